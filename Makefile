@@ -1,0 +1,108 @@
+# Verbs for working on cpmcu; `make help` lists them. Everything is installed into .venv.
+# Without network: `make demo PYTHON=/path/to/python NO_VENV=1` uses that interpreter as it is.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+PYTHON ?= python3
+BASE := .venv/.base-stamp
+DEV := .venv/.dev-stamp
+ORACLE := .venv/.oracle-stamp
+PY := $(CURDIR)/.venv/bin/python
+ifdef NO_VENV
+  BASE :=
+  DEV :=
+  ORACLE :=
+  PY := $(PYTHON)
+else
+  export PATH := $(CURDIR)/.venv/bin:$(PATH)
+endif
+PIP = $(PY) -m pip install --quiet --disable-pip-version-check
+SAY = @printf '\033[1m== %s\033[0m\n'
+CPP = find csrc -name '*.cpp' -o -name '*.cu' -o -name '*.h' -o -name '*.cuh'
+
+.PHONY: help demo build test test-gpu asan cuda-compile lint lint-python lint-types lint-cpp format bench stubs clean
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
+	@echo; echo "setup.py config  what the build finds, and the environment variables it reads"
+
+# ---- environment: each stamp is one more layer, so that a demo needs no torch
+
+.venv/.base-stamp: pyproject.toml
+	$(SAY) "setting up .venv with $(PYTHON)"
+	@test -x $(PY) || $(PYTHON) -m venv .venv
+	@$(PIP) --upgrade 'pip>=23' 'setuptools>=77' 'ninja>=1.11' 'pybind11>=2.13'
+	@CPMCU_SKIP_BUILD=1 $(PIP) --no-build-isolation -e .
+	@touch $@
+
+.venv/.dev-stamp: .venv/.base-stamp
+	$(SAY) "installing the development tools"
+	@CPMCU_SKIP_BUILD=1 $(PIP) --no-build-isolation -e '.[dev]'
+	@touch $@
+
+.venv/.oracle-stamp: .venv/.dev-stamp requirements-test.txt
+	$(SAY) "installing what the tests compare with (torch, transformers)"
+	@$(PIP) -r requirements-test.txt
+	@touch $@
+
+# ---- build and run
+
+build: $(BASE)  ## compile cpmcu.C in place: CUDA for the GPUs present (or sm_90a), CPU only without nvcc
+	$(SAY) "building cpmcu.C"
+	@$(PY) setup.py --quiet build_ext --inplace
+
+# Compiling for a GPU that is not there takes minutes, so the demo then builds for the CPU.
+demo: $(BASE)  ## set up, build and generate text with the model in cpmcu/assets
+	$(SAY) "building cpmcu.C"
+	@if [ -z "$${CPMCU_CUDA_ARCH:-}" ] && ! nvidia-smi -L >/dev/null 2>&1; then \
+	   echo "no GPU is visible: CPU build"; export CPMCU_WITH_CUDA=0; fi; \
+	 $(PY) setup.py --quiet build_ext --inplace
+	$(SAY) "generating"
+	@$(PY) -m cpmcu.cli --num-generate 160 --prompt-text "def fibonacci(n):" --use-chat-template no
+
+# ---- checks
+
+test: $(ORACLE)  ## everything that needs no GPU: pytest, AddressSanitizer, all CUDA code compiled
+	$(SAY) "CPU build"
+	@CPMCU_WITH_CUDA=0 $(PY) setup.py --quiet build_ext
+	$(SAY) "pytest"
+	@CPMCU_EXTENSION_DIR=$(CURDIR)/build/cpu $(PY) -m pytest -m "not gpu" 2>&1 | tee build/pytest.log
+	@$(MAKE) --no-print-directory asan cuda-compile
+
+asan: $(ORACLE)  ## the engine and kernel tests under AddressSanitizer, on the CPU
+	$(SAY) "AddressSanitizer"
+	@PYTHON=$(PY) scripts/run_asan_tests.sh
+
+cuda-compile: $(BASE)  ## compile and link all CUDA code for sm_80 and sm_90a; needs nvcc, no GPU
+	$(SAY) "CUDA code for sm_80 and sm_90a"
+	@CPMCU_WITH_CUDA=1 CPMCU_CUDA_ARCH=80,90a $(PY) setup.py --quiet build_ext
+
+test-gpu: $(ORACLE)  ## build for the GPU present, pytest -m gpu, then compute-sanitizer if it is found
+	@PYTHON=$(PY) scripts/gpu_check.sh build test sanitize
+
+bench: $(BASE)  ## build, then every benchmark in scripts/bench
+	@PYTHON=$(PY) scripts/gpu_check.sh build bench
+
+lint: lint-python lint-types lint-cpp  ## ruff, mypy and clang-format, changing nothing
+
+lint-python: $(DEV)
+	$(SAY) "ruff"
+	@ruff check . && ruff format --check .
+
+lint-types: $(DEV)
+	$(SAY) "mypy"
+	@mypy
+
+lint-cpp: $(DEV)
+	$(SAY) "clang-format"
+	@$(CPP) | xargs clang-format --dry-run -Werror
+
+format: $(DEV)  ## apply ruff and clang-format
+	@ruff check --fix . && ruff format .
+	@$(CPP) | xargs clang-format -i
+
+stubs: build  ## regenerate cpmcu/C.pyi from the built module
+	@$(PY) scripts/generate_stubs.py
+
+clean:  ## remove what was built, but not .venv
+	@rm -rf build dist *.egg-info cpmcu/C.*.so

@@ -1,0 +1,62 @@
+#!/usr/bin/env bash
+# Checks on a machine with a GPU; needs no network.
+#   scripts/gpu_check.sh [build] [test] [sanitize] [bench]     default: all four, in this order
+# $PYTHON (default python3) builds in place and runs everything. $CPMCU_CUDA_ARCH overrides the GPU's
+# own architecture. A step that fails does not stop the others, except a failed build.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+python=${PYTHON:-python3}
+[ $# -gt 0 ] || set -- build test sanitize bench
+
+build() { CPMCU_WITH_CUDA=1 "$python" setup.py --quiet build_ext --inplace; }
+
+gpu_tests() { "$python" -m pytest -m gpu "$@"; }
+
+# compute-sanitizer slows kernels down a hundredfold: small shapes, no timeouts. API errors are left
+# out because the engine checks every call, and torch probes features by calls that fail.
+sanitize_with() {
+  CPMCU_SMALL=1 PYTEST_TIMEOUT=0 "$sanitizer" --tool "$1" --target-processes all \
+    --report-api-errors no --error-exitcode 86 "$python" -m pytest tests/kernels -m gpu -q
+}
+
+bench() {
+  local file failed=0
+  for file in $(grep -l '__main__' scripts/bench/*.py); do
+    echo "-- $file"
+    "$python" "$file" || failed=1
+  done
+  return $failed
+}
+
+summary=() failures=0
+step() {  # step NAME COMMAND...
+  local name=$1 start=$SECONDS result=ok
+  shift
+  printf '\n== %s\n' "$name"
+  "$@" || { result="FAILED ($?)"; failures=$((failures + 1)); }
+  summary+=("$(printf '%-12s %6ds  %s' "$name" $((SECONDS - start)) "$result")")
+  [ "$result" = ok ]
+}
+finish() {
+  printf '\n%-12s %7s  %s\n' step time result
+  printf '%s\n' "${summary[@]}"
+  exit $((failures > 0))
+}
+
+for name in "$@"; do
+  case $name in
+    build) step build build || finish ;;
+    test) step test gpu_tests ;;
+    sanitize)
+      sanitizer=$(command -v compute-sanitizer || ls /usr/local/cuda/bin/compute-sanitizer 2>/dev/null)
+      if [ -z "$sanitizer" ]; then
+        summary+=("$(printf '%-12s %6ds  %s' sanitize 0 'skipped: compute-sanitizer is not installed')")
+      else
+        step memcheck sanitize_with memcheck
+        step racecheck sanitize_with racecheck
+      fi ;;
+    bench) step bench bench ;;
+    *) echo "gpu_check.sh: unknown step '$name'; known: build test sanitize bench" >&2; exit 2 ;;
+  esac
+done
+finish

@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# Runs the tests that reach C++ with the extension built under AddressSanitizer (CPU only).
+# $PYTHON (default python3) builds and runs; further arguments go to pytest.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+python=${PYTHON:-python3}
+
+CPMCU_SANITIZE=address "$python" setup.py --quiet build_ext
+
+folders=()
+for folder in tests/engine tests/kernels; do
+  if [ -d "$folder" ]; then folders+=("$folder"); fi
+done
+if [ ${#folders[@]} -eq 0 ]; then
+  echo "run_asan_tests.sh: neither tests/engine nor tests/kernels exists" >&2
+  exit 1
+fi
+
+# The interpreter is not instrumented, so the runtime must be loaded before it; libstdc++ too, or
+# the first C++ exception aborts (the sanitizer looks for __cxa_throw at start-up). Python itself
+# leaks on purpose, so leaks are not reported.
+LD_PRELOAD="$(gcc -print-file-name=libasan.so) $(gcc -print-file-name=libstdc++.so)" \
+ASAN_OPTIONS=detect_leaks=0 CPMCU_EXTENSION_DIR="$PWD/build/asan" \
+  "$python" -m pytest "${folders[@]}" -m "not gpu and not slow" "$@"

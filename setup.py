@@ -1,0 +1,181 @@
+"""Builds cpmcu.C from csrc/: finds the compilers, writes one ninja file, runs it. Needs no torch.
+
+`python setup.py config` prints this text and what was found. Environment variables:
+  CPMCU_CUDA_ARCH     comma list of architectures, e.g. 80,90a (default: the GPUs present, else 90a)
+  CPMCU_WITH_CUDA     0: CPU only; 1: fail without nvcc (default: CUDA where nvcc is found)
+  CUDA_HOME, CXX      toolkit folder (else PATH, /usr/local/cuda, PyPI wheels); host compiler (g++)
+  MAX_JOBS            parallel compilations (default: one per core and per 2 GiB of free memory)
+  CPMCU_DEBUG=1       -O0 -g for host code; device code keeps its optimisation
+  CPMCU_SANITIZE      address: CPU only, with AddressSanitizer; never copied into cpmcu/
+  CPMCU_SKIP_BUILD=1  compile nothing (compile later with `python setup.py build_ext --inplace`)
+Each build leaves its module in build/<tag>/; CPMCU_EXTENSION_DIR=build/<tag> makes cpmcu import it.
+"""
+
+import importlib.util
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+from setuptools import Command, Extension, setup
+from setuptools.command.build_ext import build_ext
+
+# The one table of GPU architectures. An 'a' name has instructions of that chip alone: files named
+# *_sm90.cu need it, and its PTX runs nowhere else, so PTX is embedded for a plain number only.
+ARCHS = {"80": "A100", "86": "RTX 30, A10", "87": "Orin", "89": "RTX 40, L4, L40S"}
+ARCHS |= {"90": "Hopper without wgmma", "90a": "H100, H200", "100": "B200", "120": "RTX 50"}
+
+RULES = """\
+builddir = {out}
+rule cxx
+  command = {cxx} -x c++ {host} $flags -MMD -MF $out.d -c $in -o $out
+  depfile = $out.d
+  deps = gcc
+  description = c++  $in
+rule nvcc
+  command = {cuda}/bin/nvcc -ccbin {cxx} {device} $flags -MMD -MF $out.d -c $in -o $out
+  depfile = $out.d
+  deps = gcc
+  description = nvcc $in
+rule link
+  command = {cxx} -shared -fopenmp {sanitize} -Wl,--exclude-libs,ALL -o $out $in {libs}
+  description = link $out
+"""
+
+os.chdir(Path(__file__).resolve().parent)  # every path below is relative to the project
+env = os.environ.get
+SANITIZE = {"": "", "address": "-fsanitize=address -fno-omit-frame-pointer"}
+
+
+def output_of(*command):
+    """What the command prints, or "" where it is missing or fails."""
+    try:
+        return subprocess.check_output(command, stderr=subprocess.DEVNULL, text=True).strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def find_cuda():
+    """(toolkit folder, its libcudart_static.a), or (None, None) for a CPU build."""
+    if env("CPMCU_WITH_CUDA") == "0" or env("CPMCU_SANITIZE"):
+        return None, None
+    on_path = Path(shutil.which("nvcc") or "/none/bin/nvcc").resolve().parents[1]
+    wheels = [Path(folder, "nvidia/cu13") for folder in sys.path]
+    for home in [Path(env("CUDA_HOME") or "/none"), on_path, Path("/usr/local/cuda"), *wheels]:
+        for lib in ("lib64", "lib", "lib/x86_64-linux-gnu", "targets/x86_64-linux/lib"):
+            # Asking for the library too passes over wrapper scripts such as /usr/local/bin/nvcc.
+            if (home / "bin/nvcc").exists() and (home / lib / "libcudart_static.a").exists():
+                return home, home / lib / "libcudart_static.a"
+    if env("CPMCU_WITH_CUDA") == "1":
+        sys.exit("CPMCU_WITH_CUDA=1, but CUDA_HOME, PATH and /usr/local/cuda hold no CUDA toolkit.")
+    return None, None
+
+
+def wanted_archs():
+    archs = {a.strip() for a in env("CPMCU_CUDA_ARCH", "").split(",") if a.strip()}
+    query = ("nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader")
+    for capability in () if archs else output_of(*query).split():
+        number = int(capability.replace(".", ""))
+        # Code for x.y runs on x.z where z >= y, so take the nearest known one of the same major.
+        fits = [a for a in ARCHS if a.isdigit() and number // 10 * 10 <= int(a) <= number]
+        archs.add("90a" if number == 90 else (fits or [capability])[-1])
+    if unknown := archs - ARCHS.keys():
+        sys.exit(f"Unknown CUDA architecture {', '.join(unknown)}; known: {', '.join(ARCHS)}.")
+    return [a for a in ARCHS if a in (archs or {"90a"})]
+
+
+def gencode(archs):
+    codes = [(a, f"sm_{a}") for a in archs]
+    codes += [(a, f"compute_{a}") for a in archs if a.isdigit()][-1:]
+    return " ".join(f"-gencode arch=compute_{a},code={code}" for a, code in codes)
+
+
+def binding_flags(info):
+    specs = [importlib.util.find_spec(name) for name in ("pybind11", "torch")]  # torch ships a copy
+    roots = [folder for spec in specs if spec for folder in spec.submodule_search_locations or ()]
+    if not roots:
+        sys.exit("Building cpmcu needs pybind11: pip install pybind11")
+    flags = f"-isystem {sysconfig.get_paths()['include']} -isystem {roots[0]}/include "
+    define = shlex.quote("-DCPMCU_BUILD_INFO=" + json.dumps(json.dumps(info)))
+    return {"entry": flags, "bind_info": flags + define.replace("$", "$$")}
+
+
+def configure():
+    """Returns what was found, and the ninja file that follows from it."""
+    cxx, (cuda, cudart), sanitize = env("CXX", "g++"), find_cuda(), env("CPMCU_SANITIZE", "")
+    if sanitize not in SANITIZE:
+        sys.exit(f"CPMCU_SANITIZE={sanitize}, but the only sanitizer supported is 'address'.")
+    archs, debug = wanted_archs() if cuda else [], env("CPMCU_DEBUG") == "1"
+    tag = "asan" if sanitize else "-".join(["cuda", *archs] if cuda else ["cpu"])
+    info = {"tag": tag + "-debug" * debug, "archs": archs, "cxx": output_of(cxx, "-dumpfullversion")}
+    info["nvcc"] = output_of(f"{cuda}/bin/nvcc", "--version").partition(" V")[2].partition("\n")[0]
+    info["commit"] = output_of("git", "rev-parse", "--short=12", "HEAD")
+
+    out, py = f"build/{info['tag']}", "py{}{}".format(*sys.version_info)
+    optimise = "-O0 -g" if debug else "-O1 -g" if sanitize else "-O3"
+    common = f"-std=c++20 {optimise} -Icsrc"
+    common += " -DCPMCU_WITH_CUDA=1" * bool(cuda) + " -DCPMCU_SM90=1" * ("90a" in archs)
+    host = f"{common} -fPIC -fopenmp -fvisibility=hidden -Wall -Wextra {SANITIZE[sanitize]}"
+    host += f" -isystem {cuda}/include" if cuda else ""
+    device = f"{common} -lineinfo --expt-relaxed-constexpr -diag-error 20278,20280"
+    device += " -Xcompiler -fPIC,-fopenmp,-fvisibility=hidden"
+    libs = f"{cudart} -ldl -lrt -lpthread" if cuda else ""
+    binding, objects = binding_flags(info), []
+    text = RULES.format(**locals() | {"sanitize": SANITIZE[sanitize]})
+    for source in sorted(p for p in Path("csrc").rglob("*") if p.suffix in (".cpp", ".cu")):
+        stem, fits = source.stem, [a for a in archs if a == "90a" or "_sm90" not in source.stem]
+        if bound := stem == "entry" or stem.startswith("bind_"):  # Python seen here only
+            rule, flags = "cxx", binding.get(stem, binding["entry"])
+        else:
+            rule, flags = ("cxx", "") if source.suffix == ".cpp" else ("nvcc", gencode(fits))
+        if rule == "cxx" or fits:
+            objects.append(f"{out}/{py if bound else 'core'}/{source.relative_to('csrc')}.o")
+            text += f"build {objects[-1]}: {rule} {source}\n  flags = {flags}\n"
+    module = f"{out}/C{sysconfig.get_config_var('EXT_SUFFIX')}"
+    return info, module, text + f"build {module}: link {' '.join(objects)}\n"
+
+
+def run_ninja(ninja_file):
+    free = [x.split()[1] for x in output_of("cat", "/proc/meminfo").splitlines() if "MemAvail" in x]
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    jobs = env("MAX_JOBS") or str(max(1, min([cores, *(int(kib) >> 21 for kib in free)])))
+    spec = importlib.util.find_spec("ninja")  # the PyPI package, or a ninja on PATH
+    command = [sys.executable, "-m", "ninja"] if spec else ["ninja"]
+    # ninja redraws one line on a terminal; pip hides output, so `pip install -v` shows the steps.
+    subprocess.run([*command, "-f", ninja_file, "-j", jobs], check=True)
+
+
+class BuildExt(build_ext):
+    def run(self):
+        if env("CPMCU_SKIP_BUILD") == "1":
+            return
+        info, module, text = configure()
+        ninja_file = Path(module).with_suffix(".ninja")
+        ninja_file.parent.mkdir(parents=True, exist_ok=True)
+        ninja_file.write_text(text)
+        print("building cpmcu.C:", json.dumps(info), flush=True)
+        try:
+            run_ninja(ninja_file)
+        except (OSError, subprocess.CalledProcessError) as error:
+            sys.exit(f"building cpmcu.C failed: {error}")
+        if env("CPMCU_SANITIZE"):
+            return
+        in_place = self.inplace or getattr(self, "editable_mode", False)
+        target = Path("cpmcu" if in_place else f"{self.build_lib}/cpmcu", Path(module).name)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        # Renaming, not overwriting, keeps a running process alive that has the old file mapped.
+        os.replace(shutil.copy2(module, f"{target}.new"), target)
+
+
+if sys.argv[1:] == ["config"]:
+    print(__doc__, json.dumps(configure()[0], indent=2), sep="\n")
+else:
+    setup(
+        ext_modules=[Extension("cpmcu.C", sources=[])],
+        cmdclass={"build_ext": BuildExt},
+        options={"build": {"build_base": "build/python"}},
+    )
