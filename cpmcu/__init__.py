@@ -1,0 +1,61 @@
+"""cpmcu: one language model on one GPU, fast.
+
+The public door is `from cpmcu import LLM, SamplingParams`. Names are resolved on first use, so
+`import cpmcu` itself loads neither the C++ extension nor any third-party package.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cpmcu.config import EngineConfig as EngineConfig
+    from cpmcu.llm import LLM as LLM
+    from cpmcu.outputs import CompletionOutput as CompletionOutput
+    from cpmcu.outputs import RequestOutput as RequestOutput
+    from cpmcu.outputs import StreamChunk as StreamChunk
+    from cpmcu.sampling import SamplingParams as SamplingParams
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "LLM": "cpmcu.llm",
+    "SamplingParams": "cpmcu.sampling",
+    "EngineConfig": "cpmcu.config",
+    "RequestOutput": "cpmcu.outputs",
+    "CompletionOutput": "cpmcu.outputs",
+    "StreamChunk": "cpmcu.outputs",
+}
+
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "EngineConfig",
+    "RequestOutput",
+    "SamplingParams",
+    "StreamChunk",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports a public name when it is first asked for.
+
+    `C` is the extension: asking for it before anything loaded it raises the ImportError of
+    `cpmcu._extension.load`, which says how to build it.
+    """
+    if name in _HOMES:
+        import importlib
+
+        value = getattr(importlib.import_module(_HOMES[name]), name)
+        globals()[name] = value
+        return value
+    if name == "C":
+        from cpmcu._extension import load
+
+        return load()
+    raise AttributeError(f"module 'cpmcu' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

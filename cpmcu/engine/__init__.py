@@ -1,0 +1,1 @@
+"""The engine thread and everything between a request and C.Engine."""

@@ -1,0 +1,1 @@
+"""Protocols around the engine: chat templates now, HTTP later."""
