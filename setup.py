@@ -21,7 +21,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
-from setuptools import Command, Extension, setup
+from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 # The one table of GPU architectures. An 'a' name has instructions of that chip alone: files named
@@ -29,26 +29,12 @@ from setuptools.command.build_ext import build_ext
 ARCHS = {"80": "A100", "86": "RTX 30, A10", "87": "Orin", "89": "RTX 40, L4, L40S"}
 ARCHS |= {"90": "Hopper without wgmma", "90a": "H100, H200", "100": "B200", "120": "RTX 50"}
 
-RULES = """\
-builddir = {out}
-rule cxx
-  command = {cxx} -x c++ {host} $flags -MMD -MF $out.d -c $in -o $out
-  depfile = $out.d
-  deps = gcc
-  description = c++  $in
-rule nvcc
-  command = {cuda}/bin/nvcc -ccbin {cxx} {device} $flags -MMD -MF $out.d -c $in -o $out
-  depfile = $out.d
-  deps = gcc
-  description = nvcc $in
-rule link
-  command = {cxx} -shared -fopenmp {sanitize} -Wl,--exclude-libs,ALL -o $out $in {libs}
-  description = link $out
-"""
+# What ninja runs for one source file; the compiler's list of headers says when to run again.
+RULE = "rule {name}\n  command = {command} $flags -MMD -MF $out.d -c $in -o $out\n"
+RULE += "  depfile = $out.d\n  deps = gcc\n  description = {name} $in\n"
 
 os.chdir(Path(__file__).resolve().parent)  # every path below is relative to the project
 env = os.environ.get
-SANITIZE = {"": "", "address": "-fsanitize=address -fno-omit-frame-pointer"}
 
 
 def output_of(*command):
@@ -95,6 +81,7 @@ def gencode(archs):
 
 
 def binding_flags(info):
+    """{file stem: flags} for the files that see Python."""
     specs = [importlib.util.find_spec(name) for name in ("pybind11", "torch")]  # torch ships a copy
     roots = [folder for spec in specs if spec for folder in spec.submodule_search_locations or ()]
     if not roots:
@@ -106,26 +93,30 @@ def binding_flags(info):
 
 def configure():
     """Returns what was found, and the ninja file that follows from it."""
-    cxx, (cuda, cudart), sanitize = env("CXX", "g++"), find_cuda(), env("CPMCU_SANITIZE", "")
-    if sanitize not in SANITIZE:
+    (cuda, cudart), cxx, sanitize = find_cuda(), env("CXX", "g++"), env("CPMCU_SANITIZE", "")
+    if sanitize not in ("", "address"):
         sys.exit(f"CPMCU_SANITIZE={sanitize}, but the only sanitizer supported is 'address'.")
     archs, debug = wanted_archs() if cuda else [], env("CPMCU_DEBUG") == "1"
     tag = "asan" if sanitize else "-".join(["cuda", *archs] if cuda else ["cpu"])
-    info = {"tag": tag + "-debug" * debug, "archs": archs, "cxx": output_of(cxx, "-dumpfullversion")}
+    tag += "-debug" * debug
+    info = {"tag": tag, "archs": archs, "cxx": output_of(cxx, "-dumpfullversion")}
     info["nvcc"] = output_of(f"{cuda}/bin/nvcc", "--version").partition(" V")[2].partition("\n")[0]
     info["commit"] = output_of("git", "rev-parse", "--short=12", "HEAD")
 
-    out, py = f"build/{info['tag']}", "py{}{}".format(*sys.version_info)
-    optimise = "-O0 -g" if debug else "-O1 -g" if sanitize else "-O3"
-    common = f"-std=c++20 {optimise} -Icsrc"
+    out, py = f"build/{tag}", "py{}{}".format(*sys.version_info)
+    common = f"-std=c++20 {'-O0 -g' if debug else '-O1 -g' if sanitize else '-O3'} -Icsrc"
     common += " -DCPMCU_WITH_CUDA=1" * bool(cuda) + " -DCPMCU_SM90=1" * ("90a" in archs)
-    host = f"{common} -fPIC -fopenmp -fvisibility=hidden -Wall -Wextra {SANITIZE[sanitize]}"
+    asan = "-fsanitize=address -fno-omit-frame-pointer" if sanitize else ""
+    host = f"{cxx} -x c++ {common} -fPIC -fopenmp -fvisibility=hidden -Wall -Wextra {asan}"
     host += f" -isystem {cuda}/include" if cuda else ""
-    device = f"{common} -lineinfo --expt-relaxed-constexpr -diag-error 20278,20280"
-    device += " -Xcompiler -fPIC,-fopenmp,-fvisibility=hidden"
-    libs = f"{cudart} -ldl -lrt -lpthread" if cuda else ""
+    device = f"{cuda}/bin/nvcc -ccbin {cxx} {common} -lineinfo --expt-relaxed-constexpr"
+    device += " -diag-error 20278,20280 -Xcompiler -fPIC,-fopenmp,-fvisibility=hidden"
+    link = f"{cxx} -shared -fopenmp {asan} -Wl,--exclude-libs,ALL -o $out $in "
+    link += f"{cudart} -ldl -lrt -lpthread" if cuda else ""
+    text = f"builddir = {out}\n" + RULE.format(name="cxx", command=host)
+    text += RULE.format(name="nvcc", command=device)
+    text += f"rule link\n  command = {link}\n  description = link $out\n"
     binding, objects = binding_flags(info), []
-    text = RULES.format(**locals() | {"sanitize": SANITIZE[sanitize]})
     for source in sorted(p for p in Path("csrc").rglob("*") if p.suffix in (".cpp", ".cu")):
         stem, fits = source.stem, [a for a in archs if a == "90a" or "_sm90" not in source.stem]
         if bound := stem == "entry" or stem.startswith("bind_"):  # Python seen here only
@@ -139,16 +130,6 @@ def configure():
     return info, module, text + f"build {module}: link {' '.join(objects)}\n"
 
 
-def run_ninja(ninja_file):
-    free = [x.split()[1] for x in output_of("cat", "/proc/meminfo").splitlines() if "MemAvail" in x]
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    jobs = env("MAX_JOBS") or str(max(1, min([cores, *(int(kib) >> 21 for kib in free)])))
-    spec = importlib.util.find_spec("ninja")  # the PyPI package, or a ninja on PATH
-    command = [sys.executable, "-m", "ninja"] if spec else ["ninja"]
-    # ninja redraws one line on a terminal; pip hides output, so `pip install -v` shows the steps.
-    subprocess.run([*command, "-f", ninja_file, "-j", jobs], check=True)
-
-
 class BuildExt(build_ext):
     def run(self):
         if env("CPMCU_SKIP_BUILD") == "1":
@@ -157,15 +138,18 @@ class BuildExt(build_ext):
         ninja_file = Path(module).with_suffix(".ninja")
         ninja_file.parent.mkdir(parents=True, exist_ok=True)
         ninja_file.write_text(text)
+        # One job per core and 2 GiB of free memory. `pip install -v` shows what ninja prints.
+        meminfo = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        fit = int(meminfo["MemAvailable"].split()[0]) >> 21
+        jobs = env("MAX_JOBS") or str(max(1, min(len(os.sched_getaffinity(0)), fit)))
+        ninja = [sys.executable, "-m", "ninja"] if importlib.util.find_spec("ninja") else ["ninja"]
         print("building cpmcu.C:", json.dumps(info), flush=True)
-        try:
-            run_ninja(ninja_file)
-        except (OSError, subprocess.CalledProcessError) as error:
-            sys.exit(f"building cpmcu.C failed: {error}")
+        if subprocess.call([*ninja, "-f", ninja_file, "-j", jobs]):
+            sys.exit("Building cpmcu.C failed; the compiler's message is above.")
         if env("CPMCU_SANITIZE"):
             return
-        in_place = self.inplace or getattr(self, "editable_mode", False)
-        target = Path("cpmcu" if in_place else f"{self.build_lib}/cpmcu", Path(module).name)
+        in_place = self.inplace or self.editable_mode
+        target = Path("" if in_place else self.build_lib, "cpmcu", Path(module).name)
         target.parent.mkdir(parents=True, exist_ok=True)
         # Renaming, not overwriting, keeps a running process alive that has the old file mapped.
         os.replace(shutil.copy2(module, f"{target}.new"), target)
@@ -175,6 +159,7 @@ if sys.argv[1:] == ["config"]:
     print(__doc__, json.dumps(configure()[0], indent=2), sep="\n")
 else:
     setup(
+        license="Apache-2.0",  # here because setuptools before 77 refuses it in pyproject.toml
         ext_modules=[Extension("cpmcu.C", sources=[])],
         cmdclass={"build_ext": BuildExt},
         options={"build": {"build_base": "build/python"}},
