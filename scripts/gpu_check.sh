@@ -7,6 +7,10 @@ set -uo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
 [ $# -gt 0 ] || set -- build test sanitize bench
+if ! nvidia-smi -L; then
+  echo "gpu_check.sh: nvidia-smi finds no GPU here; without one, run make test" >&2
+  exit 2
+fi
 
 build() { CPMCU_WITH_CUDA=1 "$python" setup.py --quiet build_ext --inplace; }
 

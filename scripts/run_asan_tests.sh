@@ -18,7 +18,8 @@ fi
 
 # The interpreter is not instrumented, so the runtime must be loaded before it; libstdc++ too, or
 # the first C++ exception aborts (the sanitizer looks for __cxa_throw at start-up). Python itself
-# leaks on purpose, so leaks are not reported.
+# leaks on purpose, so leaks are not reported. pytest must not capture file descriptors: the report
+# would be lost with the process.
 LD_PRELOAD="$(gcc -print-file-name=libasan.so) $(gcc -print-file-name=libstdc++.so)" \
 ASAN_OPTIONS=detect_leaks=0 CPMCU_EXTENSION_DIR="$PWD/build/asan" \
-  "$python" -m pytest "${folders[@]}" -m "not gpu and not slow" "$@"
+  "$python" -m pytest "${folders[@]}" --capture=sys -m "not gpu and not slow" "$@"
