@@ -1,0 +1,1 @@
+"""From a model's name to an engine with its weights in place."""

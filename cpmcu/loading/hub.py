@@ -1,0 +1,107 @@
+"""From a model's name to a local directory: the directory itself, or a Hugging Face repo id."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+_REPO_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")
+_SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.safetensors"]
+_TORCH_FILES = ["*.bin", "*.pt"]
+_OTHER_COPIES = ["*/*", "consolidated*"]  # other formats of the same weights
+
+
+def resolve_model(model: str, revision: str | None = None) -> Path:
+    """The directory of a model, downloaded into the Hugging Face cache if need be.
+
+    `revision` is a branch, tag or commit of a repo and must be None for a directory.
+    HF_HUB_OFFLINE, HF_HOME and HF_TOKEN are honoured. Raises FileNotFoundError if there is no
+    such directory, repo or (offline) cached copy, ValueError for something that is neither a
+    directory nor a repo id, RuntimeError for a download that fails.
+    """
+    path = Path(model).expanduser()
+    if path.is_dir():
+        if revision is not None:
+            raise ValueError(
+                f"revision is {revision!r} but {model!r} is a local directory, expected a "
+                "revision only with a Hugging Face repo id"
+            )
+        return path
+    if path.is_file():
+        raise ValueError(f"{model!r} is a file, expected the directory that holds config.json")
+    if not _REPO_ID.match(model):
+        raise FileNotFoundError(
+            f"{model!r} is neither a directory nor a Hugging Face repo id, expected an existing "
+            "directory or a name like 'openbmb/MiniCPM4-0.5B'"
+        )
+    return _download(model, revision)
+
+
+def _download(repo_id: str, revision: str | None) -> Path:
+    # Imported here: slow, and not needed for a directory.
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import (
+            GatedRepoError,
+            HfHubHTTPError,
+            HFValidationError,
+            LocalEntryNotFoundError,
+            OfflineModeIsEnabled,
+            RepositoryNotFoundError,
+            RevisionNotFoundError,
+        )
+    except ImportError as error:
+        raise RuntimeError(
+            f"{repo_id!r} is not a directory, and downloading it needs huggingface_hub, which is "
+            "not installed (pip install huggingface_hub)"
+        ) from error
+
+    def snapshot(patterns: list[str]) -> Path:
+        return Path(
+            snapshot_download(
+                repo_id, revision=revision, allow_patterns=patterns, ignore_patterns=_OTHER_COPIES
+            )
+        )
+
+    at = f" at revision {revision!r}" if revision else ""
+    try:
+        directory = snapshot(_SMALL_FILES)
+        if not any(directory.glob("*.safetensors")):
+            directory = snapshot(_SMALL_FILES + _TORCH_FILES)
+        return directory
+    except HFValidationError as error:
+        raise ValueError(
+            f"{repo_id!r} is not a directory and not a valid repo id: {_first_line(error)}"
+        ) from error
+    except GatedRepoError as error:
+        raise FileNotFoundError(
+            f"Hugging Face repo {repo_id!r} is gated, expected a token with access to it "
+            "(huggingface-cli login, or HF_TOKEN)"
+        ) from error
+    except RevisionNotFoundError as error:
+        raise FileNotFoundError(
+            f"Hugging Face repo {repo_id!r} has no revision {revision!r}"
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise FileNotFoundError(
+            f"{repo_id!r} is not a directory here, and Hugging Face has no such repo (or it is "
+            "private and HF_TOKEN gives no access)"
+        ) from error
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
+        why = (
+            "HF_HUB_OFFLINE is set"
+            if os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "ON", "YES", "TRUE")
+            else "Hugging Face cannot be reached"
+        )
+        raise FileNotFoundError(
+            f"{repo_id!r}{at} is not a directory here and not in the Hugging Face cache, and {why}"
+        ) from error
+    except (HfHubHTTPError, OSError) as error:
+        raise RuntimeError(
+            f"downloading {repo_id!r}{at} from Hugging Face failed: {_first_line(error)}"
+        ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -1,0 +1,65 @@
+"""Index of a sharded checkpoint: which file holds which tensor."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+logger = logging.getLogger(__name__)
+
+Entry = TypeVar("Entry")
+
+
+def read_index(path: Path, read_shard: Callable[[Path], Mapping[str, Entry]]) -> dict[str, Entry]:
+    """All tensors that the index names, shard by shard.
+
+    Raises ValueError for a damaged index or a tensor that its shard does not hold, and
+    FileNotFoundError for a missing shard. Tensors that only a shard knows are logged.
+    """
+    weight_map = read_json(path).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError(f"{path}: weight_map is {_short(weight_map)}, expected tensor -> file")
+    names_by_shard: dict[str, list[str]] = {}
+    for name, shard in weight_map.items():
+        if not isinstance(shard, str) or not shard or Path(shard).name != shard:
+            raise ValueError(
+                f"{path}: {name} is in {shard!r}, expected the name of a file beside the index"
+            )
+        names_by_shard.setdefault(shard, []).append(name)
+    missing = [shard for shard in sorted(names_by_shard) if not (path.parent / shard).is_file()]
+    if missing:
+        raise FileNotFoundError(
+            f"{path}: {len(missing)} of {len(names_by_shard)} files are missing: "
+            f"{', '.join(missing)}, expected them in {path.parent}"
+        )
+    tensors: dict[str, Entry] = {}
+    for shard, names in sorted(names_by_shard.items()):
+        found = read_shard(path.parent / shard)
+        for name in names:
+            if name not in found:
+                raise ValueError(f"{path}: {name} is not in {shard}, expected it there")
+        # In the shard's order, which is the order of the bytes.
+        tensors.update((name, found[name]) for name in found if weight_map.get(name) == shard)
+        unlisted = [name for name in found if name not in weight_map]
+        if unlisted:
+            logger.warning("%s: ignored, not in the index: %s", shard, ", ".join(unlisted))
+    return tensors
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file. Raises FileNotFoundError, or ValueError if it is not one."""
+    try:
+        value = json.loads(path.read_bytes())
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"{path}: is not JSON ({error}), expected an object") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: is a JSON {type(value).__name__}, expected an object")
+    return value
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:60] + "..."

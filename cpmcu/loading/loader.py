@@ -1,0 +1,241 @@
+"""From a model's name to an engine that holds it.
+
+The order: directory, config.json, headers of the weights, quantisation scheme, specification,
+engine (allocates), plan (checks every tensor), and only then bytes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cpmcu.loading.checkpoint import open_checkpoint
+from cpmcu.loading.cublas import cublas_paths
+from cpmcu.loading.hub import resolve_model
+from cpmcu.loading.index import read_json
+from cpmcu.loading.plan import LoadPlan, Placement, plan_load
+from cpmcu.loading.progress import LoadProgress, LogProgress, log_conversion, log_unused
+from cpmcu.loading.tensors import FLOAT_DTYPES, Checkpoint, TensorMeta
+from cpmcu.models.common import BuildOptions
+from cpmcu.models.registry import find_model
+from cpmcu.quant.registry import plan_quant
+
+if TYPE_CHECKING:
+    from cpmcu import C
+    from cpmcu.config import EngineConfig
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """An engine with its weights in place, and what was read on the way."""
+
+    engine: C.Engine
+    directory: Path
+    hf_config: dict[str, Any]  # config.json
+    generation_config: dict[str, Any]  # generation_config.json; empty if there is none
+    spec: C.ModelSpec
+
+
+def load_model(
+    model: str, *, config: EngineConfig, progress: LoadProgress | None = None
+) -> LoadedModel:
+    """Loads a local directory or a Hugging Face repo.
+
+    Raises FileNotFoundError for a model or file that is not there, ValueError for a config or
+    checkpoint that is damaged or not supported, MemoryError if it does not fit, RuntimeError for
+    a device asked for by name that is not there. Nothing is loaded before all is checked.
+    """
+    directory = resolve_model(model, config.revision)
+    hf_config = read_config(directory)
+    generation_file = directory / "generation_config.json"
+    generation_config = read_json(generation_file) if generation_file.is_file() else {}
+    family = find_model(hf_config)
+    device = choose_device(config.device)
+    checkpoint = open_checkpoint(directory)
+    metas = {name: stored.meta for name, stored in checkpoint.tensors.items()}
+    quant = plan_quant(hf_config, metas)
+    fields = family.build(
+        hf_config,
+        BuildOptions(
+            device=device,
+            max_model_len=config.max_model_len,
+            has_lm_head="lm_head.weight" in metas,
+            minicpm4_yarn=config.minicpm4_yarn,
+        ),
+    )
+    if config.max_model_len > fields.max_position_embeddings:
+        logger.warning(
+            "max_model_len is %d but config.json has max_position_embeddings %d: text beyond it "
+            "may be poor",
+            config.max_model_len,
+            fields.max_position_embeddings,
+        )
+    dtype, reason = choose_dtype(config.dtype, hf_config, metas, device)
+
+    from cpmcu import _extension  # here: all of the above works without the extension
+
+    extension = _extension.load()
+    spec = extension.ModelSpec(
+        **fields.to_kwargs(),
+        dtype=dtype,
+        linear_method=quant.linear_method,
+        linear_options=quant.linear_options,
+        linear_overrides=quant.linear_overrides,
+    )
+    engine = extension.Engine(spec, runtime_config(config, device))
+    infos = engine.expected_tensors()
+    expected = {info.name: TensorMeta(info.name, info.dtype, tuple(info.shape)) for info in infos}
+    required = [info.name for info in infos if info.required]
+    plan = plan_load(checkpoint, fields, family.names, quant, expected, required)
+    log_unused(plan.unused)
+    log_conversion(plan.conversions, dtype, reason)
+    load_tensors(engine, checkpoint, plan, directory.name, progress or LogProgress())
+    engine.finish_loading()
+    return LoadedModel(engine, directory, hf_config, generation_config, spec)
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """config.json of a model directory. Raises FileNotFoundError or ValueError."""
+    path = directory / "config.json"
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{directory}: has no config.json, expected a model directory in Hugging Face format"
+        )
+    return read_json(path)
+
+
+def choose_device(device: str) -> str:
+    """ "cpu" or "cuda"; "auto" takes CUDA if there is a device. RuntimeError if "cuda" has none."""
+    if device == "cpu":
+        return device
+    from cpmcu import _extension  # here: the CPU needs no look at the driver
+
+    num_devices = _extension.load().device_count()
+    if device == "auto":
+        return "cuda" if num_devices else "cpu"
+    if not num_devices:
+        raise RuntimeError(
+            "device is 'cuda' but no CUDA device was found, expected one with a driver and a "
+            "build with CUDA; `python -m cpmcu.cli --env` shows what there is"
+        )
+    return device
+
+
+def choose_dtype(
+    asked: str | None,
+    hf_config: Mapping[str, Any],
+    tensors: Mapping[str, TensorMeta],
+    device: str,
+) -> tuple[str, str]:
+    """(dtype of weights and activations, why it is not the checkpoint's or "").
+
+    `asked` None or "auto": what config.json says, else what most weights are; float32 becomes
+    bfloat16 on CUDA, which has no float32 kernels. Raises ValueError if float32 is asked for there.
+    """
+    if asked not in (None, "auto"):
+        if asked not in FLOAT_DTYPES:
+            raise ValueError(f"dtype is {asked!r}, expected one of {', '.join(FLOAT_DTYPES)}")
+        if asked == "float32" and device == "cuda":
+            raise ValueError(
+                "dtype is 'float32', expected 'bfloat16' or 'float16' on CUDA (float32 is for the "
+                "CPU)"
+            )
+        return str(asked), "as asked for"
+    stated, reason = hf_config.get("dtype") or hf_config.get("torch_dtype"), "config.json says so"
+    if stated is None:
+        reason = "most weights have it"
+        counts: Counter[str] = Counter()
+        for meta in tensors.values():
+            if meta.dtype in FLOAT_DTYPES:
+                counts[meta.dtype] += meta.num_elements
+        stated = counts.most_common(1)[0][0] if counts else "bfloat16"
+    stated = str(stated).removeprefix("torch.")
+    if stated not in FLOAT_DTYPES:
+        raise ValueError(
+            f"config.json: dtype is {stated!r}, expected one of {', '.join(FLOAT_DTYPES)}"
+        )
+    if stated == "float32" and device == "cuda":
+        return "bfloat16", "float32 runs on the CPU only"
+    return stated, reason
+
+
+def runtime_config(config: EngineConfig, device: str) -> C.RuntimeConfig:
+    """The part of the configuration that the engine itself needs."""
+    from cpmcu import _extension
+
+    runtime: C.RuntimeConfig = _extension.load().RuntimeConfig(
+        device=device,
+        device_index=config.device_index,
+        memory_limit=config.memory_limit,
+        chunk_length=config.chunk_length,
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=config.max_model_len,
+        cuda_graph=config.cuda_graph,
+        num_threads=config.num_threads,
+        cublas_paths=cublas_paths(),
+    )
+    return runtime
+
+
+def load_tensors(
+    engine: C.Engine, checkpoint: Checkpoint, plan: LoadPlan, what: str, progress: LoadProgress
+) -> None:
+    """Brings every tensor of the plan into the engine; files are streamed, one after another."""
+    done_bytes = 0
+    progress.start(plan.total_bytes, what)
+    try:
+        for path, placements in _by_file(plan).items():
+
+            def report(file_bytes: int, before: int = done_bytes) -> None:
+                progress.update(before + file_bytes)
+
+            engine.load_file(str(path), _entries(placements), report)
+            done_bytes += sum(placement.target.nbytes for placement in placements)
+            progress.update(done_bytes)
+        for placement in plan.placements:
+            if placement.offset is None:
+                array = checkpoint.read(placement.source)
+                rows = placement.target.shape[0] if placement.target.shape else 0
+                if array.shape != placement.target.shape:
+                    array = array[placement.first_row : placement.first_row + rows]
+                engine.load_tensor(placement.target.name, array, placement.target.dtype)
+                done_bytes += placement.target.nbytes
+                progress.update(done_bytes)
+        for repack in plan.repacks:
+            outputs = repack.run({name: checkpoint.read(name) for name in repack.inputs})
+            for meta in repack.outputs:
+                engine.load_tensor(meta.name, outputs[meta.name], meta.dtype)
+            done_bytes += sum(checkpoint.tensors[name].meta.nbytes for name in repack.inputs)
+            progress.update(done_bytes)
+    finally:
+        progress.finish()
+
+
+def _by_file(plan: LoadPlan) -> dict[Path, list[Placement]]:
+    files: dict[Path, list[Placement]] = {}
+    for placement in plan.placements:
+        if placement.offset is not None:
+            files.setdefault(placement.path, []).append(placement)
+    return files
+
+
+def _entries(placements: list[Placement]) -> list[C.FileEntry]:
+    from cpmcu import _extension
+
+    file_entry = _extension.load().FileEntry
+    return [
+        file_entry(
+            name=placement.target.name,
+            dtype=placement.target.dtype,
+            shape=list(placement.target.shape),
+            offset=placement.offset or 0,
+            nbytes=placement.target.nbytes,
+        )
+        for placement in placements
+    ]

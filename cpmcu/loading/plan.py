@@ -1,0 +1,167 @@
+"""Fits a checkpoint to an engine before any of its bytes is read.
+
+Every tensor's name, shape and dtype is checked here, so that one error lists all that is wrong
+and nothing is half loaded.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from cpmcu.loading.progress import list_names
+from cpmcu.loading.tensors import FLOAT_DTYPES, STORAGE_DTYPES, Checkpoint, TensorMeta, itemsize
+from cpmcu.models.common import SpecFields
+from cpmcu.models.names import NameMap
+from cpmcu.quant.registry import QuantPlan, Repack
+
+MAX_LISTED = 8  # mismatches in one message
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Rows of a stored tensor and the engine's tensor that they become."""
+
+    source: str  # name in the checkpoint
+    target: TensorMeta  # the engine's name, the file's dtype, the shape of the rows
+    first_row: int
+    path: Path
+    offset: int | None  # bytes from the file's start; None: not streamable
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """What to load from where, what is left over, and what changes dtype."""
+
+    placements: list[Placement]
+    repacks: list[Repack]
+    unused: dict[str, str]  # name in the checkpoint -> reason
+    conversions: dict[str, int]  # dtype in the checkpoint -> number of tensors
+    total_bytes: int  # in the checkpoint's files
+
+
+def plan_load(
+    checkpoint: Checkpoint,
+    fields: SpecFields,
+    names: NameMap,
+    quant: QuantPlan,
+    expected: Mapping[str, TensorMeta],
+    required: Iterable[str],
+) -> LoadPlan:
+    """Places every tensor of the checkpoint. `expected`: the engine's name -> what it takes.
+
+    Raises ValueError that lists the first mismatches: shapes, dtypes, names given twice, and
+    required tensors that nothing provides.
+    """
+    problems: list[str] = []
+    unused: dict[str, str] = {}
+    conversions: Counter[str] = Counter()
+    provided: set[str] = set()
+    total_bytes = 0
+    repacked = {name for repack in quant.repacks for name in repack.inputs}
+
+    def accept(source: str, target: TensorMeta) -> bool:
+        problem = _mismatch(target, expected[target.name])
+        if problem is None and target.name in provided:
+            problem = f"{target.name} is given twice, the second time by {source}"
+        provided.add(target.name)
+        if problem is not None:
+            problems.append(problem)
+            return False
+        if target.dtype != expected[target.name].dtype:
+            conversions[target.dtype] += 1
+        return True
+
+    placements = []
+    for placement in _place(checkpoint, fields, names, repacked, unused, problems):
+        if placement.target.name not in expected:
+            unused[placement.source] = _why_unused(placement.target.name, fields)
+        elif accept(placement.source, placement.target):
+            placements.append(placement)
+            total_bytes += placement.target.nbytes
+    for repack in quant.repacks:
+        for output in repack.outputs:
+            if output.name in expected:
+                accept(", ".join(repack.inputs), output)
+            else:
+                problems.append(f"{output.name} (repacked) is not a tensor of this model")
+        total_bytes += sum(checkpoint.tensors[name].meta.nbytes for name in repack.inputs)
+    missing = [name for name in required if name not in provided]
+    _raise_problems(checkpoint.directory, problems, missing, unused)
+    return LoadPlan(placements, list(quant.repacks), unused, dict(conversions), total_bytes)
+
+
+def _place(
+    checkpoint: Checkpoint,
+    fields: SpecFields,
+    names: NameMap,
+    repacked: set[str],
+    unused: dict[str, str],
+    problems: list[str],
+) -> Iterator[Placement]:
+    for name, stored in checkpoint.tensors.items():
+        if name in repacked:
+            continue
+        meta = stored.meta
+        pieces = names(name, fields)
+        whole = len(pieces) == 1 and pieces[0].first_row == 0 and pieces[0].num_rows is None
+        if pieces and not whole:
+            total_rows = sum(piece.num_rows or 0 for piece in pieces)
+            if not meta.shape or meta.shape[0] != total_rows:
+                problems.append(
+                    f"{name} has shape {list(meta.shape)}, expected {total_rows} rows (together "
+                    f"{', '.join(piece.name for piece in pieces)})"
+                )
+                continue
+        if meta.dtype not in STORAGE_DTYPES:
+            unused[name] = f"dtype {meta.dtype} is unknown"
+            continue
+        row_elements = meta.num_elements // meta.shape[0] if meta.shape and meta.shape[0] else 0
+        for piece in pieces:
+            shape = meta.shape
+            if piece.num_rows is not None:
+                shape = (piece.num_rows, *meta.shape[1:])
+            offset = stored.offset
+            if offset is not None:
+                offset += piece.first_row * row_elements * itemsize(meta.dtype)
+            target = TensorMeta(piece.name, meta.dtype, shape)
+            yield Placement(name, target, piece.first_row, stored.path, offset)
+
+
+def _mismatch(found: TensorMeta, expected: TensorMeta) -> str | None:
+    if found.shape != expected.shape:
+        return f"{found.name} has shape {list(found.shape)}, expected {list(expected.shape)}"
+    if found.dtype == expected.dtype:
+        return None
+    if found.dtype in FLOAT_DTYPES and expected.dtype in FLOAT_DTYPES:
+        return None
+    wanted = " or ".join(FLOAT_DTYPES) if expected.dtype in FLOAT_DTYPES else expected.dtype
+    return f"{found.name} has dtype {found.dtype}, expected {wanted}"
+
+
+def _why_unused(name: str, fields: SpecFields) -> str:
+    if name == "lm_head.weight" and fields.tie_word_embeddings:
+        return "tie_word_embeddings is true: the head is the embedding table"
+    return "not part of this model"
+
+
+def _raise_problems(
+    directory: Path, problems: list[str], missing: list[str], unused: Mapping[str, str]
+) -> None:
+    if not problems and not missing:
+        return
+    sentences = []
+    if problems:
+        shown = "; ".join(problems[:MAX_LISTED])
+        rest = f"; and {len(problems) - MAX_LISTED} more" if len(problems) > MAX_LISTED else ""
+        sentences.append(f"{len(problems)} tensors do not fit config.json: {shown}{rest}")
+    if missing:
+        sentences.append(
+            f"{len(missing)} tensors are missing that config.json asks for: "
+            f"{list_names(missing, MAX_LISTED)}"
+        )
+        if unused:
+            sentences.append(f"not used were: {list_names(sorted(unused), MAX_LISTED)}")
+    raise ValueError(f"{directory}: " + "; ".join(sentences))

@@ -1,0 +1,78 @@
+"""What a checkpoint says about its tensors before any of their bytes is read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+FLOAT_DTYPES = ("float32", "float16", "bfloat16")
+
+# dtype -> the numpy dtype that holds its bytes (numpy has no bfloat16 and no fp8)
+STORAGE_DTYPES: dict[str, type[np.generic]] = {
+    "bool": np.bool_,
+    "uint8": np.uint8,
+    "int8": np.int8,
+    "float8_e4m3fn": np.uint8,
+    "float8_e5m2": np.uint8,
+    "float8_e8m0fnu": np.uint8,
+    "uint16": np.uint16,
+    "int16": np.int16,
+    "float16": np.float16,
+    "bfloat16": np.uint16,
+    "uint32": np.uint32,
+    "int32": np.int32,
+    "float32": np.float32,
+    "uint64": np.uint64,
+    "int64": np.int64,
+    "float64": np.float64,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorMeta:
+    """Name, dtype (a key of STORAGE_DTYPES, or another name that nothing can read) and shape."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes; ValueError for a dtype that is not in STORAGE_DTYPES."""
+        return self.num_elements * itemsize(self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor and where it lies."""
+
+    meta: TensorMeta
+    path: Path
+    offset: int | None  # bytes from the file's start; None: only `Checkpoint.read` can get it
+
+
+class Checkpoint(Protocol):
+    """The tensors of a model directory, whatever the files."""
+
+    directory: Path
+    tensors: Mapping[str, StoredTensor]
+
+    def read(self, name: str) -> npt.NDArray[Any]:
+        """The tensor in its storage dtype (bfloat16 as uint16)."""
+
+
+def itemsize(dtype: str) -> int:
+    """Bytes of one element. Raises ValueError for a dtype that is not in STORAGE_DTYPES."""
+    if dtype not in STORAGE_DTYPES:
+        raise ValueError(f"dtype {dtype} is unknown, expected one of {', '.join(STORAGE_DTYPES)}")
+    return np.dtype(STORAGE_DTYPES[dtype]).itemsize

@@ -1,0 +1,172 @@
+"""What all model families share: the keys they read and the checks on them.
+
+`SpecFields` is C.ModelSpec as plain Python data, so that configs can be read and tested without
+the extension. The loader adds what a config alone does not decide (dtype, linear methods).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from cpmcu.models.reader import ConfigReader
+from cpmcu.models.rope import rope_from_config
+
+logger = logging.getLogger(__name__)
+
+CUDA_HEAD_DIMS = (64, 128, 256)
+MAX_HEAD_DIM = 256  # CPU back end: any multiple of ALIGNMENT up to it
+ALIGNMENT = 8  # elements: rows are read in 16-byte pieces of 2-byte numbers
+
+
+@dataclass(frozen=True, slots=True)
+class BuildOptions:
+    """What a specification depends on besides config.json."""
+
+    device: str = "cpu"  # "cpu" | "cuda"
+    max_model_len: int = 0  # tokens that the engine will hold of a sequence; 0: the model's own
+    has_lm_head: bool = True  # does the checkpoint hold lm_head.weight?
+    minicpm4_yarn: bool = False  # use the published 128K LongRoPE factors of MiniCPM4
+
+
+@dataclass(frozen=True, slots=True)
+class SpecFields:
+    """The fields of C.ModelSpec that follow from config.json; sizes in elements."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    max_position_embeddings: int  # tokens
+    rope_inv_freq: tuple[float, ...]  # [head_dim / 2], radians a token
+    rope_attention_scaling: float = 1.0
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    embed_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
+    tie_word_embeddings: bool = False
+    blocks: tuple[tuple[str, ...], ...] = ()  # per layer; empty: attention, mlp for each
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """Keyword arguments for C.ModelSpec (lists where it wants lists)."""
+        fields = asdict(self)
+        fields["rope_inv_freq"] = list(self.rope_inv_freq)
+        fields["blocks"] = [list(layer) for layer in self.blocks]
+        return fields
+
+
+def read_spec(
+    config: Mapping[str, Any],
+    options: BuildOptions,
+    *,
+    qkv_bias: bool = False,
+    qk_norm: bool = False,
+    embed_scale: float = 1.0,
+    residual_scale: float = 1.0,
+    logit_scale: float = 1.0,
+) -> SpecFields:
+    """Reads the keys that all Llama-like configs have.
+
+    The keyword arguments are what the family adds. Raises ValueError with one sentence (key,
+    found, expected) for the first key that is missing or absurd.
+    """
+    reader = ConfigReader(config)
+    hidden_size = _aligned(reader, "hidden_size")
+    intermediate_size = _aligned(reader, "intermediate_size")
+    num_heads = reader.positive_int("num_attention_heads")
+    num_kv_heads = reader.positive_int("num_key_value_heads", default=num_heads)
+    if num_heads % num_kv_heads:
+        raise reader.fail("num_key_value_heads", f"a divisor of num_attention_heads={num_heads}")
+    head_dim = _head_dim(reader, hidden_size, num_heads, options.device)
+    if config.get("hidden_act", "silu") not in ("silu", "swish"):
+        raise reader.fail("hidden_act", "'silu', the only activation that the engine has")
+    eps = reader.positive_float("rms_norm_eps")
+    if eps >= 1:
+        raise reader.fail("rms_norm_eps", "a number between 0 and 1")
+    max_positions = reader.positive_int("max_position_embeddings")
+    rope = rope_from_config(config, head_dim, options.max_model_len or max_positions)
+    return SpecFields(
+        vocab_size=reader.positive_int("vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_hidden_layers=reader.positive_int("num_hidden_layers"),
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_kv_heads,
+        head_dim=head_dim,
+        rms_norm_eps=eps,
+        max_position_embeddings=max_positions,
+        rope_inv_freq=tuple(rope.inv_freq.tolist()),
+        rope_attention_scaling=rope.attention_scaling,
+        qkv_bias=qkv_bias,
+        qk_norm=qk_norm,
+        embed_scale=embed_scale,
+        residual_scale=residual_scale,
+        logit_scale=logit_scale,
+        tie_word_embeddings=_tied(reader, options),
+    )
+
+
+def refuse_sliding_window(config: Mapping[str, Any], options: BuildOptions) -> None:
+    """Raises ValueError if a sliding window would hide tokens that this engine can hold.
+
+    A window at least as long as the engine's context changes nothing and is accepted.
+    """
+    reader = ConfigReader(config)
+    context = options.max_model_len or reader.positive_int("max_position_embeddings")
+    layers = config.get("layer_types")
+    if layers is not None:
+        if not isinstance(layers, list):
+            raise reader.fail("layer_types", "a list of layer types")
+        kinds = sorted({str(kind) for kind in layers} - {"full_attention", "sliding_attention"})
+        if kinds:
+            raise ValueError(
+                f"config.json: layer_types has {', '.join(kinds)}, expected only full_attention"
+            )
+        if "sliding_attention" not in layers:
+            return
+    if config.get("sliding_window") is None:
+        return
+    window = reader.positive_int("sliding_window")
+    if window < context:
+        raise ValueError(
+            f"config.json: sliding_window is {window}, expected null or at least the context of "
+            f"{context} tokens: attention with a sliding window is not supported (a max_model_len "
+            f"of {window} or less would make it exact)"
+        )
+
+
+def _aligned(reader: ConfigReader, key: str) -> int:
+    value = reader.positive_int(key)
+    if value % ALIGNMENT:
+        raise reader.fail(key, f"a multiple of {ALIGNMENT}")
+    return value
+
+
+def _head_dim(reader: ConfigReader, hidden_size: int, num_heads: int, device: str) -> int:
+    if reader.config.get("head_dim") is None and hidden_size % num_heads:
+        raise reader.fail("num_attention_heads", f"a divisor of hidden_size={hidden_size}")
+    head_dim = reader.positive_int("head_dim", default=hidden_size // num_heads)
+    if device == "cuda" and head_dim not in CUDA_HEAD_DIMS:
+        allowed = ", ".join(map(str, CUDA_HEAD_DIMS))
+        raise ValueError(
+            f"config.json: head_dim (hidden_size / num_attention_heads if it is not given) is "
+            f"{head_dim}, expected one of {allowed} on CUDA"
+        )
+    if head_dim % ALIGNMENT or head_dim > MAX_HEAD_DIM:
+        raise ValueError(
+            f"config.json: head_dim (hidden_size / num_attention_heads if it is not given) is "
+            f"{head_dim}, expected a multiple of {ALIGNMENT} up to {MAX_HEAD_DIM}"
+        )
+    return head_dim
+
+
+def _tied(reader: ConfigReader, options: BuildOptions) -> bool:
+    # A config that does not say leaves it to the file: no lm_head.weight means a shared table.
+    return reader.flag("tie_word_embeddings", default=not options.has_lm_head)

@@ -1,0 +1,18 @@
+"""Qwen2 and Qwen2.5: Llama with a bias on q, k and v."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from cpmcu.models.common import BuildOptions, SpecFields, read_spec, refuse_sliding_window
+from cpmcu.models.reader import ConfigReader
+from cpmcu.models.registry import register_model
+
+
+@register_model("Qwen2ForCausalLM")
+def build_qwen2(config: Mapping[str, Any], options: BuildOptions) -> SpecFields:
+    """Raises ValueError for a config that the engine cannot run."""
+    if ConfigReader(config).flag("use_sliding_window"):
+        refuse_sliding_window(config, options)
+    return read_spec(config, options, qkv_bias=True)

@@ -1,0 +1,54 @@
+"""Checked access to the keys of a config.json: every complaint names key, found, expected."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+
+class ConfigReader:
+    """Reads numbers and flags from a parsed config.json. All methods raise ValueError."""
+
+    def __init__(self, config: Mapping[str, Any], where: str = "config.json") -> None:
+        self.config = config
+        self.where = where
+
+    def fail(self, key: str, expected: str) -> ValueError:
+        """The exception for a key whose value is not what was expected."""
+        found = f"is {self.config[key]!r}" if key in self.config else "is missing"
+        return ValueError(f"{self.where}: {key} {found}, expected {expected}")
+
+    def positive_int(self, key: str, default: int | None = None) -> int:
+        """An integer in [1, 2^31). A missing or null key gives `default` if there is one."""
+        value = self.config.get(key)
+        if value is None and default is not None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**31:
+            raise self.fail(key, "a positive integer")
+        return value
+
+    def positive_float(self, key: str, default: float | None = None) -> float:
+        """A finite number above 0. A missing or null key gives `default` if there is one."""
+        value = self.config.get(key)
+        if value is None and default is not None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self.fail(key, "a positive number")
+        if not (math.isfinite(value) and value > 0):
+            raise self.fail(key, "a positive number")
+        return float(value)
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        """A boolean; a missing or null key gives `default`."""
+        value = self.config.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self.fail(key, "true or false")
+        return value
+
+    def refuse(self, key: str, reason: str) -> None:
+        """Raises if the flag is set, saying why it cannot be."""
+        if self.flag(key):
+            raise self.fail(key, f"false ({reason})")

@@ -1,0 +1,96 @@
+"""Which function builds the specification of which Hugging Face architecture.
+
+Adding a model is adding one file to this package: it is scanned on the first look-up. Code
+outside the package may use `register_model` too, before the model is loaded.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import cpmcu.models
+from cpmcu.models.common import BuildOptions, SpecFields
+from cpmcu.models.names import NameMap, canonical_names
+
+Builder = Callable[[Mapping[str, Any], BuildOptions], SpecFields]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFamily:
+    """How one architecture is read: its config and its tensor names."""
+
+    architecture: str
+    build: Builder
+    names: NameMap
+    source: str  # file that registered it
+
+
+_families: dict[str, ModelFamily] = {}
+
+
+def register_model(
+    *architectures: str, names: NameMap = canonical_names
+) -> Callable[[Builder], Builder]:
+    """Registers the decorated function for these `architectures` strings of config.json.
+
+    The function gets the parsed config.json and the `BuildOptions` and returns `SpecFields`.
+    `names` maps a checkpoint's tensor names to the engine's; the default knows the Llama names.
+    Raises ValueError if no architecture is named or another function already has one of them.
+    """
+    if not architectures:
+        raise ValueError("register_model needs at least one architecture name, found none")
+
+    def register(build: Builder) -> Builder:
+        source = inspect.getsourcefile(build) or "<unknown>"
+        for architecture in architectures:
+            known = _families.get(architecture)
+            if known is not None and _identity(known.build) != _identity(build):
+                raise ValueError(
+                    f"architecture {architecture!r} is registered twice: by {known.source} "
+                    f"and by {source}"
+                )
+        for architecture in architectures:
+            _families[architecture] = ModelFamily(architecture, build, names, source)
+        return build
+
+    return register
+
+
+def find_model(config: Mapping[str, Any]) -> ModelFamily:
+    """The family of a config.json. Raises ValueError that names what is supported."""
+    found = config.get("architectures")
+    if not isinstance(found, list) or not found or not all(isinstance(a, str) for a in found):
+        raise ValueError(
+            f"config.json: architectures is {found!r}, expected a list with the name of one of: "
+            f"{', '.join(registered_models())}"
+        )
+    _scan()
+    for architecture in found:
+        if architecture in _families:
+            return _families[architecture]
+    raise ValueError(
+        f"config.json: architecture {', '.join(map(repr, found))} is not supported, expected one "
+        f"of: {', '.join(registered_models())}"
+    )
+
+
+def registered_models() -> dict[str, str]:
+    """Architecture -> file that registered it, sorted by name."""
+    _scan()
+    return {name: _families[name].source for name in sorted(_families)}
+
+
+def _scan() -> None:
+    # Importing a module that is already imported costs a dictionary look-up.
+    for module in pkgutil.iter_modules(cpmcu.models.__path__, "cpmcu.models."):
+        importlib.import_module(module.name)
+
+
+def _identity(build: Builder) -> tuple[str, str]:
+    # A module that is imported again (notebooks) may register its function anew.
+    return (build.__module__, getattr(build, "__qualname__", repr(build)))

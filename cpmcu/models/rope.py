@@ -1,0 +1,230 @@
+"""Rotary position embedding: inverse frequencies and the scale of cos and sin.
+
+Position p turns pair j of a head by p * inv_freq[j] radians; cos and sin are multiplied by
+attention_scaling. Computed in float32 in the order that `transformers` uses, whose defaults are
+kept too, so that both give the same angles at far positions.
+
+NOTE: longrope has two lists of factors, one for short and one for long sequences. The list is
+chosen once per engine, by the longest sequence that the engine will hold, never by the current
+length: keys in the cache were turned by one list and must not meet queries turned by the other.
+An engine that holds no more than original_max_position_embeddings tokens uses the short list.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cpmcu.models.reader import ConfigReader
+
+DEFAULT_THETA = 10000.0
+Float32Array = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """kind as in the config; inv_freq float32 [head_dim / 2] in radians a token."""
+
+    kind: str
+    inv_freq: Float32Array
+    attention_scaling: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """All that a kind of RoPE may look at; lengths in tokens."""
+
+    params: ConfigReader  # the rope_scaling / rope_parameters dict
+    pos_freqs: Float32Array  # theta^(2j / head_dim), [head_dim / 2]
+    theta: float
+    head_dim: int
+    max_positions: int
+    original_length: int
+    max_length: int
+
+
+def rope_from_config(config: Mapping[str, Any], head_dim: int, max_length: int) -> Rope:
+    """Reads `rope_theta` with `rope_scaling`, or `rope_parameters`, of a config.json.
+
+    `max_length`: tokens of the longest sequence that the engine will hold (for longrope).
+    Raises ValueError for a kind that is not supported, a missing key or an absurd value.
+    """
+    top = ConfigReader(config)
+    params = ConfigReader(rope_parameters(config), f"{top.where}: {_key(config)}")
+    _refuse_partial(top)
+    _refuse_partial(params)
+    kind = params.config.get("rope_type") or params.config.get("type") or "default"
+    if kind == "dynamic":
+        raise ValueError(
+            f"{params.where}: rope_type 'dynamic' changes with the current length, which makes "
+            "cached keys inconsistent; it is not supported, expected one of: " + _supported()
+        )
+    if kind not in _KINDS:
+        raise ValueError(
+            f"{params.where}: rope_type {kind!r} is not supported, expected one of: {_supported()}"
+        )
+    theta = params.positive_float(
+        "rope_theta", default=top.positive_float("rope_theta", default=DEFAULT_THETA)
+    )
+    if theta <= 1:
+        raise ValueError(f"{params.where}: rope_theta is {theta}, expected more than 1")
+    max_positions = top.positive_int("max_position_embeddings", default=max_length)
+    original_length = top.positive_int(
+        "original_max_position_embeddings",
+        default=params.positive_int("original_max_position_embeddings", default=max_positions),
+    )
+    if original_length < 2:
+        raise ValueError(
+            f"{params.where}: original_max_position_embeddings is {original_length}, expected 2 "
+            "or more tokens"
+        )
+    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+    pos_freqs = np.power(np.float32(theta), exponents, dtype=np.float32)
+    request = _Request(
+        params, pos_freqs, theta, head_dim, max_positions, original_length, max_length
+    )
+    inv_freq, attention_scaling = _KINDS[kind](request)
+    return Rope(kind, inv_freq.astype(np.float32), float(attention_scaling))
+
+
+def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The `rope_scaling` or `rope_parameters` of a config.json, empty if it has neither.
+
+    Raises ValueError if it is not one set of parameters for all layers.
+    """
+    key = _key(config)
+    top = ConfigReader(config)
+    params = config.get(key) or {}
+    if not isinstance(params, dict):
+        raise top.fail(key, "an object or null")
+    if any(isinstance(value, dict) for value in params.values()):
+        raise ValueError(
+            f"{top.where}: {key} differs between layer types ({', '.join(sorted(params))}), "
+            "expected one set of RoPE parameters for all layers"
+        )
+    return params
+
+
+def _key(config: Mapping[str, Any]) -> str:
+    return "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+
+
+def _refuse_partial(reader: ConfigReader) -> None:
+    if reader.positive_float("partial_rotary_factor", default=1.0) != 1.0:
+        raise reader.fail("partial_rotary_factor", "1: rotating part of a head is not supported")
+
+
+def _default(request: _Request) -> tuple[Float32Array, float]:
+    return np.float32(1) / request.pos_freqs, 1.0
+
+
+def _linear(request: _Request) -> tuple[Float32Array, float]:
+    factor = np.float32(request.params.positive_float("factor"))
+    return np.float32(1) / request.pos_freqs / factor, 1.0
+
+
+def _llama3(request: _Request) -> tuple[Float32Array, float]:
+    params = request.params
+    factor = np.float32(params.positive_float("factor"))
+    low = params.positive_float("low_freq_factor")
+    high = params.positive_float("high_freq_factor")
+    if high <= low:
+        raise params.fail("high_freq_factor", f"more than low_freq_factor={low}")
+    inv_freq = np.float32(1) / request.pos_freqs
+    wavelength = np.float32(2 * math.pi) / inv_freq  # tokens
+    smooth = (np.float32(request.original_length) / wavelength - np.float32(low)) / np.float32(
+        high - low
+    )
+    blended = (np.float32(1) - smooth) * inv_freq / factor + smooth * inv_freq
+    scaled = np.where(wavelength > request.original_length / low, inv_freq / factor, blended)
+    return np.where(wavelength < request.original_length / high, inv_freq, scaled), 1.0
+
+
+def _yarn(request: _Request) -> tuple[Float32Array, float]:
+    params, head_dim = request.params, request.head_dim
+    factor = params.positive_float(
+        "factor", default=request.max_positions / request.original_length
+    )
+    fast = params.positive_float("beta_fast", default=32.0)
+    slow = params.positive_float("beta_slow", default=1.0)
+    if fast <= slow:
+        raise ValueError(
+            f"{params.where}: beta_fast is {fast}, expected more than beta_slow={slow}"
+        )
+
+    def pair_that_turns(times: float) -> float:
+        # The pair of a head that turns so many times within the original length.
+        length = request.original_length / (times * 2 * math.pi)
+        return head_dim * math.log(length) / (2 * math.log(request.theta))
+
+    first, last = pair_that_turns(fast), pair_that_turns(slow)
+    if params.flag("truncate", default=True):
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, head_dim - 1)
+    if first == last:
+        last += 0.001
+    pairs = np.arange(head_dim // 2, dtype=np.float32)
+    ramp = np.clip((pairs - np.float32(first)) / np.float32(last - first), 0, 1)
+    keep = np.float32(1) - ramp  # 1: as trained, 0: interpolated
+    interpolated = np.float32(1) / (np.float32(factor) * request.pos_freqs)
+    extrapolated = np.float32(1) / request.pos_freqs
+    inv_freq = interpolated * (np.float32(1) - keep) + extrapolated * keep
+    return inv_freq, _yarn_attention_scaling(params, factor)
+
+
+def _yarn_attention_scaling(params: ConfigReader, factor: float) -> float:
+    if params.config.get("attention_factor") is not None:
+        return params.positive_float("attention_factor")
+
+    def mscale(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    if params.config.get("mscale") and params.config.get("mscale_all_dim"):
+        above = mscale(params.positive_float("mscale"))
+        return above / mscale(params.positive_float("mscale_all_dim"))
+    return mscale(1.0)
+
+
+def _longrope(request: _Request) -> tuple[Float32Array, float]:
+    params, original = request.params, request.original_length
+    use_long = request.max_length > original
+    factors = _factors(params, "long_factor" if use_long else "short_factor", request.head_dim)
+    inv_freq = np.float32(1) / (factors * request.pos_freqs)
+    if params.config.get("attention_factor") is not None:
+        return inv_freq, params.positive_float("attention_factor")
+    factor = params.positive_float("factor", default=request.max_positions / original)
+    if factor <= 1:
+        return inv_freq, 1.0
+    return inv_freq, math.sqrt(1 + math.log(factor) / math.log(original))
+
+
+def _factors(params: ConfigReader, key: str, head_dim: int) -> Float32Array:
+    values = params.config.get(key)
+    expected = f"a list of head_dim / 2 = {head_dim // 2} positive numbers"
+    if not isinstance(values, list):
+        raise params.fail(key, expected)
+    if len(values) != head_dim // 2:
+        raise ValueError(f"{params.where}: {key} has {len(values)} entries, expected {expected}")
+    for value in values:
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not (number and math.isfinite(value) and value > 0):
+            raise ValueError(f"{params.where}: {key} contains {value!r}, expected {expected}")
+    return np.asarray(values, dtype=np.float32)
+
+
+_KINDS: dict[str, Callable[[_Request], tuple[Float32Array, float]]] = {
+    "default": _default,
+    "linear": _linear,
+    "llama3": _llama3,
+    "yarn": _yarn,
+    "longrope": _longrope,
+}
+
+
+def _supported() -> str:
+    return ", ".join(_KINDS)

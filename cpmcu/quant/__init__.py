@@ -1,0 +1,1 @@
+"""Quantisation schemes: one file each recognises a checkpoint and names the C++ linear method."""

@@ -1,0 +1,139 @@
+"""Which quantisation scheme a checkpoint has.
+
+Decided by its `quantization_config` and its tensors, never by its path. Adding a scheme is
+adding one file to this package (and its linear method to csrc/linear); code outside may call
+`register_quant` too.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy.typing as npt
+
+import cpmcu.quant
+from cpmcu.loading.tensors import TensorMeta
+
+Arrays = Mapping[str, npt.NDArray[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Repack:
+    """Turns some tensors of the checkpoint into tensors that the engine takes.
+
+    `outputs` is known before anything is read, so that names, shapes and dtypes can be checked.
+    Their names are the engine's. `run` gets the inputs by name in their storage dtypes.
+    """
+
+    inputs: tuple[str, ...]
+    outputs: tuple[TensorMeta, ...]
+    run: Callable[[Arrays], Arrays]
+
+
+@dataclass(frozen=True, slots=True)
+class QuantPlan:
+    """How the linear layers of one checkpoint are stored and computed."""
+
+    scheme: str
+    linear_method: str  # name of the C++ method
+    linear_options: dict[str, int] = field(default_factory=dict)
+    linear_overrides: dict[str, str] = field(default_factory=dict)  # module -> method
+    repacks: Sequence[Repack] = ()  # tensors that no repack takes are streamed as they are
+
+
+class QuantScheme(Protocol):
+    """What a file of this package implements."""
+
+    def matches(self, quant_config: Mapping[str, Any], tensors: Mapping[str, TensorMeta]) -> bool:
+        """Is the checkpoint of this scheme? `quant_config` is empty if the model has none."""
+
+    def plan(self, config: Mapping[str, Any], tensors: Mapping[str, TensorMeta]) -> QuantPlan:
+        """Raises ValueError for a variant of the scheme that is not supported."""
+
+
+_schemes: dict[str, tuple[QuantScheme, str]] = {}
+
+
+def register_quant(name: str) -> Callable[[type[QuantScheme]], type[QuantScheme]]:
+    """Registers the decorated class (made without arguments) as the scheme `name`.
+
+    Raises ValueError if a class of another name already has it.
+    """
+
+    def register(scheme: type[QuantScheme]) -> type[QuantScheme]:
+        source = inspect.getsourcefile(scheme) or "<unknown>"
+        if name in _schemes and type(_schemes[name][0]).__qualname__ != scheme.__qualname__:
+            raise ValueError(
+                f"quantisation scheme {name!r} is registered twice: by {_schemes[name][1]} and "
+                f"by {source}"
+            )
+        _schemes[name] = (scheme(), source)
+        return scheme
+
+    return register
+
+
+def plan_quant(config: Mapping[str, Any], tensors: Mapping[str, TensorMeta]) -> QuantPlan:
+    """Finds the scheme of a checkpoint from config.json and its tensors.
+
+    Raises ValueError that names the scheme found and those supported.
+    """
+    quant_config = _quant_config(config)
+    supported = ", ".join(registered_quants())
+    matching = [n for n, (scheme, _) in _schemes.items() if scheme.matches(quant_config, tensors)]
+    if len(matching) > 1:
+        raise ValueError(
+            f"the checkpoint fits several quantisation schemes ({', '.join(matching)}), expected "
+            "exactly one"
+        )
+    if not matching:
+        raise ValueError(
+            f"the checkpoint is quantised with {describe(quant_config, tensors)}, which is not "
+            f"supported, expected one of: {supported}"
+        )
+    return _schemes[matching[0]][0].plan(config, tensors)
+
+
+def registered_quants() -> dict[str, str]:
+    """Scheme -> file that registered it, sorted by name."""
+    for module in pkgutil.iter_modules(cpmcu.quant.__path__, "cpmcu.quant."):
+        importlib.import_module(module.name)
+    return {name: _schemes[name][1] for name in sorted(_schemes)}
+
+
+def describe(quant_config: Mapping[str, Any], tensors: Mapping[str, TensorMeta]) -> str:
+    """The scheme in a few words, for messages."""
+    if quant_config:
+        method = quant_config.get("quant_method") or "an unnamed method"
+        bits = quant_config.get("bits") or quant_config.get("w_bit")
+        return f"{method} ({bits} bits)" if bits else str(method)
+    example = quantised_tensors(tensors)[0]
+    return f"an unnamed scheme (tensor {example} of {tensors[example].dtype})"
+
+
+def quantised_tensors(tensors: Mapping[str, TensorMeta]) -> list[str]:
+    """Names of the tensors that only a quantised layer has."""
+    suffixes = (".qweight", ".qzeros", ".g_idx", ".weight_packed", ".weight_scale", ".absmax")
+    return [
+        name
+        for name, meta in tensors.items()
+        if name.endswith(suffixes)
+        or (name.endswith("_proj.weight") and not meta.dtype.startswith(("float", "bfloat")))
+        or meta.dtype.startswith("float8")
+    ]
+
+
+def _quant_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    for key in ("quantization_config", "compression_config"):
+        value = config.get(key)
+        if value is None:
+            continue
+        if not isinstance(value, dict):
+            raise ValueError(f"config.json: {key} is {value!r}, expected an object or null")
+        return value
+    return {}
