@@ -1,0 +1,57 @@
+"""Token ids to text, piece by piece, without ever giving half a character.
+
+A window of recent tokens is decoded as a whole, so that a token is seen in the context which its
+tokenizer's decoder needs (leading spaces, bytes of one character over several tokens). The window
+moves whenever its text ends on a whole character: the cost of a token does not grow with the
+length of the output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+REPLACEMENT = "\ufffd"  # how decoders show bytes that are no character (yet)
+_PROMPT_TAIL = 6  # prompt tokens that give the first output token its context
+_MAX_HELD = 64  # tokens without a whole character at the end: garbage, given out as it is
+
+Decode = Callable[[Sequence[int]], str]
+
+
+class Detokenizer:
+    """Streams the text that follows a prompt.
+
+    `decode` maps token ids to text (special tokens skipped). Output that continues a character
+    which the prompt left unfinished starts with that whole character.
+    """
+
+    def __init__(self, decode: Decode, prompt: Sequence[int] = ()) -> None:
+        self._decode = decode
+        self._window = list(prompt[-_PROMPT_TAIL:])
+        self._read = len(self._window)  # tokens of the window whose text was given out whole
+        self._given = decode(self._window).rstrip(REPLACEMENT) if self._window else ""
+
+    def push(self, tokens: Sequence[int], *, final: bool = False) -> str:
+        """Text that `tokens` (any number) complete; `final` gives out an unfinished tail too."""
+        self._window.extend(tokens)
+        if len(self._window) == self._read:
+            return ""
+        text = self._decode(self._window)
+        held = len(self._window) - self._read
+        whole = text if final or held > _MAX_HELD else text.rstrip(REPLACEMENT)
+        if not whole.startswith(self._given):
+            # An invalid byte changed how a decoder reads the bytes before it, which are given out
+            # already: go on with what the new tokens are by themselves.
+            if whole != text:
+                return ""
+            delta = self._decode(self._window[self._read :])
+        else:
+            delta = whole[len(self._given) :]
+        self._given += delta
+        if delta and len(whole) == len(text):
+            self._advance()
+        return delta
+
+    def _advance(self) -> None:
+        del self._window[: self._read]
+        self._read = len(self._window)
+        self._given = self._decode(self._window)

@@ -1,0 +1,181 @@
+"""One choice of one request: from prompt ids to finished text."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from cpmcu.engine.detokenizer import Detokenizer
+from cpmcu.engine.stopping import Finish, StopStrings, StopTokens
+from cpmcu.outputs import CompletionOutput, FinishReason, StreamChunk, Timings, TokenLogprobs
+
+if TYPE_CHECKING:
+    from cpmcu import C
+
+logger = logging.getLogger(__name__)
+
+Emit = Callable[["StreamChunk | Exception"], None]
+OnPrefill = Callable[[int, int], None]  # (prompt tokens done, prompt tokens in all)
+
+_ids = itertools.count()
+
+
+class Request:
+    """State of one choice. After `Runner.submit` only the engine thread touches it, but for
+    `cancel`, which any thread may call.
+
+    `emit` gets one StreamChunk for each step that gave tokens, the last with a finish_reason, or
+    an exception in its place; it is called on the engine thread and must not block.
+    """
+
+    def __init__(
+        self,
+        prompt: Sequence[int],
+        sampling: C.SamplingConfig,
+        *,
+        detokenizer: Detokenizer,
+        stop_strings: StopStrings,
+        stop_tokens: StopTokens,
+        max_tokens: int,
+        emit: Emit,
+        on_prefill: OnPrefill | None = None,
+        index: int = 0,
+        want_logprobs: bool = False,
+    ) -> None:
+        self.id = next(_ids)
+        self.prompt = list(prompt)
+        self.sampling = sampling
+        self.max_tokens = max_tokens
+        self.index = index
+        self.tokens: list[int] = []
+        self.finish: Finish | None = None
+        self.error: Exception | None = None
+        self.cancelled = False
+        self._detokenizer = detokenizer
+        self._stop_strings = stop_strings
+        self._stop_tokens = stop_tokens
+        self._emit = emit
+        self._on_prefill = on_prefill
+        self._text: list[str] = []
+        self._logprobs: list[TokenLogprobs] | None = [] if want_logprobs else None
+        self._decode_steps = 0
+        self._arrived = time.perf_counter()
+        self._started = self._first = self._last = 0.0
+
+    @property
+    def done(self) -> bool:
+        """Has its last chunk, or its exception, been emitted?"""
+        return self.finish is not None or self.error is not None
+
+    @property
+    def needs_output_counts(self) -> bool:
+        """Do penalties depend on which tokens are output rather than prompt?"""
+        sampling = self.sampling
+        return bool(sampling.presence_penalty or sampling.frequency_penalty)
+
+    def cancel(self) -> None:
+        """Ends the request at the engine's next step, with finish reason "abort"."""
+        self.cancelled = True
+
+    def start(self) -> None:
+        """Notes that the engine began with it."""
+        self._started = self._started or time.perf_counter()
+
+    def prefilled(self, num_tokens: int) -> None:
+        """Reports that the engine has read `num_tokens` of the prompt."""
+        report = self._on_prefill
+        if report is not None and not self.tokens and not self.done:
+            self._guard(lambda: report(num_tokens, len(self.prompt)))
+
+    def accept(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs] = ()) -> None:
+        """Takes what one step emitted. Tokens after the end of the output are dropped."""
+        self._last = time.perf_counter()
+        if self.tokens:
+            self._decode_steps += 1
+        else:
+            self._first = self._last
+        before = len(self.tokens)
+        text = ""
+        for token in tokens:
+            self.tokens.append(token)
+            finish = self._stop_tokens.check(token, len(self.tokens))
+            shown = [] if self._stop_tokens.is_stop(token) else [token]
+            piece, stop = self._push(shown, final=finish is not None)
+            text += piece
+            if stop is not None:
+                finish = Finish("stop", stop)
+            if finish is not None:
+                self.finish = finish
+                break
+        taken = len(self.tokens) - before
+        self._send(text, self.tokens[before:], list(logprobs[:taken]))
+
+    def end(self, reason: FinishReason) -> None:
+        """Finishes the output where it is, giving out the text that was held back."""
+        if self.done:
+            return
+        text, stop = self._push([], final=True)
+        self.finish = Finish(reason) if stop is None else Finish("stop", stop)
+        self._send(text, [], [])
+
+    def fail(self, error: Exception) -> None:
+        """Ends the request with an exception."""
+        if not self.done:
+            self.error = error
+            self._guard(lambda: self._emit(error))
+
+    def output(self) -> CompletionOutput:
+        """The result, once the request is done. Raises RuntimeError before, or its exception."""
+        if self.error is not None:
+            raise self.error
+        if self.finish is None:
+            raise RuntimeError("the request is not finished")
+        return CompletionOutput(
+            index=self.index,
+            text="".join(self._text),
+            token_ids=list(self.tokens),
+            finish_reason=self.finish.reason,
+            stop_reason=self.finish.stop_reason,
+            logprobs=self._logprobs,
+            timings=self._timings(),
+        )
+
+    def _timings(self) -> Timings:
+        started = self._started or self._arrived
+        first = self._first or started
+        return Timings(
+            queue_s=started - self._arrived,
+            prefill_s=first - started,
+            decode_s=(self._last - first) if self._first else 0.0,
+            prompt_tokens=len(self.prompt),
+            output_tokens=len(self.tokens),
+            decode_steps=self._decode_steps,
+        )
+
+    def _push(self, tokens: Sequence[int], *, final: bool) -> tuple[str, str | None]:
+        return self._stop_strings.push(self._detokenizer.push(tokens, final=final), final=final)
+
+    def _send(self, text: str, tokens: list[int], logprobs: list[TokenLogprobs]) -> None:
+        self._text.append(text)
+        if self._logprobs is not None:
+            self._logprobs.extend(logprobs)
+        chunk = StreamChunk(
+            index=self.index,
+            text=text,
+            token_ids=tokens,
+            logprobs=logprobs if self._logprobs is not None else None,
+            finish_reason=self.finish.reason if self.finish else None,
+            stop_reason=self.finish.stop_reason if self.finish else None,
+        )
+        self._guard(lambda: self._emit(chunk))
+
+    def _guard(self, call: Callable[[], None]) -> None:
+        """Calls a listener; one that raises cancels its own request, not the engine."""
+        try:
+            call()
+        except Exception:
+            logger.exception("the listener of request %d failed; the request is cancelled", self.id)
+            self.cancelled = True

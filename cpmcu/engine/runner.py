@@ -1,0 +1,220 @@
+"""The engine thread: it alone touches C.Engine, and runs the only generate loop there is.
+
+Greedy, sampled, speculative and streamed generation are parameters of that loop. Up to
+`launch_ahead` steps are in flight, so that the device never waits for Python; what a step emits
+for a sequence that has ended meanwhile is ignored.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from cpmcu.engine.request import Request
+from cpmcu.engine.scheduler import Scheduler, Step
+from cpmcu.outputs import TokenLogprobs
+
+if TYPE_CHECKING:
+    from cpmcu import C
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class Runner:
+    """Owns an engine. `submit`, `call` and `close` may be called from any thread."""
+
+    def __init__(self, engine: C.Engine, *, page_size: int, tokens_per_step: int = 1) -> None:
+        self._engine: C.Engine | None = engine
+        self._scheduler = Scheduler(engine, page_size, tokens_per_step)
+        self.max_length = self._scheduler.max_length
+        self._in_flight: deque[Step] = deque()
+        self._inbox: deque[Request] = deque()
+        self._calls: deque[tuple[Callable[[C.Engine], Any], Future[Any]]] = deque()
+        self._wake = threading.Condition()
+        self._closing = False
+        self._broken: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="cpmcu-engine", daemon=True)
+        self._thread.start()
+
+    def submit(self, *requests: Request) -> None:
+        """Queues requests.
+
+        Raises RuntimeError if the engine is closed or has failed, ValueError for a request that
+        could grow longer than a sequence can be.
+        """
+        for request in requests:
+            if len(request.prompt) + request.max_tokens > self.max_length:
+                raise ValueError(
+                    f"the request has {len(request.prompt)} prompt tokens and up to "
+                    f"{request.max_tokens} more, but a sequence holds {self.max_length}"
+                )
+        with self._wake:
+            self._check_open()
+            self._inbox.extend(requests)
+            self._wake.notify()
+
+    def call(self, function: Callable[[C.Engine], T]) -> T:
+        """Runs `function(engine)` on the engine thread, with no step in flight.
+
+        Returns or raises what it does; RuntimeError if the engine is closed or has failed.
+        """
+        future: Future[T] = Future()
+        with self._wake:
+            self._check_open()
+            self._calls.append((function, future))
+            self._wake.notify()
+        return future.result()
+
+    def close(self) -> None:
+        """Aborts what is running, waits for the thread, frees the engine. Harmless if repeated."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _check_open(self) -> None:
+        if self._broken is not None:
+            raise RuntimeError(f"the engine stopped after an error: {self._broken}")
+        if self._closing:
+            raise RuntimeError("the engine is closed")
+
+    # ---- on the engine thread from here on
+
+    def _run(self) -> None:
+        try:
+            while self._wait_for_work():
+                try:
+                    self._turn()
+                except Exception as error:
+                    self._recover(error)
+        finally:
+            self._stop()
+
+    def _wait_for_work(self) -> bool:
+        with self._wake:
+            self._wake.wait_for(
+                lambda: (
+                    self._closing
+                    or self._broken is not None
+                    or self._inbox
+                    or self._calls
+                    or self._in_flight
+                    or self._scheduler.has_work
+                )
+            )
+            self._scheduler.waiting.extend(self._inbox)
+            self._inbox.clear()
+            return not self._closing and self._broken is None
+
+    def _turn(self) -> None:
+        """One turn of the loop: admit, launch ahead, take the oldest step's tokens."""
+        self._serve_calls()
+        self._scheduler.drop_cancelled()
+        self._scheduler.admit()
+        while len(self._in_flight) < max(1, self._live.launch_ahead):
+            step = self._scheduler.next_step(idle=not self._in_flight)
+            if step is None:
+                break
+            self._launch(step)
+        if self._in_flight:
+            self._collect()
+
+    @property
+    def _live(self) -> C.Engine:
+        assert self._engine is not None
+        return self._engine
+
+    def _launch(self, step: Step) -> None:
+        if step.chunks is not None:
+            self._live.prefill(step.chunks)
+        else:
+            self._live.decode([sequence.slot for sequence in step.sequences])
+        self._in_flight.append(step)
+
+    def _collect(self) -> None:
+        step = self._in_flight.popleft()
+        outputs = {output.slot: output for output in self._live.collect()}
+        for i, sequence in enumerate(step.sequences):
+            emits = True
+            if step.chunks is not None:
+                _, chunk, emits = step.chunks[i]
+                sequence.read += len(chunk)
+                sequence.request.prefilled(sequence.read)
+            sequence.in_flight -= emits
+            if sequence not in self._scheduler.active:  # it ended after this step was launched
+                continue
+            if emits and sequence.slot in outputs:
+                self._accept(sequence.request, outputs[sequence.slot])
+            if sequence.request.done:
+                self._scheduler.release(sequence)
+
+    def _accept(self, request: Request, output: C.SlotOutput) -> None:
+        try:
+            request.accept(output.tokens, _logprobs(output))
+        except Exception as error:  # of a tokenizer: this request's trouble alone
+            request.fail(error)
+
+    def _serve_calls(self) -> None:
+        while self._calls:
+            while self._in_flight:
+                self._collect()
+            function, future = self._calls.popleft()
+            try:
+                future.set_result(function(self._live))
+            except Exception as error:
+                future.set_exception(error)
+
+    def _recover(self, error: Exception) -> None:
+        """Fails every request with `error`; goes on if the engine can still be emptied."""
+        logger.error("an engine step failed: %s", error, exc_info=error)
+        failure = error if isinstance(error, RuntimeError) else RuntimeError(str(error))
+        for request in self._scheduler.requests():
+            request.fail(failure)
+        self._scheduler.waiting.clear()
+        self._in_flight.clear()
+        try:
+            for sequence in list(self._scheduler.active):
+                self._scheduler.release(sequence)
+            while self._live.in_flight():
+                self._live.collect()
+        except Exception as again:
+            logger.error("the engine cannot go on: %s", again)
+            with self._wake:
+                self._broken = error
+
+    def _stop(self) -> None:
+        """Frees the engine and answers everybody who still waits."""
+        with self._wake:
+            self._closing = True
+            requests = [*self._scheduler.requests(), *self._inbox]
+            calls = list(self._calls)
+            self._inbox.clear()
+            self._calls.clear()
+        for request in requests:
+            if self._broken is not None:
+                request.fail(RuntimeError(f"the engine stopped after an error: {self._broken}"))
+            else:
+                request.end("abort")
+        for _, future in calls:
+            future.set_exception(RuntimeError("the engine is closed"))
+        self._scheduler.close()
+        self._in_flight.clear()
+        self._engine = None
+
+
+def _logprobs(output: C.SlotOutput) -> list[TokenLogprobs]:
+    """The log-probabilities of one slot's tokens; empty if they were not asked for."""
+    tops = zip(output.top_ids, output.top_logprobs)
+    pairs = [tuple(zip(ids, values)) for ids, values in tops]
+    pairs += [()] * (len(output.logprobs) - len(pairs))
+    return [
+        TokenLogprobs(token, logprob, top)
+        for token, logprob, top in zip(output.tokens, output.logprobs, pairs)
+    ]

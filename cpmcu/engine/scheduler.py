@@ -1,0 +1,192 @@
+"""Who runs next: first come, first served, within the slots and pages that the engine has.
+
+Prompts are read in chunks, and chunks alternate with decode steps, so that a long prompt does not
+stop the sequences that are running. A sequence's pages are taken ahead for the steps in flight.
+When pages run out, the newest sequence gives its pages back and is computed again later; sampling
+is keyed by (seed, stream, position), so its text goes on as it would have.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections import deque
+from typing import TYPE_CHECKING
+
+from cpmcu.engine.request import Request
+
+if TYPE_CHECKING:
+    from cpmcu import C
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Sequence:
+    """A request that holds a slot."""
+
+    request: Request
+    slot: int
+    tokens: list[int]  # to read: the prompt, and after a preemption the output so far
+    sent: int = 0  # of `tokens`, in prefill steps that were launched
+    read: int = 0  # of `tokens`, in prefill steps that are done
+    in_flight: int = 0  # launched steps that will emit for it
+
+
+@dataclasses.dataclass(slots=True)
+class Step:
+    """One engine step: prompt chunks (slot, ids, last?), or a decode step of `sequences`."""
+
+    sequences: list[Sequence]
+    chunks: list[tuple[int, list[int], bool]] | None = None
+
+
+class Scheduler:
+    """Queue, running sequences and page accounting. Used by the engine thread only."""
+
+    def __init__(self, engine: C.Engine, page_size: int, tokens_per_step: int = 1) -> None:
+        self._engine = engine
+        self._page_size = page_size
+        self._tokens_per_step = tokens_per_step  # most tokens that a decode step can emit
+        self._blocked = False  # a running sequence waits for pages
+        self._prefill_next = True
+        self.waiting: deque[Request] = deque()
+        self.active: list[Sequence] = []  # in order of admission
+
+    @property
+    def max_length(self) -> int:
+        """Tokens, prompt and output, that one sequence can have."""
+        return min(self._engine.max_model_len, self._engine.num_pages * self._page_size)
+
+    @property
+    def has_work(self) -> bool:
+        """Is anything waiting or running?"""
+        return bool(self.waiting or self.active)
+
+    def requests(self) -> list[Request]:
+        """All requests that are not done."""
+        return [sequence.request for sequence in self.active] + list(self.waiting)
+
+    def drop_cancelled(self) -> None:
+        """Ends the requests whose cancellation flag is set."""
+        for sequence in [s for s in self.active if s.request.cancelled]:
+            sequence.request.end("abort")
+            self.release(sequence)
+        for request in [r for r in self.waiting if r.cancelled]:
+            request.end("abort")
+            self.waiting.remove(request)
+
+    def admit(self) -> None:
+        """Gives slots and pages to waiting requests, in order, for as long as there are some."""
+        while self.waiting and not self._blocked:
+            request = self.waiting[0]
+            tokens = request.prompt + request.tokens
+            if self.active:
+                spare = self._engine.num_free_pages - 1
+                full = len(self.active) >= self._engine.max_num_seqs
+                if full or -(-len(tokens) // self._page_size) > spare:
+                    return
+            self.waiting.popleft()
+            try:
+                slot = self._engine.add_sequence(request.sampling, tokens)
+            except Exception as error:  # of the request's own making
+                request.fail(error)
+                continue
+            self._start(Sequence(request, slot, tokens))
+
+    def next_step(self, *, idle: bool) -> Step | None:
+        """The next step to launch, or None. `idle`: no step is in flight."""
+        order = (
+            (self._prefill, self._decode) if self._prefill_next else (self._decode, self._prefill)
+        )
+        while True:
+            for make in order:
+                step = make()
+                if step is not None:
+                    self._prefill_next = step.chunks is None
+                    return step
+            if not (idle and self._blocked):
+                return None
+            self._make_room()
+
+    def release(self, sequence: Sequence) -> None:
+        """Gives a sequence's slot and pages back."""
+        self.active.remove(sequence)
+        self._blocked = False
+        self._engine.release(sequence.slot)
+
+    def close(self) -> None:
+        """Forgets everything, the engine as well."""
+        self.waiting.clear()
+        self.active.clear()
+        del self._engine
+
+    def _start(self, sequence: Sequence) -> None:
+        self.active.append(sequence)
+        if self._engine.reserve(sequence.slot, len(sequence.tokens)):
+            sequence.request.start()
+            return
+        free = self._engine.num_free_pages
+        sequence.request.fail(
+            RuntimeError(
+                f"the prompt has {len(sequence.tokens)} tokens, but the engine has only {free} free "
+                f"pages of {self._page_size} tokens"
+            )
+        )
+        self.release(sequence)
+
+    def _prefill(self) -> Step | None:
+        room = self._engine.chunk_length
+        step = Step([], [])
+        for sequence in self.active:
+            rest = len(sequence.tokens) - sequence.sent
+            take = min(room, rest)
+            if take == 0:
+                continue
+            chunk = sequence.tokens[sequence.sent : sequence.sent + take]
+            sequence.sent += take
+            sequence.in_flight += take == rest
+            room -= take
+            step.sequences.append(sequence)
+            assert step.chunks is not None
+            step.chunks.append((sequence.slot, chunk, take == rest))
+        return step if step.sequences else None
+
+    def _decode(self) -> Step | None:
+        ready: list[Sequence] = []
+        self._blocked = False
+        for sequence in self.active:
+            launched = len(sequence.request.tokens) + sequence.in_flight  # tokens, at the least
+            if sequence.sent < len(sequence.tokens) or launched >= sequence.request.max_tokens:
+                continue
+            if self._engine.reserve(sequence.slot, self._needed(sequence)):
+                ready.append(sequence)
+            else:
+                self._blocked = True
+        for sequence in ready:
+            sequence.in_flight += 1
+        return Step(ready) if ready else None
+
+    def _needed(self, sequence: Sequence) -> int:
+        """Tokens whose keys and values the slot must hold after one more decode step."""
+        request = sequence.request
+        ahead = sequence.in_flight * self._tokens_per_step + self._tokens_per_step - 1
+        return min(len(request.prompt) + len(request.tokens) + ahead, self.max_length)
+
+    def _make_room(self) -> None:
+        """Takes pages from the newest sequence that can be computed again."""
+        again = [s for s in self.active if not s.request.needs_output_counts]
+        if len(self.active) > 1 and again:
+            victim = again[-1]
+            logger.info("KV pages ran out: request %d is computed again later", victim.request.id)
+            self.release(victim)
+            self.waiting.appendleft(victim.request)
+            return
+        victim = self.active[-1]
+        logger.warning(
+            "KV pages ran out: request %d ends after %d tokens with finish reason 'length'",
+            victim.request.id,
+            len(victim.request.tokens),
+        )
+        victim.request.end("length")
+        self.release(victim)

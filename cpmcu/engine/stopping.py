@@ -1,0 +1,79 @@
+"""When an output ends: stop strings anywhere in its text, stop tokens, and the token limit."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Sequence
+
+from cpmcu.outputs import FinishReason
+
+
+class StopStrings:
+    """Cuts a stream of text at the stop string that is complete first.
+
+    Of several that end at the same letter the longest counts. Text that may still become a stop
+    string is held back, so nothing that was given out ever has to be taken back, and the result
+    does not depend on how the text is divided into pieces.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._longest = max(map(len, self._stops), default=0)
+        self._held = ""
+
+    def push(self, text: str, *, final: bool = False) -> tuple[str, str | None]:
+        """(text that may be given out, the stop string that was found or None).
+
+        `final` gives out what is held back. After a match there must be no further call.
+        """
+        if not self._stops:
+            return text, None
+        text = self._held + text
+        matches = [(text.find(stop) + len(stop), -len(stop), stop) for stop in self._stops]
+        matches = [match for match in matches if match[0] + match[1] >= 0]
+        if matches:
+            end, negative_length, stop = min(matches)
+            self._held = ""
+            return text[: end + negative_length], stop
+        keep = 0 if final else self._prefix_at_end(text)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep], None
+
+    def _prefix_at_end(self, text: str) -> int:
+        """Length of the longest end of `text` that begins a stop string."""
+        for length in range(min(len(text), self._longest - 1), 0, -1):
+            tail = text[len(text) - length :]
+            if any(stop.startswith(tail) for stop in self._stops):
+                return length
+        return 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Finish:
+    """Why an output ended."""
+
+    reason: FinishReason
+    stop_reason: int | str | None = None
+
+
+class StopTokens:
+    """Ends an output at an end-of-sequence token, a stop token, or after `max_tokens` tokens."""
+
+    def __init__(
+        self, eos_token_ids: Collection[int], stop_token_ids: Collection[int], max_tokens: int
+    ) -> None:
+        self._eos = frozenset(eos_token_ids)
+        self._stops = frozenset(stop_token_ids)
+        self._max_tokens = max_tokens
+
+    def is_stop(self, token: int) -> bool:
+        """Does this token end the output, its own text left out?"""
+        return token in self._eos or token in self._stops
+
+    def check(self, token: int, num_tokens: int) -> Finish | None:
+        """The end that `token` brings as the `num_tokens`-th token of the output, if any."""
+        if token in self._stops:
+            return Finish("stop", token)
+        if token in self._eos:
+            return Finish("stop")
+        return Finish("length") if num_tokens >= self._max_tokens else None

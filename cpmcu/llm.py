@@ -1,0 +1,275 @@
+"""The public API: a model that turns prompts into text."""
+
+from __future__ import annotations
+
+import dataclasses
+import queue
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from cpmcu.config import EngineConfig, shipped_model
+from cpmcu.engine.detokenizer import Detokenizer
+from cpmcu.engine.request import Emit, OnPrefill, Request
+from cpmcu.engine.runner import Runner
+from cpmcu.engine.stopping import StopStrings, StopTokens
+from cpmcu.outputs import RequestOutput, StreamChunk
+from cpmcu.sampling import SamplingParams, to_engine
+from cpmcu.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import TypeVar
+
+    from cpmcu import C
+    from cpmcu.loading.progress import LoadProgress
+    from cpmcu.serving.chat_template import ChatTemplate, Message
+
+    T = TypeVar("T")
+
+Prompt = str | list[int]
+
+
+class LLM:
+    """A loaded model. Use it as a context manager, or `close` it, to free its memory at once.
+
+    `model` is a local directory or a Hugging Face repository id; None is the small Python code
+    model that ships with cpmcu. `options` are the fields of `EngineConfig`. `progress` hears how
+    loading goes. Safe to use from several threads.
+
+    Raises FileNotFoundError or ValueError for a checkpoint that cannot be used, MemoryError if it
+    does not fit, ImportError if the compiled extension is missing.
+    """
+
+    def __init__(
+        self, model: str | None = None, *, progress: LoadProgress | None = None, **options: Any
+    ) -> None:
+        self.config = EngineConfig(model=None if model is None else str(model), **options)
+        directory = shipped_model()
+        if self.config.model is None and not directory.is_dir():
+            raise FileNotFoundError(
+                f"the shipped model is not in {directory}; name another with `model`"
+            )
+        from cpmcu import C  # the extension: only needed from here on
+        from cpmcu.loading.loader import load_model
+
+        loaded = load_model(
+            self.config.model or str(directory), config=self.config, progress=progress
+        )
+        self.directory = loaded.directory
+        self.hf_config = loaded.hf_config
+        self.generation_config = loaded.generation_config
+        self.spec = loaded.spec
+        self.tokenizer = Tokenizer.from_directory(loaded.directory)
+        self._chat_template: ChatTemplate | None = None
+        self._memory_plan = loaded.engine.memory_plan()
+        self._runner = Runner(loaded.engine, page_size=C.PAGE_SIZE)
+        # Also runs at interpreter exit, and when the last reference to the LLM goes.
+        self._finalizer = weakref.finalize(self, self._runner.close)
+
+    @property
+    def max_length(self) -> int:
+        """Tokens, prompt and output together, that one sequence can have."""
+        return self._runner.max_length
+
+    def generate(
+        self,
+        prompts: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Completes prompts: one text, one list of token ids, or a list of either.
+
+        One RequestOutput a prompt, in order. `sampling_params` is for all prompts or one for each;
+        what it leaves open comes from the checkpoint's generation_config.json. Raises ValueError,
+        before anything runs, for a prompt that is empty or too long; RuntimeError if the engine
+        fails.
+        """
+        return self._generate([self.tokenize(p) for p in _as_list(prompts)], sampling_params)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **template_variables: Any,
+    ) -> list[RequestOutput]:
+        """Answers one conversation (a list of {"role", "content"}), or several.
+
+        `template_variables` go to the chat template. Raises ChatTemplateError (a ValueError) if
+        there is no template or it refuses the conversation, and what `generate` raises.
+        """
+        several = bool(messages) and not hasattr(messages[0], "keys")
+        conversations: Any = messages if several else [messages]
+        prompts = [self.tokenize_chat(each, **template_variables) for each in conversations]
+        return self._generate(prompts, sampling_params)
+
+    def stream(
+        self,
+        prompt: str | Sequence[int] | Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        *,
+        on_prefill: OnPrefill | None = None,
+    ) -> Iterator[StreamChunk]:
+        """Completes a prompt, or answers a conversation, piece by piece.
+
+        The last chunk has the whole RequestOutput as `result`. Leaving the loop early cancels the
+        request. `on_prefill(done, total)` hears prompt tokens from the engine thread. Raises what
+        `generate` does.
+        """
+        if not isinstance(prompt, str) and prompt and hasattr(prompt[0], "keys"):
+            ids = self.tokenize_chat(prompt)  # type: ignore[arg-type]
+        else:
+            ids = self.tokenize(prompt)  # type: ignore[arg-type]
+        params = self._resolve(sampling_params)
+        results: queue.SimpleQueue[StreamChunk | Exception] = queue.SimpleQueue()
+        requests = self.prepare(ids, params, results.put, on_prefill)
+        return self._stream(requests, results, ids, params)
+
+    def tokenize(self, prompt: str | Sequence[int]) -> list[int]:
+        """Token ids of a text prompt, special tokens included; ids are passed through."""
+        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+
+    def tokenize_chat(self, messages: Sequence[Message], **template_variables: Any) -> list[int]:
+        """Token ids of a conversation, up to where the assistant's answer begins.
+
+        Raises ChatTemplateError if there is no template or it refuses the conversation.
+        """
+        from cpmcu.serving.chat_template import ChatTemplate, ChatTemplateError  # loads jinja2
+
+        if self._chat_template is None:
+            self._chat_template = ChatTemplate.from_directory(self.directory, self.tokenizer)
+        if self._chat_template is None:
+            raise ChatTemplateError(
+                f"{self.directory} has no chat template; give a plain prompt instead"
+            )
+        text = self._chat_template.render(messages, **template_variables)
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def memory_plan(self) -> list[dict[str, Any]]:
+        """The device memory, one row a buffer: name, offset, bytes, first, last, group."""
+        return [dict(row) for row in self._memory_plan]
+
+    def prepare(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        emit: Emit,
+        on_prefill: OnPrefill | None = None,
+    ) -> list[Request]:
+        """The requests for the choices of a prompt, checked and ready for `submit`.
+
+        `params` must be resolved. Raises ValueError for a prompt that is empty or too long.
+        """
+        if not prompt:
+            raise ValueError("the prompt is empty, but must have at least one token")
+        if len(prompt) >= self.max_length:
+            raise ValueError(
+                f"the prompt has {len(prompt)} tokens, but prompt and output together can have "
+                f"{self.max_length}"
+            )
+        vocab_size = int(self.spec.vocab_size)
+        outside = [token for token in prompt if not 0 <= token < vocab_size]
+        if outside:
+            raise ValueError(
+                f"the prompt has token id {outside[0]}, but the vocabulary has {vocab_size} tokens"
+            )
+        room = self.max_length - len(prompt)
+        limit = min(room, params.max_tokens or room)
+        eos = () if params.ignore_eos else self.tokenizer.eos_token_ids
+        return [
+            Request(
+                prompt,
+                to_engine(params, index, vocab_size),
+                detokenizer=Detokenizer(self.tokenizer.decode, prompt),
+                stop_strings=StopStrings(params.stop_strings),
+                stop_tokens=StopTokens(eos, params.stop_token_ids, limit),
+                max_tokens=limit,
+                emit=emit,
+                on_prefill=on_prefill if index == 0 else None,
+                index=index,
+                want_logprobs=params.logprobs is not None,
+            )
+            for index in range(params.n)
+        ]
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queues prepared requests. Raises RuntimeError if the engine is closed or has failed."""
+        self._runner.submit(*requests)
+
+    def call_engine(self, function: Callable[[C.Engine], T]) -> T:
+        """Runs `function(engine)` on the engine thread between steps; for tools and tests."""
+        return self._runner.call(function)
+
+    def close(self) -> None:
+        """Aborts what is running and frees the engine's memory. Harmless if repeated."""
+        self._finalizer()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _resolve(self, params: SamplingParams | None) -> SamplingParams:
+        return (params or SamplingParams()).resolve(self.generation_config)
+
+    def _generate(
+        self,
+        prompts: list[list[int]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+    ) -> list[RequestOutput]:
+        if sampling_params is None or isinstance(sampling_params, SamplingParams):
+            sampling_params = [sampling_params or SamplingParams()] * len(prompts)
+        if len(sampling_params) != len(prompts):
+            raise ValueError(
+                f"there are {len(sampling_params)} sampling parameters for {len(prompts)} prompts"
+            )
+        params = [self._resolve(each) for each in sampling_params]
+        results: queue.SimpleQueue[StreamChunk | Exception] = queue.SimpleQueue()
+        jobs = [self.prepare(ids, each, results.put) for ids, each in zip(prompts, params)]
+        for _ in self._follow([request for job in jobs for request in job], results):
+            pass
+        return [_result(*each) for each in zip(prompts, params, jobs)]
+
+    def _stream(
+        self,
+        requests: list[Request],
+        results: queue.SimpleQueue[StreamChunk | Exception],
+        prompt: list[int],
+        params: SamplingParams,
+    ) -> Iterator[StreamChunk]:
+        for chunk, last in self._follow(requests, results):
+            if last:
+                yield dataclasses.replace(chunk, result=_result(prompt, params, requests))
+            else:
+                yield chunk
+
+    def _follow(
+        self, requests: list[Request], results: queue.SimpleQueue[StreamChunk | Exception]
+    ) -> Iterator[tuple[StreamChunk, bool]]:
+        """(chunk, is it the last of all requests?); cancels the requests when left early."""
+        left = len(requests)
+        try:
+            if requests:
+                self.submit(requests)
+            while left:
+                item = results.get()
+                if isinstance(item, Exception):
+                    raise item
+                left -= item.finish_reason is not None
+                yield item, left == 0
+        finally:
+            for request in requests:
+                request.cancel()
+
+
+def _result(prompt: list[int], params: SamplingParams, requests: list[Request]) -> RequestOutput:
+    assert params.seed is not None  # resolved
+    return RequestOutput(prompt, [request.output() for request in requests], params.seed)
+
+
+def _as_list(prompts: Any) -> list[Prompt]:
+    """One prompt or several, as a list of prompts."""
+    if isinstance(prompts, str):
+        return [prompts]
+    prompts = list(prompts)
+    return [prompts] if prompts and isinstance(prompts[0], int) else prompts

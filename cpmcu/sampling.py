@@ -1,0 +1,173 @@
+"""How text is chosen: SamplingParams, its defaults from generation_config.json, and its C++ form.
+
+A parameter left at None takes the checkpoint's value from `generation_config.json`; where that
+says nothing (or the file is missing), generation is greedy (temperature 0). `do_sample: false` in
+the file means temperature 0.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from cpmcu.config import option
+
+if TYPE_CHECKING:
+    from cpmcu import C
+
+SEED_LIMIT = 1 << 64
+
+# Field -> value when neither the caller nor generation_config.json gives one.
+_DEFAULTS: dict[str, Any] = {
+    "temperature": 0.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """Parameters of one request. Raises ValueError for a value out of range.
+
+    The same `seed` gives the same text, with or without speculation. Without one, a fresh random
+    64-bit seed is drawn for each prompt and reported in `RequestOutput.seed`. Choice i of `n`
+    uses random stream i of that seed.
+    """
+
+    temperature: float | None = option(
+        None,
+        "0 takes the most likely token (default: generation_config.json's, else 0)",
+        flags=("--temperature", "--temp"),
+    )
+    top_p: float | None = option(
+        None, "sample from the fewest tokens whose probabilities reach this sum, in (0, 1]"
+    )
+    top_k: int | None = option(None, "sample from this many most likely tokens; 0: all")
+    min_p: float | None = option(
+        None, "drop tokens less likely than this share of the most likely one, in [0, 1]"
+    )
+    seed: int | None = option(
+        None,
+        "seed of the random choices, 0 to 2^64-1 (default: a fresh one, shown at the end)",
+        flags=("--random-seed", "--seed"),
+    )
+    max_tokens: int | None = option(
+        None,
+        "most tokens to generate (default: until the model stops or its context is full)",
+        flags=("--num-generate", "--max-tokens"),
+    )
+    stop: str | Sequence[str] = option(
+        (), "text that ends the output and is not part of it; repeatable"
+    )
+    stop_token_ids: Sequence[int] = option((), "token id that ends the output; repeatable")
+    ignore_eos: bool = option(False, "go on after the model's end-of-sequence token")
+    repetition_penalty: float | None = option(
+        None, "above 1 makes tokens of prompt and output less likely"
+    )
+    presence_penalty: float = option(0.0, "taken from the logit of each token in the output")
+    frequency_penalty: float = option(
+        0.0, "taken from a token's logit for each time it is in the output"
+    )
+    logit_bias: Mapping[int, float] | None = option(
+        None, "token id -> number added to its logit", flags=()
+    )
+    logprobs: int | None = option(
+        None, "report log-probabilities of the chosen token and of this many likeliest ones"
+    )
+    n: int = option(1, "how many outputs to make for each prompt", flags=())
+
+    def __post_init__(self) -> None:
+        _in_range("temperature", self.temperature, 0.0, math.inf)
+        _in_range("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _in_range("top_k", self.top_k, 0, math.inf)
+        _in_range("min_p", self.min_p, 0.0, 1.0)
+        _in_range("seed", self.seed, 0, SEED_LIMIT - 1)
+        _in_range("max_tokens", self.max_tokens, 1, math.inf)
+        _in_range("repetition_penalty", self.repetition_penalty, 0.0, math.inf, open_low=True)
+        _in_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _in_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _in_range("logprobs", self.logprobs, 0, math.inf)
+        _in_range("n", self.n, 1, math.inf)
+        for text in self.stop_strings:
+            if not isinstance(text, str) or not text:
+                raise ValueError(f"stop holds {text!r}, but must hold texts of at least one letter")
+        for token in self.stop_token_ids:
+            _in_range("a stop token id", token, 0, math.inf)
+        for token, bias in (self.logit_bias or {}).items():
+            _in_range("a logit_bias token id", token, 0, math.inf)
+            _in_range(f"the logit_bias of token {token}", bias, -math.inf, math.inf)
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """`stop` as a tuple."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    def resolve(self, generation_config: Mapping[str, Any]) -> SamplingParams:
+        """These parameters with every default filled in, and with a seed.
+
+        Raises ValueError if a value in `generation_config` is out of range.
+        """
+        changes: dict[str, Any] = {}
+        for name, default in _DEFAULTS.items():
+            if getattr(self, name) is None:
+                found = generation_config.get(name)
+                changes[name] = default if found is None else found
+        if self.temperature is None and generation_config.get("do_sample") is False:
+            changes["temperature"] = 0.0
+        elif self.temperature is None and generation_config.get("do_sample"):
+            changes["temperature"] = generation_config.get("temperature", 1.0)
+        if self.seed is None:
+            changes["seed"] = secrets.randbits(64)
+        return dataclasses.replace(self, **changes)
+
+
+def to_engine(params: SamplingParams, stream: int, vocab_size: int) -> C.SamplingConfig:
+    """The extension's form of resolved parameters, for the `stream`-th choice of a request.
+
+    Raises ValueError if a token id lies outside the vocabulary or too many logprobs are asked for.
+    """
+    from cpmcu import C
+
+    for token in params.logit_bias or {}:
+        if token >= vocab_size:
+            raise ValueError(
+                f"logit_bias names token {token}, but the vocabulary has {vocab_size} tokens"
+            )
+    if params.logprobs is not None and params.logprobs > C.MAX_LOGPROBS:
+        raise ValueError(f"logprobs is {params.logprobs}, but must be at most {C.MAX_LOGPROBS}")
+    return C.SamplingConfig(
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=min(params.top_k or 0, vocab_size),
+        min_p=params.min_p,
+        seed=params.seed,
+        stream=stream,
+        repetition_penalty=params.repetition_penalty,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        logit_bias=list((params.logit_bias or {}).items()),
+        logprobs=-1 if params.logprobs is None else params.logprobs,
+    )
+
+
+def _in_range(
+    name: str, value: float | None, low: float, high: float, *, open_low: bool = False
+) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(f"{name} is {value!r}, but must be a number")
+    inside = (low < value if open_low else low <= value) and value <= high
+    if not inside or math.isnan(value) or math.isinf(value):
+        bracket = "(" if open_low else "["
+        wanted = (
+            f"{'above' if open_low else 'at least'} {low}"
+            if high == math.inf
+            else f"in {bracket}{low}, {high}]"
+        )
+        raise ValueError(f"{name} is {value}, but must be a finite number {wanted}")

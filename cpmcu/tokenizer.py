@@ -1,0 +1,171 @@
+"""Text to token ids and back, from a checkpoint directory's own tokenizer files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+# Special tokens that chat templates may name, as spelt in tokenizer_config.json.
+_SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
+
+
+class _Backend(Protocol):
+    """What either tokenizer library has to do for us."""
+
+    def encode(self, text: str, special: bool) -> list[int]: ...
+    def decode(self, ids: list[int], skip_special: bool) -> str: ...
+    def id_of(self, token: str) -> int | None: ...
+    def size(self) -> int: ...
+
+
+class Tokenizer:
+    """A checkpoint's tokenizer, with its special tokens and its end-of-sequence ids."""
+
+    def __init__(
+        self, backend: _Backend, config: dict[str, Any], eos_token_ids: Sequence[int] = ()
+    ) -> None:
+        self._backend = backend
+        self.config = config  # tokenizer_config.json
+        self.special_tokens = {
+            name: _content(config[name]) for name in _SPECIAL if config.get(name) is not None
+        }
+        self.bos_token_id = self._special_id("bos_token")
+        own_eos = self._special_id("eos_token")
+        own = [] if own_eos is None else [own_eos]
+        self.eos_token_ids = tuple(dict.fromkeys([*eos_token_ids, *own]))
+
+    @classmethod
+    def from_directory(cls, directory: str | Path) -> Tokenizer:
+        """Reads the tokenizer of a checkpoint directory.
+
+        End-of-sequence ids are those of generation_config.json, config.json and the tokenizer, in
+        that order. Raises FileNotFoundError if there are no tokenizer files, ImportError if they
+        need transformers and it is missing, ValueError for files that cannot be read.
+        """
+        directory = Path(directory)
+        config = _read_json(directory / "tokenizer_config.json")
+        if (directory / "tokenizer.json").is_file():
+            backend: _Backend = _FastBackend(directory / "tokenizer.json", config)
+        else:
+            backend = _TransformersBackend(directory)
+        eos: list[int] = []
+        for name in ("generation_config.json", "config.json"):
+            found = _read_json(directory / name).get("eos_token_id")
+            eos += [found] if isinstance(found, int) else list(found or [])
+        return cls(backend, config, eos)
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens, added ones included. The model's may be larger (padding)."""
+        return self._backend.size()
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`, with the begin-of-sequence token the tokenizer asks for, if any."""
+        return self._backend.encode(text, add_special_tokens)
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of `ids`; bytes that are no character become U+FFFD."""
+        return self._backend.decode(list(ids), skip_special_tokens)
+
+    def _special_id(self, name: str) -> int | None:
+        token = self.special_tokens.get(name)
+        return None if token is None else self._backend.id_of(token)
+
+
+class _FastBackend:
+    """tokenizer.json through the tokenizers library."""
+
+    def __init__(self, path: Path, config: dict[str, Any]) -> None:
+        import tokenizers  # 50 ms: only when there is something to tokenise
+
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises plain Exception
+            raise ValueError(f"{path} is not a tokenizer that can be read: {error}") from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        # Where tokenizer_config.json states these, they win over the file's post-processor.
+        self._frame = "add_bos_token" in config or "add_eos_token" in config
+        self._first = self._added(config, "bos_token") if config.get("add_bos_token") else []
+        self._last = self._added(config, "eos_token") if config.get("add_eos_token") else []
+
+    def encode(self, text: str, special: bool) -> list[int]:
+        framed = special and self._frame
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special and not framed).ids
+        return self._first + ids + self._last if framed else ids
+
+    def decode(self, ids: list[int], skip_special: bool) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special))
+
+    def id_of(self, token: str) -> int | None:
+        found: int | None = self._tokenizer.token_to_id(token)
+        return found
+
+    def size(self) -> int:
+        return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
+
+    def _added(self, config: dict[str, Any], name: str) -> list[int]:
+        token = self.id_of(_content(config[name])) if config.get(name) is not None else None
+        return [] if token is None else [token]
+
+
+class _TransformersBackend:
+    """Directories without tokenizer.json (sentencepiece models), through transformers."""
+
+    def __init__(self, directory: Path) -> None:
+        names = ("tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
+        if not any((directory / name).is_file() for name in names):
+            raise FileNotFoundError(
+                f"{directory} has no tokenizer: neither tokenizer.json nor {', '.join(names)}"
+            )
+        try:
+            from transformers import AutoTokenizer
+        except ImportError as error:
+            raise ImportError(
+                f"{directory} has no tokenizer.json, so its tokenizer needs the transformers "
+                "package: pip install 'cpmcu[hf]'"
+            ) from error
+        try:
+            self._tokenizer = AutoTokenizer.from_pretrained(
+                str(directory), trust_remote_code=False, local_files_only=True
+            )
+        except Exception as error:
+            raise ValueError(
+                f"transformers cannot read the tokenizer in {directory}: {error}"
+            ) from error
+
+    def encode(self, text: str, special: bool) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=special))
+
+    def decode(self, ids: list[int], skip_special: bool) -> str:
+        return str(
+            self._tokenizer.decode(
+                ids, skip_special_tokens=skip_special, clean_up_tokenization_spaces=False
+            )
+        )
+
+    def id_of(self, token: str) -> int | None:
+        found = self._tokenizer.convert_tokens_to_ids(token)
+        return found if isinstance(found, int) else None
+
+    def size(self) -> int:
+        return len(self._tokenizer)
+
+
+def _content(token: Any) -> str:
+    """A special token's text; tokenizer_config.json has it plain or as an AddedToken's fields."""
+    return str(token["content"] if isinstance(token, dict) else token)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} holds a {type(found).__name__}, but must hold an object")
+    return found

@@ -1,0 +1,144 @@
+"""An engine without a model: it emits a scripted stream of tokens, under C.Engine's contract.
+
+It checks what its caller does: chunk sizes, reserved pages, slots, the number of steps in flight.
+The token at absolute position p of a sequence is `script(prompt_key, p)`, which depends on nothing
+else, as a real engine's seeded choice does.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+
+PAGE_SIZE = 4
+
+
+def sampling(key: int = 0, **fields: object) -> SimpleNamespace:
+    """What a test gives as SamplingConfig; `key` chooses the script's stream."""
+    values = {"key": key, "presence_penalty": 0.0, "frequency_penalty": 0.0, "logprobs": -1}
+    return SimpleNamespace(**{**values, **fields})
+
+
+class _Slot:
+    def __init__(self, key: int, prompt: Sequence[int]) -> None:
+        self.key = key
+        self.prompt = list(prompt)
+        self.read = 0  # prompt tokens in the cache
+        self.position = 0  # of the next token to emit; 0: prompt not read
+        self.pages = 0
+
+
+class FakeEngine:
+    """See the module's docstring. `burst` tokens come out of each decode step."""
+
+    def __init__(
+        self,
+        script: Callable[[int, int], int],
+        *,
+        num_pages: int = 1000,
+        max_num_seqs: int = 4,
+        chunk_length: int = 8,
+        max_model_len: int = 1000,
+        launch_ahead: int = 2,
+        burst: int = 1,
+        step_seconds: float = 0.0,
+    ) -> None:
+        self.script = script
+        self.num_pages = self.num_free_pages = num_pages
+        self.max_num_seqs = max_num_seqs
+        self.chunk_length = chunk_length
+        self.max_model_len = max_model_len
+        self.launch_ahead = launch_ahead
+        self.burst = burst
+        self.step_seconds = step_seconds
+        self.slots: dict[int, _Slot] = {}
+        self.steps: deque[list[tuple[int, _Slot, list[int]]]] = deque()
+        self.log: list[tuple[str, object]] = []
+        self.fail_on: dict[str, Exception] = {}  # method -> exception, raised once
+        self.most_in_flight = 0
+        self._thread: int | None = None
+
+    def _called(self, method: str, detail: object = None) -> None:
+        thread = threading.get_ident()
+        self._thread = self._thread or thread
+        assert thread == self._thread, "the engine was called from two threads"
+        self.log.append((method, detail))
+        if method in self.fail_on:
+            raise self.fail_on.pop(method)
+
+    def add_sequence(self, config: SimpleNamespace, prompt: Sequence[int]) -> int:
+        self._called("add_sequence", len(prompt))
+        free = [slot for slot in range(self.max_num_seqs) if slot not in self.slots]
+        if not free:
+            raise RuntimeError("no free slot")
+        self.slots[free[0]] = _Slot(config.key, prompt)
+        return free[0]
+
+    def release(self, slot: int) -> None:
+        self._called("release", slot)
+        self.num_free_pages += self.slots.pop(slot).pages
+
+    def reserve(self, slot: int, num_tokens: int) -> bool:
+        self._called("reserve", (slot, num_tokens))
+        assert num_tokens <= self.max_model_len
+        state = self.slots[slot]
+        more = max(0, -(-num_tokens // PAGE_SIZE) - state.pages)
+        if more > self.num_free_pages:
+            return False
+        state.pages += more
+        self.num_free_pages -= more
+        return True
+
+    def prefill(self, items: Sequence[tuple[int, Sequence[int], bool]]) -> None:
+        self._called("prefill", [(slot, len(ids), last) for slot, ids, last in items])
+        assert 0 < sum(len(ids) for _, ids, _ in items) <= self.chunk_length
+        emitted = []
+        for slot, ids, last in items:
+            state = self.slots[slot]
+            assert list(ids) == state.prompt[state.read : state.read + len(ids)]
+            state.read += len(ids)
+            assert state.read <= state.pages * PAGE_SIZE
+            assert last == (state.read == len(state.prompt))
+            if last:
+                state.position = state.read
+                emitted.append((slot, state, self._emit(state, 1)))
+        self._enqueue(emitted)
+
+    def decode(self, slots: Sequence[int]) -> None:
+        self._called("decode", list(slots))
+        emitted = []
+        for slot in slots:
+            state = self.slots[slot]
+            assert state.position, "decode before the prompt was read"
+            tokens = self._emit(state, self.burst)
+            # Keys and values of every token but the newest.
+            needed = min(state.position - 1, self.max_model_len)
+            assert needed <= state.pages * PAGE_SIZE, "a step wrote past its pages"
+            emitted.append((slot, state, tokens))
+        self._enqueue(emitted)
+
+    def _emit(self, state: _Slot, count: int) -> list[int]:
+        tokens = [self.script(state.key, state.position + i) for i in range(count)]
+        state.position += count
+        return tokens
+
+    def _enqueue(self, emitted: list[tuple[int, _Slot, list[int]]]) -> None:
+        self.steps.append(emitted)
+        self.most_in_flight = max(self.most_in_flight, len(self.steps))
+        assert len(self.steps) <= self.launch_ahead
+
+    def in_flight(self) -> int:
+        return len(self.steps)
+
+    def collect(self) -> list[SimpleNamespace]:
+        self._called("collect")
+        if self.step_seconds:
+            time.sleep(self.step_seconds)
+        return [
+            SimpleNamespace(slot=slot, tokens=t, logprobs=[], top_ids=[], top_logprobs=[])
+            for slot, state, t in self.steps.popleft()
+            if self.slots.get(slot) is state  # dropped if released meanwhile
+        ]

@@ -1,0 +1,334 @@
+"""The generate loop against an engine that checks its contract."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import queue
+import threading
+import time
+import weakref
+
+import pytest
+from fake_engine import PAGE_SIZE, FakeEngine, sampling
+
+from cpmcu.engine.detokenizer import Detokenizer
+from cpmcu.engine.request import Request
+from cpmcu.engine.runner import Runner
+from cpmcu.engine.stopping import StopStrings, StopTokens
+from cpmcu.outputs import CompletionOutput, StreamChunk
+
+EOS = 0
+
+
+def script(key: int, position: int) -> int:
+    return 1 + (31 * key + 7 * position) % 90
+
+
+def decode(ids: list[int]) -> str:
+    return "".join(chr(33 + i) for i in ids)
+
+
+class Job:
+    """A request and what it emitted."""
+
+    def __init__(self, prompt_length: int = 3, max_tokens: int = 10, key: int = 0, **options):
+        self.items: queue.SimpleQueue = queue.SimpleQueue()
+        self.chunks: list[StreamChunk] = []
+        self.progress: list[tuple[int, int]] = []
+        self.prompt = list(range(1, prompt_length + 1))
+        self.request = Request(
+            self.prompt,
+            sampling(key, **options.pop("penalties", {})),
+            detokenizer=Detokenizer(decode, self.prompt),
+            stop_strings=StopStrings(options.pop("stop", ())),
+            stop_tokens=StopTokens([EOS], options.pop("stop_ids", ()), max_tokens),
+            max_tokens=max_tokens,
+            emit=options.pop("emit", self.items.put),
+            on_prefill=lambda done, total: self.progress.append((done, total)),
+        )
+        self.key = key
+
+    def wait_for_chunk(self) -> None:
+        item = self.items.get(timeout=10)
+        if isinstance(item, Exception):
+            raise item
+        self.chunks.append(item)
+
+    def wait(self) -> CompletionOutput:
+        while not self.chunks or self.chunks[-1].finish_reason is None:
+            self.wait_for_chunk()
+        output = self.request.output()
+        assert "".join(chunk.text for chunk in self.chunks) == output.text
+        assert [token for chunk in self.chunks for token in chunk.token_ids] == output.token_ids
+        return output
+
+    def expected(self, count: int) -> list[int]:
+        return [script(self.key, len(self.prompt) + i) for i in range(count)]
+
+
+@pytest.fixture
+def start():
+    runners: list[Runner] = []
+
+    def make(engine: FakeEngine, **options) -> Runner:
+        runners.append(Runner(engine, page_size=PAGE_SIZE, **options))
+        return runners[-1]
+
+    yield make
+    for runner in runners:
+        runner.close()
+
+
+def test_one_request(start):
+    engine = FakeEngine(script)
+    runner = start(engine)
+    job = Job(prompt_length=19, max_tokens=25)
+    runner.submit(job.request)
+    output = job.wait()
+    assert output.token_ids == job.expected(25)
+    assert output.text == decode(output.token_ids)
+    assert output.finish_reason == "length"
+    assert job.progress == [(8, 19), (16, 19), (19, 19)]
+    assert engine.most_in_flight == 2
+    assert output.timings.decode_steps == 24
+    assert output.timings.prompt_tokens == 19
+    assert runner.call(lambda e: (e.num_free_pages, e.slots)) == (engine.num_pages, {})
+
+
+def test_steps_are_not_wasted_at_the_token_limit(start):
+    engine = FakeEngine(script)
+    runner = start(engine)
+    job = Job(max_tokens=5)
+    runner.submit(job.request)
+    job.wait()
+    assert sum(method == "decode" for method, _ in engine.log) == 4
+
+
+@pytest.mark.parametrize("launch_ahead", [1, 2, 4])
+def test_eos_drops_the_steps_in_flight(start, launch_ahead):
+    engine = FakeEngine(lambda k, p: EOS if p == 7 else script(k, p), launch_ahead=launch_ahead)
+    runner = start(engine)
+    job, again = Job(max_tokens=50), Job(max_tokens=2)
+    runner.submit(job.request)
+    output = job.wait()
+    assert output.token_ids == [*job.expected(4), EOS]
+    assert output.text == decode(job.expected(4))
+    assert (output.finish_reason, output.stop_reason) == ("stop", None)
+    runner.submit(again.request)  # takes the same slot
+    assert again.wait().token_ids == again.expected(2)
+
+
+def test_stop_string_and_stop_token(start):
+    runner = start(FakeEngine(script))
+    probe = Job()
+    tokens = probe.expected(10)
+    stopped, token = Job(stop=[decode(tokens[3:5])]), Job(stop_ids=[tokens[6]])
+    runner.submit(stopped.request, token.request)
+    output = stopped.wait()
+    assert output.text == decode(tokens[:3])
+    assert output.token_ids == tokens[:5]
+    assert (output.finish_reason, output.stop_reason) == ("stop", decode(tokens[3:5]))
+    output = token.wait()
+    assert output.token_ids == tokens[:7]
+    assert output.text == decode(tokens[:6])
+    assert (output.finish_reason, output.stop_reason) == ("stop", tokens[6])
+
+
+@pytest.mark.parametrize("burst", [2, 5])
+def test_bursts_are_cut_where_the_output_ends(start, burst):
+    engine = FakeEngine(script, burst=burst)
+    runner = start(engine, tokens_per_step=burst)
+    jobs = [Job(max_tokens=n, key=n) for n in range(1, 14)]
+    runner.submit(*(job.request for job in jobs))
+    for count, job in enumerate(jobs, start=1):
+        assert job.wait().token_ids == job.expected(count)
+
+
+def test_many_requests_and_alternating_prefill(start):
+    engine = FakeEngine(script, max_num_seqs=3)
+    runner = start(engine)
+    jobs = [Job(prompt_length=1 + 5 * i, max_tokens=3 + i, key=i) for i in range(12)]
+    for job in jobs:
+        runner.submit(job.request)
+    for i, job in enumerate(jobs):
+        assert job.wait().token_ids == job.expected(3 + i)
+    assert engine.num_free_pages == engine.num_pages
+
+
+def test_a_long_prompt_does_not_starve_running_sequences(start):
+    engine = FakeEngine(script, step_seconds=0.001)
+    runner = start(engine)
+    short, long = Job(max_tokens=60), Job(prompt_length=160, max_tokens=1, key=1)
+    runner.submit(short.request)
+    short.wait_for_chunk()
+    runner.submit(long.request)
+    long.wait()
+    kinds = [method for method, _ in engine.log if method in ("prefill", "decode")]
+    first = kinds.index("prefill", 1)
+    during = kinds[first : len(kinds) - kinds[::-1].index("prefill")]
+    assert during.count("decode") >= during.count("prefill") - 1
+    assert short.wait().token_ids[-1] == short.expected(60)[-1]
+
+
+def test_cancel(start):
+    engine = FakeEngine(script, step_seconds=0.001, max_num_seqs=1)
+    runner = start(engine)
+    running, waiting = Job(max_tokens=900), Job(max_tokens=900, key=1)
+    runner.submit(running.request, waiting.request)
+    running.wait_for_chunk()
+    waiting.request.cancel()
+    running.request.cancel()
+    assert running.wait().finish_reason == "abort"
+    output = waiting.wait()
+    assert (output.finish_reason, output.token_ids) == ("abort", [])
+    assert runner.call(lambda e: e.num_free_pages) == engine.num_pages
+
+
+def test_preemption_changes_no_text(start):
+    engine = FakeEngine(script, num_pages=12)
+    runner = start(engine)
+    jobs = [Job(prompt_length=6, max_tokens=30, key=i) for i in range(4)]
+    runner.submit(*(job.request for job in jobs))
+    for job in jobs:
+        output = job.wait()
+        assert output.token_ids == job.expected(30)
+        assert output.text == decode(output.token_ids)
+    assert engine.num_free_pages == 12
+    assert sum(method == "add_sequence" for method, _ in engine.log) > 4
+
+
+def test_penalties_that_count_outputs_end_instead_of_being_recomputed(start, caplog):
+    engine = FakeEngine(script, num_pages=6)
+    runner = start(engine)
+    jobs = [
+        Job(prompt_length=6, max_tokens=15, key=i, penalties={"presence_penalty": 1.0})
+        for i in range(2)
+    ]
+    with caplog.at_level(logging.WARNING, "cpmcu"):
+        runner.submit(*(job.request for job in jobs))
+        first, second = (job.wait() for job in jobs)
+    assert first.token_ids == jobs[0].expected(15)
+    assert len(second.token_ids) < 15 and second.finish_reason == "length"
+    assert second.token_ids == jobs[1].expected(len(second.token_ids))
+    assert "KV pages ran out" in caplog.text
+
+
+def test_alone_and_out_of_pages(start, caplog):
+    engine = FakeEngine(script, num_pages=10)
+    runner = start(engine)
+    engine.num_free_pages = 3  # as if something else held the others
+    job = Job(prompt_length=5, max_tokens=20)
+    with caplog.at_level(logging.WARNING, "cpmcu"):
+        runner.submit(job.request)
+        output = job.wait()
+    assert output.finish_reason == "length"
+    assert output.token_ids == job.expected(8)
+    assert "KV pages ran out" in caplog.text
+
+
+def test_a_request_longer_than_the_context_is_refused(start):
+    runner = start(FakeEngine(script, num_pages=3))
+    with pytest.raises(ValueError, match="5 prompt tokens and up to 8 more, but .* holds 12"):
+        runner.submit(Job(prompt_length=5, max_tokens=8).request)
+
+
+def test_up_to_the_last_token_of_the_context(start):
+    for launch_ahead in (1, 2, 3):
+        engine = FakeEngine(script, num_pages=4, max_model_len=15, launch_ahead=launch_ahead)
+        runner = start(engine)
+        job = Job(prompt_length=6, max_tokens=runner.max_length - 6)
+        runner.submit(job.request)
+        assert job.wait().token_ids == job.expected(9)
+
+
+@pytest.mark.parametrize("method", ["prefill", "decode", "collect", "reserve"])
+def test_an_engine_error_fails_requests_and_the_engine_goes_on(start, method):
+    engine = FakeEngine(script)
+    runner = start(engine)
+    engine.fail_on[method] = RuntimeError("device says no")
+    jobs = [Job(key=i) for i in range(6)]
+    runner.submit(*(job.request for job in jobs))
+    failed = 0
+    for job in jobs:
+        try:
+            job.wait()
+        except RuntimeError as error:
+            assert "device says no" in str(error)
+            failed += 1
+    assert failed
+    after = Job(key=9)
+    runner.submit(after.request)
+    assert after.wait().token_ids == after.expected(10)
+
+
+def test_an_engine_that_stays_broken_is_refused(start):
+    engine = FakeEngine(script)
+    runner = start(engine)
+    engine.fail_on["decode"] = RuntimeError("device is gone")
+    engine.fail_on["release"] = RuntimeError("still gone")
+    job = Job()
+    runner.submit(job.request)
+    with pytest.raises(RuntimeError, match="device is gone"):
+        job.wait()
+    runner._thread.join(timeout=10)
+    with pytest.raises(RuntimeError, match="stopped after an error: device is gone"):
+        runner.submit(Job().request)
+
+
+def test_a_request_the_engine_refuses_fails_alone(start):
+    engine = FakeEngine(script)
+    runner = start(engine)
+    engine.fail_on["add_sequence"] = ValueError("top_k is strange")
+    bad, good = Job(), Job(key=1)
+    runner.submit(bad.request, good.request)
+    with pytest.raises(ValueError, match="top_k is strange"):
+        bad.wait()
+    assert good.wait().token_ids == good.expected(10)
+
+
+def test_a_listener_that_raises_cancels_its_own_request(start):
+    def emit(item: object) -> None:
+        raise OSError("the socket is closed")
+
+    engine = FakeEngine(script)
+    runner = start(engine)
+    bad, good = Job(max_tokens=900, emit=emit), Job(key=1)
+    runner.submit(bad.request, good.request)
+    assert good.wait().token_ids == good.expected(10)
+    deadline = time.monotonic() + 10
+    while not bad.request.done and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert bad.request.output().finish_reason == "abort"
+
+
+def test_close_aborts_and_frees_the_engine():
+    engine = FakeEngine(script, step_seconds=0.001)
+    alive = weakref.ref(engine)
+    runner = Runner(engine, page_size=PAGE_SIZE)
+    job, queued = Job(max_tokens=900), [Job(max_tokens=900, key=i) for i in range(8)]
+    runner.submit(job.request, *(each.request for each in queued))
+    job.wait_for_chunk()
+    runner.close()
+    runner.close()
+    assert job.wait().finish_reason == "abort"
+    assert all(each.wait().finish_reason == "abort" for each in queued)
+    with pytest.raises(RuntimeError, match="closed"):
+        runner.submit(Job().request)
+    with pytest.raises(RuntimeError, match="closed"):
+        runner.call(lambda e: None)
+    del engine
+    gc.collect()
+    assert alive() is None
+    assert not any(thread.name == "cpmcu-engine" for thread in threading.enumerate())
+
+
+def test_calls_run_between_steps(start):
+    engine = FakeEngine(script, step_seconds=0.001)
+    runner = start(engine)
+    job = Job(max_tokens=100)
+    runner.submit(job.request)
+    assert all(runner.call(lambda e: e.in_flight()) == 0 for _ in range(5))
+    with pytest.raises(ZeroDivisionError):
+        runner.call(lambda e: 1 / 0)
+    assert job.wait().token_ids == job.expected(100)
