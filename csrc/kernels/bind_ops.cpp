@@ -1,0 +1,456 @@
+// C.ops: every kernel by itself, for tests and benchmarks. Nothing in the package uses it.
+//
+// Memory is an Array, filled with 0xFF bytes (NaN) when made, so that what a kernel forgot to write
+// shows. bfloat16 travels as uint16, C structs as uint8 with the last dimension their bytes; the
+// matching numpy types are attributes (slot_sampling_dtype, ...).
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cstring>
+
+#include "bindings.h"
+#include "kernels/attention/attention.h"
+#include "kernels/embedding.h"
+#include "kernels/gather_rows.h"
+#include "kernels/gemm/gemm.h"
+#include "kernels/rms_norm.h"
+#include "kernels/rotary_kv.h"
+#include "kernels/sample.h"
+#include "kernels/silu_mul.h"
+#include "kernels/step_ops.h"
+#ifdef CPMCU_WITH_CUDA
+#include "kernels/gemm/cublaslt.h"
+#endif
+
+namespace py = pybind11;
+using namespace pybind11::literals;
+
+namespace cpmcu {
+namespace {
+
+// ---- context, memory, graphs
+
+class OpsContext {
+ public:
+  OpsContext(const std::string& device, int index, const std::vector<std::string>& cublas_paths) {
+    CHECK(device == "cpu" || device == "cuda", "device \"{}\" is not known; known are cpu, cuda",
+          device);
+    ctx.device = {device == "cuda" ? DeviceKind::kCuda : DeviceKind::kCpu, index};
+    const DeviceInfo info = device_info(ctx.device);
+    set_device(ctx.device);
+    ctx.sm_count = info.sm_count;
+    for (char c : info.compute_capability) {
+      if (c != '.') ctx.compute_capability = ctx.compute_capability * 10 + (c - '0');
+    }
+    ctx.stream = create_stream(ctx.device);
+#ifdef CPMCU_WITH_CUDA
+    if (ctx.device.is_cuda()) cublas_ = CublasLt::load(ctx, cublas_paths);
+    ctx.cublas = cublas_.get();
+#else
+    (void)cublas_paths;
+#endif
+  }
+  ~OpsContext() { destroy_stream(ctx.device, ctx.stream); }
+  OpsContext(const OpsContext&) = delete;
+  OpsContext& operator=(const OpsContext&) = delete;
+
+  void wait() const { synchronize(ctx.device, ctx.stream); }
+
+  Context ctx;
+
+ private:
+#ifdef CPMCU_WITH_CUDA
+  std::unique_ptr<CublasLt> cublas_;
+#endif
+};
+using SharedContext = std::shared_ptr<OpsContext>;
+
+// Device memory with a shape; `pinned`: host memory that the device can write.
+class Array {
+ public:
+  Array(SharedContext context, const std::vector<int64_t>& shape, const std::string& dtype,
+        bool pinned)
+      : context_(std::move(context)), shape_(shape), dtype_(parse_dtype(dtype)), pinned_(pinned) {
+    num_bytes_ = size_of(dtype_);
+    for (int64_t size : shape_) {
+      CHECK(size >= 0, "an array cannot have a dimension of {}", size);
+      num_bytes_ *= size;
+    }
+    const Device device = context_->ctx.device;
+    data_ = pinned_ ? allocate_pinned(device, num_bytes_) : allocate(device, num_bytes_);
+    if (num_bytes_ > 0) fill_bytes(device, data_, 0xFF, num_bytes_, context_->ctx.stream);
+    context_->wait();
+  }
+  ~Array() {
+    const Device device = context_->ctx.device;
+    pinned_ ? release_pinned(device, data_) : release(device, data_);
+  }
+  Array(const Array&) = delete;
+  Array& operator=(const Array&) = delete;
+
+  void copy_from(const py::array& source) {
+    CHECK(source.dtype().is(numpy_dtype()) || source.dtype().equal(numpy_dtype()),
+          "the source is {}, the array {}", std::string(py::str(source.dtype())), name_of(dtype_));
+    CHECK(source.nbytes() == num_bytes_, "the source has {} bytes, the array {}", source.nbytes(),
+          num_bytes_);
+    CHECK(source.flags() & py::array::c_style, "the source is not contiguous");
+    copy_to_device(context_->ctx.device, data_, source.data(), num_bytes_, context_->ctx.stream);
+    context_->wait();
+  }
+
+  py::array numpy() const {
+    py::array result(numpy_dtype(), std::vector<py::ssize_t>(shape_.begin(), shape_.end()));
+    copy_to_host(context_->ctx.device, result.mutable_data(), data_, num_bytes_,
+                 context_->ctx.stream);
+    context_->wait();
+    return result;
+  }
+
+  Tensor tensor() const {
+    switch (shape_.size()) {
+      case 1:
+        return {data_, dtype_, {shape_[0]}};
+      case 2:
+        return {data_, dtype_, {shape_[0], shape_[1]}};
+      case 3:
+        return {data_, dtype_, {shape_[0], shape_[1], shape_[2]}};
+      case 4:
+        return {data_, dtype_, {shape_[0], shape_[1], shape_[2], shape_[3]}};
+      default:
+        break;
+    }
+    throw Error(ErrorKind::kInvalid,
+                format("an op takes 1 to 4 dimensions, not {}", shape_.size()));
+  }
+
+  // The data as T*, for what is no Tensor in an op's parameters.
+  template <typename T>
+  T* as(DType expected) const {
+    CHECK(dtype_ == expected, "an array is {}, expected {}", name_of(dtype_), name_of(expected));
+    return static_cast<T*>(data_);
+  }
+  template <typename T>
+  T* as_structs() const {
+    CHECK(dtype_ == DType::kU8 && num_bytes_ % sizeof(T) == 0,
+          "an array is {} with {} bytes, expected uint8 and a multiple of {}", name_of(dtype_),
+          num_bytes_, sizeof(T));
+    return static_cast<T*>(data_);
+  }
+
+  const std::vector<int64_t>& shape() const { return shape_; }
+  std::string dtype() const { return std::string(name_of(dtype_)); }
+
+ private:
+  py::dtype numpy_dtype() const {
+    return py::dtype(dtype_ == DType::kBF16 ? "uint16" : std::string(name_of(dtype_)));
+  }
+
+  SharedContext context_;
+  std::vector<int64_t> shape_;
+  DType dtype_;
+  bool pinned_;
+  int64_t num_bytes_ = 0;
+  void* data_ = nullptr;
+};
+using SharedArray = std::shared_ptr<Array>;
+
+Tensor tensor_of(const SharedArray& array) { return array ? array->tensor() : Tensor(); }
+int* ints(const SharedArray& array) { return array ? array->as<int>(DType::kI32) : nullptr; }
+float* floats(const SharedArray& array) { return array ? array->as<float>(DType::kF32) : nullptr; }
+template <typename T>
+T* structs(const SharedArray& array) {
+  return array ? array->as_structs<T>() : nullptr;
+}
+uint64_t* words(const SharedArray& array) {
+  return array ? array->as<uint64_t>(DType::kU64) : nullptr;
+}
+
+#ifdef CPMCU_WITH_CUDA
+// The ops that a callable runs, captured once.
+class Graph {
+ public:
+  Graph(SharedContext context, const py::function& body) : context_(std::move(context)) {
+    CHECK(context_->ctx.device.is_cuda(), "graphs need a CUDA device");
+    const auto stream = static_cast<cudaStream_t>(context_->ctx.stream);
+    cudaGraph_t graph = nullptr;
+    CHECK_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+    try {
+      body();
+    } catch (...) {
+      if (cudaStreamEndCapture(stream, &graph) == cudaSuccess) cudaGraphDestroy(graph);
+      cudaGetLastError();
+      throw;
+    }
+    CHECK_CUDA(cudaStreamEndCapture(stream, &graph));
+    const cudaError_t status = cudaGraphInstantiate(&executable_, graph, 0);
+    cudaGraphDestroy(graph);
+    CHECK_CUDA(status);
+  }
+  ~Graph() { cudaGraphExecDestroy(executable_); }
+  Graph(const Graph&) = delete;
+  Graph& operator=(const Graph&) = delete;
+
+  float replay(int times) {
+    const auto stream = static_cast<cudaStream_t>(context_->ctx.stream);
+    cudaEvent_t begin = nullptr, end = nullptr;
+    CHECK_CUDA(cudaEventCreate(&begin));
+    CHECK_CUDA(cudaEventCreate(&end));
+    CHECK_CUDA(cudaEventRecord(begin, stream));
+    for (int i = 0; i < times; ++i) CHECK_CUDA(cudaGraphLaunch(executable_, stream));
+    CHECK_CUDA(cudaEventRecord(end, stream));
+    CHECK_CUDA(cudaEventSynchronize(end));
+    float milliseconds = 0;
+    CHECK_CUDA(cudaEventElapsedTime(&milliseconds, begin, end));
+    cudaEventDestroy(begin);
+    cudaEventDestroy(end);
+    return milliseconds;
+  }
+
+ private:
+  SharedContext context_;
+  cudaGraphExec_t executable_ = nullptr;
+};
+#endif
+
+void bind_memory(py::module_& m) {
+  py::class_<OpsContext, SharedContext> context(m, "Context", "A device and a stream of its own.");
+  context
+      .def(py::init<const std::string&, int, const std::vector<std::string>&>(), "device"_a = "cpu",
+           "index"_a = 0, "cublas_paths"_a = std::vector<std::string>{})
+      .def("synchronize", &OpsContext::wait, "Waits for all work on the stream.")
+      .def_property_readonly(
+          "has_cublas", [](const OpsContext& c) { return c.ctx.cublas != nullptr; },
+          "Was cuBLASLt found?");
+  py::class_<Array, SharedArray>(m, "Array", "Device memory with a shape, poisoned when made.")
+      .def(py::init<SharedContext, const std::vector<int64_t>&, const std::string&, bool>(),
+           "ctx"_a, "shape"_a, "dtype"_a, "pinned"_a = false)
+      .def("copy_from", &Array::copy_from, "source"_a, "Copies a numpy array of the same size in.")
+      .def("numpy", &Array::numpy, "Waits, and copies the content into a new numpy array.")
+      .def_property_readonly("shape", &Array::shape)
+      .def_property_readonly("dtype", &Array::dtype);
+#ifdef CPMCU_WITH_CUDA
+  py::class_<Graph>(m, "Graph", "A captured CUDA graph.")
+      .def("replay", &Graph::replay, "times"_a = 1,
+           "Launches it `times` times, waits, and returns milliseconds in all.");
+  context.def(
+      "graph",
+      [](SharedContext c, const py::function& body) { return std::make_unique<Graph>(c, body); },
+      "body"_a, "Captures the ops that body() runs.");
+#endif
+}
+
+// ---- parameters shared by ops
+
+// StepRows and the arrays that it points to.
+struct OpsRows {
+  StepRows rows;
+  std::vector<SharedArray> arrays;
+};
+
+struct OpsState {
+  SlotState state;
+  std::vector<SharedArray> arrays;
+};
+
+void bind_shared_params(py::module_& m) {
+  py::class_<OpsRows>(m, "StepRows", "The rows of a step; see csrc/kernels/step_rows.h.")
+      .def(py::init([](int num_rows, int num_seqs, int max_seq_rows, int max_kv,
+                       SharedArray positions, SharedArray row_seqs, SharedArray seq_slots,
+                       SharedArray seq_row_begin, SharedArray slot_lengths, SharedArray page_table,
+                       SharedArray row_masks) {
+             CHECK(page_table->shape().size() == 2, "page_table must be [slots, max_pages]");
+             return OpsRows{{.num_rows = num_rows,
+                             .num_seqs = num_seqs,
+                             .max_seq_rows = max_seq_rows,
+                             .max_kv = max_kv,
+                             .positions = ints(positions),
+                             .row_seqs = ints(row_seqs),
+                             .seq_slots = ints(seq_slots),
+                             .seq_row_begin = ints(seq_row_begin),
+                             .slot_lengths = ints(slot_lengths),
+                             .row_masks = words(row_masks),
+                             .page_table = ints(page_table),
+                             .max_pages = static_cast<int>(page_table->shape()[1])},
+                            {positions, row_seqs, seq_slots, seq_row_begin, slot_lengths,
+                             page_table, row_masks}};
+           }),
+           py::kw_only(), "num_rows"_a, "num_seqs"_a, "max_seq_rows"_a, "max_kv"_a, "positions"_a,
+           "row_seqs"_a, "seq_slots"_a, "seq_row_begin"_a, "slot_lengths"_a, "page_table"_a,
+           "row_masks"_a = SharedArray());
+
+  py::class_<OpsState>(m, "SlotState", "Per-slot state; see csrc/kernels/step_ops.h.")
+      .def(py::init([](SharedArray lengths, SharedArray next_tokens, SharedArray counts,
+                       int vocab_size) {
+             return OpsState{{ints(lengths), ints(next_tokens), ints(counts), vocab_size},
+                             {lengths, next_tokens, counts}};
+           }),
+           py::kw_only(), "lengths"_a, "next_tokens"_a, "counts"_a, "vocab_size"_a);
+
+  PYBIND11_NUMPY_DTYPE(SlotSampling, temperature, top_p, min_p, top_k, seed, stream,
+                       repetition_penalty, presence_penalty, frequency_penalty, use_penalties,
+                       use_bias, num_logprobs);
+  PYBIND11_NUMPY_DTYPE(TokenLogprobs, logprob, top_ids, top_logprobs);
+  PYBIND11_NUMPY_DTYPE(SlotResult, slot, num_tokens, tokens, logprobs);
+  m.attr("slot_sampling_dtype") = py::dtype::of<SlotSampling>();
+  m.attr("token_logprobs_dtype") = py::dtype::of<TokenLogprobs>();
+  m.attr("slot_result_dtype") = py::dtype::of<SlotResult>();
+  m.attr("PROMPT_BIT") = kPromptBit;
+}
+
+// ---- layers
+
+void bind_layer_ops(py::module_& m) {
+  m.def(
+      "embedding",
+      [](const OpsContext& c, SharedArray out, SharedArray table, SharedArray ids, float scale) {
+        embedding(c.ctx, {tensor_of(out), tensor_of(table), ints(ids), scale});
+      },
+      "ctx"_a, "out"_a, "table"_a, "ids"_a, "scale"_a = 1.f, "csrc/kernels/embedding.h");
+  m.def(
+      "rms_norm",
+      [](const OpsContext& c, SharedArray out, SharedArray x, SharedArray weight, float eps) {
+        rms_norm(c.ctx, {tensor_of(out), tensor_of(x), tensor_of(weight), eps});
+      },
+      "ctx"_a, "out"_a, "x"_a, "weight"_a, "eps"_a = 1e-6f, "csrc/kernels/rms_norm.h");
+  m.def(
+      "silu_mul",
+      [](const OpsContext& c, SharedArray out, SharedArray x) {
+        silu_mul(c.ctx, {tensor_of(out), tensor_of(x)});
+      },
+      "ctx"_a, "out"_a, "x"_a, "csrc/kernels/silu_mul.h");
+  m.def(
+      "gather_rows",
+      [](const OpsContext& c, SharedArray out, SharedArray x, SharedArray index) {
+        gather_rows(c.ctx, {tensor_of(out), tensor_of(x), ints(index)});
+      },
+      "ctx"_a, "out"_a, "x"_a, "index"_a, "csrc/kernels/gather_rows.h");
+  m.def(
+      "rotary_kv",
+      [](const OpsContext& c, SharedArray qkv, SharedArray bias, SharedArray q_norm,
+         SharedArray k_norm, float norm_eps, SharedArray inv_freq, float attention_scaling,
+         SharedArray k_cache, SharedArray v_cache, int num_heads, int num_kv_heads, int head_dim,
+         const OpsRows& rows) {
+        rotary_kv(c.ctx, {.qkv = tensor_of(qkv),
+                          .bias = tensor_of(bias),
+                          .q_norm = tensor_of(q_norm),
+                          .k_norm = tensor_of(k_norm),
+                          .norm_eps = norm_eps,
+                          .inv_freq = floats(inv_freq),
+                          .attention_scaling = attention_scaling,
+                          .k_cache = tensor_of(k_cache),
+                          .v_cache = tensor_of(v_cache),
+                          .num_heads = num_heads,
+                          .num_kv_heads = num_kv_heads,
+                          .head_dim = head_dim,
+                          .rows = rows.rows});
+      },
+      "ctx"_a, py::kw_only(), "qkv"_a, "bias"_a = SharedArray(), "q_norm"_a = SharedArray(),
+      "k_norm"_a = SharedArray(), "norm_eps"_a = 1e-6f, "inv_freq"_a, "attention_scaling"_a = 1.f,
+      "k_cache"_a, "v_cache"_a, "num_heads"_a, "num_kv_heads"_a, "head_dim"_a, "rows"_a,
+      "csrc/kernels/rotary_kv.h");
+
+  const auto bind_gemm = [&m](const char* name, void (*op)(const Context&, const GemmParams&)) {
+    m.def(
+        name,
+        [op](const OpsContext& c, SharedArray y, SharedArray x, SharedArray w, float alpha,
+             float beta) { op(c.ctx, {tensor_of(y), tensor_of(x), tensor_of(w), alpha, beta}); },
+        "ctx"_a, "y"_a, "x"_a, "w"_a, "alpha"_a = 1.f, "beta"_a = 0.f, "csrc/kernels/gemm/gemm.h");
+  };
+  bind_gemm("skinny_gemm", skinny_gemm);
+  bind_gemm("large_gemm", large_gemm);
+
+  const auto bind_attention = [&m](const char* name,
+                                   void (*op)(const Context&, const AttentionParams&)) {
+    m.def(
+        name,
+        [op](const OpsContext& c, SharedArray out, SharedArray qkv, SharedArray k_cache,
+             SharedArray v_cache, float scale, int num_heads, int num_kv_heads, int head_dim,
+             const OpsRows& rows, SharedArray scratch) {
+          op(c.ctx, {tensor_of(out), tensor_of(qkv), tensor_of(k_cache), tensor_of(v_cache), scale,
+                     num_heads, num_kv_heads, head_dim, rows.rows, tensor_of(scratch)});
+        },
+        "ctx"_a, py::kw_only(), "out"_a, "qkv"_a, "k_cache"_a, "v_cache"_a, "scale"_a,
+        "num_heads"_a, "num_kv_heads"_a, "head_dim"_a, "rows"_a, "scratch"_a = SharedArray(),
+        "csrc/kernels/attention/attention.h");
+  };
+  bind_attention("attention_prefill", attention_prefill);
+  bind_attention("attention_decode", attention_decode);
+  m.def("attention_scratch_floats", &attention_scratch_floats, "num_rows"_a, "num_heads"_a,
+        "head_dim"_a, "max_kv"_a, "Size of attention_decode's scratch.");
+}
+
+// ---- the step around the layers
+
+void bind_step_ops(py::module_& m) {
+  m.def(
+      "sample",
+      [](const OpsContext& c, SharedArray logits, SharedArray row_slots, SharedArray row_positions,
+         SharedArray sampling, SharedArray counts, SharedArray bias, SharedArray tokens,
+         SharedArray logprobs) {
+        sample(c.ctx, {.logits = tensor_of(logits),
+                       .row_slots = ints(row_slots),
+                       .row_positions = ints(row_positions),
+                       .sampling = structs<SlotSampling>(sampling),
+                       .counts = ints(counts),
+                       .bias = floats(bias),
+                       .tokens = ints(tokens),
+                       .logprobs = structs<TokenLogprobs>(logprobs)});
+      },
+      "ctx"_a, py::kw_only(), "logits"_a, "row_slots"_a, "row_positions"_a, "sampling"_a,
+      "counts"_a = SharedArray(), "bias"_a = SharedArray(), "tokens"_a,
+      "logprobs"_a = SharedArray(), "csrc/kernels/sample.h");
+  m.def(
+      "begin_decode",
+      [](const OpsContext& c, SharedArray seq_slots, int num_seqs, const OpsState& state,
+         SharedArray ids, SharedArray positions, SharedArray row_seqs, SharedArray seq_row_begin) {
+        begin_decode(c.ctx, {ints(seq_slots), num_seqs, state.state, ints(ids), ints(positions),
+                             ints(row_seqs), ints(seq_row_begin)});
+      },
+      "ctx"_a, py::kw_only(), "seq_slots"_a, "num_seqs"_a, "state"_a, "ids"_a, "positions"_a,
+      "row_seqs"_a, "seq_row_begin"_a, "csrc/kernels/step_ops.h");
+  m.def(
+      "finish_step",
+      [](const OpsContext& c, SharedArray seq_slots, SharedArray seq_row_begin, int num_seqs,
+         SharedArray sampled_seqs, int num_sampled, SharedArray tokens, SharedArray logprobs,
+         SharedArray sampling, const OpsState& state, SharedArray results, int ring_size,
+         int max_seqs, SharedArray ticket, SharedArray done) {
+        finish_step(c.ctx, {.seq_slots = ints(seq_slots),
+                            .seq_row_begin = ints(seq_row_begin),
+                            .num_seqs = num_seqs,
+                            .sampled_seqs = ints(sampled_seqs),
+                            .num_sampled = num_sampled,
+                            .tokens = ints(tokens),
+                            .logprobs = structs<TokenLogprobs>(logprobs),
+                            .sampling = structs<SlotSampling>(sampling),
+                            .state = state.state,
+                            .results = structs<SlotResult>(results),
+                            .ring_size = ring_size,
+                            .max_seqs = max_seqs,
+                            .ticket = words(ticket),
+                            .done = words(done)});
+      },
+      "ctx"_a, py::kw_only(), "seq_slots"_a, "seq_row_begin"_a, "num_seqs"_a, "sampled_seqs"_a,
+      "num_sampled"_a, "tokens"_a, "logprobs"_a, "sampling"_a, "state"_a, "results"_a,
+      "ring_size"_a, "max_seqs"_a, "ticket"_a, "done"_a, "csrc/kernels/step_ops.h");
+  m.def(
+      "reset_slot",
+      [](const OpsContext& c, int slot, const OpsState& state, SharedArray ids, int num_ids,
+         int num_prompt) {
+        reset_slot(c.ctx, {slot, state.state, ints(ids), num_ids, num_prompt});
+      },
+      "ctx"_a, py::kw_only(), "slot"_a, "state"_a, "ids"_a, "num_ids"_a, "num_prompt"_a,
+      "csrc/kernels/step_ops.h");
+}
+
+}  // namespace
+
+void bind_ops(py::module_& m) {
+  py::module_ ops = m.def_submodule("ops", "Kernels by themselves, for tests and benchmarks.");
+  bind_memory(ops);
+  bind_shared_params(ops);
+  bind_layer_ops(ops);
+  bind_step_ops(ops);
+}
+
+}  // namespace cpmcu

@@ -1,0 +1,138 @@
+// One pass over the pages of a sequence with a running maximum and sum. Prefill and decode are the
+// same maths: a row's order of additions depends on the cells it sees and on nothing else.
+#include "kernels/attention/attention.h"
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "kernels/cpu/simd.h"
+
+namespace cpmcu::cpu {
+namespace {
+
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+// Bits [0, n) for any n.
+uint64_t low_bits(int n) { return n <= 0 ? 0 : n >= 64 ? ~uint64_t{0} : (uint64_t{1} << n) - 1; }
+
+// Which of the 64 cells from `first` on the row sees: those below `length`, and among the next ones
+// those in `mask`, whose bit 0 is cell `length`.
+uint64_t visible_cells(int first, int length, uint64_t mask) {
+  const int shift = length - first;  // where bit 0 of the mask lies in this page
+  const uint64_t from_step = shift >= 64   ? 0
+                             : shift >= 0  ? mask << shift
+                             : shift > -64 ? mask >> -shift
+                                           : 0;
+  return low_bits(shift) | from_step;
+}
+
+// The running softmax of one row and head.
+template <typename T>
+class Softmax {
+ public:
+  Softmax(const float* q, float scale, int head_dim, float* sum)
+      : q_(q), scale_(scale), head_dim_(head_dim), sum_(sum) {
+    std::fill(sum, sum + head_dim, 0.f);
+  }
+
+  void add_page(const T* k, const T* v, uint64_t visible) {
+    if (visible == 0) return;
+    float p[kPageSize];
+    dot_rows(q_, k, std::bit_width(visible), head_dim_, p);
+    float maximum = maximum_;
+    for (uint64_t rest = visible; rest != 0; rest &= rest - 1) {
+      float& score = p[std::countr_zero(rest)];
+      score *= scale_;
+      maximum = std::max(maximum, score);
+    }
+    const float shrink = std::exp(maximum_ - maximum);
+    maximum_ = maximum;
+    total_ *= shrink;
+    for (int i = 0; i < head_dim_; ++i) sum_[i] *= shrink;
+    // Hidden cells are skipped, not weighted with 0: their values may be infinite.
+    for (uint64_t rest = visible; rest != 0;) {
+      const int begin = std::countr_zero(rest);
+      const int end = begin + std::countr_one(rest >> begin);
+      for (int i = begin; i < end; ++i) total_ += p[i] = std::exp(p[i] - maximum);
+      add_scaled_rows(p + begin, v + int64_t{begin} * head_dim_, end - begin, head_dim_, sum_);
+      rest &= ~low_bits(end);
+    }
+  }
+
+  void write(T* out) const {
+    for (int i = 0; i < head_dim_; ++i) out[i] = from_float<T>(sum_[i] / total_);
+  }
+
+ private:
+  const float* q_;
+  float scale_;
+  int head_dim_;
+  float* sum_;  // [D], relative to maximum_
+  float maximum_ = -kInfinity;
+  float total_ = 0;
+};
+
+void check(const AttentionParams& p) {
+  CHECK(p.num_kv_heads > 0 && p.num_heads % p.num_kv_heads == 0,
+        "attention: {} query heads do not divide over {} KV heads", p.num_heads, p.num_kv_heads);
+  const int num_columns = (p.num_heads + 2 * p.num_kv_heads) * p.head_dim;
+  CHECK(p.qkv.size(0) >= p.rows.num_rows && p.qkv.size(1) == num_columns &&
+            p.out.size(0) >= p.rows.num_rows && p.out.size(1) == p.num_heads * p.head_dim,
+        "attention: qkv is {} and out {}, expected {} rows of {} and {} columns",
+        p.qkv.shape_text(), p.out.shape_text(), p.rows.num_rows, num_columns,
+        p.num_heads * p.head_dim);
+  CHECK(p.k_cache.dtype() == p.qkv.dtype() && p.v_cache.dtype() == p.qkv.dtype() &&
+            p.out.dtype() == p.qkv.dtype(),
+        "attention: qkv is {}, the cache {} and {}, out {}; they must agree",
+        name_of(p.qkv.dtype()), name_of(p.k_cache.dtype()), name_of(p.v_cache.dtype()),
+        name_of(p.out.dtype()));
+}
+
+void attention(const AttentionParams& p) {
+  check(p);
+  const StepRows& rows = p.rows;
+  const int head_dim = p.head_dim, group = p.num_heads / p.num_kv_heads;
+  dispatch_host_dtype(p.qkv.dtype(), [&](auto t) {
+    using T = decltype(t);
+#pragma omp parallel for collapse(2) schedule(dynamic, 4)
+    for (int row = 0; row < rows.num_rows; ++row) {
+      for (int h = 0; h < p.num_heads; ++h) {
+        const int seq = rows.row_seqs[row], slot = rows.seq_slots[seq];
+        const int in_seq = row - rows.seq_row_begin[seq];
+        // A causal row sees one stretch of cells; a mask names the cells from `length` on.
+        const bool causal = rows.row_masks == nullptr;
+        const int length = rows.slot_lengths[slot] + (causal ? in_seq + 1 : 0);
+        const uint64_t mask = causal ? 0 : rows.row_masks[row];
+        const int end = length + std::bit_width(mask);
+
+        thread_local std::vector<float> q, sum;
+        const T* q_head = p.qkv.as<T>() + row * p.qkv.size(1) + h * head_dim;
+        sum.resize(head_dim);
+        Softmax<T> softmax(as_floats(q_head, head_dim, q), p.scale, head_dim, sum.data());
+        for (int first = 0; first < end; first += kPageSize) {
+          const int64_t offset = kv_offset(rows.page_table, rows.max_pages, slot, first, h / group,
+                                           p.num_kv_heads, head_dim);
+          softmax.add_page(p.k_cache.as<T>() + offset, p.v_cache.as<T>() + offset,
+                           visible_cells(first, length, mask));
+        }
+        softmax.write(p.out.as<T>() + row * p.out.size(1) + h * head_dim);
+      }
+    }
+  });
+}
+
+}  // namespace
+
+void attention_prefill(const Context&, const AttentionParams& params) { attention(params); }
+
+void attention_decode(const Context&, const AttentionParams& params) {
+  CHECK(params.rows.max_seq_rows <= kMaxTreeSize,
+        "attention_decode: a sequence may have up to {} rows, not {}", kMaxTreeSize,
+        params.rows.max_seq_rows);
+  attention(params);
+}
+
+}  // namespace cpmcu::cpu

@@ -1,0 +1,63 @@
+// Blocks of 16 weight rows, read once and multiplied with up to 64 rows of x while in cache.
+#include "kernels/gemm/gemm.h"
+
+#include <algorithm>
+#include <vector>
+
+#include "kernels/cpu/simd.h"
+
+namespace cpmcu::cpu {
+namespace {
+
+constexpr int64_t kBlockRows = 64;     // of x
+constexpr int64_t kBlockColumns = 16;  // of y, rows of w
+
+template <typename T, typename Y>
+void multiply(const GemmParams& p) {
+  const int64_t m = p.x.size(0), k = p.x.size(1), n = p.w.size(0);
+  thread_local std::vector<float> buffer;
+  const float* x = as_floats(p.x.as<T>(), m * k, buffer);
+  const T* w = p.w.as<T>();
+  Y* y = p.y.as<Y>();
+#pragma omp parallel for collapse(2) if (m * n * k > 65536)
+  for (int64_t row_begin = 0; row_begin < m; row_begin += kBlockRows) {
+    for (int64_t begin = 0; begin < n; begin += kBlockColumns) {
+      const int64_t count = std::min(kBlockColumns, n - begin);
+      for (int64_t row = row_begin; row < std::min(row_begin + kBlockRows, m); ++row) {
+        float products[kBlockColumns];
+        dot_rows(x + row * k, w + begin * k, count, k, products);
+        Y* out = y + row * n + begin;
+        for (int64_t i = 0; i < count; ++i) {
+          const float product = p.alpha * products[i];
+          out[i] = from_float<Y>(p.beta == 0 ? product : product + p.beta * to_float(out[i]));
+        }
+      }
+    }
+  }
+}
+
+void gemm(const GemmParams& p) {
+  CHECK(p.x.size(1) == p.w.size(1) && p.y.size(0) == p.x.size(0) && p.y.size(1) == p.w.size(0),
+        "gemm: x is {}, w {}, y {}; expected [M, K], [N, K], [M, N]", p.x.shape_text(),
+        p.w.shape_text(), p.y.shape_text());
+  CHECK(p.x.size(1) % 8 == 0, "gemm: K = {} is not a multiple of 8", p.x.size(1));
+  CHECK(p.w.dtype() == p.x.dtype() && (p.y.dtype() == p.x.dtype() || p.y.dtype() == DType::kF32),
+        "gemm: x is {}, w {}, y {}; w must be as x, y as x or float32", name_of(p.x.dtype()),
+        name_of(p.w.dtype()), name_of(p.y.dtype()));
+  dispatch_host_dtype(p.x.dtype(), [&](auto t) {
+    using T = decltype(t);
+    p.y.dtype() == DType::kF32 ? multiply<T, float>(p) : multiply<T, T>(p);
+  });
+}
+
+}  // namespace
+
+void skinny_gemm(const Context&, const GemmParams& params) {
+  CHECK(params.x.size(0) <= kMaxSkinnyRows, "skinny_gemm: {} rows are more than {}",
+        params.x.size(0), kMaxSkinnyRows);
+  gemm(params);
+}
+
+void large_gemm(const Context&, const GemmParams& params) { gemm(params); }
+
+}  // namespace cpmcu::cpu

@@ -1,0 +1,83 @@
+#include "kernels/rotary_kv.h"
+
+#include <cmath>
+#include <vector>
+
+#include "core/half.h"
+
+namespace cpmcu::cpu {
+namespace {
+
+void normalize(float* x, const Tensor& weight, float eps, int head_dim) {
+  float sum = 0;
+  for (int i = 0; i < head_dim; ++i) sum += x[i] * x[i];
+  const float scale = 1 / std::sqrt(sum / head_dim + eps);
+  dispatch_host_dtype(weight.dtype(), [&](auto t) {
+    using T = decltype(t);
+    for (int i = 0; i < head_dim; ++i) x[i] *= scale * to_float(weight.as<T>()[i]);
+  });
+}
+
+void rotate(float* x, const float* cosines, const float* sines, int half) {
+  for (int i = 0; i < half; ++i) {
+    const float a = x[i], b = x[i + half];
+    x[i] = a * cosines[i] - b * sines[i];
+    x[i + half] = b * cosines[i] + a * sines[i];
+  }
+}
+
+}  // namespace
+
+void rotary_kv(const Context&, const RotaryKvParams& p) {
+  const StepRows& rows = p.rows;
+  const int head_dim = p.head_dim, half = head_dim / 2;
+  const int num_qk_heads = p.num_heads + p.num_kv_heads;
+  const int num_columns = (p.num_heads + 2 * p.num_kv_heads) * head_dim;
+  CHECK(p.qkv.size(0) >= rows.num_rows && p.qkv.size(1) == num_columns,
+        "rotary_kv: qkv is {}, expected {} rows of {} columns", p.qkv.shape_text(), rows.num_rows,
+        num_columns);
+  CHECK(p.k_cache.dtype() == p.qkv.dtype() && p.v_cache.dtype() == p.qkv.dtype(),
+        "rotary_kv: qkv is {} but the cache {} and {}", name_of(p.qkv.dtype()),
+        name_of(p.k_cache.dtype()), name_of(p.v_cache.dtype()));
+  dispatch_host_dtype(p.qkv.dtype(), [&](auto t) {
+    using T = decltype(t);
+#pragma omp parallel for if (int64_t{rows.num_rows} * num_columns > 16384)
+    for (int row = 0; row < rows.num_rows; ++row) {
+      const int seq = rows.row_seqs[row], slot = rows.seq_slots[seq];
+      const int cell = rows.slot_lengths[slot] + row - rows.seq_row_begin[seq];
+      thread_local std::vector<float> scratch;
+      scratch.resize(2 * head_dim);
+      float* head = scratch.data();
+      float* cosines = head + head_dim;
+      float* sines = cosines + half;
+      for (int i = 0; i < half; ++i) {
+        const float angle = static_cast<float>(rows.positions[row]) * p.inv_freq[i];
+        cosines[i] = std::cos(angle) * p.attention_scaling;
+        sines[i] = std::sin(angle) * p.attention_scaling;
+      }
+      // Heads lie q, k, v.
+      for (int h = 0; h < num_qk_heads + p.num_kv_heads; ++h) {
+        const bool is_q = h < p.num_heads, is_v = h >= num_qk_heads;
+        T* in = p.qkv.as<T>() + int64_t{row} * num_columns + h * head_dim;
+        for (int i = 0; i < head_dim; ++i) {
+          head[i] = to_float(in[i]);
+          if (!p.bias.empty()) head[i] += to_float(p.bias.as<T>()[h * head_dim + i]);
+        }
+        const Tensor& norm = is_q ? p.q_norm : p.k_norm;
+        if (!is_v && !norm.empty()) normalize(head, norm, p.norm_eps, head_dim);
+        if (!is_v) rotate(head, cosines, sines, half);
+
+        T* out = in;
+        if (!is_q) {
+          const int kv_head = (h - p.num_heads) % p.num_kv_heads;
+          out = (is_v ? p.v_cache : p.k_cache).as<T>() + kv_offset(rows.page_table, rows.max_pages,
+                                                                   slot, cell, kv_head,
+                                                                   p.num_kv_heads, head_dim);
+        }
+        for (int i = 0; i < head_dim; ++i) out[i] = from_float<T>(head[i]);
+      }
+    }
+  });
+}
+
+}  // namespace cpmcu::cpu

@@ -1,0 +1,155 @@
+// The stages of kernels/sample.h one after the other, for one row at a time.
+#include "kernels/sample.h"
+
+#include <algorithm>
+#include <cmath>
+#include <functional>
+#include <limits>
+#include <numeric>
+#include <vector>
+
+#include "kernels/philox.h"
+
+namespace cpmcu::cpu {
+namespace {
+
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+constexpr float kMaxGumbel = 16.7f;  // above -log(-log(u)) for the largest u
+
+float largest(const float* z, int vocab_size) { return *std::max_element(z, z + vocab_size); }
+
+void write_logprobs(const float* z, int vocab_size, int token, int num_top, TokenLogprobs& out) {
+  const float maximum = largest(z, vocab_size);
+  double sum = 0;
+  if (maximum > -kInfinity) {
+    for (int i = 0; i < vocab_size; ++i) sum += std::exp(z[i] - maximum);
+  }
+  const auto logprob = [&](int id) {
+    return maximum > -kInfinity ? static_cast<float>(z[id] - maximum - std::log(sum)) : -kInfinity;
+  };
+  out.logprob = logprob(token);
+
+  num_top = std::min({num_top, vocab_size, kMaxLogprobs});
+  thread_local std::vector<int> ids;
+  ids.resize(vocab_size);
+  std::iota(ids.begin(), ids.end(), 0);
+  std::partial_sort(ids.begin(), ids.begin() + num_top, ids.end(),
+                    [z](int a, int b) { return z[a] != z[b] ? z[a] > z[b] : a < b; });
+  for (int i = 0; i < num_top; ++i) {
+    out.top_ids[i] = ids[i];
+    out.top_logprobs[i] = logprob(ids[i]);
+  }
+}
+
+void penalize(float* z, int vocab_size, const int* counts, const SlotSampling& s) {
+  for (int i = 0; i < vocab_size; ++i) {
+    if (counts[i] == 0) continue;
+    const int emitted = counts[i] & ~kPromptBit;
+    z[i] = z[i] > 0 ? z[i] / s.repetition_penalty : z[i] * s.repetition_penalty;
+    if (emitted > 0) z[i] -= s.presence_penalty + s.frequency_penalty * emitted;
+  }
+}
+
+// Logarithm of the probability relative to the most likely token, which may be infinite.
+float score_of(float z, float maximum, float temperature) {
+  return z == maximum ? 0 : (z - maximum) / temperature;
+}
+
+// That probability in units of 2^-40.
+uint64_t mass(float z, float maximum, float temperature) {
+  return std::llround(std::exp(score_of(z, maximum, temperature)) * 0x1p40f);
+}
+
+// The smallest logit that top-k and top-p keep.
+float keep_from(const float* z, int vocab_size, float maximum, const SlotSampling& s) {
+  const bool use_top_k = s.top_k > 0 && s.top_k < vocab_size, use_top_p = s.top_p < 1;
+  if (!use_top_k && !use_top_p) return -kInfinity;
+  thread_local std::vector<float> sorted;
+  sorted.assign(z, z + vocab_size);
+  float least = -kInfinity;
+  if (use_top_k) {
+    std::nth_element(sorted.begin(), sorted.begin() + s.top_k - 1, sorted.end(), std::greater<>());
+    least = sorted[s.top_k - 1];
+  }
+  if (!use_top_p) return least;
+
+  uint64_t total = 0;
+  std::erase_if(sorted, [least](float value) { return value < least; });
+  for (float value : sorted) total += mass(value, maximum, s.temperature);
+  const auto wanted = static_cast<uint64_t>(
+      std::ceil(std::max(0.0, static_cast<double>(s.top_p)) * static_cast<double>(total)));
+  std::make_heap(sorted.begin(), sorted.end());
+  least = sorted.front();
+  for (uint64_t sum = mass(least, maximum, s.temperature); sum < wanted;) {
+    std::pop_heap(sorted.begin(), sorted.end());
+    sorted.pop_back();
+    if (sorted.empty()) break;
+    least = sorted.front();
+    sum += mass(least, maximum, s.temperature);
+  }
+  return least;
+}
+
+// The token with the largest z / T + gumbel among those kept; maximum / T, the same for all, is
+// left out.
+int draw(const float* z, int vocab_size, float maximum, int position, const SlotSampling& s) {
+  const float least = keep_from(z, vocab_size, maximum, s);
+  const float least_score = s.min_p > 0 ? std::log(s.min_p) : -kInfinity;
+  int best = 0;
+  float best_score = -kInfinity;
+  Philox4 random{};
+  int random_group = -1;
+  for (int i = 0; i < vocab_size; ++i) {
+    const float score = score_of(z[i], maximum, s.temperature);
+    if (z[i] < least || (score < least_score && z[i] != maximum)) continue;
+    if (score + kMaxGumbel <= best_score) continue;  // no draw can make it the best
+    if (i / 4 != random_group) {
+      random = sampling_words(s.seed, s.stream, position, i);
+      random_group = i / 4;
+    }
+    const float gumbel = -std::log(-std::log(uniform_from(random.words[i % 4])));
+    if (score + gumbel > best_score) {
+      best = i;
+      best_score = score + gumbel;
+    }
+  }
+  return best;
+}
+
+}  // namespace
+
+void sample(const Context&, const SampleParams& p) {
+  CHECK(p.logits.dtype() == DType::kF32, "sample: logits are {}, not float32",
+        name_of(p.logits.dtype()));
+  const int num_rows = static_cast<int>(p.logits.size(0));
+  const int vocab_size = static_cast<int>(p.logits.size(1));
+#pragma omp parallel for schedule(dynamic) if (num_rows > 1)
+  for (int row = 0; row < num_rows; ++row) {
+    const int64_t slot = p.row_slots[row];
+    const SlotSampling& s = p.sampling[slot];
+    float* z = p.logits.as<float>() + int64_t{row} * vocab_size;
+    for (int i = 0; i < vocab_size; ++i) {
+      if (std::isnan(z[i])) z[i] = -kInfinity;
+    }
+    thread_local std::vector<float> raw;
+    if (s.num_logprobs >= 0) raw.assign(z, z + vocab_size);
+
+    if (s.use_penalties) penalize(z, vocab_size, p.counts + slot * vocab_size, s);
+    if (s.use_bias) {
+      for (int i = 0; i < vocab_size; ++i) z[i] += p.bias[slot * vocab_size + i];
+    }
+    const float maximum = largest(z, vocab_size);
+    int token = 0;
+    if (s.temperature == 0) {
+      token = static_cast<int>(std::find(z, z + vocab_size, maximum) - z);
+    } else if (maximum > -kInfinity) {
+      token = draw(z, vocab_size, maximum, p.row_positions[row] + 1, s);
+    }
+    p.tokens[row] = token;
+    if (s.num_logprobs >= 0) {
+      write_logprobs(raw.data(), vocab_size, token, s.num_logprobs, p.logprobs[row]);
+    }
+  }
+}
+
+}  // namespace cpmcu::cpu
