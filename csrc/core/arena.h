@@ -1,0 +1,73 @@
+// All device memory of an engine: planned in two passes, then one allocation.
+//
+// Pass 1: every part asks for its buffers. A persistent buffer lives for ever; a scratch buffer
+// lives from phase `first` to phase `last` of a forward step (both included), and buffers asked for
+// under the same name are one (every layer uses the same scratch). Pass 2: `assign` gives each an
+// offset such that two buffers share bytes only if their lives do not meet. Then the arena allocates
+// once, and nothing allocates on the device after that.
+#pragma once
+
+#include <cstdint>
+#include <initializer_list>
+#include <string>
+#include <vector>
+
+#include "core/device.h"
+#include "core/tensor.h"
+
+namespace cpmcu {
+
+class MemoryPlan {
+ public:
+  static constexpr int64_t kAlignment = 256;
+  static constexpr int kForever = -1;
+
+  struct Buffer {
+    std::string name;
+    std::string group;  // "weights", "state", "kv", "scratch"
+    int64_t bytes = 0;
+    int first = kForever;
+    int last = kForever;
+    int64_t offset = -1;
+    bool persistent() const { return first == kForever; }
+  };
+  using Id = int;
+
+  Id add(const std::string& name, const std::string& group, int64_t bytes);
+  Id add_scratch(const std::string& name, int64_t bytes, int first, int last);
+  // Assigns offsets; returns the total. May be called again after more buffers were added.
+  int64_t assign();
+
+  int64_t total_bytes() const { return total_bytes_; }
+  int64_t group_bytes(const std::string& group) const;  // sum of sizes, sharing not counted
+  const std::vector<Buffer>& buffers() const { return buffers_; }
+
+ private:
+  std::vector<Buffer> buffers_;
+  int64_t total_bytes_ = 0;
+};
+
+// Owns the allocation that a plan describes.
+class Arena {
+ public:
+  Arena() = default;
+  Arena(Device device, const MemoryPlan& plan);
+  ~Arena();
+  Arena(const Arena&) = delete;
+  Arena& operator=(const Arena&) = delete;
+
+  Tensor tensor(MemoryPlan::Id id, DType dtype, std::initializer_list<int64_t> shape) const;
+  template <typename T>
+  T* array(MemoryPlan::Id id) const {
+    return static_cast<T*>(pointer(id));
+  }
+
+ private:
+  void* pointer(MemoryPlan::Id id) const;
+
+  Device device_;
+  const MemoryPlan* plan_ = nullptr;
+  char* base_ = nullptr;
+};
+
+}  // namespace cpmcu

@@ -1,0 +1,214 @@
+#include "core/device.h"
+
+#include <omp.h>
+
+#include <cstdlib>
+#include <cstring>
+#include <fstream>
+
+namespace cpmcu {
+namespace {
+
+// Bytes of a "Name:   123 kB" line of /proc/meminfo; 0 if it is not there.
+int64_t meminfo_bytes(const std::string& key) {
+  std::ifstream file("/proc/meminfo");
+  std::string name, unit;
+  int64_t kib = 0;
+  while (file >> name >> kib) {
+    std::getline(file, unit);
+    if (name == key + ":") return kib * 1024;
+  }
+  return 0;
+}
+
+DeviceInfo cpu_info() {
+  DeviceInfo info;
+  info.name = "CPU";
+  info.total_bytes = meminfo_bytes("MemTotal");
+  info.free_bytes = meminfo_bytes("MemAvailable");
+  return info;
+}
+
+}  // namespace
+
+#ifdef CPMCU_WITH_CUDA
+
+int device_count() {
+  int count = 0;
+  if (cudaGetDeviceCount(&count) != cudaSuccess) {
+    cudaGetLastError();  // no driver or no device: not an error until one is asked for
+    return 0;
+  }
+  return count;
+}
+
+DeviceInfo device_info(Device device) {
+  if (!device.is_cuda()) return cpu_info();
+  const int count = device_count();
+  CHECK(device.index >= 0 && device.index < count, "CUDA device {} was asked for, {} were found",
+        device.index, count);
+  cudaDeviceProp properties{};
+  CHECK_CUDA(cudaGetDeviceProperties(&properties, device.index));
+  set_device(device);
+  size_t free_bytes = 0, total_bytes = 0;
+  CHECK_CUDA(cudaMemGetInfo(&free_bytes, &total_bytes));
+  DeviceInfo info;
+  info.name = properties.name;
+  info.compute_capability = format("{}.{}", properties.major, properties.minor);
+  info.total_bytes = static_cast<int64_t>(total_bytes);
+  info.free_bytes = static_cast<int64_t>(free_bytes);
+  info.sm_count = properties.multiProcessorCount;
+  CHECK_CUDA(cudaDriverGetVersion(&info.driver_version));
+  return info;
+}
+
+void set_device(Device device) {
+  if (device.is_cuda()) CHECK_CUDA(cudaSetDevice(device.index));
+}
+
+Stream create_stream(Device device) {
+  if (!device.is_cuda()) return nullptr;
+  cudaStream_t stream = nullptr;
+  CHECK_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+  return stream;
+}
+
+void destroy_stream(Device device, Stream stream) noexcept {
+  if (device.is_cuda() && stream != nullptr) cudaStreamDestroy(static_cast<cudaStream_t>(stream));
+}
+
+void synchronize(Device device, Stream stream) {
+  if (device.is_cuda()) CHECK_CUDA(cudaStreamSynchronize(static_cast<cudaStream_t>(stream)));
+}
+
+bool query(Device device, Stream stream) {
+  if (!device.is_cuda()) return true;
+  const cudaError_t status = cudaStreamQuery(static_cast<cudaStream_t>(stream));
+  if (status == cudaErrorNotReady) return false;
+  CHECK_CUDA(status);
+  return true;
+}
+
+#else
+
+int device_count() { return 0; }
+
+DeviceInfo device_info(Device device) {
+  set_device(device);
+  return cpu_info();
+}
+
+void set_device(Device device) {
+  CHECK(!device.is_cuda(),
+        "device \"cuda\" was asked for, but this build has no CUDA; build with nvcc on the PATH");
+}
+
+Stream create_stream(Device) { return nullptr; }
+void destroy_stream(Device, Stream) noexcept {}
+void synchronize(Device, Stream) {}
+bool query(Device, Stream) { return true; }
+
+#endif
+
+void set_num_threads(int threads) {
+  omp_set_num_threads(threads > 0 ? threads : omp_get_num_procs());
+}
+
+void* allocate(Device device, int64_t bytes) {
+  if (bytes == 0) return nullptr;
+#ifdef CPMCU_WITH_CUDA
+  if (device.is_cuda()) {
+    void* data = nullptr;
+    set_device(device);
+    const cudaError_t status = cudaMalloc(&data, static_cast<size_t>(bytes));
+    if (status == cudaErrorMemoryAllocation) {
+      cudaGetLastError();
+      throw Error(ErrorKind::kMemory, format("the GPU refused an allocation of {} MiB; {} MiB are free",
+                                             bytes >> 20, device_info(device).free_bytes >> 20));
+    }
+    CHECK_CUDA(status);
+    return data;
+  }
+#endif
+  void* data = std::aligned_alloc(256, (static_cast<size_t>(bytes) + 255) / 256 * 256);
+  if (data == nullptr) {
+    throw Error(ErrorKind::kMemory, format("the machine refused an allocation of {} MiB; {} MiB are "
+                                           "free",
+                                           bytes >> 20, device_info(device).free_bytes >> 20));
+  }
+  return data;
+}
+
+void release(Device device, void* data) noexcept {
+#ifdef CPMCU_WITH_CUDA
+  if (device.is_cuda()) {
+    cudaFree(data);
+    return;
+  }
+#endif
+  (void)device;
+  std::free(data);
+}
+
+void* allocate_pinned(Device device, int64_t bytes) {
+#ifdef CPMCU_WITH_CUDA
+  if (device.is_cuda()) {
+    void* data = nullptr;
+    set_device(device);
+    CHECK_CUDA(cudaHostAlloc(&data, static_cast<size_t>(bytes), cudaHostAllocMapped));
+    return data;
+  }
+#endif
+  return allocate(device, bytes);
+}
+
+void release_pinned(Device device, void* data) noexcept {
+#ifdef CPMCU_WITH_CUDA
+  if (device.is_cuda()) {
+    cudaFreeHost(data);
+    return;
+  }
+#endif
+  release(device, data);
+}
+
+void copy_to_device(Device device, void* dst, const void* src, int64_t bytes, Stream stream) {
+  if (bytes == 0) return;
+#ifdef CPMCU_WITH_CUDA
+  if (device.is_cuda()) {
+    CHECK_CUDA(cudaMemcpyAsync(dst, src, static_cast<size_t>(bytes), cudaMemcpyHostToDevice,
+                               static_cast<cudaStream_t>(stream)));
+    return;
+  }
+#endif
+  (void)device, (void)stream;
+  std::memcpy(dst, src, static_cast<size_t>(bytes));
+}
+
+void copy_to_host(Device device, void* dst, const void* src, int64_t bytes, Stream stream) {
+  if (bytes == 0) return;
+#ifdef CPMCU_WITH_CUDA
+  if (device.is_cuda()) {
+    CHECK_CUDA(cudaMemcpyAsync(dst, src, static_cast<size_t>(bytes), cudaMemcpyDeviceToHost,
+                               static_cast<cudaStream_t>(stream)));
+    return;
+  }
+#endif
+  (void)device, (void)stream;
+  std::memcpy(dst, src, static_cast<size_t>(bytes));
+}
+
+void fill_bytes(Device device, void* dst, int value, int64_t bytes, Stream stream) {
+  if (bytes == 0) return;
+#ifdef CPMCU_WITH_CUDA
+  if (device.is_cuda()) {
+    CHECK_CUDA(cudaMemsetAsync(dst, value, static_cast<size_t>(bytes),
+                               static_cast<cudaStream_t>(stream)));
+    return;
+  }
+#endif
+  (void)device, (void)stream;
+  std::memset(dst, value, static_cast<size_t>(bytes));
+}
+
+}  // namespace cpmcu

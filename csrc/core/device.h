@@ -1,0 +1,72 @@
+// The device: memory, copies, streams, events. The only header that hides whether CUDA was built in.
+//
+// On the CPU back end everything is synchronous and a stream is a null pointer.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "core/check.h"
+
+namespace cpmcu {
+
+enum class DeviceKind : uint8_t { kCpu, kCuda };
+
+struct Device {
+  DeviceKind kind = DeviceKind::kCpu;
+  int index = 0;
+  bool is_cuda() const { return kind == DeviceKind::kCuda; }
+};
+
+using Stream = void*;  // cudaStream_t
+
+struct DeviceInfo {
+  std::string name;
+  std::string compute_capability;  // "9.0"
+  int64_t total_bytes = 0;
+  int64_t free_bytes = 0;
+  int sm_count = 0;
+  int driver_version = 0;  // 13000 is 13.0; 0 without a driver
+};
+
+int device_count();  // CUDA devices; 0 without a driver
+DeviceInfo device_info(Device device);
+
+void set_device(Device device);     // for the calling thread
+void set_num_threads(int threads);  // of the CPU kernels that the calling thread runs; 0: all cores
+Stream create_stream(Device device);
+void destroy_stream(Device device, Stream stream) noexcept;
+void synchronize(Device device, Stream stream);
+
+// Device memory. Throws Error(kMemory).
+void* allocate(Device device, int64_t bytes);
+void release(Device device, void* data) noexcept;
+// Page-locked host memory that the device can also write (`mapped`: its address there).
+void* allocate_pinned(Device device, int64_t bytes);
+void release_pinned(Device device, void* data) noexcept;
+
+// Ordered on `stream`. Host memory should be pinned, or the copy may wait.
+void copy_to_device(Device device, void* dst, const void* src, int64_t bytes, Stream stream);
+void copy_to_host(Device device, void* dst, const void* src, int64_t bytes, Stream stream);
+void fill_bytes(Device device, void* dst, int value, int64_t bytes, Stream stream);
+
+// Throws if the stream has met an error; true when all its work is done.
+bool query(Device device, Stream stream);
+
+}  // namespace cpmcu
+
+#ifdef CPMCU_WITH_CUDA
+#include <cuda_runtime.h>
+#define CHECK_CUDA(call)                                                                      \
+  do {                                                                                        \
+    const cudaError_t status_ = (call);                                                       \
+    if (status_ != cudaSuccess) {                                                             \
+      throw ::cpmcu::Error(                                                                   \
+          status_ == cudaErrorMemoryAllocation ? ::cpmcu::ErrorKind::kMemory                  \
+                                               : ::cpmcu::ErrorKind::kRuntime,                \
+          ::cpmcu::format("CUDA reports \"{}\" ({}:{}: {})", cudaGetErrorString(status_),     \
+                          __FILE__, __LINE__, #call));                                        \
+    }                                                                                         \
+  } while (false)
+#define CHECK_LAUNCH() CHECK_CUDA(cudaGetLastError())
+#endif

@@ -1,0 +1,41 @@
+// How every CUDA kernel is launched: with programmatic dependent launch where the device has it.
+//
+// Contract: each kernel calls pdl_wait() (core/ptx.cuh), in every thread and unconditionally,
+// before it touches anything that an earlier kernel wrote or may still read, and pdl_launch()
+// as early as it can. Weights may be read before pdl_wait(): nothing writes them during a step.
+#pragma once
+
+#ifdef CPMCU_WITH_CUDA
+#include <cuda_runtime.h>
+
+#include "core/context.h"
+
+namespace cpmcu {
+
+template <typename... Params, typename... Args>
+void launch(const Context& ctx, void (*kernel)(Params...), dim3 grid, dim3 block,
+            size_t shared_bytes, const Args&... args) {
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = block;
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = static_cast<cudaStream_t>(ctx.stream);
+  config.attrs = &attribute;
+  config.numAttrs = ctx.compute_capability >= 90 ? 1 : 0;
+  CHECK_CUDA(cudaLaunchKernelEx(&config, kernel, Params(args)...));
+}
+
+// Dynamic shared memory above 48 KiB has to be asked for, once per kernel and device.
+template <typename Kernel>
+void allow_shared_bytes(Kernel kernel, size_t bytes) {
+  if (bytes > 48 * 1024) {
+    CHECK_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                    static_cast<int>(bytes)));
+  }
+}
+
+}  // namespace cpmcu
+#endif

@@ -1,0 +1,49 @@
+// A model as plain data, made in Python (cpmcu/models) from a checkpoint's config.
+// Field names are Hugging Face's, so that grep works across languages.
+#pragma once
+
+#include <map>
+#include <string>
+#include <vector>
+
+#include "core/dtype.h"
+
+namespace cpmcu {
+
+struct ModelSpec {
+  int vocab_size = 0;
+  int hidden_size = 0;
+  int intermediate_size = 0;
+  int num_hidden_layers = 0;
+  int num_attention_heads = 0;
+  int num_key_value_heads = 0;
+  int head_dim = 0;
+  float rms_norm_eps = 1e-6f;
+  int max_position_embeddings = 0;
+  std::vector<float> rope_inv_freq;   // [head_dim / 2]
+  float rope_attention_scaling = 1;   // multiplies cos and sin
+  bool qkv_bias = false;
+  bool qk_norm = false;               // RMSNorm of each q and k head
+  float embed_scale = 1;              // embedding output
+  float residual_scale = 1;           // each block's output before the residual add
+  float logit_scale = 1;              // the head's input
+  bool tie_word_embeddings = false;
+  DType dtype = DType::kBF16;
+  std::vector<std::vector<std::string>> blocks;  // per layer; empty: {"attention", "mlp"} each
+  std::string linear_method = "dense";
+  std::map<std::string, std::string> linear_overrides;  // module name -> method
+  std::map<std::string, int> linear_options;            // e.g. group_size
+
+  int qkv_size() const { return (num_attention_heads + 2 * num_key_value_heads) * head_dim; }
+  const std::string& linear_method_of(const std::string& module) const {
+    auto it = linear_overrides.find(module);
+    return it == linear_overrides.end() ? linear_method : it->second;
+  }
+  std::vector<std::string> blocks_of(int layer) const {
+    return blocks.empty() ? std::vector<std::string>{"attention", "mlp"} : blocks[layer];
+  }
+  // Throws if the numbers cannot belong to a model that this engine runs.
+  void check_validity(bool cuda) const;
+};
+
+}  // namespace cpmcu

@@ -1,0 +1,245 @@
+#include "core/weights.h"
+
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <chrono>
+#include <condition_variable>
+#include <cstring>
+#include <exception>
+#include <functional>
+#include <mutex>
+#include <thread>
+
+#include "core/half.h"
+
+namespace cpmcu {
+namespace {
+
+constexpr int64_t kBlockBytes = 8 << 20;
+constexpr int kNumReaders = 8;
+
+std::string text_of(const std::vector<int64_t>& shape) {
+  std::string text = "[";
+  for (size_t i = 0; i < shape.size(); ++i) text += (i ? ", " : "") + std::to_string(shape[i]);
+  return text + "]";
+}
+
+int64_t elements_of(const std::vector<int64_t>& shape) {
+  int64_t n = 1;
+  for (int64_t size : shape) n *= size;
+  return n;
+}
+
+void convert(void* out, DType to, const void* in, DType from, int64_t count) {
+  dispatch_host_dtype(from, [&](auto in_type) {
+    dispatch_host_dtype(to, [&](auto out_type) {
+      const auto* source = static_cast<const decltype(in_type)*>(in);
+      auto* target = static_cast<decltype(out_type)*>(out);
+      for (int64_t i = 0; i < count; ++i) {
+        target[i] = from_float<decltype(out_type)>(to_float(source[i]));
+      }
+    });
+  });
+}
+
+// A file that is read at offsets by several threads.
+class File {
+ public:
+  explicit File(const std::string& path) : path_(path), fd_(::open(path.c_str(), O_RDONLY)) {
+    CHECK(fd_ >= 0, "cannot open {}: {}", path, std::strerror(errno));
+  }
+  ~File() { ::close(fd_); }
+  File(const File&) = delete;
+  File& operator=(const File&) = delete;
+
+  void read(void* out, int64_t offset, int64_t bytes) const {
+    char* at = static_cast<char*>(out);
+    while (bytes > 0) {
+      const ssize_t got = ::pread(fd_, at, static_cast<size_t>(bytes), offset);
+      if (got < 0 && errno == EINTR) continue;
+      CHECK(got >= 0, "cannot read {} at byte {}: {}", path_, offset, std::strerror(errno));
+      CHECK(got > 0, "{} ends at byte {}, but a tensor needs {} bytes more: the file is truncated",
+            path_, offset, bytes);
+      at += got, offset += got, bytes -= got;
+    }
+  }
+
+ private:
+  std::string path_;
+  int fd_;
+};
+
+// A part of one tensor that a reader takes at a time.
+struct Block {
+  const FileEntry* entry;
+  Tensor destination;
+  int64_t first;  // element
+  int64_t count;
+};
+
+}  // namespace
+
+void WeightTable::add(const std::string& name, const Tensor& destination, bool required) {
+  CHECK_STATE(!entries_.contains(name), "tensor {} is expected twice", name);
+  entries_[name] = {.destination = destination, .required = required};
+}
+
+WeightTable::Entry& WeightTable::find(const std::string& name, DType dtype,
+                                      const std::vector<int64_t>& shape) {
+  auto it = entries_.find(name);
+  CHECK(it != entries_.end(), "tensor \"{}\" is not part of this model", name);
+  const Tensor& destination = it->second.destination;
+  bool same = static_cast<int>(shape.size()) == destination.num_dims();
+  for (int i = 0; same && i < destination.num_dims(); ++i) same = shape[i] == destination.size(i);
+  CHECK(same, "tensor \"{}\" has shape {}, expected {}", name, text_of(shape),
+        destination.shape_text());
+  CHECK(dtype == destination.dtype() || (is_floating(dtype) && is_floating(destination.dtype())),
+        "tensor \"{}\" has dtype {}, expected {}", name, name_of(dtype),
+        name_of(destination.dtype()));
+  return it->second;
+}
+
+void WeightTable::check_complete() const {
+  std::string missing;
+  int count = 0;
+  for (const auto& [name, entry] : entries_) {
+    if (entry.loaded || !entry.required) continue;
+    if (++count <= 8) missing += (count > 1 ? ", " : "") + name;
+  }
+  CHECK(count == 0, "the checkpoint lacks {} tensor(s) that this model needs: {}{}", count, missing,
+        count > 8 ? ", …" : "");
+}
+
+// One reader thread's stream and pinned buffers.
+class WeightLoader::Reader {
+ public:
+  explicit Reader(Device device) : device_(device), stream_(create_stream(device)) {}
+  ~Reader() {
+    if (raw_ != nullptr) release_pinned(device_, raw_);
+    destroy_stream(device_, stream_);
+  }
+  Reader(const Reader&) = delete;
+  Reader& operator=(const Reader&) = delete;
+
+  void load(const File& file, const Block& block) {
+    const DType from = block.entry->dtype, to = block.destination.dtype();
+    const int64_t offset = block.entry->offset + block.first * size_of(from);
+    const int64_t bytes = block.count * size_of(from);
+    char* destination = block.destination.as<char>() + block.first * size_of(to);
+    if (!device_.is_cuda() && from == to) {
+      file.read(destination, offset, bytes);
+      return;
+    }
+    if (raw_ == nullptr) raw_ = static_cast<char*>(allocate_pinned(device_, kBlockBytes));
+    file.read(raw_, offset, bytes);
+    const char* source = raw_;
+    if (from != to) {
+      converted_.resize(static_cast<size_t>(block.count * size_of(to)));
+      convert(converted_.data(), to, raw_, from, block.count);
+      source = converted_.data();
+    }
+    copy_to_device(device_, destination, source, block.count * size_of(to), stream_);
+    synchronize(device_, stream_);  // before raw_ is used again; the other readers overlap
+  }
+
+ private:
+  Device device_;
+  Stream stream_;
+  char* raw_ = nullptr;
+  std::vector<char> converted_;
+};
+
+WeightLoader::WeightLoader(const Context& ctx) : ctx_(ctx) {
+  set_device(ctx.device);
+  for (int i = 0; i < kNumReaders; ++i) readers_.push_back(std::make_unique<Reader>(ctx.device));
+}
+
+WeightLoader::~WeightLoader() = default;
+
+void WeightLoader::load_file(WeightTable& table, const std::string& path,
+                             const std::vector<FileEntry>& entries,
+                             const std::function<void(int64_t)>& progress) {
+  const File file(path);
+  std::vector<Block> blocks;
+  for (const FileEntry& entry : entries) {
+    const WeightTable::Entry& target = table.find(entry.name, entry.dtype, entry.shape);
+    const int64_t count = elements_of(entry.shape);
+    CHECK(entry.num_bytes == count * size_of(entry.dtype),
+          "tensor \"{}\" in {} has {} bytes, its shape {} and dtype {} need {}", entry.name, path,
+          entry.num_bytes, text_of(entry.shape), name_of(entry.dtype), count * size_of(entry.dtype));
+    const int64_t step = kBlockBytes / size_of(entry.dtype);
+    for (int64_t first = 0; first < count; first += step) {
+      blocks.push_back({&entry, target.destination, first, std::min(step, count - first)});
+    }
+  }
+
+  std::atomic<size_t> next{0};
+  std::atomic<int64_t> done_bytes{0};
+  std::atomic<bool> failed{false};
+  std::exception_ptr error;
+  std::mutex mutex;
+  std::condition_variable finished;
+  const int num_readers = static_cast<int>(std::min<size_t>(kNumReaders, blocks.size()));
+  int running = num_readers;
+
+  const auto read_blocks = [&](Reader& reader) {
+    try {
+      set_device(ctx_.device);
+      for (size_t i; !failed && (i = next++) < blocks.size();) {
+        reader.load(file, blocks[i]);
+        done_bytes += blocks[i].count * size_of(blocks[i].entry->dtype);
+      }
+    } catch (...) {
+      const std::lock_guard lock(mutex);
+      if (!error) error = std::current_exception();
+      failed = true;
+    }
+    const std::lock_guard lock(mutex);
+    --running;
+    finished.notify_all();
+  };
+  std::vector<std::jthread> readers;
+  for (int i = 0; i < num_readers; ++i) {
+    readers.emplace_back(read_blocks, std::ref(*readers_[static_cast<size_t>(i)]));
+  }
+
+  std::unique_lock lock(mutex);
+  while (!finished.wait_for(lock, std::chrono::milliseconds(50), [&] { return running == 0; })) {
+    lock.unlock();
+    try {
+      if (progress) progress(done_bytes);
+    } catch (...) {  // e.g. Ctrl-C in Python: stop the readers, then pass it on
+      failed = true;
+      for (std::jthread& reader : readers) reader.join();
+      throw;
+    }
+    lock.lock();
+  }
+  lock.unlock();
+  for (std::jthread& reader : readers) reader.join();
+  if (error) std::rethrow_exception(error);
+  if (progress) progress(done_bytes);
+  for (const FileEntry& entry : entries) table.find(entry.name, entry.dtype, entry.shape).loaded = true;
+}
+
+void WeightLoader::load_array(WeightTable& table, const std::string& name, DType dtype,
+                              const std::vector<int64_t>& shape, const void* data) {
+  WeightTable::Entry& target = table.find(name, dtype, shape);
+  const int64_t count = elements_of(shape);
+  const DType to = target.destination.dtype();
+  std::vector<char> converted;
+  if (dtype != to) {
+    converted.resize(static_cast<size_t>(count * size_of(to)));
+    convert(converted.data(), to, data, dtype, count);
+    data = converted.data();
+  }
+  copy_to_device(ctx_.device, target.destination.data(), data, count * size_of(to), ctx_.stream);
+  synchronize(ctx_.device, ctx_.stream);
+  target.loaded = true;
+}
+
+}  // namespace cpmcu

@@ -1,0 +1,62 @@
+// Attention of a step's rows over the paged KV cache (their own keys are already in it).
+//
+// out[t, h] = sum_c softmax_c(scale * q[t, h] . k[c, h / group]) v[c, h / group], c over the cells
+// that row t sees (kernels/step_rows.h).
+//
+// Two kernels. `attention_prefill`: many rows of a sequence, tiles of keys visited in the order of
+// their absolute position, so that a row's bits do not depend on the chunk it came in.
+// `attention_decode`: up to 64 rows of a sequence; the rows of all query heads of a KV head are
+// packed into one tile, keys are split at fixed absolute positions (split_begin), partial results
+// are combined in the order of the splits: a row's bits do not depend on the number of rows, nor
+// on max_kv.
+#pragma once
+
+#include "kernels/op.h"
+#include "kernels/step_rows.h"
+
+namespace cpmcu {
+
+struct AttentionParams {
+  Tensor out;      // [T, Hq * D]
+  Tensor qkv;      // [T, (Hq + 2 Hkv) * D]; the first Hq * D columns are q, after RoPE
+  Tensor k_cache;  // [pages, Hkv, 64, D]
+  Tensor v_cache;  // [pages, Hkv, 64, D]
+  float scale = 1;
+  int num_heads = 0;
+  int num_kv_heads = 0;
+  int head_dim = 0;
+  StepRows rows;
+  Tensor scratch;  // attention_decode: float32, at least attention_scratch_floats(...) long
+};
+
+REGISTER_OP(attention_prefill, AttentionParams)
+REGISTER_OP(attention_decode, AttentionParams)
+
+// ---- the fixed splits of attention_decode
+
+// Split i covers cells [split_begin(i), split_begin(i + 1)): 32 splits of 128 cells, then 32 of 512,
+// then of 2048 each, so that short contexts spread over many SMs and long ones need few partials.
+#ifdef __CUDACC__
+__host__ __device__
+#endif
+constexpr int split_begin(int split) {
+  if (split <= 32) return split * 128;
+  if (split <= 64) return 32 * 128 + (split - 32) * 512;
+  return 32 * 128 + 32 * 512 + (split - 64) * 2048;
+}
+// Number of splits that cover `num_cells` cells.
+#ifdef __CUDACC__
+__host__ __device__
+#endif
+constexpr int num_splits(int num_cells) {
+  if (num_cells <= 32 * 128) return (num_cells + 127) / 128;
+  if (num_cells <= 32 * 640) return 32 + (num_cells - 32 * 128 + 511) / 512;
+  return 64 + (num_cells - 32 * 640 + 2047) / 2048;
+}
+
+// Partial results: per split and packed row D accumulators, a maximum and a sum.
+constexpr int64_t attention_scratch_floats(int num_rows, int num_heads, int head_dim, int max_kv) {
+  return static_cast<int64_t>(num_splits(max_kv)) * num_rows * num_heads * (head_dim + 2);
+}
+
+}  // namespace cpmcu

@@ -1,0 +1,211 @@
+// y [M, N] = alpha * x [M, K] W [N, K]^T + beta * y for 1 to 64 rows.
+//
+// Roofline: W is read once, 2 N K bytes; at 3 TB/s a 4096 x 4096 matrix takes 11 us. Everything else
+// (x, y, the products) hides behind that stream as long as enough of it is in flight: about 40 KB
+// per SM. So weights go straight from memory into mma fragments, 16 bytes a load, no shared memory.
+//
+// The surprising decision: the fragments are "wrong" and it does not matter. A lane loads 8
+// consecutive k of its row, and feeds them to mma.m16n8k16 as if they were the k that the fragment
+// layout wants; x is loaded in the same order, so the products pair up and only their order within
+// the sum differs. That order is the same for every M, which is what batch invariance needs.
+//
+// Work: a block owns 16 * kTiles rows of W. Its 8 warps take chunks of 64 k in turn; their partial
+// sums are added in the order of the warps. None of this depends on M, so a row of y has the same
+// bits whatever else is in the batch (kTiles only moves rows of W between blocks).
+#include "core/launch.h"
+#include "core/ptx.cuh"
+#include "core/vec.cuh"
+#include "kernels/gemm/gemm.h"
+
+namespace cpmcu::cuda {
+namespace {
+
+constexpr int kWarps = 8;
+constexpr int kThreads = 32 * kWarps;
+constexpr int kChunk = 64;  // k of one warp at a time
+
+struct Args {
+  void* y;        // [M, N], T or float32
+  const void* x;  // [M, K]
+  const void* w;  // [N, K]
+  int m, n, k;
+  float alpha, beta;
+};
+
+// 64 k of 16 rows of W, as one lane holds them: rows g and g + 8, two runs of 8 k each.
+struct WeightFragment {
+  uint4 v[2][2];  // [row half][k half]
+};
+
+__device__ __forceinline__ uint32_t word(const uint4& v, int i) {
+  return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
+}
+
+// ---- kernels
+
+template <typename T,    // __half or __nv_bfloat16
+          typename Out,  // T or float
+          int kTiles,    // tiles of 16 rows of W per block
+          int kGroups,   // groups of 8 rows of x: M <= 8 * kGroups
+          int kUnroll,   // chunks loaded at a time
+          int kMinBlocks>
+__global__ void __launch_bounds__(kThreads, kMinBlocks) skinny_gemm_kernel(const Args args) {
+  __shared__ float partial[kWarps][8 * kGroups][16 + 1];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int g = lane / 4, q = lane % 4;
+  const int n0 = blockIdx.x * 16 * kTiles;
+  const T* x = static_cast<const T*>(args.x);
+  const T* w = static_cast<const T*>(args.w);
+  const uint64_t policy = ptx::evict_first_policy();
+
+  // This lane's first element of W and of x; other tiles and groups are a fixed stride away.
+  const T* w_lane = w + static_cast<int64_t>(n0 + g) * args.k + q * 8;
+  const T* x_lane = x + static_cast<int64_t>(g) * args.k + q * 8;
+  const int64_t stride = int64_t{8} * args.k;
+
+  const auto load_weights = [&](WeightFragment& fragment, int tile, int k0) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const T* from = w_lane + (tile * 2 + half) * stride + k0;
+      const bool valid = n0 + tile * 16 + half * 8 + g < args.n;
+#pragma unroll
+      for (int run = 0; run < 2; ++run) {
+        fragment.v[half][run] = valid && k0 + run * 32 + q * 8 < args.k
+                                    ? ptx::load_stream16(from + run * 32, policy)
+                                    : uint4{0, 0, 0, 0};
+      }
+    }
+  };
+  const auto load_rows = [&](uint4 (&fragment)[2], int group, int k0) {
+    const T* from = x_lane + group * stride + k0;
+    const bool valid = group * 8 + g < args.m;
+#pragma unroll
+    for (int run = 0; run < 2; ++run) {
+      fragment[run] = valid && k0 + run * 32 + q * 8 < args.k
+                          ? *reinterpret_cast<const uint4*>(from + run * 32)
+                          : uint4{0, 0, 0, 0};
+    }
+  };
+
+  ptx::pdl_launch();
+  WeightFragment weights[kUnroll][kTiles];
+  const auto load_step = [&](int k0) {
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+#pragma unroll
+      for (int tile = 0; tile < kTiles; ++tile) {
+        load_weights(weights[u][tile], tile, k0 + u * kWarps * kChunk);
+      }
+    }
+  };
+  load_step(warp * kChunk);  // weights do not depend on the kernels before
+  ptx::pdl_wait();
+
+  float sums[kTiles][kGroups][4] = {};
+  for (int k0 = warp * kChunk; k0 < args.k; k0 += kUnroll * kWarps * kChunk) {
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+#pragma unroll
+      for (int group = 0; group < kGroups; ++group) {
+        uint4 rows[2];
+        load_rows(rows, group, k0 + u * kWarps * kChunk);
+#pragma unroll
+        for (int run = 0; run < 2; ++run) {
+#pragma unroll
+          for (int pair = 0; pair < 2; ++pair) {
+#pragma unroll
+            for (int tile = 0; tile < kTiles; ++tile) {
+              const WeightFragment& f = weights[u][tile];
+              const uint32_t a[4] = {word(f.v[0][run], 2 * pair), word(f.v[1][run], 2 * pair),
+                                     word(f.v[0][run], 2 * pair + 1),
+                                     word(f.v[1][run], 2 * pair + 1)};
+              ptx::mma_16x8x16<T>(sums[tile][group], a, word(rows[run], 2 * pair),
+                                  word(rows[run], 2 * pair + 1));
+            }
+          }
+        }
+      }
+      // Refill what was just used: the loads fly while the other chunks are multiplied.
+#pragma unroll
+      for (int tile = 0; tile < kTiles; ++tile) {
+        load_weights(weights[u][tile], tile, k0 + (kUnroll + u) * kWarps * kChunk);
+      }
+    }
+  }
+
+  Out* y = static_cast<Out*>(args.y);
+#pragma unroll
+  for (int tile = 0; tile < kTiles; ++tile) {
+    if (tile > 0) __syncthreads();  // partial is read by all
+#pragma unroll
+    for (int group = 0; group < kGroups; ++group) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        partial[warp][group * 8 + q * 2 + i % 2][g + i / 2 * 8] = sums[tile][group][i];
+      }
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < 16 * 8 * kGroups; i += kThreads) {
+      const int row = i / 16, n = n0 + tile * 16 + i % 16;
+      if (row >= args.m || n >= args.n) continue;
+      float sum = 0;
+#pragma unroll
+      for (int part = 0; part < kWarps; ++part) sum += partial[part][row][i % 16];
+      const int64_t at = static_cast<int64_t>(row) * args.n + n;
+      float value = args.alpha * sum;
+      if (args.beta != 0) value += args.beta * to_float(y[at]);
+      y[at] = from_float<Out>(value);
+    }
+  }
+}
+
+// ---- launchers
+
+template <typename T, typename Out, int kTiles, int kGroups, int kUnroll, int kMinBlocks>
+void launch_skinny(const Context& ctx, const Args& args) {
+  const int rows = 16 * kTiles;
+  launch(ctx, skinny_gemm_kernel<T, Out, kTiles, kGroups, kUnroll, kMinBlocks>,
+         dim3((args.n + rows - 1) / rows), dim3(kThreads), 0, args);
+}
+
+// Up to 64 rows. More rows per block of x want more rows of W per block, or x is read too often.
+template <typename T, typename Out>
+void skinny_block(const Context& ctx, const Args& args) {
+  if (args.m <= 8) return launch_skinny<T, Out, 1, 1, 2, 3>(ctx, args);
+  if (args.m <= 16) return launch_skinny<T, Out, 1, 2, 2, 3>(ctx, args);
+  if (args.m <= 32) return launch_skinny<T, Out, 2, 4, 1, 1>(ctx, args);
+  if (args.n >= 64 * 2 * ctx.sm_count) return launch_skinny<T, Out, 4, 8, 1, 1>(ctx, args);
+  return launch_skinny<T, Out, 2, 8, 1, 1>(ctx, args);
+}
+
+}  // namespace
+
+void skinny_gemm(const Context& ctx, const GemmParams& params) {
+  const int64_t m = params.x.size(0), k = params.x.size(1), n = params.w.size(0);
+  CHECK_STATE(params.w.size(1) == k && params.y.size(0) == m && params.y.size(1) == n,
+              "y {} = x {} w {}^T", params.y.shape_text(), params.x.shape_text(),
+              params.w.shape_text());
+  CHECK_STATE(k % 8 == 0, "K is {}, expected a multiple of 8", k);
+  CHECK_STATE(params.w.dtype() == params.x.dtype() &&
+                  (params.y.dtype() == params.x.dtype() || params.y.dtype() == DType::kF32),
+              "y {}, x {}, w {}", name_of(params.y.dtype()), name_of(params.x.dtype()),
+              name_of(params.w.dtype()));
+  for (int64_t row = 0; row < m; row += kMaxSkinnyRows) {
+    const int64_t rows = std::min<int64_t>(kMaxSkinnyRows, m - row);
+    const Args args{.y = params.y.rows(row, rows).data(),
+                    .x = params.x.rows(row, rows).data(),
+                    .w = params.w.data(),
+                    .m = static_cast<int>(rows),
+                    .n = static_cast<int>(n),
+                    .k = static_cast<int>(k),
+                    .alpha = params.alpha,
+                    .beta = params.beta};
+    dispatch_half(params.x.dtype(), [&](auto t) {
+      using T = decltype(t);
+      params.y.dtype() == DType::kF32 ? skinny_block<T, float>(ctx, args)
+                                      : skinny_block<T, T>(ctx, args);
+    });
+  }
+}
+
+}  // namespace cpmcu::cuda

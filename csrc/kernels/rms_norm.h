@@ -1,0 +1,19 @@
+// out[t] = x[t] / sqrt(mean(x[t]^2) + eps) * weight, sums in float32.
+//
+// Residual adds are not here: they ride on the beta of the linear layer before (linear/linear.h).
+#pragma once
+
+#include "kernels/op.h"
+
+namespace cpmcu {
+
+struct RmsNormParams {
+  Tensor out;     // [T, H]
+  Tensor x;       // [T, H]
+  Tensor weight;  // [H]
+  float eps = 1e-6f;
+};
+
+REGISTER_OP(rms_norm, RmsNormParams)
+
+}  // namespace cpmcu

@@ -1,0 +1,35 @@
+// One forward step as the layers see it.
+#pragma once
+
+#include "kernels/step_rows.h"
+
+namespace cpmcu {
+
+// Which kernels a step uses. A row's bits depend on the phase, never on the number of rows.
+enum class Phase { kPrefill, kDecode };
+
+struct Step {
+  Phase phase = Phase::kDecode;
+  const int* ids = nullptr;  // [T] on the device
+  StepRows rows;
+};
+
+// Upper bounds that size buffers.
+struct StepLimits {
+  int max_rows = 0;         // rows of a step: T
+  int max_decode_rows = 0;  // rows of a decode step
+  int max_model_len = 0;    // cells of a sequence
+};
+
+// Phases of a forward step, for lifetimes of scratch (core/arena.h). A block has four in a row:
+// norm, in, core, out.
+enum Timeline : int {
+  kEmbed = 0,
+  kMixer = 1,
+  kMlp = 5,
+  kFinalNorm = 9,
+  kHead = 10,
+  kSample = 11,
+};
+
+}  // namespace cpmcu

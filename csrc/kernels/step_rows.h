@@ -1,0 +1,42 @@
+// The rows of one forward step: a row is one token of one sequence. All arrays are device memory.
+//
+// T rows belong to B sequences, the rows of a sequence lie together. Row j of a sequence with L
+// cached tokens has its key in cell L + j of that sequence; its position (for RoPE) is L + j in a
+// chain and L + depth in a tree. It sees cells below L and, of the cells of this step, those its
+// mask names: bit i of row_masks stands for row i of the same sequence, itself included. Without
+// masks it sees rows 0..j (causal).
+#pragma once
+
+#include <cstdint>
+
+namespace cpmcu {
+
+constexpr int kPageSize = 64;     // tokens of one KV page
+constexpr int kMaxTreeSize = 64;  // rows of one sequence in a decode step: bits of a mask
+
+struct StepRows {
+  int num_rows = 0;                     // T
+  int num_seqs = 0;                     // B
+  int max_seq_rows = 0;                 // upper bound of one sequence's rows
+  int max_kv = 0;                       // upper bound of any L + rows: sizes grids, never results
+  const int* positions = nullptr;       // [T]
+  const int* row_seqs = nullptr;        // [T] index into the B sequences
+  const int* seq_slots = nullptr;       // [B]
+  const int* seq_row_begin = nullptr;   // [B + 1] first row of each sequence
+  const int* slot_lengths = nullptr;    // [slots] L, cached tokens before this step
+  const uint64_t* row_masks = nullptr;  // [T], null: causal
+  const int* page_table = nullptr;      // [slots, max_pages] page of each 64 cells
+  int max_pages = 0;
+};
+
+// Where cell `cell` of a slot lies in a layer's cache [pages, Hkv, 64, D], in elements.
+#ifdef __CUDACC__
+__host__ __device__
+#endif
+inline int64_t kv_offset(const int* page_table, int max_pages, int slot, int cell, int head,
+                         int num_kv_heads, int head_dim) {
+  const int64_t page = page_table[static_cast<int64_t>(slot) * max_pages + cell / kPageSize];
+  return ((page * num_kv_heads + head) * kPageSize + cell % kPageSize) * head_dim;
+}
+
+}  // namespace cpmcu
