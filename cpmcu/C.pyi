@@ -1,0 +1,154 @@
+"""The C++ extension: engine, model specification and kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+build_info_json: str
+PAGE_SIZE: int
+MAX_TREE_SIZE: int
+MAX_LOGPROBS: int
+
+def device_count() -> int:
+    """Number of CUDA devices that the driver shows; 0 without a driver or a CUDA build."""
+
+def device_info(index: int) -> dict[str, Any]:
+    """name, compute_capability, total_bytes, free_bytes, sm_count, driver_version."""
+
+def registered() -> dict[str, list[str]]:
+    """What is registered: {"linear": [...], "block": [...], "drafter": [...]} with source files."""
+
+class ModelSpec:
+    """A model as plain data; see csrc/model/spec.h. Made with keyword arguments."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    rope_inv_freq: list[float]  # [head_dim / 2], float32
+    rope_attention_scaling: float  # multiplies cos and sin
+    qkv_bias: bool
+    qk_norm: bool
+    embed_scale: float  # embedding output is multiplied by it
+    residual_scale: float  # each block's output is multiplied by it before the residual add
+    logit_scale: float  # the head's input is multiplied by it
+    tie_word_embeddings: bool
+    dtype: str  # "float16" | "bfloat16" | "float32" (CPU only)
+    blocks: list[list[str]]  # per layer, e.g. ["attention", "mlp"]; empty: that for every layer
+    linear_method: str  # "dense"
+    linear_overrides: dict[str, str]  # module name -> method, e.g. {"lm_head": "dense"}
+    linear_options: dict[str, int]  # e.g. {"group_size": 128}
+    def __init__(self, **fields: Any) -> None: ...
+
+class RuntimeConfig:
+    device: str  # "cpu" | "cuda"
+    device_index: int
+    memory_limit: float  # share of the memory that is free at start
+    chunk_length: int  # rows of one prefill step
+    max_num_seqs: int  # sequence slots
+    max_model_len: int  # tokens of one sequence; 0: max_position_embeddings
+    cuda_graph: bool
+    num_threads: int  # CPU back end; 0: all cores
+    cublas_paths: list[str]  # where to look for libcublasLt first
+    def __init__(self, **fields: Any) -> None: ...
+
+class SamplingConfig:
+    temperature: float  # 0: greedy
+    top_p: float
+    top_k: int  # 0: off
+    min_p: float
+    seed: int  # 64 bits
+    stream: int  # which random stream of that seed (the n-th choice of a request)
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: list[tuple[int, float]]
+    logprobs: int  # -1: none; n >= 0: of the emitted token and of the n most likely
+    def __init__(self, **fields: Any) -> None: ...
+
+class TensorInfo:
+    name: str  # checkpoint (Hugging Face Llama) name
+    shape: list[int]
+    dtype: str
+    required: bool
+
+class FileEntry:
+    """One tensor's bytes in a file."""
+
+    name: str
+    dtype: str  # "float32" | "float16" | "bfloat16" | "int32" | ...
+    shape: list[int]
+    offset: int  # bytes from the file's start
+    nbytes: int
+    def __init__(
+        self, name: str, dtype: str, shape: Sequence[int], offset: int, nbytes: int
+    ) -> None: ...
+
+class SlotOutput:
+    slot: int
+    tokens: list[int]  # emitted by this step, in order
+    logprobs: list[float]  # one a token, if asked for
+    top_ids: list[list[int]]
+    top_logprobs: list[list[float]]
+
+class Engine:
+    """One model on one device. Not thread-safe: one thread drives it."""
+
+    max_model_len: int  # tokens that one sequence can hold
+    num_pages: int  # KV pages of PAGE_SIZE tokens, shared by all slots
+    num_free_pages: int
+    max_num_seqs: int
+    chunk_length: int
+    launch_ahead: int  # decode steps worth having in flight: 2 on CUDA, 1 on the CPU
+    counters: dict[str, int]  # steps, graph_captures, graph_replays, allocations, host_syncs
+    def __init__(self, spec: ModelSpec, config: RuntimeConfig) -> None:
+        """Plans and allocates all memory. MemoryError says what does not fit and by how much."""
+    def memory_plan(self) -> list[dict[str, Any]]:
+        """Rows {name, offset, bytes, first, last, group}."""
+    def expected_tensors(self) -> list[TensorInfo]: ...
+    def load_file(
+        self,
+        path: str,
+        entries: Sequence[FileEntry],
+        progress: Callable[[int], None] | None = None,
+    ) -> None:
+        """Streams tensors from `path` into place; `progress` gets bytes done so far in this call.
+
+        ValueError for an unknown name, a shape or dtype that differs, a short file.
+        Floating-point dtypes are converted to the model's.
+        """
+    def load_tensor(self, name: str, array: npt.NDArray[Any], dtype: str) -> None:
+        """The same from host memory; bfloat16 comes as uint16."""
+    def finish_loading(self) -> None:
+        """ValueError that lists the missing tensors."""
+    def add_sequence(self, sampling: SamplingConfig, prompt: Sequence[int]) -> int:
+        """Takes a free slot for a sequence (resets its state). RuntimeError if none is free."""
+    def release(self, slot: int) -> None:
+        """Gives the slot and its pages back. Steps in flight for it are dropped from results."""
+    def reserve(self, slot: int, num_tokens: int) -> bool:
+        """Takes pages so that the slot can hold `num_tokens`; False if there are too few."""
+    def prefill(self, items: Sequence[tuple[int, Sequence[int], bool]]) -> None:
+        """One step over prompt chunks: (slot, token ids, last chunk of its prompt?).
+
+        At most chunk_length rows in all. A last chunk samples the first token.
+        """
+    def decode(self, slots: Sequence[int]) -> None:
+        """Enqueues one decode step for these slots; does not wait."""
+    def in_flight(self) -> int:
+        """Steps enqueued and not yet collected."""
+    def collect(self) -> list[SlotOutput]:
+        """Waits for the oldest step in flight and returns what it emitted (prefill steps of
+        chunks that are not last return []). Device errors surface here as RuntimeError."""
+    def prompt_logits(self, ids: Sequence[int]) -> npt.NDArray[np.float32]:
+        """Logits [T, V] of every position of a prompt, through the prefill path."""
+
+ops: Any  # kernels for tests: see csrc/kernels/bind_ops.cpp

@@ -1,0 +1,12 @@
+// The parts of the Python module; each lies beside its subject.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace cpmcu {
+
+void bind_engine(pybind11::module_& m);  // engine/bind_engine.cpp
+void bind_ops(pybind11::module_& m);     // kernels/bind_ops.cpp
+void bind_info(pybind11::module_& m);    // bind_info.cpp
+
+}  // namespace cpmcu

@@ -1,0 +1,131 @@
+// One model on one device: load, prefill, decode, release.
+//
+// Not thread-safe: one thread drives it. Steps are enqueued and collected separately, so that the
+// host can launch ahead: results come back through mapped memory, in the order of the steps.
+#pragma once
+
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "core/weights.h"
+#include "engine/batch.h"
+#include "engine/graph_runner.h"
+#include "engine/runtime_config.h"
+#include "engine/sampler.h"
+#include "kernels/gemm/cublaslt.h"
+#include "model/transformer.h"
+
+namespace cpmcu {
+
+class Engine {
+ public:
+  // What a step emitted for one sequence.
+  struct SlotOutput {
+    int slot = 0;
+    std::vector<int> tokens{};
+    std::vector<TokenLogprobs> logprobs{};  // one a token, if the sequence asks for them
+    int num_logprobs = -1;
+  };
+
+  // Plans and allocates all memory. Throws Error(kMemory) that says what does not fit.
+  Engine(const ModelSpec& spec, const RuntimeConfig& config);
+  ~Engine();
+  Engine(const Engine&) = delete;
+  Engine& operator=(const Engine&) = delete;
+
+  // ---- load
+  const WeightTable& weights() const { return weights_; }
+  void load_file(const std::string& path, const std::vector<FileEntry>& entries,
+                 const std::function<void(int64_t)>& progress);
+  void load_array(const std::string& name, DType dtype, const std::vector<int64_t>& shape,
+                  const void* data);
+  void finish_loading();
+
+  // ---- sequences
+  // `ids` is what the sequence has said so far, of which the first `num_prompt` are the prompt
+  // (penalties tell them apart).
+  int add_sequence(const SamplingConfig& sampling, const std::vector<int>& ids, int num_prompt);
+  void release(int slot);
+  bool reserve(int slot, int num_tokens);
+
+  // ---- steps
+  void prefill(const std::vector<PrefillItem>& items);
+  void decode(const std::vector<int>& slots);
+  int in_flight() const { return static_cast<int>(pending_.size()); }
+  std::vector<SlotOutput> collect();
+  // Logits of every position of a prompt: calls write(first_row, rows, data [rows, V]).
+  void prompt_logits(const std::vector<int>& ids,
+                     const std::function<void(int, int, const float*)>& write);
+
+  // ---- facts
+  const MemoryPlan& memory_plan() const { return plan_; }
+  const RuntimeConfig& config() const { return config_; }
+  const ModelSpec& spec() const { return spec_; }
+  int max_model_len() const { return limits_.max_model_len; }
+  int chunk_length() const { return limits_.max_rows; }
+  int num_pages() const { return cache_.num_pages(); }
+  int num_free_pages() const { return cache_.num_free_pages(); }
+  int launch_ahead() const { return ctx_.device.is_cuda() ? 2 : 1; }
+  std::map<std::string, int64_t> counters() const;
+
+ private:
+  struct Slot {
+    bool used = false;
+    uint64_t generation = 0;  // tells a slot's owners apart in steps in flight
+    int num_logprobs = -1;
+  };
+  struct PendingStep {
+    uint64_t number = 0;
+    std::vector<std::pair<int, uint64_t>> sampled{};  // slot, its generation
+  };
+
+  void plan_memory();
+  void bind();
+  void begin_step();
+  void end_step(const std::vector<int>& sampled_slots);
+  void run_prefill(const std::vector<PrefillItem>& items, int num_rows, int num_sampled);
+  void run_decode(int num_seqs, int max_kv);
+  void finish(const StepInputs::Device& inputs, int num_seqs, int num_sampled);
+  StepRows step_rows(const StepInputs::Device& inputs, int num_rows, int num_seqs, int max_seq_rows,
+                     int max_kv) const;
+  Step prefill_step(const std::vector<PrefillItem>& items, int num_rows) const;
+  int kv_bucket(int num_cells) const;
+  void check_slot(int slot) const;
+  void check_ids(const std::vector<int>& ids) const;
+  void check_room(int slot, int num_rows) const;
+  SlotState slot_state() const;
+
+  ModelSpec spec_;
+  RuntimeConfig config_;
+  Context ctx_;
+  std::unique_ptr<CublasLt> cublas_;
+  StepLimits limits_;
+  MemoryPlan plan_;
+  std::unique_ptr<Arena> arena_;
+  std::unique_ptr<WeightLoader> loader_;
+  WeightTable weights_;
+  Transformer model_;
+  KvCache cache_;
+  Sampler sampler_;
+  StepInputs prefill_inputs_, decode_inputs_;
+  ResultRing ring_;
+  std::optional<GraphRunner> graphs_;
+  MemoryPlan::Id lengths_id_ = 0, next_tokens_id_ = 0, last_rows_id_ = 0;
+  int* lengths_ = nullptr;      // [slots] device
+  int* next_tokens_ = nullptr;  // [slots] device
+  Tensor last_rows_;            // [slots, H]: rows that draw a token
+  std::vector<Slot> slots_;
+  std::vector<int> host_lengths_;   // what lengths_ will be once the steps in flight are done
+  std::vector<int> decode_slots_;   // as they lie on the device
+  std::deque<PendingStep> pending_;
+  uint64_t num_steps_ = 0;
+  int64_t num_waits_ = 0;
+  bool ready_ = false;
+};
+
+}  // namespace cpmcu

@@ -1,0 +1,57 @@
+#include "engine/graph_runner.h"
+
+namespace cpmcu {
+
+#ifdef CPMCU_WITH_CUDA
+
+namespace {
+
+// Records what `launches` enqueues and instantiates it.
+cudaGraphExec_t capture(cudaStream_t stream, const std::function<void()>& launches) {
+  cudaGraph_t graph = nullptr;
+  CHECK_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+  try {
+    launches();
+  } catch (...) {
+    cudaStreamEndCapture(stream, &graph);
+    if (graph != nullptr) cudaGraphDestroy(graph);
+    throw;
+  }
+  CHECK_CUDA(cudaStreamEndCapture(stream, &graph));
+  cudaGraphExec_t executable = nullptr;
+  const cudaError_t status = cudaGraphInstantiate(&executable, graph, 0);
+  cudaGraphDestroy(graph);
+  CHECK_CUDA(status);
+  return executable;
+}
+
+}  // namespace
+
+GraphRunner::~GraphRunner() {
+  for (const auto& [key, graph] : graphs_) {
+    if (graph != nullptr) cudaGraphExecDestroy(static_cast<cudaGraphExec_t>(graph));
+  }
+}
+
+void GraphRunner::run(const Key& key, const std::function<void()>& launches) {
+  if (!enabled_ || !ctx_.device.is_cuda()) return launches();
+  const auto [it, is_new] = graphs_.try_emplace(key, nullptr);
+  if (is_new) return launches();
+  const auto stream = static_cast<cudaStream_t>(ctx_.stream);
+  if (it->second == nullptr) {
+    it->second = capture(stream, launches);
+    ++num_captures_;
+  }
+  CHECK_CUDA(cudaGraphLaunch(static_cast<cudaGraphExec_t>(it->second), stream));
+  ++num_replays_;
+}
+
+#else
+
+GraphRunner::~GraphRunner() = default;
+
+void GraphRunner::run(const Key&, const std::function<void()>& launches) { launches(); }
+
+#endif
+
+}  // namespace cpmcu

@@ -1,0 +1,38 @@
+// How an engine is run: device, memory, limits. Made in Python (cpmcu/config.py).
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace cpmcu {
+
+struct RuntimeConfig {
+  std::string device = "cpu";  // "cpu", "cuda"
+  int device_index = 0;
+  double memory_limit = 0.9;   // share of the memory that is free at start
+  int chunk_length = 2048;     // rows of one prefill step
+  int max_num_seqs = 8;        // sequence slots
+  int max_model_len = 0;       // tokens of one sequence; 0: max_position_embeddings, or what fits
+  bool cuda_graph = true;
+  int num_threads = 0;         // CPU back end; 0: all cores
+  std::vector<std::string> cublas_paths;  // folders to look for libcublasLt in first
+};
+
+// One sequence's sampling parameters; kernels/sample.h says what they mean.
+struct SamplingConfig {
+  float temperature = 0;
+  float top_p = 1;
+  int top_k = 0;
+  float min_p = 0;
+  uint64_t seed = 0;
+  uint32_t stream = 0;
+  float repetition_penalty = 1;
+  float presence_penalty = 0;
+  float frequency_penalty = 0;
+  std::vector<std::pair<int, float>> logit_bias;
+  int logprobs = -1;
+};
+
+}  // namespace cpmcu

@@ -1,0 +1,49 @@
+// Per-slot sampling state on the device, and the draw.
+#pragma once
+
+#include "core/arena.h"
+#include "engine/runtime_config.h"
+#include "kernels/sample.h"
+#include "kernels/step_ops.h"
+
+namespace cpmcu {
+
+class Sampler {
+ public:
+  ~Sampler();
+
+  void plan(MemoryPlan& plan, int num_slots, int max_rows, int vocab_size, int max_model_len);
+  void bind(const Context& ctx, const Arena& arena);
+
+  // A new sequence in `slot`: its parameters, and what it has said so far (for penalties):
+  // `ids`, of which the first `num_prompt` are the prompt. Throws for parameters out of range.
+  // Waits for the device only where the sequence uses penalties or a bias.
+  void reset(const Context& ctx, const SlotState& state, int slot, const SamplingConfig& config,
+             const std::vector<int>& ids, int num_prompt);
+
+  // Draws tokens()[r] from logits [R, V] for row r of slot row_slots[r] at row_positions[r].
+  void draw(const Context& ctx, const Tensor& logits, const int* row_slots,
+            const int* row_positions) const;
+
+  const int* tokens() const { return tokens_; }
+  const TokenLogprobs* logprobs() const { return logprobs_; }
+  const SlotSampling* sampling() const { return sampling_; }
+  int* counts() const { return counts_; }
+
+ private:
+  void check(const SamplingConfig& config) const;
+
+  Device device_;
+  int num_slots_ = 0, max_rows_ = 0, vocab_size_ = 0, max_model_len_ = 0;
+  MemoryPlan::Id sampling_id_ = 0, counts_id_ = 0, bias_id_ = 0, tokens_id_ = 0, logprobs_id_ = 0,
+                 ids_id_ = 0;
+  SlotSampling* sampling_ = nullptr;   // [slots]
+  SlotSampling* mirror_ = nullptr;     // the same in pinned memory
+  int* counts_ = nullptr;              // [slots, V]
+  float* bias_ = nullptr;              // [slots, V]
+  int* tokens_ = nullptr;              // [R]
+  TokenLogprobs* logprobs_ = nullptr;  // [R]
+  int* ids_ = nullptr;                 // [max_model_len] staging for reset
+};
+
+}  // namespace cpmcu

@@ -1,0 +1,78 @@
+// Gated MLP, down(silu(gate(x)) * up(x)): "mlp".
+#include "kernels/silu_mul.h"
+#include "layers/block.h"
+#include "linear/linear.h"
+
+namespace cpmcu {
+namespace {
+
+class MlpBlock : public Block {
+ public:
+  explicit MlpBlock(const BlockConfig& config)
+      : spec_(config.spec), prefix_(config.prefix), phase_(config.phase) {
+    const std::string mlp = prefix_ + "mlp.";
+    gate_up_ = make_linear(spec_.linear_method_of(mlp + "gate_up_proj"),
+                           {.parts = {{mlp + "gate_proj", spec_.intermediate_size},
+                                      {mlp + "up_proj", spec_.intermediate_size}},
+                            .in_features = spec_.hidden_size,
+                            .dtype = spec_.dtype,
+                            .options = spec_.linear_options});
+    down_ = make_linear(spec_.linear_method_of(mlp + "down_proj"),
+                        {.parts = {{mlp + "down_proj", spec_.hidden_size}},
+                         .in_features = spec_.intermediate_size,
+                         .dtype = spec_.dtype,
+                         .options = spec_.linear_options});
+  }
+
+  void plan(MemoryPlan& plan, const StepLimits& limits) override {
+    gate_up_->plan(plan, limits);
+    down_->plan(plan, limits);
+    const int64_t row_bytes = int64_t{spec_.intermediate_size} * size_of(spec_.dtype);
+    gate_up_id_ = plan.add_scratch("mlp.gate_up", 2 * row_bytes * limits.max_rows, phase_ + 1,
+                                   phase_ + 2);
+    act_id_ = plan.add_scratch("mlp.act", row_bytes * limits.max_rows, phase_ + 2, phase_ + 3);
+    max_rows_ = limits.max_rows;
+  }
+
+  void bind(const Arena& arena) override {
+    gate_up_->bind(arena);
+    down_->bind(arena);
+    gate_up_buffer_ = arena.tensor(gate_up_id_, spec_.dtype, {max_rows_, 2 * spec_.intermediate_size});
+    act_buffer_ = arena.tensor(act_id_, spec_.dtype, {max_rows_, spec_.intermediate_size});
+  }
+
+  void list_tensors(WeightTable& table) override {
+    gate_up_->list_tensors(table);
+    down_->list_tensors(table);
+  }
+
+  void finish_loading(const Context& ctx) override {
+    gate_up_->finish_loading(ctx);
+    down_->finish_loading(ctx);
+  }
+
+  std::string norm_name() const override { return prefix_ + "post_attention_layernorm"; }
+
+  void forward(const Context& ctx, const Step& step, const Tensor& hidden, const Tensor& x,
+               const KvCache&) const override {
+    const Tensor gate_up = gate_up_buffer_.rows(0, step.rows.num_rows);
+    const Tensor act = act_buffer_.rows(0, step.rows.num_rows);
+    gate_up_->forward(ctx, step.phase, gate_up, x, 1, 0);
+    silu_mul(ctx, {.out = act, .x = gate_up});
+    down_->forward(ctx, step.phase, hidden, act, spec_.residual_scale, 1);
+  }
+
+ private:
+  const ModelSpec& spec_;
+  std::string prefix_;
+  Timeline phase_;
+  std::unique_ptr<LinearMethod> gate_up_, down_;
+  MemoryPlan::Id gate_up_id_ = 0, act_id_ = 0;
+  int64_t max_rows_ = 0;
+  Tensor gate_up_buffer_, act_buffer_;
+};
+
+REGISTER_BLOCK("mlp", MlpBlock);
+
+}  // namespace
+}  // namespace cpmcu

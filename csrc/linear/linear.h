@@ -1,0 +1,68 @@
+// Quantisation is how y = alpha * x W^T + beta * y is stored and computed.
+//
+// No layer, model or drafter asks which method it has. A method is one file here that ends in
+// REGISTER_LINEAR("name", Class), and one in cpmcu/quant.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "core/arena.h"
+#include "core/context.h"
+#include "core/registry.h"
+#include "kernels/step.h"
+#include "core/weights.h"
+
+namespace cpmcu {
+
+// A linear layer may be several checkpoint tensors stacked by rows (q, k, v; gate, up).
+struct LinearPart {
+  std::string name;  // checkpoint name without ".weight"
+  int64_t out_features = 0;
+};
+
+struct LinearConfig {
+  std::vector<LinearPart> parts;
+  int64_t in_features = 0;
+  DType dtype = DType::kBF16;
+  std::map<std::string, int> options;
+
+  int64_t out_features() const {
+    int64_t sum = 0;
+    for (const LinearPart& part : parts) sum += part.out_features;
+    return sum;
+  }
+};
+
+class LinearMethod {
+ public:
+  virtual ~LinearMethod() = default;
+  virtual void plan(MemoryPlan& plan, const StepLimits& limits) = 0;
+  virtual void bind(const Arena& arena) = 0;
+  virtual void list_tensors(WeightTable& table) = 0;
+  // Once all tensors are there: repack them into the kernel's layout. Default: nothing to do.
+  virtual void finish_loading(const Context&) {}
+  // y [M, N] = alpha * x [M, K] W^T + beta * y; y has x's dtype or float32.
+  virtual void forward(const Context& ctx, Phase phase, const Tensor& y, const Tensor& x, float alpha,
+                       float beta) const = 0;
+};
+
+using LinearRegistry = Registry<LinearMethod, const LinearConfig&>;
+
+// The method that `method` names, checked against the known ones.
+inline std::unique_ptr<LinearMethod> make_linear(const std::string& method,
+                                                 const LinearConfig& config) {
+  return LinearRegistry::instance().create("linear method", method, config);
+}
+
+}  // namespace cpmcu
+
+#define REGISTER_LINEAR(name, Class)                                                        \
+  static const bool registered_##Class = ::cpmcu::LinearRegistry::instance().add(           \
+      name,                                                                                 \
+      [](const ::cpmcu::LinearConfig& config) -> std::unique_ptr<::cpmcu::LinearMethod> {   \
+        return std::make_unique<Class>(config);                                             \
+      },                                                                                    \
+      __FILE__)
