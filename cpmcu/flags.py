@@ -12,7 +12,7 @@ import difflib
 import sys
 import types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
 _TRUE = {"1", "true", "yes", "on", "y", "t"}
@@ -67,8 +67,17 @@ class FlagParser(argparse.ArgumentParser):
         return dashed + equals + value if dashed in self._option_string_actions else arg
 
 
-def add_flags(parser: argparse.ArgumentParser, config: type[Any], title: str) -> None:
-    """Adds one flag for each field of the dataclass `config` whose metadata allows it."""
+def add_flags(
+    parser: argparse.ArgumentParser,
+    config: type[Any],
+    title: str,
+    defaults: Mapping[str, Any] | None = None,
+) -> None:
+    """Adds one flag for each field of the dataclass `config` whose metadata allows it.
+
+    `defaults` are what the help shows for a program that fills in other defaults itself.
+    """
+    defaults = defaults or {}
     group = parser.add_argument_group(title)
     hints = typing.get_type_hints(config)
     for field in dataclasses.fields(config):
@@ -76,7 +85,9 @@ def add_flags(parser: argparse.ArgumentParser, config: type[Any], title: str) ->
         if flags is None:
             flags = ("--" + field.name.replace("_", "-"),)
         if flags:
-            group.add_argument(*flags, dest=field.name, **_argument(field, hints[field.name]))
+            group.add_argument(
+                *flags, dest=field.name, **_argument(field, hints[field.name], defaults)
+            )
 
 
 def from_flags(config: type[T], parsed: argparse.Namespace, **overrides: Any) -> T:
@@ -87,12 +98,17 @@ def from_flags(config: type[T], parsed: argparse.Namespace, **overrides: Any) ->
     return config(**{**given, **overrides})
 
 
-def _argument(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
+def _argument(
+    field: dataclasses.Field[Any], hint: Any, defaults: Mapping[str, Any]
+) -> dict[str, Any]:
     """Keyword arguments of `add_argument` for one field. The argparse default is always None."""
     kind, repeated = _scalar(hint)
+    default = defaults.get(field.name, field.default)
     text = field.metadata.get("help", "")
-    if not _is_unset(field.default) and "default" not in text:
-        text += f" (default: {_shown(field.default)})"
+    if field.name in defaults:
+        text = text.partition(" (default: ")[0]
+    if not _is_unset(default) and "(default: " not in text:
+        text += f" (default: {_shown(default)})"
     arguments: dict[str, Any] = {"help": text.replace("%", "%%"), "default": None}
     if field.metadata.get("metavar"):
         arguments["metavar"] = field.metadata["metavar"]

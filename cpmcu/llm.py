@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import queue
 import weakref
 from collections.abc import Iterator, Sequence
@@ -61,7 +62,6 @@ class LLM:
         self.generation_config = loaded.generation_config
         self.spec = loaded.spec
         self.tokenizer = Tokenizer.from_directory(loaded.directory)
-        self._chat_template: ChatTemplate | None = None
         self._memory_plan = loaded.engine.memory_plan()
         self._runner = Runner(loaded.engine, page_size=C.PAGE_SIZE)
         # Also runs at interpreter exit, and when the last reference to the LLM goes.
@@ -71,6 +71,13 @@ class LLM:
     def max_length(self) -> int:
         """Tokens, prompt and output together, that one sequence can have."""
         return self._runner.max_length
+
+    @functools.cached_property
+    def chat_template(self) -> ChatTemplate | None:
+        """The checkpoint's chat template, None if it has none. ChatTemplateError: malformed."""
+        from cpmcu.serving.chat_template import ChatTemplate  # loads jinja2
+
+        return ChatTemplate.from_directory(self.directory, self.tokenizer)
 
     def generate(
         self,
@@ -133,15 +140,13 @@ class LLM:
 
         Raises ChatTemplateError if there is no template or it refuses the conversation.
         """
-        from cpmcu.serving.chat_template import ChatTemplate, ChatTemplateError  # loads jinja2
+        from cpmcu.serving.chat_template import ChatTemplateError  # loads jinja2
 
-        if self._chat_template is None:
-            self._chat_template = ChatTemplate.from_directory(self.directory, self.tokenizer)
-        if self._chat_template is None:
+        if self.chat_template is None:
             raise ChatTemplateError(
                 f"{self.directory} has no chat template; give a plain prompt instead"
             )
-        text = self._chat_template.render(messages, **template_variables)
+        text = self.chat_template.render(messages, **template_variables)
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def memory_plan(self) -> list[dict[str, Any]]:

@@ -129,8 +129,8 @@ class Scheduler:
         free = self._engine.num_free_pages
         sequence.request.fail(
             RuntimeError(
-                f"the prompt has {len(sequence.tokens)} tokens, but the engine has only {free} free "
-                f"pages of {self._page_size} tokens"
+                f"the prompt has {len(sequence.tokens)} tokens, but the engine has only {free} "
+                f"free pages of {self._page_size} tokens"
             )
         )
         self.release(sequence)

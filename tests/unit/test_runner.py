@@ -229,7 +229,7 @@ def test_alone_and_out_of_pages(start, caplog):
 
 def test_a_request_longer_than_the_context_is_refused(start):
     runner = start(FakeEngine(script, num_pages=3))
-    with pytest.raises(ValueError, match="5 prompt tokens and up to 8 more, but .* holds 12"):
+    with pytest.raises(ValueError, match=r"5 prompt tokens and up to 8 more, but .* holds 12"):
         runner.submit(Job(prompt_length=5, max_tokens=8).request)
 
 

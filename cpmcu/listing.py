@@ -1,0 +1,33 @@
+"""What is registered, and in which file: models, quantisation schemes, drafters, C++ parts."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+
+# Kind, module of its registry, and the function there that gives name -> file.
+_REGISTRIES = (
+    ("model", "cpmcu.models.registry", "registered_models"),
+    ("quantisation", "cpmcu.quant.registry", "registered_quants"),
+    ("drafter", "cpmcu.drafters.registry", "registered_drafters"),
+)
+
+
+def registered() -> list[tuple[str, str, str]]:
+    """(kind, name, file) rows. C++ rows are left out if the extension is missing."""
+    rows = []
+    for kind, module, function in _REGISTRIES:
+        package = module.rpartition(".")[0]
+        if importlib.util.find_spec(package) is None:  # no such folder in this version
+            continue
+        entries = getattr(importlib.import_module(module), function)()
+        rows += [(kind, name, file) for name, file in entries.items()]
+    try:
+        from cpmcu import C
+    except ImportError:
+        return rows
+    for kind, entries in C.registered().items():
+        for entry in entries:
+            name, _, file = entry.partition(" ")
+            rows.append((f"C++ {kind}", name, file.strip("() ")))
+    return rows

@@ -1,0 +1,102 @@
+"""What programs show: generated text on stdout, everything about it on stderr."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+
+from cpmcu.outputs import RequestOutput
+from cpmcu.ui.progress import LoadProgressBar, PrefillProgressBar
+from cpmcu.ui.tables import plain_table
+
+
+class Display:
+    """The terminal of one program. `plain` (also when stderr is no terminal) leaves rich out."""
+
+    def __init__(self, *, plain: bool, debug: bool = False) -> None:
+        self.plain = plain or not sys.stderr.isatty()
+        level = logging.DEBUG if debug else logging.WARNING
+        logging.basicConfig(level=level, format="cpmcu: %(message)s", stream=sys.stderr)
+        for stream in (sys.stdout, sys.stderr):  # a half-known character set must not end a run
+            if hasattr(stream, "reconfigure"):
+                stream.reconfigure(errors="replace")
+
+    def text(self, piece: str) -> None:
+        """Generated text, at once."""
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+
+    def note(self, text: str) -> None:
+        """A line about what is going on."""
+        sys.stderr.write(text + "\n")
+        sys.stderr.flush()
+
+    def error(self, error: BaseException | str) -> None:
+        """One line that says what went wrong."""
+        message = " ".join(str(error).split()) or type(error).__name__
+        self.note(f"cpmcu: {message}")
+
+    def ask(self) -> str:
+        """A line from the user. Raises EOFError at the end of input."""
+        if sys.stdin.isatty():
+            import readline  # noqa: F401  # gives input() its line editing
+
+        sys.stderr.write("> ")
+        sys.stderr.flush()
+        return input()
+
+    def table(self, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+        """A table that is itself the program's output."""
+        sys.stdout.write(plain_table(columns, rows))
+
+    def load_progress(self) -> LoadProgressBar:
+        """A listener for loading."""
+        return LoadProgressBar(plain=self.plain)
+
+    def prefill_progress(self) -> PrefillProgressBar:
+        """A listener for reading a prompt."""
+        return PrefillProgressBar(plain=self.plain)
+
+    def summary(self, result: RequestOutput) -> None:
+        """Lengths, times and speeds of one request, on stderr."""
+        timings = result.timings
+        decoded = max(0, timings.output_tokens - 1)
+        rows = [
+            ("prefill", timings.prompt_tokens, timings.prefill_s, timings.prompt_tokens_per_s),
+            ("decode", decoded, timings.decode_s, timings.decode_tokens_per_s),
+        ]
+        cells = [
+            (name, str(tokens), f"{seconds:.3f}", f"{rate:.1f}")
+            for name, tokens, seconds, rate in rows
+        ]
+        columns = ("", "tokens", "seconds", "tokens/s")
+        output = result.outputs[0]
+        closing = (
+            f"{len(output.token_ids)} tokens, finish reason {output.finish_reason}, "
+            f"seed {result.seed}"
+        )
+        self._stderr_table(columns, cells)
+        self.note(closing)
+
+    def logprobs(self, result: RequestOutput, token_text: Sequence[tuple[str, str]]) -> None:
+        """Log-probabilities of the output's tokens; `token_text`: (token, likeliest ones)."""
+        entries = result.outputs[0].logprobs or []
+        rows = [
+            (repr(token), f"{entry.logprob:.4f}", top)
+            for entry, (token, top) in zip(entries, token_text)
+        ]
+        self._stderr_table(("token", "logprob", "most likely"), rows)
+
+    def _stderr_table(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        if self.plain:
+            sys.stderr.write(plain_table(columns, rows))
+            return
+        from rich.console import Console  # rich: only where there is a terminal to draw on
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(*columns)
+        for row in rows:
+            table.add_row(*(Text(cell) for cell in row))
+        Console(stderr=True).print(table)

@@ -1,0 +1,126 @@
+"""Progress of loading and of prefill, on stderr: a bar on a terminal, lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+_LINE_SECONDS = 2.0  # plain mode: no more than one line in that time
+
+
+class Bar(Protocol):
+    """Progress of one thing; any thread may call it."""
+
+    def update(self, done: int) -> None: ...
+    def finish(self) -> None: ...
+
+
+class PlainBar:
+    """A line now and then, and one at the end."""
+
+    def __init__(self, what: str, total: int, unit: str, scale: float) -> None:
+        self._what, self._total, self._unit, self._scale = what, total, unit, scale
+        self._started = self._told = time.perf_counter()
+        self._done = 0
+        self._finished = False
+
+    def update(self, done: int) -> None:
+        self._done = done
+        if time.perf_counter() - self._told >= _LINE_SECONDS:
+            self._tell()
+
+    def finish(self) -> None:
+        if not self._finished:
+            self._finished = True
+            self._tell()
+
+    def _tell(self) -> None:
+        self._told = time.perf_counter()
+        done, total = self._done / self._scale, self._total / self._scale
+        rate = done / max(self._told - self._started, 1e-9)
+        form = ".2f" if self._scale > 1 else ".0f"
+        sys.stderr.write(
+            f"{self._what}: {done:{form}} of {total:{form}} {self._unit} "
+            f"({rate:{form}} {self._unit}/s)\n"
+        )
+        sys.stderr.flush()
+
+
+class RichBar:
+    """A moving bar."""
+
+    def __init__(self, what: str, total: int, unit: str, scale: float) -> None:
+        self._scale = scale
+        self._progress = _rich_progress(unit, scale > 1)
+        self._progress.start()
+        self._task = self._progress.add_task(what, total=total / scale)
+
+    def update(self, done: int) -> None:
+        self._progress.update(self._task, completed=done / self._scale)
+
+    def finish(self) -> None:
+        self._progress.stop()
+
+
+def _rich_progress(unit: str, decimals: bool) -> Progress:
+    from rich.console import Console  # rich: only where there is a terminal to draw on
+    from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
+    from rich.text import Text
+
+    form = ".2f" if decimals else ".0f"
+
+    class Amount(ProgressColumn):
+        def render(self, task: Task) -> Text:
+            rate = task.finished_speed or task.speed or 0.0
+            return Text(
+                f"{task.completed:{form}}/{task.total:{form}} {unit}, {rate:{form}} {unit}/s"
+            )
+
+    columns = (TextColumn("{task.description}"), BarColumn(), Amount())
+    return Progress(*columns, console=Console(stderr=True))
+
+
+class LoadProgressBar:
+    """Shows how a model is loaded; see `cpmcu.loading.progress.LoadProgress`."""
+
+    def __init__(self, *, plain: bool) -> None:
+        self._plain = plain
+        self._bar: Bar | None = None
+
+    def start(self, total_bytes: int, what: str) -> None:
+        kind = PlainBar if self._plain else RichBar
+        self._bar = kind(f"loading {what}", total_bytes, "GB", 1e9)
+
+    def update(self, done_bytes: int) -> None:
+        if self._bar is not None:
+            self._bar.update(done_bytes)
+
+    def finish(self) -> None:
+        if self._bar is not None:
+            self._bar.finish()
+
+
+class PrefillProgressBar:
+    """Shows how a prompt is read, if it takes more than one step."""
+
+    def __init__(self, *, plain: bool) -> None:
+        self._plain = plain
+        self._bar: Bar | None = None
+
+    def __call__(self, done: int, total: int) -> None:
+        if self._bar is None:
+            if done >= total:
+                return
+            self._bar = (PlainBar if self._plain else RichBar)("prefill", total, "tokens", 1.0)
+        self._bar.update(done)
+        if done >= total:
+            self.finish()
+
+    def finish(self) -> None:
+        """Ends the display; also needed if the prompt was not read to its end."""
+        if self._bar is not None:
+            self._bar.finish()

@@ -1,0 +1,32 @@
+"""Tables in plain text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def plain_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Aligned columns under a ruled header; numbers to the right. Ends with a newline."""
+    cells = [[str(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(columns, *cells)]
+    right = [
+        bool(rows) and all(isinstance(row[i], (int, float)) for row in rows)
+        for i in range(len(columns))
+    ]
+
+    def line(row: Sequence[str]) -> str:
+        parts = [
+            cell.rjust(width) if to_right else cell.ljust(width)
+            for cell, width, to_right in zip(row, widths, right)
+        ]
+        return "  ".join(parts).rstrip()
+
+    return (
+        "\n".join([line(columns), line(["-" * min(w, 40) for w in widths]), *map(line, cells)])
+        + "\n"
+    )
+
+
+def mebibytes(num_bytes: int) -> float:
+    """Bytes as MiB, to two decimals."""
+    return round(num_bytes / (1 << 20), 2)

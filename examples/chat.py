@@ -1,0 +1,13 @@
+"""Holds a short conversation: python examples/chat.py MODEL (a directory or a repository id)."""
+
+import sys
+
+from cpmcu import LLM, SamplingParams
+
+with LLM(sys.argv[1]) as llm:
+    messages = []
+    for question in ("What is a token?", "And how long is one?"):
+        messages.append({"role": "user", "content": question})
+        answer = llm.chat(messages, SamplingParams(max_tokens=200))[0].text
+        messages.append({"role": "assistant", "content": answer})
+        print(f"> {question}\n{answer}\n")

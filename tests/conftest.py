@@ -1,0 +1,21 @@
+"""Shared by all tests: GPU tests are skipped where there is no GPU."""
+
+from __future__ import annotations
+
+import pytest
+
+
+def _no_gpu() -> str | None:
+    """Why tests marked `gpu` cannot run, or None."""
+    try:
+        from cpmcu import C
+    except ImportError as error:
+        return str(error)
+    return None if C.device_count() else "no CUDA device"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if marked and (reason := _no_gpu()):
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason=reason))

@@ -1,0 +1,82 @@
+"""An LLM whose engine tells one story, for tests of everything around the engine."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from fake_engine import PAGE_SIZE, FakeEngine
+from tokenizers_for_tests import byte_level, write_directory
+
+import cpmcu
+from cpmcu import LLM
+
+STORY = "the quick brown 🙂 fox, 你好 jumps over the lazy dog. "
+
+
+class StoryEngine(FakeEngine):
+    """Tells the same story, whatever the prompt."""
+
+    def __init__(self, **options: object) -> None:
+        ids = byte_level().encode(STORY * 50).ids
+        super().__init__(lambda stream, position: ids[position], **options)
+
+    def memory_plan(self) -> list[dict[str, object]]:
+        return [{"name": "kv", "offset": 0, "bytes": 1 << 20, "first": 0, "last": 1, "group": "kv"}]
+
+
+def told(prompt_length: int, count: int) -> list[int]:
+    """The story's tokens after a prompt of that length."""
+    return byte_level().encode(STORY * 50).ids[prompt_length : prompt_length + count]
+
+
+class Stage:
+    """Puts a fake extension and loader in place; `engines` are weak references to those made."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
+        self.directory = directory
+        self.engines: list[weakref.ref[StoryEngine]] = []
+        self.loaded: dict[str, object] = {}
+        extension = SimpleNamespace(
+            PAGE_SIZE=PAGE_SIZE,
+            MAX_LOGPROBS=20,
+            SamplingConfig=lambda **fields: SimpleNamespace(key=fields["stream"], **fields),
+        )
+        monkeypatch.setitem(sys.modules, "cpmcu.C", extension)
+        monkeypatch.setitem(vars(cpmcu), "C", extension)
+        loader = SimpleNamespace(load_model=self._load)
+        monkeypatch.setitem(sys.modules, "cpmcu.loading.loader", loader)
+
+    def prepare(
+        self,
+        *,
+        generation_config: dict[str, object] | None = None,
+        tokenizer_config: dict[str, object] | None = None,
+        **options: object,
+    ) -> None:
+        """What the next load gives; `options` are the engine's."""
+        write_directory(self.directory, byte_level(), **(tokenizer_config or {}))
+        self.loaded = {"options": {"max_model_len": 200, **options}, "config": generation_config}
+
+    def _load(self, model: str, *, config: object, progress: Callable | None) -> SimpleNamespace:
+        engine = StoryEngine(**self.loaded["options"])
+        self.engines.append(weakref.ref(engine))
+        if progress is not None:
+            progress.start(10_000_000, "story")
+            progress.update(10_000_000)
+            progress.finish()
+        return SimpleNamespace(
+            engine=engine,
+            directory=self.directory,
+            hf_config={},
+            generation_config=self.loaded["config"] or {},
+            spec=SimpleNamespace(vocab_size=byte_level().get_vocab_size()),
+        )
+
+    def __call__(self, **options: object) -> LLM:
+        self.prepare(**options)
+        return LLM(str(self.directory))

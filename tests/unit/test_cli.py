@@ -1,0 +1,207 @@
+"""The command line as a user meets it: a process, its output and its exit status."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+from story import STORY, Stage
+
+from cpmcu import cli
+from cpmcu.config import shipped_model
+from cpmcu.llm import LLM
+from cpmcu.ui.tables import plain_table
+
+
+def run(*arguments: str, stdin: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "cpmcu.cli", *arguments],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "CPMCU_DEBUG": "", **environment},
+    )
+
+
+def can_generate() -> bool:
+    try:
+        from cpmcu import C  # noqa: F401
+    except ImportError:
+        return False
+    return shipped_model().is_dir()
+
+
+needs_engine = pytest.mark.skipif(
+    not can_generate(), reason="the extension or the shipped model is missing"
+)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--draft-model-path", "x"], "--draft-model-path needs speculative decoding"),
+        (["--spec_tree_size=12"], "--spec-tree-size needs speculative decoding"),
+        (["--use-eagle3"], "--use-eagle3 needs speculative decoding"),
+        (["--sparse-topk-k", "64"], "--sparse-topk-k needs sparse attention"),
+        (["--model-type", "llama"], "--model-type llama cannot be forced"),
+        (["--memory-limit", "2"], "memory_limit is 2.0, but must be a share in (0, 1]"),
+        (["--temperature", "-1"], "temperature is -1"),
+        (["--cuda-grap"], "did you mean --cuda-graph?"),
+        (["--stop", ""], "stop holds ''"),
+    ],
+)
+def test_usage_errors(arguments, message):
+    result = run(*arguments)
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert result.stdout == ""
+
+
+def test_errors_are_one_sentence(tmp_path):
+    missing = run("--model-path", str(tmp_path / "nothing" / "here" / "at all"))
+    assert missing.returncode == 1
+    unreadable = run("--prompt-file", str(tmp_path / "none.txt"))
+    assert unreadable.returncode == 1
+    (tmp_path / "latin").write_bytes(b"caf\xe9")
+    coded = run("--prompt-file", str(tmp_path / "latin"))
+    assert "is not UTF-8 text" in coded.stderr
+    for result in (missing, unreadable, coded):
+        assert result.stderr.count("\n") == 1
+        assert "Traceback" not in result.stderr
+        assert result.stdout == ""
+
+
+def test_debug_shows_the_traceback(tmp_path):
+    result = run("--prompt-file", str(tmp_path / "none.txt"), CPMCU_DEBUG="1")
+    assert result.returncode == 1
+    assert "Traceback" in result.stderr
+
+
+def test_env_without_extension(tmp_path):
+    result = run("--env", CPMCU_EXTENSION_DIR=str(tmp_path))
+    assert result.returncode == 0
+    assert "missing: cpmcu's compiled module" in result.stdout
+    assert "tokenizers" in result.stdout
+
+
+def test_list():
+    result = run("--list")
+    assert result.returncode == 0
+    assert "LlamaForCausalLM" in result.stdout
+    assert "llama.py" in result.stdout
+
+
+def test_plain_table():
+    text = plain_table(("name", "n"), [("a", 1), ("long", 200)])
+    assert text == "name    n\n----  ---\na       1\nlong  200\n"
+
+
+@pytest.fixture
+def stage(monkeypatch, tmp_path):
+    return Stage(monkeypatch, tmp_path / "story")
+
+
+CHAT = {"chat_template": "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"}
+
+
+def test_a_run(stage, capsys):
+    stage.prepare()
+    arguments = ["--model", "m", "--prompt-text", "the", "--num-generate", "12", "--seed", "3"]
+    assert cli.main(arguments) == 0
+    streamed = capsys.readouterr()
+    assert streamed.out.strip() in STORY
+    assert "has no chat template: the prompt goes in as it is" in streamed.err
+    assert "loading story: 0.01 of 0.01 GB" in streamed.err
+    assert "12 tokens, finish reason length, seed 3" in streamed.err
+    rows = [line.split() for line in streamed.err.splitlines()]
+    assert next(row for row in rows if row[:1] == ["decode"])[1] == "11"
+    assert cli.main([*arguments, "--use-stream", "no"]) == 0
+    assert capsys.readouterr().out == streamed.out
+
+
+def test_an_explicit_chat_template_must_exist(stage, capsys):
+    stage.prepare()
+    assert cli.main(["--model", "m", "--prompt-text", "the", "--use-chat-template"]) == 1
+    assert "has no chat template" in capsys.readouterr().err
+
+
+def test_ctrl_c_stops_an_answer(stage, capsys, monkeypatch):
+    stage.prepare(step_seconds=0.001)
+    monkeypatch.setattr(cli.Display, "text", interrupt_after(5))
+    assert cli.main(["--model", "m", "--prompt-text", "the"]) == 0
+    assert "stopped" in capsys.readouterr().err
+    assert stage.engines[0]() is None
+
+
+def test_chat(stage, capsys, monkeypatch):
+    stage.prepare(tokenizer_config=CHAT)
+    seen = []
+    tokenize_chat = LLM.tokenize_chat
+    monkeypatch.setattr(
+        LLM, "tokenize_chat", lambda self, m: seen.append(list(m)) or tokenize_chat(self, m)
+    )
+    lines = iter(["one", "", "two", "/new", "three", "x" * 900])
+
+    def ask(self: object) -> str:
+        for line in lines:
+            return line
+        raise EOFError
+
+    monkeypatch.setattr(cli.Display, "ask", ask)
+    assert cli.main(["--model", "m", "--chat", "--num-generate", "4"]) == 0
+    assert [len(messages) for messages in seen] == [1, 3, 1, 3]
+    assert seen[1][1]["role"] == "assistant" and seen[1][1]["content"] in STORY
+    assert "/new starts over" in capsys.readouterr().err
+
+
+def test_plan(stage, capsys):
+    stage.prepare()
+    assert cli.main(["--model", "m", "--memory-plan"]) == 0
+    assert "kv      kv            0.0       1.0" in capsys.readouterr().out
+
+
+def interrupt_after(pieces: int):
+    """A Display.text that is interrupted as Ctrl-C does it."""
+    count = iter(range(pieces))
+
+    def text(self: object, piece: str) -> None:
+        if next(count, None) is None and piece != "\n":
+            raise KeyboardInterrupt
+
+    return text
+
+
+@needs_engine
+def test_the_shipped_model_completes_code():
+    result = run("--device", "cpu", "--num-generate", "20", "--temperature", "0")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip()
+    assert "prefill" in result.stderr and "decode" in result.stderr
+    again = run("--device", "cpu", "--num-generate", "20", "--temperature", "0", "--use-stream=no")
+    assert again.stdout == result.stdout
+
+
+@needs_engine
+def test_prompt_from_stdin_and_logprobs():
+    arguments = ("--prompt-file", "-", "--device", "cpu", "--num-generate", "4", "--logprobs", "2")
+    result = run(*arguments, stdin="import os\n")
+    assert result.returncode == 0, result.stderr
+    assert "logprob" in result.stderr
+
+
+@needs_engine
+def test_memory_plan():
+    result = run("--memory-plan", "--device", "cpu")
+    assert result.returncode == 0, result.stderr
+    assert "size MiB" in result.stdout
+
+
+@needs_engine
+def test_chat_needs_a_template():
+    result = run("--chat", "--device", "cpu", stdin="hello\n")
+    assert result.returncode == 1
+    assert "has no chat template" in result.stderr

@@ -1,0 +1,133 @@
+"""Streamed text equals text decoded at once, and never holds half a character."""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers_for_tests import SPECIAL, byte_fallback, byte_level
+
+from cpmcu.engine.detokenizer import REPLACEMENT, Detokenizer
+
+
+def stream(tokenizer, prompt, ids, cuts=()):
+    """The pieces that come out when `ids` arrive in bursts cut at `cuts`; one by one by default."""
+    detokenizer = Detokenizer(tokenizer.decode, prompt)
+    edges = sorted({0, len(ids), *(cuts or range(len(ids)))})
+    pieces = [detokenizer.push(ids[a:b]) for a, b in itertools.pairwise(edges)]
+    return [*pieces, detokenizer.push([], final=True)]
+
+
+texts = st.text(
+    st.sampled_from("abc hello the ox. \n") | st.sampled_from("你好世é🙂🚀👩‍👩‍👧Ωह"), max_size=40
+)
+cuts = st.lists(st.integers(0, 60), max_size=8)
+
+
+@given(text=texts, cuts=cuts)
+@pytest.mark.parametrize("make", [byte_level, byte_fallback])
+def test_text_comes_out_as_it_went_in(make, text, cuts):
+    tokenizer = make()
+    prompt = tokenizer.encode("the").ids
+    ids = tokenizer.encode("the" + text).ids[len(prompt) :]
+    whole = tokenizer.decode(prompt + ids)
+    if not whole.startswith("the") or tokenizer.encode("the" + text).ids[: len(prompt)] != prompt:
+        return  # the text's start merged with the prompt
+    pieces = stream(tokenizer, prompt, ids, [c for c in cuts if c < len(ids)])
+    assert "".join(pieces) == text
+    assert not any(REPLACEMENT in piece for piece in pieces)
+
+
+@settings(max_examples=300)
+@given(data=st.data(), cuts=cuts)
+def test_any_bytes_give_the_one_shot_text(data, cuts):
+    """Byte-level tokens in any order, special ones among them: garbage, decoded the same."""
+    tokenizer = byte_level()
+    ids = data.draw(st.lists(st.integers(0, tokenizer.get_vocab_size() - 1), max_size=50))
+    pieces = stream(tokenizer, [], ids, [c for c in cuts if c < len(ids)])
+    assert "".join(pieces) == tokenizer.decode(ids)
+
+
+@given(data=st.data())
+def test_any_bytes_with_fallback_never_fail(data):
+    tokenizer = byte_fallback()
+    ids = data.draw(st.lists(st.integers(0, tokenizer.get_vocab_size() - 1), max_size=50))
+    pieces = stream(tokenizer, [], ids)
+    assert all(not piece.endswith(REPLACEMENT) for piece in pieces[:-1])
+
+
+def test_valid_run_of_fallback_bytes_is_streamed_by_character():
+    tokenizer = byte_fallback()
+    ids = [tokenizer.token_to_id(f"<0x{b:02X}>") for b in "好🙂é".encode()]
+    pieces = stream(tokenizer, [], ids)
+    assert [piece for piece in pieces if piece] == ["好", "🙂", "é"]
+
+
+def test_bad_byte_after_a_good_character_does_not_take_it_back():
+    tokenizer = byte_fallback()
+    ids = [tokenizer.token_to_id(f"<0x{b:02X}>") for b in "好".encode() + b"\xff"]
+    ids.append(tokenizer.token_to_id("o"))
+    assert "".join(stream(tokenizer, [], ids)) == "好" + REPLACEMENT + "o"
+
+
+def test_leading_space_of_the_first_token_is_kept_after_a_prompt():
+    tokenizer = byte_fallback()
+    prompt, hello = tokenizer.encode("the").ids, tokenizer.token_to_id("▁hello")
+    assert "".join(stream(tokenizer, prompt, [hello, hello])) == " hello hello"
+    assert "".join(stream(tokenizer, [], [hello, hello])) == "hello hello"
+
+
+@pytest.mark.parametrize("make", [byte_level, byte_fallback])
+def test_a_character_that_the_prompt_left_open_comes_out_whole(make):
+    tokenizer = make()
+    if make is byte_level:
+        ids = [tokenizer.token_to_id(c) for c in ("ð", "Ł", "ļ", "Ģ")]  # bytes f0 9f 9a 80
+    else:
+        ids = [tokenizer.token_to_id(f"<0x{b:02X}>") for b in "🚀".encode()]
+    assert "".join(stream(tokenizer, ids[:2], ids[2:])) == "🚀"
+
+
+def test_unfinished_character_comes_out_at_the_end_only():
+    tokenizer = byte_level()
+    ids = tokenizer.encode("a").ids + [tokenizer.token_to_id("ð")]
+    assert stream(tokenizer, [], ids) == ["a", "", REPLACEMENT]
+    assert stream(tokenizer, ids, []) == [""]  # the prompt's own is not output
+
+
+def test_text_before_an_unfinished_character_is_not_held_back():
+    tokenizer = byte_level()
+    detokenizer = Detokenizer(tokenizer.decode)
+    open_byte = tokenizer.token_to_id("ð")
+    assert detokenizer.push([*tokenizer.encode("abc").ids, open_byte]) == "abc"
+
+
+def test_special_tokens_leave_no_trace():
+    tokenizer = byte_level()
+    ids = tokenizer.encode("a").ids + [tokenizer.token_to_id(t) for t in SPECIAL]
+    assert "".join(stream(tokenizer, [], ids + tokenizer.encode("b").ids)) == "ab"
+
+
+def test_cost_of_a_token_does_not_grow():
+    tokenizer = byte_level()
+    detokenizer = Detokenizer(tokenizer.decode)
+    ids = tokenizer.encode("the quick brown fox jumps over 你好 " * 300).ids
+    times = []
+    for part in (ids[:2000], ids[2000:4000]):
+        start = time.perf_counter()
+        for token in part:
+            detokenizer.push([token])
+        times.append(time.perf_counter() - start)
+    assert times[1] < 5 * times[0]
+    assert len(detokenizer._window) < 16
+
+
+def test_garbage_without_end_is_given_out():
+    tokenizer = byte_level()
+    detokenizer = Detokenizer(tokenizer.decode)
+    token = tokenizer.token_to_id("ð")
+    pieces = [detokenizer.push([token]) for _ in range(500)]
+    assert len("".join(pieces)) > 400
+    assert len(detokenizer._window) < 200

@@ -1,0 +1,104 @@
+"""Flags made from dataclass fields."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import pytest
+
+from cpmcu.cli import make_parser
+from cpmcu.config import EngineConfig, option
+from cpmcu.flags import FlagParser, add_flags, from_flags
+from cpmcu.sampling import SamplingParams
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Toy:
+    model_name: str | None = option(None, "a name", flags=("--model-name", "--name"))
+    graph: bool = option(True, "a switch")
+    maybe: bool | None = option(None, "a switch that knows when it was not given")
+    share: float = option(0.9, "100% is 1")
+    words: Sequence[str] = option((), "several")
+    kind: str = option("a", "one of two", choices=("a", "b"))
+    hidden: int = option(3, "no flag", flags=())
+
+
+def parse(*arguments: str) -> Toy:
+    parser = FlagParser(prog="toy")
+    add_flags(parser, Toy, "toy")
+    return from_flags(Toy, parser.parse_args(list(arguments)))
+
+
+def test_defaults():
+    assert parse() == Toy()
+
+
+@pytest.mark.parametrize("text", ["yes", "true", "1", "True", "on"])
+def test_true(text):
+    assert parse("--graph", text).graph is True
+    assert parse(f"--maybe={text}").maybe is True
+
+
+@pytest.mark.parametrize("text", ["no", "false", "0", "False", "off"])
+def test_false(text):
+    assert parse("--graph", text).graph is False
+    assert parse(f"--maybe={text}").maybe is False
+
+
+def test_forms():
+    assert parse("--maybe").maybe is True
+    assert parse("--model_name", "x_y").model_name == "x_y"
+    assert parse("--model_name=a_b").model_name == "a_b"
+    assert parse("--name", "x").model_name == "x"
+    assert tuple(parse("--words", "a", "--words", "b").words) == ("a", "b")
+    assert parse("--share", "0.5").share == 0.5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--graph", "perhaps"], "expected yes or no, found 'perhaps'"),
+        (["--modelname", "x"], "unknown flag '--modelname'; did you mean --model-name?"),
+        (["--gra"], "unknown flag '--gra'"),
+        (["word"], "unexpected argument 'word'"),
+        (["--share", "x"], "--share"),
+        (["--kind", "c"], "--kind"),
+        (["--hidden", "1"], "unknown flag '--hidden'"),
+    ],
+)
+def test_errors_are_one_line(arguments, message, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        parse(*arguments)
+    assert exit_.value.code == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+CPMCU_FLAGS = (
+    "--prompt-file p --prompt-text t --use-chat-template no --use-stream false --num-generate 5 "
+    "--temperature 0.5 --random-seed 3 --ignore-eos --model-path m --model-type auto "
+    "--dtype bfloat16 --minicpm4-yarn true --cuda-graph 0 --memory-limit 0.5 --chunk-length 64 "
+    "--plain-output"
+)
+
+
+@pytest.mark.parametrize("underscores", [False, True])
+def test_the_flags_of_cpm_cu_work(underscores):
+    arguments = CPMCU_FLAGS.split()
+    if underscores:
+        arguments = ["--" + a[2:].replace("-", "_") if a[:2] == "--" else a for a in arguments]
+    parsed = make_parser().parse_args(arguments)
+    config, params = from_flags(EngineConfig, parsed), from_flags(SamplingParams, parsed)
+    assert (config.model, config.dtype, config.cuda_graph) == ("m", "bfloat16", False)
+    assert (config.memory_limit, config.chunk_length, config.minicpm4_yarn) == (0.5, 64, True)
+    assert (params.temperature, params.seed, params.ignore_eos) == (0.5, 3, True)
+    assert params.max_tokens == 5
+    assert make_parser().parse_args(["--temp", "1"]).temperature == 1.0
+
+
+def test_engine_config_is_checked():
+    for fields in ({"memory_limit": 1.5}, {"chunk_length": 0}, {"device": "tpu"}, {"dtype": "x"}):
+        with pytest.raises(ValueError, match=next(iter(fields))):
+            EngineConfig(**fields)

@@ -1,0 +1,45 @@
+"""`import cpmcu` is cheap and pulls in nothing heavy."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+PROGRAM = """
+import sys, time
+start = time.perf_counter()
+import {module}
+seconds = time.perf_counter() - start
+heavy = {{"torch", "transformers", "huggingface_hub", "rich", "tokenizers", "numpy", "jinja2"}}
+print(seconds, *(heavy & set(sys.modules)))
+"""
+
+
+def measure(module: str, runs: int) -> tuple[float, set[str]]:
+    """Seconds of the fastest import in a fresh process, and the heavy modules it loaded."""
+    best, heavy = float("inf"), set()
+    for _ in range(runs):
+        program = PROGRAM.format(module=module)
+        command = [sys.executable, "-c", program]
+        words = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+        best, heavy = min(best, float(words[0])), heavy | set(words[1:])
+    return best, heavy
+
+
+def test_import_cpmcu():
+    seconds, heavy = measure("cpmcu", runs=5)
+    assert seconds < 0.3
+    assert not heavy
+
+
+def test_importing_the_programs_loads_nothing_heavy():
+    assert measure("cpmcu.cli", runs=1)[1] == set()
+    assert measure("cpmcu.llm", runs=1)[1] == set()
+
+
+def test_public_names():
+    import cpmcu
+
+    assert {"LLM", "SamplingParams", "__version__"} <= set(dir(cpmcu))
+    assert cpmcu.SamplingParams.__module__ == "cpmcu.sampling"
+    assert cpmcu.LLM.__module__ == "cpmcu.llm"

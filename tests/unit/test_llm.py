@@ -1,0 +1,138 @@
+"""LLM around a scripted engine: prompts, defaults, streams, conversations, clean ends."""
+
+from __future__ import annotations
+
+import gc
+import sys
+
+import pytest
+from story import Stage, told
+from tokenizers_for_tests import byte_level
+
+import cpmcu
+from cpmcu import LLM, SamplingParams
+from cpmcu.serving.chat_template import ChatTemplateError
+
+
+@pytest.fixture
+def make(monkeypatch, tmp_path):
+    return Stage(monkeypatch, tmp_path)
+
+
+def test_generate(make):
+    with make() as llm:
+        first, second = llm.generate(["def f", [5, 6, 7]], SamplingParams(max_tokens=20))
+        length = len(byte_level().encode("def f").ids)
+        assert first.outputs[0].token_ids == told(length, 20)
+        assert second.outputs[0].token_ids == told(3, 20)
+        assert first.usage.prompt_tokens == length
+        assert first.usage.total_tokens == length + 20
+        assert first.outputs[0].finish_reason == "length"
+        assert 0 <= first.seed < 1 << 64
+        assert first.seed != second.seed
+        assert llm.generate([5, 6], SamplingParams(max_tokens=1))[0].prompt_token_ids == [5, 6]
+        assert llm.memory_plan()[0]["name"] == "kv"
+
+
+def test_stream_is_generate_in_pieces(make):
+    with make() as llm:
+        params = SamplingParams(max_tokens=60, stop="lazy", seed=1)
+        whole = llm.generate("def", params)[0]
+        chunks = list(llm.stream("def", params))
+        assert "".join(chunk.text for chunk in chunks) == whole.text
+        assert [t for chunk in chunks for t in chunk.token_ids] == whole.outputs[0].token_ids
+        assert not any("\ufffd" in chunk.text for chunk in chunks)
+        assert [chunk.result is None for chunk in chunks] == [True] * (len(chunks) - 1) + [False]
+        result = chunks[-1].result
+        assert (result.text, result.seed) == (whole.text, 1)
+        assert result.outputs[0].stop_reason == "lazy"
+
+
+def test_choices(make):
+    with make() as llm:
+        output = llm.generate("def", SamplingParams(max_tokens=4, n=6))[0]
+        assert [choice.index for choice in output.outputs] == list(range(6))
+        assert output.usage.completion_tokens == 24
+        chunks = list(llm.stream("def", SamplingParams(max_tokens=4, n=2)))
+        assert sum(chunk.finish_reason is not None for chunk in chunks) == 2
+        assert sum(chunk.result is not None for chunk in chunks) == 1
+
+
+def test_limits(make):
+    with make() as llm:
+        assert llm.max_length == 200
+        with pytest.raises(ValueError, match="the prompt is empty"):
+            llm.generate("")
+        with pytest.raises(ValueError, match=r"has 200 tokens, but .* can have 200"):
+            llm.generate([list(range(4, 204))])
+        with pytest.raises(ValueError, match="token id 999999"):
+            llm.generate([999999])
+        with pytest.raises(ValueError, match="2 sampling parameters for 1 prompts"):
+            llm.generate("a", [SamplingParams()] * 2)
+        output = llm.generate([list(range(4, 190))])[0].outputs[0]
+        assert (len(output.token_ids), output.finish_reason) == (14, "length")
+        assert llm.generate([]) == []
+
+
+def test_leaving_a_stream_cancels_it(make):
+    with make(step_seconds=0.001) as llm:
+        for chunk in llm.stream("def", SamplingParams(max_tokens=150)):
+            if chunk.token_ids:
+                break
+        gc.collect()
+        assert llm.generate("x", SamplingParams(max_tokens=2))[0].outputs[0].token_ids
+        assert llm.call_engine(lambda engine: engine.slots) == {}
+
+
+def test_prefill_progress(make):
+    with make() as llm:
+        heard = []
+        on_prefill = lambda done, total: heard.append((done, total))  # noqa: E731
+        list(llm.stream(list(range(4, 24)), SamplingParams(max_tokens=2), on_prefill=on_prefill))
+        assert heard == [(8, 20), (16, 20), (20, 20)]
+
+
+def test_chat_has_one_bos(make):
+    template = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    with make(tokenizer_config={"chat_template": template, "add_bos_token": True}) as llm:
+        message = {"role": "user", "content": "hello"}
+        ids = llm.tokenize_chat([message])
+        assert ids.count(llm.tokenizer.bos_token_id) == 1
+        one = llm.chat([message], SamplingParams(max_tokens=3))
+        two = llm.chat([[message], [message]], SamplingParams(max_tokens=3))
+        assert [output.prompt_token_ids for output in [*one, *two]] == [ids] * 3
+        chunks = list(llm.stream([message], SamplingParams(max_tokens=3)))
+        assert chunks[-1].result.prompt_token_ids == ids
+
+
+def test_no_chat_template(make):
+    with make() as llm, pytest.raises(ChatTemplateError, match="has no chat template"):
+        llm.chat([{"role": "user", "content": "hello"}])
+
+
+def test_an_engine_error_reaches_the_caller(make):
+    with make() as llm:
+        make.engines[0]().fail_on["decode"] = RuntimeError("device says no")
+        with pytest.raises(RuntimeError, match="device says no"):
+            llm.generate("def", SamplingParams(max_tokens=5))
+        assert llm.generate("def", SamplingParams(max_tokens=5))
+
+
+def test_close_and_drop_free_the_engine(make):
+    llm = make()
+    llm.close()
+    llm.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        llm.generate("x")
+    other = make()
+    del other
+    gc.collect()
+    assert [engine() for engine in make.engines] == [None, None]
+
+
+def test_the_missing_extension_is_one_error(monkeypatch, tmp_path):
+    monkeypatch.delitem(sys.modules, "cpmcu.C", raising=False)
+    monkeypatch.delitem(vars(cpmcu), "C", raising=False)
+    monkeypatch.setenv("CPMCU_EXTENSION_DIR", str(tmp_path))
+    with pytest.raises(ImportError, match="compiled module"):
+        LLM(str(tmp_path))

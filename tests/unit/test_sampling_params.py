@@ -1,0 +1,86 @@
+"""SamplingParams: validation, defaults, and the extension's form."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+import cpmcu
+from cpmcu.sampling import SamplingParams, to_engine
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"temperature": -0.1}, "temperature is -0.1, but must be a finite number at least 0.0"),
+        ({"temperature": float("nan")}, "temperature is nan"),
+        ({"temperature": float("inf")}, "temperature is inf"),
+        ({"temperature": "hot"}, "temperature is 'hot', but must be a number"),
+        ({"top_p": 0.0}, r"top_p is 0.0, but must be a finite number in \(0.0, 1.0\]"),
+        ({"top_p": 1.1}, "top_p is 1.1"),
+        ({"top_k": -1}, "top_k is -1"),
+        ({"min_p": 2}, r"min_p is 2, but must be a finite number in \[0.0, 1.0\]"),
+        ({"seed": -1}, "seed is -1"),
+        ({"seed": 1 << 64}, "seed is 18446744073709551616"),
+        ({"max_tokens": 0}, "max_tokens is 0, but must be a finite number at least 1"),
+        ({"repetition_penalty": 0}, "repetition_penalty is 0, but must be a finite number above"),
+        ({"presence_penalty": 3}, "presence_penalty is 3"),
+        ({"frequency_penalty": -3}, "frequency_penalty is -3"),
+        ({"logprobs": -1}, "logprobs is -1"),
+        ({"n": 0}, "n is 0"),
+        ({"stop": ["a", ""]}, "stop holds ''"),
+        ({"stop_token_ids": [-1]}, "a stop token id is -1"),
+        ({"logit_bias": {5: float("nan")}}, "logit_bias of token 5 is nan"),
+    ],
+)
+def test_one_clear_sentence(fields, message):
+    with pytest.raises(ValueError, match=message):
+        SamplingParams(**fields)
+
+
+def test_stop_is_a_text_or_several():
+    assert SamplingParams(stop="ab").stop_strings == ("ab",)
+    assert SamplingParams(stop=["a", "b"]).stop_strings == ("a", "b")
+    assert SamplingParams().stop_strings == ()
+
+
+def resolved(config: dict, **fields) -> SamplingParams:
+    return SamplingParams(**fields).resolve(config)
+
+
+def test_defaults_come_from_generation_config():
+    plain = resolved({})
+    assert (plain.temperature, plain.top_p, plain.top_k, plain.min_p) == (0.0, 1.0, 0, 0.0)
+    assert plain.repetition_penalty == 1.0
+    config = {"do_sample": True, "temperature": 0.7, "top_p": 0.8, "repetition_penalty": 1.05}
+    found = resolved(config, top_p=0.5)
+    assert (found.temperature, found.top_p, found.repetition_penalty) == (0.7, 0.5, 1.05)
+    assert resolved({"do_sample": False, "temperature": 0.7}).temperature == 0.0
+    assert resolved({"temperature": 0.7}).temperature == 0.7
+    assert resolved({"do_sample": True}).temperature == 1.0
+    assert resolved(config, temperature=0.0).temperature == 0.0
+    with pytest.raises(ValueError, match="temperature is -1"):
+        resolved({"temperature": -1})
+
+
+def test_a_seed_is_drawn_if_none_is_given():
+    seeds = {resolved({}).seed for _ in range(8)}
+    assert len(seeds) == 8
+    assert all(0 <= seed < 1 << 64 for seed in seeds)
+    assert resolved({}, seed=5).seed == 5
+
+
+def test_engine_form(monkeypatch):
+    extension = SimpleNamespace(SamplingConfig=SimpleNamespace, MAX_LOGPROBS=20)
+    monkeypatch.setitem(sys.modules, "cpmcu.C", extension)
+    monkeypatch.setitem(vars(cpmcu), "C", extension)
+    params = resolved({}, top_k=1000, logit_bias={3: -1.5}, seed=7)
+    config = to_engine(params, stream=2, vocab_size=100)
+    assert (config.top_k, config.logit_bias, config.seed, config.stream) == (100, [(3, -1.5)], 7, 2)
+    assert config.logprobs == -1
+    with pytest.raises(ValueError, match="token 100, but the vocabulary has 100"):
+        to_engine(resolved({}, logit_bias={100: 1.0}), 0, 100)
+    with pytest.raises(ValueError, match="logprobs is 21, but must be at most 20"):
+        to_engine(resolved({}, logprobs=21), 0, 100)
