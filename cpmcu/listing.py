@@ -26,8 +26,7 @@ def registered() -> list[tuple[str, str, str]]:
         from cpmcu import C
     except ImportError:
         return rows
-    for kind, entries in C.registered().items():
-        for entry in entries:
-            name, _, file = entry.partition(" ")
-            rows.append((f"C++ {kind}", name, file.strip("() ")))
+    parts: dict[str, dict[str, str]] = dict(C.registered())
+    for kind, entries in parts.items():
+        rows += [(f"C++ {kind}", name, file) for name, file in entries.items()]
     return rows

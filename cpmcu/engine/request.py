@@ -70,12 +70,6 @@ class Request:
         """Has its last chunk, or its exception, been emitted?"""
         return self.finish is not None or self.error is not None
 
-    @property
-    def needs_output_counts(self) -> bool:
-        """Do penalties depend on which tokens are output rather than prompt?"""
-        sampling = self.sampling
-        return bool(sampling.presence_penalty or sampling.frequency_penalty)
-
     def cancel(self) -> None:
         """Ends the request at the engine's next step, with finish reason "abort"."""
         self.cancelled = True

@@ -88,7 +88,7 @@ class Scheduler:
                     return
             self.waiting.popleft()
             try:
-                slot = self._engine.add_sequence(request.sampling, tokens)
+                slot = self._engine.add_sequence(request.sampling, request.prompt, request.tokens)
             except Exception as error:  # of the request's own making
                 request.fail(error)
                 continue
@@ -174,15 +174,13 @@ class Scheduler:
         return min(len(request.prompt) + len(request.tokens) + ahead, self.max_length)
 
     def _make_room(self) -> None:
-        """Takes pages from the newest sequence that can be computed again."""
-        again = [s for s in self.active if not s.request.needs_output_counts]
-        if len(self.active) > 1 and again:
-            victim = again[-1]
+        """Takes pages from the newest sequence, to be computed again, or ends the only one."""
+        victim = self.active[-1]
+        if len(self.active) > 1:
             logger.info("KV pages ran out: request %d is computed again later", victim.request.id)
             self.release(victim)
             self.waiting.appendleft(victim.request)
             return
-        victim = self.active[-1]
         logger.warning(
             "KV pages ran out: request %d ends after %d tokens with finish reason 'length'",
             victim.request.id,

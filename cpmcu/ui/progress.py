@@ -75,7 +75,7 @@ def _rich_progress(unit: str, decimals: bool) -> Progress:
 
     class Amount(ProgressColumn):
         def render(self, task: Task) -> Text:
-            rate = task.finished_speed or task.speed or 0.0
+            rate = task.completed / max(task.elapsed or 0.0, 1e-3)
             return Text(
                 f"{task.completed:{form}}/{task.total:{form}} {unit}, {rate:{form}} {unit}/s"
             )

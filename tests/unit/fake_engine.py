@@ -16,10 +16,9 @@ from types import SimpleNamespace
 PAGE_SIZE = 4
 
 
-def sampling(key: int = 0, **fields: object) -> SimpleNamespace:
+def sampling(key: int = 0) -> SimpleNamespace:
     """What a test gives as SamplingConfig; `key` chooses the script's stream."""
-    values = {"key": key, "presence_penalty": 0.0, "frequency_penalty": 0.0, "logprobs": -1}
-    return SimpleNamespace(**{**values, **fields})
+    return SimpleNamespace(key=key)
 
 
 class _Slot:
@@ -69,12 +68,14 @@ class FakeEngine:
         if method in self.fail_on:
             raise self.fail_on.pop(method)
 
-    def add_sequence(self, config: SimpleNamespace, prompt: Sequence[int]) -> int:
-        self._called("add_sequence", len(prompt))
+    def add_sequence(
+        self, config: SimpleNamespace, prompt: Sequence[int], generated: Sequence[int] = ()
+    ) -> int:
+        self._called("add_sequence", (len(prompt), len(generated)))
         free = [slot for slot in range(self.max_num_seqs) if slot not in self.slots]
         if not free:
             raise RuntimeError("no free slot")
-        self.slots[free[0]] = _Slot(config.key, prompt)
+        self.slots[free[0]] = _Slot(config.key, [*prompt, *generated])
         return free[0]
 
     def release(self, slot: int) -> None:
