@@ -107,10 +107,10 @@ def configure():
     common = f"-std=c++20 {'-O0 -g' if debug else '-O1 -g' if sanitize else '-O3'} -Icsrc"
     common += " -DCPMCU_WITH_CUDA=1" * bool(cuda) + " -DCPMCU_SM90=1" * ("90a" in archs)
     asan = "-fsanitize=address -fno-omit-frame-pointer" if sanitize else ""
-    host = f"{cxx} -x c++ {common} -fPIC -fopenmp -fvisibility=hidden -Wall -Wextra {asan}"
+    host = f"{cxx} -x c++ {common} -fPIC -fopenmp -Wall -Wextra {asan}"
     host += f" -isystem {cuda}/include" if cuda else ""
     device = f"{cuda}/bin/nvcc -ccbin {cxx} {common} -lineinfo --expt-relaxed-constexpr"
-    device += " -diag-error 20278,20280 -Xcompiler -fPIC,-fopenmp,-fvisibility=hidden"
+    device += " -diag-error 20278,20280 -Xcompiler -fPIC,-fopenmp"
     link = f"{cxx} -shared -fopenmp {asan} -Wl,--exclude-libs,ALL -o $out $in "
     link += f"{cudart} -ldl -lrt -lpthread" if cuda else ""
     text = f"builddir = {out}\n" + RULE.format(name="cxx", command=host)

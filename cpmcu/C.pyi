@@ -19,8 +19,25 @@ def device_count() -> int:
 def device_info(index: int) -> dict[str, Any]:
     """name, compute_capability, total_bytes, free_bytes, sm_count, driver_version."""
 
-def registered() -> dict[str, list[str]]:
-    """What is registered: {"linear": [...], "block": [...], "drafter": [...]} with source files."""
+def registered() -> dict[str, dict[str, str]]:
+    """What is registered: kind ("linear", "block") -> name -> source file."""
+
+def load_plugin(path: str) -> None:
+    """Loads a shared library that registers linear methods, blocks or drafters (csrc/core/plugin.h).
+
+    ValueError if it cannot be loaded.
+    """
+
+class MemoryPlan:
+    """Buffers with sizes and lifetimes, and the offsets that they get; see csrc/core/arena.h."""
+
+    def __init__(self) -> None: ...
+    def add(self, name: str, group: str, bytes: int) -> int: ...
+    def add_scratch(self, name: str, bytes: int, first: int, last: int) -> int: ...
+    def assign(self) -> int:
+        """Bytes in all."""
+    def rows(self) -> list[dict[str, Any]]:
+        """{name, offset, bytes, first, last, group} of each buffer; first is -1 for persistent."""
 
 class ModelSpec:
     """A model as plain data; see csrc/model/spec.h. Made with keyword arguments."""
@@ -109,7 +126,7 @@ class Engine:
     max_num_seqs: int
     chunk_length: int
     launch_ahead: int  # decode steps worth having in flight: 2 on CUDA, 1 on the CPU
-    counters: dict[str, int]  # steps, graph_captures, graph_replays, allocations, host_syncs
+    counters: dict[str, int]  # steps, waits, graph_captures, graph_replays
     def __init__(self, spec: ModelSpec, config: RuntimeConfig) -> None:
         """Plans and allocates all memory. MemoryError says what does not fit and by how much."""
     def memory_plan(self) -> list[dict[str, Any]]:
@@ -130,8 +147,14 @@ class Engine:
         """The same from host memory; bfloat16 comes as uint16."""
     def finish_loading(self) -> None:
         """ValueError that lists the missing tensors."""
-    def add_sequence(self, sampling: SamplingConfig, prompt: Sequence[int]) -> int:
-        """Takes a free slot for a sequence (resets its state). RuntimeError if none is free."""
+    def add_sequence(
+        self, sampling: SamplingConfig, prompt: Sequence[int], generated: Sequence[int] = ()
+    ) -> int:
+        """Takes a free slot for a sequence (resets its state). RuntimeError if none is free.
+
+        `prompt` and what was `generated` before (when a sequence is resumed) are for penalties
+        only; the tokens themselves come with `prefill`.
+        """
     def release(self, slot: int) -> None:
         """Gives the slot and its pages back. Steps in flight for it are dropped from results."""
     def reserve(self, slot: int, num_tokens: int) -> bool:

@@ -28,10 +28,14 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
 }
 
 // 16 bytes from global to shared memory without registers; zeros when !valid.
-__device__ __forceinline__ void cp_async16(void* shared, const void* global, bool valid = true) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)),
-               "l"(global), "r"(valid ? 16 : 0)
+// Here and below a uint32_t is a shared_address(): sums of it fold into the instruction.
+__device__ __forceinline__ void cp_async16(uint32_t shared, const void* global, bool valid = true) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global),
+               "r"(valid ? 16 : 0)
                : "memory");
+}
+__device__ __forceinline__ void cp_async16(void* shared, const void* global, bool valid = true) {
+  cp_async16(shared_address(shared), global, valid);
 }
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" :::); }
 // Waits until at most kPending of this thread's groups are unfinished.
@@ -57,15 +61,21 @@ __device__ __forceinline__ uint4 load_stream16(const void* global, uint64_t poli
 }
 
 // Four 8x8 matrices of 16-bit elements from shared memory into fragments.
-__device__ __forceinline__ void ldmatrix4(uint32_t (&r)[4], const void* shared) {
+__device__ __forceinline__ void ldmatrix4(uint32_t (&r)[4], uint32_t shared) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(shared_address(shared)));
+               : "r"(shared));
 }
-__device__ __forceinline__ void ldmatrix4_trans(uint32_t (&r)[4], const void* shared) {
+__device__ __forceinline__ void ldmatrix4(uint32_t (&r)[4], const void* shared) {
+  ldmatrix4(r, shared_address(shared));
+}
+__device__ __forceinline__ void ldmatrix4_trans(uint32_t (&r)[4], uint32_t shared) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(shared_address(shared)));
+               : "r"(shared));
+}
+__device__ __forceinline__ void ldmatrix4_trans(uint32_t (&r)[4], const void* shared) {
+  ldmatrix4_trans(r, shared_address(shared));
 }
 
 // d += a b: a 16x16 row-major, b 16x8 column-major, d 16x8 float32.

@@ -7,6 +7,7 @@
 #include <cstring>
 
 #include "bindings.h"
+#include "core/plugin.h"
 #include "engine/engine.h"
 
 namespace py = pybind11;
@@ -102,9 +103,9 @@ std::vector<TensorInfo> expected_tensors(const Engine& engine) {
   return infos;
 }
 
-std::vector<py::dict> memory_plan(const Engine& engine) {
+std::vector<py::dict> plan_rows(const MemoryPlan& plan) {
   std::vector<py::dict> rows;
-  for (const MemoryPlan::Buffer& buffer : engine.memory_plan().buffers()) {
+  for (const MemoryPlan::Buffer& buffer : plan.buffers()) {
     using namespace py::literals;
     rows.push_back(py::dict("name"_a = buffer.name, "group"_a = buffer.group,
                             "offset"_a = buffer.offset, "bytes"_a = buffer.bytes,
@@ -241,11 +242,22 @@ void bind_engine(py::module_& m) {
       },
       "What is registered, by kind and name, with its source file.");
 
+  m.def("load_plugin", &load_plugin, py::arg("path"),
+        "Loads a shared library that registers linear methods, blocks or drafters.");
+
+  py::class_<MemoryPlan>(m, "MemoryPlan", "Buffers with sizes and lifetimes, and their offsets.")
+      .def(py::init<>())
+      .def("add", &MemoryPlan::add, py::arg("name"), py::arg("group"), py::arg("bytes"))
+      .def("add_scratch", &MemoryPlan::add_scratch, py::arg("name"), py::arg("bytes"),
+           py::arg("first"), py::arg("last"))
+      .def("assign", &MemoryPlan::assign)
+      .def("rows", &plan_rows);
+
   const auto no_gil = py::call_guard<py::gil_scoped_release>();
   py::class_<Engine>(m, "Engine", "One model on one device. Not thread-safe.")
       .def(py::init<const ModelSpec&, const RuntimeConfig&>(), py::arg("spec"), py::arg("config"),
            no_gil)
-      .def("memory_plan", &memory_plan)
+      .def("memory_plan", [](const Engine& engine) { return plan_rows(engine.memory_plan()); })
       .def("expected_tensors", &expected_tensors)
       .def("load_file", &load_file, py::arg("path"), py::arg("entries"),
            py::arg("progress") = py::none())

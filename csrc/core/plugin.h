@@ -1,0 +1,15 @@
+// Linear methods, blocks and drafters from outside the package.
+//
+// A plugin is a shared library compiled against csrc/ with the same REGISTER_* lines as the files in
+// the tree; loading it runs them. It is not linked with the engine: it finds the engine's symbols in
+// the extension that is already loaded.
+#pragma once
+
+#include <string>
+
+namespace cpmcu {
+
+// Throws if the library is missing or was built for another version of the engine.
+void load_plugin(const std::string& path);
+
+}  // namespace cpmcu
