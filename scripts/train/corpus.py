@@ -1,0 +1,221 @@
+"""Text corpora: walk folders, drop duplicates, split by content, pack into one token stream.
+
+Everything is decided by file content, never by walk order or time: the same folder gives the
+same split and, with the same seed, the same stream.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import hashlib
+import random
+import re
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+BOS_ID = 1
+EOS_ID = 2
+IM_START_ID = 3
+IM_END_ID = 4
+
+# A paragraph starts at an unindented line that follows an empty one: in source code that is a
+# top-level definition, in prose a paragraph.
+_PARAGRAPH = re.compile(r"(?<=\n\n)(?=\S)")
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """One text file of the corpus."""
+
+    name: str  # path relative to its folder
+    text: str
+    digest: str  # sha256 of the text, hex
+
+
+def read_corpus(
+    folders: Sequence[Path],
+    extensions: Sequence[str] = (".py",),
+    exclude: Sequence[str] = (),
+    max_kib: int = 512,
+) -> list[Document]:
+    """Read every UTF-8 text file under `folders` once, sorted by content digest.
+
+    `exclude` holds shell patterns for single path components ("site-packages", "*_pb2.py").
+    Files that are empty, larger than `max_kib`, not UTF-8, or equal to an earlier one are left
+    out. An empty `extensions` accepts every file name.
+    """
+    seen: dict[str, Document] = {}
+    for folder in folders:
+        if not folder.is_dir():
+            raise SystemExit(f"corpus folder {folder} does not exist or is not a folder")
+        for path in sorted(folder.rglob("*")):
+            relative = path.relative_to(folder)
+            if extensions and path.suffix not in extensions:
+                continue
+            if any(fnmatch(part, pattern) for part in relative.parts for pattern in exclude):
+                continue
+            if not path.is_file() or not 0 < path.stat().st_size <= max_kib * 1024:
+                continue
+            try:
+                text = path.read_bytes().decode("utf-8")
+            except UnicodeDecodeError:
+                continue
+            text = text.replace("\r\n", "\n").strip("\n") + "\n"
+            digest = hashlib.sha256(text.encode()).hexdigest()
+            seen.setdefault(digest, Document(relative.as_posix(), text, digest))
+    if not seen:
+        raise SystemExit(f"no usable text in {', '.join(map(str, folders))}")
+    return [seen[digest] for digest in sorted(seen)]
+
+
+def split(
+    documents: Iterable[Document], validation_permille: int = 20
+) -> tuple[list[Document], list[Document]]:
+    """(train, validation): a file belongs to one side because of its digest alone."""
+    train: list[Document] = []
+    validation: list[Document] = []
+    for document in documents:
+        held_out = int(document.digest[:8], 16) % 1000 < validation_permille
+        (validation if held_out else train).append(document)
+    return train, validation
+
+
+def pieces(text: str, rng: random.Random, keep: float = 0.4) -> list[str]:
+    """Cut a text at some of its paragraph starts, each with probability `keep`."""
+    starts = [match.start() for match in _PARAGRAPH.finditer(text) if rng.random() < keep]
+    bounds = [0, *starts, len(text)]
+    return [text[a:b].rstrip("\n") + "\n" for a, b in pairwise(bounds) if b > a]
+
+
+def cuts(text: str, rng: random.Random, mean_length: int = 160) -> list[str]:
+    """Cut a text at random characters.
+
+    The parts are tokenised apart, so the model meets the token boundaries that a prompt has
+    when it stops anywhere: after a space, or in the middle of a word.
+    """
+    parts = []
+    start = 0
+    while start < len(text):
+        length = 1 + int(rng.expovariate(1 / mean_length))
+        parts.append(text[start : start + length])
+        start += length
+    return parts
+
+
+def chat_examples(document: Document) -> Iterator[tuple[str, str]]:
+    """(user, assistant) pairs from documented Python functions: docstring -> source."""
+    if not document.name.endswith(".py"):
+        return
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # sources that use doubtful escapes
+            tree = ast.parse(document.text)
+    except (SyntaxError, ValueError, RecursionError):
+        return
+    for node in tree.body:
+        if not isinstance(node, ast.FunctionDef):
+            continue
+        docstring = ast.get_docstring(node)
+        source = ast.get_source_segment(document.text, node)
+        if docstring and source and len(source) < 2500:
+            first_line = docstring.strip().split("\n")[0]
+            yield f"Write the Python function `{node.name}`. {first_line}", source
+
+
+def encode(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
+    """Token ids without BOS; text that spells a special token stays text."""
+    previous = tokenizer.encode_special_tokens
+    tokenizer.encode_special_tokens = True
+    try:
+        encoded = tokenizer.encode_batch(list(texts), add_special_tokens=False)
+    finally:
+        tokenizer.encode_special_tokens = previous
+    return [encoding.ids for encoding in encoded]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenStream:
+    """Documents back to back, each as BOS, its tokens, EOS."""
+
+    ids: np.ndarray  # [T] uint16
+    starts: np.ndarray  # [documents] int64, position of each BOS
+
+    @classmethod
+    def pack(cls, sequences: Sequence[Sequence[int]]) -> TokenStream:
+        lengths = np.array([len(sequence) for sequence in sequences], dtype=np.int64)
+        starts = np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(np.int64)
+        ids = np.fromiter((t for s in sequences for t in s), np.uint16, count=int(lengths.sum()))
+        return cls(ids, starts)
+
+
+def plain_stream(tokenizer: Tokenizer, documents: Sequence[Document]) -> TokenStream:
+    """Whole files, in digest order: what validation loss is measured on."""
+    encoded = encode(tokenizer, [document.text for document in documents])
+    return TokenStream.pack([[BOS_ID, *ids, EOS_ID] for ids in encoded])
+
+
+def training_stream(
+    tokenizer: Tokenizer, documents: Sequence[Document], seed: int, pieces_share: float = 1.0
+) -> TokenStream:
+    """Whole files, then the same text as short documents, then chat examples, shuffled.
+
+    The short documents make a bare `def name(` after BOS an ordinary beginning. `pieces_share`
+    is the share of files that appear in short form too.
+    """
+    rng = random.Random(seed)
+    encoded = encode(tokenizer, [document.text for document in documents])
+    sequences = [[BOS_ID, *ids, EOS_ID] for ids in encoded]
+
+    parts: list[str] = []
+    part_of: list[int] = []  # index of the short document that a part belongs to
+    count = 0
+    for document in documents:
+        if rng.random() >= pieces_share:
+            continue
+        for piece in pieces(document.text, rng):
+            # Two in three short documents keep the ordinary tokenisation.
+            cut = cuts(piece, rng) if rng.random() < 1 / 3 else [piece]
+            parts.extend(cut)
+            part_of.extend([count] * len(cut))
+            count += 1
+    short: list[list[int]] = [[BOS_ID] for _ in range(count)]
+    for index, ids in zip(part_of, encode(tokenizer, parts), strict=True):
+        short[index].extend(ids)
+    sequences += [[*ids, EOS_ID] for ids in short]
+
+    pairs = [pair for document in documents for pair in chat_examples(document)]
+    users = encode(tokenizer, [f"user\n{user}" for user, _ in pairs])
+    answers = encode(tokenizer, [f"assistant\n{answer}" for _, answer in pairs])
+    newline = encode(tokenizer, ["\n"])[0]
+    for user, answer in zip(users, answers, strict=True):
+        turn = [BOS_ID, IM_START_ID, *user, IM_END_ID, *newline, IM_START_ID, *answer, IM_END_ID]
+        sequences.append([*turn, *newline, EOS_ID])
+
+    rng.shuffle(sequences)
+    return TokenStream.pack(sequences)
+
+
+def add_corpus_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags that select a corpus, shared by the tokenizer and the model trainer."""
+    group = parser.add_argument_group("corpus")
+    group.add_argument("--corpus", type=Path, nargs="+", required=True, help="folders of text")
+    group.add_argument("--extensions", nargs="*", default=[".py"], help="file name endings to read")
+    group.add_argument("--exclude", nargs="*", default=[], help="patterns of path components")
+    group.add_argument("--max-kib", type=int, default=512, help="leave out larger files")
+    group.add_argument("--validation-permille", type=int, default=20, help="files held out")
+
+
+def corpus_from_arguments(args: argparse.Namespace) -> tuple[list[Document], list[Document]]:
+    documents = read_corpus(args.corpus, args.extensions, args.exclude, args.max_kib)
+    return split(documents, args.validation_permille)
