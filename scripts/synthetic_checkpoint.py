@@ -1,0 +1,681 @@
+"""Write a checkpoint of true shapes with seeded random weights, for benchmarks and tests.
+
+    python scripts/synthetic_checkpoint.py --preset minicpm4-8b --out DIR
+
+The result is an ordinary Hugging Face directory: config.json, generation_config.json,
+model.safetensors (or shards with an index), and a tokenizer. Weights are normal, never zero, and
+scaled so that activations stay finite: matrices have a standard deviation of 1/sqrt(fan_in),
+those that end a residual branch are smaller, norm weights are near 1. The numbers of a tensor
+depend on the seed, its name and the device alone, so two runs on one kind of device write equal
+files, and a model with fewer layers has the same first layers.
+
+Tensors are made one at a time, with torch on a GPU where there is one and with numpy otherwise,
+and stream to disk: an 8B model never lies in memory as a whole.
+
+To add a model, add a row to PRESETS. To add another kind of tensor, write a Fill.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+Config = dict[str, Any]
+
+ROOT = Path(__file__).resolve().parents[1]
+DEFAULT_TOKENIZER = ROOT / "cpmcu" / "assets" / "tiny-python-minicpm"
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "tokenizer.model",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+)
+DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+ITEM_SIZE = {"BF16": 2, "F16": 2, "F32": 4, "I32": 4, "I64": 8}
+CHUNK = 1 << 24  # elements made at a time
+
+
+# ---- sources of numbers
+
+
+class Source(Protocol):
+    """Makes the bytes of one tensor, in chunks, from a seed."""
+
+    def normal(self, seed: int, count: int, mean: float, std: float, dtype: str) -> Iterator: ...
+
+
+class NumpySource:
+    name = "numpy"
+
+    def normal(
+        self, seed: int, count: int, mean: float, std: float, dtype: str
+    ) -> Iterator[np.ndarray]:
+        rng = np.random.default_rng(seed)
+        for begin in range(0, count, CHUNK):
+            values = rng.standard_normal(min(CHUNK, count - begin), dtype=np.float32)
+            values *= np.float32(std)
+            values += np.float32(mean)
+            if dtype == "BF16":
+                values = round_to_bfloat16(values)
+            elif dtype == "F16":
+                values = values.astype(np.float16)
+            yield values
+
+
+class TorchSource:
+    """The same on a GPU. Its numbers differ from numpy's."""
+
+    def __init__(self, device: str) -> None:
+        import torch  # optional: only GPU machines need it here
+
+        self.torch = torch
+        self.device = torch.device(device)
+        self.name = torch.cuda.get_device_name(self.device)
+        self.host: Any = None  # one pinned staging buffer, made for the largest chunk
+
+    def normal(
+        self, seed: int, count: int, mean: float, std: float, dtype: str
+    ) -> Iterator[memoryview]:
+        torch = self.torch
+        kind = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}[dtype]
+        generator = torch.Generator(self.device).manual_seed(seed)
+        for begin in range(0, count, CHUNK):
+            size = min(CHUNK, count - begin)
+            values = torch.empty(size, dtype=torch.float32, device=self.device)
+            values.normal_(mean, std, generator=generator)
+            data = values.to(kind).view(torch.uint8)
+            if self.host is None:
+                self.host = torch.empty(CHUNK * 4, dtype=torch.uint8, pin_memory=True)
+            self.host[: data.numel()].copy_(data)
+            yield memoryview(self.host.numpy())[: data.numel()]
+
+
+def round_to_bfloat16(values: np.ndarray) -> np.ndarray:
+    """The upper 16 bits of finite fp32 values, rounded to nearest even, as uint16."""
+    bits = values.view(np.uint32)
+    return ((bits + (((bits >> 16) & 1) + np.uint32(0x7FFF))) >> 16).astype(np.uint16)
+
+
+def make_source(device: str) -> Source:
+    """`device` is auto, cpu, or a torch device such as cuda:0."""
+    if device == "cpu":
+        return NumpySource()
+    try:
+        import torch
+    except ImportError:
+        if device != "auto":
+            raise SystemExit(f"--device {device} needs torch, which is not installed") from None
+        return NumpySource()
+    if device == "auto":
+        return TorchSource("cuda") if torch.cuda.is_available() else NumpySource()
+    return TorchSource(device)
+
+
+# ---- tensors
+
+Fill = Callable[[Source, int, int, str], Iterable]  # source, seed, count, dtype -> chunks
+
+
+def normal(std: float, mean: float = 0.0) -> Fill:
+    def fill(source: Source, seed: int, count: int, dtype: str) -> Iterable:
+        return source.normal(seed, count, mean, std, dtype)
+
+    return fill
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    name: str
+    shape: tuple[int, ...]
+    fill: Fill
+    dtype: str | None = None  # None: the run's dtype
+
+    @property
+    def count(self) -> int:
+        return math.prod(self.shape)
+
+
+def matrix(name: str, rows: int, columns: int, gain: float = 1.0) -> TensorSpec:
+    """y = x W^T with W [rows, columns] keeps the size of x times `gain`."""
+    return TensorSpec(name, (rows, columns), normal(gain / math.sqrt(columns)))
+
+
+def norm(name: str, size: int) -> TensorSpec:
+    return TensorSpec(name, (size,), normal(0.05, mean=1.0))
+
+
+def decoder_tensors(config: Config) -> Iterator[TensorSpec]:
+    """The tensors of a dense Llama, MiniCPM, Qwen2 or Qwen3 model, in forward order."""
+    hidden, vocab = config["hidden_size"], config["vocab_size"]
+    layers, intermediate = config["num_hidden_layers"], config["intermediate_size"]
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    head_dim = config.get("head_dim") or hidden // heads
+    kind = config["model_type"]
+
+    scale_emb = config.get("scale_emb", 1.0)
+    tied = config["tie_word_embeddings"]
+    # A tied table is also the head: without a scale on its input it must be small.
+    small = tied and "dim_model_base" not in config
+    embed_std = 2 / math.sqrt(hidden) if small else 1 / scale_emb
+    yield TensorSpec("model.embed_tokens.weight", (vocab, hidden), normal(embed_std))
+
+    # MiniCPM scales residual branches by itself; elsewhere the weights must.
+    branch = 0.5 if "scale_depth" in config else 1 / math.sqrt(2 * layers)
+    for index in range(layers):
+        prefix = f"model.layers.{index}."
+        yield norm(f"{prefix}input_layernorm.weight", hidden)
+        attention = f"{prefix}self_attn."
+        for name, rows in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
+            yield matrix(f"{attention}{name}_proj.weight", rows * head_dim, hidden)
+            if kind == "qwen2":
+                yield TensorSpec(f"{attention}{name}_proj.bias", (rows * head_dim,), normal(0.1))
+        if kind == "qwen3":
+            yield norm(f"{attention}q_norm.weight", head_dim)
+            yield norm(f"{attention}k_norm.weight", head_dim)
+        yield matrix(f"{attention}o_proj.weight", hidden, heads * head_dim, branch)
+        yield norm(f"{prefix}post_attention_layernorm.weight", hidden)
+        yield matrix(f"{prefix}mlp.gate_proj.weight", intermediate, hidden)
+        yield matrix(f"{prefix}mlp.up_proj.weight", intermediate, hidden)
+        yield matrix(f"{prefix}mlp.down_proj.weight", hidden, intermediate, branch)
+    yield norm("model.norm.weight", hidden)
+    if not tied:
+        # The scale on the head's input is undone, so that logits have a spread of about 2.
+        head_scale = config.get("dim_model_base", hidden) / hidden
+        yield matrix("lm_head.weight", vocab, hidden, 2 / head_scale)
+
+
+# ---- presets
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """One row: what the checkpoint is, and the function that lists its tensors."""
+
+    config: Config
+    generation: Config
+    tensors: Callable[[Config], Iterable[TensorSpec]] = decoder_tensors
+    files: dict[str, bytes] = field(default_factory=dict)  # written beside the weights as they are
+
+
+# LongRoPE factors published with MiniCPM4, head_dim 128 and 64; long and short are equal.
+LONGROPE_128 = [
+    *(0.9977997200264581, 1.014658295992452, 1.0349680404997148, 1.059429246056193),
+    *(1.0888815016813513, 1.1243301355211495, 1.166977103606075, 1.2182568066927284),
+    *(1.2798772354275727, 1.3538666751582975, 1.4426259039919596, 1.5489853358570191),
+    *(1.6762658237220625, 1.8283407612492941, 2.0096956085876183, 2.225478927469756),
+    *(2.481536379650452, 2.784415934557119, 3.1413289096347365, 3.560047844772632),
+    *(4.048719380066383, 4.752651957515948, 5.590913044973868, 6.584005926629993),
+    *(7.7532214876576155, 9.119754865903639, 10.704443927019176, 12.524994176518703),
+    *(14.59739595363613, 16.93214476166354, 19.53823297353041, 22.417131025031697),
+    *(25.568260840911098, 28.991144156566317, 32.68408069090375, 36.65174474170465),
+    *(40.90396065611201, 45.4664008671033, 50.37147343433591, 55.6804490772103),
+    *(61.470816952306556, 67.8622707390618, 75.00516023410414, 83.11898235973767),
+    *(92.50044360202462, 103.57086856690864, 116.9492274587385, 118.16074567836519),
+    *(119.18497548708795, 120.04810876261652, 120.77352815196981, 121.38182790207875),
+    *(121.89094985353891, 122.31638758099915, 122.6714244963338, 122.9673822552567),
+    *(123.21386397019609, 123.41898278254268, 123.58957065488238, 123.73136519024158),
+    *(123.84917421274221, 123.94701903496814, 124.02825801299717, 124.09569231686116),
+]
+LONGROPE_64 = [
+    *(1.0004360675811768, 1.0668443441390991, 1.1631425619125366, 1.3025742769241333),
+    *(1.5040205717086792, 1.7941505908966064, 2.2101221084594727, 2.802666664123535),
+    *(3.6389970779418945, 4.804192543029785, 6.39855432510376, 8.527148246765137),
+    *(11.277542114257812, 14.684998512268066, 18.69317054748535, 23.13019371032715),
+    *(27.72362518310547, 32.1606559753418, 36.168827056884766, 39.57627868652344),
+    *(42.32667541503906, 44.45526885986328, 46.04962921142578, 47.21482849121094),
+    *(48.05115509033203, 48.64370346069336, 49.05967712402344, 49.34980392456055),
+    *(49.551246643066406, 49.69068145751953, 49.78697967529297, 49.85338592529297),
+]
+
+
+def longrope(factors: list[float], original: int) -> Config:
+    return {
+        "rope_type": "longrope",
+        "long_factor": factors,
+        "short_factor": factors,
+        "original_max_position_embeddings": original,
+    }
+
+
+def minicpm(**keys: Any) -> Config:
+    return {
+        "architectures": ["MiniCPMForCausalLM"],
+        "model_type": "minicpm",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": 1,
+        "eos_token_id": [2, 73440],
+        "pad_token_id": 2,
+        "hidden_act": "silu",
+        "initializer_range": 0.1,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6,
+        "rope_scaling": None,
+        "rope_theta": 10000.0,
+        "scale_emb": 12,
+        "scale_depth": 1.4,
+        "dim_model_base": 256,
+        "tie_word_embeddings": False,
+        "use_cache": True,
+        "vocab_size": 73448,
+        **keys,
+    }
+
+
+def llama(**keys: Any) -> Config:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "hidden_act": "silu",
+        "initializer_range": 0.02,
+        "mlp_bias": False,
+        "pretraining_tp": 1,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        "use_cache": True,
+        **keys,
+    }
+
+
+def qwen(version: int, **keys: Any) -> Config:
+    config = {
+        "architectures": [f"Qwen{version}ForCausalLM"],
+        "model_type": f"qwen{version}",
+        "attention_dropout": 0.0,
+        "hidden_act": "silu",
+        "initializer_range": 0.02,
+        "max_window_layers": keys["num_hidden_layers"],
+        "rms_norm_eps": 1e-6,
+        "rope_scaling": None,
+        "rope_theta": 1000000.0,
+        "tie_word_embeddings": False,
+        "use_cache": True,
+        "use_sliding_window": False,
+    }
+    if version == 3:
+        config |= {"attention_bias": False, "sliding_window": None}
+    return config | keys
+
+
+def generation(bos: int, eos: list[int], pad: int | None = None, **keys: Any) -> Config:
+    config: Config = {"bos_token_id": bos, "eos_token_id": eos}
+    if pad is not None:
+        config["pad_token_id"] = pad
+    return config | keys
+
+
+TINY = {
+    "vocab_size": 4096,
+    "hidden_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 512,
+    "max_position_embeddings": 2048,
+    "bos_token_id": 1,
+    "eos_token_id": [2, 4],
+    "pad_token_id": 0,
+}
+TINY_GENERATION = generation(1, [2, 4], pad=0)
+
+PRESETS: dict[str, Preset] = {
+    "minicpm4-8b": Preset(
+        minicpm(
+            hidden_size=4096,
+            num_hidden_layers=32,
+            num_attention_heads=32,
+            num_key_value_heads=2,
+            intermediate_size=16384,
+            rope_scaling=longrope(LONGROPE_128, 32768),
+        ),
+        generation(1, [2, 73440], pad=2, do_sample=True, temperature=0.8, top_p=0.8),
+    ),
+    "minicpm4-0.5b": Preset(
+        minicpm(
+            hidden_size=1024,
+            num_hidden_layers=24,
+            num_attention_heads=16,
+            num_key_value_heads=2,
+            intermediate_size=4096,
+            rms_norm_eps=1e-5,
+            rope_scaling=longrope(LONGROPE_64, 32768),
+            tie_word_embeddings=True,
+        ),
+        generation(1, [2, 73440], pad=2, do_sample=True, temperature=0.8, top_p=0.8),
+    ),
+    "llama3.1-8b": Preset(
+        llama(
+            bos_token_id=128000,
+            eos_token_id=[128001, 128008, 128009],
+            hidden_size=4096,
+            num_hidden_layers=32,
+            num_attention_heads=32,
+            num_key_value_heads=8,
+            head_dim=128,
+            intermediate_size=14336,
+            max_position_embeddings=131072,
+            rope_scaling={
+                "factor": 8.0,
+                "high_freq_factor": 4.0,
+                "low_freq_factor": 1.0,
+                "original_max_position_embeddings": 8192,
+                "rope_type": "llama3",
+            },
+            rope_theta=500000.0,
+            vocab_size=128256,
+        ),
+        generation(128000, [128001, 128008, 128009], do_sample=True, temperature=0.6, top_p=0.9),
+    ),
+    "qwen3-8b": Preset(
+        qwen(
+            3,
+            bos_token_id=151643,
+            eos_token_id=151645,
+            hidden_size=4096,
+            num_hidden_layers=36,
+            num_attention_heads=32,
+            num_key_value_heads=8,
+            head_dim=128,
+            intermediate_size=12288,
+            max_position_embeddings=40960,
+            vocab_size=151936,
+        ),
+        generation(
+            151643,
+            [151645, 151643],
+            pad=151643,
+            do_sample=True,
+            temperature=0.6,
+            top_k=20,
+            top_p=0.95,
+        ),
+    ),
+    "qwen2.5-7b": Preset(
+        qwen(
+            2,
+            bos_token_id=151643,
+            eos_token_id=151645,
+            hidden_size=3584,
+            num_hidden_layers=28,
+            num_attention_heads=28,
+            num_key_value_heads=4,
+            intermediate_size=18944,
+            max_position_embeddings=32768,
+            sliding_window=131072,
+            vocab_size=152064,
+        ),
+        generation(
+            151643,
+            [151645, 151643],
+            pad=151643,
+            do_sample=True,
+            repetition_penalty=1.05,
+            temperature=0.7,
+            top_k=20,
+            top_p=0.8,
+        ),
+    ),
+    "tiny-llama": Preset(
+        llama(
+            **TINY,
+            head_dim=64,
+            rope_scaling={
+                "factor": 8.0,
+                "high_freq_factor": 4.0,
+                "low_freq_factor": 1.0,
+                "original_max_position_embeddings": 256,
+                "rope_type": "llama3",
+            },
+            rope_theta=10000.0,
+        ),
+        TINY_GENERATION,
+    ),
+    "tiny-qwen2": Preset(qwen(2, **TINY), TINY_GENERATION),
+    # Heads wider than H / Hq, and tied embeddings.
+    "tiny-qwen3": Preset(qwen(3, **TINY, head_dim=128, tie_word_embeddings=True), TINY_GENERATION),
+    "tiny-minicpm": Preset(minicpm(**TINY, dim_model_base=64), TINY_GENERATION),
+}
+
+
+# ---- writing
+
+
+def tensor_seed(seed: int, name: str) -> int:
+    return int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:7], "little")
+
+
+def shard(
+    specs: Iterable[TensorSpec], dtype: str, limit: int
+) -> list[list[tuple[TensorSpec, str, int]]]:
+    """Fill files of at most `limit` bytes in order; each entry is (spec, dtype, bytes)."""
+    shards: list[list[tuple[TensorSpec, str, int]]] = [[]]
+    used = 0
+    for spec in specs:
+        kind = spec.dtype or dtype
+        size = spec.count * ITEM_SIZE[kind]
+        if shards[-1] and used + size > limit:
+            shards.append([])
+            used = 0
+        shards[-1].append((spec, kind, size))
+        used += size
+    return shards
+
+
+def safetensors_header(entries: list[tuple[TensorSpec, str, int]]) -> bytes:
+    """Length and JSON, padded with spaces so that tensor data begins at a multiple of 64."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for spec, kind, size in entries:
+        data_offsets = [offset, offset + size]
+        header[spec.name] = {"dtype": kind, "shape": spec.shape, "data_offsets": data_offsets}
+        offset += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + 8) % 64)
+    return len(text).to_bytes(8, "little") + text
+
+
+class Progress:
+    """One line on a terminal, rewritten; otherwise silent until the end."""
+
+    def __init__(self, total: int) -> None:
+        self.total, self.done, self.begin = total, 0, time.perf_counter()
+        self.live = sys.stderr.isatty()
+
+    def add(self, size: int) -> None:
+        self.done += size
+        if self.live:
+            print(f"\r{self.text()}", end="", file=sys.stderr, flush=True)
+
+    def text(self) -> str:
+        elapsed = max(time.perf_counter() - self.begin, 1e-9)
+        return (
+            f"{self.done / 1e9:6.2f} / {self.total / 1e9:.2f} GB  "
+            f"{self.done / 1e9 / elapsed:.2f} GB/s  {elapsed:.0f} s"
+        )
+
+
+def write_weights(
+    specs: Iterable[TensorSpec],
+    directory: Path,
+    dtype: str,
+    seed: int,
+    shard_bytes: int,
+    source: Source,
+) -> Progress:
+    """Write model.safetensors, or shards and their index."""
+    shards = shard(specs, dtype, shard_bytes)
+    total = sum(size for entries in shards for _, _, size in entries)
+    progress = Progress(total)
+    weight_map: dict[str, str] = {}
+    for index, entries in enumerate(shards, start=1):
+        name = "model.safetensors"
+        if len(shards) > 1:
+            name = f"model-{index:05d}-of-{len(shards):05d}.safetensors"
+        with open(directory / name, "wb", buffering=0) as file:
+            write_all(file, safetensors_header(entries))
+            for spec, kind, size in entries:
+                written = 0
+                for chunk in spec.fill(source, tensor_seed(seed, spec.name), spec.count, kind):
+                    data = memoryview(chunk).cast("B")
+                    write_all(file, data)
+                    written += len(data)
+                    progress.add(len(data))
+                if written != size:
+                    raise RuntimeError(f"{spec.name}: made {written} bytes, planned {size}")
+                weight_map[spec.name] = name
+    if len(shards) > 1:
+        index_content = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        write_json(directory / "model.safetensors.index.json", index_content)
+    if progress.live:
+        print(file=sys.stderr)
+    return progress
+
+
+def write_all(file: Any, data: bytes | memoryview) -> None:
+    """An unbuffered write may take only a part."""
+    view = memoryview(data)
+    while view:
+        view = view[file.write(view) :]
+
+
+def write_json(path: Path, content: Config) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def copy_tokenizer(source: Path, destination: Path) -> None:
+    if not (source / "tokenizer.json").is_file() and not (source / "tokenizer.model").is_file():
+        raise SystemExit(f"{source} holds neither tokenizer.json nor tokenizer.model")
+    for name in TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, destination / name)
+
+
+def check_destination(out: Path, force: bool) -> None:
+    if out.exists() and not out.is_dir():
+        raise SystemExit(f"{out} exists and is not a folder")
+    if not out.exists() or not any(out.iterdir()):
+        return
+    if not force:
+        raise SystemExit(f"{out} exists and is not empty: choose another --out or pass --force")
+    if not (out / "config.json").is_file():
+        raise SystemExit(f"{out} holds no config.json, so it is not replaced even with --force")
+
+
+def write_checkpoint(
+    preset: Preset,
+    out: Path,
+    *,
+    dtype: str = "bfloat16",
+    seed: int = 0,
+    shard_bytes: int = 5_000_000_000,
+    overrides: Config | None = None,
+    tokenizer: Path | None = None,
+    device: str = "auto",
+    force: bool = False,
+) -> Progress:
+    """Write the whole directory beside its place, then move it there."""
+    out = out.absolute()
+    check_destination(out, force)
+    config = {**preset.config, **(overrides or {}), "torch_dtype": dtype}
+    if tokenizer is None and config["vocab_size"] >= 4096 and DEFAULT_TOKENIZER.is_dir():
+        tokenizer = DEFAULT_TOKENIZER
+    source = make_source(device)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    try:
+        os.chmod(temporary, 0o755)
+        write_json(temporary / "config.json", config)
+        write_json(temporary / "generation_config.json", preset.generation)
+        for name, content in preset.files.items():
+            (temporary / name).write_bytes(content)
+        if tokenizer is not None:
+            copy_tokenizer(tokenizer, temporary)
+        specs = preset.tensors(config)
+        progress = write_weights(specs, temporary, DTYPES[dtype], seed, shard_bytes, source)
+        if out.exists():
+            shutil.rmtree(out)
+        os.rename(temporary, out)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return progress
+
+
+# ---- command line
+
+
+def parse_override(text: str) -> tuple[str, Any]:
+    """KEY=VALUE, the value as JSON or else as a plain string."""
+    key, separator, value = text.partition("=")
+    if not separator or not key:
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form KEY=VALUE")
+    try:
+        return key, json.loads(value)
+    except json.JSONDecodeError:
+        return key, value
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--preset", required=True, help=f"one of {', '.join(PRESETS)}")
+    parser.add_argument("--out", type=Path, required=True, help="folder to write")
+    parser.add_argument("--dtype", choices=list(DTYPES), default="bfloat16")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--shard-size-gb", type=float, default=5.0)
+    parser.add_argument("--num-hidden-layers", type=int, help="fewer or more layers than the model")
+    parser.add_argument(
+        "--set",
+        type=parse_override,
+        action="append",
+        default=[],
+        metavar="KEY=JSON",
+        help="another value for any key of config.json; shapes follow it",
+    )
+    parser.add_argument("--tokenizer", type=Path, help="copy tokenizer files from this folder")
+    parser.add_argument("--device", default="auto", help="auto, cpu (numpy), cuda, cuda:1 …")
+    parser.add_argument("--force", action="store_true", help="replace an existing checkpoint")
+    args = parser.parse_args(argv)
+
+    if args.preset not in PRESETS:
+        raise SystemExit(f"unknown preset {args.preset!r}; known: {', '.join(PRESETS)}")
+    overrides = dict(args.set)
+    if args.num_hidden_layers is not None:
+        if args.num_hidden_layers < 1:
+            raise SystemExit(
+                f"--num-hidden-layers must be at least 1, not {args.num_hidden_layers}"
+            )
+        overrides["num_hidden_layers"] = args.num_hidden_layers
+    progress = write_checkpoint(
+        PRESETS[args.preset],
+        args.out,
+        dtype=args.dtype,
+        seed=args.seed,
+        shard_bytes=int(args.shard_size_gb * 1e9),
+        overrides=overrides,
+        tokenizer=args.tokenizer,
+        device=args.device,
+        force=args.force,
+    )
+    print(f"{args.out}: {args.preset}, {args.dtype}, seed {args.seed}, {progress.text().strip()}")
+
+
+if __name__ == "__main__":
+    main()

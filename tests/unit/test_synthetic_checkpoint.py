@@ -1,0 +1,192 @@
+"""The synthetic checkpoint writer: shapes, determinism, format, refusals."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "scripts" / "synthetic_checkpoint.py"
+TINY = ["tiny-llama", "tiny-qwen2", "tiny-qwen3", "tiny-minicpm"]
+
+
+def load_script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("synthetic_checkpoint", SCRIPT)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+synthetic = load_script()
+
+
+def write(preset: str, out: Path, *flags: str) -> Path:
+    synthetic.main(["--preset", preset, "--out", str(out), "--device", "cpu", *flags])
+    return out
+
+
+def read_tensors(path: Path) -> dict[str, tuple[str, list[int], np.ndarray]]:
+    """name -> (dtype, shape, fp32 values), parsed by hand."""
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    assert (8 + length) % 64 == 0
+    body = data[8 + length :]
+    tensors = {}
+    end = 0
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        begin, stop = entry["data_offsets"]
+        assert begin == end, "tensors lie back to back"
+        end = stop
+        raw = body[begin:stop]
+        if entry["dtype"] == "BF16":
+            values = (np.frombuffer(raw, np.uint16).astype(np.uint32) << 16).view(np.float32)
+        else:
+            kind = {"F16": np.float16, "F32": np.float32}[entry["dtype"]]
+            values = np.frombuffer(raw, kind).astype(np.float32)
+        tensors[name] = (entry["dtype"], entry["shape"], values)
+    assert end == len(body)
+    return tensors
+
+
+@pytest.mark.parametrize("preset", TINY)
+def test_shapes_match_config_and_values_are_sane(preset: str, tmp_path: Path) -> None:
+    out = write(preset, tmp_path / "model")
+    config = json.loads((out / "config.json").read_text())
+    tensors = read_tensors(out / "model.safetensors")
+    hidden, head_dim = config["hidden_size"], config.get("head_dim") or 64
+    q, kv = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
+    expected = {
+        "model.embed_tokens.weight": [config["vocab_size"], hidden],
+        "model.norm.weight": [hidden],
+        "model.layers.1.self_attn.q_proj.weight": [q, hidden],
+        "model.layers.1.self_attn.k_proj.weight": [kv, hidden],
+        "model.layers.1.self_attn.v_proj.weight": [kv, hidden],
+        "model.layers.1.self_attn.o_proj.weight": [hidden, q],
+        "model.layers.1.mlp.gate_proj.weight": [config["intermediate_size"], hidden],
+        "model.layers.1.mlp.down_proj.weight": [hidden, config["intermediate_size"]],
+    }
+    for name, shape in expected.items():
+        assert tensors[name][1] == shape, name
+    assert ("lm_head.weight" in tensors) == (not config["tie_word_embeddings"])
+    has_bias = "model.layers.0.self_attn.q_proj.bias" in tensors
+    assert has_bias == (config["model_type"] == "qwen2")
+    has_qk_norm = "model.layers.0.self_attn.q_norm.weight" in tensors
+    assert has_qk_norm == (config["model_type"] == "qwen3")
+    for name, (dtype, _, values) in tensors.items():
+        assert dtype == "BF16"
+        assert np.isfinite(values).all(), name
+        assert values.std() > 0, name
+        if name.endswith("norm.weight"):
+            assert abs(values.mean() - 1) < 0.05, name
+
+
+def test_safetensors_reads_it(tmp_path: Path) -> None:
+    safetensors_numpy = pytest.importorskip("safetensors.numpy")
+    out = write("tiny-minicpm", tmp_path / "model", "--dtype", "float16")
+    ours = read_tensors(out / "model.safetensors")
+    theirs = safetensors_numpy.load_file(out / "model.safetensors")
+    assert set(ours) == set(theirs)
+    for name, (_, _, values) in ours.items():
+        np.testing.assert_array_equal(values, theirs[name].astype(np.float32).ravel())
+
+
+def test_same_seed_same_file(tmp_path: Path) -> None:
+    first = write("tiny-llama", tmp_path / "a", "--seed", "3") / "model.safetensors"
+    second = write("tiny-llama", tmp_path / "b", "--seed", "3") / "model.safetensors"
+    other = write("tiny-llama", tmp_path / "c", "--seed", "4") / "model.safetensors"
+    assert first.read_bytes() == second.read_bytes()
+    assert first.read_bytes() != other.read_bytes()
+
+
+def test_fewer_layers_keep_the_first_ones(tmp_path: Path) -> None:
+    # Branch scales depend on the depth except for MiniCPM, which scales in its forward pass.
+    two = read_tensors(write("tiny-minicpm", tmp_path / "two") / "model.safetensors")
+    out = write("tiny-minicpm", tmp_path / "one", "--num-hidden-layers", "1")
+    one = read_tensors(out / "model.safetensors")
+    assert set(one) < set(two)
+    for name, (_, _, values) in one.items():
+        np.testing.assert_array_equal(values, two[name][2])
+
+
+def test_shards_and_index(tmp_path: Path) -> None:
+    whole = read_tensors(write("tiny-qwen3", tmp_path / "whole") / "model.safetensors")
+    out = write("tiny-qwen3", tmp_path / "parts", "--shard-size-gb", "0.002")
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    files = sorted(path.name for path in out.glob("*.safetensors"))
+    assert len(files) > 1 and set(index["weight_map"].values()) == set(files)
+    parts = {name: t for file in files for name, t in read_tensors(out / file).items()}
+    assert set(parts) == set(whole) == set(index["weight_map"])
+    for name, (_, _, values) in whole.items():
+        np.testing.assert_array_equal(values, parts[name][2])
+    assert index["metadata"]["total_size"] == sum(t[2].size * 2 for t in whole.values())
+
+
+def test_bfloat16_rounds_to_nearest_even() -> None:
+    values = np.array([1.0, 1.00390625, 1.01171875, -1.005], np.float32)
+    bits = synthetic.round_to_bfloat16(values).astype(np.uint32) << 16
+    np.testing.assert_array_equal(bits.view(np.float32), [1.0, 1.0, 1.015625, -1.0078125])
+
+
+def test_refuses_to_overwrite(tmp_path: Path) -> None:
+    out = write("tiny-llama", tmp_path / "model")
+    before = (out / "model.safetensors").read_bytes()
+    with pytest.raises(SystemExit, match="not empty"):
+        write("tiny-llama", out, "--seed", "1")
+    assert (out / "model.safetensors").read_bytes() == before
+    write("tiny-llama", out, "--seed", "1", "--force")
+    assert (out / "model.safetensors").read_bytes() != before
+
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "cat.jpg").write_bytes(b"cat")
+    with pytest.raises(SystemExit, match=r"no config\.json"):
+        write("tiny-llama", tmp_path / "photos", "--force")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["model", "photos"]
+
+
+def test_bad_preset_lists_the_known_ones(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"unknown preset 'gpt-2'.*minicpm4-8b.*tiny-llama"):
+        write("gpt-2", tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+
+
+def test_tokenizer_is_copied_by_default(tmp_path: Path) -> None:
+    out = write("tiny-llama", tmp_path / "model")
+    shipped = ROOT / "cpmcu" / "assets" / "tiny-python-minicpm" / "tokenizer.json"
+    assert (out / "tokenizer.json").read_bytes() == shipped.read_bytes()
+    out = write("tiny-llama", tmp_path / "small", "--set", "vocab_size=512")
+    assert not (out / "tokenizer.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("preset", "billions"),
+    [
+        ("minicpm4-8b", 8.19),
+        ("minicpm4-0.5b", 0.434),
+        ("llama3.1-8b", 8.03),
+        ("qwen3-8b", 8.19),
+        ("qwen2.5-7b", 7.62),
+    ],
+)
+def test_parameter_counts_of_real_models(preset: str, billions: float) -> None:
+    row = synthetic.PRESETS[preset]
+    count = sum(spec.count for spec in row.tensors(row.config))
+    assert count / 1e9 == pytest.approx(billions, rel=0.005)
+
+
+def test_longrope_has_half_a_head_of_factors() -> None:
+    for preset, count in (("minicpm4-8b", 64), ("minicpm4-0.5b", 32)):
+        config = synthetic.PRESETS[preset].config
+        scaling = config["rope_scaling"]
+        assert config["hidden_size"] // config["num_attention_heads"] == 2 * count
+        assert len(scaling["long_factor"]) == len(scaling["short_factor"]) == count
