@@ -33,9 +33,10 @@ uint64_t visible_cells(int first, int length, uint64_t mask) {
 template <typename T>
 class Softmax {
  public:
-  Softmax(const float* q, float scale, int head_dim, float* sum)
-      : q_(q), scale_(scale), head_dim_(head_dim), sum_(sum) {
-    std::fill(sum, sum + head_dim, 0.f);
+  // `buffer` holds 2 D floats.
+  Softmax(const float* q, float scale, int head_dim, float* buffer)
+      : q_(q), scale_(scale), head_dim_(head_dim), sum_(buffer), page_sum_(buffer + head_dim) {
+    std::fill(sum_, sum_ + head_dim, 0.f);
   }
 
   void add_page(const T* k, const T* v, uint64_t visible) {
@@ -48,18 +49,21 @@ class Softmax {
       score *= scale_;
       maximum = std::max(maximum, score);
     }
-    const float shrink = std::exp(maximum_ - maximum);
-    maximum_ = maximum;
-    total_ *= shrink;
-    for (int i = 0; i < head_dim_; ++i) sum_[i] *= shrink;
+    // Sums of a page are added to the rest at once, which rounds less over long sequences.
+    float page_total = 0;
+    std::fill(page_sum_, page_sum_ + head_dim_, 0.f);
     // Hidden cells are skipped, not weighted with 0: their values may be infinite.
     for (uint64_t rest = visible; rest != 0;) {
       const int begin = std::countr_zero(rest);
       const int end = begin + std::countr_one(rest >> begin);
-      for (int i = begin; i < end; ++i) total_ += p[i] = std::exp(p[i] - maximum);
-      add_scaled_rows(p + begin, v + int64_t{begin} * head_dim_, end - begin, head_dim_, sum_);
+      for (int i = begin; i < end; ++i) page_total += p[i] = std::exp(p[i] - maximum);
+      add_scaled_rows(p + begin, v + int64_t{begin} * head_dim_, end - begin, head_dim_, page_sum_);
       rest &= ~low_bits(end);
     }
+    const float shrink = std::exp(maximum_ - maximum);
+    maximum_ = maximum;
+    total_ = total_ * shrink + page_total;
+    for (int i = 0; i < head_dim_; ++i) sum_[i] = sum_[i] * shrink + page_sum_[i];
   }
 
   void write(T* out) const {
@@ -70,7 +74,8 @@ class Softmax {
   const float* q_;
   float scale_;
   int head_dim_;
-  float* sum_;  // [D], relative to maximum_
+  float* sum_;       // [D], relative to maximum_
+  float* page_sum_;  // [D]
   float maximum_ = -kInfinity;
   float total_ = 0;
 };
@@ -108,10 +113,10 @@ void attention(const AttentionParams& p) {
         const uint64_t mask = causal ? 0 : rows.row_masks[row];
         const int end = length + std::bit_width(mask);
 
-        thread_local std::vector<float> q, sum;
+        thread_local std::vector<float> q, buffer;
         const T* q_head = p.qkv.as<T>() + row * p.qkv.size(1) + h * head_dim;
-        sum.resize(head_dim);
-        Softmax<T> softmax(as_floats(q_head, head_dim, q), p.scale, head_dim, sum.data());
+        buffer.resize(2 * head_dim);
+        Softmax<T> softmax(as_floats(q_head, head_dim, q), p.scale, head_dim, buffer.data());
         for (int first = 0; first < end; first += kPageSize) {
           const int64_t offset = kv_offset(rows.page_table, rows.max_pages, slot, first, h / group,
                                            p.num_kv_heads, head_dim);

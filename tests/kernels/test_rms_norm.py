@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.kernels.util import (
+    check,
+    context,
+    empty,
+    get,
+    on_devices,
+    on_devices_and_dtypes,
+    ops,
+    put,
+    rounded,
+    sizes,
+)
+from tests.reference import ops as reference
+
+
+@on_devices_and_dtypes
+@pytest.mark.parametrize("eps", [1e-6, 1e-2])
+@pytest.mark.parametrize(
+    ("num_rows", "width"), sizes((1, 8), (3, 136), (5, 1000), (64, 4096), (131, 1536), (2, 16384))
+)
+def test_rms_norm(device: str, dtype: str, num_rows: int, width: int, eps: float) -> None:
+    rng = np.random.default_rng(width)
+    x = rounded(rng.standard_normal((num_rows, width)) * 3, dtype)
+    x[0] *= 0.0625  # where eps counts
+    weight = rounded(rng.standard_normal(width), dtype)
+
+    def run(device: str) -> np.ndarray:
+        out = empty(device, [num_rows, width], dtype)
+        ops.rms_norm(
+            context(device), out, put(device, x, dtype), put(device, weight, dtype), eps=eps
+        )
+        return get(out)
+
+    check(run, device, reference.rms_norm(x, weight, eps), "exact_inputs", dtype)
+
+
+@on_devices_and_dtypes
+def test_a_row_of_zeros_stays_zero(device: str, dtype: str) -> None:
+    out = empty(device, [1, 64], dtype)
+    zeros, weight = put(device, np.zeros((1, 64)), dtype), put(device, np.ones(64), dtype)
+    ops.rms_norm(context(device), out, zeros, weight, eps=1e-5)
+    assert not get(out).any()
+
+
+@on_devices
+def test_a_row_does_not_depend_on_the_others(device: str) -> None:
+    x = np.random.default_rng(1).standard_normal((37, 2304))
+    weight = put(device, np.ones(2304), "bfloat16")
+    together = empty(device, [37, 2304], "bfloat16")
+    ops.rms_norm(context(device), together, put(device, x, "bfloat16"), weight)
+    for row in (0, 17, 36):
+        alone = empty(device, [1, 2304], "bfloat16")
+        ops.rms_norm(context(device), alone, put(device, x[row : row + 1], "bfloat16"), weight)
+        assert np.array_equal(alone.numpy()[0], together.numpy()[row])
+
+
+@on_devices
+def test_dtypes_must_agree(device: str) -> None:
+    x, weight = put(device, np.ones((1, 8)), "float16"), put(device, np.ones(8), "bfloat16")
+    with pytest.raises(ValueError, match="bfloat16"):
+        ops.rms_norm(context(device), empty(device, [1, 8], "float16"), x, weight)

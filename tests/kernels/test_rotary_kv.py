@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.kernels.util import (
+    Step,
+    context,
+    get,
+    on_devices,
+    on_devices_and_dtypes,
+    ops,
+    put,
+    random_tree,
+    rounded,
+    sizes,
+)
+from tests.reference import ops as reference
+from tests.tolerances import KERNELS, assert_close
+
+HEADS = sizes((1, 1, 64), (4, 2, 128), (7, 1, 64), (16, 2, 128), (2, 2, 256), (3, 1, 80))
+
+
+def inv_freq_of(head_dim: int, theta: float = 1e4) -> np.ndarray:
+    return (theta ** (-np.arange(0, head_dim, 2) / head_dim)).astype(np.float32)
+
+
+def check_step(
+    device: str, dtype: str, step: Step, heads: tuple[int, int, int], *,
+    bias: bool = False, norm: bool = False, scaling: float = 1.0, eps: float = 1e-6,
+) -> None:  # fmt: skip
+    num_heads, num_kv, dim = heads
+    columns = (num_heads + 2 * num_kv) * dim
+    rng = np.random.default_rng(3)
+    inv_freq = inv_freq_of(dim)
+
+    def draw(*shape: int) -> np.ndarray:
+        return rounded(rng.standard_normal(shape), dtype)
+
+    qkv = draw(step.num_rows, columns)
+    biases = draw(columns) if bias else None
+    q_norm, k_norm = (draw(dim), draw(dim)) if norm else (None, None)
+    cache_shape = (step.num_pages, num_kv, 64, dim)
+    k_before, v_before = draw(*cache_shape), draw(*cache_shape)
+
+    heads_in = (qkv if biases is None else qkv + biases).reshape(step.num_rows, -1, dim)
+    q, k, v = np.split(heads_in, [num_heads, num_heads + num_kv], axis=1)
+    if q_norm is not None and k_norm is not None:
+        q, k = reference.rms_norm(q, q_norm, eps), reference.rms_norm(k, k_norm, eps)
+    new_qkv, new_k, new_v = qkv.copy(), k_before.copy(), v_before.copy()
+    for row in range(step.num_rows):
+        position = int(step.positions[row])
+        rotated = reference.rope(q[row], position, inv_freq, scaling)
+        new_qkv[row, : num_heads * dim] = rotated.reshape(-1)
+        page, cell = step.where(step.row_seqs[row], step.row_cells[row])
+        new_k[page, :, cell] = reference.rope(k[row], position, inv_freq, scaling)
+        new_v[page, :, cell] = v[row]
+
+    def run(device: str) -> list[np.ndarray]:
+        def optional(values: np.ndarray | None) -> Any:
+            return None if values is None else put(device, values, dtype)
+
+        arrays = [put(device, a, dtype) for a in (qkv, k_before, v_before)]
+        ops.rotary_kv(
+            context(device), qkv=arrays[0], k_cache=arrays[1], v_cache=arrays[2],
+            bias=optional(biases), q_norm=optional(q_norm), k_norm=optional(k_norm), norm_eps=eps,
+            inv_freq=put(device, inv_freq), attention_scaling=scaling, num_heads=num_heads,
+            num_kv_heads=num_kv, head_dim=dim, rows=step.rows(device),
+        )  # fmt: skip
+        return [get(array) for array in arrays]
+
+    results = run(device)
+    tolerance = KERNELS["exact_inputs"][dtype]
+    q_columns = num_heads * dim
+    assert_close(results[0][:, :q_columns], new_qkv[:, :q_columns], tolerance)
+    for result, new, before in zip(results[1:], (new_k, new_v), (k_before, v_before)):
+        assert_close(result, new, tolerance)
+        assert np.array_equal(result[new == before], new[new == before]), "another cell changed"
+    if device == "cuda":
+        for result, oracle in zip(results[1:], run("cpu")[1:]):
+            assert_close(result, oracle, tolerance)
+
+
+@on_devices_and_dtypes
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize(("bias", "norm"), [(False, False), (True, False), (False, True)])
+def test_heads(device: str, dtype: str, heads: Any, bias: bool, norm: bool) -> None:
+    if device == "cuda" and heads[2] == 80:
+        pytest.skip("head_dim 80 is for the CPU only")
+    step = Step(lengths=[0, 63, 64, 130], counts=[3, 2, 1, 5])
+    check_step(device, dtype, step, heads, bias=bias, norm=norm)
+
+
+@on_devices_and_dtypes
+def test_all_together(device: str, dtype: str) -> None:
+    step = Step(lengths=[5, 1], counts=[1, 64])
+    check_step(device, dtype, step, (4, 2, 64), bias=True, norm=True, scaling=1.19, eps=1e-5)
+
+
+@on_devices_and_dtypes
+def test_tree_positions_differ_from_cells(device: str, dtype: str) -> None:
+    rng = np.random.default_rng(0)
+    step = Step(lengths=[60, 7], counts=[33, 12])
+    step.masks = [random_tree(rng, 33), random_tree(rng, 12)]
+    depths = np.array([int(mask).bit_count() - 1 for mask in np.concatenate(step.masks)])
+    step.positions = np.array(step.lengths)[step.row_seqs] + depths
+    check_step(device, dtype, step, (4, 2, 128))
+
+
+@on_devices_and_dtypes
+def test_far_positions(device: str, dtype: str) -> None:
+    step = Step(lengths=[10, 20], counts=[2, 1])
+    step.positions = np.array([131070, 131071, 32767])
+    check_step(device, dtype, step, (2, 1, 128))
+
+
+@on_devices_and_dtypes
+def test_prefill_chunk(device: str, dtype: str) -> None:
+    check_step(device, dtype, Step(lengths=[100, 0], counts=[257, 31]), (4, 2, 64))
+
+
+@on_devices
+def test_qkv_must_have_all_heads(device: str) -> None:
+    step = Step(lengths=[0], counts=[1])
+    cache = put(device, np.zeros((step.num_pages, 1, 64, 64)), "float16")
+    with pytest.raises(ValueError, match="128"):
+        ops.rotary_kv(
+            context(device), qkv=put(device, np.zeros((1, 128)), "float16"), k_cache=cache,
+            v_cache=cache, inv_freq=put(device, inv_freq_of(64)), num_heads=1, num_kv_heads=1,
+            head_dim=64, rows=step.rows(device),
+        )  # fmt: skip

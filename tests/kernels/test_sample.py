@@ -1,0 +1,352 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.kernels.util import (
+    SMALL,
+    context,
+    empty,
+    empty_structs,
+    get_structs,
+    on_devices,
+    ops,
+    put,
+    put_ints,
+    put_raw,
+    sizes,
+)
+from tests.reference import ops as reference
+
+DEFAULTS = {"top_p": 1, "repetition_penalty": 1, "num_logprobs": -1}
+
+
+def slots_of(*fields: dict[str, Any]) -> np.ndarray:
+    """One element of slot_sampling_dtype for each slot; greedy unless told otherwise."""
+    slots = np.zeros(len(fields), ops.slot_sampling_dtype)
+    for slot, values in zip(slots, fields):
+        for name, value in {**DEFAULTS, **values}.items():
+            slot[name] = value
+    return slots
+
+
+def sample(
+    device: str,
+    logits: np.ndarray,
+    slots: np.ndarray,
+    row_slots: Sequence[int] | np.ndarray | None = None,
+    positions: Sequence[int] | np.ndarray | None = None,
+    counts: np.ndarray | None = None,
+    bias: np.ndarray | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens and logprobs of the rows; without row_slots, all rows are slot 0's."""
+    num_rows = len(logits)
+    tokens = empty(device, [num_rows], "int32")
+    logprobs = empty_structs(device, [num_rows], ops.token_logprobs_dtype)
+    ops.sample(
+        context(device), logits=put(device, logits), tokens=tokens, logprobs=logprobs,
+        row_slots=put_ints(device, np.zeros(num_rows) if row_slots is None else row_slots),
+        row_positions=put_ints(device, np.arange(num_rows) if positions is None else positions),
+        sampling=put_raw(device, slots),
+        counts=None if counts is None else put_ints(device, counts),
+        bias=None if bias is None else put(device, bias),
+    )  # fmt: skip
+    return tokens.numpy(), get_structs(logprobs, ops.token_logprobs_dtype)
+
+
+def random_logits(num_rows: int, vocab_size: int, seed: int = 0, scale: float = 3) -> np.ndarray:
+    logits = np.random.default_rng(seed).standard_normal((num_rows, vocab_size)) * scale
+    return logits.astype(np.float32).astype(np.float64)
+
+
+VOCABS = sizes(1, 2, 7, 33, 4096, 73448, 151936, small=5)
+
+
+# ---- greedy
+
+
+@on_devices
+@pytest.mark.parametrize("vocab_size", VOCABS)
+def test_greedy(device: str, vocab_size: int) -> None:
+    logits = random_logits(5, vocab_size)
+    tokens, _ = sample(device, logits, slots_of({}))
+    assert tokens.tolist() == logits.argmax(1).tolist()
+
+
+@on_devices
+@pytest.mark.parametrize("vocab_size", sizes(7, 4096, 73448, small=2))
+def test_greedy_ties_go_to_the_lower_id(device: str, vocab_size: int) -> None:
+    logits = random_logits(4, vocab_size)
+    expected = []
+    for row, z in enumerate(logits):
+        tied = np.random.default_rng(row).integers(vocab_size, size=5)
+        z[tied] = 100
+        expected.append(tied.min())
+    logits[3], expected[3] = 0.25, 0
+    tokens, _ = sample(device, logits, slots_of({}))
+    assert tokens.tolist() == expected
+
+
+@on_devices
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_nan_counts_as_minus_infinity(device: str, temperature: float) -> None:
+    logits = random_logits(6, 100)
+    logits[0, :99] = np.nan
+    logits[1] = np.nan
+    logits[2] = -np.inf
+    logits[3, ::2] = np.nan
+    logits[4, 1:] = -np.inf
+    logits[5, 50] = np.nan
+    tokens, _ = sample(device, logits, slots_of({"temperature": temperature}))
+    assert tokens[0] == 99 and tokens[1] == 0 and tokens[2] == 0 and tokens[4] == 0
+    assert tokens[3] % 2 == 1 and 0 <= tokens[5] < 100 and tokens[5] != 50
+    if temperature == 0:
+        assert tokens[3] == np.nanargmax(logits[3]) and tokens[5] == np.nanargmax(logits[5])
+
+
+@on_devices
+def test_plus_infinity_is_drawn(device: str) -> None:
+    logits = random_logits(3, 100)
+    logits[:, 42] = np.inf
+    for fields in ({}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.5, "top_k": 7}):
+        tokens, _ = sample(device, logits, slots_of(fields))
+        assert tokens.tolist() == [42] * 3
+
+
+# ---- the draw
+
+FILTERS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.6},
+    {"temperature": 1.7},
+    {"top_k": 1},
+    {"top_k": 5},
+    {"top_k": 1000},
+    {"top_p": 0.5},
+    {"top_p": 0.9},
+    {"top_p": 0.0},
+    {"min_p": 0.1},
+    {"min_p": 1.0},
+    {"top_k": 6, "top_p": 0.8, "temperature": 1.3},
+    {"top_k": 20, "top_p": 0.95, "min_p": 0.02, "temperature": 0.7},
+]
+
+
+def with_defaults(fields: dict[str, Any]) -> dict[str, Any]:
+    return {"temperature": 1.0, "seed": 0x123456789ABCDEF, "stream": 3, **fields}
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "expected"),
+    [
+        ([0] * 4, [0] * 2, "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+        ([0xFFFFFFFF] * 4, [0xFFFFFFFF] * 2, "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+        (
+            [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344],
+            [0xA4093822, 0x299F31D0],
+            "d16cfe09 94fdcceb 5001e420 24126ea1",
+        ),
+    ],
+)
+def test_reference_philox(counter: list[int], key: list[int], expected: str) -> None:
+    """The known answers that the paper's authors publish."""
+    words = reference.philox(counter, key)
+    assert " ".join(f"{int(word):08x}" for word in words) == expected
+
+
+@on_devices
+@pytest.mark.parametrize("fields", FILTERS, ids=str)
+@pytest.mark.parametrize("vocab_size", VOCABS)
+def test_draws_what_the_reference_draws(
+    device: str, vocab_size: int, fields: dict[str, Any]
+) -> None:
+    num_rows = 3 if vocab_size > 10000 else 40
+    logits = random_logits(num_rows, vocab_size, scale=2)
+    positions = np.arange(num_rows) * 1000 + 5
+    slots = slots_of(with_defaults(fields))
+    tokens, _ = sample(device, logits, slots, positions=positions)
+    for row, token in enumerate(tokens):
+        scores = reference.draw_scores(logits[row], slots[0], int(positions[row]))
+        # Scores this close may change places by float32 rounding.
+        assert scores[token] >= scores.max() - 1e-4, f"row {row}"
+
+
+@on_devices
+@pytest.mark.parametrize("fields", FILTERS, ids=str)
+def test_distribution(device: str, fields: dict[str, Any]) -> None:
+    draws = 300 if SMALL else 20000
+    z = np.array([2.0, 0.5, 0.5, -1.0, 1.9, -3.0, 0.0, 1.0, -0.5, 0.2, 1.5])
+    slots = slots_of(with_defaults(fields))
+    tokens, _ = sample(device, np.tile(z, (draws, 1)), slots)
+    p = reference.distribution(z, slots[0])
+    observed = np.bincount(tokens, minlength=len(z))
+    assert not observed[p == 0].any()
+    expected = p[p > 0] * draws
+    chi_square = float(((observed[p > 0] - expected) ** 2 / expected).sum())
+    freedom = len(expected) - 1
+    # Five standard deviations above the mean.
+    assert chi_square <= freedom + 5 * np.sqrt(2 * freedom), f"{chi_square} for {freedom}"
+
+
+@on_devices
+def test_ties_at_the_thresholds_are_kept(device: str) -> None:
+    z = np.array([1.0, 1.0, 1.0, 0.0, 0.0, -1.0])
+    for fields, allowed in (
+        ({"top_k": 2}, {0, 1, 2}),
+        ({"top_k": 4}, {0, 1, 2, 3, 4}),
+        ({"top_p": 0.1}, {0, 1, 2}),
+        ({"top_p": 0.85}, {0, 1, 2, 3, 4}),
+    ):
+        tokens, _ = sample(device, np.tile(z, (300, 1)), slots_of(with_defaults(fields)))
+        assert set(tokens.tolist()) == allowed, fields
+
+
+@on_devices
+def test_a_tiny_temperature_is_greedy(device: str) -> None:
+    logits = random_logits(20, 1000)
+    tokens, _ = sample(device, logits, slots_of({"temperature": 1e-8, "seed": 1, "top_p": 0.9}))
+    assert tokens.tolist() == logits.argmax(1).tolist()
+
+
+@on_devices
+def test_seed_stream_and_position_change_the_draw(device: str) -> None:
+    logits = np.zeros((8, 5000))
+    base = {"temperature": 1.0, "seed": 1, "stream": 0}
+    others = [{}, {"seed": 2}, {"seed": 1 + (1 << 32)}, {"stream": 1}]
+    slots = slots_of(*({**base, **other} for other in others))
+    row_slots, positions = [0, 1, 2, 3] * 2, [0] * 4 + [1] * 4
+    tokens, _ = sample(device, logits, slots, row_slots, positions)
+    assert len(set(tokens.tolist())) == 8
+
+
+@on_devices
+def test_a_draw_does_not_depend_on_the_batch(device: str) -> None:
+    num_rows = 8 if SMALL else 33
+    logits = random_logits(num_rows, 3001)
+    fields = [with_defaults({**f, "seed": i}) for i, f in enumerate(FILTERS)]
+    slots = slots_of(*fields, {})
+    row_slots = np.arange(num_rows) % len(slots)
+    positions = np.arange(num_rows) * 7
+    together, _ = sample(device, logits, slots, row_slots, positions)
+    order = np.random.default_rng(0).permutation(num_rows)
+    shuffled, _ = sample(device, logits[order], slots, row_slots[order], positions[order])
+    assert shuffled.tolist() == together[order].tolist()
+    for row in range(num_rows):
+        alone, _ = sample(device, logits[row : row + 1], slots, row_slots[[row]], positions[[row]])
+        assert alone[0] == together[row]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("vocab_size", sizes(4096, 151936, small=1))
+def test_cuda_draws_what_the_cpu_draws(vocab_size: int) -> None:
+    slots = slots_of(*(with_defaults(fields) for fields in FILTERS))
+    logits = random_logits(len(slots), vocab_size, seed=9)
+    rows = np.arange(len(slots))
+    tokens = [sample(d, logits, slots, rows, rows)[0].tolist() for d in ("cuda", "cpu")]
+    assert tokens[0] == tokens[1]
+
+
+# ---- penalties and bias
+
+PENALTIES: list[dict[str, Any]] = [
+    {"use_penalties": 1, "repetition_penalty": 1.3},
+    {"use_penalties": 1, "repetition_penalty": 0.7},
+    {"use_penalties": 1, "presence_penalty": 1.5},
+    {"use_penalties": 1, "frequency_penalty": 0.4},
+    {"use_penalties": 1, "frequency_penalty": -0.4, "presence_penalty": -1},
+    {"use_penalties": 1, "repetition_penalty": 1.2, "presence_penalty": 0.3,
+     "frequency_penalty": 0.1, "use_bias": 1},
+    {"use_bias": 1},
+    {"presence_penalty": 5.0, "repetition_penalty": 9.0},  # off: use_penalties is 0
+]  # fmt: skip
+
+
+def penalty_state(num_slots: int, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(1)
+    counts = rng.integers(0, 5, (num_slots, vocab_size)) * (rng.random((1, vocab_size)) < 0.5)
+    counts |= np.where(rng.random(counts.shape) < 0.3, ops.PROMPT_BIT, 0)
+    bias = rng.standard_normal(counts.shape) * (rng.random(counts.shape) < 0.2) * 4
+    return counts, bias.astype(np.float32).astype(np.float64)
+
+
+@on_devices
+@pytest.mark.parametrize("vocab_size", sizes(7, 501, 73448, small=2))
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_penalties_and_bias(device: str, vocab_size: int, temperature: float) -> None:
+    num_slots = len(PENALTIES)
+    slots = slots_of(*({**f, "temperature": temperature, "seed": 5} for f in PENALTIES))
+    counts, bias = penalty_state(num_slots, vocab_size)
+    num_rows = num_slots * (1 if vocab_size > 10000 else 20)
+    logits = random_logits(num_rows, vocab_size, scale=2)
+    row_slots = np.arange(num_rows) % num_slots
+    tokens, _ = sample(device, logits, slots, row_slots, counts=counts, bias=bias)
+    for row, token in enumerate(tokens):
+        slot = row_slots[row]
+        z = reference.adjusted(logits[row], slots[slot], counts[slot], bias[slot])
+        scores = z if temperature == 0 else reference.draw_scores(z, slots[slot], row)
+        assert scores[token] >= scores.max() - 1e-4, f"row {row}: {PENALTIES[slot]}"
+
+
+@on_devices
+def test_a_token_may_be_forbidden_by_bias(device: str) -> None:
+    bias = np.zeros((1, 50))
+    bias[0, 1:] = -np.inf
+    for temperature in (0.0, 1.0):
+        slots = slots_of({"use_bias": 1, "temperature": temperature, "top_p": 0.9})
+        tokens, _ = sample(device, random_logits(10, 50), slots, bias=bias)
+        assert not tokens.any()
+
+
+# ---- logprobs
+
+
+@on_devices
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
+@pytest.mark.parametrize("vocab_size", VOCABS)
+def test_logprobs(device: str, vocab_size: int, temperature: float) -> None:
+    counts, bias = penalty_state(3, vocab_size)
+    fields = {"temperature": temperature, "use_penalties": 1, "use_bias": 1,
+              "presence_penalty": 1.0, "top_p": 0.9}  # fmt: skip
+    slots = slots_of(*({**fields, "num_logprobs": n} for n in (0, 5, 20)))
+    logits = random_logits(6, vocab_size)
+    row_slots = [0, 1, 2] * 2
+    tokens, logprobs = sample(device, logits, slots, row_slots, counts=counts, bias=bias)
+    for row, result in enumerate(logprobs):
+        expected = reference.log_softmax(logits[row])  # of the raw logits
+        assert abs(result["logprob"] - expected[tokens[row]]) < 1e-4
+        count = min(int(slots[row_slots[row]]["num_logprobs"]), vocab_size)
+        order = np.argsort(-logits[row], kind="stable")[:count]
+        assert result["top_ids"][:count].tolist() == order.tolist()
+        assert np.allclose(result["top_logprobs"][:count], expected[order], atol=1e-4)
+
+
+@on_devices
+def test_logprobs_of_ties_come_by_id(device: str) -> None:
+    z = np.array([[0, 3, 1, 3, 1, 1, -np.inf, np.nan, 3, 1.0]])
+    _, logprobs = sample(device, z, slots_of({"num_logprobs": 9}))
+    assert logprobs[0]["top_ids"][:8].tolist() == [1, 3, 8, 2, 4, 5, 9, 0]
+    assert logprobs[0]["top_logprobs"][8] == -np.inf
+
+
+@on_devices
+def test_logprobs_are_left_alone_where_not_asked_for(device: str) -> None:
+    slots = slots_of({"num_logprobs": 1}, {})
+    _, logprobs = sample(device, random_logits(2, 64), slots, row_slots=[1, 0])
+    assert np.isnan(logprobs[0]["logprob"]) and logprobs[0]["top_ids"][0] == -1
+    assert np.isfinite(logprobs[1]["logprob"])
+
+
+# ---- errors
+
+
+@on_devices
+def test_logits_must_be_float32(device: str) -> None:
+    with pytest.raises(ValueError, match="float16"):
+        ops.sample(
+            context(device), logits=empty(device, [1, 8], "float16"),
+            row_slots=put_ints(device, [0]), row_positions=put_ints(device, [0]),
+            sampling=put_raw(device, slots_of({})), tokens=empty(device, [1], "int32"),
+        )  # fmt: skip

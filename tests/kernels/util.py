@@ -1,0 +1,201 @@
+"""What kernel tests share: devices and dtypes, arrays, comparison, and the rows of a step."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from cpmcu import C
+from tests.tolerances import KERNELS, assert_close
+
+ops = C.ops
+Floats = npt.NDArray[np.float64]
+
+# compute-sanitizer slows kernels down a hundredfold.
+SMALL = os.environ.get("CPMCU_SMALL") == "1"
+
+PAGE = 64
+
+GPU = pytest.mark.gpu
+on_devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
+# The CUDA back end has no float32 models.
+on_devices_and_dtypes = pytest.mark.parametrize(
+    ("device", "dtype"),
+    [("cpu", dtype) for dtype in ("float32", "float16", "bfloat16")]
+    + [pytest.param("cuda", dtype, marks=GPU) for dtype in ("float16", "bfloat16")],
+)
+
+
+def sizes(*all_sizes: Any, small: int = 3) -> Sequence[Any]:
+    """All of them, or the first few under a sanitizer."""
+    return all_sizes[:small] if SMALL else all_sizes
+
+
+# ---- arrays
+
+
+@functools.cache
+def context(device: str) -> Any:
+    folders = [Path("/usr/local/cuda/lib64"), *(Path(f, "nvidia/cu13/lib") for f in sys.path)]
+    found = [str(f) for folder in folders for f in sorted(folder.glob("libcublasLt.so*"))]
+    return ops.Context(device, cublas_paths=found)
+
+
+def encode(values: npt.ArrayLike, dtype: str) -> npt.NDArray[Any]:
+    """float64 rounded (to nearest even) to what travels for `dtype`; bfloat16 is uint16."""
+    if dtype != "bfloat16":
+        return np.ascontiguousarray(np.asarray(values, np.float64).astype(dtype))
+    bits = np.ascontiguousarray(np.asarray(values, np.float32)).view(np.uint32)
+    rounded = (bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) >> 16
+    nan = np.isnan(np.asarray(values, np.float32))
+    return np.where(nan, 0x7FFF, rounded).astype(np.uint16)
+
+
+def decode(array: npt.NDArray[Any], dtype: str) -> Floats:
+    if dtype == "bfloat16":
+        array = (array.astype(np.uint32) << 16).view(np.float32)
+    return array.astype(np.float64)
+
+
+def rounded(values: npt.ArrayLike, dtype: str) -> Floats:
+    """The values that `dtype` can hold, as float64."""
+    return decode(encode(values, dtype), dtype)
+
+
+def put(device: str, values: npt.ArrayLike, dtype: str = "float32", pinned: bool = False) -> Any:
+    """Real numbers as an Array."""
+    source = encode(values, dtype)
+    array = ops.Array(context(device), list(source.shape), dtype, pinned)
+    array.copy_from(source)
+    return array
+
+
+def put_raw(device: str, source: npt.NDArray[Any], pinned: bool = False) -> Any:
+    """Integers, or C structs as bytes."""
+    source = np.ascontiguousarray(source)
+    if source.dtype.fields:
+        source = source.view(np.uint8).reshape(*source.shape, source.dtype.itemsize)
+    array = ops.Array(context(device), list(source.shape), source.dtype.name, pinned)
+    array.copy_from(source)
+    return array
+
+
+def put_ints(device: str, values: npt.ArrayLike) -> Any:
+    return put_raw(device, np.asarray(values, np.int32))
+
+
+def empty(device: str, shape: Sequence[int], dtype: str = "float32") -> Any:
+    """All bytes 0xFF."""
+    return ops.Array(context(device), list(shape), dtype)
+
+
+def empty_structs(device: str, shape: Sequence[int], dtype: Any, pinned: bool = False) -> Any:
+    return ops.Array(context(device), [*shape, dtype.itemsize], "uint8", pinned)
+
+
+def get(array: Any) -> Floats:
+    """The content as real numbers."""
+    return decode(array.numpy(), array.dtype)
+
+
+def get_structs(array: Any, dtype: Any) -> npt.NDArray[Any]:
+    raw = array.numpy()
+    return np.ascontiguousarray(raw).view(dtype).reshape(raw.shape[:-1])
+
+
+def check(
+    run: Callable[[str], Floats], device: str, reference: Floats, kind: str, dtype: str
+) -> None:
+    """run(device) against float64; on CUDA also against the CPU kernel."""
+    tolerance = KERNELS[kind][dtype]
+    result = run(device)
+    assert_close(result, reference, tolerance)
+    if device == "cuda":
+        assert_close(result, run("cpu"), tolerance)
+
+
+# ---- steps
+
+
+@dataclass
+class Step:
+    """Rows of several sequences, with their pages dealt out at random."""
+
+    lengths: list[int]  # cached tokens of each sequence
+    counts: list[int]  # rows of each sequence
+    masks: list[npt.NDArray[np.uint64]] | None = None  # per sequence, else causal
+    seed: int = 0
+    extra_kv: int = 0  # added to max_kv
+
+    def __post_init__(self) -> None:
+        rng = np.random.default_rng(self.seed)
+        num_seqs = len(self.lengths)
+        self.num_slots = num_seqs + 2
+        self.slots = rng.permutation(self.num_slots)[:num_seqs]
+        self.ends = [length + count for length, count in zip(self.lengths, self.counts)]
+        needed = [-(-end // PAGE) for end in self.ends]
+        self.num_pages = sum(needed) + 3
+        self.page_table = np.zeros((self.num_slots, max(needed) + 1), np.int32)
+        pages = iter(rng.permutation(self.num_pages))
+        for slot, count in zip(self.slots, needed):
+            self.page_table[slot, :count] = [next(pages) for _ in range(count)]
+        self.begins = np.concatenate([[0], np.cumsum(self.counts)])
+        self.num_rows = int(self.begins[-1])
+        self.row_seqs = np.repeat(np.arange(num_seqs), self.counts)
+        self.in_seq = np.arange(self.num_rows) - self.begins[self.row_seqs]
+        self.row_cells = np.array(self.lengths)[self.row_seqs] + self.in_seq
+        self.positions = self.row_cells.copy()  # a chain's; a test may replace them
+        self.max_kv = max(self.ends) + self.extra_kv
+
+    def visible(self, row: int) -> npt.NDArray[np.int64]:
+        """The cells that a row sees."""
+        seq, j = self.row_seqs[row], int(self.in_seq[row])
+        length = self.lengths[seq]
+        bits = (1 << (j + 1)) - 1 if self.masks is None else int(self.masks[seq][j])
+        return np.array([*range(length), *(length + i for i in range(j + 1) if bits >> i & 1)])
+
+    def where(self, seq: int, cells: Any) -> tuple[Any, Any]:
+        """Page and cell in the page of a sequence's cells."""
+        cells = np.asarray(cells)
+        return self.page_table[self.slots[seq], cells // PAGE], cells % PAGE
+
+    def rows(self, device: str) -> Any:
+        slot_lengths = np.full(self.num_slots, 12345)
+        slot_lengths[self.slots] = self.lengths
+        masks = None
+        if self.masks is not None:
+            masks = put_raw(device, np.concatenate(self.masks).astype(np.uint64))
+        return ops.StepRows(
+            num_rows=self.num_rows,
+            num_seqs=len(self.lengths),
+            max_seq_rows=max(self.counts),
+            max_kv=self.max_kv,
+            positions=put_ints(device, self.positions),
+            row_seqs=put_ints(device, self.row_seqs),
+            seq_slots=put_ints(device, self.slots),
+            seq_row_begin=put_ints(device, self.begins),
+            slot_lengths=put_ints(device, slot_lengths),
+            page_table=put_ints(device, self.page_table),
+            row_masks=masks,
+        )
+
+
+def random_tree(rng: np.random.Generator, size: int) -> npt.NDArray[np.uint64]:
+    """Ancestor masks of a random tree: a row sees itself and its ancestors."""
+    masks = [1]
+    for i in range(1, size):
+        masks.append(masks[int(rng.integers(i))] | 1 << i)
+    return np.array(masks, np.uint64)
+
+
+def chain_masks(size: int) -> npt.NDArray[np.uint64]:
+    return np.array([(1 << (i + 1)) - 1 for i in range(size)], np.uint64)
