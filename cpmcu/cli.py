@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cpmcu.config import EngineConfig, option, shipped_model
+from cpmcu.config import EngineConfig, option
 from cpmcu.flags import FlagParser, add_flags, from_flags
 from cpmcu.sampling import SamplingParams
 from cpmcu.ui.display import Display
@@ -25,8 +25,8 @@ DEFAULT_PROMPT = "Who are you"
 SHIPPED_PROMPT = '''import os
 
 
-def read_lines(path, encoding="utf-8"):
-    """Return the lines of a text file as a list."""
+def walk_files(root):
+    """Yield the path of every file below a directory."""
 '''
 DEFAULT_TOKENS, SHIPPED_TOKENS = 1024, 200
 
@@ -62,7 +62,7 @@ class CliOptions:
     use_chat_template: bool | None = option(
         None,
         "give the prompt to the model's chat template as one user turn (default: yes; no for the "
-        "shipped model, which completes code and has no template)",
+        "shipped model, which completes code)",
     )
     use_stream: bool = option(True, "show text while it is generated")
     plain_output: bool = option(False, "no colours and no moving bars")
@@ -187,7 +187,7 @@ def _complete(
     display: Display, llm: LLM, options: CliOptions, params: SamplingParams, prompt: str
 ) -> None:
     template = options.use_chat_template
-    if template is None and llm.directory != shipped_model():
+    if template is None and llm.config.model is not None:
         template = llm.chat_template is not None
         if not template:
             display.note(f"{llm.directory.name} has no chat template: the prompt goes in as it is")

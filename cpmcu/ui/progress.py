@@ -93,7 +93,8 @@ class LoadProgressBar:
 
     def start(self, total_bytes: int, what: str) -> None:
         kind = PlainBar if self._plain else RichBar
-        self._bar = kind(f"loading {what}", total_bytes, "GB", 1e9)
+        unit, scale = ("GB", 1e9) if total_bytes >= 1e9 else ("MB", 1e6)
+        self._bar = kind(f"loading {what}", total_bytes, unit, scale)
 
     def update(self, done_bytes: int) -> None:
         if self._bar is not None:
