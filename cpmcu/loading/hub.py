@@ -20,6 +20,8 @@ def resolve_model(model: str, revision: str | None = None) -> Path:
     such directory, repo or (offline) cached copy, ValueError for something that is neither a
     directory nor a repo id, RuntimeError for a download that fails.
     """
+    if not model:
+        raise ValueError("model is '', expected a directory or a Hugging Face repo id")
     path = Path(model).expanduser()
     if path.is_dir():
         if revision is not None:

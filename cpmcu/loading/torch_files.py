@@ -71,7 +71,7 @@ def _load(path: Path) -> dict[str, tuple[Path, Any]]:
             f"{path}: is damaged or holds Python objects, expected tensors only; convert the "
             "checkpoint to safetensors if you trust it"
         ) from error
-    except (RuntimeError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:
+    except (RuntimeError, OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(
             f"{path}: torch cannot read it ({reason}), expected a state dict: the file is damaged"

@@ -18,6 +18,12 @@ logger = logging.getLogger(__name__)
 
 CUDA_HEAD_DIMS = (64, 128, 256)
 MAX_HEAD_DIM = 256  # CPU back end: any multiple of ALIGNMENT up to it
+MAX_HIDDEN_SIZE = 16384
+MAX_INTERMEDIATE_SIZE = 2**20
+MAX_LAYERS = 1024
+MAX_HEADS = 1024
+MAX_VOCAB_SIZE = 2**24
+MAX_POSITIONS = 2**26
 ALIGNMENT = 8  # elements: rows are read in 16-byte pieces of 2-byte numbers
 
 
@@ -78,9 +84,9 @@ def read_spec(
     found, expected) for the first key that is missing or absurd.
     """
     reader = ConfigReader(config)
-    hidden_size = _aligned(reader, "hidden_size")
-    intermediate_size = _aligned(reader, "intermediate_size")
-    num_heads = reader.positive_int("num_attention_heads")
+    hidden_size = _aligned(reader, "hidden_size", MAX_HIDDEN_SIZE)
+    intermediate_size = _aligned(reader, "intermediate_size", MAX_INTERMEDIATE_SIZE)
+    num_heads = reader.positive_int("num_attention_heads", most=MAX_HEADS)
     num_kv_heads = reader.positive_int("num_key_value_heads", default=num_heads)
     if num_heads % num_kv_heads:
         raise reader.fail("num_key_value_heads", f"a divisor of num_attention_heads={num_heads}")
@@ -90,13 +96,13 @@ def read_spec(
     eps = reader.positive_float("rms_norm_eps")
     if eps >= 1:
         raise reader.fail("rms_norm_eps", "a number between 0 and 1")
-    max_positions = reader.positive_int("max_position_embeddings")
+    max_positions = reader.positive_int("max_position_embeddings", most=MAX_POSITIONS)
     rope = rope_from_config(config, head_dim, options.max_model_len or max_positions)
     return SpecFields(
-        vocab_size=reader.positive_int("vocab_size"),
+        vocab_size=reader.positive_int("vocab_size", most=MAX_VOCAB_SIZE),
         hidden_size=hidden_size,
         intermediate_size=intermediate_size,
-        num_hidden_layers=reader.positive_int("num_hidden_layers"),
+        num_hidden_layers=reader.positive_int("num_hidden_layers", most=MAX_LAYERS),
         num_attention_heads=num_heads,
         num_key_value_heads=num_kv_heads,
         head_dim=head_dim,
@@ -142,8 +148,8 @@ def refuse_sliding_window(config: Mapping[str, Any], options: BuildOptions) -> N
         )
 
 
-def _aligned(reader: ConfigReader, key: str) -> int:
-    value = reader.positive_int(key)
+def _aligned(reader: ConfigReader, key: str, most: int) -> int:
+    value = reader.positive_int(key, most=most)
     if value % ALIGNMENT:
         raise reader.fail(key, f"a multiple of {ALIGNMENT}")
     return value

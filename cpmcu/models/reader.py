@@ -19,13 +19,15 @@ class ConfigReader:
         found = f"is {self.config[key]!r}" if key in self.config else "is missing"
         return ValueError(f"{self.where}: {key} {found}, expected {expected}")
 
-    def positive_int(self, key: str, default: int | None = None) -> int:
-        """An integer in [1, 2^31). A missing or null key gives `default` if there is one."""
+    def positive_int(self, key: str, default: int | None = None, most: int = 2**31 - 1) -> int:
+        """An integer in [1, most]. A missing or null key gives `default` if there is one."""
         value = self.config.get(key)
         if value is None and default is not None:
             return default
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**31:
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise self.fail(key, "a positive integer")
+        if value > most:
+            raise self.fail(key, f"at most {most}")
         return value
 
     def positive_float(self, key: str, default: float | None = None) -> float:

@@ -192,8 +192,9 @@ def _yarn_attention_scaling(params: ConfigReader, factor: float) -> float:
 
 def _longrope(request: _Request) -> tuple[Float32Array, float]:
     params, original = request.params, request.original_length
-    use_long = request.max_length > original
-    factors = _factors(params, "long_factor" if use_long else "short_factor", request.head_dim)
+    short = _factors(params, "short_factor", request.head_dim)
+    long = _factors(params, "long_factor", request.head_dim)
+    factors = long if request.max_length > original else short
     inv_freq = np.float32(1) / (factors * request.pos_freqs)
     if params.config.get("attention_factor") is not None:
         return inv_freq, params.positive_float("attention_factor")

@@ -1,0 +1,178 @@
+"""Damaged and absurd checkpoints against the real engine: one clear error, and life goes on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.reference.engines import engine_logits, extension_or_skip, load_tiny
+from tests.reference.numpy_model import NumpyModel
+from tests.reference.tiny_checkpoints import (
+    TinyCheckpoint,
+    random_weights,
+    tiny_config,
+    write_tiny,
+)
+from tests.tolerances import LOGITS, assert_close
+
+C = extension_or_skip()
+
+
+@pytest.fixture
+def good(tmp_path: Path) -> Iterator[TinyCheckpoint]:
+    """A good checkpoint, which must still load after the test has damaged a copy."""
+    tiny = write_tiny(tmp_path / "good")
+    yield tiny
+    reference = NumpyModel(tiny.fields(), tiny.weights).logits([1, 2, 3])
+    assert_close(engine_logits(tiny.directory, [1, 2, 3]), reference, LOGITS["float32"])
+
+
+@pytest.fixture
+def bad(good: TinyCheckpoint, tmp_path: Path) -> Path:
+    """A directory to write the bad checkpoint to."""
+    return tmp_path / "bad"
+
+
+def complaint(directory: Path, kind: type[Exception] = ValueError, **config: Any) -> str:
+    with pytest.raises(kind) as error:
+        load_tiny(directory, **config)
+    message = str(error.value)
+    assert "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize("keep", [0, 4, 100, 3000, -1])
+def test_truncated_file(bad: Path, keep: int) -> None:
+    write_tiny(bad)
+    path = bad / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:keep])
+    message = complaint(bad)
+    assert str(path) in message and ("truncated" in message or "expected at least 8" in message)
+
+
+def test_file_that_shrinks_after_it_was_checked(bad: Path) -> None:
+    write_tiny(bad)
+    path = bad / "model.safetensors"
+
+    class Shrink:
+        def start(self, total_bytes: int, what: str) -> None:
+            path.write_bytes(path.read_bytes()[:-1000])
+
+        def update(self, done_bytes: int) -> None:
+            pass
+
+        def finish(self) -> None:
+            pass
+
+    from cpmcu.config import EngineConfig
+    from cpmcu.loading.loader import load_model
+
+    config = EngineConfig(device="cpu", max_num_seqs=1, memory_limit=0.5)
+    with pytest.raises(ValueError, match="truncated"):
+        load_model(str(bad), config=config, progress=Shrink())
+
+
+def test_wrong_shape(bad: Path) -> None:
+    weights = random_weights(tiny_config("llama"))
+    weights["model.layers.1.mlp.down_proj.weight"] = np.ones((96, 64), np.float32)
+    write_tiny(bad, weights=weights)
+    assert "down_proj.weight has shape [96, 64], expected [64, 96]" in complaint(bad)
+
+
+def test_wrong_dtype(bad: Path) -> None:
+    weights = random_weights(tiny_config("llama"))
+    weights["model.norm.weight"] = np.ones(64, np.int32)
+    write_tiny(bad, weights=weights)
+    assert "model.norm.weight has dtype int32, expected float32 or float16" in complaint(bad)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["model.embed_tokens.weight", "lm_head.weight", "model.layers.0.self_attn.k_proj.weight"],
+)
+def test_missing_tensor(bad: Path, name: str) -> None:
+    weights = random_weights(tiny_config("llama"))
+    del weights[name]
+    write_tiny(bad, weights=weights)
+    assert f"1 tensors are missing that config.json asks for: {name}" in complaint(bad)
+
+
+def test_missing_bias(bad: Path) -> None:
+    weights = random_weights(tiny_config("qwen2"))
+    del weights["model.layers.1.self_attn.v_proj.bias"]
+    write_tiny(bad, "qwen2", weights=weights)
+    assert "model.layers.1.self_attn.v_proj.bias" in complaint(bad)
+
+
+def test_unknown_architecture(bad: Path) -> None:
+    write_tiny(bad, architectures=["MambaForCausalLM"])
+    assert "'MambaForCausalLM' is not supported" in complaint(bad)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_attention_heads": -4},
+        {"num_hidden_layers": 0},
+        {"num_hidden_layers": 10**6},
+        {"hidden_size": 10**9},
+        {"hidden_size": 2**31 - 8, "head_dim": 16},
+        {"vocab_size": 2**31 - 1},
+        {"vocab_size": 0},
+        {"intermediate_size": 2**30},
+        {"head_dim": 512},
+        {"head_dim": 20},
+        {"num_key_value_heads": 3},
+        {"max_position_embeddings": 0},
+        {"max_position_embeddings": 2**31 - 1},
+        {"rms_norm_eps": -1.0},
+        {"rms_norm_eps": "1e-5"},
+        {"rope_theta": 0},
+        {"rope_scaling": {"rope_type": "yarn", "factor": -2}},
+        {"hidden_act": "relu"},
+    ],
+)
+def test_absurd_config(bad: Path, changes: dict[str, Any]) -> None:
+    write_tiny(bad)
+    (bad / "config.json").write_text(json.dumps(tiny_config("llama") | changes))
+    with pytest.raises((ValueError, MemoryError)) as error:
+        load_tiny(bad)
+    assert "\n" not in str(error.value) and len(str(error.value)) > 20
+
+
+def test_config_of_another_model(bad: Path) -> None:
+    write_tiny(bad)
+    config = tiny_config("llama", num_hidden_layers=3, intermediate_size=104)
+    (bad / "config.json").write_text(json.dumps(config))
+    message = complaint(bad)
+    assert "6 tensors do not fit" in message and "9 tensors are missing" in message
+
+
+def test_engine_refuses_too(good: TinyCheckpoint) -> None:
+    """The loader checks first; the engine does not rely on it."""
+    spec = C.ModelSpec(**good.fields().to_kwargs(), dtype="float32", linear_method="dense")
+    config = C.RuntimeConfig(device="cpu", max_num_seqs=1, chunk_length=16, memory_limit=0.5)
+    engine = C.Engine(spec, config)
+    with pytest.raises(ValueError, match=r"nothing\.weight"):
+        engine.load_tensor("nothing.weight", np.ones(4, np.float32), "float32")
+    with pytest.raises(ValueError, match="shape"):
+        engine.load_tensor("model.norm.weight", np.ones(4, np.float32), "float32")
+    with pytest.raises(ValueError, match="dtype"):
+        engine.load_tensor("model.norm.weight", np.ones(64, np.int32), "int32")
+    with pytest.raises(ValueError, match=r"lm_head\.weight"):
+        engine.finish_loading()
+
+
+def test_unused_tensors_do_no_harm(bad: Path, caplog: pytest.LogCaptureFixture) -> None:
+    weights = random_weights(tiny_config("llama"))
+    weights["model.extra.weight"] = np.ones((3, 5), np.float32)
+    tiny = write_tiny(bad, weights=weights)
+    logits = engine_logits(bad, [4, 5, 6])
+    assert "model.extra.weight" in caplog.text
+    reference = NumpyModel(tiny.fields(), tiny.weights).logits([4, 5, 6])
+    assert_close(logits, reference, LOGITS["float32"])

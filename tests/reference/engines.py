@@ -1,0 +1,47 @@
+"""Engines for tests: the extension or a skip, and tiny checkpoints loaded into it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from cpmcu import _extension
+from cpmcu.config import EngineConfig
+from cpmcu.loading.loader import LoadedModel, load_model
+
+
+def extension_or_skip() -> Any:
+    """cpmcu.C; skips the test module if it is not built."""
+    try:
+        return _extension.load()
+    except ImportError as error:
+        pytest.skip(str(error), allow_module_level=True)
+
+
+def load_tiny(directory: Path, **config: Any) -> LoadedModel:
+    """Loads a directory with settings for small models; on the CPU unless told otherwise."""
+    settings: dict[str, Any] = {
+        "device": "cpu",
+        "memory_limit": 0.5,
+        "max_num_seqs": 1,
+        "chunk_length": 256,
+        "num_threads": 2,
+    }
+    return load_model(str(directory), config=EngineConfig(**(settings | config)))
+
+
+def engine_logits(directory: Path, ids: Sequence[int], **config: Any) -> npt.NDArray[np.float32]:
+    """[T, V] of every position of the prompt."""
+    return load_tiny(directory, **config).engine.prompt_logits(list(ids))
+
+
+def random_ids(vocab_size: int, length: int, seed: int = 1) -> list[int]:
+    """Token ids with the first and the last of the vocabulary among them."""
+    ids = np.random.default_rng(seed).integers(0, vocab_size, length)
+    ids[: length // 2 : 7] = vocab_size - 1
+    return [int(i) for i in ids]

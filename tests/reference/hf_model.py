@@ -1,0 +1,56 @@
+"""Logits from `transformers` in float32: the oracle of the model families."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+
+
+def hf_logits(config: Mapping[str, Any], weights: Mapping[str, Array], ids: Sequence[int]) -> Array:
+    """[T, V], float32, for a config.json and float32 weights of Llama, Mistral, Qwen2 or Qwen3."""
+    import torch
+    import transformers
+
+    classes = {
+        "llama": transformers.LlamaConfig,
+        "mistral": transformers.MistralConfig,
+        "qwen2": transformers.Qwen2Config,
+        "qwen3": transformers.Qwen3Config,
+    }
+    keys = {k: v for k, v in config.items() if k not in ("torch_dtype", "model_type")}
+    hf_config = classes[config["model_type"]](**keys, attn_implementation="eager")
+    model = transformers.AutoModelForCausalLM.from_config(hf_config).float().eval()
+    state = {name: torch.from_numpy(np.array(array)) for name, array in weights.items()}
+    if hf_config.tie_word_embeddings:
+        state["lm_head.weight"] = state["model.embed_tokens.weight"]
+    model.load_state_dict(state, strict=True)
+    with torch.no_grad():
+        return model(torch.tensor([list(ids)])).logits[0].numpy()
+
+
+def fold_minicpm(
+    config: Mapping[str, Any], weights: Mapping[str, Array]
+) -> tuple[dict[str, Any], dict[str, Array]]:
+    """The Llama (config, weights) that computes what a MiniCPM does: the scales go into weights."""
+    residual = config["scale_depth"] / np.sqrt(config["num_hidden_layers"])
+    logit = config["dim_model_base"] / config["hidden_size"]
+    folded = {name: np.array(array, np.float64) for name, array in weights.items()}
+    head = folded.get("lm_head.weight", folded["model.embed_tokens.weight"])
+    folded["lm_head.weight"] = head * logit  # before the table is scaled: a tied head is not
+    folded["model.embed_tokens.weight"] = folded["model.embed_tokens.weight"] * config["scale_emb"]
+    for name in folded:
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            folded[name] = folded[name] * residual
+    own = ("scale_emb", "scale_depth", "dim_model_base")
+    llama = {key: value for key, value in config.items() if key not in own}
+    llama |= {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "tie_word_embeddings": False,
+    }
+    return llama, {name: array.astype(np.float32) for name, array in folded.items()}

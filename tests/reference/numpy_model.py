@@ -1,0 +1,97 @@
+"""A transformer in numpy, slow and obvious: the oracle of tests that run without torch.
+
+Everything that a ModelSpec can say is here: grouped-query attention, rotary embedding with any
+inverse frequencies, RMSNorm on q and k heads, a bias on q, k and v, muP scales, a tied head.
+Weights have the names and shapes of a Hugging Face Llama checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cpmcu.models.common import SpecFields
+
+Array = npt.NDArray[Any]
+
+
+class NumpyModel:
+    """`weights`: name -> floating array. All arithmetic is in `dtype`."""
+
+    def __init__(
+        self,
+        fields: SpecFields,
+        weights: Mapping[str, Array],
+        dtype: type[np.floating[Any]] = np.float64,
+    ) -> None:
+        self.fields = fields
+        self.weights = {name: np.asarray(array, dtype) for name, array in weights.items()}
+        self.dtype = dtype
+
+    def logits(self, ids: Sequence[int]) -> Array:
+        """[T, V] for the whole sequence at once."""
+        fields, weights = self.fields, self.weights
+        embedding = weights["model.embed_tokens.weight"]
+        hidden = embedding[np.asarray(ids)] * fields.embed_scale
+        for layer in range(fields.num_hidden_layers):
+            prefix = f"model.layers.{layer}."
+            normed = self._norm(hidden, weights[prefix + "input_layernorm.weight"])
+            hidden = hidden + self._attention(normed, prefix) * fields.residual_scale
+            normed = self._norm(hidden, weights[prefix + "post_attention_layernorm.weight"])
+            hidden = hidden + self._mlp(normed, prefix) * fields.residual_scale
+        hidden = self._norm(hidden, weights["model.norm.weight"]) * fields.logit_scale
+        head = embedding if fields.tie_word_embeddings else weights["lm_head.weight"]
+        return hidden @ head.T
+
+    def greedy(self, prompt: Sequence[int], num_tokens: int) -> list[int]:
+        """The tokens that greedy decoding appends; the whole sequence is run for each."""
+        ids = list(prompt)
+        for _ in range(num_tokens):
+            ids.append(int(self.logits(ids)[-1].argmax()))
+        return ids[len(prompt) :]
+
+    def _norm(self, x: Array, weight: Array) -> Array:
+        mean_square = (x * x).mean(-1, keepdims=True)
+        return x / np.sqrt(mean_square + self.dtype(self.fields.rms_norm_eps)) * weight
+
+    def _heads(self, x: Array, prefix: str, part: str, num_heads: int) -> Array:
+        projected = x @ self.weights[f"{prefix}self_attn.{part}_proj.weight"].T
+        if self.fields.qkv_bias:
+            projected = projected + self.weights[f"{prefix}self_attn.{part}_proj.bias"]
+        return projected.reshape(len(x), num_heads, self.fields.head_dim)  # [T, heads, D]
+
+    def _rotate(self, x: Array) -> Array:
+        half = self.fields.head_dim // 2
+        inv_freq = np.asarray(self.fields.rope_inv_freq, self.dtype)
+        angles = np.arange(len(x), dtype=self.dtype)[:, None, None] * inv_freq
+        cos = np.cos(angles) * self.fields.rope_attention_scaling
+        sin = np.sin(angles) * self.fields.rope_attention_scaling
+        left, right = x[..., :half], x[..., half:]
+        return np.concatenate([left * cos - right * sin, right * cos + left * sin], -1)
+
+    def _attention(self, x: Array, prefix: str) -> Array:
+        fields = self.fields
+        q = self._heads(x, prefix, "q", fields.num_attention_heads)
+        k = self._heads(x, prefix, "k", fields.num_key_value_heads)
+        v = self._heads(x, prefix, "v", fields.num_key_value_heads)
+        if fields.qk_norm:
+            q = self._norm(q, self.weights[prefix + "self_attn.q_norm.weight"])
+            k = self._norm(k, self.weights[prefix + "self_attn.k_norm.weight"])
+        q, k = self._rotate(q), self._rotate(k)
+        group = fields.num_attention_heads // fields.num_key_value_heads
+        future = np.triu(np.ones((len(x), len(x)), bool), 1)
+        outputs = []
+        for head in range(fields.num_attention_heads):
+            scores = q[:, head] @ k[:, head // group].T / np.sqrt(self.dtype(fields.head_dim))
+            scores = np.where(future, -np.inf, scores)
+            weights = np.exp(scores - scores.max(-1, keepdims=True))
+            outputs.append(weights / weights.sum(-1, keepdims=True) @ v[:, head // group])
+        return np.concatenate(outputs, -1) @ self.weights[prefix + "self_attn.o_proj.weight"].T
+
+    def _mlp(self, x: Array, prefix: str) -> Array:
+        gate = x @ self.weights[prefix + "mlp.gate_proj.weight"].T
+        up = x @ self.weights[prefix + "mlp.up_proj.weight"].T
+        return (gate / (1 + np.exp(-gate)) * up) @ self.weights[prefix + "mlp.down_proj.weight"].T

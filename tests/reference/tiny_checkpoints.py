@@ -1,0 +1,181 @@
+"""Writes tiny random checkpoints of every model family, as Hugging Face directories.
+
+tiny = write_tiny(tmp_path, "qwen2", num_hidden_layers=3, shards=2, dtype="bfloat16")
+tiny.directory, tiny.config, tiny.weights   # weights: float32, rounded as in the files
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cpmcu.models.common import BuildOptions, SpecFields
+from cpmcu.models.registry import find_model
+
+Array = npt.NDArray[Any]
+
+ARCHITECTURES = {
+    "llama": ("LlamaForCausalLM", "llama"),
+    "mistral": ("MistralForCausalLM", "mistral"),
+    "qwen2": ("Qwen2ForCausalLM", "qwen2"),
+    "qwen3": ("Qwen3ForCausalLM", "qwen3"),
+    "minicpm": ("MiniCPMForCausalLM", "minicpm"),
+}
+FAMILIES = tuple(ARCHITECTURES)
+
+BASE_CONFIG: dict[str, Any] = {
+    "vocab_size": 203,  # a prime near no tile
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 512,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+MINICPM_SCALES = {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 16}
+
+_CODES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+
+
+@dataclass(frozen=True, slots=True)
+class TinyCheckpoint:
+    """`weights` are what the files hold, as float32."""
+
+    directory: Path
+    config: dict[str, Any]
+    weights: dict[str, Array]
+
+    def fields(self, options: BuildOptions | None = None) -> SpecFields:
+        """What the package makes of the config."""
+        options = options or BuildOptions(has_lm_head="lm_head.weight" in self.weights)
+        return find_model(self.config).build(self.config, options)
+
+
+def tiny_config(family: str, dtype: str = "float32", **overrides: Any) -> dict[str, Any]:
+    """A config.json; an override of None removes the key."""
+    architecture, model_type = ARCHITECTURES[family]
+    config = {"architectures": [architecture], "model_type": model_type, "torch_dtype": dtype}
+    config |= BASE_CONFIG | (MINICPM_SCALES if family == "minicpm" else {})
+    if family == "mistral":
+        config["sliding_window"] = None
+    if "hidden_size" in overrides or "num_attention_heads" in overrides:
+        config.pop("head_dim")
+    config |= overrides
+    return {
+        key: value for key, value in config.items() if value is not None or key not in overrides
+    }
+
+
+def random_weights(config: Mapping[str, Any], seed: int = 0) -> dict[str, Array]:
+    """float32 weights of a config, of a size that keeps activations near 1."""
+    rng = np.random.default_rng(seed)
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim") or hidden // heads
+    q_size, kv_size = heads * head_dim, (config.get("num_key_value_heads") or heads) * head_dim
+    model_type = config["model_type"]
+
+    def matrix(rows: int, columns: int) -> Array:
+        return (rng.standard_normal((rows, columns)) / np.sqrt(columns)).astype(np.float32)
+
+    def norm(size: int) -> Array:
+        return rng.uniform(0.5, 1.5, size).astype(np.float32)
+
+    embed = rng.standard_normal((config["vocab_size"], hidden)).astype(np.float32)
+    weights = {"model.embed_tokens.weight": embed}
+    for layer in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}."
+        weights[prefix + "input_layernorm.weight"] = norm(hidden)
+        for part, rows in (("q", q_size), ("k", kv_size), ("v", kv_size)):
+            weights[f"{prefix}self_attn.{part}_proj.weight"] = matrix(rows, hidden)
+            if model_type == "qwen2":
+                weights[f"{prefix}self_attn.{part}_proj.bias"] = norm(rows) - 1
+            if model_type == "qwen3" and part != "v":
+                weights[f"{prefix}self_attn.{part}_norm.weight"] = norm(head_dim)
+        weights[prefix + "self_attn.o_proj.weight"] = matrix(hidden, q_size)
+        weights[prefix + "post_attention_layernorm.weight"] = norm(hidden)
+        weights[prefix + "mlp.gate_proj.weight"] = matrix(inner, hidden)
+        weights[prefix + "mlp.up_proj.weight"] = matrix(inner, hidden)
+        weights[prefix + "mlp.down_proj.weight"] = matrix(hidden, inner)
+    weights["model.norm.weight"] = norm(hidden)
+    if not config.get("tie_word_embeddings"):
+        weights["lm_head.weight"] = matrix(config["vocab_size"], hidden)
+    return weights
+
+
+def write_tiny(
+    directory: Path,
+    family: str = "llama",
+    *,
+    dtype: str = "float32",
+    shards: int = 1,
+    seed: int = 0,
+    weights: Mapping[str, Array] | None = None,
+    **overrides: Any,
+) -> TinyCheckpoint:
+    """Writes config.json, generation_config.json and safetensors; random unless given weights."""
+    directory.mkdir(parents=True, exist_ok=True)
+    config = tiny_config(family, dtype, **overrides)
+    if weights is None:
+        weights = random_weights(config, seed)
+    (directory / "config.json").write_text(json.dumps(config, indent=2))
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [2]}))
+    names = list(weights)
+    if shards == 1:
+        write_safetensors(directory / "model.safetensors", weights, dtype)
+    else:
+        weight_map = {}
+        for shard in range(shards):
+            file = f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
+            part = {name: weights[name] for name in names[shard::shards]}
+            write_safetensors(directory / file, part, dtype)
+            weight_map |= dict.fromkeys(part, file)
+        index = {"metadata": {}, "weight_map": weight_map}
+        (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    stored = {name: from_bits(to_bits(array, dtype), dtype) for name, array in weights.items()}
+    return TinyCheckpoint(directory, config, stored)
+
+
+def write_safetensors(path: Path, weights: Mapping[str, Array], dtype: str = "float32") -> None:
+    """One file. Floating arrays are stored as `dtype`, integers as int32."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    chunks, offset = [], 0
+    for name, array in weights.items():
+        integer = np.issubdtype(array.dtype, np.integer)
+        data = array.astype("<i4") if integer else to_bits(array, dtype)
+        code = "I32" if integer else _CODES[dtype]
+        end = offset + data.nbytes
+        header[name] = {"dtype": code, "shape": list(array.shape), "data_offsets": [offset, end]}
+        chunks.append(data.tobytes())
+        offset = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    path.write_bytes(len(text).to_bytes(8, "little") + text + b"".join(chunks))
+
+
+def to_bits(array: Array, dtype: str) -> Array:
+    """The array as stored: float32, float16, or bfloat16 (to nearest even) as uint16."""
+    if dtype != "bfloat16":
+        return np.ascontiguousarray(array, np.dtype(dtype).newbyteorder("<"))
+    bits = np.ascontiguousarray(array, np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def from_bits(stored: Array, dtype: str) -> Array:
+    """The inverse of `to_bits`, as float32."""
+    if dtype != "bfloat16":
+        return stored.astype(np.float32)
+    return (stored.astype(np.uint32) << 16).view(np.float32)
