@@ -1,0 +1,456 @@
+// Attention of 1..64 rows of a sequence over the paged cache, split over the cells.
+//
+//   (m, l, acc)[split] = online softmax of scale * q K^T over the cells of one split, then
+//   out = sum_s acc[s] 2^(m[s] - M) / sum_s l[s] 2^(m[s] - M), M = max_s m[s]   (combine kernel)
+//
+// Block: one (row chunk, KV head, split, sequence). The rows * group query rows of a KV head are
+// packed: row p stands for (row p / group, query head p % group). One chunk is 16 packed rows, one
+// mma tile, where that is enough (plain decoding); else 64. Bound, 16 rows: the cache is read once,
+// at memory bandwidth; three stages of 32 KiB are in flight for each of two blocks of an SM. With
+// 64 rows a chunk meets 64 operations for each byte of cache; the chunks of one KV head run side by
+// side (blockIdx.x), so that all but the first find the cells in L2. A tree of 32 rows over 32
+// query heads is bound by mma.sync itself, whatever the chunk.
+//
+// Inside a split, warps share the cells: warp `slice` owns cells [16 slice, 16 slice + 16) of every
+// tile of 64 (D = 256: of 32), with a softmax state of its own, and the slices are merged at the
+// end as (0 + 2) + (1 + 3). So a fragment of K or V is read from shared memory by no more warps
+// than there are groups of 32 packed rows.
+//
+// Surprising: a slice is a matter of a cell's absolute position, not of load balance, and both
+// chunk sizes do the same arithmetic in the same order. A row's bits therefore depend on its own
+// cells only: not on how many rows are in the step, not on max_kv. Cells and splits that a row does
+// not see leave its state exactly as it was (tiles.cuh).
+//
+// Scratch: acc [splits, T, Hq, D], then (m, l) [splits, T, Hq, 2].
+#include "core/dispatch.h"
+#include "core/reduce.cuh"
+#include "kernels/attention/tiles.cuh"
+
+namespace cpmcu::cuda {
+namespace {
+
+template <typename T, int kDim_, bool kSmall>
+struct DecodeConfig {
+  using Element = T;
+  static constexpr int kDim = kDim_;
+  static constexpr int kCells = kDim <= 128 ? 64 : 32;            // cells of a tile
+  static constexpr int kSlices = kCells / 16;                     // warps that share a tile's cells
+  static constexpr int kRowTiles = kSmall || kDim > 128 ? 1 : 2;  // tiles of 16 rows in a warp
+  static constexpr int kRowGroups = kSmall ? 1 : 4 / kRowTiles;   // warps that share a slice
+  static constexpr int kWarpRows = kRowTiles * 16;
+  static constexpr int kRows = kRowGroups * kWarpRows;  // packed rows of a block: 16 or 64
+  static constexpr int kWarps = kSlices * kRowGroups;
+  static constexpr int kThreads = kWarps * 32;
+  static constexpr int kStages = kDim == 64 ? 4 : 3;
+  static_assert(kPageSize % kCells == 0, "a tile of cells lies in one page");
+};
+
+template <typename Config>
+struct DecodeSmem {
+  struct Stage {
+    SwizzledTile<typename Config::Element, Config::kCells, Config::kDim> keys;
+    SwizzledTile<typename Config::Element, Config::kCells, Config::kDim> values;
+  };
+  static constexpr int kFragments = Config::kRowTiles * Config::kDim / 8;
+  union {
+    Stage stages[Config::kStages];
+    float4 exchange[Config::kWarps / 2][kFragments][32];  // accumulators on their way to a merge
+  };
+  uint64_t masks[Config::kRows];  // of the packed rows
+  float max[Config::kSlices][Config::kRows];
+  float sum[Config::kSlices][Config::kRows];
+};
+
+// Where the partial results lie in scratch.
+struct Partials {
+  float* acc;  // [splits, T * Hq, D]
+  float2* ml;  // [splits, T * Hq]: maximum and sum
+  int64_t num_rows;
+
+  __device__ Partials(float* scratch, int num_splits, int num_rows_, int head_dim)
+      : acc(scratch),
+        ml(reinterpret_cast<float2*>(scratch + num_splits * (int64_t{num_rows_} * head_dim))),
+        num_rows(num_rows_) {}
+};
+
+// ---- kernels
+
+template <typename Config>
+__global__ void __launch_bounds__(Config::kThreads)
+    attention_decode_kernel(const __grid_constant__ AttentionArgs<typename Config::Element> args,
+                            int num_chunks) {
+  using T = typename Config::Element;
+  using Smem = DecodeSmem<Config>;
+  constexpr int kDim = Config::kDim;
+  constexpr int kCells = Config::kCells;
+  constexpr int kRowTiles = Config::kRowTiles;
+  constexpr int kTilesInPage = kPageSize / kCells;
+  extern __shared__ __align__(128) unsigned char shared[];
+  auto& smem = *reinterpret_cast<Smem*>(shared);
+
+  ptx::pdl_wait();
+  ptx::pdl_launch();
+  const int lane = threadIdx.x % 32;
+  const int kv_head = blockIdx.x / num_chunks;
+  const int split = gridDim.y - 1 - blockIdx.y;  // the later, the longer: those start first
+  const int cell_begin = split_begin(split);
+
+  // Lane i keeps the page of cells [64 i, 64 i + 64) of the split: no split has more than 32.
+  const StepRows& step = args.rows;
+  const int slot = step.seq_slots[blockIdx.z];
+  const int page_index = cell_begin / kPageSize + lane;
+  const int lane_page =
+      page_index < step.max_pages
+          ? step.page_table[static_cast<int64_t>(slot) * step.max_pages + page_index]
+          : 0;
+  const Sequence seq = load_sequence(step, blockIdx.z);
+  const int group = args.num_heads / args.num_kv_heads;
+  const int num_packed = seq.num_rows * group;
+  const int chunk_row = static_cast<int>(blockIdx.x % num_chunks) * Config::kRows;
+  if (cell_begin >= seq.end() || chunk_row >= num_packed) return;
+  const int cell_end = min(split_begin(split + 1), seq.end());
+  const int num_tiles = (cell_end - cell_begin + kCells - 1) / kCells;
+
+  const int slice = static_cast<int>(threadIdx.x) / 32 % Config::kSlices;
+  const int row_group = static_cast<int>(threadIdx.x) / 32 / Config::kSlices;
+  const int warp_row = row_group * Config::kWarpRows;  // within the chunk
+  const bool warp_has_rows = chunk_row + warp_row < num_packed;
+
+  auto fetch_cells = [&](int tile) {
+    const int64_t page = __shfl_sync(0xffffffffu, lane_page, tile / kTilesInPage);
+    const int cell = cell_begin + tile * kCells;
+    const int64_t offset =
+        ((page * args.num_kv_heads + kv_head) * kPageSize + cell % kPageSize) * kDim;
+    auto& stage = smem.stages[tile % Config::kStages];
+    fetch_tile<Config::kThreads>(stage.keys, args.k_cache + offset, kDim, cell_end - cell);
+    fetch_tile<Config::kThreads>(stage.values, args.v_cache + offset, kDim, cell_end - cell);
+  };
+
+  auto load_masks = [&]() {
+    static_assert(Config::kRows <= Config::kThreads, "a thread for each mask");
+    const int p = threadIdx.x;
+    if (p >= Config::kRows) return;
+    const int row = (chunk_row + p) / group;
+    smem.masks[p] = row >= seq.num_rows         ? 0
+                    : step.row_masks == nullptr ? first_cells(row + 1)
+                                                : step.row_masks[seq.row_begin + row];
+  };
+
+  // Index among T * Hq of the packed row; -1 where there is none.
+  auto row_of = [&](int p) -> int64_t {
+    const int packed = chunk_row + p;
+    if (packed >= num_packed) return -1;
+    return static_cast<int64_t>(seq.row_begin + packed / group) * args.num_heads + kv_head * group +
+           packed % group;
+  };
+
+  uint32_t queries[kRowTiles][kDim / 16][4];
+  auto load_queries = [&]() {
+    const int64_t stride = static_cast<int64_t>(args.num_heads + 2 * args.num_kv_heads) * kDim;
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int packed = chunk_row + warp_row + m * 16 + half * 8 + lane / 4;
+        const bool valid = packed < num_packed;
+        const int row = valid ? packed / group : 0;
+        const int head = kv_head * group + (valid ? packed % group : 0);
+        const T* from = args.qkv + (seq.row_begin + row) * stride + head * kDim + lane % 4 * 2;
+#pragma unroll
+        for (int k8 = 0; k8 < kDim / 8; ++k8) {
+          const uint32_t pair = *reinterpret_cast<const uint32_t*>(from + k8 * 8);
+          queries[m][k8 / 2][k8 % 2 * 2 + half] = valid ? pair : 0;
+        }
+      }
+    }
+  };
+
+  RowTile<kDim> rows[kRowTiles];
+#pragma unroll
+  for (int m = 0; m < kRowTiles; ++m) rows[m].clear();
+
+  auto attend = [&](int tile) {
+    auto& stage = smem.stages[tile % Config::kStages];
+    const int cell = cell_begin + tile * kCells + slice * 16;
+    if (!warp_has_rows || cell >= cell_end) return;
+    float scores[kRowTiles][2][4];
+    multiply_keys<T>(scores, stage.keys, slice * 16, [&](uint32_t (&q)[kRowTiles][4], int k16) {
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) q[m][i] = queries[m][k16][i];
+      }
+    });
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+      if (cell + 16 > seq.length) {
+        const int row = warp_row + m * 16 + lane / 4;
+        const uint64_t sees[2] = {seen_cells(smem.masks[row], seq.length, cell),
+                                  seen_cells(smem.masks[row + 8], seq.length, cell)};
+        mask_scores(scores[m], sees);
+      }
+      softmax_step(rows[m], scores[m], args.scale_log2);
+    }
+    multiply_values<T>(rows, scores, stage.values, slice * 16);
+  };
+
+#pragma unroll
+  for (int tile = 0; tile < Config::kStages - 1; ++tile) {
+    if (tile < num_tiles) fetch_cells(tile);
+    ptx::cp_async_commit();
+  }
+  load_masks();
+  load_queries();
+  for (int tile = 0; tile < num_tiles; ++tile) {
+    ptx::cp_async_wait<Config::kStages - 2>();
+    __syncthreads();  // this tile is here, and everyone is done with the one before
+    const int ahead = tile + Config::kStages - 1;
+    if (ahead < num_tiles) fetch_cells(ahead);
+    ptx::cp_async_commit();
+    attend(tile);
+  }
+
+  // ---- merge the slices
+
+  auto publish_max_and_sum = [&]() {
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+      rows[m].reduce_sum();
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = warp_row + m * 16 + half * 8 + lane / 4;
+        if (lane % 4 == 0) {
+          smem.max[slice][row] = rows[m].max[half];
+          smem.sum[slice][row] = rows[m].sum[half];
+        }
+      }
+    }
+  };
+
+  // Brings this slice's state to the maximum of all slices, and the sum to that of all.
+  auto rescale = [&]() {
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+      float factor[2];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = warp_row + m * 16 + half * 8 + lane / 4;
+        float max = smem.max[0][row];
+#pragma unroll
+        for (int s = 1; s < Config::kSlices; ++s) max = fmaxf(max, smem.max[s][row]);
+        float sum = 0;
+#pragma unroll
+        for (int s = 0; s < Config::kSlices; ++s) {
+          const float weight = weight_of(smem.max[s][row], max, args.scale_log2);
+          sum = __fmaf_rn(smem.sum[s][row], weight, sum);
+        }
+        factor[half] = weight_of(rows[m].max[half], max, args.scale_log2);
+        rows[m].max[half] = max;
+        rows[m].sum[half] = sum;
+      }
+      rows[m].multiply(factor);
+    }
+  };
+
+  // Slices [kept, 2 kept) hand their accumulators to slices [0, kept).
+  auto hand_over = [&](int kept) {
+    __syncthreads();  // the stages, or what was handed over before, are read
+    float4(&place)[Smem::kFragments][32] = smem.exchange[row_group * kept + slice % kept];
+    if (slice >= kept && slice < 2 * kept) {
+#pragma unroll
+      for (int i = 0; i < Smem::kFragments; ++i) {
+        const auto& acc = rows[i / (kDim / 8)].acc[i % (kDim / 8)];
+        place[i][lane] = make_float4(acc[0], acc[1], acc[2], acc[3]);
+      }
+    }
+    __syncthreads();
+    if (slice < kept) {
+#pragma unroll
+      for (int i = 0; i < Smem::kFragments; ++i) {
+        auto& acc = rows[i / (kDim / 8)].acc[i % (kDim / 8)];
+        const float4 other = place[i][lane];
+        acc[0] = __fadd_rn(acc[0], other.x);
+        acc[1] = __fadd_rn(acc[1], other.y);
+        acc[2] = __fadd_rn(acc[2], other.z);
+        acc[3] = __fadd_rn(acc[3], other.w);
+      }
+    }
+  };
+
+  // A sequence of one split needs no second kernel.
+  auto write_output = [&](int m, int half, int64_t row) {
+    const float inverse = inverse_of(rows[m].sum[half]);
+    T* to = args.out + row * kDim + lane % 4 * 2;
+#pragma unroll
+    for (int n = 0; n < kDim / 8; ++n) {
+      *reinterpret_cast<uint32_t*>(to + n * 8) =
+          pack2<T>(normalised(rows[m].acc[n][2 * half], inverse),
+                   normalised(rows[m].acc[n][2 * half + 1], inverse));
+    }
+  };
+  auto write_partial = [&](int m, int half, int64_t row) {
+    const Partials partials(args.scratch, gridDim.y, step.num_rows * args.num_heads, kDim);
+    const int64_t index = split * partials.num_rows + row;
+    float* to = partials.acc + index * kDim + lane % 4 * 2;
+#pragma unroll
+    for (int n = 0; n < kDim / 8; ++n) {
+      *reinterpret_cast<float2*>(to + n * 8) =
+          make_float2(rows[m].acc[n][2 * half], rows[m].acc[n][2 * half + 1]);
+    }
+    if (lane % 4 == 0) partials.ml[index] = make_float2(rows[m].max[half], rows[m].sum[half]);
+  };
+
+  publish_max_and_sum();
+  __syncthreads();
+  rescale();
+#pragma unroll
+  for (int kept = Config::kSlices / 2; kept > 0; kept /= 2) hand_over(kept);
+  if (slice != 0 || !warp_has_rows) return;
+#pragma unroll
+  for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int64_t row = row_of(warp_row + m * 16 + half * 8 + lane / 4);
+      if (row < 0) continue;
+      if (num_splits(seq.end()) == 1) {
+        write_output(m, half, row);
+      } else {
+        write_partial(m, half, row);
+      }
+    }
+  }
+}
+
+// Block: one row of one query head. A thread owns four dimensions and every kGroups-th run of kRun
+// splits, loaded together; the groups' sums are added in order. Splits that do not exist would add
+// 0, so their number does not matter.
+template <typename T, int kDim>
+struct CombineConfig {
+  using Element = T;
+  static constexpr int kColumns = kDim / 4;
+  static constexpr int kThreads = 256;
+  static constexpr int kGroups = kThreads / kColumns;
+  static constexpr int kRun = 8;
+};
+
+template <typename T, int kDim>
+__global__ void __launch_bounds__(CombineConfig<T, kDim>::kThreads)
+    attention_combine_kernel(const __grid_constant__ AttentionArgs<T> args, int max_splits) {
+  using Config = CombineConfig<T, kDim>;
+  __shared__ float4 group_sum[Config::kGroups][Config::kColumns];
+
+  ptx::pdl_launch();  // before the wait: the next kernel waits for this one in any case
+  ptx::pdl_wait();
+  const Sequence seq = load_sequence(args.rows, args.rows.row_seqs[blockIdx.y]);
+  const int count = num_splits(seq.end());
+  if (count == 1) return;  // written already
+  const int64_t row = static_cast<int64_t>(blockIdx.y) * args.num_heads + blockIdx.x;
+  const Partials partials(args.scratch, max_splits, args.rows.num_rows * args.num_heads, kDim);
+  const float* acc = partials.acc + row * kDim;
+  const float2* ml = partials.ml + row;
+
+  // Every warp for itself: maximum and sum over all splits, one split a lane.
+  const int lane = threadIdx.x % 32;
+  float max = kMinusInfinity;
+  for (int s = lane; s < count; s += 32) max = fmaxf(max, ml[s * partials.num_rows].x);
+  max = warp_reduce(max, Max{});
+  float sum = 0;
+  for (int s = lane; s < count; s += 32) {
+    const float2 state = ml[s * partials.num_rows];
+    sum = __fmaf_rn(state.y, weight_of(state.x, max, args.scale_log2), sum);
+  }
+  sum = warp_reduce(sum, Sum{});
+
+  const int column = threadIdx.x % Config::kColumns;
+  const int group = threadIdx.x / Config::kColumns;
+  float4 total = make_float4(0, 0, 0, 0);
+  for (int first = group * Config::kRun; first < count; first += Config::kGroups * Config::kRun) {
+    float4 part[Config::kRun];
+    float part_max[Config::kRun];
+#pragma unroll
+    for (int i = 0; i < Config::kRun; ++i) {
+      const int64_t s = first + i < count ? first + i : first;
+      part_max[i] = first + i < count ? ml[s * partials.num_rows].x : kMinusInfinity;
+      part[i] = *reinterpret_cast<const float4*>(acc + s * partials.num_rows * kDim + column * 4);
+    }
+#pragma unroll
+    for (int i = 0; i < Config::kRun; ++i) {
+      const float weight = weight_of(part_max[i], max, args.scale_log2);
+      total.x = __fmaf_rn(part[i].x, weight, total.x);
+      total.y = __fmaf_rn(part[i].y, weight, total.y);
+      total.z = __fmaf_rn(part[i].z, weight, total.z);
+      total.w = __fmaf_rn(part[i].w, weight, total.w);
+    }
+  }
+  group_sum[group][column] = total;
+  __syncthreads();
+  if (group != 0) return;
+#pragma unroll
+  for (int g = 1; g < Config::kGroups; ++g) {
+    const float4 other = group_sum[g][column];
+    total.x = __fadd_rn(total.x, other.x);
+    total.y = __fadd_rn(total.y, other.y);
+    total.z = __fadd_rn(total.z, other.z);
+    total.w = __fadd_rn(total.w, other.w);
+  }
+  const float inverse = inverse_of(sum);
+  *reinterpret_cast<uint2*>(args.out + row * kDim + column * 4) =
+      make_uint2(pack2<T>(normalised(total.x, inverse), normalised(total.y, inverse)),
+                 pack2<T>(normalised(total.z, inverse), normalised(total.w, inverse)));
+}
+
+// ---- launchers
+
+template <typename Config>
+void launch_splits(const Context& ctx, const AttentionParams& params, int max_splits) {
+  auto kernel = attention_decode_kernel<Config>;
+  using Smem = DecodeSmem<Config>;
+  static_assert(sizeof(Smem) <= 99 * 1024, "sm_86 and sm_89 have 99 KiB for a block");
+  static_assert(sizeof(Smem::exchange) <= sizeof(Smem::stages), "the exchange fits the stages");
+  static_assert(split_begin(65) - split_begin(64) <= 32 * kPageSize, "a lane for each page");
+  allow_shared_bytes(kernel, sizeof(Smem));
+  const int max_packed = params.rows.max_seq_rows * (params.num_heads / params.num_kv_heads);
+  const int num_chunks = (max_packed + Config::kRows - 1) / Config::kRows;
+  const dim3 grid(num_chunks * params.num_kv_heads, max_splits, params.rows.num_seqs);
+  launch(ctx, kernel, grid, Config::kThreads, sizeof(Smem),
+         make_args<typename Config::Element>(params), num_chunks);
+}
+
+template <typename T, int kDim>
+void launch_decode(const Context& ctx, const AttentionParams& params) {
+  const StepRows& rows = params.rows;
+  const int max_splits = num_splits(rows.max_kv);
+  if (rows.max_seq_rows * (params.num_heads / params.num_kv_heads) <= 16) {
+    launch_splits<DecodeConfig<T, kDim, true>>(ctx, params, max_splits);
+  } else {
+    launch_splits<DecodeConfig<T, kDim, false>>(ctx, params, max_splits);
+  }
+  if (max_splits == 1) return;
+  launch(ctx, attention_combine_kernel<T, kDim>, dim3(params.num_heads, rows.num_rows),
+         CombineConfig<T, kDim>::kThreads, 0, make_args<T>(params), max_splits);
+}
+
+}  // namespace
+
+// Graph-safe: yes. Reads on the device: slots, row ranges, lengths, masks, page table.
+void attention_decode(const Context& ctx, const AttentionParams& params) {
+  const StepRows& rows = params.rows;
+  if (rows.num_rows == 0) return;
+  check_attention(params, "attention_decode");
+  CHECK(rows.max_seq_rows <= kMaxTreeSize,
+        "attention_decode: a sequence may have up to {} rows, not {}", kMaxTreeSize,
+        rows.max_seq_rows);
+  const int64_t needed =
+      attention_scratch_floats(rows.num_rows, params.num_heads, params.head_dim, rows.max_kv);
+  CHECK(num_splits(rows.max_kv) == 1 ||
+            (params.scratch.dtype() == DType::kF32 && params.scratch.num_elements() >= needed),
+        "attention_decode: scratch is {} of {}, expected {} of float32",
+        params.scratch.shape_text(), name_of(params.scratch.dtype()), needed);
+  dispatch_half(params.qkv.dtype(), [&](auto element) {
+    dispatch_int<64, 128, 256>("attention_decode: head_dim", params.head_dim, [&](auto dim) {
+      launch_decode<decltype(element), dim.value>(ctx, params);
+    });
+  });
+}
+
+}  // namespace cpmcu::cuda

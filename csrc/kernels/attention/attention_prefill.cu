@@ -1,0 +1,213 @@
+// Attention of many rows of a sequence over the paged cache, on tensor cores.
+//
+//   out[t, h] = softmax(scale * q[t, h] K^T) V,  K and V of KV head h / group, one pass over the
+//   cells with a running maximum and sum (flash attention).
+//
+// Block: one tile of query rows (128; 64 for D = 256) of one (sequence, query head), four warps of
+// 32 (16) rows. Cells come in tiles of one page (half a page for D = 256), from cell 0 upwards to
+// the last that a row of the block sees; the copy of the next tile runs under the arithmetic of
+// this one. Bound: 4 * rows * cells * D operations against the tensor cores; a warp with 32 rows
+// reads each fragment of K and V from shared memory once for two mma, which keeps shared memory
+// (128 bytes a clock) from being the limit. Hence also: Q stays in shared memory, its registers go
+// to the 32 rows' accumulators.
+//
+// Surprising: tiles start at absolute cell 0, mod 64, never at a chunk's own start. A row's bits
+// then do not depend on the chunk it came in, so prefix caching and chunk sizes change no output.
+// P is rounded to the model's type for P V, the sum of P is not.
+//
+// Row tiles run from the last (longest) to the first, query heads fastest: the blocks that run
+// together share K and V in L2, and the last blocks to start are the shortest.
+#include "core/dispatch.h"
+#include "kernels/attention/tiles.cuh"
+
+namespace cpmcu::cuda {
+namespace {
+
+template <typename T, int kDim_>
+struct PrefillConfig {
+  using Element = T;
+  static constexpr int kDim = kDim_;
+  static constexpr int kRowTiles = kDim <= 128 ? 2 : 1;  // tiles of 16 rows in a warp
+  static constexpr int kCells = kDim <= 128 ? 64 : 32;   // cells of a tile
+  static constexpr int kMinBlocks = 2;                   // on one SM
+  static constexpr int kWarps = 4;
+  static constexpr int kThreads = kWarps * 32;
+  static constexpr int kWarpRows = kRowTiles * 16;
+  static constexpr int kRows = kWarps * kWarpRows;  // query rows of a block
+  static constexpr int kStages = 2;
+  static_assert(kPageSize % kCells == 0, "a tile of cells lies in one page");
+};
+
+template <typename Config>
+struct PrefillSmem {
+  using Tile = SwizzledTile<typename Config::Element, Config::kCells, Config::kDim>;
+  SwizzledTile<typename Config::Element, Config::kRows, Config::kDim> queries;  // then the output
+  Tile keys[Config::kStages];
+  Tile values[Config::kStages];
+};
+
+// ---- kernels
+
+template <typename Config>
+__global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
+    attention_prefill_kernel(const __grid_constant__ AttentionArgs<typename Config::Element> args) {
+  using T = typename Config::Element;
+  constexpr int kDim = Config::kDim;
+  constexpr int kCells = Config::kCells;
+  constexpr int kRowTiles = Config::kRowTiles;
+  extern __shared__ __align__(128) unsigned char shared[];
+  auto& smem = *reinterpret_cast<PrefillSmem<Config>*>(shared);
+
+  ptx::pdl_wait();
+  ptx::pdl_launch();
+  const Sequence seq = load_sequence(args.rows, blockIdx.z);
+  const int block_row = static_cast<int>(gridDim.y - 1 - blockIdx.y) * Config::kRows;
+  if (block_row >= seq.num_rows) return;
+
+  const int head = blockIdx.x;
+  const int kv_head = head / (args.num_heads / args.num_kv_heads);
+  const int block_rows = min(Config::kRows, seq.num_rows - block_row);
+  const uint64_t* masks =
+      args.rows.row_masks == nullptr ? nullptr : args.rows.row_masks + seq.row_begin;
+  // Cells that some row of the block may see.
+  const int cell_end = masks == nullptr ? seq.length + block_row + block_rows : seq.end();
+  const int num_tiles = (cell_end + kCells - 1) / kCells;
+
+  const int warp = threadIdx.x / 32;
+  const int lane = threadIdx.x % 32;
+  const int warp_row = block_row + warp * Config::kWarpRows;
+  // Cells that every row of this warp sees, and those that any of them may see.
+  const int full_cells = masks == nullptr ? seq.length + warp_row + 1 : seq.length;
+  const int warp_cells =
+      min(cell_end, masks == nullptr ? full_cells + Config::kWarpRows - 1 : cell_end);
+  const int some_cells = warp_row < seq.num_rows ? warp_cells : 0;
+
+  const int* pages = args.rows.page_table + static_cast<int64_t>(seq.slot) * args.rows.max_pages;
+  auto page_of = [&](int tile) { return pages[min(tile, num_tiles - 1) * kCells / kPageSize]; };
+
+  auto fetch_queries = [&]() {
+    const int64_t stride = static_cast<int64_t>(args.num_heads + 2 * args.num_kv_heads) * kDim;
+    const T* source = args.qkv + (seq.row_begin + block_row) * stride + head * kDim;
+    fetch_tile<Config::kThreads>(smem.queries, source, stride, block_rows);
+  };
+  auto fetch_cells = [&](int tile, int64_t page) {
+    const int cell = tile * kCells;
+    const int64_t offset =
+        ((page * args.num_kv_heads + kv_head) * kPageSize + cell % kPageSize) * kDim;
+    const int stage = tile % Config::kStages;
+    fetch_tile<Config::kThreads>(smem.keys[stage], args.k_cache + offset, kDim, cell_end - cell);
+    fetch_tile<Config::kThreads>(smem.values[stage], args.v_cache + offset, kDim, cell_end - cell);
+  };
+
+  // Which of the 64 cells from `cell` on a row of the sequence sees.
+  auto cells_of_row = [&](int row, int cell) {
+    if (masks == nullptr) return first_cells(seq.length + row + 1 - cell);
+    return seen_cells(row < seq.num_rows ? masks[row] : 0, seq.length, cell);
+  };
+
+  RowTile<kDim> rows[kRowTiles];
+#pragma unroll
+  for (int m = 0; m < kRowTiles; ++m) rows[m].clear();
+
+  auto attend = [&](int tile) {
+    const int cell = tile * kCells;
+    const int stage = tile % Config::kStages;
+    float scores[kRowTiles][kCells / 8][4];
+    multiply_keys<T>(scores, smem.keys[stage], 0, [&](uint32_t (&q)[kRowTiles][4], int k16) {
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) {
+        load_fragment_a(q[m], smem.queries, warp * Config::kWarpRows + m * 16, k16);
+      }
+    });
+    if (cell + kCells > full_cells) {
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) {
+        const int row = warp_row + m * 16 + lane / 4;  // within the sequence; its other half: + 8
+        uint64_t sees[2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) sees[half] = cells_of_row(row + half * 8, cell);
+        mask_scores(scores[m], sees);
+      }
+    }
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) softmax_step(rows[m], scores[m], args.scale_log2);
+    multiply_values<T>(rows, scores, smem.values[stage], 0);
+  };
+
+  fetch_queries();
+  fetch_cells(0, page_of(0));
+  ptx::cp_async_commit();
+  int next_page = page_of(1);
+  for (int tile = 0; tile < num_tiles; ++tile) {
+    ptx::cp_async_wait<0>();
+    __syncthreads();  // this tile is here, and everyone is done with the one before
+    if (tile + 1 < num_tiles) {
+      fetch_cells(tile + 1, next_page);
+      next_page = page_of(tile + 2);
+    }
+    ptx::cp_async_commit();
+    if (tile * kCells < some_cells) attend(tile);
+  }
+
+  // The warp's own query rows are read: they make room for its output, which leaves in 16 bytes.
+  __syncwarp();
+#pragma unroll
+  for (int m = 0; m < kRowTiles; ++m) {
+    rows[m].reduce_sum();
+    const float inverse[2] = {inverse_of(rows[m].sum[0]), inverse_of(rows[m].sum[1])};
+#pragma unroll
+    for (int n = 0; n < kDim / 8; ++n) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = warp * Config::kWarpRows + m * 16 + half * 8 + lane / 4;
+        T* pair = smem.queries.chunk(row, n) + lane % 4 * 2;
+        *reinterpret_cast<uint32_t*>(pair) =
+            pack2<T>(normalised(rows[m].acc[n][2 * half], inverse[half]),
+                     normalised(rows[m].acc[n][2 * half + 1], inverse[half]));
+      }
+    }
+  }
+  __syncwarp();
+  constexpr int kChunks = kDim / 8;
+#pragma unroll
+  for (int i = lane; i < Config::kWarpRows * kChunks; i += 32) {
+    const int row = warp * Config::kWarpRows + i / kChunks;
+    if (row < block_rows) {
+      const int64_t t = seq.row_begin + block_row + row;
+      T* to = args.out + (t * args.num_heads + head) * kDim + i % kChunks * 8;
+      store(to, load<T, 8>(smem.queries.chunk(row, i % kChunks)));
+    }
+  }
+}
+
+// ---- launchers
+
+template <typename Config>
+void launch_prefill(const Context& ctx, const AttentionParams& params) {
+  auto kernel = attention_prefill_kernel<Config>;
+  constexpr size_t kSharedBytes = sizeof(PrefillSmem<Config>);
+  static_assert(kSharedBytes <= 99 * 1024, "sm_86 and sm_89 have 99 KiB for a block");
+  allow_shared_bytes(kernel, kSharedBytes);
+  const int num_row_tiles = (params.rows.max_seq_rows + Config::kRows - 1) / Config::kRows;
+  const dim3 grid(params.num_heads, num_row_tiles, params.rows.num_seqs);
+  launch(ctx, kernel, grid, Config::kThreads, kSharedBytes,
+         make_args<typename Config::Element>(params));
+}
+
+}  // namespace
+
+// Graph-safe: yes. Reads on the device: slots, row ranges, lengths, masks, page table.
+void attention_prefill(const Context& ctx, const AttentionParams& params) {
+  if (params.rows.num_rows == 0) return;
+  check_attention(params, "attention_prefill");
+  CHECK(params.rows.row_masks == nullptr || params.rows.max_seq_rows <= kMaxTreeSize,
+        "attention_prefill: a sequence with masks may have up to {} rows, not {}", kMaxTreeSize,
+        params.rows.max_seq_rows);
+  dispatch_half(params.qkv.dtype(), [&](auto element) {
+    dispatch_int<64, 128, 256>("attention_prefill: head_dim", params.head_dim, [&](auto dim) {
+      launch_prefill<PrefillConfig<decltype(element), dim.value>>(ctx, params);
+    });
+  });
+}
+
+}  // namespace cpmcu::cuda

@@ -1,0 +1,347 @@
+// What the attention kernels share: tiles in shared memory, their fragments for mma.m16n8k16, and
+// the online softmax of 16 query rows of a warp.
+//
+// A warp holds 16 query rows: lane / 4 and lane / 4 + 8 are the two rows ("halves") of a lane, its
+// columns of each 8-wide tile are 2 * (lane % 4) and the next.
+//
+// Tiles are row-major, and the 16-byte chunk c of row r lies at chunk c ^ (r % 8) of that row: the
+// eight rows that one ldmatrix phase reads at the same c are then in eight different bank groups.
+//
+// The bits of a row depend on its own cells only. So every step rounds explicitly (fmaf,
+// __fmul_rn), and cells that a row does not see leave its state exactly as it was: their
+// probability is 0, the maximum stays, and the rescale factor is 2^0 = 1.
+#pragma once
+
+#include "core/check.h"
+#include "core/launch.h"
+#include "core/ptx.cuh"
+#include "core/vec.cuh"
+#include "kernels/attention/attention.h"
+
+namespace cpmcu::cuda {
+
+constexpr float kMinusInfinity = -__builtin_huge_valf();
+
+// ---- what a kernel is given
+
+template <typename T>
+struct AttentionArgs {
+  T* out;            // [T, Hq * D]
+  const T* qkv;      // [T, (Hq + 2 Hkv) * D]
+  const T* k_cache;  // [pages, Hkv, 64, D]
+  const T* v_cache;  // [pages, Hkv, 64, D]
+  float* scratch;    // attention_decode only
+  float scale_log2;  // scale * log2(e): softmax in base 2
+  int num_heads;     // Hq
+  int num_kv_heads;  // Hkv
+  StepRows rows;
+};
+
+struct Sequence {
+  int slot;
+  int row_begin;  // its first row among T
+  int num_rows;
+  int length;  // L, cells before this step
+  __device__ int end() const { return length + num_rows; }
+};
+
+__device__ __forceinline__ Sequence load_sequence(const StepRows& rows, int seq) {
+  Sequence s;
+  s.slot = rows.seq_slots[seq];
+  s.row_begin = rows.seq_row_begin[seq];
+  s.num_rows = rows.seq_row_begin[seq + 1] - s.row_begin;
+  s.length = rows.slot_lengths[s.slot];
+  return s;
+}
+
+// Checks what both kernels ask of their parameters.
+inline void check_attention(const AttentionParams& p, const char* op) {
+  const StepRows& rows = p.rows;
+  CHECK(p.num_kv_heads > 0 && p.num_heads % p.num_kv_heads == 0,
+        "{}: {} query heads do not divide over {} KV heads", op, p.num_heads, p.num_kv_heads);
+  const int q_columns = p.num_heads * p.head_dim;
+  const int qkv_columns = q_columns + 2 * p.num_kv_heads * p.head_dim;
+  CHECK(p.out.num_dims() == 2 && p.out.size(0) >= rows.num_rows && p.out.size(1) == q_columns,
+        "{}: out is {}, expected [{}, {}]", op, p.out.shape_text(), rows.num_rows, q_columns);
+  CHECK(p.qkv.num_dims() == 2 && p.qkv.size(0) >= rows.num_rows && p.qkv.size(1) == qkv_columns,
+        "{}: qkv is {}, expected [{}, {}]", op, p.qkv.shape_text(), rows.num_rows, qkv_columns);
+  for (const Tensor* cache : {&p.k_cache, &p.v_cache}) {
+    CHECK(cache->num_dims() == 4 && cache->size(1) == p.num_kv_heads &&
+              cache->size(2) == kPageSize && cache->size(3) == p.head_dim,
+          "{}: the cache is {}, expected [pages, {}, {}, {}]", op, cache->shape_text(),
+          p.num_kv_heads, kPageSize, p.head_dim);
+  }
+  for (const Tensor* other : {&p.out, &p.k_cache, &p.v_cache}) {
+    CHECK(other->dtype() == p.qkv.dtype(), "{}: {} beside a qkv of {}", op, name_of(other->dtype()),
+          name_of(p.qkv.dtype()));
+  }
+  CHECK(p.scale > 0, "{}: scale {} is not positive", op, p.scale);
+  CHECK_STATE(rows.num_seqs > 0 && rows.max_seq_rows > 0 && rows.max_kv > 0,
+              "{}: {} sequences of up to {} rows and {} cells", op, rows.num_seqs,
+              rows.max_seq_rows, rows.max_kv);
+}
+
+template <typename T>
+AttentionArgs<T> make_args(const AttentionParams& p) {
+  constexpr float kLog2E = 1.44269504088896340736f;
+  return {.out = p.out.as<T>(),
+          .qkv = p.qkv.as<const T>(),
+          .k_cache = p.k_cache.as<const T>(),
+          .v_cache = p.v_cache.as<const T>(),
+          .scratch = p.scratch.as<float>(),
+          .scale_log2 = p.scale * kLog2E,
+          .num_heads = p.num_heads,
+          .num_kv_heads = p.num_kv_heads,
+          .rows = p.rows};
+}
+
+// ---- tiles
+
+template <typename T, int kRows_, int kDim_>
+struct alignas(128) SwizzledTile {
+  static constexpr int kRows = kRows_;
+  static constexpr int kDim = kDim_;
+  static constexpr int kRowBytes = kDim * sizeof(T);
+  static_assert(kDim % 64 == 0, "a row must hold whole groups of eight chunks");
+
+  __device__ __forceinline__ T* chunk(int row, int c) {
+    return data + row * kDim + (c ^ (row % 8)) * 8;
+  }
+  __device__ __forceinline__ uint32_t address(int row, int c) const {
+    return ptx::shared_address(data) + row * kRowBytes + (c ^ (row % 8)) * 16;
+  }
+  // address(row + lane_row, c + lane_chunk) where row is a multiple of 8, c is even and lane_chunk
+  // is 0 or 1. Of a lane's address only three bits change with c: so the unrolled loops over row
+  // and c need one register and immediates.
+  __device__ __forceinline__ uint32_t address(int row, int lane_row, int c, int lane_chunk) const {
+    return (address(lane_row, lane_chunk) ^ (c % 8 * 16)) + row * kRowBytes + c / 8 * 128;
+  }
+
+  T data[kRows * kDim];
+};
+
+// Starts copying rows [0, num_valid) from global memory; the tile's other rows become zeros.
+template <int kThreads, typename T, int kRows, int kDim>
+__device__ __forceinline__ void fetch_tile(SwizzledTile<T, kRows, kDim>& tile, const T* source,
+                                           int64_t row_stride, int num_valid) {
+  constexpr int kChunks = kDim / 8;
+  constexpr int kStep = kThreads / kChunks;  // rows copied at a time
+  static_assert(kThreads % kChunks == 0 && kRows % kStep == 0,
+                "every thread copies as many chunks");
+  const int first = static_cast<int>(threadIdx.x / kChunks);
+  const int c = static_cast<int>(threadIdx.x % kChunks);
+  source += first * row_stride + c * 8;
+#pragma unroll
+  for (int row = 0; row < kRows; row += kStep) {
+    // Rows that are 8 apart are swizzled alike: few addresses, the rest are immediates.
+    const uint32_t to = tile.address(first + row % 8, c) + row / 8 * 8 * (kDim * 2);
+    ptx::cp_async16(to, source + row * row_stride, first + row < num_valid);
+  }
+}
+
+// Rows [row, row + 16) and columns [16 * k16, + 16) as the operand A of an mma.
+template <typename T, int kRows, int kDim>
+__device__ __forceinline__ void load_fragment_a(uint32_t (&r)[4],
+                                                SwizzledTile<T, kRows, kDim>& tile, int row,
+                                                int k16) {
+  const int lane = threadIdx.x % 32;
+  ptx::ldmatrix4(r, tile.address(row, lane % 16, k16 * 2, lane / 16));
+}
+
+// Keys: cells [cell, cell + 16) as columns, dimensions [16 * k16, + 16) as the summed index.
+// r[0], r[1] are the operand B for the first eight cells, r[2], r[3] for the others.
+template <typename T, int kRows, int kDim>
+__device__ __forceinline__ void load_fragment_keys(uint32_t (&r)[4],
+                                                   SwizzledTile<T, kRows, kDim>& tile, int cell,
+                                                   int k16) {
+  const int lane = threadIdx.x % 32;
+  ptx::ldmatrix4(r, tile.address(cell, lane / 16 * 8 + lane % 8, k16 * 2, lane / 8 % 2));
+}
+
+// Values: dimensions [16 * n16, + 16) as columns, cells [cell, cell + 16) as the summed index.
+// r[0], r[1] are the operand B for the first eight dimensions, r[2], r[3] for the others.
+template <typename T, int kRows, int kDim>
+__device__ __forceinline__ void load_fragment_values(uint32_t (&r)[4],
+                                                     SwizzledTile<T, kRows, kDim>& tile, int cell,
+                                                     int n16) {
+  const int lane = threadIdx.x % 32;
+  ptx::ldmatrix4_trans(r, tile.address(cell, lane % 16, n16 * 2, lane / 16));
+}
+
+// ---- 16 query rows of a warp
+
+template <int kDim>
+struct RowTile {
+  float max[2];            // of the scores so far, before scaling; -inf: no cell seen yet
+  float sum[2];            // of this lane's probabilities
+  float acc[kDim / 8][4];  // of probability * value
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      max[half] = kMinusInfinity;
+      sum[half] = 0;
+    }
+#pragma unroll
+    for (int n = 0; n < kDim / 8; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) acc[n][i] = 0;
+    }
+  }
+
+  __device__ __forceinline__ void multiply(const float (&factor)[2]) {
+#pragma unroll
+    for (int n = 0; n < kDim / 8; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) acc[n][i] = __fmul_rn(acc[n][i], factor[i / 2]);
+    }
+  }
+
+  // Over the four lanes that share a row.
+  __device__ __forceinline__ void reduce_sum() {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      sum[half] += __shfl_xor_sync(0xffffffffu, sum[half], 1);
+      sum[half] += __shfl_xor_sync(0xffffffffu, sum[half], 2);
+    }
+  }
+};
+
+// 2^((score - max) * scale_log2): the weight of a state with maximum `score` in one with `max`.
+__device__ __forceinline__ float weight_of(float score, float max, float scale_log2) {
+  const float base = max == kMinusInfinity ? 0.0f : max;  // -inf - -inf is not a number
+  return ptx::exp2_approx(__fmul_rn(score - base, scale_log2));
+}
+
+// acc / sum; a row that saw nothing gives 0. Adding 0 turns -0 into 0, as the sum over splits does.
+__device__ __forceinline__ float normalised(float acc, float inverse_sum) {
+  return __fmul_rn(__fadd_rn(acc, 0.0f), inverse_sum);
+}
+__device__ __forceinline__ float inverse_of(float sum) {
+  return sum == 0.0f ? 0.0f : __fdiv_rn(1.0f, sum);
+}
+
+// scores = q keys^T for kTiles * 8 cells from `cell`; load_q(q, k16) gives the rows' fragments.
+template <typename T, int kRowTiles, int kTiles, int kRows, int kDim, typename LoadQ>
+__device__ __forceinline__ void multiply_keys(float (&scores)[kRowTiles][kTiles][4],
+                                              SwizzledTile<T, kRows, kDim>& keys, int cell,
+                                              LoadQ load_q) {
+#pragma unroll
+  for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) scores[m][n][i] = 0;
+    }
+  }
+#pragma unroll
+  for (int k16 = 0; k16 < kDim / 16; ++k16) {
+    uint32_t q[kRowTiles][4];
+    load_q(q, k16);
+#pragma unroll
+    for (int n16 = 0; n16 < kTiles / 2; ++n16) {
+      uint32_t k[4];
+      load_fragment_keys(k, keys, cell + n16 * 16, k16);
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) {
+        ptx::mma_16x8x16<T>(scores[m][2 * n16], q[m], k[0], k[1]);
+        ptx::mma_16x8x16<T>(scores[m][2 * n16 + 1], q[m], k[2], k[3]);
+      }
+    }
+  }
+}
+
+// Scores of cells that a row does not see become -inf: bit i of sees[half] stands for cell i of the
+// kTiles * 8 cells.
+template <int kTiles>
+__device__ __forceinline__ void mask_scores(float (&scores)[kTiles][4], const uint64_t (&sees)[2]) {
+  static_assert(kTiles <= 8, "a word has 64 bits");
+  const int column = threadIdx.x % 4 * 2;
+  const uint64_t mine[2] = {sees[0] >> column, sees[1] >> column};
+#pragma unroll
+  for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      scores[n][i] = (mine[i / 2] >> (n * 8 + i % 2) & 1) != 0 ? scores[n][i] : kMinusInfinity;
+    }
+  }
+}
+
+// Turns scores into probabilities relative to the rows' new maximum and rescales what they hold.
+template <int kTiles, int kDim>
+__device__ __forceinline__ void softmax_step(RowTile<kDim>& rows, float (&scores)[kTiles][4],
+                                             float scale_log2) {
+  float factor[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float max = rows.max[half];
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+      max = fmaxf(max, fmaxf(scores[n][2 * half], scores[n][2 * half + 1]));
+    }
+    max = fmaxf(max, __shfl_xor_sync(0xffffffffu, max, 1));
+    max = fmaxf(max, __shfl_xor_sync(0xffffffffu, max, 2));
+    factor[half] = weight_of(rows.max[half], max, scale_log2);
+    rows.max[half] = max;
+
+    const float offset = max == kMinusInfinity ? 0.0f : __fmul_rn(max, scale_log2);
+    float sum = 0;
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+      for (int i = 2 * half; i < 2 * half + 2; ++i) {
+        scores[n][i] = ptx::exp2_approx(__fmaf_rn(scores[n][i], scale_log2, -offset));
+        sum = __fadd_rn(sum, scores[n][i]);
+      }
+    }
+    rows.sum[half] = __fmaf_rn(rows.sum[half], factor[half], sum);
+  }
+  // Multiplying by 1 changes no bit, so skipping it does not either.
+  if (__any_sync(0xffffffffu, factor[0] != 1.0f || factor[1] != 1.0f)) rows.multiply(factor);
+}
+
+// rows.acc += probabilities * values, for kTiles * 8 cells from `cell`.
+template <typename T, int kRowTiles, int kTiles, int kRows, int kDim>
+__device__ __forceinline__ void multiply_values(RowTile<kDim> (&rows)[kRowTiles],
+                                                const float (&p)[kRowTiles][kTiles][4],
+                                                SwizzledTile<T, kRows, kDim>& values, int cell) {
+#pragma unroll
+  for (int k16 = 0; k16 < kTiles / 2; ++k16) {
+    uint32_t a[kRowTiles][4];
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+      a[m][0] = pack2<T>(p[m][2 * k16][0], p[m][2 * k16][1]);
+      a[m][1] = pack2<T>(p[m][2 * k16][2], p[m][2 * k16][3]);
+      a[m][2] = pack2<T>(p[m][2 * k16 + 1][0], p[m][2 * k16 + 1][1]);
+      a[m][3] = pack2<T>(p[m][2 * k16 + 1][2], p[m][2 * k16 + 1][3]);
+    }
+#pragma unroll
+    for (int n16 = 0; n16 < kDim / 16; ++n16) {
+      uint32_t v[4];
+      load_fragment_values(v, values, cell + k16 * 16, n16);
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) {
+        ptx::mma_16x8x16<T>(rows[m].acc[2 * n16], a[m], v[0], v[1]);
+        ptx::mma_16x8x16<T>(rows[m].acc[2 * n16 + 1], a[m], v[2], v[3]);
+      }
+    }
+  }
+}
+
+// ---- visibility, as words of one bit for each of the 64 cells from `cell` on
+
+// The first `num_cells` cells.
+__device__ __forceinline__ uint64_t first_cells(int num_cells) {
+  if (num_cells <= 0) return 0;
+  return num_cells >= 64 ? ~uint64_t{0} : (uint64_t{1} << num_cells) - 1;
+}
+
+// Cells below `length`, and those that the mask names: its bit i stands for cell length + i.
+__device__ __forceinline__ uint64_t seen_cells(uint64_t mask, int length, int cell) {
+  const int shift = length - cell;
+  if (shift >= 64) return ~uint64_t{0};
+  if (shift >= 0) return first_cells(shift) | mask << shift;
+  return shift > -64 ? mask >> -shift : 0;
+}
+
+}  // namespace cpmcu::cuda
