@@ -1,0 +1,191 @@
+"""Times attention_decode and attention_prefill on the GPU: one line per shape.
+
+Decode is timed against memory: every launch reads another sequence's cache, so that nothing is in
+L2 from the launch before, as between the layers of a model. The roofline is the read bandwidth
+that this very run reaches on 1 GiB (the better of skinny_gemm's weights and silu_mul). Prefill is
+timed in TFLOP/s over the cells that the causal mask leaves.
+
+    python scripts/bench/bench_attention.py [--dtype bfloat16] [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from cpmcu import C
+
+ops = C.ops
+PAGE = 64
+HEAD_DIM = 128
+LAYOUTS = [(32, 8), (32, 2)]  # query heads, KV heads
+DECODE_CELLS = [1024, 8192, 32768, 131072]
+DECODE_ROWS = [1, 32]
+PROMPTS = [2048, 8192]
+CHUNK = 2048
+COLD_BYTES = 256 << 20  # caches read before one is read again; L2 is far smaller
+MAX_LAUNCHES = 64  # in one graph
+
+
+def put(ctx: Any, values: Any) -> Any:
+    source = np.ascontiguousarray(values, np.int32)
+    array = ops.Array(ctx, list(source.shape), "int32")
+    array.copy_from(source)
+    return array
+
+
+def normal(ctx: Any, shape: list[int], dtype: str) -> Any:
+    """Normally distributed numbers; a block of them repeats, which no kernel notices."""
+    size = int(np.prod(shape))
+    block = np.random.default_rng(0).standard_normal(min(size, 1 << 20)).astype(np.float32)
+    if dtype == "bfloat16":
+        block = (block.view(np.uint32) >> 16).astype(np.uint16)
+    else:
+        block = block.astype(dtype)
+    array = ops.Array(ctx, shape, dtype)
+    array.copy_from(np.resize(block, shape))
+    return array
+
+
+def microseconds(ctx: Any, body: Callable[[], None], launches: int = 1) -> float:
+    """Time of one of the `launches` in body(): the best of five runs of a graph."""
+    body()  # errors show here, not inside a capture
+    ctx.synchronize()
+    graph = ctx.graph(body)
+    once = graph.replay(2) / 2
+    times = max(1, int(20 / max(once, 1e-3)))  # about 20 ms
+    return float(min(graph.replay(times) / times for _ in range(5)) * 1e3 / launches)
+
+
+def read_bandwidth(ctx: Any, dtype: str) -> float:
+    """GB/s."""
+    n, k = 65536, 8192
+    w = normal(ctx, [n, k], dtype)
+    x, y = normal(ctx, [1, k], dtype), ops.Array(ctx, [1, n], dtype)
+    weights = n * k * 2 / microseconds(ctx, lambda: ops.skinny_gemm(ctx, y, x, w))
+    half = ops.Array(ctx, [n, k // 2], dtype)
+    copied = n * k * 3 / microseconds(ctx, lambda: ops.silu_mul(ctx, half, w))
+    return max(weights, copied) / 1e3
+
+
+class Shape:
+    """Sequences of `cells` cells, `rows` of them this step's, each with pages of its own."""
+
+    def __init__(
+        self, ctx: Any, heads: tuple[int, int], cells: int, rows: int, copies: int, dtype: str
+    ) -> None:
+        self.ctx, (self.num_heads, self.num_kv_heads) = ctx, heads
+        pages = -(-cells // PAGE)
+        table = np.random.default_rng(0).permutation(copies * pages).reshape(copies, pages)
+        self.page_table = put(ctx, table)
+        cache = [copies * pages, self.num_kv_heads, PAGE, HEAD_DIM]
+        self.k_cache, self.v_cache = normal(ctx, cache, dtype), normal(ctx, cache, dtype)
+        columns = (self.num_heads + 2 * self.num_kv_heads) * HEAD_DIM
+        self.qkv = normal(ctx, [rows, columns], dtype)
+        self.out = ops.Array(ctx, [rows, self.num_heads * HEAD_DIM], dtype)
+        floats = ops.attention_scratch_floats(
+            num_rows=rows, num_heads=self.num_heads, head_dim=HEAD_DIM, max_kv=cells
+        )
+        self.scratch = ops.Array(ctx, [floats if rows <= PAGE else 1], "float32")
+
+    def rows(self, slot: int, copies: int, length: int, count: int) -> Any:
+        ctx = self.ctx
+        return ops.StepRows(
+            num_rows=count,
+            num_seqs=1,
+            max_seq_rows=count,
+            max_kv=length + count,
+            positions=put(ctx, np.arange(length, length + count)),
+            row_seqs=put(ctx, np.zeros(count)),
+            seq_slots=put(ctx, [slot]),
+            seq_row_begin=put(ctx, [0, count]),
+            slot_lengths=put(ctx, np.full(copies, length)),
+            page_table=self.page_table,
+        )
+
+    def run(self, op: Callable[..., None], rows: Any) -> None:
+        op(
+            self.ctx,
+            out=self.out,
+            qkv=self.qkv,
+            k_cache=self.k_cache,
+            v_cache=self.v_cache,
+            scale=HEAD_DIM**-0.5,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=HEAD_DIM,
+            rows=rows,
+            scratch=self.scratch,
+        )
+
+
+def decode(ctx: Any, heads: tuple[int, int], cells: int, rows: int, dtype: str) -> dict[str, float]:
+    kv_bytes = 2 * 2 * cells * heads[1] * HEAD_DIM
+    copies = max(1, min(MAX_LAUNCHES, -(-COLD_BYTES // kv_bytes)))
+    shape = Shape(ctx, heads, cells, rows, copies, dtype)
+    steps = [shape.rows(slot, copies, cells - rows, rows) for slot in range(copies)]
+
+    def body() -> None:
+        for step in steps:
+            shape.run(ops.attention_decode, step)
+
+    us = microseconds(ctx, body, copies)
+    flops = 4.0 * rows * cells * heads[0] * HEAD_DIM
+    return {"us": us, "gbps": kv_bytes / us / 1e3, "tflops": flops / us / 1e6}
+
+
+def prefill(ctx: Any, heads: tuple[int, int], prompt: int, dtype: str) -> dict[str, float]:
+    shape = Shape(ctx, heads, prompt, CHUNK, 1, dtype)
+    # Lengths are device memory: each chunk has rows of its own, the q of all is the same.
+    chunks = [shape.rows(0, 1, begin, CHUNK) for begin in range(0, prompt, CHUNK)]
+
+    def body() -> None:
+        for chunk in chunks:
+            shape.run(ops.attention_prefill, chunk)
+
+    us = microseconds(ctx, body)
+    flops = 4.0 * prompt * (prompt + 1) / 2 * heads[0] * HEAD_DIM
+    return {"us": us, "tflops": flops / us / 1e6}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--dtype", default="bfloat16", choices=["float16", "bfloat16"])
+    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    args = parser.parse_args()
+    ctx = ops.Context("cuda")
+    peak = read_bandwidth(ctx, args.dtype)
+
+    def report(name: str, result: dict[str, float]) -> None:
+        if "gbps" in result:
+            result["roofline"] = result["gbps"] / peak
+        if args.json:
+            line = json.dumps({"name": name, "dtype": args.dtype, "read_gbps": peak} | result)
+        else:
+            line = f"{name:44} {result['us']:10.2f} µs"
+            if "gbps" in result:
+                line += f" | {result['gbps']:7.0f} GB/s | {result['roofline']:6.1%} of roofline"
+            line += f" | {result['tflops']:6.1f} TFLOP/s"
+        sys.stdout.write(line + "\n")
+        sys.stdout.flush()
+
+    if not args.json:
+        sys.stdout.write(f"read bandwidth {peak:.0f} GB/s, {args.dtype}, D {HEAD_DIM}\n")
+    for heads in LAYOUTS:
+        label = f"Hq {heads[0]} Hkv {heads[1]}"
+        for rows in DECODE_ROWS:
+            for cells in DECODE_CELLS:
+                result = decode(ctx, heads, cells, rows, args.dtype)
+                report(f"decode {label} cells {cells} rows {rows}", result)
+        for prompt in PROMPTS:
+            result = prefill(ctx, heads, prompt, args.dtype)
+            report(f"prefill {label} prompt {prompt} chunk {CHUNK}", result)
+
+
+if __name__ == "__main__":
+    main()
