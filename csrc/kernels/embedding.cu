@@ -1,0 +1,73 @@
+// Token embeddings: out[t] = table[ids[t]] * scale, product in float32, rounded once.
+//
+// One thread moves 8 elements (16 bytes); a block is 128 such threads of one row. Bound: 4 bytes a
+// element against memory bandwidth; for one row it is the latency of two dependent loads, so a row
+// is spread over several blocks rather than looped over by one.
+#include "kernels/embedding.h"
+
+#include "core/launch.h"
+#include "core/ptx.cuh"
+#include "core/vec.cuh"
+#include "kernels/launch_checks.h"
+
+namespace cpmcu::cuda {
+namespace {
+
+constexpr int kThreads = 128;
+
+struct EmbeddingArgs {
+  void* out;          // [T, H]
+  const void* table;  // [V, H]
+  const int* ids;     // [T]
+  int64_t vocab_size;
+  int num_vectors;  // H / 8
+  float scale;
+};
+
+// ---- kernels
+
+// Grid: (T, blocks of a row).
+template <typename T>
+__global__ void __launch_bounds__(kThreads)
+    embedding_kernel(const __grid_constant__ EmbeddingArgs args) {
+  ptx::pdl_launch();
+  ptx::pdl_wait();
+  const int64_t row = blockIdx.x;
+  const int column = blockIdx.y * kThreads + threadIdx.x;
+  if (column >= args.num_vectors) return;
+
+  const int id = args.ids[row];
+  const int64_t table_row = id >= 0 && id < args.vocab_size ? id : 0;
+  const T* table = static_cast<const T*>(args.table);
+  Vec16<T> v = load<T, 8>(table + (table_row * args.num_vectors + column) * 8);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) v[i] = from_float<T>(to_float(v[i]) * args.scale);
+  store(static_cast<T*>(args.out) + (row * args.num_vectors + column) * 8, v);
+}
+
+}  // namespace
+
+// ---- launchers
+
+// Graph-safe; reads from the device: ids.
+void embedding(const Context& ctx, const EmbeddingParams& p) {
+  check_rows("embedding", "out", p.out);
+  check_rows("embedding", "table", p.table);
+  CHECK_STATE(p.table.dtype() == p.out.dtype() && p.table.size(1) == p.out.size(1),
+              "embedding: the table is {} {} but the output {} {}", name_of(p.table.dtype()),
+              p.table.shape_text(), name_of(p.out.dtype()), p.out.shape_text());
+  if (p.out.size(0) == 0) return;
+  const int num_vectors = static_cast<int>(p.out.size(1) / 8);
+  const dim3 grid(p.out.size(0), (num_vectors + kThreads - 1) / kThreads);
+  const EmbeddingArgs args{.out = p.out.data(),
+                           .table = p.table.data(),
+                           .ids = p.ids,
+                           .vocab_size = p.table.size(0),
+                           .num_vectors = num_vectors,
+                           .scale = p.scale};
+  dispatch_half(p.out.dtype(), [&](auto t) {
+    launch(ctx, embedding_kernel<decltype(t)>, grid, dim3(kThreads), 0, args);
+  });
+}
+
+}  // namespace cpmcu::cuda

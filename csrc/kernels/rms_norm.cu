@@ -1,0 +1,107 @@
+// out[t] = x[t] / sqrt(mean(x[t]^2) + eps) * weight, all in float32, rounded once.
+//
+// One block a row: the row stays in registers (8 or 16 elements a thread), one block_reduce, one
+// store. Bound: 4 bytes an element for many rows; for one row it is the latency of one load, one
+// reduction and one store, hence as many threads as the row has 16-byte vectors, and the weights
+// are in registers before the row arrives.
+//
+// Block size and elements of a thread follow from H alone, so a row has the same bits in every
+// batch.
+#include "kernels/rms_norm.h"
+
+#include "core/launch.h"
+#include "core/ptx.cuh"
+#include "core/reduce.cuh"
+#include "core/vec.cuh"
+#include "kernels/launch_checks.h"
+
+namespace cpmcu::cuda {
+namespace {
+
+constexpr int kMaxThreads = 1024;
+constexpr int kMaxVectors = 2;  // of 8 elements in a thread: H up to 16384
+
+// ---- kernels
+
+// Grid: T. `width` is H, at most kThreads * kVectors * 8. `out` may be `x`.
+template <typename T, int kThreads, int kVectors>
+__global__ void __launch_bounds__(kThreads)
+    rms_norm_kernel(T* out, const T* x, const T* __restrict__ weight, int width, float eps) {
+  __shared__ float scratch[32];
+  ptx::pdl_launch();
+  const auto column_of = [](int vector) { return (vector * kThreads + threadIdx.x) * 8; };
+  Vec16<T> w[kVectors];
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+    if (column_of(i) < width) w[i] = load<T, 8>(weight + column_of(i));
+  }
+  ptx::pdl_wait();
+
+  const int64_t row_begin = int64_t{blockIdx.x} * width;
+  float values[kVectors][8];
+  float sum = 0;
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+    if (column_of(i) >= width) break;
+    const Vec16<T> v = load<T, 8>(x + row_begin + column_of(i));
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      values[i][j] = to_float(v[j]);
+      sum += values[i][j] * values[i][j];
+    }
+  }
+  sum = block_reduce<kThreads>(sum, 0.0f, scratch, Sum{});
+  const float scale = rsqrtf(sum / static_cast<float>(width) + eps);
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+    if (column_of(i) >= width) break;
+    Vec16<T> v;
+#pragma unroll
+    for (int j = 0; j < 8; ++j) v[j] = from_float<T>(values[i][j] * scale * to_float(w[i][j]));
+    store(out + row_begin + column_of(i), v);
+  }
+}
+
+// The smallest block, of at least 64 threads, that holds one vector a thread.
+int threads_for(int num_vectors) {
+  int threads = 64;
+  while (threads < num_vectors && threads < kMaxThreads) threads *= 2;
+  return threads;
+}
+
+}  // namespace
+
+// ---- launchers
+
+// Graph-safe; reads nothing that sizes it from the device.
+void rms_norm(const Context& ctx, const RmsNormParams& p) {
+  check_rows("rms_norm", "x", p.x);
+  check_rows("rms_norm", "out", p.out);
+  CHECK_STATE(
+      p.out.dtype() == p.x.dtype() && p.out.size(0) == p.x.size(0) && p.out.size(1) == p.x.size(1),
+      "rms_norm: x is {} {}, out {} {}", name_of(p.x.dtype()), p.x.shape_text(),
+      name_of(p.out.dtype()), p.out.shape_text());
+  check_vector("rms_norm", "weight", p.weight, p.x.dtype(), p.x.size(1));
+  const int width = static_cast<int>(p.x.size(1));
+  CHECK_STATE(width <= kMaxThreads * kMaxVectors * 8, "rms_norm: rows of {} elements, at most {}",
+              width, kMaxThreads * kMaxVectors * 8);
+  if (p.x.size(0) == 0) return;
+  const dim3 grid(p.x.size(0));
+  const int threads = threads_for(width / 8);
+  dispatch_half(p.x.dtype(), [&](auto t) {
+    using T = decltype(t);
+    const auto run = [&](auto kernel) {
+      launch(ctx, kernel, grid, dim3(threads), 0, p.out.as<T>(), p.x.as<T>(), p.weight.as<T>(),
+             width, p.eps);
+    };
+    if (width > kMaxThreads * 8) {
+      run(rms_norm_kernel<T, kMaxThreads, kMaxVectors>);
+      return;
+    }
+    dispatch_int<64, 128, 256, 512, 1024>("rms_norm: block size", threads, [&](auto size) {
+      run(rms_norm_kernel<T, decltype(size)::value, 1>);
+    });
+  });
+}
+
+}  // namespace cpmcu::cuda

@@ -1,0 +1,63 @@
+// The gated activation of an MLP: out[t, i] = silu(x[t, i]) * x[t, I + i], in float32, rounded
+// once.
+//
+// One thread makes 8 outputs from two 16-byte loads; a block is 128 such threads of one row. Bound:
+// 6 bytes an output against memory bandwidth (expf and the division stay below half of the issue
+// slots); for one row it is latency, so a row is spread over I / 1024 blocks.
+#include "kernels/silu_mul.h"
+
+#include "core/launch.h"
+#include "core/ptx.cuh"
+#include "core/vec.cuh"
+#include "kernels/launch_checks.h"
+
+namespace cpmcu::cuda {
+namespace {
+
+constexpr int kThreads = 128;
+
+// ---- kernels
+
+__device__ __forceinline__ float silu(float a) { return a / (1.0f + expf(-a)); }
+
+// Grid: (T, blocks of a row); num_vectors = I / 8.
+template <typename T>
+__global__ void __launch_bounds__(kThreads) silu_mul_kernel(T* out, const T* x, int num_vectors) {
+  ptx::pdl_launch();
+  ptx::pdl_wait();
+  const int64_t row = blockIdx.x;
+  const int column = blockIdx.y * kThreads + threadIdx.x;
+  if (column >= num_vectors) return;
+
+  const T* gate_row = x + row * 2 * num_vectors * 8;
+  const Vec16<T> gate = load<T, 8>(gate_row + column * 8);
+  const Vec16<T> up = load<T, 8>(gate_row + (num_vectors + column) * 8);
+  Vec16<T> result;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) result[i] = from_float<T>(silu(to_float(gate[i])) * to_float(up[i]));
+  store(out + (row * num_vectors + column) * 8, result);
+}
+
+}  // namespace
+
+// ---- launchers
+
+// Graph-safe; reads nothing that sizes it from the device.
+void silu_mul(const Context& ctx, const SiluMulParams& p) {
+  check_rows("silu_mul", "out", p.out);
+  check_rows("silu_mul", "x", p.x);
+  CHECK_STATE(p.out.dtype() == p.x.dtype() && p.x.size(0) == p.out.size(0) &&
+                  p.x.size(1) == 2 * p.out.size(1),
+              "silu_mul: x is {} {}, out {} {}; expected twice as many columns in x",
+              name_of(p.x.dtype()), p.x.shape_text(), name_of(p.out.dtype()), p.out.shape_text());
+  if (p.out.size(0) == 0) return;
+  const int num_vectors = static_cast<int>(p.out.size(1) / 8);
+  const dim3 grid(p.out.size(0), (num_vectors + kThreads - 1) / kThreads);
+  dispatch_half(p.x.dtype(), [&](auto t) {
+    using T = decltype(t);
+    launch(ctx, silu_mul_kernel<T>, grid, dim3(kThreads), 0, p.out.as<T>(), p.x.as<T>(),
+           num_vectors);
+  });
+}
+
+}  // namespace cpmcu::cuda
