@@ -19,6 +19,9 @@ def device_count() -> int:
 def device_info(index: int) -> dict[str, Any]:
     """name, compute_capability, total_bytes, free_bytes, sm_count, driver_version."""
 
+def ceilings(device: str, index: int = 0) -> dict[str, float]:
+    """Measures read_bytes_per_second and host_to_device_bytes_per_second of "cpu" or "cuda"."""
+
 def registered() -> dict[str, dict[str, str]]:
     """What is registered: kind ("linear", "block") -> name -> source file."""
 

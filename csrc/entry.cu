@@ -23,5 +23,6 @@ PYBIND11_MODULE(C, m) {
   pybind11::register_exception_translator(&translate);
   cpmcu::bind_engine(m);
   cpmcu::bind_ops(m);
+  cpmcu::bind_ceilings(m);
   cpmcu::bind_info(m);
 }

@@ -182,11 +182,11 @@ void skinny_block(const Context& ctx, const Args& args) {
 
 void skinny_gemm(const Context& ctx, const GemmParams& params) {
   const int64_t m = params.x.size(0), k = params.x.size(1), n = params.w.size(0);
-  CHECK_STATE(params.w.size(1) == k && params.y.size(0) == m && params.y.size(1) == n,
+  CHECK(params.w.size(1) == k && params.y.size(0) == m && params.y.size(1) == n,
               "y {} = x {} w {}^T", params.y.shape_text(), params.x.shape_text(),
               params.w.shape_text());
-  CHECK_STATE(k % 8 == 0, "K is {}, expected a multiple of 8", k);
-  CHECK_STATE(params.w.dtype() == params.x.dtype() &&
+  CHECK(k % 8 == 0, "K is {}, expected a multiple of 8", k);
+  CHECK(params.w.dtype() == params.x.dtype() &&
                   (params.y.dtype() == params.x.dtype() || params.y.dtype() == DType::kF32),
               "y {}, x {}, w {}", name_of(params.y.dtype()), name_of(params.x.dtype()),
               name_of(params.w.dtype()));
