@@ -23,7 +23,7 @@ class Tolerance:
 
 # Logits of tiny models (a few layers, random weights) against float32.
 LOGITS = {
-    "float32": Tolerance(diff=1e-9, max_abs=2e-5),
+    "float32": Tolerance(diff=1e-11, max_abs=5e-6),
     "float16": Tolerance(diff=2e-5, max_abs=1e-2),
     "bfloat16": Tolerance(diff=1e-3, max_abs=8e-2),
 }
