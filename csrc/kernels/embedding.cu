@@ -53,9 +53,9 @@ __global__ void __launch_bounds__(kThreads)
 void embedding(const Context& ctx, const EmbeddingParams& p) {
   check_rows("embedding", "out", p.out);
   check_rows("embedding", "table", p.table);
-  CHECK_STATE(p.table.dtype() == p.out.dtype() && p.table.size(1) == p.out.size(1),
-              "embedding: the table is {} {} but the output {} {}", name_of(p.table.dtype()),
-              p.table.shape_text(), name_of(p.out.dtype()), p.out.shape_text());
+  CHECK(p.table.dtype() == p.out.dtype() && p.table.size(1) == p.out.size(1),
+        "embedding: the table is {} {} but the output {} {}", name_of(p.table.dtype()),
+        p.table.shape_text(), name_of(p.out.dtype()), p.out.shape_text());
   if (p.out.size(0) == 0) return;
   const int num_vectors = static_cast<int>(p.out.size(1) / 8);
   const dim3 grid(p.out.size(0), (num_vectors + kThreads - 1) / kThreads);

@@ -33,14 +33,14 @@ __global__ void __launch_bounds__(kThreads)
 
 // Graph-safe; reads from the device: index.
 void gather_rows(const Context& ctx, const GatherRowsParams& p) {
-  CHECK_STATE(p.x.num_dims() == 2 && p.out.num_dims() == 2 && p.x.dtype() == p.out.dtype() &&
-                  p.x.size(1) == p.out.size(1),
-              "gather_rows: the input is {} {} but the output {} {}", name_of(p.x.dtype()),
-              p.x.shape_text(), name_of(p.out.dtype()), p.out.shape_text());
+  CHECK(p.x.num_dims() == 2 && p.out.num_dims() == 2 && p.x.dtype() == p.out.dtype() &&
+            p.x.size(1) == p.out.size(1),
+        "gather_rows: the input is {} {} but the output {} {}", name_of(p.x.dtype()),
+        p.x.shape_text(), name_of(p.out.dtype()), p.out.shape_text());
   const int64_t row_bytes = p.x.size(1) * size_of(p.x.dtype());
-  CHECK_STATE(row_bytes > 0 && row_bytes % 16 == 0 && is_aligned16(p.x.data()) &&
-                  is_aligned16(p.out.data()),
-              "gather_rows: rows of {} bytes, expected aligned multiples of 16", row_bytes);
+  CHECK(row_bytes > 0 && row_bytes % 16 == 0 && is_aligned16(p.x.data()) &&
+            is_aligned16(p.out.data()),
+        "gather_rows: rows of {} bytes, expected aligned multiples of 16", row_bytes);
   if (p.out.size(0) == 0) return;
   const int num_vectors = static_cast<int>(row_bytes / 16);
   const dim3 grid(p.out.size(0), (num_vectors + kThreads - 1) / kThreads);

@@ -12,21 +12,20 @@ inline bool is_aligned16(const void* data) { return reinterpret_cast<uintptr_t>(
 
 // A matrix whose rows are whole, aligned 16-byte vectors of 16-bit elements.
 inline void check_rows(std::string_view op, std::string_view name, const Tensor& tensor) {
-  CHECK_STATE(tensor.num_dims() == 2 && tensor.size(1) > 0 && tensor.size(1) % 8 == 0,
-              "{}: {} is {}, expected rows of a multiple of 8 elements", op, name,
-              tensor.shape_text());
-  CHECK_STATE(size_of(tensor.dtype()) == 2, "{}: {} is {}, expected float16 or bfloat16", op, name,
-              name_of(tensor.dtype()));
-  CHECK_STATE(is_aligned16(tensor.data()), "{}: {} is not aligned to 16 bytes", op, name);
+  CHECK(tensor.num_dims() == 2 && tensor.size(1) > 0 && tensor.size(1) % 8 == 0,
+        "{}: {} is {}, expected rows of a multiple of 8 elements", op, name, tensor.shape_text());
+  CHECK(size_of(tensor.dtype()) == 2, "{}: {} is {}, expected float16 or bfloat16", op, name,
+        name_of(tensor.dtype()));
+  CHECK(is_aligned16(tensor.data()), "{}: {} is not aligned to 16 bytes", op, name);
 }
 
 // A tensor of `count` elements of `dtype`, aligned to 16 bytes.
 inline void check_vector(std::string_view op, std::string_view name, const Tensor& tensor,
                          DType dtype, int64_t count) {
-  CHECK_STATE(tensor.dtype() == dtype && tensor.num_elements() == count,
-              "{}: {} is {} {}, expected {} of {} elements", op, name, name_of(tensor.dtype()),
-              tensor.shape_text(), name_of(dtype), count);
-  CHECK_STATE(is_aligned16(tensor.data()), "{}: {} is not aligned to 16 bytes", op, name);
+  CHECK(tensor.dtype() == dtype && tensor.num_elements() == count,
+        "{}: {} is {} {}, expected {} of {} elements", op, name, name_of(tensor.dtype()),
+        tensor.shape_text(), name_of(dtype), count);
+  CHECK(is_aligned16(tensor.data()), "{}: {} is not aligned to 16 bytes", op, name);
 }
 
 }  // namespace cpmcu

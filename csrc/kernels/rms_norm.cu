@@ -77,14 +77,14 @@ int threads_for(int num_vectors) {
 void rms_norm(const Context& ctx, const RmsNormParams& p) {
   check_rows("rms_norm", "x", p.x);
   check_rows("rms_norm", "out", p.out);
-  CHECK_STATE(
+  CHECK(
       p.out.dtype() == p.x.dtype() && p.out.size(0) == p.x.size(0) && p.out.size(1) == p.x.size(1),
       "rms_norm: x is {} {}, out {} {}", name_of(p.x.dtype()), p.x.shape_text(),
       name_of(p.out.dtype()), p.out.shape_text());
   check_vector("rms_norm", "weight", p.weight, p.x.dtype(), p.x.size(1));
   const int width = static_cast<int>(p.x.size(1));
-  CHECK_STATE(width <= kMaxThreads * kMaxVectors * 8, "rms_norm: rows of {} elements, at most {}",
-              width, kMaxThreads * kMaxVectors * 8);
+  CHECK(width <= kMaxThreads * kMaxVectors * 8, "rms_norm: rows of {} elements, at most {}", width,
+        kMaxThreads * kMaxVectors * 8);
   if (p.x.size(0) == 0) return;
   const dim3 grid(p.x.size(0));
   const int threads = threads_for(width / 8);

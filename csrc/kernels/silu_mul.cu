@@ -46,10 +46,10 @@ __global__ void __launch_bounds__(kThreads) silu_mul_kernel(T* out, const T* x, 
 void silu_mul(const Context& ctx, const SiluMulParams& p) {
   check_rows("silu_mul", "out", p.out);
   check_rows("silu_mul", "x", p.x);
-  CHECK_STATE(p.out.dtype() == p.x.dtype() && p.x.size(0) == p.out.size(0) &&
-                  p.x.size(1) == 2 * p.out.size(1),
-              "silu_mul: x is {} {}, out {} {}; expected twice as many columns in x",
-              name_of(p.x.dtype()), p.x.shape_text(), name_of(p.out.dtype()), p.out.shape_text());
+  CHECK(p.out.dtype() == p.x.dtype() && p.x.size(0) == p.out.size(0) &&
+            p.x.size(1) == 2 * p.out.size(1),
+        "silu_mul: x is {} {}, out {} {}; expected twice as many columns in x",
+        name_of(p.x.dtype()), p.x.shape_text(), name_of(p.out.dtype()), p.out.shape_text());
   if (p.out.size(0) == 0) return;
   const int num_vectors = static_cast<int>(p.out.size(1) / 8);
   const dim3 grid(p.out.size(0), (num_vectors + kThreads - 1) / kThreads);
