@@ -1,0 +1,243 @@
+// Bias, per-head RMSNorm, RoPE and the write into the paged cache, in one pass over qkv.
+//
+// qkv is [T, (Hq + 2 Hkv) * D], a page of the cache [Hkv, 64, D]. A group of D / 16 lanes holds one
+// head: each lane 8 elements of the lower half and the 8 that RoPE pairs with them in the upper, so
+// that the rotation needs no exchange and memory moves 16 bytes at a time. Everything between the
+// load and the store is float32, rounded once.
+//
+// Bound: 4 bytes an element of qkv against memory bandwidth; for one row the latency of the
+// dependent loads sequence -> slot -> length -> page. With many rows a group walks over several
+// heads of its row, so sines and cosines are made once for all of them; the arithmetic of a head is
+// the same either way.
+//
+// Sines and cosines: the float32 angle (up to 131072 and beyond) is reduced to half turns in
+// float64, three operations, and goes to sincospif. sincosf would do the same reduction in a slow
+// path with an array in local memory.
+#include "kernels/rotary_kv.h"
+
+#include <algorithm>
+
+#include "core/launch.h"
+#include "core/ptx.cuh"
+#include "core/vec.cuh"
+#include "kernels/launch_checks.h"
+
+namespace cpmcu::cuda {
+namespace {
+
+constexpr int kThreads = 64;
+
+template <typename T>
+struct RotaryKvArgs {
+  T* qkv;                 // [T, (Hq + 2 Hkv) * D]
+  const T* bias;          // [(Hq + 2 Hkv) * D] or null
+  const T* q_norm;        // [D] or null
+  const T* k_norm;        // [D] or null
+  const float* inv_freq;  // [D / 2]
+  T* k_cache;             // [pages, Hkv, 64, D]
+  T* v_cache;             // [pages, Hkv, 64, D]
+  float norm_eps;
+  float attention_scaling;
+  int num_heads;     // Hq
+  int num_kv_heads;  // Hkv
+  StepRows rows;
+};
+
+// One lane's part of a head: elements [8 lane, 8 lane + 8) of each half.
+struct HeadPart {
+  float low[8];
+  float high[8];
+};
+
+// ---- kernels
+
+// The two vectors of a head that belong to this lane, `at` = 8 * lane.
+template <typename T, int kDim>
+__device__ __forceinline__ HeadPart load_part(const T* head, int at) {
+  const Vec16<T> low = load<T, 8>(head + at), high = load<T, 8>(head + kDim / 2 + at);
+  HeadPart part;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    part.low[i] = to_float(low[i]);
+    part.high[i] = to_float(high[i]);
+  }
+  return part;
+}
+
+template <typename T, int kDim>
+__device__ __forceinline__ void store_part(T* head, int at, const HeadPart& part) {
+  Vec16<T> low, high;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    low[i] = from_float<T>(part.low[i]);
+    high[i] = from_float<T>(part.high[i]);
+  }
+  store(head + at, low);
+  store(head + kDim / 2 + at, high);
+}
+
+__device__ __forceinline__ void add(HeadPart& x, const HeadPart& bias) {
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    x.low[i] += bias.low[i];
+    x.high[i] += bias.high[i];
+  }
+}
+
+// RMSNorm over the head, whose kLanes lanes are those of `group_mask`.
+template <int kLanes>
+__device__ __forceinline__ void normalize(HeadPart& x, const HeadPart& weight, float eps,
+                                          uint32_t group_mask) {
+  float sum = 0;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) sum += x.low[i] * x.low[i] + x.high[i] * x.high[i];
+#pragma unroll
+  for (int offset = kLanes / 2; offset > 0; offset /= 2) {
+    sum += __shfl_xor_sync(group_mask, sum, offset);
+  }
+  const float scale = rsqrtf(sum / (kLanes * 16) + eps);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    x.low[i] *= scale * weight.low[i];
+    x.high[i] *= scale * weight.high[i];
+  }
+}
+
+// Right for any float32 angle whose number of half turns is below 2^31.
+__device__ __forceinline__ void sin_cos(float angle, float* sine, float* cosine) {
+  constexpr double kHalfTurns = 0.31830988618379067;  // 1 / pi
+  const double turns = static_cast<double>(angle) * kHalfTurns;
+  sincospif(static_cast<float>(fma(-2.0, rint(turns * 0.5), turns)), sine, cosine);
+}
+
+__device__ __forceinline__ void rotate(HeadPart& x, const float (&cosines)[8],
+                                       const float (&sines)[8]) {
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const float low = x.low[i], high = x.high[i];
+    x.low[i] = low * cosines[i] - high * sines[i];
+    x.high[i] = high * cosines[i] + low * sines[i];
+  }
+}
+
+// Grid: (T, parts of a row's heads). Heads lie q, k, v.
+template <typename T, int kDim>
+__global__ void __launch_bounds__(kThreads)
+    rotary_kv_kernel(const __grid_constant__ RotaryKvArgs<T> args) {
+  constexpr int kLanes = kDim / 16;
+  constexpr int kGroups = kThreads / kLanes;
+  static_assert(kLanes <= 32 && 32 % kLanes == 0, "a head lies within one warp");
+  ptx::pdl_launch();
+  const int lane = threadIdx.x % kLanes;
+  const int at = lane * 8;
+  const uint32_t group_mask = (0xffffffffu >> (32 - kLanes)) << (threadIdx.x % 32 - lane);
+  float inv_freq[8];
+  *reinterpret_cast<float4*>(inv_freq) = *reinterpret_cast<const float4*>(args.inv_freq + at);
+  *reinterpret_cast<float4*>(inv_freq + 4) =
+      *reinterpret_cast<const float4*>(args.inv_freq + at + 4);
+  ptx::pdl_wait();
+
+  const StepRows& rows = args.rows;
+  const int row = blockIdx.x;
+  const int seq = rows.row_seqs[row];
+  const int slot = rows.seq_slots[seq];
+  const int cell = rows.slot_lengths[slot] + row - rows.seq_row_begin[seq];
+
+  const int num_qk_heads = args.num_heads + args.num_kv_heads;
+  const int num_all_heads = num_qk_heads + args.num_kv_heads;
+  const int first_head = blockIdx.y * kGroups + threadIdx.x / kLanes;
+  float cosines[8], sines[8];
+  if (first_head < num_qk_heads) {
+    const float position = static_cast<float>(rows.positions[row]);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      sin_cos(position * inv_freq[i], &sines[i], &cosines[i]);
+      cosines[i] *= args.attention_scaling;
+      sines[i] *= args.attention_scaling;
+    }
+  }
+
+  T* qkv_row = args.qkv + int64_t{row} * num_all_heads * kDim;
+  for (int head = first_head; head < num_all_heads; head += gridDim.y * kGroups) {
+    const bool is_q = head < args.num_heads, is_v = head >= num_qk_heads;
+    HeadPart x = load_part<T, kDim>(qkv_row + head * kDim, at);
+    if (args.bias != nullptr) add(x, load_part<T, kDim>(args.bias + head * kDim, at));
+    const T* norm = is_q ? args.q_norm : args.k_norm;
+    if (!is_v && norm != nullptr) {
+      normalize<kLanes>(x, load_part<T, kDim>(norm, at), args.norm_eps, group_mask);
+    }
+    if (!is_v) rotate(x, cosines, sines);
+
+    T* out = qkv_row + head * kDim;
+    if (!is_q) {
+      const int kv_head = is_v ? head - num_qk_heads : head - args.num_heads;
+      out =
+          (is_v ? args.v_cache : args.k_cache) +
+          kv_offset(rows.page_table, rows.max_pages, slot, cell, kv_head, args.num_kv_heads, kDim);
+    }
+    store_part<T, kDim>(out, at, x);
+  }
+}
+
+template <typename T>
+RotaryKvArgs<T> make_args(const RotaryKvParams& p) {
+  return {.qkv = p.qkv.as<T>(),
+          .bias = p.bias.as<T>(),
+          .q_norm = p.q_norm.as<T>(),
+          .k_norm = p.k_norm.as<T>(),
+          .inv_freq = p.inv_freq,
+          .k_cache = p.k_cache.as<T>(),
+          .v_cache = p.v_cache.as<T>(),
+          .norm_eps = p.norm_eps,
+          .attention_scaling = p.attention_scaling,
+          .num_heads = p.num_heads,
+          .num_kv_heads = p.num_kv_heads,
+          .rows = p.rows};
+}
+
+void check(const RotaryKvParams& p) {
+  const int64_t num_columns = (p.num_heads + 2 * int64_t{p.num_kv_heads}) * p.head_dim;
+  check_rows("rotary_kv", "qkv", p.qkv);
+  CHECK(p.qkv.size(0) >= p.rows.num_rows && p.qkv.size(1) == num_columns,
+        "rotary_kv: qkv is {}, expected {} rows of {} columns", p.qkv.shape_text(), p.rows.num_rows,
+        num_columns);
+  const DType dtype = p.qkv.dtype();
+  if (!p.bias.empty()) check_vector("rotary_kv", "bias", p.bias, dtype, num_columns);
+  if (!p.q_norm.empty()) check_vector("rotary_kv", "q_norm", p.q_norm, dtype, p.head_dim);
+  if (!p.k_norm.empty()) check_vector("rotary_kv", "k_norm", p.k_norm, dtype, p.head_dim);
+  for (const Tensor& cache : {p.k_cache, p.v_cache}) {
+    CHECK(cache.dtype() == dtype && cache.num_dims() == 4 && cache.size(1) == p.num_kv_heads &&
+              cache.size(2) == kPageSize && cache.size(3) == p.head_dim &&
+              is_aligned16(cache.data()),
+          "rotary_kv: a cache is {} {}, expected {} [pages, {}, {}, {}]", name_of(cache.dtype()),
+          cache.shape_text(), name_of(dtype), p.num_kv_heads, kPageSize, p.head_dim);
+  }
+  CHECK(p.inv_freq != nullptr && is_aligned16(p.inv_freq),
+        "rotary_kv: inv_freq is missing or not aligned to 16 bytes");
+}
+
+}  // namespace
+
+// ---- launchers
+
+// Graph-safe; reads from the device: positions, row_seqs, seq_slots, seq_row_begin, slot_lengths,
+// page_table.
+void rotary_kv(const Context& ctx, const RotaryKvParams& p) {
+  check(p);
+  const int num_rows = p.rows.num_rows;
+  if (num_rows == 0) return;
+  dispatch_int<64, 128, 256>("rotary_kv: head_dim", p.head_dim, [&](auto dim) {
+    constexpr int kDim = decltype(dim)::value;
+    constexpr int kGroups = kThreads / (kDim / 16);
+    // Few rows: a group for each head. Many: as few blocks a row as still fill the device.
+    const int blocks_of_heads = (p.num_heads + 2 * p.num_kv_heads + kGroups - 1) / kGroups;
+    const int blocks_to_fill = (ctx.sm_count * 16 + num_rows - 1) / num_rows;
+    const dim3 grid(num_rows, std::min(blocks_of_heads, blocks_to_fill));
+    dispatch_half(p.qkv.dtype(), [&](auto t) {
+      using T = decltype(t);
+      launch(ctx, rotary_kv_kernel<T, kDim>, grid, dim3(kThreads), 0, make_args<T>(p));
+    });
+  });
+}
+
+}  // namespace cpmcu::cuda

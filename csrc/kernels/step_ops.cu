@@ -1,0 +1,139 @@
+// The small kernels around a step: begin_decode, finish_step, reset_slot (kernels/step_ops.h).
+//
+// Each moves a few hundred bytes, so the cost is launch latency; begin_decode and finish_step are
+// one block. finish_step writes results straight into mapped host memory: every thread fences its
+// own writes to the system, the block meets, and only then one thread fences again and raises
+// `*done`, so that a host that sees the new ticket sees all results.
+#include "kernels/step_ops.h"
+
+#include "core/launch.h"
+#include "core/ptx.cuh"
+
+namespace cpmcu::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+
+// ---- kernels
+
+__global__ void __launch_bounds__(kThreads)
+    begin_decode_kernel(const __grid_constant__ BeginDecodeParams p) {
+  ptx::pdl_launch();
+  ptx::pdl_wait();
+  if (threadIdx.x == 0) p.seq_row_begin[0] = 0;
+  for (int seq = threadIdx.x; seq < p.num_seqs; seq += kThreads) {
+    const int slot = p.seq_slots[seq];
+    p.ids[seq] = p.state.next_tokens[slot];
+    p.positions[seq] = p.state.lengths[slot];
+    p.row_seqs[seq] = seq;
+    p.seq_row_begin[seq + 1] = seq + 1;
+  }
+}
+
+// One warp writes a result: lane 0 the token, the lanes together the logprobs.
+__device__ void publish(const FinishStepParams& p, int sample, SlotResult& result, int lane) {
+  const int slot = p.seq_slots[p.sampled_seqs[sample]];
+  const int num_logprobs = p.sampling[slot].num_logprobs;
+  if (lane == 0) {
+    const int token = p.tokens[sample];
+    p.state.next_tokens[slot] = token;
+    if (p.sampling[slot].use_penalties) {
+      p.state.counts[int64_t{slot} * p.state.vocab_size + token] += 1;
+    }
+    result.slot = slot;
+    result.num_tokens = 1;
+    result.tokens[0] = token;
+  }
+  if (num_logprobs < 0) return;
+  const TokenLogprobs& from = p.logprobs[sample];
+  TokenLogprobs& to = result.logprobs[0];
+  if (lane == 0) to.logprob = from.logprob;
+  if (lane < min(num_logprobs, kMaxLogprobs)) {
+    to.top_ids[lane] = from.top_ids[lane];
+    to.top_logprobs[lane] = from.top_logprobs[lane];
+  }
+}
+static_assert(kMaxLogprobs <= 32, "a lane copies at most one of the most likely tokens");
+
+__global__ void __launch_bounds__(kThreads)
+    finish_step_kernel(const __grid_constant__ FinishStepParams p) {
+  ptx::pdl_launch();
+  ptx::pdl_wait();
+  const uint64_t ticket = *p.ticket;
+  SlotResult* results = p.results + (ticket % p.ring_size) * p.max_seqs;
+  for (int seq = threadIdx.x; seq < p.num_seqs; seq += kThreads) {
+    p.state.lengths[p.seq_slots[seq]] += p.seq_row_begin[seq + 1] - p.seq_row_begin[seq];
+  }
+  for (int sample = threadIdx.x / 32; sample < p.num_sampled; sample += kThreads / 32) {
+    publish(p, sample, results[sample], threadIdx.x % 32);
+  }
+  ptx::fence_system();
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    *p.ticket = ticket + 1;
+    ptx::fence_system();
+    *p.done = ticket + 1;
+  }
+}
+
+__global__ void __launch_bounds__(kThreads)
+    clear_slot_kernel(int* counts, int vocab_size, int* length) {
+  ptx::pdl_launch();
+  ptx::pdl_wait();
+  const int token = blockIdx.x * kThreads + threadIdx.x;
+  if (token < vocab_size) counts[token] = 0;
+  if (token == 0) *length = 0;
+}
+
+// Ids repeat, hence atomics; on integers, so the order does not matter.
+__global__ void __launch_bounds__(kThreads)
+    mark_history_kernel(int* counts, int vocab_size, const int* ids, int num_ids, int num_prompt) {
+  ptx::pdl_launch();
+  ptx::pdl_wait();
+  const int i = blockIdx.x * kThreads + threadIdx.x;
+  if (i >= num_ids) return;
+  const int id = ids[i];
+  if (id < 0 || id >= vocab_size) return;
+  if (i < num_prompt) {
+    atomicOr(counts + id, kPromptBit);
+  } else {
+    atomicAdd(counts + id, 1);
+  }
+}
+
+dim3 blocks_for(int count) { return dim3((count + kThreads - 1) / kThreads); }
+
+}  // namespace
+
+// ---- launchers
+
+// Graph-safe; reads from the device: seq_slots, lengths, next_tokens.
+void begin_decode(const Context& ctx, const BeginDecodeParams& p) {
+  CHECK(p.num_seqs >= 0, "begin_decode: {} sequences", p.num_seqs);
+  launch(ctx, begin_decode_kernel, dim3(1), dim3(kThreads), 0, p);
+}
+
+// Graph-safe; reads from the device: ticket, seq_slots, seq_row_begin, sampled_seqs, sampling.
+void finish_step(const Context& ctx, const FinishStepParams& p) {
+  CHECK(p.ring_size > 0 && p.num_sampled >= 0 && p.num_sampled <= p.max_seqs &&
+            p.num_sampled <= p.num_seqs,
+        "finish_step: {} results of {} sequences, a ring of {} times {}", p.num_sampled, p.num_seqs,
+        p.ring_size, p.max_seqs);
+  launch(ctx, finish_step_kernel, dim3(1), dim3(kThreads), 0, p);
+}
+
+// Graph-safe, but for one slot: the host gives the slot and the number of ids.
+void reset_slot(const Context& ctx, const ResetSlotParams& p) {
+  CHECK(p.num_prompt >= 0 && p.num_prompt <= p.num_ids && p.state.vocab_size > 0,
+        "reset_slot: {} prompt ids of {}, a vocabulary of {}", p.num_prompt, p.num_ids,
+        p.state.vocab_size);
+  const int vocab_size = p.state.vocab_size;
+  int* counts = p.state.counts + int64_t{p.slot} * vocab_size;
+  launch(ctx, clear_slot_kernel, blocks_for(vocab_size), dim3(kThreads), 0, counts, vocab_size,
+         p.state.lengths + p.slot);
+  if (p.num_ids == 0) return;
+  launch(ctx, mark_history_kernel, blocks_for(p.num_ids), dim3(kThreads), 0, counts, vocab_size,
+         p.ids, p.num_ids, p.num_prompt);
+}
+
+}  // namespace cpmcu::cuda
