@@ -1,0 +1,468 @@
+// From logits to tokens by the parameters of each row's slot (kernels/sample.h says what exactly).
+//
+// A row belongs to a team of blocks: on sm_90 and later a cluster of 8 that exchanges partial
+// results through distributed shared memory; before, one block. Each thread sees the same tokens in
+// every pass, four neighbours at a time (they share one Philox counter). Adjusted logits are never
+// stored: each pass makes them anew from the logits, counts and bias, which a team of 8 has in L1
+// after the first pass. So the logits stay raw, and logprobs of them can be made at any time.
+//
+// Bound: 4 bytes a token, once from L2; after that the latency of the passes. Greedy: one pass.
+// Drawing: the maximum, three passes for top-k, three for top-p, the draw.
+//
+// Top-k and top-p are the same search: the largest logit such that the tokens from it upwards weigh
+// at least a target, where a token weighs 1 or its probability in units of 2^-40. It is a radix
+// select, 11 + 11 + 10 bits, over an order-preserving integer image of the logits. Weights are
+// summed as integers, so neither the order of atomics nor the size of the team changes a result.
+// Shared memory has no 64-bit add in hardware: a bin is two words, and whoever overflows the low
+// one carries.
+#include "kernels/sample.h"
+
+#include <cooperative_groups.h>
+
+#include <limits>
+
+#include "core/launch.h"
+#include "core/ptx.cuh"
+#include "core/reduce.cuh"
+#include "kernels/launch_checks.h"
+#include "kernels/philox.h"
+
+namespace cpmcu::cuda {
+namespace {
+
+constexpr int kThreads = 1024;
+constexpr int kMaxTeamBlocks = 8;
+constexpr int kBins = 2048;
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+constexpr float kMaxGumbel = 16.7f;  // above -log(-log(u)) for the largest u
+static_assert(kBins == 2 * kThreads, "a thread sums two bins");
+
+struct SampleArgs {
+  const float* logits;           // [R, V]
+  const int* row_slots;          // [R]
+  const int* row_positions;      // [R]
+  const SlotSampling* sampling;  // [slots]
+  const int* counts;             // [slots, V]
+  const float* bias;             // [slots, V]
+  int* tokens;                   // [R]
+  TokenLogprobs* logprobs;       // [R]
+  int vocab_size;
+};
+
+struct Histogram {
+  uint32_t low[kBins];  // of the sum of weights
+  uint32_t high[kBins];
+};
+
+template <typename T>
+struct ReduceSmem {
+  T scratch[32];
+  T partials[2][kMaxTeamBlocks];
+};
+
+struct Smem {
+  ReduceSmem<uint64_t> keys;
+  ReduceSmem<float> sums;
+  Histogram histograms[2];
+  uint64_t warp_weights[32];
+  uint64_t rest;
+  uint32_t digit;
+};
+
+// ---- order
+
+// An integer image of a float, in the same order; -0 and 0 are one.
+__device__ __forceinline__ uint32_t ordered(float x) {
+  const uint32_t bits = __float_as_uint(x + 0.0f);
+  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+__device__ __forceinline__ float unordered(uint32_t image) {
+  return __uint_as_float(image & 0x80000000u ? image ^ 0x80000000u : ~image);
+}
+
+// Keys that order tokens by value, and equal values by lower id first.
+__device__ __forceinline__ uint64_t key_of(float value, int token) {
+  return uint64_t{ordered(value)} << 32 | ~static_cast<uint32_t>(token);
+}
+__device__ __forceinline__ float value_of(uint64_t key) {
+  return unordered(static_cast<uint32_t>(key >> 32));
+}
+__device__ __forceinline__ int token_of(uint64_t key) {
+  return static_cast<int>(~static_cast<uint32_t>(key));
+}
+
+// ---- probabilities
+
+// Logarithm of the probability relative to the most likely token, which may be infinite.
+__device__ __forceinline__ float score_of(float z, float maximum, float temperature) {
+  return z == maximum ? 0.0f : (z - maximum) / temperature;
+}
+
+// That probability in units of 2^-40.
+__device__ __forceinline__ uint64_t mass_of(float z, float maximum, float temperature) {
+  return static_cast<uint64_t>(llroundf(expf(score_of(z, maximum, temperature)) * 0x1p40f));
+}
+
+__device__ __forceinline__ float gumbel_of(uint32_t word) {
+  return -logf(-logf(uniform_from(word)));
+}
+
+// ---- teams
+
+// The blocks that work on one row, ranked by blockIdx.x.
+struct Team {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  static constexpr int kBlocks = kMaxTeamBlocks;
+  __device__ static void sync() { cooperative_groups::this_cluster().sync(); }
+  template <typename T>
+  __device__ static T* shared_of(int rank, T* shared) {
+    return cooperative_groups::this_cluster().map_shared_rank(shared, rank);
+  }
+#else
+  static constexpr int kBlocks = 1;
+  __device__ static void sync() { __syncthreads(); }
+  template <typename T>
+  __device__ static T* shared_of(int, T* shared) {
+    return shared;
+  }
+#endif
+};
+
+// ---- kernels
+
+// What one thread does for one row. Every thread of the team calls every method.
+template <bool kAligned>  // rows of logits, counts and bias start at multiples of 16 bytes
+struct RowSampler {
+  const SampleArgs& args;
+  const SlotSampling s;
+  Smem& smem;
+  const float* logits;  // [V]
+  const int* counts;    // [V]
+  const float* bias;    // [V]
+  int turn = 0;         // which of two exchange buffers is free
+
+  __device__ RowSampler(const SampleArgs& args, Smem& smem, int row)
+      : args(args), s(args.sampling[args.row_slots[row]]), smem(smem) {
+    const int64_t slot = args.row_slots[row];
+    logits = args.logits + int64_t{row} * args.vocab_size;
+    counts = args.counts + slot * args.vocab_size;
+    bias = args.bias + slot * args.vocab_size;
+  }
+
+  // Four neighbours of a row from memory; `padding` behind its end.
+  template <typename T, typename T4>
+  __device__ __forceinline__ void load4(T (&v)[4], const T* row, int token, T padding) const {
+    if constexpr (kAligned) {
+      const T4 packed = *reinterpret_cast<const T4*>(row + token);
+      v[0] = packed.x, v[1] = packed.y, v[2] = packed.z, v[3] = packed.w;
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) v[i] = token + i < args.vocab_size ? row[token + i] : padding;
+    }
+  }
+
+  // Explicit roundings: every pass has to see the same bits.
+  __device__ __forceinline__ void penalize(float (&z)[4], int token) const {
+    int count[4];
+    load4<int, int4>(count, counts, token, 0);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (count[i] == 0) continue;
+      const int emitted = count[i] & ~kPromptBit;
+      z[i] =
+          z[i] > 0 ? __fdiv_rn(z[i], s.repetition_penalty) : __fmul_rn(z[i], s.repetition_penalty);
+      if (emitted > 0) {
+        const float frequency = __fmul_rn(s.frequency_penalty, static_cast<float>(emitted));
+        z[i] = __fsub_rn(z[i], __fadd_rn(s.presence_penalty, frequency));
+      }
+    }
+  }
+
+  __device__ __forceinline__ void add_bias(float (&z)[4], int token) const {
+    float b[4];
+    load4<float, float4>(b, bias, token, 0.0f);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) z[i] = __fadd_rn(z[i], b[i]);
+  }
+
+  // f(token, z) for this thread's tokens token .. token + 3 in ascending order, token % 4 == 0.
+  // Behind the end of the row, and where a logit is not a number, z is -inf.
+  template <bool kAdjusted, typename F>
+  __device__ __forceinline__ void for_each_four(F f) const {
+    constexpr int kStep = 4 * Team::kBlocks;
+    constexpr int kBatch = kAdjusted ? 1 : 4;  // loads in flight: the first pass reads from L2
+    const int part = (args.vocab_size + kStep - 1) / kStep * 4;
+    const int begin = blockIdx.x * part;
+    const int end = min(begin + part, args.vocab_size);
+    for (int first = begin + threadIdx.x * 4; first < end; first += kBatch * kThreads * 4) {
+      float z[kBatch][4];
+#pragma unroll
+      for (int j = 0; j < kBatch; ++j) {
+        const int token = first + j * kThreads * 4;
+        if (token < end) load4<float, float4>(z[j], logits, token, -kInfinity);
+      }
+#pragma unroll
+      for (int j = 0; j < kBatch; ++j) {
+        const int token = first + j * kThreads * 4;
+        if (token >= end) break;
+        if (kAdjusted && s.use_penalties) penalize(z[j], token);
+        if (kAdjusted && s.use_bias) add_bias(z[j], token);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) z[j][i] = fmaxf(z[j][i], -kInfinity);
+        f(token, z[j]);
+      }
+    }
+  }
+
+  // Over the team, in the order of its blocks; the result reaches every thread.
+  template <typename T, typename Op>
+  __device__ T team_reduce(T value, T identity, ReduceSmem<T>& buffers, Op op) {
+    value = block_reduce<kThreads>(value, identity, buffers.scratch, op);
+    T* partials = buffers.partials[turn ^= 1];
+    if (threadIdx.x < Team::kBlocks) Team::shared_of(threadIdx.x, partials)[blockIdx.x] = value;
+    Team::sync();
+    value = partials[0];
+    for (int rank = 1; rank < Team::kBlocks; ++rank) value = op(value, partials[rank]);
+    return value;
+  }
+
+  // The largest logit as a key.
+  template <bool kAdjusted>
+  __device__ uint64_t find_maximum() {
+    float maximum = -kInfinity;
+    int best = 0;  // also where all logits are -inf
+    for_each_four<kAdjusted>([&](int token, const float (&z)[4]) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (z[i] > maximum) maximum = z[i], best = token + i;
+      }
+    });
+    return team_reduce(key_of(maximum, best), uint64_t{0}, smem.keys, Max{});
+  }
+
+  // The largest of the raw logits whose key is below `bound`, as a key.
+  __device__ uint64_t find_next(uint64_t bound) {
+    uint64_t best = 0;
+    for_each_four<false>([&](int token, const float (&z)[4]) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const uint64_t key = key_of(z[i], token + i);
+        if (key < bound && key > best) best = key;
+      }
+    });
+    return team_reduce(best, uint64_t{0}, smem.keys, Max{});
+  }
+
+  __device__ __forceinline__ static void add_weight(Histogram& histogram, uint32_t bin,
+                                                    uint64_t weight) {
+    const uint32_t low = static_cast<uint32_t>(weight);
+    const uint32_t before = atomicAdd(&histogram.low[bin], low);
+    const uint32_t carry = before + low < before ? 1 : 0;
+    const uint32_t high = static_cast<uint32_t>(weight >> 32) + carry;
+    if (high != 0) atomicAdd(&histogram.high[bin], high);
+  }
+
+  // The sum of `value` over this thread and those before it; `total` over the block.
+  __device__ uint64_t scan(uint64_t value, uint64_t& total) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#pragma unroll
+    for (int offset = 1; offset < 32; offset *= 2) {
+      const uint64_t below = __shfl_up_sync(0xffffffffu, value, offset);
+      if (lane >= offset) value += below;
+    }
+    if (lane == 31) smem.warp_weights[warp] = value;
+    __syncthreads();
+    const uint64_t warp_weight = smem.warp_weights[lane];
+    total = warp_reduce(warp_weight, Sum{});
+    return value + warp_reduce(lane < warp ? warp_weight : uint64_t{0}, Sum{});
+  }
+
+  // The largest logit such that the tokens from it upwards weigh at least target_of(total weight).
+  // weight_of(z) is 0 for tokens that do not take part; some token weighs more.
+  template <typename WeightOf, typename TargetOf>
+  __device__ float select(WeightOf weight_of, TargetOf target_of) {
+    uint32_t prefix = 0;  // the digits found so far
+    uint64_t target = 0;  // what tokens that begin with the prefix still have to weigh
+    for (int shift = 21; shift >= 0; shift = shift == 21 ? 10 : shift - 10) {
+      Histogram& histogram = smem.histograms[turn ^= 1];
+      for (int bin = threadIdx.x; bin < kBins; bin += kThreads) {
+        histogram.low[bin] = 0;
+        histogram.high[bin] = 0;
+      }
+      __syncthreads();
+      const uint32_t digit_mask = shift == 0 ? kBins / 2 - 1 : kBins - 1;
+      const uint32_t prefix_mask = ~(digit_mask << shift | ((1u << shift) - 1));
+      for_each_four<true>([&](int, const float (&z)[4]) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const uint32_t image = ordered(z[i]);
+          if ((image & prefix_mask) != prefix) continue;
+          const uint64_t weight = weight_of(z[i]);
+          if (weight != 0) add_weight(histogram, image >> shift & digit_mask, weight);
+        }
+      });
+      Team::sync();
+
+      // Thread t has the bins 2047 - 2 t and 2046 - 2 t of all blocks: from the largest downwards.
+      const int lower_bin = kBins - 2 - 2 * threadIdx.x;
+      uint64_t lower = 0, upper = 0;
+      for (int rank = 0; rank < Team::kBlocks; ++rank) {
+        const Histogram* part = Team::shared_of(rank, &histogram);
+        const uint2 low = *reinterpret_cast<const uint2*>(&part->low[lower_bin]);
+        const uint2 high = *reinterpret_cast<const uint2*>(&part->high[lower_bin]);
+        lower += uint64_t{high.x} << 32 | low.x;
+        upper += uint64_t{high.y} << 32 | low.y;
+      }
+      uint64_t total;
+      const uint64_t end = scan(lower + upper, total);
+      const uint64_t begin = end - lower - upper;
+      if (shift == 21) target = min(max(target_of(total), uint64_t{1}), total);
+      if (begin < target && target <= end) {
+        const bool in_upper = begin + upper >= target;
+        smem.digit = in_upper ? lower_bin + 1 : lower_bin;
+        smem.rest = target - begin - (in_upper ? 0 : upper);
+      }
+      __syncthreads();
+      prefix |= smem.digit << shift;
+      target = smem.rest;
+    }
+    return unordered(prefix);
+  }
+
+  // The smallest logit that top-k and top-p keep.
+  __device__ float keep_from(float maximum) {
+    float least = -kInfinity;
+    if (s.top_k > 0 && s.top_k < args.vocab_size) {
+      least = select([](float) { return uint64_t{1}; },
+                     [&](uint64_t) { return static_cast<uint64_t>(s.top_k); });
+    }
+    if (s.top_p < 1) {
+      least = select(
+          [&](float z) { return z < least ? uint64_t{0} : mass_of(z, maximum, s.temperature); },
+          [&](uint64_t total) {
+            const double share = fmax(0.0, static_cast<double>(s.top_p));
+            return static_cast<uint64_t>(ceil(share * static_cast<double>(total)));
+          });
+    }
+    return least;
+  }
+
+  // The token with the largest z / T + gumbel among those kept. The most likely token is always
+  // kept, so its value is a bar below which no other is worth its random numbers.
+  __device__ int draw(uint64_t maximum_key, int position) {
+    const float maximum = value_of(maximum_key);
+    const float least = keep_from(maximum);
+    const float least_score = s.min_p > 0 ? logf(s.min_p) : -kInfinity;
+    const int likeliest = token_of(maximum_key);
+    const auto gumbel_at = [&](const Philox4& random, int lane) {
+      return gumbel_of(lane == 0   ? random.words[0]
+                       : lane == 1 ? random.words[1]
+                       : lane == 2 ? random.words[2]
+                                   : random.words[3]);
+    };
+    float bar = gumbel_at(sampling_words(s.seed, s.stream, position, likeliest), likeliest % 4);
+    uint64_t best = key_of(bar, likeliest);
+    for_each_four<true>([&](int token, const float (&z)[4]) {
+      float scores[4];
+      float largest = -kInfinity;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float score = score_of(z[i], maximum, s.temperature);
+        const bool kept = z[i] >= least && (score >= least_score || z[i] == maximum);
+        scores[i] = kept ? score : -kInfinity;
+        largest = fmaxf(largest, scores[i]);
+      }
+      if (largest + kMaxGumbel < bar) return;
+      const Philox4 random = sampling_words(s.seed, s.stream, position, token);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (scores[i] + kMaxGumbel < bar) continue;
+        const float value = scores[i] + gumbel_of(random.words[i]);
+        best = max(best, key_of(value, token + i));
+        bar = fmaxf(bar, value);
+      }
+    });
+    return token_of(team_reduce(best, uint64_t{0}, smem.keys, Max{}));
+  }
+
+  // The token, which every thread returns.
+  __device__ int choose(int position) {
+    const bool adjusted = s.use_penalties || s.use_bias;
+    const uint64_t key = adjusted ? find_maximum<true>() : find_maximum<false>();
+    if (s.temperature == 0 || value_of(key) == -kInfinity) return token_of(key);
+    return draw(key, position);
+  }
+
+  // Of the raw logits. Called by all, written by one thread.
+  __device__ void write_logprobs(int token, TokenLogprobs& out) {
+    uint64_t key = find_maximum<false>();
+    const float maximum = value_of(key);
+    float sum = 0;
+    for_each_four<false>([&](int, const float (&z)[4]) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) sum += expf(z[i] - maximum);
+    });
+    const float log_sum = logf(team_reduce(sum, 0.0f, smem.sums, Sum{}));
+    const bool writes = blockIdx.x == 0 && threadIdx.x == 0;
+    const auto logprob_of = [&](float z) {
+      return maximum > -kInfinity ? fmaxf(z, -kInfinity) - maximum - log_sum : -kInfinity;
+    };
+    if (writes) out.logprob = logprob_of(logits[token]);
+    const int num_top = min(min(s.num_logprobs, args.vocab_size), kMaxLogprobs);
+    for (int i = 0; i < num_top; ++i) {
+      if (i > 0) key = find_next(key);
+      if (!writes) continue;
+      out.top_ids[i] = token_of(key);
+      out.top_logprobs[i] = logprob_of(value_of(key));
+    }
+  }
+};
+
+// Grid: (kMaxTeamBlocks, R). Without clusters the first block of a row does all of it.
+template <bool kAligned>
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+__global__ void __launch_bounds__(kThreads) __cluster_dims__(kMaxTeamBlocks, 1, 1)
+#else
+__global__ void __launch_bounds__(kThreads)
+#endif
+    sample_kernel(const __grid_constant__ SampleArgs args) {
+  __shared__ Smem smem;
+  ptx::pdl_launch();
+  ptx::pdl_wait();
+  if (blockIdx.x >= Team::kBlocks) return;
+  Team::sync();  // a block's shared memory may be written once the block runs
+
+  const int row = blockIdx.y;
+  RowSampler<kAligned> sampler(args, smem, row);
+  const int token = sampler.choose(args.row_positions[row] + 1);
+  if (blockIdx.x == 0 && threadIdx.x == 0) args.tokens[row] = token;
+  if (sampler.s.num_logprobs >= 0) sampler.write_logprobs(token, args.logprobs[row]);
+}
+
+}  // namespace
+
+// ---- launchers
+
+// Graph-safe; reads from the device: row_slots, row_positions, sampling, counts, bias.
+void sample(const Context& ctx, const SampleParams& p) {
+  CHECK(p.logits.dtype() == DType::kF32 && p.logits.num_dims() == 2 && p.logits.size(1) > 0,
+        "sample: logits are {} {}, expected float32 [rows, vocabulary]", name_of(p.logits.dtype()),
+        p.logits.shape_text());
+  if (p.logits.size(0) == 0) return;
+  const int vocab_size = static_cast<int>(p.logits.size(1));
+  const SampleArgs args{.logits = p.logits.as<float>(),
+                        .row_slots = p.row_slots,
+                        .row_positions = p.row_positions,
+                        .sampling = p.sampling,
+                        .counts = p.counts,
+                        .bias = p.bias,
+                        .tokens = p.tokens,
+                        .logprobs = p.logprobs,
+                        .vocab_size = vocab_size};
+  const bool aligned = vocab_size % 4 == 0 && is_aligned16(p.logits.data()) &&
+                       is_aligned16(p.counts) && is_aligned16(p.bias);
+  const auto kernel = aligned ? sample_kernel<true> : sample_kernel<false>;
+  launch(ctx, kernel, dim3(kMaxTeamBlocks, p.logits.size(0)), dim3(kThreads), 0, args);
+}
+
+}  // namespace cpmcu::cuda
