@@ -2,7 +2,7 @@
 //
 // Order: repetition, presence and frequency penalties; logit bias; temperature; top-k; top-p over
 // what top-k left; min-p relative to the most likely token. Then the Gumbel-max draw: the token
-// with the largest z / T + g, where g = -log(-log(u)) and u comes from Philox-4x32-10 with key
+// with the largest (z - max z) / T + g, where g = -log(-log(u)) and u comes from Philox-4x32-10 with key
 // `seed` and counter (token / 4, position, stream): so the draw depends on nothing else, neither on
 // the batch nor on speculation. temperature 0 takes the largest logit. Ties go to the lower id.
 //
@@ -45,7 +45,7 @@ struct TokenLogprobs {
 constexpr int kPromptBit = 1 << 30;  // in counts: the token occurs in the prompt
 
 struct SampleParams {
-  Tensor logits;                          // [R, V] float32; adjusted in place
+  Tensor logits;                          // [R, V] float32; may be adjusted in place
   const int* row_slots = nullptr;         // [R]
   const int* row_positions = nullptr;     // [R] position of the row; the drawn token's is one more
   const SlotSampling* sampling = nullptr; // [slots]

@@ -132,10 +132,3 @@ def test_shapes_and_dtypes_must_agree(
     x, w, y = (empty(device, s, d) for s, d in zip((x_shape, w_shape, y_shape), dtypes))
     with pytest.raises(ValueError):
         getattr(ops, name)(context(device), y, x, w)
-
-
-@on_devices
-def test_skinny_takes_up_to_64_rows(device: str) -> None:
-    x, w, y = (empty(device, shape, "float16") for shape in ([65, 16], [8, 16], [65, 8]))
-    with pytest.raises(ValueError, match="65"):
-        ops.skinny_gemm(context(device), y, x, w)

@@ -52,11 +52,7 @@ void gemm(const GemmParams& p) {
 
 }  // namespace
 
-void skinny_gemm(const Context&, const GemmParams& params) {
-  CHECK(params.x.size(0) <= kMaxSkinnyRows, "skinny_gemm: {} rows are more than {}",
-        params.x.size(0), kMaxSkinnyRows);
-  gemm(params);
-}
+void skinny_gemm(const Context&, const GemmParams& params) { gemm(params); }
 
 void large_gemm(const Context&, const GemmParams& params) { gemm(params); }
 
