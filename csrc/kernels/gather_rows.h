@@ -1,4 +1,4 @@
-// out[r] = x[index[r]]
+// out[out_index[r]] = x[index[r]], for each r with index[r] >= 0
 #pragma once
 
 #include "kernels/op.h"
@@ -6,9 +6,12 @@
 namespace cpmcu {
 
 struct GatherRowsParams {
-  Tensor out;                  // [R, H]
-  Tensor x;                    // [T, H], same dtype
-  const int* index = nullptr;  // [R] on the device
+  Tensor out;                      // [R', H], or with out_stride
+  Tensor x;                        // [T, H], same dtype
+  const int* index = nullptr;      // [R] on the device; null: 0..R-1
+  const int* out_index = nullptr;  // [R] on the device; null: 0..R-1
+  int num_rows = 0;                // R; 0: rows of out
+  int64_t out_stride = 0;          // elements between rows of out; 0: H
 };
 
 REGISTER_OP(gather_rows, GatherRowsParams)

@@ -12,6 +12,7 @@ struct RmsNormParams {
   Tensor x;       // [T, H]
   Tensor weight;  // [H]
   float eps = 1e-6f;
+  int64_t out_stride = 0;  // elements between rows of out; 0: H
 };
 
 REGISTER_OP(rms_norm, RmsNormParams)

@@ -51,6 +51,11 @@ struct SampleParams {
   const SlotSampling* sampling = nullptr; // [slots]
   const int* counts = nullptr;            // [slots, V] times emitted, plus kPromptBit
   const float* bias = nullptr;            // [slots, V]
+  // Rows of a token tree: penalties count the drafted tokens on the path from the root (left out) to
+  // the row as though they had been emitted. Null: rows have no ancestors.
+  const int* tree_tokens = nullptr;       // [B, N]
+  const uint64_t* tree_masks = nullptr;   // [B, N] bit i: node i is an ancestor or the node itself
+  int tree_size = 0;                      // N: row r is node r % N of sequence r / N
   int* tokens = nullptr;                  // [R] out
   TokenLogprobs* logprobs = nullptr;      // [R] out, where the slot asks for them
 };

@@ -12,6 +12,8 @@ struct SlotState {
   int* lengths = nullptr;      // [slots] cached tokens
   int* next_tokens = nullptr;  // [slots] emitted, not yet cached
   int* counts = nullptr;       // [slots, V]
+  int* history = nullptr;      // [slots, max_len] the cached tokens, or null: not kept
+  int max_len = 0;
   int vocab_size = 0;
 };
 
@@ -19,6 +21,7 @@ struct SlotState {
 struct SlotResult {
   int slot = 0;
   int num_tokens = 0;
+  int finished = 0;  // the device ended the sequence (kernels/tree.h)
   int tokens[kMaxTreeSize] = {};
   TokenLogprobs logprobs[kMaxTreeSize] = {};
 };

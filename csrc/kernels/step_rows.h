@@ -5,6 +5,9 @@
 // chain and L + depth in a tree. It sees cells below L and, of the cells of this step, those its
 // mask names: bit i of row_masks stands for row i of the same sequence, itself included. Without
 // masks it sees rows 0..j (causal).
+//
+// The levels of a draft tree are launches of one step: rows j of a later launch are rows
+// first_row + j of the step (cell L + first_row + j, bit first_row + j).
 #pragma once
 
 #include <cstdint>
@@ -18,6 +21,7 @@ struct StepRows {
   int num_rows = 0;                     // T
   int num_seqs = 0;                     // B
   int max_seq_rows = 0;                 // upper bound of one sequence's rows
+  int first_row = 0;                    // of this launch in each sequence's step
   int max_kv = 0;                       // upper bound of any L + rows: sizes grids, never results
   const int* positions = nullptr;       // [T]
   const int* row_seqs = nullptr;        // [T] index into the B sequences
