@@ -93,6 +93,28 @@ class SamplingConfig:
     frequency_penalty: float
     logit_bias: list[tuple[int, float]]
     logprobs: int  # -1: none; n >= 0: of the emitted token and of the n most likely
+    stop_ids: list[int]  # with a drafter: the device ends the sequence after one of them
+    max_tokens: int  # with a drafter: the device ends the sequence after so many
+    def __init__(self, **fields: Any) -> None: ...
+
+class DrafterSpec:
+    """A drafter as plain data; see csrc/spec/drafter.h. Made with keyword arguments."""
+
+    method: str  # "eagle" | "eagle3" | "model" | "ngram" | …
+    model: ModelSpec  # the draft's own layers; not used by n-gram
+    depth: int  # tokens of the longest drafted path
+    topk: int  # width of a level; a chain has 1
+    tree_size: int  # rows verified, root included
+    window: int  # tokens that the draft's attention sees; 0: all
+    feature_layers: list[int]  # target layers whose inputs are the features (EAGLE-3)
+    vocab_ids: list[int]  # draft id -> target id; empty: the same
+    min_ngram: int
+    max_ngram: int
+    input_norms: bool  # EAGLE: RMSNorm of embedding and feature (MiniCPM4)
+    attention_norm: bool  # EAGLE: input_layernorm in the first layer
+    fc_bias: bool
+    own_head: bool  # an lm_head of its own
+    norm_output: bool  # EAGLE-3.1: the recycled hidden state is the normed one
     def __init__(self, **fields: Any) -> None: ...
 
 class TensorInfo:
@@ -116,6 +138,7 @@ class FileEntry:
 class SlotOutput:
     slot: int
     tokens: list[int]  # emitted by this step, in order
+    finished: bool  # with a drafter: the device ended the sequence
     logprobs: list[float]  # one a token, if asked for
     top_ids: list[list[int]]
     top_logprobs: list[list[float]]
@@ -128,9 +151,12 @@ class Engine:
     num_free_pages: int
     max_num_seqs: int
     chunk_length: int
+    tokens_per_step: int  # most tokens that a decode step emits for a sequence
     launch_ahead: int  # decode steps worth having in flight: 2 on CUDA, 1 on the CPU
     counters: dict[str, int]  # steps, waits, graph_captures, graph_replays
-    def __init__(self, spec: ModelSpec, config: RuntimeConfig) -> None:
+    def __init__(
+        self, spec: ModelSpec, config: RuntimeConfig, draft: DrafterSpec | None = None
+    ) -> None:
         """Plans and allocates all memory. MemoryError says what does not fit and by how much."""
     def memory_plan(self) -> list[dict[str, Any]]:
         """Rows {name, offset, bytes, first, last, group}."""

@@ -1,5 +1,6 @@
 #include "engine/batch.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <thread>
@@ -36,6 +37,7 @@ StepInputs::Device StepInputs::carve(int* base) const {
   block.sampled_rows = take(max_seqs_);
   block.sampled_slots = take(max_seqs_);
   block.sampled_positions = take(max_seqs_);
+  block.items = take(kItemInts * max_seqs_);
   block.ids = take(max_rows_);
   block.positions = take(max_rows_);
   block.row_seqs = take(max_rows_);
@@ -62,6 +64,11 @@ int StepInputs::upload_prefill(const Context& ctx, uint64_t ticket,
       host.sampled_slots[num_sampled] = item.slot;
       host.sampled_positions[num_sampled++] = host.positions[row - 1];
     }
+    const int count = static_cast<int>(item.ids.size());
+    const int start = lengths[static_cast<size_t>(item.slot)];
+    const int ints[kItemInts] = {0, 1,         0,     count - 1,         0,
+                                   count, start - 1, start, start + count - 1, start + count};
+    std::copy_n(ints, kItemInts, host.items + kItemInts * seq);
     ++seq;
   }
   host.seq_row_begin[seq] = row;

@@ -31,8 +31,14 @@ class StepInputs {
     int *seq_slots, *seq_row_begin;          // [B], [B + 1]
     int *sampled_seqs, *sampled_rows;        // [R]
     int *sampled_slots, *sampled_positions;  // [R]
+    int* items;                              // [B, kItemInts] for the drafter (spec/drafter.h)
   };
+  static constexpr int kItemInts = 10;
   const Device& device() const { return device_block_; }
+  // The pinned copy that step `ticket` was uploaded from.
+  Device pinned(uint64_t ticket) const {
+    return carve(pinned_ + static_cast<int64_t>(ticket % static_cast<uint64_t>(ring_size_)) * num_words());
+  }
 
   // Fills pinned block `ticket % ring_size` from the items and uploads it. lengths[slot] are the
   // cached tokens. Returns the number of sequences that draw a token, R.
@@ -43,7 +49,7 @@ class StepInputs {
 
  private:
   Device carve(int* base) const;
-  int64_t num_words() const { return int64_t{3} * max_rows_ + 6 * max_seqs_ + 1; }
+  int64_t num_words() const { return int64_t{3} * max_rows_ + (6 + kItemInts) * max_seqs_ + 1; }
 
   cpmcu::Device where_;
   int max_rows_ = 0, max_seqs_ = 0, ring_size_ = 1;

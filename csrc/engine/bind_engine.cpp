@@ -83,7 +83,27 @@ void bind_configs(py::module_& m) {
       .def_readwrite("presence_penalty", &SamplingConfig::presence_penalty)
       .def_readwrite("frequency_penalty", &SamplingConfig::frequency_penalty)
       .def_readwrite("logit_bias", &SamplingConfig::logit_bias)
-      .def_readwrite("logprobs", &SamplingConfig::logprobs);
+      .def_readwrite("logprobs", &SamplingConfig::logprobs)
+      .def_readwrite("stop_ids", &SamplingConfig::stop_ids)
+      .def_readwrite("max_tokens", &SamplingConfig::max_tokens);
+
+  py::class_<DrafterSpec>(m, "DrafterSpec", "A drafter as plain data.")
+      .def(py::init(&from_keywords<DrafterSpec>))
+      .def_readwrite("method", &DrafterSpec::method)
+      .def_readwrite("model", &DrafterSpec::model)
+      .def_readwrite("depth", &DrafterSpec::depth)
+      .def_readwrite("topk", &DrafterSpec::topk)
+      .def_readwrite("tree_size", &DrafterSpec::tree_size)
+      .def_readwrite("window", &DrafterSpec::window)
+      .def_readwrite("feature_layers", &DrafterSpec::feature_layers)
+      .def_readwrite("vocab_ids", &DrafterSpec::vocab_ids)
+      .def_readwrite("min_ngram", &DrafterSpec::min_ngram)
+      .def_readwrite("max_ngram", &DrafterSpec::max_ngram)
+      .def_readwrite("input_norms", &DrafterSpec::input_norms)
+      .def_readwrite("attention_norm", &DrafterSpec::attention_norm)
+      .def_readwrite("fc_bias", &DrafterSpec::fc_bias)
+      .def_readwrite("own_head", &DrafterSpec::own_head)
+      .def_readwrite("norm_output", &DrafterSpec::norm_output);
 }
 
 struct TensorInfo {
@@ -186,6 +206,7 @@ void bind_outputs(py::module_& m) {
   py::class_<Output>(m, "SlotOutput", "What a step emitted for one sequence.")
       .def_readonly("slot", &Output::slot)
       .def_readonly("tokens", &Output::tokens)
+      .def_readonly("finished", &Output::finished)
       .def_property_readonly("logprobs",
                              [](const Output& output) {
                                std::vector<float> values;
@@ -238,6 +259,9 @@ void bind_engine(py::module_& m) {
         for (const auto& [name, entry] : BlockRegistry::instance().entries()) {
           all["block"][name] = entry.file;
         }
+        for (const auto& [name, entry] : DrafterRegistry::instance().entries()) {
+          all["drafter"][name] = entry.file;
+        }
         return all;
       },
       "What is registered, by kind and name, with its source file.");
@@ -255,8 +279,8 @@ void bind_engine(py::module_& m) {
 
   const auto no_gil = py::call_guard<py::gil_scoped_release>();
   py::class_<Engine>(m, "Engine", "One model on one device. Not thread-safe.")
-      .def(py::init<const ModelSpec&, const RuntimeConfig&>(), py::arg("spec"), py::arg("config"),
-           no_gil)
+      .def(py::init<const ModelSpec&, const RuntimeConfig&, const std::optional<DrafterSpec>&>(),
+           py::arg("spec"), py::arg("config"), py::arg("draft") = py::none(), no_gil)
       .def("memory_plan", [](const Engine& engine) { return plan_rows(engine.memory_plan()); })
       .def("expected_tensors", &expected_tensors)
       .def("load_file", &load_file, py::arg("path"), py::arg("entries"),
@@ -290,6 +314,7 @@ void bind_engine(py::module_& m) {
       .def_property_readonly("max_num_seqs", [](const Engine& e) { return e.config().max_num_seqs; })
       .def_property_readonly("chunk_length",
                              [](const Engine& e) { return e.chunk_length(); })
+      .def_property_readonly("tokens_per_step", &Engine::tokens_per_step)
       .def_property_readonly("launch_ahead", &Engine::launch_ahead)
       .def_property_readonly("counters", &Engine::counters);
 }

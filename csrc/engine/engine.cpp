@@ -5,6 +5,7 @@
 
 #include "kernels/gather_rows.h"
 #include "kernels/gemm/gemm.h"
+#include "kernels/tree.h"
 
 namespace cpmcu {
 namespace {
@@ -23,6 +24,22 @@ Context make_context(const RuntimeConfig& config) {
   set_device(ctx.device);
   ctx.stream = create_stream(ctx.device);
   return ctx;
+}
+
+std::unique_ptr<Drafter> make_drafter(const std::optional<DrafterSpec>& draft,
+                                      const ModelSpec& target) {
+  if (!draft) return nullptr;
+  draft->check_validity(target);
+  return DrafterRegistry::instance().create("drafter", draft->method, *draft, target);
+}
+
+std::vector<KvCache::Shape> cache_shapes(const ModelSpec& spec, const Drafter* drafter) {
+  std::vector<KvCache::Shape> shapes{{.num_layers = spec.num_hidden_layers,
+                                      .num_kv_heads = spec.num_key_value_heads,
+                                      .head_dim = spec.head_dim,
+                                      .dtype = spec.dtype}};
+  if (drafter != nullptr && drafter->has_cache()) shapes.push_back(drafter->cache_shape());
+  return shapes;
 }
 
 std::string mib(int64_t bytes) { return format("{} MiB", (bytes + (1 << 20) - 1) >> 20); }
@@ -61,7 +78,61 @@ void Engine::run_prefill(const std::vector<PrefillItem>& items, int num_rows, in
     const Tensor logits = model_.head(ctx_, rows);
     sampler_.draw(ctx_, logits, inputs.sampled_slots, inputs.sampled_positions);
   }
+  if (drafter_) draft_prompts(items, hidden);
   finish(inputs, static_cast<int>(items.size()), num_sampled);
+  if (drafter_ && num_sampled > 0) {
+    seed_pending(ctx_, {.sampled_slots = inputs.sampled_slots,
+                        .num_sampled = num_sampled,
+                        .tokens = sampler_.tokens(),
+                        .max_pending = tokens_per_step(),
+                        .pending_ids = draft_state_.pending_ids,
+                        .pending_counts = draft_state_.pending_counts});
+  }
+}
+
+// The drafter sees the prompt, with the target's features beside it, one sequence at a time.
+void Engine::draft_prompts(const std::vector<PrefillItem>& items, const Tensor& hidden) {
+  const StepInputs::Device& inputs = prefill_inputs_.device();
+  const StepInputs::Device pinned = prefill_inputs_.pinned(num_steps_);
+  const FeatureKind kind = drafter_->features();
+  Tensor features;
+  if (kind == FeatureKind::kFinal) {
+    features = features_.rows(0, hidden.size(0));
+    model_.final_norm(ctx_, features, hidden);
+  } else if (kind == FeatureKind::kLayers) {
+    features = model_.tapped(static_cast<int>(hidden.size(0)));
+  }
+  int row = 0;
+  for (size_t i = 0; i < items.size(); ++i) {
+    const int slot = items[i].slot, count = static_cast<int>(items[i].ids.size());
+    copy_to_device(ctx_.device, history_ + int64_t{slot} * limits_.max_model_len + host_lengths_[slot],
+                   pinned.ids + row, int64_t{4} * count, ctx_.stream);
+    DraftPrompt prompt{.start = host_lengths_[slot],
+                       .num_rows = count,
+                       .ids = inputs.ids + row,
+                       .positions = inputs.positions + row,
+                       .seq_slot = inputs.seq_slots + i,
+                       .zeros = zeros_,
+                       .item = inputs.items + i * StepInputs::kItemInts,
+                       .draft_lengths = draft_state_.draft_lengths,
+                       .cache = &cache_};
+    // From the step's own pinned block: it must not change before the copy has run.
+    const int* values = pinned.items + i * StepInputs::kItemInts + 7;  // start, start + n - 1, start + n
+    prompt.set_length = [=, this](int length) {
+      const int* value = std::find(values, values + 3, length);
+      copy_to_device(ctx_.device, draft_state_.draft_lengths + slot, value, sizeof(int), ctx_.stream);
+    };
+    if (kind != FeatureKind::kNone) {
+      const Tensor pending = draft_state_.pending_features.rows(slot * tokens_per_step(), 1);
+      prompt.features = features.rows(row, count);
+      prompt.pending_feature = pending;
+      drafter_->prefill(ctx_, prompt);
+      gather_rows(ctx_, {.out = pending, .x = features.rows(row + count - 1, 1)});
+    } else {
+      drafter_->prefill(ctx_, prompt);
+    }
+    row += count;
+  }
 }
 
 void Engine::decode(const std::vector<int>& slots) {
@@ -72,7 +143,7 @@ void Engine::decode(const std::vector<int>& slots) {
     check_slot(slot);
     check_room(slot, 1);
     CHECK(host_lengths_[slot] > 0, "slot {} decodes before its prompt was prefilled", slot);
-    max_kv = std::max(max_kv, host_lengths_[slot] + 1);
+    max_kv = std::max(max_kv, length_bound(slot) + 1 + lookahead());
   }
   begin_step();
   if (slots != decode_slots_) {
@@ -80,9 +151,59 @@ void Engine::decode(const std::vector<int>& slots) {
     decode_slots_ = slots;
   }
   const GraphRunner::Key key{.num_seqs = static_cast<int>(slots.size()), .max_kv = kv_bucket(max_kv)};
-  graphs_->run(key, [&] { run_decode(key.num_seqs, key.max_kv); });
-  for (int slot : slots) ++host_lengths_[slot];
-  end_step(slots);
+  graphs_->run(key, [&] {
+    drafter_ ? run_cycle(key.num_seqs, key.max_kv) : run_decode(key.num_seqs, key.max_kv);
+  });
+  for (int slot : slots) {
+    drafter_ ? slots_[slot].in_flight_tokens += tokens_per_step() : ++host_lengths_[slot];
+  }
+  end_step(slots, drafter_ != nullptr);
+}
+
+// A speculative cycle: draft, verify, sample, accept, compact, publish. Nothing waits for the host.
+void Engine::run_cycle(int num_seqs, int max_kv) {
+  const StepInputs::Device& inputs = decode_inputs_.device();
+  TokenTrees trees = trees_;
+  trees.num_seqs = num_seqs;
+  const int num_rows = num_seqs * trees.num_nodes;
+  drafter_->propose(ctx_, {.num_seqs = num_seqs,
+                           .seq_slots = inputs.seq_slots,
+                           .max_kv = max_kv,
+                           .cache = &cache_,
+                           .state = draft_state_,
+                           .slots = slot_state(),
+                           .trees = trees});
+  begin_verify(ctx_, {.trees = trees,
+                      .seq_slots = inputs.seq_slots,
+                      .lengths = lengths_,
+                      .ids = verify_ids_,
+                      .positions = verify_positions_,
+                      .row_slots = verify_slots_,
+                      .row_seqs = verify_seqs_,
+                      .seq_row_begin = verify_begin_});
+  const Tensor hidden = model_.forward(ctx_, verify_step(trees, max_kv), cache_);
+  const Tensor logits = model_.head(ctx_, hidden);
+  sampler_.draw(ctx_, logits, verify_slots_, verify_positions_, &trees);
+  accept_tree(ctx_, accept_params(trees));
+  compact_kv(ctx_, {.pool = cache_.pool(0),
+                    .num_kv_heads = spec_.num_key_value_heads,
+                    .head_dim = spec_.head_dim,
+                    .page_table = cache_.page_table(),
+                    .max_pages = cache_.max_pages(),
+                    .num_seqs = num_seqs,
+                    .max_emitted = tokens_per_step(),
+                    .seq_slots = inputs.seq_slots,
+                    .lengths = lengths_,
+                    .paths = paths_,
+                    .num_emitted = num_emitted_});
+  if (drafter_->features() != FeatureKind::kNone) {
+    const bool final = drafter_->features() == FeatureKind::kFinal;
+    gather_rows(ctx_, {.out = draft_state_.pending_features,
+                       .x = final ? model_.normed_rows(num_rows) : model_.tapped(num_rows),
+                       .index = feature_rows_,
+                       .out_index = feature_slots_,
+                       .num_rows = num_seqs * tokens_per_step()});
+  }
 }
 
 void Engine::run_decode(int num_seqs, int max_kv) {
@@ -130,7 +251,13 @@ std::vector<Engine::SlotOutput> Engine::collect() {
     const auto [slot, generation] = step.sampled[i];
     if (slots_[slot].generation != generation) continue;  // released meanwhile
     const SlotResult& result = ring_.entry(step.number)[i];
-    SlotOutput output{.slot = slot, .num_logprobs = slots_[slot].num_logprobs};
+    if (step.cycle) {
+      host_lengths_[slot] += result.num_tokens;
+      slots_[slot].in_flight_tokens -= tokens_per_step();
+    }
+    SlotOutput output{.slot = slot,
+                      .num_logprobs = slots_[slot].num_logprobs,
+                      .finished = step.cycle && result.finished != 0};
     output.tokens.assign(result.tokens, result.tokens + result.num_tokens);
     if (output.num_logprobs >= 0) {
       output.logprobs.assign(result.logprobs, result.logprobs + result.num_tokens);
@@ -187,8 +314,8 @@ void Engine::begin_step() {
   if (!ctx_.device.is_cuda()) set_num_threads(config_.num_threads);
 }
 
-void Engine::end_step(const std::vector<int>& sampled_slots) {
-  PendingStep step{.number = num_steps_++};
+void Engine::end_step(const std::vector<int>& sampled_slots, bool cycle) {
+  PendingStep step{.number = num_steps_++, .cycle = cycle};
   for (int slot : sampled_slots) step.sampled.emplace_back(slot, slots_[slot].generation);
   pending_.push_back(std::move(step));
 }
@@ -206,6 +333,55 @@ StepRows Engine::step_rows(const StepInputs::Device& inputs, int num_rows, int n
           .slot_lengths = lengths_,
           .page_table = cache_.page_table(),
           .max_pages = cache_.max_pages()};
+}
+
+Step Engine::verify_step(const TokenTrees& trees, int max_kv) const {
+  const int num_rows = trees.num_seqs * trees.num_nodes;
+  StepInputs::Device inputs{};
+  inputs.positions = verify_positions_;
+  inputs.row_seqs = verify_seqs_;
+  inputs.seq_slots = decode_inputs_.device().seq_slots;
+  inputs.seq_row_begin = verify_begin_;
+  Step step{.phase = Phase::kDecode,
+            .ids = verify_ids_,
+            .verify = true,
+            .rows = step_rows(inputs, num_rows, trees.num_seqs, trees.num_nodes, max_kv)};
+  step.rows.row_masks = trees.masks;
+  return step;
+}
+
+AcceptTreeParams Engine::accept_params(const TokenTrees& trees) const {
+  return {.trees = trees,
+          .max_emitted = tokens_per_step(),
+          .drawn = sampler_.tokens(),
+          .logprobs = sampler_.logprobs(),
+          .seq_slots = decode_inputs_.device().seq_slots,
+          .sampling = sampler_.sampling(),
+          .state = slot_state(),
+          .stops = stops_,
+          .paths = paths_,
+          .num_emitted = num_emitted_,
+          .pending_ids = draft_state_.pending_ids,
+          .pending_counts = draft_state_.pending_counts,
+          .feature_rows = feature_rows_,
+          .feature_slots = feature_slots_,
+          .results = ring_.results(),
+          .ring_size = ring_.ring_size(),
+          .max_seqs = ring_.max_seqs(),
+          .ticket = ring_.ticket(),
+          .done = ring_.done()};
+}
+
+// A bound of the slot's length once the steps in flight are done.
+int Engine::length_bound(int slot) const {
+  return std::min(host_lengths_[slot] + slots_[slot].in_flight_tokens, limits_.max_model_len);
+}
+
+// Cells beyond its tokens that a sequence needs during a step: the tree that is verified, and in the
+// draft's cache the rows that catch up and the levels of the tree.
+int Engine::lookahead() const {
+  if (!draft_) return 0;
+  return std::max(draft_->tree_size, draft_->depth + 1 + draft_->topk * (draft_->depth - 1));
 }
 
 Step Engine::prefill_step(const std::vector<PrefillItem>& items, int num_rows) const {
@@ -246,15 +422,18 @@ void Engine::check_room(int slot, int num_rows) const {
   CHECK(length + num_rows <= limits_.max_model_len,
         "slot {} holds {} tokens and {} more were asked for; the engine holds {} a sequence", slot,
         length, num_rows, limits_.max_model_len);
-  CHECK(length + num_rows <= cache_.capacity(slot),
+  const int need = std::max(length + num_rows, length_bound(slot)) + lookahead();
+  CHECK(need <= cache_.capacity(slot),
         "slot {} has pages for {} tokens and needs {}; reserve them first", slot,
-        cache_.capacity(slot), length + num_rows);
+        std::max(0, cache_.capacity(slot) - lookahead()), need - lookahead());
 }
 
 SlotState Engine::slot_state() const {
   return {.lengths = lengths_,
           .next_tokens = next_tokens_,
           .counts = sampler_.counts(),
+          .history = history_,
+          .max_len = limits_.max_model_len,
           .vocab_size = spec_.vocab_size};
 }
 
@@ -271,7 +450,18 @@ int Engine::add_sequence(const SamplingConfig& sampling, const std::vector<int>&
   it->used = true;
   ++it->generation;
   it->num_logprobs = sampling.logprobs;
+  it->in_flight_tokens = 0;
   host_lengths_[slot] = 0;
+  if (drafter_) {
+    const int room = limits_.max_model_len - static_cast<int>(ids.size());
+    SlotStop& stop = stops_mirror_[slot];
+    stop = {.max_tokens = std::min(sampling.max_tokens, room) - 1};  // the prefill emits the first
+    for (int id : sampling.stop_ids) {  // the host sees to those beyond the table
+      if (stop.num_stop_ids < kMaxStopIds) stop.stop_ids[stop.num_stop_ids++] = id;
+    }
+    copy_to_device(ctx_.device, stops_ + slot, &stop, sizeof(SlotStop), ctx_.stream);
+    fill_bytes(ctx_.device, draft_state_.draft_lengths + slot, 0, sizeof(int), ctx_.stream);
+  }
   return slot;
 }
 
@@ -287,20 +477,20 @@ bool Engine::reserve(int slot, int num_tokens) {
   CHECK(num_tokens <= limits_.max_model_len, "{} tokens were asked for, the engine holds {} a sequence",
         num_tokens, limits_.max_model_len);
   set_device(ctx_.device);
-  return cache_.reserve(ctx_, slot, num_tokens);
+  return cache_.reserve(ctx_, slot, num_tokens + lookahead());
 }
 
 // ---- load
 
-Engine::Engine(const ModelSpec& spec, const RuntimeConfig& config)
+Engine::Engine(const ModelSpec& spec, const RuntimeConfig& config,
+               const std::optional<DrafterSpec>& draft)
     : spec_(spec),
       config_(config),
       ctx_(make_context(config)),
+      draft_(draft),
+      drafter_(make_drafter(draft_, spec_)),
       model_(spec_),
-      cache_({.num_layers = spec.num_hidden_layers,
-              .num_kv_heads = spec.num_key_value_heads,
-              .head_dim = spec.head_dim,
-              .dtype = spec.dtype}) {
+      cache_(cache_shapes(spec_, drafter_.get())) {
   try {
     cublas_ = CublasLt::load(ctx_, config.cublas_paths);
     ctx_.cublas = cublas_.get();
@@ -321,6 +511,7 @@ Engine::~Engine() {
   }
   graphs_.reset();
   loader_.reset();
+  if (stops_mirror_ != nullptr) release_pinned(ctx_.device, stops_mirror_);
   destroy_stream(ctx_.device, ctx_.stream);
 }
 
@@ -336,14 +527,17 @@ void Engine::plan_memory() {
         config_.max_model_len);
   const int max_len = config_.max_model_len > 0 ? config_.max_model_len : spec_.max_position_embeddings;
   const int slots = config_.max_num_seqs;
-  limits_ = {.max_rows = std::max(std::min(config_.chunk_length, max_len), slots),
-             .max_decode_rows = slots,
-             .max_model_len = max_len};
+  const int decode_rows = slots * (draft_ ? draft_->tree_size : 1);
+  limits_ = {.max_rows = std::max(std::min(config_.chunk_length, max_len), decode_rows),
+             .max_decode_rows = decode_rows,
+             .max_model_len = max_len + lookahead()};
   const int64_t hidden_bytes = int64_t{spec_.hidden_size} * size_of(spec_.dtype);
 
-  model_.plan(plan_, limits_, kMaxSkinnyRows);
-  cache_.plan_table(plan_, slots, max_len);
-  sampler_.plan(plan_, slots, slots, spec_.vocab_size, max_len);
+  if (drafter_ && drafter_->features() == FeatureKind::kLayers) model_.tap(draft_->feature_layers);
+  model_.plan(plan_, limits_, std::max(kMaxSkinnyRows, decode_rows));
+  cache_.plan_table(plan_, slots, limits_.max_model_len);
+  sampler_.plan(plan_, slots, decode_rows, spec_.vocab_size, max_len);
+  if (drafter_) plan_draft();
   prefill_inputs_.plan(plan_, "prefill_inputs", limits_.max_rows, slots);
   decode_inputs_.plan(plan_, "decode_inputs", slots, slots);
   ring_.plan(plan_);
@@ -351,35 +545,102 @@ void Engine::plan_memory() {
   next_tokens_id_ = plan_.add("next_tokens", "state", int64_t{4} * slots);
   last_rows_id_ = plan_.add_scratch("last_rows", slots * hidden_bytes, kMlp + 3, kHead);
 
-  const KvCache::Shape shape{spec_.num_hidden_layers, spec_.num_key_value_heads, spec_.head_dim,
-                             spec_.dtype};
+  const int64_t page_bytes = cache_.page_bytes();
   const int64_t free_bytes = device_info(ctx_.device).free_bytes;
   const int64_t budget = static_cast<int64_t>(config_.memory_limit * static_cast<double>(free_bytes));
   const int64_t fixed = plan_.assign();
-  const int64_t pages_of_one = (max_len + kPageSize - 1) / kPageSize;
-  const int64_t wanted_pages = config_.max_model_len > 0 ? pages_of_one : 1;
-  const int64_t fitting = std::max<int64_t>(0, budget - fixed) / shape.page_bytes();
+  const int64_t pages_of_one = (limits_.max_model_len + kPageSize - 1) / kPageSize;
+  const int64_t wanted_pages =
+      config_.max_model_len > 0 ? pages_of_one : 1 + (lookahead() + kPageSize - 1) / kPageSize;
+  const int64_t fitting = std::max<int64_t>(0, budget - fixed) / page_bytes;
   if (fitting < wanted_pages) {
-    const int64_t need = fixed + wanted_pages * shape.page_bytes();
+    const int64_t need = fixed + wanted_pages * page_bytes;
     throw Error(ErrorKind::kMemory,
                 format("the model does not fit: {} of weights, {} of state and scratch and {} of KV "
                        "cache for {} tokens make {}, but the limit is {} ({} of the {} that are "
                        "free): {} too much. Lower max_model_len, chunk_length or max_num_seqs, raise "
                        "memory_limit, or free memory",
                        mib(plan_.group_bytes("weights")), mib(fixed - plan_.group_bytes("weights")),
-                       mib(wanted_pages * shape.page_bytes()), wanted_pages * kPageSize, mib(need),
+                       mib(wanted_pages * page_bytes), wanted_pages * kPageSize, mib(need),
                        mib(budget), config_.memory_limit, mib(free_bytes), mib(need - budget)));
   }
   const int64_t num_pages = std::min(fitting, pages_of_one * slots);
-  limits_.max_model_len = static_cast<int>(std::min<int64_t>(max_len, num_pages * kPageSize));
+  // From here on a limit of tokens; the pages also hold what a step needs beyond them.
+  limits_.max_model_len =
+      static_cast<int>(std::min<int64_t>(max_len, num_pages * kPageSize - lookahead()));
+  CHECK(limits_.max_model_len >= 1, "{} KV pages are too few for a draft tree", num_pages);
   cache_.plan_pages(plan_, static_cast<int>(num_pages));
   plan_.assign();
+}
+
+// Buffers of speculation.
+void Engine::plan_draft() {
+  const int64_t slots = config_.max_num_seqs, nodes = draft_->tree_size, pending = tokens_per_step();
+  drafter_->plan(plan_, {.max_seqs = config_.max_num_seqs,
+                         .max_prompt_rows = limits_.max_rows,
+                         .max_model_len = limits_.max_model_len,
+                         .first_kv_layer = spec_.num_hidden_layers});
+  num_spec_ints_ = slots * (7 * nodes + 4 * pending + 4) + 1 + limits_.max_rows;
+  spec_ints_id_ = plan_.add("spec.ints", "state", 4 * num_spec_ints_);
+  tree_masks_id_ = plan_.add("spec.masks", "state", 8 * slots * nodes);
+  stops_id_ = plan_.add("spec.stops", "state", static_cast<int64_t>(sizeof(SlotStop)) * slots);
+  history_id_ = plan_.add("spec.history", "state", 4 * slots * limits_.max_model_len);
+  const int64_t layers = drafter_->features() == FeatureKind::kLayers
+                             ? static_cast<int64_t>(draft_->feature_layers.size())
+                             : 1;
+  const int64_t row_bytes = layers * spec_.hidden_size * size_of(spec_.dtype);
+  features_id_ = plan_.add_scratch("features", limits_.max_rows * row_bytes, 0, kSample);
+  pending_features_id_ = plan_.add("spec.pending_features", "state", slots * pending * row_bytes);
+}
+
+void Engine::bind_draft() {
+  const int slots = config_.max_num_seqs, nodes = draft_->tree_size, pending = tokens_per_step();
+  int* at = arena_->array<int>(spec_ints_id_);
+  fill_bytes(ctx_.device, at, 0, 4 * num_spec_ints_, ctx_.stream);
+  const auto take = [&](int count) {
+    int* array = at;
+    at += count;
+    return array;
+  };
+  trees_ = {.num_seqs = slots,
+            .num_nodes = nodes,
+            .tokens = take(slots * nodes),
+            .parents = take(slots * nodes),
+            .depths = take(slots * nodes),
+            .masks = arena_->array<uint64_t>(tree_masks_id_)};
+  verify_ids_ = take(slots * nodes);
+  verify_positions_ = take(slots * nodes);
+  verify_slots_ = take(slots * nodes);
+  verify_seqs_ = take(slots * nodes);
+  verify_begin_ = take(slots + 1);
+  paths_ = take(slots * pending);
+  feature_rows_ = take(slots * pending);
+  feature_slots_ = take(slots * pending);
+  num_emitted_ = take(slots);
+  draft_state_ = {.draft_lengths = take(slots),
+                  .pending_ids = take(slots * pending),
+                  .pending_counts = take(slots)};
+  zeros_ = take(limits_.max_rows);
+  stops_ = arena_->array<SlotStop>(stops_id_);
+  history_ = arena_->array<int>(history_id_);
+  stops_mirror_ = static_cast<SlotStop*>(
+      allocate_pinned(ctx_.device, static_cast<int64_t>(sizeof(SlotStop)) * slots));
+  const int64_t layers = drafter_->features() == FeatureKind::kLayers
+                             ? static_cast<int64_t>(draft_->feature_layers.size())
+                             : 1;
+  const int64_t width = layers * spec_.hidden_size;
+  features_ = arena_->tensor(features_id_, spec_.dtype, {limits_.max_rows, width});
+  draft_state_.pending_features =
+      arena_->tensor(pending_features_id_, spec_.dtype, {int64_t{slots} * pending, width});
+  drafter_->bind(*arena_);
+  drafter_->list_tensors(weights_);
 }
 
 void Engine::bind() {
   const int slots = config_.max_num_seqs;
   model_.bind(*arena_);
   model_.list_tensors(weights_);
+  if (drafter_) bind_draft();
   cache_.bind(ctx_, *arena_);
   sampler_.bind(ctx_, *arena_);
   prefill_inputs_.bind(ctx_, *arena_, kMaxInFlight);
@@ -413,6 +674,11 @@ void Engine::finish_loading() {
   set_device(ctx_.device);
   loader_.reset();
   model_.finish_loading(ctx_);
+  if (drafter_) {
+    drafter_->finish_loading(ctx_, {.spec = &spec_,
+                                    .embedding_table = model_.embedding_table(),
+                                    .head_weight = model_.head_weight()});
+  }
   ready_ = true;
 }
 

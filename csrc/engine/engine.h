@@ -18,6 +18,7 @@
 #include "engine/runtime_config.h"
 #include "engine/sampler.h"
 #include "kernels/gemm/cublaslt.h"
+#include "spec/drafter.h"
 #include "model/transformer.h"
 
 namespace cpmcu {
@@ -30,10 +31,13 @@ class Engine {
     std::vector<int> tokens{};
     std::vector<TokenLogprobs> logprobs{};  // one a token, if the sequence asks for them
     int num_logprobs = -1;
+    bool finished = false;                // the device ended the sequence
   };
 
   // Plans and allocates all memory. Throws Error(kMemory) that says what does not fit.
-  Engine(const ModelSpec& spec, const RuntimeConfig& config);
+  // With a drafter, decode steps are speculative cycles.
+  Engine(const ModelSpec& spec, const RuntimeConfig& config,
+         const std::optional<DrafterSpec>& draft = std::nullopt);
   ~Engine();
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
@@ -70,6 +74,8 @@ class Engine {
   int chunk_length() const { return limits_.max_rows; }
   int num_pages() const { return cache_.num_pages(); }
   int num_free_pages() const { return cache_.num_free_pages(); }
+  // Most tokens that a decode step emits for a sequence.
+  int tokens_per_step() const { return draft_ ? draft_->depth + 1 : 1; }
   int launch_ahead() const { return ctx_.device.is_cuda() ? 2 : 1; }
   std::map<std::string, int64_t> counters() const;
 
@@ -78,21 +84,31 @@ class Engine {
     bool used = false;
     uint64_t generation = 0;  // tells a slot's owners apart in steps in flight
     int num_logprobs = -1;
+    int in_flight_tokens = 0;  // bound of what steps in flight may add to host_lengths_
   };
   struct PendingStep {
     uint64_t number = 0;
+    bool cycle = false;  // speculative: adds up to tokens_per_step tokens
     std::vector<std::pair<int, uint64_t>> sampled{};  // slot, its generation
   };
 
   void plan_memory();
   void bind();
   void begin_step();
-  void end_step(const std::vector<int>& sampled_slots);
+  void end_step(const std::vector<int>& sampled_slots, bool cycle = false);
+  void plan_draft();
+  void bind_draft();
+  int lookahead() const;  // cells beyond its tokens that a sequence needs during a step
   void run_prefill(const std::vector<PrefillItem>& items, int num_rows, int num_sampled);
   void run_decode(int num_seqs, int max_kv);
+  void run_cycle(int num_seqs, int max_kv);
+  void draft_prompts(const std::vector<PrefillItem>& items, const Tensor& hidden);
   void finish(const StepInputs::Device& inputs, int num_seqs, int num_sampled);
   StepRows step_rows(const StepInputs::Device& inputs, int num_rows, int num_seqs, int max_seq_rows,
                      int max_kv) const;
+  Step verify_step(const TokenTrees& trees, int max_kv) const;
+  AcceptTreeParams accept_params(const TokenTrees& trees) const;
+  int length_bound(int slot) const;
   Step prefill_step(const std::vector<PrefillItem>& items, int num_rows) const;
   int kv_bucket(int num_cells) const;
   void check_slot(int slot) const;
@@ -109,6 +125,8 @@ class Engine {
   std::unique_ptr<Arena> arena_;
   std::unique_ptr<WeightLoader> loader_;
   WeightTable weights_;
+  std::optional<DrafterSpec> draft_;
+  std::unique_ptr<Drafter> drafter_;
   Transformer model_;
   KvCache cache_;
   Sampler sampler_;
@@ -119,6 +137,18 @@ class Engine {
   int* lengths_ = nullptr;      // [slots] device
   int* next_tokens_ = nullptr;  // [slots] device
   Tensor last_rows_;            // [slots, H]: rows that draw a token
+  // Speculation: trees, what was accepted, what the drafter has not seen yet.
+  MemoryPlan::Id spec_ints_id_ = 0, tree_masks_id_ = 0, stops_id_ = 0, history_id_ = 0,
+                 features_id_ = 0, pending_features_id_ = 0;
+  int64_t num_spec_ints_ = 0;
+  TokenTrees trees_;
+  int *verify_ids_ = nullptr, *verify_positions_ = nullptr, *verify_slots_ = nullptr,
+      *verify_seqs_ = nullptr, *verify_begin_ = nullptr, *paths_ = nullptr, *num_emitted_ = nullptr,
+      *feature_rows_ = nullptr, *feature_slots_ = nullptr, *zeros_ = nullptr, *history_ = nullptr;
+  SlotStop* stops_ = nullptr;         // [slots]
+  SlotStop* stops_mirror_ = nullptr;  // pinned
+  DraftState draft_state_;
+  Tensor features_;                   // [T, F] of a prompt chunk
   std::vector<Slot> slots_;
   std::vector<int> host_lengths_;   // what lengths_ will be once the steps in flight are done
   std::vector<int> decode_slots_;   // as they lie on the device

@@ -33,6 +33,9 @@ struct SamplingConfig {
   float frequency_penalty = 0;
   std::vector<std::pair<int, float>> logit_bias;
   int logprobs = -1;
+  // Where the device ends the sequence; used with a drafter (the host finds the same stops later).
+  std::vector<int> stop_ids;
+  int max_tokens = 1 << 30;
 };
 
 }  // namespace cpmcu

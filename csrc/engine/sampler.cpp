@@ -95,13 +95,16 @@ void Sampler::reset(const Context& ctx, const SlotState& state, int slot,
 }
 
 void Sampler::draw(const Context& ctx, const Tensor& logits, const int* row_slots,
-                   const int* row_positions) const {
+                   const int* row_positions, const TokenTrees* trees) const {
   sample(ctx, {.logits = logits,
                .row_slots = row_slots,
                .row_positions = row_positions,
                .sampling = sampling_,
                .counts = counts_,
                .bias = bias_,
+               .tree_tokens = trees ? trees->tokens : nullptr,
+               .tree_masks = trees ? trees->masks : nullptr,
+               .tree_size = trees ? trees->num_nodes : 0,
                .tokens = tokens_,
                .logprobs = logprobs_});
 }

@@ -5,6 +5,7 @@
 #include "engine/runtime_config.h"
 #include "kernels/sample.h"
 #include "kernels/step_ops.h"
+#include "kernels/tree.h"
 
 namespace cpmcu {
 
@@ -23,7 +24,7 @@ class Sampler {
 
   // Draws tokens()[r] from logits [R, V] for row r of slot row_slots[r] at row_positions[r].
   void draw(const Context& ctx, const Tensor& logits, const int* row_slots,
-            const int* row_positions) const;
+            const int* row_positions, const TokenTrees* trees = nullptr) const;
 
   const int* tokens() const { return tokens_; }
   const TokenLogprobs* logprobs() const { return logprobs_; }

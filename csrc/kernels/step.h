@@ -11,6 +11,7 @@ enum class Phase { kPrefill, kDecode };
 struct Step {
   Phase phase = Phase::kDecode;
   const int* ids = nullptr;  // [T] on the device
+  bool verify = false;       // the rows are token trees whose bits must be those of plain decoding
   StepRows rows;
 };
 

@@ -103,11 +103,26 @@ __global__ void __launch_bounds__(kThreads)
 
 dim3 blocks_for(int count) { return dim3((count + kThreads - 1) / kThreads); }
 
+__global__ void __launch_bounds__(kThreads)
+    seed_pending_kernel(const __grid_constant__ SeedPendingParams p) {
+  ptx::pdl_launch();
+  ptx::pdl_wait();
+  for (int r = threadIdx.x; r < p.num_sampled; r += kThreads) {
+    const int slot = p.sampled_slots[r];
+    p.pending_ids[static_cast<int64_t>(slot) * p.max_pending] = p.tokens[r];
+    p.pending_counts[slot] = 1;
+  }
+}
+
 }  // namespace
 
 // ---- launchers
 
 // Graph-safe; reads from the device: seq_slots, lengths, next_tokens.
+void seed_pending(const Context& ctx, const SeedPendingParams& p) {
+  launch(ctx, seed_pending_kernel, dim3(1), dim3(kThreads), 0, p);
+}
+
 void begin_decode(const Context& ctx, const BeginDecodeParams& p) {
   CHECK(p.num_seqs >= 0, "begin_decode: {} sequences", p.num_seqs);
   launch(ctx, begin_decode_kernel, dim3(1), dim3(kThreads), 0, p);

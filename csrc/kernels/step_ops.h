@@ -62,6 +62,17 @@ struct FinishStepParams {
 };
 REGISTER_OP(finish_step, FinishStepParams)
 
+// After the first token of a sequence: pending_ids[slot, 0] = tokens[r], pending_counts[slot] = 1.
+struct SeedPendingParams {
+  const int* sampled_slots = nullptr;  // [R]
+  int num_sampled = 0;
+  const int* tokens = nullptr;         // [R]
+  int max_pending = 0;                 // D + 1
+  int* pending_ids = nullptr;          // [slots, D + 1]
+  int* pending_counts = nullptr;       // [slots]
+};
+REGISTER_OP(seed_pending, SeedPendingParams)
+
 // A new sequence in a slot: lengths = 0, counts cleared, then prompt ids marked with kPromptBit and
 // generated ids counted.
 struct ResetSlotParams {

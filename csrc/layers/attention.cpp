@@ -14,13 +14,18 @@ namespace {
 class AttentionBlock : public Block {
  public:
   explicit AttentionBlock(const BlockConfig& config)
-      : spec_(config.spec), prefix_(config.prefix), layer_(config.layer), phase_(config.phase) {
+      : spec_(config.spec),
+        prefix_(config.prefix),
+        scope_(config.scope),
+        layer_(config.kv_layer),
+        window_(config.window),
+        phase_(config.phase) {
     const int64_t q = int64_t{spec_.num_attention_heads} * spec_.head_dim;
     const int64_t kv = int64_t{spec_.num_key_value_heads} * spec_.head_dim;
     const std::string attn = prefix_ + "self_attn.";
     qkv_ = make_linear(spec_.linear_method_of(attn + "qkv_proj"),
                        {.parts = {{attn + "q_proj", q}, {attn + "k_proj", kv}, {attn + "v_proj", kv}},
-                        .in_features = spec_.hidden_size,
+                        .in_features = config.in_features ? config.in_features : spec_.hidden_size,
                         .dtype = spec_.dtype,
                         .options = spec_.linear_options});
     out_ = make_linear(spec_.linear_method_of(attn + "o_proj"),
@@ -41,7 +46,7 @@ class AttentionBlock : public Block {
       q_norm_id_ = plan.add(prefix_ + "self_attn.q_norm", "weights", bytes * spec_.head_dim);
       k_norm_id_ = plan.add(prefix_ + "self_attn.k_norm", "weights", bytes * spec_.head_dim);
     }
-    rotary_.plan(plan, spec_);
+    rotary_.plan(plan, spec_, scope_);
     qkv_id_ = plan.add_scratch("attention.qkv", bytes * limits.max_rows * spec_.qkv_size(),
                                phase_ + 1, phase_ + 2);
     out_id_ = plan.add_scratch(
@@ -119,6 +124,8 @@ class AttentionBlock : public Block {
                                  .num_heads = spec_.num_attention_heads,
                                  .num_kv_heads = spec_.num_key_value_heads,
                                  .head_dim = spec_.head_dim,
+                                 .window = window_,
+                                 .by_position = step.verify,
                                  .rows = step.rows,
                                  .scratch = partials_};
     step.phase == Phase::kPrefill ? attention_prefill(ctx, params) : attention_decode(ctx, params);
@@ -127,8 +134,9 @@ class AttentionBlock : public Block {
 
  private:
   const ModelSpec& spec_;
-  std::string prefix_;
+  std::string prefix_, scope_;
   int layer_;
+  int window_;
   Timeline phase_;
   std::unique_ptr<LinearMethod> qkv_, out_;
   RotaryTable rotary_;

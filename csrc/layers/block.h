@@ -18,8 +18,11 @@ namespace cpmcu {
 
 struct BlockConfig {
   const ModelSpec& spec;
-  std::string prefix;       // "model.layers.3."
-  int layer = 0;
+  std::string prefix;       // of checkpoint names: "model.layers.3."
+  std::string scope;        // of scratch that belongs to one model: "" or "draft."
+  int kv_layer = 0;         // in the KV cache
+  int in_features = 0;      // width of x; 0: hidden_size
+  int window = 0;           // attention sees the last `window` cells; 0: all
   Timeline phase = kMixer;  // kMixer or kMlp: when the block's scratch is alive
 };
 

@@ -4,6 +4,10 @@
 
 namespace cpmcu {
 
+KvCache::KvCache(std::vector<Shape> shapes) {
+  for (const Shape& shape : shapes) pools_.push_back({.shape = shape, .id = 0, .memory = {}});
+}
+
 KvCache::~KvCache() {
   if (mirror_ != nullptr) release_pinned(device_, mirror_);
 }
@@ -16,22 +20,43 @@ void KvCache::plan_table(MemoryPlan& plan, int num_slots, int max_model_len) {
 
 void KvCache::plan_pages(MemoryPlan& plan, int num_pages) {
   num_pages_ = num_pages;
-  pool_id_ = plan.add("kv_pages", "kv", num_pages * shape_.page_bytes());
+  for (Pool& pool : pools_) pool.id = plan.add("kv_pages", "kv", num_pages * pool.shape.page_bytes());
+}
+
+int64_t KvCache::page_bytes() const {
+  int64_t bytes = 0;
+  for (const Pool& pool : pools_) bytes += pool.shape.page_bytes();
+  return bytes;
+}
+
+Tensor KvCache::part(int layer, int which) const {
+  for (const Pool& pool : pools_) {
+    if (layer < pool.shape.num_layers) {
+      return pool.memory.rows(2 * layer + which, 1)
+          .view({num_pages_, pool.shape.num_kv_heads, kPageSize, pool.shape.head_dim});
+    }
+    layer -= pool.shape.num_layers;
+  }
+  throw Error(ErrorKind::kRuntime, format("the KV cache has {} layers too few", layer + 1));
 }
 
 void KvCache::bind(const Context& ctx, const Arena& arena) {
   device_ = ctx.device;
-  const int64_t page_elements = int64_t{shape_.num_kv_heads} * kPageSize * shape_.head_dim;
-  pool_ = arena.tensor(pool_id_, shape_.dtype, {2 * shape_.num_layers, num_pages_ * page_elements});
+  for (Pool& pool : pools_) {
+    const int64_t page_elements =
+        int64_t{pool.shape.num_kv_heads} * kPageSize * pool.shape.head_dim;
+    pool.memory = arena.tensor(pool.id, pool.shape.dtype,
+                               {2 * pool.shape.num_layers, num_pages_, page_elements});
+    // CUDA kernels read whole tiles and weigh the cells that nobody wrote with zero: no NaN there.
+    if (ctx.device.is_cuda()) {
+      fill_bytes(ctx.device, pool.memory.data(), 0, pool.memory.num_bytes(), ctx.stream);
+    }
+  }
   table_ = arena.array<int>(table_id_);
   const int64_t table_bytes = int64_t{4} * num_slots_ * max_pages_;
   mirror_ = static_cast<int*>(allocate_pinned(ctx.device, table_bytes));
   std::memset(mirror_, 0, static_cast<size_t>(table_bytes));
   copy_to_device(ctx.device, table_, mirror_, table_bytes, ctx.stream);
-  // CUDA kernels read whole tiles and weigh the cells that nobody wrote with zero: no NaN there.
-  if (ctx.device.is_cuda()) {
-    fill_bytes(ctx.device, pool_.data(), 0, pool_.num_bytes(), ctx.stream);
-  }
   pages_.resize(static_cast<size_t>(num_slots_));
   for (int page = num_pages_ - 1; page >= 0; --page) free_.push_back(page);
 }

@@ -1,6 +1,7 @@
 // Paged KV cache: a pool of pages of 64 tokens per layer, and a page table per sequence slot.
 //
-// Page p of every layer belongs to the same slot, so one table serves all layers. The table is in
+// Page p of every layer belongs to the same slot, so one table serves all layers, the draft's too:
+// layers of one shape are a pool, and are numbered through all pools (the target's first). The table is in
 // device memory; its host mirror is pinned, so uploads are ordered on the stream with the steps.
 #pragma once
 
@@ -25,17 +26,20 @@ class KvCache {
     }
   };
 
-  explicit KvCache(const Shape& shape) : shape_(shape) {}
+  explicit KvCache(std::vector<Shape> shapes);
   ~KvCache();
   KvCache(const KvCache&) = delete;
   KvCache& operator=(const KvCache&) = delete;
 
   void plan_table(MemoryPlan& plan, int num_slots, int max_model_len);
   void plan_pages(MemoryPlan& plan, int num_pages);
+  int64_t page_bytes() const;  // of one page in all layers of all pools
   void bind(const Context& ctx, const Arena& arena);
 
-  Tensor keys(int layer) const { return pool(2 * layer); }  // [pages, Hkv, 64, D]
-  Tensor values(int layer) const { return pool(2 * layer + 1); }
+  Tensor keys(int layer) const { return part(layer, 0); }  // [pages, Hkv, 64, D]
+  Tensor values(int layer) const { return part(layer, 1); }
+  // All layers of a pool: [2 * layers, pages, Hkv * 64 * D].
+  Tensor pool(int index) const { return pools_[static_cast<size_t>(index)].memory; }
   const int* page_table() const { return table_; }
   int max_pages() const { return max_pages_; }
   int num_pages() const { return num_pages_; }
@@ -50,17 +54,20 @@ class KvCache {
   void release(int slot);
 
  private:
-  Tensor pool(int index) const {
-    return pool_.rows(index, 1).view({num_pages_, shape_.num_kv_heads, kPageSize, shape_.head_dim});
-  }
+  struct Pool {
+    Shape shape;
+    MemoryPlan::Id id = 0;
+    Tensor memory;
+  };
 
-  Shape shape_;
+  Tensor part(int layer, int which) const;
+
+  std::vector<Pool> pools_;
   Device device_;
   int num_slots_ = 0;
   int max_pages_ = 0;  // of one slot
   int num_pages_ = 0;
-  MemoryPlan::Id pool_id_ = 0, table_id_ = 0;
-  Tensor pool_;                          // [2 * layers, pages * Hkv * 64 * D]
+  MemoryPlan::Id table_id_ = 0;
   int* table_ = nullptr;                 // [slots, max_pages]
   int* mirror_ = nullptr;                // the same in pinned memory
   std::vector<int> free_;

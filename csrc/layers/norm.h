@@ -17,8 +17,13 @@ class RmsNorm {
   }
   void bind(const Arena& arena) { weight_ = arena.tensor(id_, spec_->dtype, {spec_->hidden_size}); }
   void list_tensors(WeightTable& table) { table.add(name_ + ".weight", weight_); }
-  void forward(const Context& ctx, const Tensor& out, const Tensor& x) const {
-    rms_norm(ctx, {.out = out, .x = x, .weight = weight_, .eps = spec_->rms_norm_eps});
+  // `out_stride`: elements between rows of out, where out is part of wider rows; 0: H.
+  void forward(const Context& ctx, const Tensor& out, const Tensor& x, int64_t out_stride = 0) const {
+    rms_norm(ctx, {.out = out,
+                   .x = x,
+                   .weight = weight_,
+                   .eps = spec_->rms_norm_eps,
+                   .out_stride = out_stride});
   }
 
  private:

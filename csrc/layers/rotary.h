@@ -1,5 +1,5 @@
 // The rotary frequencies on the device. They come from the spec, not from the checkpoint, and are
-// one buffer for all layers.
+// one buffer for all layers of a model.
 #pragma once
 
 #include "core/arena.h"
@@ -11,8 +11,8 @@ namespace cpmcu {
 
 class RotaryTable {
  public:
-  void plan(MemoryPlan& plan, const ModelSpec& spec) {
-    id_ = plan.add_scratch("rotary.inv_freq", int64_t{4} * spec.head_dim / 2, 0, kSample);
+  void plan(MemoryPlan& plan, const ModelSpec& spec, const std::string& scope) {
+    id_ = plan.add_scratch(scope + "rotary.inv_freq", int64_t{4} * spec.head_dim / 2, 0, kSample);
   }
   void bind(const Arena& arena) { inv_freq_ = arena.array<float>(id_); }
   void upload(const Context& ctx, const ModelSpec& spec) {

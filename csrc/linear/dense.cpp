@@ -26,6 +26,8 @@ class DenseLinear : public LinearMethod {
     }
   }
 
+  Tensor dense_weight() const override { return weight_; }
+
   void forward(const Context& ctx, Phase phase, const Tensor& y, const Tensor& x, float alpha,
                float beta) const override {
     const GemmParams params{.y = y, .x = x, .w = weight_, .alpha = alpha, .beta = beta};

@@ -44,6 +44,8 @@ class LinearMethod {
   virtual void list_tensors(WeightTable& table) = 0;
   // Once all tensors are there: repack them into the kernel's layout. Default: nothing to do.
   virtual void finish_loading(const Context&) {}
+  // The weights [N, K], where they lie as they are; empty for a quantised method.
+  virtual Tensor dense_weight() const { return {}; }
   // y [M, N] = alpha * x [M, K] W^T + beta * y; y has x's dtype or float32.
   virtual void forward(const Context& ctx, Phase phase, const Tensor& y, const Tensor& x, float alpha,
                        float beta) const = 0;

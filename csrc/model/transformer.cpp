@@ -1,16 +1,23 @@
 #include "model/transformer.h"
 
 #include "kernels/embedding.h"
+#include "kernels/gather_rows.h"
 #include "kernels/gemm/gemm.h"
 
 namespace cpmcu {
 
-Transformer::Transformer(const ModelSpec& spec) : spec_(spec), final_norm_(spec, "model.norm") {
+Transformer::Transformer(const ModelSpec& spec, std::string prefix, int first_kv_layer, int window)
+    : spec_(spec), prefix_(std::move(prefix)), final_norm_(spec, prefix_ + "model.norm") {
   for (int layer = 0; layer < spec.num_hidden_layers; ++layer) {
-    const std::string prefix = "model.layers." + std::to_string(layer) + ".";
+    const std::string name = prefix_ + "model.layers." + std::to_string(layer) + ".";
     Timeline phase = kMixer;
     for (const std::string& kind : spec.blocks_of(layer)) {
-      const BlockConfig config{.spec = spec, .prefix = prefix, .layer = layer, .phase = phase};
+      const BlockConfig config{.spec = spec,
+                               .prefix = name,
+                               .scope = prefix_,
+                               .kv_layer = first_kv_layer + layer,
+                               .window = window,
+                               .phase = phase};
       std::unique_ptr<Block> block = BlockRegistry::instance().create("block", kind, config);
       RmsNorm norm(spec, block->norm_name());
       sublayers_.push_back({std::move(norm), std::move(block)});
@@ -18,7 +25,7 @@ Transformer::Transformer(const ModelSpec& spec) : spec_(spec), final_norm_(spec,
     }
   }
   if (!spec.tie_word_embeddings) {
-    head_ = make_linear(spec.linear_method_of("lm_head"), {.parts = {{"lm_head", spec.vocab_size}},
+    head_ = make_linear(spec.linear_method_of("lm_head"), {.parts = {{prefix_ + "lm_head", spec.vocab_size}},
                                                            .in_features = spec.hidden_size,
                                                            .dtype = spec.dtype,
                                                            .options = spec.linear_options});
@@ -29,7 +36,7 @@ void Transformer::plan(MemoryPlan& plan, const StepLimits& limits, int max_logit
   const int64_t row_bytes = int64_t{spec_.hidden_size} * size_of(spec_.dtype);
   max_rows_ = limits.max_rows;
   max_logit_rows_ = max_logit_rows;
-  embed_id_ = plan.add("model.embed_tokens", "weights", spec_.vocab_size * row_bytes);
+  embed_id_ = plan.add(prefix_ + "model.embed_tokens", "weights", spec_.vocab_size * row_bytes);
   for (Sublayer& sublayer : sublayers_) {
     sublayer.norm.plan(plan);
     sublayer.block->plan(plan, limits);
@@ -38,6 +45,8 @@ void Transformer::plan(MemoryPlan& plan, const StepLimits& limits, int max_logit
   if (head_) head_->plan(plan, limits);
   hidden_id_ = plan.add_scratch("hidden", max_rows_ * row_bytes, kEmbed, kHead);
   normed_id_ = plan.add_scratch("normed", max_rows_ * row_bytes, kMixer, kMlp + 1);
+  taps_id_ = plan.add_scratch(
+      prefix_ + "taps", max_rows_ * row_bytes * static_cast<int64_t>(tapped_layers_.size()), 0, kSample);
   head_in_id_ = plan.add_scratch("head_in", max_logit_rows_ * row_bytes, kFinalNorm, kHead);
   logits_id_ = plan.add_scratch("logits", int64_t{4} * max_logit_rows_ * spec_.vocab_size, kHead,
                                 kSample);
@@ -54,12 +63,14 @@ void Transformer::bind(const Arena& arena) {
   if (head_) head_->bind(arena);
   hidden_ = arena.tensor(hidden_id_, spec_.dtype, {max_rows_, hidden});
   normed_ = arena.tensor(normed_id_, spec_.dtype, {max_rows_, hidden});
+  taps_ = arena.tensor(taps_id_, spec_.dtype,
+                       {max_rows_, static_cast<int64_t>(tapped_layers_.size()) * hidden});
   head_in_ = arena.tensor(head_in_id_, spec_.dtype, {max_logit_rows_, hidden});
   logits_ = arena.tensor(logits_id_, DType::kF32, {max_logit_rows_, spec_.vocab_size});
 }
 
 void Transformer::list_tensors(WeightTable& table) {
-  table.add("model.embed_tokens.weight", embed_);
+  table.add(prefix_ + "model.embed_tokens.weight", embed_);
   for (Sublayer& sublayer : sublayers_) {
     sublayer.norm.list_tensors(table);
     sublayer.block->list_tensors(table);
@@ -78,11 +89,25 @@ Tensor Transformer::forward(const Context& ctx, const Step& step, const KvCache&
   const Tensor normed = normed_.rows(0, step.rows.num_rows);
   embedding(ctx,
             {.out = hidden, .table = embed_, .ids = step.ids, .scale = spec_.embed_scale});
-  for (const Sublayer& sublayer : sublayers_) {
-    sublayer.norm.forward(ctx, normed, hidden);
-    sublayer.block->forward(ctx, step, hidden, normed, cache);
+  size_t sublayer_index = 0;
+  for (int layer = 0; layer < spec_.num_hidden_layers; ++layer) {
+    copy_taps(ctx, layer, hidden);
+    for (size_t i = 0; i < spec_.blocks_of(layer).size(); ++i) {
+      const Sublayer& sublayer = sublayers_[sublayer_index++];
+      sublayer.norm.forward(ctx, normed, hidden);
+      sublayer.block->forward(ctx, step, hidden, normed, cache);
+    }
   }
   return hidden;
+}
+
+void Transformer::copy_taps(const Context& ctx, int layer, const Tensor& hidden) const {
+  for (size_t i = 0; i < tapped_layers_.size(); ++i) {
+    if (tapped_layers_[i] != layer) continue;
+    const Tensor columns(taps_.as<char>() + static_cast<int64_t>(i) * spec_.hidden_size * size_of(spec_.dtype),
+                         spec_.dtype, {hidden.size(0), spec_.hidden_size});
+    gather_rows(ctx, {.out = columns, .x = hidden, .out_stride = taps_.size(1)});
+  }
 }
 
 Tensor Transformer::head(const Context& ctx, const Tensor& rows) const {

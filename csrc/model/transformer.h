@@ -13,7 +13,14 @@ namespace cpmcu {
 
 class Transformer {
  public:
-  explicit Transformer(const ModelSpec& spec);
+  // `prefix` goes before every checkpoint name; `first_kv_layer` is where its layers begin in the KV
+  // cache; `window`: as in BlockConfig.
+  explicit Transformer(const ModelSpec& spec, std::string prefix = "", int first_kv_layer = 0,
+                       int window = 0);
+
+  // What a drafter wants to see of every row: the residual stream entering these layers, side by
+  // side, [T, layers * H]. Before `plan`.
+  void tap(std::vector<int> layers) { tapped_layers_ = std::move(layers); }
 
   void plan(MemoryPlan& plan, const StepLimits& limits, int max_logit_rows);
   void bind(const Arena& arena);
@@ -25,22 +32,37 @@ class Transformer {
   Tensor forward(const Context& ctx, const Step& step, const KvCache& cache) const;
   // Logits [R, V] float32 of rows [R, H] of the residual stream, R <= max_logit_rows.
   Tensor head(const Context& ctx, const Tensor& rows) const;
+  // The rows that `head` normed last, [R, H].
+  Tensor normed_rows(int num_rows) const { return head_in_.rows(0, num_rows); }
+  // Writes rows [T, H] of the residual stream after the final norm to out.
+  void final_norm(const Context& ctx, const Tensor& out, const Tensor& rows) const {
+    final_norm_.forward(ctx, out, rows);
+  }
+  Tensor tapped(int num_rows) const { return taps_.rows(0, num_rows); }  // [T, layers * H]
+  const Tensor& embedding_table() const { return embed_; }               // [V, H]
+  // [V, H], or empty if the head is quantised.
+  Tensor head_weight() const { return head_ ? head_->dense_weight() : embed_; }
 
  private:
+  void copy_taps(const Context& ctx, int layer, const Tensor& hidden) const;
+
   struct Sublayer {
     RmsNorm norm;
     std::unique_ptr<Block> block;
   };
 
   const ModelSpec& spec_;
+  std::string prefix_;
+  std::vector<int> tapped_layers_;
   std::vector<Sublayer> sublayers_;
   RmsNorm final_norm_;
   std::unique_ptr<LinearMethod> head_;  // null: tied, the embedding table serves
-  MemoryPlan::Id embed_id_ = 0, hidden_id_ = 0, normed_id_ = 0, head_in_id_ = 0, logits_id_ = 0;
+  MemoryPlan::Id embed_id_ = 0, hidden_id_ = 0, normed_id_ = 0, taps_id_ = 0, head_in_id_ = 0, logits_id_ = 0;
   int64_t max_rows_ = 0, max_logit_rows_ = 0;
   Tensor embed_;    // [V, H]
   Tensor hidden_;   // [T, H]
   Tensor normed_;   // [T, H]
+  Tensor taps_;     // [T, layers * H]
   Tensor head_in_;  // [R, H]
   Tensor logits_;   // [R, V] float32
 };

@@ -37,6 +37,14 @@ void finish_step(const Context&, const FinishStepParams& p) {
   *p.done = *p.ticket;
 }
 
+void seed_pending(const Context&, const SeedPendingParams& p) {
+  for (int r = 0; r < p.num_sampled; ++r) {
+    const int slot = p.sampled_slots[r];
+    p.pending_ids[int64_t{slot} * p.max_pending] = p.tokens[r];
+    p.pending_counts[slot] = 1;
+  }
+}
+
 void reset_slot(const Context&, const ResetSlotParams& p) {
   const int vocab_size = p.state.vocab_size;
   int* counts = p.state.counts + int64_t{p.slot} * vocab_size;
