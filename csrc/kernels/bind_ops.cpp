@@ -11,6 +11,7 @@
 
 #include "bindings.h"
 #include "kernels/attention/attention.h"
+#include "kernels/bind_ops.h"
 #include "kernels/embedding.h"
 #include "kernels/gather_rows.h"
 #include "kernels/gemm/gemm.h"
@@ -19,9 +20,6 @@
 #include "kernels/sample.h"
 #include "kernels/silu_mul.h"
 #include "kernels/step_ops.h"
-#ifdef CPMCU_WITH_CUDA
-#include "kernels/gemm/cublaslt.h"
-#endif
 
 namespace py = pybind11;
 using namespace pybind11::literals;
@@ -30,141 +28,6 @@ namespace cpmcu {
 namespace {
 
 // ---- context, memory, graphs
-
-class OpsContext {
- public:
-  OpsContext(const std::string& device, int index, const std::vector<std::string>& cublas_paths) {
-    CHECK(device == "cpu" || device == "cuda", "device \"{}\" is not known; known are cpu, cuda",
-          device);
-    ctx.device = {device == "cuda" ? DeviceKind::kCuda : DeviceKind::kCpu, index};
-    const DeviceInfo info = device_info(ctx.device);
-    set_device(ctx.device);
-    ctx.sm_count = info.sm_count;
-    for (char c : info.compute_capability) {
-      if (c != '.') ctx.compute_capability = ctx.compute_capability * 10 + (c - '0');
-    }
-    ctx.stream = create_stream(ctx.device);
-#ifdef CPMCU_WITH_CUDA
-    if (ctx.device.is_cuda()) cublas_ = CublasLt::load(ctx, cublas_paths);
-    ctx.cublas = cublas_.get();
-#else
-    (void)cublas_paths;
-#endif
-  }
-  ~OpsContext() { destroy_stream(ctx.device, ctx.stream); }
-  OpsContext(const OpsContext&) = delete;
-  OpsContext& operator=(const OpsContext&) = delete;
-
-  void wait() const { synchronize(ctx.device, ctx.stream); }
-
-  Context ctx;
-
- private:
-#ifdef CPMCU_WITH_CUDA
-  std::unique_ptr<CublasLt> cublas_;
-#endif
-};
-using SharedContext = std::shared_ptr<OpsContext>;
-
-// Device memory with a shape; `pinned`: host memory that the device can write.
-class Array {
- public:
-  Array(SharedContext context, const std::vector<int64_t>& shape, const std::string& dtype,
-        bool pinned)
-      : context_(std::move(context)), shape_(shape), dtype_(parse_dtype(dtype)), pinned_(pinned) {
-    num_bytes_ = size_of(dtype_);
-    for (int64_t size : shape_) {
-      CHECK(size >= 0, "an array cannot have a dimension of {}", size);
-      num_bytes_ *= size;
-    }
-    const Device device = context_->ctx.device;
-    data_ = pinned_ ? allocate_pinned(device, num_bytes_) : allocate(device, num_bytes_);
-    if (num_bytes_ > 0) fill_bytes(device, data_, 0xFF, num_bytes_, context_->ctx.stream);
-    context_->wait();
-  }
-  ~Array() {
-    const Device device = context_->ctx.device;
-    pinned_ ? release_pinned(device, data_) : release(device, data_);
-  }
-  Array(const Array&) = delete;
-  Array& operator=(const Array&) = delete;
-
-  void copy_from(const py::array& source) {
-    CHECK(source.dtype().is(numpy_dtype()) || source.dtype().equal(numpy_dtype()),
-          "the source is {}, the array {}", std::string(py::str(source.dtype())), name_of(dtype_));
-    CHECK(source.nbytes() == num_bytes_, "the source has {} bytes, the array {}", source.nbytes(),
-          num_bytes_);
-    CHECK(source.flags() & py::array::c_style, "the source is not contiguous");
-    copy_to_device(context_->ctx.device, data_, source.data(), num_bytes_, context_->ctx.stream);
-    context_->wait();
-  }
-
-  py::array numpy() const {
-    py::array result(numpy_dtype(), std::vector<py::ssize_t>(shape_.begin(), shape_.end()));
-    copy_to_host(context_->ctx.device, result.mutable_data(), data_, num_bytes_,
-                 context_->ctx.stream);
-    context_->wait();
-    return result;
-  }
-
-  Tensor tensor() const {
-    switch (shape_.size()) {
-      case 1:
-        return {data_, dtype_, {shape_[0]}};
-      case 2:
-        return {data_, dtype_, {shape_[0], shape_[1]}};
-      case 3:
-        return {data_, dtype_, {shape_[0], shape_[1], shape_[2]}};
-      case 4:
-        return {data_, dtype_, {shape_[0], shape_[1], shape_[2], shape_[3]}};
-      default:
-        break;
-    }
-    throw Error(ErrorKind::kInvalid,
-                format("an op takes 1 to 4 dimensions, not {}", shape_.size()));
-  }
-
-  // The data as T*, for what is no Tensor in an op's parameters.
-  template <typename T>
-  T* as(DType expected) const {
-    CHECK(dtype_ == expected, "an array is {}, expected {}", name_of(dtype_), name_of(expected));
-    return static_cast<T*>(data_);
-  }
-  template <typename T>
-  T* as_structs() const {
-    CHECK(dtype_ == DType::kU8 && num_bytes_ % sizeof(T) == 0,
-          "an array is {} with {} bytes, expected uint8 and a multiple of {}", name_of(dtype_),
-          num_bytes_, sizeof(T));
-    return static_cast<T*>(data_);
-  }
-
-  const std::vector<int64_t>& shape() const { return shape_; }
-  std::string dtype() const { return std::string(name_of(dtype_)); }
-
- private:
-  py::dtype numpy_dtype() const {
-    return py::dtype(dtype_ == DType::kBF16 ? "uint16" : std::string(name_of(dtype_)));
-  }
-
-  SharedContext context_;
-  std::vector<int64_t> shape_;
-  DType dtype_;
-  bool pinned_;
-  int64_t num_bytes_ = 0;
-  void* data_ = nullptr;
-};
-using SharedArray = std::shared_ptr<Array>;
-
-Tensor tensor_of(const SharedArray& array) { return array ? array->tensor() : Tensor(); }
-int* ints(const SharedArray& array) { return array ? array->as<int>(DType::kI32) : nullptr; }
-float* floats(const SharedArray& array) { return array ? array->as<float>(DType::kF32) : nullptr; }
-template <typename T>
-T* structs(const SharedArray& array) {
-  return array ? array->as_structs<T>() : nullptr;
-}
-uint64_t* words(const SharedArray& array) {
-  return array ? array->as<uint64_t>(DType::kU64) : nullptr;
-}
 
 #ifdef CPMCU_WITH_CUDA
 // The ops that a callable runs, captured once.
@@ -248,11 +111,6 @@ struct OpsRows {
   std::vector<SharedArray> arrays;
 };
 
-struct OpsState {
-  SlotState state;
-  std::vector<SharedArray> arrays;
-};
-
 void bind_shared_params(py::module_& m) {
   py::class_<OpsRows>(m, "StepRows", "The rows of a step; see csrc/kernels/step_rows.h.")
       .def(py::init([](int num_rows, int num_seqs, int max_seq_rows, int max_kv,
@@ -281,17 +139,24 @@ void bind_shared_params(py::module_& m) {
 
   py::class_<OpsState>(m, "SlotState", "Per-slot state; see csrc/kernels/step_ops.h.")
       .def(py::init([](SharedArray lengths, SharedArray next_tokens, SharedArray counts,
-                       int vocab_size) {
-             return OpsState{{ints(lengths), ints(next_tokens), ints(counts), vocab_size},
-                             {lengths, next_tokens, counts}};
+                       int vocab_size, SharedArray history) {
+             CHECK(!history || history->shape().size() == 2, "history must be [slots, max_len]");
+             return OpsState{{.lengths = ints(lengths),
+                              .next_tokens = ints(next_tokens),
+                              .counts = ints(counts),
+                              .history = ints(history),
+                              .max_len = history ? static_cast<int>(history->shape()[1]) : 0,
+                              .vocab_size = vocab_size},
+                             {lengths, next_tokens, counts, history}};
            }),
-           py::kw_only(), "lengths"_a, "next_tokens"_a, "counts"_a, "vocab_size"_a);
+           py::kw_only(), "lengths"_a, "next_tokens"_a, "counts"_a, "vocab_size"_a,
+           "history"_a = SharedArray());
 
   PYBIND11_NUMPY_DTYPE(SlotSampling, temperature, top_p, min_p, top_k, seed, stream,
                        repetition_penalty, presence_penalty, frequency_penalty, use_penalties,
                        use_bias, num_logprobs);
   PYBIND11_NUMPY_DTYPE(TokenLogprobs, logprob, top_ids, top_logprobs);
-  PYBIND11_NUMPY_DTYPE(SlotResult, slot, num_tokens, tokens, logprobs);
+  PYBIND11_NUMPY_DTYPE(SlotResult, slot, num_tokens, finished, tokens, logprobs);
   m.attr("slot_sampling_dtype") = py::dtype::of<SlotSampling>();
   m.attr("token_logprobs_dtype") = py::dtype::of<TokenLogprobs>();
   m.attr("slot_result_dtype") = py::dtype::of<SlotResult>();
@@ -300,19 +165,32 @@ void bind_shared_params(py::module_& m) {
 
 // ---- layers
 
+// The first `width` columns of a matrix, and the elements between its rows; 0: all of it.
+std::pair<Tensor, int64_t> part_of(const SharedArray& array, int64_t width) {
+  const Tensor whole = tensor_of(array);
+  if (width == 0) return {whole, 0};
+  return {Tensor(whole.data(), whole.dtype(), {whole.size(0), width}), whole.size(1)};
+}
+
 void bind_layer_ops(py::module_& m) {
   m.def(
       "embedding",
-      [](const OpsContext& c, SharedArray out, SharedArray table, SharedArray ids, float scale) {
-        embedding(c.ctx, {tensor_of(out), tensor_of(table), ints(ids), scale});
+      [](const OpsContext& c, SharedArray out, SharedArray table, SharedArray ids, float scale,
+         int64_t out_width) {
+        const auto [tensor, stride] = part_of(out, out_width);
+        embedding(c.ctx, {tensor, tensor_of(table), ints(ids), scale, stride});
       },
-      "ctx"_a, "out"_a, "table"_a, "ids"_a, "scale"_a = 1.f, "csrc/kernels/embedding.h");
+      "ctx"_a, "out"_a, "table"_a, "ids"_a, "scale"_a = 1.f, "out_width"_a = 0,
+      "csrc/kernels/embedding.h; out_width: only the first columns of `out` are the output.");
   m.def(
       "rms_norm",
-      [](const OpsContext& c, SharedArray out, SharedArray x, SharedArray weight, float eps) {
-        rms_norm(c.ctx, {tensor_of(out), tensor_of(x), tensor_of(weight), eps});
+      [](const OpsContext& c, SharedArray out, SharedArray x, SharedArray weight, float eps,
+         int64_t out_width) {
+        const auto [tensor, stride] = part_of(out, out_width);
+        rms_norm(c.ctx, {tensor, tensor_of(x), tensor_of(weight), eps, stride});
       },
-      "ctx"_a, "out"_a, "x"_a, "weight"_a, "eps"_a = 1e-6f, "csrc/kernels/rms_norm.h");
+      "ctx"_a, "out"_a, "x"_a, "weight"_a, "eps"_a = 1e-6f, "out_width"_a = 0,
+      "csrc/kernels/rms_norm.h; out_width: only the first columns of `out` are the output.");
   m.def(
       "silu_mul",
       [](const OpsContext& c, SharedArray out, SharedArray x) {
@@ -321,10 +199,15 @@ void bind_layer_ops(py::module_& m) {
       "ctx"_a, "out"_a, "x"_a, "csrc/kernels/silu_mul.h");
   m.def(
       "gather_rows",
-      [](const OpsContext& c, SharedArray out, SharedArray x, SharedArray index) {
-        gather_rows(c.ctx, {tensor_of(out), tensor_of(x), ints(index)});
+      [](const OpsContext& c, SharedArray out, SharedArray x, SharedArray index,
+         SharedArray out_index, int num_rows, int64_t out_width) {
+        const auto [tensor, stride] = part_of(out, out_width);
+        gather_rows(c.ctx,
+                    {tensor, tensor_of(x), ints(index), ints(out_index), num_rows, stride});
       },
-      "ctx"_a, "out"_a, "x"_a, "index"_a, "csrc/kernels/gather_rows.h");
+      "ctx"_a, "out"_a, "x"_a, "index"_a, "out_index"_a = SharedArray(), "num_rows"_a = 0,
+      "out_width"_a = 0,
+      "csrc/kernels/gather_rows.h; out_width: only the first columns of `out` are the output.");
   m.def(
       "rotary_kv",
       [](const OpsContext& c, SharedArray qkv, SharedArray bias, SharedArray q_norm,
@@ -367,8 +250,16 @@ void bind_layer_ops(py::module_& m) {
         [op](const OpsContext& c, SharedArray out, SharedArray qkv, SharedArray k_cache,
              SharedArray v_cache, float scale, int num_heads, int num_kv_heads, int head_dim,
              const OpsRows& rows, SharedArray scratch) {
-          op(c.ctx, {tensor_of(out), tensor_of(qkv), tensor_of(k_cache), tensor_of(v_cache), scale,
-                     num_heads, num_kv_heads, head_dim, rows.rows, tensor_of(scratch)});
+          op(c.ctx, {.out = tensor_of(out),
+                     .qkv = tensor_of(qkv),
+                     .k_cache = tensor_of(k_cache),
+                     .v_cache = tensor_of(v_cache),
+                     .scale = scale,
+                     .num_heads = num_heads,
+                     .num_kv_heads = num_kv_heads,
+                     .head_dim = head_dim,
+                     .rows = rows.rows,
+                     .scratch = tensor_of(scratch)});
         },
         "ctx"_a, py::kw_only(), "out"_a, "qkv"_a, "k_cache"_a, "v_cache"_a, "scale"_a,
         "num_heads"_a, "num_kv_heads"_a, "head_dim"_a, "rows"_a, "scratch"_a = SharedArray(),
@@ -386,20 +277,24 @@ void bind_step_ops(py::module_& m) {
   m.def(
       "sample",
       [](const OpsContext& c, SharedArray logits, SharedArray row_slots, SharedArray row_positions,
-         SharedArray sampling, SharedArray counts, SharedArray bias, SharedArray tokens,
-         SharedArray logprobs) {
+         SharedArray sampling, SharedArray counts, SharedArray bias, SharedArray tree_tokens,
+         SharedArray tree_masks, int tree_size, SharedArray tokens, SharedArray logprobs) {
         sample(c.ctx, {.logits = tensor_of(logits),
                        .row_slots = ints(row_slots),
                        .row_positions = ints(row_positions),
                        .sampling = structs<SlotSampling>(sampling),
                        .counts = ints(counts),
                        .bias = floats(bias),
+                       .tree_tokens = ints(tree_tokens),
+                       .tree_masks = words(tree_masks),
+                       .tree_size = tree_size,
                        .tokens = ints(tokens),
                        .logprobs = structs<TokenLogprobs>(logprobs)});
       },
       "ctx"_a, py::kw_only(), "logits"_a, "row_slots"_a, "row_positions"_a, "sampling"_a,
-      "counts"_a = SharedArray(), "bias"_a = SharedArray(), "tokens"_a,
-      "logprobs"_a = SharedArray(), "csrc/kernels/sample.h");
+      "counts"_a = SharedArray(), "bias"_a = SharedArray(), "tree_tokens"_a = SharedArray(),
+      "tree_masks"_a = SharedArray(), "tree_size"_a = 0, "tokens"_a, "logprobs"_a = SharedArray(),
+      "csrc/kernels/sample.h");
   m.def(
       "begin_decode",
       [](const OpsContext& c, SharedArray seq_slots, int num_seqs, const OpsState& state,
@@ -451,6 +346,7 @@ void bind_ops(py::module_& m) {
   bind_shared_params(ops);
   bind_layer_ops(ops);
   bind_step_ops(ops);
+  bind_tree_ops(ops);
 }
 
 }  // namespace cpmcu

@@ -21,6 +21,7 @@ struct EmbeddingArgs {
   const int* ids;     // [T]
   int64_t vocab_size;
   int num_vectors;  // H / 8
+  int64_t out_stride;
   float scale;
 };
 
@@ -42,7 +43,7 @@ __global__ void __launch_bounds__(kThreads)
   Vec16<T> v = load<T, 8>(table + (table_row * args.num_vectors + column) * 8);
 #pragma unroll
   for (int i = 0; i < 8; ++i) v[i] = from_float<T>(to_float(v[i]) * args.scale);
-  store(static_cast<T*>(args.out) + (row * args.num_vectors + column) * 8, v);
+  store(static_cast<T*>(args.out) + row * args.out_stride + column * 8, v);
 }
 
 }  // namespace
@@ -56,6 +57,7 @@ void embedding(const Context& ctx, const EmbeddingParams& p) {
   CHECK(p.table.dtype() == p.out.dtype() && p.table.size(1) == p.out.size(1),
         "embedding: the table is {} {} but the output {} {}", name_of(p.table.dtype()),
         p.table.shape_text(), name_of(p.out.dtype()), p.out.shape_text());
+  check_stride("embedding", p.out_stride, p.out.size(1));
   if (p.out.size(0) == 0) return;
   const int num_vectors = static_cast<int>(p.out.size(1) / 8);
   const dim3 grid(p.out.size(0), (num_vectors + kThreads - 1) / kThreads);
@@ -64,6 +66,7 @@ void embedding(const Context& ctx, const EmbeddingParams& p) {
                            .ids = p.ids,
                            .vocab_size = p.table.size(0),
                            .num_vectors = num_vectors,
+                           .out_stride = p.out_stride ? p.out_stride : p.out.size(1),
                            .scale = p.scale};
   dispatch_half(p.out.dtype(), [&](auto t) {
     launch(ctx, embedding_kernel<decltype(t)>, grid, dim3(kThreads), 0, args);

@@ -1,4 +1,4 @@
-// Copies chosen rows: out[r] = x[index[r]].
+// Copies chosen rows: out[out_index[r]] = x[index[r]].
 //
 // One thread moves 16 bytes, whatever the dtype; a block is 128 such threads of one row. Bound:
 // twice the copied bytes against memory bandwidth; for a few rows the latency of two dependent
@@ -16,22 +16,33 @@ constexpr int kThreads = 128;
 
 // ---- kernels
 
-// Grid: (R, blocks of a row); a row is num_vectors times 16 bytes.
+struct GatherArgs {
+  uint4* out;
+  const uint4* x;
+  const int* index;      // [R] or null
+  const int* out_index;  // [R] or null
+  int num_vectors;       // 16-byte vectors of a row
+  int64_t out_stride;    // in vectors
+};
+
+// Grid: (R, blocks of a row).
 __global__ void __launch_bounds__(kThreads)
-    gather_rows_kernel(uint4* out, const uint4* x, const int* index, int num_vectors) {
+    gather_rows_kernel(const __grid_constant__ GatherArgs args) {
   ptx::pdl_launch();
   ptx::pdl_wait();
-  const int column = blockIdx.y * kThreads + threadIdx.x;
-  if (column >= num_vectors) return;
-  const int64_t source = index[blockIdx.x];
-  out[int64_t{blockIdx.x} * num_vectors + column] = x[source * num_vectors + column];
+  const int row = blockIdx.x, column = blockIdx.y * kThreads + threadIdx.x;
+  if (column >= args.num_vectors) return;
+  const int64_t from = args.index ? args.index[row] : row;
+  const int64_t to = args.out_index ? args.out_index[row] : row;
+  if (from < 0) return;
+  args.out[to * args.out_stride + column] = args.x[from * args.num_vectors + column];
 }
 
 }  // namespace
 
 // ---- launchers
 
-// Graph-safe; reads from the device: index.
+// Graph-safe; reads from the device: index, out_index.
 void gather_rows(const Context& ctx, const GatherRowsParams& p) {
   CHECK(p.x.num_dims() == 2 && p.out.num_dims() == 2 && p.x.dtype() == p.out.dtype() &&
             p.x.size(1) == p.out.size(1),
@@ -41,11 +52,21 @@ void gather_rows(const Context& ctx, const GatherRowsParams& p) {
   CHECK(row_bytes > 0 && row_bytes % 16 == 0 && is_aligned16(p.x.data()) &&
             is_aligned16(p.out.data()),
         "gather_rows: rows of {} bytes, expected aligned multiples of 16", row_bytes);
-  if (p.out.size(0) == 0) return;
+  const int64_t stride_bytes = p.out_stride * size_of(p.x.dtype());
+  CHECK(stride_bytes % 16 == 0 && (stride_bytes == 0 || stride_bytes >= row_bytes),
+        "gather_rows: rows of {} bytes at a stride of {} bytes, expected a multiple of 16",
+        row_bytes, stride_bytes);
+  const int64_t num_rows = p.num_rows ? p.num_rows : p.out.size(0);
+  if (num_rows == 0) return;
   const int num_vectors = static_cast<int>(row_bytes / 16);
-  const dim3 grid(p.out.size(0), (num_vectors + kThreads - 1) / kThreads);
-  launch(ctx, gather_rows_kernel, grid, dim3(kThreads), 0, p.out.as<uint4>(), p.x.as<uint4>(),
-         p.index, num_vectors);
+  const dim3 grid(num_rows, (num_vectors + kThreads - 1) / kThreads);
+  const GatherArgs args{.out = p.out.as<uint4>(),
+                        .x = p.x.as<uint4>(),
+                        .index = p.index,
+                        .out_index = p.out_index,
+                        .num_vectors = num_vectors,
+                        .out_stride = stride_bytes ? stride_bytes / 16 : num_vectors};
+  launch(ctx, gather_rows_kernel, grid, dim3(kThreads), 0, args);
 }
 
 }  // namespace cpmcu::cuda

@@ -19,6 +19,13 @@ inline void check_rows(std::string_view op, std::string_view name, const Tensor&
   CHECK(is_aligned16(tensor.data()), "{}: {} is not aligned to 16 bytes", op, name);
 }
 
+// Elements between rows that are whole vectors of 16-bit elements; 0: one row after the other.
+inline void check_stride(std::string_view op, int64_t stride, int64_t width) {
+  CHECK(stride == 0 || (stride >= width && stride % 8 == 0),
+        "{}: rows of {} elements at a stride of {}, expected a multiple of 8 and no less", op,
+        width, stride);
+}
+
 // A tensor of `count` elements of `dtype`, aligned to 16 bytes.
 inline void check_vector(std::string_view op, std::string_view name, const Tensor& tensor,
                          DType dtype, int64_t count) {

@@ -23,10 +23,11 @@ constexpr int kMaxVectors = 2;  // of 8 elements in a thread: H up to 16384
 
 // ---- kernels
 
-// Grid: T. `width` is H, at most kThreads * kVectors * 8. `out` may be `x`.
+// Grid: T. `width` is H, at most kThreads * kVectors * 8. `out` may be `x`, if its rows are as near.
 template <typename T, int kThreads, int kVectors>
 __global__ void __launch_bounds__(kThreads)
-    rms_norm_kernel(T* out, const T* x, const T* __restrict__ weight, int width, float eps) {
+    rms_norm_kernel(T* out, const T* x, const T* __restrict__ weight, int width,
+                    int64_t out_stride, float eps) {
   __shared__ float scratch[32];
   ptx::pdl_launch();
   const auto column_of = [](int vector) { return (vector * kThreads + threadIdx.x) * 8; };
@@ -38,6 +39,7 @@ __global__ void __launch_bounds__(kThreads)
   ptx::pdl_wait();
 
   const int64_t row_begin = int64_t{blockIdx.x} * width;
+  const int64_t out_begin = int64_t{blockIdx.x} * out_stride;
   float values[kVectors][8];
   float sum = 0;
 #pragma unroll
@@ -58,7 +60,7 @@ __global__ void __launch_bounds__(kThreads)
     Vec16<T> v;
 #pragma unroll
     for (int j = 0; j < 8; ++j) v[j] = from_float<T>(values[i][j] * scale * to_float(w[i][j]));
-    store(out + row_begin + column_of(i), v);
+    store(out + out_begin + column_of(i), v);
   }
 }
 
@@ -85,14 +87,16 @@ void rms_norm(const Context& ctx, const RmsNormParams& p) {
   const int width = static_cast<int>(p.x.size(1));
   CHECK(width <= kMaxThreads * kMaxVectors * 8, "rms_norm: rows of {} elements, at most {}", width,
         kMaxThreads * kMaxVectors * 8);
+  check_stride("rms_norm", p.out_stride, width);
   if (p.x.size(0) == 0) return;
+  const int64_t out_stride = p.out_stride ? p.out_stride : width;
   const dim3 grid(p.x.size(0));
   const int threads = threads_for(width / 8);
   dispatch_half(p.x.dtype(), [&](auto t) {
     using T = decltype(t);
     const auto run = [&](auto kernel) {
       launch(ctx, kernel, grid, dim3(threads), 0, p.out.as<T>(), p.x.as<T>(), p.weight.as<T>(),
-             width, p.eps);
+             width, out_stride, p.eps);
     };
     if (width > kMaxThreads * 8) {
       run(rms_norm_kernel<T, kMaxThreads, kMaxVectors>);

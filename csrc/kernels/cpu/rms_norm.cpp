@@ -14,13 +14,14 @@ void rms_norm(const Context&, const RmsNormParams& p) {
   CHECK(p.out.size(0) == num_rows && p.out.size(1) == width && p.weight.num_elements() == width,
         "rms_norm: x is {}, weight {}, out {}", p.x.shape_text(), p.weight.shape_text(),
         p.out.shape_text());
+  const int64_t out_stride = p.out_stride ? p.out_stride : width;
   dispatch_host_dtype(p.x.dtype(), [&](auto t) {
     using T = decltype(t);
     const T* weight = p.weight.as<T>();
 #pragma omp parallel for if (num_rows * width > 65536)
     for (int64_t row = 0; row < num_rows; ++row) {
       const T* x = p.x.as<T>() + row * width;
-      T* out = p.out.as<T>() + row * width;
+      T* out = p.out.as<T>() + row * out_stride;
       float sum = 0;
 #pragma omp simd reduction(+ : sum)
       for (int64_t i = 0; i < width; ++i) sum += to_float(x[i]) * to_float(x[i]);

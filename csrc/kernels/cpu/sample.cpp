@@ -50,6 +50,20 @@ void penalize(float* z, int vocab_size, const int* counts, const SlotSampling& s
   }
 }
 
+// The counts as though the tokens on the row's path in its tree had been emitted.
+const int* counts_on_path(const SampleParams& p, int row, const int* counts) {
+  thread_local std::vector<int> sum;
+  const int64_t vocab_size = p.logits.size(1);
+  sum.assign(counts, counts + vocab_size);
+  const int first = row - row % p.tree_size;
+  for (int node = 1; node < p.tree_size; ++node) {
+    const int token = p.tree_tokens[first + node];
+    const bool on_path = p.tree_masks[row] >> node & 1;
+    if (on_path && token >= 0 && token < vocab_size) ++sum[token];
+  }
+  return sum.data();
+}
+
 // Logarithm of the probability relative to the most likely token, which may be infinite.
 float score_of(float z, float maximum, float temperature) {
   return z == maximum ? 0 : (z - maximum) / temperature;
@@ -134,7 +148,10 @@ void sample(const Context&, const SampleParams& p) {
     thread_local std::vector<float> raw;
     if (s.num_logprobs >= 0) raw.assign(z, z + vocab_size);
 
-    if (s.use_penalties) penalize(z, vocab_size, p.counts + slot * vocab_size, s);
+    if (s.use_penalties) {
+      const int* counts = p.counts + slot * vocab_size;
+      penalize(z, vocab_size, p.tree_tokens ? counts_on_path(p, row, counts) : counts, s);
+    }
     if (s.use_bias) {
       for (int i = 0; i < vocab_size; ++i) z[i] += p.bias[slot * vocab_size + i];
     }

@@ -1,0 +1,162 @@
+// What the bindings of ops share: a context, device memory with a shape, per-slot state.
+#pragma once
+
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "core/device.h"
+#include "kernels/step_ops.h"
+#ifdef CPMCU_WITH_CUDA
+#include "kernels/gemm/cublaslt.h"
+#endif
+
+namespace cpmcu {
+
+class OpsContext {
+ public:
+  OpsContext(const std::string& device, int index, const std::vector<std::string>& cublas_paths) {
+    CHECK(device == "cpu" || device == "cuda", "device \"{}\" is not known; known are cpu, cuda",
+          device);
+    ctx.device = {device == "cuda" ? DeviceKind::kCuda : DeviceKind::kCpu, index};
+    const DeviceInfo info = device_info(ctx.device);
+    set_device(ctx.device);
+    ctx.sm_count = info.sm_count;
+    for (char c : info.compute_capability) {
+      if (c != '.') ctx.compute_capability = ctx.compute_capability * 10 + (c - '0');
+    }
+    ctx.stream = create_stream(ctx.device);
+#ifdef CPMCU_WITH_CUDA
+    if (ctx.device.is_cuda()) cublas_ = CublasLt::load(ctx, cublas_paths);
+    ctx.cublas = cublas_.get();
+#else
+    (void)cublas_paths;
+#endif
+  }
+  ~OpsContext() { destroy_stream(ctx.device, ctx.stream); }
+  OpsContext(const OpsContext&) = delete;
+  OpsContext& operator=(const OpsContext&) = delete;
+
+  void wait() const { synchronize(ctx.device, ctx.stream); }
+
+  Context ctx;
+
+ private:
+#ifdef CPMCU_WITH_CUDA
+  std::unique_ptr<CublasLt> cublas_;
+#endif
+};
+using SharedContext = std::shared_ptr<OpsContext>;
+
+// Device memory with a shape; `pinned`: host memory that the device can write.
+class Array {
+ public:
+  Array(SharedContext context, const std::vector<int64_t>& shape, const std::string& dtype,
+        bool pinned)
+      : context_(std::move(context)), shape_(shape), dtype_(parse_dtype(dtype)), pinned_(pinned) {
+    num_bytes_ = size_of(dtype_);
+    for (int64_t size : shape_) {
+      CHECK(size >= 0, "an array cannot have a dimension of {}", size);
+      num_bytes_ *= size;
+    }
+    const Device device = context_->ctx.device;
+    data_ = pinned_ ? allocate_pinned(device, num_bytes_) : allocate(device, num_bytes_);
+    if (num_bytes_ > 0) fill_bytes(device, data_, 0xFF, num_bytes_, context_->ctx.stream);
+    context_->wait();
+  }
+  ~Array() {
+    const Device device = context_->ctx.device;
+    pinned_ ? release_pinned(device, data_) : release(device, data_);
+  }
+  Array(const Array&) = delete;
+  Array& operator=(const Array&) = delete;
+
+  void copy_from(const pybind11::array& source) {
+    CHECK(source.dtype().is(numpy_dtype()) || source.dtype().equal(numpy_dtype()),
+          "the source is {}, the array {}", std::string(pybind11::str(source.dtype())), name_of(dtype_));
+    CHECK(source.nbytes() == num_bytes_, "the source has {} bytes, the array {}", source.nbytes(),
+          num_bytes_);
+    CHECK(source.flags() & pybind11::array::c_style, "the source is not contiguous");
+    copy_to_device(context_->ctx.device, data_, source.data(), num_bytes_, context_->ctx.stream);
+    context_->wait();
+  }
+
+  pybind11::array numpy() const {
+    pybind11::array result(numpy_dtype(), std::vector<pybind11::ssize_t>(shape_.begin(), shape_.end()));
+    copy_to_host(context_->ctx.device, result.mutable_data(), data_, num_bytes_,
+                 context_->ctx.stream);
+    context_->wait();
+    return result;
+  }
+
+  Tensor tensor() const {
+    switch (shape_.size()) {
+      case 1:
+        return {data_, dtype_, {shape_[0]}};
+      case 2:
+        return {data_, dtype_, {shape_[0], shape_[1]}};
+      case 3:
+        return {data_, dtype_, {shape_[0], shape_[1], shape_[2]}};
+      case 4:
+        return {data_, dtype_, {shape_[0], shape_[1], shape_[2], shape_[3]}};
+      default:
+        break;
+    }
+    throw Error(ErrorKind::kInvalid,
+                format("an op takes 1 to 4 dimensions, not {}", shape_.size()));
+  }
+
+  // The data as T*, for what is no Tensor in an op's parameters.
+  template <typename T>
+  T* as(DType expected) const {
+    CHECK(dtype_ == expected, "an array is {}, expected {}", name_of(dtype_), name_of(expected));
+    return static_cast<T*>(data_);
+  }
+  template <typename T>
+  T* as_structs() const {
+    CHECK(dtype_ == DType::kU8 && num_bytes_ % sizeof(T) == 0,
+          "an array is {} with {} bytes, expected uint8 and a multiple of {}", name_of(dtype_),
+          num_bytes_, sizeof(T));
+    return static_cast<T*>(data_);
+  }
+
+  const std::vector<int64_t>& shape() const { return shape_; }
+  std::string dtype() const { return std::string(name_of(dtype_)); }
+
+ private:
+  pybind11::dtype numpy_dtype() const {
+    return pybind11::dtype(dtype_ == DType::kBF16 ? "uint16" : std::string(name_of(dtype_)));
+  }
+
+  SharedContext context_;
+  std::vector<int64_t> shape_;
+  DType dtype_;
+  bool pinned_;
+  int64_t num_bytes_ = 0;
+  void* data_ = nullptr;
+};
+using SharedArray = std::shared_ptr<Array>;
+
+inline Tensor tensor_of(const SharedArray& array) { return array ? array->tensor() : Tensor(); }
+inline int* ints(const SharedArray& array) { return array ? array->as<int>(DType::kI32) : nullptr; }
+inline float* floats(const SharedArray& array) { return array ? array->as<float>(DType::kF32) : nullptr; }
+template <typename T>
+T* structs(const SharedArray& array) {
+  return array ? array->as_structs<T>() : nullptr;
+}
+inline uint64_t* words(const SharedArray& array) {
+  return array ? array->as<uint64_t>(DType::kU64) : nullptr;
+}
+
+// SlotState and the arrays that it points to.
+struct OpsState {
+  SlotState state;
+  std::vector<SharedArray> arrays;
+};
+
+void bind_tree_ops(pybind11::module_& ops);  // bind_tree_ops.cpp
+
+}  // namespace cpmcu

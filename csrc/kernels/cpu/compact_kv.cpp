@@ -1,0 +1,32 @@
+#include <cstring>
+
+#include "kernels/tree_checks.h"
+
+namespace cpmcu::cpu {
+
+// Sources lie behind their destinations and nodes ascend along a path, so in order nothing is lost.
+void compact_kv(const Context&, const CompactKvParams& p) {
+  check_compact(p);
+  const int64_t cell_bytes = p.head_dim * size_of(p.pool.dtype());
+  const int64_t layer_bytes = p.pool.size(1) * p.pool.size(2) * size_of(p.pool.dtype());
+  for (int64_t layer = 0; layer < p.pool.size(0); ++layer) {
+    char* cells = p.pool.as<char>() + layer * layer_bytes;
+    for (int seq = 0; seq < p.num_seqs; ++seq) {
+      const int slot = p.seq_slots[seq], num = p.num_emitted[seq];
+      const int length = p.lengths[slot] - num;
+      for (int j = 1; j < num; ++j) {
+        const int node = p.paths[seq * p.max_emitted + j];
+        if (node == j) continue;
+        for (int head = 0; head < p.num_kv_heads; ++head) {
+          const auto cell = [&](int index) {
+            return cells + kv_offset(p.page_table, p.max_pages, slot, length + index, head,
+                                     p.num_kv_heads, cell_bytes);
+          };
+          std::memcpy(cell(j), cell(node), cell_bytes);
+        }
+      }
+    }
+  }
+}
+
+}  // namespace cpmcu::cpu

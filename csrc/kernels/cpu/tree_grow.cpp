@@ -1,0 +1,114 @@
+// The draft's side of a tree: levels of candidates, and the choice of the nodes (kernels/tree.h).
+#include <algorithm>
+#include <numeric>
+#include <vector>
+
+#include "kernels/tree_checks.h"
+
+namespace cpmcu::cpu {
+namespace {
+
+// The indices of the `wanted` largest scores, the largest first, ties to the lower index.
+std::vector<int> best_of(const float* scores, int count, int wanted) {
+  std::vector<int> order(count);
+  std::iota(order.begin(), order.end(), 0);
+  std::partial_sort(order.begin(), order.begin() + wanted, order.end(), [scores](int a, int b) {
+    return scores[a] != scores[b] ? scores[a] > scores[b] : a < b;
+  });
+  order.resize(wanted);
+  return order;
+}
+
+uint64_t bit(int i) { return uint64_t{1} << i; }
+
+}  // namespace
+
+void tree_expand(const Context&, const TreeExpandParams& p) {
+  check_expand(p);
+  const DraftBeam& beam = p.beam;
+  const int k = beam.topk, level = p.level, num_all = num_candidates(k, beam.depth);
+  const int num_new = level == 0 ? k : k * k;
+  const int first = level == 0 ? 0 : k + (level - 1) * k * k;
+  beam.seq_row_begin[0] = 0;
+  for (int seq = 0; seq < beam.num_seqs; ++seq) {
+    float* scores = beam.scores + seq * num_all + first;
+    int* tokens = beam.tokens + seq * num_all + first;
+    float* row_scores = beam.row_scores + seq * k;
+    uint64_t* row_masks = beam.row_masks + seq * k;
+    for (int c = 0; c < num_new; ++c) {
+      scores[c] = (level == 0 ? 0 : row_scores[c / k]) + p.topk_logprobs[seq * num_new + c];
+      tokens[c] = p.topk_tokens[seq * num_new + c];
+    }
+    std::vector<int> chosen(k);
+    if (level == 0) {
+      std::iota(chosen.begin(), chosen.end(), 0);
+    } else {
+      chosen = best_of(scores, num_new, k);
+    }
+    const std::vector<uint64_t> old_masks(row_masks, row_masks + k);
+    for (int r = 0; r < k; ++r) {
+      const int c = chosen[r], row = seq * k + r, own_bit = level * k + r;
+      beam.level_candidates[(seq * beam.depth + level) * k + r] = first + c;
+      row_scores[r] = scores[c];
+      row_masks[r] = level == 0 ? 0 : old_masks[c / k];
+      if (own_bit < kMaxTreeSize) row_masks[r] |= bit(own_bit);  // the last level is never run
+      beam.row_ids[row] = tokens[c];
+      beam.row_parents[row] = level == 0 ? seq : seq * k + c / k;
+      beam.row_positions[row] = p.draft_lengths[p.seq_slots[seq]] + level;
+      beam.row_seqs[row] = seq;
+    }
+    beam.seq_row_begin[seq + 1] = (seq + 1) * k;
+  }
+}
+
+void tree_build(const Context&, const TreeBuildParams& p) {
+  check_build(p);
+  const DraftBeam& beam = p.beam;
+  const int k = beam.topk, num_nodes = p.trees.num_nodes;
+  const int num_all = num_candidates(k, beam.depth);
+  for (int seq = 0; seq < beam.num_seqs; ++seq) {
+    int* tokens = p.trees.tokens + seq * num_nodes;
+    int* parents = p.trees.parents + seq * num_nodes;
+    int* depths = p.trees.depths + seq * num_nodes;
+    uint64_t* masks = p.trees.masks + seq * num_nodes;
+    tokens[0] = p.next_tokens[p.seq_slots[seq]];
+    parents[0] = -1;
+    depths[0] = 0;
+    masks[0] = 1;
+    const std::vector<int> chosen = best_of(beam.scores + seq * num_all, num_all, num_nodes - 1);
+    std::vector<int> node_of(num_all, 0);
+    for (int node = 1; node < num_nodes; ++node) {
+      const int candidate = chosen[node - 1];
+      node_of[candidate] = node;
+      int parent = 0;
+      if (candidate >= k) {
+        const int level = (candidate - k) / (k * k), row = (candidate - k) % (k * k) / k;
+        parent = node_of[beam.level_candidates[(seq * beam.depth + level) * k + row]];
+      }
+      tokens[node] = beam.tokens[seq * num_all + candidate];
+      parents[node] = parent;
+      depths[node] = depths[parent] + 1;
+      masks[node] = masks[parent] | bit(node);
+    }
+  }
+}
+
+void chain_build(const Context&, const ChainBuildParams& p) {
+  check_trees("chain_build", p.trees);
+  const int num_nodes = p.trees.num_nodes;
+  for (int seq = 0; seq < p.trees.num_seqs; ++seq) {
+    bool ended = false;
+    for (int node = 0; node < num_nodes; ++node) {
+      const int i = seq * num_nodes + node;
+      const int token = node == 0 ? p.next_tokens[p.seq_slots[seq]]
+                                  : p.chain[seq * (num_nodes - 1) + node - 1];
+      ended = ended || (node > 0 && token < 0);
+      p.trees.tokens[i] = ended ? -1 : token;
+      p.trees.parents[i] = ended ? 0 : node - 1;
+      p.trees.depths[i] = ended ? 1 : node;
+      p.trees.masks[i] = bit(node) | (ended ? 1 : bit(node) - 1);
+    }
+  }
+}
+
+}  // namespace cpmcu::cpu

@@ -1,0 +1,78 @@
+// What the speculation ops ask of their parameters, on both back ends.
+#pragma once
+
+#include <string_view>
+
+#include "kernels/tree.h"
+
+namespace cpmcu {
+
+constexpr int kMaxNgram = 32;
+
+inline void check_trees(std::string_view op, const TokenTrees& trees) {
+  CHECK(trees.num_seqs >= 0 && trees.num_nodes >= 1 && trees.num_nodes <= kMaxTreeSize,
+        "{}: {} trees of {} nodes, expected 1 to {} nodes", op, trees.num_seqs, trees.num_nodes,
+        kMaxTreeSize);
+}
+
+inline void check_beam(std::string_view op, const DraftBeam& beam) {
+  CHECK(beam.topk >= 1 && beam.topk <= kMaxTopk && beam.depth >= 1 &&
+            beam.depth <= kMaxDraftDepth && beam.num_seqs >= 0,
+        "{}: top-k {}, depth {}, {} sequences; expected top-k 1 to {} and depth 1 to {}", op,
+        beam.topk, beam.depth, beam.num_seqs, kMaxTopk, kMaxDraftDepth);
+  CHECK(beam.topk * (beam.depth - 1) <= kMaxTreeSize,
+        "{}: top-k {} and depth {} make {} draft rows below the first step, at most {}", op,
+        beam.topk, beam.depth, beam.topk * (beam.depth - 1), kMaxTreeSize);
+}
+
+inline void check_topk(const TopkLogprobsParams& p) {
+  CHECK(p.logits.dtype() == DType::kF32 && p.logits.num_dims() == 2,
+        "topk_logprobs: logits are {} {}, expected float32 [rows, vocabulary]",
+        name_of(p.logits.dtype()), p.logits.shape_text());
+  CHECK(p.topk >= 1 && p.topk <= kMaxTopk && p.topk <= p.logits.size(1),
+        "topk_logprobs: top-k {} of {} tokens, expected 1 to {} and no more than there are tokens",
+        p.topk, p.logits.size(1), kMaxTopk);
+}
+
+inline void check_expand(const TreeExpandParams& p) {
+  check_beam("tree_expand", p.beam);
+  CHECK(p.level >= 0 && p.level < p.beam.depth, "tree_expand: level {} of a depth of {}", p.level,
+        p.beam.depth);
+}
+
+inline void check_build(const TreeBuildParams& p) {
+  check_beam("tree_build", p.beam);
+  check_trees("tree_build", p.trees);
+  CHECK(p.beam.num_seqs == p.trees.num_seqs, "tree_build: {} beams but {} trees", p.beam.num_seqs,
+        p.trees.num_seqs);
+  CHECK(p.trees.num_nodes - 1 <= num_candidates(p.beam.topk, p.beam.depth),
+        "tree_build: a tree of {} nodes needs {} candidates, but top-k {} and depth {} make {}",
+        p.trees.num_nodes, p.trees.num_nodes - 1, p.beam.topk, p.beam.depth,
+        num_candidates(p.beam.topk, p.beam.depth));
+}
+
+inline void check_accept(const AcceptTreeParams& p) {
+  check_trees("accept_tree", p.trees);
+  CHECK(p.max_emitted >= 1 && p.max_emitted <= kMaxTreeSize,
+        "accept_tree: at most {} tokens emitted, expected 1 to {}", p.max_emitted, kMaxTreeSize);
+  CHECK(p.ring_size > 0 && p.trees.num_seqs <= p.max_seqs,
+        "accept_tree: results of {} sequences, a ring of {} times {}", p.trees.num_seqs,
+        p.ring_size, p.max_seqs);
+}
+
+inline void check_compact(const CompactKvParams& p) {
+  CHECK(p.pool.num_dims() == 3 && p.num_kv_heads > 0 && p.head_dim > 0 &&
+            p.pool.size(2) == int64_t{p.num_kv_heads} * kPageSize * p.head_dim,
+        "compact_kv: the pool is {}, expected pages of {} heads times {} cells times {}",
+        p.pool.shape_text(), p.num_kv_heads, kPageSize, p.head_dim);
+}
+
+inline void check_ngram(const NgramLookupParams& p) {
+  CHECK(p.min_ngram >= 1 && p.min_ngram <= p.max_ngram && p.max_ngram <= kMaxNgram,
+        "ngram_lookup: n-grams of {} to {} tokens, expected 1 to {}", p.min_ngram, p.max_ngram,
+        kMaxNgram);
+  CHECK(p.first >= 0 && p.first <= p.num_tokens, "ngram_lookup: a chain of {} tokens, {} given",
+        p.num_tokens, p.first);
+}
+
+}  // namespace cpmcu
