@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cpmcu.config import EngineConfig as EngineConfig
+    from cpmcu.config import SpeculativeConfig as SpeculativeConfig
     from cpmcu.llm import LLM as LLM
     from cpmcu.outputs import CompletionOutput as CompletionOutput
     from cpmcu.outputs import RequestOutput as RequestOutput
     from cpmcu.outputs import StreamChunk as StreamChunk
     from cpmcu.sampling import SamplingParams as SamplingParams
+    from cpmcu.spec_metrics import SpecDecodeMetrics as SpecDecodeMetrics
 
 __version__ = "0.1.0"
 
@@ -22,6 +24,8 @@ _HOMES = {
     "LLM": "cpmcu.llm",
     "SamplingParams": "cpmcu.sampling",
     "EngineConfig": "cpmcu.config",
+    "SpeculativeConfig": "cpmcu.config",
+    "SpecDecodeMetrics": "cpmcu.spec_metrics",
     "RequestOutput": "cpmcu.outputs",
     "CompletionOutput": "cpmcu.outputs",
     "StreamChunk": "cpmcu.outputs",
@@ -33,6 +37,8 @@ __all__ = [
     "EngineConfig",
     "RequestOutput",
     "SamplingParams",
+    "SpecDecodeMetrics",
+    "SpeculativeConfig",
     "StreamChunk",
     "__version__",
 ]

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cpmcu.config import EngineConfig, option
+from cpmcu.config import EngineConfig, SpeculativeConfig, option
 from cpmcu.flags import FlagParser, add_flags, from_flags
 from cpmcu.sampling import SamplingParams
 from cpmcu.ui.display import Display
@@ -30,17 +30,8 @@ def walk_files(root):
 '''
 DEFAULT_TOKENS, SHIPPED_TOKENS = 1024, 200
 
-_SPECULATION = "speculative decoding"
 _SPARSE = "sparse attention"
 _LATER = {  # CPM.cu's flags for what is not built yet
-    "--draft-model-path": _SPECULATION,
-    "--frspec-path": _SPECULATION,
-    "--frspec-vocab-size": _SPECULATION,
-    "--use-eagle3": _SPECULATION,
-    "--spec-window-size": _SPECULATION,
-    "--spec-num-iter": _SPECULATION,
-    "--spec-topk-per-iter": _SPECULATION,
-    "--spec-tree-size": _SPECULATION,
     "--sink-window-size": _SPARSE,
     "--block-window-size": _SPARSE,
     "--sparse-topk-k": _SPARSE,
@@ -121,6 +112,7 @@ def make_parser() -> FlagParser:
     )
     add_flags(parser, CliOptions, "what to do")
     add_flags(parser, EngineConfig, "model and engine", {"max_num_seqs": 1})
+    add_flags(parser, SpeculativeConfig, "speculative decoding")
     tokens = f"{DEFAULT_TOKENS}; {SHIPPED_TOKENS} for the shipped model; no limit in --chat"
     add_flags(parser, SamplingParams, "sampling", {"max_tokens": tokens})
     for flag in _LATER:
@@ -139,9 +131,19 @@ def _configs(
         parsed.max_num_seqs = 1
     try:
         options = from_flags(CliOptions, parsed)
-        return options, from_flags(EngineConfig, parsed), from_flags(SamplingParams, parsed)
+        config = from_flags(EngineConfig, parsed, speculative_config=_speculation(parsed))
+        return options, config, from_flags(SamplingParams, parsed)
     except ValueError as error:
         parser.error(str(error))
+
+
+def _speculation(parsed: argparse.Namespace) -> SpeculativeConfig:
+    """--speculative-config and the flags of its fields, together. Raises ValueError."""
+    if parsed.speculative_config is None:
+        return from_flags(SpeculativeConfig, parsed)
+    names = [field.name for field in dataclasses.fields(SpeculativeConfig)]
+    given = {name: getattr(parsed, name) for name in names if getattr(parsed, name) is not None}
+    return SpeculativeConfig.from_json(parsed.speculative_config, **given)
 
 
 def _run(

@@ -7,11 +7,19 @@ Each field's metadata is its help text, and where the flag differs from the fiel
 from __future__ import annotations
 
 import dataclasses
+import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 DTYPES = ("auto", "float16", "bfloat16", "float32")
 DEVICES = ("auto", "cpu", "cuda")
+SPEC_METRICS = ("none", "summary", "detailed")
+
+# As csrc/kernels/tree.h has them.
+MAX_TREE_SIZE = 64
+MAX_DRAFT_DEPTH = 16
+MAX_DRAFT_TOPK = 32
 
 _MODEL_HELP = (
     "local directory or Hugging Face repository id (default: the small Python code model that "
@@ -40,6 +48,208 @@ def shipped_model() -> Path:
     return Path(__file__).parent / "assets" / "tiny-python-minicpm"
 
 
+def shipped_draft() -> Path:
+    """Directory of the draft that comes with the package for the shipped model."""
+    return Path(__file__).parent / "assets" / "tiny-python-eagle2"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TreeShape:
+    """Drafted levels, width of a level, and nodes that the target verifies, the root included."""
+
+    depth: int
+    topk: int
+    tree_size: int
+
+
+HEAD_SHAPE = TreeShape(depth=2, topk=10, tree_size=12)
+SHIPPED_SHAPE = TreeShape(depth=4, topk=8, tree_size=24)
+CHAIN_DEPTH = 4
+
+# vLLM's key of --speculative-config -> field of SpeculativeConfig
+_VLLM_KEYS = {
+    "method": "method",
+    "model": "draft_model_path",
+    "num_speculative_tokens": "spec_num_iter",
+    "prompt_lookup_max": "prompt_lookup_max",
+    "prompt_lookup_min": "prompt_lookup_min",
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculativeConfig:
+    """What drafts, and how much. Raises ValueError for a value or a tree that cannot be.
+
+    Without a draft (none named, and another target than the shipped model) nothing is drafted.
+    """
+
+    draft_model_path: str | None = option(
+        None, "draft head or draft model: local directory or Hugging Face id", metavar="PATH|REPO"
+    )
+    method: str = option(
+        "auto",
+        "what the draft is: auto reads it from the files; ngram looks up the prompt and output",
+        flags=("--spec-method",),
+        metavar="NAME",
+    )
+    no_speculation: bool = option(False, "draft nothing, whatever else is given")
+    use_eagle3: bool | None = option(
+        None, "expect an EAGLE-3 head (default: what the draft's files are)"
+    )
+    spec_num_iter: int | None = option(
+        None, "tokens of the longest drafted path (default: 2; n-gram and shipped draft: 4)"
+    )
+    spec_topk_per_iter: int | None = option(
+        None, "drafted continuations of a token, and nodes that go on (default: 10; shipped: 8)"
+    )
+    spec_tree_size: int | None = option(
+        None,
+        f"tokens verified in a step, at most {MAX_TREE_SIZE}, the last emitted one included "
+        "(default: 12; shipped: 24)",
+    )
+    spec_window_size: int | None = option(
+        None,
+        "last tokens that a draft head's attention sees; 0: all (default: 1024; draft model: 0)",
+    )
+    frspec_path: str | None = option(
+        None,
+        "frequent tokens, which the draft chooses from: freq_N.pt, .npy, or directory or "
+        "Hugging Face id with such files",
+        metavar="PATH|REPO",
+    )
+    frspec_vocab_size: int = option(
+        0, "number of frequent tokens; 0: as many as --frspec-path has, all without it"
+    )
+    prompt_lookup_min: int | None = option(None, "n-gram: shortest match (default: 1)")
+    prompt_lookup_max: int | None = option(None, "n-gram: longest match (default: 4)")
+    per_request_spec_decode_metrics: str = option(
+        "summary", "acceptance in each result; detailed: of every step", choices=SPEC_METRICS
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("spec_num_iter", "spec_topk_per_iter", "spec_tree_size"):
+            if getattr(self, name) is not None:
+                _at_least(name, getattr(self, name), 1)
+        for name in ("prompt_lookup_min", "prompt_lookup_max"):
+            if getattr(self, name) is not None:
+                _at_least(name, getattr(self, name), 1)
+        if self.spec_window_size is not None:
+            _at_least("spec_window_size", self.spec_window_size, 0)
+        _at_least("frspec_vocab_size", self.frspec_vocab_size, 0)
+        _one_of(
+            "per_request_spec_decode_metrics", self.per_request_spec_decode_metrics, SPEC_METRICS
+        )
+        if self.use_eagle3 and self.method not in ("auto", "eagle3"):
+            raise ValueError(f"use_eagle3 is set, but method is {self.method!r}, expected 'eagle3'")
+        if self.ngram_range[0] > self.ngram_range[1]:
+            raise ValueError(
+                f"prompt_lookup_min is {self.ngram_range[0]}, but must be at most "
+                f"prompt_lookup_max, which is {self.ngram_range[1]}"
+            )
+        self.shape(chain=self.method == "ngram")  # raises if there is none
+
+    @property
+    def ngram_range(self) -> tuple[int, int]:
+        """Shortest and longest match of n-gram look-up."""
+        longest = self.prompt_lookup_max or max(4, self.prompt_lookup_min or 0)
+        return self.prompt_lookup_min or 1, longest
+
+    def shape(self, *, chain: bool = False, defaults: TreeShape = HEAD_SHAPE) -> TreeShape:
+        """The tree that these values and the defaults make. Raises ValueError if none can be.
+
+        `chain`: the drafter makes one path, so only its length can be chosen.
+        """
+        if chain:
+            return self._chain()
+        depth = self.spec_num_iter or defaults.depth
+        if depth > MAX_DRAFT_DEPTH:
+            raise ValueError(f"spec_num_iter is {depth}, but must be at most {MAX_DRAFT_DEPTH}")
+        most = min(MAX_DRAFT_TOPK, MAX_TREE_SIZE // max(1, depth - 1))
+        topk = self.spec_topk_per_iter or min(defaults.topk, most)
+        if topk > MAX_DRAFT_TOPK:
+            raise ValueError(f"spec_topk_per_iter is {topk}, but must be at most {MAX_DRAFT_TOPK}")
+        if topk > most:
+            raise ValueError(
+                f"spec_topk_per_iter {topk} x (spec_num_iter {depth} - 1) is {topk * (depth - 1)}, "
+                f"but must be at most {MAX_TREE_SIZE}"
+            )
+        candidates = topk + (depth - 1) * topk * topk
+        size = self.spec_tree_size or min(defaults.tree_size, candidates + 1)
+        if size > MAX_TREE_SIZE:
+            raise ValueError(f"spec_tree_size is {size}, but must be at most {MAX_TREE_SIZE}")
+        if size - 1 > candidates:
+            raise ValueError(
+                f"spec_tree_size is {size}, but spec_num_iter {depth} and spec_topk_per_iter "
+                f"{topk} draft only {candidates} tokens: at most {candidates + 1}"
+            )
+        return TreeShape(depth, topk, size)
+
+    def _chain(self) -> TreeShape:
+        depth = self.spec_num_iter or CHAIN_DEPTH
+        if depth > MAX_DRAFT_DEPTH:
+            raise ValueError(f"spec_num_iter is {depth}, but must be at most {MAX_DRAFT_DEPTH}")
+        for name, value in (("spec_topk_per_iter", 1), ("spec_tree_size", depth + 1)):
+            if getattr(self, name) not in (None, value):
+                raise ValueError(
+                    f"{name} is {getattr(self, name)}, but a chain of {depth} tokens has {value}: "
+                    "give only spec_num_iter"
+                )
+        return TreeShape(depth, 1, depth + 1)
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> SpeculativeConfig:
+        """Reads vLLM's keys for the methods supported, and the fields' own names."""
+        return cls(**_speculative_fields(values))
+
+    @classmethod
+    def from_json(cls, text: str, **flags: Any) -> SpeculativeConfig:
+        """A JSON object as `from_mapping` reads it, and fields given otherwise.
+
+        Raises ValueError for text that is not an object, unknown keys, and a field given twice.
+        """
+        try:
+            values = json.loads(text)
+        except ValueError as error:
+            raise ValueError(f"speculative_config is not JSON: {error}") from error
+        if not isinstance(values, dict):
+            raise ValueError(f"speculative_config is {text}, expected a JSON object")
+        fields = _speculative_fields(values)
+        twice = sorted(fields.keys() & flags.keys())
+        if twice:
+            raise ValueError(f"speculative_config also sets {', '.join(twice)}: give it once")
+        return cls(**fields, **flags)
+
+
+def _speculative_fields(values: Mapping[str, Any]) -> dict[str, Any]:
+    names = {field.name for field in dataclasses.fields(SpeculativeConfig)}
+    unknown = [key for key in values if key not in _VLLM_KEYS and key not in names]
+    if unknown:
+        raise ValueError(
+            f"speculative_config has {', '.join(map(repr, unknown))}, expected only "
+            f"{', '.join(_VLLM_KEYS)} or fields of SpeculativeConfig"
+        )
+    fields = {_VLLM_KEYS.get(key, key): value for key, value in values.items()}
+    for name, value in fields.items():
+        _check_type(name, value)
+    tokens = values.get("num_speculative_tokens")
+    if tokens is not None:  # vLLM's drafts are chains
+        fields.setdefault("spec_topk_per_iter", 1)
+        if fields["spec_topk_per_iter"] == 1:
+            fields.setdefault("spec_tree_size", tokens + 1)
+    return fields
+
+
+def _check_type(name: str, value: Any) -> None:
+    text = ("draft_model_path", "method", "frspec_path", "per_request_spec_decode_metrics")
+    if name in text:
+        wanted: type = str
+    else:
+        wanted = bool if name in ("no_speculation", "use_eagle3") else int
+    right = isinstance(value, wanted) and isinstance(value, bool) == (wanted is bool)
+    if value is not None and not right:
+        raise ValueError(f"speculative_config: {name} is {value!r}, expected {wanted.__name__}")
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """How a model is loaded and run. Raises ValueError for a value out of range."""
@@ -66,8 +276,26 @@ class EngineConfig:
     minicpm4_yarn: bool = option(
         False, "replace the checkpoint's rope scaling with MiniCPM4's factors for long contexts"
     )
+    speculative_config: str | SpeculativeConfig | None = option(  # noqa: RUF009
+        None,
+        'drafting as JSON with vLLM\'s keys: {"method": "eagle|eagle3|ngram|draft_model", '
+        '"model": PATH, "num_speculative_tokens": N, "prompt_lookup_max": N, '
+        '"prompt_lookup_min": N}',
+        metavar="JSON",
+    )
+
+    @property
+    def speculation(self) -> SpeculativeConfig:
+        """`speculative_config`, read."""
+        assert isinstance(self.speculative_config, SpeculativeConfig)
+        return self.speculative_config
 
     def __post_init__(self) -> None:
+        if isinstance(self.speculative_config, str):
+            read = SpeculativeConfig.from_json(self.speculative_config)
+            object.__setattr__(self, "speculative_config", read)
+        elif self.speculative_config is None:
+            object.__setattr__(self, "speculative_config", SpeculativeConfig())
         _one_of("device", self.device, DEVICES)
         _one_of("dtype", self.dtype, DTYPES)
         if not 0.0 < self.memory_limit <= 1.0:

@@ -6,16 +6,17 @@ import dataclasses
 import functools
 import queue
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from cpmcu.config import EngineConfig, shipped_model
+from cpmcu.config import EngineConfig, SpeculativeConfig, shipped_model
 from cpmcu.engine.detokenizer import Detokenizer
 from cpmcu.engine.request import Emit, OnPrefill, Request
 from cpmcu.engine.runner import Runner
 from cpmcu.engine.stopping import StopStrings, StopTokens
 from cpmcu.outputs import RequestOutput, StreamChunk
 from cpmcu.sampling import SamplingParams, to_engine
+from cpmcu.spec_metrics import AcceptanceCounter
 from cpmcu.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -35,8 +36,9 @@ class LLM:
     """A loaded model. Use it as a context manager, or `close` it, to free its memory at once.
 
     `model` is a local directory or a Hugging Face repository id; None is the small Python code
-    model that ships with cpmcu. `options` are the fields of `EngineConfig`. `progress` hears how
-    loading goes. Safe to use from several threads.
+    model that ships with cpmcu. `options` are the fields of `EngineConfig`; `speculative_config`
+    may also be a dictionary with vLLM's keys or the fields of `SpeculativeConfig`. `progress` hears
+    how loading goes. Safe to use from several threads.
 
     Raises FileNotFoundError or ValueError for a checkpoint that cannot be used, MemoryError if it
     does not fit, ImportError if the compiled extension is missing.
@@ -45,7 +47,12 @@ class LLM:
     def __init__(
         self, model: str | None = None, *, progress: LoadProgress | None = None, **options: Any
     ) -> None:
-        self.config = EngineConfig(model=None if model is None else str(model), **options)
+        draft = options.pop("speculative_config", None)
+        if isinstance(draft, Mapping):
+            draft = SpeculativeConfig.from_mapping(draft)
+        self.config = EngineConfig(
+            model=None if model is None else str(model), speculative_config=draft, **options
+        )
         directory = shipped_model()
         if self.config.model is None and not directory.is_dir():
             raise FileNotFoundError(
@@ -180,10 +187,11 @@ class LLM:
         room = self.max_length - len(prompt)
         limit = min(room, params.max_tokens or room)
         eos = () if params.ignore_eos else self.tokenizer.eos_token_ids
+        stop_ids = [*eos, *params.stop_token_ids]
         return [
             Request(
                 prompt,
-                to_engine(params, index, vocab_size),
+                to_engine(params, index, vocab_size, stop_ids=stop_ids, max_tokens=limit),
                 detokenizer=Detokenizer(self.tokenizer.decode, prompt),
                 stop_strings=StopStrings(params.stop_strings),
                 stop_tokens=StopTokens(eos, params.stop_token_ids, limit),
@@ -192,6 +200,7 @@ class LLM:
                 on_prefill=on_prefill if index == 0 else None,
                 index=index,
                 want_logprobs=params.logprobs is not None,
+                acceptance=self._acceptance(),
             )
             for index in range(params.n)
         ]
@@ -213,6 +222,13 @@ class LLM:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+    def _acceptance(self) -> AcceptanceCounter | None:
+        wanted = self.config.speculation.per_request_spec_decode_metrics
+        num_spec_tokens = self._runner.tokens_per_step - 1
+        if num_spec_tokens == 0 or wanted == "none":
+            return None
+        return AcceptanceCounter(num_spec_tokens, detailed=wanted == "detailed")
 
     def _resolve(self, params: SamplingParams | None) -> SamplingParams:
         return (params or SamplingParams()).resolve(self.generation_config)

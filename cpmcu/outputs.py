@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from cpmcu.spec_metrics import SpecDecodeMetrics
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -69,6 +72,7 @@ class CompletionOutput:
     stop_reason: int | str | None  # the stop token id or stop string that matched; None for eos
     logprobs: list[TokenLogprobs] | None
     timings: Timings
+    spec_decode_metrics: SpecDecodeMetrics | None = None  # with a drafter
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

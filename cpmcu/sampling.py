@@ -126,8 +126,17 @@ class SamplingParams:
         return dataclasses.replace(self, **changes)
 
 
-def to_engine(params: SamplingParams, stream: int, vocab_size: int) -> C.SamplingConfig:
+def to_engine(
+    params: SamplingParams,
+    stream: int,
+    vocab_size: int,
+    *,
+    stop_ids: Sequence[int] = (),
+    max_tokens: int = 1 << 30,
+) -> C.SamplingConfig:
     """The extension's form of resolved parameters, for the `stream`-th choice of a request.
+
+    `stop_ids`, `max_tokens`: where the device may end the sequence by itself.
 
     Raises ValueError if a token id lies outside the vocabulary or too many logprobs are asked for.
     """
@@ -152,6 +161,8 @@ def to_engine(params: SamplingParams, stream: int, vocab_size: int) -> C.Samplin
         frequency_penalty=params.frequency_penalty,
         logit_bias=list((params.logit_bias or {}).items()),
         logprobs=-1 if params.logprobs is None else params.logprobs,
+        stop_ids=list(dict.fromkeys(token for token in stop_ids if token < vocab_size)),
+        max_tokens=max_tokens,
     )
 
 

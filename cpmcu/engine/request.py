@@ -14,6 +14,7 @@ from cpmcu.outputs import CompletionOutput, FinishReason, StreamChunk, Timings, 
 
 if TYPE_CHECKING:
     from cpmcu import C
+    from cpmcu.spec_metrics import AcceptanceCounter
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +45,7 @@ class Request:
         on_prefill: OnPrefill | None = None,
         index: int = 0,
         want_logprobs: bool = False,
+        acceptance: AcceptanceCounter | None = None,
     ) -> None:
         self.id = next(_ids)
         self.prompt = list(prompt)
@@ -62,6 +64,7 @@ class Request:
         self._text: list[str] = []
         self._logprobs: list[TokenLogprobs] | None = [] if want_logprobs else None
         self._decode_steps = 0
+        self._acceptance = acceptance
         self._arrived = time.perf_counter()
         self._started = self._first = self._last = 0.0
 
@@ -84,13 +87,26 @@ class Request:
         if report is not None and not self.tokens and not self.done:
             self._guard(lambda: report(num_tokens, len(self.prompt)))
 
-    def accept(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs] = ()) -> None:
-        """Takes what one step emitted. Tokens after the end of the output are dropped."""
+    def accept(
+        self,
+        tokens: Sequence[int],
+        logprobs: Sequence[TokenLogprobs] = (),
+        *,
+        drafted: bool = False,
+    ) -> None:
+        """Takes what a decode step emitted, and the prefill step that ended the prompt.
+
+        Tokens after the end of the output are dropped.
+        """
+        if not tokens:
+            return
         self._last = time.perf_counter()
         if self.tokens:
             self._decode_steps += 1
         else:
             self._first = self._last
+        if drafted and self._acceptance is not None:
+            self._acceptance.add(len(tokens))
         before = len(self.tokens)
         text = ""
         for token in tokens:
@@ -135,6 +151,7 @@ class Request:
             stop_reason=self.finish.stop_reason,
             logprobs=self._logprobs,
             timings=self._timings(),
+            spec_decode_metrics=self._acceptance.metrics() if self._acceptance else None,
         )
 
     def _timings(self) -> Timings:

@@ -29,9 +29,10 @@ T = TypeVar("T")
 class Runner:
     """Owns an engine. `submit`, `call` and `close` may be called from any thread."""
 
-    def __init__(self, engine: C.Engine, *, page_size: int, tokens_per_step: int = 1) -> None:
+    def __init__(self, engine: C.Engine, *, page_size: int) -> None:
         self._engine: C.Engine | None = engine
-        self._scheduler = Scheduler(engine, page_size, tokens_per_step)
+        self.tokens_per_step = engine.tokens_per_step
+        self._scheduler = Scheduler(engine, page_size, engine.tokens_per_step)
         self.max_length = self._scheduler.max_length
         self._in_flight: deque[Step] = deque()
         self._inbox: deque[Request] = deque()
@@ -151,13 +152,15 @@ class Runner:
             if sequence not in self._scheduler.active:  # it ended after this step was launched
                 continue
             if emits and sequence.slot in outputs:
-                self._accept(sequence.request, outputs[sequence.slot])
+                self._accept(sequence.request, outputs[sequence.slot], step)
             if sequence.request.done:
                 self._scheduler.release(sequence)
 
-    def _accept(self, request: Request, output: C.SlotOutput) -> None:
+    def _accept(self, request: Request, output: C.SlotOutput, step: Step) -> None:
         try:
-            request.accept(output.tokens, _logprobs(output))
+            request.accept(output.tokens, _logprobs(output), drafted=step.chunks is None)
+            if output.finished:  # it emits no more, whatever ended it
+                request.end("length")
         except Exception as error:  # of a tokenizer: this request's trouble alone
             request.fail(error)
 

@@ -49,6 +49,7 @@ class Scheduler:
         self._page_size = page_size
         self._tokens_per_step = tokens_per_step  # most tokens that a decode step can emit
         self._blocked = False  # a running sequence waits for pages
+        self._full = False  # the next request waits for pages
         self._prefill_next = True
         self.waiting: deque[Request] = deque()
         self.active: list[Sequence] = []  # in order of admission
@@ -78,7 +79,7 @@ class Scheduler:
 
     def admit(self) -> None:
         """Gives slots and pages to waiting requests, in order, for as long as there are some."""
-        while self.waiting and not self._blocked:
+        while self.waiting and not self._blocked and not self._full:
             request = self.waiting[0]
             tokens = request.prompt + request.tokens
             if self.active:
@@ -112,7 +113,7 @@ class Scheduler:
     def release(self, sequence: Sequence) -> None:
         """Gives a sequence's slot and pages back."""
         self.active.remove(sequence)
-        self._blocked = False
+        self._blocked = self._full = False
         self._engine.release(sequence.slot)
 
     def close(self) -> None:
@@ -125,6 +126,11 @@ class Scheduler:
         self.active.append(sequence)
         if self._engine.reserve(sequence.slot, len(sequence.tokens)):
             sequence.request.start()
+            return
+        if len(self.active) > 1:  # a drafter needs pages beyond the tokens: wait for some
+            self.release(sequence)
+            self.waiting.appendleft(sequence.request)
+            self._full = True
             return
         free = self._engine.num_free_pages
         sequence.request.fail(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 _REPO_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")
 _SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.safetensors"]
+_SMALL_FILES += ["freq_*.pt", "token_counts.npy"]  # of drafts: cpmcu/drafters/frspec.py
 _TORCH_FILES = ["*.bin", "*.pt"]
 _OTHER_COPIES = ["*/*", "consolidated*"]  # other formats of the same weights
 
@@ -40,7 +42,19 @@ def resolve_model(model: str, revision: str | None = None) -> Path:
     return _download(model, revision)
 
 
-def _download(repo_id: str, revision: str | None) -> Path:
+def resolve_files(repo_id: str, patterns: Sequence[str]) -> Path:
+    """A directory with the files of a Hugging Face repo that fit one of `patterns`.
+
+    Raises what `resolve_model` does.
+    """
+    if not _REPO_ID.match(repo_id):
+        raise FileNotFoundError(
+            f"{repo_id!r} is neither a file nor a directory nor a Hugging Face repo id"
+        )
+    return _download(repo_id, None, patterns)
+
+
+def _download(repo_id: str, revision: str | None, only: Sequence[str] | None = None) -> Path:
     # Imported here: slow, and not needed for a directory.
     try:
         from huggingface_hub import snapshot_download
@@ -59,15 +73,20 @@ def _download(repo_id: str, revision: str | None) -> Path:
             "not installed (pip install huggingface_hub)"
         ) from error
 
-    def snapshot(patterns: list[str]) -> Path:
+    def snapshot(patterns: Sequence[str]) -> Path:
         return Path(
             snapshot_download(
-                repo_id, revision=revision, allow_patterns=patterns, ignore_patterns=_OTHER_COPIES
+                repo_id,
+                revision=revision,
+                allow_patterns=list(patterns),
+                ignore_patterns=_OTHER_COPIES,
             )
         )
 
     at = f" at revision {revision!r}" if revision else ""
     try:
+        if only is not None:
+            return snapshot(only)
         directory = snapshot(_SMALL_FILES)
         if not any(directory.glob("*.safetensors")):
             directory = snapshot(_SMALL_FILES + _TORCH_FILES)

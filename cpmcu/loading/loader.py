@@ -1,20 +1,22 @@
 """From a model's name to an engine that holds it.
 
 The order: directory, config.json, headers of the weights, quantisation scheme, specification,
-engine (allocates), plan (checks every tensor), and only then bytes.
+draft, engine (allocates), plan (checks every tensor), and only then bytes.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cpmcu.drafters.registry import TargetModel
 from cpmcu.loading.checkpoint import open_checkpoint
 from cpmcu.loading.cublas import cublas_paths
+from cpmcu.loading.draft import PREFIX, eos_ids, open_draft
 from cpmcu.loading.hub import resolve_model
 from cpmcu.loading.index import read_json
 from cpmcu.loading.plan import LoadPlan, Placement, plan_load
@@ -40,6 +42,7 @@ class LoadedModel:
     hf_config: dict[str, Any]  # config.json
     generation_config: dict[str, Any]  # generation_config.json; empty if there is none
     spec: C.ModelSpec
+    draft: C.DrafterSpec | None = None
 
 
 def load_model(
@@ -77,6 +80,10 @@ def load_model(
             fields.max_position_embeddings,
         )
     dtype, reason = choose_dtype(config.dtype, hf_config, metas, device)
+    target = TargetModel(
+        hf_config, fields, device, config.max_model_len, eos_ids(generation_config, hf_config)
+    )
+    draft = open_draft(config.speculation, directory, target)
 
     from cpmcu import _extension  # here: all of the above works without the extension
 
@@ -88,16 +95,33 @@ def load_model(
         linear_options=quant.linear_options,
         linear_overrides=quant.linear_overrides,
     )
-    engine = extension.Engine(spec, runtime_config(config, device))
-    infos = engine.expected_tensors()
-    expected = {info.name: TensorMeta(info.name, info.dtype, tuple(info.shape)) for info in infos}
-    required = [info.name for info in infos if info.required]
+    draft_spec = draft.spec(extension, dtype) if draft else None
+    settings = (spec, runtime_config(config, device))
+    engine = extension.Engine(*settings, draft_spec) if draft else extension.Engine(*settings)
+    expected, required = _expected(engine, lambda name: not name.startswith(PREFIX))
     plan = plan_load(checkpoint, fields, family.names, quant, expected, required)
     log_unused(plan.unused)
     log_conversion(plan.conversions, dtype, reason)
-    load_tensors(engine, checkpoint, plan, directory.name, progress or LogProgress())
+    loads = [(checkpoint, plan)]
+    if draft and draft.files:
+        draft_plan = draft.plan_load(*_expected(engine, lambda name: name.startswith(PREFIX)))
+        if draft_plan is not None:
+            log_unused(draft_plan.unused)
+            log_conversion(draft_plan.conversions, dtype, "as the target")
+            loads.append((draft.files.checkpoint, draft_plan))
+    for each, its_plan in loads:
+        load_tensors(engine, each, its_plan, each.directory.name, progress or LogProgress())
     engine.finish_loading()
-    return LoadedModel(engine, directory, hf_config, generation_config, spec)
+    return LoadedModel(engine, directory, hf_config, generation_config, spec, draft_spec)
+
+
+def _expected(
+    engine: C.Engine, wanted: Callable[[str], bool]
+) -> tuple[dict[str, TensorMeta], list[str]]:
+    """What the engine takes under the names that are wanted, and the names that it needs."""
+    infos = [info for info in engine.expected_tensors() if wanted(info.name)]
+    metas = {info.name: TensorMeta(info.name, info.dtype, tuple(info.shape)) for info in infos}
+    return metas, [info.name for info in infos if info.required]
 
 
 def read_config(directory: Path) -> dict[str, Any]:

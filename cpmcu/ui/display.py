@@ -5,10 +5,14 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from cpmcu.outputs import RequestOutput
 from cpmcu.ui.progress import LoadProgressBar, PrefillProgressBar
-from cpmcu.ui.tables import plain_table
+from cpmcu.ui.tables import plain_table, text_bar
+
+if TYPE_CHECKING:
+    from cpmcu.spec_metrics import SpecDecodeMetrics
 
 
 class Display:
@@ -78,6 +82,27 @@ class Display:
         )
         self._stderr_table(columns, cells)
         self.note(closing)
+        metrics = output.spec_decode_metrics
+        if metrics is not None and metrics.num_spec_steps:
+            self._acceptance(metrics)
+
+    def _acceptance(self, metrics: SpecDecodeMetrics) -> None:
+        """How many drafted tokens the steps accepted, as a histogram."""
+        steps, counts = metrics.num_spec_steps, metrics.acceptance_histogram
+        rows = []
+        for accepted, count in enumerate(counts):
+            if accepted == 0:
+                position = ""
+            else:
+                position = f"{metrics.acceptance_per_position[accepted - 1]:.1%}"
+            bar = text_bar(count / max(counts))
+            rows.append((str(accepted), str(count), f"{count / steps:.1%}", position, bar))
+        self._stderr_table(("accepted", "steps", "share", "this position or more", ""), rows)
+        self.note(
+            f"mean accept length {metrics.mean_acceptance_length:.2f}: "
+            f"{metrics.num_accepted_draft_tokens} drafted tokens accepted in {steps} steps of up "
+            f"to {metrics.num_spec_tokens}"
+        )
 
     def logprobs(self, result: RequestOutput, token_text: Sequence[tuple[str, str]]) -> None:
         """Log-probabilities of the output's tokens; `token_text`: (token, likeliest ones)."""

@@ -27,6 +27,11 @@ def plain_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str
     )
 
 
+def text_bar(share: float, width: int = 30) -> str:
+    """A bar of up to `width` characters; anything above 0 is seen."""
+    return "#" * (round(share * width) or share > 0)
+
+
 def mebibytes(num_bytes: int) -> float:
     """Bytes as MiB, to two decimals."""
     return round(num_bytes / (1 << 20), 2)

@@ -16,14 +16,17 @@ from types import SimpleNamespace
 PAGE_SIZE = 4
 
 
-def sampling(key: int = 0) -> SimpleNamespace:
+def sampling(key: int = 0, stop_ids: Sequence[int] = (), max_tokens: int = 1 << 30):
     """What a test gives as SamplingConfig; `key` chooses the script's stream."""
-    return SimpleNamespace(key=key)
+    return SimpleNamespace(key=key, stop_ids=list(stop_ids), max_tokens=max_tokens)
 
 
 class _Slot:
-    def __init__(self, key: int, prompt: Sequence[int]) -> None:
-        self.key = key
+    def __init__(self, config: SimpleNamespace, prompt: Sequence[int]) -> None:
+        self.key = config.key
+        self.stop_ids = getattr(config, "stop_ids", [])
+        self.left = getattr(config, "max_tokens", 1 << 30)  # tokens until the device ends it
+        self.finished = False
         self.prompt = list(prompt)
         self.read = 0  # prompt tokens in the cache
         self.position = 0  # of the next token to emit; 0: prompt not read
@@ -31,7 +34,11 @@ class _Slot:
 
 
 class FakeEngine:
-    """See the module's docstring. `burst` tokens come out of each decode step."""
+    """See the module's docstring.
+
+    `burst` tokens come out of each decode step, as of a drafter whose drafts are all accepted; with
+    `device_stops` the engine ends sequences by itself, and a step may emit 0 tokens after that.
+    """
 
     def __init__(
         self,
@@ -43,6 +50,7 @@ class FakeEngine:
         max_model_len: int = 1000,
         launch_ahead: int = 2,
         burst: int = 1,
+        device_stops: bool = False,
         step_seconds: float = 0.0,
     ) -> None:
         self.script = script
@@ -51,10 +59,11 @@ class FakeEngine:
         self.chunk_length = chunk_length
         self.max_model_len = max_model_len
         self.launch_ahead = launch_ahead
-        self.burst = burst
+        self.burst = self.tokens_per_step = burst
+        self.device_stops = device_stops
         self.step_seconds = step_seconds
         self.slots: dict[int, _Slot] = {}
-        self.steps: deque[list[tuple[int, _Slot, list[int]]]] = deque()
+        self.steps: deque[list[tuple[int, _Slot, list[int], bool]]] = deque()
         self.log: list[tuple[str, object]] = []
         self.fail_on: dict[str, Exception] = {}  # method -> exception, raised once
         self.most_in_flight = 0
@@ -75,7 +84,7 @@ class FakeEngine:
         free = [slot for slot in range(self.max_num_seqs) if slot not in self.slots]
         if not free:
             raise RuntimeError("no free slot")
-        self.slots[free[0]] = _Slot(config.key, [*prompt, *generated])
+        self.slots[free[0]] = _Slot(config, [*prompt, *generated])
         return free[0]
 
     def release(self, slot: int) -> None:
@@ -105,7 +114,7 @@ class FakeEngine:
             assert last == (state.read == len(state.prompt))
             if last:
                 state.position = state.read
-                emitted.append((slot, state, self._emit(state, 1)))
+                emitted.append((slot, state, self._emit(state, 1), False))
         self._enqueue(emitted)
 
     def decode(self, slots: Sequence[int]) -> None:
@@ -118,15 +127,21 @@ class FakeEngine:
             # Keys and values of every token but the newest.
             needed = min(state.position - 1, self.max_model_len)
             assert needed <= state.pages * PAGE_SIZE, "a step wrote past its pages"
-            emitted.append((slot, state, tokens))
+            emitted.append((slot, state, tokens, state.finished))
         self._enqueue(emitted)
 
     def _emit(self, state: _Slot, count: int) -> list[int]:
-        tokens = [self.script(state.key, state.position + i) for i in range(count)]
-        state.position += count
+        tokens: list[int] = []
+        while len(tokens) < count and not state.finished:
+            tokens.append(self.script(state.key, state.position))
+            state.position += 1
+            state.left -= 1
+            ends = tokens[-1] in state.stop_ids or state.left == 0
+            # The first token comes from the prompt's step, which does not look at it.
+            state.finished = self.device_stops and ends and state.position > state.read + 1
         return tokens
 
-    def _enqueue(self, emitted: list[tuple[int, _Slot, list[int]]]) -> None:
+    def _enqueue(self, emitted: list[tuple[int, _Slot, list[int], bool]]) -> None:
         self.steps.append(emitted)
         self.most_in_flight = max(self.most_in_flight, len(self.steps))
         assert len(self.steps) <= self.launch_ahead
@@ -139,7 +154,9 @@ class FakeEngine:
         if self.step_seconds:
             time.sleep(self.step_seconds)
         return [
-            SimpleNamespace(slot=slot, tokens=t, logprobs=[], top_ids=[], top_logprobs=[])
-            for slot, state, t in self.steps.popleft()
+            SimpleNamespace(
+                slot=slot, tokens=t, finished=end, logprobs=[], top_ids=[], top_logprobs=[]
+            )
+            for slot, state, t, end in self.steps.popleft()
             if self.slots.get(slot) is state  # dropped if released meanwhile
         ]

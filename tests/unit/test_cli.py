@@ -42,9 +42,13 @@ needs_engine = pytest.mark.skipif(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--draft-model-path", "x"], "--draft-model-path needs speculative decoding"),
-        (["--spec_tree_size=12"], "--spec-tree-size needs speculative decoding"),
-        (["--use-eagle3"], "--use-eagle3 needs speculative decoding"),
+        (["--spec_tree_size=65"], "spec_tree_size is 65, but must be at most 64"),
+        (
+            ["--spec-num-iter", "4", "--spec-topk-per-iter", "30"],
+            "30 x (spec_num_iter 4 - 1) is 90",
+        ),
+        (["--speculative-config", '{"methud": "ngram"}'], "speculative_config has 'methud'"),
+        (["--speculative-config", "ngram"], "speculative_config is not JSON"),
         (["--sparse-topk-k", "64"], "--sparse-topk-k needs sparse attention"),
         (["--model-type", "llama"], "--model-type llama cannot be forced"),
         (["--memory-limit", "2"], "memory_limit is 2.0, but must be a share in (0, 1]"),
@@ -93,6 +97,7 @@ def test_list():
     assert result.returncode == 0
     assert "LlamaForCausalLM" in result.stdout
     assert "llama.py" in result.stdout
+    assert "eagle3.py" in result.stdout and "ngram.py" in result.stdout
 
 
 def test_plain_table():

@@ -17,6 +17,7 @@ from cpmcu.engine.request import Request
 from cpmcu.engine.runner import Runner
 from cpmcu.engine.stopping import StopStrings, StopTokens
 from cpmcu.outputs import CompletionOutput, StreamChunk
+from cpmcu.spec_metrics import AcceptanceCounter
 
 EOS = 0
 
@@ -37,15 +38,17 @@ class Job:
         self.chunks: list[StreamChunk] = []
         self.progress: list[tuple[int, int]] = []
         self.prompt = list(range(1, prompt_length + 1))
+        stop_ids = [EOS, *options.get("stop_ids", ())]
         self.request = Request(
             self.prompt,
-            sampling(key),
+            sampling(key, stop_ids, options.pop("device_tokens", max_tokens)),
             detokenizer=Detokenizer(decode, self.prompt),
             stop_strings=StopStrings(options.pop("stop", ())),
             stop_tokens=StopTokens([EOS], options.pop("stop_ids", ()), max_tokens),
             max_tokens=max_tokens,
             emit=options.pop("emit", self.items.put),
             on_prefill=lambda done, total: self.progress.append((done, total)),
+            acceptance=options.pop("acceptance", None),
         )
         self.key = key
 
@@ -138,11 +141,86 @@ def test_stop_string_and_stop_token(start):
 @pytest.mark.parametrize("burst", [2, 5])
 def test_bursts_are_cut_where_the_output_ends(start, burst):
     engine = FakeEngine(script, burst=burst)
-    runner = start(engine, tokens_per_step=burst)
+    runner = start(engine)
     jobs = [Job(max_tokens=n, key=n) for n in range(1, 14)]
     runner.submit(*(job.request for job in jobs))
     for count, job in enumerate(jobs, start=1):
         assert job.wait().token_ids == job.expected(count)
+
+
+@pytest.mark.parametrize("launch_ahead", [1, 2, 4])
+@pytest.mark.parametrize("burst", [2, 5])
+def test_bursts_that_the_device_ends(start, burst, launch_ahead):
+    def ends(key: int, position: int) -> int:
+        return EOS if key % 2 and position == 3 + key else script(key, position)
+
+    engine = FakeEngine(ends, burst=burst, device_stops=True, launch_ahead=launch_ahead)
+    runner = start(engine)
+    jobs = [Job(max_tokens=n, key=n) for n in range(1, 14)]
+    runner.submit(*(job.request for job in jobs))
+    for count, job in enumerate(jobs, start=1):
+        output = job.wait()
+        expected = job.expected(count)
+        if job.key % 2 and count > job.key:
+            expected = [*expected[: job.key], EOS]
+        assert output.token_ids == expected
+        assert output.finish_reason == "length"
+    eos = Job(max_tokens=50, key=7)
+    runner.submit(eos.request)
+    output = eos.wait()
+    assert output.token_ids == [*eos.expected(7), EOS]
+    assert output.text == decode(eos.expected(7))
+    assert (output.finish_reason, output.stop_reason) == ("stop", None)
+    assert runner.call(lambda e: (e.num_free_pages, e.slots)) == (engine.num_pages, {})
+
+
+def test_a_slot_that_the_device_ended_is_released_without_tokens(start):
+    engine = FakeEngine(script, burst=3, device_stops=True)
+    runner = start(engine)
+    job = Job(max_tokens=50, device_tokens=7)  # the host knows of no reason
+    runner.submit(job.request)
+    output = job.wait()
+    assert output.token_ids == job.expected(7)
+    assert output.finish_reason == "length"
+    assert runner.call(lambda e: (e.num_free_pages, e.slots)) == (engine.num_pages, {})
+
+
+def test_stop_strings_cut_bursts(start):
+    tokens = Job().expected(20)
+    for burst in (2, 3, 7):
+        runner = start(FakeEngine(script, burst=burst, device_stops=True))
+        job = Job(max_tokens=20, stop=[decode(tokens[8:11])])
+        runner.submit(job.request)
+        output = job.wait()
+        assert output.token_ids == tokens[:11]
+        assert output.text == decode(tokens[:8])
+
+
+def test_acceptance_is_counted_by_step(start):
+    engine = FakeEngine(script, burst=4, device_stops=True)
+    runner = start(engine)
+    job = Job(max_tokens=12, acceptance=AcceptanceCounter(3, detailed=True))
+    runner.submit(job.request)
+    output = job.wait()
+    metrics = output.spec_decode_metrics
+    assert metrics.per_step_accepted == (3, 3, 2)  # 1 + 4 + 4 + 3 tokens
+    assert output.timings.decode_steps == metrics.num_spec_steps == 3
+
+
+def test_a_prompt_waits_for_pages_beyond_its_tokens(start):
+    """The engine takes pages for drafts as well: a prompt that does not fit now fits later."""
+    engine = FakeEngine(script, num_pages=8, burst=3)
+    reserve, extra = engine.reserve, 8
+
+    def reserve_more(slot: int, num_tokens: int) -> bool:
+        return reserve(slot, num_tokens + extra)
+
+    engine.reserve = reserve_more
+    runner = start(engine)
+    jobs = [Job(prompt_length=6, max_tokens=10, key=i) for i in range(4)]
+    runner.submit(*(job.request for job in jobs))
+    for job in jobs:
+        assert job.wait().token_ids == job.expected(10)
 
 
 def test_many_requests_and_alternating_prefill(start):

@@ -1,0 +1,88 @@
+"""EAGLE and EAGLE-2 heads of Llama-like targets, and MiniCPM4's heads in both namings.
+
+Original (yuhuili): `fc.weight` [H, 2H] over [embedding | hidden], maybe `fc.bias`, and
+`layers.0.*` without an input_layernorm; the embedding table and the head are the target's.
+MiniCPM4: `input_norm1`, `input_norm2` and `layers.0.input_layernorm` too; published also as
+`model.fc`, `model.input_norm1`, `model.eagle_layers.N` with copies of the target's tables and a
+final norm that is not applied.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from cpmcu.config import SpeculativeConfig
+from cpmcu.drafters.heads import (
+    WINDOW,
+    check_scales,
+    check_vocabulary,
+    copies_of_target,
+    head_fields,
+    refuse_quantised,
+    residual_scale,
+)
+from cpmcu.drafters.registry import DraftFiles, DraftPlan, TargetModel, Tensors, register_drafter
+from cpmcu.models.common import SpecFields
+from cpmcu.models.names import Piece, canonical_names
+
+_LAYERS = re.compile(r"^eagle_layers\.")
+
+
+@register_drafter("eagle")
+class Eagle:
+    """An EAGLE-1/2 head."""
+
+    has_checkpoint = True
+
+    def matches(self, config: Mapping[str, Any], tensors: Tensors) -> bool:
+        names = {_short(name) for name in tensors}
+        has_fc = bool(names & {"fc.weight", "fc.qweight"})
+        return has_fc and not any(name.endswith("hidden_norm.weight") for name in names)
+
+    def plan(
+        self, draft: DraftFiles | None, target: TargetModel, speculation: SpeculativeConfig
+    ) -> DraftPlan:
+        assert draft is not None
+        refuse_quantised(draft.tensors, draft.config)
+        check_vocabulary(draft, target)
+        check_scales(draft, target)
+        fields = head_fields(draft, target)
+        names = {_short(name) for name in draft.tensors}
+        norms = {"input_norm1.weight", "input_norm2.weight"} & names
+        if len(norms) == 1:
+            raise ValueError(f"{norms.pop()} is there alone, expected input_norm1 and input_norm2")
+        ignored = copies_of_target(draft.tensors, "embed_tokens.weight", "lm_head.weight")
+        for name in draft.tensors:
+            if _short(name) == "norm.weight":
+                ignored[name] = "heads of this kind do not apply it"
+            elif _short(name) == "token_id_remap":
+                ignored[name] = "--frspec-path says which tokens are drafted"
+        return DraftPlan(
+            fields=replace(
+                fields,
+                embed_scale=target.fields.embed_scale if norms else 1.0,
+                residual_scale=residual_scale(target.config, draft, target),
+                logit_scale=target.fields.logit_scale,
+            ),
+            names=_engine_names,
+            ignored=ignored,
+            shares_head=True,
+            window=WINDOW,
+            options={
+                "input_norms": bool(norms),
+                "attention_norm": "layers.0.input_layernorm.weight" in names,
+                "fc_bias": "fc.bias" in names,
+            },
+        )
+
+
+def _short(name: str) -> str:
+    """The name as CPM.cu's checkpoints have it."""
+    return _LAYERS.sub("layers.", name.removeprefix("model."))
+
+
+def _engine_names(name: str, fields: SpecFields) -> Sequence[Piece]:
+    return canonical_names("draft." + _short(name), fields)

@@ -1,0 +1,160 @@
+"""EAGLE-3 and 3.1 heads: features of three target layers, and often a vocabulary of their own.
+
+`fc.weight` [H, 3H], one layer `midlayer.*` (also published as `layers.0.*`) with `hidden_norm`,
+`norm`, maybe `lm_head`, and `d2t` with which target id = draft id + d2t[draft id].
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from cpmcu.config import SpeculativeConfig
+from cpmcu.drafters.heads import (
+    WINDOW,
+    copies_of_target,
+    head_fields,
+    refuse_quantised,
+    residual_scale,
+)
+from cpmcu.drafters.registry import DraftFiles, DraftPlan, TargetModel, Tensors, register_drafter
+from cpmcu.models.common import SpecFields
+from cpmcu.models.names import Piece, canonical_names
+from cpmcu.models.reader import ConfigReader
+
+_LAYER = re.compile(r"^layers\.0\.")
+_FLAGS = ("norm_before_fc", "fc_norm", "norm_before_residual")  # variants that are not supported
+_LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+
+
+@register_drafter("eagle3")
+class Eagle3:
+    """An EAGLE-3 head."""
+
+    has_checkpoint = True
+
+    def matches(self, config: Mapping[str, Any], tensors: Tensors) -> bool:
+        return any(_short(name) == "midlayer.hidden_norm.weight" for name in tensors)
+
+    def plan(
+        self, draft: DraftFiles | None, target: TargetModel, speculation: SpeculativeConfig
+    ) -> DraftPlan:
+        assert draft is not None
+        config, tensors = draft.config, draft.tensors
+        refuse_quantised(tensors, config)
+        _refuse_variants(config, tensors)
+        names = {_short(name): name for name in tensors}
+        fields = head_fields(draft, target)
+        if fields.num_hidden_layers != 1:
+            raise ValueError(
+                f"config.json: num_hidden_layers is {fields.num_hidden_layers}, expected 1"
+            )
+        layers = _feature_layers(config, target)
+        _check_fc(tensors[names["fc.weight"]].shape if "fc.weight" in names else (), layers, target)
+        own_head = "lm_head.weight" in names
+        vocab_ids = _vocab_ids(draft, names, target)
+        rows = tensors[names["lm_head.weight"]].shape[:1] if own_head else ()
+        expected = len(vocab_ids) or target.fields.vocab_size
+        if own_head and rows != (expected,):
+            raise ValueError(
+                f"lm_head.weight has {rows[0] if rows else 0} rows, expected {expected}, "
+                f"{'as d2t has entries' if vocab_ids else 'the vocabulary of the target'}"
+            )
+        ignored = copies_of_target(tensors, "embed_tokens.weight")
+        ignored |= {name: "d2t says the same" for short, name in names.items() if short == "t2d"}
+        own_scale = "dim_model_base" in config
+        return DraftPlan(
+            fields=replace(
+                fields,
+                embed_scale=target.fields.embed_scale,
+                residual_scale=residual_scale(config, draft, target),
+                logit_scale=target.fields.logit_scale if own_scale or not own_head else 1.0,
+            ),
+            names=_engine_names,
+            ignored=ignored,
+            shares_head=not own_head and not vocab_ids,
+            window=WINDOW,
+            options={
+                "feature_layers": layers,
+                "vocab_ids": vocab_ids,
+                "own_head": own_head,
+                "norm_output": ConfigReader(config).flag("norm_output"),
+            },
+        )
+
+
+def _refuse_variants(config: Mapping[str, Any], tensors: Tensors) -> None:
+    nested = config.get("eagle_config") or {}
+    for flag in _FLAGS:
+        named = [name for name in tensors if flag in name.split(".") or name.startswith(flag)]
+        if named or config.get(flag) or nested.get(flag):
+            where = named[0] if named else f"config.json: {flag}"
+            raise ValueError(
+                f"{where} is there, expected an EAGLE-3 head without it: the variant with {flag} "
+                "is not supported yet"
+            )
+
+
+def _feature_layers(config: Mapping[str, Any], target: TargetModel) -> list[int]:
+    """The target layers whose inputs are the features."""
+    num_layers = target.fields.num_hidden_layers
+    stated = config.get(_LAYER_IDS) or (config.get("eagle_config") or {}).get(_LAYER_IDS)
+    layers = stated or [2, num_layers // 2, num_layers - 3]
+    if not isinstance(layers, list) or not all(
+        isinstance(layer, int) and 0 <= layer < num_layers for layer in layers
+    ):
+        kind = "config.json" if stated else "the default"
+        raise ValueError(
+            f"{kind}: {_LAYER_IDS} is {layers!r}, expected layers of the target, 0 to "
+            f"{num_layers - 1}"
+        )
+    return layers
+
+
+def _check_fc(shape: tuple[int, ...], layers: list[int], target: TargetModel) -> None:
+    expected = len(layers) * target.fields.hidden_size
+    if shape[1:] != (expected,):
+        raise ValueError(
+            f"fc.weight has shape {list(shape)}, expected {expected} columns: {len(layers)} "
+            f"features of the target's hidden_size {target.fields.hidden_size}"
+        )
+
+
+def _vocab_ids(draft: DraftFiles, names: Mapping[str, str], target: TargetModel) -> list[int]:
+    """Draft id -> target id; empty if they are the same."""
+    vocab_size = target.fields.vocab_size
+    if "d2t" not in names:
+        stated = draft.config.get("draft_vocab_size") or draft.config.get("vocab_size")
+        if stated not in (None, vocab_size):
+            raise ValueError(
+                f"config.json: the draft's vocabulary is {stated}, expected {vocab_size}, the "
+                "target's, of a head without d2t"
+            )
+        return []
+    stated = draft.config.get("vocab_size")
+    smaller = draft.config.get("draft_vocab_size")
+    if stated is not None and smaller is not None and stated != vocab_size:
+        raise ValueError(
+            f"config.json: vocab_size is {stated}, expected {vocab_size}, the target's"
+        )
+    offsets = np.asarray(draft.checkpoint.read(names["d2t"])).astype(np.int64)
+    ids = offsets + np.arange(offsets.size)
+    if offsets.ndim != 1 or not offsets.size or ids.min() < 0 or ids.max() >= vocab_size:
+        raise ValueError(
+            f"d2t leads to token ids {ids.min() if ids.size else 0} to "
+            f"{ids.max() if ids.size else 0}, expected ids of the target, 0 to {vocab_size - 1}"
+        )
+    return [int(i) for i in ids]
+
+
+def _short(name: str) -> str:
+    return _LAYER.sub("midlayer.", name.removeprefix("model."))
+
+
+def _engine_names(name: str, fields: SpecFields) -> Sequence[Piece]:
+    short = _short(name)
+    return () if short == "d2t" else canonical_names("draft." + short, fields)

@@ -1,0 +1,118 @@
+"""What draft heads (EAGLE and its kin) share: they have some layers and lean on their target."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from cpmcu.drafters.registry import DraftFiles, TargetModel, Tensors
+from cpmcu.models.common import BuildOptions, SpecFields, read_spec
+from cpmcu.models.reader import ConfigReader
+from cpmcu.models.rope import rope_from_config
+
+logger = logging.getLogger(__name__)
+
+WINDOW = 1024  # tokens
+_ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings")
+_SCALES = ("scale_emb", "scale_depth", "dim_model_base")
+
+
+def head_fields(draft: DraftFiles, target: TargetModel) -> SpecFields:
+    """The layers of a head: widths of its own config, rope and vocabulary of its target.
+
+    Scales are 1. Raises ValueError if the head is made for another hidden size.
+    """
+    config = {k: v for k, v in draft.config.items() if k not in _ROPE_KEYS}
+    config |= {k: target.config[k] for k in _ROPE_KEYS if k in target.config}
+    config |= {"vocab_size": target.fields.vocab_size, "tie_word_embeddings": False}
+    config.setdefault("rms_norm_eps", target.fields.rms_norm_eps)
+    config.setdefault("head_dim", _head_dim(draft, target))
+    reader = ConfigReader(config)
+    hidden_size = reader.positive_int("hidden_size")
+    if hidden_size != target.fields.hidden_size:
+        raise ValueError(
+            f"config.json: hidden_size is {hidden_size}, expected {target.fields.hidden_size}, "
+            "the target's"
+        )
+    options = BuildOptions(device=target.device, max_model_len=target.max_model_len)
+    tensors = draft.tensors
+    fields = read_spec(
+        {**config, "rope_theta": 10000.0, "rope_scaling": None, "rope_parameters": None},
+        options,
+        qkv_bias=any(name.endswith("self_attn.q_proj.bias") for name in tensors),
+        qk_norm=any(name.endswith("self_attn.q_norm.weight") for name in tensors),
+    )
+    if fields.head_dim == target.fields.head_dim:
+        return replace(
+            fields,
+            rope_inv_freq=target.fields.rope_inv_freq,
+            rope_attention_scaling=target.fields.rope_attention_scaling,
+        )
+    length = target.max_model_len or target.fields.max_position_embeddings
+    rope = rope_from_config(config, fields.head_dim, length)
+    return replace(
+        fields,
+        rope_inv_freq=tuple(rope.inv_freq.tolist()),
+        rope_attention_scaling=rope.attention_scaling,
+    )
+
+
+def check_vocabulary(draft: DraftFiles, target: TargetModel) -> None:
+    """Raises ValueError if config.json states another vocabulary than the target's."""
+    found = draft.config.get("vocab_size")
+    if found is not None and found != target.fields.vocab_size:
+        raise ValueError(
+            f"config.json: vocab_size is {found}, expected {target.fields.vocab_size}, the target's"
+        )
+
+
+def check_scales(draft: DraftFiles, target: TargetModel) -> None:
+    """Raises ValueError if config.json states another muP scale than the target's."""
+    for key in _SCALES:
+        found, expected = draft.config.get(key), target.config.get(key, 1.0)
+        if found is not None and found != expected:
+            raise ValueError(f"config.json: {key} is {found}, expected {expected}, the target's")
+
+
+def residual_scale(config: Mapping[str, Any], draft: DraftFiles, target: TargetModel) -> float:
+    """scale_depth / sqrt(mup_denominator), or of the target's layers and one more; 1 without muP.
+
+    `config` is the one that says scale_depth: the draft's or the target's.
+    """
+    if config.get("scale_depth") is None:
+        return 1.0
+    denominator = ConfigReader(draft.config).positive_float(
+        "mup_denominator", default=target.fields.num_hidden_layers + 1
+    )
+    return ConfigReader(config).positive_float("scale_depth") / math.sqrt(denominator)
+
+
+def refuse_quantised(tensors: Tensors, config: Mapping[str, Any]) -> None:
+    """Raises ValueError for a draft whose weights are quantised."""
+    from cpmcu.quant.registry import plan_quant
+
+    scheme = plan_quant(config, tensors).scheme
+    if scheme != "dense":
+        raise ValueError(f"the draft is quantised ({scheme}), expected dense weights")
+
+
+def copies_of_target(tensors: Tensors, *suffixes: str) -> dict[str, str]:
+    """The tensors that end so -> why they are not needed."""
+    return {
+        name: "the target's is used"
+        for name in tensors
+        if any(name == suffix or name.endswith("." + suffix) for suffix in suffixes)
+    }
+
+
+def _head_dim(draft: DraftFiles, target: TargetModel) -> int:
+    """Of a config that does not say: what its q_proj has, else hidden_size / heads."""
+    reader = ConfigReader(draft.config)
+    heads = reader.positive_int("num_attention_heads")
+    for name, meta in draft.tensors.items():
+        if name.endswith("self_attn.q_proj.weight") and meta.shape and meta.shape[0] % heads == 0:
+            return max(1, meta.shape[0] // heads)
+    return reader.positive_int("hidden_size") // heads

@@ -1,0 +1,56 @@
+"""A small language model as drafter: any supported model directory that shares the vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from cpmcu.config import SpeculativeConfig
+from cpmcu.drafters.heads import refuse_quantised
+from cpmcu.drafters.registry import DraftFiles, DraftPlan, TargetModel, Tensors, register_drafter
+from cpmcu.models.common import BuildOptions, SpecFields
+from cpmcu.models.names import Piece
+from cpmcu.models.registry import find_model
+
+
+@register_drafter("model")
+class DraftModel:
+    """A whole language model."""
+
+    has_checkpoint = True
+
+    def matches(self, config: Mapping[str, Any], tensors: Tensors) -> bool:
+        return (
+            "model.embed_tokens.weight" in tensors
+            and any(name.startswith("model.layers.0.") for name in tensors)
+            and not any(name.endswith(("fc.weight", "hidden_norm.weight")) for name in tensors)
+        )
+
+    def plan(
+        self, draft: DraftFiles | None, target: TargetModel, speculation: SpeculativeConfig
+    ) -> DraftPlan:
+        assert draft is not None
+        refuse_quantised(draft.tensors, draft.config)
+        family = find_model(draft.config)
+        options = BuildOptions(
+            device=target.device,
+            max_model_len=target.max_model_len or target.fields.max_position_embeddings,
+            has_lm_head="lm_head.weight" in draft.tensors,
+        )
+        fields = family.build(draft.config, options)
+        if fields.vocab_size != target.fields.vocab_size:
+            raise ValueError(
+                f"config.json: vocab_size is {fields.vocab_size}, expected "
+                f"{target.fields.vocab_size}, the target's: they must share the tokenizer"
+            )
+
+        def names(name: str, fields: SpecFields) -> Sequence[Piece]:
+            return [
+                replace(piece, name="draft." + piece.name) for piece in family.names(name, fields)
+            ]
+
+        tied = {}
+        if fields.tie_word_embeddings and "lm_head.weight" in draft.tensors:
+            tied["lm_head.weight"] = "tie_word_embeddings is true: the head is the embedding table"
+        return DraftPlan(fields=fields, names=names, ignored=tied)

@@ -1,0 +1,25 @@
+"""Prompt look-up: what followed the last tokens when they occurred before. No checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from cpmcu.config import SpeculativeConfig
+from cpmcu.drafters.registry import DraftFiles, DraftPlan, TargetModel, Tensors, register_drafter
+
+
+@register_drafter("ngram")
+class Ngram:
+    """n-gram look-up in the prompt and the output."""
+
+    has_checkpoint = False
+
+    def matches(self, config: Mapping[str, Any], tensors: Tensors) -> bool:
+        return False
+
+    def plan(
+        self, draft: DraftFiles | None, target: TargetModel, speculation: SpeculativeConfig
+    ) -> DraftPlan:
+        shortest, longest = speculation.ngram_range
+        return DraftPlan(chain=True, options={"min_ngram": shortest, "max_ngram": longest})

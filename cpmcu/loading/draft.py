@@ -1,0 +1,212 @@
+"""The draft of a model: found, checked against its target, and made a C.DrafterSpec."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cpmcu.config import (
+    HEAD_SHAPE,
+    SHIPPED_SHAPE,
+    SpeculativeConfig,
+    TreeShape,
+    shipped_draft,
+    shipped_model,
+)
+from cpmcu.drafters import frspec
+from cpmcu.drafters.registry import (
+    Drafter,
+    DraftFiles,
+    DraftPlan,
+    TargetModel,
+    find_drafter,
+    get_drafter,
+)
+from cpmcu.loading.checkpoint import open_checkpoint
+from cpmcu.loading.hub import resolve_files, resolve_model
+from cpmcu.loading.index import read_json
+from cpmcu.loading.plan import LoadPlan, plan_load
+from cpmcu.loading.tensors import TensorMeta
+from cpmcu.models.common import SpecFields
+from cpmcu.models.names import Piece
+from cpmcu.quant.registry import QuantPlan
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from cpmcu import C
+
+logger = logging.getLogger(__name__)
+
+PREFIX = "draft."  # of the engine's names for the draft's tensors
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedDraft:
+    """A draft that fits its target; nothing but headers was read."""
+
+    method: str  # the C++ drafter
+    plan: DraftPlan
+    shape: TreeShape
+    window: int
+    vocab_ids: list[int]  # FR-Spec's; empty: what the plan says
+    files: DraftFiles | None
+
+    def spec(self, extension: Any, dtype: str) -> C.DrafterSpec:
+        """What the engine takes."""
+        options = dict(self.plan.options)
+        if self.vocab_ids:
+            options["vocab_ids"] = self.vocab_ids
+        if self.plan.fields is not None:
+            options["model"] = extension.ModelSpec(
+                **self.plan.fields.to_kwargs(), dtype=dtype, linear_method="dense"
+            )
+        made: C.DrafterSpec = extension.DrafterSpec(
+            method=self.method,
+            depth=self.shape.depth,
+            topk=self.shape.topk,
+            tree_size=self.shape.tree_size,
+            window=self.window,
+            **options,
+        )
+        return made
+
+    def plan_load(
+        self, expected: Mapping[str, TensorMeta], required: Iterable[str]
+    ) -> LoadPlan | None:
+        """Places the draft's tensors; None if it has none. Raises ValueError that lists misfits."""
+        if self.files is None or self.plan.fields is None:
+            return None
+        ignored = self.plan.ignored
+        for name, reason in ignored.items():
+            logger.info("%s: %s is not read: %s", self.files.directory.name, name, reason)
+
+        def names(name: str, fields: SpecFields) -> Sequence[Piece]:
+            return () if name in ignored else self.plan.names(name, fields)
+
+        dense = QuantPlan(scheme="dense", linear_method="dense")
+        checkpoint = self.files.checkpoint
+        return plan_load(checkpoint, self.plan.fields, names, dense, expected, required)
+
+
+def open_draft(
+    speculation: SpeculativeConfig, directory: Path, target: TargetModel
+) -> LoadedDraft | None:
+    """The draft that was asked for, or the shipped one for the shipped model in `directory`.
+
+    None if there is none. Raises FileNotFoundError for files that are not there, ValueError with
+    one sentence for a draft that does not fit its target or a tree that cannot be.
+    """
+    shipped = speculation.draft_model_path is None and _has_shipped_draft(speculation, directory)
+    if speculation.no_speculation or not (shipped or _asks(speculation)):
+        _tell_what_is_idle(speculation)
+        return None
+    expected = "eagle3" if speculation.use_eagle3 else speculation.method
+    files: DraftFiles | None = None
+    if shipped or speculation.draft_model_path is not None:
+        files = _open_files(speculation.draft_model_path or str(shipped_draft()))
+    try:
+        method, drafter = _find(files, expected, speculation)
+        plan = drafter.plan(files, target, speculation)
+        shape = speculation.shape(
+            chain=plan.chain, defaults=SHIPPED_SHAPE if shipped else HEAD_SHAPE
+        )
+        vocab_ids = _frspec_ids(speculation, method, plan, files, target)
+    except ValueError as error:
+        if files is None or str(files.directory) in str(error):
+            raise
+        raise ValueError(f"{files.directory}: {error}") from error
+    window = speculation.spec_window_size
+    window = plan.window if window is None else window
+    return LoadedDraft(method, plan, shape, window, vocab_ids, files)
+
+
+def eos_ids(*configs: Mapping[str, Any]) -> tuple[int, ...]:
+    """The end-of-sequence ids that generation_config.json and config.json state."""
+    found: list[int] = []
+    for config in configs:
+        value = config.get("eos_token_id")
+        found += [value] if isinstance(value, int) else list(value or ())
+    return tuple(dict.fromkeys(found))
+
+
+def _has_shipped_draft(speculation: SpeculativeConfig, directory: Path) -> bool:
+    return (
+        speculation.method == "auto"
+        and directory.resolve() == shipped_model().resolve()
+        and (shipped_draft() / "config.json").is_file()
+    )
+
+
+def _asks(speculation: SpeculativeConfig) -> bool:
+    return (
+        speculation.draft_model_path is not None
+        or speculation.method != "auto"
+        or speculation.use_eagle3 is True
+    )
+
+
+def _tell_what_is_idle(speculation: SpeculativeConfig) -> None:
+    if speculation.no_speculation:
+        return
+    if speculation.frspec_path is not None or speculation.frspec_vocab_size:
+        raise ValueError(
+            "frspec_path or frspec_vocab_size is given without a draft, expected draft_model_path "
+            "too"
+        )
+    names = ("spec_num_iter", "spec_topk_per_iter", "spec_tree_size", "spec_window_size")
+    idle = [name for name in names if getattr(speculation, name) is not None]
+    if idle:
+        logger.warning("%s changes nothing: no draft is given", ", ".join(idle))
+
+
+def _open_files(model: str) -> DraftFiles:
+    directory = resolve_model(model)
+    path = directory / "config.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"{directory}: has no config.json, expected a draft's directory")
+    return DraftFiles(directory, read_json(path), open_checkpoint(directory))
+
+
+def _find(
+    files: DraftFiles | None, expected: str, speculation: SpeculativeConfig
+) -> tuple[str, Drafter]:
+    if expected == "auto":
+        assert files is not None
+        method, drafter = find_drafter(files)
+        if speculation.use_eagle3 is False and method == "eagle3":
+            raise ValueError("the draft is eagle3, but use_eagle3 is no")
+        return method, drafter
+    method, drafter = get_drafter(expected)
+    if not drafter.has_checkpoint:
+        if files is not None:
+            raise ValueError(f"method {expected} has no weights, expected no draft_model_path")
+        return method, drafter
+    if files is None:
+        raise ValueError(f"method {expected} needs weights, expected draft_model_path")
+    return find_drafter(files, method)
+
+
+def _frspec_ids(
+    speculation: SpeculativeConfig,
+    method: str,
+    plan: DraftPlan,
+    files: DraftFiles | None,
+    target: TargetModel,
+) -> list[int]:
+    number = speculation.frspec_vocab_size
+    if speculation.frspec_path is None and number == 0:
+        return []
+    if not plan.shares_head or files is None:
+        raise ValueError(
+            f"FR-Spec is asked for, expected a head that shares the target's lm_head and "
+            f"vocabulary; this draft ({method}) does not"
+        )
+    patterns = ["freq_*.pt" if number == 0 else f"freq_{number}.pt", frspec.COUNTS_FILE]
+    path = frspec.resolve(
+        speculation.frspec_path, files.directory, lambda repo: resolve_files(repo, patterns)
+    )
+    return frspec.frequent_ids(path, number, target.fields.vocab_size, target.eos_ids)
