@@ -47,7 +47,8 @@ StepInputs::Device StepInputs::carve(int* base) const {
 int StepInputs::upload_prefill(const Context& ctx, uint64_t ticket,
                                const std::vector<PrefillItem>& items,
                                const std::vector<int>& lengths) {
-  int* base = pinned_ + static_cast<int64_t>(ticket % static_cast<uint64_t>(ring_size_)) * num_words();
+  int* base =
+      pinned_ + static_cast<int64_t>(ticket % static_cast<uint64_t>(ring_size_)) * num_words();
   const Device host = carve(base);
   int row = 0, seq = 0, num_sampled = 0;
   for (const PrefillItem& item : items) {
@@ -66,8 +67,8 @@ int StepInputs::upload_prefill(const Context& ctx, uint64_t ticket,
     }
     const int count = static_cast<int>(item.ids.size());
     const int start = lengths[static_cast<size_t>(item.slot)];
-    const int ints[kItemInts] = {0, 1,         0,     count - 1,         0,
-                                   count, start - 1, start, start + count - 1, start + count};
+    const int ints[kItemInts] = {0,     1,         0,     count - 1,         0,
+                                 count, start - 1, start, start + count - 1, start + count};
     std::copy_n(ints, kItemInts, host.items + kItemInts * seq);
     ++seq;
   }
@@ -77,7 +78,8 @@ int StepInputs::upload_prefill(const Context& ctx, uint64_t ticket,
 }
 
 void StepInputs::upload_slots(const Context& ctx, uint64_t ticket, const std::vector<int>& slots) {
-  int* base = pinned_ + static_cast<int64_t>(ticket % static_cast<uint64_t>(ring_size_)) * num_words();
+  int* base =
+      pinned_ + static_cast<int64_t>(ticket % static_cast<uint64_t>(ring_size_)) * num_words();
   const Device host = carve(base);
   std::memcpy(host.seq_slots, slots.data(), 4 * slots.size());
   // A decode step draws one token a sequence, in order.

@@ -8,44 +8,6 @@
 #include "kernels/tree.h"
 
 namespace cpmcu {
-namespace {
-
-constexpr int kMaxInFlight = 8;
-
-Context make_context(const RuntimeConfig& config) {
-  CHECK(config.device == "cpu" || config.device == "cuda", "device is \"{}\", expected cpu or cuda",
-        config.device);
-  Context ctx;
-  ctx.device = {config.device == "cuda" ? DeviceKind::kCuda : DeviceKind::kCpu, config.device_index};
-  if (!ctx.device.is_cuda()) return ctx;
-  const DeviceInfo info = device_info(ctx.device);
-  ctx.sm_count = info.sm_count;
-  ctx.compute_capability = std::stoi(info.compute_capability) * 10 + (info.compute_capability.back() - '0');
-  set_device(ctx.device);
-  ctx.stream = create_stream(ctx.device);
-  return ctx;
-}
-
-std::unique_ptr<Drafter> make_drafter(const std::optional<DrafterSpec>& draft,
-                                      const ModelSpec& target) {
-  if (!draft) return nullptr;
-  draft->check_validity(target);
-  return DrafterRegistry::instance().create("drafter", draft->method, *draft, target);
-}
-
-std::vector<KvCache::Shape> cache_shapes(const ModelSpec& spec, const Drafter* drafter) {
-  std::vector<KvCache::Shape> shapes{{.num_layers = spec.num_hidden_layers,
-                                      .num_kv_heads = spec.num_key_value_heads,
-                                      .head_dim = spec.head_dim,
-                                      .dtype = spec.dtype}};
-  if (drafter != nullptr && drafter->has_cache()) shapes.push_back(drafter->cache_shape());
-  return shapes;
-}
-
-std::string mib(int64_t bytes) { return format("{} MiB", (bytes + (1 << 20) - 1) >> 20); }
-
-}  // namespace
-
 // ---- steps
 
 void Engine::prefill(const std::vector<PrefillItem>& items) {
@@ -65,7 +27,8 @@ void Engine::prefill(const std::vector<PrefillItem>& items) {
   begin_step();
   prefill_inputs_.upload_prefill(ctx_, num_steps_, items, host_lengths_);
   run_prefill(items, num_rows, static_cast<int>(sampled_slots.size()));
-  for (const PrefillItem& item : items) host_lengths_[item.slot] += static_cast<int>(item.ids.size());
+  for (const PrefillItem& item : items)
+    host_lengths_[item.slot] += static_cast<int>(item.ids.size());
   end_step(sampled_slots);
 }
 
@@ -105,7 +68,8 @@ void Engine::draft_prompts(const std::vector<PrefillItem>& items, const Tensor& 
   int row = 0;
   for (size_t i = 0; i < items.size(); ++i) {
     const int slot = items[i].slot, count = static_cast<int>(items[i].ids.size());
-    copy_to_device(ctx_.device, history_ + int64_t{slot} * limits_.max_model_len + host_lengths_[slot],
+    copy_to_device(ctx_.device,
+                   history_ + int64_t{slot} * limits_.max_model_len + host_lengths_[slot],
                    pinned.ids + row, int64_t{4} * count, ctx_.stream);
     DraftPrompt prompt{.start = host_lengths_[slot],
                        .num_rows = count,
@@ -117,10 +81,12 @@ void Engine::draft_prompts(const std::vector<PrefillItem>& items, const Tensor& 
                        .draft_lengths = draft_state_.draft_lengths,
                        .cache = &cache_};
     // From the step's own pinned block: it must not change before the copy has run.
-    const int* values = pinned.items + i * StepInputs::kItemInts + 7;  // start, start + n - 1, start + n
+    const int* values =
+        pinned.items + i * StepInputs::kItemInts + 7;  // start, start + n - 1, start + n
     prompt.set_length = [=, this](int length) {
       const int* value = std::find(values, values + 3, length);
-      copy_to_device(ctx_.device, draft_state_.draft_lengths + slot, value, sizeof(int), ctx_.stream);
+      copy_to_device(ctx_.device, draft_state_.draft_lengths + slot, value, sizeof(int),
+                     ctx_.stream);
     };
     if (kind != FeatureKind::kNone) {
       const Tensor pending = draft_state_.pending_features.rows(slot * tokens_per_step(), 1);
@@ -150,7 +116,8 @@ void Engine::decode(const std::vector<int>& slots) {
     decode_inputs_.upload_slots(ctx_, num_steps_, slots);
     decode_slots_ = slots;
   }
-  const GraphRunner::Key key{.num_seqs = static_cast<int>(slots.size()), .max_kv = kv_bucket(max_kv)};
+  const GraphRunner::Key key{.num_seqs = static_cast<int>(slots.size()),
+                             .max_kv = kv_bucket(max_kv)};
   graphs_->run(key, [&] {
     drafter_ ? run_cycle(key.num_seqs, key.max_kv) : run_decode(key.num_seqs, key.max_kv);
   });
@@ -215,14 +182,17 @@ void Engine::run_decode(int num_seqs, int max_kv) {
                       .positions = inputs.positions,
                       .row_seqs = inputs.row_seqs,
                       .seq_row_begin = inputs.seq_row_begin});
-  const Step step{.phase = Phase::kDecode, .ids = inputs.ids, .rows = step_rows(inputs, num_seqs, num_seqs, 1, max_kv)};
+  const Step step{.phase = Phase::kDecode,
+                  .ids = inputs.ids,
+                  .rows = step_rows(inputs, num_seqs, num_seqs, 1, max_kv)};
   const Tensor hidden = model_.forward(ctx_, step, cache_);
   const Tensor logits = model_.head(ctx_, hidden);
   sampler_.draw(ctx_, logits, inputs.seq_slots, inputs.positions);
   finish(inputs, num_seqs, num_seqs);
 }
 
-// Grows the sequences by the step's rows, keeps the drawn tokens as the next inputs, publishes them.
+// Grows the sequences by the step's rows, keeps the drawn tokens as the next inputs, publishes
+// them.
 void Engine::finish(const StepInputs::Device& inputs, int num_seqs, int num_sampled) {
   finish_step(ctx_, {.seq_slots = inputs.seq_slots,
                      .seq_row_begin = inputs.seq_row_begin,
@@ -377,8 +347,8 @@ int Engine::length_bound(int slot) const {
   return std::min(host_lengths_[slot] + slots_[slot].in_flight_tokens, limits_.max_model_len);
 }
 
-// Cells beyond its tokens that a sequence needs during a step: the tree that is verified, and in the
-// draft's cache the rows that catch up and the levels of the tree.
+// Cells beyond its tokens that a sequence needs during a step: the tree that is verified, and in
+// the draft's cache the rows that catch up and the levels of the tree.
 int Engine::lookahead() const {
   if (!draft_) return 0;
   return std::max(draft_->tree_size, draft_->depth + 1 + draft_->topk * (draft_->depth - 1));
@@ -392,9 +362,10 @@ Step Engine::prefill_step(const std::vector<PrefillItem>& items, int num_rows) c
     max_kv = std::max(max_kv, host_lengths_[item.slot] + rows);
   }
   const StepInputs::Device& inputs = prefill_inputs_.device();
-  return {.phase = Phase::kPrefill,
-          .ids = inputs.ids,
-          .rows = step_rows(inputs, num_rows, static_cast<int>(items.size()), max_seq_rows, max_kv)};
+  return {
+      .phase = Phase::kPrefill,
+      .ids = inputs.ids,
+      .rows = step_rows(inputs, num_rows, static_cast<int>(items.size()), max_seq_rows, max_kv)};
 }
 
 // Graphs are kept per power of two of the longest sequence, from 1024 up.
@@ -405,8 +376,8 @@ int Engine::kv_bucket(int num_cells) const {
 }
 
 void Engine::check_slot(int slot) const {
-  CHECK(slot >= 0 && slot < config_.max_num_seqs && slots_[slot].used,
-        "slot {} holds no sequence", slot);
+  CHECK(slot >= 0 && slot < config_.max_num_seqs && slots_[slot].used, "slot {} holds no sequence",
+        slot);
 }
 
 void Engine::check_ids(const std::vector<int>& ids) const {
@@ -474,219 +445,11 @@ void Engine::release(int slot) {
 
 bool Engine::reserve(int slot, int num_tokens) {
   check_slot(slot);
-  CHECK(num_tokens <= limits_.max_model_len, "{} tokens were asked for, the engine holds {} a sequence",
-        num_tokens, limits_.max_model_len);
+  CHECK(num_tokens <= limits_.max_model_len,
+        "{} tokens were asked for, the engine holds {} a sequence", num_tokens,
+        limits_.max_model_len);
   set_device(ctx_.device);
   return cache_.reserve(ctx_, slot, num_tokens + lookahead());
-}
-
-// ---- load
-
-Engine::Engine(const ModelSpec& spec, const RuntimeConfig& config,
-               const std::optional<DrafterSpec>& draft)
-    : spec_(spec),
-      config_(config),
-      ctx_(make_context(config)),
-      draft_(draft),
-      drafter_(make_drafter(draft_, spec_)),
-      model_(spec_),
-      cache_(cache_shapes(spec_, drafter_.get())) {
-  try {
-    cublas_ = CublasLt::load(ctx_, config.cublas_paths);
-    ctx_.cublas = cublas_.get();
-    plan_memory();
-    arena_ = std::make_unique<Arena>(ctx_.device, plan_);
-    bind();
-  } catch (...) {
-    destroy_stream(ctx_.device, ctx_.stream);
-    throw;
-  }
-}
-
-Engine::~Engine() {
-  try {
-    set_device(ctx_.device);
-    synchronize(ctx_.device, ctx_.stream);  // nothing may run on memory that goes away
-  } catch (const Error&) {                  // a broken device: free what can be freed
-  }
-  graphs_.reset();
-  loader_.reset();
-  if (stops_mirror_ != nullptr) release_pinned(ctx_.device, stops_mirror_);
-  destroy_stream(ctx_.device, ctx_.stream);
-}
-
-// Everything but the KV pages is sized by the limits; pages take what the memory limit leaves.
-void Engine::plan_memory() {
-  spec_.check_validity(ctx_.device.is_cuda());
-  CHECK(config_.memory_limit > 0 && config_.memory_limit <= 1,
-        "memory_limit is {}, expected above 0 and at most 1", config_.memory_limit);
-  CHECK(config_.chunk_length >= 1, "chunk_length is {}, expected at least 1", config_.chunk_length);
-  CHECK(config_.max_num_seqs >= 1 && config_.max_num_seqs <= kMaxSkinnyRows,
-        "max_num_seqs is {}, expected 1 to {}", config_.max_num_seqs, kMaxSkinnyRows);
-  CHECK(config_.max_model_len >= 0, "max_model_len is {}, expected at least 1, or 0 for the model's",
-        config_.max_model_len);
-  const int max_len = config_.max_model_len > 0 ? config_.max_model_len : spec_.max_position_embeddings;
-  const int slots = config_.max_num_seqs;
-  const int decode_rows = slots * (draft_ ? draft_->tree_size : 1);
-  limits_ = {.max_rows = std::max(std::min(config_.chunk_length, max_len), decode_rows),
-             .max_decode_rows = decode_rows,
-             .max_model_len = max_len + lookahead()};
-  const int64_t hidden_bytes = int64_t{spec_.hidden_size} * size_of(spec_.dtype);
-
-  if (drafter_ && drafter_->features() == FeatureKind::kLayers) model_.tap(draft_->feature_layers);
-  model_.plan(plan_, limits_, std::max(kMaxSkinnyRows, decode_rows));
-  cache_.plan_table(plan_, slots, limits_.max_model_len);
-  sampler_.plan(plan_, slots, decode_rows, spec_.vocab_size, max_len);
-  if (drafter_) plan_draft();
-  prefill_inputs_.plan(plan_, "prefill_inputs", limits_.max_rows, slots);
-  decode_inputs_.plan(plan_, "decode_inputs", slots, slots);
-  ring_.plan(plan_);
-  lengths_id_ = plan_.add("slot_lengths", "state", int64_t{4} * slots);
-  next_tokens_id_ = plan_.add("next_tokens", "state", int64_t{4} * slots);
-  last_rows_id_ = plan_.add_scratch("last_rows", slots * hidden_bytes, kMlp + 3, kHead);
-
-  const int64_t page_bytes = cache_.page_bytes();
-  const int64_t free_bytes = device_info(ctx_.device).free_bytes;
-  const int64_t budget = static_cast<int64_t>(config_.memory_limit * static_cast<double>(free_bytes));
-  const int64_t fixed = plan_.assign();
-  const int64_t pages_of_one = (limits_.max_model_len + kPageSize - 1) / kPageSize;
-  const int64_t wanted_pages =
-      config_.max_model_len > 0 ? pages_of_one : 1 + (lookahead() + kPageSize - 1) / kPageSize;
-  const int64_t fitting = std::max<int64_t>(0, budget - fixed) / page_bytes;
-  if (fitting < wanted_pages) {
-    const int64_t need = fixed + wanted_pages * page_bytes;
-    throw Error(ErrorKind::kMemory,
-                format("the model does not fit: {} of weights, {} of state and scratch and {} of KV "
-                       "cache for {} tokens make {}, but the limit is {} ({} of the {} that are "
-                       "free): {} too much. Lower max_model_len, chunk_length or max_num_seqs, raise "
-                       "memory_limit, or free memory",
-                       mib(plan_.group_bytes("weights")), mib(fixed - plan_.group_bytes("weights")),
-                       mib(wanted_pages * page_bytes), wanted_pages * kPageSize, mib(need),
-                       mib(budget), config_.memory_limit, mib(free_bytes), mib(need - budget)));
-  }
-  const int64_t num_pages = std::min(fitting, pages_of_one * slots);
-  // From here on a limit of tokens; the pages also hold what a step needs beyond them.
-  limits_.max_model_len =
-      static_cast<int>(std::min<int64_t>(max_len, num_pages * kPageSize - lookahead()));
-  CHECK(limits_.max_model_len >= 1, "{} KV pages are too few for a draft tree", num_pages);
-  cache_.plan_pages(plan_, static_cast<int>(num_pages));
-  plan_.assign();
-}
-
-// Buffers of speculation.
-void Engine::plan_draft() {
-  const int64_t slots = config_.max_num_seqs, nodes = draft_->tree_size, pending = tokens_per_step();
-  drafter_->plan(plan_, {.max_seqs = config_.max_num_seqs,
-                         .max_prompt_rows = limits_.max_rows,
-                         .max_model_len = limits_.max_model_len,
-                         .first_kv_layer = spec_.num_hidden_layers});
-  num_spec_ints_ = slots * (7 * nodes + 4 * pending + 4) + 1 + limits_.max_rows;
-  spec_ints_id_ = plan_.add("spec.ints", "state", 4 * num_spec_ints_);
-  tree_masks_id_ = plan_.add("spec.masks", "state", 8 * slots * nodes);
-  stops_id_ = plan_.add("spec.stops", "state", static_cast<int64_t>(sizeof(SlotStop)) * slots);
-  history_id_ = plan_.add("spec.history", "state", 4 * slots * limits_.max_model_len);
-  const int64_t layers = drafter_->features() == FeatureKind::kLayers
-                             ? static_cast<int64_t>(draft_->feature_layers.size())
-                             : 1;
-  const int64_t row_bytes = layers * spec_.hidden_size * size_of(spec_.dtype);
-  features_id_ = plan_.add_scratch("features", limits_.max_rows * row_bytes, 0, kSample);
-  pending_features_id_ = plan_.add("spec.pending_features", "state", slots * pending * row_bytes);
-}
-
-void Engine::bind_draft() {
-  const int slots = config_.max_num_seqs, nodes = draft_->tree_size, pending = tokens_per_step();
-  int* at = arena_->array<int>(spec_ints_id_);
-  fill_bytes(ctx_.device, at, 0, 4 * num_spec_ints_, ctx_.stream);
-  const auto take = [&](int count) {
-    int* array = at;
-    at += count;
-    return array;
-  };
-  trees_ = {.num_seqs = slots,
-            .num_nodes = nodes,
-            .tokens = take(slots * nodes),
-            .parents = take(slots * nodes),
-            .depths = take(slots * nodes),
-            .masks = arena_->array<uint64_t>(tree_masks_id_)};
-  verify_ids_ = take(slots * nodes);
-  verify_positions_ = take(slots * nodes);
-  verify_slots_ = take(slots * nodes);
-  verify_seqs_ = take(slots * nodes);
-  verify_begin_ = take(slots + 1);
-  paths_ = take(slots * pending);
-  feature_rows_ = take(slots * pending);
-  feature_slots_ = take(slots * pending);
-  num_emitted_ = take(slots);
-  draft_state_ = {.draft_lengths = take(slots),
-                  .pending_ids = take(slots * pending),
-                  .pending_counts = take(slots)};
-  zeros_ = take(limits_.max_rows);
-  stops_ = arena_->array<SlotStop>(stops_id_);
-  history_ = arena_->array<int>(history_id_);
-  stops_mirror_ = static_cast<SlotStop*>(
-      allocate_pinned(ctx_.device, static_cast<int64_t>(sizeof(SlotStop)) * slots));
-  const int64_t layers = drafter_->features() == FeatureKind::kLayers
-                             ? static_cast<int64_t>(draft_->feature_layers.size())
-                             : 1;
-  const int64_t width = layers * spec_.hidden_size;
-  features_ = arena_->tensor(features_id_, spec_.dtype, {limits_.max_rows, width});
-  draft_state_.pending_features =
-      arena_->tensor(pending_features_id_, spec_.dtype, {int64_t{slots} * pending, width});
-  drafter_->bind(*arena_);
-  drafter_->list_tensors(weights_);
-}
-
-void Engine::bind() {
-  const int slots = config_.max_num_seqs;
-  model_.bind(*arena_);
-  model_.list_tensors(weights_);
-  if (drafter_) bind_draft();
-  cache_.bind(ctx_, *arena_);
-  sampler_.bind(ctx_, *arena_);
-  prefill_inputs_.bind(ctx_, *arena_, kMaxInFlight);
-  decode_inputs_.bind(ctx_, *arena_, kMaxInFlight);
-  ring_.bind(ctx_, *arena_, kMaxInFlight, slots);
-  lengths_ = arena_->array<int>(lengths_id_);
-  next_tokens_ = arena_->array<int>(next_tokens_id_);
-  last_rows_ = arena_->tensor(last_rows_id_, spec_.dtype, {slots, spec_.hidden_size});
-  slots_.resize(static_cast<size_t>(slots));
-  host_lengths_.resize(static_cast<size_t>(slots));
-  graphs_.emplace(ctx_, config_.cuda_graph);
-  synchronize(ctx_.device, ctx_.stream);
-}
-
-void Engine::load_file(const std::string& path, const std::vector<FileEntry>& entries,
-                       const std::function<void(int64_t)>& progress) {
-  set_device(ctx_.device);
-  if (!loader_) loader_ = std::make_unique<WeightLoader>(ctx_);
-  loader_->load_file(weights_, path, entries, progress);
-}
-
-void Engine::load_array(const std::string& name, DType dtype, const std::vector<int64_t>& shape,
-                        const void* data) {
-  set_device(ctx_.device);
-  if (!loader_) loader_ = std::make_unique<WeightLoader>(ctx_);
-  loader_->load_array(weights_, name, dtype, shape, data);
-}
-
-void Engine::finish_loading() {
-  weights_.check_complete();
-  set_device(ctx_.device);
-  loader_.reset();
-  model_.finish_loading(ctx_);
-  if (drafter_) {
-    drafter_->finish_loading(ctx_, {.spec = &spec_,
-                                    .embedding_table = model_.embedding_table(),
-                                    .head_weight = model_.head_weight()});
-  }
-  ready_ = true;
-}
-
-std::map<std::string, int64_t> Engine::counters() const {
-  return {{"steps", static_cast<int64_t>(num_steps_)},
-          {"waits", num_waits_},
-          {"graph_captures", graphs_->num_captures()},
-          {"graph_replays", graphs_->num_replays()}};
 }
 
 }  // namespace cpmcu

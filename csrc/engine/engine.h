@@ -18,20 +18,22 @@
 #include "engine/runtime_config.h"
 #include "engine/sampler.h"
 #include "kernels/gemm/cublaslt.h"
-#include "spec/drafter.h"
 #include "model/transformer.h"
+#include "spec/drafter.h"
 
 namespace cpmcu {
 
 class Engine {
  public:
+  static constexpr int kMaxInFlight = 8;  // steps enqueued and not collected
+
   // What a step emitted for one sequence.
   struct SlotOutput {
     int slot = 0;
     std::vector<int> tokens{};
     std::vector<TokenLogprobs> logprobs{};  // one a token, if the sequence asks for them
     int num_logprobs = -1;
-    bool finished = false;                // the device ended the sequence
+    bool finished = false;  // the device ended the sequence
   };
 
   // Plans and allocates all memory. Throws Error(kMemory) that says what does not fit.
@@ -148,10 +150,10 @@ class Engine {
   SlotStop* stops_ = nullptr;         // [slots]
   SlotStop* stops_mirror_ = nullptr;  // pinned
   DraftState draft_state_;
-  Tensor features_;                   // [T, F] of a prompt chunk
+  Tensor features_;  // [T, F] of a prompt chunk
   std::vector<Slot> slots_;
-  std::vector<int> host_lengths_;   // what lengths_ will be once the steps in flight are done
-  std::vector<int> decode_slots_;   // as they lie on the device
+  std::vector<int> host_lengths_;  // what lengths_ will be once the steps in flight are done
+  std::vector<int> decode_slots_;  // as they lie on the device
   std::deque<PendingStep> pending_;
   uint64_t num_steps_ = 0;
   int64_t num_waits_ = 0;

@@ -1,8 +1,9 @@
 // Paged KV cache: a pool of pages of 64 tokens per layer, and a page table per sequence slot.
 //
 // Page p of every layer belongs to the same slot, so one table serves all layers, the draft's too:
-// layers of one shape are a pool, and are numbered through all pools (the target's first). The table is in
-// device memory; its host mirror is pinned, so uploads are ordered on the stream with the steps.
+// layers of one shape are a pool, and are numbered through all pools (the target's first). The
+// table is in device memory; its host mirror is pinned, so uploads are ordered on the stream with
+// the steps.
 #pragma once
 
 #include <vector>
@@ -68,8 +69,8 @@ class KvCache {
   int max_pages_ = 0;  // of one slot
   int num_pages_ = 0;
   MemoryPlan::Id table_id_ = 0;
-  int* table_ = nullptr;                 // [slots, max_pages]
-  int* mirror_ = nullptr;                // the same in pinned memory
+  int* table_ = nullptr;   // [slots, max_pages]
+  int* mirror_ = nullptr;  // the same in pinned memory
   std::vector<int> free_;
   std::vector<std::vector<int>> pages_;  // of each slot
 };

@@ -2,9 +2,9 @@
 #pragma once
 
 #include "core/arena.h"
-#include "kernels/rms_norm.h"
 #include "core/model_spec.h"
 #include "core/weights.h"
+#include "kernels/rms_norm.h"
 
 namespace cpmcu {
 
@@ -18,7 +18,8 @@ class RmsNorm {
   void bind(const Arena& arena) { weight_ = arena.tensor(id_, spec_->dtype, {spec_->hidden_size}); }
   void list_tensors(WeightTable& table) { table.add(name_ + ".weight", weight_); }
   // `out_stride`: elements between rows of out, where out is part of wider rows; 0: H.
-  void forward(const Context& ctx, const Tensor& out, const Tensor& x, int64_t out_stride = 0) const {
+  void forward(const Context& ctx, const Tensor& out, const Tensor& x,
+               int64_t out_stride = 0) const {
     rms_norm(ctx, {.out = out,
                    .x = x,
                    .weight = weight_,

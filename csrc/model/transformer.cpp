@@ -25,10 +25,11 @@ Transformer::Transformer(const ModelSpec& spec, std::string prefix, int first_kv
     }
   }
   if (!spec.tie_word_embeddings) {
-    head_ = make_linear(spec.linear_method_of("lm_head"), {.parts = {{prefix_ + "lm_head", spec.vocab_size}},
-                                                           .in_features = spec.hidden_size,
-                                                           .dtype = spec.dtype,
-                                                           .options = spec.linear_options});
+    head_ = make_linear(spec.linear_method_of("lm_head"),
+                        {.parts = {{prefix_ + "lm_head", spec.vocab_size}},
+                         .in_features = spec.hidden_size,
+                         .dtype = spec.dtype,
+                         .options = spec.linear_options});
   }
 }
 
@@ -45,11 +46,12 @@ void Transformer::plan(MemoryPlan& plan, const StepLimits& limits, int max_logit
   if (head_) head_->plan(plan, limits);
   hidden_id_ = plan.add_scratch("hidden", max_rows_ * row_bytes, kEmbed, kHead);
   normed_id_ = plan.add_scratch("normed", max_rows_ * row_bytes, kMixer, kMlp + 1);
-  taps_id_ = plan.add_scratch(
-      prefix_ + "taps", max_rows_ * row_bytes * static_cast<int64_t>(tapped_layers_.size()), 0, kSample);
+  taps_id_ = plan.add_scratch(prefix_ + "taps",
+                              max_rows_ * row_bytes * static_cast<int64_t>(tapped_layers_.size()),
+                              0, kSample);
   head_in_id_ = plan.add_scratch("head_in", max_logit_rows_ * row_bytes, kFinalNorm, kHead);
-  logits_id_ = plan.add_scratch("logits", int64_t{4} * max_logit_rows_ * spec_.vocab_size, kHead,
-                                kSample);
+  logits_id_ =
+      plan.add_scratch("logits", int64_t{4} * max_logit_rows_ * spec_.vocab_size, kHead, kSample);
 }
 
 void Transformer::bind(const Arena& arena) {
@@ -87,8 +89,7 @@ void Transformer::finish_loading(const Context& ctx) {
 Tensor Transformer::forward(const Context& ctx, const Step& step, const KvCache& cache) const {
   const Tensor hidden = hidden_.rows(0, step.rows.num_rows);
   const Tensor normed = normed_.rows(0, step.rows.num_rows);
-  embedding(ctx,
-            {.out = hidden, .table = embed_, .ids = step.ids, .scale = spec_.embed_scale});
+  embedding(ctx, {.out = hidden, .table = embed_, .ids = step.ids, .scale = spec_.embed_scale});
   size_t sublayer_index = 0;
   for (int layer = 0; layer < spec_.num_hidden_layers; ++layer) {
     copy_taps(ctx, layer, hidden);
@@ -104,8 +105,9 @@ Tensor Transformer::forward(const Context& ctx, const Step& step, const KvCache&
 void Transformer::copy_taps(const Context& ctx, int layer, const Tensor& hidden) const {
   for (size_t i = 0; i < tapped_layers_.size(); ++i) {
     if (tapped_layers_[i] != layer) continue;
-    const Tensor columns(taps_.as<char>() + static_cast<int64_t>(i) * spec_.hidden_size * size_of(spec_.dtype),
-                         spec_.dtype, {hidden.size(0), spec_.hidden_size});
+    const Tensor columns(
+        taps_.as<char>() + static_cast<int64_t>(i) * spec_.hidden_size * size_of(spec_.dtype),
+        spec_.dtype, {hidden.size(0), spec_.hidden_size});
     gather_rows(ctx, {.out = columns, .x = hidden, .out_stride = taps_.size(1)});
   }
 }

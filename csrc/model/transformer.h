@@ -1,4 +1,5 @@
-// The one forward pass: embed, blocks, norm, head. It walks the spec's blocks and knows none of them.
+// The one forward pass: embed, blocks, norm, head. It walks the spec's blocks and knows none of
+// them.
 #pragma once
 
 #include <memory>
@@ -13,8 +14,8 @@ namespace cpmcu {
 
 class Transformer {
  public:
-  // `prefix` goes before every checkpoint name; `first_kv_layer` is where its layers begin in the KV
-  // cache; `window`: as in BlockConfig.
+  // `prefix` goes before every checkpoint name; `first_kv_layer` is where its layers begin in the
+  // KV cache; `window`: as in BlockConfig.
   explicit Transformer(const ModelSpec& spec, std::string prefix = "", int first_kv_layer = 0,
                        int window = 0);
 
@@ -57,7 +58,8 @@ class Transformer {
   std::vector<Sublayer> sublayers_;
   RmsNorm final_norm_;
   std::unique_ptr<LinearMethod> head_;  // null: tied, the embedding table serves
-  MemoryPlan::Id embed_id_ = 0, hidden_id_ = 0, normed_id_ = 0, taps_id_ = 0, head_in_id_ = 0, logits_id_ = 0;
+  MemoryPlan::Id embed_id_ = 0, hidden_id_ = 0, normed_id_ = 0, taps_id_ = 0, head_in_id_ = 0,
+                 logits_id_ = 0;
   int64_t max_rows_ = 0, max_logit_rows_ = 0;
   Tensor embed_;    // [V, H]
   Tensor hidden_;   // [T, H]

@@ -17,8 +17,9 @@ void BeamDrafter::plan(MemoryPlan& plan, const DraftLimits& limits) {
   masks_id_ = plan.add("draft.masks", "state", 8 * b * k);
   const int64_t element = size_of(spec_.model.dtype);
   last_id_ = plan.add("draft.last_hidden", "state", 2 * b * k * spec_.model.hidden_size * element);
-  features_id_ = plan.add("draft.row_features", "state",
-                          b * std::max(pending * feature_size(), k * spec_.model.hidden_size) * element);
+  features_id_ =
+      plan.add("draft.row_features", "state",
+               b * std::max(pending * feature_size(), k * spec_.model.hidden_size) * element);
   map_id_ = plan.add("draft.id_map", "state", static_cast<int64_t>(4 * spec_.vocab_ids.size()));
 }
 
@@ -57,9 +58,9 @@ void BeamDrafter::bind(const Arena& arena) {
   const Tensor last = arena.tensor(last_id_, spec_.model.dtype, {2 * b * k, hidden});
   last_hidden_[0] = last.rows(0, b * k);
   last_hidden_[1] = last.rows(b * k, b * k);
-  row_features_ = arena.tensor(
-      features_id_, spec_.model.dtype,
-      {b * std::max<int64_t>(int64_t{pending} * feature_size(), k * hidden)});
+  row_features_ =
+      arena.tensor(features_id_, spec_.model.dtype,
+                   {b * std::max<int64_t>(int64_t{pending} * feature_size(), k * hidden)});
   if (!spec_.vocab_ids.empty()) id_map_ = arena.array<int>(map_id_);
 }
 

@@ -1,6 +1,6 @@
-// A drafter that is a network: it catches up with what was accepted, then grows a tree level by level.
-// EAGLE heads and small language models differ only in how they make hidden states from ids and
-// features (`forward`), and logits from hidden states (`head`).
+// A drafter that is a network: it catches up with what was accepted, then grows a tree level by
+// level. EAGLE heads and small language models differ only in how they make hidden states from ids
+// and features (`forward`), and logits from hidden states (`head`).
 #pragma once
 
 #include "spec/drafter.h"
@@ -30,8 +30,8 @@ class BeamDrafter : public Drafter {
 
   // Hidden states [R, H] of rows; `features` [R, F] from the target or [R, H] recycled; empty for a
   // language model. Written where `bind` said; valid until the next call.
-  virtual Tensor forward(const Context& ctx, const Step& step, const Tensor& features, Source source,
-                         const KvCache& cache) = 0;
+  virtual Tensor forward(const Context& ctx, const Step& step, const Tensor& features,
+                         Source source, const KvCache& cache) = 0;
   // Logits [R, draft vocabulary] float32.
   virtual Tensor head(const Context& ctx, const Tensor& hidden) = 0;
   // EAGLE's row t holds the feature of token t and the id of token t + 1.
@@ -51,14 +51,14 @@ class BeamDrafter : public Drafter {
                  map_id_ = 0;
   int64_t num_ints_ = 0, num_floats_ = 0;
   int* ints_ = nullptr;
-  DraftBeam beam_;             // its arrays, for max_seqs sequences
+  DraftBeam beam_;  // its arrays, for max_seqs sequences
   int* topk_tokens_ = nullptr;
   float* topk_logprobs_ = nullptr;
   int *sync_ids_ = nullptr, *sync_positions_ = nullptr, *sync_seqs_ = nullptr,
       *sync_features_ = nullptr, *sync_begin_ = nullptr, *last_rows_ = nullptr;
-  int* id_map_ = nullptr;      // [draft vocabulary], null: the same ids
-  Tensor last_hidden_[2];      // [max_seqs * k, H]: what the next level continues, ping and pong
-  Tensor row_features_;        // [max_seqs * max((D + 1) F, k H)]
+  int* id_map_ = nullptr;  // [draft vocabulary], null: the same ids
+  Tensor last_hidden_[2];  // [max_seqs * k, H]: what the next level continues, ping and pong
+  Tensor row_features_;    // [max_seqs * max((D + 1) F, k H)]
 };
 
 }  // namespace cpmcu

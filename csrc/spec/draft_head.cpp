@@ -6,15 +6,16 @@
 namespace cpmcu {
 
 int64_t DraftHead::vocab_size() const {
-  return spec_.vocab_ids.empty() ? target_.vocab_size : static_cast<int64_t>(spec_.vocab_ids.size());
+  return spec_.vocab_ids.empty() ? target_.vocab_size
+                                 : static_cast<int64_t>(spec_.vocab_ids.size());
 }
 
 void DraftHead::plan(MemoryPlan& plan, int max_rows) {
   max_rows_ = max_rows;
   const bool has_rows = spec_.own_head || !spec_.vocab_ids.empty();
-  weight_id_ = plan.add(
-      "draft.lm_head", "weights",
-      has_rows ? vocab_size() * spec_.model.hidden_size * size_of(spec_.model.dtype) : 0);
+  weight_id_ =
+      plan.add("draft.lm_head", "weights",
+               has_rows ? vocab_size() * spec_.model.hidden_size * size_of(spec_.model.dtype) : 0);
   logits_id_ = plan.add_scratch("draft.logits", 4 * max_rows * vocab_size(), 0, kSample);
 }
 

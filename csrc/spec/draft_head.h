@@ -1,6 +1,6 @@
-// The output side of a draft: a head of its own, the target's, or FR-Spec's choice of the target's rows
-// (Zhao et al., arXiv:2502.14856): the draft proposes only frequent tokens, the target still verifies
-// with its whole vocabulary.
+// The output side of a draft: a head of its own, the target's, or FR-Spec's choice of the target's
+// rows (Zhao et al., arXiv:2502.14856): the draft proposes only frequent tokens, the target still
+// verifies with its whole vocabulary.
 #pragma once
 
 #include "spec/drafter.h"

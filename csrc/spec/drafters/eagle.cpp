@@ -28,12 +28,13 @@ class EagleDrafter : public BeamDrafter {
         feature_norm_(spec_.model, "draft.input_norm2") {
     const ModelSpec& model = spec_.model;
     CHECK(model.hidden_size == target.hidden_size,
-          "the EAGLE head has hidden_size {}, the target {}", model.hidden_size, target.hidden_size);
-    fc_ = make_linear(model.linear_method_of("draft.fc"),
-                      {.parts = {{"draft.fc", model.hidden_size}},
-                       .in_features = 2 * model.hidden_size,
-                       .dtype = model.dtype,
-                       .options = model.linear_options});
+          "the EAGLE head has hidden_size {}, the target {}", model.hidden_size,
+          target.hidden_size);
+    fc_ =
+        make_linear(model.linear_method_of("draft.fc"), {.parts = {{"draft.fc", model.hidden_size}},
+                                                         .in_features = 2 * model.hidden_size,
+                                                         .dtype = model.dtype,
+                                                         .options = model.linear_options});
   }
 
   FeatureKind features() const override { return FeatureKind::kFinal; }
@@ -170,7 +171,9 @@ class EagleDrafter : public BeamDrafter {
     return hidden;
   }
 
-  Tensor head(const Context& ctx, const Tensor& hidden) override { return head_.forward(ctx, hidden); }
+  Tensor head(const Context& ctx, const Tensor& hidden) override {
+    return head_.forward(ctx, hidden);
+  }
   bool shifted() const override { return true; }
   int feature_size() const override { return spec_.model.hidden_size; }
 

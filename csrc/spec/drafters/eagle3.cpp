@@ -33,10 +33,11 @@ class Eagle3Drafter : public BeamDrafter {
           "the EAGLE-3 head has hidden_size {}, the target {}", model.hidden_size,
           target.hidden_size);
     CHECK(!spec_.feature_layers.empty(), "the EAGLE-3 head names no target layers");
-    fc_ = make_linear(model.linear_method_of("draft.fc"), {.parts = {{"draft.fc", model.hidden_size}},
-                                                           .in_features = feature_size(),
-                                                           .dtype = model.dtype,
-                                                           .options = model.linear_options});
+    fc_ =
+        make_linear(model.linear_method_of("draft.fc"), {.parts = {{"draft.fc", model.hidden_size}},
+                                                         .in_features = feature_size(),
+                                                         .dtype = model.dtype,
+                                                         .options = model.linear_options});
   }
 
   FeatureKind features() const override { return FeatureKind::kLayers; }

@@ -43,7 +43,9 @@ class ModelDrafter : public BeamDrafter {
                  const KvCache& cache) override {
     return model_->forward(ctx, step, cache);
   }
-  Tensor head(const Context& ctx, const Tensor& hidden) override { return model_->head(ctx, hidden); }
+  Tensor head(const Context& ctx, const Tensor& hidden) override {
+    return model_->head(ctx, hidden);
+  }
   bool shifted() const override { return false; }
   int feature_size() const override { return 0; }
 
