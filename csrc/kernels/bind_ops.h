@@ -76,7 +76,8 @@ class Array {
 
   void copy_from(const pybind11::array& source) {
     CHECK(source.dtype().is(numpy_dtype()) || source.dtype().equal(numpy_dtype()),
-          "the source is {}, the array {}", std::string(pybind11::str(source.dtype())), name_of(dtype_));
+          "the source is {}, the array {}", std::string(pybind11::str(source.dtype())),
+          name_of(dtype_));
     CHECK(source.nbytes() == num_bytes_, "the source has {} bytes, the array {}", source.nbytes(),
           num_bytes_);
     CHECK(source.flags() & pybind11::array::c_style, "the source is not contiguous");
@@ -85,7 +86,8 @@ class Array {
   }
 
   pybind11::array numpy() const {
-    pybind11::array result(numpy_dtype(), std::vector<pybind11::ssize_t>(shape_.begin(), shape_.end()));
+    pybind11::array result(numpy_dtype(),
+                           std::vector<pybind11::ssize_t>(shape_.begin(), shape_.end()));
     copy_to_host(context_->ctx.device, result.mutable_data(), data_, num_bytes_,
                  context_->ctx.stream);
     context_->wait();
@@ -142,7 +144,9 @@ using SharedArray = std::shared_ptr<Array>;
 
 inline Tensor tensor_of(const SharedArray& array) { return array ? array->tensor() : Tensor(); }
 inline int* ints(const SharedArray& array) { return array ? array->as<int>(DType::kI32) : nullptr; }
-inline float* floats(const SharedArray& array) { return array ? array->as<float>(DType::kF32) : nullptr; }
+inline float* floats(const SharedArray& array) {
+  return array ? array->as<float>(DType::kF32) : nullptr;
+}
 template <typename T>
 T* structs(const SharedArray& array) {
   return array ? array->as_structs<T>() : nullptr;

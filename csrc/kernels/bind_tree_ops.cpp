@@ -26,16 +26,16 @@ int size_of_dim(const SharedArray& array, int dim) {
 
 void bind_tree_params(py::module_& m) {
   py::class_<OpsTrees>(m, "TokenTrees", "One tree a sequence; see csrc/kernels/tree.h.")
-      .def(py::init([](SharedArray tokens, SharedArray parents, SharedArray depths,
-                       SharedArray masks) {
-             return OpsTrees{{.num_seqs = size_of_dim(tokens, 0),
-                              .num_nodes = size_of_dim(tokens, 1),
-                              .tokens = ints(tokens),
-                              .parents = ints(parents),
-                              .depths = ints(depths),
-                              .masks = words(masks)},
-                             {tokens, parents, depths, masks}};
-           }),
+      .def(py::init(
+               [](SharedArray tokens, SharedArray parents, SharedArray depths, SharedArray masks) {
+                 return OpsTrees{{.num_seqs = size_of_dim(tokens, 0),
+                                  .num_nodes = size_of_dim(tokens, 1),
+                                  .tokens = ints(tokens),
+                                  .parents = ints(parents),
+                                  .depths = ints(depths),
+                                  .masks = words(masks)},
+                                 {tokens, parents, depths, masks}};
+               }),
            py::kw_only(), "tokens"_a, "parents"_a, "depths"_a, "masks"_a);
 
   py::class_<OpsBeam>(m, "DraftBeam", "The growth of trees; see csrc/kernels/tree.h.")
@@ -130,9 +130,8 @@ void bind_growth(py::module_& m) {
                             .advance = advance});
       },
       "ctx"_a, py::kw_only(), "seq_slots"_a, "num_seqs"_a, "max_pending"_a, "pending_ids"_a,
-      "pending_counts"_a, "draft_lengths"_a, "ids"_a, "positions"_a, "row_seqs"_a,
-      "feature_rows"_a, "seq_row_begin"_a, "last_rows"_a, "advance"_a = false,
-      "csrc/kernels/tree.h");
+      "pending_counts"_a, "draft_lengths"_a, "ids"_a, "positions"_a, "row_seqs"_a, "feature_rows"_a,
+      "seq_row_begin"_a, "last_rows"_a, "advance"_a = false, "csrc/kernels/tree.h");
   m.def(
       "ngram_lookup",
       [](const OpsContext& c, SharedArray seq_slots, SharedArray history, SharedArray lengths,
@@ -159,9 +158,9 @@ void bind_verification(py::module_& m) {
       [](const OpsContext& c, const OpsTrees& trees, SharedArray seq_slots, SharedArray lengths,
          SharedArray ids, SharedArray positions, SharedArray row_slots, SharedArray row_seqs,
          SharedArray seq_row_begin) {
-        begin_verify(c.ctx, {trees.trees, ints(seq_slots), ints(lengths), ints(ids),
-                             ints(positions), ints(row_slots), ints(row_seqs),
-                             ints(seq_row_begin)});
+        begin_verify(c.ctx,
+                     {trees.trees, ints(seq_slots), ints(lengths), ints(ids), ints(positions),
+                      ints(row_slots), ints(row_seqs), ints(seq_row_begin)});
       },
       "ctx"_a, py::kw_only(), "trees"_a, "seq_slots"_a, "lengths"_a, "ids"_a, "positions"_a,
       "row_slots"_a, "row_seqs"_a, "seq_row_begin"_a, "csrc/kernels/tree.h");

@@ -23,11 +23,12 @@ constexpr int kMaxVectors = 2;  // of 8 elements in a thread: H up to 16384
 
 // ---- kernels
 
-// Grid: T. `width` is H, at most kThreads * kVectors * 8. `out` may be `x`, if its rows are as near.
+// Grid: T. `width` is H, at most kThreads * kVectors * 8. `out` may be `x`, if its rows are as
+// near.
 template <typename T, int kThreads, int kVectors>
 __global__ void __launch_bounds__(kThreads)
-    rms_norm_kernel(T* out, const T* x, const T* __restrict__ weight, int width,
-                    int64_t out_stride, float eps) {
+    rms_norm_kernel(T* out, const T* x, const T* __restrict__ weight, int width, int64_t out_stride,
+                    float eps) {
   __shared__ float scratch[32];
   ptx::pdl_launch();
   const auto column_of = [](int vector) { return (vector * kThreads + threadIdx.x) * 8; };

@@ -17,21 +17,20 @@
 // one carries.
 #include "kernels/sample.h"
 
-#include <cooperative_groups.h>
-
 #include <limits>
 
 #include "core/launch.h"
 #include "core/ptx.cuh"
 #include "core/reduce.cuh"
+#include "kernels/best.cuh"
 #include "kernels/launch_checks.h"
 #include "kernels/philox.h"
+#include "kernels/step_rows.h"
 
 namespace cpmcu::cuda {
 namespace {
 
 constexpr int kThreads = 1024;
-constexpr int kMaxTeamBlocks = 8;
 constexpr int kBins = 2048;
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr float kMaxGumbel = 16.7f;  // above -log(-log(u)) for the largest u
@@ -44,6 +43,9 @@ struct SampleArgs {
   const SlotSampling* sampling;  // [slots]
   const int* counts;             // [slots, V]
   const float* bias;             // [slots, V]
+  const int* tree_tokens;        // [B, N] or null
+  const uint64_t* tree_masks;    // [B, N]
+  int tree_size;                 // N
   int* tokens;                   // [R]
   TokenLogprobs* logprobs;       // [R]
   int vocab_size;
@@ -65,31 +67,11 @@ struct Smem {
   ReduceSmem<float> sums;
   Histogram histograms[2];
   uint64_t warp_weights[32];
+  int path[kMaxTreeSize];  // tokens drafted on the way to the row
+  int num_path;
   uint64_t rest;
   uint32_t digit;
 };
-
-// ---- order
-
-// An integer image of a float, in the same order; -0 and 0 are one.
-__device__ __forceinline__ uint32_t ordered(float x) {
-  const uint32_t bits = __float_as_uint(x + 0.0f);
-  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-}
-__device__ __forceinline__ float unordered(uint32_t image) {
-  return __uint_as_float(image & 0x80000000u ? image ^ 0x80000000u : ~image);
-}
-
-// Keys that order tokens by value, and equal values by lower id first.
-__device__ __forceinline__ uint64_t key_of(float value, int token) {
-  return uint64_t{ordered(value)} << 32 | ~static_cast<uint32_t>(token);
-}
-__device__ __forceinline__ float value_of(uint64_t key) {
-  return unordered(static_cast<uint32_t>(key >> 32));
-}
-__device__ __forceinline__ int token_of(uint64_t key) {
-  return static_cast<int>(~static_cast<uint32_t>(key));
-}
 
 // ---- probabilities
 
@@ -106,27 +88,6 @@ __device__ __forceinline__ uint64_t mass_of(float z, float maximum, float temper
 __device__ __forceinline__ float gumbel_of(uint32_t word) {
   return -logf(-logf(uniform_from(word)));
 }
-
-// ---- teams
-
-// The blocks that work on one row, ranked by blockIdx.x.
-struct Team {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  static constexpr int kBlocks = kMaxTeamBlocks;
-  __device__ static void sync() { cooperative_groups::this_cluster().sync(); }
-  template <typename T>
-  __device__ static T* shared_of(int rank, T* shared) {
-    return cooperative_groups::this_cluster().map_shared_rank(shared, rank);
-  }
-#else
-  static constexpr int kBlocks = 1;
-  __device__ static void sync() { __syncthreads(); }
-  template <typename T>
-  __device__ static T* shared_of(int, T* shared) {
-    return shared;
-  }
-#endif
-};
 
 // ---- kernels
 
@@ -147,6 +108,18 @@ struct RowSampler {
     logits = args.logits + int64_t{row} * args.vocab_size;
     counts = args.counts + slot * args.vocab_size;
     bias = args.bias + slot * args.vocab_size;
+    if (s.use_penalties) find_path(row);
+  }
+
+  // The root is no draft: it has been emitted and counted.
+  __device__ void find_path(int row) {
+    const uint64_t path = args.tree_tokens ? args.tree_masks[row] & ~uint64_t{1} : 0;
+    if (threadIdx.x < kMaxTreeSize && path >> threadIdx.x & 1) {
+      const int place = __popcll(path & ((uint64_t{1} << threadIdx.x) - 1));
+      smem.path[place] = args.tree_tokens[row - row % args.tree_size + threadIdx.x];
+    }
+    if (threadIdx.x == 0) smem.num_path = __popcll(path);
+    __syncthreads();
   }
 
   // Four neighbours of a row from memory; `padding` behind its end.
@@ -165,6 +138,12 @@ struct RowSampler {
   __device__ __forceinline__ void penalize(float (&z)[4], int token) const {
     int count[4];
     load4<int, int4>(count, counts, token, 0);
+#pragma unroll 1
+    for (int j = 0; j < smem.num_path; ++j) {
+      const int drafted = smem.path[j] - token;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) count[i] += drafted == i ? 1 : 0;
+    }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       if (count[i] == 0) continue;
@@ -443,11 +422,14 @@ __global__ void __launch_bounds__(kThreads)
 
 // ---- launchers
 
-// Graph-safe; reads from the device: row_slots, row_positions, sampling, counts, bias.
+// Graph-safe; reads from the device: row_slots, row_positions, sampling, counts, bias, tree_tokens,
+// tree_masks.
 void sample(const Context& ctx, const SampleParams& p) {
   CHECK(p.logits.dtype() == DType::kF32 && p.logits.num_dims() == 2 && p.logits.size(1) > 0,
         "sample: logits are {} {}, expected float32 [rows, vocabulary]", name_of(p.logits.dtype()),
         p.logits.shape_text());
+  CHECK(!p.tree_tokens || (p.tree_masks && p.tree_size >= 1 && p.tree_size <= kMaxTreeSize),
+        "sample: trees of {} nodes, expected 1 to {} and their masks", p.tree_size, kMaxTreeSize);
   if (p.logits.size(0) == 0) return;
   const int vocab_size = static_cast<int>(p.logits.size(1));
   const SampleArgs args{.logits = p.logits.as<float>(),
@@ -456,6 +438,9 @@ void sample(const Context& ctx, const SampleParams& p) {
                         .sampling = p.sampling,
                         .counts = p.counts,
                         .bias = p.bias,
+                        .tree_tokens = p.tree_tokens,
+                        .tree_masks = p.tree_masks,
+                        .tree_size = p.tree_size,
                         .tokens = p.tokens,
                         .logprobs = p.logprobs,
                         .vocab_size = vocab_size};

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "kernels/philox.h"
+#include "kernels/step_rows.h"
 
 namespace cpmcu::cpu {
 namespace {
@@ -135,6 +136,8 @@ int draw(const float* z, int vocab_size, float maximum, int position, const Slot
 void sample(const Context&, const SampleParams& p) {
   CHECK(p.logits.dtype() == DType::kF32, "sample: logits are {}, not float32",
         name_of(p.logits.dtype()));
+  CHECK(!p.tree_tokens || (p.tree_masks && p.tree_size >= 1 && p.tree_size <= kMaxTreeSize),
+        "sample: trees of {} nodes, expected 1 to {} and their masks", p.tree_size, kMaxTreeSize);
   const int num_rows = static_cast<int>(p.logits.size(0));
   const int vocab_size = static_cast<int>(p.logits.size(1));
 #pragma omp parallel for schedule(dynamic) if (num_rows > 1)

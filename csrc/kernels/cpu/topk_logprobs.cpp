@@ -30,9 +30,8 @@ void topk_logprobs(const Context&, const TopkLogprobsParams& p) {
     ids.resize(vocab_size);
     std::transform(logits, logits + vocab_size, z.begin(), finite);
     std::iota(ids.begin(), ids.end(), 0);
-    std::partial_sort(ids.begin(), ids.begin() + p.topk, ids.end(), [](int a, int b) {
-      return z[a] != z[b] ? z[a] > z[b] : a < b;
-    });
+    std::partial_sort(ids.begin(), ids.begin() + p.topk, ids.end(),
+                      [](int a, int b) { return z[a] != z[b] ? z[a] > z[b] : a < b; });
     const float maximum = z[ids[0]];
     double sum = 0;
     for (float value : z) sum += std::exp(value - maximum);

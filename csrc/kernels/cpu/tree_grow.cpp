@@ -100,8 +100,8 @@ void chain_build(const Context&, const ChainBuildParams& p) {
     bool ended = false;
     for (int node = 0; node < num_nodes; ++node) {
       const int i = seq * num_nodes + node;
-      const int token = node == 0 ? p.next_tokens[p.seq_slots[seq]]
-                                  : p.chain[seq * (num_nodes - 1) + node - 1];
+      const int token =
+          node == 0 ? p.next_tokens[p.seq_slots[seq]] : p.chain[seq * (num_nodes - 1) + node - 1];
       ended = ended || (node > 0 && token < 0);
       p.trees.tokens[i] = ended ? -1 : token;
       p.trees.parents[i] = ended ? 0 : node - 1;

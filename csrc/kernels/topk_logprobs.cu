@@ -1,0 +1,210 @@
+// The k most likely tokens of each row (kernels/tree.h), by a team of blocks as in sample.cu.
+//
+// Bound: 4 bytes a token, once from L2. Each thread finds the best of its tokens and the sum of
+// their exponentials in one pass. The k-th best of the threads' best (a binary search over keys, by
+// counting votes of the block) has at least k tokens not below it, and they belong to k threads, so
+// only these look again: a list of k and a few, ranked by counting. Each block gives its k best to
+// the first, which ranks those of all. Where values cluster in a few threads so that the list
+// overflows, the search goes over tokens instead of threads.
+//
+// The order is that of the logits. Infinities count as the largest finite numbers, so that no
+// difference is a NaN. Sums are in a fixed order that follows from V alone.
+#include <limits>
+
+#include "core/launch.h"
+#include "core/ptx.cuh"
+#include "core/reduce.cuh"
+#include "kernels/best.cuh"
+#include "kernels/launch_checks.h"
+#include "kernels/tree_checks.h"
+
+namespace cpmcu::cuda {
+namespace {
+
+constexpr int kThreads = 512;
+constexpr int kBatch = 4;       // loads in flight
+constexpr int kListSize = 256;  // tokens of a block that are ranked
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+constexpr float kLargest = std::numeric_limits<float>::max();
+constexpr float kLog2E = 1.4426950408889634f;
+static_assert(kMaxTeamBlocks * kMaxTopk <= kThreads, "a thread ranks one of the blocks' best");
+static_assert(kMaxTopk <= kListSize, "the list holds the best of a block");
+
+struct TopkArgs {
+  const float* logits;  // [R, V]
+  const int* id_map;    // [V] or null
+  int* tokens;          // [R, k]
+  float* logprobs;      // [R, k]
+  int vocab_size;
+  int topk;
+};
+
+struct Smem {
+  uint64_t list[kListSize];
+  uint64_t best[kMaxTeamBlocks * kMaxTopk];  // in the first block: of each block
+  float maxima[kMaxTeamBlocks];              // in the first block: of each block
+  float sums[kMaxTeamBlocks];                // in the first block: of each block
+  float scratch[32];
+  int count_scratch[32];
+  int list_size;
+};
+
+// ---- kernels
+
+__device__ __forceinline__ float finite(float z) { return fminf(fmaxf(z, -kLargest), kLargest); }
+
+// f(token, z) for batches of this thread's tokens in ascending order: z[4 j .. 4 j + 3] are token +
+// j * kThreads * 4 onwards. Behind the end of the row z is -inf.
+template <bool kAligned, typename F>
+__device__ __forceinline__ void for_each_batch(const float* logits, int vocab_size, F f) {
+  constexpr int kStep = 4 * Team::kBlocks;
+  const int part = (vocab_size + kStep - 1) / kStep * 4;
+  const int begin = blockIdx.x * part, end = min(begin + part, vocab_size);
+  for (int first = begin + threadIdx.x * 4; first < end; first += kBatch * kThreads * 4) {
+    float z[kBatch * 4];
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      const int token = first + j * kThreads * 4;
+      float* four = z + 4 * j;
+      if (kAligned && token < end) {
+        const float4 packed = *reinterpret_cast<const float4*>(logits + token);
+        four[0] = packed.x, four[1] = packed.y, four[2] = packed.z, four[3] = packed.w;
+      } else {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) four[i] = token + i < end ? logits[token + i] : 0.0f;
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kBatch * 4; ++i) {
+      const int token = first + i / 4 * kThreads * 4 + i % 4;
+      z[i] = token < end ? finite(z[i]) : -kInfinity;
+    }
+    f(first, z);
+  }
+}
+
+// f(key) for each of this thread's tokens.
+template <bool kAligned, typename F>
+__device__ __forceinline__ void for_each_key(const float* logits, int vocab_size, F f) {
+  for_each_batch<kAligned>(logits, vocab_size, [&](int first, const float (&z)[kBatch* 4]) {
+#pragma unroll
+    for (int i = 0; i < kBatch * 4; ++i) {
+      if (z[i] > -kInfinity) f(key_of(z[i], first + i / 4 * kThreads * 4 + i % 4));
+    }
+  });
+}
+
+// Grid: (kMaxTeamBlocks, R). Without clusters the first block of a row does all of it.
+template <bool kAligned>
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+__global__ void __launch_bounds__(kThreads) __cluster_dims__(kMaxTeamBlocks, 1, 1)
+#else
+__global__ void __launch_bounds__(kThreads)
+#endif
+    topk_logprobs_kernel(const __grid_constant__ TopkArgs args) {
+  __shared__ Smem smem;
+  ptx::pdl_launch();
+  Team::sync();  // a block's shared memory may be written once the block runs
+  ptx::pdl_wait();
+  if (blockIdx.x >= Team::kBlocks) return;
+
+  const int topk = args.topk, thread = threadIdx.x;
+  const float* logits = args.logits + int64_t{blockIdx.y} * args.vocab_size;
+  float maximum = -kInfinity, sum = 0;  // of exp(z - maximum)
+  int likeliest = 0;
+  for_each_batch<kAligned>(logits, args.vocab_size, [&](int first, const float (&z)[kBatch* 4]) {
+    const float before = maximum;
+#pragma unroll
+    for (int i = 0; i < kBatch * 4; ++i) {
+      if (z[i] > maximum) maximum = z[i], likeliest = first + i / 4 * kThreads * 4 + i % 4;
+    }
+    sum *= ptx::exp2_approx((before - maximum) * kLog2E);
+#pragma unroll
+    for (int i = 0; i < kBatch * 4; ++i) sum += ptx::exp2_approx((z[i] - maximum) * kLog2E);
+  });
+  const bool has_tokens = maximum > -kInfinity;
+  const uint64_t key = has_tokens ? key_of(maximum, likeliest) : 0;
+  const float block_maximum = block_reduce<kThreads>(maximum, -kInfinity, smem.scratch, Max{});
+  sum = has_tokens ? sum * ptx::exp2_approx((maximum - block_maximum) * kLog2E) : 0.0f;
+  const float block_sum = block_reduce<kThreads>(sum, 0.0f, smem.scratch, Sum{});
+
+  // Where there are fewer than k threads with tokens, all their tokens are listed.
+  const auto list_from = [&](uint64_t cut) {
+    if (thread == 0) smem.list_size = 0;
+    __syncthreads();
+    if (has_tokens && key >= cut) {
+      for_each_key<kAligned>(logits, args.vocab_size, [&](uint64_t other) {
+        if (other < cut) return;
+        const int place = atomicAdd(&smem.list_size, 1);
+        if (place < kListSize) smem.list[place] = other;
+      });
+    }
+    __syncthreads();
+  };
+  list_from(find_cut(topk, [&](uint64_t cut) { return __syncthreads_count(key >= cut); }));
+  if (smem.list_size > kListSize) {
+    list_from(find_cut(topk, [&](uint64_t cut) {
+      int count = 0;
+      if (has_tokens && key >= cut) {
+        for_each_key<kAligned>(logits, args.vocab_size,
+                               [&](uint64_t other) { count += other >= cut ? 1 : 0; });
+      }
+      return block_reduce<kThreads>(count, 0, smem.count_scratch, Sum{});
+    }));
+  }
+
+  // The order in the list is that of chance, the ranks are not.
+  Smem& first_block = *Team::shared_of(0, &smem);
+  const int list_size = smem.list_size;
+  if (thread < list_size) {
+    const uint64_t mine = smem.list[thread];
+    int rank = 0;
+    for (int i = 0; i < list_size; ++i) rank += smem.list[i] > mine ? 1 : 0;
+    if (rank < topk) first_block.best[blockIdx.x * topk + rank] = mine;
+  } else if (thread < topk) {
+    first_block.best[blockIdx.x * topk + thread] = 0;
+  }
+  if (thread == 0) {
+    first_block.maxima[blockIdx.x] = block_maximum;
+    first_block.sums[blockIdx.x] = block_sum;
+  }
+  Team::sync();
+
+  constexpr int kBlocks = Team::kBlocks;
+  if (blockIdx.x != 0 || thread >= kBlocks * topk) return;
+  const uint64_t mine = smem.best[thread];
+  int rank = 0;
+  for (int i = 0; i < kBlocks * topk; ++i) rank += smem.best[i] > mine ? 1 : 0;
+  if (mine == 0 || rank >= topk) return;
+  float row_maximum = smem.maxima[0];
+  for (int i = 1; i < kBlocks; ++i) row_maximum = fmaxf(row_maximum, smem.maxima[i]);
+  float row_sum = 0;
+  for (int i = 0; i < kBlocks; ++i) {
+    row_sum += smem.sums[i] * ptx::exp2_approx((smem.maxima[i] - row_maximum) * kLog2E);
+  }
+  const float z = value_of(mine);
+  const int out = blockIdx.y * topk + rank, id = token_of(mine);
+  args.tokens[out] = args.id_map ? args.id_map[id] : id;
+  args.logprobs[out] = z <= -kLargest ? -kInfinity : z - row_maximum - logf(row_sum);
+}
+
+}  // namespace
+
+// ---- launchers
+
+// Graph-safe; reads from the device: id_map.
+void topk_logprobs(const Context& ctx, const TopkLogprobsParams& p) {
+  check_topk(p);
+  if (p.logits.size(0) == 0) return;
+  const TopkArgs args{.logits = p.logits.as<float>(),
+                      .id_map = p.id_map,
+                      .tokens = p.tokens,
+                      .logprobs = p.logprobs,
+                      .vocab_size = static_cast<int>(p.logits.size(1)),
+                      .topk = p.topk};
+  const bool aligned = args.vocab_size % 4 == 0 && is_aligned16(args.logits);
+  const auto kernel = aligned ? topk_logprobs_kernel<true> : topk_logprobs_kernel<false>;
+  launch(ctx, kernel, dim3(kMaxTeamBlocks, p.logits.size(0)), dim3(kThreads), 0, args);
+}
+
+}  // namespace cpmcu::cuda

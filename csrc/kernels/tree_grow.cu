@@ -1,0 +1,210 @@
+// The draft's side of a tree: levels of candidates, and the choice of the nodes (kernels/tree.h).
+//
+// One block a sequence. The best of up to 2080 candidates: each thread holds a few as integer keys,
+// a binary search by votes of the block finds where the best begin (about 20 barriers), and the at
+// most 63 found are ranked by counting. Latency-bound, a few microseconds.
+#include "core/launch.h"
+#include "core/ptx.cuh"
+#include "kernels/best.cuh"
+#include "kernels/tree_checks.h"
+
+namespace cpmcu::cuda {
+namespace {
+
+constexpr int kThreads = 512;
+constexpr int kMaxNewCandidates = kMaxTopk * kMaxTopk;
+// k + (D - 1) k^2, where k (D - 1) <= kMaxTreeSize
+constexpr int kMaxCandidates = (1 + kMaxTreeSize) * kMaxTopk;
+
+constexpr int keys_of_thread(int num_keys) { return (num_keys + kThreads - 1) / kThreads; }
+
+struct Ranking {
+  uint64_t found[kMaxTreeSize];
+  uint64_t best[kMaxTreeSize];  // the best first
+  int num_found;
+};
+
+// ---- kernels
+
+__device__ __forceinline__ uint64_t bit(int i) { return uint64_t{1} << i; }
+
+// Ranks the `wanted` best of num_keys >= wanted distinct keys; thread t has t, t + kThreads, …
+template <int kKeys>
+__device__ void rank_best(const uint64_t (&keys)[kKeys], int num_keys, int wanted,
+                          Ranking& ranking) {
+  if (threadIdx.x == 0) ranking.num_found = 0;
+  const uint64_t cut = find_cut(wanted, [&](uint64_t least) {
+    int count = 0;
+#pragma unroll
+    for (int i = 0; i < kKeys; ++i) {
+      if (i * kThreads < num_keys) count += __syncthreads_count(keys[i] >= least);
+    }
+    return count;
+  });
+#pragma unroll
+  for (int i = 0; i < kKeys; ++i) {
+    if (keys[i] == 0 || keys[i] < cut) continue;
+    ranking.found[atomicAdd(&ranking.num_found, 1)] = keys[i];
+  }
+  __syncthreads();
+  if (threadIdx.x < wanted) {
+    const uint64_t mine = ranking.found[threadIdx.x];
+    int rank = 0;
+    for (int i = 0; i < wanted; ++i) rank += ranking.found[i] > mine ? 1 : 0;
+    ranking.best[rank] = mine;
+  }
+  __syncthreads();
+}
+
+// Grid: B.
+__global__ void __launch_bounds__(kThreads)
+    tree_expand_kernel(const __grid_constant__ TreeExpandParams p) {
+  __shared__ Ranking ranking;
+  ptx::pdl_launch();
+  ptx::pdl_wait();
+  const DraftBeam& beam = p.beam;
+  const int seq = blockIdx.x, k = beam.topk, level = p.level;
+  const int num_new = level == 0 ? k : k * k;
+  const int first = level == 0 ? 0 : k + (level - 1) * k * k;
+  const int all_begin = seq * num_candidates(k, beam.depth) + first;
+  float* scores = beam.scores + all_begin;
+  int* tokens = beam.tokens + all_begin;
+
+  constexpr int kKeys = keys_of_thread(kMaxNewCandidates);
+  uint64_t keys[kKeys] = {};
+#pragma unroll
+  for (int i = 0; i < kKeys; ++i) {
+    const int candidate = i * kThreads + threadIdx.x;
+    if (candidate >= num_new) break;
+    const float parent_score = level == 0 ? 0.0f : beam.row_scores[seq * k + candidate / k];
+    const float score = parent_score + p.topk_logprobs[seq * num_new + candidate];
+    scores[candidate] = score;
+    tokens[candidate] = p.topk_tokens[seq * num_new + candidate];
+    keys[i] = key_of(score, candidate);
+  }
+  if (level > 0) rank_best(keys, num_new, k, ranking);
+
+  // Rows are read as parents by several threads before they are replaced.
+  const bool has_row = threadIdx.x < k;
+  const int r = threadIdx.x, row = seq * k + r;
+  const int chosen = !has_row ? 0 : level == 0 ? r : token_of(ranking.best[r]);
+  const int parent_row = seq * k + chosen / k;
+  uint64_t mask = has_row && level > 0 ? beam.row_masks[parent_row] : 0;
+  __syncthreads();
+  if (has_row) {
+    const int own_bit = level * k + r;
+    if (own_bit < kMaxTreeSize) mask |= bit(own_bit);  // the last level is never run
+    beam.level_candidates[(seq * beam.depth + level) * k + r] = first + chosen;
+    beam.row_scores[row] = scores[chosen];
+    beam.row_masks[row] = mask;
+    beam.row_ids[row] = tokens[chosen];
+    beam.row_parents[row] = level == 0 ? seq : parent_row;
+    beam.row_positions[row] = p.draft_lengths[p.seq_slots[seq]] + level;
+    beam.row_seqs[row] = seq;
+  }
+  if (threadIdx.x == 0) {
+    if (seq == 0) beam.seq_row_begin[0] = 0;
+    beam.seq_row_begin[seq + 1] = (seq + 1) * k;
+  }
+}
+
+// Grid: B.
+__global__ void __launch_bounds__(kThreads)
+    tree_build_kernel(const __grid_constant__ TreeBuildParams p) {
+  __shared__ Ranking ranking;
+  __shared__ uint8_t node_of[kMaxCandidates];  // of candidates that were chosen
+  __shared__ int parents[kMaxTreeSize];
+  ptx::pdl_launch();
+  ptx::pdl_wait();
+  const DraftBeam& beam = p.beam;
+  const int seq = blockIdx.x, k = beam.topk, num_nodes = p.trees.num_nodes;
+  const int num_all = num_candidates(k, beam.depth), all_begin = seq * num_all;
+
+  constexpr int kKeys = keys_of_thread(kMaxCandidates);
+  uint64_t keys[kKeys] = {};
+#pragma unroll
+  for (int i = 0; i < kKeys; ++i) {
+    const int candidate = i * kThreads + threadIdx.x;
+    if (candidate >= num_all) break;
+    keys[i] = key_of(beam.scores[all_begin + candidate], candidate);
+  }
+  if (num_nodes > 1) rank_best(keys, num_all, num_nodes - 1, ranking);
+
+  const int node = threadIdx.x;
+  const bool is_node = node < num_nodes, is_draft = is_node && node > 0;
+  const int candidate = is_draft ? token_of(ranking.best[node - 1]) : 0;
+  if (is_draft) node_of[candidate] = static_cast<uint8_t>(node);
+  __syncthreads();
+
+  int depth = is_draft ? 1 : 0, parent = is_draft ? 0 : -1;
+  if (is_draft && candidate >= k) {
+    const int level = (candidate - k) / (k * k), row = (candidate - k) % (k * k) / k;
+    depth = level + 2;
+    parent = node_of[beam.level_candidates[(seq * beam.depth + level) * k + row]];
+  }
+  if (is_node) parents[node] = parent;
+  __syncthreads();
+  if (!is_node) return;
+
+  uint64_t mask = bit(node) | 1;
+  for (int up = parent, steps = depth - 1; steps > 0; --steps, up = parents[up]) mask |= bit(up);
+  const int out = seq * num_nodes + node;
+  p.trees.tokens[out] =
+      is_draft ? beam.tokens[all_begin + candidate] : p.next_tokens[p.seq_slots[seq]];
+  p.trees.parents[out] = parent;
+  p.trees.depths[out] = depth;
+  p.trees.masks[out] = mask;
+}
+
+// Grid: B; a thread a node.
+__global__ void __launch_bounds__(kMaxTreeSize)
+    chain_build_kernel(const __grid_constant__ ChainBuildParams p) {
+  __shared__ int end;  // the first node without a token
+  ptx::pdl_launch();
+  ptx::pdl_wait();
+  const int seq = blockIdx.x, node = threadIdx.x, num_nodes = p.trees.num_nodes;
+  if (node == 0) end = num_nodes;
+  __syncthreads();
+  int token = -1;
+  if (node == 0) {
+    token = p.next_tokens[p.seq_slots[seq]];
+  } else if (node < num_nodes) {
+    token = p.chain[seq * (num_nodes - 1) + node - 1];
+    if (token < 0) atomicMin(&end, node);
+  }
+  __syncthreads();
+  if (node >= num_nodes) return;
+  const bool is_used = node < end;
+  const int out = seq * num_nodes + node;
+  p.trees.tokens[out] = is_used ? token : -1;
+  p.trees.parents[out] = is_used ? node - 1 : 0;
+  p.trees.depths[out] = is_used ? node : 1;
+  p.trees.masks[out] = bit(node) | (is_used ? bit(node) - 1 : 1);
+}
+
+}  // namespace
+
+// ---- launchers
+
+// Graph-safe; reads from the device: the beam, seq_slots, draft_lengths.
+void tree_expand(const Context& ctx, const TreeExpandParams& p) {
+  check_expand(p);
+  if (p.beam.num_seqs == 0) return;
+  launch(ctx, tree_expand_kernel, dim3(p.beam.num_seqs), dim3(kThreads), 0, p);
+}
+
+// Graph-safe; reads from the device: the beam, seq_slots, next_tokens.
+void tree_build(const Context& ctx, const TreeBuildParams& p) {
+  check_build(p);
+  if (p.beam.num_seqs == 0) return;
+  launch(ctx, tree_build_kernel, dim3(p.beam.num_seqs), dim3(kThreads), 0, p);
+}
+
+// Graph-safe; reads from the device: chain, seq_slots, next_tokens.
+void chain_build(const Context& ctx, const ChainBuildParams& p) {
+  check_trees("chain_build", p.trees);
+  if (p.trees.num_seqs == 0) return;
+  launch(ctx, chain_build_kernel, dim3(p.trees.num_seqs), dim3(kMaxTreeSize), 0, p);
+}
+
+}  // namespace cpmcu::cuda
