@@ -39,13 +39,19 @@ std::vector<KvCache::Shape> cache_shapes(const ModelSpec& spec, const Drafter* d
   return shapes;
 }
 
+// Before anything is built from it.
+const ModelSpec& checked(const ModelSpec& spec, const RuntimeConfig& config) {
+  spec.check_validity(config.device == "cuda");
+  return spec;
+}
+
 std::string mib(int64_t bytes) { return format("{} MiB", (bytes + (1 << 20) - 1) >> 20); }
 
 }  // namespace
 
 Engine::Engine(const ModelSpec& spec, const RuntimeConfig& config,
                const std::optional<DrafterSpec>& draft)
-    : spec_(spec),
+    : spec_(checked(spec, config)),
       config_(config),
       ctx_(make_context(config)),
       draft_(draft),
@@ -78,7 +84,6 @@ Engine::~Engine() {
 
 // Everything but the KV pages is sized by the limits; pages take what the memory limit leaves.
 void Engine::plan_memory() {
-  spec_.check_validity(ctx_.device.is_cuda());
   CHECK(config_.memory_limit > 0 && config_.memory_limit <= 1,
         "memory_limit is {}, expected above 0 and at most 1", config_.memory_limit);
   CHECK(config_.chunk_length >= 1, "chunk_length is {}, expected at least 1", config_.chunk_length);
