@@ -206,6 +206,7 @@ void CublasLt::gemm(const Context& ctx, const GemmParams& params) {
 namespace cuda {
 
 void large_gemm(const Context& ctx, const GemmParams& params) {
+  check_gemm(params);
   ctx.cublas != nullptr ? ctx.cublas->gemm(ctx, params) : cuda::skinny_gemm(ctx, params);
 }
 

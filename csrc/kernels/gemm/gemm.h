@@ -20,6 +20,19 @@ struct GemmParams {
   float beta = 0;  // 0: y is not read
 };
 
+// Both back ends check the same.
+inline void check_gemm(const GemmParams& p) {
+  CHECK(p.x.num_dims() == 2 && p.w.num_dims() == 2 && p.y.num_dims() == 2 &&
+            p.w.size(1) == p.x.size(1) && p.y.size(0) == p.x.size(0) && p.y.size(1) == p.w.size(0),
+        "gemm: y {} = x {} times w {}^T does not fit", p.y.shape_text(), p.x.shape_text(),
+        p.w.shape_text());
+  CHECK(p.x.size(1) % 8 == 0, "gemm: K is {}, expected a multiple of 8", p.x.size(1));
+  CHECK(is_floating(p.x.dtype()) && p.w.dtype() == p.x.dtype() &&
+            (p.y.dtype() == p.x.dtype() || p.y.dtype() == DType::kF32),
+        "gemm: y is {}, x {}, w {}; expected one floating dtype, y may be float32",
+        name_of(p.y.dtype()), name_of(p.x.dtype()), name_of(p.w.dtype()));
+}
+
 REGISTER_OP(skinny_gemm, GemmParams)
 REGISTER_OP(large_gemm, GemmParams)
 

@@ -181,15 +181,8 @@ void skinny_block(const Context& ctx, const Args& args) {
 }  // namespace
 
 void skinny_gemm(const Context& ctx, const GemmParams& params) {
+  check_gemm(params);
   const int64_t m = params.x.size(0), k = params.x.size(1), n = params.w.size(0);
-  CHECK(params.w.size(1) == k && params.y.size(0) == m && params.y.size(1) == n,
-              "y {} = x {} w {}^T", params.y.shape_text(), params.x.shape_text(),
-              params.w.shape_text());
-  CHECK(k % 8 == 0, "K is {}, expected a multiple of 8", k);
-  CHECK(params.w.dtype() == params.x.dtype() &&
-                  (params.y.dtype() == params.x.dtype() || params.y.dtype() == DType::kF32),
-              "y {}, x {}, w {}", name_of(params.y.dtype()), name_of(params.x.dtype()),
-              name_of(params.w.dtype()));
   for (int64_t row = 0; row < m; row += kMaxSkinnyRows) {
     const int64_t rows = std::min<int64_t>(kMaxSkinnyRows, m - row);
     const Args args{.y = params.y.rows(row, rows).data(),
