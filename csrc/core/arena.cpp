@@ -22,9 +22,10 @@ MemoryPlan::Id MemoryPlan::add(const std::string& name, const std::string& group
   return static_cast<Id>(buffers_.size()) - 1;
 }
 
-MemoryPlan::Id MemoryPlan::add_scratch(const std::string& name, int64_t bytes, int first, int last) {
-  CHECK_STATE(bytes >= 0 && 0 <= first && first <= last, "scratch {} asks for {} bytes in phases {}-{}",
-              name, bytes, first, last);
+MemoryPlan::Id MemoryPlan::add_scratch(const std::string& name, int64_t bytes, int first,
+                                       int last) {
+  CHECK_STATE(bytes >= 0 && 0 <= first && first <= last,
+              "scratch {} asks for {} bytes in phases {}-{}", name, bytes, first, last);
   for (size_t i = 0; i < buffers_.size(); ++i) {
     Buffer& buffer = buffers_[i];
     if (buffer.persistent() || buffer.name != name) continue;
@@ -62,11 +63,10 @@ int64_t MemoryPlan::assign() {
       offset = std::max(offset, other->offset + align_up(other->bytes));
     }
     buffer->offset = offset;
-    placed.insert(std::upper_bound(placed.begin(), placed.end(), buffer,
-                                   [](const Buffer* a, const Buffer* b) {
-                                     return a->offset < b->offset;
-                                   }),
-                  buffer);
+    placed.insert(
+        std::upper_bound(placed.begin(), placed.end(), buffer,
+                         [](const Buffer* a, const Buffer* b) { return a->offset < b->offset; }),
+        buffer);
     total_bytes_ = std::max(total_bytes_, offset + align_up(buffer->bytes));
   }
   return total_bytes_;

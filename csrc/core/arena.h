@@ -3,8 +3,8 @@
 // Pass 1: every part asks for its buffers. A persistent buffer lives for ever; a scratch buffer
 // lives from phase `first` to phase `last` of a forward step (both included), and buffers asked for
 // under the same name are one (every layer uses the same scratch). Pass 2: `assign` gives each an
-// offset such that two buffers share bytes only if their lives do not meet. Then the arena allocates
-// once, and nothing allocates on the device after that.
+// offset such that two buffers share bytes only if their lives do not meet. Then the arena
+// allocates once, and nothing allocates on the device after that.
 #pragma once
 
 #include <cstdint>

@@ -1,7 +1,8 @@
 // Errors are exceptions whose text is a sentence: what was found, what was expected, where.
 //
 // CHECK is for anything a caller can get wrong; the message names the values. In a .cu or in
-// device.cpp, CHECK_CUDA and CHECK_LAUNCH (core/device.h) turn CUDA status codes into the same type.
+// device.cpp, CHECK_CUDA and CHECK_LAUNCH (core/device.h) turn CUDA status codes into the same
+// type.
 #pragma once
 
 #include <exception>
@@ -55,20 +56,19 @@ std::string format(std::string_view text, const Args&... args) {
 }  // namespace cpmcu
 
 // A wrong argument, file or shape: ValueError in Python.
-#define CHECK(condition, ...)                                                      \
-  do {                                                                             \
-    if (!(condition)) {                                                            \
+#define CHECK(condition, ...)                                                           \
+  do {                                                                                  \
+    if (!(condition)) {                                                                 \
       throw ::cpmcu::Error(::cpmcu::ErrorKind::kInvalid, ::cpmcu::format(__VA_ARGS__)); \
-    }                                                                              \
+    }                                                                                   \
   } while (false)
 
 // A broken promise between parts of the engine, or a failing device: RuntimeError in Python.
-#define CHECK_STATE(condition, ...)                                                \
-  do {                                                                             \
-    if (!(condition)) {                                                            \
-      throw ::cpmcu::Error(                                                        \
-          ::cpmcu::ErrorKind::kRuntime,                                            \
-          ::cpmcu::format(__VA_ARGS__) +                                           \
-              ::cpmcu::format(" ({}:{}: {})", __FILE__, __LINE__, #condition));    \
-    }                                                                              \
+#define CHECK_STATE(condition, ...)                                                              \
+  do {                                                                                           \
+    if (!(condition)) {                                                                          \
+      throw ::cpmcu::Error(::cpmcu::ErrorKind::kRuntime,                                         \
+                           ::cpmcu::format(__VA_ARGS__) +                                        \
+                               ::cpmcu::format(" ({}:{}: {})", __FILE__, __LINE__, #condition)); \
+    }                                                                                            \
   } while (false)

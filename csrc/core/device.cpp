@@ -123,8 +123,9 @@ void* allocate(Device device, int64_t bytes) {
     const cudaError_t status = cudaMalloc(&data, static_cast<size_t>(bytes));
     if (status == cudaErrorMemoryAllocation) {
       cudaGetLastError();
-      throw Error(ErrorKind::kMemory, format("the GPU refused an allocation of {} MiB; {} MiB are free",
-                                             bytes >> 20, device_info(device).free_bytes >> 20));
+      throw Error(ErrorKind::kMemory,
+                  format("the GPU refused an allocation of {} MiB; {} MiB are free", bytes >> 20,
+                         device_info(device).free_bytes >> 20));
     }
     CHECK_CUDA(status);
     return data;
@@ -132,9 +133,10 @@ void* allocate(Device device, int64_t bytes) {
 #endif
   void* data = std::aligned_alloc(256, (static_cast<size_t>(bytes) + 255) / 256 * 256);
   if (data == nullptr) {
-    throw Error(ErrorKind::kMemory, format("the machine refused an allocation of {} MiB; {} MiB are "
-                                           "free",
-                                           bytes >> 20, device_info(device).free_bytes >> 20));
+    throw Error(ErrorKind::kMemory,
+                format("the machine refused an allocation of {} MiB; {} MiB are "
+                       "free",
+                       bytes >> 20, device_info(device).free_bytes >> 20));
   }
   return data;
 }
@@ -202,8 +204,8 @@ void fill_bytes(Device device, void* dst, int value, int64_t bytes, Stream strea
   if (bytes == 0) return;
 #ifdef CPMCU_WITH_CUDA
   if (device.is_cuda()) {
-    CHECK_CUDA(cudaMemsetAsync(dst, value, static_cast<size_t>(bytes),
-                               static_cast<cudaStream_t>(stream)));
+    CHECK_CUDA(
+        cudaMemsetAsync(dst, value, static_cast<size_t>(bytes), static_cast<cudaStream_t>(stream)));
     return;
   }
 #endif

@@ -1,4 +1,5 @@
-// The device: memory, copies, streams, events. The only header that hides whether CUDA was built in.
+// The device: memory, copies, streams, events. The only header that hides whether CUDA was built
+// in.
 //
 // On the CPU back end everything is synchronous and a stream is a null pointer.
 #pragma once
@@ -41,7 +42,7 @@ void synchronize(Device device, Stream stream);
 // Device memory. Throws Error(kMemory).
 void* allocate(Device device, int64_t bytes);
 void release(Device device, void* data) noexcept;
-// Page-locked host memory that the device can also write (`mapped`: its address there).
+// Page-locked host memory that the device can also write, at the same address.
 void* allocate_pinned(Device device, int64_t bytes);
 void release_pinned(Device device, void* data) noexcept;
 
@@ -57,16 +58,16 @@ bool query(Device device, Stream stream);
 
 #ifdef CPMCU_WITH_CUDA
 #include <cuda_runtime.h>
-#define CHECK_CUDA(call)                                                                      \
-  do {                                                                                        \
-    const cudaError_t status_ = (call);                                                       \
-    if (status_ != cudaSuccess) {                                                             \
-      throw ::cpmcu::Error(                                                                   \
-          status_ == cudaErrorMemoryAllocation ? ::cpmcu::ErrorKind::kMemory                  \
-                                               : ::cpmcu::ErrorKind::kRuntime,                \
-          ::cpmcu::format("CUDA reports \"{}\" ({}:{}: {})", cudaGetErrorString(status_),     \
-                          __FILE__, __LINE__, #call));                                        \
-    }                                                                                         \
+#define CHECK_CUDA(call)                                                                  \
+  do {                                                                                    \
+    const cudaError_t status_ = (call);                                                   \
+    if (status_ != cudaSuccess) {                                                         \
+      throw ::cpmcu::Error(                                                               \
+          status_ == cudaErrorMemoryAllocation ? ::cpmcu::ErrorKind::kMemory              \
+                                               : ::cpmcu::ErrorKind::kRuntime,            \
+          ::cpmcu::format("CUDA reports \"{}\" ({}:{}: {})", cudaGetErrorString(status_), \
+                          __FILE__, __LINE__, #call));                                    \
+    }                                                                                     \
   } while (false)
 #define CHECK_LAUNCH() CHECK_CUDA(cudaGetLastError())
 #endif

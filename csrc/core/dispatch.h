@@ -20,8 +20,8 @@ void dispatch_int(std::string_view what, int value, F&& f) {
   if (!found) {
     std::string list;
     ((list += (list.empty() ? "" : ", ") + std::to_string(kValues)), ...);
-    throw Error(ErrorKind::kInvalid, format("{} {} is not supported; supported are {}", what, value,
-                                            list));
+    throw Error(ErrorKind::kInvalid,
+                format("{} {} is not supported; supported are {}", what, value, list));
   }
 }
 

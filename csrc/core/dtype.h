@@ -13,14 +13,22 @@ enum class DType : uint8_t { kF32, kF16, kBF16, kI8, kU8, kI32, kI64, kU64 };
 
 constexpr int64_t size_of(DType dtype) {
   switch (dtype) {
-    case DType::kF32: return 4;
-    case DType::kF16: return 2;
-    case DType::kBF16: return 2;
-    case DType::kI8: return 1;
-    case DType::kU8: return 1;
-    case DType::kI32: return 4;
-    case DType::kI64: return 8;
-    case DType::kU64: return 8;
+    case DType::kF32:
+      return 4;
+    case DType::kF16:
+      return 2;
+    case DType::kBF16:
+      return 2;
+    case DType::kI8:
+      return 1;
+    case DType::kU8:
+      return 1;
+    case DType::kI32:
+      return 4;
+    case DType::kI64:
+      return 8;
+    case DType::kU64:
+      return 8;
   }
   return 0;
 }
@@ -31,14 +39,22 @@ constexpr bool is_floating(DType dtype) {
 
 constexpr std::string_view name_of(DType dtype) {
   switch (dtype) {
-    case DType::kF32: return "float32";
-    case DType::kF16: return "float16";
-    case DType::kBF16: return "bfloat16";
-    case DType::kI8: return "int8";
-    case DType::kU8: return "uint8";
-    case DType::kI32: return "int32";
-    case DType::kI64: return "int64";
-    case DType::kU64: return "uint64";
+    case DType::kF32:
+      return "float32";
+    case DType::kF16:
+      return "float16";
+    case DType::kBF16:
+      return "bfloat16";
+    case DType::kI8:
+      return "int8";
+    case DType::kU8:
+      return "uint8";
+    case DType::kI32:
+      return "int32";
+    case DType::kI64:
+      return "int64";
+    case DType::kU64:
+      return "uint64";
   }
   return "?";
 }
@@ -48,10 +64,11 @@ inline DType parse_dtype(std::string_view name) {
                       DType::kI64, DType::kU64}) {
     if (name_of(dtype) == name) return dtype;
   }
-  throw Error(ErrorKind::kInvalid,
-              format("dtype \"{}\" is not known; known are float32, float16, bfloat16, int8, uint8, "
-                     "int32, int64, uint64",
-                     name));
+  throw Error(
+      ErrorKind::kInvalid,
+      format("dtype \"{}\" is not known; known are float32, float16, bfloat16, int8, uint8, "
+             "int32, int64, uint64",
+             name));
 }
 
 }  // namespace cpmcu

@@ -62,10 +62,14 @@ inline fp16 from_float<fp16>(float x) {
 template <typename F>
 void dispatch_host_dtype(DType dtype, F&& f) {
   switch (dtype) {
-    case DType::kF32: return f(float{});
-    case DType::kF16: return f(fp16{});
-    case DType::kBF16: return f(bf16{});
-    default: break;
+    case DType::kF32:
+      return f(float{});
+    case DType::kF16:
+      return f(fp16{});
+    case DType::kBF16:
+      return f(bf16{});
+    default:
+      break;
   }
   throw Error(ErrorKind::kInvalid,
               format("dtype {} is not supported; supported are float32, float16, bfloat16",

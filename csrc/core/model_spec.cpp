@@ -21,9 +21,9 @@ void ModelSpec::check_validity(bool cuda) const {
   CHECK(num_attention_heads % num_key_value_heads == 0,
         "num_attention_heads {} is not a multiple of num_key_value_heads {}", num_attention_heads,
         num_key_value_heads);
-  for (const auto& [name, value] : {std::pair{"hidden_size", hidden_size},
-                                    std::pair{"intermediate_size", intermediate_size},
-                                    std::pair{"head_dim", head_dim}}) {
+  for (const auto& [name, value] :
+       {std::pair{"hidden_size", hidden_size}, std::pair{"intermediate_size", intermediate_size},
+        std::pair{"head_dim", head_dim}}) {
     CHECK(value % 8 == 0, "{} is {}, expected a multiple of 8", name, value);
   }
   CHECK(static_cast<int>(rope_inv_freq.size()) == head_dim / 2,

@@ -20,13 +20,13 @@ struct ModelSpec {
   int head_dim = 0;
   float rms_norm_eps = 1e-6f;
   int max_position_embeddings = 0;
-  std::vector<float> rope_inv_freq;   // [head_dim / 2]
-  float rope_attention_scaling = 1;   // multiplies cos and sin
+  std::vector<float> rope_inv_freq;  // [head_dim / 2]
+  float rope_attention_scaling = 1;  // multiplies cos and sin
   bool qkv_bias = false;
-  bool qk_norm = false;               // RMSNorm of each q and k head
-  float embed_scale = 1;              // embedding output
-  float residual_scale = 1;           // each block's output before the residual add
-  float logit_scale = 1;              // the head's input
+  bool qk_norm = false;      // RMSNorm of each q and k head
+  float embed_scale = 1;     // embedding output
+  float residual_scale = 1;  // each block's output before the residual add
+  float logit_scale = 1;     // the head's input
   bool tie_word_embeddings = false;
   DType dtype = DType::kBF16;
   std::vector<std::vector<std::string>> blocks;  // per layer; empty: {"attention", "mlp"} each

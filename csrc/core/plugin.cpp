@@ -12,8 +12,8 @@ void load_plugin(const std::string& path) {
   const bool found = dladdr(reinterpret_cast<const void*>(&load_plugin), &self) != 0;
   CHECK_STATE(found && dlopen(self.dli_fname, RTLD_NOW | RTLD_NOLOAD | RTLD_GLOBAL) != nullptr,
               "the engine cannot find itself to link {} with it", path);
-  CHECK(dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL) != nullptr, "plugin {} cannot be loaded: {}", path,
-        dlerror());
+  CHECK(dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL) != nullptr, "plugin {} cannot be loaded: {}",
+        path, dlerror());
 }
 
 }  // namespace cpmcu

@@ -170,7 +170,8 @@ void WeightLoader::load_file(WeightTable& table, const std::string& path,
     const int64_t count = elements_of(entry.shape);
     CHECK(entry.num_bytes == count * size_of(entry.dtype),
           "tensor \"{}\" in {} has {} bytes, its shape {} and dtype {} need {}", entry.name, path,
-          entry.num_bytes, text_of(entry.shape), name_of(entry.dtype), count * size_of(entry.dtype));
+          entry.num_bytes, text_of(entry.shape), name_of(entry.dtype),
+          count * size_of(entry.dtype));
     const int64_t step = kBlockBytes / size_of(entry.dtype);
     for (int64_t first = 0; first < count; first += step) {
       blocks.push_back({&entry, target.destination, first, std::min(step, count - first)});
@@ -223,7 +224,8 @@ void WeightLoader::load_file(WeightTable& table, const std::string& path,
   for (std::jthread& reader : readers) reader.join();
   if (error) std::rethrow_exception(error);
   if (progress) progress(done_bytes);
-  for (const FileEntry& entry : entries) table.find(entry.name, entry.dtype, entry.shape).loaded = true;
+  for (const FileEntry& entry : entries)
+    table.find(entry.name, entry.dtype, entry.shape).loaded = true;
 }
 
 void WeightLoader::load_array(WeightTable& table, const std::string& name, DType dtype,

@@ -45,7 +45,8 @@ StepInputs::Device StepInputs::carve(int* base) const {
 int StepInputs::upload_prefill(const Context& ctx, uint64_t ticket,
                                const std::vector<PrefillItem>& items,
                                const std::vector<int>& lengths) {
-  int* base = pinned_ + static_cast<int64_t>(ticket % static_cast<uint64_t>(ring_size_)) * num_words();
+  int* base =
+      pinned_ + static_cast<int64_t>(ticket % static_cast<uint64_t>(ring_size_)) * num_words();
   const Device host = carve(base);
   int row = 0, seq = 0, num_sampled = 0;
   for (const PrefillItem& item : items) {
@@ -70,7 +71,8 @@ int StepInputs::upload_prefill(const Context& ctx, uint64_t ticket,
 }
 
 void StepInputs::upload_slots(const Context& ctx, uint64_t ticket, const std::vector<int>& slots) {
-  int* base = pinned_ + static_cast<int64_t>(ticket % static_cast<uint64_t>(ring_size_)) * num_words();
+  int* base =
+      pinned_ + static_cast<int64_t>(ticket % static_cast<uint64_t>(ring_size_)) * num_words();
   const Device host = carve(base);
   std::memcpy(host.seq_slots, slots.data(), 4 * slots.size());
   // A decode step draws one token a sequence, in order.

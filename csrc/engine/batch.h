@@ -1,4 +1,5 @@
-// A step's inputs and the slots' state in device memory, and the ring its results come back through.
+// A step's inputs and the slots' state in device memory, and the ring its results come back
+// through.
 #pragma once
 
 #include <cstdint>
@@ -65,7 +66,9 @@ class ResultRing {
   SlotResult* results() const { return results_; }
   uint64_t* ticket() const { return ticket_; }
   volatile uint64_t* done() const { return done_; }
-  const SlotResult* entry(uint64_t step) const { return results_ + (step % ring_size_) * max_seqs_; }
+  const SlotResult* entry(uint64_t step) const {
+    return results_ + (step % ring_size_) * max_seqs_;
+  }
   // Spins until step number `step` (from 0) is done. Throws if the device fails meanwhile.
   void wait(const Context& ctx, uint64_t step) const;
 
@@ -73,9 +76,9 @@ class ResultRing {
   Device device_;
   int ring_size_ = 1, max_seqs_ = 1;
   MemoryPlan::Id ticket_id_ = 0;
-  uint64_t* ticket_ = nullptr;          // device memory
-  SlotResult* results_ = nullptr;       // [ring_size, max_seqs], mapped
-  volatile uint64_t* done_ = nullptr;   // mapped
+  uint64_t* ticket_ = nullptr;         // device memory
+  SlotResult* results_ = nullptr;      // [ring_size, max_seqs], mapped
+  volatile uint64_t* done_ = nullptr;  // mapped
 };
 
 }  // namespace cpmcu

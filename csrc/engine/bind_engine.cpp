@@ -97,7 +97,8 @@ std::vector<TensorInfo> expected_tensors(const Engine& engine) {
   std::vector<TensorInfo> infos;
   for (const auto& [name, entry] : engine.weights().entries()) {
     std::vector<int64_t> shape;
-    for (int i = 0; i < entry.destination.num_dims(); ++i) shape.push_back(entry.destination.size(i));
+    for (int i = 0; i < entry.destination.num_dims(); ++i)
+      shape.push_back(entry.destination.size(i));
     infos.push_back({name, shape, std::string(name_of(entry.destination.dtype())), entry.required});
   }
   return infos;
@@ -170,11 +171,12 @@ void bind_outputs(py::module_& m) {
       .def_readonly("required", &TensorInfo::required);
 
   py::class_<FileEntry>(m, "FileEntry", "One tensor's bytes in a file.")
-      .def(py::init([](std::string name, const std::string& dtype, std::vector<int64_t> shape,
-                       int64_t offset, int64_t nbytes) {
-             return FileEntry{std::move(name), parse_dtype(dtype), std::move(shape), offset, nbytes};
-           }),
-           py::arg("name"), py::arg("dtype"), py::arg("shape"), py::arg("offset"), py::arg("nbytes"))
+      .def(
+          py::init([](std::string name, const std::string& dtype, std::vector<int64_t> shape,
+                      int64_t offset, int64_t nbytes) {
+            return FileEntry{std::move(name), parse_dtype(dtype), std::move(shape), offset, nbytes};
+          }),
+          py::arg("name"), py::arg("dtype"), py::arg("shape"), py::arg("offset"), py::arg("nbytes"))
       .def_readonly("name", &FileEntry::name)
       .def_property_readonly("dtype",
                              [](const FileEntry& e) { return std::string(name_of(e.dtype)); })
@@ -189,7 +191,8 @@ void bind_outputs(py::module_& m) {
       .def_property_readonly("logprobs",
                              [](const Output& output) {
                                std::vector<float> values;
-                               for (const TokenLogprobs& t : output.logprobs) values.push_back(t.logprob);
+                               for (const TokenLogprobs& t : output.logprobs)
+                                 values.push_back(t.logprob);
                                return values;
                              })
       .def_property_readonly("top_ids",
@@ -287,9 +290,9 @@ void bind_engine(py::module_& m) {
       .def_property_readonly("max_model_len", &Engine::max_model_len)
       .def_property_readonly("num_pages", &Engine::num_pages)
       .def_property_readonly("num_free_pages", &Engine::num_free_pages)
-      .def_property_readonly("max_num_seqs", [](const Engine& e) { return e.config().max_num_seqs; })
-      .def_property_readonly("chunk_length",
-                             [](const Engine& e) { return e.chunk_length(); })
+      .def_property_readonly("max_num_seqs",
+                             [](const Engine& e) { return e.config().max_num_seqs; })
+      .def_property_readonly("chunk_length", [](const Engine& e) { return e.chunk_length(); })
       .def_property_readonly("launch_ahead", &Engine::launch_ahead)
       .def_property_readonly("counters", &Engine::counters);
 }

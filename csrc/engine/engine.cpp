@@ -15,11 +15,13 @@ Context make_context(const RuntimeConfig& config) {
   CHECK(config.device == "cpu" || config.device == "cuda", "device is \"{}\", expected cpu or cuda",
         config.device);
   Context ctx;
-  ctx.device = {config.device == "cuda" ? DeviceKind::kCuda : DeviceKind::kCpu, config.device_index};
+  ctx.device = {config.device == "cuda" ? DeviceKind::kCuda : DeviceKind::kCpu,
+                config.device_index};
   if (!ctx.device.is_cuda()) return ctx;
   const DeviceInfo info = device_info(ctx.device);
   ctx.sm_count = info.sm_count;
-  ctx.compute_capability = std::stoi(info.compute_capability) * 10 + (info.compute_capability.back() - '0');
+  ctx.compute_capability =
+      std::stoi(info.compute_capability) * 10 + (info.compute_capability.back() - '0');
   set_device(ctx.device);
   ctx.stream = create_stream(ctx.device);
   return ctx;
@@ -48,7 +50,8 @@ void Engine::prefill(const std::vector<PrefillItem>& items) {
   begin_step();
   prefill_inputs_.upload_prefill(ctx_, num_steps_, items, host_lengths_);
   run_prefill(items, num_rows, static_cast<int>(sampled_slots.size()));
-  for (const PrefillItem& item : items) host_lengths_[item.slot] += static_cast<int>(item.ids.size());
+  for (const PrefillItem& item : items)
+    host_lengths_[item.slot] += static_cast<int>(item.ids.size());
   end_step(sampled_slots);
 }
 
@@ -79,7 +82,8 @@ void Engine::decode(const std::vector<int>& slots) {
     decode_inputs_.upload_slots(ctx_, num_steps_, slots);
     decode_slots_ = slots;
   }
-  const GraphRunner::Key key{.num_seqs = static_cast<int>(slots.size()), .max_kv = kv_bucket(max_kv)};
+  const GraphRunner::Key key{.num_seqs = static_cast<int>(slots.size()),
+                             .max_kv = kv_bucket(max_kv)};
   graphs_->run(key, [&] { run_decode(key.num_seqs, key.max_kv); });
   for (int slot : slots) ++host_lengths_[slot];
   end_step(slots);
@@ -94,14 +98,17 @@ void Engine::run_decode(int num_seqs, int max_kv) {
                       .positions = inputs.positions,
                       .row_seqs = inputs.row_seqs,
                       .seq_row_begin = inputs.seq_row_begin});
-  const Step step{.phase = Phase::kDecode, .ids = inputs.ids, .rows = step_rows(inputs, num_seqs, num_seqs, 1, max_kv)};
+  const Step step{.phase = Phase::kDecode,
+                  .ids = inputs.ids,
+                  .rows = step_rows(inputs, num_seqs, num_seqs, 1, max_kv)};
   const Tensor hidden = model_.forward(ctx_, step, cache_);
   const Tensor logits = model_.head(ctx_, hidden);
   sampler_.draw(ctx_, logits, inputs.seq_slots, inputs.positions);
   finish(inputs, num_seqs, num_seqs);
 }
 
-// Grows the sequences by the step's rows, keeps the drawn tokens as the next inputs, publishes them.
+// Grows the sequences by the step's rows, keeps the drawn tokens as the next inputs, publishes
+// them.
 void Engine::finish(const StepInputs::Device& inputs, int num_seqs, int num_sampled) {
   finish_step(ctx_, {.seq_slots = inputs.seq_slots,
                      .seq_row_begin = inputs.seq_row_begin,
@@ -216,9 +223,10 @@ Step Engine::prefill_step(const std::vector<PrefillItem>& items, int num_rows) c
     max_kv = std::max(max_kv, host_lengths_[item.slot] + rows);
   }
   const StepInputs::Device& inputs = prefill_inputs_.device();
-  return {.phase = Phase::kPrefill,
-          .ids = inputs.ids,
-          .rows = step_rows(inputs, num_rows, static_cast<int>(items.size()), max_seq_rows, max_kv)};
+  return {
+      .phase = Phase::kPrefill,
+      .ids = inputs.ids,
+      .rows = step_rows(inputs, num_rows, static_cast<int>(items.size()), max_seq_rows, max_kv)};
 }
 
 // Graphs are kept per power of two of the longest sequence, from 1024 up.
@@ -229,8 +237,8 @@ int Engine::kv_bucket(int num_cells) const {
 }
 
 void Engine::check_slot(int slot) const {
-  CHECK(slot >= 0 && slot < config_.max_num_seqs && slots_[slot].used,
-        "slot {} holds no sequence", slot);
+  CHECK(slot >= 0 && slot < config_.max_num_seqs && slots_[slot].used, "slot {} holds no sequence",
+        slot);
 }
 
 void Engine::check_ids(const std::vector<int>& ids) const {
@@ -284,8 +292,9 @@ void Engine::release(int slot) {
 
 bool Engine::reserve(int slot, int num_tokens) {
   check_slot(slot);
-  CHECK(num_tokens <= limits_.max_model_len, "{} tokens were asked for, the engine holds {} a sequence",
-        num_tokens, limits_.max_model_len);
+  CHECK(num_tokens <= limits_.max_model_len,
+        "{} tokens were asked for, the engine holds {} a sequence", num_tokens,
+        limits_.max_model_len);
   set_device(ctx_.device);
   return cache_.reserve(ctx_, slot, num_tokens);
 }
@@ -332,9 +341,10 @@ void Engine::plan_memory() {
   CHECK(config_.chunk_length >= 1, "chunk_length is {}, expected at least 1", config_.chunk_length);
   CHECK(config_.max_num_seqs >= 1 && config_.max_num_seqs <= kMaxSkinnyRows,
         "max_num_seqs is {}, expected 1 to {}", config_.max_num_seqs, kMaxSkinnyRows);
-  CHECK(config_.max_model_len >= 0, "max_model_len is {}, expected at least 1, or 0 for the model's",
-        config_.max_model_len);
-  const int max_len = config_.max_model_len > 0 ? config_.max_model_len : spec_.max_position_embeddings;
+  CHECK(config_.max_model_len >= 0,
+        "max_model_len is {}, expected at least 1, or 0 for the model's", config_.max_model_len);
+  const int max_len =
+      config_.max_model_len > 0 ? config_.max_model_len : spec_.max_position_embeddings;
   const int slots = config_.max_num_seqs;
   limits_ = {.max_rows = std::max(std::min(config_.chunk_length, max_len), slots),
              .max_decode_rows = slots,
@@ -354,21 +364,23 @@ void Engine::plan_memory() {
   const KvCache::Shape shape{spec_.num_hidden_layers, spec_.num_key_value_heads, spec_.head_dim,
                              spec_.dtype};
   const int64_t free_bytes = device_info(ctx_.device).free_bytes;
-  const int64_t budget = static_cast<int64_t>(config_.memory_limit * static_cast<double>(free_bytes));
+  const int64_t budget =
+      static_cast<int64_t>(config_.memory_limit * static_cast<double>(free_bytes));
   const int64_t fixed = plan_.assign();
   const int64_t pages_of_one = (max_len + kPageSize - 1) / kPageSize;
   const int64_t wanted_pages = config_.max_model_len > 0 ? pages_of_one : 1;
   const int64_t fitting = std::max<int64_t>(0, budget - fixed) / shape.page_bytes();
   if (fitting < wanted_pages) {
     const int64_t need = fixed + wanted_pages * shape.page_bytes();
-    throw Error(ErrorKind::kMemory,
-                format("the model does not fit: {} of weights, {} of state and scratch and {} of KV "
-                       "cache for {} tokens make {}, but the limit is {} ({} of the {} that are "
-                       "free): {} too much. Lower max_model_len, chunk_length or max_num_seqs, raise "
-                       "memory_limit, or free memory",
-                       mib(plan_.group_bytes("weights")), mib(fixed - plan_.group_bytes("weights")),
-                       mib(wanted_pages * shape.page_bytes()), wanted_pages * kPageSize, mib(need),
-                       mib(budget), config_.memory_limit, mib(free_bytes), mib(need - budget)));
+    throw Error(
+        ErrorKind::kMemory,
+        format("the model does not fit: {} of weights, {} of state and scratch and {} of KV "
+               "cache for {} tokens make {}, but the limit is {} ({} of the {} that are "
+               "free): {} too much. Lower max_model_len, chunk_length or max_num_seqs, raise "
+               "memory_limit, or free memory",
+               mib(plan_.group_bytes("weights")), mib(fixed - plan_.group_bytes("weights")),
+               mib(wanted_pages * shape.page_bytes()), wanted_pages * kPageSize, mib(need),
+               mib(budget), config_.memory_limit, mib(free_bytes), mib(need - budget)));
   }
   const int64_t num_pages = std::min(fitting, pages_of_one * slots);
   limits_.max_model_len = static_cast<int>(std::min<int64_t>(max_len, num_pages * kPageSize));

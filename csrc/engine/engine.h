@@ -120,8 +120,8 @@ class Engine {
   int* next_tokens_ = nullptr;  // [slots] device
   Tensor last_rows_;            // [slots, H]: rows that draw a token
   std::vector<Slot> slots_;
-  std::vector<int> host_lengths_;   // what lengths_ will be once the steps in flight are done
-  std::vector<int> decode_slots_;   // as they lie on the device
+  std::vector<int> host_lengths_;  // what lengths_ will be once the steps in flight are done
+  std::vector<int> decode_slots_;  // as they lie on the device
   std::deque<PendingStep> pending_;
   uint64_t num_steps_ = 0;
   int64_t num_waits_ = 0;

@@ -1,9 +1,9 @@
 // Runs a step's launches as one CUDA graph, captured lazily and kept by key.
 //
-// The first run of a key is eager (nothing is captured for a shape that occurs once, and every kernel
-// is loaded before a capture), the second captures, later ones replay. A graph stays valid while a
-// sequence grows, because lengths, positions and ids are device data; the key holds only what changes
-// launch shapes.
+// The first run of a key is eager (nothing is captured for a shape that occurs once, and every
+// kernel is loaded before a capture), the second captures, later ones replay. A graph stays valid
+// while a sequence grows, because lengths, positions and ids are device data; the key holds only
+// what changes launch shapes.
 #pragma once
 
 #include <cstdint>

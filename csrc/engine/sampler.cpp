@@ -14,8 +14,8 @@ void Sampler::plan(MemoryPlan& plan, int num_slots, int max_rows, int vocab_size
   num_slots_ = num_slots, max_rows_ = max_rows;
   vocab_size_ = vocab_size, max_model_len_ = max_model_len;
   const int64_t slot_words = int64_t{4} * num_slots * vocab_size;
-  sampling_id_ = plan.add("sampling", "state",
-                          static_cast<int64_t>(sizeof(SlotSampling)) * num_slots);
+  sampling_id_ =
+      plan.add("sampling", "state", static_cast<int64_t>(sizeof(SlotSampling)) * num_slots);
   counts_id_ = plan.add("token_counts", "state", slot_words);
   bias_id_ = plan.add("logit_bias", "state", slot_words);
   ids_id_ = plan.add("history_ids", "state", int64_t{4} * max_model_len);

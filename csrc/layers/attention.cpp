@@ -18,11 +18,12 @@ class AttentionBlock : public Block {
     const int64_t q = int64_t{spec_.num_attention_heads} * spec_.head_dim;
     const int64_t kv = int64_t{spec_.num_key_value_heads} * spec_.head_dim;
     const std::string attn = prefix_ + "self_attn.";
-    qkv_ = make_linear(spec_.linear_method_of(attn + "qkv_proj"),
-                       {.parts = {{attn + "q_proj", q}, {attn + "k_proj", kv}, {attn + "v_proj", kv}},
-                        .in_features = spec_.hidden_size,
-                        .dtype = spec_.dtype,
-                        .options = spec_.linear_options});
+    qkv_ =
+        make_linear(spec_.linear_method_of(attn + "qkv_proj"),
+                    {.parts = {{attn + "q_proj", q}, {attn + "k_proj", kv}, {attn + "v_proj", kv}},
+                     .in_features = spec_.hidden_size,
+                     .dtype = spec_.dtype,
+                     .options = spec_.linear_options});
     out_ = make_linear(spec_.linear_method_of(attn + "o_proj"),
                        {.parts = {{attn + "o_proj", spec_.hidden_size}},
                         .in_features = q,
@@ -44,9 +45,9 @@ class AttentionBlock : public Block {
     rotary_.plan(plan, spec_);
     qkv_id_ = plan.add_scratch("attention.qkv", bytes * limits.max_rows * spec_.qkv_size(),
                                phase_ + 1, phase_ + 2);
-    out_id_ = plan.add_scratch(
-        "attention.out", bytes * limits.max_rows * spec_.num_attention_heads * spec_.head_dim,
-        phase_ + 2, phase_ + 3);
+    out_id_ = plan.add_scratch("attention.out",
+                               bytes * limits.max_rows * spec_.num_attention_heads * spec_.head_dim,
+                               phase_ + 2, phase_ + 3);
     partial_floats_ = attention_scratch_floats(limits.max_decode_rows, spec_.num_attention_heads,
                                                spec_.head_dim, limits.max_model_len);
     partial_id_ =
@@ -64,8 +65,8 @@ class AttentionBlock : public Block {
     }
     rotary_.bind(arena);
     qkv_buffer_ = arena.tensor(qkv_id_, spec_.dtype, {max_rows_, spec_.qkv_size()});
-    out_buffer_ = arena.tensor(out_id_, spec_.dtype,
-                               {max_rows_, spec_.num_attention_heads * spec_.head_dim});
+    out_buffer_ =
+        arena.tensor(out_id_, spec_.dtype, {max_rows_, spec_.num_attention_heads * spec_.head_dim});
     partials_ = arena.tensor(partial_id_, DType::kF32, {partial_floats_});
   }
 

@@ -8,17 +8,17 @@
 
 #include "core/arena.h"
 #include "core/context.h"
-#include "core/registry.h"
-#include "layers/kv_cache.h"
-#include "kernels/step.h"
 #include "core/model_spec.h"
+#include "core/registry.h"
 #include "core/weights.h"
+#include "kernels/step.h"
+#include "layers/kv_cache.h"
 
 namespace cpmcu {
 
 struct BlockConfig {
   const ModelSpec& spec;
-  std::string prefix;       // "model.layers.3."
+  std::string prefix;  // "model.layers.3."
   int layer = 0;
   Timeline phase = kMixer;  // kMixer or kMlp: when the block's scratch is alive
 };
@@ -41,10 +41,10 @@ using BlockRegistry = Registry<Block, const BlockConfig&>;
 
 }  // namespace cpmcu
 
-#define REGISTER_BLOCK(name, Class)                                                  \
-  static const bool registered_##Class = ::cpmcu::BlockRegistry::instance().add(     \
-      name,                                                                          \
-      [](const ::cpmcu::BlockConfig& config) -> std::unique_ptr<::cpmcu::Block> {    \
-        return std::make_unique<Class>(config);                                      \
-      },                                                                             \
+#define REGISTER_BLOCK(name, Class)                                               \
+  static const bool registered_##Class = ::cpmcu::BlockRegistry::instance().add(  \
+      name,                                                                       \
+      [](const ::cpmcu::BlockConfig& config) -> std::unique_ptr<::cpmcu::Block> { \
+        return std::make_unique<Class>(config);                                   \
+      },                                                                          \
       __FILE__)

@@ -50,9 +50,9 @@ bool KvCache::reserve(const Context& ctx, int slot, int num_cells) {
     pages.push_back(free_.back());
     free_.pop_back();
   }
-  // NOTE: an upload still in flight may pick up newer numbers of the mirror. That is harmless: pages
-  // change hands only through `release`, and what earlier steps write there is overwritten by the
-  // new owner, whose steps come later on the stream, before it is read.
+  // NOTE: an upload still in flight may pick up newer numbers of the mirror. That is harmless:
+  // pages change hands only through `release`, and what earlier steps write there is overwritten by
+  // the new owner, whose steps come later on the stream, before it is read.
   copy_to_device(ctx.device, table_ + int64_t{slot} * max_pages_ + have, row + have,
                  int64_t{4} * (need - have), ctx.stream);
   return true;

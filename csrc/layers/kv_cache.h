@@ -60,9 +60,9 @@ class KvCache {
   int max_pages_ = 0;  // of one slot
   int num_pages_ = 0;
   MemoryPlan::Id pool_id_ = 0, table_id_ = 0;
-  Tensor pool_;                          // [2 * layers, pages * Hkv * 64 * D]
-  int* table_ = nullptr;                 // [slots, max_pages]
-  int* mirror_ = nullptr;                // the same in pinned memory
+  Tensor pool_;            // [2 * layers, pages * Hkv * 64 * D]
+  int* table_ = nullptr;   // [slots, max_pages]
+  int* mirror_ = nullptr;  // the same in pinned memory
   std::vector<int> free_;
   std::vector<std::vector<int>> pages_;  // of each slot
 };

@@ -28,8 +28,8 @@ class MlpBlock : public Block {
     gate_up_->plan(plan, limits);
     down_->plan(plan, limits);
     const int64_t row_bytes = int64_t{spec_.intermediate_size} * size_of(spec_.dtype);
-    gate_up_id_ = plan.add_scratch("mlp.gate_up", 2 * row_bytes * limits.max_rows, phase_ + 1,
-                                   phase_ + 2);
+    gate_up_id_ =
+        plan.add_scratch("mlp.gate_up", 2 * row_bytes * limits.max_rows, phase_ + 1, phase_ + 2);
     act_id_ = plan.add_scratch("mlp.act", row_bytes * limits.max_rows, phase_ + 2, phase_ + 3);
     max_rows_ = limits.max_rows;
   }
@@ -37,7 +37,8 @@ class MlpBlock : public Block {
   void bind(const Arena& arena) override {
     gate_up_->bind(arena);
     down_->bind(arena);
-    gate_up_buffer_ = arena.tensor(gate_up_id_, spec_.dtype, {max_rows_, 2 * spec_.intermediate_size});
+    gate_up_buffer_ =
+        arena.tensor(gate_up_id_, spec_.dtype, {max_rows_, 2 * spec_.intermediate_size});
     act_buffer_ = arena.tensor(act_id_, spec_.dtype, {max_rows_, spec_.intermediate_size});
   }
 

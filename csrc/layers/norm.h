@@ -2,9 +2,9 @@
 #pragma once
 
 #include "core/arena.h"
-#include "kernels/rms_norm.h"
 #include "core/model_spec.h"
 #include "core/weights.h"
+#include "kernels/rms_norm.h"
 
 namespace cpmcu {
 

@@ -4,8 +4,8 @@
 
 #include "core/arena.h"
 #include "core/context.h"
-#include "kernels/step.h"
 #include "core/model_spec.h"
+#include "kernels/step.h"
 
 namespace cpmcu {
 

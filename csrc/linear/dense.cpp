@@ -15,7 +15,8 @@ class DenseLinear : public LinearMethod {
   }
 
   void bind(const Arena& arena) override {
-    weight_ = arena.tensor(weight_id_, config_.dtype, {config_.out_features(), config_.in_features});
+    weight_ =
+        arena.tensor(weight_id_, config_.dtype, {config_.out_features(), config_.in_features});
   }
 
   void list_tensors(WeightTable& table) override {

@@ -12,8 +12,8 @@
 #include "core/arena.h"
 #include "core/context.h"
 #include "core/registry.h"
-#include "kernels/step.h"
 #include "core/weights.h"
+#include "kernels/step.h"
 
 namespace cpmcu {
 
@@ -45,8 +45,8 @@ class LinearMethod {
   // Once all tensors are there: repack them into the kernel's layout. Default: nothing to do.
   virtual void finish_loading(const Context&) {}
   // y [M, N] = alpha * x [M, K] W^T + beta * y; y has x's dtype or float32.
-  virtual void forward(const Context& ctx, Phase phase, const Tensor& y, const Tensor& x, float alpha,
-                       float beta) const = 0;
+  virtual void forward(const Context& ctx, Phase phase, const Tensor& y, const Tensor& x,
+                       float alpha, float beta) const = 0;
 };
 
 using LinearRegistry = Registry<LinearMethod, const LinearConfig&>;
@@ -59,10 +59,10 @@ inline std::unique_ptr<LinearMethod> make_linear(const std::string& method,
 
 }  // namespace cpmcu
 
-#define REGISTER_LINEAR(name, Class)                                                        \
-  static const bool registered_##Class = ::cpmcu::LinearRegistry::instance().add(           \
-      name,                                                                                 \
-      [](const ::cpmcu::LinearConfig& config) -> std::unique_ptr<::cpmcu::LinearMethod> {   \
-        return std::make_unique<Class>(config);                                             \
-      },                                                                                    \
+#define REGISTER_LINEAR(name, Class)                                                      \
+  static const bool registered_##Class = ::cpmcu::LinearRegistry::instance().add(         \
+      name,                                                                               \
+      [](const ::cpmcu::LinearConfig& config) -> std::unique_ptr<::cpmcu::LinearMethod> { \
+        return std::make_unique<Class>(config);                                           \
+      },                                                                                  \
       __FILE__)

@@ -39,8 +39,8 @@ void Transformer::plan(MemoryPlan& plan, const StepLimits& limits, int max_logit
   hidden_id_ = plan.add_scratch("hidden", max_rows_ * row_bytes, kEmbed, kHead);
   normed_id_ = plan.add_scratch("normed", max_rows_ * row_bytes, kMixer, kMlp + 1);
   head_in_id_ = plan.add_scratch("head_in", max_logit_rows_ * row_bytes, kFinalNorm, kHead);
-  logits_id_ = plan.add_scratch("logits", int64_t{4} * max_logit_rows_ * spec_.vocab_size, kHead,
-                                kSample);
+  logits_id_ =
+      plan.add_scratch("logits", int64_t{4} * max_logit_rows_ * spec_.vocab_size, kHead, kSample);
 }
 
 void Transformer::bind(const Arena& arena) {
@@ -76,8 +76,7 @@ void Transformer::finish_loading(const Context& ctx) {
 Tensor Transformer::forward(const Context& ctx, const Step& step, const KvCache& cache) const {
   const Tensor hidden = hidden_.rows(0, step.rows.num_rows);
   const Tensor normed = normed_.rows(0, step.rows.num_rows);
-  embedding(ctx,
-            {.out = hidden, .table = embed_, .ids = step.ids, .scale = spec_.embed_scale});
+  embedding(ctx, {.out = hidden, .table = embed_, .ids = step.ids, .scale = spec_.embed_scale});
   for (const Sublayer& sublayer : sublayers_) {
     sublayer.norm.forward(ctx, normed, hidden);
     sublayer.block->forward(ctx, step, hidden, normed, cache);

@@ -1,4 +1,5 @@
-// The one forward pass: embed, blocks, norm, head. It walks the spec's blocks and knows none of them.
+// The one forward pass: embed, blocks, norm, head. It walks the spec's blocks and knows none of
+// them.
 #pragma once
 
 #include <memory>

@@ -1,9 +1,9 @@
 // y = alpha * x W^T + beta * y, float32 accumulation, W row-major [N, K].
 //
-// `skinny_gemm` (1..64 rows; more go in blocks of 64): streams W once; the order in which a row's products are added depends
-// on N and K only, so a row's bits are the same whatever the number of rows. `large_gemm`: many
-// rows, cuBLASLt where it was found (one algorithm per N, K, whatever the rows), else skinny_gemm
-// over blocks of 64 rows.
+// `skinny_gemm` (1..64 rows; more go in blocks of 64): streams W once; the order in which a row's
+// products are added depends on N and K only, so a row's bits are the same whatever the number of
+// rows. `large_gemm`: many rows, cuBLASLt where it was found (one algorithm per N, K, whatever the
+// rows), else skinny_gemm over blocks of 64 rows.
 #pragma once
 
 #include "kernels/op.h"
