@@ -20,7 +20,7 @@ PIP = $(PY) -m pip install --quiet --disable-pip-version-check
 SAY = @printf '\033[1m== %s\033[0m\n'
 CPP = find csrc -name '*.cpp' -o -name '*.cu' -o -name '*.h' -o -name '*.cuh'
 
-.PHONY: help demo build test test-gpu asan cuda-compile lint lint-python lint-types lint-cpp format bench stubs clean
+.PHONY: help demo build test test-gpu asan cuda-compile lint lint-python lint-types lint-cpp format bench clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -103,8 +103,6 @@ format: $(DEV)  ## apply ruff and clang-format
 	@ruff check --fix . && ruff format .
 	@$(CPP) | xargs clang-format -i
 
-stubs: build  ## regenerate cpmcu/C.pyi from the built module
-	@$(PY) scripts/generate_stubs.py
 
 clean:  ## remove what was built, but not .venv
 	@rm -rf build dist *.egg-info cpmcu/C.*.so

@@ -43,7 +43,7 @@ class MemoryPlan:
         """{name, offset, bytes, first, last, group} of each buffer; first is -1 for persistent."""
 
 class ModelSpec:
-    """A model as plain data; see csrc/model/spec.h. Made with keyword arguments."""
+    """A model as plain data; see csrc/core/model_spec.h. Made with keyword arguments."""
 
     vocab_size: int
     hidden_size: int
@@ -75,7 +75,7 @@ class RuntimeConfig:
     memory_limit: float  # share of the memory that is free at start
     chunk_length: int  # rows of one prefill step
     max_num_seqs: int  # sequence slots
-    max_model_len: int  # tokens of one sequence; 0: max_position_embeddings
+    max_model_len: int  # tokens of one sequence; 0: max_position_embeddings, or what fits
     cuda_graph: bool
     num_threads: int  # CPU back end; 0: all cores
     cublas_paths: list[str]  # where to look for libcublasLt first

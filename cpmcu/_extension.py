@@ -33,8 +33,8 @@ def load() -> ModuleType:
             + (", or unset CPMCU_EXTENSION_DIR." if chosen else "."),
             name=NAME,
         )
-    # Waiting OpenMP threads sleep: spinning ones starve each other on a busy machine (30 times slower
-    # decoding measured on 2 loaded cores). libgomp reads this once, when it is loaded.
+    # Waiting OpenMP threads sleep: spinning ones starve each other on a busy machine (30 times
+    # slower decoding measured on 2 loaded cores). libgomp reads this once, when it is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     spec = importlib.util.spec_from_file_location(NAME, found[0])
     assert spec is not None and spec.loader is not None  # the suffix is a known one

@@ -1,8 +1,8 @@
-"""python -m cpmcu.bench: how fast a model loads, prefills and decodes, beside what the machine allows.
+"""python -m cpmcu.bench: how fast a model loads, prefills and decodes, beside the machine's limits.
 
-The floor of a decode step is the bytes that it has to read (weights but for the embedding table, and
-the keys and values of its context) over the read bandwidth measured in the same run. Prompts are
-random tokens; times are medians of windows of steps with launches ahead, after a warm-up.
+The floor of a decode step is the bytes that it has to read (weights but for the embedding table,
+and the keys and values of its context) over the read bandwidth measured in the same run. Prompts
+are random tokens; times are medians of windows of steps with launches ahead, after a warm-up.
 """
 
 from __future__ import annotations
@@ -138,9 +138,7 @@ def run(config: EngineConfig, options: BenchOptions) -> dict[str, Any]:
     begin = time.perf_counter()
     loaded = load_model(config.model or str(shipped_model()), config=config)
     load_s = time.perf_counter() - begin
-    weights = sum(
-        row["bytes"] for row in loaded.engine.memory_plan() if row["group"] == "weights"
-    )
+    weights = sum(row["bytes"] for row in loaded.engine.memory_plan() if row["group"] == "weights")
     read_rate = ceilings["read_bytes_per_second"]
     contexts = [int(part) for part in options.contexts.split(",")]
     rows = [measure(loaded.engine, loaded.spec, c, options.decode, read_rate) for c in contexts]

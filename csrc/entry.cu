@@ -9,9 +9,15 @@ void translate(std::exception_ptr pointer) {
     if (pointer) std::rethrow_exception(pointer);
   } catch (const cpmcu::Error& error) {
     switch (error.kind()) {
-      case cpmcu::ErrorKind::kInvalid: PyErr_SetString(PyExc_ValueError, error.what()); break;
-      case cpmcu::ErrorKind::kMemory: PyErr_SetString(PyExc_MemoryError, error.what()); break;
-      case cpmcu::ErrorKind::kRuntime: PyErr_SetString(PyExc_RuntimeError, error.what()); break;
+      case cpmcu::ErrorKind::kInvalid:
+        PyErr_SetString(PyExc_ValueError, error.what());
+        break;
+      case cpmcu::ErrorKind::kMemory:
+        PyErr_SetString(PyExc_MemoryError, error.what());
+        break;
+      case cpmcu::ErrorKind::kRuntime:
+        PyErr_SetString(PyExc_RuntimeError, error.what());
+        break;
     }
   }
 }

@@ -42,7 +42,7 @@ void synchronize(Device device, Stream stream);
 // Device memory. Throws Error(kMemory).
 void* allocate(Device device, int64_t bytes);
 void release(Device device, void* data) noexcept;
-// Page-locked host memory that the device can also write (`mapped`: its address there).
+// Page-locked host memory that the device can also write, at the same address.
 void* allocate_pinned(Device device, int64_t bytes);
 void release_pinned(Device device, void* data) noexcept;
 

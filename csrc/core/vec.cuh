@@ -63,17 +63,21 @@ __device__ __forceinline__ void store(T* p, const Vec<T, kN>& v) {
   *reinterpret_cast<Vec<T, kN>*>(p) = v;
 }
 
-// Calls f(T{}) with the device type of float16 or bfloat16 (the CUDA back end has no float32 models).
+// Calls f(T{}) with the device type of float16 or bfloat16 (the CUDA back end has no float32
+// models).
 template <typename F>
 void dispatch_half(DType dtype, F&& f) {
   switch (dtype) {
-    case DType::kF16: return f(__half{});
-    case DType::kBF16: return f(__nv_bfloat16{});
-    default: break;
+    case DType::kF16:
+      return f(__half{});
+    case DType::kBF16:
+      return f(__nv_bfloat16{});
+    default:
+      break;
   }
-  throw Error(ErrorKind::kInvalid,
-              format("dtype {} is not supported on CUDA; supported are float16, bfloat16",
-                     name_of(dtype)));
+  throw Error(
+      ErrorKind::kInvalid,
+      format("dtype {} is not supported on CUDA; supported are float16, bfloat16", name_of(dtype)));
 }
 
 }  // namespace cpmcu

@@ -1,4 +1,5 @@
-// C.ceilings(device): what the machine can do at best, measured now, for benchmarks to compare with.
+// C.ceilings(device): what the machine can do at best, measured now, for benchmarks to compare
+// with.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -56,11 +57,13 @@ std::map<std::string, double> ceilings(const std::string& device, int index) {
     for (uint32_t& word : noise) word = state = state * 1664525u + 1013904223u;
     const int64_t step = static_cast<int64_t>(4 * noise.size());
     for (int64_t at = 0; at < bytes; at += step) {
-      copy_to_device(ctx.device, static_cast<char*>(memory.data) + at, noise.data(), step, ctx.stream);
+      copy_to_device(ctx.device, static_cast<char*>(memory.data) + at, noise.data(), step,
+                     ctx.stream);
     }
     const StreamReadParams params{.in = Tensor(memory.data, DType::kI32, {bytes / 4}),
                                   .out = Tensor(sums.data, DType::kI32, {kStreamReadBlocks})};
-    rates["read_bytes_per_second"] = rate(ctx, static_cast<double>(bytes), [&] { stream_read(ctx, params); });
+    rates["read_bytes_per_second"] =
+        rate(ctx, static_cast<double>(bytes), [&] { stream_read(ctx, params); });
     const int64_t part = bytes / 4;
     void* pinned = allocate_pinned(ctx.device, part);
     rates["host_to_device_bytes_per_second"] = rate(ctx, static_cast<double>(part), [&] {

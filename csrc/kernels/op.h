@@ -9,20 +9,20 @@
 #include "core/tensor.h"
 
 #ifdef CPMCU_WITH_CUDA
-#define REGISTER_OP(name, Params)                                      \
-  namespace cuda {                                                     \
-  void name(const Context& ctx, const Params& params);                 \
-  }                                                                    \
-  namespace cpu {                                                      \
-  void name(const Context& ctx, const Params& params);                 \
-  }                                                                    \
-  inline void name(const Context& ctx, const Params& params) {         \
+#define REGISTER_OP(name, Params)                                            \
+  namespace cuda {                                                           \
+  void name(const Context& ctx, const Params& params);                       \
+  }                                                                          \
+  namespace cpu {                                                            \
+  void name(const Context& ctx, const Params& params);                       \
+  }                                                                          \
+  inline void name(const Context& ctx, const Params& params) {               \
     ctx.device.is_cuda() ? cuda::name(ctx, params) : cpu::name(ctx, params); \
   }
 #else
-#define REGISTER_OP(name, Params)                                      \
-  namespace cpu {                                                      \
-  void name(const Context& ctx, const Params& params);                 \
-  }                                                                    \
+#define REGISTER_OP(name, Params)                      \
+  namespace cpu {                                      \
+  void name(const Context& ctx, const Params& params); \
+  }                                                    \
   inline void name(const Context& ctx, const Params& params) { cpu::name(ctx, params); }
 #endif

@@ -2,7 +2,8 @@
 // and k, and the write of k and v into the paged cache. q is written back in place.
 //
 // RoPE rotates halves (NeoX style): with a = position * inv_freq[i], c = cos(a) * scaling,
-// s = sin(a) * scaling: (x[i], x[i + D/2]) -> (x[i] c - x[i+D/2] s, x[i+D/2] c + x[i] s), in float32.
+// s = sin(a) * scaling: (x[i], x[i + D/2]) -> (x[i] c - x[i+D/2] s, x[i+D/2] c + x[i] s), in
+// float32.
 #pragma once
 
 #include "kernels/op.h"
@@ -11,18 +12,18 @@
 namespace cpmcu {
 
 struct RotaryKvParams {
-  Tensor qkv;                         // [T, (Hq + 2 Hkv) * D]; q part rewritten in place
-  Tensor bias;                        // [(Hq + 2 Hkv) * D] or empty
-  Tensor q_norm;                      // [D] or empty
-  Tensor k_norm;                      // [D] or empty
+  Tensor qkv;     // [T, (Hq + 2 Hkv) * D]; q part rewritten in place
+  Tensor bias;    // [(Hq + 2 Hkv) * D] or empty
+  Tensor q_norm;  // [D] or empty
+  Tensor k_norm;  // [D] or empty
   float norm_eps = 1e-6f;
-  const float* inv_freq = nullptr;    // [D / 2] on the device
+  const float* inv_freq = nullptr;  // [D / 2] on the device
   float attention_scaling = 1;
-  Tensor k_cache;                     // [pages, Hkv, 64, D]
-  Tensor v_cache;                     // [pages, Hkv, 64, D]
-  int num_heads = 0;                  // Hq
-  int num_kv_heads = 0;               // Hkv
-  int head_dim = 0;                   // D
+  Tensor k_cache;        // [pages, Hkv, 64, D]
+  Tensor v_cache;        // [pages, Hkv, 64, D]
+  int num_heads = 0;     // Hq
+  int num_kv_heads = 0;  // Hkv
+  int head_dim = 0;      // D
   StepRows rows;
 };
 

@@ -39,17 +39,18 @@ struct BeginDecodeParams {
 REGISTER_OP(begin_decode, BeginDecodeParams)
 
 // After a step: lengths[slot] += its rows; where a token was drawn it becomes next_tokens[slot], is
-// counted (if the slot uses penalties), and is published: its result is written (into the ring entry
-// of the old ticket), `*ticket` grows by one, and `*done` is set to the new ticket with system scope.
-// So step n, from 1, leaves its results in entry (n - 1) % ring_size, and the host polls for
+// counted (if the slot uses penalties), and is published: its result is written (into the ring
+// entry of the old ticket), `*ticket` grows by one, and `*done` is set to the new ticket with
+// system scope. So step n, from 1, leaves its results in entry (n - 1) % ring_size, and the host
+// polls for
 // `*done` >= n. logprobs[0] is copied only where the slot asks for logprobs.
 struct FinishStepParams {
   const int* seq_slots = nullptr;      // [B]
   const int* seq_row_begin = nullptr;  // [B + 1]
   int num_seqs = 0;
-  const int* sampled_seqs = nullptr;   // [R] indices into B of the sequences that drew a token
-  int num_sampled = 0;                 // R
-  const int* tokens = nullptr;         // [R]
+  const int* sampled_seqs = nullptr;        // [R] indices into B of the sequences that drew a token
+  int num_sampled = 0;                      // R
+  const int* tokens = nullptr;              // [R]
   const TokenLogprobs* logprobs = nullptr;  // [R]
   const SlotSampling* sampling = nullptr;   // [slots]
   SlotState state;
@@ -80,7 +81,7 @@ struct ResetSlotParams {
   SlotState state;
   const int* ids = nullptr;  // [num_ids] device memory
   int num_ids = 0;
-  int num_prompt = 0;        // the first num_prompt of ids are the prompt
+  int num_prompt = 0;  // the first num_prompt of ids are the prompt
 };
 REGISTER_OP(reset_slot, ResetSlotParams)
 

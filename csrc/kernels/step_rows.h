@@ -37,8 +37,8 @@ struct StepRows {
 #ifdef __CUDACC__
 __host__ __device__
 #endif
-inline int64_t kv_offset(const int* page_table, int max_pages, int slot, int cell, int head,
-                         int num_kv_heads, int head_dim) {
+    inline int64_t kv_offset(const int* page_table, int max_pages, int slot, int cell, int head,
+                             int num_kv_heads, int head_dim) {
   const int64_t page = page_table[static_cast<int64_t>(slot) * max_pages + cell / kPageSize];
   return ((page * num_kv_heads + head) * kPageSize + cell % kPageSize) * head_dim;
 }

@@ -11,8 +11,8 @@ namespace {
 constexpr int kThreads = 512;
 constexpr int kInFlight = 8;
 
-__global__ void __launch_bounds__(kThreads) stream_read_kernel(uint32_t* out, const uint4* in,
-                                                               int64_t count) {
+__global__ void __launch_bounds__(kThreads)
+    stream_read_kernel(uint32_t* out, const uint4* in, int64_t count) {
   ptx::pdl_wait();
   const uint64_t policy = ptx::evict_first_policy();
   const int64_t stride = static_cast<int64_t>(gridDim.x) * kThreads;
@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(kThreads) stream_read_kernel(uint32_t* out, co
 
 void stream_read(const Context& ctx, const StreamReadParams& params) {
   CHECK(params.in.num_bytes() % 16 == 0, "{} bytes, expected a multiple of 16",
-              params.in.num_bytes());
+        params.in.num_bytes());
   fill_bytes(ctx.device, params.out.data(), 0, int64_t{4} * kStreamReadBlocks, ctx.stream);
   launch(ctx, stream_read_kernel, dim3(kStreamReadBlocks), dim3(kThreads), 0,
          params.out.as<uint32_t>(), params.in.as<const uint4>(), params.in.num_bytes() / 16);

@@ -1,5 +1,5 @@
-// out[block] = a checksum of the words that the block read: reads `in` once, as fast as memory gives
-// it. The ceiling that benchmarks compare with.
+// out[block] = a checksum of the words that the block read: reads `in` once, as fast as memory
+// gives it. The ceiling that benchmarks compare with.
 #pragma once
 
 #include "kernels/op.h"

@@ -241,7 +241,15 @@ def write_model(model: CausalLM, tokenizer_dir: Path, destination: Path, card: s
         name: value.detach().to("cpu", torch.bfloat16).contiguous()
         for name, value in model.state_dict().items()
     }
-    generation = {"bos_token_id": BOS_ID, "eos_token_id": [EOS_ID, IM_END_ID], "pad_token_id": 0}
+    generation = {
+        "bos_token_id": BOS_ID,
+        "eos_token_id": [EOS_ID, IM_END_ID],
+        "pad_token_id": 0,
+        "do_sample": True,
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "repetition_penalty": 1.15,
+    }
     with replace_directory(destination) as directory:
         save_file(state, directory / "model.safetensors", metadata={"format": "pt"})
         (directory / "model.safetensors").chmod(0o644)

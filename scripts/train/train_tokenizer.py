@@ -38,7 +38,7 @@ SPLIT_PATTERN = "|".join(
 # ChatML without BOS: the tokenizer's post-processor adds BOS to every encoded text, rendered
 # conversations included, so the template must not print it a second time.
 CHAT_TEMPLATE = (
-    "{% for message in messages %}"
+    "{{ bos_token }}{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"

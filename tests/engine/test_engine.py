@@ -166,7 +166,7 @@ def test_generation_up_to_the_last_cell_and_past_it(directory: Path, device: str
     for _ in range(10):
         engine.decode([slot])
         engine.collect()
-    with pytest.raises(ValueError, match="holds 100 tokens and 1 more .* holds 100 a sequence"):
+    with pytest.raises(ValueError, match=r"holds 100 tokens and 1 more .* holds 100 a sequence"):
         engine.decode([slot])
     with pytest.raises(ValueError, match="101 tokens were asked for, the engine holds 100"):
         engine.reserve(slot, 101)

@@ -1,5 +1,5 @@
-// A quantisation from outside the package: weights in {-1, 0, 1}, four to a byte, one float32 scale per
-// row. Compiled by tests/unit/test_extension_points.py as a plugin; CPU only, obvious, slow.
+// A quantisation from outside the package: weights in {-1, 0, 1}, four to a byte, one float32 scale
+// per row. Compiled by tests/unit/test_extension_points.py as a plugin; CPU only, obvious, slow.
 #include "core/half.h"
 #include "linear/linear.h"
 
@@ -13,11 +13,13 @@ class TernaryLinear : public LinearMethod {
 
   void plan(MemoryPlan& plan, const StepLimits&) override {
     const std::string& name = config_.parts.front().name;
-    packed_id_ = plan.add(name + ".packed", "weights", config_.out_features() * config_.in_features / 4);
+    packed_id_ =
+        plan.add(name + ".packed", "weights", config_.out_features() * config_.in_features / 4);
     scale_id_ = plan.add(name + ".scale", "weights", 4 * config_.out_features());
   }
   void bind(const Arena& arena) override {
-    packed_ = arena.tensor(packed_id_, DType::kU8, {config_.out_features(), config_.in_features / 4});
+    packed_ =
+        arena.tensor(packed_id_, DType::kU8, {config_.out_features(), config_.in_features / 4});
     scale_ = arena.tensor(scale_id_, DType::kF32, {config_.out_features()});
   }
   void list_tensors(WeightTable& table) override {

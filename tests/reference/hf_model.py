@@ -24,6 +24,8 @@ def hf_logits(config: Mapping[str, Any], weights: Mapping[str, Array], ids: Sequ
     }
     keys = {k: v for k, v in config.items() if k not in ("torch_dtype", "model_type")}
     hf_config = classes[config["model_type"]](**keys, attn_implementation="eager")
+    # NOTE: on several threads torch's first call in a process is now and then wrong by 6e-5.
+    torch.set_num_threads(1)
     model = transformers.AutoModelForCausalLM.from_config(hf_config).float().eval()
     state = {name: torch.from_numpy(np.array(array)) for name, array in weights.items()}
     if hf_config.tie_word_embeddings:

@@ -132,5 +132,5 @@ def test_a_broken_plugin_is_an_error(tmp_path: Path) -> None:
     from cpmcu import C
 
     (tmp_path / "broken.so").write_bytes(b"not a library")
-    with pytest.raises(ValueError, match="broken.so cannot be loaded"):
+    with pytest.raises(ValueError, match=r"broken\.so cannot be loaded"):
         C.load_plugin(str(tmp_path / "broken.so"))

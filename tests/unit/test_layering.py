@@ -1,4 +1,4 @@
-"""Includes point one way: entry -> engine -> spec -> model -> layers -> linear -> kernels -> core."""
+"""Includes point one way: from engine over model, layers, linear and kernels down to core."""
 
 from __future__ import annotations
 
@@ -35,12 +35,16 @@ def test_only_ptx_cuh_has_inline_assembly() -> None:
 
 def test_launches_go_through_launch() -> None:
     wrong = [
-        str(source.relative_to(CSRC)) for source in CSRC.rglob("*.cu") if "<<<" in source.read_text()
+        str(source.relative_to(CSRC))
+        for source in CSRC.rglob("*.cu")
+        if "<<<" in source.read_text()
     ]
     assert not wrong
 
 
 def test_every_folder_has_a_readme() -> None:
-    folders = {source.parent for source in CSRC.rglob("*") if source.suffix in (".cpp", ".cu", ".h")}
+    folders = {
+        source.parent for source in CSRC.rglob("*") if source.suffix in (".cpp", ".cu", ".h")
+    }
     missing = [str(folder) for folder in folders if not (folder / "README.md").is_file()]
     assert not missing

@@ -79,9 +79,7 @@ def test_engine_plan_is_sound(chunk_length: int) -> None:
     rows = engine.memory_plan()
     check_plan(rows, max(row["offset"] + row["bytes"] for row in rows))
     weights = sum(row["bytes"] for row in rows if row["group"] == "weights")
-    assert weights == sum(
-        2 * _elements(info.shape) for info in engine.expected_tensors()
-    )
+    assert weights == sum(2 * _elements(info.shape) for info in engine.expected_tensors())
     assert {row["group"] for row in rows} == {"weights", "state", "kv", "scratch"}
 
 

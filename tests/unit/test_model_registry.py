@@ -56,9 +56,9 @@ def test_absurd_architectures(found: object) -> None:
 
 
 def test_registers_from_outside() -> None:
-    register_model("ToyForCausalLM", "ToyForQA")(build_toy)
-    assert registered_models()["ToyForCausalLM"] == __file__
-    family = find_model({"architectures": ["ToyForQA"]})
+    register_model("OutsiderForCausalLM", "OutsiderForQA")(build_toy)
+    assert registered_models()["OutsiderForCausalLM"] == __file__
+    family = find_model({"architectures": ["OutsiderForQA"]})
     fields = family.build(tiny_config("llama"), BuildOptions())
     assert fields.embed_scale == 3.0 and family.names is canonical_names
 
@@ -73,8 +73,8 @@ def test_refuses_a_second_owner() -> None:
 
 
 def test_the_same_function_may_register_again() -> None:
-    register_model("ToyForCausalLM")(build_toy)
-    register_model("ToyForCausalLM")(build_toy)
+    register_model("OutsiderForCausalLM")(build_toy)
+    register_model("OutsiderForCausalLM")(build_toy)
 
 
 def test_needs_a_name() -> None:

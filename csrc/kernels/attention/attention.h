@@ -42,12 +42,13 @@ REGISTER_OP(attention_decode, AttentionParams)
 
 // ---- the fixed splits of attention_decode
 
-// Split i covers cells [split_begin(i), split_begin(i + 1)): 32 splits of 128 cells, then 32 of 512,
-// then of 2048 each, so that short contexts spread over many SMs and long ones need few partials.
+// Split i covers cells [split_begin(i), split_begin(i + 1)): 32 splits of 128 cells, then 32 of
+// 512, then of 2048 each, so that short contexts spread over many SMs and long ones need few
+// partials.
 #ifdef __CUDACC__
 __host__ __device__
 #endif
-constexpr int split_begin(int split) {
+    constexpr int split_begin(int split) {
   if (split <= 32) return split * 128;
   if (split <= 64) return 32 * 128 + (split - 32) * 512;
   return 32 * 128 + 32 * 512 + (split - 64) * 2048;
@@ -56,7 +57,7 @@ constexpr int split_begin(int split) {
 #ifdef __CUDACC__
 __host__ __device__
 #endif
-constexpr int num_splits(int num_cells) {
+    constexpr int num_splits(int num_cells) {
   if (num_cells <= 32 * 128) return (num_cells + 127) / 128;
   if (num_cells <= 32 * 640) return 32 + (num_cells - 32 * 128 + 511) / 512;
   return 64 + (num_cells - 32 * 640 + 2047) / 2048;

@@ -37,13 +37,7 @@ void multiply(const GemmParams& p) {
 }
 
 void gemm(const GemmParams& p) {
-  CHECK(p.x.size(1) == p.w.size(1) && p.y.size(0) == p.x.size(0) && p.y.size(1) == p.w.size(0),
-        "gemm: x is {}, w {}, y {}; expected [M, K], [N, K], [M, N]", p.x.shape_text(),
-        p.w.shape_text(), p.y.shape_text());
-  CHECK(p.x.size(1) % 8 == 0, "gemm: K = {} is not a multiple of 8", p.x.size(1));
-  CHECK(p.w.dtype() == p.x.dtype() && (p.y.dtype() == p.x.dtype() || p.y.dtype() == DType::kF32),
-        "gemm: x is {}, w {}, y {}; w must be as x, y as x or float32", name_of(p.x.dtype()),
-        name_of(p.w.dtype()), name_of(p.y.dtype()));
+  check_gemm(p);
   dispatch_host_dtype(p.x.dtype(), [&](auto t) {
     using T = decltype(t);
     p.y.dtype() == DType::kF32 ? multiply<T, float>(p) : multiply<T, T>(p);

@@ -26,12 +26,12 @@ struct HeuristicResult {
   float waves;
   int reserved[4];
 };
-constexpr int kCompute32F = 68;        // CUBLAS_COMPUTE_32F
-constexpr int kOpTranspose = 1;        // CUBLAS_OP_T
-constexpr int kDescTransA = 3;         // CUBLASLT_MATMUL_DESC_TRANSA
-constexpr int kPrefWorkspace = 1;      // CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES
-constexpr int kPrefReduction = 3;      // CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK
-constexpr int kConfigSplitK = 2;       // CUBLASLT_ALGO_CONFIG_SPLITK_NUM
+constexpr int kCompute32F = 68;    // CUBLAS_COMPUTE_32F
+constexpr int kOpTranspose = 1;    // CUBLAS_OP_T
+constexpr int kDescTransA = 3;     // CUBLASLT_MATMUL_DESC_TRANSA
+constexpr int kPrefWorkspace = 1;  // CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES
+constexpr int kPrefReduction = 3;  // CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK
+constexpr int kConfigSplitK = 2;   // CUBLASLT_ALGO_CONFIG_SPLITK_NUM
 constexpr size_t kWorkspaceBytes = 32 << 20;
 constexpr int kReferenceRows = 2048;
 
@@ -82,10 +82,14 @@ void check(Status status, const char* what) {
 
 int type_of(DType dtype) {
   switch (dtype) {
-    case DType::kF16: return CUDA_R_16F;
-    case DType::kBF16: return CUDA_R_16BF;
-    case DType::kF32: return CUDA_R_32F;
-    default: break;
+    case DType::kF16:
+      return CUDA_R_16F;
+    case DType::kBF16:
+      return CUDA_R_16BF;
+    case DType::kF32:
+      return CUDA_R_32F;
+    default:
+      break;
   }
   throw Error(ErrorKind::kRuntime, format("cuBLASLt is not used with {}", name_of(dtype)));
 }
@@ -165,7 +169,8 @@ CublasLt::CublasLt() : impl_(std::make_unique<Impl>()) {}
 CublasLt::~CublasLt() = default;
 const std::string& CublasLt::path() const { return impl_->path; }
 
-std::unique_ptr<CublasLt> CublasLt::load(const Context& ctx, const std::vector<std::string>& paths) {
+std::unique_ptr<CublasLt> CublasLt::load(const Context& ctx,
+                                         const std::vector<std::string>& paths) {
   if (!ctx.device.is_cuda()) return nullptr;
   std::vector<std::string> names;
   for (const char* soname : {"libcublasLt.so.13", "libcublasLt.so.12"}) {
@@ -206,6 +211,7 @@ void CublasLt::gemm(const Context& ctx, const GemmParams& params) {
 namespace cuda {
 
 void large_gemm(const Context& ctx, const GemmParams& params) {
+  check_gemm(params);
   ctx.cublas != nullptr ? ctx.cublas->gemm(ctx, params) : cuda::skinny_gemm(ctx, params);
 }
 

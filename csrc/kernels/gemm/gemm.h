@@ -1,9 +1,9 @@
 // y = alpha * x W^T + beta * y, float32 accumulation, W row-major [N, K].
 //
-// `skinny_gemm` (1..64 rows; more go in blocks of 64): streams W once; the order in which a row's products are added depends
-// on N and K only, so a row's bits are the same whatever the number of rows. `large_gemm`: many
-// rows, cuBLASLt where it was found (one algorithm per N, K, whatever the rows), else skinny_gemm
-// over blocks of 64 rows.
+// `skinny_gemm` (1..64 rows; more go in blocks of 64): streams W once; the order in which a row's
+// products are added depends on N and K only, so a row's bits are the same whatever the number of
+// rows. `large_gemm`: many rows, cuBLASLt where it was found (one algorithm per N, K, whatever the
+// rows), else skinny_gemm over blocks of 64 rows.
 #pragma once
 
 #include "kernels/op.h"
@@ -19,6 +19,19 @@ struct GemmParams {
   float alpha = 1;
   float beta = 0;  // 0: y is not read
 };
+
+// Both back ends check the same.
+inline void check_gemm(const GemmParams& p) {
+  CHECK(p.x.num_dims() == 2 && p.w.num_dims() == 2 && p.y.num_dims() == 2 &&
+            p.w.size(1) == p.x.size(1) && p.y.size(0) == p.x.size(0) && p.y.size(1) == p.w.size(0),
+        "gemm: y {} = x {} times w {}^T does not fit", p.y.shape_text(), p.x.shape_text(),
+        p.w.shape_text());
+  CHECK(p.x.size(1) % 8 == 0, "gemm: K is {}, expected a multiple of 8", p.x.size(1));
+  CHECK(is_floating(p.x.dtype()) && p.w.dtype() == p.x.dtype() &&
+            (p.y.dtype() == p.x.dtype() || p.y.dtype() == DType::kF32),
+        "gemm: y is {}, x {}, w {}; expected one floating dtype, y may be float32",
+        name_of(p.y.dtype()), name_of(p.x.dtype()), name_of(p.w.dtype()));
+}
 
 REGISTER_OP(skinny_gemm, GemmParams)
 REGISTER_OP(large_gemm, GemmParams)

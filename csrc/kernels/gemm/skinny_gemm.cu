@@ -1,8 +1,9 @@
 // y [M, N] = alpha * x [M, K] W [N, K]^T + beta * y for 1 to 64 rows.
 //
-// Roofline: W is read once, 2 N K bytes; at 3 TB/s a 4096 x 4096 matrix takes 11 us. Everything else
-// (x, y, the products) hides behind that stream as long as enough of it is in flight: about 40 KB
-// per SM. So weights go straight from memory into mma fragments, 16 bytes a load, no shared memory.
+// Roofline: W is read once, 2 N K bytes; at 3 TB/s a 4096 x 4096 matrix takes 11 us. Everything
+// else (x, y, the products) hides behind that stream as long as enough of it is in flight: about 40
+// KB per SM. So weights go straight from memory into mma fragments, 16 bytes a load, no shared
+// memory.
 //
 // The surprising decision: the fragments are "wrong" and it does not matter. A lane loads 8
 // consecutive k of its row, and feeds them to mma.m16n8k16 as if they were the k that the fragment
@@ -76,7 +77,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) skinny_gemm_kernel(const
       }
     }
   };
-  const auto load_rows = [&](uint4 (&fragment)[2], int group, int k0) {
+  const auto load_rows = [&](uint4(&fragment)[2], int group, int k0) {
     const T* from = x_lane + group * stride + k0;
     const bool valid = group * 8 + g < args.m;
 #pragma unroll
@@ -181,15 +182,8 @@ void skinny_block(const Context& ctx, const Args& args) {
 }  // namespace
 
 void skinny_gemm(const Context& ctx, const GemmParams& params) {
+  check_gemm(params);
   const int64_t m = params.x.size(0), k = params.x.size(1), n = params.w.size(0);
-  CHECK(params.w.size(1) == k && params.y.size(0) == m && params.y.size(1) == n,
-              "y {} = x {} w {}^T", params.y.shape_text(), params.x.shape_text(),
-              params.w.shape_text());
-  CHECK(k % 8 == 0, "K is {}, expected a multiple of 8", k);
-  CHECK(params.w.dtype() == params.x.dtype() &&
-                  (params.y.dtype() == params.x.dtype() || params.y.dtype() == DType::kF32),
-              "y {}, x {}, w {}", name_of(params.y.dtype()), name_of(params.x.dtype()),
-              name_of(params.w.dtype()));
   for (int64_t row = 0; row < m; row += kMaxSkinnyRows) {
     const int64_t rows = std::min<int64_t>(kMaxSkinnyRows, m - row);
     const Args args{.y = params.y.rows(row, rows).data(),

@@ -1,0 +1,146 @@
+"""The documents say what is: links, paths and flags exist, and the programs in them run."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cpmcu.bench import BenchOptions
+from cpmcu.cli import make_parser
+from cpmcu.config import EngineConfig
+from cpmcu.flags import FlagParser, add_flags
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+every_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+
+_FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_SPAN = re.compile(r"`([^`\n]+)`")
+_LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+_PATH = re.compile(r"[\w.*-]+(/[\w.*-]+)*/?")
+
+
+def blocks(document: Path, language: str) -> list[str]:
+    """The fenced blocks of one language."""
+    return [body for found, body in _FENCE.findall(document.read_text()) if found == language]
+
+
+def spans(document: Path) -> list[str]:
+    """What stands in single backticks outside fenced blocks."""
+    return _SPAN.findall(_FENCE.sub("", document.read_text()))
+
+
+def anchors(document: Path) -> set[str]:
+    """The anchors that GitHub makes of the headings."""
+    headings = re.findall(r"^#+ (.+)$", _FENCE.sub("", document.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@every_document
+def test_code_spans_end_on_their_line(document: Path) -> None:
+    lines = _FENCE.sub("", document.read_text()).splitlines()
+    assert not [line for line in lines if line.count("`") % 2]
+
+
+@every_document
+def test_links_lead_somewhere(document: Path) -> None:
+    broken = []
+    for link in _LINK.findall(_FENCE.sub("", document.read_text())):
+        if re.match(r"\w+:", link):
+            continue
+        name, _, anchor = link.partition("#")
+        target = (document.parent / name) if name else document
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            broken.append(link)
+    assert not broken
+
+
+@every_document
+def test_paths_exist(document: Path) -> None:
+    named = [s for s in spans(document) if "/" in s and _PATH.fullmatch(s)]
+    assert not [path for path in named if not any(ROOT.glob(path.rstrip("/")))]
+
+
+def flags_of(parser: argparse.ArgumentParser) -> set[str]:
+    """The flags that the help lists."""
+    shown = [action for action in parser._actions if action.help != argparse.SUPPRESS]
+    return {flag for action in shown for flag in action.option_strings}
+
+
+def bench_parser() -> FlagParser:
+    """As `cpmcu.bench.main` makes it."""
+    parser = FlagParser()
+    add_flags(parser, EngineConfig, "engine")
+    add_flags(parser, BenchOptions, "benchmark")
+    return parser
+
+
+PARSERS = {"cpmcu.cli": make_parser, "cpmcu.bench": bench_parser}
+
+
+def commands(document: Path) -> list[list[str]]:
+    """The words of each `python -m cpmcu...` in backticks or in a shell block."""
+    lines = [line for body in blocks(document, "bash") for line in body.splitlines()]
+    words = [
+        shlex.split(text, comments=True) for text in [*lines, *spans(document)] if "-m" in text
+    ]
+    return [each[2:] for each in words if each[:2] == ["python", "-m"]]
+
+
+@every_document
+def test_commands_are_accepted(document: Path) -> None:
+    for program, *arguments in commands(document):
+        assert program in PARSERS
+        parser = PARSERS[program]()
+        parser.parse_args(arguments)  # exits, and says why, if it does not like them
+        given = {word.partition("=")[0] for word in arguments if word.startswith("--")}
+        assert given <= flags_of(parser)
+
+
+@every_document
+def test_flags_exist(document: Path) -> None:
+    known = flags_of(make_parser()) | flags_of(bench_parser())
+    named = {word for span in spans(document) for word in span.split() if word.startswith("--")}
+    assert named <= known
+
+
+def run_python(document: Path, folder: Path) -> str:
+    """Runs all Python blocks of a document as one program in `folder`; returns its output."""
+    program = folder / f"{document.stem}.py"
+    program.write_text("\n\n".join(blocks(document, "python")))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, program.name],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/adding_model.md"])
+def test_programs_run(name: str, tmp_path: Path) -> None:
+    assert run_python(ROOT / name, tmp_path).strip()
+
+
+def test_quantisation_example_runs(tmp_path: Path) -> None:
+    document = ROOT / "docs" / "adding_quant.md"
+    (source,) = blocks(document, "cpp")
+    (command,) = blocks(document, "bash")
+    if shutil.which("g++") is None:
+        pytest.skip("no C++ compiler")
+    (tmp_path / "int8_rows.cpp").write_text(source)
+    (tmp_path / "csrc").symlink_to(ROOT / "csrc")
+    subprocess.run(shlex.split(command), cwd=tmp_path, check=True)
+    assert "largest error" in run_python(document, tmp_path)
