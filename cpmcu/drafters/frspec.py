@@ -89,12 +89,14 @@ def _from_numpy(file: Path, num_tokens: int, vocab_size: int) -> Ids:
         raise ValueError(
             f"{file}: has shape {list(values.shape)} of {values.dtype}, expected a list of integers"
         )
-    values = values.astype(np.int64)
-    if len(values) != vocab_size and (num_tokens == 0 or len(values) == num_tokens):
-        return values
-    if len(values) != vocab_size:
+    numbers: Ids = values.astype(np.int64)
+    if file.name == COUNTS_FILE and len(numbers) < vocab_size:  # a vocabulary that was padded
+        numbers = np.pad(numbers, (0, vocab_size - len(numbers)))
+    if len(numbers) != vocab_size and (num_tokens == 0 or len(numbers) == num_tokens):
+        return numbers
+    if len(numbers) != vocab_size:
         raise ValueError(
-            f"{file}: has {len(values)} numbers, expected counts of the {vocab_size} tokens or "
+            f"{file}: has {len(numbers)} numbers, expected counts of the {vocab_size} tokens or "
             f"{num_tokens} ids"
         )
     if not 0 < num_tokens <= vocab_size:
@@ -102,7 +104,7 @@ def _from_numpy(file: Path, num_tokens: int, vocab_size: int) -> Ids:
             f"frspec_vocab_size is {num_tokens}, but must be 1 to {vocab_size} with the counts in "
             f"{file}"
         )
-    return most_frequent(values, num_tokens)
+    return most_frequent(numbers, num_tokens)
 
 
 def _from_torch(file: Path) -> Ids:

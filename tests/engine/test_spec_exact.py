@@ -1,0 +1,379 @@
+"""Speculation changes no token: any drafter, tree, chunk length and sampling, greedy or seeded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.harness import DEVICES, random_ids
+from tests.reference.engines import extension_or_skip
+from tests.reference.tiny_checkpoints import TinyCheckpoint, write_tiny
+from tests.reference.tiny_drafts import KINDS, write_draft
+
+extension_or_skip()
+
+VOCAB = 160
+CONTEXT = 512
+PAGE = 64
+
+SAMPLINGS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "seeded": {"temperature": 0.8, "top_p": 0.9, "seed": 12345},
+    "all": {
+        "temperature": 0.8,
+        "top_p": 0.9,
+        "top_k": 50,
+        "min_p": 0.01,
+        "seed": 7,
+        "repetition_penalty": 1.2,
+        "presence_penalty": 0.3,
+        "frequency_penalty": 0.4,
+        "logit_bias": [(5, 2.0), (9, -3.0)],
+    },
+    "penalised": {"frequency_penalty": 0.7, "repetition_penalty": 1.3},
+}
+TREES: dict[str, dict[str, int]] = {
+    "chain": {"spec_num_iter": 4, "spec_topk_per_iter": 1, "spec_tree_size": 5},
+    "root": {"spec_num_iter": 1, "spec_topk_per_iter": 1, "spec_tree_size": 1},
+    "narrow": {"spec_num_iter": 3, "spec_topk_per_iter": 4, "spec_tree_size": 12},
+    "wide": {"spec_num_iter": 4, "spec_topk_per_iter": 8, "spec_tree_size": 33},
+    "full": {"spec_num_iter": 5, "spec_topk_per_iter": 10, "spec_tree_size": 64},
+}
+DRAFTS = [*KINDS, "ngram"]
+
+
+@pytest.fixture(scope="module", params=DEVICES)
+def device(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+class Models:
+    """Targets, drafts and the engines made of them, on one device."""
+
+    def __init__(self, root: Path, device: str) -> None:
+        self.root, self.device = root, device
+        self.dtype = "bfloat16" if device == "cuda" else "float32"
+        self.expected: dict[Any, list[int]] = {}
+        self._targets: dict[str, TinyCheckpoint] = {}
+        self._plain: dict[str, Any] = {}
+
+    def target(self, family: str) -> TinyCheckpoint:
+        if family not in self._targets:
+            self._targets[family] = write_tiny(
+                self.root / family,
+                family,
+                dtype=self.dtype,
+                vocab_size=VOCAB,
+                num_hidden_layers=3,
+                head_dim=64,
+                max_position_embeddings=CONTEXT,
+            )
+        return self._targets[family]
+
+    def draft(self, kind: str, family: str) -> Path:
+        directory = self.root / f"{family}-{kind}"
+        if not directory.is_dir():
+            write_draft(directory, kind, self.target(family), dtype=self.dtype)
+        return directory
+
+    def engine(self, family: str, speculation: dict[str, Any] | None, **config: Any) -> Any:
+        from cpmcu.config import EngineConfig, SpeculativeConfig
+        from cpmcu.loading.loader import load_model
+
+        target = self.target(family).directory
+        speculation = {"no_speculation": True} if speculation is None else speculation
+        config = {"max_num_seqs": 1, "chunk_length": 128, "num_threads": 2, **config}
+        return load_model(
+            str(target),
+            config=EngineConfig(
+                device=self.device,
+                memory_limit=0.2,
+                speculative_config=SpeculativeConfig(**speculation),
+                **config,
+            ),
+        ).engine
+
+    def drafted(self, kind: str, family: str, tree: dict[str, int], **config: Any) -> Any:
+        if kind == "ngram":
+            tree = {"spec_num_iter": tree["spec_num_iter"]}
+            return self.engine(family, {"method": "ngram", **tree}, **config)
+        draft = str(self.draft(kind, family))
+        return self.engine(family, {"draft_model_path": draft, **tree}, **config)
+
+    def plain(self, family: str, ids: list[int], count: int, **fields: Any) -> list[int]:
+        """What the target says without a drafter."""
+        key = (family, tuple(ids), repr(fields))
+        known = self.expected.get(key, [])
+        if len(known) < count:
+            if family not in self._plain:
+                self._plain[family] = self.engine(family, None)
+            known = self.expected[key] = Drive(self._plain[family]).one(ids, count, **fields)
+        return known[:count]
+
+
+class Drive:
+    """Runs sequences to their ends on an engine, as the runner does."""
+
+    def __init__(self, engine: Any, ahead: int = 1) -> None:
+        self.engine, self.ahead = engine, ahead
+        self.emitted: list[int] = []  # tokens of each decode step of the last sequence
+
+    def start(self, ids: list[int], chunk: int = 0, **fields: Any) -> tuple[int, int]:
+        from cpmcu import C
+
+        engine = self.engine
+        slot = engine.add_sequence(C.SamplingConfig(**fields), ids)
+        assert engine.reserve(slot, len(ids))
+        chunk = chunk or engine.chunk_length
+        outputs = []
+        for begin in range(0, len(ids), chunk):
+            engine.prefill([(slot, ids[begin : begin + chunk], begin + chunk >= len(ids))])
+            outputs = engine.collect()
+        return slot, outputs[0].tokens[0]
+
+    def one(self, ids: list[int], count: int, chunk: int = 0, **fields: Any) -> list[int]:
+        """`count` tokens, or fewer if the device ends the sequence at a stop id."""
+        engine = self.engine
+        fields = {"max_tokens": count, **fields}
+        slot, first = self.start(ids, chunk, **fields)
+        tokens, finished, in_flight, self.emitted = [first], count == 1, 0, []
+        while not finished and len(tokens) < count:
+            while in_flight < self.ahead:
+                wanted = len(ids) + len(tokens) + (in_flight + 1) * engine.tokens_per_step
+                if in_flight and len(tokens) + in_flight >= count:
+                    break
+                assert engine.reserve(slot, min(wanted, engine.max_model_len))
+                engine.decode([slot])
+                in_flight += 1
+            (output,) = engine.collect()
+            in_flight -= 1
+            tokens += output.tokens
+            self.emitted.append(len(output.tokens))
+            finished = output.finished
+        engine.release(slot)
+        while engine.in_flight():
+            assert engine.collect() == []
+        return tokens
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory, device: str) -> Models:
+    return Models(tmp_path_factory.mktemp("spec"), device)
+
+
+def family_of(kind: str) -> str:
+    return "minicpm" if kind.startswith("minicpm") else "llama"
+
+
+PROMPTS = [random_ids(length, VOCAB, seed=length) for length in (1, 2, 63, 64, 65, 130, 200)]
+
+
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("kind", DRAFTS)
+def test_same_tokens(models: Models, kind: str, tree: str) -> None:
+    family = family_of(kind)
+    drive = Drive(models.drafted(kind, family, TREES[tree]), ahead=2)
+    names = list(SAMPLINGS)
+    for i, ids in enumerate(PROMPTS):
+        name = names[(i + list(TREES).index(tree)) % len(names)]
+        fields = SAMPLINGS[name]
+        got = drive.one(ids, 66, **fields)
+        assert got == models.plain(family, ids, 66, **fields), (len(ids), name)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 65])
+@pytest.mark.parametrize("kind", DRAFTS)
+def test_chunks(models: Models, kind: str, chunk: int) -> None:
+    family = family_of(kind)
+    drive = Drive(models.drafted(kind, family, TREES["narrow"]))
+    for ids in (PROMPTS[3], PROMPTS[5]):
+        runs = []
+        for length in (chunk, 0):
+            tokens = drive.one(ids, 30, length, **SAMPLINGS["seeded"])
+            assert tokens == models.plain(family, ids, 30, **SAMPLINGS["seeded"])
+            runs.append(drive.emitted)
+        assert runs[0] == runs[1]  # the drafter saw the same
+
+
+@pytest.mark.parametrize("tree", ["chain", "full"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "minicpm"])
+def test_the_target_as_its_own_draft_is_right(models: Models, family: str, tree: str) -> None:
+    """A chain always and wholly; the best token of a tree's first level is always in the tree."""
+    drive = Drive(models.drafted("itself", family, TREES[tree]))
+    for ids in PROMPTS:
+        assert drive.one(ids, 61) == models.plain(family, ids, 61)
+        if tree == "chain":
+            assert drive.emitted == [5] * 12
+        else:
+            assert min(drive.emitted[:-1]) >= 2
+
+
+def test_a_noisy_draft_is_sometimes_right(models: Models) -> None:
+    drive = Drive(models.drafted("noisy", "llama", TREES["wide"]))
+    seen: set[int] = set()
+    for ids in PROMPTS:
+        for name in ("greedy", "seeded"):
+            drive.one(ids, 70, **SAMPLINGS[name])
+            seen |= set(drive.emitted[:-1])
+    assert {1, 2, 3} <= seen
+
+
+@pytest.mark.parametrize("kind", ["itself", "noisy", "eagle", "ngram"])
+def test_stop_inside_a_run(models: Models, kind: str) -> None:
+    drive = Drive(models.drafted(kind, "llama", TREES["wide"]), ahead=2)
+    for ids in PROMPTS[:4]:
+        expected = models.plain("llama", ids, 40)
+        for at in range(1, 14):
+            stop = expected[at]
+            if stop == expected[0]:  # the first token is the host's
+                continue
+            end = expected.index(stop) + 1
+            assert (
+                drive.one(ids, 40, stop_ids=[159, stop] if stop != 159 else [stop])
+                == (expected[: min(end, _first(expected, 159))])
+            )
+
+
+def _first(tokens: list[int], token: int) -> int:
+    return tokens[1:].index(token) + 2 if token in tokens[1:] else len(tokens)
+
+
+@pytest.mark.parametrize("kind", ["itself", "eagle3"])
+def test_limit_inside_a_run(models: Models, kind: str) -> None:
+    drive = Drive(models.drafted(kind, "llama", TREES["wide"]), ahead=2)
+    ids = PROMPTS[2]
+    for count in range(1, 14):
+        assert drive.one(ids, count) == models.plain("llama", ids, count)
+
+
+@pytest.mark.parametrize("kind", DRAFTS)
+@pytest.mark.parametrize("length", [CONTEXT - 9, CONTEXT - 2, CONTEXT - 1])
+def test_the_context_ends_inside_a_tree(models: Models, kind: str, length: int) -> None:
+    family = family_of(kind)
+    ids = random_ids(length, VOCAB, seed=length)
+    drive = Drive(models.drafted(kind, family, TREES["full"]), ahead=2)
+    assert drive.engine.max_model_len == CONTEXT
+    assert drive.one(ids, CONTEXT - length) == models.plain(family, ids, CONTEXT - length)
+
+
+@pytest.mark.parametrize("kind", DRAFTS)
+@pytest.mark.parametrize("name", ["greedy", "all"])
+def test_several_sequences(models: Models, kind: str, name: str) -> None:
+    from cpmcu import C
+
+    family, fields = family_of(kind), SAMPLINGS[name]
+    engine = models.drafted(kind, family, TREES["narrow"], max_num_seqs=4)
+    drive = Drive(engine)
+    prompts = [PROMPTS[i] for i in (5, 0, 3, 6)]
+    counts = [30, 45, 10, 60]
+    slots, tokens = [], []
+    for ids, count in zip(prompts[:2], counts[:2]):
+        slot, first = drive.start(ids, **fields, max_tokens=count)
+        slots.append(slot), tokens.append([first])
+    # Two prompts in one step.
+    for ids, count in zip(prompts[2:], counts[2:]):
+        slot = engine.add_sequence(C.SamplingConfig(**fields, max_tokens=count), ids)
+        assert engine.reserve(slot, len(ids))
+        slots.append(slot), tokens.append([])
+    engine.prefill([(slots[2], prompts[2], True), (slots[3], prompts[3][:60], False)])
+    tokens[2] += engine.collect()[0].tokens
+    engine.prefill([(slots[3], prompts[3][60:180], False)])
+    assert engine.collect() == []
+    engine.prefill([(slots[3], prompts[3][180:], True)])
+    tokens[3] += engine.collect()[0].tokens
+    running = list(range(4))
+    while running:
+        for i in running:
+            wanted = len(prompts[i]) + len(tokens[i]) + engine.tokens_per_step
+            assert engine.reserve(slots[i], min(wanted, CONTEXT))
+        engine.decode([slots[i] for i in running])
+        for output in engine.collect():
+            i = slots.index(output.slot)
+            tokens[i] += output.tokens
+            assert output.finished == (len(tokens[i]) == counts[i])
+        running = [i for i in running if len(tokens[i]) < counts[i]]
+    for ids, count, got in zip(prompts, counts, tokens):
+        assert got == models.plain(family, ids, count, **fields)
+
+
+def test_a_slot_that_ended_emits_nothing_more(models: Models) -> None:
+    engine = models.drafted("itself", "llama", TREES["chain"])
+    slot, _ = Drive(engine).start(PROMPTS[1], max_tokens=4)
+    assert engine.reserve(slot, 60)
+    engine.decode([slot])
+    engine.decode([slot])
+    (first,), (second,) = engine.collect(), engine.collect()
+    assert len(first.tokens) == 3 and first.finished
+    assert second.tokens == [] and second.finished
+    engine.release(slot)
+
+
+def test_logprobs_are_those_of_plain_decoding(models: Models) -> None:
+    plain = models.engine("llama", None)
+    drafted = models.drafted("noisy", "llama", TREES["wide"])
+    results = []
+    for engine in (plain, drafted):
+        fields = {**SAMPLINGS["all"], "logprobs": 3}
+        slot, first = Drive(engine).start(PROMPTS[4], max_tokens=40, **fields)
+        tokens, logprobs, tops = [first], [], []
+        while len(tokens) < 40:
+            engine.reserve(slot, len(PROMPTS[4]) + len(tokens) + engine.tokens_per_step)
+            engine.decode([slot])
+            (output,) = engine.collect()
+            assert len(output.logprobs) == len(output.top_ids) == len(output.tokens)
+            tokens += output.tokens
+            logprobs += output.logprobs
+            tops += output.top_ids
+        engine.release(slot)
+        results.append((tokens, logprobs, tops))
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("kind", ["eagle", "minicpm_eagle_hf", "eagle3_shared"])
+def test_frspec(models: Models, kind: str) -> None:
+    import numpy as np
+
+    family = family_of(kind)
+    path = models.root / "frequent.npy"
+    np.save(path, np.arange(2, VOCAB, 3))
+    draft = str(models.draft(kind, family))
+    speculation = {"draft_model_path": draft, "frspec_path": str(path), **TREES["wide"]}
+    drive = Drive(models.engine(family, speculation))
+    for ids in PROMPTS[:4]:
+        assert drive.one(ids, 40) == models.plain(family, ids, 40)
+
+
+@pytest.mark.parametrize("window", [1, 16, 64])
+def test_draft_window(models: Models, window: int) -> None:
+    draft = str(models.draft("eagle", "llama"))
+    speculation = {"draft_model_path": draft, "spec_window_size": window, **TREES["narrow"]}
+    drive = Drive(models.engine("llama", speculation))
+    for ids in PROMPTS:
+        assert drive.one(ids, 40) == models.plain("llama", ids, 40)
+
+
+def test_a_slot_used_again_forgets(models: Models) -> None:
+    drive = Drive(models.drafted("itself", "llama", TREES["narrow"]), ahead=2)
+    first = drive.one(PROMPTS[6], 40), drive.emitted
+    drive.one(PROMPTS[2], 50)
+    assert (drive.one(PROMPTS[6], 40), drive.emitted) == first
+
+
+def test_a_resumed_sequence_goes_on(models: Models) -> None:
+    from cpmcu import C
+
+    engine = models.drafted("noisy", "llama", TREES["narrow"])
+    ids, fields = PROMPTS[4], SAMPLINGS["all"]
+    expected = models.plain("llama", ids, 60, **fields)
+    slot = engine.add_sequence(C.SamplingConfig(**fields), ids, expected[:20])
+    assert engine.reserve(slot, len(ids) + 60)
+    engine.prefill([(slot, ids + expected[:20], True)])
+    tokens = expected[:20] + engine.collect()[0].tokens
+    while len(tokens) < 60:
+        engine.reserve(slot, len(ids) + len(tokens) + engine.tokens_per_step)
+        engine.decode([slot])
+        tokens += engine.collect()[0].tokens
+    engine.release(slot)
+    assert tokens[:60] == expected
