@@ -12,6 +12,14 @@ files, and a model with fewer layers has the same first layers.
 Tensors are made one at a time, with torch on a GPU where there is one and with numpy otherwise,
 and stream to disk: an 8B model never lies in memory as a whole.
 
+Presets whose names end in -eagle or -eagle3 are draft heads; beside their weights lies
+token_counts.npy, counts of tokens as of natural text, from which FR-Spec takes the most frequent.
+
+    python scripts/synthetic_checkpoint.py --preset minicpm4-8b --planted 0.8 \\
+        --out DIR --draft-out DIR2
+
+writes a target and a draft of it whose acceptance is known (see "planted pairs" below).
+
 To add a model, add a row to PRESETS. To add another kind of tensor, write a Fill.
 """
 
@@ -27,7 +35,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -48,7 +56,7 @@ TOKENIZER_FILES = (
     "merges.txt",
 )
 DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
-ITEM_SIZE = {"BF16": 2, "F16": 2, "F32": 4, "I32": 4, "I64": 8}
+ITEM_SIZE = {"BF16": 2, "F16": 2, "F32": 4, "I32": 4, "I64": 8, "BOOL": 1}
 CHUNK = 1 << 24  # elements made at a time
 
 
@@ -59,6 +67,11 @@ class Source(Protocol):
     """Makes the bytes of one tensor, in chunks, from a seed."""
 
     def normal(self, seed: int, count: int, mean: float, std: float, dtype: str) -> Iterator: ...
+
+    # Row i is `scale` times number index[i] of the `count` unit vectors that the seed makes.
+    def vectors(
+        self, seed: int, count: int, index: np.ndarray, columns: int, scale: float, dtype: str
+    ) -> Iterator: ...
 
 
 class NumpySource:
@@ -72,11 +85,16 @@ class NumpySource:
             values = rng.standard_normal(min(CHUNK, count - begin), dtype=np.float32)
             values *= np.float32(std)
             values += np.float32(mean)
-            if dtype == "BF16":
-                values = round_to_bfloat16(values)
-            elif dtype == "F16":
-                values = values.astype(np.float16)
-            yield values
+            yield encode(values, dtype)
+
+    def vectors(
+        self, seed: int, count: int, index: np.ndarray, columns: int, scale: float, dtype: str
+    ) -> Iterator[np.ndarray]:
+        rng = np.random.default_rng(seed)
+        table = rng.standard_normal((count, columns), dtype=np.float32)
+        table *= np.float32(scale) / np.linalg.norm(table, axis=1, keepdims=True)
+        for begin in range(0, index.size, step := max(1, CHUNK // columns)):
+            yield encode(table[index[begin : begin + step]].ravel(), dtype)
 
 
 class TorchSource:
@@ -100,11 +118,35 @@ class TorchSource:
             size = min(CHUNK, count - begin)
             values = torch.empty(size, dtype=torch.float32, device=self.device)
             values.normal_(mean, std, generator=generator)
-            data = values.to(kind).view(torch.uint8)
-            if self.host is None:
-                self.host = torch.empty(CHUNK * 4, dtype=torch.uint8, pin_memory=True)
-            self.host[: data.numel()].copy_(data)
-            yield memoryview(self.host.numpy())[: data.numel()]
+            yield self.staged(values.to(kind))
+
+    def vectors(
+        self, seed: int, count: int, index: np.ndarray, columns: int, scale: float, dtype: str
+    ) -> Iterator[memoryview]:
+        torch = self.torch
+        kind = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}[dtype]
+        generator = torch.Generator(self.device).manual_seed(seed)
+        table = torch.empty((count, columns), dtype=torch.float32, device=self.device)
+        table.normal_(generator=generator)
+        table *= scale / table.norm(dim=1, keepdim=True)
+        rows = torch.from_numpy(index).to(self.device)
+        for begin in range(0, index.size, step := max(1, CHUNK // columns)):
+            yield self.staged(table[rows[begin : begin + step]].to(kind).flatten())
+
+    def staged(self, values: Any) -> memoryview:
+        """The bytes of a tensor on the GPU; valid until the next call."""
+        data = values.view(self.torch.uint8)
+        if self.host is None:
+            self.host = self.torch.empty(CHUNK * 4, dtype=self.torch.uint8, pin_memory=True)
+        self.host[: data.numel()].copy_(data)
+        return memoryview(self.host.numpy())[: data.numel()]
+
+
+def encode(values: np.ndarray, dtype: str) -> np.ndarray:
+    """fp32 values as they are stored."""
+    if dtype == "BF16":
+        return round_to_bfloat16(values)
+    return values.astype(np.float16) if dtype == "F16" else values
 
 
 def round_to_bfloat16(values: np.ndarray) -> np.ndarray:
@@ -140,6 +182,25 @@ def normal(std: float, mean: float = 0.0) -> Fill:
     return fill
 
 
+def stored(values: np.ndarray) -> Fill:
+    """Exactly these values, whose type is the file's."""
+
+    def fill(source: Source, seed: int, count: int, dtype: str) -> Iterable:
+        yield np.ascontiguousarray(values).reshape(-1)
+
+    return fill
+
+
+def vectors(seed: int, index: np.ndarray, config: Config, scale: float) -> Fill:
+    """Row i is `scale` times number index[i] of a table of unit vectors, one for each token."""
+    size, columns, table = config["vocab_size"], config["hidden_size"], tensor_seed(seed, "planted")
+
+    def fill(source: Source, seed: int, count: int, dtype: str) -> Iterable:
+        return source.vectors(table, size, index, columns, scale, dtype)
+
+    return fill
+
+
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
     name: str
@@ -161,14 +222,34 @@ def norm(name: str, size: int) -> TensorSpec:
     return TensorSpec(name, (size,), normal(0.05, mean=1.0))
 
 
+def attention_tensors(
+    config: Config, prefix: str, columns: int, branch: float
+) -> Iterator[TensorSpec]:
+    """Projections of attention over inputs of `columns`."""
+    hidden, kind = config["hidden_size"], config["model_type"]
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    head_dim = config.get("head_dim") or hidden // heads
+    for name, rows in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
+        yield matrix(f"{prefix}{name}_proj.weight", rows * head_dim, columns)
+        if kind == "qwen2":
+            yield TensorSpec(f"{prefix}{name}_proj.bias", (rows * head_dim,), normal(0.1))
+    if kind == "qwen3":
+        yield norm(f"{prefix}q_norm.weight", head_dim)
+        yield norm(f"{prefix}k_norm.weight", head_dim)
+    yield matrix(f"{prefix}o_proj.weight", hidden, heads * head_dim, branch)
+
+
+def mlp_tensors(config: Config, prefix: str, branch: float) -> Iterator[TensorSpec]:
+    hidden, intermediate = config["hidden_size"], config["intermediate_size"]
+    yield matrix(f"{prefix}gate_proj.weight", intermediate, hidden)
+    yield matrix(f"{prefix}up_proj.weight", intermediate, hidden)
+    yield matrix(f"{prefix}down_proj.weight", hidden, intermediate, branch)
+
+
 def decoder_tensors(config: Config) -> Iterator[TensorSpec]:
     """The tensors of a dense Llama, MiniCPM, Qwen2 or Qwen3 model, in forward order."""
     hidden, vocab = config["hidden_size"], config["vocab_size"]
-    layers, intermediate = config["num_hidden_layers"], config["intermediate_size"]
-    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    head_dim = config.get("head_dim") or hidden // heads
-    kind = config["model_type"]
-
+    layers = config["num_hidden_layers"]
     scale_emb = config.get("scale_emb", 1.0)
     tied = config["tie_word_embeddings"]
     # A tied table is also the head: without a scale on its input it must be small.
@@ -181,24 +262,77 @@ def decoder_tensors(config: Config) -> Iterator[TensorSpec]:
     for index in range(layers):
         prefix = f"model.layers.{index}."
         yield norm(f"{prefix}input_layernorm.weight", hidden)
-        attention = f"{prefix}self_attn."
-        for name, rows in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
-            yield matrix(f"{attention}{name}_proj.weight", rows * head_dim, hidden)
-            if kind == "qwen2":
-                yield TensorSpec(f"{attention}{name}_proj.bias", (rows * head_dim,), normal(0.1))
-        if kind == "qwen3":
-            yield norm(f"{attention}q_norm.weight", head_dim)
-            yield norm(f"{attention}k_norm.weight", head_dim)
-        yield matrix(f"{attention}o_proj.weight", hidden, heads * head_dim, branch)
+        yield from attention_tensors(config, f"{prefix}self_attn.", hidden, branch)
         yield norm(f"{prefix}post_attention_layernorm.weight", hidden)
-        yield matrix(f"{prefix}mlp.gate_proj.weight", intermediate, hidden)
-        yield matrix(f"{prefix}mlp.up_proj.weight", intermediate, hidden)
-        yield matrix(f"{prefix}mlp.down_proj.weight", hidden, intermediate, branch)
+        yield from mlp_tensors(config, f"{prefix}mlp.", branch)
     yield norm("model.norm.weight", hidden)
     if not tied:
         # The scale on the head's input is undone, so that logits have a spread of about 2.
         head_scale = config.get("dim_model_base", hidden) / hidden
         yield matrix("lm_head.weight", vocab, hidden, 2 / head_scale)
+
+
+def eagle_tensors(config: Config) -> Iterator[TensorSpec]:
+    """An EAGLE head: the original layout, or with its three more norms that of MiniCPM4.
+
+    Real files also hold the target's embedding table, which nobody reads.
+    """
+    hidden, minicpm4 = config["hidden_size"], config["model_type"] == "minicpm"
+    if minicpm4:
+        yield norm("input_norm1.weight", hidden)
+        yield norm("input_norm2.weight", hidden)
+    yield matrix("fc.weight", hidden, 2 * hidden)
+    for index in range(config["num_hidden_layers"]):
+        prefix = f"layers.{index}."
+        if minicpm4 or index > 0:
+            yield norm(f"{prefix}input_layernorm.weight", hidden)
+        yield from attention_tensors(config, f"{prefix}self_attn.", hidden, 0.5)
+        yield norm(f"{prefix}post_attention_layernorm.weight", hidden)
+        yield from mlp_tensors(config, f"{prefix}mlp.", 0.5)
+
+
+def eagle3_tensors(config: Config) -> Iterator[TensorSpec]:
+    """An EAGLE-3 head, which drafts the most frequent tokens of `token_counts`."""
+    hidden, vocab = config["hidden_size"], config["vocab_size"]
+    drafted = np.sort(most_frequent(config, config["draft_vocab_size"]))
+    yield from draft_vocabulary(drafted, vocab)
+    yield matrix("fc.weight", hidden, 3 * hidden)
+    for name in ("hidden_norm", "input_layernorm"):
+        yield norm(f"midlayer.{name}.weight", hidden)
+    yield from attention_tensors(config, "midlayer.self_attn.", 2 * hidden, 0.5)
+    yield norm("midlayer.post_attention_layernorm.weight", hidden)
+    yield from mlp_tensors(config, "midlayer.mlp.", 0.5)
+    yield norm("norm.weight", hidden)
+    yield matrix("lm_head.weight", drafted.size, hidden, 2)
+
+
+def draft_vocabulary(drafted: np.ndarray, vocab: int) -> Iterator[TensorSpec]:
+    """d2t [Vd], with which target id = draft id + d2t[draft id], and t2d [V], who is drafted."""
+    offsets = drafted.astype(np.int64) - np.arange(drafted.size)
+    yield TensorSpec("d2t", (drafted.size,), stored(offsets), "I64")
+    yield TensorSpec("t2d", (vocab,), stored(np.isin(np.arange(vocab), drafted)), "BOOL")
+
+
+def token_counts(vocab: int) -> np.ndarray:
+    """How often each token occurs, by Zipf's law, frequent and rare ids mixed."""
+    ranks = np.random.default_rng(tensor_seed(0, "token_counts")).permutation(vocab)
+    return (10**9 // (ranks + 1)).astype(np.int64)
+
+
+def most_frequent(config: Config, count: int) -> np.ndarray:
+    """The most frequent tokens, the special ones left out."""
+    counts = token_counts(config["vocab_size"])
+    counts[sorted(special_ids(config))] = -1
+    return np.argsort(-counts, kind="stable")[:count]
+
+
+def special_ids(config: Config) -> set[int]:
+    """The ids that begin, end and fill."""
+    found: set[int] = set()
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        ids = config.get(key)
+        found.update([ids] if isinstance(ids, int) else ids or ())
+    return {i for i in found if i < config["vocab_size"]}
 
 
 # ---- presets
@@ -212,6 +346,7 @@ class Preset:
     generation: Config
     tensors: Callable[[Config], Iterable[TensorSpec]] = decoder_tensors
     files: dict[str, bytes] = field(default_factory=dict)  # written beside the weights as they are
+    draft: bool = False  # token_counts.npy beside it, no tokenizer, no generation_config.json
 
 
 # LongRoPE factors published with MiniCPM4, head_dim 128 and 64; long and short are equal.
@@ -337,16 +472,36 @@ TINY = {
 }
 TINY_GENERATION = generation(1, [2, 4], pad=0)
 
+LLAMA_8B = {
+    "bos_token_id": 128000,
+    "eos_token_id": [128001, 128008, 128009],
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 131072,
+    "rope_scaling": {
+        "factor": 8.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "vocab_size": 128256,
+}
+MINICPM4_8B = {
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 2,
+    "intermediate_size": 16384,
+    "rope_scaling": longrope(LONGROPE_128, 32768),
+}
+
 PRESETS: dict[str, Preset] = {
     "minicpm4-8b": Preset(
-        minicpm(
-            hidden_size=4096,
-            num_hidden_layers=32,
-            num_attention_heads=32,
-            num_key_value_heads=2,
-            intermediate_size=16384,
-            rope_scaling=longrope(LONGROPE_128, 32768),
-        ),
+        minicpm(**MINICPM4_8B, num_hidden_layers=32),
         generation(1, [2, 73440], pad=2, do_sample=True, temperature=0.8, top_p=0.8),
     ),
     "minicpm4-0.5b": Preset(
@@ -363,26 +518,7 @@ PRESETS: dict[str, Preset] = {
         generation(1, [2, 73440], pad=2, do_sample=True, temperature=0.8, top_p=0.8),
     ),
     "llama3.1-8b": Preset(
-        llama(
-            bos_token_id=128000,
-            eos_token_id=[128001, 128008, 128009],
-            hidden_size=4096,
-            num_hidden_layers=32,
-            num_attention_heads=32,
-            num_key_value_heads=8,
-            head_dim=128,
-            intermediate_size=14336,
-            max_position_embeddings=131072,
-            rope_scaling={
-                "factor": 8.0,
-                "high_freq_factor": 4.0,
-                "low_freq_factor": 1.0,
-                "original_max_position_embeddings": 8192,
-                "rope_type": "llama3",
-            },
-            rope_theta=500000.0,
-            vocab_size=128256,
-        ),
+        llama(**LLAMA_8B, num_hidden_layers=32),
         generation(128000, [128001, 128008, 128009], do_sample=True, temperature=0.6, top_p=0.9),
     ),
     "qwen3-8b": Preset(
@@ -453,7 +589,158 @@ PRESETS: dict[str, Preset] = {
     # Heads wider than H / Hq, and tied embeddings.
     "tiny-qwen3": Preset(qwen(3, **TINY, head_dim=128, tie_word_embeddings=True), TINY_GENERATION),
     "tiny-minicpm": Preset(minicpm(**TINY, dim_model_base=64), TINY_GENERATION),
+    "minicpm4-8b-eagle": Preset(
+        minicpm(**MINICPM4_8B, num_hidden_layers=1), {}, eagle_tensors, draft=True
+    ),
+    "llama3.1-8b-eagle": Preset(
+        llama(**LLAMA_8B, num_hidden_layers=1), {}, eagle_tensors, draft=True
+    ),
+    "llama3.1-8b-eagle3": Preset(
+        llama(
+            **LLAMA_8B,
+            architectures=["LlamaForCausalLMEagle3"],
+            num_hidden_layers=1,
+            draft_vocab_size=32000,
+        ),
+        {},
+        eagle3_tensors,
+        draft=True,
+    ),
+    "tiny-minicpm-eagle": Preset(
+        minicpm(**TINY | {"num_hidden_layers": 1}, dim_model_base=64), {}, eagle_tensors, draft=True
+    ),
 }
+
+
+# ---- planted pairs
+#
+# A target whose greedy text, and a draft whose acceptance, are known in advance, through the real
+# kernels at true shapes. Tokens c_0, c_1, ... are a random cycle through the drafted vocabulary.
+# The stream of a token is (nearly) its embedding, a random unit vector; the head's row of c_(i+1)
+# is the vector of c_i, and random vectors are nearly orthogonal: after c_i comes c_(i+1). Tokens
+# outside the cycle have the embedding of one inside. The draft passes the embedding on and has a
+# copy of the head, in which a seeded fraction 1 - P of the rows have changed places: after those
+# tokens it is sure of a wrong one. So a drafted step is accepted with probability P, each
+# independently, and a cycle of depth D emits 1 + P + ... + P^D tokens on average.
+
+TOP_LOGIT = 30.0  # of the right token; the others' are near 0
+BRANCHES = 0.1  # size of all residual branches together, beside the embedding's 1
+
+
+@dataclass(frozen=True, slots=True)
+class Planted:
+    """Which vector each row of the tables is, and what follows each token."""
+
+    next_token: np.ndarray  # [V] what the target says after each token
+    drafted: np.ndarray  # [Vd] target ids, ascending: the cycle
+    accepted: np.ndarray  # [V] does the draft say the same?
+    embed_rows: np.ndarray  # [V]
+    head_rows: np.ndarray  # [V]
+    draft_rows: np.ndarray  # [Vd]
+
+
+def plant(config: Config, seed: int, acceptance: float, draft_vocab: int) -> Planted:
+    """Lays out a pair. Raises SystemExit for numbers that cannot be."""
+    vocab = config["vocab_size"]
+    most = vocab - len(special_ids(config))
+    if not 0.0 <= acceptance <= 1.0:
+        raise SystemExit(f"--planted is {acceptance}, but must be a probability from 0 to 1")
+    if not 2 <= draft_vocab <= most:
+        raise SystemExit(f"--draft-vocab-size is {draft_vocab}, but must be 2 to {most}")
+    rng = np.random.default_rng(tensor_seed(seed, "cycle"))
+    drafted = np.sort(most_frequent(config, draft_vocab)).astype(np.int64)
+    order = rng.permutation(drafted)
+    ids = np.arange(vocab)
+    embed_rows = drafted[ids % draft_vocab]
+    embed_rows[drafted] = drafted
+    head_rows = ids.copy()
+    head_rows[np.roll(order, -1)] = order
+    next_token = np.empty(vocab, np.int64)
+    next_token[order] = np.roll(order, -1)
+    next_token = next_token[embed_rows]
+    wrong = rng.permutation(drafted)[: round((1 - acceptance) * draft_vocab)]
+    wrong = wrong if wrong.size != 1 else rng.permutation(drafted)[:2]  # one alone stays right
+    accepted = ~np.isin(embed_rows, wrong)
+    draft_rows = head_rows.copy()
+    draft_rows[next_token[wrong]] = np.roll(wrong, 1)
+    return Planted(next_token, drafted, accepted, embed_rows, head_rows, draft_rows[drafted])
+
+
+def planted_target(config: Config, seed: int, pair: Planted) -> Iterator[TensorSpec]:
+    embed_scale = math.sqrt(config["hidden_size"]) / config.get("scale_emb", 1.0)
+    tables = {
+        "model.embed_tokens.weight": vectors(seed, pair.embed_rows, config, embed_scale),
+        "lm_head.weight": vectors(seed, pair.head_rows, config, planted_head_scale(config)),
+    }
+    for spec in decoder_tensors(config):
+        fill = tables.get(spec.name)
+        yield TensorSpec(spec.name, spec.shape, fill) if fill else quiet(spec, config)
+
+
+def planted_draft(config: Config, seed: int, pair: Planted) -> Iterator[TensorSpec]:
+    hidden = config["hidden_size"]
+    yield from draft_vocabulary(pair.drafted, config["vocab_size"])
+    for spec in eagle_tensors(config):
+        if spec.name == "fc.weight":
+            yield TensorSpec(spec.name, spec.shape, pass_left_half(hidden))
+        else:
+            yield quiet(spec, config)
+    head = vectors(seed, pair.draft_rows, config, planted_head_scale(config))
+    yield TensorSpec("lm_head.weight", (pair.drafted.size, hidden), head)
+
+
+def planted_head_scale(config: Config) -> float:
+    """Length of the head's rows that makes the logit of the right token TOP_LOGIT."""
+    hidden = config["hidden_size"]
+    return TOP_LOGIT / math.sqrt(hidden) / (config.get("dim_model_base", hidden) / hidden)
+
+
+def quiet(spec: TensorSpec, config: Config) -> TensorSpec:
+    """The same tensor where the stream is to stay what it is."""
+    if spec.name.endswith("norm.weight") or "input_norm" in spec.name:
+        return TensorSpec(spec.name, spec.shape, normal(0.0, mean=1.0))
+    if spec.name.endswith(("o_proj.weight", "down_proj.weight")):
+        branch = BRANCHES / math.sqrt(2 * config["num_hidden_layers"])
+        return matrix(spec.name, *spec.shape, branch)
+    return spec
+
+
+def pass_left_half(hidden: int) -> Fill:
+    """[I | 0] for an input [embedding | feature], with a little noise: zeros would run faster."""
+
+    def fill(source: Source, seed: int, count: int, dtype: str) -> Iterable:
+        noise = 0.01 / math.sqrt(2 * hidden)
+        for begin in range(0, hidden, step := max(1, CHUNK // (2 * hidden))):
+            rows = min(step, hidden - begin)
+            values = np.random.default_rng([seed, begin]).standard_normal(
+                (rows, 2 * hidden), dtype=np.float32
+            )
+            values *= np.float32(noise)
+            values[np.arange(rows), np.arange(begin, begin + rows)] += 1
+            yield encode(values.ravel(), dtype)
+
+    return fill
+
+
+def planted_presets(
+    preset: Preset, config: Config, seed: int, acceptance: float, draft_vocab: int
+) -> tuple[Preset, Preset]:
+    """Target and draft; `config` is the target's, overrides applied."""
+    config = config | {"tie_word_embeddings": False}
+    pair = plant(config, seed, acceptance, draft_vocab)
+    target = replace(preset, config=config, tensors=lambda c: planted_target(c, seed, pair))
+    draft = Preset(
+        config
+        | {
+            "num_hidden_layers": 1,
+            "draft_vocab_size": draft_vocab,
+            "planted_acceptance": acceptance,
+        },
+        {},
+        lambda c: planted_draft(c, seed, pair),
+        draft=True,
+    )
+    return target, draft
 
 
 # ---- writing
@@ -596,7 +883,9 @@ def write_checkpoint(
     out = out.absolute()
     check_destination(out, force)
     config = {**preset.config, **(overrides or {}), "torch_dtype": dtype}
-    if tokenizer is None and config["vocab_size"] >= 4096 and DEFAULT_TOKENIZER.is_dir():
+    if preset.draft:
+        tokenizer = None
+    elif tokenizer is None and config["vocab_size"] >= 4096 and DEFAULT_TOKENIZER.is_dir():
         tokenizer = DEFAULT_TOKENIZER
     source = make_source(device)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -604,7 +893,10 @@ def write_checkpoint(
     try:
         os.chmod(temporary, 0o755)
         write_json(temporary / "config.json", config)
-        write_json(temporary / "generation_config.json", preset.generation)
+        if preset.draft:
+            np.save(temporary / "token_counts.npy", token_counts(config["vocab_size"]))
+        else:
+            write_json(temporary / "generation_config.json", preset.generation)
         for name, content in preset.files.items():
             (temporary / name).write_bytes(content)
         if tokenizer is not None:
@@ -649,6 +941,19 @@ def main(argv: list[str] | None = None) -> None:
         metavar="KEY=JSON",
         help="another value for any key of config.json; shapes follow it",
     )
+    parser.add_argument(
+        "--planted",
+        type=float,
+        metavar="P",
+        help="write a target whose text is known and, with --draft-out, an EAGLE head of which "
+        "each drafted step is accepted with probability P",
+    )
+    parser.add_argument("--draft-out", type=Path, help="folder of the planted draft")
+    parser.add_argument(
+        "--draft-vocab-size",
+        type=int,
+        help="tokens that the planted draft knows (default: 32768, at most half of all)",
+    )
     parser.add_argument("--tokenizer", type=Path, help="copy tokenizer files from this folder")
     parser.add_argument("--device", default="auto", help="auto, cpu (numpy), cuda, cuda:1 …")
     parser.add_argument("--force", action="store_true", help="replace an existing checkpoint")
@@ -663,18 +968,33 @@ def main(argv: list[str] | None = None) -> None:
                 f"--num-hidden-layers must be at least 1, not {args.num_hidden_layers}"
             )
         overrides["num_hidden_layers"] = args.num_hidden_layers
-    progress = write_checkpoint(
-        PRESETS[args.preset],
-        args.out,
-        dtype=args.dtype,
-        seed=args.seed,
-        shard_bytes=int(args.shard_size_gb * 1e9),
-        overrides=overrides,
-        tokenizer=args.tokenizer,
-        device=args.device,
-        force=args.force,
-    )
-    print(f"{args.out}: {args.preset}, {args.dtype}, seed {args.seed}, {progress.text().strip()}")
+    jobs = [(PRESETS[args.preset], args.out)]
+    if (args.planted is None) != (args.draft_out is None):
+        raise SystemExit("--planted and --draft-out go together: give both or neither")
+    if args.planted is not None:
+        preset = PRESETS[args.preset]
+        if preset.draft:
+            raise SystemExit(f"--planted needs a target, but {args.preset} is a draft")
+        config = {**preset.config, **overrides}
+        draft_vocab = args.draft_vocab_size or min(32768, config["vocab_size"] // 2)
+        target, draft = planted_presets(preset, config, args.seed, args.planted, draft_vocab)
+        jobs, overrides = [(target, args.out), (draft, args.draft_out)], {}
+        for _, out in jobs:  # before the long work
+            check_destination(out.absolute(), args.force)
+    for preset, out in jobs:
+        progress = write_checkpoint(
+            preset,
+            out,
+            dtype=args.dtype,
+            seed=args.seed,
+            shard_bytes=int(args.shard_size_gb * 1e9),
+            overrides=overrides,
+            tokenizer=args.tokenizer,
+            device=args.device,
+            force=args.force,
+        )
+        kind = args.preset if args.planted is None else f"{args.preset} planted {args.planted}"
+        print(f"{out}: {kind}, {args.dtype}, seed {args.seed}, {progress.text().strip()}")
 
 
 if __name__ == "__main__":

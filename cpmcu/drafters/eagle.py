@@ -5,6 +5,8 @@ Original (yuhuili): `fc.weight` [H, 2H] over [embedding | hidden], maybe `fc.bia
 MiniCPM4: `input_norm1`, `input_norm2` and `layers.0.input_layernorm` too; published also as
 `model.fc`, `model.input_norm1`, `model.eagle_layers.N` with copies of the target's tables and a
 final norm that is not applied.
+
+Heads trained for fewer tokens have `d2t` as EAGLE-3 has it, and their own `lm_head.weight` [Vd, H].
 """
 
 from __future__ import annotations
@@ -17,14 +19,17 @@ from typing import Any
 from cpmcu.config import SpeculativeConfig
 from cpmcu.drafters.heads import (
     WINDOW,
+    check_own_head,
     check_scales,
     check_vocabulary,
     copies_of_target,
+    draft_vocab_ids,
     head_fields,
     refuse_quantised,
     residual_scale,
 )
 from cpmcu.drafters.registry import DraftFiles, DraftPlan, TargetModel, Tensors, register_drafter
+from cpmcu.loading.tensors import TensorMeta
 from cpmcu.models.common import SpecFields
 from cpmcu.models.names import Piece, canonical_names
 
@@ -54,12 +59,20 @@ class Eagle:
         norms = {"input_norm1.weight", "input_norm2.weight"} & names
         if len(norms) == 1:
             raise ValueError(f"{norms.pop()} is there alone, expected input_norm1 and input_norm2")
-        ignored = copies_of_target(draft.tensors, "embed_tokens.weight", "lm_head.weight")
+        ignored = copies_of_target(draft.tensors, "embed_tokens.weight")
+        vocab_ids = draft_vocab_ids(draft, "d2t", target) if "d2t" in draft.tensors else []
+        own_head = bool(vocab_ids) and "lm_head.weight" in names
+        if own_head:
+            check_own_head(_named(draft.tensors, "lm_head.weight"), vocab_ids, target)
+        else:
+            ignored |= copies_of_target(draft.tensors, "lm_head.weight")
         for name in draft.tensors:
             if _short(name) == "norm.weight":
                 ignored[name] = "heads of this kind do not apply it"
             elif _short(name) == "token_id_remap":
                 ignored[name] = "--frspec-path says which tokens are drafted"
+            elif _short(name) == "t2d":
+                ignored[name] = "d2t says the same"
         return DraftPlan(
             fields=replace(
                 fields,
@@ -69,12 +82,14 @@ class Eagle:
             ),
             names=_engine_names,
             ignored=ignored,
-            shares_head=True,
+            shares_head=not vocab_ids,
             window=WINDOW,
             options={
                 "input_norms": bool(norms),
                 "attention_norm": "layers.0.input_layernorm.weight" in names,
                 "fc_bias": "fc.bias" in names,
+                "vocab_ids": vocab_ids,
+                "own_head": own_head,
             },
         )
 
@@ -84,5 +99,11 @@ def _short(name: str) -> str:
     return _LAYERS.sub("layers.", name.removeprefix("model."))
 
 
+def _named(tensors: Tensors, short: str) -> TensorMeta:
+    return next(meta for name, meta in tensors.items() if _short(name) == short)
+
+
 def _engine_names(name: str, fields: SpecFields) -> Sequence[Piece]:
+    if name == "d2t":
+        return ()
     return canonical_names("draft." + _short(name), fields)

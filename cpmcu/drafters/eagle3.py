@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from cpmcu.config import SpeculativeConfig
 from cpmcu.drafters.heads import (
     WINDOW,
+    check_own_head,
     copies_of_target,
+    draft_vocab_ids,
     head_fields,
     refuse_quantised,
     residual_scale,
@@ -55,15 +55,10 @@ class Eagle3:
             )
         layers = _feature_layers(config, target)
         _check_fc(tensors[names["fc.weight"]].shape if "fc.weight" in names else (), layers, target)
-        own_head = "lm_head.weight" in names
         vocab_ids = _vocab_ids(draft, names, target)
-        rows = tensors[names["lm_head.weight"]].shape[:1] if own_head else ()
-        expected = len(vocab_ids) or target.fields.vocab_size
-        if own_head and rows != (expected,):
-            raise ValueError(
-                f"lm_head.weight has {rows[0] if rows else 0} rows, expected {expected}, "
-                f"{'as d2t has entries' if vocab_ids else 'the vocabulary of the target'}"
-            )
+        own_head = "lm_head.weight" in names
+        if own_head:
+            check_own_head(tensors[names["lm_head.weight"]], vocab_ids, target)
         ignored = copies_of_target(tensors, "embed_tokens.weight")
         ignored |= {name: "d2t says the same" for short, name in names.items() if short == "t2d"}
         own_scale = "dim_model_base" in config
@@ -135,20 +130,7 @@ def _vocab_ids(draft: DraftFiles, names: Mapping[str, str], target: TargetModel)
                 "target's, of a head without d2t"
             )
         return []
-    stated = draft.config.get("vocab_size")
-    smaller = draft.config.get("draft_vocab_size")
-    if stated is not None and smaller is not None and stated != vocab_size:
-        raise ValueError(
-            f"config.json: vocab_size is {stated}, expected {vocab_size}, the target's"
-        )
-    offsets = np.asarray(draft.checkpoint.read(names["d2t"])).astype(np.int64)
-    ids = offsets + np.arange(offsets.size)
-    if offsets.ndim != 1 or not offsets.size or ids.min() < 0 or ids.max() >= vocab_size:
-        raise ValueError(
-            f"d2t leads to token ids {ids.min() if ids.size else 0} to "
-            f"{ids.max() if ids.size else 0}, expected ids of the target, 0 to {vocab_size - 1}"
-        )
-    return [int(i) for i in ids]
+    return draft_vocab_ids(draft, names["d2t"], target)
 
 
 def _short(name: str) -> str:

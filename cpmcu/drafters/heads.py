@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from cpmcu.drafters.registry import DraftFiles, TargetModel, Tensors
+from cpmcu.loading.tensors import TensorMeta
 from cpmcu.models.common import BuildOptions, SpecFields, read_spec
 from cpmcu.models.reader import ConfigReader
 from cpmcu.models.rope import rope_from_config
@@ -106,6 +109,38 @@ def copies_of_target(tensors: Tensors, *suffixes: str) -> dict[str, str]:
         for name in tensors
         if any(name == suffix or name.endswith("." + suffix) for suffix in suffixes)
     }
+
+
+def draft_vocab_ids(draft: DraftFiles, d2t: str, target: TargetModel) -> list[int]:
+    """Draft id -> target id, of the tensor called `d2t`: target id = draft id + d2t[draft id].
+
+    Raises ValueError for ids that the target does not have or a config that says otherwise.
+    """
+    vocab_size = target.fields.vocab_size
+    stated = draft.config.get("vocab_size")
+    smaller = draft.config.get("draft_vocab_size")
+    if stated is not None and smaller is not None and stated != vocab_size:
+        raise ValueError(
+            f"config.json: vocab_size is {stated}, expected {vocab_size}, the target's"
+        )
+    offsets = np.asarray(draft.checkpoint.read(d2t)).astype(np.int64)
+    ids = offsets + np.arange(offsets.size)
+    if offsets.ndim != 1 or not offsets.size or ids.min() < 0 or ids.max() >= vocab_size:
+        raise ValueError(
+            f"d2t leads to token ids {ids.min() if ids.size else 0} to "
+            f"{ids.max() if ids.size else 0}, expected ids of the target, 0 to {vocab_size - 1}"
+        )
+    return [int(i) for i in ids]
+
+
+def check_own_head(head: TensorMeta, vocab_ids: Sequence[int], target: TargetModel) -> None:
+    """Raises ValueError if a draft's lm_head has not a row for each token that it drafts."""
+    expected = len(vocab_ids) or target.fields.vocab_size
+    if head.shape[:1] != (expected,):
+        raise ValueError(
+            f"lm_head.weight has {head.shape[0] if head.shape else 0} rows, expected {expected}, "
+            f"{'as d2t has entries' if vocab_ids else 'the vocabulary of the target'}"
+        )
 
 
 def _head_dim(draft: DraftFiles, target: TargetModel) -> int:
