@@ -97,7 +97,7 @@ class Display:
                 position = f"{metrics.acceptance_per_position[accepted - 1]:.1%}"
             bar = text_bar(count / max(counts))
             rows.append((str(accepted), str(count), f"{count / steps:.1%}", position, bar))
-        self._stderr_table(("accepted", "steps", "share", "this position or more", ""), rows)
+        self._stderr_table(("accepted", "steps", "share", "or more", ""), rows)
         self.note(
             f"mean accept length {metrics.mean_acceptance_length:.2f}: "
             f"{metrics.num_accepted_draft_tokens} drafted tokens accepted in {steps} steps of up "

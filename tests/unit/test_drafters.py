@@ -1,0 +1,503 @@
+"""Drafts of every format: recognised, fitted to their target, or refused with a sentence."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cpmcu import _extension
+from cpmcu.config import EngineConfig, SpeculativeConfig
+from cpmcu.drafters import registry
+from cpmcu.drafters.frspec import keep_eos
+from cpmcu.drafters.registry import DraftPlan, register_drafter, registered_drafters
+from cpmcu.loading import draft as draft_loading
+from cpmcu.loading.draft import LoadedDraft, eos_ids, open_draft
+from cpmcu.loading.loader import load_model
+from cpmcu.loading.tensors import TensorMeta
+from tests.reference import fake_extension as fakes
+from tests.reference.tiny_checkpoints import TinyCheckpoint, write_tiny
+from tests.reference.tiny_drafts import KINDS, write_draft
+
+METHODS = {
+    "eagle": "eagle",
+    "eagle_bias": "eagle",
+    "minicpm_eagle": "eagle",
+    "minicpm_eagle_hf": "eagle",
+    "eagle3": "eagle3",
+    "eagle3_shared": "eagle3",
+    "model": "model",
+    "itself": "model",
+    "noisy": "model",
+}
+LAYER = {
+    "self_attn.q_proj.weight",
+    "self_attn.k_proj.weight",
+    "self_attn.v_proj.weight",
+    "self_attn.o_proj.weight",
+    "mlp.gate_proj.weight",
+    "mlp.up_proj.weight",
+    "mlp.down_proj.weight",
+    "post_attention_layernorm.weight",
+}
+FIRST = {f"draft.layers.0.{name}" for name in LAYER}
+MINICPM = FIRST | {
+    "draft.fc.weight",
+    "draft.input_norm1.weight",
+    "draft.input_norm2.weight",
+    "draft.layers.0.input_layernorm.weight",
+}
+EAGLE3 = {f"draft.midlayer.{name}" for name in LAYER} | {
+    "draft.fc.weight",
+    "draft.midlayer.input_layernorm.weight",
+    "draft.midlayer.hidden_norm.weight",
+    "draft.norm.weight",
+}
+MODEL = {f"draft.model.layers.0.{name}" for name in LAYER} | {
+    "draft.model.embed_tokens.weight",
+    "draft.model.layers.0.input_layernorm.weight",
+    "draft.model.norm.weight",
+    "draft.lm_head.weight",
+}
+NAMES = {
+    "eagle": FIRST | {"draft.fc.weight"},
+    "eagle_bias": FIRST | {"draft.fc.weight", "draft.fc.bias"},
+    "minicpm_eagle": MINICPM,
+    "minicpm_eagle_hf": MINICPM,
+    "eagle3": EAGLE3 | {"draft.lm_head.weight"},
+    "eagle3_shared": EAGLE3,
+    "model": MODEL,
+}
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> TinyCheckpoint:
+    return write_tiny(tmp_path / "target", "minicpm", num_hidden_layers=3)
+
+
+def opened(target: TinyCheckpoint, draft: Path | None, **options: Any) -> LoadedDraft:
+    speculation = SpeculativeConfig(draft_model_path=draft and str(draft), **options)
+    model = registry.TargetModel(target.config, target.fields(), eos_ids=(2,))
+    loaded = open_draft(speculation, target.directory, model)
+    assert loaded is not None
+    return loaded
+
+
+def engine_names(loaded: LoadedDraft) -> set[str]:
+    assert loaded.files is not None and loaded.plan.fields is not None
+    return {
+        piece.name
+        for name in loaded.files.tensors
+        if name not in loaded.plan.ignored
+        for piece in loaded.plan.names(name, loaded.plan.fields)
+    }
+
+
+def spec_of(loaded: LoadedDraft) -> Any:
+    extension = SimpleNamespace(ModelSpec=SimpleNamespace, DrafterSpec=SimpleNamespace)
+    return loaded.spec(extension, "float32")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_recognised(target: TinyCheckpoint, tmp_path: Path, kind: str) -> None:
+    loaded = opened(target, write_draft(tmp_path / "d", kind, target).directory)
+    assert loaded.method == METHODS[kind]
+    if kind in NAMES:
+        assert engine_names(loaded) == NAMES[kind]
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "minicpm_eagle_hf", "model"])
+def test_torch_files(target: TinyCheckpoint, tmp_path: Path, kind: str) -> None:
+    torch = pytest.importorskip("torch", reason="writing .bin files needs torch")
+    draft = write_draft(tmp_path / "d", kind, target)
+    (draft.directory / "model.safetensors").unlink()
+    state = {name: torch.from_numpy(np.array(array)) for name, array in draft.weights.items()}
+    torch.save(state, draft.directory / "pytorch_model.bin")
+    assert engine_names(opened(target, draft.directory)) == NAMES[kind]
+
+
+# ---- specifications
+
+
+def test_eagle_spec(target: TinyCheckpoint, tmp_path: Path) -> None:
+    spec = spec_of(opened(target, write_draft(tmp_path / "d", "eagle", target).directory))
+    assert (spec.method, spec.depth, spec.topk, spec.tree_size) == ("eagle", 2, 10, 12)
+    assert spec.window == 1024
+    assert (spec.input_norms, spec.attention_norm, spec.fc_bias) == (False, False, False)
+    model = spec.model
+    assert model.num_hidden_layers == 1 and model.vocab_size == 203
+    assert model.rope_inv_freq == list(target.fields().rope_inv_freq)
+    assert model.embed_scale == 1.0
+    assert model.logit_scale == 16 / 64
+    assert model.residual_scale == 1.4 / math.sqrt(4)
+    bias = write_draft(tmp_path / "b", "eagle_bias", target)
+    assert spec_of(opened(target, bias.directory)).fc_bias
+
+
+@pytest.mark.parametrize("kind", ["minicpm_eagle", "minicpm_eagle_hf"])
+def test_minicpm_spec(
+    target: TinyCheckpoint, tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    draft = write_draft(tmp_path / "d", kind, target, mup_denominator=32).directory
+    loaded = opened(target, draft, spec_num_iter=3, spec_topk_per_iter=4, spec_window_size=9)
+    spec = spec_of(loaded)
+    assert (spec.depth, spec.topk, spec.tree_size, spec.window) == (3, 4, 12, 9)
+    assert spec.input_norms and spec.attention_norm
+    assert spec.model.embed_scale == 12
+    assert spec.model.residual_scale == pytest.approx(1.4 / math.sqrt(32))
+    metas = {name: TensorMeta(name, "float32", ()) for name in NAMES[kind]}
+    with caplog.at_level(logging.INFO), pytest.raises(ValueError, match="do not fit"):
+        loaded.plan_load(metas, list(metas))  # of wrong shapes
+    assert "embed_tokens.weight is not read: the target's is used" in caplog.text
+    if kind == "minicpm_eagle_hf":
+        assert "model.norm.weight is not read" in caplog.text
+        assert "lm_head.weight is not read" in caplog.text
+
+
+def test_llama_target_has_no_scales(tmp_path: Path) -> None:
+    target = write_tiny(tmp_path / "target", "llama")
+    spec = spec_of(opened(target, write_draft(tmp_path / "d", "eagle", target).directory))
+    model = spec.model
+    assert (model.residual_scale, model.embed_scale, model.logit_scale) == (1.0, 1.0, 1.0)
+
+
+def test_eagle3_spec(target: TinyCheckpoint, tmp_path: Path) -> None:
+    draft = write_draft(tmp_path / "d", "eagle3", target)
+    spec = spec_of(opened(target, draft.directory, use_eagle3=True))
+    offsets = draft.weights["d2t"]
+    assert spec.vocab_ids == [int(i + offset) for i, offset in enumerate(offsets)]
+    assert spec.feature_layers == [2, 1, 0]  # 2, L / 2, L - 3
+    assert spec.own_head and not spec.norm_output
+    assert spec.model.residual_scale == 1.0
+    layers = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}}
+    shared = write_draft(tmp_path / "s", "eagle3_shared", target, **layers)
+    spec = spec_of(opened(target, shared.directory))
+    assert spec.feature_layers == [0, 1, 2] and spec.vocab_ids == []
+    assert spec.norm_output and not spec.own_head
+
+
+def test_eagle3_layer_names(target: TinyCheckpoint, tmp_path: Path) -> None:
+    """Some trainers call the layer `model.layers.0`."""
+    draft = write_draft(tmp_path / "d", "eagle3", target)
+    renamed = {
+        name.replace("midlayer.", "model.layers.0."): array for name, array in draft.weights.items()
+    }
+    other = write_draft(tmp_path / "o", "eagle3", target, drop=tuple(draft.weights), extra=renamed)
+    assert engine_names(opened(target, other.directory)) == NAMES["eagle3"]
+
+
+def test_model_and_ngram_specs(target: TinyCheckpoint, tmp_path: Path) -> None:
+    spec = spec_of(opened(target, write_draft(tmp_path / "d", "model", target).directory))
+    assert spec.method == "model" and spec.window == 0
+    assert spec.model.residual_scale == 1.4
+    spec = spec_of(opened(target, None, method="ngram", spec_num_iter=6, prompt_lookup_max=3))
+    assert (spec.depth, spec.topk, spec.tree_size) == (6, 1, 7)
+    assert (spec.min_ngram, spec.max_ngram) == (1, 3)
+    assert not hasattr(spec, "model")
+    named = opened(target, tmp_path / "d", method="draft_model")
+    assert named.method == "model"
+
+
+def test_a_fused_head_is_split(target: TinyCheckpoint, tmp_path: Path) -> None:
+    draft = write_draft(tmp_path / "d", "eagle", target)
+    parts = [f"layers.0.self_attn.{part}_proj.weight" for part in "qkv"]
+    fused = np.concatenate([draft.weights[part] for part in parts])
+    extra = {"layers.0.self_attn.qkv_proj.weight": fused}
+    other = write_draft(tmp_path / "o", "eagle", target, drop=tuple(parts), extra=extra)
+    assert engine_names(opened(target, other.directory)) == NAMES["eagle"]
+
+
+# ---- which draft
+
+
+def test_nothing_is_drafted_by_default(target: TinyCheckpoint, tmp_path: Path) -> None:
+    model = registry.TargetModel(target.config, target.fields())
+
+    def draft(**options: Any) -> LoadedDraft | None:
+        return open_draft(SpeculativeConfig(**options), target.directory, model)
+
+    assert draft() is None
+    assert draft(no_speculation=True, draft_model_path="/nothing") is None
+    with pytest.raises(ValueError, match="without a draft, expected draft_model_path too"):
+        draft(frspec_vocab_size=10)
+    with pytest.raises(FileNotFoundError, match="neither a directory"):
+        draft(draft_model_path="/no/such/draft")
+
+
+def test_the_shipped_draft(
+    target: TinyCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = registry.TargetModel(target.config, target.fields())
+    draft = write_draft(tmp_path / "d", "minicpm_eagle", target)
+    monkeypatch.setattr(draft_loading, "shipped_model", lambda: target.directory)
+    monkeypatch.setattr(draft_loading, "shipped_draft", lambda: draft.directory)
+
+    def drafted(**options: Any) -> LoadedDraft | None:
+        return open_draft(SpeculativeConfig(**options), target.directory, model)
+
+    shipped = drafted()
+    assert shipped is not None and shipped.method == "eagle"
+    assert (shipped.shape.depth, shipped.shape.topk, shipped.shape.tree_size) == (4, 8, 24)
+    assert drafted(no_speculation=True) is None
+    assert drafted(method="ngram").method == "ngram"  # type: ignore[union-attr]
+    monkeypatch.setattr(draft_loading, "shipped_draft", lambda: tmp_path / "none")
+    assert drafted() is None
+
+
+# ---- wrong pairs
+
+
+def refused(target: TinyCheckpoint, draft: Path | None, **options: Any) -> str:
+    with pytest.raises((ValueError, FileNotFoundError)) as error:
+        opened(target, draft, **options)
+    message = str(error.value)
+    assert "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "message"),
+    [
+        ("eagle", {"vocab_size": 99}, "vocab_size is 99, expected 203, the target's"),
+        ("eagle", {"hidden_size": 32}, "hidden_size is 32, expected 64, the target's"),
+        ("eagle", {"scale_emb": 1}, "scale_emb is 1, expected 12, the target's"),
+        ("minicpm_eagle", {"dim_model_base": 32}, "dim_model_base is 32, expected 16"),
+        ("minicpm_eagle_hf", {"scale_depth": 1.0}, "scale_depth is 1.0, expected 1.4"),
+        ("minicpm_eagle", {"drop": ("input_norm2.weight",)}, "input_norm1.weight is there alone"),
+        ("eagle3", {"hidden_size": 32}, "hidden_size is 32, expected 64"),
+        ("eagle3", {"vocab_size": 99}, "vocab_size is 99, expected 203"),
+        ("eagle3", {"norm_before_fc": True}, "variant with norm_before_fc is not supported yet"),
+        ("eagle3", {"extra": {"fc_norm.weight": np.ones(64)}}, "variant with fc_norm is not"),
+        ("eagle3", {"num_hidden_layers": 2}, "num_hidden_layers is 2, expected 1"),
+        (
+            "eagle3",
+            {"eagle_aux_hidden_state_layer_ids": [0, 3]},
+            r"is \[0, 3\], expected layers of the target, 0 to 2",
+        ),
+        (
+            "eagle3",
+            {"eagle_aux_hidden_state_layer_ids": [0, 1]},
+            r"fc.weight has shape \[64, 192\], expected 128 columns",
+        ),
+        ("eagle3", {"extra": {"d2t": np.full(101, 200)}}, "d2t leads to token ids 200 to 300"),
+        ("eagle3", {"drop": ("d2t",)}, "the draft's vocabulary is 101, expected 203"),
+        ("eagle3", {"extra": {"lm_head.weight": np.ones((7, 64))}}, "7 rows, expected 101"),
+        ("model", {"vocab_size": 99}, "vocab_size is 99, expected 203.*share the tokenizer"),
+        ("model", {"architectures": ["Nothing"]}, "architecture 'Nothing' is not supported"),
+        ("eagle", {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "gptq"),
+        ("eagle", {"drop": ("fc.weight",)}, "expected a draft of one of the kinds: eagle, eagle3"),
+    ],
+)
+def test_wrong_pairs(
+    target: TinyCheckpoint, tmp_path: Path, kind: str, change: dict[str, Any], message: str
+) -> None:
+    import re
+
+    draft = write_draft(tmp_path / "d", kind, target, **change)
+    found = refused(target, draft.directory)
+    assert re.search(message, found), found
+    assert str(draft.directory) in found
+
+
+def test_wrong_kinds(target: TinyCheckpoint, tmp_path: Path) -> None:
+    eagle = write_draft(tmp_path / "e", "eagle", target).directory
+    eagle3 = write_draft(tmp_path / "3", "eagle3", target).directory
+    assert "the draft is eagle, but eagle3 was asked for" in refused(target, eagle, use_eagle3=True)
+    assert "the draft is eagle3, but eagle was" in refused(target, eagle3, method="eagle")
+    assert "use_eagle3 is no" in refused(target, eagle3, use_eagle3=False)
+    assert "method is 'medusa', expected auto or one of: eagle, eagle3, model, ngram" in refused(
+        target, eagle, method="medusa"
+    )
+    assert "ngram has no weights" in refused(target, eagle, method="ngram")
+    assert "eagle needs weights" in refused(target, None, method="eagle")
+    (eagle / "config.json").unlink()
+    assert "has no config.json" in refused(target, eagle)
+
+
+# ---- FR-Spec
+
+
+def frspec(target: TinyCheckpoint, draft: Path, path: Path | None = None, size: int = 0) -> Any:
+    options = {"frspec_path": path and str(path), "frspec_vocab_size": size}
+    return spec_of(opened(target, draft, **options)).vocab_ids
+
+
+def test_counts(target: TinyCheckpoint, tmp_path: Path) -> None:
+    draft = write_draft(tmp_path / "d", "eagle", target).directory
+    counts = np.arange(203)[::-1].copy()
+    np.save(draft / "token_counts.npy", counts)
+    assert frspec(target, draft, size=5) == [0, 1, 2, 3, 4]
+    np.save(draft / "token_counts.npy", np.arange(203))
+    assert frspec(target, draft, size=5) == [202, 201, 200, 199, 2]  # eos for the least frequent
+    np.save(draft / "token_counts.npy", np.arange(190))  # the model's vocabulary is padded
+    assert frspec(target, draft, size=3) == [189, 188, 2]
+    assert "must be 1 to 203" in refused(target, draft, frspec_path=str(draft / "token_counts.npy"))
+    np.save(tmp_path / "ids.npy", np.array([9, 2, 7]))
+    assert frspec(target, draft, tmp_path / "ids.npy") == [9, 2, 7]
+    assert frspec(target, draft, tmp_path / "ids.npy", 3) == [9, 2, 7]
+
+
+def test_torch_index(target: TinyCheckpoint, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    draft = write_draft(tmp_path / "d", "eagle3_shared", target).directory
+    torch.save([5, 2, 8, 1], draft / "freq_4.pt")
+    assert frspec(target, draft, size=4) == [5, 2, 8, 1]
+    assert frspec(target, draft, draft) == [5, 2, 8, 1]
+    assert frspec(target, draft, draft / "freq_4.pt", 4) == [5, 2, 8, 1]
+    torch.save({"a": object}, draft / "freq_7.pt")
+    torch.save([1.5], draft / "freq_8.pt")
+    assert "cannot read it as plain data" in refused(target, draft, frspec_vocab_size=7)
+    assert "expected a list of token ids" in refused(target, draft, frspec_vocab_size=8)
+    named = {"frspec_path": str(draft / "freq_4.pt"), "frspec_vocab_size": 3}
+    assert "has 4 tokens, expected frspec_vocab_size 3" in refused(target, draft, **named)
+    assert "has freq_4.pt, freq_7.pt, freq_8.pt, expected exactly one" in refused(
+        target, draft, frspec_path=str(draft)
+    )
+
+
+def test_wrong_frspec(target: TinyCheckpoint, tmp_path: Path) -> None:
+    draft = write_draft(tmp_path / "d", "eagle", target).directory
+    path = tmp_path / "ids.npy"
+
+    def complaint(array: Any) -> str:
+        np.save(path, array)
+        return refused(target, draft, frspec_path=str(path))
+
+    assert "has ids 2 to 203, expected some of 0 to 202" in complaint(np.array([2, 203]))
+    assert "has ids twice" in complaint(np.array([2, 3, 3]))
+    assert "has no ids" in complaint(np.zeros(0, np.int64))
+    assert "expected a list of integers" in complaint(np.ones(4))
+    path.write_bytes(b"nothing")
+    assert "is not a numpy file" in refused(target, draft, frspec_path=str(path))
+    assert "has no freq_N.pt, expected freq_9.pt or token_counts.npy" in refused(
+        target, draft, frspec_vocab_size=9
+    )
+    assert "neither a file nor a directory" in refused(target, draft, frspec_path="/no/such/file")
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "model"])
+def test_frspec_needs_a_shared_head(target: TinyCheckpoint, tmp_path: Path, kind: str) -> None:
+    draft = write_draft(tmp_path / "d", kind, target).directory
+    assert "expected a head that shares the target's lm_head" in refused(
+        target, draft, frspec_vocab_size=5
+    )
+    assert "this draft (ngram) does not" in refused(
+        target, None, method="ngram", frspec_vocab_size=5
+    )
+
+
+def test_keep_eos() -> None:
+    assert keep_eos([5, 6, 7], []) == [5, 6, 7]
+    assert keep_eos([5, 2, 7], [2]) == [5, 2, 7]
+    assert keep_eos([5, 6, 2], [3, 2]) == [5, 2, 3]
+    assert keep_eos([5, 6, 7], [2, 3, 2]) == [5, 2, 3]
+    assert eos_ids({"eos_token_id": [2, 9]}, {"eos_token_id": 2}, {}) == (2, 9)
+
+
+# ---- loading
+
+
+class DraftingEngine(fakes.FakeEngine):
+    """A FakeEngine that also wants the draft's tensors."""
+
+    def __init__(self, spec: Any, config: Any, draft: Any = None) -> None:
+        self.draft = draft
+        super().__init__(spec, config)
+
+    def expected_tensors(self) -> list[Any]:
+        infos = super().expected_tensors()
+        if self.draft is None:
+            return infos
+        whole = fakes.FakeEngine(self.draft.model, None).expected_tensors()
+        for info in whole:
+            info.name = "draft." + info.name
+        return infos + whole
+
+
+def load(
+    target: TinyCheckpoint, draft: Path, monkeypatch: pytest.MonkeyPatch, **config: Any
+) -> Any:
+    extension = fakes.fake_extension()
+    extension.Engine, extension.DrafterSpec = DraftingEngine, SimpleNamespace
+    monkeypatch.setattr(_extension, "load", lambda: extension)
+    speculation = SpeculativeConfig(draft_model_path=str(draft))
+    config = {"device": "cpu", "speculative_config": speculation, **config}
+    return load_model(str(target.directory), config=EngineConfig(**config))
+
+
+def test_both_checkpoints_are_loaded(
+    target: TinyCheckpoint,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    draft = write_draft(tmp_path / "d", "model", target, dtype="float16")
+    loaded = load(target, draft.directory, monkeypatch)
+    engine: Any = loaded.engine
+    assert engine.finished and loaded.draft.method == "model"
+    names = {"draft." + name for name in draft.weights} | set(target.weights)
+    assert set(engine.loaded) == names
+    stored = engine.loaded["draft.lm_head.weight"][1]
+    np.testing.assert_array_equal(stored, draft.weights["lm_head.weight"].astype(np.float16))
+    assert "converting 12 tensors to float32 while loading: 12 from float16" in caplog.text
+
+
+def test_a_damaged_draft_is_refused_before_anything_is_loaded(
+    target: TinyCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loads: list[str] = []
+    monkeypatch.setattr(DraftingEngine, "load_file", lambda self, path, *rest: loads.append(path))
+    extra = {"model.norm.weight": np.ones(32, np.float32)}
+    draft = write_draft(
+        tmp_path / "d", "model", target, drop=("model.layers.0.mlp.up_proj.weight",), extra=extra
+    )
+    with pytest.raises(ValueError) as error:
+        load(target, draft.directory, monkeypatch)
+    message = str(error.value)
+    assert message.startswith(str(draft.directory))
+    assert "draft.model.norm.weight has shape [32], expected [64]" in message
+    assert "missing that config.json asks for: draft.model.layers.0.mlp.up_proj.weight" in message
+    assert loads == []
+
+
+# ---- the registry
+
+
+def test_registry() -> None:
+    files = registered_drafters()
+    assert {"eagle", "eagle3", "model", "ngram"} <= set(files)
+    assert files["eagle3"].endswith("cpmcu/drafters/eagle3.py")
+
+
+def test_a_drafter_from_outside(
+    target: TinyCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "_drafters", dict(registry._drafters))
+
+    @register_drafter("toy")
+    class Toy:
+        has_checkpoint = True
+
+        def matches(self, config: Any, tensors: Any) -> bool:
+            return config.get("architectures") == ["ToyDraft"]
+
+        def plan(self, draft: Any, target: Any, speculation: Any) -> DraftPlan:
+            return DraftPlan(options={"input_norms": True}, chain=True)
+
+    directory = tmp_path / "toy"
+    draft = write_draft(directory, "eagle", target, architectures=["ToyDraft"], drop=("fc.weight",))
+    (directory / "config.json").write_text(json.dumps(draft.config))
+    loaded = opened(target, directory)
+    assert loaded.method == "toy" and loaded.shape.tree_size == 5
+    assert registered_drafters()["toy"] == __file__
+    with pytest.raises(ValueError, match="drafter 'toy' is registered twice"):
+
+        @register_drafter("toy")
+        class Other(Toy):
+            pass

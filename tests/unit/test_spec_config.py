@@ -1,0 +1,133 @@
+"""SpeculativeConfig: flags, vLLM's JSON, and trees that cannot be."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from cpmcu.cli import _configs, make_parser
+from cpmcu.config import (
+    MAX_TREE_SIZE,
+    SHIPPED_SHAPE,
+    EngineConfig,
+    SpeculativeConfig,
+    TreeShape,
+)
+
+
+def from_command_line(*arguments: str) -> SpeculativeConfig:
+    parser = make_parser()
+    return _configs(parser, parser.parse_args(list(arguments)))[1].speculation
+
+
+def test_defaults():
+    config = EngineConfig().speculation
+    assert config == SpeculativeConfig()
+    assert config.shape() == TreeShape(2, 10, 12)
+    assert config.shape(defaults=SHIPPED_SHAPE) == SHIPPED_SHAPE
+    assert config.shape(chain=True) == TreeShape(4, 1, 5)
+    assert config.ngram_range == (1, 4)
+
+
+def test_flags():
+    config = from_command_line(
+        *("--draft-model-path", "d", "--frspec_path", "f", "--frspec-vocab-size", "100"),
+        *("--spec-num-iter", "3", "--spec_topk_per_iter=4", "--spec-tree-size", "12"),
+        *("--spec-window-size", "64", "--use-eagle3"),
+    )
+    assert config == SpeculativeConfig(
+        draft_model_path="d",
+        frspec_path="f",
+        frspec_vocab_size=100,
+        spec_num_iter=3,
+        spec_topk_per_iter=4,
+        spec_tree_size=12,
+        spec_window_size=64,
+        use_eagle3=True,
+    )
+    assert from_command_line("--no-speculation").no_speculation
+    assert from_command_line("--use-eagle3", "no").use_eagle3 is False
+
+
+def test_json():
+    text = '{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 3}'
+    config = from_command_line("--speculative-config", text)
+    assert (config.method, config.ngram_range) == ("ngram", (1, 3))
+    assert config.shape(chain=True) == TreeShape(5, 1, 6)
+    text = '{"method": "eagle3", "model": "d", "num_speculative_tokens": 3}'
+    config = EngineConfig(speculative_config=text).speculation
+    assert config.draft_model_path == "d"
+    assert config.shape() == TreeShape(3, 1, 4)
+    mixed = from_command_line("--speculative-config", text, "--spec-window-size", "9")
+    assert mixed == dataclasses.replace(config, spec_window_size=9)
+    assert SpeculativeConfig.from_mapping({"model": "d", "spec_tree_size": 8}).spec_tree_size == 8
+
+
+def test_json_round_trip_through_asdict():
+    config = EngineConfig(speculative_config=SpeculativeConfig(draft_model_path="d"))
+    fields = dataclasses.asdict(config)["speculative_config"]
+    assert SpeculativeConfig.from_mapping(fields) == config.speculation
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"methud": "ngram", "tokens": 3}', "has 'methud', 'tokens', expected only method, model"),
+        ("[1]", r"is \[1\], expected a JSON object"),
+        ("ngram", "is not JSON"),
+        ('{"num_speculative_tokens": "3"}', "spec_num_iter is '3', expected int"),
+        ('{"model": 3}', "draft_model_path is 3, expected str"),
+        ('{"method": "ngram", "num_speculative_tokens": 0}', "spec_num_iter is 0"),
+        ('{"prompt_lookup_min": 5, "prompt_lookup_max": 2}', "prompt_lookup_min is 5"),
+    ],
+)
+def test_wrong_json(text, message):
+    with pytest.raises(ValueError, match=message):
+        EngineConfig(speculative_config=text)
+
+
+def test_a_field_given_twice():
+    with pytest.raises(ValueError, match="also sets spec_num_iter: give it once"):
+        SpeculativeConfig.from_json('{"num_speculative_tokens": 3}', spec_num_iter=2)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"spec_tree_size": 65}, "spec_tree_size is 65, but must be at most 64"),
+        ({"spec_num_iter": 17}, "spec_num_iter is 17, but must be at most 16"),
+        ({"spec_topk_per_iter": 33}, "spec_topk_per_iter is 33, but must be at most 32"),
+        (
+            {"spec_num_iter": 5, "spec_topk_per_iter": 17},
+            r"spec_topk_per_iter 17 x \(spec_num_iter 5 - 1\) is 68, but must be at most 64",
+        ),
+        (
+            {"spec_num_iter": 2, "spec_topk_per_iter": 2, "spec_tree_size": 12},
+            "spec_tree_size is 12, but .* draft only 6 tokens: at most 7",
+        ),
+        ({"method": "ngram", "spec_tree_size": 12}, "spec_tree_size is 12, but a chain of 4"),
+        ({"method": "ngram", "spec_topk_per_iter": 2}, "spec_topk_per_iter is 2, but a chain"),
+        ({"method": "eagle", "use_eagle3": True}, "use_eagle3 is set, but method is 'eagle'"),
+        ({"spec_tree_size": 0}, "spec_tree_size is 0, but must be at least 1"),
+        ({"frspec_vocab_size": -1}, "frspec_vocab_size is -1"),
+        ({"spec_window_size": -1}, "spec_window_size is -1"),
+        ({"per_request_spec_decode_metrics": "all"}, "must be one of none, summary, detailed"),
+    ],
+)
+def test_impossible(fields, message):
+    with pytest.raises(ValueError, match=message):
+        SpeculativeConfig(**fields)
+
+
+@pytest.mark.parametrize("depth", range(1, 17))
+def test_every_depth_has_a_tree_by_default(depth):
+    shape = SpeculativeConfig(spec_num_iter=depth).shape()
+    assert shape.depth == depth
+    assert shape.topk * (depth - 1) <= MAX_TREE_SIZE
+    assert shape.tree_size - 1 <= shape.topk + (depth - 1) * shape.topk**2
+
+
+def test_the_limits_are_those_of_the_extension():
+    C = pytest.importorskip("cpmcu.C")
+    assert C.MAX_TREE_SIZE == MAX_TREE_SIZE
