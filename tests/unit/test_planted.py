@@ -1,0 +1,169 @@
+"""Planted pairs: the text and the acceptance that they were made for, on the CPU engine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cpmcu.config import EngineConfig, SpeculativeConfig
+from cpmcu.loading.loader import LoadedModel, load_model
+from tests.engine.harness import sampling
+from tests.unit.test_synthetic_checkpoint import read_tensors, synthetic, write
+
+DEPTH, CYCLES, PROMPT = 4, 300, [5, 900, 17]
+ROOM = len(PROMPT) + 1 + CYCLES * (DEPTH + 1)
+SMALL = {
+    "vocab_size": 2048,
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+FLAGS = [word for key, value in SMALL.items() for word in ("--set", f"{key}={value}")]
+
+
+def write_pair(folder: Path, preset: str, acceptance: float) -> tuple[Path, Path]:
+    target, draft = folder / "target", folder / "draft"
+    flags = ["--planted", str(acceptance), "--draft-out", str(draft), "--dtype", "float32"]
+    write(preset, target, *flags, *FLAGS)
+    return target, draft
+
+
+def load(target: Path, draft: Path | None, **speculation: Any) -> LoadedModel:
+    path = None if draft is None else str(draft)
+    config = EngineConfig(
+        model=str(target),
+        device="cpu",
+        max_num_seqs=1,
+        max_model_len=ROOM,
+        speculative_config=SpeculativeConfig(draft_model_path=path, **speculation),
+    )
+    return load_model(str(target), config=config)
+
+
+def expected_length(acceptance: float) -> tuple[float, float]:
+    """Mean and standard deviation of the tokens that a cycle emits."""
+    lengths = np.arange(1, DEPTH + 2)
+    at_least = acceptance ** np.arange(DEPTH + 1)
+    share = at_least - np.append(at_least[1:], 0)
+    mean = float(lengths @ share)
+    return mean, float(np.sqrt((lengths - mean) ** 2 @ share))
+
+
+@pytest.fixture(scope="module", params=[0.5, 0.8, 1.0])
+def pair(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[float, Path, Path]:
+    acceptance: float = request.param
+    preset = "tiny-llama" if acceptance == 0.5 else "tiny-minicpm"  # both layouts of a draft
+    return acceptance, *write_pair(tmp_path_factory.mktemp("pair"), preset, acceptance)
+
+
+@pytest.mark.parametrize("topk, tree_size", [(1, 5), (8, 32)])
+def test_text_and_acceptance_are_as_planted(
+    pair: tuple[float, Path, Path], topk: int, tree_size: int
+) -> None:
+    acceptance, target, draft = pair
+    shape = {"spec_num_iter": DEPTH, "spec_topk_per_iter": topk, "spec_tree_size": tree_size}
+    engine = load(target, draft, **shape).engine
+    slot = engine.add_sequence(sampling(max_tokens=ROOM), PROMPT)
+    assert engine.reserve(slot, ROOM)
+    engine.prefill([(slot, PROMPT, True)])
+    tokens, lengths = engine.collect()[0].tokens, []
+    for _ in range(CYCLES):
+        engine.decode([slot])
+        emitted = engine.collect()[0].tokens
+        tokens += emitted
+        lengths.append(len(emitted))
+
+    config = json.loads((target / "config.json").read_text())
+    planted = synthetic.plant(config, 0, acceptance, SMALL["vocab_size"] // 2)
+    previous = [PROMPT[-1], *tokens[:-1]]
+    assert tokens == planted.next_token[previous].tolist()
+    mean, deviation = expected_length(acceptance)
+    assert abs(np.mean(lengths) - mean) <= 3 * deviation / np.sqrt(CYCLES)
+    if topk == 1:  # each step is as the plan of it says
+        at = 0
+        for length in lengths:
+            agreed = planted.accepted[tokens[at : at + DEPTH]].tolist()
+            assert length == 1 + (agreed + [False]).index(False)
+            at += length
+
+
+def test_the_cycle_passes_each_drafted_token_once() -> None:
+    config = {**synthetic.PRESETS["tiny-minicpm"].config, **SMALL}
+    planted = synthetic.plant(config, 0, 0.75, 512)
+    token, seen = int(planted.drafted[0]), []
+    while token not in seen:
+        seen.append(token)
+        token = int(planted.next_token[token])
+    assert sorted(seen) == planted.drafted.tolist() and token == seen[0]
+    assert not synthetic.special_ids(config) & set(seen)
+    assert planted.accepted[planted.drafted].sum() == 384
+    outside = np.setdiff1d(np.arange(SMALL["vocab_size"]), planted.drafted)
+    assert np.isin(planted.next_token[outside], planted.drafted).all()
+    assert sorted(planted.head_rows) == list(range(SMALL["vocab_size"]))
+
+
+def test_planted_flags_are_checked(tmp_path: Path) -> None:
+    out = tmp_path / "model"
+    with pytest.raises(SystemExit, match="go together"):
+        write("tiny-llama", out, "--planted", "0.5")
+    both = ["--draft-out", str(tmp_path / "draft"), "--planted"]
+    with pytest.raises(SystemExit, match="probability"):
+        write("tiny-llama", out, *both, "1.5")
+    with pytest.raises(SystemExit, match="is a draft"):
+        write("tiny-minicpm-eagle", out, *both, "0.5")
+    with pytest.raises(SystemExit, match="2 to 4092"):
+        write("tiny-llama", out, *both, "0.5", "--draft-vocab-size", "5000")
+    assert not out.exists()
+
+
+def test_eagle_head_with_its_own_vocabulary(tmp_path: Path) -> None:
+    target, draft = write_pair(tmp_path, "tiny-minicpm", 0.5)
+    loaded = load(target, draft, spec_num_iter=2, spec_topk_per_iter=4, spec_tree_size=8)
+    assert loaded.draft is not None and loaded.draft.method == "eagle"
+    assert loaded.draft.own_head and loaded.draft.input_norms and loaded.draft.attention_norm
+    ids = np.asarray(loaded.draft.vocab_ids)
+    assert ids.size == 1024 and (np.diff(ids) > 0).all() and ids.max() < SMALL["vocab_size"]
+
+    with pytest.raises(ValueError, match="FR-Spec"):
+        load(target, draft, frspec_vocab_size=256)
+
+    tensors = draft / "model.safetensors"
+    tensors.write_bytes(tensors.read_bytes().replace(b"[1024,128]", b"[ 512,256]"))
+    with pytest.raises(ValueError, match=r"lm_head.weight has 512 rows, expected 1024, as d2t"):
+        load(target, draft)
+
+
+def test_draft_presets(tmp_path: Path) -> None:
+    out = write("tiny-minicpm-eagle", tmp_path / "draft")
+    shapes = {name: t[1] for name, t in read_tensors(out / "model.safetensors").items()}
+    assert shapes["fc.weight"] == [256, 512]
+    norms = {"input_norm1", "input_norm2", "layers.0.input_layernorm"}
+    assert {f"{name}.weight" for name in norms} <= set(shapes)
+    counts = np.load(out / "token_counts.npy")
+    assert counts.dtype == np.int64 and counts.shape == (4096,) and counts.min() > 0
+    assert {path.name for path in out.iterdir()} == {
+        "config.json",
+        "model.safetensors",
+        "token_counts.npy",
+    }
+    target = write("tiny-minicpm", tmp_path / "target")
+    loaded = load(target, out, frspec_vocab_size=512)
+    assert loaded.draft is not None and len(loaded.draft.vocab_ids) == 512
+    assert not loaded.draft.own_head
+
+    eagle = {s.name: s for s in synthetic.eagle_tensors(synthetic.PRESETS["llama3.1-8b"].config)}
+    assert "input_norm1.weight" not in eagle and "layers.0.self_attn.q_proj.weight" in eagle
+    config = synthetic.PRESETS["llama3.1-8b-eagle3"].config
+    eagle3 = {spec.name: spec.shape for spec in synthetic.eagle3_tensors(config)}
+    assert eagle3["fc.weight"] == (4096, 3 * 4096)
+    assert eagle3["midlayer.self_attn.q_proj.weight"] == (4096, 2 * 4096)
+    assert eagle3["lm_head.weight"] == (32000, 4096)
+    assert eagle3["d2t"] == (32000,) and eagle3["t2d"] == (128256,)
