@@ -53,3 +53,13 @@ def test_dtypes_must_agree(device: str) -> None:
     table, ids = put(device, np.ones((2, 8)), "bfloat16"), put_ints(device, [0])
     with pytest.raises(ValueError, match="bfloat16"):
         ops.embedding(context(device), empty(device, [1, 8], "float16"), table, ids)
+
+
+@on_devices_and_dtypes
+def test_the_left_columns_of_a_wider_matrix(device: str, dtype: str) -> None:
+    table, ids = put(device, np.arange(5 * 16).reshape(5, 16), dtype), put_ints(device, [4, 0, 2])
+    out, narrow = put(device, np.full((3, 40), -1.0), dtype), empty(device, [3, 16], dtype)
+    ops.embedding(context(device), out, table, ids, 0.5, out_width=16)
+    ops.embedding(context(device), narrow, table, ids, 0.5)
+    assert np.array_equal(out.numpy()[:, :16], narrow.numpy())
+    assert (get(out)[:, 16:] == -1).all()

@@ -64,3 +64,14 @@ def test_dtypes_must_agree(device: str) -> None:
     x, weight = put(device, np.ones((1, 8)), "float16"), put(device, np.ones(8), "bfloat16")
     with pytest.raises(ValueError, match="bfloat16"):
         ops.rms_norm(context(device), empty(device, [1, 8], "float16"), x, weight)
+
+
+@on_devices_and_dtypes
+def test_the_left_columns_of_a_wider_matrix(device: str, dtype: str) -> None:
+    x = put(device, np.random.default_rng(2).standard_normal((5, 1000)), dtype)
+    weight = put(device, np.ones(1000), dtype)
+    out, narrow = put(device, np.full((5, 2000), -1.0), dtype), empty(device, [5, 1000], dtype)
+    ops.rms_norm(context(device), out, x, weight, out_width=1000)
+    ops.rms_norm(context(device), narrow, x, weight)
+    assert np.array_equal(out.numpy()[:, :1000], narrow.numpy())
+    assert (get(out)[:, 1000:] == -1).all()

@@ -1,0 +1,293 @@
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from tests.kernels.test_tree import NUM_NODES, Trees
+from tests.kernels.util import (
+    PAGE,
+    SMALL,
+    context,
+    empty,
+    empty_structs,
+    get_structs,
+    on_devices,
+    ops,
+    put_ints,
+    put_raw,
+)
+from tests.reference import tree as reference
+
+VOCAB, MAX_LEN, RING = 9, 60, 2
+STOP_ID = VOCAB - 1
+
+
+class Slots:
+    """Per-slot state of several sequences, before and after."""
+
+    def __init__(self, device: str, num_slots: int, max_seqs: int, max_emitted: int, rng) -> None:
+        self.device, self.max_seqs, self.max_emitted = device, max_seqs, max_emitted
+        self.host = {
+            "lengths": rng.integers(MAX_LEN // 2, size=num_slots),
+            "next_tokens": rng.integers(VOCAB, size=num_slots),
+            "counts": rng.integers(5, size=(num_slots, VOCAB)),
+            "history": rng.integers(100, 200, size=(num_slots, MAX_LEN)),
+            "pending_ids": rng.integers(100, size=(num_slots, max_emitted)),
+            "pending_counts": rng.integers(max_emitted, size=num_slots),
+        }
+        self.sampling = np.zeros(num_slots, ops.slot_sampling_dtype)
+        self.sampling["use_penalties"] = rng.integers(2, size=num_slots)
+        self.sampling["num_logprobs"] = rng.choice([-1, 0, 3, 20], size=num_slots)
+        self.stops = np.zeros(num_slots, ops.slot_stop_dtype)
+        self.stops["max_tokens"] = rng.integers(1, 40, size=num_slots)
+        self.stops["finished"] = rng.random(num_slots) < 0.1
+        for stop in self.stops:
+            stop["num_stop_ids"] = rng.integers(4)
+            stop["stop_ids"] = rng.integers(50, 60, size=16)
+            stop["stop_ids"][stop["num_stop_ids"] :] = 1  # not among them
+            if stop["num_stop_ids"]:
+                stop["stop_ids"][rng.integers(stop["num_stop_ids"])] = STOP_ID
+        self.results = empty_structs(device, [RING, max_seqs], ops.slot_result_dtype, pinned=True)
+        self.ticket = put_raw(device, np.zeros(1, np.uint64))
+        self.done = put_raw(device, np.zeros(1, np.uint64), pinned=True)
+
+    def put_all(self) -> None:
+        self.arrays = {name: put_ints(self.device, value) for name, value in self.host.items()}
+        self.stop_array = put_raw(self.device, self.stops)
+
+    def check_all(self) -> None:
+        for name, value in self.host.items():
+            assert np.array_equal(self.arrays[name].numpy(), value), name
+        assert np.array_equal(get_structs(self.stop_array, ops.slot_stop_dtype), self.stops)
+
+
+class Cycle:
+    """One acceptance: runs it, and applies the reference to the host's copy of the slots."""
+
+    def __init__(self, slots: Slots, seq_slots: np.ndarray, contents, rng) -> None:
+        self.slots, self.seq_slots, self.contents = slots, seq_slots, contents
+        self.num_nodes = len(contents[0].tokens)
+        self.drawn = np.array([self.draw(tree, rng) for tree in contents])
+        self.logprobs = np.zeros(self.drawn.size, ops.token_logprobs_dtype)
+        self.logprobs["logprob"] = -rng.random(self.drawn.size)
+        self.logprobs["top_ids"] = rng.integers(VOCAB, size=(self.drawn.size, 20))
+        self.logprobs["top_logprobs"] = -rng.random((self.drawn.size, 20))
+        for slot, tree in zip(seq_slots, contents):
+            slots.host["next_tokens"][slot] = tree.tokens[0]
+
+    @staticmethod
+    def draw(tree: reference.Tree, rng) -> list[int]:
+        """Mostly the token of some child, so that long runs are accepted."""
+        drawn = []
+        likely = rng.choice([0.3, 0.8, 1.0])
+        for node in range(len(tree.tokens)):
+            held = [t for t, p in zip(tree.tokens, tree.parents) if p == node and t >= 0]
+            follows = held and rng.random() < likely
+            drawn.append(int(rng.choice(held) if follows else rng.integers(VOCAB)))
+        return drawn
+
+    def run(self) -> None:
+        s, d = self.slots, self.slots.device
+        s.put_all()
+        num_seqs = len(self.seq_slots)
+        shape = (num_seqs, s.max_emitted)
+        self.paths = empty(d, shape, "int32")
+        self.num_emitted = empty(d, [num_seqs], "int32")
+        self.feature_rows, self.feature_slots = empty(d, shape, "int32"), empty(d, shape, "int32")
+        before = int(s.ticket.numpy()[0])
+        ops.accept_tree(
+            context(d), trees=Trees(d, num_seqs, self.num_nodes, self.contents).op,
+            max_emitted=s.max_emitted, drawn=put_ints(d, self.drawn),
+            logprobs=put_raw(d, self.logprobs), seq_slots=put_ints(d, self.seq_slots),
+            sampling=put_raw(d, s.sampling),
+            state=ops.SlotState(
+                lengths=s.arrays["lengths"], next_tokens=s.arrays["next_tokens"],
+                counts=s.arrays["counts"], vocab_size=VOCAB, history=s.arrays["history"],
+            ),
+            stops=s.stop_array, paths=self.paths, num_emitted=self.num_emitted,
+            pending_ids=s.arrays["pending_ids"], pending_counts=s.arrays["pending_counts"],
+            feature_rows=self.feature_rows, feature_slots=self.feature_slots, results=s.results,
+            ring_size=RING, max_seqs=s.max_seqs, ticket=s.ticket, done=s.done,
+        )  # fmt: skip
+        assert (int(s.ticket.numpy()[0]), int(s.done.numpy()[0])) == (before + 1, before + 1)
+        self.results = get_structs(s.results, ops.slot_result_dtype)[before % RING]
+
+    def check(self) -> list[int]:
+        """Returns how many tokens each sequence emitted."""
+        paths, feature_rows = self.paths.numpy(), self.feature_rows.numpy()
+        lengths = []
+        for seq, slot in enumerate(self.seq_slots):
+            found = self.apply(seq, int(slot))
+            num = len(found.path)
+            rest = [-1] * (self.slots.max_emitted - num)
+            assert paths[seq].tolist() == [*found.path, *rest]
+            rows = [seq * self.num_nodes + node for node in found.path]
+            assert feature_rows[seq].tolist() == [*rows, *rest]
+            self.check_result(self.results[seq], int(slot), rows, found)
+            lengths.append(num)
+        assert self.num_emitted.numpy().tolist() == lengths
+        per_slot = np.arange(self.slots.max_emitted)
+        expected = self.seq_slots[:, None] * self.slots.max_emitted + per_slot
+        assert np.array_equal(self.feature_slots.numpy(), expected)
+        self.slots.check_all()
+        return lengths
+
+    def apply(self, seq: int, slot: int) -> reference.Acceptance:
+        host, stop, tree = self.slots.host, self.slots.stops[slot], self.contents[seq]
+        if stop["finished"]:
+            return reference.Acceptance([], [], True)
+        stop_ids = stop["stop_ids"][: stop["num_stop_ids"]].tolist()
+        found = reference.accept(tree, self.drawn[seq], stop_ids, int(stop["max_tokens"]))
+        length, num = host["lengths"][slot], len(found.path)
+        cached = [tree.tokens[node] for node in found.path]
+        room = max(0, min(num, MAX_LEN - length))
+        host["history"][slot, length : length + room] = cached[:room]
+        host["lengths"][slot] += num
+        host["next_tokens"][slot] = found.emitted[-1]
+        host["pending_ids"][slot, :num] = found.emitted
+        host["pending_counts"][slot] = num
+        if self.slots.sampling[slot]["use_penalties"]:
+            np.add.at(host["counts"][slot], found.emitted, 1)
+        stop["max_tokens"] -= num
+        stop["finished"] = found.finished
+        return found
+
+    def check_result(self, result, slot: int, rows: list[int], found) -> None:
+        num = len(rows)
+        fields = tuple(int(result[name]) for name in ("slot", "num_tokens", "finished"))
+        assert fields == (slot, num, int(found.finished))
+        assert result["tokens"][:num].tolist() == found.emitted
+        num_logprobs = self.slots.sampling[slot]["num_logprobs"]
+        for got, row in zip(result["logprobs"], rows) if num_logprobs >= 0 else ():
+            expected = self.logprobs[row]
+            assert got["logprob"] == expected["logprob"]
+            for name in ("top_ids", "top_logprobs"):
+                assert np.array_equal(got[name][:num_logprobs], expected[name][:num_logprobs])
+
+
+@on_devices
+@pytest.mark.parametrize("num_nodes", NUM_NODES)
+@pytest.mark.parametrize("kind", ["tree", "chain"])
+def test_accept(device: str, num_nodes: int, kind: str) -> None:
+    rng = np.random.default_rng(num_nodes)
+    max_depth = num_nodes - 1 if kind == "chain" else min(num_nodes - 1, 6)
+    lengths: Counter[int] = Counter()
+    for num_seqs in [1, 2, 3] if SMALL else [1, 2, 7, 40, 16, 40, 40, 40]:
+        slots = Slots(device, num_seqs + 2, num_seqs + 1, max_depth + 1, rng)
+        for _ in range(2):
+            seq_slots = rng.permutation(num_seqs + 2)[:num_seqs]
+            contents = []
+            for _ in range(num_seqs):
+                if kind == "chain":
+                    drafted = rng.integers(VOCAB, size=num_nodes - 1)
+                    drafted[rng.random(num_nodes - 1) < 0.02] = -1
+                    contents.append(reference.chain(int(rng.integers(VOCAB)), drafted.tolist()))
+                else:
+                    contents.append(reference.random_tree(rng, num_nodes, max_depth, VOCAB))
+            cycle = Cycle(slots, seq_slots, contents, rng)
+            cycle.run()
+            lengths.update(cycle.check())
+    if not SMALL:
+        assert set(range(min(max_depth, 6) + 2)) <= set(lengths)
+
+
+@on_devices
+@pytest.mark.parametrize("max_tokens", range(1, 8))
+def test_limits_end_a_run(device: str, max_tokens: int) -> None:
+    """A chain of 5 drafts that are all right; the limit or a stop id is reached in it, or not."""
+    rng = np.random.default_rng(0)
+    for stop_at in [None, *range(6)]:
+        slots = Slots(device, 1, 1, 6, rng)
+        slots.stops["finished"], slots.stops["max_tokens"] = 0, max_tokens
+        slots.stops["num_stop_ids"] = 16
+        slots.stops["stop_ids"] = [*range(100, 115), STOP_ID]
+        drafted = [1, 1, 2, 3, 4]
+        cycle = Cycle(slots, np.array([0]), [reference.chain(0, drafted)], rng)
+        cycle.drawn = np.array([[*drafted, 5]])
+        if stop_at is not None:
+            cycle.drawn[0, stop_at] = STOP_ID
+            if stop_at < 5:
+                cycle.contents[0].tokens[stop_at + 1] = STOP_ID
+        cycle.run()
+        (num,) = cycle.check()
+        assert num == min(6, max_tokens, 7 if stop_at is None else stop_at + 1)
+        ended = max_tokens <= 6 or stop_at is not None
+        assert cycle.results[0]["finished"] == int(ended)
+
+
+@on_devices
+def test_without_a_drafter_s_state(device: str) -> None:
+    """The drafter's outputs and the history may be missing."""
+    tree = reference.chain(1, [2, 3])
+    lengths, next_tokens = put_ints(device, [5]), put_ints(device, [1])
+    stops = np.zeros(1, ops.slot_stop_dtype)
+    stops["max_tokens"] = 10
+    results = empty_structs(device, [1, 1], ops.slot_result_dtype, pinned=True)
+    sampling = np.zeros(1, ops.slot_sampling_dtype)
+    sampling["num_logprobs"] = -1
+    ops.accept_tree(
+        context(device), trees=Trees(device, 1, 3, [tree]).op, max_emitted=3,
+        drawn=put_ints(device, [[2, 3, 4]]), logprobs=None, seq_slots=put_ints(device, [0]),
+        sampling=put_raw(device, sampling), stops=put_raw(device, stops),
+        state=ops.SlotState(
+            lengths=lengths, next_tokens=next_tokens, counts=None, vocab_size=VOCAB
+        ),
+        paths=empty(device, (1, 3), "int32"), num_emitted=empty(device, [1], "int32"),
+        results=results, ring_size=1, max_seqs=1, ticket=put_raw(device, np.zeros(1, np.uint64)),
+        done=put_raw(device, np.zeros(1, np.uint64), pinned=True),
+    )  # fmt: skip
+    assert (lengths.numpy()[0], next_tokens.numpy()[0]) == (8, 4)
+
+
+@on_devices
+@pytest.mark.parametrize(
+    ("num_kv_heads", "head_dim", "dtype"),
+    [(2, 128, "float16"), (1, 8, "float16"), (3, 256, "float16"), (2, 4, "float32")],
+)
+def test_compact_kv(device: str, num_kv_heads: int, head_dim: int, dtype: str) -> None:
+    rng = np.random.default_rng(head_dim)
+    num_slots, max_pages, num_layers = 5, 4, 2
+    for max_emitted in (1, 2, 5, 9, 64):
+        slots = rng.permutation(num_slots)[:4]
+        pages = rng.permutation(num_slots * max_pages).reshape(num_slots, max_pages)
+        before = rng.integers(2, 140, size=num_slots)  # lengths, near the ends of pages too
+        num_emitted = rng.integers(0, max_emitted + 1, size=4)
+        num_emitted[0] = max_emitted
+        paths = np.full((4, max_emitted), -1)
+        for path, num in zip(paths, num_emitted):
+            inner = np.sort(rng.permutation(63)[: max(num - 1, 0)]) + 1
+            path[:num] = [0, *inner][:num]
+        paths[1, : num_emitted[1]] = np.arange(num_emitted[1])  # all in place
+        shape = (num_layers * 2, pages.size, num_kv_heads * PAGE * head_dim)
+        content = rng.integers(-99, 99, size=shape).astype(dtype)
+        pool = put_raw(device, content)
+        lengths = before.copy()
+        lengths[slots] += num_emitted
+        ops.compact_kv(
+            context(device), pool=pool, num_kv_heads=num_kv_heads, head_dim=head_dim,
+            page_table=put_ints(device, pages), seq_slots=put_ints(device, slots),
+            lengths=put_ints(device, lengths), paths=put_ints(device, paths),
+            num_emitted=put_ints(device, num_emitted),
+        )  # fmt: skip
+        paged = (num_layers * 2, -1, num_kv_heads, PAGE, head_dim)
+        expected = content.reshape(paged).copy()
+        for seq, slot in enumerate(slots):
+            cells = expected[:, pages[slot]].transpose(1, 3, 0, 2, 4)  # page, cell, layer, head, D
+            flat = cells.reshape(-1, *cells.shape[2:])
+            path = paths[seq, : num_emitted[seq]].tolist()
+            moved = reference.compact(flat, int(before[slot]), path).reshape(cells.shape)
+            expected[:, pages[slot]] = moved.transpose(2, 0, 3, 1, 4)
+        assert np.array_equal(pool.numpy(), expected.reshape(shape)), max_emitted
+
+
+@on_devices
+def test_compact_kv_checks_the_pool(device: str) -> None:
+    with pytest.raises(ValueError, match="the pool is"):
+        ops.compact_kv(
+            context(device), pool=empty(device, (2, 3, 100), "float16"), num_kv_heads=1,
+            head_dim=8, page_table=put_ints(device, [[0]]), seq_slots=put_ints(device, [0]),
+            lengths=put_ints(device, [1]), paths=put_ints(device, [[0]]),
+            num_emitted=put_ints(device, [1]),
+        )  # fmt: skip

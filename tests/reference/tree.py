@@ -1,0 +1,165 @@
+"""Token trees as objects: what csrc/kernels/tree.h says, one sequence at a time, slowly."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+
+# ---- growth
+
+
+@dataclass(eq=False)
+class Candidate:
+    """A continuation of `parent`, or of the root."""
+
+    index: int
+    token: int
+    score: np.float32  # cumulative log-probability
+    parent: Candidate | None
+    row: int = -1  # its row in its level's draft step, if it was chosen
+
+    @property
+    def ancestors(self) -> list[Candidate]:
+        return [] if self.parent is None else [*self.parent.ancestors, self.parent]
+
+    @property
+    def depth(self) -> int:
+        return 1 + len(self.ancestors)
+
+
+def best(candidates: Sequence[Candidate], count: int) -> list[Candidate]:
+    return sorted(candidates, key=lambda c: (-c.score, c.index))[:count]
+
+
+@dataclass
+class Growth:
+    """All candidates, and the rows chosen at each level."""
+
+    topk: int
+    candidates: list[Candidate] = field(default_factory=list)
+    levels: list[list[Candidate]] = field(default_factory=list)
+
+    def expand(self, tokens: Ints, logprobs: npt.NDArray[np.float32]) -> None:
+        """tokens, logprobs: [rows of the level before, or 1; k]."""
+        parents = self.levels[-1] if self.levels else [None]
+        new = []
+        for parent, row_tokens, row_logprobs in zip(parents, tokens, logprobs):
+            before = np.float32(0) if parent is None else parent.score
+            for token, logprob in zip(row_tokens, row_logprobs):
+                index = len(self.candidates) + len(new)
+                new.append(Candidate(index, int(token), np.float32(before + logprob), parent))
+        self.candidates += new
+        self.levels.append(best(new, self.topk) if self.levels else list(new))
+        for row, candidate in enumerate(self.levels[-1]):
+            candidate.row = row
+
+    def row_mask(self, candidate: Candidate) -> int:
+        """Bits of the candidate's row and those of its ancestors; only 64 fit."""
+        chain = [*candidate.ancestors, candidate]
+        bits = sum(1 << (level * self.topk + c.row) for level, c in enumerate(chain))
+        return bits & (2**64 - 1)
+
+
+@dataclass
+class Tree:
+    """As arrays, node 0 is the root."""
+
+    tokens: list[int]
+    parents: list[int]
+
+    @property
+    def depths(self) -> list[int]:
+        return [len(self.path_to(node)) - 1 for node in range(len(self.tokens))]
+
+    @property
+    def masks(self) -> list[int]:
+        return [sum(1 << n for n in self.path_to(node)) for node in range(len(self.tokens))]
+
+    def path_to(self, node: int) -> list[int]:
+        return [0] if node == 0 else [*self.path_to(self.parents[node]), node]
+
+
+def build(growth: Growth, root: int, num_nodes: int) -> Tree:
+    chosen = best(growth.candidates, num_nodes - 1)
+    node_of: dict[Candidate | None, int] = {c: i for i, c in enumerate(chosen, start=1)}
+    node_of[None] = 0
+    return Tree([root, *(c.token for c in chosen)], [-1, *(node_of[c.parent] for c in chosen)])
+
+
+def chain(root: int, tokens: Sequence[int]) -> Tree:
+    """Tokens after a negative one are unused, and so is that."""
+    end = next((i for i, token in enumerate(tokens) if token < 0), len(tokens))
+    unused = len(tokens) - end
+    return Tree(
+        [root, *tokens[:end], *[-1] * unused], [-1, *range(end), *[0] * unused]
+    )  # fmt: skip
+
+
+def random_tree(rng: np.random.Generator, num_nodes: int, max_depth: int, vocab: int) -> Tree:
+    """Siblings hold different tokens; parents precede children."""
+    tree = Tree([int(rng.integers(vocab))], [-1])
+    depths = [0]
+    while len(tree.tokens) < num_nodes:
+        open_nodes = [n for n, depth in enumerate(depths) if depth < max_depth]
+        parent = open_nodes[-1] if rng.random() < 0.4 else int(rng.choice(open_nodes))
+        taken = {t for t, p in zip(tree.tokens, tree.parents) if p == parent}
+        free = [t for t in range(vocab) if t not in taken]
+        tree.tokens.append(int(rng.choice(free)) if free else -1)
+        tree.parents.append(parent if free else 0)
+        depths.append(depths[tree.parents[-1]] + 1)
+    return tree
+
+
+# ---- acceptance
+
+
+@dataclass
+class Acceptance:
+    path: list[int]
+    emitted: list[int]
+    finished: bool
+
+
+def accept(
+    tree: Tree, drawn: Sequence[int], stop_ids: Sequence[int], max_tokens: int, node: int = 0
+) -> Acceptance:
+    """From `node` downwards."""
+    token = drawn[node]
+    if token in stop_ids or max_tokens <= 1:
+        return Acceptance([node], [token], True)
+    for child, (held, parent) in enumerate(zip(tree.tokens, tree.parents)):
+        if parent == node and held == token:
+            rest = accept(tree, drawn, stop_ids, max_tokens - 1, child)
+            return Acceptance([node, *rest.path], [token, *rest.emitted], rest.finished)
+    return Acceptance([node], [token], False)
+
+
+def compact(cells: npt.NDArray[Any], length: int, path: Sequence[int]) -> npt.NDArray[Any]:
+    """cells [cells, ...] of one sequence with `length` cached tokens before the step."""
+    kept = cells[[length + node for node in path]]
+    moved = cells.copy()
+    moved[length : length + len(path)] = kept
+    return moved
+
+
+# ---- n-grams
+
+
+def lookup(text: Sequence[int], min_ngram: int, max_ngram: int, count: int) -> list[int]:
+    """The `count` tokens after the latest earlier occurrence of the end of the text."""
+    text = list(text)
+    for n in range(min(max_ngram, len(text) - 1), min_ngram - 1, -1):
+        pattern = text[-n:]
+        for begin in range(len(text) - n - 1, -1, -1):
+            if text[begin : begin + n] == pattern:
+                longer = list(text)
+                for i in range(count):
+                    longer.append(longer[begin + n + i])
+                return longer[len(text) :]
+    return [-1] * count
