@@ -29,6 +29,37 @@ EOS_ID = 2
 IM_START_ID = 3
 IM_END_ID = 4
 
+
+@dataclass(frozen=True, slots=True)
+class TextFormat:
+    """How documents become tokens; the defaults are the tokenizer of this recipe."""
+
+    bos: int | None = BOS_ID  # before every document; None: nothing
+    eos: int | None = EOS_ID  # after it
+    im_start: int | None = IM_START_ID  # ChatML turns; None: no chat examples
+    im_end: int | None = IM_END_ID
+    special_text: bool = False  # text that spells a special token is that token
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, eos: int | None, special_text: bool = False) -> TextFormat:
+        """Read off any tokenizer. `eos` comes from the model's config.json."""
+        plain = tokenizer.encode("x", add_special_tokens=False).ids
+        framed = tokenizer.encode("x").ids
+        bos = framed[0] if framed[:1] != plain[:1] else None
+        im_start = tokenizer.token_to_id("<|im_start|>")
+        im_end = tokenizer.token_to_id("<|im_end|>")
+        if im_end is None:
+            im_start = None
+        return cls(bos, eos, im_start, im_end, special_text)
+
+    def frame(self, ids: Sequence[int]) -> list[int]:
+        """A document's tokens between BOS and EOS."""
+        head = [] if self.bos is None else [self.bos]
+        return [*head, *ids, *([] if self.eos is None else [self.eos])]
+
+
+RECIPE_FORMAT = TextFormat()
+
 # A paragraph starts at an unindented line that follows an empty one: in source code that is a
 # top-level definition, in prose a paragraph.
 _PARAGRAPH = re.compile(r"(?<=\n\n)(?=\S)")
@@ -133,10 +164,12 @@ def chat_examples(document: Document) -> Iterator[tuple[str, str]]:
             yield f"Write the Python function `{node.name}`. {first_line}", source
 
 
-def encode(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
-    """Token ids without BOS; text that spells a special token stays text."""
+def encode(
+    tokenizer: Tokenizer, texts: Sequence[str], special_text: bool = False
+) -> list[list[int]]:
+    """Token ids without BOS; text that spells a special token stays text unless `special_text`."""
     previous = tokenizer.encode_special_tokens
-    tokenizer.encode_special_tokens = True
+    tokenizer.encode_special_tokens = not special_text
     try:
         encoded = tokenizer.encode_batch(list(texts), add_special_tokens=False)
     finally:
@@ -148,25 +181,36 @@ def encode(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
 class TokenStream:
     """Documents back to back, each as BOS, its tokens, EOS."""
 
-    ids: np.ndarray  # [T] uint16
+    ids: np.ndarray  # [T] uint16, or uint32 where the vocabulary needs it
     starts: np.ndarray  # [documents] int64, position of each BOS
 
     @classmethod
     def pack(cls, sequences: Sequence[Sequence[int]]) -> TokenStream:
         lengths = np.array([len(sequence) for sequence in sequences], dtype=np.int64)
         starts = np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(np.int64)
-        ids = np.fromiter((t for s in sequences for t in s), np.uint16, count=int(lengths.sum()))
-        return cls(ids, starts)
+        ids = np.fromiter((t for s in sequences for t in s), np.uint32, count=int(lengths.sum()))
+        small = len(ids) == 0 or ids.max() < 1 << 16
+        return cls(ids.astype(np.uint16) if small else ids, starts)
+
+    def __add__(self, other: TokenStream) -> TokenStream:
+        starts = np.concatenate([self.starts, other.starts + len(self.ids)])
+        return TokenStream(np.concatenate([self.ids, other.ids]), starts)
 
 
-def plain_stream(tokenizer: Tokenizer, documents: Sequence[Document]) -> TokenStream:
+def plain_stream(
+    tokenizer: Tokenizer, documents: Sequence[Document], form: TextFormat = RECIPE_FORMAT
+) -> TokenStream:
     """Whole files, in digest order: what validation loss is measured on."""
-    encoded = encode(tokenizer, [document.text for document in documents])
-    return TokenStream.pack([[BOS_ID, *ids, EOS_ID] for ids in encoded])
+    encoded = encode(tokenizer, [document.text for document in documents], form.special_text)
+    return TokenStream.pack([form.frame(ids) for ids in encoded])
 
 
 def training_stream(
-    tokenizer: Tokenizer, documents: Sequence[Document], seed: int, pieces_share: float = 1.0
+    tokenizer: Tokenizer,
+    documents: Sequence[Document],
+    seed: int,
+    pieces_share: float = 1.0,
+    form: TextFormat = RECIPE_FORMAT,
 ) -> TokenStream:
     """Whole files, then the same text as short documents, then chat examples, shuffled.
 
@@ -174,8 +218,8 @@ def training_stream(
     is the share of files that appear in short form too.
     """
     rng = random.Random(seed)
-    encoded = encode(tokenizer, [document.text for document in documents])
-    sequences = [[BOS_ID, *ids, EOS_ID] for ids in encoded]
+    encoded = encode(tokenizer, [document.text for document in documents], form.special_text)
+    sequences = [form.frame(ids) for ids in encoded]
 
     parts: list[str] = []
     part_of: list[int] = []  # index of the short document that a part belongs to
@@ -189,18 +233,22 @@ def training_stream(
             parts.extend(cut)
             part_of.extend([count] * len(cut))
             count += 1
-    short: list[list[int]] = [[BOS_ID] for _ in range(count)]
-    for index, ids in zip(part_of, encode(tokenizer, parts), strict=True):
+    short: list[list[int]] = [[] for _ in range(count)]
+    encoded = encode(tokenizer, parts, form.special_text)
+    for index, ids in zip(part_of, encoded, strict=True):
         short[index].extend(ids)
-    sequences += [[*ids, EOS_ID] for ids in short]
+    sequences += [form.frame(ids) for ids in short]
 
-    pairs = [pair for document in documents for pair in chat_examples(document)]
+    pairs = []
+    if form.im_start is not None and form.im_end is not None:
+        pairs = [pair for document in documents for pair in chat_examples(document)]
     users = encode(tokenizer, [f"user\n{user}" for user, _ in pairs])
     answers = encode(tokenizer, [f"assistant\n{answer}" for _, answer in pairs])
     newline = encode(tokenizer, ["\n"])[0]
     for user, answer in zip(users, answers, strict=True):
-        turn = [BOS_ID, IM_START_ID, *user, IM_END_ID, *newline, IM_START_ID, *answer, IM_END_ID]
-        sequences.append([*turn, *newline, EOS_ID])
+        question = [form.im_start, *user, form.im_end, *newline]
+        reply = [form.im_start, *answer, form.im_end, *newline]
+        sequences.append(form.frame([*question, *reply]))
 
     rng.shuffle(sequences)
     return TokenStream.pack(sequences)
@@ -209,7 +257,8 @@ def training_stream(
 def add_corpus_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags that select a corpus, shared by the tokenizer and the model trainer."""
     group = parser.add_argument_group("corpus")
-    group.add_argument("--corpus", type=Path, nargs="+", required=True, help="folders of text")
+    folders = {"type": Path, "nargs": "+", "required": True, "help": "folders of text"}
+    group.add_argument("--corpus", "--text", dest="corpus", **folders)
     group.add_argument("--extensions", nargs="*", default=[".py"], help="file name endings to read")
     group.add_argument("--exclude", nargs="*", default=[], help="patterns of path components")
     group.add_argument("--max-kib", type=int, default=512, help="leave out larger files")

@@ -219,7 +219,8 @@ class Attention(nn.Module):
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if past is not None:
             k, v = torch.cat((past[0], k), dim=2), torch.cat((past[1], v), dim=2)
-        if mask is None and past is not None:
+        causal = mask is None and past is None
+        if mask is None and past is not None and tokens > 1:  # one new token sees everything
             visible = torch.ones(tokens, k.shape[2], dtype=torch.bool, device=x.device)
             mask = visible.tril(k.shape[2] - tokens)
         y = F.scaled_dot_product_attention(
@@ -227,7 +228,7 @@ class Attention(nn.Module):
             k.repeat_interleave(self.group, dim=1),
             v.repeat_interleave(self.group, dim=1),
             attn_mask=mask,
-            is_causal=mask is None,
+            is_causal=causal,
         )
         return self.o_proj(y.transpose(1, 2).reshape(batch, tokens, -1)), (k, v)
 

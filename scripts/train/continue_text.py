@@ -1,0 +1,143 @@
+"""Let a model continue beginnings of a text, and save what it wrote: data for draft heads.
+
+    python scripts/train/continue_text.py --target DIR --text FOLDER --out tokens.npy
+
+A draft head meets the target's own text at run time, not the corpus. The file holds token ids,
+int32 [sequences, length], and goes to `train_eagle.py --generated`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from corpus import TextFormat, add_corpus_arguments, corpus_from_arguments, training_stream
+from model import CausalLM, KVCache, load_pretrained
+from tokenizers import Tokenizer
+from torch import Tensor
+from train_lm import Batches, TrainConfig
+
+
+def nucleus(logits: Tensor, top_p: float) -> Tensor:
+    """Logits [B, V] without the tokens after the first that together hold `top_p`."""
+    probabilities, order = torch.softmax(logits, dim=-1).sort(-1, descending=True)
+    before = probabilities.cumsum(-1) - probabilities
+    dropped = torch.zeros_like(before, dtype=torch.bool).scatter(-1, order, before >= top_p)
+    return logits.masked_fill(dropped, -torch.inf)
+
+
+@torch.no_grad()
+def continue_prompts(
+    target: CausalLM,
+    prompts: Tensor,
+    count: int,
+    temperatures: Sequence[float],
+    seed: int,
+    top_p: float = 1.0,
+    repetition_penalty: float = 1.0,
+) -> Tensor:
+    """prompts [B, P] -> [B, P + count]; row i is sampled at temperatures[i % len], 0 = greedy.
+
+    The largest of logits / temperature + Gumbel noise is a sample at that temperature. Tokens
+    that the row already holds have positive logits divided, negative ones multiplied, by
+    `repetition_penalty`.
+    """
+    device = target.device
+    generator = torch.Generator(device).manual_seed(seed)
+    cycle = torch.tensor(temperatures, dtype=torch.float32, device=device)
+    temperature = cycle[torch.arange(len(prompts), device=device) % len(cycle)][:, None]
+    ids = prompts.to(device)
+    shape = (len(ids), target.config.vocab_size)
+    seen = torch.zeros(shape, dtype=torch.bool, device=device).scatter(1, ids, True)
+    past: KVCache | None = None
+    chunk = ids
+    new = []
+    for _ in range(count):
+        output = target(chunk, past, with_logits=False)
+        past = output.cache
+        logits = target.head(output.hidden[:, -1]).float()
+        if repetition_penalty != 1:
+            factor = torch.where(logits > 0, 1 / repetition_penalty, repetition_penalty)
+            logits = torch.where(seen, logits * factor, logits)
+        greedy = logits.argmax(-1, keepdim=True)
+        logits = logits / temperature.clamp(min=1e-6)
+        if top_p < 1:
+            logits = nucleus(logits, top_p)
+        noise = torch.empty_like(logits).exponential_(generator=generator).log().neg()
+        sampled = (logits + noise).argmax(-1, keepdim=True)
+        chunk = torch.where(temperature > 0, sampled, greedy)
+        seen.scatter_(1, chunk, True)
+        new.append(chunk)
+    return torch.cat([ids, *new], dim=1)
+
+
+def eos_id(directory: Path) -> int | None:
+    """The first end-of-sequence id of a model's config.json."""
+    eos = json.loads((directory / "config.json").read_text(encoding="utf-8")).get("eos_token_id")
+    return eos[0] if isinstance(eos, list) else eos
+
+
+def add_target_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of everything that reads a target and a text."""
+    add_corpus_arguments(parser)
+    parser.add_argument("--target", type=Path, required=True, help="folder of the target model")
+    parser.add_argument(
+        "--special-text",
+        action="store_true",
+        help="text that spells a special token is that token (chats already rendered)",
+    )
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--target-dtype",
+        choices=("float32", "bfloat16"),
+        help="default: bfloat16 on a GPU, float32 on a CPU",
+    )
+
+
+def load_target(args: argparse.Namespace) -> tuple[CausalLM, Tokenizer, TextFormat]:
+    default = "float32" if args.device == "cpu" else "bfloat16"
+    dtype = getattr(torch, args.target_dtype or default)
+    target = load_pretrained(args.target, args.device, dtype).requires_grad_(False)
+    tokenizer = Tokenizer.from_file(str(args.target / "tokenizer.json"))
+    return target, tokenizer, TextFormat.of(tokenizer, eos_id(args.target), args.special_text)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    add_target_arguments(parser)
+    parser.add_argument("--out", type=Path, required=True, help=".npy file to write")
+    parser.add_argument("--tokens", type=int, default=1_000_000, help="tokens in the file, about")
+    parser.add_argument("--length", type=int, default=1024, help="tokens per sequence")
+    parser.add_argument("--prompt-tokens", type=int, default=32, help="of which from the text")
+    parser.add_argument("--batch-size", type=int, default=512)
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.6, 0.8, 1.0])
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+
+    target, tokenizer, form = load_target(args)
+    documents, _ = corpus_from_arguments(args)
+    stream = training_stream(tokenizer, documents, args.seed, form=form)
+    config = TrainConfig(batch_size=args.batch_size, seq_len=args.prompt_tokens, seed=args.seed)
+    batches = Batches(stream, config, target.device)
+    rounds = max(1, round(args.tokens / (args.batch_size * args.length)))
+    count = args.length - args.prompt_tokens
+    begin = time.perf_counter()
+    rows = []
+    for index in range(rounds):
+        prompts, _ = batches.next()
+        whole = continue_prompts(target, prompts, count, args.temperatures, args.seed + index)
+        rows.append(whole.cpu().numpy().astype(np.int32))
+        done = (index + 1) * args.batch_size * args.length
+        seconds = time.perf_counter() - begin
+        print(f"{done / 1e6:.2f} M tokens, {done / seconds / 1e3:.0f}K tok/s", flush=True)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    np.save(args.out, np.concatenate(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,343 @@
+"""Draft heads of the EAGLE family in plain PyTorch: forward pass, training pass, files.
+
+A draft head guesses the tokens after the next one from what the target has just computed. Row t
+reads the target's hidden state h of position t and the embedding e of token t + 1 (the token that
+the target chose there), stands at rotary position t, and predicts token t + 2. To go on, row
+t + 1 reads the head's own output of row t in place of a hidden state.
+
+    eagle2   x = fc [norm1(e) | norm2(h)]           h = the target's final-norm output
+             x = x + s * attention(norm(x));  x = x + s * mlp(norm(x))
+             logits = target.head(x)                recycled: x
+    eagle3   h = fc [f1 | f2 | f3]                  f = residual streams entering three layers;
+             x = h + attention([norm(e) | norm(h)])     fc is not applied to a recycled h
+             x = x + mlp(norm(x))
+             logits = lm_head(norm(x))              recycled: x
+
+e is the target's embedding times its scale_emb. For a MiniCPM target s = scale_depth / sqrt(L + 1)
+with L the layers of the target, and the target's head scales its input by dim_model_base / H as
+always. For other targets eagle2 is the original EAGLE: s = 1, and neither norm1, norm2 nor the
+norm before attention exists.
+
+The logits of eagle3 are over a draft vocabulary of Vd tokens: index i is token i + d2t[i] of the
+target.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from directory import replace_directory
+from model import MLP, Attention, CausalLM, DecoderLayer, ModelConfig, Output, RMSNorm
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+KeysValues = tuple[Tensor, Tensor]  # [B, Hkv, S, D] each
+
+
+def aux_layers(num_layers: int) -> tuple[int, int, int]:
+    """The layers (counted from 0) whose input an EAGLE-3 head reads.
+
+    2, L/2 and L - 3, as every engine assumes by default. Where these are not three layers in
+    ascending order (L < 7), the last three; the file then says so.
+    """
+    if num_layers < 3:
+        raise ValueError(f"EAGLE-3 reads three layers and the target has {num_layers}")
+    usual = (2, num_layers // 2, num_layers - 3)
+    if usual[0] < usual[1] < usual[2]:
+        return usual
+    return (num_layers - 3, num_layers - 2, num_layers - 1)
+
+
+class Head(nn.Module):
+    """What the two kinds share. Parameter names are the tensor names of the checkpoint."""
+
+    kind = ""
+    feature_layers: tuple[int, ...] = ()
+
+    def __init__(self, target: ModelConfig, **shape: int) -> None:
+        """`shape` may set intermediate_size, num_attention_heads, num_key_value_heads, head_dim."""
+        super().__init__()
+        self.target_config = target
+        self.config = replace(target, qkv_bias=False, qk_norm=False, dropout=0.0, **shape)
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
+
+    def start(self, target: Output) -> Tensor:
+        """The hidden state that the first step reads, [B, T, H], from the target's output."""
+        raise NotImplementedError
+
+    def step(
+        self,
+        embedding: Tensor,
+        hidden: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        mask: Tensor | None = None,
+        past: KeysValues | None = None,
+    ) -> tuple[Tensor, KeysValues]:
+        """One pass: embedding and hidden [B, T, H] -> the recycled hidden, keys and values."""
+        raise NotImplementedError
+
+    def logits(self, x: Tensor, target: CausalLM) -> Tensor:
+        """[B, T, V], or [B, T, Vd] for a head with its own vocabulary."""
+        raise NotImplementedError
+
+    def to_target(self, index: Tensor) -> Tensor:
+        """Token ids of the target from indices into the logits."""
+        return index
+
+    def in_draft_vocabulary(self, values: Tensor) -> Tensor:
+        """Columns of the target's vocabulary [..., V] that the logits have."""
+        return values
+
+    def unroll(
+        self, hidden: Tensor, embeddings: Tensor, cos: Tensor, sin: Tensor, steps: int
+    ) -> list[Tensor]:
+        """All rows of a known text through `steps` steps at once; one [B, T, H] per step.
+
+        Row p of step s belongs to the chain that began at row p - s: it reads row p - 1 of step
+        s - 1, and attends to step 0 up to row p - s, then to one row of each later step, as the
+        chain itself would. Rows p < s of step s belong to no chain.
+        """
+        rows = torch.arange(hidden.shape[1], device=hidden.device)
+        lag = rows[:, None] - rows[None, :]  # [T, T], query row minus key row
+        past: KeysValues | None = None
+        outputs: list[Tensor] = []
+        for step in range(steps):
+            blocks = [lag >= step] + [lag == step - i for i in range(1, step + 1)]
+            x, past = self.step(embeddings, hidden, cos, sin, torch.cat(blocks, dim=1), past)
+            outputs.append(x)
+            hidden = F.pad(x[:, :-1], (0, 0, 1, 0))
+        return outputs
+
+    def initialise(self, seed: int) -> None:
+        """Matrices ~ N(0, 1/fan_in)."""
+        generator = torch.Generator().manual_seed(seed)
+        for _, parameter in sorted(self.named_parameters()):
+            if parameter.dim() == 2:
+                values = torch.randn(parameter.shape, generator=generator)
+                parameter.data.copy_(values / math.sqrt(parameter.shape[1]))
+
+    def architecture(self) -> dict[str, Any]:
+        """The keys of config.json that tell this kind from others."""
+        raise NotImplementedError
+
+    def to_hf(self) -> dict[str, Any]:
+        config = self.config
+        return {
+            **self.architecture(),
+            "head_dim": config.head_dim,
+            "hidden_act": "silu",
+            "hidden_size": config.hidden_size,
+            "intermediate_size": config.intermediate_size,
+            "max_position_embeddings": config.max_position_embeddings,
+            "num_attention_heads": config.num_attention_heads,
+            "num_hidden_layers": 1,
+            "num_key_value_heads": config.num_key_value_heads,
+            "rms_norm_eps": config.rms_norm_eps,
+            "rope_scaling": config.rope_scaling,
+            "rope_theta": config.rope_theta,
+            "torch_dtype": "bfloat16",
+            "vocab_size": config.vocab_size,
+        }
+
+
+class Eagle2(Head):
+    kind = "eagle2"
+
+    def __init__(self, target: ModelConfig, **shape: int) -> None:
+        super().__init__(target, **shape)
+        size, eps = target.hidden_size, target.rms_norm_eps
+        self.scaled = target.scale_depth is not None  # the MiniCPM layout
+        self.fc = nn.Linear(2 * size, size, bias=False)
+        layer = DecoderLayer(self.config)
+        if self.scaled:
+            self.input_norm1 = RMSNorm(size, eps)
+            self.input_norm2 = RMSNorm(size, eps)
+            layer.residual_scale = target.scale_depth / math.sqrt(target.num_hidden_layers + 1)
+        else:
+            layer.input_layernorm = nn.Identity()
+            layer.residual_scale = 1.0
+        self.layers = nn.ModuleList([layer])
+
+    def start(self, target: Output) -> Tensor:
+        return target.hidden
+
+    def step(
+        self,
+        embedding: Tensor,
+        hidden: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        mask: Tensor | None = None,
+        past: KeysValues | None = None,
+    ) -> tuple[Tensor, KeysValues]:
+        if self.scaled:
+            embedding, hidden = self.input_norm1(embedding), self.input_norm2(hidden)
+        x = self.fc(torch.cat((embedding, hidden), dim=-1))
+        return self.layers[0](x, cos, sin, mask, past)
+
+    def logits(self, x: Tensor, target: CausalLM) -> Tensor:
+        return target.head(x)
+
+    def architecture(self) -> dict[str, Any]:
+        if not self.scaled:
+            return {
+                "architectures": ["LlamaForCausalLMEagle"],
+                "model_type": "llama",
+                "tie_word_embeddings": False,
+            }
+        return {
+            "architectures": ["EagleMiniCPMForCausalLM"],
+            "model_type": "minicpm",
+            "dim_model_base": self.config.dim_model_base,
+            "scale_depth": self.config.scale_depth,
+            "scale_emb": self.config.scale_emb,
+            # Engines that take the residual scale from here get scale_depth / sqrt(L + 1) too.
+            "mup_denominator": self.target_config.num_hidden_layers + 1,
+            "tie_word_embeddings": self.config.tie_word_embeddings,
+        }
+
+
+class MidLayer(nn.Module):
+    """A Llama layer whose attention reads the embedding and the hidden state side by side."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.hidden_norm = RMSNorm(size, eps)
+        self.input_layernorm = RMSNorm(size, eps)
+        self.self_attn = Attention(config, 2 * size)
+        self.post_attention_layernorm = RMSNorm(size, eps)
+        self.mlp = MLP(config)
+
+
+class Eagle3(Head):
+    kind = "eagle3"
+
+    def __init__(self, target: ModelConfig, draft_tokens: Iterable[int], **shape: int) -> None:
+        """`draft_tokens`: the target's ids in the draft vocabulary, ascending."""
+        super().__init__(target, **shape)
+        size = target.hidden_size
+        ids = torch.as_tensor(list(draft_tokens), dtype=torch.int64)
+        if not bool((ids.diff() > 0).all()):
+            raise ValueError("the draft vocabulary must be in ascending order, without repeats")
+        self.feature_layers = aux_layers(target.num_hidden_layers)
+        self.fc = nn.Linear(3 * size, size, bias=False)
+        self.midlayer = MidLayer(self.config)
+        self.norm = RMSNorm(size, target.rms_norm_eps)
+        self.lm_head = nn.Linear(size, len(ids), bias=False)
+        self.d2t: Tensor
+        self.t2d: Tensor
+        self.register_buffer("d2t", ids - torch.arange(len(ids)))
+        self.register_buffer("t2d", torch.zeros(target.vocab_size, dtype=torch.bool))
+        self.t2d[ids] = True
+
+    @property
+    def draft_tokens(self) -> Tensor:
+        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+
+    def start(self, target: Output) -> Tensor:
+        return self.fc(torch.cat(target.features, dim=-1))
+
+    def step(
+        self,
+        embedding: Tensor,
+        hidden: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        mask: Tensor | None = None,
+        past: KeysValues | None = None,
+    ) -> tuple[Tensor, KeysValues]:
+        layer = self.midlayer
+        both = torch.cat((layer.input_layernorm(embedding), layer.hidden_norm(hidden)), dim=-1)
+        y, keys_values = layer.self_attn(both, cos, sin, mask, past)
+        x = hidden + y
+        return x + layer.mlp(layer.post_attention_layernorm(x)), keys_values
+
+    def logits(self, x: Tensor, target: CausalLM) -> Tensor:
+        return self.lm_head(self.norm(x))
+
+    def to_target(self, index: Tensor) -> Tensor:
+        return index + self.d2t[index]
+
+    def in_draft_vocabulary(self, values: Tensor) -> Tensor:
+        return values[..., self.draft_tokens]
+
+    @torch.no_grad()
+    def copy_head(self, target: CausalLM) -> None:
+        """Begin with the target's own head and final norm."""
+        rows = target.head_weight[self.draft_tokens.to(target.device)]
+        self.lm_head.weight.copy_(rows.float() * target.config.head_scale)
+        self.norm.weight.copy_(target.model["norm"].weight)
+
+    def architecture(self) -> dict[str, Any]:
+        return {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "model_type": "llama",
+            "draft_vocab_size": len(self.d2t),
+            "eagle_aux_hidden_state_layer_ids": list(self.feature_layers),
+            **({} if self.config.scale_emb == 1 else {"scale_emb": self.config.scale_emb}),
+            "tie_word_embeddings": False,
+        }
+
+
+# ---- files
+
+
+def write_head(
+    head: Head, destination: Path, card: str, extra: dict[str, Any], counts: np.ndarray | None
+) -> None:
+    """Write config.json, model.safetensors (bf16), the card, and token_counts.npy if given.
+
+    The embedding, and for eagle2 the output head, are the target's and are not stored.
+    """
+    state = {}
+    for name, value in head.state_dict().items():
+        value = value.detach().cpu()
+        dtype = torch.bfloat16 if value.is_floating_point() else value.dtype
+        state[name] = value.to(dtype).contiguous()
+    config = dict(sorted({**head.to_hf(), **extra}.items()))
+    with replace_directory(destination) as directory:
+        save_file(state, directory / "model.safetensors", metadata={"format": "pt"})
+        (directory / "model.safetensors").chmod(0o644)
+        text = json.dumps(config, indent=2) + "\n"
+        (directory / "config.json").write_text(text, encoding="utf-8")
+        (directory / "README.md").write_text(card, encoding="utf-8")
+        if counts is not None:
+            np.save(directory / "token_counts.npy", counts.astype(np.int64))
+
+
+def load_head(directory: Path | str, target: CausalLM) -> Head | None:
+    """Load what `write_head` wrote, in float32; None if the directory holds no EAGLE head."""
+    directory = Path(directory)
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    state: dict[str, Tensor] = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        state |= load_file(path)
+    if "fc.weight" not in state:
+        return None
+    if config["hidden_size"] != target.config.hidden_size:
+        raise ValueError(f"{directory}: hidden size {config['hidden_size']} is not the target's")
+    names = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    shape = {name: config[name] for name in names}
+    head: Head
+    if "d2t" in state:
+        offsets = state["d2t"]
+        head = Eagle3(target.config, (offsets + torch.arange(len(offsets))).tolist(), **shape)
+        head.feature_layers = tuple(config["eagle_aux_hidden_state_layer_ids"])
+    else:
+        head = Eagle2(target.config, **shape)
+    state = {k: v.float() if v.is_floating_point() else v for k, v in state.items()}
+    head.load_state_dict(state)
+    return head.to(target.device).eval()

@@ -1,0 +1,202 @@
+"""How many tokens of a draft's greedy chain a target accepts, on held-out text.
+
+    python scripts/train/measure_acceptance.py --target DIR --draft DIR --text FOLDER
+
+Prompts are beginnings and insides of held-out files; the target continues them by itself, greedily
+and at some temperatures. A drafted token is accepted if it is the token that the target emitted
+there, which is what an engine does that draws the target's tokens with a position-keyed generator.
+So one pass over each finished text gives the chain of every position, and walking through the
+text gives the mean accept length (tokens per target forward, the target's own token included).
+
+`--draft` is an EAGLE head that `train_eagle.py` wrote, or a language model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from continue_text import add_target_arguments, continue_prompts, load_target
+from corpus import Document, TextFormat, corpus_from_arguments, encode
+from drafts import Head, load_head
+from model import CausalLM, load_pretrained
+from tokenizers import Tokenizer
+from torch import Tensor
+
+
+@torch.no_grad()
+def chain_matches(draft: Head | CausalLM, target: CausalLM, ids: Tensor, depth: int) -> Tensor:
+    """[B, T - 1 - depth, depth] of bool for ids [B, T]: does drafted token i equal the text's?
+
+    Entry (b, t, i) is about the chain that starts when tokens up to t + 1 are known, and its
+    token t + 2 + i. It holds given that the chain's earlier tokens matched, which is the only
+    case in which it is looked at.
+    """
+    count = ids.shape[1] - 1 - depth
+    columns = []
+    if isinstance(draft, CausalLM):
+        best = draft(ids).logits.argmax(-1)
+        hits = best[:, 1:-1] == ids[:, 2:]
+        columns = [hits[:, i : i + count] for i in range(depth)]
+    else:
+        output = target(ids[:, :-1], feature_layers=draft.feature_layers, with_logits=False)
+        cos, sin = target.rope(0, ids.shape[1] - 1)
+        embeddings = target.embed(ids[:, 1:])
+        steps = draft.unroll(draft.start(output), embeddings, cos, sin, depth)
+        for i, x in enumerate(steps):
+            best = draft.to_target(draft.logits(x, target).argmax(-1))
+            hits = best[:, :-1] == ids[:, 2:]
+            columns.append(hits[:, i : i + count])
+    return torch.stack(columns, dim=-1)
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """Over all positions: `at_depth[i]`, the share of chains whose first i + 1 tokens matched."""
+
+    at_depth: list[float]
+    mean_length: float  # of walks with chains of `chain` tokens, the target's token included
+    chain: int
+    tokens: int
+
+    def __str__(self) -> str:
+        shares = " ".join(f"{share:.3f}" for share in self.at_depth)
+        return (
+            f"accepted to depth 1..{len(self.at_depth)}: {shares}; mean accept length "
+            f"{self.mean_length:.2f} with chains of {self.chain} ({self.tokens} tokens)"
+        )
+
+
+def acceptance(
+    matches: Tensor, lengths: Sequence[int], prompt_tokens: int, chain: int
+) -> Acceptance:
+    """From `chain_matches`; `lengths[b]` tokens of text b count, its prompt included."""
+    depth = matches.shape[-1]
+    runs = matches.long().cumprod(-1)  # [B, roots, depth]
+    accepted = runs[..., :chain].sum(-1).tolist()
+    shares = torch.zeros(depth, dtype=torch.float64)
+    roots = cycles = emitted = 0
+    for index, length in enumerate(lengths):
+        first, last = prompt_tokens - 1, length - 1 - depth
+        if last <= first:
+            continue
+        shares += runs[index, first:last].sum(0).double().cpu()
+        roots += last - first
+        at = first
+        while at < last:
+            step = 1 + accepted[index][at]
+            cycles += 1
+            emitted += step
+            at += step
+    if not roots:
+        raise SystemExit("the continuations are too short to measure anything")
+    return Acceptance((shares / roots).tolist(), emitted / cycles, chain, roots)
+
+
+def held_out_prompts(
+    tokenizer: Tokenizer,
+    documents: Sequence[Document],
+    form: TextFormat,
+    prompts: int,
+    prompt_tokens: int,
+    seed: int,
+) -> Tensor:
+    """[prompts, prompt_tokens]: of each file its beginning, then places inside it."""
+    rng = random.Random(seed)
+    texts = encode(tokenizer, [document.text for document in documents], form.special_text)
+    framed = [form.frame(ids) for ids in texts]
+    long = [ids for ids in framed if len(ids) > prompt_tokens]
+    if not long:
+        raise SystemExit(f"no held-out file has more than {prompt_tokens} tokens")
+    head = [] if form.bos is None else [form.bos]
+    rows = []
+    for index in range(prompts):
+        ids = long[index % len(long)]
+        start = 0 if index < len(long) else rng.randrange(len(ids) - prompt_tokens)
+        inside = ids[start : start + prompt_tokens]
+        rows.append(inside if start == 0 else [*head, *inside][:prompt_tokens])
+    return torch.tensor(rows)
+
+
+@torch.no_grad()
+def measure(
+    draft: Head | CausalLM,
+    target: CausalLM,
+    prompts: Tensor,
+    new_tokens: int,
+    temperature: float,
+    eos: int | None,
+    depth: int = 5,
+    chain: int = 4,
+    seed: int = 0,
+    top_p: float = 1.0,
+    repetition_penalty: float = 1.0,
+) -> Acceptance:
+    prompt_tokens = prompts.shape[1]
+    ids = continue_prompts(
+        target, prompts, new_tokens, [temperature], seed, top_p, repetition_penalty
+    )
+    lengths = []
+    for row in ids.tolist():
+        new = row[prompt_tokens:]
+        lengths.append(prompt_tokens + (new.index(eos) + 1 if eos in new else len(new)))
+    parts = [chain_matches(draft, target, part, depth) for part in ids.split(16)]
+    return acceptance(torch.cat(parts), lengths, prompt_tokens, chain)
+
+
+def load_draft(directory: Path, target: CausalLM) -> Head | CausalLM:
+    head = load_head(directory, target)
+    if head is not None:
+        return head
+    draft = load_pretrained(directory, str(target.device))
+    if draft.config.vocab_size != target.config.vocab_size:
+        raise SystemExit(f"{directory} has another vocabulary than the target")
+    return draft
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    add_target_arguments(parser)
+    parser.add_argument("--draft", type=Path, nargs="+", required=True)
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.7, 0.8])
+    parser.add_argument("--top-p", type=float, default=1.0, help="of the target's sampling")
+    parser.add_argument("--repetition-penalty", type=float, default=1.0, help="likewise")
+    parser.add_argument("--prompts", type=int, default=96)
+    parser.add_argument("--prompt-tokens", type=int, default=48)
+    parser.add_argument("--new-tokens", type=int, default=160)
+    parser.add_argument("--depth", type=int, default=5, help="report acceptance to this depth")
+    parser.add_argument("--chain", type=int, default=4, help="drafted tokens per cycle")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    args.target_dtype = args.target_dtype or "float32"
+
+    target, tokenizer, form = load_target(args)
+    _, documents = corpus_from_arguments(args)
+    prompts = held_out_prompts(
+        tokenizer, documents, form, args.prompts, args.prompt_tokens, args.seed
+    )
+    for directory in args.draft:
+        draft = load_draft(directory, target)
+        for temperature in args.temperatures:
+            result = measure(
+                draft,
+                target,
+                prompts,
+                args.new_tokens,
+                temperature,
+                form.eos,
+                args.depth,
+                args.chain,
+                args.seed,
+                args.top_p,
+                args.repetition_penalty,
+            )
+            print(f"{directory.name}, temperature {temperature:g}: {result}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,290 @@
+"""Train an EAGLE head for a target model on folders of text, with features from the target.
+
+    python scripts/train/train_eagle.py --target DIR --text FOLDER --out DIR --kind eagle2
+
+The head learns the target's own next-token distribution, at every position of the text and for
+`--depth` steps: from the second step on it reads its own outputs, as it will in an engine. The
+destination is written whenever the held-out loss has improved, each time as a whole.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import signal
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from continue_text import add_target_arguments, load_target
+from corpus import TokenStream, corpus_from_arguments, plain_stream, training_stream
+from drafts import Eagle2, Eagle3, Head, load_head, write_head
+from measure_acceptance import Acceptance, held_out_prompts, measure
+from model import CausalLM
+from torch import Tensor, nn
+from train_lm import Report, TrainConfig, train
+
+DEFAULTS = TrainConfig(
+    steps=3000,
+    batch_size=16,
+    seq_len=1024,
+    warmup_steps=100,
+    weight_decay=0.1,
+    eval_every=250,
+)
+
+
+class Distillation(nn.Module):
+    """The head in training. Only its own parameters are among `parameters()`."""
+
+    def __init__(
+        self,
+        head: Head,
+        target: CausalLM,
+        depth: int = 5,
+        step_weight: float = 0.8,
+        feature_weight: float = 0.0,
+    ) -> None:
+        """Step s weighs step_weight^s; feature_weight is for smooth L1 to the target's hidden."""
+        super().__init__()
+        if feature_weight and head.kind != "eagle2":
+            raise ValueError("only an eagle2 head imitates the target's hidden states")
+        self.head = head
+        self.frozen = (target,)  # in a tuple, so that it is no submodule
+        self.depth = depth
+        self.step_weight = step_weight
+        self.feature_weight = feature_weight
+
+    @property
+    def device(self) -> torch.device:
+        return self.head.device
+
+    def loss(self, ids: Tensor, targets: Tensor) -> Tensor:
+        """ids and targets [B, T], targets one token later.
+
+        Row p predicts token p + 2, so its label is the target's distribution at p + 1. The loss
+        of a step is the mean cross-entropy to that distribution; with a draft vocabulary the
+        tokens outside it add nothing, so that a row counts as much as it can be accepted.
+        """
+        (target,), head = self.frozen, self.head
+        whole = torch.cat((ids, targets[:, -1:]), dim=1)  # [B, T + 1]
+        with torch.no_grad():
+            output = target(whole, feature_layers=head.feature_layers)
+            wanted = torch.softmax(output.logits[:, 1:].float(), dim=-1)
+            wanted = head.in_draft_vocabulary(wanted)
+            later = output.hidden[:, 1:]
+            now = replace(
+                output,
+                hidden=output.hidden[:, :-1],
+                features=[feature[:, :-1] for feature in output.features],
+            )
+            cos, sin = target.rope(0, ids.shape[1])
+            embeddings = target.embed(whole[:, 1:])
+        depth = min(self.depth, ids.shape[1])
+        total = torch.zeros((), device=ids.device)
+        weights = 0.0
+        steps = head.unroll(head.start(now), embeddings, cos, sin, depth)
+        for step, x in enumerate(steps):
+            logits = head.logits(x, target)[:, step:].float()
+            loss = -(wanted[:, step:] * F.log_softmax(logits, dim=-1)).sum(-1).mean()
+            if self.feature_weight:
+                distance = F.smooth_l1_loss(x[:, step:].float(), later[:, step:].float())
+                loss = loss + self.feature_weight * distance
+            total = total + self.step_weight**step * loss
+            weights += self.step_weight**step
+        return total / weights
+
+
+def draft_vocabulary(counts: np.ndarray, size: int) -> list[int]:
+    """The `size` most frequent tokens (ties to the smaller id), in ascending order."""
+    order = np.argsort(-counts, kind="stable")
+    return sorted(order[:size].tolist())
+
+
+def build_head(
+    kind: str, target: CausalLM, counts: np.ndarray, draft_vocab_size: int, seed: int, **shape: int
+) -> Head:
+    """A head before training."""
+    if kind == "eagle2":
+        head: Head = Eagle2(target.config, **shape)
+        head.initialise(seed)
+        return head
+    tokens = draft_vocabulary(counts, min(draft_vocab_size, target.config.vocab_size))
+    third = Eagle3(target.config, tokens, **shape)
+    third.initialise(seed)
+    third.copy_head(target)
+    return third
+
+
+def card(
+    name: str,
+    head: Head,
+    target_name: str,
+    corpus: str,
+    config: TrainConfig,
+    report: Report,
+    hardware: str,
+    results: dict[float, Acceptance],
+) -> str:
+    parameters = sum(p.numel() for p in head.parameters())
+    layout = {
+        "eagle2": "EAGLE-2 head (MiniCPM4 layout)" if head.config.scale_depth else "EAGLE-2 head",
+        "eagle3": "EAGLE-3 head",
+    }[head.kind]
+    if isinstance(head, Eagle3):
+        layers = ", ".join(map(str, head.feature_layers))
+        detail = (
+            f"It reads the residual stream entering layers {layers} (counted from 0) of the\n"
+            f"target and has a draft vocabulary of {len(head.d2t)} tokens."
+        )
+    else:
+        detail = (
+            "It reads the target's hidden state after the final norm; embedding and output head\n"
+            "are the target's. `token_counts.npy` counts the tokens of the training text (for\n"
+            "a pruned output head)."
+        )
+    table = ""
+    if results:
+        first = next(iter(results.values()))
+        depths = " | ".join(f"depth {i + 1}" for i in range(len(first.at_depth)))
+        rule = "---|" * (len(first.at_depth) + 2)
+        lines = [f"| temperature | {depths} | mean accept length |", f"|{rule}"]
+        for temperature, result in results.items():
+            shares = " | ".join(f"{share:.3f}" for share in result.at_depth)
+            lines.append(f"| {temperature:g} | {shares} | {result.mean_length:.2f} |")
+        table = (
+            "\nShare of chains accepted to each depth, and mean accept length of chains of "
+            f"{first.chain} (the target's\nown token included), while the target continues "
+            "held-out files by itself:\n\n" + "\n".join(lines) + "\n"
+        )
+    return f"""# {name}
+
+{layout} for `{target_name}`: {parameters / 1e6:.2f} M parameters, bf16.
+{detail}
+
+- Data: {corpus}
+- Training: {report.steps} steps, {report.tokens / 1e6:.0f} M tokens in windows of \
+{config.seq_len}, {report.minutes:.1f} minutes on {hardware}.
+- Recipe: `scripts/train/train_eagle.py` in the cpmcu repository.
+{table}"""
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    add_target_arguments(parser)
+    parser.add_argument("--out", type=Path, required=True, help="folder to write")
+    parser.add_argument("--kind", choices=("eagle2", "eagle3"), default="eagle2")
+    parser.add_argument(
+        "--generated", type=Path, help="token file of continue_text.py, trained on as well"
+    )
+    parser.add_argument("--corpus-note", default="", help="one sentence on the data, for the card")
+    parser.add_argument("--depth", type=int, default=5, help="steps that training unrolls")
+    parser.add_argument("--step-weight", type=float, default=0.8, help="loss of step s: this^s")
+    parser.add_argument(
+        "--feature-weight", type=float, default=0.0, help="smooth L1 to the hidden states (eagle2)"
+    )
+    shape = parser.add_argument_group("head (default: as the target's layers)")
+    for name in ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"):
+        shape.add_argument(f"--{name.replace('_', '-')}", type=int)
+    shape.add_argument("--draft-vocab-size", type=int, default=32000, help="eagle3")
+
+    run = parser.add_argument_group("training")
+    run.add_argument("--learning-rate", type=float, help="peak; default 0.5 / hidden size")
+    run.add_argument("--final-learning-rate", type=float, help="default: a thirtieth of the peak")
+    for name in TrainConfig.__slots__:
+        flag, default = f"--{name.replace('_', '-')}", getattr(DEFAULTS, name)
+        if name.endswith("learning_rate"):
+            continue
+        if isinstance(default, bool):
+            run.add_argument(flag, action="store_true")
+        else:
+            run.add_argument(flag, type=type(default), default=default)
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_arguments()
+    torch.set_float32_matmul_precision("high")
+    torch.manual_seed(args.seed)
+    target, tokenizer, form = load_target(args)
+    rate = args.learning_rate or 0.5 / target.config.hidden_size
+    values = {name: getattr(args, name) for name in TrainConfig.__slots__}
+    values |= {
+        "learning_rate": rate,
+        "final_learning_rate": args.final_learning_rate or rate / 30,
+    }
+    config = TrainConfig(**values)
+
+    train_documents, held_out = corpus_from_arguments(args)
+    stream = training_stream(tokenizer, train_documents, config.seed, form=form)
+    validation = plain_stream(tokenizer, held_out, form) if held_out else None
+    counts = np.bincount(stream.ids, minlength=target.config.vocab_size)
+    print(
+        f"{len(train_documents)} files, {len(stream.ids) / 1e6:.2f} M training tokens", flush=True
+    )
+    if args.generated:
+        rows = np.load(args.generated)
+        starts = np.arange(len(rows), dtype=np.int64) * rows.shape[1]
+        stream = stream + TokenStream(rows.reshape(-1).astype(np.uint32), starts)
+        print(f"{rows.size / 1e6:.2f} M tokens that the target wrote", flush=True)
+
+    names = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    shape = {name: getattr(args, name) for name in names if getattr(args, name)}
+    head = build_head(args.kind, target, counts, args.draft_vocab_size, config.seed, **shape)
+    head.to(target.device).train()
+    model = Distillation(head, target, args.depth, args.step_weight, args.feature_weight)
+    hardware = "a CPU"
+    if target.device.type == "cuda":
+        hardware = f"one {torch.cuda.get_device_name(target.device)}"
+    parameters = sum(p.numel() for p in head.parameters())
+    print(f"{args.kind}: {parameters / 1e6:.2f} M parameters on {hardware}", flush=True)
+
+    # A home directory or a temporary one is nobody's business: the card names the folder only.
+    target_name = args.target.resolve().name
+    corpus = args.corpus_note or f"{len(train_documents)} text files."
+    eos = {} if form.eos is None else {"eos_token_id": form.eos}
+    bos = {} if form.bos is None else {"bos_token_id": form.bos}
+    kept = counts if args.kind == "eagle2" else None
+
+    def save(report: Report, results: dict[float, Acceptance], trained: Head) -> None:
+        text = card(args.out.name, trained, target_name, corpus, config, report, hardware, results)
+        write_head(trained, args.out, text, {**bos, **eos}, kept)
+
+    stopped = False
+
+    def stop(number: int, frame: object) -> None:
+        nonlocal stopped
+        if stopped:
+            sys.exit(f"stopped by signal {number}")
+        stopped = True
+
+    signal.signal(signal.SIGINT, stop)
+    signal.signal(signal.SIGTERM, stop)
+    report = train(
+        model, stream, validation, config, lambda report: save(report, {}, head), lambda: stopped
+    )
+    best = report.best_validation_loss
+    loss = f"best held-out loss {best:.4f}, " if math.isfinite(best) else ""
+    print(
+        f"{report.steps} steps, {report.tokens / 1e6:.1f} M tokens, {report.minutes:.2f} min, "
+        f"{report.tokens_per_second / 1e3:.0f}K tok/s, {loss}written to {args.out}",
+        flush=True,
+    )
+    if not held_out:
+        return
+    torch.set_float32_matmul_precision("highest")
+    final = load_head(args.out, target)  # the best one, as rounded in the file
+    assert final is not None
+    prompts = held_out_prompts(tokenizer, held_out, form, 96, 48, config.seed)
+    results = {}
+    for temperature in (0.0, 0.7, 0.8):
+        results[temperature] = measure(final, target.float(), prompts, 160, temperature, form.eos)
+        print(f"temperature {temperature:g}: {results[temperature]}", flush=True)
+    save(report, results, final)
+
+
+if __name__ == "__main__":
+    main()
