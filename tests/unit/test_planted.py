@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cpmcu import bench
 from cpmcu.config import EngineConfig, SpeculativeConfig
 from cpmcu.loading.loader import LoadedModel, load_model
 from tests.engine.harness import sampling
@@ -139,6 +140,27 @@ def test_eagle_head_with_its_own_vocabulary(tmp_path: Path) -> None:
     tensors.write_bytes(tensors.read_bytes().replace(b"[1024,128]", b"[ 512,256]"))
     with pytest.raises(ValueError, match=r"lm_head.weight has 512 rows, expected 1024, as d2t"):
         load(target, draft)
+
+
+def test_bench_reports_cycles(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target, draft = write_pair(tmp_path, "tiny-minicpm", 1.0)
+    synthetic.copy_tokenizer(synthetic.DEFAULT_TOKENIZER, target)
+    flags = ["--model", str(target), "--device", "cpu", "--contexts", "32", "--decode", "2"]
+    flags += ["--draft-model-path", str(draft), "--spec-num-iter", "4", "--max-num-seqs", "1"]
+    capsys.readouterr()  # what the writer said
+    assert bench.main([*flags, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    speculation = result["speculation"]
+    assert speculation["depth"] == 4 and speculation["options"]["spec_num_iter"] == 4
+    (plain,), (row,) = result["rows"], speculation["rows"]
+    assert row["context"] == plain["context"] == 32
+    assert row["cycle_ratio"] == pytest.approx(row["cycle_ms"] / plain["step_ms"])
+    assert row["mean_accept_length"] == pytest.approx(5, abs=0.5)  # the last cycle is cut short
+    assert list(row["tokens_per_s_at_accept_length"]) == ["1", "2", "3", "4", "5", "6"]
+    assert "| T, ms |" in bench.table(result)
+
+    assert bench.main([*flags, "--no-speculation", "--json"]) == 0
+    assert "speculation" not in json.loads(capsys.readouterr().out)
 
 
 def test_draft_presets(tmp_path: Path) -> None:

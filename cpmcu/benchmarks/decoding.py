@@ -1,0 +1,133 @@
+"""Windows of decode steps of one sequence, and the floor of a plain step."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from cpmcu import C
+
+WINDOWS = 5
+WARM_UP = 8  # steps
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the result: seconds, tokens and ratios at one context length."""
+
+    context: int
+    prefill_s: float
+    prefill_tokens_per_s: float
+    step_ms: float
+    step_spread_ms: float  # slowest minus fastest window
+    floor_ms: float
+    ratio: float  # step over floor
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Timing:
+    """A prompt, and windows of decode steps after it."""
+
+    prefill_s: float
+    windows_ms: list[float]  # of a step
+    middle: int  # cached tokens in the middle of the timed steps
+
+    @property
+    def step_ms(self) -> float:
+        """The median window."""
+        return statistics.median(self.windows_ms)
+
+    @property
+    def spread_ms(self) -> float:
+        """Slowest minus fastest window."""
+        return max(self.windows_ms) - min(self.windows_ms)
+
+
+def step_bytes(engine: C.Engine, spec: C.ModelSpec, context: int) -> int:
+    """Bytes that a decode step has to read with `context` cached tokens."""
+    rows = engine.memory_plan()
+    weights = sum(row["bytes"] for row in rows if row["group"] == "weights")
+    if not spec.tie_word_embeddings:
+        weights -= next(row["bytes"] for row in rows if row["name"] == "model.embed_tokens")
+    page_bytes = next(row["bytes"] for row in rows if row["group"] == "kv") // engine.num_pages
+    from cpmcu import C
+
+    return int(weights + context * page_bytes // C.PAGE_SIZE)
+
+
+def random_prompt(vocab_size: int, context: int) -> list[int]:
+    """`context` tokens, always the same ones."""
+    ids: list[int] = np.random.default_rng(context).integers(3, vocab_size, context).tolist()
+    return ids
+
+
+def measure(engine: C.Engine, vocab_size: int, context: int, steps: int) -> Timing:
+    """Prefills `context` tokens and times `WINDOWS` windows of `steps` decode steps after it."""
+    from cpmcu import C
+
+    ids = random_prompt(vocab_size, context)
+    total = context + 1 + (WARM_UP + WINDOWS * steps) * engine.tokens_per_step
+    sampling = C.SamplingConfig(max_tokens=total)
+    slot = engine.add_sequence(sampling, ids)
+    if total > engine.max_model_len or not engine.reserve(slot, total):
+        engine.release(slot)
+        raise ValueError(
+            f"a context of {context} and up to {total - context} new tokens were asked for, the "
+            f"engine holds {engine.max_model_len} tokens a sequence and has "
+            f"{engine.num_free_pages} free pages of 64"
+        )
+
+    def prefill() -> float:
+        begin = time.perf_counter()
+        for at in range(0, context, engine.chunk_length):
+            part = ids[at : at + engine.chunk_length]
+            engine.prefill([(slot, part, at + len(part) == context)])
+            engine.collect()
+        return time.perf_counter() - begin
+
+    def collect() -> int:
+        return sum(len(output.tokens) for output in engine.collect())
+
+    def decode(count: int) -> tuple[float, int]:
+        begin, tokens = time.perf_counter(), 0
+        for _ in range(count):
+            engine.decode([slot])
+            if engine.in_flight() > engine.launch_ahead:
+                tokens += collect()
+        while engine.in_flight():
+            tokens += collect()
+        return time.perf_counter() - begin, tokens
+
+    prefill()  # chooses algorithms, loads kernels
+    engine.release(slot)
+    slot = engine.add_sequence(sampling, ids)
+    engine.reserve(slot, total)
+    prefill_s = prefill()
+    _, warm_up = decode(WARM_UP)
+    windows = [decode(steps) for _ in range(WINDOWS)]
+    engine.release(slot)
+    return Timing(
+        prefill_s=prefill_s,
+        windows_ms=[seconds / steps * 1e3 for seconds, _ in windows],
+        middle=context + warm_up + sum(tokens for _, tokens in windows) // 2,
+    )
+
+
+def plain_row(engine: C.Engine, spec: C.ModelSpec, context: int, steps: int, rate: float) -> Row:
+    """One token a step, beside its floor at a read bandwidth of `rate` bytes/s."""
+    timing = measure(engine, spec.vocab_size, context, steps)
+    floor_ms = step_bytes(engine, spec, timing.middle) / rate * 1e3
+    return Row(
+        context=context,
+        prefill_s=timing.prefill_s,
+        prefill_tokens_per_s=context / timing.prefill_s,
+        step_ms=timing.step_ms,
+        step_spread_ms=timing.spread_ms,
+        floor_ms=floor_ms,
+        ratio=timing.step_ms / floor_ms,
+    )

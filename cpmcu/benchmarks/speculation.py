@@ -1,0 +1,108 @@
+"""Speculative cycles beside plain steps, and beside whole requests."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from cpmcu.benchmarks.decoding import WINDOWS, Row, measure, random_prompt
+from cpmcu.config import EngineConfig, SpeculativeConfig, shipped_draft
+
+if TYPE_CHECKING:
+    from cpmcu.llm import LLM
+    from cpmcu.outputs import CompletionOutput
+
+CURVE = range(1, 7)  # mean accept lengths for which tokens/s is told
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CycleRow:
+    """One line of speculative decoding at one context length."""
+
+    context: int
+    cycle_ms: float
+    cycle_spread_ms: float  # slowest minus fastest window
+    cycle_ratio: float  # cycle over plain step
+    mean_accept_length: float  # of the request, the target's own token of each cycle included
+    tokens_per_s: float  # of the request, after its first token
+    expected_tokens_per_s: float  # mean accept length over cycle
+    difference_percent: float  # of the two
+    tokens_per_s_at_accept_length: dict[int, float]  # accept length over cycle
+
+
+def cycle_row(llm: LLM, plain: Row, steps: int) -> CycleRow:
+    """Cycles by themselves, and one greedy request from the prompt to its text."""
+    from cpmcu import SamplingParams
+
+    vocab_size, context = int(llm.spec.vocab_size), plain.context
+    timing = llm.call_engine(lambda engine: measure(engine, vocab_size, context, steps))
+
+    def request(num_tokens: int) -> CompletionOutput:
+        params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+        return llm.generate([random_prompt(vocab_size, context)], params)[0].outputs[0]
+
+    request(16)  # warms the host's side up
+    output = request(1 + WINDOWS * steps)
+    metrics = output.spec_decode_metrics
+    accepted = metrics.mean_acceptance_length if metrics else 1.0
+    measured = output.timings.decode_tokens_per_s
+    expected = accepted / timing.step_ms * 1e3
+    return CycleRow(
+        context=context,
+        cycle_ms=timing.step_ms,
+        cycle_spread_ms=timing.spread_ms,
+        cycle_ratio=timing.step_ms / plain.step_ms,
+        mean_accept_length=accepted,
+        tokens_per_s=measured,
+        expected_tokens_per_s=expected,
+        difference_percent=100 * (measured / expected - 1),
+        tokens_per_s_at_accept_length={length: length / timing.step_ms * 1e3 for length in CURVE},
+    )
+
+
+def has_draft(config: EngineConfig) -> bool:
+    """Is there anything to speculate with?"""
+    speculation = config.speculation
+    if speculation.no_speculation:
+        return False
+    named = speculation.draft_model_path is not None or speculation.method != "auto"
+    shipped = config.model is None and (shipped_draft() / "config.json").is_file()
+    return named or bool(speculation.use_eagle3) or shipped
+
+
+def run_cycles(config: EngineConfig, rows: list[Row], steps: int) -> dict[str, Any]:
+    """What a run with a draft adds to the result."""
+    from cpmcu.llm import LLM
+
+    names = [field.name for field in dataclasses.fields(config) if field.name != "model"]
+    with LLM(config.model, **{name: getattr(config, name) for name in names}) as llm:
+        cycles = [cycle_row(llm, row, steps) for row in rows]
+        depth = llm.call_engine(lambda engine: engine.tokens_per_step) - 1
+        counters = llm.call_engine(lambda engine: engine.counters)
+    given, usual = dataclasses.asdict(config.speculation), dataclasses.asdict(SpeculativeConfig())
+    return {
+        "depth": depth,
+        "options": {name: value for name, value in given.items() if value != usual[name]},
+        "rows": [dataclasses.asdict(row) for row in cycles],
+        "counters": counters,
+    }
+
+
+def cycle_table(speculation: dict[str, Any]) -> list[str]:
+    """The lines about speculation. T: a cycle; τ: the mean accept length."""
+    given = ", ".join(f"{name} {value}" for name, value in speculation["options"].items())
+    lines = [
+        "",
+        f"speculation, depth {speculation['depth']}: {given}",
+        "",
+        "| context | T, ms | ± ms | T ÷ plain step | τ | tok/s | τ ÷ T | difference |",
+        "|---:|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for row in speculation["rows"]:
+        lines.append(
+            f"| {row['context']} | {row['cycle_ms']:.3f} | {row['cycle_spread_ms'] / 2:.3f} | "
+            f"{row['cycle_ratio']:.2f} | {row['mean_accept_length']:.2f} | "
+            f"{row['tokens_per_s']:.1f} | {row['expected_tokens_per_s']:.1f} | "
+            f"{row['difference_percent']:+.1f} % |"
+        )
+    return lines
