@@ -1,0 +1,339 @@
+"""Times what a speculative cycle does beside the forward passes: one line per op.
+
+One sequence of MiniCPM4-8B with an EAGLE head: depth 4, top-k 8, tree 32, 32768 draft rows. Each
+op is captured many times in a row as nodes of one graph, as in a cycle, and the microseconds are
+those of one; ops whose shape changes with the level are timed once for each shape. Logits and
+keys lie in L2, where the kernel before leaves them in a cycle too. The path that is accepted is
+the worst: all of it has to move, in 32 layers.
+
+    python scripts/bench/bench_cycle.py [--dtype bfloat16] [--json] [--device cpu]
+
+The CPU is timed without graphs; its figures say only that the program runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from bench_attention import microseconds, normal, put
+
+from cpmcu import C
+
+ops = C.ops
+PAGE = C.PAGE_SIZE
+HIDDEN, VOCAB, DRAFT_VOCAB = 4096, 73448, 32768
+LAYERS, KV_HEADS, HEAD_DIM = 32, 2, 128
+DEPTH, TOPK, NODES = 4, 8, 32
+EMITTED = DEPTH + 1
+LENGTH, MAX_LEN = 1024, 8192
+CANDIDATES = TOPK + (DEPTH - 1) * TOPK * TOPK
+BUDGET_US = 80.0
+LAUNCHES = 20  # in one graph
+
+
+def raw(ctx: Any, values: Any, pinned: bool = False) -> Any:
+    """Integers as they are, or C structs as bytes."""
+    source = np.ascontiguousarray(values)
+    if source.dtype.fields:
+        source = source.view(np.uint8).reshape(*source.shape, source.dtype.itemsize)
+    array = ops.Array(ctx, list(source.shape), source.dtype.name, pinned)
+    array.copy_from(source)
+    return array
+
+
+class Cycle:
+    """The arrays of one sequence in slot 0, and a method for each op."""
+
+    def __init__(self, ctx: Any, dtype: str) -> None:
+        self.ctx, self.slots = ctx, put(ctx, [0])
+        self.lengths, self.draft_lengths = put(ctx, [LENGTH]), put(ctx, [LENGTH])
+        self.next_tokens = put(ctx, [7])
+        self.beam = self.make_beam()
+        self.topk_tokens = ops.Array(ctx, [TOPK, TOPK], "int32")
+        self.topk_logprobs = ops.Array(ctx, [TOPK, TOPK], "float32")
+        self.draft_logits = {rows: normal(ctx, [rows, DRAFT_VOCAB], "float32") for rows in (1, 8)}
+        self.id_map = put(ctx, np.arange(DRAFT_VOCAB) * 2)
+        self.built = ops.TokenTrees(
+            **{name: ops.Array(ctx, [1, NODES], "int32") for name in ("tokens", "parents")},
+            depths=ops.Array(ctx, [1, NODES], "int32"),
+            masks=ops.Array(ctx, [1, NODES], "uint64"),
+        )
+        self.make_worst_tree()
+        self.make_sampling()
+        self.rows = {
+            name: ops.Array(ctx, [NODES], "int32")
+            for name in ("ids", "positions", "row_slots", "row_seqs")
+        }
+        self.row_begin = ops.Array(ctx, [2], "int32")
+        self.make_pending()
+        pages = MAX_LEN // PAGE
+        self.pool = normal(ctx, [2 * LAYERS, pages, KV_HEADS * PAGE * HEAD_DIM], dtype)
+        self.page_table = put(ctx, np.random.default_rng(0).permutation(pages)[None])
+        self.features = normal(ctx, [NODES, HIDDEN], dtype)
+        self.kept = {rows: ops.Array(ctx, [rows, HIDDEN], dtype) for rows in (1, EMITTED, TOPK)}
+
+    def make_beam(self) -> Any:
+        ints = {
+            "tokens": [1, CANDIDATES],
+            "level_candidates": [1, DEPTH, TOPK],
+            "row_ids": [1, TOPK],
+            "row_parents": [1, TOPK],
+            "row_positions": [1, TOPK],
+            "row_seqs": [1, TOPK],
+            "seq_row_begin": [2],
+        }
+        arrays = {name: ops.Array(self.ctx, shape, "int32") for name, shape in ints.items()}
+        self.row_parents = arrays["row_parents"]
+        return ops.DraftBeam(
+            num_seqs=1,
+            topk=TOPK,
+            depth=DEPTH,
+            scores=ops.Array(self.ctx, [1, CANDIDATES], "float32"),
+            row_scores=ops.Array(self.ctx, [1, TOPK], "float32"),
+            row_masks=ops.Array(self.ctx, [1, TOPK], "uint64"),
+            **arrays,
+        )
+
+    def make_worst_tree(self) -> None:
+        """The last nodes are the path, all others hang below the root and are wrong."""
+        path = [0, *range(NODES - DEPTH, NODES)]
+        tokens, drawn = np.arange(NODES) + 100, np.full(NODES, 9)
+        parents, depths = np.zeros(NODES, int), np.ones(NODES, int)
+        parents[0], depths[0] = -1, 0
+        for above, node in itertools.pairwise(path):
+            parents[node], depths[node] = above, depths[above] + 1
+            drawn[above] = tokens[node]
+        masks = [1 << node for node in range(NODES)]
+        for node in range(1, NODES):
+            masks[node] |= masks[parents[node]]
+        self.worst = ops.TokenTrees(
+            tokens=put(self.ctx, tokens[None]),
+            parents=put(self.ctx, parents[None]),
+            depths=put(self.ctx, depths[None]),
+            masks=raw(self.ctx, np.array([masks], np.uint64)),
+        )
+        self.drawn = put(self.ctx, drawn)
+        self.worst_path = put(self.ctx, [path])
+        self.all_emitted = put(self.ctx, [EMITTED])
+        self.after = put(self.ctx, [LENGTH + EMITTED])
+
+    def make_sampling(self) -> None:
+        ctx = self.ctx
+        self.logits = normal(ctx, [NODES, VOCAB], "float32")
+        self.row_slots = put(ctx, np.zeros(NODES))
+        self.row_positions = put(ctx, LENGTH + np.arange(NODES))
+        self.tokens = ops.Array(ctx, [NODES], "int32")
+        slot = np.zeros(1, ops.slot_sampling_dtype)
+        slot["top_p"], slot["repetition_penalty"], slot["num_logprobs"] = 1, 1, -1
+        self.greedy = raw(ctx, slot)
+        slot["temperature"], slot["top_p"], slot["top_k"] = 0.8, 0.9, 50
+        self.drawing = raw(ctx, slot)
+        stop = np.zeros(1, ops.slot_stop_dtype)
+        stop["num_stop_ids"], stop["stop_ids"], stop["max_tokens"] = 2, 1, 1 << 30
+        self.stops = raw(ctx, stop)
+        self.token_logprobs = raw(ctx, np.zeros(NODES, ops.token_logprobs_dtype))
+        self.results = raw(ctx, np.zeros([8, 1], ops.slot_result_dtype), pinned=True)
+        self.ticket = raw(ctx, np.zeros(1, np.uint64))
+        self.done = raw(ctx, np.zeros(1, np.uint64), pinned=True)
+        self.state = ops.SlotState(
+            lengths=self.lengths,
+            next_tokens=self.next_tokens,
+            counts=put(ctx, np.zeros([1, VOCAB])),
+            vocab_size=VOCAB,
+            history=put(ctx, np.zeros([1, MAX_LEN])),
+        )
+
+    def make_pending(self) -> None:
+        names = ("pending_ids", "ids", "positions", "row_seqs", "feature_rows")
+        arrays = {name: put(self.ctx, np.zeros([1, EMITTED])) for name in names}
+        self.pending_ids = arrays["pending_ids"]
+        self.pending_counts, self.last_rows = put(self.ctx, [EMITTED]), put(self.ctx, [0])
+        self.draft_rows = arrays | {"seq_row_begin": put(self.ctx, [0, EMITTED])}
+        self.paths = ops.Array(self.ctx, [1, EMITTED], "int32")
+        self.num_emitted = ops.Array(self.ctx, [1], "int32")
+        self.feature_rows = put(self.ctx, np.arange(EMITTED))
+        self.feature_slots = put(self.ctx, np.arange(EMITTED))
+
+    def begin_draft(self, advance: bool) -> None:
+        ops.begin_draft(
+            self.ctx,
+            seq_slots=self.slots,
+            num_seqs=1,
+            max_pending=EMITTED,
+            pending_counts=self.pending_counts,
+            draft_lengths=self.draft_lengths,
+            last_rows=self.last_rows,
+            advance=advance,
+            **self.draft_rows,
+        )
+
+    def topk(self, rows: int) -> None:
+        ops.topk_logprobs(
+            self.ctx,
+            logits=self.draft_logits[rows],
+            topk=TOPK,
+            id_map=self.id_map,
+            tokens=self.topk_tokens,
+            logprobs=self.topk_logprobs,
+        )
+
+    def expand(self, level: int) -> None:
+        ops.tree_expand(
+            self.ctx,
+            beam=self.beam,
+            level=level,
+            topk_tokens=self.topk_tokens,
+            topk_logprobs=self.topk_logprobs,
+            seq_slots=self.slots,
+            draft_lengths=self.draft_lengths,
+        )
+
+    def build(self) -> None:
+        ops.tree_build(
+            self.ctx,
+            beam=self.beam,
+            trees=self.built,
+            seq_slots=self.slots,
+            next_tokens=self.next_tokens,
+        )
+
+    def begin_verify(self) -> None:
+        ops.begin_verify(
+            self.ctx,
+            trees=self.worst,
+            seq_slots=self.slots,
+            lengths=self.lengths,
+            seq_row_begin=self.row_begin,
+            **self.rows,
+        )
+
+    def sample(self, sampling: Any) -> None:
+        ops.sample(
+            self.ctx,
+            logits=self.logits,
+            row_slots=self.row_slots,
+            row_positions=self.row_positions,
+            sampling=sampling,
+            tokens=self.tokens,
+        )
+
+    def accept(self) -> None:
+        ops.accept_tree(
+            self.ctx,
+            trees=self.worst,
+            max_emitted=EMITTED,
+            drawn=self.drawn,
+            logprobs=self.token_logprobs,
+            seq_slots=self.slots,
+            sampling=self.greedy,
+            state=self.state,
+            stops=self.stops,
+            paths=self.paths,
+            num_emitted=self.num_emitted,
+            pending_ids=self.pending_ids,
+            pending_counts=self.pending_counts,
+            feature_rows=self.feature_rows,
+            feature_slots=self.feature_slots,
+            results=self.results,
+            ring_size=8,
+            max_seqs=1,
+            ticket=self.ticket,
+            done=self.done,
+        )
+
+    def compact(self) -> None:
+        ops.compact_kv(
+            self.ctx,
+            pool=self.pool,
+            num_kv_heads=KV_HEADS,
+            head_dim=HEAD_DIM,
+            page_table=self.page_table,
+            seq_slots=self.slots,
+            lengths=self.after,
+            paths=self.worst_path,
+            num_emitted=self.all_emitted,
+        )
+
+    def gather(self, rows: int, index: Any) -> None:
+        ops.gather_rows(self.ctx, self.kept[rows], self.features, index)
+
+
+def glue(cycle: Cycle) -> list[tuple[str, int, Callable[[], None]]]:
+    """(name, launches a cycle, op) in the order of a cycle; 0: only to compare."""
+    return [
+        ("begin_draft", 1, lambda: cycle.begin_draft(False)),
+        ("gather pending features", 1, lambda: cycle.gather(EMITTED, cycle.feature_rows)),
+        ("gather last hidden, 1 row", 1, lambda: cycle.gather(1, cycle.last_rows)),
+        ("begin_draft, advance", 1, lambda: cycle.begin_draft(True)),
+        ("topk_logprobs, 1 row", 1, lambda: cycle.topk(1)),
+        ("tree_expand, level 0", 1, lambda: cycle.expand(0)),
+        (f"topk_logprobs, {TOPK} rows", DEPTH - 1, lambda: cycle.topk(TOPK)),
+        (f"tree_expand, {TOPK} rows", DEPTH - 1, lambda: cycle.expand(1)),
+        (
+            f"gather hidden, {TOPK} rows",
+            2 * (DEPTH - 1),
+            lambda: cycle.gather(TOPK, cycle.row_parents),
+        ),
+        ("tree_build", 1, cycle.build),
+        ("begin_verify", 1, cycle.begin_verify),
+        (f"sample, {NODES} rows, greedy", 1, lambda: cycle.sample(cycle.greedy)),
+        (f"sample, {NODES} rows, T, top-k, top-p", 0, lambda: cycle.sample(cycle.drawing)),
+        ("accept_tree", 1, cycle.accept),
+        (f"compact_kv, {LAYERS} layers", 1, cycle.compact),
+        ("gather accepted features", 1, lambda: cycle.gather(EMITTED, cycle.feature_rows)),
+    ]
+
+
+def time_of(ctx: Any, device: str, body: Callable[[], None]) -> float:
+    """Microseconds of one launch."""
+    if device == "cuda":
+
+        def bodies() -> None:
+            for _ in range(LAUNCHES):
+                body()
+
+        return microseconds(ctx, bodies, LAUNCHES)
+    body()
+    begin = time.perf_counter()
+    body()
+    return (time.perf_counter() - begin) * 1e6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--dtype", default="bfloat16", choices=["float16", "bfloat16"])
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    args = parser.parse_args()
+    ctx = ops.Context(args.device)
+    cycle = Cycle(ctx, args.dtype)
+
+    def report(name: str, count: int, us: float) -> None:
+        if args.json:
+            line = json.dumps({"name": name, "per_cycle": count, "us": us, "cycle_us": count * us})
+        else:
+            line = f"{name:36} {us:9.2f} µs x {count} = {count * us:9.2f} µs"
+        sys.stdout.write(line + "\n")
+        sys.stdout.flush()
+
+    total = 0.0
+    for name, count, body in glue(cycle):
+        us = time_of(ctx, args.device, body)
+        report(name, count, us)
+        total += count * us
+    if args.json:
+        end = json.dumps({"name": "cycle", "us": total, "budget_us": BUDGET_US})
+    else:
+        end = f"sum of a cycle {total:.1f} µs, {total / BUDGET_US:.2f} of the budget {BUDGET_US} µs"
+    sys.stdout.write(end + "\n")
+
+
+if __name__ == "__main__":
+    main()
