@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.engine.harness import DEVICES, random_ids
+from tests.engine.harness import DEVICES, SHIPPED, random_ids
 from tests.reference.engines import extension_or_skip
 from tests.reference.tiny_checkpoints import TinyCheckpoint, write_tiny
 from tests.reference.tiny_drafts import KINDS, write_draft
@@ -377,3 +379,53 @@ def test_a_resumed_sequence_goes_on(models: Models) -> None:
         tokens += engine.collect()[0].tokens
     engine.release(slot)
     assert tokens[:60] == expected
+
+
+SHIPPED_DRAFTS = ["tiny-python-eagle2", "tiny-python-eagle3", "tiny-python-draft", "ngram"]
+SOURCES = ("heapq", "textwrap", "bisect", "fnmatch", "queue", "shlex", "string", "sched")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHIPPED_DRAFTS)
+def test_the_shipped_drafts(device: str, name: str) -> None:
+    """13 beginnings of Python code and 200 tokens for each draft; most accept two a step."""
+    from cpmcu.config import EngineConfig, SpeculativeConfig
+    from cpmcu.loading.loader import load_model
+    from cpmcu.tokenizer import Tokenizer
+
+    if name != "ngram" and not (SHIPPED.parent / name / "model.safetensors").is_file():
+        pytest.skip(f"{name} is not there")
+    if name == "ngram":
+        draft: dict[str, Any] = {"method": "ngram"}
+    else:
+        draft = {"draft_model_path": str(SHIPPED.parent / name), **TREES["narrow"]}
+    engines = [
+        load_model(
+            str(SHIPPED),
+            config=EngineConfig(
+                device=device,
+                memory_limit=0.2,
+                max_num_seqs=1,
+                chunk_length=256,
+                max_model_len=1024,
+                speculative_config=SpeculativeConfig(**each),
+            ),
+        ).engine
+        for each in ({"no_speculation": True}, draft)
+    ]
+    plain, drafted = (Drive(engine, ahead=2) for engine in engines)
+    tokenizer = Tokenizer.from_directory(SHIPPED)
+    emitted: list[int] = []
+    for i in range(13):
+        module = importlib.import_module(SOURCES[i % len(SOURCES)])
+        text = inspect.getsource(module)[200 * i : 200 * i + 60 + 150 * i]
+        fields = list(SAMPLINGS.values())[i % len(SAMPLINGS)]
+        fields = {**fields, "stop_ids": list(tokenizer.eos_token_ids)}
+        ids = tokenizer.encode(text)
+        count = 200
+        tokens = drafted.one(ids, count, **fields)
+        # Without a drafter the device does not look at stop ids.
+        assert tokens == plain.one(ids, count, **fields)[: len(tokens)]
+        assert len(tokens) == count or tokens[-1] in tokenizer.eos_token_ids
+        emitted += drafted.emitted
+    assert sum(emitted) / len(emitted) > (1.05 if name == "ngram" else 1.8)
