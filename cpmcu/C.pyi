@@ -153,7 +153,8 @@ class Engine:
     chunk_length: int
     tokens_per_step: int  # most tokens that a decode step emits for a sequence
     launch_ahead: int  # decode steps worth having in flight: 2 on CUDA, 1 on the CPU
-    counters: dict[str, int]  # steps, waits, graph_captures, graph_replays
+    # steps, waits, graph_captures, graph_replays; of the process: allocations, synchronizations
+    counters: dict[str, int]
     def __init__(
         self, spec: ModelSpec, config: RuntimeConfig, draft: DrafterSpec | None = None
     ) -> None:

@@ -2,6 +2,7 @@
 
 #include <omp.h>
 
+#include <atomic>
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
@@ -20,6 +21,8 @@ int64_t meminfo_bytes(const std::string& key) {
   }
   return 0;
 }
+
+std::atomic<int64_t> num_allocations{0}, num_synchronizations{0};
 
 DeviceInfo cpu_info() {
   DeviceInfo info;
@@ -78,6 +81,7 @@ void destroy_stream(Device device, Stream stream) noexcept {
 }
 
 void synchronize(Device device, Stream stream) {
+  ++num_synchronizations;
   if (device.is_cuda()) CHECK_CUDA(cudaStreamSynchronize(static_cast<cudaStream_t>(stream)));
 }
 
@@ -105,7 +109,7 @@ void set_device(Device device) {
 
 Stream create_stream(Device) { return nullptr; }
 void destroy_stream(Device, Stream) noexcept {}
-void synchronize(Device, Stream) {}
+void synchronize(Device, Stream) { ++num_synchronizations; }
 bool query(Device, Stream) { return true; }
 
 #endif
@@ -114,8 +118,11 @@ void set_num_threads(int threads) {
   omp_set_num_threads(threads > 0 ? threads : omp_get_num_procs());
 }
 
+DeviceCounters device_counters() { return {num_allocations, num_synchronizations}; }
+
 void* allocate(Device device, int64_t bytes) {
   if (bytes == 0) return nullptr;
+  ++num_allocations;
 #ifdef CPMCU_WITH_CUDA
   if (device.is_cuda()) {
     void* data = nullptr;
@@ -153,6 +160,7 @@ void release(Device device, void* data) noexcept {
 }
 
 void* allocate_pinned(Device device, int64_t bytes) {
+  ++num_allocations;
 #ifdef CPMCU_WITH_CUDA
   if (device.is_cuda()) {
     void* data = nullptr;

@@ -46,6 +46,14 @@ void release(Device device, void* data) noexcept;
 void* allocate_pinned(Device device, int64_t bytes);
 void release_pinned(Device device, void* data) noexcept;
 
+// How often this process allocated device or pinned memory and waited for a device so far: what a
+// decode step must not do.
+struct DeviceCounters {
+  int64_t allocations = 0;
+  int64_t synchronizations = 0;
+};
+DeviceCounters device_counters();
+
 // Ordered on `stream`. Host memory should be pinned, or the copy may wait.
 void copy_to_device(Device device, void* dst, const void* src, int64_t bytes, Stream stream);
 void copy_to_host(Device device, void* dst, const void* src, int64_t bytes, Stream stream);

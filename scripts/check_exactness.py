@@ -1,0 +1,94 @@
+"""Does speculation change a token? Long texts, on true shapes: 20 prompts of 1000 tokens each.
+
+python scripts/check_exactness.py --model DIR --draft-model-path DIR [...]: takes the engine's and
+the draft's flags as `python -m cpmcu.cli` does. Generates with and without the draft, greedy and
+sampled, several sequences at a time and one alone, with CUDA graphs and (a quarter of the prompts)
+without, and compares token for token. Exit status 1, and the place of the first difference in each
+text, if any token differs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import time
+
+import numpy as np
+
+from cpmcu import LLM, SamplingParams
+from cpmcu.config import EngineConfig, SpeculativeConfig, option
+from cpmcu.flags import FlagParser, add_flags, from_flags
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """How much is compared."""
+
+    prompts: int = option(20, "prompts of random tokens, of 1 to 300 tokens")
+    tokens: int = option(1000, "tokens generated after each")
+
+
+def prompts_of(count: int, vocab_size: int) -> list[list[int]]:
+    rng = np.random.default_rng(0)
+    lengths = [1, 63, 64, 65, 127, 129, *rng.integers(2, 300, count).tolist()][:count]
+    return [rng.integers(3, vocab_size, n).tolist() for n in lengths]
+
+
+def generate(config: EngineConfig, options: Options, share: int = 1) -> dict[str, list[list[int]]]:
+    """Tokens by sampling, of the first `1 / share` of the prompts in order."""
+    texts = {}
+    with LLM(**{f.name: getattr(config, f.name) for f in dataclasses.fields(config)}) as llm:
+        prompts = prompts_of(options.prompts, llm.spec.vocab_size)[: options.prompts // share]
+        for name, fields in (
+            ("greedy", {"temperature": 0.0}),
+            ("sampled", {"temperature": 0.8, "top_p": 0.95, "seed": 7}),
+        ):
+            params = SamplingParams(max_tokens=options.tokens, ignore_eos=True, **fields)
+            begin = time.perf_counter()
+            outputs = [result.outputs[0] for result in llm.generate(prompts, params)]
+            seconds = time.perf_counter() - begin
+            texts[name] = [list(output.token_ids) for output in outputs]
+            alone = llm.generate(prompts[:1], params)[0].outputs[0]
+            texts[name + ", alone"] = [list(alone.token_ids)]
+            count = sum(map(len, texts[name]))
+            sys.stdout.write(f"  {name}: {count} tokens, {count / seconds:.0f} tokens/s\n")
+    return texts
+
+
+def first_difference(a: list[int], b: list[int]) -> int | None:
+    if a == b:
+        return None
+    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+
+
+def main() -> int:
+    """Returns the exit status."""
+    parser = FlagParser(prog="python scripts/check_exactness.py", description=__doc__)
+    add_flags(parser, EngineConfig, "engine")
+    add_flags(parser, SpeculativeConfig, "speculation")
+    add_flags(parser, Options, "comparison")
+    flags = parser.parse_args()
+    options = from_flags(Options, flags)
+    drafted = from_flags(
+        EngineConfig, flags, speculative_config=from_flags(SpeculativeConfig, flags)
+    )
+    none = SpeculativeConfig(no_speculation=True)
+    sys.stdout.write("without speculation\n")
+    expected = generate(dataclasses.replace(drafted, speculative_config=none), options)
+    differences = compared = 0
+    for graph in (True, False):
+        sys.stdout.write(f"with speculation, CUDA graphs {'on' if graph else 'off'}\n")
+        found = generate(dataclasses.replace(drafted, cuda_graph=graph), options, 1 if graph else 4)
+        for name, texts in found.items():
+            for i, text in enumerate(texts):
+                compared += len(text)
+                at = first_difference(expected[name][i], text)
+                if at is not None:
+                    differences += 1
+                    sys.stdout.write(f"  {name}, prompt {i}: differs at token {at}\n")
+    sys.stdout.write(f"{compared} tokens compared, {differences} texts differ\n")
+    return 1 if differences else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
