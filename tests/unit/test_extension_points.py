@@ -1,7 +1,7 @@
-"""A model and a quantisation from outside the package generate text, with nothing edited in it.
+"""A model, a quantisation and a drafter from outside the package, with nothing edited in it.
 
-The model is one decorated function; the quantisation is one C++ file (tests/plugins/ternary.cpp,
-compiled here as a plugin) and one Python class.
+The model is one decorated function; the quantisation and the drafter are one C++ file each (in
+tests/plugins, compiled here as plugins) and one Python class.
 """
 
 from __future__ import annotations
@@ -17,6 +17,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cpmcu.config import SpeculativeConfig
+from cpmcu.drafters.registry import (
+    DraftFiles,
+    DraftPlan,
+    TargetModel,
+    Tensors,
+    register_drafter,
+    registered_drafters,
+)
 from cpmcu.loading.tensors import TensorMeta
 from cpmcu.models.common import BuildOptions, SpecFields, read_spec
 from cpmcu.models.registry import register_model, registered_models
@@ -75,13 +84,38 @@ def write_model(directory: Path, config: dict[str, Any], weights: Mapping[str, A
     return directory
 
 
+@register_drafter("repeat")
+class Repeat:
+    """The last token, again and again."""
+
+    has_checkpoint = False
+
+    def matches(self, config: Mapping[str, Any], tensors: Tensors) -> bool:
+        return False
+
+    def plan(
+        self, draft: DraftFiles | None, target: TargetModel, speculation: SpeculativeConfig
+    ) -> DraftPlan:
+        return DraftPlan(chain=True)
+
+
 @pytest.fixture(scope="module")
-def plugin(tmp_path_factory: pytest.TempPathFactory) -> None:
+def ternary_plugin(tmp_path_factory: pytest.TempPathFactory) -> None:
+    load_plugin("ternary", tmp_path_factory.mktemp("plugin"))
+
+
+@pytest.fixture(scope="module")
+def repeat_plugin(tmp_path_factory: pytest.TempPathFactory) -> None:
+    load_plugin("repeat_drafter", tmp_path_factory.mktemp("plugin"))
+
+
+def load_plugin(name: str, folder: Path) -> None:
+    """Compiles tests/plugins/<name>.cpp and loads it."""
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     if compiler is None:
         pytest.skip("no C++ compiler")
-    library = tmp_path_factory.mktemp("plugin") / "ternary.so"
-    source = ROOT / "tests" / "plugins" / "ternary.cpp"
+    library = folder / f"{name}.so"
+    source = ROOT / "tests" / "plugins" / f"{name}.cpp"
     command = [compiler, "-std=c++20", "-O1", "-fPIC", "-shared", f"-I{ROOT / 'csrc'}"]
     subprocess.run([*command, str(source), "-o", str(library)], check=True)
     from cpmcu import C
@@ -101,7 +135,7 @@ def test_toy_model_from_outside(tmp_path: Path) -> None:
     assert registered_models()["ToyForCausalLM"] == __file__
 
 
-def test_toy_quantisation_from_outside(tmp_path: Path, plugin: None) -> None:
+def test_toy_quantisation_from_outside(tmp_path: Path, ternary_plugin: None) -> None:
     from cpmcu import C
 
     config = tiny_config("llama", vocab_size=VOCAB)
@@ -126,6 +160,25 @@ def test_toy_quantisation_from_outside(tmp_path: Path, plugin: None) -> None:
     assert len(generate(ternary, ids, 20)) == 20
     assert "test_ternary" in C.registered()["linear"]
     assert registered_quants()["toy_ternary"] == __file__
+
+
+def test_drafter_from_outside(tmp_path: Path, repeat_plugin: None) -> None:
+    from cpmcu import C
+
+    config = tiny_config("llama", vocab_size=VOCAB)
+    model = write_model(tmp_path / "model", config, random_weights(config))
+    speculation = SpeculativeConfig(method="repeat", spec_num_iter=3)
+    plain, repeat = make_engine(model), make_engine(model, speculative_config=speculation)
+    assert repeat.tokens_per_step == 4
+    ids = random_ids(10, VOCAB)
+    for fields in ({}, {"temperature": 1.0, "seed": 7}):
+        assert generate(repeat, ids, 40, **fields)[:40] == generate(plain, ids, 40, **fields)
+    bias = {"logit_bias": [(5, 100.0)]}  # now the draft is right
+    steps = repeat.counters["steps"]
+    assert generate(repeat, ids, 41, **bias) == [5] * 41
+    assert repeat.counters["steps"] - steps == 1 + 10
+    assert "repeat" in C.registered()["drafter"]
+    assert registered_drafters()["repeat"] == __file__
 
 
 def test_a_broken_plugin_is_an_error(tmp_path: Path) -> None:
