@@ -15,7 +15,7 @@ import pytest
 
 from cpmcu.bench import BenchOptions
 from cpmcu.cli import make_parser
-from cpmcu.config import EngineConfig
+from cpmcu.config import EngineConfig, SpeculativeConfig
 from cpmcu.flags import FlagParser, add_flags
 
 ROOT = Path(__file__).parents[2]
@@ -79,6 +79,7 @@ def bench_parser() -> FlagParser:
     """As `cpmcu.bench.main` makes it."""
     parser = FlagParser()
     add_flags(parser, EngineConfig, "engine")
+    add_flags(parser, SpeculativeConfig, "speculative decoding")
     add_flags(parser, BenchOptions, "benchmark")
     return parser
 
@@ -134,13 +135,25 @@ def test_programs_run(name: str, tmp_path: Path) -> None:
     assert run_python(ROOT / name, tmp_path).strip()
 
 
-def test_quantisation_example_runs(tmp_path: Path) -> None:
-    document = ROOT / "docs" / "adding_quant.md"
+@pytest.mark.parametrize(
+    ("name", "plugin", "printed"),
+    [
+        ("adding_quant", "int8_rows", "largest error"),
+        ("adding_drafter", "repeat_drafter", "mean accept length"),
+    ],
+)
+def test_plugin_example_runs(name: str, plugin: str, printed: str, tmp_path: Path) -> None:
+    document = ROOT / "docs" / f"{name}.md"
     (source,) = blocks(document, "cpp")
     (command,) = blocks(document, "bash")
     if shutil.which("g++") is None:
         pytest.skip("no C++ compiler")
-    (tmp_path / "int8_rows.cpp").write_text(source)
+    (tmp_path / f"{plugin}.cpp").write_text(source)
     (tmp_path / "csrc").symlink_to(ROOT / "csrc")
     subprocess.run(shlex.split(command), cwd=tmp_path, check=True)
-    assert "largest error" in run_python(document, tmp_path)
+    assert printed in run_python(document, tmp_path)
+
+
+def test_drafter_example_is_the_tested_one() -> None:
+    (source,) = blocks(ROOT / "docs" / "adding_drafter.md", "cpp")
+    assert source in (ROOT / "tests" / "plugins" / "repeat_drafter.cpp").read_text()
