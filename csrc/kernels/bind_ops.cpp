@@ -116,11 +116,12 @@ void bind_shared_params(py::module_& m) {
       .def(py::init([](int num_rows, int num_seqs, int max_seq_rows, int max_kv,
                        SharedArray positions, SharedArray row_seqs, SharedArray seq_slots,
                        SharedArray seq_row_begin, SharedArray slot_lengths, SharedArray page_table,
-                       SharedArray row_masks) {
+                       SharedArray row_masks, int first_row) {
              CHECK(page_table->shape().size() == 2, "page_table must be [slots, max_pages]");
              return OpsRows{{.num_rows = num_rows,
                              .num_seqs = num_seqs,
                              .max_seq_rows = max_seq_rows,
+                             .first_row = first_row,
                              .max_kv = max_kv,
                              .positions = ints(positions),
                              .row_seqs = ints(row_seqs),
@@ -135,7 +136,7 @@ void bind_shared_params(py::module_& m) {
            }),
            py::kw_only(), "num_rows"_a, "num_seqs"_a, "max_seq_rows"_a, "max_kv"_a, "positions"_a,
            "row_seqs"_a, "seq_slots"_a, "seq_row_begin"_a, "slot_lengths"_a, "page_table"_a,
-           "row_masks"_a = SharedArray());
+           "row_masks"_a = SharedArray(), "first_row"_a = 0);
 
   py::class_<OpsState>(m, "SlotState", "Per-slot state; see csrc/kernels/step_ops.h.")
       .def(py::init([](SharedArray lengths, SharedArray next_tokens, SharedArray counts,
@@ -249,7 +250,7 @@ void bind_layer_ops(py::module_& m) {
         name,
         [op](const OpsContext& c, SharedArray out, SharedArray qkv, SharedArray k_cache,
              SharedArray v_cache, float scale, int num_heads, int num_kv_heads, int head_dim,
-             const OpsRows& rows, SharedArray scratch) {
+             const OpsRows& rows, SharedArray scratch, int window, bool by_position) {
           op(c.ctx, {.out = tensor_of(out),
                      .qkv = tensor_of(qkv),
                      .k_cache = tensor_of(k_cache),
@@ -258,12 +259,14 @@ void bind_layer_ops(py::module_& m) {
                      .num_heads = num_heads,
                      .num_kv_heads = num_kv_heads,
                      .head_dim = head_dim,
+                     .window = window,
+                     .by_position = by_position,
                      .rows = rows.rows,
                      .scratch = tensor_of(scratch)});
         },
         "ctx"_a, py::kw_only(), "out"_a, "qkv"_a, "k_cache"_a, "v_cache"_a, "scale"_a,
         "num_heads"_a, "num_kv_heads"_a, "head_dim"_a, "rows"_a, "scratch"_a = SharedArray(),
-        "csrc/kernels/attention/attention.h");
+        "window"_a = 0, "by_position"_a = false, "csrc/kernels/attention/attention.h");
   };
   bind_attention("attention_prefill", attention_prefill);
   bind_attention("attention_decode", attention_decode);

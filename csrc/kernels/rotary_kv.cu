@@ -141,7 +141,7 @@ __global__ void __launch_bounds__(kThreads)
   const int row = blockIdx.x;
   const int seq = rows.row_seqs[row];
   const int slot = rows.seq_slots[seq];
-  const int cell = rows.slot_lengths[slot] + row - rows.seq_row_begin[seq];
+  const int cell = rows.slot_lengths[slot] + rows.first_row + row - rows.seq_row_begin[seq];
 
   const int num_qk_heads = args.num_heads + args.num_kv_heads;
   const int num_all_heads = num_qk_heads + args.num_kv_heads;

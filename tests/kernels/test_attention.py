@@ -21,6 +21,7 @@ from tests.kernels.util import (
     on_devices_and_dtypes,
     ops,
     put,
+    put_ints,
     put_raw,
     random_tree,
     rounded,
@@ -39,6 +40,8 @@ class Case:
     head_dim: int
     dtype: str
     seed: int = 0
+    window: int = 0
+    by_position: bool = False
 
     def __post_init__(self) -> None:
         step, dim = self.step, self.head_dim
@@ -67,6 +70,10 @@ class Case:
         for seq, values in enumerate(cells):
             page, cell = self.step.where(seq, np.arange(len(values)))
             cache[page, :, cell] = encode(values, self.dtype)
+            # Whole pages before all rows' windows may be gone.
+            outside = self.step.lengths[seq] + 1 - self.window if self.window else 0
+            for first in range(0, outside - 63, 64):
+                cache[self.step.where(seq, first)[0]] = encode(np.nan, self.dtype)
         return cache
 
     def put_raw(self, device: str, raw: np.ndarray) -> Any:
@@ -77,25 +84,36 @@ class Case:
         return array
 
     def run(self, name: str, device: str) -> Any:
-        step = self.step
-        out = empty(device, [step.num_rows, self.num_heads * self.head_dim], self.dtype)
+        k, v = (self.put_raw(device, self.cache(cells)) for cells in (self.k, self.v))
+        qkv = put(device, self.qkv, self.dtype)
+        return self.launch(name, device, qkv, k, v, self.step.rows(device))
+
+    def launch(self, name: str, device: str, qkv: Any, k: Any, v: Any, rows: Any) -> Any:
+        num_rows = qkv.shape[0]
+        out = empty(device, [num_rows, self.num_heads * self.head_dim], self.dtype)
         floats = ops.attention_scratch_floats(
-            num_rows=step.num_rows, num_heads=self.num_heads, head_dim=self.head_dim,
-            max_kv=step.max_kv,
+            num_rows=num_rows, num_heads=self.num_heads, head_dim=self.head_dim,
+            max_kv=self.step.max_kv,
         )  # fmt: skip
         getattr(ops, name)(
-            context(device), out=out, qkv=put(device, self.qkv, self.dtype),
-            k_cache=self.put_raw(device, self.cache(self.k)),
-            v_cache=self.put_raw(device, self.cache(self.v)),
-            scale=self.scale, num_heads=self.num_heads, num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim, rows=step.rows(device), scratch=empty(device, [floats]),
+            context(device), out=out, qkv=qkv, k_cache=k, v_cache=v, scale=self.scale,
+            num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim,
+            rows=rows, scratch=empty(device, [floats]), window=self.window,
+            by_position=self.by_position,
         )  # fmt: skip
         return out
+
+    def cells(self, row: int) -> np.ndarray:
+        """The cells that a row sees."""
+        cells, own = self.step.visible(row), int(self.step.row_cells[row])
+        if not self.by_position:
+            return reference.in_window(cells, own, self.window)
+        return cells[reference.in_window(np.arange(len(cells)), len(cells) - 1, self.window)]
 
     def reference(self) -> np.ndarray:
         out = np.empty((self.step.num_rows, self.num_heads * self.head_dim))
         for row in range(self.step.num_rows):
-            seq, cells = self.step.row_seqs[row], self.step.visible(row)
+            seq, cells = self.step.row_seqs[row], self.cells(row)
             q = self.qkv[row].reshape(-1, self.head_dim)[: self.num_heads]
             k, v = self.k[seq][cells], self.v[seq][cells]
             out[row] = reference.attention_row(q, k, v, self.scale).reshape(-1)
@@ -171,7 +189,51 @@ def test_large_scores(device: str, dtype: str) -> None:
     case.check(PREFILL, device)
 
 
+WINDOWS = sizes(1, 7, 64, 100, 1000)
+
+
+@on_devices_and_dtypes
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("heads", sizes((4, 2, 64), (7, 1, 128), (2, 1, 256), small=1))
+@pytest.mark.parametrize(
+    ("name", "counts"), [(DECODE, [1, 13, 64, 2, 1]), (PREFILL, [1, 200, 64, 129, 40])]
+)
+def test_window(
+    device: str, dtype: str, name: str, counts: list[int], heads: tuple[int, int, int], window: int
+) -> None:
+    step = Step(lengths=[0, 63, 300, 1000, 4300], counts=counts)
+    Case(step, *heads, dtype, window=window).check(name, device)
+
+
+@on_devices_and_dtypes
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("name", [DECODE, PREFILL])
+def test_window_of_trees(device: str, dtype: str, name: str, window: int) -> None:
+    rng = np.random.default_rng(window)
+    counts = [33, 64, 1]
+    step = Step(lengths=[0, 100, 129], counts=counts, masks=[random_tree(rng, n) for n in counts])
+    Case(step, 4, 2, 64, dtype, window=window).check(name, device)
+
+
+@on_devices_and_dtypes
+@pytest.mark.parametrize("window", [0, 5, 100])
+def test_by_position(device: str, dtype: str, window: int) -> None:
+    counts = [60, 1, 12]
+    step = Step(lengths=[200, 63, 0], counts=counts, masks=[deep_tree(n) for n in counts])
+    case = Case(step, 4, 2, 128, dtype, window=window, by_position=True)
+    case.check(DECODE, device)
+
+
 # ---- bit for bit
+
+
+def deep_tree(size: int) -> np.ndarray:
+    """Ancestor masks of a tree whose longest path has about half the nodes."""
+    rng = np.random.default_rng(size)
+    masks = [1]
+    for i in range(1, size):
+        masks.append(masks[max(0, i - 1 - int(rng.integers(3)))] | 1 << i)
+    return np.array(masks, np.uint64)
 
 
 def one_sequence(case: Case, seq: int, rows: Sequence[int]) -> Case:
@@ -250,6 +312,157 @@ def test_prefill_rows_do_not_depend_on_the_chunk(
             assert np.array_equal(part, whole[begin:end]), f"rows {begin} to {end}"
 
 
+@on_devices_and_dtypes
+@pytest.mark.parametrize("window", [7, 130])
+@pytest.mark.parametrize("name", [DECODE, PREFILL])
+def test_rows_with_a_window_do_not_depend_on_the_step(
+    device: str, dtype: str, name: str, window: int
+) -> None:
+    case = Case(Step(lengths=[100, 4200], counts=[64, 64]), 4, 2, 64, dtype, window=window)
+    together = case.run(name, device).numpy()
+    for seq in (0, 1):
+        for first, last in ((0, 1), (1, 20), (20, 64)):
+            rows = range(seq * 64 + first, seq * 64 + last)
+            part = one_sequence(case, seq, rows)
+            part.window = window
+            same = np.array_equal(part.run(name, device).numpy(), together[list(rows)])
+            assert same, f"rows {first} to {last} of sequence {seq}"
+
+
+def level_rows(step: Step, device: str, begin: int, end: int) -> tuple[np.ndarray, Any]:
+    """Rows begin to end of every sequence as a launch: which of the step's rows, and how."""
+    index = np.concatenate([first + np.arange(begin, end) for first in step.begins[:-1]])
+    slot_lengths = np.full(step.num_slots, 12345)
+    slot_lengths[step.slots] = step.lengths
+    masks = None
+    if step.masks is not None:
+        masks = put_raw(device, np.concatenate(step.masks)[index].astype(np.uint64))
+    rows = ops.StepRows(
+        num_rows=len(index), num_seqs=len(step.lengths), max_seq_rows=end - begin,
+        max_kv=step.max_kv, positions=put_ints(device, step.positions[index]),
+        row_seqs=put_ints(device, step.row_seqs[index]), seq_slots=put_ints(device, step.slots),
+        seq_row_begin=put_ints(device, np.arange(len(step.lengths) + 1) * (end - begin)),
+        slot_lengths=put_ints(device, slot_lengths), page_table=put_ints(device, step.page_table),
+        row_masks=masks, first_row=begin,
+    )  # fmt: skip
+    return index, rows
+
+
+@on_devices_and_dtypes
+@pytest.mark.parametrize("heads", [(4, 2, 128), (7, 1, 64)])
+@pytest.mark.parametrize("tree", [False, True])
+@pytest.mark.parametrize(("name", "window"), [(DECODE, 0), (DECODE, 40), (PREFILL, 0)])
+def test_levels_equal_one_launch(
+    device: str, dtype: str, name: str, window: int, tree: bool, heads: tuple[int, int, int]
+) -> None:
+    lengths = [0, 60, 100, 127]
+    masks = [random_tree(np.random.default_rng(seq), 64) for seq in range(4)] if tree else None
+    step = Step(lengths=lengths, counts=[64] * 4, masks=masks)
+    case = Case(step, *heads, dtype, window=window)
+    if masks is not None:
+        depths = [bin(int(mask)).count("1") - 1 for mask in np.concatenate(masks)]
+        step.positions = np.repeat(lengths, 64) + depths
+    inv_freq = put(device, 100.0 ** -np.linspace(0, 1, case.head_dim // 2))
+
+    def run(edges: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """With the keys and values of each level written by rotary_kv."""
+        k, v = (
+            case.put_raw(device, case.cache([x[:n] for x, n in zip(cells, lengths)]))
+            for cells in (case.k, case.v)
+        )
+        result = np.empty((step.num_rows, case.num_heads * case.head_dim), encode([], dtype).dtype)
+        for begin, end in pairwise(edges):
+            index, rows = level_rows(step, device, begin, end)
+            qkv = put(device, case.qkv[index], dtype)
+            ops.rotary_kv(
+                context(device), qkv=qkv, inv_freq=inv_freq, k_cache=k, v_cache=v,
+                num_heads=case.num_heads, num_kv_heads=case.num_kv_heads, head_dim=case.head_dim,
+                rows=rows,
+            )  # fmt: skip
+            result[index] = case.launch(name, device, qkv, k, v, rows).numpy()
+        return result, k.numpy(), v.numpy()
+
+    for levels, whole in zip(run([0, 1, 11, 21, 63, 64]), run([0, 64])):
+        assert levels.tobytes() == whole.tobytes()
+
+
+def as_plain_decoding(case: Case, nodes: Sequence[int]) -> Case:
+    """Each node of a tree as a sequence of its own: its ancestors cached, in order, and one row."""
+    step = case.step
+    lengths, keys, values = [], [], []
+    for row in nodes:
+        cells, seq = step.visible(row), int(step.row_seqs[row])
+        lengths.append(len(cells) - 1)
+        keys.append(case.k[seq][cells])
+        values.append(case.v[seq][cells])
+    alone = Step(lengths=lengths, counts=[1] * len(nodes), seed=5)
+    result = Case(alone, case.num_heads, case.num_kv_heads, case.head_dim, case.dtype)
+    result.qkv, result.k, result.v, result.window = case.qkv[list(nodes)], keys, values, case.window
+    return result
+
+
+def check_by_position(device: str, case: Case, nodes: Sequence[int]) -> None:
+    case.by_position = True
+    tree = case.run(DECODE, device).numpy()
+    for first in range(0, len(nodes), 32):
+        some = list(nodes[first : first + 32])
+        plain = as_plain_decoding(case, some).run(DECODE, device).numpy()
+        wrong = [int(row) for row, bits in zip(some, plain) if not np.array_equal(tree[row], bits)]
+        assert not wrong, f"rows {wrong}"
+
+
+def trees(counts: list[int]) -> list[np.ndarray]:
+    """Bushy and deep ones."""
+    rng = np.random.default_rng(len(counts))
+    return [deep_tree(n) if i % 2 else random_tree(rng, n) for i, n in enumerate(counts)]
+
+
+GROUPS = sizes((4, 1, 64), (4, 4, 128), (16, 1, 128), (4, 1, 256), (36, 1, 64), (32, 2, 128))
+
+
+@on_devices_and_dtypes
+@pytest.mark.parametrize("size", sizes(2, 12, 1, 33, 60, 64))
+@pytest.mark.parametrize("heads", GROUPS)
+def test_tree_nodes_equal_plain_decoding(
+    device: str, dtype: str, heads: tuple[int, int, int], size: int
+) -> None:
+    lengths = [127, 0, 128] if SMALL else [0, 1, 63, 64, 100, 127, 128, 129, 300]
+    counts = [max(1, size - seq % 3) for seq in range(len(lengths))]
+    extra = 5000 if size == 12 else 0  # of max_kv
+    step = Step(lengths=lengths, counts=counts, masks=trees(counts), extra_kv=extra)
+    rows = range(0, step.num_rows, 1 if size < 33 else 5)
+    check_by_position(device, Case(step, *heads, dtype), rows)
+
+
+@on_devices_and_dtypes
+@pytest.mark.parametrize(
+    ("lengths", "heads", "size"),
+    sizes(
+        ([4090, 4096], (4, 1, 64), 12), ([5000, 4096, 4090], (16, 1, 128), 60),
+        ([5000, 4090], (2, 2, 256), 64), ([8192, 20470], (4, 1, 64), 33),
+        ([22520], (2, 1, 128), 60), small=1,
+    ),
+)  # fmt: skip
+def test_tree_nodes_equal_plain_decoding_of_long_contexts(
+    device: str, dtype: str, lengths: list[int], heads: tuple[int, int, int], size: int
+) -> None:
+    counts = [size] * len(lengths)
+    step = Step(lengths=lengths, counts=counts, masks=trees(counts), extra_kv=2500)
+    nodes = [first + i for first in step.begins[:-1] for i in {0, 1, size // 2, size - 2, size - 1}]
+    check_by_position(device, Case(step, *heads, dtype), nodes)
+
+
+@on_devices_and_dtypes
+@pytest.mark.parametrize("window", WINDOWS)
+def test_tree_nodes_with_a_window_equal_plain_decoding(
+    device: str, dtype: str, window: int
+) -> None:
+    counts = [33, 60, 12]
+    step = Step(lengths=[127, 300, 1200], counts=counts, masks=trees(counts))
+    rows = range(0, step.num_rows, 3)
+    check_by_position(device, Case(step, 4, 2, 64, dtype, window=window), rows)
+
+
 # ---- errors
 
 
@@ -264,3 +477,37 @@ def test_decode_takes_up_to_64_rows_of_a_sequence(device: str) -> None:
 def test_heads_must_divide(device: str, name: str) -> None:
     with pytest.raises(ValueError, match="5"):
         Case(Step(lengths=[0], counts=[1]), 5, 2, 64, "float16").run(name, device)
+
+
+@on_devices
+@pytest.mark.parametrize("name", [DECODE, PREFILL])
+def test_windows_are_not_negative(device: str, name: str) -> None:
+    with pytest.raises(ValueError, match="-3"):
+        Case(Step(lengths=[0], counts=[1]), 1, 1, 64, "float16", window=-3).run(name, device)
+
+
+@on_devices
+@pytest.mark.parametrize("name", [DECODE, PREFILL])
+def test_masks_have_64_bits(device: str, name: str) -> None:
+    step = Step(lengths=[0], counts=[64], masks=[chain_masks(64)])
+    case = Case(step, 1, 1, 64, "float16")
+    rows = ops.StepRows(
+        num_rows=60, num_seqs=1, max_seq_rows=60, max_kv=65, positions=put_ints(device, [0] * 60),
+        row_seqs=put_ints(device, [0] * 60), seq_slots=put_ints(device, step.slots),
+        seq_row_begin=put_ints(device, [0, 60]), slot_lengths=put_ints(device, [0] * 3),
+        page_table=put_ints(device, step.page_table), first_row=5,
+        row_masks=put_raw(device, chain_masks(60)),
+    )  # fmt: skip
+    k, v = (case.put_raw(device, case.cache(cells)) for cells in (case.k, case.v))
+    with pytest.raises(ValueError, match="65"):
+        case.launch(name, device, put(device, case.qkv[:60], "float16"), k, v, rows)
+
+
+@on_devices
+def test_by_position_needs_masks(device: str) -> None:
+    case = Case(Step(lengths=[0], counts=[2]), 1, 1, 64, "float16", by_position=True)
+    with pytest.raises(ValueError, match="masks"):
+        case.run(DECODE, device)
+    case.step.masks = [chain_masks(2)]
+    with pytest.raises(ValueError, match="attention_decode"):
+        case.run(PREFILL, device)

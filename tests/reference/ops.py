@@ -44,6 +44,11 @@ def rope(x: F64, position: int, inv_freq: npt.NDArray[np.float32], scaling: floa
     return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
 
+def in_window(cells: Ints, own: int, window: int) -> Ints:
+    """Those of a row's cells that its window leaves; 0: all."""
+    return cells if window == 0 else cells[cells > own - window]
+
+
 def attention_row(q: F64, k: F64, v: F64, scale: float) -> F64:
     """q [Hq, D] over the visible cells' k and v [cells, Hkv, D]; returns [Hq, D]."""
     group = q.shape[0] // k.shape[1]

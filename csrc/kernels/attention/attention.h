@@ -26,7 +26,7 @@ struct AttentionParams {
   int num_kv_heads = 0;
   int head_dim = 0;
   // 0: all cells; else a row sees only the last `window` cells up to its own (cell > own - window,
-  // where own = L + first_row + row).
+  // where own = L + first_row + row; by_position: own = L + depth).
   int window = 0;
   // For trees that are verified (row_masks set, first_row 0): each row's arithmetic is that of plain
   // decoding at its position. The cells of its ancestors, found through its mask, are taken in the

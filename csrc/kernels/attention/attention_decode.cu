@@ -21,7 +21,16 @@
 // cells only: not on how many rows are in the step, not on max_kv. Cells and splits that a row does
 // not see leave its state exactly as it was (tiles.cuh).
 //
+// by_position: splits that end before the tree are shared by its rows as above. The rest, at most
+// two, are done for each row alone (kByPosition): its heads are packed in one tile of 16, and its
+// cells are copied to shared memory in the order of its ancestors, which are where plain decoding
+// would have them. From there on it is the same code on the same numbers, so the bits are the same.
+// Bound: the latency of a few tiles while splits are short; then, at R rows and splits of S cells,
+// R * S / 2 cells of each KV head from L2.
+//
 // Scratch: acc [splits, T, Hq, D], then (m, l) [splits, T, Hq, 2].
+#include <algorithm>
+
 #include "core/dispatch.h"
 #include "core/reduce.cuh"
 #include "kernels/attention/tiles.cuh"
@@ -45,7 +54,7 @@ struct DecodeConfig {
   static_assert(kPageSize % kCells == 0, "a tile of cells lies in one page");
 };
 
-template <typename Config>
+template <typename Config, bool kByPosition>
 struct DecodeSmem {
   struct Stage {
     SwizzledTile<typename Config::Element, Config::kCells, Config::kDim> keys;
@@ -57,8 +66,13 @@ struct DecodeSmem {
     float4 exchange[Config::kWarps / 2][kFragments][32];  // accumulators on their way to a merge
   };
   uint64_t masks[Config::kRows];  // of the packed rows
+  int window_begins[Config::kRows];
+  int window_end;     // from here on every row sees all cells, up to those that masks tell of
+  Sequence sequence;  // for after the main loop, which leaves no register to keep it in
   float max[Config::kSlices][Config::kRows];
   float sum[Config::kSlices][Config::kRows];
+  int64_t tree_cells[kByPosition ? kMaxTreeSize : 1];  // offsets in the cache of a row's ancestors
+  int tree_begin;                                      // L; here for want of registers, too
 };
 
 // Where the partial results lie in scratch.
@@ -75,12 +89,14 @@ struct Partials {
 
 // ---- kernels
 
-template <typename Config>
+// Grid: (chunks * KV heads, splits, B); kByPosition: (chunks * KV heads, 2, T), for the split of
+// the tree's first cell and the one after it.
+template <typename Config, bool kByPosition>
 __global__ void __launch_bounds__(Config::kThreads)
     attention_decode_kernel(const __grid_constant__ AttentionArgs<typename Config::Element> args,
-                            int num_chunks) {
+                            int num_chunks, int max_splits) {
   using T = typename Config::Element;
-  using Smem = DecodeSmem<Config>;
+  using Smem = DecodeSmem<Config, kByPosition>;
   constexpr int kDim = Config::kDim;
   constexpr int kCells = Config::kCells;
   constexpr int kRowTiles = Config::kRowTiles;
@@ -92,23 +108,38 @@ __global__ void __launch_bounds__(Config::kThreads)
   ptx::pdl_launch();
   const int lane = threadIdx.x % 32;
   const int kv_head = blockIdx.x / num_chunks;
-  const int split = gridDim.y - 1 - blockIdx.y;  // the later, the longer: those start first
-  const int cell_begin = split_begin(split);
+  const StepRows& step = args.rows;
+  const int slot = step.seq_slots[kByPosition ? step.row_seqs[blockIdx.z] : blockIdx.z];
+  const int tree_begin = kByPosition ? step.slot_lengths[slot] : 0;
+  const int split = kByPosition ? num_splits(tree_begin + 1) - 1 + blockIdx.y
+                                : gridDim.y - 1 - blockIdx.y;  // the later, the longer: start first
+  int cell_begin = split_begin(split);
 
   // Lane i keeps the page of cells [64 i, 64 i + 64) of the split: no split has more than 32.
-  const StepRows& step = args.rows;
-  const int slot = step.seq_slots[blockIdx.z];
-  const int page_index = cell_begin / kPageSize + lane;
-  const int lane_page =
-      page_index < step.max_pages
-          ? step.page_table[static_cast<int64_t>(slot) * step.max_pages + page_index]
-          : 0;
-  const Sequence seq = load_sequence(step, blockIdx.z);
+  auto load_lane_page = [&]() {
+    const int page_index = cell_begin / kPageSize + lane;
+    return page_index < step.max_pages
+               ? step.page_table[static_cast<int64_t>(slot) * step.max_pages + page_index]
+               : 0;
+  };
+  int lane_page = load_lane_page();
+  const Sequence seq =
+      kByPosition ? load_row_by_position(step, blockIdx.z) : load_sequence(step, blockIdx.z);
   const int group = args.num_heads / args.num_kv_heads;
   const int num_packed = seq.num_rows * group;
   const int chunk_row = static_cast<int>(blockIdx.x % num_chunks) * Config::kRows;
   if (cell_begin >= seq.end() || chunk_row >= num_packed) return;
-  const int cell_end = min(split_begin(split + 1), seq.end());
+  const int split_end = split_begin(split + 1);
+  if (!kByPosition && args.by_position && split_end > seq.length) return;  // the rows' own splits
+  const int cell_end = min(split_end, seq.end());
+  if (args.window > 0) {  // leave out pages that no row sees
+    const int begin = window_begin(args.by_position ? seq.length : seq.first_cell, args.window);
+    if (cell_end <= begin) return;
+    if (cell_begin < begin) {
+      cell_begin = begin / kPageSize * kPageSize;
+      lane_page = load_lane_page();
+    }
+  }
   const int num_tiles = (cell_end - cell_begin + kCells - 1) / kCells;
 
   const int slice = static_cast<int>(threadIdx.x) / 32 % Config::kSlices;
@@ -122,8 +153,31 @@ __global__ void __launch_bounds__(Config::kThreads)
     const int64_t offset =
         ((page * args.num_kv_heads + kv_head) * kPageSize + cell % kPageSize) * kDim;
     auto& stage = smem.stages[tile % Config::kStages];
+    if (kByPosition && cell + kCells > smem.tree_begin) {
+      auto offset_of = [&](int i) {
+        const int node = cell + i - smem.tree_begin;  // in the order of the row's ancestors
+        return node < 0 ? offset + i * kDim : smem.tree_cells[node];
+      };
+      gather_tile<Config::kThreads>(stage.keys, args.k_cache, cell_end - cell, offset_of);
+      gather_tile<Config::kThreads>(stage.values, args.v_cache, cell_end - cell, offset_of);
+      return;
+    }
     fetch_tile<Config::kThreads>(stage.keys, args.k_cache + offset, kDim, cell_end - cell);
     fetch_tile<Config::kThreads>(stage.values, args.v_cache + offset, kDim, cell_end - cell);
+  };
+
+  // The n-th cell of the row from tree_begin on is that of its n-th ancestor.
+  auto find_tree_cells = [&]() {
+    static_assert(Config::kThreads >= kMaxTreeSize, "a thread for each node");
+    const int node = threadIdx.x;
+    const uint64_t mask = step.row_masks[seq.row_begin];
+    if (node == 0) smem.tree_begin = tree_begin;
+    if (node < kMaxTreeSize && (mask >> node & 1) != 0) {
+      smem.tree_cells[__popcll(mask & first_cells(node))] =
+          kv_offset(step.page_table, step.max_pages, slot, tree_begin + node, kv_head,
+                    args.num_kv_heads, kDim);
+    }
+    __syncthreads();
   };
 
   auto load_masks = [&]() {
@@ -131,17 +185,26 @@ __global__ void __launch_bounds__(Config::kThreads)
     const int p = threadIdx.x;
     if (p >= Config::kRows) return;
     const int row = (chunk_row + p) / group;
-    smem.masks[p] = row >= seq.num_rows         ? 0
-                    : step.row_masks == nullptr ? first_cells(row + 1)
-                                                : step.row_masks[seq.row_begin + row];
+    const uint64_t mask = row >= seq.num_rows ? 0
+                          : kByPosition || step.row_masks == nullptr
+                              ? first_cells(row + 1)
+                              : step.row_masks[seq.row_begin + row];
+    smem.masks[p] = mask;
+    if (args.window > 0) {
+      const int own =
+          !kByPosition && args.by_position ? seq.length + __popcll(mask) - 1 : seq.first_cell + row;
+      smem.window_begins[p] = window_begin(own, args.window);
+      if (p == 0) smem.window_end = window_begin(seq.end() - 1, args.window);
+    }
+    if (p == 0) smem.sequence = seq;
   };
 
   // Index among T * Hq of the packed row; -1 where there is none.
   auto row_of = [&](int p) -> int64_t {
     const int packed = chunk_row + p;
-    if (packed >= num_packed) return -1;
-    return static_cast<int64_t>(seq.row_begin + packed / group) * args.num_heads + kv_head * group +
-           packed % group;
+    if (packed >= smem.sequence.num_rows * group) return -1;
+    return static_cast<int64_t>(smem.sequence.row_begin + packed / group) * args.num_heads +
+           kv_head * group + packed % group;
   };
 
   uint32_t queries[kRowTiles][kDim / 16][4];
@@ -183,10 +246,16 @@ __global__ void __launch_bounds__(Config::kThreads)
     });
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
-      if (cell + 16 > seq.length) {
+      if (cell + 16 > seq.length || (args.window > 0 && cell < smem.window_end)) {
         const int row = warp_row + m * 16 + lane / 4;
-        const uint64_t sees[2] = {seen_cells(smem.masks[row], seq.length, cell),
-                                  seen_cells(smem.masks[row + 8], seq.length, cell)};
+        uint64_t sees[2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          sees[half] = seen_cells(smem.masks[row + half * 8], seq.length, cell);
+          if (args.window > 0) {
+            sees[half] &= ~first_cells(smem.window_begins[row + half * 8] - cell);
+          }
+        }
         mask_scores(scores[m], sees);
       }
       softmax_step(rows[m], scores[m], args.scale_log2);
@@ -194,6 +263,7 @@ __global__ void __launch_bounds__(Config::kThreads)
     multiply_values<T>(rows, scores, stage.values, slice * 16);
   };
 
+  if (kByPosition) find_tree_cells();
 #pragma unroll
   for (int tile = 0; tile < Config::kStages - 1; ++tile) {
     if (tile < num_tiles) fetch_cells(tile);
@@ -289,7 +359,7 @@ __global__ void __launch_bounds__(Config::kThreads)
     }
   };
   auto write_partial = [&](int m, int half, int64_t row) {
-    const Partials partials(args.scratch, gridDim.y, step.num_rows * args.num_heads, kDim);
+    const Partials partials(args.scratch, max_splits, step.num_rows * args.num_heads, kDim);
     const int64_t index = split * partials.num_rows + row;
     float* to = partials.acc + index * kDim + lane % 4 * 2;
 #pragma unroll
@@ -312,7 +382,7 @@ __global__ void __launch_bounds__(Config::kThreads)
     for (int half = 0; half < 2; ++half) {
       const int64_t row = row_of(warp_row + m * 16 + half * 8 + lane / 4);
       if (row < 0) continue;
-      if (num_splits(seq.end()) == 1) {
+      if (num_splits(smem.sequence.end()) == 1) {
         write_output(m, half, row);
       } else {
         write_partial(m, half, row);
@@ -341,22 +411,30 @@ __global__ void __launch_bounds__(CombineConfig<T, kDim>::kThreads)
 
   ptx::pdl_launch();  // before the wait: the next kernel waits for this one in any case
   ptx::pdl_wait();
-  const Sequence seq = load_sequence(args.rows, args.rows.row_seqs[blockIdx.y]);
+  const Sequence seq = args.by_position ? load_row_by_position(args.rows, blockIdx.y)
+                                        : load_sequence(args.rows, args.rows.row_seqs[blockIdx.y]);
   const int count = num_splits(seq.end());
   if (count == 1) return;  // written already
+  // Splits before the row's window may be missing.
+  const int own = seq.first_cell + static_cast<int>(blockIdx.y) - seq.row_begin;
+  const int begin = num_splits(window_begin(own, args.window) + 1) - 1;
   const int64_t row = static_cast<int64_t>(blockIdx.y) * args.num_heads + blockIdx.x;
   const Partials partials(args.scratch, max_splits, args.rows.num_rows * args.num_heads, kDim);
   const float* acc = partials.acc + row * kDim;
   const float2* ml = partials.ml + row;
 
+  auto state_of = [&](int s) {
+    return s >= begin && s < count ? ml[s * partials.num_rows] : make_float2(kMinusInfinity, 0);
+  };
+
   // Every warp for itself: maximum and sum over all splits, one split a lane.
   const int lane = threadIdx.x % 32;
   float max = kMinusInfinity;
-  for (int s = lane; s < count; s += 32) max = fmaxf(max, ml[s * partials.num_rows].x);
+  for (int s = lane; s < count; s += 32) max = fmaxf(max, state_of(s).x);
   max = warp_reduce(max, Max{});
   float sum = 0;
   for (int s = lane; s < count; s += 32) {
-    const float2 state = ml[s * partials.num_rows];
+    const float2 state = state_of(s);
     sum = __fmaf_rn(state.y, weight_of(state.x, max, args.scale_log2), sum);
   }
   sum = warp_reduce(sum, Sum{});
@@ -369,8 +447,9 @@ __global__ void __launch_bounds__(CombineConfig<T, kDim>::kThreads)
     float part_max[Config::kRun];
 #pragma unroll
     for (int i = 0; i < Config::kRun; ++i) {
-      const int64_t s = first + i < count ? first + i : first;
-      part_max[i] = first + i < count ? ml[s * partials.num_rows].x : kMinusInfinity;
+      const int64_t s = min(::max(first + i, begin), count - 1);
+      const float state_max = ml[s * partials.num_rows].x;
+      part_max[i] = s == first + i ? state_max : kMinusInfinity;
       part[i] = *reinterpret_cast<const float4*>(acc + s * partials.num_rows * kDim + column * 4);
     }
 #pragma unroll
@@ -401,29 +480,40 @@ __global__ void __launch_bounds__(CombineConfig<T, kDim>::kThreads)
 
 // ---- launchers
 
-template <typename Config>
+template <typename Config, bool kByPosition>
 void launch_splits(const Context& ctx, const AttentionParams& params, int max_splits) {
-  auto kernel = attention_decode_kernel<Config>;
-  using Smem = DecodeSmem<Config>;
+  auto kernel = attention_decode_kernel<Config, kByPosition>;
+  using Smem = DecodeSmem<Config, kByPosition>;
   static_assert(sizeof(Smem) <= 99 * 1024, "sm_86 and sm_89 have 99 KiB for a block");
   static_assert(sizeof(Smem::exchange) <= sizeof(Smem::stages), "the exchange fits the stages");
   static_assert(split_begin(65) - split_begin(64) <= 32 * kPageSize, "a lane for each page");
+  static_assert(split_begin(1) >= kMaxTreeSize, "a tree touches two splits at most");
   allow_shared_bytes(kernel, sizeof(Smem));
-  const int max_packed = params.rows.max_seq_rows * (params.num_heads / params.num_kv_heads);
+  const StepRows& rows = params.rows;
+  const int group = params.num_heads / params.num_kv_heads;
+  const int max_packed = kByPosition ? group : rows.max_seq_rows * group;
   const int num_chunks = (max_packed + Config::kRows - 1) / Config::kRows;
-  const dim3 grid(num_chunks * params.num_kv_heads, max_splits, params.rows.num_seqs);
+  const dim3 grid(num_chunks * params.num_kv_heads,
+                  kByPosition ? std::min(2, max_splits) : max_splits,
+                  kByPosition ? rows.num_rows : rows.num_seqs);
   launch(ctx, kernel, grid, Config::kThreads, sizeof(Smem),
-         make_args<typename Config::Element>(params), num_chunks);
+         make_args<typename Config::Element>(params), num_chunks, max_splits);
 }
 
 template <typename T, int kDim>
 void launch_decode(const Context& ctx, const AttentionParams& params) {
   const StepRows& rows = params.rows;
   const int max_splits = num_splits(rows.max_kv);
-  if (rows.max_seq_rows * (params.num_heads / params.num_kv_heads) <= 16) {
-    launch_splits<DecodeConfig<T, kDim, true>>(ctx, params, max_splits);
+  const bool small = rows.max_seq_rows * (params.num_heads / params.num_kv_heads) <= 16;
+  if (params.by_position && max_splits == 1) {
+    // No split lies before a tree.
+  } else if (small) {
+    launch_splits<DecodeConfig<T, kDim, true>, false>(ctx, params, max_splits);
   } else {
-    launch_splits<DecodeConfig<T, kDim, false>>(ctx, params, max_splits);
+    launch_splits<DecodeConfig<T, kDim, false>, false>(ctx, params, max_splits);
+  }
+  if (params.by_position) {
+    launch_splits<DecodeConfig<T, kDim, true>, true>(ctx, params, max_splits);
   }
   if (max_splits == 1) return;
   launch(ctx, attention_combine_kernel<T, kDim>, dim3(params.num_heads, rows.num_rows),
@@ -432,7 +522,8 @@ void launch_decode(const Context& ctx, const AttentionParams& params) {
 
 }  // namespace
 
-// Graph-safe: yes. Reads on the device: slots, row ranges, lengths, masks, page table.
+// Graph-safe: yes. Reads on the device: slots, row ranges, lengths, masks, page table; with
+// by_position also each row's sequence.
 void attention_decode(const Context& ctx, const AttentionParams& params) {
   const StepRows& rows = params.rows;
   if (rows.num_rows == 0) return;
@@ -440,6 +531,9 @@ void attention_decode(const Context& ctx, const AttentionParams& params) {
   CHECK(rows.max_seq_rows <= kMaxTreeSize,
         "attention_decode: a sequence may have up to {} rows, not {}", kMaxTreeSize,
         rows.max_seq_rows);
+  CHECK(!params.by_position || (rows.row_masks != nullptr && rows.first_row == 0),
+        "attention_decode: by_position needs masks and a step in one launch, not first_row {}",
+        rows.first_row);
   const int64_t needed =
       attention_scratch_floats(rows.num_rows, params.num_heads, params.head_dim, rows.max_kv);
   CHECK(num_splits(rows.max_kv) == 1 ||

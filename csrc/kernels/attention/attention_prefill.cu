@@ -13,7 +13,8 @@
 //
 // Surprising: tiles start at absolute cell 0, mod 64, never at a chunk's own start. A row's bits
 // then do not depend on the chunk it came in, so prefix caching and chunk sizes change no output.
-// P is rounded to the model's type for P V, the sum of P is not.
+// P is rounded to the model's type for P V, the sum of P is not. With a window, tiles before that
+// of the block's first row are left out: they would change no state.
 //
 // Row tiles run from the last (longest) to the first, query heads fastest: the blocks that run
 // together share K and V in L2, and the last blocks to start are the shortest.
@@ -44,6 +45,7 @@ struct PrefillSmem {
   SwizzledTile<typename Config::Element, Config::kRows, Config::kDim> queries;  // then the output
   Tile keys[Config::kStages];
   Tile values[Config::kStages];
+  Sequence sequence;  // what is needed now and then: the main loop leaves no registers for it
 };
 
 // ---- kernels
@@ -71,7 +73,6 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
       args.rows.row_masks == nullptr ? nullptr : args.rows.row_masks + seq.row_begin;
   // Cells that some row of the block may see.
   const int cell_end = masks == nullptr ? seq.length + block_row + block_rows : seq.end();
-  const int num_tiles = (cell_end + kCells - 1) / kCells;
 
   const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
@@ -81,9 +82,14 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
   const int warp_cells =
       min(cell_end, masks == nullptr ? full_cells + Config::kWarpRows - 1 : cell_end);
   const int some_cells = warp_row < seq.num_rows ? warp_cells : 0;
+  // The first cell that a row of the sequence sees.
+  auto window_of = [&](int row) {
+    return args.window > 0 ? window_begin(smem.sequence.first_cell + row, args.window) : 0;
+  };
+  const int first_tile = window_begin(seq.first_cell + block_row, args.window) / kCells;
 
   const int* pages = args.rows.page_table + static_cast<int64_t>(seq.slot) * args.rows.max_pages;
-  auto page_of = [&](int tile) { return pages[min(tile, num_tiles - 1) * kCells / kPageSize]; };
+  auto page_of = [&](int tile) { return pages[min(tile * kCells, cell_end - 1) / kPageSize]; };
 
   auto fetch_queries = [&]() {
     const int64_t stride = static_cast<int64_t>(args.num_heads + 2 * args.num_kv_heads) * kDim;
@@ -101,8 +107,11 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
 
   // Which of the 64 cells from `cell` on a row of the sequence sees.
   auto cells_of_row = [&](int row, int cell) {
-    if (masks == nullptr) return first_cells(seq.length + row + 1 - cell);
-    return seen_cells(row < seq.num_rows ? masks[row] : 0, seq.length, cell);
+    const uint64_t sees =
+        masks == nullptr
+            ? first_cells(smem.sequence.length + row + 1 - cell)
+            : seen_cells(row < smem.sequence.num_rows ? masks[row] : 0, smem.sequence.length, cell);
+    return sees & ~first_cells(window_of(row) - cell);
   };
 
   RowTile<kDim> rows[kRowTiles];
@@ -119,7 +128,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
         load_fragment_a(q[m], smem.queries, warp * Config::kWarpRows + m * 16, k16);
       }
     });
-    if (cell + kCells > full_cells) {
+    if (cell + kCells > full_cells || cell < window_of(warp_row + Config::kWarpRows - 1)) {
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m) {
         const int row = warp_row + m * 16 + lane / 4;  // within the sequence; its other half: + 8
@@ -134,19 +143,20 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
     multiply_values<T>(rows, scores, smem.values[stage], 0);
   };
 
+  if (threadIdx.x == 0) smem.sequence = seq;
   fetch_queries();
-  fetch_cells(0, page_of(0));
+  fetch_cells(first_tile, page_of(first_tile));
   ptx::cp_async_commit();
-  int next_page = page_of(1);
-  for (int tile = 0; tile < num_tiles; ++tile) {
+  int next_page = page_of(first_tile + 1);
+  for (int tile = first_tile; tile * kCells < cell_end; ++tile) {
     ptx::cp_async_wait<0>();
     __syncthreads();  // this tile is here, and everyone is done with the one before
-    if (tile + 1 < num_tiles) {
+    if ((tile + 1) * kCells < cell_end) {
       fetch_cells(tile + 1, next_page);
       next_page = page_of(tile + 2);
     }
     ptx::cp_async_commit();
-    if (tile * kCells < some_cells) attend(tile);
+    if (tile * kCells < some_cells && (tile + 1) * kCells > window_of(warp_row)) attend(tile);
   }
 
   // The warp's own query rows are read: they make room for its output, which leaves in 16 bytes.
@@ -172,8 +182,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
 #pragma unroll
   for (int i = lane; i < Config::kWarpRows * kChunks; i += 32) {
     const int row = warp * Config::kWarpRows + i / kChunks;
-    if (row < block_rows) {
-      const int64_t t = seq.row_begin + block_row + row;
+    if (block_row + row < smem.sequence.num_rows) {
+      const int64_t t = smem.sequence.row_begin + block_row + row;
       T* to = args.out + (t * args.num_heads + head) * kDim + i % kChunks * 8;
       store(to, load<T, 8>(smem.queries.chunk(row, i % kChunks)));
     }
@@ -200,9 +210,7 @@ void launch_prefill(const Context& ctx, const AttentionParams& params) {
 void attention_prefill(const Context& ctx, const AttentionParams& params) {
   if (params.rows.num_rows == 0) return;
   check_attention(params, "attention_prefill");
-  CHECK(params.rows.row_masks == nullptr || params.rows.max_seq_rows <= kMaxTreeSize,
-        "attention_prefill: a sequence with masks may have up to {} rows, not {}", kMaxTreeSize,
-        params.rows.max_seq_rows);
+  CHECK(!params.by_position, "attention_prefill: by_position is for attention_decode");
   dispatch_half(params.qkv.dtype(), [&](auto element) {
     dispatch_int<64, 128, 256>("attention_prefill: head_dim", params.head_dim, [&](auto dim) {
       launch_prefill<PrefillConfig<decltype(element), dim.value>>(ctx, params);

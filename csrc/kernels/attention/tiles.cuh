@@ -34,6 +34,8 @@ struct AttentionArgs {
   float scale_log2;  // scale * log2(e): softmax in base 2
   int num_heads;     // Hq
   int num_kv_heads;  // Hkv
+  int window;
+  bool by_position;
   StepRows rows;
 };
 
@@ -41,8 +43,9 @@ struct Sequence {
   int slot;
   int row_begin;  // its first row among T
   int num_rows;
-  int length;  // L, cells before this step
-  __device__ int end() const { return length + num_rows; }
+  int length;      // cells that come before those which masks, or causality, tell of
+  int first_cell;  // of its first row
+  __device__ int end() const { return first_cell + num_rows; }
 };
 
 __device__ __forceinline__ Sequence load_sequence(const StepRows& rows, int seq) {
@@ -50,8 +53,26 @@ __device__ __forceinline__ Sequence load_sequence(const StepRows& rows, int seq)
   s.slot = rows.seq_slots[seq];
   s.row_begin = rows.seq_row_begin[seq];
   s.num_rows = rows.seq_row_begin[seq + 1] - s.row_begin;
-  s.length = rows.slot_lengths[s.slot];
+  const int cached = rows.slot_lengths[s.slot];
+  s.first_cell = cached + rows.first_row;
+  s.length = rows.row_masks == nullptr ? s.first_cell : cached;
   return s;
+}
+
+// A row of a tree as plain decoding would see it: alone, in the cell of its position.
+__device__ __forceinline__ Sequence load_row_by_position(const StepRows& rows, int row) {
+  Sequence s;
+  s.slot = rows.seq_slots[rows.row_seqs[row]];
+  s.row_begin = row;
+  s.num_rows = 1;
+  s.length = rows.slot_lengths[s.slot] + __popcll(rows.row_masks[row]) - 1;
+  s.first_cell = s.length;
+  return s;
+}
+
+// The first cell that a row sees whose own is `own`.
+__device__ __forceinline__ int window_begin(int own, int window) {
+  return window > 0 ? max(own + 1 - window, 0) : 0;
 }
 
 // Checks what both kernels ask of their parameters.
@@ -76,6 +97,11 @@ inline void check_attention(const AttentionParams& p, const char* op) {
           name_of(p.qkv.dtype()));
   }
   CHECK(p.scale > 0, "{}: scale {} is not positive", op, p.scale);
+  CHECK(p.window >= 0, "{}: window {} is negative", op, p.window);
+  CHECK(rows.first_row >= 0, "{}: first_row {} is negative", op, rows.first_row);
+  CHECK(rows.row_masks == nullptr || rows.first_row + rows.max_seq_rows <= kMaxTreeSize,
+        "{}: a sequence with masks may have up to {} rows, not {}", op, kMaxTreeSize,
+        rows.first_row + rows.max_seq_rows);
   CHECK_STATE(rows.num_seqs > 0 && rows.max_seq_rows > 0 && rows.max_kv > 0,
               "{}: {} sequences of up to {} rows and {} cells", op, rows.num_seqs,
               rows.max_seq_rows, rows.max_kv);
@@ -92,6 +118,8 @@ AttentionArgs<T> make_args(const AttentionParams& p) {
           .scale_log2 = p.scale * kLog2E,
           .num_heads = p.num_heads,
           .num_kv_heads = p.num_kv_heads,
+          .window = p.window,
+          .by_position = p.by_position,
           .rows = p.rows};
 }
 
@@ -136,6 +164,22 @@ __device__ __forceinline__ void fetch_tile(SwizzledTile<T, kRows, kDim>& tile, c
     // Rows that are 8 apart are swizzled alike: few addresses, the rest are immediates.
     const uint32_t to = tile.address(first + row % 8, c) + row / 8 * 8 * (kDim * 2);
     ptx::cp_async16(to, source + row * row_stride, first + row < num_valid);
+  }
+}
+
+// The same where the rows lie apart: offset_of(row), in elements, is asked for valid rows only.
+template <int kThreads, typename T, int kRows, int kDim, typename OffsetOf>
+__device__ __forceinline__ void gather_tile(SwizzledTile<T, kRows, kDim>& tile, const T* source,
+                                            int num_valid, OffsetOf offset_of) {
+  constexpr int kChunks = kDim / 8;
+  constexpr int kStep = kThreads / kChunks;
+  static_assert(kThreads % kChunks == 0 && kRows % kStep == 0,
+                "every thread copies as many chunks");
+  const int c = static_cast<int>(threadIdx.x % kChunks);
+#pragma unroll 2
+  for (int row = static_cast<int>(threadIdx.x / kChunks); row < kRows; row += kStep) {
+    const int64_t offset = row < num_valid ? offset_of(row) : 0;
+    ptx::cp_async16(tile.address(row, c), source + offset + c * 8, row < num_valid);
   }
 }
 

@@ -1,11 +1,15 @@
 // One pass over the pages of a sequence with a running maximum and sum. Prefill and decode are the
 // same maths: a row's order of additions depends on the cells it sees and on nothing else.
+//
+// by_position: pages with cells of the tree are copied together first, each cell to where plain
+// decoding would have it; from there on nothing differs.
 #include "kernels/attention/attention.h"
 
 #include <algorithm>
 #include <bit>
 #include <cmath>
 #include <limits>
+#include <utility>
 #include <vector>
 
 #include "kernels/cpu/simd.h"
@@ -27,6 +31,22 @@ uint64_t visible_cells(int first, int length, uint64_t mask) {
                              : shift > -64 ? mask >> -shift
                                            : 0;
   return low_bits(shift) | from_step;
+}
+
+// Copies the page of `cells` cells from `first` on: those from `length` on are the row's ancestors.
+template <typename T>
+void gather_page(const Tensor& cache, const StepRows& rows, int slot, int first, int num_cells,
+                 int length, uint64_t mask, int kv_head, T* page) {
+  const int num_kv_heads = static_cast<int>(cache.size(1));
+  const int head_dim = static_cast<int>(cache.size(3));
+  for (int c = first; c < first + num_cells; ++c) {
+    uint64_t rest = mask;
+    for (int i = length; i < c; ++i) rest &= rest - 1;
+    const int cell = c < length ? c : length + std::countr_zero(rest);
+    const T* from = cache.as<T>() + kv_offset(rows.page_table, rows.max_pages, slot, cell, kv_head,
+                                              num_kv_heads, head_dim);
+    page = std::copy(from, from + head_dim, page);
+  }
 }
 
 // The running softmax of one row and head.
@@ -94,6 +114,11 @@ void check(const AttentionParams& p) {
         "attention: qkv is {}, the cache {} and {}, out {}; they must agree",
         name_of(p.qkv.dtype()), name_of(p.k_cache.dtype()), name_of(p.v_cache.dtype()),
         name_of(p.out.dtype()));
+  CHECK(p.window >= 0, "attention: window {} is negative", p.window);
+  CHECK(p.rows.first_row >= 0, "attention: first_row {} is negative", p.rows.first_row);
+  CHECK(p.rows.row_masks == nullptr || p.rows.first_row + p.rows.max_seq_rows <= kMaxTreeSize,
+        "attention: a sequence with masks may have up to {} rows, not {}", kMaxTreeSize,
+        p.rows.first_row + p.rows.max_seq_rows);
 }
 
 void attention(const AttentionParams& p) {
@@ -107,21 +132,37 @@ void attention(const AttentionParams& p) {
       for (int h = 0; h < p.num_heads; ++h) {
         const int seq = rows.row_seqs[row], slot = rows.seq_slots[seq];
         const int in_seq = row - rows.seq_row_begin[seq];
+        const int cached = rows.slot_lengths[slot], kv_head = h / group;
+        const uint64_t row_mask = rows.row_masks == nullptr ? 0 : rows.row_masks[row];
+        const int own =
+            cached + (p.by_position ? std::popcount(row_mask) - 1 : rows.first_row + in_seq);
         // A causal row sees one stretch of cells; a mask names the cells from `length` on.
-        const bool causal = rows.row_masks == nullptr;
-        const int length = rows.slot_lengths[slot] + (causal ? in_seq + 1 : 0);
-        const uint64_t mask = causal ? 0 : rows.row_masks[row];
+        const bool causal = rows.row_masks == nullptr || p.by_position;
+        const int length = causal ? own + 1 : cached;
+        const uint64_t mask = causal ? 0 : row_mask;
         const int end = length + std::bit_width(mask);
+        const int begin = p.window > 0 ? std::max(own + 1 - p.window, 0) : 0;
 
         thread_local std::vector<float> q, buffer;
+        thread_local std::vector<T> k_page, v_page;
         const T* q_head = p.qkv.as<T>() + row * p.qkv.size(1) + h * head_dim;
         buffer.resize(2 * head_dim);
         Softmax<T> softmax(as_floats(q_head, head_dim, q), p.scale, head_dim, buffer.data());
-        for (int first = 0; first < end; first += kPageSize) {
-          const int64_t offset = kv_offset(rows.page_table, rows.max_pages, slot, first, h / group,
+        for (int first = begin / kPageSize * kPageSize; first < end; first += kPageSize) {
+          const uint64_t visible = visible_cells(first, length, mask) & ~low_bits(begin - first);
+          if (p.by_position && first + kPageSize > cached) {
+            const int num_cells = std::min(kPageSize, end - first);
+            for (auto [cache, page] : {std::pair{&p.k_cache, &k_page}, {&p.v_cache, &v_page}}) {
+              page->resize(int64_t{kPageSize} * head_dim);
+              gather_page(*cache, rows, slot, first, num_cells, cached, row_mask, kv_head,
+                          page->data());
+            }
+            softmax.add_page(k_page.data(), v_page.data(), visible);
+            continue;
+          }
+          const int64_t offset = kv_offset(rows.page_table, rows.max_pages, slot, first, kv_head,
                                            p.num_kv_heads, head_dim);
-          softmax.add_page(p.k_cache.as<T>() + offset, p.v_cache.as<T>() + offset,
-                           visible_cells(first, length, mask));
+          softmax.add_page(p.k_cache.as<T>() + offset, p.v_cache.as<T>() + offset, visible);
         }
         softmax.write(p.out.as<T>() + row * p.out.size(1) + h * head_dim);
       }
@@ -131,12 +172,18 @@ void attention(const AttentionParams& p) {
 
 }  // namespace
 
-void attention_prefill(const Context&, const AttentionParams& params) { attention(params); }
+void attention_prefill(const Context&, const AttentionParams& params) {
+  CHECK(!params.by_position, "attention_prefill: by_position is for attention_decode");
+  attention(params);
+}
 
 void attention_decode(const Context&, const AttentionParams& params) {
   CHECK(params.rows.max_seq_rows <= kMaxTreeSize,
         "attention_decode: a sequence may have up to {} rows, not {}", kMaxTreeSize,
         params.rows.max_seq_rows);
+  CHECK(!params.by_position || (params.rows.row_masks != nullptr && params.rows.first_row == 0),
+        "attention_decode: by_position needs masks and a step in one launch, not first_row {}",
+        params.rows.first_row);
   attention(params);
 }
 

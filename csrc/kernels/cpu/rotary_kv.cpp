@@ -44,7 +44,7 @@ void rotary_kv(const Context&, const RotaryKvParams& p) {
 #pragma omp parallel for if (int64_t{rows.num_rows} * num_columns > 16384)
     for (int row = 0; row < rows.num_rows; ++row) {
       const int seq = rows.row_seqs[row], slot = rows.seq_slots[seq];
-      const int cell = rows.slot_lengths[slot] + row - rows.seq_row_begin[seq];
+      const int cell = rows.slot_lengths[slot] + rows.first_row + row - rows.seq_row_begin[seq];
       thread_local std::vector<float> scratch;
       scratch.resize(2 * head_dim);
       float* head = scratch.data();
