@@ -147,7 +147,6 @@ class Cycle:
             next_tokens=self.next_tokens,
             counts=put(ctx, np.zeros([1, VOCAB])),
             vocab_size=VOCAB,
-            history=put(ctx, np.zeros([1, MAX_LEN])),
         )
 
     def make_pending(self) -> None:
@@ -194,6 +193,14 @@ class Cycle:
             seq_slots=self.slots,
             draft_lengths=self.draft_lengths,
         )
+
+    def grow(self) -> None:
+        """Every level once, so that `build` finds a whole history."""
+        self.topk(1)
+        self.expand(0)
+        self.topk(TOPK)
+        for level in range(1, DEPTH):
+            self.expand(level)
 
     def build(self) -> None:
         ops.tree_build(
@@ -314,6 +321,7 @@ def main() -> None:
     args = parser.parse_args()
     ctx = ops.Context(args.device)
     cycle = Cycle(ctx, args.dtype)
+    cycle.grow()
 
     def report(name: str, count: int, us: float) -> None:
         if args.json:
