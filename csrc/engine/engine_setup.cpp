@@ -254,12 +254,9 @@ void Engine::finish_loading() {
 
 std::map<std::string, int64_t> Engine::counters() const {
   const DeviceCounters device = device_counters();
-  return {{"steps", static_cast<int64_t>(num_steps_)},
-          {"allocations", device.allocations},
-          {"synchronizations", device.synchronizations},
-          {"waits", num_waits_},
-          {"graph_captures", graphs_->num_captures()},
-          {"graph_replays", graphs_->num_replays()}};
+  return {{"steps", static_cast<int64_t>(num_steps_)},   {"allocations", device.allocations},
+          {"synchronizations", device.synchronizations}, {"waits", num_waits_},
+          {"graph_captures", graphs_->num_captures()},   {"graph_replays", graphs_->num_replays()}};
 }
 
 }  // namespace cpmcu

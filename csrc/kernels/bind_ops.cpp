@@ -203,8 +203,7 @@ void bind_layer_ops(py::module_& m) {
       [](const OpsContext& c, SharedArray out, SharedArray x, SharedArray index,
          SharedArray out_index, int num_rows, int64_t out_width) {
         const auto [tensor, stride] = part_of(out, out_width);
-        gather_rows(c.ctx,
-                    {tensor, tensor_of(x), ints(index), ints(out_index), num_rows, stride});
+        gather_rows(c.ctx, {tensor, tensor_of(x), ints(index), ints(out_index), num_rows, stride});
       },
       "ctx"_a, "out"_a, "x"_a, "index"_a, "out_index"_a = SharedArray(), "num_rows"_a = 0,
       "out_width"_a = 0,

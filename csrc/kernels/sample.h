@@ -2,9 +2,10 @@
 //
 // Order: repetition, presence and frequency penalties; logit bias; temperature; top-k; top-p over
 // what top-k left; min-p relative to the most likely token. Then the Gumbel-max draw: the token
-// with the largest (z - max z) / T + g, where g = -log(-log(u)) and u comes from Philox-4x32-10 with key
-// `seed` and counter (token / 4, position, stream): so the draw depends on nothing else, neither on
-// the batch nor on speculation. temperature 0 takes the largest logit. Ties go to the lower id.
+// with the largest (z - max z) / T + g, where g = -log(-log(u)) and u comes from Philox-4x32-10
+// with key `seed` and counter (token / 4, position, stream): so the draw depends on nothing else,
+// neither on the batch nor on speculation. temperature 0 takes the largest logit. Ties go to the
+// lower id.
 //
 // Filters are thresholds on the logit: tokens equal to the last one kept are kept too. Top-p sums
 // probabilities as 40-bit fixed-point integers, so the order of the sum does not matter.
@@ -45,19 +46,19 @@ struct TokenLogprobs {
 constexpr int kPromptBit = 1 << 30;  // in counts: the token occurs in the prompt
 
 struct SampleParams {
-  Tensor logits;                          // [R, V] float32; may be adjusted in place
-  const int* row_slots = nullptr;         // [R]
-  const int* row_positions = nullptr;     // [R] position of the row; the drawn token's is one more
-  const SlotSampling* sampling = nullptr; // [slots]
-  const int* counts = nullptr;            // [slots, V] times emitted, plus kPromptBit
-  const float* bias = nullptr;            // [slots, V]
-  // Rows of a token tree: penalties count the drafted tokens on the path from the root (left out) to
-  // the row as though they had been emitted. Null: rows have no ancestors.
-  const int* tree_tokens = nullptr;       // [B, N]
-  const uint64_t* tree_masks = nullptr;   // [B, N] bit i: node i is an ancestor or the node itself
-  int tree_size = 0;                      // N: row r is node r % N of sequence r / N
-  int* tokens = nullptr;                  // [R] out
-  TokenLogprobs* logprobs = nullptr;      // [R] out, where the slot asks for them
+  Tensor logits;                           // [R, V] float32; may be adjusted in place
+  const int* row_slots = nullptr;          // [R]
+  const int* row_positions = nullptr;      // [R] position of the row; the drawn token's is one more
+  const SlotSampling* sampling = nullptr;  // [slots]
+  const int* counts = nullptr;             // [slots, V] times emitted, plus kPromptBit
+  const float* bias = nullptr;             // [slots, V]
+  // Rows of a token tree: penalties count the drafted tokens on the path from the root (left out)
+  // to the row as though they had been emitted. Null: rows have no ancestors.
+  const int* tree_tokens = nullptr;      // [B, N]
+  const uint64_t* tree_masks = nullptr;  // [B, N] bit i: node i is an ancestor or the node itself
+  int tree_size = 0;                     // N: row r is node r % N of sequence r / N
+  int* tokens = nullptr;                 // [R] out
+  TokenLogprobs* logprobs = nullptr;     // [R] out, where the slot asks for them
 };
 
 REGISTER_OP(sample, SampleParams)

@@ -67,10 +67,10 @@ REGISTER_OP(finish_step, FinishStepParams)
 struct SeedPendingParams {
   const int* sampled_slots = nullptr;  // [R]
   int num_sampled = 0;
-  const int* tokens = nullptr;         // [R]
-  int max_pending = 0;                 // D + 1
-  int* pending_ids = nullptr;          // [slots, D + 1]
-  int* pending_counts = nullptr;       // [slots]
+  const int* tokens = nullptr;    // [R]
+  int max_pending = 0;            // D + 1
+  int* pending_ids = nullptr;     // [slots, D + 1]
+  int* pending_counts = nullptr;  // [slots]
 };
 REGISTER_OP(seed_pending, SeedPendingParams)
 

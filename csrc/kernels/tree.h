@@ -1,12 +1,13 @@
 // Token trees on the device: growth, selection, verification.
 //
-// Dynamic trees as in EAGLE-2 (Li et al., arXiv:2406.16858): the draft's k best continuations of each
-// of the k best nodes of a level are candidates; at the end the N - 1 best candidates of all levels by
-// cumulative log-probability, and the root, are the tree. All sums in float32; ties go to the lower
-// candidate index, so a parent always precedes its children.
+// Dynamic trees as in EAGLE-2 (Li et al., arXiv:2406.16858): the draft's k best continuations of
+// each of the k best nodes of a level are candidates; at the end the N - 1 best candidates of all
+// levels by cumulative log-probability, and the root, are the tree. All sums in float32; ties go to
+// the lower candidate index, so a parent always precedes its children.
 //
-// Candidates of a sequence are numbered: 0..k-1 the first level (continuations of the root), then for
-// level s = 1..D-1: k + (s - 1) k^2 + r k + c, the c-th continuation of row r of the level before.
+// Candidates of a sequence are numbered: 0..k-1 the first level (continuations of the root), then
+// for level s = 1..D-1: k + (s - 1) k^2 + r k + c, the c-th continuation of row r of the level
+// before.
 #pragma once
 
 #include "kernels/op.h"
@@ -21,8 +22,8 @@ constexpr int kMaxDraftDepth = 16;
 
 constexpr int num_candidates(int topk, int depth) { return topk + (depth - 1) * topk * topk; }
 
-// A tree for each of B sequences. Node 0 is the root: the token emitted but not cached. Unused nodes
-// hold token -1 and hang below the root.
+// A tree for each of B sequences. Node 0 is the root: the token emitted but not cached. Unused
+// nodes hold token -1 and hang below the root.
 struct TokenTrees {
   int num_seqs = 0;           // B
   int num_nodes = 0;          // N, root included
@@ -32,8 +33,8 @@ struct TokenTrees {
   uint64_t* masks = nullptr;  // [B, N] ancestors and self
 };
 
-// The k largest log-probabilities (float32 log-softmax of the row) of each row and their tokens, best
-// first, ties to the lower id. NaN counts as -inf.
+// The k largest log-probabilities (float32 log-softmax of the row) of each row and their tokens,
+// best first, ties to the lower id. NaN counts as -inf.
 struct TopkLogprobsParams {
   Tensor logits;                // [R, V] float32
   int topk = 0;                 // k <= kMaxTopk
@@ -60,9 +61,9 @@ struct DraftBeam {
   int* seq_row_begin = nullptr;     // [B + 1]
 };
 
-// Adds level `level` from the top-k of the draft's last rows (level 0: one row a sequence; later: k)
-// and chooses the rows of the next draft step: at level 0 all k candidates, later the k best of k^2.
-// row_parents: level 0: the sequence b; later: b k + r.
+// Adds level `level` from the top-k of the draft's last rows (level 0: one row a sequence; later:
+// k) and chooses the rows of the next draft step: at level 0 all k candidates, later the k best of
+// k^2. row_parents: level 0: the sequence b; later: b k + r.
 struct TreeExpandParams {
   DraftBeam beam;
   int level = 0;
@@ -118,12 +119,12 @@ struct SlotStop {
 // the node holds it, go there, else stop (target-match acceptance). The run ends early after a stop
 // id or the last token allowed. Then, of the slot: lengths += emitted, next_tokens = last emitted,
 // counts (if it uses penalties), stop.max_tokens, stop.finished; and the result is published as
-// finish_step does (step_ops.h): results[b] of the ring entry for every sequence, in order. A slot that
-// is finished already emits nothing and changes nothing.
+// finish_step does (step_ops.h): results[b] of the ring entry for every sequence, in order. A slot
+// that is finished already emits nothing and changes nothing.
 //
 // For the drafter: pending_ids[slot, j] = j-th emitted token, pending_counts[slot] = emitted,
-// feature_rows[b, j] = row b N + node of the j-th step of the walk (-1 beyond), feature_slots[b, j] =
-// slot (D + 1) + j, paths[b, j] = node (-1 beyond).
+// feature_rows[b, j] = row b N + node of the j-th step of the walk (-1 beyond), feature_slots[b, j]
+// = slot (D + 1) + j, paths[b, j] = node (-1 beyond).
 struct AcceptTreeParams {
   TokenTrees trees;
   int max_emitted = 0;                      // D + 1: longest path plus one
@@ -132,14 +133,14 @@ struct AcceptTreeParams {
   const int* seq_slots = nullptr;           // [B]
   const SlotSampling* sampling = nullptr;   // [slots]
   SlotState state;
-  SlotStop* stops = nullptr;       // [slots]
-  int* paths = nullptr;            // [B, D + 1] out
-  int* num_emitted = nullptr;      // [B] out
-  int* pending_ids = nullptr;      // [slots, D + 1] out
-  int* pending_counts = nullptr;   // [slots] out
-  int* feature_rows = nullptr;     // [B, D + 1] out
-  int* feature_slots = nullptr;    // [B, D + 1] out
-  SlotResult* results = nullptr;   // mapped host memory, [ring_size, max_seqs]
+  SlotStop* stops = nullptr;      // [slots]
+  int* paths = nullptr;           // [B, D + 1] out
+  int* num_emitted = nullptr;     // [B] out
+  int* pending_ids = nullptr;     // [slots, D + 1] out
+  int* pending_counts = nullptr;  // [slots] out
+  int* feature_rows = nullptr;    // [B, D + 1] out
+  int* feature_slots = nullptr;   // [B, D + 1] out
+  SlotResult* results = nullptr;  // mapped host memory, [ring_size, max_seqs]
   int ring_size = 1;
   int max_seqs = 1;
   uint64_t* ticket = nullptr;
@@ -148,7 +149,8 @@ struct AcceptTreeParams {
 REGISTER_OP(accept_tree, AcceptTreeParams)
 
 // Moves the keys and values of accepted nodes into place, in all layers: cell L + paths[b, j] to
-// L + j, j = 1..num_emitted - 1, where L = lengths[slot] - num_emitted. Cells in place already stay.
+// L + j, j = 1..num_emitted - 1, where L = lengths[slot] - num_emitted. Cells in place already
+// stay.
 struct CompactKvParams {
   Tensor pool;  // [layers * 2, pages, Hkv * 64 * D]: keys and values of every layer
   int num_kv_heads = 0;
@@ -156,49 +158,49 @@ struct CompactKvParams {
   const int* page_table = nullptr;  // [slots, max_pages]
   int max_pages = 0;
   int num_seqs = 0;
-  int max_emitted = 0;              // D + 1
-  const int* seq_slots = nullptr;   // [B]
-  const int* lengths = nullptr;     // [slots], after acceptance
-  const int* paths = nullptr;       // [B, D + 1]
-  const int* num_emitted = nullptr; // [B]
+  int max_emitted = 0;               // D + 1
+  const int* seq_slots = nullptr;    // [B]
+  const int* lengths = nullptr;      // [slots], after acceptance
+  const int* paths = nullptr;        // [B, D + 1]
+  const int* num_emitted = nullptr;  // [B]
 };
 REGISTER_OP(compact_kv, CompactKvParams)
 
 // Rows with which a draft catches up: row j of sequence b is id pending_ids[slot, j] at position
-// draft_lengths[slot] + j; rows from pending_counts[slot] on are padding (their keys are overwritten
-// later, no row before them sees them). last_rows[b] = b (D + 1) + pending_counts[slot] - 1 (0 rows:
-// the first row). When `advance`: draft_lengths[slot] += pending_counts[slot], pending_counts = 0;
-// launch it again with advance after the draft's layers have run.
+// draft_lengths[slot] + j; rows from pending_counts[slot] on are padding (their keys are
+// overwritten later, no row before them sees them). last_rows[b] = b (D + 1) + pending_counts[slot]
+// - 1 (0 rows: the first row). When `advance`: draft_lengths[slot] += pending_counts[slot],
+// pending_counts = 0; launch it again with advance after the draft's layers have run.
 struct BeginDraftParams {
   const int* seq_slots = nullptr;  // [B]
   int num_seqs = 0;
-  int max_pending = 0;             // D + 1
+  int max_pending = 0;  // D + 1
   const int* pending_ids = nullptr;
   int* pending_counts = nullptr;
-  int* draft_lengths = nullptr;    // [slots]
-  int* ids = nullptr;              // [B, D + 1] out
-  int* positions = nullptr;        // [B, D + 1] out
-  int* row_seqs = nullptr;         // [B, D + 1] out
-  int* feature_rows = nullptr;     // [B, D + 1] out: slot (D + 1) + j
-  int* seq_row_begin = nullptr;    // [B + 1] out
-  int* last_rows = nullptr;        // [B] out
+  int* draft_lengths = nullptr;  // [slots]
+  int* ids = nullptr;            // [B, D + 1] out
+  int* positions = nullptr;      // [B, D + 1] out
+  int* row_seqs = nullptr;       // [B, D + 1] out
+  int* feature_rows = nullptr;   // [B, D + 1] out: slot (D + 1) + j
+  int* seq_row_begin = nullptr;  // [B + 1] out
+  int* last_rows = nullptr;      // [B] out
   bool advance = false;
 };
 REGISTER_OP(begin_draft, BeginDraftParams)
 
-// Prompt look-up (Saxena 2023): the tokens after the latest earlier occurrence of the last n tokens of
-// history + root + already drafted chain, n from max_ngram down to min_ngram, none found: -1.
+// Prompt look-up (Saxena 2023): the tokens after the latest earlier occurrence of the last n tokens
+// of history + root + already drafted chain, n from max_ngram down to min_ngram, none found: -1.
 // Writes chain[b, first .. num_tokens) and reads chain[b, 0 .. first) as drafted by someone else.
 struct NgramLookupParams {
-  const int* seq_slots = nullptr;    // [B]
+  const int* seq_slots = nullptr;  // [B]
   int num_seqs = 0;
-  const int* history = nullptr;      // [slots, max_len] tokens cached so far
+  const int* history = nullptr;  // [slots, max_len] tokens cached so far
   int max_len = 0;
   const int* lengths = nullptr;      // [slots]
   const int* next_tokens = nullptr;  // [slots]
   int min_ngram = 1;
   int max_ngram = 4;
-  int* chain = nullptr;              // [B, num_tokens]
+  int* chain = nullptr;  // [B, num_tokens]
   int first = 0;
   int num_tokens = 0;
 };

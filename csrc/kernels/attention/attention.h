@@ -28,10 +28,11 @@ struct AttentionParams {
   // 0: all cells; else a row sees only the last `window` cells up to its own (cell > own - window,
   // where own = L + first_row + row; by_position: own = L + depth).
   int window = 0;
-  // For trees that are verified (row_masks set, first_row 0): each row's arithmetic is that of plain
-  // decoding at its position. The cells of its ancestors, found through its mask, are taken in the
-  // order of their depth as cells L, L + 1, …: so a row of an accepted path has the bits that it
-  // would have had without speculation. Needs rows.row_masks; splits below L are shared by all rows.
+  // For trees that are verified (row_masks set, first_row 0): each row's arithmetic is that of
+  // plain decoding at its position. The cells of its ancestors, found through its mask, are taken
+  // in the order of their depth as cells L, L + 1, …: so a row of an accepted path has the bits
+  // that it would have had without speculation. Needs rows.row_masks; splits below L are shared by
+  // all rows.
   bool by_position = false;
   StepRows rows;
   Tensor scratch;  // attention_decode: float32, at least attention_scratch_floats(...) long
