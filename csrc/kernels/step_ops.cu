@@ -42,6 +42,7 @@ __device__ void publish(const FinishStepParams& p, int sample, SlotResult& resul
     }
     result.slot = slot;
     result.num_tokens = 1;
+    result.finished = 0;
     result.tokens[0] = token;
   }
   if (num_logprobs < 0) return;
@@ -119,10 +120,6 @@ __global__ void __launch_bounds__(kThreads)
 // ---- launchers
 
 // Graph-safe; reads from the device: seq_slots, lengths, next_tokens.
-void seed_pending(const Context& ctx, const SeedPendingParams& p) {
-  launch(ctx, seed_pending_kernel, dim3(1), dim3(kThreads), 0, p);
-}
-
 void begin_decode(const Context& ctx, const BeginDecodeParams& p) {
   CHECK(p.num_seqs >= 0, "begin_decode: {} sequences", p.num_seqs);
   launch(ctx, begin_decode_kernel, dim3(1), dim3(kThreads), 0, p);
@@ -149,6 +146,11 @@ void reset_slot(const Context& ctx, const ResetSlotParams& p) {
   if (p.num_ids == 0) return;
   launch(ctx, mark_history_kernel, blocks_for(p.num_ids), dim3(kThreads), 0, counts, vocab_size,
          p.ids, p.num_ids, p.num_prompt);
+}
+
+// Graph-safe; reads from the device: sampled_slots, tokens.
+void seed_pending(const Context& ctx, const SeedPendingParams& p) {
+  launch(ctx, seed_pending_kernel, dim3(1), dim3(kThreads), 0, p);
 }
 
 }  // namespace cpmcu::cuda

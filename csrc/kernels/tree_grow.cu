@@ -127,7 +127,9 @@ __global__ void __launch_bounds__(kThreads)
     const int candidate = i * kThreads + threadIdx.x;
     if (candidate >= num_all) break;
     keys[i] = key_of(beam.scores[all_begin + candidate], candidate);
+    node_of[candidate] = 0;  // scores that no growth makes may choose a child and not its parent
   }
+  __syncthreads();
   if (num_nodes > 1) rank_best(keys, num_all, num_nodes - 1, ranking);
 
   const int node = threadIdx.x;
@@ -147,7 +149,7 @@ __global__ void __launch_bounds__(kThreads)
   if (!is_node) return;
 
   uint64_t mask = bit(node) | 1;
-  for (int up = parent, steps = depth - 1; steps > 0; --steps, up = parents[up]) mask |= bit(up);
+  for (int up = parent; up > 0; up = parents[up]) mask |= bit(up);
   const int out = seq * num_nodes + node;
   p.trees.tokens[out] =
       is_draft ? beam.tokens[all_begin + candidate] : p.next_tokens[p.seq_slots[seq]];

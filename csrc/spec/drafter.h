@@ -70,7 +70,7 @@ struct DraftState {
   int* draft_lengths = nullptr;   // [slots] cells in the drafter's cache
   int* pending_ids = nullptr;     // [slots, D + 1]
   int* pending_counts = nullptr;  // [slots]
-  Tensor pending_features;        // [slots * (D + 1), F]; empty if there are none
+  Tensor pending_features{};      // [slots * (D + 1), F]; empty if there are none
 };
 
 // One cycle's sequences.
@@ -86,17 +86,17 @@ struct DraftBatch {
 
 // A chunk of one prompt, its target features beside it. Arrays are device memory.
 struct DraftPrompt {
-  int start = 0;                        // position of the first row
-  int num_rows = 0;                     // n
-  const int* ids = nullptr;             // [n]
-  const int* positions = nullptr;       // [n]
-  const int* seq_slot = nullptr;        // [1]
-  const int* zeros = nullptr;           // [n]
-  const int* item = nullptr;            // {0, 1, 0, n - 1, 0, n, start - 1}
-  const int* draft_lengths = nullptr;   // [slots]
-  std::function<void(int)> set_length;  // of this slot in draft_lengths, in stream order
-  Tensor features;                      // [n, F]
-  Tensor pending_feature;               // [1, F]: of the row before `start`
+  int start = 0;                          // position of the first row
+  int num_rows = 0;                       // n
+  const int* ids = nullptr;               // [n]
+  const int* positions = nullptr;         // [n]
+  const int* seq_slot = nullptr;          // [1]
+  const int* zeros = nullptr;             // [n]
+  const int* item = nullptr;              // {0, 1, 0, n - 1, 0, n, start - 1}
+  const int* draft_lengths = nullptr;     // [slots]
+  std::function<void(int)> set_length{};  // of this slot in draft_lengths, in stream order
+  Tensor features{};                      // [n, F]
+  Tensor pending_feature{};               // [1, F]: of the row before `start`
   const KvCache* cache = nullptr;
 };
 

@@ -177,7 +177,7 @@ def test_draws_what_the_reference_draws(
 @on_devices
 @pytest.mark.parametrize("fields", FILTERS, ids=str)
 def test_distribution(device: str, fields: dict[str, Any]) -> None:
-    draws = 300 if SMALL else 20000
+    draws = 64 if SMALL else 20000
     z = np.array([2.0, 0.5, 0.5, -1.0, 1.9, -3.0, 0.0, 1.0, -0.5, 0.2, 1.5])
     slots = slots_of(with_defaults(fields))
     tokens, _ = sample(device, np.tile(z, (draws, 1)), slots)
@@ -224,7 +224,7 @@ def test_seed_stream_and_position_change_the_draw(device: str) -> None:
 
 @on_devices
 def test_a_draw_does_not_depend_on_the_batch(device: str) -> None:
-    num_rows = 8 if SMALL else 33
+    num_rows = 4 if SMALL else 33
     logits = random_logits(num_rows, 3001)
     fields = [with_defaults({**f, "seed": i}) for i, f in enumerate(FILTERS)]
     slots = slots_of(*fields, {})

@@ -29,6 +29,7 @@ void finish_step(const Context&, const FinishStepParams& p) {
     }
     results[r].slot = slot;
     results[r].num_tokens = 1;
+    results[r].finished = 0;
     results[r].tokens[0] = token;
     if (p.sampling[slot].num_logprobs >= 0) results[r].logprobs[0] = p.logprobs[r];
   }
