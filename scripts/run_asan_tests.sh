@@ -19,7 +19,7 @@ fi
 # The interpreter is not instrumented, so the runtime must be loaded before it; libstdc++ too, or
 # the first C++ exception aborts (the sanitizer looks for __cxa_throw at start-up). Python itself
 # leaks on purpose, so leaks are not reported. pytest must not capture file descriptors: the report
-# would be lost with the process.
+# would be lost with the process. Small shapes, because instrumented code is slow.
 LD_PRELOAD="$(gcc -print-file-name=libasan.so) $(gcc -print-file-name=libstdc++.so)" \
-ASAN_OPTIONS=detect_leaks=0 CPMCU_EXTENSION_DIR="$PWD/build/asan" \
-  "$python" -m pytest "${folders[@]}" --capture=sys -m "not gpu and not slow" "$@"
+ASAN_OPTIONS=detect_leaks=0 CPMCU_EXTENSION_DIR="$PWD/build/asan" CPMCU_SMALL=1 \
+  "$python" -m pytest "${folders[@]}" --capture=sys -n 2 --dist worksteal -m "not gpu and not slow" "$@"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from cpmcu import C
 
 SHIPPED = Path(__file__).parents[2] / "cpmcu" / "assets" / "tiny-python-minicpm"
+SMALL = os.environ.get("CPMCU_SMALL") == "1"  # under a sanitizer
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
