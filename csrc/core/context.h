@@ -1,7 +1,7 @@
 // What every kernel launch needs: the device, its stream, its limits, the matmul library.
 #pragma once
 
-#include <memory>
+#include <string>
 
 #include "core/device.h"
 
@@ -16,5 +16,19 @@ struct Context {
   int compute_capability = 0;  // 90 for 9.0; 0 on the CPU
   CublasLt* cublas = nullptr;  // null: not found, our own GEMM serves all row counts
 };
+
+// A context of the device with a stream of its own, which whoever asks for it destroys.
+inline Context open_device(Device device) {
+  Context ctx;
+  ctx.device = device;
+  if (!device.is_cuda()) return ctx;
+  const DeviceInfo info = device_info(device);
+  ctx.sm_count = info.sm_count;
+  ctx.compute_capability =
+      std::stoi(info.compute_capability) * 10 + (info.compute_capability.back() - '0');
+  set_device(device);
+  ctx.stream = create_stream(device);
+  return ctx;
+}
 
 }  // namespace cpmcu

@@ -98,6 +98,7 @@ class Engine {
   void bind();
   void begin_step();
   void end_step(const std::vector<int>& sampled_slots, bool cycle = false);
+  int64_t feature_width() const;
   void plan_draft();
   void bind_draft();
   int lookahead() const;  // cells beyond its tokens that a sequence needs during a step

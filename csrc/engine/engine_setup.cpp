@@ -10,17 +10,8 @@ namespace {
 Context make_context(const RuntimeConfig& config) {
   CHECK(config.device == "cpu" || config.device == "cuda", "device is \"{}\", expected cpu or cuda",
         config.device);
-  Context ctx;
-  ctx.device = {config.device == "cuda" ? DeviceKind::kCuda : DeviceKind::kCpu,
-                config.device_index};
-  if (!ctx.device.is_cuda()) return ctx;
-  const DeviceInfo info = device_info(ctx.device);
-  ctx.sm_count = info.sm_count;
-  ctx.compute_capability =
-      std::stoi(info.compute_capability) * 10 + (info.compute_capability.back() - '0');
-  set_device(ctx.device);
-  ctx.stream = create_stream(ctx.device);
-  return ctx;
+  return open_device(
+      {config.device == "cuda" ? DeviceKind::kCuda : DeviceKind::kCpu, config.device_index});
 }
 
 std::unique_ptr<Drafter> make_drafter(const std::optional<DrafterSpec>& draft,
@@ -142,6 +133,13 @@ void Engine::plan_memory() {
   plan_.assign();
 }
 
+// Columns of the features that the drafter sees of a row.
+int64_t Engine::feature_width() const {
+  const bool layers = drafter_->features() == FeatureKind::kLayers;
+  const size_t count = layers ? draft_->feature_layers.size() : 1;
+  return static_cast<int64_t>(count) * spec_.hidden_size;
+}
+
 // Buffers of speculation.
 void Engine::plan_draft() {
   const int64_t slots = config_.max_num_seqs, nodes = draft_->tree_size,
@@ -155,10 +153,7 @@ void Engine::plan_draft() {
   tree_masks_id_ = plan_.add("spec.masks", "state", 8 * slots * nodes);
   stops_id_ = plan_.add("spec.stops", "state", static_cast<int64_t>(sizeof(SlotStop)) * slots);
   history_id_ = plan_.add("spec.history", "state", 4 * slots * limits_.max_model_len);
-  const int64_t layers = drafter_->features() == FeatureKind::kLayers
-                             ? static_cast<int64_t>(draft_->feature_layers.size())
-                             : 1;
-  const int64_t row_bytes = layers * spec_.hidden_size * size_of(spec_.dtype);
+  const int64_t row_bytes = feature_width() * size_of(spec_.dtype);
   features_id_ = plan_.add_scratch("features", limits_.max_rows * row_bytes, 0, kSample);
   pending_features_id_ = plan_.add("spec.pending_features", "state", slots * pending * row_bytes);
 }
@@ -195,13 +190,9 @@ void Engine::bind_draft() {
   history_ = arena_->array<int>(history_id_);
   stops_mirror_ = static_cast<SlotStop*>(
       allocate_pinned(ctx_.device, static_cast<int64_t>(sizeof(SlotStop)) * slots));
-  const int64_t layers = drafter_->features() == FeatureKind::kLayers
-                             ? static_cast<int64_t>(draft_->feature_layers.size())
-                             : 1;
-  const int64_t width = layers * spec_.hidden_size;
-  features_ = arena_->tensor(features_id_, spec_.dtype, {limits_.max_rows, width});
-  draft_state_.pending_features =
-      arena_->tensor(pending_features_id_, spec_.dtype, {int64_t{slots} * pending, width});
+  features_ = arena_->tensor(features_id_, spec_.dtype, {limits_.max_rows, feature_width()});
+  draft_state_.pending_features = arena_->tensor(pending_features_id_, spec_.dtype,
+                                                 {int64_t{slots} * pending, feature_width()});
   drafter_->bind(*arena_);
   drafter_->list_tensors(weights_);
 }

@@ -21,14 +21,7 @@ class OpsContext {
   OpsContext(const std::string& device, int index, const std::vector<std::string>& cublas_paths) {
     CHECK(device == "cpu" || device == "cuda", "device \"{}\" is not known; known are cpu, cuda",
           device);
-    ctx.device = {device == "cuda" ? DeviceKind::kCuda : DeviceKind::kCpu, index};
-    const DeviceInfo info = device_info(ctx.device);
-    set_device(ctx.device);
-    ctx.sm_count = info.sm_count;
-    for (char c : info.compute_capability) {
-      if (c != '.') ctx.compute_capability = ctx.compute_capability * 10 + (c - '0');
-    }
-    ctx.stream = create_stream(ctx.device);
+    ctx = open_device({device == "cuda" ? DeviceKind::kCuda : DeviceKind::kCpu, index});
 #ifdef CPMCU_WITH_CUDA
     if (ctx.device.is_cuda()) cublas_ = CublasLt::load(ctx, cublas_paths);
     ctx.cublas = cublas_.get();
