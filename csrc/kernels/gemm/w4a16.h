@@ -1,0 +1,110 @@
+// 4-bit weights with 16-bit activations: how they are packed, and y = alpha * x W^T + beta * y.
+//
+// W [N, K] is stored as blocks of 256 rows x 128 k, [ceil(N / 256)][ceil(K / 128)], each in one
+// piece, so that a block is one bulk copy and holds all that its product needs:
+//   16384 bytes  q, 4 bits each, in the order of the tensor core's fragments (see w4_nibble)
+//     512 bytes  scales [256], float16 or bfloat16: one for the 128 k of a row
+//     256 bytes  zero points [256], uint8; only if W has them
+// w = (q - z) * scale, z = 8 without zero points. Rows and k beyond N and K have scale 0, q = z
+// = 8. Channel-wise scales are repeated in every block.
+//
+// Eight bits are two digits of four: with `digits` 2, W is stored as a matrix [N, 2K] whose first K
+// columns hold the high digits under 16 times the scale and the rest the low digits, and the
+// kernel reads x twice. w = (16 (h - 8) + (l - 8)) * scale covers [-136, 119].
+//
+// `w4_gemm` (1..64 rows; more go in blocks of 64): the order in which a row's products are added
+// depends on N and K only, so a row's bits are the same whatever the number of rows.
+#pragma once
+
+#include "kernels/op.h"
+
+namespace cpmcu {
+
+constexpr int kW4BlockRows = 256;
+constexpr int kW4BlockK = 128;
+
+struct W4Weight {
+  void* blocks = nullptr;
+  int64_t n = 0;
+  int64_t k = 0;
+  int digits = 1;
+  bool zero_points = false;
+  DType scale_dtype = DType::kF16;  // or kBF16
+
+  int64_t block_bytes() const { return 16384 + 512 + (zero_points ? 256 : 0); }
+  int64_t row_blocks() const { return (n + kW4BlockRows - 1) / kW4BlockRows; }
+  int64_t k_blocks() const { return digits * ((k + kW4BlockK - 1) / kW4BlockK); }
+  int64_t num_bytes() const { return row_blocks() * k_blocks() * block_bytes(); }
+};
+
+// Where q of (row, k) of a block lies: bits [shift, shift + 4) of the little-endian 32-bit word
+// `word` of the block. A warp owns 32 rows; a lane's 16 bytes are the A fragments of
+// mma.m16n8k16 for two tiles of 16 rows at two steps of 16 k.
+struct W4Nibble {
+  int word;
+  int shift;
+};
+constexpr W4Nibble w4_nibble(int row, int k) {
+  const int warp = row / 32, tile = row / 16 % 2, row_half = row / 8 % 2, g = row % 8;
+  const int step = k / 16, k_half = k / 8 % 2, q = k / 2 % 4, odd = k % 2;
+  const int lane = 4 * g + q, reg = row_half + 2 * k_half;
+  return {512 * warp + 128 * (step / 2) + 4 * lane + 2 * (step % 2) + tile, 4 * (reg + 4 * odd)};
+}
+
+// The layouts of checkpoints. G: groups of scales along K (1: channel-wise). Nibble i of a word is
+// its bits [4i, 4i + 4).
+enum class W4Format : int {
+  kGptq,  // qweight [K/8, N]: nibble i is k = 8 row + i; scales [G, N]; qzeros [G, N/8] hold z - 1
+  kGptqV2,      // the same, qzeros hold z
+  kAwq,         // qweight [K, N/8]: nibble i is n = 8 column + {0, 2, 4, 6, 1, 3, 5, 7}[i]; qzeros
+                // [G, N/8] likewise; scales [G, N]
+  kCompressed,  // weight_packed [N, K/8]: nibble i is k = 8 column + i, holding w + 8;
+                // weight_scale [N, G]; zero points [N/8, G]: nibble i is n = 8 row + i, holding z +
+                // 8
+  kMarlin,      // tiles of 16 k x 64 n [K/16, 2N], scales [G, N] permuted: docs/kernels/w4a16.md
+};
+
+// Packs one part of W: rows [first_row, first_row + n) and k [first_k, first_k + k) from a
+// checkpoint's tensors. The part that reaches row N (or K) also fills the rows (k) beyond.
+struct W4PackParams {
+  W4Weight w;
+  W4Format format = W4Format::kGptq;
+  Tensor q;       // int32, as the format says
+  Tensor scales;  // w.scale_dtype
+  Tensor zeros;   // int32; empty if W has no zero points
+  int64_t first_row = 0;
+  int64_t first_k = 0;
+  int64_t n = 0;
+  int64_t k = 0;  // first_k and k are multiples of 128 unless the part reaches K
+};
+
+// Rounds dense rows to the nearest of 15 (two digits: 239) levels, one scale for 128 k of a row:
+// the largest magnitude / 7 (/ 119). w has no zero points. Row i of W is row index[i] of x if there
+// is an index.
+struct W4QuantizeParams {
+  W4Weight w;
+  Tensor x;                    // [rows, K] float16, bfloat16 (or float32 on the CPU)
+  const int* index = nullptr;  // [N] on the device
+};
+
+// Rows [first_row, first_row + out.size(0)) of W as they multiply: (q - z) * scale, rounded once.
+struct W4DequantizeParams {
+  Tensor out;  // [n, K]
+  W4Weight w;
+  int64_t first_row = 0;
+};
+
+struct W4GemmParams {
+  Tensor y;  // [M, N], dtype of x, or float32
+  Tensor x;  // [M, K], K a multiple of 8
+  W4Weight w;
+  float alpha = 1;
+  float beta = 0;  // 0: y is not read
+};
+
+REGISTER_OP(w4_pack, W4PackParams)
+REGISTER_OP(w4_quantize, W4QuantizeParams)
+REGISTER_OP(w4_dequantize, W4DequantizeParams)
+REGISTER_OP(w4_gemm, W4GemmParams)
+
+}  // namespace cpmcu
