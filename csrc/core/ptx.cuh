@@ -60,6 +60,86 @@ __device__ __forceinline__ uint4 load_stream16(const void* global, uint64_t poli
   return v;
 }
 
+// ---- mbarriers: a phase ends when all expected arrivals and bytes are there
+
+__device__ __forceinline__ void mbarrier_init(uint32_t barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+// Makes initialised barriers visible to the copy engine; then a block barrier.
+__device__ __forceinline__ void mbarrier_init_fence() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
+  asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(barrier)
+               : "memory");
+}
+// This thread's cp.asyncs so far arrive when they are done; counts as one of the arrivals.
+__device__ __forceinline__ void mbarrier_arrive_cp_async(uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
+}
+// Waits for the end of the phase of this parity; phases alternate from 0.
+__device__ __forceinline__ void mbarrier_wait(uint32_t barrier, int parity) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{ .reg .pred done;\n"
+      "again: mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n"
+      "@!done bra again; }" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+#else
+  asm volatile(
+      "{ .reg .pred done;\n"
+      "again: mbarrier.test_wait.parity.shared.b64 done, [%0], %1;\n"
+      "@!done bra again; }" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+#endif
+}
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+// Arrives and expects that many bytes more of bulk copies in this phase.
+__device__ __forceinline__ void mbarrier_expect_bytes(uint32_t barrier, int bytes) {
+  asm volatile(
+      "{ .reg .b64 state; mbarrier.arrive.expect_tx.shared.b64 state, [%0], %1; }" ::"r"(barrier),
+      "r"(bytes)
+      : "memory");
+}
+// A contiguous piece (16-byte aligned, a multiple of 16 bytes) by the copy engine, issued by one
+// thread; counts on the barrier. For weights: whole blocks, no registers.
+__device__ __forceinline__ void bulk_copy(uint32_t shared, const void* global, int bytes,
+                                          uint32_t barrier, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
+      "[%1], %2, [%3], %4;" ::"r"(shared),
+      "l"(global), "r"(bytes), "r"(barrier), "l"(policy)
+      : "memory");
+}
+
+// ---- clusters
+
+// Waits for all threads of the cluster that still run; their writes to shared memory are visible.
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile(
+      "barrier.cluster.arrive.release.aligned;\n"
+      "barrier.cluster.wait.acquire.aligned;" ::
+          : "memory");
+}
+// 16 bytes at the same place of the shared memory of block `rank` of the cluster.
+__device__ __forceinline__ float4 load_cluster16(uint32_t shared, int rank) {
+  float4 v;
+  asm volatile(
+      "{ .reg .b32 remote;\n"
+      "mapa.shared::cluster.u32 remote, %4, %5;\n"
+      "ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [remote]; }"
+      : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+      : "r"(shared), "r"(rank)
+      : "memory");
+  return v;
+}
+#endif
+
 // Four 8x8 matrices of 16-bit elements from shared memory into fragments.
 __device__ __forceinline__ void ldmatrix4(uint32_t (&r)[4], uint32_t shared) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"

@@ -16,6 +16,8 @@
 // depends on N and K only, so a row's bits are the same whatever the number of rows.
 #pragma once
 
+#include <algorithm>
+
 #include "kernels/op.h"
 
 namespace cpmcu {
@@ -35,6 +37,13 @@ struct W4Weight {
   int64_t row_blocks() const { return (n + kW4BlockRows - 1) / kW4BlockRows; }
   int64_t k_blocks() const { return digits * ((k + kW4BlockK - 1) / kW4BlockK); }
   int64_t num_bytes() const { return row_blocks() * k_blocks() * block_bytes(); }
+  // Into how many slices the CUDA kernel cuts K when there are too few row blocks to fill a large
+  // chip. Part of the order of additions, so it depends on nothing else.
+  int slices() const {
+    int64_t slices = 1;
+    while (slices < 8 && 2 * slices <= k_blocks() && 2 * slices * row_blocks() <= 144) slices *= 2;
+    return static_cast<int>(slices);
+  }
 };
 
 // Where q of (row, k) of a block lies: bits [shift, shift + 4) of the little-endian 32-bit word
@@ -100,7 +109,23 @@ struct W4GemmParams {
   W4Weight w;
   float alpha = 1;
   float beta = 0;  // 0: y is not read
+  Tensor scratch;  // [w4_scratch_floats] float32; used before compute capability 9.0 only
 };
+
+inline int64_t w4_scratch_floats(const W4Weight& w, int64_t max_rows) {
+  return w.slices() == 1 ? 0 : w.slices() * w.n * std::min<int64_t>(max_rows, 64);
+}
+
+inline void check_w4_gemm(const W4GemmParams& p) {
+  CHECK(p.x.num_dims() == 2 && p.y.num_dims() == 2 && p.x.size(1) == p.w.k &&
+            p.y.size(0) == p.x.size(0) && p.y.size(1) == p.w.n,
+        "w4_gemm: y {} = x {} times a 4-bit W [{}, {}]^T does not fit", p.y.shape_text(),
+        p.x.shape_text(), p.w.n, p.w.k);
+  CHECK(p.w.k % 8 == 0, "w4_gemm: K is {}, expected a multiple of 8", p.w.k);
+  CHECK(is_floating(p.x.dtype()) && (p.y.dtype() == p.x.dtype() || p.y.dtype() == DType::kF32),
+        "w4_gemm: y is {} and x {}; expected one floating dtype, y may be float32",
+        name_of(p.y.dtype()), name_of(p.x.dtype()));
+}
 
 REGISTER_OP(w4_pack, W4PackParams)
 REGISTER_OP(w4_quantize, W4QuantizeParams)
