@@ -349,6 +349,7 @@ void bind_ops(py::module_& m) {
   bind_layer_ops(ops);
   bind_step_ops(ops);
   bind_tree_ops(ops);
+  bind_w4_ops(ops);
 }
 
 }  // namespace cpmcu
