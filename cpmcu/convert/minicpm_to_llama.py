@@ -47,7 +47,7 @@ _OWN_KEYS = (
     *("scale_emb", "scale_depth", "dim_model_base", "mup_denominator", "use_mup"),
     *("sparse_config", "num_experts", "auto_map"),
 )
-_CHUNK = 1 << 22  # elements scaled at a time
+_CHUNK = 1 << 19  # elements scaled at a time
 
 Float32Array = npt.NDArray[np.float32]
 
@@ -250,9 +250,8 @@ def from_float32(values: Float32Array, dtype: str) -> Array:
     """float32 as stored (bfloat16 as uint16), rounded to nearest even; too large becomes inf."""
     if dtype != "bfloat16":
         with np.errstate(over="ignore"):
-            stored: Array = values.astype(dtype)
-            return stored
+            return np.asarray(values.astype(dtype))
     bits = values.view(np.uint32)
-    rounded = (bits + np.uint32(0x7FFF) + ((bits >> 16) & np.uint32(1))) >> 16
-    kept = np.where(np.isnan(values), (bits >> 16) | np.uint32(0x40), rounded)
-    return kept.astype(np.uint16)
+    rounded: Array = (bits + np.uint32(0x7FFF) + ((bits >> 16) & np.uint32(1))) >> 16
+    rounded[np.isnan(values)] = 0x7FC0
+    return rounded.astype(np.uint16)
