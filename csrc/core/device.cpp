@@ -208,6 +208,19 @@ void copy_to_host(Device device, void* dst, const void* src, int64_t bytes, Stre
   std::memcpy(dst, src, static_cast<size_t>(bytes));
 }
 
+void copy_on_device(Device device, void* dst, const void* src, int64_t bytes, Stream stream) {
+  if (bytes == 0) return;
+#ifdef CPMCU_WITH_CUDA
+  if (device.is_cuda()) {
+    CHECK_CUDA(cudaMemcpyAsync(dst, src, static_cast<size_t>(bytes), cudaMemcpyDeviceToDevice,
+                               static_cast<cudaStream_t>(stream)));
+    return;
+  }
+#endif
+  (void)device, (void)stream;
+  std::memcpy(dst, src, static_cast<size_t>(bytes));
+}
+
 void fill_bytes(Device device, void* dst, int value, int64_t bytes, Stream stream) {
   if (bytes == 0) return;
 #ifdef CPMCU_WITH_CUDA

@@ -57,6 +57,7 @@ DeviceCounters device_counters();
 // Ordered on `stream`. Host memory should be pinned, or the copy may wait.
 void copy_to_device(Device device, void* dst, const void* src, int64_t bytes, Stream stream);
 void copy_to_host(Device device, void* dst, const void* src, int64_t bytes, Stream stream);
+void copy_on_device(Device device, void* dst, const void* src, int64_t bytes, Stream stream);
 void fill_bytes(Device device, void* dst, int value, int64_t bytes, Stream stream);
 
 // Throws if the stream has met an error; true when all its work is done.

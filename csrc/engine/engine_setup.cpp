@@ -236,9 +236,12 @@ void Engine::finish_loading() {
   loader_.reset();
   model_.finish_loading(ctx_);
   if (drafter_) {
-    drafter_->finish_loading(ctx_, {.spec = &spec_,
-                                    .embedding_table = model_.embedding_table(),
-                                    .head_weight = model_.head_weight()});
+    drafter_->finish_loading(
+        ctx_, {.spec = &spec_,
+               .embedding_table = model_.embedding_table(),
+               .head_weight = model_.head_weight(),
+               .project = [this](const Context& ctx, const Tensor& logits, const Tensor& hidden,
+                                 float scale) { model_.project(ctx, logits, hidden, scale); }});
   }
   ready_ = true;
 }
