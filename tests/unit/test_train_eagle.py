@@ -23,6 +23,7 @@ TARGET = ASSETS / "tiny-python-minicpm"
 MODULES = (
     "directory",
     "corpus",
+    "gptq",
     "model",
     "train_lm",
     "drafts",
