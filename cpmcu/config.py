@@ -15,6 +15,8 @@ from typing import Any
 DTYPES = ("auto", "float16", "bfloat16", "float32")
 DEVICES = ("auto", "cpu", "cuda")
 SPEC_METRICS = ("none", "summary", "detailed")
+HEAD_QUANTS = ("none", "w8", "w4")
+DRAFT_HEAD_QUANTS = ("auto", *HEAD_QUANTS)
 
 # As csrc/kernels/tree.h has them.
 MAX_TREE_SIZE = 64
@@ -120,6 +122,12 @@ class SpeculativeConfig:
     frspec_vocab_size: int = option(
         0, "number of frequent tokens; 0: as many as --frspec-path has, all without it"
     )
+    draft_head_quant: str = option(
+        "auto",
+        "bits of the draft's lm_head, rounded at load, which changes no text; auto: w4 if the "
+        "draft is quantised, else none",
+        choices=DRAFT_HEAD_QUANTS,
+    )
     prompt_lookup_min: int | None = option(None, "n-gram: shortest match (default: 1)")
     prompt_lookup_max: int | None = option(None, "n-gram: longest match (default: 4)")
     per_request_spec_decode_metrics: str = option(
@@ -136,6 +144,7 @@ class SpeculativeConfig:
         if self.spec_window_size is not None:
             _at_least("spec_window_size", self.spec_window_size, 0)
         _at_least("frspec_vocab_size", self.frspec_vocab_size, 0)
+        _one_of("draft_head_quant", self.draft_head_quant, DRAFT_HEAD_QUANTS)
         _one_of(
             "per_request_spec_decode_metrics", self.per_request_spec_decode_metrics, SPEC_METRICS
         )
@@ -240,7 +249,8 @@ def _speculative_fields(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_type(name: str, value: Any) -> None:
-    text = ("draft_model_path", "method", "frspec_path", "per_request_spec_decode_metrics")
+    text = {"draft_model_path", "method", "frspec_path", "draft_head_quant"}
+    text.add("per_request_spec_decode_metrics")
     if name in text:
         wanted: type = str
     else:
@@ -262,6 +272,11 @@ class EngineConfig:
     device_index: int = option(0, "which CUDA device, counted from 0")
     dtype: str = option(
         "auto", "type of weights and activations; auto keeps the checkpoint's", choices=DTYPES
+    )
+    lm_head_quant: str = option(
+        "none",
+        "LOSSY: round the model's lm_head to 8 or 4 bits at load, for speed; the text changes",
+        choices=HEAD_QUANTS,
     )
     memory_limit: float = option(
         0.9, "share of the memory that is free at start which the engine may take, in (0, 1]"
@@ -298,6 +313,7 @@ class EngineConfig:
             object.__setattr__(self, "speculative_config", SpeculativeConfig())
         _one_of("device", self.device, DEVICES)
         _one_of("dtype", self.dtype, DTYPES)
+        _one_of("lm_head_quant", self.lm_head_quant, HEAD_QUANTS)
         if not 0.0 < self.memory_limit <= 1.0:
             raise ValueError(
                 f"memory_limit is {self.memory_limit}, but must be a share in (0, 1] of the free "

@@ -7,11 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 from cpmcu.config import SpeculativeConfig
-from cpmcu.drafters.heads import refuse_quantised
 from cpmcu.drafters.registry import DraftFiles, DraftPlan, TargetModel, Tensors, register_drafter
 from cpmcu.models.common import BuildOptions, SpecFields
 from cpmcu.models.names import Piece
 from cpmcu.models.registry import find_model
+from cpmcu.quant.registry import plan_quant
 
 
 @register_drafter("model")
@@ -31,12 +31,11 @@ class DraftModel:
         self, draft: DraftFiles | None, target: TargetModel, speculation: SpeculativeConfig
     ) -> DraftPlan:
         assert draft is not None
-        refuse_quantised(draft.tensors, draft.config)
         family = find_model(draft.config)
         options = BuildOptions(
             device=target.device,
             max_model_len=target.max_model_len or target.fields.max_position_embeddings,
-            has_lm_head="lm_head.weight" in draft.tensors,
+            has_lm_head=any(name.startswith("lm_head.") for name in draft.tensors),
         )
         fields = family.build(draft.config, options)
         if fields.vocab_size != target.fields.vocab_size:
@@ -53,4 +52,5 @@ class DraftModel:
         tied = {}
         if fields.tie_word_embeddings and "lm_head.weight" in draft.tensors:
             tied["lm_head.weight"] = "tie_word_embeddings is true: the head is the embedding table"
-        return DraftPlan(fields=fields, names=names, ignored=tied)
+        quant = plan_quant(draft.config, draft.tensors)
+        return DraftPlan(fields=fields, names=names, ignored=tied, quant=quant)

@@ -290,7 +290,12 @@ def refused(target: TinyCheckpoint, draft: Path | None, **options: Any) -> str:
         ("eagle3", {"extra": {"lm_head.weight": np.ones((7, 64))}}, "7 rows, expected 101"),
         ("model", {"vocab_size": 99}, "vocab_size is 99, expected 203.*share the tokenizer"),
         ("model", {"architectures": ["Nothing"]}, "architecture 'Nothing' is not supported"),
-        ("eagle", {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "gptq"),
+        (
+            "eagle",
+            {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+            "says gptq, but no tensor ends in .qweight",
+        ),
+        ("eagle3", {"extra": {"lm_head.qweight": np.ones((8, 8), np.int32)}}, "to be dense"),
         ("eagle", {"drop": ("fc.weight",)}, "expected a draft of one of the kinds: eagle, eagle3"),
     ],
 )
