@@ -21,10 +21,11 @@ class DraftModel:
     has_checkpoint = True
 
     def matches(self, config: Mapping[str, Any], tensors: Tensors) -> bool:
+        of_heads = ("fc.weight", "fc.qweight", "hidden_norm.weight")
         return (
             "model.embed_tokens.weight" in tensors
             and any(name.startswith("model.layers.0.") for name in tensors)
-            and not any(name.endswith(("fc.weight", "hidden_norm.weight")) for name in tensors)
+            and not any(name.endswith(of_heads) for name in tensors)
         )
 
     def plan(

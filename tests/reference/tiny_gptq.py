@@ -59,19 +59,24 @@ def write_gptq(
     return write(directory, config, random_weights(config, seed), group_size, shards, dtype, quant)
 
 
-def write_gptq_eagle(directory: Path, **settings: Any) -> TinyGptq:
+def write_gptq_eagle(
+    directory: Path, vocab_size: int = 203, seed: int = 0, **settings: Any
+) -> TinyGptq:
     """A MiniCPM4 EAGLE head as QAT leaves it: names with `model.`, a quantised fc."""
-    config, weights = _head("minicpm", 2)
+    config, weights = _head("minicpm", 2, vocab_size, seed)
     for name in ("model.input_norm1.weight", "model.input_norm2.weight"):
         weights[name] = np.random.default_rng(len(name)).uniform(0.5, 1.5, 128).astype(np.float32)
     return write(directory, config, weights, **{**DEFAULTS, **settings})
 
 
-def write_gptq_eagle3(directory: Path, **settings: Any) -> TinyGptq:
-    """An EAGLE-3 head with a vocabulary of its own."""
-    config, weights = _head("llama", 3)
-    config |= {"draft_vocab_size": 64, "architectures": ["LlamaForCausalLMEagle3"]}
-    rng = np.random.default_rng(5)
+def write_gptq_eagle3(
+    directory: Path, vocab_size: int = 203, seed: int = 0, **settings: Any
+) -> TinyGptq:
+    """An EAGLE-3 head that drafts every other token."""
+    config, weights = _head("llama", 3, vocab_size, seed)
+    drafted = vocab_size // 2
+    config |= {"draft_vocab_size": drafted, "architectures": ["LlamaForCausalLMEagle3"]}
+    rng = np.random.default_rng(seed + 5)
     layer = "model.layers.0."
     for part in "qkv":  # over [norm(embedding) | norm(hidden)]
         name = f"{layer}self_attn.{part}_proj.weight"
@@ -80,21 +85,24 @@ def write_gptq_eagle3(directory: Path, **settings: Any) -> TinyGptq:
     del weights["model.embed_tokens.weight"]
     weights["midlayer.hidden_norm.weight"] = np.ones(128, np.float32)
     weights["norm.weight"] = np.ones(128, np.float32)
-    weights["lm_head.weight"] = rng.standard_normal((64, 128)).astype(np.float32)
+    weights["lm_head.weight"] = rng.standard_normal((drafted, 128)).astype(np.float32)
     weights["fc.weight"] = weights.pop("model.fc.weight")
-    weights["d2t"] = 2 * np.arange(64, dtype=np.int64)
-    weights["t2d"] = np.arange(203) % 3 == 0
+    weights["d2t"] = np.arange(drafted, dtype=np.int64)  # draft id i is token 2 i
+    weights["t2d"] = np.arange(vocab_size) % 2 == 0
     return write(directory, config, weights, **{**DEFAULTS, **settings})
 
 
 DEFAULTS: dict[str, Any] = {"group_size": 128, "shards": 1, "dtype": "float16", "quant": None}
 
 
-def _head(family: str, features: int) -> tuple[dict[str, Any], dict[str, Array]]:
-    config = tiny_config(family, "float16", **{**SIZES, "num_hidden_layers": 1})
-    weights = random_weights(config)
+def _head(
+    family: str, features: int, vocab_size: int, seed: int
+) -> tuple[dict[str, Any], dict[str, Array]]:
+    sizes = {**SIZES, "num_hidden_layers": 1, "vocab_size": vocab_size}
+    config = tiny_config(family, "float16", **sizes)
+    weights = random_weights(config, seed)
     del weights["model.norm.weight"], weights["lm_head.weight"]
-    fc = np.random.default_rng(9).standard_normal((128, features * 128)) / 16
+    fc = np.random.default_rng(seed + 9).standard_normal((128, features * 128)) / 16
     weights["model.fc.weight"] = fc.astype(np.float32)
     return config, weights
 
