@@ -36,14 +36,19 @@ from cpmcu.loading.loader import read_config
 from cpmcu.loading.progress import LoadProgress
 from cpmcu.loading.tensors import Checkpoint, TensorMeta
 from cpmcu.models.reader import ConfigReader
-from cpmcu.quant.packing import marlin_scales, pack_marlin, unpack_gptq, unpack_gptq_zeros
-from cpmcu.quant.registry import describe, quantised_tensors
+from cpmcu.quant.gptq import check_order, check_symmetric
+from cpmcu.quant.packing import marlin_scales, pack_marlin, unpack_gptq
+from cpmcu.quant.registry import describe, quant_config_of, quantised_tensors
+from cpmcu.quant.w4a16 import (
+    CHANNEL_WISE,
+    GROUP_SIZE,
+    check_bits,
+    check_group_size,
+    quantised_modules,
+)
 
 WEIGHTS_FILE = "model_gptq.safetensors"
 CHECKPOINT_FORMAT = "gptq_marlin"
-ZERO_POINT = 8  # of the layout: w = (q - 8) * scale
-GROUP_SIZE = 128
-CHANNEL_WISE = -1
 
 _BAND = 256  # k that are unpacked at a time
 _ALIGN_K, _ALIGN_N = 16, 64  # of a tile
@@ -129,8 +134,8 @@ def plan(checkpoint: Checkpoint, quant: _Format) -> list[NewTensor]:
     Raises ValueError for the first layer that does not fit.
     """
     names = _names(checkpoint)
-    modules = [name.removesuffix(".qweight") for name in checkpoint.tensors]
-    modules = [module for module in modules if f"{module}.qweight" in checkpoint.tensors]
+    metas = {name: stored.meta for name, stored in checkpoint.tensors.items()}
+    modules = quantised_modules(metas, ".qweight")
     linears = {module: _check_linear(checkpoint, module, quant) for module in modules}
     used = {f"{module}.{part}" for module in modules for part in _PARTS}
     tensors: list[NewTensor] = []
@@ -155,18 +160,16 @@ def _quant_config(
     directory: Path, config: Mapping[str, Any], checkpoint: Checkpoint
 ) -> dict[str, Any]:
     """Of config.json, or of the quantize_config.json that older programs write."""
-    found = config.get("quantization_config")
+    found = quant_config_of(config)
     beside = directory / "quantize_config.json"
-    if found is None and beside.is_file():
+    if not found and beside.is_file():
         found = {"quant_method": "gptq", **read_json(beside)}
     metas = {name: stored.meta for name, stored in checkpoint.tensors.items()}
-    if found is None:
+    if not found:
         what = f"quantised with {describe({}, metas)}" if quantised_tensors(metas) else "dense"
         raise ValueError(
             f"{directory}: has no quantization_config and is {what}, expected 4-bit GPTQ weights"
         )
-    if not isinstance(found, dict):
-        raise ValueError(f"config.json: quantization_config is {found!r}, expected an object")
     method = found.get("quant_method", "gptq")
     if method != "gptq":
         raise ValueError(
@@ -182,13 +185,11 @@ def _read_format(quant_config: Mapping[str, Any]) -> _Format:
         raise ValueError("quantization_config: the weights are in Marlin's layout already")
     if stored not in ("gptq", "gptq_v2"):
         raise reader.fail("checkpoint_format", "'gptq' or 'gptq_v2'")
-    if reader.positive_int("bits") != 4:
-        raise reader.fail("bits", "4, the only width that Marlin's layout has here")
+    check_bits(quant_config.get("bits"))
     if not reader.flag("sym", default=True):
         raise reader.fail("sym", "true: Marlin's layout has no zero points")
     reader.refuse("desc_act", "Marlin's layout has no order of activations")
-    if quant_config.get("group_size") not in (GROUP_SIZE, CHANNEL_WISE):
-        raise reader.fail("group_size", f"{GROUP_SIZE} or {CHANNEL_WISE} (channel-wise)")
+    group_size = check_group_size(quant_config.get("group_size"))
     dynamic = quant_config.get("dynamic") or {}
     others = [rule for rule in dynamic if not str(rule).startswith("-:")]
     if others:
@@ -196,7 +197,7 @@ def _read_format(quant_config: Mapping[str, Any]) -> _Format:
             f"quantization_config: dynamic has the rule {others[0]!r}, expected the same bits and "
             "group_size in all quantised layers"
         )
-    return _Format(quant_config["group_size"], 2 if stored == "gptq_v2" else 1)
+    return _Format(group_size, 2 if stored == "gptq_v2" else 1)
 
 
 def _check_linear(checkpoint: Checkpoint, module: str, quant: _Format) -> _Linear:
@@ -224,31 +225,14 @@ def _check_linear(checkpoint: Checkpoint, module: str, quant: _Format) -> _Linea
         hint = "; has it been converted already?" if converted else ""
         raise _misfit(scales, f"float16 or bfloat16 [{groups}, {n}] beside {list(shape)}", hint)
     if "qzeros" in metas:
-        _check_zeros(checkpoint, metas["qzeros"], (groups, n), quant)
+        if metas["qzeros"].shape != (groups, n // 8) or metas["qzeros"].dtype != "int32":
+            raise _misfit(metas["qzeros"], f"int32 [{groups}, {n // 8}]")
+        check_symmetric(module, checkpoint.read, quant.zeros_version)
     if "g_idx" in metas:
         if metas["g_idx"].shape != (k,):
             raise _misfit(metas["g_idx"], f"[{k}]")
-        if np.any(checkpoint.read(f"{module}.g_idx") != np.arange(k) // step):
-            raise ValueError(
-                f"{module}.g_idx permutes the inputs (desc_act), expected groups in order: "
-                "Marlin's layout has no order of activations"
-            )
+        check_order(module, checkpoint.read, quant.group_size)
     return _Linear(module, k, n)
-
-
-def _check_zeros(
-    checkpoint: Checkpoint, meta: TensorMeta, shape: tuple[int, int], quant: _Format
-) -> None:
-    groups, n = shape
-    if meta.dtype != "int32" or meta.shape != (groups, n // 8) or n % 8:
-        raise _misfit(meta, f"int32 [{groups}, {n} / 8]")
-    zeros = unpack_gptq_zeros(checkpoint.read(meta.name), quant.zeros_version)
-    wrong = zeros[zeros != ZERO_POINT]
-    if wrong.size:
-        raise ValueError(
-            f"{meta.name} holds the zero point {wrong[0]}, expected {ZERO_POINT} everywhere: "
-            "Marlin's layout is symmetric"
-        )
 
 
 def _misfit(meta: TensorMeta, expected: str, hint: str = "") -> ValueError:

@@ -28,7 +28,7 @@ from cpmcu.quant.w4a16 import (
 )
 
 _VERSIONS = {"gptq": Format.GPTQ, "gptq_v2": Format.GPTQ_V2}
-_ZERO_POINT = 8
+ZERO_POINT = 8
 
 
 @register_quant("gptq")
@@ -69,9 +69,9 @@ class Gptq:
             if plan.verify is not None:
                 plan.verify(read)
             for module in quantised_modules(tensors, ".g_idx"):
-                _check_order(module, read, group_size)
+                check_order(module, read, group_size)
             for module in quantised_modules(tensors, ".qzeros") if symmetric else ():
-                _check_symmetric(module, read, 1 + int(layout == Format.GPTQ_V2))
+                check_symmetric(module, read, 1 + int(layout == Format.GPTQ_V2))
 
         return replace(plan, verify=verify)
 
@@ -88,7 +88,8 @@ def _ignored(tensors: Mapping[str, TensorMeta], symmetric: bool) -> dict[str, st
     }
 
 
-def _check_order(module: str, read: Read, group_size: int) -> None:
+def check_order(module: str, read: Read, group_size: int) -> None:
+    """Raises ValueError if `g_idx` of a module does not count up in steps of the group size."""
     g_idx = read(module + ".g_idx")
     step = GROUP_SIZE if group_size == GROUP_SIZE else len(g_idx)
     if not np.array_equal(g_idx, np.arange(len(g_idx)) // max(step, 1)):
@@ -97,10 +98,11 @@ def _check_order(module: str, read: Read, group_size: int) -> None:
         )
 
 
-def _check_symmetric(module: str, read: Read, version: int) -> None:
+def check_symmetric(module: str, read: Read, version: int) -> None:
+    """Raises ValueError for a zero point other than 8; `version` as in `unpack_gptq_zeros`."""
     zeros = unpack_gptq_zeros(read(module + ".qzeros"), version)
-    if np.any(zeros != _ZERO_POINT):
+    if np.any(zeros != ZERO_POINT):
         raise ValueError(
-            f"{module}.qzeros has the zero point {zeros[zeros != _ZERO_POINT][0]}, expected "
-            f"{_ZERO_POINT} everywhere as quantization_config has sym true"
+            f"{module}.qzeros has the zero point {zeros[zeros != ZERO_POINT][0]}, expected "
+            f"{ZERO_POINT} everywhere as quantization_config has sym true"
         )
