@@ -110,7 +110,7 @@ def gptq_to_marlin(
     config = read_config(directory)
     checkpoint = open_checkpoint(directory)
     quant_config = _quant_config(directory, config, checkpoint)
-    tensors = plan(checkpoint, _read_format(quant_config))
+    tensors = _plan(checkpoint, _read_format(quant_config))
     quant_config = {**quant_config, "checkpoint_format": CHECKPOINT_FORMAT}
     quant_config.pop("format", None)  # another name for the same
     write_model(
@@ -124,11 +124,11 @@ def gptq_to_marlin(
     packed = sum(tensor.meta.name.endswith(".qweight") for tensor in tensors)
     rest = sum(not tensor.meta.name.endswith((".qweight", ".scales")) for tensor in tensors)
     return Converted(
-        target, (f"{packed} layers are in Marlin's layout, {rest} tensors are as they were",)
+        target, (f"{packed} linear layers are in Marlin's layout, {rest} tensors are as they were",)
     )
 
 
-def plan(checkpoint: Checkpoint, quant: _Format) -> list[NewTensor]:
+def _plan(checkpoint: Checkpoint, quant: _Format) -> list[NewTensor]:
     """The tensors of the converted checkpoint. Reads all zero points and group indices.
 
     Raises ValueError for the first layer that does not fit.

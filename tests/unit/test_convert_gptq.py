@@ -351,6 +351,8 @@ def test_script(tmp_path: Path) -> None:
         [*script, "--src", "in", "--dst", "again"], cwd=tmp_path, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    assert "converting in: " in done.stderr and "4 layers are in Marlin's layout" in done.stderr
+    assert (
+        "converting in: " in done.stderr and "4 linear layers are in Marlin's layout" in done.stderr
+    )
     for name in ("config.json", "model_gptq.safetensors"):
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
