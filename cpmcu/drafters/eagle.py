@@ -45,7 +45,7 @@ class Eagle:
 
     def matches(self, config: Mapping[str, Any], tensors: Tensors) -> bool:
         names = {_short(name) for name in tensors}
-        has_fc = bool(names & {"fc.weight", "fc.qweight"})
+        has_fc = bool(names & {"fc.weight", "fc.qweight", "fc.weight_packed"})
         return has_fc and not any(name.endswith("hidden_norm.weight") for name in names)
 
     def plan(

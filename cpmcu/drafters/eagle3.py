@@ -55,7 +55,7 @@ class Eagle3:
                 f"config.json: num_hidden_layers is {fields.num_hidden_layers}, expected 1"
             )
         layers = _feature_layers(config, target)
-        if "fc.qweight" not in names:  # whose shape the engine knows
+        if not names.keys() & {"fc.qweight", "fc.weight_packed"}:  # those the engine checks
             fc = tensors[names["fc.weight"]].shape if "fc.weight" in names else ()
             _check_fc(fc, layers, target)
         vocab_ids = _vocab_ids(draft, names, target)
