@@ -69,7 +69,7 @@ class _Rounding:
             return f"{self.what} × {self.scale:.6g}: exact"
         return (
             f"{self.what} × {self.scale:.6g}: {share:.1%} of the numbers were rounded, by at most "
-            f"{self.largest:.2%}"
+            f"{100 * self.largest:.2g}%"
         )
 
 
@@ -208,34 +208,33 @@ def _scaled(
     def chunks() -> Iterator[Array]:
         flat = checkpoint.read(source).reshape(-1)
         for begin in range(0, flat.size, _CHUNK):
-            product = to_float32(flat[begin : begin + _CHUNK], meta.dtype)
-            product = product * np.float32(rounding.scale)
-            stored = from_float32(product, stored_dtype)
-            _compare(product, to_float32(stored, stored_dtype), name, stored_dtype, rounding)
+            values = to_float32(flat[begin : begin + _CHUNK], meta.dtype)
+            stored = from_float32(values * np.float32(rounding.scale), stored_dtype)
+            exact = values.astype(np.float64) * rounding.scale
+            _compare(exact, to_float32(stored, stored_dtype), name, stored_dtype, rounding)
             yield stored
 
     return NewTensor(replace(meta, name=name, dtype=stored_dtype), chunks)
 
 
 def _compare(
-    product: Float32Array, stored: Float32Array, name: str, dtype: str, rounding: _Rounding
+    exact: npt.NDArray[np.float64], stored: Float32Array, name: str, dtype: str, rounding: _Rounding
 ) -> None:
     """Adds one chunk to the account. Raises ValueError for a number that the dtype cannot hold."""
-    lost = np.isfinite(product) & ~np.isfinite(stored)
+    lost = np.isfinite(exact) & ~np.isfinite(stored)
     if lost.any():
         raise ValueError(
-            f"{name} has {product[lost][0]:.6g} once {rounding.scale:.6g} is folded in, expected "
+            f"{name} has {exact[lost][0]:.6g} once {rounding.scale:.6g} is folded in, expected "
             f"numbers that {dtype} can hold; another --dtype can"
         )
-    changed = (product != stored) & np.isfinite(product)
-    rounding.num_elements += product.size
+    changed = (exact != stored) & np.isfinite(exact)
+    rounding.num_elements += exact.size
     rounding.num_changed += int(np.count_nonzero(changed))
     smallest = {"float16": 2.0**-14}.get(dtype, 2.0**-126)
-    normal = changed & (np.abs(product) >= smallest)
+    normal = changed & (np.abs(exact) >= smallest)
     if normal.any():
-        exact = product[normal]
-        error = float(np.max(np.abs(stored[normal] - exact) / np.abs(exact)))
-        rounding.largest = max(rounding.largest, error)
+        error = np.max(np.abs(stored[normal] - exact[normal]) / np.abs(exact[normal]))
+        rounding.largest = max(rounding.largest, float(error))
 
 
 def to_float32(stored: Array, dtype: str) -> Float32Array:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -190,6 +191,9 @@ def test_notes_say_what_was_rounded(tmp_path: Path) -> None:
         "o_proj and down_proj × 1: exact",
         "lm_head × 0.25: exact",
     )
+    single = minicpm_to_llama(str(SHIPPED), tmp_path / "single", dtype="float32").notes
+    assert single[0].endswith(": exact") and single[2].endswith(": exact")
+    assert re.match(r"o_proj.* × 0.7: \d\d.\d% of the numbers were rounded, .* \de-06%", single[1])
 
 
 def test_numbers_that_float16_cannot_hold(tmp_path: Path, capsys: Any) -> None:
