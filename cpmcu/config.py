@@ -24,8 +24,8 @@ MAX_DRAFT_DEPTH = 16
 MAX_DRAFT_TOPK = 32
 
 _MODEL_HELP = (
-    "local directory or Hugging Face repository id (default: the small Python code model that "
-    "ships with cpmcu)"
+    "local directory, Hugging Face repository id, or a model that ships with cpmcu: "
+    "tiny-python-minicpm (default; small, of Python code) or tiny-python-minicpm-w4 (in 4 bits)"
 )
 
 
@@ -45,14 +45,26 @@ def option(
     return dataclasses.field(default=default, metadata=metadata)
 
 
+ASSETS = Path(__file__).parent / "assets"
+_SHIPPED_DRAFTS = {  # target -> draft
+    "tiny-python-minicpm": "tiny-python-eagle2",
+    "tiny-python-minicpm-w4": "tiny-python-eagle2-w4",
+}
+
+
 def shipped_model() -> Path:
     """Directory of the model that comes with the package."""
-    return Path(__file__).parent / "assets" / "tiny-python-minicpm"
+    return ASSETS / "tiny-python-minicpm"
 
 
-def shipped_draft() -> Path:
-    """Directory of the draft that comes with the package for the shipped model."""
-    return Path(__file__).parent / "assets" / "tiny-python-eagle2"
+def shipped_draft(target: Path) -> Path | None:
+    """Directory of the draft for `target`, if both come with the package."""
+    target = target.resolve()
+    name = _SHIPPED_DRAFTS.get(target.name)
+    if name is None or target.parent != ASSETS.resolve():
+        return None
+    draft = ASSETS / name
+    return draft if (draft / "config.json").is_file() else None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -82,7 +94,7 @@ _VLLM_KEYS = {
 class SpeculativeConfig:
     """What drafts, and how much. Raises ValueError for a value or a tree that cannot be.
 
-    Without a draft (none named, and another target than the shipped model) nothing is drafted.
+    Without a draft (none named, and another target than a shipped model) nothing is drafted.
     """
 
     draft_model_path: str | None = option(

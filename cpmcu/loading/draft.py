@@ -14,7 +14,6 @@ from cpmcu.config import (
     SpeculativeConfig,
     TreeShape,
     shipped_draft,
-    shipped_model,
 )
 from cpmcu.drafters import frspec
 from cpmcu.drafters.registry import (
@@ -113,19 +112,22 @@ class LoadedDraft:
 def open_draft(
     speculation: SpeculativeConfig, directory: Path, target: TargetModel
 ) -> LoadedDraft | None:
-    """The draft that was asked for, or the shipped one for the shipped model in `directory`.
+    """The draft that was asked for, or the shipped one for a shipped model in `directory`.
 
     None if there is none. Raises FileNotFoundError for files that are not there, ValueError with
     one sentence for a draft that does not fit its target or a tree that cannot be.
     """
-    shipped = speculation.draft_model_path is None and _has_shipped_draft(speculation, directory)
+    source = speculation.draft_model_path
+    shipped = None
+    if source is None and speculation.method == "auto":
+        shipped = shipped_draft(directory)
     if speculation.no_speculation or not (shipped or _asks(speculation)):
         _tell_what_is_idle(speculation)
         return None
     expected = "eagle3" if speculation.use_eagle3 else speculation.method
-    files: DraftFiles | None = None
-    if shipped or speculation.draft_model_path is not None:
-        files = _open_files(speculation.draft_model_path or str(shipped_draft()))
+    if shipped:
+        source = str(shipped)
+    files = None if source is None else _open_files(source)
     try:
         method, drafter = _find(files, expected, speculation)
         plan = drafter.plan(files, target, speculation)
@@ -150,14 +152,6 @@ def eos_ids(*configs: Mapping[str, Any]) -> tuple[int, ...]:
         value = config.get("eos_token_id")
         found += [value] if isinstance(value, int) else list(value or ())
     return tuple(dict.fromkeys(found))
-
-
-def _has_shipped_draft(speculation: SpeculativeConfig, directory: Path) -> bool:
-    return (
-        speculation.method == "auto"
-        and directory.resolve() == shipped_model().resolve()
-        and (shipped_draft() / "config.json").is_file()
-    )
 
 
 def _asks(speculation: SpeculativeConfig) -> bool:

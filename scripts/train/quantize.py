@@ -221,8 +221,8 @@ def card(
     scales = "one scale for an output" if args.group_size == -1 else "groups of 128 inputs"
     return f"""# {name}
 
-`{original}` with its linear layers in 4 bits: GPTQ, symmetric, {scales}, desc_act
-false. Embedding, output head, norms and biases are as in `{original}`.
+`{original}` with its linear layers, but for the output head, in 4 bits:
+GPTQ, symmetric, {scales}, desc_act false. All else is as in `{original}`.
 
 - Calibration: {args.windows} windows of {args.seq_len} tokens of the training text, seed \
 {args.seed}{what}.

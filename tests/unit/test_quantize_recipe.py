@@ -17,6 +17,7 @@ from tests.reference.tiny_checkpoints import write_tiny
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "scripts" / "train"
+ASSETS = ROOT / "cpmcu" / "assets"
 MODULES = (
     "directory",
     "corpus",
@@ -372,3 +373,31 @@ def test_shapes_that_do_not_fit_are_refused(recipe: SimpleNamespace, tmp_path: P
     odd = recipe.model.load_pretrained(tmp_path / "b")
     with pytest.raises(SystemExit, match=r"gate_proj is 92 x 64, but 8 weights share a word"):
         recipe.quantize.check_shapes(odd, recipe.quantize.Settings(group_size=-1))
+
+
+@pytest.mark.parametrize("name", ["tiny-python-minicpm", "tiny-python-eagle2"])
+def test_shipped_twins(recipe: SimpleNamespace, name: str) -> None:
+    """All is as in the original but its linear layers, and those are near; other files equal."""
+    import torch
+
+    original, twin = ASSETS / name, ASSETS / f"{name}-w4"
+    before, after = (recipe.model.read_state(directory) for directory in (original, twin))
+    assert before.keys() == after.keys()
+    rounded = 0
+    for key, tensor in before.items():
+        if key.endswith(("_proj.weight", "fc.weight")):
+            error = (after[key] - tensor.float()).norm() / tensor.float().norm()
+            assert 0.02 < error < 0.35, (key, error)
+            rounded += tensor.numel()
+        else:
+            assert torch.equal(after[key], tensor)
+    others = {p.name for p in original.iterdir()} - {"config.json", "model.safetensors"}
+    for other in others - {"README.md"}:
+        assert (twin / other).read_bytes() == (original / other).read_bytes()
+    config = json.loads((twin / "config.json").read_text())
+    assert config.pop("quantization_config") == recipe.quantize.Settings().to_hf()
+    assert config == json.loads((original / "config.json").read_text())
+    saved = sum(
+        (d / "model.safetensors").stat().st_size * s for d, s in ((original, 1), (twin, -1))
+    )
+    assert saved > 1.4 * rounded  # bytes: 2 a weight before, a little over half a byte after
