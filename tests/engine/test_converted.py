@@ -87,3 +87,24 @@ def test_same_drafts(tmp_path: Path, family: str, write: Any) -> None:
             counts.append(accepted(tmp_path / "target", tmp_path / name))
     assert counts[0] == counts[1] and counts[2] == counts[3]
     assert counts[0] != counts[2] and max(counts[0]) > 1
+
+
+def test_shipped_pair(tmp_path: Path) -> None:
+    """The 4-bit model and head that ship: the same text, and as much of it drafted."""
+    from cpmcu import LLM, SamplingParams
+
+    pairs = [("tiny-python-minicpm-w4", "tiny-python-eagle2-w4")]
+    pairs.append((str(tmp_path / "model"), str(tmp_path / "head")))
+    for source, destination in zip(*pairs):
+        gptq_to_marlin(source, destination)
+    params = SamplingParams(temperature=0.0, max_tokens=48)
+    found = []
+    for model, draft in pairs:
+        speculation = {"draft_model_path": draft}
+        with LLM(model, device="cpu", max_model_len=128, speculative_config=speculation) as llm:
+            choice = llm.generate("class Stack:\n", params)[0].outputs[0]
+            metrics = choice.spec_decode_metrics
+            assert metrics is not None
+            found.append((choice.token_ids, choice.text, metrics.acceptance_histogram))
+    assert found[0] == found[1]
+    assert sum(found[0][2][1:]) > 3  # some of the text was drafted
