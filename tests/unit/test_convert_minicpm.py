@@ -193,7 +193,9 @@ def test_notes_say_what_was_rounded(tmp_path: Path) -> None:
     )
     single = minicpm_to_llama(str(SHIPPED), tmp_path / "single", dtype="float32").notes
     assert single[0].endswith(": exact") and single[2].endswith(": exact")
-    assert re.match(r"o_proj.* × 0.7: \d\d.\d% of the numbers were rounded, .* [\d.]+e-06%", single[1])
+    assert re.match(
+        r"o_proj.* × 0.7: \d\d.\d% of the numbers were rounded, .* [\d.]+e-06%", single[1]
+    )
 
 
 def test_numbers_that_float16_cannot_hold(tmp_path: Path, capsys: Any) -> None:
