@@ -191,6 +191,8 @@ def _read_format(quant_config: Mapping[str, Any]) -> _Format:
     reader.refuse("desc_act", "Marlin's layout has no order of activations")
     group_size = check_group_size(quant_config.get("group_size"))
     dynamic = quant_config.get("dynamic") or {}
+    if not isinstance(dynamic, dict):
+        raise reader.fail("dynamic", "rules for single layers")
     others = [rule for rule in dynamic if not str(rule).startswith("-:")]
     if others:
         raise ValueError(

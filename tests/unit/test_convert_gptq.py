@@ -287,6 +287,8 @@ def quantised_head(tiny: TinyGptq) -> None:
         (changed_config(is_marlin_format=True), "in Marlin's layout already"),
         (changed_config(quant_method="awq"), "quantised with awq .4 bits., expected GPTQ"),
         (changed_config(dynamic={"+:.*down.*": {"bits": 8}}), "dynamic has the rule '.:..down"),
+        (changed_config(dynamic=3), "dynamic is 3, expected rules for single layers"),
+        (changed_config(checkpoint_format=["gptq"]), "checkpoint_format is ..gptq.., expected"),
         (no_config, "no quantization_config and is quantised with an unnamed scheme"),
         (act_order, "down_proj.g_idx permutes the inputs .desc_act., expected groups of 128 in"),
         (without_q, "q_proj is quantised and .*k_proj is not, expected the same"),
