@@ -41,6 +41,9 @@ class W4A16Linear : public LinearMethod {
     const int64_t k = config.in_features;
     const bool tiled = format_ == W4Format::kMarlin;
     const int64_t n_factor = by_row_ ? 1 : tiled ? 64 : 8, k_factor = tiled ? 16 : 8;
+    CHECK(!tiled || group != -1 || k > kW4BlockK,
+          "{} has {} inputs and channel-wise scales, expected more than {} inputs in this format",
+          name_, k, kW4BlockK);
     const int64_t groups = group == -1 ? 1 : (k + kW4BlockK - 1) / kW4BlockK;
     std::vector<LinearPart> parts = config.parts;
     if (option(config, "fused", 0) != 0) parts = {{name_, config.out_features()}};
