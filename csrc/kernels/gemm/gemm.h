@@ -17,7 +17,7 @@ struct GemmParams {
   Tensor x;  // [M, K], K a multiple of 8
   Tensor w;  // [N, K], dtype of x
   float alpha = 1;
-  float beta = 0;  // 0: y is not read
+  float beta = 0;        // 0: y is not read
   int64_t y_stride = 0;  // elements between rows of y, which is part of wider rows; 0: N
 };
 

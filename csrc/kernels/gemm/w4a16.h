@@ -38,11 +38,15 @@ struct W4Weight {
   int64_t k_blocks() const { return digits * ((k + kW4BlockK - 1) / kW4BlockK); }
   int64_t num_bytes() const { return row_blocks() * k_blocks() * block_bytes(); }
   // Into how many slices the CUDA kernel cuts K when there are too few row blocks to fill a large
-  // chip. Part of the order of additions, so it depends on nothing else.
+  // chip: as many as there are places for clusters of that size on an H100, whose clusters lie
+  // within groups of 10 to 18 multiprocessors. Part of the order of additions, so it depends on
+  // nothing else.
   int slices() const {
-    int64_t slices = 1;
-    while (slices < 8 && 2 * slices <= k_blocks() && 2 * slices * row_blocks() <= 144) slices *= 2;
-    return static_cast<int>(slices);
+    constexpr int kClusters[] = {0, 132, 66, 42, 30, 22, 16, 14, 14};
+    for (int slices = 8; slices > 1; --slices) {
+      if (slices <= k_blocks() && row_blocks() <= kClusters[slices]) return slices;
+    }
+    return 1;
   }
 };
 
