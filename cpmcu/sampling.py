@@ -80,7 +80,9 @@ class SamplingParams:
     logprobs: int | None = option(
         None, "report log-probabilities of the chosen token and of this many likeliest ones"
     )
-    grammar: Grammar | None = option(None, "what the output has to look like", flags=())
+    grammar: Grammar | None = option(  # noqa: RUF009
+        None, "what the output has to look like", flags=()
+    )
     n: int = option(1, "how many outputs to make for each prompt", flags=())
 
     def __post_init__(self) -> None:
