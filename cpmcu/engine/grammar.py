@@ -118,6 +118,7 @@ class GrammarState:
 
         Node 0 is the root, which has been accepted; a node's parent comes before it. Nodes that
         cannot be reached or end the output have no mask: nothing that is drawn there is used.
+        Where the grammar leaves no choice of text, its usual tokens are the only ones allowed.
         Raises RuntimeError if the grammar has become too complex.
         """
         begin = time.perf_counter()
@@ -128,11 +129,12 @@ class GrammarState:
         masks: dict[int, Words] = {}
 
         def visit(node: int) -> None:
-            masks[node] = self._mask()
+            masks[node] = mask = self._mask()
             for child in children[node]:
                 token = tokens[child]
-                if token in self._eos or not self._matcher.try_consume_tokens([token]):
+                if token in self._eos or not int(mask[token // 32]) >> token % 32 & 1:
                     continue
+                self._matcher.consume_token(token)
                 if not self._matcher.is_stopped():
                     visit(child)
                 self._matcher.rollback(1)
