@@ -36,6 +36,8 @@ class Grammar:
                 f"the source of a {self.kind} grammar is {self.source!r}, but must be a text of at "
                 "least one letter"
             )
+        if not _is_unicode(self.source):
+            raise ValueError(f"the source of a {self.kind} grammar holds half of a surrogate pair")
         if self.kind == "json_schema" and not isinstance(_parse(self.source), (dict, bool)):
             raise ValueError("a JSON schema must be an object, true or false")
         if self.kind == "choice":
@@ -47,6 +49,8 @@ class Grammar:
                     raise ValueError(
                         f"a choice holds {text!r}, but must hold texts of at least one letter"
                     )
+                if not _is_unicode(text):
+                    raise ValueError(f"the choice {text!r} holds half of a surrogate pair")
 
     @classmethod
     def json_object(cls) -> Grammar:
@@ -63,7 +67,7 @@ class Grammar:
             return cls("json_schema", schema)
         try:
             return cls("json_schema", json.dumps(schema, ensure_ascii=False))
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"the schema cannot be written as JSON: {error}") from error
 
     @classmethod
@@ -84,8 +88,12 @@ class Grammar:
         return cls("lark", grammar)
 
 
+def _is_unicode(text: str) -> bool:
+    return not any("\ud800" <= letter <= "\udfff" for letter in text)
+
+
 def _parse(text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"a grammar's source is not valid JSON: {error}") from error

@@ -23,6 +23,7 @@ from cpmcu.tokenizer import Tokenizer
 Words = npt.NDArray[np.uint32]
 
 _NUM_KEPT = 64  # compiled grammars
+_MAX_REASON = 300  # letters of llguidance's that an error quotes
 
 
 class GrammarCompiler:
@@ -170,7 +171,7 @@ def _sentence(error: str) -> str:
     """The gist of a message that may come with a drawing of the place."""
     lines = [line.strip().rstrip(":") for line in error.splitlines() if line.strip()]
     reasons = [line.removeprefix("error:").strip() for line in lines if line.startswith("error:")]
-    return ": ".join([*lines[:1], *reasons])
+    return ": ".join(line[:_MAX_REASON] for line in [*lines[:1], *reasons])
 
 
 def _reason(matcher: Any) -> str:

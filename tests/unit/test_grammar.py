@@ -61,7 +61,12 @@ def test_a_grammar_is_two_texts():
         (lambda: Grammar.choice(["a", ""]), "a choice holds '', but must hold texts"),
         (lambda: Grammar.choice(["a", 1]), "a choice holds 1, but must hold texts"),
         (lambda: Grammar.choice("yes"), "a choice is the text 'yes', but must be a list"),
-        (lambda: Grammar.lark(" " * 0), "the source of a lark grammar is ''"),
+        (lambda: Grammar.lark(""), "the source of a lark grammar is ''"),
+        (lambda: Grammar.json_schema('{"a":' * 100000), "source is not valid JSON"),
+        (lambda: Grammar.regex("a\ud800"), "regex grammar holds half of a surrogate pair"),
+        (lambda: Grammar.json_schema({"const": "\udfff"}), "holds half of a surrogate pair"),
+        (lambda: Grammar.choice(["\ud800"]), "holds half of a surrogate pair"),
+        (lambda: Grammar("choice", '["\\ud800"]'), r"the choice '\\ud800' holds half"),
         (lambda: SamplingParams(grammar="a+"), r"grammar is 'a\+', but must be a cpmcu.Grammar"),
     ],
 )
@@ -92,6 +97,14 @@ def compiler(tokenizer: Tokenizer) -> GrammarCompiler:
     [
         (Grammar.regex("[a"), 'the regex cannot be used: .*invalid regex "\\[a".*unclosed'),
         (Grammar.regex("(?=a)b"), "the regex cannot be used: .*look"),
+        (
+            Grammar.regex("(" * 9999 + ")" * 9999),
+            "the regex cannot be used: .*nested too deeply|nest",
+        ),
+        (Grammar.lark("start: " + "(" * 9999), "the lark cannot be used: .*too deeply nested"),
+        (Grammar.json_schema('{"not":' * 500 + "{}" + "}" * 500), "recursion limit"),
+        (Grammar.json_schema('{"const": NaN}'), "the json schema cannot be used: expected value"),
+        (Grammar.json_schema(False), "the json schema cannot be used: Unsatisfiable schema"),
         (Grammar.lark("start: foo"), 'the lark cannot be used: .*unknown name: "foo"'),
         (Grammar.lark("begin: /a/"), "the lark cannot be used: .*start"),
         (Grammar.json_schema({"type": "foo"}), "the json schema cannot be used: Invalid type: foo"),
@@ -109,7 +122,7 @@ def test_what_cannot_be_used(compiler: GrammarCompiler, grammar: Grammar, messag
     for _ in range(2):  # nothing half-made is kept
         with pytest.raises(ValueError, match=message) as caught:
             compiler.start(grammar)
-        assert "\n" not in str(caught.value)
+        assert "\n" not in str(caught.value) and len(str(caught.value)) < 700
 
 
 def test_without_the_package(tokenizer: Tokenizer, monkeypatch):
@@ -242,6 +255,18 @@ def test_outputs_belong_to_the_grammar(compiler: GrammarCompiler, tokenizer: Tok
         state = compiler.start(Grammar.choice(["yes", "no", "no.", "(maybe)*"]))
         seen.add(compiler._tokenizer.decode_str(walk(state, rng, eos, 50)).removesuffix("</s>"))
     assert seen <= {"yes", "no", "no.", "(maybe)*"} and len(seen) >= 3
+
+
+def test_choices_of_any_letters(compiler: GrammarCompiler, tokenizer: Tokenizer):
+    letters = [*map(chr, range(1, 256)), "\u2028", "\ufeff", "你", "🙂"]
+    choices = [f"a{letter}" for letter in letters]
+    grammar = Grammar.choice(choices)
+    for choice in choices:
+        state = compiler.start(grammar)
+        for token in compiler._tokenizer.tokenize_str(choice):
+            assert token in allowed(state), choice
+            state.accept(token)
+        assert state.stopped
 
 
 def test_the_end(compiler: GrammarCompiler, tokenizer: Tokenizer):
