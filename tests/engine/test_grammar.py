@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 from test_llm_engine import FewerPages  # noqa: E402
 
 extension_or_skip()
+pytestmark = pytest.mark.slow  # masks under a sanitizer: test_masked_steps.py
 
 SHAPE = {"spec_num_iter": 4, "spec_topk_per_iter": 4, "spec_tree_size": 16}
 DRAFTS: dict[str, dict[str, Any]] = {
