@@ -192,6 +192,7 @@ void Engine::bind_draft() {
   stops_mirror_ = static_cast<SlotStop*>(
       allocate_pinned(ctx_.device, static_cast<int64_t>(sizeof(SlotStop)) * slots));
   trees_mirror_ = static_cast<int*>(allocate_pinned(ctx_.device, int64_t{2} * 4 * slots * nodes));
+  trees_ready_.emplace(ctx_.device);
   features_ = arena_->tensor(features_id_, spec_.dtype, {limits_.max_rows, feature_width()});
   draft_state_.pending_features = arena_->tensor(pending_features_id_, spec_.dtype,
                                                  {int64_t{slots} * pending, feature_width()});
