@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cpmcu.config import option
+from cpmcu.grammar import Grammar
 
 if TYPE_CHECKING:
     from cpmcu import C
@@ -79,6 +80,9 @@ class SamplingParams:
     logprobs: int | None = option(
         None, "report log-probabilities of the chosen token and of this many likeliest ones"
     )
+    grammar: Grammar | None = option(  # noqa: RUF009
+        None, "what the output has to look like", flags=()
+    )
     n: int = option(1, "how many outputs to make for each prompt", flags=())
 
     def __post_init__(self) -> None:
@@ -101,6 +105,8 @@ class SamplingParams:
         for token, bias in (self.logit_bias or {}).items():
             _in_range("a logit_bias token id", token, 0, math.inf)
             _in_range(f"the logit_bias of token {token}", bias, -math.inf, math.inf)
+        if self.grammar is not None and not isinstance(self.grammar, Grammar):
+            raise ValueError(f"grammar is {self.grammar!r}, but must be a cpmcu.Grammar")
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

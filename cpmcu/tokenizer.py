@@ -18,6 +18,7 @@ class _Backend(Protocol):
     def decode(self, ids: list[int], skip_special: bool) -> str: ...
     def id_of(self, token: str) -> int | None: ...
     def size(self) -> int: ...
+    def to_json(self) -> str: ...
 
 
 class Tokenizer:
@@ -69,6 +70,10 @@ class Tokenizer:
         """Text of `ids`; bytes that are no character become U+FFFD."""
         return self._backend.decode(list(ids), skip_special_tokens)
 
+    def to_json(self) -> str:
+        """The tokenizer as the text of a tokenizer.json. ValueError if it has no such form."""
+        return self._backend.to_json()
+
     def _special_id(self, name: str) -> int | None:
         token = self.special_tokens.get(name)
         return None if token is None else self._backend.id_of(token)
@@ -105,6 +110,9 @@ class _FastBackend:
 
     def size(self) -> int:
         return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
+
+    def to_json(self) -> str:
+        return str(self._tokenizer.to_str())
 
     def _added(self, config: dict[str, Any], name: str) -> list[int]:
         token = self.id_of(_content(config[name])) if config.get(name) is not None else None
@@ -152,6 +160,12 @@ class _TransformersBackend:
 
     def size(self) -> int:
         return len(self._tokenizer)
+
+    def to_json(self) -> str:
+        fast = getattr(self._tokenizer, "backend_tokenizer", None)
+        if fast is None:
+            raise ValueError("the model's tokenizer has no tokenizer.json, which a grammar needs")
+        return str(fast.to_str())
 
 
 def _content(token: Any) -> str:

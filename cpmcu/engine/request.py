@@ -14,6 +14,7 @@ from cpmcu.outputs import CompletionOutput, FinishReason, StreamChunk, Timings, 
 
 if TYPE_CHECKING:
     from cpmcu import C
+    from cpmcu.engine.grammar import GrammarState
     from cpmcu.spec_metrics import AcceptanceCounter
 
 logger = logging.getLogger(__name__)
@@ -46,12 +47,14 @@ class Request:
         index: int = 0,
         want_logprobs: bool = False,
         acceptance: AcceptanceCounter | None = None,
+        grammar: GrammarState | None = None,
     ) -> None:
         self.id = next(_ids)
         self.prompt = list(prompt)
         self.sampling = sampling
         self.max_tokens = max_tokens
         self.index = index
+        self.grammar = grammar
         self.tokens: list[int] = []
         self.finish: Finish | None = None
         self.error: Exception | None = None
@@ -105,13 +108,15 @@ class Request:
             self._decode_steps += 1
         else:
             self._first = self._last
-        if drafted and self._acceptance is not None:
-            self._acceptance.add(len(tokens))
         before = len(self.tokens)
         text = ""
         for token in tokens:
             self.tokens.append(token)
             finish = self._stop_tokens.check(token, len(self.tokens))
+            if self.grammar is not None:
+                self.grammar.accept(token)
+                if self.grammar.stopped and (finish is None or finish.reason == "length"):
+                    finish = Finish("stop")
             shown = [] if self._stop_tokens.is_stop(token) else [token]
             piece, stop = self._push(shown, final=finish is not None)
             text += piece
@@ -121,6 +126,8 @@ class Request:
                 self.finish = finish
                 break
         taken = len(self.tokens) - before
+        if drafted and self._acceptance is not None:
+            self._acceptance.add(taken)
         self._send(text, self.tokens[before:], list(logprobs[:taken]))
 
     def end(self, reason: FinishReason) -> None:
@@ -164,6 +171,7 @@ class Request:
             prompt_tokens=len(self.prompt),
             output_tokens=len(self.tokens),
             decode_steps=self._decode_steps,
+            grammar_s=self.grammar.seconds if self.grammar is not None else 0.0,
         )
 
     def _push(self, tokens: Sequence[int], *, final: bool) -> tuple[str, str | None]:

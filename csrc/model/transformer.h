@@ -37,6 +37,8 @@ class Transformer {
   void project(const Context& ctx, const Tensor& logits, const Tensor& normed, float scale) const;
   // The rows that `head` normed last, [R, H].
   Tensor normed_rows(int num_rows) const { return head_in_.rows(0, num_rows); }
+  // What `head` wrote last, [R, V].
+  Tensor logits(int num_rows) const { return logits_.rows(0, num_rows); }
   // Writes rows [T, H] of the residual stream after the final norm to out.
   void final_norm(const Context& ctx, const Tensor& out, const Tensor& rows) const {
     final_norm_.forward(ctx, out, rows);

@@ -140,6 +140,14 @@ def test_programs_run(name: str, tmp_path: Path) -> None:
     assert run_python(ROOT / name, tmp_path).strip()
 
 
+def test_the_grammar_example_runs(tmp_path: Path) -> None:
+    pytest.importorskip("llguidance")
+    lines = run_python(ROOT / "docs" / "structured_output.md", tmp_path).splitlines()
+    assert [line.split()[0] for line in lines] == [
+        "json_schema", "json_schema", "regex", "choice", "lark",
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("name", "plugin", "printed"),
     [

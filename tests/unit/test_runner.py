@@ -49,6 +49,7 @@ class Job:
             emit=options.pop("emit", self.items.put),
             on_prefill=lambda done, total: self.progress.append((done, total)),
             acceptance=options.pop("acceptance", None),
+            grammar=options.pop("grammar", None),
         )
         self.key = key
 
