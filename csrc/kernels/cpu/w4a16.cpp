@@ -18,10 +18,25 @@ uint8_t* block_of(const W4Weight& w, int64_t row_block, int64_t k_block) {
   return static_cast<uint8_t*>(w.blocks) + (row_block * w.k_blocks() + k_block) * w.block_bytes();
 }
 
-void set_nibble(uint8_t* block, int row, int k, uint32_t q) {
-  const W4Nibble at = w4_nibble(row, k);
-  uint32_t& word = reinterpret_cast<uint32_t*>(block)[at.word];
-  word = (word & ~(15u << at.shift)) | q << at.shift;
+using BlockQ = uint8_t[kW4BlockRows][kW4BlockK];
+
+// Rows [begin, end) of a block; what else its words hold stays.
+void write_q(uint8_t* block, const BlockQ& q, int begin, int end) {
+  auto* words = reinterpret_cast<uint32_t*>(block);
+  for (int row = begin; row < end; ++row) {
+    const uint32_t mask = row / 8 % 2 ? 0xf0f0f0f0u : 0x0f0f0f0fu;
+    for (int step = 0; step < kW4BlockK / 16; ++step) {
+      for (int pair = 0; pair < 4; ++pair) {
+        uint32_t made = 0;
+        for (int k : {0, 1, 8, 9}) {
+          const int at = 16 * step + 2 * pair + k;
+          made |= uint32_t{q[row][at]} << w4_nibble(row, at).shift;
+        }
+        uint32_t& word = words[w4_nibble(row, 16 * step + 2 * pair).word];
+        word = (word & ~mask) | made;
+      }
+    }
+  }
 }
 
 int nibble_of(const uint8_t* block, int row, int k) {
@@ -54,8 +69,9 @@ uint32_t nibble(const Tensor& words, int64_t word, int64_t i) {
 constexpr int kAwqPlace[8] = {0, 4, 1, 5, 2, 6, 3, 7};  // nibble of column n % 8
 
 // q of row n and k of the part.
+template <W4Format kFormat>
 uint32_t stored_q(const W4PackParams& p, int64_t n, int64_t k) {
-  switch (p.format) {
+  switch (kFormat) {
     case W4Format::kGptq:
     case W4Format::kGptqV2:
       return nibble(p.q, k / 8 * p.n + n, k % 8);
@@ -70,6 +86,23 @@ uint32_t stored_q(const W4PackParams& p, int64_t n, int64_t k) {
     }
   }
   return 8;
+}
+
+// Rows [begin, end) of a block, the part's from n on and k on; 8 beyond it.
+template <W4Format kFormat>
+void read_q(const W4PackParams& p, int64_t n, int64_t k, int begin, int end, BlockQ& q) {
+  const int64_t num_k = std::min<int64_t>(kW4BlockK, p.k - k);
+  const int num_rows =
+      static_cast<int>(std::min<int64_t>(end - begin, std::max<int64_t>(0, p.n - n)));
+  for (int row = begin; row < end; ++row) {
+    const bool inside = row - begin < num_rows;
+    for (int i = inside ? static_cast<int>(num_k) : 0; i < kW4BlockK; ++i) q[row][i] = 8;
+  }
+  for (int64_t i = 0; i < num_k; ++i) {
+    for (int row = 0; row < num_rows; ++row) {
+      q[begin + row][i] = static_cast<uint8_t>(stored_q<kFormat>(p, n + row, k + i));
+    }
+  }
 }
 
 uint16_t stored_scale(const W4PackParams& p, int64_t n, int64_t group) {
@@ -170,6 +203,10 @@ void w4_pack(const Context&, const W4PackParams& p) {
   const int64_t first_block = p.first_row / kW4BlockRows, first_k_block = p.first_k / kW4BlockK;
   const int64_t end_block = (end_row + kW4BlockRows - 1) / kW4BlockRows;
   const int64_t end_k_block = (p.first_k + p.k + kW4BlockK - 1) / kW4BlockK;
+  void (*read)(const W4PackParams&, int64_t, int64_t, int, int, BlockQ&) = nullptr;
+  dispatch_int<0, 1, 2, 3, 4>("w4_pack: format", static_cast<int>(p.format), [&](auto format) {
+    read = read_q<static_cast<W4Format>(decltype(format)::value)>;
+  });
 #pragma omp parallel for collapse(2)
   for (int64_t row_block = first_block; row_block < end_block; ++row_block) {
     for (int64_t k_block = first_k_block; k_block < end_k_block; ++k_block) {
@@ -184,11 +221,11 @@ void w4_pack(const Context&, const W4PackParams& p) {
         reinterpret_cast<uint16_t*>(block + kScalesAt)[row] =
             inside ? stored_scale(p, n, group) : uint16_t{0};
         if (w.zero_points) block[kZerosAt + row] = inside ? stored_zero(p, n, group) : 8;
-        for (int i = 0; i < kW4BlockK; ++i) {
-          const int64_t k = (k_block - first_k_block) * kW4BlockK + i;
-          set_nibble(block, row, i, inside && k < p.k ? stored_q(p, n, k) : 8);
-        }
       }
+      thread_local BlockQ q;
+      const int64_t k = (k_block - first_k_block) * kW4BlockK;
+      read(p, first_row + begin - p.first_row, k, begin, end, q);
+      write_q(block, q, begin, end);
     }
   }
 }
@@ -205,6 +242,7 @@ void w4_quantize(const Context&, const W4QuantizeParams& p) {
       for (int64_t k_block = 0; k_block < k_blocks; ++k_block) {
         uint8_t* high = block_of(w, row_block, k_block);  // of one digit: the only one
         uint8_t* low = block_of(w, row_block, k_block + (w.digits - 1) * k_blocks);
+        thread_local BlockQ high_q, low_q;
         const int64_t first_k = k_block * kW4BlockK;
         const int64_t count = std::min<int64_t>(kW4BlockK, w.k - first_k);
         for (int row = 0; row < kW4BlockRows; ++row) {
@@ -224,15 +262,13 @@ void w4_quantize(const Context&, const W4QuantizeParams& p) {
           for (int i = 0; i < kW4BlockK; ++i) {
             const float level = scale == 0 ? 0 : std::nearbyint(values[i] / scale);
             const int q = std::clamp(static_cast<int>(level), -most, most);
-            if (w.digits == 1) {
-              set_nibble(low, row, i, static_cast<uint32_t>(q + 8));
-            } else {  // q = 16 (h - 8) + l - 8
-              const int shifted = q + 136;
-              set_nibble(high, row, i, static_cast<uint32_t>(shifted / 16));
-              set_nibble(low, row, i, static_cast<uint32_t>(shifted % 16));
-            }
+            const int digits = w.digits == 1 ? q + 8 : q + 136;  // q = 16 (h - 8) + l - 8
+            high_q[row][i] = static_cast<uint8_t>(digits / 16);
+            low_q[row][i] = static_cast<uint8_t>(digits % 16);
           }
         }
+        if (w.digits == 2) write_q(high, high_q, 0, kW4BlockRows);
+        write_q(low, low_q, 0, kW4BlockRows);
       }
     }
   });

@@ -138,6 +138,18 @@ __device__ __forceinline__ uint16_t load_shared_half(uint32_t shared) {
   asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(shared));
   return v;
 }
+__device__ __forceinline__ float load_shared_float(uint32_t shared) {
+  float v;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(shared));
+  return v;
+}
+__device__ __forceinline__ void store_shared_float(uint32_t shared, float v) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(shared), "f"(v) : "memory");
+}
+__device__ __forceinline__ float load_scale(uint32_t shared, bool bf16) {
+  const uint16_t bits = load_shared_half(shared);
+  return bf16 ? __uint_as_float(uint32_t{bits} << 16) : __half2float(__ushort_as_half(bits));
+}
 __device__ __forceinline__ int load_shared_byte(uint32_t shared) {
   uint32_t v;
   asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(shared));
@@ -331,12 +343,6 @@ __global__ void __launch_bounds__(kThreads, 1) w4_gemm_kernel(const __grid_const
 
   const int g = lane / 4, q = lane % 4;
   const int slab_row = warp * 32 + g;
-  const auto load_scale = [&](uint32_t shared_scale) {
-    const uint16_t bits = load_shared_half(shared_scale);
-    return args.bf16_scales ? __uint_as_float(uint32_t{bits} << 16)
-                            : __half2float(__ushort_as_half(bits));
-  };
-
   int iteration = 0, stage = 0, parity = 0;
   for (int tile = first_tile; tile < args.tiles; tile += tile_step) {
     float sums[2][kGroups][4] = {};
@@ -361,7 +367,8 @@ __global__ void __launch_bounds__(kThreads, 1) w4_gemm_kernel(const __grid_const
       for (int t = 0; t < 2; ++t) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          scale[t][half] = load_scale(block + kScaleOffset + 2 * (slab_row + t * 16 + half * 8));
+          scale[t][half] = load_scale(block + kScaleOffset + 2 * (slab_row + t * 16 + half * 8),
+                                      args.bf16_scales);
         }
         if (args.zero_points) {
           const uint32_t zeros = block + kZeroOffset + slab_row + t * 16;
@@ -464,8 +471,8 @@ __global__ void __launch_bounds__(256) w4_add_slices_kernel(const __grid_constan
   const int64_t count = static_cast<int64_t>(args.m) * args.n;
   const int64_t i = int64_t{blockIdx.x} * 256 + threadIdx.x;
   if (i >= count) return;
-  float sum = args.partials[i];
-  for (int slice = 1; slice < args.slices; ++slice) sum += args.partials[slice * count + i];
+  float sum = 0;
+  for (int slice = 0; slice < args.slices; ++slice) sum += args.partials[slice * count + i];
   store_y<T>(args, static_cast<int>(i / args.n), static_cast<int>(i % args.n), sum);
 }
 
