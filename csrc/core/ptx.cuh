@@ -52,14 +52,6 @@ __device__ __forceinline__ uint64_t evict_first_policy() {
   return policy;
 }
 
-// cp_async16 of what is read once. For weights.
-__device__ __forceinline__ void cp_async16_stream(uint32_t shared, const void* global,
-                                                  uint64_t policy) {
-  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(shared),
-               "l"(global), "l"(policy)
-               : "memory");
-}
-
 // 16 bytes that are read once, past L1. For weights.
 __device__ __forceinline__ uint4 load_stream16(const void* global, uint64_t policy) {
   uint4 v;

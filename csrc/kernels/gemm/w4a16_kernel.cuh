@@ -138,14 +138,6 @@ __device__ __forceinline__ uint16_t load_shared_half(uint32_t shared) {
   asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(shared));
   return v;
 }
-__device__ __forceinline__ float load_shared_float(uint32_t shared) {
-  float v;
-  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(shared));
-  return v;
-}
-__device__ __forceinline__ void store_shared_float(uint32_t shared, float v) {
-  asm volatile("st.shared.f32 [%0], %1;" ::"r"(shared), "f"(v) : "memory");
-}
 __device__ __forceinline__ float load_scale(uint32_t shared, bool bf16) {
   const uint16_t bits = load_shared_half(shared);
   return bf16 ? __uint_as_float(uint32_t{bits} << 16) : __half2float(__ushort_as_half(bits));
