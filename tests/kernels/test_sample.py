@@ -204,7 +204,9 @@ def test_ties_at_the_thresholds_are_kept(device: str) -> None:
         ({"top_p": 0.1}, {0, 1, 2}),
         ({"top_p": 0.85}, {0, 1, 2, 3, 4}),
     ):
-        tokens, _ = sample(device, np.tile(z, (60 if SMALL else 300, 1)), slots_of(with_defaults(fields)))
+        tokens, _ = sample(
+            device, np.tile(z, (60 if SMALL else 300, 1)), slots_of(with_defaults(fields))
+        )
         assert set(tokens.tolist()) == allowed, fields
 
 
