@@ -147,6 +147,32 @@ __device__ __forceinline__ void store_cluster16(uint32_t to, const float (&v)[4]
 }
 #endif
 
+// (v & mask) | bits in one instruction. For numbers made of bits.
+__device__ __forceinline__ uint32_t masked_or(uint32_t v, uint32_t mask, uint32_t bits) {
+  uint32_t out;
+  asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(out) : "r"(v), "r"(mask), "r"(bits));
+  return out;
+}
+
+// From shared memory by address, for buffers that the copy engine fills: never moved or kept.
+__device__ __forceinline__ uint4 load_shared16(uint32_t shared) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(shared));
+  return v;
+}
+__device__ __forceinline__ uint16_t load_shared_half(uint32_t shared) {
+  uint16_t v;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(shared));
+  return v;
+}
+__device__ __forceinline__ int load_shared_byte(uint32_t shared) {
+  uint32_t v;
+  asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(shared));
+  return static_cast<int>(v);
+}
+
 // Four 8x8 matrices of 16-bit elements from shared memory into fragments.
 __device__ __forceinline__ void ldmatrix4(uint32_t (&r)[4], uint32_t shared) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
