@@ -79,6 +79,12 @@ class SamplingParams:
     logprobs: int | None = option(
         None, "report log-probabilities of the chosen token and of this many likeliest ones"
     )
+    prompt_logprobs: int | None = option(
+        None,
+        "also report log-probabilities of the prompt's tokens, and of this many likeliest ones",
+        flags=(),
+    )
+    skip_special_tokens: bool = option(True, "leave special tokens out of the text", flags=())
     n: int = option(1, "how many outputs to make for each prompt", flags=())
 
     def __post_init__(self) -> None:
@@ -92,6 +98,7 @@ class SamplingParams:
         _in_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _in_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _in_range("logprobs", self.logprobs, 0, math.inf)
+        _in_range("prompt_logprobs", self.prompt_logprobs, 0, math.inf)
         _in_range("n", self.n, 1, math.inf)
         for text in self.stop_strings:
             if not isinstance(text, str) or not text:
@@ -147,8 +154,10 @@ def to_engine(
             raise ValueError(
                 f"logit_bias names token {token}, but the vocabulary has {vocab_size} tokens"
             )
-    if params.logprobs is not None and params.logprobs > C.MAX_LOGPROBS:
-        raise ValueError(f"logprobs is {params.logprobs}, but must be at most {C.MAX_LOGPROBS}")
+    for name in ("logprobs", "prompt_logprobs"):
+        wanted = getattr(params, name)
+        if wanted is not None and wanted > C.MAX_LOGPROBS:
+            raise ValueError(f"{name} is {wanted}, but must be at most {C.MAX_LOGPROBS}")
     return C.SamplingConfig(
         temperature=params.temperature,
         top_p=params.top_p,

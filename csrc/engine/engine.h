@@ -60,13 +60,15 @@ class Engine {
   bool reserve(int slot, int num_tokens);
 
   // ---- steps
-  void prefill(const std::vector<PrefillItem>& items);
+  // write(first_row, rows, logits [rows, V]) for consecutive rows of a step, on the host.
+  using WriteLogits = std::function<void(int, int, const float*)>;
+  // With `write`, also reads every row's logits back, and so waits for the device.
+  void prefill(const std::vector<PrefillItem>& items, const WriteLogits& write = nullptr);
   void decode(const std::vector<int>& slots);
   int in_flight() const { return static_cast<int>(pending_.size()); }
   std::vector<SlotOutput> collect();
-  // Logits of every position of a prompt: calls write(first_row, rows, data [rows, V]).
-  void prompt_logits(const std::vector<int>& ids,
-                     const std::function<void(int, int, const float*)>& write);
+  // Logits of every position of a prompt.
+  void prompt_logits(const std::vector<int>& ids, const WriteLogits& write);
 
   // ---- facts
   const MemoryPlan& memory_plan() const { return plan_; }
@@ -102,7 +104,9 @@ class Engine {
   void plan_draft();
   void bind_draft();
   int lookahead() const;  // cells beyond its tokens that a sequence needs during a step
-  void run_prefill(const std::vector<PrefillItem>& items, int num_rows, int num_sampled);
+  void run_prefill(const std::vector<PrefillItem>& items, int num_rows, int num_sampled,
+                   const WriteLogits& write);
+  void read_logits(const Tensor& hidden, const WriteLogits& write);
   void run_decode(int num_seqs, int max_kv);
   void run_cycle(int num_seqs, int max_kv);
   void draft_prompts(const std::vector<PrefillItem>& items, const Tensor& hidden);

@@ -1,0 +1,356 @@
+"""The model behind the routes: loading, admission, and the bridge from its thread to asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+from typing import Literal
+
+from cpmcu.config import EngineConfig, shipped_model
+from cpmcu.engine.request import Request
+from cpmcu.engine.runner import EngineLoad
+from cpmcu.llm import LLM
+from cpmcu.loading.progress import LogProgress
+from cpmcu.outputs import CompletionOutput, StreamChunk
+from cpmcu.sampling import SamplingParams
+from cpmcu.serving import reasoning, tools
+from cpmcu.serving.chat_template import ChatTemplate
+from cpmcu.serving.config import ServerConfig
+from cpmcu.serving.errors import ApiError
+from cpmcu.serving.logs import request_id
+from cpmcu.serving.metrics import Metrics
+from cpmcu.serving.token_text import TokenTexts
+
+logger = logging.getLogger(__name__)
+
+_RETRY_SECONDS = 1
+
+
+class Progress(LogProgress):
+    """Loading, in the log: a line every few seconds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._total = 0
+        self._next = 0.0
+
+    def start(self, total_bytes: int, what: str) -> None:
+        """Loading began."""
+        super().start(total_bytes, what)
+        self._total, self._next = total_bytes, time.monotonic() + 2.0
+
+    def update(self, done_bytes: int) -> None:
+        """So many bytes are done."""
+        super().update(done_bytes)
+        if time.monotonic() >= self._next:
+            self._next = time.monotonic() + 2.0
+            logger.info("loading: %.0f%%", 100 * done_bytes / max(self._total, 1))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Model:
+    """A loaded model and what the routes need to know of it."""
+
+    llm: LLM
+    template: ChatTemplate | None
+    reasoning_tags: tuple[str, str] | None
+    tool_notation: tools.Notation | None
+    token_texts: TokenTexts
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PrefillProgress:
+    """So many tokens of a prompt were read."""
+
+    prompt_index: int
+    processed: int
+    total: int
+    seconds: float
+
+
+Item = PrefillProgress | StreamChunk
+
+
+class Service:
+    """One model for all requests. Used on the event loop's thread, but for `load`."""
+
+    def __init__(self, engine_config: EngineConfig, config: ServerConfig) -> None:
+        self.config = config
+        self.created = int(time.time())
+        name = engine_config.model or str(shipped_model())
+        self.root = name
+        # A directory's or repository's own name, and what it was given as.
+        own = (Path(name).name or name, name) if engine_config.model else (Path(name).name,)
+        self.names = tuple(dict.fromkeys(config.served_model_name or own))
+        self.state: Literal["loading", "ready", "stopping"] = "loading"
+        self.metrics = Metrics(self.names[0], self._load_of_engine)
+        self._engine_config = engine_config
+        self._model: Model | None = None
+        self._running: set[Generation] = set()
+
+    # ---- life
+
+    def load(self) -> None:
+        """Loads the model; takes long, and is for a thread of its own. Raises what LLM does."""
+        start = time.perf_counter()
+        llm = LLM(progress=Progress(), **dataclasses.asdict(self._engine_config))
+        try:
+            template = self._template(llm)
+            source = None if template is None else template.source
+            config = self.config
+            self._model = Model(
+                llm,
+                template,
+                reasoning.tags_of(source, config.reasoning_parser),
+                tools.notation_of(source, config.tool_call_parser),
+                TokenTexts(llm.tokenizer),
+            )
+        except Exception:
+            llm.close()
+            raise
+        if self.state == "loading":
+            self.state = "ready"
+        logger.info(
+            "%s is ready after %.1f s: %d slots, at most %d tokens a sequence",
+            self.names[0],
+            time.perf_counter() - start,
+            llm.config.max_num_seqs,
+            llm.max_length,
+        )
+
+    def _template(self, llm: LLM) -> ChatTemplate | None:
+        path = self.config.chat_template
+        if path is None:
+            return llm.chat_template
+        return ChatTemplate(Path(path).read_text("utf-8"), llm.tokenizer.special_tokens)
+
+    def close(self) -> None:
+        """Frees the model."""
+        if self._model is not None:
+            self._model.llm.close()
+
+    def stop(self) -> None:
+        """Refuses new requests from now on."""
+        self.state = "stopping"
+
+    def cancel_all(self) -> None:
+        """Ends every request with finish reason "abort"."""
+        for generation in list(self._running):
+            generation.cancel()
+
+    # ---- what routes ask
+
+    @property
+    def model(self) -> Model:
+        """The model. Raises ApiError (503) while there is none."""
+        if self.state == "stopping":
+            raise ApiError(503, "The server is stopping.", code="stopping", retry_after=5)
+        if self._model is None:
+            raise ApiError(
+                503, "The model is still loading.", code="loading", retry_after=_RETRY_SECONDS
+            )
+        return self._model
+
+    def check_model(self, name: str | None) -> None:
+        """Raises ApiError (404) for a model that is not served."""
+        if name is not None and name not in self.names:
+            raise ApiError(
+                404,
+                f"The model {name[:128]!r} is not served here; there is {self.names[0]!r}.",
+                param="model",
+                code="model_not_found",
+            )
+
+    def submit(self, generation: Generation) -> None:
+        """Queues a request. Raises ApiError: 400 if it is larger than the queue, 429 if the queue
+        is full, 503 if the engine has stopped."""
+        size, limit = len(generation.requests), self.config.max_queue
+        if size > limit:
+            raise ApiError(
+                400,
+                f"The request asks for {size} outputs, but this server takes at most {limit}.",
+                code="too_many_outputs",
+            )
+        busy = sum(each.left for each in self._running)
+        if busy + size > limit:
+            self.metrics.rejected()
+            raise ApiError(
+                429,
+                f"The queue is full: {busy} of {limit} outputs are in work.",
+                code="queue_full",
+                retry_after=_RETRY_SECONDS,
+            )
+        model = self.model
+        self._running.add(generation)
+        try:
+            model.llm.submit(generation.requests)
+        except RuntimeError as error:
+            self._running.discard(generation)
+            logger.error("the engine refused a request: %s", error)
+            raise ApiError(503, "The engine has stopped.", code="engine_stopped") from error
+
+    def done(self, generation: Generation) -> None:
+        """A request has ended."""
+        self._running.discard(generation)
+        ends = [request.finish for request in generation.requests]
+        fields = {
+            "prompt_tokens": sum(map(len, generation.prompts)),
+            "completion_tokens": sum(len(request.tokens) for request in generation.requests),
+            "finish_reasons": ",".join("error" if end is None else end.reason for end in ends),
+        }
+        logger.info(
+            "%d prompt tokens, %d new ones: %s",
+            *fields.values(),
+            extra={"fields": fields, "request_id": generation.request_id},
+        )
+
+    def _load_of_engine(self) -> EngineLoad | None:
+        return None if self._model is None else self._model.llm.load()
+
+
+class Generation:
+    """The engine's requests for one HTTP request, and what they emit as an async iterator.
+
+    The outputs are numbered through: choice c of prompt p is p * n + c. Raises ApiError (400) for
+    a prompt or parameters that the engine refuses.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        prompts: Sequence[list[int]],
+        params: SamplingParams,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        progress: bool = False,
+    ) -> None:
+        llm = service.model.llm
+        self.prompts = prompts
+        self.params = params
+        self.request_id = request_id.get()
+        self._service = service
+        self._loop = loop
+        self._inbox: deque[tuple[int, Item | Exception]] = deque()  # from the engine's thread
+        self._ready: deque[tuple[int, Item | Exception]] = deque()
+        self._event = asyncio.Event()
+        self._waking = False
+        self._created = time.perf_counter()
+        self.requests: list[Request] = []
+        for p, prompt in enumerate(prompts):
+            try:
+                resolved = params.resolve(llm.generation_config)
+                on_prefill = self._reporter(p) if progress else None
+                emit = self._emitter(p * params.n)
+                self.requests += llm.prepare(prompt, resolved, emit, on_prefill)
+            except ValueError as error:
+                text = str(error)
+                too_long = "tokens, but prompt and output" in text
+                code = "context_length_exceeded" if too_long else "invalid_value"
+                text = text[:1].upper() + text[1:]
+                raise ApiError(400, f"{text}.", param=_param(text), code=code) from error
+        self.left = len(self.requests)
+        self._times: list[float | None] = [None] * self.left
+
+    def start(self) -> None:
+        """Queues it; see Service.submit."""
+        self._service.submit(self)
+        for prompt in self.prompts:
+            self._service.metrics.started(len(prompt), self.params)
+
+    def cancel(self) -> None:
+        """Ends what is not done with finish reason "abort"; from any thread, harmless later."""
+        for request in self.requests:
+            request.cancel()
+
+    async def items(self) -> AsyncIterator[tuple[int, Item]]:
+        """(output number, item) as they come, until every output has ended.
+
+        Raises RuntimeError if the engine fails.
+        """
+        open_outputs = len(self.requests)
+        while open_outputs:
+            while self._ready:
+                number, item = self._ready.popleft()
+                if isinstance(item, Exception):
+                    self.cancel()
+                    raise item
+                if isinstance(item, StreamChunk) and item.finish_reason is not None:
+                    open_outputs -= 1
+                yield number, item
+            if open_outputs:
+                self._event.clear()
+                await self._event.wait()
+
+    async def outputs(self) -> list[CompletionOutput]:
+        """Waits for the end, and gives the results. Raises RuntimeError if the engine fails."""
+        async for _ in self.items():
+            pass
+        return [request.output() for request in self.requests]
+
+    # ---- on the engine's thread
+
+    def _emitter(self, base: int) -> Callable[[StreamChunk | Exception], None]:
+        def emit(item: StreamChunk | Exception) -> None:
+            # An exception does not say which output it ends; it ends the whole response anyway.
+            index = 0 if isinstance(item, Exception) else item.index
+            self._deliver(base + index, item)
+
+        return emit
+
+    def _reporter(self, prompt_index: int) -> Callable[[int, int], None]:
+        def report(done: int, total: int) -> None:
+            seconds = time.perf_counter() - self._created
+            item = PrefillProgress(prompt_index, done, total, seconds)
+            self._deliver(prompt_index * self.params.n, item)
+
+        return report
+
+    def _deliver(self, number: int, item: Item | Exception) -> None:
+        self._inbox.append((number, item))
+        if self._waking:  # it will find this item too
+            return
+        self._waking = True
+        try:
+            self._loop.call_soon_threadsafe(self._wake)
+        except RuntimeError:  # the loop is closed: nobody listens any more
+            self.cancel()
+
+    # ---- on the event loop's thread
+
+    def _wake(self) -> None:
+        self._waking = False
+        while self._inbox:
+            number, item = self._inbox.popleft()
+            self._account(number, item)
+            self._ready.append((number, item))
+        self._event.set()
+
+    def _account(self, number: int, item: Item | Exception) -> None:
+        metrics = self._service.metrics
+        if isinstance(item, StreamChunk):
+            if item.token_ids:
+                now = time.perf_counter()
+                before = self._times[number]
+                metrics.tokens(len(item.token_ids), None if before is None else now - before)
+                self._times[number] = now
+            if item.finish_reason is None:
+                return
+            metrics.finished(self.requests[number].output())
+        elif isinstance(item, PrefillProgress):
+            return
+        self.left -= 1
+        if self.left == 0:
+            self._service.done(self)
+
+
+def _param(message: str) -> str | None:
+    """The field that a message of SamplingParams or LLM.prepare begins with, if it does."""
+    word = message.split(" ", 1)[0].lower()
+    if word == "the":
+        return "prompt" if message.lower().startswith("the prompt") else None
+    return word if word.isidentifier() and word not in ("a", "stop") else None
