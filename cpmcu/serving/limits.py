@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cpmcu.serving.errors import ApiError
@@ -21,7 +22,8 @@ class BodyLimit:
             return
         length = next((v for name, v in scope["headers"] if name == b"content-length"), b"")
         if length.isdigit() and int(length) > self._max_bytes:
-            await self._too_large().response()(scope, receive, send)
+            error = self._too_large()
+            await ApiError(413, error.detail).response()(scope, receive, send)
             return
         taken = 0
 
@@ -35,12 +37,9 @@ class BodyLimit:
 
         await self._app(scope, counted, send)
 
-    def _too_large(self) -> ApiError:
-        return ApiError(
-            413,
-            f"The request body is too large: at most {self._max_bytes} bytes.",
-            code="body_too_large",
-        )
+    def _too_large(self) -> HTTPException:
+        # Not an ApiError: FastAPI makes a 400 of what it does not know while it reads a body.
+        return HTTPException(413, f"The request body has more than {self._max_bytes} bytes.")
 
 
 def check_text(text: str, param: str, max_length: int) -> None:

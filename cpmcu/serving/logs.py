@@ -12,7 +12,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cpmcu.serving.errors import ApiError, internal_error
+from cpmcu.serving.errors import internal_error
 
 logger = logging.getLogger(__name__)
 
@@ -90,9 +90,6 @@ class RequestLog:
 
         try:
             await self._app(scope, receive, with_id)
-        except ApiError as error:  # of a middleware, while the body was read
-            if not status:
-                await error.response()(scope, receive, with_id)
         except Exception:
             logger.exception("the request failed")
             if not status:

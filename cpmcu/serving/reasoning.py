@@ -26,17 +26,24 @@ def tags_of(template: str | None, parser: str) -> tuple[str, str] | None:
     return next((tags for tags in _TAGS if template and tags[1] in template), None)
 
 
+def is_open(prompt: str, tags: tuple[str, str], *, continues: bool = False) -> bool:
+    """Does a prompt end with a begin tag, as templates write it for models that always think?
+
+    `continues`: the answer goes on with the prompt's last message, which may have begun to think.
+    """
+    opened, closed = prompt.rfind(tags[0]), prompt.rfind(tags[1])
+    return opened > closed and (continues or not prompt[opened + len(tags[0]) :].strip())
+
+
 class ReasoningSplitter:
     """Divides a stream of text into (reasoning, content).
 
-    Reasoning is at the beginning of an answer or nowhere. A prompt that ends within an open begin
-    tag (templates write it for some models) starts it. Line breaks around the tags belong to them.
+    Reasoning is at the beginning of an answer or nowhere; `inside`: the prompt began it (see
+    `is_open`). White space around the tags belongs to them.
     """
 
-    def __init__(self, tags: tuple[str, str], prompt: str = "") -> None:
+    def __init__(self, tags: tuple[str, str], *, inside: bool = False) -> None:
         self._begin, self._end = tags
-        opened, closed = prompt.rfind(self._begin), prompt.rfind(self._end)
-        inside = opened > closed and not prompt[opened + len(self._begin) :].strip()
         self._state = "reasoning" if inside else "start"
         self._trim = inside  # white space at the start of a part is left out
         self._held = ""

@@ -19,7 +19,7 @@ class TokenTexts:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         byte_level = all(tokenizer.id_of(letter) is not None for letter in "ĠĊ")
-        self._letters = _byte_letters() if byte_level else None
+        self._letters = byte_letters() if byte_level else None
         self._cache: dict[int, bytes] = {}
 
     def bytes_of(self, token: int) -> bytes:
@@ -51,7 +51,7 @@ class TokenTexts:
         return piece.replace("\u2581", " ").encode("utf-8")
 
 
-def _byte_letters() -> dict[str, int]:
+def byte_letters() -> dict[str, int]:
     """GPT-2's letter for each byte: itself where it can be seen, else one from 256 up, in order."""
     seen = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in seen]

@@ -60,6 +60,7 @@ class ToolParser:
         self._notation = notation
         self._held = ""
         self._inside = False
+        self._after_call = False
         self._started = False  # content other than white space was given out
         self.num_calls = 0
 
@@ -70,13 +71,14 @@ class ToolParser:
         calls: list[ToolCall] = []
         while True:
             more, found, again = self._step(final)
+            if self._after_call:  # white space after a call belongs to it
+                more = more.lstrip()
             content += more
             calls += found
+            self._after_call = bool(found) or (self._after_call and not more)
             if not again:
                 break
         self.num_calls += len(calls)
-        if self.num_calls and not content.strip():
-            content = ""  # white space between calls
         self._started = self._started or bool(content.strip())
         return content, calls
 

@@ -33,7 +33,7 @@ from cpmcu.serving.protocol.chat import (
     TokenLogprob,
     ToolCallPart,
 )
-from cpmcu.serving.reasoning import ReasoningSplitter
+from cpmcu.serving.reasoning import ReasoningSplitter, is_open
 from cpmcu.serving.responses import Reply, answer, service_of
 from cpmcu.serving.service import Generation, PrefillProgress, Service
 from cpmcu.serving.token_text import TokenTexts
@@ -95,7 +95,10 @@ def _prepare(service: Service, body: ChatRequest, loop: asyncio.AbstractEventLoo
         fields["skip_special_tokens"] = False
 
     def new_parser() -> AnswerParser:
-        splitter = None if tags is None else ReasoningSplitter(tags, prompt)
+        splitter = None
+        if tags is not None:
+            inside = is_open(prompt, tags, continues=body.continue_final_message)
+            splitter = ReasoningSplitter(tags, inside=inside)
         calls: CallParser | None = None if notation is None else ToolParser(notation)
         if forced:
             named = body.tool_choice if isinstance(body.tool_choice, NamedTool) else None
