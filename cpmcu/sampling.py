@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from cpmcu import C
 
 SEED_LIMIT = 1 << 64
+FLOAT32_MAX = 3.4028234663852886e38
 
 # Field -> value when neither the caller nor generation_config.json gives one.
 _DEFAULTS: dict[str, Any] = {
@@ -183,7 +184,9 @@ def _in_range(
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ValueError(f"{name} is {value!r}, but must be a number")
     inside = (low < value if open_low else low <= value) and value <= high
-    if not inside or math.isnan(value) or math.isinf(value):
+    # The engine has float32. (math.isinf does not take integers beyond a float's range.)
+    finite = isinstance(value, int) or abs(value) <= FLOAT32_MAX
+    if not inside or not finite:
         bracket = "(" if open_low else "["
         wanted = (
             f"{'above' if open_low else 'at least'} {low}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from fastapi import FastAPI
@@ -14,7 +15,10 @@ from cpmcu.serving.auth import Authentication
 from cpmcu.serving.errors import add_handlers
 from cpmcu.serving.limits import BodyLimit
 from cpmcu.serving.logs import RequestLog
+from cpmcu.serving.protocol.base import ERRORS
 from cpmcu.serving.service import Service
+
+_ERROR = "#/components/schemas/ErrorResponse"
 
 
 def create_app(service: Service) -> FastAPI:
@@ -30,9 +34,10 @@ def create_app(service: Service) -> FastAPI:
         app.include_router(module.router)
         public.update(getattr(module, "PUBLIC", ()))
     add_handlers(app)
+    keys = config.keys()
     # The last one added is the first that a request meets.
     app.add_middleware(BodyLimit, max_bytes=config.max_body_mib << 20)
-    app.add_middleware(Authentication, keys=config.keys(), public=public)
+    app.add_middleware(Authentication, keys=keys, public=public)
     if config.cors_origin:
         app.add_middleware(
             CORSMiddleware,
@@ -42,19 +47,24 @@ def create_app(service: Service) -> FastAPI:
             expose_headers=["X-Request-Id"],
         )
     app.add_middleware(RequestLog)
-    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
+    app.openapi = lambda: _openapi(app, public if keys else None)  # type: ignore[method-assign]
     return app
 
 
-def _openapi(app: FastAPI) -> dict[str, Any]:
-    """The schema, with keys, and without the 422 that is never sent here."""
+def _openapi(app: FastAPI, public: Collection[str] | None) -> dict[str, Any]:
+    """The schema, without the 422 that is never sent here, and with keys (`public` needs none)."""
     if app.openapi_schema is None:
         schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
         bearer = {"bearer": {"type": "http", "scheme": "bearer"}}
-        schema.setdefault("components", {})["securitySchemes"] = bearer
-        for path in schema["paths"].values():
-            for operation in path.values():
+        schema["components"]["securitySchemes"] = bearer
+        for path, operations in schema["paths"].items():
+            for operation in operations.values():
                 operation["responses"].pop("422", None)
-                operation["security"] = [{}, {"bearer": []}]
+                if public is not None and path not in public:
+                    operation["security"] = [{"bearer": []}]
+                    operation["responses"]["401"] = {
+                        "description": ERRORS[401]["description"],
+                        "content": {"application/json": {"schema": {"$ref": _ERROR}}},
+                    }
         app.openapi_schema = schema
     return app.openapi_schema

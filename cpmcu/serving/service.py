@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from cpmcu.config import EngineConfig, shipped_model
 from cpmcu.engine.request import Request
@@ -248,11 +248,7 @@ class Generation:
                 emit = self._emitter(p * params.n)
                 self.requests += llm.prepare(prompt, resolved, emit, on_prefill)
             except ValueError as error:
-                text = str(error)
-                too_long = "tokens, but prompt and output" in text
-                code = "context_length_exceeded" if too_long else "invalid_value"
-                text = text[:1].upper() + text[1:]
-                raise ApiError(400, f"{text}.", param=_param(text), code=code) from error
+                raise bad_value(error) from error
         self.left = len(self.requests)
         self._times: list[float | None] = [None] * self.left
 
@@ -270,7 +266,7 @@ class Generation:
     async def items(self) -> AsyncIterator[tuple[int, Item]]:
         """(output number, item) as they come, until every output has ended.
 
-        Raises RuntimeError if the engine fails.
+        Raises RuntimeError if the engine fails, ApiError (400) if it refuses the request.
         """
         open_outputs = len(self.requests)
         while open_outputs:
@@ -278,7 +274,7 @@ class Generation:
                 number, item = self._ready.popleft()
                 if isinstance(item, Exception):
                     self.cancel()
-                    raise item
+                    raise bad_value(item) if isinstance(item, ValueError) else item
                 if isinstance(item, StreamChunk) and item.finish_reason is not None:
                     open_outputs -= 1
                 yield number, item
@@ -348,9 +344,24 @@ class Generation:
             self._service.done(self)
 
 
-def _param(message: str) -> str | None:
-    """The field that a message of SamplingParams or LLM.prepare begins with, if it does."""
-    word = message.split(" ", 1)[0].lower()
-    if word == "the":
-        return "prompt" if message.lower().startswith("the prompt") else None
-    return word if word.isidentifier() and word not in ("a", "stop") else None
+def sampling_params(**fields: Any) -> SamplingParams:
+    """The engine's parameters. Raises ApiError (400) for a value out of range."""
+    try:
+        return SamplingParams(**fields)
+    except ValueError as error:
+        raise bad_value(error) from error
+
+
+def bad_value(error: ValueError) -> ApiError:
+    """A 400 that says what SamplingParams or LLM.prepare said, naming the field if it did."""
+    message = str(error)
+    words = message.split()
+    if message.startswith("the prompt"):
+        too_long = "prompt and output together" in message
+        code = "context_length_exceeded" if too_long else "invalid_value"
+        return ApiError(400, f"T{message[1:]}.", param="prompt", code=code)
+    fields = [word for word in words if word in _FIELDS]
+    return ApiError(400, f"{message}.", param=next(iter(fields), None), code="invalid_value")
+
+
+_FIELDS = {field.name for field in dataclasses.fields(SamplingParams)}

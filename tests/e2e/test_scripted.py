@@ -129,7 +129,10 @@ def test_tool_calls(scripted):
     first, second = choice.message.tool_calls
     assert choice.finish_reason == "tool_calls"
     assert choice.message.content == "Let me see.\n"
-    assert (first.function.name, json.loads(first.function.arguments)) == ("add", {"a": 1, "b": "你"})
+    assert (first.function.name, json.loads(first.function.arguments)) == (
+        "add",
+        {"a": 1, "b": "你"},
+    )
     assert (second.function.name, second.function.arguments) == ("sub", "{}")
     assert first.id != second.id
     content, _, calls, finish, _ = streamed(scripted, "call", tools=TOOLS)

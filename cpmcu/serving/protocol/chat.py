@@ -150,7 +150,7 @@ class ChatRequest(GenerationRequest):
                 if part.type != "text" or part.text is None:
                     raise refused(
                         f"messages[{i}].content",
-                        f"Message {i} has a part of type {part.type[:64]!r}: only text is known.",
+                        f"messages[{i}].content has a {part.type[:64]!r} part: only text is known.",
                     )
         if isinstance(self.tool_choice, NamedTool):
             names = [tool.function.name for tool in self.tools or []]

@@ -11,7 +11,6 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from cpmcu.outputs import CompletionOutput, StreamChunk, TokenLogprobs
-from cpmcu.sampling import SamplingParams
 from cpmcu.serving import grammar
 from cpmcu.serving.answers import (
     LOWEST,
@@ -35,7 +34,7 @@ from cpmcu.serving.protocol.chat import (
 )
 from cpmcu.serving.reasoning import ReasoningSplitter, is_open
 from cpmcu.serving.responses import Reply, answer, service_of
-from cpmcu.serving.service import Generation, PrefillProgress, Service
+from cpmcu.serving.service import Generation, PrefillProgress, Service, sampling_params
 from cpmcu.serving.token_text import TokenTexts
 from cpmcu.serving.tools import ToolParser
 
@@ -105,7 +104,7 @@ def _prepare(service: Service, body: ChatRequest, loop: asyncio.AbstractEventLoo
             calls = ForcedCalls(named.function.name if named else None)
         return AnswerParser(splitter, calls, only_one_call=body.parallel_tool_calls is False)
 
-    params = SamplingParams(
+    params = sampling_params(
         max_tokens=body.token_limit,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         **fields,

@@ -12,7 +12,6 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from cpmcu.outputs import CompletionOutput, StreamChunk, TokenLogprobs
-from cpmcu.sampling import SamplingParams
 from cpmcu.serving.answers import LOWEST, metrics_of
 from cpmcu.serving.errors import ApiError
 from cpmcu.serving.limits import check_text
@@ -24,7 +23,7 @@ from cpmcu.serving.protocol.completion import (
     CompletionResponse,
 )
 from cpmcu.serving.responses import Reply, answer, service_of
-from cpmcu.serving.service import Generation, Model, PrefillProgress, Service
+from cpmcu.serving.service import Generation, Model, PrefillProgress, Service, sampling_params
 
 router = APIRouter(tags=["generation"])
 
@@ -82,7 +81,7 @@ def _prepare(service: Service, body: CompletionRequest, loop: asyncio.AbstractEv
             ids.append(prompt)
             outside = any(not 0 <= token < model.llm.spec.vocab_size for token in prompt)
             texts.append("" if outside else tokenizer.decode(prompt))  # Generation will refuse it
-    params = SamplingParams(
+    params = sampling_params(
         max_tokens=1 if body.token_limit == 0 else body.token_limit,
         logprobs=body.logprobs,
         prompt_logprobs=body.logprobs if body.echo else None,
