@@ -35,7 +35,8 @@ class TokenTexts:
 
     def is_shown(self, token: int) -> bool:
         """Is it part of the text, unlike a special token?"""
-        return bool(self._tokenizer.decode([token]))
+        with_special = self._tokenizer.decode([token], skip_special_tokens=False)
+        return self._tokenizer.decode([token]) == with_special
 
     def _read(self, token: int) -> bytes:
         piece = self._tokenizer.piece(token)
