@@ -15,7 +15,7 @@ from cpmcu.outputs import CompletionOutput
 from cpmcu.serving.answers import metrics_of
 from cpmcu.serving.protocol.base import ApiModel, GenerationRequest, UsageInfo
 from cpmcu.serving.service import Generation, PrefillProgress, Service
-from cpmcu.serving.sse import EventStream, disconnected, event
+from cpmcu.serving.sse import EventStream, disconnected, to_json
 
 CLIENT_LEFT = 499  # nginx's status for it; nobody receives it, but the log has it
 
@@ -35,7 +35,8 @@ class Reply:
         self.id = f"{prefix}-{uuid.uuid4().hex}"
         self.created = int(time.time())
         self.model = body.model or service.names[0]
-        self._kind = kind
+        frame = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+        self._head = f"data: {to_json(frame)[:-1]},"  # the same in all chunks
 
     @property
     def wants_metrics(self) -> bool:
@@ -54,16 +55,8 @@ class Reply:
 
     def chunk(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
         """An event of a stream."""
-        return event(
-            {
-                "id": self.id,
-                "object": self._kind,
-                "created": self.created,
-                "model": self.model,
-                "choices": choices,
-                **more,
-            }
-        )
+        rest = to_json({"choices": choices, **more})
+        return f"{self._head}{rest[1:]}\n\n".encode()
 
     def progress(self, item: PrefillProgress) -> bytes:
         """An event that tells how much of a prompt was read (llama.cpp's field)."""

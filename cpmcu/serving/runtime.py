@@ -54,7 +54,11 @@ def run(config: ServerConfig, engine_config: EngineConfig) -> int:
         pass
     finally:
         service.close()
-    return 1 if server.failed else 0
+    status = 1 if server.failed else 0
+    if loader.is_alive():  # it cannot be stopped, and must not outlive the interpreter
+        logging.shutdown()
+        os._exit(status)
+    return status
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -87,7 +87,7 @@ class Service:
         # A directory's or repository's own name, and what it was given as.
         own = (Path(name).name or name, name) if engine_config.model else (Path(name).name,)
         self.names = tuple(dict.fromkeys(config.served_model_name or own))
-        self.state: Literal["loading", "ready", "stopping"] = "loading"
+        self.state: Literal["loading", "ready", "failed", "stopping"] = "loading"
         self.metrics = Metrics(self.names[0], self._load_of_engine)
         self._engine_config = engine_config
         self._model: Model | None = None
@@ -191,7 +191,8 @@ class Service:
             model.llm.submit(generation.requests)
         except RuntimeError as error:
             self._running.discard(generation)
-            logger.error("the engine refused a request: %s", error)
+            self.state = "failed"
+            logger.error("the engine takes no more requests: %s", error)
             raise ApiError(503, "The engine has stopped.", code="engine_stopped") from error
 
     def done(self, generation: Generation) -> None:

@@ -20,11 +20,13 @@ DONE = b"data: [DONE]\n\n"
 _PING = b": ping\n\n"
 
 
+# Made once: json.dumps would make one for each event.
+to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
+
+
 def event(value: Any) -> bytes:
     """One event that carries JSON."""
-    return (
-        b"data: " + json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
-    )
+    return f"data: {to_json(value)}\n\n".encode()
 
 
 class EventStream(Response):

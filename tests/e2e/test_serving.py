@@ -441,6 +441,37 @@ def test_stopping(seconds, tokens, reason):
         assert "Traceback" not in server.log
 
 
+def test_stopping_while_the_model_loads():
+    """The process ends at once, whatever the loading thread is doing."""
+    with start(ready=False) as server:
+        began = time.monotonic()
+        assert server.stop() == 0
+        assert time.monotonic() - began < 5
+        assert "Traceback" not in server.log
+
+
+def test_an_engine_that_is_broken():
+    """Requests get a 503, and /health says so."""
+    from cpmcu.config import EngineConfig
+    from cpmcu.serving.app import create_app
+    from cpmcu.serving.config import ServerConfig
+    from cpmcu.serving.service import Service
+
+    service = Service(EngineConfig(device="cpu", num_threads=1), ServerConfig())
+    service.load()
+
+    async def run() -> None:
+        transport = httpx.ASGITransport(create_app(service))
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+            service.model.llm.close()
+            reply = await client.post(CHAT, json=HELLO)
+            assert error_of(reply, 503)["code"] == "engine_stopped"
+            reply = await client.get("/health")
+            assert (reply.status_code, reply.json()["status"]) == (503, "failed")
+
+    asyncio.run(run())
+
+
 def test_the_socket_opens_before_the_model_is_loaded(server):
     lines = server.log.splitlines()
     listening = next(i for i, line in enumerate(lines) if "listening on" in line)

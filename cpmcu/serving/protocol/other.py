@@ -76,7 +76,7 @@ class DetokenizeResponse(ApiModel):
 class Health(ApiModel):
     """State of the server."""
 
-    status: Literal["ok", "loading", "stopping"]
+    status: Literal["ok", "loading", "failed", "stopping"]
     model_loaded: bool
 
 

@@ -15,10 +15,11 @@ PUBLIC = ("/health",)
 
 @router.get("/health", response_model=Health, responses={503: {"model": Health}})
 async def health(request: Request) -> JSONResponse:
-    """200 when requests are answered; 503 while the model loads and when the server stops."""
+    """200 when requests are answered; 503 while the model loads, after an engine failure from
+    which it cannot recover, and when the server stops."""
     state = service_of(request).state
     status = "ok" if state == "ready" else state
-    body = {"status": status, "model_loaded": state == "ready"}
+    body = {"status": status, "model_loaded": state != "loading"}
     return JSONResponse(body, 200 if state == "ready" else 503)
 
 
