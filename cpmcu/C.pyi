@@ -189,10 +189,17 @@ class Engine:
         """Gives the slot and its pages back. Steps in flight for it are dropped from results."""
     def reserve(self, slot: int, num_tokens: int) -> bool:
         """Takes pages so that the slot can hold `num_tokens`; False if there are too few."""
-    def prefill(self, items: Sequence[tuple[int, Sequence[int], bool]]) -> None:
+    def prefill(
+        self,
+        items: Sequence[tuple[int, Sequence[int], bool]],
+        mask_rows: Sequence[int] = ...,
+        masks: npt.NDArray[np.uint32] | None = None,
+    ) -> None:
         """One step over prompt chunks: (slot, token ids, last chunk of its prompt?).
 
-        At most chunk_length rows in all. A last chunk samples the first token.
+        At most chunk_length rows in all. A last chunk samples the first token; with `masks`
+        [M, ceil(V / 32)] the i-th of those that do so only one that mask mask_rows[i] allows
+        (-1: any).
         """
     def prefill_logprobs(
         self, slot: int, ids: Sequence[int], targets: Sequence[int], num_top: int
@@ -204,6 +211,18 @@ class Engine:
         """
     def decode(self, slots: Sequence[int]) -> None:
         """Enqueues one decode step for these slots; does not wait."""
+    def begin_masked(self, slots: Sequence[int]) -> list[tuple[list[int], list[int]]]:
+        """Enqueues a decode step up to its logits. Waits for the draft alone.
+
+        Returns tokens and parents of the N nodes of each slot's tree; node 0 is the root, an
+        unused node has token -1. Without a drafter there is the root alone. Another step or a
+        release before `end_masked` abandons the step.
+        """
+    def end_masked(self, mask_rows: Sequence[int], masks: npt.NDArray[np.uint32]) -> None:
+        """The rest of the step: draws, and accepts what agrees with the draft; does not wait.
+
+        mask_rows [slots * N]: which of masks [M, ceil(V / 32)] a node is held to; -1: none.
+        """
     def in_flight(self) -> int:
         """Steps enqueued and not yet collected."""
     def collect(self) -> list[SlotOutput]:

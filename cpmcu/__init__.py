@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from cpmcu.config import EngineConfig as EngineConfig
     from cpmcu.config import SpeculativeConfig as SpeculativeConfig
+    from cpmcu.grammar import Grammar as Grammar
     from cpmcu.llm import LLM as LLM
     from cpmcu.outputs import CompletionOutput as CompletionOutput
     from cpmcu.outputs import RequestOutput as RequestOutput
@@ -23,6 +24,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "LLM": "cpmcu.llm",
     "SamplingParams": "cpmcu.sampling",
+    "Grammar": "cpmcu.grammar",
     "EngineConfig": "cpmcu.config",
     "SpeculativeConfig": "cpmcu.config",
     "SpecDecodeMetrics": "cpmcu.spec_metrics",
@@ -35,6 +37,7 @@ __all__ = [
     "LLM",
     "CompletionOutput",
     "EngineConfig",
+    "Grammar",
     "RequestOutput",
     "SamplingParams",
     "SpecDecodeMetrics",

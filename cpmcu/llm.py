@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import queue
+import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from typing import TypeVar
 
     from cpmcu import C
+    from cpmcu.engine.grammar import GrammarCompiler, GrammarState
+    from cpmcu.grammar import Grammar
     from cpmcu.loading.progress import LoadProgress
     from cpmcu.serving.chat_template import ChatTemplate, Message
 
@@ -69,6 +72,8 @@ class LLM:
         self.generation_config = loaded.generation_config
         self.spec = loaded.spec
         self.tokenizer = Tokenizer.from_directory(loaded.directory)
+        self._grammars: GrammarCompiler | None = None
+        self._grammar_lock = threading.Lock()
         self._memory_plan = loaded.engine.memory_plan()
         self._runner = Runner(loaded.engine, page_size=C.PAGE_SIZE)
         # Also runs at interpreter exit, and when the last reference to the LLM goes.
@@ -169,7 +174,8 @@ class LLM:
     ) -> list[Request]:
         """The requests for the choices of a prompt, checked and ready for `submit`.
 
-        `params` must be resolved. Raises ValueError for a prompt that is empty or too long.
+        `params` must be resolved. Raises ValueError for a prompt that is empty or too long and for
+        a grammar that cannot be used, ImportError if grammars need a package that is missing.
         """
         if not prompt:
             raise ValueError("the prompt is empty, but must have at least one token")
@@ -205,6 +211,7 @@ class LLM:
                 want_logprobs=params.logprobs is not None,
                 prompt_logprobs=params.prompt_logprobs if index == 0 else None,
                 acceptance=self._acceptance(),
+                grammar=self._start(params.grammar),
             )
             for index in range(params.n)
         ]
@@ -230,6 +237,16 @@ class LLM:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+    def _start(self, grammar: Grammar | None) -> GrammarState | None:
+        if grammar is None:
+            return None
+        with self._grammar_lock:
+            if self._grammars is None:
+                from cpmcu.engine.grammar import GrammarCompiler  # loads numpy
+
+                self._grammars = GrammarCompiler(self.tokenizer, int(self.spec.vocab_size))
+        return self._grammars.start(grammar)
 
     def _acceptance(self) -> AcceptanceCounter | None:
         wanted = self.config.speculation.per_request_spec_decode_metrics

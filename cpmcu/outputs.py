@@ -43,6 +43,7 @@ class Timings:
     prompt_tokens: int
     output_tokens: int
     decode_steps: int  # engine steps after prefill that gave tokens to this choice
+    grammar_s: float = 0.0  # finding the tokens that its grammar allows, mostly beside the device
 
     @property
     def time_to_first_token_s(self) -> float:

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cpmcu.config import option
+from cpmcu.grammar import Grammar
 
 if TYPE_CHECKING:
     from cpmcu import C
@@ -86,6 +87,9 @@ class SamplingParams:
         flags=(),
     )
     skip_special_tokens: bool = option(True, "leave special tokens out of the text", flags=())
+    grammar: Grammar | None = option(  # noqa: RUF009
+        None, "what the output has to look like", flags=()
+    )
     n: int = option(1, "how many outputs to make for each prompt", flags=())
 
     def __post_init__(self) -> None:
@@ -109,6 +113,8 @@ class SamplingParams:
         for token, bias in (self.logit_bias or {}).items():
             _in_range("a logit_bias token id", token, 0, math.inf)
             _in_range(f"the logit_bias of token {token}", bias, -math.inf, math.inf)
+        if self.grammar is not None and not isinstance(self.grammar, Grammar):
+            raise ValueError(f"grammar is {self.grammar!r}, but must be a cpmcu.Grammar")
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

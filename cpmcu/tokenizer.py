@@ -19,6 +19,7 @@ class _Backend(Protocol):
     def id_of(self, token: str) -> int | None: ...
     def piece(self, token_id: int) -> str | None: ...
     def size(self) -> int: ...
+    def to_json(self) -> str: ...
 
 
 class Tokenizer:
@@ -78,6 +79,10 @@ class Tokenizer:
         """A token as the vocabulary spells it; None for an id without one."""
         return self._backend.piece(token_id)
 
+    def to_json(self) -> str:
+        """The tokenizer as the text of a tokenizer.json. ValueError if it has no such form."""
+        return self._backend.to_json()
+
     def _special_id(self, name: str) -> int | None:
         token = self.special_tokens.get(name)
         return None if token is None else self._backend.id_of(token)
@@ -118,6 +123,9 @@ class _FastBackend:
 
     def size(self) -> int:
         return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
+
+    def to_json(self) -> str:
+        return str(self._tokenizer.to_str())
 
     def _added(self, config: dict[str, Any], name: str) -> list[int]:
         token = self.id_of(_content(config[name])) if config.get(name) is not None else None
@@ -169,6 +177,12 @@ class _TransformersBackend:
 
     def size(self) -> int:
         return len(self._tokenizer)
+
+    def to_json(self) -> str:
+        fast = getattr(self._tokenizer, "backend_tokenizer", None)
+        if fast is None:
+            raise ValueError("the model's tokenizer has no tokenizer.json, which a grammar needs")
+        return str(fast.to_str())
 
 
 def _content(token: Any) -> str:

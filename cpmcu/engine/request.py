@@ -14,6 +14,7 @@ from cpmcu.outputs import CompletionOutput, FinishReason, StreamChunk, Timings, 
 
 if TYPE_CHECKING:
     from cpmcu import C
+    from cpmcu.engine.grammar import GrammarState
     from cpmcu.spec_metrics import AcceptanceCounter
 
 logger = logging.getLogger(__name__)
@@ -47,6 +48,7 @@ class Request:
         want_logprobs: bool = False,
         prompt_logprobs: int | None = None,
         acceptance: AcceptanceCounter | None = None,
+        grammar: GrammarState | None = None,
     ) -> None:
         self.id = next(_ids)
         self.prompt = list(prompt)
@@ -55,6 +57,7 @@ class Request:
         self.index = index
         self.num_prompt_logprobs = prompt_logprobs  # likeliest tokens to report; None: nothing
         self.prompt_logprobs: list[TokenLogprobs | None] = [None] * len(self.prompt)
+        self.grammar = grammar
         self.tokens: list[int] = []
         self.finish: Finish | None = None
         self.error: Exception | None = None
@@ -112,13 +115,15 @@ class Request:
             self._decode_steps += 1
         else:
             self._first = self._last
-        if drafted and self._acceptance is not None:
-            self._acceptance.add(len(tokens))
         before = len(self.tokens)
         text = ""
         for token in tokens:
             self.tokens.append(token)
             finish = self._stop_tokens.check(token, len(self.tokens))
+            if self.grammar is not None:
+                self.grammar.accept(token)
+                if self.grammar.stopped and (finish is None or finish.reason == "length"):
+                    finish = Finish("stop")
             shown = [] if self._stop_tokens.is_stop(token) else [token]
             piece, stop = self._push(shown, final=finish is not None)
             text += piece
@@ -128,6 +133,8 @@ class Request:
                 self.finish = finish
                 break
         taken = len(self.tokens) - before
+        if drafted and self._acceptance is not None:
+            self._acceptance.add(taken)
         self._send(text, self.tokens[before:], list(logprobs[:taken]))
 
     def end(self, reason: FinishReason) -> None:
@@ -171,6 +178,7 @@ class Request:
             prompt_tokens=len(self.prompt),
             output_tokens=len(self.tokens),
             decode_steps=self._decode_steps,
+            grammar_s=self.grammar.seconds if self.grammar is not None else 0.0,
         )
 
     def _push(self, tokens: Sequence[int], *, final: bool) -> tuple[str, str | None]:

@@ -16,11 +16,12 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from cpmcu.engine.request import Request
-from cpmcu.engine.scheduler import Scheduler, Step
+from cpmcu.engine.scheduler import Scheduler, Sequence, Step
 from cpmcu.outputs import TokenLogprobs
 
 if TYPE_CHECKING:
     from cpmcu import C
+    from cpmcu.engine.grammar import Words
 
 logger = logging.getLogger(__name__)
 
@@ -154,12 +155,21 @@ class Runner:
         return self._engine
 
     def _launch(self, step: Step) -> None:
+        slots = [sequence.slot for sequence in step.sequences]
         if step.targets is not None:
             self._score(step, step.targets)
         elif step.chunks is not None:
-            self._live.prefill(step.chunks)
+            drawing = [s for s, (_, _, last) in zip(step.sequences, step.chunks) if last]
+            if any(sequence.request.grammar for sequence in drawing):
+                trees = [([0], [-1])] * len(drawing)
+                self._live.prefill(step.chunks, *self._masks(drawing, trees))
+            else:
+                self._live.prefill(step.chunks)
+        elif any(sequence.request.grammar for sequence in step.sequences):
+            trees = self._live.begin_masked(slots)
+            self._live.end_masked(*self._masks(step.sequences, trees))
         else:
-            self._live.decode([sequence.slot for sequence in step.sequences])
+            self._live.decode(slots)
         self._in_flight.append(step)
 
     def _score(self, step: Step, targets: list[int]) -> None:
@@ -175,6 +185,26 @@ class Runner:
         ]
         sequence.request.scored(sequence.sent - len(chunk) + 1, entries)
 
+    def _masks(
+        self, sequences: list[Sequence], trees: list[tuple[list[int], list[int]]]
+    ) -> tuple[list[int], Words]:
+        """What the nodes of the sequences' trees may draw, as the engine takes it.
+
+        A grammar that fails ends its request; the rows are left without masks.
+        """
+        from cpmcu.engine.grammar import pack_masks  # loads numpy
+
+        masks: list[dict[int, Words]] = []
+        for sequence, (tokens, parents) in zip(sequences, trees):
+            masks.append({})
+            request = sequence.request
+            if request.grammar is not None and not request.done:
+                try:
+                    masks[-1] = request.grammar.masks(tokens, parents)
+                except RuntimeError as error:
+                    request.fail(error)
+        return pack_masks(masks, num_nodes=len(trees[0][0]))
+
     def _collect(self) -> None:
         step = self._in_flight.popleft()
         outputs = {output.slot: output for output in self._live.collect()}
@@ -187,7 +217,7 @@ class Runner:
             sequence.in_flight -= emits
             if sequence not in self._scheduler.active:  # it ended after this step was launched
                 continue
-            if emits and sequence.slot in outputs:
+            if emits and sequence.slot in outputs and not sequence.request.done:
                 self._accept(sequence.request, outputs[sequence.slot], step)
             if sequence.request.done:
                 self._scheduler.release(sequence)

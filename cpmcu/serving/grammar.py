@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
-import json
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
+from cpmcu.grammar import Grammar
 from cpmcu.serving.errors import ApiError
 
-# Request field -> classmethod of cpmcu.grammar.Grammar.
-GUIDED = {
-    "guided_json": "json_schema",
-    "guided_regex": "regex",
-    "guided_choice": "choice",
-    "guided_grammar": "lark",
+if TYPE_CHECKING:
+    from cpmcu.serving.protocol.base import ResponseFormat
+
+# vLLM's request fields.
+GUIDED: dict[str, Callable[[Any], Grammar]] = {
+    "guided_json": Grammar.json_schema,
+    "guided_regex": Grammar.regex,
+    "guided_choice": Grammar.choice,
+    "guided_grammar": Grammar.lark,
 }
 
 
-def constraint(kind: str, source: Any, param: str) -> dict[str, Any]:
-    """The SamplingParams field that makes an output match; `kind` is a method of Grammar.
+def available() -> bool:
+    """Is the library that follows grammars installed?"""
+    return importlib.util.find_spec("llguidance") is not None
+
+
+def make(param: str, function: Callable[..., Grammar], *source: Any) -> Grammar:
+    """`function(*source)`, asked for by the request field `param`.
 
     Raises ApiError (400) for a source that is wrong, or if the extra is not installed.
     """
@@ -31,26 +39,19 @@ def constraint(kind: str, source: Any, param: str) -> dict[str, Any]:
             param=param,
             code="missing_extra",
         )
-    grammars = importlib.import_module("cpmcu.grammar")
-    make = getattr(grammars.Grammar, kind)
     try:
-        return {"grammar": make() if source is None else make(source)}
+        return function(*source)
     except ValueError as error:
         raise ApiError(400, f"{param}: {error}.", param=param, code="invalid_value") from error
 
 
-def available() -> bool:
-    """Is structured output built in and installed?"""
-    return all(importlib.util.find_spec(name) for name in ("cpmcu.grammar", "llguidance"))
-
-
-def from_response_format(value: Any) -> dict[str, Any]:
-    """SamplingParams fields of OpenAI's `response_format`. Raises ApiError (400)."""
+def from_response_format(value: ResponseFormat | None) -> Grammar | None:
+    """The grammar of OpenAI's `response_format`. Raises ApiError (400)."""
     param = "response_format"
     if value is None or value.type == "text":
-        return {}
+        return None
     if value.type == "json_object":
-        return constraint("json_object", None, param)
+        return make(param, Grammar.json_object)
     schema = None if value.json_schema is None else value.json_schema.schema_
     if schema is None:
         raise ApiError(
@@ -59,11 +60,11 @@ def from_response_format(value: Any) -> dict[str, Any]:
             param=f"{param}.json_schema",
             code="invalid_value",
         )
-    return constraint("json_schema", schema, param)
+    return make(param, Grammar.json_schema, schema)
 
 
-def from_guided(fields: dict[str, Any]) -> dict[str, Any]:
-    """SamplingParams fields of vLLM's `guided_*` fields. Raises ApiError (400)."""
+def from_guided(fields: dict[str, Any]) -> Grammar | None:
+    """The grammar of vLLM's `guided_*` fields. Raises ApiError (400)."""
     given = {name: value for name, value in fields.items() if value is not None}
     if len(given) > 1:
         raise ApiError(
@@ -73,12 +74,28 @@ def from_guided(fields: dict[str, Any]) -> dict[str, Any]:
             code="invalid_value",
         )
     for name, value in given.items():
-        if name == "guided_json" and isinstance(value, str):
-            try:
-                value = json.loads(value)
-            except ValueError:
-                raise ApiError(
-                    400, f"{name} is not valid JSON.", param=name, code="invalid_value"
-                ) from None
-        return constraint(GUIDED[name], value, name)
-    return {}
+        return make(name, GUIDED[name], value)
+    return None
+
+
+def of_arguments(parameters: dict[str, Any]) -> Grammar:
+    """The arguments of a call, without white space, which weak models lose themselves in."""
+    schema = {"x-guidance": {"whitespace_flexible": False}, **parameters}
+    return make("tool_choice", Grammar.json_schema, schema)
+
+
+def of_calls(tools: dict[str, dict[str, Any]], *, several: bool) -> Grammar:
+    """A JSON list of calls to at least one of these tools (name -> schema of its parameters)."""
+    calls = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": name}, "parameters": parameters},
+            "required": ["name", "parameters"],
+            "additionalProperties": False,
+        }
+        for name, parameters in tools.items()
+    ]
+    schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
+    if not several:
+        schema["maxItems"] = 1
+    return of_arguments(schema)

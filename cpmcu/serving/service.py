@@ -356,13 +356,14 @@ def sampling_params(**fields: Any) -> SamplingParams:
 def bad_value(error: ValueError) -> ApiError:
     """A 400 that says what SamplingParams or LLM.prepare said, naming the field if it did."""
     message = str(error)
-    words = message.split()
     if message.startswith("the prompt"):
         too_long = "prompt and output together" in message
         code = "context_length_exceeded" if too_long else "invalid_value"
         return ApiError(400, f"T{message[1:]}.", param="prompt", code=code)
-    fields = [word for word in words if word in _FIELDS]
-    return ApiError(400, f"{message}.", param=next(iter(fields), None), code="invalid_value")
+    if message.startswith("the "):  # a grammar
+        return ApiError(400, f"T{message[1:]}.", code="invalid_value")
+    field = next((word for word in message.split() if word in _FIELDS), None)
+    return ApiError(400, f"{message}.", param=field, code="invalid_value")
 
 
 _FIELDS = {field.name for field in dataclasses.fields(SamplingParams)}

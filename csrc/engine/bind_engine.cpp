@@ -193,7 +193,7 @@ std::vector<PromptLogprob> prefill_logprobs(Engine& engine, int slot, const std:
   const int vocab_size = engine.spec().vocab_size;
   const auto top = static_cast<size_t>(std::min(num_top, vocab_size));
   std::vector<PromptLogprob> found;
-  engine.prefill({{.slot = slot, .ids = ids}}, [&](int first, int rows, const float* logits) {
+  engine.prefill({{.slot = slot, .ids = ids}}, {}, [&](int first, int rows, const float* logits) {
     for (int row = 0; row < rows; ++row) {
       const int target = targets[static_cast<size_t>(first + row)];
       const TokenLogprobs entry =
@@ -203,6 +203,17 @@ std::vector<PromptLogprob> prefill_logprobs(Engine& engine, int slot, const std:
     }
   });
   return found;
+}
+
+using Words = py::array_t<uint32_t, py::array::c_style>;
+
+// `words` must outlive the result.
+TokenMasks token_masks(const Engine& engine, const std::vector<int>& rows, const Words& words) {
+  const int64_t width = num_mask_words(engine.spec().vocab_size);
+  CHECK(words.ndim() == 2 && (words.shape(0) == 0 || words.shape(1) == width),
+        "masks have {} dimensions and {} words a row, expected 2 and {}", words.ndim(),
+        words.ndim() == 0 ? 0 : words.shape(words.ndim() - 1), width);
+  return {.rows = rows, .words = words.data(), .num_masks = static_cast<int>(words.shape(0))};
 }
 
 void bind_outputs(py::module_& m) {
@@ -325,13 +336,35 @@ void bind_engine(py::module_& m) {
       .def("reserve", &Engine::reserve, py::arg("slot"), py::arg("num_tokens"), no_gil)
       .def(
           "prefill",
-          [](Engine& engine, const std::vector<std::tuple<int, std::vector<int>, bool>>& items) {
-            engine.prefill(prefill_items(items));
+          [](Engine& engine, const std::vector<std::tuple<int, std::vector<int>, bool>>& items,
+             const std::vector<int>& mask_rows, const std::optional<Words>& words) {
+            const TokenMasks masks = words ? token_masks(engine, mask_rows, *words) : TokenMasks{};
+            const py::gil_scoped_release released;
+            engine.prefill(prefill_items(items), masks);
           },
-          py::arg("items"), no_gil)
+          py::arg("items"), py::arg("mask_rows") = std::vector<int>{},
+          py::arg("masks") = py::none())
       .def("prefill_logprobs", &prefill_logprobs, py::arg("slot"), py::arg("ids"),
            py::arg("targets"), py::arg("num_top"), no_gil)
       .def("decode", &Engine::decode, py::arg("slots"), no_gil)
+      .def(
+          "begin_masked",
+          [](Engine& engine, const std::vector<int>& slots) {
+            std::vector<std::pair<std::vector<int>, std::vector<int>>> trees;
+            for (Engine::DraftedTree& tree : engine.begin_masked(slots)) {
+              trees.emplace_back(std::move(tree.tokens), std::move(tree.parents));
+            }
+            return trees;
+          },
+          py::arg("slots"), no_gil)
+      .def(
+          "end_masked",
+          [](Engine& engine, const std::vector<int>& mask_rows, const Words& words) {
+            const TokenMasks masks = token_masks(engine, mask_rows, words);
+            const py::gil_scoped_release released;
+            engine.end_masked(masks);
+          },
+          py::arg("mask_rows"), py::arg("masks"))
       .def("in_flight", &Engine::in_flight)
       .def("collect", &Engine::collect, no_gil)
       .def("prompt_logits", &prompt_logits, py::arg("ids"))

@@ -2,6 +2,7 @@
 #include "engine/engine.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "kernels/gather_rows.h"
 #include "kernels/gemm/gemm.h"
@@ -10,7 +11,8 @@
 namespace cpmcu {
 // ---- steps
 
-void Engine::prefill(const std::vector<PrefillItem>& items, const WriteLogits& write) {
+void Engine::prefill(const std::vector<PrefillItem>& items, const TokenMasks& masks,
+                     const WriteLogits& write) {
   int num_rows = 0;
   std::vector<int> sampled_slots;
   CHECK(!items.empty() && static_cast<int>(items.size()) <= config_.max_num_seqs,
@@ -25,15 +27,18 @@ void Engine::prefill(const std::vector<PrefillItem>& items, const WriteLogits& w
   CHECK(num_rows <= limits_.max_rows, "a prefill step of {} rows, the chunk length is {}", num_rows,
         limits_.max_rows);
   begin_step();
+  const int num_sampled = static_cast<int>(sampled_slots.size());
+  const bool masked = !masks.rows.empty();
+  if (masked) upload_masks(masks, num_sampled);
   prefill_inputs_.upload_prefill(ctx_, num_steps_, items, host_lengths_);
-  run_prefill(items, num_rows, static_cast<int>(sampled_slots.size()), write);
+  run_prefill(items, num_rows, num_sampled, masked, write);
   for (const PrefillItem& item : items)
     host_lengths_[item.slot] += static_cast<int>(item.ids.size());
   end_step(sampled_slots);
 }
 
 void Engine::run_prefill(const std::vector<PrefillItem>& items, int num_rows, int num_sampled,
-                         const WriteLogits& write) {
+                         bool masked, const WriteLogits& write) {
   const StepInputs::Device& inputs = prefill_inputs_.device();
   const Tensor hidden = model_.forward(ctx_, prefill_step(items, num_rows), cache_);
   if (write) read_logits(hidden, write);
@@ -41,7 +46,7 @@ void Engine::run_prefill(const std::vector<PrefillItem>& items, int num_rows, in
     const Tensor rows = last_rows_.rows(0, num_sampled);
     gather_rows(ctx_, {.out = rows, .x = hidden, .index = inputs.sampled_rows});
     const Tensor logits = model_.head(ctx_, rows);
-    sampler_.draw(ctx_, logits, inputs.sampled_slots, inputs.sampled_positions);
+    sampler_.draw(ctx_, logits, inputs.sampled_slots, inputs.sampled_positions, nullptr, masked);
   }
   if (drafter_) draft_prompts(items, hidden);
   finish(inputs, static_cast<int>(items.size()), num_sampled);
@@ -104,45 +109,57 @@ void Engine::draft_prompts(const std::vector<PrefillItem>& items, const Tensor& 
 }
 
 void Engine::decode(const std::vector<int>& slots) {
-  int max_kv = 0;
-  CHECK(!slots.empty() && static_cast<int>(slots.size()) <= config_.max_num_seqs,
-        "a decode step of {} sequences, expected 1 to {}", slots.size(), config_.max_num_seqs);
-  for (int slot : slots) {
-    check_slot(slot);
-    check_room(slot, 1);
-    CHECK(host_lengths_[slot] > 0, "slot {} decodes before its prompt was prefilled", slot);
-    max_kv = std::max(max_kv, length_bound(slot) + 1 + lookahead());
-  }
-  begin_step();
-  if (slots != decode_slots_) {
-    decode_inputs_.upload_slots(ctx_, num_steps_, slots);
-    decode_slots_ = slots;
-  }
-  const GraphRunner::Key key{.num_seqs = static_cast<int>(slots.size()),
-                             .max_kv = kv_bucket(max_kv)};
+  const GraphRunner::Key key = begin_decode_step(slots);
   graphs_->run(key, [&] {
-    drafter_ ? run_cycle(key.num_seqs, key.max_kv) : run_decode(key.num_seqs, key.max_kv);
+    propose(key.num_seqs, key.max_kv);
+    verify(key.num_seqs, key.max_kv);
+    accept(key.num_seqs, /*masked=*/false);
   });
-  for (int slot : slots) {
-    drafter_ ? slots_[slot].in_flight_tokens += tokens_per_step() : ++host_lengths_[slot];
-  }
-  end_step(slots, drafter_ != nullptr);
+  end_decode_step(slots);
 }
 
-// A speculative cycle: draft, verify, sample, accept, compact, publish. Nothing waits for the host.
-void Engine::run_cycle(int num_seqs, int max_kv) {
+std::vector<Engine::DraftedTree> Engine::begin_masked(const std::vector<int>& slots) {
+  GraphRunner::Key key = begin_decode_step(slots);
+  key.part = GraphRunner::Part::kPropose;
+  graphs_->run(key, [&] { propose(key.num_seqs, key.max_kv); });
+  std::vector<DraftedTree> trees = read_trees(key.num_seqs);
+  key.part = GraphRunner::Part::kVerify;
+  graphs_->run(key, [&] { verify(key.num_seqs, key.max_kv); });
+  half_done_ = slots;
+  return trees;
+}
+
+void Engine::end_masked(const TokenMasks& masks) {
+  CHECK_STATE(!half_done_.empty(), "no masked step has begun");
+  const std::vector<int> slots = std::exchange(half_done_, {});
+  const int num_seqs = static_cast<int>(slots.size());
+  upload_masks(masks, num_seqs * tree_size());
+  graphs_->run({.num_seqs = num_seqs, .part = GraphRunner::Part::kAccept},
+               [&] { accept(num_seqs, /*masked=*/true); });
+  end_decode_step(slots);
+}
+
+// The rows of a decode step: of each sequence a tree of drafted tokens, or its last token alone.
+void Engine::propose(int num_seqs, int max_kv) {
   const StepInputs::Device& inputs = decode_inputs_.device();
-  TokenTrees trees = trees_;
-  trees.num_seqs = num_seqs;
-  const int num_rows = num_seqs * trees.num_nodes;
+  if (!drafter_) {
+    begin_decode(ctx_, {.seq_slots = inputs.seq_slots,
+                        .num_seqs = num_seqs,
+                        .state = slot_state(),
+                        .ids = inputs.ids,
+                        .positions = inputs.positions,
+                        .row_seqs = inputs.row_seqs,
+                        .seq_row_begin = inputs.seq_row_begin});
+    return;
+  }
   drafter_->propose(ctx_, {.num_seqs = num_seqs,
                            .seq_slots = inputs.seq_slots,
                            .max_kv = max_kv,
                            .cache = &cache_,
                            .state = draft_state_,
                            .slots = slot_state(),
-                           .trees = trees});
-  begin_verify(ctx_, {.trees = trees,
+                           .trees = trees_of(num_seqs)});
+  begin_verify(ctx_, {.trees = trees_of(num_seqs),
                       .seq_slots = inputs.seq_slots,
                       .lengths = lengths_,
                       .ids = verify_ids_,
@@ -150,9 +167,26 @@ void Engine::run_cycle(int num_seqs, int max_kv) {
                       .row_slots = verify_slots_,
                       .row_seqs = verify_seqs_,
                       .seq_row_begin = verify_begin_});
-  const Tensor hidden = model_.forward(ctx_, verify_step(trees, max_kv), cache_);
-  const Tensor logits = model_.head(ctx_, hidden);
-  sampler_.draw(ctx_, logits, verify_slots_, verify_positions_, &trees);
+}
+
+// The target runs over all rows, up to their logits.
+void Engine::verify(int num_seqs, int max_kv) {
+  const Step step =
+      drafter_ ? verify_step(trees_of(num_seqs), max_kv) : decode_step(num_seqs, max_kv);
+  model_.head(ctx_, model_.forward(ctx_, step, cache_));
+}
+
+// Draws a token at each row, keeps what agrees with the draft, publishes it.
+void Engine::accept(int num_seqs, bool masked) {
+  const StepInputs::Device& inputs = decode_inputs_.device();
+  const Tensor logits = model_.logits(num_seqs * tree_size());
+  if (!drafter_) {
+    sampler_.draw(ctx_, logits, inputs.seq_slots, inputs.positions, nullptr, masked);
+    finish(inputs, num_seqs, num_seqs);
+    return;
+  }
+  const TokenTrees trees = trees_of(num_seqs);
+  sampler_.draw(ctx_, logits, verify_slots_, verify_positions_, &trees, masked);
   accept_tree(ctx_, accept_params(trees));
   compact_kv(ctx_, {.pool = cache_.pool(0),
                     .num_kv_heads = spec_.num_key_value_heads,
@@ -166,6 +200,7 @@ void Engine::run_cycle(int num_seqs, int max_kv) {
                     .paths = paths_,
                     .num_emitted = num_emitted_});
   if (drafter_->features() != FeatureKind::kNone) {
+    const int num_rows = num_seqs * trees.num_nodes;
     const bool final = drafter_->features() == FeatureKind::kFinal;
     gather_rows(ctx_, {.out = draft_state_.pending_features,
                        .x = final ? model_.normed_rows(num_rows) : model_.tapped(num_rows),
@@ -173,24 +208,6 @@ void Engine::run_cycle(int num_seqs, int max_kv) {
                        .out_index = feature_slots_,
                        .num_rows = num_seqs * tokens_per_step()});
   }
-}
-
-void Engine::run_decode(int num_seqs, int max_kv) {
-  const StepInputs::Device& inputs = decode_inputs_.device();
-  begin_decode(ctx_, {.seq_slots = inputs.seq_slots,
-                      .num_seqs = num_seqs,
-                      .state = slot_state(),
-                      .ids = inputs.ids,
-                      .positions = inputs.positions,
-                      .row_seqs = inputs.row_seqs,
-                      .seq_row_begin = inputs.seq_row_begin});
-  const Step step{.phase = Phase::kDecode,
-                  .ids = inputs.ids,
-                  .rows = step_rows(inputs, num_seqs, num_seqs, 1, max_kv)};
-  const Tensor hidden = model_.forward(ctx_, step, cache_);
-  const Tensor logits = model_.head(ctx_, hidden);
-  sampler_.draw(ctx_, logits, inputs.seq_slots, inputs.positions);
-  finish(inputs, num_seqs, num_seqs);
 }
 
 // Grows the sequences by the step's rows, keeps the drawn tokens as the next inputs, publishes
@@ -282,139 +299,6 @@ void Engine::read_logits(const Tensor& hidden, const WriteLogits& write) {
   }
 }
 
-// ---- steps: helpers
-
-void Engine::begin_step() {
-  CHECK_STATE(ready_, "the engine has no weights yet: load them and call finish_loading");
-  CHECK_STATE(in_flight() < kMaxInFlight, "{} steps are in flight; collect one first", in_flight());
-  set_device(ctx_.device);
-  if (!ctx_.device.is_cuda()) set_num_threads(config_.num_threads);
-}
-
-void Engine::end_step(const std::vector<int>& sampled_slots, bool cycle) {
-  PendingStep step{.number = num_steps_++, .cycle = cycle};
-  for (int slot : sampled_slots) step.sampled.emplace_back(slot, slots_[slot].generation);
-  pending_.push_back(std::move(step));
-}
-
-StepRows Engine::step_rows(const StepInputs::Device& inputs, int num_rows, int num_seqs,
-                           int max_seq_rows, int max_kv) const {
-  return {.num_rows = num_rows,
-          .num_seqs = num_seqs,
-          .max_seq_rows = max_seq_rows,
-          .max_kv = max_kv,
-          .positions = inputs.positions,
-          .row_seqs = inputs.row_seqs,
-          .seq_slots = inputs.seq_slots,
-          .seq_row_begin = inputs.seq_row_begin,
-          .slot_lengths = lengths_,
-          .page_table = cache_.page_table(),
-          .max_pages = cache_.max_pages()};
-}
-
-Step Engine::verify_step(const TokenTrees& trees, int max_kv) const {
-  const int num_rows = trees.num_seqs * trees.num_nodes;
-  StepInputs::Device inputs{};
-  inputs.positions = verify_positions_;
-  inputs.row_seqs = verify_seqs_;
-  inputs.seq_slots = decode_inputs_.device().seq_slots;
-  inputs.seq_row_begin = verify_begin_;
-  Step step{.phase = Phase::kDecode,
-            .ids = verify_ids_,
-            .verify = true,
-            .rows = step_rows(inputs, num_rows, trees.num_seqs, trees.num_nodes, max_kv)};
-  step.rows.row_masks = trees.masks;
-  return step;
-}
-
-AcceptTreeParams Engine::accept_params(const TokenTrees& trees) const {
-  return {.trees = trees,
-          .max_emitted = tokens_per_step(),
-          .drawn = sampler_.tokens(),
-          .logprobs = sampler_.logprobs(),
-          .seq_slots = decode_inputs_.device().seq_slots,
-          .sampling = sampler_.sampling(),
-          .state = slot_state(),
-          .stops = stops_,
-          .paths = paths_,
-          .num_emitted = num_emitted_,
-          .pending_ids = draft_state_.pending_ids,
-          .pending_counts = draft_state_.pending_counts,
-          .feature_rows = feature_rows_,
-          .feature_slots = feature_slots_,
-          .results = ring_.results(),
-          .ring_size = ring_.ring_size(),
-          .max_seqs = ring_.max_seqs(),
-          .ticket = ring_.ticket(),
-          .done = ring_.done()};
-}
-
-// A bound of the slot's length once the steps in flight are done.
-int Engine::length_bound(int slot) const {
-  return std::min(host_lengths_[slot] + slots_[slot].in_flight_tokens, limits_.max_model_len);
-}
-
-// Cells beyond its tokens that a sequence needs during a step: the tree that is verified, and in
-// the draft's cache the rows that catch up and the levels of the tree.
-int Engine::lookahead() const {
-  if (!draft_) return 0;
-  return std::max(draft_->tree_size, draft_->depth + 1 + draft_->topk * (draft_->depth - 1));
-}
-
-Step Engine::prefill_step(const std::vector<PrefillItem>& items, int num_rows) const {
-  int max_seq_rows = 0, max_kv = 0;
-  for (const PrefillItem& item : items) {
-    const int rows = static_cast<int>(item.ids.size());
-    max_seq_rows = std::max(max_seq_rows, rows);
-    max_kv = std::max(max_kv, host_lengths_[item.slot] + rows);
-  }
-  const StepInputs::Device& inputs = prefill_inputs_.device();
-  return {
-      .phase = Phase::kPrefill,
-      .ids = inputs.ids,
-      .rows = step_rows(inputs, num_rows, static_cast<int>(items.size()), max_seq_rows, max_kv)};
-}
-
-// Graphs are kept per power of two of the longest sequence, from 1024 up.
-int Engine::kv_bucket(int num_cells) const {
-  int bucket = 1024;
-  while (bucket < num_cells) bucket *= 2;
-  return std::min(bucket, cache_.max_pages() * kPageSize);
-}
-
-void Engine::check_slot(int slot) const {
-  CHECK(slot >= 0 && slot < config_.max_num_seqs && slots_[slot].used, "slot {} holds no sequence",
-        slot);
-}
-
-void Engine::check_ids(const std::vector<int>& ids) const {
-  CHECK(!ids.empty(), "a prompt chunk has no tokens");
-  for (int id : ids) {
-    CHECK(id >= 0 && id < spec_.vocab_size, "token id {} is outside the vocabulary of {}", id,
-          spec_.vocab_size);
-  }
-}
-
-void Engine::check_room(int slot, int num_rows) const {
-  const int length = host_lengths_[slot];
-  CHECK(length + num_rows <= limits_.max_model_len,
-        "slot {} holds {} tokens and {} more were asked for; the engine holds {} a sequence", slot,
-        length, num_rows, limits_.max_model_len);
-  const int need = std::max(length + num_rows, length_bound(slot)) + lookahead();
-  CHECK(need <= cache_.capacity(slot),
-        "slot {} has pages for {} tokens and needs {}; reserve them first", slot,
-        std::max(0, cache_.capacity(slot) - lookahead()), need - lookahead());
-}
-
-SlotState Engine::slot_state() const {
-  return {.lengths = lengths_,
-          .next_tokens = next_tokens_,
-          .counts = sampler_.counts(),
-          .history = history_,
-          .max_len = limits_.max_model_len,
-          .vocab_size = spec_.vocab_size};
-}
-
 // ---- sequences
 
 int Engine::add_sequence(const SamplingConfig& sampling, const std::vector<int>& ids,
@@ -445,6 +329,7 @@ int Engine::add_sequence(const SamplingConfig& sampling, const std::vector<int>&
 
 void Engine::release(int slot) {
   check_slot(slot);
+  half_done_.clear();
   slots_[slot].used = false;
   ++slots_[slot].generation;
   cache_.release(slot);

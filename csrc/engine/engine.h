@@ -36,6 +36,11 @@ class Engine {
     bool finished = false;  // the device ended the sequence
   };
 
+  // Node 0 is the root, whose token has been emitted. Unused nodes hold token -1.
+  struct DraftedTree {
+    std::vector<int> tokens{}, parents{};  // [N]
+  };
+
   // Plans and allocates all memory. Throws Error(kMemory) that says what does not fit.
   // With a drafter, decode steps are speculative cycles.
   Engine(const ModelSpec& spec, const RuntimeConfig& config,
@@ -62,9 +67,18 @@ class Engine {
   // ---- steps
   // write(first_row, rows, logits [rows, V]) for consecutive rows of a step, on the host.
   using WriteLogits = std::function<void(int, int, const float*)>;
-  // With `write`, also reads every row's logits back, and so waits for the device.
-  void prefill(const std::vector<PrefillItem>& items, const WriteLogits& write = nullptr);
+  // `masks`: of the sequences that draw a token, in order. With `write`, also reads every row's
+  // logits back, and so waits for the device.
+  void prefill(const std::vector<PrefillItem>& items, const TokenMasks& masks = {},
+               const WriteLogits& write = nullptr);
   void decode(const std::vector<int>& slots);
+  // The same in two halves, for sequences whose tokens are masked: which tokens a node of the tree
+  // may draw depends on those before it, and only the host can tell. `begin_masked` returns a tree
+  // of each slot while the forward pass over it runs (without a drafter: of the root alone);
+  // `end_masked` takes masks of their nodes, draws and accepts. Another step, or a release,
+  // between the two abandons the first.
+  std::vector<DraftedTree> begin_masked(const std::vector<int>& slots);
+  void end_masked(const TokenMasks& masks);
   int in_flight() const { return static_cast<int>(pending_.size()); }
   std::vector<SlotOutput> collect();
   // Logits of every position of a prompt.
@@ -105,14 +119,22 @@ class Engine {
   void bind_draft();
   int lookahead() const;  // cells beyond its tokens that a sequence needs during a step
   void run_prefill(const std::vector<PrefillItem>& items, int num_rows, int num_sampled,
-                   const WriteLogits& write);
+                   bool masked, const WriteLogits& write);
   void read_logits(const Tensor& hidden, const WriteLogits& write);
-  void run_decode(int num_seqs, int max_kv);
-  void run_cycle(int num_seqs, int max_kv);
+  GraphRunner::Key begin_decode_step(const std::vector<int>& slots);
+  void end_decode_step(const std::vector<int>& slots);
+  void propose(int num_seqs, int max_kv);
+  void verify(int num_seqs, int max_kv);
+  void accept(int num_seqs, bool masked);
+  int tree_size() const { return draft_ ? draft_->tree_size : 1; }
+  TokenTrees trees_of(int num_seqs) const;
+  std::vector<DraftedTree> read_trees(int num_seqs);
+  void upload_masks(const TokenMasks& masks, int num_rows);
   void draft_prompts(const std::vector<PrefillItem>& items, const Tensor& hidden);
   void finish(const StepInputs::Device& inputs, int num_seqs, int num_sampled);
   StepRows step_rows(const StepInputs::Device& inputs, int num_rows, int num_seqs, int max_seq_rows,
                      int max_kv) const;
+  Step decode_step(int num_seqs, int max_kv) const;
   Step verify_step(const TokenTrees& trees, int max_kv) const;
   AcceptTreeParams accept_params(const TokenTrees& trees) const;
   int length_bound(int slot) const;
@@ -154,11 +176,13 @@ class Engine {
       *feature_rows_ = nullptr, *feature_slots_ = nullptr, *zeros_ = nullptr, *history_ = nullptr;
   SlotStop* stops_ = nullptr;         // [slots]
   SlotStop* stops_mirror_ = nullptr;  // pinned
+  int* trees_mirror_ = nullptr;       // pinned: tokens and parents, [2, slots * N]
   DraftState draft_state_;
   Tensor features_;  // [T, F] of a prompt chunk
   std::vector<Slot> slots_;
   std::vector<int> host_lengths_;  // what lengths_ will be once the steps in flight are done
   std::vector<int> decode_slots_;  // as they lie on the device
+  std::vector<int> half_done_;     // slots of a decode step whose second half is still to come
   std::deque<PendingStep> pending_;
   uint64_t num_steps_ = 0;
   int64_t num_waits_ = 0;

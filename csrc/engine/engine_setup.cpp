@@ -70,6 +70,7 @@ Engine::~Engine() {
   graphs_.reset();
   loader_.reset();
   if (stops_mirror_ != nullptr) release_pinned(ctx_.device, stops_mirror_);
+  if (trees_mirror_ != nullptr) release_pinned(ctx_.device, trees_mirror_);
   destroy_stream(ctx_.device, ctx_.stream);
 }
 
@@ -85,7 +86,7 @@ void Engine::plan_memory() {
   const int max_len =
       config_.max_model_len > 0 ? config_.max_model_len : spec_.max_position_embeddings;
   const int slots = config_.max_num_seqs;
-  const int decode_rows = slots * (draft_ ? draft_->tree_size : 1);
+  const int decode_rows = slots * tree_size();
   limits_ = {.max_rows = std::max(std::min(config_.chunk_length, max_len), decode_rows),
              .max_decode_rows = decode_rows,
              .max_model_len = max_len + lookahead()};
@@ -190,6 +191,7 @@ void Engine::bind_draft() {
   history_ = arena_->array<int>(history_id_);
   stops_mirror_ = static_cast<SlotStop*>(
       allocate_pinned(ctx_.device, static_cast<int64_t>(sizeof(SlotStop)) * slots));
+  trees_mirror_ = static_cast<int*>(allocate_pinned(ctx_.device, int64_t{2} * 4 * slots * nodes));
   features_ = arena_->tensor(features_id_, spec_.dtype, {limits_.max_rows, feature_width()});
   draft_state_.pending_features = arena_->tensor(pending_features_id_, spec_.dtype,
                                                  {int64_t{slots} * pending, feature_width()});

@@ -17,9 +17,11 @@ namespace cpmcu {
 
 class GraphRunner {
  public:
+  enum class Part { kWhole, kPropose, kVerify, kAccept };  // of a decode step
   struct Key {
     int num_seqs = 0;
     int max_kv = 0;  // bucket
+    Part part = Part::kWhole;
     auto operator<=>(const Key&) const = default;
   };
 

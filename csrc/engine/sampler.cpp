@@ -1,5 +1,6 @@
 #include "engine/sampler.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 
@@ -7,6 +8,7 @@ namespace cpmcu {
 
 Sampler::~Sampler() {
   if (mirror_ != nullptr) release_pinned(device_, mirror_);
+  if (mask_mirror_ != nullptr) release_pinned(device_, mask_mirror_);
 }
 
 void Sampler::plan(MemoryPlan& plan, int num_slots, int max_rows, int vocab_size,
@@ -22,6 +24,7 @@ void Sampler::plan(MemoryPlan& plan, int num_slots, int max_rows, int vocab_size
   tokens_id_ = plan.add("drawn_tokens", "state", int64_t{4} * max_rows);
   logprobs_id_ =
       plan.add("drawn_logprobs", "state", static_cast<int64_t>(sizeof(TokenLogprobs)) * max_rows);
+  masks_id_ = plan.add("token_masks", "state", 4 * num_mask_ints(max_rows));
 }
 
 void Sampler::bind(const Context& ctx, const Arena& arena) {
@@ -34,6 +37,8 @@ void Sampler::bind(const Context& ctx, const Arena& arena) {
   ids_ = arena.array<int>(ids_id_);
   const int64_t bytes = static_cast<int64_t>(sizeof(SlotSampling)) * num_slots_;
   mirror_ = static_cast<SlotSampling*>(allocate_pinned(ctx.device, bytes));
+  mask_rows_ = arena.array<int>(masks_id_);
+  mask_mirror_ = static_cast<int*>(allocate_pinned(ctx.device, 4 * num_mask_ints(max_rows_)));
 }
 
 void Sampler::check(const SamplingConfig& config) const {
@@ -94,8 +99,22 @@ void Sampler::reset(const Context& ctx, const SlotState& state, int slot,
   if (num_ids > 0 || use_bias) synchronize(ctx.device, ctx.stream);  // they lie in pageable memory
 }
 
+void Sampler::upload_masks(const Context& ctx, const TokenMasks& masks, int num_rows) {
+  CHECK(static_cast<int>(masks.rows.size()) == num_rows,
+        "masks are given for {} rows, the step has {}", masks.rows.size(), num_rows);
+  CHECK(masks.num_masks <= num_rows, "{} masks are given for {} rows", masks.num_masks, num_rows);
+  for (int index : masks.rows) {
+    CHECK(index >= -1 && index < masks.num_masks, "a row has mask {}, but there are {}", index,
+          masks.num_masks);
+  }
+  std::copy(masks.rows.begin(), masks.rows.end(), mask_mirror_);
+  const int64_t num_ints = num_mask_ints(masks.num_masks);
+  std::memcpy(mask_mirror_ + max_rows_, masks.words, 4 * (num_ints - max_rows_));
+  copy_to_device(ctx.device, mask_rows_, mask_mirror_, 4 * num_ints, ctx.stream);
+}
+
 void Sampler::draw(const Context& ctx, const Tensor& logits, const int* row_slots,
-                   const int* row_positions, const TokenTrees* trees) const {
+                   const int* row_positions, const TokenTrees* trees, bool masked) const {
   sample(ctx, {.logits = logits,
                .row_slots = row_slots,
                .row_positions = row_positions,
@@ -105,6 +124,8 @@ void Sampler::draw(const Context& ctx, const Tensor& logits, const int* row_slot
                .tree_tokens = trees ? trees->tokens : nullptr,
                .tree_masks = trees ? trees->masks : nullptr,
                .tree_size = trees ? trees->num_nodes : 0,
+               .mask_rows = masked ? mask_rows_ : nullptr,
+               .masks = reinterpret_cast<const uint32_t*>(mask_rows_ + max_rows_),
                .tokens = tokens_,
                .logprobs = logprobs_});
 }

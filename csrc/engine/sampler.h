@@ -1,6 +1,8 @@
 // Per-slot sampling state on the device, and the draw.
 #pragma once
 
+#include <vector>
+
 #include "core/arena.h"
 #include "engine/runtime_config.h"
 #include "kernels/sample.h"
@@ -8,6 +10,13 @@
 #include "kernels/tree.h"
 
 namespace cpmcu {
+
+// What the rows of a step may draw, in host memory: row r the tokens of mask rows[r], -1: all.
+struct TokenMasks {
+  std::vector<int> rows;            // [R]; empty: no row has a mask
+  const uint32_t* words = nullptr;  // [M, num_mask_words(V)]
+  int num_masks = 0;                // M <= R
+};
 
 class Sampler {
  public:
@@ -22,9 +31,14 @@ class Sampler {
   void reset(const Context& ctx, const SlotState& state, int slot, const SamplingConfig& config,
              const std::vector<int>& ids, int num_prompt);
 
+  // Uploads the masks of the next masked draw, of `num_rows` rows. What was uploaded before must
+  // have been read.
+  void upload_masks(const Context& ctx, const TokenMasks& masks, int num_rows);
+
   // Draws tokens()[r] from logits [R, V] for row r of slot row_slots[r] at row_positions[r].
+  // Graph-safe.
   void draw(const Context& ctx, const Tensor& logits, const int* row_slots,
-            const int* row_positions, const TokenTrees* trees = nullptr) const;
+            const int* row_positions, const TokenTrees* trees, bool masked) const;
 
   const int* tokens() const { return tokens_; }
   const TokenLogprobs* logprobs() const { return logprobs_; }
@@ -33,11 +47,14 @@ class Sampler {
 
  private:
   void check(const SamplingConfig& config) const;
+  int64_t num_mask_ints(int num_masks) const {  // mask_rows_ and what is behind it
+    return max_rows_ + int64_t{num_masks} * num_mask_words(vocab_size_);
+  }
 
   Device device_;
   int num_slots_ = 0, max_rows_ = 0, vocab_size_ = 0, max_model_len_ = 0;
   MemoryPlan::Id sampling_id_ = 0, counts_id_ = 0, bias_id_ = 0, tokens_id_ = 0, logprobs_id_ = 0,
-                 ids_id_ = 0;
+                 ids_id_ = 0, masks_id_ = 0;
   SlotSampling* sampling_ = nullptr;   // [slots]
   SlotSampling* mirror_ = nullptr;     // the same in pinned memory
   int* counts_ = nullptr;              // [slots, V]
@@ -45,6 +62,8 @@ class Sampler {
   int* tokens_ = nullptr;              // [R]
   TokenLogprobs* logprobs_ = nullptr;  // [R]
   int* ids_ = nullptr;                 // [max_model_len] staging for reset
+  int* mask_rows_ = nullptr;           // [R], and behind it masks [R, num_mask_words(V)]
+  int* mask_mirror_ = nullptr;         // the same in pinned memory
 };
 
 }  // namespace cpmcu

@@ -280,7 +280,8 @@ void bind_step_ops(py::module_& m) {
       "sample",
       [](const OpsContext& c, SharedArray logits, SharedArray row_slots, SharedArray row_positions,
          SharedArray sampling, SharedArray counts, SharedArray bias, SharedArray tree_tokens,
-         SharedArray tree_masks, int tree_size, SharedArray tokens, SharedArray logprobs) {
+         SharedArray tree_masks, int tree_size, SharedArray mask_rows, SharedArray masks,
+         SharedArray tokens, SharedArray logprobs) {
         sample(c.ctx, {.logits = tensor_of(logits),
                        .row_slots = ints(row_slots),
                        .row_positions = ints(row_positions),
@@ -290,13 +291,15 @@ void bind_step_ops(py::module_& m) {
                        .tree_tokens = ints(tree_tokens),
                        .tree_masks = words(tree_masks),
                        .tree_size = tree_size,
+                       .mask_rows = ints(mask_rows),
+                       .masks = structs<uint32_t>(masks),
                        .tokens = ints(tokens),
                        .logprobs = structs<TokenLogprobs>(logprobs)});
       },
       "ctx"_a, py::kw_only(), "logits"_a, "row_slots"_a, "row_positions"_a, "sampling"_a,
       "counts"_a = SharedArray(), "bias"_a = SharedArray(), "tree_tokens"_a = SharedArray(),
-      "tree_masks"_a = SharedArray(), "tree_size"_a = 0, "tokens"_a, "logprobs"_a = SharedArray(),
-      "csrc/kernels/sample.h");
+      "tree_masks"_a = SharedArray(), "tree_size"_a = 0, "mask_rows"_a = SharedArray(),
+      "masks"_a = SharedArray(), "tokens"_a, "logprobs"_a = SharedArray(), "csrc/kernels/sample.h");
   m.def(
       "begin_decode",
       [](const OpsContext& c, SharedArray seq_slots, int num_seqs, const OpsState& state,

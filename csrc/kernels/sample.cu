@@ -46,6 +46,8 @@ struct SampleArgs {
   const int* tree_tokens;        // [B, N] or null
   const uint64_t* tree_masks;    // [B, N]
   int tree_size;                 // N
+  const int* mask_rows;          // [R] or null
+  const uint32_t* masks;         // [M, num_mask_words(V)]
   int* tokens;                   // [R]
   TokenLogprobs* logprobs;       // [R]
   int vocab_size;
@@ -97,10 +99,11 @@ struct RowSampler {
   const SampleArgs& args;
   const SlotSampling s;
   Smem& smem;
-  const float* logits;  // [V]
-  const int* counts;    // [V]
-  const float* bias;    // [V]
-  int turn = 0;         // which of two exchange buffers is free
+  const float* logits;             // [V]
+  const int* counts;               // [V]
+  const float* bias;               // [V]
+  const uint32_t* mask = nullptr;  // [num_mask_words(V)] or null
+  int turn = 0;                    // which of two exchange buffers is free
 
   __device__ RowSampler(const SampleArgs& args, Smem& smem, int row)
       : args(args), s(args.sampling[args.row_slots[row]]), smem(smem) {
@@ -108,6 +111,8 @@ struct RowSampler {
     logits = args.logits + int64_t{row} * args.vocab_size;
     counts = args.counts + slot * args.vocab_size;
     bias = args.bias + slot * args.vocab_size;
+    const int mask_row = args.mask_rows ? args.mask_rows[row] : -1;
+    if (mask_row >= 0) mask = args.masks + int64_t{mask_row} * num_mask_words(args.vocab_size);
     if (s.use_penalties) find_path(row);
   }
 
@@ -164,6 +169,13 @@ struct RowSampler {
     for (int i = 0; i < 4; ++i) z[i] = __fadd_rn(z[i], b[i]);
   }
 
+  // The four bits lie in one word.
+  __device__ __forceinline__ void apply_mask(float (&z)[4], int token) const {
+    const uint32_t allowed = mask[token / 32] >> (token % 32);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) z[i] = allowed >> i & 1 ? z[i] : -kInfinity;
+  }
+
   // f(token, z) for this thread's tokens token .. token + 3 in ascending order, token % 4 == 0.
   // Behind the end of the row, and where a logit is not a number, z is -inf.
   template <bool kAdjusted, typename F>
@@ -186,6 +198,7 @@ struct RowSampler {
         if (token >= end) break;
         if (kAdjusted && s.use_penalties) penalize(z[j], token);
         if (kAdjusted && s.use_bias) add_bias(z[j], token);
+        if (kAdjusted && mask != nullptr) apply_mask(z[j], token);
 #pragma unroll
         for (int i = 0; i < 4; ++i) z[j][i] = fmaxf(z[j][i], -kInfinity);
         f(token, z[j]);
@@ -366,7 +379,7 @@ struct RowSampler {
 
   // The token, which every thread returns.
   __device__ int choose(int position) {
-    const bool adjusted = s.use_penalties || s.use_bias;
+    const bool adjusted = s.use_penalties || s.use_bias || mask != nullptr;
     const uint64_t key = adjusted ? find_maximum<true>() : find_maximum<false>();
     if (s.temperature == 0 || value_of(key) == -kInfinity) return token_of(key);
     return draw(key, position);
@@ -423,13 +436,14 @@ __global__ void __launch_bounds__(kThreads)
 // ---- launchers
 
 // Graph-safe; reads from the device: row_slots, row_positions, sampling, counts, bias, tree_tokens,
-// tree_masks.
+// tree_masks, mask_rows, masks.
 void sample(const Context& ctx, const SampleParams& p) {
   CHECK(p.logits.dtype() == DType::kF32 && p.logits.num_dims() == 2 && p.logits.size(1) > 0,
         "sample: logits are {} {}, expected float32 [rows, vocabulary]", name_of(p.logits.dtype()),
         p.logits.shape_text());
   CHECK(!p.tree_tokens || (p.tree_masks && p.tree_size >= 1 && p.tree_size <= kMaxTreeSize),
         "sample: trees of {} nodes, expected 1 to {} and their masks", p.tree_size, kMaxTreeSize);
+  CHECK(!p.mask_rows || p.masks, "sample: rows name masks, but there are none");
   if (p.logits.size(0) == 0) return;
   const int vocab_size = static_cast<int>(p.logits.size(1));
   const SampleArgs args{.logits = p.logits.as<float>(),
@@ -441,6 +455,8 @@ void sample(const Context& ctx, const SampleParams& p) {
                         .tree_tokens = p.tree_tokens,
                         .tree_masks = p.tree_masks,
                         .tree_size = p.tree_size,
+                        .mask_rows = p.mask_rows,
+                        .masks = p.masks,
                         .tokens = p.tokens,
                         .logprobs = p.logprobs,
                         .vocab_size = vocab_size};

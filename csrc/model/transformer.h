@@ -33,6 +33,8 @@ class Transformer {
   Tensor forward(const Context& ctx, const Step& step, const KvCache& cache) const;
   // Logits [R, V] float32 of rows [R, H] of the residual stream, R <= max_logit_rows.
   Tensor head(const Context& ctx, const Tensor& rows) const;
+  // What `head` wrote last, [R, V].
+  Tensor logits(int num_rows) const { return logits_.rows(0, num_rows); }
   // The rows that `head` normed last, [R, H].
   Tensor normed_rows(int num_rows) const { return head_in_.rows(0, num_rows); }
   // Writes rows [T, H] of the residual stream after the final norm to out.

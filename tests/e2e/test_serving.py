@@ -399,15 +399,20 @@ def test_names_of_metrics(server):
     assert server.metric("vllm:spec_decode_num_draft_tokens_total") == 4 * drafts > 0
 
 
-def test_structured_output_without_the_extra(server):
+def test_structured_output_without_the_extra(monkeypatch):
     from cpmcu.serving import grammar
+    from cpmcu.serving.errors import ApiError
+    from cpmcu.serving.protocol.chat import ChatRequest
 
-    if grammar.available():
-        pytest.skip("the extra is installed")
-    body = {**HELLO, "response_format": {"type": "json_object"}}
-    error = error_of(server.post(CHAT, body), 400)
-    assert "cpmcu[grammar]" in error["message"]
-    assert error["param"] == "response_format"
+    monkeypatch.setattr(grammar, "available", lambda: False)
+    for fields, param in (
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"guided_regex": "a"}, "guided_regex"),
+    ):
+        request = ChatRequest(**HELLO, **fields)
+        with pytest.raises(ApiError, match=r"cpmcu\[grammar\]") as caught:
+            request.sampling_fields()
+        assert (caught.value.status, caught.value.param) == (400, param)
 
 
 def stream_until_end(server: Server, tokens: int) -> tuple[str, bool]:

@@ -41,6 +41,8 @@ def sample(
     positions: Sequence[int] | np.ndarray | None = None,
     counts: np.ndarray | None = None,
     bias: np.ndarray | None = None,
+    mask_rows: Sequence[int] | np.ndarray | None = None,
+    masks: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Tokens and logprobs of the rows; without row_slots, all rows are slot 0's."""
     num_rows = len(logits)
@@ -53,6 +55,8 @@ def sample(
         sampling=put_raw(device, slots),
         counts=None if counts is None else put_ints(device, counts),
         bias=None if bias is None else put(device, bias),
+        mask_rows=None if mask_rows is None else put_ints(device, mask_rows),
+        masks=None if masks is None else put_raw(device, masks.view(np.uint8)),
     )  # fmt: skip
     return tokens.numpy(), get_structs(logprobs, ops.token_logprobs_dtype)
 
@@ -300,6 +304,110 @@ def test_a_token_may_be_forbidden_by_bias(device: str) -> None:
         assert not tokens.any()
 
 
+# ---- masks
+
+
+def packed(allowed: np.ndarray) -> np.ndarray:
+    """Masks [M, ceil(V / 32)] of allowed tokens [M, V]; the bits behind the vocabulary are set."""
+    padding = -allowed.shape[1] % 32
+    bits = np.pad(allowed, ((0, 0), (0, padding)), constant_values=True)
+    return np.packbits(bits, axis=1, bitorder="little").view("<u4")
+
+
+def random_masks(num_masks: int, vocab_size: int, seed: int = 3) -> np.ndarray:
+    """Allowed tokens [M, V]: of the first mask one, of the last all, of the others some."""
+    rng = np.random.default_rng(seed)
+    shares = np.linspace(0.02, 0.98, num_masks)
+    allowed = rng.random((num_masks, vocab_size)) < shares[:, None]
+    allowed[0] = False
+    allowed[np.arange(num_masks), rng.integers(vocab_size, size=num_masks)] = True
+    allowed[-1] = True
+    return allowed
+
+
+MASKED: list[dict[str, Any]] = [
+    {},
+    *(with_defaults(fields) for fields in FILTERS),
+    *({**fields, "temperature": t, "seed": 5} for fields in PENALTIES for t in (0.0, 0.9)),
+]
+
+
+@on_devices
+@pytest.mark.parametrize("vocab_size", VOCABS)
+def test_masks(device: str, vocab_size: int) -> None:
+    """A masked row draws exactly what it draws where the other logits are -inf."""
+    slots = slots_of(*MASKED)
+    num_rows = len(slots)
+    counts, bias = penalty_state(num_rows, vocab_size)
+    allowed = random_masks(5, vocab_size)
+    rng = np.random.default_rng(2)
+    logits = random_logits(num_rows, vocab_size, scale=2)
+    row_slots = np.arange(num_rows)
+    common = {"row_slots": row_slots, "counts": counts, "bias": bias}
+    plain, _ = sample(device, logits, slots, **common)
+    for mask_rows in (rng.integers(-1, 5, num_rows), np.zeros(num_rows), np.full(num_rows, -1)):
+        masks = {"mask_rows": mask_rows, "masks": packed(allowed)}
+        tokens, _ = sample(device, logits, slots, **common, **masks)
+        may = np.where((mask_rows < 0)[:, None], True, allowed[mask_rows.astype(int)])
+        expected, _ = sample(device, np.where(may, logits, -np.inf), slots, **common)
+        assert tokens.tolist() == expected.tolist()
+        assert may[row_slots, tokens].all()
+        assert tokens[mask_rows < 0].tolist() == plain[mask_rows < 0].tolist()
+
+
+@on_devices
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_mask_of_nothing_draws_the_first_token(device: str, temperature: float) -> None:
+    """As where all logits are -inf: the same on every device, and harmless."""
+    masks = np.zeros((1, 4), np.uint32)
+    slots = slots_of({"temperature": temperature, "top_p": 0.9})
+    logits = random_logits(2, 100)
+    tokens, _ = sample(device, logits, slots, mask_rows=[0, -1], masks=masks)
+    assert tokens[0] == 0
+    assert tokens[1] == sample(device, logits, slots)[0][1]
+
+
+@on_devices
+def test_a_mask_leaves_no_room_for_infinity(device: str) -> None:
+    logits = random_logits(2, 77)
+    logits[:, 40] = np.inf
+    allowed = np.ones((1, 77), bool)
+    allowed[0, 40] = False
+    for temperature in (0.0, 1.0):
+        slots = slots_of({"temperature": temperature})
+        tokens, _ = sample(device, logits, slots, mask_rows=[0, -1], masks=packed(allowed))
+        assert tokens[0] != 40 and tokens[1] == 40
+
+
+@on_devices
+def test_logprobs_are_those_without_the_mask(device: str) -> None:
+    logits = random_logits(3, 1001)
+    allowed = random_masks(3, 1001)
+    slots = slots_of({"num_logprobs": 7})
+    tokens, masked = sample(device, logits, slots, mask_rows=[0, 1, 2], masks=packed(allowed))
+    _, plain = sample(device, logits, slots)
+    assert np.array_equal(masked["top_ids"][:, :7], plain["top_ids"][:, :7])
+    assert np.array_equal(masked["top_logprobs"][:, :7], plain["top_logprobs"][:, :7])
+    expected = [reference.log_softmax(z)[token] for z, token in zip(logits, tokens)]
+    assert np.allclose(masked["logprob"], expected, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("vocab_size", sizes(4099, 151936, small=1))
+def test_cuda_draws_what_the_cpu_draws_with_masks(vocab_size: int) -> None:
+    slots = slots_of(*MASKED)
+    rows = np.arange(len(slots))
+    counts, bias = penalty_state(len(slots), vocab_size)
+    tokens = [
+        sample(
+            device, random_logits(len(slots), vocab_size, seed=9), slots, rows, rows, counts, bias,
+            rows % 6 - 1, packed(random_masks(5, vocab_size)),
+        )[0].tolist()
+        for device in ("cuda", "cpu")
+    ]  # fmt: skip
+    assert tokens[0] == tokens[1]
+
+
 # ---- logprobs
 
 
@@ -340,6 +448,12 @@ def test_logprobs_are_left_alone_where_not_asked_for(device: str) -> None:
 
 
 # ---- errors
+
+
+@on_devices
+def test_rows_that_name_masks_need_masks(device: str) -> None:
+    with pytest.raises(ValueError, match="there are none"):
+        sample(device, random_logits(1, 8), slots_of({}), mask_rows=[0])
 
 
 @on_devices

@@ -5,7 +5,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.kernels.test_sample import PENALTIES, penalty_state, random_logits, slots_of
+from tests.kernels.test_sample import (
+    PENALTIES,
+    packed,
+    penalty_state,
+    random_logits,
+    random_masks,
+    slots_of,
+)
 from tests.kernels.util import SMALL, context, empty, on_devices, ops, put, put_ints, put_raw, sizes
 from tests.reference import tree as reference
 
@@ -247,7 +254,7 @@ def test_begin_draft(device: str) -> None:
 @on_devices
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("vocab_size", sizes(7, 1000, 32770, small=2))
-def test_penalties_on_trees(device: str, vocab_size: int, temperature: float) -> None:
+def test_penalties_and_masks_on_trees(device: str, vocab_size: int, temperature: float) -> None:
     """A row draws what plain sampling draws once the tokens on its path have been emitted."""
     num_nodes, max_depth = (12, 4) if SMALL or vocab_size > 10000 else (60, 8)
     rng = np.random.default_rng(vocab_size)
@@ -269,10 +276,14 @@ def test_penalties_on_trees(device: str, vocab_size: int, temperature: float) ->
         return tokens.numpy()
 
     trees = Trees(device, num_slots, num_nodes, contents)
+    masks = {
+        "mask_rows": put_ints(device, rng.integers(-1, 5, len(logits))),
+        "masks": put_raw(device, packed(random_masks(5, vocab_size)).view(np.uint8)),
+    }
     drawn = draw(
         sampling=put_raw(device, slots), row_slots=put_ints(device, row_slots), bias=bias,
         counts=put_ints(device, counts), tree_tokens=trees.arrays["tokens"],
-        tree_masks=trees.arrays["masks"], tree_size=num_nodes,
+        tree_masks=trees.arrays["masks"], tree_size=num_nodes, **masks,
     )  # fmt: skip
 
     # Plain sampling: a slot for every row.
@@ -285,10 +296,11 @@ def test_penalties_on_trees(device: str, vocab_size: int, temperature: float) ->
     plain = draw(
         sampling=put_raw(device, slots[row_slots]), bias=bias[row_slots],
         row_slots=put_ints(device, np.arange(len(logits))), counts=put_ints(device, row_counts),
+        **masks,
     )  # fmt: skip
     assert drawn.tolist() == plain.tolist()
     if temperature == 0 and vocab_size == 7:
         assert (drawn != draw(
             sampling=put_raw(device, slots), row_slots=put_ints(device, row_slots), bias=bias,
-            counts=put_ints(device, counts),
+            counts=put_ints(device, counts), **masks,
         )).any()  # fmt: skip

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
+from typing import Any
 
 PAGE_SIZE = 4
 
@@ -67,6 +68,7 @@ class FakeEngine:
         self.log: list[tuple[str, object]] = []
         self.fail_on: dict[str, Exception] = {}  # method -> exception, raised once
         self.most_in_flight = 0
+        self.half_done: list[int] = []  # slots of a masked step that has begun
         self._thread: int | None = None
 
     def _called(self, method: str, detail: object = None) -> None:
@@ -89,6 +91,7 @@ class FakeEngine:
 
     def release(self, slot: int) -> None:
         self._called("release", slot)
+        self.half_done = []
         self.num_free_pages += self.slots.pop(slot).pages
 
     def reserve(self, slot: int, num_tokens: int) -> bool:
@@ -102,8 +105,15 @@ class FakeEngine:
         self.num_free_pages -= more
         return True
 
-    def prefill(self, items: Sequence[tuple[int, Sequence[int], bool]]) -> None:
+    def prefill(
+        self,
+        items: Sequence[tuple[int, Sequence[int], bool]],
+        mask_rows: Sequence[int] = (),
+        masks: Any = (),
+    ) -> None:
         self._called("prefill", [(slot, len(ids), last) for slot, ids, last in items])
+        if mask_rows:
+            self._check_masks(mask_rows, masks, sum(last for _, _, last in items))
         assert 0 < sum(len(ids) for _, ids, _ in items) <= self.chunk_length
         emitted = []
         for slot, ids, last in items:
@@ -127,6 +137,31 @@ class FakeEngine:
 
     def decode(self, slots: Sequence[int]) -> None:
         self._called("decode", list(slots))
+        self._decode(slots)
+
+    def begin_masked(self, slots: Sequence[int]) -> list[tuple[list[int], list[int]]]:
+        """A chain of the tokens that the step would emit, but for the last."""
+        self._called("begin_masked", list(slots))
+        self.half_done = list(slots)
+        trees = []
+        for state in (self.slots[slot] for slot in slots):
+            drafted = [self.script(state.key, state.position + i) for i in range(self.burst - 1)]
+            trees.append(([-7, *drafted], list(range(-1, self.burst - 1))))
+        return trees
+
+    def end_masked(self, mask_rows: Sequence[int], masks: Any) -> None:
+        self._called("end_masked", list(mask_rows))
+        assert self.half_done, "no masked step has begun"
+        self._check_masks(mask_rows, masks, len(self.half_done) * self.burst)
+        self._decode(self.half_done)
+        self.half_done = []
+
+    @staticmethod
+    def _check_masks(rows: Sequence[int], masks: Any, num_rows: int) -> None:
+        assert len(rows) == num_rows
+        assert sorted(row for row in rows if row >= 0) == list(range(len(masks)))
+
+    def _decode(self, slots: Sequence[int]) -> None:
         emitted = []
         for slot in slots:
             state = self.slots[slot]

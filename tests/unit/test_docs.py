@@ -17,6 +17,7 @@ from cpmcu.bench import BenchOptions
 from cpmcu.cli import make_parser
 from cpmcu.config import EngineConfig, SpeculativeConfig
 from cpmcu.flags import FlagParser, add_flags
+from cpmcu.server import make_parser as make_server_parser
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -84,7 +85,11 @@ def bench_parser() -> FlagParser:
     return parser
 
 
-PARSERS = {"cpmcu.cli": make_parser, "cpmcu.bench": bench_parser}
+PARSERS = {
+    "cpmcu.cli": make_parser,
+    "cpmcu.bench": bench_parser,
+    "cpmcu.server": make_server_parser,
+}
 
 
 def commands(document: Path) -> list[list[str]]:
@@ -108,7 +113,7 @@ def test_commands_are_accepted(document: Path) -> None:
 
 @every_document
 def test_flags_exist(document: Path) -> None:
-    known = flags_of(make_parser()) | flags_of(bench_parser())
+    known = set().union(*(flags_of(make()) for make in PARSERS.values()))
     named = {word for span in spans(document) for word in span.split() if word.startswith("--")}
     assert named <= known
 
@@ -133,6 +138,14 @@ def run_python(document: Path, folder: Path) -> str:
 @pytest.mark.parametrize("name", ["README.md", "docs/adding_model.md"])
 def test_programs_run(name: str, tmp_path: Path) -> None:
     assert run_python(ROOT / name, tmp_path).strip()
+
+
+def test_the_grammar_example_runs(tmp_path: Path) -> None:
+    pytest.importorskip("llguidance")
+    lines = run_python(ROOT / "docs" / "structured_output.md", tmp_path).splitlines()
+    assert [line.split()[0] for line in lines] == [
+        "json_schema", "json_schema", "regex", "choice", "lark",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,7 @@ class Job:
             on_prefill=lambda done, total: self.progress.append((done, total)),
             acceptance=options.pop("acceptance", None),
             prompt_logprobs=options.pop("prompt_logprobs", None),
+            grammar=options.pop("grammar", None),
         )
         self.key = key
 

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from tokenizers_for_tests import TEXT, byte_fallback, byte_level, write_directory
 
 from cpmcu import server
+from cpmcu.config import EngineConfig
 from cpmcu.flags import from_flags
+from cpmcu.serving.app import create_app
 from cpmcu.serving.config import ServerConfig
+from cpmcu.serving.protocol import base, chat, completion
+from cpmcu.serving.service import Service
 from cpmcu.serving.token_text import TokenTexts
 from cpmcu.tokenizer import Tokenizer
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("make", [byte_level, byte_fallback])
@@ -57,10 +67,25 @@ def test_configurations_that_cannot_be(field, value, message):
         ServerConfig(**{field: value})
 
 
-def test_the_help_needs_no_web_framework():
-    import subprocess
-    import sys
+def test_the_document_names_everything():
+    """docs/server.md has every endpoint, field (taken or refused), metric and flag."""
+    text = (ROOT / "docs" / "server.md").read_text("utf-8")
+    text = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    named = set(re.findall(r"[\w/{}:-]+", " ".join(re.findall(r"`([^`]+)`", text))))
+    fields = {*chat.ChatRequest.model_fields, *completion.CompletionRequest.model_fields}
+    fields |= base.REFUSED.keys() | base.IGNORED
+    assert not fields - named
+    assert not {f"--{f.name.replace('_', '-')}" for f in dataclasses.fields(ServerConfig)} - named
+    service = Service(EngineConfig(device="cpu"), ServerConfig())
+    assert not set(create_app(service).openapi()["paths"]) - named
+    shown = re.findall(
+        r"^# TYPE (vllm:\w+) (\w+)$", service.metrics.render().decode(), re.MULTILINE
+    )
+    found = {name for name, kind in shown if not name.endswith("_created")}
+    assert not found - named
 
+
+def test_the_help_needs_no_web_framework():
     program = (
         "import sys\nfrom cpmcu.server import make_parser\nmake_parser()\n"
         "heavy = {'fastapi', 'uvicorn', 'pydantic', 'tokenizers', 'numpy'} & set(sys.modules)\n"

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from cpmcu.grammar import Grammar
 from cpmcu.sampling import SEED_LIMIT
 from cpmcu.serving import grammar
 from cpmcu.serving.errors import ApiError, refused
@@ -20,7 +21,7 @@ MAX_STOP_LENGTH = 1024
 MAX_BIASES = 4096
 
 # Fields that would change the output and are not supported -> values at which they do nothing.
-_REFUSED: dict[str, tuple[Any, ...]] = {
+REFUSED: dict[str, tuple[Any, ...]] = {
     "allowed_token_ids": ([],),
     "audio": (),
     "bad_words": ([],),
@@ -58,7 +59,7 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "xtc_probability": (0, 0.0),
 }
 # Fields that cannot change the output here: nothing is said about them.
-_IGNORED = {
+IGNORED = {
     "cache_prompt",
     "cache_salt",
     "metadata",
@@ -89,13 +90,13 @@ class RequestModel(ApiModel):
     def check_extra(self) -> None:
         """Logs unknown fields once. Raises ApiError (400) for one that would change the output."""
         for name, value in (self.model_extra or {}).items():
-            if name in _IGNORED or value is None:
+            if name in IGNORED or value is None:
                 continue
-            if name in _REFUSED:
+            if name in REFUSED:
                 # bool is int in Python, but true is not 1 in JSON.
                 neutral = any(
                     value == each and isinstance(value, bool) == isinstance(each, bool)
-                    for each in _REFUSED[name]
+                    for each in REFUSED[name]
                 )
                 if not neutral:
                     raise refused(name, f"{name} is not supported by this server.")
@@ -173,13 +174,12 @@ class GenerationRequest(RequestModel):
         """Shall a stream end with the usage?"""
         return self.stream_options is not None and self.stream_options.include_usage
 
-    def _constraint(self) -> dict[str, Any]:
-        names = {name: getattr(self, name) for name in grammar.GUIDED}
-        fields = grammar.from_guided(names)
+    def _grammar(self) -> Grammar | None:
+        guided = grammar.from_guided({name: getattr(self, name) for name in grammar.GUIDED})
         formatted = grammar.from_response_format(self.response_format)
-        if fields and formatted:
+        if guided and formatted:
             raise refused("response_format", "response_format and guided_* exclude each other.")
-        return fields or formatted
+        return guided or formatted
 
     def sampling_fields(self) -> dict[str, Any]:
         """Arguments of SamplingParams, but for the number of tokens and the logprobs.
@@ -188,7 +188,7 @@ class GenerationRequest(RequestModel):
         """
         if self.best_of not in (None, self.num_choices):
             raise refused("best_of", "best_of is not supported, unless it equals n.")
-        fields: dict[str, Any] = {
+        return {
             "temperature": self.temperature,
             "top_p": self.top_p,
             "top_k": None if self.top_k is None else max(self.top_k, 0),
@@ -203,8 +203,8 @@ class GenerationRequest(RequestModel):
             "frequency_penalty": self.frequency_penalty or 0.0,
             "logit_bias": self._bias(),
             "skip_special_tokens": self.skip_special_tokens,
+            "grammar": self._grammar(),
         }
-        return fields | self._constraint()
 
     def _stops(self) -> tuple[str, ...]:
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []

@@ -10,6 +10,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from cpmcu.grammar import Grammar
 from cpmcu.outputs import CompletionOutput, StreamChunk, TokenLogprobs
 from cpmcu.serving import grammar
 from cpmcu.serving.answers import (
@@ -21,6 +22,7 @@ from cpmcu.serving.answers import (
     metrics_of,
 )
 from cpmcu.serving.conversation import check_messages, render
+from cpmcu.serving.errors import refused
 from cpmcu.serving.protocol.base import ERRORS
 from cpmcu.serving.protocol.chat import (
     AnswerMessage,
@@ -86,10 +88,13 @@ def _prepare(service: Service, body: ChatRequest, loop: asyncio.AbstractEventLoo
     ids = model.llm.tokenizer.encode(prompt, add_special_tokens=body.add_special_tokens)
     fields = body.sampling_fields()
     forced = _forced(body)
-    if forced:
-        fields |= forced
+    if forced is not None and fields["grammar"] is not None:
+        raise refused(
+            "tool_choice", "A forced tool_choice and structured output exclude each other."
+        )
+    fields["grammar"] = forced or fields["grammar"]
     notation = model.tool_notation if body.tools_wanted and not forced else None
-    tags = model.reasoning_tags if body.separate_reasoning and "grammar" not in fields else None
+    tags = model.reasoning_tags if body.separate_reasoning and fields["grammar"] is None else None
     if (notation is not None and notation.special) or (tags is not None and tags[0][1] == "|"):
         fields["skip_special_tokens"] = False
 
@@ -113,32 +118,15 @@ def _prepare(service: Service, body: ChatRequest, loop: asyncio.AbstractEventLoo
     return _Job(generation, new_parser, model.token_texts)
 
 
-def _forced(body: ChatRequest) -> dict[str, Any]:
-    """The grammar of a request that must call a tool; empty if it need not."""
+def _forced(body: ChatRequest) -> Grammar | None:
+    """The grammar of a request that must call a tool; None if it need not."""
     anything: dict[str, Any] = {"type": "object"}
+    schemas = {t.function.name: t.function.parameters or anything for t in body.tools or []}
     if isinstance(body.tool_choice, NamedTool):
-        name = body.tool_choice.function.name
-        tool = next(tool for tool in body.tools or [] if tool.function.name == name)
-        schema = tool.function.parameters or anything
-    elif body.tool_choice == "required":
-        calls = [
-            {
-                "type": "object",
-                "properties": {
-                    "name": {"const": tool.function.name},
-                    "parameters": tool.function.parameters or anything,
-                },
-                "required": ["name", "parameters"],
-                "additionalProperties": False,
-            }
-            for tool in body.tools or []
-        ]
-        schema = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
-        if body.parallel_tool_calls is False:
-            schema["maxItems"] = 1
-    else:
-        return {}
-    return grammar.constraint("json_schema", schema, "tool_choice")
+        return grammar.of_arguments(schemas[body.tool_choice.function.name])
+    if body.tool_choice == "required":
+        return grammar.of_calls(schemas, several=body.parallel_tool_calls is not False)
+    return None
 
 
 class _Chat:

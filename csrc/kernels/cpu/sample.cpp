@@ -65,6 +65,12 @@ const int* counts_on_path(const SampleParams& p, int row, const int* counts) {
   return sum.data();
 }
 
+void apply_mask(float* z, int vocab_size, const uint32_t* mask) {
+  for (int i = 0; i < vocab_size; ++i) {
+    if ((mask[i / 32] >> (i % 32) & 1) == 0) z[i] = -kInfinity;
+  }
+}
+
 // Logarithm of the probability relative to the most likely token, which may be infinite.
 float score_of(float z, float maximum, float temperature) {
   return z == maximum ? 0 : (z - maximum) / temperature;
@@ -138,6 +144,7 @@ void sample(const Context&, const SampleParams& p) {
         name_of(p.logits.dtype()));
   CHECK(!p.tree_tokens || (p.tree_masks && p.tree_size >= 1 && p.tree_size <= kMaxTreeSize),
         "sample: trees of {} nodes, expected 1 to {} and their masks", p.tree_size, kMaxTreeSize);
+  CHECK(!p.mask_rows || p.masks, "sample: rows name masks, but there are none");
   const int num_rows = static_cast<int>(p.logits.size(0));
   const int vocab_size = static_cast<int>(p.logits.size(1));
 #pragma omp parallel for schedule(dynamic) if (num_rows > 1)
@@ -157,6 +164,9 @@ void sample(const Context&, const SampleParams& p) {
     }
     if (s.use_bias) {
       for (int i = 0; i < vocab_size; ++i) z[i] += p.bias[slot * vocab_size + i];
+    }
+    if (p.mask_rows && p.mask_rows[row] >= 0) {
+      apply_mask(z, vocab_size, p.masks + int64_t{p.mask_rows[row]} * num_mask_words(vocab_size));
     }
     const float maximum = largest(z, vocab_size);
     int token = 0;

@@ -1,0 +1,178 @@
+"""Which tokens an output may go on with: grammars compiled for a tokenizer, and followed.
+
+llguidance does the parsing (https://github.com/guidance-ai/llguidance). A mask is ceil(V / 32)
+words of 32 bits; token t is allowed if bit t % 32 of word t / 32 is set.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cpmcu.grammar import Grammar
+from cpmcu.tokenizer import Tokenizer
+
+Words = npt.NDArray[np.uint32]
+
+_NUM_KEPT = 64  # compiled grammars
+_MAX_REASON = 300  # letters of llguidance's that an error quotes
+
+
+class GrammarCompiler:
+    """Makes grammars for one tokenizer and a vocabulary of `vocab_size`. Thread-safe.
+
+    Raises ImportError if llguidance is missing, ValueError for a tokenizer it cannot read.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+        try:
+            import llguidance
+        except ImportError as error:
+            raise ImportError(
+                "a grammar needs the llguidance package: pip install 'cpmcu[grammar]'"
+            ) from error
+        self._library: Any = llguidance
+        size = max(vocab_size, tokenizer.vocab_size)  # either may have tokens that the other lacks
+        eos = [token for token in tokenizer.eos_token_ids if token < vocab_size]
+        self._tokenizer = llguidance.LLTokenizer(
+            tokenizer.to_json(), n_vocab=size, eos_token=eos or None
+        )
+        self._num_words = -(-vocab_size // 32)
+        self._lock = threading.Lock()
+        self._compiled: OrderedDict[Grammar, Any] = OrderedDict()
+
+    def start(self, grammar: Grammar) -> GrammarState:
+        """The state of an output that has not begun.
+
+        May take a second for a large grammar that was not compiled lately. Raises ValueError for a
+        grammar that is wrong or has what llguidance does not know.
+        """
+        with self._lock:
+            matcher = self._compiled.get(grammar)
+            if matcher is None:
+                matcher = self._compile(grammar)
+                self._compiled[grammar] = matcher
+                if len(self._compiled) > _NUM_KEPT:
+                    self._compiled.popitem(last=False)
+            self._compiled.move_to_end(grammar)
+            matcher = matcher.deep_copy()
+        return GrammarState(matcher, self._tokenizer, self._num_words)
+
+    def _compile(self, grammar: Grammar) -> Any:
+        matcher = self._library.LLMatcher(self._tokenizer, self._source(grammar), log_level=0)
+        matcher.compute_bitmask()  # the first one builds much of the lexer
+        if matcher.is_error():
+            name = grammar.kind.replace("_", " ")
+            raise ValueError(f"the {name} cannot be used: {_sentence(matcher.get_error())}")
+        return matcher
+
+    def _source(self, grammar: Grammar) -> str:
+        make = self._library.LLMatcher
+        if grammar.kind == "json_schema":
+            return str(make.grammar_from_json_schema(grammar.source))
+        if grammar.kind == "regex":
+            return str(make.grammar_from_regex(grammar.source))
+        if grammar.kind == "choice":
+            texts = [re.escape(text) for text in json.loads(grammar.source)]
+            return str(make.grammar_from_regex("|".join(texts)))
+        return str(make.grammar_from_lark(grammar.source))
+
+
+class GrammarState:
+    """How far one output has come in its grammar. Used by one thread at a time."""
+
+    def __init__(self, matcher: Any, tokenizer: Any, num_words: int) -> None:
+        self._matcher = matcher
+        self._eos = frozenset(tokenizer.eos_tokens)
+        self._num_words = num_words
+        self._buffer = np.zeros(-(-tokenizer.vocab_size // 32), np.uint32)
+        self.stopped = False  # nothing can follow
+        self.seconds = 0.0  # spent in `masks`
+
+    @property
+    def num_words(self) -> int:
+        """Of a mask."""
+        return self._num_words
+
+    def accept(self, token: int) -> None:
+        """Goes on by a token that was emitted. Raises RuntimeError if the grammar forbids it."""
+        if token in self._eos and self._matcher.is_accepting():
+            self.stopped = True
+            return
+        if self.stopped or not self._matcher.consume_token(token):
+            raise RuntimeError(
+                f"token {token} was drawn, but the grammar does not allow it here"
+                f"{_reason(self._matcher)}"
+            )
+        self.stopped = self._matcher.is_stopped()
+
+    def masks(self, tokens: Sequence[int], parents: Sequence[int]) -> dict[int, Words]:
+        """Node -> the tokens that may follow it, for a tree of drafted tokens.
+
+        Node 0 is the root, which has been accepted; a node's parent comes before it. Nodes that
+        cannot be reached or end the output have no mask: nothing that is drawn there is used.
+        Where the grammar leaves no choice of text, its usual tokens are the only ones allowed.
+        Raises RuntimeError if the grammar has become too complex.
+        """
+        begin = time.perf_counter()
+        children: list[list[int]] = [[] for _ in tokens]
+        for node in range(1, len(tokens)):
+            if tokens[node] >= 0:
+                children[parents[node]].append(node)
+        masks: dict[int, Words] = {}
+
+        def visit(node: int) -> None:
+            masks[node] = mask = self._mask()
+            for child in children[node]:
+                token = tokens[child]
+                if token in self._eos or not int(mask[token // 32]) >> token % 32 & 1:
+                    continue
+                self._matcher.consume_token(token)
+                if not self._matcher.is_stopped():
+                    visit(child)
+                self._matcher.rollback(1)
+
+        if not self.stopped:
+            visit(0)
+        if self._matcher.is_error():
+            raise RuntimeError(f"the grammar cannot be followed{_reason(self._matcher)}")
+        self.seconds += time.perf_counter() - begin
+        return masks
+
+    def _mask(self) -> Words:
+        self._matcher.unsafe_compute_mask_ptr(self._buffer.ctypes.data, self._buffer.nbytes)
+        mask: Words = self._buffer[: self._num_words].copy()
+        return mask
+
+
+def pack_masks(masks: Sequence[dict[int, Words]], num_nodes: int) -> tuple[list[int], Words]:
+    """Masks of trees of `num_nodes` nodes as the engine takes them.
+
+    Returns each row's index into the masks, -1 where it has none, and the masks [M, ceil(V / 32)].
+    """
+    rows = [-1] * (len(masks) * num_nodes)
+    words: list[Words] = []
+    for tree, found in enumerate(masks):
+        for node, mask in found.items():
+            rows[tree * num_nodes + node] = len(words)
+            words.append(mask)
+    return rows, np.stack(words) if words else np.zeros((0, 0), np.uint32)
+
+
+def _sentence(error: str) -> str:
+    """The gist of a message that may come with a drawing of the place."""
+    lines = [line.strip().rstrip(":") for line in error.splitlines() if line.strip()]
+    reasons = [line.removeprefix("error:").strip() for line in lines if line.startswith("error:")]
+    return ": ".join(line[:_MAX_REASON] for line in [*lines[:1], *reasons])
+
+
+def _reason(matcher: Any) -> str:
+    return f": {_sentence(matcher.get_error())}" if matcher.is_error() else ""

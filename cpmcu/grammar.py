@@ -1,0 +1,99 @@
+"""What an output has to look like: JSON, a JSON schema, a regex, a choice of texts, a Lark grammar.
+
+A `Grammar` is data; `cpmcu/engine/grammar.py` compiles it for a tokenizer (llguidance, the extra
+`cpmcu[grammar]`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, get_args
+
+GrammarKind = Literal["json_schema", "regex", "choice", "lark"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Grammar:
+    """The whole output matches this. Make it with one of the methods below.
+
+    `source` is JSON text for "json_schema" and "choice" (a list of strings), else the pattern or
+    grammar itself. Both fields are texts, so that `dataclasses.asdict` and `Grammar(**fields)`
+    carry it over any wire. Raises ValueError for what can be seen to be wrong without a tokenizer;
+    the rest is found when the request is prepared.
+    """
+
+    kind: GrammarKind
+    source: str
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(GrammarKind):
+            kinds = ", ".join(get_args(GrammarKind))
+            raise ValueError(f"a grammar's kind is {self.kind!r}, but must be one of {kinds}")
+        if not isinstance(self.source, str) or not self.source:
+            raise ValueError(
+                f"the source of a {self.kind} grammar is {self.source!r}, but must be a text of at "
+                "least one letter"
+            )
+        if not _is_unicode(self.source):
+            raise ValueError(f"the source of a {self.kind} grammar holds half of a surrogate pair")
+        if self.kind == "json_schema" and not isinstance(_parse(self.source), (dict, bool)):
+            raise ValueError("a JSON schema must be an object, true or false")
+        if self.kind == "choice":
+            choices = _parse(self.source)
+            if not isinstance(choices, list) or not choices:
+                raise ValueError("a choice must be a list of at least one text")
+            for text in choices:
+                if not isinstance(text, str) or not text:
+                    raise ValueError(
+                        f"a choice holds {text!r}, but must hold texts of at least one letter"
+                    )
+                if not _is_unicode(text):
+                    raise ValueError(f"the choice {text!r} holds half of a surrogate pair")
+
+    @classmethod
+    def json_object(cls) -> Grammar:
+        """Any JSON object."""
+        return cls.json_schema({"type": "object"})
+
+    @classmethod
+    def json_schema(cls, schema: Mapping[str, Any] | bool | str) -> Grammar:
+        """JSON that a schema accepts; properties come in the schema's order.
+
+        `schema` is JSON text, or what `json.loads` makes of it.
+        """
+        if isinstance(schema, str):
+            return cls("json_schema", schema)
+        try:
+            return cls("json_schema", json.dumps(schema, ensure_ascii=False))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ValueError(f"the schema cannot be written as JSON: {error}") from error
+
+    @classmethod
+    def regex(cls, pattern: str) -> Grammar:
+        """Text that a regular expression matches from beginning to end (Rust's syntax)."""
+        return cls("regex", pattern)
+
+    @classmethod
+    def choice(cls, choices: Sequence[str]) -> Grammar:
+        """One of several texts."""
+        if isinstance(choices, str):
+            raise ValueError(f"a choice is the text {choices!r}, but must be a list of texts")
+        return cls("choice", json.dumps(list(choices), ensure_ascii=False))
+
+    @classmethod
+    def lark(cls, grammar: str) -> Grammar:
+        """A context-free grammar in llguidance's dialect of Lark, beginning at `start`."""
+        return cls("lark", grammar)
+
+
+def _is_unicode(text: str) -> bool:
+    return not any("\ud800" <= letter <= "\udfff" for letter in text)
+
+
+def _parse(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"a grammar's source is not valid JSON: {error}") from error
