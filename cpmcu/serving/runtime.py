@@ -28,12 +28,13 @@ def run(config: ServerConfig, engine_config: EngineConfig) -> int:
 
     Raises OSError if the address cannot be had, and what ServerConfig.keys does.
     """
+    # SIGTERM as Ctrl-C, also before uvicorn listens to it and when it raises it again at its end.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     logs.configure(config.log_format, config.log_level)
     service = Service(engine_config, config)
-    app = create_app(service)
     server = _Server(
         uvicorn.Config(
-            app,
+            create_app(service),
             log_config=None,
             access_log=False,
             server_header=False,
@@ -43,14 +44,12 @@ def run(config: ServerConfig, engine_config: EngineConfig) -> int:
         ),
         service,
     )
-    listener = _listen(config.host, config.port)
     loader = threading.Thread(target=server.load, name="cpmcu-load", daemon=True)
-    loader.start()
-    # uvicorn raises the signal again when it has stopped, which would end the process too early.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
+        listener = _listen(config.host, config.port)
+        loader.start()
         server.run(sockets=[listener])
-    except KeyboardInterrupt:  # Ctrl-C, again
+    except KeyboardInterrupt:
         pass
     finally:
         service.close()

@@ -360,9 +360,10 @@ def bad_value(error: ValueError) -> ApiError:
         too_long = "prompt and output together" in message
         code = "context_length_exceeded" if too_long else "invalid_value"
         return ApiError(400, f"T{message[1:]}.", param="prompt", code=code)
-    if message.startswith("the "):  # a grammar
-        return ApiError(400, f"T{message[1:]}.", code="invalid_value")
-    field = next((word for word in message.split() if word in _FIELDS), None)
+    first = message.split()[:2]  # "temperature is ...", "the logit_bias of ...", "the regex ..."
+    field = next((word for word in first if word in _FIELDS), None)
+    if message.startswith("the "):
+        message = f"T{message[1:]}"
     return ApiError(400, f"{message}.", param=field, code="invalid_value")
 
 
