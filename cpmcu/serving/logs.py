@@ -102,7 +102,8 @@ class RequestLog:
         quiet = scope["path"] in ("/health", "/metrics") and status == 200
         fields = {
             "method": scope["method"],
-            "path": scope["path"],
+            # As it came, percent signs and all: no line break can hide in it.
+            "path": scope.get("raw_path", b"").decode("latin-1") or scope["path"],
             "status": status,
             "ms": round(1e3 * seconds, 1),
             "client": (scope.get("client") or ("-",))[0],

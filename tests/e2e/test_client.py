@@ -5,12 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import shlex
+import shutil
+import subprocess
+import sys
 
 import numpy as np
 import openai
 import pytest
 
 from cpmcu import LLM, SamplingParams
+from tests.e2e.harness import ROOT
 
 PROMPT = "def fibonacci(n):\n"
 CHUNK = 192  # tokens of a prefill step: as many as the trees of eight slots have nodes
@@ -324,3 +329,25 @@ def test_64_clients(server):
     assert len(set(texts)) == 4, "equal requests differ"
     server.wait_idle()
     assert server.metric("vllm:num_requests_waiting") == 0
+
+
+def test_the_programs_of_the_document(server, tmp_path):
+    """The openai and curl examples of docs/server.md, against this server."""
+    text = (
+        (ROOT / "docs" / "server.md")
+        .read_text("utf-8")
+        .replace("http://localhost:8000", server.url)
+    )
+    (program,) = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "mean_acceptance_length" in done.stdout
+    assert len(done.stdout.splitlines()) > 2
+    if shutil.which("curl") is None:
+        return
+    lines = [line for line in text.splitlines() if line.startswith("curl ")]
+    assert len(lines) == 3
+    for line in lines:
+        done = subprocess.run([*shlex.split(line), "-sSf"], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert '"id"' in done.stdout

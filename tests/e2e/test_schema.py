@@ -27,6 +27,7 @@ OPERATIONS = (
     "get /v1/models/{name}",
     "post /tokenize",
     "post /detokenize",
+    "get /tokenizer_info",
     "get /health",
     "get /version",
     "get /metrics",

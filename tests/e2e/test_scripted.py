@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tests.e2e.conftest import SCRIPTS
+from tests.e2e.conftest import SCRIPTS, TEMPLATE
 from tests.e2e.harness import Server, cue
 
 
@@ -178,6 +178,12 @@ def test_variables_reach_the_template(scripted):
     fields = {"chat_template_kwargs": {"suffix": cue("story"), "messages": "no"}}
     reply = ask(scripted, "call", extra_body=fields)
     assert reply.choices[0].message.content == SCRIPTS["story"]
+
+
+def test_the_tokenizer_describes_itself(scripted):
+    found = scripted.get("/tokenizer_info").json()
+    assert (found["bos_token"], found["eos_token"], found["pad_token"]) == ("<s>", "</s>", None)
+    assert found["chat_template"] == TEMPLATE
 
 
 def test_detokenize_is_the_inverse(scripted):

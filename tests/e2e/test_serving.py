@@ -303,6 +303,29 @@ def test_a_prompt_that_is_too_long(limited):
             assert str(count) in error["message"] and "128" in error["message"]
 
 
+@pytest.mark.parametrize("depth", [300, 900])
+def test_deep_bodies(limited, depth):
+    """Values nested so deeply that Python's recursion may end are no server error."""
+    value: object = "x"
+    for _ in range(depth):
+        value = {"a": value}
+    for path, fields in (
+        (CHAT, {**HELLO, "chat_template_kwargs": value}),
+        (CHAT, {**HELLO, "guided_json": value}),
+        (CHAT, {**HELLO, "unknown": value}),
+        (
+            CHAT,
+            {
+                **HELLO,
+                "tools": [{"type": "function", "function": {"name": "f", "parameters": value}}],
+            },
+        ),
+        ("/tokenize", {**HELLO, "chat_template_kwargs": value}),
+    ):
+        reply = limited.post(path, {"max_tokens": 1, **fields}, **FIRST)
+        assert reply.status_code in (200, 400), reply.text
+
+
 def test_huge_bodies(limited):
     big = b'{"prompt": "' + b"x" * (1 << 20) + b'"}'
     headers = {**FIRST, "Content-Type": "application/json"}

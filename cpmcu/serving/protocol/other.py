@@ -73,6 +73,19 @@ class DetokenizeResponse(ApiModel):
     prompt: str
 
 
+class TokenizerInfo(ApiModel):
+    """What a client needs to know of the tokenizer; lm-eval uses it instead of a local one."""
+
+    bos_token: str | None = None
+    eos_token: str | None = None
+    pad_token: str | None = None
+    unk_token: str | None = None
+    sep_token: str | None = None
+    cls_token: str | None = None
+    chat_template: str | None
+    max_model_len: int
+
+
 class Health(ApiModel):
     """State of the server."""
 

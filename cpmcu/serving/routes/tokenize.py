@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize."""
+"""/tokenize, /detokenize and /tokenizer_info."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from cpmcu.serving.protocol.other import (
     DetokenizeResponse,
     TokenizeRequest,
     TokenizeResponse,
+    TokenizerInfo,
 )
 from cpmcu.serving.responses import service_of
 from cpmcu.serving.service import Service
@@ -43,6 +44,17 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> DetokenizeRes
         model.llm.tokenizer.decode, body.tokens, skip_special_tokens=False
     )
     return DetokenizeResponse(prompt=text)
+
+
+@router.get("/tokenizer_info")
+async def tokenizer_info(request: Request) -> TokenizerInfo:
+    """The names of special tokens and the chat template."""
+    model = service_of(request).model
+    return TokenizerInfo(
+        **model.llm.tokenizer.special_tokens,
+        chat_template=None if model.template is None else model.template.source,
+        max_model_len=model.llm.max_length,
+    )
 
 
 def check_ids(tokens: list[int], vocab_size: int) -> None:
