@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -12,12 +13,12 @@ from cpmcu.serving.errors import ApiError
 if TYPE_CHECKING:
     from cpmcu.serving.protocol.base import ResponseFormat
 
-# vLLM's request fields.
-GUIDED: dict[str, Callable[[Any], Grammar]] = {
-    "guided_json": Grammar.json_schema,
-    "guided_regex": Grammar.regex,
-    "guided_choice": Grammar.choice,
-    "guided_grammar": Grammar.lark,
+# The last part of vLLM's request fields: guided_json, structured_outputs.json.
+KINDS: dict[str, Callable[[Any], Grammar]] = {
+    "json": Grammar.json_schema,
+    "regex": Grammar.regex,
+    "choice": Grammar.choice,
+    "grammar": Grammar.lark,
 }
 
 
@@ -64,7 +65,7 @@ def from_response_format(value: ResponseFormat | None) -> Grammar | None:
 
 
 def from_guided(fields: dict[str, Any]) -> Grammar | None:
-    """The grammar of vLLM's `guided_*` fields. Raises ApiError (400)."""
+    """The grammar of vLLM's fields, name -> source. Raises ApiError (400)."""
     given = {name: value for name, value in fields.items() if value is not None}
     if len(given) > 1:
         raise ApiError(
@@ -74,7 +75,7 @@ def from_guided(fields: dict[str, Any]) -> Grammar | None:
             code="invalid_value",
         )
     for name, value in given.items():
-        return make(name, GUIDED[name], value)
+        return make(name, KINDS[re.split("[_.]", name)[-1]], value)
     return None
 
 

@@ -101,13 +101,15 @@ class Service:
         llm = LLM(progress=Progress(), **dataclasses.asdict(self._engine_config))
         try:
             template = self._template(llm)
-            source = None if template is None else template.source
+            source, tool_source = (
+                (None, None) if template is None else (template.source, template.tool_source)
+            )
             config = self.config
             self._model = Model(
                 llm,
                 template,
                 reasoning.tags_of(source, config.reasoning_parser),
-                tools.notation_of(source, config.tool_call_parser),
+                tools.notation_of(tool_source, config.tool_call_parser),
                 TokenTexts(llm.tokenizer),
             )
         except Exception:

@@ -226,6 +226,12 @@ def test_echo_gives_the_logprobs_of_the_prompt(client, llm):
     streamed = [v for c in chunks for v in (c.choices[0].logprobs or found).token_logprobs]
     assert streamed[: len(ids)] == found.token_logprobs[: len(ids)]
     assert complete(client, text, echo=True, max_tokens=0).choices[0].text == text
+    fields = {"max_tokens": 20, "temperature": 0, "extra_body": {"return_metrics": True}}
+    plain = complete(client, text, **fields)
+    scored = complete(client, text, echo=True, logprobs=0, **fields)
+    assert scored.choices[0].text == text + plain.choices[0].text
+    spec = [reply.metrics["speculative_decoding"] for reply in (plain, scored)]
+    assert spec[0] == spec[1]  # the draft has read the prompt all the same
     one = complete(client, [[5]], echo=True, max_tokens=0, logprobs=1).choices[0].logprobs
     assert one.token_logprobs == [None]
 

@@ -61,6 +61,9 @@ def test_other_grammars(client):
         ({"guided_choice": ["yes", "no", "vielleicht"]}, "yes|no|vielleicht"),
         ({"guided_grammar": 'start: "a" ("b" | "c") "d"'}, "a[bc]d"),
         ({"guided_json": json.dumps({"type": "boolean"})}, "true|false"),
+        ({"structured_outputs": {"json": {"type": "boolean"}}}, "true|false"),
+        ({"structured_outputs": {"choice": ["a", "b"]}}, "a|b"),
+        ({"structured_outputs": {"regex": "[xy]{4}"}}, "[xy]{4}"),
     ):
         text = ask(client, extra_body=body).choices[0].message.content
         assert re.fullmatch(pattern, text), text
@@ -108,6 +111,8 @@ def test_calls_that_must_be(client):
         ({"extra_body": {"guided_grammar": "start: nothing"}}, "lark"),
         ({"extra_body": {"guided_json": "{"}}, "guided_json"),
         ({"extra_body": {"guided_json": "{}", "guided_regex": "a"}}, "exclude each other"),
+        ({"extra_body": {"structured_outputs": {"regex": "a", "json": "{}"}}}, "exclude each"),
+        ({"extra_body": {"structured_outputs": {"whitespace_pattern": " "}}}, "whitespace_pattern"),
         ({"response_format": FORMAT, "extra_body": {"guided_regex": "a"}}, "exclude each other"),
         ({"response_format": FORMAT, "tools": TOOLS, "tool_choice": "required"}, "exclude"),
         ({"extra_body": {"guided_json": {"type": "object", "not": {"x": 1}}}}, "json schema"),

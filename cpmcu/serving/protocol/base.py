@@ -30,23 +30,37 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "documents": ([],),
     "dry_multiplier": (0, 0.0),
     "dynatemp_range": (0, 0.0),
+    "ebnf": (),
+    "enable_thinking": (),
     "early_stopping": (False,),
     "function_call": (),
     "functions": ([],),
+    "grammar": ("",),
+    "guided_whitespace_pattern": (),
     "include_stop_str_in_output": (False,),
+    "json_schema": (),
     "length_penalty": (1, 1.0),
     "logits_processors": ([],),
     "max_tool_calls": (),
     "media_io_kwargs": ({},),
+    "min_new_tokens": (0,),
     "min_tokens": (0,),
     "mirostat": (0,),
     "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
+    "n_predict": (),
     "prefix": ("",),
     "priority": (0,),
+    "prompt_logprobs": (),
+    "regex": (),
+    "repeat_penalty": (1, 1.0),
+    "return_tokens_as_token_ids": (False,),
+    "whitespace_pattern": (),
     "spaces_between_special_tokens": (True,),
-    "structured_outputs": (),
+    "stop_regex": ([],),
     "suffix": ("",),
+    "thinking": (),
+    "thinking_budget": (),
     "thinking_token_budget": (),
     "top_a": (0, 0.0),
     "top_n_sigma": (-1, -1.0, 0, 0.0),
@@ -128,6 +142,22 @@ class ResponseFormat(RequestModel):
     json_schema: JsonSchema | None = None
 
 
+class StructuredOutputs(RequestModel):
+    """What the answer has to look like, as vLLM has it."""
+
+    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+    def fields(self) -> dict[str, Any]:
+        """Kind of the grammar -> its source, None where there is none."""
+        found: dict[str, Any] = {"json": self.json_, "regex": self.regex}
+        found |= {"choice": self.choice, "grammar": self.grammar}
+        return found | ({"json": {"type": "object"}} if self.json_object else {})
+
+
 class GenerationRequest(RequestModel):
     """The fields that chat and text completions share."""
 
@@ -152,6 +182,7 @@ class GenerationRequest(RequestModel):
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
@@ -175,7 +206,12 @@ class GenerationRequest(RequestModel):
         return self.stream_options is not None and self.stream_options.include_usage
 
     def _grammar(self) -> Grammar | None:
-        guided = grammar.from_guided({name: getattr(self, name) for name in grammar.GUIDED})
+        sources = {f"guided_{kind}": getattr(self, f"guided_{kind}") for kind in grammar.KINDS}
+        if self.structured_outputs is not None:
+            self.structured_outputs.check_extra()
+            named = self.structured_outputs.fields().items()
+            sources |= {f"structured_outputs.{kind}": source for kind, source in named}
+        guided = grammar.from_guided(sources)
         formatted = grammar.from_response_format(self.response_format)
         if guided and formatted:
             raise refused("response_format", "response_format and guided_* exclude each other.")
