@@ -15,6 +15,8 @@ from typing import Any
 DTYPES = ("auto", "float16", "bfloat16", "float32")
 DEVICES = ("auto", "cpu", "cuda")
 SPEC_METRICS = ("none", "summary", "detailed")
+HEAD_QUANTS = ("none", "w8", "w4")
+DRAFT_HEAD_QUANTS = ("auto", *HEAD_QUANTS)
 
 # As csrc/kernels/tree.h has them.
 MAX_TREE_SIZE = 64
@@ -22,8 +24,8 @@ MAX_DRAFT_DEPTH = 16
 MAX_DRAFT_TOPK = 32
 
 _MODEL_HELP = (
-    "local directory or Hugging Face repository id (default: the small Python code model that "
-    "ships with cpmcu)"
+    "local directory, Hugging Face repository id, or a model that ships with cpmcu: "
+    "tiny-python-minicpm (default; small, of Python code) or tiny-python-minicpm-w4 (in 4 bits)"
 )
 
 
@@ -43,14 +45,26 @@ def option(
     return dataclasses.field(default=default, metadata=metadata)
 
 
+ASSETS = Path(__file__).parent / "assets"
+_SHIPPED_DRAFTS = {  # target -> draft
+    "tiny-python-minicpm": "tiny-python-eagle2",
+    "tiny-python-minicpm-w4": "tiny-python-eagle2-w4",
+}
+
+
 def shipped_model() -> Path:
     """Directory of the model that comes with the package."""
-    return Path(__file__).parent / "assets" / "tiny-python-minicpm"
+    return ASSETS / "tiny-python-minicpm"
 
 
-def shipped_draft() -> Path:
-    """Directory of the draft that comes with the package for the shipped model."""
-    return Path(__file__).parent / "assets" / "tiny-python-eagle2"
+def shipped_draft(target: Path) -> Path | None:
+    """Directory of the draft for `target`, if both come with the package."""
+    target = target.resolve()
+    name = _SHIPPED_DRAFTS.get(target.name)
+    if name is None or target.parent != ASSETS.resolve():
+        return None
+    draft = ASSETS / name
+    return draft if (draft / "config.json").is_file() else None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -80,7 +94,7 @@ _VLLM_KEYS = {
 class SpeculativeConfig:
     """What drafts, and how much. Raises ValueError for a value or a tree that cannot be.
 
-    Without a draft (none named, and another target than the shipped model) nothing is drafted.
+    Without a draft (none named, and another target than a shipped model) nothing is drafted.
     """
 
     draft_model_path: str | None = option(
@@ -120,6 +134,12 @@ class SpeculativeConfig:
     frspec_vocab_size: int = option(
         0, "number of frequent tokens; 0: as many as --frspec-path has, all without it"
     )
+    draft_head_quant: str = option(
+        "auto",
+        "bits of the draft's lm_head, rounded at load, which changes no text; auto: w4 if the "
+        "draft is quantised, else none",
+        choices=DRAFT_HEAD_QUANTS,
+    )
     prompt_lookup_min: int | None = option(None, "n-gram: shortest match (default: 1)")
     prompt_lookup_max: int | None = option(None, "n-gram: longest match (default: 4)")
     per_request_spec_decode_metrics: str = option(
@@ -136,6 +156,7 @@ class SpeculativeConfig:
         if self.spec_window_size is not None:
             _at_least("spec_window_size", self.spec_window_size, 0)
         _at_least("frspec_vocab_size", self.frspec_vocab_size, 0)
+        _one_of("draft_head_quant", self.draft_head_quant, DRAFT_HEAD_QUANTS)
         _one_of(
             "per_request_spec_decode_metrics", self.per_request_spec_decode_metrics, SPEC_METRICS
         )
@@ -240,7 +261,8 @@ def _speculative_fields(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_type(name: str, value: Any) -> None:
-    text = ("draft_model_path", "method", "frspec_path", "per_request_spec_decode_metrics")
+    text = {"draft_model_path", "method", "frspec_path", "draft_head_quant"}
+    text.add("per_request_spec_decode_metrics")
     if name in text:
         wanted: type = str
     else:
@@ -262,6 +284,11 @@ class EngineConfig:
     device_index: int = option(0, "which CUDA device, counted from 0")
     dtype: str = option(
         "auto", "type of weights and activations; auto keeps the checkpoint's", choices=DTYPES
+    )
+    lm_head_quant: str = option(
+        "none",
+        "LOSSY: round the model's lm_head to 8 or 4 bits at load, for speed; the text changes",
+        choices=HEAD_QUANTS,
     )
     memory_limit: float = option(
         0.9, "share of the memory that is free at start which the engine may take, in (0, 1]"
@@ -298,6 +325,7 @@ class EngineConfig:
             object.__setattr__(self, "speculative_config", SpeculativeConfig())
         _one_of("device", self.device, DEVICES)
         _one_of("dtype", self.dtype, DTYPES)
+        _one_of("lm_head_quant", self.lm_head_quant, HEAD_QUANTS)
         if not 0.0 < self.memory_limit <= 1.0:
             raise ValueError(
                 f"memory_limit is {self.memory_limit}, but must be a share in (0, 1] of the free "

@@ -20,6 +20,9 @@ token_counts.npy, counts of tokens as of natural text, from which FR-Spec takes 
 
 writes a target and a draft of it whose acceptance is known (see "planted pairs" below).
 
+--quant gptq, and --draft-quant gptq for a planted draft, store the layers' projections (and a
+head's fc) in 4 bits with groups of 128: random bits, and scales that give them the same spread.
+
 To add a model, add a row to PRESETS. To add another kind of tensor, write a Fill.
 """
 
@@ -73,6 +76,8 @@ class Source(Protocol):
         self, seed: int, count: int, index: np.ndarray, columns: int, scale: float, dtype: str
     ) -> Iterator: ...
 
+    def words(self, seed: int, count: int) -> Iterator: ...  # 32 random bits each
+
 
 class NumpySource:
     name = "numpy"
@@ -95,6 +100,11 @@ class NumpySource:
         table *= np.float32(scale) / np.linalg.norm(table, axis=1, keepdims=True)
         for begin in range(0, index.size, step := max(1, CHUNK // columns)):
             yield encode(table[index[begin : begin + step]].ravel(), dtype)
+
+    def words(self, seed: int, count: int) -> Iterator[np.ndarray]:
+        rng = np.random.default_rng(seed)
+        for begin in range(0, count, CHUNK):
+            yield rng.integers(0, 1 << 32, min(CHUNK, count - begin), dtype=np.uint32)
 
 
 class TorchSource:
@@ -132,6 +142,14 @@ class TorchSource:
         rows = torch.from_numpy(index).to(self.device)
         for begin in range(0, index.size, step := max(1, CHUNK // columns)):
             yield self.staged(table[rows[begin : begin + step]].to(kind).flatten())
+
+    def words(self, seed: int, count: int) -> Iterator[memoryview]:
+        torch = self.torch
+        generator = torch.Generator(self.device).manual_seed(seed)
+        for begin in range(0, count, CHUNK):
+            values = torch.empty(min(CHUNK, count - begin), dtype=torch.int32, device=self.device)
+            values.random_(-(1 << 31), (1 << 31) - 1, generator=generator)
+            yield self.staged(values)
 
     def staged(self, values: Any) -> memoryview:
         """The bytes of a tensor on the GPU; valid until the next call."""
@@ -207,6 +225,7 @@ class TensorSpec:
     shape: tuple[int, ...]
     fill: Fill
     dtype: str | None = None  # None: the run's dtype
+    std: float = 0.0  # of a matrix that can be quantised; 0: it cannot
 
     @property
     def count(self) -> int:
@@ -215,7 +234,8 @@ class TensorSpec:
 
 def matrix(name: str, rows: int, columns: int, gain: float = 1.0) -> TensorSpec:
     """y = x W^T with W [rows, columns] keeps the size of x times `gain`."""
-    return TensorSpec(name, (rows, columns), normal(gain / math.sqrt(columns)))
+    std = gain / math.sqrt(columns)
+    return TensorSpec(name, (rows, columns), normal(std), std=std)
 
 
 def norm(name: str, size: int) -> TensorSpec:
@@ -333,6 +353,60 @@ def special_ids(config: Config) -> set[int]:
         ids = config.get(key)
         found.update([ids] if isinstance(ids, int) else ids or ())
     return {i for i in found if i < config["vocab_size"]}
+
+
+# ---- 4-bit weights as GPTQ stores them
+
+GROUP_SIZE = 128
+LEVELS_STD = math.sqrt(21.5)  # of q - 8 for q in 0..15
+QUANTIZATION_CONFIG: Config = {
+    "quant_method": "gptq",
+    "bits": 4,
+    "group_size": GROUP_SIZE,
+    "desc_act": False,
+    "static_groups": True,
+    "sym": True,
+    "lm_head": False,
+    "checkpoint_format": "gptq",
+}
+
+
+def quantised(specs: Iterable[TensorSpec]) -> Iterator[TensorSpec]:
+    """The same model with projections and fc in 4 bits; everything else as it is."""
+    for spec in specs:
+        module = spec.name.removesuffix(".weight")
+        if not module.endswith(("_proj", "fc")) or module == spec.name:
+            yield spec
+            continue
+        if spec.std == 0:
+            raise SystemExit(f"{spec.name} has no 4-bit form")
+        yield from gptq_tensors(module, *spec.shape, words(), spec.std / LEVELS_STD)
+
+
+def gptq_tensors(
+    module: str, rows: int, columns: int, q: Fill, scale: float, scales: Fill | None = None
+) -> Iterator[TensorSpec]:
+    """A layer [columns -> rows]: w = (q - 8) * scale."""
+    if columns % GROUP_SIZE or rows % 8:
+        raise SystemExit(
+            f"{module} is [{columns} -> {rows}], but 4-bit weights need multiples of {GROUP_SIZE} "
+            "and 8"
+        )
+    groups = columns // GROUP_SIZE
+    zeros = np.full(groups * rows // 8, 0x77777777, np.int32)  # z - 1
+    order = np.arange(columns, dtype=np.int32) // GROUP_SIZE
+    scales = scales or normal(0.05 * scale, mean=scale)
+    yield TensorSpec(f"{module}.qweight", (columns // 8, rows), q, "I32")
+    yield TensorSpec(f"{module}.qzeros", (groups, rows // 8), stored(zeros), "I32")
+    yield TensorSpec(f"{module}.scales", (groups, rows), scales, "F16")
+    yield TensorSpec(f"{module}.g_idx", (columns,), stored(order), "I32")
+
+
+def words() -> Fill:
+    def fill(source: Source, seed: int, count: int, dtype: str) -> Iterable:
+        return source.words(seed, count)
+
+    return fill
 
 
 # ---- presets
@@ -677,14 +751,19 @@ def planted_target(config: Config, seed: int, pair: Planted) -> Iterator[TensorS
         yield TensorSpec(spec.name, spec.shape, fill) if fill else quiet(spec, config)
 
 
-def planted_draft(config: Config, seed: int, pair: Planted) -> Iterator[TensorSpec]:
+def planted_draft(
+    config: Config, seed: int, pair: Planted, quant: str | None = None
+) -> Iterator[TensorSpec]:
     hidden = config["hidden_size"]
     yield from draft_vocabulary(pair.drafted, config["vocab_size"])
     for spec in eagle_tensors(config):
-        if spec.name == "fc.weight":
-            yield TensorSpec(spec.name, spec.shape, pass_left_half(hidden))
+        if spec.name != "fc.weight":
+            spec = quiet(spec, config)
+            yield from quantised([spec]) if quant else [spec]
+        elif quant:
+            yield from pass_left_half_in_4_bits(hidden)
         else:
-            yield quiet(spec, config)
+            yield TensorSpec(spec.name, spec.shape, pass_left_half(hidden))
     head = vectors(seed, pair.draft_rows, config, planted_head_scale(config))
     yield TensorSpec("lm_head.weight", (pair.drafted.size, hidden), head)
 
@@ -722,8 +801,35 @@ def pass_left_half(hidden: int) -> Fill:
     return fill
 
 
+def pass_left_half_in_4_bits(hidden: int) -> Iterator[TensorSpec]:
+    """[I | 0] as above: the group with the one has scale 1/7 and zeros, the others are noise."""
+    noise = 0.01 / math.sqrt(2 * hidden) / LEVELS_STD
+    k = np.arange(hidden)
+
+    def q(source: Source, seed: int, count: int, dtype: str) -> Iterable:
+        made = np.random.default_rng(seed).integers(
+            0, 1 << 32, (2 * hidden // 8, hidden), dtype=np.uint32
+        )
+        of_group = (k // GROUP_SIZE * (GROUP_SIZE // 8))[:, None] + np.arange(GROUP_SIZE // 8)
+        made[of_group, k[:, None]] = 0x88888888
+        made[k // 8, k] |= np.uint32(7) << (4 * (k % 8)).astype(np.uint32)  # 15
+        yield made.ravel()
+
+    def scales(source: Source, seed: int, count: int, dtype: str) -> Iterable:
+        made = np.full((2 * hidden // GROUP_SIZE, hidden), noise, np.float32)
+        made[k // GROUP_SIZE, k] = 1 / 7
+        yield encode(made.ravel(), dtype)
+
+    yield from gptq_tensors("fc", hidden, 2 * hidden, q, noise, scales)
+
+
 def planted_presets(
-    preset: Preset, config: Config, seed: int, acceptance: float, draft_vocab: int
+    preset: Preset,
+    config: Config,
+    seed: int,
+    acceptance: float,
+    draft_vocab: int,
+    draft_quant: str | None = None,
 ) -> tuple[Preset, Preset]:
     """Target and draft; `config` is the target's, overrides applied."""
     config = config | {"tie_word_embeddings": False}
@@ -737,7 +843,7 @@ def planted_presets(
             "planted_acceptance": acceptance,
         },
         {},
-        lambda c: planted_draft(c, seed, pair),
+        lambda c: planted_draft(c, seed, pair, draft_quant),
         draft=True,
     )
     return target, draft
@@ -878,11 +984,17 @@ def write_checkpoint(
     tokenizer: Path | None = None,
     device: str = "auto",
     force: bool = False,
+    quant: str | None = None,
 ) -> Progress:
-    """Write the whole directory beside its place, then move it there."""
+    """Write the whole directory beside its place, then move it there.
+
+    `quant` "gptq": projections in 4 bits, unless the preset's own tensors have them so already.
+    """
     out = out.absolute()
     check_destination(out, force)
     config = {**preset.config, **(overrides or {}), "torch_dtype": dtype}
+    if quant:
+        config["quantization_config"] = QUANTIZATION_CONFIG
     if preset.draft:
         tokenizer = None
     elif tokenizer is None and config["vocab_size"] >= 4096 and DEFAULT_TOKENIZER.is_dir():
@@ -901,7 +1013,9 @@ def write_checkpoint(
             (temporary / name).write_bytes(content)
         if tokenizer is not None:
             copy_tokenizer(tokenizer, temporary)
-        specs = preset.tensors(config)
+        specs = list(preset.tensors(config))
+        if quant and not any(spec.name.endswith(".qweight") for spec in specs):
+            specs = list(quantised(specs))
         progress = write_weights(specs, temporary, DTYPES[dtype], seed, shard_bytes, source)
         if out.exists():
             shutil.rmtree(out)
@@ -929,7 +1043,11 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--preset", required=True, help=f"one of {', '.join(PRESETS)}")
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
-    parser.add_argument("--dtype", choices=list(DTYPES), default="bfloat16")
+    parser.add_argument(
+        "--dtype", choices=list(DTYPES), help="default: bfloat16, with --quant float16"
+    )
+    parser.add_argument("--quant", choices=["gptq"], help="store projections in 4 bits")
+    parser.add_argument("--draft-quant", choices=["gptq"], help="the same of the planted draft")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--shard-size-gb", type=float, default=5.0)
     parser.add_argument("--num-hidden-layers", type=int, help="fewer or more layers than the model")
@@ -968,33 +1086,40 @@ def main(argv: list[str] | None = None) -> None:
                 f"--num-hidden-layers must be at least 1, not {args.num_hidden_layers}"
             )
         overrides["num_hidden_layers"] = args.num_hidden_layers
-    jobs = [(PRESETS[args.preset], args.out)]
+    jobs = [(PRESETS[args.preset], args.out, args.quant)]
     if (args.planted is None) != (args.draft_out is None):
         raise SystemExit("--planted and --draft-out go together: give both or neither")
+    if args.draft_quant and args.planted is None:
+        raise SystemExit("--draft-quant is for the draft of --planted; use --quant")
+    dtype = args.dtype or ("float16" if args.quant else "bfloat16")
     if args.planted is not None:
         preset = PRESETS[args.preset]
         if preset.draft:
             raise SystemExit(f"--planted needs a target, but {args.preset} is a draft")
         config = {**preset.config, **overrides}
         draft_vocab = args.draft_vocab_size or min(32768, config["vocab_size"] // 2)
-        target, draft = planted_presets(preset, config, args.seed, args.planted, draft_vocab)
-        jobs, overrides = [(target, args.out), (draft, args.draft_out)], {}
-        for _, out in jobs:  # before the long work
+        target, draft = planted_presets(
+            preset, config, args.seed, args.planted, draft_vocab, args.draft_quant
+        )
+        jobs = [(target, args.out, args.quant), (draft, args.draft_out, args.draft_quant)]
+        overrides = {}
+        for _, out, _ in jobs:  # before the long work
             check_destination(out.absolute(), args.force)
-    for preset, out in jobs:
+    for preset, out, quant in jobs:
         progress = write_checkpoint(
             preset,
             out,
-            dtype=args.dtype,
+            dtype=dtype,
             seed=args.seed,
             shard_bytes=int(args.shard_size_gb * 1e9),
             overrides=overrides,
             tokenizer=args.tokenizer,
             device=args.device,
             force=args.force,
+            quant=quant,
         )
         kind = args.preset if args.planted is None else f"{args.preset} planted {args.planted}"
-        print(f"{out}: {kind}, {args.dtype}, seed {args.seed}, {progress.text().strip()}")
+        print(f"{out}: {kind}, {quant or dtype}, seed {args.seed}, {progress.text().strip()}")
 
 
 if __name__ == "__main__":

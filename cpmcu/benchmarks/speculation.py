@@ -6,7 +6,8 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from cpmcu.benchmarks.decoding import WINDOWS, Row, measure, random_prompt
-from cpmcu.config import EngineConfig, SpeculativeConfig, shipped_draft
+from cpmcu.config import EngineConfig, SpeculativeConfig, shipped_draft, shipped_model
+from cpmcu.loading.hub import resolve_model
 
 if TYPE_CHECKING:
     from cpmcu.llm import LLM
@@ -66,8 +67,10 @@ def has_draft(config: EngineConfig) -> bool:
     if speculation.no_speculation:
         return False
     named = speculation.draft_model_path is not None or speculation.method != "auto"
-    shipped = config.model is None and (shipped_draft() / "config.json").is_file()
-    return named or bool(speculation.use_eagle3) or shipped
+    if named or speculation.use_eagle3:
+        return True
+    target = shipped_model() if config.model is None else resolve_model(config.model)
+    return shipped_draft(target) is not None
 
 
 def run_cycles(config: EngineConfig, rows: list[Row], steps: int) -> dict[str, Any]:

@@ -25,13 +25,14 @@ from cpmcu.drafters.heads import (
     copies_of_target,
     draft_vocab_ids,
     head_fields,
-    refuse_quantised,
+    refuse_quantised_head,
     residual_scale,
 )
 from cpmcu.drafters.registry import DraftFiles, DraftPlan, TargetModel, Tensors, register_drafter
 from cpmcu.loading.tensors import TensorMeta
 from cpmcu.models.common import SpecFields
 from cpmcu.models.names import Piece, canonical_names
+from cpmcu.quant.registry import plan_quant
 
 _LAYERS = re.compile(r"^eagle_layers\.")
 
@@ -44,14 +45,14 @@ class Eagle:
 
     def matches(self, config: Mapping[str, Any], tensors: Tensors) -> bool:
         names = {_short(name) for name in tensors}
-        has_fc = bool(names & {"fc.weight", "fc.qweight"})
+        has_fc = bool(names & {"fc.weight", "fc.qweight", "fc.weight_packed"})
         return has_fc and not any(name.endswith("hidden_norm.weight") for name in names)
 
     def plan(
         self, draft: DraftFiles | None, target: TargetModel, speculation: SpeculativeConfig
     ) -> DraftPlan:
         assert draft is not None
-        refuse_quantised(draft.tensors, draft.config)
+        refuse_quantised_head(draft.tensors)
         check_vocabulary(draft, target)
         check_scales(draft, target)
         fields = head_fields(draft, target)
@@ -91,6 +92,7 @@ class Eagle:
                 "vocab_ids": vocab_ids,
                 "own_head": own_head,
             },
+            quant=plan_quant(draft.config, draft.tensors),
         )
 
 

@@ -18,13 +18,14 @@ from cpmcu.drafters.heads import (
     copies_of_target,
     draft_vocab_ids,
     head_fields,
-    refuse_quantised,
+    refuse_quantised_head,
     residual_scale,
 )
 from cpmcu.drafters.registry import DraftFiles, DraftPlan, TargetModel, Tensors, register_drafter
 from cpmcu.models.common import SpecFields
 from cpmcu.models.names import Piece, canonical_names
 from cpmcu.models.reader import ConfigReader
+from cpmcu.quant.registry import plan_quant
 
 _LAYER = re.compile(r"^layers\.0\.")
 _FLAGS = ("norm_before_fc", "fc_norm", "norm_before_residual")  # variants that are not supported
@@ -45,7 +46,7 @@ class Eagle3:
     ) -> DraftPlan:
         assert draft is not None
         config, tensors = draft.config, draft.tensors
-        refuse_quantised(tensors, config)
+        refuse_quantised_head(tensors)
         _refuse_variants(config, tensors)
         names = {_short(name): name for name in tensors}
         fields = head_fields(draft, target)
@@ -54,7 +55,9 @@ class Eagle3:
                 f"config.json: num_hidden_layers is {fields.num_hidden_layers}, expected 1"
             )
         layers = _feature_layers(config, target)
-        _check_fc(tensors[names["fc.weight"]].shape if "fc.weight" in names else (), layers, target)
+        if not names.keys() & {"fc.qweight", "fc.weight_packed"}:  # those the engine checks
+            fc = tensors[names["fc.weight"]].shape if "fc.weight" in names else ()
+            _check_fc(fc, layers, target)
         vocab_ids = _vocab_ids(draft, names, target)
         own_head = "lm_head.weight" in names
         if own_head:
@@ -79,6 +82,7 @@ class Eagle3:
                 "own_head": own_head,
                 "norm_output": ConfigReader(config).flag("norm_output"),
             },
+            quant=plan_quant(config, tensors),
         )
 
 

@@ -45,7 +45,9 @@ def head_fields(draft: DraftFiles, target: TargetModel) -> SpecFields:
     fields = read_spec(
         {**config, "rope_theta": 10000.0, "rope_scaling": None, "rope_parameters": None},
         options,
-        qkv_bias=any(name.endswith("self_attn.q_proj.bias") for name in tensors),
+        qkv_bias=any(
+            name.endswith(("_attn.q_proj.bias", "_attn.qkv_proj.bias")) for name in tensors
+        ),
         qk_norm=any(name.endswith("self_attn.q_norm.weight") for name in tensors),
     )
     if fields.head_dim == target.fields.head_dim:
@@ -93,13 +95,11 @@ def residual_scale(config: Mapping[str, Any], draft: DraftFiles, target: TargetM
     return ConfigReader(config).positive_float("scale_depth") / math.sqrt(denominator)
 
 
-def refuse_quantised(tensors: Tensors, config: Mapping[str, Any]) -> None:
-    """Raises ValueError for a draft whose weights are quantised."""
-    from cpmcu.quant.registry import plan_quant
-
-    scheme = plan_quant(config, tensors).scheme
-    if scheme != "dense":
-        raise ValueError(f"the draft is quantised ({scheme}), expected dense weights")
+def refuse_quantised_head(tensors: Tensors) -> None:
+    """Raises ValueError for a head of its own that the file has quantised."""
+    for name in tensors:
+        if name.endswith(("lm_head.qweight", "lm_head.weight_packed")):
+            raise ValueError(f"{name} is there, expected a draft's lm_head to be dense")
 
 
 def copies_of_target(tensors: Tensors, *suffixes: str) -> dict[str, str]:

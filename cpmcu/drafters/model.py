@@ -7,11 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 from cpmcu.config import SpeculativeConfig
-from cpmcu.drafters.heads import refuse_quantised
 from cpmcu.drafters.registry import DraftFiles, DraftPlan, TargetModel, Tensors, register_drafter
 from cpmcu.models.common import BuildOptions, SpecFields
 from cpmcu.models.names import Piece
 from cpmcu.models.registry import find_model
+from cpmcu.quant.registry import plan_quant
 
 
 @register_drafter("model")
@@ -21,22 +21,22 @@ class DraftModel:
     has_checkpoint = True
 
     def matches(self, config: Mapping[str, Any], tensors: Tensors) -> bool:
+        of_heads = ("fc.weight", "fc.qweight", "hidden_norm.weight")
         return (
             "model.embed_tokens.weight" in tensors
             and any(name.startswith("model.layers.0.") for name in tensors)
-            and not any(name.endswith(("fc.weight", "hidden_norm.weight")) for name in tensors)
+            and not any(name.endswith(of_heads) for name in tensors)
         )
 
     def plan(
         self, draft: DraftFiles | None, target: TargetModel, speculation: SpeculativeConfig
     ) -> DraftPlan:
         assert draft is not None
-        refuse_quantised(draft.tensors, draft.config)
         family = find_model(draft.config)
         options = BuildOptions(
             device=target.device,
             max_model_len=target.max_model_len or target.fields.max_position_embeddings,
-            has_lm_head="lm_head.weight" in draft.tensors,
+            has_lm_head=any(name.startswith("lm_head.") for name in draft.tensors),
         )
         fields = family.build(draft.config, options)
         if fields.vocab_size != target.fields.vocab_size:
@@ -53,4 +53,5 @@ class DraftModel:
         tied = {}
         if fields.tie_word_embeddings and "lm_head.weight" in draft.tensors:
             tied["lm_head.weight"] = "tie_word_embeddings is true: the head is the embedding table"
-        return DraftPlan(fields=fields, names=names, ignored=tied)
+        quant = plan_quant(draft.config, draft.tensors)
+        return DraftPlan(fields=fields, names=names, ignored=tied, quant=quant)

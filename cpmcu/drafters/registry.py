@@ -20,6 +20,7 @@ from cpmcu.config import SpeculativeConfig
 from cpmcu.loading.tensors import Checkpoint, TensorMeta
 from cpmcu.models.common import SpecFields
 from cpmcu.models.names import NameMap, Piece
+from cpmcu.quant.registry import DENSE, QuantPlan
 
 Tensors = Mapping[str, TensorMeta]
 
@@ -62,6 +63,7 @@ class DraftPlan:
     window: int = 0  # where spec_window_size is not given
     chain: bool = False  # drafts one path only
     options: Mapping[str, Any] = field(default_factory=dict)  # more fields of C.DrafterSpec
+    quant: QuantPlan = DENSE  # of its own layers
 
 
 class Drafter(Protocol):

@@ -14,7 +14,6 @@ from cpmcu.config import (
     SpeculativeConfig,
     TreeShape,
     shipped_draft,
-    shipped_model,
 )
 from cpmcu.drafters import frspec
 from cpmcu.drafters.registry import (
@@ -32,7 +31,6 @@ from cpmcu.loading.plan import LoadPlan, plan_load
 from cpmcu.loading.tensors import TensorMeta
 from cpmcu.models.common import SpecFields
 from cpmcu.models.names import Piece
-from cpmcu.quant.registry import QuantPlan
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -42,6 +40,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PREFIX = "draft."  # of the engine's names for the draft's tensors
+HEAD = PREFIX + "lm_head"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +53,7 @@ class LoadedDraft:
     window: int
     vocab_ids: list[int]  # FR-Spec's; empty: what the plan says
     files: DraftFiles | None
+    head_quant: str = "auto"  # draft_head_quant of the configuration
 
     def spec(self, extension: Any, dtype: str) -> C.DrafterSpec:
         """What the engine takes."""
@@ -62,7 +62,11 @@ class LoadedDraft:
             options["vocab_ids"] = self.vocab_ids
         if self.plan.fields is not None:
             options["model"] = extension.ModelSpec(
-                **self.plan.fields.to_kwargs(), dtype=dtype, linear_method="dense"
+                **self.plan.fields.to_kwargs(),
+                dtype=dtype,
+                linear_method=self.plan.quant.linear_method,
+                linear_options=self.plan.quant.linear_options,
+                linear_overrides=self._overrides(self.plan.fields),
             )
         made: C.DrafterSpec = extension.DrafterSpec(
             method=self.method,
@@ -73,6 +77,20 @@ class LoadedDraft:
             **options,
         )
         return made
+
+    def _overrides(self, fields: SpecFields) -> dict[str, str]:
+        """Methods of modules under the engine's names; that of the head as asked for."""
+        overrides = {}
+        for module, method in self.plan.quant.linear_overrides.items():
+            # Any leaf but "weight", which is cut at fused projections.
+            pieces = self.plan.names(f"{module}.scales", fields)
+            for piece in pieces:
+                overrides[piece.name.removesuffix(".scales")] = method
+        quantised = self.plan.quant.linear_method != "dense"
+        if quantised and HEAD not in overrides:  # the file has its head quantised
+            return overrides
+        bits = ("w4" if quantised else "none") if self.head_quant == "auto" else self.head_quant
+        return overrides | {HEAD: "dense" if bits == "none" else f"{bits}_rtn"}
 
     def plan_load(
         self, expected: Mapping[str, TensorMeta], required: Iterable[str]
@@ -87,27 +105,29 @@ class LoadedDraft:
         def names(name: str, fields: SpecFields) -> Sequence[Piece]:
             return () if name in ignored else self.plan.names(name, fields)
 
-        dense = QuantPlan(scheme="dense", linear_method="dense")
-        checkpoint = self.files.checkpoint
-        return plan_load(checkpoint, self.plan.fields, names, dense, expected, required)
+        checkpoint, quant = self.files.checkpoint, self.plan.quant
+        return plan_load(checkpoint, self.plan.fields, names, quant, expected, required)
 
 
 def open_draft(
     speculation: SpeculativeConfig, directory: Path, target: TargetModel
 ) -> LoadedDraft | None:
-    """The draft that was asked for, or the shipped one for the shipped model in `directory`.
+    """The draft that was asked for, or the shipped one for a shipped model in `directory`.
 
     None if there is none. Raises FileNotFoundError for files that are not there, ValueError with
     one sentence for a draft that does not fit its target or a tree that cannot be.
     """
-    shipped = speculation.draft_model_path is None and _has_shipped_draft(speculation, directory)
+    source = speculation.draft_model_path
+    shipped = None
+    if source is None and speculation.method == "auto":
+        shipped = shipped_draft(directory)
     if speculation.no_speculation or not (shipped or _asks(speculation)):
         _tell_what_is_idle(speculation)
         return None
     expected = "eagle3" if speculation.use_eagle3 else speculation.method
-    files: DraftFiles | None = None
-    if shipped or speculation.draft_model_path is not None:
-        files = _open_files(speculation.draft_model_path or str(shipped_draft()))
+    if shipped:
+        source = str(shipped)
+    files = None if source is None else _open_files(source)
     try:
         method, drafter = _find(files, expected, speculation)
         plan = drafter.plan(files, target, speculation)
@@ -121,7 +141,8 @@ def open_draft(
         raise ValueError(f"{files.directory}: {error}") from error
     window = speculation.spec_window_size
     window = plan.window if window is None else window
-    return LoadedDraft(method, plan, shape, window, vocab_ids, files)
+    head_quant = speculation.draft_head_quant
+    return LoadedDraft(method, plan, shape, window, vocab_ids, files, head_quant)
 
 
 def eos_ids(*configs: Mapping[str, Any]) -> tuple[int, ...]:
@@ -131,14 +152,6 @@ def eos_ids(*configs: Mapping[str, Any]) -> tuple[int, ...]:
         value = config.get("eos_token_id")
         found += [value] if isinstance(value, int) else list(value or ())
     return tuple(dict.fromkeys(found))
-
-
-def _has_shipped_draft(speculation: SpeculativeConfig, directory: Path) -> bool:
-    return (
-        speculation.method == "auto"
-        and directory.resolve() == shipped_model().resolve()
-        and (shipped_draft() / "config.json").is_file()
-    )
 
 
 def _asks(speculation: SpeculativeConfig) -> bool:

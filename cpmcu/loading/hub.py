@@ -1,4 +1,4 @@
-"""From a model's name to a local directory: the directory itself, or a Hugging Face repo id."""
+"""From a model's name to a local directory: a path, a shipped model or a Hugging Face repo id."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
+
+from cpmcu.config import ASSETS
 
 _REPO_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")
 _SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.safetensors"]
@@ -17,7 +19,8 @@ _OTHER_COPIES = ["*/*", "consolidated*"]  # other formats of the same weights
 def resolve_model(model: str, revision: str | None = None) -> Path:
     """The directory of a model, downloaded into the Hugging Face cache if need be.
 
-    `revision` is a branch, tag or commit of a repo and must be None for a directory.
+    A name without a slash, as "tiny-python-minicpm-w4", may be a model or draft that comes with
+    the package. `revision` is a branch, tag or commit of a repo and must be None for a directory.
     HF_HUB_OFFLINE, HF_HOME and HF_TOKEN are honoured. Raises FileNotFoundError if there is no
     such directory, repo or (offline) cached copy, ValueError for something that is neither a
     directory nor a repo id, RuntimeError for a download that fails.
@@ -25,6 +28,9 @@ def resolve_model(model: str, revision: str | None = None) -> Path:
     if not model:
         raise ValueError("model is '', expected a directory or a Hugging Face repo id")
     path = Path(model).expanduser()
+    shipped = ASSETS / model
+    if not path.exists() and path.name == model and shipped.is_dir():
+        path = shipped
     if path.is_dir():
         if revision is not None:
             raise ValueError(

@@ -24,7 +24,7 @@ from cpmcu.loading.progress import LoadProgress, LogProgress, log_conversion, lo
 from cpmcu.loading.tensors import FLOAT_DTYPES, Checkpoint, TensorMeta
 from cpmcu.models.common import BuildOptions
 from cpmcu.models.registry import find_model
-from cpmcu.quant.registry import plan_quant
+from cpmcu.quant.registry import QuantPlan, plan_quant
 
 if TYPE_CHECKING:
     from cpmcu import C
@@ -68,7 +68,7 @@ def load_model(
         BuildOptions(
             device=device,
             max_model_len=config.max_model_len,
-            has_lm_head="lm_head.weight" in metas,
+            has_lm_head=any(name.startswith("lm_head.") for name in metas),
             minicpm4_yarn=config.minicpm4_yarn,
         ),
     )
@@ -93,7 +93,7 @@ def load_model(
         dtype=dtype,
         linear_method=quant.linear_method,
         linear_options=quant.linear_options,
-        linear_overrides=quant.linear_overrides,
+        linear_overrides=with_head(quant, config.lm_head_quant),
     )
     draft_spec = draft.spec(extension, dtype) if draft else None
     settings = (spec, runtime_config(config, device))
@@ -113,6 +113,23 @@ def load_model(
         load_tensors(engine, each, its_plan, each.directory.name, progress or LogProgress())
     engine.finish_loading()
     return LoadedModel(engine, directory, hf_config, generation_config, spec, draft_spec)
+
+
+def with_head(quant: QuantPlan, bits: str) -> dict[str, str]:
+    """The plan's overrides, with lm_head rounded at load if `bits` is w8 or w4.
+
+    Raises ValueError if the checkpoint has it quantised already.
+    """
+    overrides = dict(quant.linear_overrides)
+    if bits == "none":
+        return overrides
+    method = overrides.get("lm_head", quant.linear_method)
+    if method != "dense":
+        raise ValueError(
+            f"lm_head_quant is {bits!r}, but the checkpoint stores lm_head as {method}, expected "
+            "'none'"
+        )
+    return overrides | {"lm_head": f"{bits}_rtn"}
 
 
 def _expected(

@@ -53,14 +53,14 @@ def plan_load(
     """Places every tensor of the checkpoint. `expected`: the engine's name -> what it takes.
 
     Raises ValueError that lists the first mismatches: shapes, dtypes, names given twice, and
-    required tensors that nothing provides.
+    required tensors that nothing provides; and for what the scheme's `verify` finds.
     """
     problems: list[str] = []
     unused: dict[str, str] = {}
     conversions: Counter[str] = Counter()
     provided: set[str] = set()
     total_bytes = 0
-    repacked = {name for repack in quant.repacks for name in repack.inputs}
+    skipped = {name for repack in quant.repacks for name in repack.inputs} | set(quant.ignored)
 
     def accept(source: str, target: TensorMeta) -> bool:
         problem = _mismatch(target, expected[target.name])
@@ -75,7 +75,7 @@ def plan_load(
         return True
 
     placements = []
-    for placement in _place(checkpoint, fields, names, repacked, unused, problems):
+    for placement in _place(checkpoint, fields, names, skipped, unused, problems):
         if placement.target.name not in expected:
             unused[placement.source] = _why_unused(placement.target.name, fields)
         elif accept(placement.source, placement.target):
@@ -90,6 +90,11 @@ def plan_load(
         total_bytes += sum(checkpoint.tensors[name].meta.nbytes for name in repack.inputs)
     missing = [name for name in required if name not in provided]
     _raise_problems(checkpoint.directory, problems, missing, unused)
+    if quant.verify is not None:
+        try:
+            quant.verify(checkpoint.read)
+        except ValueError as error:
+            raise ValueError(f"{checkpoint.directory}: {error}") from error
     return LoadPlan(placements, list(quant.repacks), unused, dict(conversions), total_bytes)
 
 
@@ -97,12 +102,12 @@ def _place(
     checkpoint: Checkpoint,
     fields: SpecFields,
     names: NameMap,
-    repacked: set[str],
+    skipped: set[str],
     unused: dict[str, str],
     problems: list[str],
 ) -> Iterator[Placement]:
     for name, stored in checkpoint.tensors.items():
-        if name in repacked:
+        if name in skipped:
             continue
         meta = stored.meta
         pieces = names(name, fields)

@@ -39,6 +39,7 @@ _DTYPES = {
     "I64": "int64",
     "F64": "float64",
 }
+DTYPE_CODES = {dtype: code for code, dtype in _DTYPES.items()}  # as a header writes them
 
 
 class SafetensorsCheckpoint:

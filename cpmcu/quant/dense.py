@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from cpmcu.loading.tensors import TensorMeta
-from cpmcu.quant.registry import QuantPlan, quantised_tensors, register_quant
+from cpmcu.quant.registry import DENSE, QuantPlan, quantised_tensors, register_quant
 
 
 @register_quant("dense")
@@ -17,4 +17,4 @@ class Dense:
         return not quant_config and not quantised_tensors(tensors)
 
     def plan(self, config: Mapping[str, Any], tensors: Mapping[str, TensorMeta]) -> QuantPlan:
-        return QuantPlan(scheme="dense", linear_method="dense")
+        return DENSE

@@ -20,6 +20,7 @@ import cpmcu.quant
 from cpmcu.loading.tensors import TensorMeta
 
 Arrays = Mapping[str, npt.NDArray[Any]]
+Read = Callable[[str], npt.NDArray[Any]]  # a tensor of the checkpoint in its storage dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,12 @@ class QuantPlan:
     linear_options: dict[str, int] = field(default_factory=dict)
     linear_overrides: dict[str, str] = field(default_factory=dict)  # module -> method
     repacks: Sequence[Repack] = ()  # tensors that no repack takes are streamed as they are
+    ignored: Mapping[str, str] = field(default_factory=dict)  # tensors that say nothing -> why
+    # Looks into small tensors before anything is loaded; raises ValueError.
+    verify: Callable[[Read], None] | None = None
+
+
+DENSE = QuantPlan(scheme="dense", linear_method="dense")
 
 
 class QuantScheme(Protocol):
@@ -83,7 +90,7 @@ def plan_quant(config: Mapping[str, Any], tensors: Mapping[str, TensorMeta]) -> 
 
     Raises ValueError that names the scheme found and those supported.
     """
-    quant_config = _quant_config(config)
+    quant_config = quant_config_of(config)
     supported = ", ".join(registered_quants())
     matching = [n for n, (scheme, _) in _schemes.items() if scheme.matches(quant_config, tensors)]
     if len(matching) > 1:
@@ -128,7 +135,8 @@ def quantised_tensors(tensors: Mapping[str, TensorMeta]) -> list[str]:
     ]
 
 
-def _quant_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def quant_config_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """quantization_config of a config.json; empty if there is none. ValueError for no object."""
     for key in ("quantization_config", "compression_config"):
         value = config.get(key)
         if value is None:

@@ -54,9 +54,9 @@ class Display:
         """A table that is itself the program's output."""
         sys.stdout.write(plain_table(columns, rows))
 
-    def load_progress(self) -> LoadProgressBar:
-        """A listener for loading."""
-        return LoadProgressBar(plain=self.plain)
+    def load_progress(self, verb: str = "loading") -> LoadProgressBar:
+        """A listener for loading, or for what `verb` says."""
+        return LoadProgressBar(plain=self.plain, verb=verb)
 
     def prefill_progress(self) -> PrefillProgressBar:
         """A listener for reading a prompt."""

@@ -85,16 +85,17 @@ def _rich_progress(unit: str, decimals: bool) -> Progress:
 
 
 class LoadProgressBar:
-    """Shows how a model is loaded; see `cpmcu.loading.progress.LoadProgress`."""
+    """Shows how a model is loaded or converted; see `cpmcu.loading.progress.LoadProgress`."""
 
-    def __init__(self, *, plain: bool) -> None:
+    def __init__(self, *, plain: bool, verb: str = "loading") -> None:
         self._plain = plain
+        self._verb = verb
         self._bar: Bar | None = None
 
     def start(self, total_bytes: int, what: str) -> None:
         kind = PlainBar if self._plain else RichBar
         unit, scale = ("GB", 1e9) if total_bytes >= 1e9 else ("MB", 1e6)
-        self._bar = kind(f"loading {what}", total_bytes, unit, scale)
+        self._bar = kind(f"{self._verb} {what}", total_bytes, unit, scale)
 
     def update(self, done_bytes: int) -> None:
         if self._bar is not None:

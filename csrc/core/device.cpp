@@ -93,6 +93,28 @@ bool query(Device device, Stream stream) {
   return true;
 }
 
+Event::Event(Device device) : device_(device) {
+  if (!device_.is_cuda()) return;
+  set_device(device_);
+  cudaEvent_t event = nullptr;
+  CHECK_CUDA(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
+  event_ = event;
+}
+
+Event::~Event() {
+  if (event_ != nullptr) cudaEventDestroy(static_cast<cudaEvent_t>(event_));
+}
+
+void Event::record(Stream stream) {
+  if (!device_.is_cuda()) return;
+  CHECK_CUDA(cudaEventRecord(static_cast<cudaEvent_t>(event_), static_cast<cudaStream_t>(stream)));
+}
+
+void Event::wait() const {
+  ++num_synchronizations;
+  if (device_.is_cuda()) CHECK_CUDA(cudaEventSynchronize(static_cast<cudaEvent_t>(event_)));
+}
+
 #else
 
 int device_count() { return 0; }
@@ -111,6 +133,10 @@ Stream create_stream(Device) { return nullptr; }
 void destroy_stream(Device, Stream) noexcept {}
 void synchronize(Device, Stream) { ++num_synchronizations; }
 bool query(Device, Stream) { return true; }
+Event::Event(Device device) : device_(device) {}
+Event::~Event() = default;
+void Event::record(Stream) {}
+void Event::wait() const { ++num_synchronizations; }
 
 #endif
 
@@ -200,6 +226,19 @@ void copy_to_host(Device device, void* dst, const void* src, int64_t bytes, Stre
 #ifdef CPMCU_WITH_CUDA
   if (device.is_cuda()) {
     CHECK_CUDA(cudaMemcpyAsync(dst, src, static_cast<size_t>(bytes), cudaMemcpyDeviceToHost,
+                               static_cast<cudaStream_t>(stream)));
+    return;
+  }
+#endif
+  (void)device, (void)stream;
+  std::memcpy(dst, src, static_cast<size_t>(bytes));
+}
+
+void copy_on_device(Device device, void* dst, const void* src, int64_t bytes, Stream stream) {
+  if (bytes == 0) return;
+#ifdef CPMCU_WITH_CUDA
+  if (device.is_cuda()) {
+    CHECK_CUDA(cudaMemcpyAsync(dst, src, static_cast<size_t>(bytes), cudaMemcpyDeviceToDevice,
                                static_cast<cudaStream_t>(stream)));
     return;
   }

@@ -57,10 +57,27 @@ DeviceCounters device_counters();
 // Ordered on `stream`. Host memory should be pinned, or the copy may wait.
 void copy_to_device(Device device, void* dst, const void* src, int64_t bytes, Stream stream);
 void copy_to_host(Device device, void* dst, const void* src, int64_t bytes, Stream stream);
+void copy_on_device(Device device, void* dst, const void* src, int64_t bytes, Stream stream);
 void fill_bytes(Device device, void* dst, int value, int64_t bytes, Stream stream);
 
 // Throws if the stream has met an error; true when all its work is done.
 bool query(Device device, Stream stream);
+
+// A place in a stream's work that the host can wait for, while later work goes on.
+class Event {
+ public:
+  explicit Event(Device device);
+  ~Event();
+  Event(const Event&) = delete;
+  Event& operator=(const Event&) = delete;
+
+  void record(Stream stream);  // after all that has been enqueued so far
+  void wait() const;           // for what `record` marked last; throws if the device failed
+
+ private:
+  Device device_;
+  void* event_ = nullptr;  // cudaEvent_t
+};
 
 }  // namespace cpmcu
 

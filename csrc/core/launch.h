@@ -12,20 +12,30 @@
 
 namespace cpmcu {
 
+// `cluster`: this many neighbouring blocks run together and see each other's shared memory (from
+// compute capability 9.0).
 template <typename... Params, typename... Args>
-void launch(const Context& ctx, void (*kernel)(Params...), dim3 grid, dim3 block,
-            size_t shared_bytes, const Args&... args) {
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
+void launch_cluster(const Context& ctx, int cluster, void (*kernel)(Params...), dim3 grid,
+                    dim3 block, size_t shared_bytes, const Args&... args) {
+  cudaLaunchAttribute attributes[2]{};
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim = {.x = static_cast<unsigned>(cluster), .y = 1, .z = 1};
   cudaLaunchConfig_t config{};
   config.gridDim = grid;
   config.blockDim = block;
   config.dynamicSmemBytes = shared_bytes;
   config.stream = static_cast<cudaStream_t>(ctx.stream);
-  config.attrs = &attribute;
-  config.numAttrs = ctx.compute_capability >= 90 ? 1 : 0;
+  config.attrs = attributes;
+  config.numAttrs = ctx.compute_capability < 90 ? 0 : cluster > 1 ? 2 : 1;
   CHECK_CUDA(cudaLaunchKernelEx(&config, kernel, Params(args)...));
+}
+
+template <typename... Params, typename... Args>
+void launch(const Context& ctx, void (*kernel)(Params...), dim3 grid, dim3 block,
+            size_t shared_bytes, const Args&... args) {
+  launch_cluster(ctx, 1, kernel, grid, block, shared_bytes, args...);
 }
 
 // Dynamic shared memory above 48 KiB has to be asked for, once per kernel and device.

@@ -39,6 +39,11 @@ struct ModelSpec {
     auto it = linear_overrides.find(module);
     return it == linear_overrides.end() ? linear_method : it->second;
   }
+  // Does an override ask for a method that is not dense?
+  bool quantises(const std::string& module) const {
+    auto it = linear_overrides.find(module);
+    return it != linear_overrides.end() && it->second != "dense";
+  }
   std::vector<std::string> blocks_of(int layer) const {
     return blocks.empty() ? std::vector<std::string>{"attention", "mlp"} : blocks[layer];
   }

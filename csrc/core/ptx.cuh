@@ -5,6 +5,7 @@
 #include <cuda_fp16.h>
 
 #include <cstdint>
+#include <type_traits>
 
 namespace cpmcu::ptx {
 
@@ -51,6 +52,14 @@ __device__ __forceinline__ uint64_t evict_first_policy() {
   return policy;
 }
 
+// cp_async16 of what is read once. For weights.
+__device__ __forceinline__ void cp_async16_stream(uint32_t shared, const void* global,
+                                                  uint64_t policy) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(shared),
+               "l"(global), "l"(policy)
+               : "memory");
+}
+
 // 16 bytes that are read once, past L1. For weights.
 __device__ __forceinline__ uint4 load_stream16(const void* global, uint64_t policy) {
   uint4 v;
@@ -59,6 +68,92 @@ __device__ __forceinline__ uint4 load_stream16(const void* global, uint64_t poli
                : "l"(global), "l"(policy));
   return v;
 }
+
+// ---- mbarriers: a phase ends when all expected arrivals and bytes are there
+
+__device__ __forceinline__ void mbarrier_init(uint32_t barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+// Makes initialised barriers visible to the copy engine; then a block barrier.
+__device__ __forceinline__ void mbarrier_init_fence() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
+  asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(barrier)
+               : "memory");
+}
+// This thread's cp.asyncs so far arrive when they are done; counts as one of the arrivals.
+__device__ __forceinline__ void mbarrier_arrive_cp_async(uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
+}
+// Waits for the end of the phase of this parity; phases alternate from 0.
+__device__ __forceinline__ void mbarrier_wait(uint32_t barrier, int parity) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{ .reg .pred done;\n"
+      "again: mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n"
+      "@!done bra again; }" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+#else
+  asm volatile(
+      "{ .reg .pred done;\n"
+      "again: mbarrier.test_wait.parity.shared.b64 done, [%0], %1;\n"
+      "@!done bra again; }" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+#endif
+}
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+// Arrives and expects that many bytes more of bulk copies in this phase.
+__device__ __forceinline__ void mbarrier_expect_bytes(uint32_t barrier, int bytes) {
+  asm volatile(
+      "{ .reg .b64 state; mbarrier.arrive.expect_tx.shared.b64 state, [%0], %1; }" ::"r"(barrier),
+      "r"(bytes)
+      : "memory");
+}
+// A contiguous piece (16-byte aligned, a multiple of 16 bytes) by the copy engine, issued by one
+// thread; counts on the barrier. For weights: whole blocks, no registers.
+__device__ __forceinline__ void bulk_copy(uint32_t shared, const void* global, int bytes,
+                                          uint32_t barrier, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
+      "[%1], %2, [%3], %4;" ::"r"(shared),
+      "l"(global), "r"(bytes), "r"(barrier), "l"(policy)
+      : "memory");
+}
+
+// ---- clusters
+
+// First half of a barrier of the cluster: this block's mbarriers are initialised (after
+// mbarrier_init_fence).
+__device__ __forceinline__ void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+// Second half: those of all its blocks are.
+__device__ __forceinline__ void cluster_wait() {
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+// Where block `rank` of the cluster has what this block has at `shared`.
+__device__ __forceinline__ uint32_t cluster_address(uint32_t shared, int rank) {
+  uint32_t address;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared), "r"(rank));
+  return address;
+}
+// 16 bytes into another block of the cluster; they count on its barrier, so nobody waits but the
+// receiver and no fence is needed. Both are cluster_address()es of the same rank.
+__device__ __forceinline__ void store_cluster16(uint32_t to, const float (&v)[4],
+                                                uint32_t barrier) {
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, "
+      "[%5];" ::"r"(to),
+      "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "r"(barrier)
+      : "memory");
+}
+#endif
 
 // Four 8x8 matrices of 16-bit elements from shared memory into fragments.
 __device__ __forceinline__ void ldmatrix4(uint32_t (&r)[4], uint32_t shared) {
@@ -85,8 +180,7 @@ __device__ __forceinline__ void mma_16x8x16(float (&d)[4], const uint32_t (&a)[4
 template <>
 __device__ __forceinline__ void mma_16x8x16<__half>(float (&d)[4], const uint32_t (&a)[4],
                                                     uint32_t b0, uint32_t b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
       "{%8, %9}, {%0, %1, %2, %3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
@@ -94,8 +188,7 @@ __device__ __forceinline__ void mma_16x8x16<__half>(float (&d)[4], const uint32_
 template <>
 __device__ __forceinline__ void mma_16x8x16<__nv_bfloat16>(float (&d)[4], const uint32_t (&a)[4],
                                                            uint32_t b0, uint32_t b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
       "{%8, %9}, {%0, %1, %2, %3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
@@ -107,6 +200,130 @@ __device__ __forceinline__ float exp2_approx(float x) {
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+
+#ifdef CPMCU_SM90
+// ---- wgmma: products of a warpgroup that run asynchronously
+
+// A box of a two-dimensional tensor, as its CUtensorMap says; x counts elements, y rows.
+__device__ __forceinline__ void tensor_copy(uint32_t shared, const void* map, int x, int y,
+                                            uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, "
+      "%3}], [%4];" ::"r"(shared),
+      "l"(map), "r"(x), "r"(y), "r"(barrier)
+      : "memory");
+}
+
+// Before a wgmma whose registers were written by other instructions.
+__device__ __forceinline__ void wgmma_fence() {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void wgmma_commit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+// Waits until at most kPending committed groups are unfinished.
+template <int kPending>
+__device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+// A matrix of rows of 128 bytes in shared memory, 1024-byte aligned, chunks swizzled by 128 bytes.
+__device__ __forceinline__ uint64_t wgmma_descriptor_swizzle128(uint32_t shared) {
+  const uint64_t stride = 1024 / 16;  // from 8 rows to the next 8
+  return uint64_t{1} << 62 | stride << 32 | uint64_t{1} << 16 | (shared & 0x3FFFF) >> 4;
+}
+
+// d (+)= a x^T: a 64x16 in registers (16 rows a warp, as in mma_16x8x16), x 8 kGroups x 16 in
+// shared memory, d 64 x 8 kGroups float32, as in mma_16x8x16 for each 8 columns. !accumulate: d is
+// not read.
+template <typename T, int kGroups>
+__device__ __forceinline__ void wgmma_64xNx16(float (&d)[kGroups][4], const uint32_t (&a)[4],
+                                              uint64_t x, bool accumulate) {
+  static_assert(kGroups == 1 || kGroups == 2 || kGroups == 4 || kGroups == 8, "8 to 64 columns");
+  if constexpr (std::is_same_v<T, __half> && kGroups == 1) {
+    asm volatile(
+        "{ .reg .pred p; setp.ne.b32 p, %9, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 "
+        "{%0, %1, %2, %3}, "
+        "{%4, %5, %6, %7}, %8, p, 1, 1, 0; }"
+        : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x), "r"(static_cast<int>(accumulate)));
+  } else if constexpr (std::is_same_v<T, __half> && kGroups == 2) {
+    asm volatile(
+        "{ .reg .pred p; setp.ne.b32 p, %13, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7}, "
+        "{%8, %9, %10, %11}, %12, p, 1, 1, 0; }"
+        : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]),
+          "+f"(d[1][2]), "+f"(d[1][3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x), "r"(static_cast<int>(accumulate)));
+  } else if constexpr (std::is_same_v<T, __half> && kGroups == 4) {
+    asm volatile(
+        "{ .reg .pred p; setp.ne.b32 p, %21, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
+        "{%16, %17, %18, %19}, %20, p, 1, 1, 0; }"
+        : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]),
+          "+f"(d[1][2]), "+f"(d[1][3]), "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]),
+          "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x), "r"(static_cast<int>(accumulate)));
+  } else if constexpr (std::is_same_v<T, __half> && kGroups == 8) {
+    asm volatile(
+        "{ .reg .pred p; setp.ne.b32 p, %37, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, "
+        "%19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+        "{%32, %33, %34, %35}, %36, p, 1, 1, 0; }"
+        : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]),
+          "+f"(d[1][2]), "+f"(d[1][3]), "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]),
+          "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3]), "+f"(d[4][0]), "+f"(d[4][1]),
+          "+f"(d[4][2]), "+f"(d[4][3]), "+f"(d[5][0]), "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3]),
+          "+f"(d[6][0]), "+f"(d[6][1]), "+f"(d[6][2]), "+f"(d[6][3]), "+f"(d[7][0]), "+f"(d[7][1]),
+          "+f"(d[7][2]), "+f"(d[7][3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x), "r"(static_cast<int>(accumulate)));
+  } else if constexpr (std::is_same_v<T, __nv_bfloat16> && kGroups == 1) {
+    asm volatile(
+        "{ .reg .pred p; setp.ne.b32 p, %9, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 "
+        "{%0, %1, %2, %3}, "
+        "{%4, %5, %6, %7}, %8, p, 1, 1, 0; }"
+        : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x), "r"(static_cast<int>(accumulate)));
+  } else if constexpr (std::is_same_v<T, __nv_bfloat16> && kGroups == 2) {
+    asm volatile(
+        "{ .reg .pred p; setp.ne.b32 p, %13, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7}, "
+        "{%8, %9, %10, %11}, %12, p, 1, 1, 0; }"
+        : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]),
+          "+f"(d[1][2]), "+f"(d[1][3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x), "r"(static_cast<int>(accumulate)));
+  } else if constexpr (std::is_same_v<T, __nv_bfloat16> && kGroups == 4) {
+    asm volatile(
+        "{ .reg .pred p; setp.ne.b32 p, %21, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
+        "{%16, %17, %18, %19}, %20, p, 1, 1, 0; }"
+        : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]),
+          "+f"(d[1][2]), "+f"(d[1][3]), "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]),
+          "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x), "r"(static_cast<int>(accumulate)));
+  } else if constexpr (std::is_same_v<T, __nv_bfloat16> && kGroups == 8) {
+    asm volatile(
+        "{ .reg .pred p; setp.ne.b32 p, %37, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, "
+        "%19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+        "{%32, %33, %34, %35}, %36, p, 1, 1, 0; }"
+        : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]),
+          "+f"(d[1][2]), "+f"(d[1][3]), "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]),
+          "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3]), "+f"(d[4][0]), "+f"(d[4][1]),
+          "+f"(d[4][2]), "+f"(d[4][3]), "+f"(d[5][0]), "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3]),
+          "+f"(d[6][0]), "+f"(d[6][1]), "+f"(d[6][2]), "+f"(d[6][3]), "+f"(d[7][0]), "+f"(d[7][1]),
+          "+f"(d[7][2]), "+f"(d[7][3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x), "r"(static_cast<int>(accumulate)));
+  }
+}
+#endif
 
 // Makes this thread's earlier writes visible to the host before its later ones. For publishing.
 __device__ __forceinline__ void fence_system() { __threadfence_system(); }

@@ -122,11 +122,11 @@ std::vector<Engine::DraftedTree> Engine::begin_masked(const std::vector<int>& sl
   GraphRunner::Key key = begin_decode_step(slots);
   key.part = GraphRunner::Part::kPropose;
   graphs_->run(key, [&] { propose(key.num_seqs, key.max_kv); });
-  std::vector<DraftedTree> trees = read_trees(key.num_seqs);
+  if (drafter_) publish_trees(key.num_seqs);
   key.part = GraphRunner::Part::kVerify;
   graphs_->run(key, [&] { verify(key.num_seqs, key.max_kv); });
   half_done_ = slots;
-  return trees;
+  return read_trees(key.num_seqs);
 }
 
 void Engine::end_masked(const TokenMasks& masks) {

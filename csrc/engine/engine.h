@@ -128,7 +128,8 @@ class Engine {
   void accept(int num_seqs, bool masked);
   int tree_size() const { return draft_ ? draft_->tree_size : 1; }
   TokenTrees trees_of(int num_seqs) const;
-  std::vector<DraftedTree> read_trees(int num_seqs);
+  void publish_trees(int num_seqs);
+  std::vector<DraftedTree> read_trees(int num_seqs) const;
   void upload_masks(const TokenMasks& masks, int num_rows);
   void draft_prompts(const std::vector<PrefillItem>& items, const Tensor& hidden);
   void finish(const StepInputs::Device& inputs, int num_seqs, int num_sampled);
@@ -176,7 +177,8 @@ class Engine {
       *feature_rows_ = nullptr, *feature_slots_ = nullptr, *zeros_ = nullptr, *history_ = nullptr;
   SlotStop* stops_ = nullptr;         // [slots]
   SlotStop* stops_mirror_ = nullptr;  // pinned
-  int* trees_mirror_ = nullptr;       // pinned: tokens and parents, [2, slots * N]
+  int* trees_mirror_ = nullptr;       // pinned: tokens and parents, [2, B N]
+  std::optional<Event> trees_ready_;  // in the mirror
   DraftState draft_state_;
   Tensor features_;  // [T, F] of a prompt chunk
   std::vector<Slot> slots_;

@@ -192,6 +192,7 @@ void Engine::bind_draft() {
   stops_mirror_ = static_cast<SlotStop*>(
       allocate_pinned(ctx_.device, static_cast<int64_t>(sizeof(SlotStop)) * slots));
   trees_mirror_ = static_cast<int*>(allocate_pinned(ctx_.device, int64_t{2} * 4 * slots * nodes));
+  trees_ready_.emplace(ctx_.device);
   features_ = arena_->tensor(features_id_, spec_.dtype, {limits_.max_rows, feature_width()});
   draft_state_.pending_features = arena_->tensor(pending_features_id_, spec_.dtype,
                                                  {int64_t{slots} * pending, feature_width()});
@@ -238,9 +239,12 @@ void Engine::finish_loading() {
   loader_.reset();
   model_.finish_loading(ctx_);
   if (drafter_) {
-    drafter_->finish_loading(ctx_, {.spec = &spec_,
-                                    .embedding_table = model_.embedding_table(),
-                                    .head_weight = model_.head_weight()});
+    drafter_->finish_loading(
+        ctx_, {.spec = &spec_,
+               .embedding_table = model_.embedding_table(),
+               .head_weight = model_.head_weight(),
+               .project = [this](const Context& ctx, const Tensor& logits, const Tensor& hidden,
+                                 float scale) { model_.project(ctx, logits, hidden, scale); }});
   }
   ready_ = true;
 }

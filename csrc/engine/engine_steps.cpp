@@ -59,14 +59,19 @@ void Engine::end_decode_step(const std::vector<int>& slots) {
   end_step(slots, drafter_ != nullptr);
 }
 
-// The one place where a step waits for the device: for the draft, not for the forward pass.
-std::vector<Engine::DraftedTree> Engine::read_trees(int num_seqs) {
+void Engine::publish_trees(int num_seqs) {
+  const int count = num_seqs * tree_size();
+  copy_to_host(ctx_.device, trees_mirror_, trees_.tokens, int64_t{4} * count, ctx_.stream);
+  copy_to_host(ctx_.device, trees_mirror_ + count, trees_.parents, int64_t{4} * count, ctx_.stream);
+  trees_ready_->record(ctx_.stream);
+}
+
+// The one place where a step waits for the device: for its draft, not for its forward pass.
+std::vector<Engine::DraftedTree> Engine::read_trees(int num_seqs) const {
   if (!drafter_) return std::vector<DraftedTree>(num_seqs, {.tokens = {0}, .parents = {-1}});
+  trees_ready_->wait();
   const int num_nodes = tree_size(), count = num_seqs * num_nodes;
-  int *tokens = trees_mirror_, *parents = trees_mirror_ + count;
-  copy_to_host(ctx_.device, tokens, trees_.tokens, int64_t{4} * count, ctx_.stream);
-  copy_to_host(ctx_.device, parents, trees_.parents, int64_t{4} * count, ctx_.stream);
-  synchronize(ctx_.device, ctx_.stream);
+  const int *tokens = trees_mirror_, *parents = trees_mirror_ + count;
   std::vector<DraftedTree> trees;
   for (int node = 0; node < count; node += num_nodes) {
     trees.push_back({.tokens = {tokens + node, tokens + node + num_nodes},

@@ -237,8 +237,12 @@ void bind_layer_ops(py::module_& m) {
     m.def(
         name,
         [op](const OpsContext& c, SharedArray y, SharedArray x, SharedArray w, float alpha,
-             float beta) { op(c.ctx, {tensor_of(y), tensor_of(x), tensor_of(w), alpha, beta}); },
-        "ctx"_a, "y"_a, "x"_a, "w"_a, "alpha"_a = 1.f, "beta"_a = 0.f, "csrc/kernels/gemm/gemm.h");
+             float beta, int64_t y_width) {
+          const auto [tensor, stride] = part_of(y, y_width);
+          op(c.ctx, {tensor, tensor_of(x), tensor_of(w), alpha, beta, stride});
+        },
+        "ctx"_a, "y"_a, "x"_a, "w"_a, "alpha"_a = 1.f, "beta"_a = 0.f, "y_width"_a = 0,
+        "csrc/kernels/gemm/gemm.h; y_width: only the first columns of `y` are the output.");
   };
   bind_gemm("skinny_gemm", skinny_gemm);
   bind_gemm("large_gemm", large_gemm);
@@ -352,6 +356,7 @@ void bind_ops(py::module_& m) {
   bind_layer_ops(ops);
   bind_step_ops(ops);
   bind_tree_ops(ops);
+  bind_w4_ops(ops);
 }
 
 }  // namespace cpmcu

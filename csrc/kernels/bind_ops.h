@@ -155,5 +155,6 @@ struct OpsState {
 };
 
 void bind_tree_ops(pybind11::module_& ops);  // bind_tree_ops.cpp
+void bind_w4_ops(pybind11::module_& ops);    // bind_w4_ops.cpp
 
 }  // namespace cpmcu

@@ -23,7 +23,7 @@ struct StepLimits {
 };
 
 // Phases of a forward step, for lifetimes of scratch (core/arena.h). A block has four in a row:
-// norm, in, core, out.
+// norm, in, core, out. kLoad is before the first step: scratch of loading meets none of the others.
 enum Timeline : int {
   kEmbed = 0,
   kMixer = 1,
@@ -31,6 +31,7 @@ enum Timeline : int {
   kFinalNorm = 9,
   kHead = 10,
   kSample = 11,
+  kLoad = 12,
 };
 
 }  // namespace cpmcu

@@ -16,7 +16,8 @@ class MlpBlock : public Block {
                                       {mlp + "up_proj", spec_.intermediate_size}},
                             .in_features = spec_.hidden_size,
                             .dtype = spec_.dtype,
-                            .options = spec_.linear_options});
+                            .options = spec_.linear_options,
+                            .name = mlp + "gate_up_proj"});
     down_ = make_linear(spec_.linear_method_of(mlp + "down_proj"),
                         {.parts = {{mlp + "down_proj", spec_.hidden_size}},
                          .in_features = spec_.intermediate_size,

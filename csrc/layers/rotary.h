@@ -12,7 +12,7 @@ namespace cpmcu {
 class RotaryTable {
  public:
   void plan(MemoryPlan& plan, const ModelSpec& spec, const std::string& scope) {
-    id_ = plan.add_scratch(scope + "rotary.inv_freq", int64_t{4} * spec.head_dim / 2, 0, kSample);
+    id_ = plan.add_scratch(scope + "rotary.inv_freq", int64_t{4} * spec.head_dim / 2, 0, kLoad);
   }
   void bind(const Arena& arena) { inv_freq_ = arena.array<float>(id_); }
   void upload(const Context& ctx, const ModelSpec& spec) {

@@ -1,4 +1,5 @@
 // Unquantised weights [N, K] in the model's dtype: "dense".
+#include "kernels/gather_rows.h"
 #include "kernels/gemm/gemm.h"
 #include "linear/linear.h"
 
@@ -19,12 +20,10 @@ class DenseLinear : public LinearMethod {
         arena.tensor(weight_id_, config_.dtype, {config_.out_features(), config_.in_features});
   }
 
-  void list_tensors(WeightTable& table) override {
-    int64_t row = 0;
-    for (const LinearPart& part : config_.parts) {
-      table.add(part.name + ".weight", weight_.rows(row, part.out_features));
-      row += part.out_features;
-    }
+  void list_tensors(WeightTable& table) override { list_rows(table, config_.parts, weight_); }
+
+  void load_rows(const Context& ctx, const Tensor& source, const int* index) override {
+    gather_rows(ctx, {.out = weight_, .x = source, .index = index});
   }
 
   Tensor dense_weight() const override { return weight_; }

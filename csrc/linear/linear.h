@@ -28,13 +28,26 @@ struct LinearConfig {
   int64_t in_features = 0;
   DType dtype = DType::kBF16;
   std::map<std::string, int> options;
+  std::string name{};       // of the stack, such as "….qkv_proj"; empty: the only part's
+  bool has_tensors = true;  // in the checkpoint; false: `load_rows` brings the weights
 
   int64_t out_features() const {
     int64_t sum = 0;
     for (const LinearPart& part : parts) sum += part.out_features;
     return sum;
   }
+  const std::string& stacked_name() const { return name.empty() ? parts.front().name : name; }
 };
+
+// The parts as rows of one dense weight [N, K], under their names in the checkpoint.
+inline void list_rows(WeightTable& table, const std::vector<LinearPart>& parts,
+                      const Tensor& weight) {
+  int64_t row = 0;
+  for (const LinearPart& part : parts) {
+    table.add(part.name + ".weight", weight.rows(row, part.out_features));
+    row += part.out_features;
+  }
+}
 
 class LinearMethod {
  public:
@@ -44,7 +57,13 @@ class LinearMethod {
   virtual void list_tensors(WeightTable& table) = 0;
   // Once all tensors are there: repack them into the kernel's layout. Default: nothing to do.
   virtual void finish_loading(const Context&) {}
-  // The weights [N, K], where they lie as they are; empty for a quantised method.
+  // Instead of tensors and finish_loading: row i is row index[i] (null: i) of dense rows [R, K] in
+  // the model's dtype, index in device memory.
+  virtual void load_rows(const Context&, const Tensor&, const int*) {
+    CHECK_STATE(false, "a linear method that takes no dense rows was asked to");
+  }
+  // The weights [N, K] if they are dense; until the first step also those that a method quantised
+  // itself. Else empty.
   virtual Tensor dense_weight() const { return {}; }
   // y [M, N] = alpha * x [M, K] W^T + beta * y; y has x's dtype or float32.
   virtual void forward(const Context& ctx, Phase phase, const Tensor& y, const Tensor& x,

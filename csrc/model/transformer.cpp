@@ -24,12 +24,14 @@ Transformer::Transformer(const ModelSpec& spec, std::string prefix, int first_kv
       phase = kMlp;
     }
   }
-  if (!spec.tie_word_embeddings) {
-    head_ = make_linear(spec.linear_method_of("lm_head"),
-                        {.parts = {{prefix_ + "lm_head", spec.vocab_size}},
-                         .in_features = spec.hidden_size,
-                         .dtype = spec.dtype,
-                         .options = spec.linear_options});
+  const std::string head = prefix_ + "lm_head";
+  // A tied head has a method of its own only if it is a quantised copy of the table.
+  if (!spec.tie_word_embeddings || spec.quantises(head)) {
+    head_ = make_linear(spec.linear_method_of(head), {.parts = {{head, spec.vocab_size}},
+                                                      .in_features = spec.hidden_size,
+                                                      .dtype = spec.dtype,
+                                                      .options = spec.linear_options,
+                                                      .has_tensors = !spec.tie_word_embeddings});
   }
 }
 
@@ -78,12 +80,13 @@ void Transformer::list_tensors(WeightTable& table) {
     sublayer.block->list_tensors(table);
   }
   final_norm_.list_tensors(table);
-  if (head_) head_->list_tensors(table);
+  if (head_ && !spec_.tie_word_embeddings) head_->list_tensors(table);
 }
 
 void Transformer::finish_loading(const Context& ctx) {
   for (Sublayer& sublayer : sublayers_) sublayer.block->finish_loading(ctx);
-  if (head_) head_->finish_loading(ctx);
+  if (head_ == nullptr) return;
+  spec_.tie_word_embeddings ? head_->load_rows(ctx, embed_, nullptr) : head_->finish_loading(ctx);
 }
 
 Tensor Transformer::forward(const Context& ctx, const Step& step, const KvCache& cache) const {
@@ -116,13 +119,18 @@ Tensor Transformer::head(const Context& ctx, const Tensor& rows) const {
   const Tensor normed = head_in_.rows(0, rows.size(0));
   const Tensor logits = logits_.rows(0, rows.size(0));
   final_norm_.forward(ctx, normed, rows);
-  // The head counts as decoding in every phase: a row's logits never depend on the other rows.
-  if (head_) {
-    head_->forward(ctx, Phase::kDecode, logits, normed, spec_.logit_scale, 0);
-  } else {
-    skinny_gemm(ctx, {.y = logits, .x = normed, .w = embed_, .alpha = spec_.logit_scale});
-  }
+  project(ctx, logits, normed, spec_.logit_scale);
   return logits;
+}
+
+// The head counts as decoding in every phase: a row's logits never depend on the other rows.
+void Transformer::project(const Context& ctx, const Tensor& logits, const Tensor& normed,
+                          float scale) const {
+  if (head_) {
+    head_->forward(ctx, Phase::kDecode, logits, normed, scale, 0);
+  } else {
+    skinny_gemm(ctx, {.y = logits, .x = normed, .w = embed_, .alpha = scale});
+  }
 }
 
 }  // namespace cpmcu

@@ -33,18 +33,22 @@ class Transformer {
   Tensor forward(const Context& ctx, const Step& step, const KvCache& cache) const;
   // Logits [R, V] float32 of rows [R, H] of the residual stream, R <= max_logit_rows.
   Tensor head(const Context& ctx, const Tensor& rows) const;
-  // What `head` wrote last, [R, V].
-  Tensor logits(int num_rows) const { return logits_.rows(0, num_rows); }
+  // logits [R, V] float32 = scale * normed [R, H] times the head.
+  void project(const Context& ctx, const Tensor& logits, const Tensor& normed, float scale) const;
   // The rows that `head` normed last, [R, H].
   Tensor normed_rows(int num_rows) const { return head_in_.rows(0, num_rows); }
+  // What `head` wrote last, [R, V].
+  Tensor logits(int num_rows) const { return logits_.rows(0, num_rows); }
   // Writes rows [T, H] of the residual stream after the final norm to out.
   void final_norm(const Context& ctx, const Tensor& out, const Tensor& rows) const {
     final_norm_.forward(ctx, out, rows);
   }
   Tensor tapped(int num_rows) const { return taps_.rows(0, num_rows); }  // [T, layers * H]
   const Tensor& embedding_table() const { return embed_; }               // [V, H]
-  // [V, H], or empty if the head is quantised.
-  Tensor head_weight() const { return head_ ? head_->dense_weight() : embed_; }
+  // [V, H] until the first step; empty if the checkpoint has the head quantised.
+  Tensor head_weight() const {
+    return head_ && !spec_.tie_word_embeddings ? head_->dense_weight() : embed_;
+  }
 
  private:
   void copy_taps(const Context& ctx, int layer, const Tensor& hidden) const;

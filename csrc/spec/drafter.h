@@ -51,11 +51,14 @@ enum class FeatureKind {
   kLayers,  // the residual stream entering DrafterSpec::feature_layers, [layers * H]
 };
 
-// Parts of the target that a drafter may share. Valid after loading.
+// Parts of the target that a drafter may share.
 struct TargetParts {
   const ModelSpec* spec = nullptr;
   Tensor embedding_table;  // [V, H]
-  Tensor head_weight;      // [V, H]; empty if it is quantised
+  Tensor head_weight;      // [V, H] during finish_loading; empty if the checkpoint quantised it
+  // logits [R, V] float32 = scale * hidden [R, H] times the head.
+  std::function<void(const Context&, const Tensor& logits, const Tensor& hidden, float scale)>
+      project;
 };
 
 struct DraftLimits {

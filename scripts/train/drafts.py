@@ -35,8 +35,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from directory import replace_directory
-from model import MLP, Attention, CausalLM, DecoderLayer, ModelConfig, Output, RMSNorm
-from safetensors.torch import load_file, save_file
+from model import MLP, Attention, CausalLM, DecoderLayer, ModelConfig, Output, RMSNorm, read_state
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 KeysValues = tuple[Tensor, Tensor]  # [B, Hkv, S, D] each
@@ -319,12 +319,10 @@ def write_head(
 
 
 def load_head(directory: Path | str, target: CausalLM) -> Head | None:
-    """Load what `write_head` wrote, in float32; None if the directory holds no EAGLE head."""
+    """Load an EAGLE head in float32, dense or in 4 bits; None if the directory holds none."""
     directory = Path(directory)
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    state: dict[str, Tensor] = {}
-    for path in sorted(directory.glob("*.safetensors")):
-        state |= load_file(path)
+    state = read_state(directory)
     if "fc.weight" not in state:
         return None
     if config["hidden_size"] != target.config.hidden_size:

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from gptq import dequantize_state
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -404,19 +405,26 @@ class CausalLM(nn.Module):
 # ---- checkpoints
 
 
-def load_pretrained(
-    directory: Path | str, device: str = "cpu", dtype: torch.dtype = torch.float32
-) -> CausalLM:
-    """Load a Hugging Face directory with one or several safetensors files."""
-    directory = Path(directory)
-    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    if config.get("quantization_config"):
-        raise ValueError(f"{directory}: quantised checkpoints are not supported here")
+def read_state(directory: Path) -> dict[str, Tensor]:
+    """The tensors of one or several safetensors files; 4-bit ones of GPTQ as float32 weights."""
     state: dict[str, Tensor] = {}
     for path in sorted(directory.glob("*.safetensors")):
         state |= load_file(path)
     if not state:
         raise FileNotFoundError(f"{directory}: no *.safetensors file")
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    if config.get("quantization_config"):
+        state = dequantize_state(state, config["quantization_config"])
+    return state
+
+
+def load_pretrained(
+    directory: Path | str, device: str = "cpu", dtype: torch.dtype = torch.float32
+) -> CausalLM:
+    """Load a Hugging Face directory, as `read_state` reads it."""
+    directory = Path(directory)
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    state = read_state(directory)
     if "lm_head.weight" in state and config.get("tie_word_embeddings", False):
         del state["lm_head.weight"]
     # A checkpoint that says nothing about tying and has no head is tied.

@@ -13,6 +13,7 @@ from tests.engine.harness import DEVICES, SHIPPED, SMALL, random_ids
 from tests.reference.engines import extension_or_skip
 from tests.reference.tiny_checkpoints import TinyCheckpoint, write_tiny
 from tests.reference.tiny_drafts import KINDS, write_draft
+from tests.reference.tiny_w4 import quantise, write_w4
 
 extension_or_skip()
 
@@ -44,7 +45,13 @@ TREES: dict[str, dict[str, int]] = {
     "full": {"spec_num_iter": 5, "spec_topk_per_iter": 10, "spec_tree_size": 64},
 }
 TREE_NAMES = ["chain", "narrow"] if SMALL else list(TREES)
-DRAFTS = [*KINDS, "ngram"]
+# Drafts in 4 bits, of targets in 4 bits: kind -> the dense draft, its layout, the target's.
+W4_DRAFTS = {
+    "eagle_w4": ("eagle_bias", "gptq", "gptq"),
+    "minicpm_eagle_w4": ("minicpm_eagle", "marlin", "marlin"),
+    "eagle3_w4": ("eagle3", "compressed", "awq"),
+}
+DRAFTS = [*KINDS, "ngram", *W4_DRAFTS]
 
 
 @pytest.fixture(scope="module", params=DEVICES)
@@ -63,22 +70,32 @@ class Models:
         self._plain: dict[str, Any] = {}
 
     def target(self, family: str) -> TinyCheckpoint:
+        """`family` may end in "_" and a layout of 4-bit weights."""
         if family not in self._targets:
-            self._targets[family] = write_tiny(
+            name, _, layout = family.partition("_")
+            made = write_tiny(
                 self.root / family,
-                family,
+                name,
                 dtype=self.dtype,
                 vocab_size=VOCAB,
                 num_hidden_layers=3,
-                head_dim=64,
                 max_position_embeddings=CONTEXT,
+                **({"hidden_size": 128, "head_dim": 64} if layout else {"head_dim": 64}),
             )
+            if layout:
+                write_w4(made.directory, made.config, quantise(made.weights), layout)
+            self._targets[family] = made
         return self._targets[family]
 
     def draft(self, kind: str, family: str) -> Path:
         directory = self.root / f"{family}-{kind}"
-        if not directory.is_dir():
-            write_draft(directory, kind, self.target(family), dtype=self.dtype)
+        if directory.is_dir():
+            return directory
+        dense, layout, _ = W4_DRAFTS.get(kind, (kind, "", ""))
+        made = write_draft(directory, dense, self.target(family), dtype=self.dtype)
+        layout = layout or family.partition("_")[2]
+        if layout:
+            write_w4(directory, made.config, quantise(made.weights), layout)
         return directory
 
     def engine(self, family: str, speculation: dict[str, Any] | None, **config: Any) -> Any:
@@ -167,7 +184,8 @@ def models(tmp_path_factory: pytest.TempPathFactory, device: str) -> Models:
 
 
 def family_of(kind: str) -> str:
-    return "minicpm" if kind.startswith("minicpm") else "llama"
+    family = "minicpm" if kind.startswith("minicpm") else "llama"
+    return f"{family}_{W4_DRAFTS[kind][2]}" if kind in W4_DRAFTS else family
 
 
 PROMPTS = [random_ids(length, VOCAB, seed=length) for length in (1, 2, 63, 64, 65, 130, 200)]
@@ -201,10 +219,11 @@ def test_chunks(models: Models, kind: str, chunk: int) -> None:
 
 
 @pytest.mark.parametrize("tree", ["chain", "full"])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "minicpm"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "minicpm", "qwen2_gptq"])
 def test_the_target_as_its_own_draft_is_right(models: Models, family: str, tree: str) -> None:
     """A chain always and wholly; the best token of a tree's first level is always in the tree."""
-    drive = Drive(models.drafted("itself", family, TREES[tree]))
+    draft = {"draft_model_path": str(models.draft("itself", family)), "draft_head_quant": "none"}
+    drive = Drive(models.engine(family, draft | TREES[tree]))
     for ids in PROMPTS:
         assert drive.one(ids, 61) == models.plain(family, ids, 61)
         if tree == "chain":
@@ -334,8 +353,9 @@ def test_logprobs_are_those_of_plain_decoding(models: Models) -> None:
     assert results[0] == results[1]
 
 
-@pytest.mark.parametrize("kind", ["eagle", "minicpm_eagle_hf", "eagle3_shared"])
-def test_frspec(models: Models, kind: str) -> None:
+@pytest.mark.parametrize("quant", ["none", "w8", "w4"])
+@pytest.mark.parametrize("kind", ["eagle", "minicpm_eagle_hf", "eagle3_shared", "eagle_w4"])
+def test_frspec(models: Models, kind: str, quant: str) -> None:
     import numpy as np
 
     family = family_of(kind)
@@ -343,9 +363,62 @@ def test_frspec(models: Models, kind: str) -> None:
     np.save(path, np.arange(2, VOCAB, 3))
     draft = str(models.draft(kind, family))
     speculation = {"draft_model_path": draft, "frspec_path": str(path), **TREES["wide"]}
+    speculation["draft_head_quant"] = quant
     drive = Drive(models.engine(family, speculation))
     for ids in PROMPTS[:4]:
         assert drive.one(ids, 40) == models.plain(family, ids, 40)
+
+
+@pytest.mark.parametrize("quant", ["w8", "w4"])
+@pytest.mark.parametrize("kind", ["itself", "eagle", "eagle3"])
+def test_a_quantised_draft_head(models: Models, kind: str, quant: str) -> None:
+    """The target's head rounded, or the draft's own."""
+    draft = str(models.draft(kind, "llama"))
+    speculation = {"draft_model_path": draft, "draft_head_quant": quant, **TREES["narrow"]}
+    drive = Drive(models.engine("llama", speculation))
+    for i, ids in enumerate(PROMPTS[:4]):
+        fields = list(SAMPLINGS.values())[i]
+        assert drive.one(ids, 40, **fields) == models.plain("llama", ids, 40, **fields)
+        if kind == "itself" and quant == "w8" and not fields:
+            assert len(drive.emitted) < 20  # and it is nearly as good
+
+
+@pytest.mark.parametrize(
+    "kind", ["eagle_bias", "minicpm_eagle", "minicpm_eagle_hf", "eagle3", "model"]
+)
+def test_a_quantised_draft_drafts_what_it_stands_for(models: Models, kind: str) -> None:
+    """In every layout the same steps as each other, and in float32 as its dense twin."""
+    family = f"{family_of(kind)}_gptq"
+    target = models.target(family)
+    dense = write_draft(models.root / f"{kind}-dense", kind, target, dtype=models.dtype)
+    weights = quantise(dense.weights)
+    ids = PROMPTS[5 if kind.startswith("minicpm") else 4]  # where some of the drafts are right
+    layouts = ["marlin", {"eagle_bias": "gptq", "eagle3": "awq"}.get(kind, "compressed")]
+    layouts += ["dense"] if models.dtype == "float32" else []
+    seen = []
+    for layout in layouts:
+        directory = write_w4(models.root / f"{kind}-{layout}", dense.config, weights, layout)
+        draft = {"draft_model_path": str(directory), "draft_head_quant": "none", **TREES["full"]}
+        drive = Drive(models.engine(family, draft))
+        assert drive.one(ids, 66) == models.plain(family, ids, 66)
+        seen.append(drive.emitted)
+    assert all(steps == seen[0] for steps in seen)
+    assert max(seen[0]) > 1
+
+
+@pytest.mark.parametrize("kind", ["itself", "eagle"])
+@pytest.mark.parametrize("family", ["llama", "llama_gptq"])
+def test_a_quantised_target_head(models: Models, kind: str, family: str) -> None:
+    """lm_head_quant changes the text, and drafts follow it."""
+    plain = Drive(models.engine(family, None, lm_head_quant="w4"))
+    speculation = {"draft_model_path": str(models.draft(kind, family)), **TREES["narrow"]}
+    drafted = Drive(models.engine(family, speculation, lm_head_quant="w4"))
+    same = True
+    for ids in PROMPTS[:5]:
+        tokens = drafted.one(ids, 40)
+        assert tokens == plain.one(ids, 40)
+        same &= tokens == models.plain(family, ids, 40)
+    assert not same
 
 
 @pytest.mark.parametrize("window", [1, 16, 64])

@@ -81,6 +81,24 @@ def test_alpha_and_beta(
 
 
 @on_devices_and_dtypes
+@pytest.mark.parametrize("name", ["skinny_gemm", "large_gemm"])
+@pytest.mark.parametrize("beta", [0.0, 0.5])
+@pytest.mark.parametrize("m", sizes(1, 19, 130))
+def test_columns_of_wider_rows(device: str, dtype: str, name: str, beta: float, m: int) -> None:
+    x, w = inputs(m, 72, 264, dtype)
+    y = rounded(np.random.default_rng(5).standard_normal((m, 120)), dtype)
+
+    def run(device: str) -> np.ndarray:
+        result = put(device, y, dtype)
+        x_array, w_array = put(device, x, dtype), put(device, w, dtype)
+        getattr(ops, name)(context(device), result, x_array, w_array, beta=beta, y_width=72)
+        assert np.array_equal(get(result)[:, 72:], y[:, 72:])
+        return get(result)[:, :72]
+
+    check(run, device, reference.gemm(x, w, 1, beta, y[:, :72]), "gemm", dtype)
+
+
+@on_devices_and_dtypes
 @pytest.mark.parametrize(("n", "k"), sizes((1, 8), (97, 1000), (128, 4096), (520, 256)))
 def test_skinny_rows_do_not_depend_on_the_others(device: str, dtype: str, n: int, k: int) -> None:
     x, w = inputs(64, n, k, dtype)

@@ -36,6 +36,13 @@ def gemm(x: F64, w: F64, alpha: float, beta: float, y: F64) -> F64:
     return product if beta == 0 else product + beta * y
 
 
+def w4_weights(q: npt.NDArray[np.uint8], scales: F64, zeros: Ints | None = None) -> F64:
+    """q [K, N], scales and zero points [ceil(K / 128) or 1, N] -> W [N, K]."""
+    group = np.arange(len(q)) // 128 if len(scales) > 1 else np.zeros(len(q), np.int64)
+    z = 8 if zeros is None else zeros.astype(np.int64)[group]
+    return ((q.astype(np.int64) - z) * scales[group]).T
+
+
 def rope(x: F64, position: int, inv_freq: npt.NDArray[np.float32], scaling: float) -> F64:
     """x [..., D]. The angle is a float32 product, as in the models this is compared with."""
     angle = (np.float32(position) * inv_freq).astype(np.float64)

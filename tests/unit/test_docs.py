@@ -16,6 +16,7 @@ import pytest
 from cpmcu.bench import BenchOptions
 from cpmcu.cli import make_parser
 from cpmcu.config import EngineConfig, SpeculativeConfig
+from cpmcu.convert.__main__ import make_parser as convert_parser
 from cpmcu.flags import FlagParser, add_flags
 from cpmcu.server import make_parser as make_server_parser
 
@@ -88,6 +89,7 @@ def bench_parser() -> FlagParser:
 PARSERS = {
     "cpmcu.cli": make_parser,
     "cpmcu.bench": bench_parser,
+    "cpmcu.convert": convert_parser,
     "cpmcu.server": make_server_parser,
 }
 
@@ -113,7 +115,7 @@ def test_commands_are_accepted(document: Path) -> None:
 
 @every_document
 def test_flags_exist(document: Path) -> None:
-    known = set().union(*(flags_of(make()) for make in PARSERS.values()))
+    known = {flag for parser in PARSERS.values() for flag in flags_of(parser())}
     named = {word for span in spans(document) for word in span.split() if word.startswith("--")}
     assert named <= known
 
@@ -135,7 +137,7 @@ def run_python(document: Path, folder: Path) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/adding_model.md"])
+@pytest.mark.parametrize("name", ["README.md", "docs/adding_model.md", "docs/converting.md"])
 def test_programs_run(name: str, tmp_path: Path) -> None:
     assert run_python(ROOT / name, tmp_path).strip()
 

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cpmcu import _extension
-from cpmcu.config import EngineConfig, SpeculativeConfig
+from cpmcu import _extension, config
+from cpmcu.config import ASSETS, EngineConfig, SpeculativeConfig, shipped_draft
 from cpmcu.drafters import registry
 from cpmcu.drafters.frspec import keep_eos
 from cpmcu.drafters.registry import DraftPlan, register_drafter, registered_drafters
@@ -235,8 +235,8 @@ def test_the_shipped_draft(
 ) -> None:
     model = registry.TargetModel(target.config, target.fields())
     draft = write_draft(tmp_path / "d", "minicpm_eagle", target)
-    monkeypatch.setattr(draft_loading, "shipped_model", lambda: target.directory)
-    monkeypatch.setattr(draft_loading, "shipped_draft", lambda: draft.directory)
+    found = {target.directory: draft.directory}
+    monkeypatch.setattr(draft_loading, "shipped_draft", found.get)
 
     def drafted(**options: Any) -> LoadedDraft | None:
         return open_draft(SpeculativeConfig(**options), target.directory, model)
@@ -246,8 +246,25 @@ def test_the_shipped_draft(
     assert (shipped.shape.depth, shipped.shape.topk, shipped.shape.tree_size) == (4, 8, 24)
     assert drafted(no_speculation=True) is None
     assert drafted(method="ngram").method == "ngram"  # type: ignore[union-attr]
-    monkeypatch.setattr(draft_loading, "shipped_draft", lambda: tmp_path / "none")
+    found.clear()
     assert drafted() is None
+
+
+@pytest.mark.parametrize("suffix", ["", "-w4"])
+def test_shipped_pairs(suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found through links and relative paths, not by a name alone, and only if it is there."""
+    target = ASSETS / f"tiny-python-minicpm{suffix}"
+    draft = ASSETS / f"tiny-python-eagle2{suffix}"
+    assert shipped_draft(target) == draft
+    (tmp_path / "link").symlink_to(target)
+    assert shipped_draft(tmp_path / "link") == draft
+    monkeypatch.chdir(ASSETS)
+    assert shipped_draft(Path(target.name)) == draft
+    (tmp_path / target.name).mkdir()
+    assert shipped_draft(tmp_path / target.name) is None
+    assert shipped_draft(draft) is None
+    monkeypatch.setattr(config, "ASSETS", tmp_path)
+    assert shipped_draft(tmp_path / target.name) is None  # has no such draft
 
 
 # ---- wrong pairs
@@ -290,7 +307,12 @@ def refused(target: TinyCheckpoint, draft: Path | None, **options: Any) -> str:
         ("eagle3", {"extra": {"lm_head.weight": np.ones((7, 64))}}, "7 rows, expected 101"),
         ("model", {"vocab_size": 99}, "vocab_size is 99, expected 203.*share the tokenizer"),
         ("model", {"architectures": ["Nothing"]}, "architecture 'Nothing' is not supported"),
-        ("eagle", {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "gptq"),
+        (
+            "eagle",
+            {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+            "says gptq, but no tensor ends in .qweight",
+        ),
+        ("eagle3", {"extra": {"lm_head.qweight": np.ones((8, 8), np.int32)}}, "to be dense"),
         ("eagle", {"drop": ("fc.weight",)}, "expected a draft of one of the kinds: eagle, eagle3"),
     ],
 )

@@ -52,6 +52,17 @@ def test_empty_name() -> None:
         resolve_model("")
 
 
+def test_shipped_models_have_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "tiny-python-eagle2"
+    shipped = resolve_model(name)
+    assert shipped.is_absolute() and (shipped / "model.safetensors").is_file()
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / name).mkdir()
+    assert resolve_model(name) == Path(name)  # a directory here comes first
+    with pytest.raises(ValueError, match=r"revision is 'v1' but .* is a local directory"):
+        resolve_model("tiny-python-minicpm", "v1")
+
+
 def test_a_file_is_not_a_directory(tmp_path: Path) -> None:
     write_tiny(tmp_path)
     with pytest.raises(ValueError, match=r"is a file, expected the directory"):

@@ -28,10 +28,10 @@ SMALL = {
 FLAGS = [word for key, value in SMALL.items() for word in ("--set", f"{key}={value}")]
 
 
-def write_pair(folder: Path, preset: str, acceptance: float) -> tuple[Path, Path]:
+def write_pair(folder: Path, preset: str, acceptance: float, *more: str) -> tuple[Path, Path]:
     target, draft = folder / "target", folder / "draft"
     flags = ["--planted", str(acceptance), "--draft-out", str(draft), "--dtype", "float32"]
-    write(preset, target, *flags, *FLAGS)
+    write(preset, target, *flags, *FLAGS, *more)
     return target, draft
 
 
@@ -56,13 +56,15 @@ def expected_length(acceptance: float) -> tuple[float, float]:
     return mean, float(np.sqrt((lengths - mean) ** 2 @ share))
 
 
-@pytest.fixture(scope="module", params=[0.5, 0.8, 1.0])
+@pytest.fixture(scope="module", params=[0.5, 0.8, 1.0, "0.75 in 4 bits"])
 def pair(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[float, Path, Path]:
-    acceptance: float = request.param
+    number, *in_4_bits = str(request.param).split()
+    quant = ("--quant", "gptq", "--draft-quant", "gptq") if in_4_bits else ()
+    acceptance = float(number)
     preset = "tiny-llama" if acceptance == 0.5 else "tiny-minicpm"  # both layouts of a draft
-    return acceptance, *write_pair(tmp_path_factory.mktemp("pair"), preset, acceptance)
+    return acceptance, *write_pair(tmp_path_factory.mktemp("pair"), preset, acceptance, *quant)
 
 
 @pytest.mark.parametrize("topk, tree_size", [(1, 5), (8, 32)])
@@ -71,7 +73,12 @@ def test_text_and_acceptance_are_as_planted(
 ) -> None:
     acceptance, target, draft = pair
     shape = {"spec_num_iter": DEPTH, "spec_topk_per_iter": topk, "spec_tree_size": tree_size}
-    engine = load(target, draft, **shape).engine
+    loaded = load(target, draft, **shape)
+    quantised = (target / "config.json").read_text().count("quantization_config")
+    assert loaded.draft is not None
+    for spec in (loaded.spec, loaded.draft.model):
+        assert spec.linear_method == ("w4a16" if quantised else "dense")
+    engine = loaded.engine
     slot = engine.add_sequence(sampling(max_tokens=ROOM), PROMPT)
     assert engine.reserve(slot, ROOM)
     engine.prefill([(slot, PROMPT, True)])

@@ -190,3 +190,34 @@ def test_longrope_has_half_a_head_of_factors() -> None:
         scaling = config["rope_scaling"]
         assert config["hidden_size"] // config["num_attention_heads"] == 2 * count
         assert len(scaling["long_factor"]) == len(scaling["short_factor"]) == count
+
+
+def test_4_bits(tmp_path: Path) -> None:
+    from cpmcu.loading.checkpoint import open_checkpoint
+    from cpmcu.quant.packing import unpack_gptq
+    from cpmcu.quant.registry import plan_quant
+
+    for preset, module in (
+        ("tiny-minicpm", "model.layers.0.mlp.down_proj"),
+        ("tiny-minicpm-eagle", "fc"),
+    ):
+        out = write(preset, tmp_path / preset, "--quant", "gptq")
+        config = json.loads((out / "config.json").read_text())
+        assert config["torch_dtype"] == "float16"
+        checkpoint = open_checkpoint(out)
+        metas = {name: stored.meta for name, stored in checkpoint.tensors.items()}
+        plan = plan_quant(config, metas)
+        assert plan.scheme == "gptq" and plan.verify is not None
+        plan.verify(checkpoint.read)
+        q, scales = (checkpoint.read(f"{module}.{part}") for part in ("qweight", "scales"))
+        assert scales.dtype == np.float16 and scales.shape == (4, 256)
+        levels = unpack_gptq(q).astype(np.float32) - 8
+        weights = levels * np.repeat(scales.astype(np.float32), 128, axis=0)
+        dense = write(preset, tmp_path / f"{preset}-dense", "--dtype", "float16")
+        expected = read_tensors(dense / "model.safetensors")[f"{module}.weight"][2].std()
+        assert abs(weights.std() / expected - 1) < 0.02
+        assert np.bincount((levels + 8).astype(int).ravel(), minlength=16).min() > 0
+    with pytest.raises(SystemExit, match="multiples of 128"):
+        write("tiny-minicpm", tmp_path / "odd", "--quant", "gptq", "--set", "intermediate_size=200")
+    with pytest.raises(SystemExit, match="--draft-quant is for"):
+        write("tiny-minicpm", tmp_path / "odd", "--draft-quant", "gptq")

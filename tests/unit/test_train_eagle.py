@@ -23,6 +23,7 @@ TARGET = ASSETS / "tiny-python-minicpm"
 MODULES = (
     "directory",
     "corpus",
+    "gptq",
     "model",
     "train_lm",
     "drafts",
@@ -317,12 +318,20 @@ def test_shipped_counts_are_of_the_targets_vocabulary() -> None:
     assert counts.dtype == np.int64 and counts.shape == (4096,) and counts.sum() > 1_000_000
 
 
-@pytest.mark.parametrize("name", ["tiny-python-draft", "tiny-python-eagle2", "tiny-python-eagle3"])
-def test_shipped_drafts_are_accepted(recipe: SimpleNamespace, name: str) -> None:
+@pytest.mark.parametrize(
+    ("target_name", "name"),
+    [
+        ("tiny-python-minicpm", "tiny-python-draft"),
+        ("tiny-python-minicpm", "tiny-python-eagle2"),
+        ("tiny-python-minicpm", "tiny-python-eagle3"),
+        ("tiny-python-minicpm-w4", "tiny-python-eagle2-w4"),
+    ],
+)
+def test_shipped_drafts_are_accepted(recipe: SimpleNamespace, target_name: str, name: str) -> None:
     """Mean accept length above 2 with chains of 4, greedy and sampled, on a fixed prompt."""
     import torch
 
-    target = recipe.model.load_pretrained(TARGET).requires_grad_(False)
+    target = recipe.model.load_pretrained(ASSETS / target_name).requires_grad_(False)
     tokenizers = pytest.importorskip("tokenizers")
     tokenizer = tokenizers.Tokenizer.from_file(str(TARGET / "tokenizer.json"))
     texts = (

@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "scripts" / "train"
 SHIPPED = ROOT / "cpmcu" / "assets" / "tiny-python-minicpm"
-MODULES = ("directory", "corpus", "model", "train_tokenizer", "train_lm")
+MODULES = ("directory", "corpus", "gptq", "model", "train_tokenizer", "train_lm")
 
 NASTY_TEXTS = [
     "def f(n):\n    if n:\n        return [1, 2][n]\n\n\n\n# end\n",

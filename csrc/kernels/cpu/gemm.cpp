@@ -15,6 +15,7 @@ constexpr int64_t kBlockColumns = 16;  // of y, rows of w
 template <typename T, typename Y>
 void multiply(const GemmParams& p) {
   const int64_t m = p.x.size(0), k = p.x.size(1), n = p.w.size(0);
+  const int64_t y_stride = p.y_stride ? p.y_stride : n;
   thread_local std::vector<float> buffer;
   const float* x = as_floats(p.x.as<T>(), m * k, buffer);
   const T* w = p.w.as<T>();
@@ -26,7 +27,7 @@ void multiply(const GemmParams& p) {
       for (int64_t row = row_begin; row < std::min(row_begin + kBlockRows, m); ++row) {
         float products[kBlockColumns];
         dot_rows(x + row * k, w + begin * k, count, k, products);
-        Y* out = y + row * n + begin;
+        Y* out = y + row * y_stride + begin;
         for (int64_t i = 0; i < count; ++i) {
           const float product = p.alpha * products[i];
           out[i] = from_float<Y>(p.beta == 0 ? product : product + p.beta * to_float(out[i]));

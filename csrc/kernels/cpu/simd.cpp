@@ -70,7 +70,73 @@ template <typename T>
   }
 }
 
+// Eight rows g, each 16 words: lane j of them is q = j / 4, half a step j / 2 % 2, tile j % 2.
+// Nibble i is row 16 tile + 8 (i % 2) + g, and k belongs to x's vector i / 2 (see w4_fragments).
+[[gnu::always_inline]] inline void add_w4_strip_of(const uint32_t* __restrict__ words,
+                                                   const float* __restrict__ scales,
+                                                   const float* __restrict__ x, int64_t x_stride,
+                                                   int64_t num_x, float* __restrict__ sums) {
+  for (int g = 0; g < 8; ++g) {
+    float low_scales[16], high_scales[16];  // of nibbles 0, 2, 4, 6 and of 1, 3, 5, 7
+#pragma omp simd
+    for (int j = 0; j < 16; ++j) {
+      low_scales[j] = j % 2 ? scales[16 + g] : scales[g];
+      high_scales[j] = j % 2 ? scales[24 + g] : scales[8 + g];
+    }
+    alignas(64) float w[4][8][16];  // of 128 k
+    for (int step = 0; step < 4; ++step) {
+      const uint32_t* row = words + 128 * step + 16 * g;
+      for (int i = 0; i < 8; ++i) {
+#pragma omp simd
+        for (int j = 0; j < 16; ++j) {
+          const uint32_t top = (row[j] ^ 0x88888888u) << (28 - 4 * i);
+          w[step][i][j] = static_cast<float>(static_cast<int32_t>(top) >> 28);  // q - 8
+        }
+      }
+    }
+    for (int64_t m = 0; m < num_x; ++m) {
+      float* low = sums + m * kW4StripSums + 32 * g;
+      float* high = low + 16;
+      alignas(64) float low_sum[16] = {}, high_sum[16] = {};
+      for (int step = 0; step < 4; ++step) {
+        const float* xs = x + m * x_stride + 64 * step;
+        for (int i = 0; i < 4; ++i) {
+#pragma omp simd
+          for (int j = 0; j < 16; ++j) {
+            low_sum[j] += w[step][2 * i][j] * xs[16 * i + j];
+            high_sum[j] += w[step][2 * i + 1][j] * xs[16 * i + j];
+          }
+        }
+      }
+#pragma omp simd
+      for (int j = 0; j < 16; ++j) {
+        low[j] += low_scales[j] * low_sum[j];
+        high[j] += high_scales[j] * high_sum[j];
+      }
+    }
+  }
+}
+
 }  // namespace
+
+CPMCU_CLONES void add_w4_strip(const uint32_t* words, const float* scales, const float* x,
+                               int64_t x_stride, int64_t num_x, float* sums) {
+  add_w4_strip_of(words, scales, x, x_stride, num_x, sums);
+}
+
+// Vector i of 32 k: k = 16 (j / 2 % 2) + 8 (i % 2) + 2 (j / 4) + i / 2 in lane j.
+void w4_fragments(const float* x, int64_t k, float* out) {
+  for (int at = 0; at < kW4FragmentFloats; ++at) {
+    const int step = at / 64, i = at / 16 % 4, j = at % 16;
+    const int from = 32 * step + 16 * (j / 2 % 2) + 8 * (i % 2) + 2 * (j / 4) + i / 2;
+    out[at] = from < k ? x[from] : 0;
+  }
+}
+
+float w4_strip_row(const float* sums, int row) {
+  const float* at = sums + 32 * (row % 8) + 16 * (row / 8 % 2) + row / 16;
+  return ((at[0] + at[2]) + (at[4] + at[6])) + ((at[8] + at[10]) + (at[12] + at[14]));
+}
 
 CPMCU_CLONES void dot_rows(const float* x, const float* w, int64_t num_rows, int64_t length,
                            float* out) {

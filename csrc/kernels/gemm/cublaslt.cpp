@@ -97,7 +97,8 @@ int type_of(DType dtype) {
 // y^T = W x^T in the library's column-major terms: A = W [N, K] as [K, N]^T, B = x^T, C = y^T.
 class Problem {
  public:
-  Problem(const Api& api, DType dtype, DType out, int64_t m, int64_t n, int64_t k) : api_(api) {
+  Problem(const Api& api, DType dtype, DType out, int64_t m, int64_t n, int64_t k, int64_t y_stride)
+      : api_(api) {
     check(api.desc_create(&desc, kCompute32F, CUDA_R_32F), "MatmulDescCreate");
     const int op = kOpTranspose;
     check(api.desc_set(desc, kDescTransA, &op, sizeof(op)), "MatmulDescSetAttribute");
@@ -105,7 +106,7 @@ class Problem {
     const auto um = static_cast<uint64_t>(m);
     check(api.layout_create(&a, type_of(dtype), uk, un, k), "MatrixLayoutCreate");
     check(api.layout_create(&b, type_of(dtype), uk, um, k), "MatrixLayoutCreate");
-    check(api.layout_create(&c, type_of(out), un, um, n), "MatrixLayoutCreate");
+    check(api.layout_create(&c, type_of(out), un, um, y_stride), "MatrixLayoutCreate");
   }
   ~Problem() {
     if (c != nullptr) api_.layout_destroy(c);
@@ -125,7 +126,8 @@ class Problem {
 }  // namespace
 
 struct CublasLt::Impl {
-  using Key = std::tuple<int64_t, int64_t, DType, DType>;  // N, K, dtype, dtype of y
+  // N, K, stride of y, dtype, dtype of y
+  using Key = std::tuple<int64_t, int64_t, int64_t, DType, DType>;
 
   Api api{};
   void* library = nullptr;
@@ -194,13 +196,14 @@ std::unique_ptr<CublasLt> CublasLt::load(const Context& ctx,
 void CublasLt::gemm(const Context& ctx, const GemmParams& params) {
   const int64_t m = params.x.size(0), k = params.x.size(1), n = params.w.size(0);
   const DType dtype = params.x.dtype(), out = params.y.dtype();
-  const Impl::Key key{n, k, dtype, out};
+  const int64_t y_stride = params.y_stride ? params.y_stride : n;
+  const Impl::Key key{n, k, y_stride, dtype, out};
   auto it = impl_->algorithms.find(key);
   if (it == impl_->algorithms.end()) {
-    const Problem reference(impl_->api, dtype, out, kReferenceRows, n, k);
+    const Problem reference(impl_->api, dtype, out, kReferenceRows, n, k, y_stride);
     it = impl_->algorithms.emplace(key, impl_->choose(reference)).first;
   }
-  const Problem problem(impl_->api, dtype, out, m, n, k);
+  const Problem problem(impl_->api, dtype, out, m, n, k, y_stride);
   check(impl_->api.matmul(impl_->handle, problem.desc, &params.alpha, params.w.data(), problem.a,
                           params.x.data(), problem.b, &params.beta, params.y.data(), problem.c,
                           params.y.data(), problem.c, &it->second, impl_->workspace,

@@ -17,7 +17,8 @@ struct GemmParams {
   Tensor x;  // [M, K], K a multiple of 8
   Tensor w;  // [N, K], dtype of x
   float alpha = 1;
-  float beta = 0;  // 0: y is not read
+  float beta = 0;        // 0: y is not read
+  int64_t y_stride = 0;  // elements between rows of y, which is part of wider rows; 0: N
 };
 
 // Both back ends check the same.
@@ -26,6 +27,9 @@ inline void check_gemm(const GemmParams& p) {
             p.w.size(1) == p.x.size(1) && p.y.size(0) == p.x.size(0) && p.y.size(1) == p.w.size(0),
         "gemm: y {} = x {} times w {}^T does not fit", p.y.shape_text(), p.x.shape_text(),
         p.w.shape_text());
+  CHECK(p.y_stride == 0 || p.y_stride >= p.w.size(0),
+        "gemm: rows of y have {} elements at a stride of {}, expected no less", p.w.size(0),
+        p.y_stride);
   CHECK(p.x.size(1) % 8 == 0, "gemm: K is {}, expected a multiple of 8", p.x.size(1));
   CHECK(is_floating(p.x.dtype()) && p.w.dtype() == p.x.dtype() &&
             (p.y.dtype() == p.x.dtype() || p.y.dtype() == DType::kF32),

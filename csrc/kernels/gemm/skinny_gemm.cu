@@ -30,6 +30,7 @@ struct Args {
   const void* x;  // [M, K]
   const void* w;  // [N, K]
   int m, n, k;
+  int64_t y_stride;  // elements
   float alpha, beta;
 };
 
@@ -152,7 +153,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) skinny_gemm_kernel(const
       float sum = 0;
 #pragma unroll
       for (int part = 0; part < kWarps; ++part) sum += partial[part][row][i % 16];
-      const int64_t at = static_cast<int64_t>(row) * args.n + n;
+      const int64_t at = row * args.y_stride + n;
       float value = args.alpha * sum;
       if (args.beta != 0) value += args.beta * to_float(y[at]);
       y[at] = from_float<Out>(value);
@@ -184,14 +185,16 @@ void skinny_block(const Context& ctx, const Args& args) {
 void skinny_gemm(const Context& ctx, const GemmParams& params) {
   check_gemm(params);
   const int64_t m = params.x.size(0), k = params.x.size(1), n = params.w.size(0);
+  const int64_t y_stride = params.y_stride ? params.y_stride : n;
   for (int64_t row = 0; row < m; row += kMaxSkinnyRows) {
     const int64_t rows = std::min<int64_t>(kMaxSkinnyRows, m - row);
-    const Args args{.y = params.y.rows(row, rows).data(),
+    const Args args{.y = params.y.as<char>() + row * y_stride * size_of(params.y.dtype()),
                     .x = params.x.rows(row, rows).data(),
                     .w = params.w.data(),
                     .m = static_cast<int>(rows),
                     .n = static_cast<int>(n),
                     .k = static_cast<int>(k),
+                    .y_stride = y_stride,
                     .alpha = params.alpha,
                     .beta = params.beta};
     dispatch_half(params.x.dtype(), [&](auto t) {

@@ -16,6 +16,8 @@
 // depends on N and K only, so a row's bits are the same whatever the number of rows.
 #pragma once
 
+#include <algorithm>
+
 #include "kernels/op.h"
 
 namespace cpmcu {
@@ -35,6 +37,17 @@ struct W4Weight {
   int64_t row_blocks() const { return (n + kW4BlockRows - 1) / kW4BlockRows; }
   int64_t k_blocks() const { return digits * ((k + kW4BlockK - 1) / kW4BlockK); }
   int64_t num_bytes() const { return row_blocks() * k_blocks() * block_bytes(); }
+  // Into how many slices the CUDA kernel cuts K when there are too few row blocks to fill a large
+  // chip: as many as there are places for clusters of that size on an H100, whose clusters lie
+  // within groups of 10 to 18 multiprocessors. Part of the order of additions, so it depends on
+  // nothing else.
+  int slices() const {
+    constexpr int kClusters[] = {0, 132, 66, 42, 30, 22, 16, 14, 14};
+    for (int slices = 8; slices > 1; --slices) {
+      if (slices <= k_blocks() && row_blocks() <= kClusters[slices]) return slices;
+    }
+    return 1;
+  }
 };
 
 // Where q of (row, k) of a block lies: bits [shift, shift + 4) of the little-endian 32-bit word
@@ -61,7 +74,8 @@ enum class W4Format : int {
   kCompressed,  // weight_packed [N, K/8]: nibble i is k = 8 column + i, holding w + 8;
                 // weight_scale [N, G]; zero points [N/8, G]: nibble i is n = 8 row + i, holding z +
                 // 8
-  kMarlin,      // tiles of 16 k x 64 n [K/16, 2N], scales [G, N] permuted: docs/kernels/w4a16.md
+  kMarlin,      // tiles of 16 k x 64 n [K/16, 2N], scales [G, N] permuted, channel-wise scales
+                // otherwise (G = 1 and K > 128): docs/kernels/w4a16.md
 };
 
 // Packs one part of W: rows [first_row, first_row + n) and k [first_k, first_k + k) from a
@@ -100,7 +114,96 @@ struct W4GemmParams {
   W4Weight w;
   float alpha = 1;
   float beta = 0;  // 0: y is not read
+  Tensor scratch;  // [w4_scratch_floats] float32; used before compute capability 9.0 only
 };
+
+inline int64_t w4_scratch_floats(const W4Weight& w, int64_t max_rows) {
+  return w.slices() == 1 ? 0 : w.slices() * w.n * std::min<int64_t>(max_rows, 64);
+}
+
+inline void check_w4_weight(const W4Weight& w) {
+  CHECK(w.blocks != nullptr && w.n > 0 && w.k > 0 && (w.digits == 1 || w.digits == 2),
+        "a 4-bit W is [{}, {}] of {} digits, expected memory, a size, and 1 or 2 digits", w.n, w.k,
+        w.digits);
+  CHECK(w.scale_dtype == DType::kF16 || w.scale_dtype == DType::kBF16,
+        "the scales of a 4-bit W are {}, expected float16 or bfloat16", name_of(w.scale_dtype));
+  CHECK(w.digits == 1 || !w.zero_points, "a 4-bit W of two digits has no zero points");
+}
+
+inline void check_w4_gemm(const W4GemmParams& p) {
+  check_w4_weight(p.w);
+  CHECK(p.x.num_dims() == 2 && p.y.num_dims() == 2 && p.x.size(1) == p.w.k &&
+            p.y.size(0) == p.x.size(0) && p.y.size(1) == p.w.n,
+        "w4_gemm: y {} = x {} times a 4-bit W [{}, {}]^T does not fit", p.y.shape_text(),
+        p.x.shape_text(), p.w.n, p.w.k);
+  CHECK(p.w.k % 8 == 0, "w4_gemm: K is {}, expected a multiple of 8", p.w.k);
+  CHECK(is_floating(p.x.dtype()) && (p.y.dtype() == p.x.dtype() || p.y.dtype() == DType::kF32),
+        "w4_gemm: y is {} and x {}; expected one floating dtype, y may be float32",
+        name_of(p.y.dtype()), name_of(p.x.dtype()));
+}
+
+// q, scales or zeros of a part.
+inline void check_w4_part(const char* name, const Tensor& tensor, DType dtype, int64_t rows,
+                          int64_t columns) {
+  CHECK(tensor.num_dims() == 2 && tensor.size(0) == rows && tensor.size(1) == columns &&
+            tensor.dtype() == dtype,
+        "w4_pack: {} is {} {}, expected {} [{}, {}]", name, name_of(tensor.dtype()),
+        tensor.shape_text(), name_of(dtype), rows, columns);
+}
+
+inline void check_w4_pack(const W4PackParams& p) {
+  check_w4_weight(p.w);
+  CHECK(p.w.digits == 1 && p.n > 0 && p.k > 0 && p.first_row >= 0 && p.first_k >= 0 &&
+            p.first_row + p.n <= p.w.n && p.first_k + p.k <= p.w.k,
+        "w4_pack: rows {} + {} and k {} + {} are not part of a one-digit W [{}, {}]", p.first_row,
+        p.n, p.first_k, p.k, p.w.n, p.w.k);
+  CHECK(p.first_k % kW4BlockK == 0 && (p.k % kW4BlockK == 0 || p.first_k + p.k == p.w.k),
+        "w4_pack: a part has k {} + {}, expected multiples of {} or the end of {}", p.first_k, p.k,
+        kW4BlockK, p.w.k);
+  const bool by_row = p.format == W4Format::kCompressed, tiled = p.format == W4Format::kMarlin;
+  const int64_t n_factor = by_row ? 1 : tiled ? 64 : 8, k_factor = by_row ? 1 : tiled ? 16 : 8;
+  CHECK(p.n % n_factor == 0 && p.k % k_factor == 0,
+        "w4_pack: a part is [{}, {}], expected multiples of {} and {}", p.n, p.k, n_factor,
+        k_factor);
+  CHECK(p.w.zero_points == !p.zeros.empty() && !(tiled && p.w.zero_points),
+        "w4_pack: zero points are {}, W has {}, and a Marlin file has none",
+        p.zeros.empty() ? "missing" : "given", p.w.zero_points ? "some" : "none");
+  const int64_t all = (p.k + kW4BlockK - 1) / kW4BlockK;
+  const int64_t groups = p.scales.num_dims() == 2 && p.scales.size(by_row ? 1 : 0) == 1 ? 1 : all;
+  const int64_t eighths = (p.n + 7) / 8;
+  if (by_row) {
+    check_w4_part("q", p.q, DType::kI32, p.n, (p.k + 7) / 8);
+    check_w4_part("scales", p.scales, p.w.scale_dtype, p.n, groups);
+    if (p.w.zero_points) check_w4_part("zeros", p.zeros, DType::kI32, eighths, groups);
+    return;
+  }
+  if (tiled) {
+    check_w4_part("q", p.q, DType::kI32, p.k / 16, 2 * p.n);
+  } else if (p.format == W4Format::kAwq) {
+    check_w4_part("q", p.q, DType::kI32, p.k, eighths);
+  } else {
+    check_w4_part("q", p.q, DType::kI32, p.k / 8, p.n);
+  }
+  check_w4_part("scales", p.scales, p.w.scale_dtype, groups, p.n);
+  if (p.w.zero_points) check_w4_part("zeros", p.zeros, DType::kI32, groups, eighths);
+}
+
+inline void check_w4_quantize(const W4QuantizeParams& p) {
+  check_w4_weight(p.w);
+  CHECK(!p.w.zero_points, "w4_quantize: W has zero points, expected none");
+  CHECK(p.x.num_dims() == 2 && p.x.size(1) == p.w.k &&
+            (p.index != nullptr || p.x.size(0) == p.w.n) && is_floating(p.x.dtype()),
+        "w4_quantize: x is {} {}, expected floating rows of {} for a W [{}, {}]",
+        name_of(p.x.dtype()), p.x.shape_text(), p.w.k, p.w.n, p.w.k);
+}
+
+inline void check_w4_dequantize(const W4DequantizeParams& p) {
+  check_w4_weight(p.w);
+  CHECK(p.out.num_dims() == 2 && p.out.size(1) == p.w.k && p.first_row >= 0 &&
+            p.first_row + p.out.size(0) <= p.w.n && is_floating(p.out.dtype()),
+        "w4_dequantize: out is {} {} from row {}, expected floating rows of a W [{}, {}]",
+        name_of(p.out.dtype()), p.out.shape_text(), p.first_row, p.w.n, p.w.k);
+}
 
 REGISTER_OP(w4_pack, W4PackParams)
 REGISTER_OP(w4_quantize, W4QuantizeParams)

@@ -74,7 +74,7 @@ class EagleDrafter : public BeamDrafter {
       embed_norm_.plan(plan);
       feature_norm_.plan(plan);
     }
-    head_.plan(plan, decode_rows);
+    head_.plan(plan, step);
     const int64_t row_bytes = int64_t{model.hidden_size} * size_of(model.dtype);
     if (spec_.fc_bias) bias_id_ = plan.add("draft.fc.bias", "weights", row_bytes);
     if (spec_.fc_bias) zeros_id_ = plan.add("draft.zeros", "state", 4 * max_rows_);

@@ -66,7 +66,7 @@ class Eagle3Drafter : public BeamDrafter {
     attention_->plan(plan, step);
     mlp_->plan(plan, step);
     for (RmsNorm* norm : norms()) norm->plan(plan);
-    head_.plan(plan, decode_rows);
+    head_.plan(plan, step);
     const int64_t row_bytes = int64_t{model.hidden_size} * size_of(model.dtype);
     concat_id_ = plan.add_scratch("draft.concat", 2 * max_rows_ * row_bytes, 0, kSample);
     hidden_id_ = plan.add_scratch("draft.hidden", max_rows_ * row_bytes, 0, kSample);

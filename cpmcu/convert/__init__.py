@@ -1,0 +1,1 @@
+"""Checkpoints into other checkpoints, without a GPU: `python -m cpmcu.convert --help`."""

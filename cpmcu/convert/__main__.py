@@ -1,0 +1,106 @@
+"""python -m cpmcu.convert: a checkpoint into another form, on any machine.
+
+    python -m cpmcu.convert gptq-to-marlin --src DIR --dst DIR2
+    python -m cpmcu.convert minicpm-to-llama --src DIR --dst DIR2
+
+The source is a directory or a Hugging Face repository id. Exit status: 0; 1 for an error (one
+sentence; CPMCU_DEBUG=1 shows the traceback); 2 for wrong flags; 130 after Ctrl-C. Unless the status
+is 0, the destination is as it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from cpmcu.flags import FlagParser, parse_bool
+from cpmcu.ui.display import Display
+
+CONVERSIONS = {
+    "gptq-to-marlin": "4-bit GPTQ weights into CPM.cu's Marlin files: models and EAGLE heads",
+    "minicpm-to-llama": "a MiniCPM into the Llama that computes the same",
+}
+DTYPES = ("auto", "float16", "bfloat16", "float32")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a conversion; returns the exit status."""
+    parser = make_parser()
+    parsed = parser.parse_args(arguments)
+    if parsed.dtype is not None and parsed.conversion != "minicpm-to-llama":
+        parser.error(f"--dtype does not apply to {parsed.conversion}, which keeps all dtypes")
+    debug = bool(os.environ.get("CPMCU_DEBUG"))
+    display = Display(plain=bool(parsed.plain_output), debug=debug)
+    try:
+        _run(display, parsed)
+        return 0
+    except KeyboardInterrupt:
+        display.note(f"stopped: {parsed.dst} is as it was")
+        return 130
+    except Exception as error:
+        if debug:
+            raise
+        display.error(error)
+        return 1
+
+
+def make_parser() -> FlagParser:
+    """The parser of all flags."""
+    parser = FlagParser(
+        prog="cpmcu.convert",
+        description="Converts checkpoints. "
+        + " ".join(f"{name}: {what}." for name, what in CONVERSIONS.items()),
+    )
+    parser.add_argument("conversion", choices=CONVERSIONS)
+    parser.add_argument("--src", required=True, help="directory or Hugging Face repository id")
+    parser.add_argument("--dst", required=True, metavar="DIR", help="directory to write")
+    parser.add_argument(
+        "--overwrite",
+        nargs="?",
+        const=True,
+        type=parse_bool,
+        metavar="yes|no",
+        help="replace the model that is in --dst (default: no)",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        help="minicpm-to-llama: of all floating tensors (default: auto, as they are)",
+    )
+    parser.add_argument(
+        "--plain-output",
+        nargs="?",
+        const=True,
+        type=parse_bool,
+        metavar="yes|no",
+        help="no moving bars (default: no)",
+    )
+    return parser
+
+
+def _run(display: Display, parsed: argparse.Namespace) -> None:
+    progress = display.load_progress("converting")
+    overwrite = bool(parsed.overwrite)
+    if parsed.conversion == "gptq-to-marlin":
+        from cpmcu.convert.gptq_to_marlin import gptq_to_marlin  # numpy: not for --help
+
+        done = gptq_to_marlin(parsed.src, parsed.dst, overwrite=overwrite, progress=progress)
+    else:
+        from cpmcu.convert.minicpm_to_llama import minicpm_to_llama
+
+        done = minicpm_to_llama(
+            parsed.src,
+            parsed.dst,
+            dtype=parsed.dtype or "auto",
+            overwrite=overwrite,
+            progress=progress,
+        )
+    for note in done.notes:
+        display.note(note)
+    display.note(f"written: {done.directory}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

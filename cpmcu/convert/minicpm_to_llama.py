@@ -1,0 +1,256 @@
+"""MiniCPM checkpoints into Llama checkpoints that compute the same.
+
+MiniCPM multiplies embeddings by scale_emb, the output of each attention and MLP by
+scale_depth / sqrt(num_hidden_layers), and the head's input by dim_model_base / hidden_size. Llama
+has none of these, so they go into the weights: the embedding table, o_proj and down_proj, and
+lm_head. A tied head is the table without scale_emb, so it becomes a matrix of its own.
+
+Products are made in float32 and rounded once, to nearest even, to the dtype of the tensor; how
+much that changed is said in the notes. A scale that is a power of two changes nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cpmcu.convert.output import (
+    Array,
+    Converted,
+    NewTensor,
+    check_destination,
+    copied,
+    write_model,
+)
+from cpmcu.loading.checkpoint import open_checkpoint
+from cpmcu.loading.hub import resolve_model
+from cpmcu.loading.loader import read_config
+from cpmcu.loading.progress import LoadProgress
+from cpmcu.loading.tensors import FLOAT_DTYPES, Checkpoint
+from cpmcu.models.common import BuildOptions, SpecFields
+from cpmcu.models.names import canonical_names
+from cpmcu.models.registry import find_model
+from cpmcu.models.rope import rope_parameters
+from cpmcu.quant.registry import describe, quantised_tensors
+
+WEIGHTS_FILE = "model.safetensors"
+
+_EMBED, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_BRANCH = re.compile(r"\.(self_attn\.o_proj|mlp\.down_proj)\.(weight|bias)$")
+_OWN_KEYS = (
+    *("scale_emb", "scale_depth", "dim_model_base", "mup_denominator", "use_mup"),
+    *("sparse_config", "num_experts", "auto_map"),
+)
+_CHUNK = 1 << 19  # elements scaled at a time
+
+Float32Array = npt.NDArray[np.float32]
+
+
+@dataclass(slots=True)
+class _Rounding:
+    """What rounding did to the tensors that one scale went into."""
+
+    what: str
+    scale: float
+    num_elements: int = 0
+    num_changed: int = 0
+    largest: float = 0.0  # relative error, of numbers in the dtype's normal range
+
+    def note(self) -> str:
+        """One sentence."""
+        share = self.num_changed / max(self.num_elements, 1)
+        if not self.num_changed:
+            return f"{self.what} × {self.scale:.6g}: exact"
+        return (
+            f"{self.what} × {self.scale:.6g}: {share:.1%} of the numbers were rounded, by at most "
+            f"{100 * self.largest:.2g}%"
+        )
+
+
+def minicpm_to_llama(
+    source: str,
+    destination: str | Path,
+    *,
+    dtype: str = "auto",
+    overwrite: bool = False,
+    progress: LoadProgress | None = None,
+) -> Converted:
+    """Converts a directory or Hugging Face repo with a dense MiniCPM, MiniCPM4 or 4.1.
+
+    `dtype` of the floating tensors: "auto" keeps each one's own, else float16, bfloat16 or float32.
+    Raises ValueError for a model that is not such a MiniCPM, for numbers that float16 cannot hold
+    and for a destination that must not be written, FileNotFoundError for a source that is not
+    there, OSError for a full disk; then nothing is left at `destination`.
+    """
+    if dtype != "auto" and dtype not in FLOAT_DTYPES:
+        raise ValueError(f"dtype is {dtype!r}, expected auto or one of {', '.join(FLOAT_DTYPES)}")
+    directory = resolve_model(source)
+    target = check_destination(directory, Path(destination), overwrite=overwrite)
+    config = read_config(directory)
+    checkpoint = open_checkpoint(directory)
+    fields = _minicpm_fields(directory, config, checkpoint)
+    llama = llama_config(config, fields)
+    if dtype != "auto":
+        llama["dtype" if "dtype" in llama else "torch_dtype"] = dtype
+    tensors, roundings = _plan(checkpoint, fields, dtype)
+    write_model(
+        directory,
+        target,
+        WEIGHTS_FILE,
+        tensors,
+        llama,
+        leave_out=lambda name: name.endswith("_minicpm.py"),
+        progress=progress,
+    )
+    notes = [rounding.note() for rounding in roundings]
+    if config.get("sparse_config"):
+        notes.append("sparse_config is left out: a Llama's attention is dense")
+    return Converted(target, tuple(notes))
+
+
+def llama_config(config: Mapping[str, Any], fields: SpecFields) -> dict[str, Any]:
+    """config.json of the Llama that a MiniCPM becomes; `fields` are what the MiniCPM's says.
+
+    longrope gets every key that some reader wants (factor, and the original length in both places).
+    """
+    llama = {key: value for key, value in config.items() if key not in _OWN_KEYS}
+    llama |= {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+    }
+    rope = rope_parameters(config)
+    if rope:
+        rope = {"rope_type": rope.get("rope_type") or rope.get("type") or "default", **rope}
+        rope.pop("type", None)
+        if rope["rope_type"] == "longrope":
+            original = (
+                config.get("original_max_position_embeddings")
+                or rope.get("original_max_position_embeddings")
+                or fields.max_position_embeddings
+            )
+            rope["original_max_position_embeddings"] = original
+            rope.setdefault("factor", fields.max_position_embeddings / original)
+            llama["original_max_position_embeddings"] = original
+        llama["rope_scaling" if config.get("rope_scaling") else "rope_parameters"] = rope
+    return llama
+
+
+def _minicpm_fields(
+    directory: Path, config: Mapping[str, Any], checkpoint: Checkpoint
+) -> SpecFields:
+    """What config.json says. Raises ValueError for anything but a whole dense MiniCPM."""
+    metas = {name: stored.meta for name, stored in checkpoint.tensors.items()}
+    if config.get("quantization_config") or quantised_tensors(metas):
+        found = describe(config.get("quantization_config") or {}, metas)
+        raise ValueError(
+            f"{directory}: is quantised with {found}, expected dense weights: convert before "
+            "quantising"
+        )
+    if config.get("architectures") != ["MiniCPMForCausalLM"]:
+        raise ValueError(
+            f"{directory}: config.json has architectures {config.get('architectures')!r}, "
+            "expected ['MiniCPMForCausalLM']"
+        )
+    options = BuildOptions(has_lm_head=_HEAD in metas)
+    fields = find_model(config).build(config, options)
+    needed = [_EMBED] if fields.tie_word_embeddings else [_EMBED, _HEAD]
+    missing = [name for name in needed if name not in metas]
+    if missing:
+        raise ValueError(f"{directory}: has no {missing[0]}, expected the tensors of a MiniCPM")
+    return fields
+
+
+def _plan(
+    checkpoint: Checkpoint, fields: SpecFields, dtype: str
+) -> tuple[list[NewTensor], list[_Rounding]]:
+    """The tensors of the Llama, and what will have been rounded once they are written."""
+    embed = _Rounding("the embedding table", fields.embed_scale)
+    branch = _Rounding("o_proj and down_proj", fields.residual_scale)
+    head = _Rounding("lm_head", fields.logit_scale)
+    tied = fields.tie_word_embeddings
+    tensors = []
+    for name in checkpoint.tensors:
+        if not canonical_names(name, fields) or (tied and name == _HEAD):
+            continue
+        if name == _EMBED:
+            tensors.append(_scaled(checkpoint, name, name, dtype, embed))
+        elif name == _HEAD:
+            tensors.append(_scaled(checkpoint, name, name, dtype, head))
+        elif _BRANCH.search(name):
+            tensors.append(_scaled(checkpoint, name, name, dtype, branch))
+        elif dtype != "auto" and checkpoint.tensors[name].meta.dtype in FLOAT_DTYPES:
+            tensors.append(_scaled(checkpoint, name, name, dtype, _Rounding(name, 1.0)))
+        else:
+            tensors.append(copied(checkpoint, name))
+    if tied:
+        tensors.append(_scaled(checkpoint, _EMBED, _HEAD, dtype, head))
+    return tensors, [embed, branch, head]
+
+
+def _scaled(
+    checkpoint: Checkpoint, source: str, name: str, dtype: str, rounding: _Rounding
+) -> NewTensor:
+    """The tensor `source` times a scale, under `name`."""
+    meta = checkpoint.tensors[source].meta
+    if meta.dtype not in FLOAT_DTYPES:
+        raise ValueError(f"{source} is {meta.dtype}, expected one of {', '.join(FLOAT_DTYPES)}")
+    stored_dtype = meta.dtype if dtype == "auto" else dtype
+
+    def chunks() -> Iterator[Array]:
+        flat = checkpoint.read(source).reshape(-1)
+        for begin in range(0, flat.size, _CHUNK):
+            values = to_float32(flat[begin : begin + _CHUNK], meta.dtype)
+            stored = from_float32(values * np.float32(rounding.scale), stored_dtype)
+            exact = values.astype(np.float64) * rounding.scale
+            _compare(exact, to_float32(stored, stored_dtype), name, stored_dtype, rounding)
+            yield stored
+
+    return NewTensor(replace(meta, name=name, dtype=stored_dtype), chunks)
+
+
+def _compare(
+    exact: npt.NDArray[np.float64], stored: Float32Array, name: str, dtype: str, rounding: _Rounding
+) -> None:
+    """Adds one chunk to the account. Raises ValueError for a number that the dtype cannot hold."""
+    lost = np.isfinite(exact) & ~np.isfinite(stored)
+    if lost.any():
+        raise ValueError(
+            f"{name} has {exact[lost][0]:.6g} once {rounding.scale:.6g} is folded in, expected "
+            f"numbers that {dtype} can hold; another --dtype can"
+        )
+    changed = (exact != stored) & np.isfinite(exact)
+    rounding.num_elements += exact.size
+    rounding.num_changed += int(np.count_nonzero(changed))
+    smallest = {"float16": 2.0**-14}.get(dtype, 2.0**-126)
+    normal = changed & (np.abs(exact) >= smallest)
+    if normal.any():
+        error = np.max(np.abs(stored[normal] - exact[normal]) / np.abs(exact[normal]))
+        rounding.largest = max(rounding.largest, float(error))
+
+
+def to_float32(stored: Array, dtype: str) -> Float32Array:
+    """Numbers of a file (bfloat16 as uint16) as float32, exactly."""
+    if dtype != "bfloat16":
+        return stored.astype(np.float32)
+    values: Float32Array = (stored.astype(np.uint32) << 16).view(np.float32)
+    return values
+
+
+def from_float32(values: Float32Array, dtype: str) -> Array:
+    """float32 as stored (bfloat16 as uint16), rounded to nearest even; too large becomes inf."""
+    if dtype != "bfloat16":
+        with np.errstate(over="ignore"):
+            return np.asarray(values.astype(dtype))
+    bits = values.view(np.uint32)
+    rounded: Array = (bits + np.uint32(0x7FFF) + ((bits >> 16) & np.uint32(1))) >> 16
+    rounded[np.isnan(values)] = 0x7FC0
+    return rounded.astype(np.uint16)

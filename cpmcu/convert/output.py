@@ -1,0 +1,201 @@
+"""Writes a model directory: streamed weights, and all or nothing.
+
+The directory is made under a hidden name beside its place and renamed when it is whole, so that a
+conversion that fails or is interrupted leaves nothing that looks like a model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cpmcu.loading.progress import LoadProgress
+from cpmcu.loading.safetensors import DTYPE_CODES
+from cpmcu.loading.tensors import STORAGE_DTYPES, Checkpoint, TensorMeta, itemsize
+
+Array = npt.NDArray[Any]
+
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack", ".ckpt")
+_REWRITTEN = ("config.json", "quantize_config.json")
+_SUBFOLDERS = ("additional_chat_templates",)
+_COPY_BYTES = 1 << 24
+
+
+@dataclass(frozen=True, slots=True)
+class NewTensor:
+    """A tensor to be written: `chunks` gives its elements in order, in the storage dtype."""
+
+    meta: TensorMeta
+    chunks: Callable[[], Iterator[Array]]
+
+
+@dataclass(frozen=True, slots=True)
+class Converted:
+    """What a conversion wrote: the directory, and sentences about what a user may want to know."""
+
+    directory: Path
+    notes: tuple[str, ...]
+
+
+def copied(checkpoint: Checkpoint, source: str, name: str | None = None) -> NewTensor:
+    """The checkpoint's tensor `source` as it is, under its own or another name."""
+    meta = checkpoint.tensors[source].meta
+
+    def chunks() -> Iterator[Array]:
+        flat = checkpoint.read(source).reshape(-1)
+        step = _COPY_BYTES // flat.itemsize
+        for begin in range(0, flat.size, step):
+            yield flat[begin : begin + step]
+
+    return NewTensor(TensorMeta(name or source, meta.dtype, meta.shape), chunks)
+
+
+def check_destination(source: Path, destination: Path, *, overwrite: bool) -> Path:
+    """The absolute path of the directory to write. ValueError if it must not be written."""
+    source, destination = source.resolve(), destination.expanduser().resolve()
+    if destination == source or source.is_relative_to(destination):
+        raise ValueError(f"{destination} is or holds the source, expected another directory")
+    if destination.is_relative_to(source):
+        raise ValueError(f"{destination} is inside the source, expected a directory outside of it")
+    if destination.exists() and not destination.is_dir():
+        raise ValueError(f"{destination} is a file, expected a directory that does not exist yet")
+    if not destination.is_dir() or not any(destination.iterdir()):
+        return destination
+    if not overwrite:
+        raise ValueError(
+            f"{destination} is not empty, expected a new directory (--overwrite replaces a model)"
+        )
+    if not (destination / "config.json").is_file():
+        raise ValueError(
+            f"{destination} holds files but no config.json, expected a model's directory to "
+            "overwrite"
+        )
+    return destination
+
+
+def write_model(
+    source: Path,
+    destination: Path,
+    weights_file: str,
+    tensors: Sequence[NewTensor],
+    config: Mapping[str, Any],
+    *,
+    leave_out: Callable[[str], bool] = lambda name: False,
+    progress: LoadProgress | None = None,
+) -> None:
+    """Writes weights, config.json and copies of the source's small files for which not `leave_out`.
+
+    `destination` is what `check_destination` gave; what is there is replaced. Raises OSError, with
+    nothing written, if the disk has not enough room.
+    """
+    tensors = sorted(tensors, key=lambda tensor: -itemsize(tensor.meta.dtype))  # keeps all aligned
+    others = [path for path in small_files(source) if not leave_out(path.name)]
+    total_bytes = sum(tensor.meta.nbytes for tensor in tensors)
+    with new_directory(destination, total_bytes) as directory:
+        for path in others:
+            copy = directory / path.relative_to(source)
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, copy)
+        text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+        (directory / "config.json").write_text(text, encoding="utf-8")
+        if progress is not None:
+            progress.start(total_bytes, source.resolve().name)
+        try:
+            update = (lambda done: None) if progress is None else progress.update
+            write_safetensors(directory / weights_file, tensors, update)
+        finally:
+            if progress is not None:
+                progress.finish()
+
+
+def small_files(source: Path) -> list[Path]:
+    """What lies beside the weights: tokenizer, templates, licences, FR-Spec indices."""
+    folders = [source, *(source / name for name in _SUBFOLDERS)]
+    files = [path for folder in folders if folder.is_dir() for path in sorted(folder.iterdir())]
+    return [
+        path
+        for path in files
+        if path.is_file()
+        and not path.name.startswith(".")
+        and path.name not in _REWRITTEN
+        and not path.name.endswith(".index.json")
+        and (path.name.startswith("freq_") or not path.name.endswith(_WEIGHTS))
+    ]
+
+
+@contextlib.contextmanager
+def new_directory(destination: Path, num_bytes: int = 0) -> Iterator[Path]:
+    """A directory beside `destination` that takes its place if the block ends well.
+
+    Raises OSError if fewer than `num_bytes` are free there.
+    """
+    parent = destination.parent
+    parent.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(parent).free
+    if free < num_bytes:
+        raise OSError(
+            f"{parent} has {free / 1e6:.1f} MB free, expected at least {num_bytes / 1e6:.1f} MB"
+        )
+    temporary = parent / f".{destination.name}.{secrets.token_hex(4)}.incomplete"
+    temporary.mkdir()
+    try:
+        yield temporary
+        _take_place(temporary, destination)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _take_place(new: Path, destination: Path) -> None:
+    if not destination.exists():
+        new.rename(destination)
+        return
+    old = new.with_suffix(".replaced")
+    destination.rename(old)
+    try:
+        new.rename(destination)
+    except BaseException:
+        old.rename(destination)
+        raise
+    shutil.rmtree(old)
+
+
+def write_safetensors(
+    path: Path, tensors: Sequence[NewTensor], update: Callable[[int], None]
+) -> None:
+    """One file, chunk after chunk, on the disk when it returns; `update` gets the bytes so far."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for tensor in tensors:
+        meta = tensor.meta
+        begin, end = end, end + meta.nbytes
+        code = DTYPE_CODES[meta.dtype]
+        header[meta.name] = {"dtype": code, "shape": meta.shape, "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + 8) % 64)
+    done = 0
+    with path.open("xb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for tensor in tensors:
+            before, dtype = done, np.dtype(STORAGE_DTYPES[tensor.meta.dtype])
+            for chunk in tensor.chunks():
+                if chunk.dtype != dtype:
+                    raise TypeError(f"{tensor.meta.name}: made {chunk.dtype}, planned {dtype}")
+                file.write(np.ascontiguousarray(chunk).data)
+                done += chunk.nbytes
+                update(done)
+            if done - before != tensor.meta.nbytes:
+                raise RuntimeError(
+                    f"{tensor.meta.name}: made {done - before} bytes, planned {tensor.meta.nbytes}"
+                )
+        file.flush()
+        os.fsync(file.fileno())

@@ -1,0 +1,33 @@
+"""AWQ as AutoAWQ writes it, version "gemm": zero points, groups of 128 or channels.
+
+`qweight` int32 [K, N / 8], `qzeros` int32 [G, N / 8] and `scales` [G, N] for each linear layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from cpmcu.loading.tensors import TensorMeta
+from cpmcu.quant.registry import QuantPlan, quant_config_of, register_quant
+from cpmcu.quant.w4a16 import Format, check_bits, check_group_size, check_present, plan_w4
+
+
+@register_quant("awq")
+class Awq:
+    """4-bit AWQ."""
+
+    def matches(self, quant_config: Mapping[str, Any], tensors: Mapping[str, TensorMeta]) -> bool:
+        return quant_config.get("quant_method") == "awq"
+
+    def plan(self, config: Mapping[str, Any], tensors: Mapping[str, TensorMeta]) -> QuantPlan:
+        quant = quant_config_of(config)
+        check_present("awq", tensors, ".qweight")
+        check_bits(quant.get("bits", quant.get("w_bit")))
+        group_size = check_group_size(quant.get("group_size", quant.get("q_group_size")))
+        version = str(quant.get("version", "gemm")).lower()
+        if version != "gemm":
+            raise ValueError(f"quantization_config: version is {version!r}, expected 'gemm'")
+        if quant.get("zero_point", True) is not True:
+            raise ValueError("quantization_config: zero_point is false, expected true")
+        return plan_w4("awq", Format.AWQ, tensors, group_size=group_size, zero_points=True)

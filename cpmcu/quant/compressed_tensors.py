@@ -1,0 +1,100 @@
+"""compressed-tensors, format "pack-quantized", with 4-bit integer weights.
+
+`weight_packed` int32 [N, K / 8], `weight_scale` [N, G], maybe `weight_zero_point` int32 [N / 8, G],
+and `weight_shape` for each linear layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from cpmcu.loading.tensors import TensorMeta
+from cpmcu.quant.registry import QuantPlan, quant_config_of, register_quant
+from cpmcu.quant.w4a16 import (
+    CHANNEL_WISE,
+    Format,
+    check_bits,
+    check_group_size,
+    check_present,
+    plan_w4,
+    quantised_modules,
+)
+
+_FORMAT = "pack-quantized"
+_IN_ORDER = (None, False, "weight", "static")  # actorder that leaves the groups in order
+
+
+@register_quant("compressed-tensors")
+class CompressedTensors:
+    """Weights of 4 bits, activations as they are."""
+
+    def matches(self, quant_config: Mapping[str, Any], tensors: Mapping[str, TensorMeta]) -> bool:
+        return quant_config.get("quant_method") == "compressed-tensors"
+
+    def plan(self, config: Mapping[str, Any], tensors: Mapping[str, TensorMeta]) -> QuantPlan:
+        quant = quant_config_of(config)
+        check_present("compressed-tensors", tensors, ".weight_packed")
+        groups = quant.get("config_groups") or {}
+        schemes = [group for group in groups.values() if isinstance(group, Mapping)]
+        if not schemes:
+            raise ValueError(
+                f"quantization_config: config_groups is {groups!r}, expected a group of layers"
+            )
+        for scheme in schemes:
+            stated = scheme.get("format") or quant.get("format")
+            if stated != _FORMAT:
+                raise ValueError(f"quantization_config: format is {stated!r}, expected {_FORMAT!r}")
+            _check_group(scheme)
+        if quant.get("kv_cache_scheme"):
+            raise ValueError("quantization_config: kv_cache_scheme is there, expected none")
+        sparsity = (quant.get("sparsity_config") or {}).get("format", "dense")
+        if sparsity != "dense":
+            raise ValueError(f"quantization_config: sparsity is {sparsity!r}, expected none")
+        first = schemes[0]["weights"]
+        keys = ("strategy", "group_size", "symmetric")
+        for scheme in schemes[1:]:
+            if any(scheme["weights"].get(key) != first.get(key) for key in keys):
+                raise ValueError(
+                    "quantization_config: config_groups differ in their weights, expected one "
+                    "scheme for all layers"
+                )
+        if any(name.endswith(".weight_g_idx") for name in tensors):
+            raise ValueError("there is a weight_g_idx (actorder), expected groups in order")
+        channel = first.get("strategy") == "channel"
+        return plan_w4(
+            "compressed-tensors",
+            Format.COMPRESSED,
+            tensors,
+            group_size=CHANNEL_WISE if channel else check_group_size(first.get("group_size")),
+            zero_points=first.get("symmetric", True) is False,
+            ignored={
+                module + ".weight_shape": "the model says the same"
+                for module in quantised_modules(tensors, ".weight_shape")
+            },
+        )
+
+
+def _check_group(scheme: Mapping[str, Any]) -> None:
+    """Raises ValueError for layers whose weights are not 4-bit integers, or not only weights."""
+    weights = scheme.get("weights") or {}
+    check_bits(weights.get("num_bits"))
+    if weights.get("type", "int") != "int":
+        raise ValueError(
+            f"quantization_config: the weights are {weights['type']!r}, expected 'int'"
+        )
+    if weights.get("strategy") not in ("group", "channel"):
+        raise ValueError(
+            f"quantization_config: strategy is {weights.get('strategy')!r}, expected 'group' or "
+            "'channel'"
+        )
+    if weights.get("actorder") not in _IN_ORDER:
+        raise ValueError(
+            f"quantization_config: actorder is {weights['actorder']!r} (groups follow the order "
+            "of activations), expected null, 'weight' or 'static'"
+        )
+    for key in ("input_activations", "output_activations"):
+        if scheme.get(key):
+            raise ValueError(
+                f"quantization_config: {key} is there, expected weights alone to be quantised"
+            )

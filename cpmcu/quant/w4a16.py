@@ -1,0 +1,156 @@
+"""What the schemes of 4-bit weights have in common: which modules are quantised, and how.
+
+The tensors decide: a module with packed weights goes to the C++ method "w4a16", one with a plain
+`weight` stays dense, whatever lists of exceptions the config has.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from cpmcu.loading.tensors import TensorMeta
+from cpmcu.quant.registry import QuantPlan, Read, Repack
+
+GROUP_SIZE = 128
+CHANNEL_WISE = -1
+
+_STACKS = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
+_STACK_OF = {part: stack for stack, parts in _STACKS.items() for part in parts}
+_LINEARS = {*_STACK_OF, *_STACKS, "o_proj", "down_proj", "lm_head", "fc"}
+_NO_BIAS = ("o_proj", "gate_proj", "up_proj", "down_proj", "gate_up_proj")  # in any model we run
+
+
+class Format(enum.IntEnum):
+    """W4Format of csrc/kernels/gemm/w4a16.h."""
+
+    GPTQ = 0
+    GPTQ_V2 = 1
+    AWQ = 2
+    COMPRESSED = 3
+    MARLIN = 4
+
+
+def plan_w4(
+    scheme: str,
+    layout: Format,
+    tensors: Mapping[str, TensorMeta],
+    *,
+    group_size: int,
+    zero_points: bool,
+    ignored: Mapping[str, str] | None = None,
+    repacks: Iterable[Repack] = (),
+) -> QuantPlan:
+    """The plan of a checkpoint whose variant was found to be supported.
+
+    `ignored`: tensors that say nothing -> why. Raises ValueError for scales that are not float16
+    or bfloat16, for a projection of which a part is quantised and another is not, and later, when
+    the plan's `verify` is called, for a bias that no model of ours has.
+    """
+    by_row = layout == Format.COMPRESSED
+    packed, scales = (".weight_packed", ".weight_scale") if by_row else (".qweight", ".scales")
+    modules = quantised_modules(tensors, packed)
+    dtypes = {tensors[m + scales].dtype for m in modules if m + scales in tensors}
+    if len(dtypes) > 1 or not dtypes <= {"float16", "bfloat16"}:
+        raise ValueError(
+            f"scales of 4-bit weights are {', '.join(sorted(dtypes))}, expected all float16 or all "
+            "bfloat16"
+        )
+    biases = [m + ".bias" for m in modules if _leaf(m) in _NO_BIAS and m + ".bias" in tensors]
+
+    def verify(read: Read) -> None:
+        for name in biases:  # some quantisers write zeros
+            if np.any(read(name)):
+                raise ValueError(f"{name} is not zero, expected no bias there")
+
+    options = {
+        "format": int(layout),
+        "group_size": group_size,
+        "zero_points": int(zero_points),
+        "bfloat16_scales": int(dtypes == {"bfloat16"}),
+        "fused": int(any(_leaf(module) in _STACKS for module in modules)),
+    }
+    return QuantPlan(
+        scheme=scheme,
+        linear_method="w4a16",
+        linear_options=options,
+        linear_overrides=_dense_modules(tensors, set(modules)),
+        repacks=tuple(repacks),
+        ignored={**(ignored or {}), **dict.fromkeys(biases, "it is zero")},
+        verify=verify,
+    )
+
+
+def quantised_modules(tensors: Mapping[str, TensorMeta], suffix: str) -> list[str]:
+    """Names of the modules that have a tensor with this suffix."""
+    return [name.removesuffix(suffix) for name in tensors if name.endswith(suffix)]
+
+
+def check_present(scheme: str, tensors: Mapping[str, TensorMeta], suffix: str) -> None:
+    """ValueError if nothing is packed."""
+    if not quantised_modules(tensors, suffix):
+        raise ValueError(f"quantization_config says {scheme}, but no tensor ends in {suffix}")
+
+
+def check_group_size(found: Any) -> int:
+    """`found` as 128 or -1; ValueError for another."""
+    if found not in (GROUP_SIZE, CHANNEL_WISE) or isinstance(found, bool):
+        raise ValueError(
+            f"quantization_config: group_size is {found!r}, expected {GROUP_SIZE}, or "
+            f"{CHANNEL_WISE} for one scale a channel"
+        )
+    return int(found)
+
+
+def check_bits(found: Any) -> None:
+    """ValueError for weights that do not have 4 bits."""
+    if found != 4 or isinstance(found, bool):
+        raise ValueError(f"quantization_config: the weights have {found!r} bits, expected 4")
+
+
+def is_marlin(tensors: Mapping[str, TensorMeta]) -> bool:
+    """Are the first packed weights tiles, [K / 16, 2 N] beside scales [G, N]?"""
+    for name, meta in tensors.items():
+        scales = tensors.get(name.removesuffix(".qweight") + ".scales")
+        if name.endswith(".qweight") and scales is not None:
+            return (
+                len(meta.shape) == len(scales.shape) == 2 and meta.shape[1] == 2 * scales.shape[1]
+            )
+    return False
+
+
+def _leaf(module: str) -> str:
+    return module.rpartition(".")[2]
+
+
+def _dense_modules(tensors: Mapping[str, TensorMeta], quantised: set[str]) -> dict[str, str]:
+    """Modules with plain weights, under the stacked name -> "dense"."""
+    dense = {
+        name.removesuffix(".weight")
+        for name, meta in tensors.items()
+        if name.endswith(".weight") and len(meta.shape) == 2
+    }
+    overrides: dict[str, str] = {}
+    for module in sorted(dense):
+        prefix, _, leaf = module.rpartition(".")
+        if leaf not in _LINEARS or module in quantised:
+            continue
+        stack = _STACK_OF.get(leaf, leaf)
+        name = f"{prefix}.{stack}" if prefix else stack
+        for part in (*_STACKS.get(stack, ()), stack):
+            other = f"{prefix}.{part}" if prefix else part
+            if other in quantised:
+                raise ValueError(
+                    f"{module} is dense and {other} is quantised, expected both the same: they "
+                    "are one matrix here"
+                )
+        overrides[name] = "dense"
+    if "lm_head" not in quantised:
+        overrides["lm_head"] = "dense"
+    return overrides

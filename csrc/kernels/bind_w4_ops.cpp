@@ -1,0 +1,87 @@
+// C.ops of 4-bit weights (kernels/gemm/w4a16.h). A weight is its blocks, an array of bytes, with
+// the numbers that say what they hold.
+#include "kernels/bind_ops.h"
+#include "kernels/gemm/w4a16.h"
+
+namespace py = pybind11;
+using namespace pybind11::literals;
+
+namespace cpmcu {
+namespace {
+
+struct OpsWeight {
+  W4Weight weight;
+  SharedArray blocks;
+};
+
+}  // namespace
+
+void bind_w4_ops(py::module_& m) {
+  py::class_<OpsWeight>(m, "W4Weight", "4-bit weights; see csrc/kernels/gemm/w4a16.h.")
+      .def(py::init([](SharedArray blocks, int64_t n, int64_t k, int digits, bool zero_points,
+                       const std::string& scale_dtype) {
+             OpsWeight made{{.blocks = blocks->as<uint8_t>(DType::kU8),
+                             .n = n,
+                             .k = k,
+                             .digits = digits,
+                             .zero_points = zero_points,
+                             .scale_dtype = parse_dtype(scale_dtype)},
+                            blocks};
+             const int64_t bytes = blocks->tensor().num_bytes();
+             CHECK(bytes == made.weight.num_bytes(), "the blocks have {} bytes, expected {}", bytes,
+                   made.weight.num_bytes());
+             return made;
+           }),
+           "blocks"_a, py::kw_only(), "n"_a, "k"_a, "digits"_a = 1, "zero_points"_a = false,
+           "scale_dtype"_a = "float16");
+  m.def(
+      "w4_pack",
+      [](const OpsContext& c, const OpsWeight& w, int format, SharedArray q, SharedArray scales,
+         SharedArray zeros, int64_t first_row, int64_t first_k, int64_t n, int64_t k) {
+        w4_pack(c.ctx, {.w = w.weight,
+                        .format = static_cast<W4Format>(format),
+                        .q = tensor_of(q),
+                        .scales = tensor_of(scales),
+                        .zeros = tensor_of(zeros),
+                        .first_row = first_row,
+                        .first_k = first_k,
+                        .n = n ? n : w.weight.n,
+                        .k = k ? k : w.weight.k});
+      },
+      "ctx"_a, "w"_a, "format"_a, py::kw_only(), "q"_a, "scales"_a, "zeros"_a = SharedArray(),
+      "first_row"_a = 0, "first_k"_a = 0, "n"_a = 0, "k"_a = 0,
+      "csrc/kernels/gemm/w4a16.h; format: 0 GPTQ, 1 GPTQ v2, 2 AWQ, 3 compressed, 4 Marlin; n, k "
+      "0: "
+      "all of W.");
+  m.def(
+      "w4_quantize",
+      [](const OpsContext& c, const OpsWeight& w, SharedArray x, SharedArray index) {
+        w4_quantize(c.ctx, {.w = w.weight, .x = tensor_of(x), .index = ints(index)});
+      },
+      "ctx"_a, "w"_a, "x"_a, "index"_a = SharedArray(), "csrc/kernels/gemm/w4a16.h");
+  m.def(
+      "w4_dequantize",
+      [](const OpsContext& c, SharedArray out, const OpsWeight& w, int64_t first_row) {
+        w4_dequantize(c.ctx, {.out = tensor_of(out), .w = w.weight, .first_row = first_row});
+      },
+      "ctx"_a, "out"_a, "w"_a, "first_row"_a = 0, "csrc/kernels/gemm/w4a16.h");
+  m.def(
+      "w4_gemm",
+      [](const OpsContext& c, SharedArray y, SharedArray x, const OpsWeight& w, float alpha,
+         float beta, SharedArray scratch) {
+        w4_gemm(c.ctx, {.y = tensor_of(y),
+                        .x = tensor_of(x),
+                        .w = w.weight,
+                        .alpha = alpha,
+                        .beta = beta,
+                        .scratch = tensor_of(scratch)});
+      },
+      "ctx"_a, "y"_a, "x"_a, "w"_a, "alpha"_a = 1.f, "beta"_a = 0.f, "scratch"_a = SharedArray(),
+      "csrc/kernels/gemm/w4a16.h");
+  m.def(
+      "w4_scratch_floats",
+      [](const OpsWeight& w, int64_t max_rows) { return w4_scratch_floats(w.weight, max_rows); },
+      "w"_a, "max_rows"_a, "Size of w4_gemm's scratch.");
+}
+
+}  // namespace cpmcu

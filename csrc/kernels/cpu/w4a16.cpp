@@ -1,0 +1,312 @@
+// Strips of 32 rows, each unpacked once and multiplied with up to 64 rows of x while in cache.
+#include "kernels/gemm/w4a16.h"
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "kernels/cpu/simd.h"
+
+namespace cpmcu::cpu {
+namespace {
+
+constexpr int64_t kMaxRows = 64;  // of x at a time
+constexpr int kScalesAt = 16384;  // byte of a block
+constexpr int kZerosAt = kScalesAt + 2 * kW4BlockRows;
+
+uint8_t* block_of(const W4Weight& w, int64_t row_block, int64_t k_block) {
+  return static_cast<uint8_t*>(w.blocks) + (row_block * w.k_blocks() + k_block) * w.block_bytes();
+}
+
+using BlockQ = uint8_t[kW4BlockRows][kW4BlockK];
+
+// Rows [begin, end) of a block; what else its words hold stays.
+void write_q(uint8_t* block, const BlockQ& q, int begin, int end) {
+  auto* words = reinterpret_cast<uint32_t*>(block);
+  for (int row = begin; row < end; ++row) {
+    const uint32_t mask = row / 8 % 2 ? 0xf0f0f0f0u : 0x0f0f0f0fu;
+    for (int step = 0; step < kW4BlockK / 16; ++step) {
+      for (int pair = 0; pair < 4; ++pair) {
+        uint32_t made = 0;
+        for (int k : {0, 1, 8, 9}) {
+          const int at = 16 * step + 2 * pair + k;
+          made |= uint32_t{q[row][at]} << w4_nibble(row, at).shift;
+        }
+        uint32_t& word = words[w4_nibble(row, 16 * step + 2 * pair).word];
+        word = (word & ~mask) | made;
+      }
+    }
+  }
+}
+
+int nibble_of(const uint8_t* block, int row, int k) {
+  const W4Nibble at = w4_nibble(row, k);
+  return static_cast<int>(reinterpret_cast<const uint32_t*>(block)[at.word] >> at.shift & 15);
+}
+
+float float_of(DType dtype, uint16_t bits) {
+  return dtype == DType::kF16 ? to_float(fp16{bits}) : to_float(bf16{bits});
+}
+
+uint16_t bits_of(DType dtype, float value) {
+  return dtype == DType::kF16 ? from_float<fp16>(value).bits : from_float<bf16>(value).bits;
+}
+
+float scale_of(const W4Weight& w, const uint8_t* block, int row) {
+  return float_of(w.scale_dtype, reinterpret_cast<const uint16_t*>(block + kScalesAt)[row]);
+}
+
+int zero_of(const W4Weight& w, const uint8_t* block, int row) {
+  return w.zero_points ? block[kZerosAt + row] : 8;
+}
+
+// ---- w4_pack
+
+uint32_t nibble(const Tensor& words, int64_t word, int64_t i) {
+  return words.as<uint32_t>()[word] >> (4 * i) & 15;
+}
+
+constexpr int kAwqPlace[8] = {0, 4, 1, 5, 2, 6, 3, 7};  // nibble of column n % 8
+
+// q of row n and k of the part.
+template <W4Format kFormat>
+uint32_t stored_q(const W4PackParams& p, int64_t n, int64_t k) {
+  switch (kFormat) {
+    case W4Format::kGptq:
+    case W4Format::kGptqV2:
+      return nibble(p.q, k / 8 * p.n + n, k % 8);
+    case W4Format::kAwq:
+      return nibble(p.q, k * (p.n / 8) + n / 8, kAwqPlace[n % 8]);
+    case W4Format::kCompressed:
+      return nibble(p.q, n * p.q.size(1) + k / 8, k % 8);
+    case W4Format::kMarlin: {
+      const int64_t lane = k / 2 % 4 + 4 * (n % 8);
+      const int64_t i = k / 8 % 2 + 2 * (n / 8 % 2) + 4 * (k % 2);
+      return nibble(p.q, k / 16 * (2 * p.n) + n / 64 * 128 + 4 * lane + n / 16 % 4, i);
+    }
+  }
+  return 8;
+}
+
+// Rows [begin, end) of a block, the part's from n on and k on; 8 beyond it.
+template <W4Format kFormat>
+void read_q(const W4PackParams& p, int64_t n, int64_t k, int begin, int end, BlockQ& q) {
+  const int64_t num_k = std::min<int64_t>(kW4BlockK, p.k - k);
+  const int num_rows =
+      static_cast<int>(std::min<int64_t>(end - begin, std::max<int64_t>(0, p.n - n)));
+  for (int row = begin; row < end; ++row) {
+    const bool inside = row - begin < num_rows;
+    for (int i = inside ? static_cast<int>(num_k) : 0; i < kW4BlockK; ++i) q[row][i] = 8;
+  }
+  for (int64_t i = 0; i < num_k; ++i) {
+    for (int row = 0; row < num_rows; ++row) {
+      q[begin + row][i] = static_cast<uint8_t>(stored_q<kFormat>(p, n + row, k + i));
+    }
+  }
+}
+
+uint16_t stored_scale(const W4PackParams& p, int64_t n, int64_t group) {
+  const uint16_t* scales = p.scales.as<uint16_t>();
+  if (p.format == W4Format::kCompressed) return scales[n * p.scales.size(1) + group];
+  if (p.format == W4Format::kMarlin) {
+    const int64_t in32 = n % 32, in64 = n % 64;
+    n = p.scales.size(0) == 1 && p.k > kW4BlockK
+            ? n - in32 + 8 * (in32 / 2 % 4) + 2 * (in32 / 8) + in32 % 2
+            : n - in64 + 8 * (in64 % 8) + in64 / 8;
+  }
+  return scales[group * p.n + n];
+}
+
+uint8_t stored_zero(const W4PackParams& p, int64_t n, int64_t group) {
+  switch (p.format) {
+    case W4Format::kGptq:
+      return (nibble(p.zeros, group * (p.n / 8) + n / 8, n % 8) + 1) & 15;
+    case W4Format::kGptqV2:
+      return nibble(p.zeros, group * (p.n / 8) + n / 8, n % 8);
+    case W4Format::kAwq:
+      return nibble(p.zeros, group * (p.n / 8) + n / 8, kAwqPlace[n % 8]);
+    default:
+      return nibble(p.zeros, n / 8 * p.zeros.size(1) + group, n % 8);
+  }
+}
+
+// ---- w4_gemm
+
+template <typename T, typename Y>
+void multiply(const W4GemmParams& p) {
+  const W4Weight& w = p.w;
+  const int64_t m = p.x.size(0), k_blocks = w.k_blocks() / w.digits;
+  thread_local std::vector<float> buffer, fragment_buffer, sum_buffer;
+  const float* x = as_floats(p.x.as<T>(), m * w.k, buffer);
+  // [M][block][fragments], and the sum of each block's x if zero points ask for it.
+  fragment_buffer.resize(static_cast<size_t>(m * k_blocks * kW4FragmentFloats));
+  sum_buffer.resize(static_cast<size_t>(m * k_blocks));
+  float* fragments = fragment_buffer.data();
+  float* sums = sum_buffer.data();
+  for (int64_t i = 0; i < m * k_blocks; ++i) {
+    const float* from = x + i / k_blocks * w.k + i % k_blocks * kW4BlockK;
+    const int64_t count = std::min<int64_t>(kW4BlockK, w.k - i % k_blocks * kW4BlockK);
+    w4_fragments(from, count, fragments + i * kW4FragmentFloats);
+    sums[i] = 0;
+    for (int64_t j = 0; j < count; ++j) sums[i] += from[j];
+  }
+  const int64_t stride = k_blocks * kW4FragmentFloats;
+  const int64_t strips = (w.n + kW4StripRows - 1) / kW4StripRows;
+  Y* y = p.y.as<Y>();
+#pragma omp parallel for collapse(2) if (m * w.n * w.k > 65536)
+  for (int64_t row_begin = 0; row_begin < m; row_begin += kMaxRows) {
+    for (int64_t strip = 0; strip < strips; ++strip) {
+      const int64_t rows = std::min(kMaxRows, m - row_begin);
+      const int first = static_cast<int>(strip % 8) * kW4StripRows;  // row of the block
+      thread_local std::vector<float> totals, corrections;
+      totals.assign(static_cast<size_t>(rows * kW4StripSums), 0);
+      corrections.assign(static_cast<size_t>(rows * kW4StripRows), 0);
+      for (int64_t kb = 0; kb < w.k_blocks(); ++kb) {
+        const uint8_t* block = block_of(w, strip / 8, kb);
+        float scales[kW4StripRows];
+        for (int i = 0; i < kW4StripRows; ++i) scales[i] = scale_of(w, block, first + i);
+        const int64_t at = row_begin * k_blocks + kb % k_blocks;
+        add_w4_strip(reinterpret_cast<const uint32_t*>(block) + 16 * first, scales,
+                     fragments + at * kW4FragmentFloats, stride, rows, totals.data());
+        if (!w.zero_points) continue;
+        for (int64_t row = 0; row < rows; ++row) {
+          const float sum = sums[at + row * k_blocks];
+          for (int i = 0; i < kW4StripRows; ++i) {
+            const int shift = 8 - zero_of(w, block, first + i);
+            if (shift != 0) {
+              corrections[row * kW4StripRows + i] += scales[i] * static_cast<float>(shift) * sum;
+            }
+          }
+        }
+      }
+      const int64_t column = strip * kW4StripRows;
+      for (int64_t row = 0; row < rows; ++row) {
+        Y* out = y + (row_begin + row) * w.n + column;
+        for (int i = 0; i < std::min<int64_t>(kW4StripRows, w.n - column); ++i) {
+          const float sum = w4_strip_row(totals.data() + row * kW4StripSums, i);
+          const float product = p.alpha * (sum + corrections[row * kW4StripRows + i]);
+          out[i] = from_float<Y>(p.beta == 0 ? product : product + p.beta * to_float(out[i]));
+        }
+      }
+    }
+  }
+}
+
+}  // namespace
+
+void w4_pack(const Context&, const W4PackParams& p) {
+  check_w4_pack(p);
+  const W4Weight& w = p.w;
+  const int64_t groups = p.scales.size(p.format == W4Format::kCompressed ? 1 : 0);
+  const int64_t end_row =
+      p.first_row + p.n == w.n ? w.row_blocks() * kW4BlockRows : p.first_row + p.n;
+  const int64_t first_block = p.first_row / kW4BlockRows, first_k_block = p.first_k / kW4BlockK;
+  const int64_t end_block = (end_row + kW4BlockRows - 1) / kW4BlockRows;
+  const int64_t end_k_block = (p.first_k + p.k + kW4BlockK - 1) / kW4BlockK;
+  void (*read)(const W4PackParams&, int64_t, int64_t, int, int, BlockQ&) = nullptr;
+  dispatch_int<0, 1, 2, 3, 4>("w4_pack: format", static_cast<int>(p.format), [&](auto format) {
+    read = read_q<static_cast<W4Format>(decltype(format)::value)>;
+  });
+#pragma omp parallel for collapse(2)
+  for (int64_t row_block = first_block; row_block < end_block; ++row_block) {
+    for (int64_t k_block = first_k_block; k_block < end_k_block; ++k_block) {
+      uint8_t* block = block_of(w, row_block, k_block);
+      const int64_t first_row = row_block * kW4BlockRows;
+      const int64_t group = groups == 1 ? 0 : k_block - first_k_block;
+      const int begin = static_cast<int>(std::max(p.first_row - first_row, int64_t{0}));
+      const int end = static_cast<int>(std::min<int64_t>(end_row - first_row, kW4BlockRows));
+      for (int row = begin; row < end; ++row) {
+        const int64_t n = first_row + row - p.first_row;  // of the part
+        const bool inside = n < p.n;
+        reinterpret_cast<uint16_t*>(block + kScalesAt)[row] =
+            inside ? stored_scale(p, n, group) : uint16_t{0};
+        if (w.zero_points) block[kZerosAt + row] = inside ? stored_zero(p, n, group) : 8;
+      }
+      thread_local BlockQ q;
+      const int64_t k = (k_block - first_k_block) * kW4BlockK;
+      read(p, first_row + begin - p.first_row, k, begin, end, q);
+      write_q(block, q, begin, end);
+    }
+  }
+}
+
+void w4_quantize(const Context&, const W4QuantizeParams& p) {
+  check_w4_quantize(p);
+  const W4Weight& w = p.w;
+  const int64_t k_blocks = w.k_blocks() / w.digits;
+  const int most = w.digits == 1 ? 7 : 119;
+  dispatch_host_dtype(p.x.dtype(), [&](auto t) {
+    const auto* x = p.x.as<decltype(t)>();
+#pragma omp parallel for collapse(2)
+    for (int64_t row_block = 0; row_block < w.row_blocks(); ++row_block) {
+      for (int64_t k_block = 0; k_block < k_blocks; ++k_block) {
+        uint8_t* high = block_of(w, row_block, k_block);  // of one digit: the only one
+        uint8_t* low = block_of(w, row_block, k_block + (w.digits - 1) * k_blocks);
+        thread_local BlockQ high_q, low_q;
+        const int64_t first_k = k_block * kW4BlockK;
+        const int64_t count = std::min<int64_t>(kW4BlockK, w.k - first_k);
+        for (int row = 0; row < kW4BlockRows; ++row) {
+          const int64_t n = row_block * kW4BlockRows + row;
+          float values[kW4BlockK] = {}, largest = 0;
+          if (n < w.n) {
+            const auto* from = x + (p.index != nullptr ? p.index[n] : n) * w.k + first_k;
+            for (int64_t i = 0; i < count; ++i) values[i] = to_float(from[i]);
+            for (float value : values) largest = std::max(largest, std::abs(value));
+          }
+          const uint16_t bits = bits_of(w.scale_dtype, largest / static_cast<float>(most));
+          const float scale = float_of(w.scale_dtype, bits);
+          reinterpret_cast<uint16_t*>(low + kScalesAt)[row] = bits;
+          if (w.digits == 2) {
+            reinterpret_cast<uint16_t*>(high + kScalesAt)[row] = bits_of(w.scale_dtype, 16 * scale);
+          }
+          for (int i = 0; i < kW4BlockK; ++i) {
+            const float level = scale == 0 ? 0 : std::nearbyint(values[i] / scale);
+            const int q = std::clamp(static_cast<int>(level), -most, most);
+            const int digits = w.digits == 1 ? q + 8 : q + 136;  // q = 16 (h - 8) + l - 8
+            high_q[row][i] = static_cast<uint8_t>(digits / 16);
+            low_q[row][i] = static_cast<uint8_t>(digits % 16);
+          }
+        }
+        if (w.digits == 2) write_q(high, high_q, 0, kW4BlockRows);
+        write_q(low, low_q, 0, kW4BlockRows);
+      }
+    }
+  });
+}
+
+void w4_dequantize(const Context&, const W4DequantizeParams& p) {
+  check_w4_dequantize(p);
+  const W4Weight& w = p.w;
+  const int64_t k_blocks = w.k_blocks() / w.digits;
+  dispatch_host_dtype(p.out.dtype(), [&](auto t) {
+    using T = decltype(t);
+    T* out = p.out.as<T>();
+#pragma omp parallel for
+    for (int64_t i = 0; i < p.out.size(0); ++i) {
+      const int64_t n = p.first_row + i;
+      const int row = static_cast<int>(n % kW4BlockRows);
+      for (int64_t k = 0; k < w.k; ++k) {
+        const int in_block = static_cast<int>(k % kW4BlockK);
+        const uint8_t* high = block_of(w, n / kW4BlockRows, k / kW4BlockK);
+        int q = nibble_of(high, row, in_block) - zero_of(w, high, row);
+        float scale = scale_of(w, high, row);
+        if (w.digits == 2) {
+          const uint8_t* low = block_of(w, n / kW4BlockRows, k / kW4BlockK + k_blocks);
+          q = 16 * q + nibble_of(low, row, in_block) - 8;
+          scale = scale_of(w, low, row);
+        }
+        out[i * w.k + k] = from_float<T>(static_cast<float>(q) * scale);
+      }
+    }
+  });
+}
+
+void w4_gemm(const Context&, const W4GemmParams& p) {
+  check_w4_gemm(p);
+  dispatch_host_dtype(p.x.dtype(), [&](auto t) {
+    using T = decltype(t);
+    p.y.dtype() == DType::kF32 ? multiply<T, float>(p) : multiply<T, T>(p);
+  });
+}
+
+}  // namespace cpmcu::cpu

@@ -1,0 +1,53 @@
+// w4_gemm for every architecture; the kernel is in w4a16_kernel.cuh.
+#include "kernels/gemm/w4a16_kernel.cuh"
+
+namespace cpmcu::cuda {
+
+constexpr int kMaxNarrowRows = 8;
+constexpr int kMaxSyncRows = 16;
+
+// w4a16_narrow.cu: for few rows and matrices that are cut into slices. `args` is an Args.
+void w4_gemm_narrow(const Context& ctx, DType dtype, const void* args);
+// w4a16_gemm_sm90.cu: the same with wgmma, for more than kMaxSyncRows rows: for fewer, mma.sync is
+// quicker. NOTE: both add up the 16 products of a step in the same way, so a row has the same bits
+// (tests/kernels/test_w4a16.py). `args` is its copy of this file's Args.
+void w4_gemm_sm90(const Context& ctx, DType dtype, const void* args);
+
+void w4_gemm(const Context& ctx, const W4GemmParams& params) {
+  check_w4_gemm(params);
+  const W4Weight& w = params.w;
+  Args args{.blocks = static_cast<const char*>(w.blocks),
+            .partials = params.scratch.as<float>(),
+            .n = static_cast<int>(w.n),
+            .k = static_cast<int>(w.k),
+            .tiles = static_cast<int>(w.row_blocks()),
+            .k_blocks = static_cast<int>(w.k_blocks()),
+            .blocks_of_digit = static_cast<int>(w.k_blocks() / w.digits),
+            .block_bytes = static_cast<int>(w.block_bytes()),
+            .slices = w.slices(),
+            .zero_points = w.zero_points,
+            .bf16_scales = w.scale_dtype == DType::kBF16,
+            .float_out = params.y.dtype() == DType::kF32,
+            .alpha = params.alpha,
+            .beta = params.beta};
+  const int64_t m = params.x.size(0);
+  for (int64_t row = 0; row < m; row += kMaxRows) {
+    const int64_t rows = std::min<int64_t>(kMaxRows, m - row);
+    args.y = params.y.rows(row, rows).data();
+    args.x = params.x.rows(row, rows).data();
+    args.m = static_cast<int>(rows);
+    if (rows <= kMaxNarrowRows && args.slices > 1) {
+      w4_gemm_narrow(ctx, params.x.dtype(), &args);
+      continue;
+    }
+#ifdef CPMCU_SM90
+    if (ctx.compute_capability == 90 && rows > kMaxSyncRows) {
+      w4_gemm_sm90(ctx, params.x.dtype(), &args);
+      continue;
+    }
+#endif
+    launch_w4_rows<MmaSync>(ctx, params.x.dtype(), args);
+  }
+}
+
+}  // namespace cpmcu::cuda

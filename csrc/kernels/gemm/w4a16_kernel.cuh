@@ -1,0 +1,528 @@
+// y [M, N] = alpha * x [M, K] W [N, K]^T + beta * y with W in 4 bits (w4a16.h), 1 to 64 rows.
+//
+// Roofline: W is read once, N K / 2 bytes and 3 % of scales; at 3 TB/s 4096 x 4096 takes 2.9 us and
+// 32768 x 4096 takes 23 us. The products hide behind that stream up to M = 32, and at M = 64 take
+// as long as it does.
+//
+// The surprising decision: scales never touch the weights. q - 8 is exact in 16 bits, so the tensor
+// cores add up exact integers times x for the 128 k of a group, and one float32 product per sum and
+// group applies the scale. That is cheaper than scaling every weight, and no weight is rounded.
+//
+// Work: a block of threads owns 256 rows of W and a slice of K; each of its eight warps multiplies
+// 32 rows, and they take turns to feed a ring in shared memory: a packed block (16.9 KB,
+// contiguous) is one bulk copy, the rows of x come by cp.async or, for wgmma, by a tensor map.
+// Weights do not depend on earlier kernels, so the ring is full of them before those end. Where
+// there are too few tiles of 256 rows for the chip, K is cut into slices, which a cluster adds up
+// in order: a block sends the sums of 32 rows to the block that owns them, as asynchronous stores
+// that count on a barrier there (before compute capability 9.0: through global memory, with a
+// second kernel). Slices depend on N and K only and the rows of x are columns of the products, so a
+// row of y has the same bits whatever else is in the batch.
+#pragma once
+
+#include <type_traits>
+
+#include "core/launch.h"
+#include "core/ptx.cuh"
+#include "core/vec.cuh"
+#include "kernels/gemm/w4a16.h"
+
+namespace cpmcu::cuda {
+namespace {
+
+constexpr int kWarps = 8;
+constexpr int kThreads = 32 * kWarps;
+constexpr int kMaxRows = 64;
+constexpr int kMaxStages = 8;  // not more than warps: each fills one to begin with
+constexpr int kScaleOffset = 16384;
+constexpr int kZeroOffset = kScaleOffset + 2 * kW4BlockRows;
+constexpr int kBlockBytes = 17 * 1024;    // room for a block with zero points; keeps x aligned
+constexpr int kRowBytes = 2 * kW4BlockK;  // of x in a stage
+
+// A CUtensorMap: how the copy engine finds rows of x.
+struct alignas(64) TensorMap {
+  uint64_t opaque[16];
+};
+
+struct Args {
+  TensorMap x_map;     // used if Mma::kTensorMap
+  void* y;             // [M, N], T or float32
+  const void* x;       // [M, K]
+  const char* blocks;  // [tiles][k_blocks]
+  float* partials;     // [slices, M, N]; null where clusters add up
+  int m, n, k;
+  int tiles;            // of 256 rows
+  int k_blocks;         // of 128 k, all digits together
+  int blocks_of_digit;  // x starts again after these
+  int block_bytes;
+  int slices;
+  int stages;
+  int lag;  // a stage is refilled so many iterations after its use, when all warps are through
+  bool zero_points, bf16_scales, float_out;
+  float alpha, beta;
+};
+
+// The k blocks [begin, end) of a slice: as even as can be, the first ones larger.
+struct Range {
+  int begin, end;
+};
+__device__ __forceinline__ Range slice_range(int k_blocks, int slices, int slice) {
+  const int base = k_blocks / slices, more = k_blocks % slices;
+  const int begin = slice * base + min(slice, more);
+  return {begin, begin + base + (slice < more)};
+}
+
+// Eight q of one word as the A fragment of 16 rows x 16 k. `low` and `high` hold what turns the
+// biased numbers of rows g and g + 8 into q - z, exactly.
+template <typename T>
+__device__ __forceinline__ void unpack(uint32_t (&a)[4], uint32_t word, uint32_t low,
+                                       uint32_t high);
+
+__device__ __forceinline__ uint32_t masked_or(uint32_t v, uint32_t mask, uint32_t bits) {
+  uint32_t out;
+  asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(out) : "r"(v), "r"(mask), "r"(bits));
+  return out;
+}
+__device__ __forceinline__ __half2 as_half2(uint32_t v) { return *reinterpret_cast<__half2*>(&v); }
+__device__ __forceinline__ uint32_t bits_of(__half2 v) { return *reinterpret_cast<uint32_t*>(&v); }
+__device__ __forceinline__ __nv_bfloat162 as_bf162(uint32_t v) {
+  return *reinterpret_cast<__nv_bfloat162*>(&v);
+}
+__device__ __forceinline__ uint32_t bits_of(__nv_bfloat162 v) {
+  return *reinterpret_cast<uint32_t*>(&v);
+}
+
+// float16: 0x6400 | q is 1024 + q, 0x6400 | 16 q is 1024 + 16 q.
+template <>
+__device__ __forceinline__ void unpack<__half>(uint32_t (&a)[4], uint32_t word, uint32_t low,
+                                               uint32_t high) {
+  const __half2 sixteenth = __float2half2_rn(1.0f / 16);
+  const uint32_t next = word >> 8;
+  a[0] = bits_of(__hsub2(as_half2(masked_or(word, 0x000F000F, 0x64006400)), as_half2(low)));
+  a[1] = bits_of(
+      __hfma2(as_half2(masked_or(word, 0x00F000F0, 0x64006400)), sixteenth, as_half2(high)));
+  a[2] = bits_of(__hsub2(as_half2(masked_or(next, 0x000F000F, 0x64006400)), as_half2(low)));
+  a[3] = bits_of(
+      __hfma2(as_half2(masked_or(next, 0x00F000F0, 0x64006400)), sixteenth, as_half2(high)));
+}
+// bfloat16: 0x4300 | q is 128 + q.
+template <>
+__device__ __forceinline__ void unpack<__nv_bfloat16>(uint32_t (&a)[4], uint32_t word, uint32_t low,
+                                                      uint32_t high) {
+  a[0] = bits_of(__hsub2(as_bf162(masked_or(word, 0x000F000F, 0x43004300)), as_bf162(low)));
+  a[1] = bits_of(__hsub2(as_bf162(masked_or(word >> 4, 0x000F000F, 0x43004300)), as_bf162(high)));
+  a[2] = bits_of(__hsub2(as_bf162(masked_or(word >> 8, 0x000F000F, 0x43004300)), as_bf162(low)));
+  a[3] = bits_of(__hsub2(as_bf162(masked_or(word >> 12, 0x000F000F, 0x43004300)), as_bf162(high)));
+}
+
+template <typename T>
+__device__ __forceinline__ uint32_t low_offset(int zero) {
+  const float offset = (std::is_same_v<T, __half> ? 1024 : 128) + zero;
+  return pack2<T>(offset, offset);
+}
+template <typename T>
+__device__ __forceinline__ uint32_t high_offset(int zero) {
+  const float offset = std::is_same_v<T, __half> ? -(64 + zero) : 128 + zero;
+  return pack2<T>(offset, offset);
+}
+
+__device__ __forceinline__ uint4 load_shared16(uint32_t shared) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(shared));
+  return v;
+}
+
+__device__ __forceinline__ uint16_t load_shared_half(uint32_t shared) {
+  uint16_t v;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(shared));
+  return v;
+}
+__device__ __forceinline__ float load_shared_float(uint32_t shared) {
+  float v;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(shared));
+  return v;
+}
+__device__ __forceinline__ void store_shared_float(uint32_t shared, float v) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(shared), "f"(v) : "memory");
+}
+__device__ __forceinline__ float load_scale(uint32_t shared, bool bf16) {
+  const uint16_t bits = load_shared_half(shared);
+  return bf16 ? __uint_as_float(uint32_t{bits} << 16) : __half2float(__ushort_as_half(bits));
+}
+__device__ __forceinline__ int load_shared_byte(uint32_t shared) {
+  uint32_t v;
+  asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(shared));
+  return static_cast<int>(v);
+}
+
+// Of the 16 bytes of a lane: two steps of 16 k, two tiles of 16 rows each.
+__device__ __forceinline__ uint32_t word_of(const uint4& words, int step, int tile) {
+  return step == 0 ? (tile == 0 ? words.x : words.y) : (tile == 0 ? words.z : words.w);
+}
+
+template <typename T>
+__device__ __forceinline__ void store_y(const Args& args, int row, int n, float sum) {
+  const int64_t at = static_cast<int64_t>(row) * args.n + n;
+  float value = args.alpha * sum;
+  if (args.float_out) {
+    float* y = static_cast<float*>(args.y);
+    if (args.beta != 0) value += args.beta * y[at];
+    y[at] = value;
+  } else {
+    T* y = static_cast<T*>(args.y);
+    if (args.beta != 0) value += args.beta * to_float(y[at]);
+    y[at] = from_float<T>(value);
+  }
+}
+
+// How a warp multiplies a packed block in shared memory by the rows of x beside it.
+struct MmaSync {
+  static constexpr bool kTensorMap = false;
+
+  // Where 8 k (a chunk) of a row of x lie in a stage.
+  template <int kGroups>
+  static __device__ __forceinline__ int x_offset(int row, int chunk) {
+    return row * kRowBytes + ((chunk ^ (row & 7)) << 4);
+  }
+
+  template <typename T, int kGroups>
+  static __device__ __forceinline__ void multiply(float (&part)[2][kGroups][4], uint32_t weights,
+                                                  uint32_t rows, const uint32_t (&low)[2],
+                                                  const uint32_t (&high)[2]) {
+    // ldmatrix: lane l gives the address of row l % 8 of matrix l / 8; a matrix is 8 rows of x and
+    // 8 k. With one group the four matrices are 32 k, else 16 rows and 16 k.
+    const int lane = threadIdx.x % 32, matrix = lane / 8;
+    const int x_row = kGroups == 1 ? lane % 8 : lane % 8 + 8 * (matrix / 2);
+    const int x_chunk = kGroups == 1 ? matrix : matrix % 2;
+    rows += x_row * kRowBytes;
+
+    // Words and rows of x of two steps of 16 k, loaded while the steps before are multiplied.
+    uint4 words[2];
+    uint32_t b[2][2][kGroups][2];
+    const auto fetch = [&](int pair) {
+      words[pair % 2] = load_shared16(weights + pair * 512);
+      auto& to = b[pair % 2];
+      if constexpr (kGroups == 1) {
+        uint32_t r[4];
+        ptx::ldmatrix4(r, rows + (((pair * 4 + x_chunk) ^ (lane & 7)) << 4));
+        to[0][0][0] = r[0], to[0][0][1] = r[1], to[1][0][0] = r[2], to[1][0][1] = r[3];
+      } else {
+#pragma unroll
+        for (int step = 0; step < 2; ++step) {
+#pragma unroll
+          for (int group = 0; group < kGroups; group += 2) {
+            uint32_t r[4];
+            ptx::ldmatrix4(r, rows + group * 8 * kRowBytes +
+                                  (((pair * 4 + step * 2 + x_chunk) ^ (lane & 7)) << 4));
+            to[step][group][0] = r[0], to[step][group][1] = r[1];
+            to[step][group + 1][0] = r[2], to[step][group + 1][1] = r[3];
+          }
+        }
+      }
+    };
+    fetch(0);
+#pragma unroll
+    for (int t = 0; t < 2; ++t) {
+#pragma unroll
+      for (int group = 0; group < kGroups; ++group) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) part[t][group][i] = 0;
+      }
+    }
+#pragma unroll
+    for (int pair = 0; pair < 4; ++pair) {
+      if (pair < 3) fetch(pair + 1);
+#pragma unroll
+      for (int step = 0; step < 2; ++step) {
+#pragma unroll
+        for (int t = 0; t < 2; ++t) {
+          uint32_t a[4];
+          unpack<T>(a, word_of(words[pair % 2], step, t), low[t], high[t]);
+#pragma unroll
+          for (int group = 0; group < kGroups; ++group) {
+            const auto& x = b[pair % 2][step][group];
+            ptx::mma_16x8x16<T>(part[t][group], a, x[0], x[1]);
+          }
+        }
+      }
+    }
+  }
+};
+
+// ---- kernels
+
+template <typename Mma, typename T,  // __half or __nv_bfloat16
+          int kGroups>               // groups of 8 rows of x: M <= 8 * kGroups
+__global__ void __launch_bounds__(kThreads, 1) w4_gemm_kernel(const __grid_constant__ Args args) {
+  extern __shared__ __align__(1024) char shared[];
+  __shared__ __align__(8) uint64_t barriers[2 * kMaxStages + 1];
+  constexpr int kXBytes = 8 * kGroups * kRowBytes, kStageBytes = kXBytes + kBlockBytes;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const uint32_t ring = ptx::shared_address(shared), barrier0 = ptx::shared_address(barriers);
+  const auto full = [&](int stage) { return barrier0 + 8 * stage; };
+  const auto empty = [&](int stage) { return barrier0 + 8 * (kMaxStages + stage); };
+  // Behind the ring: what the slices of a cluster send, [slices][slabs][2 tiles][kGroups][lanes] of
+  // 16 bytes. A slab is a warp's 32 rows; block r of the cluster owns [first_slab(r), first_slab(r
+  // + 1)).
+  const uint32_t inbox = ring + args.stages * kStageBytes;
+  const uint32_t received = barrier0 + 8 * 2 * kMaxStages;
+  const auto first_slab = [&](int rank) { return (kWarps * rank + args.slices - 1) / args.slices; };
+
+  const int slice = blockIdx.x % args.slices;
+  const int first_tile = blockIdx.x / args.slices, tile_step = gridDim.x / args.slices;
+  const Range range = slice_range(args.k_blocks, args.slices, slice);
+  const int blocks_of_tile = range.end - range.begin;
+  const int num_tiles = first_tile < args.tiles ? (args.tiles - 1 - first_tile) / tile_step + 1 : 0;
+  const int num_iterations = num_tiles * blocks_of_tile;
+  const uint64_t policy = ptx::evict_first_policy();
+
+  // Fill a stage with what iteration i needs; by one warp. It is full when the weights and the rows
+  // of x have arrived.
+  const auto feed_weights = [&](int i, int stage) {
+    const int tile = first_tile + i / blocks_of_tile * tile_step;
+    const int k_block = range.begin + i % blocks_of_tile;
+    const char* from =
+        args.blocks + (static_cast<int64_t>(tile) * args.k_blocks + k_block) * args.block_bytes;
+    const uint32_t to = ring + stage * kStageBytes + kXBytes;
+#if __CUDA_ARCH__ >= 900
+    if (lane == 0) {
+      ptx::mbarrier_expect_bytes(full(stage), args.block_bytes + (Mma::kTensorMap ? kXBytes : 0));
+      ptx::bulk_copy(to, from, args.block_bytes, full(stage), policy);
+    }
+#else
+    for (int byte = lane * 16; byte < args.block_bytes; byte += 32 * 16) {
+      ptx::cp_async16(to + byte, from + byte);
+    }
+    if (lane == 0) ptx::mbarrier_arrive(full(stage));
+#endif
+  };
+  const auto feed_rows = [&](int i, int stage) {
+    const uint32_t to = ring + stage * kStageBytes;
+    int k_block = range.begin + i % blocks_of_tile;
+    if (k_block >= args.blocks_of_digit) k_block -= args.blocks_of_digit;
+    if constexpr (Mma::kTensorMap) {
+      if (lane == 0) Mma::template copy_rows<kGroups>(to, &args.x_map, k_block, full(stage));
+    } else {
+      const int chunk = lane % 16, k = k_block * kW4BlockK + chunk * 8;
+      const T* from = static_cast<const T*>(args.x) + k;
+#pragma unroll 4
+      for (int row = lane / 16; row < args.m; row += 2) {
+        ptx::cp_async16(to + row * kRowBytes + ((chunk ^ (row & 7)) << 4),
+                        from + static_cast<int64_t>(row) * args.k, k < args.k);
+      }
+      ptx::mbarrier_arrive_cp_async(full(stage));
+    }
+  };
+
+  ptx::pdl_launch();
+  if (threadIdx.x == 0) {
+    for (int stage = 0; stage < args.stages; ++stage) {
+      // One arrival announces the bytes of bulk copies, the others are lanes that copy rows.
+      ptx::mbarrier_init(full(stage), Mma::kTensorMap ? 1 : 33);
+      ptx::mbarrier_init(empty(stage), kWarps);
+    }
+#if __CUDA_ARCH__ >= 900
+    if (args.slices > 1) {
+      const int slabs = first_slab(slice + 1) - first_slab(slice);
+      ptx::mbarrier_init(received, 1);
+      ptx::mbarrier_expect_bytes(received, args.slices * slabs * 2 * 8 * ((args.m + 1) / 2) * 16);
+    }
+#endif
+    ptx::mbarrier_init_fence();
+  }
+  __syncthreads();
+#if __CUDA_ARCH__ >= 900
+  if (args.slices > 1) ptx::cluster_arrive();
+#endif
+  // Warp i fills stage i: with weights now, with rows when the kernels before are done.
+  const bool feeds_first = warp < args.stages && warp < num_iterations;
+  if (feeds_first) feed_weights(warp, warp);
+  ptx::pdl_wait();
+  if (feeds_first) feed_rows(warp, warp);
+
+  const int g = lane / 4, q = lane % 4;
+  const int slab_row = warp * 32 + g;
+  int iteration = 0, stage = 0, parity = 0;
+  for (int tile = first_tile; tile < args.tiles; tile += tile_step) {
+    float sums[2][kGroups][4] = {};
+    for (const int end = iteration + blocks_of_tile; iteration < end; ++iteration) {
+      // The warps take turns to refill the stage that was used `lag` iterations ago.
+      const int next = iteration - args.lag + args.stages;
+      if (warp == iteration % kWarps && iteration >= args.lag && next < num_iterations) {
+        const bool wrapped = stage < args.lag;
+        const int used = wrapped ? stage - args.lag + args.stages : stage - args.lag;
+        ptx::mbarrier_wait(empty(used), wrapped ? parity ^ 1 : parity);
+        feed_weights(next, used);
+        feed_rows(next, used);
+      }
+      ptx::mbarrier_wait(full(stage), parity);
+      const uint32_t rows = ring + stage * kStageBytes, block = rows + kXBytes;
+      const uint32_t weights = block + warp * 2048 + lane * 16;
+
+      float scale[2][2];
+      uint32_t low[2] = {low_offset<T>(8), low_offset<T>(8)};
+      uint32_t high[2] = {high_offset<T>(8), high_offset<T>(8)};
+#pragma unroll
+      for (int t = 0; t < 2; ++t) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          scale[t][half] = load_scale(block + kScaleOffset + 2 * (slab_row + t * 16 + half * 8),
+                                      args.bf16_scales);
+        }
+        if (args.zero_points) {
+          const uint32_t zeros = block + kZeroOffset + slab_row + t * 16;
+          low[t] = low_offset<T>(load_shared_byte(zeros));
+          high[t] = high_offset<T>(load_shared_byte(zeros + 8));
+        }
+      }
+
+      float part[2][kGroups][4];
+      Mma::template multiply<T, kGroups>(part, weights, rows, low, high);
+      __syncwarp();
+      if (lane == 0) ptx::mbarrier_arrive(empty(stage));
+      if (++stage == args.stages) stage = 0, parity ^= 1;
+#pragma unroll
+      for (int t = 0; t < 2; ++t) {
+#pragma unroll
+        for (int group = 0; group < kGroups; ++group) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i)
+            sums[t][group][i] =
+                __fadd_rn(sums[t][group][i], __fmul_rn(scale[t][i / 2], part[t][group][i]));
+        }
+      }
+    }
+
+    // A lane's sums: rows g and g + 8 of two tiles of W, rows 2q and 2q + 1 of each group of x.
+    const auto each_sum = [&](auto&& f) {
+#pragma unroll
+      for (int t = 0; t < 2; ++t) {
+#pragma unroll
+        for (int group = 0; group < kGroups; ++group) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            f(group * 8 + q * 2 + i % 2, warp * 32 + t * 16 + i / 2 * 8 + g, sums[t][group][i]);
+          }
+        }
+      }
+    };
+    const int n0 = tile * kW4BlockRows;
+    if (args.slices == 1) {
+      each_sum([&](int row, int n, float sum) {
+        if (row < args.m && n0 + n < args.n) store_y<T>(args, row, n0 + n, sum);
+      });
+      continue;
+    }
+#if __CUDA_ARCH__ >= 900
+    // A block has one tile then. A lane sends its sums of a tile and group as one piece.
+    constexpr int kPieces = 2 * kGroups * 32;
+    const int owner = warp * args.slices / kWarps;
+    const int my_first = first_slab(slice), my_slabs = first_slab(slice + 1) - my_first;
+    const int its_first = first_slab(owner), its_slabs = first_slab(owner + 1) - its_first;
+    const uint32_t outbox = ptx::cluster_address(
+        inbox + ((slice * its_slabs + warp - its_first) * kPieces + lane) * 16, owner);
+    const uint32_t sent = ptx::cluster_address(received, owner);
+    ptx::cluster_wait();
+#pragma unroll
+    for (int t = 0; t < 2; ++t) {
+#pragma unroll
+      for (int group = 0; group < kGroups; ++group) {
+        if (group * 8 + q * 2 < args.m) {
+          ptx::store_cluster16(outbox + (t * kGroups + group) * 512, sums[t][group], sent);
+        }
+      }
+    }
+    ptx::mbarrier_wait(received, 0);
+    for (int piece = threadIdx.x; piece < my_slabs * kPieces; piece += kThreads) {
+      const int row = piece / 32 % kGroups * 8 + q * 2;
+      if (row >= args.m) continue;
+      float sum[4] = {};
+      for (int from = 0; from < args.slices; ++from) {
+        const uint4 v = load_shared16(inbox + (from * my_slabs * kPieces + piece) * 16);
+        sum[0] += __uint_as_float(v.x), sum[1] += __uint_as_float(v.y);
+        sum[2] += __uint_as_float(v.z), sum[3] += __uint_as_float(v.w);
+      }
+      const int slab = my_first + piece / kPieces;
+      const int n = n0 + slab * 32 + piece / (32 * kGroups) % 2 * 16 + g;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (row + i % 2 < args.m && n + i / 2 * 8 < args.n) {
+          store_y<T>(args, row + i % 2, n + i / 2 * 8, sum[i]);
+        }
+      }
+    }
+#else
+    float* partials = args.partials + static_cast<int64_t>(slice) * args.m * args.n;
+    each_sum([&](int row, int n, float sum) {
+      if (row < args.m && n0 + n < args.n) {
+        partials[static_cast<int64_t>(row) * args.n + n0 + n] = sum;
+      }
+    });
+#endif
+  }
+}
+
+// Adds up the slices where there are no clusters.
+template <typename T>
+__global__ void __launch_bounds__(256) w4_add_slices_kernel(const __grid_constant__ Args args) {
+  ptx::pdl_launch();
+  ptx::pdl_wait();
+  const int64_t count = static_cast<int64_t>(args.m) * args.n;
+  const int64_t i = int64_t{blockIdx.x} * 256 + threadIdx.x;
+  if (i >= count) return;
+  float sum = 0;
+  for (int slice = 0; slice < args.slices; ++slice) sum += args.partials[slice * count + i];
+  store_y<T>(args, static_cast<int>(i / args.n), static_cast<int>(i % args.n), sum);
+}
+
+// ---- launchers
+
+template <typename Mma, typename T, int kGroups>
+void launch_w4(const Context& ctx, Args args) {
+  constexpr int kXBytes = 8 * kGroups * kRowBytes, kStageBytes = kXBytes + kBlockBytes;
+  const auto kernel = w4_gemm_kernel<Mma, T, kGroups>;
+  const bool clusters = ctx.compute_capability >= 90;
+  const int slabs = (kWarps + args.slices - 1) / args.slices;
+  const int inbox_bytes = clusters && args.slices > 1 ? args.slices * slabs * kGroups * 1024 : 0;
+  // One block takes nearly all of a multiprocessor's shared memory; GeForce cards have 99 KB for
+  // one.
+  const int budget = (clusters ? 226 : 98) * 1024 - inbox_bytes;
+  args.stages = std::min(kMaxStages, budget / kStageBytes);
+  args.lag = args.stages / 2;
+  const size_t shared_bytes = args.stages * kStageBytes + inbox_bytes;
+  allow_shared_bytes(kernel, shared_bytes);
+  const int rounds = (args.tiles + ctx.sm_count - 1) / ctx.sm_count;
+  const int blocks =
+      args.slices > 1 ? args.tiles * args.slices : (args.tiles + rounds - 1) / rounds;
+  launch_cluster(ctx, clusters ? args.slices : 1, kernel, dim3(blocks), dim3(kThreads),
+                 shared_bytes, args);
+  if (args.slices > 1 && !clusters) {
+    const int64_t count = static_cast<int64_t>(args.m) * args.n;
+    launch(ctx, w4_add_slices_kernel<T>, dim3(static_cast<unsigned>((count + 255) / 256)),
+           dim3(256), 0, args);
+  }
+}
+
+// Groups of 8 rows that the kernel for m rows has room for.
+inline int groups_of(int m) { return m <= 8 ? 1 : m <= 16 ? 2 : m <= 32 ? 4 : 8; }
+
+template <typename Mma>
+void launch_w4_rows(const Context& ctx, DType dtype, const Args& args) {
+  dispatch_half(dtype, [&](auto t) {
+    using T = decltype(t);
+    switch (groups_of(args.m)) {
+      case 1:
+        return launch_w4<Mma, T, 1>(ctx, args);
+      case 2:
+        return launch_w4<Mma, T, 2>(ctx, args);
+      case 4:
+        return launch_w4<Mma, T, 4>(ctx, args);
+      default:
+        launch_w4<Mma, T, 8>(ctx, args);
+    }
+  });
+}
+
+}  // namespace
+}  // namespace cpmcu::cuda

@@ -1,0 +1,321 @@
+// Into and out of the packed layout of w4a16.h: from checkpoints' layouts, from dense rows, back to
+// dense rows.
+//
+// Roofline: bytes read plus bytes written, all at load time but for w4_dequantize, which serves
+// prefill: 2 bytes written for each half byte read. The surprising decision: packing gathers its
+// nibbles one by one. Every source word is read up to eight times, from L1; an 8B model takes
+// milliseconds, less than its way over the bus, and one function per format is all there is to get
+// right.
+#include "core/launch.h"
+#include "core/ptx.cuh"
+#include "core/vec.cuh"
+#include "kernels/gemm/w4a16.h"
+
+namespace cpmcu::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kWordBytes = 16384;  // of a block, before its scales
+constexpr int kScaleBytes = 2 * kW4BlockRows;
+constexpr int kWarpRows = 32;
+
+struct PackArgs {
+  char* blocks;
+  const uint32_t* q;
+  const uint16_t* scales;
+  const uint32_t* zeros;  // null: W has none
+  W4Format format;
+  int words;                    // of q's second dimension
+  int groups;                   // of scales
+  bool by_channel;              // Marlin permutes the scales of channels in another way
+  int n, k;                     // of the part
+  int first_row, end_row;       // rows to write
+  int first_k_block, k_blocks;  // of W
+  int64_t block_bytes;
+};
+
+__device__ __forceinline__ int q_of(const PackArgs& p, int n, int k) {
+  switch (p.format) {
+    case W4Format::kGptq:
+    case W4Format::kGptqV2:
+      return p.q[static_cast<int64_t>(k / 8) * p.words + n] >> (4 * (k % 8)) & 15;
+    case W4Format::kAwq:
+      return p.q[static_cast<int64_t>(k) * p.words + n / 8] >> (4 * (n % 8 / 2 + n % 2 * 4)) & 15;
+    case W4Format::kCompressed:
+      return p.q[static_cast<int64_t>(n) * p.words + k / 8] >> (4 * (k % 8)) & 15;
+    case W4Format::kMarlin:
+      break;
+  }
+  const int lane = 4 * (n % 8) + k % 8 / 2, nibble = k / 8 % 2 + 2 * (n / 8 % 2) + 4 * (k % 2);
+  const int word = 128 * (n / 64) + 4 * lane + n % 64 / 16;
+  return p.q[static_cast<int64_t>(k / 16) * p.words + word] >> (4 * nibble) & 15;
+}
+
+__device__ __forceinline__ uint16_t scale_of(const PackArgs& p, int n, int group) {
+  if (p.format == W4Format::kCompressed)
+    return p.scales[static_cast<int64_t>(n) * p.groups + group];
+  int column = n;
+  if (p.format == W4Format::kMarlin) {
+    column = !p.by_channel ? n / 64 * 64 + n % 8 * 8 + n % 64 / 8
+                           : n / 32 * 32 + n % 8 / 2 * 8 + n % 32 / 8 * 2 + n % 2;
+  }
+  return p.scales[static_cast<int64_t>(group) * p.n + column];
+}
+
+__device__ __forceinline__ int zero_of(const PackArgs& p, int n, int group) {
+  const auto nibble = [&](int64_t word, int i) {
+    return static_cast<int>(p.zeros[word] >> (4 * i) & 15);
+  };
+  const int64_t row_word = static_cast<int64_t>(group) * (p.n / 8) + n / 8;
+  switch (p.format) {
+    case W4Format::kGptq:
+      return (nibble(row_word, n % 8) + 1) & 15;
+    case W4Format::kGptqV2:
+      return nibble(row_word, n % 8);
+    case W4Format::kAwq:
+      return nibble(row_word, n % 8 / 2 + n % 2 * 4);
+    default:
+      return nibble(static_cast<int64_t>(n / 8) * p.groups + group, n % 8);
+  }
+}
+
+// The inverse of w4_nibble: row and k of nibble i of a word.
+struct Place {
+  int row, k;
+};
+__device__ __forceinline__ Place place_of(int word, int nibble) {
+  const int lane = word / 4 % 32, step = word / 128 % 4 * 2 + word / 2 % 2;
+  const int row = word / 512 * kWarpRows + word % 2 * 16 + nibble % 2 * 8 + lane / 4;
+  return {row, 16 * step + nibble / 2 % 2 * 8 + lane % 4 * 2 + nibble / 4};
+}
+
+// ---- kernels
+
+// One block of W: blockIdx.x along K, blockIdx.y along the rows of the part.
+__global__ void __launch_bounds__(kThreads) w4_pack_kernel(const __grid_constant__ PackArgs p) {
+  ptx::pdl_launch();
+  ptx::pdl_wait();
+  const int k_block = p.first_k_block + blockIdx.x;
+  const int row_block = p.first_row / kW4BlockRows + blockIdx.y;
+  const int row0 = row_block * kW4BlockRows, k0 = blockIdx.x * kW4BlockK;
+  char* block = p.blocks + (static_cast<int64_t>(row_block) * p.k_blocks + k_block) * p.block_bytes;
+  uint32_t* words = reinterpret_cast<uint32_t*>(block);
+  // A word holds rows of two parts where a part does not begin at a multiple of 16: keep the
+  // others.
+  for (int word = threadIdx.x; word < kWordBytes / 4; word += kThreads) {
+    uint32_t bits = 0, mask = 0;
+    for (int i = 0; i < 8; ++i) {
+      const Place at = place_of(word, i);
+      const int row = row0 + at.row, n = row - p.first_row, k = k0 + at.k;
+      if (row < p.first_row || row >= p.end_row) continue;
+      const uint32_t q = n < p.n && k < p.k ? q_of(p, n, k) : 8;
+      bits |= q << (4 * i), mask |= 15u << (4 * i);
+    }
+    if (mask != 0) words[word] = mask == 0xFFFFFFFF ? bits : (words[word] & ~mask) | bits;
+  }
+  const int row = row0 + threadIdx.x, n = row - p.first_row;
+  if (row < p.first_row || row >= p.end_row) return;
+  const bool inside = n < p.n && k0 < p.k;
+  const int group = p.groups == 1 ? 0 : blockIdx.x;
+  reinterpret_cast<uint16_t*>(block + kWordBytes)[threadIdx.x] = inside ? scale_of(p, n, group) : 0;
+  if (p.zeros != nullptr) {
+    block[kWordBytes + kScaleBytes + threadIdx.x] =
+        static_cast<char>(inside ? zero_of(p, n, group) : 8);
+  }
+}
+
+struct QuantizeArgs {
+  char* blocks;
+  const void* x;     // [rows, K]
+  const int* index;  // [N] or null
+  int n, k, k_blocks, digits;
+  int64_t block_bytes;
+  bool bf16_scales;
+};
+
+// 16 rows of one k block; blockIdx.x along K (of one digit), blockIdx.y along N.
+template <typename T>
+__global__ void __launch_bounds__(kThreads)
+    w4_quantize_kernel(const __grid_constant__ QuantizeArgs p) {
+  ptx::pdl_launch();
+  ptx::pdl_wait();
+  constexpr int kRows = 16;
+  __shared__ int8_t level[kRows][kW4BlockK];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int row_block = blockIdx.y / (kW4BlockRows / kRows);
+  const int first = blockIdx.y % (kW4BlockRows / kRows) * kRows;  // row within the block
+  const auto block_of = [&](int digit) {
+    const int k_block = digit * (p.k_blocks / p.digits) + blockIdx.x;
+    return p.blocks + (static_cast<int64_t>(row_block) * p.k_blocks + k_block) * p.block_bytes;
+  };
+  for (int i = warp; i < kRows; i += kThreads / 32) {
+    const int n = row_block * kW4BlockRows + first + i;
+    const int64_t source = n >= p.n ? 0 : p.index != nullptr ? p.index[n] : n;
+    float v[4], largest = 0;
+    for (int j = 0; j < 4; ++j) {
+      const int k = blockIdx.x * kW4BlockK + j * 32 + lane;
+      v[j] = n < p.n && k < p.k ? to_float(static_cast<const T*>(p.x)[source * p.k + k]) : 0;
+      largest = fmaxf(largest, fabsf(v[j]));
+    }
+    for (int offset = 16; offset > 0; offset /= 2) {
+      largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFF, largest, offset));
+    }
+    const int top = p.digits == 1 ? 7 : 119;
+    const float exact = largest / static_cast<float>(top);
+    const float scale = p.bf16_scales ? to_float(from_float<__nv_bfloat16>(exact))
+                                      : to_float(from_float<__half>(exact));
+    for (int j = 0; j < 4; ++j) {
+      const float steps = scale > 0 ? rintf(v[j] / scale) : 0;
+      level[i][j * 32 + lane] = static_cast<int8_t>(
+          fminf(fmaxf(steps, static_cast<float>(-top)), static_cast<float>(top)));
+    }
+    if (lane < p.digits) {
+      const float of_digit = lane < p.digits - 1 ? 16 * scale : scale;
+      uint16_t* scales = reinterpret_cast<uint16_t*>(block_of(lane) + kWordBytes);
+      const __half half = from_float<__half>(of_digit);
+      const __nv_bfloat16 bf16 = from_float<__nv_bfloat16>(of_digit);
+      scales[first + i] = p.bf16_scales ? *reinterpret_cast<const uint16_t*>(&bf16)
+                                        : *reinterpret_cast<const uint16_t*>(&half);
+    }
+  }
+  __syncthreads();
+  // The 256 words of these rows are every other one of their warp's 512.
+  const int tile = first / 16 % 2, word = first / kWarpRows * 512 + threadIdx.x * 2 + tile;
+  for (int digit = 0; digit < p.digits; ++digit) {
+    uint32_t bits = 0;
+    for (int i = 0; i < 8; ++i) {
+      const Place at = place_of(word, i);
+      const int value = level[at.row - first][at.k], high = (value + 8) >> 4;
+      const int q = p.digits == 1 ? value : digit == 0 ? high : value - 16 * high;
+      bits |= static_cast<uint32_t>(q + 8) << (4 * i);
+    }
+    reinterpret_cast<uint32_t*>(block_of(digit))[word] = bits;
+  }
+}
+
+struct DequantizeArgs {
+  void* out;  // [rows, K]
+  const char* blocks;
+  int first_row, rows, k, k_blocks, digits;
+  int64_t block_bytes;
+  bool zero_points, bf16_scales;
+};
+
+// 32 rows of one k block; blockIdx.x along K, blockIdx.y along N.
+template <typename T>
+__global__ void __launch_bounds__(kThreads)
+    w4_dequantize_kernel(const __grid_constant__ DequantizeArgs p) {
+  ptx::pdl_launch();
+  ptx::pdl_wait();
+  __shared__ __align__(16) T dense[kWarpRows][kW4BlockK + 8];
+  const int slab = p.first_row / kWarpRows + blockIdx.y;  // of 32 rows of W
+  const int row_block = slab / (kW4BlockRows / kWarpRows);
+  const int first = slab % (kW4BlockRows / kWarpRows) * kWarpRows;
+  const auto block_of = [&](int digit) {
+    const int k_block = digit * (p.k_blocks / p.digits) + blockIdx.x;
+    return p.blocks + (static_cast<int64_t>(row_block) * p.k_blocks + k_block) * p.block_bytes;
+  };
+  const char* last = block_of(p.digits - 1);
+  for (int i = threadIdx.x; i < 512; i += kThreads) {
+    const int word = first / kWarpRows * 512 + i;
+    const uint32_t bits = reinterpret_cast<const uint32_t*>(last)[word];
+    const uint32_t high_bits =
+        p.digits > 1 ? reinterpret_cast<const uint32_t*>(block_of(0))[word] : 0x88888888;
+    for (int j = 0; j < 8; ++j) {
+      const Place at = place_of(word, j);
+      const uint16_t* stored = reinterpret_cast<const uint16_t*>(last + kWordBytes) + at.row;
+      const float scale = p.bf16_scales ? to_float(*reinterpret_cast<const __nv_bfloat16*>(stored))
+                                        : to_float(*reinterpret_cast<const __half*>(stored));
+      const int zero =
+          p.zero_points ? static_cast<uint8_t>(last[kWordBytes + kScaleBytes + at.row]) : 8;
+      const int q = static_cast<int>(bits >> (4 * j) & 15) - zero +
+                    16 * (static_cast<int>(high_bits >> (4 * j) & 15) - 8);
+      dense[at.row - first][at.k] = from_float<T>(static_cast<float>(q) * scale);
+    }
+  }
+  __syncthreads();
+  constexpr int kChunks = kW4BlockK / 8;  // of 8 elements
+  for (int i = threadIdx.x; i < kWarpRows * kChunks; i += kThreads) {
+    const int row = slab * kWarpRows + i / kChunks, k = blockIdx.x * kW4BlockK + i % kChunks * 8;
+    const int at = row - p.first_row;
+    if (at < 0 || at >= p.rows || k >= p.k) continue;
+    T* out = static_cast<T*>(p.out) + static_cast<int64_t>(at) * p.k + k;
+    store<T, 8>(out, load<T, 8>(&dense[i / kChunks][i % kChunks * 8]));
+  }
+}
+
+}  // namespace
+
+// ---- launchers
+
+void w4_pack(const Context& ctx, const W4PackParams& params) {
+  check_w4_pack(params);
+  const W4Weight& w = params.w;
+  const bool last_rows = params.first_row + params.n == w.n;
+  const int64_t end_row = last_rows ? w.row_blocks() * kW4BlockRows : params.first_row + params.n;
+  const int64_t row_blocks =
+      (end_row + kW4BlockRows - 1) / kW4BlockRows - params.first_row / kW4BlockRows;
+  const int64_t groups = params.scales.size(params.format == W4Format::kCompressed ? 1 : 0);
+  const PackArgs args{.blocks = static_cast<char*>(w.blocks),
+                      .q = params.q.as<uint32_t>(),
+                      .scales = params.scales.as<uint16_t>(),
+                      .zeros = params.zeros.as<uint32_t>(),
+                      .format = params.format,
+                      .words = static_cast<int>(params.q.size(1)),
+                      .groups = static_cast<int>(groups),
+                      .by_channel = groups == 1 && params.k > kW4BlockK,
+                      .n = static_cast<int>(params.n),
+                      .k = static_cast<int>(params.k),
+                      .first_row = static_cast<int>(params.first_row),
+                      .end_row = static_cast<int>(end_row),
+                      .first_k_block = static_cast<int>(params.first_k / kW4BlockK),
+                      .k_blocks = static_cast<int>(w.k_blocks()),
+                      .block_bytes = w.block_bytes()};
+  const int64_t k_blocks = (params.k + kW4BlockK - 1) / kW4BlockK;
+  launch(ctx, w4_pack_kernel,
+         dim3(static_cast<unsigned>(k_blocks), static_cast<unsigned>(row_blocks)), dim3(kThreads),
+         0, args);
+}
+
+void w4_quantize(const Context& ctx, const W4QuantizeParams& params) {
+  check_w4_quantize(params);
+  const W4Weight& w = params.w;
+  const QuantizeArgs args{.blocks = static_cast<char*>(w.blocks),
+                          .x = params.x.data(),
+                          .index = params.index,
+                          .n = static_cast<int>(w.n),
+                          .k = static_cast<int>(w.k),
+                          .k_blocks = static_cast<int>(w.k_blocks()),
+                          .digits = w.digits,
+                          .block_bytes = w.block_bytes(),
+                          .bf16_scales = w.scale_dtype == DType::kBF16};
+  const dim3 grid(static_cast<unsigned>(w.k_blocks() / w.digits),
+                  static_cast<unsigned>(w.row_blocks() * (kW4BlockRows / 16)));
+  dispatch_half(params.x.dtype(), [&](auto t) {
+    launch(ctx, w4_quantize_kernel<decltype(t)>, grid, dim3(kThreads), 0, args);
+  });
+}
+
+void w4_dequantize(const Context& ctx, const W4DequantizeParams& params) {
+  check_w4_dequantize(params);
+  const W4Weight& w = params.w;
+  const int64_t rows = params.out.size(0);
+  const DequantizeArgs args{.out = params.out.data(),
+                            .blocks = static_cast<const char*>(w.blocks),
+                            .first_row = static_cast<int>(params.first_row),
+                            .rows = static_cast<int>(rows),
+                            .k = static_cast<int>(w.k),
+                            .k_blocks = static_cast<int>(w.k_blocks()),
+                            .digits = w.digits,
+                            .block_bytes = w.block_bytes(),
+                            .zero_points = w.zero_points,
+                            .bf16_scales = w.scale_dtype == DType::kBF16};
+  const int64_t slabs =
+      (params.first_row + rows + kWarpRows - 1) / kWarpRows - params.first_row / kWarpRows;
+  const dim3 grid(static_cast<unsigned>(w.k_blocks() / w.digits), static_cast<unsigned>(slabs));
+  dispatch_half(params.out.dtype(), [&](auto t) {
+    launch(ctx, w4_dequantize_kernel<decltype(t)>, grid, dim3(kThreads), 0, args);
+  });
+}
+
+}  // namespace cpmcu::cuda

@@ -1,0 +1,54 @@
+#include "linear/w4_matrix.h"
+
+#include <algorithm>
+
+#include "kernels/gemm/gemm.h"
+
+namespace cpmcu {
+namespace {
+
+constexpr int64_t kSliceBytes = 64 << 20;  // of dequantised rows
+
+}  // namespace
+
+int64_t W4Matrix::slice_rows() const {
+  const int64_t block_rows_bytes = kW4BlockRows * weight_.k * size_of(dtype_);
+  const int64_t blocks = std::max<int64_t>(1, kSliceBytes / block_rows_bytes);
+  return std::min(weight_.n, blocks * kW4BlockRows);
+}
+
+void W4Matrix::plan(MemoryPlan& plan, const std::string& name, DType dtype,
+                    const StepLimits& limits, int64_t min_bytes) {
+  dtype_ = dtype;
+  buffer_bytes_ = std::max(weight_.num_bytes(), min_bytes);
+  scratch_floats_ = w4_scratch_floats(weight_, limits.max_rows);
+  blocks_id_ = plan.add(name, "weights", buffer_bytes_);
+  slice_id_ = plan.add_scratch("w4.dequantized", slice_rows() * weight_.k * size_of(dtype), kEmbed,
+                               kSample);
+  scratch_id_ = plan.add_scratch("w4.partials", 4 * scratch_floats_, kEmbed, kSample);
+}
+
+void W4Matrix::bind(const Arena& arena) {
+  weight_.blocks = arena.array<char>(blocks_id_);
+  slice_ = arena.tensor(slice_id_, dtype_, {slice_rows(), weight_.k});
+  if (scratch_floats_ > 0) scratch_ = arena.tensor(scratch_id_, DType::kF32, {scratch_floats_});
+}
+
+void W4Matrix::forward(const Context& ctx, Phase phase, const Tensor& y, const Tensor& x,
+                       float alpha, float beta) const {
+  if (phase == Phase::kDecode || ctx.cublas == nullptr) {
+    w4_gemm(ctx, {.y = y, .x = x, .w = weight_, .alpha = alpha, .beta = beta, .scratch = scratch_});
+    return;
+  }
+  for (int64_t row = 0; row < weight_.n; row += slice_rows()) {
+    const Tensor slice = slice_.rows(0, std::min(slice_rows(), weight_.n - row));
+    w4_dequantize(ctx, {.out = slice, .w = weight_, .first_row = row});
+    const Tensor columns(y.as<char>() + row * size_of(y.dtype()), y.dtype(),
+                         {y.size(0), slice.size(0)});
+    large_gemm(
+        ctx,
+        {.y = columns, .x = x, .w = slice, .alpha = alpha, .beta = beta, .y_stride = weight_.n});
+  }
+}
+
+}  // namespace cpmcu

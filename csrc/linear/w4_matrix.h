@@ -1,0 +1,40 @@
+// A 4-bit (or, of two digits, 8-bit) matrix in the engine's blocks, and the product with it: what
+// the linear methods of 4-bit weights have in common.
+#pragma once
+
+#include <string>
+
+#include "kernels/gemm/w4a16.h"
+#include "linear/linear.h"
+
+namespace cpmcu {
+
+class W4Matrix {
+ public:
+  explicit W4Matrix(const W4Weight& weight) : weight_(weight) {}
+
+  // `min_bytes`: what the buffer of the blocks has to hold at load.
+  void plan(MemoryPlan& plan, const std::string& name, DType dtype, const StepLimits& limits,
+            int64_t min_bytes = 0);
+  void bind(const Arena& arena);
+
+  const W4Weight& weight() const { return weight_; }
+  int64_t buffer_bytes() const { return buffer_bytes_; }
+
+  // As LinearMethod::forward. Prefill multiplies dequantised slices of rows where there is a
+  // library for large products, so a row's bits follow from N and K there as well.
+  void forward(const Context& ctx, Phase phase, const Tensor& y, const Tensor& x, float alpha,
+               float beta) const;
+
+ private:
+  int64_t slice_rows() const;
+
+  W4Weight weight_;
+  DType dtype_ = DType::kBF16;
+  int64_t buffer_bytes_ = 0, scratch_floats_ = 0;
+  MemoryPlan::Id blocks_id_ = 0, slice_id_ = 0, scratch_id_ = 0;
+  Tensor slice_;    // [slice_rows, K]
+  Tensor scratch_;  // of w4_gemm
+};
+
+}  // namespace cpmcu

@@ -1,0 +1,433 @@
+"""4-bit weights: every file layout packed, quantised, dequantised and multiplied."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from cpmcu.quant import packing
+from tests.kernels.util import (
+    check,
+    context,
+    decode,
+    empty,
+    encode,
+    get,
+    on_devices,
+    on_devices_and_dtypes,
+    ops,
+    put,
+    put_ints,
+    put_raw,
+    rounded,
+    sizes,
+)
+from tests.reference import ops as reference
+
+U8 = npt.NDArray[np.uint8]
+FORMATS = {"gptq": 0, "gptq_v2": 1, "awq": 2, "compressed": 3, "marlin": 4}
+# M, N, K
+SHAPES = sizes(
+    (1, 1, 128), (3, 257, 200), (64, 130, 264), (2, 255, 72), (5, 97, 1000), (17, 40, 4096),
+    (1, 4608, 512), (1, 256, 16384), (31, 13, 8), (16, 64, 128), (61, 300, 640), (127, 33, 264),
+    (128, 264, 384), (1, 2560, 1152),
+)  # fmt: skip
+
+
+@dataclass
+class Weights:
+    """Random 4-bit weights; `values` [N, K] are what they mean."""
+
+    k: int
+    n: int
+    scale_dtype: str = "float16"
+    channel_wise: bool = False
+    has_zeros: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        rng = np.random.default_rng(self.seed + self.k * 1000 + self.n)
+        groups = 1 if self.channel_wise else -(-self.k // 128)
+        self.q: U8 = rng.integers(0, 16, (self.k, self.n), dtype=np.uint8)
+        scales = rng.uniform(0.2, 1, (groups, self.n)) / (4.6 * np.sqrt(self.k))
+        self.scales = encode(scales, self.scale_dtype)
+        self.zeros: U8 | None = None
+        if self.has_zeros:
+            self.zeros = rng.integers(0, 16, (groups, self.n), dtype=np.uint8)
+        self.values = reference.w4_weights(
+            self.q, decode(self.scales, self.scale_dtype), self.zeros
+        )
+
+    @property
+    def blocks(self) -> U8:
+        return packing.pack_blocks(self.q, self.scales, self.zeros)
+
+    def empty(self, device: str) -> Any:
+        blocks = empty(device, self.blocks.shape, "uint8")
+        return blocks, self.weight(blocks)
+
+    def weight(self, blocks: Any) -> Any:
+        return ops.W4Weight(
+            blocks,
+            n=self.n,
+            k=self.k,
+            zero_points=self.has_zeros,
+            scale_dtype=self.scale_dtype,
+        )
+
+    def put(self, device: str) -> Any:
+        return self.weight(put_raw(device, self.blocks))
+
+
+def scratch_of(device: str, weight: Any, rows: int) -> Any:
+    return empty(device, [max(1, ops.w4_scratch_floats(weight, rows))], "float32")
+
+
+def multiply(
+    device: str, x: npt.NDArray[Any], weight: Any, n: int, dtype: str, out: str, **scale: float
+) -> Any:
+    y = empty(device, [len(x), n], out)
+    scratch = scratch_of(device, weight, len(x))
+    ops.w4_gemm(context(device), y, put(device, x, dtype), weight, scratch=scratch, **scale)
+    return y
+
+
+def random_x(m: int, k: int, dtype: str) -> npt.NDArray[np.float64]:
+    return rounded(np.random.default_rng(m).standard_normal((m, k)), dtype)
+
+
+# ---- w4_gemm
+
+
+@on_devices_and_dtypes
+@pytest.mark.parametrize("float_out", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_gemm(device: str, dtype: str, float_out: bool, shape: tuple[int, int, int]) -> None:
+    m, n, k = shape
+    scale_dtype = "bfloat16" if dtype == "bfloat16" else "float16"
+    weights = Weights(k, n, scale_dtype)
+    x, out = random_x(m, k, dtype), "float32" if float_out else dtype
+
+    def run(device: str) -> npt.NDArray[np.float64]:
+        return get(multiply(device, x, weights.put(device), n, dtype, out))
+
+    check(run, device, x @ weights.values.T, "gemm", out)
+
+
+@on_devices_and_dtypes
+@pytest.mark.parametrize("scale_dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("has_zeros", [False, True])
+@pytest.mark.parametrize("channel_wise", [False, True])
+@pytest.mark.parametrize("m", sizes(1, 7, 40))
+def test_kinds_of_scales(
+    device: str, dtype: str, scale_dtype: str, has_zeros: bool, channel_wise: bool, m: int
+) -> None:
+    weights = Weights(520, 270, scale_dtype, channel_wise, has_zeros)
+    x = random_x(m, 520, dtype)
+
+    def run(device: str) -> npt.NDArray[np.float64]:
+        return get(multiply(device, x, weights.put(device), 270, dtype, dtype))
+
+    check(run, device, x @ weights.values.T, "gemm", dtype)
+
+
+@on_devices_and_dtypes
+@pytest.mark.parametrize(
+    ("alpha", "beta"), [(0.5, 0.0), (1.0, 1.0), (-1.4, 0.25), (0.0, 2.0), (0.0, 0.0)]
+)
+@pytest.mark.parametrize("out", ["same", "float32"])
+def test_alpha_and_beta(device: str, dtype: str, alpha: float, beta: float, out: str) -> None:
+    weights, x = Weights(264, 72), random_x(19, 264, dtype)
+    out = dtype if out == "same" else out
+    y = rounded(np.random.default_rng(5).standard_normal((19, 72)), out)
+
+    def run(device: str) -> npt.NDArray[np.float64]:
+        # With beta 0, y is not read: it may hold NaN.
+        result = put(device, y, out) if beta else empty(device, [19, 72], out)
+        weight = weights.put(device)
+        ops.w4_gemm(
+            context(device),
+            result,
+            put(device, x, dtype),
+            weight,
+            alpha=alpha,
+            beta=beta,
+            scratch=scratch_of(device, weight, 19),
+        )
+        return get(result)
+
+    check(run, device, reference.gemm(x, weights.values, alpha, beta, y), "gemm", out)
+
+
+@on_devices_and_dtypes
+@pytest.mark.parametrize("has_zeros", [False, True])
+@pytest.mark.parametrize(("n", "k"), sizes((1, 8), (97, 1000), (256, 4096), (2304, 256)))
+def test_rows_do_not_depend_on_the_others(
+    device: str, dtype: str, has_zeros: bool, n: int, k: int
+) -> None:
+    weight, x = Weights(k, n, has_zeros=has_zeros).put(device), random_x(64, k, dtype)
+    full = multiply(device, x, weight, n, dtype, "float32").numpy()
+    for m in (1, 2, 3, 5, 7, 8, 9, 11, 13, 16, 17, 23, 31, 32, 33, 47, 48, 61, 63):
+        begin = 64 - m  # not the rows' places in the batch either
+        part = multiply(device, x[begin:], weight, n, dtype, "float32").numpy()
+        assert np.array_equal(part, full[begin:]), f"{m} rows"
+    more = multiply(device, np.concatenate([x[:1], x]), weight, n, dtype, "float32").numpy()
+    assert np.array_equal(more[1:], full)
+
+
+@on_devices_and_dtypes
+@pytest.mark.parametrize("has_zeros", [False, True])
+def test_infinities_and_nan_stay_in_their_row(device: str, dtype: str, has_zeros: bool) -> None:
+    weights, x = Weights(264, 40, has_zeros=has_zeros), random_x(4, 264, dtype)
+    x[1, 5], x[2, 0], x[3, 200] = np.nan, np.inf, -np.inf
+    y = get(multiply(device, x, weights.put(device), 40, dtype, dtype))
+    assert np.isfinite(y[0]).all() and np.isnan(y[1]).all()
+    assert not np.isfinite(y[2]).any() and not np.isfinite(y[3]).any()
+
+
+# ---- w4_pack
+
+
+def stored(weights: Weights, name: str, q: U8, group: slice, columns: slice) -> dict[str, Any]:
+    """Arrays of a checkpoint that hold part of the weights."""
+    scales = weights.scales if weights.channel_wise else weights.scales[group]
+    zeros = weights.zeros
+    if zeros is not None:
+        zeros = (zeros if weights.channel_wise else zeros[group])[:, columns]
+    scales = scales[:, columns]
+    if name == "compressed":
+        arrays = {"q": packing.pack_compressed(q), "scales": np.ascontiguousarray(scales.T)}
+        if zeros is not None:
+            arrays["zeros"] = packing.pack_compressed_zeros(zeros)
+    elif name == "marlin":
+        ordered = packing.marlin_scales(scales, channel_wise=weights.channel_wise)
+        arrays = {"q": packing.pack_marlin(q), "scales": ordered}
+    elif name == "awq":
+        arrays = {"q": packing.pack_awq(q), "scales": scales}
+        if zeros is not None:
+            arrays["zeros"] = packing.pack_awq(zeros)
+    else:
+        arrays = {"q": packing.pack_gptq(q), "scales": scales}
+        if zeros is not None:
+            arrays["zeros"] = packing.pack_gptq_zeros(zeros, 2 if name == "gptq_v2" else 1)
+    return arrays
+
+
+def put_part(device: str, weights: Weights, arrays: dict[str, Any]) -> dict[str, Any]:
+    made = {name: put_raw(device, array) for name, array in arrays.items() if name != "scales"}
+    scales = np.ascontiguousarray(arrays["scales"])
+    made["scales"] = ops.Array(context(device), list(scales.shape), weights.scale_dtype)
+    made["scales"].copy_from(scales)
+    return made
+
+
+@on_devices
+@pytest.mark.parametrize("channel_wise", [False, True])
+@pytest.mark.parametrize("has_zeros", [False, True])
+@pytest.mark.parametrize(
+    ("name", "k", "n"),
+    [
+        (name, k, n)
+        for name in FORMATS
+        for k, n in sizes((128, 64), (272, 320), (1040, 576), (16, 64), (2048, 1024))
+    ]
+    + [("gptq", 72, 8), ("awq", 136, 264), ("compressed", 200, 257), ("compressed", 13, 1)],
+)
+def test_pack(device: str, name: str, k: int, n: int, has_zeros: bool, channel_wise: bool) -> None:
+    if name == "marlin" and (has_zeros or (channel_wise and k <= 128)):
+        pytest.skip("Marlin files have no zero points, nor channels that a group covers")
+    scale_dtype = "bfloat16" if n % 128 else "float16"
+    weights = Weights(k, n, scale_dtype, channel_wise, has_zeros)
+    blocks, weight = weights.empty(device)
+    arrays = stored(weights, name, weights.q, slice(None), slice(None))
+    ops.w4_pack(context(device), weight, FORMATS[name], **put_part(device, weights, arrays))
+    assert np.array_equal(blocks.numpy(), weights.blocks)
+
+
+@on_devices
+@pytest.mark.parametrize("has_zeros", [False, True])
+@pytest.mark.parametrize("name", FORMATS)
+def test_pack_in_parts(device: str, name: str, has_zeros: bool) -> None:
+    """Rows and halves of K in parts, as q, k and v, and EAGLE's fc."""
+    if name == "marlin" and has_zeros:
+        pytest.skip("Marlin files have no zero points")
+    weights = Weights(400, 64 + 192 + 320, has_zeros=has_zeros)
+    blocks, weight = weights.empty(device)
+    for first_row, n in ((256, 320), (0, 64), (64, 192)):
+        for first_k, k in ((128, 272), (0, 128)):
+            columns = slice(first_row, first_row + n)
+            group = slice(first_k // 128, -(-(first_k + k) // 128))
+            q = weights.q[first_k : first_k + k, columns]
+            part = put_part(device, weights, stored(weights, name, q, group, columns))
+            where = {"first_row": first_row, "first_k": first_k, "n": n, "k": k}
+            ops.w4_pack(context(device), weight, FORMATS[name], **part, **where)
+    assert np.array_equal(blocks.numpy(), weights.blocks)
+
+
+@on_devices
+def test_gptq_zero_points_wrap(device: str) -> None:
+    """Version 1 holds z - 1, so 15 stands for 0."""
+    weights = Weights(128, 16, has_zeros=True)
+    assert weights.zeros is not None
+    weights.zeros[:] = np.arange(16)
+    blocks, weight = weights.empty(device)
+    arrays = stored(weights, "gptq", weights.q, slice(None), slice(None))
+    ops.w4_pack(context(device), weight, 0, **put_part(device, weights, arrays))
+    assert blocks.numpy()[0, 0, 16896:16912].tolist() == list(range(16))
+
+
+# ---- w4_quantize, w4_dequantize
+
+
+@on_devices_and_dtypes
+@pytest.mark.parametrize("scale_dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("has_zeros", [False, True])
+@pytest.mark.parametrize(("n", "k"), sizes((1, 128), (257, 200), (40, 1000), (300, 72)))
+def test_dequantize(
+    device: str, dtype: str, scale_dtype: str, has_zeros: bool, n: int, k: int
+) -> None:
+    weights = Weights(k, n, scale_dtype, has_zeros=has_zeros)
+    weight, expected = weights.put(device), encode(weights.values, dtype)
+    for first, count in ((0, n), (n // 2, n - n // 2), (n - 1, 1)):
+        out = empty(device, [count, k], dtype)
+        ops.w4_dequantize(context(device), out, weight, first)
+        assert np.array_equal(out.numpy(), expected[first : first + count])
+
+
+@on_devices_and_dtypes
+@pytest.mark.parametrize("scale_dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("digits", [1, 2])
+@pytest.mark.parametrize(("n", "k"), sizes((1, 8), (257, 200), (64, 1024), (300, 72)))
+@pytest.mark.parametrize("indexed", [False, True])
+def test_quantize(
+    device: str, dtype: str, scale_dtype: str, digits: int, n: int, k: int, indexed: bool
+) -> None:
+    rng = np.random.default_rng(n)
+    x = rng.standard_normal((n + 5 if indexed else n, k)) * rng.uniform(0.01, 2, (1, k))
+    x[0] = 0
+    x = rounded(x, dtype)
+    index = rng.permutation(len(x))[:n] if indexed else np.arange(n)
+    blocks = empty(device, [-(-n // 256), digits * -(-k // 128), 16896], "uint8")
+    weight = ops.W4Weight(blocks, n=n, k=k, digits=digits, scale_dtype=scale_dtype)
+    put_index = put_ints(device, index) if indexed else None
+    ops.w4_quantize(context(device), weight, put(device, x, dtype), put_index)
+    out = empty(device, [n, k], dtype)
+    ops.w4_dequantize(context(device), out, weight)
+    got, wanted = get(out), x[index]
+    levels = 7 if digits == 1 else 119
+    scale_error = {"float16": 2.0**-11, "bfloat16": 2.0**-8}[scale_dtype]
+    for begin in range(0, k, 128):
+        part = slice(begin, begin + 128)
+        largest = np.abs(wanted[:, part]).max(axis=1, keepdims=True)
+        step = largest / levels
+        # Half a level, what rounding of the scale takes from the largest, and of the result.
+        rounding = {"float32": 0, "float16": 2.0**-11, "bfloat16": 2.0**-8}[dtype]
+        most = step * 0.501 * (1 + scale_error) + largest * (scale_error + rounding) + 1e-6
+        assert (np.abs(got[:, part] - wanted[:, part]) <= most).all()
+    # What lies beyond N and K is nothing.
+    raw = blocks.numpy()
+    half = digits * -(-k // 128) // digits
+    for digit in range(digits):
+        q, scales, _ = packing.unpack_blocks(
+            np.ascontiguousarray(raw[:, digit * half : (digit + 1) * half]),
+            128 * half,
+            256 * len(raw),
+            np.uint16,
+        )
+        assert (q[k:] == 8).all() and (q[:, n:] == 8).all() and (scales[:, n:] == 0).all()
+
+
+@on_devices_and_dtypes
+@pytest.mark.parametrize("shape", sizes((1, 1, 128), (5, 257, 200), (33, 40, 1000), (64, 300, 72)))
+def test_eight_bits_multiply(device: str, dtype: str, shape: tuple[int, int, int]) -> None:
+    m, n, k = shape
+    x = random_x(m, k, dtype)
+    w = rounded(np.random.default_rng(n).standard_normal((n, k)) / np.sqrt(k), dtype)
+
+    def run(device: str) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+        blocks = empty(device, [-(-n // 256), 2 * -(-k // 128), 16896], "uint8")
+        weight = ops.W4Weight(blocks, n=n, k=k, digits=2)
+        ops.w4_quantize(context(device), weight, put(device, w, dtype))
+        out = empty(device, [n, k], "float32" if device == "cpu" else dtype)
+        ops.w4_dequantize(context(device), out, weight)
+        return get(multiply(device, x, weight, n, dtype, "float32")), get(out)
+
+    _, values = run("cpu")
+    assert np.abs(values - w).max() <= np.abs(w).max() * 0.006
+    check(lambda device: run(device)[0], device, x @ values.T, "gemm", "float32")
+
+
+# ---- what does not fit
+
+
+@on_devices
+@pytest.mark.parametrize(
+    ("x_shape", "y_shape", "dtypes"),
+    [
+        ((2, 136), (2, 72), ("float16", "float16")),  # K differs
+        ((2, 264), (2, 64), ("float16", "float16")),  # N differs
+        ((2, 264), (3, 72), ("float16", "float16")),  # M differs
+        ((2, 264), (2, 72), ("float16", "bfloat16")),
+        ((2, 264), (2, 72), ("int32", "int32")),
+    ],
+)
+def test_gemm_shapes_and_dtypes_must_agree(
+    device: str, x_shape: Any, y_shape: Any, dtypes: Any
+) -> None:
+    weight = Weights(264, 72).put(device)
+    x, y = (empty(device, s, d) for s, d in zip((x_shape, y_shape), dtypes))
+    with pytest.raises(ValueError, match="w4_gemm"):
+        ops.w4_gemm(context(device), y, x, weight, scratch=scratch_of(device, weight, 2))
+
+
+@on_devices
+def test_k_must_be_whole_vectors(device: str) -> None:
+    weight = Weights(132, 8).put(device)
+    x, y = empty(device, [1, 132], "float16"), empty(device, [1, 8], "float16")
+    with pytest.raises(ValueError, match="multiple of 8"):
+        ops.w4_gemm(context(device), y, x, weight, scratch=scratch_of(device, weight, 1))
+
+
+@on_devices
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("wrong", ["q", "scales", "zeros", "dtype", "rows", "k"])
+def test_pack_shapes_must_agree(device: str, name: str, wrong: str) -> None:
+    weights = Weights(384, 128)
+    _, weight = weights.empty(device)
+    arrays = stored(weights, name, weights.q, slice(None), slice(None))
+    where = {}
+    if wrong in arrays:
+        arrays[wrong] = arrays[wrong][:-1]
+    elif wrong == "zeros":
+        arrays["zeros"] = np.zeros((3, 16), np.int32)
+    elif wrong == "dtype":
+        arrays["q"] = arrays["q"].astype(np.int64)
+    else:
+        where = {"first_row": 64} if wrong == "rows" else {"first_k": 64, "k": 320}
+    with pytest.raises(ValueError, match="w4_pack"):
+        ops.w4_pack(
+            context(device), weight, FORMATS[name], **put_part(device, weights, arrays), **where
+        )
+
+
+@on_devices
+def test_quantize_and_dequantize_shapes_must_agree(device: str) -> None:
+    weights = Weights(256, 128)
+    weight, ctx = weights.put(device), context(device)
+    for shape in ([127, 256], [128, 248], [128]):
+        with pytest.raises(ValueError, match="w4_quantize"):
+            ops.w4_quantize(ctx, weight, empty(device, shape, "float16"))
+    for shape, first in (([129, 256], 0), ([128, 256], 1), ([1, 248], 0)):
+        with pytest.raises(ValueError, match="w4_dequantize"):
+            ops.w4_dequantize(ctx, empty(device, shape, "float16"), weight, first)
+    with pytest.raises(ValueError, match="bytes"):
+        ops.W4Weight(empty(device, [16895], "uint8"), n=1, k=128)
+    with pytest.raises(ValueError, match="digits"):
+        blocks = empty(device, [3 * 16896], "uint8")
+        ops.w4_quantize(
+            ctx, ops.W4Weight(blocks, n=1, k=8, digits=3), empty(device, [1, 8], "float16")
+        )

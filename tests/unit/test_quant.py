@@ -1,0 +1,235 @@
+"""Quantisation schemes: what is recognised, which modules stay dense, and every refusal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cpmcu.config import EngineConfig, SpeculativeConfig
+from cpmcu.loading.checkpoint import open_checkpoint
+from cpmcu.loading.index import read_json
+from cpmcu.loading.loader import with_head
+from cpmcu.quant.registry import QuantPlan, plan_quant
+from tests.reference.tiny_checkpoints import TinyCheckpoint, write_tiny
+from tests.reference.tiny_w4 import LAYOUTS, SIZES, quantise, write_w4
+
+SCHEMES = {
+    "gptq": "gptq",
+    "gptq_v2": "gptq",
+    "awq": "awq",
+    "compressed": "compressed-tensors",
+    "marlin": "cpmcu-marlin",
+}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyCheckpoint:
+    return write_tiny(tmp_path_factory.mktemp("dense"), "llama", **SIZES)
+
+
+def plan(directory: Path) -> QuantPlan:
+    checkpoint = open_checkpoint(directory)
+    metas = {name: stored.meta for name, stored in checkpoint.tensors.items()}
+    found = plan_quant(read_json(directory / "config.json"), metas)
+    if found.verify is not None:
+        found.verify(checkpoint.read)
+    return found
+
+
+@pytest.mark.parametrize("group_size", [128, -1])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_recognised(tiny: TinyCheckpoint, tmp_path: Path, layout: str, group_size: int) -> None:
+    weights = quantise(tiny.weights, group_size=group_size)
+    found = plan(write_w4(tmp_path, tiny.config, weights, layout))
+    assert found.scheme == SCHEMES[layout] and found.linear_method == "w4a16"
+    assert found.linear_options == {
+        "format": LAYOUTS.index(layout),
+        "group_size": group_size,
+        "zero_points": int(layout == "awq"),
+        "bfloat16_scales": 0,
+        "fused": int(layout == "marlin"),
+    }
+    assert found.linear_overrides == {"lm_head": "dense"}
+
+
+@pytest.mark.parametrize("layout", ["gptq", "gptq_v2", "compressed"])
+def test_zero_points_are_read_where_there_are_some(
+    tiny: TinyCheckpoint, tmp_path: Path, layout: str
+) -> None:
+    weights = quantise(tiny.weights, has_zeros=True, scale_dtype="bfloat16")
+    options = plan(write_w4(tmp_path, tiny.config, weights, layout)).linear_options
+    assert options["zero_points"] == 1 and options["bfloat16_scales"] == 1
+
+
+def test_gptq_that_does_not_say_whether_it_is_symmetric(
+    tiny: TinyCheckpoint, tmp_path: Path
+) -> None:
+    directory = write_w4(tmp_path, tiny.config, quantise(tiny.weights), "gptq", quant={"sym": None})
+    assert plan(directory).linear_options["zero_points"] == 1
+
+
+def test_act_order_of_channels_changes_nothing(tiny: TinyCheckpoint, tmp_path: Path) -> None:
+    weights = quantise(tiny.weights, group_size=-1)
+    directory = write_w4(tmp_path, tiny.config, weights, "gptq", quant={"desc_act": True})
+    assert plan(directory).linear_options["group_size"] == -1
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_marlin_is_known_by_its_shapes_alone(
+    tiny: TinyCheckpoint, tmp_path: Path, layout: str
+) -> None:
+    """CPM.cu's converter copies config.json, and a head's may have no quantization_config."""
+    directory = write_w4(tmp_path, tiny.config, quantise(tiny.weights), layout)
+    checkpoint = open_checkpoint(directory)
+    metas = {name: stored.meta for name, stored in checkpoint.tensors.items()}
+    if layout == "marlin":
+        assert plan_quant(tiny.config, metas).scheme == "cpmcu-marlin"
+    else:
+        with pytest.raises(ValueError, match="unnamed scheme"):
+            plan_quant(tiny.config, metas)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_modules_with_plain_weights_stay_dense(
+    tiny: TinyCheckpoint, tmp_path: Path, layout: str
+) -> None:
+    kept = ("layers.0.mlp.gate_proj", "layers.0.mlp.up_proj", "layers.1.self_attn.o_proj")
+    ignore = {"modules_to_not_convert": ["anything"], "ignore": ["lm_head", "re:.*layers.0.mlp.*"]}
+    weights = quantise(tiny.weights, keep=kept)
+    directory = write_w4(tmp_path, tiny.config, weights, layout, quant=ignore)
+    assert plan(directory).linear_overrides == {
+        "lm_head": "dense",
+        "model.layers.0.mlp.gate_up_proj": "dense",
+        "model.layers.1.self_attn.o_proj": "dense",
+    }
+
+
+@pytest.mark.parametrize("layout", ["gptq", "awq", "compressed"])
+def test_a_stack_is_quantised_as_a_whole(tiny: TinyCheckpoint, tmp_path: Path, layout: str) -> None:
+    weights = quantise(tiny.weights, keep=("layers.0.self_attn.k_proj",))
+    directory = write_w4(tmp_path, tiny.config, weights, layout)
+    with pytest.raises(ValueError, match=r"k_proj is dense and .*q_proj is quantised, expected"):
+        plan(directory)
+
+
+def test_a_quantised_lm_head_is_one(tiny: TinyCheckpoint, tmp_path: Path) -> None:
+    big = write_tiny(tmp_path / "dense", "llama", vocab_size=208, **SIZES)
+    weights = quantise(big.weights, extra=("lm_head",))
+    found = plan(write_w4(tmp_path / "w4", big.config, weights, "gptq"))
+    assert found.linear_overrides == {}
+    with pytest.raises(ValueError, match="stores lm_head as w4a16, expected 'none'"):
+        with_head(found, "w8")
+
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("gptq", {"bits": 8}, "the weights have 8 bits, expected 4"),
+    ("gptq", {"bits": None}, "the weights have None bits, expected 4"),
+    ("gptq", {"group_size": 64}, "group_size is 64, expected 128, or -1"),
+    ("gptq", {"group_size": 32}, "group_size is 32, expected 128, or -1"),
+    ("gptq", {"group_size": None}, "group_size is None, expected 128, or -1"),
+    ("gptq", {"desc_act": True}, "desc_act is true .*, expected false"),
+    ("gptq", {"checkpoint_format": "bitblas"}, "checkpoint_format is 'bitblas', expected gptq"),
+    ("gptq_v2", {"bits": 3}, "the weights have 3 bits"),
+    ("awq", {"bits": 8}, "the weights have 8 bits"),
+    ("awq", {"group_size": 64}, "group_size is 64"),
+    ("awq", {"version": "gemv"}, "version is 'gemv', expected 'gemm'"),
+    ("awq", {"version": "GEMV_fast"}, "version is 'gemv_fast', expected 'gemm'"),
+    ("awq", {"zero_point": False}, "zero_point is false, expected true"),
+    ("compressed", {"format": "int-quantized"}, "format is 'int-quantized', expected 'pack-quant"),
+    ("compressed", {"format": "marlin-24"}, "format is 'marlin-24'"),
+    ("compressed", {"config_groups": {}}, "config_groups is {}, expected a group"),
+    ("compressed", {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme is there"),
+    ("compressed", {"sparsity_config": {"format": "sparse-24"}}, "sparsity is 'sparse-24'"),
+    ("marlin", {"bits": 8}, "the weights have 8 bits"),
+    ("marlin", {"group_size": 32}, "group_size is 32"),
+    ("marlin", {"sym": False}, "sym is false, expected true of a Marlin file"),
+    ("gptq", {"quant_method": "bitsandbytes", "bits": None}, "with bitsandbytes, which is not"),
+    ("gptq", {"quant_method": "fp8", "bits": None}, "with fp8, which is not supported"),
+    ("gptq", {"quant_method": "hqq"}, r"with hqq \(4 bits\), which is not supported"),
+]
+REFUSED_WEIGHTS: list[tuple[dict[str, Any], str]] = [
+    ({"num_bits": 8}, "the weights have 8 bits"),
+    ({"type": "float"}, "the weights are 'float', expected 'int'"),
+    ({"strategy": "tensor"}, "strategy is 'tensor', expected 'group' or 'channel'"),
+    ({"group_size": 32}, "group_size is 32"),
+    ({"actorder": "group"}, "actorder is 'group' .*, expected null"),
+]
+
+
+@pytest.mark.parametrize(("layout", "change", "message"), REFUSED)
+def test_refused(
+    tiny: TinyCheckpoint, tmp_path: Path, layout: str, change: dict[str, Any], message: str
+) -> None:
+    directory = write_w4(tmp_path, tiny.config, quantise(tiny.weights), layout, quant=change)
+    with pytest.raises(ValueError, match=message):
+        plan(directory)
+
+
+def group(weights: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    usual = {
+        "num_bits": 4,
+        "type": "int",
+        "symmetric": True,
+        "strategy": "group",
+        "group_size": 128,
+        "actorder": None,
+    }
+    return {"targets": ["Linear"], "weights": usual | weights, **fields}
+
+
+@pytest.mark.parametrize(("change", "message"), REFUSED_WEIGHTS)
+def test_refused_compressed_weights(
+    tiny: TinyCheckpoint, tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    quant = {"config_groups": {"group_0": group(change)}}
+    weights = quantise(tiny.weights)
+    with pytest.raises(ValueError, match=message):
+        plan(write_w4(tmp_path, tiny.config, weights, "compressed", quant=quant))
+
+
+def test_refused_compressed_activations_and_groups(tiny: TinyCheckpoint, tmp_path: Path) -> None:
+    weights = quantise(tiny.weights)
+    for groups, message in (
+        ({"a": group({}, input_activations={"num_bits": 8})}, "input_activations is there"),
+        ({"a": group({}), "b": group({"group_size": -1})}, "config_groups differ"),
+        ({"a": group({}, format="float-quantized")}, "format is 'float-quantized'"),
+    ):
+        quant = {"config_groups": groups}
+        with pytest.raises(ValueError, match=message):
+            plan(write_w4(tmp_path, tiny.config, weights, "compressed", quant=quant))
+    index = {"model.layers.0.mlp.up_proj.weight_g_idx": np.zeros(256, np.int32)}
+    with pytest.raises(ValueError, match="weight_g_idx"):
+        plan(write_w4(tmp_path, tiny.config, weights, "compressed", change=index))
+
+
+@pytest.mark.parametrize("layout", ["gptq", "awq", "compressed"])
+def test_a_config_without_its_tensors(tiny: TinyCheckpoint, tmp_path: Path, layout: str) -> None:
+    quant = read_json(
+        write_w4(tmp_path, tiny.config, quantise(tiny.weights), layout) / "config.json"
+    )
+    metas = {name: stored.meta for name, stored in open_checkpoint(tiny.directory).tensors.items()}
+    with pytest.raises(ValueError, match=f"says {SCHEMES[layout]}, but no tensor ends in"):
+        plan_quant(quant, metas)
+
+
+def test_scales_have_one_dtype(tiny: TinyCheckpoint, tmp_path: Path) -> None:
+    weights = quantise(tiny.weights)
+    name = "model.layers.0.mlp.up_proj.scales"
+    change = {name: np.ones((2, 352), np.float32)}
+    directory = write_w4(tmp_path, tiny.config, weights, "gptq", change=change)
+    with pytest.raises(ValueError, match="scales of 4-bit weights are float16, float32, expected"):
+        plan(directory)
+
+
+@pytest.mark.parametrize(
+    ("name", "values"), [("lm_head_quant", ("w3", "")), ("draft_head_quant", ("w3", "yes"))]
+)
+def test_flags_of_heads(name: str, values: tuple[str, ...]) -> None:
+    config: Any = EngineConfig if name == "lm_head_quant" else SpeculativeConfig
+    for value in values:
+        with pytest.raises(ValueError, match=f"{name} is '{value}', but must be one of"):
+            config(**{name: value})
+    assert getattr(config(**{name: "w8"}), name) == "w8"
