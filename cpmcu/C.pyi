@@ -201,6 +201,14 @@ class Engine:
         [M, ceil(V / 32)] the i-th of those that do so only one that mask mask_rows[i] allows
         (-1: any).
         """
+    def prefill_logprobs(
+        self, slot: int, ids: Sequence[int], targets: Sequence[int], num_top: int
+    ) -> list[tuple[float, list[int], list[float]]]:
+        """A prefill step of one chunk that is not the last of its prompt, and waits for it.
+
+        For each token: the log-probability of its target (the token that follows it), and ids and
+        log-probabilities of the likeliest tokens there. To be collected like any step.
+        """
     def decode(self, slots: Sequence[int]) -> None:
         """Enqueues one decode step for these slots; does not wait."""
     def begin_masked(self, slots: Sequence[int]) -> list[tuple[list[int], list[int]]]:

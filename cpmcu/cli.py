@@ -13,7 +13,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cpmcu.config import EngineConfig, SpeculativeConfig, option
+from cpmcu.config import EngineConfig, option
+from cpmcu.engine_flags import add_engine_flags, engine_config
 from cpmcu.flags import FlagParser, add_flags, from_flags
 from cpmcu.sampling import SamplingParams
 from cpmcu.ui.display import Display
@@ -29,15 +30,6 @@ def walk_files(root):
     """Yield the path of every file below a directory."""
 '''
 DEFAULT_TOKENS, SHIPPED_TOKENS = 1024, 200
-
-_SPARSE = "sparse attention"
-_LATER = {  # CPM.cu's flags for what is not built yet
-    "--sink-window-size": _SPARSE,
-    "--block-window-size": _SPARSE,
-    "--sparse-topk-k": _SPARSE,
-    "--sparse-switch": _SPARSE,
-    "--use-compress-lse": _SPARSE,
-}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,24 +55,6 @@ class CliOptions:
     list_registered: bool = option(
         False, "print the registered models, schemes and C++ parts, and exit", flags=("--list",)
     )
-
-
-class _NotYet(argparse.Action):
-    """A flag of a feature that this version does not have."""
-
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
-        flag = self.option_strings[0]
-        parser.error(f"{flag} needs {_LATER[flag]}, which this version of cpmcu does not have yet")
-
-
-class _ModelType(argparse.Action):
-    """Accepts auto: config.json says what a model is."""
-
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
-        if values != "auto":
-            parser.error(
-                f"--model-type {values} cannot be forced: only auto, which reads config.json"
-            )
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -111,13 +85,9 @@ def make_parser() -> FlagParser:
         prog="cpmcu", description="Runs a language model on one GPU, or on the CPU."
     )
     add_flags(parser, CliOptions, "what to do")
-    add_flags(parser, EngineConfig, "model and engine", {"max_num_seqs": 1})
-    add_flags(parser, SpeculativeConfig, "speculative decoding")
+    add_engine_flags(parser, {"max_num_seqs": 1})
     tokens = f"{DEFAULT_TOKENS}; {SHIPPED_TOKENS} for the shipped model; no limit in --chat"
     add_flags(parser, SamplingParams, "sampling", {"max_tokens": tokens})
-    for flag in _LATER:
-        parser.add_argument(flag, nargs="?", action=_NotYet, help=argparse.SUPPRESS)
-    parser.add_argument("--model-type", action=_ModelType, help=argparse.SUPPRESS)
     return parser
 
 
@@ -131,19 +101,9 @@ def _configs(
         parsed.max_num_seqs = 1
     try:
         options = from_flags(CliOptions, parsed)
-        config = from_flags(EngineConfig, parsed, speculative_config=_speculation(parsed))
-        return options, config, from_flags(SamplingParams, parsed)
+        return options, engine_config(parsed), from_flags(SamplingParams, parsed)
     except ValueError as error:
         parser.error(str(error))
-
-
-def _speculation(parsed: argparse.Namespace) -> SpeculativeConfig:
-    """--speculative-config and the flags of its fields, together. Raises ValueError."""
-    if parsed.speculative_config is None:
-        return from_flags(SpeculativeConfig, parsed)
-    names = [field.name for field in dataclasses.fields(SpeculativeConfig)]
-    given = {name: getattr(parsed, name) for name in names if getattr(parsed, name) is not None}
-    return SpeculativeConfig.from_json(parsed.speculative_config, **given)
 
 
 def _run(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from cpmcu.config import EngineConfig, SpeculativeConfig, shipped_model
 from cpmcu.engine.detokenizer import Detokenizer
 from cpmcu.engine.request import Emit, OnPrefill, Request
-from cpmcu.engine.runner import Runner
+from cpmcu.engine.runner import EngineLoad, Runner
 from cpmcu.engine.stopping import StopStrings, StopTokens
 from cpmcu.outputs import RequestOutput, StreamChunk
 from cpmcu.sampling import SamplingParams, to_engine
@@ -194,11 +194,14 @@ class LLM:
         limit = min(room, params.max_tokens or room)
         eos = () if params.ignore_eos else self.tokenizer.eos_token_ids
         stop_ids = [*eos, *params.stop_token_ids]
+        decode = functools.partial(
+            self.tokenizer.decode, skip_special_tokens=params.skip_special_tokens
+        )
         return [
             Request(
                 prompt,
                 to_engine(params, index, vocab_size, stop_ids=stop_ids, max_tokens=limit),
-                detokenizer=Detokenizer(self.tokenizer.decode, prompt),
+                detokenizer=Detokenizer(decode, prompt),
                 stop_strings=StopStrings(params.stop_strings),
                 stop_tokens=StopTokens(eos, params.stop_token_ids, limit),
                 max_tokens=limit,
@@ -206,6 +209,7 @@ class LLM:
                 on_prefill=on_prefill if index == 0 else None,
                 index=index,
                 want_logprobs=params.logprobs is not None,
+                prompt_logprobs=params.prompt_logprobs if index == 0 else None,
                 acceptance=self._acceptance(),
                 grammar=self._start(params.grammar),
             )
@@ -215,6 +219,10 @@ class LLM:
     def submit(self, requests: Sequence[Request]) -> None:
         """Queues prepared requests. Raises RuntimeError if the engine is closed or has failed."""
         self._runner.submit(*requests)
+
+    def load(self) -> EngineLoad:
+        """How busy the engine is: slots, queue, KV pages."""
+        return self._runner.load()
 
     def call_engine(self, function: Callable[[C.Engine], T]) -> T:
         """Runs `function(engine)` on the engine thread between steps; for tools and tests."""
@@ -302,7 +310,9 @@ class LLM:
 
 def _result(prompt: list[int], params: SamplingParams, requests: list[Request]) -> RequestOutput:
     assert params.seed is not None  # resolved
-    return RequestOutput(prompt, [request.output() for request in requests], params.seed)
+    outputs = [request.output() for request in requests]
+    scores = None if params.prompt_logprobs is None else requests[0].prompt_logprobs
+    return RequestOutput(prompt, outputs, params.seed, scores)
 
 
 def _as_list(prompts: Any) -> list[Prompt]:

@@ -83,6 +83,7 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     seed: int
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # None at position 0: no context
 
     @property
     def text(self) -> str:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from cpmcu import C
 
 SEED_LIMIT = 1 << 64
+FLOAT32_MAX = 3.4028234663852886e38
 
 # Field -> value when neither the caller nor generation_config.json gives one.
 _DEFAULTS: dict[str, Any] = {
@@ -80,6 +81,12 @@ class SamplingParams:
     logprobs: int | None = option(
         None, "report log-probabilities of the chosen token and of this many likeliest ones"
     )
+    prompt_logprobs: int | None = option(
+        None,
+        "also report log-probabilities of the prompt's tokens, and of this many likeliest ones",
+        flags=(),
+    )
+    skip_special_tokens: bool = option(True, "leave special tokens out of the text", flags=())
     grammar: Grammar | None = option(  # noqa: RUF009
         None, "what the output has to look like", flags=()
     )
@@ -96,6 +103,7 @@ class SamplingParams:
         _in_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _in_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _in_range("logprobs", self.logprobs, 0, math.inf)
+        _in_range("prompt_logprobs", self.prompt_logprobs, 0, math.inf)
         _in_range("n", self.n, 1, math.inf)
         for text in self.stop_strings:
             if not isinstance(text, str) or not text:
@@ -153,8 +161,10 @@ def to_engine(
             raise ValueError(
                 f"logit_bias names token {token}, but the vocabulary has {vocab_size} tokens"
             )
-    if params.logprobs is not None and params.logprobs > C.MAX_LOGPROBS:
-        raise ValueError(f"logprobs is {params.logprobs}, but must be at most {C.MAX_LOGPROBS}")
+    for name in ("logprobs", "prompt_logprobs"):
+        wanted = getattr(params, name)
+        if wanted is not None and wanted > C.MAX_LOGPROBS:
+            raise ValueError(f"{name} is {wanted}, but must be at most {C.MAX_LOGPROBS}")
     return C.SamplingConfig(
         temperature=params.temperature,
         top_p=params.top_p,
@@ -180,7 +190,9 @@ def _in_range(
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ValueError(f"{name} is {value!r}, but must be a number")
     inside = (low < value if open_low else low <= value) and value <= high
-    if not inside or math.isnan(value) or math.isinf(value):
+    # The engine has float32. (math.isinf does not take integers beyond a float's range.)
+    finite = isinstance(value, int) or abs(value) <= FLOAT32_MAX
+    if not inside or not finite:
         bracket = "(" if open_low else "["
         wanted = (
             f"{'above' if open_low else 'at least'} {low}"

@@ -17,6 +17,7 @@ class _Backend(Protocol):
     def encode(self, text: str, special: bool) -> list[int]: ...
     def decode(self, ids: list[int], skip_special: bool) -> str: ...
     def id_of(self, token: str) -> int | None: ...
+    def piece(self, token_id: int) -> str | None: ...
     def size(self) -> int: ...
     def to_json(self) -> str: ...
 
@@ -70,6 +71,14 @@ class Tokenizer:
         """Text of `ids`; bytes that are no character become U+FFFD."""
         return self._backend.decode(list(ids), skip_special_tokens)
 
+    def id_of(self, token: str) -> int | None:
+        """Id of a token as the vocabulary spells it; None if there is none."""
+        return self._backend.id_of(token)
+
+    def piece(self, token_id: int) -> str | None:
+        """A token as the vocabulary spells it; None for an id without one."""
+        return self._backend.piece(token_id)
+
     def to_json(self) -> str:
         """The tokenizer as the text of a tokenizer.json. ValueError if it has no such form."""
         return self._backend.to_json()
@@ -106,6 +115,10 @@ class _FastBackend:
 
     def id_of(self, token: str) -> int | None:
         found: int | None = self._tokenizer.token_to_id(token)
+        return found
+
+    def piece(self, token_id: int) -> str | None:
+        found: str | None = self._tokenizer.id_to_token(token_id)
         return found
 
     def size(self) -> int:
@@ -157,6 +170,10 @@ class _TransformersBackend:
     def id_of(self, token: str) -> int | None:
         found = self._tokenizer.convert_tokens_to_ids(token)
         return found if isinstance(found, int) else None
+
+    def piece(self, token_id: int) -> str | None:
+        found = self._tokenizer.convert_ids_to_tokens(token_id)
+        return found if isinstance(found, str) else None
 
     def size(self) -> int:
         return len(self._tokenizer)

@@ -46,6 +46,7 @@ class Request:
         on_prefill: OnPrefill | None = None,
         index: int = 0,
         want_logprobs: bool = False,
+        prompt_logprobs: int | None = None,
         acceptance: AcceptanceCounter | None = None,
         grammar: GrammarState | None = None,
     ) -> None:
@@ -54,6 +55,8 @@ class Request:
         self.sampling = sampling
         self.max_tokens = max_tokens
         self.index = index
+        self.num_prompt_logprobs = prompt_logprobs  # likeliest tokens to report; None: nothing
+        self.prompt_logprobs: list[TokenLogprobs | None] = [None] * len(self.prompt)
         self.grammar = grammar
         self.tokens: list[int] = []
         self.finish: Finish | None = None
@@ -89,6 +92,10 @@ class Request:
         report = self._on_prefill
         if report is not None and not self.tokens and not self.done:
             self._guard(lambda: report(num_tokens, len(self.prompt)))
+
+    def scored(self, first: int, entries: Sequence[TokenLogprobs]) -> None:
+        """Takes the log-probabilities of prompt tokens from position `first` on."""
+        self.prompt_logprobs[first : first + len(entries)] = entries
 
     def accept(
         self,

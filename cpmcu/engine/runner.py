@@ -7,6 +7,7 @@ for a sequence that has ended meanwhile is ignored.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
 from collections import deque
@@ -27,6 +28,16 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """How busy an engine is."""
+
+    running: int  # sequences that hold a slot
+    waiting: int  # requests in the queue
+    kv_cache_usage: float  # share of the KV pages that are taken
+    preemptions: int  # sequences that lost their pages, since start
+
+
 class Runner:
     """Owns an engine. `submit`, `call` and `close` may be called from any thread."""
 
@@ -35,6 +46,8 @@ class Runner:
         self.tokens_per_step = engine.tokens_per_step
         self._scheduler = Scheduler(engine, page_size, engine.tokens_per_step)
         self.max_length = self._scheduler.max_length
+        self.num_pages = engine.num_pages
+        self._free_pages = engine.num_free_pages  # as of the last turn: any thread may look
         self._in_flight: deque[Step] = deque()
         self._inbox: deque[Request] = deque()
         self._calls: deque[tuple[Callable[[C.Engine], Any], Future[Any]]] = deque()
@@ -72,6 +85,13 @@ class Runner:
             self._calls.append((function, future))
             self._wake.notify()
         return future.result()
+
+    def load(self) -> EngineLoad:
+        """How busy the engine was a moment ago."""
+        waiting = len(self._scheduler.waiting) + len(self._inbox)
+        usage = 1 - self._free_pages / self.num_pages
+        preemptions = self._scheduler.num_preemptions
+        return EngineLoad(len(self._scheduler.active), waiting, usage, preemptions)
 
     def close(self) -> None:
         """Aborts what is running, waits for the thread, frees the engine. Harmless if repeated."""
@@ -127,6 +147,7 @@ class Runner:
             self._launch(step)
         if self._in_flight:
             self._collect()
+        self._free_pages = self._live.num_free_pages
 
     @property
     def _live(self) -> C.Engine:
@@ -135,7 +156,9 @@ class Runner:
 
     def _launch(self, step: Step) -> None:
         slots = [sequence.slot for sequence in step.sequences]
-        if step.chunks is not None:
+        if step.targets is not None:
+            self._score(step, step.targets)
+        elif step.chunks is not None:
             drawing = [s for s, (_, _, last) in zip(step.sequences, step.chunks) if last]
             if any(sequence.request.grammar for sequence in drawing):
                 trees = [([0], [-1])] * len(drawing)
@@ -148,6 +171,19 @@ class Runner:
         else:
             self._live.decode(slots)
         self._in_flight.append(step)
+
+    def _score(self, step: Step, targets: list[int]) -> None:
+        assert step.chunks is not None
+        slot, chunk, _ = step.chunks[0]
+        sequence = step.sequences[0]
+        found = self._live.prefill_logprobs(
+            slot, chunk, targets, sequence.request.num_prompt_logprobs or 0
+        )
+        entries = [
+            TokenLogprobs(token, logprob, tuple(zip(ids, values)))
+            for token, (logprob, ids, values) in zip(targets, found)
+        ]
+        sequence.request.scored(sequence.sent - len(chunk) + 1, entries)
 
     def _masks(
         self, sequences: list[Sequence], trees: list[tuple[list[int], list[int]]]

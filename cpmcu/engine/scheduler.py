@@ -34,6 +34,11 @@ class Sequence:
     read: int = 0  # of `tokens`, in prefill steps that are done
     in_flight: int = 0  # launched steps that will emit for it
 
+    @property
+    def wants_scores(self) -> bool:
+        """Are the log-probabilities of its prompt wanted, and not known from an earlier run?"""
+        return self.request.num_prompt_logprobs is not None and not self.request.tokens
+
 
 @dataclasses.dataclass(slots=True)
 class Step:
@@ -41,6 +46,7 @@ class Step:
 
     sequences: list[Sequence]
     chunks: list[tuple[int, list[int], bool]] | None = None
+    targets: list[int] | None = None  # what follows each token of the only chunk, to be scored
 
 
 class Scheduler:
@@ -52,6 +58,7 @@ class Scheduler:
         self._tokens_per_step = tokens_per_step  # most tokens that a decode step can emit
         self._blocked = False  # a running sequence waits for pages
         self._full = False  # the next request waits for pages
+        self.num_preemptions = 0
         self._prefill_next = True
         self.waiting: deque[Request] = deque()
         self.active: list[Sequence] = []  # in order of admission
@@ -151,6 +158,10 @@ class Scheduler:
             take = min(room, rest)
             if take == 0:
                 continue
+            if rest > 1 and sequence.wants_scores:
+                if step.sequences:
+                    break
+                return self._score(sequence, min(room, rest - 1))
             chunk = sequence.tokens[sequence.sent : sequence.sent + take]
             sequence.sent += take
             sequence.in_flight += take == rest
@@ -159,6 +170,13 @@ class Scheduler:
             assert step.chunks is not None
             step.chunks.append((sequence.slot, chunk, take == rest))
         return step if step.sequences else None
+
+    def _score(self, sequence: Sequence, take: int) -> Step:
+        """A step of its own for a chunk whose next tokens' log-probabilities are wanted."""
+        begin, end = sequence.sent, sequence.sent + take
+        sequence.sent = end
+        chunk = (sequence.slot, sequence.tokens[begin:end], False)
+        return Step([sequence], [chunk], sequence.tokens[begin + 1 : end + 1])
 
     def _decode(self) -> Step | None:
         ready: list[Sequence] = []
@@ -188,6 +206,7 @@ class Scheduler:
         victim = self.active[-1]
         if len(self.active) > 1:
             logger.info("KV pages ran out: request %d is computed again later", victim.request.id)
+            self.num_preemptions += 1
             self.release(victim)
             self.waiting.appendleft(victim.request)
             return

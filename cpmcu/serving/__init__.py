@@ -1,1 +1,1 @@
-"""Protocols around the engine: chat templates now, HTTP later."""
+"""Protocols around the engine: chat templates, and the OpenAI-compatible server."""

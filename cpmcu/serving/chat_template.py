@@ -27,11 +27,16 @@ class ChatTemplateError(ValueError):
 
 
 class ChatTemplate:
-    """A compiled template. Raises ChatTemplateError if `source` is not a template."""
+    """A compiled template. Raises ChatTemplateError if `source` is not a template.
+
+    Its text stays in the attribute `source`, that for conversations with tools in `tool_source`.
+    """
 
     def __init__(
         self, source: str, special_tokens: Mapping[str, str], tool_source: str | None = None
     ) -> None:
+        self.source = source
+        self.tool_source = tool_source or source
         self._special_tokens = dict(special_tokens)
         environment = _environment()
         try:

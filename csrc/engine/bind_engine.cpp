@@ -9,6 +9,7 @@
 #include "bindings.h"
 #include "core/plugin.h"
 #include "engine/engine.h"
+#include "engine/logprobs.h"
 
 namespace py = pybind11;
 
@@ -183,6 +184,27 @@ std::vector<PrefillItem> prefill_items(
   return items;
 }
 
+using PromptLogprob = std::tuple<float, std::vector<int>, std::vector<float>>;
+
+std::vector<PromptLogprob> prefill_logprobs(Engine& engine, int slot, const std::vector<int>& ids,
+                                            const std::vector<int>& targets, int num_top) {
+  CHECK(targets.size() == ids.size(), "{} targets for {} tokens of a prompt", targets.size(),
+        ids.size());
+  const int vocab_size = engine.spec().vocab_size;
+  const auto top = static_cast<size_t>(std::min(num_top, vocab_size));
+  std::vector<PromptLogprob> found;
+  engine.prefill({{.slot = slot, .ids = ids}}, {}, [&](int first, int rows, const float* logits) {
+    for (int row = 0; row < rows; ++row) {
+      const int target = targets[static_cast<size_t>(first + row)];
+      const TokenLogprobs entry =
+          token_logprobs(logits + int64_t{row} * vocab_size, vocab_size, target, num_top);
+      found.emplace_back(entry.logprob, std::vector<int>(entry.top_ids, entry.top_ids + top),
+                         std::vector<float>(entry.top_logprobs, entry.top_logprobs + top));
+    }
+  });
+  return found;
+}
+
 using Words = py::array_t<uint32_t, py::array::c_style>;
 
 // `words` must outlive the result.
@@ -322,6 +344,8 @@ void bind_engine(py::module_& m) {
           },
           py::arg("items"), py::arg("mask_rows") = std::vector<int>{},
           py::arg("masks") = py::none())
+      .def("prefill_logprobs", &prefill_logprobs, py::arg("slot"), py::arg("ids"),
+           py::arg("targets"), py::arg("num_top"), no_gil)
       .def("decode", &Engine::decode, py::arg("slots"), no_gil)
       .def(
           "begin_masked",

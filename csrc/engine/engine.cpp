@@ -11,7 +11,8 @@
 namespace cpmcu {
 // ---- steps
 
-void Engine::prefill(const std::vector<PrefillItem>& items, const TokenMasks& masks) {
+void Engine::prefill(const std::vector<PrefillItem>& items, const TokenMasks& masks,
+                     const WriteLogits& write) {
   int num_rows = 0;
   std::vector<int> sampled_slots;
   CHECK(!items.empty() && static_cast<int>(items.size()) <= config_.max_num_seqs,
@@ -30,16 +31,17 @@ void Engine::prefill(const std::vector<PrefillItem>& items, const TokenMasks& ma
   const bool masked = !masks.rows.empty();
   if (masked) upload_masks(masks, num_sampled);
   prefill_inputs_.upload_prefill(ctx_, num_steps_, items, host_lengths_);
-  run_prefill(items, num_rows, num_sampled, masked);
+  run_prefill(items, num_rows, num_sampled, masked, write);
   for (const PrefillItem& item : items)
     host_lengths_[item.slot] += static_cast<int>(item.ids.size());
   end_step(sampled_slots);
 }
 
 void Engine::run_prefill(const std::vector<PrefillItem>& items, int num_rows, int num_sampled,
-                         bool masked) {
+                         bool masked, const WriteLogits& write) {
   const StepInputs::Device& inputs = prefill_inputs_.device();
   const Tensor hidden = model_.forward(ctx_, prefill_step(items, num_rows), cache_);
+  if (write) read_logits(hidden, write);
   if (num_sampled > 0) {
     const Tensor rows = last_rows_.rows(0, num_sampled);
     gather_rows(ctx_, {.out = rows, .x = hidden, .index = inputs.sampled_rows});
@@ -254,8 +256,7 @@ std::vector<Engine::SlotOutput> Engine::collect() {
   return outputs;
 }
 
-void Engine::prompt_logits(const std::vector<int>& ids,
-                           const std::function<void(int, int, const float*)>& write) {
+void Engine::prompt_logits(const std::vector<int>& ids, const WriteLogits& write) {
   check_ids(ids);
   const int slot = add_sequence({}, {}, 0);
   const auto run = [&] {
@@ -264,20 +265,14 @@ void Engine::prompt_logits(const std::vector<int>& ids,
           limits_.max_model_len);
     CHECK(reserve(slot, total), "the prompt has {} tokens, {} KV pages of {} are free", total,
           num_free_pages(), kPageSize);
-    std::vector<float> host(size_t{kMaxSkinnyRows} * spec_.vocab_size);
     for (int begin = 0; begin < total; begin += limits_.max_rows) {
       const int count = std::min(limits_.max_rows, total - begin);
       const std::vector<PrefillItem> items{
           {.slot = slot, .ids = {ids.begin() + begin, ids.begin() + begin + count}}};
       prefill_inputs_.upload_prefill(ctx_, num_steps_, items, host_lengths_);
       const Tensor hidden = model_.forward(ctx_, prefill_step(items, count), cache_);
-      for (int row = 0; row < count; row += kMaxSkinnyRows) {
-        const int rows = std::min(kMaxSkinnyRows, count - row);
-        const Tensor logits = model_.head(ctx_, hidden.rows(row, rows));
-        copy_to_host(ctx_.device, host.data(), logits.data(), logits.num_bytes(), ctx_.stream);
-        synchronize(ctx_.device, ctx_.stream);
-        write(begin + row, rows, host.data());
-      }
+      read_logits(hidden,
+                  [&](int row, int rows, const float* data) { write(begin + row, rows, data); });
       host_lengths_[slot] += count;
       copy_to_device(ctx_.device, lengths_ + slot, &host_lengths_[slot], sizeof(int), ctx_.stream);
       synchronize(ctx_.device, ctx_.stream);
@@ -290,6 +285,18 @@ void Engine::prompt_logits(const std::vector<int>& ids,
     throw;
   }
   release(slot);
+}
+
+void Engine::read_logits(const Tensor& hidden, const WriteLogits& write) {
+  const int num_rows = static_cast<int>(hidden.size(0));
+  std::vector<float> host(size_t{kMaxSkinnyRows} * spec_.vocab_size);
+  for (int row = 0; row < num_rows; row += kMaxSkinnyRows) {
+    const int rows = std::min(kMaxSkinnyRows, num_rows - row);
+    const Tensor logits = model_.head(ctx_, hidden.rows(row, rows));
+    copy_to_host(ctx_.device, host.data(), logits.data(), logits.num_bytes(), ctx_.stream);
+    synchronize(ctx_.device, ctx_.stream);
+    write(row, rows, host.data());
+  }
 }
 
 // ---- sequences

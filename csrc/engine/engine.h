@@ -65,8 +65,12 @@ class Engine {
   bool reserve(int slot, int num_tokens);
 
   // ---- steps
-  // `masks`: of the sequences that draw a token, in order.
-  void prefill(const std::vector<PrefillItem>& items, const TokenMasks& masks = {});
+  // write(first_row, rows, logits [rows, V]) for consecutive rows of a step, on the host.
+  using WriteLogits = std::function<void(int, int, const float*)>;
+  // `masks`: of the sequences that draw a token, in order. With `write`, also reads every row's
+  // logits back, and so waits for the device.
+  void prefill(const std::vector<PrefillItem>& items, const TokenMasks& masks = {},
+               const WriteLogits& write = nullptr);
   void decode(const std::vector<int>& slots);
   // The same in two halves, for sequences whose tokens are masked: which tokens a node of the tree
   // may draw depends on those before it, and only the host can tell. `begin_masked` returns a tree
@@ -77,9 +81,8 @@ class Engine {
   void end_masked(const TokenMasks& masks);
   int in_flight() const { return static_cast<int>(pending_.size()); }
   std::vector<SlotOutput> collect();
-  // Logits of every position of a prompt: calls write(first_row, rows, data [rows, V]).
-  void prompt_logits(const std::vector<int>& ids,
-                     const std::function<void(int, int, const float*)>& write);
+  // Logits of every position of a prompt.
+  void prompt_logits(const std::vector<int>& ids, const WriteLogits& write);
 
   // ---- facts
   const MemoryPlan& memory_plan() const { return plan_; }
@@ -116,7 +119,8 @@ class Engine {
   void bind_draft();
   int lookahead() const;  // cells beyond its tokens that a sequence needs during a step
   void run_prefill(const std::vector<PrefillItem>& items, int num_rows, int num_sampled,
-                   bool masked);
+                   bool masked, const WriteLogits& write);
+  void read_logits(const Tensor& hidden, const WriteLogits& write);
   GraphRunner::Key begin_decode_step(const std::vector<int>& slots);
   void end_decode_step(const std::vector<int>& slots);
   void propose(int num_seqs, int max_kv);

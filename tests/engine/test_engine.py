@@ -157,6 +157,52 @@ def test_logprobs_match_prompt_logits(engine) -> None:
     np.testing.assert_allclose(output.logprobs[0], logprobs[best[0]], atol=1e-4)
 
 
+@pytest.mark.parametrize("chunk", [1, 7, 64, 128])
+@pytest.mark.parametrize("length", [2, 17, 64, 130])
+def test_logprobs_of_a_prompt(engine, length: int, chunk: int) -> None:
+    """They are those of the prompt's logits, and the sequence goes on as if nobody had asked."""
+    ids = random_ids(length, VOCAB, seed=length)
+    expected = generate(engine, ids, 10)
+    slot = engine.add_sequence(sampling(), ids)
+    assert engine.reserve(slot, length + 1)
+    found = []
+    for begin in range(0, length - 1, chunk):
+        end = min(begin + chunk, length - 1)
+        found += engine.prefill_logprobs(slot, ids[begin:end], ids[begin + 1 : end + 1], 3)
+        assert engine.collect() == []
+    engine.prefill([(slot, ids[-1:], True)])
+    tokens = engine.collect()[0].tokens
+    while len(tokens) < 10:
+        assert engine.reserve(slot, length + len(tokens))
+        engine.decode([slot])
+        tokens += engine.collect()[0].tokens
+    engine.release(slot)
+    assert tokens == expected
+
+    logits = engine.prompt_logits(ids)[:-1].astype(np.float64)
+    shifted = logits - logits.max(axis=1, keepdims=True)
+    logprobs = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+    best = np.argsort(-logits, axis=1, kind="stable")[:, :3]
+    rows = np.arange(length - 1)
+    np.testing.assert_allclose([f[0] for f in found], logprobs[rows, ids[1:]], atol=1e-4)
+    assert [f[1] for f in found] == best.tolist()
+    np.testing.assert_allclose([f[2] for f in found], logprobs[rows[:, None], best], atol=1e-4)
+
+
+def test_logprobs_of_a_prompt_refuse_what_is_wrong(engine) -> None:
+    slot = engine.add_sequence(sampling(), [1, 2])
+    assert engine.reserve(slot, 10)
+    for targets, top, message in (
+        ([2], 0, "1 targets for 2 tokens"),
+        ([2, VOCAB], 0, f"token id {VOCAB} is outside the vocabulary"),
+        ([2, 3], 21, "21 likeliest tokens"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            engine.prefill_logprobs(slot, [1, 2], targets, top)
+    engine.release(slot)
+    assert len(generate(engine, [1, 2, 3], 3)) == 3  # and nothing is lost
+
+
 def test_generation_up_to_the_last_cell_and_past_it(directory: Path, device: str) -> None:
     engine = make_engine(directory, device, max_model_len=100, max_num_seqs=1)
     ids = random_ids(90, VOCAB)

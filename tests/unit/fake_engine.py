@@ -127,6 +127,14 @@ class FakeEngine:
                 emitted.append((slot, state, self._emit(state, 1), False))
         self._enqueue(emitted)
 
+    def prefill_logprobs(
+        self, slot: int, ids: Sequence[int], targets: Sequence[int], num_top: int
+    ) -> list[tuple[float, list[int], list[float]]]:
+        self.prefill([(slot, ids, False)])
+        state = self.slots[slot]
+        assert list(targets) == state.prompt[state.read - len(ids) + 1 : state.read + 1]
+        return [(-float(target), [target] * num_top, [0.0] * num_top) for target in targets]
+
     def decode(self, slots: Sequence[int]) -> None:
         self._called("decode", list(slots))
         self._decode(slots)

@@ -18,6 +18,7 @@ from cpmcu.cli import make_parser
 from cpmcu.config import EngineConfig, SpeculativeConfig
 from cpmcu.convert.__main__ import make_parser as convert_parser
 from cpmcu.flags import FlagParser, add_flags
+from cpmcu.server import make_parser as make_server_parser
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -89,6 +90,7 @@ PARSERS = {
     "cpmcu.cli": make_parser,
     "cpmcu.bench": bench_parser,
     "cpmcu.convert": convert_parser,
+    "cpmcu.server": make_server_parser,
 }
 
 

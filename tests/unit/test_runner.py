@@ -14,7 +14,7 @@ from fake_engine import PAGE_SIZE, FakeEngine, sampling
 
 from cpmcu.engine.detokenizer import Detokenizer
 from cpmcu.engine.request import Request
-from cpmcu.engine.runner import Runner
+from cpmcu.engine.runner import EngineLoad, Runner
 from cpmcu.engine.stopping import StopStrings, StopTokens
 from cpmcu.outputs import CompletionOutput, StreamChunk
 from cpmcu.spec_metrics import AcceptanceCounter
@@ -49,6 +49,7 @@ class Job:
             emit=options.pop("emit", self.items.put),
             on_prefill=lambda done, total: self.progress.append((done, total)),
             acceptance=options.pop("acceptance", None),
+            prompt_logprobs=options.pop("prompt_logprobs", None),
             grammar=options.pop("grammar", None),
         )
         self.key = key
@@ -262,6 +263,69 @@ def test_cancel(start):
     output = waiting.wait()
     assert (output.finish_reason, output.token_ids) == ("abort", [])
     assert runner.call(lambda e: e.num_free_pages) == engine.num_pages
+
+
+def test_cancel_during_prefill_ends_it_within_a_chunk(start):
+    engine = FakeEngine(script, step_seconds=0.002, chunk_length=8, max_num_seqs=1)
+    runner = start(engine)
+    long, next_one = Job(prompt_length=800), Job(key=1)
+    runner.submit(long.request, next_one.request)
+    while not long.progress:
+        time.sleep(0.0005)
+    long.request.cancel()
+    done = long.progress[-1][0]
+    assert long.wait().finish_reason == "abort"
+    assert next_one.wait().token_ids == next_one.expected(10)
+    assert long.progress[-1][0] <= done + 2 * 8
+    chunks = [detail for method, detail in engine.log if method == "prefill"]
+    read = sum(length for ((_, length, _),) in chunks[:-1])
+    assert read <= done + (engine.launch_ahead + 2) * 8 < 800
+
+
+@pytest.mark.parametrize("num_top", [0, 2])
+@pytest.mark.parametrize("prompt_length", [1, 2, 8, 9, 17, 24])
+def test_logprobs_of_a_prompt(start, prompt_length, num_top):
+    """Each token but the first gets one, whatever the chunks; other prompts go on beside it."""
+    runner = start(FakeEngine(script, chunk_length=8))
+    job = Job(prompt_length=prompt_length, prompt_logprobs=num_top)
+    others = [Job(prompt_length=11, key=i) for i in (1, 2)]
+    runner.submit(others[0].request, job.request, others[1].request)
+    assert job.wait().token_ids == job.expected(10)
+    assert [other.wait().token_ids for other in others] == [other.expected(10) for other in others]
+    first, *scores = job.request.prompt_logprobs
+    assert first is None
+    assert [score.token_id for score in scores] == job.prompt[1:]
+    assert [score.logprob for score in scores] == [-float(token) for token in job.prompt[1:]]
+    assert {len(score.top) for score in scores} <= {num_top}
+    assert job.progress[-1] == (prompt_length, prompt_length)
+
+
+def test_logprobs_of_a_prompt_survive_preemption(start):
+    engine = FakeEngine(script, num_pages=12)
+    runner = start(engine)
+    jobs = [Job(prompt_length=6, max_tokens=30, key=i, prompt_logprobs=0) for i in range(4)]
+    runner.submit(*(job.request for job in jobs))
+    for job in jobs:
+        assert job.wait().token_ids == job.expected(30)
+        assert [score.token_id for score in job.request.prompt_logprobs[1:]] == job.prompt[1:]
+    assert runner.load().preemptions > 0
+
+
+def test_load(start):
+    engine = FakeEngine(script, step_seconds=0.001, max_num_seqs=1)
+    runner = start(engine)
+    assert runner.load() == EngineLoad(0, 0, 0.0, 0)
+    jobs = [Job(max_tokens=200), Job(max_tokens=5, key=1)]
+    runner.submit(*(job.request for job in jobs))
+    for _ in range(20):
+        jobs[0].wait_for_chunk()
+    load = runner.load()
+    assert (load.running, load.waiting) == (1, 1)
+    assert 0 < load.kv_cache_usage < 0.5
+    for job in jobs:
+        job.wait()
+    runner.call(lambda e: None)  # a turn after the last
+    assert runner.load().kv_cache_usage == 0
 
 
 def test_preemption_changes_no_text(start):

@@ -1,0 +1,63 @@
+"""The flags that every program with an engine has: model, engine and speculation."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from cpmcu.config import EngineConfig, SpeculativeConfig
+from cpmcu.flags import add_flags, from_flags
+
+_SPARSE = "sparse attention"
+_LATER = {  # CPM.cu's flags for what is not built yet
+    "--sink-window-size": _SPARSE,
+    "--block-window-size": _SPARSE,
+    "--sparse-topk-k": _SPARSE,
+    "--sparse-switch": _SPARSE,
+    "--use-compress-lse": _SPARSE,
+}
+
+
+class _NotYet(argparse.Action):
+    """A flag of a feature that this version does not have."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
+        flag = self.option_strings[0]
+        parser.error(f"{flag} needs {_LATER[flag]}, which this version of cpmcu does not have yet")
+
+
+class _ModelType(argparse.Action):
+    """Accepts auto: config.json says what a model is."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
+        if values != "auto":
+            parser.error(
+                f"--model-type {values} cannot be forced: only auto, which reads config.json"
+            )
+
+
+def add_engine_flags(
+    parser: argparse.ArgumentParser, defaults: Mapping[str, Any] | None = None
+) -> None:
+    """Adds the flags of EngineConfig and SpeculativeConfig; `defaults` as `add_flags` has them."""
+    add_flags(parser, EngineConfig, "model and engine", defaults)
+    add_flags(parser, SpeculativeConfig, "speculative decoding")
+    for flag in _LATER:
+        parser.add_argument(flag, nargs="?", action=_NotYet, help=argparse.SUPPRESS)
+    parser.add_argument("--model-type", action=_ModelType, help=argparse.SUPPRESS)
+
+
+def engine_config(parsed: argparse.Namespace) -> EngineConfig:
+    """The engine's configuration. Raises ValueError for a value that cannot be."""
+    return from_flags(EngineConfig, parsed, speculative_config=_speculation(parsed))
+
+
+def _speculation(parsed: argparse.Namespace) -> SpeculativeConfig:
+    """--speculative-config and the flags of its fields, together. Raises ValueError."""
+    if parsed.speculative_config is None:
+        return from_flags(SpeculativeConfig, parsed)
+    names = [field.name for field in dataclasses.fields(SpeculativeConfig)]
+    given = {name: getattr(parsed, name) for name in names if getattr(parsed, name) is not None}
+    return SpeculativeConfig.from_json(parsed.speculative_config, **given)

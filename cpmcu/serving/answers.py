@@ -1,0 +1,128 @@
+"""From a choice's text to the parts of an answer: reasoning, content and tool calls."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from cpmcu.outputs import CompletionOutput
+from cpmcu.serving.reasoning import ReasoningSplitter
+from cpmcu.serving.tools import ToolCall
+from cpmcu.spec_metrics import SpecDecodeMetrics
+
+LOWEST = -9999.0  # a log-probability of zero: JSON has no minus infinity
+
+
+class CallParser(Protocol):
+    """Takes tool calls out of a stream of text."""
+
+    num_calls: int
+
+    def push(self, text: str, *, final: bool = False) -> tuple[str, list[ToolCall]]:
+        """(content, calls) that `text` completes."""
+
+
+class ForcedCalls:
+    """Text that a grammar forced to be calls: of one function its arguments, else a JSON list."""
+
+    def __init__(self, function: str | None) -> None:
+        self._function = function
+        self._text = ""
+        self.num_calls = 0
+
+    def push(self, text: str, *, final: bool = False) -> tuple[str, list[ToolCall]]:
+        """The calls, once the text is complete; what is no call (it was cut off) is content."""
+        self._text += text
+        if not final:
+            return "", []
+        if self._function is not None:
+            calls = [ToolCall(self._function, self._text)]
+        else:
+            try:
+                calls = [
+                    ToolCall(call["name"], json.dumps(call["parameters"], ensure_ascii=False))
+                    for call in json.loads(self._text)
+                ]
+            except (ValueError, TypeError, KeyError):
+                return self._text, []
+        self.num_calls = len(calls)
+        return "", calls
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Part:
+    """What a piece of text adds to an answer."""
+
+    reasoning: str
+    content: str
+    calls: Sequence[ToolCall]
+
+    def __bool__(self) -> bool:
+        return bool(self.reasoning or self.content or self.calls)
+
+
+class AnswerParser:
+    """Divides one choice's text, in pieces of any size."""
+
+    def __init__(
+        self,
+        splitter: ReasoningSplitter | None,
+        calls: CallParser | None,
+        *,
+        only_one_call: bool = False,
+    ) -> None:
+        self._splitter = splitter
+        self._calls = calls
+        self._only_one = only_one_call
+
+    def push(self, text: str, *, final: bool = False) -> Part:
+        """What `text` adds; `final` gives out what was held back."""
+        thought, content = "", text
+        if self._splitter is not None:
+            thought, content = self._splitter.push(text, final=final)
+        if self._calls is None:
+            return Part(thought, content, ())
+        before = self._calls.num_calls
+        content, calls = self._calls.push(content, final=final)
+        if self._only_one:
+            calls = calls[: max(0, 1 - before)]
+        return Part(thought, content, calls)
+
+    @property
+    def has_calls(self) -> bool:
+        """Was there a tool call so far?"""
+        return self._calls is not None and self._calls.num_calls > 0
+
+
+def metrics_of(outputs: Sequence[CompletionOutput]) -> dict[str, Any]:
+    """`metrics` of a response: acceptance over all choices, and the first one's timings."""
+    timings = outputs[0].timings
+    found: dict[str, Any] = {
+        # llama.cpp's names.
+        "timings": {
+            "queue_ms": 1e3 * timings.queue_s,
+            "prompt_n": timings.prompt_tokens,
+            "prompt_ms": 1e3 * timings.prefill_s,
+            "prompt_per_second": timings.prompt_tokens_per_s,
+            "predicted_n": timings.output_tokens,
+            "predicted_ms": 1e3 * timings.decode_s,
+            "predicted_per_second": timings.decode_tokens_per_s,
+        }
+    }
+    specs = [output.spec_decode_metrics for output in outputs]
+    counted = [spec for spec in specs if spec is not None]
+    if counted:
+        spec = _sum(counted)
+        found["speculative_decoding"] = spec.to_dict()
+        found["speculate_metrics"] = spec.to_fastdeploy()
+        found["timings"]["draft_n"] = spec.num_draft_tokens
+        found["timings"]["draft_n_accepted"] = spec.num_accepted_draft_tokens
+    return found
+
+
+def _sum(specs: Sequence[SpecDecodeMetrics]) -> SpecDecodeMetrics:
+    histogram = tuple(map(sum, zip(*(spec.acceptance_histogram for spec in specs))))
+    steps = specs[0].per_step_accepted if len(specs) == 1 else None
+    return SpecDecodeMetrics(specs[0].num_spec_tokens, histogram, steps)

@@ -1,0 +1,70 @@
+"""The ASGI application: routes found by scanning, errors, limits, keys, logs."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from starlette.middleware.cors import CORSMiddleware
+
+import cpmcu
+from cpmcu.serving import routes
+from cpmcu.serving.auth import Authentication
+from cpmcu.serving.errors import add_handlers
+from cpmcu.serving.limits import BodyLimit
+from cpmcu.serving.logs import RequestLog
+from cpmcu.serving.protocol.base import ERRORS
+from cpmcu.serving.service import Service
+
+_ERROR = "#/components/schemas/ErrorResponse"
+
+
+def create_app(service: Service) -> FastAPI:
+    """The application around a service, which may still be loading.
+
+    Raises what ServerConfig.keys does.
+    """
+    config = service.config
+    app = FastAPI(title="cpmcu", version=cpmcu.__version__, docs_url="/docs", redoc_url=None)
+    app.state.service = service
+    public: set[str] = set()
+    for module in routes.modules():
+        app.include_router(module.router)
+        public.update(getattr(module, "PUBLIC", ()))
+    add_handlers(app)
+    keys = config.keys()
+    # The last one added is the first that a request meets.
+    app.add_middleware(BodyLimit, max_bytes=config.max_body_mib << 20)
+    app.add_middleware(Authentication, keys=keys, public=public)
+    if config.cors_origin:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(config.cors_origin),
+            allow_methods=["GET", "POST"],
+            allow_headers=["Authorization", "Content-Type", "X-Request-Id"],
+            expose_headers=["X-Request-Id"],
+        )
+    app.add_middleware(RequestLog)
+    app.openapi = lambda: _openapi(app, public if keys else None)  # type: ignore[method-assign]
+    return app
+
+
+def _openapi(app: FastAPI, public: Collection[str] | None) -> dict[str, Any]:
+    """The schema, without the 422 that is never sent here, and with keys (`public` needs none)."""
+    if app.openapi_schema is None:
+        schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
+        bearer = {"bearer": {"type": "http", "scheme": "bearer"}}
+        schema["components"]["securitySchemes"] = bearer
+        for path, operations in schema["paths"].items():
+            for operation in operations.values():
+                operation["responses"].pop("422", None)
+                if public is not None and path not in public:
+                    operation["security"] = [{"bearer": []}]
+                    operation["responses"]["401"] = {
+                        "description": ERRORS[401]["description"],
+                        "content": {"application/json": {"schema": {"$ref": _ERROR}}},
+                    }
+        app.openapi_schema = schema
+    return app.openapi_schema

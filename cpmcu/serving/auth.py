@@ -1,0 +1,41 @@
+"""API keys: `Authorization: Bearer KEY`, compared in constant time."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Collection
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from cpmcu.serving.errors import ApiError
+
+
+class Authentication:
+    """ASGI middleware that answers 401 unless a known key comes, except on `public` paths."""
+
+    def __init__(self, app: ASGIApp, keys: Collection[str], public: Collection[str]) -> None:
+        self._app = app
+        self._keys = [key.encode("ascii") for key in keys]
+        self._public = frozenset(public)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Passes the request on, or refuses it before its body is read."""
+        # A preflight request of a browser carries no key.
+        free = scope["type"] != "http" or scope["method"] == "OPTIONS"
+        if free or not self._keys or scope["path"] in self._public or self._known(scope):
+            await self._app(scope, receive, send)
+            return
+        error = ApiError(
+            401,
+            "A valid API key is needed: Authorization: Bearer KEY.",
+            code="invalid_api_key",
+            headers={"WWW-Authenticate": "Bearer"},
+        )
+        await error.response()(scope, receive, send)
+
+    def _known(self, scope: Scope) -> bool:
+        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        scheme, _, key = given.partition(b" ")
+        # All are compared, so that the time does not tell which one nearly fits.
+        matches = [hmac.compare_digest(key.strip(), known) for known in self._keys]
+        return scheme.lower() == b"bearer" and any(matches)

@@ -1,0 +1,107 @@
+"""Errors as OpenAI's clients expect them: {"error": {message, type, param, code}}."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "invalid_request_error",
+    405: "invalid_request_error",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+}
+
+
+class ApiError(Exception):
+    """A request that gets an error: HTTP status, a sentence, and what it is about."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: int | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+        if retry_after is not None:
+            self.headers["Retry-After"] = str(retry_after)
+
+    def body(self) -> dict[str, Any]:
+        """The JSON object."""
+        return error_body(self.status, str(self), param=self.param, code=self.code)
+
+    def response(self) -> JSONResponse:
+        """The HTTP response."""
+        return JSONResponse(self.body(), self.status, self.headers)
+
+
+def error_body(
+    status: int, message: str, *, param: str | None = None, code: str | None = None
+) -> dict[str, Any]:
+    """An error as a JSON object."""
+    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def internal_error() -> ApiError:
+    """What a client learns of an error that is not its own: nothing but that there was one."""
+    return ApiError(500, "The server failed to answer this request; its log says why.")
+
+
+def refused(param: str, message: str) -> ApiError:
+    """A 400 about one field."""
+    return ApiError(400, message, param=param, code="unsupported_value")
+
+
+def add_handlers(app: FastAPI) -> None:
+    """Makes `app` answer every error in OpenAI's shape."""
+
+    @app.exception_handler(ApiError)
+    async def api_error(request: Request, error: ApiError) -> JSONResponse:
+        return error.response()
+
+    @app.exception_handler(RequestValidationError)
+    async def validation_error(request: Request, error: RequestValidationError) -> JSONResponse:
+        return _from_validation(error).response()
+
+    @app.exception_handler(HTTPException)
+    async def http_error(request: Request, error: HTTPException) -> JSONResponse:
+        if error.status_code == 404:
+            message = f"There is no {request.url.path!r} here."
+        elif error.status_code == 405:
+            message = f"{request.url.path} does not take {request.method}."
+        else:
+            message = str(error.detail)
+        return ApiError(error.status_code, message, headers=error.headers).response()
+
+
+def _from_validation(error: RequestValidationError) -> ApiError:
+    """The first complaint about a body, as one sentence that names the field."""
+    first = error.errors()[0]
+    if first["type"] == "json_invalid":
+        return ApiError(400, "The request body is not valid JSON.", code="invalid_json")
+    path = [part for part in first["loc"] if part not in ("body", "query", "path")]
+    param = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in path).lstrip(".")
+    message = str(first["msg"]).removeprefix("Value error, ")
+    if not param:
+        message = (
+            f"The request body must be a JSON object (Content-Type: application/json): {message}."
+        )
+        return ApiError(400, message, code="invalid_body")
+    return ApiError(400, f"{param}: {message}.", param=param, code="invalid_value")

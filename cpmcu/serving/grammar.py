@@ -1,0 +1,102 @@
+"""Structured output: from OpenAI's and vLLM's request fields to the engine's grammars."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from cpmcu.grammar import Grammar
+from cpmcu.serving.errors import ApiError
+
+if TYPE_CHECKING:
+    from cpmcu.serving.protocol.base import ResponseFormat
+
+# The last part of vLLM's request fields: guided_json, structured_outputs.json.
+KINDS: dict[str, Callable[[Any], Grammar]] = {
+    "json": Grammar.json_schema,
+    "regex": Grammar.regex,
+    "choice": Grammar.choice,
+    "grammar": Grammar.lark,
+}
+
+
+def available() -> bool:
+    """Is the library that follows grammars installed?"""
+    return importlib.util.find_spec("llguidance") is not None
+
+
+def make(param: str, function: Callable[..., Grammar], *source: Any) -> Grammar:
+    """`function(*source)`, asked for by the request field `param`.
+
+    Raises ApiError (400) for a source that is wrong, or if the extra is not installed.
+    """
+    if not available():
+        raise ApiError(
+            400,
+            f"{param} needs structured output, which is not installed on this server: "
+            "pip install 'cpmcu[grammar]'.",
+            param=param,
+            code="missing_extra",
+        )
+    try:
+        return function(*source)
+    except ValueError as error:
+        raise ApiError(400, f"{param}: {error}.", param=param, code="invalid_value") from error
+
+
+def from_response_format(value: ResponseFormat | None) -> Grammar | None:
+    """The grammar of OpenAI's `response_format`. Raises ApiError (400)."""
+    param = "response_format"
+    if value is None or value.type == "text":
+        return None
+    if value.type == "json_object":
+        return make(param, Grammar.json_object)
+    schema = None if value.json_schema is None else value.json_schema.schema_
+    if schema is None:
+        raise ApiError(
+            400,
+            "response_format: type json_schema needs json_schema.schema.",
+            param=f"{param}.json_schema",
+            code="invalid_value",
+        )
+    return make(param, Grammar.json_schema, schema)
+
+
+def from_guided(fields: dict[str, Any]) -> Grammar | None:
+    """The grammar of vLLM's fields, name -> source. Raises ApiError (400)."""
+    given = {name: value for name, value in fields.items() if value is not None}
+    if len(given) > 1:
+        raise ApiError(
+            400,
+            f"{' and '.join(given)} exclude each other: give one.",
+            param=list(given)[1],
+            code="invalid_value",
+        )
+    for name, value in given.items():
+        return make(name, KINDS[re.split("[_.]", name)[-1]], value)
+    return None
+
+
+def of_arguments(parameters: dict[str, Any]) -> Grammar:
+    """The arguments of a call, without white space, which weak models lose themselves in."""
+    schema = {"x-guidance": {"whitespace_flexible": False}, **parameters}
+    return make("tool_choice", Grammar.json_schema, schema)
+
+
+def of_calls(tools: dict[str, dict[str, Any]], *, several: bool) -> Grammar:
+    """A JSON list of calls to at least one of these tools (name -> schema of its parameters)."""
+    calls = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": name}, "parameters": parameters},
+            "required": ["name", "parameters"],
+            "additionalProperties": False,
+        }
+        for name, parameters in tools.items()
+    ]
+    schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
+    if not several:
+        schema["maxItems"] = 1
+    return of_arguments(schema)

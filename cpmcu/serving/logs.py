@@ -1,0 +1,116 @@
+"""Log lines with request ids, and one line for each request."""
+
+from __future__ import annotations
+
+import contextvars
+import json
+import logging
+import re
+import time
+import uuid
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from cpmcu.serving.errors import internal_error
+
+logger = logging.getLogger(__name__)
+
+request_id: contextvars.ContextVar[str] = contextvars.ContextVar("request_id", default="-")
+
+_SANE_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+class _WithRequestId(logging.Filter):
+    def filter(self, record: logging.LogRecord) -> bool:
+        if not hasattr(record, "request_id"):
+            record.request_id = request_id.get()
+        return True
+
+
+class _JsonFormatter(logging.Formatter):
+    """One JSON object a line; `extra={"fields": {...}}` adds members."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {
+            "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S") + f".{int(record.msecs):03d}",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "request_id": getattr(record, "request_id", "-"),
+            "message": record.getMessage(),
+            **getattr(record, "fields", {}),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False, default=str)
+
+
+def configure(log_format: str, level: str) -> None:
+    """Sends everything that is logged to stderr, in one format."""
+    handler = logging.StreamHandler()
+    handler.addFilter(_WithRequestId())
+    text = "%(asctime)s %(levelname)-7s %(request_id)s %(name)s: %(message)s"
+    handler.setFormatter(_JsonFormatter() if log_format == "json" else logging.Formatter(text))
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(level.upper())
+    logging.getLogger("asyncio").setLevel(logging.WARNING)
+
+
+class RequestLog:
+    """ASGI middleware: gives each request an id, logs how it ended, and hides exceptions.
+
+    The id is the client's `x-request-id` if it is printable, else a new one; it goes back in the
+    response's header. An exception that nobody caught is logged and answered with a 500 that says
+    nothing about it.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Passes the request on."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = next((v for name, v in scope["headers"] if name == b"x-request-id"), b"")
+        text = given.decode("latin-1")
+        name = text if _SANE_ID.fullmatch(text) else uuid.uuid4().hex
+        token = request_id.set(name)
+        start = time.perf_counter()
+        status = 0
+
+        async def with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                headers = [*message.get("headers", []), (b"x-request-id", name.encode("ascii"))]
+                message = {**message, "headers": headers}
+            await send(message)
+
+        try:
+            await self._app(scope, receive, with_id)
+        except Exception:
+            logger.exception("the request failed")
+            if not status:
+                await internal_error().response()(scope, receive, with_id)
+        finally:
+            self._line(scope, status, time.perf_counter() - start)
+            request_id.reset(token)
+
+    def _line(self, scope: Scope, status: int, seconds: float) -> None:
+        quiet = scope["path"] in ("/health", "/metrics") and status == 200
+        fields = {
+            "method": scope["method"],
+            # As it came, percent signs and all: no line break can hide in it.
+            "path": scope.get("raw_path", b"").decode("latin-1") or scope["path"],
+            "status": status,
+            "ms": round(1e3 * seconds, 1),
+            "client": (scope.get("client") or ("-",))[0],
+        }
+        logger.log(
+            logging.DEBUG if quiet else logging.INFO,
+            "%s %s %d %.1f ms from %s",
+            *fields.values(),
+            extra={"fields": fields},
+        )

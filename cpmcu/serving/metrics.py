@@ -1,0 +1,159 @@
+"""Prometheus metrics, with vLLM's names, so that its dashboards and benchmarks work here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from cpmcu.engine.runner import EngineLoad
+from cpmcu.outputs import CompletionOutput
+from cpmcu.sampling import SamplingParams
+
+_LABELS = ("model_name", "engine")
+_TTFT = "1e-3 5e-3 .01 .02 .04 .06 .08 .1 .25 .5 .75 1 2.5 5 7.5 10 20 40 80 160 640 2560"
+_ITL = "5e-4 1e-3 2.5e-3 5e-3 .01 .025 .05 .075 .1 .15 .2 .3 .4 .5 .75 1 2.5 5 7.5 10 20 40 80"
+_LATENCY = ".05 .1 .3 .5 .8 1 1.5 2 2.5 5 10 15 20 30 40 50 60 120 240 480 960 1920 7680"
+_TOKENS = "1 2 5 10 20 50 100 200 500 1e3 2e3 5e3 1e4 2e4 5e4 1e5 2e5 5e5"
+_CHOICES = "1 2 5 10 20 50 100"
+
+# Key, name without prefix, help, upper edges of the buckets.
+_HISTOGRAMS = (
+    ("ttft", "time_to_first_token_seconds", "Arrival to first token.", _TTFT),
+    ("itl", "inter_token_latency_seconds", "Between two steps that gave tokens.", _ITL),
+    ("tpot", "request_time_per_output_token_seconds", "Mean per token after the first.", _ITL),
+    ("e2e", "e2e_request_latency_seconds", "Arrival to last token.", _LATENCY),
+    ("queue", "request_queue_time_seconds", "Waiting for a slot.", _LATENCY),
+    ("prefill", "request_prefill_time_seconds", "Slot to first token.", _LATENCY),
+    ("decode", "request_decode_time_seconds", "First to last token.", _LATENCY),
+    ("inference", "request_inference_time_seconds", "Slot to last token.", _LATENCY),
+    ("prompt", "request_prompt_tokens", "Prompt tokens of a request.", _TOKENS),
+    ("generation", "request_generation_tokens", "Generated tokens of an output.", _TOKENS),
+    ("max_tokens", "request_params_max_tokens", "max_tokens of a request.", _TOKENS),
+    ("n", "request_params_n", "n of a request.", _CHOICES),
+)
+_COUNTERS = (
+    ("prompt_tokens", "prompt_tokens", "Prompt tokens read."),
+    ("generation_tokens", "generation_tokens", "Tokens generated."),
+    ("drafts", "spec_decode_num_drafts", "Steps that verified a draft."),
+    ("draft_tokens", "spec_decode_num_draft_tokens", "Drafted tokens."),
+    ("accepted_tokens", "spec_decode_num_accepted_tokens", "Accepted drafted tokens."),
+)
+
+
+class Metrics:
+    """The counters of one server. Not thread-safe: the event loop's thread uses it."""
+
+    def __init__(self, model_name: str, load: Callable[[], EngineLoad | None]) -> None:
+        self._registry = CollectorRegistry()
+        labels = {"model_name": model_name, "engine": "0"}
+        self._histograms = {
+            key: Histogram(
+                f"vllm:{name}",
+                text,
+                _LABELS,
+                buckets=[float(edge) for edge in buckets.split()],
+                registry=self._registry,
+            ).labels(**labels)
+            for key, name, text, buckets in _HISTOGRAMS
+        }
+        self._counters = {
+            key: Counter(f"vllm:{name}", text, _LABELS, registry=self._registry).labels(**labels)
+            for key, name, text in _COUNTERS
+        }
+        self._positions = Counter(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Accepted drafted tokens, by their position in the draft.",
+            (*_LABELS, "position"),
+            registry=self._registry,
+        )
+        self._finished = Counter(
+            "vllm:request_success",
+            "Outputs that ended, by reason.",
+            (*_LABELS, "finished_reason"),
+            registry=self._registry,
+        )
+        self._rejections = Counter(
+            "vllm:admission_rejections", "Requests refused.", _LABELS, registry=self._registry
+        ).labels(**labels)
+        self._labels = labels
+        for reason in ("stop", "length", "abort"):
+            self._finished.labels(**labels, finished_reason=reason)
+        self._registry.register(_Gauges(labels, load))
+
+    def render(self) -> bytes:
+        """The text that Prometheus reads."""
+        return generate_latest(self._registry)
+
+    def started(self, prompt_tokens: int, params: SamplingParams) -> None:
+        """A request was queued."""
+        self._histograms["prompt"].observe(prompt_tokens)
+        self._histograms["n"].observe(params.n)
+        if params.max_tokens is not None:
+            self._histograms["max_tokens"].observe(params.max_tokens)
+
+    def rejected(self) -> None:
+        """A request was refused because the queue is full."""
+        self._rejections.inc()
+
+    def tokens(self, count: int, seconds: float | None) -> None:
+        """An output got tokens, so long after its tokens before (None: they are its first)."""
+        self._counters["generation_tokens"].inc(count)
+        if seconds is not None:
+            self._histograms["itl"].observe(seconds)
+
+    def finished(self, output: CompletionOutput) -> None:
+        """An output ended."""
+        timings = output.timings
+        self._finished.labels(**self._labels, finished_reason=output.finish_reason).inc()
+        observe = self._histograms
+        observe["generation"].observe(timings.output_tokens)
+        if timings.output_tokens:
+            if output.index == 0:
+                self._counters["prompt_tokens"].inc(timings.prompt_tokens)
+            observe["ttft"].observe(timings.time_to_first_token_s)
+            observe["e2e"].observe(timings.time_to_first_token_s + timings.decode_s)
+            observe["queue"].observe(timings.queue_s)
+            observe["prefill"].observe(timings.prefill_s)
+            observe["decode"].observe(timings.decode_s)
+            observe["inference"].observe(timings.prefill_s + timings.decode_s)
+        if timings.output_tokens > 1:
+            observe["tpot"].observe(timings.decode_s / (timings.output_tokens - 1))
+        spec = output.spec_decode_metrics
+        if spec is None:
+            return
+        self._counters["drafts"].inc(spec.num_spec_steps)
+        self._counters["draft_tokens"].inc(spec.num_draft_tokens)
+        self._counters["accepted_tokens"].inc(spec.num_accepted_draft_tokens)
+        for position in range(spec.num_spec_tokens):
+            accepted = sum(spec.acceptance_histogram[position + 1 :])
+            self._positions.labels(**self._labels, position=str(position)).inc(accepted)
+
+
+class _Gauges(Collector):
+    """What is asked of the engine when Prometheus asks."""
+
+    def __init__(self, labels: dict[str, str], load: Callable[[], EngineLoad | None]) -> None:
+        self._labels = labels
+        self._load = load
+
+    def collect(self) -> Iterator[Any]:
+        """The metrics."""
+        load = self._load() or EngineLoad(0, 0, 0.0, 0)
+        gauges = (
+            ("num_requests_running", "Outputs that have a slot.", load.running),
+            ("num_requests_waiting", "Outputs that wait for a slot.", load.waiting),
+            ("kv_cache_usage_perc", "Share of the KV pages taken, 0 to 1.", load.kv_cache_usage),
+        )
+        for name, text, value in gauges:
+            gauge = GaugeMetricFamily(f"vllm:{name}", text, labels=list(self._labels))
+            gauge.add_metric(list(self._labels.values()), value)
+            yield gauge
+        preemptions = CounterMetricFamily(
+            "vllm:num_preemptions", "Outputs that lost their pages.", labels=list(self._labels)
+        )
+        preemptions.add_metric(list(self._labels.values()), load.preemptions)
+        yield preemptions

@@ -1,0 +1,1 @@
+"""Requests and responses of the HTTP interface, as pydantic models; pydantic is used only here."""

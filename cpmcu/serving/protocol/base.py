@@ -1,0 +1,309 @@
+"""What requests share: strict types, the sampling fields, and what is done with other fields."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from cpmcu.grammar import Grammar
+from cpmcu.sampling import SEED_LIMIT
+from cpmcu.serving import grammar
+from cpmcu.serving.errors import ApiError, refused
+
+logger = logging.getLogger(__name__)
+
+MAX_CHOICES = 128
+MAX_LOGPROBS = 20
+MAX_STOPS = 64
+MAX_STOP_LENGTH = 1024
+MAX_BIASES = 4096
+
+# Fields that would change the output and are not supported -> values at which they do nothing.
+REFUSED: dict[str, tuple[Any, ...]] = {
+    "allowed_token_ids": ([],),
+    "audio": (),
+    "bad_words": ([],),
+    "beam_width": (1,),
+    "chat_template": (),
+    "documents": ([],),
+    "dry_multiplier": (0, 0.0),
+    "dynatemp_range": (0, 0.0),
+    "ebnf": (),
+    "enable_thinking": (),
+    "early_stopping": (False,),
+    "function_call": (),
+    "functions": ([],),
+    "grammar": ("",),
+    "guided_whitespace_pattern": (),
+    "include_stop_str_in_output": (False,),
+    "json_schema": (),
+    "length_penalty": (1, 1.0),
+    "logits_processors": ([],),
+    "max_tool_calls": (),
+    "media_io_kwargs": ({},),
+    "min_new_tokens": (0,),
+    "min_tokens": (0,),
+    "mirostat": (0,),
+    "mm_processor_kwargs": ({},),
+    "modalities": (["text"],),
+    "n_predict": (),
+    "prefix": ("",),
+    "priority": (0,),
+    "prompt_logprobs": (),
+    "regex": (),
+    "repeat_penalty": (1, 1.0),
+    "return_tokens_as_token_ids": (False,),
+    "whitespace_pattern": (),
+    "spaces_between_special_tokens": (True,),
+    "stop_regex": ([],),
+    "suffix": ("",),
+    "thinking": (),
+    "thinking_budget": (),
+    "thinking_token_budget": (),
+    "top_a": (0, 0.0),
+    "top_n_sigma": (-1, -1.0, 0, 0.0),
+    "truncate_prompt_tokens": (),
+    "typical_p": (1, 1.0),
+    "use_beam_search": (False,),
+    "verbosity": (),
+    "vllm_xargs": ({},),
+    "web_search_options": (),
+    "xtc_probability": (0, 0.0),
+}
+# Fields that cannot change the output here: nothing is said about them.
+IGNORED = {
+    "cache_prompt",
+    "cache_salt",
+    "metadata",
+    "prediction",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "request_id",
+    "safety_identifier",
+    "service_tier",
+    "store",
+    "user",
+}
+
+_logged: set[str] = set()
+
+
+class ApiModel(BaseModel):
+    """Strict types: no number from a text, no text from a number."""
+
+    model_config = ConfigDict(strict=True, protected_namespaces=())
+
+
+class RequestModel(ApiModel):
+    """A request; fields beyond the declared ones are kept for `check_extra`."""
+
+    model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
+
+    def check_extra(self) -> None:
+        """Logs unknown fields once. Raises ApiError (400) for one that would change the output."""
+        for name, value in (self.model_extra or {}).items():
+            if name in IGNORED or value is None:
+                continue
+            if name in REFUSED:
+                # bool is int in Python, but true is not 1 in JSON.
+                neutral = any(
+                    value == each and isinstance(value, bool) == isinstance(each, bool)
+                    for each in REFUSED[name]
+                )
+                if not neutral:
+                    raise refused(name, f"{name} is not supported by this server.")
+            elif name not in _logged and len(_logged) < 1000:
+                _logged.add(name)
+                logger.warning("requests have a field %.64r, which is unknown and ignored", name)
+
+
+class StreamOptions(RequestModel):
+    """Options of a streamed response."""
+
+    include_usage: bool = Field(False, description="End the stream with a chunk that has the usage")
+    continuous_usage_stats: bool = Field(False, description="Usage so far in every chunk")
+
+
+class JsonSchema(RequestModel):
+    """A named schema."""
+
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(RequestModel):
+    """What the answer has to look like."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(RequestModel):
+    """What the answer has to look like, as vLLM has it."""
+
+    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+    def fields(self) -> dict[str, Any]:
+        """Kind of the grammar -> its source, None where there is none."""
+        found: dict[str, Any] = {"json": self.json_, "regex": self.regex}
+        found |= {"choice": self.choice, "grammar": self.grammar}
+        return found | ({"json": {"type": "object"}} if self.json_object else {})
+
+
+class GenerationRequest(RequestModel):
+    """The fields that chat and text completions share."""
+
+    model: str | None = Field(None, description="One of /v1/models; may be left out")
+    temperature: float | None = Field(
+        None, ge=0, description="0 is greedy; default: generation_config.json's, else 0"
+    )
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1, description="0 or -1: all tokens")
+    min_p: float | None = Field(None, ge=0, le=1)
+    seed: int | None = Field(None, ge=-(1 << 63), lt=SEED_LIMIT, description="64 bits")
+    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
+    best_of: int | None = Field(None, ge=1, description="Only the value of n")
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    repetition_penalty: float | None = Field(None, gt=0)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    logit_bias: dict[str, float] | None = Field(None, description="Token id -> bias")
+    skip_special_tokens: bool = True
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    return_metrics: bool | None = Field(
+        None, description="Add `metrics`: acceptance of drafts, and timings"
+    )
+    return_progress: bool = Field(
+        False, description="Streamed: add chunks with `prompt_progress` while the prompt is read"
+    )
+    return_token_ids: bool = Field(False, description="Add token ids to the choices")
+
+    @property
+    def num_choices(self) -> int:
+        """Outputs for each prompt."""
+        return self.n or 1
+
+    @property
+    def include_usage(self) -> bool:
+        """Shall a stream end with the usage?"""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def _grammar(self) -> Grammar | None:
+        sources = {f"guided_{kind}": getattr(self, f"guided_{kind}") for kind in grammar.KINDS}
+        if self.structured_outputs is not None:
+            self.structured_outputs.check_extra()
+            named = self.structured_outputs.fields().items()
+            sources |= {f"structured_outputs.{kind}": source for kind, source in named}
+        guided = grammar.from_guided(sources)
+        formatted = grammar.from_response_format(self.response_format)
+        if guided and formatted:
+            raise refused("response_format", "response_format and guided_* exclude each other.")
+        return guided or formatted
+
+    def sampling_fields(self) -> dict[str, Any]:
+        """Arguments of SamplingParams, but for the number of tokens and the logprobs.
+
+        Raises ApiError (400) for what the model's types cannot tell.
+        """
+        if self.best_of not in (None, self.num_choices):
+            raise refused("best_of", "best_of is not supported, unless it equals n.")
+        return {
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": None if self.top_k is None else max(self.top_k, 0),
+            "min_p": self.min_p,
+            "seed": None if self.seed is None else self.seed % SEED_LIMIT,
+            "n": self.num_choices,
+            "stop": self._stops(),
+            "stop_token_ids": tuple(self.stop_token_ids or ()),
+            "ignore_eos": self.ignore_eos,
+            "repetition_penalty": self.repetition_penalty,
+            "presence_penalty": self.presence_penalty or 0.0,
+            "frequency_penalty": self.frequency_penalty or 0.0,
+            "logit_bias": self._bias(),
+            "skip_special_tokens": self.skip_special_tokens,
+            "grammar": self._grammar(),
+        }
+
+    def _stops(self) -> tuple[str, ...]:
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        if len(stops) > MAX_STOPS or any(len(stop) > MAX_STOP_LENGTH for stop in stops):
+            raise ApiError(
+                400,
+                f"stop may hold at most {MAX_STOPS} texts of at most {MAX_STOP_LENGTH} characters.",
+                param="stop",
+                code="invalid_value",
+            )
+        return tuple(stop for stop in stops if stop)
+
+    def _bias(self) -> dict[int, float] | None:
+        if not self.logit_bias:
+            return None
+        if len(self.logit_bias) > MAX_BIASES or not all(
+            key.isascii() and key.isdigit() and len(key) < 10 for key in self.logit_bias
+        ):
+            raise ApiError(
+                400,
+                f"logit_bias must map at most {MAX_BIASES} token ids to numbers.",
+                param="logit_bias",
+                code="invalid_value",
+            )
+        return {int(key): value for key, value in self.logit_bias.items()}
+
+
+class ErrorInfo(ApiModel):
+    """What went wrong."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorResponse(ApiModel):
+    """An error in OpenAI's shape."""
+
+    error: ErrorInfo
+
+
+class PromptTokensDetails(ApiModel):
+    """Prompt tokens that were not computed anew."""
+
+    cached_tokens: int = 0
+
+
+class UsageInfo(ApiModel):
+    """Token counts; the prompt counts once, whatever n."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails = PromptTokensDetails()
+
+
+ERRORS: dict[int | str, dict[str, Any]] = {
+    400: {"model": ErrorResponse, "description": "The request cannot be answered as it is"},
+    401: {"model": ErrorResponse, "description": "No valid API key"},
+    404: {"model": ErrorResponse, "description": "No such model"},
+    413: {"model": ErrorResponse, "description": "The body is too large"},
+    429: {"model": ErrorResponse, "description": "The queue is full: try again later"},
+    500: {"model": ErrorResponse, "description": "The server failed"},
+    503: {"model": ErrorResponse, "description": "The model is loading, or the server stops"},
+}

@@ -1,0 +1,231 @@
+"""/v1/chat/completions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from pydantic import Field
+
+from cpmcu.serving.errors import ApiError, refused
+from cpmcu.serving.protocol.base import (
+    MAX_LOGPROBS,
+    ApiModel,
+    GenerationRequest,
+    RequestModel,
+    UsageInfo,
+)
+
+
+class ContentPart(RequestModel):
+    """A part of a message. Only texts are understood."""
+
+    type: str
+    text: str | None = None
+
+
+class FunctionText(RequestModel):
+    """A called function; `arguments` is JSON."""
+
+    name: str
+    arguments: str = "{}"
+
+
+class ToolCallPart(RequestModel):
+    """A call in an assistant's message."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: FunctionText
+
+
+class ChatMessage(RequestModel):
+    """A message; further fields go to the chat template."""
+
+    role: str = Field(min_length=1, max_length=64)
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCallPart] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+    def texts(self) -> Sequence[str]:
+        """The texts of the message."""
+        parts = self.content if isinstance(self.content, list) else []
+        found = [self.content] if isinstance(self.content, str) else [part.text for part in parts]
+        found += [self.reasoning_content, self.reasoning]
+        found += [call.function.arguments for call in self.tool_calls or []]
+        return [text for text in found if text]
+
+    def to_template(self) -> dict[str, Any]:
+        """The message as chat templates know it: arguments of calls are objects, not texts."""
+        message = self.model_dump(exclude_none=True)
+        message.setdefault("content", "")
+        if self.reasoning is not None:
+            message.setdefault("reasoning_content", self.reasoning)
+        for call in message.get("tool_calls", []):
+            try:
+                call["function"]["arguments"] = json.loads(call["function"]["arguments"] or "{}")
+            except ValueError:
+                continue  # the template shows it as it is
+        return message
+
+
+class FunctionSpec(RequestModel):
+    """A function that the model may call."""
+
+    name: str = Field(min_length=1, max_length=64)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(RequestModel):
+    """A tool that the model may use."""
+
+    type: Literal["function"]
+    function: FunctionSpec
+
+
+class NamedFunction(RequestModel):
+    """The name of a function."""
+
+    name: str
+
+
+class NamedTool(RequestModel):
+    """The tool that must be called."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class ChatRequest(GenerationRequest):
+    """A conversation to answer."""
+
+    messages: list[ChatMessage] = Field(min_length=1)
+    max_tokens: int | None = Field(None, ge=1, description="Default: until the context is full")
+    max_completion_tokens: int | None = Field(None, ge=1, description="The same, and wins")
+    logprobs: bool | None = False
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    tools: list[Tool] | None = Field(None, max_length=512)
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = Field(
+        None, description="false: only the first call is given"
+    )
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="Variables for the chat template, such as enable_thinking"
+    )
+    reasoning_effort: str | None = Field(None, description="Given to the chat template")
+    add_generation_prompt: bool = True
+    continue_final_message: bool = Field(False, description="Go on with the last message")
+    add_special_tokens: bool = Field(False, description="Beyond those the chat template writes")
+    separate_reasoning: bool = Field(True, description="Split thinking from the answer")
+    include_reasoning: bool = Field(True, description="false: leave the thinking out")
+    echo: bool = Field(False, description="Not supported")
+
+    def check(self) -> None:
+        """Raises ApiError (400) for fields that do not go together."""
+        self.check_extra()
+        if self.echo:
+            raise refused("echo", "echo is not supported for chat completions.")
+        if self.top_logprobs and not self.logprobs:
+            raise ApiError(
+                400,
+                "top_logprobs needs logprobs: true.",
+                param="top_logprobs",
+                code="invalid_value",
+            )
+        if self.continue_final_message and self.messages[-1].role != "assistant":
+            raise ApiError(
+                400,
+                "continue_final_message needs a conversation that ends with an assistant message.",
+                param="continue_final_message",
+                code="invalid_value",
+            )
+        for i, message in enumerate(self.messages):
+            for part in message.content if isinstance(message.content, list) else []:
+                if part.type != "text" or part.text is None:
+                    raise refused(
+                        f"messages[{i}].content",
+                        f"messages[{i}].content has a {part.type[:64]!r} part: only text is known.",
+                    )
+        if isinstance(self.tool_choice, NamedTool):
+            names = [tool.function.name for tool in self.tools or []]
+            if self.tool_choice.function.name not in names:
+                raise ApiError(
+                    400,
+                    f"tool_choice names {self.tool_choice.function.name!r}, which is not in tools.",
+                    param="tool_choice",
+                    code="invalid_value",
+                )
+        if self.tool_choice == "required" and not self.tools:
+            raise ApiError(
+                400, "tool_choice required needs tools.", param="tool_choice", code="invalid_value"
+            )
+
+    @property
+    def token_limit(self) -> int | None:
+        """Most tokens of an answer."""
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def tools_wanted(self) -> list[Tool]:
+        """The tools that the model hears of."""
+        return [] if self.tool_choice == "none" else self.tools or []
+
+
+class TopLogprob(ApiModel):
+    """A token that could have been."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None = None
+
+
+class TokenLogprob(TopLogprob):
+    """A token of the answer."""
+
+    top_logprobs: list[TopLogprob] = []
+
+
+class ChoiceLogprobs(ApiModel):
+    """Log-probabilities of an answer."""
+
+    content: list[TokenLogprob] | None = None
+
+
+class AnswerMessage(ApiModel):
+    """The model's message."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str | None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[ToolCallPart] | None = None
+
+
+class ChatChoice(ApiModel):
+    """One answer."""
+
+    index: int
+    message: AnswerMessage
+    logprobs: ChoiceLogprobs | None = None
+    finish_reason: Literal["stop", "length", "tool_calls", "abort"]
+    stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
+
+
+class ChatResponse(ApiModel):
+    """The answers to a conversation."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: UsageInfo
+    prompt_token_ids: list[int] | None = None
+    metrics: dict[str, Any] | None = None

@@ -1,0 +1,79 @@
+"""/v1/completions."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from cpmcu.serving.errors import ApiError
+from cpmcu.serving.protocol.base import MAX_LOGPROBS, ApiModel, GenerationRequest, UsageInfo
+
+Prompts = str | list[str] | list[int] | list[list[int]]
+
+
+class CompletionRequest(GenerationRequest):
+    """Texts to continue."""
+
+    prompt: Prompts = Field(description="A text, token ids, or a list of either")
+    max_tokens: int | None = Field(16, ge=0, description="0 needs echo")
+    max_completion_tokens: int | None = Field(None, ge=1, description="The same, and wins")
+    echo: bool | None = Field(False, description="Begin with the prompt")
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    add_special_tokens: bool = True
+
+    def check(self) -> None:
+        """Raises ApiError (400) for fields that do not go together."""
+        self.check_extra()
+        if self.token_limit == 0 and not self.echo:
+            raise ApiError(
+                400, "max_tokens 0 needs echo.", param="max_tokens", code="invalid_value"
+            )
+        if not self.prompt or self.prompt == [[]]:
+            raise ApiError(400, "prompt is empty.", param="prompt", code="invalid_value")
+
+    @property
+    def token_limit(self) -> int | None:
+        """Most new tokens; None: until the context is full."""
+        return self.max_completion_tokens or self.max_tokens
+
+    def prompts(self) -> list[str] | list[list[int]]:
+        """The prompts, one or several, as a list."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if isinstance(self.prompt[0], int):
+            return [self.prompt]  # type: ignore[list-item]
+        return self.prompt  # type: ignore[return-value]
+
+
+class CompletionLogprobs(ApiModel):
+    """Log-probabilities, one entry a token; null for the first token of an echoed prompt."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None
+    text_offset: list[int]
+
+
+class CompletionChoice(ApiModel):
+    """One continuation."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: Literal["stop", "length", "abort"]
+    stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class CompletionResponse(ApiModel):
+    """The continuations."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: UsageInfo
+    metrics: dict[str, Any] | None = None

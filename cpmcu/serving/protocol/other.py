@@ -1,0 +1,99 @@
+"""Models, tokens, health, version."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from cpmcu.serving.errors import ApiError
+from cpmcu.serving.protocol.base import ApiModel, RequestModel
+from cpmcu.serving.protocol.chat import ChatMessage, Tool
+
+
+class ModelInfo(ApiModel):
+    """A model that can be asked."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "cpmcu"
+    root: str
+    max_model_len: int
+
+
+class ModelList(ApiModel):
+    """All of them: one model, under each of its names."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelInfo]
+
+
+class TokenizeRequest(RequestModel):
+    """A text or a conversation, to be turned into tokens."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = Field(None, min_length=1)
+    tools: list[Tool] | None = None
+    add_special_tokens: bool | None = Field(
+        None, description="Default: true for a prompt, false for messages"
+    )
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool = False
+
+    def check(self) -> None:
+        """Raises ApiError (400) unless there is exactly one of prompt and messages."""
+        self.check_extra()
+        if (self.prompt is None) == (self.messages is None):
+            raise ApiError(400, "Give either prompt or messages.", param="prompt")
+
+
+class TokenizeResponse(ApiModel):
+    """The tokens."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeRequest(RequestModel):
+    """Tokens, to be turned into text; special tokens are shown."""
+
+    model: str | None = None
+    tokens: list[int]
+
+
+class DetokenizeResponse(ApiModel):
+    """The text."""
+
+    prompt: str
+
+
+class TokenizerInfo(ApiModel):
+    """What a client needs to know of the tokenizer; lm-eval uses it instead of a local one."""
+
+    bos_token: str | None = None
+    eos_token: str | None = None
+    pad_token: str | None = None
+    unk_token: str | None = None
+    sep_token: str | None = None
+    cls_token: str | None = None
+    chat_template: str | None
+    max_model_len: int
+
+
+class Health(ApiModel):
+    """State of the server."""
+
+    status: Literal["ok", "loading", "failed", "stopping"]
+    model_loaded: bool
+
+
+class Version(ApiModel):
+    """The version of cpmcu."""
+
+    version: str

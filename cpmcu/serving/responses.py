@@ -1,0 +1,104 @@
+"""What the two generating routes share: running a request, usage, and the frame of a stream."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response
+
+from cpmcu.outputs import CompletionOutput
+from cpmcu.serving.answers import metrics_of
+from cpmcu.serving.generation import Generation, PrefillProgress
+from cpmcu.serving.protocol.base import ApiModel, GenerationRequest, UsageInfo
+from cpmcu.serving.service import Service
+from cpmcu.serving.sse import EventStream, disconnected, to_json
+
+CLIENT_LEFT = 499  # nginx's status for it; nobody receives it, but the log has it
+
+
+def service_of(request: Request) -> Service:
+    """The server's model."""
+    service: Service = request.app.state.service
+    return service
+
+
+class Reply:
+    """The frame of one response: id, model's name, time; and its usage."""
+
+    def __init__(self, body: GenerationRequest, service: Service, prefix: str, kind: str) -> None:
+        self.body = body
+        self.service = service
+        self.id = f"{prefix}-{uuid.uuid4().hex}"
+        self.created = int(time.time())
+        self.model = body.model or service.names[0]
+        frame = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+        self._head = f"data: {to_json(frame)[:-1]},"  # the same in all chunks
+
+    @property
+    def wants_metrics(self) -> bool:
+        """Shall the response have `metrics`?"""
+        wanted = self.body.return_metrics
+        return self.service.config.return_metrics if wanted is None else wanted
+
+    def usage(self, generation: Generation, tokens: int | None = None) -> UsageInfo:
+        """Token counts; `tokens`: of the outputs, if not all that were drawn."""
+        prompt = sum(map(len, generation.prompts))
+        if tokens is None:
+            tokens = sum(len(request.tokens) for request in generation.requests)
+        return UsageInfo(
+            prompt_tokens=prompt, completion_tokens=tokens, total_tokens=prompt + tokens
+        )
+
+    def chunk(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
+        """An event of a stream."""
+        rest = to_json({"choices": choices, **more})
+        return f"{self._head}{rest[1:]}\n\n".encode()
+
+    def progress(self, item: PrefillProgress) -> bytes:
+        """An event that tells how much of a prompt was read (llama.cpp's field)."""
+        progress = {
+            "total": item.total,
+            "cache": 0,
+            "processed": item.processed,
+            "time_ms": round(1e3 * item.seconds),
+        }
+        return self.chunk([], prompt_progress={"prompt_index": item.prompt_index, **progress})
+
+    def last(self, generation: Generation, usage: UsageInfo) -> bytes | None:
+        """The event after the choices, with usage and metrics as far as asked for."""
+        more: dict[str, Any] = {}
+        if self.body.include_usage:
+            more["usage"] = usage.model_dump()
+        if self.wants_metrics:
+            more["metrics"] = metrics_of([request.output() for request in generation.requests])
+        return self.chunk([], **more) if more else None
+
+
+async def answer(
+    request: Request,
+    generation: Generation,
+    body: GenerationRequest,
+    events: Callable[[], AsyncIterator[bytes]],
+    whole: Callable[[Sequence[CompletionOutput]], ApiModel],
+) -> Response:
+    """Runs a request and answers it, streamed or whole; ends it when the client leaves."""
+    generation.start()
+    if body.stream:
+        interval = service_of(request).config.ping_interval
+        return EventStream(events(), cancel=generation.cancel, ping_interval=interval)
+    work = asyncio.ensure_future(generation.outputs())
+    watch = asyncio.ensure_future(disconnected(request.receive))
+    try:
+        await asyncio.wait((work, watch), return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
+            return Response(status_code=CLIENT_LEFT)
+        return JSONResponse(whole(work.result()).model_dump(by_alias=True))
+    finally:
+        generation.cancel()
+        watch.cancel()
+        work.cancel()

@@ -1,0 +1,251 @@
+"""/v1/chat/completions."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from cpmcu.grammar import Grammar
+from cpmcu.outputs import CompletionOutput, StreamChunk, TokenLogprobs
+from cpmcu.serving import grammar
+from cpmcu.serving.answers import (
+    LOWEST,
+    AnswerParser,
+    CallParser,
+    ForcedCalls,
+    Part,
+    metrics_of,
+)
+from cpmcu.serving.conversation import check_messages, render
+from cpmcu.serving.errors import refused
+from cpmcu.serving.generation import Generation, PrefillProgress, sampling_params
+from cpmcu.serving.protocol.base import ERRORS
+from cpmcu.serving.protocol.chat import (
+    AnswerMessage,
+    ChatChoice,
+    ChatRequest,
+    ChatResponse,
+    ChoiceLogprobs,
+    NamedTool,
+    TokenLogprob,
+    ToolCallPart,
+)
+from cpmcu.serving.reasoning import ReasoningSplitter, is_open
+from cpmcu.serving.responses import Reply, answer, service_of
+from cpmcu.serving.service import Service
+from cpmcu.serving.token_text import TokenTexts
+from cpmcu.serving.tools import ToolParser
+
+router = APIRouter(tags=["generation"])
+
+_BARE = 3  # members of a streamed choice that says nothing
+
+
+@router.post(
+    "/v1/chat/completions",
+    response_model=ChatResponse,
+    responses={**ERRORS, 200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}},
+)
+async def chat_completions(body: ChatRequest, request: Request) -> Response:
+    """Answers a conversation."""
+    service = service_of(request)
+    body.check()
+    service.check_model(body.model)
+    loop = asyncio.get_running_loop()
+    job = await asyncio.to_thread(_prepare, service, body, loop)
+    chat = _Chat(Reply(body, service, "chatcmpl", "chat.completion.chunk"), body, job)
+    return await answer(request, job.generation, body, chat.events, chat.whole)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Job:
+    """A request as the engine gets it, and how its outputs are read."""
+
+    generation: Generation
+    new_parser: Callable[[], AnswerParser]
+    texts: TokenTexts
+
+
+def _prepare(service: Service, body: ChatRequest, loop: asyncio.AbstractEventLoop) -> _Job:
+    """Template, tokens, parameters: everything that takes time, off the event loop."""
+    model = service.model
+    check_messages(body.messages, service.config)
+    variables = dict(body.chat_template_kwargs or {})
+    if body.reasoning_effort is not None:
+        variables.setdefault("reasoning_effort", body.reasoning_effort)
+    prompt = render(
+        model.template,
+        body.messages,
+        tools=body.tools_wanted,
+        variables=variables,
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+    )
+    ids = model.llm.tokenizer.encode(prompt, add_special_tokens=body.add_special_tokens)
+    fields = body.sampling_fields()
+    forced = _forced(body)
+    if forced is not None and fields["grammar"] is not None:
+        raise refused(
+            "tool_choice", "A forced tool_choice and structured output exclude each other."
+        )
+    fields["grammar"] = forced or fields["grammar"]
+    notation = model.tool_notation if body.tools_wanted and not forced else None
+    tags = model.reasoning_tags if body.separate_reasoning and fields["grammar"] is None else None
+    if (notation is not None and notation.special) or (tags is not None and tags[0][1] == "|"):
+        fields["skip_special_tokens"] = False
+
+    def new_parser() -> AnswerParser:
+        splitter = None
+        if tags is not None:
+            inside = is_open(prompt, tags, continues=body.continue_final_message)
+            splitter = ReasoningSplitter(tags, inside=inside)
+        calls: CallParser | None = None if notation is None else ToolParser(notation)
+        if forced:
+            named = body.tool_choice if isinstance(body.tool_choice, NamedTool) else None
+            calls = ForcedCalls(named.function.name if named else None)
+        return AnswerParser(splitter, calls, only_one_call=body.parallel_tool_calls is False)
+
+    params = sampling_params(
+        max_tokens=body.token_limit,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        **fields,
+    )
+    generation = Generation(service, [ids], params, loop, progress=body.return_progress)
+    return _Job(generation, new_parser, model.token_texts)
+
+
+def _forced(body: ChatRequest) -> Grammar | None:
+    """The grammar of a request that must call a tool; None if it need not."""
+    anything: dict[str, Any] = {"type": "object"}
+    schemas = {t.function.name: t.function.parameters or anything for t in body.tools or []}
+    if isinstance(body.tool_choice, NamedTool):
+        return grammar.of_arguments(schemas[body.tool_choice.function.name])
+    if body.tool_choice == "required":
+        return grammar.of_calls(schemas, several=body.parallel_tool_calls is not False)
+    return None
+
+
+class _Chat:
+    """Writes the response to a chat request."""
+
+    def __init__(self, reply: Reply, body: ChatRequest, job: _Job) -> None:
+        self._reply = reply
+        self._body = body
+        self._job = job
+
+    def whole(self, outputs: Sequence[CompletionOutput]) -> ChatResponse:
+        """The response in one piece."""
+        reply, generation = self._reply, self._job.generation
+        return ChatResponse(
+            id=reply.id,
+            created=reply.created,
+            model=reply.model,
+            choices=[self._choice(output) for output in outputs],
+            usage=reply.usage(generation),
+            prompt_token_ids=generation.prompts[0] if self._body.return_token_ids else None,
+            metrics=metrics_of(outputs) if reply.wants_metrics else None,
+        )
+
+    def _choice(self, output: CompletionOutput) -> ChatChoice:
+        parser = self._job.new_parser()
+        part = parser.push(output.text, final=True)
+        thought = part.reasoning if self._body.include_reasoning else ""
+        message = AnswerMessage(
+            content=None if part.calls and not part.content.strip() else part.content,
+            reasoning_content=thought or None,
+            reasoning=thought or None,
+            tool_calls=[ToolCallPart(**call.to_dict()) for call in part.calls] or None,
+        )
+        logprobs = None
+        if output.logprobs is not None:
+            entries = [TokenLogprob(**entry) for entry in self._logprobs(output.logprobs)]
+            logprobs = ChoiceLogprobs(content=entries)
+        return ChatChoice(
+            index=output.index,
+            message=message,
+            logprobs=logprobs,
+            finish_reason=_finish_reason(output.finish_reason, parser),
+            stop_reason=output.stop_reason,
+            token_ids=output.token_ids if self._body.return_token_ids else None,
+        )
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """The response as a stream."""
+        reply, generation = self._reply, self._job.generation
+        parsers = [self._job.new_parser() for _ in generation.requests]
+        num_calls = [0] * len(parsers)
+        begun = [False] * len(parsers)
+        async for index, item in generation.items():
+            if isinstance(item, PrefillProgress):
+                yield reply.progress(item)
+                continue
+            if not begun[index]:  # not earlier: clients take it for the first token's time
+                begun[index] = True
+                yield reply.chunk([_delta(index, {"role": "assistant", "content": ""})])
+            part = parsers[index].push(item.text, final=item.finish_reason is not None)
+            choice = _delta(index, self._fields(part, num_calls[index]))
+            num_calls[index] += len(part.calls)
+            self._add_details(choice, item)
+            if item.finish_reason is not None:
+                choice["finish_reason"] = _finish_reason(item.finish_reason, parsers[index])
+                choice["stop_reason"] = item.stop_reason
+            elif not choice["delta"] and len(choice) == _BARE:
+                continue  # text that is held back, and nothing else to tell
+            yield reply.chunk([choice], **self._usage_so_far())
+        last = reply.last(generation, reply.usage(generation))
+        if last is not None:
+            yield last
+
+    def _usage_so_far(self) -> dict[str, Any]:
+        options = self._body.stream_options
+        if options is None or not options.continuous_usage_stats:
+            return {}
+        return {"usage": self._reply.usage(self._job.generation).model_dump()}
+
+    def _fields(self, part: Part, calls_before: int) -> dict[str, Any]:
+        fields: dict[str, Any] = {}
+        if part.reasoning and self._body.include_reasoning:
+            fields |= {"reasoning_content": part.reasoning, "reasoning": part.reasoning}
+        if part.content:
+            fields["content"] = part.content
+        if part.calls:
+            fields["tool_calls"] = [
+                {"index": calls_before + i, **call.to_dict()} for i, call in enumerate(part.calls)
+            ]
+        return fields
+
+    def _add_details(self, choice: dict[str, Any], item: StreamChunk) -> None:
+        if item.logprobs:
+            choice["logprobs"] = {"content": self._logprobs(item.logprobs)}
+        if self._body.return_token_ids:
+            choice["token_ids"] = item.token_ids
+
+    def _logprobs(self, entries: Sequence[TokenLogprobs]) -> list[dict[str, Any]]:
+        return [
+            {
+                **self._entry(entry.token_id, entry.logprob),
+                "top_logprobs": [self._entry(*top) for top in entry.top],
+            }
+            for entry in entries
+        ]
+
+    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+        texts = self._job.texts
+        return {
+            "token": texts.text_of(token),
+            "logprob": max(logprob, LOWEST),
+            "bytes": list(texts.bytes_of(token)),
+        }
+
+
+def _delta(index: int, fields: dict[str, Any]) -> dict[str, Any]:
+    return {"index": index, "delta": fields, "finish_reason": None}
+
+
+def _finish_reason(reason: str, parser: AnswerParser) -> Any:
+    return "tool_calls" if reason == "stop" and parser.has_calls else reason

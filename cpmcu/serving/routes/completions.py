@@ -1,0 +1,232 @@
+"""/v1/completions."""
+
+from __future__ import annotations
+
+import asyncio
+import codecs
+import dataclasses
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from cpmcu.outputs import CompletionOutput, StreamChunk, TokenLogprobs
+from cpmcu.serving.answers import LOWEST, metrics_of
+from cpmcu.serving.errors import ApiError
+from cpmcu.serving.generation import Generation, PrefillProgress, sampling_params
+from cpmcu.serving.limits import check_text
+from cpmcu.serving.protocol.base import ERRORS
+from cpmcu.serving.protocol.completion import (
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionRequest,
+    CompletionResponse,
+)
+from cpmcu.serving.responses import Reply, answer, service_of
+from cpmcu.serving.service import Model, Service
+
+router = APIRouter(tags=["generation"])
+
+Scored = tuple[int, TokenLogprobs | None]  # a token; None: nothing comes before it
+
+
+@router.post(
+    "/v1/completions",
+    response_model=CompletionResponse,
+    responses={**ERRORS, 200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}},
+)
+async def completions(body: CompletionRequest, request: Request) -> Response:
+    """Continues texts."""
+    service = service_of(request)
+    body.check()
+    service.check_model(body.model)
+    loop = asyncio.get_running_loop()
+    job = await asyncio.to_thread(_prepare, service, body, loop)
+    reply = Reply(body, service, "cmpl", "text_completion")
+    completion = _Completion(reply, body, job)
+    return await answer(request, job.generation, body, completion.events, completion.whole)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Job:
+    """A request as the engine gets it."""
+
+    generation: Generation
+    model: Model
+    prompt_texts: list[str]
+
+
+def _prepare(service: Service, body: CompletionRequest, loop: asyncio.AbstractEventLoop) -> _Job:
+    """Tokens and parameters, off the event loop."""
+    model = service.model
+    tokenizer = model.llm.tokenizer
+    ids: list[list[int]] = []
+    texts: list[str] = []
+    prompts = body.prompts()
+    if len(prompts) * body.num_choices > service.config.max_queue:
+        outputs = len(prompts) * body.num_choices
+        raise ApiError(
+            400,
+            f"The request asks for {outputs} outputs, but this server takes at most "
+            f"{service.config.max_queue}.",
+            param="prompt",
+            code="too_many_outputs",
+        )
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            check_text(prompt, "prompt", service.config.max_text_length)
+            ids.append(tokenizer.encode(prompt, add_special_tokens=body.add_special_tokens))
+            texts.append(prompt)
+        else:
+            ids.append(prompt)
+            outside = any(not 0 <= token < model.llm.spec.vocab_size for token in prompt)
+            texts.append("" if outside else tokenizer.decode(prompt))  # Generation will refuse it
+    params = sampling_params(
+        max_tokens=1 if body.token_limit == 0 else body.token_limit,
+        logprobs=body.logprobs,
+        prompt_logprobs=body.logprobs if body.echo else None,
+        **body.sampling_fields(),
+    )
+    generation = Generation(service, ids, params, loop, progress=body.return_progress)
+    return _Job(generation, model, texts)
+
+
+class _Completion:
+    """Writes the response to a completion request."""
+
+    def __init__(self, reply: Reply, body: CompletionRequest, job: _Job) -> None:
+        self._reply = reply
+        self._body = body
+        self._job = job
+        self._logprobs = [_Logprobs(job.model, body.logprobs) for _ in job.generation.requests]
+
+    def whole(self, outputs: Sequence[CompletionOutput]) -> CompletionResponse:
+        """The response in one piece."""
+        reply = self._reply
+        return CompletionResponse(
+            id=reply.id,
+            created=reply.created,
+            model=reply.model,
+            choices=[self._choice(number, output) for number, output in enumerate(outputs)],
+            usage=reply.usage(self._job.generation, 0 if self._only_echo else None),
+            metrics=metrics_of(outputs) if reply.wants_metrics else None,
+        )
+
+    @property
+    def _only_echo(self) -> bool:
+        """One token was drawn, since the engine always draws one, but none is wanted."""
+        return self._body.token_limit == 0
+
+    def _choice(self, number: int, output: CompletionOutput) -> CompletionChoice:
+        text, logprobs = self._echo(number)
+        token_ids = [] if self._only_echo else output.token_ids
+        if not self._only_echo:
+            text += output.text
+            logprobs += _scored(output.logprobs)
+        ids = self._body.return_token_ids
+        return CompletionChoice(
+            index=number,
+            text=text,
+            logprobs=self._logprobs[number].write(logprobs),
+            finish_reason="length" if self._only_echo else output.finish_reason,
+            stop_reason=None if self._only_echo else output.stop_reason,
+            token_ids=token_ids if ids else None,
+            prompt_token_ids=self._prompt(number) if ids else None,
+        )
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """The response as a stream."""
+        reply, generation = self._reply, self._job.generation
+        begun = [False] * len(generation.requests)
+        async for number, item in generation.items():
+            if isinstance(item, PrefillProgress):
+                yield reply.progress(item)
+                continue
+            text, logprobs = self._echo(number) if not begun[number] else ("", [])
+            begun[number] = True
+            if not self._only_echo:
+                text += item.text
+                logprobs += _scored(item.logprobs)
+            if text or logprobs or item.finish_reason or self._body.return_token_ids:
+                choice = self._stream_choice(number, text, logprobs, item)
+                yield reply.chunk([choice], **self._usage_so_far())
+        last = reply.last(generation, reply.usage(generation, 0 if self._only_echo else None))
+        if last is not None:
+            yield last
+
+    def _stream_choice(
+        self, number: int, text: str, logprobs: list[Scored], item: StreamChunk
+    ) -> dict[str, Any]:
+        found = self._logprobs[number].write(logprobs) if logprobs else None
+        reason = "length" if self._only_echo and item.finish_reason else item.finish_reason
+        choice: dict[str, Any] = {
+            "index": number,
+            "text": text,
+            "logprobs": None if found is None else found.model_dump(),
+            "finish_reason": reason,
+        }
+        if reason is not None:
+            choice["stop_reason"] = None if self._only_echo else item.stop_reason
+        if self._body.return_token_ids:
+            choice["token_ids"] = [] if self._only_echo else item.token_ids
+        return choice
+
+    def _usage_so_far(self) -> dict[str, Any]:
+        options = self._body.stream_options
+        if options is None or not options.continuous_usage_stats:
+            return {}
+        return {"usage": self._reply.usage(self._job.generation).model_dump()}
+
+    def _prompt(self, number: int) -> list[int]:
+        return self._job.generation.prompts[number // self._body.num_choices]
+
+    def _echo(self, number: int) -> tuple[str, list[Scored]]:
+        """The prompt's text and log-probabilities, if they are wanted."""
+        if not self._body.echo:
+            return "", []
+        n = self._body.num_choices
+        text = self._job.prompt_texts[number // n]
+        if self._body.logprobs is None:
+            return text, []
+        # The first choice's request has computed them for all.
+        scores = self._job.generation.requests[number // n * n].prompt_logprobs
+        return text, list(zip(self._prompt(number), scores))
+
+
+def _scored(entries: Sequence[TokenLogprobs] | None) -> list[Scored]:
+    return [(entry.token_id, entry) for entry in entries or ()]
+
+
+class _Logprobs:
+    """One choice's log-probabilities in the form of this endpoint, with offsets into its text."""
+
+    def __init__(self, model: Model, wanted: int | None) -> None:
+        self._texts = model.token_texts
+        self._wanted = wanted
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._offset = 0
+
+    def write(self, entries: Sequence[Scored]) -> CompletionLogprobs | None:
+        """The next tokens; None if log-probabilities were not asked for."""
+        if self._wanted is None:
+            return None
+        offsets = []
+        for token, _ in entries:
+            offsets.append(self._offset)
+            if self._texts.is_shown(token):
+                self._offset += len(self._decoder.decode(self._texts.bytes_of(token)))
+        return CompletionLogprobs(
+            tokens=[self._texts.text_of(token) for token, _ in entries],
+            token_logprobs=[None if e is None else max(e.logprob, LOWEST) for _, e in entries],
+            top_logprobs=[self._top(entry) for _, entry in entries] if self._wanted else None,
+            text_offset=offsets,
+        )
+
+    def _top(self, entry: TokenLogprobs | None) -> dict[str, float] | None:
+        if entry is None:
+            return None
+        found: dict[str, float] = {}
+        for token, logprob in (*entry.top, (entry.token_id, entry.logprob)):
+            found.setdefault(self._texts.text_of(token), max(logprob, LOWEST))
+        return found

@@ -1,0 +1,29 @@
+"""/health and /version."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse
+
+import cpmcu
+from cpmcu.serving.protocol.other import Health, Version
+from cpmcu.serving.responses import service_of
+
+router = APIRouter(tags=["server"])
+PUBLIC = ("/health",)
+
+
+@router.get("/health", response_model=Health, responses={503: {"model": Health}})
+async def health(request: Request) -> JSONResponse:
+    """200 when requests are answered; 503 while the model loads, after an engine failure from
+    which it cannot recover, and when the server stops."""
+    state = service_of(request).state
+    status = "ok" if state == "ready" else state
+    body = {"status": status, "model_loaded": state != "loading"}
+    return JSONResponse(body, 200 if state == "ready" else 503)
+
+
+@router.get("/version", response_model=Version)
+async def version() -> Version:
+    """The version of cpmcu."""
+    return Version(version=cpmcu.__version__)

@@ -1,0 +1,96 @@
+"""/tokenize, /detokenize and /tokenizer_info."""
+
+from __future__ import annotations
+
+import asyncio
+
+from fastapi import APIRouter, Request
+
+from cpmcu.serving.conversation import check_messages, render
+from cpmcu.serving.errors import ApiError
+from cpmcu.serving.limits import check_text
+from cpmcu.serving.protocol.base import ERRORS
+from cpmcu.serving.protocol.other import (
+    DetokenizeRequest,
+    DetokenizeResponse,
+    TokenizeRequest,
+    TokenizeResponse,
+    TokenizerInfo,
+)
+from cpmcu.serving.responses import service_of
+from cpmcu.serving.service import Service
+
+router = APIRouter(tags=["tokens"], responses={k: ERRORS[k] for k in (400, 401, 404, 413, 503)})
+
+
+@router.post("/tokenize", response_model_exclude_none=True)
+async def tokenize(body: TokenizeRequest, request: Request) -> TokenizeResponse:
+    """The tokens of a text, or of a conversation as the chat template writes it."""
+    service = service_of(request)
+    body.check()
+    service.check_model(body.model)
+    return await asyncio.to_thread(_tokenize, service, body)
+
+
+@router.post("/detokenize")
+async def detokenize(body: DetokenizeRequest, request: Request) -> DetokenizeResponse:
+    """The text of tokens; special tokens are shown."""
+    service = service_of(request)
+    body.check_extra()
+    service.check_model(body.model)
+    model = service.model
+    check_ids(body.tokens, model.llm.spec.vocab_size)
+    text = await asyncio.to_thread(
+        model.llm.tokenizer.decode, body.tokens, skip_special_tokens=False
+    )
+    return DetokenizeResponse(prompt=text)
+
+
+@router.get("/tokenizer_info")
+async def tokenizer_info(request: Request) -> TokenizerInfo:
+    """The names of special tokens and the chat template."""
+    model = service_of(request).model
+    return TokenizerInfo(
+        **model.llm.tokenizer.special_tokens,
+        chat_template=None if model.template is None else model.template.source,
+        max_model_len=model.llm.max_length,
+    )
+
+
+def check_ids(tokens: list[int], vocab_size: int) -> None:
+    """Raises ApiError (400) for an id outside the vocabulary."""
+    wrong = next((token for token in tokens if not 0 <= token < vocab_size), None)
+    if wrong is not None:
+        raise ApiError(
+            400,
+            f"The token id {wrong} is outside the vocabulary of {vocab_size} tokens.",
+            param="tokens",
+            code="invalid_value",
+        )
+
+
+def _tokenize(service: Service, body: TokenizeRequest) -> TokenizeResponse:
+    model = service.model
+    if body.prompt is not None:
+        check_text(body.prompt, "prompt", service.config.max_text_length)
+        text, special = body.prompt, body.add_special_tokens is not False
+    else:
+        assert body.messages is not None
+        check_messages(body.messages, service.config)
+        text = render(
+            model.template,
+            body.messages,
+            tools=body.tools or [],
+            variables=body.chat_template_kwargs or {},
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
+        )
+        special = bool(body.add_special_tokens)
+    tokens = model.llm.tokenizer.encode(text, add_special_tokens=special)
+    texts = [model.token_texts.text_of(t) for t in tokens] if body.return_token_strs else None
+    return TokenizeResponse(
+        count=len(tokens),
+        max_model_len=model.llm.max_length,
+        tokens=tokens,
+        token_strs=texts,
+    )

@@ -1,0 +1,110 @@
+"""The process of a server: socket, event loop, loading thread, and an orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+
+import uvicorn
+
+from cpmcu.config import EngineConfig
+from cpmcu.serving import logs
+from cpmcu.serving.app import create_app
+from cpmcu.serving.config import ServerConfig
+from cpmcu.serving.service import Service
+
+logger = logging.getLogger("cpmcu.server")
+
+_KEEP_ALIVE_SECONDS = 65  # longer than clients keep idle connections, so that they close them
+_SWITCH_SECONDS = 0.0005
+_LAST_WORDS_SECONDS = 5.0  # for responses that were ended at the deadline to be sent
+
+
+def run(config: ServerConfig, engine_config: EngineConfig) -> int:
+    """Serves until SIGTERM or Ctrl-C; returns the exit status.
+
+    Raises OSError if the address cannot be had, and what ServerConfig.keys does.
+    """
+    # SIGTERM as Ctrl-C, also before uvicorn listens to it and when it raises it again at its end.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # The engine's thread must not wait long for the event loop's to let go of the interpreter.
+    sys.setswitchinterval(_SWITCH_SECONDS)
+    logs.configure(config.log_format, config.log_level)
+    service = Service(engine_config, config)
+    server = _Server(
+        uvicorn.Config(
+            create_app(service),
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            lifespan="off",
+            timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+            timeout_graceful_shutdown=int(config.shutdown_timeout + _LAST_WORDS_SECONDS) + 1,
+        ),
+        service,
+    )
+    loader = threading.Thread(target=server.load, name="cpmcu-load", daemon=True)
+    try:
+        listener = _listen(config.host, config.port)
+        loader.start()
+        server.run(sockets=[listener])
+    except KeyboardInterrupt:
+        pass
+    finally:
+        service.close()
+    status = 1 if server.failed else 0
+    if loader.is_alive():  # it cannot be stopped, and must not outlive the interpreter
+        logging.shutdown()
+        os._exit(status)
+    return status
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        raise OSError(f"cannot listen on {host} port {port}: {error.strerror}") from error
+    shown = f"[{host}]" if family == socket.AF_INET6 else host
+    logger.info("listening on http://%s:%d", shown, listener.getsockname()[1])
+    return listener
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, ending requests at a deadline, and itself if the model cannot be loaded."""
+
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+        super().__init__(config)
+        self.failed = False
+        self._service = service
+
+    def load(self) -> None:
+        """Loads the model; on a thread of its own."""
+        try:
+            self._service.load()
+        except Exception as error:
+            debug = bool(os.environ.get("CPMCU_DEBUG"))
+            logger.error("the model cannot be loaded: %s", error, exc_info=error if debug else None)
+            self.failed = True
+            self.should_exit = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Takes no more requests, and waits for those in work until the deadline."""
+        self._service.stop()
+        logger.info("stopping: requests have %g s left", self._service.config.shutdown_timeout)
+        loop = asyncio.get_running_loop()
+        deadline = loop.call_later(self._service.config.shutdown_timeout, self._service.cancel_all)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            deadline.cancel()
+            self._service.cancel_all()

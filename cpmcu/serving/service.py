@@ -1,0 +1,199 @@
+"""The model behind the routes: loading, admission, and what becomes of requests when it stops."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from cpmcu.config import EngineConfig, shipped_model
+from cpmcu.engine.runner import EngineLoad
+from cpmcu.llm import LLM
+from cpmcu.loading.progress import LogProgress
+from cpmcu.serving import reasoning, tools
+from cpmcu.serving.chat_template import ChatTemplate
+from cpmcu.serving.config import ServerConfig
+from cpmcu.serving.errors import ApiError
+from cpmcu.serving.metrics import Metrics
+from cpmcu.serving.token_text import TokenTexts
+
+if TYPE_CHECKING:
+    from cpmcu.serving.generation import Generation
+
+logger = logging.getLogger(__name__)
+
+_RETRY_SECONDS = 1
+
+
+class Progress(LogProgress):
+    """Loading, in the log: a line every few seconds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._total = 0
+        self._next = 0.0
+
+    def start(self, total_bytes: int, what: str) -> None:
+        """Loading began."""
+        super().start(total_bytes, what)
+        self._total, self._next = total_bytes, time.monotonic() + 2.0
+
+    def update(self, done_bytes: int) -> None:
+        """So many bytes are done."""
+        super().update(done_bytes)
+        if time.monotonic() >= self._next:
+            self._next = time.monotonic() + 2.0
+            logger.info("loading: %.0f%%", 100 * done_bytes / max(self._total, 1))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Model:
+    """A loaded model and what the routes need to know of it."""
+
+    llm: LLM
+    template: ChatTemplate | None
+    reasoning_tags: tuple[str, str] | None
+    tool_notation: tools.Notation | None
+    token_texts: TokenTexts
+
+
+class Service:
+    """One model for all requests. Used on the event loop's thread, but for `load`."""
+
+    def __init__(self, engine_config: EngineConfig, config: ServerConfig) -> None:
+        self.config = config
+        self.created = int(time.time())
+        name = engine_config.model or str(shipped_model())
+        self.root = name
+        # A directory's or repository's own name, and what it was given as.
+        own = (Path(name).name or name, name) if engine_config.model else (Path(name).name,)
+        self.names = tuple(dict.fromkeys(config.served_model_name or own))
+        self.state: Literal["loading", "ready", "failed", "stopping"] = "loading"
+        self.metrics = Metrics(self.names[0], self._load_of_engine)
+        self._engine_config = engine_config
+        self._model: Model | None = None
+        self._running: set[Generation] = set()
+
+    # ---- life
+
+    def load(self) -> None:
+        """Loads the model; takes long, and is for a thread of its own. Raises what LLM does."""
+        start = time.perf_counter()
+        llm = LLM(progress=Progress(), **dataclasses.asdict(self._engine_config))
+        try:
+            template = self._template(llm)
+            source, tool_source = (
+                (None, None) if template is None else (template.source, template.tool_source)
+            )
+            config = self.config
+            self._model = Model(
+                llm,
+                template,
+                reasoning.tags_of(source, config.reasoning_parser),
+                tools.notation_of(tool_source, config.tool_call_parser),
+                TokenTexts(llm.tokenizer),
+            )
+        except Exception:
+            llm.close()
+            raise
+        if self.state == "loading":
+            self.state = "ready"
+        logger.info(
+            "%s is ready after %.1f s: %d slots, at most %d tokens a sequence",
+            self.names[0],
+            time.perf_counter() - start,
+            llm.config.max_num_seqs,
+            llm.max_length,
+        )
+
+    def _template(self, llm: LLM) -> ChatTemplate | None:
+        path = self.config.chat_template
+        if path is None:
+            return llm.chat_template
+        return ChatTemplate(Path(path).read_text("utf-8"), llm.tokenizer.special_tokens)
+
+    def close(self) -> None:
+        """Frees the model."""
+        if self._model is not None:
+            self._model.llm.close()
+
+    def stop(self) -> None:
+        """Refuses new requests from now on."""
+        self.state = "stopping"
+
+    def cancel_all(self) -> None:
+        """Ends every request with finish reason "abort"."""
+        for generation in list(self._running):
+            generation.cancel()
+
+    # ---- what routes ask
+
+    @property
+    def model(self) -> Model:
+        """The model. Raises ApiError (503) while there is none."""
+        if self.state == "stopping":
+            raise ApiError(503, "The server is stopping.", code="stopping", retry_after=5)
+        if self._model is None:
+            raise ApiError(
+                503, "The model is still loading.", code="loading", retry_after=_RETRY_SECONDS
+            )
+        return self._model
+
+    def check_model(self, name: str | None) -> None:
+        """Raises ApiError (404) for a model that is not served."""
+        if name is not None and name not in self.names:
+            raise ApiError(
+                404,
+                f"The model {name[:128]!r} is not served here; there is {self.names[0]!r}.",
+                param="model",
+                code="model_not_found",
+            )
+
+    def submit(self, generation: Generation) -> None:
+        """Queues a request. Raises ApiError: 400 if it is larger than the queue, 429 if the queue
+        is full, 503 if the engine has stopped."""
+        size, limit = len(generation.requests), self.config.max_queue
+        if size > limit:
+            raise ApiError(
+                400,
+                f"The request asks for {size} outputs, but this server takes at most {limit}.",
+                code="too_many_outputs",
+            )
+        busy = sum(each.left for each in self._running)
+        if busy + size > limit:
+            self.metrics.rejected()
+            raise ApiError(
+                429,
+                f"The queue is full: {busy} of {limit} outputs are in work.",
+                code="queue_full",
+                retry_after=_RETRY_SECONDS,
+            )
+        model = self.model
+        self._running.add(generation)
+        try:
+            model.llm.submit(generation.requests)
+        except RuntimeError as error:
+            self._running.discard(generation)
+            self.state = "failed"
+            logger.error("the engine takes no more requests: %s", error)
+            raise ApiError(503, "The engine has stopped.", code="engine_stopped") from error
+
+    def done(self, generation: Generation) -> None:
+        """A request has ended."""
+        self._running.discard(generation)
+        ends = [request.finish for request in generation.requests]
+        fields = {
+            "prompt_tokens": sum(map(len, generation.prompts)),
+            "completion_tokens": sum(len(request.tokens) for request in generation.requests),
+            "finish_reasons": ",".join("error" if end is None else end.reason for end in ends),
+        }
+        logger.info(
+            "%d prompt tokens, %d new ones: %s",
+            *fields.values(),
+            extra={"fields": fields, "request_id": generation.request_id},
+        )
+
+    def _load_of_engine(self) -> EngineLoad | None:
+        return None if self._model is None else self._model.llm.load()

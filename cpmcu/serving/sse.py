@@ -1,0 +1,103 @@
+"""Server-sent events that stop working the moment nobody listens."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from cpmcu.serving.errors import ApiError, internal_error
+
+logger = logging.getLogger(__name__)
+
+DONE = b"data: [DONE]\n\n"
+_PING = b": ping\n\n"
+
+
+# Made once: json.dumps would make one for each event.
+to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
+
+
+def event(value: Any) -> bytes:
+    """One event that carries JSON."""
+    return f"data: {to_json(value)}\n\n".encode()
+
+
+class EventStream(Response):
+    """Sends `events`, and a comment after `ping_interval` seconds without one.
+
+    `cancel` is called as soon as the client has gone, or the server stops this response. An
+    exception of `events` becomes an error event, with its text only if it is an ApiError. The
+    stream ends with [DONE].
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        events: AsyncIterator[bytes],
+        *,
+        cancel: Callable[[], None],
+        ping_interval: float,
+    ) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._events = events
+        self._cancel = cancel
+        self._ping_interval = ping_interval
+        self._sent = time.monotonic()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Runs the response."""
+        helpers = [asyncio.create_task(self._watch(receive))]
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            helpers.append(asyncio.create_task(self._ping(send)))
+            async for block in self._blocks():
+                self._sent = time.monotonic()
+                await send({"type": "http.response.body", "body": block, "more_body": True})
+            for helper in helpers:
+                helper.cancel()
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except OSError:  # the client left while something was sent
+            pass
+        finally:
+            for helper in helpers:
+                helper.cancel()
+            self._cancel()
+
+    async def _watch(self, receive: Receive) -> None:
+        await disconnected(receive)
+        self._cancel()
+
+    async def _ping(self, send: Send) -> None:
+        while True:
+            left = self._sent + self._ping_interval - time.monotonic()
+            if left > 0:
+                await asyncio.sleep(left)
+                continue
+            self._sent = time.monotonic()
+            await send({"type": "http.response.body", "body": _PING, "more_body": True})
+
+    async def _blocks(self) -> AsyncIterator[bytes]:
+        try:
+            async for block in self._events:
+                yield block
+        except ApiError as error:
+            yield event(error.body())
+        except Exception:
+            logger.exception("a stream failed")
+            yield event(internal_error().body())
+        yield DONE
+
+
+async def disconnected(receive: Receive) -> None:
+    """Waits until the client has gone."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

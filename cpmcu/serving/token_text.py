@@ -1,0 +1,60 @@
+"""Single tokens as text and as bytes, for log-probabilities.
+
+A token is not always text: its bytes may be part of a character. So bytes are taken from the
+vocabulary's own spelling, byte-level (GPT-2's letters for bytes) or SentencePiece's.
+"""
+
+from __future__ import annotations
+
+import re
+
+from cpmcu.tokenizer import Tokenizer
+
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class TokenTexts:
+    """Texts and bytes of a tokenizer's tokens, remembered."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        byte_level = all(tokenizer.id_of(letter) is not None for letter in "ĠĊ")
+        self._letters = byte_letters() if byte_level else None
+        self._cache: dict[int, bytes] = {}
+
+    def bytes_of(self, token: int) -> bytes:
+        """The bytes that a token stands for; of a special token its name."""
+        found = self._cache.get(token)
+        if found is None:
+            found = self._cache[token] = self._read(token)
+        return found
+
+    def text_of(self, token: int) -> str:
+        """The token as text; bytes that are no character become U+FFFD."""
+        return self.bytes_of(token).decode("utf-8", "replace")
+
+    def is_shown(self, token: int) -> bool:
+        """Is it part of the text, unlike a special token?"""
+        with_special = self._tokenizer.decode([token], skip_special_tokens=False)
+        return self._tokenizer.decode([token]) == with_special
+
+    def _read(self, token: int) -> bytes:
+        piece = self._tokenizer.piece(token)
+        if piece is None:  # padding of the vocabulary
+            return b""
+        if self._letters is not None:
+            values = [self._letters.get(letter) for letter in piece]
+            known = [value for value in values if value is not None]
+            return bytes(known) if len(known) == len(piece) else piece.encode("utf-8")
+        byte = _BYTE.fullmatch(piece)
+        if byte:
+            return bytes([int(byte[1], 16)])
+        return piece.replace("\u2581", " ").encode("utf-8")
+
+
+def byte_letters() -> dict[str, int]:
+    """GPT-2's letter for each byte: itself where it can be seen, else one from 256 up, in order."""
+    seen = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in seen]
+    letters = {chr(byte): byte for byte in seen}
+    return letters | {chr(256 + i): byte for i, byte in enumerate(hidden)}

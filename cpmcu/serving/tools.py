@@ -1,0 +1,204 @@
+"""Tool calls in a model's text, in the notations of the supported families.
+
+* hermes (Hermes, Qwen2.5, Qwen3): <tool_call>{"name": ..., "arguments": {...}}</tool_call>
+* llama3_json (Llama 3.1 and later): the whole answer is {"name": ..., "parameters": {...}}, or
+  several such objects with semicolons between them, perhaps after <|python_tag|>
+* minicpm4: <|tool_call_start|> ```python name(key=value) ``` <|tool_call_end|>, one call a line
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import json
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+from cpmcu.serving.reasoning import held_back
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ToolCall:
+    """One call. `arguments` is a JSON object as text, as OpenAI has it."""
+
+    name: str
+    arguments: str
+    id: str = dataclasses.field(default_factory=lambda: f"call_{uuid.uuid4().hex[:24]}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """OpenAI's form."""
+        function = {"name": self.name, "arguments": self.arguments}
+        return {"id": self.id, "type": "function", "function": function}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Notation:
+    """How calls are written: `parse` reads what is between the tags, None if it is no call."""
+
+    begin: str
+    end: str | None  # None: until the end of the answer
+    parse: Callable[[str], list[ToolCall] | None]
+    at_start: bool = False  # only at the start of an answer
+    special: bool = False  # the tags are special tokens, which texts leave out by default
+
+
+def notation_of(template: str | None, parser: str) -> Notation | None:
+    """The notation named, or that a chat template shows ("auto"); None for "none" or no sign."""
+    if parser == "auto":
+        parser = next((name for sign, name in _SIGNS if sign in (template or "")), "none")
+    return NOTATIONS.get(parser)
+
+
+class ToolParser:
+    """Takes calls out of a stream of text.
+
+    Text that is not a call, and a call that cannot be read, are content as they are.
+    """
+
+    def __init__(self, notation: Notation) -> None:
+        self._notation = notation
+        self._held = ""
+        self._inside = False
+        self._after_call = False
+        self._started = False  # content other than white space was given out
+        self.num_calls = 0
+
+    def push(self, text: str, *, final: bool = False) -> tuple[str, list[ToolCall]]:
+        """(content, calls) that `text` completes; `final` reads what was held back."""
+        self._held += text
+        content = ""
+        calls: list[ToolCall] = []
+        while True:
+            more, found, again = self._step(final)
+            if self._after_call:  # white space after a call belongs to it
+                more = more.lstrip()
+            content += more
+            calls += found
+            self._after_call = bool(found) or (self._after_call and not more)
+            if not again:
+                break
+        self.num_calls += len(calls)
+        self._started = self._started or bool(content.strip())
+        return content, calls
+
+    def _step(self, final: bool) -> tuple[str, list[ToolCall], bool]:
+        notation = self._notation
+        if self._inside:
+            return self._finish(final)
+        if notation.at_start:
+            return self._begin_at_start(final)
+        before, tag, after = self._held.partition(notation.begin)
+        if tag:
+            self._held, self._inside = after, True
+            return before, [], True
+        keep = 0 if final else held_back(self._held, notation.begin)
+        return self._take(len(self._held) - keep), [], False
+
+    def _begin_at_start(self, final: bool) -> tuple[str, list[ToolCall], bool]:
+        text = self._held.lstrip()
+        if not self._started and text.startswith(self._notation.begin):
+            self._held, self._inside = text[len(self._notation.begin) :], True
+            return "", [], True
+        undecided = not self._started and not text and not final
+        return "" if undecided else self._take(len(self._held)), [], False
+
+    def _finish(self, final: bool) -> tuple[str, list[ToolCall], bool]:
+        notation = self._notation
+        body, tag, after = self._held, "", ""
+        if notation.end is not None:
+            body, tag, after = self._held.partition(notation.end)
+        if not tag and not final:
+            return "", [], False
+        self._held, self._inside = after, False
+        calls = notation.parse(body)
+        if calls is None:
+            return notation.begin + body + tag, [], bool(tag)
+        return "", calls, bool(tag)
+
+    def _take(self, length: int) -> str:
+        taken, self._held = self._held[:length], self._held[length:]
+        return taken
+
+
+def _call(value: Any, arguments_key: str) -> ToolCall | None:
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        return None
+    arguments = value.get(arguments_key, {})
+    if isinstance(arguments, str):  # written as text within the JSON
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:
+            return None
+    if not isinstance(arguments, dict):
+        return None
+    return ToolCall(value["name"], json.dumps(arguments, ensure_ascii=False))
+
+
+def _hermes(text: str) -> list[ToolCall] | None:
+    try:
+        call = _call(json.loads(text), "arguments")
+    except ValueError:
+        return None
+    return None if call is None else [call]
+
+
+def _llama3_json(text: str) -> list[ToolCall] | None:
+    text = ("{" + text).strip().removesuffix("<|eom_id|>").removesuffix("<|eot_id|>").rstrip()
+    decoder = json.JSONDecoder()
+    calls: list[ToolCall] = []
+    while text:
+        try:
+            value, end = decoder.raw_decode(text)
+        except ValueError:
+            return None
+        call = _call(value, "parameters" if "parameters" in value else "arguments")
+        if call is None:
+            return None
+        calls.append(call)
+        text = text[end:].lstrip(" ;\n")
+    return calls or None
+
+
+def _minicpm4(text: str) -> list[ToolCall] | None:
+    lines = [line for line in text.strip().splitlines() if not line.strip().startswith("```")]
+    try:
+        body = ast.parse("\n".join(lines).strip()).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+    calls: list[ToolCall] = []
+    for statement in body:
+        if not isinstance(statement, ast.Expr):
+            return None
+        value = statement.value
+        for node in value.elts if isinstance(value, ast.List) else [value]:
+            call = _from_node(node)
+            if call is None:
+                return None
+            calls.append(call)
+    return calls or None
+
+
+def _from_node(node: ast.expr) -> ToolCall | None:
+    if not isinstance(node, ast.Call) or node.args:
+        return None
+    try:
+        arguments = {word.arg: ast.literal_eval(word.value) for word in node.keywords if word.arg}
+        text = json.dumps(arguments, ensure_ascii=False)
+    except (ValueError, TypeError):
+        return None
+    return ToolCall(ast.unparse(node.func), text) if len(arguments) == len(node.keywords) else None
+
+
+NOTATIONS = {
+    "hermes": Notation("<tool_call>", "</tool_call>", _hermes),
+    "llama3_json": Notation("{", None, _llama3_json, at_start=True),
+    "minicpm4": Notation("<|tool_call_start|>", "<|tool_call_end|>", _minicpm4, special=True),
+}
+
+# What a chat template shows -> how its model writes calls.
+_SIGNS = (
+    ("<tool_call>", "hermes"),
+    ("<|tool_call_start|>", "minicpm4"),
+    ('"parameters": dictionary', "llama3_json"),
+)

@@ -1,0 +1,51 @@
+"""Servers shared by the tests of a worker."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.e2e.harness import Server, start, write_scripted
+
+SCRIPTS = {
+    "story": "Es war 🙂 einmal: 你好，世界！ 👩‍👩‍👧 naïve café. Ende",
+    "think": "<think>\nSo, 🤔 two\nand two.\n</think>\n\nFour, 四.",
+    "muse": "Quite a while…\n</think>\nDone thinking.",
+    "call": 'Let me see.\n<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "你"}}\n'
+    '</tool_call>\n<tool_call>\n{"name": "sub", "arguments": {}}\n</tool_call>',
+    "broken": 'Hm <tool_call>{"name": add}</tool_call> no.',
+}
+# The comment shows the server which tags this model writes. A conversation is just its texts.
+TEMPLATE = (
+    "{# <think> </think> <tool_call> #}{% for message in messages %}{{ message.content }}"
+    "{% endfor %}{{ suffix }}"
+)
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[Server]:
+    """The shipped model with its EAGLE head."""
+    with start("--chunk-length", "64") as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A model that tells SCRIPTS, drafted by itself: every burst is as long as can be."""
+    directory = write_scripted(tmp_path_factory.mktemp("scripted"), SCRIPTS, TEMPLATE)
+    draft = ("--draft-model-path", str(directory), "--spec-num-iter", "4")
+    draft += ("--spec-topk-per-iter", "1", "--spec-tree-size", "5")
+    with start("--model", str(directory), "--served-model-name", "scripted", *draft) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def limited() -> Iterator[Server]:
+    """Small limits, keys, JSON logs."""
+    flags = ["--max-queue", "4", "--max-num-seqs", "2", "--max-model-len", "128"]
+    flags += ["--max-body-mib", "1", "--max-messages", "5", "--max-text-length", "2000"]
+    flags += ["--api-key", "first", "--api-key", "second", "--log-format", "json"]
+    flags += ["--cors-origin", "https://example.org", "--ping-interval", "0.05"]
+    with start(*flags) as running:
+        yield running

@@ -1,0 +1,192 @@
+"""A real server process, and a model that says what a test wants."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import httpx
+import numpy as np
+import openai
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from cpmcu.serving.token_text import byte_letters
+from tests.reference.tiny_checkpoints import random_weights, tiny_config, write_tiny
+
+ROOT = Path(__file__).parents[2]
+
+
+class Server:
+    """A running server; `log` is what it has written so far."""
+
+    def __init__(self, process: subprocess.Popen[bytes], log_path: Path, port: int) -> None:
+        self.process = process
+        self._log_path = log_path
+        self.url = f"http://127.0.0.1:{port}"
+        self.port = port
+
+    @property
+    def log(self) -> str:
+        return self._log_path.read_text("utf-8", "replace")
+
+    def client(self, key: str = "none", **options: object) -> openai.OpenAI:
+        options = {"max_retries": 0, "timeout": 120, **options}
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, **options)
+
+    def async_client(self, key: str = "none") -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(
+            base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=120
+        )
+
+    def post(self, path: str, body: object, **headers: str) -> httpx.Response:
+        return httpx.post(self.url + path, json=body, headers=headers, timeout=60)
+
+    def get(self, path: str, **headers: str) -> httpx.Response:
+        return httpx.get(self.url + path, headers=headers, timeout=60)
+
+    def metric(self, name: str, **headers: str) -> float:
+        """The sum of a metric over its labels."""
+        text = self.get("/metrics", **headers).text
+        found = re.findall(rf"^{re.escape(name)}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)
+        assert found, f"{name} is not among the metrics"
+        return sum(map(float, found))
+
+    def wait_idle(self, seconds: float = 10.0, **headers: str) -> float:
+        """Waits until no slot is taken; returns how long that took."""
+        start = time.monotonic()
+        while self.metric("vllm:num_requests_running", **headers):
+            assert time.monotonic() - start < seconds, "slots are still taken"
+            time.sleep(0.02)
+        return time.monotonic() - start
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        """Sends a signal and returns the exit status."""
+        self.process.send_signal(number)
+        return self.process.wait(60)
+
+
+@contextlib.contextmanager
+def start(*flags: str, ready: bool = True, environment: Mapping[str, str] = {}) -> Iterator[Server]:
+    """Runs `python -m cpmcu.server` on a free port until the end of the block."""
+    command = [sys.executable, "-m", "cpmcu.server", "--port", "0", "--num-threads", "1"]
+    command += ["--device", "cpu", *flags]
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTHONPATH": paths, **environment}
+    with tempfile.TemporaryDirectory() as folder:
+        log_path = Path(folder) / "log"
+        with log_path.open("wb") as log:
+            process = subprocess.Popen(
+                command, stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=ROOT
+            )
+        try:
+            server = Server(process, log_path, _port(process, log_path))
+            if ready:
+                _wait_ready(server)
+            yield server
+        finally:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+
+
+def _port(process: subprocess.Popen[bytes], log_path: Path) -> int:
+    for _ in range(3000):
+        text = log_path.read_text("utf-8", "replace")
+        found = re.search(r"listening on http://[\d.]+:(\d+)", text)
+        if found:
+            return int(found[1])
+        assert process.poll() is None, f"the server ended: {text}"
+        time.sleep(0.02)
+    raise AssertionError(f"the server does not listen: {text}")
+
+
+def _wait_ready(server: Server) -> None:
+    for _ in range(3000):
+        if httpx.get(server.url + "/health").status_code == 200:
+            return
+        assert server.process.poll() is None, f"the server ended: {server.log}"
+        time.sleep(0.02)
+    raise AssertionError(f"the server does not get ready: {server.log}")
+
+
+# ---- a model that says what a test wants
+
+EOS = 2
+SPECIAL = ("<unk>", "<s>", "</s>")
+
+
+def cue(name: str) -> str:
+    """The special token after which the model tells script `name`."""
+    return f"<|{name}|>"
+
+
+def write_scripted(directory: Path, scripts: Mapping[str, str], template: str) -> Path:
+    """A Llama checkpoint that goes on after `cue(name)` with `scripts[name]` and then ends.
+
+    Its layers add nothing, so the next token follows from the last one alone: the row of the head
+    that belongs to a token's successor is that token's embedding. So no token may occur twice; a
+    text is cut into pieces of 1 to 4 bytes that were not used before, mostly inside characters.
+    """
+    letters = {byte: letter for letter, byte in byte_letters().items()}
+    vocab = {token: i for i, token in enumerate(SPECIAL)}
+    for byte in range(256):
+        vocab[letters[byte]] = len(vocab)
+    cues = {name: vocab.setdefault(cue(name), len(vocab)) for name in scripts}
+    follows: dict[int, int] = {}
+    used: set[bytes] = set()
+    for name, text in scripts.items():
+        last = cues[name]
+        for piece in _cut(text.encode("utf-8"), used) or ():
+            token = vocab.setdefault("".join(letters[byte] for byte in piece), len(vocab))
+            follows[last] = token
+            last = token
+        follows[last] = EOS
+
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in (*SPECIAL, *map(cue, cues))]
+    )
+    size = {"vocab_size": len(vocab), "hidden_size": 128, "num_hidden_layers": 1}
+    config = tiny_config("llama", **size)
+    weights = random_weights(config)
+    embedding = np.random.default_rng(0).standard_normal((len(vocab), 128)).astype(np.float32)
+    head = np.zeros_like(embedding)
+    for token, successor in follows.items():
+        head[successor] += embedding[token]
+    weights["model.embed_tokens.weight"], weights["lm_head.weight"] = embedding, head
+    weights["model.norm.weight"][:] = 1
+    for name in weights:
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            weights[name][:] = 0
+    write_tiny(directory, "llama", weights=weights, **size)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    fields = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": template}
+    (directory / "tokenizer_config.json").write_text(json.dumps(fields), encoding="utf-8")
+    return directory
+
+
+def _cut(text: bytes, used: set[bytes]) -> list[bytes] | None:
+    """`text` in pieces, none of which is in `used`, which they are added to; None if impossible."""
+    if not text:
+        return []
+    for length in range(1, len(text) + 1):
+        piece = text[:length]
+        if piece in used:
+            continue
+        used.add(piece)
+        rest = _cut(text[length:], used)
+        if rest is not None:
+            return [piece, *rest]
+        used.remove(piece)
+    return None

@@ -1,0 +1,79 @@
+"""Requests made from the server's own OpenAPI schema: whatever comes, the answer is as promised."""
+
+from __future__ import annotations
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from schemathesis import GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.config import SchemathesisConfig
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+CHECKS = [
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_schema_conformance,
+]
+OPERATIONS = (
+    "post /v1/chat/completions",
+    "post /v1/completions",
+    "get /v1/models",
+    "get /v1/models/{name}",
+    "post /tokenize",
+    "post /detokenize",
+    "get /tokenizer_info",
+    "get /health",
+    "get /version",
+    "get /metrics",
+)
+KEY = {"Authorization": "Bearer first"}
+# No coverage phase: it tries hundreds of combinations of each operation.
+CONFIG = SchemathesisConfig.from_dict({"phases": {"coverage": {"enabled": False}}})
+
+
+@pytest.fixture(scope="module")
+def api(limited):
+    return schemathesis.openapi.from_url(f"{limited.url}/openapi.json", headers=KEY, config=CONFIG)
+
+
+def modes(operation: str) -> list[GenerationMode]:
+    """Requests that keep to the schema, and where there can be others, those too."""
+    return list(GenerationMode) if operation.startswith("post") else [GenerationMode.POSITIVE]
+
+
+@pytest.mark.parametrize(
+    ("operation", "mode"),
+    [(operation, mode) for operation in OPERATIONS for mode in modes(operation)],
+)
+def test_operation(api, operation, mode):
+    method, path = operation.split()
+    cases = api[path][method].as_strategy(generation_mode=mode)
+
+    @settings(
+        max_examples=12,
+        deadline=None,
+        derandomize=True,
+        phases=[Phase.explicit, Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(case=cases)
+    def run(case):
+        case.call_and_validate(headers=KEY, checks=CHECKS)
+
+    run()
+
+
+def test_every_operation_is_described(limited):
+    paths = limited.get("/openapi.json", **KEY).json()["paths"]
+    found = {f"{method} {path}" for path, methods in paths.items() for method in methods}
+    assert found == set(OPERATIONS)
+    for path, methods in paths.items():
+        for operation in methods.values():
+            assert "422" not in operation["responses"]
+            assert ("401" in operation["responses"]) == (path != "/health")

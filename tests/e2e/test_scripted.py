@@ -1,0 +1,196 @@
+"""Texts known in advance: characters split over tokens, stop strings, thinking, tool calls."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.e2e.conftest import SCRIPTS, TEMPLATE
+from tests.e2e.harness import Server, cue
+
+
+def ask(scripted: Server, script: str, **fields):
+    messages = [{"role": "user", "content": cue(script)}]
+    return scripted.client().chat.completions.create(
+        model="scripted", messages=messages, temperature=0, **fields
+    )
+
+
+def streamed(scripted: Server, script: str, **fields):
+    """(content, reasoning, calls by index, finish reason, pieces) of a streamed answer."""
+    content, reasoning, calls, finish, pieces = "", "", {}, None, []
+    for chunk in ask(scripted, script, stream=True, **fields):
+        for choice in chunk.choices:
+            delta = choice.delta
+            assert "\ufffd" not in (delta.content or "")
+            content += delta.content or ""
+            reasoning += getattr(delta, "reasoning_content", None) or ""
+            pieces.append(delta.content or "")
+            for call in delta.tool_calls or []:
+                assert call.index not in calls
+                calls[call.index] = (call.function.name, json.loads(call.function.arguments))
+            assert finish is None, "something came after the finish reason"
+            finish = choice.finish_reason
+    return content, reasoning, calls, finish, pieces
+
+
+def test_characters_split_over_tokens(scripted):
+    whole = ask(scripted, "story").choices[0]
+    assert whole.message.content == SCRIPTS["story"]
+    assert whole.finish_reason == "stop"
+    content, _, _, finish, pieces = streamed(scripted, "story")
+    assert (content, finish) == (SCRIPTS["story"], "stop")
+    assert len(pieces) > 5
+
+
+def test_every_length_of_a_split_text(scripted):
+    """Whatever the last token, streamed and whole texts are the same."""
+    for limit in range(1, 40, 3):
+        whole = ask(scripted, "story", max_tokens=limit, extra_body={"return_token_ids": True})
+        text = whole.choices[0].message.content
+        pieces = [
+            chunk.choices[0].delta.content or ""
+            for chunk in ask(scripted, "story", max_tokens=limit, stream=True)
+        ]
+        assert "".join(pieces) == text
+        assert SCRIPTS["story"].startswith(text.rstrip("\ufffd"))
+        assert whole.usage.completion_tokens == limit == len(whole.choices[0].token_ids)
+        assert whole.choices[0].finish_reason == "length"
+
+
+def test_bytes_of_logprobs_join_to_the_text(scripted):
+    choice = ask(scripted, "story", logprobs=True, top_logprobs=2).choices[0]
+    entries = choice.logprobs.content
+    assert b"".join(bytes(e.bytes) for e in entries[:-1]) == SCRIPTS["story"].encode()
+    assert entries[-1].token == "</s>"
+    assert all(entry.top_logprobs[0].bytes == entry.bytes for entry in entries)
+    assert sum(len(entry.bytes) == 1 for entry in entries) > 20
+
+
+@pytest.mark.parametrize("stop", ["einmal", "好", "👩‍👧", " ", ["zzz", "世界", "界！"]])
+def test_stop_strings_across_bursts(scripted, stop):
+    stops = [stop] if isinstance(stop, str) else stop
+    ends = [(SCRIPTS["story"].find(s) + len(s), -len(s)) for s in stops if s in SCRIPTS["story"]]
+    end, length = min(ends)
+    expected = SCRIPTS["story"][: end + length]
+    choice = ask(scripted, "story", stop=stop).choices[0]
+    assert (choice.message.content, choice.finish_reason) == (expected, "stop")
+    assert choice.stop_reason == SCRIPTS["story"][end + length : end]
+    content, _, _, finish, _ = streamed(scripted, "story", stop=stop)
+    assert (content, finish) == (expected, "stop")
+
+
+def test_bursts_are_full(scripted):
+    """The draft is the model itself, so that these tests are about bursts of five tokens."""
+    reply = ask(scripted, "story", extra_body={"return_metrics": True})
+    found = reply.metrics["speculative_decoding"]
+    assert found["draft_acceptance_rate"] > 0.9
+    assert found["num_spec_tokens"] == 4
+    assert reply.metrics["speculate_metrics"]["average_accept_length"] > 4.5
+
+
+def test_thinking_is_told_from_the_answer(scripted):
+    message = ask(scripted, "think").choices[0].message
+    assert message.reasoning_content == message.reasoning == "So, 🤔 two\nand two."
+    assert message.content == "Four, 四."
+    content, reasoning, _, finish, _ = streamed(scripted, "think")
+    assert (content, reasoning, finish) == (message.content, message.reasoning_content, "stop")
+
+
+def test_thinking_that_the_prompt_began(scripted):
+    begun = [{"role": "assistant", "content": "<think>\nOh, " + cue("muse")}]
+    reply = scripted.client().chat.completions.create(
+        model="scripted",
+        messages=begun,
+        temperature=0,
+        extra_body={"continue_final_message": True},
+    )
+    message = reply.choices[0].message
+    assert (message.reasoning_content, message.content) == ("Quite a while…", "Done thinking.")
+
+
+def test_thinking_can_be_left_in_or_out(scripted):
+    body = {"separate_reasoning": False}
+    assert ask(scripted, "think", extra_body=body).choices[0].message.content == SCRIPTS["think"]
+    body = {"include_reasoning": False}
+    message = ask(scripted, "think", extra_body=body).choices[0].message
+    assert (message.content, message.reasoning_content) == ("Four, 四.", None)
+
+
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
+    for name in ("add", "sub")
+]
+
+
+def test_tool_calls(scripted):
+    choice = ask(scripted, "call", tools=TOOLS).choices[0]
+    first, second = choice.message.tool_calls
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content == "Let me see.\n"
+    assert (first.function.name, json.loads(first.function.arguments)) == (
+        "add",
+        {"a": 1, "b": "你"},
+    )
+    assert (second.function.name, second.function.arguments) == ("sub", "{}")
+    assert first.id != second.id
+    content, _, calls, finish, _ = streamed(scripted, "call", tools=TOOLS)
+    assert calls == {0: ("add", {"a": 1, "b": "你"}), 1: ("sub", {})}
+    assert (content, finish) == ("Let me see.\n", "tool_calls")
+
+
+def test_tool_calls_are_text_unless_tools_are_given(scripted):
+    for fields in ({}, {"tools": TOOLS, "tool_choice": "none"}):
+        choice = ask(scripted, "call", **fields).choices[0]
+        assert choice.message.content == SCRIPTS["call"]
+        assert choice.message.tool_calls is None
+        assert choice.finish_reason == "stop"
+
+
+def test_one_call_only(scripted):
+    choice = ask(scripted, "call", tools=TOOLS, parallel_tool_calls=False).choices[0]
+    assert [call.function.name for call in choice.message.tool_calls] == ["add"]
+
+
+def test_what_is_no_call_is_text(scripted):
+    choice = ask(scripted, "broken", tools=TOOLS).choices[0]
+    assert (choice.message.content, choice.finish_reason) == (SCRIPTS["broken"], "stop")
+    content, _, calls, finish, _ = streamed(scripted, "broken", tools=TOOLS)
+    assert (content, calls, finish) == (SCRIPTS["broken"], {}, "stop")
+
+
+def test_conversation_with_calls_and_results(scripted):
+    """Arguments of earlier calls, and null contents, reach the template."""
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "Add."}]},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": cue("story")},
+    ]
+    reply = scripted.client().chat.completions.create(
+        model="scripted", messages=messages, tools=TOOLS, temperature=0
+    )
+    assert reply.choices[0].message.content == SCRIPTS["story"]
+
+
+def test_variables_reach_the_template(scripted):
+    fields = {"chat_template_kwargs": {"suffix": cue("story"), "messages": "no"}}
+    reply = ask(scripted, "call", extra_body=fields)
+    assert reply.choices[0].message.content == SCRIPTS["story"]
+
+
+def test_the_tokenizer_describes_itself(scripted):
+    found = scripted.get("/tokenizer_info").json()
+    assert (found["bos_token"], found["eos_token"], found["pad_token"]) == ("<s>", "</s>", None)
+    assert found["chat_template"] == TEMPLATE
+
+
+def test_detokenize_is_the_inverse(scripted):
+    text = SCRIPTS["story"] + cue("call")
+    found = scripted.post("/tokenize", {"prompt": text, "return_token_strs": True}).json()
+    assert found["count"] == len(found["tokens"]) == len(found["token_strs"])
+    assert found["token_strs"][-1] == cue("call")
+    assert scripted.post("/detokenize", {"tokens": found["tokens"]}).json() == {"prompt": text}
+    messages = [{"role": "user", "content": text}]
+    assert scripted.post("/tokenize", {"messages": messages}).json()["tokens"] == found["tokens"]

@@ -1,0 +1,123 @@
+"""Structured output over HTTP: it parses, it validates, and is the same with and without drafts."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import jsonschema
+import openai
+import pytest
+
+from cpmcu import LLM, Grammar, SamplingParams
+
+MODEL = "tiny-python-minicpm"
+CHAT = [{"role": "user", "content": "name = "}]
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "kind": {"enum": ["function", "class", "关键字"]},
+        "lines": {"type": "integer", "minimum": 0, "maximum": 999},
+        "tags": {"type": "array", "items": {"type": "string", "maxLength": 6}, "maxItems": 2},
+    },
+    "required": ["kind", "lines", "tags"],
+    "additionalProperties": False,
+    "x-guidance": {"whitespace_flexible": False},
+}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    return server.client()
+
+
+def ask(client, **fields):
+    fields = {"max_tokens": 120, "temperature": 1, "seed": 3, **fields}
+    return client.chat.completions.create(model=MODEL, messages=CHAT, **fields)
+
+
+def test_a_schema(client):
+    with LLM(device="cpu", num_threads=1, speculative_config={"no_speculation": True}) as llm:
+        for seed in range(4):
+            choice = ask(client, seed=seed, response_format=FORMAT).choices[0]
+            text = choice.message.content
+            assert choice.finish_reason == "stop"
+            jsonschema.validate(json.loads(text), SCHEMA)
+            stream = ask(client, seed=seed, response_format=FORMAT, stream=True)
+            assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == text
+            grammar = Grammar.json_schema(SCHEMA)
+            params = SamplingParams(max_tokens=120, temperature=1, seed=seed, grammar=grammar)
+            assert llm.chat(CHAT, params)[0].text == text
+
+
+def test_other_grammars(client):
+    found = ask(client, response_format={"type": "json_object"}, max_tokens=40).choices[0]
+    if found.finish_reason == "stop":
+        assert isinstance(json.loads(found.message.content), dict)
+    assert found.message.content.startswith("{")
+    for body, pattern in (
+        ({"guided_regex": "[0-9]{3}-[a-f]{2}"}, r"[0-9]{3}-[a-f]{2}"),
+        ({"guided_choice": ["yes", "no", "vielleicht"]}, "yes|no|vielleicht"),
+        ({"guided_grammar": 'start: "a" ("b" | "c") "d"'}, "a[bc]d"),
+        ({"guided_json": json.dumps({"type": "boolean"})}, "true|false"),
+        ({"structured_outputs": {"json": {"type": "boolean"}}}, "true|false"),
+        ({"structured_outputs": {"choice": ["a", "b"]}}, "a|b"),
+        ({"structured_outputs": {"regex": "[xy]{4}"}}, "[xy]{4}"),
+    ):
+        text = ask(client, extra_body=body).choices[0].message.content
+        assert re.fullmatch(pattern, text), text
+        reply = client.completions.create(model=MODEL, prompt="x", max_tokens=40, extra_body=body)
+        assert re.fullmatch(pattern, reply.choices[0].text)
+
+
+def tool(name: str, **properties: dict) -> dict:
+    schema = {"type": "object", "properties": properties, "required": list(properties)}
+    schema["additionalProperties"] = False
+    return {"type": "function", "function": {"name": name, "parameters": schema}}
+
+
+TOOLS = [tool("count", n={"type": "integer", "maximum": 99, "minimum": 0}), tool("stop")]
+
+
+def test_calls_that_must_be(client):
+    for fields in ({"parallel_tool_calls": False}, {"stream": True, "parallel_tool_calls": False}):
+        reply = ask(client, tools=TOOLS, tool_choice="required", **fields)
+        if fields.get("stream"):
+            chunks = [chunk.choices[0] for chunk in reply]
+            (calls,) = [c.delta.tool_calls for c in chunks if c.delta.tool_calls]
+            assert not any(chunk.delta.content for chunk in chunks)
+            finish = chunks[-1].finish_reason
+        else:
+            calls, finish = reply.choices[0].message.tool_calls, reply.choices[0].finish_reason
+            assert reply.choices[0].message.content is None
+        (call,) = calls
+        schemas = {t["function"]["name"]: t["function"]["parameters"] for t in TOOLS}
+        jsonschema.validate(json.loads(call.function.arguments), schemas[call.function.name])
+        assert finish == "tool_calls"
+    named = {"type": "function", "function": {"name": "count"}}
+    (call,) = ask(client, tools=TOOLS, tool_choice=named).choices[0].message.tool_calls
+    assert call.function.name == "count"
+    assert 0 <= json.loads(call.function.arguments)["n"] <= 99
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "schema"),
+        ({"extra_body": {"guided_regex": "a("}}, "regex cannot be used"),
+        ({"extra_body": {"guided_regex": ""}}, "guided_regex"),
+        ({"extra_body": {"guided_choice": []}}, "guided_choice"),
+        ({"extra_body": {"guided_grammar": "start: nothing"}}, "lark"),
+        ({"extra_body": {"guided_json": "{"}}, "guided_json"),
+        ({"extra_body": {"guided_json": "{}", "guided_regex": "a"}}, "exclude each other"),
+        ({"extra_body": {"structured_outputs": {"regex": "a", "json": "{}"}}}, "exclude each"),
+        ({"extra_body": {"structured_outputs": {"whitespace_pattern": " "}}}, "whitespace_pattern"),
+        ({"response_format": FORMAT, "extra_body": {"guided_regex": "a"}}, "exclude each other"),
+        ({"response_format": FORMAT, "tools": TOOLS, "tool_choice": "required"}, "exclude"),
+        ({"extra_body": {"guided_json": {"type": "object", "not": {"x": 1}}}}, "json schema"),
+    ],
+)
+def test_grammars_that_cannot_be(client, fields, message):
+    with pytest.raises(openai.BadRequestError, match=message):
+        ask(client, **fields)

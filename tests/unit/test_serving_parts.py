@@ -1,0 +1,119 @@
+"""Parts of the server that need no server: bytes of tokens, flags, prompts of conversations."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+from tokenizers_for_tests import TEXT, byte_fallback, byte_level, write_directory
+
+from cpmcu import server
+from cpmcu.config import EngineConfig
+from cpmcu.flags import from_flags
+from cpmcu.serving import routes
+from cpmcu.serving.app import create_app
+from cpmcu.serving.config import ServerConfig
+from cpmcu.serving.protocol import base, chat, completion
+from cpmcu.serving.service import Service
+from cpmcu.serving.token_text import TokenTexts
+from cpmcu.tokenizer import Tokenizer
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("make", [byte_level, byte_fallback])
+def test_bytes_of_tokens_join_to_the_text(make, tmp_path):
+    tokenizer = Tokenizer.from_directory(write_directory(tmp_path, make()))
+    texts = TokenTexts(tokenizer)
+    text = TEXT + " €ß"
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    joined = b"".join(texts.bytes_of(token) for token in ids).decode()
+    assert joined.removeprefix(" ") == text
+    assert any("\ufffd" in texts.text_of(token) for token in ids)
+    end = tokenizer.id_of("</s>")
+    assert (texts.text_of(end), texts.is_shown(end)) == ("</s>", False)
+    assert all(texts.is_shown(token) for token in ids)
+    assert texts.bytes_of(tokenizer.vocab_size + 5) == b""
+
+
+def test_every_field_of_the_configuration_is_a_flag():
+    parser = server.make_parser()
+    flags = ["--host", "::1", "--port", "1", "--api-key", "a", "--api-key", "b", "--max_queue", "3"]
+    parsed = parser.parse_args([*flags, "--model", "x", "--max-num-seqs", "4", "--return-metrics"])
+    config = from_flags(ServerConfig, parsed)
+    assert (config.host, config.port, config.api_key, config.max_queue) == ("::1", 1, ("a", "b"), 3)
+    assert config.return_metrics
+    text = parser.format_help()
+    for field in dataclasses.fields(ServerConfig):
+        assert f"--{field.name.replace('_', '-')} " in text
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("port", 65536, "port is 65536"),
+        ("max_queue", 0, "max_queue is 0"),
+        ("max_body_mib", 0, "max_body_mib"),
+        ("shutdown_timeout", 0.0, "shutdown_timeout is 0.0"),
+        ("ping_interval", float("inf"), "ping_interval"),
+        ("cors_origin", ("http://x/y",), "cors_origin"),
+    ],
+)
+def test_configurations_that_cannot_be(field, value, message):
+    with pytest.raises(ValueError, match=message):
+        ServerConfig(**{field: value})
+
+
+def test_the_document_names_everything():
+    """docs/server.md has every endpoint, field (taken or refused), metric and flag."""
+    text = (ROOT / "docs" / "server.md").read_text("utf-8")
+    text = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    named = set(re.findall(r"[\w/{}:-]+", " ".join(re.findall(r"`([^`]+)`", text))))
+    fields = {*chat.ChatRequest.model_fields, *completion.CompletionRequest.model_fields}
+    fields |= base.REFUSED.keys() | base.IGNORED
+    assert not fields - named
+    assert not {f"--{f.name.replace('_', '-')}" for f in dataclasses.fields(ServerConfig)} - named
+    service = Service(EngineConfig(device="cpu"), ServerConfig())
+    assert not set(create_app(service).openapi()["paths"]) - named
+    shown = re.findall(
+        r"^# TYPE (vllm:\w+) (\w+)$", service.metrics.render().decode(), re.MULTILINE
+    )
+    found = {name for name, kind in shown if not name.endswith("_created")}
+    assert not found - named
+
+
+def test_a_route_is_added_by_adding_a_file(tmp_path, monkeypatch):
+    """Also from outside the package; paths in PUBLIC need no key."""
+    (tmp_path / "extra.py").write_text(
+        "from fastapi import APIRouter\n"
+        "router = APIRouter()\n"
+        "PUBLIC = ('/open',)\n"
+        "@router.get('/open')\nasync def a() -> str:\n    return 'a'\n"
+        "@router.get('/closed')\nasync def b() -> str:\n    return 'b'\n"
+    )
+    monkeypatch.setattr(routes, "__path__", [*routes.__path__, str(tmp_path)])
+    service = Service(EngineConfig(device="cpu"), ServerConfig(api_key=("k",)))
+
+    async def run() -> list[int]:
+        transport = httpx.ASGITransport(create_app(service))
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+            return [
+                (await client.get(path)).status_code for path in ("/open", "/closed", "/health")
+            ]
+
+    assert asyncio.run(run()) == [200, 401, 503]
+
+
+def test_the_help_needs_no_web_framework():
+    program = (
+        "import sys\nfrom cpmcu.server import make_parser\nmake_parser()\n"
+        "heavy = {'fastapi', 'uvicorn', 'pydantic', 'tokenizers', 'numpy'} & set(sys.modules)\n"
+        "sys.exit(str(heavy) if heavy else 0)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
