@@ -64,7 +64,7 @@ class ModelSpec:
     tie_word_embeddings: bool
     dtype: str  # "float16" | "bfloat16" | "float32" (CPU only)
     blocks: list[list[str]]  # per layer, e.g. ["attention", "mlp"]; empty: that for every layer
-    linear_method: str  # "dense"
+    linear_method: str  # "dense" | "w4a16" | "w4_rtn" | "w8_rtn" | …
     linear_overrides: dict[str, str]  # module name -> method, e.g. {"lm_head": "dense"}
     linear_options: dict[str, int]  # e.g. {"group_size": 128}
     def __init__(self, **fields: Any) -> None: ...

@@ -11,7 +11,6 @@ is (mean accept length) / (time of a cycle), which is checked against whole requ
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import os
@@ -23,6 +22,7 @@ from typing import Any
 from cpmcu.benchmarks.decoding import Row, plain_row
 from cpmcu.benchmarks.speculation import cycle_table, has_draft, run_cycles
 from cpmcu.config import EngineConfig, SpeculativeConfig, option, shipped_model
+from cpmcu.engine_flags import engine_config
 from cpmcu.flags import FlagParser, add_flags, from_flags
 
 
@@ -120,15 +120,6 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def read_speculation(flags: argparse.Namespace) -> SpeculativeConfig:
-    """--speculative-config and the flags of its fields, together. Raises ValueError."""
-    names = [field.name for field in dataclasses.fields(SpeculativeConfig)]
-    given = {name: getattr(flags, name) for name in names if getattr(flags, name) is not None}
-    if flags.speculative_config is None:
-        return SpeculativeConfig(**given)
-    return SpeculativeConfig.from_json(flags.speculative_config, **given)
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Returns the exit status: 0, 1 for an error, 2 for wrong flags."""
     parser = FlagParser(prog="python -m cpmcu.bench", description=__doc__)
@@ -138,9 +129,7 @@ def main(arguments: list[str] | None = None) -> int:
     flags = parser.parse_args(arguments)
     try:
         options = from_flags(BenchOptions, flags)
-        speculation = read_speculation(flags)
-        config = from_flags(EngineConfig, flags, speculative_config=speculation)
-        result = run(config, options)
+        result = run(engine_config(flags), options)
     except (ValueError, OSError, RuntimeError, MemoryError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 1

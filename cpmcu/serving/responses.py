@@ -13,8 +13,9 @@ from fastapi.responses import JSONResponse, Response
 
 from cpmcu.outputs import CompletionOutput
 from cpmcu.serving.answers import metrics_of
+from cpmcu.serving.generation import Generation, PrefillProgress
 from cpmcu.serving.protocol.base import ApiModel, GenerationRequest, UsageInfo
-from cpmcu.serving.service import Generation, PrefillProgress, Service
+from cpmcu.serving.service import Service
 from cpmcu.serving.sse import EventStream, disconnected, to_json
 
 CLIENT_LEFT = 499  # nginx's status for it; nobody receives it, but the log has it

@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 import threading
 
 import uvicorn
@@ -20,6 +21,7 @@ from cpmcu.serving.service import Service
 logger = logging.getLogger("cpmcu.server")
 
 _KEEP_ALIVE_SECONDS = 65  # longer than clients keep idle connections, so that they close them
+_SWITCH_SECONDS = 0.0005
 _LAST_WORDS_SECONDS = 5.0  # for responses that were ended at the deadline to be sent
 
 
@@ -30,6 +32,8 @@ def run(config: ServerConfig, engine_config: EngineConfig) -> int:
     """
     # SIGTERM as Ctrl-C, also before uvicorn listens to it and when it raises it again at its end.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # The engine's thread must not wait long for the event loop's to let go of the interpreter.
+    sys.setswitchinterval(_SWITCH_SECONDS)
     logs.configure(config.log_format, config.log_level)
     service = Service(engine_config, config)
     server = _Server(

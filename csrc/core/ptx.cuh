@@ -52,14 +52,6 @@ __device__ __forceinline__ uint64_t evict_first_policy() {
   return policy;
 }
 
-// cp_async16 of what is read once. For weights.
-__device__ __forceinline__ void cp_async16_stream(uint32_t shared, const void* global,
-                                                  uint64_t policy) {
-  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(shared),
-               "l"(global), "l"(policy)
-               : "memory");
-}
-
 // 16 bytes that are read once, past L1. For weights.
 __device__ __forceinline__ uint4 load_stream16(const void* global, uint64_t policy) {
   uint4 v;
@@ -154,6 +146,32 @@ __device__ __forceinline__ void store_cluster16(uint32_t to, const float (&v)[4]
       : "memory");
 }
 #endif
+
+// (v & mask) | bits in one instruction. For numbers made of bits.
+__device__ __forceinline__ uint32_t masked_or(uint32_t v, uint32_t mask, uint32_t bits) {
+  uint32_t out;
+  asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(out) : "r"(v), "r"(mask), "r"(bits));
+  return out;
+}
+
+// From shared memory by address, for buffers that the copy engine fills: never moved or kept.
+__device__ __forceinline__ uint4 load_shared16(uint32_t shared) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(shared));
+  return v;
+}
+__device__ __forceinline__ uint16_t load_shared_half(uint32_t shared) {
+  uint16_t v;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(shared));
+  return v;
+}
+__device__ __forceinline__ int load_shared_byte(uint32_t shared) {
+  uint32_t v;
+  asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(shared));
+  return static_cast<int>(v);
+}
 
 // Four 8x8 matrices of 16-bit elements from shared memory into fragments.
 __device__ __forceinline__ void ldmatrix4(uint32_t (&r)[4], uint32_t shared) {

@@ -22,9 +22,10 @@ from typing import Any
 
 import numpy as np
 
-from cpmcu.bench import describe_device, read_speculation
+from cpmcu.bench import describe_device
 from cpmcu.benchmarks.decoding import WARM_UP, WINDOWS, random_prompt
 from cpmcu.config import EngineConfig, SpeculativeConfig, option, shipped_model
+from cpmcu.engine_flags import engine_config
 from cpmcu.flags import FlagParser, add_flags, from_flags
 from cpmcu.loading.loader import choose_device, load_model
 
@@ -99,7 +100,7 @@ def main() -> int:
     add_flags(parser, Options, "benchmark")
     flags = parser.parse_args()
     options = from_flags(Options, flags)
-    config = from_flags(EngineConfig, flags, speculative_config=read_speculation(flags))
+    config = engine_config(flags)
     loaded = load_model(config.model or str(shipped_model()), config=config)
     vocab_size = int(loaded.spec.vocab_size)
     kinds = {"ahead": ahead, "one by one": one_by_one, "masked": masked(vocab_size)}

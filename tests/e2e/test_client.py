@@ -36,10 +36,12 @@ def llm():
 
 
 def complete(client, prompt=PROMPT, **fields):
+    fields.setdefault("seed", 0)
     return client.completions.create(model="tiny-python-minicpm", prompt=prompt, **fields)
 
 
 def chat(client, **fields):
+    fields.setdefault("seed", 0)
     return client.chat.completions.create(model="tiny-python-minicpm", messages=CHAT, **fields)
 
 
@@ -129,6 +131,12 @@ def test_choices(client):
         streamed[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
     whole = chat(client, n=3, max_tokens=8, temperature=1, seed=1)
     assert streamed == [choice.message.content for choice in whole.choices]
+
+
+def test_without_a_seed_texts_differ(client):
+    fields = {"max_tokens": 30, "temperature": 1.5, "seed": None}
+    assert len({complete(client, **fields).choices[0].text for _ in range(3)}) == 3
+    assert len({choice.text for choice in complete(client, [PROMPT] * 3, **fields).choices}) == 3
 
 
 def test_several_prompts_and_token_ids(client, server):

@@ -293,7 +293,7 @@ def test_refused_completions(limited, body):
 
 def test_a_prompt_that_is_too_long(limited):
     for count, status in ((127, 200), (128, 400), (1000, 400)):
-        body = {"prompt": [7] * count, "max_tokens": 50}
+        body = {"prompt": [7] * count, "max_tokens": 50, "ignore_eos": True}
         reply = limited.post("/v1/completions", body, **FIRST)
         assert reply.status_code == status, reply.text
         if status == 200:
@@ -387,18 +387,23 @@ def test_paths_and_methods(limited):
 
 
 def test_log_lines_are_json(limited):
-    limited.post(
-        "/v1/completions", {"prompt": "x", "max_tokens": 2}, **FIRST, **{"X-Request-Id": "q7"}
-    )
-    lines = [json.loads(line) for line in limited.log.splitlines()]
-    mine = [line for line in lines if line["request_id"] == "q7"]
-    assert {"status", "ms", "path"} <= mine[-1].keys()
-    assert any(line.get("completion_tokens") == 2 for line in mine)
+    body = {"prompt": "x", "max_tokens": 2, "temperature": 0}
+    limited.post("/v1/completions", body, **FIRST, **{"X-Request-Id": "q7"})
+    mine: list[dict[str, object]] = []
+    for _ in range(100):  # the line of a request is written after its response
+        lines = [json.loads(line) for line in limited.log.splitlines()]
+        mine = [line for line in lines if line["request_id"] == "q7"]
+        if len(mine) == 2:
+            break
+        time.sleep(0.05)
+    assert mine[0]["completion_tokens"] == 2
+    assert mine[1]["status"] == 200
+    assert {"ms", "path", "method", "client", "time", "level"} <= mine[1].keys()
 
 
 def test_names_of_metrics(server):
     """What vLLM's dashboards and its benchmark look for."""
-    server.post("/v1/completions", {"prompt": "x = 1\n", "max_tokens": 20})
+    server.post("/v1/completions", {"prompt": "x = 1\n", "max_tokens": 20, "ignore_eos": True})
     for name in (
         "vllm:num_requests_running",
         "vllm:num_requests_waiting",

@@ -406,12 +406,18 @@ def test_a_quantised_draft_drafts_what_it_stands_for(models: Models, kind: str) 
     assert max(seen[0]) > 1
 
 
-@pytest.mark.parametrize("kind", ["itself", "eagle"])
+@pytest.mark.parametrize("kind", ["itself", "eagle", "eagle with FR-Spec"])
 @pytest.mark.parametrize("family", ["llama", "llama_gptq"])
 def test_a_quantised_target_head(models: Models, kind: str, family: str) -> None:
     """lm_head_quant changes the text, and drafts follow it."""
+    import numpy as np
+
+    kind, _, frspec = kind.partition(" with ")
     plain = Drive(models.engine(family, None, lm_head_quant="w4"))
     speculation = {"draft_model_path": str(models.draft(kind, family)), **TREES["narrow"]}
+    if frspec:
+        np.save(models.root / "some.npy", np.arange(2, VOCAB, 3))
+        speculation["frspec_path"] = str(models.root / "some.npy")
     drafted = Drive(models.engine(family, speculation, lm_head_quant="w4"))
     same = True
     for ids in PROMPTS[:5]:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.kernels.util import context, empty, on_devices, ops, put, put_ints, sizes
+from tests.kernels.util import SMALL, context, empty, on_devices, ops, put, put_ints, sizes
 
 
 def run(
@@ -42,7 +42,7 @@ def check(device: str, logits: np.ndarray, topk: int) -> None:
 @pytest.mark.parametrize("topk", sizes(1, 10, 32))
 def test_random_logits(device: str, vocab_size: int, topk: int) -> None:
     rng = np.random.default_rng(vocab_size)
-    num_rows = 3 if vocab_size > 10000 else 32
+    num_rows = 4 if SMALL else 3 if vocab_size > 10000 else 32
     check(device, rng.standard_normal((num_rows, vocab_size)) * 3, topk)
 
 
@@ -51,11 +51,11 @@ def test_random_logits(device: str, vocab_size: int, topk: int) -> None:
 def test_every_k(device: str, topk: int) -> None:
     rng = np.random.default_rng(topk)
     for vocab_size in (topk, topk + 1, 64, 999):
-        check(device, rng.standard_normal((20, max(vocab_size, topk))) * 3, topk)
+        check(device, rng.standard_normal((4 if SMALL else 20, max(vocab_size, topk))) * 3, topk)
 
 
 @on_devices
-@pytest.mark.parametrize("vocab_size", sizes(40, 4099, 32768, small=2))
+@pytest.mark.parametrize("vocab_size", sizes(40, 1031, 4099, 32768, small=2))
 def test_ties_go_to_the_lower_id(device: str, vocab_size: int) -> None:
     rng = np.random.default_rng(0)
     logits = np.round(rng.standard_normal((12, vocab_size)) * 2)
@@ -68,7 +68,7 @@ def test_ties_go_to_the_lower_id(device: str, vocab_size: int) -> None:
 
 
 @on_devices
-@pytest.mark.parametrize("vocab_size", sizes(65538, 131072, small=1))
+@pytest.mark.parametrize("vocab_size", sizes(5002, 65538, 131072, small=1))
 def test_values_that_cluster(device: str, vocab_size: int) -> None:
     """Most of the large values belong to few threads."""
     rng = np.random.default_rng(0)

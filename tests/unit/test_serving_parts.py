@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
 from tokenizers_for_tests import TEXT, byte_fallback, byte_level, write_directory
 
 from cpmcu import server
 from cpmcu.config import EngineConfig
 from cpmcu.flags import from_flags
+from cpmcu.serving import routes
 from cpmcu.serving.app import create_app
 from cpmcu.serving.config import ServerConfig
 from cpmcu.serving.protocol import base, chat, completion
@@ -83,6 +86,28 @@ def test_the_document_names_everything():
     )
     found = {name for name, kind in shown if not name.endswith("_created")}
     assert not found - named
+
+
+def test_a_route_is_added_by_adding_a_file(tmp_path, monkeypatch):
+    """Also from outside the package; paths in PUBLIC need no key."""
+    (tmp_path / "extra.py").write_text(
+        "from fastapi import APIRouter\n"
+        "router = APIRouter()\n"
+        "PUBLIC = ('/open',)\n"
+        "@router.get('/open')\nasync def a() -> str:\n    return 'a'\n"
+        "@router.get('/closed')\nasync def b() -> str:\n    return 'b'\n"
+    )
+    monkeypatch.setattr(routes, "__path__", [*routes.__path__, str(tmp_path)])
+    service = Service(EngineConfig(device="cpu"), ServerConfig(api_key=("k",)))
+
+    async def run() -> list[int]:
+        transport = httpx.ASGITransport(create_app(service))
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+            return [
+                (await client.get(path)).status_code for path in ("/open", "/closed", "/health")
+            ]
+
+    assert asyncio.run(run()) == [200, 401, 503]
 
 
 def test_the_help_needs_no_web_framework():

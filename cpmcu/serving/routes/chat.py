@@ -23,6 +23,7 @@ from cpmcu.serving.answers import (
 )
 from cpmcu.serving.conversation import check_messages, render
 from cpmcu.serving.errors import refused
+from cpmcu.serving.generation import Generation, PrefillProgress, sampling_params
 from cpmcu.serving.protocol.base import ERRORS
 from cpmcu.serving.protocol.chat import (
     AnswerMessage,
@@ -36,7 +37,7 @@ from cpmcu.serving.protocol.chat import (
 )
 from cpmcu.serving.reasoning import ReasoningSplitter, is_open
 from cpmcu.serving.responses import Reply, answer, service_of
-from cpmcu.serving.service import Generation, PrefillProgress, Service, sampling_params
+from cpmcu.serving.service import Service
 from cpmcu.serving.token_text import TokenTexts
 from cpmcu.serving.tools import ToolParser
 

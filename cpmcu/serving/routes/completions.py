@@ -14,6 +14,7 @@ from fastapi.responses import Response
 from cpmcu.outputs import CompletionOutput, StreamChunk, TokenLogprobs
 from cpmcu.serving.answers import LOWEST, metrics_of
 from cpmcu.serving.errors import ApiError
+from cpmcu.serving.generation import Generation, PrefillProgress, sampling_params
 from cpmcu.serving.limits import check_text
 from cpmcu.serving.protocol.base import ERRORS
 from cpmcu.serving.protocol.completion import (
@@ -23,7 +24,7 @@ from cpmcu.serving.protocol.completion import (
     CompletionResponse,
 )
 from cpmcu.serving.responses import Reply, answer, service_of
-from cpmcu.serving.service import Generation, Model, PrefillProgress, Service, sampling_params
+from cpmcu.serving.service import Model, Service
 
 router = APIRouter(tags=["generation"])
 

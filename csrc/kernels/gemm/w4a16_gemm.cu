@@ -3,11 +3,8 @@
 
 namespace cpmcu::cuda {
 
-constexpr int kMaxNarrowRows = 8;
 constexpr int kMaxSyncRows = 16;
 
-// w4a16_narrow.cu: for few rows and matrices that are cut into slices. `args` is an Args.
-void w4_gemm_narrow(const Context& ctx, DType dtype, const void* args);
 // w4a16_gemm_sm90.cu: the same with wgmma, for more than kMaxSyncRows rows: for fewer, mma.sync is
 // quicker. NOTE: both add up the 16 products of a step in the same way, so a row has the same bits
 // (tests/kernels/test_w4a16.py). `args` is its copy of this file's Args.
@@ -36,10 +33,6 @@ void w4_gemm(const Context& ctx, const W4GemmParams& params) {
     args.y = params.y.rows(row, rows).data();
     args.x = params.x.rows(row, rows).data();
     args.m = static_cast<int>(rows);
-    if (rows <= kMaxNarrowRows && args.slices > 1) {
-      w4_gemm_narrow(ctx, params.x.dtype(), &args);
-      continue;
-    }
 #ifdef CPMCU_SM90
     if (ctx.compute_capability == 90 && rows > kMaxSyncRows) {
       w4_gemm_sm90(ctx, params.x.dtype(), &args);

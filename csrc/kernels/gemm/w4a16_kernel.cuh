@@ -77,11 +77,6 @@ template <typename T>
 __device__ __forceinline__ void unpack(uint32_t (&a)[4], uint32_t word, uint32_t low,
                                        uint32_t high);
 
-__device__ __forceinline__ uint32_t masked_or(uint32_t v, uint32_t mask, uint32_t bits) {
-  uint32_t out;
-  asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(out) : "r"(v), "r"(mask), "r"(bits));
-  return out;
-}
 __device__ __forceinline__ __half2 as_half2(uint32_t v) { return *reinterpret_cast<__half2*>(&v); }
 __device__ __forceinline__ uint32_t bits_of(__half2 v) { return *reinterpret_cast<uint32_t*>(&v); }
 __device__ __forceinline__ __nv_bfloat162 as_bf162(uint32_t v) {
@@ -97,21 +92,24 @@ __device__ __forceinline__ void unpack<__half>(uint32_t (&a)[4], uint32_t word, 
                                                uint32_t high) {
   const __half2 sixteenth = __float2half2_rn(1.0f / 16);
   const uint32_t next = word >> 8;
-  a[0] = bits_of(__hsub2(as_half2(masked_or(word, 0x000F000F, 0x64006400)), as_half2(low)));
+  a[0] = bits_of(__hsub2(as_half2(ptx::masked_or(word, 0x000F000F, 0x64006400)), as_half2(low)));
   a[1] = bits_of(
-      __hfma2(as_half2(masked_or(word, 0x00F000F0, 0x64006400)), sixteenth, as_half2(high)));
-  a[2] = bits_of(__hsub2(as_half2(masked_or(next, 0x000F000F, 0x64006400)), as_half2(low)));
+      __hfma2(as_half2(ptx::masked_or(word, 0x00F000F0, 0x64006400)), sixteenth, as_half2(high)));
+  a[2] = bits_of(__hsub2(as_half2(ptx::masked_or(next, 0x000F000F, 0x64006400)), as_half2(low)));
   a[3] = bits_of(
-      __hfma2(as_half2(masked_or(next, 0x00F000F0, 0x64006400)), sixteenth, as_half2(high)));
+      __hfma2(as_half2(ptx::masked_or(next, 0x00F000F0, 0x64006400)), sixteenth, as_half2(high)));
 }
 // bfloat16: 0x4300 | q is 128 + q.
 template <>
 __device__ __forceinline__ void unpack<__nv_bfloat16>(uint32_t (&a)[4], uint32_t word, uint32_t low,
                                                       uint32_t high) {
-  a[0] = bits_of(__hsub2(as_bf162(masked_or(word, 0x000F000F, 0x43004300)), as_bf162(low)));
-  a[1] = bits_of(__hsub2(as_bf162(masked_or(word >> 4, 0x000F000F, 0x43004300)), as_bf162(high)));
-  a[2] = bits_of(__hsub2(as_bf162(masked_or(word >> 8, 0x000F000F, 0x43004300)), as_bf162(low)));
-  a[3] = bits_of(__hsub2(as_bf162(masked_or(word >> 12, 0x000F000F, 0x43004300)), as_bf162(high)));
+  a[0] = bits_of(__hsub2(as_bf162(ptx::masked_or(word, 0x000F000F, 0x43004300)), as_bf162(low)));
+  a[1] =
+      bits_of(__hsub2(as_bf162(ptx::masked_or(word >> 4, 0x000F000F, 0x43004300)), as_bf162(high)));
+  a[2] =
+      bits_of(__hsub2(as_bf162(ptx::masked_or(word >> 8, 0x000F000F, 0x43004300)), as_bf162(low)));
+  a[3] = bits_of(
+      __hsub2(as_bf162(ptx::masked_or(word >> 12, 0x000F000F, 0x43004300)), as_bf162(high)));
 }
 
 template <typename T>
@@ -125,37 +123,10 @@ __device__ __forceinline__ uint32_t high_offset(int zero) {
   return pack2<T>(offset, offset);
 }
 
-__device__ __forceinline__ uint4 load_shared16(uint32_t shared) {
-  uint4 v;
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "r"(shared));
-  return v;
-}
-
-__device__ __forceinline__ uint16_t load_shared_half(uint32_t shared) {
-  uint16_t v;
-  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(shared));
-  return v;
-}
-__device__ __forceinline__ float load_shared_float(uint32_t shared) {
-  float v;
-  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(shared));
-  return v;
-}
-__device__ __forceinline__ void store_shared_float(uint32_t shared, float v) {
-  asm volatile("st.shared.f32 [%0], %1;" ::"r"(shared), "f"(v) : "memory");
-}
 __device__ __forceinline__ float load_scale(uint32_t shared, bool bf16) {
-  const uint16_t bits = load_shared_half(shared);
+  const uint16_t bits = ptx::load_shared_half(shared);
   return bf16 ? __uint_as_float(uint32_t{bits} << 16) : __half2float(__ushort_as_half(bits));
 }
-__device__ __forceinline__ int load_shared_byte(uint32_t shared) {
-  uint32_t v;
-  asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(shared));
-  return static_cast<int>(v);
-}
-
 // Of the 16 bytes of a lane: two steps of 16 k, two tiles of 16 rows each.
 __device__ __forceinline__ uint32_t word_of(const uint4& words, int step, int tile) {
   return step == 0 ? (tile == 0 ? words.x : words.y) : (tile == 0 ? words.z : words.w);
@@ -201,7 +172,7 @@ struct MmaSync {
     uint4 words[2];
     uint32_t b[2][2][kGroups][2];
     const auto fetch = [&](int pair) {
-      words[pair % 2] = load_shared16(weights + pair * 512);
+      words[pair % 2] = ptx::load_shared16(weights + pair * 512);
       auto& to = b[pair % 2];
       if constexpr (kGroups == 1) {
         uint32_t r[4];
@@ -372,8 +343,8 @@ __global__ void __launch_bounds__(kThreads, 1) w4_gemm_kernel(const __grid_const
         }
         if (args.zero_points) {
           const uint32_t zeros = block + kZeroOffset + slab_row + t * 16;
-          low[t] = low_offset<T>(load_shared_byte(zeros));
-          high[t] = high_offset<T>(load_shared_byte(zeros + 8));
+          low[t] = low_offset<T>(ptx::load_shared_byte(zeros));
+          high[t] = high_offset<T>(ptx::load_shared_byte(zeros + 8));
         }
       }
 
@@ -439,7 +410,7 @@ __global__ void __launch_bounds__(kThreads, 1) w4_gemm_kernel(const __grid_const
       if (row >= args.m) continue;
       float sum[4] = {};
       for (int from = 0; from < args.slices; ++from) {
-        const uint4 v = load_shared16(inbox + (from * my_slabs * kPieces + piece) * 16);
+        const uint4 v = ptx::load_shared16(inbox + (from * my_slabs * kPieces + piece) * 16);
         sum[0] += __uint_as_float(v.x), sum[1] += __uint_as_float(v.y);
         sum[2] += __uint_as_float(v.z), sum[3] += __uint_as_float(v.w);
       }

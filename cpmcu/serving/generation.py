@@ -1,0 +1,188 @@
+"""One HTTP request's work: the bridge from the engine's thread to asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from cpmcu.engine.request import Request
+from cpmcu.outputs import CompletionOutput, StreamChunk
+from cpmcu.sampling import SamplingParams
+from cpmcu.serving.errors import ApiError
+from cpmcu.serving.logs import request_id
+
+if TYPE_CHECKING:
+    from cpmcu.serving.service import Service
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PrefillProgress:
+    """So many tokens of a prompt were read."""
+
+    prompt_index: int
+    processed: int
+    total: int
+    seconds: float
+
+
+Item = PrefillProgress | StreamChunk
+
+
+class Generation:
+    """The engine's requests for one HTTP request, and what they emit as an async iterator.
+
+    The outputs are numbered through: choice c of prompt p is p * n + c. Raises ApiError (400) for
+    a prompt or parameters that the engine refuses.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        prompts: Sequence[list[int]],
+        params: SamplingParams,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        progress: bool = False,
+    ) -> None:
+        llm = service.model.llm
+        self.prompts = prompts
+        self.params = params
+        self.request_id = request_id.get()
+        self._service = service
+        self._loop = loop
+        self._inbox: deque[tuple[int, Item | Exception]] = deque()  # from the engine's thread
+        self._ready: deque[tuple[int, Item | Exception]] = deque()
+        self._event = asyncio.Event()
+        self._waking = False
+        self._created = time.perf_counter()
+        self.requests: list[Request] = []
+        for p, prompt in enumerate(prompts):
+            try:
+                resolved = params.resolve(llm.generation_config)
+                on_prefill = self._reporter(p) if progress else None
+                emit = self._emitter(p * params.n)
+                self.requests += llm.prepare(prompt, resolved, emit, on_prefill)
+            except ValueError as error:
+                raise bad_value(error) from error
+        self.left = len(self.requests)
+        self._times: list[float | None] = [None] * self.left
+
+    def start(self) -> None:
+        """Queues it; see Service.submit."""
+        self._service.submit(self)
+        for prompt in self.prompts:
+            self._service.metrics.started(len(prompt), self.params)
+
+    def cancel(self) -> None:
+        """Ends what is not done with finish reason "abort"; from any thread, harmless later."""
+        for request in self.requests:
+            request.cancel()
+
+    async def items(self) -> AsyncIterator[tuple[int, Item]]:
+        """(output number, item) as they come, until every output has ended.
+
+        Raises RuntimeError if the engine fails, ApiError (400) if it refuses the request.
+        """
+        open_outputs = len(self.requests)
+        while open_outputs:
+            while self._ready:
+                number, item = self._ready.popleft()
+                if isinstance(item, Exception):
+                    self.cancel()
+                    raise bad_value(item) if isinstance(item, ValueError) else item
+                if isinstance(item, StreamChunk) and item.finish_reason is not None:
+                    open_outputs -= 1
+                yield number, item
+            if open_outputs:
+                self._event.clear()
+                await self._event.wait()
+
+    async def outputs(self) -> list[CompletionOutput]:
+        """Waits for the end, and gives the results. Raises RuntimeError if the engine fails."""
+        async for _ in self.items():
+            pass
+        return [request.output() for request in self.requests]
+
+    # ---- on the engine's thread
+
+    def _emitter(self, base: int) -> Callable[[StreamChunk | Exception], None]:
+        def emit(item: StreamChunk | Exception) -> None:
+            # An exception does not say which output it ends; it ends the whole response anyway.
+            index = 0 if isinstance(item, Exception) else item.index
+            self._deliver(base + index, item)
+
+        return emit
+
+    def _reporter(self, prompt_index: int) -> Callable[[int, int], None]:
+        def report(done: int, total: int) -> None:
+            seconds = time.perf_counter() - self._created
+            item = PrefillProgress(prompt_index, done, total, seconds)
+            self._deliver(prompt_index * self.params.n, item)
+
+        return report
+
+    def _deliver(self, number: int, item: Item | Exception) -> None:
+        self._inbox.append((number, item))
+        if self._waking:  # it will find this item too
+            return
+        self._waking = True
+        try:
+            self._loop.call_soon_threadsafe(self._wake)
+        except RuntimeError:  # the loop is closed: nobody listens any more
+            self.cancel()
+
+    # ---- on the event loop's thread
+
+    def _wake(self) -> None:
+        self._waking = False
+        while self._inbox:
+            number, item = self._inbox.popleft()
+            self._account(number, item)
+            self._ready.append((number, item))
+        self._event.set()
+
+    def _account(self, number: int, item: Item | Exception) -> None:
+        metrics = self._service.metrics
+        if isinstance(item, StreamChunk):
+            if item.token_ids:
+                now = time.perf_counter()
+                before = self._times[number]
+                metrics.tokens(len(item.token_ids), None if before is None else now - before)
+                self._times[number] = now
+            if item.finish_reason is None:
+                return
+            metrics.finished(self.requests[number].output())
+        elif isinstance(item, PrefillProgress):
+            return
+        self.left -= 1
+        if self.left == 0:
+            self._service.done(self)
+
+
+def sampling_params(**fields: Any) -> SamplingParams:
+    """The engine's parameters. Raises ApiError (400) for a value out of range."""
+    try:
+        return SamplingParams(**fields)
+    except ValueError as error:
+        raise bad_value(error) from error
+
+
+def bad_value(error: ValueError) -> ApiError:
+    """A 400 that says what SamplingParams or LLM.prepare said, naming the field if it did."""
+    message = str(error)
+    if message.startswith("the prompt"):
+        too_long = "prompt and output together" in message
+        code = "context_length_exceeded" if too_long else "invalid_value"
+        return ApiError(400, f"T{message[1:]}.", param="prompt", code=code)
+    first = message.split()[:2]  # "temperature is ...", "the logit_bias of ...", "the regex ..."
+    field = next((word for word in first if word in _FIELDS), None)
+    if message.startswith("the "):
+        message = f"T{message[1:]}"
+    return ApiError(400, f"{message}.", param=field, code="invalid_value")
+
+
+_FIELDS = {field.name for field in dataclasses.fields(SamplingParams)}

@@ -1,0 +1,160 @@
+"""Times w4_gemm on the GPU at the shapes of 8B models: one line per shape and number of rows.
+
+Every launch reads another copy of the weights, of which there is more than 1 GB, so that nothing
+is in L2 from the launch before; launches are replayed as one graph. The roofline is the read
+bandwidth that this very run reaches. Where torch is installed, the same products in float16 through
+its cuBLAS are timed likewise, and the geometric mean of the ratios is printed for each number of
+rows.
+
+    python scripts/bench/bench_w4.py [--dtype float16] [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from cpmcu import C
+from cpmcu.quant.packing import pack_blocks
+
+ops = C.ops
+SHAPES = {  # model -> layer -> (N, K)
+    "MiniCPM4-8B": {
+        "qkv": (4608, 4096), "o": (4096, 4096), "gate_up": (32768, 4096), "down": (4096, 16384),
+    },
+    "Llama-3.1-8B": {
+        "qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336),
+    },
+}  # fmt: skip
+ROWS = [1, 8, 16, 32, 64]
+COLD_BYTES = 1200 << 20
+MAX_LAUNCHES = 128  # in one graph
+RUNS = 9
+
+
+def microseconds(replay: Callable[[], float], launches: int) -> float:
+    """Median time of a launch; replay() returns the milliseconds of all."""
+    replay()
+    return float(np.median([replay() for _ in range(RUNS)])) * 1e3 / launches
+
+
+def weights(ctx: Any, n: int, k: int, copies: int) -> list[Any]:
+    """Random 4-bit weights, one after another in memory."""
+    rng = np.random.default_rng(n + k)
+    rows = min(n, 256)  # repeated downwards, which no kernel notices
+    q = rng.integers(0, 16, (k, rows), np.uint8)
+    scales = rng.uniform(0.005, 0.02, (k // 128, rows)).astype(np.float16)
+    block = pack_blocks(q, scales)
+    blocks = np.ascontiguousarray(np.tile(block, (-(-n // 256), *[1] * (block.ndim - 1))))
+    made = []
+    for _ in range(copies):
+        array = ops.Array(ctx, [blocks.nbytes], "uint8")
+        array.copy_from(blocks.reshape(-1).view(np.uint8))
+        made.append(ops.W4Weight(array, n=n, k=k, scale_dtype="float16"))
+    return made
+
+
+def time_w4(ctx: Any, n: int, k: int, dtype: str) -> dict[int, float]:
+    """Microseconds by rows."""
+    copies = min(MAX_LAUNCHES, -(-COLD_BYTES // (n * k // 2)))
+    each = weights(ctx, n, k, copies)
+    times = {}
+    for m in ROWS:
+        x, y = ops.Array(ctx, [m, k], dtype), ops.Array(ctx, [m, n], dtype)
+        values = np.random.default_rng(m).standard_normal((m, k)).astype(np.float32)
+        bits = values.astype(np.float16) if dtype == "float16" else values.view(np.uint32) >> 16
+        x.copy_from(bits if dtype == "float16" else bits.astype(np.uint16))
+
+        def body(x: Any = x, y: Any = y) -> None:
+            for weight in each:
+                ops.w4_gemm(ctx, y, x, weight)
+
+        body()  # errors show here, not inside a capture
+        ctx.synchronize()
+        graph = ctx.graph(body)
+        times[m] = microseconds(lambda graph=graph: graph.replay(1), copies)
+    return times
+
+
+def time_cublas(n: int, k: int) -> dict[int, float]:
+    """Microseconds by rows of the float16 product by torch; empty without torch and a GPU."""
+    try:
+        import torch
+    except ImportError:
+        return {}
+    if not torch.cuda.is_available():
+        return {}
+    copies = min(MAX_LAUNCHES, -(-COLD_BYTES // (2 * n * k)))
+    each = [torch.randn(n, k, dtype=torch.float16, device="cuda") for _ in range(copies)]
+    times = {}
+    for m in ROWS:
+        x = torch.randn(m, k, dtype=torch.float16, device="cuda")
+        y = torch.empty(m, n, dtype=torch.float16, device="cuda")
+        for weight in each[:2]:
+            torch.mm(x, weight.t(), out=y)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for weight in each:
+                torch.mm(x, weight.t(), out=y)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+        def replay(graph: Any = graph, begin: Any = begin, end: Any = end) -> float:
+            begin.record()
+            graph.replay()
+            end.record()
+            torch.cuda.synchronize()
+            return float(begin.elapsed_time(end))
+
+        times[m] = microseconds(replay, copies)
+    del each
+    torch.cuda.empty_cache()
+    return times
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--dtype", default="float16", choices=["float16", "bfloat16"])
+    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    args = parser.parse_args()
+    ctx = ops.Context("cuda")
+    peak = C.ceilings("cuda")["read_bytes_per_second"] / 1e9
+    if not args.json:
+        sys.stdout.write(f"read bandwidth {peak:.0f} GB/s, x {args.dtype}\n")
+    for model, layers in SHAPES.items():
+        ratios: dict[int, list[float]] = {m: [] for m in ROWS}
+        growth = []
+        for layer, (n, k) in layers.items():
+            ours, cublas = time_w4(ctx, n, k, args.dtype), time_cublas(n, k)
+            growth.append(ours[64] / ours[1])
+            num_bytes = n * k / 2 * (1 + 2 / 64)  # with scales
+            for m, us in ours.items():
+                result = {"us": us, "gbps": num_bytes / us / 1e3}
+                result["roofline"] = result["gbps"] / peak
+                line = f"{model:13} {layer:8} M {m:3} {us:8.2f} µs | {result['gbps']:5.0f} GB/s"
+                line += f" | {result['roofline']:6.1%} of bandwidth"
+                if m in cublas:
+                    result["cublas_us"] = cublas[m]
+                    ratios[m].append(cublas[m] / us)
+                    line += f" | {cublas[m] / us:5.2f} x cuBLAS float16 ({cublas[m]:.1f} µs)"
+                name = {"model": model, "layer": layer, "m": m, "dtype": args.dtype}
+                sys.stdout.write((json.dumps(name | result) if args.json else line) + "\n")
+                sys.stdout.flush()
+        if args.json:
+            continue
+        for m, values in ratios.items():
+            if values:
+                mean = math.exp(sum(map(math.log, values)) / len(values))
+                sys.stdout.write(f"{model:13} geometric mean at M {m}: {mean:.2f} x cuBLAS\n")
+        spread = ", ".join(f"{value:.2f}" for value in growth)
+        sys.stdout.write(f"{model:13} M 64 over M 1 ({', '.join(layers)}): {spread}\n")
+
+
+if __name__ == "__main__":
+    main()
