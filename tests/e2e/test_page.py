@@ -180,7 +180,7 @@ def test_lines_and_settings(driver, scripted):
     asked = page.asked()[0]
     assert (asked["max_tokens"], asked["temperature"]) == (3, 0)
     assert page.texts(".numbers")[0].startswith("3 tokens · ")
-    assert page.texts(".numbers")[0].endswith(" · most tokens reached")
+    assert page.texts(".numbers")[0].endswith(" · token limit reached")
     page.find("#limit").clear()
     page.type("x\n")
     assert page.find("#error").text == "Most new tokens must be a whole number of at least 1."
