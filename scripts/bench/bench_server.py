@@ -1,129 +1,245 @@
-"""What HTTP and SSE add to a token, and how tokens/s grow with clients.
+"""Times what HTTP adds to a streamed token, and the tokens/s of several clients together.
 
-    python scripts/bench/bench_server.py [--tokens N] [--clients 1,2,4,8] [flags of cpmcu.server]
+    python scripts/bench/bench_server.py [--model DIR] [--draft-model-path DIR] [--device cpu] ...
 
-First `LLM.stream` in this process, then `python -m cpmcu.server` with the same model, flags and
-prompt. A time per token is from the first chunk of a stream to its last, divided by the tokens in
-between; the median of `--repeats` streams counts. The clients are threads of this process.
+Takes the flags of the engine and of speculation, as `python -m cpmcu.server` does; with a draft
+everything is measured with and without it. The server runs in this process, so that `LLM.stream`
+and the server's stream take turns on one engine; the clients are another process. Prompts are token
+ids, and each event carries its own (`return_token_ids`), so a tokenizer that does not fit the model
+does no harm. Prints Markdown tables.
 """
 
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
+import contextlib
 import dataclasses
 import http.client
+import itertools
 import json
-import re
+import multiprocessing
+import socket
 import statistics
-import subprocess
 import sys
-import tempfile
+import threading
 import time
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
+from collections.abc import Iterator
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 
 from cpmcu import LLM, SamplingParams
-from cpmcu.engine_flags import engine_config
-from cpmcu.server import make_parser
+from cpmcu.benchmarks.speculation import has_draft
+from cpmcu.config import EngineConfig
+from cpmcu.engine_flags import add_engine_flags, engine_config
+from cpmcu.flags import FlagParser
 
-PROMPT = [7 + i % 1000 for i in range(64)]
-
-
-def in_process(flags: list[str], tokens: int, repeats: int) -> float:
-    """Seconds per token of LLM.stream."""
-    config = engine_config(make_parser().parse_args(flags))
-    params = SamplingParams(temperature=0, repetition_penalty=1, max_tokens=tokens, ignore_eos=True)
-    times = []
-    with LLM(**dataclasses.asdict(config)) as llm:
-        for _ in range(repeats + 1):
-            marks = [(time.perf_counter(), len(c.token_ids)) for c in llm.stream(PROMPT, params)]
-            times.append(_per_token(marks))
-    return statistics.median(times[1:])  # the first one captures graphs
+PROMPT = '"""Reads a table of numbers from a file and prints its columns."""\n\nimport sys\n'
 
 
-def over_http(port: int, tokens: int) -> list[tuple[float, int]]:
-    """(time, tokens) of each chunk of one stream."""
-    body = {"prompt": PROMPT, "max_tokens": tokens, "ignore_eos": True, "temperature": 0}
-    body |= {"repetition_penalty": 1, "stream": True, "return_token_ids": True}
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
+@dataclasses.dataclass(frozen=True, slots=True)
+class Stream:
+    """One streamed request: when each burst of tokens came, in seconds after it was sent."""
+
+    times: list[float]
+    bursts: list[list[int]]
+
+    @property
+    def tokens(self) -> list[int]:
+        return list(itertools.chain(*self.bursts))
+
+    @property
+    def seconds_per_token(self) -> float:
+        """From the first burst to the last, over the tokens that came after the first burst."""
+        return (self.times[-1] - self.times[0]) / (len(self.tokens) - len(self.bursts[0]))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Comparison:
+    """LLM.stream and the server in turns; medians, in seconds, and half the middle half's width."""
+
+    direct: float  # a token
+    served: float
+    overhead: float
+    spread: float
+    direct_first: float  # until the first token
+    served_first: float
+    tokens_per_event: float
+
+
+# ---- the clients' process
+
+
+def stream_over_http(port: int, prompt: list[int], num_tokens: int) -> Stream:
+    """One request to /v1/completions."""
+    body = {"prompt": prompt, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True}
+    body |= {"stream": True, "return_token_ids": True}
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=300)
+    connection.connect()
+    events: list[tuple[float, bytes]] = []
+    begin = time.perf_counter()
     headers = {"Content-Type": "application/json"}
     connection.request("POST", "/v1/completions", json.dumps(body), headers)
-    response = connection.getresponse()
-    if response.status != 200:
-        raise RuntimeError(response.read().decode())
-    lines = []
-    while line := response.readline():
+    reply = connection.getresponse()
+    while line := reply.readline():
         if line.startswith(b"data: {"):
-            lines.append((time.perf_counter(), line))
+            events.append((time.perf_counter() - begin, line))
     connection.close()
-    return [(at, len(json.loads(line[6:])["choices"][0]["token_ids"])) for at, line in lines]
+    bursts = []
+    for _, line in events:  # afterwards, so that reading JSON is not timed
+        event = json.loads(line.removeprefix(b"data: "))
+        if "choices" not in event:
+            raise RuntimeError(f"the server answered with {event}")
+        bursts.append(event["choices"][0]["token_ids"])
+    if reply.status != 200 or not events:
+        raise RuntimeError(f"the server answered with status {reply.status}")
+    return Stream([seconds for seconds, _ in events], bursts)
 
 
-def _per_token(marks: list[tuple[float, int]]) -> float:
-    return (marks[-1][0] - marks[0][0]) / sum(count for _, count in marks[1:])
-
-
-def run_clients(port: int, clients: int, tokens: int, repeats: int) -> tuple[float, float]:
-    """(median seconds per token of a stream, tokens/s of all clients together)."""
-    with concurrent.futures.ThreadPoolExecutor(clients) as pool:
-        for _ in pool.map(lambda _: over_http(port, tokens), range(clients)):
-            pass  # captures graphs
+def crowd(port: int, prompts: list[list[int]], num_tokens: int) -> float:
+    """Tokens/s of one client a prompt, all at once, from the first request to the last token."""
+    with ThreadPoolExecutor(len(prompts)) as pool:
         begin = time.perf_counter()
-        streams = list(pool.map(lambda _: over_http(port, tokens), range(clients * repeats)))
-        seconds = time.perf_counter() - begin
-    total = sum(count for marks in streams for _, count in marks)
-    return statistics.median(map(_per_token, streams)), total / seconds
+        jobs = [pool.submit(stream_over_http, port, prompt, num_tokens) for prompt in prompts]
+        tokens = sum(len(job.result().tokens) for job in jobs)
+        return tokens / (time.perf_counter() - begin)
 
 
-def start(flags: list[str], log: Path) -> tuple[subprocess.Popen[bytes], int]:
-    """The server's process, ready, and its port."""
-    command = [sys.executable, "-m", "cpmcu.server", *flags, "--port", "0"]
-    with log.open("wb") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
-    while "is ready after" not in log.read_text():
-        if process.poll() is not None:
-            raise RuntimeError(log.read_text())
-        time.sleep(0.1)
-    found = re.search(r"listening on http://[^ ]*:(\d+)", log.read_text())
-    assert found is not None
-    return process, int(found[1])
+# ---- the server's process
+
+
+@contextlib.contextmanager
+def serving(config: EngineConfig) -> Iterator[tuple[LLM, int]]:
+    """(the engine, the port on which it is served)."""
+    import uvicorn
+
+    from cpmcu.serving.app import create_app
+    from cpmcu.serving.config import ServerConfig
+    from cpmcu.serving.service import Service
+
+    service = Service(config, ServerConfig())
+    service.load()
+    listener = socket.create_server(("127.0.0.1", 0))
+    options = uvicorn.Config(
+        create_app(service), log_config=None, access_log=False, lifespan="off", server_header=False
+    )
+    server = uvicorn.Server(options)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    thread.start()
+    try:
+        yield service.model.llm, listener.getsockname()[1]
+    finally:
+        server.should_exit = True
+        thread.join()
+        listener.close()
+        service.close()
+
+
+def stream_directly(llm: LLM, prompt: list[int], num_tokens: int) -> Stream:
+    """One request to LLM.stream."""
+    params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
+    begin = time.perf_counter()
+    timed = [(time.perf_counter() - begin, chunk) for chunk in llm.stream(prompt, params)]
+    return Stream([seconds for seconds, _ in timed], [chunk.token_ids for _, chunk in timed])
+
+
+def compare(
+    llm: LLM, port: int, clients: Executor, prompt: list[int], num_tokens: int, repeats: int
+) -> Comparison:
+    """The same request both ways in turns, after one of each to warm up."""
+    pairs = []
+    for _ in range(repeats + 1):
+        direct = stream_directly(llm, prompt, num_tokens)
+        served = clients.submit(stream_over_http, port, prompt, num_tokens).result()
+        if direct.tokens != served.tokens:
+            raise RuntimeError("the server's tokens are not those of LLM.stream")
+        pairs.append((direct, served))
+    del pairs[0]
+    differences = [b.seconds_per_token - a.seconds_per_token for a, b in pairs]
+    low, overhead, high = statistics.quantiles(differences, n=4)
+    return Comparison(
+        direct=statistics.median(a.seconds_per_token for a, _ in pairs),
+        served=statistics.median(b.seconds_per_token for _, b in pairs),
+        overhead=overhead,
+        spread=(high - low) / 2,
+        direct_first=statistics.median(a.times[0] for a, _ in pairs),
+        served_first=statistics.median(b.times[0] for _, b in pairs),
+        tokens_per_event=statistics.mean(len(b.tokens) / len(b.bursts) for _, b in pairs),
+    )
+
+
+def measure(config: EngineConfig, args: argparse.Namespace) -> tuple[Comparison, list[float]]:
+    """Loads the model, and gives the overhead and the tokens/s for each number of clients."""
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, spawn) as clients, serving(config) as (llm, port):
+        ids = llm.tokenize(PROMPT)
+        compared = compare(llm, port, clients, ids, args.num_tokens, args.repeats)
+        speeds = []
+        for count in args.clients:
+            prompts = [ids[i % len(ids) :] + ids[: i % len(ids)] for i in range(count)]
+            crowds = [clients.submit(crowd, port, prompts, args.num_tokens) for _ in range(3)]
+            # The first is the first with this batch size, which some kernels are chosen for.
+            speeds.append(statistics.mean(each.result() for each in crowds[1:]))
+    return compared, speeds
+
+
+def overhead_row(name: str, found: Comparison) -> list[str]:
+    micro = [found.direct, found.served, found.overhead, found.spread]
+    milli = [found.direct_first, found.served_first]
+    cells = [name, f"{found.tokens_per_event:.2f}"]
+    cells += [f"{1e6 * seconds:.1f}" for seconds in micro]
+    return cells + [f"{1e3 * seconds:.2f}" for seconds in milli]
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+
+def client_counts(text: str) -> list[int]:
+    counts = [int(part) for part in text.split(",")]
+    if min(counts) < 1:
+        raise argparse.ArgumentTypeError(f"expected numbers of at least 1, found {text!r}")
+    return counts
+
+
+def at_least_two(text: str) -> int:
+    if int(text) < 2:
+        raise argparse.ArgumentTypeError(f"expected at least 2, found {text!r}")
+    return int(text)
 
 
 def main() -> None:
-    """Prints one line for LLM.stream and one for each number of clients."""
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.add_argument("--tokens", type=int, default=256)
-    parser.add_argument("--clients", default="1,2,4,8")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--json", action="store_true")
-    options, flags = parser.parse_known_args()
-    clients = [int(part) for part in options.clients.split(",")]
+    parser = FlagParser(prog="bench_server.py", description=__doc__.splitlines()[0])
+    group = parser.add_argument_group("benchmark")
+    group.add_argument(
+        "--num-tokens", type=at_least_two, default=256, help="new tokens of a request"
+    )
+    group.add_argument("--repeats", type=at_least_two, default=7, help="pairs of requests compared")
+    group.add_argument(
+        "--clients", type=client_counts, default=[1, 2, 4, 8], help="comma list, for tokens/s"
+    )
+    add_engine_flags(parser)
+    args = parser.parse_args()
+    try:
+        config = engine_config(args)
+    except ValueError as error:
+        parser.error(str(error))
 
-    alone = in_process(flags, options.tokens, options.repeats)
-    rows = []
-    with tempfile.TemporaryDirectory() as folder:
-        process, port = start(flags, Path(folder) / "log")
-        try:
-            for count in clients:
-                each, rate = run_clients(port, count, options.tokens, options.repeats)
-                rows.append({"clients": count, "us_per_token": 1e6 * each, "tokens_per_s": rate})
-        finally:
-            process.terminate()
-            process.wait()
-    if options.json:
-        print(json.dumps({"stream_us_per_token": 1e6 * alone, "rows": rows}, indent=2))
-        return
-    print("| clients | us/token of a stream | over LLM.stream | tokens/s together |")
-    print("|---:|---:|---:|---:|")
-    print(f"| LLM.stream | {1e6 * alone:.1f} | | {1 / alone:.1f} |")
-    for row in rows:
-        more = row["us_per_token"] - 1e6 * alone
-        print(
-            f"| {row['clients']} | {row['us_per_token']:.1f} | {more:+.1f} us | "
-            f"{row['tokens_per_s']:.1f} |"
-        )
+    plain = dataclasses.replace(
+        config, speculative_config=dataclasses.replace(config.speculation, no_speculation=True)
+    )
+    found = {"off": measure(plain, args)}
+    if has_draft(config):
+        found["on"] = measure(config, args)
+    header = ["speculation", "tokens/event", "`LLM.stream`, µs/token", "server, µs/token"]
+    header += ["overhead, µs/token", "±", "`LLM.stream`, ms to first token", "server, ms"]
+    rows = [overhead_row(name, compared) for name, (compared, _) in found.items()]
+    sys.stdout.write(table(header, rows) + "\n")
+    header = ["tokens/s", *(f"{n} client{'s' * (n > 1)}" for n in args.clients)]
+    rows = [
+        [f"speculation {name}", *(f"{speed:.0f}" for speed in speeds)]
+        for name, (_, speeds) in found.items()
+    ]
+    sys.stdout.write(table(header, rows))
 
 
 if __name__ == "__main__":

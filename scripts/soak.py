@@ -1,0 +1,324 @@
+"""Runs a server under random requests and random cancels, and checks what is left of it.
+
+    python scripts/soak.py [--clients 16] [--duration 600] [flags of python -m cpmcu.server]
+
+Each client sends one request after the other: chat or completion, streamed or whole, prompts from
+one token to most of the context, all kinds of parameters, now and then a wrong one; every third
+request is left before its end. Afterwards no slot may be taken, no page of the KV cache in use, no
+error in the log, the server's memory may not have grown by more than noise, and a fixed request
+must give the text that it gave before. Exit status 0 if all of that holds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import importlib.util
+import json
+import random
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from cpmcu.flags import FlagParser
+
+SOURCE = Path(__file__).read_text("utf-8")
+WORDS = (*SOURCE.split(), "naïve", "你好，世界", "🙂", "👩‍👩‍👧", "\n\n", "\t")
+FIXED = {"prompt": "def mean(values):\n", "max_tokens": 80, "temperature": 0.9, "seed": 7}
+TOO_LONG = 100_000  # tokens, more than a soaked model's context
+
+Kind = tuple[str, dict[str, Any], int]  # path, body, status that is expected
+
+
+# ---- requests
+
+
+def text(rng: random.Random, words: int) -> str:
+    return " ".join(rng.choices(WORDS, k=words))
+
+
+def parameters(rng: random.Random, context: int) -> dict[str, Any]:
+    """Sampling, length and extras, each of them now and then."""
+    body: dict[str, Any] = {"max_tokens": int(2 ** rng.uniform(0, 7.5)), "stream": True}
+    choices: list[tuple[float, dict[str, Any]]] = [
+        (0.3, {"stream": False}),
+        (0.6, {"temperature": rng.choice([0, 0.3, 1.0, 1.7])}),
+        (0.3, {"top_p": rng.uniform(0.1, 1), "top_k": rng.choice([-1, 1, 5, 50])}),
+        (0.2, {"min_p": rng.uniform(0, 0.3)}),
+        (0.2, {"presence_penalty": rng.uniform(-2, 2), "frequency_penalty": rng.uniform(-2, 2)}),
+        (0.2, {"repetition_penalty": rng.uniform(0.8, 1.5)}),
+        (0.2, {"logit_bias": {str(rng.randrange(100, 4000)): rng.uniform(-100, 5)}}),
+        (0.4, {"seed": rng.randrange(2**40)}),
+        (0.2, {"stop": rng.sample(["\n\n", "return", "self.", "e"], k=rng.randint(1, 3))}),
+        (0.3, {"ignore_eos": True}),
+        (0.15, {"n": rng.randint(2, 4)}),
+        (0.3, {"return_metrics": True}),
+        (0.02, {"max_tokens": context}),
+    ]
+    if importlib.util.find_spec("llguidance"):
+        choices.append((0.08, {"response_format": {"type": "json_object"}}))
+        choices.append((0.05, {"guided_regex": r"[a-c]{3,40}", "seed": rng.randrange(100)}))
+    for probability, fields in choices:
+        if rng.random() < probability:
+            body |= fields
+    if body["stream"] and rng.random() < 0.5:
+        body["stream_options"] = {"include_usage": True}
+    return body
+
+
+def make_request(rng: random.Random, context: int) -> Kind:
+    body = parameters(rng, context)
+    length = int(2 ** rng.uniform(0, 6)) if rng.random() < 0.7 else rng.randrange(1, context - 200)
+    if rng.random() < 0.03:
+        wrong = ({"temperature": -1}, {"max_tokens": "5"}, {"n": 0}, {"stop_regex": "x"})
+        return "/v1/completions", body | {"prompt": "x", **rng.choice(wrong)}, 400
+    if rng.random() < 0.02:
+        return "/v1/completions", body | {"prompt": [7] * TOO_LONG}, 400
+    if rng.random() < 0.35:
+        messages = [
+            {"role": role, "content": text(rng, 1 + min(length, 300) // 6)}
+            for role in ("user", "assistant", "user")[: rng.choice([1, 3])]
+        ]
+        if rng.random() < 0.2:
+            body |= {"logprobs": True, "top_logprobs": rng.randrange(5)}
+        return "/v1/chat/completions", body | {"messages": messages}, 200
+    if rng.random() < 0.5:
+        prompt: Any = text(rng, 1 + min(length, 600) // 4)
+    else:
+        prompt = [rng.randrange(5, 4000) for _ in range(length)]
+        if rng.random() < 0.1:
+            prompt = [prompt[:40], prompt[:1]]
+    if rng.random() < 0.15:
+        body |= {"logprobs": rng.randrange(5), "echo": rng.random() < 0.5}
+    return "/v1/completions", body | {"prompt": prompt}, 200
+
+
+# ---- clients
+
+
+class Soak:
+    """The clients of one run, and what they counted."""
+
+    def __init__(self, url: str, context: int, seed: int) -> None:
+        self.url = url
+        self.context = context
+        self.seed = seed
+        self.counts: collections.Counter[str] = collections.Counter()
+        self.failures: list[str] = []
+
+    async def run(self, clients: int, duration: float) -> None:
+        """All clients, for so many seconds."""
+        end = time.monotonic() + duration
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=self.url, timeout=300, limits=limits) as http:
+            await asyncio.gather(*(self._client(http, i, end) for i in range(clients)))
+
+    async def _client(self, http: httpx.AsyncClient, number: int, end: float) -> None:
+        rng = random.Random(self.seed * 1000 + number)
+        while time.monotonic() < end:
+            path, body, expected = make_request(rng, self.context)
+            leaves = rng.random() < 1 / 3
+            patience = rng.uniform(0, 1.5) ** 2 if leaves else 300.0
+            try:
+                async with asyncio.timeout(patience):
+                    await self._ask(http, path, body, expected)
+            except TimeoutError:
+                self.counts["left by the client"] += 1
+                if not leaves:
+                    self.failures.append(f"no answer in {patience:.0f} s: {shown(body)}")
+            except httpx.HTTPError as error:
+                self.failures.append(f"{type(error).__name__} {error}: {shown(body)}")
+
+    async def _ask(
+        self, http: httpx.AsyncClient, path: str, body: dict[str, Any], expected: int
+    ) -> None:
+        self.counts["requests"] += 1
+        async with http.stream("POST", path, json=body) as reply:
+            if reply.status_code != expected:
+                said = (await reply.aread()).decode("utf-8", "replace")
+                self.failures.append(f"status {reply.status_code}: {said[:200]}: {shown(body)}")
+                return
+            if expected != 200:
+                await reply.aread()
+                self.counts["refused, as expected"] += 1
+                return
+            last = ""
+            async for line in reply.aiter_lines():
+                if line.startswith("data: "):
+                    last = line
+                    self.counts["events"] += 1
+                    if line.startswith('data: {"error"'):
+                        self.failures.append(f"{line[:200]}: {shown(body)}")
+            if body["stream"] and last != "data: [DONE]":
+                self.failures.append(f"a stream ended with {last[:100]!r}: {shown(body)}")
+            self.counts["answered to the end"] += 1
+
+
+def shown(body: dict[str, Any]) -> str:
+    return json.dumps(body)[:300]
+
+
+# ---- the server
+
+
+class Watched:
+    """A server process, its log, and its memory over time."""
+
+    def __init__(self, flags: list[str], log_path: Path) -> None:
+        self.log_path = log_path
+        command = [sys.executable, "-m", "cpmcu.server", "--port", "0", "--log-format", "json"]
+        with log_path.open("wb") as log:
+            self.process = subprocess.Popen([*command, *flags], stdout=log, stderr=log)
+        self.url = ""
+        self.memory: list[tuple[float, float]] = []  # (seconds, MiB)
+
+    def wait_ready(self) -> None:
+        """Waits until the model is loaded. Raises RuntimeError if it never will be."""
+        while True:
+            if self.process.poll() is not None:
+                raise RuntimeError(f"the server ended: {self.log_path.read_text('utf-8')}")
+            found = re.search(r"listening on (http://[^\"\s]+)", self.log_path.read_text("utf-8"))
+            if found:
+                self.url = found[1]
+                if httpx.get(self.url + "/health").status_code == 200:
+                    return
+            time.sleep(0.1)
+
+    async def watch_memory(self, every: float) -> None:
+        """Notes the resident set until cancelled."""
+        begin = time.monotonic()
+        while True:
+            status = Path(f"/proc/{self.process.pid}/status").read_text()
+            kib = int(re.search(r"^VmRSS:\s+(\d+) kB", status, re.MULTILINE)[1])
+            self.memory.append((time.monotonic() - begin, kib / 1024))
+            await asyncio.sleep(every)
+
+    def growth(self) -> tuple[float, float, float]:
+        """MiB at 30 to 50 % of the time, at the last 20 %, and the largest; medians.
+
+        What the first requests of each kind take (buffers, compiled grammars, caches) is there by
+        then, and what comes later would go on coming.
+        """
+        end = self.memory[-1][0]
+        early = [mib for at, mib in self.memory if 0.3 * end <= at <= 0.5 * end]
+        late = [mib for at, mib in self.memory if at >= 0.8 * end]
+        return statistics.median(early), statistics.median(late), max(m for _, m in self.memory)
+
+    def metric(self, name: str) -> float:
+        """The sum of a metric over its labels."""
+        page = httpx.get(self.url + "/metrics", timeout=30).text
+        pattern = rf"^{re.escape(name)}(?:{{[^}}]*}})? (\S+)$"
+        return sum(map(float, re.findall(pattern, page, re.MULTILINE)))
+
+    def busy(self) -> dict[str, float]:
+        """What should be zero when nobody asks for anything."""
+        names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+        return {name: self.metric(f"vllm:{name}") for name in names}
+
+    def complaints(self) -> list[str]:
+        """Lines of the log that are errors, or not log lines at all."""
+        found = []
+        for line in self.log_path.read_text("utf-8").splitlines():
+            try:
+                level = json.loads(line)["level"]
+            except (ValueError, KeyError, TypeError):
+                level = "not a log line"
+            if level not in ("debug", "info"):
+                found.append(line[:300])
+        return found
+
+    def stop(self) -> int:
+        """Exit status after SIGTERM."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(60)
+
+
+async def drive(server: Watched, soak: Soak, clients: int, duration: float) -> None:
+    watch = asyncio.create_task(server.watch_memory(max(0.2, min(2.0, duration / 100))))
+    try:
+        await soak.run(clients, duration)
+    finally:
+        watch.cancel()
+
+
+def fixed_text(url: str) -> str:
+    reply = httpx.post(url + "/v1/completions", json=FIXED, timeout=120)
+    reply.raise_for_status()
+    return str(reply.json()["choices"][0]["text"])
+
+
+def settle(server: Watched, seconds: float = 10.0) -> dict[str, float]:
+    """What is still taken after all clients left and so much time."""
+    end = time.monotonic() + seconds
+    while any((busy := server.busy()).values()) and time.monotonic() < end:
+        time.sleep(0.05)
+    return busy
+
+
+def main() -> int:
+    parser = FlagParser(prog="soak.py", description=__doc__.splitlines()[0])
+    parser.add_argument("--clients", type=int, default=16)
+    parser.add_argument("--duration", type=float, default=600, help="seconds")
+    parser.add_argument("--seed", type=int, default=0, help="of the requests")
+    parser.add_argument(
+        "--max-growth-mib", type=float, default=16, help="of memory, over the second half"
+    )
+    parser.add_argument("--log", type=Path, help="where the server's log goes")
+    args, flags = parser.parse_known_args()
+    with tempfile.TemporaryDirectory() as folder:
+        server = Watched(flags, args.log or Path(folder) / "log")
+        try:
+            return soak_and_check(server, args.clients, args.duration, args.seed, args)
+        finally:
+            if server.process.poll() is None:
+                server.process.kill()
+                server.process.wait()
+
+
+def soak_and_check(server: Watched, clients: int, duration: float, seed: int, args: Any) -> int:
+    server.wait_ready()
+    before = fixed_text(server.url)
+    context = httpx.get(server.url + "/v1/models").json()["data"][0]["max_model_len"]
+    soak = Soak(server.url, context, seed)
+    begin = time.monotonic()
+    asyncio.run(drive(server, soak, clients, duration))
+    seconds = time.monotonic() - begin
+    busy = settle(server)
+    tokens = server.metric("vllm:generation_tokens_total")
+    aborted = server.metric("vllm:request_success_total") - 1
+    same = fixed_text(server.url) == before
+    early, late, most = server.growth()
+    status = server.stop()
+    complaints = server.complaints()
+    rows = [("seconds", f"{seconds:.0f}"), ("clients", str(clients))]
+    rows += [(name, str(count)) for name, count in soak.counts.items()]
+    rows += [
+        ("outputs that ended", f"{aborted:.0f}"),
+        ("generated tokens", f"{tokens:.0f}"),
+        ("memory at 30-50 % of the time, MiB", f"{early:.1f}"),
+        ("memory at 80-100 %, MiB", f"{late:.1f}"),
+        ("most memory, MiB", f"{most:.1f}"),
+        *((f"{name} at the end", f"{value:g}") for name, value in busy.items()),
+        ("wrong answers", str(len(soak.failures))),
+        ("warnings and errors in the log", str(len(complaints))),
+        ("the fixed request gives the same text", "yes" if same else "no"),
+        ("exit status", str(status)),
+    ]
+    for name, value in rows:
+        sys.stdout.write(f"| {name} | {value} |\n")
+    for line in (soak.failures + complaints)[:20]:
+        sys.stdout.write(line + "\n")
+    bad = bool(soak.failures or complaints or any(busy.values()) or status or not same)
+    return int(bad or late - early > args.max_growth_mib)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
