@@ -25,9 +25,9 @@ STACKS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_pro
 SIZES: dict[str, Any] = {
     "hidden_size": 256,
     "intermediate_size": 352,
-    "num_attention_heads": 8,
+    "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 32,
+    "head_dim": 64,  # the smallest on CUDA
 }
 
 
