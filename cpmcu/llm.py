@@ -220,7 +220,7 @@ class LLM:
         """Queues prepared requests. Raises RuntimeError if the engine is closed or has failed."""
         self._runner.submit(*requests)
 
-    def load(self) -> EngineLoad:
+    def engine_load(self) -> EngineLoad:
         """How busy the engine is: slots, queue, KV pages."""
         return self._runner.load()
 

@@ -196,4 +196,4 @@ class Service:
         )
 
     def _load_of_engine(self) -> EngineLoad | None:
-        return None if self._model is None else self._model.llm.load()
+        return None if self._model is None else self._model.llm.engine_load()

@@ -93,6 +93,11 @@ void* Arena::pointer(MemoryPlan::Id id) const {
   return base_ + buffer.offset;
 }
 
+int64_t Arena::bytes_behind(MemoryPlan::Id id) const {
+  const MemoryPlan::Buffer& buffer = plan_->buffers().at(static_cast<size_t>(id));
+  return plan_->total_bytes() - buffer.offset - buffer.bytes;
+}
+
 Tensor Arena::tensor(MemoryPlan::Id id, DType dtype, std::initializer_list<int64_t> shape) const {
   Tensor tensor(pointer(id), dtype, shape);
   const MemoryPlan::Buffer& buffer = plan_->buffers()[static_cast<size_t>(id)];

@@ -57,6 +57,8 @@ class Arena {
   Arena& operator=(const Arena&) = delete;
 
   Tensor tensor(MemoryPlan::Id id, DType dtype, std::initializer_list<int64_t> shape) const;
+  // Bytes of the allocation behind a buffer: what was planned next comes first.
+  int64_t bytes_behind(MemoryPlan::Id id) const;
   template <typename T>
   T* array(MemoryPlan::Id id) const {
     return static_cast<T*>(pointer(id));

@@ -118,6 +118,13 @@ __device__ __forceinline__ void bulk_copy(uint32_t shared, const void* global, i
       : "memory");
 }
 
+// Asks for a piece (16-byte aligned, a multiple of 16 bytes) to be brought to L2; nobody waits.
+__device__ __forceinline__ void prefetch_l2(const void* global, int64_t bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global),
+               "r"(static_cast<uint32_t>(bytes))
+               : "memory");
+}
+
 // ---- clusters
 
 // First half of a barrier of the cluster: this block's mbarriers are initialised (after

@@ -31,7 +31,7 @@ class W4Matrix {
 
   W4Weight weight_;
   DType dtype_ = DType::kBF16;
-  int64_t buffer_bytes_ = 0, scratch_floats_ = 0;
+  int64_t buffer_bytes_ = 0, scratch_floats_ = 0, lookahead_ = 0;
   MemoryPlan::Id blocks_id_ = 0, slice_id_ = 0, scratch_id_ = 0;
   Tensor slice_;    // [slice_rows, K]
   Tensor scratch_;  // of w4_gemm

@@ -507,6 +507,49 @@ def test_an_engine_that_is_broken():
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_step_that_fails(monkeypatch, caplog, stream):
+    """Requests in work get an error that says nothing, and the next one is answered."""
+    from cpmcu.config import EngineConfig
+    from cpmcu.serving.app import create_app
+    from cpmcu.serving.config import ServerConfig
+    from cpmcu.serving.service import Service
+
+    service = Service(EngineConfig(device="cpu", num_threads=1), ServerConfig())
+    service.load()
+    runner = service.model.llm._runner
+    collect, calls = runner._collect, []
+
+    def fail_once() -> None:
+        calls.append(1)
+        if len(calls) == 3:
+            raise RuntimeError("a secret")
+        collect()
+
+    monkeypatch.setattr(runner, "_collect", fail_once)
+
+    async def run() -> None:
+        transport = httpx.ASGITransport(create_app(service))
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+            body = {"prompt": "x = 1\n", "max_tokens": 50, "ignore_eos": True, "stream": stream}
+            reply = await client.post("/v1/completions", json=body)
+            assert "secret" not in reply.text
+            if stream:
+                *_, event, done, end = reply.text.split("\n\n")
+                error = json.loads(event.removeprefix("data: "))["error"]
+                assert (error["type"], done, end) == ("server_error", "data: [DONE]", "")
+            else:
+                assert error_of(reply, 500)["type"] == "server_error"
+            reply = await client.post("/v1/completions", json={**body, "stream": False})
+            assert reply.json()["usage"]["completion_tokens"] == 50
+            assert (await client.get("/health")).status_code == 200
+
+    asyncio.run(run())
+    assert service.model.llm.engine_load().running == 0
+    service.close()
+    assert "a secret" in caplog.text
+
+
 def test_the_socket_opens_before_the_model_is_loaded(server):
     lines = server.log.splitlines()
     listening = next(i for i, line in enumerate(lines) if "listening on" in line)

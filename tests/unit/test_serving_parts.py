@@ -19,9 +19,11 @@ from cpmcu.flags import from_flags
 from cpmcu.serving import routes
 from cpmcu.serving.app import create_app
 from cpmcu.serving.config import ServerConfig
+from cpmcu.serving.errors import ApiError
 from cpmcu.serving.protocol import base, chat, completion
 from cpmcu.serving.service import Service
 from cpmcu.serving.token_text import TokenTexts
+from cpmcu.serving.tools import NOTATIONS
 from cpmcu.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -86,6 +88,29 @@ def test_the_document_names_everything():
     )
     found = {name for name, kind in shown if not name.endswith("_created")}
     assert not found - named
+
+
+def test_a_model_under_other_names_with_another_template(tmp_path):
+    path = tmp_path / "template.jinja"
+    path.write_text("{{ bos_token }}{{ messages[0].content }}<|tool_call_start|>")
+    names = ("a", "b")
+    config = ServerConfig(
+        chat_template=str(path), served_model_name=names, reasoning_parser="think"
+    )
+    service = Service(EngineConfig(device="cpu", num_threads=1), config)
+    try:
+        service.load()
+        model = service.model
+        assert model.template.render([{"role": "user", "content": "x"}]).startswith("<s>x")
+        assert model.reasoning_tags == ("<think>", "</think>")
+        assert model.tool_notation is NOTATIONS["minicpm4"]
+        assert service.names == names
+        service.check_model("b")
+        with pytest.raises(ApiError, match="not served here") as caught:
+            service.check_model("tiny-python-minicpm")
+        assert caught.value.status == 404
+    finally:
+        service.close()
 
 
 def test_a_route_is_added_by_adding_a_file(tmp_path, monkeypatch):

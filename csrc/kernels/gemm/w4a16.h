@@ -113,8 +113,9 @@ struct W4GemmParams {
   Tensor x;  // [M, K], K a multiple of 8
   W4Weight w;
   float alpha = 1;
-  float beta = 0;  // 0: y is not read
-  Tensor scratch;  // [w4_scratch_floats] float32; used before compute capability 9.0 only
+  float beta = 0;         // 0: y is not read
+  Tensor scratch;         // [w4_scratch_floats] float32; used before compute capability 9.0 only
+  int64_t lookahead = 0;  // bytes behind the blocks that are read next and may come to L2 meanwhile
 };
 
 inline int64_t w4_scratch_floats(const W4Weight& w, int64_t max_rows) {

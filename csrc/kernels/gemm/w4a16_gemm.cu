@@ -15,6 +15,7 @@ void w4_gemm(const Context& ctx, const W4GemmParams& params) {
   const W4Weight& w = params.w;
   Args args{.blocks = static_cast<const char*>(w.blocks),
             .partials = params.scratch.as<float>(),
+            .lookahead = params.lookahead,
             .n = static_cast<int>(w.n),
             .k = static_cast<int>(w.k),
             .tiles = static_cast<int>(w.row_blocks()),

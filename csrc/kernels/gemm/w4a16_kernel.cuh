@@ -35,8 +35,9 @@ constexpr int kMaxRows = 64;
 constexpr int kMaxStages = 8;  // not more than warps: each fills one to begin with
 constexpr int kScaleOffset = 16384;
 constexpr int kZeroOffset = kScaleOffset + 2 * kW4BlockRows;
-constexpr int kBlockBytes = 17 * 1024;    // room for a block with zero points; keeps x aligned
-constexpr int kRowBytes = 2 * kW4BlockK;  // of x in a stage
+constexpr int kBlockBytes = 17 * 1024;        // room for a block with zero points; keeps x aligned
+constexpr int64_t kPrefetchBytes = 16 << 10;  // one thread brings to L2 at a time
+constexpr int kRowBytes = 2 * kW4BlockK;      // of x in a stage
 
 // A CUtensorMap: how the copy engine finds rows of x.
 struct alignas(64) TensorMap {
@@ -49,6 +50,7 @@ struct Args {
   const void* x;       // [M, K]
   const char* blocks;  // [tiles][k_blocks]
   float* partials;     // [slices, M, N]; null where clusters add up
+  int64_t lookahead;   // bytes behind the blocks
   int m, n, k;
   int tiles;            // of 256 rows
   int k_blocks;         // of 128 k, all digits together
@@ -236,8 +238,8 @@ __global__ void __launch_bounds__(kThreads, 1) w4_gemm_kernel(const __grid_const
   // Behind the ring: what the slices of a cluster send, [slices][slabs][2 tiles][kGroups][lanes] of
   // 16 bytes. A slab is a warp's 32 rows; block r of the cluster owns [first_slab(r), first_slab(r
   // + 1)).
-  const uint32_t inbox = ring + args.stages * kStageBytes;
-  const uint32_t received = barrier0 + 8 * 2 * kMaxStages;
+  [[maybe_unused]] const uint32_t inbox = ring + args.stages * kStageBytes;
+  [[maybe_unused]] const uint32_t received = barrier0 + 8 * 2 * kMaxStages;
   const auto first_slab = [&](int rank) { return (kWarps * rank + args.slices - 1) / args.slices; };
 
   const int slice = blockIdx.x % args.slices;
@@ -309,6 +311,17 @@ __global__ void __launch_bounds__(kThreads, 1) w4_gemm_kernel(const __grid_const
   // Warp i fills stage i: with weights now, with rows when the kernels before are done.
   const bool feeds_first = warp < args.stages && warp < num_iterations;
   if (feeds_first) feed_weights(warp, warp);
+#if __CUDA_ARCH__ >= 900
+  if (lane == 0 && args.slices > 1) {
+    const char* behind =
+        args.blocks + static_cast<int64_t>(args.tiles) * args.k_blocks * args.block_bytes;
+    const int64_t step = static_cast<int64_t>(gridDim.x) * kWarps * kPrefetchBytes;
+    for (int64_t at = (blockIdx.x * kWarps + warp) * kPrefetchBytes;
+         at + kPrefetchBytes <= args.lookahead; at += step) {
+      ptx::prefetch_l2(behind + at, kPrefetchBytes);
+    }
+  }
+#endif
   ptx::pdl_wait();
   if (feeds_first) feed_rows(warp, warp);
 
