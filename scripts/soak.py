@@ -125,12 +125,18 @@ class Soak:
             await asyncio.gather(*(self._client(http, i, end) for i in range(clients)))
 
     async def fill(self, slots: int) -> None:
-        """Takes all pages of all slots once: the system gives their memory when it is used."""
+        """Takes all pages of all slots once, and reads as many of the largest bodies at a time.
+
+        The system gives memory when it is first used, and the allocator keeps what it got: without
+        this, peaks that come late in a run would pass for growth.
+        """
         ids = [7 + i % 1000 for i in range(self.context - 8)]
         body = {"max_tokens": 8, "ignore_eos": True, "stream": False}
         bodies = [body | {"prompt": [*ids[i:], *ids[:i]]} for i in range(slots)]
         async with httpx.AsyncClient(base_url=self.url, timeout=PATIENCE) as http:
             await asyncio.gather(*(self._ask(http, "/v1/completions", b, 200) for b in bodies))
+            large = [body | {"prompt": [7] * TOO_LONG}] * slots
+            await asyncio.gather(*(self._ask(http, "/v1/completions", b, 400) for b in large))
         self.counts.clear()
 
     async def _client(self, http: httpx.AsyncClient, number: int, end: float) -> None:
