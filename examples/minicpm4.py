@@ -1,0 +1,49 @@
+"""MiniCPM4-8B with CPM.cu's switches, on the command line or as a server.
+
+    python examples/minicpm4.py generate --prompt-file prompt.txt
+    python examples/minicpm4.py serve --apply-eagle-quant no --port 8000
+
+--apply-quant, --apply-eagle and --apply-eagle-quant are on unless switched off; other flags are
+those of `python -m cpmcu.cli` and `python -m cpmcu.server`. Nothing is sparse: --apply-sparse,
+which CPM.cu has on, is refused, since cpmcu has no sparse attention yet.
+"""
+
+import argparse
+import runpy
+import sys
+
+from cpmcu.flags import FlagParser, parse_bool
+
+MODEL = "openbmb/MiniCPM4-8B"
+DRAFT = "openbmb/MiniCPM4-8B-Eagle-FRSpec"
+QUANT_DRAFT = f"{DRAFT}-QAT-cpmcu"  # also has the frequent tokens for either draft
+
+
+def flags(args: argparse.Namespace) -> list[str]:
+    """The flags of cpmcu that the switches stand for."""
+    found = ["--model", f"{MODEL}-marlin-cpmcu" if args.apply_quant else MODEL]
+    found += ["--minicpm4-yarn", "yes" if args.minicpm4_yarn else "no"]
+    if args.apply_eagle:
+        found += ["--draft-model-path", QUANT_DRAFT if args.apply_eagle_quant else DRAFT]
+        found += ["--frspec-path", QUANT_DRAFT, "--frspec-vocab-size", "32768"]
+    return found
+
+
+def main() -> None:
+    parser = FlagParser(prog="minicpm4.py", description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=["generate", "serve"])
+    switches = {"apply-quant": True, "apply-eagle": True, "apply-eagle-quant": True}
+    for name, default in {"apply-sparse": False, **switches, "minicpm4-yarn": True}.items():
+        parser.add_argument(
+            f"--{name}", type=parse_bool, nargs="?", const=True, default=default, metavar="yes|no"
+        )
+    args, rest = parser.parse_known_args()
+    if args.apply_sparse:
+        parser.error("--apply-sparse needs sparse attention, which cpmcu does not have yet")
+    program = "cpmcu.cli" if args.what == "generate" else "cpmcu.server"
+    sys.argv = [program, *flags(args), *rest]
+    runpy.run_module(program, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,33 @@
+"""Streams an answer of a running server, and tells how well speculation did.
+
+OPENAI_BASE_URL and OPENAI_API_KEY say where the server is and what key it wants.
+"""
+
+import os
+
+from openai import OpenAI
+
+client = OpenAI(
+    base_url=os.environ.get("OPENAI_BASE_URL", "http://localhost:8000/v1"),
+    api_key=os.environ.get("OPENAI_API_KEY", "none"),
+)
+stream = client.chat.completions.create(
+    model=client.models.list().data[0].id,
+    messages=[{"role": "user", "content": "class Stack:"}],
+    max_completion_tokens=80,
+    seed=1,
+    stream=True,
+    stream_options={"include_usage": True},
+    extra_body={"return_metrics": True},
+)
+for chunk in stream:
+    for choice in chunk.choices:
+        print(choice.delta.content or "", end="", flush=True)
+    if chunk.usage is not None:  # the last chunk
+        metrics = chunk.metrics
+        print(f"\n--- {chunk.usage.completion_tokens} tokens", end="")
+        print(f", {metrics['timings']['predicted_per_second']:.0f} tokens/s", end="")
+        if "speculative_decoding" in metrics:
+            accepted = metrics["speculative_decoding"]["mean_acceptance_length"]
+            print(f", mean accept length {accepted:.2f}", end="")
+        print()

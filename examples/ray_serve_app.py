@@ -1,0 +1,52 @@
+"""Several GPUs behind one address: a server a GPU, and Ray Serve in front.
+
+    pip install 'ray[serve]'
+    serve run examples.ray_serve_app:build model=DIR draft_model_path=DIR replicas=4
+
+Run it at the root of the repository, or copy this file beside your own code. Each replica is the
+whole application of `python -m cpmcu.server` on a GPU of its own, so all endpoints are there,
+streams stream, and a client that leaves frees its slot. /metrics, /health and the page answer for
+the replica that the request met.
+"""
+
+from typing import Any
+
+from ray import serve
+
+from cpmcu.config import EngineConfig, SpeculativeConfig
+
+SLOTS = 8  # sequences that a replica runs at the same time
+
+
+def build(arguments: dict[str, Any]) -> serve.Application:
+    """`arguments`: model, draft_model_path, device ("cuda" or "cpu"), replicas."""
+    unknown = arguments.keys() - {"model", "draft_model_path", "device", "replicas"}
+    if unknown:
+        raise ValueError(f"unknown argument {sorted(unknown)[0]!r}, see examples/ray_serve_app.py")
+    device = arguments.get("device", "cuda")
+    engine = EngineConfig(
+        model=arguments.get("model"),
+        device=device,  # Ray lets a replica see its own GPU only
+        max_num_seqs=SLOTS,
+        speculative_config=SpeculativeConfig(draft_model_path=arguments.get("draft_model_path")),
+    )
+
+    def application() -> Any:
+        """Called in each replica, which gets requests once this returns."""
+        from cpmcu.serving.app import create_app
+        from cpmcu.serving.config import ServerConfig
+        from cpmcu.serving.service import Service
+
+        service = Service(engine, ServerConfig())
+        service.load()
+        return create_app(service)
+
+    deployment = serve.deployment(
+        serve.ingress(application)(),
+        name="cpmcu",
+        num_replicas=int(arguments.get("replicas", 1)),
+        # Those beyond the slots wait in the replica, so that it never runs dry.
+        max_ongoing_requests=4 * SLOTS,
+        ray_actor_options={"num_gpus": 1 if device == "cuda" else 0},
+    )
+    return deployment.bind()

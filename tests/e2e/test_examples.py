@@ -1,0 +1,115 @@
+"""The examples run, and the ones that need a model that is not here are right as far as they go."""
+
+from __future__ import annotations
+
+import os
+import py_compile
+import runpy
+import subprocess
+import sys
+
+import pytest
+
+from cpmcu.cli import make_parser as cli_parser
+from cpmcu.server import make_parser as server_parser
+from tests.e2e.harness import ROOT
+
+EXAMPLES = ROOT / "examples"
+
+
+def run(name: str, *arguments: str, status: int = 0, **environment: str) -> str:
+    """What an example prints."""
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTHONPATH": paths, "HF_HUB_OFFLINE": "1", **environment}
+    command = [sys.executable, str(EXAMPLES / f"{name}.py"), *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == status, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.fixture
+def address(server):
+    return {"OPENAI_BASE_URL": f"{server.url}/v1"}
+
+
+def test_chat(address):
+    lines = run("openai_chat", **address).splitlines()
+    assert [line for line in lines if line.startswith("> ")] == [
+        "> What is a token?",
+        "> And how long is one?",
+    ]
+    assert len([line for line in lines if line.startswith("--- ")]) == 2
+
+
+def test_stream(address):
+    *text, numbers = run("openai_stream", **address).splitlines()
+    assert "".join(text)
+    assert numbers.startswith("--- ")
+    assert float(numbers.split("mean accept length ")[1]) > 1
+
+
+def test_structured_output(address):
+    pytest.importorskip("llguidance")
+    text = run("openai_structured_output", **address)
+    assert text.startswith("name='")
+    assert "speed='" in text
+
+
+def test_tools(address):
+    pytest.importorskip("llguidance")
+    first = run("openai_tools", **address).splitlines()[0]
+    call, result = first.split(" = ")
+    assert eval(call, {"add": lambda given: given["a"] + given["b"]}) == int(result)
+
+
+def test_long_prompt(address, tmp_path):
+    prompt = tmp_path / "prompt.txt"
+    run("long_prompt_gen", "-o", str(prompt), "-l", "3000", "-q", "What does it do?", "--seed", "1")
+    text = prompt.read_text("utf-8")
+    assert len(text) == 3000
+    assert text.endswith("\n\nWhat does it do?")
+    lines = run("openai_long_prompt", str(prompt), **address).splitlines()
+    read = [line.split() for line in lines if " tokens after " in line]
+    assert len(read) > 3  # the server reads in chunks of 64
+    assert read[-1][0] == read[-1][2]
+    assert "length is 3, but" in run("long_prompt_gen", "-l", "3", status=1)
+
+
+def test_a_long_prompt_repeats_sources_if_it_must():
+    module = runpy.run_path(str(EXAMPLES / "long_prompt_gen.py"))
+    assert len(module["long_prompt"](9_000_000, "Why?", 1)) == 9_000_000
+
+
+@pytest.mark.parametrize("quant", ["yes", "no"])
+@pytest.mark.parametrize("eagle", ["yes", "no"])
+@pytest.mark.parametrize("what", ["generate", "serve"])
+def test_minicpm4_flags_are_cpmcus(monkeypatch, what, quant, eagle):
+    """Each switch becomes flags that the program takes, and what follows is passed on."""
+    seen: list[list[str]] = []
+    monkeypatch.setattr(runpy, "run_module", lambda *_, **__: seen.append([*sys.argv]))
+    switches = ["--apply_quant", quant, f"--apply-eagle={eagle}", "--apply-eagle-quant", quant]
+    monkeypatch.setattr(sys, "argv", ["minicpm4.py", what, *switches, "--memory-limit", "0.5"])
+    runpy.run_path(str(EXAMPLES / "minicpm4.py"), run_name="__main__")
+    (program, *flags) = seen[0]
+    assert program == {"generate": "cpmcu.cli", "serve": "cpmcu.server"}[what]
+    parsed = (cli_parser() if what == "generate" else server_parser()).parse_args(flags)
+    assert parsed.model == "openbmb/MiniCPM4-8B" + "-marlin-cpmcu" * (quant == "yes")
+    assert (parsed.draft_model_path is not None) == (eagle == "yes")
+    assert (parsed.draft_model_path or "").endswith("-QAT-cpmcu") == (quant == eagle == "yes")
+    assert (parsed.minicpm4_yarn, parsed.memory_limit) == (True, 0.5)
+
+
+def test_minicpm4_says_that_nothing_is_sparse():
+    said = run("minicpm4", "serve", "--apply-sparse", status=2)
+    assert "--apply-sparse needs sparse attention, which cpmcu does not have yet" in said
+
+
+def test_all_compile(tmp_path):
+    """ray_serve_app.py too, whose package is not among those for tests."""
+    for path in EXAMPLES.glob("*.py"):
+        py_compile.compile(str(path), str(tmp_path / f"{path.stem}.pyc"), doraise=True)
+
+
+@pytest.mark.parametrize("name", ["generate", "stream"])
+def test_without_a_server(name):
+    assert "--- " in run(name, CUDA_VISIBLE_DEVICES="")

@@ -1,0 +1,32 @@
+"""A soak test of seconds, so that the long one can be trusted to start, to check and to end."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.e2e.harness import ROOT
+
+SMALL = ["--max-model-len", "320", "--max-num-seqs", "4", "--device", "cpu", "--num-threads", "1"]
+
+
+@pytest.mark.slow
+def test_soak():
+    command = [sys.executable, "scripts/soak.py", "--clients", "6", "--duration", "2"]
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(
+        [*command, "--max-growth-mib", "200", *SMALL],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = dict(line.strip("| ").split(" | ") for line in done.stdout.splitlines())
+    assert int(rows["answered to the end"]) > 0
+    assert int(rows["left by the client"]) > 0
+    zero = ("num_requests_running at the end", "wrong answers", "warnings and errors in the log")
+    assert [rows[name] for name in zero] == ["0", "0", "0"]
