@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,9 +12,9 @@ import numpy as np
 import pytest
 
 from tests.reference.tiny_checkpoints import write_tiny
+from tests.unit.recipe import import_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
-RECIPE = ROOT / "scripts" / "train"
 ASSETS = ROOT / "cpmcu" / "assets"
 MODULES = (
     "directory",
@@ -36,19 +34,8 @@ VOCAB = 203
 
 @pytest.fixture(scope="module")
 def recipe() -> Iterator[SimpleNamespace]:
-    """The recipe's modules, imported as its scripts import them and then forgotten."""
-    for package in ("torch", "tokenizers", "safetensors"):
-        pytest.importorskip(package, reason=f"the training recipe needs {package}")
-    saved = {name: sys.modules.pop(name, None) for name in MODULES}
-    sys.path.insert(0, str(RECIPE))
-    try:
-        yield SimpleNamespace(**{name: importlib.import_module(name) for name in MODULES})
-    finally:
-        sys.path.remove(str(RECIPE))
-        for name, module in saved.items():
-            sys.modules.pop(name, None)
-            if module is not None:
-                sys.modules[name] = module
+    with import_recipe(MODULES) as modules:
+        yield modules
 
 
 def correlated(rows: int, inputs: int, seed: int = 0) -> tuple[Any, Any]:

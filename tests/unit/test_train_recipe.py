@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from tests.unit.recipe import import_recipe
+
 ROOT = Path(__file__).resolve().parents[2]
-RECIPE = ROOT / "scripts" / "train"
 SHIPPED = ROOT / "cpmcu" / "assets" / "tiny-python-minicpm"
 MODULES = ("directory", "corpus", "gptq", "model", "train_tokenizer", "train_lm")
 
@@ -38,19 +37,8 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def recipe() -> Iterator[SimpleNamespace]:
-    """The recipe's modules, imported as its scripts import them and then forgotten."""
-    for package in ("torch", "tokenizers", "safetensors"):
-        pytest.importorskip(package, reason=f"the training recipe needs {package}")
-    saved = {name: sys.modules.pop(name, None) for name in MODULES}
-    sys.path.insert(0, str(RECIPE))
-    try:
-        yield SimpleNamespace(**{name: importlib.import_module(name) for name in MODULES})
-    finally:
-        sys.path.remove(str(RECIPE))
-        for name, module in saved.items():
-            sys.modules.pop(name, None)
-            if module is not None:
-                sys.modules[name] = module
+    with import_recipe(MODULES) as modules:
+        yield modules
 
 
 # ---- tokenizer
