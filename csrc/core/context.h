@@ -14,6 +14,7 @@ struct Context {
   Stream stream = nullptr;
   int sm_count = 1;
   int compute_capability = 0;  // 90 for 9.0; 0 on the CPU
+  int code_capability = 0;     // of our kernels' code: smaller where they run as older PTX
   CublasLt* cublas = nullptr;  // null: not found, our own GEMM serves all row counts
 };
 
@@ -27,6 +28,7 @@ inline Context open_device(Device device) {
   ctx.compute_capability =
       std::stoi(info.compute_capability) * 10 + (info.compute_capability.back() - '0');
   set_device(device);
+  ctx.code_capability = code_capability();
   ctx.stream = create_stream(device);
   return ctx;
 }

@@ -118,6 +118,7 @@ void Event::wait() const {
 #else
 
 int device_count() { return 0; }
+int code_capability() { return 0; }
 
 DeviceInfo device_info(Device device) {
   set_device(device);

@@ -32,6 +32,8 @@ struct DeviceInfo {
 
 int device_count();  // CUDA devices; 0 without a driver
 DeviceInfo device_info(Device device);
+// __CUDA_ARCH__ / 10 of the kernels that run on the current CUDA device.
+int code_capability();
 
 void set_device(Device device);     // for the calling thread
 void set_num_threads(int threads);  // of the CPU kernels that the calling thread runs; 0: all cores

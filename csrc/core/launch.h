@@ -12,8 +12,8 @@
 
 namespace cpmcu {
 
-// `cluster`: this many neighbouring blocks run together and see each other's shared memory (from
-// compute capability 9.0).
+// `cluster`: this many neighbouring blocks run together and see each other's shared memory (for
+// code of compute capability 9.0 and up).
 template <typename... Params, typename... Args>
 void launch_cluster(const Context& ctx, int cluster, void (*kernel)(Params...), dim3 grid,
                     dim3 block, size_t shared_bytes, const Args&... args) {
@@ -28,7 +28,7 @@ void launch_cluster(const Context& ctx, int cluster, void (*kernel)(Params...), 
   config.dynamicSmemBytes = shared_bytes;
   config.stream = static_cast<cudaStream_t>(ctx.stream);
   config.attrs = attributes;
-  config.numAttrs = ctx.compute_capability < 90 ? 0 : cluster > 1 ? 2 : 1;
+  config.numAttrs = ctx.code_capability < 90 ? 0 : cluster > 1 ? 2 : 1;
   CHECK_CUDA(cudaLaunchKernelEx(&config, kernel, Params(args)...));
 }
 

@@ -453,7 +453,7 @@ template <typename Mma, typename T, int kGroups>
 void launch_w4(const Context& ctx, Args args) {
   constexpr int kXBytes = 8 * kGroups * kRowBytes, kStageBytes = kXBytes + kBlockBytes;
   const auto kernel = w4_gemm_kernel<Mma, T, kGroups>;
-  const bool clusters = ctx.compute_capability >= 90;
+  const bool clusters = ctx.code_capability >= 90;  // as the kernel's __CUDA_ARCH__ says
   const int slabs = (kWarps + args.slices - 1) / args.slices;
   const int inbox_bytes = clusters && args.slices > 1 ? args.slices * slabs * kGroups * 1024 : 0;
   // One block takes nearly all of a multiprocessor's shared memory; GeForce cards have 99 KB for
