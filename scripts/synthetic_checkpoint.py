@@ -76,7 +76,9 @@ class Source(Protocol):
         self, seed: int, count: int, index: np.ndarray, columns: int, scale: float, dtype: str
     ) -> Iterator: ...
 
-    def words(self, seed: int, count: int) -> Iterator: ...  # 32 random bits each
+    # Eight q each: two numbers from 0 to 7, and 1. Their mean is 8, so that weights have mean 0; a
+    # bias that all rows share would grow from layer to layer.
+    def words(self, seed: int, count: int) -> Iterator: ...
 
 
 class NumpySource:
@@ -104,7 +106,11 @@ class NumpySource:
     def words(self, seed: int, count: int) -> Iterator[np.ndarray]:
         rng = np.random.default_rng(seed)
         for begin in range(0, count, CHUNK):
-            yield rng.integers(0, 1 << 32, min(CHUNK, count - begin), dtype=np.uint32)
+            first, second = (
+                rng.integers(0, 1 << 32, min(CHUNK, count - begin), dtype=np.uint32)
+                for _ in range(2)
+            )
+            yield (first & 0x77777777) + (second & 0x77777777) + np.uint32(0x11111111)
 
 
 class TorchSource:
@@ -147,9 +153,11 @@ class TorchSource:
         torch = self.torch
         generator = torch.Generator(self.device).manual_seed(seed)
         for begin in range(0, count, CHUNK):
-            values = torch.empty(min(CHUNK, count - begin), dtype=torch.int32, device=self.device)
-            values.random_(-(1 << 31), (1 << 31) - 1, generator=generator)
-            yield self.staged(values)
+            values = torch.empty(
+                (2, min(CHUNK, count - begin)), dtype=torch.int32, device=self.device
+            )
+            values.random_(generator=generator)
+            yield self.staged((values & 0x77777777).sum(0, dtype=torch.int32) + 0x11111111)
 
     def staged(self, values: Any) -> memoryview:
         """The bytes of a tensor on the GPU; valid until the next call."""
@@ -358,7 +366,7 @@ def special_ids(config: Config) -> set[int]:
 # ---- 4-bit weights as GPTQ stores them
 
 GROUP_SIZE = 128
-LEVELS_STD = math.sqrt(21.5)  # of q - 8 for q in 0..15
+LEVELS_STD = math.sqrt(10.5)  # of q - 8, see Source.words
 QUANTIZATION_CONFIG: Config = {
     "quant_method": "gptq",
     "bits": 4,
