@@ -2,7 +2,7 @@
 
 python scripts/check_exactness.py --model DIR --draft-model-path DIR [...]: takes the engine's and
 the draft's flags as `python -m cpmcu.cli` does. Generates with and without the draft, greedy and
-sampled, several sequences at a time and one alone, with CUDA graphs and (a quarter of the prompts)
+sampled, several sequences at a time and one alone, with CUDA graphs and (some of the prompts)
 without, and compares token for token. Exit status 1, and the place of the first difference in each
 text, if any token differs.
 """
@@ -26,6 +26,7 @@ class Options:
 
     prompts: int = option(20, "prompts of random tokens, of 1 to 300 tokens")
     tokens: int = option(1000, "tokens generated after each")
+    eager_share: int = option(4, "without CUDA graphs one prompt in so many")
 
 
 def prompts_of(count: int, vocab_size: int) -> list[list[int]]:
@@ -78,7 +79,8 @@ def main() -> int:
     differences = compared = 0
     for graph in (True, False):
         sys.stdout.write(f"with speculation, CUDA graphs {'on' if graph else 'off'}\n")
-        found = generate(dataclasses.replace(drafted, cuda_graph=graph), options, 1 if graph else 4)
+        share = 1 if graph else options.eager_share
+        found = generate(dataclasses.replace(drafted, cuda_graph=graph), options, share)
         for name, texts in found.items():
             for i, text in enumerate(texts):
                 compared += len(text)
