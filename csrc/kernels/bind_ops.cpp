@@ -194,10 +194,10 @@ void bind_layer_ops(py::module_& m) {
       "csrc/kernels/rms_norm.h; out_width: only the first columns of `out` are the output.");
   m.def(
       "silu_mul",
-      [](const OpsContext& c, SharedArray out, SharedArray x) {
-        silu_mul(c.ctx, {tensor_of(out), tensor_of(x)});
+      [](const OpsContext& c, SharedArray out, SharedArray x, bool by_eights) {
+        silu_mul(c.ctx, {tensor_of(out), tensor_of(x), by_eights});
       },
-      "ctx"_a, "out"_a, "x"_a, "csrc/kernels/silu_mul.h");
+      "ctx"_a, "out"_a, "x"_a, "by_eights"_a = false, "csrc/kernels/silu_mul.h");
   m.def(
       "gather_rows",
       [](const OpsContext& c, SharedArray out, SharedArray x, SharedArray index,

@@ -19,13 +19,14 @@ struct OpsWeight {
 void bind_w4_ops(py::module_& m) {
   py::class_<OpsWeight>(m, "W4Weight", "4-bit weights; see csrc/kernels/gemm/w4a16.h.")
       .def(py::init([](SharedArray blocks, int64_t n, int64_t k, int digits, bool zero_points,
-                       const std::string& scale_dtype) {
+                       const std::string& scale_dtype, bool gated) {
              OpsWeight made{{.blocks = blocks->as<uint8_t>(DType::kU8),
                              .n = n,
                              .k = k,
                              .digits = digits,
                              .zero_points = zero_points,
-                             .scale_dtype = parse_dtype(scale_dtype)},
+                             .scale_dtype = parse_dtype(scale_dtype),
+                             .gated = gated},
                             blocks};
              const int64_t bytes = blocks->tensor().num_bytes();
              CHECK(bytes == made.weight.num_bytes(), "the blocks have {} bytes, expected {}", bytes,
@@ -33,7 +34,7 @@ void bind_w4_ops(py::module_& m) {
              return made;
            }),
            "blocks"_a, py::kw_only(), "n"_a, "k"_a, "digits"_a = 1, "zero_points"_a = false,
-           "scale_dtype"_a = "float16");
+           "scale_dtype"_a = "float16", "gated"_a = false);
   m.def(
       "w4_pack",
       [](const OpsContext& c, const OpsWeight& w, int format, SharedArray q, SharedArray scales,

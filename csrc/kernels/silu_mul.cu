@@ -1,4 +1,4 @@
-// The gated activation of an MLP: out[t, i] = silu(x[t, i]) * x[t, I + i], in float32, rounded
+// The gated activation of an MLP: out[t, i] = silu(gate[t, i]) * up[t, i], in float32, rounded
 // once.
 //
 // One thread makes 8 outputs from two 16-byte loads; a block is 128 such threads of one row. Bound:
@@ -22,16 +22,17 @@ __device__ __forceinline__ float silu(float a) { return a / (1.0f + expf(-a)); }
 
 // Grid: (T, blocks of a row); num_vectors = I / 8.
 template <typename T>
-__global__ void __launch_bounds__(kThreads) silu_mul_kernel(T* out, const T* x, int num_vectors) {
+__global__ void __launch_bounds__(kThreads)
+    silu_mul_kernel(T* out, const T* x, int num_vectors, bool by_eights) {
   ptx::pdl_launch();
   ptx::pdl_wait();
   const int64_t row = blockIdx.x;
   const int column = blockIdx.y * kThreads + threadIdx.x;
   if (column >= num_vectors) return;
 
-  const T* gate_row = x + row * 2 * num_vectors * 8;
-  const Vec16<T> gate = load<T, 8>(gate_row + column * 8);
-  const Vec16<T> up = load<T, 8>(gate_row + (num_vectors + column) * 8);
+  const T* row_x = x + row * 2 * num_vectors * 8;
+  const Vec16<T> gate = load<T, 8>(row_x + (by_eights ? 2 * column : column) * 8);
+  const Vec16<T> up = load<T, 8>(row_x + (by_eights ? 2 * column + 1 : num_vectors + column) * 8);
   Vec16<T> result;
 #pragma unroll
   for (int i = 0; i < 8; ++i) result[i] = from_float<T>(silu(to_float(gate[i])) * to_float(up[i]));
@@ -56,7 +57,7 @@ void silu_mul(const Context& ctx, const SiluMulParams& p) {
   dispatch_half(p.x.dtype(), [&](auto t) {
     using T = decltype(t);
     launch(ctx, silu_mul_kernel<T>, grid, dim3(kThreads), 0, p.out.as<T>(), p.x.as<T>(),
-           num_vectors);
+           num_vectors, p.by_eights);
   });
 }
 

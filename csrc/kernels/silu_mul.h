@@ -1,4 +1,4 @@
-// out[t, i] = silu(x[t, i]) * x[t, I + i], silu(a) = a / (1 + exp(-a)), in float32.
+// out[t, i] = silu(gate[t, i]) * up[t, i], silu(a) = a / (1 + exp(-a)), in float32.
 #pragma once
 
 #include "kernels/op.h"
@@ -6,8 +6,9 @@
 namespace cpmcu {
 
 struct SiluMulParams {
-  Tensor out;  // [T, I]
-  Tensor x;    // [T, 2 I]: gate, then up
+  Tensor out;              // [T, I]
+  Tensor x;                // [T, 2 I]: gate, then up
+  bool by_eights = false;  // instead, eight columns of gate and eight of up by turns
 };
 
 REGISTER_OP(silu_mul, SiluMulParams)

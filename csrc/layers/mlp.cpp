@@ -1,5 +1,4 @@
 // Gated MLP, down(silu(gate(x)) * up(x)): "mlp".
-#include "kernels/silu_mul.h"
 #include "layers/block.h"
 #include "linear/linear.h"
 
@@ -17,7 +16,8 @@ class MlpBlock : public Block {
                             .in_features = spec_.hidden_size,
                             .dtype = spec_.dtype,
                             .options = spec_.linear_options,
-                            .name = mlp + "gate_up_proj"});
+                            .name = mlp + "gate_up_proj",
+                            .gated = true});
     down_ = make_linear(spec_.linear_method_of(mlp + "down_proj"),
                         {.parts = {{mlp + "down_proj", spec_.hidden_size}},
                          .in_features = spec_.intermediate_size,
@@ -31,7 +31,7 @@ class MlpBlock : public Block {
     const int64_t row_bytes = int64_t{spec_.intermediate_size} * size_of(spec_.dtype);
     gate_up_id_ =
         plan.add_scratch("mlp.gate_up", 2 * row_bytes * limits.max_rows, phase_ + 1, phase_ + 2);
-    act_id_ = plan.add_scratch("mlp.act", row_bytes * limits.max_rows, phase_ + 2, phase_ + 3);
+    act_id_ = plan.add_scratch("mlp.act", row_bytes * limits.max_rows, phase_ + 1, phase_ + 3);
     max_rows_ = limits.max_rows;
   }
 
@@ -59,8 +59,7 @@ class MlpBlock : public Block {
                const KvCache&) const override {
     const Tensor gate_up = gate_up_buffer_.rows(0, step.rows.num_rows);
     const Tensor act = act_buffer_.rows(0, step.rows.num_rows);
-    gate_up_->forward(ctx, step.phase, gate_up, x, 1, 0);
-    silu_mul(ctx, {.out = act, .x = gate_up});
+    gate_up_->forward_gated(ctx, step.phase, act, gate_up, x);
     down_->forward(ctx, step.phase, hidden, act, spec_.residual_scale, 1);
   }
 

@@ -13,6 +13,7 @@
 #include "core/context.h"
 #include "core/registry.h"
 #include "core/weights.h"
+#include "kernels/silu_mul.h"
 #include "kernels/step.h"
 
 namespace cpmcu {
@@ -30,6 +31,7 @@ struct LinearConfig {
   std::map<std::string, int> options;
   std::string name{};       // of the stack, such as "….qkv_proj"; empty: the only part's
   bool has_tensors = true;  // in the checkpoint; false: `load_rows` brings the weights
+  bool gated = false;       // the parts are gate and up of an MLP; `forward_gated` alone is called
 
   int64_t out_features() const {
     int64_t sum = 0;
@@ -68,6 +70,12 @@ class LinearMethod {
   // y [M, N] = alpha * x [M, K] W^T + beta * y; y has x's dtype or float32.
   virtual void forward(const Context& ctx, Phase phase, const Tensor& y, const Tensor& x,
                        float alpha, float beta) const = 0;
+  // out [M, N / 2] = silu(x gate^T) * x up^T; `gate_up` [M, N] is room for the products.
+  virtual void forward_gated(const Context& ctx, Phase phase, const Tensor& out,
+                             const Tensor& gate_up, const Tensor& x) const {
+    forward(ctx, phase, gate_up, x, 1, 0);
+    silu_mul(ctx, {.out = out, .x = gate_up});
+  }
 };
 
 using LinearRegistry = Registry<LinearMethod, const LinearConfig&>;

@@ -34,9 +34,13 @@ void W4Matrix::bind(const Arena& arena) {
   if (scratch_floats_ > 0) scratch_ = arena.tensor(scratch_id_, DType::kF32, {scratch_floats_});
 }
 
+bool W4Matrix::multiplies_slices(const Context& ctx, Phase phase) const {
+  return phase == Phase::kPrefill && ctx.cublas != nullptr;
+}
+
 void W4Matrix::forward(const Context& ctx, Phase phase, const Tensor& y, const Tensor& x,
                        float alpha, float beta) const {
-  if (phase == Phase::kDecode || ctx.cublas == nullptr) {
+  if (!multiplies_slices(ctx, phase)) {
     w4_gemm(ctx, {.y = y, .x = x, .w = weight_, .alpha = alpha, .beta = beta, .scratch = scratch_});
     return;
   }
@@ -49,6 +53,16 @@ void W4Matrix::forward(const Context& ctx, Phase phase, const Tensor& y, const T
         ctx,
         {.y = columns, .x = x, .w = slice, .alpha = alpha, .beta = beta, .y_stride = weight_.n});
   }
+}
+
+void W4Matrix::forward_gated(const Context& ctx, Phase phase, const Tensor& out,
+                             const Tensor& gate_up, const Tensor& x) const {
+  if (!multiplies_slices(ctx, phase)) {
+    w4_gemm(ctx, {.y = out, .x = x, .w = weight_, .scratch = scratch_});
+    return;
+  }
+  forward(ctx, phase, gate_up, x, 1, 0);
+  silu_mul(ctx, {.out = out, .x = gate_up, .by_eights = true});
 }
 
 }  // namespace cpmcu

@@ -25,8 +25,12 @@ class W4Matrix {
   // library for large products, so a row's bits follow from N and K there as well.
   void forward(const Context& ctx, Phase phase, const Tensor& y, const Tensor& x, float alpha,
                float beta) const;
+  // As LinearMethod::forward_gated; the weight is gated.
+  void forward_gated(const Context& ctx, Phase phase, const Tensor& out, const Tensor& gate_up,
+                     const Tensor& x) const;
 
  private:
+  bool multiplies_slices(const Context& ctx, Phase phase) const;
   int64_t slice_rows() const;
 
   W4Weight weight_;

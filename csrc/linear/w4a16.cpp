@@ -27,11 +27,12 @@ class W4A16Linear : public LinearMethod {
         dtype_(config.dtype),
         format_(static_cast<W4Format>(option(config, "format", -1))),
         by_row_(format_ == W4Format::kCompressed),
-        matrix_({.n = config.out_features(),
-                 .k = config.in_features,
-                 .zero_points = option(config, "zero_points", 0) != 0,
-                 .scale_dtype =
-                     option(config, "bfloat16_scales", 0) != 0 ? DType::kBF16 : DType::kF16}) {
+        matrix_(
+            {.n = config.out_features(),
+             .k = config.in_features,
+             .zero_points = option(config, "zero_points", 0) != 0,
+             .scale_dtype = option(config, "bfloat16_scales", 0) != 0 ? DType::kBF16 : DType::kF16,
+             .gated = config.gated}) {
     const int format = static_cast<int>(format_), group = option(config, "group_size", 0);
     CHECK(format >= 0 && format <= static_cast<int>(W4Format::kMarlin),
           "{}: format {} of 4-bit weights is unknown, expected 0 to {}", name_, format,
@@ -114,6 +115,11 @@ class W4A16Linear : public LinearMethod {
   void forward(const Context& ctx, Phase phase, const Tensor& y, const Tensor& x, float alpha,
                float beta) const override {
     matrix_.forward(ctx, phase, y, x, alpha, beta);
+  }
+
+  void forward_gated(const Context& ctx, Phase phase, const Tensor& out, const Tensor& gate_up,
+                     const Tensor& x) const override {
+    matrix_.forward_gated(ctx, phase, out, gate_up, x);
   }
 
  private:

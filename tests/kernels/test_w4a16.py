@@ -48,6 +48,7 @@ class Weights:
     channel_wise: bool = False
     has_zeros: bool = False
     seed: int = 0
+    gated: bool = False
 
     def __post_init__(self) -> None:
         rng = np.random.default_rng(self.seed + self.k * 1000 + self.n)
@@ -64,7 +65,11 @@ class Weights:
 
     @property
     def blocks(self) -> U8:
-        return packing.pack_blocks(self.q, self.scales, self.zeros)
+        tensors = (self.q, self.scales, self.zeros)
+        if self.gated:  # eight columns of the first half, eight of the second
+            by_eights = np.arange(self.n).reshape(2, -1, 8).swapaxes(0, 1).ravel()
+            tensors = tuple(t if t is None else t[:, by_eights] for t in tensors)
+        return packing.pack_blocks(*tensors)
 
     def empty(self, device: str) -> Any:
         blocks = empty(device, self.blocks.shape, "uint8")
@@ -77,6 +82,7 @@ class Weights:
             k=self.k,
             zero_points=self.has_zeros,
             scale_dtype=self.scale_dtype,
+            gated=self.gated,
         )
 
     def put(self, device: str) -> Any:
@@ -116,6 +122,38 @@ def test_gemm(device: str, dtype: str, float_out: bool, shape: tuple[int, int, i
         return get(multiply(device, x, weights.put(device), n, dtype, out))
 
     check(run, device, x @ weights.values.T, "gemm", out)
+
+
+@on_devices_and_dtypes
+@pytest.mark.parametrize("has_zeros", [False, True])
+@pytest.mark.parametrize(
+    "shape",
+    sizes(
+        (1, 16, 128), (3, 272, 200), (17, 48, 4096), (33, 4624, 384), (64, 512, 1000), (2, 528, 8)
+    ),
+)
+def test_gated_gemm(device: str, dtype: str, has_zeros: bool, shape: tuple[int, int, int]) -> None:
+    m, n, k = shape
+    weights = Weights(k, n, has_zeros=has_zeros, gated=True)
+    x = random_x(m, k, dtype)
+
+    def run(device: str) -> npt.NDArray[np.float64]:
+        return get(multiply(device, x, weights.put(device), n // 2, dtype, dtype))
+
+    check(run, device, reference.silu_mul(x @ weights.values.T), "gemm", dtype)
+    one = get(multiply(device, x[-1:], weights.put(device), n // 2, dtype, dtype))
+    assert np.array_equal(one[0], run(device)[-1])
+
+
+@on_devices
+def test_gated_weights_take_no_alpha_and_have_whole_eights(device: str) -> None:
+    weights = Weights(128, 32, gated=True)
+    with pytest.raises(ValueError, match="alpha 2"):
+        multiply(device, np.ones((1, 128)), weights.put(device), 16, "float16", "float16", alpha=2)
+    with pytest.raises(ValueError, match="24 rows, expected a multiple of 16"):
+        odd = Weights(128, 24, gated=False)
+        odd_weight = ops.W4Weight(put_raw(device, odd.blocks), n=24, k=128, gated=True)
+        multiply(device, np.ones((1, 128)), odd_weight, 12, "float16", "float16")
 
 
 @on_devices_and_dtypes
@@ -265,6 +303,24 @@ def test_pack_in_parts(device: str, name: str, has_zeros: bool) -> None:
             part = put_part(device, weights, stored(weights, name, q, group, columns))
             where = {"first_row": first_row, "first_k": first_k, "n": n, "k": k}
             ops.w4_pack(context(device), weight, FORMATS[name], **part, **where)
+    assert np.array_equal(blocks.numpy(), weights.blocks)
+
+
+@on_devices
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("has_zeros", [False, True])
+@pytest.mark.parametrize("name", FORMATS)
+def test_pack_gated(device: str, name: str, has_zeros: bool, fused: bool) -> None:
+    """Gate and up, or both as one tensor; 320 rows each, so that they end inside blocks."""
+    if name == "marlin" and has_zeros:
+        pytest.skip("Marlin files have no zero points")
+    weights = Weights(400, 640, has_zeros=has_zeros, gated=True)
+    blocks, weight = weights.empty(device)
+    for first_row, n in ((0, 640),) if fused else ((320, 320), (0, 320)):
+        columns = slice(first_row, first_row + n)
+        arrays = stored(weights, name, weights.q[:, columns], slice(None), columns)
+        part = put_part(device, weights, arrays)
+        ops.w4_pack(context(device), weight, FORMATS[name], **part, first_row=first_row, n=n)
     assert np.array_equal(blocks.numpy(), weights.blocks)
 
 

@@ -11,16 +11,18 @@ void silu_mul(const Context&, const SiluMulParams& p) {
   CHECK(p.out.dtype() == p.x.dtype() && p.x.size(0) == num_rows && p.x.size(1) == 2 * width,
         "silu_mul: x is {} {}, out {} {}; expected twice as many columns in x",
         name_of(p.x.dtype()), p.x.shape_text(), name_of(p.out.dtype()), p.out.shape_text());
+  CHECK(!p.by_eights || width % 8 == 0, "silu_mul: {} columns by eights", width);
   dispatch_host_dtype(p.x.dtype(), [&](auto t) {
     using T = decltype(t);
 #pragma omp parallel for if (num_rows * width > 16384)
     for (int64_t row = 0; row < num_rows; ++row) {
-      const T* gate = p.x.as<T>() + row * 2 * width;
-      const T* up = gate + width;
+      const T* x = p.x.as<T>() + row * 2 * width;
       T* out = p.out.as<T>() + row * width;
       for (int64_t i = 0; i < width; ++i) {
-        const float a = to_float(gate[i]);
-        out[i] = from_float<T>(a / (1 + std::exp(-a)) * to_float(up[i]));
+        const int64_t gate = p.by_eights ? i + i / 8 * 8 : i;
+        const int64_t up = p.by_eights ? gate + 8 : width + i;
+        const float a = to_float(x[gate]);
+        out[i] = from_float<T>(a / (1 + std::exp(-a)) * to_float(x[up]));
       }
     }
   });

@@ -181,10 +181,22 @@ void multiply(const W4GemmParams& p) {
       }
       const int64_t column = strip * kW4StripRows;
       for (int64_t row = 0; row < rows; ++row) {
+        const auto sum_of = [&](int i) {
+          return w4_strip_row(totals.data() + row * kW4StripSums, i) +
+                 corrections[row * kW4StripRows + i];
+        };
+        const int count = static_cast<int>(std::min<int64_t>(kW4StripRows, w.n - column));
+        if (w.gated) {
+          Y* out = y + (row_begin + row) * (w.n / 2) + column / 2;
+          for (int i = 0; i < count / 2; ++i) {
+            const float gate = sum_of(i / 8 * 16 + i % 8), up = sum_of(i / 8 * 16 + i % 8 + 8);
+            out[i] = from_float<Y>(gate / (1 + std::exp(-gate)) * up);
+          }
+          continue;
+        }
         Y* out = y + (row_begin + row) * w.n + column;
-        for (int i = 0; i < std::min<int64_t>(kW4StripRows, w.n - column); ++i) {
-          const float sum = w4_strip_row(totals.data() + row * kW4StripSums, i);
-          const float product = p.alpha * (sum + corrections[row * kW4StripRows + i]);
+        for (int i = 0; i < count; ++i) {
+          const float product = p.alpha * sum_of(i);
           out[i] = from_float<Y>(p.beta == 0 ? product : product + p.beta * to_float(out[i]));
         }
       }
@@ -200,8 +212,9 @@ void w4_pack(const Context&, const W4PackParams& p) {
   const int64_t groups = p.scales.size(p.format == W4Format::kCompressed ? 1 : 0);
   const int64_t end_row =
       p.first_row + p.n == w.n ? w.row_blocks() * kW4BlockRows : p.first_row + p.n;
-  const int64_t first_block = p.first_row / kW4BlockRows, first_k_block = p.first_k / kW4BlockK;
-  const int64_t end_block = (end_row + kW4BlockRows - 1) / kW4BlockRows;
+  const int64_t first_block = w.gated ? 0 : p.first_row / kW4BlockRows;
+  const int64_t end_block = w.gated ? w.row_blocks() : (end_row + kW4BlockRows - 1) / kW4BlockRows;
+  const int64_t first_k_block = p.first_k / kW4BlockK;
   const int64_t end_k_block = (p.first_k + p.k + kW4BlockK - 1) / kW4BlockK;
   void (*read)(const W4PackParams&, int64_t, int64_t, int, int, BlockQ&) = nullptr;
   dispatch_int<0, 1, 2, 3, 4>("w4_pack: format", static_cast<int>(p.format), [&](auto format) {
@@ -213,19 +226,32 @@ void w4_pack(const Context&, const W4PackParams& p) {
       uint8_t* block = block_of(w, row_block, k_block);
       const int64_t first_row = row_block * kW4BlockRows;
       const int64_t group = groups == 1 ? 0 : k_block - first_k_block;
+      const int64_t k = (k_block - first_k_block) * kW4BlockK;
+      // Rows [begin, end) of the block are the part's from n on.
+      const auto pack_rows = [&](int begin, int end, int64_t n) {
+        for (int row = begin; row < end; ++row) {
+          const int64_t own = n + row - begin;
+          const bool inside = own < p.n;
+          reinterpret_cast<uint16_t*>(block + kScalesAt)[row] =
+              inside ? stored_scale(p, own, group) : uint16_t{0};
+          if (w.zero_points) block[kZerosAt + row] = inside ? stored_zero(p, own, group) : 8;
+        }
+        thread_local BlockQ q;
+        read(p, n, k, begin, end, q);
+        write_q(block, q, begin, end);
+      };
+      if (w.gated) {
+        for (int row = 0; row < kW4BlockRows; row += 8) {
+          const int64_t source = w4_gated_row(w.n, first_row + row);
+          if (source >= p.first_row && source < end_row) {
+            pack_rows(row, row + 8, source - p.first_row);
+          }
+        }
+        continue;
+      }
       const int begin = static_cast<int>(std::max(p.first_row - first_row, int64_t{0}));
       const int end = static_cast<int>(std::min<int64_t>(end_row - first_row, kW4BlockRows));
-      for (int row = begin; row < end; ++row) {
-        const int64_t n = first_row + row - p.first_row;  // of the part
-        const bool inside = n < p.n;
-        reinterpret_cast<uint16_t*>(block + kScalesAt)[row] =
-            inside ? stored_scale(p, n, group) : uint16_t{0};
-        if (w.zero_points) block[kZerosAt + row] = inside ? stored_zero(p, n, group) : 8;
-      }
-      thread_local BlockQ q;
-      const int64_t k = (k_block - first_k_block) * kW4BlockK;
-      read(p, first_row + begin - p.first_row, k, begin, end, q);
-      write_q(block, q, begin, end);
+      pack_rows(begin, end, first_row + begin - p.first_row);
     }
   }
 }

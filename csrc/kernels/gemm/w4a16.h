@@ -12,6 +12,10 @@
 // columns hold the high digits under 16 times the scale and the rest the low digits, and the
 // kernel reads x twice. w = (16 (h - 8) + (l - 8)) * scale covers [-136, 119].
 //
+// A gated W stacks the gate and up projections of an MLP, N / 2 rows each, and stores them by
+// turns, eight rows of gate and eight of up, so that both sums of an output meet in one thread:
+// then y [M, N / 2] = silu(x gate^T) * x up^T.
+//
 // `w4_gemm` (1..64 rows; more go in blocks of 64): the order in which a row's products are added
 // depends on N and K only, so a row's bits are the same whatever the number of rows.
 #pragma once
@@ -32,7 +36,9 @@ struct W4Weight {
   int digits = 1;
   bool zero_points = false;
   DType scale_dtype = DType::kF16;  // or kBF16
+  bool gated = false;
 
+  int64_t out_features() const { return gated ? n / 2 : n; }
   int64_t block_bytes() const { return 16384 + 512 + (zero_points ? 256 : 0); }
   int64_t row_blocks() const { return (n + kW4BlockRows - 1) / kW4BlockRows; }
   int64_t k_blocks() const { return digits * ((k + kW4BlockK - 1) / kW4BlockK); }
@@ -64,6 +70,11 @@ constexpr W4Nibble w4_nibble(int row, int k) {
   return {512 * warp + 128 * (step / 2) + 4 * lane + 2 * (step % 2) + tile, 4 * (reg + 4 * odd)};
 }
 
+// The row of a checkpoint's stacked gate and up, N in all, that is stored as row `row`.
+constexpr int64_t w4_gated_row(int64_t n, int64_t row) {
+  return row < n ? row / 8 % 2 * (n / 2) + row / 16 * 8 + row % 8 : row;
+}
+
 // The layouts of checkpoints. G: groups of scales along K (1: channel-wise). Nibble i of a word is
 // its bits [4i, 4i + 4).
 enum class W4Format : int {
@@ -79,7 +90,8 @@ enum class W4Format : int {
 };
 
 // Packs one part of W: rows [first_row, first_row + n) and k [first_k, first_k + k) from a
-// checkpoint's tensors. The part that reaches row N (or K) also fills the rows (k) beyond.
+// checkpoint's tensors, where rows count as in the checkpoint. The part that reaches row N (or K)
+// also fills the rows (k) beyond.
 struct W4PackParams {
   W4Weight w;
   W4Format format = W4Format::kGptq;
@@ -101,7 +113,8 @@ struct W4QuantizeParams {
   const int* index = nullptr;  // [N] on the device
 };
 
-// Rows [first_row, first_row + out.size(0)) of W as they multiply: (q - z) * scale, rounded once.
+// Rows [first_row, first_row + out.size(0)) of W as they are stored and multiply: (q - z) * scale,
+// rounded once.
 struct W4DequantizeParams {
   Tensor out;  // [n, K]
   W4Weight w;
@@ -109,12 +122,12 @@ struct W4DequantizeParams {
 };
 
 struct W4GemmParams {
-  Tensor y;  // [M, N], dtype of x, or float32
+  Tensor y;  // [M, N] (gated: [M, N / 2]), dtype of x, or float32
   Tensor x;  // [M, K], K a multiple of 8
   W4Weight w;
-  float alpha = 1;
-  float beta = 0;  // 0: y is not read
-  Tensor scratch;  // [w4_scratch_floats] float32; used before compute capability 9.0 only
+  float alpha = 1;  // of x W^T; a gated W has none, and no beta
+  float beta = 0;   // 0: y is not read
+  Tensor scratch;   // [w4_scratch_floats] float32; used before compute capability 9.0 only
 };
 
 inline int64_t w4_scratch_floats(const W4Weight& w, int64_t max_rows) {
@@ -128,15 +141,18 @@ inline void check_w4_weight(const W4Weight& w) {
   CHECK(w.scale_dtype == DType::kF16 || w.scale_dtype == DType::kBF16,
         "the scales of a 4-bit W are {}, expected float16 or bfloat16", name_of(w.scale_dtype));
   CHECK(w.digits == 1 || !w.zero_points, "a 4-bit W of two digits has no zero points");
+  CHECK(!w.gated || w.n % 16 == 0, "a gated 4-bit W has {} rows, expected a multiple of 16", w.n);
 }
 
 inline void check_w4_gemm(const W4GemmParams& p) {
   check_w4_weight(p.w);
   CHECK(p.x.num_dims() == 2 && p.y.num_dims() == 2 && p.x.size(1) == p.w.k &&
-            p.y.size(0) == p.x.size(0) && p.y.size(1) == p.w.n,
+            p.y.size(0) == p.x.size(0) && p.y.size(1) == p.w.out_features(),
         "w4_gemm: y {} = x {} times a 4-bit W [{}, {}]^T does not fit", p.y.shape_text(),
         p.x.shape_text(), p.w.n, p.w.k);
   CHECK(p.w.k % 8 == 0, "w4_gemm: K is {}, expected a multiple of 8", p.w.k);
+  CHECK(!p.w.gated || (p.alpha == 1 && p.beta == 0),
+        "w4_gemm: alpha {} and beta {} of a gated W, expected 1 and 0", p.alpha, p.beta);
   CHECK(is_floating(p.x.dtype()) && (p.y.dtype() == p.x.dtype() || p.y.dtype() == DType::kF32),
         "w4_gemm: y is {} and x {}; expected one floating dtype, y may be float32",
         name_of(p.y.dtype()), name_of(p.x.dtype()));
@@ -190,7 +206,8 @@ inline void check_w4_pack(const W4PackParams& p) {
 
 inline void check_w4_quantize(const W4QuantizeParams& p) {
   check_w4_weight(p.w);
-  CHECK(!p.w.zero_points, "w4_quantize: W has zero points, expected none");
+  CHECK(!p.w.zero_points && !p.w.gated,
+        "w4_quantize: W has zero points or is gated, expected neither");
   CHECK(p.x.num_dims() == 2 && p.x.size(1) == p.w.k &&
             (p.index != nullptr || p.x.size(0) == p.w.n) && is_floating(p.x.dtype()),
         "w4_quantize: x is {} {}, expected floating rows of {} for a W [{}, {}]",

@@ -25,6 +25,7 @@ void w4_gemm(const Context& ctx, const W4GemmParams& params) {
             .zero_points = w.zero_points,
             .bf16_scales = w.scale_dtype == DType::kBF16,
             .float_out = params.y.dtype() == DType::kF32,
+            .gated = w.gated,
             .alpha = params.alpha,
             .beta = params.beta};
   const int64_t m = params.x.size(0);

@@ -45,7 +45,7 @@ struct alignas(64) TensorMap {
 
 struct Args {
   TensorMap x_map;     // used if Mma::kTensorMap
-  void* y;             // [M, N], T or float32
+  void* y;             // [M, N], T or float32; gated: [M, N / 2]
   const void* x;       // [M, K]
   const char* blocks;  // [tiles][k_blocks]
   float* partials;     // [slices, M, N]; null where clusters add up
@@ -57,7 +57,7 @@ struct Args {
   int slices;
   int stages;
   int lag;  // a stage is refilled so many iterations after its use, when all warps are through
-  bool zero_points, bf16_scales, float_out;
+  bool zero_points, bf16_scales, float_out, gated;
   float alpha, beta;
 };
 
@@ -133,8 +133,7 @@ __device__ __forceinline__ uint32_t word_of(const uint4& words, int step, int ti
 }
 
 template <typename T>
-__device__ __forceinline__ void store_y(const Args& args, int row, int n, float sum) {
-  const int64_t at = static_cast<int64_t>(row) * args.n + n;
+__device__ __forceinline__ void store_value(const Args& args, int64_t at, float sum) {
   float value = args.alpha * sum;
   if (args.float_out) {
     float* y = static_cast<float*>(args.y);
@@ -145,6 +144,19 @@ __device__ __forceinline__ void store_y(const Args& args, int row, int n, float 
     if (args.beta != 0) value += args.beta * to_float(y[at]);
     y[at] = from_float<T>(value);
   }
+}
+
+// What the sums of stored rows n (n % 16 < 8) and n + 8 of W become in a row of y. A lane has both.
+template <typename T>
+__device__ __forceinline__ void store_y(const Args& args, int row, int n, float sum, float sum_8) {
+  if (args.gated) {
+    const float value = sum / (1.0f + expf(-sum)) * sum_8;
+    if (n < args.n) store_value<T>(args, int64_t{row} * (args.n / 2) + n / 16 * 8 + n % 8, value);
+    return;
+  }
+  const int64_t at = int64_t{row} * args.n + n;
+  if (n < args.n) store_value<T>(args, at, sum);
+  if (n + 8 < args.n) store_value<T>(args, at + 8, sum_8);
 }
 
 // How a warp multiplies a packed block in shared memory by the rows of x beside it.
@@ -366,22 +378,23 @@ __global__ void __launch_bounds__(kThreads, 1) w4_gemm_kernel(const __grid_const
     }
 
     // A lane's sums: rows g and g + 8 of two tiles of W, rows 2q and 2q + 1 of each group of x.
-    const auto each_sum = [&](auto&& f) {
+    const auto each_pair = [&](auto&& f) {
 #pragma unroll
       for (int t = 0; t < 2; ++t) {
 #pragma unroll
         for (int group = 0; group < kGroups; ++group) {
 #pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            f(group * 8 + q * 2 + i % 2, warp * 32 + t * 16 + i / 2 * 8 + g, sums[t][group][i]);
+          for (int i = 0; i < 2; ++i) {
+            f(group * 8 + q * 2 + i, warp * 32 + t * 16 + g, sums[t][group][i],
+              sums[t][group][i + 2]);
           }
         }
       }
     };
     const int n0 = tile * kW4BlockRows;
     if (args.slices == 1) {
-      each_sum([&](int row, int n, float sum) {
-        if (row < args.m && n0 + n < args.n) store_y<T>(args, row, n0 + n, sum);
+      each_pair([&](int row, int n, float sum, float sum_8) {
+        if (row < args.m) store_y<T>(args, row, n0 + n, sum, sum_8);
       });
       continue;
     }
@@ -417,18 +430,17 @@ __global__ void __launch_bounds__(kThreads, 1) w4_gemm_kernel(const __grid_const
       const int slab = my_first + piece / kPieces;
       const int n = n0 + slab * 32 + piece / (32 * kGroups) % 2 * 16 + g;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if (row + i % 2 < args.m && n + i / 2 * 8 < args.n) {
-          store_y<T>(args, row + i % 2, n + i / 2 * 8, sum[i]);
-        }
+      for (int i = 0; i < 2; ++i) {
+        if (row + i < args.m) store_y<T>(args, row + i, n, sum[i], sum[i + 2]);
       }
     }
 #else
     float* partials = args.partials + static_cast<int64_t>(slice) * args.m * args.n;
-    each_sum([&](int row, int n, float sum) {
-      if (row < args.m && n0 + n < args.n) {
-        partials[static_cast<int64_t>(row) * args.n + n0 + n] = sum;
-      }
+    each_pair([&](int row, int n, float sum, float sum_8) {
+      if (row >= args.m) return;
+      float* to = partials + static_cast<int64_t>(row) * args.n + n0 + n;
+      if (n0 + n < args.n) to[0] = sum;
+      if (n0 + n + 8 < args.n) to[8] = sum_8;
     });
 #endif
   }
@@ -439,12 +451,16 @@ template <typename T>
 __global__ void __launch_bounds__(256) w4_add_slices_kernel(const __grid_constant__ Args args) {
   ptx::pdl_launch();
   ptx::pdl_wait();
-  const int64_t count = static_cast<int64_t>(args.m) * args.n;
-  const int64_t i = int64_t{blockIdx.x} * 256 + threadIdx.x;
-  if (i >= count) return;
-  float sum = 0;
-  for (int slice = 0; slice < args.slices; ++slice) sum += args.partials[slice * count + i];
-  store_y<T>(args, static_cast<int>(i / args.n), static_cast<int>(i % args.n), sum);
+  const int row = blockIdx.y, i = blockIdx.x * 256 + threadIdx.x;
+  const int n = i / 8 * 16 + i % 8;
+  if (n >= args.n) return;
+  float sum = 0, sum_8 = 0;
+  for (int slice = 0; slice < args.slices; ++slice) {
+    const float* from = args.partials + (int64_t{slice} * args.m + row) * args.n + n;
+    sum += from[0];
+    if (n + 8 < args.n) sum_8 += from[8];
+  }
+  store_y<T>(args, row, n, sum, sum_8);
 }
 
 // ---- launchers
@@ -469,9 +485,8 @@ void launch_w4(const Context& ctx, Args args) {
   launch_cluster(ctx, clusters ? args.slices : 1, kernel, dim3(blocks), dim3(kThreads),
                  shared_bytes, args);
   if (args.slices > 1 && !clusters) {
-    const int64_t count = static_cast<int64_t>(args.m) * args.n;
-    launch(ctx, w4_add_slices_kernel<T>, dim3(static_cast<unsigned>((count + 255) / 256)),
-           dim3(256), 0, args);
+    launch(ctx, w4_add_slices_kernel<T>, dim3((args.n / 2 + 8 + 255) / 256, args.m), dim3(256), 0,
+           args);
   }
 }
 

@@ -29,6 +29,8 @@ struct PackArgs {
   int groups;                   // of scales
   bool by_channel;              // Marlin permutes the scales of channels in another way
   int n, k;                     // of the part
+  int gated_rows;               // N of a gated W, else 0
+  int first_row_block;          // to look at
   int first_row, end_row;       // rows to write
   int first_k_block, k_blocks;  // of W
   int64_t block_bytes;
@@ -96,8 +98,11 @@ __global__ void __launch_bounds__(kThreads) w4_pack_kernel(const __grid_constant
   ptx::pdl_launch();
   ptx::pdl_wait();
   const int k_block = p.first_k_block + blockIdx.x;
-  const int row_block = p.first_row / kW4BlockRows + blockIdx.y;
+  const int row_block = p.first_row_block + blockIdx.y;
   const int row0 = row_block * kW4BlockRows, k0 = blockIdx.x * kW4BlockK;
+  const auto source_row = [&](int row) {
+    return p.gated_rows > 0 ? static_cast<int>(w4_gated_row(p.gated_rows, row)) : row;
+  };
   char* block = p.blocks + (static_cast<int64_t>(row_block) * p.k_blocks + k_block) * p.block_bytes;
   uint32_t* words = reinterpret_cast<uint32_t*>(block);
   // A word holds rows of two parts where a part does not begin at a multiple of 16: keep the
@@ -106,14 +111,14 @@ __global__ void __launch_bounds__(kThreads) w4_pack_kernel(const __grid_constant
     uint32_t bits = 0, mask = 0;
     for (int i = 0; i < 8; ++i) {
       const Place at = place_of(word, i);
-      const int row = row0 + at.row, n = row - p.first_row, k = k0 + at.k;
+      const int row = source_row(row0 + at.row), n = row - p.first_row, k = k0 + at.k;
       if (row < p.first_row || row >= p.end_row) continue;
       const uint32_t q = n < p.n && k < p.k ? q_of(p, n, k) : 8;
       bits |= q << (4 * i), mask |= 15u << (4 * i);
     }
     if (mask != 0) words[word] = mask == 0xFFFFFFFF ? bits : (words[word] & ~mask) | bits;
   }
-  const int row = row0 + threadIdx.x, n = row - p.first_row;
+  const int row = source_row(row0 + threadIdx.x), n = row - p.first_row;
   if (row < p.first_row || row >= p.end_row) return;
   const bool inside = n < p.n && k0 < p.k;
   const int group = p.groups == 1 ? 0 : blockIdx.x;
@@ -253,8 +258,10 @@ void w4_pack(const Context& ctx, const W4PackParams& params) {
   const W4Weight& w = params.w;
   const bool last_rows = params.first_row + params.n == w.n;
   const int64_t end_row = last_rows ? w.row_blocks() * kW4BlockRows : params.first_row + params.n;
-  const int64_t row_blocks =
-      (end_row + kW4BlockRows - 1) / kW4BlockRows - params.first_row / kW4BlockRows;
+  // The rows of a part of a gated W are everywhere.
+  const int64_t first_row_block = w.gated ? 0 : params.first_row / kW4BlockRows;
+  const int64_t end_row_block =
+      w.gated ? w.row_blocks() : (end_row + kW4BlockRows - 1) / kW4BlockRows;
   const int64_t groups = params.scales.size(params.format == W4Format::kCompressed ? 1 : 0);
   const PackArgs args{.blocks = static_cast<char*>(w.blocks),
                       .q = params.q.as<uint32_t>(),
@@ -266,15 +273,18 @@ void w4_pack(const Context& ctx, const W4PackParams& params) {
                       .by_channel = groups == 1 && params.k > kW4BlockK,
                       .n = static_cast<int>(params.n),
                       .k = static_cast<int>(params.k),
+                      .gated_rows = w.gated ? static_cast<int>(w.n) : 0,
+                      .first_row_block = static_cast<int>(first_row_block),
                       .first_row = static_cast<int>(params.first_row),
                       .end_row = static_cast<int>(end_row),
                       .first_k_block = static_cast<int>(params.first_k / kW4BlockK),
                       .k_blocks = static_cast<int>(w.k_blocks()),
                       .block_bytes = w.block_bytes()};
   const int64_t k_blocks = (params.k + kW4BlockK - 1) / kW4BlockK;
-  launch(ctx, w4_pack_kernel,
-         dim3(static_cast<unsigned>(k_blocks), static_cast<unsigned>(row_blocks)), dim3(kThreads),
-         0, args);
+  launch(
+      ctx, w4_pack_kernel,
+      dim3(static_cast<unsigned>(k_blocks), static_cast<unsigned>(end_row_block - first_row_block)),
+      dim3(kThreads), 0, args);
 }
 
 void w4_quantize(const Context& ctx, const W4QuantizeParams& params) {
