@@ -302,7 +302,12 @@ def test_ten_engines_leave_no_device_memory_behind(directory: Path) -> None:
         del engine
 
     one_life()  # loads the CUDA context, kernels and cuBLASLt once
-    before = C.device_info(0)["free_bytes"]
-    for _ in range(10):
-        one_life()
-    assert before - C.device_info(0)["free_bytes"] < 8 << 20
+    lost = []
+    for _ in range(4):  # another process may take memory meanwhile; a leak shows every time
+        before = C.device_info(0)["free_bytes"]
+        for _ in range(10):
+            one_life()
+        lost.append(before - C.device_info(0)["free_bytes"])
+        if lost[-1] < 8 << 20:
+            return
+    pytest.fail(f"bytes lost by ten engines, four times: {lost}")
