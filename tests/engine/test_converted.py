@@ -89,6 +89,7 @@ def test_same_drafts(tmp_path: Path, family: str, write: Any) -> None:
     assert counts[0] != counts[2] and max(counts[0]) > 1
 
 
+@pytest.mark.slow
 def test_shipped_pair(tmp_path: Path) -> None:
     """The 4-bit model and head that ship: the same text, and as much of it drafted."""
     from cpmcu import LLM, SamplingParams

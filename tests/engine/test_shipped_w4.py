@@ -14,6 +14,7 @@ from tests.engine.harness import DEVICES, SHIPPED
 from tests.reference.engines import extension_or_skip
 
 extension_or_skip()
+pytestmark = pytest.mark.slow  # 4 bits under a sanitizer: test_w4.py, test_spec_exact.py
 
 NAME = "tiny-python-minicpm-w4"
 DRAFT = "tiny-python-eagle2-w4"
