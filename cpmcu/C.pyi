@@ -209,8 +209,12 @@ class Engine:
         For each token: the log-probability of its target (the token that follows it), and ids and
         log-probabilities of the likeliest tokens there. To be collected like any step.
         """
-    def decode(self, slots: Sequence[int]) -> None:
-        """Enqueues one decode step for these slots; does not wait."""
+    def decode(self, slots: Sequence[int], shape: tuple[int, int] | None = None) -> None:
+        """Enqueues one decode step for these slots; does not wait.
+
+        `shape`: depth and nodes of a speculative cycle's trees, at most (and by default) those of
+        the DrafterSpec; (0, 1) drafts nothing. It changes no token. ValueError for others.
+        """
     def begin_masked(self, slots: Sequence[int]) -> list[tuple[list[int], list[int]]]:
         """Enqueues a decode step up to its logits. Waits for the draft alone.
 

@@ -121,6 +121,11 @@ class SpeculativeConfig:
         f"tokens verified in a step, at most {MAX_TREE_SIZE}, the last emitted one included "
         "(default: 12; shipped: 24)",
     )
+    spec_auto: bool | None = option(
+        None,
+        "choose in each step how much of that tree is drafted, or nothing, by what was accepted "
+        "and how long steps took; changes no text (default: on the CPU, if no shape is given)",
+    )
     spec_window_size: int | None = option(
         None,
         "last tokens that a draft head's attention sees; 0: all (default: 1024; draft model: 0)",
@@ -174,6 +179,13 @@ class SpeculativeConfig:
         """Shortest and longest match of n-gram look-up."""
         longest = self.prompt_lookup_max or max(4, self.prompt_lookup_min or 0)
         return self.prompt_lookup_min or 1, longest
+
+    def chooses_shapes(self, device: str) -> bool:
+        """Is the shape of the tree chosen in each step?"""
+        given = (self.spec_num_iter, self.spec_topk_per_iter, self.spec_tree_size)
+        if self.spec_auto is None:
+            return device == "cpu" and given == (None, None, None)
+        return self.spec_auto
 
     def shape(self, *, chain: bool = False, defaults: TreeShape = HEAD_SHAPE) -> TreeShape:
         """The tree that these values and the defaults make. Raises ValueError if none can be.
@@ -266,7 +278,7 @@ def _check_type(name: str, value: Any) -> None:
     if name in text:
         wanted: type = str
     else:
-        wanted = bool if name in ("no_speculation", "use_eagle3") else int
+        wanted = bool if name in ("no_speculation", "use_eagle3", "spec_auto") else int
     right = isinstance(value, wanted) and isinstance(value, bool) == (wanted is bool)
     if value is not None and not right:
         raise ValueError(f"speculative_config: {name} is {value!r}, expected {wanted.__name__}")

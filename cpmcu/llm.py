@@ -75,7 +75,7 @@ class LLM:
         self._grammars: GrammarCompiler | None = None
         self._grammar_lock = threading.Lock()
         self._memory_plan = loaded.engine.memory_plan()
-        self._runner = Runner(loaded.engine, page_size=C.PAGE_SIZE)
+        self._runner = Runner(loaded.engine, page_size=C.PAGE_SIZE, shapes=loaded.shapes)
         # Also runs at interpreter exit, and when the last reference to the LLM goes.
         self._finalizer = weakref.finalize(self, self._runner.close)
 

@@ -21,6 +21,7 @@ class SpecDecodeMetrics:
     num_spec_tokens: int  # K: tokens of the longest drafted path
     acceptance_histogram: tuple[int, ...]  # [K + 1]: steps that accepted exactly j tokens
     per_step_accepted: tuple[int, ...] | None = None  # if detailed metrics were asked for
+    drafted: int | None = None  # tokens, where steps chose to draft fewer than K; None: K each
 
     @property
     def num_spec_steps(self) -> int:
@@ -34,7 +35,9 @@ class SpecDecodeMetrics:
 
     @property
     def num_draft_tokens(self) -> int:
-        """Drafted tokens: K a step."""
+        """Drafted tokens: K a step, or what the steps chose."""
+        if self.drafted is not None:
+            return self.drafted
         return self.num_spec_tokens * self.num_spec_steps
 
     @property
@@ -81,7 +84,7 @@ class SpecDecodeMetrics:
         emitted = sum(heads)
         return {
             "accepted_tokens": emitted,
-            "rejected_tokens": steps * (self.num_spec_tokens + 1) - emitted,
+            "rejected_tokens": steps + self.num_draft_tokens - emitted,
             "accept_ratio": 1 - steps / emitted if emitted else 0.0,
             "average_accept_length": emitted / steps if steps else 0.0,
             "accepted_tokens_per_head": heads,
@@ -100,15 +103,18 @@ class AcceptanceCounter:
 
     def __init__(self, num_spec_tokens: int, *, detailed: bool = False) -> None:
         self._histogram = [0] * (num_spec_tokens + 1)
+        self._drafted = 0
         self._per_step: list[int] | None = [] if detailed else None
 
-    def add(self, num_emitted: int) -> None:
-        """A step emitted so many tokens, 1 to K + 1."""
+    def add(self, num_emitted: int, num_drafted: int) -> None:
+        """A step that drafted a path of 1 to K tokens emitted so many, at least 1."""
         self._histogram[num_emitted - 1] += 1
+        self._drafted += num_drafted
         if self._per_step is not None:
             self._per_step.append(num_emitted - 1)
 
     def metrics(self) -> SpecDecodeMetrics:
         """What was counted so far."""
         steps = None if self._per_step is None else tuple(self._per_step)
-        return SpecDecodeMetrics(len(self._histogram) - 1, tuple(self._histogram), steps)
+        counts = tuple(self._histogram)
+        return SpecDecodeMetrics(len(counts) - 1, counts, steps, self._drafted)

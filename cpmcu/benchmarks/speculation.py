@@ -77,12 +77,16 @@ def run_cycles(config: EngineConfig, rows: list[Row], steps: int) -> dict[str, A
     """What a run with a draft adds to the result."""
     from cpmcu.llm import LLM
 
+    # Every cycle of the shape that the times are of.
+    whole = dataclasses.replace(config.speculation, spec_auto=False)
+    config = dataclasses.replace(config, speculative_config=whole)
     names = [field.name for field in dataclasses.fields(config) if field.name != "model"]
     with LLM(config.model, **{name: getattr(config, name) for name in names}) as llm:
         cycles = [cycle_row(llm, row, steps) for row in rows]
         depth = llm.call_engine(lambda engine: engine.tokens_per_step) - 1
         counters = llm.call_engine(lambda engine: engine.counters)
-    given, usual = dataclasses.asdict(config.speculation), dataclasses.asdict(SpeculativeConfig())
+    given = dataclasses.asdict(config.speculation)
+    usual = dataclasses.asdict(SpeculativeConfig(spec_auto=False))
     return {
         "depth": depth,
         "options": {name: value for name, value in given.items() if value != usual[name]},

@@ -102,11 +102,12 @@ class Request:
         tokens: Sequence[int],
         logprobs: Sequence[TokenLogprobs] = (),
         *,
-        drafted: bool = False,
+        drafted: int = 0,
     ) -> None:
         """Takes what a decode step emitted, and the prefill step that ended the prompt.
 
-        Tokens after the end of the output are dropped.
+        `drafted`: tokens of the longest path that the step verified; 0: it drafted nothing. Tokens
+        after the end of the output are dropped.
         """
         if not tokens:
             return
@@ -134,7 +135,7 @@ class Request:
                 break
         taken = len(self.tokens) - before
         if drafted and self._acceptance is not None:
-            self._acceptance.add(taken)
+            self._acceptance.add(taken, drafted)
         self._send(text, self.tokens[before:], list(logprobs[:taken]))
 
     def end(self, reason: FinishReason) -> None:

@@ -10,13 +10,16 @@ from __future__ import annotations
 import dataclasses
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
+from collections.abc import Sequence as PySequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from cpmcu.engine.request import Request
 from cpmcu.engine.scheduler import Scheduler, Sequence, Step
+from cpmcu.engine.shapes import Shape, ShapeChooser
 from cpmcu.outputs import TokenLogprobs
 
 if TYPE_CHECKING:
@@ -41,8 +44,10 @@ class EngineLoad:
 class Runner:
     """Owns an engine. `submit`, `call` and `close` may be called from any thread."""
 
-    def __init__(self, engine: C.Engine, *, page_size: int) -> None:
+    def __init__(self, engine: C.Engine, *, page_size: int, shapes: PySequence[Shape] = ()) -> None:
         self._engine: C.Engine | None = engine
+        self._chooser = ShapeChooser(shapes) if shapes else None
+        self._collected = 0.0  # when the last step was: time.perf_counter()
         self.tokens_per_step = engine.tokens_per_step
         self._scheduler = Scheduler(engine, page_size, engine.tokens_per_step)
         self.max_length = self._scheduler.max_length
@@ -168,6 +173,10 @@ class Runner:
         elif any(sequence.request.grammar for sequence in step.sequences):
             trees = self._live.begin_masked(slots)
             self._live.end_masked(*self._masks(step.sequences, trees))
+        elif self._chooser is not None:
+            step.shape = self._chooser.choose(len(slots))
+            step.launched = time.perf_counter()
+            self._live.decode(slots, step.shape)
         else:
             self._live.decode(slots)
         self._in_flight.append(step)
@@ -208,6 +217,7 @@ class Runner:
     def _collect(self) -> None:
         step = self._in_flight.popleft()
         outputs = {output.slot: output for output in self._live.collect()}
+        self._observe(step, outputs)
         for i, sequence in enumerate(step.sequences):
             emits = True
             if step.chunks is not None:
@@ -222,9 +232,23 @@ class Runner:
             if sequence.request.done:
                 self._scheduler.release(sequence)
 
+    def _observe(self, step: Step, outputs: dict[int, C.SlotOutput]) -> None:
+        before, self._collected = self._collected, time.perf_counter()
+        if self._chooser is None:
+            return
+        if step.shape is not None:  # it began when the one before it had ended
+            seconds = self._collected - max(step.launched, before)
+            emitted = [len(output.tokens) for output in outputs.values() if output.tokens]
+            self._chooser.observe(step.shape, len(step.sequences), seconds, emitted)
+        elif step.chunks is not None and any(last for _, _, last in step.chunks):
+            self._chooser.forget_text()
+
     def _accept(self, request: Request, output: C.SlotOutput, step: Step) -> None:
+        drafted = 0 if step.chunks is not None else self.tokens_per_step - 1
+        if step.shape is not None:
+            drafted = step.shape[0]
         try:
-            request.accept(output.tokens, _logprobs(output), drafted=step.chunks is None)
+            request.accept(output.tokens, _logprobs(output), drafted=drafted)
             if output.finished:  # it emits no more, whatever ended it
                 request.end("length")
         except Exception as error:  # of a tokenizer: this request's trouble alone

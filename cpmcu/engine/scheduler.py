@@ -16,6 +16,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from cpmcu.engine.request import Request
+from cpmcu.engine.shapes import Shape
 
 if TYPE_CHECKING:
     from cpmcu import C
@@ -47,6 +48,8 @@ class Step:
     sequences: list[Sequence]
     chunks: list[tuple[int, list[int], bool]] | None = None
     targets: list[int] | None = None  # what follows each token of the only chunk, to be scored
+    shape: Shape | None = None  # that was chosen for a decode step
+    launched: float = 0.0  # time.perf_counter()
 
 
 class Scheduler:

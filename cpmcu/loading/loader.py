@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cpmcu.drafters.registry import TargetModel
+from cpmcu.engine.shapes import shapes_of
 from cpmcu.loading.checkpoint import open_checkpoint
 from cpmcu.loading.cublas import cublas_paths
 from cpmcu.loading.draft import PREFIX, eos_ids, open_draft
@@ -43,6 +44,7 @@ class LoadedModel:
     generation_config: dict[str, Any]  # generation_config.json; empty if there is none
     spec: C.ModelSpec
     draft: C.DrafterSpec | None = None
+    shapes: tuple[tuple[int, int], ...] = ()  # of drafts, to choose from; none: always the whole
 
 
 def load_model(
@@ -112,7 +114,10 @@ def load_model(
     for each, its_plan in loads:
         load_tensors(engine, each, its_plan, each.directory.name, progress or LogProgress())
     engine.finish_loading()
-    return LoadedModel(engine, directory, hf_config, generation_config, spec, draft_spec)
+    shapes: tuple[tuple[int, int], ...] = ()
+    if draft and config.speculation.chooses_shapes(device):
+        shapes = tuple(shapes_of(draft.shape.depth, draft.shape.topk, draft.shape.tree_size))
+    return LoadedModel(engine, directory, hf_config, generation_config, spec, draft_spec, shapes)
 
 
 def with_head(quant: QuantPlan, bits: str) -> dict[str, str]:

@@ -346,7 +346,14 @@ void bind_engine(py::module_& m) {
           py::arg("masks") = py::none())
       .def("prefill_logprobs", &prefill_logprobs, py::arg("slot"), py::arg("ids"),
            py::arg("targets"), py::arg("num_top"), no_gil)
-      .def("decode", &Engine::decode, py::arg("slots"), no_gil)
+      .def(
+          "decode",
+          [](Engine& engine, const std::vector<int>& slots,
+             const std::optional<std::pair<int, int>>& shape) {
+            engine.decode(slots, shape ? std::optional(DraftShape{shape->first, shape->second})
+                                       : std::nullopt);
+          },
+          py::arg("slots"), py::arg("shape") = std::nullopt, no_gil)
       .def(
           "begin_masked",
           [](Engine& engine, const std::vector<int>& slots) {

@@ -108,8 +108,8 @@ void Engine::draft_prompts(const std::vector<PrefillItem>& items, const Tensor& 
   }
 }
 
-void Engine::decode(const std::vector<int>& slots) {
-  const GraphRunner::Key key = begin_decode_step(slots);
+void Engine::decode(const std::vector<int>& slots, std::optional<DraftShape> shape) {
+  const GraphRunner::Key key = begin_decode_step(slots, shape.value_or(max_shape()));
   graphs_->run(key, [&] {
     propose(key.num_seqs, key.max_kv);
     verify(key.num_seqs, key.max_kv);
@@ -119,7 +119,7 @@ void Engine::decode(const std::vector<int>& slots) {
 }
 
 std::vector<Engine::DraftedTree> Engine::begin_masked(const std::vector<int>& slots) {
-  GraphRunner::Key key = begin_decode_step(slots);
+  GraphRunner::Key key = begin_decode_step(slots, max_shape());
   key.part = GraphRunner::Part::kPropose;
   graphs_->run(key, [&] { propose(key.num_seqs, key.max_kv); });
   if (drafter_) publish_trees(key.num_seqs);
@@ -133,8 +133,8 @@ void Engine::end_masked(const TokenMasks& masks) {
   CHECK_STATE(!half_done_.empty(), "no masked step has begun");
   const std::vector<int> slots = std::exchange(half_done_, {});
   const int num_seqs = static_cast<int>(slots.size());
-  upload_masks(masks, num_seqs * tree_size());
-  graphs_->run({.num_seqs = num_seqs, .part = GraphRunner::Part::kAccept},
+  upload_masks(masks, num_seqs * shape_.tree_size);
+  graphs_->run({.num_seqs = num_seqs, .shape = shape_, .part = GraphRunner::Part::kAccept},
                [&] { accept(num_seqs, /*masked=*/true); });
   end_decode_step(slots);
 }
@@ -152,13 +152,22 @@ void Engine::propose(int num_seqs, int max_kv) {
                         .seq_row_begin = inputs.seq_row_begin});
     return;
   }
-  drafter_->propose(ctx_, {.num_seqs = num_seqs,
-                           .seq_slots = inputs.seq_slots,
-                           .max_kv = max_kv,
-                           .cache = &cache_,
-                           .state = draft_state_,
-                           .slots = slot_state(),
-                           .trees = trees_of(num_seqs)});
+  const DraftBatch batch{.num_seqs = num_seqs,
+                         .depth = shape_.depth,
+                         .seq_slots = inputs.seq_slots,
+                         .max_kv = max_kv,
+                         .cache = &cache_,
+                         .state = draft_state_,
+                         .slots = slot_state(),
+                         .trees = trees_of(num_seqs)};
+  if (shape_.depth > 0) {
+    drafter_->propose(ctx_, batch);
+  } else {
+    drafter_->skip(ctx_, batch);
+    chain_build(ctx_, {.trees = batch.trees,
+                       .seq_slots = batch.seq_slots,
+                       .next_tokens = batch.slots.next_tokens});
+  }
   begin_verify(ctx_, {.trees = trees_of(num_seqs),
                       .seq_slots = inputs.seq_slots,
                       .lengths = lengths_,
@@ -179,7 +188,7 @@ void Engine::verify(int num_seqs, int max_kv) {
 // Draws a token at each row, keeps what agrees with the draft, publishes it.
 void Engine::accept(int num_seqs, bool masked) {
   const StepInputs::Device& inputs = decode_inputs_.device();
-  const Tensor logits = model_.logits(num_seqs * tree_size());
+  const Tensor logits = model_.logits(num_seqs * shape_.tree_size);
   if (!drafter_) {
     sampler_.draw(ctx_, logits, inputs.seq_slots, inputs.positions, nullptr, masked);
     finish(inputs, num_seqs, num_seqs);
@@ -188,17 +197,19 @@ void Engine::accept(int num_seqs, bool masked) {
   const TokenTrees trees = trees_of(num_seqs);
   sampler_.draw(ctx_, logits, verify_slots_, verify_positions_, &trees, masked);
   accept_tree(ctx_, accept_params(trees));
-  compact_kv(ctx_, {.pool = cache_.pool(0),
-                    .num_kv_heads = spec_.num_key_value_heads,
-                    .head_dim = spec_.head_dim,
-                    .page_table = cache_.page_table(),
-                    .max_pages = cache_.max_pages(),
-                    .num_seqs = num_seqs,
-                    .max_emitted = tokens_per_step(),
-                    .seq_slots = inputs.seq_slots,
-                    .lengths = lengths_,
-                    .paths = paths_,
-                    .num_emitted = num_emitted_});
+  if (trees.num_nodes > 1) {
+    compact_kv(ctx_, {.pool = cache_.pool(0),
+                      .num_kv_heads = spec_.num_key_value_heads,
+                      .head_dim = spec_.head_dim,
+                      .page_table = cache_.page_table(),
+                      .max_pages = cache_.max_pages(),
+                      .num_seqs = num_seqs,
+                      .max_emitted = tokens_per_step(),
+                      .seq_slots = inputs.seq_slots,
+                      .lengths = lengths_,
+                      .paths = paths_,
+                      .num_emitted = num_emitted_});
+  }
   if (drafter_->features() != FeatureKind::kNone) {
     const int num_rows = num_seqs * trees.num_nodes;
     const bool final = drafter_->features() == FeatureKind::kFinal;

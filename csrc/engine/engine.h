@@ -71,7 +71,9 @@ class Engine {
   // logits back, and so waits for the device.
   void prefill(const std::vector<PrefillItem>& items, const TokenMasks& masks = {},
                const WriteLogits& write = nullptr);
-  void decode(const std::vector<int>& slots);
+  // `shape`: how much a speculative cycle drafts, at most (and by default) what the DrafterSpec
+  // says. It never changes what is emitted.
+  void decode(const std::vector<int>& slots, std::optional<DraftShape> shape = {});
   // The same in two halves, for sequences whose tokens are masked: which tokens a node of the tree
   // may draw depends on those before it, and only the host can tell. `begin_masked` returns a tree
   // of each slot while the forward pass over it runs (without a drafter: of the root alone);
@@ -121,12 +123,16 @@ class Engine {
   void run_prefill(const std::vector<PrefillItem>& items, int num_rows, int num_sampled,
                    bool masked, const WriteLogits& write);
   void read_logits(const Tensor& hidden, const WriteLogits& write);
-  GraphRunner::Key begin_decode_step(const std::vector<int>& slots);
+  GraphRunner::Key begin_decode_step(const std::vector<int>& slots, const DraftShape& shape);
+  void check_shape(const DraftShape& shape) const;
   void end_decode_step(const std::vector<int>& slots);
   void propose(int num_seqs, int max_kv);
   void verify(int num_seqs, int max_kv);
   void accept(int num_seqs, bool masked);
-  int tree_size() const { return draft_ ? draft_->tree_size : 1; }
+  // The largest, for which memory is planned.
+  DraftShape max_shape() const {
+    return draft_ ? DraftShape{draft_->depth, draft_->tree_size} : DraftShape{};
+  }
   TokenTrees trees_of(int num_seqs) const;
   void publish_trees(int num_seqs);
   std::vector<DraftedTree> read_trees(int num_seqs) const;
@@ -180,7 +186,8 @@ class Engine {
   int* trees_mirror_ = nullptr;       // pinned: tokens and parents, [2, B N]
   std::optional<Event> trees_ready_;  // in the mirror
   DraftState draft_state_;
-  Tensor features_;  // [T, F] of a prompt chunk
+  DraftShape shape_;  // of the decode step that is enqueued
+  Tensor features_;   // [T, F] of a prompt chunk
   std::vector<Slot> slots_;
   std::vector<int> host_lengths_;  // what lengths_ will be once the steps in flight are done
   std::vector<int> decode_slots_;  // as they lie on the device

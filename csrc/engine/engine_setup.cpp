@@ -86,7 +86,7 @@ void Engine::plan_memory() {
   const int max_len =
       config_.max_model_len > 0 ? config_.max_model_len : spec_.max_position_embeddings;
   const int slots = config_.max_num_seqs;
-  const int decode_rows = slots * tree_size();
+  const int decode_rows = slots * max_shape().tree_size;
   limits_ = {.max_rows = std::max(std::min(config_.chunk_length, max_len), decode_rows),
              .max_decode_rows = decode_rows,
              .max_model_len = max_len + lookahead()};

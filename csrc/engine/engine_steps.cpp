@@ -34,8 +34,9 @@ StepRows Engine::step_rows(const StepInputs::Device& inputs, int num_rows, int n
           .max_pages = cache_.max_pages()};
 }
 
-GraphRunner::Key Engine::begin_decode_step(const std::vector<int>& slots) {
+GraphRunner::Key Engine::begin_decode_step(const std::vector<int>& slots, const DraftShape& shape) {
   int max_kv = 0;
+  check_shape(shape);
   CHECK(!slots.empty() && static_cast<int>(slots.size()) <= config_.max_num_seqs,
         "a decode step of {} sequences, expected 1 to {}", slots.size(), config_.max_num_seqs);
   for (int slot : slots) {
@@ -45,11 +46,12 @@ GraphRunner::Key Engine::begin_decode_step(const std::vector<int>& slots) {
     max_kv = std::max(max_kv, length_bound(slot) + 1 + lookahead());
   }
   begin_step();
+  shape_ = shape;
   if (slots != decode_slots_) {
     decode_inputs_.upload_slots(ctx_, num_steps_, slots);
     decode_slots_ = slots;
   }
-  return {.num_seqs = static_cast<int>(slots.size()), .max_kv = kv_bucket(max_kv)};
+  return {.num_seqs = static_cast<int>(slots.size()), .max_kv = kv_bucket(max_kv), .shape = shape};
 }
 
 void Engine::end_decode_step(const std::vector<int>& slots) {
@@ -60,7 +62,7 @@ void Engine::end_decode_step(const std::vector<int>& slots) {
 }
 
 void Engine::publish_trees(int num_seqs) {
-  const int count = num_seqs * tree_size();
+  const int count = num_seqs * shape_.tree_size;
   copy_to_host(ctx_.device, trees_mirror_, trees_.tokens, int64_t{4} * count, ctx_.stream);
   copy_to_host(ctx_.device, trees_mirror_ + count, trees_.parents, int64_t{4} * count, ctx_.stream);
   trees_ready_->record(ctx_.stream);
@@ -70,7 +72,7 @@ void Engine::publish_trees(int num_seqs) {
 std::vector<Engine::DraftedTree> Engine::read_trees(int num_seqs) const {
   if (!drafter_) return std::vector<DraftedTree>(num_seqs, {.tokens = {0}, .parents = {-1}});
   trees_ready_->wait();
-  const int num_nodes = tree_size(), count = num_seqs * num_nodes;
+  const int num_nodes = shape_.tree_size, count = num_seqs * num_nodes;
   const int *tokens = trees_mirror_, *parents = trees_mirror_ + count;
   std::vector<DraftedTree> trees;
   for (int node = 0; node < count; node += num_nodes) {
@@ -89,6 +91,7 @@ void Engine::upload_masks(const TokenMasks& masks, int num_rows) {
 TokenTrees Engine::trees_of(int num_seqs) const {
   TokenTrees trees = trees_;
   trees.num_seqs = num_seqs;
+  trees.num_nodes = shape_.tree_size;
   return trees;
 }
 
@@ -108,9 +111,9 @@ Step Engine::verify_step(const TokenTrees& trees, int max_kv) const {
   inputs.seq_row_begin = verify_begin_;
   Step step{.phase = Phase::kDecode,
             .ids = verify_ids_,
-            .verify = true,
+            .verify = trees.num_nodes > 1,
             .rows = step_rows(inputs, num_rows, trees.num_seqs, trees.num_nodes, max_kv)};
-  step.rows.row_masks = trees.masks;
+  if (step.verify) step.rows.row_masks = trees.masks;
   return step;
 }
 
@@ -167,6 +170,17 @@ int Engine::kv_bucket(int num_cells) const {
   int bucket = 1024;
   while (bucket < num_cells) bucket *= 2;
   return std::min(bucket, cache_.max_pages() * kPageSize);
+}
+
+void Engine::check_shape(const DraftShape& shape) const {
+  const DraftShape most = max_shape();
+  CHECK(shape.depth >= 0 && shape.depth <= most.depth && shape.tree_size >= 1 &&
+            shape.tree_size <= most.tree_size,
+        "a decode step of depth {} and {} nodes, expected a depth of 0 to {} and 1 to {} nodes",
+        shape.depth, shape.tree_size, most.depth, most.tree_size);
+  const int nodes = shape.depth == 0 ? 1 : 1 + num_candidates(draft_->topk, shape.depth);
+  CHECK(shape.tree_size <= nodes, "a decode step of depth {} and {} nodes, but it drafts only {}",
+        shape.depth, shape.tree_size, nodes - 1);
 }
 
 void Engine::check_slot(int slot) const {

@@ -12,6 +12,7 @@
 #include <tuple>
 
 #include "core/context.h"
+#include "spec/drafter.h"
 
 namespace cpmcu {
 
@@ -21,6 +22,7 @@ class GraphRunner {
   struct Key {
     int num_seqs = 0;
     int max_kv = 0;  // bucket
+    DraftShape shape{};
     Part part = Part::kWhole;
     auto operator<=>(const Key&) const = default;
   };

@@ -108,20 +108,32 @@ void BeamDrafter::prefill(const Context& ctx, const DraftPrompt& prompt) {
   }
 }
 
+BeginDraftParams BeamDrafter::begin_params(const DraftBatch& batch) const {
+  return {.seq_slots = batch.seq_slots,
+          .num_seqs = batch.num_seqs,
+          .max_pending = max_pending(),
+          .pending_ids = batch.state.pending_ids,
+          .pending_counts = batch.state.pending_counts,
+          .draft_lengths = batch.state.draft_lengths,
+          .ids = sync_ids_,
+          .positions = sync_positions_,
+          .row_seqs = sync_seqs_,
+          .feature_rows = sync_features_,
+          .seq_row_begin = sync_begin_,
+          .last_rows = last_rows_};
+}
+
+// The cells of what is pending stay as they are, so that later ones lie at their positions: the
+// draft's attention finds old or no keys there. That costs acceptance for a while, never text.
+void BeamDrafter::skip(const Context& ctx, const DraftBatch& batch) {
+  BeginDraftParams begin = begin_params(batch);
+  begin.advance = true;
+  begin_draft(ctx, begin);
+}
+
 void BeamDrafter::propose(const Context& ctx, const DraftBatch& batch) {
   const int b = batch.num_seqs, k = spec_.topk, pending = max_pending();
-  BeginDraftParams begin{.seq_slots = batch.seq_slots,
-                         .num_seqs = b,
-                         .max_pending = pending,
-                         .pending_ids = batch.state.pending_ids,
-                         .pending_counts = batch.state.pending_counts,
-                         .draft_lengths = batch.state.draft_lengths,
-                         .ids = sync_ids_,
-                         .positions = sync_positions_,
-                         .row_seqs = sync_seqs_,
-                         .feature_rows = sync_features_,
-                         .seq_row_begin = sync_begin_,
-                         .last_rows = last_rows_};
+  BeginDraftParams begin = begin_params(batch);
   StepRows rows{.num_rows = b * pending,
                 .num_seqs = b,
                 .max_seq_rows = pending,
@@ -150,6 +162,7 @@ void BeamDrafter::propose(const Context& ctx, const DraftBatch& batch) {
 
   DraftBeam beam = beam_;
   beam.num_seqs = b;
+  beam.depth = batch.depth;
   const auto expand = [&](int level) {
     const Tensor logits = head(ctx, last);
     topk_logprobs(ctx, {.logits = logits,
@@ -171,7 +184,7 @@ void BeamDrafter::propose(const Context& ctx, const DraftBatch& batch) {
   rows.row_seqs = beam.row_seqs;
   rows.seq_row_begin = beam.seq_row_begin;
   rows.row_masks = beam.row_masks;
-  for (int level = 1; level < spec_.depth; ++level) {
+  for (int level = 1; level < batch.depth; ++level) {
     rows.first_row = (level - 1) * k;
     const Step step{.phase = Phase::kDecode, .ids = beam.row_ids, .rows = rows};
     Tensor recycled;

@@ -23,6 +23,7 @@ class BeamDrafter : public Drafter {
   void finish_loading(const Context& ctx, const TargetParts& target) override;
   void prefill(const Context& ctx, const DraftPrompt& prompt) override;
   void propose(const Context& ctx, const DraftBatch& batch) override;
+  void skip(const Context& ctx, const DraftBatch& batch) override;
 
  protected:
   // Where a row's second input comes from.
@@ -44,6 +45,7 @@ class BeamDrafter : public Drafter {
 
  private:
   int max_pending() const { return spec_.depth + 1; }
+  BeginDraftParams begin_params(const DraftBatch& batch) const;
   void run_prompt(const Context& ctx, const DraftPrompt& prompt, int first, int count,
                   const int* positions, const int* row_begin, const Tensor& features);
 

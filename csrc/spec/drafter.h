@@ -7,6 +7,7 @@
 // its next `propose`: lengths, counts and trees are device memory, so a cycle is one graph.
 #pragma once
 
+#include <compare>
 #include <functional>
 #include <memory>
 #include <string>
@@ -44,6 +45,14 @@ struct DrafterSpec {
   void check_validity(const ModelSpec& target) const;
 };
 
+// How much one cycle drafts: up to what the DrafterSpec says. Depth 0: nothing, the root alone is
+// verified.
+struct DraftShape {
+  int depth = 0;
+  int tree_size = 1;
+  auto operator<=>(const DraftShape&) const = default;
+};
+
 // What the drafter wants to see of each row of the target.
 enum class FeatureKind {
   kNone,
@@ -79,6 +88,7 @@ struct DraftState {
 // One cycle's sequences.
 struct DraftBatch {
   int num_seqs = 0;
+  int depth = 0;                   // of this cycle's trees, 1 to D
   const int* seq_slots = nullptr;  // [B]
   int max_kv = 0;                  // upper bound of any length
   const KvCache* cache = nullptr;
@@ -118,6 +128,8 @@ class Drafter {
   virtual void prefill(const Context&, const DraftPrompt&) {}
   // Fills the trees. Graph-safe.
   virtual void propose(const Context& ctx, const DraftBatch& batch) = 0;
+  // Instead, in a cycle that drafts nothing: what is pending will never be seen. Graph-safe.
+  virtual void skip(const Context&, const DraftBatch&) {}
 };
 
 using DrafterRegistry = Registry<Drafter, const DrafterSpec&, const ModelSpec&>;

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +54,8 @@ W4_DRAFTS = {
     "eagle3_w4": ("eagle3", "compressed", "awq"),
 }
 DRAFTS = [*KINDS, "ngram", *W4_DRAFTS]
+if SMALL:
+    DRAFTS = ["minicpm_eagle", "eagle3", "model", "ngram", "eagle_w4"]
 
 
 @pytest.fixture(scope="module", params=DEVICES)
@@ -136,8 +140,13 @@ class Models:
 class Drive:
     """Runs sequences to their ends on an engine, as the runner does."""
 
-    def __init__(self, engine: Any, ahead: int = 1) -> None:
-        self.engine, self.ahead = engine, ahead
+    def __init__(
+        self,
+        engine: Any,
+        ahead: int = 1,
+        shapes: Callable[[], tuple[int, int] | None] = lambda: None,
+    ) -> None:
+        self.engine, self.ahead, self.shapes = engine, ahead, shapes
         self.emitted: list[int] = []  # tokens of each decode step of the last sequence
 
     def start(self, ids: list[int], chunk: int = 0, **fields: Any) -> tuple[int, int]:
@@ -165,7 +174,7 @@ class Drive:
                 if in_flight and len(tokens) + in_flight >= count:
                     break
                 assert engine.reserve(slot, min(wanted, engine.max_model_len))
-                engine.decode([slot])
+                engine.decode([slot], self.shapes())
                 in_flight += 1
             (output,) = engine.collect()
             in_flight -= 1
@@ -204,6 +213,52 @@ def test_same_tokens(models: Models, kind: str, tree: str) -> None:
         fields = SAMPLINGS[name]
         got = drive.one(ids, COUNT, **fields)
         assert got == models.plain(family, ids, COUNT, **fields), (len(ids), name)
+
+
+@pytest.mark.parametrize("kind", DRAFTS)
+def test_any_shapes_in_any_order(models: Models, kind: str) -> None:
+    family = family_of(kind)
+    chain = kind == "ngram"
+    rng = random.Random(kind)
+    shapes = [(0, 1), (1, 2), (2, 3), (4, 5)] if chain else [(0, 1), (1, 1), (2, 9), (4, 33)]
+    drive = Drive(models.drafted(kind, family, TREES["wide"]), 2, lambda: rng.choice(shapes))
+    for ids, name in zip(SEVERAL, ("greedy", "all", "seeded")):
+        got = drive.one(ids, COUNT, **SAMPLINGS[name])
+        assert got == models.plain(family, ids, COUNT, **SAMPLINGS[name])
+        got = drive.one(ids, COUNT, **SAMPLINGS[name])  # the slot's cache has holes from before
+        assert got == models.plain(family, ids, COUNT, **SAMPLINGS[name])
+
+
+def test_a_draft_is_right_again_after_plain_steps(models: Models) -> None:
+    """The target as its own draft, which has not seen what plain steps emitted."""
+    engine = models.drafted("itself", "llama", TREES["chain"])
+    shapes = iter([(4, 5)] * 3 + [(0, 1)] * 5 + [(4, 5)] * 50)
+    drive = Drive(engine, shapes=lambda: next(shapes))
+    assert drive.one(PROMPTS[5], 60) == models.plain("llama", PROMPTS[5], 60)
+    assert drive.emitted[:8] == [5] * 3 + [1] * 5
+    assert sum(drive.emitted[8:16]) > 8
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ((5, 2), "a decode step of depth 5 and 2 nodes, expected a depth of 0 to 4"),
+        ((4, 34), "34 nodes, expected a depth of 0 to 4 and 1 to 33 nodes"),
+        ((-1, 1), "depth -1"),
+        ((1, 0), "1 and 0 nodes"),
+        ((0, 2), "a decode step of depth 0 and 2 nodes, but it drafts only 0"),
+        ((1, 10), "of depth 1 and 10 nodes, but it drafts only 8"),
+    ],
+)
+def test_shapes_are_checked(models: Models, shape: tuple[int, int], message: str) -> None:
+    drive = Drive(models.drafted("eagle", "llama", TREES["wide"]))
+    slot, _ = drive.start(PROMPTS[0], max_tokens=9)
+    assert drive.engine.reserve(slot, 20)
+    with pytest.raises(ValueError, match=message):
+        drive.engine.decode([slot], shape)
+    drive.engine.decode([slot])
+    drive.engine.collect()
+    drive.engine.release(slot)
 
 
 @pytest.mark.parametrize("chunk", [7] if SMALL else [1, 7, 65])

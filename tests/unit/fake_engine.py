@@ -66,6 +66,7 @@ class FakeEngine:
         self.slots: dict[int, _Slot] = {}
         self.steps: deque[list[tuple[int, _Slot, list[int], bool]]] = deque()
         self.log: list[tuple[str, object]] = []
+        self.shapes: list[tuple[int, int] | None] = []  # of decode steps
         self.fail_on: dict[str, Exception] = {}  # method -> exception, raised once
         self.most_in_flight = 0
         self.half_done: list[int] = []  # slots of a masked step that has begun
@@ -135,9 +136,10 @@ class FakeEngine:
         assert list(targets) == state.prompt[state.read - len(ids) + 1 : state.read + 1]
         return [(-float(target), [target] * num_top, [0.0] * num_top) for target in targets]
 
-    def decode(self, slots: Sequence[int]) -> None:
+    def decode(self, slots: Sequence[int], shape: tuple[int, int] | None = None) -> None:
         self._called("decode", list(slots))
-        self._decode(slots)
+        self.shapes.append(shape)
+        self._decode(slots, self.burst if shape is None else shape[0] + 1)
 
     def begin_masked(self, slots: Sequence[int]) -> list[tuple[list[int], list[int]]]:
         """A chain of the tokens that the step would emit, but for the last."""
@@ -153,7 +155,7 @@ class FakeEngine:
         self._called("end_masked", list(mask_rows))
         assert self.half_done, "no masked step has begun"
         self._check_masks(mask_rows, masks, len(self.half_done) * self.burst)
-        self._decode(self.half_done)
+        self._decode(self.half_done, self.burst)
         self.half_done = []
 
     @staticmethod
@@ -161,12 +163,12 @@ class FakeEngine:
         assert len(rows) == num_rows
         assert sorted(row for row in rows if row >= 0) == list(range(len(masks)))
 
-    def _decode(self, slots: Sequence[int]) -> None:
+    def _decode(self, slots: Sequence[int], burst: int) -> None:
         emitted = []
         for slot in slots:
             state = self.slots[slot]
             assert state.position, "decode before the prompt was read"
-            tokens = self._emit(state, self.burst)
+            tokens = self._emit(state, burst)
             # Keys and values of every token but the newest.
             needed = min(state.position - 1, self.max_model_len)
             assert needed <= state.pages * PAGE_SIZE, "a step wrote past its pages"

@@ -462,3 +462,24 @@ def test_calls_run_between_steps(start):
     with pytest.raises(ZeroDivisionError):
         runner.call(lambda e: 1 / 0)
     assert job.wait().token_ids == job.expected(100)
+
+
+def test_shapes_are_chosen_and_observed(start):
+    shapes = [(0, 1), (1, 2), (4, 5)]
+    engine = FakeEngine(script, burst=5)
+    runner = start(engine, shapes=shapes)
+    jobs = [Job(max_tokens=60) for _ in range(3)]
+    for job in jobs:
+        runner.submit(job.request)
+    for job in jobs:
+        assert job.wait().token_ids == job.expected(60)
+    assert engine.shapes[0] == shapes[-1] and set(engine.shapes) == set(shapes)
+
+
+def test_without_shapes_the_engine_takes_the_whole_draft(start):
+    engine = FakeEngine(script, burst=5)
+    runner = start(engine)
+    job = Job(max_tokens=20)
+    runner.submit(job.request)
+    job.wait()
+    assert set(engine.shapes) == {None}

@@ -15,7 +15,7 @@ from cpmcu.ui.display import Display
 def count(*emitted: int, depth: int = 3, detailed: bool = False) -> SpecDecodeMetrics:
     counter = AcceptanceCounter(depth, detailed=detailed)
     for tokens in emitted:
-        counter.add(tokens)
+        counter.add(tokens, depth)
     return counter.metrics()
 
 
@@ -32,6 +32,15 @@ def test_vllm_fields():
     }
     assert metrics.acceptance_per_position == (3 / 5, 2 / 5, 2 / 5)
     assert 1 + sum(metrics.acceptance_per_position) == pytest.approx(12 / 5)
+
+
+def test_steps_that_drafted_less():
+    counter = AcceptanceCounter(4)
+    for emitted, drafted in ((2, 1), (5, 4), (1, 2)):
+        counter.add(emitted, drafted)
+    metrics = counter.metrics()
+    assert metrics.num_draft_tokens == 7 and metrics.draft_acceptance_rate == 5 / 7
+    assert metrics.to_fastdeploy()["rejected_tokens"] == 3 + 7 - 8
 
 
 def test_detailed():
