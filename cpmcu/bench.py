@@ -17,9 +17,11 @@ import os
 import platform
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from cpmcu.benchmarks.decoding import Row, plain_row
+from cpmcu.benchmarks.plot import Kernel, check_plot, read_kernels, save
 from cpmcu.benchmarks.speculation import cycle_table, has_draft, run_cycles
 from cpmcu.config import EngineConfig, SpeculativeConfig, option, shipped_model
 from cpmcu.engine_flags import engine_config
@@ -33,6 +35,14 @@ class BenchOptions:
     contexts: str = option("1024", "context lengths in tokens, separated by commas")
     decode: int = option(64, "decode steps, or speculative cycles, of one timed window")
     json: bool = option(False, "print JSON instead of a table")
+    plot: str | None = option(
+        None, "also draw tokens/s by context (needs cpmcu[plot])", metavar="FILE.png"
+    )
+    kernels: str | None = option(
+        None,
+        "also draw shares of the roofline: what scripts/bench/bench_*.py --json printed",
+        metavar="FILE",
+    )
 
 
 def describe_device(device: str, index: int) -> str:
@@ -120,6 +130,17 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def _kernels(options: BenchOptions) -> list[Kernel]:
+    """What is to be drawn beside; raises ValueError for what cannot be."""
+    if options.plot is not None:
+        check_plot(Path(options.plot))
+    if options.kernels is None:
+        return []
+    if options.plot is None:
+        raise ValueError("--kernels is given without --plot, expected both")
+    return read_kernels(Path(options.kernels))
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Returns the exit status: 0, 1 for an error, 2 for wrong flags."""
     parser = FlagParser(prog="python -m cpmcu.bench", description=__doc__)
@@ -129,7 +150,10 @@ def main(arguments: list[str] | None = None) -> int:
     flags = parser.parse_args(arguments)
     try:
         options = from_flags(BenchOptions, flags)
+        kernels = _kernels(options)
         result = run(engine_config(flags), options)
+        if options.plot is not None:
+            save(result, kernels, Path(options.plot))
     except (ValueError, OSError, RuntimeError, MemoryError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 1
