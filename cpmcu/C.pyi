@@ -215,7 +215,9 @@ class Engine:
         `shape`: depth and nodes of a speculative cycle's trees, at most (and by default) those of
         the DrafterSpec; (0, 1) drafts nothing. It changes no token. ValueError for others.
         """
-    def begin_masked(self, slots: Sequence[int]) -> list[tuple[list[int], list[int]]]:
+    def begin_masked(
+        self, slots: Sequence[int], shape: tuple[int, int] | None = None
+    ) -> list[tuple[list[int], list[int]]]:
         """Enqueues a decode step up to its logits. Waits for the draft alone.
 
         Returns tokens and parents of the N nodes of each slot's tree; node 0 is the root, an

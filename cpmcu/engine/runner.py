@@ -170,15 +170,15 @@ class Runner:
                 self._live.prefill(step.chunks, *self._masks(drawing, trees))
             else:
                 self._live.prefill(step.chunks)
-        elif any(sequence.request.grammar for sequence in step.sequences):
-            trees = self._live.begin_masked(slots)
-            self._live.end_masked(*self._masks(step.sequences, trees))
-        elif self._chooser is not None:
-            step.shape = self._chooser.choose(len(slots))
-            step.launched = time.perf_counter()
-            self._live.decode(slots, step.shape)
         else:
-            self._live.decode(slots)
+            if self._chooser is not None:
+                step.shape = self._chooser.choose(len(slots))
+                step.launched = time.perf_counter()
+            if any(sequence.request.grammar for sequence in step.sequences):
+                trees = self._live.begin_masked(slots, step.shape)
+                self._live.end_masked(*self._masks(step.sequences, trees))
+            else:
+                self._live.decode(slots, step.shape)
         self._in_flight.append(step)
 
     def _score(self, step: Step, targets: list[int]) -> None:

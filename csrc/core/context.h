@@ -18,19 +18,22 @@ struct Context {
   CublasLt* cublas = nullptr;  // null: not found, our own GEMM serves all row counts
 };
 
-// A context of the device with a stream of its own, which whoever asks for it destroys.
-inline Context open_device(Device device) {
-  Context ctx;
-  ctx.device = device;
-  if (!device.is_cuda()) return ctx;
-  const DeviceInfo info = device_info(device);
-  ctx.sm_count = info.sm_count;
-  ctx.compute_capability =
-      std::stoi(info.compute_capability) * 10 + (info.compute_capability.back() - '0');
-  set_device(device);
-  ctx.code_capability = code_capability();
-  ctx.stream = create_stream(device);
-  return ctx;
-}
+// A context of the device with a stream of its own.
+struct DeviceContext : Context {
+  explicit DeviceContext(Device on) {
+    device = on;
+    if (!on.is_cuda()) return;
+    const DeviceInfo info = device_info(on);
+    sm_count = info.sm_count;
+    compute_capability =
+        std::stoi(info.compute_capability) * 10 + (info.compute_capability.back() - '0');
+    set_device(on);
+    code_capability = cpmcu::code_capability();
+    stream = create_stream(on);
+  }
+  ~DeviceContext() { destroy_stream(device, stream); }
+  DeviceContext(const DeviceContext&) = delete;
+  DeviceContext& operator=(const DeviceContext&) = delete;
+};
 
 }  // namespace cpmcu

@@ -145,6 +145,11 @@ void set_num_threads(int threads) {
   omp_set_num_threads(threads > 0 ? threads : omp_get_num_procs());
 }
 
+Device device_named(const std::string& name, int index) {
+  CHECK(name == "cpu" || name == "cuda", "device is \"{}\", expected cpu or cuda", name);
+  return {name == "cuda" ? DeviceKind::kCuda : DeviceKind::kCpu, index};
+}
+
 DeviceCounters device_counters() { return {num_allocations, num_synchronizations}; }
 
 void* allocate(Device device, int64_t bytes) {

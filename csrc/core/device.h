@@ -19,6 +19,9 @@ struct Device {
   bool is_cuda() const { return kind == DeviceKind::kCuda; }
 };
 
+// "cpu" or "cuda"; throws for other names.
+Device device_named(const std::string& name, int index);
+
 using Stream = void*;  // cudaStream_t
 
 struct DeviceInfo {

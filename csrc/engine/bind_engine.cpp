@@ -166,6 +166,12 @@ void load_tensor(Engine& engine, const std::string& name, const py::array& array
   engine.load_array(name, dtype, shape, data);
 }
 
+using ShapeArgument = std::optional<std::pair<int, int>>;
+std::optional<DraftShape> shape_of(const ShapeArgument& shape) {
+  if (!shape) return std::nullopt;
+  return DraftShape{shape->first, shape->second};
+}
+
 py::array_t<float> prompt_logits(Engine& engine, const std::vector<int>& ids) {
   const int64_t vocab = engine.spec().vocab_size;
   py::array_t<float> logits({static_cast<int64_t>(ids.size()), vocab});
@@ -348,22 +354,20 @@ void bind_engine(py::module_& m) {
            py::arg("targets"), py::arg("num_top"), no_gil)
       .def(
           "decode",
-          [](Engine& engine, const std::vector<int>& slots,
-             const std::optional<std::pair<int, int>>& shape) {
-            engine.decode(slots, shape ? std::optional(DraftShape{shape->first, shape->second})
-                                       : std::nullopt);
+          [](Engine& engine, const std::vector<int>& slots, const ShapeArgument& shape) {
+            engine.decode(slots, shape_of(shape));
           },
           py::arg("slots"), py::arg("shape") = std::nullopt, no_gil)
       .def(
           "begin_masked",
-          [](Engine& engine, const std::vector<int>& slots) {
+          [](Engine& engine, const std::vector<int>& slots, const ShapeArgument& shape) {
             std::vector<std::pair<std::vector<int>, std::vector<int>>> trees;
-            for (Engine::DraftedTree& tree : engine.begin_masked(slots)) {
+            for (Engine::DraftedTree& tree : engine.begin_masked(slots, shape_of(shape))) {
               trees.emplace_back(std::move(tree.tokens), std::move(tree.parents));
             }
             return trees;
           },
-          py::arg("slots"), no_gil)
+          py::arg("slots"), py::arg("shape") = std::nullopt, no_gil)
       .def(
           "end_masked",
           [](Engine& engine, const std::vector<int>& mask_rows, const Words& words) {

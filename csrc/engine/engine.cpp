@@ -118,8 +118,9 @@ void Engine::decode(const std::vector<int>& slots, std::optional<DraftShape> sha
   end_decode_step(slots);
 }
 
-std::vector<Engine::DraftedTree> Engine::begin_masked(const std::vector<int>& slots) {
-  GraphRunner::Key key = begin_decode_step(slots, max_shape());
+std::vector<Engine::DraftedTree> Engine::begin_masked(const std::vector<int>& slots,
+                                                      std::optional<DraftShape> shape) {
+  GraphRunner::Key key = begin_decode_step(slots, shape.value_or(max_shape()));
   key.part = GraphRunner::Part::kPropose;
   graphs_->run(key, [&] { propose(key.num_seqs, key.max_kv); });
   if (drafter_) publish_trees(key.num_seqs);
@@ -268,6 +269,7 @@ std::vector<Engine::SlotOutput> Engine::collect() {
 }
 
 void Engine::prompt_logits(const std::vector<int>& ids, const WriteLogits& write) {
+  check_ready();
   check_ids(ids);
   const int slot = add_sequence({}, {}, 0);
   const auto run = [&] {

@@ -79,7 +79,8 @@ class Engine {
   // of each slot while the forward pass over it runs (without a drafter: of the root alone);
   // `end_masked` takes masks of their nodes, draws and accepts. Another step, or a release,
   // between the two abandons the first.
-  std::vector<DraftedTree> begin_masked(const std::vector<int>& slots);
+  std::vector<DraftedTree> begin_masked(const std::vector<int>& slots,
+                                        std::optional<DraftShape> shape = {});
   void end_masked(const TokenMasks& masks);
   int in_flight() const { return static_cast<int>(pending_.size()); }
   std::vector<SlotOutput> collect();
@@ -114,6 +115,7 @@ class Engine {
 
   void plan_memory();
   void bind();
+  void check_ready() const;
   void begin_step();
   void end_step(const std::vector<int>& sampled_slots, bool cycle = false);
   int64_t feature_width() const;
@@ -154,7 +156,7 @@ class Engine {
 
   ModelSpec spec_;
   RuntimeConfig config_;
-  Context ctx_;
+  DeviceContext ctx_;
   std::unique_ptr<CublasLt> cublas_;
   StepLimits limits_;
   MemoryPlan plan_;

@@ -7,13 +7,6 @@
 namespace cpmcu {
 namespace {
 
-Context make_context(const RuntimeConfig& config) {
-  CHECK(config.device == "cpu" || config.device == "cuda", "device is \"{}\", expected cpu or cuda",
-        config.device);
-  return open_device(
-      {config.device == "cuda" ? DeviceKind::kCuda : DeviceKind::kCpu, config.device_index});
-}
-
 std::unique_ptr<Drafter> make_drafter(const std::optional<DrafterSpec>& draft,
                                       const ModelSpec& target) {
   if (!draft) return nullptr;
@@ -44,21 +37,16 @@ Engine::Engine(const ModelSpec& spec, const RuntimeConfig& config,
                const std::optional<DrafterSpec>& draft)
     : spec_(checked(spec, config)),
       config_(config),
-      ctx_(make_context(config)),
+      ctx_(device_named(config.device, config.device_index)),
       draft_(draft),
       drafter_(make_drafter(draft_, spec_)),
       model_(spec_),
       cache_(cache_shapes(spec_, drafter_.get())) {
-  try {
-    cublas_ = CublasLt::load(ctx_, config.cublas_paths);
-    ctx_.cublas = cublas_.get();
-    plan_memory();
-    arena_ = std::make_unique<Arena>(ctx_.device, plan_);
-    bind();
-  } catch (...) {
-    destroy_stream(ctx_.device, ctx_.stream);
-    throw;
-  }
+  cublas_ = CublasLt::load(ctx_, config.cublas_paths);
+  ctx_.cublas = cublas_.get();
+  plan_memory();
+  arena_ = std::make_unique<Arena>(ctx_.device, plan_);
+  bind();
 }
 
 Engine::~Engine() {
@@ -71,7 +59,6 @@ Engine::~Engine() {
   loader_.reset();
   if (stops_mirror_ != nullptr) release_pinned(ctx_.device, stops_mirror_);
   if (trees_mirror_ != nullptr) release_pinned(ctx_.device, trees_mirror_);
-  destroy_stream(ctx_.device, ctx_.stream);
 }
 
 // Everything but the KV pages is sized by the limits; pages take what the memory limit leaves.

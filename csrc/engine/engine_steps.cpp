@@ -5,8 +5,12 @@
 
 namespace cpmcu {
 
-void Engine::begin_step() {
+void Engine::check_ready() const {
   CHECK_STATE(ready_, "the engine has no weights yet: load them and call finish_loading");
+}
+
+void Engine::begin_step() {
+  check_ready();
   CHECK_STATE(in_flight() < kMaxInFlight, "{} steps are in flight; collect one first", in_flight());
   set_device(ctx_.device);
   if (!ctx_.device.is_cuda()) set_num_threads(config_.num_threads);

@@ -43,11 +43,8 @@ struct Buffer {
 };
 
 std::map<std::string, double> ceilings(const std::string& device, int index) {
-  Context ctx;
-  ctx.device = {device == "cuda" ? DeviceKind::kCuda : DeviceKind::kCpu, index};
+  const DeviceContext ctx(device_named(device, index));
   const int64_t bytes = ctx.device.is_cuda() ? int64_t{4} << 30 : int64_t{1} << 28;
-  set_device(ctx.device);
-  ctx.stream = create_stream(ctx.device);
   std::map<std::string, double> rates;
   {
     const Buffer memory(ctx.device, bytes), sums(ctx.device, 4 * kStreamReadBlocks);
@@ -71,7 +68,6 @@ std::map<std::string, double> ceilings(const std::string& device, int index) {
     });
     release_pinned(ctx.device, pinned);
   }
-  destroy_stream(ctx.device, ctx.stream);
   return rates;
 }
 

@@ -18,10 +18,8 @@ namespace cpmcu {
 
 class OpsContext {
  public:
-  OpsContext(const std::string& device, int index, const std::vector<std::string>& cublas_paths) {
-    CHECK(device == "cpu" || device == "cuda", "device \"{}\" is not known; known are cpu, cuda",
-          device);
-    ctx = open_device({device == "cuda" ? DeviceKind::kCuda : DeviceKind::kCpu, index});
+  OpsContext(const std::string& device, int index, const std::vector<std::string>& cublas_paths)
+      : ctx(device_named(device, index)) {
 #ifdef CPMCU_WITH_CUDA
     if (ctx.device.is_cuda()) cublas_ = CublasLt::load(ctx, cublas_paths);
     ctx.cublas = cublas_.get();
@@ -29,13 +27,10 @@ class OpsContext {
     (void)cublas_paths;
 #endif
   }
-  ~OpsContext() { destroy_stream(ctx.device, ctx.stream); }
-  OpsContext(const OpsContext&) = delete;
-  OpsContext& operator=(const OpsContext&) = delete;
 
   void wait() const { synchronize(ctx.device, ctx.stream); }
 
-  Context ctx;
+  DeviceContext ctx;
 
  private:
 #ifdef CPMCU_WITH_CUDA

@@ -166,6 +166,14 @@ def test_engine_refuses_too(good: TinyCheckpoint) -> None:
         engine.load_tensor("model.norm.weight", np.ones(64, np.int32), "int32")
     with pytest.raises(ValueError, match=r"lm_head\.weight"):
         engine.finish_loading()
+    with pytest.raises(RuntimeError, match="no weights yet"):
+        engine.prompt_logits([1, 2])
+
+
+def test_unknown_devices_are_refused(good: TinyCheckpoint) -> None:
+    spec = C.ModelSpec(**good.fields().to_kwargs(), dtype="float32", linear_method="dense")
+    with pytest.raises(ValueError, match='device is "tpu", expected cpu or cuda'):
+        C.Engine(spec, C.RuntimeConfig(device="tpu", max_num_seqs=1, chunk_length=16))
 
 
 def test_unused_tensors_do_no_harm(bad: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -5,6 +5,8 @@ The masks here depend on the tokens so far, as a grammar's do, but are made of r
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,8 +90,9 @@ def pack(masks: list[np.ndarray | None]) -> tuple[list[int], np.ndarray]:
     return rows, np.stack(found) if found else np.zeros((0, 0), np.uint32)
 
 
-def run(engine: Any, outputs: list[Output]) -> None:
-    """Prefills in one step, then decodes until all have their tokens."""
+def run(engine: Any, outputs: list[Output], shapes: Sequence[tuple[int, int]] = ()) -> None:
+    """Prefills in one step, then decodes until all have their tokens; `shapes`: of masked steps."""
+    turns = itertools.cycle(shapes or [None])
     masks = [mask for output in outputs for mask in output.masks([0], [-1])]
     engine.prefill([(output.slot, output.ids, True) for output in outputs], *pack(masks))
     running = outputs
@@ -104,7 +107,7 @@ def run(engine: Any, outputs: list[Output]) -> None:
             output.reserve()
         slots = [output.slot for output in running]
         if any(output.masked for output in running):
-            trees = engine.begin_masked(slots)
+            trees = engine.begin_masked(slots, next(turns))
             nodes = [output.masks(*tree) for output, tree in zip(running, trees)]
             engine.end_masked(*pack([mask for each in nodes for mask in each]))
         else:
@@ -155,12 +158,13 @@ def test_several_sequences_of_which_some_have_masks(
     )
     alone = models.engine("llama", None)
     cases = [(5, 30, "greedy"), (0, 44, "all"), (3, 9, "seeded"), (2, 37, "penalised")]
+    shapes = [(1, 2), (0, 1), (3, 4)] if kind else []
     for masked in ([True, False, True, False], [False, True, False, False]):
         outputs = [
             Output(engine, PROMPTS[i][:30], count, each, **SAMPLINGS[name])
             for (i, count, name), each in zip(cases, masked)
         ]
-        run(engine, outputs)
+        run(engine, outputs, shapes)
         for (i, count, name), each, output in zip(cases, masked, outputs):
             ids, fields = PROMPTS[i][:30], SAMPLINGS[name]
             if each:

@@ -70,6 +70,7 @@ class FakeEngine:
         self.fail_on: dict[str, Exception] = {}  # method -> exception, raised once
         self.most_in_flight = 0
         self.half_done: list[int] = []  # slots of a masked step that has begun
+        self.half_burst = 0  # and what it may emit
         self._thread: int | None = None
 
     def _called(self, method: str, detail: object = None) -> None:
@@ -141,21 +142,26 @@ class FakeEngine:
         self.shapes.append(shape)
         self._decode(slots, self.burst if shape is None else shape[0] + 1)
 
-    def begin_masked(self, slots: Sequence[int]) -> list[tuple[list[int], list[int]]]:
+    def begin_masked(
+        self, slots: Sequence[int], shape: tuple[int, int] | None = None
+    ) -> list[tuple[list[int], list[int]]]:
         """A chain of the tokens that the step would emit, but for the last."""
         self._called("begin_masked", list(slots))
+        self.shapes.append(shape)
         self.half_done = list(slots)
+        self.half_burst = self.burst if shape is None else shape[0] + 1
         trees = []
         for state in (self.slots[slot] for slot in slots):
-            drafted = [self.script(state.key, state.position + i) for i in range(self.burst - 1)]
-            trees.append(([-7, *drafted], list(range(-1, self.burst - 1))))
+            last = self.half_burst - 1
+            drafted = [self.script(state.key, state.position + i) for i in range(last)]
+            trees.append(([-7, *drafted], list(range(-1, last))))
         return trees
 
     def end_masked(self, mask_rows: Sequence[int], masks: Any) -> None:
         self._called("end_masked", list(mask_rows))
         assert self.half_done, "no masked step has begun"
-        self._check_masks(mask_rows, masks, len(self.half_done) * self.burst)
-        self._decode(self.half_done, self.burst)
+        self._check_masks(mask_rows, masks, len(self.half_done) * self.half_burst)
+        self._decode(self.half_done, self.half_burst)
         self.half_done = []
 
     @staticmethod
