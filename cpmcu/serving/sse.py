@@ -16,6 +16,17 @@ from cpmcu.serving.errors import ApiError, internal_error
 
 logger = logging.getLogger(__name__)
 
+# What OpenAPI says of a stream: each of its events has text, a chunk as JSON or [DONE].
+CONTENT = {
+    "text/event-stream": {
+        "itemSchema": {
+            "type": "object",
+            "properties": {"data": {"type": "string"}},
+            "required": ["data"],
+        }
+    }
+}
+
 DONE = b"data: [DONE]\n\n"
 _PING = b": ping\n\n"
 

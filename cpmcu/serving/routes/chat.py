@@ -12,7 +12,7 @@ from fastapi.responses import Response
 
 from cpmcu.grammar import Grammar
 from cpmcu.outputs import CompletionOutput, StreamChunk, TokenLogprobs
-from cpmcu.serving import grammar
+from cpmcu.serving import grammar, sse
 from cpmcu.serving.answers import (
     LOWEST,
     AnswerParser,
@@ -49,7 +49,7 @@ _BARE = 3  # members of a streamed choice that says nothing
 @router.post(
     "/v1/chat/completions",
     response_model=ChatResponse,
-    responses={**ERRORS, 200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}},
+    responses={**ERRORS, 200: {"content": sse.CONTENT}},
 )
 async def chat_completions(body: ChatRequest, request: Request) -> Response:
     """Answers a conversation."""

@@ -12,6 +12,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from cpmcu.outputs import CompletionOutput, StreamChunk, TokenLogprobs
+from cpmcu.serving import sse
 from cpmcu.serving.answers import LOWEST, metrics_of
 from cpmcu.serving.errors import ApiError
 from cpmcu.serving.generation import Generation, PrefillProgress, sampling_params
@@ -34,7 +35,7 @@ Scored = tuple[int, TokenLogprobs | None]  # a token; None: nothing comes before
 @router.post(
     "/v1/completions",
     response_model=CompletionResponse,
-    responses={**ERRORS, 200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}},
+    responses={**ERRORS, 200: {"content": sse.CONTENT}},
 )
 async def completions(body: CompletionRequest, request: Request) -> Response:
     """Continues texts."""
