@@ -72,6 +72,7 @@ def accepted(target: Path, draft: Path) -> list[int]:
     return counts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "write"), [("minicpm", write_gptq_eagle), ("llama", write_gptq_eagle3)]
 )

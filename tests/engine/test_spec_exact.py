@@ -276,7 +276,9 @@ def test_chunks(models: Models, kind: str, chunk: int) -> None:
 
 
 @pytest.mark.parametrize("tree", ["chain", "full"])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "minicpm", "qwen2_gptq"])
+@pytest.mark.parametrize(
+    "family", ["qwen2_gptq"] if SMALL else ["llama", "qwen2", "qwen3", "minicpm", "qwen2_gptq"]
+)
 def test_the_target_as_its_own_draft_is_right(models: Models, family: str, tree: str) -> None:
     """A chain always and wholly; the best token of a tree's first level is always in the tree."""
     draft = {"draft_model_path": str(models.draft("itself", family)), "draft_head_quant": "none"}
@@ -411,7 +413,9 @@ def test_logprobs_are_those_of_plain_decoding(models: Models) -> None:
 
 
 @pytest.mark.parametrize("quant", ["none", "w8", "w4"])
-@pytest.mark.parametrize("kind", ["eagle", "minicpm_eagle_hf", "eagle3_shared", "eagle_w4"])
+@pytest.mark.parametrize(
+    "kind", ["eagle"] if SMALL else ["eagle", "minicpm_eagle_hf", "eagle3_shared", "eagle_w4"]
+)
 def test_frspec(models: Models, kind: str, quant: str) -> None:
     import numpy as np
 
@@ -440,6 +444,7 @@ def test_a_quantised_draft_head(models: Models, kind: str, quant: str) -> None:
             assert len(drive.emitted) < 20  # and it is nearly as good
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", ["eagle_bias", "minicpm_eagle", "minicpm_eagle_hf", "eagle3", "model"]
 )

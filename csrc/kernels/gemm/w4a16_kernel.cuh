@@ -497,15 +497,19 @@ template <typename Mma>
 void launch_w4_rows(const Context& ctx, DType dtype, const Args& args) {
   dispatch_half(dtype, [&](auto t) {
     using T = decltype(t);
-    switch (groups_of(args.m)) {
-      case 1:
-        return launch_w4<Mma, T, 1>(ctx, args);
-      case 2:
-        return launch_w4<Mma, T, 2>(ctx, args);
-      case 4:
-        return launch_w4<Mma, T, 4>(ctx, args);
-      default:
-        launch_w4<Mma, T, 8>(ctx, args);
+    if constexpr (Mma::kTensorMap) {  // never for fewer rows, so not compiled for them
+      args.m <= 32 ? launch_w4<Mma, T, 4>(ctx, args) : launch_w4<Mma, T, 8>(ctx, args);
+    } else {
+      switch (groups_of(args.m)) {
+        case 1:
+          return launch_w4<Mma, T, 1>(ctx, args);
+        case 2:
+          return launch_w4<Mma, T, 2>(ctx, args);
+        case 4:
+          return launch_w4<Mma, T, 4>(ctx, args);
+        default:
+          launch_w4<Mma, T, 8>(ctx, args);
+      }
     }
   });
 }
