@@ -75,9 +75,10 @@ asan: $(ORACLE)  ## the engine and kernel tests under AddressSanitizer, on the C
 	$(SAY) "AddressSanitizer"
 	@PYTHON=$(PY) scripts/run_asan_tests.sh
 
+# Nothing of it runs: host code is not optimised, device code is.
 cuda-compile: $(BASE)  ## compile and link all CUDA code for sm_80 and sm_90a; needs nvcc, no GPU
 	$(SAY) "CUDA code for sm_80 and sm_90a"
-	@CPMCU_WITH_CUDA=1 CPMCU_CUDA_ARCH=80,90a $(PY) setup.py --quiet build_ext
+	@CPMCU_DEBUG=1 CPMCU_WITH_CUDA=1 CPMCU_CUDA_ARCH=80,90a $(PY) setup.py --quiet build_ext
 
 test-gpu: $(ORACLE)  ## build for the GPU present, pytest -m gpu, then compute-sanitizer if it is found
 	@PYTHON=$(PY) scripts/gpu_check.sh build test sanitize

@@ -104,7 +104,7 @@ def configure():
     info["commit"] = output_of("git", "rev-parse", "--short=12", "HEAD")
 
     out, py = f"build/{tag}", "py{}{}".format(*sys.version_info)
-    common = f"-std=c++20 {'-O0 -g' if debug else '-O1 -g' if sanitize else '-O3'} -Icsrc"
+    common = f"-std=c++20 {'-O0 -g' if debug else '-O1 -g1' if sanitize else '-O3'} -Icsrc"
     common += " -DCPMCU_WITH_CUDA=1" * bool(cuda) + " -DCPMCU_SM90=1" * ("90a" in archs)
     asan = "-fsanitize=address -fno-omit-frame-pointer" if sanitize else ""
     host = f"{cxx} -x c++ {common} -fPIC -fopenmp -Wall -Wextra {asan}"

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from cpmcu import LLM, SamplingParams
+from tests.engine.harness import SMALL
 from tests.reference.engines import extension_or_skip
 from tests.reference.tiny_checkpoints import TinyCheckpoint, write_tiny
 from tests.reference.tiny_drafts import write_draft
@@ -53,7 +54,7 @@ def plain(target: TinyCheckpoint):
         yield llm
 
 
-@pytest.fixture(params=["itself", "noisy", "eagle", "eagle3", "ngram"])
+@pytest.fixture(params=["eagle"] if SMALL else ["itself", "noisy", "eagle", "eagle3", "ngram"])
 def llm(request: pytest.FixtureRequest, target: TinyCheckpoint, drafts: dict[str, Any]):
     options = {"speculative_config": drafts[request.param], **SETTINGS}
     with LLM(str(target.directory), **options) as llm:
