@@ -152,12 +152,12 @@ def main(arguments: list[str] | None = None) -> int:
         options = from_flags(BenchOptions, flags)
         kernels = _kernels(options)
         result = run(engine_config(flags), options)
+        sys.stdout.write((json.dumps(result, indent=2) if options.json else table(result)) + "\n")
         if options.plot is not None:
             save(result, kernels, Path(options.plot))
     except (ValueError, OSError, RuntimeError, MemoryError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 1
-    sys.stdout.write((json.dumps(result, indent=2) if options.json else table(result)) + "\n")
     return 0
 
 
