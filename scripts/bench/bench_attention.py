@@ -5,6 +5,9 @@ L2 from the launch before, as between the layers of a model. The roofline is the
 that this very run reaches on 1 GiB (the better of skinny_gemm's weights and silu_mul). Prefill is
 timed in TFLOP/s over the cells that the causal mask leaves.
 
+Decode is timed for one row, for 32 rows of a chain, and for a tree of 32 that is verified
+(by_position), whose rows must have the bits of plain decoding.
+
     python scripts/bench/bench_attention.py [--dtype bfloat16] [--json]
 """
 
@@ -25,7 +28,7 @@ PAGE = 64
 HEAD_DIM = 128
 LAYOUTS = [(32, 8), (32, 2)]  # query heads, KV heads
 DECODE_CELLS = [1024, 8192, 32768, 131072]
-DECODE_ROWS = [1, 32]
+DECODE_ROWS = [(1, False), (32, False), (32, True)]  # and whether they are a tree
 PROMPTS = [2048, 8192]
 CHUNK = 2048
 COLD_BYTES = 256 << 20  # caches read before one is read again; L2 is far smaller
@@ -36,6 +39,17 @@ def put(ctx: Any, values: Any) -> Any:
     source = np.ascontiguousarray(values, np.int32)
     array = ops.Array(ctx, list(source.shape), "int32")
     array.copy_from(source)
+    return array
+
+
+def put_masks(ctx: Any, count: int) -> Any:
+    """Ancestor masks of a random tree."""
+    rng = np.random.default_rng(0)
+    masks = [1]
+    for node in range(1, count):
+        masks.append(masks[max(0, node - 1 - int(rng.integers(12)))] | 1 << node)
+    array = ops.Array(ctx, [count], "uint64")
+    array.copy_from(np.array(masks, np.uint64))
     return array
 
 
@@ -93,7 +107,7 @@ class Shape:
         )
         self.scratch = ops.Array(ctx, [floats if rows <= PAGE else 1], "float32")
 
-    def rows(self, slot: int, copies: int, length: int, count: int) -> Any:
+    def rows(self, slot: int, copies: int, length: int, count: int, masks: Any = None) -> Any:
         ctx = self.ctx
         return ops.StepRows(
             num_rows=count,
@@ -106,9 +120,10 @@ class Shape:
             seq_row_begin=put(ctx, [0, count]),
             slot_lengths=put(ctx, np.full(copies, length)),
             page_table=self.page_table,
+            row_masks=masks,
         )
 
-    def run(self, op: Callable[..., None], rows: Any) -> None:
+    def run(self, op: Callable[..., None], rows: Any, by_position: bool = False) -> None:
         op(
             self.ctx,
             out=self.out,
@@ -119,20 +134,24 @@ class Shape:
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             head_dim=HEAD_DIM,
+            by_position=by_position,
             rows=rows,
             scratch=self.scratch,
         )
 
 
-def decode(ctx: Any, heads: tuple[int, int], cells: int, rows: int, dtype: str) -> dict[str, float]:
+def decode(
+    ctx: Any, heads: tuple[int, int], cells: int, rows: int, dtype: str, tree: bool
+) -> dict[str, float]:
     kv_bytes = 2 * 2 * cells * heads[1] * HEAD_DIM
     copies = max(1, min(MAX_LAUNCHES, -(-COLD_BYTES // kv_bytes)))
     shape = Shape(ctx, heads, cells, rows, copies, dtype)
-    steps = [shape.rows(slot, copies, cells - rows, rows) for slot in range(copies)]
+    masks = put_masks(ctx, rows) if tree else None
+    steps = [shape.rows(slot, copies, cells - rows, rows, masks) for slot in range(copies)]
 
     def body() -> None:
         for step in steps:
-            shape.run(ops.attention_decode, step)
+            shape.run(ops.attention_decode, step, tree)
 
     us = microseconds(ctx, body, copies)
     flops = 4.0 * rows * cells * heads[0] * HEAD_DIM
@@ -178,10 +197,10 @@ def main() -> None:
         sys.stdout.write(f"read bandwidth {peak:.0f} GB/s, {args.dtype}, D {HEAD_DIM}\n")
     for heads in LAYOUTS:
         label = f"Hq {heads[0]} Hkv {heads[1]}"
-        for rows in DECODE_ROWS:
+        for rows, tree in DECODE_ROWS:
             for cells in DECODE_CELLS:
-                result = decode(ctx, heads, cells, rows, args.dtype)
-                report(f"decode {label} cells {cells} rows {rows}", result)
+                result = decode(ctx, heads, cells, rows, args.dtype, tree)
+                report(f"decode {label} cells {cells} {'tree' if tree else 'rows'} {rows}", result)
         for prompt in PROMPTS:
             result = prefill(ctx, heads, prompt, args.dtype)
             report(f"prefill {label} prompt {prompt} chunk {CHUNK}", result)

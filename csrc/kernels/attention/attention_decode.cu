@@ -21,15 +21,15 @@
 // cells only: not on how many rows are in the step, not on max_kv. Cells and splits that a row does
 // not see leave its state exactly as it was (tiles.cuh).
 //
-// by_position: splits that end before the tree are shared by its rows as above. The rest, at most
-// two, are done for each row alone (kByPosition): its heads are packed in one tile of 16, and its
-// cells are copied to shared memory in the order of its ancestors, which are where plain decoding
-// would have them. From there on it is the same code on the same numbers, so the bits are the same.
-// Bound: the latency of a few tiles while splits are short; then, at R rows and splits of S cells,
-// R * S / 2 cells of each KV head from L2.
+// by_position: 16 cells that end before the tree are shared by its rows as above. The rest, a few
+// times 16 cells, are done for each row of the tree in turn, the others masked: the tree lies in
+// shared memory, and ldmatrix takes an address from each lane, so a row's ancestors are read in the
+// order of their depth as if they lay where plain decoding has them. It is the same code on the
+// same numbers, so the bits are the same.
 //
 // Scratch: acc [splits, T, Hq, D], then (m, l) [splits, T, Hq, 2].
 #include <algorithm>
+#include <climits>
 
 #include "core/dispatch.h"
 #include "core/reduce.cuh"
@@ -51,10 +51,12 @@ struct DecodeConfig {
   static constexpr int kWarps = kSlices * kRowGroups;
   static constexpr int kThreads = kWarps * 32;
   static constexpr int kStages = kDim == 64 ? 4 : 3;
+  static constexpr int kTreeTiles = kMaxTreeSize / kCells + 1;  // a tree may begin anywhere in one
+  static_assert(kTreeTiles <= kStages, "a tree is in shared memory as a whole");
   static_assert(kPageSize % kCells == 0, "a tile of cells lies in one page");
 };
 
-template <typename Config, bool kByPosition>
+template <typename Config>
 struct DecodeSmem {
   struct Stage {
     SwizzledTile<typename Config::Element, Config::kCells, Config::kDim> keys;
@@ -71,8 +73,6 @@ struct DecodeSmem {
   Sequence sequence;  // for after the main loop, which leaves no register to keep it in
   float max[Config::kSlices][Config::kRows];
   float sum[Config::kSlices][Config::kRows];
-  int64_t tree_cells[kByPosition ? kMaxTreeSize : 1];  // offsets in the cache of a row's ancestors
-  int tree_begin;                                      // L; here for want of registers, too
 };
 
 // Where the partial results lie in scratch.
@@ -89,14 +89,13 @@ struct Partials {
 
 // ---- kernels
 
-// Grid: (chunks * KV heads, splits, B); kByPosition: (chunks * KV heads, 2, T), for the split of
-// the tree's first cell and the one after it.
+// Grid: (chunks * KV heads, splits, B).
 template <typename Config, bool kByPosition>
 __global__ void __launch_bounds__(Config::kThreads)
     attention_decode_kernel(const __grid_constant__ AttentionArgs<typename Config::Element> args,
                             int num_chunks, int max_splits) {
   using T = typename Config::Element;
-  using Smem = DecodeSmem<Config, kByPosition>;
+  using Smem = DecodeSmem<Config>;
   constexpr int kDim = Config::kDim;
   constexpr int kCells = Config::kCells;
   constexpr int kRowTiles = Config::kRowTiles;
@@ -109,38 +108,40 @@ __global__ void __launch_bounds__(Config::kThreads)
   const int lane = threadIdx.x % 32;
   const int kv_head = blockIdx.x / num_chunks;
   const StepRows& step = args.rows;
-  const int slot = step.seq_slots[kByPosition ? step.row_seqs[blockIdx.z] : blockIdx.z];
-  const int tree_begin = kByPosition ? step.slot_lengths[slot] : 0;
-  const int split = kByPosition ? num_splits(tree_begin + 1) - 1 + blockIdx.y
-                                : gridDim.y - 1 - blockIdx.y;  // the later, the longer: start first
+  const int slot = step.seq_slots[blockIdx.z];
+  const int split = gridDim.y - 1 - blockIdx.y;  // the later, the longer: start first
   int cell_begin = split_begin(split);
 
-  // Lane i keeps the page of cells [64 i, 64 i + 64) of the split: no split has more than 32.
-  auto load_lane_page = [&]() {
-    const int page_index = cell_begin / kPageSize + lane;
-    return page_index < step.max_pages
-               ? step.page_table[static_cast<int64_t>(slot) * step.max_pages + page_index]
+  auto page_of = [&](int cell) {
+    const int index = cell / kPageSize;
+    return index < step.max_pages
+               ? step.page_table[static_cast<int64_t>(slot) * step.max_pages + index]
                : 0;
   };
-  int lane_page = load_lane_page();
-  const Sequence seq =
-      kByPosition ? load_row_by_position(step, blockIdx.z) : load_sequence(step, blockIdx.z);
+  // Lane i keeps the page of cells [64 i, 64 i + 64) of the split: no split has more than 32.
+  int lane_page = page_of(cell_begin + lane * kPageSize);
+  const Sequence seq = load_sequence(step, blockIdx.z);
   const int group = args.num_heads / args.num_kv_heads;
   const int num_packed = seq.num_rows * group;
   const int chunk_row = static_cast<int>(blockIdx.x % num_chunks) * Config::kRows;
   if (cell_begin >= seq.end() || chunk_row >= num_packed) return;
   const int split_end = split_begin(split + 1);
-  if (!kByPosition && args.by_position && split_end > seq.length) return;  // the rows' own splits
   const int cell_end = min(split_end, seq.end());
   if (args.window > 0) {  // leave out pages that no row sees
-    const int begin = window_begin(args.by_position ? seq.length : seq.first_cell, args.window);
+    const int begin = window_begin(seq.first_cell, args.window);
     if (cell_end <= begin) return;
     if (cell_begin < begin) {
       cell_begin = begin / kPageSize * kPageSize;
-      lane_page = load_lane_page();
+      lane_page = page_of(cell_begin + lane * kPageSize);
     }
   }
-  const int num_tiles = (cell_end - cell_begin + kCells - 1) / kCells;
+  // Tiles that all rows see alike, and then, if the split reaches that far, those that hold the
+  // tree as a whole, though it may go on behind the split.
+  const int tree_tile = kByPosition ? seq.length / kCells * kCells : INT_MAX;  // its first cell
+  const int num_shared = max(min(cell_end, tree_tile) - cell_begin + kCells - 1, 0) / kCells;
+  const bool meets_tree = kByPosition && split_end > tree_tile;
+  const int num_tiles = num_shared + (meets_tree ? Config::kTreeTiles : 0);
+  const int lane_tree_page = meets_tree ? page_of(tree_tile + lane % 2 * kPageSize) : 0;
 
   const int slice = static_cast<int>(threadIdx.x) / 32 % Config::kSlices;
   const int row_group = static_cast<int>(threadIdx.x) / 32 / Config::kSlices;
@@ -148,36 +149,17 @@ __global__ void __launch_bounds__(Config::kThreads)
   const bool warp_has_rows = chunk_row + warp_row < num_packed;
 
   auto fetch_cells = [&](int tile) {
-    const int64_t page = __shfl_sync(0xffffffffu, lane_page, tile / kTilesInPage);
-    const int cell = cell_begin + tile * kCells;
+    auto& stage = smem.stages[tile % Config::kStages];
+    const bool tree = kByPosition && tile >= num_shared;
+    const int cell = tree ? tree_tile + (tile - num_shared) * kCells : cell_begin + tile * kCells;
+    const int64_t page =
+        tree ? __shfl_sync(0xffffffffu, lane_tree_page, cell / kPageSize - tree_tile / kPageSize)
+             : __shfl_sync(0xffffffffu, lane_page, tile / kTilesInPage);
     const int64_t offset =
         ((page * args.num_kv_heads + kv_head) * kPageSize + cell % kPageSize) * kDim;
-    auto& stage = smem.stages[tile % Config::kStages];
-    if (kByPosition && cell + kCells > smem.tree_begin) {
-      auto offset_of = [&](int i) {
-        const int node = cell + i - smem.tree_begin;  // in the order of the row's ancestors
-        return node < 0 ? offset + i * kDim : smem.tree_cells[node];
-      };
-      gather_tile<Config::kThreads>(stage.keys, args.k_cache, cell_end - cell, offset_of);
-      gather_tile<Config::kThreads>(stage.values, args.v_cache, cell_end - cell, offset_of);
-      return;
-    }
-    fetch_tile<Config::kThreads>(stage.keys, args.k_cache + offset, kDim, cell_end - cell);
-    fetch_tile<Config::kThreads>(stage.values, args.v_cache + offset, kDim, cell_end - cell);
-  };
-
-  // The n-th cell of the row from tree_begin on is that of its n-th ancestor.
-  auto find_tree_cells = [&]() {
-    static_assert(Config::kThreads >= kMaxTreeSize, "a thread for each node");
-    const int node = threadIdx.x;
-    const uint64_t mask = step.row_masks[seq.row_begin];
-    if (node == 0) smem.tree_begin = tree_begin;
-    if (node < kMaxTreeSize && (mask >> node & 1) != 0) {
-      smem.tree_cells[__popcll(mask & first_cells(node))] =
-          kv_offset(step.page_table, step.max_pages, slot, tree_begin + node, kv_head,
-                    args.num_kv_heads, kDim);
-    }
-    __syncthreads();
+    const int num_valid = (tree ? seq.end() : cell_end) - cell;
+    fetch_tile<Config::kThreads>(stage.keys, args.k_cache + offset, kDim, num_valid);
+    fetch_tile<Config::kThreads>(stage.values, args.v_cache + offset, kDim, num_valid);
   };
 
   auto load_masks = [&]() {
@@ -185,14 +167,12 @@ __global__ void __launch_bounds__(Config::kThreads)
     const int p = threadIdx.x;
     if (p >= Config::kRows) return;
     const int row = (chunk_row + p) / group;
-    const uint64_t mask = row >= seq.num_rows ? 0
-                          : kByPosition || step.row_masks == nullptr
-                              ? first_cells(row + 1)
-                              : step.row_masks[seq.row_begin + row];
+    const uint64_t mask = row >= seq.num_rows         ? 0
+                          : step.row_masks == nullptr ? first_cells(row + 1)
+                                                      : step.row_masks[seq.row_begin + row];
     smem.masks[p] = mask;
     if (args.window > 0) {
-      const int own =
-          !kByPosition && args.by_position ? seq.length + __popcll(mask) - 1 : seq.first_cell + row;
+      const int own = kByPosition ? seq.length + __popcll(mask) - 1 : seq.first_cell + row;
       smem.window_begins[p] = window_begin(own, args.window);
       if (p == 0) smem.window_end = window_begin(seq.end() - 1, args.window);
     }
@@ -205,6 +185,11 @@ __global__ void __launch_bounds__(Config::kThreads)
     if (packed >= smem.sequence.num_rows * group) return -1;
     return static_cast<int64_t>(smem.sequence.row_begin + packed / group) * args.num_heads +
            kv_head * group + packed % group;
+  };
+
+  // The packed row sees no cell from here on.
+  auto row_end = [&](int p) {
+    return kByPosition ? smem.sequence.length + __popcll(smem.masks[p]) : smem.sequence.end();
   };
 
   uint32_t queries[kRowTiles][kDim / 16][4];
@@ -234,8 +219,9 @@ __global__ void __launch_bounds__(Config::kThreads)
 
   auto attend = [&](int tile) {
     auto& stage = smem.stages[tile % Config::kStages];
-    const int cell = cell_begin + tile * kCells + slice * 16;
+    const int cell = (tile < num_shared ? cell_begin + tile * kCells : tree_tile) + slice * 16;
     if (!warp_has_rows || cell >= cell_end) return;
+    if (kByPosition && (cell < cell_begin || cell + 16 > seq.length)) return;
     float scores[kRowTiles][2][4];
     multiply_keys<T>(scores, stage.keys, slice * 16, [&](uint32_t (&q)[kRowTiles][4], int k16) {
 #pragma unroll
@@ -263,7 +249,62 @@ __global__ void __launch_bounds__(Config::kThreads)
     multiply_values<T>(rows, scores, stage.values, slice * 16);
   };
 
-  if (kByPosition) find_tree_cells();
+  // Of 16 cells from `cell` on, a row of the tree sees those before the tree and then its ancestors
+  // in order; this is for row `row`, of which `m` holds some heads.
+  [[maybe_unused]] auto attend_alone = [&](int m, int row, uint64_t mask, int cell) {
+    const int position = cell + lane % 16, depth = position - seq.length;
+    const int from = depth < 0                ? position
+                     : depth < __popcll(mask) ? seq.length + nth_bit(mask, depth)
+                                              : seq.length;  // any: it is masked
+    const int tile = num_shared + (from - tree_tile) / kCells;
+    const uint32_t lane_cell =
+        smem.stages[tile % Config::kStages].keys.address((from - tree_tile) % kCells, 0);
+    const uint32_t key =
+        __shfl_sync(0xffffffffu, lane_cell, lane / 16 * 8 + lane % 8) ^ (lane / 8 % 2 * 16);
+    const uint32_t value = (lane_cell + sizeof(typename Smem::Stage) / 2) ^ (lane / 16 * 16);
+
+    float scores[1][2][4];
+    multiply_keys<T, kDim>(
+        scores,
+        [&](uint32_t (&q)[1][4], int k16) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) q[0][i] = queries[m][k16][i];
+        },
+        [&](uint32_t (&k)[4], int, int k16) { ptx::ldmatrix4(k, chunk_address(key, k16 * 2)); });
+    uint64_t sees[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int p = warp_row + m * 16 + half * 8 + lane / 4;
+      sees[half] =
+          (chunk_row + p) / group == row ? first_cells(seq.length + __popcll(mask) - cell) : 0;
+      if (args.window > 0) sees[half] &= ~first_cells(smem.window_begins[p] - cell);
+    }
+    mask_scores(scores[0], sees);
+    RowTile<kDim> alone[1] = {rows[m]};
+    softmax_step(alone[0], scores[0], args.scale_log2);
+    multiply_values<T>(alone, scores, [&](uint32_t (&v)[4], int, int n16) {
+      ptx::ldmatrix4_trans(v, chunk_address(value, n16 * 2));
+    });
+    rows[m] = alone[0];
+  };
+
+  // The cells of the split that end behind the tree's first, one row of the tree after another.
+  [[maybe_unused]] auto attend_tree = [&]() {
+    const int first = max(cell_begin, seq.length / 16 * 16);
+    const int skipped = (slice - first / 16 % Config::kSlices + Config::kSlices) % Config::kSlices;
+    for (int cell = first + skipped * 16; cell < cell_end; cell += kCells) {
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) {
+        const int begin = chunk_row + warp_row + m * 16, end = min(begin + 16, num_packed);
+        for (int packed = begin; packed < end; packed = (packed / group + 1) * group) {
+          const uint64_t mask = smem.masks[packed - chunk_row];
+          if (cell >= seq.length + __popcll(mask)) continue;
+          attend_alone(m, packed / group, mask, cell);
+        }
+      }
+    }
+  };
+
 #pragma unroll
   for (int tile = 0; tile < Config::kStages - 1; ++tile) {
     if (tile < num_tiles) fetch_cells(tile);
@@ -271,13 +312,19 @@ __global__ void __launch_bounds__(Config::kThreads)
   }
   load_masks();
   load_queries();
-  for (int tile = 0; tile < num_tiles; ++tile) {
+  const int num_steps = num_shared + (meets_tree ? 1 : 0);  // the tree's tiles are one step
+  for (int tile = 0; tile < num_steps; ++tile) {
     ptx::cp_async_wait<Config::kStages - 2>();
     __syncthreads();  // this tile is here, and everyone is done with the one before
     const int ahead = tile + Config::kStages - 1;
     if (ahead < num_tiles) fetch_cells(ahead);
     ptx::cp_async_commit();
     attend(tile);
+  }
+  if (meets_tree) {
+    ptx::cp_async_wait<0>();
+    __syncthreads();
+    attend_tree();
   }
 
   // ---- merge the slices
@@ -347,7 +394,7 @@ __global__ void __launch_bounds__(Config::kThreads)
     }
   };
 
-  // A sequence of one split needs no second kernel.
+  // A row of one split needs no second kernel.
   auto write_output = [&](int m, int half, int64_t row) {
     const float inverse = inverse_of(rows[m].sum[half]);
     T* to = args.out + row * kDim + lane % 4 * 2;
@@ -382,7 +429,9 @@ __global__ void __launch_bounds__(Config::kThreads)
     for (int half = 0; half < 2; ++half) {
       const int64_t row = row_of(warp_row + m * 16 + half * 8 + lane / 4);
       if (row < 0) continue;
-      if (num_splits(smem.sequence.end()) == 1) {
+      const int count = num_splits(row_end(warp_row + m * 16 + half * 8 + lane / 4));
+      if (kByPosition && split >= count) continue;  // nobody asks
+      if (count == 1) {
         write_output(m, half, row);
       } else {
         write_partial(m, half, row);
@@ -483,19 +532,15 @@ __global__ void __launch_bounds__(CombineConfig<T, kDim>::kThreads)
 template <typename Config, bool kByPosition>
 void launch_splits(const Context& ctx, const AttentionParams& params, int max_splits) {
   auto kernel = attention_decode_kernel<Config, kByPosition>;
-  using Smem = DecodeSmem<Config, kByPosition>;
+  using Smem = DecodeSmem<Config>;
   static_assert(sizeof(Smem) <= 99 * 1024, "sm_86 and sm_89 have 99 KiB for a block");
   static_assert(sizeof(Smem::exchange) <= sizeof(Smem::stages), "the exchange fits the stages");
   static_assert(split_begin(65) - split_begin(64) <= 32 * kPageSize, "a lane for each page");
-  static_assert(split_begin(1) >= kMaxTreeSize, "a tree touches two splits at most");
   allow_shared_bytes(kernel, sizeof(Smem));
   const StepRows& rows = params.rows;
   const int group = params.num_heads / params.num_kv_heads;
-  const int max_packed = kByPosition ? group : rows.max_seq_rows * group;
-  const int num_chunks = (max_packed + Config::kRows - 1) / Config::kRows;
-  const dim3 grid(num_chunks * params.num_kv_heads,
-                  kByPosition ? std::min(2, max_splits) : max_splits,
-                  kByPosition ? rows.num_rows : rows.num_seqs);
+  const int num_chunks = (rows.max_seq_rows * group + Config::kRows - 1) / Config::kRows;
+  const dim3 grid(num_chunks * params.num_kv_heads, max_splits, rows.num_seqs);
   launch(ctx, kernel, grid, Config::kThreads, sizeof(Smem),
          make_args<typename Config::Element>(params), num_chunks, max_splits);
 }
@@ -505,15 +550,12 @@ void launch_decode(const Context& ctx, const AttentionParams& params) {
   const StepRows& rows = params.rows;
   const int max_splits = num_splits(rows.max_kv);
   const bool small = rows.max_seq_rows * (params.num_heads / params.num_kv_heads) <= 16;
-  if (params.by_position && max_splits == 1) {
-    // No split lies before a tree.
+  if (params.by_position) {
+    launch_splits<DecodeConfig<T, kDim, false>, true>(ctx, params, max_splits);
   } else if (small) {
     launch_splits<DecodeConfig<T, kDim, true>, false>(ctx, params, max_splits);
   } else {
     launch_splits<DecodeConfig<T, kDim, false>, false>(ctx, params, max_splits);
-  }
-  if (params.by_position) {
-    launch_splits<DecodeConfig<T, kDim, true>, true>(ctx, params, max_splits);
   }
   if (max_splits == 1) return;
   launch(ctx, attention_combine_kernel<T, kDim>, dim3(params.num_heads, rows.num_rows),

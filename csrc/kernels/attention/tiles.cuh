@@ -125,6 +125,11 @@ AttentionArgs<T> make_args(const AttentionParams& p) {
 
 // ---- tiles
 
+// Of the address of a row's chunk 0 or 1, that of the chunk `c`, even, further on.
+__device__ __forceinline__ uint32_t chunk_address(uint32_t address, int c) {
+  return (address ^ (c % 8 * 16)) + c / 8 * 128;
+}
+
 template <typename T, int kRows_, int kDim_>
 struct alignas(128) SwizzledTile {
   static constexpr int kRows = kRows_;
@@ -142,7 +147,7 @@ struct alignas(128) SwizzledTile {
   // is 0 or 1. Of a lane's address only three bits change with c: so the unrolled loops over row
   // and c need one register and immediates.
   __device__ __forceinline__ uint32_t address(int row, int lane_row, int c, int lane_chunk) const {
-    return (address(lane_row, lane_chunk) ^ (c % 8 * 16)) + row * kRowBytes + c / 8 * 128;
+    return chunk_address(address(lane_row, lane_chunk), c) + row * kRowBytes;
   }
 
   T data[kRows * kDim];
@@ -164,22 +169,6 @@ __device__ __forceinline__ void fetch_tile(SwizzledTile<T, kRows, kDim>& tile, c
     // Rows that are 8 apart are swizzled alike: few addresses, the rest are immediates.
     const uint32_t to = tile.address(first + row % 8, c) + row / 8 * 8 * (kDim * 2);
     ptx::cp_async16(to, source + row * row_stride, first + row < num_valid);
-  }
-}
-
-// The same where the rows lie apart: offset_of(row), in elements, is asked for valid rows only.
-template <int kThreads, typename T, int kRows, int kDim, typename OffsetOf>
-__device__ __forceinline__ void gather_tile(SwizzledTile<T, kRows, kDim>& tile, const T* source,
-                                            int num_valid, OffsetOf offset_of) {
-  constexpr int kChunks = kDim / 8;
-  constexpr int kStep = kThreads / kChunks;
-  static_assert(kThreads % kChunks == 0 && kRows % kStep == 0,
-                "every thread copies as many chunks");
-  const int c = static_cast<int>(threadIdx.x % kChunks);
-#pragma unroll 2
-  for (int row = static_cast<int>(threadIdx.x / kChunks); row < kRows; row += kStep) {
-    const int64_t offset = row < num_valid ? offset_of(row) : 0;
-    ptx::cp_async16(tile.address(row, c), source + offset + c * 8, row < num_valid);
   }
 }
 
@@ -265,11 +254,11 @@ __device__ __forceinline__ float inverse_of(float sum) {
   return sum == 0.0f ? 0.0f : __fdiv_rn(1.0f, sum);
 }
 
-// scores = q keys^T for kTiles * 8 cells from `cell`; load_q(q, k16) gives the rows' fragments.
-template <typename T, int kRowTiles, int kTiles, int kRows, int kDim, typename LoadQ>
-__device__ __forceinline__ void multiply_keys(float (&scores)[kRowTiles][kTiles][4],
-                                              SwizzledTile<T, kRows, kDim>& keys, int cell,
-                                              LoadQ load_q) {
+// scores = q keys^T for kTiles * 8 cells; load_q(q, k16) gives the rows' fragments, load_keys(k,
+// n16, k16) those of 16 cells as load_fragment_keys does.
+template <typename T, int kDim, int kRowTiles, int kTiles, typename LoadQ, typename LoadKeys>
+__device__ __forceinline__ void multiply_keys(float (&scores)[kRowTiles][kTiles][4], LoadQ load_q,
+                                              LoadKeys load_keys) {
 #pragma unroll
   for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
@@ -285,7 +274,7 @@ __device__ __forceinline__ void multiply_keys(float (&scores)[kRowTiles][kTiles]
 #pragma unroll
     for (int n16 = 0; n16 < kTiles / 2; ++n16) {
       uint32_t k[4];
-      load_fragment_keys(k, keys, cell + n16 * 16, k16);
+      load_keys(k, n16, k16);
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m) {
         ptx::mma_16x8x16<T>(scores[m][2 * n16], q[m], k[0], k[1]);
@@ -293,6 +282,16 @@ __device__ __forceinline__ void multiply_keys(float (&scores)[kRowTiles][kTiles]
       }
     }
   }
+}
+
+// The same for the cells of a tile from `cell` on.
+template <typename T, int kRowTiles, int kTiles, int kRows, int kDim, typename LoadQ>
+__device__ __forceinline__ void multiply_keys(float (&scores)[kRowTiles][kTiles][4],
+                                              SwizzledTile<T, kRows, kDim>& keys, int cell,
+                                              LoadQ load_q) {
+  multiply_keys<T, kDim>(scores, load_q, [&](uint32_t (&k)[4], int n16, int k16) {
+    load_fragment_keys(k, keys, cell + n16 * 16, k16);
+  });
 }
 
 // Scores of cells that a row does not see become -inf: bit i of sees[half] stands for cell i of the
@@ -344,11 +343,12 @@ __device__ __forceinline__ void softmax_step(RowTile<kDim>& rows, float (&scores
   if (__any_sync(0xffffffffu, factor[0] != 1.0f || factor[1] != 1.0f)) rows.multiply(factor);
 }
 
-// rows.acc += probabilities * values, for kTiles * 8 cells from `cell`.
-template <typename T, int kRowTiles, int kTiles, int kRows, int kDim>
+// rows.acc += probabilities * values, for kTiles * 8 cells; load_values(v, k16, n16) gives the
+// fragments of 16 cells as load_fragment_values does.
+template <typename T, int kRowTiles, int kTiles, int kDim, typename LoadValues>
 __device__ __forceinline__ void multiply_values(RowTile<kDim> (&rows)[kRowTiles],
                                                 const float (&p)[kRowTiles][kTiles][4],
-                                                SwizzledTile<T, kRows, kDim>& values, int cell) {
+                                                LoadValues load_values) {
 #pragma unroll
   for (int k16 = 0; k16 < kTiles / 2; ++k16) {
     uint32_t a[kRowTiles][4];
@@ -362,7 +362,7 @@ __device__ __forceinline__ void multiply_values(RowTile<kDim> (&rows)[kRowTiles]
 #pragma unroll
     for (int n16 = 0; n16 < kDim / 16; ++n16) {
       uint32_t v[4];
-      load_fragment_values(v, values, cell + k16 * 16, n16);
+      load_values(v, k16, n16);
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m) {
         ptx::mma_16x8x16<T>(rows[m].acc[2 * n16], a[m], v[0], v[1]);
@@ -372,12 +372,33 @@ __device__ __forceinline__ void multiply_values(RowTile<kDim> (&rows)[kRowTiles]
   }
 }
 
+// The same for the cells of a tile from `cell` on.
+template <typename T, int kRowTiles, int kTiles, int kRows, int kDim>
+__device__ __forceinline__ void multiply_values(RowTile<kDim> (&rows)[kRowTiles],
+                                                const float (&p)[kRowTiles][kTiles][4],
+                                                SwizzledTile<T, kRows, kDim>& values, int cell) {
+  multiply_values<T>(rows, p, [&](uint32_t (&v)[4], int k16, int n16) {
+    load_fragment_values(v, values, cell + k16 * 16, n16);
+  });
+}
+
 // ---- visibility, as words of one bit for each of the 64 cells from `cell` on
 
 // The first `num_cells` cells.
 __device__ __forceinline__ uint64_t first_cells(int num_cells) {
   if (num_cells <= 0) return 0;
   return num_cells >= 64 ? ~uint64_t{0} : (uint64_t{1} << num_cells) - 1;
+}
+
+// Which bit of the mask is its n-th one, n from 0.
+__device__ __forceinline__ int nth_bit(uint64_t mask, int n) {
+  int at = 0;
+#pragma unroll
+  for (int width = 32; width > 0; width /= 2) {
+    const int count = __popcll(mask >> at & first_cells(width));
+    if (n >= count) n -= count, at += width;
+  }
+  return at;
 }
 
 // Cells below `length`, and those that the mask names: its bit i stands for cell length + i.
