@@ -45,9 +45,9 @@ struct DecodeConfig {
   static constexpr int kCells = kDim <= 128 ? 64 : 32;            // cells of a tile
   static constexpr int kSlices = kCells / 16;                     // warps that share a tile's cells
   static constexpr int kRowTiles = kSmall || kDim > 128 ? 1 : 2;  // tiles of 16 rows in a warp
-  static constexpr int kRowGroups = kSmall ? 1 : 4 / kRowTiles;   // warps that share a slice
+  static constexpr int kRowGroups = kSmall ? 1 : 2 / kRowTiles;   // warps that share a slice
   static constexpr int kWarpRows = kRowTiles * 16;
-  static constexpr int kRows = kRowGroups * kWarpRows;  // packed rows of a block: 16 or 64
+  static constexpr int kRows = kRowGroups * kWarpRows;  // packed rows of a block: 16 or 32
   static constexpr int kWarps = kSlices * kRowGroups;
   static constexpr int kThreads = kWarps * 32;
   static constexpr int kStages = kDim == 64 ? 4 : 3;

@@ -28,7 +28,10 @@ struct Wgmma {
   static __device__ __forceinline__ void multiply(float (&part)[2][kGroups][4], uint32_t weights,
                                                   uint32_t rows, const uint32_t (&low)[2],
                                                   const uint32_t (&high)[2]) {
-    const uint64_t descriptor = ptx::wgmma_descriptor_swizzle128(rows);
+    // The same in all lanes, but the compiler has to be told: else it moves every descriptor to
+    // uniform registers by itself.
+    const uint64_t descriptor =
+        ptx::wgmma_descriptor_swizzle128(__shfl_sync(0xffffffffu, rows, 0));
     uint4 words[4];
 #pragma unroll
     for (int pair = 0; pair < 4; ++pair) words[pair] = ptx::load_shared16(weights + pair * 512);

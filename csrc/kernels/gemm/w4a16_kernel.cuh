@@ -51,25 +51,18 @@ struct Args {
   float* partials;     // [slices, M, N]; null where clusters add up
   int m, n, k;
   int tiles;            // of 256 rows
+  int rounds;           // tiles of a block of threads; some have one less
   int k_blocks;         // of 128 k, all digits together
   int blocks_of_digit;  // x starts again after these
   int block_bytes;
   int slices;
+  int slice_blocks, longer_slices;  // k blocks of a slice, and how many slices have one more
+  uint8_t first_slab[9];            // see w4_gemm_kernel
   int stages;
   int lag;  // a stage is refilled so many iterations after its use, when all warps are through
   bool zero_points, bf16_scales, float_out, gated;
   float alpha, beta;
 };
-
-// The k blocks [begin, end) of a slice: as even as can be, the first ones larger.
-struct Range {
-  int begin, end;
-};
-__device__ __forceinline__ Range slice_range(int k_blocks, int slices, int slice) {
-  const int base = k_blocks / slices, more = k_blocks % slices;
-  const int begin = slice * base + min(slice, more);
-  return {begin, begin + base + (slice < more)};
-}
 
 // Eight q of one word as the A fragment of 16 rows x 16 k. `low` and `high` hold what turns the
 // biased numbers of rows g and g + 8 into q - z, exactly.
@@ -99,27 +92,33 @@ __device__ __forceinline__ void unpack<__half>(uint32_t (&a)[4], uint32_t word, 
   a[3] = bits_of(
       __hfma2(as_half2(ptx::masked_or(next, 0x00F000F0, 0x64006400)), sixteenth, as_half2(high)));
 }
-// bfloat16: 0x4300 | q is 128 + q.
+// bfloat16, times kUnpackedScale: 0x4300 | q is 128 + q. 16 q has no room beside it, but alone it
+// is a number too: q 2^-129, because numbers go on evenly below the smallest normal one.
 template <>
 __device__ __forceinline__ void unpack<__nv_bfloat16>(uint32_t (&a)[4], uint32_t word, uint32_t low,
                                                       uint32_t high) {
-  a[0] = bits_of(__hsub2(as_bf162(ptx::masked_or(word, 0x000F000F, 0x43004300)), as_bf162(low)));
-  a[1] =
-      bits_of(__hsub2(as_bf162(ptx::masked_or(word >> 4, 0x000F000F, 0x43004300)), as_bf162(high)));
-  a[2] =
-      bits_of(__hsub2(as_bf162(ptx::masked_or(word >> 8, 0x000F000F, 0x43004300)), as_bf162(low)));
-  a[3] = bits_of(
-      __hsub2(as_bf162(ptx::masked_or(word >> 12, 0x000F000F, 0x43004300)), as_bf162(high)));
+  const auto multiply = [](uint32_t v, uint32_t by, uint32_t plus) {
+    return bits_of(__hfma2(as_bf162(v), as_bf162(by), as_bf162(plus)));
+  };
+  constexpr uint32_t kQuarter = 0x3E803E80, kTwoTo127 = 0x7F007F00;
+  const uint32_t next = word >> 8;
+  a[0] = multiply(ptx::masked_or(word, 0x000F000F, 0x43004300), kQuarter, low);
+  a[1] = multiply(word & 0x00F000F0, kTwoTo127, high);
+  a[2] = multiply(ptx::masked_or(next, 0x000F000F, 0x43004300), kQuarter, low);
+  a[3] = multiply(next & 0x00F000F0, kTwoTo127, high);
 }
+// Unpacked numbers are this times q - z.
+template <typename T>
+constexpr float kUnpackedScale = std::is_same_v<T, __half> ? 1 : 0.25f;
 
 template <typename T>
 __device__ __forceinline__ uint32_t low_offset(int zero) {
-  const float offset = (std::is_same_v<T, __half> ? 1024 : 128) + zero;
+  const float offset = std::is_same_v<T, __half> ? 1024 + zero : -0.25f * (128 + zero);
   return pack2<T>(offset, offset);
 }
 template <typename T>
 __device__ __forceinline__ uint32_t high_offset(int zero) {
-  const float offset = std::is_same_v<T, __half> ? -(64 + zero) : 128 + zero;
+  const float offset = std::is_same_v<T, __half> ? -(64 + zero) : -0.25f * zero;
   return pack2<T>(offset, offset);
 }
 
@@ -132,31 +131,92 @@ __device__ __forceinline__ uint32_t word_of(const uint4& words, int step, int ti
   return step == 0 ? (tile == 0 ? words.x : words.y) : (tile == 0 ? words.z : words.w);
 }
 
-template <typename T>
-__device__ __forceinline__ void store_value(const Args& args, int64_t at, float sum) {
-  float value = args.alpha * sum;
-  if (args.float_out) {
-    float* y = static_cast<float*>(args.y);
-    if (args.beta != 0) value += args.beta * y[at];
-    y[at] = value;
-  } else {
-    T* y = static_cast<T*>(args.y);
-    if (args.beta != 0) value += args.beta * to_float(y[at]);
-    y[at] = from_float<T>(value);
-  }
+// ---- from sums to y
+//
+// NOTE: an epilogue runs once in a launch, and its time is that of fetching its instructions: at 32
+// rows a general one takes 3 us more than one that knows what it writes. So what y is, is asked
+// once, outside the loops.
+
+// alpha * value + beta * old; args.alpha has the factor of unpacked numbers in it.
+__device__ __forceinline__ float updated(const Args& args, float value, float old) {
+  value = __fmul_rn(args.alpha, value);
+  return args.beta == 0 ? value : __fmaf_rn(args.beta, old, value);
+}
+__device__ __forceinline__ float gated_value(const Args& args, float gate, float up) {
+  gate = __fmul_rn(args.alpha, gate);
+  return gate / (1.0f + expf(-gate)) * __fmul_rn(args.alpha, up);
 }
 
-// What the sums of stored rows n (n % 16 < 8) and n + 8 of W become in a row of y. A lane has both.
+// One output: of a gated W, of stored rows n and n + 8, else of n alone.
 template <typename T>
-__device__ __forceinline__ void store_y(const Args& args, int row, int n, float sum, float sum_8) {
+__device__ __forceinline__ void store_value(const Args& args, int row, int n, float sum,
+                                            float sum_8) {
+  if (row >= args.m || n >= args.n) return;
+  int64_t at = int64_t{row} * args.n + n;
+  float value = sum;
   if (args.gated) {
-    const float value = sum / (1.0f + expf(-sum)) * sum_8;
-    if (n < args.n) store_value<T>(args, int64_t{row} * (args.n / 2) + n / 16 * 8 + n % 8, value);
-    return;
+    at = int64_t{row} * (args.n / 2) + n / 16 * 8 + n % 8;
+    value = gated_value(args, sum, sum_8);
   }
-  const int64_t at = int64_t{row} * args.n + n;
-  if (n < args.n) store_value<T>(args, at, sum);
-  if (n + 8 < args.n) store_value<T>(args, at + 8, sum_8);
+  if (args.float_out) {
+    float* y = static_cast<float*>(args.y) + at;
+    *y = args.gated ? value : updated(args, value, args.beta == 0 ? 0 : *y);
+  } else {
+    T* y = static_cast<T*>(args.y) + at;
+    value = args.gated ? value : updated(args, value, args.beta == 0 ? 0 : to_float(*y));
+    *y = from_float<T>(value);
+  }
+}
+template <typename T>
+__device__ __forceinline__ void store_pair(const Args& args, int row, int n, float sum,
+                                           float sum_8) {
+  store_value<T>(args, row, n, sum, sum_8);
+  if (!args.gated) store_value<T>(args, row, n + 8, sum_8, 0);
+}
+
+// The sums of a lane: rows 8 group + 2q, + 1 of x, and stored rows n, n + 8, n + 16, n + 24 of W.
+template <typename Y, bool kGated, int kGroups>
+__device__ __forceinline__ void store_whole(const Args& args, const float (&sums)[2][kGroups][4],
+                                            int n) {
+  const int columns = kGated ? args.n / 2 : args.n;
+  const int q2 = threadIdx.x % 4 * 2;
+  Y* y = static_cast<Y*>(args.y) + int64_t{q2} * columns + (kGated ? n / 16 * 8 + n % 8 : n);
+#pragma unroll
+  for (int group = 0; group < kGroups; ++group) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (group * 8 + q2 + i < args.m) {
+#pragma unroll
+        for (int t = 0; t < 2; ++t) {
+          const float sum = sums[t][group][i], sum_8 = sums[t][group][i + 2];
+          if constexpr (kGated) {
+            y[t * 8] = from_float<Y>(gated_value(args, sum, sum_8));
+          } else {
+            y[t * 16] = from_float<Y>(__fmul_rn(args.alpha, sum));
+            y[t * 16 + 8] = from_float<Y>(__fmul_rn(args.alpha, sum_8));
+          }
+        }
+      }
+      y += (i == 0 ? 1 : 7) * static_cast<int64_t>(columns);
+    }
+  }
+}
+template <typename T, int kGroups>
+__device__ __forceinline__ void store_sums(const Args& args, const float (&sums)[2][kGroups][4],
+                                           int n0) {
+  const int n = n0 + static_cast<int>(threadIdx.x) / 32 * 32 + threadIdx.x % 32 / 4;
+  if (n0 + kW4BlockRows <= args.n && args.beta == 0 && !args.float_out) {
+    args.gated ? store_whole<T, true>(args, sums, n) : store_whole<T, false>(args, sums, n);
+  } else if (n0 + kW4BlockRows <= args.n && args.beta == 0 && !args.gated) {
+    store_whole<float, false>(args, sums, n);
+  } else {
+#pragma unroll
+    for (int i = 0; i < 4 * kGroups; ++i) {
+      const int t = i % 2, group = i / 4, odd = i / 2 % 2;
+      store_pair<T>(args, group * 8 + threadIdx.x % 4 * 2 + odd, n + 16 * t, sums[t][group][odd],
+                    sums[t][group][odd + 2]);
+    }
+  }
 }
 
 // How a warp multiplies a packed block in shared memory by the rows of x beside it.
@@ -246,27 +306,29 @@ __global__ void __launch_bounds__(kThreads, 1) w4_gemm_kernel(const __grid_const
   const auto full = [&](int stage) { return barrier0 + 8 * stage; };
   const auto empty = [&](int stage) { return barrier0 + 8 * (kMaxStages + stage); };
   // Behind the ring: what the slices of a cluster send, [slices][slabs][2 tiles][kGroups][lanes] of
-  // 16 bytes. A slab is a warp's 32 rows; block r of the cluster owns [first_slab(r), first_slab(r
-  // + 1)).
+  // 16 bytes. A slab is a warp's 32 rows; block r of the cluster owns [first_slab[r], first_slab[r
+  // + 1]).
   [[maybe_unused]] const uint32_t inbox = ring + args.stages * kStageBytes;
   [[maybe_unused]] const uint32_t received = barrier0 + 8 * 2 * kMaxStages;
-  const auto first_slab = [&](int rank) { return (kWarps * rank + args.slices - 1) / args.slices; };
-
-  const int slice = blockIdx.x % args.slices;
-  const int first_tile = blockIdx.x / args.slices, tile_step = gridDim.x / args.slices;
-  const Range range = slice_range(args.k_blocks, args.slices, slice);
-  const int blocks_of_tile = range.end - range.begin;
-  const int num_tiles = first_tile < args.tiles ? (args.tiles - 1 - first_tile) / tile_step + 1 : 0;
+  const int slice = blockIdx.x, first_tile = blockIdx.y, tile_step = gridDim.y;
+  const int first_block = slice * args.slice_blocks + min(slice, args.longer_slices);
+  const int blocks_of_tile = args.slice_blocks + (slice < args.longer_slices);
+  const int num_tiles = args.rounds - (first_tile + (args.rounds - 1) * tile_step >= args.tiles);
   const int num_iterations = num_tiles * blocks_of_tile;
   const uint64_t policy = ptx::evict_first_policy();
 
   // Fill a stage with what iteration i needs; by one warp. It is full when the weights and the rows
   // of x have arrived.
+  int fed_tile = first_tile, fed_begin = 0;  // the tile of the last iteration asked for, and its
+                                             // first iteration
   const auto feed_weights = [&](int i, int stage) {
-    const int tile = first_tile + i / blocks_of_tile * tile_step;
-    const int k_block = range.begin + i % blocks_of_tile;
+    while (i >= fed_begin + blocks_of_tile) {
+      fed_begin += blocks_of_tile, fed_tile += tile_step;
+      asm volatile("" : "+r"(fed_begin));  // or the compiler divides
+    }
+    const int k_block = first_block + i - fed_begin;
     const char* from =
-        args.blocks + (static_cast<int64_t>(tile) * args.k_blocks + k_block) * args.block_bytes;
+        args.blocks + (int64_t{fed_tile} * args.k_blocks + k_block) * args.block_bytes;
     const uint32_t to = ring + stage * kStageBytes + kXBytes;
 #if __CUDA_ARCH__ >= 900
     if (lane == 0) {
@@ -282,7 +344,7 @@ __global__ void __launch_bounds__(kThreads, 1) w4_gemm_kernel(const __grid_const
   };
   const auto feed_rows = [&](int i, int stage) {
     const uint32_t to = ring + stage * kStageBytes;
-    int k_block = range.begin + i % blocks_of_tile;
+    int k_block = first_block + i - fed_begin;
     if (k_block >= args.blocks_of_digit) k_block -= args.blocks_of_digit;
     if constexpr (Mma::kTensorMap) {
       if (lane == 0) Mma::template copy_rows<kGroups>(to, &args.x_map, k_block, full(stage));
@@ -299,21 +361,20 @@ __global__ void __launch_bounds__(kThreads, 1) w4_gemm_kernel(const __grid_const
   };
 
   ptx::pdl_launch();
-  if (threadIdx.x == 0) {
-    for (int stage = 0; stage < args.stages; ++stage) {
-      // One arrival announces the bytes of bulk copies, the others are lanes that copy rows.
-      ptx::mbarrier_init(full(stage), Mma::kTensorMap ? 1 : 33);
-      ptx::mbarrier_init(empty(stage), kWarps);
-    }
-#if __CUDA_ARCH__ >= 900
-    if (args.slices > 1) {
-      const int slabs = first_slab(slice + 1) - first_slab(slice);
-      ptx::mbarrier_init(received, 1);
-      ptx::mbarrier_expect_bytes(received, args.slices * slabs * 2 * 8 * ((args.m + 1) / 2) * 16);
-    }
-#endif
+  if (threadIdx.x < args.stages) {
+    // One arrival announces the bytes of bulk copies, the others are lanes that copy rows.
+    ptx::mbarrier_init(full(threadIdx.x), Mma::kTensorMap ? 1 : 33);
+    ptx::mbarrier_init(empty(threadIdx.x), kWarps);
     ptx::mbarrier_init_fence();
   }
+#if __CUDA_ARCH__ >= 900
+  if (args.slices > 1 && threadIdx.x == kThreads - 1) {
+    const int slabs = args.first_slab[slice + 1] - args.first_slab[slice];
+    ptx::mbarrier_init(received, 1);
+    ptx::mbarrier_expect_bytes(received, args.slices * slabs * 2 * 8 * ((args.m + 1) / 2) * 16);
+    ptx::mbarrier_init_fence();
+  }
+#endif
   __syncthreads();
 #if __CUDA_ARCH__ >= 900
   if (args.slices > 1) ptx::cluster_arrive();
@@ -371,39 +432,24 @@ __global__ void __launch_bounds__(kThreads, 1) w4_gemm_kernel(const __grid_const
         for (int group = 0; group < kGroups; ++group) {
 #pragma unroll
           for (int i = 0; i < 4; ++i)
-            sums[t][group][i] =
-                __fadd_rn(sums[t][group][i], __fmul_rn(scale[t][i / 2], part[t][group][i]));
+            sums[t][group][i] = __fmaf_rn(scale[t][i / 2], part[t][group][i], sums[t][group][i]);
         }
       }
     }
 
-    // A lane's sums: rows g and g + 8 of two tiles of W, rows 2q and 2q + 1 of each group of x.
-    const auto each_pair = [&](auto&& f) {
-#pragma unroll
-      for (int t = 0; t < 2; ++t) {
-#pragma unroll
-        for (int group = 0; group < kGroups; ++group) {
-#pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            f(group * 8 + q * 2 + i, warp * 32 + t * 16 + g, sums[t][group][i],
-              sums[t][group][i + 2]);
-          }
-        }
-      }
-    };
     const int n0 = tile * kW4BlockRows;
     if (args.slices == 1) {
-      each_pair([&](int row, int n, float sum, float sum_8) {
-        if (row < args.m) store_y<T>(args, row, n0 + n, sum, sum_8);
-      });
+      store_sums<T>(args, sums, n0);
       continue;
     }
 #if __CUDA_ARCH__ >= 900
     // A block has one tile then. A lane sends its sums of a tile and group as one piece.
     constexpr int kPieces = 2 * kGroups * 32;
     const int owner = warp * args.slices / kWarps;
-    const int my_first = first_slab(slice), my_slabs = first_slab(slice + 1) - my_first;
-    const int its_first = first_slab(owner), its_slabs = first_slab(owner + 1) - its_first;
+    const int my_first = args.first_slab[slice];
+    const int my_slabs = args.first_slab[slice + 1] - my_first;
+    const int its_first = args.first_slab[owner];
+    const int its_slabs = args.first_slab[owner + 1] - its_first;
     const uint32_t outbox = ptx::cluster_address(
         inbox + ((slice * its_slabs + warp - its_first) * kPieces + lane) * 16, owner);
     const uint32_t sent = ptx::cluster_address(received, owner);
@@ -417,9 +463,20 @@ __global__ void __launch_bounds__(kThreads, 1) w4_gemm_kernel(const __grid_const
         }
       }
     }
-    ptx::mbarrier_wait(received, 0);
+#pragma unroll 1
     for (int piece = threadIdx.x; piece < my_slabs * kPieces; piece += kThreads) {
-      const int row = piece / 32 % kGroups * 8 + q * 2;
+      const int row = piece / 32 % kGroups * 8 + q * 2, slab = my_first + piece / kPieces;
+      const int n = n0 + slab * 32 + piece / (32 * kGroups) % 2 * 16 + g;
+      T* const y = static_cast<T*>(args.y) + int64_t{row} * args.n + n;
+      const bool whole = n0 + kW4BlockRows <= args.n && !args.float_out && !args.gated;
+      float old[4] = {};  // loaded while the sums are on their way
+      if (whole && args.beta != 0) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          if (row + i % 2 < args.m) old[i] = to_float(y[i % 2 * args.n + i / 2 * 8]);
+        }
+      }
+      ptx::mbarrier_wait(received, 0);
       if (row >= args.m) continue;
       float sum[4] = {};
       for (int from = 0; from < args.slices; ++from) {
@@ -427,21 +484,29 @@ __global__ void __launch_bounds__(kThreads, 1) w4_gemm_kernel(const __grid_const
         sum[0] += __uint_as_float(v.x), sum[1] += __uint_as_float(v.y);
         sum[2] += __uint_as_float(v.z), sum[3] += __uint_as_float(v.w);
       }
-      const int slab = my_first + piece / kPieces;
-      const int n = n0 + slab * 32 + piece / (32 * kGroups) % 2 * 16 + g;
+      if (whole) {
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        if (row + i < args.m) store_y<T>(args, row + i, n, sum[i], sum[i + 2]);
+        for (int i = 0; i < 4; ++i) {
+          if (row + i % 2 < args.m) {
+            y[i % 2 * args.n + i / 2 * 8] = from_float<T>(updated(args, sum[i], old[i]));
+          }
+        }
+      } else {
+        store_pair<T>(args, row, n, sum[0], sum[2]);
+        store_pair<T>(args, row + 1, n, sum[1], sum[3]);
       }
     }
+    ptx::mbarrier_wait(received, 0);  // until then others write into this block's memory
 #else
-    float* partials = args.partials + static_cast<int64_t>(slice) * args.m * args.n;
-    each_pair([&](int row, int n, float sum, float sum_8) {
-      if (row >= args.m) return;
-      float* to = partials + static_cast<int64_t>(row) * args.n + n0 + n;
-      if (n0 + n < args.n) to[0] = sum;
-      if (n0 + n + 8 < args.n) to[8] = sum_8;
-    });
+#pragma unroll
+    for (int i = 0; i < 4 * kGroups; ++i) {
+      const int t = i % 2, group = i / 4, odd = i / 2 % 2, row = group * 8 + q * 2 + odd;
+      const int n = n0 + warp * 32 + t * 16 + g;
+      if (row >= args.m) continue;
+      float* to = args.partials + (int64_t{slice} * args.m + row) * args.n + n;
+      if (n < args.n) to[0] = sums[t][group][odd];
+      if (n + 8 < args.n) to[8] = sums[t][group][odd + 2];
+    }
 #endif
   }
 }
@@ -460,7 +525,7 @@ __global__ void __launch_bounds__(256) w4_add_slices_kernel(const __grid_constan
     sum += from[0];
     if (n + 8 < args.n) sum_8 += from[8];
   }
-  store_y<T>(args, row, n, sum, sum_8);
+  store_pair<T>(args, row, n, sum, sum_8);
 }
 
 // ---- launchers
@@ -471,6 +536,12 @@ void launch_w4(const Context& ctx, Args args) {
   const auto kernel = w4_gemm_kernel<Mma, T, kGroups>;
   const bool clusters = ctx.code_capability >= 90;  // as the kernel's __CUDA_ARCH__ says
   const int slabs = (kWarps + args.slices - 1) / args.slices;
+  args.alpha /= kUnpackedScale<T>;
+  args.slice_blocks = args.k_blocks / args.slices;
+  args.longer_slices = args.k_blocks % args.slices;
+  for (int i = 0; i <= args.slices; ++i) {
+    args.first_slab[i] = static_cast<uint8_t>((kWarps * i + args.slices - 1) / args.slices);
+  }
   const int inbox_bytes = clusters && args.slices > 1 ? args.slices * slabs * kGroups * 1024 : 0;
   // One block takes nearly all of a multiprocessor's shared memory; GeForce cards have 99 KB for
   // one.
@@ -479,11 +550,10 @@ void launch_w4(const Context& ctx, Args args) {
   args.lag = args.stages / 2;
   const size_t shared_bytes = args.stages * kStageBytes + inbox_bytes;
   allow_shared_bytes(kernel, shared_bytes);
-  const int rounds = (args.tiles + ctx.sm_count - 1) / ctx.sm_count;
-  const int blocks =
-      args.slices > 1 ? args.tiles * args.slices : (args.tiles + rounds - 1) / rounds;
-  launch_cluster(ctx, clusters ? args.slices : 1, kernel, dim3(blocks), dim3(kThreads),
-                 shared_bytes, args);
+  args.rounds = args.slices > 1 ? 1 : (args.tiles + ctx.sm_count - 1) / ctx.sm_count;
+  const int tile_blocks = (args.tiles + args.rounds - 1) / args.rounds;
+  launch_cluster(ctx, clusters ? args.slices : 1, kernel, dim3(args.slices, tile_blocks),
+                 dim3(kThreads), shared_bytes, args);
   if (args.slices > 1 && !clusters) {
     launch(ctx, w4_add_slices_kernel<T>, dim3((args.n / 2 + 8 + 255) / 256, args.m), dim3(256), 0,
            args);
