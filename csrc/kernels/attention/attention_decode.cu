@@ -65,7 +65,7 @@ struct DecodeSmem {
   static constexpr int kFragments = Config::kRowTiles * Config::kDim / 8;
   union {
     Stage stages[Config::kStages];
-    float4 exchange[Config::kWarps / 2][kFragments][32];  // accumulators on their way to a merge
+    float4 exchange[Config::kWarps][kFragments][32];  // accumulators on their way to a merge
   };
   uint64_t masks[Config::kRows];  // of the packed rows
   int window_begins[Config::kRows];
@@ -86,6 +86,11 @@ struct Partials {
         ml(reinterpret_cast<float2*>(scratch + num_splits * (int64_t{num_rows_} * head_dim))),
         num_rows(num_rows_) {}
 };
+
+__device__ __forceinline__ float4 sum_of(const float4& a, const float4& b) {
+  return make_float4(__fadd_rn(a.x, b.x), __fadd_rn(a.y, b.y), __fadd_rn(a.z, b.z),
+                     __fadd_rn(a.w, b.w));
+}
 
 // ---- kernels
 
@@ -369,72 +374,64 @@ __global__ void __launch_bounds__(Config::kThreads)
     }
   };
 
-  // Slices [kept, 2 kept) hand their accumulators to slices [0, kept).
-  auto hand_over = [&](int kept) {
-    __syncthreads();  // the stages, or what was handed over before, are read
-    float4(&place)[Smem::kFragments][32] = smem.exchange[row_group * kept + slice % kept];
-    if (slice >= kept && slice < 2 * kept) {
-#pragma unroll
-      for (int i = 0; i < Smem::kFragments; ++i) {
-        const auto& acc = rows[i / (kDim / 8)].acc[i % (kDim / 8)];
-        place[i][lane] = make_float4(acc[0], acc[1], acc[2], acc[3]);
-      }
-    }
-    __syncthreads();
-    if (slice < kept) {
-#pragma unroll
-      for (int i = 0; i < Smem::kFragments; ++i) {
-        auto& acc = rows[i / (kDim / 8)].acc[i % (kDim / 8)];
-        const float4 other = place[i][lane];
-        acc[0] = __fadd_rn(acc[0], other.x);
-        acc[1] = __fadd_rn(acc[1], other.y);
-        acc[2] = __fadd_rn(acc[2], other.z);
-        acc[3] = __fadd_rn(acc[3], other.w);
-      }
-    }
-  };
-
-  // A row of one split needs no second kernel.
-  auto write_output = [&](int m, int half, int64_t row) {
-    const float inverse = inverse_of(rows[m].sum[half]);
-    T* to = args.out + row * kDim + lane % 4 * 2;
-#pragma unroll
-    for (int n = 0; n < kDim / 8; ++n) {
-      *reinterpret_cast<uint32_t*>(to + n * 8) =
-          pack2<T>(normalised(rows[m].acc[n][2 * half], inverse),
-                   normalised(rows[m].acc[n][2 * half + 1], inverse));
-    }
-  };
-  auto write_partial = [&](int m, int half, int64_t row) {
-    const Partials partials(args.scratch, max_splits, step.num_rows * args.num_heads, kDim);
-    const int64_t index = split * partials.num_rows + row;
-    float* to = partials.acc + index * kDim + lane % 4 * 2;
-#pragma unroll
-    for (int n = 0; n < kDim / 8; ++n) {
-      *reinterpret_cast<float2*>(to + n * 8) =
-          make_float2(rows[m].acc[n][2 * half], rows[m].acc[n][2 * half + 1]);
-    }
-    if (lane % 4 == 0) partials.ml[index] = make_float2(rows[m].max[half], rows[m].sum[half]);
-  };
-
   publish_max_and_sum();
-  __syncthreads();
+  __syncthreads();  // and everyone is done with the stages
   rescale();
+  const int warp = threadIdx.x / 32;
 #pragma unroll
-  for (int kept = Config::kSlices / 2; kept > 0; kept /= 2) hand_over(kept);
-  if (slice != 0 || !warp_has_rows) return;
+  for (int i = 0; i < Smem::kFragments; ++i) {
+    const auto& acc = rows[i / (kDim / 8)].acc[i % (kDim / 8)];
+    smem.exchange[warp][i][lane] = make_float4(acc[0], acc[1], acc[2], acc[3]);
+  }
+  __syncthreads();
+  if (!warp_has_rows) return;
+
+  // Each slice adds up and writes its share of the fragments, all of one tile of 16 rows.
+  constexpr int kShare = Smem::kFragments / Config::kSlices;
+  static_assert(kDim / 8 % kShare == 0, "a share is of one tile of rows");
+  const int m = slice * kShare / (kDim / 8), first_column = slice * kShare % (kDim / 8) * 8;
+  T* outputs[2] = {};  // where rows go that have one split and so need no second kernel
+  float* partials[2] = {};
+  float inverse[2] = {};
 #pragma unroll
-  for (int m = 0; m < kRowTiles; ++m) {
+  for (int half = 0; half < 2; ++half) {
+    const int p = warp_row + m * 16 + half * 8 + lane / 4;
+    const int64_t row = row_of(p);
+    if (row < 0) continue;
+    const int count = num_splits(row_end(p));
+    const float sum = kRowTiles == 1 || m == 0 ? rows[0].sum[half] : rows[kRowTiles - 1].sum[half];
+    if (count == 1 && split == 0) {
+      inverse[half] = inverse_of(sum);
+      outputs[half] = args.out + row * kDim + first_column + lane % 4 * 2;
+    } else if (split < count) {  // else nobody asks
+      const Partials all(args.scratch, max_splits, step.num_rows * args.num_heads, kDim);
+      const int64_t index = split * all.num_rows + row;
+      partials[half] = all.acc + index * kDim + first_column + lane % 4 * 2;
+      if (first_column == 0 && lane % 4 == 0) {
+        const float max =
+            kRowTiles == 1 || m == 0 ? rows[0].max[half] : rows[kRowTiles - 1].max[half];
+        all.ml[index] = make_float2(max, sum);
+      }
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kShare; ++i) {
+    auto part = [&](int s) {
+      return smem.exchange[row_group * Config::kSlices + s][slice * kShare + i][lane];
+    };
+    static_assert(Config::kSlices == 2 || Config::kSlices == 4, "0 + 1 or (0 + 2) + (1 + 3)");
+    const float4 total = Config::kSlices == 2
+                             ? sum_of(part(0), part(1))
+                             : sum_of(sum_of(part(0), part(2)), sum_of(part(1), part(3)));
+    const float values[2][2] = {{total.x, total.y}, {total.z, total.w}};
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int64_t row = row_of(warp_row + m * 16 + half * 8 + lane / 4);
-      if (row < 0) continue;
-      const int count = num_splits(row_end(warp_row + m * 16 + half * 8 + lane / 4));
-      if (kByPosition && split >= count) continue;  // nobody asks
-      if (count == 1) {
-        write_output(m, half, row);
-      } else {
-        write_partial(m, half, row);
+      const auto& v = values[half];
+      if (partials[half] != nullptr) {
+        *reinterpret_cast<float2*>(partials[half] + i * 8) = make_float2(v[0], v[1]);
+      } else if (outputs[half] != nullptr) {
+        *reinterpret_cast<uint32_t*>(outputs[half] + i * 8) =
+            pack2<T>(normalised(v[0], inverse[half]), normalised(v[1], inverse[half]));
       }
     }
   }
