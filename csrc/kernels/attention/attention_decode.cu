@@ -197,23 +197,28 @@ __global__ void __launch_bounds__(Config::kThreads)
     return kByPosition ? smem.sequence.length + __popcll(smem.masks[p]) : smem.sequence.end();
   };
 
+  // Through the stage that is filled last: the queries of a block are rows of head_dim, fragments
+  // are not.
+  auto& query_tile = smem.stages[Config::kStages - 1].keys;
+  static_assert(Config::kRows <= kCells, "the queries fit a tile");
+  auto fetch_queries = [&]() {
+    const int64_t stride = static_cast<int64_t>(args.num_heads + 2 * args.num_kv_heads) * kDim;
+    constexpr int kChunks = kDim / 8;
+    for (int at = threadIdx.x; at < Config::kRows * kChunks; at += Config::kThreads) {
+      const int packed = chunk_row + at / kChunks, c = at % kChunks;
+      const bool valid = packed < num_packed;
+      const int row = valid ? packed / group : 0, head = kv_head * group + packed - row * group;
+      const T* from = args.qkv + (seq.row_begin + row) * stride + (valid ? head * kDim : 0) + c * 8;
+      ptx::cp_async16(query_tile.address(at / kChunks, c), from, valid);
+    }
+  };
   uint32_t queries[kRowTiles][kDim / 16][4];
   auto load_queries = [&]() {
-    const int64_t stride = static_cast<int64_t>(args.num_heads + 2 * args.num_kv_heads) * kDim;
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int packed = chunk_row + warp_row + m * 16 + half * 8 + lane / 4;
-        const bool valid = packed < num_packed;
-        const int row = valid ? packed / group : 0;
-        const int head = kv_head * group + (valid ? packed % group : 0);
-        const T* from = args.qkv + (seq.row_begin + row) * stride + head * kDim + lane % 4 * 2;
-#pragma unroll
-        for (int k8 = 0; k8 < kDim / 8; ++k8) {
-          const uint32_t pair = *reinterpret_cast<const uint32_t*>(from + k8 * 8);
-          queries[m][k8 / 2][k8 % 2 * 2 + half] = valid ? pair : 0;
-        }
+      for (int k16 = 0; k16 < kDim / 16; ++k16) {
+        load_fragment_a(queries[m][k16], query_tile, warp_row + m * 16, k16);
       }
     }
   };
@@ -310,12 +315,16 @@ __global__ void __launch_bounds__(Config::kThreads)
     }
   };
 
+  fetch_queries();
+  ptx::cp_async_commit();
 #pragma unroll
   for (int tile = 0; tile < Config::kStages - 1; ++tile) {
     if (tile < num_tiles) fetch_cells(tile);
     ptx::cp_async_commit();
   }
   load_masks();
+  ptx::cp_async_wait<Config::kStages - 1>();
+  __syncthreads();
   load_queries();
   const int num_steps = num_shared + (meets_tree ? 1 : 0);  // the tree's tiles are one step
   for (int tile = 0; tile < num_steps; ++tile) {
@@ -473,6 +482,22 @@ __global__ void __launch_bounds__(CombineConfig<T, kDim>::kThreads)
     return s >= begin && s < count ? ml[s * partials.num_rows] : make_float2(kMinusInfinity, 0);
   };
 
+  const int column = threadIdx.x % Config::kColumns;
+  const int group = threadIdx.x / Config::kColumns;
+  int first = group * Config::kRun;
+  float4 part[Config::kRun];
+  float part_max[Config::kRun];
+  auto load_run = [&]() {
+#pragma unroll
+    for (int i = 0; i < Config::kRun; ++i) {
+      const int64_t s = min(::max(first + i, begin), count - 1);
+      const float state_max = ml[s * partials.num_rows].x;
+      part_max[i] = s == first + i ? state_max : kMinusInfinity;
+      part[i] = *reinterpret_cast<const float4*>(acc + s * partials.num_rows * kDim + column * 4);
+    }
+  };
+  if (first < count) load_run();
+
   // Every warp for itself: maximum and sum over all splits, one split a lane.
   const int lane = threadIdx.x % 32;
   float max = kMinusInfinity;
@@ -485,19 +510,8 @@ __global__ void __launch_bounds__(CombineConfig<T, kDim>::kThreads)
   }
   sum = warp_reduce(sum, Sum{});
 
-  const int column = threadIdx.x % Config::kColumns;
-  const int group = threadIdx.x / Config::kColumns;
   float4 total = make_float4(0, 0, 0, 0);
-  for (int first = group * Config::kRun; first < count; first += Config::kGroups * Config::kRun) {
-    float4 part[Config::kRun];
-    float part_max[Config::kRun];
-#pragma unroll
-    for (int i = 0; i < Config::kRun; ++i) {
-      const int64_t s = min(::max(first + i, begin), count - 1);
-      const float state_max = ml[s * partials.num_rows].x;
-      part_max[i] = s == first + i ? state_max : kMinusInfinity;
-      part[i] = *reinterpret_cast<const float4*>(acc + s * partials.num_rows * kDim + column * 4);
-    }
+  while (first < count) {
 #pragma unroll
     for (int i = 0; i < Config::kRun; ++i) {
       const float weight = weight_of(part_max[i], max, args.scale_log2);
@@ -506,6 +520,8 @@ __global__ void __launch_bounds__(CombineConfig<T, kDim>::kThreads)
       total.z = __fmaf_rn(part[i].z, weight, total.z);
       total.w = __fmaf_rn(part[i].w, weight, total.w);
     }
+    first += Config::kGroups * Config::kRun;
+    if (first < count) load_run();
   }
   group_sum[group][column] = total;
   __syncthreads();
