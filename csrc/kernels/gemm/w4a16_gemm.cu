@@ -22,7 +22,6 @@ void w4_gemm(const Context& ctx, const W4GemmParams& params) {
             .blocks_of_digit = static_cast<int>(w.k_blocks() / w.digits),
             .block_bytes = static_cast<int>(w.block_bytes()),
             .slices = w.slices(),
-            .zero_points = w.zero_points,
             .bf16_scales = w.scale_dtype == DType::kBF16,
             .float_out = params.y.dtype() == DType::kF32,
             .gated = w.gated,

@@ -24,14 +24,17 @@ struct Wgmma {
     ptx::tensor_copy(to + 8 * kGroups * 128, map, k_block * kW4BlockK + 64, 0, barrier);
   }
 
+  template <int kGroups>
+  struct LaneRows {};  // wgmma reads the rows by itself
+
   template <typename T, int kGroups>
   static __device__ __forceinline__ void multiply(float (&part)[2][kGroups][4], uint32_t weights,
-                                                  uint32_t rows, const uint32_t (&low)[2],
+                                                  uint32_t rows, const LaneRows<kGroups>&,
+                                                  const uint32_t (&low)[2],
                                                   const uint32_t (&high)[2]) {
     // The same in all lanes, but the compiler has to be told: else it moves every descriptor to
     // uniform registers by itself.
-    const uint64_t descriptor =
-        ptx::wgmma_descriptor_swizzle128(__shfl_sync(0xffffffffu, rows, 0));
+    const uint64_t descriptor = ptx::wgmma_descriptor_swizzle128(__shfl_sync(0xffffffffu, rows, 0));
     uint4 words[4];
 #pragma unroll
     for (int pair = 0; pair < 4; ++pair) words[pair] = ptx::load_shared16(weights + pair * 512);

@@ -60,7 +60,7 @@ struct Args {
   uint8_t first_slab[9];            // see w4_gemm_kernel
   int stages;
   int lag;  // a stage is refilled so many iterations after its use, when all warps are through
-  bool zero_points, bf16_scales, float_out, gated;
+  bool bf16_scales, float_out, gated;
   float alpha, beta;
 };
 
@@ -223,23 +223,34 @@ __device__ __forceinline__ void store_sums(const Args& args, const float (&sums)
 struct MmaSync {
   static constexpr bool kTensorMap = false;
 
-  // Where 8 k (a chunk) of a row of x lie in a stage.
+  // Where a lane finds its row of x for ldmatrix, in a stage: lane l gives the address of row l % 8
+  // of matrix l / 8, and a matrix is 8 rows of x and 8 k (a chunk; chunk c of row r lies at c ^ (r
+  // % 8)). With one group the four matrices are 32 k, else 16 rows and 16 k. Entry i is for chunks
+  // from 2 i on; chunks 8 to 15 lie 128 bytes behind 0 to 7.
   template <int kGroups>
-  static __device__ __forceinline__ int x_offset(int row, int chunk) {
-    return row * kRowBytes + ((chunk ^ (row & 7)) << 4);
-  }
+  struct LaneRows {
+    uint32_t offsets[4];
+
+    __device__ __forceinline__ LaneRows() {
+      const int lane = threadIdx.x % 32, matrix = lane / 8;
+      const int row = kGroups == 1 ? lane % 8 : lane % 8 + 8 * (matrix / 2);
+      const int chunk = kGroups == 1 ? matrix : matrix % 2;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        offsets[i] = row * kRowBytes + (((2 * i) ^ chunk ^ (lane & 7)) << 4);
+        asm volatile("" : "+r"(offsets[i]));  // or they are computed again for every stage
+      }
+    }
+    __device__ __forceinline__ uint32_t at(int chunk) const {
+      return offsets[chunk / 2 % 4] + chunk / 8 * 128;
+    }
+  };
 
   template <typename T, int kGroups>
   static __device__ __forceinline__ void multiply(float (&part)[2][kGroups][4], uint32_t weights,
-                                                  uint32_t rows, const uint32_t (&low)[2],
+                                                  uint32_t rows, const LaneRows<kGroups>& lane_rows,
+                                                  const uint32_t (&low)[2],
                                                   const uint32_t (&high)[2]) {
-    // ldmatrix: lane l gives the address of row l % 8 of matrix l / 8; a matrix is 8 rows of x and
-    // 8 k. With one group the four matrices are 32 k, else 16 rows and 16 k.
-    const int lane = threadIdx.x % 32, matrix = lane / 8;
-    const int x_row = kGroups == 1 ? lane % 8 : lane % 8 + 8 * (matrix / 2);
-    const int x_chunk = kGroups == 1 ? matrix : matrix % 2;
-    rows += x_row * kRowBytes;
-
     // Words and rows of x of two steps of 16 k, loaded while the steps before are multiplied.
     uint4 words[2];
     uint32_t b[2][2][kGroups][2];
@@ -248,7 +259,7 @@ struct MmaSync {
       auto& to = b[pair % 2];
       if constexpr (kGroups == 1) {
         uint32_t r[4];
-        ptx::ldmatrix4(r, rows + (((pair * 4 + x_chunk) ^ (lane & 7)) << 4));
+        ptx::ldmatrix4(r, rows + lane_rows.at(pair * 4));
         to[0][0][0] = r[0], to[0][0][1] = r[1], to[1][0][0] = r[2], to[1][0][1] = r[3];
       } else {
 #pragma unroll
@@ -256,8 +267,7 @@ struct MmaSync {
 #pragma unroll
           for (int group = 0; group < kGroups; group += 2) {
             uint32_t r[4];
-            ptx::ldmatrix4(r, rows + group * 8 * kRowBytes +
-                                  (((pair * 4 + step * 2 + x_chunk) ^ (lane & 7)) << 4));
+            ptx::ldmatrix4(r, rows + lane_rows.at(pair * 4 + step * 2) + group * 8 * kRowBytes);
             to[step][group][0] = r[0], to[step][group][1] = r[1];
             to[step][group + 1][0] = r[2], to[step][group + 1][1] = r[3];
           }
@@ -296,7 +306,8 @@ struct MmaSync {
 // ---- kernels
 
 template <typename Mma, typename T,  // __half or __nv_bfloat16
-          int kGroups>               // groups of 8 rows of x: M <= 8 * kGroups
+          int kGroups,               // groups of 8 rows of x: M <= 8 * kGroups
+          bool kZeros>               // W has zero points
 __global__ void __launch_bounds__(kThreads, 1) w4_gemm_kernel(const __grid_constant__ Args args) {
   extern __shared__ __align__(1024) char shared[];
   __shared__ __align__(8) uint64_t barriers[2 * kMaxStages + 1];
@@ -387,6 +398,7 @@ __global__ void __launch_bounds__(kThreads, 1) w4_gemm_kernel(const __grid_const
 
   const int g = lane / 4, q = lane % 4;
   const int slab_row = warp * 32 + g;
+  const typename Mma::template LaneRows<kGroups> lane_rows;
   int iteration = 0, stage = 0, parity = 0;
   for (int tile = first_tile; tile < args.tiles; tile += tile_step) {
     float sums[2][kGroups][4] = {};
@@ -414,7 +426,7 @@ __global__ void __launch_bounds__(kThreads, 1) w4_gemm_kernel(const __grid_const
           scale[t][half] = load_scale(block + kScaleOffset + 2 * (slab_row + t * 16 + half * 8),
                                       args.bf16_scales);
         }
-        if (args.zero_points) {
+        if constexpr (kZeros) {
           const uint32_t zeros = block + kZeroOffset + slab_row + t * 16;
           low[t] = low_offset<T>(ptx::load_shared_byte(zeros));
           high[t] = high_offset<T>(ptx::load_shared_byte(zeros + 8));
@@ -422,7 +434,7 @@ __global__ void __launch_bounds__(kThreads, 1) w4_gemm_kernel(const __grid_const
       }
 
       float part[2][kGroups][4];
-      Mma::template multiply<T, kGroups>(part, weights, rows, low, high);
+      Mma::template multiply<T, kGroups>(part, weights, rows, lane_rows, low, high);
       __syncwarp();
       if (lane == 0) ptx::mbarrier_arrive(empty(stage));
       if (++stage == args.stages) stage = 0, parity ^= 1;
@@ -530,10 +542,10 @@ __global__ void __launch_bounds__(256) w4_add_slices_kernel(const __grid_constan
 
 // ---- launchers
 
-template <typename Mma, typename T, int kGroups>
-void launch_w4(const Context& ctx, Args args) {
+template <typename Mma, typename T, int kGroups, bool kZeros>
+void launch_w4_kernel(const Context& ctx, Args args) {
   constexpr int kXBytes = 8 * kGroups * kRowBytes, kStageBytes = kXBytes + kBlockBytes;
-  const auto kernel = w4_gemm_kernel<Mma, T, kGroups>;
+  const auto kernel = w4_gemm_kernel<Mma, T, kGroups, kZeros>;
   const bool clusters = ctx.code_capability >= 90;  // as the kernel's __CUDA_ARCH__ says
   const int slabs = (kWarps + args.slices - 1) / args.slices;
   args.alpha /= kUnpackedScale<T>;
@@ -558,6 +570,13 @@ void launch_w4(const Context& ctx, Args args) {
     launch(ctx, w4_add_slices_kernel<T>, dim3((args.n / 2 + 8 + 255) / 256, args.m), dim3(256), 0,
            args);
   }
+}
+
+template <typename Mma, typename T, int kGroups>
+void launch_w4(const Context& ctx, const Args& args) {
+  const bool zeros = args.block_bytes > kZeroOffset;
+  zeros ? launch_w4_kernel<Mma, T, kGroups, true>(ctx, args)
+        : launch_w4_kernel<Mma, T, kGroups, false>(ctx, args);
 }
 
 // Groups of 8 rows that the kernel for m rows has room for.
