@@ -77,6 +77,7 @@ class TreeShape:
 
 
 HEAD_SHAPE = TreeShape(depth=2, topk=10, tree_size=12)
+CHOSEN_SHAPE = TreeShape(depth=4, topk=8, tree_size=32)  # the largest, where steps choose
 SHIPPED_SHAPE = TreeShape(depth=4, topk=8, tree_size=24)
 CHAIN_DEPTH = 4
 
@@ -111,20 +112,20 @@ class SpeculativeConfig:
         None, "expect an EAGLE-3 head (default: what the draft's files are)"
     )
     spec_num_iter: int | None = option(
-        None, "tokens of the longest drafted path (default: 2; n-gram and shipped draft: 4)"
+        None, "tokens of the longest drafted path (default: 4; with --spec-auto no: 2)"
     )
     spec_topk_per_iter: int | None = option(
-        None, "drafted continuations of a token, and nodes that go on (default: 10; shipped: 8)"
+        None, "drafted continuations of a token, and nodes that go on (default: 8, or 10)"
     )
     spec_tree_size: int | None = option(
         None,
         f"tokens verified in a step, at most {MAX_TREE_SIZE}, the last emitted one included "
-        "(default: 12; shipped: 24)",
+        "(default: 32, shipped draft: 24; with --spec-auto no: 12)",
     )
     spec_auto: bool | None = option(
         None,
         "choose in each step how much of that tree is drafted, or nothing, by what was accepted "
-        "and how long steps took; changes no text (default: on the CPU, if no shape is given)",
+        "and how long steps took; changes no text (default: if no shape is given)",
     )
     spec_window_size: int | None = option(
         None,
@@ -180,12 +181,11 @@ class SpeculativeConfig:
         longest = self.prompt_lookup_max or max(4, self.prompt_lookup_min or 0)
         return self.prompt_lookup_min or 1, longest
 
-    def chooses_shapes(self, device: str) -> bool:
+    @property
+    def chooses_shapes(self) -> bool:
         """Is the shape of the tree chosen in each step?"""
         given = (self.spec_num_iter, self.spec_topk_per_iter, self.spec_tree_size)
-        if self.spec_auto is None:
-            return device == "cpu" and given == (None, None, None)
-        return self.spec_auto
+        return given == (None, None, None) if self.spec_auto is None else self.spec_auto
 
     def shape(self, *, chain: bool = False, defaults: TreeShape = HEAD_SHAPE) -> TreeShape:
         """The tree that these values and the defaults make. Raises ValueError if none can be.

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cpmcu.config import (
+    CHOSEN_SHAPE,
     HEAD_SHAPE,
     SHIPPED_SHAPE,
     SpeculativeConfig,
@@ -131,9 +132,8 @@ def open_draft(
     try:
         method, drafter = _find(files, expected, speculation)
         plan = drafter.plan(files, target, speculation)
-        shape = speculation.shape(
-            chain=plan.chain, defaults=SHIPPED_SHAPE if shipped else HEAD_SHAPE
-        )
+        usual = CHOSEN_SHAPE if speculation.chooses_shapes else HEAD_SHAPE
+        shape = speculation.shape(chain=plan.chain, defaults=SHIPPED_SHAPE if shipped else usual)
         vocab_ids = _frspec_ids(speculation, method, plan, files, target)
     except ValueError as error:
         if files is None or str(files.directory) in str(error):

@@ -115,7 +115,7 @@ def load_model(
         load_tensors(engine, each, its_plan, each.directory.name, progress or LogProgress())
     engine.finish_loading()
     shapes: tuple[tuple[int, int], ...] = ()
-    if draft and config.speculation.chooses_shapes(device):
+    if draft and config.speculation.chooses_shapes:
         shapes = tuple(shapes_of(draft.shape.depth, draft.shape.topk, draft.shape.tree_size))
     return LoadedModel(engine, directory, hf_config, generation_config, spec, draft_spec, shapes)
 
