@@ -3,12 +3,14 @@
 
 namespace cpmcu::cuda {
 
+#ifdef CPMCU_SM90
 constexpr int kMaxSyncRows = 16;
 
 // w4a16_gemm_sm90.cu: the same with wgmma, for more than kMaxSyncRows rows: for fewer, mma.sync is
 // quicker. NOTE: both add up the 16 products of a step in the same way, so a row has the same bits
 // (tests/kernels/test_w4a16.py). `args` is its copy of this file's Args.
 void w4_gemm_sm90(const Context& ctx, DType dtype, const void* args);
+#endif
 
 void w4_gemm(const Context& ctx, const W4GemmParams& params) {
   check_w4_gemm(params);
