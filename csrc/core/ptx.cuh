@@ -147,6 +147,11 @@ __device__ __forceinline__ void store_cluster16(uint32_t to, const float (&v)[4]
 }
 #endif
 
+// The compiler takes v as it is: it does not compute it again, nor conclude anything from how it
+// was computed. For values that a loop is to keep, and loops that are not to become divisions.
+__device__ __forceinline__ void opaque(uint32_t& v) { asm volatile("" : "+r"(v)); }
+__device__ __forceinline__ void opaque(int& v) { asm volatile("" : "+r"(v)); }
+
 // (v & mask) | bits in one instruction. For numbers made of bits.
 __device__ __forceinline__ uint32_t masked_or(uint32_t v, uint32_t mask, uint32_t bits) {
   uint32_t out;

@@ -51,9 +51,10 @@ constexpr int kMaxTeamBlocks = 8;
 
 // The blocks that work on one row, ranked by blockIdx.x: a cluster, or one block where there are no
 // clusters.
-struct Team {
+template <int kWanted>
+struct TeamOf {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  static constexpr int kBlocks = kMaxTeamBlocks;
+  static constexpr int kBlocks = kWanted;
   __device__ static void sync() { cooperative_groups::this_cluster().sync(); }
   template <typename T>
   __device__ static T* shared_of(int rank, T* shared) {
@@ -68,5 +69,6 @@ struct Team {
   }
 #endif
 };
+using Team = TeamOf<kMaxTeamBlocks>;
 
 }  // namespace cpmcu::cuda

@@ -1,10 +1,11 @@
 // From logits to tokens by the parameters of each row's slot (kernels/sample.h says what exactly).
 //
-// A row belongs to a team of blocks: on sm_90 and later a cluster of 8 that exchanges partial
-// results through distributed shared memory; before, one block. Each thread sees the same tokens in
-// every pass, four neighbours at a time (they share one Philox counter). Adjusted logits are never
-// stored: each pass makes them anew from the logits, counts and bias, which a team of 8 has in L1
-// after the first pass. So the logits stay raw, and logprobs of them can be made at any time.
+// A row belongs to a team of blocks: on sm_90 and later a cluster of up to 4, as there is room,
+// that exchanges partial results through distributed shared memory; before, one block. Each thread
+// sees the same tokens in every pass, four neighbours at a time (they share one Philox counter).
+// Adjusted logits are never stored: each pass makes them anew from the logits, counts and bias,
+// which a team of 4 has in L1 after the first pass. So the logits stay raw, and logprobs of them
+// can be made at any time.
 //
 // Bound: 4 bytes a token, once from L2; after that the latency of the passes. Greedy: one pass.
 // Drawing: the maximum, three passes for top-k, three for top-p, the draw.
@@ -18,6 +19,7 @@
 #include "kernels/sample.h"
 
 #include <limits>
+#include <type_traits>
 
 #include "core/launch.h"
 #include "core/ptx.cuh"
@@ -66,7 +68,6 @@ struct ReduceSmem {
 
 struct Smem {
   ReduceSmem<uint64_t> keys;
-  ReduceSmem<float> sums;
   Histogram histograms[2];
   uint64_t warp_weights[32];
   int path[kMaxTreeSize];  // tokens drafted on the way to the row
@@ -94,8 +95,11 @@ __device__ __forceinline__ float gumbel_of(uint32_t word) {
 // ---- kernels
 
 // What one thread does for one row. Every thread of the team calls every method.
-template <bool kAligned>  // rows of logits, counts and bias start at multiples of 16 bytes
+template <bool kAligned,  // rows of logits, counts and bias start at multiples of 16 bytes
+          int kTeam>
 struct RowSampler {
+  using Team = TeamOf<kTeam>;
+
   const SampleArgs& args;
   const SlotSampling s;
   Smem& smem;
@@ -389,12 +393,13 @@ struct RowSampler {
   __device__ void write_logprobs(int token, TokenLogprobs& out) {
     uint64_t key = find_maximum<false>();
     const float maximum = value_of(key);
-    float sum = 0;
+    uint64_t mass = 0;
     for_each_four<false>([&](int, const float (&z)[4]) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) sum += expf(z[i] - maximum);
+      for (int i = 0; i < 4; ++i) mass += mass_of(z[i], maximum, 1.0f);
     });
-    const float log_sum = logf(team_reduce(sum, 0.0f, smem.sums, Sum{}));
+    mass = team_reduce(mass, uint64_t{0}, smem.keys, Sum{});
+    const float log_sum = logf(static_cast<float>(mass) * 0x1p-40f);
     const bool writes = blockIdx.x == 0 && threadIdx.x == 0;
     const auto logprob_of = [&](float z) {
       return maximum > -kInfinity ? fmaxf(z, -kInfinity) - maximum - log_sum : -kInfinity;
@@ -410,14 +415,10 @@ struct RowSampler {
   }
 };
 
-// Grid: (kMaxTeamBlocks, R). Without clusters the first block of a row does all of it.
-template <bool kAligned>
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-__global__ void __launch_bounds__(kThreads) __cluster_dims__(kMaxTeamBlocks, 1, 1)
-#else
-__global__ void __launch_bounds__(kThreads)
-#endif
-    sample_kernel(const __grid_constant__ SampleArgs args) {
+// Grid: (kTeam, R), a team is a cluster. Without clusters the first block of a row does all of it.
+template <bool kAligned, int kTeam>
+__global__ void __launch_bounds__(kThreads) sample_kernel(const __grid_constant__ SampleArgs args) {
+  using Team = TeamOf<kTeam>;
   __shared__ Smem smem;
   ptx::pdl_launch();
   ptx::pdl_wait();
@@ -425,7 +426,7 @@ __global__ void __launch_bounds__(kThreads)
   Team::sync();  // a block's shared memory may be written once the block runs
 
   const int row = blockIdx.y;
-  RowSampler<kAligned> sampler(args, smem, row);
+  RowSampler<kAligned, kTeam> sampler(args, smem, row);
   const int token = sampler.choose(args.row_positions[row] + 1);
   if (blockIdx.x == 0 && threadIdx.x == 0) args.tokens[row] = token;
   if (sampler.s.num_logprobs >= 0) sampler.write_logprobs(token, args.logprobs[row]);
@@ -462,8 +463,22 @@ void sample(const Context& ctx, const SampleParams& p) {
                         .vocab_size = vocab_size};
   const bool aligned = vocab_size % 4 == 0 && is_aligned16(p.logits.data()) &&
                        is_aligned16(p.counts) && is_aligned16(p.bias);
-  const auto kernel = aligned ? sample_kernel<true> : sample_kernel<false>;
-  launch(ctx, kernel, dim3(kMaxTeamBlocks, p.logits.size(0)), dim3(kThreads), 0, args);
+  const auto launch_team = [&](auto team) {
+    const auto kernel =
+        aligned ? sample_kernel<true, team.value> : sample_kernel<false, team.value>;
+    launch_cluster(ctx, team.value, kernel, dim3(team.value, p.logits.size(0)), dim3(kThreads), 0,
+                   args);
+  };
+  // A block takes a multiprocessor, and rows that find no room wait for a whole draw. Clusters of
+  // four do not fill all multiprocessors (30 of 33 on an H100), pairs do.
+  const int64_t rows = p.logits.size(0);
+  if (rows * 4 <= ctx.sm_count * 9 / 10) {
+    launch_team(std::integral_constant<int, 4>{});
+  } else if (rows * 2 <= ctx.sm_count) {
+    launch_team(std::integral_constant<int, 2>{});
+  } else {
+    launch_team(std::integral_constant<int, 1>{});
+  }
 }
 
 }  // namespace cpmcu::cuda

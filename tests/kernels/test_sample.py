@@ -415,6 +415,21 @@ def test_cuda_draws_what_the_cpu_draws_with_masks(vocab_size: int) -> None:
     assert tokens[0] == tokens[1]
 
 
+@on_devices
+def test_rows_do_not_depend_on_their_number(device: str) -> None:
+    """On a GPU, more blocks share a row where there are few rows."""
+    logits = np.random.default_rng(5).normal(0, 3, (70, 5003)).astype(np.float32)
+    fields = {"temperature": 0.8, "top_p": 0.9, "top_k": 50, "seed": 3, "num_logprobs": 4}
+    slots = slots_of(fields)
+    tokens, logprobs = sample(device, logits, slots, positions=np.arange(70))
+    for count in (1, 29, 30, 66):
+        some, some_logprobs = sample(device, logits[:count], slots, positions=np.arange(count))
+        assert np.array_equal(some, tokens[:count])
+        assert np.array_equal(some_logprobs["logprob"], logprobs["logprob"][:count])
+        for field in ("top_ids", "top_logprobs"):
+            assert np.array_equal(some_logprobs[field][:, :4], logprobs[field][:count, :4])
+
+
 # ---- logprobs
 
 

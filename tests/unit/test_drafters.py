@@ -127,7 +127,9 @@ def test_torch_files(target: TinyCheckpoint, tmp_path: Path, kind: str) -> None:
 
 def test_eagle_spec(target: TinyCheckpoint, tmp_path: Path) -> None:
     spec = spec_of(opened(target, write_draft(tmp_path / "d", "eagle", target).directory))
-    assert (spec.method, spec.depth, spec.topk, spec.tree_size) == ("eagle", 2, 10, 12)
+    assert (spec.method, spec.depth, spec.topk, spec.tree_size) == ("eagle", 4, 8, 32)
+    fixed = spec_of(opened(target, tmp_path / "d", spec_auto=False))
+    assert (fixed.depth, fixed.topk, fixed.tree_size) == (2, 10, 12)
     assert spec.window == 1024
     assert (spec.input_norms, spec.attention_norm, spec.fc_bias) == (False, False, False)
     model = spec.model

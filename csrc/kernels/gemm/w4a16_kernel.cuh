@@ -64,8 +64,8 @@ struct Args {
   float alpha, beta;
 };
 
-// Eight q of one word as the A fragment of 16 rows x 16 k. `low` and `high` hold what turns the
-// biased numbers of rows g and g + 8 into q - z, exactly.
+// Eight q of one word as the A fragment of 16 rows x 16 k, times kUnpackedScale. `low` and `high`
+// hold what turns the biased numbers of rows g and g + 8 into q - z, exactly.
 template <typename T>
 __device__ __forceinline__ void unpack(uint32_t (&a)[4], uint32_t word, uint32_t low,
                                        uint32_t high);
@@ -92,8 +92,8 @@ __device__ __forceinline__ void unpack<__half>(uint32_t (&a)[4], uint32_t word, 
   a[3] = bits_of(
       __hfma2(as_half2(ptx::masked_or(next, 0x00F000F0, 0x64006400)), sixteenth, as_half2(high)));
 }
-// bfloat16, times kUnpackedScale: 0x4300 | q is 128 + q. 16 q has no room beside it, but alone it
-// is a number too: q 2^-129, because numbers go on evenly below the smallest normal one.
+// bfloat16: 0x4300 | q is 128 + q. 16 q has no room beside it, but alone it is a number too: q
+// 2^-129, because numbers go on evenly below the smallest normal one.
 template <>
 __device__ __forceinline__ void unpack<__nv_bfloat16>(uint32_t (&a)[4], uint32_t word, uint32_t low,
                                                       uint32_t high) {
@@ -238,7 +238,7 @@ struct MmaSync {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         offsets[i] = row * kRowBytes + (((2 * i) ^ chunk ^ (lane & 7)) << 4);
-        asm volatile("" : "+r"(offsets[i]));  // or they are computed again for every stage
+        ptx::opaque(offsets[i]);  // or they are computed again for every stage
       }
     }
     __device__ __forceinline__ uint32_t at(int chunk) const {
@@ -335,7 +335,7 @@ __global__ void __launch_bounds__(kThreads, 1) w4_gemm_kernel(const __grid_const
   const auto feed_weights = [&](int i, int stage) {
     while (i >= fed_begin + blocks_of_tile) {
       fed_begin += blocks_of_tile, fed_tile += tile_step;
-      asm volatile("" : "+r"(fed_begin));  // or the compiler divides
+      ptx::opaque(fed_begin);  // or the compiler divides
     }
     const int k_block = first_block + i - fed_begin;
     const char* from =
