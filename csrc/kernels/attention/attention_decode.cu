@@ -5,11 +5,11 @@
 //
 // Block: one (row chunk, KV head, split, sequence). The rows * group query rows of a KV head are
 // packed: row p stands for (row p / group, query head p % group). One chunk is 16 packed rows, one
-// mma tile, where that is enough (plain decoding); else 64. Bound, 16 rows: the cache is read once,
+// mma tile, where that is enough (plain decoding); else 32. Bound, 16 rows: the cache is read once,
 // at memory bandwidth; three stages of 32 KiB are in flight for each of two blocks of an SM. With
-// 64 rows a chunk meets 64 operations for each byte of cache; the chunks of one KV head run side by
-// side (blockIdx.x), so that all but the first find the cells in L2. A tree of 32 rows over 32
-// query heads is bound by mma.sync itself, whatever the chunk.
+// 32 rows the chunks of one KV head run side by side (blockIdx.x), so that all but the first find
+// the cells in L2, and that is the bound: 16 chunks of a tree of 32 rows over 32 query heads and 2
+// KV heads read each cell 16 times. Splits of short contexts are bound by latency.
 //
 // Inside a split, warps share the cells: warp `slice` owns cells [16 slice, 16 slice + 16) of every
 // tile of 64 (D = 256: of 32), with a softmax state of its own, and the slices are merged at the
