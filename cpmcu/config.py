@@ -112,15 +112,17 @@ class SpeculativeConfig:
         None, "expect an EAGLE-3 head (default: what the draft's files are)"
     )
     spec_num_iter: int | None = option(
-        None, "tokens of the longest drafted path (default: 4; with --spec-auto no: 2)"
+        None, "tokens of the longest drafted path (default: 4; a draft model in a fixed tree: 2)"
     )
     spec_topk_per_iter: int | None = option(
-        None, "drafted continuations of a token, and nodes that go on (default: 8, or 10)"
+        None,
+        "drafted continuations of a token, and nodes that go on (default: 8; a draft model in a "
+        "fixed tree: 10)",
     )
     spec_tree_size: int | None = option(
         None,
         f"tokens verified in a step, at most {MAX_TREE_SIZE}, the last emitted one included "
-        "(default: 32, shipped draft: 24; with --spec-auto no: 12)",
+        "(default: 32; shipped draft: 24; a draft model in a fixed tree: 12)",
     )
     spec_auto: bool | None = option(
         None,

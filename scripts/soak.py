@@ -291,7 +291,7 @@ def main() -> int:
     parser.add_argument("--duration", type=float, default=600, help="seconds")
     parser.add_argument("--seed", type=int, default=0, help="of the requests")
     parser.add_argument(
-        "--max-growth-mib", type=float, default=24, help="of memory, over the second half"
+        "--max-growth-mib", type=float, default=16, help="of memory, over the second half"
     )
     parser.add_argument("--log", type=Path, help="where the server's log goes")
     args, flags = parser.parse_known_args()

@@ -60,14 +60,13 @@ struct Histogram {
   uint32_t high[kBins];
 };
 
-template <typename T>
 struct ReduceSmem {
-  T scratch[32];
-  T partials[2][kMaxTeamBlocks];
+  uint64_t scratch[32];
+  uint64_t partials[2][kMaxTeamBlocks];
 };
 
 struct Smem {
-  ReduceSmem<uint64_t> keys;
+  ReduceSmem reduce;
   Histogram histograms[2];
   uint64_t warp_weights[32];
   int path[kMaxTreeSize];  // tokens drafted on the way to the row
@@ -210,11 +209,11 @@ struct RowSampler {
     }
   }
 
-  // Over the team, in the order of its blocks; the result reaches every thread.
-  template <typename T, typename Op>
-  __device__ T team_reduce(T value, T identity, ReduceSmem<T>& buffers, Op op) {
-    value = block_reduce<kThreads>(value, identity, buffers.scratch, op);
-    T* partials = buffers.partials[turn ^= 1];
+  // Over the team; the result reaches every thread. 0 changes nothing.
+  template <typename Op>
+  __device__ uint64_t team_reduce(uint64_t value, Op op) {
+    value = block_reduce<kThreads>(value, uint64_t{0}, smem.reduce.scratch, op);
+    uint64_t* partials = smem.reduce.partials[turn ^= 1];
     if (threadIdx.x < Team::kBlocks) Team::shared_of(threadIdx.x, partials)[blockIdx.x] = value;
     Team::sync();
     value = partials[0];
@@ -233,7 +232,7 @@ struct RowSampler {
         if (z[i] > maximum) maximum = z[i], best = token + i;
       }
     });
-    return team_reduce(key_of(maximum, best), uint64_t{0}, smem.keys, Max{});
+    return team_reduce(key_of(maximum, best), Max{});
   }
 
   // The largest of the raw logits whose key is below `bound`, as a key.
@@ -246,7 +245,7 @@ struct RowSampler {
         if (key < bound && key > best) best = key;
       }
     });
-    return team_reduce(best, uint64_t{0}, smem.keys, Max{});
+    return team_reduce(best, Max{});
   }
 
   __device__ __forceinline__ static void add_weight(Histogram& histogram, uint32_t bin,
@@ -378,7 +377,7 @@ struct RowSampler {
         bar = fmaxf(bar, value);
       }
     });
-    return token_of(team_reduce(best, uint64_t{0}, smem.keys, Max{}));
+    return token_of(team_reduce(best, Max{}));
   }
 
   // The token, which every thread returns.
@@ -398,7 +397,7 @@ struct RowSampler {
 #pragma unroll
       for (int i = 0; i < 4; ++i) mass += mass_of(z[i], maximum, 1.0f);
     });
-    mass = team_reduce(mass, uint64_t{0}, smem.keys, Sum{});
+    mass = team_reduce(mass, Sum{});
     const float log_sum = logf(static_cast<float>(mass) * 0x1p-40f);
     const bool writes = blockIdx.x == 0 && threadIdx.x == 0;
     const auto logprob_of = [&](float z) {

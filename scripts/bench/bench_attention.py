@@ -35,11 +35,18 @@ COLD_BYTES = 256 << 20  # caches read before one is read again; L2 is far smalle
 MAX_LAUNCHES = 64  # in one graph
 
 
-def put(ctx: Any, values: Any) -> Any:
-    source = np.ascontiguousarray(values, np.int32)
-    array = ops.Array(ctx, list(source.shape), "int32")
+def raw(ctx: Any, values: Any, pinned: bool = False) -> Any:
+    """Integers as they are, or C structs as bytes."""
+    source = np.ascontiguousarray(values)
+    if source.dtype.fields:
+        source = source.view(np.uint8).reshape(*source.shape, source.dtype.itemsize)
+    array = ops.Array(ctx, list(source.shape), source.dtype.name, pinned)
     array.copy_from(source)
     return array
+
+
+def put(ctx: Any, values: Any) -> Any:
+    return raw(ctx, np.asarray(values, np.int32))
 
 
 def put_masks(ctx: Any, count: int) -> Any:
@@ -48,9 +55,7 @@ def put_masks(ctx: Any, count: int) -> Any:
     masks = [1]
     for node in range(1, count):
         masks.append(masks[max(0, node - 1 - int(rng.integers(12)))] | 1 << node)
-    array = ops.Array(ctx, [count], "uint64")
-    array.copy_from(np.array(masks, np.uint64))
-    return array
+    return raw(ctx, np.array(masks, np.uint64))
 
 
 def normal(ctx: Any, shape: list[int], dtype: str) -> Any:

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from bench_attention import microseconds, normal, put
+from bench_attention import microseconds, normal, put, raw
 
 from cpmcu import C
 
@@ -36,16 +36,6 @@ LENGTH, MAX_LEN = 1024, 8192
 CANDIDATES = TOPK + (DEPTH - 1) * TOPK * TOPK
 BUDGET_US = 80.0
 LAUNCHES = 20  # in one graph
-
-
-def raw(ctx: Any, values: Any, pinned: bool = False) -> Any:
-    """Integers as they are, or C structs as bytes."""
-    source = np.ascontiguousarray(values)
-    if source.dtype.fields:
-        source = source.view(np.uint8).reshape(*source.shape, source.dtype.itemsize)
-    array = ops.Array(ctx, list(source.shape), source.dtype.name, pinned)
-    array.copy_from(source)
-    return array
 
 
 class Cycle:

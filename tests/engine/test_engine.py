@@ -303,11 +303,11 @@ def test_ten_engines_leave_no_device_memory_behind(directory: Path) -> None:
 
     one_life()  # loads the CUDA context, kernels and cuBLASLt once
     lost = []
-    for _ in range(20):  # other processes take memory meanwhile, and give it; a leak stays
+    for _ in range(4):  # another process may take memory meanwhile; a leak shows every time
         before = C.device_info(0)["free_bytes"]
         for _ in range(10):
             one_life()
         lost.append(before - C.device_info(0)["free_bytes"])
         if lost[-1] < 8 << 20:
             return
-    pytest.fail(f"bytes lost by ten engines, each time: {lost}")
+    pytest.fail(f"bytes lost by ten engines, four times: {lost}")

@@ -201,6 +201,17 @@ __device__ __forceinline__ void store_whole(const Args& args, const float (&sums
     }
   }
 }
+// f(row of x, stored row n of W, its sum, that of n + 8) for the sums of a lane, the same; `n` is
+// the first.
+template <int kGroups, typename F>
+__device__ __forceinline__ void each_pair(const float (&sums)[2][kGroups][4], int n, F f) {
+#pragma unroll
+  for (int i = 0; i < 4 * kGroups; ++i) {
+    const int t = i % 2, group = i / 4, odd = i / 2 % 2;
+    f(group * 8 + threadIdx.x % 4 * 2 + odd, n + 16 * t, sums[t][group][odd],
+      sums[t][group][odd + 2]);
+  }
+}
 template <typename T, int kGroups>
 __device__ __forceinline__ void store_sums(const Args& args, const float (&sums)[2][kGroups][4],
                                            int n0) {
@@ -210,12 +221,9 @@ __device__ __forceinline__ void store_sums(const Args& args, const float (&sums)
   } else if (n0 + kW4BlockRows <= args.n && args.beta == 0 && !args.gated) {
     store_whole<float, false>(args, sums, n);
   } else {
-#pragma unroll
-    for (int i = 0; i < 4 * kGroups; ++i) {
-      const int t = i % 2, group = i / 4, odd = i / 2 % 2;
-      store_pair<T>(args, group * 8 + threadIdx.x % 4 * 2 + odd, n + 16 * t, sums[t][group][odd],
-                    sums[t][group][odd + 2]);
-    }
+    each_pair(sums, n, [&](int row, int at, float sum, float sum_8) {
+      store_pair<T>(args, row, at, sum, sum_8);
+    });
   }
 }
 
@@ -510,15 +518,12 @@ __global__ void __launch_bounds__(kThreads, 1) w4_gemm_kernel(const __grid_const
     }
     ptx::mbarrier_wait(received, 0);  // until then others write into this block's memory
 #else
-#pragma unroll
-    for (int i = 0; i < 4 * kGroups; ++i) {
-      const int t = i % 2, group = i / 4, odd = i / 2 % 2, row = group * 8 + q * 2 + odd;
-      const int n = n0 + warp * 32 + t * 16 + g;
-      if (row >= args.m) continue;
+    each_pair(sums, n0 + slab_row, [&](int row, int n, float sum, float sum_8) {
+      if (row >= args.m) return;
       float* to = args.partials + (int64_t{slice} * args.m + row) * args.n + n;
-      if (n < args.n) to[0] = sums[t][group][odd];
-      if (n + 8 < args.n) to[8] = sums[t][group][odd + 2];
-    }
+      if (n < args.n) to[0] = sum;
+      if (n + 8 < args.n) to[8] = sum_8;
+    });
 #endif
   }
 }
