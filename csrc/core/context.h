@@ -7,7 +7,8 @@
 
 namespace cpmcu {
 
-class CublasLt;  // kernels/gemm/cublaslt.h
+class CublasLt;      // kernels/gemm/cublaslt.h
+class ProductQueue;  // linear/product_queue.h
 
 struct Context {
   Device device;
@@ -16,7 +17,12 @@ struct Context {
   int compute_capability = 0;  // 90 for 9.0; 0 on the CPU
   int code_capability = 0;     // of our kernels' code: smaller where they run as older PTX
   CublasLt* cublas = nullptr;  // null: not found, our own GEMM serves all row counts
+  ProductQueue* products =
+      nullptr;  // where 4-bit products wait to become one launch; null: nowhere
 };
+
+// Launches what waits there. Before anything else is.
+void flush(ProductQueue& products);
 
 // A context of the device with a stream of its own.
 struct DeviceContext : Context {

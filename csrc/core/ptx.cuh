@@ -99,7 +99,20 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, int parity) {
 #endif
 }
 
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+// Whether it has ended, without waiting.
+__device__ __forceinline__ bool mbarrier_test(uint32_t barrier, int parity) {
+  uint32_t done;
+  asm volatile(
+      "{ .reg .pred done;\n"
+      "mbarrier.test_wait.parity.shared.b64 done, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, done; }"
+      : "=r"(done)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return done != 0;
+}
+
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 // Arrives and expects that many bytes more of bulk copies in this phase.
 __device__ __forceinline__ void mbarrier_expect_bytes(uint32_t barrier, int bytes) {
   asm volatile(
@@ -116,6 +129,37 @@ __device__ __forceinline__ void bulk_copy(uint32_t shared, const void* global, i
       "[%1], %2, [%3], %4;" ::"r"(shared),
       "l"(global), "r"(bytes), "r"(barrier), "l"(policy)
       : "memory");
+}
+
+// ---- between the blocks of a kernel, all of which run at the same time
+
+// Counts one: all that this thread wrote, or that a barrier of the block told it of, comes before.
+__device__ __forceinline__ void add_release(uint32_t* counter) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
+}
+// What came before the counts that are seen here is visible after.
+__device__ __forceinline__ uint32_t load_acquire(const uint32_t* counter) {
+  uint32_t v;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(counter) : "memory");
+  return v;
+}
+// Lets the copy engine see what load_acquire made visible to this thread.
+__device__ __forceinline__ void copy_engine_fence() {
+  asm volatile("fence.proxy.async.global;" ::: "memory");
+}
+// 16 bytes that say by themselves whether they have come: no order with anything else.
+__device__ __forceinline__ void store_relaxed16(void* to, const float (&v)[4]) {
+  asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(v[0]),
+               "f"(v[1]), "f"(v[2]), "f"(v[3])
+               : "memory");
+}
+__device__ __forceinline__ uint4 load_relaxed16(const void* from) {
+  uint4 v;
+  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(from)
+               : "memory");
+  return v;
 }
 
 // ---- clusters
@@ -224,7 +268,27 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return y;
 }
 
+// A barrier of the first kThreads threads of the block; 0 is __syncthreads.
+template <int kBarrier, int kThreads>
+__device__ __forceinline__ void named_barrier() {
+  asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "n"(kThreads) : "memory");
+}
+
 #ifdef CPMCU_SM90
+// The registers of each thread of this warpgroup from here on; all its warps say so.
+template <int kCount>
+__device__ __forceinline__ void give_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));
+}
+template <int kCount>
+__device__ __forceinline__ void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount));
+}
+// Fetches a CUtensorMap before it is needed.
+__device__ __forceinline__ void prefetch_map(const void* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
 // ---- wgmma: products of a warpgroup that run asynchronously
 
 // A box of a two-dimensional tensor, as its CUtensorMap says; x counts elements, y rows.

@@ -1,7 +1,9 @@
 // C.ops of 4-bit weights (kernels/gemm/w4a16.h). A weight is its blocks, an array of bytes, with
 // the numbers that say what they hold.
+#include <pybind11/stl.h>
+
 #include "kernels/bind_ops.h"
-#include "kernels/gemm/w4a16.h"
+#include "kernels/gemm/w4a16_chain.h"
 
 namespace py = pybind11;
 using namespace pybind11::literals;
@@ -12,6 +14,11 @@ namespace {
 struct OpsWeight {
   W4Weight weight;
   SharedArray blocks;
+};
+
+struct OpsLink {
+  W4Link link;
+  std::vector<SharedArray> arrays;  // that it needs to stay
 };
 
 }  // namespace
@@ -79,6 +86,36 @@ void bind_w4_ops(py::module_& m) {
       },
       "ctx"_a, "y"_a, "x"_a, "w"_a, "alpha"_a = 1.f, "beta"_a = 0.f, "scratch"_a = SharedArray(),
       "csrc/kernels/gemm/w4a16.h");
+  py::class_<OpsLink>(m, "W4Link", "A product of w4_chain.")
+      .def(py::init([](SharedArray y, SharedArray x, const OpsWeight& w, float alpha, float beta,
+                       SharedArray scratch, SharedArray normed, SharedArray norm_weight,
+                       float norm_eps) {
+             return OpsLink{{.y = tensor_of(y),
+                             .x = tensor_of(x),
+                             .w = w.weight,
+                             .alpha = alpha,
+                             .beta = beta,
+                             .scratch = tensor_of(scratch),
+                             .normed = tensor_of(normed),
+                             .norm_weight = tensor_of(norm_weight),
+                             .norm_eps = norm_eps},
+                            {y, x, w.blocks, scratch, normed, norm_weight}};
+           }),
+           "y"_a, "x"_a, "w"_a, "alpha"_a = 1.f, "beta"_a = 0.f, "scratch"_a = SharedArray(),
+           "normed"_a = SharedArray(), "norm_weight"_a = SharedArray(), "norm_eps"_a = 1e-5f);
+  m.def(
+      "w4_chain_prepare",
+      [](const OpsContext& c, SharedArray memory) { w4_chain_prepare(c.ctx, tensor_of(memory)); },
+      "ctx"_a, "memory"_a, "csrc/kernels/gemm/w4a16_chain.h");
+  m.def(
+      "w4_chain",
+      [](const OpsContext& c, const std::vector<OpsLink>& links, SharedArray memory) {
+        W4ChainParams chain{.links = {}, .memory = tensor_of(memory)};
+        for (const OpsLink& link : links) chain.links.push_back(link.link);
+        w4_chain(c.ctx, chain);
+      },
+      "ctx"_a, "links"_a, "memory"_a, "csrc/kernels/gemm/w4a16_chain.h");
+  m.def("w4_chain_bytes", &w4_chain_bytes, "max_rows"_a, "Size of w4_chain's memory.");
   m.def(
       "w4_scratch_floats",
       [](const OpsWeight& w, int64_t max_rows) { return w4_scratch_floats(w.weight, max_rows); },

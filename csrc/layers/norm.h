@@ -5,6 +5,7 @@
 #include "core/model_spec.h"
 #include "core/weights.h"
 #include "kernels/rms_norm.h"
+#include "linear/product_queue.h"
 
 namespace cpmcu {
 
@@ -20,11 +21,12 @@ class RmsNorm {
   // `out_stride`: elements between rows of out, where out is part of wider rows; 0: H.
   void forward(const Context& ctx, const Tensor& out, const Tensor& x,
                int64_t out_stride = 0) const {
-    rms_norm(ctx, {.out = out,
-                   .x = x,
-                   .weight = weight_,
-                   .eps = spec_->rms_norm_eps,
-                   .out_stride = out_stride});
+    const RmsNormParams norm{.out = out,
+                             .x = x,
+                             .weight = weight_,
+                             .eps = spec_->rms_norm_eps,
+                             .out_stride = out_stride};
+    if (ctx.products == nullptr || !ctx.products->push(norm)) rms_norm(ctx, norm);
   }
 
  private:

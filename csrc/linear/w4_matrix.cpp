@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "kernels/gemm/gemm.h"
+#include "linear/product_queue.h"
 
 namespace cpmcu {
 namespace {
@@ -26,24 +27,32 @@ void W4Matrix::plan(MemoryPlan& plan, const std::string& name, DType dtype,
   slice_id_ = plan.add_scratch("w4.dequantized", slice_rows() * weight_.k * size_of(dtype), kEmbed,
                                kSample);
   scratch_id_ = plan.add_scratch("w4.partials", 4 * scratch_floats_, kEmbed, kSample);
+  chain_bytes_ = w4_chain_bytes(limits.max_decode_rows);
+  chain_id_ = plan.add_scratch("w4.chain", chain_bytes_, 0, kLoad);
 }
 
 void W4Matrix::bind(const Arena& arena) {
   weight_.blocks = arena.array<char>(blocks_id_);
   slice_ = arena.tensor(slice_id_, dtype_, {slice_rows(), weight_.k});
   if (scratch_floats_ > 0) scratch_ = arena.tensor(scratch_id_, DType::kF32, {scratch_floats_});
+  chain_memory_ = arena.tensor(chain_id_, DType::kU8, {chain_bytes_});
 }
 
 bool W4Matrix::multiplies_slices(const Context& ctx, Phase phase) const {
   return phase == Phase::kPrefill && ctx.cublas != nullptr;
 }
 
+void W4Matrix::multiply(const Context& ctx, const Tensor& y, const Tensor& x, float alpha,
+                        float beta) const {
+  const W4Link link{
+      .y = y, .x = x, .w = weight_, .alpha = alpha, .beta = beta, .scratch = scratch_};
+  if (ctx.products != nullptr && ctx.products->push(link, chain_memory_)) return;
+  w4_gemm(ctx, {.y = y, .x = x, .w = weight_, .alpha = alpha, .beta = beta, .scratch = scratch_});
+}
+
 void W4Matrix::forward(const Context& ctx, Phase phase, const Tensor& y, const Tensor& x,
                        float alpha, float beta) const {
-  if (!multiplies_slices(ctx, phase)) {
-    w4_gemm(ctx, {.y = y, .x = x, .w = weight_, .alpha = alpha, .beta = beta, .scratch = scratch_});
-    return;
-  }
+  if (!multiplies_slices(ctx, phase)) return multiply(ctx, y, x, alpha, beta);
   for (int64_t row = 0; row < weight_.n; row += slice_rows()) {
     const Tensor slice = slice_.rows(0, std::min(slice_rows(), weight_.n - row));
     w4_dequantize(ctx, {.out = slice, .w = weight_, .first_row = row});
@@ -57,10 +66,7 @@ void W4Matrix::forward(const Context& ctx, Phase phase, const Tensor& y, const T
 
 void W4Matrix::forward_gated(const Context& ctx, Phase phase, const Tensor& out,
                              const Tensor& gate_up, const Tensor& x) const {
-  if (!multiplies_slices(ctx, phase)) {
-    w4_gemm(ctx, {.y = out, .x = x, .w = weight_, .scratch = scratch_});
-    return;
-  }
+  if (!multiplies_slices(ctx, phase)) return multiply(ctx, out, x, 1, 0);
   forward(ctx, phase, gate_up, x, 1, 0);
   silu_mul(ctx, {.out = out, .x = gate_up, .by_eights = true});
 }

@@ -4,7 +4,7 @@
 
 #include <string>
 
-#include "kernels/gemm/w4a16.h"
+#include "kernels/gemm/w4a16_chain.h"
 #include "linear/linear.h"
 
 namespace cpmcu {
@@ -17,6 +17,8 @@ class W4Matrix {
   void plan(MemoryPlan& plan, const std::string& name, DType dtype, const StepLimits& limits,
             int64_t min_bytes = 0);
   void bind(const Arena& arena);
+  // Before the first step.
+  void prepare(const Context& ctx) { w4_chain_prepare(ctx, chain_memory_); }
 
   const W4Weight& weight() const { return weight_; }
   int64_t buffer_bytes() const { return buffer_bytes_; }
@@ -31,14 +33,17 @@ class W4Matrix {
 
  private:
   bool multiplies_slices(const Context& ctx, Phase phase) const;
+  void multiply(const Context& ctx, const Tensor& y, const Tensor& x, float alpha,
+                float beta) const;
   int64_t slice_rows() const;
 
   W4Weight weight_;
   DType dtype_ = DType::kBF16;
-  int64_t buffer_bytes_ = 0, scratch_floats_ = 0;
-  MemoryPlan::Id blocks_id_ = 0, slice_id_ = 0, scratch_id_ = 0;
-  Tensor slice_;    // [slice_rows, K]
-  Tensor scratch_;  // of w4_gemm
+  int64_t buffer_bytes_ = 0, scratch_floats_ = 0, chain_bytes_ = 0;
+  MemoryPlan::Id blocks_id_ = 0, slice_id_ = 0, scratch_id_ = 0, chain_id_ = 0;
+  Tensor slice_;         // [slice_rows, K]
+  Tensor scratch_;       // of w4_gemm
+  Tensor chain_memory_;  // of w4_chain, one for all matrices
 };
 
 }  // namespace cpmcu

@@ -110,6 +110,7 @@ class W4A16Linear : public LinearMethod {
                     .n = part.n,
                     .k = matrix_.weight().k});
     }
+    matrix_.prepare(ctx);
   }
 
   void forward(const Context& ctx, Phase phase, const Tensor& y, const Tensor& x, float alpha,

@@ -93,15 +93,17 @@ Tensor Transformer::forward(const Context& ctx, const Step& step, const KvCache&
   const Tensor hidden = hidden_.rows(0, step.rows.num_rows);
   const Tensor normed = normed_.rows(0, step.rows.num_rows);
   embedding(ctx, {.out = hidden, .table = embed_, .ids = step.ids, .scale = spec_.embed_scale});
+  ProductQueue products(ctx, step.phase);
   size_t sublayer_index = 0;
   for (int layer = 0; layer < spec_.num_hidden_layers; ++layer) {
-    copy_taps(ctx, layer, hidden);
+    products.then([=, this, &ctx] { copy_taps(ctx, layer, hidden); });
     for (size_t i = 0; i < spec_.blocks_of(layer).size(); ++i) {
       const Sublayer& sublayer = sublayers_[sublayer_index++];
-      sublayer.norm.forward(ctx, normed, hidden);
-      sublayer.block->forward(ctx, step, hidden, normed, cache);
+      sublayer.norm.forward(products.context(), normed, hidden);
+      sublayer.block->forward(products.context(), step, hidden, normed, cache);
     }
   }
+  products.flush();
   return hidden;
 }
 

@@ -125,9 +125,9 @@ struct W4GemmParams {
   Tensor y;  // [M, N] (gated: [M, N / 2]), dtype of x, or float32
   Tensor x;  // [M, K], K a multiple of 8
   W4Weight w;
-  float alpha = 1;  // of x W^T; a gated W has none, and no beta
-  float beta = 0;   // 0: y is not read
-  Tensor scratch;   // [w4_scratch_floats] float32; used before compute capability 9.0 only
+  float alpha = 1;   // of x W^T; a gated W has none, and no beta
+  float beta = 0;    // 0: y is not read
+  Tensor scratch{};  // [w4_scratch_floats] float32; used before compute capability 9.0 only
 };
 
 inline int64_t w4_scratch_floats(const W4Weight& w, int64_t max_rows) {

@@ -38,6 +38,13 @@ constexpr int kZeroOffset = kScaleOffset + 2 * kW4BlockRows;
 constexpr int kBlockBytes = 17 * 1024;    // room for a block with zero points; keeps x aligned
 constexpr int kRowBytes = 2 * kW4BlockK;  // of x in a stage
 
+// Where 8 k (a chunk) of a row of x lie in a stage: two panels of 64 k, [rows][128 bytes], chunks
+// swizzled within 8 rows, as the copy engine writes and wgmma reads them.
+template <int kGroups>
+__device__ __forceinline__ constexpr int chunk_offset(int row, int chunk) {
+  return chunk / 8 * (8 * kGroups * 128) + row * 128 + ((chunk % 8 ^ row % 8) << 4);
+}
+
 // A CUtensorMap: how the copy engine finds rows of x.
 struct alignas(64) TensorMap {
   uint64_t opaque[16];
@@ -230,11 +237,12 @@ __device__ __forceinline__ void store_sums(const Args& args, const float (&sums)
 // How a warp multiplies a packed block in shared memory by the rows of x beside it.
 struct MmaSync {
   static constexpr bool kTensorMap = false;
+  static constexpr int kTiles = 2;  // of 16 rows, at a time
 
   // Where a lane finds its row of x for ldmatrix, in a stage: lane l gives the address of row l % 8
-  // of matrix l / 8, and a matrix is 8 rows of x and 8 k (a chunk; chunk c of row r lies at c ^ (r
-  // % 8)). With one group the four matrices are 32 k, else 16 rows and 16 k. Entry i is for chunks
-  // from 2 i on; chunks 8 to 15 lie 128 bytes behind 0 to 7.
+  // of matrix l / 8, and a matrix is 8 rows of x and 8 k. With one group the four matrices are 32
+  // k, else 16 rows and 16 k. Entry i is for chunks from 2 i on; chunks 8 to 15 are the second
+  // panel.
   template <int kGroups>
   struct LaneRows {
     uint32_t offsets[4];
@@ -245,18 +253,19 @@ struct MmaSync {
       const int chunk = kGroups == 1 ? matrix : matrix % 2;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        offsets[i] = row * kRowBytes + (((2 * i) ^ chunk ^ (lane & 7)) << 4);
+        offsets[i] = row * 128 + (((2 * i) ^ chunk ^ (lane & 7)) << 4);
         ptx::opaque(offsets[i]);  // or they are computed again for every stage
       }
     }
     __device__ __forceinline__ uint32_t at(int chunk) const {
-      return offsets[chunk / 2 % 4] + chunk / 8 * 128;
+      return offsets[chunk / 2 % 4] + chunk / 8 * (8 * kGroups * 128);
     }
   };
 
   template <typename T, int kGroups>
-  static __device__ __forceinline__ void multiply(float (&part)[2][kGroups][4], uint32_t weights,
-                                                  uint32_t rows, const LaneRows<kGroups>& lane_rows,
+  static __device__ __forceinline__ void multiply(float (&part)[2][kGroups][4], int,
+                                                  uint32_t weights, uint32_t rows,
+                                                  const LaneRows<kGroups>& lane_rows,
                                                   const uint32_t (&low)[2],
                                                   const uint32_t (&high)[2]) {
     // Words and rows of x of two steps of 16 k, loaded while the steps before are multiplied.
@@ -275,7 +284,7 @@ struct MmaSync {
 #pragma unroll
           for (int group = 0; group < kGroups; group += 2) {
             uint32_t r[4];
-            ptx::ldmatrix4(r, rows + lane_rows.at(pair * 4 + step * 2) + group * 8 * kRowBytes);
+            ptx::ldmatrix4(r, rows + lane_rows.at(pair * 4 + step * 2) + group * 8 * 128);
             to[step][group][0] = r[0], to[step][group][1] = r[1];
             to[step][group + 1][0] = r[2], to[step][group + 1][1] = r[3];
           }
@@ -310,6 +319,54 @@ struct MmaSync {
     }
   }
 };
+
+// sums += the rows of x times the 32 rows of a packed block that are this warp's. Both lie in a
+// stage, x first; `release` is called when they have been read.
+template <typename Mma, typename T, int kGroups, bool kZeros, typename F>
+__device__ __forceinline__ void add_block(float (&sums)[2][kGroups][4], uint32_t rows,
+                                          const typename Mma::template LaneRows<kGroups>& lane_rows,
+                                          bool bf16_scales, F release) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, slab_row = warp * 32 + lane / 4;
+  const uint32_t block = rows + 8 * kGroups * kRowBytes;
+  float scale[2][2];
+  uint32_t low[2] = {low_offset<T>(8), low_offset<T>(8)};
+  uint32_t high[2] = {high_offset<T>(8), high_offset<T>(8)};
+#pragma unroll
+  for (int t = 0; t < 2; ++t) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      scale[t][half] =
+          load_scale(block + kScaleOffset + 2 * (slab_row + t * 16 + half * 8), bf16_scales);
+    }
+    if constexpr (kZeros) {
+      const uint32_t zeros = block + kZeroOffset + slab_row + t * 16;
+      low[t] = low_offset<T>(ptx::load_shared_byte(zeros));
+      high[t] = high_offset<T>(ptx::load_shared_byte(zeros + 8));
+    }
+  }
+
+#pragma unroll
+  for (int first = 0; first < 2; first += Mma::kTiles) {
+    float part[Mma::kTiles][kGroups][4];
+    Mma::template multiply<T, kGroups>(part, first, block + warp * 2048 + lane * 16, rows,
+                                       lane_rows, low, high);
+    if (first + Mma::kTiles == 2) {
+      __syncwarp();
+      release();
+    }
+#pragma unroll
+    for (int t = 0; t < Mma::kTiles; ++t) {
+#pragma unroll
+      for (int group = 0; group < kGroups; ++group) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          float& sum = sums[first + t][group][i];
+          sum = __fmaf_rn(scale[first + t][i / 2], part[t][group][i], sum);
+        }
+      }
+    }
+  }
+}
 
 // ---- kernels
 
@@ -372,7 +429,7 @@ __global__ void __launch_bounds__(kThreads, 1) w4_gemm_kernel(const __grid_const
       const T* from = static_cast<const T*>(args.x) + k;
 #pragma unroll 4
       for (int row = lane / 16; row < args.m; row += 2) {
-        ptx::cp_async16(to + row * kRowBytes + ((chunk ^ (row & 7)) << 4),
+        ptx::cp_async16(to + chunk_offset<kGroups>(row, chunk),
                         from + static_cast<int64_t>(row) * args.k, k < args.k);
       }
       ptx::mbarrier_arrive_cp_async(full(stage));
@@ -421,40 +478,11 @@ __global__ void __launch_bounds__(kThreads, 1) w4_gemm_kernel(const __grid_const
         feed_rows(next, used);
       }
       ptx::mbarrier_wait(full(stage), parity);
-      const uint32_t rows = ring + stage * kStageBytes, block = rows + kXBytes;
-      const uint32_t weights = block + warp * 2048 + lane * 16;
-
-      float scale[2][2];
-      uint32_t low[2] = {low_offset<T>(8), low_offset<T>(8)};
-      uint32_t high[2] = {high_offset<T>(8), high_offset<T>(8)};
-#pragma unroll
-      for (int t = 0; t < 2; ++t) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          scale[t][half] = load_scale(block + kScaleOffset + 2 * (slab_row + t * 16 + half * 8),
-                                      args.bf16_scales);
-        }
-        if constexpr (kZeros) {
-          const uint32_t zeros = block + kZeroOffset + slab_row + t * 16;
-          low[t] = low_offset<T>(ptx::load_shared_byte(zeros));
-          high[t] = high_offset<T>(ptx::load_shared_byte(zeros + 8));
-        }
-      }
-
-      float part[2][kGroups][4];
-      Mma::template multiply<T, kGroups>(part, weights, rows, lane_rows, low, high);
-      __syncwarp();
-      if (lane == 0) ptx::mbarrier_arrive(empty(stage));
+      add_block<Mma, T, kGroups, kZeros>(sums, ring + stage * kStageBytes, lane_rows,
+                                         args.bf16_scales, [&] {
+                                           if (lane == 0) ptx::mbarrier_arrive(empty(stage));
+                                         });
       if (++stage == args.stages) stage = 0, parity ^= 1;
-#pragma unroll
-      for (int t = 0; t < 2; ++t) {
-#pragma unroll
-        for (int group = 0; group < kGroups; ++group) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i)
-            sums[t][group][i] = __fmaf_rn(scale[t][i / 2], part[t][group][i], sums[t][group][i]);
-        }
-      }
     }
 
     const int n0 = tile * kW4BlockRows;

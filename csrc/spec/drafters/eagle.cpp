@@ -157,17 +157,17 @@ class EagleDrafter : public BeamDrafter {
       gather_rows(ctx, {.out = right, .x = features, .out_stride = 2 * width});
     }
     if (spec_.fc_bias) gather_rows(ctx, {.out = hidden, .x = bias_, .index = zeros_});
-    fc_->forward(ctx, step.phase, hidden, concat_.rows(0, rows), 1, spec_.fc_bias ? 1 : 0);
+    ProductQueue products(ctx, step.phase);
+    const Context& queued = products.context();
+    fc_->forward(queued, step.phase, hidden, concat_.rows(0, rows), 1, spec_.fc_bias ? 1 : 0);
     for (const Layer& layer : layers_) {
-      if (has_attention_norm(layer)) {
-        layer.attention_norm.forward(ctx, normed, hidden);
-      } else {
-        gather_rows(ctx, {.out = normed, .x = hidden});
-      }
-      layer.attention->forward(ctx, step, hidden, normed, cache);
-      layer.mlp_norm.forward(ctx, normed, hidden);
-      layer.mlp->forward(ctx, step, hidden, normed, cache);
+      const bool has_norm = has_attention_norm(layer);
+      if (has_norm) layer.attention_norm.forward(queued, normed, hidden);
+      layer.attention->forward(queued, step, hidden, has_norm ? normed : hidden, cache);
+      layer.mlp_norm.forward(queued, normed, hidden);
+      layer.mlp->forward(queued, step, hidden, normed, cache);
     }
+    products.flush();
     return hidden;
   }
 

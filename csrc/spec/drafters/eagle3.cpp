@@ -123,9 +123,11 @@ class Eagle3Drafter : public BeamDrafter {
                     .scale = spec_.model.embed_scale});
     embed_norm_.forward(ctx, left, normed, 2 * width);
     hidden_norm_.forward(ctx, right, hidden, 2 * width);
-    attention_->forward(ctx, step, hidden, concat_.rows(0, rows), cache);
-    mlp_norm_.forward(ctx, normed, hidden);
-    mlp_->forward(ctx, step, hidden, normed, cache);
+    ProductQueue products(ctx, step.phase);
+    attention_->forward(products.context(), step, hidden, concat_.rows(0, rows), cache);
+    mlp_norm_.forward(products.context(), normed, hidden);
+    mlp_->forward(products.context(), step, hidden, normed, cache);
+    products.flush();
     if (!spec_.norm_output) return hidden;
     final_norm_.forward(ctx, normed, hidden);
     return normed;

@@ -1,0 +1,514 @@
+// A run of dependent 4-bit products as one kernel (w4a16_chain.h), for Hopper, 1 to 64 rows.
+//
+// Roofline: all W of the run are read once, 41 us at 3 TB/s for a layer of MiniCPM4-8B. Launched
+// one by one they take 63 us at one row, because memory rests while a launch ends, the next begins
+// and its x arrives.
+//
+// The surprising decision: no launch, but a barrier of the whole grid between two products. It
+// costs as much as a launch does; yet a warp that has nothing to do with it goes on fetching, and
+// when x is there the ring in shared memory is full of weights that were read meanwhile.
+//
+// Work: one block of threads on each multiprocessor, all alive until the end. Eight warps multiply
+// as in w4a16_kernel.cuh, a ninth feeds. A product has tiles of 256 rows of W, and slices of K
+// where tiles are few, so that every block has something. Sums of slices go through global memory:
+// pieces of 16 bytes in a place that holds NaNs of a kind that no instruction makes, so that a
+// piece says itself whether it has come, and nobody counts or fences. The receiver puts the NaNs
+// back. A block adds up the slices of its rows in order, so a row has the same bits whatever else
+// is in the batch.
+//
+// Norms: the block that finishes a row of y also writes y times the weights of the norm, and adds
+// its squares to a sum in integers, whose order does not matter. The next product multiplies what
+// was written and divides its own sums by the root of the mean square, once a row.
+#include "kernels/gemm/w4a16_chain.h"
+
+#include "kernels/gemm/w4a16_wgmma.cuh"
+
+namespace cpmcu::cuda {
+namespace {
+
+constexpr int kRingStages = 8;
+constexpr uint32_t kNotYet = 0xFFFFFFFF;  // NaN; instructions make 0x7FFFFFFF
+constexpr int kStateBytes = 128 * 1024;
+
+// A sum that does not depend on the order of its terms: in units of 2^-8, and what is left of a
+// term then in units of 2^-48.
+struct alignas(128) ExactSum {  // a cache line, or additions to neighbours wait for each other
+  unsigned long long high, low;
+
+  __device__ __forceinline__ void add(float term) {
+    const float whole = floorf(term * 0x1p8f);
+    atomicAdd(&high, static_cast<unsigned long long>(whole));
+    atomicAdd(&low, static_cast<unsigned long long>(__fmaf_rn(whole, -0x1p-8f, term) * 0x1p48f));
+  }
+  __device__ __forceinline__ float value() const {
+    return static_cast<float>(high) * 0x1p-8f + static_cast<float>(low) * 0x1p-48f;
+  }
+};
+
+// What launches leave to the next one. Zero at first.
+struct ChainState {
+  uint32_t arrived[kMaxChainLinks]
+                  [32];            // of blocks, behind link i; a cache line each. Ever growing
+  uint32_t bases[kMaxChainLinks];  // `arrived` before this launch
+  uint32_t launches;
+  ExactSum squares[2][kMaxChainLinks][kMaxRows];  // by turns: one half is used, the other zeroed
+};
+static_assert(sizeof(ChainState) <= kStateBytes);
+
+struct alignas(64) Link {
+  TensorMap x_map;
+  const char* blocks;       // [tiles][k_blocks]
+  void* y;                  // [M, N]; gated: [M, N / 2]
+  void* normed;             // [M, N]; null: no norm
+  const void* norm_weight;  // [N]
+  float alpha, beta;
+  float inv_size, eps;  // of the norm that x is owed; inv_size 0: none
+  int n, tiles, k_blocks, block_bytes;
+  int slices, slice_blocks, longer_slices;
+  int units;  // blocks of threads that have something to do
+  bool bf16_scales, gated;
+};
+
+struct ChainArgs {
+  Link links[kMaxChainLinks];
+  ChainState* state;
+  char* pieces;  // [units][slabs][groups][tiles of 16 rows][lanes] of 16 bytes
+  int num_links, m, stages;
+};
+
+// What a block of threads multiplies of a link: packed blocks [begin, end) of the tiles `tile`,
+// tile + gridDim.x, ...
+struct Share {
+  int tile, begin, end;
+
+  __device__ __forceinline__ explicit Share(const Link& link) {
+    const int b = blockIdx.x, slice = b % link.slices;
+    tile = b / link.slices;
+    begin = slice * link.slice_blocks + min(slice, link.longer_slices);
+    end = begin + link.slice_blocks + (slice < link.longer_slices);
+  }
+};
+
+// The packed blocks of a block of threads, one after the other through all links.
+struct Cursor {
+  int link = -1, tile = 0, k_block = 0, begin = 0, end = 0;
+
+  __device__ __forceinline__ explicit Cursor(const ChainArgs& args) { next_link(args); }
+  __device__ __forceinline__ bool done(const ChainArgs& args) const {
+    return link >= args.num_links;
+  }
+  __device__ __forceinline__ void next_link(const ChainArgs& args) {
+    while (++link < args.num_links && static_cast<int>(blockIdx.x) >= args.links[link].units) {
+    }
+    if (done(args)) return;
+    const Share share(args.links[link]);
+    tile = share.tile, k_block = begin = share.begin, end = share.end;
+  }
+  __device__ __forceinline__ void next(const ChainArgs& args) {
+    if (++k_block < end) return;
+    k_block = begin;
+    tile += gridDim.x;
+    if (tile >= args.links[link].tiles || args.links[link].slices > 1) next_link(args);
+  }
+};
+
+// One output, after alpha, beta and the norm that x was owed. Returns what is stored.
+template <typename T>
+__device__ __forceinline__ T finished(const Link& link, float scale, float sum, T old) {
+  const float value = __fmul_rn(scale, sum);
+  return from_float<T>(link.beta == 0 ? value : __fmaf_rn(link.beta, to_float(old), value));
+}
+// Not infinite: before it is divided by the root of the mean square it may be large.
+template <typename T>
+__device__ __forceinline__ T bounded(float v) {
+  constexpr float kMax = std::is_same_v<T, __half> ? 65504.0f : 3.38e38f;
+  return from_float<T>(v > kMax ? kMax : v < -kMax ? -kMax : v);
+}
+__device__ __forceinline__ float silu_product(float gate, float up) {
+  return gate / (1.0f + expf(-gate)) * up;
+}
+
+// Feeds the ring, by one thread: weights as soon as there is room, rows of x once the links before
+// have arrived. A stage is full when both have come.
+template <int kGroups>
+__device__ __forceinline__ void feed(const ChainArgs& args, uint32_t ring, uint32_t full0,
+                                     uint32_t empty0) {
+  constexpr int kXBytes = 8 * kGroups * kRowBytes, kStageBytes = kXBytes + kBlockBytes;
+  const uint64_t policy = ptx::evict_first_policy();
+  Cursor weights(args), rows(args);
+  int ahead = 0;  // stages that have weights and no rows
+  int weights_stage = 0, empty_parity = 1, rows_stage = 0;
+  const auto feed_weights = [&] {
+    const Link& link = args.links[weights.link];
+    const uint32_t full = full0 + 8 * weights_stage;
+    ptx::mbarrier_expect_bytes(full, link.block_bytes);
+    ptx::bulk_copy(
+        ring + weights_stage * kStageBytes + kXBytes,
+        link.blocks + (int64_t{weights.tile} * link.k_blocks + weights.k_block) * link.block_bytes,
+        link.block_bytes, full, policy);
+    weights.next(args);
+    ++ahead;
+    if (++weights_stage == args.stages) weights_stage = 0, empty_parity ^= 1;
+  };
+  while (ahead < args.stages && !weights.done(args)) feed_weights();
+  ptx::pdl_wait();
+  // Who has no part in a link has nothing to wait for.
+  for (int i = 0; i + 1 < args.num_links; ++i) {
+    if (static_cast<int>(blockIdx.x) >= args.links[i].units) {
+      ptx::add_release(args.state->arrived[i]);
+    }
+  }
+  int reached = 0;  // links before this one have arrived
+  while (!rows.done(args)) {
+    if (!weights.done(args) && ptx::mbarrier_test(empty0 + 8 * weights_stage, empty_parity)) {
+      feed_weights();
+    }
+    if (ahead == 0) continue;
+    if (rows.link > reached) {
+      // `bases` changes when all links are done, which this block has a part in.
+      const int before = rows.link - 1;
+      if (ptx::load_acquire(args.state->arrived[before]) !=
+          __ldcg(&args.state->bases[before]) + gridDim.x) {
+        continue;
+      }
+      ptx::copy_engine_fence();
+      reached = rows.link;
+    }
+    const uint32_t full = full0 + 8 * rows_stage;
+    ptx::mbarrier_expect_bytes(full, kXBytes);
+    Wgmma::copy_rows<kGroups>(ring + rows_stage * kStageBytes, &args.links[rows.link].x_map,
+                              rows.k_block, full);
+    rows.next(args);
+    --ahead;
+    if (++rows_stage == args.stages) rows_stage = 0;
+  }
+}
+
+// Registers of 64 rows do not fit beside a feeding warp of equal share; a whole warpgroup gives up
+// its own.
+template <int kGroups>
+constexpr int kFeedingWarps = kGroups >= 4 ? 4 : 1;
+
+template <typename Mma, typename T, int kGroups, bool kZeros>
+__global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<kGroups>, 1)
+    w4_chain_kernel(const __grid_constant__ ChainArgs args) {
+  extern __shared__ __align__(1024) char shared[];
+  __shared__ __align__(8) uint64_t barriers[2 * kRingStages];
+  __shared__ float row_scales[8 * kGroups];
+  constexpr int kStageBytes = 8 * kGroups * kRowBytes + kBlockBytes;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const uint32_t ring = ptx::shared_address(shared), full0 = ptx::shared_address(barriers);
+  const uint32_t empty0 = full0 + 8 * kRingStages;
+
+  ptx::pdl_launch();
+  if (threadIdx.x < args.stages) {
+    ptx::mbarrier_init(full0 + 8 * threadIdx.x, 2);  // weights and rows
+    ptx::mbarrier_init(empty0 + 8 * threadIdx.x, kWarps);
+    ptx::mbarrier_init_fence();
+  }
+  __syncthreads();
+  if (warp >= kWarps) {
+    if constexpr (kFeedingWarps<kGroups> > 1) ptx::give_registers<40>();
+    if (threadIdx.x == kThreads) {
+      feed<kGroups>(args, ring, full0, empty0);
+    } else {
+      if (warp == kWarps && lane <= args.num_links) ptx::prefetch_map(&args.links[lane - 1].x_map);
+      ptx::pdl_wait();
+    }
+    return;
+  }
+  if constexpr (kFeedingWarps<kGroups> > 1) ptx::take_registers<232>();
+  ptx::pdl_wait();
+  const uint32_t turn = __ldcg(&args.state->launches) % 2;
+  if (blockIdx.x == 0) {
+    ExactSum* next = args.state->squares[turn ^ 1][0];
+    for (int i = threadIdx.x; i < kMaxChainLinks * kMaxRows; i += kThreads) next[i] = {0, 0};
+  }
+
+  const int g = lane / 4, q2 = lane % 4 * 2;
+  const typename Mma::template LaneRows<kGroups> lane_rows;
+  int stage = 0, parity = 0;
+#pragma unroll 1
+  for (int i = 0; i < args.num_links; ++i) {
+    const Link& link = args.links[i];
+    if (static_cast<int>(blockIdx.x) >= link.units) continue;
+    const Share share(link);
+    T* const y = static_cast<T*>(link.y);
+    const bool alone = link.slices == 1 && link.gated;  // sums go to y as they are
+    // The slabs (32 rows of W each) of a tile whose sums this block adds up.
+    const int slice = blockIdx.x % link.slices;
+    const int first_slab = (kWarps * slice + link.slices - 1) / link.slices;
+    const int num_items =
+        ((kWarps * (slice + 1) + link.slices - 1) / link.slices - first_slab) * kGroups;
+#pragma unroll 1
+    for (int tile = share.tile; tile < link.tiles; tile += gridDim.x) {
+      const int n0 = tile * kW4BlockRows;
+      // An item is a slab and 8 rows of x, done by a warp: a lane has rows row, row + 1 and stored
+      // rows n, n + 8, n + 16, n + 24. Its y, and the norm's weights, are asked for long before
+      // they are needed.
+      T old[2][4], weight[2][2];
+      const auto load_item = [&](int item) {
+        const int row = item % kGroups * 8 + q2, n = n0 + (first_slab + item / kGroups) * 32 + g;
+#pragma unroll
+        for (int eight = 0; eight < 4; ++eight) {
+          const int at = n + eight * 8;
+          if (at >= link.n) continue;
+          if (link.normed != nullptr) {
+            weight[eight / 2][eight % 2] = static_cast<const T*>(link.norm_weight)[at];
+          }
+#pragma unroll
+          for (int j = 0; j < 2; ++j) {
+            if (link.beta != 0 && row + j < args.m) {
+              old[eight / 2][eight % 2 * 2 + j] = y[int64_t{row + j} * link.n + at];
+            }
+          }
+        }
+      };
+
+      ptx::mbarrier_wait(full0 + 8 * stage, parity);  // so the links before have arrived
+      ExactSum squares_of_x{};
+      const auto prefetch = [&] {
+        if (link.inv_size != 0 && threadIdx.x < args.m) {
+          const ExactSum& sum = args.state->squares[turn][i - 1][threadIdx.x];
+          squares_of_x = {__ldcg(&sum.high), __ldcg(&sum.low)};
+        }
+        if (!alone && warp < num_items) load_item(warp);
+      };
+      if constexpr (kGroups < 8) prefetch();  // else there are too few registers
+
+      float sums[2][kGroups][4] = {};
+      for (int k_block = share.begin; k_block < share.end; ++k_block) {
+        ptx::mbarrier_wait(full0 + 8 * stage, parity);
+        add_block<Mma, T, kGroups, kZeros>(sums, ring + stage * kStageBytes, lane_rows,
+                                           link.bf16_scales, [&] {
+                                             if (lane == 0)
+                                               ptx::mbarrier_arrive(empty0 + 8 * stage);
+                                           });
+        if (++stage == args.stages) stage = 0, parity ^= 1;
+      }
+
+      if constexpr (kGroups == 8) prefetch();
+      if (threadIdx.x < 8 * kGroups) {
+        float scale = link.alpha;
+        if (link.inv_size != 0) {
+          scale *= rsqrtf(squares_of_x.value() * link.inv_size + link.eps);
+        }
+        row_scales[threadIdx.x] = scale;
+      }
+      if (alone && n0 + kW4BlockRows <= link.n) {
+        ptx::named_barrier<1, kThreads>();
+        const int columns = link.n / 2, n = n0 + warp * 32 + g;
+        T* to = y + int64_t{q2} * columns + n / 16 * 8 + g;
+#pragma unroll
+        for (int group = 0; group < kGroups; ++group) {
+#pragma unroll
+          for (int j = 0; j < 2; ++j) {
+            if (group * 8 + q2 + j < args.m) {
+              const float scale = row_scales[group * 8 + q2 + j];
+#pragma unroll
+              for (int t = 0; t < 2; ++t) {
+                to[t * 8] = from_float<T>(silu_product(__fmul_rn(scale, sums[t][group][j]),
+                                                       __fmul_rn(scale, sums[t][group][j + 2])));
+              }
+            }
+            to += (j == 0 ? 1 : 7) * static_cast<int64_t>(columns);
+          }
+        }
+        ptx::named_barrier<1, kThreads>();
+        continue;
+      }
+
+      // Sums go to the block that owns their slab, if only this one.
+      constexpr int kPieces = kWarps * kGroups * 2 * 32;  // of a unit
+      const int first_unit = link.slices == 1 ? blockIdx.x : blockIdx.x - slice;
+      char* const pieces = args.pieces + (int64_t{first_unit} * kPieces + lane) * 16;
+#pragma unroll
+      for (int group = 0; group < kGroups; ++group) {
+        if (group * 8 + q2 < args.m) {
+#pragma unroll
+          for (int t = 0; t < 2; ++t) {
+            ptx::store_relaxed16(
+                pieces + (slice * kPieces + ((warp * kGroups + group) * 2 + t) * 32) * 16,
+                sums[t][group]);
+          }
+        }
+      }
+      ptx::named_barrier<1, kThreads>();  // row_scales
+#pragma unroll 1
+      for (int item = warp; item < num_items; item += kWarps) {
+        if (item != warp) load_item(item);
+        const int row = item % kGroups * 8 + q2, n = n0 + (first_slab + item / kGroups) * 32 + g;
+        char* const from = pieces + (first_slab * kGroups + item) * 1024;
+        float sum[2][4] = {};
+        if (row < args.m) {
+          uint4 v[8][2];
+          const auto each = [&](auto f) {
+#pragma unroll
+            for (int s = 0; s < 8; ++s) {
+#pragma unroll
+              for (int t = 0; t < 2; ++t) {
+                if (s < link.slices) f(v[s][t], t, from + s * kPieces * 16 + t * 512);
+              }
+            }
+          };
+          bool missing;
+          do {
+            missing = false;
+            each([&](uint4& piece, int, const char* at) { piece = ptx::load_relaxed16(at); });
+            each([&](const uint4& piece, int, char*) {
+              missing |= piece.x == kNotYet || piece.y == kNotYet || piece.z == kNotYet ||
+                         piece.w == kNotYet;
+            });
+          } while (missing);
+          each([&](const uint4& piece, int t, char* at) {
+            sum[t][0] += __uint_as_float(piece.x), sum[t][1] += __uint_as_float(piece.y);
+            sum[t][2] += __uint_as_float(piece.z), sum[t][3] += __uint_as_float(piece.w);
+            *reinterpret_cast<uint4*>(at) = make_uint4(kNotYet, kNotYet, kNotYet, kNotYet);
+          });
+        }
+        __syncwarp();
+        float squares[2] = {};
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          if (row + j >= args.m) continue;
+          const float scale = row_scales[row + j];
+#pragma unroll
+          for (int t = 0; t < 2; ++t) {
+            const int at_n = n + t * 16;
+            if (link.gated) {
+              if (at_n < link.n) {
+                y[int64_t{row + j} * (link.n / 2) + at_n / 16 * 8 + g] = from_float<T>(
+                    silu_product(__fmul_rn(scale, sum[t][j]), __fmul_rn(scale, sum[t][j + 2])));
+              }
+              continue;
+            }
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+              if (at_n + half * 8 >= link.n) continue;
+              const int64_t at = int64_t{row + j} * link.n + at_n + half * 8;
+              const T value = finished(link, scale, sum[t][half * 2 + j], old[t][half * 2 + j]);
+              y[at] = value;
+              if (link.normed != nullptr) {
+                static_cast<T*>(link.normed)[at] =
+                    bounded<T>(to_float(value) * to_float(weight[t][half]));
+                squares[j] += to_float(value) * to_float(value);
+              }
+            }
+          }
+        }
+        if (link.normed == nullptr) continue;
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          float v = squares[j];
+#pragma unroll
+          for (int mask = 4; mask < 32; mask *= 2) v += __shfl_xor_sync(0xffffffffu, v, mask);
+          if (g == 0 && row + j < args.m) args.state->squares[turn][i][row + j].add(v);
+        }
+      }
+      ptx::named_barrier<1, kThreads>();
+    }
+    if (i + 1 < args.num_links && threadIdx.x == 0) ptx::add_release(args.state->arrived[i]);
+  }
+  // Block 0 has a part in every link, so here all have arrived behind all others.
+  if (blockIdx.x == 0 && threadIdx.x == 0) {
+    for (int i = 0; i + 1 < args.num_links; ++i) args.state->bases[i] += gridDim.x;
+    if (args.num_links > 1) ++args.state->launches;
+  }
+}
+
+// As many as find a block of threads each.
+int slices_of(const W4Weight& w, int blocks) {
+  return static_cast<int>(
+      std::clamp<int64_t>(blocks / w.row_blocks(), 1, std::min<int64_t>(kWarps, w.k_blocks())));
+}
+
+Link make_link(const W4Link& from, const W4Link* before, const Tensor& y, const Tensor& x,
+               const Tensor& normed, int groups, int blocks) {
+  const W4Weight& w = from.w;
+  Link link{.x_map = make_map(x.data(), static_cast<int>(x.size(0)), static_cast<int>(w.k),
+                              x.dtype(), groups),
+            .blocks = static_cast<const char*>(w.blocks),
+            .y = y.data(),
+            .normed = normed.empty() ? nullptr : normed.data(),
+            .norm_weight = normed.empty() ? nullptr : from.norm_weight.data(),
+            .alpha = from.alpha,
+            .beta = from.beta,
+            .n = static_cast<int>(w.n),
+            .tiles = static_cast<int>(w.row_blocks()),
+            .k_blocks = static_cast<int>(w.k_blocks()),
+            .block_bytes = static_cast<int>(w.block_bytes()),
+            .slices = slices_of(w, blocks),
+            .bf16_scales = w.scale_dtype == DType::kBF16,
+            .gated = w.gated};
+  link.slice_blocks = link.k_blocks / link.slices;
+  link.longer_slices = link.k_blocks % link.slices;
+  link.units = std::min(link.tiles * link.slices, blocks);
+  if (before != nullptr && !before->normed.empty()) {
+    link.inv_size = 1.0f / static_cast<float>(w.k);
+    link.eps = before->norm_eps;
+  }
+  return link;
+}
+
+template <typename Mma, typename T, int kGroups, bool kZeros>
+void launch_chain(const Context& ctx, ChainArgs args, int blocks) {
+  constexpr int kStageBytes = 8 * kGroups * kRowBytes + kBlockBytes;
+  const auto kernel = w4_chain_kernel<Mma, T, kGroups, kZeros>;
+  args.stages = std::min(kRingStages, 224 * 1024 / kStageBytes);
+  for (Link& link : args.links) link.alpha /= kUnpackedScale<T>;
+  allow_shared_bytes(kernel, args.stages * kStageBytes);
+  launch(ctx, kernel, dim3(blocks), dim3(kThreads + 32 * kFeedingWarps<kGroups>),
+         args.stages * kStageBytes, args);
+}
+
+template <typename Mma, typename T, int kGroups>
+void launch_chain(const Context& ctx, const ChainArgs& args, int blocks, bool zeros) {
+  zeros ? launch_chain<Mma, T, kGroups, true>(ctx, args, blocks)
+        : launch_chain<Mma, T, kGroups, false>(ctx, args, blocks);
+}
+
+}  // namespace
+
+void w4_chain_prepare_sm90(const Context& ctx, const Tensor& memory) {
+  fill_bytes(ctx.device, memory.data(), 0xFF, memory.num_bytes(), ctx.stream);
+  fill_bytes(ctx.device, memory.data(), 0, kStateBytes, ctx.stream);
+}
+
+void w4_chain_sm90(const Context& ctx, const W4ChainParams& p) {
+  const int64_t num_rows = p.links.front().x.size(0);
+  CHECK(p.memory.num_bytes() >= w4_chain_bytes(num_rows),
+        "w4_chain: {} bytes of memory, expected {} for {} rows", p.memory.num_bytes(),
+        w4_chain_bytes(num_rows), num_rows);
+  const int blocks = std::min(ctx.sm_count, kMaxChainBlocks);
+  bool zeros = false;
+  for (const W4Link& link : p.links) zeros |= link.w.zero_points;
+  for (int64_t row = 0; row < num_rows; row += kMaxRows) {
+    const int64_t m = std::min<int64_t>(kMaxRows, num_rows - row);
+    const int groups = groups_of(static_cast<int>(m));
+    ChainArgs args{.state = p.memory.as<ChainState>(),
+                   .pieces = p.memory.as<char>() + kStateBytes,
+                   .num_links = static_cast<int>(p.links.size()),
+                   .m = static_cast<int>(m)};
+    for (size_t i = 0; i < p.links.size(); ++i) {
+      const W4Link& link = p.links[i];
+      const Tensor normed = link.normed.empty() ? Tensor() : link.normed.rows(row, m);
+      args.links[i] = make_link(link, i > 0 ? &p.links[i - 1] : nullptr, link.y.rows(row, m),
+                                link.x.rows(row, m), normed, groups, blocks);
+    }
+    dispatch_half(p.links.front().x.dtype(), [&](auto t) {
+      using T = decltype(t);
+      switch (groups) {
+        case 1:
+          return launch_chain<MmaSync, T, 1>(ctx, args, blocks, zeros);
+        case 2:
+          return launch_chain<MmaSync, T, 2>(ctx, args, blocks, zeros);
+        case 4:
+          return launch_chain<Wgmma, T, 4>(ctx, args, blocks, zeros);
+        default:
+          launch_chain<WgmmaOf<1>, T, 8>(ctx, args, blocks, zeros);
+      }
+    });
+  }
+}
+
+}  // namespace cpmcu::cuda

@@ -1,0 +1,53 @@
+#include "linear/product_queue.h"
+
+#include <utility>
+
+namespace cpmcu {
+
+void flush(ProductQueue& products) { products.flush(); }
+
+bool ProductQueue::push(const W4Link& link, const Tensor& memory) {
+  if (link.w.digits != 1 || link.y.dtype() != link.x.dtype()) return false;
+  if (!links_.empty()) {
+    const W4Link& first = links_.front();
+    const bool alike = first.x.size(0) == link.x.size(0) && first.x.dtype() == link.x.dtype() &&
+                       first.w.zero_points == link.w.zero_points;
+    // Who waits for the rows of y wants them as they are now.
+    if (!alike || links_.size() == kMaxChainLinks || (!after_.empty() && link.beta != 0)) flush();
+  }
+  if (!norm_.out.empty() && norm_.out.data() != link.x.data()) flush();
+  if (!norm_.out.empty()) {
+    W4Link& last = links_.back();
+    last.normed = norm_.out, last.norm_weight = norm_.weight, last.norm_eps = norm_.eps;
+    norm_ = {};
+  }
+  links_.push_back(link);
+  memory_ = memory;
+  return true;
+}
+
+bool ProductQueue::push(const RmsNormParams& norm) {
+  if (links_.empty() || !norm_.out.empty() || norm.out_stride != 0) return false;
+  const W4Link& last = links_.back();
+  if (last.y.data() != norm.x.data() || last.w.gated || links_.size() == kMaxChainLinks) {
+    return false;
+  }
+  norm_ = norm;
+  return true;
+}
+
+void ProductQueue::then(std::function<void()> launch) {
+  links_.empty() ? launch() : after_.push_back(std::move(launch));
+}
+
+void ProductQueue::flush() {
+  if (links_.empty()) return;
+  const W4ChainParams chain{.links = std::exchange(links_, {}), .memory = memory_};
+  const RmsNormParams norm = std::exchange(norm_, {});
+  const auto after = std::exchange(after_, {});
+  w4_chain(plain_, chain);
+  if (!norm.out.empty()) rms_norm(plain_, norm);
+  for (const auto& launch : after) launch();
+}
+
+}  // namespace cpmcu

@@ -1,0 +1,234 @@
+"""Runs of 4-bit products as one launch: every link, whatever the batch, launch after launch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.kernels.util import (
+    GPU,
+    Floats,
+    context,
+    empty,
+    get,
+    on_devices,
+    on_devices_and_dtypes,
+    ops,
+    put,
+    rounded,
+    sizes,
+)
+from tests.kernels.w4 import Weights, random_x, scratch_of
+from tests.reference import ops as reference
+from tests.tolerances import KERNELS, assert_close
+
+EPS = 1e-5
+# What attention gives, the hidden size, the intermediate size, what attention takes.
+SHAPES = sizes(
+    (16, 8, 8, 5), (200, 264, 136, 257), (128, 520, 1000, 776), (512, 1152, 2560, 1536),
+    (4096, 1024, 384, 256), (264, 128, 17152, 34000),
+)  # fmt: skip
+
+
+@dataclass
+class Link:
+    """y [M, N] += or = alpha * x W^T; `norm`: the next link reads y's rows RMS-normed."""
+
+    weights: Weights
+    alpha: float = 1
+    beta: float = 0
+    norm: Floats | None = None
+
+    @property
+    def width(self) -> int:
+        return self.weights.n // 2 if self.weights.gated else self.weights.n
+
+    def reference(self, x: Floats, y: Floats) -> Floats:
+        product = x @ self.weights.values.T
+        if self.weights.gated:
+            return reference.silu_mul(product)
+        return self.alpha * product + (self.beta * y if self.beta else 0)
+
+
+def norm_of(rows: Floats, weight: Floats) -> Floats:
+    return rows / np.sqrt((rows * rows).mean(axis=1, keepdims=True) + EPS) * weight
+
+
+class Layer:
+    """o, gate and up, down, and qkv of the next layer."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: str, **kind: Any) -> None:
+        self.dtype = dtype
+        attention, hidden, intermediate, qkv = shape
+        self.hidden = hidden
+        rng = np.random.default_rng(sum(shape))
+        norms = [rounded(rng.uniform(0.5, 1.5, hidden), dtype) for _ in range(2)]
+        self.links = [
+            Link(Weights(attention, hidden, seed=1, **kind), 0.7, 1, norms[0]),
+            Link(Weights(hidden, 2 * intermediate, gated=True, seed=2, **kind)),
+            Link(Weights(intermediate, hidden, seed=3, **kind), 1.5, 1, norms[1]),
+            Link(Weights(hidden, qkv, seed=4, **kind)),
+        ]
+
+    def put(self, device: str) -> None:
+        self.device = device
+        self.stored = [link.weights.put(device) for link in self.links]
+        self.memory = empty(device, [ops.w4_chain_bytes(64)], "uint8")
+        ops.w4_chain_prepare(context(device), self.memory)
+
+    def run(self, x: Floats, residual: Floats, count: int) -> list[Floats]:
+        """The first `count` links; what each of them wrote last, y of the first being `residual`
+        before."""
+        m, dtype, device = len(x), self.dtype, self.device
+        residuals = put(device, residual, dtype)
+        normed = empty(device, residual.shape, dtype)
+        taken, outputs, links = put(device, x, dtype), [], []
+        for i, (link, weight) in enumerate(zip(self.links[:count], self.stored)):
+            y = residuals if link.beta else empty(device, [m, link.width], dtype)
+            norm: dict[str, Any] = {}
+            if link.norm is not None and i + 1 < count:
+                norm_weight = put(device, link.norm, dtype)
+                norm = {"normed": normed, "norm_weight": norm_weight, "norm_eps": EPS}
+            links.append(
+                ops.W4Link(
+                    y,
+                    taken,
+                    weight,
+                    alpha=link.alpha,
+                    beta=link.beta,
+                    scratch=scratch_of(device, weight, m),
+                    **norm,
+                )
+            )
+            outputs.append(y)
+            taken = normed if norm else y
+        ops.w4_chain(context(device), links, self.memory)
+        return [get(y) for y in outputs]
+
+
+def inputs(m: int, shape: tuple[int, ...], dtype: str) -> tuple[Floats, Floats]:
+    residual = rounded(np.random.default_rng(9).standard_normal((m, shape[1])), dtype)
+    return random_x(m, shape[0], dtype), residual
+
+
+@on_devices_and_dtypes
+@pytest.mark.parametrize("m", sizes(1, 7, 13, 32, 61, 130))
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_link(device: str, dtype: str, shape: tuple[int, ...], m: int) -> None:
+    layer = Layer(shape, dtype, scale_dtype=dtype if dtype == "bfloat16" else "float16")
+    layer.put(device)
+    x, residual = inputs(m, shape, dtype)
+    start, residual_before = x, residual
+    for count, link in enumerate(layer.links, 1):
+        y = layer.run(start, residual_before, count)[-1]
+        assert_close(y, link.reference(x, residual), KERNELS["normed_gemm"][dtype])
+        # The next link is held against what this one made.
+        x = y if link.norm is None else norm_of(y, link.norm)
+        residual = y if link.beta else residual
+
+
+@on_devices_and_dtypes
+@pytest.mark.parametrize(
+    "kind", [{"has_zeros": True}, {"channel_wise": True}, {"scale_dtype": "bfloat16"}]
+)
+def test_kinds_of_scales(device: str, dtype: str, kind: dict[str, Any]) -> None:
+    shape = (264, 136, 200, 520)
+    layer = Layer(shape, dtype, **kind)
+    layer.put(device)
+    x, residual = inputs(9, shape, dtype)
+    _, act, hidden, qkv = layer.run(x, residual, 4)
+    assert_close(
+        qkv, norm_of(hidden, layer.links[2].norm) @ layer.links[3].weights.values.T,
+        KERNELS["normed_gemm"][dtype],
+    )  # fmt: skip
+    attended = layer.run(x, residual, 1)[0]
+    assert_close(hidden, layer.links[2].reference(act, attended), KERNELS["normed_gemm"][dtype])
+
+
+@on_devices_and_dtypes
+@pytest.mark.parametrize("shape", SHAPES[:5])
+def test_rows_do_not_depend_on_the_others(device: str, dtype: str, shape: tuple[int, ...]) -> None:
+    layer = Layer(shape, dtype)
+    layer.put(device)
+    x, residual = inputs(64, shape, dtype)
+    full = layer.run(x, residual, 4)
+    for m in sizes(1, 8, 31, 2, 9, 16, 17, 32, 33, 63):
+        rows = slice(64 - m, 64)  # not the rows' places in the batch either
+        for part, whole in zip(layer.run(x[rows], residual[rows], 4), full):
+            assert np.array_equal(part, whole[rows]), f"{m} rows"
+    more = layer.run(np.concatenate([x[:1], x]), np.concatenate([residual[:1], residual]), 4)
+    for part, whole in zip(more, full):
+        assert np.array_equal(part[1:], whole)
+
+
+@on_devices
+def test_launches_leave_nothing_behind(device: str) -> None:
+    """Chains of any length and rows, one after the other in one memory."""
+    shape = (200, 264, 136, 257)
+    layer = Layer(shape, "float16")
+    layer.put(device)
+    x, residual = inputs(40, shape, "float16")
+    expected = {
+        (m, count): layer.run(x[:m], residual[:m], count) for m in (1, 40) for count in (1, 2, 3, 4)
+    }
+    rng = np.random.default_rng(3)
+    for _ in sizes(*range(60)):
+        m, count = int(rng.choice([1, 40])), int(rng.integers(1, 5))
+        for part, before in zip(layer.run(x[:m], residual[:m], count), expected[m, count]):
+            assert np.array_equal(part, before)
+
+
+@on_devices_and_dtypes
+def test_not_a_number_stays_in_its_row(device: str, dtype: str) -> None:
+    shape = (264, 136, 200, 520)
+    layer = Layer(shape, dtype)
+    layer.put(device)
+    x, residual = inputs(12, shape, dtype)
+    expected = layer.run(x, residual, 4)
+    x[3, 7] = np.nan
+    for part, before in zip(layer.run(x, residual, 4), expected):
+        assert np.isnan(part[3]).all()
+        others = np.arange(12) != 3
+        assert np.array_equal(part[others], before[others])
+
+
+@on_devices_and_dtypes
+@pytest.mark.parametrize("size", [3e-3, 3e3])
+def test_small_and_large_rows_are_normed(device: str, dtype: str, size: float) -> None:
+    """Rows are normed by their root mean square, whatever it is."""
+    shape = (264, 136, 200, 520)
+    layer = Layer(shape, dtype)
+    layer.put(device)
+    x, residual = inputs(5, shape, dtype)
+    x, residual = rounded(x * size, dtype), rounded(residual * size, dtype)
+    attended, act = layer.run(x, residual, 2)
+    normed = norm_of(layer.run(x, residual, 1)[0], layer.links[0].norm)
+    assert attended.shape == residual.shape
+    assert_close(act, layer.links[1].reference(normed, residual), KERNELS["normed_gemm"][dtype])
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
+def test_bad_chains(device: str) -> None:
+    shape = (16, 8, 8, 5)
+    layer = Layer(shape, "float16")
+    layer.put(device)
+    x, residual = inputs(2, shape, "float16")
+    ctx = context(device)
+    with pytest.raises(ValueError, match="0 links, expected 1 to 4"):
+        ops.w4_chain(ctx, [], layer.memory)
+    y, weight = put(device, residual, "float16"), layer.stored[0]
+    link = ops.W4Link(y, put(device, x, "float16"), weight, normed=y, norm_weight=y)
+    with pytest.raises(ValueError, match=r"the norm behind link 0 is of .* the next link reads it"):
+        ops.w4_chain(ctx, [link], layer.memory)
+    other = ops.W4Link(y, put(device, x[:1], "float16"), weight)
+    with pytest.raises(ValueError, match="does not fit"):
+        ops.w4_chain(ctx, [other], layer.memory)
+    if device == "cuda":
+        fine = ops.W4Link(
+            y, put(device, x, "float16"), weight, scratch=scratch_of(device, weight, 2)
+        )
+        with pytest.raises(ValueError, match="5 bytes of memory, expected"):
+            ops.w4_chain(ctx, [fine], empty(device, [5], "uint8"))
