@@ -99,19 +99,6 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, int parity) {
 #endif
 }
 
-// Whether it has ended, without waiting.
-__device__ __forceinline__ bool mbarrier_test(uint32_t barrier, int parity) {
-  uint32_t done;
-  asm volatile(
-      "{ .reg .pred done;\n"
-      "mbarrier.test_wait.parity.shared.b64 done, [%1], %2;\n"
-      "selp.u32 %0, 1, 0, done; }"
-      : "=r"(done)
-      : "r"(barrier), "r"(parity)
-      : "memory");
-  return done != 0;
-}
-
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 // Arrives and expects that many bytes more of bulk copies in this phase.
 __device__ __forceinline__ void mbarrier_expect_bytes(uint32_t barrier, int bytes) {

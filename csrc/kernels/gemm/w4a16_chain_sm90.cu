@@ -89,29 +89,6 @@ struct Share {
   }
 };
 
-// The packed blocks of a block of threads, one after the other through all links.
-struct Cursor {
-  int link = -1, tile = 0, k_block = 0, begin = 0, end = 0;
-
-  __device__ __forceinline__ explicit Cursor(const ChainArgs& args) { next_link(args); }
-  __device__ __forceinline__ bool done(const ChainArgs& args) const {
-    return link >= args.num_links;
-  }
-  __device__ __forceinline__ void next_link(const ChainArgs& args) {
-    while (++link < args.num_links && static_cast<int>(blockIdx.x) >= args.links[link].units) {
-    }
-    if (done(args)) return;
-    const Share share(args.links[link]);
-    tile = share.tile, k_block = begin = share.begin, end = share.end;
-  }
-  __device__ __forceinline__ void next(const ChainArgs& args) {
-    if (++k_block < end) return;
-    k_block = begin;
-    tile += gridDim.x;
-    if (tile >= args.links[link].tiles || args.links[link].slices > 1) next_link(args);
-  }
-};
-
 // One output, after alpha, beta and the norm that x was owed. Returns what is stored.
 template <typename T>
 __device__ __forceinline__ T finished(const Link& link, float scale, float sum, T old) {
@@ -128,29 +105,56 @@ __device__ __forceinline__ float silu_product(float gate, float up) {
   return gate / (1.0f + expf(-gate)) * up;
 }
 
-// Feeds the ring, by one thread: weights as soon as there is room, rows of x once the links before
-// have arrived. A stage is full when both have come.
+// A place in the ring that goes round, and the parity of its barriers' phase.
+struct Stage {
+  int index = 0, parity = 0;
+
+  __device__ __forceinline__ void next(int count) {
+    if (++index == count) index = 0, parity ^= 1;
+  }
+};
+
+// f(link's number, link, tile, k block) for the packed blocks of this block of threads, all links.
+template <typename F>
+__device__ __forceinline__ void each_block(const ChainArgs& args, F f) {
+#pragma unroll 1
+  for (int i = 0; i < args.num_links; ++i) {
+    const Link& link = args.links[i];
+    if (static_cast<int>(blockIdx.x) >= link.units) continue;
+    const Share share(link);
+#pragma unroll 1
+    for (int tile = share.tile; tile < link.tiles; tile += gridDim.x) {
+#pragma unroll 1
+      for (int k_block = share.begin; k_block < share.end; ++k_block) f(i, link, tile, k_block);
+    }
+  }
+}
+
+// Feeds the ring with weights as soon as there is room, by one thread.
 template <int kGroups>
-__device__ __forceinline__ void feed(const ChainArgs& args, uint32_t ring, uint32_t full0,
-                                     uint32_t empty0) {
+__device__ __forceinline__ void feed_weights(const ChainArgs& args, uint32_t ring, uint32_t full0,
+                                             uint32_t empty0) {
   constexpr int kXBytes = 8 * kGroups * kRowBytes, kStageBytes = kXBytes + kBlockBytes;
   const uint64_t policy = ptx::evict_first_policy();
-  Cursor weights(args), rows(args);
-  int ahead = 0;  // stages that have weights and no rows
-  int weights_stage = 0, empty_parity = 1, rows_stage = 0;
-  const auto feed_weights = [&] {
-    const Link& link = args.links[weights.link];
-    const uint32_t full = full0 + 8 * weights_stage;
+  Stage stage;
+  each_block(args, [&](int, const Link& link, int tile, int k_block) {
+    const uint32_t full = full0 + 8 * stage.index;
+    const char* from = link.blocks + (int64_t{tile} * link.k_blocks + k_block) * link.block_bytes;
+    ptx::mbarrier_wait(empty0 + 8 * stage.index, stage.parity ^ 1);
     ptx::mbarrier_expect_bytes(full, link.block_bytes);
-    ptx::bulk_copy(
-        ring + weights_stage * kStageBytes + kXBytes,
-        link.blocks + (int64_t{weights.tile} * link.k_blocks + weights.k_block) * link.block_bytes,
-        link.block_bytes, full, policy);
-    weights.next(args);
-    ++ahead;
-    if (++weights_stage == args.stages) weights_stage = 0, empty_parity ^= 1;
-  };
-  while (ahead < args.stages && !weights.done(args)) feed_weights();
+    ptx::bulk_copy(ring + stage.index * kStageBytes + kXBytes, from, link.block_bytes, full,
+                   policy);
+    stage.next(args.stages);
+  });
+  ptx::pdl_wait();
+}
+
+// Feeds it with rows of x once the links before have arrived, by another.
+template <int kGroups>
+__device__ __forceinline__ void feed_rows(const ChainArgs& args, uint32_t ring, uint32_t full0,
+                                          uint32_t empty0) {
+  constexpr int kXBytes = 8 * kGroups * kRowBytes, kStageBytes = kXBytes + kBlockBytes;
+  for (int i = 0; i < args.num_links; ++i) ptx::prefetch_map(&args.links[i].x_map);
   ptx::pdl_wait();
   // Who has no part in a link has nothing to wait for.
   for (int i = 0; i + 1 < args.num_links; ++i) {
@@ -158,36 +162,29 @@ __device__ __forceinline__ void feed(const ChainArgs& args, uint32_t ring, uint3
       ptx::add_release(args.state->arrived[i]);
     }
   }
+  Stage stage;
   int reached = 0;  // links before this one have arrived
-  while (!rows.done(args)) {
-    if (!weights.done(args) && ptx::mbarrier_test(empty0 + 8 * weights_stage, empty_parity)) {
-      feed_weights();
-    }
-    if (ahead == 0) continue;
-    if (rows.link > reached) {
+  each_block(args, [&](int i, const Link& link, int, int k_block) {
+    if (i > reached) {
       // `bases` changes when all links are done, which this block has a part in.
-      const int before = rows.link - 1;
-      if (ptx::load_acquire(args.state->arrived[before]) !=
-          __ldcg(&args.state->bases[before]) + gridDim.x) {
-        continue;
+      while (ptx::load_acquire(args.state->arrived[i - 1]) !=
+             __ldcg(&args.state->bases[i - 1]) + gridDim.x) {
       }
       ptx::copy_engine_fence();
-      reached = rows.link;
+      reached = i;
     }
-    const uint32_t full = full0 + 8 * rows_stage;
+    const uint32_t full = full0 + 8 * stage.index;
+    ptx::mbarrier_wait(empty0 + 8 * stage.index, stage.parity ^ 1);
     ptx::mbarrier_expect_bytes(full, kXBytes);
-    Wgmma::copy_rows<kGroups>(ring + rows_stage * kStageBytes, &args.links[rows.link].x_map,
-                              rows.k_block, full);
-    rows.next(args);
-    --ahead;
-    if (++rows_stage == args.stages) rows_stage = 0;
-  }
+    Wgmma::copy_rows<kGroups>(ring + stage.index * kStageBytes, &link.x_map, k_block, full);
+    stage.next(args.stages);
+  });
 }
 
 // Registers of 64 rows do not fit beside a feeding warp of equal share; a whole warpgroup gives up
 // its own.
 template <int kGroups>
-constexpr int kFeedingWarps = kGroups >= 4 ? 4 : 1;
+constexpr int kFeedingWarps = kGroups >= 4 ? 4 : 2;
 
 template <typename Mma, typename T, int kGroups, bool kZeros>
 __global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<kGroups>, 1)
@@ -208,16 +205,17 @@ __global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<kGroups>, 1)
   }
   __syncthreads();
   if (warp >= kWarps) {
-    if constexpr (kFeedingWarps<kGroups> > 1) ptx::give_registers<40>();
+    if constexpr (kFeedingWarps<kGroups> == 4) ptx::give_registers<40>();
     if (threadIdx.x == kThreads) {
-      feed<kGroups>(args, ring, full0, empty0);
+      feed_weights<kGroups>(args, ring, full0, empty0);
+    } else if (threadIdx.x == kThreads + 32) {
+      feed_rows<kGroups>(args, ring, full0, empty0);
     } else {
-      if (warp == kWarps && lane <= args.num_links) ptx::prefetch_map(&args.links[lane - 1].x_map);
       ptx::pdl_wait();
     }
     return;
   }
-  if constexpr (kFeedingWarps<kGroups> > 1) ptx::take_registers<232>();
+  if constexpr (kFeedingWarps<kGroups> == 4) ptx::take_registers<232>();
   ptx::pdl_wait();
   const uint32_t turn = __ldcg(&args.state->launches) % 2;
   if (blockIdx.x == 0) {
@@ -227,7 +225,7 @@ __global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<kGroups>, 1)
 
   const int g = lane / 4, q2 = lane % 4 * 2;
   const typename Mma::template LaneRows<kGroups> lane_rows;
-  int stage = 0, parity = 0;
+  Stage stage;
 #pragma unroll 1
   for (int i = 0; i < args.num_links; ++i) {
     const Link& link = args.links[i];
@@ -265,7 +263,7 @@ __global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<kGroups>, 1)
         }
       };
 
-      ptx::mbarrier_wait(full0 + 8 * stage, parity);  // so the links before have arrived
+      ptx::mbarrier_wait(full0 + 8 * stage.index, stage.parity);  // so the links before have arrived
       ExactSum squares_of_x{};
       const auto prefetch = [&] {
         if (link.inv_size != 0 && threadIdx.x < args.m) {
@@ -278,13 +276,13 @@ __global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<kGroups>, 1)
 
       float sums[2][kGroups][4] = {};
       for (int k_block = share.begin; k_block < share.end; ++k_block) {
-        ptx::mbarrier_wait(full0 + 8 * stage, parity);
-        add_block<Mma, T, kGroups, kZeros>(sums, ring + stage * kStageBytes, lane_rows,
+        ptx::mbarrier_wait(full0 + 8 * stage.index, stage.parity);
+        add_block<Mma, T, kGroups, kZeros>(sums, ring + stage.index * kStageBytes, lane_rows,
                                            link.bf16_scales, [&] {
                                              if (lane == 0)
-                                               ptx::mbarrier_arrive(empty0 + 8 * stage);
+                                               ptx::mbarrier_arrive(empty0 + 8 * stage.index);
                                            });
-        if (++stage == args.stages) stage = 0, parity ^= 1;
+        stage.next(args.stages);
       }
 
       if constexpr (kGroups == 8) prefetch();
