@@ -16,12 +16,13 @@ build() { CPMCU_WITH_CUDA=1 "$python" setup.py --quiet build_ext --inplace; }
 
 gpu_tests() { "$python" -m pytest -m gpu "$@"; }
 
-# compute-sanitizer slows kernels down a hundredfold: small shapes, no timeouts. API errors are left
-# out because the engine checks every call, and torch probes features by calls that fail. racecheck
-# takes the barriers of cuBLAS's own kernels for hazards, so large_gemm is left to memcheck.
+# compute-sanitizer slows kernels down a hundredfold: small shapes, no timeouts, four processes. API
+# errors are left out because the engine checks every call, and torch probes features by calls that
+# fail. racecheck takes the barriers of cuBLAS's own kernels (nvjet) for hazards, so it skips those.
 sanitize_with() {
   CPMCU_SMALL=1 PYTEST_TIMEOUT=0 "$sanitizer" --tool "$1" --target-processes all \
-    --report-api-errors no --error-exitcode 86 "$python" -m pytest tests/kernels -m gpu -q "${@:2}"
+    --report-api-errors no --error-exitcode 86 "${@:2}" \
+    "$python" -m pytest tests/kernels -m gpu -q -n 4 --dist worksteal
 }
 
 bench() {
@@ -58,7 +59,7 @@ for name in "$@"; do
         summary+=("$(printf '%-12s %6ds  %s' sanitize 0 'skipped: compute-sanitizer is not installed')")
       else
         step memcheck sanitize_with memcheck
-        step racecheck sanitize_with racecheck -k "not large_gemm"
+        step racecheck sanitize_with racecheck --kernel-name-exclude kns=nvjet
       fi ;;
     bench) step bench bench ;;
     *) echo "gpu_check.sh: unknown step '$name'; known: build test sanitize bench" >&2; exit 2 ;;

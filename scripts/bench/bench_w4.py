@@ -1,10 +1,11 @@
-"""Times w4_gemm on the GPU at the shapes of 8B models: one line per shape and number of rows.
+"""Times w4_gemm and w4_chain on the GPU at the shapes of 8B models: a line for each number of rows.
 
-Every launch reads another copy of the weights, of which there is more than 1 GB, so that nothing
-is in L2 from the launch before; launches are replayed as one graph. The roofline is the read
-bandwidth that this very run reaches. Where torch is installed, the same products in float16 through
-its cuBLAS are timed likewise, and the geometric mean of the ratios is printed for each number of
-rows.
+Single products first, then what follows attention up to the next layer's qkv, norms included, as
+separate launches and as one. Every launch reads another copy of the weights, of which there is more
+than 1 GB, so that nothing is in L2 from the launch before; launches are replayed as one graph. The
+roofline is the read bandwidth that this very run reaches. Where torch is installed, the same
+products in float16 through its cuBLAS are timed likewise, and the geometric mean of the ratios is
+printed for each number of rows.
 
     python scripts/bench/bench_w4.py [--dtype float16] [--json]
 """
@@ -44,7 +45,7 @@ def microseconds(replay: Callable[[], float], launches: int) -> float:
     return float(np.median([replay() for _ in range(RUNS)])) * 1e3 / launches
 
 
-def weights(ctx: Any, n: int, k: int, copies: int) -> list[Any]:
+def weights(ctx: Any, n: int, k: int, copies: int, gated: bool = False) -> list[Any]:
     """Random 4-bit weights, one after another in memory."""
     rng = np.random.default_rng(n + k)
     rows = min(n, 256)  # repeated downwards, which no kernel notices
@@ -56,8 +57,17 @@ def weights(ctx: Any, n: int, k: int, copies: int) -> list[Any]:
     for _ in range(copies):
         array = ops.Array(ctx, [blocks.nbytes], "uint8")
         array.copy_from(blocks.reshape(-1).view(np.uint8))
-        made.append(ops.W4Weight(array, n=n, k=k, scale_dtype="float16"))
+        made.append(ops.W4Weight(array, n=n, k=k, scale_dtype="float16", gated=gated))
     return made
+
+
+def rows_of(ctx: Any, m: int, k: int, dtype: str) -> Any:
+    """Random [m, k]."""
+    array = ops.Array(ctx, [m, k], dtype)
+    values = np.random.default_rng(m).standard_normal((m, k)).astype(np.float32)
+    bits = values.astype(np.float16) if dtype == "float16" else values.view(np.uint32) >> 16
+    array.copy_from(bits if dtype == "float16" else bits.astype(np.uint16))
+    return array
 
 
 def time_w4(ctx: Any, n: int, k: int, dtype: str) -> dict[int, float]:
@@ -66,10 +76,7 @@ def time_w4(ctx: Any, n: int, k: int, dtype: str) -> dict[int, float]:
     each = weights(ctx, n, k, copies)
     times = {}
     for m in ROWS:
-        x, y = ops.Array(ctx, [m, k], dtype), ops.Array(ctx, [m, n], dtype)
-        values = np.random.default_rng(m).standard_normal((m, k)).astype(np.float32)
-        bits = values.astype(np.float16) if dtype == "float16" else values.view(np.uint32) >> 16
-        x.copy_from(bits if dtype == "float16" else bits.astype(np.uint16))
+        x, y = rows_of(ctx, m, k, dtype), ops.Array(ctx, [m, n], dtype)
 
         def body(x: Any = x, y: Any = y) -> None:
             for weight in each:
@@ -79,6 +86,67 @@ def time_w4(ctx: Any, n: int, k: int, dtype: str) -> dict[int, float]:
         ctx.synchronize()
         graph = ctx.graph(body)
         times[m] = microseconds(lambda graph=graph: graph.replay(1), copies)
+    return times
+
+
+class Layer:
+    """o, norm, gate and up, down, norm and the next qkv for m rows."""
+
+    def __init__(self, ctx: Any, m: int, layers: dict[str, tuple[int, int]], dtype: str) -> None:
+        (qkv, hidden), (_, width) = layers["qkv"], layers["down"]
+        self.ctx = ctx
+        self.x, self.residual = (
+            rows_of(ctx, m, layers["o"][1], dtype),
+            rows_of(ctx, m, hidden, dtype),
+        )
+        self.norm = rows_of(ctx, 1, hidden, dtype)
+        self.memory = ops.Array(ctx, [ops.w4_chain_bytes(m)], "uint8")
+        ops.w4_chain_prepare(ctx, self.memory)
+        self.normed, self.act, self.qkv = (
+            ops.Array(ctx, [m, n], dtype) for n in (hidden, width, qkv)
+        )
+
+    def chained(self, o: Any, gate_up: Any, down: Any, qkv: Any) -> None:
+        norm = {"normed": self.normed, "norm_weight": self.norm}
+        links = [
+            ops.W4Link(self.residual, self.x, o, beta=0.5, **norm),
+            ops.W4Link(self.act, self.normed, gate_up),
+            ops.W4Link(self.residual, self.act, down, beta=0.5, **norm),
+            ops.W4Link(self.qkv, self.normed, qkv),
+        ]
+        ops.w4_chain(self.ctx, links, self.memory)
+
+    def apart(self, o: Any, gate_up: Any, down: Any, qkv: Any) -> None:
+        ops.w4_gemm(self.ctx, self.residual, self.x, o, beta=0.5)
+        ops.rms_norm(self.ctx, self.normed, self.residual, self.norm, 1e-5)
+        ops.w4_gemm(self.ctx, self.act, self.normed, gate_up)
+        ops.w4_gemm(self.ctx, self.residual, self.act, down, beta=0.5)
+        ops.rms_norm(self.ctx, self.normed, self.residual, self.norm, 1e-5)
+        ops.w4_gemm(self.ctx, self.qkv, self.normed, qkv)
+
+
+def time_layer(
+    ctx: Any, layers: dict[str, tuple[int, int]], dtype: str
+) -> dict[int, tuple[float, float]]:
+    """Microseconds by rows, as one launch and as six."""
+    copies = -(-COLD_BYTES // sum(n * k // 2 for n, k in layers.values()))
+    names = ("o", "gate_up", "down", "qkv")
+    sets = [weights(ctx, *layers[name], copies, gated=name == "gate_up") for name in names]
+    times = {}
+    for m in ROWS:
+        layer = Layer(ctx, m, layers, dtype)
+
+        def time(run: Callable[..., None]) -> float:
+            def body() -> None:
+                for each in zip(*sets):
+                    run(*each)
+
+            body()
+            ctx.synchronize()
+            graph = ctx.graph(body)
+            return microseconds(lambda: graph.replay(1), copies)
+
+        times[m] = time(layer.chained), time(layer.apart)
     return times
 
 
@@ -146,6 +214,16 @@ def main() -> None:
                 name = {"model": model, "layer": layer, "m": m, "dtype": args.dtype}
                 sys.stdout.write((json.dumps(name | result) if args.json else line) + "\n")
                 sys.stdout.flush()
+        times = time_layer(ctx, layers, args.dtype)
+        num_bytes = sum(n * k / 2 * (1 + 2 / 64) for n, k in layers.values())
+        for m, (us, apart) in times.items():
+            result = {"us": us, "gbps": num_bytes / us / 1e3, "apart_us": apart}
+            result["roofline"] = result["gbps"] / peak
+            name = {"model": model, "layer": "chain", "m": m, "dtype": args.dtype}
+            line = f"{model:13} {'chain':8} M {m:3} {us:8.2f} µs | {result['gbps']:5.0f} GB/s"
+            line += f" | {result['roofline']:6.1%} of bandwidth"
+            line += f" | {apart:.2f} µs as six launches"
+            sys.stdout.write((json.dumps(name | result) if args.json else line) + "\n")
         if args.json:
             continue
         for m, values in ratios.items():
