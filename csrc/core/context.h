@@ -16,6 +16,7 @@ struct Context {
   int sm_count = 1;
   int compute_capability = 0;  // 90 for 9.0; 0 on the CPU
   int code_capability = 0;     // of our kernels' code: smaller where they run as older PTX
+  bool is_shared = false;      // kernels of other processes run at the same time
   CublasLt* cublas = nullptr;  // null: not found, our own GEMM serves all row counts
   ProductQueue* products =
       nullptr;  // where 4-bit products wait to become one launch; null: nowhere
@@ -31,6 +32,7 @@ struct DeviceContext : Context {
     if (!on.is_cuda()) return;
     const DeviceInfo info = device_info(on);
     sm_count = info.sm_count;
+    is_shared = info.is_shared;
     compute_capability =
         std::stoi(info.compute_capability) * 10 + (info.compute_capability.back() - '0');
     set_device(on);

@@ -62,6 +62,9 @@ DeviceInfo device_info(Device device) {
   info.free_bytes = static_cast<int64_t>(free_bytes);
   info.sm_count = properties.multiProcessorCount;
   CHECK_CUDA(cudaDriverGetVersion(&info.driver_version));
+  int mps = 0;
+  CHECK_CUDA(cudaDeviceGetAttribute(&mps, cudaDevAttrMpsEnabled, device.index));
+  info.is_shared = mps != 0;
   return info;
 }
 

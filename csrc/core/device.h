@@ -31,6 +31,7 @@ struct DeviceInfo {
   int64_t free_bytes = 0;
   int sm_count = 0;
   int driver_version = 0;  // 13000 is 13.0; 0 without a driver
+  bool is_shared = false;  // kernels of other processes run at the same time (MPS)
 };
 
 int device_count();  // CUDA devices; 0 without a driver

@@ -1,5 +1,7 @@
 #include "engine/graph_runner.h"
 
+#include <mutex>
+
 namespace cpmcu {
 
 #ifdef CPMCU_WITH_CUDA
@@ -25,6 +27,19 @@ cudaGraphExec_t capture(cudaStream_t stream, const std::function<void()>& launch
   return executable;
 }
 
+// Whose turn a device has; kept until the process ends.
+struct Turn {
+  std::mutex mutex;
+  const GraphRunner* owner = nullptr;
+  cudaEvent_t done = nullptr;  // after the owner's last run
+};
+Turn& turn_of(int device) {
+  static std::mutex mutex;
+  static std::map<int, Turn> turns;
+  const std::lock_guard lock(mutex);
+  return turns[device];
+}
+
 }  // namespace
 
 GraphRunner::~GraphRunner() {
@@ -33,8 +48,25 @@ GraphRunner::~GraphRunner() {
   }
 }
 
+// The next run on the device waits for the last, if that was another engine's.
 void GraphRunner::run(const Key& key, const std::function<void()>& launches) {
-  if (!enabled_ || !ctx_.device.is_cuda()) return launches();
+  if (!ctx_.device.is_cuda()) return launches();
+  Turn& turn = turn_of(ctx_.device.index);
+  const auto stream = static_cast<cudaStream_t>(ctx_.stream);
+  const std::lock_guard lock(turn.mutex);
+  if (turn.owner != this && turn.done != nullptr) {
+    CHECK_CUDA(cudaStreamWaitEvent(stream, turn.done, 0));
+  }
+  turn.owner = this;
+  launch(key, launches);
+  if (turn.done == nullptr) {
+    CHECK_CUDA(cudaEventCreateWithFlags(&turn.done, cudaEventDisableTiming));
+  }
+  CHECK_CUDA(cudaEventRecord(turn.done, stream));
+}
+
+void GraphRunner::launch(const Key& key, const std::function<void()>& launches) {
+  if (!enabled_) return launches();
   const auto [it, is_new] = graphs_.try_emplace(key, nullptr);
   if (is_new) return launches();
   const auto stream = static_cast<cudaStream_t>(ctx_.stream);

@@ -4,6 +4,9 @@
 // kernel is loaded before a capture), the second captures, later ones replay. A graph stays valid
 // while a sequence grows, because lengths, positions and ids are device data; the key holds only
 // what changes launch shapes.
+//
+// Engines of a process that share a device take turns there, a run each: some kernels need the
+// whole device (kernels/gemm/w4a16_chain.h).
 #pragma once
 
 #include <cstdint>
@@ -38,6 +41,8 @@ class GraphRunner {
   int64_t num_replays() const { return num_replays_; }
 
  private:
+  void launch(const Key& key, const std::function<void()>& launches);
+
   const Context& ctx_;
   bool enabled_;
   std::map<Key, void*> graphs_;  // cudaGraphExec_t; null: seen once

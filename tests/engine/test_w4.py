@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -218,3 +219,16 @@ def test_plain_steps_say_what_the_twin_says(tmp_path: Path, layout: str) -> None
         )
         said.append(generate(engine, IDS[:40], 30))
     assert said[0] == said[1]
+
+
+@on_devices
+def test_two_engines_at_the_same_time(tmp_path: Path, device: str) -> None:
+    """Kernels that need the whole device must not wait for one another's."""
+    tiny = dense(tmp_path, "llama")
+    directory = write_w4(tmp_path / "gptq", tiny.config, quantise(tiny.weights), "gptq")
+    engines = [make_engine(directory, **settings_of(device), chunk_length=256) for _ in range(2)]
+    count = 20 if SMALL else 100
+    expected = generate(engines[0], IDS, count)
+    with ThreadPoolExecutor(2) as pool:
+        texts = pool.map(lambda engine: [generate(engine, IDS, count) for _ in range(3)], engines)
+        assert list(texts) == [[expected] * 3] * 2

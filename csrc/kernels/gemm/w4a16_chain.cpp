@@ -13,7 +13,7 @@ void w4_chain_prepare_sm90(const Context& ctx, const Tensor& memory);
 
 bool w4_chain_runs([[maybe_unused]] const Context& ctx) {
 #ifdef CPMCU_SM90
-  return ctx.device.is_cuda() && ctx.compute_capability == 90;
+  return ctx.device.is_cuda() && ctx.compute_capability == 90 && !ctx.is_shared;
 #else
   return false;
 #endif

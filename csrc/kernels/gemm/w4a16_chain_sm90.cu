@@ -9,12 +9,12 @@
 // when x is there the ring in shared memory is full of weights that were read meanwhile.
 //
 // Work: one block of threads on each multiprocessor, all alive until the end. Eight warps multiply
-// as in w4a16_kernel.cuh, a ninth feeds. A product has tiles of 256 rows of W, and slices of K
-// where tiles are few, so that every block has something. Sums of slices go through global memory:
-// pieces of 16 bytes in a place that holds NaNs of a kind that no instruction makes, so that a
-// piece says itself whether it has come, and nobody counts or fences. The receiver puts the NaNs
-// back. A block adds up the slices of its rows in order, so a row has the same bits whatever else
-// is in the batch.
+// as in w4a16_kernel.cuh, one thread feeds weights and another rows of x. A product has tiles of
+// 256 rows of W, and slices of K where tiles are few, so that every block has something. Sums of
+// slices go through global memory: pieces of 16 bytes in a place that holds NaNs of a kind that no
+// instruction makes, so that a piece says itself whether it has come, and nobody counts or fences.
+// The receiver puts the NaNs back. A block adds up the slices of its rows in order, so a row has
+// the same bits whatever else is in the batch.
 //
 // Norms: the block that finishes a row of y also writes y times the weights of the norm, and adds
 // its squares to a sum in integers, whose order does not matter. The next product multiplies what
@@ -31,7 +31,7 @@ constexpr uint32_t kNotYet = 0xFFFFFFFF;  // NaN; instructions make 0x7FFFFFFF
 constexpr int kStateBytes = 128 * 1024;
 
 // A sum that does not depend on the order of its terms: in units of 2^-8, and what is left of a
-// term then in units of 2^-48.
+// term then in units of 2^-48. Up to 2^56, which is far beyond what a norm is asked for.
 struct alignas(128) ExactSum {  // a cache line, or additions to neighbours wait for each other
   unsigned long long high, low;
 
@@ -153,7 +153,9 @@ struct Ring {
 // wait for do not stand in a long queue: 52 instead of 56 us for a layer at one row. From 32 rows
 // on the multiplying warps are the bound and more is better.
 template <int kGroups>
-constexpr int kInFlight = kGroups <= 2 ? 2 : 5;
+constexpr int kInFlight = kGroups <= 2   ? 2
+                          : kGroups == 4 ? 3
+                                         : 5;
 
 // Feeds the ring with weights as soon as there is room, by one thread.
 template <int kGroups>
