@@ -54,8 +54,10 @@ W4_DRAFTS = {
     "eagle3_w4": ("eagle3", "compressed", "awq"),
 }
 DRAFTS = [*KINDS, "ngram", *W4_DRAFTS]
+SOME_DRAFTS = DRAFTS
 if SMALL:
     DRAFTS = ["minicpm_eagle", "eagle3", "model", "ngram", "eagle_w4"]
+    SOME_DRAFTS = DRAFTS[:-1]  # 4 bits are slow under a sanitizer
 
 
 @pytest.fixture(scope="module", params=DEVICES)
@@ -215,7 +217,7 @@ def test_same_tokens(models: Models, kind: str, tree: str) -> None:
         assert got == models.plain(family, ids, COUNT, **fields), (len(ids), name)
 
 
-@pytest.mark.parametrize("kind", DRAFTS)
+@pytest.mark.parametrize("kind", SOME_DRAFTS)
 def test_any_shapes_in_any_order(models: Models, kind: str) -> None:
     family = family_of(kind)
     chain = kind == "ngram"
@@ -262,7 +264,7 @@ def test_shapes_are_checked(models: Models, shape: tuple[int, int], message: str
 
 
 @pytest.mark.parametrize("chunk", [7] if SMALL else [1, 7, 65])
-@pytest.mark.parametrize("kind", DRAFTS)
+@pytest.mark.parametrize("kind", SOME_DRAFTS)
 def test_chunks(models: Models, kind: str, chunk: int) -> None:
     family = family_of(kind)
     drive = Drive(models.drafted(kind, family, TREES["narrow"]))
@@ -304,7 +306,7 @@ def test_a_noisy_draft_is_sometimes_right(models: Models) -> None:
 @pytest.mark.parametrize("kind", ["itself", "noisy", "eagle", "ngram"])
 def test_stop_inside_a_run(models: Models, kind: str) -> None:
     drive = Drive(models.drafted(kind, "llama", TREES["wide"]), ahead=2)
-    for ids in PROMPTS[:4]:
+    for ids in PROMPTS[: 1 if SMALL else 4]:
         expected = models.plain("llama", ids, 40)
         for at in range(1, 14):
             stop = expected[at]
@@ -329,7 +331,7 @@ def test_limit_inside_a_run(models: Models, kind: str) -> None:
         assert drive.one(ids, count) == models.plain("llama", ids, count)
 
 
-@pytest.mark.parametrize("kind", DRAFTS)
+@pytest.mark.parametrize("kind", SOME_DRAFTS)
 @pytest.mark.parametrize("length", [CONTEXT - 9, CONTEXT - 2, CONTEXT - 1])
 def test_the_context_ends_inside_a_tree(models: Models, kind: str, length: int) -> None:
     family = family_of(kind)
@@ -339,7 +341,7 @@ def test_the_context_ends_inside_a_tree(models: Models, kind: str, length: int) 
     assert drive.one(ids, CONTEXT - length) == models.plain(family, ids, CONTEXT - length)
 
 
-@pytest.mark.parametrize("kind", DRAFTS)
+@pytest.mark.parametrize("kind", SOME_DRAFTS)
 @pytest.mark.parametrize("name", ["greedy", "all"])
 def test_several_sequences(models: Models, kind: str, name: str) -> None:
     from cpmcu import C
