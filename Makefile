@@ -66,7 +66,7 @@ test: $(ORACLE)  ## everything that needs no GPU: pytest, AddressSanitizer, all 
 	$(SAY) "CPU build"
 	@CPMCU_WITH_CUDA=0 $(PY) setup.py --quiet build_ext
 	$(SAY) "pytest"
-	@CPMCU_EXTENSION_DIR=$(CURDIR)/build/cpu $(PY) -m pytest -n 3 --dist worksteal -m "not gpu" 2>&1 | tee build/pytest.log
+	@CPMCU_EXTENSION_DIR=$(CURDIR)/build/cpu $(PY) -m pytest -n 2 --dist worksteal -m "not gpu" 2>&1 | tee build/pytest.log
 	@$(MAKE) --no-print-directory asan
 	@if $(PY) setup.py config | grep -q '"nvcc": "[0-9]'; then \
 	   $(MAKE) --no-print-directory cuda-compile; else echo "CUDA code not compiled: no nvcc"; fi

@@ -62,8 +62,10 @@ DeviceInfo device_info(Device device) {
   info.free_bytes = static_cast<int64_t>(free_bytes);
   info.sm_count = properties.multiProcessorCount;
   CHECK_CUDA(cudaDriverGetVersion(&info.driver_version));
-  int mps = 0;
-  CHECK_CUDA(cudaDeviceGetAttribute(&mps, cudaDevAttrMpsEnabled, device.index));
+  int mps = 0;  // stays so where the driver does not know the attribute
+  if (cudaDeviceGetAttribute(&mps, cudaDevAttrMpsEnabled, device.index) != cudaSuccess) {
+    cudaGetLastError();
+  }
   info.is_shared = mps != 0;
   return info;
 }

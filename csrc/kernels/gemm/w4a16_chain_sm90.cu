@@ -188,20 +188,17 @@ template <int kGroups>
 __device__ __forceinline__ void feed_rows(const ChainArgs& args, const Ring<kGroups>& ring) {
   for (int i = 0; i < args.num_links; ++i) ptx::prefetch_map(&args.links[i].x_map);
   ptx::pdl_wait();
-  // Who has no part in a link has nothing to wait for.
-  for (int i = 0; i + 1 < args.num_links; ++i) {
-    if (static_cast<int>(blockIdx.x) >= args.links[i].units) {
-      ptx::add_release(args.state->arrived[i]);
-    }
-  }
+  // Read before this block arrives behind a link, so before they change.
+  static_assert(kMaxChainLinks == 4);
+  const uint32_t* bases = args.state->bases;
+  const uint32_t base0 = __ldcg(bases), base1 = __ldcg(bases + 1), base2 = __ldcg(bases + 2);
   Stage stage;
 #pragma unroll 1
   for (int i = 0; i < args.num_links; ++i) {
     const Link& link = args.links[i];
     if (i > 0 && static_cast<int>(blockIdx.x) < link.units) {
-      // `bases` changes when all links are done, which this block has a part in.
-      while (ptx::load_acquire(args.state->arrived[i - 1]) !=
-             __ldcg(&args.state->bases[i - 1]) + gridDim.x) {
+      const uint32_t target = (i == 1 ? base0 : i == 2 ? base1 : base2) + gridDim.x;
+      while (ptx::load_acquire(args.state->arrived[i - 1]) != target) {
       }
       ptx::copy_engine_fence();
     }
@@ -251,7 +248,20 @@ __global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<kGroups>, 1)
   }
   if constexpr (kFeedingWarps<kGroups> == 4) ptx::take_registers<232>();
   ptx::pdl_wait();
-  const uint32_t turn = __ldcg(&args.state->launches) % 2;
+  uint32_t turn = __ldcg(&args.state->launches) % 2;
+  bool has_idle_links = false;
+  for (int i = 0; i + 1 < args.num_links; ++i) {
+    has_idle_links |= static_cast<int>(blockIdx.x) >= args.links[i].units;
+  }
+  if (has_idle_links) {  // who has no part in a link has nothing to wait for
+    ptx::opaque(turn);   // read, by all warps, before the last block may change it
+    ptx::named_barrier<1, kThreads>();
+    for (int i = 0; i + 1 < args.num_links && threadIdx.x == 0; ++i) {
+      if (static_cast<int>(blockIdx.x) >= args.links[i].units) {
+        ptx::add_release(args.state->arrived[i]);
+      }
+    }
+  }
   if (blockIdx.x == 0) {
     ExactSum* next = args.state->squares[turn ^ 1][0];
     for (int i = threadIdx.x; i < kMaxChainLinks * kMaxRows; i += kThreads) next[i] = {0, 0};
@@ -440,7 +450,8 @@ __global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<kGroups>, 1)
     }
     if (i + 1 < args.num_links && threadIdx.x == 0) ptx::add_release(args.state->arrived[i]);
   }
-  // Block 0 has a part in every link, so here all have arrived behind all others.
+  // Block 0 has a part in every link, so here all blocks have arrived behind all others, and so
+  // have read both.
   if (blockIdx.x == 0 && threadIdx.x == 0) {
     for (int i = 0; i + 1 < args.num_links; ++i) args.state->bases[i] += gridDim.x;
     if (args.num_links > 1) ++args.state->launches;
