@@ -5,9 +5,9 @@
 // rows of y, RMS-normed: the next link multiplies it, and what the memory holds afterwards is not
 // said. Every W is of one digit and has 16-bit y.
 //
-// The blocks of the kernel wait for one another, so all of them must find room: only one such launch
-// may run on a device at a time (engine/graph_runner.h sees to it within a process), and the kernel
-// does not run on a device that processes share by MPS.
+// The blocks of the kernel wait for one another, so all of them must find room: only one such
+// launch may run on a device at a time (engine/graph_runner.h sees to it within a process), and the
+// kernel does not run on a device that processes share by MPS.
 //
 // Where the kernel does not run (the CPU, before and after Hopper), links are launched one by one.
 #pragma once
