@@ -11,6 +11,7 @@ EAGLE2 = str(SHIPPED.parent / "tiny-python-eagle2")
 PROMPT = [1, 300, 301, 302, 303, 304]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("graph", [True, False])
 def test_a_cycle_neither_allocates_nor_waits(graph: bool, device: str) -> None:

@@ -332,7 +332,7 @@ def test_limit_inside_a_run(models: Models, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", SOME_DRAFTS)
-@pytest.mark.parametrize("length", [CONTEXT - 9, CONTEXT - 2, CONTEXT - 1])
+@pytest.mark.parametrize("length", [CONTEXT - at for at in ([2] if SMALL else [9, 2, 1])])
 def test_the_context_ends_inside_a_tree(models: Models, kind: str, length: int) -> None:
     family = family_of(kind)
     ids = random_ids(length, VOCAB, seed=length)
@@ -342,7 +342,7 @@ def test_the_context_ends_inside_a_tree(models: Models, kind: str, length: int) 
 
 
 @pytest.mark.parametrize("kind", SOME_DRAFTS)
-@pytest.mark.parametrize("name", ["greedy", "all"])
+@pytest.mark.parametrize("name", ["all"] if SMALL else ["greedy", "all"])
 def test_several_sequences(models: Models, kind: str, name: str) -> None:
     from cpmcu import C
 
@@ -414,7 +414,7 @@ def test_logprobs_are_those_of_plain_decoding(models: Models) -> None:
     assert results[0] == results[1]
 
 
-@pytest.mark.parametrize("quant", ["none", "w8", "w4"])
+@pytest.mark.parametrize("quant", ["w4"] if SMALL else ["none", "w8", "w4"])
 @pytest.mark.parametrize(
     "kind", ["eagle"] if SMALL else ["eagle", "minicpm_eagle_hf", "eagle3_shared", "eagle_w4"]
 )
@@ -432,7 +432,7 @@ def test_frspec(models: Models, kind: str, quant: str) -> None:
         assert drive.one(ids, 40) == models.plain(family, ids, 40)
 
 
-@pytest.mark.parametrize("quant", ["w8", "w4"])
+@pytest.mark.parametrize("quant", ["w8"] if SMALL else ["w8", "w4"])
 @pytest.mark.parametrize("kind", ["itself", "eagle", "eagle3"])
 def test_a_quantised_draft_head(models: Models, kind: str, quant: str) -> None:
     """The target's head rounded, or the draft's own."""
@@ -471,7 +471,7 @@ def test_a_quantised_draft_drafts_what_it_stands_for(models: Models, kind: str) 
 
 
 @pytest.mark.parametrize("kind", ["itself", "eagle", "eagle with FR-Spec"])
-@pytest.mark.parametrize("family", ["llama", "llama_gptq"])
+@pytest.mark.parametrize("family", ["llama"] if SMALL else ["llama", "llama_gptq"])
 def test_a_quantised_target_head(models: Models, kind: str, family: str) -> None:
     """lm_head_quant changes the text, and drafts follow it."""
     import numpy as np
@@ -491,7 +491,7 @@ def test_a_quantised_target_head(models: Models, kind: str, family: str) -> None
     assert not same
 
 
-@pytest.mark.parametrize("window", [1, 16, 64])
+@pytest.mark.parametrize("window", [16] if SMALL else [1, 16, 64])
 def test_draft_window(models: Models, window: int) -> None:
     draft = str(models.draft("eagle", "llama"))
     speculation = {"draft_model_path": draft, "spec_window_size": window, **TREES["narrow"]}

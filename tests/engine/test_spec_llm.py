@@ -103,7 +103,7 @@ def test_pages_run_out(target: TinyCheckpoint, drafts, plain: LLM, monkeypatch) 
 
     def load_with_fewer_pages(*arguments: Any, **options: Any) -> Any:
         loaded = load_model(*arguments, **options)
-        return dataclasses.replace(loaded, engine=FewerPages(loaded.engine, 16))
+        return dataclasses.replace(loaded, engine=FewerPages(loaded.engine, 12 if SMALL else 16))
 
     params = SamplingParams(
         max_tokens=120 if SMALL else 200,
