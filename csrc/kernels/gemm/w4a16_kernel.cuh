@@ -461,8 +461,8 @@ __global__ void __launch_bounds__(kThreads, 1) w4_gemm_kernel(const __grid_const
   ptx::pdl_wait();
   if (feeds_first) feed_rows(warp, warp);
 
-  const int g = lane / 4, q = lane % 4;
-  const int slab_row = warp * 32 + g;
+  const int g = lane / 4;
+  [[maybe_unused]] const int q = lane % 4;
   const typename Mma::template LaneRows<kGroups> lane_rows;
   int iteration = 0, stage = 0, parity = 0;
   for (int tile = first_tile; tile < args.tiles; tile += tile_step) {
@@ -546,7 +546,7 @@ __global__ void __launch_bounds__(kThreads, 1) w4_gemm_kernel(const __grid_const
     }
     ptx::mbarrier_wait(received, 0);  // until then others write into this block's memory
 #else
-    each_pair(sums, n0 + slab_row, [&](int row, int n, float sum, float sum_8) {
+    each_pair(sums, n0 + warp * 32 + g, [&](int row, int n, float sum, float sum_8) {
       if (row >= args.m) return;
       float* to = args.partials + (int64_t{slice} * args.m + row) * args.n + n;
       if (n < args.n) to[0] = sum;
