@@ -80,15 +80,12 @@ def gencode(archs):
     return " ".join(f"-gencode arch=compute_{a},code={code}" for a, code in codes)
 
 
-def binding_flags(info):
-    """{file stem: flags} for the files that see Python."""
+def pybind_flags():
     specs = [importlib.util.find_spec(name) for name in ("pybind11", "torch")]  # torch ships a copy
     roots = [folder for spec in specs if spec for folder in spec.submodule_search_locations or ()]
     if not roots:
         sys.exit("Building cpmcu needs pybind11: pip install pybind11")
-    flags = f"-isystem {sysconfig.get_paths()['include']} -isystem {roots[0]}/include "
-    define = shlex.quote("-DCPMCU_BUILD_INFO=" + json.dumps(json.dumps(info)))
-    return {"entry": flags, "bind_info": flags + define.replace("$", "$$")}
+    return f"-isystem {sysconfig.get_paths()['include']} -isystem {roots[0]}/include"
 
 
 def configure():
@@ -116,16 +113,27 @@ def configure():
     text = f"builddir = {out}\n" + RULE.format(name="cxx", command=host)
     text += RULE.format(name="nvcc", command=device)
     text += f"rule link\n  command = {link}\n  description = link $out\n"
-    binding, objects = binding_flags(info), []
+    define = shlex.quote("-DCPMCU_BUILD_INFO=" + json.dumps(json.dumps(info)))
+    # Including pybind11 takes the compiler seconds and optimising what it generates is for nothing,
+    # so what sees Python is two units of about the same size: the engine's bindings, and the rest.
+    joined = sorted(Path("csrc").rglob("bind_*.cpp"))
+    joined.remove(engine := Path("csrc/engine/bind_engine.cpp"))
+    python = f"{pybind_flags()} {'-O0' if debug or sanitize else '-O1'}"
+    flags_of = {
+        engine: python,
+        Path("csrc/entry.cu"): " -include ".join([python, *map(str, joined)]),
+        Path("csrc/build_info.cpp"): define.replace("$", "$$"),
+    }
+    objects = []
     for source in sorted(p for p in Path("csrc").rglob("*") if p.suffix in (".cpp", ".cu")):
-        stem, fits = source.stem, [a for a in archs if a == "90a" or "_sm90" not in source.stem]
-        if bound := stem == "entry" or stem.startswith("bind_"):  # Python seen here only
-            rule, flags = "cxx", binding.get(stem, binding["entry"])
-        else:
-            rule, flags = ("cxx", "") if source.suffix == ".cpp" else ("nvcc", gencode(fits))
-        if rule == "cxx" or fits:
-            objects.append(f"{out}/{py if bound else 'core'}/{source.relative_to('csrc')}.o")
-            text += f"build {objects[-1]}: {rule} {source}\n  flags = {flags}\n"
+        fits = [a for a in archs if a == "90a" or "_sm90" not in source.stem]
+        if source in joined or (source.suffix == ".cu" and source not in flags_of and not fits):
+            continue
+        host_only = source.suffix == ".cpp" or source in flags_of
+        rule, flags = ("cxx", flags_of.get(source, "")) if host_only else ("nvcc", gencode(fits))
+        folder = py if python in flags else "core"
+        objects.append(f"{out}/{folder}/{source.relative_to('csrc')}.o")
+        text += f"build {objects[-1]}: {rule} {source}\n  flags = {flags}\n"
     module = f"{out}/C{sysconfig.get_config_var('EXT_SUFFIX')}"
     return info, module, text + f"build {module}: link {' '.join(objects)}\n"
 

@@ -8,6 +8,5 @@ namespace cpmcu {
 void bind_engine(pybind11::module_& m);    // engine/bind_engine.cpp
 void bind_ops(pybind11::module_& m);       // kernels/bind_ops.cpp
 void bind_ceilings(pybind11::module_& m);  // kernels/bind_ceilings.cpp
-void bind_info(pybind11::module_& m);      // bind_info.cpp
 
 }  // namespace cpmcu

@@ -1,5 +1,6 @@
 // The Python module's table of contents. Host code only: compiled as C++.
 #include "bindings.h"
+#include "build_info.h"
 #include "core/check.h"
 
 namespace {
@@ -30,5 +31,5 @@ PYBIND11_MODULE(C, m) {
   cpmcu::bind_engine(m);
   cpmcu::bind_ops(m);
   cpmcu::bind_ceilings(m);
-  cpmcu::bind_info(m);
+  m.attr("build_info_json") = cpmcu::build_info_json();
 }
