@@ -529,47 +529,55 @@ SHIPPED_DRAFTS = ["tiny-python-eagle2", "tiny-python-eagle3", "tiny-python-draft
 SOURCES = ("heapq", "textwrap", "bisect", "fnmatch", "queue", "shlex", "string", "sched")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SHIPPED_DRAFTS)
-def test_the_shipped_drafts(device: str, name: str) -> None:
-    """13 beginnings of Python code and 200 tokens for each draft; most accept two a step."""
+def shipped_engine(device: str, speculation: dict[str, Any]) -> Any:
     from cpmcu.config import EngineConfig, SpeculativeConfig
     from cpmcu.loading.loader import load_model
+
+    config = EngineConfig(
+        device=device,
+        memory_limit=0.2,
+        max_num_seqs=1,
+        chunk_length=256,
+        max_model_len=1024,
+        speculative_config=SpeculativeConfig(**speculation),
+    )
+    return load_model(str(SHIPPED), config=config).engine
+
+
+@pytest.fixture(scope="module")
+def python_texts(device: str) -> list[tuple[list[int], dict[str, Any], list[int]]]:
+    """13 beginnings of Python code, how to sample, and the 200 tokens without speculation."""
     from cpmcu.tokenizer import Tokenizer
 
-    if name != "ngram" and not (SHIPPED.parent / name / "model.safetensors").is_file():
-        pytest.skip(f"{name} is not there")
-    if name == "ngram":
-        draft: dict[str, Any] = {"method": "ngram"}
-    else:
-        draft = {"draft_model_path": str(SHIPPED.parent / name), **TREES["narrow"]}
-    engines = [
-        load_model(
-            str(SHIPPED),
-            config=EngineConfig(
-                device=device,
-                memory_limit=0.2,
-                max_num_seqs=1,
-                chunk_length=256,
-                max_model_len=1024,
-                speculative_config=SpeculativeConfig(**each),
-            ),
-        ).engine
-        for each in ({"no_speculation": True}, draft)
-    ]
-    plain, drafted = (Drive(engine, ahead=2) for engine in engines)
     tokenizer = Tokenizer.from_directory(SHIPPED)
-    emitted: list[int] = []
+    plain = Drive(shipped_engine(device, {"no_speculation": True}), ahead=2)
+    texts = []
     for i in range(13):
         module = importlib.import_module(SOURCES[i % len(SOURCES)])
-        text = inspect.getsource(module)[200 * i : 200 * i + 60 + 150 * i]
-        fields = list(SAMPLINGS.values())[i % len(SAMPLINGS)]
-        fields = {**fields, "stop_ids": list(tokenizer.eos_token_ids)}
-        ids = tokenizer.encode(text)
-        count = 200
-        tokens = drafted.one(ids, count, **fields)
+        ids = tokenizer.encode(inspect.getsource(module)[200 * i : 200 * i + 60 + 150 * i])
+        fields = {
+            **list(SAMPLINGS.values())[i % len(SAMPLINGS)],
+            "stop_ids": list(tokenizer.eos_token_ids),
+        }
+        texts.append((ids, fields, plain.one(ids, 200, **fields)))
+    return texts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHIPPED_DRAFTS)
+def test_the_shipped_drafts(device: str, python_texts: Any, name: str) -> None:
+    """13 beginnings of Python code and 200 tokens for each draft; most accept two a step."""
+    if name != "ngram" and not (SHIPPED.parent / name / "model.safetensors").is_file():
+        pytest.skip(f"{name} is not there")
+    draft: dict[str, Any] = {"method": "ngram"}
+    if name != "ngram":
+        draft = {"draft_model_path": str(SHIPPED.parent / name), **TREES["narrow"]}
+    drafted = Drive(shipped_engine(device, draft), ahead=2)
+    emitted: list[int] = []
+    for ids, fields, expected in python_texts:
+        tokens = drafted.one(ids, 200, **fields)
         # Without a drafter the device does not look at stop ids.
-        assert tokens == plain.one(ids, count, **fields)[: len(tokens)]
-        assert len(tokens) == count or tokens[-1] in tokenizer.eos_token_ids
+        assert tokens == expected[: len(tokens)]
+        assert len(tokens) == 200 or tokens[-1] in fields["stop_ids"]
         emitted += drafted.emitted
     assert sum(emitted) / len(emitted) > (1.05 if name == "ngram" else 1.8)
