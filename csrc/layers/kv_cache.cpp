@@ -44,12 +44,14 @@ Tensor KvCache::part(int layer, int which) const {
 void KvCache::bind(const Context& ctx, const Arena& arena) {
   device_ = ctx.device;
   for (Pool& pool : pools_) {
+    const bool is_drafts = &pool != &pools_.front();
     const int64_t page_elements =
         int64_t{pool.shape.num_kv_heads} * kPageSize * pool.shape.head_dim;
     pool.memory = arena.tensor(pool.id, pool.shape.dtype,
                                {2 * pool.shape.num_layers, num_pages_, page_elements});
-    // CUDA kernels read whole tiles and weigh the cells that nobody wrote with zero: no NaN there.
-    if (ctx.device.is_cuda()) {
+    // No NaN where nobody wrote: CUDA kernels read whole tiles and weigh the other cells with zero,
+    // and a draft sees the cells of the plain steps that it was left out of.
+    if (ctx.device.is_cuda() || is_drafts) {
       fill_bytes(ctx.device, pool.memory.data(), 0, pool.memory.num_bytes(), ctx.stream);
     }
   }
