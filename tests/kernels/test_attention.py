@@ -150,8 +150,8 @@ def test_lengths_around_page_edges(device: str, dtype: str, name: str) -> None:
 
 
 @on_devices_and_dtypes
-@pytest.mark.parametrize("lengths", sizes([640], [4095, 4096, 4097], [20479, 20480, 20481, 23000],
-                                          small=1))  # fmt: skip
+@pytest.mark.parametrize("lengths", sizes([640], [4095, 4096, 4097], [12287, 12288, 12289],
+                                          [28671, 28672, 28673, 61441], small=1))  # fmt: skip
 @pytest.mark.parametrize("name", [DECODE, PREFILL])
 def test_long(device: str, dtype: str, name: str, lengths: list[int]) -> None:
     step = Step(lengths=lengths, counts=[1] * len(lengths))
@@ -439,8 +439,8 @@ def test_tree_nodes_equal_plain_decoding(
     ("lengths", "heads", "size"),
     sizes(
         ([4090, 4096], (4, 1, 64), 12), ([5000, 4096, 4090], (16, 1, 128), 60),
-        ([5000, 4090], (2, 2, 256), 64), ([8192, 20470], (4, 1, 64), 33),
-        ([22520], (2, 1, 128), 60), small=1,
+        ([5000, 4090], (2, 2, 256), 64), ([8192, 12280], (4, 1, 64), 33),
+        ([28660], (2, 1, 128), 60), ([61430], (1, 1, 64), 12), small=1,
     ),
 )  # fmt: skip
 def test_tree_nodes_equal_plain_decoding_of_long_contexts(

@@ -43,25 +43,26 @@ REGISTER_OP(attention_decode, AttentionParams)
 
 // ---- the fixed splits of attention_decode
 
-// Split i covers cells [split_begin(i), split_begin(i + 1)): 32 splits of 128 cells, then 32 of
-// 512, then of 2048 each, so that short contexts spread over many SMs and long ones need few
-// partials.
+// Split i covers cells [split_begin(i), split_begin(i + 1)): 32 splits of 128 cells, 32 of 256, 32
+// of 512, 32 of 1024, then of 2048 each. So short contexts spread over many multiprocessors, long
+// ones need few partials, and no split beyond the first tier is more than a sixteenth of what lies
+// before it: it would still be at work when the others are done.
 #ifdef __CUDACC__
 __host__ __device__
 #endif
     constexpr int split_begin(int split) {
-  if (split <= 32) return split * 128;
-  if (split <= 64) return 32 * 128 + (split - 32) * 512;
-  return 32 * 128 + 32 * 512 + (split - 64) * 2048;
+  const int tier = split < 4 * 32 ? split / 32 : 4;
+  return ((1 << tier) - 1) * 4096 + (split - tier * 32) * (128 << tier);
 }
 // Number of splits that cover `num_cells` cells.
 #ifdef __CUDACC__
 __host__ __device__
 #endif
     constexpr int num_splits(int num_cells) {
-  if (num_cells <= 32 * 128) return (num_cells + 127) / 128;
-  if (num_cells <= 32 * 640) return 32 + (num_cells - 32 * 128 + 511) / 512;
-  return 64 + (num_cells - 32 * 640 + 2047) / 2048;
+  int tier = 0;
+  while (tier < 4 && num_cells > ((2 << tier) - 1) * 4096) ++tier;
+  const int size = 128 << tier;
+  return tier * 32 + (num_cells - ((1 << tier) - 1) * 4096 + size - 1) / size;
 }
 
 // Partial results: per split and packed row D accumulators, a maximum and a sum.

@@ -548,7 +548,7 @@ void launch_splits(const Context& ctx, const AttentionParams& params, int max_sp
   using Smem = DecodeSmem<Config>;
   static_assert(sizeof(Smem) <= 99 * 1024, "sm_86 and sm_89 have 99 KiB for a block");
   static_assert(sizeof(Smem::exchange) <= sizeof(Smem::stages), "the exchange fits the stages");
-  static_assert(split_begin(65) - split_begin(64) <= 32 * kPageSize, "a lane for each page");
+  static_assert(split_begin(129) - split_begin(128) <= 32 * kPageSize, "a lane for each page");
   allow_shared_bytes(kernel, sizeof(Smem));
   const StepRows& rows = params.rows;
   const int group = params.num_heads / params.num_kv_heads;
