@@ -4,9 +4,10 @@ The floor of a decode step is the bytes that it has to read (weights but for the
 and the keys and values of its context) over the read bandwidth measured in the same run. Prompts
 are random tokens; times are medians of windows of steps with launches ahead, after a warm-up.
 
-With a draft the model is loaded twice: without it, as above, and with it. Then a cycle drafts,
-verifies and accepts; its time depends on the draft's shape and not on what is accepted, so tokens/s
-is (mean accept length) / (time of a cycle), which is checked against whole requests.
+With a draft the model is loaded again, with it. Then a cycle drafts, verifies and accepts; its
+time depends on the draft's shape and not on what is accepted, so tokens/s is (mean accept length) /
+(time of a cycle), which is checked against whole requests. Where shapes are chosen in each step (no
+shape is given, or --spec-auto yes), requests that do so follow, on a third load.
 """
 
 from __future__ import annotations

@@ -11,7 +11,6 @@ from cpmcu.loading.hub import resolve_model
 
 if TYPE_CHECKING:
     from cpmcu.llm import LLM
-    from cpmcu.outputs import CompletionOutput
 
 CURVE = range(1, 7)  # mean accept lengths for which tokens/s is told
 
@@ -31,22 +30,35 @@ class CycleRow:
     tokens_per_s_at_accept_length: dict[int, float]  # accept length over cycle
 
 
-def cycle_row(llm: LLM, plain: Row, steps: int) -> CycleRow:
-    """Cycles by themselves, and one greedy request from the prompt to its text."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class ChosenRow:
+    """One greedy request whose trees' shapes are chosen in each step, at one context length."""
+
+    context: int
+    mean_accept_length: float
+    tokens_per_s: float  # after its first token
+
+
+def stream(llm: LLM, context: int, num_tokens: int) -> tuple[float, float]:
+    """Mean accept length and tokens/s of a greedy request, through `LLM.stream`."""
     from cpmcu import SamplingParams
 
-    vocab_size, context = int(llm.spec.vocab_size), plain.context
-    timing = llm.call_engine(lambda engine: measure(engine, vocab_size, context, steps))
-
-    def request(num_tokens: int) -> CompletionOutput:
-        params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
-        return llm.generate([random_prompt(vocab_size, context)], params)[0].outputs[0]
-
-    request(16)  # warms the host's side up
-    output = request(1 + WINDOWS * steps)
+    params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+    prompt = random_prompt(int(llm.spec.vocab_size), context)
+    result = [chunk.result for chunk in llm.stream(prompt, params)][-1]
+    assert result is not None  # the last chunk has it
+    output = result.outputs[0]
     metrics = output.spec_decode_metrics
     accepted = metrics.mean_acceptance_length if metrics else 1.0
-    measured = output.timings.decode_tokens_per_s
+    return accepted, output.timings.decode_tokens_per_s
+
+
+def cycle_row(llm: LLM, plain: Row, steps: int) -> CycleRow:
+    """Cycles by themselves, and one greedy request from the prompt to its text."""
+    vocab_size, context = int(llm.spec.vocab_size), plain.context
+    timing = llm.call_engine(lambda engine: measure(engine, vocab_size, context, steps))
+    stream(llm, context, 16)  # warms the host's side up
+    accepted, measured = stream(llm, context, 1 + WINDOWS * steps)
     expected = accepted / timing.step_ms * 1e3
     return CycleRow(
         context=context,
@@ -59,6 +71,12 @@ def cycle_row(llm: LLM, plain: Row, steps: int) -> CycleRow:
         difference_percent=100 * (measured / expected - 1),
         tokens_per_s_at_accept_length={length: length / timing.step_ms * 1e3 for length in CURVE},
     )
+
+
+def chosen_row(llm: LLM, context: int, steps: int) -> ChosenRow:
+    """A request after one that has shown how long each shape takes."""
+    stream(llm, context, 1 + WINDOWS * steps)
+    return ChosenRow(context, *stream(llm, context, 1 + WINDOWS * steps))
 
 
 def has_draft(config: EngineConfig) -> bool:
@@ -77,20 +95,27 @@ def run_cycles(config: EngineConfig, rows: list[Row], steps: int) -> dict[str, A
     """What a run with a draft adds to the result."""
     from cpmcu.llm import LLM
 
+    def load(speculation: SpeculativeConfig) -> LLM:
+        fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+        return LLM(fields.pop("model"), **fields | {"speculative_config": speculation})
+
     # Every cycle of the shape that the times are of.
     whole = dataclasses.replace(config.speculation, spec_auto=False)
-    config = dataclasses.replace(config, speculative_config=whole)
-    names = [field.name for field in dataclasses.fields(config) if field.name != "model"]
-    with LLM(config.model, **{name: getattr(config, name) for name in names}) as llm:
+    with load(whole) as llm:
         cycles = [cycle_row(llm, row, steps) for row in rows]
         depth = llm.call_engine(lambda engine: engine.tokens_per_step) - 1
         counters = llm.call_engine(lambda engine: engine.counters)
-    given = dataclasses.asdict(config.speculation)
+    chosen: list[ChosenRow] = []
+    if config.speculation.chooses_shapes:
+        with load(config.speculation) as llm:
+            chosen = [chosen_row(llm, row.context, steps) for row in rows]
+    given = dataclasses.asdict(whole)
     usual = dataclasses.asdict(SpeculativeConfig(spec_auto=False))
     return {
         "depth": depth,
         "options": {name: value for name, value in given.items() if value != usual[name]},
         "rows": [dataclasses.asdict(row) for row in cycles],
+        "chosen": [dataclasses.asdict(row) for row in chosen],
         "counters": counters,
     }
 
@@ -111,5 +136,17 @@ def cycle_table(speculation: dict[str, Any]) -> list[str]:
             f"{row['cycle_ratio']:.2f} | {row['mean_accept_length']:.2f} | "
             f"{row['tokens_per_s']:.1f} | {row['expected_tokens_per_s']:.1f} | "
             f"{row['difference_percent']:+.1f} % |"
+        )
+    if speculation["chosen"]:
+        lines += [
+            "",
+            "shapes chosen in each step:",
+            "",
+            "| context | τ | tok/s |",
+            "|---:|---:|---:|",
+        ]
+    for row in speculation["chosen"]:
+        lines.append(
+            f"| {row['context']} | {row['mean_accept_length']:.2f} | {row['tokens_per_s']:.1f} |"
         )
     return lines

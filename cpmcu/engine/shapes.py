@@ -29,16 +29,17 @@ _OUTLIER = 1.5  # more times the mean than this a step does not take by itself
 def shapes_of(depth: int, topk: int, tree_size: int) -> list[Shape]:
     """The shapes worth having of trees of at most this depth, width and size; the last is that.
 
-    A few: each is a CUDA graph, and each is tried.
+    A few: each is a CUDA graph, and each is tried. The deep and slim one is for text that is easy
+    to guess, of which hardly anything off the likeliest path is ever accepted.
     """
     if topk == 1:
         chains = {(levels, levels + 1) for levels in (1, 2, depth) if levels <= depth}
         return [PLAIN, *sorted(chains)]
-    found = {(depth, tree_size)}
-    for levels, nodes in ((1, 2), (2, 8)):
-        if levels < depth and nodes < tree_size:
-            found.add((levels, nodes))
-    return [PLAIN, *sorted(found)]
+    smaller = [(levels, nodes) for levels, nodes in ((1, 2), (2, 8)) if levels < depth]
+    if depth > 2:
+        smaller.append((depth, 2 * depth))
+    found = {(levels, nodes) for levels, nodes in smaller if nodes < tree_size}
+    return [PLAIN, *sorted(found), (depth, tree_size)]
 
 
 @dataclasses.dataclass(slots=True)

@@ -224,7 +224,9 @@ def test_any_shapes_in_any_order(models: Models, kind: str) -> None:
     family = family_of(kind)
     chain = kind == "ngram"
     rng = random.Random(kind)
-    shapes = [(0, 1), (1, 2), (2, 3), (4, 5)] if chain else [(0, 1), (1, 1), (2, 9), (4, 33)]
+    shapes = (
+        [(0, 1), (1, 2), (2, 3), (4, 5)] if chain else [(0, 1), (1, 1), (2, 9), (4, 8), (4, 33)]
+    )
     drive = Drive(models.drafted(kind, family, TREES["wide"]), 2, lambda: rng.choice(shapes))
     for ids, name in zip(SEVERAL, ("greedy", "all", "seeded")):
         got = drive.one(ids, COUNT, **SAMPLINGS[name])

@@ -165,6 +165,14 @@ def test_bench_reports_cycles(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert row["mean_accept_length"] == pytest.approx(5, abs=0.5)  # the last cycle is cut short
     assert list(row["tokens_per_s_at_accept_length"]) == ["1", "2", "3", "4", "5", "6"]
     assert "| T, ms |" in bench.table(result)
+    assert speculation["chosen"] == [] and "chosen" not in bench.table(result)
+
+    assert bench.main([*flags, "--spec-auto", "yes", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    (row,) = result["speculation"]["chosen"]
+    assert row["context"] == 32 and row["tokens_per_s"] > 0
+    assert 1 <= row["mean_accept_length"] <= 5
+    assert "shapes chosen in each step" in bench.table(result)
 
     assert bench.main([*flags, "--no-speculation", "--json"]) == 0
     assert "speculation" not in json.loads(capsys.readouterr().out)

@@ -8,8 +8,9 @@ import pytest
 
 from cpmcu.engine.shapes import PLAIN, TRIAL_BUDGET, Shape, ShapeChooser, shapes_of
 
-SHAPES = shapes_of(4, 8, 24)
+SHAPES: list[Shape] = [PLAIN, (1, 2), (2, 8), (4, 24)]
 SMALL, MIDDLE, WHOLE = SHAPES[1:]
+SLIM = (4, 8)
 
 
 class Machine:
@@ -50,7 +51,7 @@ CPU = {PLAIN: 1.0, SMALL: 2.5, MIDDLE: 8.0, WHOLE: 25.0}
 
 
 def test_shapes():
-    assert SHAPES == [(0, 1), (1, 2), (2, 8), (4, 24)]
+    assert shapes_of(4, 8, 24) == [(0, 1), (1, 2), (2, 8), (4, 8), (4, 24)]
     assert shapes_of(2, 10, 12) == [(0, 1), (1, 2), (2, 12)]
     assert shapes_of(4, 1, 5) == [(0, 1), (1, 2), (2, 3), (4, 5)]
     assert shapes_of(1, 1, 2) == [(0, 1), (1, 2)]
@@ -63,7 +64,13 @@ def test_the_whole_draft_comes_first():
 
 @pytest.mark.parametrize(
     ("seconds", "acceptance", "best"),
-    [(GPU, 0.97, WHOLE), (GPU, 0.0, PLAIN), (STEEP, 0.6, SMALL), (CPU, 0.9, PLAIN)],
+    [
+        (GPU, 0.97, WHOLE),
+        (GPU, 0.0, PLAIN),
+        (STEEP, 0.6, SMALL),
+        (CPU, 0.9, PLAIN),
+        ({**GPU, SLIM: 1.6}, 0.9, SLIM),
+    ],
 )
 def test_the_best_shape_wins(seconds: dict[Shape, float], acceptance: float, best: Shape) -> None:
     machine = Machine(seconds, acceptance).run(1000)
