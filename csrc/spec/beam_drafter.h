@@ -52,7 +52,6 @@ class BeamDrafter : public Drafter {
   MemoryPlan::Id ints_id_ = 0, floats_id_ = 0, masks_id_ = 0, last_id_ = 0, features_id_ = 0,
                  map_id_ = 0;
   int64_t num_ints_ = 0, num_floats_ = 0;
-  int* ints_ = nullptr;
   DraftBeam beam_;  // its arrays, for max_seqs sequences
   int* topk_tokens_ = nullptr;
   float* topk_logprobs_ = nullptr;
