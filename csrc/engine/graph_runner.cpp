@@ -58,7 +58,12 @@ void GraphRunner::run(const Key& key, const std::function<void()>& launches) {
     CHECK_CUDA(cudaStreamWaitEvent(stream, turn.done, 0));
   }
   turn.owner = this;
-  launch(key, launches);
+  try {
+    launch(key, launches);
+  } catch (...) {
+    cudaStreamSynchronize(stream);  // what was launched before has no event to be waited for
+    throw;
+  }
   if (turn.done == nullptr) {
     CHECK_CUDA(cudaEventCreateWithFlags(&turn.done, cudaEventDisableTiming));
   }
