@@ -53,7 +53,7 @@ void gather_page(const Tensor& cache, const StepRows& rows, int slot, int first,
 template <typename T>
 class Softmax {
  public:
-  // `buffer` holds 2 D floats.
+  // `q` is a dot_operand; `buffer` holds 2 D floats.
   Softmax(const float* q, float scale, int head_dim, float* buffer)
       : q_(q), scale_(scale), head_dim_(head_dim), sum_(buffer), page_sum_(buffer + head_dim) {
     std::fill(sum_, sum_ + head_dim, 0.f);
@@ -62,7 +62,7 @@ class Softmax {
   void add_page(const T* k, const T* v, uint64_t visible) {
     if (visible == 0) return;
     float p[kPageSize];
-    dot_rows(q_, k, std::bit_width(visible), head_dim_, p);
+    dot_rows(q_, 1, k, std::bit_width(visible), head_dim_, p, kPageSize);
     float maximum = maximum_;
     for (uint64_t rest = visible; rest != 0; rest &= rest - 1) {
       float& score = p[std::countr_zero(rest)];
@@ -147,7 +147,7 @@ void attention(const AttentionParams& p) {
         thread_local std::vector<T> k_page, v_page;
         const T* q_head = p.qkv.as<T>() + row * p.qkv.size(1) + h * head_dim;
         buffer.resize(2 * head_dim);
-        Softmax<T> softmax(as_floats(q_head, head_dim, q), p.scale, head_dim, buffer.data());
+        Softmax<T> softmax(dot_operand(q_head, 1, head_dim, q), p.scale, head_dim, buffer.data());
         for (int first = begin / kPageSize * kPageSize; first < end; first += kPageSize) {
           const uint64_t visible = visible_cells(first, length, mask) & ~low_bits(begin - first);
           if (p.by_position && first + kPageSize > cached) {

@@ -17,19 +17,20 @@ void multiply(const GemmParams& p) {
   const int64_t m = p.x.size(0), k = p.x.size(1), n = p.w.size(0);
   const int64_t y_stride = p.y_stride ? p.y_stride : n;
   thread_local std::vector<float> buffer;
-  const float* x = as_floats(p.x.as<T>(), m * k, buffer);
+  const float* x = dot_operand(p.x.as<T>(), m, k, buffer);
   const T* w = p.w.as<T>();
   Y* y = p.y.as<Y>();
 #pragma omp parallel for collapse(2) if (m * n * k > 65536)
   for (int64_t row_begin = 0; row_begin < m; row_begin += kBlockRows) {
     for (int64_t begin = 0; begin < n; begin += kBlockColumns) {
       const int64_t count = std::min(kBlockColumns, n - begin);
-      for (int64_t row = row_begin; row < std::min(row_begin + kBlockRows, m); ++row) {
-        float products[kBlockColumns];
-        dot_rows(x + row * k, w + begin * k, count, k, products);
-        Y* out = y + row * y_stride + begin;
+      const int64_t num_rows = std::min(kBlockRows, m - row_begin);
+      float products[kBlockRows][kBlockColumns];
+      dot_rows(x + row_begin * k, num_rows, w + begin * k, count, k, products[0], kBlockColumns);
+      for (int64_t row = 0; row < num_rows; ++row) {
+        Y* out = y + (row_begin + row) * y_stride + begin;
         for (int64_t i = 0; i < count; ++i) {
-          const float product = p.alpha * products[i];
+          const float product = p.alpha * products[row][i];
           out[i] = from_float<Y>(p.beta == 0 ? product : product + p.beta * to_float(out[i]));
         }
       }

@@ -1,10 +1,13 @@
-// See simd.h. Plain loops that g++ vectorises: `omp simd` lets it keep a sum in several lanes,
-// which it must not do by itself. One clone per instruction set: AVX-512, AVX2 with FMA, the
-// baseline.
+// See simd.h. Dot products in GNU vectors, four rows of x by two of w, so that what is loaded and
+// unpacked serves several sums; the rest in plain loops that g++ vectorises where `omp simd` allows
+// it. One clone per instruction set: AVX-512, AVX2 with FMA, the baseline.
 #include "kernels/cpu/simd.h"
 
 #include <algorithm>
 #include <bit>
+#include <cstring>
+
+#pragma GCC diagnostic ignored "-Wpsabi"  // vectors are passed to functions that are inlined
 
 // A clone is picked by a resolver that runs before the sanitizers are ready, hence not under them.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && \
@@ -33,28 +36,106 @@ inline float widen(fp16 x) {
   return std::bit_cast<float>(bits | sign);
 }
 
-// Four rows at a time; where fewer are left the last one is repeated, so that no row takes another
-// path through the code.
-template <typename T>
-[[gnu::always_inline]] inline void dot_rows_of(const float* __restrict__ x, const T* __restrict__ w,
-                                               int64_t num_rows, int64_t length,
-                                               float* __restrict__ out) {
-  for (int64_t n = 0; n < num_rows; n += 4) {
-    const int64_t last = num_rows - 1;
-    const T* w0 = w + n * length;
-    const T* w1 = w + std::min(n + 1, last) * length;
-    const T* w2 = w + std::min(n + 2, last) * length;
-    const T* w3 = w + std::min(n + 3, last) * length;
-    float sum0 = 0, sum1 = 0, sum2 = 0, sum3 = 0;
-#pragma omp simd reduction(+ : sum0, sum1, sum2, sum3) simdlen(16)
-    for (int64_t k = 0; k < length; ++k) {
-      sum0 += x[k] * widen(w0[k]);
-      sum1 += x[k] * widen(w1[k]);
-      sum2 += x[k] * widen(w2[k]);
-      sum3 += x[k] * widen(w3[k]);
+// A sum over k is kept in sixteen lanes that are added in halves. So its order is said here and not
+// by the compiler, and any tiling gives the same bits.
+using Lanes = float __attribute__((vector_size(64)));
+using Words = uint32_t __attribute__((vector_size(64)));
+constexpr int kLanes = 16;
+
+template <typename V>
+[[gnu::always_inline]] inline V load_vector(const void* from) {
+  V v;
+  std::memcpy(&v, from, sizeof(v));
+  return v;
+}
+// As widen(fp16), of the low halves.
+[[gnu::always_inline]] inline Lanes widen_fp16(Words bits) {
+  const Words sign = (bits & 0x8000u) << 16, magnitude = (bits & 0x7fffu) << 13;
+  const Words inf_or_nan = reinterpret_cast<Words>(magnitude >= 0x0f800000u) & 0x38000000u;
+  const Words normal = magnitude + 0x38000000u + inf_or_nan;
+  const Lanes subnormal = reinterpret_cast<Lanes>(magnitude + 0x38800000u) - 0x1p-14f;
+  const Words is_small = reinterpret_cast<Words>(magnitude < 0x00800000u);
+  return reinterpret_cast<Lanes>((is_small & reinterpret_cast<Words>(subnormal)) |
+                                 (~is_small & normal) | sign);
+}
+
+// What lies in 64 bytes: 16 floats, or 32 halves, the even ones first (and dot_operand has x so
+// too).
+[[gnu::always_inline]] inline void load_lanes(const float* w, Lanes (&out)[1]) {
+  out[0] = load_vector<Lanes>(w);
+}
+[[gnu::always_inline]] inline void load_lanes(const bf16* w, Lanes (&out)[2]) {
+  const Words words = load_vector<Words>(w);
+  out[0] = reinterpret_cast<Lanes>(words << 16);
+  out[1] = reinterpret_cast<Lanes>(words & 0xffff0000u);
+}
+[[gnu::always_inline]] inline void load_lanes(const fp16* w, Lanes (&out)[2]) {
+  const Words words = load_vector<Words>(w);
+  out[0] = widen_fp16(words & 0xffffu);
+  out[1] = widen_fp16(words >> 16);
+}
+[[gnu::always_inline]] inline float sum_of(Lanes v) {
+  const auto eight = __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7) +
+                     __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15);
+  const auto four = __builtin_shufflevector(eight, eight, 0, 1, 2, 3) +
+                    __builtin_shufflevector(eight, eight, 4, 5, 6, 7);
+  return (four[0] + four[2]) + (four[1] + four[3]);
+}
+
+// out[m, n] for kX rows of x and kW of w.
+template <int kX, int kW, typename T>
+[[gnu::always_inline]] inline void dot_tile(const float* x, int64_t x_stride, const T* const* w,
+                                            int64_t length, float (*out)[kW]) {
+  constexpr int kVectors = 4 / sizeof(T);  // of 64 bytes of w
+  Lanes sums[kX][kW] = {};
+  int64_t k = 0;
+  for (; k + kVectors * kLanes <= length; k += kVectors * kLanes) {
+    Lanes columns[kW][kVectors];
+    for (int n = 0; n < kW; ++n) load_lanes(w[n] + k, columns[n]);
+    for (int v = 0; v < kVectors; ++v) {
+      for (int m = 0; m < kX; ++m) {
+        const Lanes row = load_vector<Lanes>(x + m * x_stride + k + v * kLanes);
+        for (int n = 0; n < kW; ++n) sums[m][n] += row * columns[n][v];
+      }
     }
-    const float sums[4] = {sum0, sum1, sum2, sum3};
-    for (int64_t i = 0; i < std::min<int64_t>(4, num_rows - n); ++i) out[n + i] = sums[i];
+  }
+  for (int m = 0; m < kX; ++m) {
+    for (int n = 0; n < kW; ++n) {
+      float sum = sum_of(sums[m][n]);
+      for (int64_t i = k; i < length; ++i) sum += x[m * x_stride + i] * widen(w[n][i]);
+      out[m][n] = sum;
+    }
+  }
+}
+
+// kX rows of x, kW of w at a time; where fewer of w are left the last one is repeated.
+template <int kX, int kW, typename T>
+[[gnu::always_inline]] inline void dot_strip(const float* x, int64_t x_stride, const T* w,
+                                             int64_t num_rows, int64_t length, float* out,
+                                             int64_t out_stride) {
+  for (int64_t n = 0; n < num_rows; n += kW) {
+    const T* rows[kW];
+    for (int i = 0; i < kW; ++i) rows[i] = w + std::min(n + i, num_rows - 1) * length;
+    float sums[kX][kW];
+    dot_tile<kX, kW>(x, x_stride, rows, length, sums);
+    for (int m = 0; m < kX; ++m) {
+      for (int64_t i = 0; i < std::min<int64_t>(kW, num_rows - n); ++i) {
+        out[m * out_stride + n + i] = sums[m][i];
+      }
+    }
+  }
+}
+
+template <typename T>
+[[gnu::always_inline]] inline void dot_rows_of(const float* x, int64_t num_x, const T* w,
+                                               int64_t num_rows, int64_t length, float* out,
+                                               int64_t out_stride) {
+  int64_t m = 0;
+  for (; m + 4 <= num_x; m += 4) {
+    dot_strip<4, 2>(x + m * length, length, w, num_rows, length, out + m * out_stride, out_stride);
+  }
+  for (; m < num_x; ++m) {
+    dot_strip<1, 4>(x + m * length, length, w, num_rows, length, out + m * out_stride, out_stride);
   }
 }
 
@@ -138,17 +219,17 @@ float w4_strip_row(const float* sums, int row) {
   return ((at[0] + at[2]) + (at[4] + at[6])) + ((at[8] + at[10]) + (at[12] + at[14]));
 }
 
-CPMCU_CLONES void dot_rows(const float* x, const float* w, int64_t num_rows, int64_t length,
-                           float* out) {
-  dot_rows_of(x, w, num_rows, length, out);
+CPMCU_CLONES void dot_rows(const float* x, int64_t num_x, const float* w, int64_t num_rows,
+                           int64_t length, float* out, int64_t out_stride) {
+  dot_rows_of(x, num_x, w, num_rows, length, out, out_stride);
 }
-CPMCU_CLONES void dot_rows(const float* x, const fp16* w, int64_t num_rows, int64_t length,
-                           float* out) {
-  dot_rows_of(x, w, num_rows, length, out);
+CPMCU_CLONES void dot_rows(const float* x, int64_t num_x, const fp16* w, int64_t num_rows,
+                           int64_t length, float* out, int64_t out_stride) {
+  dot_rows_of(x, num_x, w, num_rows, length, out, out_stride);
 }
-CPMCU_CLONES void dot_rows(const float* x, const bf16* w, int64_t num_rows, int64_t length,
-                           float* out) {
-  dot_rows_of(x, w, num_rows, length, out);
+CPMCU_CLONES void dot_rows(const float* x, int64_t num_x, const bf16* w, int64_t num_rows,
+                           int64_t length, float* out, int64_t out_stride) {
+  dot_rows_of(x, num_x, w, num_rows, length, out, out_stride);
 }
 
 CPMCU_CLONES void add_scaled_rows(const float* p, const float* w, int64_t num_rows, int64_t length,

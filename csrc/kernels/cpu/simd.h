@@ -1,7 +1,7 @@
 // The hot loops of the CPU back end, compiled for several instruction sets and picked at load time.
 //
-// Every row goes through the same machine code, whatever the number of rows: so a result depends on
-// its own row and on `length` alone. Rows are `length` elements apart; sums are float32.
+// Every sum is in the same order, whatever the number of rows: so a result depends on its own row
+// and on `length` alone. Rows are `length` elements apart; sums are float32.
 #pragma once
 
 #include <cstdint>
@@ -11,10 +11,34 @@
 
 namespace cpmcu::cpu {
 
-// out[n] = sum_k x[k] * w[n, k]
-void dot_rows(const float* x, const float* w, int64_t num_rows, int64_t length, float* out);
-void dot_rows(const float* x, const fp16* w, int64_t num_rows, int64_t length, float* out);
-void dot_rows(const float* x, const bf16* w, int64_t num_rows, int64_t length, float* out);
+// Rows of x for dot_rows with w of the same type, float32: itself, or converted into `buffer`,
+// where of every 32 numbers the even ones come first, because so 16-bit w is unpacked.
+inline const float* dot_operand(const float* x, int64_t, int64_t, std::vector<float>&) { return x; }
+template <typename T>
+const float* dot_operand(const T* x, int64_t num_x, int64_t length, std::vector<float>& buffer) {
+  if (static_cast<int64_t>(buffer.size()) < num_x * length) buffer.resize(num_x * length);
+  const int64_t whole = length / 32 * 32;
+  for (int64_t m = 0; m < num_x; ++m) {
+    const T* from = x + m * length;
+    float* to = buffer.data() + m * length;
+    for (int64_t k = 0; k < whole; k += 32) {
+      for (int i = 0; i < 16; ++i) {
+        to[k + i] = to_float(from[k + 2 * i]);
+        to[k + 16 + i] = to_float(from[k + 2 * i + 1]);
+      }
+    }
+    for (int64_t k = whole; k < length; ++k) to[k] = to_float(from[k]);
+  }
+  return buffer.data();
+}
+// out[m, n] = sum_k x[m, k] * w[n, k], x a dot_operand; rows of out are `out_stride` elements
+// apart.
+void dot_rows(const float* x, int64_t num_x, const float* w, int64_t num_rows, int64_t length,
+              float* out, int64_t out_stride);
+void dot_rows(const float* x, int64_t num_x, const fp16* w, int64_t num_rows, int64_t length,
+              float* out, int64_t out_stride);
+void dot_rows(const float* x, int64_t num_x, const bf16* w, int64_t num_rows, int64_t length,
+              float* out, int64_t out_stride);
 
 // sum[k] += p[n] * w[n, k], n in order
 void add_scaled_rows(const float* p, const float* w, int64_t num_rows, int64_t length, float* sum);
