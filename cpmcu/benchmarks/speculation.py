@@ -35,12 +35,12 @@ class ChosenRow:
     """One greedy request whose trees' shapes are chosen in each step, at one context length."""
 
     context: int
-    mean_accept_length: float
+    mean_accept_length: float  # of the steps that drafted; 0: none did
     tokens_per_s: float  # after its first token
 
 
 def stream(llm: LLM, context: int, num_tokens: int) -> tuple[float, float]:
-    """Mean accept length and tokens/s of a greedy request, through `LLM.stream`."""
+    """Mean accept length, 0 if nothing was drafted, and tokens/s of a greedy request, streamed."""
     from cpmcu import SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
