@@ -19,8 +19,9 @@ fi
 # The interpreter is not instrumented, so the runtime must be loaded before it; libstdc++ too, or
 # the first C++ exception aborts (the sanitizer looks for __cxa_throw at start-up). Python itself
 # leaks on purpose, so leaks are not reported. pytest must not capture file descriptors: the report
-# would be lost with the process. Memory comes full of 0x7f, of which a float would be the largest there
-# is, and not full of zeros by chance. Small shapes, because instrumented code is slow.
+# would be lost with the process. Memory comes full of 0x7f, of which a float would be the largest
+# there is, and not full of zeros by chance. Small shapes, because instrumented code is slow.
+export ASAN_OPTIONS=detect_leaks=0:malloc_fill_byte=127:max_malloc_fill_size=268435456
 LD_PRELOAD="$(gcc -print-file-name=libasan.so) $(gcc -print-file-name=libstdc++.so)" \
-ASAN_OPTIONS=detect_leaks=0:malloc_fill_byte=127:max_malloc_fill_size=268435456 CPMCU_EXTENSION_DIR="$PWD/build/asan" CPMCU_SMALL=1 \
+CPMCU_EXTENSION_DIR="$PWD/build/asan" CPMCU_SMALL=1 \
   "$python" -m pytest "${folders[@]}" --capture=sys -n 2 --dist worksteal -m "not gpu and not slow" "$@"

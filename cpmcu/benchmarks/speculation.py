@@ -138,13 +138,8 @@ def cycle_table(speculation: dict[str, Any]) -> list[str]:
             f"{row['difference_percent']:+.1f} % |"
         )
     if speculation["chosen"]:
-        lines += [
-            "",
-            "shapes chosen in each step:",
-            "",
-            "| context | τ | tok/s |",
-            "|---:|---:|---:|",
-        ]
+        lines += ["", "shapes chosen in each step:", ""]
+        lines += ["| context | τ of steps that drafted | tok/s |", "|---:|---:|---:|"]
     for row in speculation["chosen"]:
         lines.append(
             f"| {row['context']} | {row['mean_accept_length']:.2f} | {row['tokens_per_s']:.1f} |"

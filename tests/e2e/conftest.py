@@ -46,6 +46,6 @@ def limited() -> Iterator[Server]:
     flags = ["--max-queue", "4", "--max-num-seqs", "2", "--max-model-len", "128"]
     flags += ["--max-body-mib", "1", "--max-messages", "5", "--max-text-length", "2000"]
     flags += ["--api-key", "first", "--api-key", "second", "--log-format", "json"]
-    flags += ["--cors-origin", "https://example.org", "--ping-interval", "0.05"]
+    flags += ["--cors-origin", "https://example.org", "--ping-interval", "0.01"]
     with start(*flags) as running:
         yield running
