@@ -127,9 +127,9 @@ def configure():
     objects = []
     for source in sorted(p for p in Path("csrc").rglob("*") if p.suffix in (".cpp", ".cu")):
         fits = [a for a in archs if a == "90a" or "_sm90" not in source.stem]
-        if source in joined or (source.suffix == ".cu" and source not in flags_of and not fits):
-            continue
         host_only = source.suffix == ".cpp" or source in flags_of
+        if source in joined or not (host_only or fits):
+            continue
         rule, flags = ("cxx", flags_of.get(source, "")) if host_only else ("nvcc", gencode(fits))
         folder = py if python in flags else "core"
         objects.append(f"{out}/{folder}/{source.relative_to('csrc')}.o")

@@ -74,6 +74,7 @@ template <typename V>
   out[0] = widen_fp16(words & 0xffffu);
   out[1] = widen_fp16(words >> 16);
 }
+
 [[gnu::always_inline]] inline float sum_of(Lanes v) {
   const auto eight = __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7) +
                      __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15);
@@ -84,8 +85,8 @@ template <typename V>
 
 // out[m, n] for kX rows of x and kW of w.
 template <int kX, int kW, typename T>
-[[gnu::always_inline]] inline void dot_tile(const float* x, int64_t x_stride, const T* const* w,
-                                            int64_t length, float (*out)[kW]) {
+[[gnu::always_inline]] inline void dot_tile(const float* x, const T* const* w, int64_t length,
+                                            float (*out)[kW]) {
   constexpr int kVectors = 4 / sizeof(T);  // of 64 bytes of w
   Lanes sums[kX][kW] = {};
   int64_t k = 0;
@@ -94,7 +95,7 @@ template <int kX, int kW, typename T>
     for (int n = 0; n < kW; ++n) load_lanes(w[n] + k, columns[n]);
     for (int v = 0; v < kVectors; ++v) {
       for (int m = 0; m < kX; ++m) {
-        const Lanes row = load_vector<Lanes>(x + m * x_stride + k + v * kLanes);
+        const Lanes row = load_vector<Lanes>(x + m * length + k + v * kLanes);
         for (int n = 0; n < kW; ++n) sums[m][n] += row * columns[n][v];
       }
     }
@@ -102,7 +103,7 @@ template <int kX, int kW, typename T>
   for (int m = 0; m < kX; ++m) {
     for (int n = 0; n < kW; ++n) {
       float sum = sum_of(sums[m][n]);
-      for (int64_t i = k; i < length; ++i) sum += x[m * x_stride + i] * widen(w[n][i]);
+      for (int64_t i = k; i < length; ++i) sum += x[m * length + i] * widen(w[n][i]);
       out[m][n] = sum;
     }
   }
@@ -110,14 +111,13 @@ template <int kX, int kW, typename T>
 
 // kX rows of x, kW of w at a time; where fewer of w are left the last one is repeated.
 template <int kX, int kW, typename T>
-[[gnu::always_inline]] inline void dot_strip(const float* x, int64_t x_stride, const T* w,
-                                             int64_t num_rows, int64_t length, float* out,
-                                             int64_t out_stride) {
+[[gnu::always_inline]] inline void dot_strip(const float* x, const T* w, int64_t num_rows,
+                                             int64_t length, float* out, int64_t out_stride) {
   for (int64_t n = 0; n < num_rows; n += kW) {
     const T* rows[kW];
     for (int i = 0; i < kW; ++i) rows[i] = w + std::min(n + i, num_rows - 1) * length;
     float sums[kX][kW];
-    dot_tile<kX, kW>(x, x_stride, rows, length, sums);
+    dot_tile<kX, kW>(x, rows, length, sums);
     for (int m = 0; m < kX; ++m) {
       for (int64_t i = 0; i < std::min<int64_t>(kW, num_rows - n); ++i) {
         out[m * out_stride + n + i] = sums[m][i];
@@ -132,10 +132,10 @@ template <typename T>
                                                int64_t out_stride) {
   int64_t m = 0;
   for (; m + 4 <= num_x; m += 4) {
-    dot_strip<4, 2>(x + m * length, length, w, num_rows, length, out + m * out_stride, out_stride);
+    dot_strip<4, 2>(x + m * length, w, num_rows, length, out + m * out_stride, out_stride);
   }
   for (; m < num_x; ++m) {
-    dot_strip<1, 4>(x + m * length, length, w, num_rows, length, out + m * out_stride, out_stride);
+    dot_strip<1, 4>(x + m * length, w, num_rows, length, out + m * out_stride, out_stride);
   }
 }
 
