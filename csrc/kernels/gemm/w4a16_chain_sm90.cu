@@ -26,7 +26,8 @@
 namespace cpmcu::cuda {
 namespace {
 
-constexpr int kRingStages = 8;
+constexpr int kMaxRingStages = 12;
+constexpr int kRingBytes = 226 * 1024;    // of the 227 KB that a block may have
 constexpr uint32_t kNotYet = 0xFFFFFFFF;  // NaN; instructions make 0x7FFFFFFF
 constexpr int kStateBytes = 128 * 1024;
 
@@ -73,7 +74,7 @@ struct ChainArgs {
   Link links[kMaxChainLinks];
   ChainState* state;
   char* pieces;  // [units][slabs][groups][tiles of 16 rows][lanes] of 16 bytes
-  int num_links, m, stages;
+  int num_links, m;
 };
 
 // What a block of threads multiplies of a link: packed blocks [begin, end) of the tiles `tile`,
@@ -109,8 +110,9 @@ __device__ __forceinline__ float silu_product(float gate, float up) {
 struct Stage {
   int index = 0, parity = 0;
 
-  __device__ __forceinline__ void next(int count) {
-    if (++index == count) index = 0, parity ^= 1;
+  template <typename Ring>
+  __device__ __forceinline__ void next(const Ring&) {
+    if (++index == Ring::kStages) index = 0, parity ^= 1;
   }
 };
 
@@ -126,25 +128,31 @@ __device__ __forceinline__ void each_block(const Link& link, F f) {
   }
 }
 
-// The ring in shared memory: stages of rows of x and a packed block, and the barriers that say that
-// weights, or rows, are there, or that all warps are done with both.
-template <int kGroups>
+// The ring in shared memory: as many stages of rows of x and a packed block as there is room for,
+// all rows first, and the barriers that say that weights, or rows, are there, or that all warps are
+// done with both.
+template <int kGroups, bool kZeros>
 struct Ring {
-  static constexpr int kXBytes = 8 * kGroups * kRowBytes, kStageBytes = kXBytes + kBlockBytes;
+  static constexpr int kXBytes = 8 * kGroups * kRowBytes;
+  static constexpr int kWeightBytes = kZeros ? kZeroOffset + kW4BlockRows : kZeroOffset;
+  static constexpr int kStages = std::min(kMaxRingStages, kRingBytes / (kXBytes + kWeightBytes));
+  static constexpr int kBytes = kStages * (kXBytes + kWeightBytes);
   uint32_t data, barriers;
 
   __device__ __forceinline__ uint32_t rows(const Stage& at) const {
-    return data + at.index * kStageBytes;
+    return data + at.index * kXBytes;
   }
-  __device__ __forceinline__ uint32_t weights(const Stage& at) const { return rows(at) + kXBytes; }
+  __device__ __forceinline__ uint32_t weights(const Stage& at) const {
+    return data + kStages * kXBytes + at.index * kWeightBytes;
+  }
   __device__ __forceinline__ uint32_t weights_in(const Stage& at) const {
     return barriers + 8 * at.index;
   }
   __device__ __forceinline__ uint32_t rows_in(const Stage& at) const {
-    return barriers + 8 * (kRingStages + at.index);
+    return barriers + 8 * (kStages + at.index);
   }
   __device__ __forceinline__ uint32_t done(const Stage& at) const {
-    return barriers + 8 * (2 * kRingStages + at.index);
+    return barriers + 8 * (2 * kStages + at.index);
   }
 };
 
@@ -158,8 +166,9 @@ constexpr int kInFlight = kGroups <= 2   ? 2
                                          : 5;
 
 // Feeds the ring with weights as soon as there is room, by one thread.
-template <int kGroups>
-__device__ __forceinline__ void feed_weights(const ChainArgs& args, const Ring<kGroups>& ring) {
+template <int kGroups, bool kZeros>
+__device__ __forceinline__ void feed_weights(const ChainArgs& args,
+                                             const Ring<kGroups, kZeros>& ring) {
   const uint64_t policy = ptx::evict_first_policy();
   Stage stage, landing;
   int in_flight = 0;
@@ -171,21 +180,22 @@ __device__ __forceinline__ void feed_weights(const ChainArgs& args, const Ring<k
       ptx::mbarrier_wait(ring.done(stage), stage.parity ^ 1);
       if (in_flight == kInFlight<kGroups>) {
         ptx::mbarrier_wait(ring.weights_in(landing), landing.parity);
-        landing.next(args.stages);
+        landing.next(ring);
       } else {
         ++in_flight;
       }
       ptx::mbarrier_expect_bytes(ring.weights_in(stage), link.block_bytes);
       ptx::bulk_copy(ring.weights(stage), from, link.block_bytes, ring.weights_in(stage), policy);
-      stage.next(args.stages);
+      stage.next(ring);
     });
   }
   ptx::pdl_wait();
 }
 
 // Feeds it with rows of x once all blocks are done with the links before, by another.
-template <int kGroups>
-__device__ __forceinline__ void feed_rows(const ChainArgs& args, const Ring<kGroups>& ring) {
+template <int kGroups, bool kZeros>
+__device__ __forceinline__ void feed_rows(const ChainArgs& args,
+                                          const Ring<kGroups, kZeros>& ring) {
   for (int i = 0; i < args.num_links; ++i) ptx::prefetch_map(&args.links[i].x_map);
   ptx::pdl_wait();
   // Read before this block arrives behind a link, so before they change.
@@ -206,28 +216,29 @@ __device__ __forceinline__ void feed_rows(const ChainArgs& args, const Ring<kGro
       ptx::mbarrier_wait(ring.done(stage), stage.parity ^ 1);
       ptx::mbarrier_expect_bytes(ring.rows_in(stage), ring.kXBytes);
       Wgmma::copy_rows<kGroups>(ring.rows(stage), &link.x_map, k_block, ring.rows_in(stage));
-      stage.next(args.stages);
+      stage.next(ring);
     });
   }
 }
 
-// Registers of 64 rows do not fit beside a feeding warp of equal share; a whole warpgroup gives up
-// its own.
+// Registers of 16 rows and more do not fit beside feeding warps of equal share; a whole warpgroup
+// gives up its own.
 template <int kGroups>
-constexpr int kFeedingWarps = kGroups >= 4 ? 4 : 2;
+constexpr int kFeedingWarps = kGroups >= 2 ? 4 : 2;
 
 template <typename Mma, typename T, int kGroups, bool kZeros>
 __global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<kGroups>, 1)
     w4_chain_kernel(const __grid_constant__ ChainArgs args) {
   extern __shared__ __align__(1024) char shared[];
-  __shared__ __align__(8) uint64_t barriers[3 * kRingStages];
+  using Ring = Ring<kGroups, kZeros>;
+  __shared__ __align__(8) uint64_t barriers[3 * Ring::kStages];
   __shared__ float row_scales[8 * kGroups];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const Ring<kGroups> ring{ptx::shared_address(shared), ptx::shared_address(barriers)};
+  const Ring ring{ptx::shared_address(shared), ptx::shared_address(barriers)};
   Stage stage;
 
   ptx::pdl_launch();
-  if (threadIdx.x < args.stages) {
+  if (threadIdx.x < Ring::kStages) {
     const Stage mine{.index = static_cast<int>(threadIdx.x)};
     ptx::mbarrier_init(ring.weights_in(mine), 1);
     ptx::mbarrier_init(ring.rows_in(mine), 1);
@@ -321,11 +332,11 @@ __global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<kGroups>, 1)
       for (int k_block = share.begin; k_block < share.end; ++k_block) {
         ptx::mbarrier_wait(ring.rows_in(stage), stage.parity);
         ptx::mbarrier_wait(ring.weights_in(stage), stage.parity);
-        add_block<Mma, T, kGroups, kZeros>(sums, ring.rows(stage), lane_rows, link.bf16_scales,
-                                           [&] {
+        add_block<Mma, T, kGroups, kZeros>(sums, ring.rows(stage), ring.weights(stage), lane_rows,
+                                           link.bf16_scales, [&] {
                                              if (lane == 0) ptx::mbarrier_arrive(ring.done(stage));
                                            });
-        stage.next(args.stages);
+        stage.next(ring);
       }
 
       if constexpr (kGroups == 8) prefetch();
@@ -494,14 +505,13 @@ Link make_link(const W4Link& from, const W4Link* before, const Tensor& y, const 
 
 template <typename Mma, typename T, int kGroups, bool kZeros>
 void launch_chain(const Context& ctx, ChainArgs args, int blocks) {
-  constexpr int kStageBytes = 8 * kGroups * kRowBytes + kBlockBytes;
+  using Ring = Ring<kGroups, kZeros>;
   const auto kernel = w4_chain_kernel<Mma, T, kGroups, kZeros>;
-  args.stages = std::min(kRingStages, 224 * 1024 / kStageBytes);
-  static_assert(kInFlight<kGroups> < 224 * 1024 / kStageBytes, "what lands has a stage of its own");
+  static_assert(kInFlight<kGroups> < Ring::kStages, "what lands has a stage of its own");
   for (Link& link : args.links) link.alpha /= kUnpackedScale<T>;
-  allow_shared_bytes(kernel, args.stages * kStageBytes);
-  launch(ctx, kernel, dim3(blocks), dim3(kThreads + 32 * kFeedingWarps<kGroups>),
-         args.stages * kStageBytes, args);
+  allow_shared_bytes(kernel, Ring::kBytes);
+  launch(ctx, kernel, dim3(blocks), dim3(kThreads + 32 * kFeedingWarps<kGroups>), Ring::kBytes,
+         args);
 }
 
 template <typename Mma, typename T, int kGroups>

@@ -320,14 +320,14 @@ struct MmaSync {
   }
 };
 
-// sums += the rows of x times the 32 rows of a packed block that are this warp's. Both lie in a
-// stage, x first; `release` is called when they have been read.
+// sums += the rows of x times the 32 rows of a packed block that are this warp's, both in shared
+// memory; `release` is called when they have been read.
 template <typename Mma, typename T, int kGroups, bool kZeros, typename F>
 __device__ __forceinline__ void add_block(float (&sums)[2][kGroups][4], uint32_t rows,
+                                          uint32_t block,
                                           const typename Mma::template LaneRows<kGroups>& lane_rows,
                                           bool bf16_scales, F release) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, slab_row = warp * 32 + lane / 4;
-  const uint32_t block = rows + 8 * kGroups * kRowBytes;
   float scale[2][2];
   uint32_t low[2] = {low_offset<T>(8), low_offset<T>(8)};
   uint32_t high[2] = {high_offset<T>(8), high_offset<T>(8)};
@@ -478,8 +478,9 @@ __global__ void __launch_bounds__(kThreads, 1) w4_gemm_kernel(const __grid_const
         feed_rows(next, used);
       }
       ptx::mbarrier_wait(full(stage), parity);
-      add_block<Mma, T, kGroups, kZeros>(sums, ring + stage * kStageBytes, lane_rows,
-                                         args.bf16_scales, [&] {
+      const uint32_t rows = ring + stage * kStageBytes;
+      add_block<Mma, T, kGroups, kZeros>(sums, rows, rows + kXBytes, lane_rows, args.bf16_scales,
+                                         [&] {
                                            if (lane == 0) ptx::mbarrier_arrive(empty(stage));
                                          });
       if (++stage == args.stages) stage = 0, parity ^= 1;
