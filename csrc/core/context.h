@@ -18,7 +18,7 @@ struct Context {
   int code_capability = 0;     // of our kernels' code: smaller where they run as older PTX
   bool is_shared = false;      // kernels of other processes run at the same time
   CublasLt* cublas = nullptr;  // null: not found, our own GEMM serves all row counts
-  // Where 4-bit products wait to become one launch; null: nowhere.
+  // Where products wait to become one launch; null: nowhere.
   ProductQueue* products = nullptr;
 };
 

@@ -288,6 +288,16 @@ __device__ __forceinline__ void tensor_copy(uint32_t shared, const void* map, in
       : "memory");
 }
 
+// The same under a policy for L2.
+__device__ __forceinline__ void tensor_copy(uint32_t shared, const void* map, int x, int y,
+                                            uint32_t barrier, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%2, %3}], [%4], %5;" ::"r"(shared),
+      "l"(map), "r"(x), "r"(y), "r"(barrier), "l"(policy)
+      : "memory");
+}
+
 // Before a wgmma whose registers were written by other instructions.
 __device__ __forceinline__ void wgmma_fence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");

@@ -3,7 +3,7 @@
 #include <pybind11/stl.h>
 
 #include "kernels/bind_ops.h"
-#include "kernels/gemm/w4a16_chain.h"
+#include "kernels/gemm/gemm_chain.h"
 
 namespace py = pybind11;
 using namespace pybind11::literals;
@@ -17,7 +17,7 @@ struct OpsWeight {
 };
 
 struct OpsLink {
-  W4Link link;
+  ChainLink link;
   std::vector<SharedArray> arrays;  // that it needs to stay
 };
 
@@ -86,36 +86,48 @@ void bind_w4_ops(py::module_& m) {
       },
       "ctx"_a, "y"_a, "x"_a, "w"_a, "alpha"_a = 1.f, "beta"_a = 0.f, "scratch"_a = SharedArray(),
       "csrc/kernels/gemm/w4a16.h");
-  py::class_<OpsLink>(m, "W4Link", "A product of w4_chain.")
-      .def(py::init([](SharedArray y, SharedArray x, const OpsWeight& w, float alpha, float beta,
-                       SharedArray scratch, SharedArray normed, SharedArray norm_weight,
-                       float norm_eps) {
-             return OpsLink{{.y = tensor_of(y),
-                             .x = tensor_of(x),
-                             .w = w.weight,
-                             .alpha = alpha,
-                             .beta = beta,
-                             .scratch = tensor_of(scratch),
-                             .normed = tensor_of(normed),
-                             .norm_weight = tensor_of(norm_weight),
-                             .norm_eps = norm_eps},
-                            {y, x, w.blocks, scratch, normed, norm_weight}};
+  const auto make_link = [](ChainLink link, const SharedArray& y, const SharedArray& x,
+                            SharedArray weights, float alpha, float beta,
+                            const SharedArray& scratch, const SharedArray& normed,
+                            const SharedArray& norm_weight, float norm_eps) {
+    link.y = tensor_of(y), link.x = tensor_of(x);
+    link.alpha = alpha, link.beta = beta;
+    link.scratch = tensor_of(scratch);
+    link.normed = tensor_of(normed), link.norm_weight = tensor_of(norm_weight);
+    link.norm_eps = norm_eps;
+    return OpsLink{link, {y, x, std::move(weights), scratch, normed, norm_weight}};
+  };
+  py::class_<OpsLink>(m, "ChainLink", "A product of gemm_chain.")
+      .def(py::init([make_link](SharedArray y, SharedArray x, const OpsWeight& w, float alpha,
+                                float beta, SharedArray scratch, SharedArray normed,
+                                SharedArray norm_weight, float norm_eps) {
+             return make_link({.w4 = w.weight}, y, x, w.blocks, alpha, beta, scratch, normed,
+                              norm_weight, norm_eps);
            }),
            "y"_a, "x"_a, "w"_a, "alpha"_a = 1.f, "beta"_a = 0.f, "scratch"_a = SharedArray(),
-           "normed"_a = SharedArray(), "norm_weight"_a = SharedArray(), "norm_eps"_a = 1e-5f);
+           "normed"_a = SharedArray(), "norm_weight"_a = SharedArray(), "norm_eps"_a = 1e-5f)
+      .def(py::init([make_link](SharedArray y, SharedArray x, SharedArray w, bool gated,
+                                float alpha, float beta, SharedArray scratch, SharedArray normed,
+                                SharedArray norm_weight, float norm_eps) {
+             return make_link({.w = tensor_of(w), .gated = gated}, y, x, w, alpha, beta, scratch,
+                              normed, norm_weight, norm_eps);
+           }),
+           "y"_a, "x"_a, "w"_a, "gated"_a = false, "alpha"_a = 1.f, "beta"_a = 0.f,
+           "scratch"_a = SharedArray(), "normed"_a = SharedArray(), "norm_weight"_a = SharedArray(),
+           "norm_eps"_a = 1e-5f);
   m.def(
-      "w4_chain_prepare",
-      [](const OpsContext& c, SharedArray memory) { w4_chain_prepare(c.ctx, tensor_of(memory)); },
-      "ctx"_a, "memory"_a, "csrc/kernels/gemm/w4a16_chain.h");
+      "gemm_chain_prepare",
+      [](const OpsContext& c, SharedArray memory) { gemm_chain_prepare(c.ctx, tensor_of(memory)); },
+      "ctx"_a, "memory"_a, "csrc/kernels/gemm/gemm_chain.h");
   m.def(
-      "w4_chain",
+      "gemm_chain",
       [](const OpsContext& c, const std::vector<OpsLink>& links, SharedArray memory) {
-        W4ChainParams chain{.links = {}, .memory = tensor_of(memory)};
+        ChainParams chain{.links = {}, .memory = tensor_of(memory)};
         for (const OpsLink& link : links) chain.links.push_back(link.link);
-        w4_chain(c.ctx, chain);
+        gemm_chain(c.ctx, chain);
       },
-      "ctx"_a, "links"_a, "memory"_a, "csrc/kernels/gemm/w4a16_chain.h");
-  m.def("w4_chain_bytes", &w4_chain_bytes, "max_rows"_a, "Size of w4_chain's memory.");
+      "ctx"_a, "links"_a, "memory"_a, "csrc/kernels/gemm/gemm_chain.h");
+  m.def("gemm_chain_bytes", &gemm_chain_bytes, "max_rows"_a, "Size of gemm_chain's memory.");
   m.def(
       "w4_scratch_floats",
       [](const OpsWeight& w, int64_t max_rows) { return w4_scratch_floats(w.weight, max_rows); },

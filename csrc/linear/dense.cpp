@@ -2,6 +2,7 @@
 #include "kernels/gather_rows.h"
 #include "kernels/gemm/gemm.h"
 #include "linear/linear.h"
+#include "linear/product_queue.h"
 
 namespace cpmcu {
 namespace {
@@ -10,17 +11,22 @@ class DenseLinear : public LinearMethod {
  public:
   explicit DenseLinear(const LinearConfig& config) : config_(config) {}
 
-  void plan(MemoryPlan& plan, const StepLimits&) override {
+  void plan(MemoryPlan& plan, const StepLimits& limits) override {
     const int64_t elements = config_.out_features() * config_.in_features;
     weight_id_ = plan.add(config_.parts.front().name, "weights", elements * size_of(config_.dtype));
+    chain_bytes_ = gemm_chain_bytes(limits.max_decode_rows);
+    chain_id_ = plan.add_scratch("gemm_chain", chain_bytes_, 0, kLoad);
   }
 
   void bind(const Arena& arena) override {
     weight_ =
         arena.tensor(weight_id_, config_.dtype, {config_.out_features(), config_.in_features});
+    chain_memory_ = arena.tensor(chain_id_, DType::kU8, {chain_bytes_});
   }
 
   void list_tensors(WeightTable& table) override { list_rows(table, config_.parts, weight_); }
+
+  void finish_loading(const Context& ctx) override { gemm_chain_prepare(ctx, chain_memory_); }
 
   void load_rows(const Context& ctx, const Tensor& source, const int* index) override {
     gather_rows(ctx, {.out = weight_, .x = source, .index = index});
@@ -30,14 +36,29 @@ class DenseLinear : public LinearMethod {
 
   void forward(const Context& ctx, Phase phase, const Tensor& y, const Tensor& x, float alpha,
                float beta) const override {
+    if (push(ctx, {.y = y, .x = x, .w = weight_, .alpha = alpha, .beta = beta})) return;
     const GemmParams params{.y = y, .x = x, .w = weight_, .alpha = alpha, .beta = beta};
     phase == Phase::kPrefill ? large_gemm(ctx, params) : skinny_gemm(ctx, params);
   }
 
+  void forward_gated(const Context& ctx, Phase phase, const Tensor& out, const Tensor& gate_up,
+                     const Tensor& x) const override {
+    if (weight_.size(0) % 16 == 0 && push(ctx, {.y = out, .x = x, .w = weight_, .gated = true})) {
+      return;
+    }
+    LinearMethod::forward_gated(ctx, phase, out, gate_up, x);
+  }
+
  private:
+  bool push(const Context& ctx, const ChainLink& link) const {
+    return ctx.products != nullptr && ctx.products->push(link, chain_memory_);
+  }
+
   LinearConfig config_;
-  MemoryPlan::Id weight_id_ = 0;
+  int64_t chain_bytes_ = 0;
+  MemoryPlan::Id weight_id_ = 0, chain_id_ = 0;
   Tensor weight_;
+  Tensor chain_memory_;  // of gemm_chain, one for all matrices
 };
 
 REGISTER_LINEAR("dense", DenseLinear);

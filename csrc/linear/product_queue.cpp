@@ -6,18 +6,19 @@ namespace cpmcu {
 
 void flush(ProductQueue& products) { products.flush(); }
 
-bool ProductQueue::push(const W4Link& link, const Tensor& memory) {
-  if (link.w.digits != 1 || link.y.dtype() != link.x.dtype()) return false;
+bool ProductQueue::push(const ChainLink& link, const Tensor& memory) {
+  if (link.w4.digits != 1 || link.y.dtype() != link.x.dtype()) return false;
   if (!links_.empty()) {
-    const W4Link& first = links_.front();
+    const ChainLink& first = links_.front();
     const bool alike = first.x.size(0) == link.x.size(0) && first.x.dtype() == link.x.dtype() &&
-                       first.w.zero_points == link.w.zero_points;
+                       first.is_dense() == link.is_dense() &&
+                       first.w4.zero_points == link.w4.zero_points;
     // Who waits for the rows of y wants them as they are now.
     if (!alike || links_.size() == kMaxChainLinks || (!after_.empty() && link.beta != 0)) flush();
   }
   if (!norm_.out.empty() && norm_.out.data() != link.x.data()) flush();
   if (!norm_.out.empty()) {
-    W4Link& last = links_.back();
+    ChainLink& last = links_.back();
     last.normed = norm_.out, last.norm_weight = norm_.weight, last.norm_eps = norm_.eps;
     norm_ = {};
   }
@@ -28,8 +29,8 @@ bool ProductQueue::push(const W4Link& link, const Tensor& memory) {
 
 bool ProductQueue::push(const RmsNormParams& norm) {
   if (links_.empty() || !norm_.out.empty() || norm.out_stride != 0) return false;
-  const W4Link& last = links_.back();
-  if (last.y.data() != norm.x.data() || last.w.gated || links_.size() == kMaxChainLinks) {
+  const ChainLink& last = links_.back();
+  if (last.y.data() != norm.x.data() || last.is_gated() || links_.size() == kMaxChainLinks) {
     return false;
   }
   norm_ = norm;
@@ -42,10 +43,10 @@ void ProductQueue::then(std::function<void()> launch) {
 
 void ProductQueue::flush() {
   if (links_.empty()) return;
-  const W4ChainParams chain{.links = std::exchange(links_, {}), .memory = memory_};
+  const ChainParams chain{.links = std::exchange(links_, {}), .memory = memory_};
   const RmsNormParams norm = std::exchange(norm_, {});
   const auto after = std::exchange(after_, {});
-  w4_chain(plain_, chain);
+  gemm_chain(plain_, chain);
   if (!norm.out.empty()) rms_norm(plain_, norm);
   for (const auto& launch : after) launch();
 }

@@ -1,14 +1,14 @@
-// 4-bit products that follow one another become one launch (kernels/gemm/w4a16_chain.h).
+// Products that follow one another become one launch (kernels/gemm/gemm_chain.h).
 //
-// A forward pass runs its layers with the queue's context. Linear methods of 4-bit weights and the
-// norms between them leave their work here; whatever else is launched flushes it first. So layers
-// know nothing of it, and where the kernel does not run the context is the plain one.
+// A forward pass runs its layers with the queue's context. Linear methods and the norms between
+// them leave their work here; whatever else is launched flushes it first. So layers know nothing of
+// it, and where the kernel does not run the context is the plain one.
 #pragma once
 
 #include <functional>
 #include <vector>
 
-#include "kernels/gemm/w4a16_chain.h"
+#include "kernels/gemm/gemm_chain.h"
 #include "kernels/rms_norm.h"
 #include "kernels/step.h"
 
@@ -18,7 +18,7 @@ class ProductQueue {
  public:
   // Of a pass that decodes; others have too many rows.
   ProductQueue(const Context& ctx, Phase phase) : plain_(ctx), queued_(ctx) {
-    if (phase == Phase::kDecode && w4_chain_runs(ctx)) queued_.products = this;
+    if (phase == Phase::kDecode && gemm_chain_runs(ctx)) queued_.products = this;
   }
   ~ProductQueue() = default;
   ProductQueue(const ProductQueue&) = delete;
@@ -26,8 +26,8 @@ class ProductQueue {
 
   const Context& context() const { return queued_; }
 
-  // Whether the product was taken; `memory` is that of w4_chain.
-  bool push(const W4Link& link, const Tensor& memory);
+  // Whether the product was taken; `memory` is that of gemm_chain.
+  bool push(const ChainLink& link, const Tensor& memory);
   // Whether the norm was taken: it follows the product that wrote its x.
   bool push(const RmsNormParams& norm);
   // Runs `launch`, which reads the residual stream, once what waits has been launched. It must not
@@ -38,7 +38,7 @@ class ProductQueue {
  private:
   const Context& plain_;
   Context queued_;
-  std::vector<W4Link> links_;
+  std::vector<ChainLink> links_;
   RmsNormParams norm_;  // behind the last link, until a product reads it; empty: none
   std::vector<std::function<void()>> after_;
   Tensor memory_;

@@ -27,8 +27,8 @@ void W4Matrix::plan(MemoryPlan& plan, const std::string& name, DType dtype,
   slice_id_ = plan.add_scratch("w4.dequantized", slice_rows() * weight_.k * size_of(dtype), kEmbed,
                                kSample);
   scratch_id_ = plan.add_scratch("w4.partials", 4 * scratch_floats_, kEmbed, kSample);
-  chain_bytes_ = w4_chain_bytes(limits.max_decode_rows);
-  chain_id_ = plan.add_scratch("w4.chain", chain_bytes_, 0, kLoad);
+  chain_bytes_ = gemm_chain_bytes(limits.max_decode_rows);
+  chain_id_ = plan.add_scratch("gemm_chain", chain_bytes_, 0, kLoad);
 }
 
 void W4Matrix::bind(const Arena& arena) {
@@ -44,8 +44,8 @@ bool W4Matrix::multiplies_slices(const Context& ctx, Phase phase) const {
 
 void W4Matrix::multiply(const Context& ctx, const Tensor& y, const Tensor& x, float alpha,
                         float beta) const {
-  const W4Link link{
-      .y = y, .x = x, .w = weight_, .alpha = alpha, .beta = beta, .scratch = scratch_};
+  const ChainLink link{
+      .y = y, .x = x, .w4 = weight_, .alpha = alpha, .beta = beta, .scratch = scratch_};
   if (ctx.products != nullptr && ctx.products->push(link, chain_memory_)) return;
   w4_gemm(ctx, {.y = y, .x = x, .w = weight_, .alpha = alpha, .beta = beta, .scratch = scratch_});
 }

@@ -4,7 +4,7 @@
 
 #include <string>
 
-#include "kernels/gemm/w4a16_chain.h"
+#include "kernels/gemm/gemm_chain.h"
 #include "linear/linear.h"
 
 namespace cpmcu {
@@ -18,7 +18,7 @@ class W4Matrix {
             int64_t min_bytes = 0);
   void bind(const Arena& arena);
   // Before the first step.
-  void prepare(const Context& ctx) { w4_chain_prepare(ctx, chain_memory_); }
+  void prepare(const Context& ctx) { gemm_chain_prepare(ctx, chain_memory_); }
 
   const W4Weight& weight() const { return weight_; }
   int64_t buffer_bytes() const { return buffer_bytes_; }
@@ -43,7 +43,7 @@ class W4Matrix {
   MemoryPlan::Id blocks_id_ = 0, slice_id_ = 0, scratch_id_ = 0, chain_id_ = 0;
   Tensor slice_;         // [slice_rows, K]
   Tensor scratch_;       // of w4_gemm
-  Tensor chain_memory_;  // of w4_chain, one for all matrices
+  Tensor chain_memory_;  // of gemm_chain, one for all matrices
 };
 
 }  // namespace cpmcu

@@ -1,4 +1,4 @@
-"""Times w4_gemm and w4_chain on the GPU at the shapes of 8B models: a line for each number of rows.
+"""Times w4_gemm and gemm_chain on the GPU at the shapes of 8B models: a line for each row count.
 
 Single products first, then what follows attention up to the next layer's qkv, norms included, as
 separate launches and as one. Every launch reads another copy of the weights, of which there is more
@@ -100,8 +100,8 @@ class Layer:
             rows_of(ctx, m, hidden, dtype),
         )
         self.norm = rows_of(ctx, 1, hidden, dtype)
-        self.memory = ops.Array(ctx, [ops.w4_chain_bytes(m)], "uint8")
-        ops.w4_chain_prepare(ctx, self.memory)
+        self.memory = ops.Array(ctx, [ops.gemm_chain_bytes(m)], "uint8")
+        ops.gemm_chain_prepare(ctx, self.memory)
         self.normed, self.act, self.qkv = (
             ops.Array(ctx, [m, n], dtype) for n in (hidden, width, qkv)
         )
@@ -109,12 +109,12 @@ class Layer:
     def chained(self, o: Any, gate_up: Any, down: Any, qkv: Any) -> None:
         norm = {"normed": self.normed, "norm_weight": self.norm}
         links = [
-            ops.W4Link(self.residual, self.x, o, beta=0.5, **norm),
-            ops.W4Link(self.act, self.normed, gate_up),
-            ops.W4Link(self.residual, self.act, down, beta=0.5, **norm),
-            ops.W4Link(self.qkv, self.normed, qkv),
+            ops.ChainLink(self.residual, self.x, o, beta=0.5, **norm),
+            ops.ChainLink(self.act, self.normed, gate_up),
+            ops.ChainLink(self.residual, self.act, down, beta=0.5, **norm),
+            ops.ChainLink(self.qkv, self.normed, qkv),
         ]
-        ops.w4_chain(self.ctx, links, self.memory)
+        ops.gemm_chain(self.ctx, links, self.memory)
 
     def apart(self, o: Any, gate_up: Any, down: Any, qkv: Any) -> None:
         ops.w4_gemm(self.ctx, self.residual, self.x, o, beta=0.5)

@@ -5,7 +5,7 @@ namespace cpmcu::cuda {
 
 void w4_gemm_sm90(const Context& ctx, DType dtype, const void* args) {
   Args mapped = *static_cast<const Args*>(args);
-  mapped.x_map = make_map(mapped.x, mapped.m, mapped.k, dtype, groups_of(mapped.m));
+  mapped.x_map = make_map(mapped.x, mapped.m, mapped.k, dtype, 8 * groups_of(mapped.m));
   launch_w4_rows<Wgmma>(ctx, dtype, mapped);
 }
 

@@ -79,8 +79,8 @@ struct WgmmaOf {
 };
 using Wgmma = WgmmaOf<2>;
 
-// The map of rows of x [m, K] that the copy engine brings 64 k by 8 * groups at a time.
-inline TensorMap make_map(const void* x, int m, int k, DType dtype, int groups) {
+// The map of rows [m, K] of which the copy engine brings 64 k of `box_rows` at a time.
+inline TensorMap make_map(const void* x, int m, int k, DType dtype, int box_rows) {
   using Encode =
       CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
                    const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
@@ -97,14 +97,14 @@ inline TensorMap make_map(const void* x, int m, int k, DType dtype, int groups) 
   CUtensorMap map;
   const cuuint64_t sizes[] = {static_cast<cuuint64_t>(k), static_cast<cuuint64_t>(m)};
   const cuuint64_t strides[] = {2 * sizes[0]};  // bytes
-  const cuuint32_t box[] = {64, static_cast<cuuint32_t>(8 * groups)}, steps[] = {1, 1};
+  const cuuint32_t box[] = {64, static_cast<cuuint32_t>(box_rows)}, steps[] = {1, 1};
   const CUresult status = encode(
       &map,
       dtype == DType::kF16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2,
       const_cast<void*>(x), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
       CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
       CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  CHECK(status == CUDA_SUCCESS, "cuTensorMapEncodeTiled fails with {} for x [{}, {}]",
+  CHECK(status == CUDA_SUCCESS, "cuTensorMapEncodeTiled fails with {} for rows [{}, {}]",
         static_cast<int>(status), m, k);
   TensorMap out;
   static_assert(sizeof(out) == sizeof(map));

@@ -1,8 +1,9 @@
-"""Runs of 4-bit products as one launch: every link, whatever the batch, launch after launch."""
+"""Runs of products as one launch: every link, whatever the batch, launch after launch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -33,10 +34,39 @@ SHAPES = sizes(
 
 
 @dataclass
+class Dense:
+    """Random weights of 16 bits; `values` [N, K]."""
+
+    k: int
+    n: int
+    dtype: str
+    seed: int = 0
+    gated: bool = False
+
+    def __post_init__(self) -> None:
+        rng = np.random.default_rng(self.seed + self.k * 1000 + self.n)
+        self.values = rounded(rng.standard_normal((self.n, self.k)) / np.sqrt(self.k), self.dtype)
+
+    def put(self, device: str) -> Any:
+        return put(device, self.values, self.dtype)
+
+    def link(self, y: Any, x: Any, weight: Any, rows: int, device: str, **given: Any) -> Any:
+        """`scratch`: for what serves where the kernel does not run."""
+        if self.gated:
+            given["scratch"] = empty(device, [rows, self.n], self.dtype)
+        return ops.ChainLink(y, x, weight, gated=self.gated, **given)
+
+
+class FourBits(Weights):
+    def link(self, y: Any, x: Any, weight: Any, rows: int, device: str, **given: Any) -> Any:
+        return ops.ChainLink(y, x, weight, scratch=scratch_of(device, weight, rows), **given)
+
+
+@dataclass
 class Link:
     """y [M, N] += or = alpha * x W^T; `norm`: the next link reads y's rows RMS-normed."""
 
-    weights: Weights
+    weights: FourBits | Dense
     alpha: float = 1
     beta: float = 0
     norm: Floats | None = None
@@ -59,23 +89,24 @@ def norm_of(rows: Floats, weight: Floats) -> Floats:
 class Layer:
     """o, gate and up, down, and qkv of the next layer."""
 
-    def __init__(self, shape: tuple[int, ...], dtype: str, **kind: Any) -> None:
+    def __init__(self, shape: tuple[int, ...], dtype: str, bits: int = 4, **kind: Any) -> None:
         self.dtype = dtype
+        make = partial(Dense, dtype=dtype) if bits == 16 else partial(FourBits, **kind)
         attention, hidden, intermediate, qkv = shape
         rng = np.random.default_rng(sum(shape))
         norms = [rounded(rng.uniform(0.5, 1.5, hidden), dtype) for _ in range(2)]
         self.links = [
-            Link(Weights(attention, hidden, seed=1, **kind), 0.7, 1, norms[0]),
-            Link(Weights(hidden, 2 * intermediate, gated=True, seed=2, **kind)),
-            Link(Weights(intermediate, hidden, seed=3, **kind), 1.5, 1, norms[1]),
-            Link(Weights(hidden, qkv, seed=4, **kind)),
+            Link(make(attention, hidden, seed=1), 0.7, 1, norms[0]),
+            Link(make(hidden, 2 * intermediate, gated=True, seed=2)),
+            Link(make(intermediate, hidden, seed=3), 1.5, 1, norms[1]),
+            Link(make(hidden, qkv, seed=4)),
         ]
 
     def put(self, device: str) -> None:
         self.device = device
         self.stored = [link.weights.put(device) for link in self.links]
-        self.memory = empty(device, [ops.w4_chain_bytes(64)], "uint8")
-        ops.w4_chain_prepare(context(device), self.memory)
+        self.memory = empty(device, [max(1, ops.gemm_chain_bytes(64))], "uint8")
+        ops.gemm_chain_prepare(context(device), self.memory)
 
     def run(self, x: Floats, residual: Floats, count: int) -> list[Floats]:
         """The first `count` links; what each of them wrote last, y of the first being `residual`
@@ -91,19 +122,13 @@ class Layer:
                 norm_weight = put(device, link.norm, dtype)
                 norm = {"normed": normed, "norm_weight": norm_weight, "norm_eps": EPS}
             links.append(
-                ops.W4Link(
-                    y,
-                    taken,
-                    weight,
-                    alpha=link.alpha,
-                    beta=link.beta,
-                    scratch=scratch_of(device, weight, m),
-                    **norm,
+                link.weights.link(
+                    y, taken, weight, m, device, alpha=link.alpha, beta=link.beta, **norm
                 )
             )
             outputs.append(y)
             taken = normed if norm else y
-        ops.w4_chain(context(device), links, self.memory)
+        ops.gemm_chain(context(device), links, self.memory)
         return [get(y) for y in outputs]
 
 
@@ -112,11 +137,15 @@ def inputs(m: int, shape: tuple[int, ...], dtype: str) -> tuple[Floats, Floats]:
     return random_x(m, shape[0], dtype), residual
 
 
+on_bits = pytest.mark.parametrize("bits", [4, 16])
+
+
 @on_devices_and_dtypes
+@on_bits
 @pytest.mark.parametrize("m", sizes(1, 7, 13, 32, 61, 130))
 @pytest.mark.parametrize("shape", SHAPES)
-def test_every_link(device: str, dtype: str, shape: tuple[int, ...], m: int) -> None:
-    layer = Layer(shape, dtype, scale_dtype=dtype if dtype == "bfloat16" else "float16")
+def test_every_link(device: str, dtype: str, shape: tuple[int, ...], m: int, bits: int) -> None:
+    layer = Layer(shape, dtype, bits, scale_dtype="bfloat16" if dtype == "bfloat16" else "float16")
     layer.put(device)
     x, residual = inputs(m, shape, dtype)
     start, residual_before = x, residual
@@ -147,9 +176,12 @@ def test_kinds_of_scales(device: str, dtype: str, kind: dict[str, Any]) -> None:
 
 
 @on_devices_and_dtypes
+@on_bits
 @pytest.mark.parametrize("shape", SHAPES[:5])
-def test_rows_do_not_depend_on_the_others(device: str, dtype: str, shape: tuple[int, ...]) -> None:
-    layer = Layer(shape, dtype)
+def test_rows_do_not_depend_on_the_others(
+    device: str, dtype: str, shape: tuple[int, ...], bits: int
+) -> None:
+    layer = Layer(shape, dtype, bits)
     layer.put(device)
     x, residual = inputs(64, shape, dtype)
     full = layer.run(x, residual, 4)
@@ -163,10 +195,11 @@ def test_rows_do_not_depend_on_the_others(device: str, dtype: str, shape: tuple[
 
 
 @on_devices
-def test_launches_leave_nothing_behind(device: str) -> None:
+@on_bits
+def test_launches_leave_nothing_behind(device: str, bits: int) -> None:
     """Chains of any length and rows, one after the other in one memory."""
     shape = (200, 264, 136, 257)
-    layer = Layer(shape, "float16")
+    layer = Layer(shape, "float16", bits)
     layer.put(device)
     x, residual = inputs(40, shape, "float16")
     expected = {
@@ -180,9 +213,10 @@ def test_launches_leave_nothing_behind(device: str) -> None:
 
 
 @on_devices_and_dtypes
-def test_not_a_number_stays_in_its_row(device: str, dtype: str) -> None:
+@on_bits
+def test_not_a_number_stays_in_its_row(device: str, dtype: str, bits: int) -> None:
     shape = (264, 136, 200, 520)
-    layer = Layer(shape, dtype)
+    layer = Layer(shape, dtype, bits)
     layer.put(device)
     x, residual = inputs(12, shape, dtype)
     expected = layer.run(x, residual, 4)
@@ -194,11 +228,12 @@ def test_not_a_number_stays_in_its_row(device: str, dtype: str) -> None:
 
 
 @on_devices_and_dtypes
+@on_bits
 @pytest.mark.parametrize("size", [3e-3, 3e3])
-def test_small_and_large_rows_are_normed(device: str, dtype: str, size: float) -> None:
+def test_small_and_large_rows_are_normed(device: str, dtype: str, size: float, bits: int) -> None:
     """Rows are normed by their root mean square, whatever it is."""
     shape = (264, 136, 200, 520)
-    layer = Layer(shape, dtype)
+    layer = Layer(shape, dtype, bits)
     layer.put(device)
     x, residual = inputs(5, shape, dtype)
     x, residual = rounded(x * size, dtype), rounded(residual * size, dtype)
@@ -215,17 +250,24 @@ def test_bad_chains(device: str) -> None:
     x, residual = inputs(2, shape, "float16")
     ctx = context(device)
     with pytest.raises(ValueError, match="0 links, expected 1 to 4"):
-        ops.w4_chain(ctx, [], layer.memory)
+        ops.gemm_chain(ctx, [], layer.memory)
     y, weight = put(device, residual, "float16"), layer.stored[0]
-    link = ops.W4Link(y, put(device, x, "float16"), weight, normed=y, norm_weight=y)
+    link = ops.ChainLink(y, put(device, x, "float16"), weight, normed=y, norm_weight=y)
     with pytest.raises(ValueError, match=r"the norm behind link 0 is of .* the next link reads it"):
-        ops.w4_chain(ctx, [link], layer.memory)
-    other = ops.W4Link(y, put(device, x[:1], "float16"), weight)
+        ops.gemm_chain(ctx, [link], layer.memory)
+    other = ops.ChainLink(y, put(device, x[:1], "float16"), weight)
     with pytest.raises(ValueError, match="does not fit"):
-        ops.w4_chain(ctx, [other], layer.memory)
+        ops.gemm_chain(ctx, [other], layer.memory)
+    dense = Dense(shape[0], shape[1], "float16").put(device)
+    wide = ops.ChainLink(y, put(device, x, "float16"), dense)
+    fine = ops.ChainLink(
+        y, put(device, x, "float16"), weight, scratch=scratch_of(device, weight, 2)
+    )
+    with pytest.raises(ValueError, match="W of 16 bits; expected the rows, the dtype and the bits"):
+        ops.gemm_chain(ctx, [fine, wide], layer.memory)
+    narrow = ops.ChainLink(y, put(device, x[:, :8], "float16"), dense)
+    with pytest.raises(ValueError, match="does not fit"):
+        ops.gemm_chain(ctx, [narrow], layer.memory)
     if device == "cuda":
-        fine = ops.W4Link(
-            y, put(device, x, "float16"), weight, scratch=scratch_of(device, weight, 2)
-        )
         with pytest.raises(ValueError, match="5 bytes of memory, expected"):
-            ops.w4_chain(ctx, [fine], empty(device, [5], "uint8"))
+            ops.gemm_chain(ctx, [fine], empty(device, [5], "uint8"))

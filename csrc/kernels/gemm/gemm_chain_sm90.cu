@@ -1,15 +1,16 @@
-// A run of dependent 4-bit products as one kernel (w4a16_chain.h), for Hopper, 1 to 64 rows.
+// A run of dependent products as one kernel (gemm_chain.h), for Hopper, 1 to 64 rows.
 //
-// Roofline: all W of the run are read once, 41 us at 3 TB/s for a layer of MiniCPM4-8B. Launched
-// one by one they take 63 us at one row, because memory rests while a launch ends, the next begins
-// and its x arrives.
+// Roofline: all W of the run are read once, at 3 TB/s 41 us in 4 bits and 155 us in 16 bits for a
+// layer of MiniCPM4-8B. Launched one by one 4-bit products take 63 us at one row, because memory
+// rests while a launch ends, the next begins and its x arrives.
 //
 // The surprising decision: no launch, but a barrier of the whole grid between two products. It
 // costs as much as a launch does; yet a warp that has nothing to do with it goes on fetching, and
 // when x is there the ring in shared memory is full of weights that were read meanwhile.
 //
-// Work: one block of threads on each multiprocessor, all alive until the end. Eight warps multiply
-// as in w4a16_kernel.cuh, one thread feeds weights and another rows of x. A product has tiles of
+// Work: one block of threads on each multiprocessor, all alive until the end. Eight warps multiply,
+// 4 bits as in w4a16_kernel.cuh and 16 bits as they are, one thread feeds weights and another rows
+// of x. A product has tiles of
 // 256 rows of W, and slices of K where tiles are few, so that every block has something. Sums of
 // slices go through global memory: pieces of 16 bytes in a place that holds NaNs of a kind that no
 // instruction makes, so that a piece says itself whether it has come, and nobody counts or fences.
@@ -19,7 +20,7 @@
 // Norms: the block that finishes a row of y also writes y times the weights of the norm, and adds
 // its squares to a sum in integers, whose order does not matter. The next product multiplies what
 // was written and divides its own sums by the root of the mean square, once a row.
-#include "kernels/gemm/w4a16_chain.h"
+#include "kernels/gemm/gemm_chain.h"
 
 #include "kernels/gemm/w4a16_wgmma.cuh"
 
@@ -57,14 +58,15 @@ struct ChainState {
 static_assert(sizeof(ChainState) <= kStateBytes);
 
 struct alignas(64) Link {
-  TensorMap x_map;
-  const char* blocks;       // [tiles][k_blocks]
+  TensorMap x_map, w_map;   // of W if it has 16 bits
+  const char* blocks;       // [tiles][k_blocks] if it has 4
   void* y;                  // [M, N]; gated: [M, N / 2]
   void* normed;             // [M, N]; null: no norm
   const void* norm_weight;  // [N]
   float alpha, beta;
-  float inv_size, eps;  // of the norm that x is owed; inv_size 0: none
-  int n, tiles, k_blocks, block_bytes;
+  float inv_size, eps;     // of the norm that x is owed; inv_size 0: none
+  int n, tiles, k_blocks;  // tiles of 256 rows; a block has as many k as its product says
+  int block_bytes;
   int slices, slice_blocks, longer_slices;
   int units;  // blocks of threads that have something to do
   bool bf16_scales, gated;
@@ -128,22 +130,136 @@ __device__ __forceinline__ void each_block(const Link& link, F f) {
   }
 }
 
-// The ring in shared memory: as many stages of rows of x and a packed block as there is room for,
-// all rows first, and the barriers that say that weights, or rows, are there, or that all warps are
-// done with both.
-template <int kGroups, bool kZeros>
-struct Ring {
-  static constexpr int kXBytes = 8 * kGroups * kRowBytes;
+// How a block of 256 rows of W comes to a stage and is multiplied by rows of x [8 kGroups] beside
+// it, 4 bits a weight.
+template <typename Mma, typename T, int kGroups_, bool kZeros>
+struct FourBits {
+  using Element = T;
+  static constexpr int kGroups = kGroups_;
+  static constexpr int kRowsBytes = 8 * kGroups * kRowBytes;
   static constexpr int kWeightBytes = kZeros ? kZeroOffset + kW4BlockRows : kZeroOffset;
-  static constexpr int kStages = std::min(kMaxRingStages, kRingBytes / (kXBytes + kWeightBytes));
-  static constexpr int kBytes = kStages * (kXBytes + kWeightBytes);
+  static constexpr float kScale = kUnpackedScale<T>;  // of its sums
+  // Blocks that are on their way to a multiprocessor at a time. Memory is as busy with two as with
+  // more, multiprocessors share it more evenly, and the rows of x, sums and counters that others
+  // wait for do not stand in a long queue: 52 instead of 56 us for a layer at one row. From 32 rows
+  // on the multiplying warps are the bound and more is better.
+  static constexpr int kInFlight = kGroups <= 2 ? 2 : kGroups == 4 ? 3 : 5;
+
+  typename Mma::template LaneRows<kGroups> lane_rows;
+
+  __device__ __forceinline__ explicit FourBits(const Link&) {}
+
+  static __device__ __forceinline__ void fetch_weights(uint32_t to, const Link& link, int tile,
+                                                       int k_block, uint32_t barrier,
+                                                       uint64_t policy) {
+    const char* from = link.blocks + (int64_t{tile} * link.k_blocks + k_block) * link.block_bytes;
+    ptx::mbarrier_expect_bytes(barrier, link.block_bytes);
+    ptx::bulk_copy(to, from, link.block_bytes, barrier, policy);
+  }
+  static __device__ __forceinline__ void fetch_rows(uint32_t to, const Link& link, int k_block,
+                                                    uint32_t barrier) {
+    ptx::mbarrier_expect_bytes(barrier, kRowsBytes);
+    Wgmma::copy_rows<kGroups>(to, &link.x_map, k_block, barrier);
+  }
+  template <typename F>
+  __device__ __forceinline__ void add_block(float (&sums)[2][kGroups][4], uint32_t rows,
+                                            uint32_t weights, const Link& link, F release) const {
+    cuda::add_block<Mma, T, kGroups, kZeros>(sums, rows, weights, lane_rows, link.bf16_scales,
+                                             release);
+  }
+};
+
+// The same for 16 bits a weight: 64 k, rows of 128 bytes whose 16-byte chunks are swizzled within 8
+// rows, as the copy engine writes them. Of a gated W 128 rows of gate come before the same of up,
+// and rows are taken by turns of eight, as 4-bit blocks store them. Multiplying hides behind memory
+// up to 64 rows.
+template <typename T, int kGroups_>
+struct SixteenBits {
+  using Element = T;
+  static constexpr int kGroups = kGroups_;
+  static constexpr int kBlockK = 64, kBoxRows = kW4BlockRows / 2;
+  static constexpr int kRowsBytes = 8 * kGroups * 128;
+  static constexpr int kWeightBytes = kW4BlockRows * 128;
+  static constexpr float kScale = 1;
+  static constexpr int kInFlight = 2;
+
+  MmaSync::LaneRows<kGroups> lane_rows;
+  uint32_t lane_weights[2];  // of a lane's row for ldmatrix, of both tiles: its first or second k
+
+  __device__ __forceinline__ explicit SixteenBits(const Link& link) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int t = 0; t < 2; ++t) {
+      const int row = threadIdx.x / 32 * 32 + t * 16 + lane % 16;
+      const int at = link.gated ? row / 8 % 2 * kBoxRows + row / 16 * 8 + row % 8 : row;
+      lane_weights[t] = at * 128 + ((lane / 16 ^ lane % 8) << 4);
+    }
+  }
+
+  static __device__ __forceinline__ void fetch_weights(uint32_t to, const Link& link, int tile,
+                                                       int k_block, uint32_t barrier,
+                                                       uint64_t policy) {
+    const int row = link.gated ? tile * kBoxRows : tile * kW4BlockRows;
+    const int second = row + (link.gated ? link.n / 2 : kBoxRows);
+    ptx::mbarrier_expect_bytes(barrier, kWeightBytes);
+    ptx::tensor_copy(to, &link.w_map, k_block * kBlockK, row, barrier, policy);
+    ptx::tensor_copy(to + kWeightBytes / 2, &link.w_map, k_block * kBlockK, second, barrier,
+                     policy);
+  }
+  static __device__ __forceinline__ void fetch_rows(uint32_t to, const Link& link, int k_block,
+                                                    uint32_t barrier) {
+    ptx::mbarrier_expect_bytes(barrier, kRowsBytes);
+    ptx::tensor_copy(to, &link.x_map, k_block * kBlockK, 0, barrier);
+  }
+  template <typename F>
+  __device__ __forceinline__ void add_block(float (&sums)[2][kGroups][4], uint32_t rows,
+                                            uint32_t weights, const Link&, F release) const {
+    uint32_t x[2][kGroups][2];  // of two steps of 16 k
+#pragma unroll
+    for (int step = 0; step < kBlockK / 16; ++step) {
+      uint32_t r[4];
+      if (kGroups > 1) {
+#pragma unroll
+        for (int group = 0; group < kGroups; group += 2) {
+          ptx::ldmatrix4(r, rows + lane_rows.at(step * 2) + group * 8 * 128);
+          x[step % 2][group][0] = r[0], x[step % 2][group][1] = r[1];
+          x[step % 2][(group + 1) % kGroups][0] = r[2],
+                                    x[step % 2][(group + 1) % kGroups][1] = r[3];
+        }
+      } else if (step % 2 == 0) {
+        ptx::ldmatrix4(r, rows + lane_rows.at(step * 2));
+        x[0][0][0] = r[0], x[0][0][1] = r[1], x[1][0][0] = r[2], x[1][0][1] = r[3];
+      }
+#pragma unroll
+      for (int t = 0; t < 2; ++t) {
+        uint32_t a[4];
+        ptx::ldmatrix4(a, (weights + lane_weights[t]) ^ (step << 5));
+#pragma unroll
+        for (int group = 0; group < kGroups; ++group) {
+          ptx::mma_16x8x16<T>(sums[t][group], a, x[step % 2][group][0], x[step % 2][group][1]);
+        }
+      }
+    }
+    __syncwarp();
+    release();
+  }
+};
+
+// The ring in shared memory: as many stages of rows of x and a block of W as there is room for, all
+// rows first, and the barriers that say that weights, or rows, are there, or that all warps are
+// done with both.
+template <typename Product>
+struct Ring {
+  static constexpr int kStageBytes = Product::kRowsBytes + Product::kWeightBytes;
+  static constexpr int kStages = std::min(kMaxRingStages, kRingBytes / kStageBytes);
+  static constexpr int kBytes = kStages * kStageBytes;
   uint32_t data, barriers;
 
   __device__ __forceinline__ uint32_t rows(const Stage& at) const {
-    return data + at.index * kXBytes;
+    return data + at.index * Product::kRowsBytes;
   }
   __device__ __forceinline__ uint32_t weights(const Stage& at) const {
-    return data + kStages * kXBytes + at.index * kWeightBytes;
+    return data + kStages * Product::kRowsBytes + at.index * Product::kWeightBytes;
   }
   __device__ __forceinline__ uint32_t weights_in(const Stage& at) const {
     return barriers + 8 * at.index;
@@ -156,36 +272,28 @@ struct Ring {
   }
 };
 
-// Packed blocks that are on their way to a multiprocessor at a time. Memory is as busy with two as
-// with more, multiprocessors share it more evenly, and the rows of x, sums and counters that others
-// wait for do not stand in a long queue: 52 instead of 56 us for a layer at one row. From 32 rows
-// on the multiplying warps are the bound and more is better.
-template <int kGroups>
-constexpr int kInFlight = kGroups <= 2   ? 2
-                          : kGroups == 4 ? 3
-                                         : 5;
-
 // Feeds the ring with weights as soon as there is room, by one thread.
-template <int kGroups, bool kZeros>
-__device__ __forceinline__ void feed_weights(const ChainArgs& args,
-                                             const Ring<kGroups, kZeros>& ring) {
+template <typename Product>
+__device__ __forceinline__ void feed_weights(const ChainArgs& args, const Ring<Product>& ring) {
   const uint64_t policy = ptx::evict_first_policy();
+  for (int i = 0; i < args.num_links; ++i) {
+    if (args.links[i].blocks == nullptr) ptx::prefetch_map(&args.links[i].w_map);
+  }
   Stage stage, landing;
   int in_flight = 0;
 #pragma unroll 1
   for (int i = 0; i < args.num_links; ++i) {
     const Link& link = args.links[i];
     each_block(link, [&](int tile, int k_block) {
-      const char* from = link.blocks + (int64_t{tile} * link.k_blocks + k_block) * link.block_bytes;
       ptx::mbarrier_wait(ring.done(stage), stage.parity ^ 1);
-      if (in_flight == kInFlight<kGroups>) {
+      if (in_flight == Product::kInFlight) {
         ptx::mbarrier_wait(ring.weights_in(landing), landing.parity);
         landing.next(ring);
       } else {
         ++in_flight;
       }
-      ptx::mbarrier_expect_bytes(ring.weights_in(stage), link.block_bytes);
-      ptx::bulk_copy(ring.weights(stage), from, link.block_bytes, ring.weights_in(stage), policy);
+      Product::fetch_weights(ring.weights(stage), link, tile, k_block, ring.weights_in(stage),
+                             policy);
       stage.next(ring);
     });
   }
@@ -193,9 +301,8 @@ __device__ __forceinline__ void feed_weights(const ChainArgs& args,
 }
 
 // Feeds it with rows of x once all blocks are done with the links before, by another.
-template <int kGroups, bool kZeros>
-__device__ __forceinline__ void feed_rows(const ChainArgs& args,
-                                          const Ring<kGroups, kZeros>& ring) {
+template <typename Product>
+__device__ __forceinline__ void feed_rows(const ChainArgs& args, const Ring<Product>& ring) {
   for (int i = 0; i < args.num_links; ++i) ptx::prefetch_map(&args.links[i].x_map);
   ptx::pdl_wait();
   // Read before this block arrives behind a link, so before they change.
@@ -214,8 +321,7 @@ __device__ __forceinline__ void feed_rows(const ChainArgs& args,
     }
     each_block(link, [&](int, int k_block) {
       ptx::mbarrier_wait(ring.done(stage), stage.parity ^ 1);
-      ptx::mbarrier_expect_bytes(ring.rows_in(stage), ring.kXBytes);
-      Wgmma::copy_rows<kGroups>(ring.rows(stage), &link.x_map, k_block, ring.rows_in(stage));
+      Product::fetch_rows(ring.rows(stage), link, k_block, ring.rows_in(stage));
       stage.next(ring);
     });
   }
@@ -226,11 +332,13 @@ __device__ __forceinline__ void feed_rows(const ChainArgs& args,
 template <int kGroups>
 constexpr int kFeedingWarps = kGroups >= 2 ? 4 : 2;
 
-template <typename Mma, typename T, int kGroups, bool kZeros>
-__global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<kGroups>, 1)
-    w4_chain_kernel(const __grid_constant__ ChainArgs args) {
+template <typename Product>
+__global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<Product::kGroups>, 1)
+    gemm_chain_kernel(const __grid_constant__ ChainArgs args) {
+  using T = typename Product::Element;
+  using Ring = Ring<Product>;
+  constexpr int kGroups = Product::kGroups;
   extern __shared__ __align__(1024) char shared[];
-  using Ring = Ring<kGroups, kZeros>;
   __shared__ __align__(8) uint64_t barriers[3 * Ring::kStages];
   __shared__ float row_scales[8 * kGroups];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -279,12 +387,12 @@ __global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<kGroups>, 1)
   }
 
   const int g = lane / 4, q2 = lane % 4 * 2;
-  const typename Mma::template LaneRows<kGroups> lane_rows;
 #pragma unroll 1
   for (int i = 0; i < args.num_links; ++i) {
     const Link& link = args.links[i];
     if (static_cast<int>(blockIdx.x) >= link.units) continue;
     const Share share(link);
+    const Product product(link);
     T* const y = static_cast<T*>(link.y);
     const bool alone = link.slices == 1 && link.gated;  // sums go to y as they are
     // The slabs (32 rows of W each) of a tile whose sums this block adds up.
@@ -332,10 +440,9 @@ __global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<kGroups>, 1)
       for (int k_block = share.begin; k_block < share.end; ++k_block) {
         ptx::mbarrier_wait(ring.rows_in(stage), stage.parity);
         ptx::mbarrier_wait(ring.weights_in(stage), stage.parity);
-        add_block<Mma, T, kGroups, kZeros>(sums, ring.rows(stage), ring.weights(stage), lane_rows,
-                                           link.bf16_scales, [&] {
-                                             if (lane == 0) ptx::mbarrier_arrive(ring.done(stage));
-                                           });
+        product.add_block(sums, ring.rows(stage), ring.weights(stage), link, [&] {
+          if (lane == 0) ptx::mbarrier_arrive(ring.done(stage));
+        });
         stage.next(ring);
       }
 
@@ -470,71 +577,75 @@ __global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<kGroups>, 1)
 }
 
 // As many as find a block of threads each.
-int slices_of(const W4Weight& w, int blocks) {
-  return static_cast<int>(
-      std::clamp<int64_t>(blocks / w.row_blocks(), 1, std::min<int64_t>(kWarps, w.k_blocks())));
+int slices_of(const Link& link, int blocks) {
+  return std::clamp(blocks / link.tiles, 1, std::min(kWarps, link.k_blocks));
 }
 
-Link make_link(const W4Link& from, const W4Link* before, const Tensor& y, const Tensor& x,
+Link make_link(const ChainLink& from, const ChainLink* before, const Tensor& y, const Tensor& x,
                const Tensor& normed, int groups, int blocks) {
-  const W4Weight& w = from.w;
-  Link link{.x_map = make_map(x.data(), static_cast<int>(x.size(0)), static_cast<int>(w.k),
-                              x.dtype(), groups),
-            .blocks = static_cast<const char*>(w.blocks),
+  const int k = static_cast<int>(x.size(1)), n = static_cast<int>(from.stored_rows());
+  Link link{.x_map = make_map(x.data(), static_cast<int>(x.size(0)), k, x.dtype(), 8 * groups),
             .y = y.data(),
             .normed = normed.empty() ? nullptr : normed.data(),
             .norm_weight = normed.empty() ? nullptr : from.norm_weight.data(),
             .alpha = from.alpha,
             .beta = from.beta,
-            .n = static_cast<int>(w.n),
-            .tiles = static_cast<int>(w.row_blocks()),
-            .k_blocks = static_cast<int>(w.k_blocks()),
-            .block_bytes = static_cast<int>(w.block_bytes()),
-            .slices = slices_of(w, blocks),
-            .bf16_scales = w.scale_dtype == DType::kBF16,
-            .gated = w.gated};
+            .n = n,
+            .tiles = (n + kW4BlockRows - 1) / kW4BlockRows,
+            .gated = from.is_gated()};
+  if (from.is_dense()) {
+    using Product = SixteenBits<__half, 1>;
+    link.w_map = make_map(from.w.data(), n, k, x.dtype(), Product::kBoxRows);
+    link.k_blocks = (k + Product::kBlockK - 1) / Product::kBlockK;
+  } else {
+    link.blocks = static_cast<const char*>(from.w4.blocks);
+    link.k_blocks = static_cast<int>(from.w4.k_blocks());
+    link.block_bytes = static_cast<int>(from.w4.block_bytes());
+    link.bf16_scales = from.w4.scale_dtype == DType::kBF16;
+  }
+  link.slices = slices_of(link, blocks);
   link.slice_blocks = link.k_blocks / link.slices;
   link.longer_slices = link.k_blocks % link.slices;
   link.units = std::min(link.tiles * link.slices, blocks);
   if (before != nullptr && !before->normed.empty()) {
-    link.inv_size = 1.0f / static_cast<float>(w.k);
+    link.inv_size = 1.0f / static_cast<float>(k);
     link.eps = before->norm_eps;
   }
   return link;
 }
 
-template <typename Mma, typename T, int kGroups, bool kZeros>
+template <typename Product>
 void launch_chain(const Context& ctx, ChainArgs args, int blocks) {
-  using Ring = Ring<kGroups, kZeros>;
-  const auto kernel = w4_chain_kernel<Mma, T, kGroups, kZeros>;
-  static_assert(kInFlight<kGroups> < Ring::kStages, "what lands has a stage of its own");
-  for (Link& link : args.links) link.alpha /= kUnpackedScale<T>;
+  using Ring = Ring<Product>;
+  const auto kernel = gemm_chain_kernel<Product>;
+  static_assert(Product::kInFlight < Ring::kStages, "what lands has a stage of its own");
+  for (Link& link : args.links) link.alpha /= Product::kScale;
   allow_shared_bytes(kernel, Ring::kBytes);
-  launch(ctx, kernel, dim3(blocks), dim3(kThreads + 32 * kFeedingWarps<kGroups>), Ring::kBytes,
-         args);
+  launch(ctx, kernel, dim3(blocks), dim3(kThreads + 32 * kFeedingWarps<Product::kGroups>),
+         Ring::kBytes, args);
 }
 
 template <typename Mma, typename T, int kGroups>
-void launch_chain(const Context& ctx, const ChainArgs& args, int blocks, bool zeros) {
-  zeros ? launch_chain<Mma, T, kGroups, true>(ctx, args, blocks)
-        : launch_chain<Mma, T, kGroups, false>(ctx, args, blocks);
+void launch_four_bits(const Context& ctx, const ChainArgs& args, int blocks, bool zeros) {
+  zeros ? launch_chain<FourBits<Mma, T, kGroups, true>>(ctx, args, blocks)
+        : launch_chain<FourBits<Mma, T, kGroups, false>>(ctx, args, blocks);
 }
 
 }  // namespace
 
-void w4_chain_prepare_sm90(const Context& ctx, const Tensor& memory) {
+void gemm_chain_prepare_sm90(const Context& ctx, const Tensor& memory) {
   fill_bytes(ctx.device, memory.data(), 0xFF, memory.num_bytes(), ctx.stream);
   fill_bytes(ctx.device, memory.data(), 0, kStateBytes, ctx.stream);
 }
 
-void w4_chain_sm90(const Context& ctx, const W4ChainParams& p) {
+void gemm_chain_sm90(const Context& ctx, const ChainParams& p) {
   const int64_t num_rows = p.links.front().x.size(0);
-  CHECK(p.memory.num_bytes() >= w4_chain_bytes(num_rows),
-        "w4_chain: {} bytes of memory, expected {} for {} rows", p.memory.num_bytes(),
-        w4_chain_bytes(num_rows), num_rows);
+  CHECK(p.memory.num_bytes() >= gemm_chain_bytes(num_rows),
+        "gemm_chain: {} bytes of memory, expected {} for {} rows", p.memory.num_bytes(),
+        gemm_chain_bytes(num_rows), num_rows);
   const int blocks = std::min(ctx.sm_count, kMaxChainBlocks);
   bool zeros = false;
-  for (const W4Link& link : p.links) zeros |= link.w.zero_points;
+  for (const ChainLink& link : p.links) zeros |= link.w4.zero_points;
   for (int64_t row = 0; row < num_rows; row += kMaxRows) {
     const int64_t m = std::min<int64_t>(kMaxRows, num_rows - row);
     const int groups = groups_of(static_cast<int>(m));
@@ -543,22 +654,27 @@ void w4_chain_sm90(const Context& ctx, const W4ChainParams& p) {
                    .num_links = static_cast<int>(p.links.size()),
                    .m = static_cast<int>(m)};
     for (size_t i = 0; i < p.links.size(); ++i) {
-      const W4Link& link = p.links[i];
+      const ChainLink& link = p.links[i];
       const Tensor normed = link.normed.empty() ? Tensor() : link.normed.rows(row, m);
       args.links[i] = make_link(link, i > 0 ? &p.links[i - 1] : nullptr, link.y.rows(row, m),
                                 link.x.rows(row, m), normed, groups, blocks);
     }
     dispatch_half(p.links.front().x.dtype(), [&](auto t) {
       using T = decltype(t);
+      const bool dense = p.links.front().is_dense();
       switch (groups) {
         case 1:
-          return launch_chain<MmaSync, T, 1>(ctx, args, blocks, zeros);
+          return dense ? launch_chain<SixteenBits<T, 1>>(ctx, args, blocks)
+                       : launch_four_bits<MmaSync, T, 1>(ctx, args, blocks, zeros);
         case 2:
-          return launch_chain<MmaSync, T, 2>(ctx, args, blocks, zeros);
+          return dense ? launch_chain<SixteenBits<T, 2>>(ctx, args, blocks)
+                       : launch_four_bits<MmaSync, T, 2>(ctx, args, blocks, zeros);
         case 4:
-          return launch_chain<Wgmma, T, 4>(ctx, args, blocks, zeros);
+          return dense ? launch_chain<SixteenBits<T, 4>>(ctx, args, blocks)
+                       : launch_four_bits<Wgmma, T, 4>(ctx, args, blocks, zeros);
         default:
-          launch_chain<WgmmaOf<1>, T, 8>(ctx, args, blocks, zeros);
+          dense ? launch_chain<SixteenBits<T, 8>>(ctx, args, blocks)
+                : launch_four_bits<WgmmaOf<1>, T, 8>(ctx, args, blocks, zeros);
       }
     });
   }

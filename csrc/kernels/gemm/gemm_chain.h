@@ -1,0 +1,57 @@
+// A run of products in which each reads what the one before wrote, as one kernel: of a layer, o,
+// gate and up, down, and qkv of the next.
+//
+// Link i: y = alpha * x W^T + beta * y as in w4_gemm or skinny_gemm. With a norm, `normed` then
+// stands for the rows of y, RMS-normed: the next link multiplies it, and what the memory holds
+// afterwards is not said. W has 4 bits in all links (one digit) or 16 in all; y has x's dtype.
+//
+// The blocks of the kernel wait for one another, so all of them must find room: only one such
+// launch may run on a device at a time (engine/graph_runner.h sees to it within a process), and the
+// kernel does not run on a device that processes share by MPS.
+//
+// Where the kernel does not run (the CPU, before and after Hopper), links are launched one by one.
+#pragma once
+
+#include <vector>
+
+#include "kernels/gemm/w4a16.h"
+
+namespace cpmcu {
+
+constexpr int kMaxChainLinks = 4;
+constexpr int kMaxChainBlocks = 144;  // of threads: the multiprocessors of the largest Hopper chip
+
+struct ChainLink {
+  Tensor y;            // [M, N] (gated: [M, N / 2])
+  Tensor x;            // [M, K]
+  W4Weight w4{};       // W in 4 bits,
+  Tensor w{};          // or [N, K] of x's dtype,
+  bool gated = false;  // of which the first N / 2 rows are gate's and the others up's
+  float alpha = 1;     // as in GemmParams; a gated W has none, and no beta
+  float beta = 0;
+  Tensor scratch{};      // where the kernel does not run: of w4_gemm; of a gated 16-bit W [M, N]
+  Tensor normed{};       // [M, N]; empty: no norm
+  Tensor norm_weight{};  // [N]
+  float norm_eps = 0;
+
+  bool is_dense() const { return !w.empty(); }
+  bool is_gated() const { return is_dense() ? gated : w4.gated; }
+  int64_t out_features() const { return is_gated() ? stored_rows() / 2 : stored_rows(); }
+  int64_t stored_rows() const { return is_dense() ? w.size(0) : w4.n; }
+};
+
+struct ChainParams {
+  std::vector<ChainLink> links;  // 1 to kMaxChainLinks
+  Tensor memory;                 // [gemm_chain_bytes] uint8, prepared once by gemm_chain_prepare
+};
+
+// What the kernel keeps between launches: counters, and room for the sums of slices of up to
+// `max_rows` rows. Nothing where the kernel was not built.
+int64_t gemm_chain_bytes(int64_t max_rows);
+
+// Whether `ctx` has the kernel.
+bool gemm_chain_runs(const Context& ctx);
+void gemm_chain_prepare(const Context& ctx, const Tensor& memory);
+void gemm_chain(const Context& ctx, const ChainParams& params);
+
+}  // namespace cpmcu
