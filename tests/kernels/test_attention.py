@@ -151,7 +151,8 @@ def test_lengths_around_page_edges(device: str, dtype: str, name: str) -> None:
 
 @on_devices_and_dtypes
 @pytest.mark.parametrize("lengths", sizes([640], [4095, 4096, 4097], [12287, 12288, 12289],
-                                          [28671, 28672, 28673, 61441], small=1))  # fmt: skip
+                                          [28671, 28672, 28673, 61441], [32766, 32767, 32768, 70001],
+                                          small=1))  # fmt: skip
 @pytest.mark.parametrize("name", [DECODE, PREFILL])
 def test_long(device: str, dtype: str, name: str, lengths: list[int]) -> None:
     step = Step(lengths=lengths, counts=[1] * len(lengths))
@@ -266,6 +267,44 @@ def test_decode_rows_do_not_depend_on_the_batch(
         for row in {rows[0], rows[count // 2], rows[-1]}:
             single = one_sequence(case, seq, [row]).run(DECODE, device).numpy()
             assert np.array_equal(single[0], together[row]), f"row {row} of sequence {seq}"
+
+
+@on_devices_and_dtypes
+@pytest.mark.parametrize("heads", sizes((4, 1, 64), (3, 1, 128), (2, 1, 256)))
+@pytest.mark.parametrize("count", sizes(1, 9, small=1))
+def test_decode_does_not_depend_on_how_blocks_share_the_cells(
+    device: str, dtype: str, count: int, heads: tuple[int, int, int]
+) -> None:
+    """A sequence alone has many blocks, one of many sequences few. So has one of many rows."""
+    lengths = [300] if SMALL else [9001, 33800, 3000]
+    num_rows = [count] * len(lengths) + [1] * 9
+    case = Case(Step(lengths=[*lengths, *range(9)], counts=num_rows), *heads, dtype)
+    together = case.run(DECODE, device).numpy()
+    for seq in range(len(lengths)):
+        rows = range(seq * count, (seq + 1) * count)
+        alone = one_sequence(case, seq, rows).run(DECODE, device).numpy()
+        assert np.array_equal(alone, together[list(rows)]), f"sequence {seq}"
+        for row in {rows[0], rows[-1]}:
+            single = one_sequence(case, seq, [row]).run(DECODE, device).numpy()
+            assert np.array_equal(single[0], together[row]), f"row {row} of sequence {seq}"
+
+
+@on_devices_and_dtypes
+@pytest.mark.parametrize("window", sizes(5000, 200, small=1))
+@pytest.mark.parametrize("count", sizes(1, 9, small=1))
+def test_windows_of_long_contexts_do_not_depend_on_how_blocks_share_the_cells(
+    device: str, dtype: str, count: int, window: int
+) -> None:
+    lengths = [300, 200] if SMALL else [9001, 33830]
+    step = Step(lengths=[*lengths, *range(9)], counts=[count] * len(lengths) + [1] * 9)
+    case = Case(step, 4, 1, 64, dtype, window=window)
+    together = case.run(DECODE, device).numpy()
+    for seq in range(len(lengths)):
+        for row in {seq * count, (seq + 1) * count - 1}:
+            single = one_sequence(case, seq, [row])
+            single.window = window
+            same = np.array_equal(single.run(DECODE, device).numpy()[0], together[row])
+            assert same, f"row {row} of sequence {seq}"
 
 
 @on_devices_and_dtypes
@@ -440,7 +479,8 @@ def test_tree_nodes_equal_plain_decoding(
     sizes(
         ([4090, 4096], (4, 1, 64), 12), ([5000, 4096, 4090], (16, 1, 128), 60),
         ([5000, 4090], (2, 2, 256), 64), ([8192, 12280], (4, 1, 64), 33),
-        ([28660], (2, 1, 128), 60), ([61430], (1, 1, 64), 12), small=1,
+        ([28660], (2, 1, 128), 60), ([61430], (1, 1, 64), 12), ([32750], (2, 1, 128), 60),
+        ([33790, 700], (32, 2, 128), 32), small=1,
     ),
 )  # fmt: skip
 def test_tree_nodes_equal_plain_decoding_of_long_contexts(

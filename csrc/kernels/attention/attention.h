@@ -6,9 +6,9 @@
 // Two kernels. `attention_prefill`: many rows of a sequence, tiles of keys visited in the order of
 // their absolute position, so that a row's bits do not depend on the chunk it came in.
 // `attention_decode`: up to 64 rows of a sequence; the rows of all query heads of a KV head are
-// packed into one tile, keys are split at fixed absolute positions (split_begin), partial results
-// are combined in the order of the splits: a row's bits do not depend on the number of rows, nor
-// on max_kv.
+// packed into tiles, keys are taken in units of 32 and splits at fixed absolute positions
+// (split_begin), partial results are combined in the order of the splits: a row's bits do not
+// depend on the number of rows, on how blocks share the splits, nor on max_kv.
 #pragma once
 
 #include "kernels/op.h"
@@ -32,7 +32,7 @@ struct AttentionParams {
   // plain decoding at its position. The cells of its ancestors, found through its mask, are taken
   // in the order of their depth as cells L, L + 1, …: so a row of an accepted path has the bits
   // that it would have had without speculation. Needs rows.row_masks. Cells below L are shared by
-  // all rows, but for up to 15 before the tree.
+  // all rows, but for up to 31 before the tree.
   bool by_position = false;
   StepRows rows;
   Tensor scratch;  // attention_decode: float32, at least attention_scratch_floats(...) long
@@ -43,26 +43,24 @@ REGISTER_OP(attention_decode, AttentionParams)
 
 // ---- the fixed splits of attention_decode
 
-// Split i covers cells [split_begin(i), split_begin(i + 1)): 32 splits of 128 cells, 32 of 256, 32
-// of 512, 32 of 1024, then of 2048 each. So short contexts spread over many multiprocessors, long
-// ones need few partials, and no split beyond the first tier is more than a sixteenth of what lies
-// before it: it would still be at work when the others are done.
+// Split i covers cells [split_begin(i), split_begin(i + 1)): 32 splits of 128 cells, 112 of 256 (up
+// to 32768 cells), then of 1024 each. So short contexts spread over many multiprocessors, and long
+// ones need few partials. All are whole numbers of 128 cells.
 #ifdef __CUDACC__
 __host__ __device__
 #endif
     constexpr int split_begin(int split) {
-  const int tier = split < 4 * 32 ? split / 32 : 4;
-  return ((1 << tier) - 1) * 4096 + (split - tier * 32) * (128 << tier);
+  if (split <= 32) return split * 128;
+  return split <= 144 ? 4096 + (split - 32) * 256 : 32768 + (split - 144) * 1024;
 }
 // Number of splits that cover `num_cells` cells.
 #ifdef __CUDACC__
 __host__ __device__
 #endif
     constexpr int num_splits(int num_cells) {
-  int tier = 0;
-  while (tier < 4 && num_cells > ((2 << tier) - 1) * 4096) ++tier;
-  const int size = 128 << tier;
-  return tier * 32 + (num_cells - ((1 << tier) - 1) * 4096 + size - 1) / size;
+  if (num_cells <= 4096) return (num_cells + 127) / 128;
+  return num_cells <= 32768 ? 32 + (num_cells - 4096 + 255) / 256
+                            : 144 + (num_cells - 32768 + 1023) / 1024;
 }
 
 // Partial results: per split and packed row D accumulators, a maximum and a sum.

@@ -1,35 +1,40 @@
 // Attention of 1..64 rows of a sequence over the paged cache, split over the cells.
 //
-//   (m, l, acc)[split] = online softmax of scale * q K^T over the cells of one split, then
-//   out = sum_s acc[s] 2^(m[s] - M) / sum_s l[s] 2^(m[s] - M), M = max_s m[s]   (combine kernel)
+// The rows * group query rows of a KV head are packed: row p stands for (row p / group, query head
+// p % group). The arithmetic of a row is laid down by the absolute positions of its cells alone:
 //
-// Block: one (row chunk, KV head, split, sequence). The rows * group query rows of a KV head are
-// packed: row p stands for (row p / group, query head p % group). One chunk is 16 packed rows, one
-// mma tile, where that is enough (plain decoding); else 32. Bound, 16 rows: the cache is read once,
-// at memory bandwidth; three stages of 32 KiB are in flight for each of two blocks of an SM. With
-// 32 rows the chunks of one KV head run side by side (blockIdx.x), so that all but the first find
-// the cells in L2, and that is the bound: 16 chunks of a tree of 32 rows over 32 query heads and 2
-// KV heads read each cell 16 times. Splits of short contexts are bound by latency.
+//   unit, 32 cells:  m = max score, l = sum 2^(s - m), acc = sum 2^(s - m) v, from nothing
+//   split, 4+ units: M' = max(M, m), A = A 2^(M - M') + acc 2^(m - M'), L likewise, unit by unit
+//   all splits:      out = sum A[s] 2^(M[s] - M) / sum L[s] 2^(M[s] - M)   (combine kernel)
 //
-// Inside a split, warps share the cells: warp `slice` owns cells [16 slice, 16 slice + 16) of every
-// tile of 64 (D = 256: of 32), with a softmax state of its own, and the slices are merged at the
-// end as (0 + 2) + (1 + 3). So a fragment of K or V is read from shared memory by no more warps
-// than there are groups of 32 packed rows.
+// (scores s in base 2.) A part that a row does not see leaves its state as it was.
 //
-// Surprising: a slice is a matter of a cell's absolute position, not of load balance, and both
-// chunk sizes do the same arithmetic in the same order. A row's bits therefore depend on its own
-// cells only: not on how many rows are in the step, not on max_kv. Cells and splits that a row does
-// not see leave its state exactly as it was (tiles.cuh).
+// Two kernels do that. They share work among warps in different ways and give the same bits:
 //
-// by_position: 16 cells that end before the tree are shared by its rows as above. The rest, a few
-// times 16 cells, are done for each row of the tree in turn, the others masked: the tree lies in
-// shared memory, and ldmatrix takes an address from each lane, so a row's ancestors are read in the
-// order of their depth as if they lay where plain decoding has them. It is the same code on the
-// same numbers, so the bits are the same.
+// * few rows: a block has 16 packed rows, one mma tile, and each of its warps does one of four
+//   units in turn. Their states go through shared memory, and every warp adds them up for a quarter
+//   of the dimensions. Bound: the cache is read once, at memory bandwidth. Each warp copies its own
+//   keys and values, and fills their place again as soon as it has read them: at D = 128, 64 KiB
+//   are in flight for each of two blocks of an SM.
+// * many rows: a block has 64 packed rows, each warp does 16 of them and all units, one after
+//   another, with the state of the split in registers. Nothing is merged between warps. Bound: the
+//   tensor cores, and reading the fragments of K and V from shared memory, of which every warp
+//   needs all: 16 KiB for 64 mma. Blocks of a KV head that run side by side (blockIdx.x) find the
+//   cells in L2.
+//
+// Surprising: the grid does not have a block for each split, but about as many blocks as run at a
+// time. Each does a range of splits, one after another: what comes before the first cell and behind
+// the last is paid once a range, and the copies run on over the ends of splits. Where ranges begin
+// changes no bit, so the host may choose.
+//
+// by_position: units that end before the tree are shared by its rows as above. The others, one or a
+// few, are done for each row of the tree in turn, the others masked: the tree lies in shared
+// memory, and ldmatrix takes an address from each lane, so a row's ancestors are read in the order
+// of their depth as if they lay where plain decoding has them. It is the same code on the same
+// numbers, so the bits are the same.
 //
 // Scratch: acc [splits, T, Hq, D], then (m, l) [splits, T, Hq, 2].
 #include <algorithm>
-#include <climits>
 
 #include "core/dispatch.h"
 #include "core/reduce.cuh"
@@ -38,42 +43,222 @@
 namespace cpmcu::cuda {
 namespace {
 
-template <typename T, int kDim_, bool kSmall>
-struct DecodeConfig {
-  using Element = T;
-  static constexpr int kDim = kDim_;
-  static constexpr int kCells = kDim <= 128 ? 64 : 32;            // cells of a tile
-  static constexpr int kSlices = kCells / 16;                     // warps that share a tile's cells
-  static constexpr int kRowTiles = kSmall || kDim > 128 ? 1 : 2;  // tiles of 16 rows in a warp
-  static constexpr int kRowGroups = kSmall ? 1 : 2 / kRowTiles;   // warps that share a slice
-  static constexpr int kWarpRows = kRowTiles * 16;
-  static constexpr int kRows = kRowGroups * kWarpRows;  // packed rows of a block: 16 or 32
-  static constexpr int kWarps = kSlices * kRowGroups;
-  static constexpr int kThreads = kWarps * 32;
-  static constexpr int kStages = kDim == 64 ? 4 : 3;
-  static constexpr int kTreeTiles = kMaxTreeSize / kCells + 1;  // a tree may begin anywhere in one
-  static_assert(kTreeTiles <= kStages, "a tree is in shared memory as a whole");
-  static_assert(kPageSize % kCells == 0, "a tile of cells lies in one page");
+constexpr int kUnit = 32;  // cells
+constexpr int kUnitTiles = kUnit / 8;
+constexpr int kWarpRows = 16;  // packed rows of one mma tile
+// Up to so many packed rows of a KV head are few.
+constexpr int kMaxFewRows = 16;
+// With several sequences no block does more cells of one, or the longest would be waited for.
+constexpr int kMaxRangeCells = 4096;
+
+// The packed rows [first, first + kRows) of one KV head of a sequence.
+struct Chunk {
+  Sequence seq;
+  int kv_head;
+  int group;  // query heads of a KV head
+  int first;
+  int num_packed;  // of the sequence
+
+  template <typename T>
+  __device__ __forceinline__ Chunk(const AttentionArgs<T>& args, int num_chunks, int num_rows)
+      : seq(load_sequence(args.rows, blockIdx.z)),
+        kv_head(static_cast<int>(blockIdx.x) / num_chunks),
+        group(args.num_heads / args.num_kv_heads),
+        first(static_cast<int>(blockIdx.x) % num_chunks * num_rows),
+        num_packed(seq.num_rows * group) {}
+
+  // The row of the sequence that packed row p of the chunk belongs to.
+  __device__ __forceinline__ int row_of(int p) const { return (first + p) / group; }
 };
 
-template <typename Config>
-struct DecodeSmem {
-  struct Stage {
-    SwizzledTile<typename Config::Element, Config::kCells, Config::kDim> keys;
-    SwizzledTile<typename Config::Element, Config::kCells, Config::kDim> values;
-  };
-  static constexpr int kFragments = Config::kRowTiles * Config::kDim / 8;
-  union {
-    Stage stages[Config::kStages];
-    float4 exchange[Config::kWarps][kFragments][32];  // accumulators on their way to a merge
-  };
-  uint64_t masks[Config::kRows];  // of the packed rows
-  int window_begins[Config::kRows];
-  int window_end;     // from here on every row sees all cells, up to those that masks tell of
-  Sequence sequence;  // for after the main loop, which leaves no register to keep it in
-  float max[Config::kSlices][Config::kRows];
-  float sum[Config::kSlices][Config::kRows];
+// The splits that a block does, and their cells.
+struct Range {
+  int split;  // the first
+  int cell_begin;
+  int cell_end;
 };
+
+// The page that `cell` of a sequence lies in; any if it has no such cell.
+__device__ __forceinline__ int page_of(const StepRows& rows, int slot, int cell) {
+  const int index = cell / kPageSize;
+  return index < rows.max_pages
+             ? rows.page_table[static_cast<int64_t>(slot) * rows.max_pages + index]
+             : 0;
+}
+
+// Where `cell` lies in its cache, in elements.
+template <int kDim, typename T>
+__device__ __forceinline__ int64_t cell_offset(const AttentionArgs<T>& args, int64_t page,
+                                               int kv_head, int cell) {
+  return ((page * args.num_kv_heads + kv_head) * kPageSize + cell % kPageSize) * kDim;
+}
+
+// Ranges run from the last, which may have a tree, to the first.
+__device__ __forceinline__ int range_index() { return gridDim.y - 1 - blockIdx.y; }
+
+// Which splits this block does. Split s belongs to the range in whose share of the cells it begins.
+// Empty where cell_begin >= cell_end. look_up(cell) looks up the pages from a cell on; for
+// split_begin(range_index()) it is done: where each split has a range of its own, the page table
+// then need not wait for the sequence's length.
+template <typename T, typename LookUp>
+__device__ __forceinline__ Range range_of_block(const AttentionArgs<T>& args, const Sequence& seq,
+                                                int max_splits, LookUp look_up) {
+  const int num_ranges = gridDim.y, index = range_index();
+  Range range{.split = index, .cell_begin = split_begin(index)};
+  int split_end = index + 1;
+  if (num_ranges < max_splits) {
+    constexpr int kStep = split_begin(1);
+    const int seen = window_begin(seq.first_cell, args.window);
+    const unsigned steps = (seq.end() - seen + kStep - 1) / kStep;
+    auto begin_of = [&](int i) {
+      if (i == 0) return num_splits(seen + 1) - 1;
+      const int share = static_cast<int>(i * steps / num_ranges) * kStep;
+      return num_splits(min(seen + share, seq.end()));
+    };
+    range.split = begin_of(index);
+    range.cell_begin = split_begin(range.split);
+    split_end = begin_of(index + 1);
+    look_up(range.cell_begin);
+  }
+  range.cell_end = min(split_begin(split_end), seq.end());
+  if (args.window > 0) {  // leave out pages that no row sees
+    const int begin = window_begin(seq.first_cell, args.window) / kPageSize * kPageSize;
+    if (range.cell_begin < begin) {
+      range.cell_begin = begin;
+      look_up(begin);
+    }
+  }
+  return range;
+}
+
+// What the packed rows of a block see, in shared memory.
+template <int kRows>
+struct RowViews {
+  uint64_t masks[kRows];
+  int window_begins[kRows];
+  int window_end;  // from here on every row sees all cells, up to those that masks tell of
+
+  template <bool kByPosition, typename T>
+  __device__ __forceinline__ void load(const AttentionArgs<T>& args, const Chunk& chunk) {
+    const int p = threadIdx.x;
+    if (p >= kRows) return;
+    const Sequence& seq = chunk.seq;
+    const int row = chunk.row_of(p);
+    const uint64_t mask = row >= seq.num_rows ? 0
+                          : args.rows.row_masks == nullptr
+                              ? first_cells(row + 1)
+                              : args.rows.row_masks[seq.row_begin + row];
+    masks[p] = mask;
+    if (args.window > 0) {
+      const int own = kByPosition ? seq.length + __popcll(mask) - 1 : seq.first_cell + row;
+      window_begins[p] = window_begin(own, args.window);
+      if (p == 0) window_end = window_begin(seq.end() - 1, args.window);
+    }
+  }
+
+  // Hides cells from `cell` on, as many as there are scores, from the 16 rows `row` on that do not
+  // see them.
+  template <int kUnits, typename T>
+  __device__ __forceinline__ void hide(float (&scores)[kUnits][1][kUnitTiles][4],
+                                       const AttentionArgs<T>& args, const Sequence& seq, int row,
+                                       int cell) const {
+    static_assert(kUnits * kUnit <= 64, "a word has 64 bits");
+    if (cell + kUnits * kUnit <= seq.length && (args.window == 0 || cell >= window_end)) return;
+    uint64_t sees[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int p = row + half * 8 + static_cast<int>(threadIdx.x) % 32 / 4;
+      sees[half] = seen_cells(masks[p], seq.length, cell);
+      if (args.window > 0) sees[half] &= ~first_cells(window_begins[p] - cell);
+    }
+#pragma unroll
+    for (int unit = 0; unit < kUnits; ++unit) {
+      const uint64_t of_unit[2] = {sees[0] >> unit * kUnit, sees[1] >> unit * kUnit};
+      mask_scores(scores[unit][0], of_unit);
+    }
+  }
+};
+
+// Starts copying the queries of a chunk, as rows of D.
+template <int kThreads, typename T, int kRows, int kDim>
+__device__ __forceinline__ void fetch_queries(SwizzledTile<T, kRows, kDim>& tile,
+                                              const AttentionArgs<T>& args, const Chunk& chunk) {
+  const int64_t stride = static_cast<int64_t>(args.num_heads + 2 * args.num_kv_heads) * kDim;
+  constexpr int kChunks = kDim / 8;
+  for (int at = threadIdx.x; at < kRows * kChunks; at += kThreads) {
+    const int packed = chunk.first + at / kChunks, c = at % kChunks;
+    const bool valid = packed < chunk.num_packed;
+    const int row = valid ? packed / chunk.group : 0;
+    const int head = chunk.kv_head * chunk.group + packed - row * chunk.group;
+    const T* from =
+        args.qkv + (chunk.seq.row_begin + row) * stride + (valid ? head * kDim : 0) + c * 8;
+    ptx::cp_async16(tile.address(at / kChunks, c), from, valid);
+  }
+}
+
+// ---- the arithmetic, of 16 packed rows
+
+struct UnitState {
+  float max[2];
+  float sum[2];
+};
+
+// Turns the scores of a unit into probabilities.
+__device__ __forceinline__ UnitState softmax_of_unit(float (&scores)[kUnitTiles][4],
+                                                     float scale_log2) {
+  UnitState unit;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    unit.max[half] = max_of_row(scores, half, kMinusInfinity);
+    unit.sum[half] = quad_sum(to_probabilities(scores, half, unit.max[half], scale_log2));
+  }
+  return unit;
+}
+
+// The probabilities of a unit times its values: use(n16, acc) takes 16 dimensions at a time.
+template <typename T, int kDim, typename LoadValues, typename Use>
+__device__ __forceinline__ void multiply_unit_values(const float (&p)[kUnitTiles][4],
+                                                     LoadValues load_values, Use use) {
+  uint32_t a[kUnitTiles / 2][4];
+#pragma unroll
+  for (int k16 = 0; k16 < kUnitTiles / 2; ++k16) pack_fragment_a<T>(a[k16], p, k16);
+#pragma unroll
+  for (int n16 = 0; n16 < kDim / 16; ++n16) {
+    float acc[2][4] = {};
+#pragma unroll
+    for (int k16 = 0; k16 < kUnitTiles / 2; ++k16) {
+      uint32_t v[4];
+      load_values(v, k16, n16);
+      ptx::mma_16x8x16<T>(acc[0], a[k16], v[0], v[1]);
+      ptx::mma_16x8x16<T>(acc[1], a[k16], v[2], v[3]);
+    }
+    use(n16, acc);
+  }
+}
+
+// Begins to add a unit to the state of a split: all but its acc, which has the weights that come
+// back.
+template <int kColumns>
+__device__ __forceinline__ void begin_unit(RowTile<kColumns>& split, const UnitState& unit,
+                                           float scale_log2, float (&weight)[2]) {
+  float factor[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const float max = fmaxf(split.max[half], unit.max[half]);
+    factor[half] = weight_of(split.max[half], max, scale_log2);
+    weight[half] = weight_of(unit.max[half], max, scale_log2);
+    split.max[half] = max;
+    split.sum[half] =
+        __fmaf_rn(unit.sum[half], weight[half], __fmul_rn(split.sum[half], factor[half]));
+  }
+  // Multiplying by 1 changes no bit, so skipping it does not either.
+  if (__any_sync(0xffffffffu, factor[0] != 1.0f || factor[1] != 1.0f)) split.multiply(factor);
+}
+__device__ __forceinline__ void add_weighted(float (&to)[4], const float (&acc)[4],
+                                             const float (&weight)[2]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) to[i] = __fmaf_rn(acc[i], weight[i / 2], to[i]);
+}
 
 // Where the partial results lie in scratch.
 struct Partials {
@@ -87,364 +272,455 @@ struct Partials {
         num_rows(num_rows_) {}
 };
 
-__device__ __forceinline__ float4 sum_of(const float4& a, const float4& b) {
-  return make_float4(__fadd_rn(a.x, b.x), __fadd_rn(a.y, b.y), __fadd_rn(a.z, b.z),
-                     __fadd_rn(a.w, b.w));
+// Writes dimensions [column, column + kColumns) of the 16 rows `row` on at the end of a split: to
+// `out` where the row has no other split, and so needs no second kernel.
+template <bool kByPosition, int kDim, typename T, int kRows, int kColumns>
+__device__ __forceinline__ void write_split(const AttentionArgs<T>& args, const Chunk& chunk,
+                                            const RowViews<kRows>& views,
+                                            const RowTile<kColumns>& state, int row, int column,
+                                            int split, int max_splits) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int p = row + half * 8 + lane / 4;
+    if (chunk.first + p >= chunk.num_packed) continue;
+    const Sequence& seq = chunk.seq;
+    const int in_sequence = chunk.row_of(p);
+    const int head = chunk.kv_head * chunk.group + chunk.first + p - in_sequence * chunk.group;
+    const int64_t t = static_cast<int64_t>(seq.row_begin + in_sequence) * args.num_heads + head;
+    // The row sees no cell from here on.
+    const int end = kByPosition ? seq.length + __popcll(views.masks[p]) : seq.end();
+    const int count = num_splits(end);
+    if (split >= count) continue;  // nobody asks
+    const int first = column + lane % 4 * 2;
+    if (count == 1) {
+      const float inverse = inverse_of(state.sum[half]);
+      T* to = args.out + t * kDim + first;
+#pragma unroll
+      for (int n = 0; n < kColumns / 8; ++n) {
+        *reinterpret_cast<uint32_t*>(to + n * 8) =
+            pack2<T>(normalised(state.acc[n][2 * half], inverse),
+                     normalised(state.acc[n][2 * half + 1], inverse));
+      }
+    } else {
+      const Partials all(args.scratch, max_splits, args.rows.num_rows * args.num_heads, kDim);
+      const int64_t index = split * all.num_rows + t;
+      float* to = all.acc + index * kDim + first;
+#pragma unroll
+      for (int n = 0; n < kColumns / 8; ++n) {
+        *reinterpret_cast<float2*>(to + n * 8) =
+            make_float2(state.acc[n][2 * half], state.acc[n][2 * half + 1]);
+      }
+      if (column == 0 && lane % 4 == 0) {
+        all.ml[index] = make_float2(state.max[half], state.sum[half]);
+      }
+    }
+  }
 }
 
-// ---- kernels
+// ---- few rows: the warps of a block share the cells
 
-// Grid: (chunks * KV heads, splits, B).
-template <typename Config, bool kByPosition>
-__global__ void __launch_bounds__(Config::kThreads)
-    attention_decode_kernel(const __grid_constant__ AttentionArgs<typename Config::Element> args,
-                            int num_chunks, int max_splits) {
+template <typename T, int kDim_>
+struct FewRowsConfig {
+  using Element = T;
+  static constexpr int kDim = kDim_;
+  static constexpr int kWarps = kDim <= 128 ? 4 : 2;
+  static constexpr int kThreads = kWarps * 32;
+  static constexpr int kRows = kWarpRows;
+  static constexpr int kRoundCells = kWarps * kUnit;  // a unit of each warp
+  static constexpr int kColumns = kDim / kWarps;      // that a warp adds up
+  static constexpr int kBlocks = kDim == 64 ? 4 : 2;  // on one SM
+  static_assert(split_begin(1) % kRoundCells == 0, "a round lies in one split");
+};
+
+template <typename Config>
+struct FewRowsSmem {
   using T = typename Config::Element;
-  using Smem = DecodeSmem<Config>;
+  static constexpr int kDim = Config::kDim;
+  struct Unit {  // of one warp, which alone fills and reads it
+    SwizzledTile<T, kUnit, kDim> keys;
+    SwizzledTile<T, kUnit, kDim> values;
+  };
+  Unit units[Config::kWarps];
+  union {
+    SwizzledTile<T, Config::kRows, kDim> queries;   // on their way to registers
+    float4 exchange[Config::kWarps][kDim / 8][32];  // the units' acc of a round
+  };
+  float2 max_and_sum[Config::kWarps][Config::kRows];  // of the units of a round
+  RowViews<Config::kRows> views;
+};
+
+// Grid: (chunks * KV heads, ranges, B).
+template <typename Config>
+__global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
+    attention_few_rows_kernel(const __grid_constant__ AttentionArgs<typename Config::Element> args,
+                              int num_chunks, int max_splits) {
+  using T = typename Config::Element;
+  constexpr int kDim = Config::kDim;
+  extern __shared__ __align__(128) unsigned char shared[];
+  auto& smem = *reinterpret_cast<FewRowsSmem<Config>*>(shared);
+
+  ptx::pdl_wait();
+  ptx::pdl_launch();
+  const int warp = threadIdx.x / 32;
+  const int lane = threadIdx.x % 32;
+  const int slot = args.rows.seq_slots[static_cast<int>(blockIdx.z)];
+  int round_cell, page, next_page;  // of this warp's unit in a round, and in the next
+  auto look_up = [&](int cell) {
+    round_cell = cell / Config::kRoundCells * Config::kRoundCells;
+    page = page_of(args.rows, slot, round_cell + warp * kUnit);
+    next_page = page_of(args.rows, slot, round_cell + warp * kUnit + Config::kRoundCells);
+  };
+  look_up(split_begin(range_index()));
+  const Chunk chunk(args, num_chunks, Config::kRows);
+  const Sequence& seq = chunk.seq;
+  const Range range = range_of_block(args, seq, max_splits, look_up);
+  if (range.cell_begin >= range.cell_end || chunk.first >= chunk.num_packed) return;
+
+  auto& unit = smem.units[warp];
+  auto exists = [&](int cell) { return cell >= range.cell_begin && cell < range.cell_end; };
+  auto fetch_keys = [&](int cell) {
+    if (!exists(cell)) return;
+    const int64_t offset = cell_offset<kDim>(args, page, chunk.kv_head, cell);
+    fetch_tile<32>(unit.keys, args.k_cache + offset, kDim, seq.end() - cell, lane);
+  };
+  auto fetch_values = [&](int cell) {
+    if (!exists(cell)) return;
+    const int64_t offset = cell_offset<kDim>(args, page, chunk.kv_head, cell);
+    fetch_tile<32>(unit.values, args.v_cache + offset, kDim, seq.end() - cell, lane);
+  };
+
+  fetch_keys(round_cell + warp * kUnit);
+  fetch_queries<Config::kThreads>(smem.queries, args, chunk);
+  ptx::cp_async_commit();
+  fetch_values(round_cell + warp * kUnit);
+  ptx::cp_async_commit();
+  smem.views.template load<false>(args, chunk);
+  ptx::cp_async_wait<1>();
+  __syncthreads();
+  uint32_t queries[kDim / 16][4];
+#pragma unroll
+  for (int k16 = 0; k16 < kDim / 16; ++k16) load_fragment_a(queries[k16], smem.queries, 0, k16);
+
+  RowTile<Config::kColumns> state;  // of the split: all rows, this warp's dimensions
+  state.clear();
+  int split = range.split, split_end = split_begin(split + 1);
+  for (; round_cell < range.cell_end; round_cell += Config::kRoundCells) {
+    const int cell = round_cell + warp * kUnit;
+    const int next_cell = cell + Config::kRoundCells;
+    float scores[1][1][kUnitTiles][4];
+    ptx::cp_async_wait<1>();  // the keys are here
+    __syncwarp();
+    if (exists(cell)) {
+      multiply_keys<T>(scores[0], unit.keys, 0, [&](uint32_t (&q)[1][4], int k16) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) q[0][i] = queries[k16][i];
+      });
+    }
+    __syncwarp();
+    page = next_page;
+    next_page = page_of(args.rows, slot, next_cell + Config::kRoundCells);
+    fetch_keys(next_cell);
+    ptx::cp_async_commit();
+    UnitState sums;
+    if (exists(cell)) {
+      smem.views.hide(scores, args, seq, 0, cell);
+      sums = softmax_of_unit(scores[0][0], args.scale_log2);
+    }
+    ptx::cp_async_wait<1>();  // the values are here
+    __syncthreads();          // and everyone is done with the round before, or with the queries
+    if (exists(cell)) {
+      multiply_unit_values<T, kDim>(
+          scores[0][0],
+          [&](uint32_t (&v)[4], int k16, int n16) {
+            load_fragment_values(v, unit.values, k16 * 16, n16);
+          },
+          [&](int n16, const float (&acc)[2][4]) {
+#pragma unroll
+            for (int n = 0; n < 2; ++n) {
+              smem.exchange[warp][2 * n16 + n][lane] =
+                  make_float4(acc[n][0], acc[n][1], acc[n][2], acc[n][3]);
+            }
+          });
+      if (lane % 4 == 0) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          smem.max_and_sum[warp][half * 8 + lane / 4] = make_float2(sums.max[half], sums.sum[half]);
+        }
+      }
+    }
+    __syncwarp();
+    fetch_values(next_cell);
+    ptx::cp_async_commit();
+    __syncthreads();
+#pragma unroll
+    for (int u = 0; u < Config::kWarps; ++u) {
+      if (!exists(round_cell + u * kUnit)) continue;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float2 v = smem.max_and_sum[u][half * 8 + lane / 4];
+        sums.max[half] = v.x, sums.sum[half] = v.y;
+      }
+      float weight[2];
+      begin_unit(state, sums, args.scale_log2, weight);
+#pragma unroll
+      for (int n = 0; n < Config::kColumns / 8; ++n) {
+        const float4 part = smem.exchange[u][warp * (Config::kColumns / 8) + n][lane];
+        add_weighted(state.acc[n], {part.x, part.y, part.z, part.w}, weight);
+      }
+    }
+    if (round_cell + Config::kRoundCells >= min(split_end, range.cell_end)) {
+      write_split<false, kDim>(args, chunk, smem.views, state, 0, warp * Config::kColumns, split,
+                               max_splits);
+      split_end = split_begin(++split + 1);
+      state.clear();
+    }
+  }
+}
+
+// ---- many rows: the warps of a block share the rows
+
+template <typename T, int kDim_>
+struct ManyRowsConfig {
+  using Element = T;
+  static constexpr int kDim = kDim_;
+  static constexpr int kColumns = kDim <= 128 ? kDim : 128;  // of the output, that a warp adds up
+  static constexpr int kColumnWarps = kDim / kColumns;       // warps that share rows
+  static constexpr int kWarps = 4;
+  static constexpr int kThreads = kWarps * 32;
+  static constexpr int kRows = kWarps / kColumnWarps * kWarpRows;  // 64, 32 for D = 256
+  static constexpr int kCells = kDim <= 128 ? 64 : 32;             // of a tile
+  static constexpr int kUnits = kCells / kUnit;
+  static constexpr int kStages = kDim == 64 ? 4 : 3;
+  static constexpr int kBlocks = 2;                             // on one SM
+  static constexpr int kTreeTiles = kMaxTreeSize / kCells + 1;  // a tree may begin anywhere in one
+  static_assert(kTreeTiles <= kStages, "a tree is in shared memory as a whole");
+  static_assert(kPageSize % kCells == 0, "a tile of cells lies in one page");
+};
+
+template <typename Config>
+struct ManyRowsSmem {
+  using T = typename Config::Element;
+  struct Stage {
+    SwizzledTile<T, Config::kCells, Config::kDim> keys;
+    SwizzledTile<T, Config::kCells, Config::kDim> values;
+  };
+  using Queries = SwizzledTile<T, Config::kRows, Config::kDim>;
+  static_assert(sizeof(Queries) <= sizeof(Stage), "the queries come through a stage");
+  Stage stages[Config::kStages];
+  RowViews<Config::kRows> views;
+  Chunk chunk;  // for the ends of splits: the main loop leaves no registers for it
+
+  // In the stage that is filled last.
+  __device__ __forceinline__ Queries& queries() {
+    return reinterpret_cast<Queries&>(stages[Config::kStages - 1]);
+  }
+};
+
+// Grid: (chunks * KV heads, ranges, B).
+template <typename Config, bool kByPosition>
+__global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
+    attention_many_rows_kernel(const __grid_constant__ AttentionArgs<typename Config::Element> args,
+                               int num_chunks, int max_splits) {
+  using T = typename Config::Element;
+  using Smem = ManyRowsSmem<Config>;
   constexpr int kDim = Config::kDim;
   constexpr int kCells = Config::kCells;
-  constexpr int kRowTiles = Config::kRowTiles;
-  constexpr int kTilesInPage = kPageSize / kCells;
   extern __shared__ __align__(128) unsigned char shared[];
   auto& smem = *reinterpret_cast<Smem*>(shared);
 
   ptx::pdl_wait();
   ptx::pdl_launch();
-  const int lane = threadIdx.x % 32;
-  const int kv_head = blockIdx.x / num_chunks;
-  const StepRows& step = args.rows;
-  const int slot = step.seq_slots[blockIdx.z];
-  const int split = gridDim.y - 1 - blockIdx.y;  // the later, the longer: start first
-  int cell_begin = split_begin(split);
-
-  auto page_of = [&](int cell) {
-    const int index = cell / kPageSize;
-    return index < step.max_pages
-               ? step.page_table[static_cast<int64_t>(slot) * step.max_pages + index]
-               : 0;
+  const int slot = args.rows.seq_slots[static_cast<int>(blockIdx.z)];
+  int pages[Config::kStages];  // of the first tiles
+  auto look_up = [&](int cell) {
+#pragma unroll
+    for (int i = 0; i < Config::kStages; ++i)
+      pages[i] = page_of(args.rows, slot, cell + i * kCells);
   };
-  // Lane i keeps the page of cells [64 i, 64 i + 64) of the split: no split has more than 32.
-  int lane_page = page_of(cell_begin + lane * kPageSize);
-  const Sequence seq = load_sequence(step, blockIdx.z);
-  const int group = args.num_heads / args.num_kv_heads;
-  const int num_packed = seq.num_rows * group;
-  const int chunk_row = static_cast<int>(blockIdx.x % num_chunks) * Config::kRows;
-  if (cell_begin >= seq.end() || chunk_row >= num_packed) return;
-  const int split_end = split_begin(split + 1);
-  const int cell_end = min(split_end, seq.end());
-  if (args.window > 0) {  // leave out pages that no row sees
-    const int begin = window_begin(seq.first_cell, args.window);
-    if (cell_end <= begin) return;
-    if (cell_begin < begin) {
-      cell_begin = begin / kPageSize * kPageSize;
-      lane_page = page_of(cell_begin + lane * kPageSize);
+  look_up(split_begin(range_index()));
+  const Chunk chunk(args, num_chunks, Config::kRows);
+  const Sequence& seq = chunk.seq;
+  const Range range = range_of_block(args, seq, max_splits, look_up);
+  if (range.cell_begin >= range.cell_end || chunk.first >= chunk.num_packed) return;
+
+  // Tiles that all rows see alike, and then, if the range reaches that far, those that hold the
+  // tree as a whole, though it may begin before the range or go on behind it.
+  int first_cell = range.cell_begin;  // of the first tile
+  int num_tiles = (range.cell_end - range.cell_begin + kCells - 1) / kCells;
+  int num_shared = num_tiles;
+  const int tree_cell = kByPosition ? seq.length / kCells * kCells : 0;  // of the tree's first tile
+  const bool meets_tree = kByPosition && range.cell_end > tree_cell;
+  if (meets_tree) {
+    num_shared = max(tree_cell - range.cell_begin, 0) / kCells;
+    num_tiles = num_shared + Config::kTreeTiles;
+    if (tree_cell < first_cell) {
+      first_cell = tree_cell;
+      look_up(tree_cell);
     }
   }
-  // Tiles that all rows see alike, and then, if the split reaches that far, those that hold the
-  // tree as a whole, though it may go on behind the split.
-  const int tree_tile = kByPosition ? seq.length / kCells * kCells : INT_MAX;  // its first cell
-  const int num_shared = max(min(cell_end, tree_tile) - cell_begin + kCells - 1, 0) / kCells;
-  const bool meets_tree = kByPosition && split_end > tree_tile;
-  const int num_tiles = num_shared + (meets_tree ? Config::kTreeTiles : 0);
-  const int lane_tree_page = meets_tree ? page_of(tree_tile + lane % 2 * kPageSize) : 0;
 
-  const int slice = static_cast<int>(threadIdx.x) / 32 % Config::kSlices;
-  const int row_group = static_cast<int>(threadIdx.x) / 32 / Config::kSlices;
-  const int warp_row = row_group * Config::kWarpRows;  // within the chunk
-  const bool warp_has_rows = chunk_row + warp_row < num_packed;
+  const int lane = threadIdx.x % 32;
+  const int warp = threadIdx.x / 32;
+  const int warp_row = warp / Config::kColumnWarps * kWarpRows;  // within the chunk
+  const int column = warp % Config::kColumnWarps * Config::kColumns;
+  const bool warp_has_rows = chunk.first + warp_row < chunk.num_packed;
 
-  auto fetch_cells = [&](int tile) {
+  auto fetch_cells = [&](int tile, int cell, int page) {
     auto& stage = smem.stages[tile % Config::kStages];
-    const bool tree = kByPosition && tile >= num_shared;
-    const int cell = tree ? tree_tile + (tile - num_shared) * kCells : cell_begin + tile * kCells;
-    const int64_t page =
-        tree ? __shfl_sync(0xffffffffu, lane_tree_page, cell / kPageSize - tree_tile / kPageSize)
-             : __shfl_sync(0xffffffffu, lane_page, tile / kTilesInPage);
-    const int64_t offset =
-        ((page * args.num_kv_heads + kv_head) * kPageSize + cell % kPageSize) * kDim;
-    const int num_valid = (tree ? seq.end() : cell_end) - cell;
-    fetch_tile<Config::kThreads>(stage.keys, args.k_cache + offset, kDim, num_valid);
-    fetch_tile<Config::kThreads>(stage.values, args.v_cache + offset, kDim, num_valid);
+    const int64_t offset = cell_offset<kDim>(args, page, chunk.kv_head, cell);
+    fetch_tile<Config::kThreads>(stage.keys, args.k_cache + offset, kDim, seq.end() - cell);
+    fetch_tile<Config::kThreads>(stage.values, args.v_cache + offset, kDim, seq.end() - cell);
   };
 
-  auto load_masks = [&]() {
-    static_assert(Config::kRows <= Config::kThreads, "a thread for each mask");
-    const int p = threadIdx.x;
-    if (p >= Config::kRows) return;
-    const int row = (chunk_row + p) / group;
-    const uint64_t mask = row >= seq.num_rows         ? 0
-                          : step.row_masks == nullptr ? first_cells(row + 1)
-                                                      : step.row_masks[seq.row_begin + row];
-    smem.masks[p] = mask;
-    if (args.window > 0) {
-      const int own = kByPosition ? seq.length + __popcll(mask) - 1 : seq.first_cell + row;
-      smem.window_begins[p] = window_begin(own, args.window);
-      if (p == 0) smem.window_end = window_begin(seq.end() - 1, args.window);
-    }
-    if (p == 0) smem.sequence = seq;
-  };
-
-  // Index among T * Hq of the packed row; -1 where there is none.
-  auto row_of = [&](int p) -> int64_t {
-    const int packed = chunk_row + p;
-    if (packed >= smem.sequence.num_rows * group) return -1;
-    return static_cast<int64_t>(smem.sequence.row_begin + packed / group) * args.num_heads +
-           kv_head * group + packed % group;
-  };
-
-  // The packed row sees no cell from here on.
-  auto row_end = [&](int p) {
-    return kByPosition ? smem.sequence.length + __popcll(smem.masks[p]) : smem.sequence.end();
-  };
-
-  // Through the stage that is filled last: the queries of a block are rows of head_dim, fragments
-  // are not.
-  auto& query_tile = smem.stages[Config::kStages - 1].keys;
-  static_assert(Config::kRows <= kCells, "the queries fit a tile");
-  auto fetch_queries = [&]() {
-    const int64_t stride = static_cast<int64_t>(args.num_heads + 2 * args.num_kv_heads) * kDim;
-    constexpr int kChunks = kDim / 8;
-    for (int at = threadIdx.x; at < Config::kRows * kChunks; at += Config::kThreads) {
-      const int packed = chunk_row + at / kChunks, c = at % kChunks;
-      const bool valid = packed < num_packed;
-      const int row = valid ? packed / group : 0, head = kv_head * group + packed - row * group;
-      const T* from = args.qkv + (seq.row_begin + row) * stride + (valid ? head * kDim : 0) + c * 8;
-      ptx::cp_async16(query_tile.address(at / kChunks, c), from, valid);
-    }
-  };
-  uint32_t queries[kRowTiles][kDim / 16][4];
-  auto load_queries = [&]() {
 #pragma unroll
-    for (int m = 0; m < kRowTiles; ++m) {
+  for (int tile = 0; tile < Config::kStages - 1; ++tile) {
+    if (tile < num_tiles) fetch_cells(tile, first_cell + tile * kCells, pages[tile]);
+    if (tile == 0) fetch_queries<Config::kThreads>(smem.queries(), args, chunk);
+    ptx::cp_async_commit();
+  }
+  smem.views.template load<kByPosition>(args, chunk);
+  if (threadIdx.x == 0) smem.chunk = chunk;
+  ptx::cp_async_wait<Config::kStages - 2>();
+  __syncthreads();
+  uint32_t queries[kDim / 16][4];
 #pragma unroll
-      for (int k16 = 0; k16 < kDim / 16; ++k16) {
-        load_fragment_a(queries[m][k16], query_tile, warp_row + m * 16, k16);
-      }
-    }
+  for (int k16 = 0; k16 < kDim / 16; ++k16) {
+    load_fragment_a(queries[k16], smem.queries(), warp_row, k16);
+  }
+  auto load_q = [&](uint32_t (&q)[1][4], int k16) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) q[0][i] = queries[k16][i];
   };
 
-  RowTile<kDim> rows[kRowTiles];
+  RowTile<Config::kColumns> state;  // of the split
+  state.clear();
+  auto add_unit = [&](float (&scores)[1][kUnitTiles][4], auto load_values) {
+    const UnitState unit = softmax_of_unit(scores[0], args.scale_log2);
+    float weight[2];
+    begin_unit(state, unit, args.scale_log2, weight);
+    multiply_unit_values<T, Config::kColumns>(
+        scores[0],
+        [&](uint32_t (&v)[4], int k16, int n16) { load_values(v, k16, column / 16 + n16); },
+        [&](int n16, const float (&acc)[2][4]) {
 #pragma unroll
-  for (int m = 0; m < kRowTiles; ++m) rows[m].clear();
+          for (int n = 0; n < 2; ++n) add_weighted(state.acc[2 * n16 + n], acc[n], weight);
+        });
+  };
 
-  auto attend = [&](int tile) {
+  auto attend = [&](int tile, int cell) {
     auto& stage = smem.stages[tile % Config::kStages];
-    const int cell = (tile < num_shared ? cell_begin + tile * kCells : tree_tile) + slice * 16;
-    if (!warp_has_rows || cell >= cell_end) return;
-    if (kByPosition && (cell < cell_begin || cell + 16 > seq.length)) return;
-    float scores[kRowTiles][2][4];
-    multiply_keys<T>(scores, stage.keys, slice * 16, [&](uint32_t (&q)[kRowTiles][4], int k16) {
+    float scores[Config::kUnits][1][kUnitTiles][4];
 #pragma unroll
-      for (int m = 0; m < kRowTiles; ++m) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) q[m][i] = queries[m][k16][i];
-      }
-    });
-#pragma unroll
-    for (int m = 0; m < kRowTiles; ++m) {
-      if (cell + 16 > seq.length || (args.window > 0 && cell < smem.window_end)) {
-        const int row = warp_row + m * 16 + lane / 4;
-        uint64_t sees[2];
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          sees[half] = seen_cells(smem.masks[row + half * 8], seq.length, cell);
-          if (args.window > 0) {
-            sees[half] &= ~first_cells(smem.window_begins[row + half * 8] - cell);
-          }
-        }
-        mask_scores(scores[m], sees);
-      }
-      softmax_step(rows[m], scores[m], args.scale_log2);
+    for (int unit = 0; unit < Config::kUnits; ++unit) {
+      multiply_keys<T>(scores[unit], stage.keys, unit * kUnit, load_q);
     }
-    multiply_values<T>(rows, scores, stage.values, slice * 16);
+    smem.views.hide(scores, args, seq, warp_row, cell);
+#pragma unroll
+    for (int unit = 0; unit < Config::kUnits; ++unit) {
+      add_unit(scores[unit], [&](uint32_t (&v)[4], int k16, int n16) {
+        load_fragment_values(v, stage.values, unit * kUnit + k16 * 16, n16);
+      });
+    }
   };
 
-  // Of 16 cells from `cell` on, a row of the tree sees those before the tree and then its ancestors
-  // in order; this is for row `row`, of which `m` holds some heads.
-  [[maybe_unused]] auto attend_alone = [&](int m, int row, uint64_t mask, int cell) {
-    const int position = cell + lane % 16, depth = position - seq.length;
+  // Adds the unit from `cell` on for row `row` of the tree, which sees the cells before the tree
+  // and then its ancestors in order, or for all rows if it ends before the tree. From the tree's
+  // tiles.
+  [[maybe_unused]] auto attend_alone = [&](int cell, int row, uint64_t mask) {
+    const Sequence& seq = smem.chunk.seq;
+    const int tree_cell = seq.length / kCells * kCells;
+    const bool all = cell + kUnit <= seq.length;
+    const int position = cell + lane, depth = position - seq.length;
     const int from = depth < 0                ? position
                      : depth < __popcll(mask) ? seq.length + nth_bit(mask, depth)
                                               : seq.length;  // any: it is masked
-    const int tile = num_shared + (from - tree_tile) / kCells;
+    const int tile = num_shared + (from - tree_cell) / kCells;
     const uint32_t lane_cell =
-        smem.stages[tile % Config::kStages].keys.address((from - tree_tile) % kCells, 0);
-    const uint32_t key =
-        __shfl_sync(0xffffffffu, lane_cell, lane / 16 * 8 + lane % 8) ^ (lane / 8 % 2 * 16);
-    const uint32_t value = (lane_cell + sizeof(typename Smem::Stage) / 2) ^ (lane / 16 * 16);
-
-    float scores[1][2][4];
-    multiply_keys<T, kDim>(
-        scores,
-        [&](uint32_t (&q)[1][4], int k16) {
+        smem.stages[tile % Config::kStages].keys.address((from - tree_cell) % kCells, 0);
+    uint32_t key[kUnit / 16], value[kUnit / 16];
 #pragma unroll
-          for (int i = 0; i < 4; ++i) q[0][i] = queries[m][k16][i];
-        },
-        [&](uint32_t (&k)[4], int, int k16) { ptx::ldmatrix4(k, chunk_address(key, k16 * 2)); });
+    for (int i = 0; i < kUnit / 16; ++i) {
+      key[i] = __shfl_sync(0xffffffffu, lane_cell, i * 16 + lane / 16 * 8 + lane % 8) ^
+               (lane / 8 % 2 * 16);
+      value[i] = (__shfl_sync(0xffffffffu, lane_cell, i * 16 + lane % 16) +
+                  static_cast<uint32_t>(sizeof(typename Smem::Stage) / 2)) ^
+                 (lane / 16 * 16);
+    }
+    float scores[1][kUnitTiles][4];
+    multiply_keys<T, kDim>(scores, load_q, [&](uint32_t (&k)[4], int n16, int k16) {
+      ptx::ldmatrix4(k, chunk_address(key[n16], k16 * 2));
+    });
     uint64_t sees[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int p = warp_row + m * 16 + half * 8 + lane / 4;
-      sees[half] =
-          (chunk_row + p) / group == row ? first_cells(seq.length + __popcll(mask) - cell) : 0;
-      if (args.window > 0) sees[half] &= ~first_cells(smem.window_begins[p] - cell);
+      const int p = warp_row + half * 8 + lane / 4;
+      sees[half] = all || smem.chunk.row_of(p) == row
+                       ? first_cells(seq.length + __popcll(smem.views.masks[p]) - cell)
+                       : 0;
+      if (args.window > 0) sees[half] &= ~first_cells(smem.views.window_begins[p] - cell);
     }
     mask_scores(scores[0], sees);
-    RowTile<kDim> alone[1] = {rows[m]};
-    softmax_step(alone[0], scores[0], args.scale_log2);
-    multiply_values<T>(alone, scores, [&](uint32_t (&v)[4], int, int n16) {
-      ptx::ldmatrix4_trans(v, chunk_address(value, n16 * 2));
+    add_unit(scores, [&](uint32_t (&v)[4], int k16, int n16) {
+      ptx::ldmatrix4_trans(v, chunk_address(value[k16], n16 * 2));
     });
-    rows[m] = alone[0];
   };
 
-  // The cells of the split that end behind the tree's first, one row of the tree after another.
-  [[maybe_unused]] auto attend_tree = [&]() {
-    const int first = max(cell_begin, seq.length / 16 * 16);
-    const int skipped = (slice - first / 16 % Config::kSlices + Config::kSlices) % Config::kSlices;
-    for (int cell = first + skipped * 16; cell < cell_end; cell += kCells) {
-#pragma unroll
-      for (int m = 0; m < kRowTiles; ++m) {
-        const int begin = chunk_row + warp_row + m * 16, end = min(begin + 16, num_packed);
-        for (int packed = begin; packed < end; packed = (packed / group + 1) * group) {
-          const uint64_t mask = smem.masks[packed - chunk_row];
-          if (cell >= seq.length + __popcll(mask)) continue;
-          attend_alone(m, packed / group, mask, cell);
-        }
-      }
+  // The unit from `cell` on, in the tree's tiles, for all rows of the warp.
+  [[maybe_unused]] auto attend_tree = [&](int cell) {
+    const Chunk& chunk = smem.chunk;
+    const int length = chunk.seq.length;
+    const int begin = chunk.first + warp_row, end = min(begin + kWarpRows, chunk.num_packed);
+    for (int packed = begin; packed < end; packed = (packed / chunk.group + 1) * chunk.group) {
+      const uint64_t mask = smem.views.masks[packed - chunk.first];
+      if (cell >= length + __popcll(mask)) continue;
+      attend_alone(cell, packed / chunk.group, mask);
+      if (cell + kUnit <= length) return;
     }
   };
 
-  fetch_queries();
-  ptx::cp_async_commit();
-#pragma unroll
-  for (int tile = 0; tile < Config::kStages - 1; ++tile) {
-    if (tile < num_tiles) fetch_cells(tile);
-    ptx::cp_async_commit();
-  }
-  load_masks();
-  ptx::cp_async_wait<Config::kStages - 1>();
-  __syncthreads();
-  load_queries();
-  const int num_steps = num_shared + (meets_tree ? 1 : 0);  // the tree's tiles are one step
-  for (int tile = 0; tile < num_steps; ++tile) {
+  int split = range.split, split_end = split_begin(split + 1);
+  auto end_split = [&](int cell) {  // if it ends before `cell`
+    if (cell < min(split_end, range.cell_end)) return;
+    if (warp_has_rows) {
+      write_split<kByPosition, kDim>(args, smem.chunk, smem.views, state, warp_row, column, split,
+                                     max_splits);
+    }
+    split_end = split_begin(++split + 1);
+    state.clear();
+  };
+
+  int cell = range.cell_begin, next_page = pages[Config::kStages - 1];
+  for (int tile = 0; tile < num_shared; ++tile) {
     ptx::cp_async_wait<Config::kStages - 2>();
     __syncthreads();  // this tile is here, and everyone is done with the one before
-    const int ahead = tile + Config::kStages - 1;
-    if (ahead < num_tiles) fetch_cells(ahead);
+    constexpr int kAhead = Config::kStages - 1;
+    if (tile + kAhead < num_tiles) fetch_cells(tile + kAhead, cell + kAhead * kCells, next_page);
+    next_page = page_of(args.rows, slot, cell + (kAhead + 1) * kCells);
     ptx::cp_async_commit();
-    attend(tile);
+    if (warp_has_rows) attend(tile, cell);
+    cell += kCells;
+    end_split(cell);
   }
   if (meets_tree) {
+    if constexpr (Config::kTreeTiles == Config::kStages) {  // its last tile waits for a stage
+      __syncthreads();
+      const int tree_cell = smem.chunk.seq.length / kCells * kCells;
+      fetch_cells(num_shared + Config::kStages - 1, tree_cell + (Config::kStages - 1) * kCells,
+                  next_page);
+      ptx::cp_async_commit();
+    }
     ptx::cp_async_wait<0>();
     __syncthreads();
-    attend_tree();
-  }
-
-  // ---- merge the slices
-
-  auto publish_max_and_sum = [&]() {
-#pragma unroll
-    for (int m = 0; m < kRowTiles; ++m) {
-      rows[m].reduce_sum();
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int row = warp_row + m * 16 + half * 8 + lane / 4;
-        if (lane % 4 == 0) {
-          smem.max[slice][row] = rows[m].max[half];
-          smem.sum[slice][row] = rows[m].sum[half];
-        }
-      }
-    }
-  };
-
-  // Brings this slice's state to the maximum of all slices, and the sum to that of all.
-  auto rescale = [&]() {
-#pragma unroll
-    for (int m = 0; m < kRowTiles; ++m) {
-      float factor[2];
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int row = warp_row + m * 16 + half * 8 + lane / 4;
-        float max = smem.max[0][row];
-#pragma unroll
-        for (int s = 1; s < Config::kSlices; ++s) max = fmaxf(max, smem.max[s][row]);
-        float sum = 0;
-#pragma unroll
-        for (int s = 0; s < Config::kSlices; ++s) {
-          const float weight = weight_of(smem.max[s][row], max, args.scale_log2);
-          sum = __fmaf_rn(smem.sum[s][row], weight, sum);
-        }
-        factor[half] = weight_of(rows[m].max[half], max, args.scale_log2);
-        rows[m].max[half] = max;
-        rows[m].sum[half] = sum;
-      }
-      rows[m].multiply(factor);
-    }
-  };
-
-  publish_max_and_sum();
-  __syncthreads();  // and everyone is done with the stages
-  rescale();
-  const int warp = threadIdx.x / 32;
-#pragma unroll
-  for (int i = 0; i < Smem::kFragments; ++i) {
-    const auto& acc = rows[i / (kDim / 8)].acc[i % (kDim / 8)];
-    smem.exchange[warp][i][lane] = make_float4(acc[0], acc[1], acc[2], acc[3]);
-  }
-  __syncthreads();
-  if (!warp_has_rows) return;
-
-  // Each slice adds up and writes its share of the fragments, all of one tile of 16 rows.
-  constexpr int kShare = Smem::kFragments / Config::kSlices;
-  static_assert(kDim / 8 % kShare == 0, "a share is of one tile of rows");
-  const int m = slice * kShare / (kDim / 8), first_column = slice * kShare % (kDim / 8) * 8;
-  T* outputs[2] = {};  // where rows go that have one split and so need no second kernel
-  float* partials[2] = {};
-  float inverse[2] = {};
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int p = warp_row + m * 16 + half * 8 + lane / 4;
-    const int64_t row = row_of(p);
-    if (row < 0) continue;
-    const int count = num_splits(row_end(p));
-    const float sum = kRowTiles == 1 || m == 0 ? rows[0].sum[half] : rows[kRowTiles - 1].sum[half];
-    if (count == 1 && split == 0) {
-      inverse[half] = inverse_of(sum);
-      outputs[half] = args.out + row * kDim + first_column + lane % 4 * 2;
-    } else if (split < count) {  // else nobody asks
-      const Partials all(args.scratch, max_splits, step.num_rows * args.num_heads, kDim);
-      const int64_t index = split * all.num_rows + row;
-      partials[half] = all.acc + index * kDim + first_column + lane % 4 * 2;
-      if (first_column == 0 && lane % 4 == 0) {
-        const float max =
-            kRowTiles == 1 || m == 0 ? rows[0].max[half] : rows[kRowTiles - 1].max[half];
-        all.ml[index] = make_float2(max, sum);
-      }
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < kShare; ++i) {
-    auto part = [&](int s) {
-      return smem.exchange[row_group * Config::kSlices + s][slice * kShare + i][lane];
-    };
-    static_assert(Config::kSlices == 2 || Config::kSlices == 4, "0 + 1 or (0 + 2) + (1 + 3)");
-    const float4 total = Config::kSlices == 2
-                             ? sum_of(part(0), part(1))
-                             : sum_of(sum_of(part(0), part(2)), sum_of(part(1), part(3)));
-    const float values[2][2] = {{total.x, total.y}, {total.z, total.w}};
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const auto& v = values[half];
-      if (partials[half] != nullptr) {
-        *reinterpret_cast<float2*>(partials[half] + i * 8) = make_float2(v[0], v[1]);
-      } else if (outputs[half] != nullptr) {
-        *reinterpret_cast<uint32_t*>(outputs[half] + i * 8) =
-            pack2<T>(normalised(v[0], inverse[half]), normalised(v[1], inverse[half]));
-      }
+    while (cell < range.cell_end) {
+      if (warp_has_rows) attend_tree(cell);
+      cell += kUnit;
+      end_split(cell);
     }
   }
 }
+
+// ---- combine
 
 // Block: one row of one query head. A thread owns four dimensions and every kGroups-th run of kRun
 // splits, loaded together; the groups' sums are added in order. Splits that do not exist would add
@@ -542,33 +818,39 @@ __global__ void __launch_bounds__(CombineConfig<T, kDim>::kThreads)
 
 // ---- launchers
 
-template <typename Config, bool kByPosition>
-void launch_splits(const Context& ctx, const AttentionParams& params, int max_splits) {
-  auto kernel = attention_decode_kernel<Config, kByPosition>;
-  using Smem = DecodeSmem<Config>;
+// So many ranges that about as many blocks come of it as run at a time.
+template <typename Config, typename Smem, typename Kernel>
+void launch_splits(const Context& ctx, const AttentionParams& params, int max_splits,
+                   Kernel kernel) {
   static_assert(sizeof(Smem) <= 99 * 1024, "sm_86 and sm_89 have 99 KiB for a block");
-  static_assert(sizeof(Smem::exchange) <= sizeof(Smem::stages), "the exchange fits the stages");
-  static_assert(split_begin(129) - split_begin(128) <= 32 * kPageSize, "a lane for each page");
   allow_shared_bytes(kernel, sizeof(Smem));
   const StepRows& rows = params.rows;
   const int group = params.num_heads / params.num_kv_heads;
   const int num_chunks = (rows.max_seq_rows * group + Config::kRows - 1) / Config::kRows;
-  const dim3 grid(num_chunks * params.num_kv_heads, max_splits, rows.num_seqs);
+  const int per_range = num_chunks * params.num_kv_heads * rows.num_seqs;
+  int num_ranges = Config::kBlocks * ctx.sm_count / per_range;
+  if (rows.num_seqs > 1) num_ranges = std::max(num_ranges, rows.max_kv / kMaxRangeCells);
+  num_ranges = std::clamp(num_ranges, 1, max_splits);
+  const dim3 grid(num_chunks * params.num_kv_heads, num_ranges, rows.num_seqs);
   launch(ctx, kernel, grid, Config::kThreads, sizeof(Smem),
          make_args<typename Config::Element>(params), num_chunks, max_splits);
 }
 
 template <typename T, int kDim>
 void launch_decode(const Context& ctx, const AttentionParams& params) {
+  using Few = FewRowsConfig<T, kDim>;
+  using Many = ManyRowsConfig<T, kDim>;
   const StepRows& rows = params.rows;
   const int max_splits = num_splits(rows.max_kv);
-  const bool small = rows.max_seq_rows * (params.num_heads / params.num_kv_heads) <= 16;
+  const int max_packed = rows.max_seq_rows * (params.num_heads / params.num_kv_heads);
   if (params.by_position) {
-    launch_splits<DecodeConfig<T, kDim, false>, true>(ctx, params, max_splits);
-  } else if (small) {
-    launch_splits<DecodeConfig<T, kDim, true>, false>(ctx, params, max_splits);
+    launch_splits<Many, ManyRowsSmem<Many>>(ctx, params, max_splits,
+                                            attention_many_rows_kernel<Many, true>);
+  } else if (max_packed > kMaxFewRows) {
+    launch_splits<Many, ManyRowsSmem<Many>>(ctx, params, max_splits,
+                                            attention_many_rows_kernel<Many, false>);
   } else {
-    launch_splits<DecodeConfig<T, kDim, false>, false>(ctx, params, max_splits);
+    launch_splits<Few, FewRowsSmem<Few>>(ctx, params, max_splits, attention_few_rows_kernel<Few>);
   }
   if (max_splits == 1) return;
   launch(ctx, attention_combine_kernel<T, kDim>, dim3(params.num_heads, rows.num_rows),

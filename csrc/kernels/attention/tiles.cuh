@@ -153,16 +153,17 @@ struct alignas(128) SwizzledTile {
   T data[kRows * kDim];
 };
 
-// Starts copying rows [0, num_valid) from global memory; the tile's other rows become zeros.
+// Starts copying rows [0, num_valid) from global memory; the tile's other rows become zeros. By
+// kThreads threads, of which this is number `thread`.
 template <int kThreads, typename T, int kRows, int kDim>
 __device__ __forceinline__ void fetch_tile(SwizzledTile<T, kRows, kDim>& tile, const T* source,
-                                           int64_t row_stride, int num_valid) {
+                                           int64_t row_stride, int num_valid, unsigned thread) {
   constexpr int kChunks = kDim / 8;
   constexpr int kStep = kThreads / kChunks;  // rows copied at a time
   static_assert(kThreads % kChunks == 0 && kRows % kStep == 0,
                 "every thread copies as many chunks");
-  const int first = static_cast<int>(threadIdx.x / kChunks);
-  const int c = static_cast<int>(threadIdx.x % kChunks);
+  const int first = static_cast<int>(thread / kChunks);
+  const int c = static_cast<int>(thread % kChunks);
   source += first * row_stride + c * 8;
 #pragma unroll
   for (int row = 0; row < kRows; row += kStep) {
@@ -170,6 +171,11 @@ __device__ __forceinline__ void fetch_tile(SwizzledTile<T, kRows, kDim>& tile, c
     const uint32_t to = tile.address(first + row % 8, c) + row / 8 * 8 * (kDim * 2);
     ptx::cp_async16(to, source + row * row_stride, first + row < num_valid);
   }
+}
+template <int kThreads, typename T, int kRows, int kDim>
+__device__ __forceinline__ void fetch_tile(SwizzledTile<T, kRows, kDim>& tile, const T* source,
+                                           int64_t row_stride, int num_valid) {
+  fetch_tile<kThreads>(tile, source, row_stride, num_valid, threadIdx.x);
 }
 
 // Rows [row, row + 16) and columns [16 * k16, + 16) as the operand A of an mma.
@@ -203,6 +209,12 @@ __device__ __forceinline__ void load_fragment_values(uint32_t (&r)[4],
 
 // ---- 16 query rows of a warp
 
+// Over the four lanes that share a row.
+__device__ __forceinline__ float quad_sum(float v) {
+  v += __shfl_xor_sync(0xffffffffu, v, 1);
+  return v + __shfl_xor_sync(0xffffffffu, v, 2);
+}
+
 template <int kDim>
 struct RowTile {
   float max[2];            // of the scores so far, before scaling; -inf: no cell seen yet
@@ -230,13 +242,9 @@ struct RowTile {
     }
   }
 
-  // Over the four lanes that share a row.
   __device__ __forceinline__ void reduce_sum() {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      sum[half] += __shfl_xor_sync(0xffffffffu, sum[half], 1);
-      sum[half] += __shfl_xor_sync(0xffffffffu, sum[half], 2);
-    }
+    for (int half = 0; half < 2; ++half) sum[half] = quad_sum(sum[half]);
   }
 };
 
@@ -310,6 +318,34 @@ __device__ __forceinline__ void mask_scores(float (&scores)[kTiles][4], const ui
   }
 }
 
+// The maximum of a row's scores and of `max`; `half` says which of the lane's two rows.
+template <int kTiles>
+__device__ __forceinline__ float max_of_row(const float (&scores)[kTiles][4], int half, float max) {
+#pragma unroll
+  for (int n = 0; n < kTiles; ++n) {
+    max = fmaxf(max, fmaxf(scores[n][2 * half], scores[n][2 * half + 1]));
+  }
+  max = fmaxf(max, __shfl_xor_sync(0xffffffffu, max, 1));
+  return fmaxf(max, __shfl_xor_sync(0xffffffffu, max, 2));
+}
+
+// Turns a row's scores into probabilities relative to `max`; the sum of this lane's.
+template <int kTiles>
+__device__ __forceinline__ float to_probabilities(float (&scores)[kTiles][4], int half, float max,
+                                                  float scale_log2) {
+  const float offset = max == kMinusInfinity ? 0.0f : __fmul_rn(max, scale_log2);
+  float sum = 0;
+#pragma unroll
+  for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+    for (int i = 2 * half; i < 2 * half + 2; ++i) {
+      scores[n][i] = ptx::exp2_approx(__fmaf_rn(scores[n][i], scale_log2, -offset));
+      sum = __fadd_rn(sum, scores[n][i]);
+    }
+  }
+  return sum;
+}
+
 // Turns scores into probabilities relative to the rows' new maximum and rescales what they hold.
 template <int kTiles, int kDim>
 __device__ __forceinline__ void softmax_step(RowTile<kDim>& rows, float (&scores)[kTiles][4],
@@ -317,30 +353,24 @@ __device__ __forceinline__ void softmax_step(RowTile<kDim>& rows, float (&scores
   float factor[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    float max = rows.max[half];
-#pragma unroll
-    for (int n = 0; n < kTiles; ++n) {
-      max = fmaxf(max, fmaxf(scores[n][2 * half], scores[n][2 * half + 1]));
-    }
-    max = fmaxf(max, __shfl_xor_sync(0xffffffffu, max, 1));
-    max = fmaxf(max, __shfl_xor_sync(0xffffffffu, max, 2));
+    const float max = max_of_row(scores, half, rows.max[half]);
     factor[half] = weight_of(rows.max[half], max, scale_log2);
     rows.max[half] = max;
-
-    const float offset = max == kMinusInfinity ? 0.0f : __fmul_rn(max, scale_log2);
-    float sum = 0;
-#pragma unroll
-    for (int n = 0; n < kTiles; ++n) {
-#pragma unroll
-      for (int i = 2 * half; i < 2 * half + 2; ++i) {
-        scores[n][i] = ptx::exp2_approx(__fmaf_rn(scores[n][i], scale_log2, -offset));
-        sum = __fadd_rn(sum, scores[n][i]);
-      }
-    }
+    const float sum = to_probabilities(scores, half, max, scale_log2);
     rows.sum[half] = __fmaf_rn(rows.sum[half], factor[half], sum);
   }
   // Multiplying by 1 changes no bit, so skipping it does not either.
   if (__any_sync(0xffffffffu, factor[0] != 1.0f || factor[1] != 1.0f)) rows.multiply(factor);
+}
+
+// Of probabilities, those of 16 cells as the operand A of an mma.
+template <typename T, int kTiles>
+__device__ __forceinline__ void pack_fragment_a(uint32_t (&a)[4], const float (&p)[kTiles][4],
+                                                int k16) {
+  a[0] = pack2<T>(p[2 * k16][0], p[2 * k16][1]);
+  a[1] = pack2<T>(p[2 * k16][2], p[2 * k16][3]);
+  a[2] = pack2<T>(p[2 * k16 + 1][0], p[2 * k16 + 1][1]);
+  a[3] = pack2<T>(p[2 * k16 + 1][2], p[2 * k16 + 1][3]);
 }
 
 // rows.acc += probabilities * values, for kTiles * 8 cells; load_values(v, k16, n16) gives the
@@ -353,12 +383,7 @@ __device__ __forceinline__ void multiply_values(RowTile<kDim> (&rows)[kRowTiles]
   for (int k16 = 0; k16 < kTiles / 2; ++k16) {
     uint32_t a[kRowTiles][4];
 #pragma unroll
-    for (int m = 0; m < kRowTiles; ++m) {
-      a[m][0] = pack2<T>(p[m][2 * k16][0], p[m][2 * k16][1]);
-      a[m][1] = pack2<T>(p[m][2 * k16][2], p[m][2 * k16][3]);
-      a[m][2] = pack2<T>(p[m][2 * k16 + 1][0], p[m][2 * k16 + 1][1]);
-      a[m][3] = pack2<T>(p[m][2 * k16 + 1][2], p[m][2 * k16 + 1][3]);
-    }
+    for (int m = 0; m < kRowTiles; ++m) pack_fragment_a<T>(a[m], p[m], k16);
 #pragma unroll
     for (int n16 = 0; n16 < kDim / 16; ++n16) {
       uint32_t v[4];
