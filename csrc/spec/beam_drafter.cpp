@@ -16,7 +16,7 @@ void BeamDrafter::plan(MemoryPlan& plan, const DraftLimits& limits) {
   floats_id_ = plan.add("draft.floats", "state", 4 * num_floats_);
   masks_id_ = plan.add("draft.masks", "state", 8 * b * k);
   const int64_t element = size_of(spec_.model.dtype);
-  last_id_ = plan.add("draft.last_hidden", "state", 2 * b * k * spec_.model.hidden_size * element);
+  last_id_ = plan.add("draft.last_hidden", "state", b * spec_.model.hidden_size * element);
   features_id_ =
       plan.add("draft.row_features", "state",
                b * std::max(pending * feature_size(), k * spec_.model.hidden_size) * element);
@@ -55,9 +55,7 @@ void BeamDrafter::bind(const Arena& arena) {
   sync_begin_ = take(b + 1);
   last_rows_ = take(b);
   const int64_t hidden = spec_.model.hidden_size;
-  const Tensor last = arena.tensor(last_id_, spec_.model.dtype, {2 * b * k, hidden});
-  last_hidden_[0] = last.rows(0, b * k);
-  last_hidden_[1] = last.rows(b * k, b * k);
+  last_hidden_ = arena.tensor(last_id_, spec_.model.dtype, {b, hidden});
   row_features_ =
       arena.tensor(features_id_, spec_.model.dtype,
                    {b * std::max<int64_t>(int64_t{pending} * feature_size(), k * hidden)});
@@ -155,8 +153,8 @@ void BeamDrafter::propose(const Context& ctx, const DraftBatch& batch) {
   }
   const Step sync{.phase = Phase::kDecode, .ids = sync_ids_, .rows = rows};
   const Tensor caught_up = forward(ctx, sync, features, Source::kTarget, *batch.cache);
-  Tensor last = last_hidden_[0].rows(0, b);
-  gather_rows(ctx, {.out = last, .x = caught_up, .index = last_rows_});
+  Tensor hidden = last_hidden_.rows(0, b);  // of the draft's last rows
+  gather_rows(ctx, {.out = hidden, .x = caught_up, .index = last_rows_});
   begin.advance = true;
   begin_draft(ctx, begin);
 
@@ -164,7 +162,7 @@ void BeamDrafter::propose(const Context& ctx, const DraftBatch& batch) {
   beam.num_seqs = b;
   beam.depth = batch.depth;
   const auto expand = [&](int level) {
-    const Tensor logits = head(ctx, last);
+    const Tensor logits = head(ctx, hidden);
     topk_logprobs(ctx, {.logits = logits,
                         .topk = k,
                         .id_map = id_map_,
@@ -190,11 +188,9 @@ void BeamDrafter::propose(const Context& ctx, const DraftBatch& batch) {
     Tensor recycled;
     if (feature_size() > 0) {
       recycled = Tensor(row_features_.data(), spec_.model.dtype, {b * k, spec_.model.hidden_size});
-      gather_rows(ctx, {.out = recycled, .x = last, .index = beam.row_parents});
+      gather_rows(ctx, {.out = recycled, .x = hidden, .index = beam.row_parents});
     }
-    const Tensor hidden = forward(ctx, step, recycled, Source::kRecycled, *batch.cache);
-    last = last_hidden_[level % 2].rows(0, b * k);
-    gather_rows(ctx, {.out = last, .x = hidden});
+    hidden = forward(ctx, step, recycled, Source::kRecycled, *batch.cache);
     expand(level);
   }
   tree_build(ctx, {.beam = beam,

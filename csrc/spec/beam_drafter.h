@@ -30,7 +30,7 @@ class BeamDrafter : public Drafter {
   enum class Source { kTarget, kRecycled };
 
   // Hidden states [R, H] of rows; `features` [R, F] from the target or [R, H] recycled; empty for a
-  // language model. Written where `bind` said; valid until the next call.
+  // language model. Written where `bind` said; valid until the next call, through `head`.
   virtual Tensor forward(const Context& ctx, const Step& step, const Tensor& features,
                          Source source, const KvCache& cache) = 0;
   // Logits [R, draft vocabulary] float32.
@@ -58,7 +58,7 @@ class BeamDrafter : public Drafter {
   int *sync_ids_ = nullptr, *sync_positions_ = nullptr, *sync_seqs_ = nullptr,
       *sync_features_ = nullptr, *sync_begin_ = nullptr, *last_rows_ = nullptr;
   int* id_map_ = nullptr;  // [draft vocabulary], null: the same ids
-  Tensor last_hidden_[2];  // [max_seqs * k, H]: what the next level continues, ping and pong
+  Tensor last_hidden_;     // [max_seqs, H]: of the rows that the tree continues
   Tensor row_features_;    // [max_seqs * max((D + 1) F, k H)]
 };
 
