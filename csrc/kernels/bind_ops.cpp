@@ -186,11 +186,12 @@ void bind_layer_ops(py::module_& m) {
   m.def(
       "rms_norm",
       [](const OpsContext& c, SharedArray out, SharedArray x, SharedArray weight, float eps,
-         int64_t out_width) {
+         int64_t out_width, SharedArray index) {
         const auto [tensor, stride] = part_of(out, out_width);
-        rms_norm(c.ctx, {tensor, tensor_of(x), tensor_of(weight), eps, stride});
+        rms_norm(c.ctx, {tensor, tensor_of(x), tensor_of(weight), eps, stride, ints(index)});
       },
       "ctx"_a, "out"_a, "x"_a, "weight"_a, "eps"_a = 1e-6f, "out_width"_a = 0,
+      "index"_a = SharedArray(),
       "csrc/kernels/rms_norm.h; out_width: only the first columns of `out` are the output.");
   m.def(
       "silu_mul",

@@ -24,11 +24,11 @@ constexpr int kMaxVectors = 2;  // of 8 elements in a thread: H up to 16384
 // ---- kernels
 
 // Grid: T. `width` is H, at most kThreads * kVectors * 8. `out` may be `x`, if its rows are as
-// near.
+// near and there is no index.
 template <typename T, int kThreads, int kVectors>
 __global__ void __launch_bounds__(kThreads)
-    rms_norm_kernel(T* out, const T* x, const T* __restrict__ weight, int width, int64_t out_stride,
-                    float eps) {
+    rms_norm_kernel(T* out, const T* x, const int* index, const T* __restrict__ weight, int width,
+                    int64_t out_stride, float eps) {
   __shared__ float scratch[32];
   ptx::pdl_launch();
   const auto column_of = [](int vector) { return (vector * kThreads + threadIdx.x) * 8; };
@@ -39,8 +39,9 @@ __global__ void __launch_bounds__(kThreads)
   }
   ptx::pdl_wait();
 
-  const int64_t row_begin = int64_t{blockIdx.x} * width;
-  const int64_t out_begin = int64_t{blockIdx.x} * out_stride;
+  const int row = blockIdx.x;
+  const int64_t row_begin = int64_t{index ? index[row] : row} * width;
+  const int64_t out_begin = int64_t{row} * out_stride;
   float values[kVectors][8];
   float sum = 0;
 #pragma unroll
@@ -76,28 +77,28 @@ int threads_for(int num_vectors) {
 
 // ---- launchers
 
-// Graph-safe; reads nothing that sizes it from the device.
+// Graph-safe; reads from the device: index.
 void rms_norm(const Context& ctx, const RmsNormParams& p) {
   check_rows("rms_norm", "x", p.x);
   check_rows("rms_norm", "out", p.out);
-  CHECK(
-      p.out.dtype() == p.x.dtype() && p.out.size(0) == p.x.size(0) && p.out.size(1) == p.x.size(1),
-      "rms_norm: x is {} {}, out {} {}", name_of(p.x.dtype()), p.x.shape_text(),
-      name_of(p.out.dtype()), p.out.shape_text());
+  CHECK(p.out.dtype() == p.x.dtype() && (p.index || p.out.size(0) == p.x.size(0)) &&
+            p.out.size(1) == p.x.size(1),
+        "rms_norm: x is {} {}, out {} {}", name_of(p.x.dtype()), p.x.shape_text(),
+        name_of(p.out.dtype()), p.out.shape_text());
   check_vector("rms_norm", "weight", p.weight, p.x.dtype(), p.x.size(1));
   const int width = static_cast<int>(p.x.size(1));
   CHECK(width <= kMaxThreads * kMaxVectors * 8, "rms_norm: rows of {} elements, at most {}", width,
         kMaxThreads * kMaxVectors * 8);
   check_stride("rms_norm", p.out_stride, width);
-  if (p.x.size(0) == 0) return;
+  if (p.out.size(0) == 0) return;
   const int64_t out_stride = p.out_stride ? p.out_stride : width;
-  const dim3 grid(p.x.size(0));
+  const dim3 grid(p.out.size(0));
   const int threads = threads_for(width / 8);
   dispatch_half(p.x.dtype(), [&](auto t) {
     using T = decltype(t);
     const auto run = [&](auto kernel) {
-      launch(ctx, kernel, grid, dim3(threads), 0, p.out.as<T>(), p.x.as<T>(), p.weight.as<T>(),
-             width, out_stride, p.eps);
+      launch(ctx, kernel, grid, dim3(threads), 0, p.out.as<T>(), p.x.as<T>(), p.index,
+             p.weight.as<T>(), width, out_stride, p.eps);
     };
     if (width > kMaxThreads * 8) {
       run(rms_norm_kernel<T, kMaxThreads, kMaxVectors>);

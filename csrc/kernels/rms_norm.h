@@ -1,4 +1,4 @@
-// out[t] = x[t] / sqrt(mean(x[t]^2) + eps) * weight, sums in float32.
+// out[t] = x[t] / sqrt(mean(x[t]^2) + eps) * weight, sums in float32. With an index, x[index[t]].
 //
 // Residual adds are not here: they ride on the beta of the linear layer before (linear/linear.h).
 #pragma once
@@ -9,10 +9,11 @@ namespace cpmcu {
 
 struct RmsNormParams {
   Tensor out;     // [T, H]
-  Tensor x;       // [T, H]
+  Tensor x;       // [T, H]; with an index [T', H]
   Tensor weight;  // [H]
   float eps = 1e-6f;
-  int64_t out_stride = 0;  // elements between rows of out; 0: H
+  int64_t out_stride = 0;      // elements between rows of out; 0: H
+  const int* index = nullptr;  // [T] on the device; null: 0..T-1
 };
 
 REGISTER_OP(rms_norm, RmsNormParams)

@@ -28,7 +28,9 @@ bool ProductQueue::push(const ChainLink& link, const Tensor& memory) {
 }
 
 bool ProductQueue::push(const RmsNormParams& norm) {
-  if (links_.empty() || !norm_.out.empty() || norm.out_stride != 0) return false;
+  if (links_.empty() || !norm_.out.empty() || norm.out_stride != 0 || norm.index) {
+    return false;
+  }
   const ChainLink& last = links_.back();
   if (last.y.data() != norm.x.data() || last.is_gated() || links_.size() == kMaxChainLinks) {
     return false;

@@ -1,7 +1,5 @@
 #include "spec/beam_drafter.h"
 
-#include <algorithm>
-
 #include "kernels/gather_rows.h"
 
 namespace cpmcu {
@@ -15,11 +13,8 @@ void BeamDrafter::plan(MemoryPlan& plan, const DraftLimits& limits) {
   ints_id_ = plan.add("draft.ints", "state", 4 * num_ints_);
   floats_id_ = plan.add("draft.floats", "state", 4 * num_floats_);
   masks_id_ = plan.add("draft.masks", "state", 8 * b * k);
-  const int64_t element = size_of(spec_.model.dtype);
-  last_id_ = plan.add("draft.last_hidden", "state", b * spec_.model.hidden_size * element);
-  features_id_ =
-      plan.add("draft.row_features", "state",
-               b * std::max(pending * feature_size(), k * spec_.model.hidden_size) * element);
+  last_id_ = plan.add("draft.last_hidden", "state",
+                      b * spec_.model.hidden_size * size_of(spec_.model.dtype));
   map_id_ = plan.add("draft.id_map", "state", static_cast<int64_t>(4 * spec_.vocab_ids.size()));
 }
 
@@ -54,11 +49,7 @@ void BeamDrafter::bind(const Arena& arena) {
   sync_features_ = take(b * pending);
   sync_begin_ = take(b + 1);
   last_rows_ = take(b);
-  const int64_t hidden = spec_.model.hidden_size;
-  last_hidden_ = arena.tensor(last_id_, spec_.model.dtype, {b, hidden});
-  row_features_ =
-      arena.tensor(features_id_, spec_.model.dtype,
-                   {b * std::max<int64_t>(int64_t{pending} * feature_size(), k * hidden)});
+  last_hidden_ = arena.tensor(last_id_, spec_.model.dtype, {b, spec_.model.hidden_size});
   if (!spec_.vocab_ids.empty()) id_map_ = arena.array<int>(map_id_);
 }
 
@@ -84,7 +75,7 @@ void BeamDrafter::run_prompt(const Context& ctx, const DraftPrompt& prompt, int 
                            .slot_lengths = prompt.draft_lengths,
                            .page_table = prompt.cache->page_table(),
                            .max_pages = prompt.cache->max_pages()}};
-  forward(ctx, step, features, Source::kTarget, *prompt.cache);
+  forward(ctx, step, {.x = features}, Source::kTarget, *prompt.cache);
 }
 
 void BeamDrafter::prefill(const Context& ctx, const DraftPrompt& prompt) {
@@ -146,13 +137,10 @@ void BeamDrafter::propose(const Context& ctx, const DraftBatch& batch) {
 
   // Catch up with what was accepted; the last row continues into the tree.
   begin_draft(ctx, begin);
-  Tensor features;
-  if (feature_size() > 0) {
-    features = Tensor(row_features_.data(), spec_.model.dtype, {b * pending, feature_size()});
-    gather_rows(ctx, {.out = features, .x = batch.state.pending_features, .index = sync_features_});
-  }
   const Step sync{.phase = Phase::kDecode, .ids = sync_ids_, .rows = rows};
-  const Tensor caught_up = forward(ctx, sync, features, Source::kTarget, *batch.cache);
+  const Tensor caught_up =
+      forward(ctx, sync, {.x = batch.state.pending_features, .index = sync_features_},
+              Source::kTarget, *batch.cache);
   Tensor hidden = last_hidden_.rows(0, b);  // of the draft's last rows
   gather_rows(ctx, {.out = hidden, .x = caught_up, .index = last_rows_});
   begin.advance = true;
@@ -185,12 +173,8 @@ void BeamDrafter::propose(const Context& ctx, const DraftBatch& batch) {
   for (int level = 1; level < batch.depth; ++level) {
     rows.first_row = (level - 1) * k;
     const Step step{.phase = Phase::kDecode, .ids = beam.row_ids, .rows = rows};
-    Tensor recycled;
-    if (feature_size() > 0) {
-      recycled = Tensor(row_features_.data(), spec_.model.dtype, {b * k, spec_.model.hidden_size});
-      gather_rows(ctx, {.out = recycled, .x = hidden, .index = beam.row_parents});
-    }
-    hidden = forward(ctx, step, recycled, Source::kRecycled, *batch.cache);
+    hidden = forward(ctx, step, {.x = hidden, .index = beam.row_parents}, Source::kRecycled,
+                     *batch.cache);
     expand(level);
   }
   tree_build(ctx, {.beam = beam,

@@ -29,15 +29,20 @@ class BeamDrafter : public Drafter {
   // Where a row's second input comes from.
   enum class Source { kTarget, kRecycled };
 
-  // Hidden states [R, H] of rows; `features` [R, F] from the target or [R, H] recycled; empty for a
-  // language model. Written where `bind` said; valid until the next call, through `head`.
-  virtual Tensor forward(const Context& ctx, const Step& step, const Tensor& features,
+  // Row t of a step has x[index[t]] for its feature; without an index x[t].
+  struct Features {
+    Tensor x;  // [*, F] from the target, [*, H] recycled
+    const int* index = nullptr;
+  };
+
+  // Hidden states [R, H] of rows. Written where `bind` said; valid through `head` and, as recycled
+  // features, in the next call.
+  virtual Tensor forward(const Context& ctx, const Step& step, const Features& features,
                          Source source, const KvCache& cache) = 0;
   // Logits [R, draft vocabulary] float32.
   virtual Tensor head(const Context& ctx, const Tensor& hidden) = 0;
   // EAGLE's row t holds the feature of token t and the id of token t + 1.
   virtual bool shifted() const = 0;
-  virtual int feature_size() const = 0;  // F; 0: none
 
   const DrafterSpec spec_;
   const ModelSpec& target_;
@@ -49,8 +54,7 @@ class BeamDrafter : public Drafter {
   void run_prompt(const Context& ctx, const DraftPrompt& prompt, int first, int count,
                   const int* positions, const int* row_begin, const Tensor& features);
 
-  MemoryPlan::Id ints_id_ = 0, floats_id_ = 0, masks_id_ = 0, last_id_ = 0, features_id_ = 0,
-                 map_id_ = 0;
+  MemoryPlan::Id ints_id_ = 0, floats_id_ = 0, masks_id_ = 0, last_id_ = 0, map_id_ = 0;
   int64_t num_ints_ = 0, num_floats_ = 0;
   DraftBeam beam_;  // its arrays, for max_seqs sequences
   int* topk_tokens_ = nullptr;
@@ -59,7 +63,6 @@ class BeamDrafter : public Drafter {
       *sync_features_ = nullptr, *sync_begin_ = nullptr, *last_rows_ = nullptr;
   int* id_map_ = nullptr;  // [draft vocabulary], null: the same ids
   Tensor last_hidden_;     // [max_seqs, H]: of the rows that the tree continues
-  Tensor row_features_;    // [max_seqs * max((D + 1) F, k H)]
 };
 
 }  // namespace cpmcu

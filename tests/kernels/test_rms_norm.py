@@ -12,6 +12,7 @@ from tests.kernels.util import (
     on_devices_and_dtypes,
     ops,
     put,
+    put_ints,
     rounded,
     sizes,
 )
@@ -75,3 +76,14 @@ def test_the_left_columns_of_a_wider_matrix(device: str, dtype: str) -> None:
     ops.rms_norm(context(device), narrow, x, weight)
     assert np.array_equal(out.numpy()[:, :1000], narrow.numpy())
     assert (get(out)[:, 1000:] == -1).all()
+
+
+@on_devices_and_dtypes
+def test_chosen_rows(device: str, dtype: str) -> None:
+    x = put(device, np.random.default_rng(3).standard_normal((5, 1000)), dtype)
+    weight = put(device, np.ones(1000), dtype)
+    chosen, all_rows = empty(device, [7, 1000], dtype), empty(device, [5, 1000], dtype)
+    index = [4, 0, 0, 3, 1, 4, 2]
+    ops.rms_norm(context(device), chosen, x, weight, index=put_ints(device, index))
+    ops.rms_norm(context(device), all_rows, x, weight)
+    assert np.array_equal(chosen.numpy(), all_rows.numpy()[index])

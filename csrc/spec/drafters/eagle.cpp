@@ -58,7 +58,7 @@ class EagleDrafter : public HeadDrafter {
     }
   }
 
-  Tensor forward(const Context& ctx, const Step& step, const Tensor& features, Source,
+  Tensor forward(const Context& ctx, const Step& step, const Features& features, Source,
                  const KvCache& cache) override {
     const int rows = step.rows.num_rows;
     const Tensor hidden = this->hidden(rows), normed = this->normed(rows);
@@ -69,9 +69,12 @@ class EagleDrafter : public HeadDrafter {
                     .out_stride = embed_norm_ ? width() : 2 * width()});
     if (embed_norm_) {
       embed_norm_->forward(ctx, left(rows), normed, 2 * width());
-      feature_norm_->forward(ctx, right(rows), features, 2 * width());
+      feature_norm_->forward(ctx, right(rows), features.x, 2 * width(), features.index);
     } else {
-      gather_rows(ctx, {.out = right(rows), .x = features, .out_stride = 2 * width()});
+      gather_rows(ctx, {.out = right(rows),
+                        .x = features.x,
+                        .index = features.index,
+                        .out_stride = 2 * width()});
     }
     if (spec_.fc_bias) gather_rows(ctx, {.out = hidden, .x = bias_, .index = zeros_});
     ProductQueue products(ctx, step.phase);
@@ -90,7 +93,6 @@ class EagleDrafter : public HeadDrafter {
   Tensor head(const Context& ctx, const Tensor& hidden) override {
     return head_.forward(ctx, hidden);
   }
-  int feature_size() const override { return spec_.model.hidden_size; }
 
  private:
   struct NormedLayer {

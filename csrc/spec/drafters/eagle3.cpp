@@ -27,19 +27,43 @@ class Eagle3Drafter : public HeadDrafter {
 
   FeatureKind features() const override { return FeatureKind::kLayers; }
 
+  void plan(MemoryPlan& plan, const DraftLimits& limits) override {
+    HeadDrafter::plan(plan, limits);
+    const int64_t element = size_of(spec_.model.dtype);
+    num_pending_ = int64_t{limits.max_seqs} * (spec_.depth + 1);
+    num_recycled_ = int64_t{limits.max_seqs} * spec_.topk;
+    pending_id_ = plan.add_scratch(
+        "draft.pending", num_pending_ * num_features(spec_, target_) * element, 0, kSample);
+    turn_id_ = plan.add_scratch("draft.turn_hidden", num_recycled_ * width() * element, 0, kSample);
+  }
+  void bind(const Arena& arena) override {
+    HeadDrafter::bind(arena);
+    const DType dtype = spec_.model.dtype;
+    pending_ = arena.tensor(pending_id_, dtype, {num_pending_, num_features(spec_, target_)});
+    turn_hidden_ = arena.tensor(turn_id_, dtype, {num_recycled_, width()});
+  }
+
  protected:
   void make_layers(int first_kv_layer) override {
     layer_ = add_layer("draft.midlayer.", first_kv_layer, 2 * spec_.model.hidden_size);
   }
 
-  Tensor forward(const Context& ctx, const Step& step, const Tensor& features, Source source,
+  Tensor forward(const Context& ctx, const Step& step, const Features& features, Source source,
                  const KvCache& cache) override {
     const int rows = step.rows.num_rows;
-    const Tensor hidden = this->hidden(rows), normed = this->normed(rows);
+    const Tensor normed = this->normed(rows);
+    Tensor hidden = this->hidden(rows);
     if (source == Source::kTarget) {
-      fc_->forward(ctx, step.phase, hidden, features, 1, 0);
+      Tensor x = features.x;
+      if (features.index) {
+        x = pending_.rows(0, rows);
+        gather_rows(ctx, {.out = x, .x = features.x, .index = features.index});
+      }
+      fc_->forward(ctx, step.phase, hidden, x, 1, 0);
     } else {
-      gather_rows(ctx, {.out = hidden, .x = features});
+      // Rows change places, so they cannot stay where they are.
+      if (features.x.data() == hidden.data()) hidden = turn_hidden_.rows(0, rows);
+      gather_rows(ctx, {.out = hidden, .x = features.x, .index = features.index});
     }
     embedding(ctx, {.out = normed,
                     .table = embedding_table_,
@@ -64,7 +88,6 @@ class Eagle3Drafter : public HeadDrafter {
     final_norm_->forward(ctx, normed, hidden);
     return head_.forward(ctx, normed);
   }
-  int feature_size() const override { return num_features(spec_, target_); }
 
  private:
   static int num_features(const DrafterSpec& spec, const ModelSpec& target) {
@@ -73,6 +96,10 @@ class Eagle3Drafter : public HeadDrafter {
 
   Layer layer_{};
   RmsNorm *embed_norm_, *hidden_norm_, *mlp_norm_, *final_norm_;
+  MemoryPlan::Id pending_id_ = 0, turn_id_ = 0;
+  int64_t num_pending_ = 0, num_recycled_ = 0;
+  Tensor pending_;      // [max_seqs * (D + 1), F]
+  Tensor turn_hidden_;  // [max_seqs * k, H]: of every other level
 };
 
 REGISTER_DRAFTER("eagle3", Eagle3Drafter);

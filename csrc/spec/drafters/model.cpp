@@ -39,7 +39,7 @@ class ModelDrafter : public BeamDrafter {
   }
 
  protected:
-  Tensor forward(const Context& ctx, const Step& step, const Tensor&, Source,
+  Tensor forward(const Context& ctx, const Step& step, const Features&, Source,
                  const KvCache& cache) override {
     return model_->forward(ctx, step, cache);
   }
@@ -47,7 +47,6 @@ class ModelDrafter : public BeamDrafter {
     return model_->head(ctx, hidden);
   }
   bool shifted() const override { return false; }
-  int feature_size() const override { return 0; }
 
  private:
   std::optional<Transformer> model_;
