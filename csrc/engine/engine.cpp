@@ -165,18 +165,8 @@ void Engine::propose(int num_seqs, int max_kv) {
     drafter_->propose(ctx_, batch);
   } else {
     drafter_->skip(ctx_, batch);
-    chain_build(ctx_, {.trees = batch.trees,
-                       .seq_slots = batch.seq_slots,
-                       .next_tokens = batch.slots.next_tokens});
+    chain_build(ctx_, {.trees = batch.trees, .seq_slots = batch.seq_slots, .slots = batch.slots});
   }
-  begin_verify(ctx_, {.trees = trees_of(num_seqs),
-                      .seq_slots = inputs.seq_slots,
-                      .lengths = lengths_,
-                      .ids = verify_ids_,
-                      .positions = verify_positions_,
-                      .row_slots = verify_slots_,
-                      .row_seqs = verify_seqs_,
-                      .seq_row_begin = verify_begin_});
 }
 
 // The target runs over all rows, up to their logits.
@@ -196,7 +186,7 @@ void Engine::accept(int num_seqs, bool masked) {
     return;
   }
   const TokenTrees trees = trees_of(num_seqs);
-  sampler_.draw(ctx_, logits, verify_slots_, verify_positions_, &trees, masked);
+  sampler_.draw(ctx_, logits, trees.row_slots, trees.row_positions, &trees, masked);
   accept_tree(ctx_, accept_params(trees));
   if (trees.num_nodes > 1) {
     compact_kv(ctx_, {.pool = cache_.pool(0),

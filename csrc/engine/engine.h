@@ -180,9 +180,8 @@ class Engine {
                  features_id_ = 0, pending_features_id_ = 0;
   int64_t num_spec_ints_ = 0;
   TokenTrees trees_;
-  int *verify_ids_ = nullptr, *verify_positions_ = nullptr, *verify_slots_ = nullptr,
-      *verify_seqs_ = nullptr, *verify_begin_ = nullptr, *paths_ = nullptr, *num_emitted_ = nullptr,
-      *feature_rows_ = nullptr, *feature_slots_ = nullptr, *zeros_ = nullptr, *history_ = nullptr;
+  int *paths_ = nullptr, *num_emitted_ = nullptr, *feature_rows_ = nullptr,
+      *feature_slots_ = nullptr, *zeros_ = nullptr, *history_ = nullptr;
   SlotStop* stops_ = nullptr;         // [slots]
   SlotStop* stops_mirror_ = nullptr;  // pinned
   int* trees_mirror_ = nullptr;       // pinned: tokens and parents, [2, B N]

@@ -109,12 +109,12 @@ Step Engine::decode_step(int num_seqs, int max_kv) const {
 Step Engine::verify_step(const TokenTrees& trees, int max_kv) const {
   const int num_rows = trees.num_seqs * trees.num_nodes;
   StepInputs::Device inputs{};
-  inputs.positions = verify_positions_;
-  inputs.row_seqs = verify_seqs_;
+  inputs.positions = trees.row_positions;
+  inputs.row_seqs = trees.row_seqs;
   inputs.seq_slots = decode_inputs_.device().seq_slots;
-  inputs.seq_row_begin = verify_begin_;
+  inputs.seq_row_begin = trees.seq_row_begin;
   Step step{.phase = Phase::kDecode,
-            .ids = verify_ids_,
+            .ids = trees.row_ids,
             .verify = trees.num_nodes > 1,
             .rows = step_rows(inputs, num_rows, trees.num_seqs, trees.num_nodes, max_kv)};
   if (step.verify) step.rows.row_masks = trees.masks;

@@ -26,17 +26,25 @@ int size_of_dim(const SharedArray& array, int dim) {
 
 void bind_tree_params(py::module_& m) {
   py::class_<OpsTrees>(m, "TokenTrees", "One tree a sequence; see csrc/kernels/tree.h.")
-      .def(py::init(
-               [](SharedArray tokens, SharedArray parents, SharedArray depths, SharedArray masks) {
-                 return OpsTrees{{.num_seqs = size_of_dim(tokens, 0),
-                                  .num_nodes = size_of_dim(tokens, 1),
-                                  .tokens = ints(tokens),
-                                  .parents = ints(parents),
-                                  .depths = ints(depths),
-                                  .masks = words(masks)},
-                                 {tokens, parents, depths, masks}};
-               }),
-           py::kw_only(), "tokens"_a, "parents"_a, "depths"_a, "masks"_a);
+      .def(py::init([](SharedArray tokens, SharedArray parents, SharedArray depths,
+                       SharedArray masks, SharedArray row_ids, SharedArray row_positions,
+                       SharedArray row_slots, SharedArray row_seqs, SharedArray seq_row_begin) {
+             return OpsTrees{{.num_seqs = size_of_dim(tokens, 0),
+                              .num_nodes = size_of_dim(tokens, 1),
+                              .tokens = ints(tokens),
+                              .parents = ints(parents),
+                              .depths = ints(depths),
+                              .masks = words(masks),
+                              .row_ids = ints(row_ids),
+                              .row_positions = ints(row_positions),
+                              .row_slots = ints(row_slots),
+                              .row_seqs = ints(row_seqs),
+                              .seq_row_begin = ints(seq_row_begin)},
+                             {tokens, parents, depths, masks, row_ids, row_positions, row_slots,
+                              row_seqs, seq_row_begin}};
+           }),
+           py::kw_only(), "tokens"_a, "parents"_a, "depths"_a, "masks"_a, "row_ids"_a,
+           "row_positions"_a, "row_slots"_a, "row_seqs"_a, "seq_row_begin"_a);
 
   py::class_<OpsBeam>(m, "DraftBeam", "The growth of trees; see csrc/kernels/tree.h.")
       .def(py::init([](int num_seqs, int topk, int depth, SharedArray scores, SharedArray tokens,
@@ -96,18 +104,17 @@ void bind_growth(py::module_& m) {
   m.def(
       "tree_build",
       [](const OpsContext& c, const OpsBeam& beam, const OpsTrees& trees, SharedArray seq_slots,
-         SharedArray next_tokens) {
-        tree_build(c.ctx, {beam.beam, trees.trees, ints(seq_slots), ints(next_tokens)});
+         const OpsState& slots) {
+        tree_build(c.ctx, {beam.beam, trees.trees, ints(seq_slots), slots.state});
       },
-      "ctx"_a, py::kw_only(), "beam"_a, "trees"_a, "seq_slots"_a, "next_tokens"_a,
-      "csrc/kernels/tree.h");
+      "ctx"_a, py::kw_only(), "beam"_a, "trees"_a, "seq_slots"_a, "slots"_a, "csrc/kernels/tree.h");
   m.def(
       "chain_build",
       [](const OpsContext& c, SharedArray chain, const OpsTrees& trees, SharedArray seq_slots,
-         SharedArray next_tokens) {
-        chain_build(c.ctx, {ints(chain), trees.trees, ints(seq_slots), ints(next_tokens)});
+         const OpsState& slots) {
+        chain_build(c.ctx, {ints(chain), trees.trees, ints(seq_slots), slots.state});
       },
-      "ctx"_a, py::kw_only(), "chain"_a, "trees"_a, "seq_slots"_a, "next_tokens"_a,
+      "ctx"_a, py::kw_only(), "chain"_a, "trees"_a, "seq_slots"_a, "slots"_a,
       "csrc/kernels/tree.h");
   m.def(
       "begin_draft",
@@ -153,17 +160,6 @@ void bind_growth(py::module_& m) {
 }
 
 void bind_verification(py::module_& m) {
-  m.def(
-      "begin_verify",
-      [](const OpsContext& c, const OpsTrees& trees, SharedArray seq_slots, SharedArray lengths,
-         SharedArray ids, SharedArray positions, SharedArray row_slots, SharedArray row_seqs,
-         SharedArray seq_row_begin) {
-        begin_verify(c.ctx,
-                     {trees.trees, ints(seq_slots), ints(lengths), ints(ids), ints(positions),
-                      ints(row_slots), ints(row_seqs), ints(seq_row_begin)});
-      },
-      "ctx"_a, py::kw_only(), "trees"_a, "seq_slots"_a, "lengths"_a, "ids"_a, "positions"_a,
-      "row_slots"_a, "row_seqs"_a, "seq_row_begin"_a, "csrc/kernels/tree.h");
   m.def(
       "accept_tree",
       [](const OpsContext& c, const OpsTrees& trees, int max_emitted, SharedArray drawn,

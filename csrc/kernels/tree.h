@@ -22,15 +22,21 @@ constexpr int kMaxDraftDepth = 16;
 
 constexpr int num_candidates(int topk, int depth) { return topk + (depth - 1) * topk * topk; }
 
-// A tree for each of B sequences. Node 0 is the root: the token emitted but not cached. Unused
-// nodes hold token -1 and hang below the root.
+// A tree for each of B sequences, and the rows that verify it. Node 0 is the root: the token
+// emitted but not cached. Unused nodes hold token -1 and hang below the root. Node i of sequence b
+// is row b N + i, at position lengths[slot] + depth.
 struct TokenTrees {
-  int num_seqs = 0;           // B
-  int num_nodes = 0;          // N, root included
-  int* tokens = nullptr;      // [B, N]
-  int* parents = nullptr;     // [B, N]; of the root: -1
-  int* depths = nullptr;      // [B, N]
-  uint64_t* masks = nullptr;  // [B, N] ancestors and self
+  int num_seqs = 0;              // B
+  int num_nodes = 0;             // N, root included
+  int* tokens = nullptr;         // [B, N]
+  int* parents = nullptr;        // [B, N]; of the root: -1
+  int* depths = nullptr;         // [B, N]
+  uint64_t* masks = nullptr;     // [B, N] ancestors and self
+  int* row_ids = nullptr;        // [B, N] the tokens; of unused nodes 0
+  int* row_positions = nullptr;  // [B, N]
+  int* row_slots = nullptr;      // [B, N]
+  int* row_seqs = nullptr;       // [B, N]
+  int* seq_row_begin = nullptr;  // [B + 1]
 };
 
 // The k largest log-probabilities (float32 log-softmax of the row) of each row and their tokens,
@@ -78,8 +84,8 @@ REGISTER_OP(tree_expand, TreeExpandParams)
 struct TreeBuildParams {
   DraftBeam beam;
   TokenTrees trees;
-  const int* seq_slots = nullptr;    // [B]
-  const int* next_tokens = nullptr;  // [slots] roots
+  const int* seq_slots = nullptr;  // [B]
+  SlotState slots;                 // next_tokens are the roots
 };
 REGISTER_OP(tree_build, TreeBuildParams)
 
@@ -87,23 +93,10 @@ REGISTER_OP(tree_build, TreeBuildParams)
 struct ChainBuildParams {
   const int* chain = nullptr;  // [B, N - 1]
   TokenTrees trees;
-  const int* seq_slots = nullptr;
-  const int* next_tokens = nullptr;
+  const int* seq_slots = nullptr;  // [B]
+  SlotState slots;                 // next_tokens are the roots
 };
 REGISTER_OP(chain_build, ChainBuildParams)
-
-// Rows of the verification: node i of sequence b is row b N + i at position lengths[slot] + depth.
-struct BeginVerifyParams {
-  TokenTrees trees;
-  const int* seq_slots = nullptr;
-  const int* lengths = nullptr;  // [slots]
-  int* ids = nullptr;            // [B N] out
-  int* positions = nullptr;      // [B N] out
-  int* row_slots = nullptr;      // [B N] out
-  int* row_seqs = nullptr;       // [B N] out
-  int* seq_row_begin = nullptr;  // [B + 1] out
-};
-REGISTER_OP(begin_verify, BeginVerifyParams)
 
 constexpr int kMaxStopIds = 16;
 

@@ -28,6 +28,22 @@ struct Ranking {
 
 __device__ __forceinline__ uint64_t bit(int i) { return uint64_t{1} << i; }
 
+// A node, and the row that verifies it.
+__device__ void write_node(const TokenTrees& trees, int seq, int node, int token, int parent,
+                           int depth, uint64_t mask, int slot, int length) {
+  const int row = seq * trees.num_nodes + node;
+  trees.tokens[row] = token;
+  trees.parents[row] = parent;
+  trees.depths[row] = depth;
+  trees.masks[row] = mask;
+  trees.row_ids[row] = max(token, 0);
+  trees.row_positions[row] = length + depth;
+  trees.row_slots[row] = slot;
+  trees.row_seqs[row] = seq;
+  if (row == 0) trees.seq_row_begin[0] = 0;
+  if (node == 0) trees.seq_row_begin[seq + 1] = row + trees.num_nodes;
+}
+
 // Ranks the `wanted` best of num_keys >= wanted distinct keys; thread t has t, t + kThreads, …
 template <int kKeys>
 __device__ void rank_best(const uint64_t (&keys)[kKeys], int num_keys, int wanted,
@@ -119,6 +135,8 @@ __global__ void __launch_bounds__(kThreads)
   const DraftBeam& beam = p.beam;
   const int seq = blockIdx.x, k = beam.topk, num_nodes = p.trees.num_nodes;
   const int num_all = num_candidates(k, beam.depth), all_begin = seq * num_all;
+  const int slot = p.seq_slots[seq];
+  const int root = p.slots.next_tokens[slot], length = p.slots.lengths[slot];
 
   constexpr int kKeys = keys_of_thread(kMaxCandidates);
   uint64_t keys[kKeys] = {};
@@ -150,12 +168,8 @@ __global__ void __launch_bounds__(kThreads)
 
   uint64_t mask = bit(node) | 1;
   for (int up = parent; up > 0; up = parents[up]) mask |= bit(up);
-  const int out = seq * num_nodes + node;
-  p.trees.tokens[out] =
-      is_draft ? beam.tokens[all_begin + candidate] : p.next_tokens[p.seq_slots[seq]];
-  p.trees.parents[out] = parent;
-  p.trees.depths[out] = depth;
-  p.trees.masks[out] = mask;
+  const int token = is_draft ? beam.tokens[all_begin + candidate] : root;
+  write_node(p.trees, seq, node, token, parent, depth, mask, slot, length);
 }
 
 // Grid: B; a thread a node.
@@ -165,11 +179,12 @@ __global__ void __launch_bounds__(kMaxTreeSize)
   ptx::pdl_launch();
   ptx::pdl_wait();
   const int seq = blockIdx.x, node = threadIdx.x, num_nodes = p.trees.num_nodes;
+  const int slot = p.seq_slots[seq];
   if (node == 0) end = num_nodes;
   __syncthreads();
   int token = -1;
   if (node == 0) {
-    token = p.next_tokens[p.seq_slots[seq]];
+    token = p.slots.next_tokens[slot];
   } else if (node < num_nodes) {
     token = p.chain[seq * (num_nodes - 1) + node - 1];
     if (token < 0) atomicMin(&end, node);
@@ -177,11 +192,8 @@ __global__ void __launch_bounds__(kMaxTreeSize)
   __syncthreads();
   if (node >= num_nodes) return;
   const bool is_used = node < end;
-  const int out = seq * num_nodes + node;
-  p.trees.tokens[out] = is_used ? token : -1;
-  p.trees.parents[out] = is_used ? node - 1 : 0;
-  p.trees.depths[out] = is_used ? node : 1;
-  p.trees.masks[out] = bit(node) | (is_used ? bit(node) - 1 : 1);
+  write_node(p.trees, seq, node, is_used ? token : -1, is_used ? node - 1 : 0, is_used ? node : 1,
+             bit(node) | (is_used ? bit(node) - 1 : 1), slot, p.slots.lengths[slot]);
 }
 
 }  // namespace
@@ -195,14 +207,14 @@ void tree_expand(const Context& ctx, const TreeExpandParams& p) {
   launch(ctx, tree_expand_kernel, dim3(p.beam.num_seqs), dim3(kThreads), 0, p);
 }
 
-// Graph-safe; reads from the device: the beam, seq_slots, next_tokens.
+// Graph-safe; reads from the device: the beam, seq_slots, next_tokens, lengths.
 void tree_build(const Context& ctx, const TreeBuildParams& p) {
   check_build(p);
   if (p.beam.num_seqs == 0) return;
   launch(ctx, tree_build_kernel, dim3(p.beam.num_seqs), dim3(kThreads), 0, p);
 }
 
-// Graph-safe; reads from the device: chain, seq_slots, next_tokens.
+// Graph-safe; reads from the device: chain, seq_slots, next_tokens, lengths.
 void chain_build(const Context& ctx, const ChainBuildParams& p) {
   check_trees("chain_build", p.trees);
   if (p.trees.num_seqs == 0) return;

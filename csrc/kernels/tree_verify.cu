@@ -1,4 +1,4 @@
-// The target's side of a tree: its rows, acceptance, and what the draft runs next (kernels/tree.h).
+// The target's side of a tree: acceptance, and what the draft runs next (kernels/tree.h).
 //
 // Latency-bound. Acceptance is one block, because it publishes for all sequences; a warp walks one
 // tree, each lane holding two nodes, so that a step of the walk is two votes. Publication as in
@@ -17,21 +17,6 @@ static_assert(kMaxTreeSize == 64, "a lane holds two nodes");
 static_assert(kMaxStopIds <= 32 && kMaxLogprobs <= 32, "a lane has at most one of them");
 
 // ---- kernels
-
-__global__ void __launch_bounds__(kThreads)
-    begin_verify_kernel(const __grid_constant__ BeginVerifyParams p) {
-  ptx::pdl_launch();
-  ptx::pdl_wait();
-  const int row = blockIdx.x * kThreads + threadIdx.x, num_nodes = p.trees.num_nodes;
-  if (row == 0) p.seq_row_begin[0] = 0;
-  if (row >= p.trees.num_seqs * num_nodes) return;
-  const int seq = row / num_nodes, slot = p.seq_slots[seq];
-  p.ids[row] = max(p.trees.tokens[row], 0);
-  p.positions[row] = p.lengths[slot] + p.trees.depths[row];
-  p.row_slots[row] = slot;
-  p.row_seqs[row] = seq;
-  if (row % num_nodes == 0) p.seq_row_begin[seq + 1] = row + num_nodes;
-}
 
 // What a walk found, in shared memory of its warp.
 struct Walk {
@@ -191,14 +176,6 @@ dim3 blocks_for(int count) { return dim3((count + kThreads - 1) / kThreads); }
 }  // namespace
 
 // ---- launchers
-
-// Graph-safe; reads from the device: the trees, seq_slots, lengths.
-void begin_verify(const Context& ctx, const BeginVerifyParams& p) {
-  check_trees("begin_verify", p.trees);
-  if (p.trees.num_seqs == 0) return;
-  launch(ctx, begin_verify_kernel, blocks_for(p.trees.num_seqs * p.trees.num_nodes), dim3(kThreads),
-         0, p);
-}
 
 // Graph-safe; reads from the device: all but the sizes. Publishes also where there is no sequence.
 void accept_tree(const Context& ctx, const AcceptTreeParams& p) {

@@ -177,10 +177,9 @@ void BeamDrafter::propose(const Context& ctx, const DraftBatch& batch) {
                      *batch.cache);
     expand(level);
   }
-  tree_build(ctx, {.beam = beam,
-                   .trees = batch.trees,
-                   .seq_slots = batch.seq_slots,
-                   .next_tokens = batch.slots.next_tokens});
+  tree_build(
+      ctx,
+      {.beam = beam, .trees = batch.trees, .seq_slots = batch.seq_slots, .slots = batch.slots});
 }
 
 }  // namespace cpmcu

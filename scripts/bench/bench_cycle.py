@@ -50,24 +50,23 @@ class Cycle:
         self.topk_logprobs = ops.Array(ctx, [TOPK, TOPK], "float32")
         self.draft_logits = {rows: normal(ctx, [rows, DRAFT_VOCAB], "float32") for rows in (1, 8)}
         self.id_map = put(ctx, np.arange(DRAFT_VOCAB) * 2)
+        names = ("row_ids", "row_positions", "row_slots", "row_seqs")
+        self.rows = {name: ops.Array(ctx, [1, NODES], "int32") for name in names}
+        self.rows["seq_row_begin"] = ops.Array(ctx, [2], "int32")
         self.built = ops.TokenTrees(
             **{name: ops.Array(ctx, [1, NODES], "int32") for name in ("tokens", "parents")},
             depths=ops.Array(ctx, [1, NODES], "int32"),
             masks=ops.Array(ctx, [1, NODES], "uint64"),
+            **self.rows,
         )
         self.make_worst_tree()
         self.make_sampling()
-        self.rows = {
-            name: ops.Array(ctx, [NODES], "int32")
-            for name in ("ids", "positions", "row_slots", "row_seqs")
-        }
-        self.row_begin = ops.Array(ctx, [2], "int32")
         self.make_pending()
         pages = MAX_LEN // PAGE
         self.pool = normal(ctx, [2 * LAYERS, pages, KV_HEADS * PAGE * HEAD_DIM], dtype)
         self.page_table = put(ctx, np.random.default_rng(0).permutation(pages)[None])
         self.features = normal(ctx, [NODES, HIDDEN], dtype)
-        self.kept = {rows: ops.Array(ctx, [rows, HIDDEN], dtype) for rows in (1, EMITTED, TOPK)}
+        self.kept = {rows: ops.Array(ctx, [rows, HIDDEN], dtype) for rows in (1, EMITTED)}
 
     def make_beam(self) -> Any:
         ints = {
@@ -80,7 +79,6 @@ class Cycle:
             "seq_row_begin": [2],
         }
         arrays = {name: ops.Array(self.ctx, shape, "int32") for name, shape in ints.items()}
-        self.row_parents = arrays["row_parents"]
         return ops.DraftBeam(
             num_seqs=1,
             topk=TOPK,
@@ -108,6 +106,7 @@ class Cycle:
             parents=put(self.ctx, parents[None]),
             depths=put(self.ctx, depths[None]),
             masks=raw(self.ctx, np.array([masks], np.uint64)),
+            **self.rows,
         )
         self.drawn = put(self.ctx, drawn)
         self.worst_path = put(self.ctx, [path])
@@ -198,17 +197,7 @@ class Cycle:
             beam=self.beam,
             trees=self.built,
             seq_slots=self.slots,
-            next_tokens=self.next_tokens,
-        )
-
-    def begin_verify(self) -> None:
-        ops.begin_verify(
-            self.ctx,
-            trees=self.worst,
-            seq_slots=self.slots,
-            lengths=self.lengths,
-            seq_row_begin=self.row_begin,
-            **self.rows,
+            slots=self.state,
         )
 
     def sample(self, sampling: Any) -> None:
@@ -266,20 +255,13 @@ def glue(cycle: Cycle) -> list[tuple[str, int, Callable[[], None]]]:
     """(name, launches a cycle, op) in the order of a cycle; 0: only to compare."""
     return [
         ("begin_draft", 1, lambda: cycle.begin_draft(False)),
-        ("gather pending features", 1, lambda: cycle.gather(EMITTED, cycle.feature_rows)),
         ("gather last hidden, 1 row", 1, lambda: cycle.gather(1, cycle.last_rows)),
         ("begin_draft, advance", 1, lambda: cycle.begin_draft(True)),
         ("topk_logprobs, 1 row", 1, lambda: cycle.topk(1)),
         ("tree_expand, level 0", 1, lambda: cycle.expand(0)),
         (f"topk_logprobs, {TOPK} rows", DEPTH - 1, lambda: cycle.topk(TOPK)),
         (f"tree_expand, {TOPK} rows", DEPTH - 1, lambda: cycle.expand(1)),
-        (
-            f"gather hidden, {TOPK} rows",
-            2 * (DEPTH - 1),
-            lambda: cycle.gather(TOPK, cycle.row_parents),
-        ),
         ("tree_build", 1, cycle.build),
-        ("begin_verify", 1, cycle.begin_verify),
         (f"sample, {NODES} rows, greedy", 1, lambda: cycle.sample(cycle.greedy)),
         (f"sample, {NODES} rows, T, top-k, top-p", 0, lambda: cycle.sample(cycle.drawing)),
         ("accept_tree", 1, cycle.accept),

@@ -88,13 +88,21 @@ class Beam:
         ops.tree_build(
             context(self.device), beam=self.op, trees=trees.op,
             seq_slots=put_ints(self.device, self.slots),
-            next_tokens=put_ints(self.device, self.roots),
+            slots=slot_state(self.device, self.lengths, self.roots),
         )  # fmt: skip
+        trees.check_rows(self.slots, self.lengths)
         return trees
 
 
+def slot_state(device: str, lengths: Any, next_tokens: Any) -> Any:
+    return ops.SlotState(
+        lengths=put_ints(device, lengths), next_tokens=put_ints(device, next_tokens),
+        counts=None, vocab_size=VOCAB,
+    )  # fmt: skip
+
+
 class Trees:
-    """One tree a sequence; empty, or holding `contents`."""
+    """One tree a sequence; empty, or holding `contents`, whose rows nobody has written."""
 
     def __init__(
         self, device: str, num_seqs: int, num_nodes: int,
@@ -107,7 +115,24 @@ class Trees:
         for name, array in self.arrays.items() if contents else ():
             values = [getattr(tree, name) for tree in contents or ()]
             array.copy_from(np.array(values, array.numpy().dtype))
-        self.op = ops.TokenTrees(**self.arrays)
+        self.rows = {
+            name: empty(device, (num_seqs, num_nodes), "int32")
+            for name in ("row_ids", "row_positions", "row_slots", "row_seqs")
+        }
+        self.rows["seq_row_begin"] = empty(device, [num_seqs + 1], "int32")
+        self.op = ops.TokenTrees(**self.arrays, **self.rows)
+
+    def check_rows(self, slots: Any, lengths: Any) -> None:
+        """That the rows are those of the nodes."""
+        trees = {name: array.numpy() for name, array in self.arrays.items()}
+        rows = {name: array.numpy() for name, array in self.rows.items()}
+        num_seqs, num_nodes = trees["tokens"].shape
+        assert np.array_equal(rows["row_ids"], np.maximum(trees["tokens"], 0))
+        positions = np.asarray(lengths)[slots][:, None] + trees["depths"]
+        assert np.array_equal(rows["row_positions"], positions)
+        for name, values in (("row_slots", slots), ("row_seqs", range(num_seqs))):
+            assert rows[name].tolist() == [[value] * num_nodes for value in values]
+        assert rows["seq_row_begin"].tolist() == [b * num_nodes for b in range(num_seqs + 1)]
 
     def check(self, expected: list[reference.Tree]) -> None:
         for name, array in self.arrays.items():
@@ -180,38 +205,16 @@ def test_chain_build(device: str, num_nodes: int) -> None:
     rng = np.random.default_rng(num_nodes)
     num_seqs = 50
     slots, roots = rng.permutation(60)[:num_seqs], rng.integers(VOCAB, size=60)
+    lengths = rng.integers(1000, size=60)
     chains = rng.integers(VOCAB, size=(num_seqs, num_nodes - 1))
     chains[rng.random(chains.shape) < 0.5 / num_nodes] = -1
     trees = Trees(device, num_seqs, num_nodes)
     ops.chain_build(
         context(device), chain=put_ints(device, chains), trees=trees.op,
-        seq_slots=put_ints(device, slots), next_tokens=put_ints(device, roots),
+        seq_slots=put_ints(device, slots), slots=slot_state(device, lengths, roots),
     )  # fmt: skip
+    trees.check_rows(slots, lengths)
     trees.check([reference.chain(int(roots[s]), c.tolist()) for s, c in zip(slots, chains)])
-
-
-@on_devices
-@pytest.mark.parametrize("num_nodes", NUM_NODES)
-def test_begin_verify(device: str, num_nodes: int) -> None:
-    rng = np.random.default_rng(num_nodes)
-    slots, lengths = [4, 0, 2], rng.integers(1000, size=5)
-    contents = [reference.random_tree(rng, num_nodes, 5, 6) for _ in slots]
-    trees = Trees(device, len(slots), num_nodes, contents)
-    out = {
-        name: empty(device, [len(slots) * num_nodes], "int32")
-        for name in ("ids", "positions", "row_slots", "row_seqs")
-    }
-    begins = empty(device, [len(slots) + 1], "int32")
-    ops.begin_verify(
-        context(device), trees=trees.op, seq_slots=put_ints(device, slots),
-        lengths=put_ints(device, lengths), seq_row_begin=begins, **out,
-    )  # fmt: skip
-    assert out["ids"].numpy().tolist() == [max(t, 0) for tree in contents for t in tree.tokens]
-    depths = np.array([tree.depths for tree in contents])
-    assert out["positions"].numpy().tolist() == (lengths[slots][:, None] + depths).ravel().tolist()
-    assert out["row_slots"].numpy().tolist() == np.repeat(slots, num_nodes).tolist()
-    assert out["row_seqs"].numpy().tolist() == np.repeat([0, 1, 2], num_nodes).tolist()
-    assert begins.numpy().tolist() == [0, num_nodes, 2 * num_nodes, 3 * num_nodes]
 
 
 @on_devices

@@ -21,6 +21,18 @@ std::vector<int> best_of(const float* scores, int count, int wanted) {
 
 uint64_t bit(int i) { return uint64_t{1} << i; }
 
+// The rows that verify a sequence's tree.
+void write_rows(const TokenTrees& trees, int seq, int slot, int length) {
+  if (seq == 0) trees.seq_row_begin[0] = 0;
+  for (int row = seq * trees.num_nodes; row < (seq + 1) * trees.num_nodes; ++row) {
+    trees.row_ids[row] = std::max(trees.tokens[row], 0);
+    trees.row_positions[row] = length + trees.depths[row];
+    trees.row_slots[row] = slot;
+    trees.row_seqs[row] = seq;
+  }
+  trees.seq_row_begin[seq + 1] = (seq + 1) * trees.num_nodes;
+}
+
 }  // namespace
 
 void tree_expand(const Context&, const TreeExpandParams& p) {
@@ -71,7 +83,8 @@ void tree_build(const Context&, const TreeBuildParams& p) {
     int* parents = p.trees.parents + seq * num_nodes;
     int* depths = p.trees.depths + seq * num_nodes;
     uint64_t* masks = p.trees.masks + seq * num_nodes;
-    tokens[0] = p.next_tokens[p.seq_slots[seq]];
+    const int slot = p.seq_slots[seq];
+    tokens[0] = p.slots.next_tokens[slot];
     parents[0] = -1;
     depths[0] = 0;
     masks[0] = 1;
@@ -90,6 +103,7 @@ void tree_build(const Context&, const TreeBuildParams& p) {
       depths[node] = depths[parent] + 1;
       masks[node] = masks[parent] | bit(node);
     }
+    write_rows(p.trees, seq, slot, p.slots.lengths[slot]);
   }
 }
 
@@ -97,17 +111,19 @@ void chain_build(const Context&, const ChainBuildParams& p) {
   check_trees("chain_build", p.trees);
   const int num_nodes = p.trees.num_nodes;
   for (int seq = 0; seq < p.trees.num_seqs; ++seq) {
+    const int slot = p.seq_slots[seq];
     bool ended = false;
     for (int node = 0; node < num_nodes; ++node) {
       const int i = seq * num_nodes + node;
       const int token =
-          node == 0 ? p.next_tokens[p.seq_slots[seq]] : p.chain[seq * (num_nodes - 1) + node - 1];
+          node == 0 ? p.slots.next_tokens[slot] : p.chain[seq * (num_nodes - 1) + node - 1];
       ended = ended || (node > 0 && token < 0);
       p.trees.tokens[i] = ended ? -1 : token;
       p.trees.parents[i] = ended ? 0 : node - 1;
       p.trees.depths[i] = ended ? 1 : node;
       p.trees.masks[i] = bit(node) | (ended ? 1 : bit(node) - 1);
     }
+    write_rows(p.trees, seq, slot, p.slots.lengths[slot]);
   }
 }
 

@@ -1,4 +1,4 @@
-// The target's side of a tree: its rows, acceptance, and what the draft runs next (kernels/tree.h).
+// The target's side of a tree: acceptance, and what the draft runs next (kernels/tree.h).
 #include <algorithm>
 #include <atomic>
 
@@ -22,22 +22,6 @@ int child_of(const TokenTrees& trees, int seq, int node, int token) {
 }
 
 }  // namespace
-
-void begin_verify(const Context&, const BeginVerifyParams& p) {
-  check_trees("begin_verify", p.trees);
-  const int num_nodes = p.trees.num_nodes;
-  p.seq_row_begin[0] = 0;
-  for (int seq = 0; seq < p.trees.num_seqs; ++seq) {
-    const int slot = p.seq_slots[seq];
-    for (int row = seq * num_nodes; row < (seq + 1) * num_nodes; ++row) {
-      p.ids[row] = std::max(p.trees.tokens[row], 0);
-      p.positions[row] = p.lengths[slot] + p.trees.depths[row];
-      p.row_slots[row] = slot;
-      p.row_seqs[row] = seq;
-    }
-    p.seq_row_begin[seq + 1] = (seq + 1) * num_nodes;
-  }
-}
 
 void accept_tree(const Context&, const AcceptTreeParams& p) {
   check_accept(p);

@@ -32,7 +32,7 @@ class NgramDrafter : public Drafter {
     chain_build(ctx, {.chain = chain_,
                       .trees = batch.trees,
                       .seq_slots = batch.seq_slots,
-                      .next_tokens = batch.slots.next_tokens});
+                      .slots = batch.slots});
   }
 
  private:
