@@ -91,16 +91,18 @@ void bind_growth(py::module_& m) {
   m.def(
       "tree_expand",
       [](const OpsContext& c, const OpsBeam& beam, int level, SharedArray topk_tokens,
-         SharedArray topk_logprobs, SharedArray seq_slots, SharedArray draft_lengths) {
+         SharedArray topk_logprobs, SharedArray seq_slots, SharedArray pending_counts,
+         SharedArray draft_lengths) {
         tree_expand(c.ctx, {.beam = beam.beam,
                             .level = level,
                             .topk_tokens = ints(topk_tokens),
                             .topk_logprobs = floats(topk_logprobs),
                             .seq_slots = ints(seq_slots),
+                            .pending_counts = ints(pending_counts),
                             .draft_lengths = ints(draft_lengths)});
       },
       "ctx"_a, py::kw_only(), "beam"_a, "level"_a, "topk_tokens"_a, "topk_logprobs"_a,
-      "seq_slots"_a, "draft_lengths"_a, "csrc/kernels/tree.h");
+      "seq_slots"_a, "pending_counts"_a, "draft_lengths"_a, "csrc/kernels/tree.h");
   m.def(
       "tree_build",
       [](const OpsContext& c, const OpsBeam& beam, const OpsTrees& trees, SharedArray seq_slots,
@@ -121,7 +123,7 @@ void bind_growth(py::module_& m) {
       [](const OpsContext& c, SharedArray seq_slots, int num_seqs, int max_pending,
          SharedArray pending_ids, SharedArray pending_counts, SharedArray draft_lengths,
          SharedArray ids, SharedArray positions, SharedArray row_seqs, SharedArray feature_rows,
-         SharedArray seq_row_begin, SharedArray last_rows, bool advance) {
+         SharedArray seq_row_begin, SharedArray last_rows) {
         begin_draft(c.ctx, {.seq_slots = ints(seq_slots),
                             .num_seqs = num_seqs,
                             .max_pending = max_pending,
@@ -133,12 +135,19 @@ void bind_growth(py::module_& m) {
                             .row_seqs = ints(row_seqs),
                             .feature_rows = ints(feature_rows),
                             .seq_row_begin = ints(seq_row_begin),
-                            .last_rows = ints(last_rows),
-                            .advance = advance});
+                            .last_rows = ints(last_rows)});
       },
       "ctx"_a, py::kw_only(), "seq_slots"_a, "num_seqs"_a, "max_pending"_a, "pending_ids"_a,
       "pending_counts"_a, "draft_lengths"_a, "ids"_a, "positions"_a, "row_seqs"_a, "feature_rows"_a,
-      "seq_row_begin"_a, "last_rows"_a, "advance"_a = false, "csrc/kernels/tree.h");
+      "seq_row_begin"_a, "last_rows"_a, "csrc/kernels/tree.h");
+  m.def(
+      "skip_draft",
+      [](const OpsContext& c, SharedArray seq_slots, int num_seqs, SharedArray pending_counts,
+         SharedArray draft_lengths) {
+        skip_draft(c.ctx, {ints(seq_slots), num_seqs, ints(pending_counts), ints(draft_lengths)});
+      },
+      "ctx"_a, py::kw_only(), "seq_slots"_a, "num_seqs"_a, "pending_counts"_a, "draft_lengths"_a,
+      "csrc/kernels/tree.h");
   m.def(
       "ngram_lookup",
       [](const OpsContext& c, SharedArray seq_slots, SharedArray history, SharedArray lengths,

@@ -69,14 +69,16 @@ struct DraftBeam {
 
 // Adds level `level` from the top-k of the draft's last rows (level 0: one row a sequence; later:
 // k) and chooses the rows of the next draft step: at level 0 all k candidates, later the k best of
-// k^2. row_parents: level 0: the sequence b; later: b k + r.
+// k^2. row_parents: level 0: the sequence b; later: b k + r. At level 0 the draft has caught up:
+// draft_lengths[slot] += pending_counts[slot], pending_counts[slot] = 0.
 struct TreeExpandParams {
   DraftBeam beam;
   int level = 0;
   const int* topk_tokens = nullptr;      // [B * rows, k]
   const float* topk_logprobs = nullptr;  // [B * rows, k]
   const int* seq_slots = nullptr;        // [B]
-  const int* draft_lengths = nullptr;    // [slots]
+  int* pending_counts = nullptr;         // [slots]
+  int* draft_lengths = nullptr;          // [slots]
 };
 REGISTER_OP(tree_expand, TreeExpandParams)
 
@@ -162,24 +164,31 @@ REGISTER_OP(compact_kv, CompactKvParams)
 // Rows with which a draft catches up: row j of sequence b is id pending_ids[slot, j] at position
 // draft_lengths[slot] + j; rows from pending_counts[slot] on are padding (their keys are
 // overwritten later, no row before them sees them). last_rows[b] = b (D + 1) + pending_counts[slot]
-// - 1 (0 rows: the first row). When `advance`: draft_lengths[slot] += pending_counts[slot],
-// pending_counts = 0; launch it again with advance after the draft's layers have run.
+// - 1 (0 rows: the first row).
 struct BeginDraftParams {
   const int* seq_slots = nullptr;  // [B]
   int num_seqs = 0;
   int max_pending = 0;  // D + 1
   const int* pending_ids = nullptr;
-  int* pending_counts = nullptr;
-  int* draft_lengths = nullptr;  // [slots]
-  int* ids = nullptr;            // [B, D + 1] out
-  int* positions = nullptr;      // [B, D + 1] out
-  int* row_seqs = nullptr;       // [B, D + 1] out
-  int* feature_rows = nullptr;   // [B, D + 1] out: slot (D + 1) + j
-  int* seq_row_begin = nullptr;  // [B + 1] out
-  int* last_rows = nullptr;      // [B] out
-  bool advance = false;
+  const int* pending_counts = nullptr;
+  const int* draft_lengths = nullptr;  // [slots]
+  int* ids = nullptr;                  // [B, D + 1] out
+  int* positions = nullptr;            // [B, D + 1] out
+  int* row_seqs = nullptr;             // [B, D + 1] out
+  int* feature_rows = nullptr;         // [B, D + 1] out: slot (D + 1) + j
+  int* seq_row_begin = nullptr;        // [B + 1] out
+  int* last_rows = nullptr;            // [B] out
 };
 REGISTER_OP(begin_draft, BeginDraftParams)
+
+// In place of catching up: draft_lengths[slot] += pending_counts[slot], pending_counts[slot] = 0.
+struct SkipDraftParams {
+  const int* seq_slots = nullptr;  // [B]
+  int num_seqs = 0;
+  int* pending_counts = nullptr;  // [slots]
+  int* draft_lengths = nullptr;   // [slots]
+};
+REGISTER_OP(skip_draft, SkipDraftParams)
 
 // Prompt look-up (Saxena 2023): the tokens after the latest earlier occurrence of the last n tokens
 // of history + root + already drafted chain, n from max_ngram down to min_ngram, none found: -1.

@@ -85,6 +85,8 @@ __global__ void __launch_bounds__(kThreads)
   const int all_begin = seq * num_candidates(k, beam.depth) + first;
   float* scores = beam.scores + all_begin;
   int* tokens = beam.tokens + all_begin;
+  const int slot = p.seq_slots[seq];
+  const int length = p.draft_lengths[slot] + (level == 0 ? p.pending_counts[slot] : 0);
 
   constexpr int kKeys = keys_of_thread(kMaxNewCandidates);
   uint64_t keys[kKeys] = {};
@@ -100,7 +102,7 @@ __global__ void __launch_bounds__(kThreads)
   }
   if (level > 0) rank_best(keys, num_new, k, ranking);
 
-  // Rows are read as parents by several threads before they are replaced.
+  // Several threads read the rows as parents, and the lengths, before they are replaced.
   const bool has_row = threadIdx.x < k;
   const int r = threadIdx.x, row = seq * k + r;
   const int chosen = !has_row ? 0 : level == 0 ? r : token_of(ranking.best[r]);
@@ -115,12 +117,16 @@ __global__ void __launch_bounds__(kThreads)
     beam.row_masks[row] = mask;
     beam.row_ids[row] = tokens[chosen];
     beam.row_parents[row] = level == 0 ? seq : parent_row;
-    beam.row_positions[row] = p.draft_lengths[p.seq_slots[seq]] + level;
+    beam.row_positions[row] = length + level;
     beam.row_seqs[row] = seq;
   }
   if (threadIdx.x == 0) {
     if (seq == 0) beam.seq_row_begin[0] = 0;
     beam.seq_row_begin[seq + 1] = (seq + 1) * k;
+    if (level == 0) {
+      p.draft_lengths[slot] = length;
+      p.pending_counts[slot] = 0;
+    }
   }
 }
 
@@ -200,7 +206,7 @@ __global__ void __launch_bounds__(kMaxTreeSize)
 
 // ---- launchers
 
-// Graph-safe; reads from the device: the beam, seq_slots, draft_lengths.
+// Graph-safe; reads from the device: the beam, seq_slots, pending_counts, draft_lengths.
 void tree_expand(const Context& ctx, const TreeExpandParams& p) {
   check_expand(p);
   if (p.beam.num_seqs == 0) return;

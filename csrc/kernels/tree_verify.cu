@@ -160,15 +160,14 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 __global__ void __launch_bounds__(kThreads)
-    advance_draft_kernel(const int* seq_slots, int num_seqs, int* pending_counts,
-                         int* draft_lengths) {
+    skip_draft_kernel(const __grid_constant__ SkipDraftParams p) {
   ptx::pdl_launch();
   ptx::pdl_wait();
   const int seq = blockIdx.x * kThreads + threadIdx.x;
-  if (seq >= num_seqs) return;
-  const int slot = seq_slots[seq];
-  draft_lengths[slot] += pending_counts[slot];
-  pending_counts[slot] = 0;
+  if (seq >= p.num_seqs) return;
+  const int slot = p.seq_slots[seq];
+  p.draft_lengths[slot] += p.pending_counts[slot];
+  p.pending_counts[slot] = 0;
 }
 
 dim3 blocks_for(int count) { return dim3((count + kThreads - 1) / kThreads); }
@@ -186,12 +185,13 @@ void accept_tree(const Context& ctx, const AcceptTreeParams& p) {
 // Graph-safe; reads from the device: seq_slots, pending_ids, pending_counts, draft_lengths.
 void begin_draft(const Context& ctx, const BeginDraftParams& p) {
   if (p.num_seqs == 0) return;
-  if (p.advance) {
-    launch(ctx, advance_draft_kernel, blocks_for(p.num_seqs), dim3(kThreads), 0, p.seq_slots,
-           p.num_seqs, p.pending_counts, p.draft_lengths);
-    return;
-  }
   launch(ctx, begin_draft_kernel, blocks_for(p.num_seqs * p.max_pending), dim3(kThreads), 0, p);
+}
+
+// Graph-safe; reads from the device: seq_slots, pending_counts, draft_lengths.
+void skip_draft(const Context& ctx, const SkipDraftParams& p) {
+  if (p.num_seqs == 0) return;
+  launch(ctx, skip_draft_kernel, blocks_for(p.num_seqs), dim3(kThreads), 0, p);
 }
 
 }  // namespace cpmcu::cuda

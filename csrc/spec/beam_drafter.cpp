@@ -97,32 +97,17 @@ void BeamDrafter::prefill(const Context& ctx, const DraftPrompt& prompt) {
   }
 }
 
-BeginDraftParams BeamDrafter::begin_params(const DraftBatch& batch) const {
-  return {.seq_slots = batch.seq_slots,
-          .num_seqs = batch.num_seqs,
-          .max_pending = max_pending(),
-          .pending_ids = batch.state.pending_ids,
-          .pending_counts = batch.state.pending_counts,
-          .draft_lengths = batch.state.draft_lengths,
-          .ids = sync_ids_,
-          .positions = sync_positions_,
-          .row_seqs = sync_seqs_,
-          .feature_rows = sync_features_,
-          .seq_row_begin = sync_begin_,
-          .last_rows = last_rows_};
-}
-
 // The cells of what is pending stay as they are, so that later ones lie at their positions: the
 // draft's attention finds old or no keys there. That costs acceptance for a while, never text.
 void BeamDrafter::skip(const Context& ctx, const DraftBatch& batch) {
-  BeginDraftParams begin = begin_params(batch);
-  begin.advance = true;
-  begin_draft(ctx, begin);
+  skip_draft(ctx, {.seq_slots = batch.seq_slots,
+                   .num_seqs = batch.num_seqs,
+                   .pending_counts = batch.state.pending_counts,
+                   .draft_lengths = batch.state.draft_lengths});
 }
 
 void BeamDrafter::propose(const Context& ctx, const DraftBatch& batch) {
   const int b = batch.num_seqs, k = spec_.topk, pending = max_pending();
-  BeginDraftParams begin = begin_params(batch);
   StepRows rows{.num_rows = b * pending,
                 .num_seqs = b,
                 .max_seq_rows = pending,
@@ -136,15 +121,24 @@ void BeamDrafter::propose(const Context& ctx, const DraftBatch& batch) {
                 .max_pages = batch.cache->max_pages()};
 
   // Catch up with what was accepted; the last row continues into the tree.
-  begin_draft(ctx, begin);
+  begin_draft(ctx, {.seq_slots = batch.seq_slots,
+                    .num_seqs = b,
+                    .max_pending = pending,
+                    .pending_ids = batch.state.pending_ids,
+                    .pending_counts = batch.state.pending_counts,
+                    .draft_lengths = batch.state.draft_lengths,
+                    .ids = sync_ids_,
+                    .positions = sync_positions_,
+                    .row_seqs = sync_seqs_,
+                    .feature_rows = sync_features_,
+                    .seq_row_begin = sync_begin_,
+                    .last_rows = last_rows_});
   const Step sync{.phase = Phase::kDecode, .ids = sync_ids_, .rows = rows};
   const Tensor caught_up =
       forward(ctx, sync, {.x = batch.state.pending_features, .index = sync_features_},
               Source::kTarget, *batch.cache);
   Tensor hidden = last_hidden_.rows(0, b);  // of the draft's last rows
   gather_rows(ctx, {.out = hidden, .x = caught_up, .index = last_rows_});
-  begin.advance = true;
-  begin_draft(ctx, begin);
 
   DraftBeam beam = beam_;
   beam.num_seqs = b;
@@ -161,6 +155,7 @@ void BeamDrafter::propose(const Context& ctx, const DraftBatch& batch) {
                       .topk_tokens = topk_tokens_,
                       .topk_logprobs = topk_logprobs_,
                       .seq_slots = batch.seq_slots,
+                      .pending_counts = batch.state.pending_counts,
                       .draft_lengths = batch.state.draft_lengths});
   };
   expand(0);

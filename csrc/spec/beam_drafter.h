@@ -50,7 +50,6 @@ class BeamDrafter : public Drafter {
 
  private:
   int max_pending() const { return spec_.depth + 1; }
-  BeginDraftParams begin_params(const DraftBatch& batch) const;
   void run_prompt(const Context& ctx, const DraftPrompt& prompt, int first, int count,
                   const int* positions, const int* row_begin, const Tensor& features);
 

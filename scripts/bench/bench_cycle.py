@@ -149,7 +149,7 @@ class Cycle:
         self.feature_rows = put(self.ctx, np.arange(EMITTED))
         self.feature_slots = put(self.ctx, np.arange(EMITTED))
 
-    def begin_draft(self, advance: bool) -> None:
+    def begin_draft(self) -> None:
         ops.begin_draft(
             self.ctx,
             seq_slots=self.slots,
@@ -158,7 +158,6 @@ class Cycle:
             pending_counts=self.pending_counts,
             draft_lengths=self.draft_lengths,
             last_rows=self.last_rows,
-            advance=advance,
             **self.draft_rows,
         )
 
@@ -180,6 +179,7 @@ class Cycle:
             topk_tokens=self.topk_tokens,
             topk_logprobs=self.topk_logprobs,
             seq_slots=self.slots,
+            pending_counts=self.pending_counts,
             draft_lengths=self.draft_lengths,
         )
 
@@ -254,9 +254,8 @@ class Cycle:
 def glue(cycle: Cycle) -> list[tuple[str, int, Callable[[], None]]]:
     """(name, launches a cycle, op) in the order of a cycle; 0: only to compare."""
     return [
-        ("begin_draft", 1, lambda: cycle.begin_draft(False)),
+        ("begin_draft", 1, cycle.begin_draft),
         ("gather last hidden, 1 row", 1, lambda: cycle.gather(1, cycle.last_rows)),
-        ("begin_draft, advance", 1, lambda: cycle.begin_draft(True)),
         ("topk_logprobs, 1 row", 1, lambda: cycle.topk(1)),
         ("tree_expand, level 0", 1, lambda: cycle.expand(0)),
         (f"topk_logprobs, {TOPK} rows", DEPTH - 1, lambda: cycle.topk(TOPK)),

@@ -33,6 +33,7 @@ class Beam:
         num_slots = num_seqs + 2
         self.slots = self.rng.permutation(num_slots)[:num_seqs]
         self.lengths = self.rng.integers(1000, size=num_slots)
+        self.pending = self.rng.integers(1, 9, size=num_slots)
         self.roots = self.rng.integers(VOCAB, size=num_slots)
         count, rows = num_candidates(topk, depth), (num_seqs, topk)
         self.arrays = {
@@ -59,12 +60,18 @@ class Beam:
         tokens = self.rng.integers(VOCAB, size=shape)
         for seq, growth in enumerate(self.growths):
             growth.expand(tokens[seq], logprobs[seq])
+        pending = put_ints(self.device, self.pending)
+        lengths = put_ints(self.device, self.lengths)
         ops.tree_expand(
             context(self.device), beam=self.op, level=level,
             topk_tokens=put_ints(self.device, tokens), topk_logprobs=put(self.device, logprobs),
-            seq_slots=put_ints(self.device, self.slots),
-            draft_lengths=put_ints(self.device, self.lengths),
+            seq_slots=put_ints(self.device, self.slots), pending_counts=pending,
+            draft_lengths=lengths,
         )  # fmt: skip
+        self.lengths[self.slots] += self.pending[self.slots]
+        self.pending[self.slots] = 0
+        assert np.array_equal(pending.numpy(), self.pending)
+        assert np.array_equal(lengths.numpy(), self.lengths)
 
     def check_level(self, level: int) -> None:
         got = {name: array.numpy() for name, array in self.arrays.items()}
@@ -218,7 +225,7 @@ def test_chain_build(device: str, num_nodes: int) -> None:
 
 
 @on_devices
-def test_begin_draft(device: str) -> None:
+def test_begin_or_skip_draft(device: str) -> None:
     pending, slots = 4, [3, 0, 2]
     ids = np.arange(20).reshape(5, pending) + 100
     counts = put_ints(device, [4, 9, 0, 2, 9])
@@ -230,15 +237,13 @@ def test_begin_draft(device: str) -> None:
     out["seq_row_begin"] = empty(device, [4], "int32")
     out["last_rows"] = empty(device, [3], "int32")
 
-    def run(advance: bool) -> dict[str, Any]:
-        ops.begin_draft(
-            context(device), seq_slots=put_ints(device, slots), num_seqs=3, max_pending=pending,
-            pending_ids=put_ints(device, ids), pending_counts=counts, draft_lengths=draft_lengths,
-            advance=advance, **out,
-        )  # fmt: skip
-        return {name: array.numpy().tolist() for name, array in out.items()}
-
-    rows = run(advance=False)
+    seq_slots = put_ints(device, slots)
+    ops.begin_draft(
+        context(device), seq_slots=seq_slots, num_seqs=3, max_pending=pending,
+        pending_ids=put_ints(device, ids), pending_counts=counts, draft_lengths=draft_lengths,
+        **out,
+    )  # fmt: skip
+    rows = {name: array.numpy().tolist() for name, array in out.items()}
     assert rows["ids"] == [[112, 113, 0, 0], [100, 101, 102, 103], [0, 0, 0, 0]]
     assert rows["positions"] == [[40, 41, 42, 43], [10, 11, 12, 13], [30, 31, 32, 33]]
     assert rows["row_seqs"] == [[0] * 4, [1] * 4, [2] * 4]
@@ -246,7 +251,11 @@ def test_begin_draft(device: str) -> None:
     assert rows["seq_row_begin"] == [0, 4, 8, 12]
     assert rows["last_rows"] == [1, 7, 8]
     assert draft_lengths.numpy().tolist() == [10, 20, 30, 40, 50]
-    assert run(advance=True) == rows
+    assert counts.numpy().tolist() == [4, 9, 0, 2, 9]
+    ops.skip_draft(
+        context(device), seq_slots=seq_slots, num_seqs=3, pending_counts=counts,
+        draft_lengths=draft_lengths,
+    )  # fmt: skip
     assert draft_lengths.numpy().tolist() == [14, 20, 30, 42, 50]
     assert counts.numpy().tolist() == [0, 9, 0, 0, 9]
 

@@ -43,6 +43,11 @@ void tree_expand(const Context&, const TreeExpandParams& p) {
   const int first = level == 0 ? 0 : k + (level - 1) * k * k;
   beam.seq_row_begin[0] = 0;
   for (int seq = 0; seq < beam.num_seqs; ++seq) {
+    const int slot = p.seq_slots[seq];
+    if (level == 0) {
+      p.draft_lengths[slot] += p.pending_counts[slot];
+      p.pending_counts[slot] = 0;
+    }
     float* scores = beam.scores + seq * num_all + first;
     int* tokens = beam.tokens + seq * num_all + first;
     float* row_scores = beam.row_scores + seq * k;
@@ -66,7 +71,7 @@ void tree_expand(const Context&, const TreeExpandParams& p) {
       if (own_bit < kMaxTreeSize) row_masks[r] |= bit(own_bit);  // the last level is never run
       beam.row_ids[row] = tokens[c];
       beam.row_parents[row] = level == 0 ? seq : seq * k + c / k;
-      beam.row_positions[row] = p.draft_lengths[p.seq_slots[seq]] + level;
+      beam.row_positions[row] = p.draft_lengths[slot] + level;
       beam.row_seqs[row] = seq;
     }
     beam.seq_row_begin[seq + 1] = (seq + 1) * k;

@@ -74,14 +74,6 @@ void accept_tree(const Context&, const AcceptTreeParams& p) {
 }
 
 void begin_draft(const Context&, const BeginDraftParams& p) {
-  if (p.advance) {
-    for (int seq = 0; seq < p.num_seqs; ++seq) {
-      const int slot = p.seq_slots[seq];
-      p.draft_lengths[slot] += p.pending_counts[slot];
-      p.pending_counts[slot] = 0;
-    }
-    return;
-  }
   p.seq_row_begin[0] = 0;
   for (int seq = 0; seq < p.num_seqs; ++seq) {
     const int slot = p.seq_slots[seq], count = p.pending_counts[slot];
@@ -94,6 +86,14 @@ void begin_draft(const Context&, const BeginDraftParams& p) {
     }
     p.seq_row_begin[seq + 1] = (seq + 1) * p.max_pending;
     p.last_rows[seq] = seq * p.max_pending + std::max(count - 1, 0);
+  }
+}
+
+void skip_draft(const Context&, const SkipDraftParams& p) {
+  for (int seq = 0; seq < p.num_seqs; ++seq) {
+    const int slot = p.seq_slots[seq];
+    p.draft_lengths[slot] += p.pending_counts[slot];
+    p.pending_counts[slot] = 0;
   }
 }
 
