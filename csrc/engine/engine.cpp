@@ -179,7 +179,8 @@ void Engine::verify(int num_seqs, int max_kv) {
 // Draws a token at each row, keeps what agrees with the draft, publishes it.
 void Engine::accept(int num_seqs, bool masked) {
   const StepInputs::Device& inputs = decode_inputs_.device();
-  const Tensor logits = model_.logits(num_seqs * shape_.tree_size);
+  const int num_rows = num_seqs * shape_.tree_size;
+  const Tensor logits = model_.logits(num_rows);
   if (!drafter_) {
     sampler_.draw(ctx_, logits, inputs.seq_slots, inputs.positions, nullptr, masked);
     finish(inputs, num_seqs, num_seqs);
@@ -188,28 +189,23 @@ void Engine::accept(int num_seqs, bool masked) {
   const TokenTrees trees = trees_of(num_seqs);
   sampler_.draw(ctx_, logits, trees.row_slots, trees.row_positions, &trees, masked);
   accept_tree(ctx_, accept_params(trees));
-  if (trees.num_nodes > 1) {
-    compact_kv(ctx_, {.pool = cache_.pool(0),
-                      .num_kv_heads = spec_.num_key_value_heads,
-                      .head_dim = spec_.head_dim,
-                      .page_table = cache_.page_table(),
-                      .max_pages = cache_.max_pages(),
-                      .num_seqs = num_seqs,
-                      .max_emitted = tokens_per_step(),
-                      .seq_slots = inputs.seq_slots,
-                      .lengths = lengths_,
-                      .paths = paths_,
-                      .num_emitted = num_emitted_});
-  }
-  if (drafter_->features() != FeatureKind::kNone) {
-    const int num_rows = num_seqs * trees.num_nodes;
-    const bool final = drafter_->features() == FeatureKind::kFinal;
-    gather_rows(ctx_, {.out = draft_state_.pending_features,
-                       .x = final ? model_.normed_rows(num_rows) : model_.tapped(num_rows),
-                       .index = feature_rows_,
-                       .out_index = feature_slots_,
-                       .num_rows = num_seqs * tokens_per_step()});
-  }
+  Tensor features;
+  if (drafter_->features() == FeatureKind::kFinal) features = model_.normed_rows(num_rows);
+  if (drafter_->features() == FeatureKind::kLayers) features = model_.tapped(num_rows);
+  keep_accepted(ctx_, {.pool = cache_.pool(0),
+                       .num_kv_heads = spec_.num_key_value_heads,
+                       .head_dim = spec_.head_dim,
+                       .page_table = cache_.page_table(),
+                       .max_pages = cache_.max_pages(),
+                       .num_seqs = num_seqs,
+                       .num_nodes = trees.num_nodes,
+                       .max_emitted = tokens_per_step(),
+                       .seq_slots = inputs.seq_slots,
+                       .lengths = lengths_,
+                       .paths = paths_,
+                       .num_emitted = num_emitted_,
+                       .features = features,
+                       .pending_features = draft_state_.pending_features});
 }
 
 // Grows the sequences by the step's rows, keeps the drawn tokens as the next inputs, publishes

@@ -180,8 +180,7 @@ class Engine {
                  features_id_ = 0, pending_features_id_ = 0;
   int64_t num_spec_ints_ = 0;
   TokenTrees trees_;
-  int *paths_ = nullptr, *num_emitted_ = nullptr, *feature_rows_ = nullptr,
-      *feature_slots_ = nullptr, *zeros_ = nullptr, *history_ = nullptr;
+  int *paths_ = nullptr, *num_emitted_ = nullptr, *zeros_ = nullptr, *history_ = nullptr;
   SlotStop* stops_ = nullptr;         // [slots]
   SlotStop* stops_mirror_ = nullptr;  // pinned
   int* trees_mirror_ = nullptr;       // pinned: tokens and parents, [2, B N]

@@ -136,7 +136,7 @@ void Engine::plan_draft() {
                          .max_prompt_rows = limits_.max_rows,
                          .max_model_len = limits_.max_model_len,
                          .first_kv_layer = spec_.num_hidden_layers});
-  num_spec_ints_ = slots * (7 * nodes + 4 * pending + 4) + 1 + limits_.max_rows;
+  num_spec_ints_ = slots * (7 * nodes + 2 * pending + 4) + 1 + limits_.max_rows;
   spec_ints_id_ = plan_.add("spec.ints", "state", 4 * num_spec_ints_);
   tree_masks_id_ = plan_.add("spec.masks", "state", 8 * slots * nodes);
   stops_id_ = plan_.add("spec.stops", "state", static_cast<int64_t>(sizeof(SlotStop)) * slots);
@@ -167,8 +167,6 @@ void Engine::bind_draft() {
             .row_seqs = take(slots * nodes),
             .seq_row_begin = take(slots + 1)};
   paths_ = take(slots * pending);
-  feature_rows_ = take(slots * pending);
-  feature_slots_ = take(slots * pending);
   num_emitted_ = take(slots);
   draft_state_ = {.draft_lengths = take(slots),
                   .pending_ids = take(slots * pending),

@@ -134,8 +134,6 @@ AcceptTreeParams Engine::accept_params(const TokenTrees& trees) const {
           .num_emitted = num_emitted_,
           .pending_ids = draft_state_.pending_ids,
           .pending_counts = draft_state_.pending_counts,
-          .feature_rows = feature_rows_,
-          .feature_slots = feature_slots_,
           .results = ring_.results(),
           .ring_size = ring_.ring_size(),
           .max_seqs = ring_.max_seqs(),

@@ -174,8 +174,8 @@ void bind_verification(py::module_& m) {
       [](const OpsContext& c, const OpsTrees& trees, int max_emitted, SharedArray drawn,
          SharedArray logprobs, SharedArray seq_slots, SharedArray sampling, const OpsState& state,
          SharedArray stops, SharedArray paths, SharedArray num_emitted, SharedArray pending_ids,
-         SharedArray pending_counts, SharedArray feature_rows, SharedArray feature_slots,
-         SharedArray results, int ring_size, int max_seqs, SharedArray ticket, SharedArray done) {
+         SharedArray pending_counts, SharedArray results, int ring_size, int max_seqs,
+         SharedArray ticket, SharedArray done) {
         accept_tree(c.ctx, {.trees = trees.trees,
                             .max_emitted = max_emitted,
                             .drawn = ints(drawn),
@@ -188,8 +188,6 @@ void bind_verification(py::module_& m) {
                             .num_emitted = ints(num_emitted),
                             .pending_ids = ints(pending_ids),
                             .pending_counts = ints(pending_counts),
-                            .feature_rows = ints(feature_rows),
-                            .feature_slots = ints(feature_slots),
                             .results = structs<SlotResult>(results),
                             .ring_size = ring_size,
                             .max_seqs = max_seqs,
@@ -198,28 +196,32 @@ void bind_verification(py::module_& m) {
       },
       "ctx"_a, py::kw_only(), "trees"_a, "max_emitted"_a, "drawn"_a, "logprobs"_a, "seq_slots"_a,
       "sampling"_a, "state"_a, "stops"_a, "paths"_a, "num_emitted"_a,
-      "pending_ids"_a = SharedArray(), "pending_counts"_a = SharedArray(),
-      "feature_rows"_a = SharedArray(), "feature_slots"_a = SharedArray(), "results"_a,
+      "pending_ids"_a = SharedArray(), "pending_counts"_a = SharedArray(), "results"_a,
       "ring_size"_a, "max_seqs"_a, "ticket"_a, "done"_a, "csrc/kernels/tree.h");
   m.def(
-      "compact_kv",
+      "keep_accepted",
       [](const OpsContext& c, SharedArray pool, int num_kv_heads, int head_dim,
-         SharedArray page_table, SharedArray seq_slots, SharedArray lengths, SharedArray paths,
-         SharedArray num_emitted) {
-        compact_kv(c.ctx, {.pool = tensor_of(pool),
-                           .num_kv_heads = num_kv_heads,
-                           .head_dim = head_dim,
-                           .page_table = ints(page_table),
-                           .max_pages = size_of_dim(page_table, 1),
-                           .num_seqs = size_of_dim(paths, 0),
-                           .max_emitted = size_of_dim(paths, 1),
-                           .seq_slots = ints(seq_slots),
-                           .lengths = ints(lengths),
-                           .paths = ints(paths),
-                           .num_emitted = ints(num_emitted)});
+         SharedArray page_table, int num_nodes, SharedArray seq_slots, SharedArray lengths,
+         SharedArray paths, SharedArray num_emitted, SharedArray features,
+         SharedArray pending_features) {
+        keep_accepted(c.ctx, {.pool = tensor_of(pool),
+                              .num_kv_heads = num_kv_heads,
+                              .head_dim = head_dim,
+                              .page_table = ints(page_table),
+                              .max_pages = size_of_dim(page_table, 1),
+                              .num_seqs = size_of_dim(paths, 0),
+                              .num_nodes = num_nodes,
+                              .max_emitted = size_of_dim(paths, 1),
+                              .seq_slots = ints(seq_slots),
+                              .lengths = ints(lengths),
+                              .paths = ints(paths),
+                              .num_emitted = ints(num_emitted),
+                              .features = tensor_of(features),
+                              .pending_features = tensor_of(pending_features)});
       },
       "ctx"_a, py::kw_only(), "pool"_a, "num_kv_heads"_a, "head_dim"_a, "page_table"_a,
-      "seq_slots"_a, "lengths"_a, "paths"_a, "num_emitted"_a, "csrc/kernels/tree.h");
+      "num_nodes"_a, "seq_slots"_a, "lengths"_a, "paths"_a, "num_emitted"_a,
+      "features"_a = SharedArray(), "pending_features"_a = SharedArray(), "csrc/kernels/tree.h");
 }
 
 }  // namespace

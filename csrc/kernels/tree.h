@@ -117,9 +117,8 @@ struct SlotStop {
 // finish_step does (step_ops.h): results[b] of the ring entry for every sequence, in order. A slot
 // that is finished already emits nothing and changes nothing.
 //
-// For the drafter: pending_ids[slot, j] = j-th emitted token, pending_counts[slot] = emitted,
-// feature_rows[b, j] = row b N + node of the j-th step of the walk (-1 beyond), feature_slots[b, j]
-// = slot (D + 1) + j, paths[b, j] = node (-1 beyond).
+// paths[b, j] = node of the j-th step of the walk (-1 beyond). For the drafter: pending_ids[slot,
+// j] = j-th emitted token, pending_counts[slot] = emitted.
 struct AcceptTreeParams {
   TokenTrees trees;
   int max_emitted = 0;                      // D + 1: longest path plus one
@@ -133,8 +132,6 @@ struct AcceptTreeParams {
   int* num_emitted = nullptr;     // [B] out
   int* pending_ids = nullptr;     // [slots, D + 1] out
   int* pending_counts = nullptr;  // [slots] out
-  int* feature_rows = nullptr;    // [B, D + 1] out
-  int* feature_slots = nullptr;   // [B, D + 1] out
   SlotResult* results = nullptr;  // mapped host memory, [ring_size, max_seqs]
   int ring_size = 1;
   int max_seqs = 1;
@@ -143,23 +140,27 @@ struct AcceptTreeParams {
 };
 REGISTER_OP(accept_tree, AcceptTreeParams)
 
-// Moves the keys and values of accepted nodes into place, in all layers: cell L + paths[b, j] to
-// L + j, j = 1..num_emitted - 1, where L = lengths[slot] - num_emitted. Cells in place already
-// stay.
-struct CompactKvParams {
+// Moves what the accepted nodes leave into place: their keys and values, in all layers, from cell
+// L + paths[b, j] to L + j, j = 1..num_emitted - 1, where L = lengths[slot] - num_emitted (cells in
+// place already stay); and their features, if the drafter wants them, from row b N + paths[b, j] to
+// pending_features[slot (D + 1) + j], j = 0..num_emitted - 1.
+struct KeepAcceptedParams {
   Tensor pool;  // [layers * 2, pages, Hkv * 64 * D]: keys and values of every layer
   int num_kv_heads = 0;
   int head_dim = 0;
   const int* page_table = nullptr;  // [slots, max_pages]
   int max_pages = 0;
   int num_seqs = 0;
+  int num_nodes = 0;                 // N
   int max_emitted = 0;               // D + 1
   const int* seq_slots = nullptr;    // [B]
   const int* lengths = nullptr;      // [slots], after acceptance
   const int* paths = nullptr;        // [B, D + 1]
   const int* num_emitted = nullptr;  // [B]
+  Tensor features;                   // [B N, F], or empty
+  Tensor pending_features;           // [slots (D + 1), F]
 };
-REGISTER_OP(compact_kv, CompactKvParams)
+REGISTER_OP(keep_accepted, KeepAcceptedParams)
 
 // Rows with which a draft catches up: row j of sequence b is id pending_ids[slot, j] at position
 // draft_lengths[slot] + j; rows from pending_counts[slot] on are padding (their keys are

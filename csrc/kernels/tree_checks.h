@@ -60,11 +60,16 @@ inline void check_accept(const AcceptTreeParams& p) {
         p.ring_size, p.max_seqs);
 }
 
-inline void check_compact(const CompactKvParams& p) {
+inline void check_keep(const KeepAcceptedParams& p) {
   CHECK(p.pool.num_dims() == 3 && p.num_kv_heads > 0 && p.head_dim > 0 &&
             p.pool.size(2) == int64_t{p.num_kv_heads} * kPageSize * p.head_dim,
-        "compact_kv: the pool is {}, expected pages of {} heads times {} cells times {}",
+        "keep_accepted: the pool is {}, expected pages of {} heads times {} cells times {}",
         p.pool.shape_text(), p.num_kv_heads, kPageSize, p.head_dim);
+  CHECK(p.features.empty() || (p.features.dtype() == p.pending_features.dtype() &&
+                               p.features.size(1) == p.pending_features.size(1)),
+        "keep_accepted: features are {} {}, kept {} {}", name_of(p.features.dtype()),
+        p.features.shape_text(), name_of(p.pending_features.dtype()),
+        p.pending_features.shape_text());
 }
 
 inline void check_ngram(const NgramLookupParams& p) {

@@ -82,11 +82,8 @@ __device__ void accept_one(const AcceptTreeParams& p, int seq, SlotResult& resul
 
   const bool counts_tokens = p.sampling[slot].use_penalties != 0;
   for (int j = lane; j < p.max_emitted; j += 32) {
-    const int out = seq * p.max_emitted + j;
     const int node = j < num ? walk.path[j] : -1;
-    p.paths[out] = node;
-    if (p.feature_rows) p.feature_rows[out] = node < 0 ? -1 : seq * p.trees.num_nodes + node;
-    if (p.feature_slots) p.feature_slots[out] = slot * p.max_emitted + j;
+    p.paths[seq * p.max_emitted + j] = node;
     if (node < 0) continue;
     const int token = walk.emitted[j];
     result.tokens[j] = token;

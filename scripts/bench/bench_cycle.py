@@ -66,7 +66,8 @@ class Cycle:
         self.pool = normal(ctx, [2 * LAYERS, pages, KV_HEADS * PAGE * HEAD_DIM], dtype)
         self.page_table = put(ctx, np.random.default_rng(0).permutation(pages)[None])
         self.features = normal(ctx, [NODES, HIDDEN], dtype)
-        self.kept = {rows: ops.Array(ctx, [rows, HIDDEN], dtype) for rows in (1, EMITTED)}
+        self.pending_features = ops.Array(ctx, [EMITTED, HIDDEN], dtype)
+        self.last_hidden = ops.Array(ctx, [1, HIDDEN], dtype)
 
     def make_beam(self) -> Any:
         ints = {
@@ -146,8 +147,6 @@ class Cycle:
         self.draft_rows = arrays | {"seq_row_begin": put(self.ctx, [0, EMITTED])}
         self.paths = ops.Array(self.ctx, [1, EMITTED], "int32")
         self.num_emitted = ops.Array(self.ctx, [1], "int32")
-        self.feature_rows = put(self.ctx, np.arange(EMITTED))
-        self.feature_slots = put(self.ctx, np.arange(EMITTED))
 
     def begin_draft(self) -> None:
         ops.begin_draft(
@@ -225,8 +224,6 @@ class Cycle:
             num_emitted=self.num_emitted,
             pending_ids=self.pending_ids,
             pending_counts=self.pending_counts,
-            feature_rows=self.feature_rows,
-            feature_slots=self.feature_slots,
             results=self.results,
             ring_size=8,
             max_seqs=1,
@@ -234,28 +231,31 @@ class Cycle:
             done=self.done,
         )
 
-    def compact(self) -> None:
-        ops.compact_kv(
+    def keep(self) -> None:
+        ops.keep_accepted(
             self.ctx,
             pool=self.pool,
             num_kv_heads=KV_HEADS,
             head_dim=HEAD_DIM,
             page_table=self.page_table,
+            num_nodes=NODES,
             seq_slots=self.slots,
             lengths=self.after,
             paths=self.worst_path,
             num_emitted=self.all_emitted,
+            features=self.features,
+            pending_features=self.pending_features,
         )
 
-    def gather(self, rows: int, index: Any) -> None:
-        ops.gather_rows(self.ctx, self.kept[rows], self.features, index)
+    def gather_last(self) -> None:
+        ops.gather_rows(self.ctx, self.last_hidden, self.features, self.last_rows)
 
 
 def glue(cycle: Cycle) -> list[tuple[str, int, Callable[[], None]]]:
     """(name, launches a cycle, op) in the order of a cycle; 0: only to compare."""
     return [
         ("begin_draft", 1, cycle.begin_draft),
-        ("gather last hidden, 1 row", 1, lambda: cycle.gather(1, cycle.last_rows)),
+        ("gather last hidden, 1 row", 1, cycle.gather_last),
         ("topk_logprobs, 1 row", 1, lambda: cycle.topk(1)),
         ("tree_expand, level 0", 1, lambda: cycle.expand(0)),
         (f"topk_logprobs, {TOPK} rows", DEPTH - 1, lambda: cycle.topk(TOPK)),
@@ -264,8 +264,7 @@ def glue(cycle: Cycle) -> list[tuple[str, int, Callable[[], None]]]:
         (f"sample, {NODES} rows, greedy", 1, lambda: cycle.sample(cycle.greedy)),
         (f"sample, {NODES} rows, T, top-k, top-p", 0, lambda: cycle.sample(cycle.drawing)),
         ("accept_tree", 1, cycle.accept),
-        (f"compact_kv, {LAYERS} layers", 1, cycle.compact),
-        ("gather accepted features", 1, lambda: cycle.gather(EMITTED, cycle.feature_rows)),
+        (f"keep_accepted, {LAYERS} layers", 1, cycle.keep),
     ]
 
 

@@ -95,7 +95,6 @@ class Cycle:
         shape = (num_seqs, s.max_emitted)
         self.paths = empty(d, shape, "int32")
         self.num_emitted = empty(d, [num_seqs], "int32")
-        self.feature_rows, self.feature_slots = empty(d, shape, "int32"), empty(d, shape, "int32")
         before = int(s.ticket.numpy()[0])
         ops.accept_tree(
             context(d), trees=Trees(d, num_seqs, self.num_nodes, self.contents).op,
@@ -108,15 +107,14 @@ class Cycle:
             ),
             stops=s.stop_array, paths=self.paths, num_emitted=self.num_emitted,
             pending_ids=s.arrays["pending_ids"], pending_counts=s.arrays["pending_counts"],
-            feature_rows=self.feature_rows, feature_slots=self.feature_slots, results=s.results,
-            ring_size=RING, max_seqs=s.max_seqs, ticket=s.ticket, done=s.done,
+            results=s.results, ring_size=RING, max_seqs=s.max_seqs, ticket=s.ticket, done=s.done,
         )  # fmt: skip
         assert (int(s.ticket.numpy()[0]), int(s.done.numpy()[0])) == (before + 1, before + 1)
         self.results = get_structs(s.results, ops.slot_result_dtype)[before % RING]
 
     def check(self) -> list[int]:
         """Returns how many tokens each sequence emitted."""
-        paths, feature_rows = self.paths.numpy(), self.feature_rows.numpy()
+        paths = self.paths.numpy()
         lengths = []
         for seq, slot in enumerate(self.seq_slots):
             found = self.apply(seq, int(slot))
@@ -124,13 +122,9 @@ class Cycle:
             rest = [-1] * (self.slots.max_emitted - num)
             assert paths[seq].tolist() == [*found.path, *rest]
             rows = [seq * self.num_nodes + node for node in found.path]
-            assert feature_rows[seq].tolist() == [*rows, *rest]
             self.check_result(self.results[seq], int(slot), rows, found)
             lengths.append(num)
         assert self.num_emitted.numpy().tolist() == lengths
-        per_slot = np.arange(self.slots.max_emitted)
-        expected = self.seq_slots[:, None] * self.slots.max_emitted + per_slot
-        assert np.array_equal(self.feature_slots.numpy(), expected)
         self.slots.check_all()
         return lengths
 
@@ -246,9 +240,13 @@ def test_without_a_drafter_s_state(device: str) -> None:
     ("num_kv_heads", "head_dim", "dtype"),
     [(2, 128, "float16"), (1, 8, "float16"), (3, 256, "float16"), (2, 4, "float32")],
 )
-def test_compact_kv(device: str, num_kv_heads: int, head_dim: int, dtype: str) -> None:
+@pytest.mark.parametrize("has_features", [False, True])
+def test_keep_accepted(
+    device: str, num_kv_heads: int, head_dim: int, dtype: str, has_features: bool
+) -> None:
     rng = np.random.default_rng(head_dim)
     num_slots, max_pages, num_layers = 5, 4, 2
+    width = 1032 if has_features else 8
     for max_emitted in (1, 2, 5, 9, 64):
         slots = rng.permutation(num_slots)[:4]
         pages = rng.permutation(num_slots * max_pages).reshape(num_slots, max_pages)
@@ -265,12 +263,20 @@ def test_compact_kv(device: str, num_kv_heads: int, head_dim: int, dtype: str) -
         pool = put_raw(device, content)
         lengths = before.copy()
         lengths[slots] += num_emitted
-        ops.compact_kv(
+        rows = rng.integers(-99, 99, size=(4, 64, width)).astype(dtype)
+        kept = np.full((num_slots, max_emitted, width), -1, dtype)
+        pending = put_raw(device, kept.reshape(-1, width))
+        features = put_raw(device, rows.reshape(-1, width)) if has_features else None
+        ops.keep_accepted(
             context(device), pool=pool, num_kv_heads=num_kv_heads, head_dim=head_dim,
-            page_table=put_ints(device, pages), seq_slots=put_ints(device, slots),
+            page_table=put_ints(device, pages), num_nodes=64, seq_slots=put_ints(device, slots),
             lengths=put_ints(device, lengths), paths=put_ints(device, paths),
-            num_emitted=put_ints(device, num_emitted),
+            num_emitted=put_ints(device, num_emitted), features=features,
+            pending_features=pending,
         )  # fmt: skip
+        for seq, slot in enumerate(slots if has_features else ()):
+            kept[slot, : num_emitted[seq]] = rows[seq, paths[seq, : num_emitted[seq]]]
+        assert np.array_equal(pending.numpy(), kept.reshape(-1, width)), max_emitted
         paged = (num_layers * 2, -1, num_kv_heads, PAGE, head_dim)
         expected = content.reshape(paged).copy()
         for seq, slot in enumerate(slots):
@@ -283,11 +289,35 @@ def test_compact_kv(device: str, num_kv_heads: int, head_dim: int, dtype: str) -
 
 
 @on_devices
-def test_compact_kv_checks_the_pool(device: str) -> None:
+def test_features_of_a_root(device: str) -> None:
+    """A tree of the root alone has features to keep, and no keys to move."""
+    pool, row = np.arange(2 * 64 * 8).reshape(2, 1, 512), np.arange(8)
+    array = put_raw(device, pool.astype("float16"))
+    pending = put_raw(device, np.zeros((6, 8), "float16"))
+    ops.keep_accepted(
+        context(device), pool=array, num_kv_heads=1, head_dim=8,
+        page_table=put_ints(device, [[0], [0]]), num_nodes=1, seq_slots=put_ints(device, [1]),
+        lengths=put_ints(device, [0, 5]), paths=put_ints(device, [[0, -1, -1]]),
+        num_emitted=put_ints(device, [1]), features=put_raw(device, row[None].astype("float16")),
+        pending_features=pending,
+    )  # fmt: skip
+    assert np.array_equal(array.numpy(), pool)
+    assert pending.numpy().tolist() == [[0] * 8] * 3 + [row.tolist()] + [[0] * 8] * 2
+
+
+@on_devices
+def test_keep_accepted_checks_its_tensors(device: str) -> None:
+    arguments = {
+        "num_kv_heads": 1, "head_dim": 8, "num_nodes": 1,
+        "page_table": put_ints(device, [[0]]), "seq_slots": put_ints(device, [0]),
+        "lengths": put_ints(device, [1]), "paths": put_ints(device, [[0]]),
+        "num_emitted": put_ints(device, [1]),
+    }  # fmt: skip
     with pytest.raises(ValueError, match="the pool is"):
-        ops.compact_kv(
-            context(device), pool=empty(device, (2, 3, 100), "float16"), num_kv_heads=1,
-            head_dim=8, page_table=put_ints(device, [[0]]), seq_slots=put_ints(device, [0]),
-            lengths=put_ints(device, [1]), paths=put_ints(device, [[0]]),
-            num_emitted=put_ints(device, [1]),
+        ops.keep_accepted(context(device), pool=empty(device, (2, 3, 100), "float16"), **arguments)
+    with pytest.raises(ValueError, match=r"features are float16 \[1, 8\], kept float16 \[1, 16\]"):
+        ops.keep_accepted(
+            context(device), pool=empty(device, (2, 3, 512), "float16"),
+            features=empty(device, (1, 8), "float16"),
+            pending_features=empty(device, (1, 16), "float16"), **arguments,
         )  # fmt: skip

@@ -59,11 +59,6 @@ void accept_tree(const Context&, const AcceptTreeParams& p) {
       if (p.pending_counts) p.pending_counts[slot] = num;
     }
     p.num_emitted[seq] = num;
-    for (int j = 0; j < p.max_emitted; ++j) {
-      const int i = seq * p.max_emitted + j;
-      if (p.feature_rows) p.feature_rows[i] = path[j] < 0 ? -1 : seq * num_nodes + path[j];
-      if (p.feature_slots) p.feature_slots[i] = slot * p.max_emitted + j;
-    }
     result.slot = slot;
     result.num_tokens = num;
     result.finished = finished;

@@ -3,10 +3,10 @@
 #include "kernels/tree_checks.h"
 
 namespace cpmcu::cpu {
+namespace {
 
 // Sources lie behind their destinations and nodes ascend along a path, so in order nothing is lost.
-void compact_kv(const Context&, const CompactKvParams& p) {
-  check_compact(p);
+void move_cells(const KeepAcceptedParams& p) {
   const int64_t cell_bytes = p.head_dim * size_of(p.pool.dtype());
   const int64_t layer_bytes = p.pool.size(1) * p.pool.size(2) * size_of(p.pool.dtype());
   for (int64_t layer = 0; layer < p.pool.size(0); ++layer) {
@@ -27,6 +27,26 @@ void compact_kv(const Context&, const CompactKvParams& p) {
       }
     }
   }
+}
+
+void copy_features(const KeepAcceptedParams& p) {
+  const int64_t row_bytes = p.features.size(1) * size_of(p.features.dtype());
+  for (int seq = 0; seq < p.num_seqs; ++seq) {
+    for (int j = 0; j < p.num_emitted[seq]; ++j) {
+      const int row = seq * p.num_nodes + p.paths[seq * p.max_emitted + j];
+      const int kept = p.seq_slots[seq] * p.max_emitted + j;
+      std::memcpy(p.pending_features.as<char>() + kept * row_bytes,
+                  p.features.as<char>() + row * row_bytes, row_bytes);
+    }
+  }
+}
+
+}  // namespace
+
+void keep_accepted(const Context&, const KeepAcceptedParams& p) {
+  check_keep(p);
+  move_cells(p);
+  if (!p.features.empty()) copy_features(p);
 }
 
 }  // namespace cpmcu::cpu
