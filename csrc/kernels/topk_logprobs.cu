@@ -1,11 +1,11 @@
 // The k most likely tokens of each row (kernels/tree.h), by a team of blocks as in sample.cu.
 //
 // Bound: 4 bytes a token, once from L2. Each thread finds the best of its tokens and the sum of
-// their exponentials in one pass. The k-th best of the threads' best (a binary search over keys, by
-// counting votes of the block) has at least k tokens not below it, and they belong to k threads, so
-// only these look again: a list of k and a few, ranked by counting. Each block gives its k best to
-// the first, which ranks those of all. Where values cluster in a few threads so that the list
-// overflows, the search goes over tokens instead of threads.
+// their exponentials in one pass. The k-th best of the warps' best has at least k tokens not below
+// it, and only threads whose best is not below it look again: a list of k and a few, ranked by
+// counting. Each block gives its k best to the first, which ranks those of all. Where fewer than k
+// warps have tokens the search is among the threads' best (binary, by counting votes of the block),
+// and where values cluster so that the list overflows it is among tokens.
 //
 // The order is that of the logits. Infinities count as the largest finite numbers, so that no
 // difference is a NaN. Sums are in a fixed order that follows from V alone.
@@ -44,6 +44,7 @@ struct Smem {
   uint64_t best[kMaxTeamBlocks * kMaxTopk];  // in the first block: of each block
   float maxima[kMaxTeamBlocks];              // in the first block: of each block
   float sums[kMaxTeamBlocks];                // in the first block: of each block
+  uint64_t warp_best[kThreads / 32];
   float scratch[32];
   int count_scratch[32];
   int list_size;
@@ -94,6 +95,17 @@ __device__ __forceinline__ void for_each_key(const float* logits, int vocab_size
   });
 }
 
+// The `wanted`-th best of the warps' best, 0 where there are fewer; by every warp.
+__device__ __forceinline__ uint64_t best_of_warps(const uint64_t* best, int wanted) {
+  constexpr int kWarps = kThreads / 32;
+  const uint64_t mine = best[threadIdx.x % kWarps];
+  int rank = 0;
+#pragma unroll
+  for (int i = 0; i < kWarps; ++i) rank += best[i] > mine ? 1 : 0;
+  const uint32_t found = __ballot_sync(0xffffffffu, rank == wanted - 1 && mine != 0);
+  return found == 0 ? 0 : __shfl_sync(0xffffffffu, mine, __ffs(found) - 1);
+}
+
 // Grid: (kMaxTeamBlocks, R). Without clusters the first block of a row does all of it.
 template <bool kAligned>
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
@@ -124,6 +136,8 @@ __global__ void __launch_bounds__(kThreads)
   });
   const bool has_tokens = maximum > -kInfinity;
   const uint64_t key = has_tokens ? key_of(maximum, likeliest) : 0;
+  const uint64_t warp_best = warp_reduce(key, Max{});
+  if (thread % 32 == 0) smem.warp_best[thread / 32] = warp_best;  // read after the next barrier
   const float block_maximum = block_reduce<kThreads>(maximum, -kInfinity, smem.scratch, Max{});
   sum = has_tokens ? sum * ptx::exp2_approx((maximum - block_maximum) * kLog2E) : 0.0f;
   const float block_sum = block_reduce<kThreads>(sum, 0.0f, smem.scratch, Sum{});
@@ -141,7 +155,11 @@ __global__ void __launch_bounds__(kThreads)
     }
     __syncthreads();
   };
-  list_from(find_cut(topk, [&](uint64_t cut) { return __syncthreads_count(key >= cut); }));
+  uint64_t cut = best_of_warps(smem.warp_best, topk);
+  if (cut == 0) {
+    cut = find_cut(topk, [&](uint64_t least) { return __syncthreads_count(key >= least); });
+  }
+  list_from(cut);
   if (smem.list_size > kListSize) {
     list_from(find_cut(topk, [&](uint64_t cut) {
       int count = 0;

@@ -2,7 +2,8 @@
 //
 // One block a sequence. The best of up to 2080 candidates: each thread holds a few as integer keys,
 // a binary search by votes of the block finds where the best begin (about 20 barriers), and the at
-// most 63 found are ranked by counting. Latency-bound, a few microseconds.
+// most 63 found are ranked by counting; up to 64 candidates are ranked at once. Latency-bound, a
+// few microseconds.
 #include "core/launch.h"
 #include "core/ptx.cuh"
 #include "kernels/best.cuh"
@@ -48,6 +49,17 @@ __device__ void write_node(const TokenTrees& trees, int seq, int node, int token
 template <int kKeys>
 __device__ void rank_best(const uint64_t (&keys)[kKeys], int num_keys, int wanted,
                           Ranking& ranking) {
+  if (num_keys <= kMaxTreeSize) {
+    if (threadIdx.x < num_keys) ranking.found[threadIdx.x] = keys[0];
+    __syncthreads();
+    if (threadIdx.x < num_keys) {
+      int rank = 0;
+      for (int i = 0; i < num_keys; ++i) rank += ranking.found[i] > keys[0] ? 1 : 0;
+      if (rank < wanted) ranking.best[rank] = keys[0];
+    }
+    __syncthreads();
+    return;
+  }
   if (threadIdx.x == 0) ranking.num_found = 0;
   const uint64_t cut = find_cut(wanted, [&](uint64_t least) {
     int count = 0;
