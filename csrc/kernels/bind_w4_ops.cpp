@@ -101,16 +101,19 @@ void bind_w4_ops(py::module_& m) {
       .def(py::init([make_link](SharedArray y, SharedArray x, const OpsWeight& w, float alpha,
                                 float beta, SharedArray scratch, SharedArray normed,
                                 SharedArray norm_weight, float norm_eps) {
-             return make_link({.w4 = w.weight}, y, x, w.blocks, alpha, beta, scratch, normed,
-                              norm_weight, norm_eps);
+             ChainLink link;
+             link.w4 = w.weight;
+             return make_link(link, y, x, w.blocks, alpha, beta, scratch, normed, norm_weight,
+                              norm_eps);
            }),
            "y"_a, "x"_a, "w"_a, "alpha"_a = 1.f, "beta"_a = 0.f, "scratch"_a = SharedArray(),
            "normed"_a = SharedArray(), "norm_weight"_a = SharedArray(), "norm_eps"_a = 1e-5f)
       .def(py::init([make_link](SharedArray y, SharedArray x, SharedArray w, bool gated,
                                 float alpha, float beta, SharedArray scratch, SharedArray normed,
                                 SharedArray norm_weight, float norm_eps) {
-             return make_link({.w = tensor_of(w), .gated = gated}, y, x, w, alpha, beta, scratch,
-                              normed, norm_weight, norm_eps);
+             ChainLink link;
+             link.w = tensor_of(w), link.gated = gated;
+             return make_link(link, y, x, w, alpha, beta, scratch, normed, norm_weight, norm_eps);
            }),
            "y"_a, "x"_a, "w"_a, "gated"_a = false, "alpha"_a = 1.f, "beta"_a = 0.f,
            "scratch"_a = SharedArray(), "normed"_a = SharedArray(), "norm_weight"_a = SharedArray(),
