@@ -527,21 +527,31 @@ def test_a_slot_used_again_forgets(models: Models) -> None:
 
 
 def test_a_resumed_sequence_goes_on(models: Models) -> None:
+    """One that lost its pages reads its own output as a prompt: on the CPU nobody sees that. CUDA
+    rounds prompts and steps differently, so there it goes on as plain decoding that lost its pages
+    at the same place."""
     from cpmcu import C
 
-    engine = models.drafted("noisy", "llama", TREES["narrow"])
     ids, fields = PROMPTS[4], SAMPLINGS["all"]
-    expected = models.plain("llama", ids, 60, **fields)
-    slot = engine.add_sequence(C.SamplingConfig(**fields), ids, expected[:20])
-    assert engine.reserve(slot, len(ids) + 60)
-    engine.prefill([(slot, ids + expected[:20], True)])
-    tokens = expected[:20] + engine.collect()[0].tokens
-    while len(tokens) < 60:
-        engine.reserve(slot, len(ids) + len(tokens) + engine.tokens_per_step)
-        engine.decode([slot])
-        tokens += engine.collect()[0].tokens
-    engine.release(slot)
-    assert tokens[:60] == expected
+    uninterrupted = models.plain("llama", ids, 60, **fields)
+
+    def resumed(engine: Any) -> list[int]:
+        tokens = uninterrupted[:20]
+        slot = engine.add_sequence(C.SamplingConfig(**fields), ids, tokens)
+        assert engine.reserve(slot, len(ids) + 60)
+        engine.prefill([(slot, ids + tokens, True)])
+        tokens = tokens + engine.collect()[0].tokens
+        while len(tokens) < 60:
+            engine.reserve(slot, len(ids) + len(tokens) + engine.tokens_per_step)
+            engine.decode([slot])
+            tokens += engine.collect()[0].tokens
+        engine.release(slot)
+        return tokens[:60]
+
+    expected = resumed(models.engine("llama", None))
+    assert resumed(models.drafted("noisy", "llama", TREES["narrow"])) == expected
+    if models.device == "cpu":
+        assert expected == uninterrupted
 
 
 SHIPPED_DRAFTS = ["tiny-python-eagle2", "tiny-python-eagle3", "tiny-python-draft", "ngram"]

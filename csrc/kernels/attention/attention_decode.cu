@@ -509,7 +509,7 @@ struct ManyRowsSmem {
   static_assert(sizeof(Queries) <= sizeof(Stage), "the queries come through a stage");
   Stage stages[Config::kStages];
   RowViews<Config::kRows> views;
-  Chunk chunk;  // for the ends of splits: the main loop leaves no registers for it
+  Chunk chunk;  // for the tree and the ends of splits
 
   // In the stage that is filled last.
   __device__ __forceinline__ Queries& queries() {
@@ -535,8 +535,9 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   int pages[Config::kStages];  // of the first tiles
   auto look_up = [&](int cell) {
 #pragma unroll
-    for (int i = 0; i < Config::kStages; ++i)
+    for (int i = 0; i < Config::kStages; ++i) {
       pages[i] = page_of(args.rows, slot, cell + i * kCells);
+    }
   };
   look_up(split_begin(range_index()));
   const Chunk chunk(args, num_chunks, Config::kRows);
@@ -628,7 +629,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   // and then its ancestors in order, or for all rows if it ends before the tree. From the tree's
   // tiles.
   [[maybe_unused]] auto attend_alone = [&](int cell, int row, uint64_t mask) {
-    const Sequence& seq = smem.chunk.seq;
+    const Sequence& seq = smem.chunk.seq;  // the main loop leaves no registers for it
     const int tree_cell = seq.length / kCells * kCells;
     const bool all = cell + kUnit <= seq.length;
     const int position = cell + lane, depth = position - seq.length;
@@ -680,7 +681,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   };
 
   int split = range.split, split_end = split_begin(split + 1);
-  auto end_split = [&](int cell) {  // if it ends before `cell`
+  // If it has no cells from `cell` on.
+  auto end_split = [&](int cell) {
     if (cell < min(split_end, range.cell_end)) return;
     if (warp_has_rows) {
       write_split<kByPosition, kDim>(args, smem.chunk, smem.views, state, warp_row, column, split,
