@@ -31,8 +31,8 @@ struct EmbeddingArgs {
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
     embedding_kernel(const __grid_constant__ EmbeddingArgs args) {
-  ptx::pdl_launch();
   ptx::pdl_wait();
+  ptx::pdl_launch();  // not before: core/launch.h
   const int64_t row = blockIdx.x;
   const int column = blockIdx.y * kThreads + threadIdx.x;
   if (column >= args.num_vectors) return;

@@ -135,7 +135,6 @@ __global__ void __launch_bounds__(kThreads)
   *reinterpret_cast<float4*>(inv_freq) = *reinterpret_cast<const float4*>(args.inv_freq + at);
   *reinterpret_cast<float4*>(inv_freq + 4) =
       *reinterpret_cast<const float4*>(args.inv_freq + at + 4);
-  ptx::pdl_wait();
 
   const StepRows& rows = args.rows;
   const int row = blockIdx.x;
@@ -156,6 +155,8 @@ __global__ void __launch_bounds__(kThreads)
       sines[i] *= args.attention_scaling;
     }
   }
+
+  ptx::pdl_wait();  // up to here only what was complete before this pass was read
 
   T* qkv_row = args.qkv + int64_t{row} * num_all_heads * kDim;
   for (int head = first_head; head < num_all_heads; head += gridDim.y * kGroups) {

@@ -360,8 +360,6 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   extern __shared__ __align__(128) unsigned char shared[];
   auto& smem = *reinterpret_cast<FewRowsSmem<Config>*>(shared);
 
-  ptx::pdl_wait();
-  ptx::pdl_launch();
   const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
   const int slot = args.rows.seq_slots[static_cast<int>(blockIdx.z)];
@@ -375,7 +373,10 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   const Chunk chunk(args, num_chunks, Config::kRows);
   const Sequence& seq = chunk.seq;
   const Range range = range_of_block(args, seq, max_splits, look_up);
-  if (range.cell_begin >= range.cell_end || chunk.first >= chunk.num_packed) return;
+  if (range.cell_begin >= range.cell_end || chunk.first >= chunk.num_packed) {
+    ptx::pdl_wait();
+    return;
+  }
 
   auto& unit = smem.units[warp];
   auto exists = [&](int cell) { return cell >= range.cell_begin && cell < range.cell_end; };
@@ -390,12 +391,21 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
     fetch_tile<32>(unit.values, args.v_cache + offset, kDim, seq.end() - cell, lane);
   };
 
-  fetch_keys(round_cell + warp * kUnit);
+  // Cells of earlier steps need not wait for this one's (core/launch.h).
+  const int first_unit = round_cell + warp * kUnit;
+  const bool is_old = first_unit + kUnit <= seq.first_cell;
+  if (is_old) {
+    fetch_keys(first_unit);
+    fetch_values(first_unit);
+  }
+  smem.views.template load<false>(args, chunk);
+  ptx::pdl_wait();
+  ptx::pdl_launch();
+  if (!is_old) fetch_keys(first_unit);
   fetch_queries<Config::kThreads>(smem.queries, args, chunk);
   ptx::cp_async_commit();
-  fetch_values(round_cell + warp * kUnit);
+  if (!is_old) fetch_values(first_unit);
   ptx::cp_async_commit();
-  smem.views.template load<false>(args, chunk);
   ptx::cp_async_wait<1>();
   __syncthreads();
   uint32_t queries[kDim / 16][4];
@@ -529,8 +539,6 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   extern __shared__ __align__(128) unsigned char shared[];
   auto& smem = *reinterpret_cast<Smem*>(shared);
 
-  ptx::pdl_wait();
-  ptx::pdl_launch();
   const int slot = args.rows.seq_slots[static_cast<int>(blockIdx.z)];
   int pages[Config::kStages];  // of the first tiles
   auto look_up = [&](int cell) {
@@ -543,7 +551,10 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   const Chunk chunk(args, num_chunks, Config::kRows);
   const Sequence& seq = chunk.seq;
   const Range range = range_of_block(args, seq, max_splits, look_up);
-  if (range.cell_begin >= range.cell_end || chunk.first >= chunk.num_packed) return;
+  if (range.cell_begin >= range.cell_end || chunk.first >= chunk.num_packed) {
+    ptx::pdl_wait();
+    return;
+  }
 
   // Tiles that all rows see alike, and then, if the range reaches that far, those that hold the
   // tree as a whole, though it may begin before the range or go on behind it.
@@ -574,14 +585,25 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
     fetch_tile<Config::kThreads>(stage.values, args.v_cache + offset, kDim, seq.end() - cell);
   };
 
+  // Cells of earlier steps need not wait for this one's (core/launch.h).
+  auto fetch_first = [&](int tile, bool old) {
+    const int cell = first_cell + tile * kCells;
+    if (tile < num_tiles && (cell + kCells <= seq.first_cell) == old) {
+      fetch_cells(tile, cell, pages[tile]);
+    }
+  };
+#pragma unroll
+  for (int tile = 0; tile < Config::kStages - 1; ++tile) fetch_first(tile, true);
+  smem.views.template load<kByPosition>(args, chunk);
+  if (threadIdx.x == 0) smem.chunk = chunk;
+  ptx::pdl_wait();
+  ptx::pdl_launch();
 #pragma unroll
   for (int tile = 0; tile < Config::kStages - 1; ++tile) {
-    if (tile < num_tiles) fetch_cells(tile, first_cell + tile * kCells, pages[tile]);
+    fetch_first(tile, false);
     if (tile == 0) fetch_queries<Config::kThreads>(smem.queries(), args, chunk);
     ptx::cp_async_commit();
   }
-  smem.views.template load<kByPosition>(args, chunk);
-  if (threadIdx.x == 0) smem.chunk = chunk;
   ptx::cp_async_wait<Config::kStages - 2>();
   __syncthreads();
   uint32_t queries[kDim / 16][4];
@@ -724,96 +746,119 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
 
 // ---- combine
 
-// Block: one row of one query head. A thread owns four dimensions and every kGroups-th run of kRun
-// splits, loaded together; the groups' sums are added in order. Splits that do not exist would add
-// 0, so their number does not matter.
-template <typename T, int kDim>
+// Block: one row of one query head, and of its dimensions 1 / kParts. A thread owns four dimensions
+// and every kGroups-th run of kRun splits, loaded together; the runs' sums are added in order.
+// Splits that do not exist would add 0, so their number does not matter, nor does kParts.
+template <typename T, int kDim_, int kParts_>
 struct CombineConfig {
   using Element = T;
-  static constexpr int kColumns = kDim / 4;
-  static constexpr int kThreads = 256;
+  static constexpr int kDim = kDim_;
+  static constexpr int kParts = kParts_;  // more where rows are too few to fill the chip
+  static constexpr int kColumns = kDim / 4 / kParts;
+  // Few enough that a chain of products finds room beside it, and fills its ring meanwhile.
+  static constexpr int kThreads = kParts == 1 ? 256 : 128;
   static constexpr int kGroups = kThreads / kColumns;
   static constexpr int kRun = 8;
+  static constexpr int kRuns = 32;  // of which the sums find room
 };
 
-template <typename T, int kDim>
-__global__ void __launch_bounds__(CombineConfig<T, kDim>::kThreads)
-    attention_combine_kernel(const __grid_constant__ AttentionArgs<T> args, int max_splits) {
-  using Config = CombineConfig<T, kDim>;
-  __shared__ float4 group_sum[Config::kGroups][Config::kColumns];
+template <typename Config>
+__global__ void __launch_bounds__(Config::kThreads)
+    attention_combine_kernel(const __grid_constant__ AttentionArgs<typename Config::Element> args,
+                             int max_splits) {
+  using T = typename Config::Element;
+  constexpr int kDim = Config::kDim;
+  constexpr int kRun = Config::kRun;
+  __shared__ float4 run_sums[Config::kRuns][Config::kColumns];
 
   ptx::pdl_launch();  // before the wait: the next kernel waits for this one in any case
-  ptx::pdl_wait();
   const Sequence seq = args.by_position ? load_row_by_position(args.rows, blockIdx.y)
                                         : load_sequence(args.rows, args.rows.row_seqs[blockIdx.y]);
   const int count = num_splits(seq.end());
-  if (count == 1) return;  // written already
   // Splits before the row's window may be missing.
   const int own = seq.first_cell + static_cast<int>(blockIdx.y) - seq.row_begin;
   const int begin = num_splits(window_begin(own, args.window) + 1) - 1;
-  const int64_t row = static_cast<int64_t>(blockIdx.y) * args.num_heads + blockIdx.x;
+  const int head = static_cast<int>(blockIdx.x) / Config::kParts;
+  const int64_t row = static_cast<int64_t>(blockIdx.y) * args.num_heads + head;
+  const int thread_column = static_cast<int>(threadIdx.x) % Config::kColumns;
+  const int column =
+      (static_cast<int>(blockIdx.x) % Config::kParts * Config::kColumns + thread_column) * 4;
   const Partials partials(args.scratch, max_splits, args.rows.num_rows * args.num_heads, kDim);
-  const float* acc = partials.acc + row * kDim;
+  const float* acc = partials.acc + row * kDim + column;
   const float2* ml = partials.ml + row;
+  ptx::pdl_wait();
+  if (count == 1) return;  // written already
 
-  auto state_of = [&](int s) {
-    return s >= begin && s < count ? ml[s * partials.num_rows] : make_float2(kMinusInfinity, 0);
-  };
-
-  const int column = threadIdx.x % Config::kColumns;
-  const int group = threadIdx.x / Config::kColumns;
-  int first = group * Config::kRun;
-  float4 part[Config::kRun];
-  float part_max[Config::kRun];
+  const int num_runs = (count + kRun - 1) / kRun;
+  int run = static_cast<int>(threadIdx.x) / Config::kColumns;
+  const bool adds_runs = run == 0;
+  float4 part[kRun];
+  float part_max[kRun];
   auto load_run = [&]() {
+    if (run >= num_runs) return;
 #pragma unroll
-    for (int i = 0; i < Config::kRun; ++i) {
-      const int64_t s = min(::max(first + i, begin), count - 1);
+    for (int i = 0; i < kRun; ++i) {
+      const int64_t s = min(::max(run * kRun + i, begin), count - 1);
       const float state_max = ml[s * partials.num_rows].x;
-      part_max[i] = s == first + i ? state_max : kMinusInfinity;
-      part[i] = *reinterpret_cast<const float4*>(acc + s * partials.num_rows * kDim + column * 4);
+      part_max[i] = s == run * kRun + i ? state_max : kMinusInfinity;
+      part[i] = *reinterpret_cast<const float4*>(acc + s * partials.num_rows * kDim);
     }
   };
-  if (first < count) load_run();
+  load_run();
 
   // Every warp for itself: maximum and sum over all splits, one split a lane.
+  constexpr int kStates = 4;  // of a lane, loaded together
   const int lane = threadIdx.x % 32;
+  auto each_state = [&](auto use) {
+    for (int first = lane; first < count; first += kStates * 32) {
+      float2 state[kStates];
+#pragma unroll
+      for (int i = 0; i < kStates; ++i) {
+        const int s = first + i * 32;
+        state[i] =
+            s >= begin && s < count ? ml[s * partials.num_rows] : make_float2(kMinusInfinity, 0);
+      }
+#pragma unroll
+      for (int i = 0; i < kStates; ++i) use(state[i]);
+    }
+  };
   float max = kMinusInfinity;
-  for (int s = lane; s < count; s += 32) max = fmaxf(max, state_of(s).x);
+  each_state([&](const float2& state) { max = fmaxf(max, state.x); });
   max = warp_reduce(max, Max{});
   float sum = 0;
-  for (int s = lane; s < count; s += 32) {
-    const float2 state = state_of(s);
+  each_state([&](const float2& state) {
     sum = __fmaf_rn(state.y, weight_of(state.x, max, args.scale_log2), sum);
-  }
+  });
   sum = warp_reduce(sum, Sum{});
 
   float4 total = make_float4(0, 0, 0, 0);
-  while (first < count) {
+  for (int first_run = 0; first_run < num_runs; first_run += Config::kRuns) {
+    const int end_run = min(first_run + Config::kRuns, num_runs);
+    for (; run < end_run; run += Config::kGroups, load_run()) {
+      float4 run_sum = make_float4(0, 0, 0, 0);
 #pragma unroll
-    for (int i = 0; i < Config::kRun; ++i) {
-      const float weight = weight_of(part_max[i], max, args.scale_log2);
-      total.x = __fmaf_rn(part[i].x, weight, total.x);
-      total.y = __fmaf_rn(part[i].y, weight, total.y);
-      total.z = __fmaf_rn(part[i].z, weight, total.z);
-      total.w = __fmaf_rn(part[i].w, weight, total.w);
+      for (int i = 0; i < kRun; ++i) {
+        const float weight = weight_of(part_max[i], max, args.scale_log2);
+        run_sum.x = __fmaf_rn(part[i].x, weight, run_sum.x);
+        run_sum.y = __fmaf_rn(part[i].y, weight, run_sum.y);
+        run_sum.z = __fmaf_rn(part[i].z, weight, run_sum.z);
+        run_sum.w = __fmaf_rn(part[i].w, weight, run_sum.w);
+      }
+      run_sums[run - first_run][thread_column] = run_sum;
     }
-    first += Config::kGroups * Config::kRun;
-    if (first < count) load_run();
+    __syncthreads();
+    for (int i = 0; i < end_run - first_run && adds_runs; ++i) {
+      const float4 run_sum = run_sums[i][thread_column];
+      total.x = __fadd_rn(total.x, run_sum.x);
+      total.y = __fadd_rn(total.y, run_sum.y);
+      total.z = __fadd_rn(total.z, run_sum.z);
+      total.w = __fadd_rn(total.w, run_sum.w);
+    }
+    __syncthreads();
   }
-  group_sum[group][column] = total;
-  __syncthreads();
-  if (group != 0) return;
-#pragma unroll
-  for (int g = 1; g < Config::kGroups; ++g) {
-    const float4 other = group_sum[g][column];
-    total.x = __fadd_rn(total.x, other.x);
-    total.y = __fadd_rn(total.y, other.y);
-    total.z = __fadd_rn(total.z, other.z);
-    total.w = __fadd_rn(total.w, other.w);
-  }
+  if (!adds_runs) return;
   const float inverse = inverse_of(sum);
-  *reinterpret_cast<uint2*>(args.out + row * kDim + column * 4) =
+  *reinterpret_cast<uint2*>(args.out + row * kDim + column) =
       make_uint2(pack2<T>(normalised(total.x, inverse), normalised(total.y, inverse)),
                  pack2<T>(normalised(total.z, inverse), normalised(total.w, inverse)));
 }
@@ -855,8 +900,17 @@ void launch_decode(const Context& ctx, const AttentionParams& params) {
     launch_splits<Few, FewRowsSmem<Few>>(ctx, params, max_splits, attention_few_rows_kernel<Few>);
   }
   if (max_splits == 1) return;
-  launch(ctx, attention_combine_kernel<T, kDim>, dim3(params.num_heads, rows.num_rows),
-         CombineConfig<T, kDim>::kThreads, 0, make_args<T>(params), max_splits);
+  const auto combine = [&](auto config) {
+    using Config = decltype(config);
+    launch(ctx, attention_combine_kernel<Config>,
+           dim3(params.num_heads * Config::kParts, rows.num_rows), Config::kThreads, 0,
+           make_args<T>(params), max_splits);
+  };
+  if (params.num_heads * rows.num_rows < ctx.sm_count) {
+    combine(CombineConfig<T, kDim, 4>{});
+  } else {
+    combine(CombineConfig<T, kDim, 1>{});
+  }
 }
 
 }  // namespace
