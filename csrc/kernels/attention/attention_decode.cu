@@ -756,7 +756,7 @@ struct CombineConfig {
   static constexpr int kParts = kParts_;  // more where rows are too few to fill the chip
   static constexpr int kColumns = kDim / 4 / kParts;
   // Few enough that a chain of products finds room beside it, and fills its ring meanwhile.
-  static constexpr int kThreads = kParts == 1 ? 256 : 128;
+  static constexpr int kThreads = 128;
   static constexpr int kGroups = kThreads / kColumns;
   static constexpr int kRun = 8;
   static constexpr int kRuns = 32;  // of which the sums find room
