@@ -22,7 +22,7 @@ gpu_tests() { "$python" -m pytest -m gpu "$@"; }
 # after some of them, so it leaves out the tests of large_gemm, which has no kernel of ours.
 sanitize_with() {
   local tests=()
-  [ "$1" = racecheck ] && tests=(-k "not large_gemm")
+  [ "$1" = racecheck ] && tests=(-k "not large_gemm and not test_large_rows")
   CPMCU_SMALL=1 PYTEST_TIMEOUT=0 "$sanitizer" --tool "$1" --target-processes all \
     --report-api-errors no --error-exitcode 86 "${@:2}" \
     "$python" -m pytest tests/kernels -m gpu "${tests[@]}" -q -n 4 --dist worksteal
