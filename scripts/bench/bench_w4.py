@@ -1,11 +1,11 @@
 """Times w4_gemm and gemm_chain on the GPU at the shapes of 8B models: a line for each row count.
 
 Single products first, then what follows attention up to the next layer's qkv, norms included, as
-separate launches and as one. Every launch reads another copy of the weights, of which there is more
-than 1 GB, so that nothing is in L2 from the launch before; launches are replayed as one graph. The
-roofline is the read bandwidth that this very run reaches. Where torch is installed, the same
-products in float16 through its cuBLAS are timed likewise, and the geometric mean of the ratios is
-printed for each number of rows.
+separate launches and as one, with weights of 4 bits and of 16. Every launch reads another copy of
+the weights, of which there is more than 1 GB, so that nothing is in L2 from the launch before;
+launches are replayed as one graph. The roofline is the read bandwidth that this very run reaches.
+Where torch is installed, the same products in float16 through its cuBLAS are timed likewise, and
+the geometric mean of the ratios is printed for each number of rows.
 
     python scripts/bench/bench_w4.py [--dtype float16] [--json]
 """
@@ -61,10 +61,16 @@ def weights(ctx: Any, n: int, k: int, copies: int, gated: bool = False) -> list[
     return made
 
 
-def rows_of(ctx: Any, m: int, k: int, dtype: str) -> Any:
-    """Random [m, k]."""
+def dense_weights(ctx: Any, n: int, k: int, copies: int, dtype: str) -> list[Any]:
+    """Random 16-bit weights, one after another in memory."""
+    return [rows_of(ctx, n, k, dtype, 1 / math.sqrt(k)) for _ in range(copies)]
+
+
+def rows_of(ctx: Any, m: int, k: int, dtype: str, scale: float = 1) -> Any:
+    """Random [m, k]; the first 256 rows repeat, which no kernel notices."""
     array = ops.Array(ctx, [m, k], dtype)
-    values = np.random.default_rng(m).standard_normal((m, k)).astype(np.float32)
+    values = np.random.default_rng(m).standard_normal((min(m, 256), k)).astype(np.float32) * scale
+    values = np.resize(values, (m, k))
     bits = values.astype(np.float16) if dtype == "float16" else values.view(np.uint32) >> 16
     array.copy_from(bits if dtype == "float16" else bits.astype(np.uint16))
     return array
@@ -90,51 +96,68 @@ def time_w4(ctx: Any, n: int, k: int, dtype: str) -> dict[int, float]:
 
 
 class Layer:
-    """o, norm, gate and up, down, norm and the next qkv for m rows."""
+    """o, norm, gate and up, down, norm and the next qkv for m rows, of 4 or 16 bits."""
 
-    def __init__(self, ctx: Any, m: int, layers: dict[str, tuple[int, int]], dtype: str) -> None:
+    def __init__(
+        self, ctx: Any, m: int, layers: dict[str, tuple[int, int]], dtype: str, bits: int
+    ) -> None:
         (qkv, hidden), (_, width) = layers["qkv"], layers["down"]
-        self.ctx = ctx
+        self.ctx, self.bits = ctx, bits
         self.x, self.residual = (
             rows_of(ctx, m, layers["o"][1], dtype),
             rows_of(ctx, m, hidden, dtype),
         )
         self.norm = rows_of(ctx, 1, hidden, dtype)
-        self.memory = ops.Array(ctx, [ops.gemm_chain_bytes(m)], "uint8")
+        self.memory = ops.Array(ctx, [max(1, ops.gemm_chain_bytes(m))], "uint8")
         ops.gemm_chain_prepare(ctx, self.memory)
-        self.normed, self.act, self.qkv = (
-            ops.Array(ctx, [m, n], dtype) for n in (hidden, width, qkv)
+        self.normed, self.act, self.qkv, self.gate_up = (
+            ops.Array(ctx, [m, n], dtype) for n in (hidden, width, qkv, 2 * width)
         )
 
     def chained(self, o: Any, gate_up: Any, down: Any, qkv: Any) -> None:
         norm = {"normed": self.normed, "norm_weight": self.norm}
+        gate = {"gated": True, "scratch": self.gate_up} if self.bits == 16 else {}
         links = [
             ops.ChainLink(self.residual, self.x, o, beta=0.5, **norm),
-            ops.ChainLink(self.act, self.normed, gate_up),
+            ops.ChainLink(self.act, self.normed, gate_up, **gate),
             ops.ChainLink(self.residual, self.act, down, beta=0.5, **norm),
             ops.ChainLink(self.qkv, self.normed, qkv),
         ]
         ops.gemm_chain(self.ctx, links, self.memory)
 
     def apart(self, o: Any, gate_up: Any, down: Any, qkv: Any) -> None:
-        ops.w4_gemm(self.ctx, self.residual, self.x, o, beta=0.5)
+        gemm = ops.skinny_gemm if self.bits == 16 else ops.w4_gemm
+        gemm(self.ctx, self.residual, self.x, o, beta=0.5)
         ops.rms_norm(self.ctx, self.normed, self.residual, self.norm, 1e-5)
-        ops.w4_gemm(self.ctx, self.act, self.normed, gate_up)
-        ops.w4_gemm(self.ctx, self.residual, self.act, down, beta=0.5)
+        if self.bits == 16:
+            gemm(self.ctx, self.gate_up, self.normed, gate_up)
+            ops.silu_mul(self.ctx, self.act, self.gate_up)
+        else:
+            gemm(self.ctx, self.act, self.normed, gate_up)
+        gemm(self.ctx, self.residual, self.act, down, beta=0.5)
         ops.rms_norm(self.ctx, self.normed, self.residual, self.norm, 1e-5)
-        ops.w4_gemm(self.ctx, self.qkv, self.normed, qkv)
+        gemm(self.ctx, self.qkv, self.normed, qkv)
+
+
+def bytes_of(shape: tuple[int, int], bits: int) -> float:
+    """Of a matrix [N, K]; scales included."""
+    n, k = shape
+    return n * k * 2 if bits == 16 else n * k / 2 * (1 + 2 / 64)
 
 
 def time_layer(
-    ctx: Any, layers: dict[str, tuple[int, int]], dtype: str
+    ctx: Any, layers: dict[str, tuple[int, int]], dtype: str, bits: int
 ) -> dict[int, tuple[float, float]]:
-    """Microseconds by rows, as one launch and as six."""
-    copies = -(-COLD_BYTES // sum(n * k // 2 for n, k in layers.values()))
+    """Microseconds by rows, as one launch and apart."""
+    copies = math.ceil(COLD_BYTES / sum(bytes_of(shape, bits) for shape in layers.values()))
     names = ("o", "gate_up", "down", "qkv")
-    sets = [weights(ctx, *layers[name], copies, gated=name == "gate_up") for name in names]
+    if bits == 16:
+        sets = [dense_weights(ctx, *layers[name], copies, dtype) for name in names]
+    else:
+        sets = [weights(ctx, *layers[name], copies, gated=name == "gate_up") for name in names]
     times = {}
     for m in ROWS:
-        layer = Layer(ctx, m, layers, dtype)
+        layer = Layer(ctx, m, layers, dtype, bits)
 
         def time(run: Callable[..., None]) -> float:
             def body() -> None:
@@ -201,7 +224,7 @@ def main() -> None:
         for layer, (n, k) in layers.items():
             ours, cublas = time_w4(ctx, n, k, args.dtype), time_cublas(n, k)
             growth.append(ours[64] / ours[1])
-            num_bytes = n * k / 2 * (1 + 2 / 64)  # with scales
+            num_bytes = bytes_of((n, k), 4)
             for m, us in ours.items():
                 result = {"us": us, "gbps": num_bytes / us / 1e3}
                 result["roofline"] = result["gbps"] / peak
@@ -214,16 +237,17 @@ def main() -> None:
                 name = {"model": model, "layer": layer, "m": m, "dtype": args.dtype}
                 sys.stdout.write((json.dumps(name | result) if args.json else line) + "\n")
                 sys.stdout.flush()
-        times = time_layer(ctx, layers, args.dtype)
-        num_bytes = sum(n * k / 2 * (1 + 2 / 64) for n, k in layers.values())
-        for m, (us, apart) in times.items():
-            result = {"us": us, "gbps": num_bytes / us / 1e3, "apart_us": apart}
-            result["roofline"] = result["gbps"] / peak
-            name = {"model": model, "layer": "chain", "m": m, "dtype": args.dtype}
-            line = f"{model:13} {'chain':8} M {m:3} {us:8.2f} µs | {result['gbps']:5.0f} GB/s"
-            line += f" | {result['roofline']:6.1%} of bandwidth"
-            line += f" | {apart:.2f} µs as six launches"
-            sys.stdout.write((json.dumps(name | result) if args.json else line) + "\n")
+        for bits in (4, 16):
+            times = time_layer(ctx, layers, args.dtype, bits)
+            num_bytes = sum(bytes_of(shape, bits) for shape in layers.values())
+            for m, (us, apart) in times.items():
+                result = {"us": us, "gbps": num_bytes / us / 1e3, "apart_us": apart}
+                result["roofline"] = result["gbps"] / peak
+                name = {"model": model, "layer": f"chain {bits}", "m": m, "dtype": args.dtype}
+                line = f"{model:13} {name['layer']:8} M {m:3} {us:8.2f} µs"
+                line += f" | {result['gbps']:5.0f} GB/s | {result['roofline']:6.1%} of bandwidth"
+                line += f" | {apart:.2f} µs launch by launch"
+                sys.stdout.write((json.dumps(name | result) if args.json else line) + "\n")
         if args.json:
             continue
         for m, values in ratios.items():
