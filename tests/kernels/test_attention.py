@@ -18,6 +18,7 @@ from tests.kernels.util import (
     encode,
     get,
     on_devices,
+    on_devices_and_cuda_dtypes,
     on_devices_and_dtypes,
     ops,
     put,
@@ -149,7 +150,7 @@ def test_lengths_around_page_edges(device: str, dtype: str, name: str) -> None:
     Case(step, 4, 2, 64, dtype).check(name, device)
 
 
-@on_devices_and_dtypes
+@on_devices_and_cuda_dtypes
 @pytest.mark.parametrize("lengths", sizes([640], [4095, 4096, 4097], [12287, 12288, 12289],
                                           [28671, 28672, 28673, 61441],
                                           [32766, 32767, 32768, 70001], small=1))  # fmt: skip
@@ -269,7 +270,7 @@ def test_decode_rows_do_not_depend_on_the_batch(
             assert np.array_equal(single[0], together[row]), f"row {row} of sequence {seq}"
 
 
-@on_devices_and_dtypes
+@on_devices_and_cuda_dtypes
 @pytest.mark.parametrize("heads", sizes((4, 1, 64), (3, 1, 128), (2, 1, 256)))
 @pytest.mark.parametrize("count", sizes(1, 9, small=1))
 def test_decode_does_not_depend_on_how_blocks_share_the_cells(
@@ -473,7 +474,7 @@ def test_tree_nodes_equal_plain_decoding(
     check_by_position(device, Case(step, *heads, dtype), rows)
 
 
-@on_devices_and_dtypes
+@on_devices_and_cuda_dtypes
 @pytest.mark.parametrize(
     ("lengths", "heads", "size"),
     sizes(

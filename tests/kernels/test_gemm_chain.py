@@ -15,6 +15,7 @@ from tests.kernels.util import (
     empty,
     get,
     on_devices,
+    on_devices_and_cuda_dtypes,
     on_devices_and_dtypes,
     ops,
     put,
@@ -140,7 +141,7 @@ def inputs(m: int, shape: tuple[int, ...], dtype: str) -> tuple[Floats, Floats]:
 on_bits = pytest.mark.parametrize("bits", [4, 16])
 
 
-@on_devices_and_dtypes
+@on_devices_and_cuda_dtypes
 @on_bits
 @pytest.mark.parametrize("m", sizes(1, 7, 13, 32, 61, 130))
 @pytest.mark.parametrize("shape", SHAPES)
@@ -175,7 +176,7 @@ def test_kinds_of_scales(device: str, dtype: str, kind: dict[str, Any]) -> None:
     assert_close(hidden, layer.links[2].reference(act, attended), KERNELS["normed_gemm"][dtype])
 
 
-@on_devices_and_dtypes
+@on_devices_and_cuda_dtypes
 @on_bits
 @pytest.mark.parametrize("shape", SHAPES[:5])
 def test_rows_do_not_depend_on_the_others(

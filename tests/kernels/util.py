@@ -33,6 +33,12 @@ on_devices_and_dtypes = pytest.mark.parametrize(
     [("cpu", dtype) for dtype in ("float32", "float16", "bfloat16")]
     + [pytest.param("cuda", dtype, marks=GPU) for dtype in ("float16", "bfloat16")],
 )
+# For what takes the CPU long and differs there in nothing but how numbers are stored.
+on_devices_and_cuda_dtypes = pytest.mark.parametrize(
+    ("device", "dtype"),
+    [("cpu", "float32")]
+    + [pytest.param("cuda", dtype, marks=GPU) for dtype in ("float16", "bfloat16")],
+)
 
 
 def sizes(*all_sizes: Any, small: int = 3) -> Sequence[Any]:
