@@ -10,12 +10,11 @@
 //
 // Work: one block of threads on each multiprocessor, all alive until the end. Eight warps multiply,
 // 4 bits as in w4a16_kernel.cuh and 16 bits as they are, one thread feeds weights and another rows
-// of x. A product has tiles of
-// 256 rows of W, and slices of K where tiles are few, so that every block has something. Sums of
-// slices go through global memory: pieces of 16 bytes in a place that holds NaNs of a kind that no
-// instruction makes, so that a piece says itself whether it has come, and nobody counts or fences.
-// The receiver puts the NaNs back. A block adds up the slices of its rows in order, so a row has
-// the same bits whatever else is in the batch.
+// of x. A product has tiles of 256 rows of W, and slices of K where tiles are few, so that every
+// block has something. Sums of slices go through global memory: pieces of 16 bytes in a place that
+// holds NaNs of a kind that no instruction makes, so that a piece says itself whether it has come,
+// and nobody counts or fences. The receiver puts the NaNs back. A block adds up the slices of its
+// rows in order, so a row has the same bits whatever else is in the batch.
 //
 // Norms: the block that finishes a row of y also writes y times the weights of the norm, and adds
 // its squares to a sum in integers, whose order does not matter. The next product multiplies what
@@ -27,7 +26,6 @@
 namespace cpmcu::cuda {
 namespace {
 
-constexpr int kMaxRingStages = 12;
 // Of 228 KB: some is left for what runs when the ring is filled (CombineConfig).
 constexpr int kRingBytes = 221 * 1024;
 constexpr uint32_t kNotYet = 0xFFFFFFFF;  // NaN; instructions make 0x7FFFFFFF
@@ -252,7 +250,7 @@ struct SixteenBits {
 template <typename Product>
 struct Ring {
   static constexpr int kStageBytes = Product::kRowsBytes + Product::kWeightBytes;
-  static constexpr int kStages = std::min(kMaxRingStages, kRingBytes / kStageBytes);
+  static constexpr int kStages = kRingBytes / kStageBytes;
   static constexpr int kBytes = kStages * kStageBytes;
   uint32_t data, barriers;
 
