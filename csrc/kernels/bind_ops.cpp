@@ -209,30 +209,39 @@ void bind_layer_ops(py::module_& m) {
       "ctx"_a, "out"_a, "x"_a, "index"_a, "out_index"_a = SharedArray(), "num_rows"_a = 0,
       "out_width"_a = 0,
       "csrc/kernels/gather_rows.h; out_width: only the first columns of `out` are the output.");
+  py::class_<OpsRotary>(m, "RotaryKv", "See csrc/kernels/rotary_kv.h.")
+      .def(py::init([](SharedArray qkv, SharedArray bias, SharedArray q_norm, SharedArray k_norm,
+                       float norm_eps, SharedArray inv_freq, float attention_scaling,
+                       SharedArray k_cache, SharedArray v_cache, int num_heads, int num_kv_heads,
+                       int head_dim, const OpsRows& rows) {
+             OpsRotary made{{.qkv = tensor_of(qkv),
+                               .bias = tensor_of(bias),
+                               .q_norm = tensor_of(q_norm),
+                               .k_norm = tensor_of(k_norm),
+                               .norm_eps = norm_eps,
+                               .inv_freq = floats(inv_freq),
+                               .attention_scaling = attention_scaling,
+                               .k_cache = tensor_of(k_cache),
+                               .v_cache = tensor_of(v_cache),
+                               .num_heads = num_heads,
+                               .num_kv_heads = num_kv_heads,
+                               .head_dim = head_dim,
+                               .rows = rows.rows},
+                            rows.arrays};
+             for (const SharedArray& array :
+                  {qkv, bias, q_norm, k_norm, inv_freq, k_cache, v_cache}) {
+               made.arrays.push_back(array);
+             }
+             return made;
+           }),
+           py::kw_only(), "qkv"_a, "bias"_a = SharedArray(), "q_norm"_a = SharedArray(),
+           "k_norm"_a = SharedArray(), "norm_eps"_a = 1e-6f, "inv_freq"_a,
+           "attention_scaling"_a = 1.f, "k_cache"_a, "v_cache"_a, "num_heads"_a, "num_kv_heads"_a,
+           "head_dim"_a, "rows"_a);
   m.def(
       "rotary_kv",
-      [](const OpsContext& c, SharedArray qkv, SharedArray bias, SharedArray q_norm,
-         SharedArray k_norm, float norm_eps, SharedArray inv_freq, float attention_scaling,
-         SharedArray k_cache, SharedArray v_cache, int num_heads, int num_kv_heads, int head_dim,
-         const OpsRows& rows) {
-        rotary_kv(c.ctx, {.qkv = tensor_of(qkv),
-                          .bias = tensor_of(bias),
-                          .q_norm = tensor_of(q_norm),
-                          .k_norm = tensor_of(k_norm),
-                          .norm_eps = norm_eps,
-                          .inv_freq = floats(inv_freq),
-                          .attention_scaling = attention_scaling,
-                          .k_cache = tensor_of(k_cache),
-                          .v_cache = tensor_of(v_cache),
-                          .num_heads = num_heads,
-                          .num_kv_heads = num_kv_heads,
-                          .head_dim = head_dim,
-                          .rows = rows.rows});
-      },
-      "ctx"_a, py::kw_only(), "qkv"_a, "bias"_a = SharedArray(), "q_norm"_a = SharedArray(),
-      "k_norm"_a = SharedArray(), "norm_eps"_a = 1e-6f, "inv_freq"_a, "attention_scaling"_a = 1.f,
-      "k_cache"_a, "v_cache"_a, "num_heads"_a, "num_kv_heads"_a, "head_dim"_a, "rows"_a,
-      "csrc/kernels/rotary_kv.h");
+      [](const OpsContext& c, const OpsRotary& rotary) { rotary_kv(c.ctx, rotary.params); },
+      "ctx"_a, "rotary"_a, "csrc/kernels/rotary_kv.h");
 
   const auto bind_gemm = [&m](const char* name, void (*op)(const Context&, const GemmParams&)) {
     m.def(

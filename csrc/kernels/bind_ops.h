@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "core/device.h"
+#include "kernels/rotary_kv.h"
 #include "kernels/step_ops.h"
 #ifdef CPMCU_WITH_CUDA
 #include "kernels/gemm/cublaslt.h"
@@ -147,6 +148,11 @@ inline uint64_t* words(const SharedArray& array) {
 struct OpsState {
   SlotState state;
   std::vector<SharedArray> arrays;
+};
+
+struct OpsRotary {
+  RotaryKvParams params;
+  std::vector<SharedArray> arrays;  // that it needs to stay
 };
 
 void bind_tree_ops(pybind11::module_& ops);  // bind_tree_ops.cpp

@@ -9,18 +9,13 @@
 // dependent loads sequence -> slot -> length -> page. With many rows a group walks over several
 // heads of its row, so sines and cosines are made once for all of them; the arithmetic of a head is
 // the same either way.
-//
-// Sines and cosines: the float32 angle (up to 131072 and beyond) is reduced to half turns in
-// float64, three operations, and goes to sincospif. sincosf would do the same reduction in a slow
-// path with an array in local memory.
-#include "kernels/rotary_kv.h"
+#include "kernels/rotary.cuh"
 
 #include <algorithm>
 
 #include "core/launch.h"
 #include "core/ptx.cuh"
 #include "core/vec.cuh"
-#include "kernels/launch_checks.h"
 
 namespace cpmcu::cuda {
 namespace {
@@ -103,21 +98,9 @@ __device__ __forceinline__ void normalize(HeadPart& x, const HeadPart& weight, f
   }
 }
 
-// Right for any float32 angle whose number of half turns is below 2^31.
-__device__ __forceinline__ void sin_cos(float angle, float* sine, float* cosine) {
-  constexpr double kHalfTurns = 0.31830988618379067;  // 1 / pi
-  const double turns = static_cast<double>(angle) * kHalfTurns;
-  sincospif(static_cast<float>(fma(-2.0, rint(turns * 0.5), turns)), sine, cosine);
-}
-
-__device__ __forceinline__ void rotate(HeadPart& x, const float (&cosines)[8],
-                                       const float (&sines)[8]) {
+__device__ __forceinline__ void rotate_part(HeadPart& x, const Rotation (&by)[8]) {
 #pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    const float low = x.low[i], high = x.high[i];
-    x.low[i] = low * cosines[i] - high * sines[i];
-    x.high[i] = high * cosines[i] + low * sines[i];
-  }
+  for (int i = 0; i < 8; ++i) rotate(x.low[i], x.high[i], by[i]);
 }
 
 // Grid: (T, parts of a row's heads). Heads lie q, k, v.
@@ -145,14 +128,12 @@ __global__ void __launch_bounds__(kThreads)
   const int num_qk_heads = args.num_heads + args.num_kv_heads;
   const int num_all_heads = num_qk_heads + args.num_kv_heads;
   const int first_head = blockIdx.y * kGroups + threadIdx.x / kLanes;
-  float cosines[8], sines[8];
+  Rotation rotations[8];
   if (first_head < num_qk_heads) {
     const float position = static_cast<float>(rows.positions[row]);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      sin_cos(position * inv_freq[i], &sines[i], &cosines[i]);
-      cosines[i] *= args.attention_scaling;
-      sines[i] *= args.attention_scaling;
+      rotations[i] = rotation_by(position * inv_freq[i], args.attention_scaling);
     }
   }
 
@@ -167,7 +148,7 @@ __global__ void __launch_bounds__(kThreads)
     if (!is_v && norm != nullptr) {
       normalize<kLanes>(x, load_part<T, kDim>(norm, at), args.norm_eps, group_mask);
     }
-    if (!is_v) rotate(x, cosines, sines);
+    if (!is_v) rotate_part(x, rotations);
 
     T* out = qkv_row + head * kDim;
     if (!is_q) {
@@ -196,27 +177,6 @@ RotaryKvArgs<T> make_args(const RotaryKvParams& p) {
           .rows = p.rows};
 }
 
-void check(const RotaryKvParams& p) {
-  const int64_t num_columns = (p.num_heads + 2 * int64_t{p.num_kv_heads}) * p.head_dim;
-  check_rows("rotary_kv", "qkv", p.qkv);
-  CHECK(p.qkv.size(0) >= p.rows.num_rows && p.qkv.size(1) == num_columns,
-        "rotary_kv: qkv is {}, expected {} rows of {} columns", p.qkv.shape_text(), p.rows.num_rows,
-        num_columns);
-  const DType dtype = p.qkv.dtype();
-  if (!p.bias.empty()) check_vector("rotary_kv", "bias", p.bias, dtype, num_columns);
-  if (!p.q_norm.empty()) check_vector("rotary_kv", "q_norm", p.q_norm, dtype, p.head_dim);
-  if (!p.k_norm.empty()) check_vector("rotary_kv", "k_norm", p.k_norm, dtype, p.head_dim);
-  for (const Tensor& cache : {p.k_cache, p.v_cache}) {
-    CHECK(cache.dtype() == dtype && cache.num_dims() == 4 && cache.size(1) == p.num_kv_heads &&
-              cache.size(2) == kPageSize && cache.size(3) == p.head_dim &&
-              is_aligned16(cache.data()),
-          "rotary_kv: a cache is {} {}, expected {} [pages, {}, {}, {}]", name_of(cache.dtype()),
-          cache.shape_text(), name_of(dtype), p.num_kv_heads, kPageSize, p.head_dim);
-  }
-  CHECK(p.inv_freq != nullptr && is_aligned16(p.inv_freq),
-        "rotary_kv: inv_freq is missing or not aligned to 16 bytes");
-}
-
 }  // namespace
 
 // ---- launchers
@@ -224,7 +184,7 @@ void check(const RotaryKvParams& p) {
 // Graph-safe; reads from the device: positions, row_seqs, seq_slots, seq_row_begin, slot_lengths,
 // page_table.
 void rotary_kv(const Context& ctx, const RotaryKvParams& p) {
-  check(p);
+  check_rotary_kv(p);
   const int num_rows = p.rows.num_rows;
   if (num_rows == 0) return;
   dispatch_int<64, 128, 256>("rotary_kv: head_dim", p.head_dim, [&](auto dim) {

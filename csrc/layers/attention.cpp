@@ -7,6 +7,7 @@
 #include "layers/block.h"
 #include "layers/rotary.h"
 #include "linear/linear.h"
+#include "linear/product_queue.h"
 
 namespace cpmcu {
 namespace {
@@ -105,19 +106,20 @@ class AttentionBlock : public Block {
     const Tensor qkv = qkv_buffer_.rows(0, step.rows.num_rows);
     const Tensor out = out_buffer_.rows(0, step.rows.num_rows);
     qkv_->forward(ctx, step.phase, qkv, x, 1, 0);
-    rotary_kv(ctx, {.qkv = qkv,
-                    .bias = bias_,
-                    .q_norm = q_norm_,
-                    .k_norm = k_norm_,
-                    .norm_eps = spec_.rms_norm_eps,
-                    .inv_freq = rotary_.inv_freq(),
-                    .attention_scaling = spec_.rope_attention_scaling,
-                    .k_cache = cache.keys(layer_),
-                    .v_cache = cache.values(layer_),
-                    .num_heads = spec_.num_attention_heads,
-                    .num_kv_heads = spec_.num_key_value_heads,
-                    .head_dim = spec_.head_dim,
-                    .rows = step.rows});
+    const RotaryKvParams rotary{.qkv = qkv,
+                                .bias = bias_,
+                                .q_norm = q_norm_,
+                                .k_norm = k_norm_,
+                                .norm_eps = spec_.rms_norm_eps,
+                                .inv_freq = rotary_.inv_freq(),
+                                .attention_scaling = spec_.rope_attention_scaling,
+                                .k_cache = cache.keys(layer_),
+                                .v_cache = cache.values(layer_),
+                                .num_heads = spec_.num_attention_heads,
+                                .num_kv_heads = spec_.num_key_value_heads,
+                                .head_dim = spec_.head_dim,
+                                .rows = step.rows};
+    if (ctx.products == nullptr || !ctx.products->push(rotary)) rotary_kv(ctx, rotary);
     const AttentionParams params{.out = out,
                                  .qkv = qkv,
                                  .k_cache = cache.keys(layer_),

@@ -16,7 +16,7 @@ bool ProductQueue::push(const ChainLink& link, const Tensor& memory) {
     // Who waits for the rows of y wants them as they are now.
     if (!alike || links_.size() == kMaxChainLinks || (!after_.empty() && link.beta != 0)) flush();
   }
-  if (!norm_.out.empty() && norm_.out.data() != link.x.data()) flush();
+  if (!rotary_.qkv.empty() || (!norm_.out.empty() && norm_.out.data() != link.x.data())) flush();
   if (!norm_.out.empty()) {
     ChainLink& last = links_.back();
     last.normed = norm_.out, last.norm_weight = norm_.weight, last.norm_eps = norm_.eps;
@@ -28,7 +28,8 @@ bool ProductQueue::push(const ChainLink& link, const Tensor& memory) {
 }
 
 bool ProductQueue::push(const RmsNormParams& norm) {
-  if (links_.empty() || !norm_.out.empty() || norm.out_stride != 0 || norm.index) {
+  if (links_.empty() || !norm_.out.empty() || !rotary_.qkv.empty() || norm.out_stride != 0 ||
+      norm.index) {
     return false;
   }
   const ChainLink& last = links_.back();
@@ -39,13 +40,23 @@ bool ProductQueue::push(const RmsNormParams& norm) {
   return true;
 }
 
+bool ProductQueue::push(const RotaryKvParams& rotary) {
+  if (links_.empty() || !norm_.out.empty() || !can_follow_chain(rotary)) return false;
+  const ChainLink& last = links_.back();
+  if (last.y.data() != rotary.qkv.data() || last.is_gated() || last.beta != 0) return false;
+  rotary_ = rotary;
+  return true;
+}
+
 void ProductQueue::then(std::function<void()> launch) {
   links_.empty() ? launch() : after_.push_back(std::move(launch));
 }
 
 void ProductQueue::flush() {
   if (links_.empty()) return;
-  const ChainParams chain{.links = std::exchange(links_, {}), .memory = memory_};
+  const ChainParams chain{.links = std::exchange(links_, {}),
+                          .rotary = std::exchange(rotary_, {}),
+                          .memory = memory_};
   const RmsNormParams norm = std::exchange(norm_, {});
   const auto after = std::exchange(after_, {});
   gemm_chain(plain_, chain);

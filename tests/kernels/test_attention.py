@@ -414,11 +414,11 @@ def test_levels_equal_one_launch(
         for begin, end in pairwise(edges):
             index, rows = level_rows(step, device, begin, end)
             qkv = put(device, case.qkv[index], dtype)
-            ops.rotary_kv(
-                context(device), qkv=qkv, inv_freq=inv_freq, k_cache=k, v_cache=v,
-                num_heads=case.num_heads, num_kv_heads=case.num_kv_heads, head_dim=case.head_dim,
-                rows=rows,
+            rotary = ops.RotaryKv(
+                qkv=qkv, inv_freq=inv_freq, k_cache=k, v_cache=v, num_heads=case.num_heads,
+                num_kv_heads=case.num_kv_heads, head_dim=case.head_dim, rows=rows,
             )  # fmt: skip
+            ops.rotary_kv(context(device), rotary)
             result[index] = case.launch(name, device, qkv, k, v, rows).numpy()
         return result, k.numpy(), v.numpy()
 

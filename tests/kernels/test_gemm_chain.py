@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,9 +12,11 @@ import pytest
 
 from tests.kernels.util import (
     Floats,
+    Step,
     context,
     empty,
     get,
+    inv_freq_of,
     on_devices,
     on_devices_and_cuda_dtypes,
     on_devices_and_dtypes,
@@ -109,9 +112,11 @@ class Layer:
         self.memory = empty(device, [max(1, ops.gemm_chain_bytes(64))], "uint8")
         ops.gemm_chain_prepare(context(device), self.memory)
 
-    def run(self, x: Floats, residual: Floats, count: int) -> list[Floats]:
+    def run(
+        self, x: Floats, residual: Floats, count: int, rotary: Callable[[Any], Any] | None = None
+    ) -> list[Floats]:
         """The first `count` links; what each of them wrote last, y of the first being `residual`
-        before."""
+        before. `rotary` makes, of the last y, what follows it."""
         m, dtype, device = len(x), self.dtype, self.device
         residuals = put(device, residual, dtype)
         normed = empty(device, residual.shape, dtype)
@@ -129,7 +134,8 @@ class Layer:
             )
             outputs.append(y)
             taken = normed if norm else y
-        ops.gemm_chain(context(device), links, self.memory)
+        follows = None if rotary is None else rotary(outputs[-1])
+        ops.gemm_chain(context(device), links, self.memory, follows)
         return [get(y) for y in outputs]
 
 
@@ -193,6 +199,53 @@ def test_rows_do_not_depend_on_the_others(
     more = layer.run(np.concatenate([x[:1], x]), np.concatenate([residual[:1], residual]), 4)
     for part, whole in zip(more, full):
         assert np.array_equal(part[1:], whole)
+
+
+@on_devices_and_cuda_dtypes
+@on_bits
+@pytest.mark.parametrize("m", sizes(1, 13, 32, 64, 130))
+@pytest.mark.parametrize(
+    ("heads", "bias"),
+    sizes(((4, 2, 64), True), ((7, 1, 64), False), ((16, 2, 128), False), ((3, 1, 128), True),
+          ((2, 1, 256), False), ((8, 8, 256), True)),
+)  # fmt: skip
+def test_rotary_behind_the_last_link(
+    device: str, dtype: str, heads: tuple[int, int, int], bias: bool, m: int, bits: int
+) -> None:
+    """The bits of rotary_kv by itself, in the cache as well."""
+    num_heads, num_kv, dim = heads
+    width = (num_heads + 2 * num_kv) * dim
+    layer = Layer((136, 264, 200, width), dtype, bits)
+    layer.put(device)
+    x, residual = inputs(m, (136, 264), dtype)
+    counts = [count for count in (m // 3, m // 3, m - m // 3 * 2) if count]
+    step = Step(lengths=[0, 63, 1000][-len(counts) :], counts=counts)
+    step.positions = np.random.default_rng(m).integers(0, 100_000, m)
+    biases = rounded(np.random.default_rng(1).standard_normal(width), dtype)
+    cache = rounded(
+        np.random.default_rng(2).standard_normal((2, step.num_pages, num_kv, 64, dim)), dtype
+    )
+
+    def run(chained: bool) -> list[Floats]:
+        k, v = (put(device, part, dtype) for part in cache)
+
+        def rotary(qkv: Any) -> Any:
+            return ops.RotaryKv(
+                qkv=qkv, bias=put(device, biases, dtype) if bias else None, k_cache=k, v_cache=v,
+                inv_freq=put(device, inv_freq_of(dim)), attention_scaling=1.19,
+                num_heads=num_heads, num_kv_heads=num_kv, head_dim=dim, rows=step.rows(device),
+            )  # fmt: skip
+
+        if chained:
+            qkv = layer.run(x, residual, 4, rotary)[-1]
+        else:
+            stored = put(device, layer.run(x, residual, 4)[-1], dtype)
+            ops.rotary_kv(context(device), rotary(stored))
+            qkv = get(stored)
+        return [qkv[:, : num_heads * dim], get(k), get(v)]
+
+    for chained, alone in zip(run(True), run(False)):
+        assert np.array_equal(chained, alone)
 
 
 @on_devices
@@ -269,6 +322,14 @@ def test_bad_chains(device: str) -> None:
     narrow = ops.ChainLink(y, put(device, x[:, :8], "float16"), dense)
     with pytest.raises(ValueError, match="does not fit"):
         ops.gemm_chain(ctx, [narrow], layer.memory)
+    step = Step(lengths=[0], counts=[2])
+    cache = put(device, np.zeros((step.num_pages, 1, 64, 64)), "float16")
+    rotary = ops.RotaryKv(
+        qkv=y, k_cache=cache, v_cache=cache, inv_freq=put(device, inv_freq_of(64)), num_heads=1,
+        num_kv_heads=1, head_dim=64, rows=step.rows(device), q_norm=put(device, np.ones(64)),
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="2 rows of 64 dimensions does not fit behind a link"):
+        ops.gemm_chain(ctx, [fine], layer.memory, rotary)
     if device == "cuda":
         with pytest.raises(ValueError, match="5 bytes of memory, expected"):
             ops.gemm_chain(ctx, [fine], empty(device, [5], "uint8"))

@@ -9,6 +9,7 @@ from tests.kernels.util import (
     Step,
     context,
     get,
+    inv_freq_of,
     on_devices,
     on_devices_and_dtypes,
     ops,
@@ -21,10 +22,6 @@ from tests.reference import ops as reference
 from tests.tolerances import KERNELS, assert_close
 
 HEADS = sizes((1, 1, 64), (4, 2, 128), (7, 1, 64), (16, 2, 128), (2, 2, 256), (3, 1, 80))
-
-
-def inv_freq_of(head_dim: int, theta: float = 1e4) -> np.ndarray:
-    return (theta ** (-np.arange(0, head_dim, 2) / head_dim)).astype(np.float32)
 
 
 def check_step(
@@ -63,12 +60,13 @@ def check_step(
             return None if values is None else put(device, values, dtype)
 
         arrays = [put(device, a, dtype) for a in (qkv, k_before, v_before)]
-        ops.rotary_kv(
-            context(device), qkv=arrays[0], k_cache=arrays[1], v_cache=arrays[2],
-            bias=optional(biases), q_norm=optional(q_norm), k_norm=optional(k_norm), norm_eps=eps,
+        rotary = ops.RotaryKv(
+            qkv=arrays[0], k_cache=arrays[1], v_cache=arrays[2], bias=optional(biases),
+            q_norm=optional(q_norm), k_norm=optional(k_norm), norm_eps=eps,
             inv_freq=put(device, inv_freq), attention_scaling=scaling, num_heads=num_heads,
             num_kv_heads=num_kv, head_dim=dim, rows=step.rows(device),
         )  # fmt: skip
+        ops.rotary_kv(context(device), rotary)
         return [get(array) for array in arrays]
 
     results = run(device)
@@ -125,9 +123,10 @@ def test_prefill_chunk(device: str, dtype: str) -> None:
 def test_qkv_must_have_all_heads(device: str) -> None:
     step = Step(lengths=[0], counts=[1])
     cache = put(device, np.zeros((step.num_pages, 1, 64, 64)), "float16")
+    rotary = ops.RotaryKv(
+        qkv=put(device, np.zeros((1, 128)), "float16"), k_cache=cache, v_cache=cache,
+        inv_freq=put(device, inv_freq_of(64)), num_heads=1, num_kv_heads=1, head_dim=64,
+        rows=step.rows(device),
+    )  # fmt: skip
     with pytest.raises(ValueError, match="128"):
-        ops.rotary_kv(
-            context(device), qkv=put(device, np.zeros((1, 128)), "float16"), k_cache=cache,
-            v_cache=cache, inv_freq=put(device, inv_freq_of(64)), num_heads=1, num_kv_heads=1,
-            head_dim=64, rows=step.rows(device),
-        )  # fmt: skip
+        ops.rotary_kv(context(device), rotary)

@@ -195,6 +195,10 @@ class Step:
         )
 
 
+def inv_freq_of(head_dim: int, theta: float = 1e4) -> npt.NDArray[np.float32]:
+    return (theta ** (-np.arange(0, head_dim, 2) / head_dim)).astype(np.float32)
+
+
 def random_tree(rng: np.random.Generator, size: int) -> npt.NDArray[np.uint64]:
     """Ancestor masks of a random tree: a row sees itself and its ancestors."""
     masks = [1]

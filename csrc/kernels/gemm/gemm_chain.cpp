@@ -37,6 +37,11 @@ void gemm_chain_prepare([[maybe_unused]] const Context& ctx,
 #endif
 }
 
+bool can_follow_chain(const RotaryKvParams& rotary) {
+  const int dim = rotary.head_dim;
+  return rotary.q_norm.empty() && rotary.k_norm.empty() && dim >= 64 && kW4BlockRows % dim == 0;
+}
+
 namespace {
 
 // What both kinds of weights are asked for.
@@ -76,6 +81,12 @@ void check_chain(const ChainParams& p) {
           "N weights, and that the next link reads it",
           i, link.normed.shape_text(), link.norm_weight.shape_text());
   }
+  if (p.rotary.qkv.empty()) return;
+  const ChainLink& last = p.links.back();
+  CHECK(p.rotary.qkv.data() == last.y.data() && p.rotary.rows.num_rows == last.y.size(0) &&
+            !last.is_gated() && last.beta == 0 && can_follow_chain(p.rotary),
+        "gemm_chain: rotary_kv of {} rows of {} dimensions does not fit behind a link of y {}",
+        p.rotary.rows.num_rows, p.rotary.head_dim, last.y.shape_text());
 }
 
 void multiply(const Context& ctx, const ChainLink& link) {
@@ -108,6 +119,7 @@ void gemm_chain(const Context& ctx, const ChainParams& params) {
     rms_norm(ctx,
              {.out = link.normed, .x = link.y, .weight = link.norm_weight, .eps = link.norm_eps});
   }
+  if (!params.rotary.qkv.empty()) rotary_kv(ctx, params.rotary);
 }
 
 }  // namespace cpmcu

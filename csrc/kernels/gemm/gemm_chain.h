@@ -4,6 +4,8 @@
 // Link i: y = alpha * x W^T + beta * y as in w4_gemm or skinny_gemm. With a norm, `normed` then
 // stands for the rows of y, RMS-normed: the next link multiplies it, and what the memory holds
 // afterwards is not said. W has 4 bits in all links (one digit) or 16 in all; y has x's dtype.
+// The last y may be the qkv of rotary_kv, which then follows with the same bits; of this y only
+// what rotary_kv writes is said.
 //
 // The blocks of the kernel wait for one another, so all of them must find room: only one such
 // launch may run on a device at a time (engine/graph_runner.h sees to it within a process), and the
@@ -15,6 +17,7 @@
 #include <vector>
 
 #include "kernels/gemm/w4a16.h"
+#include "kernels/rotary_kv.h"
 
 namespace cpmcu {
 
@@ -40,8 +43,12 @@ struct ChainLink {
   int64_t stored_rows() const { return is_dense() ? w.size(0) : w4.n; }
 };
 
+// Whether rotary_kv may follow a chain: no norms, heads of 64, 128 or 256.
+bool can_follow_chain(const RotaryKvParams& rotary);
+
 struct ChainParams {
   std::vector<ChainLink> links;  // 1 to kMaxChainLinks
+  RotaryKvParams rotary{};       // behind the last; its qkv empty: none
   Tensor memory;                 // [gemm_chain_bytes] uint8, prepared once by gemm_chain_prepare
 };
 

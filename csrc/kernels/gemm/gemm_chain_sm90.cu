@@ -19,9 +19,13 @@
 // Norms: the block that finishes a row of y also writes y times the weights of the norm, and adds
 // its squares to a sum in integers, whose order does not matter. The next product multiplies what
 // was written and divides its own sums by the root of the mean square, once a row.
+//
+// Rotary: who adds up the last product does so for both elements that RoPE turns against each
+// other, bias and all, and writes keys and values to the cache.
 #include "kernels/gemm/gemm_chain.h"
 
 #include "kernels/gemm/w4a16_wgmma.cuh"
+#include "kernels/rotary.cuh"
 
 namespace cpmcu::cuda {
 namespace {
@@ -68,11 +72,26 @@ struct alignas(64) Link {
   int block_bytes;
   int slices, slice_blocks, longer_slices;
   int units;  // blocks of threads that have something to do
+  // Between the two times 16 stored rows that are added up together, in 16s: 1, or half a head if
+  // rotary_kv follows.
+  int apart = 1;
   bool bf16_scales, gated;
+};
+
+// rotary_kv behind the last link.
+struct Rotary {
+  void* k_cache;
+  void* v_cache;
+  const void* bias;
+  const float* inv_freq;
+  float attention_scaling;
+  int num_heads, num_kv_heads;
+  StepRows rows;
 };
 
 struct ChainArgs {
   Link links[kMaxChainLinks];
+  Rotary rotary;
   ChainState* state;
   char* pieces;  // [units][slabs][groups][tiles of 16 rows][lanes] of 16 bytes
   int num_links, m;
@@ -106,6 +125,36 @@ __device__ __forceinline__ T bounded(float v) {
 __device__ __forceinline__ float silu_product(float gate, float up) {
   return gate / (1.0f + expf(-gate)) * up;
 }
+
+// What rotary_kv needs to know of two rows of x and of elements `dim`, dim + 8 of a head and those
+// half a head behind them.
+struct Turn {
+  Rotation rotations[2][2];  // of row and dim
+  int cells[2];              // [pages, 64]
+
+  // What it reads was complete before the pass.
+  __device__ __forceinline__ void load(const Rotary& rotary, int row, int m, int dim,
+                                       bool is_value) {
+    const StepRows& rows = rotary.rows;
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      if (row + j >= m) continue;
+      const int seq = rows.row_seqs[row + j], slot = rows.seq_slots[seq];
+      const int cell =
+          rows.slot_lengths[slot] + rows.first_row + row + j - rows.seq_row_begin[seq];
+      cells[j] = rows.page_table[static_cast<int64_t>(slot) * rows.max_pages + cell / kPageSize] *
+                     kPageSize +
+                 cell % kPageSize;
+      if (is_value) continue;
+      const float position = static_cast<float>(rows.positions[row + j]);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        rotations[j][half] =
+            rotation_by(position * rotary.inv_freq[dim + half * 8], rotary.attention_scaling);
+      }
+    }
+  }
+};
 
 // A place in the ring that goes round, and the parity of its barriers' phase.
 struct Stage {
@@ -394,6 +443,9 @@ __global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<Product::kGroups
     const Product product(link);
     T* const y = static_cast<T*>(link.y);
     const bool alone = link.slices == 1 && link.gated;  // sums go to y as they are
+    const bool rotated = link.apart > 1;
+    // What it needs was there before the pass; from 64 rows on there are too few registers.
+    const bool turns_early = kGroups < 8 && rotated;
     // The slabs (32 rows of W each) of a tile whose sums this block adds up.
     const int slice = blockIdx.x % link.slices;
     const int first_slab = (kWarps * slice + link.slices - 1) / link.slices;
@@ -402,18 +454,25 @@ __global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<Product::kGroups
 #pragma unroll 1
     for (int tile = share.tile; tile < link.tiles; tile += gridDim.x) {
       const int n0 = tile * kW4BlockRows;
-      // An item is a slab and 8 rows of x, done by a warp: a lane has rows row, row + 1 and stored
-      // rows n, n + 8, n + 16, n + 24. Its y, and the norm's weights, are asked for long before
-      // they are needed.
+      // An item is two times 16 stored rows and 8 rows of x, done by a warp: a lane has rows row,
+      // row + 1 and stored rows n, n + 8 of both. Their y, the norm's or rotary's weights, and
+      // rotary's angles are asked for long before they are needed.
       T old[2][4], weight[2][2];
+      Turn turns;
+      // Of the 16s of a tile, the first of an item's two.
+      const auto first_sixteen = [&](int item) {
+        const int slab = first_slab + item / kGroups;
+        return 2 * slab - (slab & (link.apart - 1));
+      };
       const auto load_item = [&](int item) {
-        const int row = item % kGroups * 8 + q2, n = n0 + (first_slab + item / kGroups) * 32 + g;
+        const int row = item % kGroups * 8 + q2, n = n0 + first_sixteen(item) * 16 + g;
+        const void* weights = rotated ? args.rotary.bias : link.norm_weight;
 #pragma unroll
         for (int eight = 0; eight < 4; ++eight) {
-          const int at = n + eight * 8;
+          const int at = n + eight / 2 * link.apart * 16 + eight % 2 * 8;
           if (at >= link.n) continue;
-          if (link.normed != nullptr) {
-            weight[eight / 2][eight % 2] = static_cast<const T*>(link.norm_weight)[at];
+          if (weights != nullptr) {
+            weight[eight / 2][eight % 2] = static_cast<const T*>(weights)[at];
           }
 #pragma unroll
           for (int j = 0; j < 2; ++j) {
@@ -422,8 +481,14 @@ __global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<Product::kGroups
             }
           }
         }
+        if (rotated) {
+          const int dim = link.apart * 32, head = n / dim;
+          turns.load(args.rotary, row, args.m, n % dim,
+                     head >= args.rotary.num_heads + args.rotary.num_kv_heads);
+        }
       };
 
+      if (turns_early && warp < num_items) load_item(warp);
       ptx::mbarrier_wait(ring.rows_in(stage), stage.parity);  // so the links before have arrived
       ExactSum squares_of_x{};
       const auto prefetch = [&] {
@@ -431,7 +496,7 @@ __global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<Product::kGroups
           const ExactSum& sum = args.state->squares[turn][i - 1][threadIdx.x];
           squares_of_x = {__ldcg(&sum.high), __ldcg(&sum.low)};
         }
-        if (!alone && warp < num_items) load_item(warp);
+        if (!alone && !rotated && warp < num_items) load_item(warp);
       };
       if constexpr (kGroups < 8) prefetch();  // else there are too few registers
 
@@ -494,9 +559,14 @@ __global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<Product::kGroups
       ptx::named_barrier<1, kThreads>();  // row_scales
 #pragma unroll 1
       for (int item = warp; item < num_items; item += kWarps) {
-        if (item != warp) load_item(item);
-        const int row = item % kGroups * 8 + q2, n = n0 + (first_slab + item / kGroups) * 32 + g;
-        char* const from = pieces + (first_slab * kGroups + item) * 1024;
+        if (item != warp || (rotated && !turns_early)) load_item(item);
+        const int row = item % kGroups * 8 + q2, sixteen = first_sixteen(item);
+        const int n = n0 + sixteen * 16 + g;
+        const auto piece_of = [&](int t) {
+          const int at = sixteen + t * link.apart;
+          return pieces + ((at / 2 * kGroups + item % kGroups) * 2 + at % 2) * 512;
+        };
+        char* const from[2] = {piece_of(0), piece_of(1)};
         float sum[2][4] = {};
         if (row < args.m) {
           uint4 v[8][2];
@@ -505,7 +575,7 @@ __global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<Product::kGroups
             for (int s = 0; s < 8; ++s) {
 #pragma unroll
               for (int t = 0; t < 2; ++t) {
-                if (s < link.slices) f(v[s][t], t, from + s * kPieces * 16 + t * 512);
+                if (s < link.slices) f(v[s][t], t, from[t] + s * kPieces * 16);
               }
             }
           };
@@ -525,6 +595,39 @@ __global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<Product::kGroups
           });
         }
         __syncwarp();
+        if (rotated) {
+          if (n >= link.n) continue;
+          const Rotary& rotary = args.rotary;
+          const int dims = link.apart * 32, head = n / dims, dim = n % dims;
+          const int kv_head = head - rotary.num_heads;
+          const bool is_value = kv_head >= rotary.num_kv_heads;
+#pragma unroll
+          for (int j = 0; j < 2; ++j) {
+            if (row + j >= args.m) continue;
+            T* to = y + int64_t{row + j} * link.n + n;
+            if (kv_head >= 0) {
+              const int64_t page = turns.cells[j] / kPageSize;
+              const int in_page = turns.cells[j] % kPageSize;
+              const int64_t at = page * rotary.num_kv_heads + kv_head % rotary.num_kv_heads;
+              to = static_cast<T*>(is_value ? rotary.v_cache : rotary.k_cache) +
+                   (at * kPageSize + in_page) * dims + dim;
+            }
+            const float scale = row_scales[row + j];
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+              float x[2];
+#pragma unroll
+              for (int t = 0; t < 2; ++t) {
+                x[t] = to_float(finished(link, scale, sum[t][half * 2 + j], T()));
+                if (rotary.bias != nullptr) x[t] += to_float(weight[t][half]);
+              }
+              if (!is_value) rotate(x[0], x[1], turns.rotations[j][half]);
+              to[half * 8] = from_float<T>(x[0]);
+              to[dims / 2 + half * 8] = from_float<T>(x[1]);
+            }
+          }
+          continue;
+        }
         float squares[2] = {};
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
@@ -578,6 +681,21 @@ __global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<Product::kGroups
 // As many as find a block of threads each.
 int slices_of(const Link& link, int blocks) {
   return std::clamp(blocks / link.tiles, 1, std::min(kWarps, link.k_blocks));
+}
+
+Rotary make_rotary(const RotaryKvParams& from, int64_t first_row) {
+  Rotary rotary{.k_cache = from.k_cache.data(),
+                .v_cache = from.v_cache.data(),
+                .bias = from.bias.data(),
+                .inv_freq = from.inv_freq,
+                .attention_scaling = from.attention_scaling,
+                .num_heads = from.num_heads,
+                .num_kv_heads = from.num_kv_heads,
+                .rows = from.rows};
+  rotary.rows.positions += first_row;
+  rotary.rows.row_seqs += first_row;
+  rotary.rows.first_row += static_cast<int>(first_row);
+  return rotary;
 }
 
 Link make_link(const ChainLink& from, const ChainLink* before, const Tensor& y, const Tensor& x,
@@ -643,6 +761,7 @@ void gemm_chain_sm90(const Context& ctx, const ChainParams& p) {
         "gemm_chain: {} bytes of memory, expected {} for {} rows", p.memory.num_bytes(),
         gemm_chain_bytes(num_rows), num_rows);
   const int blocks = std::min(ctx.sm_count, kMaxChainBlocks);
+  if (!p.rotary.qkv.empty()) check_rotary_kv(p.rotary);
   bool zeros = false;
   for (const ChainLink& link : p.links) zeros |= link.w4.zero_points;
   for (int64_t row = 0; row < num_rows; row += kMaxRows) {
@@ -657,6 +776,10 @@ void gemm_chain_sm90(const Context& ctx, const ChainParams& p) {
       const Tensor normed = link.normed.empty() ? Tensor() : link.normed.rows(row, m);
       args.links[i] = make_link(link, i > 0 ? &p.links[i - 1] : nullptr, link.y.rows(row, m),
                                 link.x.rows(row, m), normed, groups, blocks);
+    }
+    if (!p.rotary.qkv.empty()) {
+      args.rotary = make_rotary(p.rotary, row);
+      args.links[p.links.size() - 1].apart = p.rotary.head_dim / 32;
     }
     dispatch_half(p.links.front().x.dtype(), [&](auto t) {
       using T = decltype(t);

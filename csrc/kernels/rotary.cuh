@@ -1,0 +1,55 @@
+// The arithmetic of rotary_kv.h, for kernels that do it: the same bits in all of them.
+//
+// Sines and cosines: the float32 angle (up to 131072 and beyond) is reduced to half turns in
+// float64, three operations, and goes to sincospif. sincosf would do the same reduction in a slow
+// path with an array in local memory.
+#pragma once
+
+#include "kernels/launch_checks.h"
+#include "kernels/rotary_kv.h"
+
+namespace cpmcu::cuda {
+
+struct Rotation {
+  float cosine, sine;
+};
+
+// Right for any float32 angle whose number of half turns is below 2^31.
+__device__ __forceinline__ Rotation rotation_by(float angle, float attention_scaling) {
+  constexpr double kHalfTurns = 0.31830988618379067;  // 1 / pi
+  const double turns = static_cast<double>(angle) * kHalfTurns;
+  Rotation by;
+  sincospif(static_cast<float>(fma(-2.0, rint(turns * 0.5), turns)), &by.sine, &by.cosine);
+  return {.cosine = __fmul_rn(by.cosine, attention_scaling),
+          .sine = __fmul_rn(by.sine, attention_scaling)};
+}
+
+// Elements i and i + D / 2 of a head.
+__device__ __forceinline__ void rotate(float& low, float& high, const Rotation& by) {
+  const float old_low = low;
+  low = __fmaf_rn(low, by.cosine, -__fmul_rn(high, by.sine));
+  high = __fmaf_rn(high, by.cosine, __fmul_rn(old_low, by.sine));
+}
+
+inline void check_rotary_kv(const RotaryKvParams& p) {
+  const int64_t num_columns = (p.num_heads + 2 * int64_t{p.num_kv_heads}) * p.head_dim;
+  check_rows("rotary_kv", "qkv", p.qkv);
+  CHECK(p.qkv.size(0) >= p.rows.num_rows && p.qkv.size(1) == num_columns,
+        "rotary_kv: qkv is {}, expected {} rows of {} columns", p.qkv.shape_text(), p.rows.num_rows,
+        num_columns);
+  const DType dtype = p.qkv.dtype();
+  if (!p.bias.empty()) check_vector("rotary_kv", "bias", p.bias, dtype, num_columns);
+  if (!p.q_norm.empty()) check_vector("rotary_kv", "q_norm", p.q_norm, dtype, p.head_dim);
+  if (!p.k_norm.empty()) check_vector("rotary_kv", "k_norm", p.k_norm, dtype, p.head_dim);
+  for (const Tensor& cache : {p.k_cache, p.v_cache}) {
+    CHECK(cache.dtype() == dtype && cache.num_dims() == 4 && cache.size(1) == p.num_kv_heads &&
+              cache.size(2) == kPageSize && cache.size(3) == p.head_dim &&
+              is_aligned16(cache.data()),
+          "rotary_kv: a cache is {} {}, expected {} [pages, {}, {}, {}]", name_of(cache.dtype()),
+          cache.shape_text(), name_of(dtype), p.num_kv_heads, kPageSize, p.head_dim);
+  }
+  CHECK(p.inv_freq != nullptr && is_aligned16(p.inv_freq),
+        "rotary_kv: inv_freq is missing or not aligned to 16 bytes");
+}
+
+}  // namespace cpmcu::cuda
