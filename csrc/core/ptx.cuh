@@ -134,6 +134,10 @@ __device__ __forceinline__ uint32_t load_acquire(const uint32_t* counter) {
 __device__ __forceinline__ void copy_engine_fence() {
   asm volatile("fence.proxy.async.global;" ::: "memory");
 }
+// The same of this thread's writes to shared memory, and what the copy engine does with it next.
+__device__ __forceinline__ void shared_copy_fence() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
 // 16 bytes that say by themselves whether they have come: no order with anything else.
 __device__ __forceinline__ void store_relaxed16(void* to, const float (&v)[4]) {
   asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(v[0]),

@@ -215,18 +215,18 @@ void bind_layer_ops(py::module_& m) {
                        SharedArray k_cache, SharedArray v_cache, int num_heads, int num_kv_heads,
                        int head_dim, const OpsRows& rows) {
              OpsRotary made{{.qkv = tensor_of(qkv),
-                               .bias = tensor_of(bias),
-                               .q_norm = tensor_of(q_norm),
-                               .k_norm = tensor_of(k_norm),
-                               .norm_eps = norm_eps,
-                               .inv_freq = floats(inv_freq),
-                               .attention_scaling = attention_scaling,
-                               .k_cache = tensor_of(k_cache),
-                               .v_cache = tensor_of(v_cache),
-                               .num_heads = num_heads,
-                               .num_kv_heads = num_kv_heads,
-                               .head_dim = head_dim,
-                               .rows = rows.rows},
+                             .bias = tensor_of(bias),
+                             .q_norm = tensor_of(q_norm),
+                             .k_norm = tensor_of(k_norm),
+                             .norm_eps = norm_eps,
+                             .inv_freq = floats(inv_freq),
+                             .attention_scaling = attention_scaling,
+                             .k_cache = tensor_of(k_cache),
+                             .v_cache = tensor_of(v_cache),
+                             .num_heads = num_heads,
+                             .num_kv_heads = num_kv_heads,
+                             .head_dim = head_dim,
+                             .rows = rows.rows},
                             rows.arrays};
              for (const SharedArray& array :
                   {qkv, bias, q_norm, k_norm, inv_freq, k_cache, v_cache}) {
@@ -257,32 +257,40 @@ void bind_layer_ops(py::module_& m) {
   bind_gemm("skinny_gemm", skinny_gemm);
   bind_gemm("large_gemm", large_gemm);
 
+  py::class_<OpsAttention>(m, "Attention", "See csrc/kernels/attention/attention.h.")
+      .def(py::init([](SharedArray out, SharedArray qkv, SharedArray k_cache, SharedArray v_cache,
+                       float scale, int num_heads, int num_kv_heads, int head_dim,
+                       const OpsRows& rows, SharedArray scratch, int window, bool by_position) {
+             OpsAttention made{{.out = tensor_of(out),
+                                .qkv = tensor_of(qkv),
+                                .k_cache = tensor_of(k_cache),
+                                .v_cache = tensor_of(v_cache),
+                                .scale = scale,
+                                .num_heads = num_heads,
+                                .num_kv_heads = num_kv_heads,
+                                .head_dim = head_dim,
+                                .window = window,
+                                .by_position = by_position,
+                                .rows = rows.rows,
+                                .scratch = tensor_of(scratch)},
+                               rows.arrays};
+             for (const SharedArray& array : {out, qkv, k_cache, v_cache, scratch}) {
+               made.arrays.push_back(array);
+             }
+             return made;
+           }),
+           py::kw_only(), "out"_a, "qkv"_a, "k_cache"_a, "v_cache"_a, "scale"_a, "num_heads"_a,
+           "num_kv_heads"_a, "head_dim"_a, "rows"_a, "scratch"_a = SharedArray(), "window"_a = 0,
+           "by_position"_a = false);
   const auto bind_attention = [&m](const char* name,
                                    void (*op)(const Context&, const AttentionParams&)) {
     m.def(
-        name,
-        [op](const OpsContext& c, SharedArray out, SharedArray qkv, SharedArray k_cache,
-             SharedArray v_cache, float scale, int num_heads, int num_kv_heads, int head_dim,
-             const OpsRows& rows, SharedArray scratch, int window, bool by_position) {
-          op(c.ctx, {.out = tensor_of(out),
-                     .qkv = tensor_of(qkv),
-                     .k_cache = tensor_of(k_cache),
-                     .v_cache = tensor_of(v_cache),
-                     .scale = scale,
-                     .num_heads = num_heads,
-                     .num_kv_heads = num_kv_heads,
-                     .head_dim = head_dim,
-                     .window = window,
-                     .by_position = by_position,
-                     .rows = rows.rows,
-                     .scratch = tensor_of(scratch)});
-        },
-        "ctx"_a, py::kw_only(), "out"_a, "qkv"_a, "k_cache"_a, "v_cache"_a, "scale"_a,
-        "num_heads"_a, "num_kv_heads"_a, "head_dim"_a, "rows"_a, "scratch"_a = SharedArray(),
-        "window"_a = 0, "by_position"_a = false, "csrc/kernels/attention/attention.h");
+        name, [op](const OpsContext& c, const OpsAttention& a) { op(c.ctx, a.params); }, "ctx"_a,
+        "attention"_a, "csrc/kernels/attention/attention.h");
   };
   bind_attention("attention_prefill", attention_prefill);
   bind_attention("attention_decode", attention_decode);
+  bind_attention("attention_splits", attention_splits);
   m.def("attention_scratch_floats", &attention_scratch_floats, "num_rows"_a, "num_heads"_a,
         "head_dim"_a, "max_kv"_a, "Size of attention_decode's scratch.");
 }

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "core/device.h"
+#include "kernels/attention/attention.h"
 #include "kernels/rotary_kv.h"
 #include "kernels/step_ops.h"
 #ifdef CPMCU_WITH_CUDA
@@ -152,6 +153,11 @@ struct OpsState {
 
 struct OpsRotary {
   RotaryKvParams params;
+  std::vector<SharedArray> arrays;  // that it needs to stay
+};
+
+struct OpsAttention {
+  AttentionParams params;
   std::vector<SharedArray> arrays;  // that it needs to stay
 };
 

@@ -125,13 +125,15 @@ void bind_w4_ops(py::module_& m) {
   m.def(
       "gemm_chain",
       [](const OpsContext& c, const std::vector<OpsLink>& links, SharedArray memory,
-         const OpsRotary* rotary) {
+         const OpsRotary* rotary, const OpsAttention* attention) {
         ChainParams chain{.links = {}, .memory = tensor_of(memory)};
         if (rotary != nullptr) chain.rotary = rotary->params;
+        if (attention != nullptr) chain.attention = attention->params;
         for (const OpsLink& link : links) chain.links.push_back(link.link);
         gemm_chain(c.ctx, chain);
       },
-      "ctx"_a, "links"_a, "memory"_a, "rotary"_a = nullptr, "csrc/kernels/gemm/gemm_chain.h");
+      "ctx"_a, "links"_a, "memory"_a, "rotary"_a = nullptr, "attention"_a = nullptr,
+      "csrc/kernels/gemm/gemm_chain.h");
   m.def("gemm_chain_bytes", &gemm_chain_bytes, "max_rows"_a, "Size of gemm_chain's memory.");
   m.def(
       "w4_scratch_floats",

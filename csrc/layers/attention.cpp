@@ -132,7 +132,14 @@ class AttentionBlock : public Block {
                                  .by_position = step.verify,
                                  .rows = step.rows,
                                  .scratch = partials_};
-    step.phase == Phase::kPrefill ? attention_prefill(ctx, params) : attention_decode(ctx, params);
+    if (step.phase == Phase::kPrefill) {
+      attention_prefill(ctx, params);
+    } else if (ctx.products == nullptr) {
+      attention_decode(ctx, params);
+    } else {
+      attention_splits(ctx, params);
+      ctx.products->push(params);
+    }
     out_->forward(ctx, step.phase, hidden, out, spec_.residual_scale, 1);
   }
 

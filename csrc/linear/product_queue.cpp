@@ -16,7 +16,14 @@ bool ProductQueue::push(const ChainLink& link, const Tensor& memory) {
     // Who waits for the rows of y wants them as they are now.
     if (!alike || links_.size() == kMaxChainLinks || (!after_.empty() && link.beta != 0)) flush();
   }
-  if (!rotary_.qkv.empty() || (!norm_.out.empty() && norm_.out.data() != link.x.data())) flush();
+  // What waits is for a product that reads it, or for none.
+  const auto is_for_other = [&](const Tensor& out) {
+    return !out.empty() && out.data() != link.x.data();
+  };
+  if ((links_.empty() && is_for_other(attention_.out)) || is_for_other(norm_.out) ||
+      !rotary_.qkv.empty()) {
+    flush();
+  }
   if (!norm_.out.empty()) {
     ChainLink& last = links_.back();
     last.normed = norm_.out, last.norm_weight = norm_.weight, last.norm_eps = norm_.eps;
@@ -40,6 +47,11 @@ bool ProductQueue::push(const RmsNormParams& norm) {
   return true;
 }
 
+void ProductQueue::push(const AttentionParams& attention) {
+  flush();
+  attention_ = attention;
+}
+
 bool ProductQueue::push(const RotaryKvParams& rotary) {
   if (links_.empty() || !norm_.out.empty() || !can_follow_chain(rotary)) return false;
   const ChainLink& last = links_.back();
@@ -53,9 +65,14 @@ void ProductQueue::then(std::function<void()> launch) {
 }
 
 void ProductQueue::flush() {
-  if (links_.empty()) return;
+  const AttentionParams attention = std::exchange(attention_, {});
+  if (links_.empty()) {
+    if (!attention.out.empty()) attention_combine(plain_, attention);
+    return;
+  }
   const ChainParams chain{.links = std::exchange(links_, {}),
                           .rotary = std::exchange(rotary_, {}),
+                          .attention = attention,
                           .memory = memory_};
   const RmsNormParams norm = std::exchange(norm_, {});
   const auto after = std::exchange(after_, {});

@@ -1,7 +1,8 @@
 // Products that follow one another become one launch (kernels/gemm/gemm_chain.h).
 //
-// A forward pass runs its layers with the queue's context. Linear methods, the norms between them
-// and rotary_kv leave their work here; whatever else is launched flushes it first. So layers know nothing of
+// A forward pass runs its layers with the queue's context. Linear methods, the norms between them,
+// attention_combine before and rotary_kv behind them leave their work here; whatever else is
+// launched flushes it first. So layers know nothing of
 // it, and where the kernel does not run the context is the plain one.
 #pragma once
 
@@ -30,6 +31,8 @@ class ProductQueue {
   bool push(const ChainLink& link, const Tensor& memory);
   // Whether the norm was taken: it follows the product that wrote its x.
   bool push(const RmsNormParams& norm);
+  // Takes attention_combine, for the product that reads its `out`.
+  void push(const AttentionParams& attention);
   // Whether it was taken: it follows the product that wrote its qkv. Nothing can follow it.
   bool push(const RotaryKvParams& rotary);
   // Runs `launch`, which reads the residual stream, once what waits has been launched. It must not
@@ -41,8 +44,9 @@ class ProductQueue {
   const Context& plain_;
   Context queued_;
   std::vector<ChainLink> links_;
-  RmsNormParams norm_;  // behind the last link, until a product reads it; empty: none
-  RotaryKvParams rotary_;  // likewise
+  RmsNormParams norm_;         // behind the last link, until a product reads it; empty: none
+  RotaryKvParams rotary_;      // behind the last link
+  AttentionParams attention_;  // before the first
   std::vector<std::function<void()>> after_;
   Tensor memory_;
 };

@@ -129,8 +129,7 @@ class Shape:
         )
 
     def run(self, op: Callable[..., None], rows: Any, by_position: bool = False) -> None:
-        op(
-            self.ctx,
+        attention = ops.Attention(
             out=self.out,
             qkv=self.qkv,
             k_cache=self.k_cache,
@@ -143,6 +142,7 @@ class Shape:
             rows=rows,
             scratch=self.scratch,
         )
+        op(self.ctx, attention)
 
 
 def decode(

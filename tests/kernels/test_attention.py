@@ -1,22 +1,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.kernels.attention import Case
 from tests.kernels.util import (
     SMALL,
     Step,
     chain_masks,
-    check,
     context,
-    empty,
     encode,
-    get,
     on_devices,
     on_devices_and_cuda_dtypes,
     on_devices_and_dtypes,
@@ -25,105 +22,8 @@ from tests.kernels.util import (
     put_ints,
     put_raw,
     random_tree,
-    rounded,
     sizes,
 )
-from tests.reference import ops as reference
-
-
-@dataclass
-class Case:
-    """Inputs of attention. Cells that no row sees hold NaN: they must not count."""
-
-    step: Step
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    dtype: str
-    seed: int = 0
-    window: int = 0
-    by_position: bool = False
-
-    def __post_init__(self) -> None:
-        step, dim = self.step, self.head_dim
-        rng = np.random.default_rng(self.seed)
-        columns = (self.num_heads + 2 * self.num_kv_heads) * dim
-        self.scale = dim**-0.5
-        self.qkv = rounded(rng.standard_normal((step.num_rows, columns)) * 1.5, self.dtype)
-        # [cells, Hkv, D] of each sequence; the same numbers whatever the step's shape.
-        self.k, self.v = (
-            [
-                rounded(
-                    np.random.default_rng([self.seed, seq, which]).standard_normal(
-                        (end, self.num_kv_heads, dim)
-                    ),
-                    self.dtype,
-                )
-                for seq, end in enumerate(step.ends)
-            ]
-            for which in (0, 1)
-        )
-
-    def cache(self, cells: list[np.ndarray]) -> np.ndarray:
-        """Raw [pages, Hkv, 64, D] with the sequences' cells in their pages."""
-        shape = (self.step.num_pages, self.num_kv_heads, 64, self.head_dim)
-        cache = np.full(shape, encode(np.nan, self.dtype))
-        for seq, values in enumerate(cells):
-            page, cell = self.step.where(seq, np.arange(len(values)))
-            cache[page, :, cell] = encode(values, self.dtype)
-            # Whole pages before all rows' windows may be gone.
-            outside = self.step.lengths[seq] + 1 - self.window if self.window else 0
-            for first in range(0, outside - 63, 64):
-                cache[self.step.where(seq, first)[0]] = encode(np.nan, self.dtype)
-        return cache
-
-    def put_raw(self, device: str, raw: np.ndarray) -> Any:
-        if self.dtype != "bfloat16":
-            return put_raw(device, raw)
-        array = ops.Array(context(device), list(raw.shape), "bfloat16")
-        array.copy_from(raw)
-        return array
-
-    def run(self, name: str, device: str) -> Any:
-        k, v = (self.put_raw(device, self.cache(cells)) for cells in (self.k, self.v))
-        qkv = put(device, self.qkv, self.dtype)
-        return self.launch(name, device, qkv, k, v, self.step.rows(device))
-
-    def launch(self, name: str, device: str, qkv: Any, k: Any, v: Any, rows: Any) -> Any:
-        num_rows = qkv.shape[0]
-        out = empty(device, [num_rows, self.num_heads * self.head_dim], self.dtype)
-        floats = ops.attention_scratch_floats(
-            num_rows=num_rows, num_heads=self.num_heads, head_dim=self.head_dim,
-            max_kv=self.step.max_kv,
-        )  # fmt: skip
-        getattr(ops, name)(
-            context(device), out=out, qkv=qkv, k_cache=k, v_cache=v, scale=self.scale,
-            num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim,
-            rows=rows, scratch=empty(device, [floats]), window=self.window,
-            by_position=self.by_position,
-        )  # fmt: skip
-        return out
-
-    def cells(self, row: int) -> np.ndarray:
-        """The cells that a row sees."""
-        cells, own = self.step.visible(row), int(self.step.row_cells[row])
-        if not self.by_position:
-            return reference.in_window(cells, own, self.window)
-        return cells[reference.in_window(np.arange(len(cells)), len(cells) - 1, self.window)]
-
-    def reference(self) -> np.ndarray:
-        out = np.empty((self.step.num_rows, self.num_heads * self.head_dim))
-        for row in range(self.step.num_rows):
-            seq, cells = self.step.row_seqs[row], self.cells(row)
-            q = self.qkv[row].reshape(-1, self.head_dim)[: self.num_heads]
-            k, v = self.k[seq][cells], self.v[seq][cells]
-            out[row] = reference.attention_row(q, k, v, self.scale).reshape(-1)
-        return out
-
-    def check(self, name: str, device: str) -> None:
-        run = lambda device: get(self.run(name, device))  # noqa: E731
-        check(run, device, self.reference(), "attention", self.dtype)
-
 
 HEADS = sizes(
     (1, 1, 64), (4, 2, 128), (6, 2, 64), (8, 2, 128), (7, 1, 128), (14, 2, 64), (16, 2, 128),

@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.kernels.attention import Case
 from tests.kernels.util import (
     Floats,
     Step,
+    chain_masks,
     context,
     empty,
     get,
@@ -113,14 +115,20 @@ class Layer:
         ops.gemm_chain_prepare(context(device), self.memory)
 
     def run(
-        self, x: Floats, residual: Floats, count: int, rotary: Callable[[Any], Any] | None = None
+        self,
+        x: Floats | Any,
+        residual: Floats,
+        count: int,
+        rotary: Callable[[Any], Any] | None = None,
+        attention: Any = None,
     ) -> list[Floats]:
         """The first `count` links; what each of them wrote last, y of the first being `residual`
-        before. `rotary` makes, of the last y, what follows it."""
-        m, dtype, device = len(x), self.dtype, self.device
+        before. `rotary` makes what follows, of the last y; x may be the `out` of `attention`."""
+        m, dtype, device = x.shape[0], self.dtype, self.device
         residuals = put(device, residual, dtype)
         normed = empty(device, residual.shape, dtype)
-        taken, outputs, links = put(device, x, dtype), [], []
+        taken = put(device, x, dtype) if isinstance(x, np.ndarray) else x
+        outputs, links = [], []
         for i, (link, weight) in enumerate(zip(self.links[:count], self.stored)):
             y = residuals if link.beta else empty(device, [m, link.width], dtype)
             norm: dict[str, Any] = {}
@@ -135,7 +143,7 @@ class Layer:
             outputs.append(y)
             taken = normed if norm else y
         follows = None if rotary is None else rotary(outputs[-1])
-        ops.gemm_chain(context(device), links, self.memory, follows)
+        ops.gemm_chain(context(device), links, self.memory, follows, attention)
         return [get(y) for y in outputs]
 
 
@@ -246,6 +254,41 @@ def test_rotary_behind_the_last_link(
 
     for chained, alone in zip(run(True), run(False)):
         assert np.array_equal(chained, alone)
+
+
+@on_devices_and_cuda_dtypes
+@on_bits
+@pytest.mark.parametrize(
+    ("heads", "hidden"),
+    sizes(((4, 2, 64), 264), ((32, 2, 128), 1024), ((14, 2, 64), 520), ((8, 1, 256), 776),
+          ((9, 1, 128), 17152)),
+)  # fmt: skip
+def test_attention_before_the_first_link(
+    device: str, dtype: str, heads: tuple[int, int, int], hidden: int, bits: int
+) -> None:
+    """The bits of a chain whose x attention has combined by itself."""
+    layer = Layer((heads[0] * heads[2], hidden, 72, 136), dtype, bits)
+    layer.put(device)
+    ctx = context(device)
+    for counts, length, more in sizes(
+        ([1], 1100, 0), ([1], 60, 500), ([1], 127, 1), ([1], 128, 0), ([1], 2200, 900),
+        ([1], 4095, 0), ([1], 4096, 0), ([3], 300, 0), ([1, 2], 300, 0),
+    ):  # fmt: skip
+        lengths = [length, 700][: len(counts)]
+        for kind in ({}, {"window": 200}, {"by_position": True}):
+            masks = [chain_masks(count) for count in counts] if "by_position" in kind else None
+            step = Step(lengths=lengths, counts=counts, masks=masks, extra_kv=more)
+            case = Case(step, *heads, dtype, **kind)
+            residual = rounded(
+                np.random.default_rng(9).standard_normal((sum(counts), hidden)), dtype
+            )
+            alone, attended = case.params(device, *case.put(device))
+            ops.attention_decode(ctx, alone)
+            expected = layer.run(attended, residual, 4)
+            halves, out = case.params(device, *case.put(device))
+            ops.attention_splits(ctx, halves)
+            for y, before in zip(layer.run(out, residual, 4, attention=halves), expected):
+                assert np.array_equal(y, before), (counts, length, kind)
 
 
 @on_devices

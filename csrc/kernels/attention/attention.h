@@ -39,7 +39,15 @@ struct AttentionParams {
 };
 
 REGISTER_OP(attention_prefill, AttentionParams)
-REGISTER_OP(attention_decode, AttentionParams)
+// The two halves of attention_decode: the splits write partial results to scratch, and `out` itself
+// for rows that have one split only; the others are then combined. On the CPU the first does all.
+REGISTER_OP(attention_splits, AttentionParams)
+REGISTER_OP(attention_combine, AttentionParams)
+
+inline void attention_decode(const Context& ctx, const AttentionParams& params) {
+  attention_splits(ctx, params);
+  attention_combine(ctx, params);
+}
 
 // ---- the fixed splits of attention_decode
 

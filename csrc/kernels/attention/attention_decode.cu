@@ -37,8 +37,7 @@
 #include <algorithm>
 
 #include "core/dispatch.h"
-#include "core/reduce.cuh"
-#include "kernels/attention/tiles.cuh"
+#include "kernels/attention/combine.cuh"
 
 namespace cpmcu::cuda {
 namespace {
@@ -260,18 +259,6 @@ __device__ __forceinline__ void add_weighted(float (&to)[4], const float (&acc)[
   for (int i = 0; i < 4; ++i) to[i] = __fmaf_rn(acc[i], weight[i / 2], to[i]);
 }
 
-// Where the partial results lie in scratch.
-struct Partials {
-  float* acc;  // [splits, T * Hq, D]
-  float2* ml;  // [splits, T * Hq]: maximum and sum
-  int64_t num_rows;
-
-  __device__ Partials(float* scratch, int num_splits, int num_rows_, int head_dim)
-      : acc(scratch),
-        ml(reinterpret_cast<float2*>(scratch + num_splits * (int64_t{num_rows_} * head_dim))),
-        num_rows(num_rows_) {}
-};
-
 // Writes dimensions [column, column + kColumns) of the 16 rows `row` on at the end of a split: to
 // `out` where the row has no other split, and so needs no second kernel.
 template <bool kByPosition, int kDim, typename T, int kRows, int kColumns>
@@ -355,6 +342,7 @@ template <typename Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
     attention_few_rows_kernel(const __grid_constant__ AttentionArgs<typename Config::Element> args,
                               int num_chunks, int max_splits) {
+  ptx::pdl_launch();
   using T = typename Config::Element;
   constexpr int kDim = Config::kDim;
   extern __shared__ __align__(128) unsigned char shared[];
@@ -400,7 +388,6 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   }
   smem.views.template load<false>(args, chunk);
   ptx::pdl_wait();
-  ptx::pdl_launch();
   if (!is_old) fetch_keys(first_unit);
   fetch_queries<Config::kThreads>(smem.queries, args, chunk);
   ptx::cp_async_commit();
@@ -758,7 +745,6 @@ struct CombineConfig {
   // Few enough that a chain of products finds room beside it, and fills its ring meanwhile.
   static constexpr int kThreads = 128;
   static constexpr int kGroups = kThreads / kColumns;
-  static constexpr int kRun = 8;
   static constexpr int kRuns = 32;  // of which the sums find room
 };
 
@@ -768,16 +754,11 @@ __global__ void __launch_bounds__(Config::kThreads)
                              int max_splits) {
   using T = typename Config::Element;
   constexpr int kDim = Config::kDim;
-  constexpr int kRun = Config::kRun;
+  using Run = SplitRun<4>;
   __shared__ float4 run_sums[Config::kRuns][Config::kColumns];
 
   ptx::pdl_launch();  // before the wait: the next kernel waits for this one in any case
-  const Sequence seq = args.by_position ? load_row_by_position(args.rows, blockIdx.y)
-                                        : load_sequence(args.rows, args.rows.row_seqs[blockIdx.y]);
-  const int count = num_splits(seq.end());
-  // Splits before the row's window may be missing.
-  const int own = seq.first_cell + static_cast<int>(blockIdx.y) - seq.row_begin;
-  const int begin = num_splits(window_begin(own, args.window) + 1) - 1;
+  const RowSplits splits(args, blockIdx.y);
   const int head = static_cast<int>(blockIdx.x) / Config::kParts;
   const int64_t row = static_cast<int64_t>(blockIdx.y) * args.num_heads + head;
   const int thread_column = static_cast<int>(threadIdx.x) % Config::kColumns;
@@ -787,80 +768,42 @@ __global__ void __launch_bounds__(Config::kThreads)
   const float* acc = partials.acc + row * kDim + column;
   const float2* ml = partials.ml + row;
   ptx::pdl_wait();
-  if (count == 1) return;  // written already
+  if (splits.count == 1) return;  // written already
 
-  const int num_runs = (count + kRun - 1) / kRun;
+  const int num_runs = (splits.count + Run::kSplits - 1) / Run::kSplits;
   int run = static_cast<int>(threadIdx.x) / Config::kColumns;
   const bool adds_runs = run == 0;
-  float4 part[kRun];
-  float part_max[kRun];
+  Run parts;
   auto load_run = [&]() {
     if (run >= num_runs) return;
-#pragma unroll
-    for (int i = 0; i < kRun; ++i) {
-      const int64_t s = min(::max(run * kRun + i, begin), count - 1);
-      const float state_max = ml[s * partials.num_rows].x;
-      part_max[i] = s == run * kRun + i ? state_max : kMinusInfinity;
-      part[i] = *reinterpret_cast<const float4*>(acc + s * partials.num_rows * kDim);
-    }
+    parts.load(acc, partials.num_rows * kDim, ml, partials.num_rows, run, splits);
   };
   load_run();
+  const auto [max, sum] = max_and_sum(ml, partials.num_rows, splits, args.scale_log2);
 
-  // Every warp for itself: maximum and sum over all splits, one split a lane.
-  constexpr int kStates = 4;  // of a lane, loaded together
-  const int lane = threadIdx.x % 32;
-  auto each_state = [&](auto use) {
-    for (int first = lane; first < count; first += kStates * 32) {
-      float2 state[kStates];
-#pragma unroll
-      for (int i = 0; i < kStates; ++i) {
-        const int s = first + i * 32;
-        state[i] =
-            s >= begin && s < count ? ml[s * partials.num_rows] : make_float2(kMinusInfinity, 0);
-      }
-#pragma unroll
-      for (int i = 0; i < kStates; ++i) use(state[i]);
-    }
-  };
-  float max = kMinusInfinity;
-  each_state([&](const float2& state) { max = fmaxf(max, state.x); });
-  max = warp_reduce(max, Max{});
-  float sum = 0;
-  each_state([&](const float2& state) {
-    sum = __fmaf_rn(state.y, weight_of(state.x, max, args.scale_log2), sum);
-  });
-  sum = warp_reduce(sum, Sum{});
-
-  float4 total = make_float4(0, 0, 0, 0);
+  float total[4] = {};
   for (int first_run = 0; first_run < num_runs; first_run += Config::kRuns) {
     const int end_run = min(first_run + Config::kRuns, num_runs);
     for (; run < end_run; run += Config::kGroups, load_run()) {
-      float4 run_sum = make_float4(0, 0, 0, 0);
-#pragma unroll
-      for (int i = 0; i < kRun; ++i) {
-        const float weight = weight_of(part_max[i], max, args.scale_log2);
-        run_sum.x = __fmaf_rn(part[i].x, weight, run_sum.x);
-        run_sum.y = __fmaf_rn(part[i].y, weight, run_sum.y);
-        run_sum.z = __fmaf_rn(part[i].z, weight, run_sum.z);
-        run_sum.w = __fmaf_rn(part[i].w, weight, run_sum.w);
-      }
-      run_sums[run - first_run][thread_column] = run_sum;
+      float run_sum[4] = {};
+      parts.add_to(run_sum, max, args.scale_log2);
+      run_sums[run - first_run][thread_column] = {run_sum[0], run_sum[1], run_sum[2], run_sum[3]};
     }
     __syncthreads();
     for (int i = 0; i < end_run - first_run && adds_runs; ++i) {
       const float4 run_sum = run_sums[i][thread_column];
-      total.x = __fadd_rn(total.x, run_sum.x);
-      total.y = __fadd_rn(total.y, run_sum.y);
-      total.z = __fadd_rn(total.z, run_sum.z);
-      total.w = __fadd_rn(total.w, run_sum.w);
+      total[0] = __fadd_rn(total[0], run_sum.x);
+      total[1] = __fadd_rn(total[1], run_sum.y);
+      total[2] = __fadd_rn(total[2], run_sum.z);
+      total[3] = __fadd_rn(total[3], run_sum.w);
     }
     __syncthreads();
   }
   if (!adds_runs) return;
   const float inverse = inverse_of(sum);
   *reinterpret_cast<uint2*>(args.out + row * kDim + column) =
-      make_uint2(pack2<T>(normalised(total.x, inverse), normalised(total.y, inverse)),
-                 pack2<T>(normalised(total.z, inverse), normalised(total.w, inverse)));
+      make_uint2(pack2<T>(normalised(total[0], inverse), normalised(total[1], inverse)),
+                 pack2<T>(normalised(total[2], inverse), normalised(total[3], inverse)));
 }
 
 // ---- launchers
@@ -884,7 +827,7 @@ void launch_splits(const Context& ctx, const AttentionParams& params, int max_sp
 }
 
 template <typename T, int kDim>
-void launch_decode(const Context& ctx, const AttentionParams& params) {
+void launch_splits_of(const Context& ctx, const AttentionParams& params) {
   using Few = FewRowsConfig<T, kDim>;
   using Many = ManyRowsConfig<T, kDim>;
   const StepRows& rows = params.rows;
@@ -899,14 +842,17 @@ void launch_decode(const Context& ctx, const AttentionParams& params) {
   } else {
     launch_splits<Few, FewRowsSmem<Few>>(ctx, params, max_splits, attention_few_rows_kernel<Few>);
   }
-  if (max_splits == 1) return;
+}
+
+template <typename T, int kDim>
+void launch_combine(const Context& ctx, const AttentionParams& params) {
+  const int num_rows = params.rows.num_rows;
   const auto combine = [&](auto config) {
     using Config = decltype(config);
-    launch(ctx, attention_combine_kernel<Config>,
-           dim3(params.num_heads * Config::kParts, rows.num_rows), Config::kThreads, 0,
-           make_args<T>(params), max_splits);
+    launch(ctx, attention_combine_kernel<Config>, dim3(params.num_heads * Config::kParts, num_rows),
+           Config::kThreads, 0, make_args<T>(params), num_splits(params.rows.max_kv));
   };
-  if (params.num_heads * rows.num_rows < ctx.sm_count) {
+  if (params.num_heads * num_rows < ctx.sm_count) {
     combine(CombineConfig<T, kDim, 4>{});
   } else {
     combine(CombineConfig<T, kDim, 1>{});
@@ -917,7 +863,7 @@ void launch_decode(const Context& ctx, const AttentionParams& params) {
 
 // Graph-safe: yes. Reads on the device: slots, row ranges, lengths, masks, page table; with
 // by_position also each row's sequence.
-void attention_decode(const Context& ctx, const AttentionParams& params) {
+void attention_splits(const Context& ctx, const AttentionParams& params) {
   const StepRows& rows = params.rows;
   if (rows.num_rows == 0) return;
   check_attention(params, "attention_decode");
@@ -935,7 +881,17 @@ void attention_decode(const Context& ctx, const AttentionParams& params) {
         params.scratch.shape_text(), name_of(params.scratch.dtype()), needed);
   dispatch_half(params.qkv.dtype(), [&](auto element) {
     dispatch_int<64, 128, 256>("attention_decode: head_dim", params.head_dim, [&](auto dim) {
-      launch_decode<decltype(element), dim.value>(ctx, params);
+      launch_splits_of<decltype(element), dim.value>(ctx, params);
+    });
+  });
+}
+
+// Graph-safe: yes. Reads on the device what attention_splits does.
+void attention_combine(const Context& ctx, const AttentionParams& params) {
+  if (params.rows.num_rows == 0 || num_splits(params.rows.max_kv) == 1) return;
+  dispatch_half(params.qkv.dtype(), [&](auto element) {
+    dispatch_int<64, 128, 256>("attention_combine: head_dim", params.head_dim, [&](auto dim) {
+      launch_combine<decltype(element), dim.value>(ctx, params);
     });
   });
 }

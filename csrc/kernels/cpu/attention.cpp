@@ -177,7 +177,7 @@ void attention_prefill(const Context&, const AttentionParams& params) {
   attention(params);
 }
 
-void attention_decode(const Context&, const AttentionParams& params) {
+void attention_splits(const Context&, const AttentionParams& params) {
   CHECK(params.rows.max_seq_rows <= kMaxTreeSize,
         "attention_decode: a sequence may have up to {} rows, not {}", kMaxTreeSize,
         params.rows.max_seq_rows);
@@ -186,5 +186,7 @@ void attention_decode(const Context&, const AttentionParams& params) {
         params.rows.first_row);
   attention(params);
 }
+
+void attention_combine(const Context&, const AttentionParams&) {}
 
 }  // namespace cpmcu::cpu

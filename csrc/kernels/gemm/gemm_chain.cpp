@@ -81,6 +81,11 @@ void check_chain(const ChainParams& p) {
           "N weights, and that the next link reads it",
           i, link.normed.shape_text(), link.norm_weight.shape_text());
   }
+  const Tensor& attended = p.attention.out;
+  CHECK(attended.empty() ||
+            (attended.data() == first.x.data() && p.attention.rows.num_rows == first.x.size(0)),
+        "gemm_chain: attention of {} rows is not what the first link reads, {}",
+        p.attention.rows.num_rows, first.x.shape_text());
   if (p.rotary.qkv.empty()) return;
   const ChainLink& last = p.links.back();
   CHECK(p.rotary.qkv.data() == last.y.data() && p.rotary.rows.num_rows == last.y.size(0) &&
@@ -113,6 +118,7 @@ void gemm_chain(const Context& ctx, const ChainParams& params) {
 #ifdef CPMCU_SM90
   if (gemm_chain_runs(ctx)) return cuda::gemm_chain_sm90(ctx, params);
 #endif
+  if (!params.attention.out.empty()) attention_combine(ctx, params.attention);
   for (const ChainLink& link : params.links) {
     multiply(ctx, link);
     if (link.normed.empty()) continue;

@@ -4,7 +4,8 @@
 // Link i: y = alpha * x W^T + beta * y as in w4_gemm or skinny_gemm. With a norm, `normed` then
 // stands for the rows of y, RMS-normed: the next link multiplies it, and what the memory holds
 // afterwards is not said. W has 4 bits in all links (one digit) or 16 in all; y has x's dtype.
-// The last y may be the qkv of rotary_kv, which then follows with the same bits; of this y only
+// The first x may be the `out` of attention_splits, which is then combined first. The last y may be
+// the qkv of rotary_kv, which then follows with the same bits; of this y only
 // what rotary_kv writes is said.
 //
 // The blocks of the kernel wait for one another, so all of them must find room: only one such
@@ -16,6 +17,7 @@
 
 #include <vector>
 
+#include "kernels/attention/attention.h"
 #include "kernels/gemm/w4a16.h"
 #include "kernels/rotary_kv.h"
 
@@ -49,6 +51,7 @@ bool can_follow_chain(const RotaryKvParams& rotary);
 struct ChainParams {
   std::vector<ChainLink> links;  // 1 to kMaxChainLinks
   RotaryKvParams rotary{};       // behind the last; its qkv empty: none
+  AttentionParams attention{};   // before the first; its out empty: none
   Tensor memory;                 // [gemm_chain_bytes] uint8, prepared once by gemm_chain_prepare
 };
 

@@ -22,8 +22,12 @@
 //
 // Rotary: who adds up the last product does so for both elements that RoPE turns against each
 // other, bias and all, and writes keys and values to the cache.
+//
+// Attention: of one row, each block combines those partial results that its slice of the first
+// product reads. A launch and its latency less, and the ring fills while attention runs.
 #include "kernels/gemm/gemm_chain.h"
 
+#include "kernels/attention/combine.cuh"
 #include "kernels/gemm/w4a16_wgmma.cuh"
 #include "kernels/rotary.cuh"
 
@@ -95,7 +99,13 @@ struct ChainArgs {
   ChainState* state;
   char* pieces;  // [units][slabs][groups][tiles of 16 rows][lanes] of 16 bytes
   int num_links, m;
+  int max_splits, head_dim;  // of attention that is to be combined first; max_splits 0: none
 };
+
+// Up to so many splits are combined by blocks for themselves: 16 blocks read the same.
+constexpr int kMaxCombinedSplits = 32;
+// A block's slice of the product that reads the row, in blocks of k; each has a stage.
+constexpr int kMaxCombinedBlocks = 8;
 
 // What a block of threads multiplies of a link: packed blocks [begin, end) of the tiles `tile`,
 // tile + gridDim.x, ...
@@ -140,8 +150,7 @@ struct Turn {
     for (int j = 0; j < 2; ++j) {
       if (row + j >= m) continue;
       const int seq = rows.row_seqs[row + j], slot = rows.seq_slots[seq];
-      const int cell =
-          rows.slot_lengths[slot] + rows.first_row + row + j - rows.seq_row_begin[seq];
+      const int cell = rows.slot_lengths[slot] + rows.first_row + row + j - rows.seq_row_begin[seq];
       cells[j] = rows.page_table[static_cast<int64_t>(slot) * rows.max_pages + cell / kPageSize] *
                      kPageSize +
                  cell % kPageSize;
@@ -193,9 +202,16 @@ struct FourBits {
   // on the multiplying warps are the bound and more is better.
   static constexpr int kInFlight = kGroups <= 2 ? 2 : kGroups == 4 ? 3 : 5;
 
+  // Whether blocks combine attention's results themselves: for one row.
+  static constexpr bool kCombines = kGroups == 1;
+  static constexpr int kBlockK = kW4BlockK;
+
   typename Mma::template LaneRows<kGroups> lane_rows;
 
   __device__ __forceinline__ explicit FourBits(const Link&) {}
+
+  // Where element k of row 0 lies among the rows of a stage: see Wgmma::copy_rows.
+  static __device__ __forceinline__ int row_offset(int k) { return k / 64 * 1024 + k % 64 * 2; }
 
   static __device__ __forceinline__ void fetch_weights(uint32_t to, const Link& link, int tile,
                                                        int k_block, uint32_t barrier,
@@ -225,6 +241,7 @@ template <typename T, int kGroups_>
 struct SixteenBits {
   using Element = T;
   static constexpr int kGroups = kGroups_;
+  static constexpr bool kCombines = false;  // too few stages
   static constexpr int kBlockK = 64, kBoxRows = kW4BlockRows / 2;
   static constexpr int kRowsBytes = 8 * kGroups * 128;
   static constexpr int kWeightBytes = kW4BlockRows * 128;
@@ -348,6 +365,65 @@ __device__ __forceinline__ void feed_weights(const ChainArgs& args, const Ring<P
   ptx::pdl_wait();
 }
 
+// Makes row 0 of x of the first link, as far as this block multiplies it, of the partial results of
+// attention (attention/combine.cuh), for the stages from the first on. By all multiplying warps.
+template <typename Product, typename T>
+__device__ __forceinline__ void combine_row(char* shared, const Ring<Product>& ring,
+                                            const ChainArgs& args,
+                                            const AttentionArgs<T>& attention,
+                                            const RowSplits& splits) {
+  constexpr int kBlockK = Product::kBlockK;
+  const Share share(args.links[0]);
+  const int lane = threadIdx.x % 32, num_blocks = share.end - share.begin;
+  const int dim = args.head_dim, num_columns = attention.num_heads * dim;
+  // A warp has 64 columns, all of one head.
+  for (int k = threadIdx.x / 32 * 64; k < num_blocks * kBlockK; k += kWarps * 64) {
+    const int column = share.begin * kBlockK + k + lane * 2, head = column / dim;
+    uint32_t value = 0;
+    if (column < num_columns && splits.count == 1) {
+      value = __ldcg(reinterpret_cast<const uint32_t*>(attention.out + column));
+    } else if (column < num_columns) {
+      using Run = SplitRun<2>;
+      const Partials partials(attention.scratch, args.max_splits, attention.num_heads, dim);
+      const float* acc = partials.acc + column;  // of one row all heads lie together
+      const float2* ml = partials.ml + head;
+      constexpr int kAtOnce = 2;
+      Run runs[kAtOnce];
+      const int num_runs = (splits.count + Run::kSplits - 1) / Run::kSplits;
+      const auto load = [&](int first) {
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+          if (first + i >= num_runs) break;
+          runs[i].load(acc, num_columns, ml, partials.num_rows, first + i, splits);
+        }
+      };
+      load(0);
+      const auto [max, sum] = max_and_sum(ml, partials.num_rows, splits, attention.scale_log2);
+      float total[2] = {};
+      for (int first = 0; first < num_runs; first += kAtOnce, load(first)) {
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+          if (first + i >= num_runs) break;
+          float run_sum[2] = {};
+          runs[i].add_to(run_sum, max, attention.scale_log2);
+#pragma unroll
+          for (int j = 0; j < 2; ++j) total[j] = __fadd_rn(total[j], run_sum[j]);
+        }
+      }
+      const float inverse = inverse_of(sum);
+      value = pack2<T>(normalised(total[0], inverse), normalised(total[1], inverse));
+    }
+    const int offset =
+        k / kBlockK * Product::kRowsBytes + Product::row_offset(k % kBlockK + lane * 2);
+    *reinterpret_cast<uint32_t*>(shared + offset) = value;
+  }
+  ptx::shared_copy_fence();  // the stages are the copy engine's again afterwards
+  ptx::named_barrier<1, kThreads>();
+  if (threadIdx.x < num_blocks) {
+    ptx::mbarrier_arrive(ring.rows_in(Stage{.index = static_cast<int>(threadIdx.x)}));
+  }
+}
+
 // Feeds it with rows of x once all blocks are done with the links before, by another.
 template <typename Product>
 __device__ __forceinline__ void feed_rows(const ChainArgs& args, const Ring<Product>& ring) {
@@ -369,7 +445,9 @@ __device__ __forceinline__ void feed_rows(const ChainArgs& args, const Ring<Prod
     }
     each_block(link, [&](int, int k_block) {
       ptx::mbarrier_wait(ring.done(stage), stage.parity ^ 1);
-      Product::fetch_rows(ring.rows(stage), link, k_block, ring.rows_in(stage));
+      if (i > 0 || args.max_splits == 0) {
+        Product::fetch_rows(ring.rows(stage), link, k_block, ring.rows_in(stage));
+      }
       stage.next(ring);
     });
   }
@@ -382,7 +460,8 @@ constexpr int kFeedingWarps = kGroups >= 2 ? 4 : 2;
 
 template <typename Product>
 __global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<Product::kGroups>, 1)
-    gemm_chain_kernel(const __grid_constant__ ChainArgs args) {
+    gemm_chain_kernel(const __grid_constant__ ChainArgs args,
+                      const __grid_constant__ AttentionArgs<typename Product::Element> attention) {
   using T = typename Product::Element;
   using Ring = Ring<Product>;
   constexpr int kGroups = Product::kGroups;
@@ -414,6 +493,8 @@ __global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<Product::kGroups
     return;
   }
   if constexpr (kFeedingWarps<kGroups> == 4) ptx::take_registers<232>();
+  [[maybe_unused]] RowSplits splits{};
+  if (Product::kCombines && args.max_splits > 0) splits = RowSplits(attention, 0);
   ptx::pdl_wait();
   uint32_t turn = __ldcg(&args.state->launches) % 2;
   bool has_idle_links = false;
@@ -432,6 +513,12 @@ __global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<Product::kGroups
   if (blockIdx.x == 0) {
     ExactSum* next = args.state->squares[turn ^ 1][0];
     for (int i = threadIdx.x; i < kMaxChainLinks * kMaxRows; i += kThreads) next[i] = {0, 0};
+  }
+
+  if constexpr (Product::kCombines) {
+    if (args.max_splits > 0 && static_cast<int>(blockIdx.x) < args.links[0].units) {
+      combine_row(shared, ring, args, attention, splits);
+    }
   }
 
   const int g = lane / 4, q2 = lane % 4 * 2;
@@ -731,21 +818,32 @@ Link make_link(const ChainLink& from, const ChainLink* before, const Tensor& y, 
   return link;
 }
 
+// Whether the kernel combines what attention left for the first link.
+bool combines(const ChainParams& p, const Link& first, int blocks) {
+  const int count = num_splits(p.attention.rows.max_kv);
+  return p.attention.rows.num_rows == 1 && !p.links.front().is_dense() && count > 1 &&
+         count <= kMaxCombinedSplits && p.attention.head_dim % 64 == 0 && first.tiles <= blocks &&
+         first.slice_blocks + (first.longer_slices > 0) <= kMaxCombinedBlocks;
+}
+
 template <typename Product>
-void launch_chain(const Context& ctx, ChainArgs args, int blocks) {
+void launch_chain(const Context& ctx, ChainArgs args, const AttentionParams& attention,
+                  int blocks) {
   using Ring = Ring<Product>;
   const auto kernel = gemm_chain_kernel<Product>;
   static_assert(Product::kInFlight < Ring::kStages, "what lands has a stage of its own");
+  static_assert(!Product::kCombines || kMaxCombinedBlocks <= Ring::kStages);
   for (Link& link : args.links) link.alpha /= Product::kScale;
   allow_shared_bytes(kernel, Ring::kBytes);
   launch(ctx, kernel, dim3(blocks), dim3(kThreads + 32 * kFeedingWarps<Product::kGroups>),
-         Ring::kBytes, args);
+         Ring::kBytes, args, make_args<typename Product::Element>(attention));
 }
 
 template <typename Mma, typename T, int kGroups>
-void launch_four_bits(const Context& ctx, const ChainArgs& args, int blocks, bool zeros) {
-  zeros ? launch_chain<FourBits<Mma, T, kGroups, true>>(ctx, args, blocks)
-        : launch_chain<FourBits<Mma, T, kGroups, false>>(ctx, args, blocks);
+void launch_four_bits(const Context& ctx, const ChainArgs& args, const AttentionParams& attention,
+                      int blocks, bool zeros) {
+  zeros ? launch_chain<FourBits<Mma, T, kGroups, true>>(ctx, args, attention, blocks)
+        : launch_chain<FourBits<Mma, T, kGroups, false>>(ctx, args, attention, blocks);
 }
 
 }  // namespace
@@ -757,6 +855,7 @@ void gemm_chain_prepare_sm90(const Context& ctx, const Tensor& memory) {
 
 void gemm_chain_sm90(const Context& ctx, const ChainParams& p) {
   const int64_t num_rows = p.links.front().x.size(0);
+  const bool has_attention = !p.attention.out.empty();
   CHECK(p.memory.num_bytes() >= gemm_chain_bytes(num_rows),
         "gemm_chain: {} bytes of memory, expected {} for {} rows", p.memory.num_bytes(),
         gemm_chain_bytes(num_rows), num_rows);
@@ -777,6 +876,12 @@ void gemm_chain_sm90(const Context& ctx, const ChainParams& p) {
       args.links[i] = make_link(link, i > 0 ? &p.links[i - 1] : nullptr, link.y.rows(row, m),
                                 link.x.rows(row, m), normed, groups, blocks);
     }
+    if (has_attention && combines(p, args.links[0], blocks)) {
+      args.max_splits = num_splits(p.attention.rows.max_kv);
+      args.head_dim = p.attention.head_dim;
+    } else if (has_attention && row == 0) {
+      cuda::attention_combine(ctx, p.attention);
+    }
     if (!p.rotary.qkv.empty()) {
       args.rotary = make_rotary(p.rotary, row);
       args.links[p.links.size() - 1].apart = p.rotary.head_dim / 32;
@@ -786,17 +891,17 @@ void gemm_chain_sm90(const Context& ctx, const ChainParams& p) {
       const bool dense = p.links.front().is_dense();
       switch (groups) {
         case 1:
-          return dense ? launch_chain<SixteenBits<T, 1>>(ctx, args, blocks)
-                       : launch_four_bits<MmaSync, T, 1>(ctx, args, blocks, zeros);
+          return dense ? launch_chain<SixteenBits<T, 1>>(ctx, args, p.attention, blocks)
+                       : launch_four_bits<MmaSync, T, 1>(ctx, args, p.attention, blocks, zeros);
         case 2:
-          return dense ? launch_chain<SixteenBits<T, 2>>(ctx, args, blocks)
-                       : launch_four_bits<MmaSync, T, 2>(ctx, args, blocks, zeros);
+          return dense ? launch_chain<SixteenBits<T, 2>>(ctx, args, p.attention, blocks)
+                       : launch_four_bits<MmaSync, T, 2>(ctx, args, p.attention, blocks, zeros);
         case 4:
-          return dense ? launch_chain<SixteenBits<T, 4>>(ctx, args, blocks)
-                       : launch_four_bits<Wgmma, T, 4>(ctx, args, blocks, zeros);
+          return dense ? launch_chain<SixteenBits<T, 4>>(ctx, args, p.attention, blocks)
+                       : launch_four_bits<Wgmma, T, 4>(ctx, args, p.attention, blocks, zeros);
         default:
-          dense ? launch_chain<SixteenBits<T, 8>>(ctx, args, blocks)
-                : launch_four_bits<WgmmaOf<1>, T, 8>(ctx, args, blocks, zeros);
+          dense ? launch_chain<SixteenBits<T, 8>>(ctx, args, p.attention, blocks)
+                : launch_four_bits<WgmmaOf<1>, T, 8>(ctx, args, p.attention, blocks, zeros);
       }
     });
   }
