@@ -2,10 +2,12 @@
 # Checks on a machine with a GPU; needs no network.
 #   scripts/gpu_check.sh [build] [test] [sanitize] [bench]     default: all four, in this order
 # $PYTHON (default python3) builds in place and runs everything. $CPMCU_CUDA_ARCH overrides the GPU's
-# own architecture. A step that fails does not stop the others, except a failed build.
+# own architecture, $CPMCU_TEST_WORKERS (default 4) is how many processes test at a time. A step that
+# fails does not stop the others, except a failed build.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
+workers=(-n "${CPMCU_TEST_WORKERS:-4}" --dist worksteal)
 [ $# -gt 0 ] || set -- build test sanitize bench
 if ! nvidia-smi -L; then
   echo "gpu_check.sh: nvidia-smi finds no GPU here; without one, run make test" >&2
@@ -14,18 +16,23 @@ fi
 
 build() { CPMCU_WITH_CUDA=1 "$python" setup.py --quiet build_ext --inplace; }
 
-gpu_tests() { "$python" -m pytest -m gpu "$@"; }
+gpu_tests() {
+  local failed=0
+  "$python" -m pytest -m "gpu and not alone" "${workers[@]}" || failed=1
+  "$python" -m pytest -m "gpu and alone" || failed=1
+  return $failed
+}
 
-# compute-sanitizer slows kernels down a hundredfold: small shapes, no timeouts, four processes. API
-# errors are left out because the engine checks every call, and torch probes features by calls that
-# fail. racecheck takes the barriers of cuBLAS's own kernels (nvjet) for hazards and cannot go on
+# compute-sanitizer slows kernels down a hundredfold: small shapes and no timeouts. API errors are
+# left out because the engine checks every call, and torch probes features by calls that fail.
+# racecheck takes the barriers of cuBLAS's own kernels (nvjet) for hazards and cannot go on
 # after some of them, so it leaves out the tests of large_gemm, which has no kernel of ours.
 sanitize_with() {
   local tests=()
   [ "$1" = racecheck ] && tests=(-k "not large_gemm and not test_large_rows")
   CPMCU_SMALL=1 PYTEST_TIMEOUT=0 "$sanitizer" --tool "$1" --target-processes all \
     --report-api-errors no --error-exitcode 86 "${@:2}" \
-    "$python" -m pytest tests/kernels -m gpu "${tests[@]}" -q -n 4 --dist worksteal
+    "$python" -m pytest tests/kernels -m gpu "${tests[@]}" -q "${workers[@]}"
 }
 
 bench() {

@@ -293,6 +293,7 @@ def test_graphs_change_nothing(directory: Path) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_ten_engines_leave_no_device_memory_behind(directory: Path) -> None:
     from cpmcu import C
 

@@ -342,12 +342,15 @@ template <typename Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
     attention_few_rows_kernel(const __grid_constant__ AttentionArgs<typename Config::Element> args,
                               int num_chunks, int max_splits) {
-  ptx::pdl_launch();
   using T = typename Config::Element;
   constexpr int kDim = Config::kDim;
   extern __shared__ __align__(128) unsigned char shared[];
   auto& smem = *reinterpret_cast<FewRowsSmem<Config>*>(shared);
 
+  // What follows reads `out` itself and has weights to fetch, or is the combination, which would
+  // only take room.
+  const bool launches_early = args.rows.num_rows == 1 && max_splits <= kMaxCombinedSplits;
+  if (launches_early) ptx::pdl_launch();
   const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
   const int slot = args.rows.seq_slots[static_cast<int>(blockIdx.z)];
@@ -388,6 +391,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   }
   smem.views.template load<false>(args, chunk);
   ptx::pdl_wait();
+  if (!launches_early) ptx::pdl_launch();
   if (!is_old) fetch_keys(first_unit);
   fetch_queries<Config::kThreads>(smem.queries, args, chunk);
   ptx::cp_async_commit();
@@ -742,7 +746,6 @@ struct CombineConfig {
   static constexpr int kDim = kDim_;
   static constexpr int kParts = kParts_;  // more where rows are too few to fill the chip
   static constexpr int kColumns = kDim / 4 / kParts;
-  // Few enough that a chain of products finds room beside it, and fills its ring meanwhile.
   static constexpr int kThreads = 128;
   static constexpr int kGroups = kThreads / kColumns;
   static constexpr int kRuns = 32;  // of which the sums find room

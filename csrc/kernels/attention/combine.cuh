@@ -7,6 +7,9 @@
 
 namespace cpmcu::cuda {
 
+// Up to so many splits of one row are combined by a chain of products, in each of its blocks anew.
+constexpr int kMaxCombinedSplits = 32;
+
 // Where the partial results lie in scratch.
 struct Partials {
   float* acc;  // [splits, T * Hq, D]

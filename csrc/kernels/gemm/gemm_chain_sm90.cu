@@ -34,8 +34,7 @@
 namespace cpmcu::cuda {
 namespace {
 
-// Of 228 KB: some is left for what runs when the ring is filled (CombineConfig).
-constexpr int kRingBytes = 221 * 1024;
+constexpr int kRingBytes = 226 * 1024;    // of the 227 KB that a block may have
 constexpr uint32_t kNotYet = 0xFFFFFFFF;  // NaN; instructions make 0x7FFFFFFF
 constexpr int kStateBytes = 128 * 1024;
 
@@ -102,9 +101,7 @@ struct ChainArgs {
   int max_splits, head_dim;  // of attention that is to be combined first; max_splits 0: none
 };
 
-// Up to so many splits are combined by blocks for themselves: 16 blocks read the same.
-constexpr int kMaxCombinedSplits = 32;
-// A block's slice of the product that reads the row, in blocks of k; each has a stage.
+// Of a row that attention left to combine, a block's slice, in blocks of k; each has a stage.
 constexpr int kMaxCombinedBlocks = 8;
 
 // What a block of threads multiplies of a link: packed blocks [begin, end) of the tiles `tile`,
