@@ -2,8 +2,8 @@
 //
 // A forward pass runs its layers with the queue's context. Linear methods, the norms between them,
 // attention_combine before and rotary_kv behind them leave their work here; whatever else is
-// launched flushes it first. So layers know nothing of
-// it, and where the kernel does not run the context is the plain one.
+// launched flushes it first. So layers need not know what becomes one launch, and where the kernel
+// does not run the context is the plain one.
 #pragma once
 
 #include <functional>

@@ -830,7 +830,7 @@ void launch_splits(const Context& ctx, const AttentionParams& params, int max_sp
 }
 
 template <typename T, int kDim>
-void launch_splits_of(const Context& ctx, const AttentionParams& params) {
+void launch_all_splits(const Context& ctx, const AttentionParams& params) {
   using Few = FewRowsConfig<T, kDim>;
   using Many = ManyRowsConfig<T, kDim>;
   const StepRows& rows = params.rows;
@@ -884,7 +884,7 @@ void attention_splits(const Context& ctx, const AttentionParams& params) {
         params.scratch.shape_text(), name_of(params.scratch.dtype()), needed);
   dispatch_half(params.qkv.dtype(), [&](auto element) {
     dispatch_int<64, 128, 256>("attention_decode: head_dim", params.head_dim, [&](auto dim) {
-      launch_splits_of<decltype(element), dim.value>(ctx, params);
+      launch_all_splits<decltype(element), dim.value>(ctx, params);
     });
   });
 }

@@ -5,8 +5,8 @@
 // stands for the rows of y, RMS-normed: the next link multiplies it, and what the memory holds
 // afterwards is not said. W has 4 bits in all links (one digit) or 16 in all; y has x's dtype.
 // The first x may be the `out` of attention_splits, which is then combined first. The last y may be
-// the qkv of rotary_kv, which then follows with the same bits; of this y only
-// what rotary_kv writes is said.
+// the qkv of rotary_kv, which then follows with the same bits; of this y only what rotary_kv writes
+// is said.
 //
 // The blocks of the kernel wait for one another, so all of them must find room: only one such
 // launch may run on a device at a time (engine/graph_runner.h sees to it within a process), and the
