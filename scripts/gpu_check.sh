@@ -23,16 +23,17 @@ gpu_tests() {
   return $failed
 }
 
-# compute-sanitizer slows kernels down a hundredfold: small shapes and no timeouts. API errors are
-# left out because the engine checks every call, and torch probes features by calls that fail.
-# racecheck takes the barriers of cuBLAS's own kernels (nvjet) for hazards and cannot go on
-# after some of them, so it leaves out the tests of large_gemm, which has no kernel of ours.
+# compute-sanitizer slows kernels down a hundredfold: small shapes, no timeouts, four processes (eight
+# take longer). API errors are left out because the engine checks every call, and torch probes
+# features by calls that fail. racecheck takes the barriers of cuBLAS's own kernels (nvjet) for
+# hazards and cannot go on after some of them, so it leaves out the tests of large_gemm, which has no
+# kernel of ours.
 sanitize_with() {
   local tests=()
   [ "$1" = racecheck ] && tests=(-k "not large_gemm and not test_large_rows")
   CPMCU_SMALL=1 PYTEST_TIMEOUT=0 "$sanitizer" --tool "$1" --target-processes all \
     --report-api-errors no --error-exitcode 86 "${@:2}" \
-    "$python" -m pytest tests/kernels -m gpu "${tests[@]}" -q "${workers[@]}"
+    "$python" -m pytest tests/kernels -m gpu "${tests[@]}" -q -n 4 --dist worksteal
 }
 
 bench() {
