@@ -20,11 +20,10 @@
 // its squares to a sum in integers, whose order does not matter. The next product multiplies what
 // was written and divides its own sums by the root of the mean square, once a row.
 //
-// Rotary: who adds up the last product does so for both elements that RoPE turns against each
-// other, bias and all, and writes keys and values to the cache.
-//
-// Attention: of one row, each block combines those partial results that its slice of the first
-// product reads. A launch and its latency less, and the ring fills while attention runs.
+// Two launches less where there is one row. Rotary: who adds up the last product does so for both
+// elements that RoPE turns against each other, bias and all, and writes keys and values to the
+// cache. Attention: each block combines those partial results that its slice of the first product
+// reads, and the ring fills while attention runs.
 #include "kernels/gemm/gemm_chain.h"
 
 #include "kernels/attention/combine.cuh"
@@ -527,9 +526,7 @@ __global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<Product::kGroups
     const Product product(link);
     T* const y = static_cast<T*>(link.y);
     const bool alone = link.slices == 1 && link.gated;  // sums go to y as they are
-    const bool rotated = link.apart > 1;
-    // What it needs was there before the pass; from 64 rows on there are too few registers.
-    const bool turns_early = kGroups < 8 && rotated;
+    const bool rotated = Product::kGroups == 1 && link.apart > 1;
     // The slabs (32 rows of W each) of a tile whose sums this block adds up.
     const int slice = blockIdx.x % link.slices;
     const int first_slab = (kWarps * slice + link.slices - 1) / link.slices;
@@ -572,7 +569,7 @@ __global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<Product::kGroups
         }
       };
 
-      if (turns_early && warp < num_items) load_item(warp);
+      if (rotated && warp < num_items) load_item(warp);       // it was there before the pass
       ptx::mbarrier_wait(ring.rows_in(stage), stage.parity);  // so the links before have arrived
       ExactSum squares_of_x{};
       const auto prefetch = [&] {
@@ -643,7 +640,7 @@ __global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<Product::kGroups
       ptx::named_barrier<1, kThreads>();  // row_scales
 #pragma unroll 1
       for (int item = warp; item < num_items; item += kWarps) {
-        if (item != warp || (rotated && !turns_early)) load_item(item);
+        if (item != warp) load_item(item);
         const int row = item % kGroups * 8 + q2, sixteen = first_sixteen(item);
         const int n = n0 + sixteen * 16 + g;
         const auto piece_of = [&](int t) {
@@ -767,19 +764,15 @@ int slices_of(const Link& link, int blocks) {
   return std::clamp(blocks / link.tiles, 1, std::min(kWarps, link.k_blocks));
 }
 
-Rotary make_rotary(const RotaryKvParams& from, int64_t first_row) {
-  Rotary rotary{.k_cache = from.k_cache.data(),
-                .v_cache = from.v_cache.data(),
-                .bias = from.bias.data(),
-                .inv_freq = from.inv_freq,
-                .attention_scaling = from.attention_scaling,
-                .num_heads = from.num_heads,
-                .num_kv_heads = from.num_kv_heads,
-                .rows = from.rows};
-  rotary.rows.positions += first_row;
-  rotary.rows.row_seqs += first_row;
-  rotary.rows.first_row += static_cast<int>(first_row);
-  return rotary;
+Rotary make_rotary(const RotaryKvParams& from) {
+  return {.k_cache = from.k_cache.data(),
+          .v_cache = from.v_cache.data(),
+          .bias = from.bias.data(),
+          .inv_freq = from.inv_freq,
+          .attention_scaling = from.attention_scaling,
+          .num_heads = from.num_heads,
+          .num_kv_heads = from.num_kv_heads,
+          .rows = from.rows};
 }
 
 Link make_link(const ChainLink& from, const ChainLink* before, const Tensor& y, const Tensor& x,
@@ -852,12 +845,14 @@ void gemm_chain_prepare_sm90(const Context& ctx, const Tensor& memory) {
 
 void gemm_chain_sm90(const Context& ctx, const ChainParams& p) {
   const int64_t num_rows = p.links.front().x.size(0);
-  const bool has_attention = !p.attention.out.empty();
+  const bool has_attention = !p.attention.out.empty(), has_rotary = !p.rotary.qkv.empty();
+  // With more rows a cycle took 1 to 3 % longer so than with a launch between.
+  const bool rotates = has_rotary && num_rows == 1;
   CHECK(p.memory.num_bytes() >= gemm_chain_bytes(num_rows),
         "gemm_chain: {} bytes of memory, expected {} for {} rows", p.memory.num_bytes(),
         gemm_chain_bytes(num_rows), num_rows);
   const int blocks = std::min(ctx.sm_count, kMaxChainBlocks);
-  if (!p.rotary.qkv.empty()) check_rotary_kv(p.rotary);
+  if (has_rotary) check_rotary_kv(p.rotary);
   bool zeros = false;
   for (const ChainLink& link : p.links) zeros |= link.w4.zero_points;
   for (int64_t row = 0; row < num_rows; row += kMaxRows) {
@@ -879,8 +874,8 @@ void gemm_chain_sm90(const Context& ctx, const ChainParams& p) {
     } else if (has_attention && row == 0) {
       cuda::attention_combine(ctx, p.attention);
     }
-    if (!p.rotary.qkv.empty()) {
-      args.rotary = make_rotary(p.rotary, row);
+    if (rotates) {
+      args.rotary = make_rotary(p.rotary);
       args.links[p.links.size() - 1].apart = p.rotary.head_dim / 32;
     }
     dispatch_half(p.links.front().x.dtype(), [&](auto t) {
@@ -902,6 +897,7 @@ void gemm_chain_sm90(const Context& ctx, const ChainParams& p) {
       }
     });
   }
+  if (has_rotary && !rotates) cuda::rotary_kv(ctx, p.rotary);
 }
 
 }  // namespace cpmcu::cuda
