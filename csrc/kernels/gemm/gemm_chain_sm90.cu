@@ -200,7 +200,6 @@ struct FourBits {
 
   // Whether blocks combine attention's results themselves: for one row.
   static constexpr bool kCombines = kGroups == 1;
-  static constexpr int kBlockK = kW4BlockK;
 
   typename Mma::template LaneRows<kGroups> lane_rows;
 
@@ -368,7 +367,7 @@ __device__ __forceinline__ void combine_row(char* shared, const Ring<Product>& r
                                             const ChainArgs& args,
                                             const AttentionArgs<T>& attention,
                                             const RowSplits& splits) {
-  constexpr int kBlockK = Product::kBlockK;
+  constexpr int kBlockK = kW4BlockK;  // that of all that combine
   const Share share(args.links[0]);
   const int lane = threadIdx.x % 32, num_blocks = share.end - share.begin;
   const int dim = args.head_dim, num_columns = attention.num_heads * dim;
