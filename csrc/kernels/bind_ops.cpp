@@ -228,10 +228,8 @@ void bind_layer_ops(py::module_& m) {
                              .head_dim = head_dim,
                              .rows = rows.rows},
                             rows.arrays};
-             for (const SharedArray& array :
-                  {qkv, bias, q_norm, k_norm, inv_freq, k_cache, v_cache}) {
-               made.arrays.push_back(array);
-             }
+             made.arrays.insert(made.arrays.end(),
+                                {qkv, bias, q_norm, k_norm, inv_freq, k_cache, v_cache});
              return made;
            }),
            py::kw_only(), "qkv"_a, "bias"_a = SharedArray(), "q_norm"_a = SharedArray(),
@@ -274,9 +272,7 @@ void bind_layer_ops(py::module_& m) {
                                 .rows = rows.rows,
                                 .scratch = tensor_of(scratch)},
                                rows.arrays};
-             for (const SharedArray& array : {out, qkv, k_cache, v_cache, scratch}) {
-               made.arrays.push_back(array);
-             }
+             made.arrays.insert(made.arrays.end(), {out, qkv, k_cache, v_cache, scratch});
              return made;
            }),
            py::kw_only(), "out"_a, "qkv"_a, "k_cache"_a, "v_cache"_a, "scale"_a, "num_heads"_a,

@@ -151,15 +151,13 @@ struct OpsState {
   std::vector<SharedArray> arrays;
 };
 
-struct OpsRotary {
-  RotaryKvParams params;
-  std::vector<SharedArray> arrays;  // that it needs to stay
+template <typename Params>
+struct OpsParams {
+  Params params;
+  std::vector<SharedArray> arrays;  // that they need to stay
 };
-
-struct OpsAttention {
-  AttentionParams params;
-  std::vector<SharedArray> arrays;  // that it needs to stay
-};
+using OpsRotary = OpsParams<RotaryKvParams>;
+using OpsAttention = OpsParams<AttentionParams>;
 
 void bind_tree_ops(pybind11::module_& ops);  // bind_tree_ops.cpp
 void bind_w4_ops(pybind11::module_& ops);    // bind_w4_ops.cpp

@@ -53,9 +53,7 @@ void ProductQueue::push(const AttentionParams& attention) {
 }
 
 bool ProductQueue::push(const RotaryKvParams& rotary) {
-  if (links_.empty() || !norm_.out.empty() || !can_follow_chain(rotary)) return false;
-  const ChainLink& last = links_.back();
-  if (last.y.data() != rotary.qkv.data() || last.is_gated() || last.beta != 0) return false;
+  if (links_.empty() || !norm_.out.empty() || !can_follow(links_.back(), rotary)) return false;
   rotary_ = rotary;
   return true;
 }

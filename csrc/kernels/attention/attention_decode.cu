@@ -738,8 +738,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
 // ---- combine
 
 // Block: one row of one query head, and of its dimensions 1 / kParts. A thread owns four dimensions
-// and every kGroups-th run of kRun splits, loaded together; the runs' sums are added in order.
-// Splits that do not exist would add 0, so their number does not matter, nor does kParts.
+// and every kGroups-th SplitRun; the runs' sums are added in order. Splits that do not exist would
+// add 0, so their number does not matter, nor does kParts.
 template <typename T, int kDim_, int kParts_>
 struct CombineConfig {
   using Element = T;

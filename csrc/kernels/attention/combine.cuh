@@ -2,6 +2,8 @@
 // products that reads `out`. The order of additions is laid down in attention_decode.cu.
 #pragma once
 
+#include <type_traits>
+
 #include "core/reduce.cuh"
 #include "kernels/attention/tiles.cuh"
 

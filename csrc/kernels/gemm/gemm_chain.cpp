@@ -37,9 +37,11 @@ void gemm_chain_prepare([[maybe_unused]] const Context& ctx,
 #endif
 }
 
-bool can_follow_chain(const RotaryKvParams& rotary) {
+bool can_follow(const ChainLink& last, const RotaryKvParams& rotary) {
   const int dim = rotary.head_dim;
-  return rotary.q_norm.empty() && rotary.k_norm.empty() && dim >= 64 && kW4BlockRows % dim == 0;
+  return rotary.qkv.data() == last.y.data() && rotary.rows.num_rows == last.y.size(0) &&
+         !last.is_gated() && last.beta == 0 && rotary.q_norm.empty() && rotary.k_norm.empty() &&
+         dim >= 64 && kW4BlockRows % dim == 0;
 }
 
 namespace {
@@ -88,8 +90,7 @@ void check_chain(const ChainParams& p) {
         p.attention.rows.num_rows, first.x.shape_text());
   if (p.rotary.qkv.empty()) return;
   const ChainLink& last = p.links.back();
-  CHECK(p.rotary.qkv.data() == last.y.data() && p.rotary.rows.num_rows == last.y.size(0) &&
-            !last.is_gated() && last.beta == 0 && can_follow_chain(p.rotary),
+  CHECK(can_follow(last, p.rotary),
         "gemm_chain: rotary_kv of {} rows of {} dimensions does not fit behind a link of y {}",
         p.rotary.rows.num_rows, p.rotary.head_dim, last.y.shape_text());
 }

@@ -45,8 +45,8 @@ struct ChainLink {
   int64_t stored_rows() const { return is_dense() ? w.size(0) : w4.n; }
 };
 
-// Whether rotary_kv may follow a chain: no norms, heads of 64, 128 or 256.
-bool can_follow_chain(const RotaryKvParams& rotary);
+// Whether rotary_kv may follow a chain that ends with `last`: no norms, heads of 64, 128 or 256.
+bool can_follow(const ChainLink& last, const RotaryKvParams& rotary);
 
 struct ChainParams {
   std::vector<ChainLink> links;  // 1 to kMaxChainLinks
