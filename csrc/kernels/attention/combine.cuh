@@ -37,12 +37,16 @@ struct RowSplits {
     begin = num_splits(window_begin(own, args.window) + 1) - 1;
     count = num_splits(seq.end());
   }
+  __device__ __forceinline__ bool has(int split) const { return split >= begin && split < count; }
 };
+
+// So many splits in order, from a multiple on, are summed first; then these sums, in order.
+constexpr int kSplitsOfRun = 8;
 
 // A run of splits, and kWidth of the dimensions of a row of a head.
 template <int kWidth>
 struct SplitRun {
-  static constexpr int kSplits = 8;
+  static constexpr int kSplits = kSplitsOfRun;
   float part[kSplits][kWidth];
   float max[kSplits];
 
@@ -71,19 +75,20 @@ struct SplitRun {
   }
 };
 
-// By a warp: maximum and sum over all splits of a row of a head, one split a lane.
+// By a warp: maximum and sum over all splits of a row of a head, one split a lane, kStates of which
+// are loaded at a time.
+template <int kStates>
 __device__ __forceinline__ float2 max_and_sum(const float2* ml, int64_t ml_stride,
                                               const RowSplits& splits, float scale_log2) {
-  constexpr int kStates = 4;  // of a lane, loaded together
   const int lane = threadIdx.x % 32;
   auto each_state = [&](auto use) {
+#pragma unroll 1
     for (int first = lane; first < splits.count; first += kStates * 32) {
       float2 state[kStates];
 #pragma unroll
       for (int i = 0; i < kStates; ++i) {
         const int s = first + i * 32;
-        state[i] = s >= splits.begin && s < splits.count ? ml[s * ml_stride]
-                                                         : make_float2(kMinusInfinity, 0);
+        state[i] = splits.has(s) ? ml[s * ml_stride] : make_float2(kMinusInfinity, 0);
       }
 #pragma unroll
       for (int i = 0; i < kStates; ++i) use(state[i]);

@@ -54,8 +54,8 @@ struct alignas(128) ExactSum {  // a cache line, or additions to neighbours wait
 
 // What launches leave to the next one. Zero at first.
 struct ChainState {
-  uint32_t arrived[kMaxChainLinks]
-                  [32];            // of blocks, behind link i; a cache line each. Ever growing
+  // Of blocks that are done with what link i reads; a cache line each. Ever growing.
+  uint32_t arrived[kMaxChainLinks][32];
   uint32_t bases[kMaxChainLinks];  // `arrived` before this launch
   uint32_t launches;
   ExactSum squares[2][kMaxChainLinks][kMaxRows];  // by turns: one half is used, the other zeroed
@@ -91,16 +91,24 @@ struct Rotary {
   StepRows rows;
 };
 
+// Who combines what attention left, so that the first link can read it.
+enum class Combines {
+  kNobody,
+  kEachItsSlice,  // of one row, straight into the ring: the same columns in several blocks
+  kTogether,      // all blocks, to memory, and wait for one another
+};
+
 struct ChainArgs {
   Link links[kMaxChainLinks];
   Rotary rotary;
   ChainState* state;
   char* pieces;  // [units][slabs][groups][tiles of 16 rows][lanes] of 16 bytes
   int num_links, m;
-  int max_splits, head_dim;  // of attention that is to be combined first; max_splits 0: none
+  Combines combines;
+  int max_splits, head_dim;  // of attention
 };
 
-// Of a row that attention left to combine, a block's slice, in blocks of k; each has a stage.
+// Of kEachItsSlice, in blocks of k; each has a stage.
 constexpr int kMaxCombinedBlocks = 8;
 
 // What a block of threads multiplies of a link: packed blocks [begin, end) of the tiles `tile`,
@@ -132,34 +140,33 @@ __device__ __forceinline__ float silu_product(float gate, float up) {
   return gate / (1.0f + expf(-gate)) * up;
 }
 
-// What rotary_kv needs to know of two rows of x and of elements `dim`, dim + 8 of a head and those
-// half a head behind them.
+// What rotary_kv needs to know of row 0 and of elements `dim`, dim + 8 of a head and those half a
+// head behind them.
 struct Turn {
-  Rotation rotations[2][2];  // of row and dim
-  int cells[2];              // [pages, 64]
+  Rotation rotations[2];
+  int cell;  // [pages, 64]
 
   // What it reads was complete before the pass.
-  __device__ __forceinline__ void load(const Rotary& rotary, int row, int m, int dim,
-                                       bool is_value) {
+  __device__ __forceinline__ void load(const Rotary& rotary, int dim, bool is_value) {
     const StepRows& rows = rotary.rows;
+    const int seq = rows.row_seqs[0], slot = rows.seq_slots[seq];
+    const int in_slot = rows.slot_lengths[slot] + rows.first_row - rows.seq_row_begin[seq];
+    const int64_t page = int64_t{slot} * rows.max_pages + in_slot / kPageSize;
+    cell = rows.page_table[page] * kPageSize + in_slot % kPageSize;
+    if (is_value) return;
+    const float position = static_cast<float>(rows.positions[0]);
 #pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      if (row + j >= m) continue;
-      const int seq = rows.row_seqs[row + j], slot = rows.seq_slots[seq];
-      const int cell = rows.slot_lengths[slot] + rows.first_row + row + j - rows.seq_row_begin[seq];
-      cells[j] = rows.page_table[static_cast<int64_t>(slot) * rows.max_pages + cell / kPageSize] *
-                     kPageSize +
-                 cell % kPageSize;
-      if (is_value) continue;
-      const float position = static_cast<float>(rows.positions[row + j]);
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        rotations[j][half] =
-            rotation_by(position * rotary.inv_freq[dim + half * 8], rotary.attention_scaling);
-      }
+    for (int half = 0; half < 2; ++half) {
+      rotations[half] =
+          rotation_by(position * rotary.inv_freq[dim + half * 8], rotary.attention_scaling);
     }
   }
 };
+
+// The same for all lanes, and the compiler knows it.
+__device__ __forceinline__ int uniform_warp() {
+  return __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);
+}
 
 // A place in the ring that goes round, and the parity of its barriers' phase.
 struct Stage {
@@ -360,57 +367,89 @@ __device__ __forceinline__ void feed_weights(const ChainArgs& args, const Ring<P
   ptx::pdl_wait();
 }
 
-// Makes row 0 of x of the first link, as far as this block multiplies it, of the partial results of
-// attention (attention/combine.cuh), for the stages from the first on. By all multiplying warps.
-template <typename Product, typename T>
-__device__ __forceinline__ void combine_row(char* shared, const Ring<Product>& ring,
-                                            const ChainArgs& args,
-                                            const AttentionArgs<T>& attention,
-                                            const RowSplits& splits) {
-  constexpr int kBlockK = kW4BlockK;  // that of all that combine
-  const Share share(args.links[0]);
-  const int lane = threadIdx.x % 32, num_blocks = share.end - share.begin;
-  const int dim = args.head_dim, num_columns = attention.num_heads * dim;
-  // A warp has 64 columns, all of one head.
-  for (int k = threadIdx.x / 32 * 64; k < num_blocks * kBlockK; k += kWarps * 64) {
-    const int column = share.begin * kBlockK + k + lane * 2, head = column / dim;
-    uint32_t value = 0;
-    if (column < num_columns && splits.count == 1) {
-      value = __ldcg(reinterpret_cast<const uint32_t*>(attention.out + column));
-    } else if (column < num_columns) {
-      using Run = SplitRun<2>;
-      const Partials partials(attention.scratch, args.max_splits, attention.num_heads, dim);
-      const float* acc = partials.acc + column;  // of one row all heads lie together
-      const float2* ml = partials.ml + head;
-      constexpr int kAtOnce = 2;
-      Run runs[kAtOnce];
-      const int num_runs = (splits.count + Run::kSplits - 1) / Run::kSplits;
-      const auto load = [&](int first) {
+// Of row `row` that attention left to combine (attention/combine.cuh) kWidth columns of each lane,
+// the warp's from `column` on, which are of one head. Little code: it runs once in a launch, so all
+// of it comes from L2.
+template <int kWidth, typename T>
+__device__ __forceinline__ void combine_columns(uint32_t (&values)[kWidth / 2],
+                                                const ChainArgs& args,
+                                                const AttentionArgs<T>& attention,
+                                                const RowSplits& splits, int row, int column) {
+  using Vector = std::conditional_t<kWidth == 4, float4, float2>;
+  constexpr int kAtOnce = 32 / kWidth;
+  static_assert(kAtOnce % kSplitsOfRun == 0);
+  const int lane = threadIdx.x % 32;
+  const Partials partials(attention.scratch, args.max_splits,
+                          attention.rows.num_rows * attention.num_heads, args.head_dim);
+  const int row_head = row * attention.num_heads + column / args.head_dim;
+  const float2* ml = partials.ml + row_head;
+  const int64_t stride = partials.num_rows * args.head_dim;
+  int first = splits.begin / kAtOnce * kAtOnce;
+  const float* acc = partials.acc + first * stride + int64_t{row_head} * args.head_dim +
+                     column % args.head_dim + lane * kWidth;
+  float2 max_sum{};
+  bool has_max_sum = false;
+  float total[kWidth] = {};
+#pragma unroll 1
+  for (; first < splits.count; first += kAtOnce) {
+    float part[kAtOnce][kWidth] = {};
 #pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
-          if (first + i >= num_runs) break;
-          runs[i].load(acc, num_columns, ml, partials.num_rows, first + i, splits);
-        }
-      };
-      load(0);
-      const auto [max, sum] = max_and_sum(ml, partials.num_rows, splits, attention.scale_log2);
-      float total[2] = {};
-      for (int first = 0; first < num_runs; first += kAtOnce, load(first)) {
+    for (int i = 0; i < kAtOnce; ++i, acc += stride) {
+      if (!splits.has(first + i)) continue;
+      *reinterpret_cast<Vector*>(part[i]) = *reinterpret_cast<const Vector*>(acc);
+    }
+    const float max =
+        splits.has(first + lane) ? ml[(first + lane) * partials.num_rows].x : kMinusInfinity;
+    if (!has_max_sum) {  // here, so that the partial results are on their way
+      max_sum = max_and_sum<1>(ml, partials.num_rows, splits, attention.scale_log2);
+      has_max_sum = true;
+    }
+    const float weight = weight_of(max, max_sum.x, attention.scale_log2);
 #pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
-          if (first + i >= num_runs) break;
-          float run_sum[2] = {};
-          runs[i].add_to(run_sum, max, attention.scale_log2);
+    for (int run = 0; run < kAtOnce; run += kSplitsOfRun) {
+      float run_sum[kWidth] = {};
 #pragma unroll
-          for (int j = 0; j < 2; ++j) total[j] = __fadd_rn(total[j], run_sum[j]);
+      for (int i = run; i < run + kSplitsOfRun; ++i) {
+        const float its_weight = __shfl_sync(0xffffffffu, weight, i);
+#pragma unroll
+        for (int j = 0; j < kWidth; ++j) {
+          run_sum[j] = __fmaf_rn(part[i][j], its_weight, run_sum[j]);
         }
       }
-      const float inverse = inverse_of(sum);
-      value = pack2<T>(normalised(total[0], inverse), normalised(total[1], inverse));
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) total[j] = __fadd_rn(total[j], run_sum[j]);
+    }
+  }
+  const float inverse = inverse_of(max_sum.y);
+#pragma unroll
+  for (int j = 0; j < kWidth; j += 2) {
+    values[j / 2] = pack2<T>(normalised(total[j], inverse), normalised(total[j + 1], inverse));
+  }
+}
+
+// Makes row 0 of x of the first link, as far as this block multiplies it, for the stages from the
+// first on. By all multiplying warps.
+template <typename Product, typename T>
+__device__ __forceinline__ void combine_slice(char* shared, const Ring<Product>& ring,
+                                              const ChainArgs& args,
+                                              const AttentionArgs<T>& attention,
+                                              const RowSplits& splits) {
+  constexpr int kBlockK = kW4BlockK;  // that of all that combine so
+  const Share share(args.links[0]);
+  const int lane = threadIdx.x % 32, num_blocks = share.end - share.begin;
+  const int num_columns = attention.num_heads * args.head_dim;
+#pragma unroll 1
+  for (int k = uniform_warp() * 64; k < num_blocks * kBlockK; k += kWarps * 64) {
+    const int column = share.begin * kBlockK + k;
+    uint32_t value[1] = {0};
+    if (column < num_columns && splits.count == 1) {
+      value[0] = __ldcg(reinterpret_cast<const uint32_t*>(attention.out + column) + lane);
+    } else if (column < num_columns) {
+      combine_columns<2>(value, args, attention, splits, 0, column);
     }
     const int offset =
         k / kBlockK * Product::kRowsBytes + Product::row_offset(k % kBlockK + lane * 2);
-    *reinterpret_cast<uint32_t*>(shared + offset) = value;
+    *reinterpret_cast<uint32_t*>(shared + offset) = value[0];
   }
   ptx::shared_copy_fence();  // the stages are the copy engine's again afterwards
   ptx::named_barrier<1, kThreads>();
@@ -419,28 +458,61 @@ __device__ __forceinline__ void combine_row(char* shared, const Ring<Product>& r
   }
 }
 
+// Writes this block's part of all rows of `out`, once attention is done; `combined` counts warps.
+template <int kWidth, typename T>
+__device__ __forceinline__ void combine_rows(const ChainArgs& args,
+                                             const AttentionArgs<T>& attention, uint32_t combined) {
+  constexpr int kColumns = 32 * kWidth;
+  const int lane = threadIdx.x % 32, num_columns = attention.num_heads * args.head_dim;
+  const int per_row = num_columns / kColumns, num_items = attention.rows.num_rows * per_row;
+  int item = uniform_warp() * gridDim.x + blockIdx.x;
+#pragma unroll 1
+  for (; item < num_items; item += kWarps * gridDim.x) {
+    const int row = item / per_row, column = item % per_row * kColumns;
+    const RowSplits splits(attention, row);
+    ptx::pdl_wait();
+    if (splits.count == 1) continue;  // it is written already
+    uint32_t values[kWidth / 2];
+    combine_columns<kWidth>(values, args, attention, splits, row, column);
+    T* to = attention.out + int64_t{row} * num_columns + column + lane * kWidth;
+    if constexpr (kWidth == 4) {
+      *reinterpret_cast<uint2*>(to) = make_uint2(values[0], values[1]);
+    } else {
+      *reinterpret_cast<uint32_t*>(to) = values[0];
+    }
+  }
+  __syncwarp();
+  if (lane == 0) ptx::mbarrier_arrive(combined);
+}
+
 // Feeds it with rows of x once all blocks are done with the links before, by another.
+// `combined`: all warps of this block have combined their rows.
 template <typename Product>
-__device__ __forceinline__ void feed_rows(const ChainArgs& args, const Ring<Product>& ring) {
+__device__ __forceinline__ void feed_rows(const ChainArgs& args, const Ring<Product>& ring,
+                                          uint32_t combined) {
   for (int i = 0; i < args.num_links; ++i) ptx::prefetch_map(&args.links[i].x_map);
   ptx::pdl_wait();
-  // Read before this block arrives behind a link, so before they change.
+  // Read before this block arrives anywhere, so before they change.
   static_assert(kMaxChainLinks == 4);
-  const uint32_t* bases = args.state->bases;
-  const uint32_t base0 = __ldcg(bases), base1 = __ldcg(bases + 1), base2 = __ldcg(bases + 2);
+  const uint4 bases = __ldcg(reinterpret_cast<const uint4*>(args.state->bases));
+  if (args.combines == Combines::kTogether) {
+    ptx::mbarrier_wait(combined, 0);
+    ptx::add_release(args.state->arrived[0]);
+  }
   Stage stage;
 #pragma unroll 1
   for (int i = 0; i < args.num_links; ++i) {
     const Link& link = args.links[i];
-    if (i > 0 && static_cast<int>(blockIdx.x) < link.units) {
-      const uint32_t target = (i == 1 ? base0 : i == 2 ? base1 : base2) + gridDim.x;
-      while (ptx::load_acquire(args.state->arrived[i - 1]) != target) {
+    if ((i > 0 || args.combines == Combines::kTogether) &&
+        static_cast<int>(blockIdx.x) < link.units) {
+      const uint32_t base = i == 0 ? bases.x : i == 1 ? bases.y : i == 2 ? bases.z : bases.w;
+      while (ptx::load_acquire(args.state->arrived[i]) != base + gridDim.x) {
       }
       ptx::copy_engine_fence();
     }
     each_block(link, [&](int, int k_block) {
       ptx::mbarrier_wait(ring.done(stage), stage.parity ^ 1);
-      if (i > 0 || args.max_splits == 0) {
+      if (i > 0 || args.combines != Combines::kEachItsSlice) {
         Product::fetch_rows(ring.rows(stage), link, k_block, ring.rows_in(stage));
       }
       stage.next(ring);
@@ -462,8 +534,9 @@ __global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<Product::kGroups
   constexpr int kGroups = Product::kGroups;
   extern __shared__ __align__(1024) char shared[];
   __shared__ __align__(8) uint64_t barriers[3 * Ring::kStages];
+  __shared__ __align__(8) uint64_t combined;
   __shared__ float row_scales[8 * kGroups];
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int warp = uniform_warp(), lane = threadIdx.x % 32;
   const Ring ring{ptx::shared_address(shared), ptx::shared_address(barriers)};
   Stage stage;
 
@@ -473,6 +546,7 @@ __global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<Product::kGroups
     ptx::mbarrier_init(ring.weights_in(mine), 1);
     ptx::mbarrier_init(ring.rows_in(mine), 1);
     ptx::mbarrier_init(ring.done(mine), kWarps);
+    if (threadIdx.x == 0) ptx::mbarrier_init(ptx::shared_address(&combined), kWarps);
     ptx::mbarrier_init_fence();
   }
   __syncthreads();
@@ -481,7 +555,7 @@ __global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<Product::kGroups
     if (threadIdx.x == kThreads) {
       feed_weights(args, ring);
     } else if (threadIdx.x == kThreads + 32) {
-      feed_rows(args, ring);
+      feed_rows(args, ring, ptx::shared_address(&combined));
     } else {
       ptx::pdl_wait();
     }
@@ -489,7 +563,13 @@ __global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<Product::kGroups
   }
   if constexpr (kFeedingWarps<kGroups> == 4) ptx::take_registers<232>();
   [[maybe_unused]] RowSplits splits{};
-  if (Product::kCombines && args.max_splits > 0) splits = RowSplits(attention, 0);
+  if (Product::kCombines && args.combines == Combines::kEachItsSlice) {
+    splits = RowSplits(attention, 0);
+  }
+  if (args.combines == Combines::kTogether) {
+    args.head_dim == 64 ? combine_rows<2>(args, attention, ptx::shared_address(&combined))
+                        : combine_rows<4>(args, attention, ptx::shared_address(&combined));
+  }
   ptx::pdl_wait();
   uint32_t turn = __ldcg(&args.state->launches) % 2;
   bool has_idle_links = false;
@@ -501,7 +581,7 @@ __global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<Product::kGroups
     ptx::named_barrier<1, kThreads>();
     for (int i = 0; i + 1 < args.num_links && threadIdx.x == 0; ++i) {
       if (static_cast<int>(blockIdx.x) >= args.links[i].units) {
-        ptx::add_release(args.state->arrived[i]);
+        ptx::add_release(args.state->arrived[i + 1]);
       }
     }
   }
@@ -511,8 +591,9 @@ __global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<Product::kGroups
   }
 
   if constexpr (Product::kCombines) {
-    if (args.max_splits > 0 && static_cast<int>(blockIdx.x) < args.links[0].units) {
-      combine_row(shared, ring, args, attention, splits);
+    if (args.combines == Combines::kEachItsSlice &&
+        static_cast<int>(blockIdx.x) < args.links[0].units) {
+      combine_slice(shared, ring, args, attention, splits);
     }
   }
 
@@ -538,7 +619,7 @@ __global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<Product::kGroups
       // row + 1 and stored rows n, n + 8 of both. Their y, the norm's or rotary's weights, and
       // rotary's angles are asked for long before they are needed.
       T old[2][4], weight[2][2];
-      Turn turns;
+      [[maybe_unused]] Turn turn_of_row;
       // Of the 16s of a tile, the first of an item's two.
       const auto first_sixteen = [&](int item) {
         const int slab = first_slab + item / kGroups;
@@ -561,14 +642,13 @@ __global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<Product::kGroups
             }
           }
         }
-        if (rotated) {
-          const int dim = link.apart * 32, head = n / dim;
-          turns.load(args.rotary, row, args.m, n % dim,
-                     head >= args.rotary.num_heads + args.rotary.num_kv_heads);
-        }
       };
 
-      if (rotated && warp < num_items) load_item(warp);       // it was there before the pass
+      if (rotated && warp < num_items) {
+        const int n = n0 + first_sixteen(warp) * 16 + g, dims = link.apart * 32;
+        turn_of_row.load(args.rotary, n % dims,
+                         n / dims >= args.rotary.num_heads + args.rotary.num_kv_heads);
+      }
       ptx::mbarrier_wait(ring.rows_in(stage), stage.parity);  // so the links before have arrived
       ExactSum squares_of_x{};
       const auto prefetch = [&] {
@@ -576,7 +656,7 @@ __global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<Product::kGroups
           const ExactSum& sum = args.state->squares[turn][i - 1][threadIdx.x];
           squares_of_x = {__ldcg(&sum.high), __ldcg(&sum.low)};
         }
-        if (!alone && !rotated && warp < num_items) load_item(warp);
+        if (!alone && warp < num_items) load_item(warp);
       };
       if constexpr (kGroups < 8) prefetch();  // else there are too few registers
 
@@ -639,7 +719,7 @@ __global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<Product::kGroups
       ptx::named_barrier<1, kThreads>();  // row_scales
 #pragma unroll 1
       for (int item = warp; item < num_items; item += kWarps) {
-        if (item != warp) load_item(item);
+        if (kGroups > 1 && item != warp) load_item(item);
         const int row = item % kGroups * 8 + q2, sixteen = first_sixteen(item);
         const int n = n0 + sixteen * 16 + g;
         const auto piece_of = [&](int t) {
@@ -676,35 +756,29 @@ __global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<Product::kGroups
         }
         __syncwarp();
         if (rotated) {
-          if (n >= link.n) continue;
+          if (n >= link.n || row > 0) continue;
           const Rotary& rotary = args.rotary;
           const int dims = link.apart * 32, head = n / dims, dim = n % dims;
           const int kv_head = head - rotary.num_heads;
           const bool is_value = kv_head >= rotary.num_kv_heads;
+          T* to = y + n;
+          if (kv_head >= 0) {
+            const int64_t page = turn_of_row.cell / kPageSize;
+            const int64_t at = page * rotary.num_kv_heads + kv_head % rotary.num_kv_heads;
+            to = static_cast<T*>(is_value ? rotary.v_cache : rotary.k_cache) +
+                 (at * kPageSize + turn_of_row.cell % kPageSize) * dims + dim;
+          }
 #pragma unroll
-          for (int j = 0; j < 2; ++j) {
-            if (row + j >= args.m) continue;
-            T* to = y + int64_t{row + j} * link.n + n;
-            if (kv_head >= 0) {
-              const int64_t page = turns.cells[j] / kPageSize;
-              const int in_page = turns.cells[j] % kPageSize;
-              const int64_t at = page * rotary.num_kv_heads + kv_head % rotary.num_kv_heads;
-              to = static_cast<T*>(is_value ? rotary.v_cache : rotary.k_cache) +
-                   (at * kPageSize + in_page) * dims + dim;
+          for (int half = 0; half < 2; ++half) {
+            float x[2];
+#pragma unroll
+            for (int t = 0; t < 2; ++t) {
+              x[t] = to_float(finished(link, row_scales[0], sum[t][half * 2], T()));
+              if (rotary.bias != nullptr) x[t] += to_float(weight[t][half]);
             }
-            const float scale = row_scales[row + j];
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-              float x[2];
-#pragma unroll
-              for (int t = 0; t < 2; ++t) {
-                x[t] = to_float(finished(link, scale, sum[t][half * 2 + j], T()));
-                if (rotary.bias != nullptr) x[t] += to_float(weight[t][half]);
-              }
-              if (!is_value) rotate(x[0], x[1], turns.rotations[j][half]);
-              to[half * 8] = from_float<T>(x[0]);
-              to[dims / 2 + half * 8] = from_float<T>(x[1]);
-            }
+            if (!is_value) rotate(x[0], x[1], turn_of_row.rotations[half]);
+            to[half * 8] = from_float<T>(x[0]);
+            to[dims / 2 + half * 8] = from_float<T>(x[1]);
           }
           continue;
         }
@@ -748,12 +822,15 @@ __global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<Product::kGroups
       }
       ptx::named_barrier<1, kThreads>();
     }
-    if (i + 1 < args.num_links && threadIdx.x == 0) ptx::add_release(args.state->arrived[i]);
+    if (i + 1 < args.num_links && threadIdx.x == 0) {
+      ptx::add_release(args.state->arrived[i + 1]);
+    }
   }
   // Block 0 has a part in every link, so here all blocks have arrived behind all others, and so
   // have read both.
   if (blockIdx.x == 0 && threadIdx.x == 0) {
-    for (int i = 0; i + 1 < args.num_links; ++i) args.state->bases[i] += gridDim.x;
+    if (args.combines == Combines::kTogether) args.state->bases[0] += gridDim.x;
+    for (int i = 1; i < args.num_links; ++i) args.state->bases[i] += gridDim.x;
     if (args.num_links > 1) ++args.state->launches;
   }
 }
@@ -807,12 +884,17 @@ Link make_link(const ChainLink& from, const ChainLink* before, const Tensor& y, 
   return link;
 }
 
-// Whether the kernel combines what attention left for the first link.
-bool combines(const ChainParams& p, const Link& first, int blocks) {
-  const int count = num_splits(p.attention.rows.max_kv);
-  return p.attention.rows.num_rows == 1 && !p.links.front().is_dense() && count > 1 &&
-         count <= kMaxCombinedSplits && p.attention.head_dim % 64 == 0 && first.tiles <= blocks &&
-         first.slice_blocks + (first.longer_slices > 0) <= kMaxCombinedBlocks;
+Combines who_combines(const ChainParams& p, const Link& first, int blocks) {
+  const int rows = p.attention.rows.num_rows, count = num_splits(p.attention.rows.max_kv);
+  if (rows == 0 || count == 1) return Combines::kNobody;
+  const bool is_short = count <= kMaxCombinedSplits;
+  if (rows == 1 && is_short && !p.links.front().is_dense() && first.tiles <= blocks &&
+      first.slice_blocks + (first.longer_slices > 0) <= kMaxCombinedBlocks) {
+    return Combines::kEachItsSlice;
+  }
+  // One warp goes through all splits of a head: where there are many they should be busy.
+  const bool is_busy = rows * p.attention.num_heads >= blocks * kWarps / 2;
+  return is_short || is_busy ? Combines::kTogether : Combines::kNobody;
 }
 
 template <typename Product>
@@ -867,11 +949,11 @@ void gemm_chain_sm90(const Context& ctx, const ChainParams& p) {
       args.links[i] = make_link(link, i > 0 ? &p.links[i - 1] : nullptr, link.y.rows(row, m),
                                 link.x.rows(row, m), normed, groups, blocks);
     }
-    if (has_attention && combines(p, args.links[0], blocks)) {
+    if (has_attention && row == 0) {
+      args.combines = who_combines(p, args.links[0], blocks);
       args.max_splits = num_splits(p.attention.rows.max_kv);
       args.head_dim = p.attention.head_dim;
-    } else if (has_attention && row == 0) {
-      cuda::attention_combine(ctx, p.attention);
+      if (args.combines == Combines::kNobody) cuda::attention_combine(ctx, p.attention);
     }
     if (rotates) {
       args.rotary = make_rotary(p.rotary);
