@@ -73,11 +73,14 @@ struct alignas(64) Link {
   int n, tiles, k_blocks;  // tiles of 256 rows; a block has as many k as its product says
   int block_bytes;
   int slices, slice_blocks, longer_slices;
-  int units;  // blocks of threads that have something to do
+  int one_over_slices;  // in units of 2^-16, rounded up: divides small numbers
+  int units;            // blocks of threads that have something to do
   // Between the two times 16 stored rows that are added up together, in 16s: 1, or half a head if
   // rotary_kv follows.
   int apart = 1;
   bool bf16_scales, gated;
+
+  __device__ __forceinline__ int over_slices(int v) const { return v * one_over_slices >> 16; }
 };
 
 // rotary_kv behind the last link.
@@ -104,6 +107,7 @@ struct ChainArgs {
   ChainState* state;
   char* pieces;  // [units][slabs][groups][tiles of 16 rows][lanes] of 16 bytes
   int num_links, m;
+  int min_units;  // of all links but the last
   Combines combines;
   int max_splits, head_dim;  // of attention
 };
@@ -114,11 +118,12 @@ constexpr int kMaxCombinedBlocks = 8;
 // What a block of threads multiplies of a link: packed blocks [begin, end) of the tiles `tile`,
 // tile + gridDim.x, ...
 struct Share {
-  int tile, begin, end;
+  int tile, slice, begin, end;
 
   __device__ __forceinline__ explicit Share(const Link& link) {
-    const int b = blockIdx.x, slice = b % link.slices;
-    tile = b / link.slices;
+    const int b = blockIdx.x;
+    tile = link.over_slices(b);
+    slice = b - tile * link.slices;
     begin = slice * link.slice_blocks + min(slice, link.longer_slices);
     end = begin + link.slice_blocks + (slice < link.longer_slices);
   }
@@ -369,7 +374,7 @@ __device__ __forceinline__ void feed_weights(const ChainArgs& args, const Ring<P
 
 // Of row `row` that attention left to combine (attention/combine.cuh) kWidth columns of each lane,
 // the warp's from `column` on, which are of one head. Little code: it runs once in a launch, so all
-// of it comes from L2.
+// of it comes from L2. Waits for attention.
 template <int kWidth, typename T>
 __device__ __forceinline__ void combine_columns(uint32_t (&values)[kWidth / 2],
                                                 const ChainArgs& args,
@@ -390,6 +395,7 @@ __device__ __forceinline__ void combine_columns(uint32_t (&values)[kWidth / 2],
   float2 max_sum{};
   bool has_max_sum = false;
   float total[kWidth] = {};
+  ptx::pdl_wait();
 #pragma unroll 1
   for (; first < splits.count; first += kAtOnce) {
     float part[kAtOnce][kWidth] = {};
@@ -432,10 +438,10 @@ __device__ __forceinline__ void combine_columns(uint32_t (&values)[kWidth / 2],
 template <typename Product, typename T>
 __device__ __forceinline__ void combine_slice(char* shared, const Ring<Product>& ring,
                                               const ChainArgs& args,
-                                              const AttentionArgs<T>& attention,
-                                              const RowSplits& splits) {
+                                              const AttentionArgs<T>& attention) {
   constexpr int kBlockK = kW4BlockK;  // that of all that combine so
   const Share share(args.links[0]);
+  const RowSplits splits(attention, 0);
   const int lane = threadIdx.x % 32, num_blocks = share.end - share.begin;
   const int num_columns = attention.num_heads * args.head_dim;
 #pragma unroll 1
@@ -443,6 +449,7 @@ __device__ __forceinline__ void combine_slice(char* shared, const Ring<Product>&
     const int column = share.begin * kBlockK + k;
     uint32_t value[1] = {0};
     if (column < num_columns && splits.count == 1) {
+      ptx::pdl_wait();
       value[0] = __ldcg(reinterpret_cast<const uint32_t*>(attention.out + column) + lane);
     } else if (column < num_columns) {
       combine_columns<2>(value, args, attention, splits, 0, column);
@@ -470,7 +477,6 @@ __device__ __forceinline__ void combine_rows(const ChainArgs& args,
   for (; item < num_items; item += kWarps * gridDim.x) {
     const int row = item / per_row, column = item % per_row * kColumns;
     const RowSplits splits(attention, row);
-    ptx::pdl_wait();
     if (splits.count == 1) continue;  // it is written already
     uint32_t values[kWidth / 2];
     combine_columns<kWidth>(values, args, attention, splits, row, column);
@@ -562,22 +568,21 @@ __global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<Product::kGroups
     return;
   }
   if constexpr (kFeedingWarps<kGroups> == 4) ptx::take_registers<232>();
-  [[maybe_unused]] RowSplits splits{};
-  if (Product::kCombines && args.combines == Combines::kEachItsSlice) {
-    splits = RowSplits(attention, 0);
-  }
   if (args.combines == Combines::kTogether) {
     args.head_dim == 64 ? combine_rows<2>(args, attention, ptx::shared_address(&combined))
                         : combine_rows<4>(args, attention, ptx::shared_address(&combined));
   }
+  if constexpr (Product::kCombines) {
+    if (args.combines == Combines::kEachItsSlice &&
+        static_cast<int>(blockIdx.x) < args.links[0].units) {
+      combine_slice(shared, ring, args, attention);
+    }
+  }
   ptx::pdl_wait();
   uint32_t turn = __ldcg(&args.state->launches) % 2;
-  bool has_idle_links = false;
-  for (int i = 0; i + 1 < args.num_links; ++i) {
-    has_idle_links |= static_cast<int>(blockIdx.x) >= args.links[i].units;
-  }
-  if (has_idle_links) {  // who has no part in a link has nothing to wait for
-    ptx::opaque(turn);   // read, by all warps, before the last block may change it
+  // Who has no part in a link has nothing to wait for.
+  if (static_cast<int>(blockIdx.x) >= args.min_units) {
+    ptx::opaque(turn);  // read, by all warps, before the last block may change it
     ptx::named_barrier<1, kThreads>();
     for (int i = 0; i + 1 < args.num_links && threadIdx.x == 0; ++i) {
       if (static_cast<int>(blockIdx.x) >= args.links[i].units) {
@@ -587,14 +592,8 @@ __global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<Product::kGroups
   }
   if (blockIdx.x == 0) {
     ExactSum* next = args.state->squares[turn ^ 1][0];
+#pragma unroll 1
     for (int i = threadIdx.x; i < kMaxChainLinks * kMaxRows; i += kThreads) next[i] = {0, 0};
-  }
-
-  if constexpr (Product::kCombines) {
-    if (args.combines == Combines::kEachItsSlice &&
-        static_cast<int>(blockIdx.x) < args.links[0].units) {
-      combine_slice(shared, ring, args, attention, splits);
-    }
   }
 
   const int g = lane / 4, q2 = lane % 4 * 2;
@@ -608,37 +607,48 @@ __global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<Product::kGroups
     const bool alone = link.slices == 1 && link.gated;  // sums go to y as they are
     const bool rotated = Product::kGroups == 1 && link.apart > 1;
     // The slabs (32 rows of W each) of a tile whose sums this block adds up.
-    const int slice = blockIdx.x % link.slices;
-    const int first_slab = (kWarps * slice + link.slices - 1) / link.slices;
+    const int slice = share.slice;
+    const int first_slab = link.over_slices(kWarps * slice + link.slices - 1);
     const int num_items =
-        ((kWarps * (slice + 1) + link.slices - 1) / link.slices - first_slab) * kGroups;
+        (link.over_slices(kWarps * (slice + 1) + link.slices - 1) - first_slab) * kGroups;
 #pragma unroll 1
     for (int tile = share.tile; tile < link.tiles; tile += gridDim.x) {
       const int n0 = tile * kW4BlockRows;
       // An item is two times 16 stored rows and 8 rows of x, done by a warp: a lane has rows row,
-      // row + 1 and stored rows n, n + 8 of both. Their y, the norm's or rotary's weights, and
-      // rotary's angles are asked for long before they are needed.
-      T old[2][4], weight[2][2];
+      // row + 1 and stored rows n, n + 8 of both. The norm's or rotary's weights, rotary's angles
+      // and their y are asked for long before they are needed.
+      T old[2][2][2], weight[2][2];
       [[maybe_unused]] Turn turn_of_row;
       // Of the 16s of a tile, the first of an item's two.
       const auto first_sixteen = [&](int item) {
         const int slab = first_slab + item / kGroups;
         return 2 * slab - (slab & (link.apart - 1));
       };
-      const auto load_item = [&](int item) {
-        const int row = item % kGroups * 8 + q2, n = n0 + first_sixteen(item) * 16 + g;
-        const void* weights = rotated ? args.rotary.bias : link.norm_weight;
+      const auto load_weights = [&](int item) {
+        const T* weights = static_cast<const T*>(rotated ? args.rotary.bias : link.norm_weight);
+        if (weights == nullptr) return;
+        const int n = n0 + first_sixteen(item) * 16 + g;
 #pragma unroll
-        for (int eight = 0; eight < 4; ++eight) {
-          const int at = n + eight / 2 * link.apart * 16 + eight % 2 * 8;
-          if (at >= link.n) continue;
-          if (weights != nullptr) {
-            weight[eight / 2][eight % 2] = static_cast<const T*>(weights)[at];
+        for (int t = 0; t < 2; ++t) {
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            const int at = n + t * link.apart * 16 + half * 8;
+            if (at < link.n) weight[t][half] = weights[at];
           }
+        }
+      };
+      const auto load_old = [&](int item) {
+        if (link.beta == 0) return;
+        const int row = item % kGroups * 8 + q2, n = n0 + first_sixteen(item) * 16 + g;
 #pragma unroll
-          for (int j = 0; j < 2; ++j) {
-            if (link.beta != 0 && row + j < args.m) {
-              old[eight / 2][eight % 2 * 2 + j] = y[int64_t{row + j} * link.n + at];
+        for (int j = 0; j < 2; ++j) {
+          if (row + j >= args.m) continue;
+          const T* from = y + int64_t{row + j} * link.n + n;
+#pragma unroll
+          for (int t = 0; t < 2; ++t) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+              if (n + t * 16 + half * 8 < link.n) old[t][half][j] = from[t * 16 + half * 8];
             }
           }
         }
@@ -649,6 +659,7 @@ __global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<Product::kGroups
         turn_of_row.load(args.rotary, n % dims,
                          n / dims >= args.rotary.num_heads + args.rotary.num_kv_heads);
       }
+      if (kGroups < 8 && !alone && warp < num_items) load_weights(warp);
       ptx::mbarrier_wait(ring.rows_in(stage), stage.parity);  // so the links before have arrived
       ExactSum squares_of_x{};
       const auto prefetch = [&] {
@@ -656,7 +667,7 @@ __global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<Product::kGroups
           const ExactSum& sum = args.state->squares[turn][i - 1][threadIdx.x];
           squares_of_x = {__ldcg(&sum.high), __ldcg(&sum.low)};
         }
-        if (!alone && warp < num_items) load_item(warp);
+        if (!alone && warp < num_items) load_old(warp);
       };
       if constexpr (kGroups < 8) prefetch();  // else there are too few registers
 
@@ -670,7 +681,10 @@ __global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<Product::kGroups
         stage.next(ring);
       }
 
-      if constexpr (kGroups == 8) prefetch();
+      if constexpr (kGroups == 8) {
+        prefetch();
+        if (!alone && warp < num_items) load_weights(warp);
+      }
       if (threadIdx.x < 8 * kGroups) {
         float scale = link.alpha;
         if (link.inv_size != 0) {
@@ -719,7 +733,7 @@ __global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<Product::kGroups
       ptx::named_barrier<1, kThreads>();  // row_scales
 #pragma unroll 1
       for (int item = warp; item < num_items; item += kWarps) {
-        if (kGroups > 1 && item != warp) load_item(item);
+        if (kGroups > 1 && item != warp) load_weights(item), load_old(item);
         const int row = item % kGroups * 8 + q2, sixteen = first_sixteen(item);
         const int n = n0 + sixteen * 16 + g;
         const auto piece_of = [&](int t) {
@@ -782,30 +796,34 @@ __global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<Product::kGroups
           }
           continue;
         }
+        const int left = link.n - n;
         float squares[2] = {};
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
           if (row + j >= args.m) continue;
           const float scale = row_scales[row + j];
+          if (link.gated) {
+            T* to = y + int64_t{row + j} * (link.n / 2) + n / 16 * 8 + g;
+#pragma unroll
+            for (int t = 0; t < 2; ++t) {
+              if (t * 16 >= left) continue;
+              to[t * 8] = from_float<T>(
+                  silu_product(__fmul_rn(scale, sum[t][j]), __fmul_rn(scale, sum[t][j + 2])));
+            }
+            continue;
+          }
+          const int64_t at = int64_t{row + j} * link.n + n;
+          T* const to = y + at;
+          T* const normed = static_cast<T*>(link.normed) + at;
 #pragma unroll
           for (int t = 0; t < 2; ++t) {
-            const int at_n = n + t * 16;
-            if (link.gated) {
-              if (at_n < link.n) {
-                y[int64_t{row + j} * (link.n / 2) + at_n / 16 * 8 + g] = from_float<T>(
-                    silu_product(__fmul_rn(scale, sum[t][j]), __fmul_rn(scale, sum[t][j + 2])));
-              }
-              continue;
-            }
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-              if (at_n + half * 8 >= link.n) continue;
-              const int64_t at = int64_t{row + j} * link.n + at_n + half * 8;
-              const T value = finished(link, scale, sum[t][half * 2 + j], old[t][half * 2 + j]);
-              y[at] = value;
+              if (t * 16 + half * 8 >= left) continue;
+              const T value = finished(link, scale, sum[t][half * 2 + j], old[t][half][j]);
+              to[t * 16 + half * 8] = value;
               if (link.normed != nullptr) {
-                static_cast<T*>(link.normed)[at] =
-                    bounded<T>(to_float(value) * to_float(weight[t][half]));
+                normed[t * 16 + half * 8] = bounded<T>(to_float(value) * to_float(weight[t][half]));
                 squares[j] += to_float(value) * to_float(value);
               }
             }
@@ -876,6 +894,7 @@ Link make_link(const ChainLink& from, const ChainLink* before, const Tensor& y, 
   link.slices = slices_of(link, blocks);
   link.slice_blocks = link.k_blocks / link.slices;
   link.longer_slices = link.k_blocks % link.slices;
+  link.one_over_slices = (1 << 16) / link.slices + 1;
   link.units = std::min(link.tiles * link.slices, blocks);
   if (before != nullptr && !before->normed.empty()) {
     link.inv_size = 1.0f / static_cast<float>(k);
@@ -942,12 +961,14 @@ void gemm_chain_sm90(const Context& ctx, const ChainParams& p) {
     ChainArgs args{.state = p.memory.as<ChainState>(),
                    .pieces = p.memory.as<char>() + kStateBytes,
                    .num_links = static_cast<int>(p.links.size()),
-                   .m = static_cast<int>(m)};
+                   .m = static_cast<int>(m),
+                   .min_units = blocks};
     for (size_t i = 0; i < p.links.size(); ++i) {
       const ChainLink& link = p.links[i];
       const Tensor normed = link.normed.empty() ? Tensor() : link.normed.rows(row, m);
       args.links[i] = make_link(link, i > 0 ? &p.links[i - 1] : nullptr, link.y.rows(row, m),
                                 link.x.rows(row, m), normed, groups, blocks);
+      if (i + 1 < p.links.size()) args.min_units = std::min(args.min_units, args.links[i].units);
     }
     if (has_attention && row == 0) {
       args.combines = who_combines(p, args.links[0], blocks);
