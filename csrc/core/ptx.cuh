@@ -187,6 +187,11 @@ __device__ __forceinline__ void store_cluster16(uint32_t to, const float (&v)[4]
 __device__ __forceinline__ void opaque(uint32_t& v) { asm volatile("" : "+r"(v)); }
 __device__ __forceinline__ void opaque(int& v) { asm volatile("" : "+r"(v)); }
 
+// The number of a thread's warp, and the compiler knows that it is that of the whole warp.
+__device__ __forceinline__ int uniform_warp() {
+  return __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);
+}
+
 // (v & mask) | bits in one instruction. For numbers made of bits.
 __device__ __forceinline__ uint32_t masked_or(uint32_t v, uint32_t mask, uint32_t bits) {
   uint32_t out;

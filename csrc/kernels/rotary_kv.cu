@@ -6,9 +6,9 @@
 // load and the store is float32, rounded once.
 //
 // Bound: 4 bytes an element of qkv against memory bandwidth; for one row the latency of the
-// dependent loads sequence -> slot -> length -> page. With many rows a group walks over several
-// heads of its row, so sines and cosines are made once for all of them; the arithmetic of a head is
-// the same either way.
+// dependent loads sequence -> slot -> length -> page. Sines and cosines are made once for all heads
+// of a block; with many rows a group walks over several heads of its row. The arithmetic of a head
+// is the same either way.
 #include "kernels/rotary.cuh"
 
 #include <algorithm>
@@ -114,10 +114,6 @@ __global__ void __launch_bounds__(kThreads)
   const int lane = threadIdx.x % kLanes;
   const int at = lane * 8;
   const uint32_t group_mask = (0xffffffffu >> (32 - kLanes)) << (threadIdx.x % 32 - lane);
-  float inv_freq[8];
-  *reinterpret_cast<float4*>(inv_freq) = *reinterpret_cast<const float4*>(args.inv_freq + at);
-  *reinterpret_cast<float4*>(inv_freq + 4) =
-      *reinterpret_cast<const float4*>(args.inv_freq + at + 4);
 
   const StepRows& rows = args.rows;
   const int row = blockIdx.x;
@@ -128,14 +124,15 @@ __global__ void __launch_bounds__(kThreads)
   const int num_qk_heads = args.num_heads + args.num_kv_heads;
   const int num_all_heads = num_qk_heads + args.num_kv_heads;
   const int first_head = blockIdx.y * kGroups + threadIdx.x / kLanes;
-  Rotation rotations[8];
-  if (first_head < num_qk_heads) {
-    const float position = static_cast<float>(rows.positions[row]);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      rotations[i] = rotation_by(position * inv_freq[i], args.attention_scaling);
-    }
+  __shared__ alignas(16) Rotation shared[kDim / 2];
+  const float position = static_cast<float>(rows.positions[row]);
+  for (int i = threadIdx.x; i < kDim / 2; i += kThreads) {
+    shared[i] = rotation_by(position * args.inv_freq[i], args.attention_scaling);
   }
+  __syncthreads();
+  Rotation rotations[8];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) rotations[i] = shared[at + i];
 
   ptx::pdl_wait();  // up to here only what was complete before this pass was read
 

@@ -130,24 +130,35 @@ __device__ __forceinline__ Range range_of_block(const AttentionArgs<T>& args, co
   return range;
 }
 
-// What the packed rows of a block see, in shared memory.
+// What a block has to know of its packed rows, in shared memory: looked up by a thread each before
+// the step's queries are there.
 template <int kRows>
 struct RowViews {
-  uint64_t masks[kRows];
+  uint64_t masks[kRows];  // what they see
   int window_begins[kRows];
-  int window_end;  // from here on every row sees all cells, up to those that masks tell of
+  int window_end;      // from here on every row sees all cells, up to those that masks tell of
+  int queries[kRows];  // where they begin in qkv; -1: there is no such row
+  int outs[kRows];     // which rows of [T * Hq, D] they become,
+  int counts[kRows];   // of how many splits; 0: none
 
-  template <bool kByPosition, typename T>
+  template <bool kByPosition, int kDim, typename T>
   __device__ __forceinline__ void load(const AttentionArgs<T>& args, const Chunk& chunk) {
     const int p = threadIdx.x;
     if (p >= kRows) return;
     const Sequence& seq = chunk.seq;
     const int row = chunk.row_of(p);
+    const bool exists = chunk.first + p < chunk.num_packed;
+    const int head = chunk.kv_head * chunk.group + chunk.first + p - row * chunk.group;
+    const int num_columns = (args.num_heads + 2 * args.num_kv_heads) * kDim;
+    queries[p] = exists ? (seq.row_begin + row) * num_columns + head * kDim : -1;
+    outs[p] = (seq.row_begin + row) * args.num_heads + head;
     const uint64_t mask = row >= seq.num_rows ? 0
                           : args.rows.row_masks == nullptr
                               ? first_cells(row + 1)
                               : args.rows.row_masks[seq.row_begin + row];
     masks[p] = mask;
+    const int end = kByPosition ? seq.length + __popcll(mask) : seq.end();
+    counts[p] = exists ? num_splits(end) : 0;
     if (args.window > 0) {
       const int own = kByPosition ? seq.length + __popcll(mask) - 1 : seq.first_cell + row;
       window_begins[p] = window_begin(own, args.window);
@@ -178,22 +189,27 @@ struct RowViews {
   }
 };
 
-// Starts copying the queries of a chunk, as rows of D.
+// Copies the queries of packed rows, as rows of D.
 template <int kThreads, typename T, int kRows, int kDim>
-__device__ __forceinline__ void fetch_queries(SwizzledTile<T, kRows, kDim>& tile,
-                                              const AttentionArgs<T>& args, const Chunk& chunk) {
-  const int64_t stride = static_cast<int64_t>(args.num_heads + 2 * args.num_kv_heads) * kDim;
-  constexpr int kChunks = kDim / 8;
-  for (int at = threadIdx.x; at < kRows * kChunks; at += kThreads) {
-    const int packed = chunk.first + at / kChunks, c = at % kChunks;
-    const bool valid = packed < chunk.num_packed;
-    const int row = valid ? packed / chunk.group : 0;
-    const int head = chunk.kv_head * chunk.group + packed - row * chunk.group;
-    const T* from =
-        args.qkv + (chunk.seq.row_begin + row) * stride + (valid ? head * kDim : 0) + c * 8;
-    ptx::cp_async16(tile.address(at / kChunks, c), from, valid);
+struct QueryCopy {
+  static constexpr int kChunks = kDim / 8, kCopies = kRows * kChunks / kThreads;
+  static_assert(kRows * kChunks % kThreads == 0, "every thread copies as many chunks");
+  int from[kCopies];
+
+  __device__ __forceinline__ explicit QueryCopy(const RowViews<kRows>& views) {
+#pragma unroll
+    for (int i = 0; i < kCopies; ++i) {
+      from[i] = views.queries[(static_cast<int>(threadIdx.x) + i * kThreads) / kChunks];
+    }
   }
-}
+  __device__ __forceinline__ void start(SwizzledTile<T, kRows, kDim>& tile, const T* qkv) const {
+#pragma unroll
+    for (int i = 0; i < kCopies; ++i) {
+      const int at = static_cast<int>(threadIdx.x) + i * kThreads, c = at % kChunks;
+      ptx::cp_async16(tile.address(at / kChunks, c), qkv + max(from[i], 0) + c * 8, from[i] >= 0);
+    }
+  }
+};
 
 // ---- the arithmetic, of 16 packed rows
 
@@ -261,24 +277,17 @@ __device__ __forceinline__ void add_weighted(float (&to)[4], const float (&acc)[
 
 // Writes dimensions [column, column + kColumns) of the 16 rows `row` on at the end of a split: to
 // `out` where the row has no other split, and so needs no second kernel.
-template <bool kByPosition, int kDim, typename T, int kRows, int kColumns>
-__device__ __forceinline__ void write_split(const AttentionArgs<T>& args, const Chunk& chunk,
+template <int kDim, typename T, int kRows, int kColumns>
+__device__ __forceinline__ void write_split(const AttentionArgs<T>& args,
                                             const RowViews<kRows>& views,
                                             const RowTile<kColumns>& state, int row, int column,
                                             int split, int max_splits) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int p = row + half * 8 + lane / 4;
-    if (chunk.first + p >= chunk.num_packed) continue;
-    const Sequence& seq = chunk.seq;
-    const int in_sequence = chunk.row_of(p);
-    const int head = chunk.kv_head * chunk.group + chunk.first + p - in_sequence * chunk.group;
-    const int64_t t = static_cast<int64_t>(seq.row_begin + in_sequence) * args.num_heads + head;
-    // The row sees no cell from here on.
-    const int end = kByPosition ? seq.length + __popcll(views.masks[p]) : seq.end();
-    const int count = num_splits(end);
-    if (split >= count) continue;  // nobody asks
+    const int p = row + half * 8 + lane / 4, count = views.counts[p];
+    if (split >= count) continue;  // it sees no cell from here on
+    const int64_t t = views.outs[p];
     const int first = column + lane % 4 * 2;
     if (count == 1) {
       const float inverse = inverse_of(state.sum[half]);
@@ -351,7 +360,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   // only take room.
   const bool launches_early = args.rows.num_rows == 1 && max_splits <= kMaxCombinedSplits;
   if (launches_early) ptx::pdl_launch();
-  const int warp = threadIdx.x / 32;
+  const int warp = ptx::uniform_warp();
   const int lane = threadIdx.x % 32;
   const int slot = args.rows.seq_slots[static_cast<int>(blockIdx.z)];
   int round_cell, page, next_page;  // of this warp's unit in a round, and in the next
@@ -382,20 +391,25 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
     fetch_tile<32>(unit.values, args.v_cache + offset, kDim, seq.end() - cell, lane);
   };
 
+  smem.views.template load<false, kDim>(args, chunk);
+  __syncthreads();
+  const QueryCopy<Config::kThreads, T, Config::kRows, kDim> queries_copy(smem.views);
   // Cells of earlier steps need not wait for this one's (core/launch.h).
   const int first_unit = round_cell + warp * kUnit;
   const bool is_old = first_unit + kUnit <= seq.first_cell;
-  if (is_old) {
-    fetch_keys(first_unit);
-    fetch_values(first_unit);
+#pragma unroll 1  // little code: what runs once takes as long as it takes to fetch it
+  for (int pass = 0; pass < 2; ++pass) {
+    if (pass == 1) {
+      ptx::pdl_wait();
+      if (!launches_early) ptx::pdl_launch();
+      queries_copy.start(smem.queries, args.qkv);
+    }
+    if (is_old == (pass == 0)) {
+      fetch_keys(first_unit);
+      fetch_values(first_unit);
+    }
   }
-  smem.views.template load<false>(args, chunk);
-  ptx::pdl_wait();
-  if (!launches_early) ptx::pdl_launch();
-  if (!is_old) fetch_keys(first_unit);
-  fetch_queries<Config::kThreads>(smem.queries, args, chunk);
   ptx::cp_async_commit();
-  if (!is_old) fetch_values(first_unit);
   ptx::cp_async_commit();
   ptx::cp_async_wait<1>();
   __syncthreads();
@@ -471,8 +485,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
       }
     }
     if (round_cell + Config::kRoundCells >= min(split_end, range.cell_end)) {
-      write_split<false, kDim>(args, chunk, smem.views, state, 0, warp * Config::kColumns, split,
-                               max_splits);
+      write_split<kDim>(args, smem.views, state, 0, warp * Config::kColumns, split, max_splits);
       split_end = split_begin(++split + 1);
       state.clear();
     }
@@ -564,7 +577,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   }
 
   const int lane = threadIdx.x % 32;
-  const int warp = threadIdx.x / 32;
+  const int warp = ptx::uniform_warp();
   const int warp_row = warp / Config::kColumnWarps * kWarpRows;  // within the chunk
   const int column = warp % Config::kColumnWarps * Config::kColumns;
   const bool warp_has_rows = chunk.first + warp_row < chunk.num_packed;
@@ -585,14 +598,16 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   };
 #pragma unroll
   for (int tile = 0; tile < Config::kStages - 1; ++tile) fetch_first(tile, true);
-  smem.views.template load<kByPosition>(args, chunk);
+  smem.views.template load<kByPosition, kDim>(args, chunk);
   if (threadIdx.x == 0) smem.chunk = chunk;
+  __syncthreads();
+  const QueryCopy<Config::kThreads, T, Config::kRows, kDim> queries_copy(smem.views);
   ptx::pdl_wait();
   ptx::pdl_launch();
 #pragma unroll
   for (int tile = 0; tile < Config::kStages - 1; ++tile) {
     fetch_first(tile, false);
-    if (tile == 0) fetch_queries<Config::kThreads>(smem.queries(), args, chunk);
+    if (tile == 0) queries_copy.start(smem.queries(), args.qkv);
     ptx::cp_async_commit();
   }
   ptx::cp_async_wait<Config::kStages - 2>();
@@ -698,40 +713,45 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   auto end_split = [&](int cell) {
     if (cell < min(split_end, range.cell_end)) return;
     if (warp_has_rows) {
-      write_split<kByPosition, kDim>(args, smem.chunk, smem.views, state, warp_row, column, split,
-                                     max_splits);
+      write_split<kDim>(args, smem.views, state, warp_row, column, split, max_splits);
     }
     split_end = split_begin(++split + 1);
     state.clear();
   };
 
-  int cell = range.cell_begin, next_page = pages[Config::kStages - 1];
-  for (int tile = 0; tile < num_shared; ++tile) {
-    ptx::cp_async_wait<Config::kStages - 2>();
-    __syncthreads();  // this tile is here, and everyone is done with the one before
-    constexpr int kAhead = Config::kStages - 1;
-    if (tile + kAhead < num_tiles) fetch_cells(tile + kAhead, cell + kAhead * kCells, next_page);
-    next_page = page_of(args.rows, slot, cell + (kAhead + 1) * kCells);
-    ptx::cp_async_commit();
-    if (warp_has_rows) attend(tile, cell);
-    cell += kCells;
-    end_split(cell);
-  }
-  if (meets_tree) {
-    if constexpr (Config::kTreeTiles == Config::kStages) {  // its last tile waits for a stage
-      __syncthreads();
-      const int tree_cell = smem.chunk.seq.length / kCells * kCells;
-      fetch_cells(num_shared + Config::kStages - 1, tree_cell + (Config::kStages - 1) * kCells,
-                  next_page);
+  int cell = range.cell_begin, next_page = pages[Config::kStages - 1], tile = 0;
+  [[maybe_unused]] bool has_tree = false;  // in shared memory
+#pragma unroll 1
+  while (true) {
+    if (tile < num_shared) {
+      ptx::cp_async_wait<Config::kStages - 2>();
+      __syncthreads();  // this tile is here, and everyone is done with the one before
+      constexpr int kAhead = Config::kStages - 1;
+      if (tile + kAhead < num_tiles) fetch_cells(tile + kAhead, cell + kAhead * kCells, next_page);
+      next_page = page_of(args.rows, slot, cell + (kAhead + 1) * kCells);
       ptx::cp_async_commit();
-    }
-    ptx::cp_async_wait<0>();
-    __syncthreads();
-    while (cell < range.cell_end) {
+      if (warp_has_rows) attend(tile, cell);
+      ++tile;
+      cell += kCells;
+    } else if (meets_tree && cell < range.cell_end) {
+      if (!has_tree) {
+        if constexpr (Config::kTreeTiles == Config::kStages) {  // its last tile waits for a stage
+          __syncthreads();
+          const int tree_cell = smem.chunk.seq.length / kCells * kCells;
+          fetch_cells(num_shared + Config::kStages - 1, tree_cell + (Config::kStages - 1) * kCells,
+                      next_page);
+          ptx::cp_async_commit();
+        }
+        ptx::cp_async_wait<0>();
+        __syncthreads();
+        has_tree = true;
+      }
       if (warp_has_rows) attend_tree(cell);
       cell += kUnit;
-      end_split(cell);
+    } else {
+      break;
     }
+    end_split(cell);
   }
 }
 

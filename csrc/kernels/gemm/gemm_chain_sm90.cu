@@ -168,11 +168,6 @@ struct Turn {
   }
 };
 
-// The same for all lanes, and the compiler knows it.
-__device__ __forceinline__ int uniform_warp() {
-  return __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);
-}
-
 // A place in the ring that goes round, and the parity of its barriers' phase.
 struct Stage {
   int index = 0, parity = 0;
@@ -445,7 +440,7 @@ __device__ __forceinline__ void combine_slice(char* shared, const Ring<Product>&
   const int lane = threadIdx.x % 32, num_blocks = share.end - share.begin;
   const int num_columns = attention.num_heads * args.head_dim;
 #pragma unroll 1
-  for (int k = uniform_warp() * 64; k < num_blocks * kBlockK; k += kWarps * 64) {
+  for (int k = ptx::uniform_warp() * 64; k < num_blocks * kBlockK; k += kWarps * 64) {
     const int column = share.begin * kBlockK + k;
     uint32_t value[1] = {0};
     if (column < num_columns && splits.count == 1) {
@@ -472,7 +467,7 @@ __device__ __forceinline__ void combine_rows(const ChainArgs& args,
   constexpr int kColumns = 32 * kWidth;
   const int lane = threadIdx.x % 32, num_columns = attention.num_heads * args.head_dim;
   const int per_row = num_columns / kColumns, num_items = attention.rows.num_rows * per_row;
-  int item = uniform_warp() * gridDim.x + blockIdx.x;
+  int item = ptx::uniform_warp() * gridDim.x + blockIdx.x;
 #pragma unroll 1
   for (; item < num_items; item += kWarps * gridDim.x) {
     const int row = item / per_row, column = item % per_row * kColumns;
@@ -542,7 +537,7 @@ __global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<Product::kGroups
   __shared__ __align__(8) uint64_t barriers[3 * Ring::kStages];
   __shared__ __align__(8) uint64_t combined;
   __shared__ float row_scales[8 * kGroups];
-  const int warp = uniform_warp(), lane = threadIdx.x % 32;
+  const int warp = ptx::uniform_warp(), lane = threadIdx.x % 32;
   const Ring ring{ptx::shared_address(shared), ptx::shared_address(barriers)};
   Stage stage;
 
