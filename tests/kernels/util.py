@@ -159,7 +159,10 @@ class Step:
         self.row_seqs = np.repeat(np.arange(num_seqs), self.counts)
         self.in_seq = np.arange(self.num_rows) - self.begins[self.row_seqs]
         self.row_cells = np.array(self.lengths)[self.row_seqs] + self.in_seq
-        self.positions = self.row_cells.copy()  # a chain's; a test may replace them
+        depths = self.in_seq
+        if self.masks is not None:
+            depths = np.array([int(mask).bit_count() - 1 for mask in np.concatenate(self.masks)])
+        self.positions = np.array(self.lengths)[self.row_seqs] + depths  # a test may replace them
         self.max_kv = max(self.ends) + self.extra_kv
 
     def visible(self, row: int) -> npt.NDArray[np.int64]:

@@ -31,11 +31,17 @@ struct RowSplits {
   RowSplits() = default;
   template <typename T>
   __device__ __forceinline__ RowSplits(const AttentionArgs<T>& args, int row) {
-    const Sequence seq = args.by_position ? load_row_by_position(args.rows, row)
-                                          : load_sequence(args.rows, args.rows.row_seqs[row]);
-    const int own = seq.first_cell + row - seq.row_begin;
+    int own, end;
+    if (args.by_position || args.rows.num_rows == 1) {  // one load instead of three, one by one
+      own = args.rows.positions[row];
+      end = own + 1;
+    } else {
+      const Sequence seq = load_sequence(args.rows, args.rows.row_seqs[row]);
+      own = seq.first_cell + row - seq.row_begin;
+      end = seq.end();
+    }
     begin = num_splits(window_begin(own, args.window) + 1) - 1;
-    count = num_splits(seq.end());
+    count = num_splits(end);
   }
   __device__ __forceinline__ bool has(int split) const { return split >= begin && split < count; }
 };

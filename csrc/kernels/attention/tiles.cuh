@@ -59,17 +59,6 @@ __device__ __forceinline__ Sequence load_sequence(const StepRows& rows, int seq)
   return s;
 }
 
-// A row of a tree as plain decoding would see it: alone, in the cell of its position.
-__device__ __forceinline__ Sequence load_row_by_position(const StepRows& rows, int row) {
-  Sequence s;
-  s.slot = rows.seq_slots[rows.row_seqs[row]];
-  s.row_begin = row;
-  s.num_rows = 1;
-  s.length = rows.slot_lengths[s.slot] + __popcll(rows.row_masks[row]) - 1;
-  s.first_cell = s.length;
-  return s;
-}
-
 // The first cell that a row sees whose own is `own`.
 __device__ __forceinline__ int window_begin(int own, int window) {
   return window > 0 ? max(own + 1 - window, 0) : 0;
