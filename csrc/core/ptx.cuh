@@ -186,6 +186,7 @@ __device__ __forceinline__ void store_cluster16(uint32_t to, const float (&v)[4]
 // was computed. For values that a loop is to keep, and loops that are not to become divisions.
 __device__ __forceinline__ void opaque(uint32_t& v) { asm volatile("" : "+r"(v)); }
 __device__ __forceinline__ void opaque(int& v) { asm volatile("" : "+r"(v)); }
+__device__ __forceinline__ void opaque(const char*& v) { asm volatile("" : "+l"(v)); }
 
 // The number of a thread's warp, and the compiler knows that it is that of the whole warp.
 __device__ __forceinline__ int uniform_warp() {

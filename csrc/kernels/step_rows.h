@@ -1,10 +1,10 @@
 // The rows of one forward step: a row is one token of one sequence. All arrays are device memory.
 //
 // T rows belong to B sequences, the rows of a sequence lie together. Row j of a sequence with L
-// cached tokens has its key in cell L + j of that sequence; its position (for RoPE) is L + j in a
-// chain and L + depth in a tree. It sees cells below L and, of the cells of this step, those its
-// mask names: bit i of row_masks stands for row i of the same sequence, itself included. Without
-// masks it sees rows 0..j (causal).
+// cached tokens has its key in cell L + j of that sequence; its position is L + j in a chain and
+// L + depth in a tree: RoPE's, and the cell of a row that is alone in a launch. It sees cells below
+// L and, of the cells of this step, those its mask names: bit i of row_masks stands for row i of
+// the same sequence, itself included. Without masks it sees rows 0..j (causal).
 //
 // The levels of a draft tree are launches of one step: rows j of a later launch are rows
 // first_row + j of the step (cell L + first_row + j, bit first_row + j).

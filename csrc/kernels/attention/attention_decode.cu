@@ -35,6 +35,7 @@
 //
 // Scratch: acc [splits, T, Hq, D], then (m, l) [splits, T, Hq, 2].
 #include <algorithm>
+#include <type_traits>
 
 #include "core/dispatch.h"
 #include "kernels/attention/combine.cuh"
@@ -756,6 +757,38 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
 }
 
 // ---- combine
+
+// A run of splits, and kWidth of the dimensions of a row of a head.
+template <int kWidth>
+struct SplitRun {
+  static constexpr int kSplits = kSplitsOfRun;
+  float part[kSplits][kWidth];
+  float max[kSplits];
+
+  // acc, ml: of the row of the head. Splits that do not exist will add 0.
+  __device__ __forceinline__ void load(const float* acc, int64_t acc_stride, const float2* ml,
+                                       int64_t ml_stride, int run, const RowSplits& splits) {
+    using Vector = std::conditional_t<kWidth == 4, float4, float2>;
+    static_assert(sizeof(Vector) == kWidth * sizeof(float));
+#pragma unroll
+    for (int i = 0; i < kSplits; ++i) {
+      const int64_t s = ::min(::max(run * kSplits + i, splits.begin), splits.count - 1);
+      const float state_max = ml[s * ml_stride].x;
+      max[i] = s == run * kSplits + i ? state_max : kMinusInfinity;
+      *reinterpret_cast<Vector*>(part[i]) = *reinterpret_cast<const Vector*>(acc + s * acc_stride);
+    }
+  }
+  // sum += part times weight, split by split.
+  __device__ __forceinline__ void add_to(float (&sum)[kWidth], float max_of_row,
+                                         float scale_log2) const {
+#pragma unroll
+    for (int i = 0; i < kSplits; ++i) {
+      const float weight = weight_of(max[i], max_of_row, scale_log2);
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) sum[j] = __fmaf_rn(part[i][j], weight, sum[j]);
+    }
+  }
+};
 
 // Block: one row of one query head, and of its dimensions 1 / kParts. A thread owns four dimensions
 // and every kGroups-th SplitRun; the runs' sums are added in order. Splits that do not exist would

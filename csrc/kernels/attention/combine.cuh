@@ -2,8 +2,6 @@
 // products that reads `out`. The order of additions is laid down in attention_decode.cu.
 #pragma once
 
-#include <type_traits>
-
 #include "core/reduce.cuh"
 #include "kernels/attention/tiles.cuh"
 
@@ -28,7 +26,6 @@ struct Partials {
 struct RowSplits {
   int begin, count;
 
-  RowSplits() = default;
   template <typename T>
   __device__ __forceinline__ RowSplits(const AttentionArgs<T>& args, int row) {
     int own, end;
@@ -48,38 +45,6 @@ struct RowSplits {
 
 // So many splits in order, from a multiple on, are summed first; then these sums, in order.
 constexpr int kSplitsOfRun = 8;
-
-// A run of splits, and kWidth of the dimensions of a row of a head.
-template <int kWidth>
-struct SplitRun {
-  static constexpr int kSplits = kSplitsOfRun;
-  float part[kSplits][kWidth];
-  float max[kSplits];
-
-  // acc, ml: of the row of the head. Splits that do not exist will add 0.
-  __device__ __forceinline__ void load(const float* acc, int64_t acc_stride, const float2* ml,
-                                       int64_t ml_stride, int run, const RowSplits& splits) {
-    using Vector = std::conditional_t<kWidth == 4, float4, float2>;
-    static_assert(sizeof(Vector) == kWidth * sizeof(float));
-#pragma unroll
-    for (int i = 0; i < kSplits; ++i) {
-      const int64_t s = ::min(::max(run * kSplits + i, splits.begin), splits.count - 1);
-      const float state_max = ml[s * ml_stride].x;
-      max[i] = s == run * kSplits + i ? state_max : kMinusInfinity;
-      *reinterpret_cast<Vector*>(part[i]) = *reinterpret_cast<const Vector*>(acc + s * acc_stride);
-    }
-  }
-  // sum += part times weight, split by split.
-  __device__ __forceinline__ void add_to(float (&sum)[kWidth], float max_of_row,
-                                         float scale_log2) const {
-#pragma unroll
-    for (int i = 0; i < kSplits; ++i) {
-      const float weight = weight_of(max[i], max_of_row, scale_log2);
-#pragma unroll
-      for (int j = 0; j < kWidth; ++j) sum[j] = __fmaf_rn(part[i][j], weight, sum[j]);
-    }
-  }
-};
 
 // By a warp: maximum and sum over all splits of a row of a head, one split a lane, kStates of which
 // are loaded at a time.

@@ -20,10 +20,15 @@
 // its squares to a sum in integers, whose order does not matter. The next product multiplies what
 // was written and divides its own sums by the root of the mean square, once a row.
 //
-// Two launches less where there is one row. Rotary: who adds up the last product does so for both
-// elements that RoPE turns against each other, bias and all, and writes keys and values to the
-// cache. Attention: each block combines those partial results that its slice of the first product
-// reads, and the ring fills while attention runs.
+// Attention, whose partial results wait to be combined: of one row each block combines what its
+// slice of the first product reads, of more all blocks together, with a barrier behind it.
+//
+// Rotary, of one row: who adds up the last product does so for both elements that RoPE turns
+// against each other, bias and all, and writes keys and values to the cache.
+//
+// Little code: but for the multiplying loop everything runs once or a few times in a launch, and
+// a warp gets instructions that it did not run lately at about four cycles each. What can be known
+// before x comes is looked up and computed before it comes.
 #include "kernels/gemm/gemm_chain.h"
 
 #include "kernels/attention/combine.cuh"
@@ -215,13 +220,20 @@ struct FourBits {
   // Where element k of row 0 lies among the rows of a stage: see Wgmma::copy_rows.
   static __device__ __forceinline__ int row_offset(int k) { return k / 64 * 1024 + k % 64 * 2; }
 
-  static __device__ __forceinline__ void fetch_weights(uint32_t to, const Link& link, int tile,
-                                                       int k_block, uint32_t barrier,
-                                                       uint64_t policy) {
-    const char* from = link.blocks + (int64_t{tile} * link.k_blocks + k_block) * link.block_bytes;
-    ptx::mbarrier_expect_bytes(barrier, link.block_bytes);
-    ptx::bulk_copy(to, from, link.block_bytes, barrier, policy);
-  }
+  struct Source {
+    const char* from;
+    int bytes;
+
+    __device__ __forceinline__ Source(const Link& link, int tile, int k_block)
+        : from(link.blocks + (int64_t{tile} * link.k_blocks + k_block) * link.block_bytes),
+          bytes(link.block_bytes) {
+      ptx::opaque(from);  // or the compiler computes it where it is used, after waiting
+    }
+    __device__ __forceinline__ void fetch(uint32_t to, uint32_t barrier, uint64_t policy) const {
+      ptx::mbarrier_expect_bytes(barrier, bytes);
+      ptx::bulk_copy(to, from, bytes, barrier, policy);
+    }
+  };
   static __device__ __forceinline__ void fetch_rows(uint32_t to, const Link& link, int k_block,
                                                     uint32_t barrier) {
     ptx::mbarrier_expect_bytes(barrier, kRowsBytes);
@@ -263,16 +275,21 @@ struct SixteenBits {
     }
   }
 
-  static __device__ __forceinline__ void fetch_weights(uint32_t to, const Link& link, int tile,
-                                                       int k_block, uint32_t barrier,
-                                                       uint64_t policy) {
-    const int row = link.gated ? tile * kBoxRows : tile * kW4BlockRows;
-    const int second = row + (link.gated ? link.n / 2 : kBoxRows);
-    ptx::mbarrier_expect_bytes(barrier, kWeightBytes);
-    ptx::tensor_copy(to, &link.w_map, k_block * kBlockK, row, barrier, policy);
-    ptx::tensor_copy(to + kWeightBytes / 2, &link.w_map, k_block * kBlockK, second, barrier,
-                     policy);
-  }
+  struct Source {
+    const TensorMap* map;
+    int k, row, second;  // the rows of both boxes
+
+    __device__ __forceinline__ Source(const Link& link, int tile, int k_block)
+        : map(&link.w_map),
+          k(k_block * kBlockK),
+          row(tile * (link.gated ? kBoxRows : kW4BlockRows)),
+          second(row + (link.gated ? link.n / 2 : kBoxRows)) {}
+    __device__ __forceinline__ void fetch(uint32_t to, uint32_t barrier, uint64_t policy) const {
+      ptx::mbarrier_expect_bytes(barrier, kWeightBytes);
+      ptx::tensor_copy(to, map, k, row, barrier, policy);
+      ptx::tensor_copy(to + kWeightBytes / 2, map, k, second, barrier, policy);
+    }
+  };
   static __device__ __forceinline__ void fetch_rows(uint32_t to, const Link& link, int k_block,
                                                     uint32_t barrier) {
     ptx::mbarrier_expect_bytes(barrier, kRowsBytes);
@@ -339,28 +356,33 @@ struct Ring {
   }
 };
 
-// Feeds the ring with weights as soon as there is room, by one thread.
+// Feeds the ring with weights as soon as there is room, by one thread. `begun` is the last link of
+// which x has come. What is for later ones comes block by block, so as not to stand in the way of
+// sums, counters and rows that others wait for; so does all while blocks combine together.
 template <typename Product>
-__device__ __forceinline__ void feed_weights(const ChainArgs& args, const Ring<Product>& ring) {
+__device__ __forceinline__ void feed_weights(const ChainArgs& args, const Ring<Product>& ring,
+                                             const volatile int& begun) {
   const uint64_t policy = ptx::evict_first_policy();
   for (int i = 0; i < args.num_links; ++i) {
     if (args.links[i].blocks == nullptr) ptx::prefetch_map(&args.links[i].w_map);
   }
+  const bool combines = args.combines == Combines::kTogether;
   Stage stage, landing;
   int in_flight = 0;
 #pragma unroll 1
   for (int i = 0; i < args.num_links; ++i) {
-    const Link& link = args.links[i];
-    each_block(link, [&](int tile, int k_block) {
+    each_block(args.links[i], [&](int tile, int k_block) {
+      const typename Product::Source source(args.links[i], tile, k_block);
       ptx::mbarrier_wait(ring.done(stage), stage.parity ^ 1);
-      if (in_flight == Product::kInFlight) {
+      const int last = begun;
+      const bool is_early = last < 0 ? combines : i > last;
+#pragma unroll 1
+      for (; in_flight >= (is_early ? 1 : Product::kInFlight); --in_flight) {
         ptx::mbarrier_wait(ring.weights_in(landing), landing.parity);
         landing.next(ring);
-      } else {
-        ++in_flight;
       }
-      Product::fetch_weights(ring.weights(stage), link, tile, k_block, ring.weights_in(stage),
-                             policy);
+      ++in_flight;
+      source.fetch(ring.weights(stage), ring.weights_in(stage), policy);
       stage.next(ring);
     });
   }
@@ -536,12 +558,16 @@ __global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<Product::kGroups
   extern __shared__ __align__(1024) char shared[];
   __shared__ __align__(8) uint64_t barriers[3 * Ring::kStages];
   __shared__ __align__(8) uint64_t combined;
+  __shared__ volatile int begun;
   __shared__ float row_scales[8 * kGroups];
   const int warp = ptx::uniform_warp(), lane = threadIdx.x % 32;
-  const Ring ring{ptx::shared_address(shared), ptx::shared_address(barriers)};
+  Ring ring{ptx::shared_address(shared), ptx::shared_address(barriers)};
+  ptx::opaque(ring.data);  // computed once
+  ptx::opaque(ring.barriers);
   Stage stage;
 
   ptx::pdl_launch();
+  if (threadIdx.x == 0) begun = -1;
   if (threadIdx.x < Ring::kStages) {
     const Stage mine{.index = static_cast<int>(threadIdx.x)};
     ptx::mbarrier_init(ring.weights_in(mine), 1);
@@ -554,7 +580,7 @@ __global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<Product::kGroups
   if (warp >= kWarps) {
     if constexpr (kFeedingWarps<kGroups> == 4) ptx::give_registers<40>();
     if (threadIdx.x == kThreads) {
-      feed_weights(args, ring);
+      feed_weights(args, ring, begun);
     } else if (threadIdx.x == kThreads + 32) {
       feed_rows(args, ring, ptx::shared_address(&combined));
     } else {
@@ -656,6 +682,7 @@ __global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<Product::kGroups
       }
       if (kGroups < 8 && !alone && warp < num_items) load_weights(warp);
       ptx::mbarrier_wait(ring.rows_in(stage), stage.parity);  // so the links before have arrived
+      if (threadIdx.x == 0) begun = i;
       ExactSum squares_of_x{};
       const auto prefetch = [&] {
         if (link.inv_size != 0 && threadIdx.x < args.m) {
