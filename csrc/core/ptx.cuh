@@ -99,6 +99,19 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, int parity) {
 #endif
 }
 
+// Whether the phase of this parity has ended.
+__device__ __forceinline__ bool mbarrier_has_ended(uint32_t barrier, int parity) {
+  uint32_t ended;
+  asm volatile(
+      "{ .reg .pred done;\n"
+      "mbarrier.test_wait.parity.shared.b64 done, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, done; }"
+      : "=r"(ended)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return ended != 0;
+}
+
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 // Arrives and expects that many bytes more of bulk copies in this phase.
 __device__ __forceinline__ void mbarrier_expect_bytes(uint32_t barrier, int bytes) {

@@ -331,12 +331,14 @@ struct SixteenBits {
 
 // The ring in shared memory: as many stages of rows of x and a block of W as there is room for, all
 // rows first, and the barriers that say that weights, or rows, are there, or that all warps are
-// done with both.
+// done with both; that the first rows of a link have come; that all warps have combined theirs.
 template <typename Product>
 struct Ring {
   static constexpr int kStageBytes = Product::kRowsBytes + Product::kWeightBytes;
   static constexpr int kStages = kRingBytes / kStageBytes;
   static constexpr int kBytes = kStages * kStageBytes;
+  static constexpr int kBarriers = 3 * kStages + kMaxChainLinks + 1;
+  static_assert(kMaxChainLinks <= kStages, "a thread for each stage initialises all barriers");
   uint32_t data, barriers;
 
   __device__ __forceinline__ uint32_t rows(const Stage& at) const {
@@ -354,28 +356,35 @@ struct Ring {
   __device__ __forceinline__ uint32_t done(const Stage& at) const {
     return barriers + 8 * (2 * kStages + at.index);
   }
+  __device__ __forceinline__ uint32_t x_in(int link) const {
+    return barriers + 8 * (3 * kStages + link);
+  }
+  __device__ __forceinline__ uint32_t combined() const {
+    return barriers + 8 * (3 * kStages + kMaxChainLinks);
+  }
 };
 
-// Feeds the ring with weights as soon as there is room, by one thread. `begun` is the last link of
-// which x has come. What is for later ones comes block by block, so as not to stand in the way of
-// sums, counters and rows that others wait for; so does all while blocks combine together.
+// Feeds the ring with weights as soon as there is room, by one thread. What is for a link whose x
+// has not come yet comes block by block, so as not to stand in the way of sums, counters and rows
+// that others wait for: once x of this block's first link has come, or from the beginning on if
+// blocks combine together.
 template <typename Product>
-__device__ __forceinline__ void feed_weights(const ChainArgs& args, const Ring<Product>& ring,
-                                             const volatile int& begun) {
+__device__ __forceinline__ void feed_weights(const ChainArgs& args, const Ring<Product>& ring) {
   const uint64_t policy = ptx::evict_first_policy();
   for (int i = 0; i < args.num_links; ++i) {
     if (args.links[i].blocks == nullptr) ptx::prefetch_map(&args.links[i].w_map);
   }
-  const bool combines = args.combines == Combines::kTogether;
   Stage stage, landing;
-  int in_flight = 0;
+  int in_flight = 0, first = -1;
 #pragma unroll 1
   for (int i = 0; i < args.num_links; ++i) {
     each_block(args.links[i], [&](int tile, int k_block) {
       const typename Product::Source source(args.links[i], tile, k_block);
+      if (first < 0) first = i;
       ptx::mbarrier_wait(ring.done(stage), stage.parity ^ 1);
-      const int last = begun;
-      const bool is_early = last < 0 ? combines : i > last;
+      const bool is_early =
+          !ptx::mbarrier_has_ended(ring.x_in(i), 0) &&
+          (args.combines == Combines::kTogether || ptx::mbarrier_has_ended(ring.x_in(first), 0));
 #pragma unroll 1
       for (; in_flight >= (is_early ? 1 : Product::kInFlight); --in_flight) {
         ptx::mbarrier_wait(ring.weights_in(landing), landing.parity);
@@ -509,17 +518,15 @@ __device__ __forceinline__ void combine_rows(const ChainArgs& args,
 }
 
 // Feeds it with rows of x once all blocks are done with the links before, by another.
-// `combined`: all warps of this block have combined their rows.
 template <typename Product>
-__device__ __forceinline__ void feed_rows(const ChainArgs& args, const Ring<Product>& ring,
-                                          uint32_t combined) {
+__device__ __forceinline__ void feed_rows(const ChainArgs& args, const Ring<Product>& ring) {
   for (int i = 0; i < args.num_links; ++i) ptx::prefetch_map(&args.links[i].x_map);
   ptx::pdl_wait();
   // Read before this block arrives anywhere, so before they change.
   static_assert(kMaxChainLinks == 4);
   const uint4 bases = __ldcg(reinterpret_cast<const uint4*>(args.state->bases));
   if (args.combines == Combines::kTogether) {
-    ptx::mbarrier_wait(combined, 0);
+    ptx::mbarrier_wait(ring.combined(), 0);
     ptx::add_release(args.state->arrived[0]);
   }
   Stage stage;
@@ -556,9 +563,7 @@ __global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<Product::kGroups
   using Ring = Ring<Product>;
   constexpr int kGroups = Product::kGroups;
   extern __shared__ __align__(1024) char shared[];
-  __shared__ __align__(8) uint64_t barriers[3 * Ring::kStages];
-  __shared__ __align__(8) uint64_t combined;
-  __shared__ volatile int begun;
+  __shared__ __align__(8) uint64_t barriers[Ring::kBarriers];
   __shared__ float row_scales[8 * kGroups];
   const int warp = ptx::uniform_warp(), lane = threadIdx.x % 32;
   Ring ring{ptx::shared_address(shared), ptx::shared_address(barriers)};
@@ -567,22 +572,22 @@ __global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<Product::kGroups
   Stage stage;
 
   ptx::pdl_launch();
-  if (threadIdx.x == 0) begun = -1;
   if (threadIdx.x < Ring::kStages) {
     const Stage mine{.index = static_cast<int>(threadIdx.x)};
     ptx::mbarrier_init(ring.weights_in(mine), 1);
     ptx::mbarrier_init(ring.rows_in(mine), 1);
     ptx::mbarrier_init(ring.done(mine), kWarps);
-    if (threadIdx.x == 0) ptx::mbarrier_init(ptx::shared_address(&combined), kWarps);
+    if (threadIdx.x < kMaxChainLinks) ptx::mbarrier_init(ring.x_in(threadIdx.x), 1);
+    if (threadIdx.x == 0) ptx::mbarrier_init(ring.combined(), kWarps);
     ptx::mbarrier_init_fence();
   }
   __syncthreads();
   if (warp >= kWarps) {
     if constexpr (kFeedingWarps<kGroups> == 4) ptx::give_registers<40>();
     if (threadIdx.x == kThreads) {
-      feed_weights(args, ring, begun);
+      feed_weights(args, ring);
     } else if (threadIdx.x == kThreads + 32) {
-      feed_rows(args, ring, ptx::shared_address(&combined));
+      feed_rows(args, ring);
     } else {
       ptx::pdl_wait();
     }
@@ -590,8 +595,8 @@ __global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<Product::kGroups
   }
   if constexpr (kFeedingWarps<kGroups> == 4) ptx::take_registers<232>();
   if (args.combines == Combines::kTogether) {
-    args.head_dim == 64 ? combine_rows<2>(args, attention, ptx::shared_address(&combined))
-                        : combine_rows<4>(args, attention, ptx::shared_address(&combined));
+    args.head_dim == 64 ? combine_rows<2>(args, attention, ring.combined())
+                        : combine_rows<4>(args, attention, ring.combined());
   }
   if constexpr (Product::kCombines) {
     if (args.combines == Combines::kEachItsSlice &&
@@ -682,7 +687,7 @@ __global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<Product::kGroups
       }
       if (kGroups < 8 && !alone && warp < num_items) load_weights(warp);
       ptx::mbarrier_wait(ring.rows_in(stage), stage.parity);  // so the links before have arrived
-      if (threadIdx.x == 0) begun = i;
+      if (threadIdx.x == 0 && tile == share.tile) ptx::mbarrier_arrive(ring.x_in(i));
       ExactSum squares_of_x{};
       const auto prefetch = [&] {
         if (link.inv_size != 0 && threadIdx.x < args.m) {
