@@ -6,6 +6,7 @@
   CUDA_HOME, CXX      toolkit folder (else PATH, /usr/local/cuda, PyPI wheels); host compiler (g++)
   MAX_JOBS            parallel compilations (default: one per core and per 2 GiB of free memory)
   CPMCU_DEBUG=1       -O0 -g for host code; device code keeps its optimisation
+  CPMCU_TRACE=1       kernels of a layer stamp the clock, for scripts/trace_layer.py
   CPMCU_SANITIZE      address: CPU only, with AddressSanitizer; never copied into cpmcu/
   CPMCU_SKIP_BUILD=1  compile nothing (compile later with `python setup.py build_ext --inplace`)
 Each build leaves its module in build/<tag>/; CPMCU_EXTENSION_DIR=build/<tag> makes cpmcu import it.
@@ -95,7 +96,8 @@ def configure():
         sys.exit(f"CPMCU_SANITIZE={sanitize}, but the only sanitizer supported is 'address'.")
     archs, debug = wanted_archs() if cuda else [], env("CPMCU_DEBUG") == "1"
     tag = "asan" if sanitize else "-".join(["cuda", *archs] if cuda else ["cpu"])
-    tag += "-debug" * debug
+    trace = bool(archs) and env("CPMCU_TRACE") == "1"
+    tag += "-debug" * debug + "-trace" * trace
     info = {"tag": tag, "archs": archs, "cxx": output_of(cxx, "-dumpfullversion")}
     info["nvcc"] = output_of(f"{cuda}/bin/nvcc", "--version").partition(" V")[2].partition("\n")[0]
     info["commit"] = output_of("git", "rev-parse", "--short=12", "HEAD")
@@ -103,6 +105,7 @@ def configure():
     out, py = f"build/{tag}", "py{}{}".format(*sys.version_info)
     common = f"-std=c++20 {'-O0 -g' if debug else '-O1 -g1' if sanitize else '-O3'} -Icsrc"
     common += " -DCPMCU_WITH_CUDA=1" * bool(cuda) + " -DCPMCU_SM90=1" * ("90a" in archs)
+    common += " -DCPMCU_TRACE=1" * trace
     asan = "-fsanitize=address -fno-omit-frame-pointer" if sanitize else ""
     host = f"{cxx} -x c++ {common} -fPIC -fopenmp -Wall -Wextra {asan}"
     host += f" -isystem {cuda}/include" if cuda else ""

@@ -8,5 +8,6 @@ namespace cpmcu {
 void bind_engine(pybind11::module_& m);    // engine/bind_engine.cpp
 void bind_ops(pybind11::module_& m);       // kernels/bind_ops.cpp
 void bind_ceilings(pybind11::module_& m);  // kernels/bind_ceilings.cpp
+void bind_trace(pybind11::module_& m);     // kernels/bind_trace.cpp
 
 }  // namespace cpmcu

@@ -31,5 +31,6 @@ PYBIND11_MODULE(C, m) {
   cpmcu::bind_engine(m);
   cpmcu::bind_ops(m);
   cpmcu::bind_ceilings(m);
+  cpmcu::bind_trace(m);
   m.attr("build_info_json") = cpmcu::build_info_json();
 }

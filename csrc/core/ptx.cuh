@@ -201,6 +201,13 @@ __device__ __forceinline__ void opaque(uint32_t& v) { asm volatile("" : "+r"(v))
 __device__ __forceinline__ void opaque(int& v) { asm volatile("" : "+r"(v)); }
 __device__ __forceinline__ void opaque(const char*& v) { asm volatile("" : "+l"(v)); }
 
+// Of a clock that all multiprocessors share.
+__device__ __forceinline__ unsigned long long global_nanoseconds() {
+  unsigned long long now;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now)::"memory");
+  return now;
+}
+
 // The number of a thread's warp, and the compiler knows that it is that of the whole warp.
 __device__ __forceinline__ int uniform_warp() {
   return __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);

@@ -15,10 +15,13 @@
 
 #include "core/launch.h"
 #include "core/ptx.cuh"
+#include "core/trace.cuh"
 #include "core/vec.cuh"
 
 namespace cpmcu::cuda {
 namespace {
+
+TRACED_FILE("rotary_kv");
 
 constexpr int kThreads = 64;
 
@@ -110,6 +113,7 @@ __global__ void __launch_bounds__(kThreads)
   constexpr int kLanes = kDim / 16;
   constexpr int kGroups = kThreads / kLanes;
   static_assert(kLanes <= 32 && 32 % kLanes == 0, "a head lies within one warp");
+  Trace trace;
   ptx::pdl_launch();
   const int lane = threadIdx.x % kLanes;
   const int at = lane * 8;
@@ -135,6 +139,7 @@ __global__ void __launch_bounds__(kThreads)
   for (int i = 0; i < 8; ++i) rotations[i] = shared[at + i];
 
   ptx::pdl_wait();  // up to here only what was complete before this pass was read
+  trace.stamp(1);
 
   T* qkv_row = args.qkv + int64_t{row} * num_all_heads * kDim;
   for (int head = first_head; head < num_all_heads; head += gridDim.y * kGroups) {
@@ -156,6 +161,8 @@ __global__ void __launch_bounds__(kThreads)
     }
     store_part<T, kDim>(out, at, x);
   }
+  trace.stamp(2);
+  trace.end();
 }
 
 template <typename T>

@@ -38,10 +38,13 @@
 #include <type_traits>
 
 #include "core/dispatch.h"
+#include "core/trace.cuh"
 #include "kernels/attention/combine.cuh"
 
 namespace cpmcu::cuda {
 namespace {
+
+TRACED_FILE("attention");
 
 constexpr int kUnit = 32;  // cells
 constexpr int kUnitTiles = kUnit / 8;
@@ -357,6 +360,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   extern __shared__ __align__(128) unsigned char shared[];
   auto& smem = *reinterpret_cast<FewRowsSmem<Config>*>(shared);
 
+  Trace trace;
   // What follows reads `out` itself and has weights to fetch, or is the combination, which would
   // only take room.
   const bool launches_early = args.rows.num_rows == 1 && max_splits <= kMaxCombinedSplits;
@@ -402,6 +406,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   for (int pass = 0; pass < 2; ++pass) {
     if (pass == 1) {
       ptx::pdl_wait();
+      trace.stamp(1);
       if (!launches_early) ptx::pdl_launch();
       queries_copy.start(smem.queries, args.qkv);
     }
@@ -414,6 +419,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   ptx::cp_async_commit();
   ptx::cp_async_wait<1>();
   __syncthreads();
+  trace.stamp(2);
   uint32_t queries[kDim / 16][4];
 #pragma unroll
   for (int k16 = 0; k16 < kDim / 16; ++k16) load_fragment_a(queries[k16], smem.queries, 0, k16);
@@ -491,6 +497,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
       state.clear();
     }
   }
+  trace.stamp(3);
+  trace.end();
 }
 
 // ---- many rows: the warps of a block share the rows
@@ -543,6 +551,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   constexpr int kCells = Config::kCells;
   extern __shared__ __align__(128) unsigned char shared[];
   auto& smem = *reinterpret_cast<Smem*>(shared);
+  Trace trace;
 
   const int slot = args.rows.seq_slots[static_cast<int>(blockIdx.z)];
   int pages[Config::kStages];  // of the first tiles
@@ -604,6 +613,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   __syncthreads();
   const QueryCopy<Config::kThreads, T, Config::kRows, kDim> queries_copy(smem.views);
   ptx::pdl_wait();
+  trace.stamp(1);
   ptx::pdl_launch();
 #pragma unroll
   for (int tile = 0; tile < Config::kStages - 1; ++tile) {
@@ -613,6 +623,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   }
   ptx::cp_async_wait<Config::kStages - 2>();
   __syncthreads();
+  trace.stamp(2);
   uint32_t queries[kDim / 16][4];
 #pragma unroll
   for (int k16 = 0; k16 < kDim / 16; ++k16) {
@@ -754,6 +765,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
     }
     end_split(cell);
   }
+  trace.stamp(3);
+  trace.end();
 }
 
 // ---- combine

@@ -31,12 +31,15 @@
 // before x comes is looked up and computed before it comes.
 #include "kernels/gemm/gemm_chain.h"
 
+#include "core/trace.cuh"
 #include "kernels/attention/combine.cuh"
 #include "kernels/gemm/w4a16_wgmma.cuh"
 #include "kernels/rotary.cuh"
 
 namespace cpmcu::cuda {
 namespace {
+
+TRACED_FILE("chain");
 
 constexpr int kRingBytes = 226 * 1024;    // of the 227 KB that a block may have
 constexpr uint32_t kNotYet = 0xFFFFFFFF;  // NaN; instructions make 0x7FFFFFFF
@@ -571,6 +574,8 @@ __global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<Product::kGroups
   ptx::opaque(ring.barriers);
   Stage stage;
 
+  Trace trace;
+
   ptx::pdl_launch();
   if (threadIdx.x < Ring::kStages) {
     const Stage mine{.index = static_cast<int>(threadIdx.x)};
@@ -605,6 +610,7 @@ __global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<Product::kGroups
     }
   }
   ptx::pdl_wait();
+  trace.stamp(1);
   uint32_t turn = __ldcg(&args.state->launches) % 2;
   // Who has no part in a link has nothing to wait for.
   if (static_cast<int>(blockIdx.x) >= args.min_units) {
@@ -688,6 +694,7 @@ __global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<Product::kGroups
       if (kGroups < 8 && !alone && warp < num_items) load_weights(warp);
       ptx::mbarrier_wait(ring.rows_in(stage), stage.parity);  // so the links before have arrived
       if (threadIdx.x == 0 && tile == share.tile) ptx::mbarrier_arrive(ring.x_in(i));
+      trace.stamp(3 * i + 2);
       ExactSum squares_of_x{};
       const auto prefetch = [&] {
         if (link.inv_size != 0 && threadIdx.x < args.m) {
@@ -708,6 +715,7 @@ __global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<Product::kGroups
         stage.next(ring);
       }
 
+      trace.stamp(3 * i + 3);
       if constexpr (kGroups == 8) {
         prefetch();
         if (!alone && warp < num_items) load_weights(warp);
@@ -867,10 +875,12 @@ __global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<Product::kGroups
       }
       ptx::named_barrier<1, kThreads>();
     }
+    trace.stamp(3 * i + 4);
     if (i + 1 < args.num_links && threadIdx.x == 0) {
       ptx::add_release(args.state->arrived[i + 1]);
     }
   }
+  trace.end();
   // Block 0 has a part in every link, so here all blocks have arrived behind all others, and so
   // have read both.
   if (blockIdx.x == 0 && threadIdx.x == 0) {
