@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pytest
-import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
-from schemathesis import GenerationMode
-from schemathesis.checks import not_a_server_error
-from schemathesis.config import SchemathesisConfig
-from schemathesis.specs.openapi.checks import (
+
+schemathesis = pytest.importorskip("schemathesis")
+
+from schemathesis import GenerationMode  # noqa: E402
+from schemathesis.checks import not_a_server_error  # noqa: E402
+from schemathesis.config import SchemathesisConfig  # noqa: E402
+from schemathesis.specs.openapi.checks import (  # noqa: E402
     content_type_conformance,
     response_schema_conformance,
     status_code_conformance,
