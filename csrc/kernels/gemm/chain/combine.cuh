@@ -1,0 +1,128 @@
+// Attention before the first link of a chain: its partial results become rows of x.
+#pragma once
+
+#include "kernels/attention/combine.cuh"
+#include "kernels/gemm/chain/ring.cuh"
+
+namespace cpmcu::cuda::chain {
+
+// Of row `row` that attention left to combine (attention/combine.cuh) kWidth columns of each lane,
+// the warp's from `column` on, which are of one head. Little code: it runs once in a launch, so all
+// of it comes from L2. Waits for attention.
+template <int kWidth, typename T>
+__device__ __forceinline__ void combine_columns(uint32_t (&values)[kWidth / 2],
+                                                const ChainArgs& args,
+                                                const AttentionArgs<T>& attention,
+                                                const RowSplits& splits, int row, int column) {
+  using Vector = std::conditional_t<kWidth == 4, float4, float2>;
+  constexpr int kAtOnce = 32 / kWidth;
+  static_assert(kAtOnce % kSplitsOfRun == 0);
+  const int lane = threadIdx.x % 32;
+  const Partials partials(attention.scratch, args.max_splits,
+                          attention.rows.num_rows * attention.num_heads, args.head_dim);
+  const int row_head = row * attention.num_heads + column / args.head_dim;
+  const float2* ml = partials.ml + row_head;
+  const int64_t stride = partials.num_rows * args.head_dim;
+  int first = splits.begin / kAtOnce * kAtOnce;
+  const float* acc = partials.acc + first * stride + int64_t{row_head} * args.head_dim +
+                     column % args.head_dim + lane * kWidth;
+  float2 max_sum{};
+  bool has_max_sum = false;
+  float total[kWidth] = {};
+  ptx::pdl_wait();
+#pragma unroll 1
+  for (; first < splits.count; first += kAtOnce) {
+    float part[kAtOnce][kWidth] = {};
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i, acc += stride) {
+      if (!splits.has(first + i)) continue;
+      *reinterpret_cast<Vector*>(part[i]) = *reinterpret_cast<const Vector*>(acc);
+    }
+    const float max =
+        splits.has(first + lane) ? ml[(first + lane) * partials.num_rows].x : kMinusInfinity;
+    if (!has_max_sum) {  // here, so that the partial results are on their way
+      max_sum = max_and_sum<1>(ml, partials.num_rows, splits, attention.scale_log2);
+      has_max_sum = true;
+    }
+    const float weight = weight_of(max, max_sum.x, attention.scale_log2);
+#pragma unroll
+    for (int run = 0; run < kAtOnce; run += kSplitsOfRun) {
+      float run_sum[kWidth] = {};
+#pragma unroll
+      for (int i = run; i < run + kSplitsOfRun; ++i) {
+        const float its_weight = __shfl_sync(0xffffffffu, weight, i);
+#pragma unroll
+        for (int j = 0; j < kWidth; ++j) {
+          run_sum[j] = __fmaf_rn(part[i][j], its_weight, run_sum[j]);
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) total[j] = __fadd_rn(total[j], run_sum[j]);
+    }
+  }
+  const float inverse = inverse_of(max_sum.y);
+#pragma unroll
+  for (int j = 0; j < kWidth; j += 2) {
+    values[j / 2] = pack2<T>(normalised(total[j], inverse), normalised(total[j + 1], inverse));
+  }
+}
+
+// Makes row 0 of x of the first link, as far as this block multiplies it, for the stages from the
+// first on. By all multiplying warps.
+template <typename Product, typename T>
+__device__ __forceinline__ void combine_slice(char* shared, const Ring<Product>& ring,
+                                              const ChainArgs& args,
+                                              const AttentionArgs<T>& attention) {
+  constexpr int kBlockK = kW4BlockK;  // that of all that combine so
+  const Share share(args.links[0]);
+  const RowSplits splits(attention, 0);
+  const int lane = threadIdx.x % 32, num_blocks = share.end - share.begin;
+  const int num_columns = attention.num_heads * args.head_dim;
+#pragma unroll 1
+  for (int k = ptx::uniform_warp() * 64; k < num_blocks * kBlockK; k += kWarps * 64) {
+    const int column = share.begin * kBlockK + k;
+    uint32_t value[1] = {0};
+    if (column < num_columns && splits.count == 1) {
+      ptx::pdl_wait();
+      value[0] = __ldcg(reinterpret_cast<const uint32_t*>(attention.out + column) + lane);
+    } else if (column < num_columns) {
+      combine_columns<2>(value, args, attention, splits, 0, column);
+    }
+    const int offset =
+        k / kBlockK * Product::kRowsBytes + Product::row_offset(k % kBlockK + lane * 2);
+    *reinterpret_cast<uint32_t*>(shared + offset) = value[0];
+  }
+  ptx::shared_copy_fence();  // the stages are the copy engine's again afterwards
+  ptx::named_barrier<1, kThreads>();
+  if (threadIdx.x < num_blocks) {
+    ptx::mbarrier_arrive(ring.rows_in(Stage{.index = static_cast<int>(threadIdx.x)}));
+  }
+}
+
+// Writes this block's part of all rows of `out`, once attention is done; `combined` counts warps.
+template <int kWidth, typename T>
+__device__ __forceinline__ void combine_rows(const ChainArgs& args,
+                                             const AttentionArgs<T>& attention, uint32_t combined) {
+  constexpr int kColumns = 32 * kWidth;
+  const int lane = threadIdx.x % 32, num_columns = attention.num_heads * args.head_dim;
+  const int per_row = num_columns / kColumns, num_items = attention.rows.num_rows * per_row;
+  int item = ptx::uniform_warp() * gridDim.x + blockIdx.x;
+#pragma unroll 1
+  for (; item < num_items; item += kWarps * gridDim.x) {
+    const int row = item / per_row, column = item % per_row * kColumns;
+    const RowSplits splits(attention, row);
+    if (splits.count == 1) continue;  // it is written already
+    uint32_t values[kWidth / 2];
+    combine_columns<kWidth>(values, args, attention, splits, row, column);
+    T* to = attention.out + int64_t{row} * num_columns + column + lane * kWidth;
+    if constexpr (kWidth == 4) {
+      *reinterpret_cast<uint2*>(to) = make_uint2(values[0], values[1]);
+    } else {
+      *reinterpret_cast<uint32_t*>(to) = values[0];
+    }
+  }
+  __syncwarp();
+  if (lane == 0) ptx::mbarrier_arrive(combined);
+}
+
+}  // namespace cpmcu::cuda::chain

@@ -1,0 +1,143 @@
+// How blocks of W of a chain come to shared memory and are multiplied.
+#pragma once
+
+#include "kernels/gemm/chain/args.cuh"
+#include "kernels/gemm/w4a16_wgmma.cuh"
+
+namespace cpmcu::cuda::chain {
+
+// How a block of 256 rows of W comes to a stage and is multiplied by rows of x [8 kGroups] beside
+// it, 4 bits a weight.
+template <typename Mma, typename T, int kGroups_, bool kZeros>
+struct FourBits {
+  using Element = T;
+  static constexpr int kGroups = kGroups_;
+  static constexpr int kRowsBytes = 8 * kGroups * kRowBytes;
+  static constexpr int kWeightBytes = kZeros ? kZeroOffset + kW4BlockRows : kZeroOffset;
+  static constexpr float kScale = kUnpackedScale<T>;  // of its sums
+  // Blocks that are on their way to a multiprocessor at a time. Memory is as busy with two as with
+  // more, multiprocessors share it more evenly, and the rows of x, sums and counters that others
+  // wait for do not stand in a long queue: 52 instead of 56 us for a layer at one row. From 32 rows
+  // on the multiplying warps are the bound and more is better.
+  static constexpr int kInFlight = kGroups <= 2 ? 2 : kGroups == 4 ? 3 : 5;
+
+  // Whether blocks combine attention's results themselves: for one row.
+  static constexpr bool kCombines = kGroups == 1;
+
+  typename Mma::template LaneRows<kGroups> lane_rows;
+
+  __device__ __forceinline__ explicit FourBits(const Link&) {}
+
+  // Where element k of row 0 lies among the rows of a stage: see Wgmma::copy_rows.
+  static __device__ __forceinline__ int row_offset(int k) { return k / 64 * 1024 + k % 64 * 2; }
+
+  struct Source {
+    const char* from;
+    int bytes;
+
+    __device__ __forceinline__ Source(const Link& link, int tile, int k_block)
+        : from(link.blocks + (int64_t{tile} * link.k_blocks + k_block) * link.block_bytes),
+          bytes(link.block_bytes) {
+      ptx::opaque(from);  // or the compiler computes it where it is used, after waiting
+    }
+    __device__ __forceinline__ void fetch(uint32_t to, uint32_t barrier, uint64_t policy) const {
+      ptx::mbarrier_expect_bytes(barrier, bytes);
+      ptx::bulk_copy(to, from, bytes, barrier, policy);
+    }
+  };
+  static __device__ __forceinline__ void fetch_rows(uint32_t to, const Link& link, int k_block,
+                                                    uint32_t barrier) {
+    ptx::mbarrier_expect_bytes(barrier, kRowsBytes);
+    Wgmma::copy_rows<kGroups>(to, &link.x_map, k_block, barrier);
+  }
+  template <typename F>
+  __device__ __forceinline__ void add_block(float (&sums)[2][kGroups][4], uint32_t rows,
+                                            uint32_t weights, const Link& link, F release) const {
+    cuda::add_block<Mma, T, kGroups, kZeros>(sums, rows, weights, lane_rows, link.bf16_scales,
+                                             release);
+  }
+};
+
+// The same for 16 bits a weight: 64 k, rows of 128 bytes whose 16-byte chunks are swizzled within 8
+// rows, as the copy engine writes them. Of a gated W 128 rows of gate come before the same of up,
+// and rows are taken by turns of eight, as 4-bit blocks store them. Multiplying hides behind memory
+// up to 64 rows.
+template <typename T, int kGroups_>
+struct SixteenBits {
+  using Element = T;
+  static constexpr int kGroups = kGroups_;
+  static constexpr bool kCombines = false;  // too few stages
+  static constexpr int kBlockK = 64, kBoxRows = kW4BlockRows / 2;
+  static constexpr int kRowsBytes = 8 * kGroups * 128;
+  static constexpr int kWeightBytes = kW4BlockRows * 128;
+  static constexpr float kScale = 1;
+  static constexpr int kInFlight = 2;
+
+  MmaSync::LaneRows<kGroups> lane_rows;
+  uint32_t lane_weights[2];  // of a lane's row for ldmatrix, of both tiles: its first or second k
+
+  __device__ __forceinline__ explicit SixteenBits(const Link& link) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int t = 0; t < 2; ++t) {
+      const int row = threadIdx.x / 32 * 32 + t * 16 + lane % 16;
+      const int at = link.gated ? row / 8 % 2 * kBoxRows + row / 16 * 8 + row % 8 : row;
+      lane_weights[t] = at * 128 + ((lane / 16 ^ lane % 8) << 4);
+    }
+  }
+
+  struct Source {
+    const TensorMap* map;
+    int k, row, second;  // the rows of both boxes
+
+    __device__ __forceinline__ Source(const Link& link, int tile, int k_block)
+        : map(&link.w_map),
+          k(k_block * kBlockK),
+          row(tile * (link.gated ? kBoxRows : kW4BlockRows)),
+          second(row + (link.gated ? link.n / 2 : kBoxRows)) {}
+    __device__ __forceinline__ void fetch(uint32_t to, uint32_t barrier, uint64_t policy) const {
+      ptx::mbarrier_expect_bytes(barrier, kWeightBytes);
+      ptx::tensor_copy(to, map, k, row, barrier, policy);
+      ptx::tensor_copy(to + kWeightBytes / 2, map, k, second, barrier, policy);
+    }
+  };
+  static __device__ __forceinline__ void fetch_rows(uint32_t to, const Link& link, int k_block,
+                                                    uint32_t barrier) {
+    ptx::mbarrier_expect_bytes(barrier, kRowsBytes);
+    ptx::tensor_copy(to, &link.x_map, k_block * kBlockK, 0, barrier);
+  }
+  template <typename F>
+  __device__ __forceinline__ void add_block(float (&sums)[2][kGroups][4], uint32_t rows,
+                                            uint32_t weights, const Link&, F release) const {
+    uint32_t x[2][kGroups][2];  // of two steps of 16 k
+#pragma unroll
+    for (int step = 0; step < kBlockK / 16; ++step) {
+      uint32_t r[4];
+      if (kGroups > 1) {
+#pragma unroll
+        for (int group = 0; group < kGroups; group += 2) {
+          ptx::ldmatrix4(r, rows + lane_rows.at(step * 2) + group * 8 * 128);
+          x[step % 2][group][0] = r[0], x[step % 2][group][1] = r[1];
+          x[step % 2][(group + 1) % kGroups][0] = r[2],
+                                    x[step % 2][(group + 1) % kGroups][1] = r[3];
+        }
+      } else if (step % 2 == 0) {
+        ptx::ldmatrix4(r, rows + lane_rows.at(step * 2));
+        x[0][0][0] = r[0], x[0][0][1] = r[1], x[1][0][0] = r[2], x[1][0][1] = r[3];
+      }
+#pragma unroll
+      for (int t = 0; t < 2; ++t) {
+        uint32_t a[4];
+        ptx::ldmatrix4(a, (weights + lane_weights[t]) ^ (step << 5));
+#pragma unroll
+        for (int group = 0; group < kGroups; ++group) {
+          ptx::mma_16x8x16<T>(sums[t][group], a, x[step % 2][group][0], x[step % 2][group][1]);
+        }
+      }
+    }
+    __syncwarp();
+    release();
+  }
+};
+
+}  // namespace cpmcu::cuda::chain

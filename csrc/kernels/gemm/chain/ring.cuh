@@ -1,0 +1,134 @@
+// The ring in shared memory through which all W of a chain come, and the threads that feed it.
+#pragma once
+
+#include "kernels/gemm/chain/args.cuh"
+
+namespace cpmcu::cuda::chain {
+
+constexpr int kRingBytes = 226 * 1024;  // of the 227 KB that a block may have
+
+// A place in the ring that goes round, and the parity of its barriers' phase.
+struct Stage {
+  int index = 0, parity = 0;
+
+  template <typename Ring>
+  __device__ __forceinline__ void next(const Ring&) {
+    if (++index == Ring::kStages) index = 0, parity ^= 1;
+  }
+};
+
+// f(tile, k block) for the packed blocks of this block of threads.
+template <typename F>
+__device__ __forceinline__ void each_block(const Link& link, F f) {
+  if (static_cast<int>(blockIdx.x) >= link.units) return;
+  const Share share(link);
+#pragma unroll 1
+  for (int tile = share.tile; tile < link.tiles; tile += gridDim.x) {
+#pragma unroll 1
+    for (int k_block = share.begin; k_block < share.end; ++k_block) f(tile, k_block);
+  }
+}
+
+// The ring in shared memory: as many stages of rows of x and a block of W as there is room for, all
+// rows first, and the barriers that say that weights, or rows, are there, or that all warps are
+// done with both; that the first rows of a link have come; that all warps have combined theirs.
+template <typename Product>
+struct Ring {
+  static constexpr int kStageBytes = Product::kRowsBytes + Product::kWeightBytes;
+  static constexpr int kStages = kRingBytes / kStageBytes;
+  static constexpr int kBytes = kStages * kStageBytes;
+  static constexpr int kBarriers = 3 * kStages + kMaxChainLinks + 1;
+  static_assert(kMaxChainLinks <= kStages, "a thread for each stage initialises all barriers");
+  uint32_t data, barriers;
+
+  __device__ __forceinline__ uint32_t rows(const Stage& at) const {
+    return data + at.index * Product::kRowsBytes;
+  }
+  __device__ __forceinline__ uint32_t weights(const Stage& at) const {
+    return data + kStages * Product::kRowsBytes + at.index * Product::kWeightBytes;
+  }
+  __device__ __forceinline__ uint32_t weights_in(const Stage& at) const {
+    return barriers + 8 * at.index;
+  }
+  __device__ __forceinline__ uint32_t rows_in(const Stage& at) const {
+    return barriers + 8 * (kStages + at.index);
+  }
+  __device__ __forceinline__ uint32_t done(const Stage& at) const {
+    return barriers + 8 * (2 * kStages + at.index);
+  }
+  __device__ __forceinline__ uint32_t x_in(int link) const {
+    return barriers + 8 * (3 * kStages + link);
+  }
+  __device__ __forceinline__ uint32_t combined() const {
+    return barriers + 8 * (3 * kStages + kMaxChainLinks);
+  }
+};
+
+// Feeds the ring with weights as soon as there is room, by one thread. What is for a link whose x
+// has not come yet comes block by block, so as not to stand in the way of sums, counters and rows
+// that others wait for: once x of this block's first link has come, or from the beginning on if
+// blocks combine together.
+template <typename Product>
+__device__ __forceinline__ void feed_weights(const ChainArgs& args, const Ring<Product>& ring) {
+  const uint64_t policy = ptx::evict_first_policy();
+  for (int i = 0; i < args.num_links; ++i) {
+    if (args.links[i].blocks == nullptr) ptx::prefetch_map(&args.links[i].w_map);
+  }
+  Stage stage, landing;
+  int in_flight = 0, first = -1;
+#pragma unroll 1
+  for (int i = 0; i < args.num_links; ++i) {
+    each_block(args.links[i], [&](int tile, int k_block) {
+      const typename Product::Source source(args.links[i], tile, k_block);
+      if (first < 0) first = i;
+      ptx::mbarrier_wait(ring.done(stage), stage.parity ^ 1);
+      const bool is_early =
+          !ptx::mbarrier_has_ended(ring.x_in(i), 0) &&
+          (args.combines == Combines::kTogether || ptx::mbarrier_has_ended(ring.x_in(first), 0));
+#pragma unroll 1
+      for (; in_flight >= (is_early ? 1 : Product::kInFlight); --in_flight) {
+        ptx::mbarrier_wait(ring.weights_in(landing), landing.parity);
+        landing.next(ring);
+      }
+      ++in_flight;
+      source.fetch(ring.weights(stage), ring.weights_in(stage), policy);
+      stage.next(ring);
+    });
+  }
+  ptx::pdl_wait();
+}
+
+// Feeds it with rows of x once all blocks are done with the links before, by another.
+template <typename Product>
+__device__ __forceinline__ void feed_rows(const ChainArgs& args, const Ring<Product>& ring) {
+  for (int i = 0; i < args.num_links; ++i) ptx::prefetch_map(&args.links[i].x_map);
+  ptx::pdl_wait();
+  // Read before this block arrives anywhere, so before they change.
+  static_assert(kMaxChainLinks == 4);
+  const uint4 bases = __ldcg(reinterpret_cast<const uint4*>(args.state->bases));
+  if (args.combines == Combines::kTogether) {
+    ptx::mbarrier_wait(ring.combined(), 0);
+    ptx::add_release(args.state->arrived[0]);
+  }
+  Stage stage;
+#pragma unroll 1
+  for (int i = 0; i < args.num_links; ++i) {
+    const Link& link = args.links[i];
+    if ((i > 0 || args.combines == Combines::kTogether) &&
+        static_cast<int>(blockIdx.x) < link.units) {
+      const uint32_t base = i == 0 ? bases.x : i == 1 ? bases.y : i == 2 ? bases.z : bases.w;
+      while (ptx::load_acquire(args.state->arrived[i]) != base + gridDim.x) {
+      }
+      ptx::copy_engine_fence();
+    }
+    each_block(link, [&](int, int k_block) {
+      ptx::mbarrier_wait(ring.done(stage), stage.parity ^ 1);
+      if (i > 0 || args.combines != Combines::kEachItsSlice) {
+        Product::fetch_rows(ring.rows(stage), link, k_block, ring.rows_in(stage));
+      }
+      stage.next(ring);
+    });
+  }
+}
+
+}  // namespace cpmcu::cuda::chain
