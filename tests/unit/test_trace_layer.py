@@ -1,0 +1,81 @@
+"""scripts/trace_layer.py reads stamps as csrc/core/trace.cuh leaves them."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+pytest.importorskip("cpmcu.C")
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "trace_layer.py"
+PERIOD = 50_000  # nanoseconds of a layer
+LAYERS = 32
+
+
+def rings(
+    blocks: int, launches: int, stamps: Callable[[int, int], Sequence[int]]
+) -> npt.NDArray[np.uint64]:
+    """What the blocks left that stamp stamps(block, launch)."""
+    all_rings = np.zeros((512, 1 + 64 * 16), np.uint64)
+    for block in range(blocks):
+        all_rings[block, 0] = launches
+        for launch in range(launches):
+            row = stamps(block, launch)
+            at = 1 + launch % 64 * 16
+            all_rings[block, at : at + 16] = [*row, *[0] * (16 - len(row))]
+    return all_rings
+
+
+def chain(block: int, launch: int) -> list[int]:
+    """Done 50 us after the one before; the last of a pass has three products."""
+    begin = 10**9 + launch * PERIOD
+    passed = [begin + 3000 * place + 8 * block for place in range(14)]
+    if launch % LAYERS == LAYERS - 1:
+        passed[11:] = [0, 0, 0]
+    if block > 125:  # has no part in qkv
+        passed[11:] = [0, 0, 0]
+    return passed
+
+
+def attention(block: int, launch: int) -> list[int]:
+    begin = 10**9 + launch * PERIOD - 8000
+    return [begin + block, begin + 1000, begin + 2000, begin + 5000]
+
+
+def test_layers_are_told_by_the_chains_between_them() -> None:
+    spec = importlib.util.spec_from_file_location("trace_layer", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = script  # dataclasses look their module up
+    spec.loader.exec_module(script)
+    found = script.by_layer(
+        {
+            "chain": rings(132, 100, chain),
+            "attention": rings(18, 100, attention),
+            "rotary_kv": rings(0, 0, attention),
+        }
+    )
+    assert "rotary begins" not in found
+    # Done with the layer before: 39 us and a block's share after its launch.
+    done = 39_000 + 125 * 8
+    first, median, last = np.median(np.array(found["attention is done"]), axis=0)
+    assert first == median == last == (PERIOD - 8000 + 5000 - done) / 1000
+    expected = [(PERIOD + 6000 + 8 * block - done) / 1000 for block in (0, 65.5, 131)]
+    layers = np.array(found["x is there: o"])
+    assert np.allclose(np.median(layers, axis=0), expected)
+    # Of 63 pairs of launches those with a chain of three products are left out.
+    assert len(layers) == 63 - 2 * 2
+
+
+def test_a_build_without_stamps_is_refused() -> None:
+    run = subprocess.run([sys.executable, SCRIPT], capture_output=True, text=True)
+    if run.returncode != 2:
+        pytest.skip("this build stamps the clock")
+    assert "stamps no clock" in run.stderr
