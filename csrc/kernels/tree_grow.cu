@@ -174,10 +174,9 @@ __global__ void __launch_bounds__(kThreads)
   if (is_draft) node_of[candidate] = static_cast<uint8_t>(node);
   __syncthreads();
 
-  int depth = is_draft ? 1 : 0, parent = is_draft ? 0 : -1;
+  int parent = is_draft ? 0 : -1;
   if (is_draft && candidate >= k) {
     const int level = (candidate - k) / (k * k), row = (candidate - k) % (k * k) / k;
-    depth = level + 2;
     parent = node_of[beam.level_candidates[(seq * beam.depth + level) * k + row]];
   }
   if (is_node) parents[node] = parent;
@@ -187,7 +186,7 @@ __global__ void __launch_bounds__(kThreads)
   uint64_t mask = bit(node) | 1;
   for (int up = parent; up > 0; up = parents[up]) mask |= bit(up);
   const int token = is_draft ? beam.tokens[all_begin + candidate] : root;
-  write_node(p.trees, seq, node, token, parent, depth, mask, slot, length);
+  write_node(p.trees, seq, node, token, parent, __popcll(mask) - 1, mask, slot, length);
 }
 
 // Grid: B; a thread a node.

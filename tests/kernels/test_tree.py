@@ -135,6 +135,8 @@ class Trees:
         rows = {name: array.numpy() for name, array in self.rows.items()}
         num_seqs, num_nodes = trees["tokens"].shape
         assert np.array_equal(rows["row_ids"], np.maximum(trees["tokens"], 0))
+        ancestors = [[int(mask).bit_count() - 1 for mask in masks] for masks in trees["masks"]]
+        assert trees["depths"].tolist() == ancestors
         positions = np.asarray(lengths)[slots][:, None] + trees["depths"]
         assert np.array_equal(rows["row_positions"], positions)
         for name, values in (("row_slots", slots), ("row_seqs", range(num_seqs))):
@@ -166,6 +168,20 @@ def test_growth_and_choice(device: str, topk: int, coarse: bool) -> None:
                 for growth, slot in zip(beam.growths, beam.slots)
             ]
             beam.build(num_nodes).check(expected)
+
+
+@on_devices
+def test_a_chosen_child_without_its_parent(device: str) -> None:
+    """No growth makes such scores, but numbers that are none may: the child hangs on the root."""
+    beam = Beam(device, num_seqs=2, topk=4, depth=2)
+    for level in range(2):
+        beam.expand(level, False)
+    scores = beam.arrays["scores"].numpy()
+    scores[:, :4] = -1000
+    beam.arrays["scores"].copy_from(scores)
+    trees = {name: array.numpy() for name, array in beam.build(12).arrays.items()}
+    assert trees["parents"].tolist() == [[-1] + [0] * 11] * 2
+    assert trees["depths"].tolist() == [[0] + [1] * 11] * 2
 
 
 @on_devices
