@@ -109,7 +109,7 @@ def main() -> int:
         params = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True)
         llm.generate([prompt.tolist()], params)
         files = C.trace()
-    layers = by_layer(files) if len(launches(files["chain"])) > 0 else {}
+    layers = by_layer(files) if "chain" in files and launches(files["chain"]) else {}
     if not layers:
         sys.stdout.write("no layer was found whose products are one kernel\n")
         return 1

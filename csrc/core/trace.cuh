@@ -5,7 +5,8 @@
 //   Trace trace;      // at the beginning of a kernel: stamps place 0
 //   trace.stamp(1);   // place 1
 //   trace.end();      // a launch that does not come here leaves no trace
-// The first thread of a block stamps, so only what it waits for is seen.
+// The first thread of a block stamps, so only what it waits for is seen. Of launches that overlap
+// others of their file (chains of more than 64 rows) nothing can be said.
 #pragma once
 
 #include "core/trace.h"

@@ -20,8 +20,9 @@
 // its squares to a sum in integers, whose order does not matter. The next product multiplies what
 // was written and divides its own sums by the root of the mean square, once a row.
 //
-// Attention, whose partial results wait to be combined: of one row each block combines what its
-// slice of the first product reads, of more all blocks together, with a barrier behind it.
+// Attention, whose partial results wait to be combined: of one row (and with 4 bits) each block
+// combines what its slice of the first product reads; else all blocks together, with a barrier
+// behind it; or a launch before, where a warp would go through many splits alone.
 //
 // Rotary, of one row: who adds up the last product does so for both elements that RoPE turns
 // against each other, bias and all, and writes keys and values to the cache.
@@ -73,7 +74,10 @@ __global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<Product::kGroups
     ptx::mbarrier_init(ring.rows_in(mine), 1);
     ptx::mbarrier_init(ring.done(mine), kWarps);
     if (threadIdx.x < kMaxChainLinks) ptx::mbarrier_init(ring.x_in(threadIdx.x), 1);
-    if (threadIdx.x == 0) ptx::mbarrier_init(ring.combined(), kWarps);
+    if (threadIdx.x == 0) {
+      ptx::mbarrier_init(ring.combined(), kWarps);
+      ptx::mbarrier_init(ring.bases_read(), 1);
+    }
     ptx::mbarrier_init_fence();
   }
   __syncthreads();
@@ -104,8 +108,9 @@ __global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<Product::kGroups
   uint32_t turn = __ldcg(&args.state->launches) % 2;
   // Who has no part in a link has nothing to wait for.
   if (static_cast<int>(blockIdx.x) >= args.min_units) {
-    ptx::opaque(turn);  // read, by all warps, before the last block may change it
+    ptx::opaque(turn);  // read, by all warps, before block 0 may change it
     ptx::named_barrier<1, kThreads>();
+    ptx::mbarrier_wait(ring.bases_read(), 0);
     for (int i = 0; i + 1 < args.num_links && threadIdx.x == 0; ++i) {
       if (static_cast<int>(blockIdx.x) >= args.links[i].units) {
         ptx::add_release(args.state->arrived[i + 1]);
@@ -183,8 +188,10 @@ __global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<Product::kGroups
       }
       if (kGroups < 8 && !alone && warp < num_items) load_weights(warp);
       ptx::mbarrier_wait(ring.rows_in(stage), stage.parity);  // so the links before have arrived
-      if (threadIdx.x == 0 && tile == share.tile) ptx::mbarrier_arrive(ring.x_in(i));
-      trace.stamp(3 * i + 2);
+      if (threadIdx.x == 0 && tile == share.tile) {
+        ptx::mbarrier_arrive(ring.x_in(i));
+        trace.stamp(3 * i + 2);
+      }
       ExactSum squares_of_x{};
       const auto prefetch = [&] {
         if (link.inv_size != 0 && threadIdx.x < args.m) {
@@ -371,8 +378,8 @@ __global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<Product::kGroups
     }
   }
   trace.end();
-  // Block 0 has a part in every link, so here all blocks have arrived behind all others, and so
-  // have read both.
+  // Block 0 has a part in every link, so here all blocks have arrived behind all others, and have
+  // read both before.
   if (blockIdx.x == 0 && threadIdx.x == 0) {
     if (args.combines == Combines::kTogether) args.state->bases[0] += gridDim.x;
     for (int i = 1; i < args.num_links; ++i) args.state->bases[i] += gridDim.x;

@@ -31,13 +31,14 @@ __device__ __forceinline__ void each_block(const Link& link, F f) {
 
 // The ring in shared memory: as many stages of rows of x and a block of W as there is room for, all
 // rows first, and the barriers that say that weights, or rows, are there, or that all warps are
-// done with both; that the first rows of a link have come; that all warps have combined theirs.
+// done with both; that the first rows of a link have come; that all warps have combined theirs; and
+// that this block has read what block 0 changes in the end.
 template <typename Product>
 struct Ring {
   static constexpr int kStageBytes = Product::kRowsBytes + Product::kWeightBytes;
   static constexpr int kStages = kRingBytes / kStageBytes;
   static constexpr int kBytes = kStages * kStageBytes;
-  static constexpr int kBarriers = 3 * kStages + kMaxChainLinks + 1;
+  static constexpr int kBarriers = 3 * kStages + kMaxChainLinks + 2;
   static_assert(kMaxChainLinks <= kStages, "a thread for each stage initialises all barriers");
   uint32_t data, barriers;
 
@@ -62,6 +63,7 @@ struct Ring {
   __device__ __forceinline__ uint32_t combined() const {
     return barriers + 8 * (3 * kStages + kMaxChainLinks);
   }
+  __device__ __forceinline__ uint32_t bases_read() const { return combined() + 8; }
 };
 
 // Feeds the ring with weights as soon as there is room, by one thread. What is for a link whose x
@@ -103,9 +105,11 @@ template <typename Product>
 __device__ __forceinline__ void feed_rows(const ChainArgs& args, const Ring<Product>& ring) {
   for (int i = 0; i < args.num_links; ++i) ptx::prefetch_map(&args.links[i].x_map);
   ptx::pdl_wait();
-  // Read before this block arrives anywhere, so before they change.
+  // Read before this block arrives anywhere, so before they change: arrivals behind a link follow
+  // from its x, those of who has no part in a link wait for it.
   static_assert(kMaxChainLinks == 4);
   const uint4 bases = __ldcg(reinterpret_cast<const uint4*>(args.state->bases));
+  ptx::mbarrier_arrive(ring.bases_read());
   if (args.combines == Combines::kTogether) {
     ptx::mbarrier_wait(ring.combined(), 0);
     ptx::add_release(args.state->arrived[0]);
