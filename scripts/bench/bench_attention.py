@@ -114,12 +114,15 @@ class Shape:
 
     def rows(self, slot: int, copies: int, length: int, count: int, masks: Any = None) -> Any:
         ctx = self.ctx
+        depths = np.arange(count)
+        if masks is not None:
+            depths = np.array([int(mask).bit_count() - 1 for mask in masks.numpy()])
         return ops.StepRows(
             num_rows=count,
             num_seqs=1,
             max_seq_rows=count,
             max_kv=length + count,
-            positions=put(ctx, np.arange(length, length + count)),
+            positions=put(ctx, length + depths),
             row_seqs=put(ctx, np.zeros(count)),
             seq_slots=put(ctx, [slot]),
             seq_row_begin=put(ctx, [0, count]),

@@ -31,8 +31,8 @@ struct AttentionParams {
   // For trees that are verified (row_masks set, first_row 0): each row's arithmetic is that of
   // plain decoding at its position. The cells of its ancestors, found through its mask, are taken
   // in the order of their depth as cells L, L + 1, …: so a row of an accepted path has the bits
-  // that it would have had without speculation. Needs rows.row_masks. Cells below L are shared by
-  // all rows, but for up to 31 before the tree.
+  // that it would have had without speculation. Needs rows.row_masks, and that a row's position is
+  // L + depth. Cells below L are shared by all rows, but for up to 31 before the tree.
   bool by_position = false;
   StepRows rows;
   Tensor scratch;  // attention_decode: float32, at least attention_scratch_floats(...) long

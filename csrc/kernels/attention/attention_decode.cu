@@ -35,7 +35,6 @@
 //
 // Scratch: acc [splits, T, Hq, D], then (m, l) [splits, T, Hq, 2].
 #include <algorithm>
-#include <type_traits>
 
 #include "core/dispatch.h"
 #include "core/trace.cuh"
@@ -361,8 +360,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   auto& smem = *reinterpret_cast<FewRowsSmem<Config>*>(shared);
 
   Trace trace;
-  // What follows reads `out` itself and has weights to fetch, or is the combination, which would
-  // only take room.
+  // What follows has weights to fetch, or is the combination, which would only take room; with more
+  // rows it finds none before this kernel is done.
   const bool launches_early = args.rows.num_rows == 1 && max_splits <= kMaxCombinedSplits;
   if (launches_early) ptx::pdl_launch();
   const int warp = ptx::uniform_warp();
@@ -771,34 +770,31 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
 
 // ---- combine
 
-// A run of splits, and kWidth of the dimensions of a row of a head.
-template <int kWidth>
+// A run of splits, and four of the dimensions of a row of a head.
 struct SplitRun {
   static constexpr int kSplits = kSplitsOfRun;
-  float part[kSplits][kWidth];
+  float part[kSplits][4];
   float max[kSplits];
 
   // acc, ml: of the row of the head. Splits that do not exist will add 0.
   __device__ __forceinline__ void load(const float* acc, int64_t acc_stride, const float2* ml,
                                        int64_t ml_stride, int run, const RowSplits& splits) {
-    using Vector = std::conditional_t<kWidth == 4, float4, float2>;
-    static_assert(sizeof(Vector) == kWidth * sizeof(float));
 #pragma unroll
     for (int i = 0; i < kSplits; ++i) {
       const int64_t s = ::min(::max(run * kSplits + i, splits.begin), splits.count - 1);
       const float state_max = ml[s * ml_stride].x;
       max[i] = s == run * kSplits + i ? state_max : kMinusInfinity;
-      *reinterpret_cast<Vector*>(part[i]) = *reinterpret_cast<const Vector*>(acc + s * acc_stride);
+      *reinterpret_cast<float4*>(part[i]) = *reinterpret_cast<const float4*>(acc + s * acc_stride);
     }
   }
   // sum += part times weight, split by split.
-  __device__ __forceinline__ void add_to(float (&sum)[kWidth], float max_of_row,
+  __device__ __forceinline__ void add_to(float (&sum)[4], float max_of_row,
                                          float scale_log2) const {
 #pragma unroll
     for (int i = 0; i < kSplits; ++i) {
       const float weight = weight_of(max[i], max_of_row, scale_log2);
 #pragma unroll
-      for (int j = 0; j < kWidth; ++j) sum[j] = __fmaf_rn(part[i][j], weight, sum[j]);
+      for (int j = 0; j < 4; ++j) sum[j] = __fmaf_rn(part[i][j], weight, sum[j]);
     }
   }
 };
@@ -823,7 +819,7 @@ __global__ void __launch_bounds__(Config::kThreads)
                              int max_splits) {
   using T = typename Config::Element;
   constexpr int kDim = Config::kDim;
-  using Run = SplitRun<4>;
+  using Run = SplitRun;
   __shared__ float4 run_sums[Config::kRuns][Config::kColumns];
 
   ptx::pdl_launch();  // before the wait: the next kernel waits for this one in any case
@@ -930,8 +926,7 @@ void launch_combine(const Context& ctx, const AttentionParams& params) {
 
 }  // namespace
 
-// Graph-safe: yes. Reads on the device: slots, row ranges, lengths, masks, page table; with
-// by_position also each row's sequence.
+// Graph-safe: yes. Reads on the device: slots, row ranges, lengths, masks, page table.
 void attention_splits(const Context& ctx, const AttentionParams& params) {
   const StepRows& rows = params.rows;
   if (rows.num_rows == 0) return;
@@ -955,7 +950,8 @@ void attention_splits(const Context& ctx, const AttentionParams& params) {
   });
 }
 
-// Graph-safe: yes. Reads on the device what attention_splits does.
+// Graph-safe: yes. Reads on the device: positions, if by_position or of one row; else each row's
+// sequence, slots, row ranges and lengths.
 void attention_combine(const Context& ctx, const AttentionParams& params) {
   if (params.rows.num_rows == 0 || num_splits(params.rows.max_kv) == 1) return;
   dispatch_half(params.qkv.dtype(), [&](auto element) {

@@ -7,7 +7,8 @@
 
 namespace cpmcu::cuda {
 
-// Up to so many splits of one row are combined by a chain of products, in each of its blocks anew.
+// Up to so many splits are combined by a chain of products however few the rows: those of one row
+// in each of its blocks anew.
 constexpr int kMaxCombinedSplits = 32;
 
 // Where the partial results lie in scratch.
