@@ -10,6 +10,7 @@
 #include "core/ptx.cuh"
 #include "core/vec.cuh"
 #include "kernels/launch_checks.h"
+#include "kernels/silu.cuh"
 
 namespace cpmcu::cuda {
 namespace {
@@ -17,8 +18,6 @@ namespace {
 constexpr int kThreads = 128;
 
 // ---- kernels
-
-__device__ __forceinline__ float silu(float a) { return a / (1.0f + expf(-a)); }
 
 // Grid: (T, blocks of a row); num_vectors = I / 8.
 template <typename T>

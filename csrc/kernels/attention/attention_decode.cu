@@ -136,7 +136,7 @@ __device__ __forceinline__ Range range_of_block(const AttentionArgs<T>& args, co
 // What a block has to know of its packed rows, in shared memory: looked up by a thread each before
 // the step's queries are there.
 template <int kRows>
-struct RowViews {
+struct PackedRows {
   uint64_t masks[kRows];  // what they see
   int window_begins[kRows];
   int window_end;      // from here on every row sees all cells, up to those that masks tell of
@@ -199,10 +199,10 @@ struct QueryCopy {
   static_assert(kRows * kChunks % kThreads == 0, "every thread copies as many chunks");
   int from[kCopies];
 
-  __device__ __forceinline__ explicit QueryCopy(const RowViews<kRows>& views) {
+  __device__ __forceinline__ explicit QueryCopy(const PackedRows<kRows>& packed) {
 #pragma unroll
     for (int i = 0; i < kCopies; ++i) {
-      from[i] = views.queries[(static_cast<int>(threadIdx.x) + i * kThreads) / kChunks];
+      from[i] = packed.queries[(static_cast<int>(threadIdx.x) + i * kThreads) / kChunks];
     }
   }
   __device__ __forceinline__ void start(SwizzledTile<T, kRows, kDim>& tile, const T* qkv) const {
@@ -282,15 +282,15 @@ __device__ __forceinline__ void add_weighted(float (&to)[4], const float (&acc)[
 // `out` where the row has no other split, and so needs no second kernel.
 template <int kDim, typename T, int kRows, int kColumns>
 __device__ __forceinline__ void write_split(const AttentionArgs<T>& args,
-                                            const RowViews<kRows>& views,
+                                            const PackedRows<kRows>& packed,
                                             const RowTile<kColumns>& state, int row, int column,
                                             int split, int max_splits) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int p = row + half * 8 + lane / 4, count = views.counts[p];
+    const int p = row + half * 8 + lane / 4, count = packed.counts[p];
     if (split >= count) continue;  // it sees no cell from here on
-    const int64_t t = views.outs[p];
+    const int64_t t = packed.outs[p];
     const int first = column + lane % 4 * 2;
     if (count == 1) {
       const float inverse = inverse_of(state.sum[half]);
@@ -346,7 +346,7 @@ struct FewRowsSmem {
     float4 exchange[Config::kWarps][kDim / 8][32];  // the units' acc of a round
   };
   float2 max_and_sum[Config::kWarps][Config::kRows];  // of the units of a round
-  RowViews<Config::kRows> views;
+  PackedRows<Config::kRows> packed;
 };
 
 // Grid: (chunks * KV heads, ranges, B).
@@ -395,9 +395,9 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
     fetch_tile<32>(unit.values, args.v_cache + offset, kDim, seq.end() - cell, lane);
   };
 
-  smem.views.template load<false, kDim>(args, chunk);
+  smem.packed.template load<false, kDim>(args, chunk);
   __syncthreads();
-  const QueryCopy<Config::kThreads, T, Config::kRows, kDim> queries_copy(smem.views);
+  const QueryCopy<Config::kThreads, T, Config::kRows, kDim> queries_copy(smem.packed);
   // Cells of earlier steps need not wait for this one's (core/launch.h).
   const int first_unit = round_cell + warp * kUnit;
   const bool is_old = first_unit + kUnit <= seq.first_cell;
@@ -445,7 +445,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
     ptx::cp_async_commit();
     UnitState sums;
     if (exists(cell)) {
-      smem.views.hide(scores, args, seq, 0, cell);
+      smem.packed.hide(scores, args, seq, 0, cell);
       sums = softmax_of_unit(scores[0][0], args.scale_log2);
     }
     ptx::cp_async_wait<1>();  // the values are here
@@ -491,7 +491,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
       }
     }
     if (round_cell + Config::kRoundCells >= min(split_end, range.cell_end)) {
-      write_split<kDim>(args, smem.views, state, 0, warp * Config::kColumns, split, max_splits);
+      write_split<kDim>(args, smem.packed, state, 0, warp * Config::kColumns, split, max_splits);
       split_end = split_begin(++split + 1);
       state.clear();
     }
@@ -530,7 +530,7 @@ struct ManyRowsSmem {
   using Queries = SwizzledTile<T, Config::kRows, Config::kDim>;
   static_assert(sizeof(Queries) <= sizeof(Stage), "the queries come through a stage");
   Stage stages[Config::kStages];
-  RowViews<Config::kRows> views;
+  PackedRows<Config::kRows> packed;
   Chunk chunk;  // for the tree and the ends of splits
 
   // In the stage that is filled last.
@@ -607,10 +607,10 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   };
 #pragma unroll
   for (int tile = 0; tile < Config::kStages - 1; ++tile) fetch_first(tile, true);
-  smem.views.template load<kByPosition, kDim>(args, chunk);
+  smem.packed.template load<kByPosition, kDim>(args, chunk);
   if (threadIdx.x == 0) smem.chunk = chunk;
   __syncthreads();
-  const QueryCopy<Config::kThreads, T, Config::kRows, kDim> queries_copy(smem.views);
+  const QueryCopy<Config::kThreads, T, Config::kRows, kDim> queries_copy(smem.packed);
   ptx::pdl_wait();
   trace.stamp(1);
   ptx::pdl_launch();
@@ -655,7 +655,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
     for (int unit = 0; unit < Config::kUnits; ++unit) {
       multiply_keys<T>(scores[unit], stage.keys, unit * kUnit, load_q);
     }
-    smem.views.hide(scores, args, seq, warp_row, cell);
+    smem.packed.hide(scores, args, seq, warp_row, cell);
 #pragma unroll
     for (int unit = 0; unit < Config::kUnits; ++unit) {
       add_unit(scores[unit], [&](uint32_t (&v)[4], int k16, int n16) {
@@ -696,9 +696,9 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
     for (int half = 0; half < 2; ++half) {
       const int p = warp_row + half * 8 + lane / 4;
       sees[half] = all || smem.chunk.row_of(p) == row
-                       ? first_cells(seq.length + __popcll(smem.views.masks[p]) - cell)
+                       ? first_cells(seq.length + __popcll(smem.packed.masks[p]) - cell)
                        : 0;
-      if (args.window > 0) sees[half] &= ~first_cells(smem.views.window_begins[p] - cell);
+      if (args.window > 0) sees[half] &= ~first_cells(smem.packed.window_begins[p] - cell);
     }
     mask_scores(scores[0], sees);
     add_unit(scores, [&](uint32_t (&v)[4], int k16, int n16) {
@@ -711,10 +711,10 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
     const Chunk& chunk = smem.chunk;
     const int length = chunk.seq.length;
     const int begin = chunk.first + warp_row, end = min(begin + kWarpRows, chunk.num_packed);
-    for (int packed = begin; packed < end; packed = (packed / chunk.group + 1) * chunk.group) {
-      const uint64_t mask = smem.views.masks[packed - chunk.first];
+    for (int p = begin; p < end; p = (p / chunk.group + 1) * chunk.group) {
+      const uint64_t mask = smem.packed.masks[p - chunk.first];
       if (cell >= length + __popcll(mask)) continue;
-      attend_alone(cell, packed / chunk.group, mask);
+      attend_alone(cell, p / chunk.group, mask);
       if (cell + kUnit <= length) return;
     }
   };
@@ -724,7 +724,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   auto end_split = [&](int cell) {
     if (cell < min(split_end, range.cell_end)) return;
     if (warp_has_rows) {
-      write_split<kDim>(args, smem.views, state, warp_row, column, split, max_splits);
+      write_split<kDim>(args, smem.packed, state, warp_row, column, split, max_splits);
     }
     split_end = split_begin(++split + 1);
     state.clear();

@@ -25,6 +25,7 @@
 #include "core/ptx.cuh"
 #include "core/vec.cuh"
 #include "kernels/gemm/w4a16.h"
+#include "kernels/silu.cuh"
 
 namespace cpmcu::cuda {
 namespace {
@@ -151,7 +152,7 @@ __device__ __forceinline__ float updated(const Args& args, float value, float ol
 }
 __device__ __forceinline__ float gated_value(const Args& args, float gate, float up) {
   gate = __fmul_rn(args.alpha, gate);
-  return gate / (1.0f + expf(-gate)) * __fmul_rn(args.alpha, up);
+  return silu(gate) * __fmul_rn(args.alpha, up);
 }
 
 // One output: of a gated W, of stored rows n and n + 8, else of n alone.

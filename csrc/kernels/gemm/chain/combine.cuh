@@ -1,6 +1,8 @@
 // Attention before the first link of a chain: its partial results become rows of x.
 #pragma once
 
+#include <type_traits>
+
 #include "kernels/attention/combine.cuh"
 #include "kernels/gemm/chain/ring.cuh"
 

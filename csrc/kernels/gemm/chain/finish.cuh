@@ -1,8 +1,11 @@
 // What becomes of sums: scale, residual, norm, SiLU or rotary.
 #pragma once
 
+#include <type_traits>
+
 #include "kernels/gemm/chain/args.cuh"
 #include "kernels/rotary.cuh"
+#include "kernels/silu.cuh"
 
 namespace cpmcu::cuda::chain {
 
@@ -18,9 +21,7 @@ __device__ __forceinline__ T bounded(float v) {
   constexpr float kMax = std::is_same_v<T, __half> ? 65504.0f : 3.38e38f;
   return from_float<T>(v > kMax ? kMax : v < -kMax ? -kMax : v);
 }
-__device__ __forceinline__ float silu_product(float gate, float up) {
-  return gate / (1.0f + expf(-gate)) * up;
-}
+__device__ __forceinline__ float silu_product(float gate, float up) { return silu(gate) * up; }
 
 // What rotary_kv needs to know of row 0 and of elements `dim`, dim + 8 of a head and those half a
 // head behind them.
