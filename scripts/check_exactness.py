@@ -17,6 +17,7 @@ import numpy as np
 
 from cpmcu import LLM, SamplingParams
 from cpmcu.config import EngineConfig, SpeculativeConfig, option
+from cpmcu.engine_flags import add_engine_flags, engine_config
 from cpmcu.flags import FlagParser, add_flags, from_flags
 
 
@@ -38,7 +39,7 @@ def prompts_of(count: int, vocab_size: int) -> list[list[int]]:
 def generate(config: EngineConfig, options: Options, share: int = 1) -> dict[str, list[list[int]]]:
     """Tokens by sampling, of the first `1 / share` of the prompts in order."""
     texts = {}
-    with LLM(**{f.name: getattr(config, f.name) for f in dataclasses.fields(config)}) as llm:
+    with LLM(**dataclasses.asdict(config)) as llm:
         prompts = prompts_of(options.prompts, llm.spec.vocab_size)[: options.prompts // share]
         for name, fields in (
             ("greedy", {"temperature": 0.0}),
@@ -65,14 +66,13 @@ def first_difference(a: list[int], b: list[int]) -> int | None:
 def main() -> int:
     """Returns the exit status."""
     parser = FlagParser(prog="python scripts/check_exactness.py", description=__doc__)
-    add_flags(parser, EngineConfig, "engine")
-    add_flags(parser, SpeculativeConfig, "speculation")
+    add_engine_flags(parser)
     add_flags(parser, Options, "comparison")
     flags = parser.parse_args()
-    options = from_flags(Options, flags)
-    drafted = from_flags(
-        EngineConfig, flags, speculative_config=from_flags(SpeculativeConfig, flags)
-    )
+    try:
+        options, drafted = from_flags(Options, flags), engine_config(flags)
+    except ValueError as error:
+        parser.error(str(error))
     none = SpeculativeConfig(no_speculation=True)
     sys.stdout.write("without speculation\n")
     expected = generate(dataclasses.replace(drafted, speculative_config=none), options)

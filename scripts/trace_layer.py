@@ -19,7 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from cpmcu import LLM, C, SamplingParams
-from cpmcu.config import EngineConfig, SpeculativeConfig, option
+from cpmcu.config import option
+from cpmcu.engine_flags import add_engine_flags, engine_config
 from cpmcu.flags import FlagParser, add_flags, from_flags
 
 Stamps = npt.NDArray[np.int64]
@@ -41,6 +42,7 @@ PLACES = (
         for at, what in ((2, "x is there:"), (3, "multiplied:"), (4, "done:"))
     ),
 )
+STAMPS = 16  # of a launch; TraceRing::kStamps
 LAST = 13  # the place where a chain of four products is done
 LONGEST = 500_000  # nanoseconds of a layer
 
@@ -56,10 +58,10 @@ def launches(rings: npt.NDArray[np.uint64]) -> list[Stamps]:
     """[launches, places] of each block that took part, in order."""
     blocks = []
     for ring in rings.astype(np.int64):
-        stamps = ring[1:].reshape(64, 16)
+        stamps = ring[1:].reshape(-1, STAMPS)
         count = int(ring[0])
         if count > 0:
-            blocks.append(stamps[np.arange(max(0, count - 64), count) % 64])
+            blocks.append(stamps[np.arange(max(0, count - len(stamps)), count) % len(stamps)])
     return blocks
 
 
@@ -68,9 +70,12 @@ def by_layer(files: dict[str, npt.NDArray[np.uint64]]) -> dict[str, list[tuple[f
     chains = launches(files["chain"])
     # All blocks take part in all launches, so the last ones are the same; one may be under way.
     kept = min(map(len, chains))
-    chain = np.stack([block[len(block) - kept :] for block in chains])  # [blocks, launches, 16]
-    others = {name: np.concatenate(launches(files[name]) or [np.zeros((0, 16), np.int64)])
-              for name in ("rotary_kv", "attention")}  # fmt: skip
+    chain = np.stack([block[len(block) - kept :] for block in chains])  # [blocks, launches, places]
+    nothing = np.zeros((0, STAMPS), np.int64)
+    others = {
+        name: np.concatenate([nothing, *launches(files[name])])
+        for name in ("rotary_kv", "attention")
+    }
     found = defaultdict(list)
     for before, now in zip(range(kept - 1), range(1, kept)):
         begin = chain[:, before, LAST].max()
@@ -94,17 +99,16 @@ def by_layer(files: dict[str, npt.NDArray[np.uint64]]) -> dict[str, list[tuple[f
 def main() -> int:
     """Returns the exit status."""
     parser = FlagParser(prog="python scripts/trace_layer.py", description=__doc__)
-    add_flags(parser, EngineConfig, "engine")
-    add_flags(parser, SpeculativeConfig, "speculation")
+    add_engine_flags(parser)
     add_flags(parser, Options, "trace")
     flags = parser.parse_args()
     if not hasattr(C, "trace"):
         parser.error("this build stamps no clock; expected one by CPMCU_TRACE=1 for a GPU")
-    options = from_flags(Options, flags)
-    config = from_flags(
-        EngineConfig, flags, speculative_config=from_flags(SpeculativeConfig, flags)
-    )
-    with LLM(**{f.name: getattr(config, f.name) for f in dataclasses.fields(config)}) as llm:
+    try:
+        options, config = from_flags(Options, flags), engine_config(flags)
+    except ValueError as error:
+        parser.error(str(error))
+    with LLM(**dataclasses.asdict(config)) as llm:
         prompt = np.random.default_rng(0).integers(3, llm.spec.vocab_size, options.context)
         params = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True)
         llm.generate([prompt.tolist()], params)

@@ -96,8 +96,8 @@ def run_cycles(config: EngineConfig, rows: list[Row], steps: int) -> dict[str, A
     from cpmcu.llm import LLM
 
     def load(speculation: SpeculativeConfig) -> LLM:
-        fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-        return LLM(fields.pop("model"), **fields | {"speculative_config": speculation})
+        drafted = dataclasses.replace(config, speculative_config=speculation)
+        return LLM(**dataclasses.asdict(drafted))
 
     # Every cycle of the shape that the times are of.
     whole = dataclasses.replace(config.speculation, spec_auto=False)

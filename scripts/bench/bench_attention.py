@@ -49,13 +49,13 @@ def put(ctx: Any, values: Any) -> Any:
     return raw(ctx, np.asarray(values, np.int32))
 
 
-def put_masks(ctx: Any, count: int) -> Any:
+def tree_masks(count: int) -> list[int]:
     """Ancestor masks of a random tree."""
     rng = np.random.default_rng(0)
     masks = [1]
     for node in range(1, count):
         masks.append(masks[max(0, node - 1 - int(rng.integers(12)))] | 1 << node)
-    return raw(ctx, np.array(masks, np.uint64))
+    return masks
 
 
 def normal(ctx: Any, shape: list[int], dtype: str) -> Any:
@@ -112,23 +112,23 @@ class Shape:
         )
         self.scratch = ops.Array(ctx, [floats if rows <= PAGE else 1], "float32")
 
-    def rows(self, slot: int, copies: int, length: int, count: int, masks: Any = None) -> Any:
+    def rows(
+        self, slot: int, copies: int, length: int, count: int, masks: list[int] | None = None
+    ) -> Any:
         ctx = self.ctx
-        depths = np.arange(count)
-        if masks is not None:
-            depths = np.array([int(mask).bit_count() - 1 for mask in masks.numpy()])
+        depths = range(count) if masks is None else [mask.bit_count() - 1 for mask in masks]
         return ops.StepRows(
             num_rows=count,
             num_seqs=1,
             max_seq_rows=count,
             max_kv=length + count,
-            positions=put(ctx, length + depths),
+            positions=put(ctx, [length + depth for depth in depths]),
             row_seqs=put(ctx, np.zeros(count)),
             seq_slots=put(ctx, [slot]),
             seq_row_begin=put(ctx, [0, count]),
             slot_lengths=put(ctx, np.full(copies, length)),
             page_table=self.page_table,
-            row_masks=masks,
+            row_masks=None if masks is None else raw(ctx, np.array(masks, np.uint64)),
         )
 
     def run(self, op: Callable[..., None], rows: Any, by_position: bool = False) -> None:
@@ -154,7 +154,7 @@ def decode(
     kv_bytes = 2 * 2 * cells * heads[1] * HEAD_DIM
     copies = max(1, min(MAX_LAUNCHES, -(-COLD_BYTES // kv_bytes)))
     shape = Shape(ctx, heads, cells, rows, copies, dtype)
-    masks = put_masks(ctx, rows) if tree else None
+    masks = tree_masks(rows) if tree else None
     steps = [shape.rows(slot, copies, cells - rows, rows, masks) for slot in range(copies)]
 
     def body() -> None:

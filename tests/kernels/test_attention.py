@@ -299,9 +299,6 @@ def test_levels_equal_one_launch(
     masks = [random_tree(np.random.default_rng(seq), 64) for seq in range(4)] if tree else None
     step = Step(lengths=lengths, counts=[64] * 4, masks=masks)
     case = Case(step, *heads, dtype, window=window)
-    if masks is not None:
-        depths = [bin(int(mask)).count("1") - 1 for mask in np.concatenate(masks)]
-        step.positions = np.repeat(lengths, 64) + depths
     inv_freq = put(device, 100.0 ** -np.linspace(0, 1, case.head_dim // 2))
 
     def run(edges: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
