@@ -296,9 +296,10 @@ def test_attention_before_the_first_link(
 
 @on_devices
 @on_bits
-def test_launches_leave_nothing_behind(device: str, bits: int) -> None:
+# The second has products of 64, 48, 48 and 128 parts: blocks that have one in the first and third.
+@pytest.mark.parametrize("shape", sizes((200, 264, 136, 257), (4096, 2048, 768, 4096)))
+def test_launches_leave_nothing_behind(device: str, shape: tuple[int, ...], bits: int) -> None:
     """Chains of any length and rows, one after the other in one memory."""
-    shape = (200, 264, 136, 257)
     layer = Layer(shape, "float16", bits)
     layer.put(device)
     x, residual = inputs(40, shape, "float16")
@@ -310,6 +311,28 @@ def test_launches_leave_nothing_behind(device: str, bits: int) -> None:
         m, count = int(rng.choice([1, 40])), int(rng.integers(1, 5))
         for part, before in zip(layer.run(x[:m], residual[:m], count), expected[m, count]):
             assert np.array_equal(part, before)
+
+
+@on_devices
+@on_bits
+@pytest.mark.parametrize("m", [1, 9, 17, 24, 40, 57])
+def test_memory_is_as_large_as_it_has_to_be(device: str, m: int, bits: int) -> None:
+    """A product in which every block of threads has a part leaves alone what lies behind."""
+    shape = (1024, 4096, 64, 8)
+    layer = Layer(shape, "float16", bits)
+    layer.put(device)
+    x, residual = inputs(m, shape, "float16")
+    expected = layer.run(x, residual, 1)
+    size = ops.gemm_chain_bytes(m)
+    memory = empty(device, [size + (1 << 20)], "uint8")
+    ops.gemm_chain_prepare(context(device), memory)
+    prepared = memory.numpy()
+    prepared[size:] = 0x5A
+    memory.copy_from(prepared)
+    layer.memory = memory
+    for part, before in zip(layer.run(x, residual, 1), expected):
+        assert np.array_equal(part, before)
+    assert (memory.numpy()[size:] == 0x5A).all()
 
 
 @on_devices_and_dtypes
