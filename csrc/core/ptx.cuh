@@ -291,8 +291,7 @@ __device__ __forceinline__ void named_barrier() {
   asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "n"(kThreads) : "memory");
 }
 
-#ifdef CPMCU_SM90
-// The registers of each thread of this warpgroup from here on; all its warps say so.
+// The registers of each thread of this warpgroup from here on; all its warps say so. (9.0a)
 template <int kCount>
 __device__ __forceinline__ void give_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));
@@ -301,6 +300,8 @@ template <int kCount>
 __device__ __forceinline__ void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount));
 }
+
+#ifdef CPMCU_SM90
 // Fetches a CUtensorMap before it is needed.
 __device__ __forceinline__ void prefetch_map(const void* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");

@@ -526,7 +526,7 @@ void gemm_chain_sm90(const Context& ctx, const ChainParams& p) {
                        : launch_four_bits<MmaSync, T, 2>(ctx, args, p.attention, blocks, zeros);
         case 4:
           return dense ? launch_chain<SixteenBits<T, 4>>(ctx, args, p.attention, blocks)
-                       : launch_four_bits<Wgmma, T, 4>(ctx, args, p.attention, blocks, zeros);
+                       : launch_four_bits<WgmmaOf<2>, T, 4>(ctx, args, p.attention, blocks, zeros);
         default:
           dense ? launch_chain<SixteenBits<T, 8>>(ctx, args, p.attention, blocks)
                 : launch_four_bits<WgmmaOf<1>, T, 8>(ctx, args, p.attention, blocks, zeros);

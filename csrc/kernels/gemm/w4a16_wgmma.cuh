@@ -14,13 +14,11 @@
 namespace cpmcu::cuda {
 namespace {
 
-// kTilesAtOnce: of 16 rows a warp, 1 or 2 at a time. One takes half of the registers for sums of a
-// block.
-template <int kTilesAtOnce>
-struct WgmmaOf {
+// Rows of x as the copy engine brings them.
+struct MappedRows {
   static constexpr bool kTensorMap = true;
-  static constexpr int kTiles = kTilesAtOnce;
 
+  static __device__ __forceinline__ void prefetch(const TensorMap* map) { ptx::prefetch_map(map); }
   // 128 k of all rows of x as two panels of 64 k: [rows][128 bytes], 16-byte chunks swizzled within
   // 8 rows.
   template <int kGroups>
@@ -29,6 +27,16 @@ struct WgmmaOf {
     ptx::tensor_copy(to, map, k_block * kW4BlockK, 0, barrier);
     ptx::tensor_copy(to + 8 * kGroups * 128, map, k_block * kW4BlockK + 64, 0, barrier);
   }
+};
+struct MappedMmaSync : MmaSync, MappedRows {
+  using MappedRows::kTensorMap;
+};
+
+// kTilesAtOnce: of 16 rows a warp, 1 or 2 at a time. One takes half of the registers for sums of a
+// block.
+template <int kTilesAtOnce>
+struct WgmmaOf : MappedRows {
+  static constexpr int kTiles = kTilesAtOnce;
 
   template <int kGroups>
   struct LaneRows {};  // wgmma reads the rows by itself
@@ -77,7 +85,6 @@ struct WgmmaOf {
     ptx::wgmma_wait<0>();
   }
 };
-using Wgmma = WgmmaOf<2>;
 
 // The map of rows [m, K] of which the copy engine brings 64 k of `box_rows` at a time.
 inline TensorMap make_map(const void* x, int m, int k, DType dtype, int box_rows) {
