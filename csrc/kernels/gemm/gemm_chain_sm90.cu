@@ -226,23 +226,7 @@ __global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<Product::kGroups
       }
       if (alone && n0 + kW4BlockRows <= link.n) {
         ptx::named_barrier<1, kThreads>();
-        const int columns = link.n / 2, n = n0 + warp * 32 + g;
-        T* to = y + int64_t{q2} * columns + n / 16 * 8 + g;
-#pragma unroll
-        for (int group = 0; group < kGroups; ++group) {
-#pragma unroll
-          for (int j = 0; j < 2; ++j) {
-            if (group * 8 + q2 + j < args.m) {
-              const float scale = row_scales[group * 8 + q2 + j];
-#pragma unroll
-              for (int t = 0; t < 2; ++t) {
-                to[t * 8] = from_float<T>(silu_product(__fmul_rn(scale, sums[t][group][j]),
-                                                       __fmul_rn(scale, sums[t][group][j + 2])));
-              }
-            }
-            to += (j == 0 ? 1 : 7) * static_cast<int64_t>(columns);
-          }
-        }
+        store_gated<T>(link, y, sums, row_scales, args.m, n0 + warp * 32 + g, g, q2);
         ptx::named_barrier<1, kThreads>();
         continue;
       }
@@ -303,29 +287,7 @@ __global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<Product::kGroups
         __syncwarp();
         if (rotated) {
           if (n >= link.n || row > 0) continue;
-          const Rotary& rotary = args.rotary;
-          const int dims = link.apart * 32, head = n / dims, dim = n % dims;
-          const int kv_head = head - rotary.num_heads;
-          const bool is_value = kv_head >= rotary.num_kv_heads;
-          T* to = y + n;
-          if (kv_head >= 0) {
-            const int64_t page = turn_of_row.cell / kPageSize;
-            const int64_t at = page * rotary.num_kv_heads + kv_head % rotary.num_kv_heads;
-            to = static_cast<T*>(is_value ? rotary.v_cache : rotary.k_cache) +
-                 (at * kPageSize + turn_of_row.cell % kPageSize) * dims + dim;
-          }
-#pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            float x[2];
-#pragma unroll
-            for (int t = 0; t < 2; ++t) {
-              x[t] = to_float(finished(link, row_scales[0], sum[t][half * 2], T()));
-              if (rotary.bias != nullptr) x[t] += to_float(weight[t][half]);
-            }
-            if (!is_value) rotate(x[0], x[1], turn_of_row.rotations[half]);
-            to[half * 8] = from_float<T>(x[0]);
-            to[dims / 2 + half * 8] = from_float<T>(x[1]);
-          }
+          store_turned(link, args.rotary, turn_of_row, weight, sum, row_scales, n, y);
           continue;
         }
         const int left = link.n - n;

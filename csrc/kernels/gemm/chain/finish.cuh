@@ -46,4 +46,60 @@ struct Turn {
   }
 };
 
+// Sums of whole rows of a gated W, as they are: a lane's of rows q2, q2 + 1 of each 8 of x, m in
+// all, and of stored rows n, n + 8, n + 16, n + 24 of W; n is g beyond a multiple of 32.
+template <typename T, int kGroups>
+__device__ __forceinline__ void store_gated(const Link& link, T* y,
+                                            const float (&sums)[2][kGroups][4],
+                                            const float* row_scales, int m, int n, int g, int q2) {
+  const int columns = link.n / 2;
+  T* to = y + int64_t{q2} * columns + n / 16 * 8 + g;
+#pragma unroll
+  for (int group = 0; group < kGroups; ++group) {
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      if (group * 8 + q2 + j < m) {
+        const float scale = row_scales[group * 8 + q2 + j];
+#pragma unroll
+        for (int t = 0; t < 2; ++t) {
+          to[t * 8] = from_float<T>(silu_product(__fmul_rn(scale, sums[t][group][j]),
+                                                 __fmul_rn(scale, sums[t][group][j + 2])));
+        }
+      }
+      to += (j == 0 ? 1 : 7) * static_cast<int64_t>(columns);
+    }
+  }
+}
+
+// Row 0 of what rotary_kv follows: elements n, n + 8 and those half a head behind them, turned, to
+// y or to the cache. `weight`: their biases.
+template <typename T>
+__device__ __forceinline__ void store_turned(const Link& link, const Rotary& rotary,
+                                             const Turn& turn, const T (&weight)[2][2],
+                                             const float (&sum)[2][4], const float* row_scales,
+                                             int n, T* y) {
+  const int dims = link.apart * 32, head = n / dims, dim = n % dims;
+  const int kv_head = head - rotary.num_heads;
+  const bool is_value = kv_head >= rotary.num_kv_heads;
+  T* to = y + n;
+  if (kv_head >= 0) {
+    const int64_t page = turn.cell / kPageSize;
+    const int64_t at = page * rotary.num_kv_heads + kv_head % rotary.num_kv_heads;
+    to = static_cast<T*>(is_value ? rotary.v_cache : rotary.k_cache) +
+         (at * kPageSize + turn.cell % kPageSize) * dims + dim;
+  }
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float x[2];
+#pragma unroll
+    for (int t = 0; t < 2; ++t) {
+      x[t] = to_float(finished(link, row_scales[0], sum[t][half * 2], T()));
+      if (rotary.bias != nullptr) x[t] += to_float(weight[t][half]);
+    }
+    if (!is_value) rotate(x[0], x[1], turn.rotations[half]);
+    to[half * 8] = from_float<T>(x[0]);
+    to[dims / 2 + half * 8] = from_float<T>(x[1]);
+  }
+}
+
 }  // namespace cpmcu::cuda::chain
