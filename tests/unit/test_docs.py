@@ -71,6 +71,12 @@ def test_paths_exist(document: Path) -> None:
     assert not [path for path in named if not any(ROOT.glob(path.rstrip("/")))]
 
 
+def test_every_folder_of_csrc_is_explained() -> None:
+    folders = [path for path in (ROOT / "csrc").rglob("*") if path.is_dir()]
+    assert folders
+    assert not [str(path) for path in folders if not (path / "README.md").exists()]
+
+
 def flags_of(parser: argparse.ArgumentParser) -> set[str]:
     """The flags that the help lists."""
     shown = [action for action in parser._actions if action.help != argparse.SUPPRESS]
