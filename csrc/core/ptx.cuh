@@ -300,8 +300,6 @@ template <int kCount>
 __device__ __forceinline__ void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount));
 }
-
-#ifdef CPMCU_SM90
 // Fetches a CUtensorMap before it is needed.
 __device__ __forceinline__ void prefetch_map(const void* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
@@ -438,7 +436,6 @@ __device__ __forceinline__ void wgmma_64xNx16(float (&d)[kGroups][4], const uint
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x), "r"(static_cast<int>(accumulate)));
   }
 }
-#endif
 
 // Makes this thread's earlier writes visible to the host before its later ones. For publishing.
 __device__ __forceinline__ void fence_system() { __threadfence_system(); }

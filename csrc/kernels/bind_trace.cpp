@@ -21,9 +21,9 @@ std::map<std::string, pybind11::array> trace() {
   using Stamp = unsigned long long;
   constexpr int kWidth = sizeof(TraceRing) / sizeof(Stamp);
   std::map<std::string, pybind11::array> rings;
+  cudaError_t error = cudaDeviceSynchronize();
   for (const TracedFile& file : traced_files()) {
     pybind11::array_t<Stamp> all({static_cast<int>(TraceRing::kBlocks), kWidth});
-    cudaError_t error = cudaDeviceSynchronize();
     if (error == cudaSuccess) {
       error = cudaMemcpyFromSymbol(all.mutable_data(), file.rings, all.nbytes());
     }

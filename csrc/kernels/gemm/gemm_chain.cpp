@@ -1,8 +1,5 @@
 #include "kernels/gemm/gemm_chain.h"
 
-#include <algorithm>
-#include <bit>
-
 #include "kernels/gemm/gemm.h"
 #include "kernels/rms_norm.h"
 #include "kernels/silu_mul.h"
@@ -18,10 +15,7 @@ void gemm_chain_prepare_sm90(const Context& ctx, const Tensor& memory);
 
 int64_t gemm_chain_bytes([[maybe_unused]] int64_t max_rows) {
 #ifdef CPMCU_SM90
-  // Sums of 8, 16, 32 or 64 rows, as there are kernels.
-  const auto groups = static_cast<uint64_t>(std::clamp<int64_t>(max_rows, 1, 64) + 7) / 8;
-  const auto rows = static_cast<int64_t>(8 * std::bit_ceil(groups));
-  return 128 * 1024 + int64_t{kMaxChainBlocks} * kW4BlockRows * rows * 4;
+  return kChainStateBytes + int64_t{kMaxChainBlocks} * kW4BlockRows * 8 * row_groups(max_rows) * 4;
 #else
   return 0;
 #endif

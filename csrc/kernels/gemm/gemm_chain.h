@@ -24,6 +24,7 @@
 namespace cpmcu {
 
 constexpr int kMaxChainLinks = 4;
+constexpr int kChainStateBytes = 128 * 1024;  // of a chain's memory; the rest is for sums
 constexpr int kMaxChainBlocks = 144;  // of threads: the multiprocessors of the largest Hopper chip
 
 struct ChainLink {

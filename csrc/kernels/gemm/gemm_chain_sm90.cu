@@ -82,7 +82,7 @@ __global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<Product::kGroups
   }
   __syncthreads();
   if (warp >= kWarps) {
-    if constexpr (kFeedingWarps<kGroups> == 4) ptx::give_registers<40>();
+    if constexpr (kFeedingWarps<kGroups> == 4) ptx::give_registers<kFeedingRegisters>();
     if (threadIdx.x == kThreads) {
       feed_weights(args, ring);
     } else if (threadIdx.x == kThreads + 32) {
@@ -92,7 +92,7 @@ __global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<Product::kGroups
     }
     return;
   }
-  if constexpr (kFeedingWarps<kGroups> == 4) ptx::take_registers<232>();
+  if constexpr (kFeedingWarps<kGroups> == 4) ptx::take_registers<kMultiplyingRegisters>();
   if (args.combines == Combines::kTogether) {
     args.head_dim == 64 ? combine_rows<2>(args, attention, ring.combined())
                         : combine_rows<4>(args, attention, ring.combined());
@@ -436,7 +436,7 @@ void launch_four_bits(const Context& ctx, const ChainArgs& args, const Attention
 
 void gemm_chain_prepare_sm90(const Context& ctx, const Tensor& memory) {
   fill_bytes(ctx.device, memory.data(), 0xFF, memory.num_bytes(), ctx.stream);
-  fill_bytes(ctx.device, memory.data(), 0, kStateBytes, ctx.stream);
+  fill_bytes(ctx.device, memory.data(), 0, kChainStateBytes, ctx.stream);
 }
 
 void gemm_chain_sm90(const Context& ctx, const ChainParams& p) {
@@ -453,9 +453,9 @@ void gemm_chain_sm90(const Context& ctx, const ChainParams& p) {
   for (const ChainLink& link : p.links) zeros |= link.w4.zero_points;
   for (int64_t row = 0; row < num_rows; row += kMaxRows) {
     const int64_t m = std::min<int64_t>(kMaxRows, num_rows - row);
-    const int groups = groups_of(static_cast<int>(m));
+    const int groups = row_groups(m);
     ChainArgs args{.state = p.memory.as<ChainState>(),
-                   .pieces = p.memory.as<char>() + kStateBytes,
+                   .pieces = p.memory.as<char>() + kChainStateBytes,
                    .num_links = static_cast<int>(p.links.size()),
                    .m = static_cast<int>(m),
                    .min_units = blocks};
@@ -478,21 +478,13 @@ void gemm_chain_sm90(const Context& ctx, const ChainParams& p) {
     }
     dispatch_half(p.links.front().x.dtype(), [&](auto t) {
       using T = decltype(t);
-      const bool dense = p.links.front().is_dense();
-      switch (groups) {
-        case 1:
-          return dense ? launch_chain<SixteenBits<T, 1>>(ctx, args, p.attention, blocks)
-                       : launch_four_bits<MmaSync, T, 1>(ctx, args, p.attention, blocks, zeros);
-        case 2:
-          return dense ? launch_chain<SixteenBits<T, 2>>(ctx, args, p.attention, blocks)
-                       : launch_four_bits<MmaSync, T, 2>(ctx, args, p.attention, blocks, zeros);
-        case 4:
-          return dense ? launch_chain<SixteenBits<T, 4>>(ctx, args, p.attention, blocks)
-                       : launch_four_bits<WgmmaOf<2>, T, 4>(ctx, args, p.attention, blocks, zeros);
-        default:
-          dense ? launch_chain<SixteenBits<T, 8>>(ctx, args, p.attention, blocks)
-                : launch_four_bits<WgmmaOf<1>, T, 8>(ctx, args, p.attention, blocks, zeros);
-      }
+      dispatch_int<1, 2, 4, 8>("groups of rows", groups, [&](auto constant) {
+        constexpr int kGroups = decltype(constant)::value;
+        using Mma = std::conditional_t<kGroups <= 2, MmaSync, WgmmaOf<kGroups == 8 ? 1 : 2>>;
+        p.links.front().is_dense()
+            ? launch_chain<SixteenBits<T, kGroups>>(ctx, args, p.attention, blocks)
+            : launch_four_bits<Mma, T, kGroups>(ctx, args, p.attention, blocks, zeros);
+      });
     });
   }
   if (has_rotary && !rotates) cuda::rotary_kv(ctx, p.rotary);

@@ -8,6 +8,9 @@ namespace cpmcu::cuda {
 void w4_gemm_sm90(const Context& ctx, DType dtype, const void* args);
 #endif
 
+template <int>
+using AnyMma = MmaSync;
+
 void w4_gemm(const Context& ctx, const W4GemmParams& params) {
   check_w4_gemm(params);
   const W4Weight& w = params.w;
@@ -37,19 +40,7 @@ void w4_gemm(const Context& ctx, const W4GemmParams& params) {
       continue;
     }
 #endif
-    dispatch_half(params.x.dtype(), [&](auto t) {
-      using T = decltype(t);
-      switch (groups_of(args.m)) {
-        case 1:
-          return launch_w4<MmaSync, T, 1>(ctx, args);
-        case 2:
-          return launch_w4<MmaSync, T, 2>(ctx, args);
-        case 4:
-          return launch_w4<MmaSync, T, 4>(ctx, args);
-        default:
-          launch_w4<MmaSync, T, 8>(ctx, args);
-      }
-    });
+    launch_w4_rows<AnyMma>(ctx, params.x.dtype(), args);
   }
 }
 

@@ -5,24 +5,20 @@
 #include "kernels/gemm/w4a16_wgmma.cuh"
 
 namespace cpmcu::cuda {
+namespace {
+
+struct MappedMmaSync : MmaSync {  // with rows of x by a tensor map
+  static constexpr bool kTensorMap = true;
+};
+template <int kGroups>
+using HopperMma = std::conditional_t<kGroups <= 2, MappedMmaSync, WgmmaOf<2>>;
+
+}  // namespace
 
 void w4_gemm_sm90(const Context& ctx, DType dtype, const void* args) {
   Args mapped = *static_cast<const Args*>(args);
-  const int groups = groups_of(mapped.m);
-  mapped.x_map = make_map(mapped.x, mapped.m, mapped.k, dtype, 8 * groups);
-  dispatch_half(dtype, [&](auto t) {
-    using T = decltype(t);
-    switch (groups) {
-      case 1:
-        return launch_w4<MappedMmaSync, T, 1>(ctx, mapped);
-      case 2:
-        return launch_w4<MappedMmaSync, T, 2>(ctx, mapped);
-      case 4:
-        return launch_w4<WgmmaOf<2>, T, 4>(ctx, mapped);
-      default:
-        launch_w4<WgmmaOf<2>, T, 8>(ctx, mapped);
-    }
-  });
+  mapped.x_map = make_map(mapped.x, mapped.m, mapped.k, dtype, 8 * row_groups(mapped.m));
+  launch_w4_rows<HopperMma>(ctx, dtype, mapped);
 }
 
 }  // namespace cpmcu::cuda

@@ -22,6 +22,7 @@
 
 #include <type_traits>
 
+#include "core/dispatch.h"
 #include "core/launch.h"
 #include "core/ptx.cuh"
 #include "core/vec.cuh"
@@ -51,6 +52,15 @@ __device__ __forceinline__ constexpr int chunk_offset(int row, int chunk) {
 struct alignas(64) TensorMap {
   uint64_t opaque[16];
 };
+
+// 128 k of all rows of x as two panels of 64 k: [rows][128 bytes], 16-byte chunks swizzled within 8
+// rows. By one thread.
+template <int kGroups>
+__device__ __forceinline__ void copy_rows(uint32_t to, const TensorMap* map, int k_block,
+                                          uint32_t barrier) {
+  ptx::tensor_copy(to, map, k_block * kW4BlockK, 0, barrier);
+  ptx::tensor_copy(to + 8 * kGroups * 128, map, k_block * kW4BlockK + 64, 0, barrier);
+}
 
 struct Args {
   TensorMap x_map;     // used if Mma::kTensorMap
@@ -371,13 +381,27 @@ __device__ __forceinline__ void add_block(float (&sums)[2][kGroups][4], uint32_t
 
 // ---- kernels
 
+// Stages in shared memory, of rows of x and a packed block behind them, and the barriers that say
+// that both are there, or that all warps are done with them.
+template <int kGroups>
+struct W4Ring {
+  static constexpr int kXBytes = 8 * kGroups * kRowBytes, kStageBytes = kXBytes + kBlockBytes;
+  static constexpr int kBarriers = 2 * kMaxStages;
+  uint32_t data, barriers;
+
+  __device__ __forceinline__ uint32_t rows(int stage) const { return data + stage * kStageBytes; }
+  __device__ __forceinline__ uint32_t weights(int stage) const { return rows(stage) + kXBytes; }
+  __device__ __forceinline__ uint32_t full(int stage) const { return barriers + 8 * stage; }
+  __device__ __forceinline__ uint32_t empty(int stage) const {
+    return barriers + 8 * (kMaxStages + stage);
+  }
+};
+
 // Feeds the ring, by one warp: weights as soon as there is room, rows of x when the kernels before
 // are done. `first_block` and the following are of each tile.
 template <typename Mma, int kGroups>
-__device__ __forceinline__ void feed(const Args& args, uint32_t ring, uint32_t barrier0,
-                                     int first_tile, int tile_step, int first_block,
-                                     int blocks_of_tile) {
-  constexpr int kXBytes = 8 * kGroups * kRowBytes, kStageBytes = kXBytes + kBlockBytes;
+__device__ __forceinline__ void feed(const Args& args, const W4Ring<kGroups>& ring, int first_tile,
+                                     int tile_step, int first_block, int blocks_of_tile) {
   const int lane = threadIdx.x % 32, end = first_block + blocks_of_tile;
   const int num_tiles = args.rounds - (first_tile + (args.rounds - 1) * tile_step >= args.tiles);
   const int num_iterations = num_tiles * blocks_of_tile;
@@ -385,12 +409,12 @@ __device__ __forceinline__ void feed(const Args& args, uint32_t ring, uint32_t b
   int tile = first_tile, weights_block = first_block, rows_block = first_block;  // what comes next
 
   const auto feed_weights = [&](int stage) {
-    const uint32_t full = barrier0 + 8 * stage, to = ring + stage * kStageBytes + kXBytes;
+    const uint32_t full = ring.full(stage), to = ring.weights(stage);
     const char* from =
         args.blocks + (int64_t{tile} * args.k_blocks + weights_block) * args.block_bytes;
 #if __CUDA_ARCH__ >= 900
     if (lane == 0) {
-      ptx::mbarrier_expect_bytes(full, args.block_bytes + (Mma::kTensorMap ? kXBytes : 0));
+      ptx::mbarrier_expect_bytes(full, args.block_bytes + (Mma::kTensorMap ? ring.kXBytes : 0));
       ptx::bulk_copy(to, from, args.block_bytes, full, policy);
     }
 #else
@@ -402,11 +426,11 @@ __device__ __forceinline__ void feed(const Args& args, uint32_t ring, uint32_t b
     if (++weights_block == end) weights_block = first_block, tile += tile_step;
   };
   const auto feed_rows = [&](int stage) {
-    const uint32_t full = barrier0 + 8 * stage, to = ring + stage * kStageBytes;
-    const int digit = rows_block >= args.blocks_of_digit ? args.blocks_of_digit : 0;
-    const int k_block = rows_block - digit;
+    const uint32_t full = ring.full(stage), to = ring.rows(stage);
+    int k_block = rows_block;
+    if (k_block >= args.blocks_of_digit) k_block -= args.blocks_of_digit;
     if constexpr (Mma::kTensorMap) {
-      if (lane == 0) Mma::template copy_rows<kGroups>(to, &args.x_map, k_block, full);
+      if (lane == 0) copy_rows<kGroups>(to, &args.x_map, k_block, full);
     } else {
       const int chunk = lane % 16, k = k_block * kW4BlockK + chunk * 8;
       const char* from = static_cast<const char*>(args.x) + int64_t{k} * 2;
@@ -420,7 +444,7 @@ __device__ __forceinline__ void feed(const Args& args, uint32_t ring, uint32_t b
     if (++rows_block == end) rows_block = first_block;
   };
 
-  if constexpr (Mma::kTensorMap) Mma::prefetch(&args.x_map);
+  if constexpr (Mma::kTensorMap) ptx::prefetch_map(&args.x_map);
   const int first = min(args.stages, num_iterations);
 #pragma unroll 1
   for (int stage = 0; stage < first; ++stage) feed_weights(stage);
@@ -430,7 +454,7 @@ __device__ __forceinline__ void feed(const Args& args, uint32_t ring, uint32_t b
   int stage = 0, parity = 0;
 #pragma unroll 1
   for (int i = first; i < num_iterations; ++i) {
-    ptx::mbarrier_wait(barrier0 + 8 * (kMaxStages + stage), parity);
+    ptx::mbarrier_wait(ring.empty(stage), parity);
     feed_weights(stage);
     feed_rows(stage);
     if (++stage == args.stages) stage = 0, parity ^= 1;
@@ -441,8 +465,10 @@ __device__ __forceinline__ void feed(const Args& args, uint32_t ring, uint32_t b
   }
 }
 
-// Sums of 64 rows do not fit into registers beside feeding warps of equal share, so on Hopper a
-// whole warpgroup gives up its own.
+// Where the multiplying warps want more registers than an equal share, on Hopper a whole warpgroup
+// feeds and gives up its own: so many are left to its threads, and to those of the others.
+constexpr int kFeedingRegisters = 40, kMultiplyingRegisters = 232;
+// Sums of 64 rows want more.
 template <typename Mma, int kGroups>
 constexpr bool kMovesRegisters = Mma::kTensorMap && kGroups == 8;
 template <typename Mma, int kGroups>
@@ -454,17 +480,15 @@ template <typename Mma, typename T,  // __half or __nv_bfloat16
 __global__ void __launch_bounds__(kAllThreads<Mma, kGroups>, 1)
     w4_gemm_kernel(const __grid_constant__ Args args) {
   extern __shared__ __align__(1024) char shared[];
-  __shared__ __align__(8) uint64_t barriers[2 * kMaxStages + 1];
-  constexpr int kXBytes = 8 * kGroups * kRowBytes, kStageBytes = kXBytes + kBlockBytes;
+  using Ring = W4Ring<kGroups>;
+  __shared__ __align__(8) uint64_t barriers[Ring::kBarriers + 1];
   const int warp = ptx::uniform_warp(), lane = threadIdx.x % 32;
-  const uint32_t ring = ptx::shared_address(shared), barrier0 = ptx::shared_address(barriers);
-  const auto full = [&](int stage) { return barrier0 + 8 * stage; };
-  const auto empty = [&](int stage) { return barrier0 + 8 * (kMaxStages + stage); };
+  const Ring ring{ptx::shared_address(shared), ptx::shared_address(barriers)};
   // Behind the ring: what the slices of a cluster send, [slices][slabs][2 tiles][kGroups][lanes] of
   // 16 bytes. A slab is a warp's 32 rows; block r of the cluster owns [first_slab[r], first_slab[r
   // + 1]).
-  [[maybe_unused]] const uint32_t inbox = ring + args.stages * kStageBytes;
-  [[maybe_unused]] const uint32_t received = barrier0 + 8 * 2 * kMaxStages;
+  [[maybe_unused]] const uint32_t inbox = ring.rows(args.stages);
+  [[maybe_unused]] const uint32_t received = ring.barriers + 8 * Ring::kBarriers;
   const int slice = blockIdx.x, first_tile = blockIdx.y, tile_step = gridDim.y;
   const int first_block = slice * args.slice_blocks + min(slice, args.longer_slices);
   const int blocks_of_tile = args.slice_blocks + (slice < args.longer_slices);
@@ -472,8 +496,8 @@ __global__ void __launch_bounds__(kAllThreads<Mma, kGroups>, 1)
   ptx::pdl_launch();
   if (threadIdx.x < args.stages) {
     // One arrival announces the bytes of bulk copies, the others are lanes that copy rows.
-    ptx::mbarrier_init(full(threadIdx.x), Mma::kTensorMap ? 1 : 33);
-    ptx::mbarrier_init(empty(threadIdx.x), kWarps);
+    ptx::mbarrier_init(ring.full(threadIdx.x), Mma::kTensorMap ? 1 : 33);
+    ptx::mbarrier_init(ring.empty(threadIdx.x), kWarps);
     ptx::mbarrier_init_fence();
   }
 #if __CUDA_ARCH__ >= 900
@@ -490,9 +514,9 @@ __global__ void __launch_bounds__(kAllThreads<Mma, kGroups>, 1)
 #endif
 
   if (warp >= kWarps) {
-    if constexpr (kMovesRegisters<Mma, kGroups>) ptx::give_registers<40>();
+    if constexpr (kMovesRegisters<Mma, kGroups>) ptx::give_registers<kFeedingRegisters>();
     if (warp == kWarps) {
-      feed<Mma, kGroups>(args, ring, barrier0, first_tile, tile_step, first_block, blocks_of_tile);
+      feed<Mma>(args, ring, first_tile, tile_step, first_block, blocks_of_tile);
     } else {
       ptx::pdl_wait();
     }
@@ -501,7 +525,7 @@ __global__ void __launch_bounds__(kAllThreads<Mma, kGroups>, 1)
 #endif
     return;
   }
-  if constexpr (kMovesRegisters<Mma, kGroups>) ptx::take_registers<232>();
+  if constexpr (kMovesRegisters<Mma, kGroups>) ptx::take_registers<kMultiplyingRegisters>();
   ptx::pdl_wait();
 
   const int g = lane / 4;
@@ -511,11 +535,10 @@ __global__ void __launch_bounds__(kAllThreads<Mma, kGroups>, 1)
   for (int tile = first_tile; tile < args.tiles; tile += tile_step) {
     float sums[2][kGroups][4] = {};
     for (int i = 0; i < blocks_of_tile; ++i) {
-      ptx::mbarrier_wait(full(stage), parity);
-      const uint32_t rows = ring + stage * kStageBytes;
-      add_block<Mma, T, kGroups, kZeros>(sums, rows, rows + kXBytes, lane_rows, args.bf16_scales,
-                                         [&] {
-                                           if (lane == 0) ptx::mbarrier_arrive(empty(stage));
+      ptx::mbarrier_wait(ring.full(stage), parity);
+      add_block<Mma, T, kGroups, kZeros>(sums, ring.rows(stage), ring.weights(stage), lane_rows,
+                                         args.bf16_scales, [&] {
+                                           if (lane == 0) ptx::mbarrier_arrive(ring.empty(stage));
                                          });
       if (++stage == args.stages) stage = 0, parity ^= 1;
     }
@@ -612,7 +635,7 @@ __global__ void __launch_bounds__(256) w4_add_slices_kernel(const __grid_constan
 
 template <typename Mma, typename T, int kGroups, bool kZeros>
 void launch_w4_kernel(const Context& ctx, Args args) {
-  constexpr int kXBytes = 8 * kGroups * kRowBytes, kStageBytes = kXBytes + kBlockBytes;
+  constexpr int kStageBytes = W4Ring<kGroups>::kStageBytes;
   const auto kernel = w4_gemm_kernel<Mma, T, kGroups, kZeros>;
   const bool clusters = ctx.code_capability >= 90;  // as the kernel's __CUDA_ARCH__ says
   const int slabs = (kWarps + args.slices - 1) / args.slices;
@@ -646,8 +669,16 @@ void launch_w4(const Context& ctx, const Args& args) {
         : launch_w4_kernel<Mma, T, kGroups, false>(ctx, args);
 }
 
-// Groups of 8 rows that the kernel for m rows has room for.
-inline int groups_of(int m) { return m <= 8 ? 1 : m <= 16 ? 2 : m <= 32 ? 4 : 8; }
+// MmaOf<kGroups>: how the kernel with room for so many groups of 8 rows multiplies.
+template <template <int> typename MmaOf>
+void launch_w4_rows(const Context& ctx, DType dtype, const Args& args) {
+  dispatch_half(dtype, [&](auto t) {
+    dispatch_int<1, 2, 4, 8>("groups of rows", row_groups(args.m), [&](auto groups) {
+      constexpr int kGroups = decltype(groups)::value;
+      launch_w4<MmaOf<kGroups>, decltype(t), kGroups>(ctx, args);
+    });
+  });
+}
 
 }  // namespace
 }  // namespace cpmcu::cuda

@@ -14,28 +14,11 @@
 namespace cpmcu::cuda {
 namespace {
 
-// Rows of x as the copy engine brings them.
-struct MappedRows {
-  static constexpr bool kTensorMap = true;
-
-  static __device__ __forceinline__ void prefetch(const TensorMap* map) { ptx::prefetch_map(map); }
-  // 128 k of all rows of x as two panels of 64 k: [rows][128 bytes], 16-byte chunks swizzled within
-  // 8 rows.
-  template <int kGroups>
-  static __device__ __forceinline__ void copy_rows(uint32_t to, const TensorMap* map, int k_block,
-                                                   uint32_t barrier) {
-    ptx::tensor_copy(to, map, k_block * kW4BlockK, 0, barrier);
-    ptx::tensor_copy(to + 8 * kGroups * 128, map, k_block * kW4BlockK + 64, 0, barrier);
-  }
-};
-struct MappedMmaSync : MmaSync, MappedRows {
-  using MappedRows::kTensorMap;
-};
-
 // kTilesAtOnce: of 16 rows a warp, 1 or 2 at a time. One takes half of the registers for sums of a
 // block.
 template <int kTilesAtOnce>
-struct WgmmaOf : MappedRows {
+struct WgmmaOf {
+  static constexpr bool kTensorMap = true;
   static constexpr int kTiles = kTilesAtOnce;
 
   template <int kGroups>

@@ -8,7 +8,6 @@
 namespace cpmcu::cuda::chain {
 
 constexpr uint32_t kNotYet = 0xFFFFFFFF;  // NaN; instructions make 0x7FFFFFFF
-constexpr int kStateBytes = 128 * 1024;
 
 // A sum that does not depend on the order of its terms: in units of 2^-8, and what is left of a
 // term then in units of 2^-48. Up to 2^56, which is far beyond what a norm is asked for.
@@ -33,7 +32,7 @@ struct ChainState {
   uint32_t launches;
   ExactSum squares[2][kMaxChainLinks][kMaxRows];  // by turns: one half is used, the other zeroed
 };
-static_assert(sizeof(ChainState) <= kStateBytes);
+static_assert(sizeof(ChainState) <= kChainStateBytes);
 
 struct alignas(64) Link {
   TensorMap x_map, w_map;   // of W if it has 16 bits

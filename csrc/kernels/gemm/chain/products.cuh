@@ -28,7 +28,7 @@ struct FourBits {
 
   __device__ __forceinline__ explicit FourBits(const Link&) {}
 
-  // Where element k of row 0 lies among the rows of a stage: see MappedRows.
+  // Where element k of row 0 lies among the rows of a stage: see copy_rows.
   static __device__ __forceinline__ int row_offset(int k) { return k / 64 * 1024 + k % 64 * 2; }
 
   struct Source {
@@ -48,7 +48,7 @@ struct FourBits {
   static __device__ __forceinline__ void fetch_rows(uint32_t to, const Link& link, int k_block,
                                                     uint32_t barrier) {
     ptx::mbarrier_expect_bytes(barrier, kRowsBytes);
-    MappedRows::copy_rows<kGroups>(to, &link.x_map, k_block, barrier);
+    copy_rows<kGroups>(to, &link.x_map, k_block, barrier);
   }
   template <typename F>
   __device__ __forceinline__ void add_block(float (&sums)[2][kGroups][4], uint32_t rows,
