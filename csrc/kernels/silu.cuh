@@ -5,6 +5,9 @@
 
 namespace cpmcu::cuda {
 
-__device__ __forceinline__ float silu(float a) { return a / (1.0f + expf(-a)); }
+// By the units that approximate, with a relative error of about (4 + |a|) 2^-23. An epilogue has
+// it for each output, and its time is that of fetching its instructions: 20 of an IEEE division, 8
+// of expf.
+__device__ __forceinline__ float silu(float a) { return __fdividef(a, 1.0f + __expf(-a)); }
 
 }  // namespace cpmcu::cuda

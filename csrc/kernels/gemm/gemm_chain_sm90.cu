@@ -46,7 +46,6 @@ TRACED_FILE("chain");
 
 // Registers of 16 rows and more do not fit beside feeding warps of equal share; a whole warpgroup
 // gives up its own.
-constexpr int kFeedingRegisters = 40, kMultiplyingRegisters = 232;
 template <int kGroups>
 constexpr int kFeedingWarps = kGroups >= 2 ? 4 : 2;
 

@@ -4,11 +4,7 @@
 namespace cpmcu::cuda {
 
 #ifdef CPMCU_SM90
-constexpr int kMaxSyncRows = 16;
-
-// w4a16_gemm_sm90.cu: the same with wgmma, for more than kMaxSyncRows rows: for fewer, mma.sync is
-// quicker. NOTE: both add up the 16 products of a step in the same way, so a row has the same bits
-// (tests/kernels/test_w4a16.py). `args` is its copy of this file's Args.
+// w4a16_gemm_sm90.cu. `args` is its copy of this file's Args.
 void w4_gemm_sm90(const Context& ctx, DType dtype, const void* args);
 #endif
 
@@ -39,12 +35,12 @@ void w4_gemm(const Context& ctx, const W4GemmParams& params) {
     args.x = params.x.rows(row, rows).data();
     args.m = static_cast<int>(rows);
 #ifdef CPMCU_SM90
-    if (ctx.compute_capability == 90 && rows > kMaxSyncRows) {
+    if (ctx.compute_capability == 90) {
       w4_gemm_sm90(ctx, params.x.dtype(), &args);
       continue;
     }
 #endif
-    launch_w4_rows<AnyMma, 1, 2, 4, 8>(ctx, params.x.dtype(), args);
+    launch_w4_rows<AnyMma>(ctx, params.x.dtype(), args);
   }
 }
 

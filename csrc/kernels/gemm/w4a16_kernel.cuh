@@ -8,9 +8,10 @@
 // cores add up exact integers times x for the 128 k of a group, and one float32 product per sum and
 // group applies the scale. That is cheaper than scaling every weight, and no weight is rounded.
 //
-// Work: a block of threads owns 256 rows of W and a slice of K; each of its eight warps multiplies
-// 32 rows, and they take turns to feed a ring in shared memory: a packed block (16.9 KB,
-// contiguous) is one bulk copy, the rows of x come by cp.async or, for wgmma, by a tensor map.
+// Work: a block of threads owns 256 rows of W and a slice of K; each of eight warps multiplies 32
+// rows, and one more feeds a ring in shared memory: a packed block (16.9 KB, contiguous) is one
+// bulk copy, the rows of x come by a tensor map or, before Hopper, by cp.async. (Eight warps that
+// took turns to feed lost 10 % from 16 rows on: while one does, the others of its warpgroup wait.)
 // Weights do not depend on earlier kernels, so the ring is full of them before those end. Where
 // there are too few tiles of 256 rows for the chip, K is cut into slices, which a cluster adds up
 // in order: a block sends the sums of 32 rows to the block that owns them, as asynchronous stores
@@ -34,7 +35,7 @@ namespace {
 constexpr int kWarps = 8;
 constexpr int kThreads = 32 * kWarps;
 constexpr int kMaxRows = 64;
-constexpr int kMaxStages = 8;  // not more than warps: each fills one to begin with
+constexpr int kMaxStages = 12;
 constexpr int kScaleOffset = 16384;
 constexpr int kZeroOffset = kScaleOffset + 2 * kW4BlockRows;
 constexpr int kBlockBytes = 17 * 1024;    // room for a block with zero points; keeps x aligned
@@ -77,7 +78,6 @@ struct Args {
   int slice_blocks, longer_slices;  // k blocks of a slice, and how many slices have one more
   uint8_t first_slab[9];            // see w4_gemm_kernel
   int stages;
-  int lag;  // a stage is refilled so many iterations after its use, when all warps are through
   bool bf16_scales, float_out, gated;
   float alpha, beta;
 };
@@ -381,77 +381,123 @@ __device__ __forceinline__ void add_block(float (&sums)[2][kGroups][4], uint32_t
 
 // ---- kernels
 
-template <typename Mma, typename T,  // __half or __nv_bfloat16
-          int kGroups,               // groups of 8 rows of x: M <= 8 * kGroups
-          bool kZeros>               // W has zero points
-__global__ void __launch_bounds__(kThreads, 1) w4_gemm_kernel(const __grid_constant__ Args args) {
-  extern __shared__ __align__(1024) char shared[];
-  __shared__ __align__(8) uint64_t barriers[2 * kMaxStages + 1];
-  constexpr int kXBytes = 8 * kGroups * kRowBytes, kStageBytes = kXBytes + kBlockBytes;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const uint32_t ring = ptx::shared_address(shared), barrier0 = ptx::shared_address(barriers);
-  const auto full = [&](int stage) { return barrier0 + 8 * stage; };
-  const auto empty = [&](int stage) { return barrier0 + 8 * (kMaxStages + stage); };
-  // Behind the ring: what the slices of a cluster send, [slices][slabs][2 tiles][kGroups][lanes] of
-  // 16 bytes. A slab is a warp's 32 rows; block r of the cluster owns [first_slab[r], first_slab[r
-  // + 1]).
-  [[maybe_unused]] const uint32_t inbox = ring + args.stages * kStageBytes;
-  [[maybe_unused]] const uint32_t received = barrier0 + 8 * 2 * kMaxStages;
-  const int slice = blockIdx.x, first_tile = blockIdx.y, tile_step = gridDim.y;
-  const int first_block = slice * args.slice_blocks + min(slice, args.longer_slices);
-  const int blocks_of_tile = args.slice_blocks + (slice < args.longer_slices);
+// Stages in shared memory, of rows of x and a packed block behind them, and the barriers that say
+// that both are there, or that all warps are done with them.
+template <int kGroups>
+struct W4Ring {
+  static constexpr int kXBytes = 8 * kGroups * kRowBytes, kStageBytes = kXBytes + kBlockBytes;
+  static constexpr int kBarriers = 2 * kMaxStages;
+  uint32_t data, barriers;
+
+  __device__ __forceinline__ uint32_t rows(int stage) const { return data + stage * kStageBytes; }
+  __device__ __forceinline__ uint32_t weights(int stage) const { return rows(stage) + kXBytes; }
+  __device__ __forceinline__ uint32_t full(int stage) const { return barriers + 8 * stage; }
+  __device__ __forceinline__ uint32_t empty(int stage) const {
+    return barriers + 8 * (kMaxStages + stage);
+  }
+};
+
+// Feeds the ring, by one warp: weights as soon as there is room, rows of x when the kernels before
+// are done. `first_block` and the following are of each tile.
+template <typename Mma, int kGroups>
+__device__ __forceinline__ void feed(const Args& args, const W4Ring<kGroups>& ring, int first_tile,
+                                     int tile_step, int first_block, int blocks_of_tile) {
+  const int lane = threadIdx.x % 32, end = first_block + blocks_of_tile;
   const int num_tiles = args.rounds - (first_tile + (args.rounds - 1) * tile_step >= args.tiles);
   const int num_iterations = num_tiles * blocks_of_tile;
   const uint64_t policy = ptx::evict_first_policy();
+  int tile = first_tile, weights_block = first_block, rows_block = first_block;  // what comes next
 
-  // Fill a stage with what iteration i needs; by one warp. It is full when the weights and the rows
-  // of x have arrived.
-  int fed_tile = first_tile, fed_begin = 0;  // the tile of the last iteration asked for, and its
-                                             // first iteration
-  const auto feed_weights = [&](int i, int stage) {
-    while (i >= fed_begin + blocks_of_tile) {
-      fed_begin += blocks_of_tile, fed_tile += tile_step;
-      ptx::opaque(fed_begin);  // or the compiler divides
-    }
-    const int k_block = first_block + i - fed_begin;
+  const auto feed_weights = [&](int stage) {
+    const uint32_t full = ring.full(stage), to = ring.weights(stage);
     const char* from =
-        args.blocks + (int64_t{fed_tile} * args.k_blocks + k_block) * args.block_bytes;
-    const uint32_t to = ring + stage * kStageBytes + kXBytes;
+        args.blocks + (int64_t{tile} * args.k_blocks + weights_block) * args.block_bytes;
 #if __CUDA_ARCH__ >= 900
     if (lane == 0) {
-      ptx::mbarrier_expect_bytes(full(stage), args.block_bytes + (Mma::kTensorMap ? kXBytes : 0));
-      ptx::bulk_copy(to, from, args.block_bytes, full(stage), policy);
+      ptx::mbarrier_expect_bytes(full, args.block_bytes + (Mma::kTensorMap ? ring.kXBytes : 0));
+      ptx::bulk_copy(to, from, args.block_bytes, full, policy);
     }
 #else
     for (int byte = lane * 16; byte < args.block_bytes; byte += 32 * 16) {
       ptx::cp_async16(to + byte, from + byte);
     }
-    if (lane == 0) ptx::mbarrier_arrive(full(stage));
+    if (lane == 0) ptx::mbarrier_arrive(full);
 #endif
+    if (++weights_block == end) weights_block = first_block, tile += tile_step;
   };
-  const auto feed_rows = [&](int i, int stage) {
-    const uint32_t to = ring + stage * kStageBytes;
-    int k_block = first_block + i - fed_begin;
+  const auto feed_rows = [&](int stage) {
+    const uint32_t full = ring.full(stage), to = ring.rows(stage);
+    int k_block = rows_block;
     if (k_block >= args.blocks_of_digit) k_block -= args.blocks_of_digit;
     if constexpr (Mma::kTensorMap) {
-      if (lane == 0) copy_rows<kGroups>(to, &args.x_map, k_block, full(stage));
+      if (lane == 0) copy_rows<kGroups>(to, &args.x_map, k_block, full);
     } else {
       const int chunk = lane % 16, k = k_block * kW4BlockK + chunk * 8;
-      const T* from = static_cast<const T*>(args.x) + k;
+      const char* from = static_cast<const char*>(args.x) + int64_t{k} * 2;
 #pragma unroll 4
       for (int row = lane / 16; row < args.m; row += 2) {
-        ptx::cp_async16(to + chunk_offset<kGroups>(row, chunk),
-                        from + static_cast<int64_t>(row) * args.k, k < args.k);
+        ptx::cp_async16(to + chunk_offset<kGroups>(row, chunk), from + int64_t{row} * args.k * 2,
+                        k < args.k);
       }
-      ptx::mbarrier_arrive_cp_async(full(stage));
+      ptx::mbarrier_arrive_cp_async(full);
     }
+    if (++rows_block == end) rows_block = first_block;
   };
+
+  if constexpr (Mma::kTensorMap) ptx::prefetch_map(&args.x_map);
+  const int first = min(args.stages, num_iterations);
+#pragma unroll 1
+  for (int stage = 0; stage < first; ++stage) feed_weights(stage);
+  ptx::pdl_wait();
+#pragma unroll 1
+  for (int stage = 0; stage < first; ++stage) feed_rows(stage);
+  int stage = 0, parity = 0;
+#pragma unroll 1
+  for (int i = first; i < num_iterations; ++i) {
+    ptx::mbarrier_wait(ring.empty(stage), parity);
+    feed_weights(stage);
+    feed_rows(stage);
+    if (++stage == args.stages) stage = 0, parity ^= 1;
+  }
+  if constexpr (!Mma::kTensorMap) {  // nothing is on its way when the warp ends
+    ptx::cp_async_commit();
+    ptx::cp_async_wait<0>();
+  }
+}
+
+// Where the multiplying warps want more registers than an equal share, on Hopper a whole warpgroup
+// feeds and gives up its own: so many are left to its threads, and to those of the others.
+constexpr int kFeedingRegisters = 40, kMultiplyingRegisters = 232;
+// Sums of 64 rows want more.
+template <typename Mma, int kGroups>
+constexpr bool kMovesRegisters = Mma::kTensorMap && kGroups == 8;
+template <typename Mma, int kGroups>
+constexpr int kAllThreads = kThreads + (kMovesRegisters<Mma, kGroups> ? 128 : 32);
+
+template <typename Mma, typename T,  // __half or __nv_bfloat16
+          int kGroups,               // groups of 8 rows of x: M <= 8 * kGroups
+          bool kZeros>               // W has zero points
+__global__ void __launch_bounds__(kAllThreads<Mma, kGroups>, 1)
+    w4_gemm_kernel(const __grid_constant__ Args args) {
+  extern __shared__ __align__(1024) char shared[];
+  using Ring = W4Ring<kGroups>;
+  __shared__ __align__(8) uint64_t barriers[Ring::kBarriers + 1];
+  const int warp = ptx::uniform_warp(), lane = threadIdx.x % 32;
+  const Ring ring{ptx::shared_address(shared), ptx::shared_address(barriers)};
+  // Behind the ring: what the slices of a cluster send, [slices][slabs][2 tiles][kGroups][lanes] of
+  // 16 bytes. A slab is a warp's 32 rows; block r of the cluster owns [first_slab[r], first_slab[r
+  // + 1]).
+  [[maybe_unused]] const uint32_t inbox = ring.rows(args.stages);
+  [[maybe_unused]] const uint32_t received = ring.barriers + 8 * Ring::kBarriers;
+  const int slice = blockIdx.x, first_tile = blockIdx.y, tile_step = gridDim.y;
+  const int first_block = slice * args.slice_blocks + min(slice, args.longer_slices);
+  const int blocks_of_tile = args.slice_blocks + (slice < args.longer_slices);
 
   ptx::pdl_launch();
   if (threadIdx.x < args.stages) {
     // One arrival announces the bytes of bulk copies, the others are lanes that copy rows.
-    ptx::mbarrier_init(full(threadIdx.x), Mma::kTensorMap ? 1 : 33);
-    ptx::mbarrier_init(empty(threadIdx.x), kWarps);
+    ptx::mbarrier_init(ring.full(threadIdx.x), Mma::kTensorMap ? 1 : 33);
+    ptx::mbarrier_init(ring.empty(threadIdx.x), kWarps);
     ptx::mbarrier_init_fence();
   }
 #if __CUDA_ARCH__ >= 900
@@ -466,33 +512,33 @@ __global__ void __launch_bounds__(kThreads, 1) w4_gemm_kernel(const __grid_const
 #if __CUDA_ARCH__ >= 900
   if (args.slices > 1) ptx::cluster_arrive();
 #endif
-  // Warp i fills stage i: with weights now, with rows when the kernels before are done.
-  const bool feeds_first = warp < args.stages && warp < num_iterations;
-  if (feeds_first) feed_weights(warp, warp);
+
+  if (warp >= kWarps) {
+    if constexpr (kMovesRegisters<Mma, kGroups>) ptx::give_registers<kFeedingRegisters>();
+    if (warp == kWarps) {
+      feed<Mma>(args, ring, first_tile, tile_step, first_block, blocks_of_tile);
+    } else {
+      ptx::pdl_wait();
+    }
+#if __CUDA_ARCH__ >= 900
+    if (args.slices > 1) ptx::cluster_wait();
+#endif
+    return;
+  }
+  if constexpr (kMovesRegisters<Mma, kGroups>) ptx::take_registers<kMultiplyingRegisters>();
   ptx::pdl_wait();
-  if (feeds_first) feed_rows(warp, warp);
 
   const int g = lane / 4;
   [[maybe_unused]] const int q = lane % 4;
   const typename Mma::template LaneRows<kGroups> lane_rows;
-  int iteration = 0, stage = 0, parity = 0;
+  int stage = 0, parity = 0;
   for (int tile = first_tile; tile < args.tiles; tile += tile_step) {
     float sums[2][kGroups][4] = {};
-    for (const int end = iteration + blocks_of_tile; iteration < end; ++iteration) {
-      // The warps take turns to refill the stage that was used `lag` iterations ago.
-      const int next = iteration - args.lag + args.stages;
-      if (warp == iteration % kWarps && iteration >= args.lag && next < num_iterations) {
-        const bool wrapped = stage < args.lag;
-        const int used = wrapped ? stage - args.lag + args.stages : stage - args.lag;
-        ptx::mbarrier_wait(empty(used), wrapped ? parity ^ 1 : parity);
-        feed_weights(next, used);
-        feed_rows(next, used);
-      }
-      ptx::mbarrier_wait(full(stage), parity);
-      const uint32_t rows = ring + stage * kStageBytes;
-      add_block<Mma, T, kGroups, kZeros>(sums, rows, rows + kXBytes, lane_rows, args.bf16_scales,
-                                         [&] {
-                                           if (lane == 0) ptx::mbarrier_arrive(empty(stage));
+    for (int i = 0; i < blocks_of_tile; ++i) {
+      ptx::mbarrier_wait(ring.full(stage), parity);
+      add_block<Mma, T, kGroups, kZeros>(sums, ring.rows(stage), ring.weights(stage), lane_rows,
+                                         args.bf16_scales, [&] {
+                                           if (lane == 0) ptx::mbarrier_arrive(ring.empty(stage));
                                          });
       if (++stage == args.stages) stage = 0, parity ^= 1;
     }
@@ -589,7 +635,7 @@ __global__ void __launch_bounds__(256) w4_add_slices_kernel(const __grid_constan
 
 template <typename Mma, typename T, int kGroups, bool kZeros>
 void launch_w4_kernel(const Context& ctx, Args args) {
-  constexpr int kXBytes = 8 * kGroups * kRowBytes, kStageBytes = kXBytes + kBlockBytes;
+  constexpr int kStageBytes = W4Ring<kGroups>::kStageBytes;
   const auto kernel = w4_gemm_kernel<Mma, T, kGroups, kZeros>;
   const bool clusters = ctx.code_capability >= 90;  // as the kernel's __CUDA_ARCH__ says
   const int slabs = (kWarps + args.slices - 1) / args.slices;
@@ -604,13 +650,12 @@ void launch_w4_kernel(const Context& ctx, Args args) {
   // one.
   const int budget = (clusters ? 226 : 98) * 1024 - inbox_bytes;
   args.stages = std::min(kMaxStages, budget / kStageBytes);
-  args.lag = args.stages / 2;
   const size_t shared_bytes = args.stages * kStageBytes + inbox_bytes;
   allow_shared_bytes(kernel, shared_bytes);
   args.rounds = args.slices > 1 ? 1 : (args.tiles + ctx.sm_count - 1) / ctx.sm_count;
   const int tile_blocks = (args.tiles + args.rounds - 1) / args.rounds;
   launch_cluster(ctx, clusters ? args.slices : 1, kernel, dim3(args.slices, tile_blocks),
-                 dim3(kThreads), shared_bytes, args);
+                 dim3(kAllThreads<Mma, kGroups>), shared_bytes, args);
   if (args.slices > 1 && !clusters) {
     launch(ctx, w4_add_slices_kernel<T>, dim3((args.n / 2 + 8 + 255) / 256, args.m), dim3(256), 0,
            args);
@@ -625,12 +670,12 @@ void launch_w4(const Context& ctx, const Args& args) {
 }
 
 // MmaOf<kGroups>: how the kernel with room for so many groups of 8 rows multiplies.
-template <template <int> typename MmaOf, int... kGroups>
+template <template <int> typename MmaOf>
 void launch_w4_rows(const Context& ctx, DType dtype, const Args& args) {
   dispatch_half(dtype, [&](auto t) {
-    dispatch_int<kGroups...>("groups of rows", row_groups(args.m), [&](auto groups) {
-      constexpr int kCount = decltype(groups)::value;
-      launch_w4<MmaOf<kCount>, decltype(t), kCount>(ctx, args);
+    dispatch_int<1, 2, 4, 8>("groups of rows", row_groups(args.m), [&](auto groups) {
+      constexpr int kGroups = decltype(groups)::value;
+      launch_w4<MmaOf<kGroups>, decltype(t), kGroups>(ctx, args);
     });
   });
 }
