@@ -147,10 +147,6 @@ __device__ __forceinline__ uint32_t load_acquire(const uint32_t* counter) {
 __device__ __forceinline__ void copy_engine_fence() {
   asm volatile("fence.proxy.async.global;" ::: "memory");
 }
-// The same of this thread's writes to shared memory, and what the copy engine does with it next.
-__device__ __forceinline__ void shared_copy_fence() {
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
 // 16 bytes that say by themselves whether they have come: no order with anything else.
 __device__ __forceinline__ void store_relaxed16(void* to, const float (&v)[4]) {
   asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(v[0]),
@@ -307,6 +303,10 @@ __device__ __forceinline__ void prefetch_map(const void* map) {
 
 // ---- wgmma: products of a warpgroup that run asynchronously
 
+// Lets wgmma, and the copy engine, see this thread's writes to shared memory.
+__device__ __forceinline__ void shared_copy_fence() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
 // A box of a two-dimensional tensor, as its CUtensorMap says; x counts elements, y rows.
 __device__ __forceinline__ void tensor_copy(uint32_t shared, const void* map, int x, int y,
                                             uint32_t barrier) {
@@ -347,11 +347,12 @@ __device__ __forceinline__ uint64_t wgmma_descriptor_swizzle128(uint32_t shared)
 
 // d (+)= a x^T: a 64x16 in registers (16 rows a warp, as in mma_16x8x16), x 8 kGroups x 16 in
 // shared memory, d 64 x 8 kGroups float32, as in mma_16x8x16 for each 8 columns. !accumulate: d is
-// not read.
-template <typename T, int kGroups>
+// not read. kTransposed: 16 rows of 64 in shared memory are x^T (kGroups is 8).
+template <typename T, int kGroups, bool kTransposed = false>
 __device__ __forceinline__ void wgmma_64xNx16(float (&d)[kGroups][4], const uint32_t (&a)[4],
                                               uint64_t x, bool accumulate) {
   static_assert(kGroups == 1 || kGroups == 2 || kGroups == 4 || kGroups == 8, "8 to 64 columns");
+  static_assert(!kTransposed || kGroups == 8, "rows of 64");
   if constexpr (std::is_same_v<T, __half> && kGroups == 1) {
     asm volatile(
         "{ .reg .pred p; setp.ne.b32 p, %9, 0;\n"
@@ -385,14 +386,15 @@ __device__ __forceinline__ void wgmma_64xNx16(float (&d)[kGroups][4], const uint
         "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 "
         "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, "
         "%19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
-        "{%32, %33, %34, %35}, %36, p, 1, 1, 0; }"
+        "{%32, %33, %34, %35}, %36, p, 1, 1, %38; }"
         : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]),
           "+f"(d[1][2]), "+f"(d[1][3]), "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]),
           "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3]), "+f"(d[4][0]), "+f"(d[4][1]),
           "+f"(d[4][2]), "+f"(d[4][3]), "+f"(d[5][0]), "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3]),
           "+f"(d[6][0]), "+f"(d[6][1]), "+f"(d[6][2]), "+f"(d[6][3]), "+f"(d[7][0]), "+f"(d[7][1]),
           "+f"(d[7][2]), "+f"(d[7][3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x), "r"(static_cast<int>(accumulate)));
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x), "r"(static_cast<int>(accumulate)),
+          "n"(static_cast<int>(kTransposed)));
   } else if constexpr (std::is_same_v<T, __nv_bfloat16> && kGroups == 1) {
     asm volatile(
         "{ .reg .pred p; setp.ne.b32 p, %9, 0;\n"
@@ -426,14 +428,15 @@ __device__ __forceinline__ void wgmma_64xNx16(float (&d)[kGroups][4], const uint
         "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
         "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, "
         "%19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
-        "{%32, %33, %34, %35}, %36, p, 1, 1, 0; }"
+        "{%32, %33, %34, %35}, %36, p, 1, 1, %38; }"
         : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]),
           "+f"(d[1][2]), "+f"(d[1][3]), "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]),
           "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3]), "+f"(d[4][0]), "+f"(d[4][1]),
           "+f"(d[4][2]), "+f"(d[4][3]), "+f"(d[5][0]), "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3]),
           "+f"(d[6][0]), "+f"(d[6][1]), "+f"(d[6][2]), "+f"(d[6][3]), "+f"(d[7][0]), "+f"(d[7][1]),
           "+f"(d[7][2]), "+f"(d[7][3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x), "r"(static_cast<int>(accumulate)));
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x), "r"(static_cast<int>(accumulate)),
+          "n"(static_cast<int>(kTransposed)));
   }
 }
 

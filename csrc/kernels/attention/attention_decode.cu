@@ -17,10 +17,10 @@
 //   keys and values, and fills their place again as soon as it has read them: at D = 128, 64 KiB
 //   are in flight for each of two blocks of an SM.
 // * many rows: a block has 64 packed rows, each warp does 16 of them and all units, one after
-//   another, with the state of the split in registers. Nothing is merged between warps. Bound: the
-//   tensor cores, and reading the fragments of K and V from shared memory, of which every warp
-//   needs all: 16 KiB for 64 mma. Blocks of a KV head that run side by side (blockIdx.x) find the
-//   cells in L2.
+//   another, with the state of the split in registers. Nothing is merged between warps. Bound: on
+//   Hopper L2, which each block asks for all of its cells (wgmma reads them from shared memory once
+//   for four warps); before, the fragments of K and V, of which every warp needs all: 16 KiB for 64
+//   mma. Blocks of a KV head that run side by side (blockIdx.x) find the cells in L2.
 //
 // Surprising: the grid does not have a block for each split, but about as many blocks as run at a
 // time. Each does a range of splits, one after another: what comes before the first cell and behind
@@ -254,12 +254,12 @@ __device__ __forceinline__ void multiply_unit_values(const float (&p)[kUnitTiles
   }
 }
 
-// Begins to add a unit to the state of a split: all but its acc, which has the weights that come
-// back.
+// Adds a unit to the state of a split, all but its acc: that of the split has to be multiplied by
+// `factor`, and the unit's by `weight`.
 template <int kColumns>
-__device__ __forceinline__ void begin_unit(RowTile<kColumns>& split, const UnitState& unit,
-                                           float scale_log2, float (&weight)[2]) {
-  float factor[2];
+__device__ __forceinline__ void weigh_unit(RowTile<kColumns>& split, const UnitState& unit,
+                                           float scale_log2, float (&factor)[2],
+                                           float (&weight)[2]) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const float max = fmaxf(split.max[half], unit.max[half]);
@@ -269,8 +269,18 @@ __device__ __forceinline__ void begin_unit(RowTile<kColumns>& split, const UnitS
     split.sum[half] =
         __fmaf_rn(unit.sum[half], weight[half], __fmul_rn(split.sum[half], factor[half]));
   }
-  // Multiplying by 1 changes no bit, so skipping it does not either.
-  if (__any_sync(0xffffffffu, factor[0] != 1.0f || factor[1] != 1.0f)) split.multiply(factor);
+}
+// Multiplying by 1 changes no bit, so skipping it does not either.
+__device__ __forceinline__ bool is_not_one(const float (&factor)[2]) {
+  return __any_sync(0xffffffffu, factor[0] != 1.0f || factor[1] != 1.0f);
+}
+// The same, and multiplies the split's acc.
+template <int kColumns>
+__device__ __forceinline__ void begin_unit(RowTile<kColumns>& split, const UnitState& unit,
+                                           float scale_log2, float (&weight)[2]) {
+  float factor[2];
+  weigh_unit(split, unit, scale_log2, factor, weight);
+  if (is_not_one(factor)) split.multiply(factor);
 }
 __device__ __forceinline__ void add_weighted(float (&to)[4], const float (&acc)[4],
                                              const float (&weight)[2]) {
@@ -356,7 +366,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
                               int num_chunks, int max_splits) {
   using T = typename Config::Element;
   constexpr int kDim = Config::kDim;
-  extern __shared__ __align__(128) unsigned char shared[];
+  extern __shared__ __align__(1024) unsigned char shared[];
   auto& smem = *reinterpret_cast<FewRowsSmem<Config>*>(shared);
 
   Trace trace;
@@ -512,7 +522,6 @@ struct ManyRowsConfig {
   static constexpr int kThreads = kWarps * 32;
   static constexpr int kRows = kWarps / kColumnWarps * kWarpRows;  // 64, 32 for D = 256
   static constexpr int kCells = kDim <= 128 ? 64 : 32;             // of a tile
-  static constexpr int kUnits = kCells / kUnit;
   static constexpr int kStages = kDim == 64 ? 4 : 3;
   static constexpr int kBlocks = 2;                             // on one SM
   static constexpr int kTreeTiles = kMaxTreeSize / kCells + 1;  // a tree may begin anywhere in one
@@ -523,9 +532,9 @@ struct ManyRowsConfig {
 template <typename Config>
 struct ManyRowsSmem {
   using T = typename Config::Element;
+  using Cells = SwizzledTile<T, Config::kCells, Config::kDim>;
   struct Stage {
-    SwizzledTile<T, Config::kCells, Config::kDim> keys;
-    SwizzledTile<T, Config::kCells, Config::kDim> values;
+    Cells keys, values;
   };
   using Queries = SwizzledTile<T, Config::kRows, Config::kDim>;
   static_assert(sizeof(Queries) <= sizeof(Stage), "the queries come through a stage");
@@ -539,6 +548,76 @@ struct ManyRowsSmem {
   }
 };
 
+// A tile of 64 cells by wgmma, which reads keys and values once for the 64 rows of four warps:
+// those of the cells' units one after another, as mma.sync would. hide(scores) as of PackedRows.
+template <typename T, int kDim, typename Hide>
+__device__ __forceinline__ void add_tile(RowTile<kDim>& state,
+                                         const SwizzledTile<T, 64, kDim>& keys,
+                                         const SwizzledTile<T, 64, kDim>& values,
+                                         const uint32_t (&queries)[kDim / 16][4], float scale_log2,
+                                         Hide hide) {
+  constexpr int kUnits = 64 / kUnit, kPanels = kDim / 64;  // of 64 dimensions
+  constexpr int kPanel = SwizzledTile<T, 64, kDim>::kPanelBytes / 16, kRow = 128 / 16;
+  const auto descriptor = [](const SwizzledTile<T, 64, kDim>& tile) {
+    // The same in all lanes, and the compiler has to be told.
+    return ptx::wgmma_descriptor_swizzle128(__shfl_sync(0xffffffffu, tile.address(0, 0), 0));
+  };
+  const uint64_t key_rows = descriptor(keys), value_rows = descriptor(values);
+  float all[kUnits * kUnitTiles][4];
+  ptx::wgmma_fence();
+#pragma unroll
+  for (int k16 = 0; k16 < kDim / 16; ++k16) {
+    ptx::wgmma_64xNx16<T, 8>(all, queries[k16], key_rows + k16 / 4 * kPanel + k16 % 4 * 2, k16 > 0);
+  }
+  ptx::wgmma_commit();
+  ptx::wgmma_wait<0>();
+  float scores[kUnits][1][kUnitTiles][4];
+#pragma unroll
+  for (int n = 0; n < kUnits * kUnitTiles; ++n) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) scores[n / kUnitTiles][0][n % kUnitTiles][i] = all[n][i];
+  }
+  hide(scores);
+
+  // The probabilities of all units first, so that there is something to do while one waits; then a
+  // panel's products run while those of the one before are added.
+  UnitState sums[kUnits];
+  uint32_t p[kUnits][kUnitTiles / 2][4];
+#pragma unroll
+  for (int unit = 0; unit < kUnits; ++unit) {
+    sums[unit] = softmax_of_unit(scores[unit][0], scale_log2);
+#pragma unroll
+    for (int k16 = 0; k16 < kUnitTiles / 2; ++k16) {
+      pack_fragment_a<T>(p[unit][k16], scores[unit][0], k16);
+    }
+  }
+  float acc[2][8][4];
+  const auto multiply = [&](int i) {
+    const int unit = i / kPanels, panel = i % kPanels;
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int k16 = 0; k16 < kUnitTiles / 2; ++k16) {
+      const uint64_t rows = value_rows + panel * kPanel + (unit * kUnit + k16 * 16) * kRow;
+      ptx::wgmma_64xNx16<T, 8, true>(acc[i % 2], p[unit][k16], rows, k16 > 0);
+    }
+    ptx::wgmma_commit();
+  };
+  multiply(0);
+  multiply(1);
+  constexpr int kProducts = kUnits * kPanels;
+  float factor[2], weight[2];
+#pragma unroll
+  for (int i = 0; i < kProducts; ++i) {
+    const int unit = i / kPanels, panel = i % kPanels;
+    if (panel == 0) weigh_unit(state, sums[unit], scale_log2, factor, weight);
+    i + 1 < kProducts ? ptx::wgmma_wait<1>() : ptx::wgmma_wait<0>();
+    if (is_not_one(factor)) state.template multiply<8>(factor, panel * 8);
+#pragma unroll
+    for (int n = 0; n < 8; ++n) add_weighted(state.acc[panel * 8 + n], acc[i % 2][n], weight);
+    if (i + 2 < kProducts) multiply(i + 2);
+  }
+}
+
 // Grid: (chunks * KV heads, ranges, B).
 template <typename Config, bool kByPosition>
 __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
@@ -546,9 +625,19 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
                                int num_chunks, int max_splits) {
   using T = typename Config::Element;
   using Smem = ManyRowsSmem<Config>;
+  using Cells = typename Smem::Cells;
   constexpr int kDim = Config::kDim;
   constexpr int kCells = Config::kCells;
-  extern __shared__ __align__(128) unsigned char shared[];
+  // wgmma where it exists and a warpgroup has 64 rows. It adds up as mma.sync does, to the bit.
+  // NOTE: for trees only, whose own cells are mma.sync's: where nothing else reads the queries
+  // ptxas 13.0 puts probabilities into their registers (D = 64), though the next tile wants them
+  // again.
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  constexpr bool kWgmma = kByPosition && Config::kColumnWarps == 1;
+#else
+  constexpr bool kWgmma = false;
+#endif
+  extern __shared__ __align__(1024) unsigned char shared[];
   auto& smem = *reinterpret_cast<Smem*>(shared);
   Trace trace;
 
@@ -650,17 +739,23 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
 
   auto attend = [&](int tile, int cell) {
     auto& stage = smem.stages[tile % Config::kStages];
-    float scores[Config::kUnits][1][kUnitTiles][4];
+    if constexpr (kWgmma) {
+      add_tile<T>(state, stage.keys, stage.values, queries, args.scale_log2,
+                  [&](auto& scores) { smem.packed.hide(scores, args, seq, warp_row, cell); });
+    } else {
+      constexpr int kUnits = kCells / kUnit;
+      float scores[kUnits][1][kUnitTiles][4];
 #pragma unroll
-    for (int unit = 0; unit < Config::kUnits; ++unit) {
-      multiply_keys<T>(scores[unit], stage.keys, unit * kUnit, load_q);
-    }
-    smem.packed.hide(scores, args, seq, warp_row, cell);
+      for (int unit = 0; unit < kUnits; ++unit) {
+        multiply_keys<T>(scores[unit], stage.keys, unit * kUnit, load_q);
+      }
+      smem.packed.hide(scores, args, seq, warp_row, cell);
 #pragma unroll
-    for (int unit = 0; unit < Config::kUnits; ++unit) {
-      add_unit(scores[unit], [&](uint32_t (&v)[4], int k16, int n16) {
-        load_fragment_values(v, stage.values, unit * kUnit + k16 * 16, n16);
-      });
+      for (int unit = 0; unit < kUnits; ++unit) {
+        add_unit(scores[unit], [&](uint32_t (&v)[4], int k16, int n16) {
+          load_fragment_values(v, stage.values, unit * kUnit + k16 * 16, n16);
+        });
+      }
     }
   };
 
@@ -689,7 +784,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
     }
     float scores[1][kUnitTiles][4];
     multiply_keys<T, kDim>(scores, load_q, [&](uint32_t (&k)[4], int n16, int k16) {
-      ptx::ldmatrix4(k, chunk_address(key[n16], k16 * 2));
+      ptx::ldmatrix4(k, Cells::further(key[n16], k16 * 2));
     });
     uint64_t sees[2];
 #pragma unroll
@@ -702,7 +797,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
     }
     mask_scores(scores[0], sees);
     add_unit(scores, [&](uint32_t (&v)[4], int k16, int n16) {
-      ptx::ldmatrix4_trans(v, chunk_address(value[k16], n16 * 2));
+      ptx::ldmatrix4_trans(v, Cells::further(value[k16], n16 * 2));
     });
   };
 
@@ -736,12 +831,13 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   while (true) {
     if (tile < num_shared) {
       ptx::cp_async_wait<Config::kStages - 2>();
+      if constexpr (kWgmma) ptx::shared_copy_fence();
       __syncthreads();  // this tile is here, and everyone is done with the one before
       constexpr int kAhead = Config::kStages - 1;
       if (tile + kAhead < num_tiles) fetch_cells(tile + kAhead, cell + kAhead * kCells, next_page);
       next_page = page_of(args.rows, slot, cell + (kAhead + 1) * kCells);
       ptx::cp_async_commit();
-      if (warp_has_rows) attend(tile, cell);
+      if (kWgmma || warp_has_rows) attend(tile, cell);
       ++tile;
       cell += kCells;
     } else if (meets_tree && cell < range.cell_end) {

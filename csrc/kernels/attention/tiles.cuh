@@ -4,8 +4,9 @@
 // A warp holds 16 query rows: lane / 4 and lane / 4 + 8 are the two rows ("halves") of a lane, its
 // columns of each 8-wide tile are 2 * (lane % 4) and the next.
 //
-// Tiles are row-major, and the 16-byte chunk c of row r lies at chunk c ^ (r % 8) of that row: the
-// eight rows that one ldmatrix phase reads at the same c are then in eight different bank groups.
+// Tiles are panels of 64 columns, row-major, and the 16-byte chunk c of a panel's row r lies at
+// chunk c ^ (r % 8) of that row: the eight rows that one ldmatrix phase reads at the same c are
+// then in eight different bank groups, and wgmma reads the panels as they are.
 //
 // The bits of a row depend on its own cells only. So every step rounds explicitly (fmaf,
 // __fmul_rn), and cells that a row does not see leave its state exactly as it was: their
@@ -114,29 +115,29 @@ AttentionArgs<T> make_args(const AttentionParams& p) {
 
 // ---- tiles
 
-// Of the address of a row's chunk 0 or 1, that of the chunk `c`, even, further on.
-__device__ __forceinline__ uint32_t chunk_address(uint32_t address, int c) {
-  return (address ^ (c % 8 * 16)) + c / 8 * 128;
-}
-
 template <typename T, int kRows_, int kDim_>
 struct alignas(128) SwizzledTile {
   static constexpr int kRows = kRows_;
   static constexpr int kDim = kDim_;
-  static constexpr int kRowBytes = kDim * sizeof(T);
+  static constexpr int kRowBytes = 128, kPanelBytes = kRows * kRowBytes;
   static_assert(kDim % 64 == 0, "a row must hold whole groups of eight chunks");
 
   __device__ __forceinline__ T* chunk(int row, int c) {
-    return data + row * kDim + (c ^ (row % 8)) * 8;
+    return data + c / 8 * (kRows * 64) + row * 64 + (c % 8 ^ row % 8) * 8;
   }
   __device__ __forceinline__ uint32_t address(int row, int c) const {
-    return ptx::shared_address(data) + row * kRowBytes + (c ^ (row % 8)) * 16;
+    return ptx::shared_address(data) + c / 8 * kPanelBytes + row * kRowBytes +
+           (c % 8 ^ row % 8) * 16;
+  }
+  // Of the address of a row's chunk 0 or 1, that of the chunk `c`, even, further on.
+  static __device__ __forceinline__ uint32_t further(uint32_t address, int c) {
+    return (address ^ (c % 8 * 16)) + c / 8 * kPanelBytes;
   }
   // address(row + lane_row, c + lane_chunk) where row is a multiple of 8, c is even and lane_chunk
   // is 0 or 1. Of a lane's address only three bits change with c: so the unrolled loops over row
   // and c need one register and immediates.
   __device__ __forceinline__ uint32_t address(int row, int lane_row, int c, int lane_chunk) const {
-    return chunk_address(address(lane_row, lane_chunk), c) + row * kRowBytes;
+    return further(address(lane_row, lane_chunk), c) + row * kRowBytes;
   }
 
   T data[kRows * kDim];
@@ -157,7 +158,7 @@ __device__ __forceinline__ void fetch_tile(SwizzledTile<T, kRows, kDim>& tile, c
 #pragma unroll
   for (int row = 0; row < kRows; row += kStep) {
     // Rows that are 8 apart are swizzled alike: few addresses, the rest are immediates.
-    const uint32_t to = tile.address(first + row % 8, c) + row / 8 * 8 * (kDim * 2);
+    const uint32_t to = tile.address(first + row % 8, c) + row / 8 * 8 * tile.kRowBytes;
     ptx::cp_async16(to, source + row * row_stride, first + row < num_valid);
   }
 }
@@ -223,11 +224,15 @@ struct RowTile {
     }
   }
 
-  __device__ __forceinline__ void multiply(const float (&factor)[2]) {
+  // kTiles times eight dimensions.
+  template <int kTiles = kDim / 8>
+  __device__ __forceinline__ void multiply(const float (&factor)[2], int first = 0) {
 #pragma unroll
-    for (int n = 0; n < kDim / 8; ++n) {
+    for (int n = 0; n < kTiles; ++n) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) acc[n][i] = __fmul_rn(acc[n][i], factor[i / 2]);
+      for (int i = 0; i < 4; ++i) {
+        acc[first + n][i] = __fmul_rn(acc[first + n][i], factor[i / 2]);
+      }
     }
   }
 
