@@ -898,13 +898,13 @@ struct SplitRun {
 // Block: one row of one query head, and of its dimensions 1 / kParts. A thread owns four dimensions
 // and every kGroups-th SplitRun; the runs' sums are added in order. Splits that do not exist would
 // add 0, so their number does not matter, nor does kParts.
-template <typename T, int kDim_, int kParts_>
+template <typename T, int kDim_, int kParts_, int kThreads_>
 struct CombineConfig {
   using Element = T;
   static constexpr int kDim = kDim_;
   static constexpr int kParts = kParts_;  // more where rows are too few to fill the chip
   static constexpr int kColumns = kDim / 4 / kParts;
-  static constexpr int kThreads = 128;
+  static constexpr int kThreads = kThreads_;
   static constexpr int kGroups = kThreads / kColumns;
   static constexpr int kRuns = 32;  // of which the sums find room
 };
@@ -1007,16 +1007,20 @@ void launch_all_splits(const Context& ctx, const AttentionParams& params) {
 
 template <typename T, int kDim>
 void launch_combine(const Context& ctx, const AttentionParams& params) {
-  const int num_rows = params.rows.num_rows;
+  const int num_rows = params.rows.num_rows, max_splits = num_splits(params.rows.max_kv);
   const auto combine = [&](auto config) {
     using Config = decltype(config);
     launch(ctx, attention_combine_kernel<Config>, dim3(params.num_heads * Config::kParts, num_rows),
-           Config::kThreads, 0, make_args<T>(params), num_splits(params.rows.max_kv));
+           Config::kThreads, 0, make_args<T>(params), max_splits);
   };
-  if (params.num_heads * num_rows < ctx.sm_count) {
-    combine(CombineConfig<T, kDim, 4>{});
+  // Few rows have all runs of splits loaded at once.
+  using Few = CombineConfig<T, kDim, 4, 128>;
+  if (params.num_heads * num_rows >= ctx.sm_count) {
+    combine(CombineConfig<T, kDim, 1, 128>{});
+  } else if (max_splits <= Few::kGroups * kSplitsOfRun) {
+    combine(Few{});
   } else {
-    combine(CombineConfig<T, kDim, 1>{});
+    combine(CombineConfig<T, kDim, 4, 256>{});
   }
 }
 
