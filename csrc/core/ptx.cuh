@@ -339,7 +339,14 @@ template <int kPending>
 __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
-// A matrix of rows of 128 bytes in shared memory, 1024-byte aligned, chunks swizzled by 128 bytes.
+// Where a chunk of 16 bytes of a row lies in panels of [kRows][128 bytes] whose chunks are swizzled
+// within 8 rows, as the copy engine writes and wgmma reads them; in units of which a chunk has
+// kUnits. Eight rows' chunks of one number are in eight different bank groups.
+template <int kRows, int kUnits = 16>
+__device__ __forceinline__ constexpr int swizzled_chunk(int row, int chunk) {
+  return chunk / 8 * (kRows * 8 * kUnits) + row * (8 * kUnits) + (chunk % 8 ^ row % 8) * kUnits;
+}
+// Such a panel in shared memory, 1024-byte aligned.
 __device__ __forceinline__ uint64_t wgmma_descriptor_swizzle128(uint32_t shared) {
   const uint64_t stride = 1024 / 16;  // from 8 rows to the next 8
   return uint64_t{1} << 62 | stride << 32 | uint64_t{1} << 16 | (shared & 0x3FFFF) >> 4;

@@ -235,13 +235,20 @@ __device__ __forceinline__ UnitState softmax_of_unit(float (&scores)[kUnitTiles]
   return unit;
 }
 
+// The probabilities of a unit as operands A.
+template <typename T>
+__device__ __forceinline__ void pack_unit(uint32_t (&a)[kUnitTiles / 2][4],
+                                          const float (&p)[kUnitTiles][4]) {
+#pragma unroll
+  for (int k16 = 0; k16 < kUnitTiles / 2; ++k16) pack_fragment_a<T>(a[k16], p, k16);
+}
+
 // The probabilities of a unit times its values: use(n16, acc) takes 16 dimensions at a time.
 template <typename T, int kDim, typename LoadValues, typename Use>
 __device__ __forceinline__ void multiply_unit_values(const float (&p)[kUnitTiles][4],
                                                      LoadValues load_values, Use use) {
   uint32_t a[kUnitTiles / 2][4];
-#pragma unroll
-  for (int k16 = 0; k16 < kUnitTiles / 2; ++k16) pack_fragment_a<T>(a[k16], p, k16);
+  pack_unit<T>(a, p);
 #pragma unroll
   for (int n16 = 0; n16 < kDim / 16; ++n16) {
     float acc[2][4] = {};
@@ -272,11 +279,11 @@ __device__ __forceinline__ void weigh_unit(RowTile<kColumns>& split, const UnitS
         __fmaf_rn(unit.sum[half], weight[half], __fmul_rn(split.sum[half], factor[half]));
   }
 }
-// Multiplying by 1 changes no bit, so skipping it does not either.
+// Whether any lane has to multiply by it: by 1 changes no bit, so skipping that does not either.
 __device__ __forceinline__ bool is_not_one(const float (&factor)[2]) {
   return __any_sync(0xffffffffu, factor[0] != 1.0f || factor[1] != 1.0f);
 }
-// The same, and multiplies the split's acc.
+// weigh_unit, and the split's acc multiplied.
 template <int kColumns>
 __device__ __forceinline__ void begin_unit(RowTile<kColumns>& split, const UnitState& unit,
                                            float scale_log2, float (&weight)[2]) {
@@ -559,8 +566,9 @@ __device__ __forceinline__ void add_tile(RowTile<kDim>& state,
                                          const uint32_t (&queries)[kDim / 16][4], float scale_log2,
                                          Hide hide) {
   constexpr int kUnits = 64 / kUnit, kPanels = kDim / 64;  // of 64 dimensions
-  constexpr int kPanel = SwizzledTile<T, 64, kDim>::kPanelBytes / 16, kRow = 128 / 16;
-  const auto descriptor = [](const SwizzledTile<T, 64, kDim>& tile) {
+  using Cells = SwizzledTile<T, 64, kDim>;
+  constexpr int kPanel = Cells::kPanelBytes / 16, kRow = Cells::kRowBytes / 16;
+  const auto descriptor = [](const Cells& tile) {
     // The same in all lanes, and the compiler has to be told.
     return ptx::wgmma_descriptor_swizzle128(__shfl_sync(0xffffffffu, tile.address(0, 0), 0));
   };
@@ -588,10 +596,7 @@ __device__ __forceinline__ void add_tile(RowTile<kDim>& state,
 #pragma unroll
   for (int unit = 0; unit < kUnits; ++unit) {
     sums[unit] = softmax_of_unit(scores[unit][0], scale_log2);
-#pragma unroll
-    for (int k16 = 0; k16 < kUnitTiles / 2; ++k16) {
-      pack_fragment_a<T>(p[unit][k16], scores[unit][0], k16);
-    }
+    pack_unit<T>(p[unit], scores[unit][0]);
   }
   float acc[2][8][4];
   const auto multiply = [&](int i) {

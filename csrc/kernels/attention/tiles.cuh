@@ -4,9 +4,8 @@
 // A warp holds 16 query rows: lane / 4 and lane / 4 + 8 are the two rows ("halves") of a lane, its
 // columns of each 8-wide tile are 2 * (lane % 4) and the next.
 //
-// Tiles are panels of 64 columns, row-major, and the 16-byte chunk c of a panel's row r lies at
-// chunk c ^ (r % 8) of that row: the eight rows that one ldmatrix phase reads at the same c are
-// then in eight different bank groups, and wgmma reads the panels as they are.
+// Tiles are panels of 64 columns (ptx::swizzled_chunk): ldmatrix reads eight rows without
+// conflicts, and wgmma reads the panels as they are.
 //
 // The bits of a row depend on its own cells only. So every step rounds explicitly (fmaf,
 // __fmul_rn), and cells that a row does not see leave its state exactly as it was: their
@@ -123,11 +122,10 @@ struct alignas(128) SwizzledTile {
   static_assert(kDim % 64 == 0, "a row must hold whole groups of eight chunks");
 
   __device__ __forceinline__ T* chunk(int row, int c) {
-    return data + c / 8 * (kRows * 64) + row * 64 + (c % 8 ^ row % 8) * 8;
+    return data + ptx::swizzled_chunk<kRows, 8>(row, c);
   }
   __device__ __forceinline__ uint32_t address(int row, int c) const {
-    return ptx::shared_address(data) + c / 8 * kPanelBytes + row * kRowBytes +
-           (c % 8 ^ row % 8) * 16;
+    return ptx::shared_address(data) + ptx::swizzled_chunk<kRows>(row, c);
   }
   // Of the address of a row's chunk 0 or 1, that of the chunk `c`, even, further on.
   static __device__ __forceinline__ uint32_t further(uint32_t address, int c) {

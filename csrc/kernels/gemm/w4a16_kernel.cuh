@@ -41,20 +41,12 @@ constexpr int kZeroOffset = kScaleOffset + 2 * kW4BlockRows;
 constexpr int kBlockBytes = 17 * 1024;    // room for a block with zero points; keeps x aligned
 constexpr int kRowBytes = 2 * kW4BlockK;  // of x in a stage
 
-// Where 8 k (a chunk) of a row of x lie in a stage: two panels of 64 k, [rows][128 bytes], chunks
-// swizzled within 8 rows, as the copy engine writes and wgmma reads them.
-template <int kGroups>
-__device__ __forceinline__ constexpr int chunk_offset(int row, int chunk) {
-  return chunk / 8 * (8 * kGroups * 128) + row * 128 + ((chunk % 8 ^ row % 8) << 4);
-}
-
 // A CUtensorMap: how the copy engine finds rows of x.
 struct alignas(64) TensorMap {
   uint64_t opaque[16];
 };
 
-// 128 k of all rows of x as two panels of 64 k: [rows][128 bytes], 16-byte chunks swizzled within 8
-// rows. By one thread.
+// 128 k of all rows of x as two panels of 64 k (ptx::swizzled_chunk). By one thread.
 template <int kGroups>
 __device__ __forceinline__ void copy_rows(uint32_t to, const TensorMap* map, int k_block,
                                           uint32_t barrier) {
@@ -436,8 +428,8 @@ __device__ __forceinline__ void feed(const Args& args, const W4Ring<kGroups>& ri
       const char* from = static_cast<const char*>(args.x) + int64_t{k} * 2;
 #pragma unroll 4
       for (int row = lane / 16; row < args.m; row += 2) {
-        ptx::cp_async16(to + chunk_offset<kGroups>(row, chunk), from + int64_t{row} * args.k * 2,
-                        k < args.k);
+        ptx::cp_async16(to + ptx::swizzled_chunk<8 * kGroups>(row, chunk),
+                        from + int64_t{row} * args.k * 2, k < args.k);
       }
       ptx::mbarrier_arrive_cp_async(full);
     }
