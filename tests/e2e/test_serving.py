@@ -368,13 +368,12 @@ def test_a_full_queue(limited):
 def test_silence_in_a_stream(limited):
     """While a request waits for a slot, comments keep its connection open."""
     long = {"prompt": ["x"] * 2, "max_tokens": 120, "ignore_eos": True, "logprobs": 20}
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        working = pool.submit(limited.post, "/v1/completions", long, **FIRST)
-        while not limited.metric("vllm:num_requests_running", **FIRST):
-            time.sleep(0.005)
-        body = {"prompt": "x", "max_tokens": 1, "stream": True}
+    url, body = limited.url + "/v1/completions", {"prompt": "x", "max_tokens": 1, "stream": True}
+    with httpx.stream("POST", url, json={**long, "stream": True}, headers=FIRST) as working:
+        lines = working.iter_lines()
+        next(lines)  # the first of many: both slots are taken, or will be before others are
         reply = limited.post("/v1/completions", body, **FIRST)
-        working.result()
+        assert "data: [DONE]" in lines
     assert reply.text.startswith(": ping\n\n")
     assert reply.text.endswith("data: [DONE]\n\n")
 
