@@ -947,7 +947,7 @@ __global__ void __launch_bounds__(Config::kThreads)
     parts.load(acc, partials.num_rows * kDim, ml, partials.num_rows, run, splits);
   };
   load_run();
-  const auto [max, sum] = max_and_sum<4>(ml, partials.num_rows, splits, args.scale_log2);
+  const auto [max, sum] = max_and_sum<8>(ml, partials.num_rows, splits, args.scale_log2);
 
   float total[4] = {};
   for (int first_run = 0; first_run < num_runs; first_run += Config::kRuns) {

@@ -48,31 +48,37 @@ struct RowSplits {
 constexpr int kSplitsOfRun = 8;
 
 // By a warp: maximum and sum over all splits of a row of a head, one split a lane, kStates of which
-// are loaded at a time.
+// are loaded at a time, and once if that is all.
 template <int kStates>
 __device__ __forceinline__ float2 max_and_sum(const float2* ml, int64_t ml_stride,
                                               const RowSplits& splits, float scale_log2) {
+  constexpr int kAtOnce = kStates * 32;
   const int lane = threadIdx.x % 32;
-  auto each_state = [&](auto use) {
-#pragma unroll 1
-    for (int first = lane; first < splits.count; first += kStates * 32) {
-      float2 state[kStates];
+  float2 state[kStates];
+  const auto load = [&](int first) {
 #pragma unroll
-      for (int i = 0; i < kStates; ++i) {
-        const int s = first + i * 32;
-        state[i] = splits.has(s) ? ml[s * ml_stride] : make_float2(kMinusInfinity, 0);
-      }
-#pragma unroll
-      for (int i = 0; i < kStates; ++i) use(state[i]);
+    for (int i = 0; i < kStates; ++i) {
+      const int s = first + i * 32;
+      state[i] = splits.has(s) ? ml[s * ml_stride] : make_float2(kMinusInfinity, 0);
     }
   };
   float max = kMinusInfinity;
-  each_state([&](const float2& state) { max = fmaxf(max, state.x); });
+#pragma unroll 1
+  for (int first = lane; first < splits.count; first += kAtOnce) {
+    load(first);
+#pragma unroll
+    for (int i = 0; i < kStates; ++i) max = fmaxf(max, state[i].x);
+  }
   max = warp_reduce(max, Max{});
   float sum = 0;
-  each_state([&](const float2& state) {
-    sum = __fmaf_rn(state.y, weight_of(state.x, max, scale_log2), sum);
-  });
+#pragma unroll 1
+  for (int first = lane; first < splits.count; first += kAtOnce) {
+    if (splits.count > kAtOnce) load(first);
+#pragma unroll
+    for (int i = 0; i < kStates; ++i) {
+      sum = __fmaf_rn(state[i].y, weight_of(state[i].x, max, scale_log2), sum);
+    }
+  }
   return make_float2(max, warp_reduce(sum, Sum{}));
 }
 

@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<Product::kGroups
     const Stage mine{.index = static_cast<int>(threadIdx.x)};
     ptx::mbarrier_init(ring.weights_in(mine), 1);
     ptx::mbarrier_init(ring.rows_in(mine), 1);
-    ptx::mbarrier_init(ring.done(mine), kWarps);
+    ptx::mbarrier_init(ring.done(mine), kThreads);
     if (threadIdx.x < kMaxChainLinks) ptx::mbarrier_init(ring.x_in(threadIdx.x), 1);
     if (threadIdx.x == 0) {
       ptx::mbarrier_init(ring.combined(), kWarps);
@@ -206,9 +206,10 @@ __global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<Product::kGroups
       for (int k_block = share.begin; k_block < share.end; ++k_block) {
         ptx::mbarrier_wait(ring.rows_in(stage), stage.parity);
         ptx::mbarrier_wait(ring.weights_in(stage), stage.parity);
-        product.add_block(sums, ring.rows(stage), ring.weights(stage), link, [&] {
-          if (lane == 0) ptx::mbarrier_arrive(ring.done(stage));
-        });
+        // By each lane: costs no more than one for its warp, and racecheck, which does not always
+        // know that a warp was together before one arrived for it, sees that it is right.
+        product.add_block(sums, ring.rows(stage), ring.weights(stage), link,
+                          [&] { ptx::mbarrier_arrive(ring.done(stage)); });
         stage.next(ring);
       }
 

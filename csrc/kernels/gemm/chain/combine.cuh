@@ -43,7 +43,7 @@ __device__ __forceinline__ void combine_columns(uint32_t (&values)[kWidth / 2],
     const float max =
         splits.has(first + lane) ? ml[(first + lane) * partials.num_rows].x : kMinusInfinity;
     if (!has_max_sum) {  // here, so that the partial results are on their way
-      max_sum = max_and_sum<1>(ml, partials.num_rows, splits, attention.scale_log2);
+      max_sum = max_and_sum<2>(ml, partials.num_rows, splits, attention.scale_log2);
       has_max_sum = true;
     }
     const float weight = weight_of(max, max_sum.x, attention.scale_log2);
