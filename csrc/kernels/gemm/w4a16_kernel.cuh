@@ -353,10 +353,7 @@ __device__ __forceinline__ void add_block(float (&sums)[2][kGroups][4], uint32_t
     float part[Mma::kTiles][kGroups][4];
     Mma::template multiply<T, kGroups>(part, first, block + warp * 2048 + lane * 16, rows,
                                        lane_rows, low, high);
-    if (first + Mma::kTiles == 2) {
-      __syncwarp();
-      release();
-    }
+    if (first + Mma::kTiles == 2) release();
 #pragma unroll
     for (int t = 0; t < Mma::kTiles; ++t) {
 #pragma unroll
@@ -530,6 +527,7 @@ __global__ void __launch_bounds__(kAllThreads<Mma, kGroups>, 1)
       ptx::mbarrier_wait(ring.full(stage), parity);
       add_block<Mma, T, kGroups, kZeros>(sums, ring.rows(stage), ring.weights(stage), lane_rows,
                                          args.bf16_scales, [&] {
+                                           __syncwarp();
                                            if (lane == 0) ptx::mbarrier_arrive(ring.empty(stage));
                                          });
       if (++stage == args.stages) stage = 0, parity ^= 1;

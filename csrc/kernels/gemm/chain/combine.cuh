@@ -17,7 +17,7 @@ __device__ __forceinline__ void combine_columns(uint32_t (&values)[kWidth / 2],
                                                 const AttentionArgs<T>& attention,
                                                 const RowSplits& splits, int row, int column) {
   using Vector = std::conditional_t<kWidth == 4, float4, float2>;
-  constexpr int kAtOnce = 32 / kWidth;
+  constexpr int kAtOnce = 16;
   static_assert(kAtOnce % kSplitsOfRun == 0);
   const int lane = threadIdx.x % 32;
   const Partials partials(attention.scratch, args.max_splits,

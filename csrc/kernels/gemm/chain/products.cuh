@@ -135,7 +135,6 @@ struct SixteenBits {
         }
       }
     }
-    __syncwarp();
     release();
   }
 };
