@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import json
 import signal
 import socket
@@ -349,31 +350,36 @@ def test_a_body_is_not_read_without_a_key(limited):
         assert connection.recv(1000).startswith(b"HTTP/1.1 401")
 
 
+@contextlib.contextmanager
+def begun(server, body):
+    """A stream of completions, from its first line to its last."""
+    url = server.url + "/v1/completions"
+    body = {**body, "stream": True}
+    with httpx.stream("POST", url, json=body, headers=FIRST, timeout=60) as reply:
+        lines = reply.iter_lines()
+        next(lines)  # the first of many: its slots are taken, or will be before others are
+        yield
+        assert reply.status_code == 200
+        assert "data: [DONE]" in lines
+
+
 def test_a_full_queue(limited):
     """Four outputs are in work; a fifth is refused and comes through later."""
-    body = {"prompt": ["x"] * 4, "max_tokens": 120, "ignore_eos": True}
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        working = pool.submit(limited.post, "/v1/completions", body, **FIRST)
-        while not limited.metric("vllm:num_requests_running", **FIRST):
-            time.sleep(0.005)
+    with begun(limited, {"prompt": ["x"] * 4, "max_tokens": 120, "ignore_eos": True}):
         reply = limited.post("/v1/completions", {"prompt": "x", "max_tokens": 1}, **FIRST)
         error = error_of(reply, 429)
         assert (error["type"], error["code"]) == ("rate_limit_error", "queue_full")
         assert int(reply.headers["retry-after"]) >= 1
-        assert working.result().status_code == 200
     reply = limited.post("/v1/completions", {"prompt": "x", "max_tokens": 1}, **FIRST)
     assert reply.status_code == 200
 
 
 def test_silence_in_a_stream(limited):
     """While a request waits for a slot, comments keep its connection open."""
+    body = {"prompt": "x", "max_tokens": 1, "stream": True}
     long = {"prompt": ["x"] * 2, "max_tokens": 120, "ignore_eos": True, "logprobs": 20}
-    url, body = limited.url + "/v1/completions", {"prompt": "x", "max_tokens": 1, "stream": True}
-    with httpx.stream("POST", url, json={**long, "stream": True}, headers=FIRST) as working:
-        lines = working.iter_lines()
-        next(lines)  # the first of many: both slots are taken, or will be before others are
+    with begun(limited, long):
         reply = limited.post("/v1/completions", body, **FIRST)
-        assert "data: [DONE]" in lines
     assert reply.text.startswith(": ping\n\n")
     assert reply.text.endswith("data: [DONE]\n\n")
 
