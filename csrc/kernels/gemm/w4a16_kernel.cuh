@@ -324,7 +324,7 @@ struct MmaSync {
 };
 
 // sums += the rows of x times the 32 rows of a packed block that are this warp's, both in shared
-// memory; `release` is called when they have been read.
+// memory; each lane calls `release` when it has read its part.
 template <typename Mma, typename T, int kGroups, bool kZeros, typename F>
 __device__ __forceinline__ void add_block(float (&sums)[2][kGroups][4], uint32_t rows,
                                           uint32_t block,
