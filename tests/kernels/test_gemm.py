@@ -21,7 +21,8 @@ from tests.reference import ops as reference
 
 SKINNY_SHAPES = sizes(
     (1, 1, 8), (3, 7, 24), (2, 33, 264), (5, 97, 1000), (17, 128, 4096), (64, 520, 1024),
-    (1, 4096, 2560), (1, 73448, 64), (4, 256, 256), (13, 1, 16384),
+    (1, 4096, 2560), (1, 73448, 64), (4, 256, 256), (13, 1, 16384), (1, 17003, 136),
+    (9, 20000, 72), (27, 18944, 200), (64, 34001, 328),
 )  # fmt: skip
 LARGE_SHAPES = sizes((65, 16, 64), (1, 8, 8), (100, 264, 1000), (257, 130, 520), (512, 1024, 256))
 
@@ -83,23 +84,27 @@ def test_alpha_and_beta(
 @on_devices_and_dtypes
 @pytest.mark.parametrize("name", ["skinny_gemm", "large_gemm"])
 @pytest.mark.parametrize("beta", [0.0, 0.5])
-@pytest.mark.parametrize("m", sizes(1, 19, 130))
-def test_columns_of_wider_rows(device: str, dtype: str, name: str, beta: float, m: int) -> None:
-    x, w = inputs(m, 72, 264, dtype)
-    y = rounded(np.random.default_rng(5).standard_normal((m, 120)), dtype)
+@pytest.mark.parametrize(("m", "n"), sizes((1, 72), (19, 72), (130, 72), (67, 17001)))
+def test_columns_of_wider_rows(
+    device: str, dtype: str, name: str, beta: float, m: int, n: int
+) -> None:
+    x, w = inputs(m, n, 264, dtype)
+    y = rounded(np.random.default_rng(5).standard_normal((m, n + 48)), dtype)
 
     def run(device: str) -> np.ndarray:
         result = put(device, y, dtype)
         x_array, w_array = put(device, x, dtype), put(device, w, dtype)
-        getattr(ops, name)(context(device), result, x_array, w_array, beta=beta, y_width=72)
-        assert np.array_equal(get(result)[:, 72:], y[:, 72:])
-        return get(result)[:, :72]
+        getattr(ops, name)(context(device), result, x_array, w_array, beta=beta, y_width=n)
+        assert np.array_equal(get(result)[:, n:], y[:, n:])
+        return get(result)[:, :n]
 
-    check(run, device, reference.gemm(x, w, 1, beta, y[:, :72]), "gemm", dtype)
+    check(run, device, reference.gemm(x, w, 1, beta, y[:, :n]), "gemm", dtype)
 
 
 @on_devices_and_dtypes
-@pytest.mark.parametrize(("n", "k"), sizes((1, 8), (97, 1000), (128, 4096), (520, 256)))
+@pytest.mark.parametrize(
+    ("n", "k"), sizes((1, 8), (97, 1000), (128, 4096), (520, 256), (17003, 264))
+)
 def test_skinny_rows_do_not_depend_on_the_others(device: str, dtype: str, n: int, k: int) -> None:
     x, w = inputs(64, n, k, dtype)
     full = multiply(ops.skinny_gemm, device, x, w, dtype, "float32").numpy()

@@ -16,7 +16,7 @@
 #include "core/launch.h"
 #include "core/ptx.cuh"
 #include "core/vec.cuh"
-#include "kernels/gemm/gemm.h"
+#include "kernels/gemm/skinny_gemm.h"
 
 namespace cpmcu::cuda {
 namespace {
@@ -25,14 +25,7 @@ constexpr int kWarps = 8;
 constexpr int kThreads = 32 * kWarps;
 constexpr int kChunk = 64;  // k of one warp at a time
 
-struct Args {
-  void* y;        // [M, N], T or float32
-  const void* x;  // [M, K]
-  const void* w;  // [N, K]
-  int m, n, k;
-  int64_t y_stride;  // elements
-  float alpha, beta;
-};
+using Args = SkinnyArgs;
 
 // 64 k of 16 rows of W, as one lane holds them: rows g and g + 8, two runs of 8 k each.
 struct WeightFragment {
@@ -197,6 +190,12 @@ void skinny_gemm(const Context& ctx, const GemmParams& params) {
                     .y_stride = y_stride,
                     .alpha = params.alpha,
                     .beta = params.beta};
+#ifdef CPMCU_SM90
+    if (ctx.compute_capability == 90 && is_tall(ctx, n)) {
+      tall_gemm_sm90(ctx, params.x.dtype(), params.y.dtype(), args);
+      continue;
+    }
+#endif
     dispatch_half(params.x.dtype(), [&](auto t) {
       using T = decltype(t);
       params.y.dtype() == DType::kF32 ? skinny_block<T, float>(ctx, args)

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kernels/gemm/chain/args.cuh"
+#include "kernels/gemm/sixteen_bits.cuh"
 #include "kernels/gemm/w4a16_wgmma.cuh"
 
 namespace cpmcu::cuda::chain {
@@ -67,7 +68,7 @@ struct SixteenBits {
   using Element = T;
   static constexpr int kGroups = kGroups_;
   static constexpr bool kCombines = false;  // too few stages
-  static constexpr int kBlockK = 64, kBoxRows = kW4BlockRows / 2;
+  static constexpr int kBlockK = kSixteenK, kBoxRows = kW4BlockRows / 2;
   static constexpr int kRowsBytes = 8 * kGroups * 128;
   static constexpr int kWeightBytes = kW4BlockRows * 128;
   static constexpr float kScale = 1;
@@ -82,7 +83,7 @@ struct SixteenBits {
     for (int t = 0; t < 2; ++t) {
       const int row = threadIdx.x / 32 * 32 + t * 16 + lane % 16;
       const int at = link.gated ? row / 8 % 2 * kBoxRows + row / 16 * 8 + row % 8 : row;
-      lane_weights[t] = at * 128 + ((lane / 16 ^ lane % 8) << 4);
+      lane_weights[t] = sixteen_bits_offset(at);
     }
   }
 
@@ -109,32 +110,8 @@ struct SixteenBits {
   template <typename F>
   __device__ __forceinline__ void add_block(float (&sums)[2][kGroups][4], uint32_t rows,
                                             uint32_t weights, const Link&, F release) const {
-    uint32_t x[2][kGroups][2];  // of two steps of 16 k
-#pragma unroll
-    for (int step = 0; step < kBlockK / 16; ++step) {
-      uint32_t r[4];
-      if (kGroups > 1) {
-#pragma unroll
-        for (int group = 0; group < kGroups; group += 2) {
-          ptx::ldmatrix4(r, rows + lane_rows.at(step * 2) + group * 8 * 128);
-          x[step % 2][group][0] = r[0], x[step % 2][group][1] = r[1];
-          x[step % 2][(group + 1) % kGroups][0] = r[2],
-                                    x[step % 2][(group + 1) % kGroups][1] = r[3];
-        }
-      } else if (step % 2 == 0) {
-        ptx::ldmatrix4(r, rows + lane_rows.at(step * 2));
-        x[0][0][0] = r[0], x[0][0][1] = r[1], x[1][0][0] = r[2], x[1][0][1] = r[3];
-      }
-#pragma unroll
-      for (int t = 0; t < 2; ++t) {
-        uint32_t a[4];
-        ptx::ldmatrix4(a, (weights + lane_weights[t]) ^ (step << 5));
-#pragma unroll
-        for (int group = 0; group < kGroups; ++group) {
-          ptx::mma_16x8x16<T>(sums[t][group], a, x[step % 2][group][0], x[step % 2][group][1]);
-        }
-      }
-    }
+    add_sixteen_bits<T>(sums, rows, {weights + lane_weights[0], weights + lane_weights[1]},
+                        lane_rows);
     release();
   }
 };

@@ -1,0 +1,52 @@
+// How a warp multiplies 16-bit weights that the copy engine brought, with mma.sync.
+#pragma once
+
+#include "kernels/gemm/w4a16_kernel.cuh"
+
+namespace cpmcu::cuda {
+namespace {
+
+constexpr int kSixteenK = 64, kSixteenRowBytes = 2 * kSixteenK;  // of a row in a stage
+
+// sums += 8 kGroups rows of x times 16 kTiles rows of W, 64 k of each: rows of 128 bytes in shared
+// memory whose 16-byte chunks are swizzled within 8 rows, as make_map's boxes are. `weights`: the
+// lane's row for ldmatrix, of each tile, with its first or second 8 k.
+template <typename T, int kTiles, int kGroups>
+__device__ __forceinline__ void add_sixteen_bits(float (&sums)[kTiles][kGroups][4], uint32_t rows,
+                                                 const uint32_t (&weights)[kTiles],
+                                                 const MmaSync::LaneRows<kGroups>& lane_rows) {
+  uint32_t x[2][kGroups][2];  // of two steps of 16 k
+#pragma unroll
+  for (int step = 0; step < kSixteenK / 16; ++step) {
+    uint32_t r[4];
+    if (kGroups > 1) {
+#pragma unroll
+      for (int group = 0; group < kGroups; group += 2) {
+        ptx::ldmatrix4(r, rows + lane_rows.at(step * 2) + group * 8 * kSixteenRowBytes);
+        x[step % 2][group][0] = r[0], x[step % 2][group][1] = r[1];
+        x[step % 2][(group + 1) % kGroups][0] = r[2], x[step % 2][(group + 1) % kGroups][1] = r[3];
+      }
+    } else if (step % 2 == 0) {
+      ptx::ldmatrix4(r, rows + lane_rows.at(step * 2));
+      x[0][0][0] = r[0], x[0][0][1] = r[1], x[1][0][0] = r[2], x[1][0][1] = r[3];
+    }
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t) {
+      uint32_t a[4];
+      ptx::ldmatrix4(a, weights[t] ^ (step << 5));
+#pragma unroll
+      for (int group = 0; group < kGroups; ++group) {
+        ptx::mma_16x8x16<T>(sums[t][group], a, x[step % 2][group][0], x[step % 2][group][1]);
+      }
+    }
+  }
+}
+
+// Where a lane's row for ldmatrix lies, `row` rows of a stage beyond its first.
+__device__ __forceinline__ uint32_t sixteen_bits_offset(int row) {
+  const int lane = threadIdx.x % 32;
+  return row * kSixteenRowBytes + ((lane / 16 ^ lane % 8) << 4);
+}
+
+}  // namespace
+}  // namespace cpmcu::cuda

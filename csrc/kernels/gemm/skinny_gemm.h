@@ -1,0 +1,21 @@
+// What the kernels of skinny_gemm (gemm.h) know of up to 64 rows of x.
+#pragma once
+
+#include "kernels/gemm/gemm.h"
+
+namespace cpmcu::cuda {
+
+struct SkinnyArgs {
+  void* y;        // [M, N], dtype of x or float32
+  const void* x;  // [M, K]
+  const void* w;  // [N, K]
+  int m, n, k;
+  int64_t y_stride;  // elements
+  float alpha, beta;
+};
+
+// W of so many rows goes to tall_gemm_sm90, whatever M is: each multiprocessor has a whole tile.
+inline bool is_tall(const Context& ctx, int64_t n) { return n >= 128 * int64_t{ctx.sm_count}; }
+void tall_gemm_sm90(const Context& ctx, DType x, DType y, const SkinnyArgs& args);
+
+}  // namespace cpmcu::cuda

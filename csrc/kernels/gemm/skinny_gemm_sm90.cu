@@ -1,0 +1,184 @@
+// skinny_gemm on Hopper for a W of very many rows, as lm_head is.
+//
+// Roofline: W is read once, 2 N K bytes: MiniCPM4's lm_head, 0.6 GB, takes 197 us at 3.05 TB/s.
+// Blocks of 16 rows that come and go, as in skinny_gemm.cu, take 254: each begins with nothing
+// under way and ends with less and less.
+//
+// The surprising decision: the rows of W are shared out before they are cut. Each multiprocessor
+// gets as many, in one piece, to 16 rows, and cuts them into tiles of up to 128 of its own size,
+// with a map for the copy engine that brings just that many. Tiles of a fixed size leave some
+// multiprocessors with one more than others: of MiniCPM4's 73448 rows in tiles of 128 seven out of
+// ten would rest for the fifth of five rounds.
+//
+// Work: one block of threads on each multiprocessor. Eight warps multiply 16 rows of a tile each,
+// with mma.sync, one thread feeds a ring in shared memory with 64 k of a tile at a time, and
+// another with as many of all rows of x. A sum goes through k in order, whatever M is.
+#include "core/launch.h"
+#include "kernels/gemm/sixteen_bits.cuh"
+#include "kernels/gemm/skinny_gemm.h"
+#include "kernels/gemm/w4a16_wgmma.cuh"
+
+namespace cpmcu::cuda {
+namespace {
+
+constexpr int kTileRows = 16 * kWarps;
+constexpr int kRingBytes = 226 * 1024;  // of the 227 KB that a block may have
+constexpr int kFeedingThread = kThreads, kRowsThread = kThreads + 32;
+
+struct TallArgs {
+  TensorMap x_map, tile_map, last_map;  // boxes of 64 k
+  void* y;                              // [M, N]
+  int m, n, k_blocks;
+  int block_rows;            // of W, a multiple of 16
+  int tile_rows, last_rows;  // of all tiles of a block but the last, and of that
+  int64_t y_stride;
+  float alpha, beta;
+};
+
+// Stages of rows of x and a tile's rows behind them, and the barriers that say that either are
+// there, or that all warps are done with both.
+template <int kGroups>
+struct TallRing {
+  static constexpr int kXBytes = 8 * kGroups * kSixteenRowBytes;
+  static constexpr int kStageBytes = kXBytes + kTileRows * kSixteenRowBytes;
+  static constexpr int kStages = kRingBytes / kStageBytes;
+  uint32_t data, barriers;
+  int stage = 0, parity = 0;
+
+  __device__ __forceinline__ uint32_t rows() const { return data + stage * kStageBytes; }
+  __device__ __forceinline__ uint32_t weights() const { return rows() + kXBytes; }
+  __device__ __forceinline__ uint32_t rows_in() const { return barriers + 24 * stage; }
+  __device__ __forceinline__ uint32_t weights_in() const { return rows_in() + 8; }
+  __device__ __forceinline__ uint32_t done() const { return rows_in() + 16; }
+  __device__ __forceinline__ void next() {
+    if (++stage == kStages) stage = 0, parity ^= 1;
+  }
+};
+
+// f(first row of W, number of rows) for the tiles of this block of threads.
+template <typename F>
+__device__ __forceinline__ void each_tile(const TallArgs& args, F f) {
+  const int begin = blockIdx.x * args.block_rows;
+  const int end = min(begin + args.block_rows, args.n);
+#pragma unroll 1
+  for (int row = begin; row < end; row += args.tile_rows) {
+    f(row, row + args.last_rows == begin + args.block_rows ? args.last_rows : args.tile_rows);
+  }
+}
+
+template <typename T, typename Out, int kGroups>  // M <= 8 * kGroups
+__global__ void __launch_bounds__(kThreads + 64, 1)
+    tall_gemm_kernel(const __grid_constant__ TallArgs args) {
+  using Ring = TallRing<kGroups>;
+  extern __shared__ __align__(1024) char shared[];
+  __shared__ __align__(8) uint64_t barriers[3 * Ring::kStages];
+  const int warp = ptx::uniform_warp(), lane = threadIdx.x % 32;
+  Ring ring{ptx::shared_address(shared), ptx::shared_address(barriers)};
+
+  ptx::pdl_launch();
+  if (threadIdx.x < Ring::kStages) {
+    const Ring mine{ring.data, ring.barriers, static_cast<int>(threadIdx.x)};
+    ptx::mbarrier_init(mine.rows_in(), 1);
+    ptx::mbarrier_init(mine.weights_in(), 1);
+    ptx::mbarrier_init(mine.done(), kThreads);
+    ptx::mbarrier_init_fence();
+  }
+  __syncthreads();
+  if (threadIdx.x == kFeedingThread) {
+    const uint64_t policy = ptx::evict_first_policy();
+    each_tile(args, [&](int row, int rows) {
+      const TensorMap* map = rows == args.tile_rows ? &args.tile_map : &args.last_map;
+#pragma unroll 1
+      for (int k_block = 0; k_block < args.k_blocks; ++k_block, ring.next()) {
+        ptx::mbarrier_wait(ring.done(), ring.parity ^ 1);
+        ptx::mbarrier_expect_bytes(ring.weights_in(), rows * kSixteenRowBytes);
+        ptx::tensor_copy(ring.weights(), map, k_block * kSixteenK, row, ring.weights_in(), policy);
+      }
+    });
+  }
+  ptx::pdl_wait();
+  if (threadIdx.x == kRowsThread) {
+    each_tile(args, [&](int, int) {
+#pragma unroll 1
+      for (int k_block = 0; k_block < args.k_blocks; ++k_block, ring.next()) {
+        ptx::mbarrier_wait(ring.done(), ring.parity ^ 1);
+        ptx::mbarrier_expect_bytes(ring.rows_in(), Ring::kXBytes);
+        ptx::tensor_copy(ring.rows(), &args.x_map, k_block * kSixteenK, 0, ring.rows_in());
+      }
+    });
+  }
+  if (warp >= kWarps) return;
+
+  const MmaSync::LaneRows<kGroups> lane_rows;
+  const uint32_t lane_weights = sixteen_bits_offset(warp * 16 + lane % 16);
+  Out* const y = static_cast<Out*>(args.y);
+  each_tile(args, [&](int first, int rows) {
+    const bool has_rows = warp * 16 < rows;
+    float sums[1][kGroups][4] = {};
+#pragma unroll 1
+    for (int k_block = 0; k_block < args.k_blocks; ++k_block, ring.next()) {
+      ptx::mbarrier_wait(ring.rows_in(), ring.parity);
+      ptx::mbarrier_wait(ring.weights_in(), ring.parity);
+      if (has_rows) {
+        add_sixteen_bits<T, 1, kGroups>(sums, ring.rows(), {ring.weights() + lane_weights},
+                                        lane_rows);
+      }
+      ptx::mbarrier_arrive(ring.done());
+    }
+    if (!has_rows) return;
+    const int n = first + warp * 16 + lane / 4;
+#pragma unroll
+    for (int i = 0; i < 4 * kGroups; ++i) {
+      const int row = i / 4 * 8 + lane % 4 * 2 + i % 2, column = n + i / 2 % 2 * 8;
+      if (row >= args.m || column >= args.n) continue;
+      Out& to = y[row * args.y_stride + column];
+      float value = args.alpha * sums[0][i / 4][i % 4];
+      if (args.beta != 0) value += args.beta * to_float(to);
+      to = from_float<Out>(value);
+    }
+  });
+}
+
+template <typename T, typename Out, int kGroups>
+void launch_tall(const Context& ctx, const TallArgs& args) {
+  using Ring = TallRing<kGroups>;
+  constexpr int kBytes = Ring::kStages * Ring::kStageBytes;
+  const auto kernel = tall_gemm_kernel<T, Out, kGroups>;
+  allow_shared_bytes(kernel, kBytes);
+  launch(ctx, kernel, dim3((args.n + args.block_rows - 1) / args.block_rows), dim3(kThreads + 64),
+         kBytes, args);
+}
+
+}  // namespace
+
+void tall_gemm_sm90(const Context& ctx, DType x, DType y, const SkinnyArgs& args) {
+  const int groups = row_groups(args.m);
+  const auto up_to_16 = [](int rows) { return (rows + 15) / 16 * 16; };
+  const int block_rows = up_to_16((args.n + ctx.sm_count - 1) / ctx.sm_count);
+  const int tiles = (block_rows + kTileRows - 1) / kTileRows;
+  const int tile_rows = up_to_16((block_rows + tiles - 1) / tiles);
+  const int last_rows = block_rows - (tiles - 1) * tile_rows;
+  const TallArgs tall{.x_map = make_map(args.x, args.m, args.k, x, 8 * groups),
+                      .tile_map = make_map(args.w, args.n, args.k, x, tile_rows),
+                      .last_map = make_map(args.w, args.n, args.k, x, last_rows),
+                      .y = args.y,
+                      .m = args.m,
+                      .n = args.n,
+                      .k_blocks = (args.k + kSixteenK - 1) / kSixteenK,
+                      .block_rows = block_rows,
+                      .tile_rows = tile_rows,
+                      .last_rows = last_rows,
+                      .y_stride = args.y_stride,
+                      .alpha = args.alpha,
+                      .beta = args.beta};
+  dispatch_half(x, [&](auto t) {
+    using T = decltype(t);
+    dispatch_int<1, 2, 4, 8>("groups of rows", groups, [&](auto constant) {
+      constexpr int kGroups = decltype(constant)::value;
+      y == DType::kF32 ? launch_tall<T, float, kGroups>(ctx, tall)
+                       : launch_tall<T, T, kGroups>(ctx, tall);
+    });
+  });
+}
+
+}  // namespace cpmcu::cuda
