@@ -125,9 +125,12 @@ __device__ __forceinline__ void feed_rows(const ChainArgs& args, const Ring<Prod
       }
       ptx::copy_engine_fence();
     }
+    // Rows that blocks have combined themselves are not waited for: they may be multiplied already,
+    // and then a barrier would be asked for a phase that ends only with what this thread brings.
+    const bool brings = i > 0 || args.combines != Combines::kEachItsSlice;
     each_block(link, [&](int, int k_block) {
-      ptx::mbarrier_wait(ring.done(stage), stage.parity ^ 1);
-      if (i > 0 || args.combines != Combines::kEachItsSlice) {
+      if (brings) {
+        ptx::mbarrier_wait(ring.done(stage), stage.parity ^ 1);
         Product::fetch_rows(ring.rows(stage), link, k_block, ring.rows_in(stage));
       }
       stage.next(ring);
