@@ -137,6 +137,15 @@ __device__ __forceinline__ void bulk_copy(uint32_t shared, const void* global, i
 __device__ __forceinline__ void add_release(uint32_t* counter) {
   asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
 }
+// The same by `count`, and what it was before.
+__device__ __forceinline__ uint32_t fetch_add_release(uint32_t* counter, uint32_t count) {
+  uint32_t before;
+  asm volatile("atom.release.gpu.global.add.u32 %0, [%1], %2;"
+               : "=r"(before)
+               : "l"(counter), "r"(count)
+               : "memory");
+  return before;
+}
 // What came before the counts that are seen here is visible after.
 __device__ __forceinline__ uint32_t load_acquire(const uint32_t* counter) {
   uint32_t v;
@@ -447,7 +456,10 @@ __device__ __forceinline__ void wgmma_64xNx16(float (&d)[kGroups][4], const uint
   }
 }
 
-// Makes this thread's earlier writes visible to the host before its later ones. For publishing.
-__device__ __forceinline__ void fence_system() { __threadfence_system(); }
+// Lets the host, which sees the value, see all that this thread wrote before, or that a barrier of
+// the block told it of.
+__device__ __forceinline__ void store_release_system(volatile uint64_t* to, uint64_t value) {
+  asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(to), "l"(value) : "memory");
+}
 
 }  // namespace cpmcu::ptx

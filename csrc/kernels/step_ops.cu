@@ -68,12 +68,10 @@ __global__ void __launch_bounds__(kThreads)
   for (int sample = threadIdx.x / 32; sample < p.num_sampled; sample += kThreads / 32) {
     publish(p, sample, results[sample], threadIdx.x % 32);
   }
-  ptx::fence_system();
   __syncthreads();
   if (threadIdx.x == 0) {
     *p.ticket = ticket + 1;
-    ptx::fence_system();
-    *p.done = ticket + 1;
+    ptx::store_release_system(p.done, ticket + 1);
   }
 }
 

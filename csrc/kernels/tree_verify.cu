@@ -128,12 +128,10 @@ __global__ void __launch_bounds__(kAcceptWarps * 32)
   for (int seq = warp; seq < p.trees.num_seqs; seq += kAcceptWarps) {
     accept_one(p, seq, results[seq], walks[warp], lane);
   }
-  ptx::fence_system();
   __syncthreads();
   if (threadIdx.x == 0) {
     *p.ticket = ticket + 1;
-    ptx::fence_system();
-    *p.done = ticket + 1;
+    ptx::store_release_system(p.done, ticket + 1);
   }
 }
 

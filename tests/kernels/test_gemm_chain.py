@@ -299,17 +299,24 @@ def test_attention_before_the_first_link(
 # The second has products of 64, 48, 48 and 128 parts: blocks that have one in the first and third.
 @pytest.mark.parametrize("shape", sizes((200, 264, 136, 257), (4096, 2048, 768, 4096)))
 def test_launches_leave_nothing_behind(device: str, shape: tuple[int, ...], bits: int) -> None:
-    """Chains of any length and rows, one after the other in one memory."""
-    layer = Layer(shape, "float16", bits)
-    layer.put(device)
-    x, residual = inputs(40, shape, "float16")
-    expected = {
-        (m, count): layer.run(x[:m], residual[:m], count) for m in (1, 40) for count in (1, 2, 3, 4)
-    }
+    """Chains of any length, rows and shape, one after the other in one memory."""
+    shapes = [shape, (520, 1032, 264, 72)]
+    layers = [Layer(s, "float16", bits) for s in shapes]
+    for layer in layers:
+        layer.put(device)
+        layer.memory = layers[0].memory
+    x_and_residual = [inputs(40, s, "float16") for s in shapes]
+
+    def run(of: int, m: int, count: int) -> list[Floats]:
+        x, residual = x_and_residual[of]
+        return layers[of].run(x[:m], residual[:m], count)
+
+    kinds = [(of, m, count) for of in (0, 1) for m in (1, 40) for count in (1, 2, 3, 4)]
+    expected = {kind: run(*kind) for kind in kinds}
     rng = np.random.default_rng(3)
     for _ in sizes(*range(60)):
-        m, count = int(rng.choice([1, 40])), int(rng.integers(1, 5))
-        for part, before in zip(layer.run(x[:m], residual[:m], count), expected[m, count]):
+        kind = kinds[rng.integers(len(kinds))]
+        for part, before in zip(run(*kind), expected[kind]):
             assert np.array_equal(part, before)
 
 

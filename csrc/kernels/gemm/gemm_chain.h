@@ -24,8 +24,10 @@
 namespace cpmcu {
 
 constexpr int kMaxChainLinks = 4;
-constexpr int kChainStateBytes = 128 * 1024;  // of a chain's memory; the rest is for sums
+constexpr int kChainStateBytes = 192 * 1024;  // of a chain's memory; the rest is for sums
 constexpr int kMaxChainBlocks = 144;  // of threads: the multiprocessors of the largest Hopper chip
+// Of sums of slices, of 8 rows.
+constexpr int64_t kChainSumBytes = int64_t{kMaxChainBlocks} * kW4BlockRows * 8 * 4;
 
 struct ChainLink {
   Tensor y;            // [M, N] (gated: [M, N / 2])

@@ -13,8 +13,10 @@
 // of x. A product has tiles of 256 rows of W, and slices of K where tiles are few, so that every
 // block has something. Sums of slices go through global memory: pieces of 16 bytes in a place that
 // holds NaNs of a kind that no instruction makes, so that a piece says itself whether it has come,
-// and nobody counts or fences. The receiver puts the NaNs back. A block adds up the slices of its
-// rows in order, so a row has the same bits whatever else is in the batch.
+// and nobody counts or fences. The receiver puts the NaNs back. Of more than 16 rows there are so
+// many pieces that counting the blocks that have sent theirs is quicker than looking at each. A
+// block adds up the slices of its rows in order, so a row has the same bits whatever else is in the
+// batch.
 //
 // Norms: the block that finishes a row of y also writes y times the weights of the norm, and adds
 // its squares to a sum in integers, whose order does not matter. The next product multiplies what
@@ -56,6 +58,7 @@ __global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<Product::kGroups
   using T = typename Product::Element;
   using Ring = Ring<Product>;
   constexpr int kGroups = Product::kGroups;
+  constexpr bool kCounts = kGroups > 2;  // the blocks that have sent their sums
   extern __shared__ __align__(1024) char shared[];
   __shared__ __align__(8) uint64_t barriers[Ring::kBarriers];
   __shared__ float row_scales[8 * kGroups];
@@ -248,6 +251,16 @@ __global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<Product::kGroups
         }
       }
       ptx::named_barrier<1, kThreads>();  // row_scales
+      if (kCounts && link.slices > 1) {
+        if (threadIdx.x == 0) {
+          uint32_t* const summed = args.state->summed[i][tile];
+          const uint32_t count = slice == 0 ? kSummed - link.slices + 1 : 1;
+          const uint32_t end = (ptx::fetch_add_release(summed, count) / kSummed + 1) * kSummed;
+          while (static_cast<int>(ptx::load_acquire(summed) - end) < 0) {
+          }
+        }
+        ptx::named_barrier<1, kThreads>();
+      }
 #pragma unroll 1
       for (int item = warp; item < num_items; item += kWarps) {
         if (kGroups > 1 && item != warp) load_weights(item), load_old(item);
@@ -274,6 +287,7 @@ __global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<Product::kGroups
           do {
             missing = false;
             each([&](uint4& piece, int, const char* at) { piece = ptx::load_relaxed16(at); });
+            if constexpr (kCounts) break;
             each([&](const uint4& piece, int, char*) {
               missing |= piece.x == kNotYet || piece.y == kNotYet || piece.z == kNotYet ||
                          piece.w == kNotYet;
@@ -282,7 +296,9 @@ __global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<Product::kGroups
           each([&](const uint4& piece, int t, char* at) {
             sum[t][0] += __uint_as_float(piece.x), sum[t][1] += __uint_as_float(piece.y);
             sum[t][2] += __uint_as_float(piece.z), sum[t][3] += __uint_as_float(piece.w);
-            *reinterpret_cast<uint4*>(at) = make_uint4(kNotYet, kNotYet, kNotYet, kNotYet);
+            if constexpr (!kCounts) {
+              *reinterpret_cast<uint4*>(at) = make_uint4(kNotYet, kNotYet, kNotYet, kNotYet);
+            }
           });
         }
         __syncwarp();
@@ -455,11 +471,12 @@ void gemm_chain_sm90(const Context& ctx, const ChainParams& p) {
   for (int64_t row = 0; row < num_rows; row += kMaxRows) {
     const int64_t m = std::min<int64_t>(kMaxRows, num_rows - row);
     const int groups = row_groups(m);
-    ChainArgs args{.state = p.memory.as<ChainState>(),
-                   .pieces = p.memory.as<char>() + kChainStateBytes,
-                   .num_links = static_cast<int>(p.links.size()),
-                   .m = static_cast<int>(m),
-                   .min_units = blocks};
+    ChainArgs args{
+        .state = p.memory.as<ChainState>(),
+        .pieces = p.memory.as<char>() + kChainStateBytes + (groups > 2 ? 2 * kChainSumBytes : 0),
+        .num_links = static_cast<int>(p.links.size()),
+        .m = static_cast<int>(m),
+        .min_units = blocks};
     for (size_t i = 0; i < p.links.size(); ++i) {
       const ChainLink& link = p.links[i];
       const Tensor normed = link.normed.empty() ? Tensor() : link.normed.rows(row, m);

@@ -24,6 +24,8 @@ struct alignas(128) ExactSum {  // a cache line, or additions to neighbours wait
   }
 };
 
+constexpr uint32_t kSummed = 64;
+
 // What launches leave to the next one. Zero at first.
 struct ChainState {
   // Of blocks that are done with what link i reads; a cache line each. Ever growing.
@@ -31,6 +33,9 @@ struct ChainState {
   uint32_t bases[kMaxChainLinks];  // `arrived` before this launch
   uint32_t launches;
   ExactSum squares[2][kMaxChainLinks][kMaxRows];  // by turns: one half is used, the other zeroed
+  // Of many rows, the blocks whose sums of a tile have come; a cache line each. A launch that
+  // counts comes from one multiple of kSummed to the next, whatever its slices.
+  uint32_t summed[kMaxChainLinks][kMaxChainBlocks][32];
 };
 static_assert(sizeof(ChainState) <= kChainStateBytes);
 

@@ -41,6 +41,7 @@ struct FourBits {
           bytes(link.block_bytes) {
       ptx::opaque(from);  // or the compiler computes it where it is used, after waiting
     }
+    __device__ __forceinline__ void next() { from += bytes; }
     __device__ __forceinline__ void fetch(uint32_t to, uint32_t barrier, uint64_t policy) const {
       ptx::mbarrier_expect_bytes(barrier, bytes);
       ptx::bulk_copy(to, from, bytes, barrier, policy);
@@ -96,6 +97,7 @@ struct SixteenBits {
           k(k_block * kBlockK),
           row(tile * (link.gated ? kBoxRows : kW4BlockRows)),
           second(row + (link.gated ? link.n / 2 : kBoxRows)) {}
+    __device__ __forceinline__ void next() { k += kBlockK; }
     __device__ __forceinline__ void fetch(uint32_t to, uint32_t barrier, uint64_t policy) const {
       ptx::mbarrier_expect_bytes(barrier, kWeightBytes);
       ptx::tensor_copy(to, map, k, row, barrier, policy);

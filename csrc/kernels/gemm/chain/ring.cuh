@@ -68,8 +68,8 @@ struct Ring {
 
 // Feeds the ring with weights as soon as there is room, by one thread. What is for a link whose x
 // has not come yet comes block by block, so as not to stand in the way of sums, counters and rows
-// that others wait for: once x of this block's first link has come, or from the beginning on if
-// blocks combine together.
+// that others wait for: once the ring has been full, or from the beginning on if blocks combine
+// together.
 template <typename Product>
 __device__ __forceinline__ void feed_weights(const ChainArgs& args, const Ring<Product>& ring) {
   const uint64_t policy = ptx::evict_first_policy();
@@ -77,25 +77,38 @@ __device__ __forceinline__ void feed_weights(const ChainArgs& args, const Ring<P
     if (args.links[i].blocks == nullptr) ptx::prefetch_map(&args.links[i].w_map);
   }
   Stage stage, landing;
-  int in_flight = 0, first = -1;
+  int in_flight = 0;
+  bool fills = args.combines != Combines::kTogether;
 #pragma unroll 1
   for (int i = 0; i < args.num_links; ++i) {
-    each_block(args.links[i], [&](int tile, int k_block) {
-      const typename Product::Source source(args.links[i], tile, k_block);
-      if (first < 0) first = i;
-      ptx::mbarrier_wait(ring.done(stage), stage.parity ^ 1);
-      const bool is_early =
-          !ptx::mbarrier_has_ended(ring.x_in(i), 0) &&
-          (args.combines == Combines::kTogether || ptx::mbarrier_has_ended(ring.x_in(first), 0));
+    const Link& link = args.links[i];
+    if (static_cast<int>(blockIdx.x) >= link.units) continue;
+    const Share share(link);
+    const uint32_t x_in = ring.x_in(i);
+    const int tiles = link.tiles, blocks_of_tile = share.end - share.begin;
+    bool has_x = false;
+    typename Product::Source source(link, share.tile, share.begin);
 #pragma unroll 1
-      for (; in_flight >= (is_early ? 1 : Product::kInFlight); --in_flight) {
-        ptx::mbarrier_wait(ring.weights_in(landing), landing.parity);
-        landing.next(ring);
+    for (int tile = share.tile; tile < tiles; tile += gridDim.x) {
+      if (tile != share.tile) source = typename Product::Source(link, tile, share.begin);
+#pragma unroll 1
+      for (int left = blocks_of_tile; left > 0; --left) {
+        // A cycle from landing to asking counts: what can be done before is.
+        ptx::mbarrier_wait(ring.done(stage), stage.parity ^ 1);
+        if (!has_x) has_x = ptx::mbarrier_has_ended(x_in, 0);
+        const int limit = has_x || fills ? Product::kInFlight : 1;
+#pragma unroll 1
+        for (; in_flight >= limit; --in_flight) {
+          ptx::mbarrier_wait(ring.weights_in(landing), landing.parity);
+          landing.next(ring);
+        }
+        ++in_flight;
+        source.fetch(ring.weights(stage), ring.weights_in(stage), policy);
+        source.next();
+        stage.next(ring);
+        fills = fills && stage.parity == 0;
       }
-      ++in_flight;
-      source.fetch(ring.weights(stage), ring.weights_in(stage), policy);
-      stage.next(ring);
-    });
+    }
   }
   ptx::pdl_wait();
 }
