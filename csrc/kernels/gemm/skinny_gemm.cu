@@ -12,7 +12,8 @@
 //
 // Work: a block owns 16 * kTiles rows of W. Its 8 warps take chunks of 64 k in turn; their partial
 // sums are added in the order of the warps. None of this depends on M, so a row of y has the same
-// bits whatever else is in the batch (kTiles only moves rows of W between blocks).
+// bits whatever else is in the batch (kTiles only moves rows of W between blocks). On Hopper a W of
+// very many rows goes to skinny_gemm_sm90.cu instead.
 #include "core/launch.h"
 #include "core/ptx.cuh"
 #include "core/vec.cuh"
