@@ -1,11 +1,11 @@
 """Times w4_gemm and gemm_chain on the GPU at the shapes of 8B models: a line for each row count.
 
-Single products first, then what follows attention up to the next layer's qkv, norms included, as
-separate launches and as one, with weights of 4 bits and of 16. Every launch reads another copy of
-the weights, of which there is more than 1 GB, so that nothing is in L2 from the launch before;
-launches are replayed as one graph. The roofline is the read bandwidth that this very run reaches.
-Where torch is installed, the same products in float16 through its cuBLAS are timed likewise, and
-the geometric mean of the ratios is printed for each number of rows.
+Single products first, with lm_head's in 16 bits, then what follows attention up to the next layer's
+qkv, norms included, as separate launches and as one, with weights of 4 bits and of 16. Every launch
+reads another copy of the weights, of which there is more than 1 GB, so that nothing is in L2 from
+the launch before; launches are replayed as one graph. The roofline is the read bandwidth that this
+very run reaches. Where torch is installed, the same products in float16 through its cuBLAS are
+timed likewise, and the geometric mean of a layer's ratios is printed for each number of rows.
 
     python scripts/bench/bench_w4.py [--dtype float16] [--json]
 """
@@ -33,6 +33,7 @@ SHAPES = {  # model -> layer -> (N, K)
         "qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336),
     },
 }  # fmt: skip
+HEADS = {"MiniCPM4-8B": (73448, 4096), "Llama-3.1-8B": (128256, 4096)}
 ROWS = [1, 8, 16, 32, 64]
 COLD_BYTES = 1200 << 20
 MAX_LAUNCHES = 128  # in one graph
@@ -76,17 +77,19 @@ def rows_of(ctx: Any, m: int, k: int, dtype: str, scale: float = 1) -> Any:
     return array
 
 
-def time_w4(ctx: Any, n: int, k: int, dtype: str) -> dict[int, float]:
+def time_product(ctx: Any, n: int, k: int, dtype: str, bits: int) -> dict[int, float]:
     """Microseconds by rows."""
-    copies = min(MAX_LAUNCHES, -(-COLD_BYTES // (n * k // 2)))
-    each = weights(ctx, n, k, copies)
+    copies = min(MAX_LAUNCHES, -(-COLD_BYTES // (n * k * bits // 8)))
+    dense = bits == 16
+    each = dense_weights(ctx, n, k, copies, dtype) if dense else weights(ctx, n, k, copies)
+    gemm = ops.skinny_gemm if dense else ops.w4_gemm
     times = {}
     for m in ROWS:
         x, y = rows_of(ctx, m, k, dtype), ops.Array(ctx, [m, n], dtype)
 
         def body(x: Any = x, y: Any = y) -> None:
             for weight in each:
-                ops.w4_gemm(ctx, y, x, weight)
+                gemm(ctx, y, x, weight)
 
         body()  # errors show here, not inside a capture
         ctx.synchronize()
@@ -221,10 +224,12 @@ def main() -> None:
     for model, layers in SHAPES.items():
         ratios: dict[int, list[float]] = {m: [] for m in ROWS}
         growth = []
-        for layer, (n, k) in layers.items():
-            ours, cublas = time_w4(ctx, n, k, args.dtype), time_cublas(n, k)
-            growth.append(ours[64] / ours[1])
-            num_bytes = bytes_of((n, k), 4)
+        products = [(layer, shape, 4) for layer, shape in layers.items()]
+        for layer, (n, k), bits in [*products, ("lm_head", HEADS[model], 16)]:
+            ours, cublas = time_product(ctx, n, k, args.dtype, bits), time_cublas(n, k)
+            if bits == 4:
+                growth.append(ours[64] / ours[1])
+            num_bytes = bytes_of((n, k), bits)
             for m, us in ours.items():
                 result = {"us": us, "gbps": num_bytes / us / 1e3}
                 result["roofline"] = result["gbps"] / peak
@@ -232,7 +237,8 @@ def main() -> None:
                 line += f" | {result['roofline']:6.1%} of bandwidth"
                 if m in cublas:
                     result["cublas_us"] = cublas[m]
-                    ratios[m].append(cublas[m] / us)
+                    if bits == 4:
+                        ratios[m].append(cublas[m] / us)
                     line += f" | {cublas[m] / us:5.2f} x cuBLAS float16 ({cublas[m]:.1f} µs)"
                 name = {"model": model, "layer": layer, "m": m, "dtype": args.dtype}
                 sys.stdout.write((json.dumps(name | result) if args.json else line) + "\n")
