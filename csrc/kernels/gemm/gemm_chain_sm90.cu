@@ -287,11 +287,12 @@ __global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<Product::kGroups
           do {
             missing = false;
             each([&](uint4& piece, int, const char* at) { piece = ptx::load_relaxed16(at); });
-            if constexpr (kCounts) break;
-            each([&](const uint4& piece, int, char*) {
-              missing |= piece.x == kNotYet || piece.y == kNotYet || piece.z == kNotYet ||
-                         piece.w == kNotYet;
-            });
+            if constexpr (!kCounts) {
+              each([&](const uint4& piece, int, char*) {
+                missing |= piece.x == kNotYet || piece.y == kNotYet || piece.z == kNotYet ||
+                           piece.w == kNotYet;
+              });
+            }
           } while (missing);
           each([&](const uint4& piece, int t, char* at) {
             sum[t][0] += __uint_as_float(piece.x), sum[t][1] += __uint_as_float(piece.y);

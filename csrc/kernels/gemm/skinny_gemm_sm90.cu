@@ -22,7 +22,6 @@ namespace cpmcu::cuda {
 namespace {
 
 constexpr int kTileRows = 16 * kWarps;
-constexpr int kRingBytes = 226 * 1024;  // of the 227 KB that a block may have
 constexpr int kFeedingThread = kThreads, kRowsThread = kThreads + 32;
 
 struct TallArgs {

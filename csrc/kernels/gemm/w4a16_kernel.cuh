@@ -36,6 +36,7 @@ constexpr int kWarps = 8;
 constexpr int kThreads = 32 * kWarps;
 constexpr int kMaxRows = 64;
 constexpr int kMaxStages = 12;
+constexpr int kRingBytes = 226 * 1024;  // on Hopper, of the 227 KB that a block may have
 constexpr int kScaleOffset = 16384;
 constexpr int kZeroOffset = kScaleOffset + 2 * kW4BlockRows;
 constexpr int kBlockBytes = 17 * 1024;    // room for a block with zero points; keeps x aligned
@@ -638,7 +639,7 @@ void launch_w4_kernel(const Context& ctx, Args args) {
   const int inbox_bytes = clusters && args.slices > 1 ? args.slices * slabs * kGroups * 1024 : 0;
   // One block takes nearly all of a multiprocessor's shared memory; GeForce cards have 99 KB for
   // one.
-  const int budget = (clusters ? 226 : 98) * 1024 - inbox_bytes;
+  const int budget = (clusters ? kRingBytes : 98 * 1024) - inbox_bytes;
   args.stages = std::min(kMaxStages, budget / kStageBytes);
   const size_t shared_bytes = args.stages * kStageBytes + inbox_bytes;
   allow_shared_bytes(kernel, shared_bytes);

@@ -24,7 +24,7 @@ struct alignas(128) ExactSum {  // a cache line, or additions to neighbours wait
   }
 };
 
-constexpr uint32_t kSummed = 64;
+constexpr uint32_t kSummed = 64;  // no fewer than slices; divides 2^32
 
 // What launches leave to the next one. Zero at first.
 struct ChainState {

@@ -70,8 +70,8 @@ struct SixteenBits {
   static constexpr int kGroups = kGroups_;
   static constexpr bool kCombines = false;  // too few stages
   static constexpr int kBlockK = kSixteenK, kBoxRows = kW4BlockRows / 2;
-  static constexpr int kRowsBytes = 8 * kGroups * 128;
-  static constexpr int kWeightBytes = kW4BlockRows * 128;
+  static constexpr int kRowsBytes = 8 * kGroups * kSixteenRowBytes;
+  static constexpr int kWeightBytes = kW4BlockRows * kSixteenRowBytes;
   static constexpr float kScale = 1;
   static constexpr int kInFlight = 2;
 

@@ -5,8 +5,6 @@
 
 namespace cpmcu::cuda::chain {
 
-constexpr int kRingBytes = 226 * 1024;  // of the 227 KB that a block may have
-
 // A place in the ring that goes round, and the parity of its barriers' phase.
 struct Stage {
   int index = 0, parity = 0;
