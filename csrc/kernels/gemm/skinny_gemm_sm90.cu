@@ -1,8 +1,8 @@
 // skinny_gemm on Hopper for a W of very many rows, as lm_head is.
 //
-// Roofline: W is read once, 2 N K bytes: MiniCPM4's lm_head, 0.6 GB, takes 197 us at 3.05 TB/s, and
-// so it does here, up to 32 rows. Blocks of 16 rows that come and go, as in skinny_gemm.cu, take
-// 204 at one row (254 in a step) and 256 at 32.
+// Roofline: W is read once, 2 N K bytes: MiniCPM4's lm_head, 0.6 GB, takes 197 us at 3.05 TB/s.
+// Blocks of 16 rows that come and go, as in skinny_gemm.cu, take 204 at one row (254 in a step) and
+// 256 at 32. With this kernel a step is 54 us shorter.
 //
 // The surprising decision: the rows of W are shared out before they are cut. Each multiprocessor
 // gets as many, in one piece, to 16 rows, and cuts them into tiles of up to 128 of its own size,
