@@ -42,12 +42,15 @@ void launch(const Context& ctx, void (*kernel)(Params...), dim3 grid, dim3 block
   launch_cluster(ctx, 1, kernel, grid, block, shared_bytes, args...);
 }
 
-// Dynamic shared memory above 48 KiB has to be asked for, once per kernel and device.
+// Dynamic shared memory above 48 KiB has to be asked for, once per kernel and device. What is left
+// of a multiprocessor's is to be shared memory, too, not L1: a small kernel may find room in it.
 template <typename Kernel>
 void allow_shared_bytes(Kernel kernel, size_t bytes) {
   if (bytes > 48 * 1024) {
     CHECK_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                     static_cast<int>(bytes)));
+    CHECK_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                    cudaSharedmemCarveoutMaxShared));
   }
 }
 

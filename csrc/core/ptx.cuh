@@ -213,6 +213,13 @@ __device__ __forceinline__ unsigned long long global_nanoseconds() {
   return now;
 }
 
+// How many multiprocessors there are, or a few more: numbers that none has count, too.
+__device__ __forceinline__ unsigned num_multiprocessors() {
+  unsigned number;
+  asm("mov.u32 %0, %nsmid;" : "=r"(number));
+  return number;
+}
+
 // The number of a thread's warp, and the compiler knows that it is that of the whole warp.
 __device__ __forceinline__ int uniform_warp() {
   return __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);

@@ -14,8 +14,8 @@
 // * few rows: a block has 16 packed rows, one mma tile, and each of its warps does one of four
 //   units in turn. Their states go through shared memory, and every warp adds them up for a quarter
 //   of the dimensions. Bound: the cache is read once, at memory bandwidth. Each warp copies its own
-//   keys and values, and fills their place again as soon as it has read them: at D = 128, 64 KiB
-//   are in flight for each of two blocks of an SM.
+//   keys and values, those keys a round ahead, and fills their place again as soon as it may: at
+//   D = 128, 96 KiB are on their way for each of two blocks of an SM before the queries come.
 // * many rows: a block has 64 packed rows, each warp does 16 of them and all units, one after
 //   another, with the state of the split in registers. Nothing is merged between warps. Bound: on
 //   Hopper a warp's own time between two products: a tile of 64 cells takes each of two blocks of
@@ -201,7 +201,7 @@ struct QueryCopy {
   static_assert(kRows * kChunks % kThreads == 0, "every thread copies as many chunks");
   int from[kCopies];
 
-  __device__ __forceinline__ explicit QueryCopy(const PackedRows<kRows>& packed) {
+  __device__ __forceinline__ void look_up(const PackedRows<kRows>& packed) {
 #pragma unroll
     for (int i = 0; i < kCopies; ++i) {
       from[i] = packed.queries[(static_cast<int>(threadIdx.x) + i * kThreads) / kChunks];
@@ -212,6 +212,20 @@ struct QueryCopy {
     for (int i = 0; i < kCopies; ++i) {
       const int at = static_cast<int>(threadIdx.x) + i * kThreads, c = at % kChunks;
       ptx::cp_async16(tile.address(at / kChunks, c), qkv + max(from[i], 0) + c * 8, from[i] >= 0);
+    }
+  }
+  // Now, for who may not wait for the copies that run already.
+  __device__ __forceinline__ void copy(SwizzledTile<T, kRows, kDim>& tile, const T* qkv) const {
+    Vec<T, 8> chunks[kCopies] = {};
+#pragma unroll
+    for (int i = 0; i < kCopies; ++i) {
+      const int at = static_cast<int>(threadIdx.x) + i * kThreads;
+      if (from[i] >= 0) chunks[i] = load<T, 8>(qkv + from[i] + at % kChunks * 8);
+    }
+#pragma unroll
+    for (int i = 0; i < kCopies; ++i) {
+      const int at = static_cast<int>(threadIdx.x) + i * kThreads;
+      store(tile.chunk(at / kChunks, at % kChunks), chunks[i]);
     }
   }
 };
@@ -355,15 +369,18 @@ template <typename Config>
 struct FewRowsSmem {
   using T = typename Config::Element;
   static constexpr int kDim = Config::kDim;
-  struct Unit {  // of one warp, which alone fills and reads it
-    SwizzledTile<T, kUnit, kDim> keys;
-    SwizzledTile<T, kUnit, kDim> values;
+  using Cells = SwizzledTile<T, kUnit, kDim>;
+  union Keys {
+    Cells cells;
+    float4 acc[kDim / 8][32];  // the unit's, in their place, for all warps to read
   };
+  struct Unit {    // of one warp, which alone fills it
+    Keys keys[2];  // of a round and the next
+    Cells values;
+  };
+  static_assert(sizeof(Cells) == sizeof(Keys));
+  using Queries = SwizzledTile<T, Config::kRows, kDim>;
   Unit units[Config::kWarps];
-  union {
-    SwizzledTile<T, Config::kRows, kDim> queries;   // on their way to registers
-    float4 exchange[Config::kWarps][kDim / 8][32];  // the units' acc of a round
-  };
   float2 max_and_sum[Config::kWarps][Config::kRows];  // of the units of a round
   PackedRows<Config::kRows> packed;
 };
@@ -374,23 +391,25 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
     attention_few_rows_kernel(const __grid_constant__ AttentionArgs<typename Config::Element> args,
                               int num_chunks, int max_splits) {
   using T = typename Config::Element;
+  using Smem = FewRowsSmem<Config>;
   constexpr int kDim = Config::kDim;
   extern __shared__ __align__(1024) unsigned char shared[];
-  auto& smem = *reinterpret_cast<FewRowsSmem<Config>*>(shared);
+  auto& smem = *reinterpret_cast<Smem*>(shared);
 
   Trace trace;
-  // What follows has weights to fetch, or is the combination, which would only take room; with more
+  // What follows has weights to fetch, or is the combination, for which there is room; with more
   // rows it finds none before this kernel is done.
-  const bool launches_early = args.rows.num_rows == 1 && max_splits <= kMaxCombinedSplits;
+  const bool launches_early = args.rows.num_rows == 1;
   if (launches_early) ptx::pdl_launch();
   const int warp = ptx::uniform_warp();
   const int lane = threadIdx.x % 32;
   const int slot = args.rows.seq_slots[static_cast<int>(blockIdx.z)];
   int round_cell, page, next_page;  // of this warp's unit in a round, and in the next
+  const auto page_of_unit = [&](int cell) { return page_of(args.rows, slot, cell + warp * kUnit); };
   auto look_up = [&](int cell) {
     round_cell = cell / Config::kRoundCells * Config::kRoundCells;
-    page = page_of(args.rows, slot, round_cell + warp * kUnit);
-    next_page = page_of(args.rows, slot, round_cell + warp * kUnit + Config::kRoundCells);
+    page = page_of_unit(round_cell);
+    next_page = page_of_unit(round_cell + Config::kRoundCells);
   };
   look_up(split_begin(range_index()));
   const Chunk chunk(args, num_chunks, Config::kRows);
@@ -403,72 +422,79 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
 
   auto& unit = smem.units[warp];
   auto exists = [&](int cell) { return cell >= range.cell_begin && cell < range.cell_end; };
-  auto fetch_keys = [&](int cell) {
-    if (!exists(cell)) return;
-    const int64_t offset = cell_offset<kDim>(args, page, chunk.kv_head, cell);
-    fetch_tile<32>(unit.keys, args.k_cache + offset, kDim, seq.end() - cell, lane);
-  };
-  auto fetch_values = [&](int cell) {
-    if (!exists(cell)) return;
-    const int64_t offset = cell_offset<kDim>(args, page, chunk.kv_head, cell);
-    fetch_tile<32>(unit.values, args.v_cache + offset, kDim, seq.end() - cell, lane);
+  // Starts to copy the unit from `cell` on, in a group of its own, which is empty if there is none.
+  auto fetch = [&](auto& tile, const T* cache, int cell, int page) {
+    if (exists(cell)) {
+      const int64_t offset = cell_offset<kDim>(args, page, chunk.kv_head, cell);
+      fetch_tile<32>(tile, cache + offset, kDim, seq.end() - cell, lane);
+    }
+    ptx::cp_async_commit();
   };
 
-  smem.packed.template load<false, kDim>(args, chunk);
-  __syncthreads();
-  const QueryCopy<Config::kThreads, T, Config::kRows, kDim> queries_copy(smem.packed);
-  // Cells of earlier steps need not wait for this one's (core/launch.h).
-  const int first_unit = round_cell + warp * kUnit;
-  const bool is_old = first_unit + kUnit <= seq.first_cell;
+  // Cells of earlier steps need not wait for this one's (core/launch.h). The queries come to where
+  // the last warp's second keys will be.
+  const int first = round_cell + warp * kUnit, second = first + Config::kRoundCells;
+  const bool is_old = (exists(second) ? second : first) + kUnit <= seq.first_cell;
+  // Where all multiprocessors are full: the loads of a combination that is still running, whose end
+  // the queries wait for, should not stand in a queue behind all that blocks have room for.
+  const bool one_by_one = gridDim.x * gridDim.y * gridDim.z > ptx::num_multiprocessors();
+  const bool lends_tile = warp == Config::kWarps - 1;
+  auto& queries_tile =
+      reinterpret_cast<typename Smem::Queries&>(smem.units[Config::kWarps - 1].keys[1]);
+  QueryCopy<Config::kThreads, T, Config::kRows, kDim> queries_copy;
 #pragma unroll 1  // little code: what runs once takes as long as it takes to fetch it
   for (int pass = 0; pass < 2; ++pass) {
+    const bool now = is_old == (pass == 0);
     if (pass == 1) {
       ptx::pdl_wait();
       trace.stamp(1);
       if (!launches_early) ptx::pdl_launch();
-      queries_copy.start(smem.queries, args.qkv);
     }
-    if (is_old == (pass == 0)) {
-      fetch_keys(first_unit);
-      fetch_values(first_unit);
+    if (now) fetch(unit.keys[0].cells, args.k_cache, first, page);
+    if (pass == 0) {
+      smem.packed.template load<false, kDim>(args, chunk);
+      __syncthreads();
+      queries_copy.look_up(smem.packed);
+    }
+    if (now) {
+      if (one_by_one) ptx::cp_async_wait<0>();
+      fetch(unit.values, args.v_cache, first, page);
+      if (one_by_one) ptx::cp_async_wait<0>();
+      if (!lends_tile) fetch(unit.keys[1].cells, args.k_cache, second, next_page);
     }
   }
-  ptx::cp_async_commit();
-  ptx::cp_async_commit();
-  ptx::cp_async_wait<1>();
+  queries_copy.copy(queries_tile, args.qkv);
   __syncthreads();
   trace.stamp(2);
   uint32_t queries[kDim / 16][4];
 #pragma unroll
-  for (int k16 = 0; k16 < kDim / 16; ++k16) load_fragment_a(queries[k16], smem.queries, 0, k16);
+  for (int k16 = 0; k16 < kDim / 16; ++k16) load_fragment_a(queries[k16], queries_tile, 0, k16);
+  __syncthreads();
+  if (lends_tile) fetch(unit.keys[1].cells, args.k_cache, second, next_page);
 
   RowTile<Config::kColumns> state;  // of the split: all rows, this warp's dimensions
   state.clear();
   int split = range.split, split_end = split_begin(split + 1);
-  for (; round_cell < range.cell_end; round_cell += Config::kRoundCells) {
+#pragma unroll 1
+  for (int i = 0; round_cell < range.cell_end; round_cell += Config::kRoundCells, i ^= 1) {
+    // On their way: keys, values, and the keys of the next round.
     const int cell = round_cell + warp * kUnit;
-    const int next_cell = cell + Config::kRoundCells;
-    float scores[1][1][kUnitTiles][4];
-    ptx::cp_async_wait<1>();  // the keys are here
-    __syncwarp();
-    if (exists(cell)) {
-      multiply_keys<T>(scores[0], unit.keys, 0, [&](uint32_t (&q)[1][4], int k16) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) q[0][i] = queries[k16][i];
-      });
-    }
-    __syncwarp();
     page = next_page;
-    next_page = page_of(args.rows, slot, next_cell + Config::kRoundCells);
-    fetch_keys(next_cell);
-    ptx::cp_async_commit();
+    next_page = page_of_unit(round_cell + 2 * Config::kRoundCells);
+    ptx::cp_async_wait<2>();
+    __syncwarp();
     UnitState sums;
+    float scores[1][1][kUnitTiles][4];
     if (exists(cell)) {
+      multiply_keys<T>(scores[0], unit.keys[i].cells, 0, [&](uint32_t (&q)[1][4], int k16) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) q[0][j] = queries[k16][j];
+      });
       smem.packed.hide(scores, args, seq, 0, cell);
       sums = softmax_of_unit(scores[0][0], args.scale_log2);
     }
-    ptx::cp_async_wait<1>();  // the values are here
-    __syncthreads();          // and everyone is done with the round before, or with the queries
+    ptx::cp_async_wait<1>();
+    __syncwarp();
     if (exists(cell)) {
       multiply_unit_values<T, kDim>(
           scores[0][0],
@@ -478,7 +504,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
           [&](int n16, const float (&acc)[2][4]) {
 #pragma unroll
             for (int n = 0; n < 2; ++n) {
-              smem.exchange[warp][2 * n16 + n][lane] =
+              unit.keys[i].acc[2 * n16 + n][lane] =
                   make_float4(acc[n][0], acc[n][1], acc[n][2], acc[n][3]);
             }
           });
@@ -490,8 +516,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
       }
     }
     __syncwarp();
-    fetch_values(next_cell);
-    ptx::cp_async_commit();
+    fetch(unit.values, args.v_cache, cell + Config::kRoundCells, page);
     __syncthreads();
 #pragma unroll
     for (int u = 0; u < Config::kWarps; ++u) {
@@ -505,10 +530,12 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
       begin_unit(state, sums, args.scale_log2, weight);
 #pragma unroll
       for (int n = 0; n < Config::kColumns / 8; ++n) {
-        const float4 part = smem.exchange[u][warp * (Config::kColumns / 8) + n][lane];
+        const float4 part = smem.units[u].keys[i].acc[warp * (Config::kColumns / 8) + n][lane];
         add_weighted(state.acc[n], {part.x, part.y, part.z, part.w}, weight);
       }
     }
+    __syncthreads();
+    fetch(unit.keys[i].cells, args.k_cache, cell + 2 * Config::kRoundCells, next_page);
     if (round_cell + Config::kRoundCells >= min(split_end, range.cell_end)) {
       write_split<kDim>(args, smem.packed, state, 0, warp * Config::kColumns, split, max_splits);
       split_end = split_begin(++split + 1);
@@ -706,7 +733,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   smem.packed.template load<kByPosition, kDim>(args, chunk);
   if (threadIdx.x == 0) smem.chunk = chunk;
   __syncthreads();
-  const QueryCopy<Config::kThreads, T, Config::kRows, kDim> queries_copy(smem.packed);
+  QueryCopy<Config::kThreads, T, Config::kRows, kDim> queries_copy;
+  queries_copy.look_up(smem.packed);
   ptx::pdl_wait();
   trace.stamp(1);
   ptx::pdl_launch();
@@ -877,25 +905,22 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
 struct SplitRun {
   static constexpr int kSplits = kSplitsOfRun;
   float part[kSplits][4];
-  float max[kSplits];
 
-  // acc, ml: of the row of the head. Splits that do not exist will add 0.
-  __device__ __forceinline__ void load(const float* acc, int64_t acc_stride, const float2* ml,
-                                       int64_t ml_stride, int run, const RowSplits& splits) {
+  // acc: of the row of the head. Splits that do not exist will add 0.
+  __device__ __forceinline__ void load(const float* acc, int64_t acc_stride, int run,
+                                       const RowSplits& splits) {
 #pragma unroll
     for (int i = 0; i < kSplits; ++i) {
       const int64_t s = ::min(::max(run * kSplits + i, splits.begin), splits.count - 1);
-      const float state_max = ml[s * ml_stride].x;
-      max[i] = s == run * kSplits + i ? state_max : kMinusInfinity;
       *reinterpret_cast<float4*>(part[i]) = *reinterpret_cast<const float4*>(acc + s * acc_stride);
     }
   }
-  // sum += part times weight, split by split.
-  __device__ __forceinline__ void add_to(float (&sum)[4], float max_of_row,
+  // sum += part times weight, split by split; `states` are its splits'.
+  __device__ __forceinline__ void add_to(float (&sum)[4], const float2* states, float max_of_row,
                                          float scale_log2) const {
 #pragma unroll
     for (int i = 0; i < kSplits; ++i) {
-      const float weight = weight_of(max[i], max_of_row, scale_log2);
+      const float weight = weight_of(states[i].x, max_of_row, scale_log2);
 #pragma unroll
       for (int j = 0; j < 4; ++j) sum[j] = __fmaf_rn(part[i][j], weight, sum[j]);
     }
@@ -924,6 +949,7 @@ __global__ void __launch_bounds__(Config::kThreads)
   constexpr int kDim = Config::kDim;
   using Run = SplitRun;
   __shared__ float4 run_sums[Config::kRuns][Config::kColumns];
+  extern __shared__ float2 states[];  // maximum and sum of all splits of the row
 
   ptx::pdl_launch();  // before the wait: the next kernel waits for this one in any case
   const RowSplits splits(args, blockIdx.y);
@@ -944,17 +970,22 @@ __global__ void __launch_bounds__(Config::kThreads)
   Run parts;
   auto load_run = [&]() {
     if (run >= num_runs) return;
-    parts.load(acc, partials.num_rows * kDim, ml, partials.num_rows, run, splits);
+    parts.load(acc, partials.num_rows * kDim, run, splits);
   };
   load_run();
-  const auto [max, sum] = max_and_sum<8>(ml, partials.num_rows, splits, args.scale_log2);
+  // By all warps, while that is on its way: each split's once.
+  for (int s = static_cast<int>(threadIdx.x); s < num_runs * Run::kSplits; s += Config::kThreads) {
+    states[s] = splits.has(s) ? ml[s * partials.num_rows] : make_float2(kMinusInfinity, 0);
+  }
+  __syncthreads();
+  const auto [max, sum] = max_and_sum<4>(states, 1, splits, args.scale_log2);
 
   float total[4] = {};
   for (int first_run = 0; first_run < num_runs; first_run += Config::kRuns) {
     const int end_run = min(first_run + Config::kRuns, num_runs);
     for (; run < end_run; run += Config::kGroups, load_run()) {
       float run_sum[4] = {};
-      parts.add_to(run_sum, max, args.scale_log2);
+      parts.add_to(run_sum, states + run * Run::kSplits, max, args.scale_log2);
       run_sums[run - first_run][thread_column] = {run_sum[0], run_sum[1], run_sum[2], run_sum[3]};
     }
     __syncthreads();
@@ -1017,8 +1048,12 @@ void launch_combine(const Context& ctx, const AttentionParams& params) {
   const int num_rows = params.rows.num_rows, max_splits = num_splits(params.rows.max_kv);
   const auto combine = [&](auto config) {
     using Config = decltype(config);
-    launch(ctx, attention_combine_kernel<Config>, dim3(params.num_heads * Config::kParts, num_rows),
-           Config::kThreads, 0, make_args<T>(params), max_splits);
+    const auto kernel = attention_combine_kernel<Config>;
+    const int runs = (max_splits + kSplitsOfRun - 1) / kSplitsOfRun;
+    const size_t bytes = runs * kSplitsOfRun * sizeof(float2);
+    allow_shared_bytes(kernel, bytes + Config::kRuns * Config::kColumns * sizeof(float4));
+    launch(ctx, kernel, dim3(params.num_heads * Config::kParts, num_rows), Config::kThreads, bytes,
+           make_args<T>(params), max_splits);
   };
   // Few rows have all runs of splits loaded at once.
   using Few = CombineConfig<T, kDim, 4, 128>;
