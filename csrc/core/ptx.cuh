@@ -133,18 +133,9 @@ __device__ __forceinline__ void bulk_copy(uint32_t shared, const void* global, i
 
 // ---- between the blocks of a kernel, all of which run at the same time
 
-// Counts one: all that this thread wrote, or that a barrier of the block told it of, comes before.
-__device__ __forceinline__ void add_release(uint32_t* counter) {
-  asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
-}
-// The same by `count`, and what it was before.
-__device__ __forceinline__ uint32_t fetch_add_release(uint32_t* counter, uint32_t count) {
-  uint32_t before;
-  asm volatile("atom.release.gpu.global.add.u32 %0, [%1], %2;"
-               : "=r"(before)
-               : "l"(counter), "r"(count)
-               : "memory");
-  return before;
+// Counts `count`: all that this thread wrote, or that a barrier told it of, comes before.
+__device__ __forceinline__ void add_release(uint32_t* counter, uint32_t count = 1) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(counter), "r"(count) : "memory");
 }
 // What came before the counts that are seen here is visible after.
 __device__ __forceinline__ uint32_t load_acquire(const uint32_t* counter) {

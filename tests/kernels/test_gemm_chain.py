@@ -213,11 +213,11 @@ def test_rows_do_not_depend_on_the_others(
 
 @on_devices_and_cuda_dtypes
 @on_bits
-@pytest.mark.parametrize("m", sizes(1, 13, 32, 64, 130))
+@pytest.mark.parametrize("m", sizes(1, 13, 32, 64, 2, 7, 16, 17, 130))
 @pytest.mark.parametrize(
     ("heads", "bias"),
     sizes(((4, 2, 64), True), ((7, 1, 64), False), ((16, 2, 128), False), ((3, 1, 128), True),
-          ((2, 1, 256), False), ((8, 8, 256), True)),
+          ((2, 1, 256), False), ((8, 8, 256), True), ((140, 1, 128), True)),
 )  # fmt: skip
 def test_rotary_behind_the_last_link(
     device: str, dtype: str, heads: tuple[int, int, int], bias: bool, m: int, bits: int

@@ -26,7 +26,7 @@
 // combines what its slice of the first product reads; else all blocks together, with a barrier
 // behind it; or a launch before, where a warp would go through many splits alone.
 //
-// Rotary, of one row: who adds up the last product does so for both elements that RoPE turns
+// Rotary, of up to 16 rows: who adds up the last product does so for both elements that RoPE turns
 // against each other, bias and all, and writes keys and values to the cache.
 //
 // Little code: but for the multiplying loop everything runs once or a few times in a launch, and
@@ -50,6 +50,9 @@ TRACED_FILE("chain");
 // gives up its own.
 template <int kGroups>
 constexpr int kFeedingWarps = kGroups >= 2 ? 4 : 2;
+
+// With more than 16 rows a layer took up to 4 us longer so than with a launch of rotary_kv.
+constexpr int kMaxRotatedGroups = 2;
 
 template <typename Product>
 __global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<Product::kGroups>, 1)
@@ -135,7 +138,7 @@ __global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<Product::kGroups
     const Product product(link);
     T* const y = static_cast<T*>(link.y);
     const bool alone = link.slices == 1 && link.gated;  // sums go to y as they are
-    const bool rotated = Product::kGroups == 1 && link.apart > 1;
+    const bool rotated = kGroups <= kMaxRotatedGroups && link.apart > 1;
     // The slabs (32 rows of W each) of a tile whose sums this block adds up.
     const int slice = share.slice;
     const int first_slab = link.over_slices(kWarps * slice + link.slices - 1);
@@ -148,7 +151,7 @@ __global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<Product::kGroups
       // row + 1 and stored rows n, n + 8 of both. The norm's or rotary's weights, rotary's angles
       // and their y are asked for long before they are needed.
       T old[2][2][2], weight[2][2];
-      [[maybe_unused]] Turn turn_of_row;
+      [[maybe_unused]] Turn turns[2];
       // Of the 16s of a tile, the first of an item's two.
       const auto first_sixteen = [&](int item) {
         const int slab = first_slab + item / kGroups;
@@ -186,14 +189,23 @@ __global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<Product::kGroups
 
       if (rotated && warp < num_items) {
         const int n = n0 + first_sixteen(warp) * 16 + g, dims = link.apart * 32;
-        turn_of_row.load(args.rotary, n % dims,
-                         n / dims >= args.rotary.num_heads + args.rotary.num_kv_heads);
+        const bool is_value = n / dims >= args.rotary.num_heads + args.rotary.num_kv_heads;
+        const int row = warp % kGroups * 8 + q2;
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          if (row + j < args.m) turns[j].load(args.rotary, row + j, n % dims, is_value);
+        }
       }
       if (kGroups < 8 && !alone && warp < num_items) load_weights(warp);
       ptx::mbarrier_wait(ring.rows_in(stage), stage.parity);  // so the links before have arrived
       if (threadIdx.x == 0 && tile == share.tile) {
         ptx::mbarrier_arrive(ring.x_in(i));
         trace.stamp(3 * i + 2);
+      }
+      // What the count of sums will be when all have come: read before ours are in it.
+      [[maybe_unused]] uint32_t all_summed = 0;
+      if (kCounts && link.slices > 1 && threadIdx.x == 0) {
+        all_summed = (__ldcg(args.state->summed[i][tile]) / kSummed + 1) * kSummed;
       }
       ExactSum squares_of_x{};
       const auto prefetch = [&] {
@@ -254,9 +266,8 @@ __global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<Product::kGroups
       if (kCounts && link.slices > 1) {
         if (threadIdx.x == 0) {
           uint32_t* const summed = args.state->summed[i][tile];
-          const uint32_t count = slice == 0 ? kSummed - link.slices + 1 : 1;
-          const uint32_t end = (ptx::fetch_add_release(summed, count) / kSummed + 1) * kSummed;
-          while (static_cast<int>(ptx::load_acquire(summed) - end) < 0) {
+          ptx::add_release(summed, slice == 0 ? kSummed - link.slices + 1 : 1);
+          while (static_cast<int>(ptx::load_acquire(summed) - all_summed) < 0) {
           }
         }
         ptx::named_barrier<1, kThreads>();
@@ -304,8 +315,13 @@ __global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<Product::kGroups
         }
         __syncwarp();
         if (rotated) {
-          if (n >= link.n || row > 0) continue;
-          store_turned(link, args.rotary, turn_of_row, weight, sum, row_scales, n, y);
+          if (n >= link.n) continue;
+#pragma unroll
+          for (int j = 0; j < 2; ++j) {
+            if (row + j >= args.m) continue;
+            store_turned(link, args.rotary, turns[j], weight, sum, j, row_scales[row + j], n,
+                         y + int64_t{row + j} * link.n);
+          }
           continue;
         }
         const int left = link.n - n;
@@ -460,14 +476,12 @@ void gemm_chain_prepare_sm90(const Context& ctx, const Tensor& memory) {
 void gemm_chain_sm90(const Context& ctx, const ChainParams& p) {
   const int64_t num_rows = p.links.front().x.size(0);
   const bool has_attention = !p.attention.out.empty(), has_rotary = !p.rotary.qkv.empty();
-  // With more rows a cycle took 1 to 3 % longer so than with a launch between.
-  const bool rotates = has_rotary && num_rows == 1;
   CHECK(p.memory.num_bytes() >= gemm_chain_bytes(num_rows),
         "gemm_chain: {} bytes of memory, expected {} for {} rows", p.memory.num_bytes(),
         gemm_chain_bytes(num_rows), num_rows);
   const int blocks = std::min(ctx.sm_count, kMaxChainBlocks);
   if (has_rotary) check_rotary_kv(p.rotary);
-  bool zeros = false;
+  bool zeros = false, rotates = false;
   for (const ChainLink& link : p.links) zeros |= link.w4.zero_points;
   for (int64_t row = 0; row < num_rows; row += kMaxRows) {
     const int64_t m = std::min<int64_t>(kMaxRows, num_rows - row);
@@ -491,9 +505,12 @@ void gemm_chain_sm90(const Context& ctx, const ChainParams& p) {
       args.head_dim = p.attention.head_dim;
       if (args.combines == Combines::kNobody) cuda::attention_combine(ctx, p.attention);
     }
+    Link& last = args.links[p.links.size() - 1];
+    // An item for each warp at most: what they have to know of rows is looked up before x comes.
+    rotates = has_rotary && num_rows <= 8 * kMaxRotatedGroups && (groups == 1 || last.slices > 1);
     if (rotates) {
       args.rotary = make_rotary(p.rotary);
-      args.links[p.links.size() - 1].apart = p.rotary.head_dim / 32;
+      last.apart = p.rotary.head_dim / 32;
     }
     dispatch_half(p.links.front().x.dtype(), [&](auto t) {
       using T = decltype(t);

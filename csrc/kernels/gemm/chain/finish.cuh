@@ -23,21 +23,21 @@ __device__ __forceinline__ T bounded(float v) {
 }
 __device__ __forceinline__ float silu_product(float gate, float up) { return silu(gate) * up; }
 
-// What rotary_kv needs to know of row 0 and of elements `dim`, dim + 8 of a head and those half a
+// What rotary_kv needs to know of a row and of elements `dim`, dim + 8 of a head and those half a
 // head behind them.
 struct Turn {
   Rotation rotations[2];
   int cell;  // [pages, 64]
 
   // What it reads was complete before the pass.
-  __device__ __forceinline__ void load(const Rotary& rotary, int dim, bool is_value) {
+  __device__ __forceinline__ void load(const Rotary& rotary, int row, int dim, bool is_value) {
     const StepRows& rows = rotary.rows;
-    const int seq = rows.row_seqs[0], slot = rows.seq_slots[seq];
-    const int in_slot = rows.slot_lengths[slot] + rows.first_row - rows.seq_row_begin[seq];
+    const int seq = rows.row_seqs[row], slot = rows.seq_slots[seq];
+    const int in_slot = rows.slot_lengths[slot] + rows.first_row + row - rows.seq_row_begin[seq];
     const int64_t page = int64_t{slot} * rows.max_pages + in_slot / kPageSize;
     cell = rows.page_table[page] * kPageSize + in_slot % kPageSize;
     if (is_value) return;
-    const float position = static_cast<float>(rows.positions[0]);
+    const float position = static_cast<float>(rows.positions[row]);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       rotations[half] =
@@ -71,13 +71,13 @@ __device__ __forceinline__ void store_gated(const Link& link, T* y,
   }
 }
 
-// Row 0 of what rotary_kv follows: elements n, n + 8 and those half a head behind them, turned, to
-// y or to the cache. `weight`: their biases.
+// Of a row of what rotary_kv follows elements n, n + 8 and those half a head behind them, turned,
+// to y or to the cache. `weight`: their biases; the row's sums are [t][j] and [t][j + 2].
 template <typename T>
 __device__ __forceinline__ void store_turned(const Link& link, const Rotary& rotary,
                                              const Turn& turn, const T (&weight)[2][2],
-                                             const float (&sum)[2][4], const float* row_scales,
-                                             int n, T* y) {
+                                             const float (&sum)[2][4], int j, float scale, int n,
+                                             T* y) {
   const int dims = link.apart * 32, head = n / dims, dim = n % dims;
   const int kv_head = head - rotary.num_heads;
   const bool is_value = kv_head >= rotary.num_kv_heads;
@@ -93,7 +93,7 @@ __device__ __forceinline__ void store_turned(const Link& link, const Rotary& rot
     float x[2];
 #pragma unroll
     for (int t = 0; t < 2; ++t) {
-      x[t] = to_float(finished(link, row_scales[0], sum[t][half * 2], T()));
+      x[t] = to_float(finished(link, scale, sum[t][half * 2 + j], T()));
       if (rotary.bias != nullptr) x[t] += to_float(weight[t][half]);
     }
     if (!is_value) rotate(x[0], x[1], turn.rotations[half]);
