@@ -1,7 +1,8 @@
 """Times attention_decode and attention_prefill on the GPU: one line per shape.
 
 Decode is timed against memory: every launch reads another sequence's cache, so that nothing is in
-L2 from the launch before, as between the layers of a model. The roofline is the read bandwidth
+L2 from the launch before, as between the layers of a model, and a graph has as many launches as a
+model has layers: what begins and ends a graph is paid once a step. The roofline is the read bandwidth
 that this very run reaches on 1 GiB (the better of skinny_gemm's weights and silu_mul). Prefill is
 timed in TFLOP/s over the cells that the causal mask leaves.
 
@@ -32,7 +33,8 @@ DECODE_ROWS = [(1, False), (32, False), (32, True)]  # and whether they are a tr
 PROMPTS = [2048, 8192]
 CHUNK = 2048
 COLD_BYTES = 256 << 20  # caches read before one is read again; L2 is far smaller
-MAX_LAUNCHES = 64  # in one graph
+MAX_COPIES = 64
+LAUNCHES = 32  # in one graph, at least
 
 
 def raw(ctx: Any, values: Any, pinned: bool = False) -> Any:
@@ -152,16 +154,17 @@ def decode(
     ctx: Any, heads: tuple[int, int], cells: int, rows: int, dtype: str, tree: bool
 ) -> dict[str, float]:
     kv_bytes = 2 * 2 * cells * heads[1] * HEAD_DIM
-    copies = max(1, min(MAX_LAUNCHES, -(-COLD_BYTES // kv_bytes)))
+    copies = max(1, min(MAX_COPIES, -(-COLD_BYTES // kv_bytes)))
+    launches = max(LAUNCHES, copies)
     shape = Shape(ctx, heads, cells, rows, copies, dtype)
     masks = tree_masks(rows) if tree else None
     steps = [shape.rows(slot, copies, cells - rows, rows, masks) for slot in range(copies)]
 
     def body() -> None:
-        for step in steps:
-            shape.run(ops.attention_decode, step, tree)
+        for i in range(launches):
+            shape.run(ops.attention_decode, steps[i % copies], tree)
 
-    us = microseconds(ctx, body, copies)
+    us = microseconds(ctx, body, launches)
     flops = 4.0 * rows * cells * heads[0] * HEAD_DIM
     return {"us": us, "gbps": kv_bytes / us / 1e3, "tflops": flops / us / 1e6}
 
