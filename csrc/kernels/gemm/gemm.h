@@ -6,11 +6,20 @@
 // rows), else skinny_gemm over blocks of 64 rows.
 #pragma once
 
+#include <algorithm>
+#include <bit>
+
 #include "kernels/op.h"
 
 namespace cpmcu {
 
 constexpr int kMaxSkinnyRows = 64;
+
+// Groups of 8 rows of x, 1, 2, 4 or 8, that the kernel for so many rows, 64 at most, has room for.
+constexpr int row_groups(int64_t rows) {
+  return static_cast<int>(
+      std::bit_ceil(static_cast<uint64_t>(std::clamp<int64_t>(rows, 1, kMaxSkinnyRows) + 7) / 8));
+}
 
 struct GemmParams {
   Tensor y;  // [M, N], dtype of x, or float32

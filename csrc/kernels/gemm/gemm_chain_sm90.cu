@@ -38,6 +38,7 @@
 #include "kernels/gemm/chain/combine.cuh"
 #include "kernels/gemm/chain/finish.cuh"
 #include "kernels/gemm/chain/products.cuh"
+#include "kernels/gemm/tensor_map.cuh"
 
 namespace cpmcu::cuda {
 namespace {

@@ -1,7 +1,7 @@
 // How a warp multiplies 16-bit weights that the copy engine brought, with mma.sync.
 #pragma once
 
-#include "kernels/gemm/w4a16_kernel.cuh"
+#include "kernels/gemm/x_rows.cuh"
 
 namespace cpmcu::cuda {
 namespace {
@@ -14,7 +14,7 @@ constexpr int kSixteenK = 64, kSixteenRowBytes = 2 * kSixteenK;  // of a row in 
 template <typename T, int kTiles, int kGroups>
 __device__ __forceinline__ void add_sixteen_bits(float (&sums)[kTiles][kGroups][4], uint32_t rows,
                                                  const uint32_t (&weights)[kTiles],
-                                                 const MmaSync::LaneRows<kGroups>& lane_rows) {
+                                                 const LaneRows<kGroups>& lane_rows) {
   uint32_t x[2][kGroups][2];  // of two steps of 16 k
 #pragma unroll
   for (int step = 0; step < kSixteenK / 16; ++step) {

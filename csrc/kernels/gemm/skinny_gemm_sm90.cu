@@ -13,10 +13,12 @@
 // Work: one block of threads on each multiprocessor. Eight warps multiply 16 rows of a tile each,
 // with mma.sync, one thread feeds a ring in shared memory with 64 k of a tile at a time, and
 // another with as many of all rows of x. A sum goes through k in order, whatever M is.
+#include "core/dispatch.h"
 #include "core/launch.h"
+#include "core/vec.cuh"
 #include "kernels/gemm/sixteen_bits.cuh"
 #include "kernels/gemm/skinny_gemm.h"
-#include "kernels/gemm/w4a16_wgmma.cuh"
+#include "kernels/gemm/tensor_map.cuh"
 
 namespace cpmcu::cuda {
 namespace {
@@ -108,7 +110,7 @@ __global__ void __launch_bounds__(kThreads + 64, 1)
   }
   if (warp >= kWarps) return;
 
-  const MmaSync::LaneRows<kGroups> lane_rows;
+  const LaneRows<kGroups> lane_rows;
   const uint32_t lane_weights = sixteen_bits_offset(warp * 16 + lane % 16);
   Out* const y = static_cast<Out*>(args.y);
   each_tile(args, [&](int first, int rows) {

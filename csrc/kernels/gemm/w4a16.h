@@ -21,20 +21,13 @@
 #pragma once
 
 #include <algorithm>
-#include <bit>
 
-#include "kernels/op.h"
+#include "kernels/gemm/gemm.h"
 
 namespace cpmcu {
 
 constexpr int kW4BlockRows = 256;
 constexpr int kW4BlockK = 128;
-
-// Groups of 8 rows of x, 1, 2, 4 or 8, that the kernel for so many rows, 64 at most, has room for.
-constexpr int row_groups(int64_t rows) {
-  return static_cast<int>(
-      std::bit_ceil(static_cast<uint64_t>(std::clamp<int64_t>(rows, 1, 64) + 7) / 8));
-}
 
 struct W4Weight {
   void* blocks = nullptr;

@@ -27,25 +27,17 @@
 #include "core/ptx.cuh"
 #include "core/vec.cuh"
 #include "kernels/gemm/w4a16.h"
+#include "kernels/gemm/x_rows.cuh"
 #include "kernels/silu.cuh"
 
 namespace cpmcu::cuda {
 namespace {
 
-constexpr int kWarps = 8;
-constexpr int kThreads = 32 * kWarps;
-constexpr int kMaxRows = 64;
 constexpr int kMaxStages = 12;
-constexpr int kRingBytes = 226 * 1024;  // on Hopper, of the 227 KB that a block may have
 constexpr int kScaleOffset = 16384;
 constexpr int kZeroOffset = kScaleOffset + 2 * kW4BlockRows;
 constexpr int kBlockBytes = 17 * 1024;    // room for a block with zero points; keeps x aligned
 constexpr int kRowBytes = 2 * kW4BlockK;  // of x in a stage
-
-// A CUtensorMap: how the copy engine finds rows of x.
-struct alignas(64) TensorMap {
-  uint64_t opaque[16];
-};
 
 // 128 k of all rows of x as two panels of 64 k (ptx::swizzled_chunk). By one thread.
 template <int kGroups>
@@ -243,28 +235,8 @@ struct MmaSync {
   static constexpr bool kTensorMap = false;
   static constexpr int kTiles = 2;  // of 16 rows, at a time
 
-  // Where a lane finds its row of x for ldmatrix, in a stage: lane l gives the address of row l % 8
-  // of matrix l / 8, and a matrix is 8 rows of x and 8 k. With one group the four matrices are 32
-  // k, else 16 rows and 16 k. Entry i is for chunks from 2 i on; chunks 8 to 15 are the second
-  // panel.
   template <int kGroups>
-  struct LaneRows {
-    uint32_t offsets[4];
-
-    __device__ __forceinline__ LaneRows() {
-      const int lane = threadIdx.x % 32, matrix = lane / 8;
-      const int row = kGroups == 1 ? lane % 8 : lane % 8 + 8 * (matrix / 2);
-      const int chunk = kGroups == 1 ? matrix : matrix % 2;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        offsets[i] = row * 128 + (((2 * i) ^ chunk ^ (lane & 7)) << 4);
-        ptx::opaque(offsets[i]);  // or they are computed again for every stage
-      }
-    }
-    __device__ __forceinline__ uint32_t at(int chunk) const {
-      return offsets[chunk / 2 % 4] + chunk / 8 * (8 * kGroups * 128);
-    }
-  };
+  using LaneRows = cuda::LaneRows<kGroups>;
 
   template <typename T, int kGroups>
   static __device__ __forceinline__ void multiply(float (&part)[2][kGroups][4], int,

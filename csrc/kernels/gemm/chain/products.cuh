@@ -75,7 +75,7 @@ struct SixteenBits {
   static constexpr float kScale = 1;
   static constexpr int kInFlight = 2;
 
-  MmaSync::LaneRows<kGroups> lane_rows;
+  LaneRows<kGroups> lane_rows;
   uint32_t lane_weights[2];  // of a lane's row for ldmatrix, of both tiles: its first or second k
 
   __device__ __forceinline__ explicit SixteenBits(const Link& link) {
