@@ -2,9 +2,9 @@
 
 Decode is timed against memory: every launch reads another sequence's cache, so that nothing is in
 L2 from the launch before, as between the layers of a model, and a graph has as many launches as a
-model has layers: what begins and ends a graph is paid once a step. The roofline is the read bandwidth
-that this very run reaches on 1 GiB (the better of skinny_gemm's weights and silu_mul). Prefill is
-timed in TFLOP/s over the cells that the causal mask leaves.
+model has layers: what begins and ends a graph is paid once a step. The roofline is the read
+bandwidth that this very run reaches on 1 GiB (the better of skinny_gemm's weights and silu_mul).
+Prefill is timed in TFLOP/s over the cells that the causal mask leaves.
 
 Decode is timed for one row, for 32 rows of a chain, and for a tree of 32 that is verified
 (by_position), whose rows must have the bits of plain decoding.
