@@ -450,12 +450,13 @@ def test_structured_output_without_the_extra(monkeypatch):
         assert (caught.value.status, caught.value.param) == (400, param)
 
 
-def stream_until_end(server: Server, tokens: int) -> tuple[str, bool]:
+def stream_until_end(server: Server, tokens: int, begun: threading.Event) -> tuple[str, bool]:
     """(last finish reason, was there a [DONE]?) of a stream that is read to its end."""
     body = {"prompt": "x", "max_tokens": tokens, "ignore_eos": True, "stream": True}
     reason, done = "", False
     with httpx.stream("POST", server.url + "/v1/completions", json=body, timeout=60) as reply:
         for line in reply.iter_lines():
+            begun.set()
             if line == "data: [DONE]":
                 done = True
             elif line.startswith("data: "):
@@ -471,9 +472,9 @@ def test_stopping(seconds, tokens, reason):
     """Requests in work end by themselves, or at the deadline, and then the process does."""
     with start("--shutdown-timeout", seconds) as server:
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
-            stream = pool.submit(stream_until_end, server, tokens)
-            while not server.metric("vllm:num_requests_running"):
-                time.sleep(0.005)
+            begun = threading.Event()
+            stream = pool.submit(stream_until_end, server, tokens, begun)
+            assert begun.wait(60)
             began = time.monotonic()
             assert server.stop(signal.SIGTERM if reason == "length" else signal.SIGINT) == 0
             assert stream.result() == (reason, True)
