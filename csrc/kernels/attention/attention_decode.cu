@@ -14,7 +14,7 @@
 // * few rows: a block has 16 packed rows, one mma tile, and each of its warps does one of four
 //   units in turn. Their states go through shared memory, and every warp adds them up for a quarter
 //   of the dimensions. Bound: the cache is read once, at memory bandwidth. Each warp copies its own
-//   keys and values, those keys a round ahead, and fills their place again as soon as it may: at
+//   keys and values, the keys a round ahead, and fills their place again as soon as it may: at
 //   D = 128, 96 KiB are on their way for each of two blocks of an SM before the queries come.
 // * many rows: a block has 64 packed rows, each warp does 16 of them and all units, one after
 //   another, with the state of the split in registers. Nothing is merged between warps. Bound: on
