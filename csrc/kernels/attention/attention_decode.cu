@@ -380,6 +380,7 @@ struct FewRowsSmem {
   };
   static_assert(sizeof(Cells) == sizeof(Keys));
   using Queries = SwizzledTile<T, Config::kRows, kDim>;
+  static_assert(sizeof(Queries) <= sizeof(Keys), "the queries come through a tile of keys");
   Unit units[Config::kWarps];
   float2 max_and_sum[Config::kWarps][Config::kRows];  // of the units of a round
   PackedRows<Config::kRows> packed;

@@ -15,9 +15,9 @@ void gemm_chain_prepare_sm90(const Context& ctx, const Tensor& memory);
 
 int64_t gemm_chain_bytes([[maybe_unused]] int64_t max_rows) {
 #ifdef CPMCU_SM90
-  // Those of up to 16 rows have a place of their own, see gemm_chain_sm90.cu.
   const int64_t groups = row_groups(max_rows);
-  return kChainStateBytes + kChainSumBytes * (groups <= 2 ? groups : 2 + groups);
+  return kChainStateBytes +
+         kChainSumBytes * (groups <= kMaxToldGroups ? groups : kMaxToldGroups + groups);
 #else
   return 0;
 #endif

@@ -26,6 +26,9 @@ namespace cpmcu {
 constexpr int kMaxChainLinks = 4;
 constexpr int kChainStateBytes = 192 * 1024;  // of a chain's memory; the rest is for sums
 constexpr int kMaxChainBlocks = 144;  // of threads: the multiprocessors of the largest Hopper chip
+// Up to so many groups of 8 rows sums of slices tell themselves that they have come; of more rows
+// they are counted, and have another place.
+constexpr int kMaxToldGroups = 2;
 // Of sums of slices, of 8 rows.
 constexpr int64_t kChainSumBytes = int64_t{kMaxChainBlocks} * kW4BlockRows * 8 * 4;
 

@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<Product::kGroups
   using T = typename Product::Element;
   using Ring = Ring<Product>;
   constexpr int kGroups = Product::kGroups;
-  constexpr bool kCounts = kGroups > 2;  // the blocks that have sent their sums
+  constexpr bool kCounts = kGroups > kMaxToldGroups;  // the blocks that have sent their sums
   extern __shared__ __align__(1024) char shared[];
   __shared__ __align__(8) uint64_t barriers[Ring::kBarriers];
   __shared__ float row_scales[8 * kGroups];
@@ -487,12 +487,12 @@ void gemm_chain_sm90(const Context& ctx, const ChainParams& p) {
   for (int64_t row = 0; row < num_rows; row += kMaxRows) {
     const int64_t m = std::min<int64_t>(kMaxRows, num_rows - row);
     const int groups = row_groups(m);
-    ChainArgs args{
-        .state = p.memory.as<ChainState>(),
-        .pieces = p.memory.as<char>() + kChainStateBytes + (groups > 2 ? 2 * kChainSumBytes : 0),
-        .num_links = static_cast<int>(p.links.size()),
-        .m = static_cast<int>(m),
-        .min_units = blocks};
+    ChainArgs args{.state = p.memory.as<ChainState>(),
+                   .pieces = p.memory.as<char>() + kChainStateBytes +
+                             (groups > kMaxToldGroups ? kMaxToldGroups * kChainSumBytes : 0),
+                   .num_links = static_cast<int>(p.links.size()),
+                   .m = static_cast<int>(m),
+                   .min_units = blocks};
     for (size_t i = 0; i < p.links.size(); ++i) {
       const ChainLink& link = p.links[i];
       const Tensor normed = link.normed.empty() ? Tensor() : link.normed.rows(row, m);

@@ -131,7 +131,7 @@ struct W4GemmParams {
 };
 
 inline int64_t w4_scratch_floats(const W4Weight& w, int64_t max_rows) {
-  return w.slices() == 1 ? 0 : w.slices() * w.n * std::min<int64_t>(max_rows, 64);
+  return w.slices() == 1 ? 0 : w.slices() * w.n * std::min<int64_t>(max_rows, kMaxSkinnyRows);
 }
 
 inline void check_w4_weight(const W4Weight& w) {
