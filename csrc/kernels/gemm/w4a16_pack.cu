@@ -206,46 +206,91 @@ struct DequantizeArgs {
   bool zero_points, bf16_scales;
 };
 
-// 32 rows of one k block; blockIdx.x along K, blockIdx.y along N.
-template <typename T>
+// A quad's lanes each have a word of four chunks of 16 bytes; afterwards lane q has chunk q.
+__device__ __forceinline__ void transpose_quad(uint32_t (&v)[4]) {
+#pragma unroll
+  for (int mask = 1; mask < 4; mask *= 2) {
+    const bool upper = (threadIdx.x & mask) != 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if ((i & mask) != 0) continue;
+      // Words i of upper lanes for words i + mask of lower ones.
+      const uint32_t given = upper ? v[i] : v[i + mask];
+      const uint32_t taken = __shfl_xor_sync(0xffffffffu, given, mask);
+      (upper ? v[i] : v[i + mask]) = taken;
+    }
+  }
+}
+
+// A warp turns 32 rows of one k block into dense ones: it reads the fragments of its lanes, 512
+// bytes at a time, and a quad of lanes hands 64 bytes of a row around until each has 16 in a piece.
+// blockIdx.x along K, blockIdx.y along N.
+template <typename T, bool kTwoDigits>
 __global__ void __launch_bounds__(kThreads)
     w4_dequantize_kernel(const __grid_constant__ DequantizeArgs p) {
   ptx::pdl_launch();
-  ptx::pdl_wait();
-  __shared__ __align__(16) T dense[kWarpRows][kW4BlockK + 8];
-  const int slab = p.first_row / kWarpRows + blockIdx.y;  // of 32 rows of W
-  const int row_block = slab / (kW4BlockRows / kWarpRows);
-  const int first = slab % (kW4BlockRows / kWarpRows) * kWarpRows;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
+  constexpr int kSlabs = kW4BlockRows / kWarpRows;  // of 32 rows, in a packed block
+  const int slab = p.first_row / kWarpRows + static_cast<int>(blockIdx.y) * kSlabs + warp;
+  if (slab * kWarpRows >= p.first_row + p.rows) {
+    ptx::pdl_wait();
+    return;
+  }
   const auto block_of = [&](int digit) {
-    const int k_block = digit * (p.k_blocks / p.digits) + blockIdx.x;
-    return p.blocks + (static_cast<int64_t>(row_block) * p.k_blocks + k_block) * p.block_bytes;
+    const int k_block = digit * (p.k_blocks / p.digits) + static_cast<int>(blockIdx.x);
+    return p.blocks + (int64_t{slab / kSlabs} * p.k_blocks + k_block) * p.block_bytes;
   };
-  const char* last = block_of(p.digits - 1);
-  for (int i = threadIdx.x; i < 512; i += kThreads) {
-    const int word = first / kWarpRows * 512 + i;
-    const uint32_t bits = reinterpret_cast<const uint32_t*>(last)[word];
-    const uint32_t high_bits =
-        p.digits > 1 ? reinterpret_cast<const uint32_t*>(block_of(0))[word] : 0x88888888;
-    for (int j = 0; j < 8; ++j) {
-      const Place at = place_of(word, j);
-      const uint16_t* stored = reinterpret_cast<const uint16_t*>(last + kWordBytes) + at.row;
-      const float scale = p.bf16_scales ? to_float(*reinterpret_cast<const __nv_bfloat16*>(stored))
-                                        : to_float(*reinterpret_cast<const __half*>(stored));
-      const int zero =
-          p.zero_points ? static_cast<uint8_t>(last[kWordBytes + kScaleBytes + at.row]) : 8;
-      const int q = static_cast<int>(bits >> (4 * j) & 15) - zero +
-                    16 * (static_cast<int>(high_bits >> (4 * j) & 15) - 8);
-      dense[at.row - first][at.k] = from_float<T>(static_cast<float>(q) * scale);
+  const char* block = block_of(p.digits - 1);
+  const int at = slab % kSlabs * 2048 + lane * 16;
+  uint4 words[4], high_words[4];  // of two steps of 16 k
+#pragma unroll
+  for (int pair = 0; pair < 4; ++pair) {
+    words[pair] = *reinterpret_cast<const uint4*>(block + at + pair * 512);
+    if constexpr (kTwoDigits) {
+      high_words[pair] = *reinterpret_cast<const uint4*>(block_of(0) + at + pair * 512);
     }
   }
-  __syncthreads();
-  constexpr int kChunks = kW4BlockK / 8;  // of 8 elements
-  for (int i = threadIdx.x; i < kWarpRows * kChunks; i += kThreads) {
-    const int row = slab * kWarpRows + i / kChunks, k = blockIdx.x * kW4BlockK + i % kChunks * 8;
-    const int at = row - p.first_row;
-    if (at < 0 || at >= p.rows || k >= p.k) continue;
-    T* out = static_cast<T*>(p.out) + static_cast<int64_t>(at) * p.k + k;
-    store<T, 8>(out, load<T, 8>(&dense[i / kChunks][i % kChunks * 8]));
+  float scales[4];  // of rows g, g + 8, ...
+  int zeros[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int row = slab % kSlabs * kWarpRows + i * 8 + g;
+    const uint16_t* stored = reinterpret_cast<const uint16_t*>(block + kWordBytes) + row;
+    scales[i] = p.bf16_scales ? to_float(*reinterpret_cast<const __nv_bfloat16*>(stored))
+                              : to_float(*reinterpret_cast<const __half*>(stored));
+    zeros[i] = p.zero_points ? static_cast<uint8_t>(block[kWordBytes + kScaleBytes + row]) : 8;
+  }
+  ptx::pdl_wait();  // `out` may still be read
+#pragma unroll
+  for (int pair = 0; pair < 4; ++pair) {
+    const int k = static_cast<int>(blockIdx.x) * kW4BlockK + pair * 32 + q * 8;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      uint32_t chunks[4];  // this lane's two k of each
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {  // w4_nibble: step c / 2 of the pair, half c % 2 of its k
+        const int shift = 4 * (i % 2 + 2 * (c % 2));
+        const auto word_of = [&](const uint4& v) {
+          return c / 2 == 0 ? (i / 2 == 0 ? v.x : v.y) : (i / 2 == 0 ? v.z : v.w);
+        };
+        float value[2];
+#pragma unroll
+        for (int odd = 0; odd < 2; ++odd) {
+          int digits = static_cast<int>(word_of(words[pair]) >> (shift + 16 * odd) & 15) - zeros[i];
+          if constexpr (kTwoDigits) {
+            const uint32_t high = word_of(high_words[pair]);
+            digits += 16 * (static_cast<int>(high >> (shift + 16 * odd) & 15) - 8);
+          }
+          value[odd] = static_cast<float>(digits) * scales[i];
+        }
+        chunks[c] = pack2<T>(value[0], value[1]);
+      }
+      transpose_quad(chunks);
+      const int row = slab * kWarpRows + i * 8 + g - p.first_row;
+      if (row < 0 || row >= p.rows || k >= p.k) continue;
+      *reinterpret_cast<uint4*>(static_cast<T*>(p.out) + int64_t{row} * p.k + k) =
+          make_uint4(chunks[0], chunks[1], chunks[2], chunks[3]);
+    }
   }
 }
 
@@ -320,11 +365,15 @@ void w4_dequantize(const Context& ctx, const W4DequantizeParams& params) {
                             .block_bytes = w.block_bytes(),
                             .zero_points = w.zero_points,
                             .bf16_scales = w.scale_dtype == DType::kBF16};
+  constexpr int kSlabs = kW4BlockRows / kWarpRows;
   const int64_t slabs =
       (params.first_row + rows + kWarpRows - 1) / kWarpRows - params.first_row / kWarpRows;
-  const dim3 grid(static_cast<unsigned>(w.k_blocks() / w.digits), static_cast<unsigned>(slabs));
+  const dim3 grid(static_cast<unsigned>(w.k_blocks() / w.digits),
+                  static_cast<unsigned>((slabs + kSlabs - 1) / kSlabs));
   dispatch_half(params.out.dtype(), [&](auto t) {
-    launch(ctx, w4_dequantize_kernel<decltype(t)>, grid, dim3(kThreads), 0, args);
+    using T = decltype(t);
+    launch(ctx, w.digits == 2 ? w4_dequantize_kernel<T, true> : w4_dequantize_kernel<T, false>,
+           grid, dim3(kThreads), 0, args);
   });
 }
 
