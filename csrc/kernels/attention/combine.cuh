@@ -1,5 +1,5 @@
 // How partial results of splits become rows of `out`: what attention_combine shares with a chain of
-// products that reads `out`. The order of additions is laid down in attention_decode.cu.
+// products that reads `out`. The order of additions is laid down in decode.cuh.
 #pragma once
 
 #include "core/reduce.cuh"

@@ -1,0 +1,323 @@
+// What the kernels of attention_decode share: the arithmetic, and which cells and rows a block has.
+//
+// The rows * group query rows of a KV head are packed: row p stands for (row p / group, query head
+// p % group). The arithmetic of a row is laid down by the absolute positions of its cells alone:
+//
+//   unit, 32 cells:  m = max score, l = sum 2^(s - m), acc = sum 2^(s - m) v, from nothing
+//   split, 4+ units: M' = max(M, m), A = A 2^(M - M') + acc 2^(m - M'), L likewise, unit by unit
+//   all splits:      out = sum A[s] 2^(M[s] - M) / sum L[s] 2^(M[s] - M)   (attention_combine.cu)
+//
+// (scores s in base 2.) A part that a row does not see leaves its state as it was.
+//
+// Scratch: acc [splits, T, Hq, D], then (m, l) [splits, T, Hq, 2].
+#pragma once
+
+#include "core/trace.cuh"
+#include "kernels/attention/combine.cuh"
+
+namespace cpmcu::cuda {
+namespace {
+
+TRACED_FILE("attention");
+
+constexpr int kUnit = 32;  // cells
+constexpr int kUnitTiles = kUnit / 8;
+constexpr int kWarpRows = 16;  // packed rows of one mma tile
+
+// The packed rows [first, first + kRows) of one KV head of a sequence.
+struct Chunk {
+  Sequence seq;
+  int kv_head;
+  int group;  // query heads of a KV head
+  int first;
+  int num_packed;  // of the sequence
+
+  template <typename T>
+  __device__ __forceinline__ Chunk(const AttentionArgs<T>& args, int num_chunks, int num_rows)
+      : seq(load_sequence(args.rows, blockIdx.z)),
+        kv_head(static_cast<int>(blockIdx.x) / num_chunks),
+        group(args.num_heads / args.num_kv_heads),
+        first(static_cast<int>(blockIdx.x) % num_chunks * num_rows),
+        num_packed(seq.num_rows * group) {}
+
+  // The row of the sequence that packed row p of the chunk belongs to.
+  __device__ __forceinline__ int row_of(int p) const { return (first + p) / group; }
+};
+
+// The splits that a block does, and their cells.
+struct Range {
+  int split;  // the first
+  int cell_begin;
+  int cell_end;
+};
+
+// The page that `cell` of a sequence lies in; any if it has no such cell.
+__device__ __forceinline__ int page_of(const StepRows& rows, int slot, int cell) {
+  const int index = cell / kPageSize;
+  return index < rows.max_pages
+             ? rows.page_table[static_cast<int64_t>(slot) * rows.max_pages + index]
+             : 0;
+}
+
+// Where `cell` lies in its cache, in elements.
+template <int kDim, typename T>
+__device__ __forceinline__ int64_t cell_offset(const AttentionArgs<T>& args, int64_t page,
+                                               int kv_head, int cell) {
+  return ((page * args.num_kv_heads + kv_head) * kPageSize + cell % kPageSize) * kDim;
+}
+
+// Ranges run from the last, which may have a tree, to the first.
+__device__ __forceinline__ int range_index() { return gridDim.y - 1 - blockIdx.y; }
+
+// Which splits this block does. Split s belongs to the range in whose share of the cells it begins.
+// Empty where cell_begin >= cell_end. look_up(cell) looks up the pages from a cell on; for
+// split_begin(range_index()) it is done: where each split has a range of its own, the page table
+// then need not wait for the sequence's length.
+template <typename T, typename LookUp>
+__device__ __forceinline__ Range range_of_block(const AttentionArgs<T>& args, const Sequence& seq,
+                                                int max_splits, LookUp look_up) {
+  const int num_ranges = gridDim.y, index = range_index();
+  Range range{.split = index, .cell_begin = split_begin(index)};
+  int split_end = index + 1;
+  if (num_ranges < max_splits) {
+    constexpr int kStep = split_begin(1);
+    const int seen = window_begin(seq.first_cell, args.window);
+    const unsigned steps = (seq.end() - seen + kStep - 1) / kStep;
+    auto begin_of = [&](int i) {
+      if (i == 0) return num_splits(seen + 1) - 1;
+      const int share = static_cast<int>(i * steps / num_ranges) * kStep;
+      return num_splits(min(seen + share, seq.end()));
+    };
+    range.split = begin_of(index);
+    range.cell_begin = split_begin(range.split);
+    split_end = begin_of(index + 1);
+    look_up(range.cell_begin);
+  }
+  range.cell_end = min(split_begin(split_end), seq.end());
+  if (args.window > 0) {  // leave out pages that no row sees
+    const int begin = window_begin(seq.first_cell, args.window) / kPageSize * kPageSize;
+    if (range.cell_begin < begin) {
+      range.cell_begin = begin;
+      look_up(begin);
+    }
+  }
+  return range;
+}
+
+// What a block has to know of its packed rows, in shared memory: looked up by a thread each before
+// the step's queries are there.
+template <int kRows>
+struct PackedRows {
+  uint64_t masks[kRows];  // what they see
+  int window_begins[kRows];
+  int window_end;      // from here on every row sees all cells, up to those that masks tell of
+  int queries[kRows];  // where they begin in qkv; -1: there is no such row
+  int outs[kRows];     // which rows of [T * Hq, D] they become,
+  int counts[kRows];   // of how many splits; 0: none
+
+  template <bool kByPosition, int kDim, typename T>
+  __device__ __forceinline__ void load(const AttentionArgs<T>& args, const Chunk& chunk) {
+    const int p = threadIdx.x;
+    if (p >= kRows) return;
+    const Sequence& seq = chunk.seq;
+    const int row = chunk.row_of(p);
+    const bool exists = chunk.first + p < chunk.num_packed;
+    const int head = chunk.kv_head * chunk.group + chunk.first + p - row * chunk.group;
+    const int num_columns = (args.num_heads + 2 * args.num_kv_heads) * kDim;
+    queries[p] = exists ? (seq.row_begin + row) * num_columns + head * kDim : -1;
+    outs[p] = (seq.row_begin + row) * args.num_heads + head;
+    const uint64_t mask = row >= seq.num_rows ? 0
+                          : args.rows.row_masks == nullptr
+                              ? first_cells(row + 1)
+                              : args.rows.row_masks[seq.row_begin + row];
+    masks[p] = mask;
+    const int end = kByPosition ? seq.length + __popcll(mask) : seq.end();
+    counts[p] = exists ? num_splits(end) : 0;
+    if (args.window > 0) {
+      const int own = kByPosition ? seq.length + __popcll(mask) - 1 : seq.first_cell + row;
+      window_begins[p] = window_begin(own, args.window);
+      if (p == 0) window_end = window_begin(seq.end() - 1, args.window);
+    }
+  }
+
+  // Hides cells from `cell` on, as many as there are scores, from the 16 rows `row` on that do not
+  // see them.
+  template <int kUnits, typename T>
+  __device__ __forceinline__ void hide(float (&scores)[kUnits][1][kUnitTiles][4],
+                                       const AttentionArgs<T>& args, const Sequence& seq, int row,
+                                       int cell) const {
+    static_assert(kUnits * kUnit <= 64, "a word has 64 bits");
+    if (cell + kUnits * kUnit <= seq.length && (args.window == 0 || cell >= window_end)) return;
+    uint64_t sees[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int p = row + half * 8 + static_cast<int>(threadIdx.x) % 32 / 4;
+      sees[half] = seen_cells(masks[p], seq.length, cell);
+      if (args.window > 0) sees[half] &= ~first_cells(window_begins[p] - cell);
+    }
+#pragma unroll
+    for (int unit = 0; unit < kUnits; ++unit) {
+      const uint64_t of_unit[2] = {sees[0] >> unit * kUnit, sees[1] >> unit * kUnit};
+      mask_scores(scores[unit][0], of_unit);
+    }
+  }
+};
+
+// Copies the queries of packed rows, as rows of D.
+template <int kThreads, typename T, int kRows, int kDim>
+struct QueryCopy {
+  static constexpr int kChunks = kDim / 8, kCopies = kRows * kChunks / kThreads;
+  static_assert(kRows * kChunks % kThreads == 0, "every thread copies as many chunks");
+  int from[kCopies];
+
+  __device__ __forceinline__ void look_up(const PackedRows<kRows>& packed) {
+#pragma unroll
+    for (int i = 0; i < kCopies; ++i) {
+      from[i] = packed.queries[(static_cast<int>(threadIdx.x) + i * kThreads) / kChunks];
+    }
+  }
+  __device__ __forceinline__ void start(SwizzledTile<T, kRows, kDim>& tile, const T* qkv) const {
+#pragma unroll
+    for (int i = 0; i < kCopies; ++i) {
+      const int at = static_cast<int>(threadIdx.x) + i * kThreads, c = at % kChunks;
+      ptx::cp_async16(tile.address(at / kChunks, c), qkv + max(from[i], 0) + c * 8, from[i] >= 0);
+    }
+  }
+  // Now, for who may not wait for the copies that run already.
+  __device__ __forceinline__ void copy(SwizzledTile<T, kRows, kDim>& tile, const T* qkv) const {
+    Vec<T, 8> chunks[kCopies] = {};
+#pragma unroll
+    for (int i = 0; i < kCopies; ++i) {
+      const int at = static_cast<int>(threadIdx.x) + i * kThreads;
+      if (from[i] >= 0) chunks[i] = load<T, 8>(qkv + from[i] + at % kChunks * 8);
+    }
+#pragma unroll
+    for (int i = 0; i < kCopies; ++i) {
+      const int at = static_cast<int>(threadIdx.x) + i * kThreads;
+      store(tile.chunk(at / kChunks, at % kChunks), chunks[i]);
+    }
+  }
+};
+
+// ---- the arithmetic, of 16 packed rows
+
+struct UnitState {
+  float max[2];
+  float sum[2];
+};
+
+// Turns the scores of a unit into probabilities.
+__device__ __forceinline__ UnitState softmax_of_unit(float (&scores)[kUnitTiles][4],
+                                                     float scale_log2) {
+  UnitState unit;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    unit.max[half] = max_of_row(scores, half, kMinusInfinity);
+    unit.sum[half] = quad_sum(to_probabilities(scores, half, unit.max[half], scale_log2));
+  }
+  return unit;
+}
+
+// The probabilities of a unit as operands A.
+template <typename T>
+__device__ __forceinline__ void pack_unit(uint32_t (&a)[kUnitTiles / 2][4],
+                                          const float (&p)[kUnitTiles][4]) {
+#pragma unroll
+  for (int k16 = 0; k16 < kUnitTiles / 2; ++k16) pack_fragment_a<T>(a[k16], p, k16);
+}
+
+// The probabilities of a unit times its values: use(n16, acc) takes 16 dimensions at a time.
+template <typename T, int kDim, typename LoadValues, typename Use>
+__device__ __forceinline__ void multiply_unit_values(const float (&p)[kUnitTiles][4],
+                                                     LoadValues load_values, Use use) {
+  uint32_t a[kUnitTiles / 2][4];
+  pack_unit<T>(a, p);
+#pragma unroll
+  for (int n16 = 0; n16 < kDim / 16; ++n16) {
+    float acc[2][4] = {};
+#pragma unroll
+    for (int k16 = 0; k16 < kUnitTiles / 2; ++k16) {
+      uint32_t v[4];
+      load_values(v, k16, n16);
+      ptx::mma_16x8x16<T>(acc[0], a[k16], v[0], v[1]);
+      ptx::mma_16x8x16<T>(acc[1], a[k16], v[2], v[3]);
+    }
+    use(n16, acc);
+  }
+}
+
+// Adds a unit to the state of a split, all but its acc: that of the split has to be multiplied by
+// `factor`, and the unit's by `weight`.
+template <int kColumns>
+__device__ __forceinline__ void weigh_unit(RowTile<kColumns>& split, const UnitState& unit,
+                                           float scale_log2, float (&factor)[2],
+                                           float (&weight)[2]) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const float max = fmaxf(split.max[half], unit.max[half]);
+    factor[half] = weight_of(split.max[half], max, scale_log2);
+    weight[half] = weight_of(unit.max[half], max, scale_log2);
+    split.max[half] = max;
+    split.sum[half] =
+        __fmaf_rn(unit.sum[half], weight[half], __fmul_rn(split.sum[half], factor[half]));
+  }
+}
+// Whether any lane has to multiply by it: by 1 changes no bit, so skipping that does not either.
+__device__ __forceinline__ bool is_not_one(const float (&factor)[2]) {
+  return __any_sync(0xffffffffu, factor[0] != 1.0f || factor[1] != 1.0f);
+}
+// weigh_unit, and the split's acc multiplied.
+template <int kColumns>
+__device__ __forceinline__ void begin_unit(RowTile<kColumns>& split, const UnitState& unit,
+                                           float scale_log2, float (&weight)[2]) {
+  float factor[2];
+  weigh_unit(split, unit, scale_log2, factor, weight);
+  if (is_not_one(factor)) split.multiply(factor);
+}
+__device__ __forceinline__ void add_weighted(float (&to)[4], const float (&acc)[4],
+                                             const float (&weight)[2]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) to[i] = __fmaf_rn(acc[i], weight[i / 2], to[i]);
+}
+
+// Writes dimensions [column, column + kColumns) of the 16 rows `row` on at the end of a split: to
+// `out` where the row has no other split, and so needs no second kernel.
+template <int kDim, typename T, int kRows, int kColumns>
+__device__ __forceinline__ void write_split(const AttentionArgs<T>& args,
+                                            const PackedRows<kRows>& packed,
+                                            const RowTile<kColumns>& state, int row, int column,
+                                            int split, int max_splits) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int p = row + half * 8 + lane / 4, count = packed.counts[p];
+    if (split >= count) continue;  // it sees no cell from here on
+    const int64_t t = packed.outs[p];
+    const int first = column + lane % 4 * 2;
+    if (count == 1) {
+      const float inverse = inverse_of(state.sum[half]);
+      T* to = args.out + t * kDim + first;
+#pragma unroll
+      for (int n = 0; n < kColumns / 8; ++n) {
+        *reinterpret_cast<uint32_t*>(to + n * 8) =
+            pack2<T>(normalised(state.acc[n][2 * half], inverse),
+                     normalised(state.acc[n][2 * half + 1], inverse));
+      }
+    } else {
+      const Partials all(args.scratch, max_splits, args.rows.num_rows * args.num_heads, kDim);
+      const int64_t index = split * all.num_rows + t;
+      float* to = all.acc + index * kDim + first;
+#pragma unroll
+      for (int n = 0; n < kColumns / 8; ++n) {
+        *reinterpret_cast<float2*>(to + n * 8) =
+            make_float2(state.acc[n][2 * half], state.acc[n][2 * half + 1]);
+      }
+      if (column == 0 && lane % 4 == 0) {
+        all.ml[index] = make_float2(state.max[half], state.sum[half]);
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace cpmcu::cuda
