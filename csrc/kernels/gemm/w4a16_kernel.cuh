@@ -26,7 +26,7 @@
 #include "core/launch.h"
 #include "core/ptx.cuh"
 #include "core/vec.cuh"
-#include "kernels/gemm/w4a16.h"
+#include "kernels/gemm/w4a16_block.cuh"
 #include "kernels/gemm/x_rows.cuh"
 #include "kernels/silu.cuh"
 
@@ -34,8 +34,6 @@ namespace cpmcu::cuda {
 namespace {
 
 constexpr int kMaxStages = 12;
-constexpr int kScaleOffset = 16384;
-constexpr int kZeroOffset = kScaleOffset + 2 * kW4BlockRows;
 constexpr int kBlockBytes = 17 * 1024;    // room for a block with zero points; keeps x aligned
 constexpr int kRowBytes = 2 * kW4BlockK;  // of x in a stage
 
@@ -128,10 +126,6 @@ __device__ __forceinline__ uint32_t high_offset(int zero) {
 __device__ __forceinline__ float load_scale(uint32_t shared, bool bf16) {
   const uint16_t bits = ptx::load_shared_half(shared);
   return bf16 ? __uint_as_float(uint32_t{bits} << 16) : __half2float(__ushort_as_half(bits));
-}
-// Of the 16 bytes of a lane: two steps of 16 k, two tiles of 16 rows each.
-__device__ __forceinline__ uint32_t word_of(const uint4& words, int step, int tile) {
-  return step == 0 ? (tile == 0 ? words.x : words.y) : (tile == 0 ? words.z : words.w);
 }
 
 // ---- from sums to y
@@ -248,7 +242,7 @@ struct MmaSync {
     uint4 words[2];
     uint32_t b[2][2][kGroups][2];
     const auto fetch = [&](int pair) {
-      words[pair % 2] = ptx::load_shared16(weights + pair * 512);
+      words[pair % 2] = ptx::load_shared16(weights + pair * kPairBytes);
       auto& to = b[pair % 2];
       if constexpr (kGroups == 1) {
         uint32_t r[4];
@@ -324,7 +318,7 @@ __device__ __forceinline__ void add_block(float (&sums)[2][kGroups][4], uint32_t
 #pragma unroll
   for (int first = 0; first < 2; first += Mma::kTiles) {
     float part[Mma::kTiles][kGroups][4];
-    Mma::template multiply<T, kGroups>(part, first, block + warp * 2048 + lane * 16, rows,
+    Mma::template multiply<T, kGroups>(part, first, block + warp * kSlabBytes + lane * 16, rows,
                                        lane_rows, low, high);
     if (first + Mma::kTiles == 2) release();
 #pragma unroll

@@ -9,15 +9,12 @@
 #include "core/launch.h"
 #include "core/ptx.cuh"
 #include "core/vec.cuh"
-#include "kernels/gemm/w4a16.h"
+#include "kernels/gemm/w4a16_block.cuh"
 
 namespace cpmcu::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kWordBytes = 16384;  // of a block, before its scales
-constexpr int kScaleBytes = 2 * kW4BlockRows;
-constexpr int kWarpRows = 32;
 
 struct PackArgs {
   char* blocks;
@@ -87,7 +84,7 @@ struct Place {
 };
 __device__ __forceinline__ Place place_of(int word, int nibble) {
   const int lane = word / 4 % 32, step = word / 128 % 4 * 2 + word / 2 % 2;
-  const int row = word / 512 * kWarpRows + word % 2 * 16 + nibble % 2 * 8 + lane / 4;
+  const int row = word / 512 * kSlabRows + word % 2 * 16 + nibble % 2 * 8 + lane / 4;
   return {row, 16 * step + nibble / 2 % 2 * 8 + lane % 4 * 2 + nibble / 4};
 }
 
@@ -107,7 +104,7 @@ __global__ void __launch_bounds__(kThreads) w4_pack_kernel(const __grid_constant
   uint32_t* words = reinterpret_cast<uint32_t*>(block);
   // A word holds rows of two parts where a part does not begin at a multiple of 16: keep the
   // others.
-  for (int word = threadIdx.x; word < kWordBytes / 4; word += kThreads) {
+  for (int word = threadIdx.x; word < kScaleOffset / 4; word += kThreads) {
     uint32_t bits = 0, mask = 0;
     for (int i = 0; i < 8; ++i) {
       const Place at = place_of(word, i);
@@ -122,10 +119,10 @@ __global__ void __launch_bounds__(kThreads) w4_pack_kernel(const __grid_constant
   if (row < p.first_row || row >= p.end_row) return;
   const bool inside = n < p.n && k0 < p.k;
   const int group = p.groups == 1 ? 0 : blockIdx.x;
-  reinterpret_cast<uint16_t*>(block + kWordBytes)[threadIdx.x] = inside ? scale_of(p, n, group) : 0;
+  reinterpret_cast<uint16_t*>(block + kScaleOffset)[threadIdx.x] =
+      inside ? scale_of(p, n, group) : 0;
   if (p.zeros != nullptr) {
-    block[kWordBytes + kScaleBytes + threadIdx.x] =
-        static_cast<char>(inside ? zero_of(p, n, group) : 8);
+    block[kZeroOffset + threadIdx.x] = static_cast<char>(inside ? zero_of(p, n, group) : 8);
   }
 }
 
@@ -176,7 +173,7 @@ __global__ void __launch_bounds__(kThreads)
     }
     if (lane < p.digits) {
       const float of_digit = lane < p.digits - 1 ? 16 * scale : scale;
-      uint16_t* scales = reinterpret_cast<uint16_t*>(block_of(lane) + kWordBytes);
+      uint16_t* scales = reinterpret_cast<uint16_t*>(block_of(lane) + kScaleOffset);
       const __half half = from_float<__half>(of_digit);
       const __nv_bfloat16 bf16 = from_float<__nv_bfloat16>(of_digit);
       scales[first + i] = p.bf16_scales ? *reinterpret_cast<const uint16_t*>(&bf16)
@@ -185,7 +182,7 @@ __global__ void __launch_bounds__(kThreads)
   }
   __syncthreads();
   // The 256 words of these rows are every other one of their warp's 512.
-  const int tile = first / 16 % 2, word = first / kWarpRows * 512 + threadIdx.x * 2 + tile;
+  const int tile = first / 16 % 2, word = first / kSlabRows * 512 + threadIdx.x * 2 + tile;
   for (int digit = 0; digit < p.digits; ++digit) {
     uint32_t bits = 0;
     for (int i = 0; i < 8; ++i) {
@@ -230,9 +227,9 @@ __global__ void __launch_bounds__(kThreads)
     w4_dequantize_kernel(const __grid_constant__ DequantizeArgs p) {
   ptx::pdl_launch();
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
-  constexpr int kSlabs = kW4BlockRows / kWarpRows;  // of 32 rows, in a packed block
-  const int slab = p.first_row / kWarpRows + static_cast<int>(blockIdx.y) * kSlabs + warp;
-  if (slab * kWarpRows >= p.first_row + p.rows) {
+  static_assert(kThreads == 32 * kSlabs, "a warp for each slab");
+  const int slab = p.first_row / kSlabRows + static_cast<int>(blockIdx.y) * kSlabs + warp;
+  if (slab * kSlabRows >= p.first_row + p.rows) {
     ptx::pdl_wait();
     return;
   }
@@ -241,24 +238,24 @@ __global__ void __launch_bounds__(kThreads)
     return p.blocks + (int64_t{slab / kSlabs} * p.k_blocks + k_block) * p.block_bytes;
   };
   const char* block = block_of(p.digits - 1);
-  const int at = slab % kSlabs * 2048 + lane * 16;
+  const int at = slab % kSlabs * kSlabBytes + lane * 16;
   uint4 words[4], high_words[4];  // of two steps of 16 k
 #pragma unroll
   for (int pair = 0; pair < 4; ++pair) {
-    words[pair] = *reinterpret_cast<const uint4*>(block + at + pair * 512);
+    words[pair] = *reinterpret_cast<const uint4*>(block + at + pair * kPairBytes);
     if constexpr (kTwoDigits) {
-      high_words[pair] = *reinterpret_cast<const uint4*>(block_of(0) + at + pair * 512);
+      high_words[pair] = *reinterpret_cast<const uint4*>(block_of(0) + at + pair * kPairBytes);
     }
   }
   float scales[4];  // of rows g, g + 8, ...
   int zeros[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const int row = slab % kSlabs * kWarpRows + i * 8 + g;
-    const uint16_t* stored = reinterpret_cast<const uint16_t*>(block + kWordBytes) + row;
+    const int row = slab % kSlabs * kSlabRows + i * 8 + g;
+    const uint16_t* stored = reinterpret_cast<const uint16_t*>(block + kScaleOffset) + row;
     scales[i] = p.bf16_scales ? to_float(*reinterpret_cast<const __nv_bfloat16*>(stored))
                               : to_float(*reinterpret_cast<const __half*>(stored));
-    zeros[i] = p.zero_points ? static_cast<uint8_t>(block[kWordBytes + kScaleBytes + row]) : 8;
+    zeros[i] = p.zero_points ? static_cast<uint8_t>(block[kZeroOffset + row]) : 8;
   }
   ptx::pdl_wait();  // `out` may still be read
 #pragma unroll
@@ -270,15 +267,14 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
       for (int c = 0; c < 4; ++c) {  // w4_nibble: step c / 2 of the pair, half c % 2 of its k
         const int shift = 4 * (i % 2 + 2 * (c % 2));
-        const auto word_of = [&](const uint4& v) {
-          return c / 2 == 0 ? (i / 2 == 0 ? v.x : v.y) : (i / 2 == 0 ? v.z : v.w);
-        };
         float value[2];
 #pragma unroll
         for (int odd = 0; odd < 2; ++odd) {
-          int digits = static_cast<int>(word_of(words[pair]) >> (shift + 16 * odd) & 15) - zeros[i];
+          int digits =
+              static_cast<int>(word_of(words[pair], c / 2, i / 2) >> (shift + 16 * odd) & 15) -
+              zeros[i];
           if constexpr (kTwoDigits) {
-            const uint32_t high = word_of(high_words[pair]);
+            const uint32_t high = word_of(high_words[pair], c / 2, i / 2);
             digits += 16 * (static_cast<int>(high >> (shift + 16 * odd) & 15) - 8);
           }
           value[odd] = static_cast<float>(digits) * scales[i];
@@ -286,7 +282,7 @@ __global__ void __launch_bounds__(kThreads)
         chunks[c] = pack2<T>(value[0], value[1]);
       }
       transpose_quad(chunks);
-      const int row = slab * kWarpRows + i * 8 + g - p.first_row;
+      const int row = slab * kSlabRows + i * 8 + g - p.first_row;
       if (row < 0 || row >= p.rows || k >= p.k) continue;
       *reinterpret_cast<uint4*>(static_cast<T*>(p.out) + int64_t{row} * p.k + k) =
           make_uint4(chunks[0], chunks[1], chunks[2], chunks[3]);
@@ -365,9 +361,8 @@ void w4_dequantize(const Context& ctx, const W4DequantizeParams& params) {
                             .block_bytes = w.block_bytes(),
                             .zero_points = w.zero_points,
                             .bf16_scales = w.scale_dtype == DType::kBF16};
-  constexpr int kSlabs = kW4BlockRows / kWarpRows;
   const int64_t slabs =
-      (params.first_row + rows + kWarpRows - 1) / kWarpRows - params.first_row / kWarpRows;
+      (params.first_row + rows + kSlabRows - 1) / kSlabRows - params.first_row / kSlabRows;
   const dim3 grid(static_cast<unsigned>(w.k_blocks() / w.digits),
                   static_cast<unsigned>((slabs + kSlabs - 1) / kSlabs));
   dispatch_half(params.out.dtype(), [&](auto t) {

@@ -32,7 +32,8 @@ struct WgmmaOf {
     const uint64_t descriptor = ptx::wgmma_descriptor_swizzle128(__shfl_sync(0xffffffffu, rows, 0));
     uint4 words[4];
 #pragma unroll
-    for (int pair = 0; pair < 4; ++pair) words[pair] = ptx::load_shared16(weights + pair * 512);
+    for (int pair = 0; pair < 4; ++pair)
+      words[pair] = ptx::load_shared16(weights + pair * kPairBytes);
     // The fragments of one pair of steps are unpacked while those of the pair before are
     // multiplied.
     uint32_t a[2][2][kTiles][4];
