@@ -36,7 +36,7 @@
 
 #include "core/trace.cuh"
 #include "kernels/gemm/chain/combine.cuh"
-#include "kernels/gemm/chain/finish.cuh"
+#include "kernels/gemm/chain/items.cuh"
 #include "kernels/gemm/chain/products.cuh"
 #include "kernels/gemm/tensor_map.cuh"
 
@@ -148,56 +148,9 @@ __global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<Product::kGroups
 #pragma unroll 1
     for (int tile = share.tile; tile < link.tiles; tile += gridDim.x) {
       const int n0 = tile * kW4BlockRows;
-      // An item is two times 16 stored rows and 8 rows of x, done by a warp: a lane has rows row,
-      // row + 1 and stored rows n, n + 8 of both. The norm's or rotary's weights, rotary's angles
-      // and their y are asked for long before they are needed.
-      T old[2][2][2], weight[2][2];
-      [[maybe_unused]] Turn turns[2];
-      // Of the 16s of a tile, the first of an item's two.
-      const auto first_sixteen = [&](int item) {
-        const int slab = first_slab + item / kGroups;
-        return 2 * slab - (slab & (link.apart - 1));
-      };
-      const auto load_weights = [&](int item) {
-        const T* weights = static_cast<const T*>(rotated ? args.rotary.bias : link.norm_weight);
-        if (weights == nullptr) return;
-        const int n = n0 + first_sixteen(item) * 16 + g;
-#pragma unroll
-        for (int t = 0; t < 2; ++t) {
-#pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            const int at = n + t * link.apart * 16 + half * 8;
-            if (at < link.n) weight[t][half] = weights[at];
-          }
-        }
-      };
-      const auto load_old = [&](int item) {
-        if (link.beta == 0) return;
-        const int row = item % kGroups * 8 + q2, n = n0 + first_sixteen(item) * 16 + g;
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          if (row + j >= args.m) continue;
-          const T* from = y + int64_t{row + j} * link.n + n;
-#pragma unroll
-          for (int t = 0; t < 2; ++t) {
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-              if (n + t * 16 + half * 8 < link.n) old[t][half][j] = from[t * 16 + half * 8];
-            }
-          }
-        }
-      };
-
-      if (rotated && warp < num_items) {
-        const int n = n0 + first_sixteen(warp) * 16 + g, dims = link.apart * 32;
-        const bool is_value = n / dims >= args.rotary.num_heads + args.rotary.num_kv_heads;
-        const int row = warp % kGroups * 8 + q2;
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          if (row + j < args.m) turns[j].load(args.rotary, row + j, n % dims, is_value);
-        }
-      }
-      if (kGroups < 8 && !alone && warp < num_items) load_weights(warp);
+      Items<T, kGroups> items{args, link, y, n0, first_slab, rotated, g, q2};
+      if (rotated && warp < num_items) items.load_turns(warp);
+      if (kGroups < 8 && !alone && warp < num_items) items.load_weights(warp);
       ptx::mbarrier_wait(ring.rows_in(stage), stage.parity);  // so the links before have arrived
       if (threadIdx.x == 0 && tile == share.tile) {
         ptx::mbarrier_arrive(ring.x_in(i));
@@ -214,7 +167,7 @@ __global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<Product::kGroups
           const ExactSum& sum = args.state->squares[turn][i - 1][threadIdx.x];
           squares_of_x = {__ldcg(&sum.high), __ldcg(&sum.low)};
         }
-        if (!alone && warp < num_items) load_old(warp);
+        if (!alone && warp < num_items) items.load_old(warp);
       };
       if constexpr (kGroups < 8) prefetch();  // else there are too few registers
 
@@ -232,7 +185,7 @@ __global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<Product::kGroups
       trace.stamp(3 * i + 3);
       if constexpr (kGroups == 8) {
         prefetch();
-        if (!alone && warp < num_items) load_weights(warp);
+        if (!alone && warp < num_items) items.load_weights(warp);
       }
       if (threadIdx.x < 8 * kGroups) {
         float scale = link.alpha;
@@ -275,97 +228,19 @@ __global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<Product::kGroups
       }
 #pragma unroll 1
       for (int item = warp; item < num_items; item += kWarps) {
-        if (kGroups > 1 && item != warp) load_weights(item), load_old(item);
-        const int row = item % kGroups * 8 + q2, sixteen = first_sixteen(item);
-        const int n = n0 + sixteen * 16 + g;
-        const auto piece_of = [&](int t) {
-          const int at = sixteen + t * link.apart;
-          return pieces + ((at / 2 * kGroups + item % kGroups) * 2 + at % 2) * 512;
-        };
-        char* const from[2] = {piece_of(0), piece_of(1)};
+        if (kGroups > 1 && item != warp) items.load_weights(item), items.load_old(item);
+        const auto place = items.place_of(item);
         float sum[2][4] = {};
-        if (row < args.m) {
-          uint4 v[8][2];
-          const auto each = [&](auto f) {
-#pragma unroll
-            for (int s = 0; s < 8; ++s) {
-#pragma unroll
-              for (int t = 0; t < 2; ++t) {
-                if (s < link.slices) f(v[s][t], t, from[t] + s * kPieces * 16);
-              }
-            }
-          };
-          bool missing;
-          do {
-            missing = false;
-            each([&](uint4& piece, int, const char* at) { piece = ptx::load_relaxed16(at); });
-            if constexpr (!kCounts) {
-              each([&](const uint4& piece, int, char*) {
-                missing |= piece.x == kNotYet || piece.y == kNotYet || piece.z == kNotYet ||
-                           piece.w == kNotYet;
-              });
-            }
-          } while (missing);
-          each([&](const uint4& piece, int t, char* at) {
-            sum[t][0] += __uint_as_float(piece.x), sum[t][1] += __uint_as_float(piece.y);
-            sum[t][2] += __uint_as_float(piece.z), sum[t][3] += __uint_as_float(piece.w);
-            if constexpr (!kCounts) {
-              *reinterpret_cast<uint4*>(at) = make_uint4(kNotYet, kNotYet, kNotYet, kNotYet);
-            }
-          });
-        }
+        items.template add_slices<kCounts>(sum, place, pieces, kPieces);
         __syncwarp();
         if (rotated) {
-          if (n >= link.n) continue;
-#pragma unroll
-          for (int j = 0; j < 2; ++j) {
-            if (row + j >= args.m) continue;
-            store_turned(link, args.rotary, turns[j], weight, sum, j, row_scales[row + j], n,
-                         y + int64_t{row + j} * link.n);
-          }
+          items.store_turned(place, sum, row_scales);
           continue;
         }
-        const int left = link.n - n;
         float squares[2] = {};
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          if (row + j >= args.m) continue;
-          const float scale = row_scales[row + j];
-          if (link.gated) {
-            T* to = y + int64_t{row + j} * (link.n / 2) + n / 16 * 8 + g;
-#pragma unroll
-            for (int t = 0; t < 2; ++t) {
-              if (t * 16 >= left) continue;
-              to[t * 8] = from_float<T>(
-                  silu_product(__fmul_rn(scale, sum[t][j]), __fmul_rn(scale, sum[t][j + 2])));
-            }
-            continue;
-          }
-          const int64_t at = int64_t{row + j} * link.n + n;
-          T* const to = y + at;
-          T* const normed = static_cast<T*>(link.normed) + at;
-#pragma unroll
-          for (int t = 0; t < 2; ++t) {
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-              if (t * 16 + half * 8 >= left) continue;
-              const T value = finished(link, scale, sum[t][half * 2 + j], old[t][half][j]);
-              to[t * 16 + half * 8] = value;
-              if (link.normed != nullptr) {
-                normed[t * 16 + half * 8] = bounded<T>(to_float(value) * to_float(weight[t][half]));
-                squares[j] += to_float(value) * to_float(value);
-              }
-            }
-          }
-        }
+        items.store(place, sum, row_scales, squares);
         if (link.normed == nullptr) continue;
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          float v = squares[j];
-#pragma unroll
-          for (int mask = 4; mask < 32; mask *= 2) v += __shfl_xor_sync(0xffffffffu, v, mask);
-          if (g == 0 && row + j < args.m) args.state->squares[turn][i][row + j].add(v);
-        }
+        items.add_squares(place.row, squares, args.state->squares[turn][i]);
       }
       ptx::named_barrier<1, kThreads>();
     }

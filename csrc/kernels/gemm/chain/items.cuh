@@ -1,0 +1,176 @@
+// Sums of slices of K are added up, finished and written by items.
+#pragma once
+
+#include "kernels/gemm/chain/finish.cuh"
+
+namespace cpmcu::cuda::chain {
+
+// The items of a tile: two times 16 stored rows and 8 rows of x each, done by a warp. A lane has
+// rows row, row + 1 and stored rows n, n + 8 of both. Of one item what is needed beside its sums is
+// asked for long before: y as it was, the norm's or rotary's weights, rotary's angles.
+template <typename T, int kGroups>
+struct Items {
+  const ChainArgs& args;
+  const Link& link;
+  T* y;
+  int n0;          // the tile's first stored row
+  int first_slab;  // of 32 stored rows, of those that this block adds up
+  bool rotated;
+  int g, q2;  // this lane's first stored row of 8, and row of x
+  T old[2][2][2], weight[2][2];
+  Turn turns[2];
+
+  // Of the 16s of a tile, the first of an item's two.
+  __device__ __forceinline__ int first_sixteen(int item) const {
+    const int slab = first_slab + item / kGroups;
+    return 2 * slab - (slab & (link.apart - 1));
+  }
+  struct Place {
+    int item, sixteen, row, n;
+  };
+  __device__ __forceinline__ Place place_of(int item) const {
+    const int sixteen = first_sixteen(item);
+    return {item, sixteen, item % kGroups * 8 + q2, n0 + sixteen * 16 + g};
+  }
+
+  __device__ __forceinline__ void load_weights(int item) {
+    const T* weights = static_cast<const T*>(rotated ? args.rotary.bias : link.norm_weight);
+    if (weights == nullptr) return;
+    const int n = place_of(item).n;
+#pragma unroll
+    for (int t = 0; t < 2; ++t) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int at = n + t * link.apart * 16 + half * 8;
+        if (at < link.n) weight[t][half] = weights[at];
+      }
+    }
+  }
+  __device__ __forceinline__ void load_old(int item) {
+    if (link.beta == 0) return;
+    const auto [_, sixteen, row, n] = place_of(item);
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      if (row + j >= args.m) continue;
+      const T* from = y + int64_t{row + j} * link.n + n;
+#pragma unroll
+      for (int t = 0; t < 2; ++t) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          if (n + t * 16 + half * 8 < link.n) old[t][half][j] = from[t * 16 + half * 8];
+        }
+      }
+    }
+  }
+  __device__ __forceinline__ void load_turns(int item) {
+    const auto [_, sixteen, row, n] = place_of(item);
+    const int dims = link.apart * 32;
+    const bool is_value = n / dims >= args.rotary.num_heads + args.rotary.num_kv_heads;
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      if (row + j < args.m) turns[j].load(args.rotary, row + j, n % dims, is_value);
+    }
+  }
+
+  // The sums of an item's slices, in order. `pieces`: of the first slice, of which each has
+  // num_pieces of 16 bytes. Where they are not counted, waits for each, and puts kNotYet back.
+  template <bool kCounted>
+  __device__ __forceinline__ void add_slices(float (&sum)[2][4], const Place& at, char* pieces,
+                                             int num_pieces) const {
+    if (at.row >= args.m) return;
+    const auto piece_of = [&](int t) {
+      const int sixteen = at.sixteen + t * link.apart;
+      return pieces + ((sixteen / 2 * kGroups + at.item % kGroups) * 2 + sixteen % 2) * 512;
+    };
+    char* const from[2] = {piece_of(0), piece_of(1)};
+    uint4 v[8][2];
+    const auto each = [&](auto f) {
+#pragma unroll
+      for (int s = 0; s < 8; ++s) {
+#pragma unroll
+        for (int t = 0; t < 2; ++t) {
+          if (s < link.slices) f(v[s][t], t, from[t] + s * num_pieces * 16);
+        }
+      }
+    };
+    bool missing;
+    do {
+      missing = false;
+      each([&](uint4& piece, int, const char* from) { piece = ptx::load_relaxed16(from); });
+      if constexpr (!kCounted) {
+        each([&](const uint4& piece, int, char*) {
+          missing |=
+              piece.x == kNotYet || piece.y == kNotYet || piece.z == kNotYet || piece.w == kNotYet;
+        });
+      }
+    } while (missing);
+    each([&](const uint4& piece, int t, char* from) {
+      sum[t][0] += __uint_as_float(piece.x), sum[t][1] += __uint_as_float(piece.y);
+      sum[t][2] += __uint_as_float(piece.z), sum[t][3] += __uint_as_float(piece.w);
+      if constexpr (!kCounted) {
+        *reinterpret_cast<uint4*>(from) = make_uint4(kNotYet, kNotYet, kNotYet, kNotYet);
+      }
+    });
+  }
+
+  __device__ __forceinline__ void store_turned(const Place& at, const float (&sum)[2][4],
+                                               const float* row_scales) const {
+    const auto [_, sixteen, row, n] = at;
+    if (n >= link.n) return;
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      if (row + j >= args.m) continue;
+      chain::store_turned(link, args.rotary, turns[j], weight, sum, j, row_scales[row + j], n,
+                          y + int64_t{row + j} * link.n);
+    }
+  }
+  // To y; if a norm follows to `normed`, too, with the squares of both rows added up.
+  __device__ __forceinline__ void store(const Place& place, const float (&sum)[2][4],
+                                        const float* row_scales, float (&squares)[2]) const {
+    const auto [_, sixteen, row, n] = place;
+    const int left = link.n - n;
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      if (row + j >= args.m) continue;
+      const float scale = row_scales[row + j];
+      if (link.gated) {
+        T* to = y + int64_t{row + j} * (link.n / 2) + n / 16 * 8 + g;
+#pragma unroll
+        for (int t = 0; t < 2; ++t) {
+          if (t * 16 >= left) continue;
+          to[t * 8] = from_float<T>(
+              silu_product(__fmul_rn(scale, sum[t][j]), __fmul_rn(scale, sum[t][j + 2])));
+        }
+        continue;
+      }
+      const int64_t at = int64_t{row + j} * link.n + n;
+      T* const to = y + at;
+      T* const normed = static_cast<T*>(link.normed) + at;
+#pragma unroll
+      for (int t = 0; t < 2; ++t) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          if (t * 16 + half * 8 >= left) continue;
+          const T value = finished(link, scale, sum[t][half * 2 + j], old[t][half][j]);
+          to[t * 16 + half * 8] = value;
+          if (link.normed != nullptr) {
+            normed[t * 16 + half * 8] = bounded<T>(to_float(value) * to_float(weight[t][half]));
+            squares[j] += to_float(value) * to_float(value);
+          }
+        }
+      }
+    }
+  }
+  __device__ __forceinline__ void add_squares(int row, const float (&squares)[2],
+                                              ExactSum* of_rows) const {
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      float v = squares[j];
+#pragma unroll
+      for (int mask = 4; mask < 32; mask *= 2) v += __shfl_xor_sync(0xffffffffu, v, mask);
+      if (g == 0 && row + j < args.m) of_rows[row + j].add(v);
+    }
+  }
+};
+
+}  // namespace cpmcu::cuda::chain
