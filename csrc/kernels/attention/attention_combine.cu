@@ -9,34 +9,63 @@
 namespace cpmcu::cuda {
 namespace {
 
-// A run of splits, and four of the dimensions of a row of a head.
-struct SplitRun {
-  static constexpr int kSplits = kSplitsOfRun;
-  float part[kSplits][4];
+// kSplitsTogether splits, and four of the dimensions of a row of a head.
+struct SplitParts {
+  float part[kSplitsTogether][4];
 
-  // acc: of the row of the head. Splits that do not exist will add 0.
-  __device__ __forceinline__ void load(const float* acc, int64_t acc_stride, int run,
+  // acc: of the row of the head. Splits that do not exist, or are summed with their run, get
+  // another's part, and will not count.
+  __device__ __forceinline__ void load(const float* acc, int64_t acc_stride, int at,
                                        const RowSplits& splits) {
 #pragma unroll
-    for (int i = 0; i < kSplits; ++i) {
-      const int64_t s = ::min(::max(run * kSplits + i, splits.begin), splits.count - 1);
-      *reinterpret_cast<float4*>(part[i]) = *reinterpret_cast<const float4*>(acc + s * acc_stride);
+    for (int i = 0; i < kSplitsTogether; ++i) {
+      const int s = ::min(::max(at * kSplitsTogether + i, splits.begin), splits.count - 1);
+      *reinterpret_cast<float4*>(part[i]) =
+          *reinterpret_cast<const float4*>(acc + splits.partial(s) * acc_stride);
     }
   }
-  // sum += part times weight, split by split; `states` are its splits'.
-  __device__ __forceinline__ void add_to(float (&sum)[4], const float2* states, float max_of_row,
-                                         float scale_log2) const {
+  // Part times weight, split by split, and then the runs; `states` are their splits'.
+  __device__ __forceinline__ void add_up(float (&sum)[4], const float2* states,
+                                         float reference) const {
 #pragma unroll
-    for (int i = 0; i < kSplits; ++i) {
-      const float weight = weight_of(states[i].x, max_of_row, scale_log2);
+    for (int run = 0; run < kRunsTogether; ++run) {
+      float run_sum[4] = {};
 #pragma unroll
-      for (int j = 0; j < 4; ++j) sum[j] = __fmaf_rn(part[i][j], weight, sum[j]);
+      for (int i = run * kSplitsOfRun; i < (run + 1) * kSplitsOfRun; ++i) {
+        const float weight = weight_of(states[i].x, reference);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) run_sum[j] = __fmaf_rn(part[i][j], weight, run_sum[j]);
+      }
+#pragma unroll
+      for (int j = 0; j < 4; ++j) sum[j] = run == 0 ? run_sum[j] : __fadd_rn(sum[j], run_sum[j]);
     }
   }
 };
 
+// By a warp: reference and sum of a row of a head. states: of the splits of num_runs runs, with
+// nothing for those that do not exist.
+__device__ __forceinline__ float2 reference_and_sum(const float2* states, int num_runs) {
+  const int lane = threadIdx.x % 32;
+  float reference = kMinusInfinity;
+  for (int s = lane; s < num_runs * kSplitsOfRun; s += 32) {
+    reference = fmaxf(reference, states[s].x);
+  }
+  reference = warp_reduce(reference, Max{});
+  float sum = 0;
+  for (int first = 0; first < num_runs; first += 32) {
+    const int run = first + lane;
+    float run_sum = 0;
+#pragma unroll
+    for (int s = run * kSplitsOfRun; s < (run + 1) * kSplitsOfRun && run < num_runs; ++s) {
+      run_sum = __fmaf_rn(states[s].y, weight_of(states[s].x, reference), run_sum);
+    }
+    sum = add_runs(sum, run_sum, true);
+  }
+  return make_float2(reference, sum_of_runs(sum, true));
+}
+
 // Block: one row of one query head, and of its dimensions 1 / kParts. A thread owns four dimensions
-// and every kGroups-th SplitRun; the runs' sums are added in order. Splits that do not exist would
+// and every kGroups-th SplitParts; their sums are added in order. Splits that do not exist would
 // add 0, so their number does not matter, nor does kParts.
 template <typename T, int kDim_, int kParts_, int kThreads_>
 struct CombineConfig {
@@ -46,7 +75,7 @@ struct CombineConfig {
   static constexpr int kColumns = kDim / 4 / kParts;
   static constexpr int kThreads = kThreads_;
   static constexpr int kGroups = kThreads / kColumns;
-  static constexpr int kRuns = 32;  // of which the sums find room
+  static constexpr int kSums = 32;  // of which the sums find room
 };
 
 template <typename Config>
@@ -55,9 +84,8 @@ __global__ void __launch_bounds__(Config::kThreads)
                              int max_splits) {
   using T = typename Config::Element;
   constexpr int kDim = Config::kDim;
-  using Run = SplitRun;
-  __shared__ float4 run_sums[Config::kRuns][Config::kColumns];
-  extern __shared__ float2 states[];  // maximum and sum of all splits of the row
+  __shared__ float4 sums[Config::kSums][Config::kColumns];
+  extern __shared__ float2 states[];  // reference and sum of all splits of the row
 
   ptx::pdl_launch();  // before the wait: the next kernel waits for this one in any case
   const RowSplits splits(args, blockIdx.y);
@@ -68,45 +96,47 @@ __global__ void __launch_bounds__(Config::kThreads)
       (static_cast<int>(blockIdx.x) % Config::kParts * Config::kColumns + thread_column) * 4;
   const Partials partials(args.scratch, max_splits, args.rows.num_rows * args.num_heads, kDim);
   const float* acc = partials.acc + row * kDim + column;
-  const float2* ml = partials.ml + row;
+  const float2* row_states = partials.states + row;
   ptx::pdl_wait();
   if (splits.count == 1) return;  // written already
 
-  const int num_runs = (splits.count + Run::kSplits - 1) / Run::kSplits;
-  int run = static_cast<int>(threadIdx.x) / Config::kColumns;
-  const bool adds_runs = run == 0;
-  Run parts;
-  auto load_run = [&]() {
-    if (run >= num_runs) return;
-    parts.load(acc, partials.num_rows * kDim, run, splits);
+  const int num_sums = (splits.count + kSplitsTogether - 1) / kSplitsTogether;
+  const int num_states = num_sums * kSplitsTogether;
+  int at = static_cast<int>(threadIdx.x) / Config::kColumns;
+  const bool adds_up = at == 0;
+  SplitParts parts;
+  auto load_parts = [&]() {
+    if (at >= num_sums) return;
+    parts.load(acc, partials.num_rows * kDim, at, splits);
   };
-  load_run();
+  load_parts();
   // By all warps, while that is on its way: each split's once.
-  for (int s = static_cast<int>(threadIdx.x); s < num_runs * Run::kSplits; s += Config::kThreads) {
-    states[s] = splits.has(s) ? ml[s * partials.num_rows] : make_float2(kMinusInfinity, 0);
+  for (int s = static_cast<int>(threadIdx.x); s < num_states; s += Config::kThreads) {
+    const bool is_there = splits.has(s) && splits.partial(s) == s;
+    states[s] = is_there ? row_states[s * partials.num_rows] : make_float2(kMinusInfinity, 0);
   }
   __syncthreads();
-  const auto [max, sum] = max_and_sum<4>(states, 1, splits, args.scale_log2);
+  const auto [reference, sum] = reference_and_sum(states, num_sums * kRunsTogether);
 
   float total[4] = {};
-  for (int first_run = 0; first_run < num_runs; first_run += Config::kRuns) {
-    const int end_run = min(first_run + Config::kRuns, num_runs);
-    for (; run < end_run; run += Config::kGroups, load_run()) {
-      float run_sum[4] = {};
-      parts.add_to(run_sum, states + run * Run::kSplits, max, args.scale_log2);
-      run_sums[run - first_run][thread_column] = {run_sum[0], run_sum[1], run_sum[2], run_sum[3]};
+  for (int first_sum = 0; first_sum < num_sums; first_sum += Config::kSums) {
+    const int end_sum = min(first_sum + Config::kSums, num_sums);
+    for (; at < end_sum; at += Config::kGroups, load_parts()) {
+      float part_sum[4];
+      parts.add_up(part_sum, states + at * kSplitsTogether, reference);
+      sums[at - first_sum][thread_column] = {part_sum[0], part_sum[1], part_sum[2], part_sum[3]};
     }
     __syncthreads();
-    for (int i = 0; i < end_run - first_run && adds_runs; ++i) {
-      const float4 run_sum = run_sums[i][thread_column];
-      total[0] = __fadd_rn(total[0], run_sum.x);
-      total[1] = __fadd_rn(total[1], run_sum.y);
-      total[2] = __fadd_rn(total[2], run_sum.z);
-      total[3] = __fadd_rn(total[3], run_sum.w);
+    for (int i = 0; i < end_sum - first_sum && adds_up; ++i) {
+      const float4 part_sum = sums[i][thread_column];
+      total[0] = __fadd_rn(total[0], part_sum.x);
+      total[1] = __fadd_rn(total[1], part_sum.y);
+      total[2] = __fadd_rn(total[2], part_sum.z);
+      total[3] = __fadd_rn(total[3], part_sum.w);
     }
     __syncthreads();
   }
-  if (!adds_runs) return;
+  if (!adds_up) return;
   const float inverse = inverse_of(sum);
   *reinterpret_cast<uint2*>(args.out + row * kDim + column) =
       make_uint2(pack2<T>(normalised(total[0], inverse), normalised(total[1], inverse)),
@@ -121,17 +151,17 @@ void launch_combine(const Context& ctx, const AttentionParams& params) {
   const auto combine = [&](auto config) {
     using Config = decltype(config);
     const auto kernel = attention_combine_kernel<Config>;
-    const int runs = (max_splits + kSplitsOfRun - 1) / kSplitsOfRun;
-    const size_t bytes = runs * kSplitsOfRun * sizeof(float2);
-    allow_shared_bytes(kernel, bytes + Config::kRuns * Config::kColumns * sizeof(float4));
+    const int sums = (max_splits + kSplitsTogether - 1) / kSplitsTogether;
+    const size_t bytes = sums * kSplitsTogether * sizeof(float2);
+    allow_shared_bytes(kernel, bytes + Config::kSums * Config::kColumns * sizeof(float4));
     launch(ctx, kernel, dim3(params.num_heads * Config::kParts, num_rows), Config::kThreads, bytes,
-           make_args<T>(params), max_splits);
+           make_args<T>(params, merges_from(ctx, params)), max_splits);
   };
-  // Few rows have all runs of splits loaded at once.
+  // Few rows have all splits loaded at once.
   using Few = CombineConfig<T, kDim, 4, 128>;
   if (params.num_heads * num_rows >= ctx.sm_count) {
     combine(CombineConfig<T, kDim, 1, 128>{});
-  } else if (max_splits <= Few::kGroups * kSplitsOfRun) {
+  } else if (max_splits <= Few::kGroups * kSplitsTogether) {
     combine(Few{});
   } else {
     combine(CombineConfig<T, kDim, 4, 256>{});

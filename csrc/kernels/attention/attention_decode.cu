@@ -6,7 +6,8 @@
 // Surprising: the grid does not have a block for each split, but about as many blocks as run at a
 // time. Each does a range of splits, one after another: what comes before the first cell and behind
 // the last is paid once a range, and the copies run on over the ends of splits. Where ranges begin
-// changes no bit, so the host may choose.
+// changes no bit, so the host may choose. Where trees have several runs a range, ranges are whole
+// runs.
 #include <algorithm>
 
 #include "core/dispatch.h"
@@ -21,43 +22,69 @@ constexpr int kMaxFewRows = 16;
 // With several sequences no block does more cells of one, or the longest would be waited for.
 constexpr int kMaxRangeCells = 4096;
 
-// So many ranges that about as many blocks come of it as run at a time.
+// How rows and splits are shared out among blocks.
+struct Shares {
+  int num_chunks, num_ranges, max_splits;
+
+  // So many ranges that about as many blocks come of it as run at a time.
+  template <typename Config>
+  static Shares of(const Context& ctx, const AttentionParams& params) {
+    const StepRows& rows = params.rows;
+    const int group = params.num_heads / params.num_kv_heads;
+    const int num_chunks = (rows.max_seq_rows * group + Config::kRows - 1) / Config::kRows;
+    const int per_range = num_chunks * params.num_kv_heads * rows.num_seqs;
+    int num_ranges = Config::kBlocks * ctx.sm_count / per_range;
+    if (rows.num_seqs > 1) num_ranges = std::max(num_ranges, rows.max_kv / kMaxRangeCells);
+    const int max_splits = num_splits(rows.max_kv);
+    return {num_chunks, std::clamp(num_ranges, 1, max_splits), max_splits};
+  }
+  // About a run a range.
+  int merge_from() const {
+    const int splits = num_ranges * kSplitsOfRun;
+    return splits <= max_splits ? splits : kNever;
+  }
+};
+
+bool has_few_rows(const AttentionParams& params) {
+  const int group = params.num_heads / params.num_kv_heads;
+  return !params.by_position && params.rows.max_seq_rows * group <= kMaxFewRows;
+}
+
 template <typename Config, typename Smem, typename Kernel>
-void launch_splits(const Context& ctx, const AttentionParams& params, int max_splits,
-                   Kernel kernel) {
+void launch_splits(const Context& ctx, const AttentionParams& params, Kernel kernel) {
   static_assert(sizeof(Smem) <= 99 * 1024, "sm_86 and sm_89 have 99 KiB for a block");
   allow_shared_bytes(kernel, sizeof(Smem));
-  const StepRows& rows = params.rows;
-  const int group = params.num_heads / params.num_kv_heads;
-  const int num_chunks = (rows.max_seq_rows * group + Config::kRows - 1) / Config::kRows;
-  const int per_range = num_chunks * params.num_kv_heads * rows.num_seqs;
-  int num_ranges = Config::kBlocks * ctx.sm_count / per_range;
-  if (rows.num_seqs > 1) num_ranges = std::max(num_ranges, rows.max_kv / kMaxRangeCells);
-  num_ranges = std::clamp(num_ranges, 1, max_splits);
-  const dim3 grid(num_chunks * params.num_kv_heads, num_ranges, rows.num_seqs);
+  const Shares shares = Shares::of<Config>(ctx, params);
+  const dim3 grid(shares.num_chunks * params.num_kv_heads, shares.num_ranges, params.rows.num_seqs);
   launch(ctx, kernel, grid, Config::kThreads, sizeof(Smem),
-         make_args<typename Config::Element>(params), num_chunks, max_splits);
+         make_args<typename Config::Element>(params, merges_from(ctx, params)), shares.num_chunks,
+         shares.max_splits);
 }
 
 template <typename T, int kDim>
 void launch_all_splits(const Context& ctx, const AttentionParams& params) {
   using Few = FewRowsConfig<T, kDim>;
   using Many = ManyRowsConfig<T, kDim>;
-  const StepRows& rows = params.rows;
-  const int max_splits = num_splits(rows.max_kv);
-  const int max_packed = rows.max_seq_rows * (params.num_heads / params.num_kv_heads);
-  if (params.by_position) {
-    launch_splits<Many, ManyRowsSmem<Many>>(ctx, params, max_splits,
-                                            attention_many_rows_kernel<Many, true>);
-  } else if (max_packed > kMaxFewRows) {
-    launch_splits<Many, ManyRowsSmem<Many>>(ctx, params, max_splits,
-                                            attention_many_rows_kernel<Many, false>);
+  if (has_few_rows(params)) {
+    launch_splits<Few, FewRowsSmem<Few>>(ctx, params, attention_few_rows_kernel<Few>);
+  } else if (params.by_position) {
+    launch_splits<Many, ManyRowsSmem<Many>>(ctx, params, attention_many_rows_kernel<Many, true>);
   } else {
-    launch_splits<Few, FewRowsSmem<Few>>(ctx, params, max_splits, attention_few_rows_kernel<Few>);
+    launch_splits<Many, ManyRowsSmem<Many>>(ctx, params, attention_many_rows_kernel<Many, false>);
   }
 }
 
 }  // namespace
+
+int merges_from(const Context& ctx, const AttentionParams& params) {
+  if (!params.by_position) return kNever;
+  int from = kNever;
+  dispatch_int<64, 128, 256>("attention_decode: head_dim", params.head_dim, [&](auto dim) {
+    using Many = ManyRowsConfig<__half, dim.value>;
+    if constexpr (Many::kMerges) from = Shares::of<Many>(ctx, params).merge_from();
+  });
+  return from;
+}
 
 // Graph-safe: yes. Reads on the device: slots, row ranges, lengths, masks, page table.
 void attention_splits(const Context& ctx, const AttentionParams& params) {

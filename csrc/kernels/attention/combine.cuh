@@ -2,6 +2,8 @@
 // products that reads `out`. The order of additions is laid down in decode.cuh.
 #pragma once
 
+#include <climits>
+
 #include "core/reduce.cuh"
 #include "kernels/attention/tiles.cuh"
 
@@ -13,73 +15,77 @@ constexpr int kMaxCombinedSplits = 32;
 
 // Where the partial results lie in scratch.
 struct Partials {
-  float* acc;  // [splits, T * Hq, D]
-  float2* ml;  // [splits, T * Hq]: maximum and sum
+  float* acc;      // [splits, T * Hq, D]
+  float2* states;  // [splits, T * Hq]: reference and sum
   int64_t num_rows;
 
   __device__ Partials(float* scratch, int num_splits, int num_rows_, int head_dim)
       : acc(scratch),
-        ml(reinterpret_cast<float2*>(scratch + num_splits * (int64_t{num_rows_} * head_dim))),
+        states(reinterpret_cast<float2*>(scratch + num_splits * (int64_t{num_rows_} * head_dim))),
         num_rows(num_rows_) {}
 };
 
+// So many splits in order, from a multiple on, are a run, and are summed first. Then the runs of so
+// many splits are, in order, and then these sums.
+constexpr int kLog2SplitsOfRun = 2, kSplitsOfRun = 1 << kLog2SplitsOfRun;
+constexpr int kSplitsTogether = 8, kRunsTogether = kSplitsTogether / kSplitsOfRun;
+
+// The number of splits of a sequence from which on attention of a tree sums runs itself and
+// leaves them where the run's first split has its place; kNever: it does not.
+constexpr int kNever = INT_MAX;
+int merges_from(const Context& ctx, const AttentionParams& params);
+
 // The splits of a row: [begin, count). Those before are outside of its window and may be missing.
+// Where attention has summed runs, only the first split of each has a partial result: that of split
+// i << shift for all i.
 struct RowSplits {
-  int begin, count;
+  int begin, count, shift;
 
   template <typename T>
   __device__ __forceinline__ RowSplits(const AttentionArgs<T>& args, int row) {
-    int own, end;
-    if (args.by_position || args.rows.num_rows == 1) {  // one load instead of three, one by one
-      own = args.rows.positions[row];
+    const StepRows& rows = args.rows;
+    int own, end, last;
+    if (rows.num_rows == 1 || (args.by_position && rows.num_seqs == 1)) {
+      own = rows.positions[row];  // one load instead of three, one by one
       end = own + 1;
+      last = rows.positions[0] + rows.num_rows;
     } else {
-      const Sequence seq = load_sequence(args.rows, args.rows.row_seqs[row]);
-      own = seq.first_cell + row - seq.row_begin;
-      end = seq.end();
+      const Sequence seq = load_sequence(rows, rows.row_seqs[row]);
+      own = args.by_position ? rows.positions[row] : seq.first_cell + row - seq.row_begin;
+      last = seq.end();
+      end = args.by_position ? own + 1 : last;
     }
-    begin = num_splits(window_begin(own, args.window) + 1) - 1;
+    shift = num_splits(last) >= args.merge_from ? kLog2SplitsOfRun : 0;
+    begin = (num_splits(window_begin(own, args.window) + 1) - 1) >> shift << shift;
     count = num_splits(end);
   }
+  // Which split's partial result this one is in.
+  __device__ __forceinline__ int partial(int split) const { return split >> shift << shift; }
   __device__ __forceinline__ bool has(int split) const { return split >= begin && split < count; }
 };
 
-// So many splits in order, from a multiple on, are summed first; then these sums, in order.
-constexpr int kSplitsOfRun = 8;
-
-// By a warp: maximum and sum over all splits of a row of a head, one split a lane, kStates of which
-// are loaded at a time, and once if that is all.
-template <int kStates>
-__device__ __forceinline__ float2 max_and_sum(const float2* ml, int64_t ml_stride,
-                                              const RowSplits& splits, float scale_log2) {
-  constexpr int kAtOnce = kStates * 32;
+// The sum of probabilities of a row of a head: of a run, then of every eighth run, then of these by
+// pairs. add_runs: a lane adds `part`, of one of 32 splits or, where attention has summed them,
+// runs.
+__device__ __forceinline__ float add_runs(float sum, float part, bool are_summed) {
   const int lane = threadIdx.x % 32;
-  float2 state[kStates];
-  const auto load = [&](int first) {
+  const auto of_lane = [&](int i) { return __shfl_sync(0xffffffffu, part, i); };
+  constexpr int kRuns = 32 / kSplitsOfRun;
+  float run = are_summed ? sum : 0;
 #pragma unroll
-    for (int i = 0; i < kStates; ++i) {
-      const int s = first + i * 32;
-      state[i] = splits.has(s) ? ml[s * ml_stride] : make_float2(kMinusInfinity, 0);
-    }
-  };
-  float max = kMinusInfinity;
-#pragma unroll 1
-  for (int first = lane; first < splits.count; first += kAtOnce) {
-    load(first);
-#pragma unroll
-    for (int i = 0; i < kStates; ++i) max = fmaxf(max, state[i].x);
+  for (int i = 0; i < kSplitsOfRun; ++i) {
+    run = __fadd_rn(
+        run, of_lane(are_summed ? lane % kRuns + i * kRuns : lane - lane % kSplitsOfRun + i));
   }
-  max = warp_reduce(max, Max{});
-  float sum = 0;
-#pragma unroll 1
-  for (int first = lane; first < splits.count; first += kAtOnce) {
-    if (splits.count > kAtOnce) load(first);
+  return are_summed ? run : __fadd_rn(sum, run);
+}
+__device__ __forceinline__ float sum_of_runs(float sum, bool are_summed) {
+  const int apart = are_summed ? 1 : kSplitsOfRun;  // lanes with neighbouring runs
 #pragma unroll
-    for (int i = 0; i < kStates; ++i) {
-      sum = __fmaf_rn(state[i].y, weight_of(state[i].x, max, scale_log2), sum);
-    }
+  for (int i = 1; i < 32 / kSplitsOfRun; i *= 2) {
+    sum = __fadd_rn(sum, __shfl_xor_sync(0xffffffffu, sum, i * apart));
   }
-  return make_float2(max, warp_reduce(sum, Sum{}));
+  return sum;
 }
 
 }  // namespace cpmcu::cuda

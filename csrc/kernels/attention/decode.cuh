@@ -3,13 +3,16 @@
 // The rows * group query rows of a KV head are packed: row p stands for (row p / group, query head
 // p % group). The arithmetic of a row is laid down by the absolute positions of its cells alone:
 //
-//   unit, 32 cells:  m = max score, l = sum 2^(s - m), acc = sum 2^(s - m) v, from nothing
+//   unit, 32 cells:  m = max score rounded up, l = sum 2^(s - m), acc = sum 2^(s - m) v
 //   split, 4+ units: M' = max(M, m), A = A 2^(M - M') + acc 2^(m - M'), L likewise, unit by unit
-//   all splits:      out = sum A[s] 2^(M[s] - M) / sum L[s] 2^(M[s] - M)   (attention_combine.cu)
+//   run, 4 splits:   likewise, split by split
+//   all runs:        out = sum A[r] 2^(M[r] - M) / sum L[r] 2^(M[r] - M)   (attention_combine.cu)
 //
-// (scores s in base 2.) A part that a row does not see leaves its state as it was.
+// (scores s in base 2; each begins from nothing.) A part that a row does not see leaves its state
+// as it was. The references m and M are whole numbers, so all factors are exact (tiles.cuh), and a
+// run may be summed before M is known or after.
 //
-// Scratch: acc [splits, T, Hq, D], then (m, l) [splits, T, Hq, 2].
+// Scratch: acc [splits, T, Hq, D], then (M, L) [splits, T, Hq, 2].
 #pragma once
 
 #include "core/trace.cuh"
@@ -66,16 +69,22 @@ __device__ __forceinline__ int64_t cell_offset(const AttentionArgs<T>& args, int
   return ((page * args.num_kv_heads + kv_head) * kPageSize + cell % kPageSize) * kDim;
 }
 
+template <typename T>
+__device__ __forceinline__ bool merges_runs(const AttentionArgs<T>& args, const Sequence& seq) {
+  return num_splits(seq.end()) >= args.merge_from;
+}
+
 // Ranges run from the last, which may have a tree, to the first.
 __device__ __forceinline__ int range_index() { return gridDim.y - 1 - blockIdx.y; }
 
-// Which splits this block does. Split s belongs to the range in whose share of the cells it begins.
+// Which splits this block does. Split s belongs to the range in whose share of the cells it begins;
+// where runs are merged, those of a run to one range.
 // Empty where cell_begin >= cell_end. look_up(cell) looks up the pages from a cell on; for
 // split_begin(range_index()) it is done: where each split has a range of its own, the page table
 // then need not wait for the sequence's length.
 template <typename T, typename LookUp>
 __device__ __forceinline__ Range range_of_block(const AttentionArgs<T>& args, const Sequence& seq,
-                                                int max_splits, LookUp look_up) {
+                                                int max_splits, bool merges, LookUp look_up) {
   const int num_ranges = gridDim.y, index = range_index();
   Range range{.split = index, .cell_begin = split_begin(index)};
   int split_end = index + 1;
@@ -83,10 +92,11 @@ __device__ __forceinline__ Range range_of_block(const AttentionArgs<T>& args, co
     constexpr int kStep = split_begin(1);
     const int seen = window_begin(seq.first_cell, args.window);
     const unsigned steps = (seq.end() - seen + kStep - 1) / kStep;
+    const int runs_mask = merges ? kSplitsOfRun - 1 : 0;
     auto begin_of = [&](int i) {
-      if (i == 0) return num_splits(seen + 1) - 1;
+      if (i == 0) return (num_splits(seen + 1) - 1) & ~runs_mask;
       const int share = static_cast<int>(i * steps / num_ranges) * kStep;
-      return num_splits(min(seen + share, seq.end()));
+      return (num_splits(min(seen + share, seq.end())) + runs_mask) & ~runs_mask;
     };
     range.split = begin_of(index);
     range.cell_begin = split_begin(range.split);
@@ -98,6 +108,7 @@ __device__ __forceinline__ Range range_of_block(const AttentionArgs<T>& args, co
     const int begin = window_begin(seq.first_cell, args.window) / kPageSize * kPageSize;
     if (range.cell_begin < begin) {
       range.cell_begin = begin;
+      range.split = num_splits(begin + 1) - 1;
       look_up(begin);
     }
   }
@@ -202,7 +213,7 @@ struct QueryCopy {
 // ---- the arithmetic, of 16 packed rows
 
 struct UnitState {
-  float max[2];
+  float reference[2];
   float sum[2];
 };
 
@@ -212,8 +223,8 @@ __device__ __forceinline__ UnitState softmax_of_unit(float (&scores)[kUnitTiles]
   UnitState unit;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    unit.max[half] = max_of_row(scores, half, kMinusInfinity);
-    unit.sum[half] = quad_sum(to_probabilities(scores, half, unit.max[half], scale_log2));
+    unit.reference[half] = reference_of(scores, half, scale_log2);
+    unit.sum[half] = quad_sum(to_probabilities(scores, half, unit.reference[half], scale_log2));
   }
   return unit;
 }
@@ -246,38 +257,60 @@ __device__ __forceinline__ void multiply_unit_values(const float (&p)[kUnitTiles
   }
 }
 
-// Adds a unit to the state of a split, all but its acc: that of the split has to be multiplied by
-// `factor`, and the unit's by `weight`.
-template <int kColumns>
-__device__ __forceinline__ void weigh_unit(RowTile<kColumns>& split, const UnitState& unit,
-                                           float scale_log2, float (&factor)[2],
-                                           float (&weight)[2]) {
+// Adds a unit, a split, to the state of a split, a run, all but its acc: that of the whole has to
+// be multiplied by `factor`, and the part's by `weight`.
+template <typename State, typename Part>
+__device__ __forceinline__ void weigh(State& whole, const Part& part, float (&factor)[2],
+                                      float (&weight)[2]) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const float max = fmaxf(split.max[half], unit.max[half]);
-    factor[half] = weight_of(split.max[half], max, scale_log2);
-    weight[half] = weight_of(unit.max[half], max, scale_log2);
-    split.max[half] = max;
-    split.sum[half] =
-        __fmaf_rn(unit.sum[half], weight[half], __fmul_rn(split.sum[half], factor[half]));
+    const float reference = fmaxf(whole.reference[half], part.reference[half]);
+    factor[half] = weight_of(whole.reference[half], reference);
+    weight[half] = weight_of(part.reference[half], reference);
+    whole.reference[half] = reference;
+    whole.sum[half] =
+        __fmaf_rn(part.sum[half], weight[half], __fmul_rn(whole.sum[half], factor[half]));
   }
 }
 // Whether any lane has to multiply by it: by 1 changes no bit, so skipping that does not either.
 __device__ __forceinline__ bool is_not_one(const float (&factor)[2]) {
   return __any_sync(0xffffffffu, factor[0] != 1.0f || factor[1] != 1.0f);
 }
-// weigh_unit, and the split's acc multiplied.
+// weigh(), and the split's acc multiplied.
 template <int kColumns>
 __device__ __forceinline__ void begin_unit(RowTile<kColumns>& split, const UnitState& unit,
-                                           float scale_log2, float (&weight)[2]) {
+                                           float (&weight)[2]) {
   float factor[2];
-  weigh_unit(split, unit, scale_log2, factor, weight);
+  weigh(split, unit, factor, weight);
   if (is_not_one(factor)) split.multiply(factor);
 }
 __device__ __forceinline__ void add_weighted(float (&to)[4], const float (&acc)[4],
                                              const float (&weight)[2]) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) to[i] = __fmaf_rn(acc[i], weight[i / 2], to[i]);
+}
+
+// Makes of a split's state that of its run; load_acc(n): acc[n] of the splits before.
+template <int kColumns, typename LoadAcc>
+__device__ __forceinline__ void add_to_run(RowTile<kColumns>& state, const UnitState& before,
+                                           LoadAcc load_acc) {
+  UnitState run = before;
+  float factor[2], weight[2];
+  weigh(run, state, factor, weight);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    state.reference[half] = run.reference[half], state.sum[half] = run.sum[half];
+  }
+#pragma unroll
+  for (int n = 0; n < kColumns / 8; ++n) {
+    const float4 acc = load_acc(n);
+    const float of_run[4] = {acc.x, acc.y, acc.z, acc.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      state.acc[n][i] =
+          __fmaf_rn(state.acc[n][i], weight[i / 2], __fmul_rn(of_run[i], factor[i / 2]));
+    }
+  }
 }
 
 // Writes dimensions [column, column + kColumns) of the 16 rows `row` on at the end of a split: to
@@ -313,7 +346,7 @@ __device__ __forceinline__ void write_split(const AttentionArgs<T>& args,
             make_float2(state.acc[n][2 * half], state.acc[n][2 * half + 1]);
       }
       if (column == 0 && lane % 4 == 0) {
-        all.ml[index] = make_float2(state.max[half], state.sum[half]);
+        all.states[index] = make_float2(state.reference[half], state.sum[half]);
       }
     }
   }

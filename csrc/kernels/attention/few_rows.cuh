@@ -42,7 +42,7 @@ struct FewRowsSmem {
   using Queries = SwizzledTile<T, Config::kRows, kDim>;
   static_assert(sizeof(Queries) <= sizeof(Keys), "the queries come through a tile of keys");
   Unit units[Config::kWarps];
-  float2 max_and_sum[Config::kWarps][Config::kRows];  // of the units of a round
+  float2 states[Config::kWarps][Config::kRows];  // references and sums of the units of a round
   PackedRows<Config::kRows> packed;
 };
 
@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   look_up(split_begin(range_index()));
   const Chunk chunk(args, num_chunks, Config::kRows);
   const Sequence& seq = chunk.seq;
-  const Range range = range_of_block(args, seq, max_splits, look_up);
+  const Range range = range_of_block(args, seq, max_splits, false, look_up);
   if (range.cell_begin >= range.cell_end || chunk.first >= chunk.num_packed) {
     ptx::pdl_wait();
     return;
@@ -172,7 +172,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
       if (lane % 4 == 0) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          smem.max_and_sum[warp][half * 8 + lane / 4] = make_float2(sums.max[half], sums.sum[half]);
+          smem.states[warp][half * 8 + lane / 4] =
+              make_float2(sums.reference[half], sums.sum[half]);
         }
       }
     }
@@ -184,11 +185,11 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
       if (!exists(round_cell + u * kUnit)) continue;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const float2 v = smem.max_and_sum[u][half * 8 + lane / 4];
-        sums.max[half] = v.x, sums.sum[half] = v.y;
+        const float2 v = smem.states[u][half * 8 + lane / 4];
+        sums.reference[half] = v.x, sums.sum[half] = v.y;
       }
       float weight[2];
-      begin_unit(state, sums, args.scale_log2, weight);
+      begin_unit(state, sums, weight);
 #pragma unroll
       for (int n = 0; n < Config::kColumns / 8; ++n) {
         const float4 part = smem.units[u].keys[i].acc[warp * (Config::kColumns / 8) + n][lane];

@@ -12,6 +12,10 @@
 // ldmatrix takes an address from each lane, so a row's ancestors are read in the order of their
 // depth as if they lay where plain decoding has them. It is the same code on the same numbers, so
 // the bits are the same.
+//
+// Surprising: where a range has several runs, their states are summed here, in the place of a
+// stage, instead of being written and read again by the combine kernel: of 32 rows of 32 heads a
+// split's are half a megabyte.
 #pragma once
 
 #include "kernels/attention/decode.cuh"
@@ -32,7 +36,8 @@ struct ManyRowsConfig {
   static constexpr int kStages = kDim == 64 ? 4 : 3;
   static constexpr int kBlocks = 2;                             // on one SM
   static constexpr int kTreeTiles = kMaxTreeSize / kCells + 1;  // a tree may begin anywhere in one
-  static_assert(kTreeTiles <= kStages, "a tree is in shared memory as a whole");
+  static constexpr bool kMerges = kDim <= 128;  // runs, in the place of the last stage
+  static_assert(kTreeTiles <= kStages - kMerges, "a tree is in shared memory as a whole");
   static_assert(kPageSize % kCells == 0, "a tile of cells lies in one page");
 };
 
@@ -52,6 +57,13 @@ struct ManyRowsSmem {
   // In the stage that is filled last.
   __device__ __forceinline__ Queries& queries() {
     return reinterpret_cast<Queries&>(stages[Config::kStages - 1]);
+  }
+  // What this thread has of the run before the present split, where runs are merged: eight
+  // dimensions after another. The last stage is then none.
+  using Run = float4[Config::kColumns / 8][Config::kThreads];
+  static_assert(!Config::kMerges || sizeof(Run) <= sizeof(Stage));
+  __device__ __forceinline__ float4& of_run(int n) {
+    return reinterpret_cast<Run&>(stages[Config::kStages - 1])[n][threadIdx.x];
   }
 };
 
@@ -114,7 +126,7 @@ __device__ __forceinline__ void add_tile(RowTile<kDim>& state,
 #pragma unroll
   for (int i = 0; i < kProducts; ++i) {
     const int unit = i / kPanels, panel = i % kPanels;
-    if (panel == 0) weigh_unit(state, sums[unit], scale_log2, factor, weight);
+    if (panel == 0) weigh(state, sums[unit], factor, weight);
     i + 1 < kProducts ? ptx::wgmma_wait<1>() : ptx::wgmma_wait<0>();
     if (is_not_one(factor)) state.template multiply<8>(factor, panel * 8);
 #pragma unroll
@@ -157,7 +169,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   look_up(split_begin(range_index()));
   const Chunk chunk(args, num_chunks, Config::kRows);
   const Sequence& seq = chunk.seq;
-  const Range range = range_of_block(args, seq, max_splits, look_up);
+  const bool merges = Config::kMerges && kByPosition && merges_runs(args, seq);
+  const Range range = range_of_block(args, seq, max_splits, merges, look_up);
   if (range.cell_begin >= range.cell_end || chunk.first >= chunk.num_packed) {
     ptx::pdl_wait();
     return;
@@ -185,8 +198,12 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   const int column = warp % Config::kColumnWarps * Config::kColumns;
   const bool warp_has_rows = chunk.first + warp_row < chunk.num_packed;
 
+  const auto stage_of = [&](int tile) -> typename Smem::Stage& {
+    const int without_last = tile % (Config::kStages - 1);
+    return smem.stages[merges ? without_last : tile % Config::kStages];
+  };
   auto fetch_cells = [&](int tile, int cell, int page) {
-    auto& stage = smem.stages[tile % Config::kStages];
+    auto& stage = stage_of(tile);
     const int64_t offset = cell_offset<kDim>(args, page, chunk.kv_head, cell);
     fetch_tile<Config::kThreads>(stage.keys, args.k_cache + offset, kDim, seq.end() - cell);
     fetch_tile<Config::kThreads>(stage.values, args.v_cache + offset, kDim, seq.end() - cell);
@@ -233,7 +250,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   auto add_unit = [&](float (&scores)[1][kUnitTiles][4], auto load_values) {
     const UnitState unit = softmax_of_unit(scores[0], args.scale_log2);
     float weight[2];
-    begin_unit(state, unit, args.scale_log2, weight);
+    begin_unit(state, unit, weight);
     multiply_unit_values<T, Config::kColumns>(
         scores[0],
         [&](uint32_t (&v)[4], int k16, int n16) { load_values(v, k16, column / 16 + n16); },
@@ -244,7 +261,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   };
 
   auto attend = [&](int tile, int cell) {
-    auto& stage = smem.stages[tile % Config::kStages];
+    auto& stage = stage_of(tile);
     if constexpr (kWgmma) {
       add_tile<T>(state, stage.keys, stage.values, queries, args.scale_log2,
                   [&](auto& scores) { smem.packed.hide(scores, args, seq, warp_row, cell); });
@@ -277,8 +294,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
                      : depth < __popcll(mask) ? seq.length + nth_bit(mask, depth)
                                               : seq.length;  // any: it is masked
     const int tile = num_shared + (from - tree_cell) / kCells;
-    const uint32_t lane_cell =
-        smem.stages[tile % Config::kStages].keys.address((from - tree_cell) % kCells, 0);
+    const uint32_t lane_cell = stage_of(tile).keys.address((from - tree_cell) % kCells, 0);
     uint32_t key[kUnit / 16], value[kUnit / 16];
 #pragma unroll
     for (int i = 0; i < kUnit / 16; ++i) {
@@ -321,38 +337,64 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   };
 
   int split = range.split, split_end = split_begin(split + 1);
+  UnitState run;  // of the splits of the run before this one
+  bool run_has_splits = false;
   // If it has no cells from `cell` on.
   auto end_split = [&](int cell) {
     if (cell < min(split_end, range.cell_end)) return;
-    if (warp_has_rows) {
-      write_split<kDim>(args, smem.packed, state, warp_row, column, split, max_splits);
+    if (merges) {
+      if (run_has_splits) add_to_run(state, run, [&](int n) { return smem.of_run(n); });
+      run_has_splits = (split + 1) % kSplitsOfRun != 0 && cell < range.cell_end;
+      if (run_has_splits) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          run.reference[half] = state.reference[half], run.sum[half] = state.sum[half];
+        }
+#pragma unroll
+        for (int n = 0; n < Config::kColumns / 8; ++n) {
+          const float (&acc)[4] = state.acc[n];
+          smem.of_run(n) = make_float4(acc[0], acc[1], acc[2], acc[3]);
+        }
+      }
+    }
+    if (warp_has_rows && !run_has_splits) {
+      const int place = merges ? split / kSplitsOfRun * kSplitsOfRun : split;
+      write_split<kDim>(args, smem.packed, state, warp_row, column, place, max_splits);
     }
     split_end = split_begin(++split + 1);
     state.clear();
   };
 
-  int cell = range.cell_begin, next_page = pages[Config::kStages - 1], tile = 0;
+  // So many tiles are on their way behind the one that is multiplied. The first stages are full.
+  const int num_ahead = Config::kStages - 1 - merges;
+  int cell = range.cell_begin, tile = 0, next_page = pages[Config::kStages - 1];
   [[maybe_unused]] bool has_tree = false;  // in shared memory
 #pragma unroll 1
   while (true) {
     if (tile < num_shared) {
-      ptx::cp_async_wait<Config::kStages - 2>();
+      if (merges && tile > 0) {
+        ptx::cp_async_wait<std::max(Config::kStages - 3, 0)>();
+      } else {
+        ptx::cp_async_wait<Config::kStages - 2>();
+      }
       if constexpr (kWgmma) ptx::shared_copy_fence();
       __syncthreads();  // this tile is here, and everyone is done with the one before
-      constexpr int kAhead = Config::kStages - 1;
-      if (tile + kAhead < num_tiles) fetch_cells(tile + kAhead, cell + kAhead * kCells, next_page);
-      next_page = page_of(args.rows, slot, cell + (kAhead + 1) * kCells);
+      const int next = tile + num_ahead;
+      if (next >= Config::kStages - 1 && next < num_tiles) {
+        fetch_cells(next, cell + num_ahead * kCells, next_page);
+      }
+      next_page = page_of(args.rows, slot, cell + (num_ahead + 1) * kCells);
       ptx::cp_async_commit();
       if (kWgmma || warp_has_rows) attend(tile, cell);
       ++tile;
       cell += kCells;
     } else if (meets_tree && cell < range.cell_end) {
       if (!has_tree) {
-        if constexpr (Config::kTreeTiles == Config::kStages) {  // its last tile waits for a stage
+        const int last = num_shared + Config::kTreeTiles - 1;  // which may wait for a stage
+        if (Config::kTreeTiles > num_ahead && last >= Config::kStages - 1) {
           __syncthreads();
           const int tree_cell = smem.chunk.seq.length / kCells * kCells;
-          fetch_cells(num_shared + Config::kStages - 1, tree_cell + (Config::kStages - 1) * kCells,
-                      next_page);
+          fetch_cells(last, tree_cell + (Config::kTreeTiles - 1) * kCells, next_page);
           ptx::cp_async_commit();
         }
         ptx::cp_async_wait<0>();

@@ -1,6 +1,11 @@
 // What the attention kernels share: tiles in shared memory, their fragments for mma.m16n8k16, and
 // the online softmax of 16 query rows of a warp.
 //
+// Probabilities are 2^(score - reference), with scores in base 2. A row's reference is its maximum
+// rounded up to a whole number: then the factors that bring sums to another reference are powers of
+// two, and exact. What a sum becomes depends on the order of its terms alone, not on the references
+// on the way (as long as nothing is 2^-100 of the rest, where float32 ends).
+//
 // A warp holds 16 query rows: lane / 4 and lane / 4 + 8 are the two rows ("halves") of a lane, its
 // columns of each 8-wide tile are 2 * (lane % 4) and the next.
 //
@@ -36,6 +41,7 @@ struct AttentionArgs {
   int num_kv_heads;  // Hkv
   int window;
   bool by_position;
+  int merge_from;  // attention_decode only: merges_from() of combine.cuh
   StepRows rows;
 };
 
@@ -97,7 +103,7 @@ inline void check_attention(const AttentionParams& p, const char* op) {
 }
 
 template <typename T>
-AttentionArgs<T> make_args(const AttentionParams& p) {
+AttentionArgs<T> make_args(const AttentionParams& p, int merge_from = 0) {
   constexpr float kLog2E = 1.44269504088896340736f;
   return {.out = p.out.as<T>(),
           .qkv = p.qkv.as<const T>(),
@@ -109,6 +115,7 @@ AttentionArgs<T> make_args(const AttentionParams& p) {
           .num_kv_heads = p.num_kv_heads,
           .window = p.window,
           .by_position = p.by_position,
+          .merge_from = merge_from,
           .rows = p.rows};
 }
 
@@ -205,14 +212,14 @@ __device__ __forceinline__ float quad_sum(float v) {
 
 template <int kDim>
 struct RowTile {
-  float max[2];            // of the scores so far, before scaling; -inf: no cell seen yet
+  float reference[2];      // of the cells so far; -inf: none seen yet
   float sum[2];            // of this lane's probabilities
   float acc[kDim / 8][4];  // of probability * value
 
   __device__ __forceinline__ void clear() {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      max[half] = kMinusInfinity;
+      reference[half] = kMinusInfinity;
       sum[half] = 0;
     }
 #pragma unroll
@@ -240,10 +247,11 @@ struct RowTile {
   }
 };
 
-// 2^((score - max) * scale_log2): the weight of a state with maximum `score` in one with `max`.
-__device__ __forceinline__ float weight_of(float score, float max, float scale_log2) {
-  const float base = max == kMinusInfinity ? 0.0f : max;  // -inf - -inf is not a number
-  return ptx::exp2_approx(__fmul_rn(score - base, scale_log2));
+// 2^(reference - other): the weight of a state with `reference` in one with `other`, no smaller.
+__device__ __forceinline__ float weight_of(float reference, float other) {
+  // Also for -inf, and -inf - -inf: 0. The sum's last bits are those of an exponent.
+  const float exponent = fmaxf(reference - other, -127.0f) + (0x1.8p23f + 127);
+  return __int_as_float(__float_as_int(exponent) << 23);
 }
 
 // acc / sum; a row that saw nothing gives 0. Adding 0 turns -0 into 0, as the sum over splits does.
@@ -310,22 +318,25 @@ __device__ __forceinline__ void mask_scores(float (&scores)[kTiles][4], const ui
   }
 }
 
-// The maximum of a row's scores and of `max`; `half` says which of the lane's two rows.
+// The reference that a row's scores ask for; `half` says which of the lane's two rows.
 template <int kTiles>
-__device__ __forceinline__ float max_of_row(const float (&scores)[kTiles][4], int half, float max) {
+__device__ __forceinline__ float reference_of(const float (&scores)[kTiles][4], int half,
+                                              float scale_log2) {
+  float max = kMinusInfinity;
 #pragma unroll
   for (int n = 0; n < kTiles; ++n) {
     max = fmaxf(max, fmaxf(scores[n][2 * half], scores[n][2 * half + 1]));
   }
   max = fmaxf(max, __shfl_xor_sync(0xffffffffu, max, 1));
-  return fmaxf(max, __shfl_xor_sync(0xffffffffu, max, 2));
+  max = fmaxf(max, __shfl_xor_sync(0xffffffffu, max, 2));
+  return ceilf(__fmul_rn(max, scale_log2));
 }
 
-// Turns a row's scores into probabilities relative to `max`; the sum of this lane's.
+// Turns a row's scores into probabilities relative to `reference`; the sum of this lane's.
 template <int kTiles>
-__device__ __forceinline__ float to_probabilities(float (&scores)[kTiles][4], int half, float max,
-                                                  float scale_log2) {
-  const float offset = max == kMinusInfinity ? 0.0f : __fmul_rn(max, scale_log2);
+__device__ __forceinline__ float to_probabilities(float (&scores)[kTiles][4], int half,
+                                                  float reference, float scale_log2) {
+  const float offset = reference == kMinusInfinity ? 0.0f : reference;
   float sum = 0;
 #pragma unroll
   for (int n = 0; n < kTiles; ++n) {
@@ -338,17 +349,17 @@ __device__ __forceinline__ float to_probabilities(float (&scores)[kTiles][4], in
   return sum;
 }
 
-// Turns scores into probabilities relative to the rows' new maximum and rescales what they hold.
+// Turns scores into probabilities relative to the rows' new reference and rescales what they hold.
 template <int kTiles, int kDim>
 __device__ __forceinline__ void softmax_step(RowTile<kDim>& rows, float (&scores)[kTiles][4],
                                              float scale_log2) {
   float factor[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const float max = max_of_row(scores, half, rows.max[half]);
-    factor[half] = weight_of(rows.max[half], max, scale_log2);
-    rows.max[half] = max;
-    const float sum = to_probabilities(scores, half, max, scale_log2);
+    const float reference = fmaxf(rows.reference[half], reference_of(scores, half, scale_log2));
+    factor[half] = weight_of(rows.reference[half], reference);
+    rows.reference[half] = reference;
+    const float sum = to_probabilities(scores, half, reference, scale_log2);
     rows.sum[half] = __fmaf_rn(rows.sum[half], factor[half], sum);
   }
   // Multiplying by 1 changes no bit, so skipping it does not either.

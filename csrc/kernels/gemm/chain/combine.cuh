@@ -11,58 +11,90 @@ namespace cpmcu::cuda::chain {
 // Of row `row` that attention left to combine (attention/combine.cuh) kWidth columns of each lane,
 // the warp's from `column` on, which are of one head. Little code: it runs once in a launch, so all
 // of it comes from L2. Waits for attention.
-template <int kWidth, typename T>
+template <int kWidth, bool kMaySumRuns, typename T>
 __device__ __forceinline__ void combine_columns(uint32_t (&values)[kWidth / 2],
                                                 const ChainArgs& args,
                                                 const AttentionArgs<T>& attention,
                                                 const RowSplits& splits, int row, int column) {
   using Vector = std::conditional_t<kWidth == 4, float4, float2>;
-  constexpr int kAtOnce = 16;
-  static_assert(kAtOnce % kSplitsOfRun == 0);
-  const int lane = threadIdx.x % 32;
+  constexpr int kAtOnce = 16;  // partial results, of splits or of runs
+  static_assert(kAtOnce % kSplitsTogether == 0);
+  const int lane = threadIdx.x % 32, shift = kMaySumRuns ? splits.shift : 0;
   const Partials partials(attention.scratch, args.max_splits,
                           attention.rows.num_rows * attention.num_heads, args.head_dim);
   const int row_head = row * attention.num_heads + column / args.head_dim;
-  const float2* ml = partials.ml + row_head;
-  const int64_t stride = partials.num_rows * args.head_dim;
-  int first = splits.begin / kAtOnce * kAtOnce;
+  const float2* states = partials.states + row_head;
+  const int64_t stride = partials.num_rows * args.head_dim << shift;
+  int first = splits.begin >> shift & -32;  // partial result
   const float* acc = partials.acc + first * stride + int64_t{row_head} * args.head_dim +
                      column % args.head_dim + lane * kWidth;
-  float2 max_sum{};
-  bool has_max_sum = false;
+  const auto has = [&](int i) { return splits.has(i << shift); };
+  const auto state_of = [&](int i) {
+    return has(i) ? states[(i << shift) * partials.num_rows] : make_float2(kMinusInfinity, 0);
+  };
+  float reference = kMinusInfinity, sum = 0, weight = 0;
   float total[kWidth] = {};
   ptx::pdl_wait();
+  bool is_first = true;
 #pragma unroll 1
-  for (; first < splits.count; first += kAtOnce) {
+  for (; first << shift < splits.count; first += kAtOnce, is_first = false) {
     float part[kAtOnce][kWidth] = {};
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i, acc += stride) {
-      if (!splits.has(first + i)) continue;
+      if (!has(first + i)) continue;
       *reinterpret_cast<Vector*>(part[i]) = *reinterpret_cast<const Vector*>(acc);
     }
-    const float max =
-        splits.has(first + lane) ? ml[(first + lane) * partials.num_rows].x : kMinusInfinity;
-    if (!has_max_sum) {  // here, so that the partial results are on their way
-      max_sum = max_and_sum<2>(ml, partials.num_rows, splits, attention.scale_log2);
-      has_max_sum = true;
-    }
-    const float weight = weight_of(max, max_sum.x, attention.scale_log2);
-#pragma unroll
-    for (int run = 0; run < kAtOnce; run += kSplitsOfRun) {
-      float run_sum[kWidth] = {};
-#pragma unroll
-      for (int i = run; i < run + kSplitsOfRun; ++i) {
-        const float its_weight = __shfl_sync(0xffffffffu, weight, i);
-#pragma unroll
-        for (int j = 0; j < kWidth; ++j) {
-          run_sum[j] = __fmaf_rn(part[i][j], its_weight, run_sum[j]);
+    if (first % 32 == 0) {  // here, so that the partial results are on their way
+      const float2 state = state_of(first + lane);
+      if (is_first) {
+        reference = state.x;
+#pragma unroll 1
+        for (int i = first + 32 + lane; i << shift < splits.count; i += 32) {
+          reference = fmaxf(reference, state_of(i).x);
         }
+        reference = warp_reduce(reference, Max{});
       }
+      weight = weight_of(state.x, reference);
+      sum = add_runs(sum, __fmul_rn(state.y, weight), shift > 0);
+    }
+    const int lane_of_first = first % 32;
+    const auto weight_of_part = [&](int i) {
+      return __shfl_sync(0xffffffffu, weight, lane_of_first + i);
+    };
+    // All weights are powers of two, so it does not matter whether they come before sums or after.
+    const auto add_up = [&](auto constant) {
+      constexpr int kParts = decltype(constant)::value;  // of a run
 #pragma unroll
-      for (int j = 0; j < kWidth; ++j) total[j] = __fadd_rn(total[j], run_sum[j]);
+      for (int i = 0; i < kAtOnce; i += kRunsTogether * kParts) {
+        float together[kWidth];
+#pragma unroll
+        for (int run = 0; run < kRunsTogether; ++run) {
+          float run_sum[kWidth] = {};
+#pragma unroll
+          for (int k = i + run * kParts; k < i + (run + 1) * kParts; ++k) {
+            const float its_weight = weight_of_part(k);
+#pragma unroll
+            for (int j = 0; j < kWidth; ++j) {
+              run_sum[j] = __fmaf_rn(part[k][j], its_weight, run_sum[j]);
+            }
+          }
+#pragma unroll
+          for (int j = 0; j < kWidth; ++j) {
+            together[j] = run == 0 ? run_sum[j] : __fadd_rn(together[j], run_sum[j]);
+          }
+        }
+#pragma unroll
+        for (int j = 0; j < kWidth; ++j) total[j] = __fadd_rn(total[j], together[j]);
+      }
+    };
+    if (shift == 0) {
+      add_up(std::integral_constant<int, kSplitsOfRun>{});
+    } else {
+      add_up(std::integral_constant<int, 1>{});
     }
   }
-  const float inverse = inverse_of(max_sum.y);
+  sum = sum_of_runs(sum, shift > 0);
+  const float inverse = inverse_of(sum);
 #pragma unroll
   for (int j = 0; j < kWidth; j += 2) {
     values[j / 2] = pack2<T>(normalised(total[j], inverse), normalised(total[j + 1], inverse));
@@ -88,7 +120,7 @@ __device__ __forceinline__ void combine_slice(char* shared, const Ring<Product>&
       ptx::pdl_wait();
       value[0] = __ldcg(reinterpret_cast<const uint32_t*>(attention.out + column) + lane);
     } else if (column < num_columns) {
-      combine_columns<2>(value, args, attention, splits, 0, column);
+      combine_columns<2, false>(value, args, attention, splits, 0, column);
     }
     const int offset =
         k / kBlockK * Product::kRowsBytes + Product::row_offset(k % kBlockK + lane * 2);
@@ -115,7 +147,7 @@ __device__ __forceinline__ void combine_rows(const ChainArgs& args,
     const RowSplits splits(attention, row);
     if (splits.count == 1) continue;  // it is written already
     uint32_t values[kWidth / 2];
-    combine_columns<kWidth>(values, args, attention, splits, row, column);
+    combine_columns<kWidth, true>(values, args, attention, splits, row, column);
     T* to = attention.out + int64_t{row} * num_columns + column + lane * kWidth;
     if constexpr (kWidth == 4) {
       *reinterpret_cast<uint2*>(to) = make_uint2(values[0], values[1]);
