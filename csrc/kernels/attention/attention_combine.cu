@@ -138,9 +138,11 @@ __global__ void __launch_bounds__(Config::kThreads)
   }
   if (!adds_up) return;
   const float inverse = inverse_of(sum);
-  *reinterpret_cast<uint2*>(args.out + row * kDim + column) =
-      make_uint2(pack2<T>(normalised(total[0], inverse), normalised(total[1], inverse)),
-                 pack2<T>(normalised(total[2], inverse), normalised(total[3], inverse)));
+#pragma unroll
+  for (int i = 0; i < 4; i += 2) {
+    *reinterpret_cast<uint32_t*>(args.out + row * kDim + dimension_at(column + i)) =
+        pack2<T>(normalised(total[i], inverse), normalised(total[i + 1], inverse));
+  }
 }
 
 // ---- launchers

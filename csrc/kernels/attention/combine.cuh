@@ -15,7 +15,7 @@ constexpr int kMaxCombinedSplits = 32;
 
 // Where the partial results lie in scratch.
 struct Partials {
-  float* acc;      // [splits, T * Hq, D]
+  float* acc;      // [splits, T * Hq, D], by dimension_at()
   float2* states;  // [splits, T * Hq]: reference and sum
   int64_t num_rows;
 
@@ -24,6 +24,12 @@ struct Partials {
         states(reinterpret_cast<float2*>(scratch + num_splits * (int64_t{num_rows_} * head_dim))),
         num_rows(num_rows_) {}
 };
+
+// Which dimension of its row stands in a place of acc: those of an mma tile that a thread has lie
+// together, so that it writes 16 bytes at a time.
+__device__ constexpr int dimension_at(int place) {
+  return place / 16 * 16 + place / 2 % 2 * 8 + place / 4 % 4 * 2 + place % 2;
+}
 
 // So many splits in order, from a multiple on, are a run, and are summed first. Then the runs of so
 // many splits are, in order, and then these sums.

@@ -122,6 +122,8 @@ struct PackedRows {
   uint64_t masks[kRows];  // what they see
   int window_begins[kRows];
   int window_end;      // from here on every row sees all cells, up to those that masks tell of
+  int rows[kRows];     // of the sequence, that they belong to
+  int ends[kRows];     // by position: so many cells they see, in the order of their positions
   int queries[kRows];  // where they begin in qkv; -1: there is no such row
   int outs[kRows];     // which rows of [T * Hq, D] they become,
   int counts[kRows];   // of how many splits; 0: none
@@ -143,9 +145,10 @@ struct PackedRows {
                               : args.rows.row_masks[seq.row_begin + row];
     masks[p] = mask;
     const int end = kByPosition ? seq.length + __popcll(mask) : seq.end();
+    if (kByPosition) rows[p] = row, ends[p] = end;
     counts[p] = exists ? num_splits(end) : 0;
     if (args.window > 0) {
-      const int own = kByPosition ? seq.length + __popcll(mask) - 1 : seq.first_cell + row;
+      const int own = kByPosition ? end - 1 : seq.first_cell + row;
       window_begins[p] = window_begin(own, args.window);
       if (p == 0) window_end = window_begin(seq.end() - 1, args.window);
     }
@@ -168,7 +171,8 @@ struct PackedRows {
     }
 #pragma unroll
     for (int unit = 0; unit < kUnits; ++unit) {
-      const uint64_t of_unit[2] = {sees[0] >> unit * kUnit, sees[1] >> unit * kUnit};
+      const uint32_t of_unit[2] = {static_cast<uint32_t>(sees[0] >> unit * kUnit),
+                                   static_cast<uint32_t>(sees[1] >> unit * kUnit)};
       mask_scores(scores[unit][0], of_unit);
     }
   }
@@ -326,10 +330,9 @@ __device__ __forceinline__ void write_split(const AttentionArgs<T>& args,
     const int p = row + half * 8 + lane / 4, count = packed.counts[p];
     if (split >= count) continue;  // it sees no cell from here on
     const int64_t t = packed.outs[p];
-    const int first = column + lane % 4 * 2;
     if (count == 1) {
       const float inverse = inverse_of(state.sum[half]);
-      T* to = args.out + t * kDim + first;
+      T* to = args.out + t * kDim + column + lane % 4 * 2;
 #pragma unroll
       for (int n = 0; n < kColumns / 8; ++n) {
         *reinterpret_cast<uint32_t*>(to + n * 8) =
@@ -339,11 +342,12 @@ __device__ __forceinline__ void write_split(const AttentionArgs<T>& args,
     } else {
       const Partials all(args.scratch, max_splits, args.rows.num_rows * args.num_heads, kDim);
       const int64_t index = split * all.num_rows + t;
-      float* to = all.acc + index * kDim + first;
+      float* to = all.acc + index * kDim + column + lane % 4 * 4;
 #pragma unroll
-      for (int n = 0; n < kColumns / 8; ++n) {
-        *reinterpret_cast<float2*>(to + n * 8) =
-            make_float2(state.acc[n][2 * half], state.acc[n][2 * half + 1]);
+      for (int n = 0; n < kColumns / 8; n += 2) {
+        *reinterpret_cast<float4*>(to + n * 8) =
+            make_float4(state.acc[n][2 * half], state.acc[n][2 * half + 1],
+                        state.acc[n + 1][2 * half], state.acc[n + 1][2 * half + 1]);
       }
       if (column == 0 && lane % 4 == 0) {
         all.states[index] = make_float2(state.reference[half], state.sum[half]);

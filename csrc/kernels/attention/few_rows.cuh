@@ -180,7 +180,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
     __syncwarp();
     fetch(unit.values, args.v_cache, cell + Config::kRoundCells, page);
     __syncthreads();
-#pragma unroll
+#pragma unroll 1  // little code, as above
     for (int u = 0; u < Config::kWarps; ++u) {
       if (!exists(round_cell + u * kUnit)) continue;
 #pragma unroll

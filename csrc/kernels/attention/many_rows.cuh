@@ -52,7 +52,8 @@ struct ManyRowsSmem {
   static_assert(sizeof(Queries) <= sizeof(Stage), "the queries come through a stage");
   Stage stages[Config::kStages];
   PackedRows<Config::kRows> packed;
-  Chunk chunk;  // for the tree and the ends of splits
+  Chunk chunk;                                         // for the tree
+  uint8_t paths[Config::kThreads / 32][kMaxTreeSize];  // of a warp's row: its ancestors in order
 
   // In the stage that is filled last.
   __device__ __forceinline__ Queries& queries() {
@@ -282,17 +283,25 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
     }
   };
 
-  // Adds the unit from `cell` on for row `row` of the tree, which sees the cells before the tree
-  // and then its ancestors in order, or for all rows if it ends before the tree. From the tree's
-  // tiles.
-  [[maybe_unused]] auto attend_alone = [&](int cell, int row, uint64_t mask) {
-    const Sequence& seq = smem.chunk.seq;  // the main loop leaves no registers for it
-    const int tree_cell = seq.length / kCells * kCells;
-    const bool all = cell + kUnit <= seq.length;
-    const int position = cell + lane, depth = position - seq.length;
-    const int from = depth < 0                ? position
-                     : depth < __popcll(mask) ? seq.length + nth_bit(mask, depth)
-                                              : seq.length;  // any: it is masked
+  // Adds the unit from `cell` on for the row of the tree that packed row p belongs to. It sees the
+  // cells before the tree and then its ancestors in order. If the unit ends before the tree, for
+  // all rows. From the tree's tiles.
+  [[maybe_unused]] auto attend_alone = [&](int cell, int p) {
+    const int length = smem.chunk.seq.length;  // the main loop leaves no registers for it
+    const int tree_cell = length / kCells * kCells;
+    const bool all = cell + kUnit <= length;
+    auto& path = smem.paths[warp];
+    const uint64_t mask = smem.packed.masks[p];
+    const uint32_t low = static_cast<uint32_t>(mask), high = static_cast<uint32_t>(mask >> 32);
+    const uint32_t before = (1u << lane) - 1;
+    __syncwarp();  // the row before has been looked up
+    if (low >> lane & 1) path[__popc(low & before)] = lane;
+    if (high >> lane & 1) path[__popc(low) + __popc(high & before)] = 32 + lane;
+    __syncwarp();
+    const int position = cell + lane;
+    const int from = position < length                ? position
+                     : position < smem.packed.ends[p] ? length + path[position - length]
+                                                      : length;  // any: it is masked
     const int tile = num_shared + (from - tree_cell) / kCells;
     const uint32_t lane_cell = stage_of(tile).keys.address((from - tree_cell) % kCells, 0);
     uint32_t key[kUnit / 16], value[kUnit / 16];
@@ -308,14 +317,16 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
     multiply_keys<T, kDim>(scores, load_q, [&](uint32_t (&k)[4], int n16, int k16) {
       ptx::ldmatrix4(k, Cells::further(key[n16], k16 * 2));
     });
-    uint64_t sees[2];
+    uint32_t sees[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int p = warp_row + half * 8 + lane / 4;
-      sees[half] = all || smem.chunk.row_of(p) == row
-                       ? first_cells(seq.length + __popcll(smem.packed.masks[p]) - cell)
-                       : 0;
-      if (args.window > 0) sees[half] &= ~first_cells(smem.packed.window_begins[p] - cell);
+      const int own = warp_row + half * 8 + lane / 4;
+      const int num_cells = smem.packed.ends[own] - cell;
+      const bool any = num_cells > 0 && (all || smem.packed.rows[own] == smem.packed.rows[p]);
+      sees[half] = any ? ~0u >> max(kUnit - num_cells, 0) : 0;
+      if (args.window > 0) {
+        sees[half] &= ~static_cast<uint32_t>(first_cells(smem.packed.window_begins[own] - cell));
+      }
     }
     mask_scores(scores[0], sees);
     add_unit(scores, [&](uint32_t (&v)[4], int k16, int n16) {
@@ -326,13 +337,11 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   // The unit from `cell` on, in the tree's tiles, for all rows of the warp.
   [[maybe_unused]] auto attend_tree = [&](int cell) {
     const Chunk& chunk = smem.chunk;
-    const int length = chunk.seq.length;
-    const int begin = chunk.first + warp_row, end = min(begin + kWarpRows, chunk.num_packed);
-    for (int p = begin; p < end; p = (p / chunk.group + 1) * chunk.group) {
-      const uint64_t mask = smem.packed.masks[p - chunk.first];
-      if (cell >= length + __popcll(mask)) continue;
-      attend_alone(cell, p / chunk.group, mask);
-      if (cell + kUnit <= length) return;
+    const int end = min(warp_row + kWarpRows, chunk.num_packed - chunk.first);
+    for (int p = warp_row; p < end; p = (smem.packed.rows[p] + 1) * chunk.group - chunk.first) {
+      if (cell >= smem.packed.ends[p]) continue;
+      attend_alone(cell, p);
+      if (cell + kUnit <= chunk.seq.length) return;
     }
   };
 

@@ -304,11 +304,11 @@ __device__ __forceinline__ void multiply_keys(float (&scores)[kRowTiles][kTiles]
 
 // Scores of cells that a row does not see become -inf: bit i of sees[half] stands for cell i of the
 // kTiles * 8 cells.
-template <int kTiles>
-__device__ __forceinline__ void mask_scores(float (&scores)[kTiles][4], const uint64_t (&sees)[2]) {
-  static_assert(kTiles <= 8, "a word has 64 bits");
+template <typename Word, int kTiles>
+__device__ __forceinline__ void mask_scores(float (&scores)[kTiles][4], const Word (&sees)[2]) {
+  static_assert(kTiles <= sizeof(Word), "a word has a bit for each cell");
   const int column = threadIdx.x % 4 * 2;
-  const uint64_t mine[2] = {sees[0] >> column, sees[1] >> column};
+  const Word mine[2] = {sees[0] >> column, sees[1] >> column};
 #pragma unroll
   for (int n = 0; n < kTiles; ++n) {
 #pragma unroll
@@ -416,17 +416,6 @@ __device__ __forceinline__ void multiply_values(RowTile<kDim> (&rows)[kRowTiles]
 __device__ __forceinline__ uint64_t first_cells(int num_cells) {
   if (num_cells <= 0) return 0;
   return num_cells >= 64 ? ~uint64_t{0} : (uint64_t{1} << num_cells) - 1;
-}
-
-// Which bit of the mask is its n-th one, n from 0.
-__device__ __forceinline__ int nth_bit(uint64_t mask, int n) {
-  int at = 0;
-#pragma unroll
-  for (int width = 32; width > 0; width /= 2) {
-    const int count = __popcll(mask >> at & first_cells(width));
-    if (n >= count) n -= count, at += width;
-  }
-  return at;
 }
 
 // Cells below `length`, and those that the mask names: its bit i stands for cell length + i.

@@ -111,6 +111,7 @@ __device__ __forceinline__ void combine_slice(char* shared, const Ring<Product>&
   const Share share(args.links[0]);
   const RowSplits splits(attention, 0);
   const int lane = threadIdx.x % 32, num_blocks = share.end - share.begin;
+  const int first = dimension_at(lane * 2);
   const int num_columns = attention.num_heads * args.head_dim;
 #pragma unroll 1
   for (int k = ptx::uniform_warp() * 64; k < num_blocks * kBlockK; k += kWarps * 64) {
@@ -118,12 +119,11 @@ __device__ __forceinline__ void combine_slice(char* shared, const Ring<Product>&
     uint32_t value[1] = {0};
     if (column < num_columns && splits.count == 1) {
       ptx::pdl_wait();
-      value[0] = __ldcg(reinterpret_cast<const uint32_t*>(attention.out + column) + lane);
+      value[0] = __ldcg(reinterpret_cast<const uint32_t*>(attention.out + column + first));
     } else if (column < num_columns) {
       combine_columns<2, false>(value, args, attention, splits, 0, column);
     }
-    const int offset =
-        k / kBlockK * Product::kRowsBytes + Product::row_offset(k % kBlockK + lane * 2);
+    const int offset = k / kBlockK * Product::kRowsBytes + Product::row_offset(k % kBlockK + first);
     *reinterpret_cast<uint32_t*>(shared + offset) = value[0];
   }
   ptx::shared_copy_fence();  // the stages are the copy engine's again afterwards
@@ -148,11 +148,10 @@ __device__ __forceinline__ void combine_rows(const ChainArgs& args,
     if (splits.count == 1) continue;  // it is written already
     uint32_t values[kWidth / 2];
     combine_columns<kWidth, true>(values, args, attention, splits, row, column);
-    T* to = attention.out + int64_t{row} * num_columns + column + lane * kWidth;
-    if constexpr (kWidth == 4) {
-      *reinterpret_cast<uint2*>(to) = make_uint2(values[0], values[1]);
-    } else {
-      *reinterpret_cast<uint32_t*>(to) = values[0];
+    T* to = attention.out + int64_t{row} * num_columns + column;
+#pragma unroll
+    for (int i = 0; i < kWidth; i += 2) {
+      *reinterpret_cast<uint32_t*>(to + dimension_at(lane * kWidth + i)) = values[i / 2];
     }
   }
   __syncwarp();
