@@ -51,24 +51,24 @@ inline void attention_decode(const Context& ctx, const AttentionParams& params) 
 
 // ---- the fixed splits of attention_decode
 
-// Split i covers cells [split_begin(i), split_begin(i + 1)): 32 splits of 128 cells, 112 of 256 (up
-// to 32768 cells), then of 1024 each. So short contexts spread over many multiprocessors, and long
-// ones need few partials. All are whole numbers of 128 cells.
+// Split i covers cells [split_begin(i), split_begin(i + 1)): 64 splits of 128 cells (up to 8192),
+// 96 of 256 (up to 32768), then of 1024 each. So short contexts spread over many multiprocessors,
+// and long ones need few partials. All are whole numbers of 128 cells.
 #ifdef __CUDACC__
 __host__ __device__
 #endif
     constexpr int split_begin(int split) {
-  if (split <= 32) return split * 128;
-  return split <= 144 ? 4096 + (split - 32) * 256 : 32768 + (split - 144) * 1024;
+  if (split <= 64) return split * 128;
+  return split <= 160 ? 8192 + (split - 64) * 256 : 32768 + (split - 160) * 1024;
 }
 // Number of splits that cover `num_cells` cells.
 #ifdef __CUDACC__
 __host__ __device__
 #endif
     constexpr int num_splits(int num_cells) {
-  if (num_cells <= 4096) return (num_cells + 127) / 128;
-  return num_cells <= 32768 ? 32 + (num_cells - 4096 + 255) / 256
-                            : 144 + (num_cells - 32768 + 1023) / 1024;
+  if (num_cells <= 8192) return (num_cells + 127) / 128;
+  return num_cells <= 32768 ? 64 + (num_cells - 8192 + 255) / 256
+                            : 160 + (num_cells - 32768 + 1023) / 1024;
 }
 
 // Partial results: per split and packed row D accumulators, a maximum and a sum.
