@@ -61,6 +61,7 @@ DeviceInfo device_info(Device device) {
   info.total_bytes = static_cast<int64_t>(total_bytes);
   info.free_bytes = static_cast<int64_t>(free_bytes);
   info.sm_count = properties.multiProcessorCount;
+  info.sm_shared_bytes = static_cast<int64_t>(properties.sharedMemPerMultiprocessor);
   CHECK_CUDA(cudaDriverGetVersion(&info.driver_version));
   int mps = 0;  // stays so where the driver does not know the attribute
   if (cudaDeviceGetAttribute(&mps, cudaDevAttrMpsEnabled, device.index) != cudaSuccess) {

@@ -53,10 +53,14 @@ bool has_few_rows(const AttentionParams& params) {
 template <typename Config, typename Smem, typename Kernel>
 void launch_splits(const Context& ctx, const AttentionParams& params, Kernel kernel) {
   static_assert(sizeof(Smem) <= 99 * 1024, "sm_86 and sm_89 have 99 KiB for a block");
-  allow_shared_bytes(kernel, sizeof(Smem));
   const Shares shares = Shares::of<Config>(ctx, params);
   const dim3 grid(shares.num_chunks * params.num_kv_heads, shares.num_ranges, params.rows.num_seqs);
-  launch(ctx, kernel, grid, Config::kThreads, sizeof(Smem),
+  // Where there is a multiprocessor for each block, so much that none takes two: they would be
+  // slower.
+  const size_t of_one = std::max<size_t>(sizeof(Smem), ctx.sm_shared_bytes / 2);
+  const int blocks = static_cast<int>(grid.x * grid.y * grid.z);
+  allow_shared_bytes(kernel, of_one);
+  launch(ctx, kernel, grid, Config::kThreads, blocks <= ctx.sm_count ? of_one : sizeof(Smem),
          make_args<typename Config::Element>(params, merges_from(ctx, params)), shares.num_chunks,
          shares.max_splits);
 }
