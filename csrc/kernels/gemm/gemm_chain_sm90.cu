@@ -30,8 +30,8 @@
 // against each other, bias and all, and writes keys and values to the cache.
 //
 // Little code: but for the multiplying loop everything runs once or a few times in a launch, and
-// a warp gets instructions that it did not run lately at about four cycles each. What can be known
-// before x comes is looked up and computed before it comes.
+// instructions that did not run lately come at two to three cycles each. What can be known before x
+// comes is looked up and computed before it comes.
 #include "kernels/gemm/gemm_chain.h"
 
 #include "core/trace.cuh"
