@@ -51,7 +51,7 @@ def test_lengths_around_page_edges(device: str, dtype: str, name: str) -> None:
 
 
 @on_devices_and_cuda_dtypes
-@pytest.mark.parametrize("lengths", sizes([640], [4095, 4096, 4097], [12287, 12288, 12289],
+@pytest.mark.parametrize("lengths", sizes([640], [4095, 4096, 4097], [8191, 8192, 8193],
                                           [28671, 28672, 28673, 61441],
                                           [32766, 32767, 32768, 70001], small=1))  # fmt: skip
 @pytest.mark.parametrize("name", [DECODE, PREFILL])
@@ -378,7 +378,7 @@ def test_tree_nodes_equal_plain_decoding(
         ([4090, 4096], (4, 1, 64), 12), ([5000, 4096, 4090], (16, 1, 128), 60),
         ([5000, 4090], (2, 2, 256), 64), ([8192, 12280], (4, 1, 64), 33),
         ([28660], (2, 1, 128), 60), ([61430], (1, 1, 64), 12), ([32750], (2, 1, 128), 60),
-        ([33790, 700], (32, 2, 128), 32), small=1,
+        ([33790, 700], (32, 2, 128), 32), ([8170], (32, 2, 128), 64), small=1,
     ),
 )  # fmt: skip
 def test_tree_nodes_equal_plain_decoding_of_long_contexts(
