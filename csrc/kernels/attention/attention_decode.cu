@@ -45,11 +45,6 @@ struct Shares {
   }
 };
 
-bool has_few_rows(const AttentionParams& params) {
-  const int group = params.num_heads / params.num_kv_heads;
-  return !params.by_position && params.rows.max_seq_rows * group <= kMaxFewRows;
-}
-
 template <typename Config, typename Smem, typename Kernel>
 void launch_splits(const Context& ctx, const AttentionParams& params, Kernel kernel) {
   static_assert(sizeof(Smem) <= 99 * 1024, "sm_86 and sm_89 have 99 KiB for a block");
@@ -69,12 +64,13 @@ template <typename T, int kDim>
 void launch_all_splits(const Context& ctx, const AttentionParams& params) {
   using Few = FewRowsConfig<T, kDim>;
   using Many = ManyRowsConfig<T, kDim>;
-  if (has_few_rows(params)) {
-    launch_splits<Few, FewRowsSmem<Few>>(ctx, params, attention_few_rows_kernel<Few>);
-  } else if (params.by_position) {
+  const int max_packed = params.rows.max_seq_rows * (params.num_heads / params.num_kv_heads);
+  if (params.by_position) {
     launch_splits<Many, ManyRowsSmem<Many>>(ctx, params, attention_many_rows_kernel<Many, true>);
-  } else {
+  } else if (max_packed > kMaxFewRows) {
     launch_splits<Many, ManyRowsSmem<Many>>(ctx, params, attention_many_rows_kernel<Many, false>);
+  } else {
+    launch_splits<Few, FewRowsSmem<Few>>(ctx, params, attention_few_rows_kernel<Few>);
   }
 }
 
