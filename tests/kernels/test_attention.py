@@ -52,6 +52,7 @@ def test_lengths_around_page_edges(device: str, dtype: str, name: str) -> None:
 
 @on_devices_and_cuda_dtypes
 @pytest.mark.parametrize("lengths", sizes([640], [4095, 4096, 4097], [8191, 8192, 8193],
+                                          [12287, 12288, 12289],
                                           [28671, 28672, 28673, 61441],
                                           [32766, 32767, 32768, 70001], small=1))  # fmt: skip
 @pytest.mark.parametrize("name", [DECODE, PREFILL])

@@ -157,7 +157,7 @@ void launch_combine(const Context& ctx, const AttentionParams& params) {
     const size_t bytes = sums * kSplitsTogether * sizeof(float2);
     allow_shared_bytes(kernel, bytes + Config::kSums * Config::kColumns * sizeof(float4));
     launch(ctx, kernel, dim3(params.num_heads * Config::kParts, num_rows), Config::kThreads, bytes,
-           make_args<T>(params, merges_from(ctx, params)), max_splits);
+           make_decode_args<T>(ctx, params), max_splits);
   };
   // Few rows have all splits loaded at once.
   using Few = CombineConfig<T, kDim, 4, 128>;
@@ -172,8 +172,9 @@ void launch_combine(const Context& ctx, const AttentionParams& params) {
 
 }  // namespace
 
-// Graph-safe: yes. Reads on the device: positions, if by_position or of one row; else each row's
-// sequence, slots, row ranges and lengths.
+// Graph-safe: yes. Reads on the device: positions, if by_position or of one row; each row's
+// sequence, slots, row ranges and lengths, of several rows that are several sequences' or not by
+// position.
 void attention_combine(const Context& ctx, const AttentionParams& params) {
   if (params.rows.num_rows == 0 || num_splits(params.rows.max_kv) == 1) return;
   dispatch_half(params.qkv.dtype(), [&](auto element) {

@@ -56,7 +56,7 @@ void launch_splits(const Context& ctx, const AttentionParams& params, Kernel ker
   const int blocks = static_cast<int>(grid.x * grid.y * grid.z);
   allow_shared_bytes(kernel, of_one);
   launch(ctx, kernel, grid, Config::kThreads, blocks <= ctx.sm_count ? of_one : sizeof(Smem),
-         make_args<typename Config::Element>(params, merges_from(ctx, params)), shares.num_chunks,
+         make_decode_args<typename Config::Element>(ctx, params), shares.num_chunks,
          shares.max_splits);
 }
 

@@ -41,6 +41,14 @@ constexpr int kSplitsTogether = 8, kRunsTogether = kSplitsTogether / kSplitsOfRu
 constexpr int kNever = INT_MAX;
 int merges_from(const Context& ctx, const AttentionParams& params);
 
+// make_args for attention_decode and whoever combines what it left.
+template <typename T>
+AttentionArgs<T> make_decode_args(const Context& ctx, const AttentionParams& params) {
+  AttentionArgs<T> args = make_args<T>(params);
+  args.merge_from = merges_from(ctx, params);
+  return args;
+}
+
 // The splits of a row: [begin, count). Those before are outside of its window and may be missing.
 // Where attention has summed runs, only the first split of each has a partial result: that of split
 // i << shift for all i.
@@ -52,7 +60,7 @@ struct RowSplits {
     const StepRows& rows = args.rows;
     int own, end, last;
     if (rows.num_rows == 1 || (args.by_position && rows.num_seqs == 1)) {
-      own = rows.positions[row];  // one load instead of three, one by one
+      own = rows.positions[row];  // two loads at once instead of three, one by one
       end = own + 1;
       last = rows.positions[0] + rows.num_rows;
     } else {

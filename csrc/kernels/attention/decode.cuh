@@ -12,7 +12,7 @@
 // as it was. The references m and M are whole numbers, so all factors are exact (tiles.cuh), and a
 // run may be summed before M is known or after.
 //
-// Scratch: acc [splits, T, Hq, D], then (M, L) [splits, T, Hq, 2].
+// Scratch (Partials): acc [splits, T, Hq, D], D by dimension_at(), then (M, L) [splits, T, Hq, 2].
 #pragma once
 
 #include "core/trace.cuh"

@@ -41,7 +41,7 @@ struct AttentionArgs {
   int num_kv_heads;  // Hkv
   int window;
   bool by_position;
-  int merge_from;  // attention_decode only: merges_from() of combine.cuh
+  int merge_from;  // attention_decode only: make_decode_args of combine.cuh
   StepRows rows;
 };
 
@@ -103,7 +103,7 @@ inline void check_attention(const AttentionParams& p, const char* op) {
 }
 
 template <typename T>
-AttentionArgs<T> make_args(const AttentionParams& p, int merge_from = 0) {
+AttentionArgs<T> make_args(const AttentionParams& p) {
   constexpr float kLog2E = 1.44269504088896340736f;
   return {.out = p.out.as<T>(),
           .qkv = p.qkv.as<const T>(),
@@ -115,7 +115,6 @@ AttentionArgs<T> make_args(const AttentionParams& p, int merge_from = 0) {
           .num_kv_heads = p.num_kv_heads,
           .window = p.window,
           .by_position = p.by_position,
-          .merge_from = merge_from,
           .rows = p.rows};
 }
 

@@ -331,9 +331,8 @@ void launch_chain(const Context& ctx, ChainArgs args, const AttentionParams& att
   static_assert(!Product::kCombines || kMaxCombinedBlocks <= Ring::kStages);
   for (Link& link : args.links) link.alpha /= Product::kScale;
   allow_shared_bytes(kernel, Ring::kBytes);
-  const int merge_from = attention.out.empty() ? kNever : merges_from(ctx, attention);
   launch(ctx, kernel, dim3(blocks), dim3(kThreads + 32 * kFeedingWarps<Product::kGroups>),
-         Ring::kBytes, args, make_args<typename Product::Element>(attention, merge_from));
+         Ring::kBytes, args, make_decode_args<typename Product::Element>(ctx, attention));
 }
 
 template <typename Mma, typename T, int kGroups>
