@@ -32,10 +32,8 @@ import argparse
 import hashlib
 import json
 import math
-import os
 import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -43,6 +41,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also works from a source tree
+
+from cpmcu.convert.output import check_destination, new_directory
 
 Config = dict[str, Any]
 
@@ -970,15 +972,12 @@ def copy_tokenizer(source: Path, destination: Path) -> None:
             shutil.copyfile(source / name, destination / name)
 
 
-def check_destination(out: Path, force: bool) -> None:
-    if out.exists() and not out.is_dir():
-        raise SystemExit(f"{out} exists and is not a folder")
-    if not out.exists() or not any(out.iterdir()):
-        return
-    if not force:
-        raise SystemExit(f"{out} exists and is not empty: choose another --out or pass --force")
-    if not (out / "config.json").is_file():
-        raise SystemExit(f"{out} holds no config.json, so it is not replaced even with --force")
+def check_out(out: Path, force: bool, tokenizer: Path | None = None) -> None:
+    sources = [] if tokenizer is None else [tokenizer]
+    try:
+        check_destination(out, sources, overwrite=force, flag="--force")
+    except ValueError as error:
+        raise SystemExit(str(error)) from error
 
 
 def write_checkpoint(
@@ -998,8 +997,6 @@ def write_checkpoint(
 
     `quant` "gptq": projections in 4 bits, unless the preset's own tensors have them so already.
     """
-    out = out.absolute()
-    check_destination(out, force)
     config = {**preset.config, **(overrides or {}), "torch_dtype": dtype}
     if quant:
         config["quantization_config"] = QUANTIZATION_CONFIG
@@ -1007,30 +1004,22 @@ def write_checkpoint(
         tokenizer = None
     elif tokenizer is None and config["vocab_size"] >= 4096 and DEFAULT_TOKENIZER.is_dir():
         tokenizer = DEFAULT_TOKENIZER
+    check_out(out, force, tokenizer)
     source = make_source(device)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
-    try:
-        os.chmod(temporary, 0o755)
-        write_json(temporary / "config.json", config)
+    with new_directory(out) as directory:
+        write_json(directory / "config.json", config)
         if preset.draft:
-            np.save(temporary / "token_counts.npy", token_counts(config["vocab_size"]))
+            np.save(directory / "token_counts.npy", token_counts(config["vocab_size"]))
         else:
-            write_json(temporary / "generation_config.json", preset.generation)
+            write_json(directory / "generation_config.json", preset.generation)
         for name, content in preset.files.items():
-            (temporary / name).write_bytes(content)
+            (directory / name).write_bytes(content)
         if tokenizer is not None:
-            copy_tokenizer(tokenizer, temporary)
+            copy_tokenizer(tokenizer, directory)
         specs = list(preset.tensors(config))
         if quant and not any(spec.name.endswith(".qweight") for spec in specs):
             specs = list(quantised(specs))
-        progress = write_weights(specs, temporary, DTYPES[dtype], seed, shard_bytes, source)
-        if out.exists():
-            shutil.rmtree(out)
-        os.rename(temporary, out)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    return progress
+        return write_weights(specs, directory, DTYPES[dtype], seed, shard_bytes, source)
 
 
 # ---- command line
@@ -1112,7 +1101,7 @@ def main(argv: list[str] | None = None) -> None:
         jobs = [(target, args.out, args.quant), (draft, args.draft_out, args.draft_quant)]
         overrides = {}
         for _, out, _ in jobs:  # before the long work
-            check_destination(out.absolute(), args.force)
+            check_out(out, args.force, args.tokenizer)
     for preset, out, quant in jobs:
         progress = write_checkpoint(
             preset,

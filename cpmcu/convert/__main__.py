@@ -14,9 +14,13 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from cpmcu.flags import FlagParser, parse_bool
 from cpmcu.ui.display import Display
+
+if TYPE_CHECKING:
+    from cpmcu.convert.output import Converted
 
 CONVERSIONS = {
     "gptq-to-marlin": "4-bit GPTQ weights into CPM.cu's Marlin files: models and EAGLE heads",
@@ -34,8 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     debug = bool(os.environ.get("CPMCU_DEBUG"))
     display = Display(plain=bool(parsed.plain_output), debug=debug)
     try:
-        _run(display, parsed)
-        return 0
+        done = _convert(display, parsed)
     except KeyboardInterrupt:
         display.note(f"stopped: {parsed.dst} is as it was")
         return 130
@@ -44,6 +47,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         display.error(error)
         return 1
+    for note in done.notes:
+        display.note(note)
+    display.note(f"written: {done.directory}")
+    return 0
 
 
 def make_parser() -> FlagParser:
@@ -80,26 +87,22 @@ def make_parser() -> FlagParser:
     return parser
 
 
-def _run(display: Display, parsed: argparse.Namespace) -> None:
+def _convert(display: Display, parsed: argparse.Namespace) -> Converted:
     progress = display.load_progress("converting")
     overwrite = bool(parsed.overwrite)
     if parsed.conversion == "gptq-to-marlin":
         from cpmcu.convert.gptq_to_marlin import gptq_to_marlin  # numpy: not for --help
 
-        done = gptq_to_marlin(parsed.src, parsed.dst, overwrite=overwrite, progress=progress)
-    else:
-        from cpmcu.convert.minicpm_to_llama import minicpm_to_llama
+        return gptq_to_marlin(parsed.src, parsed.dst, overwrite=overwrite, progress=progress)
+    from cpmcu.convert.minicpm_to_llama import minicpm_to_llama
 
-        done = minicpm_to_llama(
-            parsed.src,
-            parsed.dst,
-            dtype=parsed.dtype or "auto",
-            overwrite=overwrite,
-            progress=progress,
-        )
-    for note in done.notes:
-        display.note(note)
-    display.note(f"written: {done.directory}")
+    return minicpm_to_llama(
+        parsed.src,
+        parsed.dst,
+        dtype=parsed.dtype or "auto",
+        overwrite=overwrite,
+        progress=progress,
+    )
 
 
 if __name__ == "__main__":

@@ -106,7 +106,7 @@ def gptq_to_marlin(
     for a full disk; then nothing is left at `destination`.
     """
     directory = resolve_model(source)
-    target = check_destination(directory, Path(destination), overwrite=overwrite)
+    target = check_destination(Path(destination), [directory], overwrite=overwrite)
     config = read_config(directory)
     checkpoint = open_checkpoint(directory)
     quant_config = _quant_config(directory, config, checkpoint)

@@ -91,7 +91,7 @@ def minicpm_to_llama(
     if dtype != "auto" and dtype not in FLOAT_DTYPES:
         raise ValueError(f"dtype is {dtype!r}, expected auto or one of {', '.join(FLOAT_DTYPES)}")
     directory = resolve_model(source)
-    target = check_destination(directory, Path(destination), overwrite=overwrite)
+    target = check_destination(Path(destination), [directory], overwrite=overwrite)
     config = read_config(directory)
     checkpoint = open_checkpoint(directory)
     fields = _minicpm_fields(directory, config, checkpoint)

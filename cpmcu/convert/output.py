@@ -1,17 +1,19 @@
-"""Writes a model directory: streamed weights, and all or nothing.
+"""Writes a directory as a whole: streamed weights, and all or nothing.
 
-The directory is made under a hidden name beside its place and renamed when it is whole, so that a
-conversion that fails or is interrupted leaves nothing that looks like a model.
+The directory is made under a hidden name beside its place and renamed when it is whole and on the
+disk, so that a program that fails or is interrupted leaves nothing that looks like a model, and
+what was there before. The recipes of scripts/ write their directories so, too.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,8 @@ import numpy.typing as npt
 from cpmcu.loading.progress import LoadProgress
 from cpmcu.loading.safetensors import DTYPE_CODES
 from cpmcu.loading.tensors import STORAGE_DTYPES, Checkpoint, TensorMeta, itemsize
+
+logger = logging.getLogger(__name__)
 
 Array = npt.NDArray[Any]
 
@@ -60,27 +64,47 @@ def copied(checkpoint: Checkpoint, source: str, name: str | None = None) -> NewT
     return NewTensor(TensorMeta(name or source, meta.dtype, meta.shape), chunks)
 
 
-def check_destination(source: Path, destination: Path, *, overwrite: bool) -> Path:
-    """The absolute path of the directory to write. ValueError if it must not be written."""
-    source, destination = source.resolve(), destination.expanduser().resolve()
-    if destination == source or source.is_relative_to(destination):
-        raise ValueError(f"{destination} is or holds the source, expected another directory")
-    if destination.is_relative_to(source):
-        raise ValueError(f"{destination} is inside the source, expected a directory outside of it")
-    if destination.exists() and not destination.is_dir():
-        raise ValueError(f"{destination} is a file, expected a directory that does not exist yet")
-    if not destination.is_dir() or not any(destination.iterdir()):
+def check_destination(
+    destination: Path,
+    sources: Iterable[Path],
+    *,
+    overwrite: bool,
+    flag: str = "--overwrite",
+    holds: str = "config.json",
+) -> Path:
+    """The absolute path of the directory to write. ValueError if it must not be written.
+
+    What is replaced must have the file `holds`, by which it is known as what the program writes.
+    """
+    destination = destination.expanduser().resolve()
+    for source in sources:
+        _check_apart(source.expanduser().resolve(), destination)
+    if os.path.ismount(destination):
+        raise ValueError(
+            f"{destination} is a mount point, which cannot be replaced, expected a directory in it"
+        )
+    there = next(path for path in (destination, *destination.parents) if path.exists())
+    if not there.is_dir():
+        raise ValueError(f"{there} is a file, expected a directory or nothing yet")
+    if there != destination or not any(destination.iterdir()):
         return destination
     if not overwrite:
         raise ValueError(
-            f"{destination} is not empty, expected a new directory (--overwrite replaces a model)"
+            f"{destination} is not empty, expected a new directory ({flag} replaces what a run "
+            "before has written)"
         )
-    if not (destination / "config.json").is_file():
+    if not (destination / holds).is_file():
         raise ValueError(
-            f"{destination} holds files but no config.json, expected a model's directory to "
-            "overwrite"
+            f"{destination} holds files but no {holds}, expected what a run before has written"
         )
     return destination
+
+
+def _check_apart(source: Path, destination: Path) -> None:
+    if source.is_relative_to(destination):
+        raise ValueError(f"{destination} is or holds the source {source}, expected another place")
+    if destination.is_relative_to(source):
+        raise ValueError(f"{destination} is inside the source {source}, expected a place outside")
 
 
 def write_model(
@@ -137,8 +161,9 @@ def small_files(source: Path) -> list[Path]:
 def new_directory(destination: Path, num_bytes: int = 0) -> Iterator[Path]:
     """A directory beside `destination` that takes its place if the block ends well.
 
-    Raises OSError if fewer than `num_bytes` are free there.
+    A link to a directory stays one. Raises OSError if fewer than `num_bytes` are free there.
     """
+    destination = destination.expanduser().resolve()
     parent = destination.parent
     parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(parent).free
@@ -150,29 +175,52 @@ def new_directory(destination: Path, num_bytes: int = 0) -> Iterator[Path]:
     temporary.mkdir()
     try:
         yield temporary
+        for path in (*temporary.rglob("*"), temporary):
+            _flush(path)
         _take_place(temporary, destination)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _take_place(new: Path, destination: Path) -> None:
-    if not destination.exists():
-        new.rename(destination)
-        return
-    old = new.with_suffix(".replaced")
-    destination.rename(old)
+def _flush(path: Path) -> None:
+    """Brings a file to the disk, or a directory where the file system can."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
+        os.fsync(descriptor)
+    except OSError:
+        if not path.is_dir():
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _take_place(new: Path, destination: Path) -> None:
+    """Renames. Once `new` is in its place nothing fails any more."""
+    old = new.with_suffix(".replaced")
+    try:
+        if destination.exists():
+            destination.rename(old)
         new.rename(destination)
     except BaseException:
-        old.rename(destination)
-        raise
-    shutil.rmtree(old)
+        if new.exists():
+            if old.exists():
+                old.rename(destination)
+            raise
+    try:
+        _flush(destination.parent)
+        if old.exists():
+            shutil.rmtree(old)
+    except (OSError, KeyboardInterrupt) as error:
+        reason = str(error) or "interrupted"
+        logger.warning(
+            "%s is written; what it replaced is left in %s (%s)", destination, old, reason
+        )
 
 
 def write_safetensors(
     path: Path, tensors: Sequence[NewTensor], update: Callable[[int], None]
 ) -> None:
-    """One file, chunk after chunk, on the disk when it returns; `update` gets the bytes so far."""
+    """One file, chunk after chunk; `update` gets the bytes so far."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for tensor in tensors:
@@ -197,5 +245,3 @@ def write_safetensors(
                 raise RuntimeError(
                     f"{tensor.meta.name}: made {done - before} bytes, planned {tensor.meta.nbytes}"
                 )
-        file.flush()
-        os.fsync(file.fileno())

@@ -1,34 +1,24 @@
-"""Write a folder as a whole: the destination is the old one or the new one, never half of it."""
+"""Where a recipe writes: flags that say it, and a look before the long work begins."""
 
 from __future__ import annotations
 
-import os
-import shutil
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+import argparse
 from pathlib import Path
 
+from cpmcu.convert.output import check_destination
 
-@contextmanager
-def replace_directory(destination: Path) -> Iterator[Path]:
-    """Yield an empty folder beside `destination`; on success it takes the destination's name.
 
-    If the body raises, the folder is removed and the destination is left as it was.
-    """
-    destination = destination.absolute()
-    destination.parent.mkdir(parents=True, exist_ok=True)
-    prefix = f".{destination.name}."
-    temporary = Path(tempfile.mkdtemp(prefix=prefix, dir=destination.parent))
+def add_out_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", type=Path, required=True, help="folder to write")
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace what a run before has written there"
+    )
+
+
+def check_out(args: argparse.Namespace, *sources: Path | None, holds: str = "config.json") -> None:
+    """SystemExit if --out is not empty and may not be replaced, or holds what is read."""
+    read = [source for source in (*args.corpus, *sources) if source is not None]
     try:
-        os.chmod(temporary, 0o755)
-        yield temporary
-        if destination.exists():
-            old = Path(tempfile.mkdtemp(prefix=prefix, suffix=".old", dir=destination.parent))
-            os.rename(destination, old / "content")
-            os.rename(temporary, destination)
-            shutil.rmtree(old)
-        else:
-            os.rename(temporary, destination)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        check_destination(args.out, read, overwrite=args.overwrite, holds=holds)
+    except ValueError as error:
+        raise SystemExit(str(error)) from error

@@ -34,10 +34,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from directory import replace_directory
 from model import MLP, Attention, CausalLM, DecoderLayer, ModelConfig, Output, RMSNorm, read_state
 from safetensors.torch import save_file
 from torch import Tensor, nn
+
+from cpmcu.convert.output import new_directory
 
 KeysValues = tuple[Tensor, Tensor]  # [B, Hkv, S, D] each
 
@@ -308,7 +309,7 @@ def write_head(
         dtype = torch.bfloat16 if value.is_floating_point() else value.dtype
         state[name] = value.to(dtype).contiguous()
     config = dict(sorted({**head.to_hf(), **extra}.items()))
-    with replace_directory(destination) as directory:
+    with new_directory(destination) as directory:
         save_file(state, directory / "model.safetensors", metadata={"format": "pt"})
         (directory / "model.safetensors").chmod(0o644)
         text = json.dumps(config, indent=2) + "\n"

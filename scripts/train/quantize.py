@@ -24,13 +24,15 @@ from typing import Any
 import torch
 from continue_text import add_target_arguments, load_target
 from corpus import corpus_from_arguments, plain_stream, training_stream
-from directory import replace_directory
+from directory import add_out_arguments, check_out
 from drafts import Head, load_head
 from gptq import Quantized, gptq, output_error, round_to_nearest
 from model import CausalLM, load_pretrained, read_state
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from train_lm import Batches, TrainConfig, evaluate
+
+from cpmcu.convert.output import new_directory
 
 # Matrices of a layer that read the same input, in the order in which they compute.
 STAGES = (
@@ -204,7 +206,7 @@ def write_quantized(
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     config["quantization_config"] = settings.to_hf()
     weights = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt")
-    with replace_directory(destination) as directory:
+    with new_directory(destination) as directory:
         for path in sorted(source.iterdir()):
             if path.is_file() and not path.name.endswith(weights):
                 shutil.copyfile(path, directory / path.name)
@@ -238,7 +240,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add_target_arguments(parser)
     parser.add_argument("--draft", type=Path, help="quantise this EAGLE head of the target instead")
-    parser.add_argument("--out", type=Path, required=True, help="folder to write")
+    add_out_arguments(parser)
     parser.add_argument(
         "--group-size", type=int, choices=(128, -1), default=128, help="inputs per scale; -1: all"
     )
@@ -256,6 +258,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     args = parse_arguments()
     source = args.draft or args.target
+    check_out(args, args.target, args.draft)
     if "quantization_config" in json.loads((source / "config.json").read_text(encoding="utf-8")):
         raise SystemExit(f"{source} is quantised already, expected the original")
     torch.set_float32_matmul_precision("highest")

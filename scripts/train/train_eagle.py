@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from continue_text import add_target_arguments, load_target
 from corpus import TokenStream, corpus_from_arguments, plain_stream, training_stream
+from directory import add_out_arguments, check_out
 from drafts import Eagle2, Eagle3, Head, load_head, write_head
 from measure_acceptance import Acceptance, held_out_prompts, measure
 from model import CausalLM
@@ -175,7 +176,7 @@ def card(
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add_target_arguments(parser)
-    parser.add_argument("--out", type=Path, required=True, help="folder to write")
+    add_out_arguments(parser)
     parser.add_argument("--kind", choices=("eagle2", "eagle3"), default="eagle2")
     parser.add_argument(
         "--generated", type=Path, help="token file of continue_text.py, trained on as well"
@@ -207,6 +208,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_arguments()
+    check_out(args, args.target, args.generated)
     torch.set_float32_matmul_precision("high")
     torch.manual_seed(args.seed)
     target, tokenizer, form = load_target(args)

@@ -33,11 +33,13 @@ from corpus import (
     plain_stream,
     training_stream,
 )
-from directory import replace_directory
+from directory import add_out_arguments, check_out
 from model import CausalLM, ModelConfig
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor
+
+from cpmcu.convert.output import new_directory
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 
@@ -250,7 +252,7 @@ def write_model(model: CausalLM, tokenizer_dir: Path, destination: Path, card: s
         "top_p": 0.9,
         "repetition_penalty": 1.15,
     }
-    with replace_directory(destination) as directory:
+    with new_directory(destination) as directory:
         save_file(state, directory / "model.safetensors", metadata={"format": "pt"})
         (directory / "model.safetensors").chmod(0o644)
         for name in TOKENIZER_FILES:
@@ -310,7 +312,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--pieces-share", type=float, default=1.0, help="files also cut in pieces")
     parser.add_argument("--corpus-note", default="", help="one sentence on the data, for the card")
     parser.add_argument("--tokenizer", type=Path, required=True, help="folder with the tokenizer")
-    parser.add_argument("--out", type=Path, required=True, help="folder to write")
+    add_out_arguments(parser)
     parser.add_argument("--prompt", action="append", default=[], help="complete this at the end")
     parser.add_argument("--sample-tokens", type=int, default=120)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -347,6 +349,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_arguments()
+    check_out(args, args.tokenizer)
     config = TrainConfig(**{name: getattr(args, name) for name in TrainConfig.__slots__})
     device = torch.device(args.device)
     torch.set_float32_matmul_precision("high")

@@ -16,9 +16,11 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from corpus import add_corpus_arguments, corpus_from_arguments
-from directory import replace_directory
+from directory import add_out_arguments, check_out
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from tokenizers.trainers import BpeTrainer
+
+from cpmcu.convert.output import new_directory
 
 SPECIAL_TOKENS = ("<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>")  # ids 0 to 4
 
@@ -109,8 +111,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add_corpus_arguments(parser)
     parser.add_argument("--vocab-size", type=int, default=4096)
-    parser.add_argument("--out", type=Path, required=True, help="folder to write")
+    add_out_arguments(parser)
     args = parser.parse_args()
+    check_out(args, holds="tokenizer.json")
 
     train, validation = corpus_from_arguments(args)
     tokenizer = train_tokenizer((document.text for document in train), args.vocab_size)
@@ -119,7 +122,7 @@ def main() -> None:
             f"the corpus gives only {tokenizer.get_vocab_size()} tokens of {args.vocab_size}: "
             "use more text or a smaller --vocab-size"
         )
-    with replace_directory(args.out) as directory:
+    with new_directory(args.out) as directory:
         write_tokenizer(tokenizer, directory)
 
     held_out = [document.text for document in validation] or [document.text for document in train]

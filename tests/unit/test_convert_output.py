@@ -103,6 +103,61 @@ def test_ctrl_c(tmp_path: Path, source: Path, monkeypatch: Any, capsys: Any) -> 
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
+@pytest.mark.parametrize("error", [OSError("no"), KeyboardInterrupt()])
+def test_once_it_is_in_place_it_is_written(
+    tmp_path: Path, source: Path, monkeypatch: Any, capsys: Any, caplog: Any, error: BaseException
+) -> None:
+    """Whatever happens to what it replaced."""
+    destination = tmp_path / "out"
+    gptq_to_marlin(str(source), destination)
+    (destination / "old.txt").write_text("old")
+    remove = shutil.rmtree
+
+    def fail(path: Path, ignore_errors: bool = False) -> None:
+        if path.name.endswith(".replaced"):
+            raise error
+        remove(path, ignore_errors=ignore_errors)
+
+    monkeypatch.setattr(shutil, "rmtree", fail)
+    arguments = ["gptq-to-marlin", "--src", str(source), "--dst", str(destination), "--overwrite"]
+    assert main(arguments) == 0
+    assert f"written: {destination}\n" in capsys.readouterr().err
+    (left,) = tmp_path.glob(".out.*")
+    assert f"what it replaced is left in {left}" in caplog.text
+    assert (left / "old.txt").exists() and not (destination / "old.txt").exists()
+
+
+def test_rename_that_fails(tmp_path: Path, source: Path, monkeypatch: Any) -> None:
+    destination = tmp_path / "out"
+    gptq_to_marlin(str(source), destination)
+    before, rename = snapshot(destination), Path.rename
+
+    def fail(path: Path, target: Path) -> Path:
+        if path.name.endswith(".incomplete"):
+            raise OSError("device is busy")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", fail)
+    with pytest.raises(OSError, match="device is busy"):
+        gptq_to_marlin(str(source), destination, overwrite=True)
+    assert snapshot(destination) == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
+
+
+def test_all_is_on_the_disk(tmp_path: Path, source: Path, monkeypatch: Any) -> None:
+    (source / "tokenizer.json").write_text("{}")
+    flushed, sync = set(), os.fsync
+
+    def record(descriptor: int) -> None:
+        flushed.add(os.fstat(descriptor).st_ino)
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", record)
+    gptq_to_marlin(str(source), tmp_path / "out")
+    written = [tmp_path, tmp_path / "out", *(tmp_path / "out").iterdir()]
+    assert len(written) == 5 and flushed == {path.stat().st_ino for path in written}
+
+
 def test_overwrite(tmp_path: Path, source: Path) -> None:
     destination = tmp_path / "out"
     destination.mkdir()
@@ -124,17 +179,21 @@ def test_a_link_to_a_directory_stays_one(tmp_path: Path, source: Path) -> None:
     assert (tmp_path / "out").is_symlink() and (tmp_path / "out" / "config.json").is_file()
 
 
-def test_destinations_that_are_refused(tmp_path: Path, source: Path) -> None:
+def test_destinations_that_are_refused(tmp_path: Path, source: Path, monkeypatch: Any) -> None:
     (tmp_path / "file").write_text("text")
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "diary.txt").write_text("dear diary")
+    (tmp_path / "disk").mkdir()
+    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == tmp_path / "disk")
     before = snapshot(source)
     for destination, message in [
         (source, "is or holds the source"),
         (tmp_path, "is or holds the source"),
         (source / "out", "is inside the source"),
         (tmp_path / "file", "is a file, expected a directory"),
-        (tmp_path / "notes", "holds files but no config.json, expected a model's directory"),
+        (tmp_path / "file" / "out", "file is a file, expected a directory"),
+        (tmp_path / "disk", "disk is a mount point, which cannot be replaced, expected"),
+        (tmp_path / "notes", "holds files but no config.json, expected what a run before"),
     ]:
         with pytest.raises(ValueError, match=message):
             gptq_to_marlin(str(source), destination, overwrite=True)

@@ -151,7 +151,12 @@ def test_refuses_to_overwrite(tmp_path: Path) -> None:
     (tmp_path / "photos" / "cat.jpg").write_bytes(b"cat")
     with pytest.raises(SystemExit, match=r"no config\.json"):
         write("tiny-llama", tmp_path / "photos", "--force")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["model", "photos"]
+    (tmp_path / "link").symlink_to(out)
+    write("tiny-llama", tmp_path / "link", "--seed", "2", "--force")
+    assert (tmp_path / "link").is_symlink() and (out / "config.json").is_file()
+    with pytest.raises(SystemExit, match="is or holds the source"):
+        write("tiny-llama", out, "--tokenizer", str(out), "--force")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["link", "model", "photos"]
 
 
 def test_bad_preset_lists_the_known_ones(tmp_path: Path) -> None:

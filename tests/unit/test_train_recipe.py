@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,10 @@ from tests.unit.recipe import import_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = ROOT / "cpmcu" / "assets" / "tiny-python-minicpm"
-MODULES = ("directory", "corpus", "gptq", "model", "train_tokenizer", "train_lm")
+MODULES = (
+    *("directory", "corpus", "gptq", "model", "train_tokenizer", "train_lm", "drafts"),
+    *("continue_text", "measure_acceptance", "train_eagle", "quantize"),
+)
 
 NASTY_TEXTS = [
     "def f(n):\n    if n:\n        return [1, 2][n]\n\n\n\n# end\n",
@@ -145,15 +149,37 @@ def test_five_steps_lower_the_loss_and_the_directory_loads(
     assert difference < 0.05  # bf16 rounding of the weights
 
 
-def test_failed_write_leaves_the_destination(recipe: SimpleNamespace, tmp_path: Path) -> None:
-    out = tmp_path / "model"
-    out.mkdir()
-    (out / "old").write_text("old")
-    with pytest.raises(KeyError), recipe.directory.replace_directory(out) as directory:
-        (directory / "new").write_text("new")
-        raise KeyError
-    assert [path.name for path in tmp_path.iterdir()] == ["model"]
-    assert [path.name for path in out.iterdir()] == ["old"]
+@pytest.mark.parametrize(
+    ("script", "more", "out", "message"),
+    [
+        ("train_tokenizer", [], "mine", "mine is not empty, expected a new directory .--overwrite"),
+        ("train_tokenizer", ["--overwrite"], "mine", "mine holds files but no tokenizer.json"),
+        ("train_tokenizer", [], "text/out", "is inside the source .*text, expected a place outs"),
+        ("train_lm", ["--tokenizer", "model"], "model", "model is or holds the source"),
+        ("train_eagle", ["--target", "model", "--overwrite"], ".", "is or holds the source"),
+        ("quantize", ["--target", "model"], "mine", "mine is not empty, expected a new directory"),
+        ("quantize", ["--target", "x", "--draft", "model"], "model", "is or holds the source"),
+    ],
+)
+def test_what_is_there_is_kept(
+    recipe: SimpleNamespace,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    script: str,
+    more: list[str],
+    out: str,
+    message: str,
+) -> None:
+    """Said before anything is read: of these only the directories are there."""
+    for name in ("mine", "model", "text"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "diary.txt").write_text("dear diary")
+    (tmp_path / "model" / "config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [script, "--corpus", "text", *more, "--out", out])
+    with pytest.raises(SystemExit, match=message):
+        getattr(recipe, script).main()
+    assert len(list(tmp_path.glob("*/diary.txt"))) == 3
 
 
 def test_cached_decoding_equals_one_pass(recipe: SimpleNamespace) -> None:
