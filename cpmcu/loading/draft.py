@@ -135,6 +135,7 @@ def open_draft(
         usual = CHOSEN_SHAPE if speculation.chooses_shapes else HEAD_SHAPE
         shape = speculation.shape(chain=plan.chain, defaults=SHIPPED_SHAPE if shipped else usual)
         vocab_ids = _frspec_ids(speculation, method, plan, files, target)
+        _check_width(shape, vocab_ids or plan.options.get("vocab_ids", ()))
     except ValueError as error:
         if files is None or str(files.directory) in str(error):
             raise
@@ -145,12 +146,20 @@ def open_draft(
     return LoadedDraft(method, plan, shape, window, vocab_ids, files, head_quant)
 
 
-def eos_ids(*configs: Mapping[str, Any]) -> tuple[int, ...]:
-    """The end-of-sequence ids that generation_config.json and config.json state."""
+def eos_ids(configs: Mapping[str, Mapping[str, Any]]) -> tuple[int, ...]:
+    """The end-of-sequence ids that configs state; `configs`: file's name -> what it says.
+
+    Raises ValueError for what is neither an integer nor a list of them.
+    """
     found: list[int] = []
-    for config in configs:
-        value = config.get("eos_token_id")
-        found += [value] if isinstance(value, int) else list(value or ())
+    for file, config in configs.items():
+        stated = config.get("eos_token_id")
+        ids = [] if stated is None else stated if isinstance(stated, list) else [stated]
+        if not all(type(token) is int for token in ids):
+            raise ValueError(
+                f"{file}: eos_token_id is {stated!r}, expected an integer or a list of integers"
+            )
+        found += ids
     return tuple(dict.fromkeys(found))
 
 
@@ -201,6 +210,15 @@ def _find(
     if files is None:
         raise ValueError(f"method {expected} needs weights, expected draft_model_path")
     return find_drafter(files, method)
+
+
+def _check_width(shape: TreeShape, vocab_ids: Sequence[int]) -> None:
+    """ValueError if fewer tokens are drafted than a level takes; no ids: all of the target."""
+    if 0 < len(vocab_ids) < shape.topk:
+        raise ValueError(
+            f"only {len(vocab_ids)} tokens are drafted, expected at least {shape.topk}, the "
+            "children of a node (spec_topk_per_iter sets fewer)"
+        )
 
 
 def _frspec_ids(

@@ -82,9 +82,8 @@ def load_model(
             fields.max_position_embeddings,
         )
     dtype, reason = choose_dtype(config.dtype, hf_config, metas, device)
-    target = TargetModel(
-        hf_config, fields, device, config.max_model_len, eos_ids(generation_config, hf_config)
-    )
+    eos = eos_ids({generation_file.name: generation_config, "config.json": hf_config})
+    target = TargetModel(hf_config, fields, device, config.max_model_len, eos)
     draft = open_draft(config.speculation, directory, target)
 
     from cpmcu import _extension  # here: all of the above works without the extension

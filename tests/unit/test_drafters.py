@@ -349,6 +349,7 @@ def test_wrong_kinds(target: TinyCheckpoint, tmp_path: Path) -> None:
 
 def frspec(target: TinyCheckpoint, draft: Path, path: Path | None = None, size: int = 0) -> Any:
     options = {"frspec_path": path and str(path), "frspec_vocab_size": size}
+    options["spec_topk_per_iter"] = 3  # of which there are enough
     return spec_of(opened(target, draft, **options)).vocab_ids
 
 
@@ -383,6 +384,25 @@ def test_torch_index(target: TinyCheckpoint, tmp_path: Path) -> None:
     assert "has freq_4.pt, freq_7.pt, freq_8.pt, expected exactly one" in refused(
         target, draft, frspec_path=str(draft)
     )
+
+
+@pytest.mark.parametrize(
+    ("options", "most"), [({}, 8), ({"spec_auto": False}, 10), ({"spec_topk_per_iter": 3}, 3)]
+)
+def test_fewer_tokens_than_a_level_takes(
+    target: TinyCheckpoint, tmp_path: Path, options: dict[str, Any], most: int
+) -> None:
+    plain = write_draft(tmp_path / "plain", "eagle", target).directory
+    for count in (most - 1, most):
+        drafted = {"d2t": np.zeros(count, np.int64), "lm_head.weight": np.ones((count, 64))}
+        few = write_draft(tmp_path / "few", "eagle3", target, extra=drafted).directory
+        np.save(tmp_path / "ids.npy", np.arange(count))
+        for draft, more in ((few, {}), (plain, {"frspec_path": str(tmp_path / "ids.npy")})):
+            if count == most:
+                assert opened(target, draft, **options, **more).shape.topk == most
+            else:
+                message = refused(target, draft, **options, **more)
+                assert f"only {count} tokens are drafted, expected at least {most}" in message
 
 
 def test_wrong_frspec(target: TinyCheckpoint, tmp_path: Path) -> None:
@@ -421,7 +441,7 @@ def test_keep_eos() -> None:
     assert keep_eos([5, 2, 7], [2]) == [5, 2, 7]
     assert keep_eos([5, 6, 2], [3, 2]) == [5, 2, 3]
     assert keep_eos([5, 6, 7], [2, 3, 2]) == [5, 2, 3]
-    assert eos_ids({"eos_token_id": [2, 9]}, {"eos_token_id": 2}, {}) == (2, 9)
+    assert eos_ids({"a": {"eos_token_id": [2, 9]}, "b": {"eos_token_id": 2}, "c": {}}) == (2, 9)
 
 
 # ---- loading

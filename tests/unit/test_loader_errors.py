@@ -190,6 +190,17 @@ def test_torch_file_is_damaged_or_holds_code(tmp_path: Path) -> None:
     assert "damaged" in complaint(tmp_path)
 
 
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize("stated", [2.0, "2", {"a": 2}, [2, "3"], True, [[2]]])
+def test_ends_of_sequences(tmp_path: Path, file: str, stated: Any) -> None:
+    write_tiny(tmp_path)
+    config = json.loads((tmp_path / file).read_text()) | {"eos_token_id": stated}
+    (tmp_path / file).write_text(json.dumps(config))
+    assert f"{file}: eos_token_id is {stated!r}, expected an integer or a list" in complaint(
+        tmp_path
+    )
+
+
 # ---- schemes and architectures
 
 
