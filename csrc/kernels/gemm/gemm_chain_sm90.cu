@@ -313,7 +313,10 @@ Combines who_combines(const ChainParams& p, const Link& first, int blocks) {
   const int rows = p.attention.rows.num_rows, count = num_splits(p.attention.rows.max_kv);
   if (rows == 0 || count == 1) return Combines::kNobody;
   const bool is_short = count <= kMaxCombinedSplits;
-  if (rows == 1 && is_short && !p.links.front().is_dense() && first.tiles <= blocks &&
+  // NOTE: of two links, not: a block would count without the thread that reads the counters' bases,
+  // which then could come behind block 0, which changes them.
+  if (rows == 1 && is_short && !p.links.front().is_dense() && p.links.size() != 2 &&
+      first.tiles <= blocks &&
       first.slice_blocks + (first.longer_slices > 0) <= kMaxCombinedBlocks) {
     return Combines::kEachItsSlice;
   }

@@ -127,7 +127,8 @@ struct W4GemmParams {
   W4Weight w;
   float alpha = 1;   // of x W^T; a gated W has none, and no beta
   float beta = 0;    // 0: y is not read
-  Tensor scratch{};  // [w4_scratch_floats] float32; used before compute capability 9.0 only
+  Tensor scratch{};  // [w4_scratch_floats] float32; used before compute capability 9.0, and
+                     // from 12.0 on
 };
 
 inline int64_t w4_scratch_floats(const W4Weight& w, int64_t max_rows) {

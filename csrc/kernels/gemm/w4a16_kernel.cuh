@@ -15,9 +15,9 @@
 // Weights do not depend on earlier kernels, so the ring is full of them before those end. Where
 // there are too few tiles of 256 rows for the chip, K is cut into slices, which a cluster adds up
 // in order: a block sends the sums of 32 rows to the block that owns them, as asynchronous stores
-// that count on a barrier there (before compute capability 9.0: through global memory, with a
-// second kernel). Slices depend on N and K only and the rows of x are columns of the products, so a
-// row of y has the same bits whatever else is in the batch.
+// that count on a barrier there (before compute capability 9.0 and from 12.0 on: through global
+// memory, with a second kernel). Slices depend on N and K only and the rows of x are columns of the
+// products, so a row of y has the same bits whatever else is in the batch.
 #pragma once
 
 #include <type_traits>
@@ -36,6 +36,13 @@ namespace {
 constexpr int kMaxStages = 12;
 constexpr int kBlockBytes = 17 * 1024;    // room for a block with zero points; keeps x aligned
 constexpr int kRowBytes = 2 * kW4BlockK;  // of x in a stage
+
+// Whether code of this compute capability adds up slices in clusters. Rings and inboxes want more
+// shared memory than the 99 KB that a block has on GeForce cards, from 12.0 on too.
+constexpr bool has_clusters(int capability) { return capability >= 90 && capability < 120; }
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200
+#define CPMCU_W4_CLUSTERS
+#endif
 
 // 128 k of all rows of x as two panels of 64 k (ptx::swizzled_chunk). By one thread.
 template <int kGroups>
@@ -456,7 +463,7 @@ __global__ void __launch_bounds__(kAllThreads<Mma, kGroups>, 1)
     ptx::mbarrier_init(ring.empty(threadIdx.x), kWarps);
     ptx::mbarrier_init_fence();
   }
-#if __CUDA_ARCH__ >= 900
+#ifdef CPMCU_W4_CLUSTERS
   if (args.slices > 1 && threadIdx.x == kThreads - 1) {
     const int slabs = args.first_slab[slice + 1] - args.first_slab[slice];
     ptx::mbarrier_init(received, 1);
@@ -465,7 +472,7 @@ __global__ void __launch_bounds__(kAllThreads<Mma, kGroups>, 1)
   }
 #endif
   __syncthreads();
-#if __CUDA_ARCH__ >= 900
+#ifdef CPMCU_W4_CLUSTERS
   if (args.slices > 1) ptx::cluster_arrive();
 #endif
 
@@ -476,7 +483,7 @@ __global__ void __launch_bounds__(kAllThreads<Mma, kGroups>, 1)
     } else {
       ptx::pdl_wait();
     }
-#if __CUDA_ARCH__ >= 900
+#ifdef CPMCU_W4_CLUSTERS
     if (args.slices > 1) ptx::cluster_wait();
 #endif
     return;
@@ -505,7 +512,7 @@ __global__ void __launch_bounds__(kAllThreads<Mma, kGroups>, 1)
       store_sums<T>(args, sums, n0);
       continue;
     }
-#if __CUDA_ARCH__ >= 900
+#ifdef CPMCU_W4_CLUSTERS
     // A block has one tile then. A lane sends its sums of a tile and group as one piece.
     constexpr int kPieces = 2 * kGroups * 32;
     const int owner = warp * args.slices / kWarps;
@@ -594,7 +601,7 @@ template <typename Mma, typename T, int kGroups, bool kZeros>
 void launch_w4_kernel(const Context& ctx, Args args) {
   constexpr int kStageBytes = W4Ring<kGroups>::kStageBytes;
   const auto kernel = w4_gemm_kernel<Mma, T, kGroups, kZeros>;
-  const bool clusters = ctx.code_capability >= 90;  // as the kernel's __CUDA_ARCH__ says
+  const bool clusters = has_clusters(ctx.code_capability);
   const int slabs = (kWarps + args.slices - 1) / args.slices;
   args.alpha /= kUnpackedScale<T>;
   args.slice_blocks = args.k_blocks / args.slices;
