@@ -132,6 +132,7 @@ std::vector<Engine::DraftedTree> Engine::begin_masked(const std::vector<int>& sl
 
 void Engine::end_masked(const TokenMasks& masks) {
   CHECK_STATE(!half_done_.empty(), "no masked step has begun");
+  set_device(ctx_.device);
   const std::vector<int> slots = std::exchange(half_done_, {});
   const int num_seqs = static_cast<int>(slots.size());
   upload_masks(masks, num_seqs * shape_.tree_size);
