@@ -181,6 +181,9 @@ void Engine::bind_draft() {
   features_ = arena_->tensor(features_id_, spec_.dtype, {limits_.max_rows, feature_width()});
   draft_state_.pending_features = arena_->tensor(pending_features_id_, spec_.dtype,
                                                  {int64_t{slots} * pending, feature_width()});
+  // A draft's rows beyond those that are pending are masked, but NaNs would stay in its cache.
+  const Tensor& pending_features = draft_state_.pending_features;
+  fill_bytes(ctx_.device, pending_features.data(), 0, pending_features.num_bytes(), ctx_.stream);
   drafter_->bind(*arena_);
   drafter_->list_tensors(weights_);
 }

@@ -558,12 +558,13 @@ SHIPPED_DRAFTS = ["tiny-python-eagle2", "tiny-python-eagle3", "tiny-python-draft
 SOURCES = ("heapq", "textwrap", "bisect", "fnmatch", "queue", "shlex", "string", "sched")
 
 
-def shipped_engine(device: str, speculation: dict[str, Any]) -> Any:
+def shipped_engine(device: str, speculation: dict[str, Any], dtype: str = "auto") -> Any:
     from cpmcu.config import EngineConfig, SpeculativeConfig
     from cpmcu.loading.loader import load_model
 
     config = EngineConfig(
         device=device,
+        dtype=dtype,
         memory_limit=0.2,
         max_num_seqs=1,
         chunk_length=256,
@@ -590,6 +591,23 @@ def python_texts(device: str) -> list[tuple[list[int], dict[str, Any], list[int]
         }
         texts.append((ids, fields, plain.one(ids, 200, **fields)))
     return texts
+
+
+def test_an_eagle_head_after_a_short_draft_and_plain_steps(device: str) -> None:
+    """No matter what the memory of its features held: of 0x7f a float16 would be a NaN."""
+    from cpmcu.tokenizer import Tokenizer
+
+    ids = Tokenizer.from_directory(SHIPPED).encode(
+        inspect.getsource(importlib.import_module("heapq"))
+    )
+    draft = {"draft_model_path": str(SHIPPED.parent / "tiny-python-eagle2"), **TREES["narrow"]}
+    with memory_full_of(0x7F):
+        engine = shipped_engine(device, draft, dtype="float16")
+    shapes = iter([(1, 2)] + [(0, 1)] * 8 + [(3, 12)] * 60)
+    drive = Drive(engine, shapes=lambda: next(shapes))
+    drive.one(ids[:300], 60)
+    trees = drive.emitted[9:]
+    assert sum(trees) / len(trees) > 1.8
 
 
 @pytest.mark.slow
