@@ -32,14 +32,17 @@ def shapes_of(depth: int, topk: int, tree_size: int) -> list[Shape]:
     A few: each is a CUDA graph, and each is tried. The deep and slim one is for text that is easy
     to guess, of which hardly anything off the likeliest path is ever accepted.
     """
-    if topk == 1:
-        chains = {(levels, levels + 1) for levels in (1, 2, depth) if levels <= depth}
-        return [PLAIN, *sorted(chains)]
     smaller = [(levels, nodes) for levels, nodes in ((1, 2), (2, 8)) if levels < depth]
     if depth > 2:
         smaller.append((depth, 2 * depth))
-    found = {(levels, nodes) for levels, nodes in smaller if nodes < tree_size}
+    drafted = [(levels, min(nodes, 1 + _candidates(levels, topk))) for levels, nodes in smaller]
+    found = {(levels, nodes) for levels, nodes in drafted if nodes < tree_size}
     return [PLAIN, *sorted(found), (depth, tree_size)]
+
+
+def _candidates(levels: int, topk: int) -> int:
+    """How many nodes a draft of so many levels scores: all children of topk nodes of each."""
+    return topk + (levels - 1) * topk**2
 
 
 @dataclasses.dataclass(slots=True)

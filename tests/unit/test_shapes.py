@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -56,6 +57,19 @@ def test_shapes():
     assert shapes_of(4, 1, 5) == [(0, 1), (1, 2), (2, 3), (4, 5)]
     assert shapes_of(1, 1, 2) == [(0, 1), (1, 2)]
     assert shapes_of(16, 4, 64)[-1] == (16, 64)
+    assert shapes_of(6, 1, 4) == [(0, 1), (1, 2), (2, 3), (6, 4)]
+    assert shapes_of(4, 2, 15) == [(0, 1), (1, 2), (2, 7), (4, 8), (4, 15)]
+
+
+def test_the_engine_takes_every_shape() -> None:
+    """As Engine::check_shape asks: within the largest, and no more nodes than are drafted."""
+    for depth, topk in itertools.product(range(1, 17), range(1, 33)):
+        for tree_size in range(2, min(64, 1 + topk + (depth - 1) * topk**2) + 1):
+            shapes = shapes_of(depth, topk, tree_size)
+            assert len(set(shapes)) == len(shapes) and shapes[-1] == (depth, tree_size)
+            for levels, nodes in shapes[1:]:
+                assert 1 <= levels <= depth and 2 <= nodes <= tree_size
+                assert nodes <= 1 + topk + (levels - 1) * topk**2
 
 
 def test_the_whole_draft_comes_first():
