@@ -19,6 +19,7 @@ namespace cpmcu {
 
 constexpr int kMaxTopk = 32;
 constexpr int kMaxDraftDepth = 16;
+constexpr int kMaxNgram = 32;
 
 constexpr int num_candidates(int topk, int depth) { return topk + (depth - 1) * topk * topk; }
 

@@ -7,8 +7,6 @@
 
 namespace cpmcu {
 
-constexpr int kMaxNgram = 32;
-
 inline void check_trees(std::string_view op, const TokenTrees& trees) {
   CHECK(trees.num_seqs >= 0 && trees.num_nodes >= 1 && trees.num_nodes <= kMaxTreeSize,
         "{}: {} trees of {} nodes, expected 1 to {} nodes", op, trees.num_seqs, trees.num_nodes,

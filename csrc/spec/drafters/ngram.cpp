@@ -7,9 +7,9 @@ namespace {
 class NgramDrafter : public Drafter {
  public:
   NgramDrafter(const DrafterSpec& spec, const ModelSpec&) : spec_(spec) {
-    CHECK(spec.min_ngram >= 1 && spec.min_ngram <= spec.max_ngram,
-          "n-grams of {} to {} tokens were asked for, expected 1 or more", spec.min_ngram,
-          spec.max_ngram);
+    CHECK(spec.min_ngram >= 1 && spec.min_ngram <= spec.max_ngram && spec.max_ngram <= kMaxNgram,
+          "n-grams of {} to {} tokens were asked for, expected 1 to {}", spec.min_ngram,
+          spec.max_ngram, kMaxNgram);
   }
 
   void plan(MemoryPlan& plan, const DraftLimits& limits) override {
