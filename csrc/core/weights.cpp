@@ -7,6 +7,7 @@
 #include <atomic>
 #include <cerrno>
 #include <chrono>
+#include <cmath>
 #include <condition_variable>
 #include <cstring>
 #include <exception>
@@ -34,13 +35,19 @@ int64_t elements_of(const std::vector<int64_t>& shape) {
   return n;
 }
 
-void convert(void* out, DType to, const void* in, DType from, int64_t count) {
+// Throws where a finite number of tensor `name` becomes infinite.
+void convert(const std::string& name, void* out, DType to, const void* in, DType from,
+             int64_t count) {
   dispatch_host_dtype(from, [&](auto in_type) {
     dispatch_host_dtype(to, [&](auto out_type) {
       const auto* source = static_cast<const decltype(in_type)*>(in);
       auto* target = static_cast<decltype(out_type)*>(out);
       for (int64_t i = 0; i < count; ++i) {
-        target[i] = from_float<decltype(out_type)>(to_float(source[i]));
+        const float value = to_float(source[i]);
+        target[i] = from_float<decltype(out_type)>(value);
+        CHECK(!std::isfinite(value) || std::isfinite(to_float(target[i])),
+              "tensor \"{}\" holds {}, which is beyond {}: load it as bfloat16 or float32", name,
+              value, name_of(to));
       }
     });
   });
@@ -139,7 +146,7 @@ class WeightLoader::Reader {
     const char* source = raw_;
     if (from != to) {
       converted_.resize(static_cast<size_t>(block.count * size_of(to)));
-      convert(converted_.data(), to, raw_, from, block.count);
+      convert(block.entry->name, converted_.data(), to, raw_, from, block.count);
       source = converted_.data();
     }
     copy_to_device(device_, destination, source, block.count * size_of(to), stream_);
@@ -236,7 +243,7 @@ void WeightLoader::load_array(WeightTable& table, const std::string& name, DType
   std::vector<char> converted;
   if (dtype != to) {
     converted.resize(static_cast<size_t>(count * size_of(to)));
-    convert(converted.data(), to, data, dtype, count);
+    convert(name, converted.data(), to, data, dtype, count);
     data = converted.data();
   }
   copy_to_device(ctx_.device, target.destination.data(), data, count * size_of(to), ctx_.stream);

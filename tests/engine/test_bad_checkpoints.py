@@ -91,6 +91,15 @@ def test_wrong_dtype(bad: Path) -> None:
     assert "model.norm.weight has dtype int32, expected float32 or float16" in complaint(bad)
 
 
+def test_a_number_beyond_the_dtype(bad: Path) -> None:
+    weights = random_weights(tiny_config("llama"))
+    weights["model.norm.weight"][3] = -1e6
+    write_tiny(bad, weights=weights)
+    assert '"model.norm.weight" holds -1e+06, which is beyond float16' in complaint(
+        bad, dtype="float16"
+    )
+
+
 @pytest.mark.parametrize(
     "name",
     ["model.embed_tokens.weight", "lm_head.weight", "model.layers.0.self_attn.k_proj.weight"],
