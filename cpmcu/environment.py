@@ -26,10 +26,14 @@ _PACKAGES = (
 _VARIABLES = (
     "CPMCU_EXTENSION_DIR",
     "CPMCU_DEBUG",
+    "CPMCU_CUBLAS_HOME",
+    "CUDA_HOME",
+    "CUDA_PATH",
     "CUDA_VISIBLE_DEVICES",
     "HF_HUB_OFFLINE",
     "HF_HOME",
     "LD_LIBRARY_PATH",
+    "OMP_WAIT_POLICY",
 )
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
 

@@ -10,7 +10,7 @@
 namespace cpmcu::ptx {
 
 // Waits until every kernel before this one in the stream is done and its writes are visible.
-// First thing in every kernel, in every thread (core/launch.h says why).
+// In every kernel, in every thread (core/launch.h says why, and what may be done before).
 __device__ __forceinline__ void pdl_wait() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");

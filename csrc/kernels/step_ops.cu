@@ -1,9 +1,9 @@
 // The small kernels around a step: begin_decode, finish_step, reset_slot (kernels/step_ops.h).
 //
 // Each moves a few hundred bytes, so the cost is launch latency; begin_decode and finish_step are
-// one block. finish_step writes results straight into mapped host memory: every thread fences its
-// own writes to the system, the block meets, and only then one thread fences again and raises
-// `*done`, so that a host that sees the new ticket sees all results.
+// one block. finish_step writes results straight into mapped host memory: the block meets, and
+// then one thread raises `*done` by a store that releases to the system all that it has seen, so
+// that a host that sees the new ticket sees all results.
 #include "kernels/step_ops.h"
 
 #include "core/launch.h"
