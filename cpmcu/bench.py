@@ -21,10 +21,17 @@ import time
 from pathlib import Path
 from typing import Any
 
-from cpmcu.benchmarks.decoding import Row, plain_row
+from cpmcu.benchmarks.decoding import Row, fitting_steps, plain_row
 from cpmcu.benchmarks.plot import Kernel, check_plot, read_kernels, save
 from cpmcu.benchmarks.speculation import cycle_table, has_draft, run_cycles
-from cpmcu.config import EngineConfig, SpeculativeConfig, option, shipped_model
+from cpmcu.config import (
+    CHAIN_DEPTH,
+    CHOSEN_SHAPE,
+    EngineConfig,
+    SpeculativeConfig,
+    option,
+    shipped_model,
+)
 from cpmcu.engine_flags import engine_config
 from cpmcu.flags import FlagParser, add_flags, from_flags
 
@@ -34,7 +41,10 @@ class BenchOptions:
     """What is measured."""
 
     contexts: str = option("1024", "context lengths in tokens, separated by commas")
-    decode: int = option(64, "decode steps, or speculative cycles, of one timed window")
+    decode: int = option(
+        64,
+        "decode steps, or speculative cycles, of one timed window; fewer where there is no room",
+    )
     json: bool = option(False, "print JSON instead of a table")
     plot: str | None = option(
         None, "also draw tokens/s by context (needs cpmcu[plot])", metavar="FILE.png"
@@ -44,6 +54,19 @@ class BenchOptions:
         "also draw shares of the roofline: what scripts/bench/bench_*.py --json printed",
         metavar="FILE",
     )
+
+    def __post_init__(self) -> None:
+        if self.decode < 1:
+            raise ValueError(f"decode is {self.decode}, but must be at least 1")
+        if not all(part.strip().isdecimal() and int(part) > 0 for part in self.contexts.split(",")):
+            raise ValueError(
+                f"contexts is {self.contexts!r}, expected lengths of at least 1, separated by commas"
+            )
+
+    @property
+    def lengths(self) -> list[int]:
+        """`contexts` as numbers."""
+        return [int(part) for part in self.contexts.split(",")]
 
 
 def describe_device(device: str, index: int) -> str:
@@ -71,9 +94,8 @@ def run(config: EngineConfig, options: BenchOptions) -> dict[str, Any]:
         "read_GB_per_s": ceilings["read_bytes_per_second"] / 1e9,
         "host_to_device_GB_per_s": ceilings["host_to_device_bytes_per_second"] / 1e9,
     }
-    contexts = [int(part) for part in options.contexts.split(",")]
     rate = ceilings["read_bytes_per_second"]
-    plain, rows = run_plain(config, contexts, options.decode, rate)
+    plain, rows = run_plain(config, options, rate)
     result |= plain
     if has_draft(config):
         result["speculation"] = run_cycles(config, rows, options.decode)
@@ -81,20 +103,30 @@ def run(config: EngineConfig, options: BenchOptions) -> dict[str, Any]:
 
 
 def run_plain(
-    config: EngineConfig, contexts: list[int], steps: int, rate: float
+    config: EngineConfig, options: BenchOptions, rate: float
 ) -> tuple[dict[str, Any], list[Row]]:
-    """Loads the model without a draft and measures it; its memory is free again afterwards."""
+    """Loads the model without a draft and measures it; its memory is free again afterwards.
+
+    Raises ValueError, before anything is measured, for a context behind which there is no room.
+    """
     from cpmcu.loading.loader import load_model
 
     plain = SpeculativeConfig(no_speculation=True)
     begin = time.perf_counter()
     loaded = load_model(
-        config.model or str(shipped_model()),
+        str(shipped_model()) if config.model is None else config.model,
         config=dataclasses.replace(config, speculative_config=plain),
     )
     load_s = time.perf_counter() - begin
     weights = sum(row["bytes"] for row in loaded.engine.memory_plan() if row["group"] == "weights")
-    rows = [plain_row(loaded.engine, loaded.spec, c, steps, rate) for c in contexts]
+    depth = config.speculation.spec_num_iter or max(CHOSEN_SHAPE.depth, CHAIN_DEPTH)
+    most_tokens = depth + 1 if has_draft(config) else 1  # of a step
+    for context in options.lengths:
+        fitting_steps(loaded.engine, context, options.decode, most_tokens)
+    rows = [
+        plain_row(loaded.engine, loaded.spec, context, options.decode, rate)
+        for context in options.lengths
+    ]
     result = {
         "model": loaded.directory.name,
         "dtype": loaded.spec.dtype,
@@ -151,8 +183,12 @@ def main(arguments: list[str] | None = None) -> int:
     flags = parser.parse_args(arguments)
     try:
         options = from_flags(BenchOptions, flags)
+        config = engine_config(flags)
         kernels = _kernels(options)
-        result = run(engine_config(flags), options)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    try:
+        result = run(config, options)
         sys.stdout.write((json.dumps(result, indent=2) if options.json else table(result)) + "\n")
         if options.plot is not None:
             save(result, kernels, Path(options.plot))

@@ -71,6 +71,7 @@ class LLM:
         self.hf_config = loaded.hf_config
         self.generation_config = loaded.generation_config
         self.spec = loaded.spec
+        self.draft_spec = loaded.draft  # None: nothing drafts
         self.tokenizer = Tokenizer.from_directory(loaded.directory)
         self._grammars: GrammarCompiler | None = None
         self._grammar_lock = threading.Lock()

@@ -66,21 +66,37 @@ def random_prompt(vocab_size: int, context: int) -> list[int]:
     return ids
 
 
+def fitting_steps(engine: C.Engine, context: int, steps: int, tokens_per_step: int) -> int:
+    """As many steps of a window, up to `steps`, as there is room for behind `context` tokens.
+
+    Raises ValueError if there is room for none.
+    """
+    from cpmcu import C
+
+    room = min(engine.max_model_len, engine.num_free_pages * C.PAGE_SIZE)
+    fitting = ((room - context - 1) // tokens_per_step - WARM_UP) // WINDOWS
+    if fitting < 1:
+        most = room - 1 - (WARM_UP + WINDOWS) * tokens_per_step
+        raise ValueError(
+            f"a context of {context} tokens was asked for, expected at most {max(most, 0)}: the "
+            f"engine holds {room}, and {WARM_UP + WINDOWS} steps of up to {tokens_per_step} follow"
+        )
+    return min(steps, fitting)
+
+
 def measure(engine: C.Engine, vocab_size: int, context: int, steps: int) -> Timing:
-    """Prefills `context` tokens and times `WINDOWS` windows of `steps` decode steps after it."""
+    """Prefills `context` tokens and times `WINDOWS` windows of decode steps after it.
+
+    A window has `steps` steps, or as many as there is room for.
+    """
     from cpmcu import C
 
     ids = random_prompt(vocab_size, context)
+    steps = fitting_steps(engine, context, steps, engine.tokens_per_step)
     total = context + 1 + (WARM_UP + WINDOWS * steps) * engine.tokens_per_step
     sampling = C.SamplingConfig(max_tokens=total)
     slot = engine.add_sequence(sampling, ids)
-    if total > engine.max_model_len or not engine.reserve(slot, total):
-        engine.release(slot)
-        raise ValueError(
-            f"a context of {context} and up to {total - context} new tokens were asked for, the "
-            f"engine holds {engine.max_model_len} tokens a sequence and has "
-            f"{engine.num_free_pages} free pages of 64"
-        )
+    engine.reserve(slot, total)
 
     def prefill() -> float:
         begin = time.perf_counter()

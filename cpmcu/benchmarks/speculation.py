@@ -40,9 +40,13 @@ class ChosenRow:
 
 
 def stream(llm: LLM, context: int, num_tokens: int) -> tuple[float, float]:
-    """Mean accept length, 0 if nothing was drafted, and tokens/s of a greedy request, streamed."""
+    """Mean accept length, 0 if nothing was drafted, and tokens/s of a greedy request, streamed.
+
+    Of fewer tokens where there is no room for `num_tokens`.
+    """
     from cpmcu import SamplingParams
 
+    num_tokens = min(num_tokens, llm.max_length - context)
     params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
     prompt = random_prompt(int(llm.spec.vocab_size), context)
     result = [chunk.result for chunk in llm.stream(prompt, params)][-1]
@@ -99,16 +103,23 @@ def run_cycles(config: EngineConfig, rows: list[Row], steps: int) -> dict[str, A
         drafted = dataclasses.replace(config, speculative_config=speculation)
         return LLM(**dataclasses.asdict(drafted))
 
-    # Every cycle of the shape that the times are of.
-    whole = dataclasses.replace(config.speculation, spec_auto=False)
+    whole, chosen = config.speculation, []
+    if whole.chooses_shapes:
+        with load(whole) as llm:
+            chosen = [chosen_row(llm, row.context, steps) for row in rows]
+            draft = llm.draft_spec
+        # Every cycle of the largest shape, which the times are of.
+        whole = dataclasses.replace(
+            whole,
+            spec_auto=False,
+            spec_num_iter=draft.depth,
+            spec_topk_per_iter=draft.topk,
+            spec_tree_size=draft.tree_size,
+        )
     with load(whole) as llm:
         cycles = [cycle_row(llm, row, steps) for row in rows]
         depth = llm.call_engine(lambda engine: engine.tokens_per_step) - 1
         counters = llm.call_engine(lambda engine: engine.counters)
-    chosen: list[ChosenRow] = []
-    if config.speculation.chooses_shapes:
-        with load(config.speculation) as llm:
-            chosen = [chosen_row(llm, row.context, steps) for row in rows]
     given = dataclasses.asdict(whole)
     usual = dataclasses.asdict(SpeculativeConfig(spec_auto=False))
     return {

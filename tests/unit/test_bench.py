@@ -1,0 +1,51 @@
+"""python -m cpmcu.bench: what it takes, and that it measures the shipped model."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from cpmcu.bench import main
+from tests.reference.engines import extension_or_skip
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--contexts", "abc"], "contexts is 'abc', expected lengths of at least 1"),
+        (["--contexts", "64,0"], "contexts is '64,0'"),
+        (["--contexts=-5"], "contexts is '-5'"),
+        (["--decode", "0"], "decode is 0, but must be at least 1"),
+        (["--memory-limit", "2"], "memory_limit is 2"),
+        (["--kernels", "x.json"], "--kernels is given without --plot"),
+    ],
+)
+def test_wrong_flags(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["--device", "cpu", *flags])
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_no_room(capsys: pytest.CaptureFixture[str]) -> None:
+    """Told before the context that fits is measured: each takes windows of 10 000 steps."""
+    extension_or_skip()
+    flags = ["--device", "cpu", "--max-model-len", "1024", "--contexts", "64,1000"]
+    assert main([*flags, "--decode", "10000"]) == 1
+    error = capsys.readouterr().err
+    assert "a context of 1000 tokens was asked for, expected at most 958" in error
+
+
+def test_windows_are_as_long_as_there_is_room(capsys: pytest.CaptureFixture[str]) -> None:
+    """As with no flags at all: the shipped model and its head, shapes chosen, 1024 tokens."""
+    extension_or_skip()
+    flags = ["--device", "cpu", "--max-model-len", "1280", "--contexts", "1024", "--json"]
+    assert main([*flags, "--num-threads", "2"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    (row,) = result["rows"]
+    assert row["context"] == 1024 and row["step_ms"] > 0
+    speculation = result["speculation"]
+    assert speculation["depth"] == 4
+    assert speculation["options"]["spec_tree_size"] == 24
+    assert [line["context"] for line in speculation["chosen"]] == [1024]
