@@ -60,7 +60,7 @@ class BenchOptions:
             raise ValueError(f"decode is {self.decode}, but must be at least 1")
         if not all(part.strip().isdecimal() and int(part) > 0 for part in self.contexts.split(",")):
             raise ValueError(
-                f"contexts is {self.contexts!r}, expected lengths of at least 1, separated by commas"
+                f"contexts is {self.contexts!r}, expected lengths from 1 on, separated by commas"
             )
 
     @property

@@ -1,7 +1,8 @@
 """python -m cpmcu.cli: completes a prompt, or holds a conversation, in the terminal.
 
-The generated text goes to stdout, everything else to stderr. Exit status: 0, also after Ctrl-C;
-1 for an error (one sentence; CPMCU_DEBUG=1 shows the traceback); 2 for wrong flags.
+The generated text, or the table asked for, goes to stdout, everything else to stderr. Exit status:
+0, also after Ctrl-C; 1 for an error (one sentence; CPMCU_DEBUG=1 shows the traceback); 2 for wrong
+flags.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cpmcu.config import EngineConfig, option
+from cpmcu.config import EngineConfig, option, shipped
 from cpmcu.engine_flags import add_engine_flags, engine_config
 from cpmcu.flags import FlagParser, add_flags, from_flags
 from cpmcu.sampling import SamplingParams
@@ -44,7 +45,7 @@ class CliOptions:
     )
     use_chat_template: bool | None = option(
         None,
-        "give the prompt to the model's chat template as one user turn (default: yes; no for the "
+        "give the prompt to the model's chat template as one user turn (default: yes; no for a "
         "shipped model, which completes code)",
     )
     use_stream: bool = option(True, "show text while it is generated")
@@ -86,7 +87,7 @@ def make_parser() -> FlagParser:
     )
     add_flags(parser, CliOptions, "what to do")
     add_engine_flags(parser, {"max_num_seqs": 1})
-    tokens = f"{DEFAULT_TOKENS}; {SHIPPED_TOKENS} for the shipped model; no limit in --chat"
+    tokens = f"{DEFAULT_TOKENS}; {SHIPPED_TOKENS} for a shipped model; no limit in --chat"
     add_flags(parser, SamplingParams, "sampling", {"max_tokens": tokens})
     return parser
 
@@ -94,7 +95,7 @@ def make_parser() -> FlagParser:
 def _configs(
     parser: FlagParser, parsed: argparse.Namespace
 ) -> tuple[CliOptions, EngineConfig, SamplingParams]:
-    tokens = SHIPPED_TOKENS if parsed.model is None else DEFAULT_TOKENS
+    tokens = SHIPPED_TOKENS if _completes_code(parsed.model) else DEFAULT_TOKENS
     if parsed.max_tokens is None and not parsed.chat:
         parsed.max_tokens = tokens
     if parsed.max_num_seqs is None:
@@ -132,6 +133,11 @@ def _run(
     return 0
 
 
+def _completes_code(model: str | None) -> bool:
+    """Is this one of the models that come with the package?"""
+    return model is None or shipped(model) is not None
+
+
 def _prompt(options: CliOptions, config: EngineConfig) -> str:
     if options.prompt_file == "-":
         return sys.stdin.read().strip()
@@ -142,14 +148,14 @@ def _prompt(options: CliOptions, config: EngineConfig) -> str:
             raise ValueError(f"{options.prompt_file} is not UTF-8 text: {error}") from error
     if options.prompt_text is not None:
         return options.prompt_text
-    return SHIPPED_PROMPT if config.model is None else DEFAULT_PROMPT
+    return SHIPPED_PROMPT if _completes_code(config.model) else DEFAULT_PROMPT
 
 
 def _complete(
     display: Display, llm: LLM, options: CliOptions, params: SamplingParams, prompt: str
 ) -> None:
     template = options.use_chat_template
-    if template is None and llm.config.model is not None:
+    if template is None and not _completes_code(llm.config.model):
         template = llm.chat_template is not None
         if not template:
             display.note(f"{llm.directory.name} has no chat template: the prompt goes in as it is")
@@ -190,6 +196,8 @@ def _answer(
 
 
 def _chat(display: Display, llm: LLM, params: SamplingParams) -> None:
+    if llm.chat_template is None:
+        raise ValueError(f"{llm.directory.name} has no chat template, which --chat needs")
     messages: list[dict[str, Any]] = []
     display.note("Ctrl-C stops an answer, Ctrl-D leaves, /new starts over")
     while True:
@@ -203,7 +211,11 @@ def _chat(display: Display, llm: LLM, params: SamplingParams) -> None:
         if not line or line == "/new":
             continue
         turn = {"role": "user", "content": line}
-        ids = llm.tokenize_chat([*messages, turn])
+        try:
+            ids = llm.tokenize_chat([*messages, turn])
+        except ValueError as error:  # the template refuses this turn, the conversation goes on
+            display.error(error)
+            continue
         if len(ids) >= llm.max_length:
             display.error(
                 f"the conversation has {len(ids)} tokens, but the model holds {llm.max_length}; "

@@ -57,6 +57,14 @@ def shipped_model() -> Path:
     return ASSETS / "tiny-python-minicpm"
 
 
+def shipped(name: str) -> Path | None:
+    """Directory of what comes with the package and has this name or lies at this place."""
+    path = Path(name).expanduser()
+    if not path.exists() and path.name == name:
+        path = ASSETS / name
+    return path if path.is_dir() and path.resolve().parent == ASSETS.resolve() else None
+
+
 def shipped_draft(target: Path) -> Path | None:
     """Directory of the draft for `target`, if both come with the package."""
     target = target.resolve()

@@ -108,6 +108,7 @@ def run_cycles(config: EngineConfig, rows: list[Row], steps: int) -> dict[str, A
         with load(whole) as llm:
             chosen = [chosen_row(llm, row.context, steps) for row in rows]
             draft = llm.draft_spec
+        assert draft is not None  # has_draft
         # Every cycle of the largest shape, which the times are of.
         whole = dataclasses.replace(
             whole,

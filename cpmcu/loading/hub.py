@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from cpmcu.config import ASSETS
+from cpmcu.config import shipped
 
 _REPO_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")
 _SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.safetensors"]
@@ -27,10 +27,7 @@ def resolve_model(model: str, revision: str | None = None) -> Path:
     """
     if not model:
         raise ValueError("model is '', expected a directory or a Hugging Face repo id")
-    path = Path(model).expanduser()
-    shipped = ASSETS / model
-    if not path.exists() and path.name == model and shipped.is_dir():
-        path = shipped
+    path = shipped(model) or Path(model).expanduser()
     if path.is_dir():
         if revision is not None:
             raise ValueError(

@@ -74,6 +74,7 @@ class Stage:
             directory=self.directory,
             hf_config={},
             generation_config=self.loaded["config"] or {},
+            draft=None,
             shapes=(),
             spec=SimpleNamespace(vocab_size=byte_level().get_vocab_size()),
         )

@@ -13,7 +13,7 @@ from tests.reference.engines import extension_or_skip
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--contexts", "abc"], "contexts is 'abc', expected lengths of at least 1"),
+        (["--contexts", "abc"], "contexts is 'abc', expected lengths from 1 on"),
         (["--contexts", "64,0"], "contexts is '64,0'"),
         (["--contexts=-5"], "contexts is '-5'"),
         (["--decode", "0"], "decode is 0, but must be at least 1"),

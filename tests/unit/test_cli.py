@@ -110,7 +110,10 @@ def stage(monkeypatch, tmp_path):
     return Stage(monkeypatch, tmp_path / "story")
 
 
-CHAT = {"chat_template": "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"}
+CHAT = {
+    "chat_template": "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    "{% if messages[-1].content == 'no' %}{{ raise_exception('not so') }}{% endif %}"
+}
 
 
 def test_a_run(stage, capsys):
@@ -149,7 +152,7 @@ def test_chat(stage, capsys, monkeypatch):
     monkeypatch.setattr(
         LLM, "tokenize_chat", lambda self, m: seen.append(list(m)) or tokenize_chat(self, m)
     )
-    lines = iter(["one", "", "two", "/new", "three", "x" * 900])
+    lines = iter(["one", "", "no", "two", "/new", "three", "x" * 900])
 
     def ask(self: object) -> str:
         for line in lines:
@@ -158,9 +161,17 @@ def test_chat(stage, capsys, monkeypatch):
 
     monkeypatch.setattr(cli.Display, "ask", ask)
     assert cli.main(["--model", "m", "--chat", "--num-generate", "4"]) == 0
-    assert [len(messages) for messages in seen] == [1, 3, 1, 3]
-    assert seen[1][1]["role"] == "assistant" and seen[1][1]["content"] in STORY
-    assert "/new starts over" in capsys.readouterr().err
+    assert [len(messages) for messages in seen] == [1, 3, 3, 1, 3]
+    assert seen[2][1]["role"] == "assistant" and seen[2][1]["content"] in STORY
+    shown = capsys.readouterr().err
+    assert "not so" in shown and "/new starts over" in shown
+
+
+def test_chat_needs_a_template(stage, capsys, monkeypatch):
+    stage.prepare()
+    monkeypatch.setattr(cli.Display, "ask", lambda self: pytest.fail("asked for a line"))
+    assert cli.main(["--model", "m", "--chat"]) == 1
+    assert "story has no chat template, which --chat needs" in capsys.readouterr().err
 
 
 def test_plan(stage, capsys):
@@ -188,6 +199,8 @@ def test_the_shipped_model_completes_code():
     assert "prefill" in result.stderr and "decode" in result.stderr
     again = run("--device", "cpu", "--num-generate", "20", "--temperature", "0", "--use-stream=no")
     assert again.stdout == result.stdout
+    flags = ("--model", "tiny-python-minicpm", "--device", "cpu", "--num-generate", "20")
+    assert run(*flags, "--temperature", "0").stdout == result.stdout
 
 
 @needs_engine
