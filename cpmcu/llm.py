@@ -22,6 +22,7 @@ from cpmcu.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
     from typing import TypeVar
 
     from cpmcu import C
@@ -65,20 +66,25 @@ class LLM:
         from cpmcu.loading.loader import load_model
 
         loaded = load_model(
-            self.config.model or str(directory), config=self.config, progress=progress
+            self.config.model or str(directory),
+            config=self.config,
+            progress=progress,
+            before_tensors=self._read_tokenizer,
         )
         self.directory = loaded.directory
         self.hf_config = loaded.hf_config
         self.generation_config = loaded.generation_config
         self.spec = loaded.spec
         self.draft_spec = loaded.draft  # None: nothing drafts
-        self.tokenizer = Tokenizer.from_directory(loaded.directory)
         self._grammars: GrammarCompiler | None = None
         self._grammar_lock = threading.Lock()
         self._memory_plan = loaded.engine.memory_plan()
         self._runner = Runner(loaded.engine, page_size=C.PAGE_SIZE, shapes=loaded.shapes)
         # Also runs at interpreter exit, and when the last reference to the LLM goes.
         self._finalizer = weakref.finalize(self, self._runner.close)
+
+    def _read_tokenizer(self, directory: Path) -> None:
+        self.tokenizer = Tokenizer.from_directory(directory)
 
     @property
     def max_length(self) -> int:

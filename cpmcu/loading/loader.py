@@ -48,10 +48,15 @@ class LoadedModel:
 
 
 def load_model(
-    model: str, *, config: EngineConfig, progress: LoadProgress | None = None
+    model: str,
+    *,
+    config: EngineConfig,
+    progress: LoadProgress | None = None,
+    before_tensors: Callable[[Path], None] = lambda directory: None,
 ) -> LoadedModel:
     """Loads a local directory or a Hugging Face repo.
 
+    `before_tensors` is called with the directory when all is checked, before what takes long.
     Raises FileNotFoundError for a model or file that is not there, ValueError for a config or
     checkpoint that is damaged or not supported, MemoryError if it does not fit, RuntimeError for
     a device asked for by name that is not there. Nothing is loaded before all is checked.
@@ -110,6 +115,7 @@ def load_model(
             log_unused(draft_plan.unused)
             log_conversion(draft_plan.conversions, dtype, "as the target")
             loads.append((draft.files.checkpoint, draft_plan))
+    before_tensors(directory)
     for each, its_plan in loads:
         load_tensors(engine, each, its_plan, each.directory.name, progress or LogProgress())
     engine.finish_loading()

@@ -62,7 +62,10 @@ class Stage:
         write_directory(self.directory, byte_level(), **(tokenizer_config or {}))
         self.loaded = {"options": {"max_model_len": 200, **options}, "config": generation_config}
 
-    def _load(self, model: str, *, config: object, progress: Callable | None) -> SimpleNamespace:
+    def _load(
+        self, model: str, *, config: object, progress: Callable | None, before_tensors: Callable
+    ) -> SimpleNamespace:
+        before_tensors(self.directory)
         engine = StoryEngine(**self.loaded["options"])
         self.engines.append(weakref.ref(engine))
         if progress is not None:

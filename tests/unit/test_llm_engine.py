@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from pathlib import Path
 
 import pytest
@@ -152,6 +153,18 @@ def test_pages_run_out_and_no_text_changes(model, monkeypatch, penalties):
     with LLM(str(model), **SETTINGS, max_num_seqs=6) as llm:
         assert ids(llm.generate(prompts, params)) == expected
         assert llm.call_engine(lambda engine: engine.most_sequences_added) > len(prompts)
+
+
+def test_the_tokenizer_is_read_before_the_weights(model, tmp_path):
+    directory = tmp_path / "without"
+    shutil.copytree(model, directory, ignore=shutil.ignore_patterns("tokenizer*"))
+
+    class Progress:
+        def start(self, total_bytes: int, what: str) -> None:
+            pytest.fail("weights were asked for")
+
+    with pytest.raises(FileNotFoundError, match="has no tokenizer"):
+        LLM(str(directory), **SETTINGS, progress=Progress())
 
 
 def test_the_end_of_the_context(model):
