@@ -76,7 +76,8 @@ void Engine::plan_memory() {
   const int decode_rows = slots * max_shape().tree_size;
   limits_ = {.max_rows = std::max(std::min(config_.chunk_length, max_len), decode_rows),
              .max_decode_rows = decode_rows,
-             .max_model_len = max_len + lookahead()};
+             .max_model_len = max_len + lookahead(),
+             .is_cuda = ctx_.device.is_cuda()};
   const int64_t hidden_bytes = int64_t{spec_.hidden_size} * size_of(spec_.dtype);
 
   if (drafter_ && drafter_->features() == FeatureKind::kLayers) model_.tap(draft_->feature_layers);
@@ -135,7 +136,8 @@ void Engine::plan_draft() {
   drafter_->plan(plan_, {.max_seqs = config_.max_num_seqs,
                          .max_prompt_rows = limits_.max_rows,
                          .max_model_len = limits_.max_model_len,
-                         .first_kv_layer = spec_.num_hidden_layers});
+                         .first_kv_layer = spec_.num_hidden_layers,
+                         .is_cuda = limits_.is_cuda});
   num_spec_ints_ = slots * (7 * nodes + 2 * pending + 4) + 1 + limits_.max_rows;
   spec_ints_id_ = plan_.add("spec.ints", "state", 4 * num_spec_ints_);
   tree_masks_id_ = plan_.add("spec.masks", "state", 8 * slots * nodes);

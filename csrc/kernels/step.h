@@ -20,6 +20,7 @@ struct StepLimits {
   int max_rows = 0;         // rows of a step: T
   int max_decode_rows = 0;  // rows of a decode step
   int max_model_len = 0;    // cells of a sequence
+  bool is_cuda = true;      // else what only kernels of a GPU use is not planned
 };
 
 // Phases of a forward step, for lifetimes of scratch (core/arena.h). A block has four in a row:

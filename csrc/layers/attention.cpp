@@ -55,8 +55,10 @@ class AttentionBlock : public Block {
     out_id_ = plan.add_scratch("attention.out",
                                bytes * limits.max_rows * spec_.num_attention_heads * spec_.head_dim,
                                phase_ + 2, phase_ + 3);
-    partial_floats_ = attention_scratch_floats(limits.max_decode_rows, spec_.num_attention_heads,
-                                               spec_.head_dim, limits.max_model_len);
+    if (limits.is_cuda) {
+      partial_floats_ = attention_scratch_floats(limits.max_decode_rows, spec_.num_attention_heads,
+                                                 spec_.head_dim, limits.max_model_len);
+    }
     partial_id_ =
         plan.add_scratch("attention.partials", 4 * partial_floats_, phase_ + 2, phase_ + 2);
     max_rows_ = limits.max_rows;

@@ -22,18 +22,21 @@ void W4Matrix::plan(MemoryPlan& plan, const std::string& name, DType dtype,
                     const StepLimits& limits, int64_t min_bytes) {
   dtype_ = dtype;
   buffer_bytes_ = std::max(weight_.num_bytes(), min_bytes);
-  scratch_floats_ = w4_scratch_floats(weight_, limits.max_rows);
   blocks_id_ = plan.add(name, "weights", buffer_bytes_);
-  slice_id_ = plan.add_scratch("w4.dequantized", slice_rows() * weight_.k * size_of(dtype), kEmbed,
-                               kSample);
+  if (limits.is_cuda) {
+    kept_rows_ = slice_rows();
+    scratch_floats_ = w4_scratch_floats(weight_, limits.max_rows);
+    chain_bytes_ = gemm_chain_bytes(limits.max_decode_rows);
+  }
+  slice_id_ =
+      plan.add_scratch("w4.dequantized", kept_rows_ * weight_.k * size_of(dtype), kEmbed, kSample);
   scratch_id_ = plan.add_scratch("w4.partials", 4 * scratch_floats_, kEmbed, kSample);
-  chain_bytes_ = gemm_chain_bytes(limits.max_decode_rows);
   chain_id_ = plan.add_scratch("gemm_chain", chain_bytes_, 0, kLoad);
 }
 
 void W4Matrix::bind(const Arena& arena) {
   weight_.blocks = arena.array<char>(blocks_id_);
-  slice_ = arena.tensor(slice_id_, dtype_, {slice_rows(), weight_.k});
+  slice_ = arena.tensor(slice_id_, dtype_, {kept_rows_, weight_.k});
   if (scratch_floats_ > 0) scratch_ = arena.tensor(scratch_id_, DType::kF32, {scratch_floats_});
   chain_memory_ = arena.tensor(chain_id_, DType::kU8, {chain_bytes_});
 }

@@ -39,9 +39,9 @@ class W4Matrix {
 
   W4Weight weight_;
   DType dtype_ = DType::kBF16;
-  int64_t buffer_bytes_ = 0, scratch_floats_ = 0, chain_bytes_ = 0;
+  int64_t buffer_bytes_ = 0, kept_rows_ = 0, scratch_floats_ = 0, chain_bytes_ = 0;
   MemoryPlan::Id blocks_id_ = 0, slice_id_ = 0, scratch_id_ = 0, chain_id_ = 0;
-  Tensor slice_;         // [slice_rows, K]
+  Tensor slice_;         // [slice_rows, K], on a GPU
   Tensor scratch_;       // of w4_gemm
   Tensor chain_memory_;  // of gemm_chain, one for all matrices
 };

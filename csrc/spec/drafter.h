@@ -75,6 +75,7 @@ struct DraftLimits {
   int max_prompt_rows = 0;  // rows of a prompt chunk
   int max_model_len = 0;
   int first_kv_layer = 0;  // where the drafter's layers begin in the KV cache
+  bool is_cuda = true;
 };
 
 // Device state that the engine keeps between cycles for the drafter.

@@ -44,7 +44,8 @@ void HeadDrafter::plan(MemoryPlan& plan, const DraftLimits& limits) {
   max_rows_ = std::max(limits.max_prompt_rows, decode_rows);
   const StepLimits step{.max_rows = static_cast<int>(max_rows_),
                         .max_decode_rows = decode_rows,
-                        .max_model_len = limits.max_model_len};
+                        .max_model_len = limits.max_model_len,
+                        .is_cuda = limits.is_cuda};
   make_layers(limits.first_kv_layer);
   fc_->plan(plan, step);
   for (const auto& block : blocks_) block->plan(plan, step);

@@ -11,6 +11,7 @@ from test_cli import run
 from tokenizers_for_tests import byte_level, write_directory
 
 from cpmcu import LLM, SamplingParams
+from cpmcu.config import ASSETS
 from cpmcu.loading.loader import load_model
 from tests.reference.engines import extension_or_skip
 from tests.reference.tiny_checkpoints import write_tiny
@@ -165,6 +166,13 @@ def test_the_tokenizer_is_read_before_the_weights(model, tmp_path):
 
     with pytest.raises(FileNotFoundError, match="has no tokenizer"):
         LLM(str(directory), **SETTINGS, progress=Progress())
+
+
+def test_a_cpu_keeps_no_memory_for_kernels_of_a_gpu():
+    with LLM(str(ASSETS / "tiny-python-minicpm-w4"), **SETTINGS) as llm:
+        sizes = {row["name"]: row["bytes"] for row in llm.memory_plan()}
+    for name in ("attention.partials", "w4.dequantized", "w4.partials", "gemm_chain"):
+        assert sizes[name] == 0
 
 
 def test_the_end_of_the_context(model):

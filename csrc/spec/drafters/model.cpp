@@ -25,7 +25,8 @@ class ModelDrafter : public BeamDrafter {
     model_->plan(plan,
                  {.max_rows = std::max(limits.max_prompt_rows, decode_rows),
                   .max_decode_rows = decode_rows,
-                  .max_model_len = limits.max_model_len},
+                  .max_model_len = limits.max_model_len,
+                  .is_cuda = limits.is_cuda},
                  decode_rows);
   }
   void bind(const Arena& arena) override {
