@@ -227,6 +227,11 @@ class LLM:
         """Queues prepared requests. Raises RuntimeError if the engine is closed or has failed."""
         self._runner.submit(*requests)
 
+    @property
+    def is_open(self) -> bool:
+        """Does `submit` take requests: is the engine neither closed nor beyond recovery?"""
+        return self._runner.is_open
+
     def engine_load(self) -> EngineLoad:
         """How busy the engine is: slots, queue, KV pages."""
         return self._runner.load()

@@ -91,6 +91,11 @@ class Runner:
             self._wake.notify()
         return future.result()
 
+    @property
+    def is_open(self) -> bool:
+        """Does `submit` take requests: is the engine neither closed nor beyond recovery?"""
+        return self._broken is None and not self._closing
+
     def load(self) -> EngineLoad:
         """How busy the engine was a moment ago."""
         waiting = len(self._scheduler.waiting) + len(self._inbox)

@@ -70,10 +70,10 @@ class Service:
         # A directory's or repository's own name, and what it was given as.
         own = (Path(name).name or name, name) if engine_config.model else (Path(name).name,)
         self.names = tuple(dict.fromkeys(config.served_model_name or own))
-        self.state: Literal["loading", "ready", "failed", "stopping"] = "loading"
         self.metrics = Metrics(self.names[0], self._load_of_engine)
         self._engine_config = engine_config
         self._model: Model | None = None
+        self._stopping = False
         self._running: set[Generation] = set()
 
     # ---- life
@@ -98,8 +98,6 @@ class Service:
         except Exception:
             llm.close()
             raise
-        if self.state == "loading":
-            self.state = "ready"
         logger.info(
             "%s is ready after %.1f s: %d slots, at most %d tokens a sequence",
             self.names[0],
@@ -121,7 +119,7 @@ class Service:
 
     def stop(self) -> None:
         """Refuses new requests from now on."""
-        self.state = "stopping"
+        self._stopping = True
 
     def cancel_all(self) -> None:
         """Ends every request with finish reason "abort"."""
@@ -131,9 +129,18 @@ class Service:
     # ---- what routes ask
 
     @property
+    def state(self) -> Literal["loading", "ready", "failed", "stopping"]:
+        """What /health tells: "failed" if the engine has stopped by itself."""
+        if self._stopping:
+            return "stopping"
+        if self._model is None:
+            return "loading"
+        return "ready" if self._model.llm.is_open else "failed"
+
+    @property
     def model(self) -> Model:
         """The model. Raises ApiError (503) while there is none."""
-        if self.state == "stopping":
+        if self._stopping:
             raise ApiError(503, "The server is stopping.", code="stopping", retry_after=5)
         if self._model is None:
             raise ApiError(
@@ -176,7 +183,6 @@ class Service:
             model.llm.submit(generation.requests)
         except RuntimeError as error:
             self._running.discard(generation)
-            self.state = "failed"
             logger.error("the engine takes no more requests: %s", error)
             raise ApiError(503, "The engine has stopped.", code="engine_stopped") from error
 

@@ -491,8 +491,8 @@ def test_stopping_while_the_model_loads():
         assert "Traceback" not in server.log
 
 
-def test_an_engine_that_is_broken():
-    """Requests get a 503, and /health says so."""
+def test_an_engine_that_is_broken(monkeypatch):
+    """/health says so at once, and requests get a 503."""
     from cpmcu.config import EngineConfig
     from cpmcu.serving.app import create_app
     from cpmcu.serving.config import ServerConfig
@@ -501,16 +501,24 @@ def test_an_engine_that_is_broken():
     service = Service(EngineConfig(device="cpu", num_threads=1), ServerConfig())
     service.load()
 
+    def fail(*arguments: object) -> None:
+        raise RuntimeError("the device is gone")
+
     async def run() -> None:
         transport = httpx.ASGITransport(create_app(service))
         async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
-            service.model.llm.close()
-            reply = await client.post(CHAT, json=HELLO)
-            assert error_of(reply, 503)["code"] == "engine_stopped"
+            runner = service.model.llm._runner
+            monkeypatch.setattr(runner, "_launch", fail)
+            monkeypatch.setattr(runner._scheduler, "release", fail)
+            error_of(await client.post(CHAT, json=HELLO), 500)
+            runner._thread.join(timeout=10)
             reply = await client.get("/health")
             assert (reply.status_code, reply.json()["status"]) == (503, "failed")
+            reply = await client.post(CHAT, json=HELLO)
+            assert error_of(reply, 503)["code"] == "engine_stopped"
 
     asyncio.run(run())
+    service.close()
 
 
 @pytest.mark.parametrize("stream", [False, True])
