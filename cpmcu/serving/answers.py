@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 from cpmcu.outputs import CompletionOutput
+from cpmcu.serving import strict_json
 from cpmcu.serving.reasoning import ReasoningSplitter
 from cpmcu.serving.tools import ToolCall
 from cpmcu.spec_metrics import SpecDecodeMetrics
@@ -42,8 +42,8 @@ class ForcedCalls:
         else:
             try:
                 calls = [
-                    ToolCall(call["name"], json.dumps(call["parameters"], ensure_ascii=False))
-                    for call in json.loads(self._text)
+                    ToolCall(call["name"], strict_json.write(call["parameters"]))
+                    for call in strict_json.read(self._text)
                 ]
             except (ValueError, TypeError, KeyError):
                 return self._text, []

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import json
 import uuid
 from collections.abc import Callable
 from typing import Any
 
+from cpmcu.serving import strict_json
 from cpmcu.serving.reasoning import held_back
 
 
@@ -121,23 +121,24 @@ class ToolParser:
         return taken
 
 
-def _call(value: Any, arguments_key: str) -> ToolCall | None:
+def _call(value: Any, *arguments_keys: str) -> ToolCall | None:
+    """The call that JSON describes, its arguments under the first of the keys that is there."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
-    arguments = value.get(arguments_key, {})
+    arguments = next((value[key] for key in arguments_keys if key in value), {})
     if isinstance(arguments, str):  # written as text within the JSON
         try:
-            arguments = json.loads(arguments)
+            arguments = strict_json.read(arguments)
         except ValueError:
             return None
     if not isinstance(arguments, dict):
         return None
-    return ToolCall(value["name"], json.dumps(arguments, ensure_ascii=False))
+    return ToolCall(value["name"], strict_json.write(arguments))
 
 
 def _hermes(text: str) -> list[ToolCall] | None:
     try:
-        call = _call(json.loads(text), "arguments")
+        call = _call(strict_json.read(text), "arguments")
     except ValueError:
         return None
     return None if call is None else [call]
@@ -145,14 +146,13 @@ def _hermes(text: str) -> list[ToolCall] | None:
 
 def _llama3_json(text: str) -> list[ToolCall] | None:
     text = ("{" + text).strip().removesuffix("<|eom_id|>").removesuffix("<|eot_id|>").rstrip()
-    decoder = json.JSONDecoder()
     calls: list[ToolCall] = []
     while text:
         try:
-            value, end = decoder.raw_decode(text)
+            value, end = strict_json.read_first(text)
         except ValueError:
             return None
-        call = _call(value, "parameters" if "parameters" in value else "arguments")
+        call = _call(value, "parameters", "arguments")
         if call is None:
             return None
         calls.append(call)
@@ -184,10 +184,10 @@ def _from_node(node: ast.expr) -> ToolCall | None:
         return None
     try:
         arguments = {word.arg: ast.literal_eval(word.value) for word in node.keywords if word.arg}
-        text = json.dumps(arguments, ensure_ascii=False)
-    except (ValueError, TypeError):
+        call = ToolCall(ast.unparse(node.func), strict_json.write(arguments))
+    except (ValueError, TypeError, RecursionError):
         return None
-    return ToolCall(ast.unparse(node.func), text) if len(arguments) == len(node.keywords) else None
+    return call if len(arguments) == len(node.keywords) else None
 
 
 NOTATIONS = {

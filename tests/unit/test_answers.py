@@ -104,6 +104,7 @@ CALLS = [
     ("minicpm4", f"Ja.{BEGIN}\nf()\nm.g(x=-1)\n{END}", "Ja.", [("f", {}), ("m.g", {"x": -1})]),
     ("minicpm4", f"{BEGIN}[f(a=1), g()]{END}", "", [("f", {"a": 1}), ("g", {})]),
 ]
+DEEP = "[" * 3000
 NO_CALLS = {
     "hermes": [
         "no call",
@@ -111,16 +112,27 @@ NO_CALLS = {
         "<tool_call>{1}</tool_call>!",
         '<tool_call>{"name": "f"',
         '<tool_call>["f"]</tool_call>',
+        f"<tool_call>{DEEP}</tool_call>",
+        f'<tool_call>{{"name": "f", "arguments": "{DEEP}"}}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": {"a": 1e999}}</tool_call>',
+        r'<tool_call>{"name": "f", "arguments": {"a": "\ud83d"}}</tool_call>',
+        r'<tool_call>{"name": "\ud83d"}</tool_call>',
+        r'<tool_call>{"name": "f", "arguments": "{\"a\": \"\\ud83d\"}"}</tool_call>',
     ],
     "llama3_json": [
         'See {"name": "f", "parameters": {}}',
         '{"x": 1}',
         '{"name": "f", "par',
+        '{"name": "f"}; 5',
+        '{"a": ' + DEEP,
+        '{"name": "f", "parameters": {"a": -Infinity}}',
         "   ",
     ],
     "minicpm4": [
         f"{BEGIN}{body}{END}" for body in ("f(1)", "f(a=g())", "f(**{})", "import os", "f(", "")
-    ],
+    ]
+    + [f"{BEGIN}f(a={value}){END}" for value in ("1e999", r"'\ud83d'", "b''", "-" * 900 + "1")],
 }
 CALLS += [(notation, text, text, []) for notation, texts in NO_CALLS.items() for text in texts]
 
@@ -156,8 +168,9 @@ def test_forced_calls(cuts):
     assert found == ("", "", [("f", {"a": 1}), ("g", {})])
     found = parsed(AnswerParser(None, ForcedCalls("h")), pieces('{"b": 2}', cuts))
     assert found == ("", "", [("h", {"b": 2})])
-    cut_off = '[{"name": "f", "para'
-    assert parsed(AnswerParser(None, ForcedCalls(None)), pieces(cut_off, cuts)) == ("", cut_off, [])
+    for wrong in ('[{"name": "f", "para', DEEP, '[{"name": "f", "parameters": {"a": 1e999}}]'):
+        found = parsed(AnswerParser(None, ForcedCalls(None)), pieces(wrong, cuts))
+        assert found == ("", wrong, [])
 
 
 def test_held_back():

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any, Literal
 
 from pydantic import Field
 
+from cpmcu.serving import strict_json
 from cpmcu.serving.errors import ApiError, refused
 from cpmcu.serving.protocol.base import (
     MAX_LOGPROBS,
@@ -67,7 +67,8 @@ class ChatMessage(RequestModel):
             message.setdefault("reasoning_content", self.reasoning)
         for call in message.get("tool_calls", []):
             try:
-                call["function"]["arguments"] = json.loads(call["function"]["arguments"] or "{}")
+                arguments = call["function"]["arguments"] or "{}"
+                call["function"]["arguments"] = strict_json.read(arguments)
             except ValueError:
                 continue  # the template shows it as it is
         return message
