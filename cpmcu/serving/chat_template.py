@@ -69,6 +69,7 @@ class ChatTemplate:
     def render(
         self,
         messages: Sequence[Message],
+        /,
         *,
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
@@ -82,12 +83,9 @@ class ChatTemplate:
         template = self._tool_template if tools and self._tool_template else self._template
         plain = [_plain(message) for message in messages]
         try:
-            return template.render(
-                messages=plain,
-                tools=tools,
-                add_generation_prompt=add_generation_prompt,
-                **{**self._special_tokens, **variables},
-            )
+            own = {"messages": plain, "tools": tools}
+            own["add_generation_prompt"] = add_generation_prompt
+            return template.render({**self._special_tokens, **variables, **own})
         except Exception as error:  # templates can raise anything Python can
             kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
             raise ChatTemplateError(

@@ -19,7 +19,7 @@ CHATML = (
 USER = [{"role": "user", "content": "Hi"}]
 
 
-def render(source: str, messages=USER, **variables) -> str:
+def render(source: str, messages=USER, /, **variables) -> str:
     return ChatTemplate(source, {"bos_token": "<s>"}).render(messages, **variables)
 
 
@@ -52,6 +52,11 @@ def test_helpers():
     )
     assert render("{% generation %}{{ bos_token }}{% endgeneration %}!") == "<s>!"
     assert render("{{ enable_thinking }}", enable_thinking=False) == "False"
+
+
+def test_variables_may_have_any_name():
+    variables = {"self": 1, "args": 2, "messages": 3, "not a name": 4}
+    assert render("{{ messages[0].content }}{{ args }}", **variables) == "Hi2"
 
 
 def test_a_refusal_is_one_sentence():
