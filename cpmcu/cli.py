@@ -11,7 +11,6 @@ import argparse
 import dataclasses
 import os
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cpmcu.config import EngineConfig, option, shipped
@@ -139,13 +138,15 @@ def _completes_code(model: str | None) -> bool:
 
 
 def _prompt(options: CliOptions, config: EngineConfig) -> str:
-    if options.prompt_file == "-":
-        return sys.stdin.read().strip()
     if options.prompt_file is not None:
+        piped = options.prompt_file == "-"
         try:
-            return Path(options.prompt_file).read_text(encoding="utf-8").strip()
+            source = 0 if piped else options.prompt_file
+            with open(source, encoding="utf-8", closefd=not piped) as file:
+                return file.read().strip()
         except UnicodeDecodeError as error:
-            raise ValueError(f"{options.prompt_file} is not UTF-8 text: {error}") from error
+            name = "the prompt from stdin" if piped else options.prompt_file
+            raise ValueError(f"{name} is not UTF-8 text: {error}") from error
     if options.prompt_text is not None:
         return options.prompt_text
     return SHIPPED_PROMPT if _completes_code(config.model) else DEFAULT_PROMPT

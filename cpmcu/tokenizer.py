@@ -64,7 +64,17 @@ class Tokenizer:
         return self._backend.size()
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`, with the begin-of-sequence token the tokenizer asks for, if any."""
+        """Token ids of `text`, with the begin-of-sequence token the tokenizer asks for, if any.
+
+        Raises ValueError for text with half of a surrogate pair, which is no character.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"the prompt holds {text[error.start]!r}, half of a surrogate pair, but must be "
+                "Unicode text"
+            ) from error
         return self._backend.encode(text, add_special_tokens)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:

@@ -54,7 +54,8 @@ class ApiError(Exception):
 def error_body(
     status: int, message: str, *, param: str | None = None, code: str | None = None
 ) -> dict[str, Any]:
-    """An error as a JSON object."""
+    """An error as a JSON object. Of half a surrogate pair, which no JSON can hold, its escape."""
+    message = message.encode("utf-8", "backslashreplace").decode()
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 

@@ -17,6 +17,7 @@ from cpmcu.serving.logs import request_id
 
 if TYPE_CHECKING:
     from cpmcu.serving.service import Service
+    from cpmcu.tokenizer import Tokenizer
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -36,7 +37,8 @@ class Generation:
     """The engine's requests for one HTTP request, and what they emit as an async iterator.
 
     The outputs are numbered through: choice c of prompt p is p * n + c. Raises ApiError (400) for
-    a prompt or parameters that the engine refuses.
+    a prompt, which came in the request's field `prompt_field`, or parameters that the engine
+    refuses.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class Generation:
         params: SamplingParams,
         loop: asyncio.AbstractEventLoop,
         *,
+        prompt_field: str = "prompt",
         progress: bool = False,
     ) -> None:
         llm = service.model.llm
@@ -67,15 +70,20 @@ class Generation:
                 emit = self._emitter(p * params.n)
                 self.requests += llm.prepare(prompt, resolved, emit, on_prefill)
             except ValueError as error:
-                raise bad_value(error) from error
+                raise bad_value(error, prompt_field) from error
         self.left = len(self.requests)
         self._times: list[float | None] = [None] * self.left
 
     def start(self) -> None:
         """Queues it; see Service.submit."""
-        self._service.submit(self)
-        for prompt in self.prompts:
-            self._service.metrics.started(len(prompt), self.params)
+        service = self._service
+        service.submit(self)
+        try:
+            for prompt in self.prompts:
+                service.metrics.started(len(prompt), self.params, service.model.llm.max_length)
+        except Exception:
+            self.cancel()
+            raise
 
     def cancel(self) -> None:
         """Ends what is not done with finish reason "abort"; from any thread, harmless later."""
@@ -171,13 +179,21 @@ def sampling_params(**fields: Any) -> SamplingParams:
         raise bad_value(error) from error
 
 
-def bad_value(error: ValueError) -> ApiError:
-    """A 400 that says what SamplingParams or LLM.prepare said, naming the field if it did."""
+def encode(tokenizer: Tokenizer, text: str, field: str, *, special: bool) -> list[int]:
+    """Tokens of a text that came in a request's field. Raises ApiError (400) if it is none."""
+    try:
+        return tokenizer.encode(text, add_special_tokens=special)
+    except ValueError as error:
+        raise bad_value(error, field) from error
+
+
+def bad_value(error: ValueError, prompt_field: str = "prompt") -> ApiError:
+    """A 400 that says what SamplingParams, LLM.prepare or a tokenizer said, naming the field."""
     message = str(error)
     if message.startswith("the prompt"):
         too_long = "prompt and output together" in message
         code = "context_length_exceeded" if too_long else "invalid_value"
-        return ApiError(400, f"T{message[1:]}.", param="prompt", code=code)
+        return ApiError(400, f"T{message[1:]}.", param=prompt_field, code=code)
     first = message.split()[:2]  # "temperature is ...", "the logit_bias of ...", "the regex ..."
     field = next((word for word in first if word in _FIELDS), None)
     if message.startswith("the "):

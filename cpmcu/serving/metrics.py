@@ -88,12 +88,12 @@ class Metrics:
         """The text that Prometheus reads."""
         return generate_latest(self._registry)
 
-    def started(self, prompt_tokens: int, params: SamplingParams) -> None:
-        """A request was queued."""
+    def started(self, prompt_tokens: int, params: SamplingParams, max_length: int) -> None:
+        """A request was queued; no sequence can be longer than `max_length`."""
         self._histograms["prompt"].observe(prompt_tokens)
         self._histograms["n"].observe(params.n)
         if params.max_tokens is not None:
-            self._histograms["max_tokens"].observe(params.max_tokens)
+            self._histograms["max_tokens"].observe(min(params.max_tokens, max_length))
 
     def rejected(self) -> None:
         """A request was refused because the queue is full."""

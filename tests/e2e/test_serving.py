@@ -254,8 +254,9 @@ def test_refused_fields_are_named(limited, fields, param):
         {"temperature": 0, "top_k": -1, "top_p": 1, "stop": [""], "logit_bias": {}, "seed": -5},
         {"response_format": {"type": "text"}, "tools": [], "tool_choice": "auto"},
         {"stream_options": {}, "parallel_tool_calls": True, "reasoning_effort": "low"},
+        {"chat_template_kwargs": {"self": 1, "messages": 2, "args": 3}, "max_tokens": 10**400},
     ],
-    ids=range(6),
+    ids=range(7),
 )
 def test_harmless_fields_are_taken(limited, fields):
     reply = limited.post(CHAT, {**HELLO, "max_tokens": 2, **fields}, **FIRST)
@@ -306,13 +307,35 @@ def test_a_prompt_that_is_too_long(limited):
             assert str(count) in error["message"] and "128" in error["message"]
 
 
+HALF = r"\ud83d"  # of a surrogate pair
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (CHAT, '{"messages": [{"role": "user", "content": "%s"}]}' % HALF, "messages"),
+        (CHAT, '{"messages": [{"role": "%s"}], "logit_bias": {"%s": "a"}}' % (HALF, HALF), None),
+        ("/v1/completions", '{"prompt": ["a", "%s"]}' % HALF, "prompt"),
+        ("/tokenize", '{"prompt": "%s"}' % HALF, "prompt"),
+        ("/tokenize", '{"messages": [{"role": "user", "content": "%s"}]}' % HALF, "messages"),
+        (CHAT, '{"messages": [{"role": "user", "content": "%s"}]}' % ("x " * 500), "messages"),
+    ],
+)
+def test_prompts_that_are_refused_are_named(limited, path, body, param):
+    headers = {**FIRST, "Content-Type": "application/json"}
+    error = error_of(httpx.post(limited.url + path, content=body, headers=headers), 400)
+    assert param in (None, error["param"])
+
+
 @pytest.mark.parametrize("depth", [300, 900])
 def test_deep_bodies(limited, depth):
     """Values nested so deeply that Python's recursion may end are no server error."""
     value: object = "x"
     for _ in range(depth):
         value = {"a": value}
+    call = {"function": {"name": "f", "arguments": "[" * 4 * depth}}
     for path, fields in (
+        (CHAT, {"messages": [*HELLO["messages"], {"role": "assistant", "tool_calls": [call]}]}),
         (CHAT, {**HELLO, "chat_template_kwargs": value}),
         (CHAT, {**HELLO, "guided_json": value}),
         (CHAT, {**HELLO, "unknown": value}),
@@ -566,6 +589,34 @@ def test_a_step_that_fails(monkeypatch, caplog, stream):
     assert service.model.llm.engine_load().running == 0
     service.close()
     assert "a secret" in caplog.text
+
+
+def test_a_request_that_fails_once_it_is_queued_is_ended(monkeypatch):
+    """Nobody would listen to it."""
+    from cpmcu.config import EngineConfig
+    from cpmcu.serving.app import create_app
+    from cpmcu.serving.config import ServerConfig
+    from cpmcu.serving.service import Service
+
+    service = Service(EngineConfig(device="cpu", num_threads=1), ServerConfig())
+    service.load()
+    queued = []
+
+    def fail(*arguments: object) -> None:
+        queued.extend(service._running)
+        raise OverflowError("a secret")
+
+    monkeypatch.setattr(service.metrics, "started", fail)
+
+    async def run() -> None:
+        transport = httpx.ASGITransport(create_app(service))
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+            body = {"prompt": "x = 1\n", "max_tokens": 1900, "ignore_eos": True}
+            error_of(await client.post("/v1/completions", json=body), 500)
+
+    asyncio.run(run())
+    assert all(request.cancelled for request in queued[0].requests)
+    service.close()
 
 
 def test_the_socket_opens_before_the_model_is_loaded(server):

@@ -20,7 +20,8 @@ def run(*arguments: str, stdin: str = "", **environment: str) -> subprocess.Comp
         [sys.executable, "-m", "cpmcu.cli", *arguments],
         input=stdin,
         capture_output=True,
-        text=True,
+        encoding="utf-8",
+        errors="surrogateescape",
         timeout=120,
         env={**os.environ, "CPMCU_DEBUG": "", **environment},
     )
@@ -72,8 +73,10 @@ def test_errors_are_one_sentence(tmp_path):
     assert unreadable.returncode == 1
     (tmp_path / "latin").write_bytes(b"caf\xe9")
     coded = run("--prompt-file", str(tmp_path / "latin"))
+    piped = run("--prompt-file", "-", stdin="caf\udce9", PYTHONUTF8="1")
     assert "is not UTF-8 text" in coded.stderr
-    for result in (missing, unreadable, coded):
+    assert "the prompt from stdin is not UTF-8 text" in piped.stderr
+    for result in (missing, unreadable, coded, piped):
         assert result.stderr.count("\n") == 1
         assert "Traceback" not in result.stderr
         assert result.stdout == ""

@@ -22,6 +22,12 @@ def test_round_trip_and_special_tokens(tmp_path):
     assert tokenizer.decode(marked, skip_special_tokens=False) == "<|im_start|>a"
 
 
+def test_half_a_surrogate_pair_is_no_text(tmp_path):
+    tokenizer = Tokenizer.from_directory(write_directory(tmp_path, byte_level()))
+    with pytest.raises(ValueError, match=r"the prompt holds '\\ud83d', half of a surrogate pair"):
+        tokenizer.encode("a\ud83d")
+
+
 @pytest.mark.parametrize(("add", "first"), [(True, "<s>"), (False, "▁a")])
 def test_bos_follows_the_configuration(tmp_path, add, first):
     directory = write_directory(tmp_path, byte_fallback(), add_bos_token=add)

@@ -23,7 +23,7 @@ from cpmcu.serving.answers import (
 )
 from cpmcu.serving.conversation import check_messages, render
 from cpmcu.serving.errors import refused
-from cpmcu.serving.generation import Generation, PrefillProgress, sampling_params
+from cpmcu.serving.generation import Generation, PrefillProgress, encode, sampling_params
 from cpmcu.serving.protocol.base import ERRORS
 from cpmcu.serving.protocol.chat import (
     AnswerMessage,
@@ -86,7 +86,7 @@ def _prepare(service: Service, body: ChatRequest, loop: asyncio.AbstractEventLoo
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
     )
-    ids = model.llm.tokenizer.encode(prompt, add_special_tokens=body.add_special_tokens)
+    ids = encode(model.llm.tokenizer, prompt, "messages", special=body.add_special_tokens)
     fields = body.sampling_fields()
     forced = _forced(body)
     if forced is not None and fields["grammar"] is not None:
@@ -115,7 +115,9 @@ def _prepare(service: Service, body: ChatRequest, loop: asyncio.AbstractEventLoo
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         **fields,
     )
-    generation = Generation(service, [ids], params, loop, progress=body.return_progress)
+    generation = Generation(
+        service, [ids], params, loop, prompt_field="messages", progress=body.return_progress
+    )
     return _Job(generation, new_parser, model.token_texts)
 
 

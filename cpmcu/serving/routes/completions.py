@@ -15,7 +15,7 @@ from cpmcu.outputs import CompletionOutput, StreamChunk, TokenLogprobs
 from cpmcu.serving import sse
 from cpmcu.serving.answers import LOWEST, metrics_of
 from cpmcu.serving.errors import ApiError
-from cpmcu.serving.generation import Generation, PrefillProgress, sampling_params
+from cpmcu.serving.generation import Generation, PrefillProgress, encode, sampling_params
 from cpmcu.serving.limits import check_text
 from cpmcu.serving.protocol.base import ERRORS
 from cpmcu.serving.protocol.completion import (
@@ -77,7 +77,7 @@ def _prepare(service: Service, body: CompletionRequest, loop: asyncio.AbstractEv
     for prompt in prompts:
         if isinstance(prompt, str):
             check_text(prompt, "prompt", service.config.max_text_length)
-            ids.append(tokenizer.encode(prompt, add_special_tokens=body.add_special_tokens))
+            ids.append(encode(tokenizer, prompt, "prompt", special=body.add_special_tokens))
             texts.append(prompt)
         else:
             ids.append(prompt)

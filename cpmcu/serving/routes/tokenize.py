@@ -8,6 +8,7 @@ from fastapi import APIRouter, Request
 
 from cpmcu.serving.conversation import check_messages, render
 from cpmcu.serving.errors import ApiError
+from cpmcu.serving.generation import encode
 from cpmcu.serving.limits import check_text
 from cpmcu.serving.protocol.base import ERRORS
 from cpmcu.serving.protocol.other import (
@@ -73,7 +74,7 @@ def _tokenize(service: Service, body: TokenizeRequest) -> TokenizeResponse:
     model = service.model
     if body.prompt is not None:
         check_text(body.prompt, "prompt", service.config.max_text_length)
-        text, special = body.prompt, body.add_special_tokens is not False
+        text, field, special = body.prompt, "prompt", body.add_special_tokens is not False
     else:
         assert body.messages is not None
         check_messages(body.messages, service.config)
@@ -85,8 +86,8 @@ def _tokenize(service: Service, body: TokenizeRequest) -> TokenizeResponse:
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
         )
-        special = bool(body.add_special_tokens)
-    tokens = model.llm.tokenizer.encode(text, add_special_tokens=special)
+        field, special = "messages", bool(body.add_special_tokens)
+    tokens = encode(model.llm.tokenizer, text, field, special=special)
     texts = [model.token_texts.text_of(t) for t in tokens] if body.return_token_strs else None
     return TokenizeResponse(
         count=len(tokens),
