@@ -81,7 +81,7 @@ class ChatTemplate:
         Raises ChatTemplateError if the template refuses or a message is malformed.
         """
         template = self._tool_template if tools and self._tool_template else self._template
-        plain = [_plain(message) for message in messages]
+        plain = [joined(message) for message in messages]
         try:
             own = {"messages": plain, "tools": tools}
             own["add_generation_prompt"] = add_generation_prompt
@@ -93,7 +93,7 @@ class ChatTemplate:
             ) from error
 
 
-def _plain(message: Message) -> dict[str, Any]:
+def joined(message: Message) -> dict[str, Any]:
     """A message whose content is a string: the texts of a list of parts are joined by newlines."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise ChatTemplateError(f"a message must be a mapping with a role, found {message!r}")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cpmcu.serving.chat_template import ChatTemplate, ChatTemplateError
+from cpmcu.serving.chat_template import ChatTemplate, ChatTemplateError, joined
 from cpmcu.serving.config import ServerConfig
 from cpmcu.serving.errors import ApiError
 from cpmcu.serving.limits import check_text
@@ -46,26 +47,33 @@ def render(
             code="no_chat_template",
         )
     plain = [message.to_template() for message in messages]
+    fields: dict[str, Any] = {k: v for k, v in variables.items() if k not in _OWN}
+    fields["tools"] = [tool.model_dump(exclude_none=True) for tool in tools] or None
     try:
-        text = template.render(
-            plain,
-            add_generation_prompt=add_generation_prompt and not continue_final_message,
-            tools=[tool.model_dump(exclude_none=True) for tool in tools] or None,
-            **{name: value for name, value in variables.items() if name not in _OWN},
-        )
+        if continue_final_message:
+            return _continued(template, plain, fields)
+        return template.render(plain, add_generation_prompt=add_generation_prompt, **fields)
     except ChatTemplateError as error:
         raise ApiError(400, f"{error}.", param="messages", code="chat_template_error") from error
-    if not continue_final_message:
-        return text
-    content = plain[-1]["content"]
-    last = content if isinstance(content, str) else "\n".join(part["text"] for part in content)
-    # Templates may trim a message; what comes after it closes the turn.
-    begin = text.rfind(last.strip())
-    if begin < 0:
+
+
+def _continued(
+    template: ChatTemplate, messages: Sequence[dict[str, Any]], fields: Mapping[str, Any]
+) -> str:
+    """The prompt up to the end of the last message; what would close its turn is left out."""
+    mark = f"{uuid.uuid4().hex} "  # if its space is missing, the template trims messages
+    message = joined(messages[-1])
+    last = message["content"]
+    marked = [*messages[:-1], {**message, "content": last + mark}]
+    text = template.render(marked, add_generation_prompt=False, **fields)
+    begun, found, closing = text.rpartition(mark.rstrip())
+    if not found:
         raise ApiError(
             400,
-            "continue_final_message: the chat template changes the last message.",
+            "continue_final_message: the chat template leaves the last message out.",
             param="continue_final_message",
             code="chat_template_error",
         )
-    return text[: begin + len(last.strip())]
+    if closing.startswith(" "):
+        return begun
+    return begun[: len(begun) - (len(last.lstrip()) - len(last.strip()))]

@@ -18,7 +18,9 @@ from cpmcu.config import EngineConfig
 from cpmcu.flags import from_flags
 from cpmcu.serving import routes
 from cpmcu.serving.app import create_app
+from cpmcu.serving.chat_template import ChatTemplate
 from cpmcu.serving.config import ServerConfig
+from cpmcu.serving.conversation import render
 from cpmcu.serving.errors import ApiError
 from cpmcu.serving.protocol import base, chat, completion
 from cpmcu.serving.service import Service
@@ -111,6 +113,39 @@ def test_a_model_under_other_names_with_another_template(tmp_path):
         assert caught.value.status == 404
     finally:
         service.close()
+
+
+MARKED = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content CUT}}<|im_end|>\n{% endfor %}"
+
+
+@pytest.mark.parametrize("cut", ["", "| trim"])
+@pytest.mark.parametrize("last", ["end", "im", "|", "s", "user", "", None, "import os\n    ", " a "])
+def test_a_last_message_that_goes_on(cut, last):
+    """The prompt ends with what the template makes of it, and without what closes its turn."""
+    template = ChatTemplate(MARKED.replace("CUT", cut), {})
+    messages = [chat.ChatMessage(role="user", content="end of user")]
+    messages.append(chat.ChatMessage(role="assistant", content=last))
+    text = render(
+        template,
+        messages,
+        tools=[],
+        variables={},
+        add_generation_prompt=True,
+        continue_final_message=True,
+    )
+    begin = "<|im_start|>user\nend of user<|im_end|>\n<|im_start|>assistant\n"
+    assert text == (begin + last.strip() if cut and last else begin + (last or ""))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("x", "leaves the last message out"), ([{"type": "image_url"}], "of type text, found")],
+)
+def test_a_last_message_that_cannot_go_on(content, message):
+    messages = [chat.ChatMessage(role="assistant", content=content)]
+    more = {"tools": [], "variables": {}, "add_generation_prompt": False}
+    with pytest.raises(ApiError, match=message):
+        render(ChatTemplate("x", {}), messages, continue_final_message=True, **more)
 
 
 def test_a_route_is_added_by_adding_a_file(tmp_path, monkeypatch):
