@@ -19,7 +19,9 @@ KINDS: dict[str, Callable[[Any], Grammar]] = {
     "regex": Grammar.regex,
     "choice": Grammar.choice,
     "grammar": Grammar.lark,
+    "json_object": lambda _: Grammar.json_object(),
 }
+GUIDED = ("json", "regex", "choice", "grammar")  # those that are guided_* too
 
 
 def available() -> bool:
@@ -75,7 +77,7 @@ def from_guided(fields: dict[str, Any]) -> Grammar | None:
             code="invalid_value",
         )
     for name, value in given.items():
-        return make(name, KINDS[re.split("[_.]", name)[-1]], value)
+        return make(name, KINDS[re.split("guided_|[.]", name)[-1]], value)
     return None
 
 

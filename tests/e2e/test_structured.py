@@ -112,6 +112,10 @@ def test_calls_that_must_be(client):
         ({"extra_body": {"guided_json": "{"}}, "guided_json"),
         ({"extra_body": {"guided_json": "{}", "guided_regex": "a"}}, "exclude each other"),
         ({"extra_body": {"structured_outputs": {"regex": "a", "json": "{}"}}}, "exclude each"),
+        (
+            {"extra_body": {"structured_outputs": {"json": {}, "json_object": True}}},
+            "structured_outputs.json and structured_outputs.json_object exclude each",
+        ),
         ({"extra_body": {"structured_outputs": {"whitespace_pattern": " "}}}, "whitespace_pattern"),
         ({"response_format": FORMAT, "extra_body": {"guided_regex": "a"}}, "exclude each other"),
         ({"response_format": FORMAT, "tools": TOOLS, "tool_choice": "required"}, "exclude"),

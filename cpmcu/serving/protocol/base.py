@@ -155,7 +155,7 @@ class StructuredOutputs(RequestModel):
         """Kind of the grammar -> its source, None where there is none."""
         found: dict[str, Any] = {"json": self.json_, "regex": self.regex}
         found |= {"choice": self.choice, "grammar": self.grammar}
-        return found | ({"json": {"type": "object"}} if self.json_object else {})
+        return found | {"json_object": self.json_object or None}
 
 
 class GenerationRequest(RequestModel):
@@ -206,7 +206,7 @@ class GenerationRequest(RequestModel):
         return self.stream_options is not None and self.stream_options.include_usage
 
     def _grammar(self) -> Grammar | None:
-        sources = {f"guided_{kind}": getattr(self, f"guided_{kind}") for kind in grammar.KINDS}
+        sources = {f"guided_{kind}": getattr(self, f"guided_{kind}") for kind in grammar.GUIDED}
         if self.structured_outputs is not None:
             self.structured_outputs.check_extra()
             named = self.structured_outputs.fields().items()

@@ -29,8 +29,10 @@ class CompletionRequest(GenerationRequest):
             raise ApiError(
                 400, "max_tokens 0 needs echo.", param="max_tokens", code="invalid_value"
             )
-        if not self.prompt or self.prompt == [[]]:
-            raise ApiError(400, "prompt is empty.", param="prompt", code="invalid_value")
+        if self.prompt == []:
+            raise ApiError(
+                400, "prompt is [], but must have a prompt.", param="prompt", code="invalid_value"
+            )
 
     @property
     def token_limit(self) -> int | None:
