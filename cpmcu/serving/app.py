@@ -43,7 +43,7 @@ def create_app(service: Service) -> FastAPI:
             CORSMiddleware,
             allow_origins=list(config.cors_origin),
             allow_methods=["GET", "POST"],
-            allow_headers=["Authorization", "Content-Type", "X-Request-Id"],
+            allow_headers=["*"],  # OpenAI's client sends a dozen of its own
             expose_headers=["X-Request-Id"],
         )
     app.add_middleware(RequestLog)
