@@ -54,6 +54,13 @@ class Reply:
             prompt_tokens=prompt, completion_tokens=tokens, total_tokens=prompt + tokens
         )
 
+    def usage_so_far(self, generation: Generation) -> dict[str, Any]:
+        """The member of a chunk that has the usage, if each shall have it."""
+        options = self.body.stream_options
+        if options is None or not options.continuous_usage_stats:
+            return {}
+        return {"usage": self.usage(generation).model_dump()}
+
     def chunk(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
         """An event of a stream."""
         rest = to_json({"choices": choices, **more})

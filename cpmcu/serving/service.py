@@ -158,16 +158,21 @@ class Service:
                 code="model_not_found",
             )
 
+    def check_size(self, size: int) -> None:
+        """Raises ApiError (400) for more outputs than the queue takes."""
+        if size > self.config.max_queue:
+            raise ApiError(
+                400,
+                f"The request asks for {size} outputs, but this server takes at most "
+                f"{self.config.max_queue}.",
+                code="too_many_outputs",
+            )
+
     def submit(self, generation: Generation) -> None:
         """Queues a request. Raises ApiError: 400 if it is larger than the queue, 429 if the queue
         is full, 503 if the engine has stopped."""
         size, limit = len(generation.requests), self.config.max_queue
-        if size > limit:
-            raise ApiError(
-                400,
-                f"The request asks for {size} outputs, but this server takes at most {limit}.",
-                code="too_many_outputs",
-            )
+        self.check_size(size)
         busy = sum(each.left for each in self._running)
         if busy + size > limit:
             self.metrics.rejected()

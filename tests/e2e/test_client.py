@@ -151,6 +151,28 @@ def test_several_prompts_and_token_ids(client, server):
     reply = complete(client, [ids, ids], max_tokens=6, temperature=0)
     assert [choice.text for choice in reply.choices] == [text, text]
     assert reply.usage.prompt_tokens == 2 * len(ids)
+    # An empty text is a prompt if the tokenizer begins each with a token of its own.
+    empty = complete(client, "", max_tokens=6, temperature=0).choices[0].text
+    reply = complete(client, ["", ""], max_tokens=6, temperature=0)
+    assert [choice.text for choice in reply.choices] == [empty, empty]
+
+
+@pytest.mark.parametrize("echo", [False, True])
+def test_token_ids_of_a_stream_are_those_of_the_whole(client, server, echo):
+    """The prompt's come with the first chunk of each choice, and only there."""
+    more = {"max_tokens": 5, "temperature": 0, "n": 2, "extra_body": {"return_token_ids": True}}
+    ids = server.post("/tokenize", {"prompt": PROMPT}).json()["tokens"]
+    prompts = {0: [], 1: []}
+    for chunk in complete(client, stream=True, echo=echo, **more):
+        for choice in chunk.choices:
+            prompts[choice.index].append(getattr(choice, "prompt_token_ids", None))
+    assert [found[0] for found in prompts.values()] == [ids, ids]
+    assert not any(any(found[1:]) for found in prompts.values())
+    whole = chat(client, **more)
+    chunks = [chunk for chunk in chat(client, stream=True, **more) if chunk.choices]
+    first = [chunk for chunk in chunks if chunk.choices[0].delta.role]
+    assert [chunk.prompt_token_ids for chunk in first] == [whole.prompt_token_ids] * 2
+    assert not any(hasattr(chunk, "prompt_token_ids") for chunk in chunks if chunk not in first)
 
 
 def test_stops(client):

@@ -188,7 +188,8 @@ class _Chat:
                 continue
             if not begun[index]:  # not earlier: clients take it for the first token's time
                 begun[index] = True
-                yield reply.chunk([_delta(index, {"role": "assistant", "content": ""})])
+                first = _delta(index, {"role": "assistant", "content": ""})
+                yield reply.chunk([first], **self._prompt())
             part = parsers[index].push(item.text, final=item.finish_reason is not None)
             choice = _delta(index, self._fields(part, num_calls[index]))
             num_calls[index] += len(part.calls)
@@ -198,16 +199,16 @@ class _Chat:
                 choice["stop_reason"] = item.stop_reason
             elif not choice["delta"] and len(choice) == _BARE:
                 continue  # text that is held back, and nothing else to tell
-            yield reply.chunk([choice], **self._usage_so_far())
+            yield reply.chunk([choice], **reply.usage_so_far(generation))
         last = reply.last(generation, reply.usage(generation))
         if last is not None:
             yield last
 
-    def _usage_so_far(self) -> dict[str, Any]:
-        options = self._body.stream_options
-        if options is None or not options.continuous_usage_stats:
+    def _prompt(self) -> dict[str, Any]:
+        """The member of a choice's first chunk that has the prompt, if it is wanted."""
+        if not self._body.return_token_ids:
             return {}
-        return {"usage": self._reply.usage(self._job.generation).model_dump()}
+        return {"prompt_token_ids": self._job.generation.prompts[0]}
 
     def _fields(self, part: Part, calls_before: int) -> dict[str, Any]:
         fields: dict[str, Any] = {}

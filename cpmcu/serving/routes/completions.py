@@ -14,7 +14,6 @@ from fastapi.responses import Response
 from cpmcu.outputs import CompletionOutput, StreamChunk, TokenLogprobs
 from cpmcu.serving import sse
 from cpmcu.serving.answers import LOWEST, metrics_of
-from cpmcu.serving.errors import ApiError
 from cpmcu.serving.generation import Generation, PrefillProgress, encode, sampling_params
 from cpmcu.serving.limits import check_text
 from cpmcu.serving.protocol.base import ERRORS
@@ -65,15 +64,7 @@ def _prepare(service: Service, body: CompletionRequest, loop: asyncio.AbstractEv
     ids: list[list[int]] = []
     texts: list[str] = []
     prompts = body.prompts()
-    if len(prompts) * body.num_choices > service.config.max_queue:
-        outputs = len(prompts) * body.num_choices
-        raise ApiError(
-            400,
-            f"The request asks for {outputs} outputs, but this server takes at most "
-            f"{service.config.max_queue}.",
-            param="prompt",
-            code="too_many_outputs",
-        )
+    service.check_size(len(prompts) * body.num_choices)
     for prompt in prompts:
         if isinstance(prompt, str):
             check_text(prompt, "prompt", service.config.max_text_length)
@@ -144,14 +135,16 @@ class _Completion:
             if isinstance(item, PrefillProgress):
                 yield reply.progress(item)
                 continue
-            text, logprobs = self._echo(number) if not begun[number] else ("", [])
-            begun[number] = True
+            first, begun[number] = not begun[number], True
+            text, logprobs = self._echo(number) if first else ("", [])
             if not self._only_echo:
                 text += item.text
                 logprobs += _scored(item.logprobs)
             if text or logprobs or item.finish_reason or self._body.return_token_ids:
                 choice = self._stream_choice(number, text, logprobs, item)
-                yield reply.chunk([choice], **self._usage_so_far())
+                if first and self._body.return_token_ids:
+                    choice["prompt_token_ids"] = self._prompt(number)
+                yield reply.chunk([choice], **reply.usage_so_far(generation))
         last = reply.last(generation, reply.usage(generation, 0 if self._only_echo else None))
         if last is not None:
             yield last
@@ -172,12 +165,6 @@ class _Completion:
         if self._body.return_token_ids:
             choice["token_ids"] = [] if self._only_echo else item.token_ids
         return choice
-
-    def _usage_so_far(self) -> dict[str, Any]:
-        options = self._body.stream_options
-        if options is None or not options.continuous_usage_stats:
-            return {}
-        return {"usage": self._reply.usage(self._job.generation).model_dump()}
 
     def _prompt(self, number: int) -> list[int]:
         return self._job.generation.prompts[number // self._body.num_choices]
