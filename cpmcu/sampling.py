@@ -109,7 +109,7 @@ class SamplingParams:
             if not isinstance(text, str) or not text:
                 raise ValueError(f"stop holds {text!r}, but must hold texts of at least one letter")
         for token in self.stop_token_ids:
-            _in_range("a stop token id", token, 0, math.inf)
+            _in_range("a stop_token_ids entry", token, 0, math.inf)
         for token, bias in (self.logit_bias or {}).items():
             _in_range("a logit_bias token id", token, 0, math.inf)
             _in_range(f"the logit_bias of token {token}", bias, -math.inf, math.inf)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+import re
+import reprlib
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -97,12 +100,67 @@ def _from_validation(error: RequestValidationError) -> ApiError:
     first = error.errors()[0]
     if first["type"] == "json_invalid":
         return ApiError(400, "The request body is not valid JSON.", code="invalid_json")
-    path = [part for part in first["loc"] if part not in ("body", "query", "path")]
+    loc = [part for part in first["loc"] if part not in ("body", "query", "path")]
+    path = list(itertools.takewhile(_is_field, loc))
     param = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in path).lstrip(".")
-    message = str(first["msg"]).removeprefix("Value error, ")
     if not param:
         message = (
-            f"The request body must be a JSON object (Content-Type: application/json): {message}."
+            "The request body must be a JSON object (Content-Type: application/json): "
+            f"{first['msg']}."
         )
         return ApiError(400, message, code="invalid_body")
-    return ApiError(400, f"{param}: {message}.", param=param, code="invalid_value")
+    forms = _forms(error.errors(), path)
+    found = _shown(first["input"])
+    if first["type"] == "missing" and path == loc:
+        message = f"{param} is missing."
+    elif forms:
+        message = f"{param} is {found}, but must be {' or '.join(forms)}."
+    else:
+        message = f"{param} {'is' if path == loc else 'holds'} {found}, but {_wanted(first)}."
+    return ApiError(400, message, param=param, code="invalid_value")
+
+
+# What pydantic calls the members of a union, where it should name the next part of a field.
+_FORMS = {
+    "str": "a text",
+    "bool": "true or false",
+    "dict[str,any]": "an object",
+    "list[str]": "a list of texts",
+    "list[int]": "a list of token ids",
+    "list[list[int]]": "a list of lists of token ids",
+    "list[ContentPart]": 'a list of parts like {"type": "text", "text": "a"}',
+    "NamedTool": 'an object like {"type": "function", "function": {"name": "f"}}',
+}
+_SHOWN_LENGTH = 64
+_repr = reprlib.Repr()
+_repr.maxstring = _repr.maxother = _repr.maxlong = _SHOWN_LENGTH
+
+
+def _is_field(part: int | str) -> bool:
+    return isinstance(part, int) or (
+        re.fullmatch("[a-z_]+", part) is not None and part not in _FORMS
+    )
+
+
+def _forms(errors: Sequence[Mapping[str, Any]], path: list[int | str]) -> list[str]:
+    """The forms that what is at `path` may have, if it is a union."""
+    forms = []
+    for error in errors:
+        loc = list(error["loc"][1:])
+        if loc[: len(path)] == path and len(loc) > len(path):
+            literal = error["type"] == "literal_error"
+            form = error["ctx"]["expected"] if literal else _FORMS.get(str(loc[len(path)]))
+            forms += [form] if form is not None else []
+    return list(dict.fromkeys(forms))
+
+
+def _wanted(error: Mapping[str, Any]) -> str:
+    """pydantic's sentence, from its verb on, in the words of JSON."""
+    message = str(error["msg"]).removeprefix("Value error, ")
+    message = re.sub("valid dictionary( or .*)?", "JSON object", message)
+    return re.sub(r"^\w+ should ", "must ", message).partition(" after validation")[0]
+
+
+def _shown(value: Any) -> str:
+    text = _repr.repr(value)
+    return text if len(text) <= _SHOWN_LENGTH else f"{text[: _SHOWN_LENGTH - 3]}..."

@@ -196,8 +196,8 @@ def bad_value(error: ValueError, prompt_field: str = "prompt") -> ApiError:
         return ApiError(400, f"T{message[1:]}.", param=prompt_field, code=code)
     first = message.split()[:2]  # "temperature is ...", "the logit_bias of ...", "the regex ..."
     field = next((word for word in first if word in _FIELDS), None)
-    if message.startswith("the "):
-        message = f"T{message[1:]}"
+    if message.startswith(("the ", "a ")):
+        message = message[0].upper() + message[1:]
     return ApiError(400, f"{message}.", param=field, code="invalid_value")
 
 

@@ -31,7 +31,7 @@ from cpmcu.sampling import SamplingParams, to_engine
         ({"logprobs": -1}, "logprobs is -1"),
         ({"n": 0}, "n is 0"),
         ({"stop": ["a", ""]}, "stop holds ''"),
-        ({"stop_token_ids": [-1]}, "a stop token id is -1"),
+        ({"stop_token_ids": [-1]}, "a stop_token_ids entry is -1"),
         ({"logit_bias": {5: float("nan")}}, "logit_bias of token 5 is nan"),
     ],
 )

@@ -115,11 +115,15 @@ def test_a_model_under_other_names_with_another_template(tmp_path):
         service.close()
 
 
-MARKED = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content CUT}}<|im_end|>\n{% endfor %}"
+MARKED = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content CUT}}<|im_end|>\n{% endfor %}"
+)
 
 
 @pytest.mark.parametrize("cut", ["", "| trim"])
-@pytest.mark.parametrize("last", ["end", "im", "|", "s", "user", "", None, "import os\n    ", " a "])
+@pytest.mark.parametrize(
+    "last", ["end", "im", "|", "s", "user", "", None, "import os\n    ", " a "]
+)
 def test_a_last_message_that_goes_on(cut, last):
     """The prompt ends with what the template makes of it, and without what closes its turn."""
     template = ChatTemplate(MARKED.replace("CUT", cut), {})
