@@ -75,7 +75,7 @@ def test_configurations_that_cannot_be(field, value, message):
 
 
 def test_the_document_names_everything():
-    """docs/server.md has every endpoint, field (taken or refused), metric and flag."""
+    """docs/server.md has every endpoint, field (taken or refused), limit, metric and flag."""
     text = (ROOT / "docs" / "server.md").read_text("utf-8")
     text = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
     named = set(re.findall(r"[\w/{}:-]+", " ".join(re.findall(r"`([^`]+)`", text))))
@@ -83,6 +83,9 @@ def test_the_document_names_everything():
     fields |= base.REFUSED.keys() | base.IGNORED
     assert not fields - named
     assert not {f"--{f.name.replace('_', '-')}" for f in dataclasses.fields(ServerConfig)} - named
+    limits = {base.MAX_CHOICES, base.MAX_LOGPROBS, base.MAX_STOPS, base.MAX_STOP_LENGTH}
+    limits |= {base.MAX_BIASES}
+    assert not limits - set(map(int, re.findall(r"\b\d+\b", text)))
     service = Service(EngineConfig(device="cpu"), ServerConfig())
     assert not set(create_app(service).openapi()["paths"]) - named
     shown = re.findall(
