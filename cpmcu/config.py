@@ -18,6 +18,8 @@ SPEC_METRICS = ("none", "summary", "detailed")
 HEAD_QUANTS = ("none", "w8", "w4")
 DRAFT_HEAD_QUANTS = ("auto", *HEAD_QUANTS)
 
+INT_MAX = (1 << 31) - 1
+
 # As csrc/kernels/tree.h has them.
 MAX_TREE_SIZE = 64
 MAX_DRAFT_DEPTH = 16
@@ -120,17 +122,18 @@ class SpeculativeConfig:
         None, "expect an EAGLE-3 head (default: what the draft's files are)"
     )
     spec_num_iter: int | None = option(
-        None, "tokens of the longest drafted path (default: 4; a draft model in a fixed tree: 2)"
+        None,
+        "tokens of the longest drafted path (default: 4; a draft that was named, in a fixed tree: 2)",
     )
     spec_topk_per_iter: int | None = option(
         None,
-        "drafted continuations of a token, and nodes that go on (default: 8; a draft model in a "
-        "fixed tree: 10)",
+        "drafted continuations of a token, and nodes that go on (default: 8; a draft that was "
+        "named, in a fixed tree: 10)",
     )
     spec_tree_size: int | None = option(
         None,
         f"tokens verified in a step, at most {MAX_TREE_SIZE}, the last emitted one included "
-        "(default: 32; shipped draft: 24; a draft model in a fixed tree: 12)",
+        "(default: 32; shipped draft: 24; a draft that was named, in a fixed tree: 12)",
     )
     spec_auto: bool | None = option(
         None,
@@ -163,15 +166,15 @@ class SpeculativeConfig:
     )
 
     def __post_init__(self) -> None:
-        for name in ("spec_num_iter", "spec_topk_per_iter", "spec_tree_size"):
+        for name in ("draft_model_path", "frspec_path"):
+            check_filled(name, getattr(self, name), "a directory, file or Hugging Face id")
+        counts = ("spec_num_iter", "spec_topk_per_iter", "spec_tree_size")
+        for name in (*counts, "prompt_lookup_min", "prompt_lookup_max"):
             if getattr(self, name) is not None:
-                _at_least(name, getattr(self, name), 1)
-        for name in ("prompt_lookup_min", "prompt_lookup_max"):
-            if getattr(self, name) is not None:
-                _at_least(name, getattr(self, name), 1)
+                _whole(name, getattr(self, name), 1)
         if self.spec_window_size is not None:
-            _at_least("spec_window_size", self.spec_window_size, 0)
-        _at_least("frspec_vocab_size", self.frspec_vocab_size, 0)
+            _whole("spec_window_size", self.spec_window_size, 0)
+        _whole("frspec_vocab_size", self.frspec_vocab_size, 0)
         _one_of("draft_head_quant", self.draft_head_quant, DRAFT_HEAD_QUANTS)
         _one_of(
             "per_request_spec_decode_metrics", self.per_request_spec_decode_metrics, SPEC_METRICS
@@ -345,19 +348,28 @@ class EngineConfig:
             object.__setattr__(self, "speculative_config", read)
         elif self.speculative_config is None:
             object.__setattr__(self, "speculative_config", SpeculativeConfig())
+        elif not isinstance(self.speculative_config, SpeculativeConfig):
+            raise ValueError(
+                f"speculative_config is {self.speculative_config!r}, but must be a JSON object, a "
+                "dictionary or a SpeculativeConfig"
+            )
+        check_filled("model", self.model, "a directory, a Hugging Face id or a shipped model")
+        check_filled("revision", self.revision, "a branch, tag or commit")
         _one_of("device", self.device, DEVICES)
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("lm_head_quant", self.lm_head_quant, HEAD_QUANTS)
-        if not 0.0 < self.memory_limit <= 1.0:
+        limit = self.memory_limit
+        if not isinstance(limit, (int, float)) or not 0.0 < limit <= 1.0:
             raise ValueError(
-                f"memory_limit is {self.memory_limit}, but must be a share in (0, 1] of the free "
-                "memory"
+                f"memory_limit is {limit!r}, but must be a share in (0, 1] of the free memory"
             )
-        _at_least("chunk_length", self.chunk_length, 1)
-        _at_least("max_num_seqs", self.max_num_seqs, 1)
-        _at_least("max_model_len", self.max_model_len, 0)
-        _at_least("num_threads", self.num_threads, 0)
-        _at_least("device_index", self.device_index, 0)
+        _whole("chunk_length", self.chunk_length, 1)
+        _whole("max_num_seqs", self.max_num_seqs, 1)
+        _whole("max_model_len", self.max_model_len, 0)
+        _whole("num_threads", self.num_threads, 0)
+        _whole("device_index", self.device_index, 0)
+        _yes_or_no("cuda_graph", self.cuda_graph)
+        _yes_or_no("minicpm4_yarn", self.minicpm4_yarn)
 
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
@@ -365,6 +377,22 @@ def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
         raise ValueError(f"{name} is {value!r}, but must be one of {', '.join(allowed)}")
 
 
-def _at_least(name: str, value: int, minimum: int) -> None:
+def _whole(name: str, value: int, minimum: int) -> None:
+    """Raises ValueError unless it is a whole number that the engine, in C++, can hold."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{name} is {value!r}, but must be a whole number")
     if value < minimum:
         raise ValueError(f"{name} is {value}, but must be at least {minimum}")
+    if value > INT_MAX:
+        raise ValueError(f"{name} is {value}, but must be at most {INT_MAX}")
+
+
+def _yes_or_no(name: str, value: bool) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} is {value!r}, but must be True or False")
+
+
+def check_filled(name: str, value: str | None, wanted: str) -> None:
+    """Raises ValueError for what is neither None nor a text of at least one letter."""
+    if value is not None and (not isinstance(value, str) or not value):
+        raise ValueError(f"{name} is {value!r}, but must be {wanted}")

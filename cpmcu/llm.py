@@ -66,7 +66,7 @@ class LLM:
         from cpmcu.loading.loader import load_model
 
         loaded = load_model(
-            self.config.model or str(directory),
+            str(directory) if self.config.model is None else self.config.model,
             config=self.config,
             progress=progress,
             before_tensors=self._read_tokenizer,

@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from cpmcu.config import option
+from cpmcu.config import check_filled, option
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +64,12 @@ class ServerConfig:
     log_level: str = option("info", "least severe lines that are logged", choices=LOG_LEVELS)
 
     def __post_init__(self) -> None:
+        check_filled(
+            "host", self.host, "an address such as 127.0.0.1, or 0.0.0.0 for every interface"
+        )
+        check_filled("chat_template", self.chat_template, "a file")
+        for name in self.served_model_name:
+            check_filled("served_model_name", name, "a name")
         if not 0 <= self.port < 65536:
             raise ValueError(f"port is {self.port}, but must be 0 to 65535")
         for name in ("max_queue", "max_body_mib", "max_messages", "max_text_length"):

@@ -65,10 +65,10 @@ class Service:
     def __init__(self, engine_config: EngineConfig, config: ServerConfig) -> None:
         self.config = config
         self.created = int(time.time())
-        name = engine_config.model or str(shipped_model())
-        self.root = name
+        given = engine_config.model
+        self.root = name = str(shipped_model()) if given is None else given
         # A directory's or repository's own name, and what it was given as.
-        own = (Path(name).name or name, name) if engine_config.model else (Path(name).name,)
+        own = (Path(name).name,) if given is None else (Path(name).name or name, name)
         self.names = tuple(dict.fromkeys(config.served_model_name or own))
         self.metrics = Metrics(self.names[0], self._load_of_engine)
         self._engine_config = engine_config
@@ -79,11 +79,18 @@ class Service:
     # ---- life
 
     def load(self) -> None:
-        """Loads the model; takes long, and is for a thread of its own. Raises what LLM does."""
+        """Loads the model; takes long, and is for a thread of its own.
+
+        Raises what LLM does, and for a chat template that cannot be read or compiled OSError or
+        ValueError, before the model is loaded.
+        """
         start = time.perf_counter()
+        own = self._own_template()
         llm = LLM(progress=Progress(), **dataclasses.asdict(self._engine_config))
         try:
-            template = self._template(llm)
+            template = llm.chat_template
+            if own is not None:
+                template = ChatTemplate(own, llm.tokenizer.special_tokens)
             source, tool_source = (
                 (None, None) if template is None else (template.source, template.tool_source)
             )
@@ -106,11 +113,17 @@ class Service:
             llm.max_length,
         )
 
-    def _template(self, llm: LLM) -> ChatTemplate | None:
+    def _own_template(self) -> str | None:
+        """The text of --chat-template, which compiles; None if the flag was not given."""
         path = self.config.chat_template
         if path is None:
-            return llm.chat_template
-        return ChatTemplate(Path(path).read_text("utf-8"), llm.tokenizer.special_tokens)
+            return None
+        try:
+            source = Path(path).read_text("utf-8")
+            ChatTemplate(source, {})
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+        return source
 
     def close(self) -> None:
         """Frees the model."""

@@ -62,6 +62,8 @@ def test_every_field_of_the_configuration_is_a_flag():
     ("field", "value", "message"),
     [
         ("port", 65536, "port is 65536"),
+        ("host", "", "host is '', but must be an address"),
+        ("served_model_name", ("a", ""), "served_model_name is '', but must be a name"),
         ("max_queue", 0, "max_queue is 0"),
         ("max_body_mib", 0, "max_body_mib"),
         ("shutdown_timeout", 0.0, "shutdown_timeout is 0.0"),
@@ -116,6 +118,19 @@ def test_a_model_under_other_names_with_another_template(tmp_path):
         assert caught.value.status == 404
     finally:
         service.close()
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [(None, "No such file"), ("{% if %}", "t.jinja: the chat template is mal")],
+)
+def test_a_template_is_read_before_the_model_is_loaded(source, message, tmp_path, monkeypatch):
+    monkeypatch.setattr("cpmcu.serving.service.LLM", None)
+    if source is not None:
+        (tmp_path / "t.jinja").write_text(source)
+    service = Service(EngineConfig(), ServerConfig(chat_template=str(tmp_path / "t.jinja")))
+    with pytest.raises((OSError, ValueError), match=message):
+        service.load()
 
 
 MARKED = (
