@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from cpmcu.checks import integer, number, shown, truth
+
 DTYPES = ("auto", "float16", "bfloat16", "float32")
 DEVICES = ("auto", "cpu", "cuda")
 SPEC_METRICS = ("none", "summary", "detailed")
@@ -350,26 +352,25 @@ class EngineConfig:
             object.__setattr__(self, "speculative_config", SpeculativeConfig())
         elif not isinstance(self.speculative_config, SpeculativeConfig):
             raise ValueError(
-                f"speculative_config is {self.speculative_config!r}, but must be a JSON object, a "
-                "dictionary or a SpeculativeConfig"
+                f"speculative_config is {shown(self.speculative_config)}, but must be a "
+                "SpeculativeConfig, or its fields as JSON or (for LLM) a dictionary"
             )
         check_filled("model", self.model, "a directory, a Hugging Face id or a shipped model")
         check_filled("revision", self.revision, "a branch, tag or commit")
         _one_of("device", self.device, DEVICES)
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("lm_head_quant", self.lm_head_quant, HEAD_QUANTS)
-        limit = self.memory_limit
-        if not isinstance(limit, (int, float)) or not 0.0 < limit <= 1.0:
+        if not 0.0 < number("memory_limit", self.memory_limit) <= 1.0:
             raise ValueError(
-                f"memory_limit is {limit!r}, but must be a share in (0, 1] of the free memory"
+                f"memory_limit is {self.memory_limit!r}, but must be a share in (0, 1] of the free memory"
             )
         _whole("chunk_length", self.chunk_length, 1)
         _whole("max_num_seqs", self.max_num_seqs, 1)
         _whole("max_model_len", self.max_model_len, 0)
         _whole("num_threads", self.num_threads, 0)
         _whole("device_index", self.device_index, 0)
-        _yes_or_no("cuda_graph", self.cuda_graph)
-        _yes_or_no("minicpm4_yarn", self.minicpm4_yarn)
+        truth("cuda_graph", self.cuda_graph)
+        truth("minicpm4_yarn", self.minicpm4_yarn)
 
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
@@ -379,17 +380,10 @@ def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
 
 def _whole(name: str, value: int, minimum: int) -> None:
     """Raises ValueError unless it is a whole number that the engine, in C++, can hold."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{name} is {value!r}, but must be a whole number")
-    if value < minimum:
+    if integer(name, value) < minimum:
         raise ValueError(f"{name} is {value}, but must be at least {minimum}")
     if value > INT_MAX:
         raise ValueError(f"{name} is {value}, but must be at most {INT_MAX}")
-
-
-def _yes_or_no(name: str, value: bool) -> None:
-    if not isinstance(value, bool):
-        raise ValueError(f"{name} is {value!r}, but must be True or False")
 
 
 def check_filled(name: str, value: str | None, wanted: str) -> None:

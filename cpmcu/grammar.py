@@ -11,6 +11,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
+from cpmcu.checks import shown
+
 GrammarKind = Literal["json_schema", "regex", "choice", "lark"]
 
 
@@ -39,7 +41,9 @@ class Grammar:
         if not _is_unicode(self.source):
             raise ValueError(f"the source of a {self.kind} grammar holds half of a surrogate pair")
         if self.kind == "json_schema" and not isinstance(_parse(self.source), (dict, bool)):
-            raise ValueError("a JSON schema must be an object, true or false")
+            raise ValueError(
+                f"a JSON schema is {shown(self.source)}, but must be an object, true or false"
+            )
         if self.kind == "choice":
             choices = _parse(self.source)
             if not isinstance(choices, list) or not choices:
@@ -66,9 +70,10 @@ class Grammar:
         if isinstance(schema, str):
             return cls("json_schema", schema)
         try:
-            return cls("json_schema", json.dumps(schema, ensure_ascii=False))
+            source = json.dumps(schema, ensure_ascii=False)
         except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"the schema cannot be written as JSON: {error}") from error
+        return cls("json_schema", source)
 
     @classmethod
     def regex(cls, pattern: str) -> Grammar:
@@ -80,7 +85,13 @@ class Grammar:
         """One of several texts."""
         if isinstance(choices, str):
             raise ValueError(f"a choice is the text {choices!r}, but must be a list of texts")
-        return cls("choice", json.dumps(list(choices), ensure_ascii=False))
+        try:
+            source = json.dumps(list(choices), ensure_ascii=False)
+        except TypeError as error:
+            raise ValueError(
+                f"a choice is {shown(choices)}, but must be a list of texts"
+            ) from error
+        return cls("choice", source)
 
     @classmethod
     def lark(cls, grammar: str) -> Grammar:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import numbers
 import queue
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from cpmcu.checks import integer, shown
 from cpmcu.config import EngineConfig, SpeculativeConfig, shipped_model
 from cpmcu.engine.detokenizer import Detokenizer
 from cpmcu.engine.request import Emit, OnPrefill, Request
@@ -141,7 +143,7 @@ class LLM:
         request. `on_prefill(done, total)` hears prompt tokens from the engine thread. Raises what
         `generate` does.
         """
-        if not isinstance(prompt, str) and prompt and hasattr(prompt[0], "keys"):
+        if isinstance(prompt, Sequence) and prompt and hasattr(prompt[0], "keys"):
             ids = self.tokenize_chat(prompt)  # type: ignore[arg-type]
         else:
             ids = self.tokenize(prompt)  # type: ignore[arg-type]
@@ -151,8 +153,16 @@ class LLM:
         return self._stream(requests, results, ids, params)
 
     def tokenize(self, prompt: str | Sequence[int]) -> list[int]:
-        """Token ids of a text prompt, special tokens included; ids are passed through."""
-        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        """Token ids of a text prompt, special tokens included; ids are passed through.
+
+        Raises ValueError for what is neither.
+        """
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt)
+        ids = _list_of("a prompt", prompt, "a text or a list of token ids")
+        if all(type(token) is int for token in ids):
+            return ids
+        return [integer("a token id of a prompt", token) for token in ids]
 
     def tokenize_chat(self, messages: Sequence[Message], **template_variables: Any) -> list[int]:
         """Token ids of a conversation, up to where the assistant's answer begins.
@@ -268,6 +278,8 @@ class LLM:
         return AcceptanceCounter(num_spec_tokens, detailed=wanted == "detailed")
 
     def _resolve(self, params: SamplingParams | None) -> SamplingParams:
+        if params is not None and not isinstance(params, SamplingParams):
+            raise _wrong_params(params)
         return (params or SamplingParams()).resolve(self.generation_config)
 
     def _generate(
@@ -277,6 +289,8 @@ class LLM:
     ) -> list[RequestOutput]:
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             sampling_params = [sampling_params or SamplingParams()] * len(prompts)
+        if not isinstance(sampling_params, Sequence):
+            raise _wrong_params(sampling_params)
         if len(sampling_params) != len(prompts):
             raise ValueError(
                 f"there are {len(sampling_params)} sampling parameters for {len(prompts)} prompts"
@@ -327,9 +341,22 @@ def _result(prompt: list[int], params: SamplingParams, requests: list[Request]) 
     return RequestOutput(prompt, outputs, params.seed, scores)
 
 
+def _wrong_params(found: object) -> ValueError:
+    return ValueError(
+        f"sampling_params is {shown(found)}, but must be SamplingParams for all prompts, or a list "
+        "of them with one for each"
+    )
+
+
+def _list_of(name: str, value: Any, wanted: str) -> list[Any]:
+    if isinstance(value, (bytes, Mapping)) or not isinstance(value, Iterable):
+        raise ValueError(f"{name} is {shown(value)}, but must be {wanted}")
+    return list(value)
+
+
 def _as_list(prompts: Any) -> list[Prompt]:
     """One prompt or several, as a list of prompts."""
     if isinstance(prompts, str):
         return [prompts]
-    prompts = list(prompts)
-    return [prompts] if prompts and isinstance(prompts[0], int) else prompts
+    prompts = _list_of("prompts", prompts, "a text, a list of token ids, or a list of either")
+    return [prompts] if prompts and isinstance(prompts[0], numbers.Integral) else prompts

@@ -8,11 +8,13 @@ the file means temperature 0.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from cpmcu.checks import as_float32, integer, number, shown, truth
 from cpmcu.config import option
 from cpmcu.grammar import Grammar
 
@@ -20,7 +22,6 @@ if TYPE_CHECKING:
     from cpmcu import C
 
 SEED_LIMIT = 1 << 64
-FLOAT32_MAX = 3.4028234663852886e38
 
 # Field -> value when neither the caller nor generation_config.json gives one.
 _DEFAULTS: dict[str, Any] = {
@@ -93,6 +94,7 @@ class SamplingParams:
     n: int = option(1, "how many outputs to make for each prompt", flags=())
 
     def __post_init__(self) -> None:
+        self._normalise()
         _in_range("temperature", self.temperature, 0.0, math.inf)
         _in_range("top_p", self.top_p, 0.0, 1.0, open_low=True)
         _in_range("top_k", self.top_k, 0, math.inf)
@@ -107,14 +109,42 @@ class SamplingParams:
         _in_range("n", self.n, 1, math.inf)
         for text in self.stop_strings:
             if not isinstance(text, str) or not text:
-                raise ValueError(f"stop holds {text!r}, but must hold texts of at least one letter")
-        for token in self.stop_token_ids:
-            _in_range("a stop_token_ids entry", token, 0, math.inf)
+                raise ValueError(
+                    f"stop holds {shown(text)}, but must hold texts of at least one letter"
+                )
+        for i, token in enumerate(self.stop_token_ids):
+            _in_range(f"stop_token_ids[{i}]", token, 0, math.inf)
         for token, bias in (self.logit_bias or {}).items():
             _in_range("a logit_bias token id", token, 0, math.inf)
             _in_range(f"the logit_bias of token {token}", bias, -math.inf, math.inf)
+        truth("ignore_eos", self.ignore_eos)
+        truth("skip_special_tokens", self.skip_special_tokens)
         if self.grammar is not None and not isinstance(self.grammar, Grammar):
-            raise ValueError(f"grammar is {self.grammar!r}, but must be a cpmcu.Grammar")
+            raise ValueError(f"grammar is {shown(self.grammar)}, but must be a cpmcu.Grammar")
+
+    def _normalise(self) -> None:
+        """Makes every field what its type says. Raises ValueError where that cannot be."""
+        change = functools.partial(object.__setattr__, self)
+        for name in ("top_k", "seed", "max_tokens", "logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                change(name, integer(name, getattr(self, name)))
+        change("n", integer("n", self.n))
+        number("presence_penalty", self.presence_penalty)
+        number("frequency_penalty", self.frequency_penalty)
+        if not isinstance(self.stop, str):
+            change("stop", _items("stop", self.stop, "a text or a list of texts"))
+        ids = _items("stop_token_ids", self.stop_token_ids, "a list of token ids")
+        named = (integer(f"stop_token_ids[{i}]", token) for i, token in enumerate(ids))
+        change("stop_token_ids", tuple(named))
+        if isinstance(self.logit_bias, Mapping):
+            biases = {integer("a logit_bias token id", t): b for t, b in self.logit_bias.items()}
+            for token, bias in biases.items():
+                number(f"the logit_bias of token {token}", bias)
+            change("logit_bias", biases)
+        elif self.logit_bias is not None:
+            raise ValueError(
+                f"logit_bias is {shown(self.logit_bias)}, but must map token ids to numbers"
+            )
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -182,21 +212,32 @@ def to_engine(
     )
 
 
+def _items(name: str, value: Any, wanted: str) -> tuple[Any, ...]:
+    """What a list holds; nothing if it is None."""
+    if value is None:
+        return ()
+    if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
+        raise ValueError(f"{name} is {shown(value)}, but must be {wanted}")
+    return tuple(value)
+
+
 def _in_range(
     name: str, value: float | None, low: float, high: float, *, open_low: bool = False
 ) -> None:
     if value is None:
         return
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ValueError(f"{name} is {value!r}, but must be a number")
-    inside = (low < value if open_low else low <= value) and value <= high
-    # The engine has float32. (math.isinf does not take integers beyond a float's range.)
-    finite = isinstance(value, int) or abs(value) <= FLOAT32_MAX
-    if not inside or not finite:
+    number(name, value)
+
+    def inside(found: float) -> bool:
+        return (low < found if open_low else low <= found) and found <= high
+
+    # The engine has float32, but for fields that are integers.
+    rounded = value if isinstance(low, int) else as_float32(value)
+    if not inside(value) or not inside(rounded) or abs(rounded) == math.inf:
         bracket = "(" if open_low else "["
         wanted = (
             f"{'above' if open_low else 'at least'} {low}"
             if high == math.inf
             else f"in {bracket}{low}, {high}]"
         )
-        raise ValueError(f"{name} is {value}, but must be a finite number {wanted}")
+        raise ValueError(f"{name} is {shown(value)}, but must be a finite number {wanted}")

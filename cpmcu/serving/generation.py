@@ -194,7 +194,8 @@ def bad_value(error: ValueError, prompt_field: str = "prompt") -> ApiError:
         too_long = "prompt and output together" in message
         code = "context_length_exceeded" if too_long else "invalid_value"
         return ApiError(400, f"T{message[1:]}.", param=prompt_field, code=code)
-    first = message.split()[:2]  # "temperature is ...", "the logit_bias of ...", "the regex ..."
+    # "temperature is ...", "stop_token_ids[0] is ...", "the logit_bias of ...", "the regex ..."
+    first = [word.partition("[")[0] for word in message.split()[:2]]
     field = next((word for word in first if word in _FIELDS), None)
     if message.startswith(("the ", "a ")):
         message = message[0].upper() + message[1:]

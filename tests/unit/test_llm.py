@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 
+import numpy as np
 import pytest
 from story import Stage, told
 from tokenizers_for_tests import byte_level
@@ -72,6 +73,52 @@ def test_limits(make):
         output = llm.generate([list(range(4, 190))])[0].outputs[0]
         assert (len(output.token_ids), output.finish_reason) == (14, "length")
         assert llm.generate([]) == []
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda llm: llm.generate(None),
+            "prompts is None, but must be a text, a list of token ids",
+        ),
+        (lambda llm: llm.generate({"prompt": "a"}), "prompts is {'prompt': 'a'}, but must be"),
+        (lambda llm: llm.generate([None]), "a prompt is None, but must be a text or a list of tok"),
+        (lambda llm: llm.generate([1.5]), "a prompt is 1.5, but must be a text or a list of token"),
+        (lambda llm: llm.generate([1, "a"]), "a token id of a prompt is 'a', but must be an int"),
+        (lambda llm: llm.stream(["a", "b"]), "a token id of a prompt is 'a', but must be an int"),
+        (lambda llm: llm.stream(None), "a prompt is None, but must be a text or a list of token"),
+        (lambda llm: llm.generate("a", {"n": 3}), "sampling_params is {'n': 3}, but must be Samp"),
+        (lambda llm: llm.generate("a", [3]), "sampling_params is 3, but must be SamplingParams"),
+        (lambda llm: llm.stream("a", {"n": 3}), "sampling_params is {'n': 3}, but must be Sampl"),
+    ],
+)
+def test_wrong_types_are_one_sentence(make, call, message):
+    with make() as llm, pytest.raises(ValueError, match=message):
+        call(llm)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_num_seqs": "4"}, "max_num_seqs is '4', but must be an integer"),
+        ({"memory_limit": "x"}, "memory_limit is 'x', but must be a number"),
+        ({"speculative_config": [1]}, r"speculative_config is \[1\], but must be a Speculative"),
+    ],
+)
+def test_wrong_options_are_one_sentence(options, message):
+    with pytest.raises(ValueError, match=message):
+        LLM(**options)
+
+
+def test_an_array_is_a_list_of_ids(make):
+    with make() as llm:
+        (output,) = llm.generate(np.array([5, 6, 7]), SamplingParams(max_tokens=1))
+        assert output.prompt_token_ids == [5, 6, 7]
+        assert [type(token) for token in output.prompt_token_ids] == [int] * 3
+        pair = llm.generate([np.array([5]), [6]], SamplingParams(max_tokens=1))
+        assert [each.prompt_token_ids for each in pair] == [[5], [6]]
+        assert list(llm.stream(np.array([5, 6]), SamplingParams(max_tokens=1)))[-1].result
 
 
 def test_leaving_a_stream_cancels_it(make):

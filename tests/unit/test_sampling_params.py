@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 import cpmcu
@@ -31,8 +32,32 @@ from cpmcu.sampling import SamplingParams, to_engine
         ({"logprobs": -1}, "logprobs is -1"),
         ({"n": 0}, "n is 0"),
         ({"stop": ["a", ""]}, "stop holds ''"),
-        ({"stop_token_ids": [-1]}, "a stop_token_ids entry is -1"),
+        ({"stop_token_ids": [3, -1]}, r"stop_token_ids\[1\] is -1, but must be a finite number at"),
         ({"logit_bias": {5: float("nan")}}, "logit_bias of token 5 is nan"),
+        ({"stop": 5}, "stop is 5, but must be a text or a list of texts"),
+        ({"stop": [5]}, "stop holds 5, but must hold texts"),
+        ({"stop_token_ids": 5}, "stop_token_ids is 5, but must be a list of token ids"),
+        ({"stop_token_ids": [1.5]}, r"stop_token_ids\[0\] is 1.5, but must be an integer"),
+        ({"max_tokens": 2.5}, "max_tokens is 2.5, but must be an integer"),
+        ({"max_tokens": True}, "max_tokens is True, but must be an integer"),
+        ({"top_k": 1.5}, "top_k is 1.5, but must be an integer"),
+        ({"seed": 1.5}, "seed is 1.5, but must be an integer"),
+        ({"logprobs": 1.5}, "logprobs is 1.5, but must be an integer"),
+        ({"prompt_logprobs": 1.5}, "prompt_logprobs is 1.5, but must be an integer"),
+        ({"n": 1.5}, "n is 1.5, but must be an integer"),
+        ({"n": None}, "n is None, but must be an integer"),
+        ({"presence_penalty": None}, "presence_penalty is None, but must be a number"),
+        ({"frequency_penalty": None}, "frequency_penalty is None, but must be a number"),
+        ({"logit_bias": {1.5: 1}}, "a logit_bias token id is 1.5, but must be an integer"),
+        ({"logit_bias": {1: None}}, "the logit_bias of token 1 is None, but must be a number"),
+        ({"logit_bias": [1]}, r"logit_bias is \[1\], but must map token ids to numbers"),
+        ({"ignore_eos": "no"}, "ignore_eos is 'no', but must be True or False"),
+        ({"skip_special_tokens": 0}, "skip_special_tokens is 0, but must be True or False"),
+        ({"temperature": 10**400}, r"temperature is 10{60}\.\.\., but must be a finite number"),
+        ({"temperature": 10**5000}, "temperature is a number of thousands of digits, but must be"),
+        ({"temperature": 10**40}, "temperature is 10{40}, but must be a finite number at least"),
+        ({"top_p": 1e-46}, "top_p is 1e-46, but must be a finite number in"),  # 0 as a float32
+        ({"repetition_penalty": 1e-46}, "repetition_penalty is 1e-46, but must be a finite number"),
     ],
 )
 def test_one_clear_sentence(fields, message):
@@ -44,6 +69,20 @@ def test_stop_is_a_text_or_several():
     assert SamplingParams(stop="ab").stop_strings == ("ab",)
     assert SamplingParams(stop=["a", "b"]).stop_strings == ("a", "b")
     assert SamplingParams().stop_strings == ()
+
+
+def test_none_is_no_stop():
+    params = SamplingParams(stop=None, stop_token_ids=None)
+    assert (params.stop_strings, params.stop_token_ids) == ((), ())
+    assert params == SamplingParams()
+
+
+def test_any_integers_become_pythons():
+    params = SamplingParams(
+        max_tokens=np.int64(3), stop_token_ids=np.array([4, 5]), logit_bias={np.int64(6): 1.0}
+    )
+    assert params == SamplingParams(max_tokens=3, stop_token_ids=(4, 5), logit_bias={6: 1.0})
+    assert [type(token) for token in (*params.stop_token_ids, *params.logit_bias)] == [int] * 3
 
 
 def resolved(config: dict, **fields) -> SamplingParams:

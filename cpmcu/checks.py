@@ -1,0 +1,49 @@
+"""Checks of values that callers give: one sentence that says which field, what was found, and what
+was expected."""
+
+from __future__ import annotations
+
+import math
+import operator
+import struct
+from typing import Any
+
+
+def shown(value: object, limit: int = 64) -> str:
+    """A value as Python writes it, cut to `limit` characters."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python does not write integers of thousands of digits
+        text = "a number of thousands of digits"
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
+def integer(name: str, value: Any) -> int:
+    """Any kind of integer as Python's. Raises ValueError for what is none, True and False too."""
+    try:
+        if not isinstance(value, bool):
+            return operator.index(value)
+    except TypeError:
+        pass
+    raise ValueError(f"{name} is {shown(value)}, but must be an integer")
+
+
+def number(name: str, value: Any) -> float:
+    """An integer or a float as it is. Raises ValueError for anything else."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(f"{name} is {shown(value)}, but must be a number")
+    return value
+
+
+def truth(name: str, value: Any) -> None:
+    """Raises ValueError for anything but True and False."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} is {shown(value)}, but must be True or False")
+
+
+def as_float32(value: float) -> float:
+    """The nearest float32; infinite beyond its range."""
+    try:
+        return float(struct.unpack("f", struct.pack("f", float(value)))[0])
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
