@@ -2,8 +2,8 @@
 
 A window of recent tokens is decoded as a whole, so that a token is seen in the context which its
 tokenizer's decoder needs (leading spaces, bytes of one character over several tokens). The window
-moves whenever its text ends on a whole character: the cost of a token does not grow with the
-length of the output.
+moves whenever its text ends on a whole character, and forgets tokens without text: the cost of a
+token does not grow with the length of the output.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ class Detokenizer:
         self._decode = decode
         self._window = list(prompt[-_PROMPT_TAIL:])
         self._read = len(self._window)  # tokens of the window whose text was given out whole
-        self._given = decode(self._window).rstrip(REPLACEMENT) if self._window else ""
+        # Until output follows, nobody knows if what is no character at the prompt's end becomes one.
+        self._prompt = decode(self._window) if self._window else ""
+        self._given = self._prompt.rstrip(REPLACEMENT)
 
     def push(self, tokens: Sequence[int], *, final: bool = False) -> str:
         """Text that `tokens` (any number) complete; `final` gives out an unfinished tail too."""
@@ -38,6 +40,8 @@ class Detokenizer:
         text = self._decode(self._window)
         held = len(self._window) - self._read
         whole = text if final or held > _MAX_HELD else text.rstrip(REPLACEMENT)
+        if whole.startswith(self._prompt):  # it became none, and is not output
+            self._given = max(self._given, self._prompt, key=len)
         if not whole.startswith(self._given):
             # An invalid byte changed how a decoder reads the bytes before it, which are given out
             # already: go on with what the new tokens are by themselves.
@@ -47,11 +51,15 @@ class Detokenizer:
         else:
             delta = whole[len(self._given) :]
         self._given += delta
-        if delta and len(whole) == len(text):
-            self._advance()
+        if len(whole) == len(text):
+            if delta:
+                self._advance()
+            else:  # special tokens: the last ones are context enough
+                del self._window[self._read : max(self._read, len(self._window) - _PROMPT_TAIL)]
         return delta
 
     def _advance(self) -> None:
+        self._prompt = ""
         del self._window[: self._read]
         self._read = len(self._window)
         self._given = self._decode(self._window)

@@ -124,6 +124,30 @@ def test_cost_of_a_token_does_not_grow():
     assert len(detokenizer._window) < 16
 
 
+def test_cost_of_special_tokens_does_not_grow():
+    """And what comes after many of them is no garbage."""
+    tokenizer = byte_level()
+    detokenizer = Detokenizer(tokenizer.decode, tokenizer.encode("a").ids)
+    special = tokenizer.token_to_id(SPECIAL[0])
+    for _ in range(300):
+        assert detokenizer.push([special]) == ""
+    assert len(detokenizer._window) < 16
+    pieces = [detokenizer.push([tokenizer.token_to_id(c)]) for c in ("ð", "Ł", "ļ", "Ģ")]
+    assert pieces == ["", "", "", "🚀"]
+
+
+@pytest.mark.parametrize("make", [byte_level, byte_fallback])
+@pytest.mark.parametrize("tail", [REPLACEMENT, REPLACEMENT * 2, "好" + REPLACEMENT])
+def test_replacement_characters_of_the_prompt_are_not_output(make, tail):
+    tokenizer = make()
+    prompt = tokenizer.encode("the " + tail).ids
+    ids = tokenizer.encode("ox").ids
+    text = tokenizer.decode([*prompt, *ids]).removeprefix(tokenizer.decode(prompt))
+    assert "".join(stream(tokenizer, prompt, ids)) == text
+    assert REPLACEMENT not in text
+    assert stream(tokenizer, prompt, []) == [""]
+
+
 def test_garbage_without_end_is_given_out():
     tokenizer = byte_level()
     detokenizer = Detokenizer(tokenizer.decode)
