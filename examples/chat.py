@@ -1,10 +1,13 @@
-"""Holds a short conversation: python examples/chat.py MODEL (a directory or a repository id)."""
+"""Holds a short conversation: python examples/chat.py MODEL (a directory or a repository id).
+
+Without MODEL it is the model that ships with cpmcu, which only knows Python code.
+"""
 
 import sys
 
 from cpmcu import LLM, SamplingParams
 
-with LLM(sys.argv[1]) as llm:
+with LLM(*sys.argv[1:2]) as llm:
     messages = []
     for question in ("What is a token?", "And how long is one?"):
         messages.append({"role": "user", "content": question})

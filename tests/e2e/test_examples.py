@@ -32,12 +32,17 @@ def address(server):
     return {"OPENAI_BASE_URL": f"{server.url}/v1"}
 
 
+QUESTIONS = ["> What is a token?", "> And how long is one?"]
+
+
+def test_chat_without_a_server():
+    lines = run("chat").splitlines()
+    assert [line for line in lines if line.startswith("> ")] == QUESTIONS
+
+
 def test_chat(address):
     lines = run("openai_chat", **address).splitlines()
-    assert [line for line in lines if line.startswith("> ")] == [
-        "> What is a token?",
-        "> And how long is one?",
-    ]
+    assert [line for line in lines if line.startswith("> ")] == QUESTIONS
     assert len([line for line in lines if line.startswith("--- ")]) == 2
 
 
