@@ -25,6 +25,7 @@ INT_MAX = (1 << 31) - 1
 # As csrc/kernels/tree.h has them.
 MAX_TREE_SIZE = 64
 MAX_DRAFT_DEPTH = 16
+MAX_NGRAM = 32
 MAX_DRAFT_TOPK = 32
 
 _MODEL_HELP = (
@@ -125,7 +126,8 @@ class SpeculativeConfig:
     )
     spec_num_iter: int | None = option(
         None,
-        "tokens of the longest drafted path (default: 4; a draft that was named, in a fixed tree: 2)",
+        "tokens of the longest drafted path (default: 4; a draft that was named, in a fixed tree: "
+        "2)",
     )
     spec_topk_per_iter: int | None = option(
         None,
@@ -183,6 +185,10 @@ class SpeculativeConfig:
         )
         if self.use_eagle3 and self.method not in ("auto", "eagle3"):
             raise ValueError(f"use_eagle3 is set, but method is {self.method!r}, expected 'eagle3'")
+        if self.ngram_range[1] > MAX_NGRAM:
+            raise ValueError(
+                f"prompt_lookup_max is {self.ngram_range[1]}, but must be at most {MAX_NGRAM}"
+            )
         if self.ngram_range[0] > self.ngram_range[1]:
             raise ValueError(
                 f"prompt_lookup_min is {self.ngram_range[0]}, but must be at most "
@@ -362,7 +368,8 @@ class EngineConfig:
         _one_of("lm_head_quant", self.lm_head_quant, HEAD_QUANTS)
         if not 0.0 < number("memory_limit", self.memory_limit) <= 1.0:
             raise ValueError(
-                f"memory_limit is {self.memory_limit!r}, but must be a share in (0, 1] of the free memory"
+                f"memory_limit is {self.memory_limit!r}, but must be a share in (0, 1] of the free "
+                "memory"
             )
         _whole("chunk_length", self.chunk_length, 1)
         _whole("max_num_seqs", self.max_num_seqs, 1)

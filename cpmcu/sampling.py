@@ -164,7 +164,8 @@ class SamplingParams:
         if self.temperature is None and generation_config.get("do_sample") is False:
             changes["temperature"] = 0.0
         elif self.temperature is None and generation_config.get("do_sample"):
-            changes["temperature"] = generation_config.get("temperature", 1.0)
+            found = generation_config.get("temperature")
+            changes["temperature"] = 1.0 if found is None else found
         if self.seed is None:
             changes["seed"] = secrets.randbits(64)
         return dataclasses.replace(self, **changes)

@@ -360,18 +360,15 @@ def test_a_prompt_that_is_too_long(limited):
             assert str(count) in error["message"] and "128" in error["message"]
 
 
-HALF = r"\ud83d"  # of a surrogate pair
-
-
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [
-        (CHAT, '{"messages": [{"role": "user", "content": "%s"}]}' % HALF, "messages"),
-        (CHAT, '{"messages": [{"role": "%s"}], "logit_bias": {"%s": "a"}}' % (HALF, HALF), None),
-        ("/v1/completions", '{"prompt": ["a", "%s"]}' % HALF, "prompt"),
-        ("/tokenize", '{"prompt": "%s"}' % HALF, "prompt"),
-        ("/tokenize", '{"messages": [{"role": "user", "content": "%s"}]}' % HALF, "messages"),
-        (CHAT, '{"messages": [{"role": "user", "content": "%s"}]}' % ("x " * 500), "messages"),
+        (CHAT, r'{"messages": [{"role": "user", "content": "\ud83d"}]}', "messages"),
+        (CHAT, r'{"messages": [{"role": "\ud83d"}], "logit_bias": {"\ud83d": "a"}}', None),
+        ("/v1/completions", r'{"prompt": ["a", "\ud83d"]}', "prompt"),
+        ("/tokenize", r'{"prompt": "\ud83d"}', "prompt"),
+        ("/tokenize", r'{"messages": [{"role": "user", "content": "\ud83d"}]}', "messages"),
+        (CHAT, '{"messages": [{"role": "user", "content": "' + "x " * 500 + '"}]}', "messages"),
     ],
 )
 def test_prompts_that_are_refused_are_named(limited, path, body, param):

@@ -99,6 +99,7 @@ def test_defaults_come_from_generation_config():
     assert resolved({"do_sample": False, "temperature": 0.7}).temperature == 0.0
     assert resolved({"temperature": 0.7}).temperature == 0.7
     assert resolved({"do_sample": True}).temperature == 1.0
+    assert resolved({"do_sample": True, "temperature": None}).temperature == 1.0
     assert resolved(config, temperature=0.0).temperature == 0.0
     with pytest.raises(ValueError, match="temperature is -1"):
         resolved({"temperature": -1})

@@ -80,6 +80,8 @@ def test_json_round_trip_through_asdict():
         ('{"model": 3}', "draft_model_path is 3, expected str"),
         ('{"method": "ngram", "num_speculative_tokens": 0}', "spec_num_iter is 0"),
         ('{"prompt_lookup_min": 5, "prompt_lookup_max": 2}', "prompt_lookup_min is 5"),
+        ('{"prompt_lookup_max": 33}', "prompt_lookup_max is 33, but must be at most 32"),
+        ('{"prompt_lookup_min": 40}', "prompt_lookup_max is 40, but must be at most 32"),
     ],
 )
 def test_wrong_json(text, message):
