@@ -28,7 +28,7 @@ class Detokenizer:
         self._decode = decode
         self._window = list(prompt[-_PROMPT_TAIL:])
         self._read = len(self._window)  # tokens of the window whose text was given out whole
-        # Until output follows, nobody knows if what is no character at the prompt's end becomes one.
+        # Until output follows, nobody knows if what is no character at its end becomes one.
         self._prompt = decode(self._window) if self._window else ""
         self._given = self._prompt.rstrip(REPLACEMENT)
 
