@@ -83,8 +83,11 @@ class ChatTemplate:
         template = self._tool_template if tools and self._tool_template else self._template
         plain = [joined(message) for message in messages]
         try:
-            own = {"messages": plain, "tools": tools}
-            own["add_generation_prompt"] = add_generation_prompt
+            own = {
+                "messages": plain,
+                "tools": tools,
+                "add_generation_prompt": add_generation_prompt,
+            }
             return template.render({**self._special_tokens, **variables, **own})
         except Exception as error:  # templates can raise anything Python can
             kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "

@@ -125,7 +125,7 @@ def _call(value: Any, *arguments_keys: str) -> ToolCall | None:
     """The call that JSON describes, its arguments under the first of the keys that is there."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
-    arguments = next((value[key] for key in arguments_keys if key in value), {})
+    arguments: Any = next((value[key] for key in arguments_keys if key in value), {})
     if isinstance(arguments, str):  # written as text within the JSON
         try:
             arguments = strict_json.read(arguments)
