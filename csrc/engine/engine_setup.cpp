@@ -7,6 +7,8 @@
 namespace cpmcu {
 namespace {
 
+constexpr int kMaxModelLen = 1 << 30;  // cells, so that what is added to them stays an int
+
 std::unique_ptr<Drafter> make_drafter(const std::optional<DrafterSpec>& draft,
                                       const ModelSpec& target) {
   if (!draft) return nullptr;
@@ -68,8 +70,9 @@ void Engine::plan_memory() {
   CHECK(config_.chunk_length >= 1, "chunk_length is {}, expected at least 1", config_.chunk_length);
   CHECK(config_.max_num_seqs >= 1 && config_.max_num_seqs <= kMaxSkinnyRows,
         "max_num_seqs is {}, expected 1 to {}", config_.max_num_seqs, kMaxSkinnyRows);
-  CHECK(config_.max_model_len >= 0,
-        "max_model_len is {}, expected at least 1, or 0 for the model's", config_.max_model_len);
+  CHECK(config_.max_model_len >= 0 && config_.max_model_len <= kMaxModelLen,
+        "max_model_len is {}, expected 1 to {}, or 0 for the model's", config_.max_model_len,
+        kMaxModelLen);
   const int max_len =
       config_.max_model_len > 0 ? config_.max_model_len : spec_.max_position_embeddings;
   const int slots = config_.max_num_seqs;

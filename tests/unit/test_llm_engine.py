@@ -175,6 +175,11 @@ def test_a_cpu_keeps_no_memory_for_kernels_of_a_gpu():
         assert sizes[name] == 0
 
 
+def test_a_context_beyond_what_integers_count(model):
+    with pytest.raises(ValueError, match="max_model_len is 2147483647, expected 1 to 1073741824"):
+        LLM(str(model), **SETTINGS, max_model_len=2**31 - 1)
+
+
 def test_the_end_of_the_context(model):
     with LLM(str(model), **SETTINGS, max_model_len=128) as llm:
         output = llm.generate([[5] * 100], SamplingParams(ignore_eos=True))[0].outputs[0]
