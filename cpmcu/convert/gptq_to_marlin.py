@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from cpmcu.convert.complete import check_complete, head_fields, head_shapes, model_shapes
 from cpmcu.convert.output import (
     Array,
     Converted,
@@ -35,15 +36,19 @@ from cpmcu.loading.index import read_json
 from cpmcu.loading.loader import read_config
 from cpmcu.loading.progress import LoadProgress
 from cpmcu.loading.tensors import Checkpoint, TensorMeta
+from cpmcu.models.common import BuildOptions
 from cpmcu.models.reader import ConfigReader
-from cpmcu.quant.gptq import check_order, check_symmetric
+from cpmcu.models.registry import find_model
+from cpmcu.quant.gptq import check_side_tensors, size_of
 from cpmcu.quant.packing import marlin_scales, pack_marlin, unpack_gptq
 from cpmcu.quant.registry import describe, quant_config_of, quantised_tensors
 from cpmcu.quant.w4a16 import (
     CHANNEL_WISE,
     GROUP_SIZE,
     check_bits,
+    check_finite,
     check_group_size,
+    misfit,
     quantised_modules,
 )
 
@@ -110,7 +115,7 @@ def gptq_to_marlin(
     config = read_config(directory)
     checkpoint = open_checkpoint(directory)
     quant_config = _quant_config(directory, config, checkpoint)
-    tensors = _plan(checkpoint, _read_format(quant_config))
+    tensors = _plan(config, checkpoint, _read_format(quant_config))
     quant_config = {**quant_config, "checkpoint_format": CHECKPOINT_FORMAT}
     quant_config.pop("format", None)  # another name for the same
     write_model(
@@ -128,10 +133,10 @@ def gptq_to_marlin(
     )
 
 
-def _plan(checkpoint: Checkpoint, quant: _Format) -> list[NewTensor]:
-    """The tensors of the converted checkpoint. Reads all zero points and group indices.
+def _plan(config: Mapping[str, Any], checkpoint: Checkpoint, quant: _Format) -> list[NewTensor]:
+    """The tensors of the converted checkpoint. Reads all scales, zero points and group indices.
 
-    Raises ValueError for the first layer that does not fit.
+    Raises ValueError for the first layer that does not fit, and for one that is not there.
     """
     names = _names(checkpoint)
     metas = {name: stored.meta for name, stored in checkpoint.tensors.items()}
@@ -150,7 +155,31 @@ def _plan(checkpoint: Checkpoint, quant: _Format) -> list[NewTensor]:
             is_offsets = names(name) == "d2t"
             tensors.append(_d2t(checkpoint, name) if is_offsets else _copy(checkpoint, name, names))
     _check_unique(tensors)
+    _check_complete(config, checkpoint, names, linears)
     return tensors
+
+
+def _check_complete(
+    config: Mapping[str, Any],
+    checkpoint: Checkpoint,
+    names: _Names,
+    linears: Mapping[str, _Linear],
+) -> None:
+    """Raises ValueError for a model or head that lacks something or has it in another shape."""
+    found: dict[str, tuple[int, ...]] = {
+        names(name): stored.meta.shape for name, stored in checkpoint.tensors.items()
+    }
+    found |= {names(f"{module}.weight"): (one.n, one.k) for module, one in linears.items()}
+    if not names.is_head:
+        fields = find_model(config).build(
+            config, BuildOptions(has_lm_head="lm_head.weight" in found)
+        )
+        check_complete(found, model_shapes(fields), fields)
+        return
+    layer = "midlayer." if names.is_eagle3 else "layers.0."
+    rows = found.get(f"{layer}self_attn.q_proj.weight", ())[:1]
+    fields = head_fields(config, *(rows or (None,)))
+    check_complete(found, head_shapes(fields, is_eagle3=names.is_eagle3), fields)
 
 
 # ---- what the source says
@@ -210,14 +239,17 @@ def _check_linear(checkpoint: Checkpoint, module: str, quant: _Format) -> _Linea
         if f"{module}.{part}" in checkpoint.tensors
     }
     shape = metas["qweight"].shape
-    if metas["qweight"].dtype != "int32" or len(shape) != 2:
-        raise _misfit(metas["qweight"], "int32 [K / 8, N]")
-    k, n = 8 * shape[0], shape[1]
+    k, n = size_of(metas["qweight"])
     per_channel = quant.group_size == CHANNEL_WISE
     step = k if per_channel else quant.group_size
     if k % step or k % _ALIGN_K or not shape[0]:
         factor = _ALIGN_K if per_channel else GROUP_SIZE
         raise ValueError(f"{module} has {k} inputs, expected a multiple of {factor}")
+    if per_channel and k <= GROUP_SIZE:
+        raise ValueError(
+            f"{module} has {k} inputs with group_size {CHANNEL_WISE}, expected more than "
+            f"{GROUP_SIZE}: the order of its scales could not be told"
+        )
     groups = k // step
     if "scales" not in metas:
         raise ValueError(f"{module} has a qweight and no scales, expected both")
@@ -225,20 +257,11 @@ def _check_linear(checkpoint: Checkpoint, module: str, quant: _Format) -> _Linea
     if scales.shape != (groups, n) or scales.dtype not in ("float16", "bfloat16"):
         converted = scales.shape[1:] == (n // 2,)
         hint = "; has it been converted already?" if converted else ""
-        raise _misfit(scales, f"float16 or bfloat16 [{groups}, {n}] beside {list(shape)}", hint)
-    if "qzeros" in metas:
-        if metas["qzeros"].shape != (groups, n // 8) or metas["qzeros"].dtype != "int32":
-            raise _misfit(metas["qzeros"], f"int32 [{groups}, {n // 8}]")
-        check_symmetric(module, checkpoint.read, quant.zeros_version)
-    if "g_idx" in metas:
-        if metas["g_idx"].shape != (k,):
-            raise _misfit(metas["g_idx"], f"[{k}]")
-        check_order(module, checkpoint.read, quant.group_size)
+        raise misfit(scales, f"float16 or bfloat16 [{groups}, {n}] beside {list(shape)}", hint)
+    check_finite(scales, checkpoint.read)
+    sides = metas.get("g_idx"), metas.get("qzeros")
+    check_side_tensors(*sides, checkpoint.read, (k, n), quant.group_size, quant.zeros_version)
     return _Linear(module, k, n)
-
-
-def _misfit(meta: TensorMeta, expected: str, hint: str = "") -> ValueError:
-    return ValueError(f"{meta.name} is {meta.dtype} {list(meta.shape)}, expected {expected}{hint}")
 
 
 # ---- what becomes of it
@@ -248,12 +271,13 @@ class _Names:
     """Names of the output: a model's are kept, a draft head's become CPM.cu's."""
 
     def __init__(self, *, is_eagle: bool, is_eagle3: bool) -> None:
-        self._is_head = is_eagle or is_eagle3
+        self.is_head = is_eagle or is_eagle3
+        self.is_eagle3 = is_eagle3
         self._pattern = re.compile(r"^layers\.0\." if is_eagle3 else r"^eagle_layers\.")
         self._layers = "midlayer." if is_eagle3 else "layers."
 
     def __call__(self, name: str) -> str:
-        if not self._is_head:
+        if not self.is_head:
             return name
         return self._pattern.sub(self._layers, name.removeprefix("model."))
 

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from cpmcu.convert.complete import check_complete, model_shapes
 from cpmcu.convert.output import (
     Array,
     Converted,
@@ -162,10 +163,11 @@ def _minicpm_fields(
         )
     options = BuildOptions(has_lm_head=_HEAD in metas)
     fields = find_model(config).build(config, options)
-    needed = [_EMBED] if fields.tie_word_embeddings else [_EMBED, _HEAD]
-    missing = [name for name in needed if name not in metas]
-    if missing:
-        raise ValueError(f"{directory}: has no {missing[0]}, expected the tensors of a MiniCPM")
+    shapes = {name: meta.shape for name, meta in metas.items()}
+    try:
+        check_complete(shapes, model_shapes(fields), fields)
+    except ValueError as error:
+        raise ValueError(f"{directory}: {error}") from error
     return fields
 
 
@@ -221,13 +223,16 @@ def _compare(
     exact: npt.NDArray[np.float64], stored: Float32Array, name: str, dtype: str, rounding: _Rounding
 ) -> None:
     """Adds one chunk to the account. Raises ValueError for a number that the dtype cannot hold."""
-    lost = np.isfinite(exact) & ~np.isfinite(stored)
+    wrong = exact[~np.isfinite(exact)]
+    if wrong.size:
+        raise ValueError(f"{name} has {wrong[0]}, expected finite numbers")
+    lost = ~np.isfinite(stored)
     if lost.any():
         raise ValueError(
             f"{name} has {exact[lost][0]:.6g} once {rounding.scale:.6g} is folded in, expected "
             f"numbers that {dtype} can hold; another --dtype can"
         )
-    changed = (exact != stored) & np.isfinite(exact)
+    changed = exact != stored
     rounding.num_elements += exact.size
     rounding.num_changed += int(np.count_nonzero(changed))
     smallest = {"float16": 2.0**-14}.get(dtype, 2.0**-126)

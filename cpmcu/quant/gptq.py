@@ -23,6 +23,7 @@ from cpmcu.quant.w4a16 import (
     check_group_size,
     check_present,
     is_marlin,
+    misfit,
     plan_w4,
     quantised_modules,
 )
@@ -49,7 +50,7 @@ class Gptq:
                 "expected false"
             )
         stated = quant.get("checkpoint_format", "gptq")
-        if stated not in _VERSIONS:
+        if not isinstance(stated, str) or stated not in _VERSIONS:
             raise ValueError(
                 f"quantization_config: checkpoint_format is {stated!r}, expected "
                 f"{' or '.join(_VERSIONS)}"
@@ -68,10 +69,11 @@ class Gptq:
         def verify(read: Read) -> None:
             if plan.verify is not None:
                 plan.verify(read)
-            for module in quantised_modules(tensors, ".g_idx"):
-                check_order(module, read, group_size)
-            for module in quantised_modules(tensors, ".qzeros") if symmetric else ():
-                check_symmetric(module, read, 1 + int(layout == Format.GPTQ_V2))
+            version = 1 + int(layout == Format.GPTQ_V2) if symmetric else None
+            for module in quantised_modules(tensors, ".qweight"):
+                size = size_of(tensors[module + ".qweight"])
+                g_idx, qzeros = (tensors.get(module + part) for part in (".g_idx", ".qzeros"))
+                check_side_tensors(g_idx, qzeros, read, size, group_size, version)
 
         return replace(plan, verify=verify)
 
@@ -88,24 +90,55 @@ def _ignored(tensors: Mapping[str, TensorMeta], symmetric: bool) -> dict[str, st
     }
 
 
-def check_order(module: str, read: Read, group_size: int) -> None:
-    """Raises ValueError if `g_idx` of a module does not count up in steps of the group size."""
-    g_idx = read(module + ".g_idx")
+def size_of(qweight: TensorMeta) -> tuple[int, int]:
+    """K and N of a layer. ValueError for another dtype or number of dimensions."""
+    if qweight.dtype != "int32" or len(qweight.shape) != 2:
+        raise misfit(qweight, "int32 [K / 8, N]")
+    return 8 * qweight.shape[0], qweight.shape[1]
+
+
+def check_side_tensors(
+    g_idx: TensorMeta | None,
+    qzeros: TensorMeta | None,
+    read: Read,
+    size: tuple[int, int],
+    group_size: int,
+    version: int | None,
+) -> None:
+    """Raises ValueError if what lies beside a layer of K and N says anything but what is implied.
+
+    `version`: of zero points, as in `unpack_gptq_zeros`; None if they may be any.
+    """
+    k, n = size
+    if g_idx is not None:
+        if g_idx.dtype != "int32" or g_idx.shape != (k,):
+            raise misfit(g_idx, f"int32 [{k}]")
+        check_order(g_idx.name, read, group_size)
+    if qzeros is not None and version is not None:
+        groups = 1 if group_size == CHANNEL_WISE else -(-k // GROUP_SIZE)
+        if qzeros.dtype != "int32" or qzeros.shape != (groups, n // 8):
+            raise misfit(qzeros, f"int32 [{groups}, {n // 8}]")
+        check_symmetric(qzeros.name, read, version)
+
+
+def check_order(name: str, read: Read, group_size: int) -> None:
+    """Raises ValueError if g_idx, the tensor `name`, does not count up in steps of group_size."""
+    g_idx = read(name)
     step = GROUP_SIZE if group_size == GROUP_SIZE else len(g_idx)
     if not np.array_equal(g_idx, np.arange(len(g_idx)) // max(step, 1)):
         raise ValueError(
-            f"{module}.g_idx permutes the inputs (desc_act), expected groups of {step} in order"
+            f"{name} permutes the inputs (desc_act), expected groups of {step} in order"
         )
 
 
-def check_symmetric(module: str, read: Read, version: int) -> None:
+def check_symmetric(name: str, read: Read, version: int) -> None:
     """Raises ValueError for a zero point other than 8; `version` as in `unpack_gptq_zeros`."""
-    words = read(module + ".qzeros")
+    words = read(name)
     if np.all(words.view(np.uint32) == 0x11111111 * (ZERO_POINT - 2 + version)):
         return
     zeros = unpack_gptq_zeros(words, version)
     if np.any(zeros != ZERO_POINT):
         raise ValueError(
-            f"{module}.qzeros has the zero point {zeros[zeros != ZERO_POINT][0]}, expected "
-            f"{ZERO_POINT} everywhere as quantization_config has sym true"
+            f"{name} has the zero point {zeros[zeros != ZERO_POINT][0]}, expected {ZERO_POINT} "
+            "everywhere as quantization_config has sym true"
         )

@@ -51,7 +51,8 @@ def plan_w4(
 
     `ignored`: tensors that say nothing -> why. Raises ValueError for scales that are not float16
     or bfloat16, for a projection of which a part is quantised and another is not, and later, when
-    the plan's `verify` is called, for a bias that no model of ours has.
+    the plan's `verify` is called, for scales that are not finite and a bias that no model of ours
+    has.
     """
     by_row = layout == Format.COMPRESSED
     packed, scales = (".weight_packed", ".weight_scale") if by_row else (".qweight", ".scales")
@@ -65,6 +66,9 @@ def plan_w4(
     biases = [m + ".bias" for m in modules if _leaf(m) in _NO_BIAS and m + ".bias" in tensors]
 
     def verify(read: Read) -> None:
+        for module in modules:
+            if module + scales in tensors:
+                check_finite(tensors[module + scales], read)
         for name in biases:  # some quantisers write zeros
             if np.any(read(name)):
                 raise ValueError(f"{name} is not zero, expected no bias there")
@@ -112,6 +116,19 @@ def check_bits(found: Any) -> None:
     """ValueError for weights that do not have 4 bits."""
     if found != 4 or isinstance(found, bool):
         raise ValueError(f"quantization_config: the weights have {found!r} bits, expected 4")
+
+
+def check_finite(meta: TensorMeta, read: Read) -> None:
+    """ValueError for scales, float16 or bfloat16, of which one is infinite or not a number."""
+    exponent = np.uint16(0x7C00 if meta.dtype == "float16" else 0x7F80)
+    wrong = int(np.count_nonzero((read(meta.name).view(np.uint16) & exponent) == exponent))
+    if wrong:
+        raise ValueError(f"{meta.name} has {wrong} numbers that are not finite, expected none")
+
+
+def misfit(meta: TensorMeta, expected: str, hint: str = "") -> ValueError:
+    """The exception for a tensor of another dtype or shape than expected."""
+    return ValueError(f"{meta.name} is {meta.dtype} {list(meta.shape)}, expected {expected}{hint}")
 
 
 def is_marlin(tensors: Mapping[str, TensorMeta]) -> bool:

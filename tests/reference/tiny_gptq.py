@@ -60,12 +60,17 @@ def write_gptq(
 
 
 def write_gptq_eagle(
-    directory: Path, vocab_size: int = 203, seed: int = 0, **settings: Any
+    directory: Path,
+    vocab_size: int = 203,
+    seed: int = 0,
+    hidden_size: int = 128,
+    **settings: Any,
 ) -> TinyGptq:
     """A MiniCPM4 EAGLE head as QAT leaves it: names with `model.`, a quantised fc."""
-    config, weights = _head("minicpm", 2, vocab_size, seed)
+    config, weights = _head("minicpm", 2, vocab_size, seed, hidden_size)
     for name in ("model.input_norm1.weight", "model.input_norm2.weight"):
-        weights[name] = np.random.default_rng(len(name)).uniform(0.5, 1.5, 128).astype(np.float32)
+        norm = np.random.default_rng(len(name)).uniform(0.5, 1.5, hidden_size)
+        weights[name] = norm.astype(np.float32)
     return write(directory, config, weights, **{**DEFAULTS, **settings})
 
 
@@ -96,13 +101,15 @@ DEFAULTS: dict[str, Any] = {"group_size": 128, "shards": 1, "dtype": "float16", 
 
 
 def _head(
-    family: str, features: int, vocab_size: int, seed: int
+    family: str, features: int, vocab_size: int, seed: int, hidden_size: int = 128
 ) -> tuple[dict[str, Any], dict[str, Array]]:
-    sizes = {**SIZES, "num_hidden_layers": 1, "vocab_size": vocab_size}
+    sizes = {**SIZES, "num_hidden_layers": 1, "vocab_size": vocab_size, "hidden_size": hidden_size}
+    sizes["num_attention_heads"] = hidden_size // sizes["head_dim"]
     config = tiny_config(family, "float16", **sizes)
     weights = random_weights(config, seed)
     del weights["model.norm.weight"], weights["lm_head.weight"]
-    fc = np.random.default_rng(seed + 9).standard_normal((128, features * 128)) / 16
+    shape = (hidden_size, features * hidden_size)
+    fc = np.random.default_rng(seed + 9).standard_normal(shape) / 16
     weights["model.fc.weight"] = fc.astype(np.float32)
     return config, weights
 

@@ -15,6 +15,7 @@ import pytest
 import safetensors
 
 from cpmcu.convert.__main__ import main
+from cpmcu.convert.complete import head_fields, layer_shapes
 from cpmcu.convert.gptq_to_marlin import gptq_to_marlin
 from cpmcu.loading.checkpoint import open_checkpoint
 from tests.reference.tiny_checkpoints import FAMILIES
@@ -97,11 +98,20 @@ def assert_same(found: dict[str, Array], wanted: dict[str, Array]) -> None:
     ("family", "group_size", "settings"),
     [
         *((family, 128, {}) for family in FAMILIES),
-        ("llama", -1, {}),
+        ("llama", -1, {"hidden_size": 256, "num_attention_heads": 8}),
         ("qwen3", 128, {"quant": {"checkpoint_format": "gptq_v2"}}),
         ("llama", 128, {"dtype": "bfloat16", "num_hidden_layers": 1}),
         ("llama", 128, {"tie_word_embeddings": True}),
-        ("qwen2", -1, {"num_attention_heads": 5, "num_key_value_heads": 5, "head_dim": 64}),
+        (
+            "qwen2",
+            -1,
+            {
+                "hidden_size": 256,
+                "num_attention_heads": 5,
+                "num_key_value_heads": 5,
+                "head_dim": 64,
+            },
+        ),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
 )
@@ -166,10 +176,9 @@ def test_dense_layers_stay(tmp_path: Path) -> None:
     """A layer that was left out of quantisation keeps its tensors."""
     tiny = write_gptq(tmp_path / "in", quant={"dynamic": {"-:model.layers.0.*": {}}})
     tensors = {n: a for n, a in tiny.tensors.items() if "layers.0." not in n}
-    dense = {
-        f"model.layers.0.{module}.weight": np.full((8, 128), 0.5, np.float16)
-        for module in ("self_attn.q_proj", "self_attn.k_proj", "mlp.down_proj", "odd_thing")
-    }
+    shapes = layer_shapes(head_fields(tiny.config, None), "model.layers.0.", 128)
+    shapes |= {f"model.layers.0.{name}.weight": (128,) for name in ("input_layernorm", "odd")}
+    dense = {name: np.full(shape, 0.5, np.float16) for name, shape in shapes.items()}
     save(tmp_path / "in", tiny.config, {**tensors, **dense})
     gptq_to_marlin(str(tmp_path / "in"), tmp_path / "out")
     found = read(tmp_path / "out")
@@ -216,8 +225,9 @@ def test_file_is_a_safetensors_file(tmp_path: Path) -> None:
         assert stored.offset % 4 == 0 or stored.meta.dtype != "int32"
 
 
-def test_memory_is_bounded(tmp_path: Path) -> None:
-    """A layer of 8 Mi weights, 256 Ki of which are unpacked at a time."""
+def test_memory_is_bounded(tmp_path: Path, monkeypatch: Any) -> None:
+    """A layer of 8 Mi weights, 256 Ki of which are unpacked at a time, and small ones."""
+    monkeypatch.setattr(f"{gptq_to_marlin.__module__}.check_complete", lambda *arguments: None)
     tiny = write_gptq(tmp_path / "in", num_hidden_layers=1)
     rng = np.random.default_rng(0)
     down = "model.layers.0.mlp.down_proj"
@@ -269,6 +279,14 @@ def without_q(tiny: TinyGptq) -> None:
         del tiny.tensors[f"model.layers.1.self_attn.k_proj.{part}"]
 
 
+def more_layers(tiny: TinyGptq) -> None:
+    tiny.config["num_hidden_layers"] = 3
+
+
+def wider_mlp(tiny: TinyGptq) -> None:
+    tiny.config["intermediate_size"] = 384
+
+
 def quantised_head(tiny: TinyGptq) -> None:
     for part in ("qweight", "scales"):
         tiny.tensors[f"lm_head.{part}"] = tiny.tensors[f"{DOWN}.{part}"]
@@ -298,6 +316,24 @@ def quantised_head(tiny: TinyGptq) -> None:
             "down_proj.qzeros has the zero point 7, expected 8 everywhere",
         ),
         (changed_tensor(f"{DOWN}.scales", None), "down_proj has a qweight and no scales"),
+        (
+            changed_tensor(f"{DOWN}.scales", np.full((2, 128), np.nan, np.float16)),
+            "down_proj.scales has 256 numbers that are not finite, expected none",
+        ),
+        (
+            changed_tensor(f"{DOWN}.g_idx", np.arange(256) // 128),
+            r"down_proj.g_idx is int64 \[256\], expected int32 \[256\]",
+        ),
+        (
+            changed_tensor("model.layers.0.input_layernorm.weight", None),
+            "1 tensors are missing that config.json asks for: model.layers.0.input_layernorm.wei",
+        ),
+        (
+            changed_tensor("lm_head.weight", np.ones((203, 64), np.float16)),
+            r"lm_head.weight has shape \[203, 64\], expected \[203, 128\] by config.json",
+        ),
+        (more_layers, "9 tensors are missing that config.json asks for: model.layers.2.self_attn"),
+        (wider_mlp, r"gate_proj.weight has shape \[256, 128\], expected \[384, 128\]"),
         (changed_tensor(f"{DOWN}.qweight", None), "down_proj.qzeros is there without a qweight"),
         (
             changed_tensor(f"{DOWN}.scales", np.ones((2, 128), np.int32)),
@@ -332,6 +368,40 @@ def test_refusals(
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
+@pytest.mark.parametrize(
+    ("write", "name"),
+    [
+        (write_gptq_eagle, "model.layers.0.post_attention_layernorm.weight"),
+        (write_gptq_eagle, "model.layers.0.mlp.down_proj"),
+        (write_gptq_eagle3, "midlayer.input_layernorm.weight"),
+        (write_gptq_eagle3, "midlayer.self_attn.o_proj"),
+        (write_gptq_eagle3, "norm.weight"),
+    ],
+)
+def test_heads_that_lack_something(tmp_path: Path, write: Any, name: str) -> None:
+    tiny = write(tmp_path / "in")
+    tensors = {found: array for found, array in tiny.tensors.items() if not found.startswith(name)}
+    save(tmp_path / "in", tiny.config, tensors)
+    short = name.removeprefix("model.")
+    with pytest.raises(ValueError, match=f"1 tensors are missing .*: {short}"):
+        gptq_to_marlin(str(tmp_path / "in"), tmp_path / "out")
+
+
+def test_heads_of_another_shape(tmp_path: Path) -> None:
+    tiny = write_gptq_eagle3(tmp_path / "in")
+    tiny.config["num_key_value_heads"] = 2
+    save(tmp_path / "in", tiny.config, tiny.tensors)
+    with pytest.raises(ValueError, match=r"k_proj.weight has shape \[32, 256\], expected \[64, 2"):
+        gptq_to_marlin(str(tmp_path / "in"), tmp_path / "out")
+
+
+def test_channels_of_few_inputs(tmp_path: Path) -> None:
+    """Which cpmcu could not load: shapes do not tell in which order the scales are."""
+    write_gptq(tmp_path / "in", group_size=-1)
+    with pytest.raises(ValueError, match="q_proj has 128 inputs with group_size -1, expected more"):
+        gptq_to_marlin(str(tmp_path / "in"), tmp_path / "out")
+
+
 def test_sizes_that_no_tile_fits(tmp_path: Path) -> None:
     write_gptq(tmp_path / "in", num_key_value_heads=2, head_dim=24, num_attention_heads=16)
     with pytest.raises(ValueError, match="qkv_proj has 480 outputs, expected a multiple of 64"):
@@ -339,8 +409,8 @@ def test_sizes_that_no_tile_fits(tmp_path: Path) -> None:
 
 
 def test_channel_wise_eagle(tmp_path: Path) -> None:
-    write_gptq_eagle(tmp_path / "in", group_size=-1)
-    with pytest.raises(ValueError, match=r"fc is \[256 -> 128\] with group_size -1, expected"):
+    write_gptq_eagle(tmp_path / "in", group_size=-1, hidden_size=256)
+    with pytest.raises(ValueError, match=r"fc is \[512 -> 256\] with group_size -1, expected"):
         gptq_to_marlin(str(tmp_path / "in"), tmp_path / "out")
 
 

@@ -256,8 +256,34 @@ def test_missing_head(tmp_path: Path) -> None:
     tiny = write_tiny(tmp_path / "in", "minicpm")
     del tiny.weights["lm_head.weight"]
     write_tiny(tmp_path / "in", "minicpm", weights=tiny.weights)
-    with pytest.raises(ValueError, match=r"has no lm_head.weight, expected the tensors"):
+    with pytest.raises(ValueError, match=r"1 tensors are missing .*: lm_head\.weight"):
         minicpm_to_llama(str(tmp_path / "in"), tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("model.layers.1.self_attn.q_proj.weight", None, "1 tensors are missing .*1.self_attn.q_"),
+        ("model.norm.weight", np.ones(32), r"norm.weight has shape \[32\], expected \[64\]"),
+        (
+            "model.layers.0.mlp.gate_up_proj.weight",
+            np.ones((190, 64)),
+            r"up_proj.weight has shape \[94, 64\], expected \[96, 64\] by config.json",
+        ),
+        ("model.layers.0.mlp.down_proj.weight", np.full((64, 96), np.nan), "has nan, expected fin"),
+    ],
+)
+def test_weights_that_are_no_model(tmp_path: Path, name: str, change: Any, message: str) -> None:
+    tiny = write_tiny(tmp_path / "in", "minicpm")
+    if "gate_up" in name:
+        for part in ("gate", "up"):
+            del tiny.weights[name.replace("gate_up", part)]
+    tiny.weights.pop(name, None)
+    more = {} if change is None else {name: change.astype(np.float32)}
+    write_tiny(tmp_path / "in", "minicpm", weights={**tiny.weights, **more})
+    with pytest.raises(ValueError, match=message):
+        minicpm_to_llama(str(tmp_path / "in"), tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
 def test_script(tmp_path: Path) -> None:
