@@ -35,7 +35,7 @@ class CompressedTensors:
     def plan(self, config: Mapping[str, Any], tensors: Mapping[str, TensorMeta]) -> QuantPlan:
         quant = quant_config_of(config)
         check_present("compressed-tensors", tensors, ".weight_packed")
-        groups = quant.get("config_groups") or {}
+        groups = _object(quant, "config_groups")
         schemes = [group for group in groups.values() if isinstance(group, Mapping)]
         if not schemes:
             raise ValueError(
@@ -48,7 +48,7 @@ class CompressedTensors:
             _check_group(scheme)
         if quant.get("kv_cache_scheme"):
             raise ValueError("quantization_config: kv_cache_scheme is there, expected none")
-        sparsity = (quant.get("sparsity_config") or {}).get("format", "dense")
+        sparsity = _object(quant, "sparsity_config").get("format", "dense")
         if sparsity != "dense":
             raise ValueError(f"quantization_config: sparsity is {sparsity!r}, expected none")
         first = schemes[0]["weights"]
@@ -75,9 +75,17 @@ class CompressedTensors:
         )
 
 
+def _object(parent: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """What `key` says; empty for null. ValueError for anything but an object."""
+    value = parent.get(key) or {}
+    if not isinstance(value, Mapping):
+        raise ValueError(f"quantization_config: {key} is {value!r}, expected an object")
+    return value
+
+
 def _check_group(scheme: Mapping[str, Any]) -> None:
     """Raises ValueError for layers whose weights are not 4-bit integers, or not only weights."""
-    weights = scheme.get("weights") or {}
+    weights = _object(scheme, "weights")
     check_bits(weights.get("num_bits"))
     if weights.get("type", "int") != "int":
         raise ValueError(

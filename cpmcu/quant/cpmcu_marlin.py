@@ -8,12 +8,14 @@ head's `fc` [2 H -> H] is two matrices of H inputs side by side, [H / 16, 4 H].
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from cpmcu.loading.tensors import TensorMeta
-from cpmcu.quant.registry import Arrays, QuantPlan, Repack, quant_config_of, register_quant
+from cpmcu.quant.gptq import check_order, check_symmetric, refuse_order
+from cpmcu.quant.registry import Arrays, QuantPlan, Read, Repack, quant_config_of, register_quant
 from cpmcu.quant.w4a16 import (
     CHANNEL_WISE,
     GROUP_SIZE,
@@ -41,7 +43,8 @@ class CpmcuMarlin:
         group_size = check_group_size(quant.get("group_size", GROUP_SIZE))
         if quant.get("sym", True) is not True:
             raise ValueError("quantization_config: sym is false, expected true of a Marlin file")
-        return plan_w4(
+        refuse_order(quant, group_size)
+        plan = plan_w4(
             "cpmcu-marlin",
             Format.MARLIN,
             tensors,
@@ -54,6 +57,17 @@ class CpmcuMarlin:
             },
             repacks=_stack_halves(config.get("hidden_size"), tensors, group_size),
         )
+        version = 2 if quant.get("checkpoint_format") == "gptq_v2" else 1
+
+        def verify(read: Read) -> None:
+            if plan.verify is not None:
+                plan.verify(read)
+            for module in quantised_modules(tensors, ".g_idx"):
+                check_order(tensors[module + ".g_idx"], read, group_size)
+            for module in quantised_modules(tensors, ".qzeros"):
+                check_symmetric(tensors[module + ".qzeros"], read, version)
+
+        return replace(plan, verify=verify)
 
 
 def _stack_halves(

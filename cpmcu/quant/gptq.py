@@ -44,11 +44,7 @@ class Gptq:
         check_present("gptq", tensors, ".qweight")
         check_bits(quant.get("bits"))
         group_size = check_group_size(quant.get("group_size"))
-        if quant.get("desc_act") and group_size != CHANNEL_WISE:
-            raise ValueError(
-                "quantization_config: desc_act is true (groups follow the order of activations), "
-                "expected false"
-            )
+        refuse_order(quant, group_size)
         stated = quant.get("checkpoint_format", "gptq")
         if not isinstance(stated, str) or stated not in _VERSIONS:
             raise ValueError(
@@ -90,6 +86,15 @@ def _ignored(tensors: Mapping[str, TensorMeta], symmetric: bool) -> dict[str, st
     }
 
 
+def refuse_order(quant: Mapping[str, Any], group_size: int) -> None:
+    """Raises ValueError for desc_act, but of channels, where an order changes nothing."""
+    if quant.get("desc_act") and group_size != CHANNEL_WISE:
+        raise ValueError(
+            "quantization_config: desc_act is true (groups follow the order of activations), "
+            "expected false"
+        )
+
+
 def size_of(qweight: TensorMeta) -> tuple[int, int]:
     """K and N of a layer. ValueError for another dtype or number of dimensions."""
     if qweight.dtype != "int32" or len(qweight.shape) != 2:
@@ -111,34 +116,38 @@ def check_side_tensors(
     """
     k, n = size
     if g_idx is not None:
-        if g_idx.dtype != "int32" or g_idx.shape != (k,):
+        if (g_idx.dtype, g_idx.shape) != ("int32", (k,)):
             raise misfit(g_idx, f"int32 [{k}]")
-        check_order(g_idx.name, read, group_size)
+        check_order(g_idx, read, group_size)
     if qzeros is not None and version is not None:
         groups = 1 if group_size == CHANNEL_WISE else -(-k // GROUP_SIZE)
-        if qzeros.dtype != "int32" or qzeros.shape != (groups, n // 8):
+        if (qzeros.dtype, qzeros.shape) != ("int32", (groups, n // 8)):
             raise misfit(qzeros, f"int32 [{groups}, {n // 8}]")
-        check_symmetric(qzeros.name, read, version)
+        check_symmetric(qzeros, read, version)
 
 
-def check_order(name: str, read: Read, group_size: int) -> None:
-    """Raises ValueError if g_idx, the tensor `name`, does not count up in steps of group_size."""
-    g_idx = read(name)
-    step = GROUP_SIZE if group_size == GROUP_SIZE else len(g_idx)
-    if not np.array_equal(g_idx, np.arange(len(g_idx)) // max(step, 1)):
+def check_order(g_idx: TensorMeta, read: Read, group_size: int) -> None:
+    """Raises ValueError if `g_idx` does not count up in steps of the group size."""
+    if g_idx.dtype != "int32" or len(g_idx.shape) != 1:
+        raise misfit(g_idx, "int32 [K]")
+    groups = read(g_idx.name)
+    step = GROUP_SIZE if group_size == GROUP_SIZE else len(groups)
+    if not np.array_equal(groups, np.arange(len(groups)) // max(step, 1)):
         raise ValueError(
-            f"{name} permutes the inputs (desc_act), expected groups of {step} in order"
+            f"{g_idx.name} permutes the inputs (desc_act), expected groups of {step} in order"
         )
 
 
-def check_symmetric(name: str, read: Read, version: int) -> None:
+def check_symmetric(qzeros: TensorMeta, read: Read, version: int) -> None:
     """Raises ValueError for a zero point other than 8; `version` as in `unpack_gptq_zeros`."""
-    words = read(name)
+    if qzeros.dtype != "int32" or len(qzeros.shape) != 2:
+        raise misfit(qzeros, "int32 [G, N / 8]")
+    words = read(qzeros.name)
     if np.all(words.view(np.uint32) == 0x11111111 * (ZERO_POINT - 2 + version)):
         return
     zeros = unpack_gptq_zeros(words, version)
     if np.any(zeros != ZERO_POINT):
         raise ValueError(
-            f"{name} has the zero point {zeros[zeros != ZERO_POINT][0]}, expected {ZERO_POINT} "
-            "everywhere as quantization_config has sym true"
+            f"{qzeros.name} has the zero point {zeros[zeros != ZERO_POINT][0]}, expected "
+            f"{ZERO_POINT} everywhere as quantization_config has sym true"
         )

@@ -132,6 +132,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("gptq", {"group_size": None}, "group_size is None, expected 128, or -1"),
     ("gptq", {"desc_act": True}, "desc_act is true .*, expected false"),
     ("gptq", {"checkpoint_format": "bitblas"}, "checkpoint_format is 'bitblas', expected gptq"),
+    ("gptq", {"checkpoint_format": ["gptq"]}, "checkpoint_format is ..gptq.., expected gptq"),
     ("gptq_v2", {"bits": 3}, "the weights have 3 bits"),
     ("awq", {"bits": 8}, "the weights have 8 bits"),
     ("awq", {"group_size": 64}, "group_size is 64"),
@@ -141,10 +142,18 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("compressed", {"format": "int-quantized"}, "format is 'int-quantized', expected 'pack-quant"),
     ("compressed", {"format": "marlin-24"}, "format is 'marlin-24'"),
     ("compressed", {"config_groups": {}}, "config_groups is {}, expected a group"),
+    ("compressed", {"config_groups": [1]}, r"config_groups is \[1\], expected an object"),
+    ("compressed", {"sparsity_config": [1]}, r"sparsity_config is \[1\], expected an object"),
+    (
+        "compressed",
+        {"config_groups": {"a": {"weights": [4], "format": "pack-quantized"}}},
+        r"weights is \[4\], expected an object",
+    ),
     ("compressed", {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme is there"),
     ("compressed", {"sparsity_config": {"format": "sparse-24"}}, "sparsity is 'sparse-24'"),
     ("marlin", {"bits": 8}, "the weights have 8 bits"),
     ("marlin", {"group_size": 32}, "group_size is 32"),
+    ("marlin", {"desc_act": True}, "desc_act is true .*, expected false"),
     ("marlin", {"sym": False}, "sym is false, expected true of a Marlin file"),
     ("gptq", {"quant_method": "bitsandbytes", "bits": None}, "with bitsandbytes, which is not"),
     ("gptq", {"quant_method": "fp8", "bits": None}, "with fp8, which is not supported"),
@@ -166,6 +175,55 @@ def test_refused(
     directory = write_w4(tmp_path, tiny.config, quantise(tiny.weights), layout, quant=change)
     with pytest.raises(ValueError, match=message):
         plan(directory)
+
+
+UP = "model.layers.0.mlp.up_proj"  # [256 -> 352]
+FUSED = "model.layers.0.mlp.gate_up_proj"
+REFUSED_VALUES: list[tuple[str, str, Any, str]] = [
+    ("gptq", f"{UP}.scales", lambda a: a * np.inf, "scales has 704 numbers that are not finite"),
+    ("awq", f"{UP}.scales", lambda a: a * np.nan, "scales has 704 numbers that are not finite"),
+    ("compressed", f"{UP}.weight_scale", lambda a: a * np.nan, "weight_scale has 704 numbers"),
+    ("marlin", f"{FUSED}.scales", lambda a: a * np.nan, "scales has 1408 numbers that are not"),
+    ("gptq", f"{UP}.g_idx", lambda a: a[::-1], "g_idx permutes the inputs"),
+    ("gptq", f"{UP}.g_idx", lambda a: a[:64], r"g_idx is int32 \[64\], expected int32 \[256\]"),
+    ("gptq", f"{UP}.g_idx", lambda a: a.sum(), r"g_idx is int64 \[\], expected int32 \[256\]"),
+    ("gptq", f"{UP}.g_idx", lambda a: a.astype(np.float32), r"g_idx is float32 \[256\], expected"),
+    (
+        "gptq",
+        f"{UP}.qzeros",
+        lambda a: a[:1, :3],
+        r"int32 \[1, 3\], expected int32 \[2, 44\]",
+    ),
+    ("gptq", f"{UP}.qzeros", lambda a: a.astype(np.int64), r"qzeros is int64 \[2, 44\], expected"),
+    ("gptq", f"{UP}.qzeros", lambda a: a * 0, "qzeros has the zero point 1, expected 8"),
+    ("marlin", f"{FUSED}.g_idx", lambda a: np.arange(256, dtype=np.int32) % 2, "g_idx permutes"),
+    ("marlin", f"{FUSED}.qzeros", lambda a: np.zeros((2, 88), np.int32), "has the zero point 1"),
+    ("marlin", f"{FUSED}.qzeros", lambda a: np.zeros(3, np.float32), r"qzeros is float32 \[3\]"),
+]
+
+
+@pytest.mark.parametrize(("layout", "name", "change", "message"), REFUSED_VALUES)
+def test_refused_values(
+    tiny: TinyCheckpoint, tmp_path: Path, layout: str, name: str, change: Any, message: str
+) -> None:
+    """What is looked at before anything is loaded."""
+    weights = quantise(tiny.weights)
+    good = open_checkpoint(write_w4(tmp_path / "good", tiny.config, weights, layout))
+    plan(good.directory)
+    array = np.asarray(change(good.read(name) if name in good.tensors else None))
+    bad = write_w4(tmp_path / "bad", tiny.config, weights, layout, change={name: array})
+    with pytest.raises(ValueError, match=message):
+        plan(bad)
+
+
+def test_marlin_that_says_what_is_implied(tiny: TinyCheckpoint, tmp_path: Path) -> None:
+    change = {
+        f"{FUSED}.g_idx": (np.arange(256) // 128).astype(np.int32),
+        f"{FUSED}.qzeros": np.full((2, 88), 0x77777777, np.int32),
+    }
+    weights = quantise(tiny.weights)
+    found = plan(write_w4(tmp_path, tiny.config, weights, "marlin", change=change))
+    assert set(change) == set(found.ignored)
 
 
 def group(weights: dict[str, Any], **fields: Any) -> dict[str, Any]:
