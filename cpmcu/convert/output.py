@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from cpmcu.loading.index import check_file
 from cpmcu.loading.progress import LoadProgress
 from cpmcu.loading.safetensors import DTYPE_CODES
 from cpmcu.loading.tensors import STORAGE_DTYPES, Checkpoint, TensorMeta, itemsize
@@ -143,18 +144,24 @@ def write_model(
 
 
 def small_files(source: Path) -> list[Path]:
-    """What lies beside the weights: tokenizer, templates, licences, FR-Spec indices."""
+    """What lies beside the weights: tokenizer, templates, licences, FR-Spec indices.
+
+    Raises FileNotFoundError for a link that leads nowhere, ValueError for what is no file.
+    """
     folders = [source, *(source / name for name in _SUBFOLDERS)]
     files = [path for folder in folders if folder.is_dir() for path in sorted(folder.iterdir())]
-    return [
+    small = [
         path
         for path in files
-        if path.is_file()
+        if not path.is_dir()
         and not path.name.startswith(".")
         and path.name not in _REWRITTEN
         and not path.name.endswith(".index.json")
         and (path.name.startswith("freq_") or not path.name.endswith(_WEIGHTS))
     ]
+    for path in small:
+        check_file(path)
+    return small
 
 
 @contextlib.contextmanager

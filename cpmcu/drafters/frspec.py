@@ -14,6 +14,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from cpmcu.loading.torch_files import DAMAGED
+
 Ids = npt.NDArray[np.int64]
 
 COUNTS_FILE = "token_counts.npy"
@@ -82,7 +84,8 @@ def _choose(directory: Path, num_tokens: int) -> Path:
 
 def _from_numpy(file: Path, num_tokens: int, vocab_size: int) -> Ids:
     try:
-        values = np.load(file, allow_pickle=False)
+        with file.open("rb") as opened:
+            values = np.lib.format.read_array(opened, allow_pickle=False)
     except (ValueError, EOFError) as error:
         raise ValueError(f"{file}: is not a numpy file ({error}), expected an array") from error
     if values.ndim != 1 or not np.issubdtype(values.dtype, np.integer):
@@ -117,7 +120,7 @@ def _from_torch(file: Path) -> Ids:
         ) from error
     try:
         ids = torch.load(file, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
+    except (pickle.UnpicklingError, *DAMAGED) as error:
         raise ValueError(
             f"{file}: torch cannot read it as plain data, expected a list of token ids"
         ) from error
@@ -125,4 +128,6 @@ def _from_torch(file: Path) -> Ids:
         ids = ids.flatten().tolist()
     if not isinstance(ids, list) or not all(type(i) is int for i in ids):
         raise ValueError(f"{file}: holds a {type(ids).__name__}, expected a list of token ids")
+    if any(abs(i) >= 2**63 for i in ids):
+        raise ValueError(f"{file}: has ids beyond 64 bits, expected token ids")
     return np.asarray(ids, np.int64)

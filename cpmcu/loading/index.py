@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,7 +20,7 @@ def read_index(path: Path, read_shard: Callable[[Path], Mapping[str, Entry]]) ->
     Raises ValueError for a damaged index or a tensor that its shard does not hold, and
     FileNotFoundError for a missing shard. Tensors that only a shard knows are logged.
     """
-    weight_map = read_json(path).get("weight_map")
+    weight_map = read_json(path, unique=True).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"{path}: weight_map is {_short(weight_map)}, expected tensor -> file")
     names_by_shard: dict[str, list[str]] = {}
@@ -49,15 +50,46 @@ def read_index(path: Path, read_shard: Callable[[Path], Mapping[str, Entry]]) ->
     return tensors
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file. Raises FileNotFoundError, or ValueError if it is not one."""
+def read_json(path: Path, *, unique: bool = False) -> dict[str, Any]:
+    """A JSON object from a file. Raises FileNotFoundError, or ValueError if it is not one.
+
+    `unique`: also for a name that is in an object twice, of which the last would count.
+    """
+    check = unique_names(str(path)) if unique else None
+    check_file(path)
+    text = path.read_bytes()
     try:
-        value = json.loads(path.read_bytes())
+        value = json.loads(text, object_pairs_hook=check)
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"{path}: is not JSON ({error}), expected an object") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path}: is a JSON {type(value).__name__}, expected an object")
     return value
+
+
+def unique_names(where: str) -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:
+    """An `object_pairs_hook` that refuses a name that is there twice."""
+
+    def check(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        made = dict(pairs)
+        if len(made) != len(pairs):
+            names = [name for name, _ in pairs]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ValueError(f"{where} has {twice!r} twice, expected each name once")
+        return made
+
+    return check
+
+
+def check_file(path: Path) -> None:
+    """FileNotFoundError if nothing is there, as behind a link, ValueError for what is no file."""
+    if path.is_file():
+        return
+    if path.exists():
+        what = "a directory" if path.is_dir() else "a device or pipe"
+        raise ValueError(f"{path}: is {what}, expected a file")
+    link = f"a link to {os.readlink(path)}, which is " if path.is_symlink() else ""
+    raise FileNotFoundError(f"{path}: is {link}not there, expected a file")
 
 
 def _short(value: Any) -> str:

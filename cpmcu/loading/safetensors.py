@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cpmcu.loading.index import read_index
+from cpmcu.loading.index import check_file, read_index, unique_names
 from cpmcu.loading.tensors import STORAGE_DTYPES, StoredTensor, TensorMeta
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
@@ -73,6 +73,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
     Raises ValueError if the file is truncated or inconsistent.
     """
+    check_file(path)
     file_bytes = path.stat().st_size
     with path.open("rb") as file:
         prefix = file.read(8)
@@ -105,13 +106,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 
 def _parse_json(path: Path, raw: bytes) -> Sequence[tuple[str, Any]]:
-    def unique(pairs: list[tuple[str, Any]]) -> list[tuple[str, Any]] | dict[str, Any]:
-        names = [name for name, _ in pairs]
-        if len(set(names)) != len(names):
-            twice = next(name for name in names if names.count(name) > 1)
-            raise ValueError(f"{path}: header has {twice!r} twice, expected each name once")
-        return dict(pairs)
-
+    unique = unique_names(f"{path}: header")
     try:
         header = json.loads(raw.decode("utf-8"), object_pairs_hook=unique)
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:

@@ -6,6 +6,7 @@ Files are opened with weights_only=True, so that they can hold tensors and nothi
 from __future__ import annotations
 
 import pickle
+import struct
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,8 +15,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cpmcu.loading.index import read_index
+from cpmcu.loading.index import check_file, read_index
 from cpmcu.loading.tensors import StoredTensor, TensorMeta
+
+# What torch.load raises for files that are cut or changed.
+DAMAGED = (
+    *(RuntimeError, OSError, EOFError, ValueError, LookupError, TypeError, AttributeError),
+    *(AssertionError, struct.error, zipfile.BadZipFile),
+)
 
 
 class TorchCheckpoint:
@@ -33,7 +40,7 @@ class TorchCheckpoint:
         """The tensor in its storage dtype (bfloat16 as uint16)."""
         import torch  # heavy, and only needed for these files
 
-        tensor = self._tensors[name][1].contiguous()
+        tensor = self._tensors[name][1].detach().contiguous()  # parameters say they need gradients
         meta = self.tensors[name].meta
         if meta.dtype == "bfloat16":
             return np.asarray(tensor.view(torch.int16).numpy().view(np.uint16))
@@ -54,6 +61,7 @@ def open_torch(path: Path) -> TorchCheckpoint:
 
 
 def _load(path: Path) -> dict[str, tuple[Path, Any]]:
+    check_file(path)
     try:
         import torch  # heavy, and only needed for these files
     except ImportError as error:
@@ -71,7 +79,7 @@ def _load(path: Path) -> dict[str, tuple[Path, Any]]:
             f"{path}: is damaged or holds Python objects, expected tensors only; convert the "
             "checkpoint to safetensors if you trust it"
         ) from error
-    except (RuntimeError, OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:
+    except DAMAGED as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(
             f"{path}: torch cannot read it ({reason}), expected a state dict: the file is damaged"
@@ -84,6 +92,9 @@ def _load(path: Path) -> dict[str, tuple[Path, Any]]:
                 f"{path}: entry {name!r} is a {type(value).__name__}, expected a flat state dict "
                 "of names and tensors"
             )
+        if value.is_meta or value.layout != torch.strided:
+            kind = "has no data (device meta)" if value.is_meta else f"is {value.layout}"
+            raise ValueError(f"{path}: {name} {kind}, expected a dense tensor")
     return {name: (path, tensor) for name, tensor in state.items()}
 
 

@@ -237,6 +237,13 @@ def test_small_files_are_copied(tmp_path: Path) -> None:
     assert (folders[0] / "tools.jinja").read_text() == "tools"
 
 
+def test_a_link_that_leads_nowhere(tmp_path: Path, source: Path) -> None:
+    (source / "tokenizer.json").symlink_to("/no/such/blob")
+    with pytest.raises(FileNotFoundError, match=r"tokenizer.json: is a link to /no/such/blob, whi"):
+        gptq_to_marlin(str(source), tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
 def test_config_keeps_its_keys_and_characters(tmp_path: Path) -> None:
     tiny = write_tiny(tmp_path / "in", "minicpm")
     config = {"zeta": "数字", **tiny.config, "alpha": [1, {"b": None}]}

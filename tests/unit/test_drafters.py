@@ -377,11 +377,18 @@ def test_torch_index(target: TinyCheckpoint, tmp_path: Path) -> None:
     assert frspec(target, draft, draft / "freq_4.pt", 4) == [5, 2, 8, 1]
     torch.save({"a": object}, draft / "freq_7.pt")
     torch.save([1.5], draft / "freq_8.pt")
+    torch.save([2**70], draft / "freq_6.pt")
+    torch.save([5, 2], draft / "freq_5.pt", _use_new_zipfile_serialization=False)
+    whole = (draft / "freq_5.pt").read_bytes()
+    for length in range(len(whole) - 1):
+        (draft / "freq_5.pt").write_bytes(whole[:length])
+        assert "cannot read it as plain data" in refused(target, draft, frspec_vocab_size=5)
+    assert "has ids beyond 64 bits" in refused(target, draft, frspec_vocab_size=6)
     assert "cannot read it as plain data" in refused(target, draft, frspec_vocab_size=7)
     assert "expected a list of token ids" in refused(target, draft, frspec_vocab_size=8)
     named = {"frspec_path": str(draft / "freq_4.pt"), "frspec_vocab_size": 3}
     assert "has 4 tokens, expected frspec_vocab_size 3" in refused(target, draft, **named)
-    assert "has freq_4.pt, freq_7.pt, freq_8.pt, expected exactly one" in refused(
+    assert "freq_6.pt, freq_7.pt, freq_8.pt, expected exactly one" in refused(
         target, draft, frspec_path=str(draft)
     )
 
@@ -417,8 +424,12 @@ def test_wrong_frspec(target: TinyCheckpoint, tmp_path: Path) -> None:
     assert "has ids twice" in complaint(np.array([2, 3, 3]))
     assert "has no ids" in complaint(np.zeros(0, np.int64))
     assert "expected a list of integers" in complaint(np.ones(4))
-    path.write_bytes(b"nothing")
-    assert "is not a numpy file" in refused(target, draft, frspec_path=str(path))
+    with path.open("wb") as file:
+        np.savez(file, np.arange(9))
+    zipped = path.read_bytes()
+    for content in (b"nothing", b"", zipped, zipped[:-9]):
+        path.write_bytes(content)
+        assert "is not a numpy file" in refused(target, draft, frspec_path=str(path))
     assert "has no freq_N.pt, expected freq_9.pt or token_counts.npy" in refused(
         target, draft, frspec_vocab_size=9
     )

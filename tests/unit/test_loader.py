@@ -73,7 +73,7 @@ def test_torch_files(tmp_path: Path, dtype: str, shards: int) -> None:
     tiny = write_tiny(tmp_path, "qwen2", dtype=dtype)
     (tmp_path / "model.safetensors").unlink()
     state = {
-        name: torch.from_numpy(np.array(array)).to(getattr(torch, dtype))
+        name: torch.nn.Parameter(torch.from_numpy(np.array(array)).to(getattr(torch, dtype)))
         for name, array in tiny.weights.items()
     }
     names = list(state)

@@ -243,6 +243,26 @@ def test_index_that_leaves_the_directory(tmp_path: Path, shard: Any) -> None:
         open_checkpoint(tmp_path)
 
 
+def test_a_name_twice_in_the_index(tmp_path: Path) -> None:
+    write_tiny(tmp_path, shards=2)
+    path = tmp_path / "model.safetensors.index.json"
+    file = '"model-00001-of-00002.safetensors"'
+    path.write_text(f'{{"weight_map": {{"a": {file}, "b": {file}, "a": {file}}}}}')
+    with pytest.raises(ValueError, match=r"index.json has 'a' twice, expected each name once"):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json", "any.bin"])
+def test_what_is_no_file(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).symlink_to("/no/such/blob")
+    with pytest.raises(FileNotFoundError, match=f"{name}: is a link to /no/such/blob, which is no"):
+        open_checkpoint(tmp_path)
+    (tmp_path / name).unlink()
+    (tmp_path / name).mkdir()
+    with pytest.raises(ValueError, match=f"{name}: is a directory, expected a file"):
+        open_checkpoint(tmp_path)
+
+
 @pytest.mark.parametrize("text", ["[]", "{", '{"weight_map": []}', '{"weight_map": {}}', "{}"])
 def test_damaged_index(tmp_path: Path, text: str) -> None:
     write_tiny(tmp_path, shards=2)
