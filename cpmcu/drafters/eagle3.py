@@ -56,8 +56,9 @@ class Eagle3:
             )
         layers = _feature_layers(config, target)
         if not names.keys() & {"fc.qweight", "fc.weight_packed"}:  # those the engine checks
-            fc = tensors[names["fc.weight"]].shape if "fc.weight" in names else ()
-            _check_fc(fc, layers, target)
+            if "fc.weight" not in names:
+                raise ValueError("fc.weight is missing, expected the tensors of an EAGLE-3 head")
+            _check_fc(tensors[names["fc.weight"]].shape, layers, target)
         vocab_ids = _vocab_ids(draft, names, target)
         own_head = "lm_head.weight" in names
         if own_head:
@@ -86,8 +87,16 @@ class Eagle3:
         )
 
 
-def _refuse_variants(config: Mapping[str, Any], tensors: Tensors) -> None:
+def _eagle_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What some heads keep apart; empty if there is none."""
     nested = config.get("eagle_config") or {}
+    if not isinstance(nested, Mapping):
+        raise ValueError(f"config.json: eagle_config is {nested!r}, expected an object")
+    return nested
+
+
+def _refuse_variants(config: Mapping[str, Any], tensors: Tensors) -> None:
+    nested = _eagle_config(config)
     for flag in _FLAGS:
         named = [name for name in tensors if flag in name.split(".") or name.startswith(flag)]
         if named or config.get(flag) or nested.get(flag):
@@ -101,7 +110,7 @@ def _refuse_variants(config: Mapping[str, Any], tensors: Tensors) -> None:
 def _feature_layers(config: Mapping[str, Any], target: TargetModel) -> list[int]:
     """The target layers whose inputs are the features."""
     num_layers = target.fields.num_hidden_layers
-    stated = config.get(_LAYER_IDS) or (config.get("eagle_config") or {}).get(_LAYER_IDS)
+    stated = config.get(_LAYER_IDS) or _eagle_config(config).get(_LAYER_IDS)
     layers = stated or [2, num_layers // 2, num_layers - 3]
     if not isinstance(layers, list) or not all(
         isinstance(layer, int) and 0 <= layer < num_layers for layer in layers

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -16,10 +15,11 @@ from cpmcu.models.common import BuildOptions, SpecFields, read_spec
 from cpmcu.models.reader import ConfigReader
 from cpmcu.models.rope import rope_from_config
 
-logger = logging.getLogger(__name__)
-
 WINDOW = 1024  # tokens
-_ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings")
+_ROPE_KEYS = (
+    *("rope_theta", "rope_scaling", "rope_parameters"),
+    *("max_position_embeddings", "original_max_position_embeddings"),
+)
 _SCALES = ("scale_emb", "scale_depth", "dim_model_base")
 
 
@@ -123,9 +123,14 @@ def draft_vocab_ids(draft: DraftFiles, d2t: str, target: TargetModel) -> list[in
         raise ValueError(
             f"config.json: vocab_size is {stated}, expected {vocab_size}, the target's"
         )
+    meta = draft.tensors[d2t]
+    if meta.dtype not in ("int32", "int64") or len(meta.shape) != 1:
+        raise ValueError(
+            f"{d2t} is {meta.dtype} {list(meta.shape)}, expected int32 or int64 [drafted tokens]"
+        )
     offsets = np.asarray(draft.checkpoint.read(d2t)).astype(np.int64)
     ids = offsets + np.arange(offsets.size)
-    if offsets.ndim != 1 or not offsets.size or ids.min() < 0 or ids.max() >= vocab_size:
+    if not offsets.size or ids.min() < 0 or ids.max() >= vocab_size:
         raise ValueError(
             f"d2t leads to token ids {ids.min() if ids.size else 0} to "
             f"{ids.max() if ids.size else 0}, expected ids of the target, 0 to {vocab_size - 1}"

@@ -6,15 +6,12 @@ the extension. The loader adds what a config alone does not decide (dtype, linea
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from cpmcu.models.reader import ConfigReader
 from cpmcu.models.rope import rope_from_config
-
-logger = logging.getLogger(__name__)
 
 CUDA_HEAD_DIMS = (64, 128, 256)
 MAX_HEAD_DIM = 256  # CPU back end: any multiple of ALIGNMENT up to it

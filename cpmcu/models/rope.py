@@ -64,7 +64,7 @@ def rope_from_config(config: Mapping[str, Any], head_dim: int, max_length: int) 
             f"{params.where}: rope_type 'dynamic' changes with the current length, which makes "
             "cached keys inconsistent; it is not supported, expected one of: " + _supported()
         )
-    if kind not in _KINDS:
+    if not isinstance(kind, str) or kind not in _KINDS:
         raise ValueError(
             f"{params.where}: rope_type {kind!r} is not supported, expected one of: {_supported()}"
         )
@@ -84,12 +84,20 @@ def rope_from_config(config: Mapping[str, Any], head_dim: int, max_length: int) 
             "or more tokens"
         )
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-    pos_freqs = np.power(np.float32(theta), exponents, dtype=np.float32)
-    request = _Request(
-        params, pos_freqs, theta, head_dim, max_positions, original_length, max_length
-    )
-    inv_freq, attention_scaling = _KINDS[kind](request)
-    return Rope(kind, inv_freq.astype(np.float32), float(attention_scaling))
+    with np.errstate(all="ignore"):  # what comes of it is looked at below
+        pos_freqs = np.power(np.float32(theta), exponents, dtype=np.float32)
+        request = _Request(
+            params, pos_freqs, theta, head_dim, max_positions, original_length, max_length
+        )
+        inv_freq, attention_scaling = _KINDS[kind](request)
+        inv_freq = inv_freq.astype(np.float32)
+    wrong = inv_freq[~(np.isfinite(inv_freq) & (inv_freq > 0))]
+    if wrong.size:
+        raise ValueError(
+            f"{params.where}: rope_theta {theta} and the factors give the inverse frequency "
+            f"{wrong[0]}, expected finite numbers above 0"
+        )
+    return Rope(kind, inv_freq, float(attention_scaling))
 
 
 def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from cpmcu.loading import draft as draft_loading
 from cpmcu.loading.draft import LoadedDraft, eos_ids, open_draft
 from cpmcu.loading.loader import load_model
 from cpmcu.loading.tensors import TensorMeta
+from cpmcu.models.rope import rope_from_config
 from tests.reference import fake_extension as fakes
 from tests.reference.tiny_checkpoints import TinyCheckpoint, write_tiny
 from tests.reference.tiny_drafts import KINDS, write_draft
@@ -184,6 +185,25 @@ def test_eagle3_spec(target: TinyCheckpoint, tmp_path: Path) -> None:
     assert spec.norm_output and not spec.own_head
 
 
+def test_rope_of_another_head_dim(tmp_path: Path) -> None:
+    """It is the target's, of which the original length may be at the top of config.json."""
+    scaling = {"rope_type": "yarn", "factor": 4.0}
+    target = write_tiny(
+        *(tmp_path / "target", "llama"),
+        num_hidden_layers=3,
+        rope_scaling=scaling,
+        original_max_position_embeddings=128,
+    )
+    own = {"head_dim": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+    draft = write_draft(
+        *(tmp_path / "d", "eagle", target), **own, original_max_position_embeddings=64
+    )
+    fields = opened(target, draft.directory).plan.fields
+    assert fields is not None
+    expected = rope_from_config(target.config, 32, 512)
+    assert fields.rope_inv_freq == tuple(expected.inv_freq.tolist())
+
+
 def test_eagle3_layer_names(target: TinyCheckpoint, tmp_path: Path) -> None:
     """Some trainers call the layer `model.layers.0`."""
     draft = write_draft(tmp_path / "d", "eagle3", target)
@@ -305,6 +325,14 @@ def refused(target: TinyCheckpoint, draft: Path | None, **options: Any) -> str:
             r"fc.weight has shape \[64, 192\], expected 128 columns",
         ),
         ("eagle3", {"extra": {"d2t": np.full(101, 200)}}, "d2t leads to token ids 200 to 300"),
+        (
+            "eagle3",
+            {"extra": {"d2t": np.zeros((101, 1), np.int64)}},
+            r"d2t is int32 \[101, 1\]",
+        ),
+        ("eagle3", {"extra": {"d2t": np.zeros(101)}}, r"d2t is float32 \[101\], expected int32 or"),
+        ("eagle3", {"drop": ("fc.weight",)}, "fc.weight is missing, expected the tensors of an"),
+        ("eagle3", {"eagle_config": [1]}, r"eagle_config is \[1\], expected an object"),
         ("eagle3", {"drop": ("d2t",)}, "the draft's vocabulary is 101, expected 203"),
         ("eagle3", {"extra": {"lm_head.weight": np.ones((7, 64))}}, "7 rows, expected 101"),
         ("model", {"vocab_size": 99}, "vocab_size is 99, expected 203.*share the tokenizer"),

@@ -165,6 +165,13 @@ def test_longrope_chooses_by_the_longest_sequence() -> None:
     ("scaling", "words"),
     [
         ({"rope_type": "dynamic", "factor": 2.0}, ["dynamic", "not supported"]),
+        ({"rope_type": ["linear"]}, ["rope_type ['linear'] is not supported"]),
+        ({"rope_type": "default", "rope_theta": 1e300}, ["inverse frequency 0.0", "finite"]),
+        (
+            {"rope_type": "linear", "factor": 1e300},
+            ["frequency 0.0", "rope_theta 500000.0"],
+        ),
+        ({"rope_type": "linear", "factor": 1e-300}, ["inverse frequency inf"]),
         ({"rope_type": "mrope"}, ["'mrope'", "default, linear, llama3, yarn, longrope"]),
         ({"rope_type": "linear"}, ["factor is missing", "positive number"]),
         ({"rope_type": "linear", "factor": -1}, ["factor is -1", "positive number"]),
