@@ -62,6 +62,11 @@ TOKENIZER_FILES = (
 )
 DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 ITEM_SIZE = {"BF16": 2, "F16": 2, "F32": 4, "I32": 4, "I64": 8, "BOOL": 1}
+SIZES = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim"),
+    *("num_attention_heads", "num_key_value_heads", "draft_vocab_size"),
+)
+SCALES = ("scale_emb", "scale_depth", "dim_model_base")
 CHUNK = 1 << 24  # elements made at a time
 
 
@@ -972,12 +977,31 @@ def copy_tokenizer(source: Path, destination: Path) -> None:
             shutil.copyfile(source / name, destination / name)
 
 
+def check_config(config: Config) -> None:
+    """SystemExit for sizes and scales that no tensor can be made of."""
+    for key in (*SIZES, *SCALES):
+        value, kind = config.get(key, 1), int if key in SIZES else (int, float)
+        if key == "head_dim" and value is None:  # hidden_size / num_attention_heads
+            continue
+        if isinstance(value, bool) or not isinstance(value, kind) or not 0 < value < math.inf:
+            expected = "integer" if key in SIZES else "number"
+            raise SystemExit(f"{key} is {value!r}, but must be a positive {expected}")
+
+
 def check_out(out: Path, force: bool, tokenizer: Path | None = None) -> None:
     sources = [] if tokenizer is None else [tokenizer]
     try:
         check_destination(out, sources, overwrite=force, flag="--force")
     except ValueError as error:
         raise SystemExit(str(error)) from error
+
+
+def check_apart(out: Path, draft_out: Path) -> None:
+    out, draft_out = out.expanduser().resolve(), draft_out.expanduser().resolve()
+    if out.is_relative_to(draft_out) or draft_out.is_relative_to(out):
+        raise SystemExit(
+            f"--out {out} and --draft-out {draft_out} must be two folders, side by side"
+        )
 
 
 def write_checkpoint(
@@ -1078,11 +1102,10 @@ def main(argv: list[str] | None = None) -> None:
         raise SystemExit(f"unknown preset {args.preset!r}; known: {', '.join(PRESETS)}")
     overrides = dict(args.set)
     if args.num_hidden_layers is not None:
-        if args.num_hidden_layers < 1:
-            raise SystemExit(
-                f"--num-hidden-layers must be at least 1, not {args.num_hidden_layers}"
-            )
         overrides["num_hidden_layers"] = args.num_hidden_layers
+    check_config({**PRESETS[args.preset].config, **overrides})
+    if not 0 < args.shard_size_gb < math.inf:
+        raise SystemExit(f"--shard-size-gb is {args.shard_size_gb}, but must be above 0")
     jobs = [(PRESETS[args.preset], args.out, args.quant)]
     if (args.planted is None) != (args.draft_out is None):
         raise SystemExit("--planted and --draft-out go together: give both or neither")
@@ -1102,6 +1125,7 @@ def main(argv: list[str] | None = None) -> None:
         overrides = {}
         for _, out, _ in jobs:  # before the long work
             check_out(out, args.force, args.tokenizer)
+        check_apart(args.out, args.draft_out)
     for preset, out, quant in jobs:
         progress = write_checkpoint(
             preset,

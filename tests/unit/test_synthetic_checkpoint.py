@@ -165,6 +165,29 @@ def test_bad_preset_lists_the_known_ones(tmp_path: Path) -> None:
     assert not (tmp_path / "model").exists()
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--set", "hidden_size=abc"], "hidden_size is 'abc', but must be a positive integer"),
+        (["--set", "hidden_size=-8"], "hidden_size is -8, but must be a positive integer"),
+        (["--set", "num_attention_heads=0"], "num_attention_heads is 0, but must be"),
+        (["--set", "vocab_size=null", "--planted", "1", "--draft-out", "d"], "vocab_size is None"),
+        (["--set", "scale_emb=x"], "scale_emb is 'x', but must be a positive number"),
+        (["--num-hidden-layers", "0"], "num_hidden_layers is 0, but must be"),
+        (["--shard-size-gb", "-1"], "--shard-size-gb is -1.0, but must be above 0"),
+        (["--planted", "1", "--draft-out", "model"], "must be two folders, side by side"),
+        (["--planted", "1", "--draft-out", "model/draft"], "must be two folders, side by side"),
+    ],
+)
+def test_flags_of_which_nothing_can_be_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match=message):
+        write("tiny-minicpm", tmp_path / "model", *flags)
+    assert not list(tmp_path.iterdir())
+
+
 def test_tokenizer_is_copied_by_default(tmp_path: Path) -> None:
     out = write("tiny-llama", tmp_path / "model")
     shipped = ROOT / "cpmcu" / "assets" / "tiny-python-minicpm" / "tokenizer.json"
