@@ -171,13 +171,14 @@ class Service:
                 code="model_not_found",
             )
 
-    def check_size(self, size: int) -> None:
-        """Raises ApiError (400) for more outputs than the queue takes."""
+    def check_size(self, size: int, param: str | None = None) -> None:
+        """Raises ApiError (400), about `param`, for more outputs than the queue takes."""
         if size > self.config.max_queue:
             raise ApiError(
                 400,
                 f"The request asks for {size} outputs, but this server takes at most "
                 f"{self.config.max_queue}.",
+                param=param,
                 code="too_many_outputs",
             )
 

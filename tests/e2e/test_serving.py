@@ -754,3 +754,12 @@ def test_wrong_flags(server):
     found = run_server("--port", str(server.port))
     assert found.returncode == 1
     assert found.stderr.splitlines()[-1].startswith("cpmcu.server: cannot listen on 127.0.0.1")
+
+
+def test_more_outputs_than_the_queue_takes(limited):
+    reply = limited.post(
+        "/v1/completions", {"prompt": ["a", "b", "c"], "n": 2, "max_tokens": 1}, **FIRST
+    )
+    error = error_of(reply, 400)
+    assert (error["param"], error["code"]) == ("prompt", "too_many_outputs")
+    assert "6 outputs, but this server takes at most 4" in error["message"]

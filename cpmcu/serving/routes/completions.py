@@ -64,7 +64,7 @@ def _prepare(service: Service, body: CompletionRequest, loop: asyncio.AbstractEv
     ids: list[list[int]] = []
     texts: list[str] = []
     prompts = body.prompts()
-    service.check_size(len(prompts) * body.num_choices)
+    service.check_size(len(prompts) * body.num_choices, "prompt")
     for prompt in prompts:
         if isinstance(prompt, str):
             check_text(prompt, "prompt", service.config.max_text_length)
