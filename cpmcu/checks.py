@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import operator
 import struct
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 
@@ -47,3 +48,16 @@ def as_float32(value: float) -> float:
         return float(struct.unpack("f", struct.pack("f", float(value)))[0])
     except OverflowError:
         return math.inf if value > 0 else -math.inf
+
+
+def check_filled(name: str, value: str | None, wanted: str) -> None:
+    """Raises ValueError for what is neither None nor a text of at least one letter."""
+    if value is not None and (not isinstance(value, str) or not value):
+        raise ValueError(f"{name} is {shown(value)}, but must be {wanted}")
+
+
+def listed(name: str, value: Any, wanted: str) -> list[Any]:
+    """What a list, an array or another collection of values holds. Raises ValueError for others."""
+    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
+        raise ValueError(f"{name} is {shown(value)}, but must be {wanted}")
+    return list(value)

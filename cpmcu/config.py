@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from cpmcu.checks import integer, number, shown, truth
+from cpmcu.checks import check_filled, integer, number, shown, truth
 
 DTYPES = ("auto", "float16", "bfloat16", "float32")
 DEVICES = ("auto", "cpu", "cuda")
@@ -78,6 +78,11 @@ def shipped_draft(target: Path) -> Path | None:
         return None
     draft = ASSETS / name
     return draft if (draft / "config.json").is_file() else None
+
+
+def num_candidates(topk: int, depth: int) -> int:
+    """How many nodes a draft scores: all children of topk nodes of each level."""
+    return topk + (depth - 1) * topk * topk
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -227,7 +232,7 @@ class SpeculativeConfig:
                 f"spec_topk_per_iter {topk} x (spec_num_iter {depth} - 1) is {topk * (depth - 1)}, "
                 f"but must be at most {MAX_TREE_SIZE}"
             )
-        candidates = topk + (depth - 1) * topk * topk
+        candidates = num_candidates(topk, depth)
         size = self.spec_tree_size or min(defaults.tree_size, candidates + 1)
         if size > MAX_TREE_SIZE:
             raise ValueError(f"spec_tree_size is {size}, but must be at most {MAX_TREE_SIZE}")
@@ -391,9 +396,3 @@ def _whole(name: str, value: int, minimum: int) -> None:
         raise ValueError(f"{name} is {value}, but must be at least {minimum}")
     if value > INT_MAX:
         raise ValueError(f"{name} is {value}, but must be at most {INT_MAX}")
-
-
-def check_filled(name: str, value: str | None, wanted: str) -> None:
-    """Raises ValueError for what is neither None nor a text of at least one letter."""
-    if value is not None and (not isinstance(value, str) or not value):
-        raise ValueError(f"{name} is {value!r}, but must be {wanted}")

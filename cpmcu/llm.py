@@ -8,10 +8,10 @@ import numbers
 import queue
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from cpmcu.checks import integer, shown
+from cpmcu.checks import integer, listed, shown
 from cpmcu.config import EngineConfig, SpeculativeConfig, shipped_model
 from cpmcu.engine.detokenizer import Detokenizer
 from cpmcu.engine.request import Emit, OnPrefill, Request
@@ -159,7 +159,7 @@ class LLM:
         """
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
-        ids = _list_of("a prompt", prompt, "a text or a list of token ids")
+        ids = listed("a prompt", prompt, "a text or a list of token ids")
         if all(type(token) is int for token in ids):
             return ids
         return [integer("a token id of a prompt", token) for token in ids]
@@ -348,15 +348,9 @@ def _wrong_params(found: object) -> ValueError:
     )
 
 
-def _list_of(name: str, value: Any, wanted: str) -> list[Any]:
-    if isinstance(value, (bytes, Mapping)) or not isinstance(value, Iterable):
-        raise ValueError(f"{name} is {shown(value)}, but must be {wanted}")
-    return list(value)
-
-
 def _as_list(prompts: Any) -> list[Prompt]:
     """One prompt or several, as a list of prompts."""
     if isinstance(prompts, str):
         return [prompts]
-    prompts = _list_of("prompts", prompts, "a text, a list of token ids, or a list of either")
+    prompts = listed("prompts", prompts, "a text, a list of token ids, or a list of either")
     return [prompts] if prompts and isinstance(prompts[0], numbers.Integral) else prompts

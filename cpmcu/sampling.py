@@ -11,10 +11,10 @@ import dataclasses
 import functools
 import math
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from cpmcu.checks import as_float32, integer, number, shown, truth
+from cpmcu.checks import as_float32, integer, listed, number, shown, truth
 from cpmcu.config import option
 from cpmcu.grammar import Grammar
 
@@ -132,8 +132,10 @@ class SamplingParams:
         number("presence_penalty", self.presence_penalty)
         number("frequency_penalty", self.frequency_penalty)
         if not isinstance(self.stop, str):
-            change("stop", _items("stop", self.stop, "a text or a list of texts"))
-        ids = _items("stop_token_ids", self.stop_token_ids, "a list of token ids")
+            stop = () if self.stop is None else self.stop
+            change("stop", tuple(listed("stop", stop, "a text or a list of texts")))
+        ids = () if self.stop_token_ids is None else self.stop_token_ids
+        ids = listed("stop_token_ids", ids, "a list of token ids")
         named = (integer(f"stop_token_ids[{i}]", token) for i, token in enumerate(ids))
         change("stop_token_ids", tuple(named))
         if isinstance(self.logit_bias, Mapping):
@@ -211,15 +213,6 @@ def to_engine(
         stop_ids=list(dict.fromkeys(token for token in stop_ids if token < vocab_size)),
         max_tokens=max_tokens,
     )
-
-
-def _items(name: str, value: Any, wanted: str) -> tuple[Any, ...]:
-    """What a list holds; nothing if it is None."""
-    if value is None:
-        return ()
-    if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
-        raise ValueError(f"{name} is {shown(value)}, but must be {wanted}")
-    return tuple(value)
 
 
 def _in_range(

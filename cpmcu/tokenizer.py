@@ -3,12 +3,29 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 # Special tokens that chat templates may name, as spelt in tokenizer_config.json.
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
+
+
+def eos_ids(configs: Mapping[str, Mapping[str, Any]]) -> tuple[int, ...]:
+    """The end-of-sequence ids that configs state; `configs`: file's name -> what it says.
+
+    Raises ValueError for what is neither an integer nor a list of them.
+    """
+    found: list[int] = []
+    for file, config in configs.items():
+        stated = config.get("eos_token_id")
+        ids = [] if stated is None else stated if isinstance(stated, list) else [stated]
+        if not all(type(token) is int for token in ids):
+            raise ValueError(
+                f"{file}: eos_token_id is {stated!r}, expected an integer or a list of integers"
+            )
+        found += ids
+    return tuple(dict.fromkeys(found))
 
 
 class _Backend(Protocol):
@@ -52,10 +69,8 @@ class Tokenizer:
             backend: _Backend = _FastBackend(directory / "tokenizer.json", config)
         else:
             backend = _TransformersBackend(directory)
-        eos: list[int] = []
-        for name in ("generation_config.json", "config.json"):
-            found = _read_json(directory / name).get("eos_token_id")
-            eos += [found] if isinstance(found, int) else list(found or [])
+        names = ("generation_config.json", "config.json")
+        eos = eos_ids({name: _read_json(directory / name) for name in names})
         return cls(backend, config, eos)
 
     @property

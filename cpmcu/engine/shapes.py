@@ -14,6 +14,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from cpmcu.config import num_candidates
+
 Shape = tuple[int, int]  # tokens of the longest drafted path, nodes verified with the root
 
 PLAIN: Shape = (0, 1)
@@ -35,14 +37,9 @@ def shapes_of(depth: int, topk: int, tree_size: int) -> list[Shape]:
     smaller = [(levels, nodes) for levels, nodes in ((1, 2), (2, 8)) if levels < depth]
     if depth > 2:
         smaller.append((depth, 2 * depth))
-    drafted = [(levels, min(nodes, 1 + _candidates(levels, topk))) for levels, nodes in smaller]
+    drafted = [(levels, min(nodes, 1 + num_candidates(topk, levels))) for levels, nodes in smaller]
     found = {(levels, nodes) for levels, nodes in drafted if nodes < tree_size}
     return [PLAIN, *sorted(found), (depth, tree_size)]
-
-
-def _candidates(levels: int, topk: int) -> int:
-    """How many nodes a draft of so many levels scores: all children of topk nodes of each."""
-    return topk + (levels - 1) * topk**2
 
 
 @dataclasses.dataclass(slots=True)

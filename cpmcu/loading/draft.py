@@ -146,23 +146,6 @@ def open_draft(
     return LoadedDraft(method, plan, shape, window, vocab_ids, files, head_quant)
 
 
-def eos_ids(configs: Mapping[str, Mapping[str, Any]]) -> tuple[int, ...]:
-    """The end-of-sequence ids that configs state; `configs`: file's name -> what it says.
-
-    Raises ValueError for what is neither an integer nor a list of them.
-    """
-    found: list[int] = []
-    for file, config in configs.items():
-        stated = config.get("eos_token_id")
-        ids = [] if stated is None else stated if isinstance(stated, list) else [stated]
-        if not all(type(token) is int for token in ids):
-            raise ValueError(
-                f"{file}: eos_token_id is {stated!r}, expected an integer or a list of integers"
-            )
-        found += ids
-    return tuple(dict.fromkeys(found))
-
-
 def _asks(speculation: SpeculativeConfig) -> bool:
     return (
         speculation.draft_model_path is not None

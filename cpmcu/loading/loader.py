@@ -17,7 +17,7 @@ from cpmcu.drafters.registry import TargetModel
 from cpmcu.engine.shapes import shapes_of
 from cpmcu.loading.checkpoint import open_checkpoint
 from cpmcu.loading.cublas import cublas_paths
-from cpmcu.loading.draft import PREFIX, eos_ids, open_draft
+from cpmcu.loading.draft import PREFIX, open_draft
 from cpmcu.loading.hub import resolve_model
 from cpmcu.loading.index import read_json
 from cpmcu.loading.plan import LoadPlan, Placement, plan_load
@@ -26,6 +26,7 @@ from cpmcu.loading.tensors import FLOAT_DTYPES, Checkpoint, TensorMeta
 from cpmcu.models.common import BuildOptions
 from cpmcu.models.registry import find_model
 from cpmcu.quant.registry import QuantPlan, plan_quant
+from cpmcu.tokenizer import eos_ids
 
 if TYPE_CHECKING:
     from cpmcu import C

@@ -11,7 +11,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from cpmcu.config import check_filled, option
+from cpmcu.checks import check_filled
+from cpmcu.config import option
 
 logger = logging.getLogger(__name__)
 

@@ -18,10 +18,11 @@ from cpmcu.drafters import registry
 from cpmcu.drafters.frspec import keep_eos
 from cpmcu.drafters.registry import DraftPlan, register_drafter, registered_drafters
 from cpmcu.loading import draft as draft_loading
-from cpmcu.loading.draft import LoadedDraft, eos_ids, open_draft
+from cpmcu.loading.draft import LoadedDraft, open_draft
 from cpmcu.loading.loader import load_model
 from cpmcu.loading.tensors import TensorMeta
 from cpmcu.models.rope import rope_from_config
+from cpmcu.tokenizer import eos_ids
 from tests.reference import fake_extension as fakes
 from tests.reference.tiny_checkpoints import TinyCheckpoint, write_tiny
 from tests.reference.tiny_drafts import KINDS, write_draft

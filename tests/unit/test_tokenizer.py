@@ -56,3 +56,10 @@ def test_errors(tmp_path, monkeypatch):
     (tmp_path / "tokenizer_config.json").write_text("[1]")
     with pytest.raises(ValueError, match="must hold an object"):
         Tokenizer.from_directory(tmp_path)
+
+
+def test_ends_of_sequences_are_ids(tmp_path):
+    write_directory(tmp_path, byte_level())
+    (tmp_path / "config.json").write_text('{"eos_token_id": 2.0}')
+    with pytest.raises(ValueError, match=r"config\.json: eos_token_id is 2\.0, expected an integer"):
+        Tokenizer.from_directory(tmp_path)
