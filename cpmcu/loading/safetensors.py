@@ -48,6 +48,7 @@ class SafetensorsCheckpoint:
     def __init__(self, directory: Path, tensors: Mapping[str, StoredTensor]) -> None:
         self.directory = directory
         self.tensors = tensors
+        self._mapped: dict[Path, npt.NDArray[np.uint8]] = {}  # mapping each tensor takes longer
 
     def read(self, name: str) -> npt.NDArray[Any]:
         """The tensor in its storage dtype (bfloat16 as uint16), mapped from the file."""
@@ -55,7 +56,11 @@ class SafetensorsCheckpoint:
         dtype = STORAGE_DTYPES[stored.meta.dtype]
         if stored.meta.num_elements == 0:
             return np.empty(stored.meta.shape, dtype)
-        return np.memmap(stored.path, dtype, "r", stored.offset or 0, stored.meta.shape)
+        if stored.path not in self._mapped:
+            self._mapped[stored.path] = np.asarray(np.memmap(stored.path, np.uint8, "r"))
+        begin = stored.offset or 0
+        raw = self._mapped[stored.path][begin : begin + stored.meta.nbytes]
+        return raw.view(dtype).reshape(stored.meta.shape)
 
 
 def open_safetensors(path: Path) -> SafetensorsCheckpoint:
