@@ -1,4 +1,4 @@
-// The page to read first: what a step is.
+// The page to read first: what a decode step is, and below it what a prompt's is.
 #include "engine/engine.h"
 
 #include <algorithm>
@@ -9,7 +9,102 @@
 #include "kernels/tree.h"
 
 namespace cpmcu {
-// ---- steps
+
+// ---- decoding: what `run` is given becomes one CUDA graph
+
+void Engine::decode(const std::vector<int>& slots, std::optional<DraftShape> shape) {
+  const GraphRunner::Key key = begin_decode_step(slots, shape.value_or(max_shape()));
+  graphs_->run(key, [&] {
+    propose(key.num_seqs, key.max_kv);
+    verify(key.num_seqs, key.max_kv);
+    accept(key.num_seqs, /*masked=*/false);
+  });
+  end_decode_step(slots);
+}
+
+// The rows of the step: of each sequence a tree of drafted tokens, or its last token alone.
+void Engine::propose(int num_seqs, int max_kv) {
+  if (!drafter_) return begin_decode(ctx_, begin_params(num_seqs));
+  const DraftBatch batch = draft_batch(num_seqs, max_kv);
+  if (shape_.depth > 0) return drafter_->propose(ctx_, batch);
+  drafter_->skip(ctx_, batch);
+  chain_build(ctx_, {.trees = batch.trees, .seq_slots = batch.seq_slots, .slots = batch.slots});
+}
+
+// The target runs over all rows, up to their logits.
+void Engine::verify(int num_seqs, int max_kv) {
+  const Step step =
+      drafter_ ? verify_step(trees_of(num_seqs), max_kv) : decode_step(num_seqs, max_kv);
+  model_.head(ctx_, model_.forward(ctx_, step, cache_));
+}
+
+// Draws a token at each row, keeps what agrees with the draft, publishes it.
+void Engine::accept(int num_seqs, bool masked) {
+  const StepInputs::Device& inputs = decode_inputs_.device();
+  const TokenTrees trees = trees_of(num_seqs);
+  const Tensor logits = model_.logits(num_seqs * shape_.tree_size);
+  if (!drafter_) {
+    sampler_.draw(ctx_, logits, inputs.seq_slots, inputs.positions, nullptr, masked);
+    return finish(inputs, num_seqs, num_seqs);
+  }
+  sampler_.draw(ctx_, logits, trees.row_slots, trees.row_positions, &trees, masked);
+  accept_tree(ctx_, accept_params(trees));
+  keep_accepted(ctx_, keep_params(trees));
+}
+
+std::vector<Engine::SlotOutput> Engine::collect() {
+  CHECK_STATE(!pending_.empty(), "no step is in flight");
+  const PendingStep step = pending_.front();
+  ring_.wait(ctx_, step.number);
+  ++num_waits_;
+  pending_.pop_front();
+  std::vector<SlotOutput> outputs;
+  for (size_t i = 0; i < step.sampled.size(); ++i) {
+    const auto [slot, generation] = step.sampled[i];
+    if (slots_[slot].generation != generation) continue;  // released meanwhile
+    const SlotResult& result = ring_.entry(step.number)[i];
+    if (step.cycle) {
+      host_lengths_[slot] += result.num_tokens;
+      slots_[slot].in_flight_tokens -= tokens_per_step();
+    }
+    SlotOutput output{.slot = slot,
+                      .num_logprobs = slots_[slot].num_logprobs,
+                      .finished = step.cycle && result.finished != 0};
+    output.tokens.assign(result.tokens, result.tokens + result.num_tokens);
+    if (output.num_logprobs >= 0) {
+      output.logprobs.assign(result.logprobs, result.logprobs + result.num_tokens);
+    }
+    outputs.push_back(std::move(output));
+  }
+  return outputs;
+}
+
+// ---- decoding in two halves, with masks of tokens
+
+std::vector<Engine::DraftedTree> Engine::begin_masked(const std::vector<int>& slots,
+                                                      std::optional<DraftShape> shape) {
+  GraphRunner::Key key = begin_decode_step(slots, shape.value_or(max_shape()));
+  key.part = GraphRunner::Part::kPropose;
+  graphs_->run(key, [&] { propose(key.num_seqs, key.max_kv); });
+  if (drafter_) publish_trees(key.num_seqs);
+  key.part = GraphRunner::Part::kVerify;
+  graphs_->run(key, [&] { verify(key.num_seqs, key.max_kv); });
+  half_done_ = slots;
+  return read_trees(key.num_seqs);
+}
+
+void Engine::end_masked(const TokenMasks& masks) {
+  CHECK_STATE(!half_done_.empty(), "no masked step has begun");
+  set_device(ctx_.device);
+  const std::vector<int> slots = std::exchange(half_done_, {});
+  const int num_seqs = static_cast<int>(slots.size());
+  upload_masks(masks, num_seqs * shape_.tree_size);
+  graphs_->run({.num_seqs = num_seqs, .shape = shape_, .part = GraphRunner::Part::kAccept},
+               [&] { accept(num_seqs, /*masked=*/true); });
+  end_decode_step(slots);
+}
+
+// ---- prompts
 
 void Engine::prefill(const std::vector<PrefillItem>& items, const TokenMasks& masks,
                      const WriteLogits& write) {
@@ -106,153 +201,6 @@ void Engine::draft_prompts(const std::vector<PrefillItem>& items, const Tensor& 
     }
     row += count;
   }
-}
-
-void Engine::decode(const std::vector<int>& slots, std::optional<DraftShape> shape) {
-  const GraphRunner::Key key = begin_decode_step(slots, shape.value_or(max_shape()));
-  graphs_->run(key, [&] {
-    propose(key.num_seqs, key.max_kv);
-    verify(key.num_seqs, key.max_kv);
-    accept(key.num_seqs, /*masked=*/false);
-  });
-  end_decode_step(slots);
-}
-
-std::vector<Engine::DraftedTree> Engine::begin_masked(const std::vector<int>& slots,
-                                                      std::optional<DraftShape> shape) {
-  GraphRunner::Key key = begin_decode_step(slots, shape.value_or(max_shape()));
-  key.part = GraphRunner::Part::kPropose;
-  graphs_->run(key, [&] { propose(key.num_seqs, key.max_kv); });
-  if (drafter_) publish_trees(key.num_seqs);
-  key.part = GraphRunner::Part::kVerify;
-  graphs_->run(key, [&] { verify(key.num_seqs, key.max_kv); });
-  half_done_ = slots;
-  return read_trees(key.num_seqs);
-}
-
-void Engine::end_masked(const TokenMasks& masks) {
-  CHECK_STATE(!half_done_.empty(), "no masked step has begun");
-  set_device(ctx_.device);
-  const std::vector<int> slots = std::exchange(half_done_, {});
-  const int num_seqs = static_cast<int>(slots.size());
-  upload_masks(masks, num_seqs * shape_.tree_size);
-  graphs_->run({.num_seqs = num_seqs, .shape = shape_, .part = GraphRunner::Part::kAccept},
-               [&] { accept(num_seqs, /*masked=*/true); });
-  end_decode_step(slots);
-}
-
-// The rows of a decode step: of each sequence a tree of drafted tokens, or its last token alone.
-void Engine::propose(int num_seqs, int max_kv) {
-  const StepInputs::Device& inputs = decode_inputs_.device();
-  if (!drafter_) {
-    begin_decode(ctx_, {.seq_slots = inputs.seq_slots,
-                        .num_seqs = num_seqs,
-                        .state = slot_state(),
-                        .ids = inputs.ids,
-                        .positions = inputs.positions,
-                        .row_seqs = inputs.row_seqs,
-                        .seq_row_begin = inputs.seq_row_begin});
-    return;
-  }
-  const DraftBatch batch{.num_seqs = num_seqs,
-                         .depth = shape_.depth,
-                         .seq_slots = inputs.seq_slots,
-                         .max_kv = max_kv,
-                         .cache = &cache_,
-                         .state = draft_state_,
-                         .slots = slot_state(),
-                         .trees = trees_of(num_seqs)};
-  if (shape_.depth > 0) {
-    drafter_->propose(ctx_, batch);
-  } else {
-    drafter_->skip(ctx_, batch);
-    chain_build(ctx_, {.trees = batch.trees, .seq_slots = batch.seq_slots, .slots = batch.slots});
-  }
-}
-
-// The target runs over all rows, up to their logits.
-void Engine::verify(int num_seqs, int max_kv) {
-  const Step step =
-      drafter_ ? verify_step(trees_of(num_seqs), max_kv) : decode_step(num_seqs, max_kv);
-  model_.head(ctx_, model_.forward(ctx_, step, cache_));
-}
-
-// Draws a token at each row, keeps what agrees with the draft, publishes it.
-void Engine::accept(int num_seqs, bool masked) {
-  const StepInputs::Device& inputs = decode_inputs_.device();
-  const int num_rows = num_seqs * shape_.tree_size;
-  const Tensor logits = model_.logits(num_rows);
-  if (!drafter_) {
-    sampler_.draw(ctx_, logits, inputs.seq_slots, inputs.positions, nullptr, masked);
-    finish(inputs, num_seqs, num_seqs);
-    return;
-  }
-  const TokenTrees trees = trees_of(num_seqs);
-  sampler_.draw(ctx_, logits, trees.row_slots, trees.row_positions, &trees, masked);
-  accept_tree(ctx_, accept_params(trees));
-  Tensor features;
-  if (drafter_->features() == FeatureKind::kFinal) features = model_.normed_rows(num_rows);
-  if (drafter_->features() == FeatureKind::kLayers) features = model_.tapped(num_rows);
-  keep_accepted(ctx_, {.pool = cache_.pool(0),
-                       .num_kv_heads = spec_.num_key_value_heads,
-                       .head_dim = spec_.head_dim,
-                       .page_table = cache_.page_table(),
-                       .max_pages = cache_.max_pages(),
-                       .num_seqs = num_seqs,
-                       .num_nodes = trees.num_nodes,
-                       .max_emitted = tokens_per_step(),
-                       .seq_slots = inputs.seq_slots,
-                       .lengths = lengths_,
-                       .paths = paths_,
-                       .num_emitted = num_emitted_,
-                       .features = features,
-                       .pending_features = draft_state_.pending_features});
-}
-
-// Grows the sequences by the step's rows, keeps the drawn tokens as the next inputs, publishes
-// them.
-void Engine::finish(const StepInputs::Device& inputs, int num_seqs, int num_sampled) {
-  finish_step(ctx_, {.seq_slots = inputs.seq_slots,
-                     .seq_row_begin = inputs.seq_row_begin,
-                     .num_seqs = num_seqs,
-                     .sampled_seqs = inputs.sampled_seqs,
-                     .num_sampled = num_sampled,
-                     .tokens = sampler_.tokens(),
-                     .logprobs = sampler_.logprobs(),
-                     .sampling = sampler_.sampling(),
-                     .state = slot_state(),
-                     .results = ring_.results(),
-                     .ring_size = ring_.ring_size(),
-                     .max_seqs = ring_.max_seqs(),
-                     .ticket = ring_.ticket(),
-                     .done = ring_.done()});
-}
-
-std::vector<Engine::SlotOutput> Engine::collect() {
-  CHECK_STATE(!pending_.empty(), "no step is in flight");
-  const PendingStep step = pending_.front();
-  ring_.wait(ctx_, step.number);
-  ++num_waits_;
-  pending_.pop_front();
-  std::vector<SlotOutput> outputs;
-  for (size_t i = 0; i < step.sampled.size(); ++i) {
-    const auto [slot, generation] = step.sampled[i];
-    if (slots_[slot].generation != generation) continue;  // released meanwhile
-    const SlotResult& result = ring_.entry(step.number)[i];
-    if (step.cycle) {
-      host_lengths_[slot] += result.num_tokens;
-      slots_[slot].in_flight_tokens -= tokens_per_step();
-    }
-    SlotOutput output{.slot = slot,
-                      .num_logprobs = slots_[slot].num_logprobs,
-                      .finished = step.cycle && result.finished != 0};
-    output.tokens.assign(result.tokens, result.tokens + result.num_tokens);
-    if (output.num_logprobs >= 0) {
-      output.logprobs.assign(result.logprobs, result.logprobs + result.num_tokens);
-    }
-    outputs.push_back(std::move(output));
-  }
-  return outputs;
 }
 
 void Engine::prompt_logits(const std::vector<int>& ids, const WriteLogits& write) {

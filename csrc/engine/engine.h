@@ -145,7 +145,10 @@ class Engine {
                      int max_kv) const;
   Step decode_step(int num_seqs, int max_kv) const;
   Step verify_step(const TokenTrees& trees, int max_kv) const;
+  BeginDecodeParams begin_params(int num_seqs) const;
+  DraftBatch draft_batch(int num_seqs, int max_kv) const;
   AcceptTreeParams accept_params(const TokenTrees& trees) const;
+  KeepAcceptedParams keep_params(const TokenTrees& trees) const;
   int length_bound(int slot) const;
   Step prefill_step(const std::vector<PrefillItem>& items, int num_rows) const;
   int kv_bucket(int num_cells) const;

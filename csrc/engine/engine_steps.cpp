@@ -121,6 +121,28 @@ Step Engine::verify_step(const TokenTrees& trees, int max_kv) const {
   return step;
 }
 
+BeginDecodeParams Engine::begin_params(int num_seqs) const {
+  const StepInputs::Device& inputs = decode_inputs_.device();
+  return {.seq_slots = inputs.seq_slots,
+          .num_seqs = num_seqs,
+          .state = slot_state(),
+          .ids = inputs.ids,
+          .positions = inputs.positions,
+          .row_seqs = inputs.row_seqs,
+          .seq_row_begin = inputs.seq_row_begin};
+}
+
+DraftBatch Engine::draft_batch(int num_seqs, int max_kv) const {
+  return {.num_seqs = num_seqs,
+          .depth = shape_.depth,
+          .seq_slots = decode_inputs_.device().seq_slots,
+          .max_kv = max_kv,
+          .cache = &cache_,
+          .state = draft_state_,
+          .slots = slot_state(),
+          .trees = trees_of(num_seqs)};
+}
+
 AcceptTreeParams Engine::accept_params(const TokenTrees& trees) const {
   return {.trees = trees,
           .max_emitted = tokens_per_step(),
@@ -139,6 +161,46 @@ AcceptTreeParams Engine::accept_params(const TokenTrees& trees) const {
           .max_seqs = ring_.max_seqs(),
           .ticket = ring_.ticket(),
           .done = ring_.done()};
+}
+
+KeepAcceptedParams Engine::keep_params(const TokenTrees& trees) const {
+  const int num_rows = trees.num_seqs * trees.num_nodes;
+  Tensor features;
+  if (drafter_->features() == FeatureKind::kFinal) features = model_.normed_rows(num_rows);
+  if (drafter_->features() == FeatureKind::kLayers) features = model_.tapped(num_rows);
+  return {.pool = cache_.pool(0),
+          .num_kv_heads = spec_.num_key_value_heads,
+          .head_dim = spec_.head_dim,
+          .page_table = cache_.page_table(),
+          .max_pages = cache_.max_pages(),
+          .num_seqs = trees.num_seqs,
+          .num_nodes = trees.num_nodes,
+          .max_emitted = tokens_per_step(),
+          .seq_slots = decode_inputs_.device().seq_slots,
+          .lengths = lengths_,
+          .paths = paths_,
+          .num_emitted = num_emitted_,
+          .features = features,
+          .pending_features = draft_state_.pending_features};
+}
+
+// Grows the sequences by the step's rows, keeps the drawn tokens as the next inputs, publishes
+// them.
+void Engine::finish(const StepInputs::Device& inputs, int num_seqs, int num_sampled) {
+  finish_step(ctx_, {.seq_slots = inputs.seq_slots,
+                     .seq_row_begin = inputs.seq_row_begin,
+                     .num_seqs = num_seqs,
+                     .sampled_seqs = inputs.sampled_seqs,
+                     .num_sampled = num_sampled,
+                     .tokens = sampler_.tokens(),
+                     .logprobs = sampler_.logprobs(),
+                     .sampling = sampler_.sampling(),
+                     .state = slot_state(),
+                     .results = ring_.results(),
+                     .ring_size = ring_.ring_size(),
+                     .max_seqs = ring_.max_seqs(),
+                     .ticket = ring_.ticket(),
+                     .done = ring_.done()});
 }
 
 // A bound of the slot's length once the steps in flight are done.
