@@ -39,7 +39,7 @@ from cpmcu.loading.tensors import Checkpoint, TensorMeta
 from cpmcu.models.common import BuildOptions
 from cpmcu.models.reader import ConfigReader
 from cpmcu.models.registry import find_model
-from cpmcu.quant.gptq import check_side_tensors, size_of
+from cpmcu.quant.gptq import check_side_tensors, size_of, stored_format
 from cpmcu.quant.packing import marlin_scales, pack_marlin, unpack_gptq
 from cpmcu.quant.registry import describe, quant_config_of, quantised_tensors
 from cpmcu.quant.w4a16 import (
@@ -209,7 +209,7 @@ def _quant_config(
 
 def _read_format(quant_config: Mapping[str, Any]) -> _Format:
     reader = ConfigReader(quant_config, "quantization_config")
-    stored = quant_config.get("checkpoint_format") or quant_config.get("format") or "gptq"
+    stored = stored_format(quant_config)
     if stored == CHECKPOINT_FORMAT or quant_config.get("is_marlin_format"):
         raise ValueError("quantization_config: the weights are in Marlin's layout already")
     if stored not in ("gptq", "gptq_v2"):

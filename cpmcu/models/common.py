@@ -21,6 +21,7 @@ MAX_LAYERS = 1024
 MAX_HEADS = 1024
 MAX_VOCAB_SIZE = 2**24
 MAX_POSITIONS = 2**26
+DEFAULT_WINDOW = 4096  # of Mistral and Qwen configs that do not say, in transformers
 ALIGNMENT = 8  # elements: rows are read in 16-byte pieces of 2-byte numbers
 
 
@@ -116,11 +117,16 @@ def read_spec(
     )
 
 
-def refuse_sliding_window(config: Mapping[str, Any], options: BuildOptions) -> None:
+def refuse_sliding_window(
+    config: Mapping[str, Any], options: BuildOptions, first_layer: int = 0
+) -> None:
     """Raises ValueError if a sliding window would hide tokens that this engine can hold.
 
-    A window at least as long as the engine's context changes nothing and is accepted.
+    A window at least as long as the engine's context changes nothing and is accepted. Layers from
+    `first_layer` on have it, if config.json does not say which. Only null is none.
     """
+    given = "" if "sliding_window" in config else " where config.json does not say"
+    config = {"sliding_window": DEFAULT_WINDOW, **config}
     reader = ConfigReader(config)
     context = options.max_model_len or reader.positive_int("max_position_embeddings")
     layers = config.get("layer_types")
@@ -134,15 +140,25 @@ def refuse_sliding_window(config: Mapping[str, Any], options: BuildOptions) -> N
             )
         if "sliding_attention" not in layers:
             return
-    if config.get("sliding_window") is None:
+    elif first_layer >= reader.positive_int("num_hidden_layers", most=MAX_LAYERS):
+        return
+    if config["sliding_window"] is None:
         return
     window = reader.positive_int("sliding_window")
     if window < context:
         raise ValueError(
-            f"config.json: sliding_window is {window}, expected null or at least the context of "
-            f"{context} tokens: attention with a sliding window is not supported (a max_model_len "
-            f"of {window} or less would make it exact)"
+            f"config.json: sliding_window is {window}{given}, expected null or at least the "
+            f"context of {context} tokens: attention with a sliding window is not supported (a "
+            f"max_model_len of {window} or less would make it exact)"
         )
+
+
+def first_window_layer(config: Mapping[str, Any]) -> int:
+    """The first of Qwen's layers that have the window, if `layer_types` does not say which."""
+    first = config.get("max_window_layers", 28)
+    if isinstance(first, bool) or not isinstance(first, int) or first < 0:
+        raise ConfigReader(config).fail("max_window_layers", "a number of layers")
+    return first
 
 
 def _aligned(reader: ConfigReader, key: str, most: int) -> int:

@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from cpmcu.models.common import BuildOptions, SpecFields, read_spec, refuse_sliding_window
+from cpmcu.models.common import (
+    BuildOptions,
+    SpecFields,
+    first_window_layer,
+    read_spec,
+    refuse_sliding_window,
+)
 from cpmcu.models.reader import ConfigReader
 from cpmcu.models.registry import register_model
 
@@ -14,5 +20,5 @@ from cpmcu.models.registry import register_model
 def build_qwen2(config: Mapping[str, Any], options: BuildOptions) -> SpecFields:
     """Raises ValueError for a config that the engine cannot run."""
     if ConfigReader(config).flag("use_sliding_window"):
-        refuse_sliding_window(config, options)
+        refuse_sliding_window(config, options, first_window_layer(config))
     return read_spec(config, options, qkv_bias=True)

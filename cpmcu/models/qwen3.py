@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from cpmcu.models.common import BuildOptions, SpecFields, read_spec, refuse_sliding_window
+from cpmcu.models.common import (
+    BuildOptions,
+    SpecFields,
+    first_window_layer,
+    read_spec,
+    refuse_sliding_window,
+)
 from cpmcu.models.reader import ConfigReader
 from cpmcu.models.registry import register_model
 
@@ -18,7 +24,7 @@ def build_qwen3(config: Mapping[str, Any], options: BuildOptions) -> SpecFields:
     reader = ConfigReader(config)
     reader.refuse("attention_bias", "a bias on all four attention projections is not supported")
     if reader.flag("use_sliding_window"):
-        refuse_sliding_window(config, options)
+        refuse_sliding_window(config, options, first_window_layer(config))
     if config.get("head_dim") is None:
         config = {**config, "head_dim": DEFAULT_HEAD_DIM}
     return read_spec(config, options, qk_norm=True)

@@ -171,7 +171,7 @@ def _yarn(request: _Request) -> tuple[Float32Array, float]:
         return head_dim * math.log(length) / (2 * math.log(request.theta))
 
     first, last = pair_that_turns(fast), pair_that_turns(slow)
-    if params.flag("truncate", default=True):
+    if params.flag("truncate", default="truncate" not in params.config):  # null: no, as false
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, head_dim - 1)
     if first == last:

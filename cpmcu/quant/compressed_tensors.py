@@ -48,6 +48,7 @@ class CompressedTensors:
             _check_group(scheme)
         if quant.get("kv_cache_scheme"):
             raise ValueError("quantization_config: kv_cache_scheme is there, expected none")
+        _refuse_transforms(quant)
         sparsity = _object(quant, "sparsity_config").get("format", "dense")
         if sparsity != "dense":
             raise ValueError(f"quantization_config: sparsity is {sparsity!r}, expected none")
@@ -81,6 +82,20 @@ def _object(parent: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise ValueError(f"quantization_config: {key} is {value!r}, expected an object")
     return value
+
+
+def _refuse_transforms(quant: Mapping[str, Any]) -> None:
+    """Raises ValueError for transforms of activations; those of weights are in the weights."""
+    transforms = _object(quant, "transform_config")
+    for group in _object(transforms, "config_groups").values():
+        places = group.get("apply") if isinstance(group, Mapping) else None
+        for place in places if isinstance(places, list) else [{}]:
+            at = place.get("location") if isinstance(place, Mapping) else None
+            if at not in ("weight_input", "weight_output"):
+                raise ValueError(
+                    f"quantization_config: transform_config has the location {at!r}, expected "
+                    "'weight_input' or 'weight_output' (activations are not transformed)"
+                )
 
 
 def _check_group(scheme: Mapping[str, Any]) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from cpmcu.loading.tensors import TensorMeta
-from cpmcu.quant.gptq import check_order, check_symmetric, refuse_order
+from cpmcu.quant.gptq import check_order, check_symmetric, refuse_order, stored_format
 from cpmcu.quant.registry import Arrays, QuantPlan, Read, Repack, quant_config_of, register_quant
 from cpmcu.quant.w4a16 import (
     CHANNEL_WISE,
@@ -57,7 +57,7 @@ class CpmcuMarlin:
             },
             repacks=_stack_halves(config.get("hidden_size"), tensors, group_size),
         )
-        version = 2 if quant.get("checkpoint_format") == "gptq_v2" else 1
+        version = 2 if stored_format(quant) == "gptq_v2" else 1
 
         def verify(read: Read) -> None:
             if plan.verify is not None:

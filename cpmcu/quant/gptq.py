@@ -45,7 +45,7 @@ class Gptq:
         check_bits(quant.get("bits"))
         group_size = check_group_size(quant.get("group_size"))
         refuse_order(quant, group_size)
-        stated = quant.get("checkpoint_format", "gptq")
+        stated = stored_format(quant)
         if not isinstance(stated, str) or stated not in _VERSIONS:
             raise ValueError(
                 f"quantization_config: checkpoint_format is {stated!r}, expected "
@@ -84,6 +84,11 @@ def _ignored(tensors: Mapping[str, TensorMeta], symmetric: bool) -> dict[str, st
         for suffix, reason in reasons.items()
         if name.endswith(suffix)
     }
+
+
+def stored_format(quant: Mapping[str, Any]) -> Any:
+    """`checkpoint_format`, which transformers calls `format`: what zero points mean."""
+    return quant.get("checkpoint_format") or quant.get("format") or "gptq"
 
 
 def refuse_order(quant: Mapping[str, Any], group_size: int) -> None:

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cpmcu.quant.gptq import stored_format
 from cpmcu.quant.packing import pack_gptq, pack_gptq_zeros, unpack_gptq, unpack_gptq_zeros
 
 LOWEST, HIGHEST = -8, 7
@@ -61,7 +62,7 @@ def dequantize_state(
     float32 [N, K]; other tensors stay. Raises ValueError for anything but 4 bits in GPTQ's form.
     """
     method, bits = quantization_config.get("quant_method"), quantization_config.get("bits")
-    form = quantization_config.get("checkpoint_format", "gptq")
+    form = stored_format(quantization_config)
     if method != "gptq" or bits != 4 or form not in ("gptq", "gptq_v2"):
         raise ValueError(
             f"the checkpoint is quantised with {method} ({bits} bits, {form}), expected gptq with "

@@ -153,6 +153,30 @@ def test_several_candidates(tmp_path: Path) -> None:
     assert open_checkpoint(tmp_path).tensors
 
 
+def test_usual_names_come_before_others(tmp_path: Path) -> None:
+    write_tiny(tmp_path)
+    whole = tmp_path / "model.safetensors"
+    expected = open_checkpoint(tmp_path).tensors
+    # As transformers leaves it when a model is saved in shards and then as a whole.
+    index = {
+        "metadata": {},
+        "weight_map": dict.fromkeys(expected, "model-00001-of-00002.safetensors"),
+    }
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    (tmp_path / "other.safetensors").write_bytes(b"damaged")
+    assert open_checkpoint(tmp_path).tensors == expected
+    whole.rename(tmp_path / "model_gptq.safetensors")
+    (tmp_path / "model.safetensors").write_bytes(b"damaged")
+    assert open_checkpoint(tmp_path).tensors.keys() == expected.keys()
+
+
+def test_torch_files_of_usual_names_come_before_others(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch", reason="writes a torch file")
+    torch.save({"a": torch.zeros(2)}, tmp_path / "pytorch_model.bin")
+    (tmp_path / "adapter.safetensors").write_bytes(b"damaged")
+    assert list(open_checkpoint(tmp_path).tensors) == ["a"]
+
+
 def test_other_files_are_not_weights(tmp_path: Path) -> None:
     write_tiny(tmp_path)
     (tmp_path / "model.safetensors").unlink()

@@ -279,6 +279,22 @@ def test_a_window_as_long_as_the_context_changes_nothing() -> None:
     assert build(QWEN25_7B | {"use_sliding_window": True}) == build(QWEN25_7B)
 
 
+def test_layers_without_a_window() -> None:
+    window = {"use_sliding_window": True, "sliding_window": 64}
+    for family in ("qwen2", "qwen3"):
+        expected = build(tiny_config(family))
+        assert build(tiny_config(family, **window, max_window_layers=2)) == expected
+        assert build(tiny_config(family, **window)) == expected  # from layer 28 on
+        full = ["full_attention"] * 2
+        assert build(tiny_config(family, **window, max_window_layers=0, layer_types=full))
+
+
+def test_only_null_is_no_window() -> None:
+    config = tiny_config("mistral", max_position_embeddings=8192, sliding_window=None)
+    assert "sliding_window" not in config
+    assert build(config | {"sliding_window": None}) == build(config, max_model_len=4096)
+
+
 # ---- refusals: key, found, expected
 
 REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [
@@ -310,7 +326,26 @@ REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [
     ("llama", {"mlp_bias": True}, ["mlp_bias is True", "false"]),
     ("llama", {"tie_word_embeddings": "yes"}, ["tie_word_embeddings is 'yes'", "true or false"]),
     ("mistral", {"sliding_window": 64}, ["sliding_window is 64", "context of 512"]),
-    ("qwen2", {"use_sliding_window": True, "sliding_window": 64}, ["sliding_window is 64"]),
+    (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1},
+        ["sliding_window is 64"],
+    ),
+    (
+        "qwen3",
+        {"use_sliding_window": True, "max_window_layers": 0, "max_position_embeddings": 8192},
+        ["sliding_window is 4096 where config.json does not say"],
+    ),
+    (
+        "mistral",
+        {"sliding_window": None, "max_position_embeddings": 8192},  # None takes the key out
+        ["sliding_window is 4096 where"],
+    ),
+    (
+        "qwen2",
+        {"use_sliding_window": True, "max_window_layers": "all"},
+        ["max_window_layers is 'all'", "a number of layers"],
+    ),
     ("qwen3", {"attention_bias": True}, ["attention_bias is True"]),
     (
         "mistral",

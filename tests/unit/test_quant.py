@@ -71,6 +71,14 @@ def test_gptq_that_does_not_say_whether_it_is_symmetric(
     assert plan(directory).linear_options["zero_points"] == 1
 
 
+@pytest.mark.parametrize("layout", ["gptq", "gptq_v2"])
+def test_the_newer_name_of_the_format(tiny: TinyCheckpoint, tmp_path: Path, layout: str) -> None:
+    weights, named = quantise(tiny.weights, has_zeros=True), {"checkpoint_format": None}
+    old = write_w4(tmp_path / "old", tiny.config, weights, layout)
+    new = write_w4(tmp_path / "new", tiny.config, weights, layout, quant=named | {"format": layout})
+    assert plan(new).linear_options == plan(old).linear_options
+
+
 def test_act_order_of_channels_changes_nothing(tiny: TinyCheckpoint, tmp_path: Path) -> None:
     weights = quantise(tiny.weights, group_size=-1)
     directory = write_w4(tmp_path, tiny.config, weights, "gptq", quant={"desc_act": True})
@@ -124,6 +132,16 @@ def test_a_quantised_lm_head_is_one(tiny: TinyCheckpoint, tmp_path: Path) -> Non
         with_head(found, "w8")
 
 
+def transform(*locations: str) -> dict[str, Any]:
+    places = [{"targets": ["Linear"], "location": location} for location in locations]
+    return {"config_groups": {"R": {"type": "hadamard", "apply": places}}}
+
+
+def test_transforms_that_the_weights_hold_are_none(tiny: TinyCheckpoint, tmp_path: Path) -> None:
+    merged = {"transform_config": transform("weight_input", "weight_output")}
+    assert plan(write_w4(tmp_path, tiny.config, quantise(tiny.weights), "compressed", quant=merged))
+
+
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("gptq", {"bits": 8}, "the weights have 8 bits, expected 4"),
     ("gptq", {"bits": None}, "the weights have None bits, expected 4"),
@@ -132,6 +150,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("gptq", {"group_size": None}, "group_size is None, expected 128, or -1"),
     ("gptq", {"desc_act": True}, "desc_act is true .*, expected false"),
     ("gptq", {"checkpoint_format": "bitblas"}, "checkpoint_format is 'bitblas', expected gptq"),
+    ("gptq", {"checkpoint_format": None, "format": "exllama"}, "checkpoint_format is 'exllama'"),
     ("gptq", {"checkpoint_format": ["gptq"]}, "checkpoint_format is ..gptq.., expected gptq"),
     ("gptq_v2", {"bits": 3}, "the weights have 3 bits"),
     ("awq", {"bits": 8}, "the weights have 8 bits"),
@@ -151,6 +170,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("compressed", {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme is there"),
     ("compressed", {"sparsity_config": {"format": "sparse-24"}}, "sparsity is 'sparse-24'"),
+    ("compressed", {"transform_config": transform("input")}, "has the location 'input', expected"),
+    ("compressed", {"transform_config": transform("weight_input", "output")}, "location 'output'"),
+    ("compressed", {"transform_config": {"config_groups": {"a": 1}}}, "has the location None"),
     ("marlin", {"bits": 8}, "the weights have 8 bits"),
     ("marlin", {"group_size": 32}, "group_size is 32"),
     ("marlin", {"desc_act": True}, "desc_act is true .*, expected false"),

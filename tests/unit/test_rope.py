@@ -50,6 +50,12 @@ SCALINGS: dict[str, dict[str, Any]] = {
         "attention_factor": 1.25,
         "truncate": False,
     },
+    "yarn_truncate_null": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 4096,
+        "truncate": None,
+    },
     "longrope": {
         "rope_type": "longrope",
         "short_factor": SHORT,
