@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -71,15 +71,13 @@ def load_model(
     checkpoint = open_checkpoint(directory)
     metas = {name: stored.meta for name, stored in checkpoint.tensors.items()}
     quant = plan_quant(hf_config, metas)
-    fields = family.build(
-        hf_config,
-        BuildOptions(
-            device=device,
-            max_model_len=config.max_model_len,
-            has_lm_head=any(name.startswith("lm_head.") for name in metas),
-            minicpm4_yarn=config.minicpm4_yarn,
-        ),
+    options = BuildOptions(
+        device=device,
+        max_model_len=config.max_model_len,
+        has_lm_head=any(name.startswith("lm_head.") for name in metas),
+        minicpm4_yarn=config.minicpm4_yarn,
     )
+    fields = family.build(hf_config, options)
     if config.max_model_len > fields.max_position_embeddings:
         logger.warning(
             "max_model_len is %d but config.json has max_position_embeddings %d: text beyond it "
@@ -105,6 +103,15 @@ def load_model(
     draft_spec = draft.spec(extension, dtype) if draft else None
     settings = (spec, runtime_config(config, device))
     engine = extension.Engine(*settings, draft_spec) if draft else extension.Engine(*settings)
+    held = engine.max_model_len  # fewer than the model's own where memory has room for no more
+    if (
+        not config.max_model_len
+        and held < fields.max_position_embeddings
+        and family.build(hf_config, replace(options, max_model_len=held)) != fields  # longrope's
+    ):
+        del engine
+        config = replace(config, max_model_len=held)
+        return load_model(model, config=config, progress=progress, before_tensors=before_tensors)
     expected, required = _expected(engine, lambda name: not name.startswith(PREFIX))
     plan = plan_load(checkpoint, fields, family.names, quant, expected, required)
     log_unused(plan.unused)

@@ -15,6 +15,7 @@ class FakeEngine:
 
     def __init__(self, spec: Any, config: Any) -> None:
         self.spec, self.config = spec, config
+        self.max_model_len = config.max_model_len or spec.max_position_embeddings
         self.loaded: dict[str, tuple[str, np.ndarray]] = {}
         self.finished = False
 

@@ -498,7 +498,7 @@ class DraftingEngine(fakes.FakeEngine):
         infos = super().expected_tensors()
         if self.draft is None:
             return infos
-        whole = fakes.FakeEngine(self.draft.model, None).expected_tensors()
+        whole = fakes.FakeEngine(self.draft.model, self.config).expected_tensors()
         for info in whole:
             info.name = "draft." + info.name
         return infos + whole

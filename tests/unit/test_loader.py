@@ -17,7 +17,7 @@ from cpmcu.loading.loader import LoadedModel, choose_dtype, load_model
 from cpmcu.loading.tensors import TensorMeta
 from cpmcu.quant import registry as quant_registry
 from cpmcu.quant.registry import QuantPlan, Repack, register_quant
-from tests.reference.fake_extension import fake_extension
+from tests.reference.fake_extension import FakeEngine, fake_extension
 from tests.reference.tiny_checkpoints import (
     FAMILIES,
     TinyCheckpoint,
@@ -206,6 +206,30 @@ def test_context_beyond_the_model_is_told(tmp_path: Path, caplog: pytest.LogCapt
     write_tiny(tmp_path)
     load(tmp_path, max_model_len=1000)
     assert "max_model_len is 1000 but config.json has max_position_embeddings 512" in caplog.text
+
+
+def test_rope_of_an_engine_that_memory_shortens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """longrope has other factors for what holds no more than the original length."""
+    rope = {"rope_type": "longrope", "original_max_position_embeddings": 128}
+    rope |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    write_tiny(tmp_path, rope_scaling=rope)
+    long, short = load(tmp_path), load(tmp_path, max_model_len=100)
+    assert long.spec.rope_inv_freq != short.spec.rope_inv_freq
+
+    class Shortened(FakeEngine):
+        def __init__(self, spec: Any, config: Any) -> None:
+            super().__init__(spec, config)
+            self.max_model_len = min(self.max_model_len, 100)
+
+    extension = fake_extension()
+    extension.Engine = Shortened
+    monkeypatch.setattr(_extension, "load", lambda: extension)
+    loaded = load(tmp_path)
+    assert loaded.spec.rope_inv_freq == short.spec.rope_inv_freq
+    assert loaded.engine.spec.rope_inv_freq == short.spec.rope_inv_freq  # type: ignore[attr-defined]
+    assert loaded.engine.max_model_len == 100
 
 
 # ---- progress
