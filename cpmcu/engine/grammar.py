@@ -6,6 +6,7 @@ words of 32 bits; token t is allowed if bit t % 32 of word t / 32 is set.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import threading
@@ -23,6 +24,7 @@ from cpmcu.tokenizer import Tokenizer
 Words = npt.NDArray[np.uint32]
 
 _NUM_KEPT = 64  # compiled grammars
+_UNSAID = "\ue000"  # of private use: no text has it
 _MAX_REASON = 300  # letters of llguidance's that an error quotes
 
 
@@ -42,8 +44,12 @@ class GrammarCompiler:
         self._library: Any = llguidance
         size = max(vocab_size, tokenizer.vocab_size)  # either may have tokens that the other lacks
         eos = [token for token in tokenizer.eos_token_ids if token < vocab_size]
-        self._tokenizer = llguidance.LLTokenizer(
-            tokenizer.to_json(), n_vocab=size, eos_token=eos or None
+        source = tokenizer.to_json()
+        make = functools.partial(llguidance.LLTokenizer, n_vocab=size)
+        # Which knows special tokens by their names, as a Lark grammar may call them.
+        self._named = functools.cache(lambda: make(source, eos_token=eos or None))
+        self._tokenizer = make(
+            without_names(source), eos_token=eos or list(self._named().eos_tokens)
         )
         self._num_words = -(-vocab_size // 32)
         self._lock = threading.Lock()
@@ -67,7 +73,10 @@ class GrammarCompiler:
         return GrammarState(matcher, self._tokenizer, self._num_words)
 
     def _compile(self, grammar: Grammar) -> Any:
-        matcher = self._library.LLMatcher(self._tokenizer, self._source(grammar), log_level=0)
+        source = self._source(grammar)
+        matcher = self._library.LLMatcher(self._tokenizer, source, log_level=0)
+        if matcher.is_error() and grammar.kind == "lark":
+            matcher = self._library.LLMatcher(self._named(), source, log_level=0)
         matcher.compute_bitmask()  # the first one builds much of the lexer
         if matcher.is_error():
             name = grammar.kind.replace("_", " ")
@@ -151,6 +160,29 @@ class GrammarState:
         self._matcher.unsafe_compute_mask_ptr(self._buffer.ctypes.data, self._buffer.nbytes)
         mask: Words = self._buffer[: self._num_words].copy()
         return mask
+
+
+def without_names(tokenizer: str) -> str:
+    """A tokenizer.json whose special tokens are spelt by no text; their ids stay.
+
+    Else llguidance takes forced text that reads like one for the token, which then does not fit. It
+    counts added tokens of the form <...> among them.
+    """
+    data = json.loads(tokenizer)
+    renamed: dict[str, str] = {}
+    for token in data.get("added_tokens") or []:
+        name = token["content"]
+        if token["special"] or (name.startswith("<") and name.endswith(">")):
+            renamed[name] = token["content"] = _UNSAID + name
+            token["special"] = True
+    model = data["model"]
+    if isinstance(model["vocab"], dict):
+        model["vocab"] = {renamed.get(name, name): i for name, i in model["vocab"].items()}
+    else:  # Unigram's
+        model["vocab"] = [[renamed.get(name, name), score] for name, score in model["vocab"]]
+    if model.get("unk_token") in renamed:
+        model["unk_token"] = renamed[model["unk_token"]]
+    return json.dumps(data)
 
 
 def pack_masks(masks: Sequence[dict[int, Words]], num_nodes: int) -> tuple[list[int], Words]:

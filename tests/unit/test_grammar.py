@@ -8,7 +8,7 @@ import sys
 
 import numpy as np
 import pytest
-from tokenizers_for_tests import byte_fallback, byte_level, write_directory
+from tokenizers_for_tests import SPECIAL, byte_fallback, byte_level, write_directory
 
 from cpmcu import Grammar, SamplingParams
 from cpmcu.tokenizer import Tokenizer
@@ -253,13 +253,13 @@ def test_outputs_belong_to_the_grammar(compiler: GrammarCompiler, tokenizer: Tok
     schema["properties"] = {**SCHEMA["properties"], "n": {"type": "integer", "maximum": 99}}
     for _ in range(30):
         state = compiler.start(Grammar.json_schema(schema))
-        text = compiler._tokenizer.decode_str(walk(state, rng, eos, 200))
+        text = compiler._named().decode_str(walk(state, rng, eos, 200))
         if state.stopped:
             jsonschema.validate(json.loads(text.removesuffix("</s>")), SCHEMA)
     seen = set()
     for _ in range(40):
         state = compiler.start(Grammar.choice(["yes", "no", "no.", "(maybe)*"]))
-        seen.add(compiler._tokenizer.decode_str(walk(state, rng, eos, 50)).removesuffix("</s>"))
+        seen.add(compiler._named().decode_str(walk(state, rng, eos, 50)).removesuffix("</s>"))
     assert seen <= {"yes", "no", "no.", "(maybe)*"} and len(seen) >= 3
 
 
@@ -273,6 +273,36 @@ def test_choices_of_any_letters(compiler: GrammarCompiler, tokenizer: Tokenizer)
             assert token in allowed(state), choice
             state.accept(token)
         assert state.stopped
+
+
+@pytest.mark.parametrize("text", ["<s>", "a<|im_end|>b", "<html><s>x</s></html>", "</s>", "<unk>"])
+@pytest.mark.parametrize("kind", ["choice", "regex", "lark", "json"])
+def test_text_that_reads_like_a_special_token(
+    compiler: GrammarCompiler, tokenizer: Tokenizer, text: str, kind: str
+):
+    """It is text, spelt with other tokens."""
+    grammar = {
+        "choice": Grammar.choice([text]),
+        "regex": Grammar.regex(text.replace("|", "[|]")),
+        "lark": Grammar.lark(f"start: {json.dumps(text)}"),
+        "json": Grammar.json_schema({"const": text, "x-guidance": {"whitespace_flexible": False}}),
+    }[kind]
+    tokens = walk(compiler.start(grammar), np.random.default_rng(3), set(), 60)
+    special = {tokenizer.id_of(name) for name in SPECIAL}
+    assert not special & set(tokens)
+    said = compiler._tokenizer.decode_str(tokens)
+    assert said == (json.dumps(text) if kind == "json" else text)
+
+
+def test_a_lark_grammar_may_name_special_tokens(compiler: GrammarCompiler, tokenizer: Tokenizer):
+    end = tokenizer.id_of("<|im_end|>")
+    assert end is not None
+    for name in ("<|im_end|>", f"<[{end}]>"):
+        state = compiler.start(Grammar.lark(f'start: "a" {name} "b"'))
+        tokens = walk(state, np.random.default_rng(4), set(), 9)
+        assert tokens[1] == end and len(tokens) == 3
+    with pytest.raises(ValueError, match=r"the lark cannot be used: .*unknown special token"):
+        compiler.start(Grammar.lark("start: <|nothing|>"))
 
 
 def test_the_end(compiler: GrammarCompiler, tokenizer: Tokenizer):
@@ -295,7 +325,7 @@ def test_the_end(compiler: GrammarCompiler, tokenizer: Tokenizer):
 
 
 def text_of(compiler: GrammarCompiler, token: int) -> str:
-    return str(compiler._tokenizer.decode_str([token]))
+    return str(compiler._named().decode_str([token]))
 
 
 @pytest.mark.parametrize("extra", [-5, 0, 1, 100])
