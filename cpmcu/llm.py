@@ -247,7 +247,10 @@ class LLM:
         return self._runner.load()
 
     def call_engine(self, function: Callable[[C.Engine], T]) -> T:
-        """Runs `function(engine)` on the engine thread between steps; for tools and tests."""
+        """Runs `function(engine)` on the engine thread between steps; for tools and tests.
+
+        Raises RuntimeError in a callback and in a forked process.
+        """
         return self._runner.call(function)
 
     def close(self) -> None:
@@ -320,6 +323,7 @@ class LLM:
     ) -> Iterator[tuple[StreamChunk, bool]]:
         """(chunk, is it the last of all requests?); cancels the requests when left early."""
         left = len(requests)
+        self._runner.check_waiter()
         try:
             if requests:
                 self.submit(requests)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import threading
 import time
 from collections import deque
@@ -59,6 +60,7 @@ class Runner:
         self._wake = threading.Condition()
         self._closing = False
         self._broken: Exception | None = None
+        self._process = os.getpid()
         self._thread = threading.Thread(target=self._run, name="cpmcu-engine", daemon=True)
         self._thread.start()
 
@@ -82,14 +84,32 @@ class Runner:
     def call(self, function: Callable[[C.Engine], T]) -> T:
         """Runs `function(engine)` on the engine thread, with no step in flight.
 
-        Returns or raises what it does; RuntimeError if the engine is closed or has failed.
+        Returns or raises what it does; RuntimeError if the engine is closed or has failed, and as
+        `check_waiter` says.
         """
+        self.check_waiter()
         future: Future[T] = Future()
         with self._wake:
             self._check_open()
             self._calls.append((function, future))
             self._wake.notify()
         return future.result()
+
+    def check_waiter(self) -> None:
+        """RuntimeError where waiting for the engine would not end.
+
+        On its own thread, where callbacks run, and in a process that was forked from the one that
+        made it: threads are not there.
+        """
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                f"the engine belongs to process {self._process}, which process {os.getpid()} was "
+                "forked from; load the model after forking"
+            )
+        if threading.current_thread() is self._thread:
+            raise RuntimeError(
+                "the engine cannot be waited for in a callback, which it runs itself"
+            )
 
     @property
     def is_open(self) -> bool:

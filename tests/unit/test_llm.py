@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
 import sys
 
 import numpy as np
@@ -137,6 +139,48 @@ def test_prefill_progress(make):
         on_prefill = lambda done, total: heard.append((done, total))  # noqa: E731
         list(llm.stream(list(range(4, 24)), SamplingParams(max_tokens=2), on_prefill=on_prefill))
         assert heard == [(8, 20), (16, 20), (20, 20)]
+
+
+def test_callbacks_cannot_wait_for_the_engine(make):
+    with make() as llm:
+        calls = [
+            lambda done, total: llm.call_engine(lambda engine: engine.slots),
+            lambda done, total: llm.generate("x", SamplingParams(max_tokens=1)),
+            lambda done, total: list(llm.stream("x", SamplingParams(max_tokens=1))),
+        ]
+        for call in calls:
+            heard: list[str] = []
+
+            def on_prefill(done, total, call=call, heard=heard):
+                try:
+                    call(done, total)
+                except RuntimeError as error:
+                    heard.append(str(error))
+
+            list(llm.stream([5, 6, 7], SamplingParams(max_tokens=2), on_prefill=on_prefill))
+            assert heard == ["the engine cannot be waited for in a callback, which it runs itself"]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork.*:DeprecationWarning")
+def test_a_forked_process_is_told_to_load_again(make):
+    with make() as llm:
+        read, write = os.pipe()
+        child = os.fork()
+        if child == 0:
+            signal.alarm(30)  # ends it if it hangs
+            try:
+                llm.generate("x", SamplingParams(max_tokens=1))
+            except RuntimeError as error:
+                os.write(write, str(error).encode())
+            finally:
+                os._exit(0)
+        os.close(write)
+        with open(read) as pipe:
+            told = pipe.read()
+        os.waitpid(child, 0)
+        assert "which process" in told and told.endswith("load the model after forking")
+        assert llm.generate("x", SamplingParams(max_tokens=1))
 
 
 def test_chat_has_one_bos(make):
