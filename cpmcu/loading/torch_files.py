@@ -40,7 +40,8 @@ class TorchCheckpoint:
         """The tensor in its storage dtype (bfloat16 as uint16)."""
         import torch  # heavy, and only needed for these files
 
-        tensor = self._tensors[name][1].detach().contiguous()  # parameters say they need gradients
+        # Parameters say they need gradients; a view may be owed its sign.
+        tensor = self._tensors[name][1].detach().resolve_neg().contiguous()
         meta = self.tensors[name].meta
         if meta.dtype == "bfloat16":
             return np.asarray(tensor.view(torch.int16).numpy().view(np.uint16))
