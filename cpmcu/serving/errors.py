@@ -68,6 +68,11 @@ def internal_error() -> ApiError:
     return ApiError(500, "The server failed to answer this request; its log says why.")
 
 
+def server_stopping() -> ApiError:
+    """What a client gets that comes, or is not done, when the server stops."""
+    return ApiError(503, "The server is stopping.", code="stopping", retry_after=5)
+
+
 def refused(param: str, message: str) -> ApiError:
     """A 400 about one field."""
     return ApiError(400, message, param=param, code="unsupported_value")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextvars
 import json
 import logging
@@ -12,7 +13,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cpmcu.serving.errors import internal_error
+from cpmcu.serving.errors import internal_error, server_stopping
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +63,7 @@ class RequestLog:
 
     The id is the client's `x-request-id` if it is printable, else a new one; it goes back in the
     response's header. An exception that nobody caught is logged and answered with a 500 that says
-    nothing about it.
+    nothing about it; a request that the stopping server cancels gets a 503.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -90,6 +91,10 @@ class RequestLog:
 
         try:
             await self._app(scope, receive, with_id)
+        except asyncio.CancelledError:
+            logger.warning("the request is cut off: the server stops")
+            if not status:
+                await server_stopping().response()(scope, receive, with_id)
         except Exception:
             logger.exception("the request failed")
             if not status:

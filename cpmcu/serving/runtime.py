@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 
 import uvicorn
 
@@ -23,6 +24,8 @@ logger = logging.getLogger("cpmcu.server")
 _KEEP_ALIVE_SECONDS = 65  # longer than clients keep idle connections, so that they close them
 _SWITCH_SECONDS = 0.0005
 _LAST_WORDS_SECONDS = 5.0  # for responses that were ended at the deadline to be sent
+_HASTY_SECONDS = 1.0  # the same, after a second Ctrl-C
+_CUT_OFF_SECONDS = 0.5  # for errors to be sent to those that did not end
 
 
 def run(config: ServerConfig, engine_config: EngineConfig) -> int:
@@ -44,7 +47,7 @@ def run(config: ServerConfig, engine_config: EngineConfig) -> int:
             server_header=False,
             lifespan="off",
             timeout_keep_alive=_KEEP_ALIVE_SECONDS,
-            timeout_graceful_shutdown=int(config.shutdown_timeout + _LAST_WORDS_SECONDS) + 1,
+            timeout_graceful_shutdown=int(config.shutdown_timeout + _LAST_WORDS_SECONDS) + 2,
         ),
         service,
     )
@@ -101,10 +104,33 @@ class _Server(uvicorn.Server):
         """Takes no more requests, and waits for those in work until the deadline."""
         self._service.stop()
         logger.info("stopping: requests have %g s left", self._service.config.shutdown_timeout)
-        loop = asyncio.get_running_loop()
-        deadline = loop.call_later(self._service.config.shutdown_timeout, self._service.cancel_all)
+        ending = asyncio.create_task(self._end_requests())
         try:
             await super().shutdown(sockets)
+            if self.force_exit:  # a second Ctrl-C: uvicorn has not waited
+                await ending
         finally:
-            deadline.cancel()
+            ending.cancel()
             self._service.cancel_all()
+
+    async def _end_requests(self) -> None:
+        """At the deadline, or a second Ctrl-C, ends requests: with "abort", else with a 503.
+
+        The 503 is for those that do not generate, such as one whose body has not come yet. A
+        connection on which nothing can be sent is closed.
+        """
+        tasks, connections = self.server_state.tasks, self.server_state.connections
+        deadline = time.monotonic() + self._service.config.shutdown_timeout
+        while time.monotonic() < deadline and not self.force_exit:
+            await asyncio.sleep(0.05)
+        self._service.cancel_all()
+        deadline = time.monotonic() + _LAST_WORDS_SECONDS
+        hasty = time.monotonic() + _HASTY_SECONDS
+        while connections and time.monotonic() < (hasty if self.force_exit else deadline):
+            await asyncio.sleep(0.05)
+        for task in list(tasks):
+            task.cancel()
+        if tasks:
+            await asyncio.wait(list(tasks), timeout=_CUT_OFF_SECONDS)
+        for connection in list(connections):
+            connection.transport.abort()

@@ -15,7 +15,7 @@ from cpmcu.loading.progress import LogProgress
 from cpmcu.serving import reasoning, tools
 from cpmcu.serving.chat_template import ChatTemplate
 from cpmcu.serving.config import ServerConfig
-from cpmcu.serving.errors import ApiError
+from cpmcu.serving.errors import ApiError, server_stopping
 from cpmcu.serving.metrics import Metrics
 from cpmcu.serving.token_text import TokenTexts
 
@@ -154,7 +154,7 @@ class Service:
     def model(self) -> Model:
         """The model. Raises ApiError (503) while there is none."""
         if self._stopping:
-            raise ApiError(503, "The server is stopping.", code="stopping", retry_after=5)
+            raise server_stopping()
         if self._model is None:
             raise ApiError(
                 503, "The model is still loading.", code="loading", retry_after=_RETRY_SECONDS

@@ -555,6 +555,44 @@ def test_stopping(seconds, tokens, reason):
         assert "Traceback" not in server.log
 
 
+def stop_at_once(server: Server) -> int:
+    """Sends SIGTERM and, once the server has noticed, Ctrl-C; returns the exit status."""
+    server.process.send_signal(signal.SIGTERM)
+    while "stopping" not in server.log:
+        time.sleep(0.01)
+    return server.stop(signal.SIGINT)
+
+
+def test_a_second_ctrl_c():
+    """Requests in work are ended at once, streamed or not."""
+    body = {"prompt": "x", "max_tokens": 1900, "ignore_eos": True}
+    with start("--shutdown-timeout", "60") as server:
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:
+            begun = threading.Event()
+            whole = pool.submit(server.post, "/v1/completions", body)
+            stream = pool.submit(stream_until_end, server, 1900, begun)
+            assert begun.wait(60)
+            assert stop_at_once(server) == 0
+            assert stream.result() == ("abort", True)
+            assert whole.result().json()["choices"][0]["finish_reason"] == "abort"
+        assert "Traceback" not in server.log
+
+
+def test_stopping_before_a_body_has_come():
+    """A request that does not generate yet gets an error like all others."""
+    with start() as server:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
+            head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n"
+            connection.sendall(head.encode() + b'{"a": ')
+            time.sleep(0.5)
+            assert stop_at_once(server) == 0
+            answer = b"".join(iter(lambda: connection.recv(4096), b""))
+        head, _, body = answer.partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 503")
+        assert json.loads(body)["error"]["code"] == "stopping"
+        assert "Traceback" not in server.log
+
+
 def test_stopping_while_the_model_loads():
     """The process ends at once, whatever the loading thread is doing."""
     with start(ready=False) as server:

@@ -22,6 +22,7 @@ from cpmcu.serving.chat_template import ChatTemplate
 from cpmcu.serving.config import ServerConfig
 from cpmcu.serving.conversation import render
 from cpmcu.serving.errors import ApiError
+from cpmcu.serving.logs import RequestLog
 from cpmcu.serving.protocol import base, chat, completion
 from cpmcu.serving.service import Service
 from cpmcu.serving.token_text import TokenTexts
@@ -168,6 +169,31 @@ def test_a_last_message_that_cannot_go_on(content, message):
     more = {"tools": [], "variables": {}, "add_generation_prompt": False}
     with pytest.raises(ApiError, match=message):
         render(ChatTemplate("x", {}), messages, continue_final_message=True, **more)
+
+
+@pytest.mark.parametrize("started", [False, True])
+def test_a_request_that_is_cut_off(started, caplog):
+    """The task of a request is cancelled when the server stops: a 503, if it is not too late."""
+    sent = []
+
+    async def app(scope, receive, send):
+        if started:
+            await send({"type": "http.response.start", "status": 200})
+        await asyncio.sleep(60)
+
+    async def send(message):
+        sent.append(message)
+
+    async def run():
+        scope = {"type": "http", "method": "GET", "path": "/", "headers": []}
+        task = asyncio.create_task(RequestLog(app)(scope, None, send))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        await task
+
+    asyncio.run(run())
+    assert [message.get("status") for message in sent] == ([200] if started else [503, None])
+    assert "cut off" in caplog.text and "Traceback" not in caplog.text
 
 
 def test_a_route_is_added_by_adding_a_file(tmp_path, monkeypatch):
