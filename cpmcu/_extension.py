@@ -17,7 +17,10 @@ NAME = "cpmcu.C"
 
 
 def load() -> ModuleType:
-    """Imports cpmcu.C, from $CPMCU_EXTENSION_DIR when that is set, else from the package."""
+    """Imports cpmcu.C, from $CPMCU_EXTENSION_DIR when that is set, else from the package.
+
+    Raises ImportError if it is not there or cannot be loaded.
+    """
     if NAME in sys.modules:
         return sys.modules[NAME]
     chosen = os.environ.get("CPMCU_EXTENSION_DIR")
@@ -42,8 +45,11 @@ def load() -> ModuleType:
     sys.modules[NAME] = module
     try:
         spec.loader.exec_module(module)
-    except BaseException:
+    except BaseException as error:
         del sys.modules[NAME]
+        # pybind11 makes an ImportError of all that ends the import of numpy, Ctrl-C too.
+        if isinstance(error.__cause__, KeyboardInterrupt):
+            raise error.__cause__ from None
         raise
     if package := sys.modules.get(__package__ or "cpmcu"):
         package.C = module  # type: ignore[attr-defined]  # what `from cpmcu import C` looks up

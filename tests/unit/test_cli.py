@@ -207,6 +207,14 @@ def test_the_shipped_model_completes_code():
 
 
 @needs_engine
+def test_ctrl_c_while_the_extension_is_imported(tmp_path):
+    (tmp_path / "numpy.py").write_text("raise KeyboardInterrupt\n")
+    paths = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    result = run("--device", "cpu", PYTHONPATH=paths)
+    assert (result.returncode, result.stderr.splitlines()[-1]) == (0, "stopped")
+
+
+@needs_engine
 def test_prompt_from_stdin_and_logprobs():
     arguments = ("--prompt-file", "-", "--device", "cpu", "--num-generate", "4", "--logprobs", "2")
     result = run(*arguments, stdin="import os\n")
