@@ -8,7 +8,9 @@ flags.
 from __future__ import annotations
 
 import os
+import signal
 import sys
+from types import FrameType
 
 from cpmcu.config import EngineConfig
 from cpmcu.engine_flags import add_engine_flags, engine_config
@@ -18,6 +20,8 @@ from cpmcu.serving.config import ServerConfig
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the server until it is told to stop; returns the exit status."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _leave)
     parser = make_parser()
     parsed = parser.parse_args(arguments)
     try:
@@ -42,6 +46,17 @@ def make_parser() -> FlagParser:
     add_flags(parser, ServerConfig, "server")
     add_engine_flags(parser)
     return parser
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    """Ends the program, while uvicorn does not listen to signals and when it raises them again.
+
+    Not by KeyboardInterrupt: CPython makes exit status -2 of one that came while a text was
+    executed, as libraries do when they are imported, though it was caught.
+    """
+    for each in (signal.SIGINT, signal.SIGTERM):  # another shall not make an error of the end
+        signal.signal(each, signal.SIG_IGN)
+    raise SystemExit(0)
 
 
 def _serve(config: ServerConfig, engine: EngineConfig) -> int:

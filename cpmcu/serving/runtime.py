@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import signal
 import socket
 import sys
 import threading
@@ -31,10 +30,9 @@ _CUT_OFF_SECONDS = 0.5  # for errors to be sent to those that did not end
 def run(config: ServerConfig, engine_config: EngineConfig) -> int:
     """Serves until SIGTERM or Ctrl-C; returns the exit status.
 
-    Raises OSError if the address cannot be had, and what ServerConfig.keys does.
+    Both must raise SystemExit while uvicorn does not listen to them, also when it raises them again
+    at its end. Raises OSError if the address cannot be had, and what ServerConfig.keys does.
     """
-    # SIGTERM as Ctrl-C, also before uvicorn listens to it and when it raises it again at its end.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     # The engine's thread must not wait long for the event loop's to let go of the interpreter.
     sys.setswitchinterval(_SWITCH_SECONDS)
     logs.configure(config.log_format, config.log_level)
@@ -56,7 +54,7 @@ def run(config: ServerConfig, engine_config: EngineConfig) -> int:
         listener = _listen(config.host, config.port)
         loader.start()
         server.run(sockets=[listener])
-    except KeyboardInterrupt:
+    except SystemExit:  # a signal
         pass
     finally:
         service.close()

@@ -6,6 +6,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -593,6 +594,22 @@ def test_stopping_before_a_body_has_come():
         assert "Traceback" not in server.log
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_stopping_while_the_program_starts(number, tmp_path):
+    """A signal, and a Ctrl-C after it, while a library is imported."""
+    path = tmp_path / "fastapi.py"
+    path.write_text(
+        "import os, signal, time\n"
+        "try:\n"
+        f"    exec('os.kill(os.getpid(), {int(number)}); time.sleep(10)')\n"
+        "finally:\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+    )
+    paths = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    found = run_server("--port", "0", PYTHONPATH=paths)
+    assert (found.returncode, found.stderr) == (0, "")
+
+
 def test_stopping_while_the_model_loads():
     """The process ends at once, whatever the loading thread is doing."""
     with start(ready=False) as server:
@@ -768,9 +785,10 @@ def test_an_error_inside_is_not_told(monkeypatch):
     assert reply.headers["x-request-id"]
 
 
-def run_server(*flags: str) -> subprocess.CompletedProcess[str]:
+def run_server(*flags: str, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "cpmcu.server", *flags]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+    environment = {**os.environ, **environment}
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
 
 
 def test_a_model_that_cannot_be_loaded():
