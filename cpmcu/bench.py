@@ -8,6 +8,9 @@ With a draft the model is loaded again, with it. Then a cycle drafts, verifies a
 time depends on the draft's shape and not on what is accepted, so tokens/s is (mean accept length) /
 (time of a cycle), which is checked against whole requests. Where shapes are chosen in each step (no
 shape is given, or --spec-auto yes), requests that do so follow, on a third load.
+
+Exit status: 0, also after Ctrl-C; 1 for an error (one sentence; CPMCU_DEBUG=1 shows the traceback);
+2 for wrong flags.
 """
 
 from __future__ import annotations
@@ -175,7 +178,7 @@ def _kernels(options: BenchOptions) -> list[Kernel]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns the exit status: 0, 1 for an error, 2 for wrong flags."""
+    """Runs a benchmark; returns the exit status."""
     parser = FlagParser(prog="python -m cpmcu.bench", description=__doc__)
     add_flags(parser, EngineConfig, "engine")
     add_flags(parser, SpeculativeConfig, "speculative decoding")
@@ -192,7 +195,11 @@ def main(arguments: list[str] | None = None) -> int:
         sys.stdout.write((json.dumps(result, indent=2) if options.json else table(result)) + "\n")
         if options.plot is not None:
             save(result, kernels, Path(options.plot))
-    except (ValueError, OSError, RuntimeError, MemoryError) as error:
+    except KeyboardInterrupt:
+        sys.stderr.write("stopped\n")
+    except Exception as error:
+        if os.environ.get("CPMCU_DEBUG"):
+            raise
         sys.stderr.write(f"error: {error}\n")
         return 1
     return 0

@@ -7,8 +7,6 @@ import statistics
 import time
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 if TYPE_CHECKING:
     from cpmcu import C
 
@@ -62,6 +60,8 @@ def step_bytes(engine: C.Engine, spec: C.ModelSpec, context: int) -> int:
 
 def random_prompt(vocab_size: int, context: int) -> list[int]:
     """`context` tokens, always the same ones."""
+    import numpy as np  # not for --help
+
     ids: list[int] = np.random.default_rng(context).integers(3, vocab_size, context).tolist()
     return ids
 

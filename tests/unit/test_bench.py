@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from cpmcu import bench
 from cpmcu.bench import main
 from tests.reference.engines import extension_or_skip
 
@@ -35,6 +36,29 @@ def test_no_room(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*flags, "--decode", "10000"]) == 1
     error = capsys.readouterr().err
     assert "a context of 1000 tokens was asked for, expected at most 958" in error
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "message"),
+    [
+        (KeyboardInterrupt(), 0, "stopped\n"),
+        (ImportError("the module is missing"), 1, "error: the module is missing\n"),
+    ],
+)
+def test_how_it_ends(
+    error: BaseException,
+    status: int,
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*arguments: object) -> None:
+        raise error
+
+    monkeypatch.setattr(bench, "run", fail)
+    monkeypatch.delenv("CPMCU_DEBUG", raising=False)
+    assert main(["--device", "cpu"]) == status
+    assert capsys.readouterr().err == message
 
 
 def test_windows_are_as_long_as_there_is_room(capsys: pytest.CaptureFixture[str]) -> None:

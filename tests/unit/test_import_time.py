@@ -34,6 +34,7 @@ def test_import_cpmcu():
 
 def test_importing_the_programs_loads_nothing_heavy():
     assert measure("cpmcu.cli", runs=1)[1] == set()
+    assert measure("cpmcu.bench", runs=1)[1] == set()
     assert measure("cpmcu.llm", runs=1)[1] == set()
 
 
