@@ -133,9 +133,9 @@ def write_model(
             shutil.copyfile(path, copy)
         text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
         (directory / "config.json").write_text(text, encoding="utf-8")
-        if progress is not None:
-            progress.start(total_bytes, source.resolve().name)
         try:
+            if progress is not None:
+                progress.start(total_bytes, source.resolve().name)
             update = (lambda done: None) if progress is None else progress.update
             write_safetensors(directory / weights_file, tensors, update)
         finally:

@@ -247,8 +247,8 @@ def load_tensors(
 ) -> None:
     """Brings every tensor of the plan into the engine; files are streamed, one after another."""
     done_bytes = 0
-    progress.start(plan.total_bytes, what)
     try:
+        progress.start(plan.total_bytes, what)
         for path, placements in _by_file(plan).items():
 
             def report(file_bytes: int, before: int = done_bytes) -> None:

@@ -11,7 +11,10 @@ logger = logging.getLogger(__name__)
 
 
 class LoadProgress(Protocol):
-    """Called on the loading thread: start, any number of updates, finish (also after an error)."""
+    """Called on the loading thread: start, any number of updates, finish.
+
+    finish is called also after an error, even one of start.
+    """
 
     def start(self, total_bytes: int, what: str) -> None:
         """`total_bytes` of `what` are about to be loaded."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from typing import TYPE_CHECKING, Protocol
@@ -13,8 +14,12 @@ _LINE_SECONDS = 2.0  # plain mode: no more than one line in that time
 
 
 class Bar(Protocol):
-    """Progress of one thing; any thread may call it."""
+    """Progress of one thing; any thread may call it.
 
+    Nothing is shown before start, so that there is a bar for finish whatever interrupts start.
+    """
+
+    def start(self) -> None: ...
     def update(self, done: int) -> None: ...
     def finish(self) -> None: ...
 
@@ -24,9 +29,12 @@ class PlainBar:
 
     def __init__(self, what: str, total: int, unit: str, scale: float) -> None:
         self._what, self._total, self._unit, self._scale = what, total, unit, scale
-        self._started = self._told = time.perf_counter()
+        self._started = self._told = 0.0
         self._done = 0
         self._finished = False
+
+    def start(self) -> None:
+        self._started = self._told = time.perf_counter()
 
     def update(self, done: int) -> None:
         self._done = done
@@ -56,14 +64,20 @@ class RichBar:
     def __init__(self, what: str, total: int, unit: str, scale: float) -> None:
         self._scale = scale
         self._progress = _rich_progress(unit, scale > 1)
-        self._progress.start()
         self._task = self._progress.add_task(what, total=total / scale)
+
+    def start(self) -> None:
+        self._progress.start()
 
     def update(self, done: int) -> None:
         self._progress.update(self._task, completed=done / self._scale)
 
     def finish(self) -> None:
-        self._progress.stop()
+        try:
+            with contextlib.suppress(IndexError):  # rich's, if its start was interrupted
+                self._progress.stop()
+        finally:
+            self._progress.console.show_cursor(True)
 
 
 def _rich_progress(unit: str, decimals: bool) -> Progress:
@@ -96,6 +110,7 @@ class LoadProgressBar:
         kind = PlainBar if self._plain else RichBar
         unit, scale = ("GB", 1e9) if total_bytes >= 1e9 else ("MB", 1e6)
         self._bar = kind(f"{self._verb} {what}", total_bytes, unit, scale)
+        self._bar.start()
 
     def update(self, done_bytes: int) -> None:
         if self._bar is not None:
@@ -118,6 +133,7 @@ class PrefillProgressBar:
             if done >= total:
                 return
             self._bar = (PlainBar if self._plain else RichBar)("prefill", total, "tokens", 1.0)
+            self._bar.start()
         self._bar.update(done)
         if done >= total:
             self.finish()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pkgutil
 import subprocess
 import sys
 
@@ -12,6 +13,7 @@ from story import STORY, Stage
 from cpmcu import cli
 from cpmcu.config import shipped_model
 from cpmcu.llm import LLM
+from cpmcu.ui.progress import LoadProgressBar
 from cpmcu.ui.tables import plain_table
 
 
@@ -106,6 +108,37 @@ def test_list():
 def test_plain_table():
     text = plain_table(("name", "n"), [("a", 1), ("long", 200)])
     assert text == "name    n\n----  ---\na       1\nlong  200\n"
+
+
+@pytest.mark.parametrize(
+    "place",
+    ["rich.console.Console.push_render_hook", "rich.live.Live.start", "rich.console.Console.line"],
+)
+def test_ctrl_c_leaves_the_cursor(place, monkeypatch, capsys):
+    """Wherever a bar is interrupted when it appears and when it goes."""
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich then takes stderr for a terminal
+    monkeypatch.setenv("TERM", "xterm")
+    owner, _, name = place.rpartition(".")
+    found = getattr(pkgutil.resolve_name(owner), name)
+    calls = []
+
+    def interrupted(*arguments, **options):
+        calls.append(name)
+        if len(calls) > 1 or name == "start":
+            found(*arguments, **options)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(place, interrupted)
+    progress = LoadProgressBar(plain=False)
+    with pytest.raises(KeyboardInterrupt):
+        try:
+            progress.start(1000, "x")
+            progress.update(1000)
+        finally:
+            progress.finish()
+    shown = capsys.readouterr().err
+    assert shown.rfind("\x1b[?25h") > shown.rfind("\x1b[?25l") >= 0
 
 
 @pytest.fixture

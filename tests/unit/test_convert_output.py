@@ -77,6 +77,17 @@ def test_interruption_leaves_nothing(
         assert snapshot(destination) == before
 
 
+def test_interruption_when_progress_starts(tmp_path: Path, source: Path) -> None:
+    class Starting(Interrupting):
+        def start(self, total_bytes: int, what: str) -> None:
+            raise KeyboardInterrupt
+
+    progress = Starting(KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt):
+        gptq_to_marlin(str(source), tmp_path / "out", progress=progress)
+    assert progress.finished
+
+
 def test_killed_program_leaves_no_destination(tmp_path: Path) -> None:
     """Even a program that could not clean up after itself."""
     write_tiny(tmp_path / "in", "minicpm", vocab_size=200003)

@@ -260,14 +260,15 @@ def test_progress_counts_bytes(tmp_path: Path) -> None:
     assert done == sorted(done) and done[-1] == total
 
 
-def test_progress_finishes_after_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("method", ["start", "update"])
+def test_progress_finishes_after_an_error(tmp_path: Path, method: str) -> None:
     write_tiny(tmp_path)
 
-    class Broken(Recorder):
-        def update(self, done_bytes: int) -> None:
-            raise KeyboardInterrupt
+    def interrupt(*arguments: object) -> None:
+        raise KeyboardInterrupt
 
-    recorder = Broken()
+    recorder = Recorder()
+    setattr(recorder, method, interrupt)
     with pytest.raises(KeyboardInterrupt):
         load(tmp_path, progress=recorder)
     assert recorder.calls[-1] == "finish"
