@@ -95,16 +95,23 @@ def add_handlers(app: FastAPI) -> None:
             message = f"There is no {request.url.path!r} here."
         elif error.status_code == 405:
             message = f"{request.url.path} does not take {request.method}."
+        elif error.status_code == 400 and isinstance(error.__cause__, (ValueError, RecursionError)):
+            # FastAPI's for a body that is not UTF-8, or nested too deeply.
+            return _invalid_json().response()
         else:
             message = str(error.detail)
         return ApiError(error.status_code, message, headers=error.headers).response()
+
+
+def _invalid_json() -> ApiError:
+    return ApiError(400, "The request body is not valid JSON.", code="invalid_json")
 
 
 def _from_validation(error: RequestValidationError) -> ApiError:
     """The first complaint about a body, as one sentence that names the field."""
     first = error.errors()[0]
     if first["type"] == "json_invalid":
-        return ApiError(400, "The request body is not valid JSON.", code="invalid_json")
+        return _invalid_json()
     loc = [part for part in first["loc"] if part not in ("body", "query", "path")]
     path = list(itertools.takewhile(_is_field, loc))
     param = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in path).lstrip(".")

@@ -184,6 +184,8 @@ def test_malformed_bodies(limited, body):
     for path in (CHAT, "/v1/completions", "/tokenize"):
         error = error_of(httpx.post(limited.url + path, content=body, headers=headers), 400)
         assert error["type"] == "invalid_request_error"
+        if body in (b"{", b"\xff\xfe", b"[" * 100_000, b"\0"):
+            assert error["code"] == "invalid_json"
 
 
 @pytest.mark.parametrize(
