@@ -229,9 +229,10 @@ def _in_range(
     rounded = value if isinstance(low, int) else as_float32(value)
     if not inside(value) or not inside(rounded) or abs(rounded) == math.inf:
         bracket = "(" if open_low else "["
-        wanted = (
-            f"{'above' if open_low else 'at least'} {low}"
-            if high == math.inf
-            else f"in {bracket}{low}, {high}]"
-        )
+        if low == -math.inf:
+            wanted = "of 32 bits"
+        elif high == math.inf:
+            wanted = f"{'above' if open_low else 'at least'} {low}"
+        else:
+            wanted = f"in {bracket}{low}, {high}]"
         raise ValueError(f"{name} is {shown(value)}, but must be a finite number {wanted}")

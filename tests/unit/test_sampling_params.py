@@ -34,6 +34,7 @@ from cpmcu.sampling import SamplingParams, to_engine
         ({"stop": ["a", ""]}, "stop holds ''"),
         ({"stop_token_ids": [3, -1]}, r"stop_token_ids\[1\] is -1, but must be a finite number at"),
         ({"logit_bias": {5: float("nan")}}, "logit_bias of token 5 is nan"),
+        ({"logit_bias": {5: 1e40}}, r"5 is 1e\+40, but must be a finite number of 32 bits$"),
         ({"stop": 5}, "stop is 5, but must be a text or a list of texts"),
         ({"stop": [5]}, "stop holds 5, but must hold texts"),
         ({"stop_token_ids": 5}, "stop_token_ids is 5, but must be a list of token ids"),
