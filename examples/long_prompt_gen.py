@@ -40,6 +40,8 @@ def main() -> None:
         args.output.write_text(long_prompt(args.length, args.question, args.seed), "utf-8")
     except ValueError as error:
         sys.exit(f"long_prompt_gen.py: {error}")
+    except OSError as error:
+        sys.exit(f"long_prompt_gen.py: {args.output} cannot be written: {error.strerror}")
     print(f"{args.output}: {args.length} characters")
 
 

@@ -27,7 +27,7 @@ for chunk in stream:
         metrics = chunk.metrics
         print(f"\n--- {chunk.usage.completion_tokens} tokens", end="")
         print(f", {metrics['timings']['predicted_per_second']:.0f} tokens/s", end="")
-        if "speculative_decoding" in metrics:
-            accepted = metrics["speculative_decoding"]["mean_acceptance_length"]
-            print(f", mean accept length {accepted:.2f}", end="")
+        speculation = metrics.get("speculative_decoding")
+        if speculation and speculation["num_spec_steps"]:  # 0 where nothing was drafted
+            print(f", mean accept length {speculation['mean_acceptance_length']:.2f}", end="")
         print()

@@ -78,6 +78,9 @@ def test_long_prompt(address, tmp_path):
     assert len(read) > 3  # the server reads in chunks of 64
     assert read[-1][0] == read[-1][2]
     assert "length is 3, but" in run("long_prompt_gen", "-l", "3", status=1)
+    nowhere = str(tmp_path / "no" / "x")
+    said = run("long_prompt_gen", "-o", nowhere, "-l", "3000", status=1)
+    assert said == f"long_prompt_gen.py: {nowhere} cannot be written: No such file or directory\n"
 
 
 def test_a_long_prompt_repeats_sources_if_it_must():
