@@ -146,9 +146,8 @@ class Soak:
             leaves = rng.random() < 1 / 3
             patience = rng.uniform(0, 1.5) ** 2 if leaves else PATIENCE
             try:
-                async with asyncio.timeout(patience):
-                    await self._ask(http, path, body, expected)
-            except TimeoutError:
+                await asyncio.wait_for(self._ask(http, path, body, expected), patience)
+            except asyncio.TimeoutError:
                 self.counts["left by the client"] += 1
                 if not leaves:
                     self.failures.append(f"no answer in {patience:.0f} s: {shown(body)}")
