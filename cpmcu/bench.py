@@ -36,6 +36,7 @@ from cpmcu.config import (
     shipped_model,
 )
 from cpmcu.engine_flags import engine_config
+from cpmcu.errors import sentence
 from cpmcu.flags import FlagParser, add_flags, from_flags
 
 
@@ -189,7 +190,7 @@ def main(arguments: list[str] | None = None) -> int:
         config = engine_config(flags)
         kernels = _kernels(options)
     except (ValueError, OSError) as error:
-        parser.error(str(error))
+        parser.error(sentence(error))
     try:
         result = run(config, options)
         sys.stdout.write((json.dumps(result, indent=2) if options.json else table(result)) + "\n")
@@ -200,7 +201,7 @@ def main(arguments: list[str] | None = None) -> int:
     except Exception as error:
         if os.environ.get("CPMCU_DEBUG"):
             raise
-        sys.stderr.write(f"error: {error}\n")
+        sys.stderr.write(f"error: {sentence(error)}\n")
         return 1
     return 0
 

@@ -14,6 +14,7 @@ from types import FrameType
 
 from cpmcu.config import EngineConfig
 from cpmcu.engine_flags import add_engine_flags, engine_config
+from cpmcu.errors import sentence
 from cpmcu.flags import FlagParser, add_flags, from_flags
 from cpmcu.serving.config import ServerConfig
 
@@ -34,7 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
     except Exception as error:
         if os.environ.get("CPMCU_DEBUG"):
             raise
-        sys.stderr.write(f"{parser.prog}: {error}\n")
+        sys.stderr.write(f"{parser.prog}: {sentence(error)}\n")
         return 1
 
 

@@ -88,15 +88,19 @@ class ServerConfig:
     def keys(self) -> list[str]:
         """The API keys, those of files included.
 
-        Raises FileNotFoundError for a missing file, ValueError for one without keys, for an empty
-        key, and for one that no HTTP header can carry.
+        Raises OSError for a file that cannot be read, ValueError for one that is not UTF-8 or has
+        no keys, for an empty key, and for one that no HTTP header can carry.
         """
         keys: list[str] = []
         for value in self.api_key:
             if not value.startswith("@"):
                 keys.append(value)
                 continue
-            lines = [line.strip() for line in Path(value[1:]).read_text("utf-8").splitlines()]
+            try:
+                lines = Path(value[1:]).read_text("utf-8").splitlines()
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{value[1:]} is not UTF-8 text: {error}") from error
+            lines = [line.strip() for line in lines]
             found = [line for line in lines if line and not line.startswith("#")]
             if not found:
                 raise ValueError(f"{value[1:]} has no API keys, expected one a line")

@@ -13,6 +13,7 @@ import time
 import uvicorn
 
 from cpmcu.config import EngineConfig
+from cpmcu.errors import sentence
 from cpmcu.serving import logs
 from cpmcu.serving.app import create_app
 from cpmcu.serving.config import ServerConfig
@@ -94,7 +95,8 @@ class _Server(uvicorn.Server):
             self._service.load()
         except Exception as error:
             debug = bool(os.environ.get("CPMCU_DEBUG"))
-            logger.error("the model cannot be loaded: %s", error, exc_info=error if debug else None)
+            shown = error if debug else None
+            logger.error("the model cannot be loaded: %s", sentence(error), exc_info=shown)
             self.failed = True
             self.should_exit = True
 

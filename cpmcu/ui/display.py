@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from cpmcu.errors import sentence
 from cpmcu.outputs import RequestOutput
 from cpmcu.ui.progress import LoadProgressBar, PrefillProgressBar
 from cpmcu.ui.tables import plain_table, text_bar
@@ -38,8 +39,7 @@ class Display:
 
     def error(self, error: BaseException | str) -> None:
         """One line that says what went wrong."""
-        message = " ".join(str(error).split()) or type(error).__name__
-        self.note(f"cpmcu: {message}")
+        self.note(f"cpmcu: {sentence(error)}")
 
     def ask(self) -> str:
         """A line from the user. Raises EOFError at the end of input."""

@@ -148,6 +148,9 @@ def test_key_files(tmp_path):
     path.write_text("# nothing\n")
     with pytest.raises(ValueError, match="has no API keys"):
         ServerConfig(api_key=(f"@{path}",)).keys()
+    path.write_bytes(b"caf\xe9\n")
+    with pytest.raises(ValueError, match=f"{path} is not UTF-8 text"):
+        ServerConfig(api_key=(f"@{path}",)).keys()
     for key in ("", "with space", "schlüssel", "tab\t"):
         with pytest.raises(ValueError, match="API key"):
             ServerConfig(api_key=(key,)).keys()
@@ -791,6 +794,15 @@ def run_server(*flags: str, **environment: str) -> subprocess.CompletedProcess[s
     command = [sys.executable, "-m", "cpmcu.server", *flags]
     environment = {**os.environ, **environment}
     return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+
+
+def test_files_that_are_not_there():
+    found = run_server("--port", "0", "--api-key", "@no/keys")
+    assert found.returncode == 1
+    assert found.stderr.splitlines()[-1] == "cpmcu.server: no/keys: No such file or directory"
+    found = run_server("--port", "0", "--chat-template", "no/x")
+    assert found.returncode == 1
+    assert "the model cannot be loaded: no/x: No such file or directory\n" in found.stderr
 
 
 def test_a_model_that_cannot_be_loaded():

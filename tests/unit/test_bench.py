@@ -20,6 +20,7 @@ from tests.reference.engines import extension_or_skip
         (["--decode", "0"], "decode is 0, but must be at least 1"),
         (["--memory-limit", "2"], "memory_limit is 2"),
         (["--kernels", "x.json"], "--kernels is given without --plot"),
+        (["--plot", "x.png", "--kernels", "no/x"], "bench: no/x: No such file or directory"),
     ],
 )
 def test_wrong_flags(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -73,6 +73,7 @@ def test_errors_are_one_sentence(tmp_path):
     assert missing.returncode == 1
     unreadable = run("--prompt-file", str(tmp_path / "none.txt"))
     assert unreadable.returncode == 1
+    assert unreadable.stderr == f"cpmcu: {tmp_path / 'none.txt'}: No such file or directory\n"
     (tmp_path / "latin").write_bytes(b"caf\xe9")
     coded = run("--prompt-file", str(tmp_path / "latin"))
     piped = run("--prompt-file", "-", stdin="caf\udce9", PYTHONUTF8="1")
