@@ -109,6 +109,8 @@ def _configs(
 def _run(
     display: Display, options: CliOptions, config: EngineConfig, params: SamplingParams
 ) -> int:
+    if sys.stdout is None:
+        raise OSError("stdout is closed, but the output goes there")
     if options.env:
         from cpmcu.environment import environment
 
@@ -119,6 +121,8 @@ def _run(
 
         display.table(("kind", "name", "file"), registered())
         return 0
+    if sys.stdin is None and (options.chat or options.prompt_file == "-"):
+        raise OSError("stdin is closed, but the input comes from there")
     prompt = None if options.chat or options.memory_plan else _prompt(options, config)
     from cpmcu.llm import LLM  # the engine: nothing above needs it
 

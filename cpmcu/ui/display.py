@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -17,9 +18,14 @@ if TYPE_CHECKING:
 
 
 class Display:
-    """The terminal of one program. `plain` (also when stderr is no terminal) leaves rich out."""
+    """The terminal of one program. `plain` (also when stderr is no terminal) leaves rich out.
+
+    Where stderr is closed, what would go there is lost.
+    """
 
     def __init__(self, *, plain: bool, debug: bool = False) -> None:
+        if sys.stderr is None:
+            sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # for as long as the program runs
         self.plain = plain or not sys.stderr.isatty()
         level = logging.DEBUG if debug else logging.WARNING
         logging.basicConfig(level=level, format="cpmcu: %(message)s", stream=sys.stderr)

@@ -85,6 +85,30 @@ def test_errors_are_one_sentence(tmp_path):
         assert result.stdout == ""
 
 
+@pytest.mark.parametrize(
+    ("arguments", "status", "error"),
+    [
+        ("--list >&-", 1, "cpmcu: stdout is closed, but the output goes there\n"),
+        ("--chat <&-", 1, "cpmcu: stdin is closed, but the input comes from there\n"),
+        ("--prompt-file - <&-", 1, "cpmcu: stdin is closed, but the input comes from there\n"),
+        ("--list 2>&-", 0, ""),
+        ("--prompt-file /nope 2>&-", 1, ""),
+    ],
+)
+def test_closed_streams(arguments, status, error):
+    command = f"{sys.executable} -m cpmcu.cli {arguments}"
+    result = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=120)
+    assert (result.returncode, result.stderr) == (status, error)
+
+
+@needs_engine
+def test_a_run_with_stderr_closed():
+    command = f"{sys.executable} -m cpmcu.cli --device cpu --num-generate 5 2>&-"
+    result = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0
+    assert result.stdout.strip()
+
+
 def test_debug_shows_the_traceback(tmp_path):
     result = run("--prompt-file", str(tmp_path / "none.txt"), CPMCU_DEBUG="1")
     assert result.returncode == 1
