@@ -36,6 +36,8 @@ def load() -> ModuleType:
             + (", or unset CPMCU_EXTENSION_DIR." if chosen else "."),
             name=NAME,
         )
+    import datetime  # noqa: F401  # numpy's C code imports it, and would lose a Ctrl-C meanwhile
+
     # Waiting OpenMP threads sleep: spinning ones starve each other on a busy machine (30 times
     # slower decoding measured on 2 loaded cores). libgomp reads this once, when it is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")

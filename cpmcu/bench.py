@@ -36,7 +36,7 @@ from cpmcu.config import (
     shipped_model,
 )
 from cpmcu.engine_flags import engine_config
-from cpmcu.errors import sentence
+from cpmcu.errors import forget_interrupt, sentence
 from cpmcu.flags import FlagParser, add_flags, from_flags
 
 
@@ -197,6 +197,7 @@ def main(arguments: list[str] | None = None) -> int:
         if options.plot is not None:
             save(result, kernels, Path(options.plot))
     except KeyboardInterrupt:
+        forget_interrupt()
         sys.stderr.write("stopped\n")
     except Exception as error:
         if os.environ.get("CPMCU_DEBUG"):

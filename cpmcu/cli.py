@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from cpmcu.config import EngineConfig, option, shipped
 from cpmcu.engine_flags import add_engine_flags, engine_config
+from cpmcu.errors import forget_interrupt
 from cpmcu.flags import FlagParser, add_flags, from_flags
 from cpmcu.sampling import SamplingParams
 from cpmcu.ui.display import Display
@@ -67,6 +68,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         return _run(display, options, config, params)
     except KeyboardInterrupt:
+        forget_interrupt()
         display.note("stopped")
         return 0
     except BrokenPipeError:  # the reader of stdout left, which is its right

@@ -1,4 +1,4 @@
-"""What programs say of an error."""
+"""What programs do about errors: one sentence, and an end after Ctrl-C."""
 
 from __future__ import annotations
 
@@ -9,3 +9,12 @@ def sentence(error: BaseException | str) -> str:
     if isinstance(error, OSError) and error.strerror is not None:
         text = error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
     return " ".join(text.split()) or type(error).__name__
+
+
+def forget_interrupt() -> None:
+    """Lets a program that has caught a Ctrl-C choose its exit status.
+
+    CPython remembers a Ctrl-C that came while a text was executed, as the making of a dataclass
+    does it, and ends by that signal unless another text was executed since.
+    """
+    exec("")

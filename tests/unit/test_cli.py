@@ -265,8 +265,9 @@ def test_the_shipped_model_completes_code():
 
 
 @needs_engine
-def test_ctrl_c_while_the_extension_is_imported(tmp_path):
-    (tmp_path / "numpy.py").write_text("raise KeyboardInterrupt\n")
+@pytest.mark.parametrize("text", ["raise KeyboardInterrupt", "exec('raise KeyboardInterrupt')"])
+def test_ctrl_c_while_the_extension_is_imported(text, tmp_path):
+    (tmp_path / "numpy.py").write_text(text)
     paths = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
     result = run("--device", "cpu", PYTHONPATH=paths)
     assert (result.returncode, result.stderr.splitlines()[-1]) == (0, "stopped")
