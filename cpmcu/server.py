@@ -50,7 +50,7 @@ def make_parser() -> FlagParser:
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
-    """Ends the program, while uvicorn does not listen to signals and when it raises them again.
+    """Ends the program while there is no server yet.
 
     Not by KeyboardInterrupt: CPython makes exit status -2 of one that came while a text was
     executed, as libraries do when they are imported, though it was caught.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 import socket
 import sys
 import threading
@@ -21,6 +22,7 @@ from cpmcu.serving.service import Service
 
 logger = logging.getLogger("cpmcu.server")
 
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _KEEP_ALIVE_SECONDS = 65  # longer than clients keep idle connections, so that they close them
 _SWITCH_SECONDS = 0.0005
 _LAST_WORDS_SECONDS = 5.0  # for responses that were ended at the deadline to be sent
@@ -31,8 +33,8 @@ _CUT_OFF_SECONDS = 0.5  # for errors to be sent to those that did not end
 def run(config: ServerConfig, engine_config: EngineConfig) -> int:
     """Serves until SIGTERM or Ctrl-C; returns the exit status.
 
-    Both must raise SystemExit while uvicorn does not listen to them, also when it raises them again
-    at its end. Raises OSError if the address cannot be had, and what ServerConfig.keys does.
+    Leaves both signals ignored, so that another makes no error of the program's end. Raises OSError
+    if the address cannot be had, and what ServerConfig.keys does.
     """
     # The engine's thread must not wait long for the event loop's to let go of the interpreter.
     sys.setswitchinterval(_SWITCH_SECONDS)
@@ -50,14 +52,16 @@ def run(config: ServerConfig, engine_config: EngineConfig) -> int:
         ),
         service,
     )
+    for number in _SIGNALS:  # also before uvicorn listens, and when it raises them again at its end
+        signal.signal(number, server.handle_exit)
     loader = threading.Thread(target=server.load, name="cpmcu-load", daemon=True)
     try:
         listener = _listen(config.host, config.port)
         loader.start()
         server.run(sockets=[listener])
-    except SystemExit:  # a signal
-        pass
     finally:
+        for number in _SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
         service.close()
     status = 1 if server.failed else 0
     if loader.is_alive():  # it cannot be stopped, and must not outlive the interpreter

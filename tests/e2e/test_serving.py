@@ -577,6 +577,8 @@ def test_a_second_ctrl_c():
             begun = threading.Event()
             whole = pool.submit(server.post, "/v1/completions", body)
             stream = pool.submit(stream_until_end, server, 1900, begun)
+            while server.metric("vllm:num_requests_running") < 2:
+                time.sleep(0.01)
             assert begun.wait(60)
             assert stop_at_once(server) == 0
             assert stream.result() == ("abort", True)
