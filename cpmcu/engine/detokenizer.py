@@ -26,7 +26,7 @@ class Detokenizer:
 
     def __init__(self, decode: Decode, prompt: Sequence[int] = ()) -> None:
         self._decode = decode
-        self._window = list(prompt[-_PROMPT_TAIL:])
+        self._window = _tail(decode, prompt)
         self._read = len(self._window)  # tokens of the window whose text was given out whole
         # Until output follows, nobody knows if what is no character at its end becomes one.
         self._prompt = decode(self._window) if self._window else ""
@@ -63,3 +63,15 @@ class Detokenizer:
         del self._window[: self._read]
         self._read = len(self._window)
         self._given = self._decode(self._window)
+
+
+def _tail(decode: Decode, prompt: Sequence[int]) -> list[int]:
+    """The last tokens of a prompt that have text, and do not begin within a character.
+
+    Where bytes are tokens, those of half a character may spoil the whole ones behind them.
+    """
+    for count in range(min(_PROMPT_TAIL, len(prompt)), min(_MAX_HELD, len(prompt)) + 1):
+        text = decode(prompt[-count:]) if count else ""
+        if text and not text.startswith(REPLACEMENT):
+            return list(prompt[-count:])
+    return list(prompt[-_PROMPT_TAIL:])

@@ -90,6 +90,23 @@ def test_a_character_that_the_prompt_left_open_comes_out_whole(make):
     assert "".join(stream(tokenizer, ids[:2], ids[2:])) == "🚀"
 
 
+@pytest.mark.parametrize("prompt", ["🙂🙂", "a🙂🙂", "a你🙂", "你你🙂", "é🙂🙂🙂", "🙂" * 30])
+@pytest.mark.parametrize("make", [byte_level, byte_fallback])
+def test_a_prompt_that_ends_in_bytes(make, prompt):
+    """However many of them are looked at, none of a character is cut off."""
+    tokenizer = make()
+    output = tokenizer.encode("a🙂好").ids[len(tokenizer.encode("a").ids) :]
+    assert "".join(stream(tokenizer, tokenizer.encode(prompt).ids, output)) == "🙂好"
+
+
+def test_a_prompt_that_ends_in_many_special_tokens():
+    tokenizer = byte_fallback()
+    hello, end = (tokenizer.token_to_id(token) for token in ("▁hello", "<|im_end|>"))
+    for count in (5, 6, 20):
+        prompt = [*tokenizer.encode("the").ids, *[end] * count]
+        assert "".join(stream(tokenizer, prompt, [hello])) == " hello"
+
+
 def test_unfinished_character_comes_out_at_the_end_only():
     tokenizer = byte_level()
     ids = tokenizer.encode("a").ids + [tokenizer.token_to_id("ð")]
