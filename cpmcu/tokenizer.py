@@ -9,6 +9,8 @@ from typing import Any, Protocol
 
 # Special tokens that chat templates may name, as spelt in tokenizer_config.json.
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
+# What tokenizer_config.json's added_tokens_decoder says of a token.
+_ADDED = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
 
 
 def eos_ids(configs: Mapping[str, Mapping[str, Any]]) -> tuple[int, ...]:
@@ -37,6 +39,7 @@ class _Backend(Protocol):
     def piece(self, token_id: int) -> str | None: ...
     def size(self) -> int: ...
     def to_json(self) -> str: ...
+    def special_tokens(self) -> dict[str, Any]: ...
 
 
 class Tokenizer:
@@ -65,10 +68,16 @@ class Tokenizer:
         """
         directory = Path(directory)
         config = _read_json(directory / "tokenizer_config.json")
+        if (
+            "added_tokens_decoder" not in config
+        ):  # older files say it elsewhere, as transformers reads
+            config = _filled(config, _read_json(directory / "special_tokens_map.json"))
         if (directory / "tokenizer.json").is_file():
-            backend: _Backend = _FastBackend(directory / "tokenizer.json", config)
+            added = _read_json(directory / "added_tokens.json")
+            backend: _Backend = _FastBackend(directory / "tokenizer.json", config, added)
         else:
             backend = _TransformersBackend(directory)
+        config = _filled(config, backend.special_tokens())
         names = ("generation_config.json", "config.json")
         eos = eos_ids({name: _read_json(directory / name) for name in names})
         return cls(backend, config, eos)
@@ -116,7 +125,7 @@ class Tokenizer:
 class _FastBackend:
     """tokenizer.json through the tokenizers library."""
 
-    def __init__(self, path: Path, config: dict[str, Any]) -> None:
+    def __init__(self, path: Path, config: dict[str, Any], added: dict[str, Any]) -> None:
         import tokenizers  # 50 ms: only when there is something to tokenise
 
         try:
@@ -125,15 +134,20 @@ class _FastBackend:
             raise ValueError(f"{path} is not a tokenizer that can be read: {error}") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        # Where tokenizer_config.json states these, they win over the file's post-processor.
-        self._frame = "add_bos_token" in config or "add_eos_token" in config
-        self._first = self._added(config, "bos_token") if config.get("add_bos_token") else []
-        self._last = self._added(config, "eos_token") if config.get("add_eos_token") else []
+        self._add(config, added)
+        self._tokenizer.encode_special_tokens = bool(config.get("split_special_tokens"))
+        # What tokenizer_config.json states wins over the file's post-processor, each on its side.
+        first, last = self._stated(config, "bos_token"), self._stated(config, "eos_token")
+        self._frame = None
+        if first is not None or last is not None:
+            begin, end = self._own_frame()
+            self._frame = (begin if first is None else first, end if last is None else last)
 
     def encode(self, text: str, special: bool) -> list[int]:
-        framed = special and self._frame
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special and not framed).ids
-        return self._first + ids + self._last if framed else ids
+        if not special or self._frame is None:
+            return list(self._tokenizer.encode(text, add_special_tokens=special).ids)
+        first, last = self._frame
+        return [*first, *self._tokenizer.encode(text, add_special_tokens=False).ids, *last]
 
     def decode(self, ids: list[int], skip_special: bool) -> str:
         return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special))
@@ -152,9 +166,59 @@ class _FastBackend:
     def to_json(self) -> str:
         return str(self._tokenizer.to_str())
 
-    def _added(self, config: dict[str, Any], name: str) -> list[int]:
+    def special_tokens(self) -> dict[str, Any]:
+        return {}  # tokenizer.json does not say which is which
+
+    def _add(self, config: dict[str, Any], added: dict[str, Any]) -> None:
+        """Adds tokens that are only stated beside tokenizer.json, and marks special ones.
+
+        Those whose id would be another are left out.
+        """
+        from tokenizers import AddedToken
+
+        stated: dict[int, AddedToken] = {}
+        try:
+            for name, number in added.items():
+                stated[int(number)] = AddedToken(name)
+            for number, fields in (config.get("added_tokens_decoder") or {}).items():
+                kept = {key: fields[key] for key in _ADDED if key in fields}
+                stated[int(number)] = AddedToken(**kept)
+        except (AttributeError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"the added tokens beside tokenizer.json cannot be read: {error}"
+            ) from error
+        own, missing = self._tokenizer.get_added_tokens_decoder(), []
+        size = self.size()
+        for number, token in sorted(stated.items(), key=lambda item: item[0]):
+            same = number in own and own[number].content == token.content
+            if same and (own[number].special or not token.special):
+                continue
+            found = self.id_of(token.content)
+            if found == number or (found is None and number == size):
+                missing.append(token)
+                size += found is None
+        self._tokenizer.add_tokens(missing)
+        names = [_content(config[name]) for name in _SPECIAL if config.get(name) is not None]
+        names += map(_content, config.get("additional_special_tokens") or [])
+        self._tokenizer.add_special_tokens([name for name in names if self.id_of(name) is not None])
+
+    def _stated(self, config: dict[str, Any], name: str) -> list[int] | None:
+        """What add_bos_token or add_eos_token puts on its side; None: it does not say."""
+        adds = config.get(f"add_{name}")
         token = self.id_of(_content(config[name])) if config.get(name) is not None else None
-        return [] if token is None else [token]
+        if adds is None or (adds and token is None):
+            return None
+        return [token] if adds and token is not None else []
+
+    def _own_frame(self) -> tuple[list[int], list[int]]:
+        """What the file's post-processor puts before and behind a text."""
+        text, framed = (
+            self._tokenizer.encode("a", add_special_tokens=special).ids for special in (False, True)
+        )
+        for begin in range(len(framed) - len(text) + 1):
+            if framed[begin : begin + len(text)] == text:
+                return framed[:begin], framed[begin + len(text) :]
+        return [], []
 
 
 class _TransformersBackend:
@@ -193,8 +257,12 @@ class _TransformersBackend:
         )
 
     def id_of(self, token: str) -> int | None:
-        found = self._tokenizer.convert_tokens_to_ids(token)
-        return found if isinstance(found, int) else None
+        found = self._tokenizer.convert_tokens_to_ids(
+            token
+        )  # of an unknown one the unknown token's
+        if isinstance(found, int) and self._tokenizer.convert_ids_to_tokens(found) == token:
+            return found
+        return None
 
     def piece(self, token_id: int) -> str | None:
         found = self._tokenizer.convert_ids_to_tokens(token_id)
@@ -208,6 +276,15 @@ class _TransformersBackend:
         if fast is None:
             raise ValueError("the model's tokenizer has no tokenizer.json, which a grammar needs")
         return str(fast.to_str())
+
+    def special_tokens(self) -> dict[str, Any]:
+        stated = self._tokenizer.special_tokens_map
+        return {name: stated[name] for name in _SPECIAL if name in stated}
+
+
+def _filled(config: dict[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+    """`config` with what only `more` states."""
+    return {**more, **{key: value for key, value in config.items() if value is not None}}
 
 
 def _content(token: Any) -> str:

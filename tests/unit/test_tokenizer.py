@@ -6,6 +6,8 @@ import json
 import sys
 
 import pytest
+import tokenizers
+from tokenizers.processors import TemplateProcessing
 from tokenizers_for_tests import byte_fallback, byte_level, write_directory
 
 from cpmcu.tokenizer import Tokenizer
@@ -34,6 +36,97 @@ def test_bos_follows_the_configuration(tmp_path, add, first):
     tokenizer = Tokenizer.from_directory(directory)
     assert tokenizer.encode("a")[0] == byte_fallback().token_to_id(first)
     assert tokenizer.encode("a", add_special_tokens=False)[0] != tokenizer.bos_token_id
+
+
+def framed(path, post: str, **config) -> list[str]:
+    """The pieces of "a" by a file whose post-processor is `post`."""
+    tokenizer = tokenizers.Tokenizer.from_str(byte_level().to_str())
+    special = [(name, tokenizer.token_to_id(name)) for name in ("<s>", "</s>")]
+    tokenizer.post_processor = TemplateProcessing(single=post, special_tokens=special)
+    read = Tokenizer.from_directory(write_directory(path, tokenizer, **config))
+    return [read.piece(token) for token in read.encode("a")]
+
+
+@pytest.mark.parametrize(
+    ("post", "config", "pieces"),
+    [
+        ("<s> $A", {}, ["<s>", "a"]),
+        ("<s> $A", {"add_bos_token": None}, ["<s>", "a"]),
+        ("<s> $A", {"add_bos_token": False}, ["a"]),
+        ("<s> $A", {"add_eos_token": False}, ["<s>", "a"]),
+        ("<s> $A", {"add_eos_token": True}, ["<s>", "a", "</s>"]),
+        ("<s> $A </s>", {"add_bos_token": True}, ["<s>", "a", "</s>"]),
+        ("<s> $A </s>", {"add_eos_token": False}, ["<s>", "a"]),
+        ("<s> $A", {"add_bos_token": True, "bos_token": None}, ["<s>", "a"]),
+        ("$A", {"add_bos_token": True}, ["<s>", "a"]),
+    ],
+)
+def test_the_configuration_decides_for_a_side_that_it_names(tmp_path, post, config, pieces):
+    assert framed(tmp_path, post, **config) == pieces
+
+
+def test_special_tokens_of_an_older_file(tmp_path):
+    names = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "pad_token": "</s>"}
+    write_directory(tmp_path, byte_level(), bos_token=None, eos_token="<|im_end|>")
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(names))
+    tokenizer = Tokenizer.from_directory(tmp_path)
+    expected = {"bos_token": "<s>", "eos_token": "<|im_end|>", "pad_token": "</s>"}
+    assert tokenizer.special_tokens == expected
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_ids) == (0, (3,))
+
+
+@pytest.mark.parametrize("place", ["tokenizer_config.json", "added_tokens.json"])
+def test_tokens_that_are_stated_beside_the_file(tmp_path, place):
+    size, config = byte_level().get_vocab_size(), {}
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    if place == "tokenizer_config.json":
+        stated = {str(size): "<tool>", str(size + 1): "<end>", str(size + 9): "<far>"}
+        config["added_tokens_decoder"] = {
+            number: {"content": name, "special": name == "<end>", **flags}
+            for number, name in stated.items()
+        }
+    else:
+        stated = {"<tool>": size, "<end>": size + 1}
+        write_directory(tmp_path, byte_level())
+        (tmp_path / place).write_text(json.dumps(stated))
+    tokenizer = Tokenizer.from_directory(write_directory(tmp_path, byte_level(), **config))
+    assert tokenizer.vocab_size == size + 2
+    ids = tokenizer.encode("a<tool>b<end>")
+    assert [ids[1], ids[3]] == [size, size + 1]
+    shown = "a<tool>b" if config else "a<tool>b<end>"
+    assert tokenizer.decode(ids) == shown
+    assert tokenizer.decode(ids, skip_special_tokens=False) == "a<tool>b<end>"
+    (tmp_path / "added_tokens.json").write_text('{"<x>": "far"}')
+    with pytest.raises(ValueError, match=r"added tokens beside tokenizer\.json cannot be read"):
+        Tokenizer.from_directory(tmp_path)
+
+
+def test_a_special_token_that_the_file_has_as_text(tmp_path):
+    """What tokenizer_config.json calls the end of sequence is one token, and not shown."""
+    tokenizer = Tokenizer.from_directory(write_directory(tmp_path, byte_level(), eos_token="he"))
+    ids = tokenizer.encode("a he")
+    assert ids[-1] == byte_level().token_to_id("he") and ids[-1] in tokenizer.eos_token_ids
+    assert tokenizer.decode(ids) == "a "
+
+
+def test_special_tokens_are_split_if_asked_for(tmp_path):
+    directory = write_directory(tmp_path, byte_level(), split_special_tokens=True)
+    assert len(Tokenizer.from_directory(directory).encode("</s>")) > 1
+
+
+def test_through_transformers(tmp_path):
+    """Without tokenizer.json: special tokens are those of the class; unknown ones have no id."""
+    pytest.importorskip("transformers", reason="reads these files")
+    vocab = {"<unk>": 0, "<s>": 1, "</s>": 2, "a": 3, "b": 4, "ab": 5}
+    (tmp_path / "vocab.json").write_text(json.dumps(vocab))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\na b\n")
+    fields = {"tokenizer_class": "GPT2Tokenizer", "unk_token": "<unk>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(fields))
+    names = {"bos_token": "<s>", "eos_token": "</s>"}
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(names))
+    tokenizer = Tokenizer.from_directory(tmp_path)
+    assert tokenizer.id_of("ab") == 5 and tokenizer.id_of("Ġ") is None
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_ids) == (1, (2,))
 
 
 def test_eos_ids_are_merged_in_order(tmp_path):
