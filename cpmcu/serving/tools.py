@@ -121,9 +121,14 @@ class ToolParser:
         return taken
 
 
-def _call(value: Any, *arguments_keys: str) -> ToolCall | None:
-    """The call that JSON describes, its arguments under the first of the keys that is there."""
+def _call(value: Any, *arguments_keys: str, bare: bool = False) -> ToolCall | None:
+    """The call that JSON describes, its arguments under the first of the keys that is there.
+
+    None if it describes none; without any of the keys it is a call, with no arguments, if `bare`.
+    """
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        return None
+    if not bare and not any(key in value for key in arguments_keys):
         return None
     arguments: Any = next((value[key] for key in arguments_keys if key in value), {})
     if isinstance(arguments, str):  # written as text within the JSON
@@ -138,7 +143,7 @@ def _call(value: Any, *arguments_keys: str) -> ToolCall | None:
 
 def _hermes(text: str) -> list[ToolCall] | None:
     try:
-        call = _call(strict_json.read(text), "arguments")
+        call = _call(strict_json.read(text), "arguments", bare=True)
     except ValueError:
         return None
     return None if call is None else [call]

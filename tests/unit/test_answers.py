@@ -123,6 +123,8 @@ NO_CALLS = {
     "llama3_json": [
         'See {"name": "f", "parameters": {}}',
         '{"x": 1}',
+        '{"name": "Alice", "age": 30}',
+        '{"name": "f", "parameters": {}}; {"name": "Alice"}',
         '{"name": "f", "par',
         '{"name": "f"}; 5',
         '{"a": ' + DEEP,
