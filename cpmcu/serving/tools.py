@@ -143,7 +143,7 @@ def _call(value: Any, *arguments_keys: str, bare: bool = False) -> ToolCall | No
 
 def _hermes(text: str) -> list[ToolCall] | None:
     try:
-        call = _call(strict_json.read(text), "arguments", bare=True)
+        call = _call(strict_json.read(text), "arguments", "parameters", bare=True)
     except ValueError:
         return None
     return None if call is None else [call]

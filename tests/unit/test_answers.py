@@ -96,6 +96,7 @@ CALLS = [
     ("hermes", f"{HERMES}\n and then", "and then", [F]),
     ("hermes", HERMES.removesuffix("\n</tool_call>"), "", [F]),
     ("hermes", '<tool_call>{"name": "f"}</tool_call>', "", [("f", {})]),
+    ("hermes", HERMES.replace("arguments", "parameters"), "", [F]),
     ("hermes", AS_TEXT, "", [("f", {"a": 1})]),
     ("llama3_json", '{"name": "f", "parameters": {"a": 1}}', "", [("f", {"a": 1})]),
     ("llama3_json", ' \n{"name": "f", "arguments": {}}', "", [("f", {})]),
