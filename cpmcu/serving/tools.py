@@ -166,7 +166,11 @@ def _llama3_json(text: str) -> list[ToolCall] | None:
 
 
 def _minicpm4(text: str) -> list[ToolCall] | None:
-    lines = [line for line in text.strip().splitlines() if not line.strip().startswith("```")]
+    lines = text.strip().split("\n")  # not splitlines(), which also cuts within strings
+    if lines[0].startswith("```"):
+        del lines[0]
+    if lines and lines[-1].strip() == "```":
+        del lines[-1]
     try:
         body = ast.parse("\n".join(lines).strip()).body
     except (SyntaxError, ValueError, RecursionError, MemoryError):

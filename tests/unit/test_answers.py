@@ -88,6 +88,7 @@ F = ("f", {"a": "</x>", "b": [1, None]})
 BEGIN, END = "<|tool_call_start|>", "<|tool_call_end|>"
 AS_TEXT = '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>'
 TWO = '{"name": "f", "parameters": {}}; {"name": "g", "parameters": {}}'
+FENCED = "a\n```python\nb\n```\nc"
 CODE = f"{BEGIN}\n```python\nf(a='x', b=[1, {{'c': None}}])\n```\n{END}"
 
 CALLS = [
@@ -103,6 +104,9 @@ CALLS = [
     ("llama3_json", TWO, "", [("f", {}), ("g", {})]),
     ("minicpm4", CODE, "", [("f", {"a": "x", "b": [1, {"c": None}]})]),
     ("minicpm4", f"Ja.{BEGIN}\nf()\nm.g(x=-1)\n{END}", "Ja.", [("f", {}), ("m.g", {"x": -1})]),
+    ("minicpm4", f"{BEGIN}```\nf(a='''{FENCED}''')\n```{END}", "", [("f", {"a": FENCED})]),
+    ("minicpm4", f"{BEGIN}f(a='''\n```'''){END}", "", [("f", {"a": "\n```"})]),
+    ("minicpm4", f"{BEGIN}f(a='x\u2028y\x0c\x85z'){END}", "", [("f", {"a": "x\u2028y\x0c\x85z"})]),
     ("minicpm4", f"{BEGIN}[f(a=1), g()]{END}", "", [("f", {"a": 1}), ("g", {})]),
 ]
 DEEP = "[" * 3000
