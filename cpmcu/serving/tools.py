@@ -60,6 +60,7 @@ class ToolParser:
         self._notation = notation
         self._held = ""
         self._inside = False
+        self._opening = ""  # what stands before the body of the call that is read
         self._after_call = False
         self._started = False  # content other than white space was given out
         self.num_calls = 0
@@ -90,7 +91,7 @@ class ToolParser:
             return self._begin_at_start(final)
         before, tag, after = self._held.partition(notation.begin)
         if tag:
-            self._held, self._inside = after, True
+            self._held, self._inside, self._opening = after, True, tag
             return before, [], True
         keep = 0 if final else held_back(self._held, notation.begin)
         return self._take(len(self._held) - keep), [], False
@@ -98,7 +99,8 @@ class ToolParser:
     def _begin_at_start(self, final: bool) -> tuple[str, list[ToolCall], bool]:
         text = self._held.lstrip()
         if not self._started and text.startswith(self._notation.begin):
-            self._held, self._inside = text[len(self._notation.begin) :], True
+            start = len(self._held) - len(text) + len(self._notation.begin)
+            self._opening, self._inside = self._take(start), True
             return "", [], True
         undecided = not self._started and not text and not final
         return "" if undecided else self._take(len(self._held)), [], False
@@ -113,7 +115,7 @@ class ToolParser:
         self._held, self._inside = after, False
         calls = notation.parse(body)
         if calls is None:
-            return notation.begin + body + tag, [], bool(tag)
+            return self._opening + body + tag, [], bool(tag)
         return "", calls, bool(tag)
 
     def _take(self, length: int) -> str:

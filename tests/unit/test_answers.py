@@ -128,6 +128,7 @@ NO_CALLS = {
     "llama3_json": [
         'See {"name": "f", "parameters": {}}',
         '{"x": 1}',
+        ' \n{"x": 1}\n',
         '{"name": "Alice", "age": 30}',
         '{"name": "f", "parameters": {}}; {"name": "Alice"}',
         '{"name": "f", "par',
