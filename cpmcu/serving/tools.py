@@ -40,6 +40,7 @@ class Notation:
     end: str | None  # None: until the end of the answer
     parse: Callable[[str], list[ToolCall] | None]
     at_start: bool = False  # only at the start of an answer
+    lead: str = ""  # what may come before `begin` at the start, beside white space
     special: bool = False  # the tags are special tokens, which texts leave out by default
 
 
@@ -97,12 +98,13 @@ class ToolParser:
         return self._take(len(self._held) - keep), [], False
 
     def _begin_at_start(self, final: bool) -> tuple[str, list[ToolCall], bool]:
-        text = self._held.lstrip()
-        if not self._started and text.startswith(self._notation.begin):
-            start = len(self._held) - len(text) + len(self._notation.begin)
+        notation = self._notation
+        text = self._held.lstrip().removeprefix(notation.lead).lstrip()
+        if not self._started and text.startswith(notation.begin):
+            start = len(self._held) - len(text) + len(notation.begin)
             self._opening, self._inside = self._take(start), True
             return "", [], True
-        undecided = not self._started and not text and not final
+        undecided = not self._started and notation.lead.startswith(text) and not final
         return "" if undecided else self._take(len(self._held)), [], False
 
     def _finish(self, final: bool) -> tuple[str, list[ToolCall], bool]:
@@ -203,7 +205,7 @@ def _from_node(node: ast.expr) -> ToolCall | None:
 
 NOTATIONS = {
     "hermes": Notation("<tool_call>", "</tool_call>", _hermes),
-    "llama3_json": Notation("{", None, _llama3_json, at_start=True),
+    "llama3_json": Notation("{", None, _llama3_json, at_start=True, lead="<|python_tag|>"),
     "minicpm4": Notation("<|tool_call_start|>", "<|tool_call_end|>", _minicpm4, special=True),
 }
 
