@@ -29,24 +29,25 @@ class ForcedCalls:
 
     def __init__(self, function: str | None) -> None:
         self._function = function
-        self._text = ""
+        self._pieces: list[str] = []
         self.num_calls = 0
 
     def push(self, text: str, *, final: bool = False) -> tuple[str, list[ToolCall]]:
         """The calls, once the text is complete; what is no call (it was cut off) is content."""
-        self._text += text
+        self._pieces.append(text)
         if not final:
             return "", []
+        whole = "".join(self._pieces)
         if self._function is not None:
-            calls = [ToolCall(self._function, self._text)]
+            calls = [ToolCall(self._function, whole)]
         else:
             try:
                 calls = [
                     ToolCall(call["name"], strict_json.write(call["parameters"]))
-                    for call in strict_json.read(self._text)
+                    for call in strict_json.read(whole)
                 ]
             except (ValueError, TypeError, KeyError):
-                return self._text, []
+                return whole, []
         self.num_calls = len(calls)
         return "", calls
 

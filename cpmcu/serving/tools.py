@@ -60,7 +60,9 @@ class ToolParser:
     def __init__(self, notation: Notation) -> None:
         self._notation = notation
         self._held = ""
+        self._pieces: list[str] = []  # what follows it, of a call that has not ended
         self._inside = False
+        self._tail = ""  # the end of what an open call has, where its end tag may begin
         self._opening = ""  # what stands before the body of the call that is read
         self._after_call = False
         self._started = False  # content other than white space was given out
@@ -68,7 +70,11 @@ class ToolParser:
 
     def push(self, text: str, *, final: bool = False) -> tuple[str, list[ToolCall]]:
         """(content, calls) that `text` completes; `final` reads what was held back."""
-        self._held += text
+        self._pieces.append(text)
+        if self._inside and not final and not self._may_end(text):
+            return "", []
+        self._held += "".join(self._pieces)
+        self._pieces.clear()
         content = ""
         calls: list[ToolCall] = []
         while True:
@@ -83,6 +89,15 @@ class ToolParser:
         self.num_calls += len(calls)
         self._started = self._started or bool(content.strip())
         return content, calls
+
+    def _may_end(self, text: str) -> bool:
+        """Does the open call end in `text`? Looks at no more than that, as calls can be long."""
+        end = self._notation.end
+        if end is None:
+            return False
+        recent = self._tail + text
+        self._tail = recent[-len(end) :]
+        return end in recent
 
     def _step(self, final: bool) -> tuple[str, list[ToolCall], bool]:
         notation = self._notation
@@ -113,6 +128,7 @@ class ToolParser:
         if notation.end is not None:
             body, tag, after = self._held.partition(notation.end)
         if not tag and not final:
+            self._tail = body
             return "", [], False
         self._held, self._inside = after, False
         calls = notation.parse(body)

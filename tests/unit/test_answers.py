@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import time
 
 import pytest
 from hypothesis import example, given, settings
@@ -157,6 +158,17 @@ def test_tool_calls(notation, text, content, calls, cuts):
     parser = AnswerParser(None, ToolParser(NOTATIONS[notation]))
     assert parsed(parser, pieces(text, cuts)) == ("", content, calls)
     assert parser.has_calls == bool(calls)
+
+
+@pytest.mark.parametrize("notation", ["hermes", "llama3_json"])
+def test_a_long_call_takes_no_more_time_per_token(notation):
+    begin = '{"name": "f", "parameters": {"a": "'
+    parts = ["<tool_call>"] * (notation == "hermes") + [begin] + ["word "] * 100_000 + ['"}}']
+    parser = AnswerParser(None, ToolParser(NOTATIONS[notation]))
+    start = time.process_time()
+    found = parsed(parser, parts)
+    assert time.process_time() - start < 3
+    assert found == ("", "", [("f", {"a": "word " * 100_000})])
 
 
 @given(cuts=st.lists(st.integers(0, 200), max_size=12))
