@@ -77,6 +77,7 @@ class ChatTemplate:
     ) -> str:
         """The prompt text of a conversation. `variables` go to the template as they are.
 
+        Templates always know `documents`, which is None unless given.
         Tokenise it without adding special tokens: the template writes those the model wants.
         Raises ChatTemplateError if the template refuses or a message is malformed.
         """
@@ -88,7 +89,7 @@ class ChatTemplate:
                 "tools": tools,
                 "add_generation_prompt": add_generation_prompt,
             }
-            return template.render({**self._special_tokens, **variables, **own})
+            return template.render({"documents": None, **self._special_tokens, **variables, **own})
         except Exception as error:  # templates can raise anything Python can
             kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
             raise ChatTemplateError(

@@ -59,6 +59,12 @@ def test_variables_may_have_any_name():
     assert render("{{ messages[0].content }}{{ args }}", **variables) == "Hi2"
 
 
+def test_documents_are_none_unless_given():
+    source = "{{ documents is none }} {{ documents }}"
+    assert render(source) == "True None"
+    assert render(source, documents=["a"]) == "False ['a']"
+
+
 def test_a_refusal_is_one_sentence():
     with pytest.raises(
         ChatTemplateError, match="failed for this conversation: roles must alternate"
