@@ -98,19 +98,24 @@ class ChatTemplate:
 
 
 def joined(message: Message) -> dict[str, Any]:
-    """A message whose content is a string: the texts of a list of parts are joined by newlines."""
+    """A message whose content is a string: the texts of a list of parts are joined by newlines.
+
+    Keys whose value is None are left out, which templates would write as "None". Raises
+    ChatTemplateError for what is no message, and for parts that are not text.
+    """
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise ChatTemplateError(f"a message must be a mapping with a role, found {message!r}")
-    content = message.get("content")
+    found = {key: value for key, value in message.items() if value is not None}
+    content = found.get("content")
     if not isinstance(content, list):
-        return dict(message)
+        return found
     texts = []
     for part in content:
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
         if kind != "text" or not isinstance(part.get("text"), str):
             raise ChatTemplateError(f"content parts must be of type text, found {kind!r}")
         texts.append(part["text"])
-    return {**message, "content": "\n".join(texts)}
+    return {**found, "content": "\n".join(texts)}
 
 
 class _Generation(Extension):

@@ -65,6 +65,14 @@ def test_documents_are_none_unless_given():
     assert render(source, documents=["a"]) == "False ['a']"
 
 
+@pytest.mark.parametrize("content", [None, [{"type": "text", "text": "x"}]])
+def test_values_that_are_none_are_left_out(content):
+    message = {"role": "assistant", "content": content, "tool_calls": None}
+    source = "{{ messages[0].content }}{{ messages[0].tool_calls is defined }}"
+    assert render(source, [message]) == ("x" if content else "") + "False"
+    assert "tool_calls" in message  # the caller's stays as it is
+
+
 def test_a_refusal_is_one_sentence():
     with pytest.raises(
         ChatTemplateError, match="failed for this conversation: roles must alternate"
