@@ -156,13 +156,17 @@ class SamplingParams:
     def resolve(self, generation_config: Mapping[str, Any]) -> SamplingParams:
         """These parameters with every default filled in, and with a seed.
 
-        Raises ValueError if a value in `generation_config` is out of range.
+        A `top_k` below 0 in `generation_config` means all tokens. Raises ValueError if another
+        value in it is out of range.
         """
         changes: dict[str, Any] = {}
         for name, default in _DEFAULTS.items():
             if getattr(self, name) is None:
                 found = generation_config.get(name)
                 changes[name] = default if found is None else found
+        top_k = changes.get("top_k")
+        if isinstance(top_k, (int, float)) and top_k < 0:  # some write -1 for all tokens
+            changes["top_k"] = 0
         if self.temperature is None and generation_config.get("do_sample") is False:
             changes["temperature"] = 0.0
         elif self.temperature is None and generation_config.get("do_sample"):

@@ -98,6 +98,8 @@ def test_defaults_come_from_generation_config():
     found = resolved(config, top_p=0.5)
     assert (found.temperature, found.top_p, found.repetition_penalty) == (0.7, 0.5, 1.05)
     assert resolved({"do_sample": False, "temperature": 0.7}).temperature == 0.0
+    assert [resolved({"top_k": k}).top_k for k in (-1, 0, 20, None)] == [0, 0, 20, 0]
+    assert resolved({"top_k": -1}, top_k=5).top_k == 5
     assert resolved({"temperature": 0.7}).temperature == 0.7
     assert resolved({"do_sample": True}).temperature == 1.0
     assert resolved({"do_sample": True, "temperature": None}).temperature == 1.0
