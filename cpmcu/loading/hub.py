@@ -13,7 +13,9 @@ _REPO_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")
 _SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.safetensors"]
 _SMALL_FILES += ["freq_*.pt", "token_counts.npy"]  # of drafts: cpmcu/drafters/frspec.py
 _TORCH_FILES = ["*.bin", "*.pt"]
-_OTHER_COPIES = ["*/*", "consolidated*"]  # other formats of the same weights
+# Other formats of the same weights; of folders only templates are wanted.
+_OTHER_COPIES = [f"*/{name}" for name in _SMALL_FILES + _TORCH_FILES if name != "*.jinja"]
+_OTHER_COPIES += ["consolidated*"]
 
 
 def resolve_model(model: str, revision: str | None = None) -> Path:

@@ -17,9 +17,12 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from cpmcu.checks import shown
 from cpmcu.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
+
+_FOLDER = "additional_chat_templates"
 
 
 class ChatTemplateError(ValueError):
@@ -51,20 +54,18 @@ class ChatTemplate:
     def from_directory(cls, directory: str | Path, tokenizer: Tokenizer) -> ChatTemplate | None:
         """The template of a checkpoint directory, or None if it has none.
 
-        `chat_template.jinja` wins over tokenizer_config.json, as elsewhere; of several named ones
-        it is "default", and "tool_use" when tools are given.
+        Files win over tokenizer_config.json, as elsewhere: `chat_template.jinja`, and each of
+        `additional_chat_templates/` under its own name. Of several named ones it is "default",
+        and "tool_use" when tools are given. Raises ChatTemplateError if tokenizer_config.json has
+        what is no template, or a template is malformed.
         """
-        path = Path(directory) / "chat_template.jinja"
-        found: Any = tokenizer.config.get("chat_template")
-        if path.is_file():
-            found = path.read_text(encoding="utf-8")
-        if not found:
+        named = _in_files(Path(directory))
+        if "default" not in named:
+            named = {**_in_config(tokenizer.config.get("chat_template")), **named}
+        default = named.get("default", next(iter(named.values()), None))
+        if not default:
             return None
-        if isinstance(found, list):
-            named = {entry["name"]: entry["template"] for entry in found}
-            default = named.get("default", next(iter(named.values())))
-            return cls(default, tokenizer.special_tokens, named.get("tool_use"))
-        return cls(found, tokenizer.special_tokens)
+        return cls(default, tokenizer.special_tokens, named.get("tool_use"))
 
     def render(
         self,
@@ -116,6 +117,30 @@ def joined(message: Message) -> dict[str, Any]:
             raise ChatTemplateError(f"content parts must be of type text, found {kind!r}")
         texts.append(part["text"])
     return {**found, "content": "\n".join(texts)}
+
+
+def _in_files(directory: Path) -> dict[str, str]:
+    """The templates that are files of a checkpoint directory, by name."""
+    files = {"default": directory / "chat_template.jinja"}
+    files |= {path.stem: path for path in sorted(directory.glob(f"{_FOLDER}/*.jinja"))}
+    return {name: path.read_text("utf-8") for name, path in files.items() if path.is_file()}
+
+
+def _in_config(stated: Any) -> dict[str, str]:
+    """The templates that tokenizer_config.json states, by name. Raises ChatTemplateError."""
+    if not stated or isinstance(stated, str):
+        return {"default": stated} if stated else {}
+    pairs: list[tuple[Any, Any]] = [(None, None)]
+    if isinstance(stated, Mapping):
+        pairs = list(stated.items())
+    elif isinstance(stated, list) and all(isinstance(entry, Mapping) for entry in stated):
+        pairs = [(entry.get("name"), entry.get("template")) for entry in stated]
+    if not all(isinstance(text, str) for pair in pairs for text in pair):
+        raise ChatTemplateError(
+            f"tokenizer_config.json: chat_template is {shown(stated)}, but must be a text or "
+            "texts with names"
+        )
+    return dict(pairs)
 
 
 class _Generation(Extension):

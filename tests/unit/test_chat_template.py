@@ -117,3 +117,30 @@ def test_from_directory(tmp_path):
     assert load(chat_template=named).render(USER, tools=[{"type": "function"}]) == "tools"
     (tmp_path / "chat_template.jinja").write_text("from a file", encoding="utf-8")
     assert load(chat_template="{{ bos_token }}one").render(USER) == "from a file"
+
+
+def test_several_templates(tmp_path):
+    def load(**config):
+        directory = write_directory(tmp_path, byte_level(), **config)
+        template = ChatTemplate.from_directory(directory, Tokenizer.from_directory(directory))
+        return [template.render(USER, tools=tools) for tools in (None, [{"type": "function"}])]
+
+    assert load(chat_template={"default": "plain", "tool_use": "tools"}) == ["plain", "tools"]
+    folder = tmp_path / "additional_chat_templates"
+    folder.mkdir()
+    (folder / "tool_use.jinja").write_text("file with tools")
+    assert load(chat_template="plain") == ["plain", "file with tools"]
+    (tmp_path / "chat_template.jinja").write_text("file")
+    assert load(chat_template="plain") == ["file", "file with tools"]
+    (tmp_path / "chat_template.jinja").unlink()
+    (folder / "tool_use.jinja").unlink()
+    (folder / "default.jinja").write_text("default file")
+    named = {"default": "plain", "tool_use": "tools"}
+    assert load(chat_template=named) == ["default file"] * 2  # files win, all of them
+
+
+@pytest.mark.parametrize("found", [5, ["x"], [{"name": "default"}], {"default": None}, [5, {}]])
+def test_what_is_no_template(found, tmp_path):
+    directory = write_directory(tmp_path, byte_level(), chat_template=found)
+    with pytest.raises(ChatTemplateError, match=r"tokenizer_config.json: chat_template is .*text"):
+        ChatTemplate.from_directory(directory, Tokenizer.from_directory(directory))

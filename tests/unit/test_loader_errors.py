@@ -121,6 +121,28 @@ def test_torch_files_are_fetched_only_without_safetensors(
     assert len(asked) == 3
 
 
+def test_templates_in_a_folder_are_fetched_but_no_other_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = pytest.importorskip("huggingface_hub")
+    wanted = ["additional_chat_templates/tool_use.jinja", "chat_template.jinja", "config.json"]
+    others = ["onnx/config.json", "original/model.safetensors", "original/a.pt", "gguf/a.txt"]
+    others += ["consolidated.00.pth", "README.md", "original/tokenizer.model", "a/b/model.bin"]
+    fetched: list[str] = []
+
+    def snapshot_download(
+        repo_id: str, allow_patterns: list[str], ignore_patterns: list[str], **_: Any
+    ) -> str:
+        fetched[:] = module.utils.filter_repo_objects(
+            wanted + others, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns
+        )
+        return str(tmp_path)
+
+    monkeypatch.setattr(module, "snapshot_download", snapshot_download)
+    hub.resolve_model("some/model")
+    assert fetched == wanted
+
+
 # ---- the directory
 
 
