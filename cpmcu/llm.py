@@ -8,12 +8,12 @@ import numbers
 import queue
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cpmcu.checks import integer, listed, shown
 from cpmcu.config import EngineConfig, SpeculativeConfig, shipped_model
-from cpmcu.engine.detokenizer import Detokenizer
+from cpmcu.engine.detokenizer import Decode, Detokenizer
 from cpmcu.engine.request import Emit, OnPrefill, Request
 from cpmcu.engine.runner import EngineLoad, Runner
 from cpmcu.engine.stopping import StopStrings, StopTokens
@@ -188,11 +188,13 @@ class LLM:
         params: SamplingParams,
         emit: Emit,
         on_prefill: OnPrefill | None = None,
+        kept: Collection[int] = (),
     ) -> list[Request]:
         """The requests for the choices of a prompt, checked and ready for `submit`.
 
-        `params` must be resolved. Raises ValueError for a prompt that is empty or too long and for
-        a grammar that cannot be used, ImportError if grammars need a package that is missing.
+        `params` must be resolved. `kept` are special tokens that are text in any case. Raises
+        ValueError for a prompt that is empty or too long and for a grammar that cannot be used,
+        ImportError if grammars need a package that is missing.
         """
         if not prompt:
             raise ValueError("the prompt is empty, but must have at least one token")
@@ -211,9 +213,13 @@ class LLM:
         limit = min(room, params.max_tokens or room)
         eos = () if params.ignore_eos else self.tokenizer.eos_token_ids
         stop_ids = [*eos, *params.stop_token_ids]
-        decode = functools.partial(
-            self.tokenizer.decode, skip_special_tokens=params.skip_special_tokens
-        )
+        decode: Decode
+        if params.skip_special_tokens and kept:
+            decode = _decode_with(self.tokenizer, kept)
+        else:
+            decode = functools.partial(
+                self.tokenizer.decode, skip_special_tokens=params.skip_special_tokens
+            )
         return [
             Request(
                 prompt,
@@ -349,6 +355,19 @@ def _wrong_params(found: object) -> ValueError:
     return ValueError(
         f"sampling_params is {shown(found)}, but must be SamplingParams for all prompts, or a list "
         "of them with one for each"
+    )
+
+
+def _decode_with(tokenizer: Tokenizer, kept: Collection[int]) -> Decode:
+    """Token ids to text, without special tokens but for those in `kept`."""
+
+    @functools.cache
+    def is_text(token: int) -> bool:
+        text = tokenizer.decode([token], skip_special_tokens=False)
+        return token in kept or tokenizer.decode([token]) == text
+
+    return lambda ids: tokenizer.decode(
+        [token for token in ids if is_text(token)], skip_special_tokens=False
     )
 
 

@@ -38,7 +38,7 @@ class Generation:
 
     The outputs are numbered through: choice c of prompt p is p * n + c. Raises ApiError (400) for
     a prompt, which came in the request's field `prompt_field`, or parameters that the engine
-    refuses.
+    refuses. `kept`: see LLM.prepare.
     """
 
     def __init__(
@@ -50,6 +50,7 @@ class Generation:
         *,
         prompt_field: str = "prompt",
         progress: bool = False,
+        kept: Sequence[int] = (),
     ) -> None:
         llm = service.model.llm
         self.prompts = prompts
@@ -68,7 +69,7 @@ class Generation:
                 resolved = params.resolve(llm.generation_config)
                 on_prefill = self._reporter(p) if progress else None
                 emit = self._emitter(p * params.n)
-                self.requests += llm.prepare(prompt, resolved, emit, on_prefill)
+                self.requests += llm.prepare(prompt, resolved, emit, on_prefill, kept)
             except ValueError as error:
                 raise bad_value(error, prompt_field) from error
         self.left = len(self.requests)

@@ -41,7 +41,6 @@ class Notation:
     parse: Callable[[str], list[ToolCall] | None]
     at_start: bool = False  # only at the start of an answer
     lead: str = ""  # what may come before `begin` at the start, beside white space
-    special: bool = False  # the tags are special tokens, which texts leave out by default
 
 
 def notation_of(template: str | None, parser: str) -> Notation | None:
@@ -222,7 +221,7 @@ def _from_node(node: ast.expr) -> ToolCall | None:
 NOTATIONS = {
     "hermes": Notation("<tool_call>", "</tool_call>", _hermes),
     "llama3_json": Notation("{", None, _llama3_json, at_start=True, lead="<|python_tag|>"),
-    "minicpm4": Notation("<|tool_call_start|>", "<|tool_call_end|>", _minicpm4, special=True),
+    "minicpm4": Notation("<|tool_call_start|>", "<|tool_call_end|>", _minicpm4),
 }
 
 # What a chat template shows -> how its model writes calls.

@@ -41,6 +41,17 @@ def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="session")
+def special(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A model whose tags are special tokens."""
+    tags = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<|other|>")
+    text = '<think>So, two.</think>Ok<|other|>.<tool_call>{"name": "f"}</tool_call>'
+    folder = tmp_path_factory.mktemp("special")
+    directory = write_scripted(folder, {"tell": text}, TEMPLATE, tags)
+    with start("--model", str(directory), "--served-model-name", "scripted") as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
 def limited() -> Iterator[Server]:
     """Small limits, keys, JSON logs."""
     flags = ["--max-queue", "4", "--max-num-seqs", "2", "--max-model-len", "128"]

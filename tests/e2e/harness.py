@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import httpx
@@ -129,12 +129,15 @@ def cue(name: str) -> str:
     return f"<|{name}|>"
 
 
-def write_scripted(directory: Path, scripts: Mapping[str, str], template: str) -> Path:
+def write_scripted(
+    directory: Path, scripts: Mapping[str, str], template: str, special: Sequence[str] = ()
+) -> Path:
     """A Llama checkpoint that goes on after `cue(name)` with `scripts[name]` and then ends.
 
     Its layers add nothing, so the next token follows from the last one alone: the row of the head
     that belongs to a token's successor is that token's embedding. So no token may occur twice; a
     text is cut into pieces of 1 to 4 bytes that were not used before, mostly inside characters.
+    What is in `special` is a special token.
     """
     letters = {byte: letter for letter, byte in byte_letters().items()}
     vocab = {token: i for i, token in enumerate(SPECIAL)}
@@ -145,17 +148,23 @@ def write_scripted(directory: Path, scripts: Mapping[str, str], template: str) -
     used: set[bytes] = set()
     for name, text in scripts.items():
         last = cues[name]
-        for piece in _cut(text.encode("utf-8"), used) or ():
-            token = vocab.setdefault("".join(letters[byte] for byte in piece), len(vocab))
-            follows[last] = token
-            last = token
+        for part in re.split(f"({'|'.join(map(re.escape, special))})", text) if special else [text]:
+            names = [part] if part in special else []
+            for piece in () if names else _cut(part.encode("utf-8"), used) or ():
+                names.append("".join(letters[byte] for byte in piece))
+            for token in (vocab.setdefault(name, len(vocab)) for name in names):
+                follows[last] = token
+                last = token
         follows[last] = EOS
 
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(
-        [AddedToken(token, special=True, normalized=False) for token in (*SPECIAL, *map(cue, cues))]
+        [
+            AddedToken(token, special=True, normalized=False)
+            for token in (*SPECIAL, *map(cue, cues), *special)
+        ]
     )
     size = {"vocab_size": len(vocab), "hidden_size": 128, "num_hidden_layers": 1}
     config = tiny_config("llama", **size)

@@ -160,6 +160,26 @@ def test_what_is_no_call_is_text(scripted):
     assert (content, calls, finish) == (SCRIPTS["broken"], {}, "stop")
 
 
+@pytest.mark.parametrize("prompt", [cue("tell"), "<think>"])
+def test_tags_that_are_special_tokens(special, prompt):
+    """Also where the prompt ends with the tag. Other special tokens are left out as ever."""
+    messages = [{"role": "user", "content": prompt}]
+
+    def told(**fields) -> tuple[str, str, list[str]]:
+        body = {"messages": messages, "temperature": 0, **fields}
+        message = special.post("/v1/chat/completions", body).json()["choices"][0]["message"]
+        calls = [call["function"]["name"] for call in message.get("tool_calls") or []]
+        return message.get("reasoning_content"), message["content"], calls
+
+    call = '{"name": "f"}'
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    assert told(tools=tools) == ("So, two.", "Ok.", ["f"])
+    assert told() == ("So, two.", "Ok." + call, [])
+    assert told(separate_reasoning=False) == (None, "So, two.Ok." + call, [])
+    shown = told(tools=tools, skip_special_tokens=False)
+    assert shown == ("So, two.", "Ok<|other|>.", ["f"])
+
+
 def test_conversation_with_calls_and_results(scripted):
     """Arguments of earlier calls, and null contents, reach the template."""
     call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}

@@ -40,6 +40,7 @@ from cpmcu.serving.responses import Reply, answer, service_of
 from cpmcu.serving.service import Service
 from cpmcu.serving.token_text import TokenTexts
 from cpmcu.serving.tools import ToolParser
+from cpmcu.tokenizer import Tokenizer
 
 router = APIRouter(tags=["generation"])
 
@@ -96,8 +97,7 @@ def _prepare(service: Service, body: ChatRequest, loop: asyncio.AbstractEventLoo
     fields["grammar"] = forced or fields["grammar"]
     notation = model.tool_notation if body.tools_wanted and not forced else None
     tags = model.reasoning_tags if body.separate_reasoning and fields["grammar"] is None else None
-    if (notation is not None and notation.special) or (tags is not None and tags[0][1] == "|"):
-        fields["skip_special_tokens"] = False
+    in_use = [*(tags or ()), *((notation.begin, notation.end) if notation else ())]
 
     def new_parser() -> AnswerParser:
         splitter = None
@@ -116,9 +116,25 @@ def _prepare(service: Service, body: ChatRequest, loop: asyncio.AbstractEventLoo
         **fields,
     )
     generation = Generation(
-        service, [ids], params, loop, prompt_field="messages", progress=body.return_progress
+        service,
+        [ids],
+        params,
+        loop,
+        prompt_field="messages",
+        progress=body.return_progress,
+        kept=_special(model.llm.tokenizer, in_use),
     )
     return _Job(generation, new_parser, model.token_texts)
+
+
+def _special(tokenizer: Tokenizer, tags: Sequence[str | None]) -> list[int]:
+    """The special tokens among tags: texts leave them out, unless told to keep them."""
+    ids = {tag: tokenizer.id_of(tag) for tag in tags if tag}
+    return [
+        token
+        for tag, token in ids.items()
+        if token is not None and tokenizer.piece(token) == tag and not tokenizer.decode([token])
+    ]
 
 
 def _forced(body: ChatRequest) -> Grammar | None:
