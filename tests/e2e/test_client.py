@@ -266,6 +266,17 @@ def test_echo_gives_the_logprobs_of_the_prompt(client, llm):
     assert one.token_logprobs == [None]
 
 
+def test_offsets_of_an_echo_with_special_tokens(client):
+    text = "<|im_start|>user\nhi<|im_end|>\nx = 1"
+    fields = {"echo": True, "logprobs": 0, "max_tokens": 4, "temperature": 0}
+    fields["extra_body"] = {"ignore_eos": True, "skip_special_tokens": False}
+    choice = complete(client, text, **fields).choices[0]
+    found = choice.logprobs
+    assert {"<|im_start|>", "<|im_end|>"} <= set(found.tokens)
+    shown = found.tokens[1:]  # all but <s>
+    assert [choice.text[i : i + len(t)] for i, t in zip(found.text_offset[1:], shown)] == shown
+
+
 def test_echo_of_several_choices(client):
     fields = {"max_tokens": 3, "temperature": 1, "seed": 4, "echo": True, "logprobs": 0, "n": 2}
     choices = complete(client, ["a = ", "def g"], **fields).choices

@@ -24,6 +24,7 @@ from cpmcu.serving.conversation import render
 from cpmcu.serving.errors import ApiError
 from cpmcu.serving.logs import RequestLog
 from cpmcu.serving.protocol import base, chat, completion
+from cpmcu.serving.routes.completions import Logprobs
 from cpmcu.serving.service import Service
 from cpmcu.serving.token_text import TokenTexts
 from cpmcu.serving.tools import NOTATIONS
@@ -45,6 +46,26 @@ def test_bytes_of_tokens_join_to_the_text(make, tmp_path):
     assert (texts.text_of(end), texts.is_shown(end)) == ("</s>", False)
     assert all(texts.is_shown(token) for token in ids)
     assert texts.bytes_of(tokenizer.vocab_size + 5) == b""
+
+
+@pytest.mark.parametrize(
+    ("text", "offsets"),
+    [
+        ("hello a", [0, 0, 5]),  # <s>, then "▁hello" for "hello"
+        (" the a", [0, 0, 1, 4]),
+        ("<s>a", [0, 3, 3]),  # the first <s> is taken for the one in the text
+        ("a<|im_end|>\na b", [0, 0, 1, 11, 11, 12, 13, 14]),
+        ("你é", [0, 0, 0, 1]),
+    ],
+)
+def test_offsets_into_an_echoed_prompt(text, offsets, tmp_path):
+    directory = write_directory(tmp_path, byte_fallback(), add_bos_token=True)
+    tokenizer = Tokenizer.from_directory(directory)
+    ids = tokenizer.encode(text)
+    writer = Logprobs(TokenTexts(tokenizer), 0, echo=text, num_echoed=len(ids))
+    output = tokenizer.encode("a", add_special_tokens=False)
+    found = writer.write([(token, None) for token in [*ids, *output]])
+    assert found.text_offset == [*offsets, len(text)]
 
 
 def test_every_field_of_the_configuration_is_a_flag():

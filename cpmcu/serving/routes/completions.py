@@ -25,8 +25,11 @@ from cpmcu.serving.protocol.completion import (
 )
 from cpmcu.serving.responses import Reply, answer, service_of
 from cpmcu.serving.service import Model, Service
+from cpmcu.serving.token_text import TokenTexts
 
 router = APIRouter(tags=["generation"])
+
+_GAP = 16  # letters of a prompt, at most, that may be no token's text
 
 Scored = tuple[int, TokenLogprobs | None]  # a token; None: nothing comes before it
 
@@ -91,7 +94,16 @@ class _Completion:
         self._reply = reply
         self._body = body
         self._job = job
-        self._logprobs = [_Logprobs(job.model, body.logprobs) for _ in job.generation.requests]
+        self._logprobs = [
+            Logprobs(
+                job.model.token_texts,
+                body.logprobs,
+                echo=job.prompt_texts[number // body.num_choices] if body.echo else "",
+                num_echoed=len(self._prompt(number)) if body.echo else 0,
+                skip_special=body.skip_special_tokens,
+            )
+            for number in range(len(job.generation.requests))
+        ]
 
     def whole(self, outputs: Sequence[CompletionOutput]) -> CompletionResponse:
         """The response in one piece."""
@@ -186,12 +198,27 @@ def _scored(entries: Sequence[TokenLogprobs] | None) -> list[Scored]:
     return [(entry.token_id, entry) for entry in entries or ()]
 
 
-class _Logprobs:
-    """One choice's log-probabilities in the form of this endpoint, with offsets into its text."""
+class Logprobs:
+    """One choice's log-probabilities in the form of this endpoint, with offsets into its text.
 
-    def __init__(self, model: Model, wanted: int | None) -> None:
-        self._texts = model.token_texts
+    That text begins with `echo`, whose tokens are the first `num_echoed`; `skip_special`: special
+    tokens of the output are not in it.
+    """
+
+    def __init__(
+        self,
+        texts: TokenTexts,
+        wanted: int | None,
+        *,
+        echo: str = "",
+        num_echoed: int = 0,
+        skip_special: bool = True,
+    ) -> None:
+        self._texts = texts
         self._wanted = wanted
+        self._echo = echo
+        self._left = num_echoed
+        self._skip_special = skip_special
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._offset = 0
 
@@ -201,15 +228,39 @@ class _Logprobs:
             return None
         offsets = []
         for token, _ in entries:
-            offsets.append(self._offset)
-            if self._texts.is_shown(token):
-                self._offset += len(self._decoder.decode(self._texts.bytes_of(token)))
+            shown = self._texts.is_shown(token)
+            if self._left:
+                offsets.append(self._find(token, shown))
+            else:
+                offsets.append(self._offset)
+                if shown or not self._skip_special:
+                    self._offset += len(self._decoder.decode(self._texts.bytes_of(token)))
         return CompletionLogprobs(
             tokens=[self._texts.text_of(token) for token, _ in entries],
             token_logprobs=[None if e is None else max(e.logprob, LOWEST) for _, e in entries],
             top_logprobs=[self._top(entry) for _, entry in entries] if self._wanted else None,
             text_offset=offsets,
         )
+
+    def _find(self, token: int, shown: bool) -> int:
+        """Where the echoed text has the prompt's next token; goes on behind it.
+
+        A text prompt is echoed as it came. It may have special tokens by name, and lack what the
+        tokenizer put before it (a special token, a space); some letters may be no token's.
+        """
+        text = self._texts.text_of(token)
+        if shown:
+            text = self._decoder.decode(self._texts.bytes_of(token))
+        begin = self._offset
+        found = self._echo.find(text, begin, begin + _GAP + len(text))
+        if self._echo.startswith(text.removeprefix(" "), begin) and found != begin:
+            text, found = text.removeprefix(" "), begin
+        if found >= 0 and (shown or not self._echo[begin:found].strip()):
+            begin, self._offset = found, found + len(text)
+        self._left -= 1
+        if not self._left:
+            self._offset = len(self._echo)
+        return begin
 
     def _top(self, entry: TokenLogprobs | None) -> dict[str, float] | None:
         if entry is None:
