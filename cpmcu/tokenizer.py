@@ -200,7 +200,12 @@ class _FastBackend:
         self._tokenizer.add_tokens(missing)
         names = [_content(config[name]) for name in _SPECIAL if config.get(name) is not None]
         names += map(_content, config.get("additional_special_tokens") or [])
-        self._tokenizer.add_special_tokens([name for name in names if self.id_of(name) is not None])
+        # Not those that the file has as special: it may say more of them than their names.
+        own = self._tokenizer.get_added_tokens_decoder()
+        marked = {token.content for token in own.values() if token.special}
+        self._tokenizer.add_special_tokens(
+            [name for name in names if name not in marked and self.id_of(name) is not None]
+        )
 
     def _stated(self, config: dict[str, Any], name: str) -> list[int] | None:
         """What add_bos_token or add_eos_token puts on its side; None: it does not say."""

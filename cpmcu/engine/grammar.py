@@ -75,7 +75,7 @@ class GrammarCompiler:
     def _compile(self, grammar: Grammar) -> Any:
         source = self._source(grammar)
         matcher = self._library.LLMatcher(self._tokenizer, source, log_level=0)
-        if matcher.is_error() and grammar.kind == "lark":
+        if matcher.is_error() and "unknown special token" in matcher.get_error():
             matcher = self._library.LLMatcher(self._named(), source, log_level=0)
         matcher.compute_bitmask()  # the first one builds much of the lexer
         if matcher.is_error():
@@ -169,13 +169,23 @@ def without_names(tokenizer: str) -> str:
     counts added tokens of the form <...> among them.
     """
     data = json.loads(tokenizer)
+    model = data["model"]
+    merges = [
+        tuple(merge.split(" ") if isinstance(merge, str) else merge)
+        for merge in model.get("merges") or []
+    ]
+    pieces = {piece for merge in merges for piece in merge}
+    added = data.get("added_tokens") or []
+    # Of which others are made: those are text as well.
+    data["added_tokens"] = added = [token for token in added if token["content"] not in pieces]
     renamed: dict[str, str] = {}
-    for token in data.get("added_tokens") or []:
+    for token in added:
         name = token["content"]
         if token["special"] or (name.startswith("<") and name.endswith(">")):
             renamed[name] = token["content"] = _UNSAID + name
             token["special"] = True
-    model = data["model"]
+    if merges:
+        model["merges"] = [merge for merge in merges if "".join(merge) not in renamed]
     if isinstance(model["vocab"], dict):
         model["vocab"] = {renamed.get(name, name): i for name, i in model["vocab"].items()}
     else:  # Unigram's

@@ -8,20 +8,24 @@ from cpmcu.loading.safetensors import open_safetensors
 from cpmcu.loading.tensors import Checkpoint
 from cpmcu.loading.torch_files import open_torch
 
-# The first of these is taken. CPM.cu's converter and its loader have a name each; the others are in
-# transformers' order, which leaves an index that is out of date beside a file saved as a whole.
-_NAMES = (
-    "model_gptq_marlin.safetensors",
-    "model_gptq.safetensors",
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
-    "pytorch_model.pt",
+# Files that are streamed come before those that torch reads. Of either the first of these names is
+# taken, else the only file of the first pattern that fits one. CPM.cu's converter and its loader
+# have a name each; the others are in transformers' order, which leaves an index that is out of date
+# beside a file saved as a whole.
+_STREAMED = (
+    (
+        "model_gptq_marlin.safetensors",
+        "model_gptq.safetensors",
+        "model.safetensors",
+        "model.safetensors.index.json",
+    ),
+    ("*.safetensors.index.json", "*.safetensors"),
 )
-# Else the only file of the first of these that is there.
-_PATTERNS = ("*.safetensors.index.json", "*.safetensors", "*.bin.index.json", "*.bin", "*.pt")
-_NOT_WEIGHTS = ("training_args", "optimizer", "scheduler", "rng_state", "freq_", "adapter_model")
+_BY_TORCH = (
+    ("pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_model.pt"),
+    ("*.bin.index.json", "*.bin", "*.pt"),
+)
+_NOT_WEIGHTS = ("training_args", "optimizer", "scheduler", "rng_state", "freq_", "adapter")
 
 
 def open_checkpoint(directory: Path) -> Checkpoint:
@@ -33,22 +37,33 @@ def open_checkpoint(directory: Path) -> Checkpoint:
     return open_safetensors(path) if "safetensors" in path.name else open_torch(path)
 
 
+def has_safetensors(directory: Path) -> bool:
+    """Are there files in it that may be weights and need no torch?"""
+    return bool(_matching(directory, "*.safetensors"))
+
+
 def _weights(directory: Path) -> Path:
-    for name in _NAMES:
-        if (directory / name).exists():
-            return directory / name
-    for pattern in _PATTERNS:
-        found = sorted(
-            path for path in directory.glob(pattern) if not path.name.startswith(_NOT_WEIGHTS)
-        )
-        if len(found) == 1:
-            return found[0]
-        if found:
-            names = ", ".join(path.name for path in found[:8])
-            raise ValueError(
-                f"{directory}: has {len(found)} files that may be the weights ({names}), "
-                "expected one of them, a usual name such as model.safetensors, or an index"
-            )
+    for names, patterns in (_STREAMED, _BY_TORCH):
+        for name in names:
+            if (directory / name).exists():
+                return directory / name
+        for pattern in patterns:
+            found = _matching(directory, pattern)
+            if len(found) == 1:
+                return found[0]
+            if found:
+                shown = ", ".join(path.name for path in found[:8])
+                raise ValueError(
+                    f"{directory}: has {len(found)} files that may be the weights ({shown}), "
+                    "expected one of them, a usual name such as model.safetensors, or an index"
+                )
     raise FileNotFoundError(
-        f"{directory}: has no weights, expected one of: {', '.join(_NAMES[2:])}"
+        f"{directory}: has no weights, expected one of: "
+        f"{', '.join([*_STREAMED[0][2:], *_BY_TORCH[0]])}"
+    )
+
+
+def _matching(directory: Path, pattern: str) -> list[Path]:
+    return sorted(
+        path for path in directory.glob(pattern) if not path.name.startswith(_NOT_WEIGHTS)
     )

@@ -78,6 +78,8 @@ def _download(repo_id: str, revision: str | None, only: Sequence[str] | None = N
             "not installed (pip install huggingface_hub)"
         ) from error
 
+    from cpmcu.loading.checkpoint import has_safetensors  # numpy, which --help does without
+
     def snapshot(patterns: Sequence[str]) -> Path:
         return Path(
             snapshot_download(
@@ -93,7 +95,7 @@ def _download(repo_id: str, revision: str | None, only: Sequence[str] | None = N
         if only is not None:
             return snapshot(only)
         directory = snapshot(_SMALL_FILES)
-        if not any(directory.glob("*.safetensors")):
+        if not has_safetensors(directory):
             directory = snapshot(_SMALL_FILES + _TORCH_FILES)
         return directory
     except HFValidationError as error:

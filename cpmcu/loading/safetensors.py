@@ -20,6 +20,7 @@ from cpmcu.loading.index import check_file, read_index, unique_names
 from cpmcu.loading.tensors import STORAGE_DTYPES, StoredTensor, TensorMeta
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+_SMALL = 4 << 20  # bytes of tensors that share a mapping of their file: one for each takes longer
 
 _DTYPES = {
     "BOOL": "bool",
@@ -48,7 +49,7 @@ class SafetensorsCheckpoint:
     def __init__(self, directory: Path, tensors: Mapping[str, StoredTensor]) -> None:
         self.directory = directory
         self.tensors = tensors
-        self._mapped: dict[Path, npt.NDArray[np.uint8]] = {}  # mapping each tensor takes longer
+        self._mapped: dict[Path, npt.NDArray[np.uint8]] = {}
 
     def read(self, name: str) -> npt.NDArray[Any]:
         """The tensor in its storage dtype (bfloat16 as uint16), mapped from the file."""
@@ -56,10 +57,12 @@ class SafetensorsCheckpoint:
         dtype = STORAGE_DTYPES[stored.meta.dtype]
         if stored.meta.num_elements == 0:
             return np.empty(stored.meta.shape, dtype)
+        begin, size = stored.offset or 0, stored.meta.nbytes
+        if size > _SMALL:  # by itself, so that its pages do not stay
+            return np.memmap(stored.path, dtype, "r", begin, stored.meta.shape)
         if stored.path not in self._mapped:
             self._mapped[stored.path] = np.asarray(np.memmap(stored.path, np.uint8, "r"))
-        begin = stored.offset or 0
-        raw = self._mapped[stored.path][begin : begin + stored.meta.nbytes]
+        raw = self._mapped[stored.path][begin : begin + size]
         return raw.view(dtype).reshape(stored.meta.shape)
 
 

@@ -294,6 +294,20 @@ def test_text_that_reads_like_a_special_token(
     assert said == (json.dumps(text) if kind == "json" else text)
 
 
+@pytest.mark.parametrize("backend", [byte_level, byte_fallback])
+@pytest.mark.parametrize("name", ["he", "h"])
+def test_a_special_token_that_is_a_piece_of_others(tmp_path, backend, name: str):
+    tokenizer = read(tmp_path, backend, pad_token=name)
+    grammar = Grammar.choice(["hello"])
+    tokens = walk(
+        GrammarCompiler(tokenizer, tokenizer.vocab_size).start(grammar),
+        np.random.default_rng(5),
+        set(),
+        9,
+    )
+    assert tokenizer.decode(tokens, skip_special_tokens=False).strip() == "hello"
+
+
 def test_a_lark_grammar_may_name_special_tokens(compiler: GrammarCompiler, tokenizer: Tokenizer):
     end = tokenizer.id_of("<|im_end|>")
     assert end is not None

@@ -116,9 +116,12 @@ def test_torch_files_are_fetched_only_without_safetensors(
     monkeypatch.setattr(module, "snapshot_download", snapshot_download)
     hub.resolve_model("some/model")
     assert "*.bin" not in asked[0] and "*.bin" in asked[1] and len(asked) == 2
+    (tmp_path / "adapter.safetensors").write_bytes(b"")
+    hub.resolve_model("some/model")
+    assert len(asked) == 4
     write_tiny(tmp_path)
     hub.resolve_model("some/model")
-    assert len(asked) == 3
+    assert len(asked) == 5
 
 
 def test_templates_in_a_folder_are_fetched_but_no_other_weights(
@@ -192,11 +195,14 @@ def test_usual_names_come_before_others(tmp_path: Path) -> None:
     assert open_checkpoint(tmp_path).tensors.keys() == expected.keys()
 
 
-def test_torch_files_of_usual_names_come_before_others(tmp_path: Path) -> None:
+def test_safetensors_come_before_torch_files_but_for_adapters(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch", reason="writes a torch file")
     torch.save({"a": torch.zeros(2)}, tmp_path / "pytorch_model.bin")
     (tmp_path / "adapter.safetensors").write_bytes(b"damaged")
     assert list(open_checkpoint(tmp_path).tensors) == ["a"]
+    write_tiny(tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "gptq_model-4bit-128g.safetensors")
+    assert "a" not in open_checkpoint(tmp_path).tensors
 
 
 def test_other_files_are_not_weights(tmp_path: Path) -> None:

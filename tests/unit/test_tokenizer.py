@@ -109,6 +109,18 @@ def test_a_special_token_that_the_file_has_as_text(tmp_path):
     assert tokenizer.decode(ids) == "a "
 
 
+def test_what_the_file_says_of_special_tokens_stays(tmp_path):
+    tokenizer = tokenizers.Tokenizer.from_str(byte_level().to_str())
+    data = json.loads(tokenizer.to_str())
+    for token in data["added_tokens"]:
+        token["lstrip"] = token["rstrip"] = token["content"] == "</s>"
+    tokenizer = tokenizers.Tokenizer.from_str(json.dumps(data))
+    expected = tokenizer.encode("a </s> b").ids
+    assert len(expected) == 3
+    read = Tokenizer.from_directory(write_directory(tmp_path, tokenizer))
+    assert read.encode("a </s> b") == expected
+
+
 def test_special_tokens_are_split_if_asked_for(tmp_path):
     directory = write_directory(tmp_path, byte_level(), split_special_tokens=True)
     assert len(Tokenizer.from_directory(directory).encode("</s>")) > 1
