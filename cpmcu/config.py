@@ -165,7 +165,7 @@ class SpeculativeConfig:
     draft_head_quant: str = option(
         "auto",
         "bits of the draft's lm_head, rounded at load, which changes no text; auto: w4 if the "
-        "draft is quantised, else none",
+        "draft is quantised and the target's lm_head is not, else none",
         choices=DRAFT_HEAD_QUANTS,
     )
     prompt_lookup_min: int | None = option(None, "n-gram: shortest match (default: 1)")

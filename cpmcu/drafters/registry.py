@@ -50,6 +50,7 @@ class TargetModel:
     device: str = "cpu"
     max_model_len: int = 0  # tokens that the engine will hold of a sequence; 0: the model's own
     eos_ids: tuple[int, ...] = ()  # of the checkpoint's configs
+    quantised_head: bool = False  # the checkpoint stores lm_head quantised
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,7 +54,7 @@ class LoadedDraft:
     window: int
     vocab_ids: list[int]  # FR-Spec's; empty: what the plan says
     files: DraftFiles | None
-    head_quant: str = "auto"  # draft_head_quant of the configuration
+    head_quant: str = "auto"  # draft_head_quant of the configuration, or what is left of it
 
     def spec(self, extension: Any, dtype: str) -> C.DrafterSpec:
         """What the engine takes."""
@@ -134,6 +134,7 @@ def open_draft(
         plan = drafter.plan(files, target, speculation)
         usual = CHOSEN_SHAPE if speculation.chooses_shapes else HEAD_SHAPE
         shape = speculation.shape(chain=plan.chain, defaults=SHIPPED_SHAPE if shipped else usual)
+        head_quant = _head_quant(speculation, plan, target)
         vocab_ids = _frspec_ids(speculation, method, plan, files, target)
         _check_width(shape, vocab_ids or plan.options.get("vocab_ids", ()))
     except ValueError as error:
@@ -142,7 +143,6 @@ def open_draft(
         raise ValueError(f"{files.directory}: {error}") from error
     window = speculation.spec_window_size
     window = plan.window if window is None else window
-    head_quant = speculation.draft_head_quant
     return LoadedDraft(method, plan, shape, window, vocab_ids, files, head_quant)
 
 
@@ -202,6 +202,30 @@ def _check_width(shape: TreeShape, vocab_ids: Sequence[int]) -> None:
             f"only {len(vocab_ids)} tokens are drafted, expected at least {shape.topk}, the "
             "children of a node (spec_topk_per_iter sets fewer)"
         )
+
+
+def _head_quant(speculation: SpeculativeConfig, plan: DraftPlan, target: TargetModel) -> str:
+    """draft_head_quant; "none" for "auto" if the draft can only share the target's head.
+
+    Raises ValueError for what takes rows of a head that the target's checkpoint has quantised.
+    """
+    asked = speculation.draft_head_quant
+    shares = plan.shares_head or plan.options.get("own_head") is False
+    if not shares or not target.quantised_head:
+        return asked
+    stored = "the target's checkpoint stores lm_head quantised, of which no rows can be taken"
+    if plan.options.get("vocab_ids"):
+        raise ValueError(
+            f"the draft has d2t without an lm_head of its own, but {stored}; expected a target "
+            "whose lm_head is dense"
+        )
+    if speculation.frspec_path is not None or speculation.frspec_vocab_size:
+        raise ValueError(
+            f"frspec_path or frspec_vocab_size is given, but {stored}; expected neither of them"
+        )
+    if asked not in ("auto", "none"):
+        raise ValueError(f"draft_head_quant is {asked!r}, but {stored}; expected 'auto' or 'none'")
+    return "none"
 
 
 def _frspec_ids(

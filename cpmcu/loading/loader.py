@@ -87,7 +87,14 @@ def load_model(
         )
     dtype, reason = choose_dtype(config.dtype, hf_config, metas, device)
     eos = eos_ids({generation_file.name: generation_config, "config.json": hf_config})
-    target = TargetModel(hf_config, fields, device, config.max_model_len, eos)
+    target = TargetModel(
+        hf_config,
+        fields,
+        device,
+        config.max_model_len,
+        eos,
+        quantised_head=_stored_head(quant) != "dense",
+    )
     draft = open_draft(config.speculation, directory, target)
 
     from cpmcu import _extension  # here: all of the above works without the extension
@@ -141,13 +148,18 @@ def with_head(quant: QuantPlan, bits: str) -> dict[str, str]:
     overrides = dict(quant.linear_overrides)
     if bits == "none":
         return overrides
-    method = overrides.get("lm_head", quant.linear_method)
+    method = _stored_head(quant)
     if method != "dense":
         raise ValueError(
             f"lm_head_quant is {bits!r}, but the checkpoint stores lm_head as {method}, expected "
             "'none'"
         )
     return overrides | {"lm_head": f"{bits}_rtn"}
+
+
+def _stored_head(quant: QuantPlan) -> str:
+    """The method with which the checkpoint stores lm_head."""
+    return quant.linear_overrides.get("lm_head", quant.linear_method)
 
 
 def _expected(

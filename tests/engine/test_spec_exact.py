@@ -510,6 +510,29 @@ def test_a_quantised_target_head(models: Models, kind: str, family: str) -> None
     assert not same
 
 
+@pytest.mark.parametrize("kind", ["eagle"] if SMALL else ["eagle", "eagle3", "model"])
+def test_a_target_head_stored_quantised(models: Models, tmp_path: Path, kind: str) -> None:
+    """A quantised draft with default options shares it, or has its own."""
+    from cpmcu.config import EngineConfig, SpeculativeConfig
+    from cpmcu.loading.loader import load_model
+
+    sizes = {"vocab_size": VOCAB, "hidden_size": 128, "head_dim": 64, "num_hidden_layers": 3}
+    target = write_tiny(tmp_path / "target", "llama", dtype=models.dtype, **sizes)
+    dense = write_draft(tmp_path / "draft", kind, target, dtype=models.dtype)
+    write_w4(target.directory, target.config, quantise(target.weights, extra=("lm_head",)), "gptq")
+    write_w4(dense.directory, dense.config, quantise(dense.weights), "gptq")
+
+    def tokens(**speculation: Any) -> list[int]:
+        config = {"device": models.device, "dtype": models.dtype, "memory_limit": 0.2}
+        speculative = SpeculativeConfig(**speculation)
+        config |= {"max_num_seqs": 1, "num_threads": 2, "speculative_config": speculative}
+        return Drive(load_model(str(target.directory), config=EngineConfig(**config)).engine).one(
+            PROMPTS[4], 20
+        )
+
+    assert tokens(draft_model_path=str(dense.directory)) == tokens(no_speculation=True)
+
+
 @pytest.mark.parametrize("window", [16] if SMALL else [1, 16, 64])
 def test_draft_window(models: Models, window: int) -> None:
     draft = str(models.draft("eagle", "llama"))

@@ -26,6 +26,7 @@ from cpmcu.tokenizer import eos_ids
 from tests.reference import fake_extension as fakes
 from tests.reference.tiny_checkpoints import TinyCheckpoint, write_tiny
 from tests.reference.tiny_drafts import KINDS, write_draft
+from tests.reference.tiny_w4 import SIZES, quantise, write_w4
 
 METHODS = {
     "eagle": "eagle",
@@ -83,9 +84,13 @@ def target(tmp_path: Path) -> TinyCheckpoint:
     return write_tiny(tmp_path / "target", "minicpm", num_hidden_layers=3)
 
 
-def opened(target: TinyCheckpoint, draft: Path | None, **options: Any) -> LoadedDraft:
+def opened(
+    target: TinyCheckpoint, draft: Path | None, quantised_head: bool = False, **options: Any
+) -> LoadedDraft:
     speculation = SpeculativeConfig(draft_model_path=draft and str(draft), **options)
-    model = registry.TargetModel(target.config, target.fields(), eos_ids=(2,))
+    model = registry.TargetModel(
+        target.config, target.fields(), eos_ids=(2,), quantised_head=quantised_head
+    )
     loaded = open_draft(speculation, target.directory, model)
     assert loaded is not None
     return loaded
@@ -371,6 +376,43 @@ def test_wrong_kinds(target: TinyCheckpoint, tmp_path: Path) -> None:
     assert "eagle needs weights" in refused(target, None, method="eagle")
     (eagle / "config.json").unlink()
     assert "has no config.json" in refused(target, eagle)
+
+
+def write_w4_draft(directory: Path, kind: str, target: TinyCheckpoint) -> Path:
+    dense = write_draft(directory, kind, target)
+    return write_w4(directory, dense.config, quantise(dense.weights), "gptq")
+
+
+def test_a_target_that_stores_its_head_quantised(tmp_path: Path) -> None:
+    """Drafts share it as it is, or have a head of their own."""
+    target = write_tiny(tmp_path / "target", "llama", **SIZES | {"num_hidden_layers": 3})
+
+    def head(kind: str, **options: Any) -> str:
+        draft = write_w4_draft(tmp_path / kind, kind, target)
+        overrides = spec_of(opened(target, draft, **options)).model.linear_overrides
+        return str(overrides["draft.lm_head"])
+
+    for kind in ("eagle", "eagle3_shared"):
+        assert head(kind) == "w4_rtn"
+        assert head(kind, quantised_head=True) == "dense"
+        assert head(kind, quantised_head=True, draft_head_quant="none") == "dense"
+    for kind in ("eagle3", "model"):
+        assert head(kind, quantised_head=True) == "w4_rtn"
+    draft = write_draft(tmp_path / "d", "eagle", target).directory
+    np.save(tmp_path / "ids.npy", np.arange(20))
+    rows = "stores lm_head quantised, of which no rows can be taken"
+    for options, named in (
+        ({"draft_head_quant": "w8"}, "draft_head_quant is 'w8'"),
+        ({"draft_head_quant": "w4"}, "draft_head_quant is 'w4'"),
+        ({"frspec_path": str(tmp_path / "ids.npy")}, "frspec_path or frspec_vocab_size is given"),
+    ):
+        found = refused(target, draft, quantised_head=True, **options)
+        assert named in found and rows in found
+        opened(target, draft, **options)
+    few = write_draft(tmp_path / "few", "eagle3", target, drop=("lm_head.weight",)).directory
+    found = refused(target, few, quantised_head=True)
+    assert "the draft has d2t without an lm_head of its own" in found and rows in found
+    opened(target, few)
 
 
 # ---- FR-Spec
