@@ -29,7 +29,6 @@ from cpmcu.drafters.heads import (
     residual_scale,
 )
 from cpmcu.drafters.registry import DraftFiles, DraftPlan, TargetModel, Tensors, register_drafter
-from cpmcu.loading.tensors import TensorMeta
 from cpmcu.models.common import SpecFields
 from cpmcu.models.names import Piece, canonical_names
 from cpmcu.quant.registry import plan_quant
@@ -56,15 +55,15 @@ class Eagle:
         check_vocabulary(draft, target)
         check_scales(draft, target)
         fields = head_fields(draft, target)
-        names = {_short(name) for name in draft.tensors}
-        norms = {"input_norm1.weight", "input_norm2.weight"} & names
+        names = {_short(name): name for name in draft.tensors}
+        norms = {"input_norm1.weight", "input_norm2.weight"} & names.keys()
         if len(norms) == 1:
             raise ValueError(f"{norms.pop()} is there alone, expected input_norm1 and input_norm2")
         ignored = copies_of_target(draft.tensors, "embed_tokens.weight")
-        vocab_ids = draft_vocab_ids(draft, "d2t", target) if "d2t" in draft.tensors else []
+        vocab_ids = draft_vocab_ids(draft, names["d2t"], target) if "d2t" in names else []
         own_head = bool(vocab_ids) and "lm_head.weight" in names
         if own_head:
-            check_own_head(_named(draft.tensors, "lm_head.weight"), vocab_ids, target)
+            check_own_head(draft.tensors[names["lm_head.weight"]], vocab_ids, target)
         else:
             ignored |= copies_of_target(draft.tensors, "lm_head.weight")
         for name in draft.tensors:
@@ -83,6 +82,7 @@ class Eagle:
             ),
             names=_engine_names,
             ignored=ignored,
+            refuses_unknown=True,
             shares_head=not vocab_ids,
             window=WINDOW,
             options={
@@ -101,11 +101,6 @@ def _short(name: str) -> str:
     return _LAYERS.sub("layers.", name.removeprefix("model."))
 
 
-def _named(tensors: Tensors, short: str) -> TensorMeta:
-    return next(meta for name, meta in tensors.items() if _short(name) == short)
-
-
 def _engine_names(name: str, fields: SpecFields) -> Sequence[Piece]:
-    if name == "d2t":
-        return ()
-    return canonical_names("draft." + _short(name), fields)
+    short = _short(name)
+    return () if short == "d2t" else canonical_names("draft." + short, fields)

@@ -28,7 +28,8 @@ from cpmcu.models.reader import ConfigReader
 from cpmcu.quant.registry import plan_quant
 
 _LAYER = re.compile(r"^layers\.0\.")
-_FLAGS = ("norm_before_fc", "fc_norm", "norm_before_residual")  # variants that are not supported
+# Variants that are not supported; use_aux_norm is an older name of fc_norm.
+_FLAGS = ("norm_before_fc", "fc_norm", "use_aux_norm", "norm_before_residual")
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 
 
@@ -75,6 +76,7 @@ class Eagle3:
             ),
             names=_engine_names,
             ignored=ignored,
+            refuses_unknown=True,
             shares_head=not own_head and not vocab_ids,
             window=WINDOW,
             options={

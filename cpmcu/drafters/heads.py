@@ -26,8 +26,10 @@ _SCALES = ("scale_emb", "scale_depth", "dim_model_base")
 def head_fields(draft: DraftFiles, target: TargetModel) -> SpecFields:
     """The layers of a head: widths of its own config, rope and vocabulary of its target.
 
-    Scales are 1. Raises ValueError if the head is made for another hidden size.
+    Scales are 1. Raises ValueError if the head is made for another hidden size or has biases in
+    its MLP.
     """
+    ConfigReader(draft.config).refuse("mlp_bias", "a bias in the MLP is not supported")
     config = {k: v for k, v in draft.config.items() if k not in _ROPE_KEYS}
     config |= {k: target.config[k] for k in _ROPE_KEYS if k in target.config}
     config |= {"vocab_size": target.fields.vocab_size, "tie_word_embeddings": False}

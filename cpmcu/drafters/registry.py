@@ -60,6 +60,7 @@ class DraftPlan:
     fields: SpecFields | None = None  # of its own layers; None: it has no weights
     names: NameMap = lambda name, fields: (Piece(name),)  # to the engine's, which begin "draft."
     ignored: Mapping[str, str] = field(default_factory=dict)  # tensors not needed -> reason
+    refuses_unknown: bool = False  # a tensor that is neither used nor in `ignored` is an error
     shares_head: bool = False  # logits by the target's lm_head, so FR-Spec can shorten it
     window: int = 0  # where spec_window_size is not given
     chain: bool = False  # drafts one path only

@@ -28,8 +28,9 @@ from cpmcu.drafters.registry import (
 from cpmcu.loading.checkpoint import open_checkpoint
 from cpmcu.loading.hub import resolve_files, resolve_model
 from cpmcu.loading.index import read_json
-from cpmcu.loading.plan import LoadPlan, plan_load
-from cpmcu.loading.tensors import TensorMeta
+from cpmcu.loading.plan import MAX_LISTED, LoadPlan, plan_load
+from cpmcu.loading.progress import list_names
+from cpmcu.loading.tensors import Checkpoint, TensorMeta
 from cpmcu.models.common import SpecFields
 from cpmcu.models.names import Piece
 
@@ -96,7 +97,11 @@ class LoadedDraft:
     def plan_load(
         self, expected: Mapping[str, TensorMeta], required: Iterable[str]
     ) -> LoadPlan | None:
-        """Places the draft's tensors; None if it has none. Raises ValueError that lists misfits."""
+        """Places the draft's tensors; None if it has none.
+
+        Raises ValueError that lists misfits, or tensors that a head has and the engine would not
+        use.
+        """
         if self.files is None or self.plan.fields is None:
             return None
         ignored = self.plan.ignored
@@ -107,7 +112,21 @@ class LoadedDraft:
             return () if name in ignored else self.plan.names(name, fields)
 
         checkpoint, quant = self.files.checkpoint, self.plan.quant
-        return plan_load(checkpoint, self.plan.fields, names, quant, expected, required)
+        plan = plan_load(checkpoint, self.plan.fields, names, quant, expected, required)
+        left = [name for name in plan.unused if not _is_zero_bias(checkpoint, name)]
+        if left and self.plan.refuses_unknown:
+            reasons = [f"{name} ({plan.unused[name]})" for name in left]
+            raise ValueError(
+                f"{self.files.directory}: has {list_names(reasons, MAX_LISTED)}, expected only "
+                f"tensors that heads of kind {self.method} have here: without the others the head "
+                "would draft something else"
+            )
+        return plan
+
+
+def _is_zero_bias(checkpoint: Checkpoint, name: str) -> bool:
+    """Some quantisers write them everywhere."""
+    return name.endswith(".bias") and not checkpoint.read(name).any()
 
 
 def open_draft(

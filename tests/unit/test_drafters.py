@@ -210,6 +210,15 @@ def test_rope_of_another_head_dim(tmp_path: Path) -> None:
     assert fields.rope_inv_freq == tuple(expected.inv_freq.tolist())
 
 
+def test_a_prefix_of_d2t(target: TinyCheckpoint, tmp_path: Path) -> None:
+    rows = {"model.d2t": np.arange(50), "model.lm_head.weight": np.ones((50, 64))}
+    draft = write_draft(tmp_path / "d", "eagle", target, extra=rows)
+    loaded = opened(target, draft.directory)
+    spec = spec_of(loaded)
+    assert spec.own_head and spec.vocab_ids == list(range(0, 100, 2))
+    assert engine_names(loaded) == NAMES["eagle"] | {"draft.lm_head.weight"}
+
+
 def test_eagle3_layer_names(target: TinyCheckpoint, tmp_path: Path) -> None:
     """Some trainers call the layer `model.layers.0`."""
     draft = write_draft(tmp_path / "d", "eagle3", target)
@@ -319,6 +328,9 @@ def refused(target: TinyCheckpoint, draft: Path | None, **options: Any) -> str:
         ("eagle3", {"vocab_size": 99}, "vocab_size is 99, expected 203"),
         ("eagle3", {"norm_before_fc": True}, "variant with norm_before_fc is not supported yet"),
         ("eagle3", {"extra": {"fc_norm.weight": np.ones(64)}}, "variant with fc_norm is not"),
+        ("eagle3", {"use_aux_norm": True}, "variant with use_aux_norm is not supported yet"),
+        ("eagle3", {"mlp_bias": True}, "mlp_bias is True, expected false"),
+        ("eagle", {"mlp_bias": True}, "mlp_bias is True, expected false"),
         ("eagle3", {"num_hidden_layers": 2}, "num_hidden_layers is 2, expected 1"),
         (
             "eagle3",
@@ -590,6 +602,45 @@ def test_a_damaged_draft_is_refused_before_anything_is_loaded(
     assert "draft.model.norm.weight has shape [32], expected [64]" in message
     assert "missing that config.json asks for: draft.model.layers.0.mlp.up_proj.weight" in message
     assert loads == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "shape"),
+    [
+        ("eagle3", "fc.bias", (64,)),
+        ("eagle3", "midlayer.self_attn.o_proj.bias", (64,)),
+        ("eagle3", "midlayer.self_attn.k_proj.bias", (32,)),
+        ("eagle3", "midlayer.self_attn.k_norm.weight", (16,)),
+        ("eagle3", "midlayer.mlp.up_proj.bias", (96,)),
+        ("eagle3", "input_norm.weight", (192,)),
+        ("eagle3", "aux_norms.0.weight", (64,)),
+        ("eagle3", "layers.1.mlp.up_proj.weight", (96, 64)),
+        ("eagle", "layers.1.mlp.up_proj.weight", (96, 64)),
+        ("minicpm_eagle_hf", "model.eagle_layers.0.self_attn.o_proj.bias", (64,)),
+    ],
+)
+def test_tensors_that_a_head_does_not_have_here(
+    target: TinyCheckpoint, tmp_path: Path, kind: str, name: str, shape: tuple[int, ...]
+) -> None:
+    plain = opened(target, write_draft(tmp_path / "p", kind, target).directory)
+    assert plain.files is not None and plain.plan.fields is not None
+    expected = {}
+    for source, meta in plain.files.tensors.items():
+        for piece in plain.plan.names(source, plain.plan.fields):
+            expected[piece.name] = TensorMeta(piece.name, meta.dtype, meta.shape)
+
+    def load(extra: dict[str, Any]) -> None:
+        directory = write_draft(tmp_path / "d", kind, target, extra=extra).directory
+        assert opened(target, directory).plan_load(expected, ()) is not None
+
+    prefix = name.rpartition("self_attn.")[0] or "midlayer."
+    load({f"{prefix}self_attn.rotary_emb.inv_freq": np.ones(8, np.float32)})
+    if name.endswith(".bias"):
+        load({name: np.zeros(shape, np.float32)})
+    with pytest.raises(ValueError) as error:
+        load({name: np.ones(shape, np.float32)})
+    message = str(error.value)
+    assert message.startswith(f"{tmp_path / 'd'}: has {name} (not part of this model), expected")
 
 
 # ---- the registry
