@@ -83,7 +83,7 @@ class Eagle3:
                 "feature_layers": layers,
                 "vocab_ids": vocab_ids,
                 "own_head": own_head,
-                "norm_output": ConfigReader(config).flag("norm_output"),
+                "norm_output": _flag(config, "norm_output"),
             },
             quant=plan_quant(config, tensors),
         )
@@ -95,6 +95,12 @@ def _eagle_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(nested, Mapping):
         raise ValueError(f"config.json: eagle_config is {nested!r}, expected an object")
     return nested
+
+
+def _flag(config: Mapping[str, Any], key: str) -> bool:
+    """A boolean of config.json or of what is kept apart there; false if neither says."""
+    nested = ConfigReader(_eagle_config(config), "config.json: eagle_config")
+    return ConfigReader(config).flag(key, default=nested.flag(key))
 
 
 def _refuse_variants(config: Mapping[str, Any], tensors: Tensors) -> None:

@@ -191,6 +191,18 @@ def test_eagle3_spec(target: TinyCheckpoint, tmp_path: Path) -> None:
     assert spec.norm_output and not spec.own_head
 
 
+def test_norm_output_is_read_where_the_other_flags_are(
+    target: TinyCheckpoint, tmp_path: Path
+) -> None:
+    def norm_output(**change: Any) -> Any:
+        draft = write_draft(tmp_path / "d", "eagle3", target, **change)
+        return spec_of(opened(target, draft.directory)).norm_output
+
+    assert norm_output(eagle_config={"norm_output": True})
+    assert not norm_output(eagle_config={"norm_output": False})
+    assert norm_output(norm_output=True, eagle_config={})
+
+
 def test_rope_of_another_head_dim(tmp_path: Path) -> None:
     """It is the target's, of which the original length may be at the top of config.json."""
     scaling = {"rope_type": "yarn", "factor": 4.0}
@@ -351,6 +363,11 @@ def refused(target: TinyCheckpoint, draft: Path | None, **options: Any) -> str:
         ("eagle3", {"extra": {"d2t": np.zeros(101)}}, r"d2t is float32 \[101\], expected int32 or"),
         ("eagle3", {"drop": ("fc.weight",)}, "fc.weight is missing, expected the tensors of an"),
         ("eagle3", {"eagle_config": [1]}, r"eagle_config is \[1\], expected an object"),
+        (
+            "eagle3",
+            {"eagle_config": {"norm_output": 1}},
+            "config.json: eagle_config: norm_output is 1, expected true or false",
+        ),
         ("eagle3", {"drop": ("d2t",)}, "the draft's vocabulary is 101, expected 203"),
         ("eagle3", {"extra": {"lm_head.weight": np.ones((7, 64))}}, "7 rows, expected 101"),
         ("model", {"vocab_size": 99}, "vocab_size is 99, expected 203.*share the tokenizer"),
