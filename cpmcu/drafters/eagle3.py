@@ -15,6 +15,7 @@ from cpmcu.config import SpeculativeConfig
 from cpmcu.drafters.heads import (
     WINDOW,
     check_own_head,
+    check_scales,
     copies_of_target,
     draft_vocab_ids,
     head_fields,
@@ -49,6 +50,7 @@ class Eagle3:
         config, tensors = draft.config, draft.tensors
         refuse_quantised_head(tensors)
         _refuse_variants(config, tensors)
+        check_scales(draft, target)
         names = {_short(name): name for name in tensors}
         fields = head_fields(draft, target)
         if fields.num_hidden_layers != 1:
@@ -66,7 +68,7 @@ class Eagle3:
             check_own_head(tensors[names["lm_head.weight"]], vocab_ids, target)
         ignored = copies_of_target(tensors, "embed_tokens.weight")
         ignored |= {name: "d2t says the same" for short, name in names.items() if short == "t2d"}
-        own_scale = "dim_model_base" in config
+        own_scale = config.get("dim_model_base") is not None
         return DraftPlan(
             fields=replace(
                 fields,

@@ -184,6 +184,12 @@ def test_eagle3_spec(target: TinyCheckpoint, tmp_path: Path) -> None:
     assert spec.feature_layers == [2, 1, 0]  # 2, L / 2, L - 3
     assert spec.own_head and not spec.norm_output
     assert spec.model.residual_scale == 1.0
+    assert spec.model.logit_scale == 1.0
+    scales = {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 16}
+    scaled = write_draft(tmp_path / "m", "eagle3", target, **scales)
+    spec = spec_of(opened(target, scaled.directory))
+    assert spec.model.logit_scale == 16 / 64
+    assert spec.model.residual_scale == 1.4 / math.sqrt(4)
     layers = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}}
     shared = write_draft(tmp_path / "s", "eagle3_shared", target, **layers)
     spec = spec_of(opened(target, shared.directory))
@@ -368,6 +374,9 @@ def refused(target: TinyCheckpoint, draft: Path | None, **options: Any) -> str:
             {"eagle_config": {"norm_output": 1}},
             "config.json: eagle_config: norm_output is 1, expected true or false",
         ),
+        ("eagle3", {"scale_emb": 99}, "scale_emb is 99, expected 12, the target's"),
+        ("eagle3", {"scale_depth": 9.0}, "scale_depth is 9.0, expected 1.4, the target's"),
+        ("eagle3_shared", {"dim_model_base": 64}, "dim_model_base is 64, expected 16"),
         ("eagle3", {"drop": ("d2t",)}, "the draft's vocabulary is 101, expected 203"),
         ("eagle3", {"extra": {"lm_head.weight": np.ones((7, 64))}}, "7 rows, expected 101"),
         ("model", {"vocab_size": 99}, "vocab_size is 99, expected 203.*share the tokenizer"),
