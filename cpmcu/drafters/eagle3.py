@@ -19,6 +19,7 @@ from cpmcu.drafters.heads import (
     copies_of_target,
     draft_vocab_ids,
     head_fields,
+    is_scaled,
     refuse_quantised_head,
     residual_scale,
 )
@@ -26,6 +27,7 @@ from cpmcu.drafters.registry import DraftFiles, DraftPlan, TargetModel, Tensors,
 from cpmcu.models.common import SpecFields
 from cpmcu.models.names import Piece, canonical_names
 from cpmcu.models.reader import ConfigReader
+from cpmcu.models.rope import DEFAULT_THETA
 from cpmcu.quant.registry import plan_quant
 
 _LAYER = re.compile(r"^layers\.0\.")
@@ -52,7 +54,7 @@ class Eagle3:
         _refuse_variants(config, tensors)
         check_scales(draft, target)
         names = {_short(name): name for name in tensors}
-        fields = head_fields(draft, target)
+        fields = head_fields(draft, target, _unstated_rope(tensors, target))
         if fields.num_hidden_layers != 1:
             raise ValueError(
                 f"config.json: num_hidden_layers is {fields.num_hidden_layers}, expected 1"
@@ -115,6 +117,17 @@ def _refuse_variants(config: Mapping[str, Any], tensors: Tensors) -> None:
                 f"{where} is there, expected an EAGLE-3 head without it: the variant with {flag} "
                 "is not supported yet"
             )
+
+
+def _unstated_rope(tensors: Tensors, target: TargetModel) -> Mapping[str, Any] | None:
+    """The RoPE of a head whose config states none: the default of the code that trains them.
+
+    None, the target's, for MiniCPM's heads under the names that CPM.cu reads: it turns them so.
+    """
+    of_cpmcu = any(name.startswith("midlayer.") for name in tensors)
+    if of_cpmcu and is_scaled(target.config):
+        return None
+    return {"rope_theta": DEFAULT_THETA}
 
 
 def _feature_layers(config: Mapping[str, Any], target: TargetModel) -> list[int]:

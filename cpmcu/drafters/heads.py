@@ -13,25 +13,27 @@ from cpmcu.drafters.registry import DraftFiles, TargetModel, Tensors
 from cpmcu.loading.tensors import TensorMeta
 from cpmcu.models.common import BuildOptions, SpecFields, read_spec
 from cpmcu.models.reader import ConfigReader
-from cpmcu.models.rope import rope_from_config
+from cpmcu.models.rope import rope_from_config, rope_parameters
 
 WINDOW = 1024  # tokens
-_ROPE_KEYS = (
-    *("rope_theta", "rope_scaling", "rope_parameters"),
-    *("max_position_embeddings", "original_max_position_embeddings"),
-)
+_ORIGINAL = "original_max_position_embeddings"
+_ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
+_LENGTH_KEYS = ("max_position_embeddings", _ORIGINAL)
 _SCALES = ("scale_emb", "scale_depth", "dim_model_base")
 
 
-def head_fields(draft: DraftFiles, target: TargetModel) -> SpecFields:
-    """The layers of a head: widths of its own config, rope and vocabulary of its target.
+def head_fields(
+    draft: DraftFiles, target: TargetModel, unstated_rope: Mapping[str, Any] | None = None
+) -> SpecFields:
+    """The layers of a head: widths and RoPE of its own config, vocabulary of its target.
 
-    Scales are 1. Raises ValueError if the head is made for another hidden size or has biases in
-    its MLP.
+    `unstated_rope`: what config.json would say about the RoPE of a head that says nothing; None:
+    the target's. Scales are 1. Raises ValueError if the head is made for another hidden size or has
+    biases in its MLP.
     """
     ConfigReader(draft.config).refuse("mlp_bias", "a bias in the MLP is not supported")
-    config = {k: v for k, v in draft.config.items() if k not in _ROPE_KEYS}
-    config |= {k: target.config[k] for k in _ROPE_KEYS if k in target.config}
+    config = {k: v for k, v in draft.config.items() if k not in _ROPE_KEYS + _LENGTH_KEYS}
+    config |= {k: target.config[k] for k in _LENGTH_KEYS if k in target.config}
     config |= {"vocab_size": target.fields.vocab_size, "tie_word_embeddings": False}
     config.setdefault("rms_norm_eps", target.fields.rms_norm_eps)
     config.setdefault("head_dim", _head_dim(draft, target))
@@ -45,26 +47,54 @@ def head_fields(draft: DraftFiles, target: TargetModel) -> SpecFields:
     options = BuildOptions(device=target.device, max_model_len=target.max_model_len)
     tensors = draft.tensors
     fields = read_spec(
-        {**config, "rope_theta": 10000.0, "rope_scaling": None, "rope_parameters": None},
+        config,
         options,
         qkv_bias=any(
             name.endswith(("_attn.q_proj.bias", "_attn.qkv_proj.bias")) for name in tensors
         ),
         qk_norm=any(name.endswith("self_attn.q_norm.weight") for name in tensors),
     )
-    if fields.head_dim == target.fields.head_dim:
-        return replace(
-            fields,
-            rope_inv_freq=target.fields.rope_inv_freq,
-            rope_attention_scaling=target.fields.rope_attention_scaling,
-        )
+    return _with_rope(fields, _own_rope(draft, target) or unstated_rope, target)
+
+
+def _own_rope(draft: DraftFiles, target: TargetModel) -> dict[str, Any]:
+    """What a head's config states about its RoPE, and the lengths; empty if it states nothing."""
+    rope = {k: draft.config[k] for k in _ROPE_KEYS if draft.config.get(k) not in (None, {})}
+    if not rope:
+        return {}
+    lengths = {
+        key: config[key]
+        for config in (target.config, draft.config)
+        for key in _LENGTH_KEYS
+        if config.get(key) is not None
+    }
+    if _ORIGINAL in rope_parameters(rope) and draft.config.get(_ORIGINAL) is None:
+        lengths.pop(_ORIGINAL, None)  # the target's would go before it
+    return lengths | rope
+
+
+def _with_rope(
+    fields: SpecFields, own: Mapping[str, Any] | None, target: TargetModel
+) -> SpecFields:
+    """The fields with the RoPE that `own` states, or with the target's if that is the same."""
     length = target.max_model_len or target.fields.max_position_embeddings
-    rope = rope_from_config(config, fields.head_dim, length)
-    return replace(
-        fields,
-        rope_inv_freq=tuple(rope.inv_freq.tolist()),
-        rope_attention_scaling=rope.attention_scaling,
-    )
+
+    def angles(config: Mapping[str, Any]) -> tuple[tuple[float, ...], float]:
+        rope = rope_from_config(config, fields.head_dim, length)
+        return tuple(rope.inv_freq.tolist()), rope.attention_scaling
+
+    if own is not None and angles(own) != angles(target.config):
+        inv_freq, scaling = angles(own)
+    elif fields.head_dim == target.fields.head_dim:  # whose options may have changed it
+        inv_freq, scaling = target.fields.rope_inv_freq, target.fields.rope_attention_scaling
+    else:
+        inv_freq, scaling = angles(target.config)
+    return replace(fields, rope_inv_freq=inv_freq, rope_attention_scaling=scaling)
+
+
+def is_scaled(config: Mapping[str, Any]) -> bool:
+    """Does a config.json have muP scales, as MiniCPM's do?"""
+    return any(config.get(key) is not None for key in _SCALES)
 
 
 def check_vocabulary(draft: DraftFiles, target: TargetModel) -> None:
