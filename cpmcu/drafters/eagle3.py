@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -29,6 +30,8 @@ from cpmcu.models.names import Piece, canonical_names
 from cpmcu.models.reader import ConfigReader
 from cpmcu.models.rope import DEFAULT_THETA
 from cpmcu.quant.registry import plan_quant
+
+logger = logging.getLogger(__name__)
 
 _LAYER = re.compile(r"^layers\.0\.")
 # Variants that are not supported; use_aux_norm is an older name of fc_norm.
@@ -133,16 +136,27 @@ def _unstated_rope(tensors: Tensors, target: TargetModel) -> Mapping[str, Any] |
 def _feature_layers(config: Mapping[str, Any], target: TargetModel) -> list[int]:
     """The target layers whose inputs are the features."""
     num_layers = target.fields.num_hidden_layers
-    stated = config.get(_LAYER_IDS) or _eagle_config(config).get(_LAYER_IDS)
-    layers = stated or [2, num_layers // 2, num_layers - 3]
+    nested = _eagle_config(config).get(_LAYER_IDS)
+    stated = config.get(_LAYER_IDS) or nested
+    default = [2, num_layers // 2, num_layers - 3]
+    layers = stated or default
     if not isinstance(layers, list) or not all(
-        isinstance(layer, int) and 0 <= layer < num_layers for layer in layers
+        type(layer) is int and 0 <= layer < num_layers for layer in layers
     ):
         kind = "config.json" if stated else "the default"
         raise ValueError(
             f"{kind}: {_LAYER_IDS} is {layers!r}, expected layers of the target, 0 to "
             f"{num_layers - 1}"
         )
+    # Some trainers write the default there as layers whose outputs are the features.
+    if stated is nested and layers == [layer - 1 for layer in default]:
+        logger.info(
+            "eagle_config: %s is %s, taken as outputs of layers: inputs of %s",
+            _LAYER_IDS,
+            layers,
+            default,
+        )
+        return default
     return layers
 
 

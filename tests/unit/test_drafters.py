@@ -234,6 +234,33 @@ def test_rope_of_another_head_dim(tmp_path: Path) -> None:
     assert fields.rope_inv_freq == tuple(expected.inv_freq.tolist())
 
 
+@pytest.mark.parametrize(
+    ("nested", "ids", "inputs"),
+    [
+        (True, [1, 3, 5], [2, 4, 6]),
+        (False, [1, 3, 5], [1, 3, 5]),
+        (True, [2, 4, 6], [2, 4, 6]),
+        (True, [1, 3, 4], [1, 3, 4]),
+        (True, [5, 3, 1], [5, 3, 1]),
+    ],
+)
+def test_features_that_are_given_as_outputs(
+    tmp_path: Path,
+    nested: bool,
+    ids: list[int],
+    inputs: list[int],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    target = write_tiny(tmp_path / "t", "llama", num_hidden_layers=9)
+    stated: dict[str, Any] = {"eagle_aux_hidden_state_layer_ids": ids}
+    stated = {"eagle_config": stated} if nested else stated
+    draft = write_draft(tmp_path / "d", "eagle3", target, **stated)
+    with caplog.at_level(logging.INFO):
+        assert spec_of(opened(target, draft.directory)).feature_layers == inputs
+    said = "taken as outputs of layers: inputs of [2, 4, 6]" in caplog.text
+    assert said == (ids != inputs)
+
+
 YARN = {"rope_type": "yarn", "factor": 4.0}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LENGTH, ORIGINAL = "max_position_embeddings", "original_max_position_embeddings"
@@ -445,6 +472,11 @@ def refused(target: TinyCheckpoint, draft: Path | None, **options: Any) -> str:
             "eagle3",
             {"eagle_aux_hidden_state_layer_ids": [0, 3]},
             r"is \[0, 3\], expected layers of the target, 0 to 2",
+        ),
+        (
+            "eagle3",
+            {"eagle_aux_hidden_state_layer_ids": [True, 1, 2]},
+            r"is \[True, 1, 2\], expected layers of the target, 0 to 2",
         ),
         (
             "eagle3",
