@@ -7,6 +7,7 @@ MiniCPM4: `input_norm1`, `input_norm2` and `layers.0.input_layernorm` too; publi
 final norm that is not applied.
 
 Heads trained for fewer tokens have `d2t` as EAGLE-3 has it, and their own `lm_head.weight` [Vd, H].
+An `lm_head.weight` [V, H] that is not the target's is their own too.
 """
 
 from __future__ import annotations
@@ -18,13 +19,15 @@ from typing import Any
 
 from cpmcu.config import SpeculativeConfig
 from cpmcu.drafters.heads import (
+    OF_TARGET,
     WINDOW,
     check_own_head,
     check_scales,
     check_vocabulary,
-    copies_of_target,
+    copies_of_embedding,
     draft_vocab_ids,
     head_fields,
+    is_copy,
     refuse_quantised_head,
     residual_scale,
 )
@@ -59,13 +62,14 @@ class Eagle:
         norms = {"input_norm1.weight", "input_norm2.weight"} & names.keys()
         if len(norms) == 1:
             raise ValueError(f"{norms.pop()} is there alone, expected input_norm1 and input_norm2")
-        ignored = copies_of_target(draft.tensors, "embed_tokens.weight")
+        ignored = copies_of_embedding(draft, target)
         vocab_ids = draft_vocab_ids(draft, names["d2t"], target) if "d2t" in names else []
-        own_head = bool(vocab_ids) and "lm_head.weight" in names
-        if own_head:
-            check_own_head(draft.tensors[names["lm_head.weight"]], vocab_ids, target)
-        else:
-            ignored |= copies_of_target(draft.tensors, "lm_head.weight")
+        head = names.get("lm_head.weight")
+        own_head = head is not None and not _is_shared(draft, names, head, target)
+        if head is not None and own_head:
+            check_own_head(draft.tensors[head], vocab_ids, target)
+        elif head is not None:
+            ignored[head] = OF_TARGET
         for name in draft.tensors:
             if _short(name) == "norm.weight":
                 ignored[name] = "heads of this kind do not apply it"
@@ -83,7 +87,7 @@ class Eagle:
             names=_engine_names,
             ignored=ignored,
             refuses_unknown=True,
-            shares_head=not vocab_ids,
+            shares_head=not own_head and not vocab_ids,
             window=WINDOW,
             options={
                 "input_norms": bool(norms),
@@ -99,6 +103,16 @@ class Eagle:
 def _short(name: str) -> str:
     """The name as CPM.cu's checkpoints have it."""
     return _LAYERS.sub("layers.", name.removeprefix("model."))
+
+
+def _is_shared(draft: DraftFiles, names: Mapping[str, str], head: str, target: TargetModel) -> bool:
+    """Is the draft's lm_head the target's, or rows of it, so that it need not be loaded?"""
+    if "d2t" in names:
+        return False
+    if "token_id_remap" in names:
+        return True
+    table = "model.embed_tokens" if target.fields.tie_word_embeddings else "lm_head"
+    return is_copy(draft, head, target, f"{table}.weight")
 
 
 def _engine_names(name: str, fields: SpecFields) -> Sequence[Piece]:

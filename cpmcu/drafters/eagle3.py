@@ -17,7 +17,7 @@ from cpmcu.drafters.heads import (
     WINDOW,
     check_own_head,
     check_scales,
-    copies_of_target,
+    copies_of_embedding,
     draft_vocab_ids,
     head_fields,
     is_scaled,
@@ -71,7 +71,7 @@ class Eagle3:
         own_head = "lm_head.weight" in names
         if own_head:
             check_own_head(tensors[names["lm_head.weight"]], vocab_ids, target)
-        ignored = copies_of_target(tensors, "embed_tokens.weight")
+        ignored = copies_of_embedding(draft, target)
         ignored |= {name: "d2t says the same" for short, name in names.items() if short == "t2d"}
         own_scale = config.get("dim_model_base") is not None
         return DraftPlan(

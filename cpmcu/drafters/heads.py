@@ -8,14 +8,19 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from cpmcu.drafters.registry import DraftFiles, TargetModel, Tensors
-from cpmcu.loading.tensors import TensorMeta
+from cpmcu.loading.tensors import FLOAT_DTYPES, Checkpoint, TensorMeta
 from cpmcu.models.common import BuildOptions, SpecFields, read_spec
 from cpmcu.models.reader import ConfigReader
-from cpmcu.models.rope import rope_from_config, rope_parameters
+from cpmcu.models.registry import find_model
+from cpmcu.models.rope import Float32Array, rope_from_config, rope_parameters
 
 WINDOW = 1024  # tokens
+OF_TARGET = "the target's is used"
+COMPARED_ROWS = 16  # of a table
+ROUNDING = 0.01  # of a row's length: more than rounding to any of our dtypes changes
 _ORIGINAL = "original_max_position_embeddings"
 _ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
 _LENGTH_KEYS = ("max_position_embeddings", _ORIGINAL)
@@ -134,13 +139,60 @@ def refuse_quantised_head(tensors: Tensors) -> None:
             raise ValueError(f"{name} is there, expected a draft's lm_head to be dense")
 
 
-def copies_of_target(tensors: Tensors, *suffixes: str) -> dict[str, str]:
-    """The tensors that end so -> why they are not needed."""
-    return {
-        name: "the target's is used"
-        for name in tensors
-        if any(name == suffix or name.endswith("." + suffix) for suffix in suffixes)
-    }
+def copies_of_embedding(draft: DraftFiles, target: TargetModel) -> dict[str, str]:
+    """The draft's embedding tables -> why they are not needed.
+
+    Raises ValueError for one that is not the target's: heads embed by that.
+    """
+    ignored = {}
+    for name in draft.tensors:
+        if name == "embed_tokens.weight" or name.endswith(".embed_tokens.weight"):
+            if not is_copy(draft, name, target, "model.embed_tokens.weight"):
+                raise ValueError(
+                    f"{name} has other numbers than the target's, expected a copy: heads embed "
+                    "tokens by the target's table"
+                )
+            ignored[name] = OF_TARGET
+    return ignored
+
+
+def is_copy(draft: DraftFiles, name: str, target: TargetModel, table: str) -> bool:
+    """Is a tensor of the draft [V, H] the target's `table` (the engine's name), but for rounding?
+
+    Some rows are compared; yes, if the target's is not there to compare with. Raises ValueError
+    for another shape.
+    """
+    meta, shape = draft.tensors[name], (target.fields.vocab_size, target.fields.hidden_size)
+    if meta.shape != shape:
+        raise ValueError(
+            f"{name} has shape {list(meta.shape)}, expected {list(shape)}, the target's"
+        )
+    stored = _stored_name(target, table)
+    if target.checkpoint is None or stored is None or meta.dtype not in FLOAT_DTYPES:
+        return True
+    ids = (2 * np.arange(COMPARED_ROWS) + 1) * shape[0] // (2 * COMPARED_ROWS)
+    found, expected = _rows(draft.checkpoint, name, ids), _rows(target.checkpoint, stored, ids)
+    distance = np.linalg.norm(found - expected, axis=1)
+    return bool(np.all(distance <= ROUNDING * np.linalg.norm(expected, axis=1)))
+
+
+def _stored_name(target: TargetModel, table: str) -> str | None:
+    """The name in the target's checkpoint; None if it is not stored there as numbers."""
+    if target.checkpoint is None:
+        return None
+    names, shape = find_model(target.config).names, (target.fields.vocab_size,)
+    for name, stored in target.checkpoint.tensors.items():
+        pieces = names(name, target.fields)
+        if [piece.name for piece in pieces] == [table] and stored.meta.shape[:1] == shape:
+            return name if stored.meta.dtype in FLOAT_DTYPES else None
+    return None
+
+
+def _rows(checkpoint: Checkpoint, name: str, ids: npt.NDArray[np.int64]) -> Float32Array:
+    rows = checkpoint.read(name)[ids]
+    if checkpoint.tensors[name].meta.dtype == "bfloat16":
+        return (rows.astype(np.uint32) << 16).view(np.float32)
+    return rows.astype(np.float32)
 
 
 def draft_vocab_ids(draft: DraftFiles, d2t: str, target: TargetModel) -> list[int]:

@@ -51,6 +51,7 @@ class TargetModel:
     max_model_len: int = 0  # tokens that the engine will hold of a sequence; 0: the model's own
     eos_ids: tuple[int, ...] = ()  # of the checkpoint's configs
     quantised_head: bool = False  # the checkpoint stores lm_head quantised
+    checkpoint: Checkpoint | None = None  # to compare tensors with; None: take them as equal
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,6 +94,7 @@ def load_model(
         config.max_model_len,
         eos,
         quantised_head=_stored_head(quant) != "dense",
+        checkpoint=checkpoint,
     )
     draft = open_draft(config.speculation, directory, target)
 

@@ -14,10 +14,11 @@ import pytest
 
 from cpmcu import _extension, config
 from cpmcu.config import ASSETS, EngineConfig, SpeculativeConfig, shipped_draft
-from cpmcu.drafters import registry
+from cpmcu.drafters import heads, registry
 from cpmcu.drafters.frspec import keep_eos
 from cpmcu.drafters.registry import DraftPlan, register_drafter, registered_drafters
 from cpmcu.loading import draft as draft_loading
+from cpmcu.loading.checkpoint import open_checkpoint
 from cpmcu.loading.draft import LoadedDraft, open_draft
 from cpmcu.loading.loader import load_model
 from cpmcu.loading.tensors import TensorMeta
@@ -91,7 +92,11 @@ def opened(
 ) -> LoadedDraft:
     speculation = SpeculativeConfig(draft_model_path=draft and str(draft), **options)
     model = registry.TargetModel(
-        target.config, target.fields(), eos_ids=(2,), quantised_head=quantised_head
+        target.config,
+        target.fields(),
+        eos_ids=(2,),
+        quantised_head=quantised_head,
+        checkpoint=open_checkpoint(target.directory),
     )
     loaded = open_draft(speculation, target.directory, model)
     assert loaded is not None
@@ -234,6 +239,37 @@ def test_rope_of_another_head_dim(tmp_path: Path) -> None:
     assert fields.rope_inv_freq == tuple(expected.inv_freq.tolist())
 
 
+@pytest.mark.parametrize("stored", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_copies_of_the_target(tmp_path: Path, stored: str, tied: bool) -> None:
+    """Rounding is no difference; a head of kind EAGLE may have an lm_head of its own."""
+    target = write_tiny(
+        *(tmp_path / "t", "llama"), dtype=stored, num_hidden_layers=3, tie_word_embeddings=tied
+    )
+    table = target.weights["model.embed_tokens.weight"]
+    head = target.weights.get("lm_head.weight", table)
+
+    def draft(kind: str, dtype: str, extra: dict[str, Any]) -> Path:
+        return write_draft(tmp_path / "d", kind, target, dtype=dtype, extra=extra).directory
+
+    def has_own_head(kind: str, dtype: str, extra: dict[str, Any]) -> bool:
+        loaded = opened(target, draft(kind, dtype, extra))
+        own = bool(spec_of(loaded).own_head)
+        assert own == ("draft.lm_head.weight" in engine_names(loaded))
+        assert own != loaded.plan.shares_head
+        return own
+
+    for dtype in ("float32", "float16", "bfloat16"):
+        assert not has_own_head("eagle", dtype, {"lm_head.weight": head})
+        assert not has_own_head("eagle3_shared", dtype, {"model.embed_tokens.weight": table})
+        assert has_own_head("eagle", dtype, {"lm_head.weight": 1.05 * head})
+        for kind in ("eagle", "eagle3"):
+            wrong = draft(kind, dtype, {"embed_tokens.weight": 1.05 * table})
+            assert "embed_tokens.weight has other numbers than the target's" in refused(
+                target, wrong
+            )
+
+
 @pytest.mark.parametrize(
     ("nested", "ids", "inputs"),
     [
@@ -344,6 +380,25 @@ def test_rope_that_is_stated_as_the_target_states_it(tmp_path: Path) -> None:
     assert loaded is not None and loaded.plan.fields is not None
     assert loaded.plan.fields.rope_inv_freq == fields.rope_inv_freq
     assert fields.rope_inv_freq != target.fields().rope_inv_freq
+
+
+def test_rows_that_a_remap_chose(target: TinyCheckpoint, tmp_path: Path) -> None:
+    """They are rows of the target's lm_head, which FR-Spec takes from there."""
+    rows = {"token_id_remap": np.arange(7), "lm_head.weight": np.ones((7, 64))}
+    loaded = opened(
+        target, write_draft(tmp_path / "d", "minicpm_eagle", target, extra=rows).directory
+    )
+    assert loaded.plan.shares_head and engine_names(loaded) == MINICPM
+
+
+def test_only_some_rows_are_read(
+    target: TinyCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heads, "COMPARED_ROWS", 1)
+    table = np.array(target.weights["model.embed_tokens.weight"])
+    table[:101], table[102:] = 0, 0
+    draft = write_draft(tmp_path / "d", "eagle", target, extra={"embed_tokens.weight": table})
+    opened(target, draft.directory)
 
 
 def test_a_prefix_of_d2t(target: TinyCheckpoint, tmp_path: Path) -> None:
@@ -502,6 +557,16 @@ def refused(target: TinyCheckpoint, draft: Path | None, **options: Any) -> str:
         ("eagle3_shared", {"dim_model_base": 64}, "dim_model_base is 64, expected 16"),
         ("eagle3", {"drop": ("d2t",)}, "the draft's vocabulary is 101, expected 203"),
         ("eagle3", {"extra": {"lm_head.weight": np.ones((7, 64))}}, "7 rows, expected 101"),
+        (
+            "eagle",
+            {"extra": {"lm_head.weight": np.ones((7, 64))}},
+            r"lm_head.weight has shape \[7, 64\], expected \[203, 64\], the target's",
+        ),
+        (
+            "eagle3",
+            {"extra": {"embed_tokens.weight": np.ones((203, 8))}},
+            r"embed_tokens.weight has shape \[203, 8\], expected \[203, 64\], the target's",
+        ),
         ("model", {"vocab_size": 99}, "vocab_size is 99, expected 203.*share the tokenizer"),
         ("model", {"architectures": ["Nothing"]}, "architecture 'Nothing' is not supported"),
         (
