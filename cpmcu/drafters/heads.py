@@ -198,7 +198,8 @@ def _rows(checkpoint: Checkpoint, name: str, ids: npt.NDArray[np.int64]) -> Floa
 def draft_vocab_ids(draft: DraftFiles, d2t: str, target: TargetModel) -> list[int]:
     """Draft id -> target id, of the tensor called `d2t`: target id = draft id + d2t[draft id].
 
-    Raises ValueError for ids that the target does not have or a config that says otherwise.
+    Raises ValueError for ids that the target does not have, for one that is there twice, or for a
+    config that says otherwise.
     """
     vocab_size = target.fields.vocab_size
     stated = draft.config.get("vocab_size")
@@ -218,6 +219,12 @@ def draft_vocab_ids(draft: DraftFiles, d2t: str, target: TargetModel) -> list[in
         raise ValueError(
             f"d2t leads to token ids {ids.min() if ids.size else 0} to "
             f"{ids.max() if ids.size else 0}, expected ids of the target, 0 to {vocab_size - 1}"
+        )
+    if len(np.unique(ids)) != len(ids):
+        raise ValueError(f"{d2t} leads to some token ids twice, expected each token once")
+    if smaller not in (None, len(ids)):
+        raise ValueError(
+            f"config.json: draft_vocab_size is {smaller}, expected {len(ids)}, the entries of {d2t}"
         )
     return [int(i) for i in ids]
 

@@ -539,6 +539,13 @@ def refused(target: TinyCheckpoint, draft: Path | None, **options: Any) -> str:
             r"fc.weight has shape \[64, 192\], expected 128 columns",
         ),
         ("eagle3", {"extra": {"d2t": np.full(101, 200)}}, "d2t leads to token ids 200 to 300"),
+        ("eagle3", {"extra": {"d2t": -np.arange(101)}}, "d2t leads to some token ids twice"),
+        ("eagle", {"extra": {"model.d2t": -np.arange(9)}}, "model.d2t leads to some token ids twi"),
+        (
+            "eagle3",
+            {"draft_vocab_size": 77},
+            "config.json: draft_vocab_size is 77, expected 101, the entries of d2t",
+        ),
         (
             "eagle3",
             {"extra": {"d2t": np.zeros((101, 1), np.int64)}},
@@ -699,7 +706,9 @@ def test_fewer_tokens_than_a_level_takes(
     plain = write_draft(tmp_path / "plain", "eagle", target).directory
     for count in (most - 1, most):
         drafted = {"d2t": np.zeros(count, np.int64), "lm_head.weight": np.ones((count, 64))}
-        few = write_draft(tmp_path / "few", "eagle3", target, extra=drafted).directory
+        few = write_draft(
+            *(tmp_path / "few", "eagle3", target), extra=drafted, draft_vocab_size=count
+        ).directory
         np.save(tmp_path / "ids.npy", np.arange(count))
         for draft, more in ((few, {}), (plain, {"frspec_path": str(tmp_path / "ids.npy")})):
             if count == most:
