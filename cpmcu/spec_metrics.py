@@ -4,7 +4,8 @@ A step of a sequence verifies a tree of drafts, K tokens deep, and emits the j a
 best path and one token of the target's own: 0 <= j <= K. The drafted path, not the tree, is what
 counts as drafted: K tokens a step, whatever the tree's size (also of an n-gram look-up that found
 less). The first token, which the prompt gives, belongs to no step. Tokens that a step emitted
-beyond the end of the output (a stop string, say) were accepted, and are counted here.
+beyond the end of the output (a stop string, say) were accepted, and are counted here; but not those
+beyond the end of a grammar, which nothing constrained.
 """
 
 from __future__ import annotations

@@ -135,7 +135,8 @@ class Request:
                 break
         taken = len(self.tokens) - before
         if drafted and self._acceptance is not None:
-            self._acceptance.add(taken, drafted)
+            ended = self.grammar is not None and self.grammar.stopped
+            self._acceptance.add(taken if ended else len(tokens), drafted)
         self._send(text, self.tokens[before:], list(logprobs[:taken]))
 
     def end(self, reason: FinishReason) -> None:

@@ -209,6 +209,17 @@ def test_acceptance_is_counted_by_step(start):
     assert output.timings.decode_steps == metrics.num_spec_steps == 3
 
 
+def test_tokens_beyond_a_stop_string_are_counted_as_accepted(start):
+    tokens = Job().expected(20)
+    runner = start(FakeEngine(script, burst=4, device_stops=True))
+    acceptance = AcceptanceCounter(3, detailed=True)
+    job = Job(max_tokens=20, stop=[decode(tokens[5:7])], acceptance=acceptance)
+    runner.submit(job.request)
+    output = job.wait()
+    assert output.token_ids == tokens[:7]  # 1 + 4 + 2 of 4
+    assert output.spec_decode_metrics.per_step_accepted == (3, 3)
+
+
 def test_a_prompt_waits_for_pages_beyond_its_tokens(start):
     """The engine takes pages for drafts as well: a prompt that does not fit now fits later."""
     engine = FakeEngine(script, num_pages=8, burst=3)
