@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from cpmcu.config import SpeculativeConfig
@@ -12,6 +15,8 @@ from cpmcu.models.common import BuildOptions, SpecFields
 from cpmcu.models.names import Piece
 from cpmcu.models.registry import find_model
 from cpmcu.quant.registry import plan_quant
+
+logger = logging.getLogger(__name__)
 
 
 @register_drafter("model")
@@ -45,6 +50,9 @@ class DraftModel:
                 f"{target.fields.vocab_size}, the target's: they must share the tokenizer"
             )
 
+        if target.checkpoint is not None:
+            _compare_tokenizers(draft.directory, target.checkpoint.directory)
+
         def names(name: str, fields: SpecFields) -> Sequence[Piece]:
             return [
                 replace(piece, name="draft." + piece.name) for piece in family.names(name, fields)
@@ -55,3 +63,27 @@ class DraftModel:
             tied["lm_head.weight"] = "tie_word_embeddings is true: the head is the embedding table"
         quant = plan_quant(draft.config, draft.tensors)
         return DraftPlan(fields=fields, names=names, ignored=tied, quant=quant)
+
+
+def _compare_tokenizers(draft: Path, target: Path) -> None:
+    """A warning if both directories have a tokenizer and the same ids are other tokens."""
+    files = [directory / "tokenizer.json" for directory in (draft, target)]
+    if not all(file.is_file() for file in files):
+        return
+    contents = [file.read_bytes() for file in files]
+    if contents[0] != contents[1] and _vocabulary(contents[0]) != _vocabulary(contents[1]):
+        logger.warning(
+            "the vocabulary of %s is not that of %s: what the draft model says may be other tokens "
+            "to the target, and few of them accepted",
+            *files,
+        )
+
+
+def _vocabulary(content: bytes) -> object:
+    """What says which id is which token; None of a file that is damaged."""
+    try:
+        tokenizer = json.loads(content)
+        added = tokenizer.get("added_tokens") or []
+        return tokenizer["model"]["vocab"], {token["id"]: token["content"] for token in added}
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return None

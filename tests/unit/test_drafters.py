@@ -432,6 +432,36 @@ def test_model_and_ngram_specs(target: TinyCheckpoint, tmp_path: Path) -> None:
     assert named.method == "model"
 
 
+def test_a_tokenizer_of_another_vocabulary(
+    target: TinyCheckpoint, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    draft = write_draft(tmp_path / "d", "model", target).directory
+    files = [directory / "tokenizer.json" for directory in (draft, target.directory)]
+
+    def warned(of_draft: str | None, of_target: str | None) -> bool:
+        for file, text in zip(files, (of_draft, of_target), strict=True):
+            file.unlink(missing_ok=True)
+            if text is not None:
+                file.write_text(text, encoding="utf-8")
+        caplog.clear()
+        opened(target, draft)
+        messages = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+        assert len(messages) <= 1
+        assert all(str(file) in message for message in messages for file in files)
+        return bool(messages)
+
+    def made(vocabulary: dict[str, int], added: str = "<s>", **keys: Any) -> str:
+        tokens = [{"id": 9, "content": added}]
+        return json.dumps({"model": {"vocab": vocabulary, **keys}, "added_tokens": tokens})
+
+    plain = made({"a": 0, "b": 1})
+    assert not warned(plain, plain) and not warned(None, plain) and not warned(plain, None)
+    assert not warned(plain, made({"b": 1, "a": 0}, merges=[]))
+    assert warned(plain, made({"a": 1, "b": 0}))
+    assert warned(plain, made({"a": 0, "b": 1}, added="<pad>"))
+    assert warned(plain, "{") and warned("[]", plain)
+
+
 def test_a_fused_head_is_split(target: TinyCheckpoint, tmp_path: Path) -> None:
     draft = write_draft(tmp_path / "d", "eagle", target)
     parts = [f"layers.0.self_attn.{part}_proj.weight" for part in "qkv"]
