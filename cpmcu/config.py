@@ -151,7 +151,8 @@ class SpeculativeConfig:
     )
     spec_window_size: int | None = option(
         None,
-        "last tokens that a draft head's attention sees; 0: all (default: 1024; draft model: 0)",
+        "last cells of the cache that a draft head's attention sees (a tree's nodes have one each, "
+        "whatever their position); 0: all (default: 1024; draft model: 0)",
     )
     frspec_path: str | None = option(
         None,
