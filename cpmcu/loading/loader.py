@@ -54,10 +54,13 @@ def load_model(
     config: EngineConfig,
     progress: LoadProgress | None = None,
     before_tensors: Callable[[Path], None] = lambda directory: None,
+    rope_length: int = 0,
 ) -> LoadedModel:
     """Loads a local directory or a Hugging Face repo.
 
     `before_tensors` is called with the directory when all is checked, before what takes long.
+    `rope_length`: tokens that RoPE is for, where no max_model_len says; 0: the model's own, or as
+    many as there is memory for.
     Raises FileNotFoundError for a model or file that is not there, ValueError for a config or
     checkpoint that is damaged or not supported, MemoryError if it does not fit, RuntimeError for
     a device asked for by name that is not there. Nothing is loaded before all is checked.
@@ -71,9 +74,10 @@ def load_model(
     checkpoint = open_checkpoint(directory)
     metas = {name: stored.meta for name, stored in checkpoint.tensors.items()}
     quant = plan_quant(hf_config, metas)
+    length = config.max_model_len or rope_length
     options = BuildOptions(
         device=device,
-        max_model_len=config.max_model_len,
+        max_model_len=length,
         has_lm_head=any(name.startswith("lm_head.") for name in metas),
         minicpm4_yarn=config.minicpm4_yarn,
     )
@@ -91,7 +95,7 @@ def load_model(
         hf_config,
         fields,
         device,
-        config.max_model_len,
+        length,
         eos,
         quantised_head=_stored_head(quant) != "dense",
         checkpoint=checkpoint,
@@ -113,13 +117,18 @@ def load_model(
     engine = extension.Engine(*settings, draft_spec) if draft else extension.Engine(*settings)
     held = engine.max_model_len  # fewer than the model's own where memory has room for no more
     if (
-        not config.max_model_len
+        not length
         and held < fields.max_position_embeddings
         and family.build(hf_config, replace(options, max_model_len=held)) != fields  # longrope's
     ):
         del engine
-        config = replace(config, max_model_len=held)
-        return load_model(model, config=config, progress=progress, before_tensors=before_tensors)
+        return load_model(
+            model,
+            config=config,
+            progress=progress,
+            before_tensors=before_tensors,
+            rope_length=held,
+        )
     expected, required = _expected(engine, lambda name: not name.startswith(PREFIX))
     plan = plan_load(checkpoint, fields, family.names, quant, expected, required)
     log_unused(plan.unused)
