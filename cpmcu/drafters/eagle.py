@@ -7,7 +7,6 @@ MiniCPM4: `input_norm1`, `input_norm2` and `layers.0.input_layernorm` too; publi
 final norm that is not applied.
 
 Heads trained for fewer tokens have `d2t` as EAGLE-3 has it, and their own `lm_head.weight` [Vd, H].
-An `lm_head.weight` [V, H] that is not the target's is their own too.
 """
 
 from __future__ import annotations
@@ -19,15 +18,16 @@ from typing import Any
 
 from cpmcu.config import SpeculativeConfig
 from cpmcu.drafters.heads import (
+    EMBEDDING,
     OF_TARGET,
     WINDOW,
     check_own_head,
     check_scales,
     check_vocabulary,
-    copies_of_embedding,
+    copies_of_target,
     draft_vocab_ids,
     head_fields,
-    is_copy,
+    head_table,
     refuse_quantised_head,
     residual_scale,
 )
@@ -62,14 +62,16 @@ class Eagle:
         norms = {"input_norm1.weight", "input_norm2.weight"} & names.keys()
         if len(norms) == 1:
             raise ValueError(f"{norms.pop()} is there alone, expected input_norm1 and input_norm2")
-        ignored = copies_of_embedding(draft, target)
+        ignored = copies_of_target(draft, target, EMBEDDING, "embed_tokens.weight")
         vocab_ids = draft_vocab_ids(draft, names["d2t"], target) if "d2t" in names else []
         head = names.get("lm_head.weight")
-        own_head = head is not None and not _is_shared(draft, names, head, target)
-        if head is not None and own_head:
+        own_head = bool(vocab_ids) and head is not None
+        if head is not None and vocab_ids:
             check_own_head(draft.tensors[head], vocab_ids, target)
-        elif head is not None:
+        elif head is not None and "token_id_remap" in names:  # rows of the target's
             ignored[head] = OF_TARGET
+        else:
+            ignored |= copies_of_target(draft, target, head_table(target), "lm_head.weight")
         for name in draft.tensors:
             if _short(name) == "norm.weight":
                 ignored[name] = "heads of this kind do not apply it"
@@ -87,7 +89,7 @@ class Eagle:
             names=_engine_names,
             ignored=ignored,
             refuses_unknown=True,
-            shares_head=not own_head and not vocab_ids,
+            shares_head=not vocab_ids,
             window=WINDOW,
             options={
                 "input_norms": bool(norms),
@@ -103,16 +105,6 @@ class Eagle:
 def _short(name: str) -> str:
     """The name as CPM.cu's checkpoints have it."""
     return _LAYERS.sub("layers.", name.removeprefix("model."))
-
-
-def _is_shared(draft: DraftFiles, names: Mapping[str, str], head: str, target: TargetModel) -> bool:
-    """Is the draft's lm_head the target's, or rows of it, so that it need not be loaded?"""
-    if "d2t" in names:
-        return False
-    if "token_id_remap" in names:
-        return True
-    table = "model.embed_tokens" if target.fields.tie_word_embeddings else "lm_head"
-    return is_copy(draft, head, target, f"{table}.weight")
 
 
 def _engine_names(name: str, fields: SpecFields) -> Sequence[Piece]:

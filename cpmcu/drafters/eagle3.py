@@ -14,10 +14,11 @@ from typing import Any
 
 from cpmcu.config import SpeculativeConfig
 from cpmcu.drafters.heads import (
+    EMBEDDING,
     WINDOW,
     check_own_head,
     check_scales,
-    copies_of_embedding,
+    copies_of_target,
     draft_vocab_ids,
     head_fields,
     is_scaled,
@@ -71,7 +72,7 @@ class Eagle3:
         own_head = "lm_head.weight" in names
         if own_head:
             check_own_head(tensors[names["lm_head.weight"]], vocab_ids, target)
-        ignored = copies_of_embedding(draft, target)
+        ignored = copies_of_target(draft, target, EMBEDDING, "embed_tokens.weight")
         ignored |= {name: "d2t says the same" for short, name in names.items() if short == "t2d"}
         own_scale = config.get("dim_model_base") is not None
         return DraftPlan(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -17,8 +18,11 @@ from cpmcu.models.reader import ConfigReader
 from cpmcu.models.registry import find_model
 from cpmcu.models.rope import Float32Array, rope_from_config, rope_parameters
 
+logger = logging.getLogger(__name__)
+
 WINDOW = 1024  # tokens
 OF_TARGET = "the target's is used"
+EMBEDDING = "model.embed_tokens.weight"
 COMPARED_ROWS = 16  # of a table
 ROUNDING = 0.01  # of a row's length: more than rounding to any of our dtypes changes
 _ORIGINAL = "original_max_position_embeddings"
@@ -139,24 +143,33 @@ def refuse_quantised_head(tensors: Tensors) -> None:
             raise ValueError(f"{name} is there, expected a draft's lm_head to be dense")
 
 
-def copies_of_embedding(draft: DraftFiles, target: TargetModel) -> dict[str, str]:
-    """The draft's embedding tables -> why they are not needed.
+def copies_of_target(
+    draft: DraftFiles, target: TargetModel, table: str, name: str
+) -> dict[str, str]:
+    """The draft's tensors `name` [V, H] -> why they are not needed: the target's `table` is.
 
-    Raises ValueError for one that is not the target's: heads embed by that.
+    Warns of one that has other numbers. Raises ValueError for one of another shape.
     """
     ignored = {}
-    for name in draft.tensors:
-        if name == "embed_tokens.weight" or name.endswith(".embed_tokens.weight"):
-            if not is_copy(draft, name, target, "model.embed_tokens.weight"):
-                raise ValueError(
-                    f"{name} has other numbers than the target's, expected a copy: heads embed "
-                    "tokens by the target's table"
+    for found in draft.tensors:
+        if found == name or found.endswith("." + name):
+            if not _is_copy(draft, found, target, table):
+                logger.warning(
+                    "%s of the draft has other numbers than the target's, which is used: the draft "
+                    "may be right less often",
+                    found,
                 )
-            ignored[name] = OF_TARGET
+            ignored[found] = OF_TARGET
     return ignored
 
 
-def is_copy(draft: DraftFiles, name: str, target: TargetModel, table: str) -> bool:
+def head_table(target: TargetModel) -> str:
+    """The engine's name of the target's lm_head."""
+    tied = target.fields.tie_word_embeddings
+    return EMBEDDING if tied else "lm_head.weight"
+
+
+def _is_copy(draft: DraftFiles, name: str, target: TargetModel, table: str) -> bool:
     """Is a tensor of the draft [V, H] the target's `table` (the engine's name), but for rounding?
 
     Some rows are compared; yes, if the target's is not there to compare with. Raises ValueError

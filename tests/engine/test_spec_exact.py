@@ -533,23 +533,6 @@ def test_a_target_head_stored_quantised(models: Models, tmp_path: Path, kind: st
     assert tokens(draft_model_path=str(dense.directory)) == tokens(no_speculation=True)
 
 
-def test_an_lm_head_of_the_draft(models: Models) -> None:
-    """An EAGLE head's own is used, with d2t or without."""
-    import numpy as np
-
-    target = models.target("llama")
-    head = target.weights["lm_head.weight"][::-1]
-    seen = []
-    for extra in ({}, {"d2t": np.zeros(VOCAB, np.int64)}, None):
-        own = {} if extra is None else {"lm_head.weight": head, **extra}
-        draft = write_draft(models.root / "own", "eagle", target, dtype=models.dtype, extra=own)
-        speculation = {"draft_model_path": str(draft.directory), **TREES["full"]}
-        drive = Drive(models.engine("llama", speculation))
-        assert drive.one(PROMPTS[4], COUNT) == models.plain("llama", PROMPTS[4], COUNT)
-        seen.append(drive.emitted)
-    assert seen[0] == seen[1] != seen[2]
-
-
 @pytest.mark.parametrize("window", [16] if SMALL else [1, 16, 64])
 def test_draft_window(models: Models, window: int) -> None:
     draft = str(models.draft("eagle", "llama"))
