@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from cpmcu import __version__
+from cpmcu.errors import sentence
 
 _PACKAGES = (
     "numpy",
@@ -55,7 +56,7 @@ def _extension_rows() -> Iterator[tuple[str, str]]:
     try:
         from cpmcu import C
     except ImportError as error:
-        yield "extension", f"missing: {' '.join(str(error).split())}"
+        yield "extension", f"missing: {sentence(error)}"
         return
     yield "extension", str(getattr(C, "__file__", "built in"))
     for name, value in json.loads(C.build_info_json).items():

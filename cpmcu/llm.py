@@ -363,8 +363,7 @@ def _decode_with(tokenizer: Tokenizer, kept: Collection[int]) -> Decode:
 
     @functools.cache
     def is_text(token: int) -> bool:
-        text = tokenizer.decode([token], skip_special_tokens=False)
-        return token in kept or tokenizer.decode([token]) == text
+        return token in kept or tokenizer.is_shown(token)
 
     return lambda ids: tokenizer.decode(
         [token for token in ids if is_text(token)], skip_special_tokens=False

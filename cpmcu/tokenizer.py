@@ -68,9 +68,8 @@ class Tokenizer:
         """
         directory = Path(directory)
         config = _read_json(directory / "tokenizer_config.json")
-        if (
-            "added_tokens_decoder" not in config
-        ):  # older files say it elsewhere, as transformers reads
+        # Older files say it elsewhere, where transformers reads it too.
+        if "added_tokens_decoder" not in config:
             config = _filled(config, _read_json(directory / "special_tokens_map.json"))
         if (directory / "tokenizer.json").is_file():
             added = _read_json(directory / "added_tokens.json")
@@ -104,6 +103,10 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of `ids`; bytes that are no character become U+FFFD."""
         return self._backend.decode(list(ids), skip_special_tokens)
+
+    def is_shown(self, token_id: int) -> bool:
+        """Is a token part of the text, unlike a special one?"""
+        return self.decode([token_id]) == self.decode([token_id], skip_special_tokens=False)
 
     def id_of(self, token: str) -> int | None:
         """Id of a token as the vocabulary spells it; None if there is none."""

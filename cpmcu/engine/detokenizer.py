@@ -26,10 +26,9 @@ class Detokenizer:
 
     def __init__(self, decode: Decode, prompt: Sequence[int] = ()) -> None:
         self._decode = decode
-        self._window = _tail(decode, prompt)
-        self._read = len(self._window)  # tokens of the window whose text was given out whole
         # Until output follows, nobody knows if what is no character at its end becomes one.
-        self._prompt = decode(self._window) if self._window else ""
+        self._window, self._prompt = _tail(decode, prompt)
+        self._read = len(self._window)  # tokens of the window whose text was given out whole
         self._given = self._prompt.rstrip(REPLACEMENT)
 
     def push(self, tokens: Sequence[int], *, final: bool = False) -> str:
@@ -65,13 +64,19 @@ class Detokenizer:
         self._given = self._decode(self._window)
 
 
-def _tail(decode: Decode, prompt: Sequence[int]) -> list[int]:
-    """The last tokens of a prompt that have text, and do not begin within a character.
+def _tail(decode: Decode, prompt: Sequence[int]) -> tuple[list[int], str]:
+    """The last tokens of a prompt that have text and do not begin within a character, and the text.
 
     Where bytes are tokens, those of half a character may spoil the whole ones behind them.
     """
-    for count in range(min(_PROMPT_TAIL, len(prompt)), min(_MAX_HELD, len(prompt)) + 1):
-        text = decode(prompt[-count:]) if count else ""
-        if text and not text.startswith(REPLACEMENT):
-            return list(prompt[-count:])
-    return list(prompt[-_PROMPT_TAIL:])
+    usual = list(prompt[-_PROMPT_TAIL:])
+    if not usual:
+        return [], ""
+    usual_text = text = decode(usual)
+    tail = usual
+    while not text or text.startswith(REPLACEMENT):
+        if len(tail) == min(_MAX_HELD, len(prompt)):
+            return usual, usual_text
+        tail = list(prompt[-len(tail) - 1 :])
+        text = decode(tail)
+    return tail, text

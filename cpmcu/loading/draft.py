@@ -113,8 +113,10 @@ class LoadedDraft:
 
         checkpoint, quant = self.files.checkpoint, self.plan.quant
         plan = plan_load(checkpoint, self.plan.fields, names, quant, expected, required)
+        if not self.plan.refuses_unknown:
+            return plan
         left = [name for name in plan.unused if not _is_zero_bias(checkpoint, name)]
-        if left and self.plan.refuses_unknown:
+        if left:
             reasons = [f"{name} ({plan.unused[name]})" for name in left]
             raise ValueError(
                 f"{self.files.directory}: has {list_names(reasons, MAX_LISTED)}, expected only "

@@ -35,8 +35,7 @@ class TokenTexts:
 
     def is_shown(self, token: int) -> bool:
         """Is it part of the text, unlike a special token?"""
-        with_special = self._tokenizer.decode([token], skip_special_tokens=False)
-        return self._tokenizer.decode([token]) == with_special
+        return self._tokenizer.is_shown(token)
 
     def _read(self, token: int) -> bytes:
         piece = self._tokenizer.piece(token)

@@ -129,12 +129,8 @@ def _prepare(service: Service, body: ChatRequest, loop: asyncio.AbstractEventLoo
 
 def _special(tokenizer: Tokenizer, tags: Sequence[str | None]) -> list[int]:
     """The special tokens among tags: texts leave them out, unless told to keep them."""
-    ids = {tag: tokenizer.id_of(tag) for tag in tags if tag}
-    return [
-        token
-        for tag, token in ids.items()
-        if token is not None and tokenizer.piece(token) == tag and not tokenizer.decode([token])
-    ]
+    ids = {tokenizer.id_of(tag) for tag in tags if tag}
+    return [token for token in ids if token is not None and not tokenizer.is_shown(token)]
 
 
 def _forced(body: ChatRequest) -> Grammar | None:
