@@ -99,6 +99,49 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, int parity) {
 #endif
 }
 
+// Whether it has ended, which may wait for a moment. Asked early, the answer is there when it is
+// needed. Where nobody `asks` it is no.
+__device__ __forceinline__ bool mbarrier_try_wait(uint32_t barrier, int parity, bool asks) {
+  uint32_t ended;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{ .reg .pred done, asks;\n"
+      "setp.ne.u32 asks, %3, 0;\n"
+      "setp.ne.u32 done, 0, 0;\n"
+      "@asks mbarrier.try_wait.parity.shared.b64 done, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, done; }"
+      : "=r"(ended)
+      : "r"(barrier), "r"(parity), "r"(static_cast<uint32_t>(asks))
+      : "memory");
+#else
+  asm volatile(
+      "{ .reg .pred done;\n"
+      "mbarrier.test_wait.parity.shared.b64 done, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, done; }"
+      : "=r"(ended)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+#endif
+  return ended != 0;
+}
+// What is left to wait for after mbarrier_try_wait. Without a branch that the compiler sees: it
+// would no longer know what is the same in all lanes.
+__device__ __forceinline__ void mbarrier_wait(uint32_t barrier, int parity, bool has_ended) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{ .reg .pred done;\n"
+      "setp.ne.u32 done, %2, 0;\n"
+      "@done bra over;\n"
+      "again: mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n"
+      "@!done bra again;\n"
+      "over: }" ::"r"(barrier),
+      "r"(parity), "r"(static_cast<uint32_t>(has_ended))
+      : "memory");
+#else
+  if (!has_ended) mbarrier_wait(barrier, parity);
+#endif
+}
+
 // Whether the phase of this parity has ended.
 __device__ __forceinline__ bool mbarrier_has_ended(uint32_t barrier, int parity) {
   uint32_t ended;

@@ -70,13 +70,13 @@ __global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<Product::kGroups
   Ring ring{ptx::shared_address(shared), ptx::shared_address(barriers)};
   ptx::opaque(ring.data);  // computed once
   ptx::opaque(ring.barriers);
-  Stage stage;
+  Stage stage = ring.stage(0);
 
   Trace trace;
 
   ptx::pdl_launch();
   if (threadIdx.x < Ring::kStages) {
-    const Stage mine{.index = static_cast<int>(threadIdx.x)};
+    const Stage mine = ring.stage(threadIdx.x);
     ptx::mbarrier_init(ring.weights_in(mine), 1);
     ptx::mbarrier_init(ring.rows_in(mine), 1);
     ptx::mbarrier_init(ring.done(mine), kThreads);
@@ -172,14 +172,23 @@ __global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<Product::kGroups
       if constexpr (kGroups < 8) prefetch();  // else there are too few registers
 
       float sums[2][kGroups][4] = {};
-      for (int k_block = share.begin; k_block < share.end; ++k_block) {
-        ptx::mbarrier_wait(ring.rows_in(stage), stage.parity);
-        ptx::mbarrier_wait(ring.weights_in(stage), stage.parity);
+      ptx::mbarrier_wait(ring.weights_in(stage), stage.parity);
+      for (int left = share.end - share.begin;;) {
+        const Stage current = stage;
+        ring.advance(stage);
+        bool has_rows, has_weights;
+        const auto ask = [&] {
+          const bool asks = left > 1;  // not for what follows from these sums: asking may wait
+          has_rows = ptx::mbarrier_try_wait(ring.rows_in(stage), stage.parity, asks);
+          has_weights = ptx::mbarrier_try_wait(ring.weights_in(stage), stage.parity, asks);
+        };
         // By each lane: costs no more than one for its warp, and racecheck, which does not always
         // know that a warp was together before one arrived for it, sees that it is right.
-        product.add_block(sums, ring.rows(stage), ring.weights(stage), link,
-                          [&] { ptx::mbarrier_arrive(ring.done(stage)); });
-        stage.next(ring);
+        const auto release = [&] { ptx::mbarrier_arrive(ring.done(current)); };
+        product.add_block(sums, current.rows, current.weights, ask, release);
+        if (--left == 0) break;
+        ptx::mbarrier_wait(ring.rows_in(stage), stage.parity, has_rows);
+        ptx::mbarrier_wait(ring.weights_in(stage), stage.parity, has_weights);
       }
 
       trace.stamp(3 * i + 3);

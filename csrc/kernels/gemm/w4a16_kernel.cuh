@@ -239,12 +239,12 @@ struct MmaSync {
   template <int kGroups>
   using LaneRows = cuda::LaneRows<kGroups>;
 
-  template <typename T, int kGroups>
+  template <typename T, int kGroups, typename F>
   static __device__ __forceinline__ void multiply(float (&part)[2][kGroups][4], int,
                                                   uint32_t weights, uint32_t rows,
                                                   const LaneRows<kGroups>& lane_rows,
                                                   const uint32_t (&low)[2],
-                                                  const uint32_t (&high)[2]) {
+                                                  const uint32_t (&high)[2], F meanwhile) {
     // Words and rows of x of two steps of 16 k, loaded while the steps before are multiplied.
     uint4 words[2];
     uint32_t b[2][2][kGroups][2];
@@ -294,17 +294,34 @@ struct MmaSync {
         }
       }
     }
+    meanwhile();
+  }
+};
+
+// Where a lane finds what it reads of a packed block: 16 bytes of q, and the scale of the first of
+// its four rows, 8 apart.
+struct LaneWeights {
+  uint32_t words = threadIdx.x / 32 * kSlabBytes + threadIdx.x % 32 * 16;
+  uint32_t scale = kScaleOffset + 2 * (threadIdx.x / 32 * kSlabRows + threadIdx.x % 32 / 4);
+
+  __device__ __forceinline__ LaneWeights() {
+    ptx::opaque(words);  // or they are computed again for every block
+    ptx::opaque(scale);
+  }
+  __device__ __forceinline__ uint32_t zero() const {
+    return kZeroOffset + (scale - kScaleOffset) / 2;
   }
 };
 
 // sums += the rows of x times the 32 rows of a packed block that are this warp's, both in shared
-// memory; each lane calls `release` when it has read its part.
-template <typename Mma, typename T, int kGroups, bool kZeros, typename F>
+// memory. Calls `ask` when the last products are under way; each lane calls `release` when it has
+// read its part.
+template <typename Mma, typename T, int kGroups, bool kZeros, typename F, typename G>
 __device__ __forceinline__ void add_block(float (&sums)[2][kGroups][4], uint32_t rows,
                                           uint32_t block,
                                           const typename Mma::template LaneRows<kGroups>& lane_rows,
-                                          bool bf16_scales, F release) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, slab_row = warp * 32 + lane / 4;
+                                          const LaneWeights& lane, bool bf16_scales, F ask,
+                                          G release) {
   float scale[2][2];
   uint32_t low[2] = {low_offset<T>(8), low_offset<T>(8)};
   uint32_t high[2] = {high_offset<T>(8), high_offset<T>(8)};
@@ -312,11 +329,10 @@ __device__ __forceinline__ void add_block(float (&sums)[2][kGroups][4], uint32_t
   for (int t = 0; t < 2; ++t) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      scale[t][half] =
-          load_scale(block + kScaleOffset + 2 * (slab_row + t * 16 + half * 8), bf16_scales);
+      scale[t][half] = load_scale(block + lane.scale + 2 * (t * 16 + half * 8), bf16_scales);
     }
     if constexpr (kZeros) {
-      const uint32_t zeros = block + kZeroOffset + slab_row + t * 16;
+      const uint32_t zeros = block + lane.zero() + t * 16;
       low[t] = low_offset<T>(ptx::load_shared_byte(zeros));
       high[t] = high_offset<T>(ptx::load_shared_byte(zeros + 8));
     }
@@ -325,9 +341,12 @@ __device__ __forceinline__ void add_block(float (&sums)[2][kGroups][4], uint32_t
 #pragma unroll
   for (int first = 0; first < 2; first += Mma::kTiles) {
     float part[Mma::kTiles][kGroups][4];
-    Mma::template multiply<T, kGroups>(part, first, block + warp * kSlabBytes + lane * 16, rows,
-                                       lane_rows, low, high);
-    if (first + Mma::kTiles == 2) release();
+    const bool is_last = first + Mma::kTiles == 2;
+    Mma::template multiply<T, kGroups>(part, first, block + lane.words, rows, lane_rows, low, high,
+                                       [&] {
+                                         if (is_last) ask();
+                                       });
+    if (is_last) release();
 #pragma unroll
     for (int t = 0; t < Mma::kTiles; ++t) {
 #pragma unroll
@@ -351,12 +370,31 @@ struct W4Ring {
   static constexpr int kXBytes = 8 * kGroups * kRowBytes, kStageBytes = kXBytes + kBlockBytes;
   static constexpr int kBarriers = 2 * kMaxStages;
   uint32_t data, barriers;
+  uint32_t end;  // of the barriers of the stages that there are
 
-  __device__ __forceinline__ uint32_t rows(int stage) const { return data + stage * kStageBytes; }
-  __device__ __forceinline__ uint32_t weights(int stage) const { return rows(stage) + kXBytes; }
-  __device__ __forceinline__ uint32_t full(int stage) const { return barriers + 8 * stage; }
-  __device__ __forceinline__ uint32_t empty(int stage) const {
-    return barriers + 8 * (kMaxStages + stage);
+  __device__ __forceinline__ W4Ring(const void* data, const void* barriers, int stages)
+      : data(ptx::shared_address(data)), barriers(ptx::shared_address(barriers)) {
+    end = this->barriers + 8 * stages;
+    ptx::opaque(this->data);  // computed once
+    ptx::opaque(this->barriers);
+    ptx::opaque(end);
+  }
+
+  // Where a stage and its barriers lie, and the parity of their phase.
+  struct Stage {
+    uint32_t rows, full;
+    int parity;
+
+    __device__ __forceinline__ uint32_t weights() const { return rows + kXBytes; }
+    __device__ __forceinline__ uint32_t empty() const { return full + 8 * kMaxStages; }
+  };
+  __device__ __forceinline__ Stage stage(int index) const {
+    return {data + index * kStageBytes, barriers + 8 * index, 0};
+  }
+  __device__ __forceinline__ void advance(Stage& at) const {
+    at.rows += kStageBytes;
+    at.full += 8;
+    if (at.full == end) at = {data, barriers, at.parity ^ 1};
   }
 };
 
@@ -371,8 +409,9 @@ __device__ __forceinline__ void feed(const Args& args, const W4Ring<kGroups>& ri
   const uint64_t policy = ptx::evict_first_policy();
   int tile = first_tile, weights_block = first_block, rows_block = first_block;  // what comes next
 
-  const auto feed_weights = [&](int stage) {
-    const uint32_t full = ring.full(stage), to = ring.weights(stage);
+  using Stage = typename W4Ring<kGroups>::Stage;
+  const auto feed_weights = [&](const Stage& stage) {
+    const uint32_t full = stage.full, to = stage.weights();
     const char* from =
         args.blocks + (int64_t{tile} * args.k_blocks + weights_block) * args.block_bytes;
 #if __CUDA_ARCH__ >= 900
@@ -388,8 +427,8 @@ __device__ __forceinline__ void feed(const Args& args, const W4Ring<kGroups>& ri
 #endif
     if (++weights_block == end) weights_block = first_block, tile += tile_step;
   };
-  const auto feed_rows = [&](int stage) {
-    const uint32_t full = ring.full(stage), to = ring.rows(stage);
+  const auto feed_rows = [&](const Stage& stage) {
+    const uint32_t full = stage.full, to = stage.rows;
     int k_block = rows_block;
     if (k_block >= args.blocks_of_digit) k_block -= args.blocks_of_digit;
     if constexpr (Mma::kTensorMap) {
@@ -410,17 +449,17 @@ __device__ __forceinline__ void feed(const Args& args, const W4Ring<kGroups>& ri
   if constexpr (Mma::kTensorMap) ptx::prefetch_map(&args.x_map);
   const int first = min(args.stages, num_iterations);
 #pragma unroll 1
-  for (int stage = 0; stage < first; ++stage) feed_weights(stage);
+  for (int i = 0; i < first; ++i) feed_weights(ring.stage(i));
   ptx::pdl_wait();
 #pragma unroll 1
-  for (int stage = 0; stage < first; ++stage) feed_rows(stage);
-  int stage = 0, parity = 0;
+  for (int i = 0; i < first; ++i) feed_rows(ring.stage(i));
+  Stage stage = ring.stage(0);
 #pragma unroll 1
   for (int i = first; i < num_iterations; ++i) {
-    ptx::mbarrier_wait(ring.empty(stage), parity);
+    ptx::mbarrier_wait(stage.empty(), stage.parity);
     feed_weights(stage);
     feed_rows(stage);
-    if (++stage == args.stages) stage = 0, parity ^= 1;
+    ring.advance(stage);
   }
   if constexpr (!Mma::kTensorMap) {  // nothing is on its way when the warp ends
     ptx::cp_async_commit();
@@ -446,11 +485,11 @@ __global__ void __launch_bounds__(kAllThreads<Mma, kGroups>, 1)
   using Ring = W4Ring<kGroups>;
   __shared__ __align__(8) uint64_t barriers[Ring::kBarriers + 1];
   const int warp = ptx::uniform_warp(), lane = threadIdx.x % 32;
-  const Ring ring{ptx::shared_address(shared), ptx::shared_address(barriers)};
+  const Ring ring(shared, barriers, args.stages);
   // Behind the ring: what the slices of a cluster send, [slices][slabs][2 tiles][kGroups][lanes] of
   // 16 bytes. A slab is a warp's 32 rows; block r of the cluster owns [first_slab[r], first_slab[r
   // + 1]).
-  [[maybe_unused]] const uint32_t inbox = ring.rows(args.stages);
+  [[maybe_unused]] const uint32_t inbox = ring.stage(args.stages).rows;
   [[maybe_unused]] const uint32_t received = ring.barriers + 8 * Ring::kBarriers;
   const int slice = blockIdx.x, first_tile = blockIdx.y, tile_step = gridDim.y;
   const int first_block = slice * args.slice_blocks + min(slice, args.longer_slices);
@@ -459,8 +498,9 @@ __global__ void __launch_bounds__(kAllThreads<Mma, kGroups>, 1)
   ptx::pdl_launch();
   if (threadIdx.x < args.stages) {
     // One arrival announces the bytes of bulk copies, the others are lanes that copy rows.
-    ptx::mbarrier_init(ring.full(threadIdx.x), Mma::kTensorMap ? 1 : 33);
-    ptx::mbarrier_init(ring.empty(threadIdx.x), kWarps);
+    const auto mine = ring.stage(threadIdx.x);
+    ptx::mbarrier_init(mine.full, Mma::kTensorMap ? 1 : 33);
+    ptx::mbarrier_init(mine.empty(), kWarps);
     ptx::mbarrier_init_fence();
   }
 #ifdef CPMCU_W4_CLUSTERS
@@ -494,17 +534,26 @@ __global__ void __launch_bounds__(kAllThreads<Mma, kGroups>, 1)
   const int g = lane / 4;
   [[maybe_unused]] const int q = lane % 4;
   const typename Mma::template LaneRows<kGroups> lane_rows;
-  int stage = 0, parity = 0;
+  const LaneWeights lane_weights;
+  auto stage = ring.stage(0);
   for (int tile = first_tile; tile < args.tiles; tile += tile_step) {
     float sums[2][kGroups][4] = {};
-    for (int i = 0; i < blocks_of_tile; ++i) {
-      ptx::mbarrier_wait(ring.full(stage), parity);
-      add_block<Mma, T, kGroups, kZeros>(sums, ring.rows(stage), ring.weights(stage), lane_rows,
-                                         args.bf16_scales, [&] {
-                                           __syncwarp();
-                                           if (lane == 0) ptx::mbarrier_arrive(ring.empty(stage));
-                                         });
-      if (++stage == args.stages) stage = 0, parity ^= 1;
+    ptx::mbarrier_wait(stage.full, stage.parity);
+    for (int left = blocks_of_tile;;) {
+      const auto current = stage;
+      ring.advance(stage);
+      bool is_full;
+      const auto ask = [&] {
+        is_full = ptx::mbarrier_try_wait(stage.full, stage.parity, left > 1);
+      };
+      const auto release = [&] {
+        __syncwarp();
+        if (lane == 0) ptx::mbarrier_arrive(current.empty());
+      };
+      add_block<Mma, T, kGroups, kZeros>(sums, current.rows, current.weights(), lane_rows,
+                                         lane_weights, args.bf16_scales, ask, release);
+      if (--left == 0) break;
+      ptx::mbarrier_wait(stage.full, stage.parity, is_full);
     }
 
     const int n0 = tile * kW4BlockRows;

@@ -20,13 +20,13 @@ struct WgmmaOf {
   template <int kGroups>
   struct LaneRows {};  // wgmma reads the rows by itself
 
-  // Tiles first_tile, ... of the warp's.
-  template <typename T, int kGroups>
+  // Tiles first_tile, ... of the warp's. Calls `meanwhile` when all is under way.
+  template <typename T, int kGroups, typename F>
   static __device__ __forceinline__ void multiply(float (&part)[kTiles][kGroups][4], int first_tile,
                                                   uint32_t weights, uint32_t rows,
                                                   const LaneRows<kGroups>&,
                                                   const uint32_t (&low)[2],
-                                                  const uint32_t (&high)[2]) {
+                                                  const uint32_t (&high)[2], F meanwhile) {
     // The same in all lanes, but the compiler has to be told: else it moves every descriptor to
     // uniform registers by itself.
     const uint64_t descriptor = ptx::wgmma_descriptor_swizzle128(__shfl_sync(0xffffffffu, rows, 0));
@@ -60,8 +60,9 @@ struct WgmmaOf {
         }
       }
       ptx::wgmma_commit();
-      ptx::wgmma_wait<1>();
+      if (pair < 3) ptx::wgmma_wait<1>();
     }
+    meanwhile();
     ptx::wgmma_wait<0>();
   }
 };

@@ -129,7 +129,7 @@ __device__ __forceinline__ void combine_slice(char* shared, const Ring<Product>&
   ptx::shared_copy_fence();  // the stages are the copy engine's again afterwards
   ptx::named_barrier<1, kThreads>();
   if (threadIdx.x < num_blocks) {
-    ptx::mbarrier_arrive(ring.rows_in(Stage{.index = static_cast<int>(threadIdx.x)}));
+    ptx::mbarrier_arrive(ring.rows_in(ring.stage(threadIdx.x)));
   }
 }
 

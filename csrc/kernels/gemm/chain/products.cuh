@@ -26,8 +26,12 @@ struct FourBits {
   static constexpr bool kCombines = kGroups == 1;
 
   typename Mma::template LaneRows<kGroups> lane_rows;
+  LaneWeights lane_weights;
+  uint32_t bf16_scales;
 
-  __device__ __forceinline__ explicit FourBits(const Link&) {}
+  __device__ __forceinline__ explicit FourBits(const Link& link) : bf16_scales(link.bf16_scales) {
+    ptx::opaque(bf16_scales);  // or it is read again for every block
+  }
 
   // Where element k of row 0 lies among the rows of a stage: see copy_rows.
   static __device__ __forceinline__ int row_offset(int k) { return k / 64 * 1024 + k % 64 * 2; }
@@ -52,11 +56,11 @@ struct FourBits {
     ptx::mbarrier_expect_bytes(barrier, kRowsBytes);
     copy_rows<kGroups>(to, &link.x_map, k_block, barrier);
   }
-  template <typename F>
+  template <typename F, typename G>
   __device__ __forceinline__ void add_block(float (&sums)[2][kGroups][4], uint32_t rows,
-                                            uint32_t weights, const Link& link, F release) const {
-    cuda::add_block<Mma, T, kGroups, kZeros>(sums, rows, weights, lane_rows, link.bf16_scales,
-                                             release);
+                                            uint32_t weights, F ask, G release) const {
+    cuda::add_block<Mma, T, kGroups, kZeros>(sums, rows, weights, lane_rows, lane_weights,
+                                             bf16_scales != 0, ask, release);
   }
 };
 
@@ -109,11 +113,12 @@ struct SixteenBits {
     ptx::mbarrier_expect_bytes(barrier, kRowsBytes);
     ptx::tensor_copy(to, &link.x_map, k_block * kBlockK, 0, barrier);
   }
-  template <typename F>
+  template <typename F, typename G>
   __device__ __forceinline__ void add_block(float (&sums)[2][kGroups][4], uint32_t rows,
-                                            uint32_t weights, const Link&, F release) const {
+                                            uint32_t weights, F ask, G release) const {
     add_sixteen_bits<T>(sums, rows, {weights + lane_weights[0], weights + lane_weights[1]},
                         lane_rows);
+    ask();
     release();
   }
 };

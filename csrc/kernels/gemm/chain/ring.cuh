@@ -5,14 +5,12 @@
 
 namespace cpmcu::cuda::chain {
 
-// A place in the ring that goes round, and the parity of its barriers' phase.
+// A place in the ring: where its rows, its weights and the first of its barriers lie, and the
+// parity of their phase. Addresses go on by addition: computed from a number they were a tenth of
+// the instructions of a block.
 struct Stage {
-  int index = 0, parity = 0;
-
-  template <typename Ring>
-  __device__ __forceinline__ void next(const Ring&) {
-    if (++index == Ring::kStages) index = 0, parity ^= 1;
-  }
+  uint32_t rows, weights, barrier;
+  int parity;
 };
 
 // f(tile, k block) for the packed blocks of this block of threads.
@@ -40,20 +38,28 @@ struct Ring {
   static_assert(kMaxChainLinks <= kStages, "a thread for each stage initialises all barriers");
   uint32_t data, barriers;
 
-  __device__ __forceinline__ uint32_t rows(const Stage& at) const {
-    return data + at.index * Product::kRowsBytes;
+  __device__ __forceinline__ Stage stage(int index) const {
+    return {.rows = data + index * Product::kRowsBytes,
+            .weights = data + kStages * Product::kRowsBytes + index * Product::kWeightBytes,
+            .barrier = barriers + 8 * index,
+            .parity = 0};
   }
-  __device__ __forceinline__ uint32_t weights(const Stage& at) const {
-    return data + kStages * Product::kRowsBytes + at.index * Product::kWeightBytes;
+  __device__ __forceinline__ void advance(Stage& at) const {
+    at.rows += Product::kRowsBytes;
+    at.weights += Product::kWeightBytes;
+    at.barrier += 8;
+    if (at.barrier == barriers + 8 * kStages) {
+      const int parity = at.parity ^ 1;
+      at = stage(0);
+      at.parity = parity;
+    }
   }
-  __device__ __forceinline__ uint32_t weights_in(const Stage& at) const {
-    return barriers + 8 * at.index;
+  static __device__ __forceinline__ uint32_t weights_in(const Stage& at) { return at.barrier; }
+  static __device__ __forceinline__ uint32_t rows_in(const Stage& at) {
+    return at.barrier + 8 * kStages;
   }
-  __device__ __forceinline__ uint32_t rows_in(const Stage& at) const {
-    return barriers + 8 * (kStages + at.index);
-  }
-  __device__ __forceinline__ uint32_t done(const Stage& at) const {
-    return barriers + 8 * (2 * kStages + at.index);
+  static __device__ __forceinline__ uint32_t done(const Stage& at) {
+    return at.barrier + 16 * kStages;
   }
   __device__ __forceinline__ uint32_t x_in(int link) const {
     return barriers + 8 * (3 * kStages + link);
@@ -74,7 +80,7 @@ __device__ __forceinline__ void feed_weights(const ChainArgs& args, const Ring<P
   for (int i = 0; i < args.num_links; ++i) {
     if (args.links[i].blocks == nullptr) ptx::prefetch_map(&args.links[i].w_map);
   }
-  Stage stage, landing;
+  Stage stage = ring.stage(0), landing = stage;
   int in_flight = 0;
   bool fills = args.combines != Combines::kTogether;
 #pragma unroll 1
@@ -98,12 +104,12 @@ __device__ __forceinline__ void feed_weights(const ChainArgs& args, const Ring<P
 #pragma unroll 1
         for (; in_flight >= limit; --in_flight) {
           ptx::mbarrier_wait(ring.weights_in(landing), landing.parity);
-          landing.next(ring);
+          ring.advance(landing);
         }
         ++in_flight;
-        source.fetch(ring.weights(stage), ring.weights_in(stage), policy);
+        source.fetch(stage.weights, ring.weights_in(stage), policy);
         source.next();
-        stage.next(ring);
+        ring.advance(stage);
         fills = fills && stage.parity == 0;
       }
     }
@@ -125,7 +131,7 @@ __device__ __forceinline__ void feed_rows(const ChainArgs& args, const Ring<Prod
     ptx::mbarrier_wait(ring.combined(), 0);
     ptx::add_release(args.state->arrived[0]);
   }
-  Stage stage;
+  Stage stage = ring.stage(0);
 #pragma unroll 1
   for (int i = 0; i < args.num_links; ++i) {
     const Link& link = args.links[i];
@@ -142,9 +148,9 @@ __device__ __forceinline__ void feed_rows(const ChainArgs& args, const Ring<Prod
     each_block(link, [&](int, int k_block) {
       if (brings) {
         ptx::mbarrier_wait(ring.done(stage), stage.parity ^ 1);
-        Product::fetch_rows(ring.rows(stage), link, k_block, ring.rows_in(stage));
+        Product::fetch_rows(stage.rows, link, k_block, ring.rows_in(stage));
       }
-      stage.next(ring);
+      ring.advance(stage);
     });
   }
 }
