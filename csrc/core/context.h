@@ -15,10 +15,12 @@ struct Context {
   Stream stream = nullptr;
   int sm_count = 1;
   int64_t sm_shared_bytes = 0;  // of a multiprocessor
-  int compute_capability = 0;   // 90 for 9.0; 0 on the CPU
-  int code_capability = 0;      // of our kernels' code: smaller where they run as older PTX
-  bool is_shared = false;       // kernels of other processes run at the same time
-  CublasLt* cublas = nullptr;   // null: not found, our own GEMM serves all row counts
+  int64_t l2_bytes = 0;
+  double bytes_per_cycle = 0;  // as in DeviceInfo
+  int compute_capability = 0;  // 90 for 9.0; 0 on the CPU
+  int code_capability = 0;     // of our kernels' code: smaller where they run as older PTX
+  bool is_shared = false;      // kernels of other processes run at the same time
+  CublasLt* cublas = nullptr;  // null: not found, our own GEMM serves all row counts
   // Where products wait to become one launch; null: nowhere.
   ProductQueue* products = nullptr;
 };
@@ -34,6 +36,8 @@ struct DeviceContext : Context {
     const DeviceInfo info = device_info(on);
     sm_count = info.sm_count;
     sm_shared_bytes = info.sm_shared_bytes;
+    l2_bytes = info.l2_bytes;
+    bytes_per_cycle = info.bytes_per_cycle;
     is_shared = info.is_shared;
     compute_capability =
         std::stoi(info.compute_capability) * 10 + (info.compute_capability.back() - '0');

@@ -45,6 +45,22 @@ int device_count() {
   return count;
 }
 
+namespace {
+
+// What drivers of virtual GPUs do not tell is 0.
+double bytes_per_cycle(int index) {
+  const auto attribute = [&](cudaDeviceAttr which) {
+    int value = 0;
+    if (cudaDeviceGetAttribute(&value, which, index) != cudaSuccess) cudaGetLastError();
+    return value;
+  };
+  const double clock = attribute(cudaDevAttrClockRate);
+  const double memory = 2.0 * attribute(cudaDevAttrMemoryClockRate);  // of two edges
+  return clock > 0 ? memory * attribute(cudaDevAttrGlobalMemoryBusWidth) / 8 / clock : 0;
+}
+
+}  // namespace
+
 DeviceInfo device_info(Device device) {
   if (!device.is_cuda()) return cpu_info();
   const int count = device_count();
@@ -62,6 +78,8 @@ DeviceInfo device_info(Device device) {
   info.free_bytes = static_cast<int64_t>(free_bytes);
   info.sm_count = properties.multiProcessorCount;
   info.sm_shared_bytes = static_cast<int64_t>(properties.sharedMemPerMultiprocessor);
+  info.l2_bytes = properties.l2CacheSize;
+  info.bytes_per_cycle = bytes_per_cycle(device.index);
   CHECK_CUDA(cudaDriverGetVersion(&info.driver_version));
   int mps = 0;  // stays so where the driver does not know the attribute
   if (cudaDeviceGetAttribute(&mps, cudaDevAttrMpsEnabled, device.index) != cudaSuccess) {

@@ -31,8 +31,11 @@ struct DeviceInfo {
   int64_t free_bytes = 0;
   int sm_count = 0;
   int64_t sm_shared_bytes = 0;  // of a multiprocessor
-  int driver_version = 0;       // 13000 is 13.0; 0 without a driver
-  bool is_shared = false;       // kernels of other processes run at the same time (MPS)
+  int64_t l2_bytes = 0;
+  // Of memory at its best, in a cycle of the multiprocessors; 0: not known.
+  double bytes_per_cycle = 0;
+  int driver_version = 0;  // 13000 is 13.0; 0 without a driver
+  bool is_shared = false;  // kernels of other processes run at the same time (MPS)
 };
 
 int device_count();  // CUDA devices; 0 without a driver

@@ -125,15 +125,17 @@ void bind_w4_ops(py::module_& m) {
   m.def(
       "gemm_chain",
       [](const OpsContext& c, const std::vector<OpsLink>& links, SharedArray memory,
-         const OpsRotary* rotary, const OpsAttention* attention) {
+         const OpsRotary* rotary, const OpsAttention* attention,
+         const std::vector<OpsWeight>& following) {
         ChainParams chain{.links = {}, .memory = tensor_of(memory)};
         if (rotary != nullptr) chain.rotary = rotary->params;
         if (attention != nullptr) chain.attention = attention->params;
         for (const OpsLink& link : links) chain.links.push_back(link.link);
+        for (const OpsWeight& w : following) chain.following.push_back(w.weight);
         gemm_chain(c.ctx, chain);
       },
       "ctx"_a, "links"_a, "memory"_a, "rotary"_a = nullptr, "attention"_a = nullptr,
-      "csrc/kernels/gemm/gemm_chain.h");
+      "following"_a = std::vector<OpsWeight>(), "csrc/kernels/gemm/gemm_chain.h");
   m.def("gemm_chain_bytes", &gemm_chain_bytes, "max_rows"_a, "Size of gemm_chain's memory.");
   m.def(
       "w4_scratch_floats",

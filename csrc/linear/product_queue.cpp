@@ -1,5 +1,6 @@
 #include "linear/product_queue.h"
 
+#include <algorithm>
 #include <utility>
 
 namespace cpmcu {
@@ -31,7 +32,21 @@ bool ProductQueue::push(const ChainLink& link, const Tensor& memory) {
   }
   links_.push_back(link);
   memory_ = memory;
+  note(link.w4);
   return true;
+}
+
+void ProductQueue::note(const W4Weight& weight) {
+  if (order_ == nullptr || weight.blocks == nullptr) return;
+  order_->resize(std::max(order_->size(), next_ + 1));
+  (*order_)[next_++] = weight;
+}
+
+// What the next launch will begin with, if all is as it was.
+std::vector<W4Weight> ProductQueue::following() const {
+  if (order_ == nullptr) return {};
+  const auto from = order_->begin() + static_cast<std::ptrdiff_t>(next_);
+  return {from, from + std::min<std::ptrdiff_t>(kMaxFollowing, order_->end() - from)};
 }
 
 bool ProductQueue::push(const RmsNormParams& norm) {
@@ -71,6 +86,7 @@ void ProductQueue::flush() {
   const ChainParams chain{.links = std::exchange(links_, {}),
                           .rotary = std::exchange(rotary_, {}),
                           .attention = attention,
+                          .following = following(),
                           .memory = memory_};
   const RmsNormParams norm = std::exchange(norm_, {});
   const auto after = std::exchange(after_, {});

@@ -17,8 +17,10 @@ namespace cpmcu {
 
 class ProductQueue {
  public:
-  // Of a pass that decodes; others have too many rows.
-  ProductQueue(const Context& ctx, Phase phase) : plain_(ctx), queued_(ctx) {
+  // Of a pass that decodes; others have too many rows. `order`: where 4-bit products are noted as
+  // they come, and so those of an earlier pass say what follows; null: nowhere.
+  ProductQueue(const Context& ctx, Phase phase, std::vector<W4Weight>* order = nullptr)
+      : plain_(ctx), queued_(ctx), order_(order) {
     if (phase == Phase::kDecode && gemm_chain_runs(ctx)) queued_.products = this;
   }
   ~ProductQueue() = default;
@@ -41,8 +43,13 @@ class ProductQueue {
   void flush();
 
  private:
+  void note(const W4Weight& weight);
+  std::vector<W4Weight> following() const;
+
   const Context& plain_;
   Context queued_;
+  std::vector<W4Weight>* order_;
+  size_t next_ = 0;  // in order_
   std::vector<ChainLink> links_;
   RmsNormParams norm_;         // behind the last link, until a product reads it; empty: none
   RotaryKvParams rotary_;      // behind the last link

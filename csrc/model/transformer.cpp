@@ -93,7 +93,7 @@ Tensor Transformer::forward(const Context& ctx, const Step& step, const KvCache&
   const Tensor hidden = hidden_.rows(0, step.rows.num_rows);
   const Tensor normed = normed_.rows(0, step.rows.num_rows);
   embedding(ctx, {.out = hidden, .table = embed_, .ids = step.ids, .scale = spec_.embed_scale});
-  ProductQueue products(ctx, step.phase);
+  ProductQueue products(ctx, step.phase, &product_order_);
   size_t sublayer_index = 0;
   for (int layer = 0; layer < spec_.num_hidden_layers; ++layer) {
     products.then([=, this, &ctx] { copy_taps(ctx, layer, hidden); });

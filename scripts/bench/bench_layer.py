@@ -98,14 +98,19 @@ class Stack:
                 ops.ChainLink(cache.qkv, normed, after["qkv"]),
             ]
 
+        def following(layer: int) -> list[Any]:
+            after = self.weights[(layer + 1) % self.layers % len(self.weights)]
+            return [after["o"], after["gate_up"]] if self.bits == 4 else []
+
         launches = [
-            (attention(i), links(i), rotary((i + 1) % self.layers)) for i in range(self.layers)
+            (attention(i), links(i), rotary((i + 1) % self.layers), following(i))
+            for i in range(self.layers)
         ]
 
         def run() -> None:
-            for each, chain, turn in launches:
+            for each, chain, turn, after in launches:
                 ops.attention_splits(ctx, each)
-                ops.gemm_chain(ctx, chain, memory, rotary=turn, attention=each)
+                ops.gemm_chain(ctx, chain, memory, rotary=turn, attention=each, following=after)
 
         return run
 

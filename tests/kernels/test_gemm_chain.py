@@ -121,9 +121,11 @@ class Layer:
         count: int,
         rotary: Callable[[Any], Any] | None = None,
         attention: Any = None,
+        following: int = 0,
     ) -> list[Floats]:
         """The first `count` links; what each of them wrote last, y of the first being `residual`
-        before. `rotary` makes what follows, of the last y; x may be the `out` of `attention`."""
+        before. `rotary` makes what follows, of the last y; x may be the `out` of `attention`. The
+        launch behind it is said to begin with as many links as are `following`."""
         m, dtype, device = x.shape[0], self.dtype, self.device
         residuals = put(device, residual, dtype)
         normed = empty(device, residual.shape, dtype)
@@ -143,7 +145,9 @@ class Layer:
             outputs.append(y)
             taken = normed if norm else y
         follows = None if rotary is None else rotary(outputs[-1])
-        ops.gemm_chain(context(device), links, self.memory, follows, attention)
+        ops.gemm_chain(
+            context(device), links, self.memory, follows, attention, self.stored[:following]
+        )
         return [get(y) for y in outputs]
 
 
@@ -209,6 +213,20 @@ def test_rows_do_not_depend_on_the_others(
     more = layer.run(np.concatenate([x[:1], x]), np.concatenate([residual[:1], residual]), 4)
     for part, whole in zip(more, full):
         assert np.array_equal(part[1:], whole)
+
+
+@on_devices_and_cuda_dtypes
+@pytest.mark.parametrize("shape", SHAPES[:5])
+def test_what_follows_changes_no_bit(device: str, dtype: str, shape: tuple[int, ...]) -> None:
+    """Its weights may be fetched ahead, also by chains of fewer blocks than are fetched."""
+    layer = Layer(shape, dtype)
+    layer.put(device)
+    x, residual = inputs(1, shape, dtype)
+    for count in (1, 2, 4):
+        alone = layer.run(x, residual, count)
+        for following in (1, 2):
+            again = layer.run(x, residual, count, following=following)
+            assert all(np.array_equal(a, b) for a, b in zip(alone, again))
 
 
 @on_devices_and_cuda_dtypes
@@ -399,6 +417,8 @@ def test_bad_chains(device: str) -> None:
     narrow = ops.ChainLink(y, put(device, x[:, :8], "float16"), dense)
     with pytest.raises(ValueError, match="does not fit"):
         ops.gemm_chain(ctx, [narrow], layer.memory)
+    with pytest.raises(ValueError, match="3 products follow, expected up to 2"):
+        ops.gemm_chain(ctx, [fine], layer.memory, following=layer.stored[:3])
     step = Step(lengths=[0], counts=[2])
     cache = put(device, np.zeros((step.num_pages, 1, 64, 64)), "float16")
     rotary = ops.RotaryKv(

@@ -65,6 +65,8 @@ void check_product(const ChainLink& link) {
 void check_chain(const ChainParams& p) {
   CHECK(!p.links.empty() && p.links.size() <= kMaxChainLinks,
         "gemm_chain: {} links, expected 1 to {}", p.links.size(), kMaxChainLinks);
+  CHECK(p.following.size() <= kMaxFollowing, "gemm_chain: {} products follow, expected up to {}",
+        p.following.size(), kMaxFollowing);
   const ChainLink& first = p.links.front();
   for (size_t i = 0; i < p.links.size(); ++i) {
     const ChainLink& link = p.links[i];

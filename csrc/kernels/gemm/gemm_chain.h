@@ -54,11 +54,15 @@ struct ChainLink {
 // Whether rotary_kv may follow a chain that ends with `last`: no norms, heads of 64, 128 or 256.
 bool can_follow(const ChainLink& last, const RotaryKvParams& rotary);
 
+constexpr int kMaxFollowing = 2;
+
 struct ChainParams {
   std::vector<ChainLink> links;  // 1 to kMaxChainLinks
   RotaryKvParams rotary{};       // behind the last; its qkv empty: none
   AttentionParams attention{};   // before the first; its out empty: none
-  Tensor memory;                 // [gemm_chain_bytes] uint8, prepared once by gemm_chain_prepare
+  // What a chain launched behind this one reads first, up to kMaxFollowing: may be fetched ahead.
+  std::vector<W4Weight> following{};
+  Tensor memory;  // [gemm_chain_bytes] uint8, prepared once by gemm_chain_prepare
 };
 
 // What the kernel keeps between launches: counters, and room for the sums of slices of up to

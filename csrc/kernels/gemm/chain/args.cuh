@@ -39,25 +39,30 @@ struct ChainState {
 };
 static_assert(sizeof(ChainState) <= kChainStateBytes);
 
-struct alignas(64) Link {
-  TensorMap x_map, w_map;   // of W if it has 16 bits
-  const char* blocks;       // [tiles][k_blocks] if it has 4
-  void* y;                  // [M, N]; gated: [M, N / 2]
-  void* normed;             // [M, N]; null: no norm
-  const void* norm_weight;  // [N]
-  float alpha, beta;
-  float inv_size, eps;     // of the norm that x is owed; inv_size 0: none
-  int n, tiles, k_blocks;  // tiles of 256 rows; a block has as many k as its product says
+// The blocks of W of a product, and how blocks of threads share them out.
+struct Blocks {
+  const char* blocks;   // [tiles][k_blocks] if W has 4 bits
+  int tiles, k_blocks;  // tiles of 256 rows; a block has as many k as its product says
   int block_bytes;
   int slices, slice_blocks, longer_slices;
   int one_over_slices;  // in units of 2^-16, rounded up: divides small numbers
   int units;            // blocks of threads that have something to do
+
+  __device__ __forceinline__ int over_slices(int v) const { return v * one_over_slices >> 16; }
+};
+
+struct alignas(64) Link : Blocks {
+  TensorMap x_map, w_map;   // of W if it has 16 bits
+  void* y;                  // [M, N]; gated: [M, N / 2]
+  void* normed;             // [M, N]; null: no norm
+  const void* norm_weight;  // [N]
+  float alpha, beta;
+  float inv_size, eps;  // of the norm that x is owed; inv_size 0: none
+  int n;
   // Between the two times 16 stored rows that are added up together, in 16s: 1, or half a head if
   // rotary_kv follows.
   int apart = 1;
   bool bf16_scales, gated;
-
-  __device__ __forceinline__ int over_slices(int v) const { return v * one_over_slices >> 16; }
 };
 
 // rotary_kv behind the last link.
@@ -87,6 +92,9 @@ struct ChainArgs {
   int min_units;  // of all links but the last
   Combines combines;
   int max_splits, head_dim;  // of attention
+  Blocks following[kMaxFollowing];
+  int num_following;
+  int pace;  // cycles in which a block of threads fetches one ahead; 0: none
 };
 
 // Of kEachItsSlice, in blocks of k; each has a stage.
@@ -97,12 +105,12 @@ constexpr int kMaxCombinedBlocks = 8;
 struct Share {
   int tile, slice, begin, end;
 
-  __device__ __forceinline__ explicit Share(const Link& link) {
+  __device__ __forceinline__ explicit Share(const Blocks& of) {
     const int b = blockIdx.x;
-    tile = link.over_slices(b);
-    slice = b - tile * link.slices;
-    begin = slice * link.slice_blocks + min(slice, link.longer_slices);
-    end = begin + link.slice_blocks + (slice < link.longer_slices);
+    tile = of.over_slices(b);
+    slice = b - tile * of.slices;
+    begin = slice * of.slice_blocks + min(slice, of.longer_slices);
+    end = begin + of.slice_blocks + (slice < of.longer_slices);
   }
 };
 

@@ -22,6 +22,9 @@ struct FourBits {
   // on the multiplying warps are the bound and more is better.
   static constexpr int kInFlight = kGroups <= 2 ? 2 : kGroups == 4 ? 3 : 5;
 
+  // Blocks that come to L2 ahead of the ring, of one row (see ahead.cuh): 18 MB.
+  static constexpr int kAhead = kGroups == 1 ? 8 : 0;
+
   // Whether blocks combine attention's results themselves: for one row.
   static constexpr bool kCombines = kGroups == 1;
 
@@ -77,7 +80,7 @@ struct SixteenBits {
   static constexpr int kRowsBytes = 8 * kGroups * kSixteenRowBytes;
   static constexpr int kWeightBytes = kW4BlockRows * kSixteenRowBytes;
   static constexpr float kScale = 1;
-  static constexpr int kInFlight = 2;
+  static constexpr int kInFlight = 2, kAhead = 0;
 
   LaneRows<kGroups> lane_rows;
   uint32_t lane_weights[2];  // of a lane's row for ldmatrix, of both tiles: its first or second k

@@ -15,11 +15,11 @@ struct Stage {
 
 // f(tile, k block) for the packed blocks of this block of threads.
 template <typename F>
-__device__ __forceinline__ void each_block(const Link& link, F f) {
-  if (static_cast<int>(blockIdx.x) >= link.units) return;
-  const Share share(link);
+__device__ __forceinline__ void each_block(const Blocks& of, F f) {
+  if (static_cast<int>(blockIdx.x) >= of.units) return;
+  const Share share(of);
 #pragma unroll 1
-  for (int tile = share.tile; tile < link.tiles; tile += gridDim.x) {
+  for (int tile = share.tile; tile < of.tiles; tile += gridDim.x) {
 #pragma unroll 1
     for (int k_block = share.begin; k_block < share.end; ++k_block) f(tile, k_block);
   }
@@ -75,7 +75,8 @@ struct Ring {
 // that others wait for: once the ring has been full, or from the beginning on if blocks combine
 // together.
 template <typename Product>
-__device__ __forceinline__ void feed_weights(const ChainArgs& args, const Ring<Product>& ring) {
+__device__ __forceinline__ void feed_weights(const ChainArgs& args, const Ring<Product>& ring,
+                                             int* num_fed) {
   const uint64_t policy = ptx::evict_first_policy();
   for (int i = 0; i < args.num_links; ++i) {
     if (args.links[i].blocks == nullptr) ptx::prefetch_map(&args.links[i].w_map);
@@ -108,6 +109,7 @@ __device__ __forceinline__ void feed_weights(const ChainArgs& args, const Ring<P
         }
         ++in_flight;
         source.fetch(stage.weights, ring.weights_in(stage), policy);
+        if constexpr (Product::kAhead > 0) atomicAdd(num_fed, 1);
         source.next();
         ring.advance(stage);
         fills = fills && stage.parity == 0;
