@@ -7,6 +7,7 @@
 set -uo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}  # benchmarks are run as files
 workers=(-n "${CPMCU_TEST_WORKERS:-4}" --dist worksteal)
 [ $# -gt 0 ] || set -- build test sanitize bench
 if ! nvidia-smi -L; then
