@@ -10,13 +10,13 @@
 //
 // Work: one block of threads on each multiprocessor, all alive until the end. Eight warps multiply,
 // 4 bits as in w4a16_kernel.cuh and 16 bits as they are, one thread feeds weights and another rows
-// of x. A product has tiles of 256 rows of W, and slices of K where tiles are few, so that every
-// block has something. Sums of slices go through global memory: pieces of 16 bytes in a place that
-// holds NaNs of a kind that no instruction makes, so that a piece says itself whether it has come,
-// and nobody counts or fences. The receiver puts the NaNs back. Of more than 16 rows there are so
-// many pieces that counting the blocks that have sent theirs is quicker than looking at each. A
-// block adds up the slices of its rows in order, so a row has the same bits whatever else is in the
-// batch.
+// of x; of one row a warp fetches weights to L2 ahead of both (chain/ahead.cuh). A product has
+// tiles of 256 rows of W, and slices of K where tiles are few, so that every block has something.
+// Sums of slices go through global memory: pieces of 16 bytes in a place that holds NaNs of a kind
+// that no instruction makes, so that a piece says itself whether it has come, and nobody counts or
+// fences. The receiver puts the NaNs back. Of more than 16 rows there are so many pieces that
+// counting the blocks that have sent theirs is quicker than looking at each. A block adds up the
+// slices of its rows in order, so a row has the same bits whatever else is in the batch.
 //
 // Norms: the block that finishes a row of y also writes y times the weights of the norm, and adds
 // its squares to a sum in integers, whose order does not matter. The next product multiplies what
