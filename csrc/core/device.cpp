@@ -47,8 +47,10 @@ int device_count() {
 
 namespace {
 
-// What drivers of virtual GPUs do not tell is 0.
-double bytes_per_cycle(int index) {
+// What drivers of virtual GPUs do not tell is 0. A part of a GPU (MIG) has multiprocessors of its
+// own and an unknown share of the memory's pace.
+double bytes_per_cycle(const std::string& name, int index) {
+  if (name.find(" MIG ") != std::string::npos) return 0;
   const auto attribute = [&](cudaDeviceAttr which) {
     int value = 0;
     if (cudaDeviceGetAttribute(&value, which, index) != cudaSuccess) cudaGetLastError();
@@ -79,7 +81,7 @@ DeviceInfo device_info(Device device) {
   info.sm_count = properties.multiProcessorCount;
   info.sm_shared_bytes = static_cast<int64_t>(properties.sharedMemPerMultiprocessor);
   info.l2_bytes = properties.l2CacheSize;
-  info.bytes_per_cycle = bytes_per_cycle(device.index);
+  info.bytes_per_cycle = bytes_per_cycle(info.name, device.index);
   CHECK_CUDA(cudaDriverGetVersion(&info.driver_version));
   int mps = 0;  // stays so where the driver does not know the attribute
   if (cudaDeviceGetAttribute(&mps, cudaDevAttrMpsEnabled, device.index) != cudaSuccess) {
