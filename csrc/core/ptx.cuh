@@ -99,11 +99,23 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, int parity) {
 #endif
 }
 
+// Whether the phase of this parity has ended.
+__device__ __forceinline__ bool mbarrier_has_ended(uint32_t barrier, int parity) {
+  uint32_t ended;
+  asm volatile(
+      "{ .reg .pred done;\n"
+      "mbarrier.test_wait.parity.shared.b64 done, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, done; }"
+      : "=r"(ended)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return ended != 0;
+}
 // Whether it has ended, which may wait for a moment. Asked early, the answer is there when it is
 // needed. Where nobody `asks` it is no.
 __device__ __forceinline__ bool mbarrier_try_wait(uint32_t barrier, int parity, bool asks) {
-  uint32_t ended;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  uint32_t ended;
   asm volatile(
       "{ .reg .pred done, asks;\n"
       "setp.ne.u32 asks, %3, 0;\n"
@@ -113,16 +125,10 @@ __device__ __forceinline__ bool mbarrier_try_wait(uint32_t barrier, int parity, 
       : "=r"(ended)
       : "r"(barrier), "r"(parity), "r"(static_cast<uint32_t>(asks))
       : "memory");
-#else
-  asm volatile(
-      "{ .reg .pred done;\n"
-      "mbarrier.test_wait.parity.shared.b64 done, [%1], %2;\n"
-      "selp.u32 %0, 1, 0, done; }"
-      : "=r"(ended)
-      : "r"(barrier), "r"(parity)
-      : "memory");
-#endif
   return ended != 0;
+#else
+  return asks && mbarrier_has_ended(barrier, parity);
+#endif
 }
 // What is left to wait for after mbarrier_try_wait. Without a branch that the compiler sees: it
 // would no longer know what is the same in all lanes.
@@ -140,19 +146,6 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, int parity, bool
 #else
   if (!has_ended) mbarrier_wait(barrier, parity);
 #endif
-}
-
-// Whether the phase of this parity has ended.
-__device__ __forceinline__ bool mbarrier_has_ended(uint32_t barrier, int parity) {
-  uint32_t ended;
-  asm volatile(
-      "{ .reg .pred done;\n"
-      "mbarrier.test_wait.parity.shared.b64 done, [%1], %2;\n"
-      "selp.u32 %0, 1, 0, done; }"
-      : "=r"(ended)
-      : "r"(barrier), "r"(parity)
-      : "memory");
-  return ended != 0;
 }
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
