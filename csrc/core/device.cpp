@@ -47,18 +47,19 @@ int device_count() {
 
 namespace {
 
-// What drivers of virtual GPUs do not tell is 0. A part of a GPU (MIG) has multiprocessors of its
-// own and an unknown share of the memory's pace.
+// 0 where the driver does not know it.
+int attribute_of(int index, cudaDeviceAttr attribute) {
+  int value = 0;
+  if (cudaDeviceGetAttribute(&value, attribute, index) != cudaSuccess) cudaGetLastError();
+  return value;
+}
+
+// A part of a GPU (MIG) has multiprocessors of its own and an unknown share of the memory's pace.
 double bytes_per_cycle(const std::string& name, int index) {
-  if (name.find(" MIG ") != std::string::npos) return 0;
-  const auto attribute = [&](cudaDeviceAttr which) {
-    int value = 0;
-    if (cudaDeviceGetAttribute(&value, which, index) != cudaSuccess) cudaGetLastError();
-    return value;
-  };
-  const double clock = attribute(cudaDevAttrClockRate);
-  const double memory = 2.0 * attribute(cudaDevAttrMemoryClockRate);  // of two edges
-  return clock > 0 ? memory * attribute(cudaDevAttrGlobalMemoryBusWidth) / 8 / clock : 0;
+  const double clock = attribute_of(index, cudaDevAttrClockRate);
+  if (clock == 0 || name.find(" MIG ") != std::string::npos) return 0;
+  const double memory_clock = 2.0 * attribute_of(index, cudaDevAttrMemoryClockRate);  // two edges
+  return memory_clock * attribute_of(index, cudaDevAttrGlobalMemoryBusWidth) / 8 / clock;
 }
 
 }  // namespace
@@ -83,11 +84,7 @@ DeviceInfo device_info(Device device) {
   info.l2_bytes = properties.l2CacheSize;
   info.bytes_per_cycle = bytes_per_cycle(info.name, device.index);
   CHECK_CUDA(cudaDriverGetVersion(&info.driver_version));
-  int mps = 0;  // stays so where the driver does not know the attribute
-  if (cudaDeviceGetAttribute(&mps, cudaDevAttrMpsEnabled, device.index) != cudaSuccess) {
-    cudaGetLastError();
-  }
-  info.is_shared = mps != 0;
+  info.is_shared = attribute_of(device.index, cudaDevAttrMpsEnabled) != 0;
   return info;
 }
 

@@ -9,6 +9,7 @@
 #include "layers/kv_cache.h"
 #include "layers/norm.h"
 #include "linear/linear.h"
+#include "linear/product_queue.h"
 
 namespace cpmcu {
 
@@ -67,12 +68,13 @@ class Transformer {
   MemoryPlan::Id embed_id_ = 0, hidden_id_ = 0, normed_id_ = 0, taps_id_ = 0, head_in_id_ = 0,
                  logits_id_ = 0;
   int64_t max_rows_ = 0, max_logit_rows_ = 0;
-  Tensor embed_;                                 // [V, H]
-  Tensor hidden_;                                // [T, H]
-  Tensor normed_;                                // [T, H]
-  Tensor taps_;                                  // [T, layers * H]
-  Tensor head_in_;                               // [R, H]
-  Tensor logits_;                                // [R, V] float32
+  Tensor embed_;    // [V, H]
+  Tensor hidden_;   // [T, H]
+  Tensor normed_;   // [T, H]
+  Tensor taps_;     // [T, layers * H]
+  Tensor head_in_;  // [R, H]
+  Tensor logits_;   // [R, V] float32
+
   mutable std::vector<W4Weight> product_order_;  // see ProductQueue
 };
 

@@ -86,9 +86,11 @@ class Stack:
         def rotary(layer: int) -> Any:
             return ops.RotaryKv(inv_freq=self.inv_freq, rows=rows[layer], **common)
 
+        def weights_of(layer: int) -> dict[str, Any]:
+            return self.weights[layer % self.layers % len(self.weights)]
+
         def links(layer: int) -> list[Any]:
-            of = self.weights[layer % len(self.weights)]
-            after = self.weights[(layer + 1) % self.layers % len(self.weights)]
+            of, after = weights_of(layer), weights_of(layer + 1)
             norm = {"normed": normed, "norm_weight": self.norm}
             gate = {"gated": True, "scratch": scratch} if self.bits == 16 else {}
             return [
@@ -99,7 +101,7 @@ class Stack:
             ]
 
         def following(layer: int) -> list[Any]:
-            after = self.weights[(layer + 1) % self.layers % len(self.weights)]
+            after = weights_of(layer + 1)
             return [after["o"], after["gate_up"]] if self.bits == 4 else []
 
         launches = [
