@@ -259,13 +259,19 @@ __device__ __forceinline__ uint32_t masked_or(uint32_t v, uint32_t mask, uint32_
   return out;
 }
 
-// From shared memory by address, for buffers that the copy engine fills: never moved or kept.
+// From and to shared memory by address, for buffers that the copy engine or other blocks fill:
+// never moved or kept.
 __device__ __forceinline__ uint4 load_shared16(uint32_t shared) {
   uint4 v;
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                : "r"(shared));
   return v;
+}
+__device__ __forceinline__ void store_shared16(uint32_t shared, const float (&v)[4]) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "f"(v[0]), "f"(v[1]),
+               "f"(v[2]), "f"(v[3])
+               : "memory");
 }
 __device__ __forceinline__ uint16_t load_shared_half(uint32_t shared) {
   uint16_t v;

@@ -157,6 +157,37 @@ def test_rows_do_not_depend_on_the_others(
 
 
 @on_devices_and_dtypes
+@pytest.mark.parametrize("m", sizes(1, 16, 64, 7, 17))
+def test_each_launch_reads_what_the_one_before_wrote(device: str, dtype: str, m: int) -> None:
+    # In a graph, where launches overlap: blocks of the next are there while those of one multiply.
+    # K is cut into 2 and into 8 slices, of more blocks than a ring holds then.
+    widths = [256, 8192 if device == "cuda" else 512]
+    weights = [Weights(widths[i], widths[1 - i]).put(device) for i in range(2)]
+    scratch = [scratch_of(device, weight, m) for weight in weights]
+    steps = 10
+    rows = [put(device, random_x(m, widths[0], dtype), dtype)]
+    rows += [empty(device, [m, widths[1 - i % 2]], dtype) for i in range(steps)]
+
+    def step(i: int, y: Any) -> None:
+        ops.w4_gemm(context(device), y, rows[i], weights[i % 2], alpha=0.4, scratch=scratch[i % 2])
+
+    def all_steps() -> None:
+        for i in range(steps):
+            step(i, rows[i + 1])
+
+    if device == "cuda":
+        context(device).graph(all_steps).replay(3)
+    else:
+        all_steps()
+    for i in range(steps):
+        alone = empty(device, [m, widths[1 - i % 2]], dtype)
+        step(i, alone)
+        assert np.array_equal(alone.numpy(), rows[i + 1].numpy()), f"launch {i}"
+    last = get(rows[-1])
+    assert np.all(np.isfinite(last)) and np.std(last) > 0
+
+
+@on_devices_and_dtypes
 @pytest.mark.parametrize("has_zeros", [False, True])
 def test_infinities_and_nan_stay_in_their_row(device: str, dtype: str, has_zeros: bool) -> None:
     weights, x = Weights(264, 40, has_zeros=has_zeros), random_x(4, 264, dtype)

@@ -12,14 +12,17 @@
 // rows, and one more feeds a ring in shared memory: a packed block (16.9 KB, contiguous) is one
 // bulk copy, the rows of x come by a tensor map or, before Hopper, by cp.async. (Eight warps that
 // took turns to feed lost 10 % from 16 rows on: while one does, the others of its warpgroup wait.)
-// Weights do not depend on earlier kernels, so the ring is full of them before those end. Where
-// there are too few tiles of 256 rows for the chip, K is cut into slices, which a cluster adds up
-// in order: a block sends the sums of 32 rows to the block that owns them, as asynchronous stores
-// that count on a barrier there (before compute capability 9.0 and from 12.0 on: through global
-// memory, with a second kernel). Slices depend on N and K only and the rows of x are columns of the
-// products, so a row of y has the same bits whatever else is in the batch.
+// Weights do not depend on earlier kernels, so they are on their way before those end, as many as x
+// does not have to wait behind; of up to 16 rows launches overlap for it. Where there are too few
+// tiles of 256 rows for the chip, K is cut into slices, which a cluster adds up in order: a block
+// sends the sums of 16 rows to the block that owns them, as asynchronous stores that count on a
+// barrier there (before compute capability 9.0 and from 12.0 on: through global memory, with a
+// second kernel). Slices depend on N and K only and the rows of x are columns of the products, so a
+// row of y has the same bits whatever else is in the batch.
 #pragma once
 
+#include <atomic>
+#include <climits>
 #include <type_traits>
 
 #include "core/dispatch.h"
@@ -36,6 +39,7 @@ namespace {
 constexpr int kMaxStages = 12;
 constexpr int kBlockBytes = 17 * 1024;    // room for a block with zero points; keeps x aligned
 constexpr int kRowBytes = 2 * kW4BlockK;  // of x in a stage
+constexpr int kParts = 2 * kWarps;        // of 16 rows, of a block
 
 // Whether code of this compute capability adds up slices in clusters. Rings and inboxes want more
 // shared memory than the 99 KB that a block has on GeForce cards, from 12.0 on too.
@@ -66,8 +70,9 @@ struct Args {
   int block_bytes;
   int slices;
   int slice_blocks, longer_slices;  // k blocks of a slice, and how many slices have one more
-  uint8_t first_slab[9];            // see w4_gemm_kernel
+  uint8_t first_part[9];            // see w4_gemm_kernel
   int stages;
+  int asked, ahead;  // blocks, while x has not come: on their way, and brought to L2 besides
   bool bf16_scales, float_out, gated;
   float alpha, beta;
 };
@@ -87,18 +92,20 @@ __device__ __forceinline__ uint32_t bits_of(__nv_bfloat162 v) {
   return *reinterpret_cast<uint32_t*>(&v);
 }
 
-// float16: 0x6400 | q is 1024 + q, 0x6400 | 16 q is 1024 + 16 q.
+// float16: 0x6400 | b is 1024 + b, of all eight bits of a byte: r + 16 s, of rows g and g + 8. With
+// s alone, and zero points z of r and y of s, 1024 + r + 16 s - (1024 + 16 s + z) is r - z, and a
+// sixteenth of the second number less 64 + z / 16 + y is s - y, all exactly.
 template <>
 __device__ __forceinline__ void unpack<__half>(uint32_t (&a)[4], uint32_t word, uint32_t low,
                                                uint32_t high) {
   const __half2 sixteenth = __float2half2_rn(1.0f / 16);
-  const uint32_t next = word >> 8;
-  a[0] = bits_of(__hsub2(as_half2(ptx::masked_or(word, 0x000F000F, 0x64006400)), as_half2(low)));
-  a[1] = bits_of(
-      __hfma2(as_half2(ptx::masked_or(word, 0x00F000F0, 0x64006400)), sixteenth, as_half2(high)));
-  a[2] = bits_of(__hsub2(as_half2(ptx::masked_or(next, 0x000F000F, 0x64006400)), as_half2(low)));
-  a[3] = bits_of(
-      __hfma2(as_half2(ptx::masked_or(next, 0x00F000F0, 0x64006400)), sixteenth, as_half2(high)));
+  const auto split = [&](uint32_t& of_low, uint32_t& of_high, uint32_t both) {
+    const __half2 top = as_half2(ptx::masked_or(both, 0x00F000F0, low));
+    of_low = bits_of(__hsub2(as_half2(both), top));
+    of_high = bits_of(__hfma2(top, sixteenth, as_half2(high)));
+  };
+  split(a[0], a[1], ptx::masked_or(word, 0x00FF00FF, 0x64006400));
+  split(a[2], a[3], __byte_perm(word, 0x64006400, 0x5351));
 }
 // bfloat16: 0x4300 | q is 128 + q. 16 q has no room beside it, but alone it is a number too: q
 // 2^-129, because numbers go on evenly below the smallest normal one.
@@ -121,12 +128,13 @@ constexpr float kUnpackedScale = std::is_same_v<T, __half> ? 1 : 0.25f;
 
 template <typename T>
 __device__ __forceinline__ uint32_t low_offset(int zero) {
-  const float offset = std::is_same_v<T, __half> ? 1024 + zero : -0.25f * (128 + zero);
-  return pack2<T>(offset, offset);
+  if constexpr (std::is_same_v<T, __half>) return 0x64006400 | zero | zero << 16;
+  return pack2<T>(-0.25f * (128 + zero), -0.25f * (128 + zero));
 }
+// `low_zero`: of the row 8 before.
 template <typename T>
-__device__ __forceinline__ uint32_t high_offset(int zero) {
-  const float offset = std::is_same_v<T, __half> ? -(64 + zero) : -0.25f * zero;
+__device__ __forceinline__ uint32_t high_offset(int zero, int low_zero) {
+  const float offset = std::is_same_v<T, __half> ? -(64 + zero + low_zero / 16.0f) : -0.25f * zero;
   return pack2<T>(offset, offset);
 }
 
@@ -324,7 +332,7 @@ __device__ __forceinline__ void add_block(float (&sums)[2][kGroups][4], uint32_t
                                           G release) {
   float scale[2][2];
   uint32_t low[2] = {low_offset<T>(8), low_offset<T>(8)};
-  uint32_t high[2] = {high_offset<T>(8), high_offset<T>(8)};
+  uint32_t high[2] = {high_offset<T>(8, 8), high_offset<T>(8, 8)};
 #pragma unroll
   for (int t = 0; t < 2; ++t) {
 #pragma unroll
@@ -333,8 +341,9 @@ __device__ __forceinline__ void add_block(float (&sums)[2][kGroups][4], uint32_t
     }
     if constexpr (kZeros) {
       const uint32_t zeros = block + lane.zero() + t * 16;
-      low[t] = low_offset<T>(ptx::load_shared_byte(zeros));
-      high[t] = high_offset<T>(ptx::load_shared_byte(zeros + 8));
+      const int low_zero = ptx::load_shared_byte(zeros);
+      low[t] = low_offset<T>(low_zero);
+      high[t] = high_offset<T>(ptx::load_shared_byte(zeros + 8), low_zero);
     }
   }
 
@@ -398,8 +407,14 @@ struct W4Ring {
   }
 };
 
+// How many blocks a block of threads has still to ask for when those of the next launch may begin.
+// Earlier those are in the way of these; later memory rests.
+template <int kGroups>
+constexpr int kLeftToAskFor = kGroups == 1 ? 3 : 0;
+
 // Feeds the ring, by one warp: weights as soon as there is room, rows of x when the kernels before
-// are done. `first_block` and the following are of each tile.
+// are done, and no more weights than `asked` before that, behind which rows would wait. Those that
+// follow are brought to L2. `first_block` and the following are of each tile.
 template <typename Mma, int kGroups>
 __device__ __forceinline__ void feed(const Args& args, const W4Ring<kGroups>& ring, int first_tile,
                                      int tile_step, int first_block, int blocks_of_tile) {
@@ -407,13 +422,17 @@ __device__ __forceinline__ void feed(const Args& args, const W4Ring<kGroups>& ri
   const int num_tiles = args.rounds - (first_tile + (args.rounds - 1) * tile_step >= args.tiles);
   const int num_iterations = num_tiles * blocks_of_tile;
   const uint64_t policy = ptx::evict_first_policy();
+  int left = num_iterations;  // blocks to ask for
+  if (left <= kLeftToAskFor<kGroups>) ptx::pdl_launch();
   int tile = first_tile, weights_block = first_block, rows_block = first_block;  // what comes next
 
   using Stage = typename W4Ring<kGroups>::Stage;
+  const auto next_weights = [&] {
+    return args.blocks + (int64_t{tile} * args.k_blocks + weights_block) * args.block_bytes;
+  };
   const auto feed_weights = [&](const Stage& stage) {
     const uint32_t full = stage.full, to = stage.weights();
-    const char* from =
-        args.blocks + (int64_t{tile} * args.k_blocks + weights_block) * args.block_bytes;
+    const char* from = next_weights();
 #if __CUDA_ARCH__ >= 900
     if (lane == 0) {
       ptx::mbarrier_expect_bytes(full, args.block_bytes + (Mma::kTensorMap ? ring.kXBytes : 0));
@@ -426,6 +445,7 @@ __device__ __forceinline__ void feed(const Args& args, const W4Ring<kGroups>& ri
     if (lane == 0) ptx::mbarrier_arrive(full);
 #endif
     if (++weights_block == end) weights_block = first_block, tile += tile_step;
+    if (--left == kLeftToAskFor<kGroups>) ptx::pdl_launch();
   };
   const auto feed_rows = [&](const Stage& stage) {
     const uint32_t full = stage.full, to = stage.rows;
@@ -447,12 +467,19 @@ __device__ __forceinline__ void feed(const Args& args, const W4Ring<kGroups>& ri
   };
 
   if constexpr (Mma::kTensorMap) ptx::prefetch_map(&args.x_map);
-  const int first = min(args.stages, num_iterations);
+  const int first = min(args.stages, num_iterations), asked = min(args.asked, first);
 #pragma unroll 1
-  for (int i = 0; i < first; ++i) feed_weights(ring.stage(i));
+  for (int i = 0; i < asked; ++i) feed_weights(ring.stage(i));
+  const char* ahead = next_weights();
+  const int ahead_bytes = left == 0 ? 0 : min(args.ahead, end - weights_block) * args.block_bytes;
+#pragma unroll 1
+  for (int byte = lane * 128; byte < ahead_bytes; byte += 32 * 128) ptx::prefetch_l2(ahead + byte);
   ptx::pdl_wait();
 #pragma unroll 1
-  for (int i = 0; i < first; ++i) feed_rows(ring.stage(i));
+  for (int i = 0; i < first; ++i) {
+    if (i >= asked) feed_weights(ring.stage(i));
+    feed_rows(ring.stage(i));
+  }
   Stage stage = ring.stage(0);
 #pragma unroll 1
   for (int i = first; i < num_iterations; ++i) {
@@ -476,26 +503,36 @@ constexpr bool kMovesRegisters = Mma::kTensorMap && kGroups == 8;
 template <typename Mma, int kGroups>
 constexpr int kAllThreads = kThreads + (kMovesRegisters<Mma, kGroups> ? 128 : 32);
 
+// Launches of up to 16 rows that cut K into slices overlap: while the blocks of one multiply what
+// is left and add up their slices, those of the next fill their rings. So a multiprocessor has room
+// for two blocks, but never for two of one launch, for which all others would wait: launches take
+// turns to have more than half of the shared memory, or of the registers, by warps that do nothing.
+// Sums of more rows leave no registers for another block.
+template <int kGroups>
+constexpr bool kOverlaps = kGroups <= 2;
+constexpr int kMoreShared = 116 * 1024, kLessShared = 108 * 1024;  // both fit into 228 KB
+template <typename Mma, int kGroups>
+constexpr int kMaxThreads = kOverlaps<kGroups> ? 640 : kAllThreads<Mma, kGroups>;
+
 template <typename Mma, typename T,  // __half or __nv_bfloat16
           int kGroups,               // groups of 8 rows of x: M <= 8 * kGroups
           bool kZeros>               // W has zero points
-__global__ void __launch_bounds__(kAllThreads<Mma, kGroups>, 1)
+__global__ void __launch_bounds__(kMaxThreads<Mma, kGroups>, 1)
     w4_gemm_kernel(const __grid_constant__ Args args) {
   extern __shared__ __align__(1024) char shared[];
   using Ring = W4Ring<kGroups>;
   __shared__ __align__(8) uint64_t barriers[Ring::kBarriers + 1];
   const int warp = ptx::uniform_warp(), lane = threadIdx.x % 32;
   const Ring ring(shared, barriers, args.stages);
-  // Behind the ring: what the slices of a cluster send, [slices][slabs][2 tiles][kGroups][lanes] of
-  // 16 bytes. A slab is a warp's 32 rows; block r of the cluster owns [first_slab[r], first_slab[r
-  // + 1]).
+  // Behind the ring: what the slices of a cluster send, [slices][parts][kGroups][lanes] of 16
+  // bytes. A part is one of a warp's two tiles of 16 rows; block r of the cluster owns
+  // [first_part[r], first_part[r + 1]).
   [[maybe_unused]] const uint32_t inbox = ring.stage(args.stages).rows;
   [[maybe_unused]] const uint32_t received = ring.barriers + 8 * Ring::kBarriers;
   const int slice = blockIdx.x, first_tile = blockIdx.y, tile_step = gridDim.y;
   const int first_block = slice * args.slice_blocks + min(slice, args.longer_slices);
   const int blocks_of_tile = args.slice_blocks + (slice < args.longer_slices);
 
-  ptx::pdl_launch();
   if (threadIdx.x < args.stages) {
     // One arrival announces the bytes of bulk copies, the others are lanes that copy rows.
     const auto mine = ring.stage(threadIdx.x);
@@ -505,9 +542,9 @@ __global__ void __launch_bounds__(kAllThreads<Mma, kGroups>, 1)
   }
 #ifdef CPMCU_W4_CLUSTERS
   if (args.slices > 1 && threadIdx.x == kThreads - 1) {
-    const int slabs = args.first_slab[slice + 1] - args.first_slab[slice];
-    ptx::mbarrier_init(received, 1);
-    ptx::mbarrier_expect_bytes(received, args.slices * slabs * 2 * 8 * ((args.m + 1) / 2) * 16);
+    const int parts = args.first_part[slice + 1] - args.first_part[slice];
+    ptx::mbarrier_init(received, 1 + parts);  // this thread and warps of this block
+    ptx::mbarrier_expect_bytes(received, (args.slices - 1) * parts * 8 * ((args.m + 1) / 2) * 16);
     ptx::mbarrier_init_fence();
   }
 #endif
@@ -563,29 +600,36 @@ __global__ void __launch_bounds__(kAllThreads<Mma, kGroups>, 1)
     }
 #ifdef CPMCU_W4_CLUSTERS
     // A block has one tile then. A lane sends its sums of a tile and group as one piece.
-    constexpr int kPieces = 2 * kGroups * 32;
-    const int owner = warp * args.slices / kWarps;
-    const int my_first = args.first_slab[slice];
-    const int my_slabs = args.first_slab[slice + 1] - my_first;
-    const int its_first = args.first_slab[owner];
-    const int its_slabs = args.first_slab[owner + 1] - its_first;
-    const uint32_t outbox = ptx::cluster_address(
-        inbox + ((slice * its_slabs + warp - its_first) * kPieces + lane) * 16, owner);
-    const uint32_t sent = ptx::cluster_address(received, owner);
+    constexpr int kPieces = kGroups * 32;  // of a part
+    const int my_first = args.first_part[slice];
+    const int my_parts = args.first_part[slice + 1] - my_first;
     ptx::cluster_wait();
 #pragma unroll
     for (int t = 0; t < 2; ++t) {
+      const int part = warp * 2 + t, owner = part * args.slices / kParts;
+      const int its_first = args.first_part[owner];
+      const int its_parts = args.first_part[owner + 1] - its_first;
+      const uint32_t box = inbox + ((slice * its_parts + part - its_first) * kPieces + lane) * 16;
+      const auto each_group = [&](auto store) {
 #pragma unroll
-      for (int group = 0; group < kGroups; ++group) {
-        if (group * 8 + q * 2 < args.m) {
-          ptx::store_cluster16(outbox + (t * kGroups + group) * 512, sums[t][group], sent);
+        for (int group = 0; group < kGroups; ++group) {
+          if (group * 8 + q * 2 < args.m) store(group * 512, sums[t][group]);
         }
+      };
+      if (owner == slice) {
+        each_group([&](int at, const auto& sum) { ptx::store_shared16(box + at, sum); });
+        __syncwarp();
+        if (lane == 0) ptx::mbarrier_arrive(received);
+      } else {
+        const uint32_t outbox = ptx::cluster_address(box, owner);
+        const uint32_t sent = ptx::cluster_address(received, owner);
+        each_group([&](int at, const auto& sum) { ptx::store_cluster16(outbox + at, sum, sent); });
       }
     }
 #pragma unroll 1
-    for (int piece = threadIdx.x; piece < my_slabs * kPieces; piece += kThreads) {
-      const int row = piece / 32 % kGroups * 8 + q * 2, slab = my_first + piece / kPieces;
-      const int n = n0 + slab * 32 + piece / (32 * kGroups) % 2 * 16 + g;
+    for (int piece = threadIdx.x; piece < my_parts * kPieces; piece += kThreads) {
+      const int row = piece / 32 % kGroups * 8 + q * 2;
+      const int n = n0 + (my_first + piece / kPieces) * 16 + g;
       T* const y = static_cast<T*>(args.y) + int64_t{row} * args.n + n;
       const bool whole = n0 + kW4BlockRows <= args.n && !args.float_out && !args.gated;
       float old[4] = {};  // loaded while the sums are on their way
@@ -599,7 +643,7 @@ __global__ void __launch_bounds__(kAllThreads<Mma, kGroups>, 1)
       if (row >= args.m) continue;
       float sum[4] = {};
       for (int from = 0; from < args.slices; ++from) {
-        const uint4 v = ptx::load_shared16(inbox + (from * my_slabs * kPieces + piece) * 16);
+        const uint4 v = ptx::load_shared16(inbox + (from * my_parts * kPieces + piece) * 16);
         sum[0] += __uint_as_float(v.x), sum[1] += __uint_as_float(v.y);
         sum[2] += __uint_as_float(v.z), sum[3] += __uint_as_float(v.w);
       }
@@ -646,29 +690,65 @@ __global__ void __launch_bounds__(256) w4_add_slices_kernel(const __grid_constan
 
 // ---- launchers
 
+// Whose turn it is to have more registers.
+bool takes_registers() {
+  static std::atomic<uint32_t> num_launches{0};
+  return num_launches++ % 2 == 1;
+}
+
+// How many threads make a block take more than half of a multiprocessor's registers and leave
+// enough for one of `threads`; if none do, more than a block may have.
+template <typename Kernel>
+int threads_of_most_registers(Kernel kernel, int threads) {
+  constexpr int kRegisters = 64 * 1024;
+  cudaFuncAttributes of{};
+  CHECK_CUDA(cudaFuncGetAttributes(&of, kernel));
+  const int of_warp = (of.numRegs + 7) / 8 * 8 * 32;
+  const int warps = kRegisters / 2 / of_warp + 1;
+  return (warps + threads / 32) * of_warp <= kRegisters ? 32 * warps : INT_MAX;
+}
+
 template <typename Mma, typename T, int kGroups, bool kZeros>
 void launch_w4_kernel(const Context& ctx, Args args) {
   constexpr int kStageBytes = W4Ring<kGroups>::kStageBytes;
   const auto kernel = w4_gemm_kernel<Mma, T, kGroups, kZeros>;
   const bool clusters = has_clusters(ctx.code_capability);
-  const int slabs = (kWarps + args.slices - 1) / args.slices;
   args.alpha /= kUnpackedScale<T>;
   args.slice_blocks = args.k_blocks / args.slices;
   args.longer_slices = args.k_blocks % args.slices;
   for (int i = 0; i <= args.slices; ++i) {
-    args.first_slab[i] = static_cast<uint8_t>((kWarps * i + args.slices - 1) / args.slices);
+    args.first_part[i] = static_cast<uint8_t>((kParts * i + args.slices - 1) / args.slices);
   }
-  const int inbox_bytes = clusters && args.slices > 1 ? args.slices * slabs * kGroups * 1024 : 0;
+  const bool sends = clusters && args.slices > 1;
+  const int parts = (kParts + args.slices - 1) / args.slices;  // at most
+  const int inbox_bytes = sends ? args.slices * parts * kGroups * 512 : 0;
   // One block takes nearly all of a multiprocessor's shared memory; GeForce cards have 99 KB for
   // one.
-  const int budget = (clusters ? kRingBytes : 98 * 1024) - inbox_bytes;
-  args.stages = std::min(kMaxStages, budget / kStageBytes);
-  const size_t shared_bytes = args.stages * kStageBytes + inbox_bytes;
+  int threads = kAllThreads<Mma, kGroups>, shared_bytes = clusters ? kRingBytes : 98 * 1024;
   allow_shared_bytes(kernel, shared_bytes);
+  if constexpr (kOverlaps<kGroups>) {
+    static const int more_threads = threads_of_most_registers(kernel, threads);
+    if (sends && more_threads <= kMaxThreads<Mma, kGroups>) {
+      const bool more = takes_registers();
+      if (more) threads = more_threads;
+      shared_bytes = more ? kLessShared : kMoreShared;
+    }
+  }
+  args.stages = std::min(kMaxStages, (shared_bytes - inbox_bytes) / kStageBytes);
+  // The more rows, the longer x takes and the less should be in front of it. Where K is not cut
+  // there is more to read than to wait for, up to 32 rows.
+  args.asked = args.stages;
+  args.ahead = 0;
+  if (sends) {
+    if (kGroups > 1) args.asked = kGroups == 2 ? 3 : 1;
+    args.ahead = kGroups == 2 ? 2 : 1;
+  } else if (clusters && kGroups == 8) {
+    args.asked = 2;
+  }
   args.rounds = args.slices > 1 ? 1 : (args.tiles + ctx.sm_count - 1) / ctx.sm_count;
   const int tile_blocks = (args.tiles + args.rounds - 1) / args.rounds;
   launch_cluster(ctx, clusters ? args.slices : 1, kernel, dim3(args.slices, tile_blocks),
-                 dim3(kAllThreads<Mma, kGroups>), shared_bytes, args);
+                 dim3(threads), shared_bytes, args);
   if (args.slices > 1 && !clusters) {
     launch(ctx, w4_add_slices_kernel<T>, dim3((args.n / 2 + 8 + 255) / 256, args.m), dim3(256), 0,
            args);
