@@ -64,8 +64,11 @@ class LLM:
             raise FileNotFoundError(
                 f"the shipped model is not in {directory}; name another with `model`"
             )
-        from cpmcu import C  # the extension: only needed from here on
-        from cpmcu.loading.loader import load_model
+        from cpmcu.loading import exiting
+
+        with exiting.waited_for():
+            from cpmcu import C  # the extension: only needed from here on
+            from cpmcu.loading.loader import load_model
 
         loaded = load_model(
             str(directory) if self.config.model is None else self.config.model,

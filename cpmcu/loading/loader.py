@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from cpmcu.drafters.registry import TargetModel
 from cpmcu.engine.shapes import shapes_of
+from cpmcu.loading import exiting
 from cpmcu.loading.checkpoint import open_checkpoint
 from cpmcu.loading.cublas import cublas_paths
 from cpmcu.loading.draft import PREFIX, open_draft
@@ -114,36 +115,38 @@ def load_model(
     )
     draft_spec = draft.spec(extension, dtype) if draft else None
     settings = (spec, runtime_config(config, device))
-    engine = extension.Engine(*settings, draft_spec) if draft else extension.Engine(*settings)
-    held = engine.max_model_len  # fewer than the model's own where memory has room for no more
-    if (
-        not length
-        and held < fields.max_position_embeddings
-        and family.build(hf_config, replace(options, max_model_len=held)) != fields  # longrope's
-    ):
-        del engine
-        return load_model(
-            model,
-            config=config,
-            progress=progress,
-            before_tensors=before_tensors,
-            rope_length=held,
-        )
-    expected, required = _expected(engine, lambda name: not name.startswith(PREFIX))
-    plan = plan_load(checkpoint, fields, family.names, quant, expected, required)
-    log_unused(plan.unused)
-    log_conversion(plan.conversions, dtype, reason)
-    loads = [(checkpoint, plan)]
-    if draft and draft.files:
-        draft_plan = draft.plan_load(*_expected(engine, lambda name: name.startswith(PREFIX)))
-        if draft_plan is not None:
-            log_unused(draft_plan.unused)
-            log_conversion(draft_plan.conversions, dtype, "as the target")
-            loads.append((draft.files.checkpoint, draft_plan))
-    before_tensors(directory)
-    for each, its_plan in loads:
-        load_tensors(engine, each, its_plan, each.directory.name, progress or LogProgress())
-    engine.finish_loading()
+    with exiting.waited_for():
+        engine = extension.Engine(*settings, draft_spec) if draft else extension.Engine(*settings)
+        held = engine.max_model_len  # fewer than the model's own where memory has room for no more
+        if (
+            not length
+            and held < fields.max_position_embeddings
+            # longrope's depend on it
+            and family.build(hf_config, replace(options, max_model_len=held)) != fields
+        ):
+            del engine
+            return load_model(
+                model,
+                config=config,
+                progress=progress,
+                before_tensors=before_tensors,
+                rope_length=held,
+            )
+        expected, required = _expected(engine, lambda name: not name.startswith(PREFIX))
+        plan = plan_load(checkpoint, fields, family.names, quant, expected, required)
+        log_unused(plan.unused)
+        log_conversion(plan.conversions, dtype, reason)
+        loads = [(checkpoint, plan)]
+        if draft and draft.files:
+            draft_plan = draft.plan_load(*_expected(engine, lambda name: name.startswith(PREFIX)))
+            if draft_plan is not None:
+                log_unused(draft_plan.unused)
+                log_conversion(draft_plan.conversions, dtype, "as the target")
+                loads.append((draft.files.checkpoint, draft_plan))
+        before_tensors(directory)
+        for each, its_plan in loads:
+            load_tensors(engine, each, its_plan, each.directory.name, progress or LogProgress())
+        engine.finish_loading()
     shapes: tuple[tuple[int, int], ...] = ()
     if draft and config.speculation.chooses_shapes:
         shapes = tuple(shapes_of(draft.shape.depth, draft.shape.topk, draft.shape.tree_size))
@@ -274,6 +277,7 @@ def load_tensors(
         for path, placements in _by_file(plan).items():
 
             def report(file_bytes: int, before: int = done_bytes) -> None:
+                exiting.check()
                 progress.update(before + file_bytes)
 
             engine.load_file(str(path), _entries(placements), report)

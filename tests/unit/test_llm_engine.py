@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -205,3 +207,25 @@ def test_cli(model):
     chat = run(*arguments, "--chat", stdin="hello\nagain\n")
     assert chat.returncode == 0, chat.stderr
     assert chat.stderr.count("finish reason") == 2
+
+
+EXIT_WHILE_LOADING = """
+import sys, threading, time
+from cpmcu import LLM
+
+class Slow:
+    def start(self, total_bytes, what): started.set()
+    def update(self, done_bytes): time.sleep(0.05)
+    def finish(self): pass
+
+started = threading.Event()
+options = dict(device="cpu", memory_limit=0.3, num_threads=1, progress=Slow())
+threading.Thread(target=lambda: LLM(sys.argv[1], **options), daemon=True).start()
+started.wait()
+"""
+
+
+def test_exit_while_another_thread_loads(model):
+    command = [sys.executable, "-c", EXIT_WHILE_LOADING, str(model)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr

@@ -1,8 +1,8 @@
 // A run of dependent products as one kernel (gemm_chain.h), for Hopper, 1 to 64 rows.
 //
 // Roofline: all W of the run are read once, at 3 TB/s 41 us in 4 bits and 155 us in 16 bits for a
-// layer of MiniCPM4-8B. Launched one by one 4-bit products take 50 us at one row and 16-bit products
-// 207, because memory rests while a launch ends, the next begins and its x arrives.
+// layer of MiniCPM4-8B. Launched one by one 4-bit products take 50 us at one row and 16-bit
+// products 207, because memory rests while a launch ends, the next begins and its x arrives.
 //
 // The surprising decision: no launch, but a barrier of the whole grid between two products. It
 // costs as much as a launch does; yet a warp that has nothing to do with it goes on fetching, and
