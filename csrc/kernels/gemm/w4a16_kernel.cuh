@@ -29,9 +29,7 @@
 #include "core/launch.h"
 #include "core/ptx.cuh"
 #include "core/vec.cuh"
-#include "kernels/gemm/w4a16_block.cuh"
-#include "kernels/gemm/x_rows.cuh"
-#include "kernels/silu.cuh"
+#include "kernels/gemm/w4a16_sums.cuh"
 
 namespace cpmcu::cuda {
 namespace {
@@ -39,14 +37,6 @@ namespace {
 constexpr int kMaxStages = 12;
 constexpr int kBlockBytes = 17 * 1024;    // room for a block with zero points; keeps x aligned
 constexpr int kRowBytes = 2 * kW4BlockK;  // of x in a stage
-constexpr int kParts = 2 * kWarps;        // of 16 rows, of a block
-
-// Whether code of this compute capability adds up slices in clusters. Rings and inboxes want more
-// shared memory than the 99 KB that a block has on GeForce cards, from 12.0 on too.
-constexpr bool has_clusters(int capability) { return capability >= 90 && capability < 120; }
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200
-#define CPMCU_W4_CLUSTERS
-#endif
 
 // 128 k of all rows of x as two panels of 64 k (ptx::swizzled_chunk). By one thread.
 template <int kGroups>
@@ -55,27 +45,6 @@ __device__ __forceinline__ void copy_rows(uint32_t to, const TensorMap* map, int
   ptx::tensor_copy(to, map, k_block * kW4BlockK, 0, barrier);
   ptx::tensor_copy(to + 8 * kGroups * 128, map, k_block * kW4BlockK + 64, 0, barrier);
 }
-
-struct Args {
-  TensorMap x_map;     // used if Mma::kTensorMap
-  void* y;             // [M, N], T or float32; gated: [M, N / 2]
-  const void* x;       // [M, K]
-  const char* blocks;  // [tiles][k_blocks]
-  float* partials;     // [slices, M, N]; null where clusters add up
-  int m, n, k;
-  int tiles;            // of 256 rows
-  int rounds;           // tiles of a block of threads; some have one less
-  int k_blocks;         // of 128 k, all digits together
-  int blocks_of_digit;  // x starts again after these
-  int block_bytes;
-  int slices;
-  int slice_blocks, longer_slices;  // k blocks of a slice, and how many slices have one more
-  uint8_t first_part[9];            // see w4_gemm_kernel
-  int stages;
-  int asked, ahead;  // blocks, while x has not come: on their way, and brought to L2 besides
-  bool bf16_scales, float_out, gated;
-  float alpha, beta;
-};
 
 // Eight q of one word as the A fragment of 16 rows x 16 k, times kUnpackedScale. `low` and `high`
 // hold what turns the biased numbers of rows g and g + 8 into q - z, exactly.
@@ -141,102 +110,6 @@ __device__ __forceinline__ uint32_t high_offset(int zero, int low_zero) {
 __device__ __forceinline__ float load_scale(uint32_t shared, bool bf16) {
   const uint16_t bits = ptx::load_shared_half(shared);
   return bf16 ? __uint_as_float(uint32_t{bits} << 16) : __half2float(__ushort_as_half(bits));
-}
-
-// ---- from sums to y
-//
-// NOTE: an epilogue runs once in a launch, and its time is that of fetching its instructions: at 32
-// rows a general one takes 3 us more than one that knows what it writes. So what y is, is asked
-// once, outside the loops.
-
-// alpha * value + beta * old; args.alpha has the factor of unpacked numbers in it.
-__device__ __forceinline__ float updated(const Args& args, float value, float old) {
-  value = __fmul_rn(args.alpha, value);
-  return args.beta == 0 ? value : __fmaf_rn(args.beta, old, value);
-}
-__device__ __forceinline__ float gated_value(const Args& args, float gate, float up) {
-  gate = __fmul_rn(args.alpha, gate);
-  return silu(gate) * __fmul_rn(args.alpha, up);
-}
-
-// One output: of a gated W, of stored rows n and n + 8, else of n alone.
-template <typename T>
-__device__ __forceinline__ void store_value(const Args& args, int row, int n, float sum,
-                                            float sum_8) {
-  if (row >= args.m || n >= args.n) return;
-  int64_t at = int64_t{row} * args.n + n;
-  float value = sum;
-  if (args.gated) {
-    at = int64_t{row} * (args.n / 2) + n / 16 * 8 + n % 8;
-    value = gated_value(args, sum, sum_8);
-  }
-  if (args.float_out) {
-    float* y = static_cast<float*>(args.y) + at;
-    *y = args.gated ? value : updated(args, value, args.beta == 0 ? 0 : *y);
-  } else {
-    T* y = static_cast<T*>(args.y) + at;
-    value = args.gated ? value : updated(args, value, args.beta == 0 ? 0 : to_float(*y));
-    *y = from_float<T>(value);
-  }
-}
-template <typename T>
-__device__ __forceinline__ void store_pair(const Args& args, int row, int n, float sum,
-                                           float sum_8) {
-  store_value<T>(args, row, n, sum, sum_8);
-  if (!args.gated) store_value<T>(args, row, n + 8, sum_8, 0);
-}
-
-// The sums of a lane: rows 8 group + 2q, + 1 of x, and stored rows n, n + 8, n + 16, n + 24 of W.
-template <typename Y, bool kGated, int kGroups>
-__device__ __forceinline__ void store_whole(const Args& args, const float (&sums)[2][kGroups][4],
-                                            int n) {
-  const int columns = kGated ? args.n / 2 : args.n;
-  const int q2 = threadIdx.x % 4 * 2;
-  Y* y = static_cast<Y*>(args.y) + int64_t{q2} * columns + (kGated ? n / 16 * 8 + n % 8 : n);
-#pragma unroll
-  for (int group = 0; group < kGroups; ++group) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      if (group * 8 + q2 + i < args.m) {
-#pragma unroll
-        for (int t = 0; t < 2; ++t) {
-          const float sum = sums[t][group][i], sum_8 = sums[t][group][i + 2];
-          if constexpr (kGated) {
-            y[t * 8] = from_float<Y>(gated_value(args, sum, sum_8));
-          } else {
-            y[t * 16] = from_float<Y>(__fmul_rn(args.alpha, sum));
-            y[t * 16 + 8] = from_float<Y>(__fmul_rn(args.alpha, sum_8));
-          }
-        }
-      }
-      y += (i == 0 ? 1 : 7) * static_cast<int64_t>(columns);
-    }
-  }
-}
-// f(row of x, stored row n of W, its sum, that of n + 8) for the sums of a lane, the same; `n` is
-// the first.
-template <int kGroups, typename F>
-__device__ __forceinline__ void each_pair(const float (&sums)[2][kGroups][4], int n, F f) {
-#pragma unroll
-  for (int i = 0; i < 4 * kGroups; ++i) {
-    const int t = i % 2, group = i / 4, odd = i / 2 % 2;
-    f(group * 8 + threadIdx.x % 4 * 2 + odd, n + 16 * t, sums[t][group][odd],
-      sums[t][group][odd + 2]);
-  }
-}
-template <typename T, int kGroups>
-__device__ __forceinline__ void store_sums(const Args& args, const float (&sums)[2][kGroups][4],
-                                           int n0) {
-  const int n = n0 + static_cast<int>(threadIdx.x) / 32 * 32 + threadIdx.x % 32 / 4;
-  if (n0 + kW4BlockRows <= args.n && args.beta == 0 && !args.float_out) {
-    args.gated ? store_whole<T, true>(args, sums, n) : store_whole<T, false>(args, sums, n);
-  } else if (n0 + kW4BlockRows <= args.n && args.beta == 0 && !args.gated) {
-    store_whole<float, false>(args, sums, n);
-  } else {
-    each_pair(sums, n, [&](int row, int at, float sum, float sum_8) {
-      store_pair<T>(args, row, at, sum, sum_8);
-    });
-  }
 }
 
 // How a warp multiplies a packed block in shared memory by the rows of x beside it.
@@ -407,17 +280,6 @@ struct W4Ring {
   }
 };
 
-// How often a warp arrives at a barrier of the multiplying warps: once, or each lane by itself,
-// which makes small matrices 2 % quicker with 32 and 64 rows and up to 6 % slower with fewer.
-// NOTE: of a warp that arrives once racecheck reports what it does not know to have come before.
-template <int kGroups>
-constexpr int kArrivals = kGroups <= 2 ? 1 : 32;
-template <int kGroups>
-__device__ __forceinline__ void arrive(uint32_t barrier) {
-  if constexpr (kArrivals<kGroups> == 1) __syncwarp();
-  if (kArrivals<kGroups> > 1 || threadIdx.x % 32 == 0) ptx::mbarrier_arrive(barrier);
-}
-
 // How many blocks a block of threads has still to ask for when those of the next launch may begin.
 // Earlier those are in the way of these; later memory rests.
 template <int kGroups>
@@ -535,12 +397,12 @@ __global__ void __launch_bounds__(kMaxThreads<Mma, kGroups>, 1)
   __shared__ __align__(8) uint64_t barriers[Ring::kBarriers + 1];
   const int warp = ptx::uniform_warp(), lane = threadIdx.x % 32;
   const Ring ring(shared, barriers, args.stages);
-  // Behind the ring: what the slices of a cluster send, [slices][parts][kGroups][lanes] of 16
-  // bytes. A part is one of a warp's two tiles of 16 rows; block r of the cluster owns
-  // [first_part[r], first_part[r + 1]).
-  [[maybe_unused]] const uint32_t inbox = ring.stage(args.stages).rows;
-  [[maybe_unused]] const uint32_t received = ring.barriers + 8 * Ring::kBarriers;
-  const int slice = blockIdx.x, first_tile = blockIdx.y, tile_step = gridDim.y;
+  const int slice = blockIdx.x;
+#ifdef CPMCU_W4_CLUSTERS
+  const Inbox<T, kGroups> inbox{ring.stage(args.stages).rows, ring.barriers + 8 * Ring::kBarriers,
+                                slice, lane};
+#endif
+  const int first_tile = blockIdx.y, tile_step = gridDim.y;
   const int first_block = slice * args.slice_blocks + min(slice, args.longer_slices);
   const int blocks_of_tile = args.slice_blocks + (slice < args.longer_slices);
 
@@ -552,12 +414,7 @@ __global__ void __launch_bounds__(kMaxThreads<Mma, kGroups>, 1)
     ptx::mbarrier_init_fence();
   }
 #ifdef CPMCU_W4_CLUSTERS
-  if (args.slices > 1 && threadIdx.x == kThreads - 1) {
-    const int parts = args.first_part[slice + 1] - args.first_part[slice];
-    ptx::mbarrier_init(received, 1 + kArrivals<kGroups> * parts);  // this thread, this block's sums
-    ptx::mbarrier_expect_bytes(received, (args.slices - 1) * parts * 8 * ((args.m + 1) / 2) * 16);
-    ptx::mbarrier_init_fence();
-  }
+  if (args.slices > 1 && threadIdx.x == kThreads - 1) inbox.open(args);
 #endif
   __syncthreads();
 #ifdef CPMCU_W4_CLUSTERS
@@ -579,8 +436,6 @@ __global__ void __launch_bounds__(kMaxThreads<Mma, kGroups>, 1)
   if constexpr (kMovesRegisters<Mma, kGroups>) ptx::take_registers<kMultiplyingRegisters>();
   ptx::pdl_wait();
 
-  const int g = lane / 4;
-  [[maybe_unused]] const int q = lane % 4;
   const typename Mma::template LaneRows<kGroups> lane_rows;
   const LaneWeights lane_weights;
   auto stage = ring.stage(0);
@@ -607,73 +462,9 @@ __global__ void __launch_bounds__(kMaxThreads<Mma, kGroups>, 1)
       continue;
     }
 #ifdef CPMCU_W4_CLUSTERS
-    // A block has one tile then. A lane sends its sums of a tile and group as one piece.
-    constexpr int kPieces = kGroups * 32;  // of a part
-    const int my_first = args.first_part[slice];
-    const int my_parts = args.first_part[slice + 1] - my_first;
-    ptx::cluster_wait();
-#pragma unroll
-    for (int t = 0; t < 2; ++t) {
-      const int part = warp * 2 + t, owner = part * args.slices / kParts;
-      const int its_first = args.first_part[owner];
-      const int its_parts = args.first_part[owner + 1] - its_first;
-      const uint32_t box = inbox + ((slice * its_parts + part - its_first) * kPieces + lane) * 16;
-      const auto each_group = [&](auto store) {
-#pragma unroll
-        for (int group = 0; group < kGroups; ++group) {
-          if (group * 8 + q * 2 < args.m) store(group * 512, sums[t][group]);
-        }
-      };
-      if (owner == slice) {
-        each_group([&](int at, const auto& sum) { ptx::store_shared16(box + at, sum); });
-        arrive<kGroups>(received);
-      } else {
-        const uint32_t outbox = ptx::cluster_address(box, owner);
-        const uint32_t sent = ptx::cluster_address(received, owner);
-        each_group([&](int at, const auto& sum) { ptx::store_cluster16(outbox + at, sum, sent); });
-      }
-    }
-#pragma unroll 1
-    for (int piece = threadIdx.x; piece < my_parts * kPieces; piece += kThreads) {
-      const int row = piece / 32 % kGroups * 8 + q * 2;
-      const int n = n0 + (my_first + piece / kPieces) * 16 + g;
-      T* const y = static_cast<T*>(args.y) + int64_t{row} * args.n + n;
-      const bool whole = n0 + kW4BlockRows <= args.n && !args.float_out && !args.gated;
-      float old[4] = {};  // loaded while the sums are on their way
-      if (whole && args.beta != 0) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          if (row + i % 2 < args.m) old[i] = to_float(y[i % 2 * args.n + i / 2 * 8]);
-        }
-      }
-      ptx::mbarrier_wait(received, 0);
-      if (row >= args.m) continue;
-      float sum[4] = {};
-      for (int from = 0; from < args.slices; ++from) {
-        const uint4 v = ptx::load_shared16(inbox + (from * my_parts * kPieces + piece) * 16);
-        sum[0] += __uint_as_float(v.x), sum[1] += __uint_as_float(v.y);
-        sum[2] += __uint_as_float(v.z), sum[3] += __uint_as_float(v.w);
-      }
-      if (whole) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          if (row + i % 2 < args.m) {
-            y[i % 2 * args.n + i / 2 * 8] = from_float<T>(updated(args, sum[i], old[i]));
-          }
-        }
-      } else {
-        store_pair<T>(args, row, n, sum[0], sum[2]);
-        store_pair<T>(args, row + 1, n, sum[1], sum[3]);
-      }
-    }
-    ptx::mbarrier_wait(received, 0);  // until then others write into this block's memory
+    inbox.add_up(args, sums, warp, n0);
 #else
-    each_pair(sums, n0 + warp * 32 + g, [&](int row, int n, float sum, float sum_8) {
-      if (row >= args.m) return;
-      float* to = args.partials + (int64_t{slice} * args.m + row) * args.n + n;
-      if (n < args.n) to[0] = sum;
-      if (n + 8 < args.n) to[8] = sum_8;
-    });
+    store_partials(args, sums, slice, n0 + warp * 32 + lane / 4);
 #endif
   }
 }
