@@ -66,7 +66,7 @@ class LLM:
             )
         from cpmcu.loading import exiting
 
-        with exiting.waited_for():
+        with exiting.waited_for():  # importing is inside the extension, too
             from cpmcu import C  # the extension: only needed from here on
             from cpmcu.loading.loader import load_model
 

@@ -28,7 +28,7 @@ gpu_tests() {
 # take longer). API errors are left out because the engine checks every call, and torch probes
 # features by calls that fail. racecheck takes the barriers of cuBLAS's own kernels (nvjet) for
 # hazards and cannot go on after some of them, so it leaves out the tests of large_gemm, which has no
-# kernel of ours.
+# kernel of ours. What it reports of w4_gemm's launches that overlap is told in docs/benchmarks.md.
 sanitize_with() {
   local tests=()
   [ "$1" = racecheck ] && tests=(-k "not large_gemm and not test_large_rows")

@@ -272,17 +272,21 @@ def load_tensors(
 ) -> None:
     """Brings every tensor of the plan into the engine; files are streamed, one after another."""
     done_bytes = 0
+
+    def update(so_far: int) -> None:
+        exiting.check()
+        progress.update(so_far)
+
     try:
         progress.start(plan.total_bytes, what)
         for path, placements in _by_file(plan).items():
 
             def report(file_bytes: int, before: int = done_bytes) -> None:
-                exiting.check()
-                progress.update(before + file_bytes)
+                update(before + file_bytes)
 
             engine.load_file(str(path), _entries(placements), report)
             done_bytes += sum(placement.target.nbytes for placement in placements)
-            progress.update(done_bytes)
+            update(done_bytes)
         for placement in plan.placements:
             if placement.offset is None:
                 array = checkpoint.read(placement.source)
@@ -291,13 +295,13 @@ def load_tensors(
                     array = array[placement.first_row : placement.first_row + rows]
                 engine.load_tensor(placement.target.name, array, placement.target.dtype)
                 done_bytes += placement.target.nbytes
-                progress.update(done_bytes)
+                update(done_bytes)
         for repack in plan.repacks:
             outputs = repack.run({name: checkpoint.read(name) for name in repack.inputs})
             for meta in repack.outputs:
                 engine.load_tensor(meta.name, outputs[meta.name], meta.dtype)
             done_bytes += sum(checkpoint.tensors[name].meta.nbytes for name in repack.inputs)
-            progress.update(done_bytes)
+            update(done_bytes)
     finally:
         progress.finish()
 

@@ -379,8 +379,9 @@ constexpr int kAllThreads = kThreads + (kMovesRegisters<Mma, kGroups> ? 128 : 32
 // Launches of up to 16 rows that cut K into slices overlap: while the blocks of one multiply what
 // is left and add up their slices, those of the next fill their rings. So a multiprocessor has room
 // for two blocks, but never for two of one launch, for which all others would wait: launches take
-// turns to have more than half of the shared memory, or of the registers, by warps that do nothing.
-// Sums of more rows leave no registers for another block.
+// turns to have more than half of the shared memory, or of the registers, by warps that do nothing
+// (up to kMaxThreads, enough from 49 registers a thread on). Sums of more rows leave no registers
+// for another block.
 template <int kGroups>
 constexpr bool kOverlaps = kGroups <= 2;
 constexpr int kMoreShared = 116 * 1024, kLessShared = 108 * 1024;  // both fit into 228 KB
