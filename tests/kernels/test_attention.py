@@ -405,14 +405,19 @@ def test_tree_nodes_with_a_window_equal_plain_decoding(
 @on_devices_and_cuda_dtypes
 @pytest.mark.parametrize("window", sizes(0, 1500, small=1))
 @pytest.mark.parametrize("head_dim", sizes(64, 128, small=1))
+@pytest.mark.parametrize(
+    ("lengths", "size"),
+    [([1000, 900, 40, 0], 64)] if SMALL
+    else [([4060, 2020, 1000, 510], 64), ([2110], 64), ([4200], 32), ([17100], 16)],
+)  # fmt: skip
 def test_many_trees_equal_plain_decoding(
-    device: str, dtype: str, head_dim: int, window: int
+    device: str, dtype: str, lengths: list[int], size: int, head_dim: int, window: int
 ) -> None:
     """Where trees are so many, or large, that a block has runs of splits, it sums them itself."""
-    lengths = [1000, 900, 40, 0] if SMALL else [4060, 2020, 1000, 510]  # up to ends of splits, runs
-    counts = [64] * len(lengths)
+    counts = [size] * len(lengths)
     step = Step(lengths=lengths, counts=counts, masks=trees(counts))
-    nodes = [first + i for first in step.begins[:-1] for i in (0, 1, 31, 62, 63)]
+    ends = (0, 1, size // 2 - 1, size - 2, size - 1)
+    nodes = [first + i for first in step.begins[:-1] for i in ends]
     check_by_position(device, Case(step, 32, 8, head_dim, dtype, window=window), nodes)
 
 

@@ -148,7 +148,7 @@ __global__ void __launch_bounds__(Config::kThreads)
 // ---- launchers
 
 template <typename T, int kDim>
-void launch_combine(const Context& ctx, const AttentionParams& params) {
+void launch_combine(const Context& ctx, const AttentionParams& params, bool before_chain) {
   const int num_rows = params.rows.num_rows, max_splits = num_splits(params.rows.max_kv);
   const auto combine = [&](auto config) {
     using Config = decltype(config);
@@ -163,6 +163,8 @@ void launch_combine(const Context& ctx, const AttentionParams& params) {
   using Few = CombineConfig<T, kDim, 4, 128>;
   if (params.num_heads * num_rows >= ctx.sm_count) {
     combine(CombineConfig<T, kDim, 1, 128>{});
+  } else if (before_chain) {
+    combine(CombineConfig<T, kDim, 2, 320>{});
   } else if (max_splits <= Few::kGroups * kSplitsTogether) {
     combine(Few{});
   } else {
@@ -170,18 +172,25 @@ void launch_combine(const Context& ctx, const AttentionParams& params) {
   }
 }
 
-}  // namespace
-
 // Graph-safe: yes. Reads on the device: positions, if by_position or of one row; each row's
 // sequence, slots, row ranges and lengths, of several rows that are several sequences' or not by
 // position.
-void attention_combine(const Context& ctx, const AttentionParams& params) {
+void combine_splits(const Context& ctx, const AttentionParams& params, bool before_chain) {
   if (params.rows.num_rows == 0 || num_splits(params.rows.max_kv) == 1) return;
   dispatch_half(params.qkv.dtype(), [&](auto element) {
     dispatch_int<64, 128, 256>("attention_combine: head_dim", params.head_dim, [&](auto dim) {
-      launch_combine<decltype(element), dim.value>(ctx, params);
+      launch_combine<decltype(element), dim.value>(ctx, params, before_chain);
     });
   });
+}
+
+}  // namespace
+
+void attention_combine(const Context& ctx, const AttentionParams& params) {
+  combine_splits(ctx, params, false);
+}
+void attention_combine_before_chain(const Context& ctx, const AttentionParams& params) {
+  combine_splits(ctx, params, true);
 }
 
 }  // namespace cpmcu::cuda

@@ -6,8 +6,7 @@
 // Surprising: the grid does not have a block for each split, but about as many blocks as run at a
 // time. Each does a range of splits, one after another: what comes before the first cell and behind
 // the last is paid once a range, and the copies run on over the ends of splits. Where ranges begin
-// changes no bit, so the host may choose. Where trees have several runs a range, ranges are whole
-// runs.
+// changes no bit, so the host may choose. Trees that have half a run a range get whole runs.
 #include <algorithm>
 
 #include "core/dispatch.h"
@@ -38,9 +37,13 @@ struct Shares {
     const int max_splits = num_splits(rows.max_kv);
     return {num_chunks, std::clamp(num_ranges, 1, max_splits), max_splits};
   }
-  // About a run a range.
+  // From half a run a range on, though blocks have nothing to do then: more than that is gained
+  // where partial results are combined. Three quarters where a run is so long (1024 cells) that
+  // nothing to do weighs more.
   int merge_from() const {
-    const int splits = num_ranges * kSplitsOfRun;
+    constexpr int kShortSplits = num_splits(8192);
+    const int half = num_ranges * kSplitsOfRun / 2;
+    const int splits = half <= kShortSplits ? half : half + half / 2;
     return splits <= max_splits ? splits : kNever;
   }
 };

@@ -11,7 +11,11 @@ namespace cpmcu::cuda {
 
 // Up to so many splits are combined by a chain of products however few the rows: those of one row
 // in each of its blocks anew.
-constexpr int kMaxCombinedSplits = 32;
+constexpr int kMaxCombinedSplits = 64;
+
+// attention_combine, when a chain of products is next: in fewer and larger blocks, beside which
+// that finds room on more multiprocessors.
+void attention_combine_before_chain(const Context& ctx, const AttentionParams& params);
 
 // Where the partial results lie in scratch.
 struct Partials {

@@ -426,7 +426,7 @@ void gemm_chain_sm90(const Context& ctx, const ChainParams& p) {
       args.combines = who_combines(p, args.links[0], blocks);
       args.max_splits = num_splits(p.attention.rows.max_kv);
       args.head_dim = p.attention.head_dim;
-      if (args.combines == Combines::kNobody) cuda::attention_combine(ctx, p.attention);
+      if (args.combines == Combines::kNobody) attention_combine_before_chain(ctx, p.attention);
     }
     Link& last = args.links[p.links.size() - 1];
     // An item for each warp at most: what they have to know of rows is looked up before x comes.
