@@ -38,12 +38,13 @@ struct Shares {
     return {num_chunks, std::clamp(num_ranges, 1, max_splits), max_splits};
   }
   // From half a run a range on, though blocks have nothing to do then: more than that is gained
-  // where partial results are combined. Three quarters where a run is so long (1024 cells) that
-  // nothing to do weighs more.
+  // where partial results are combined. The longer runs are, the longer that is: three quarters
+  // beyond 8192 cells, a whole one beyond 32768.
   int merge_from() const {
-    constexpr int kShortSplits = num_splits(8192);
-    const int half = num_ranges * kSplitsOfRun / 2;
-    const int splits = half <= kShortSplits ? half : half + half / 2;
+    const int whole = num_ranges * kSplitsOfRun;
+    int splits = whole / 2;
+    if (splits > num_splits(8192)) splits += whole / 4;
+    if (splits > num_splits(32768)) splits = whole;
     return splits <= max_splits ? splits : kNever;
   }
 };
