@@ -13,9 +13,9 @@
 // depth as if they lay where plain decoding has them. It is the same code on the same numbers, so
 // the bits are the same.
 //
-// Surprising: where a range has several runs, their states are summed here, in the place of a
-// stage, instead of being written and read again by the combine kernel: of 32 rows of 32 heads a
-// split's are half a megabyte.
+// Surprising: from about half a run a range on (merge_from) the states of a run's splits are summed
+// here, in the place of a stage, instead of being written and read again by the combine kernel: of
+// 32 rows of 32 heads a split's are half a megabyte.
 #pragma once
 
 #include "kernels/attention/decode.cuh"

@@ -520,7 +520,7 @@ void launch_w4_kernel(const Context& ctx, Args args) {
   }
   const bool sends = clusters && args.slices > 1;
   const int parts = (kParts + args.slices - 1) / args.slices;  // at most
-  const int inbox_bytes = sends ? args.slices * parts * kGroups * 512 : 0;
+  const int inbox_bytes = sends ? args.slices * parts * kGroups * kGroupBytes : 0;
   // One block takes nearly all of a multiprocessor's shared memory; GeForce cards have 99 KB for
   // one.
   int threads = kAllThreads<Mma, kGroups>, shared_bytes = clusters ? kRingBytes : 98 * 1024;

@@ -10,7 +10,8 @@
 namespace cpmcu::cuda {
 namespace {
 
-constexpr int kParts = 2 * kWarps;  // of 16 rows, of a block
+constexpr int kParts = 2 * kWarps;    // of 16 rows, of a block
+constexpr int kGroupBytes = 32 * 16;  // of a part's sums of 8 rows of x: 16 a lane
 
 // Whether code of this compute capability adds up slices in clusters. Rings and inboxes want more
 // shared memory than the 99 KB that a block has on GeForce cards, from 12.0 on too.
@@ -183,7 +184,7 @@ struct Inbox {
       const auto each_group = [&](auto store) {
 #pragma unroll
         for (int group = 0; group < kGroups; ++group) {
-          if (group * 8 + q * 2 < args.m) store(group * 512, sums[t][group]);
+          if (group * 8 + q * 2 < args.m) store(group * kGroupBytes, sums[t][group]);
         }
       };
       if (owner == slice) {
