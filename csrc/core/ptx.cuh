@@ -61,6 +61,20 @@ __device__ __forceinline__ uint4 load_stream16(const void* global, uint64_t poli
   return v;
 }
 
+// Whether this is the thread that its warp, which is here as a whole, chooses. Then the compiler
+// knows that it is alone; what threads of a warp do with barriers it else has them do one after
+// another, in a loop around each instruction.
+__device__ __forceinline__ bool is_elected() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  uint32_t elected;
+  asm volatile("{ .reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p; }"
+               : "=r"(elected));
+  return elected != 0;
+#else
+  return threadIdx.x % 32 == 0;
+#endif
+}
+
 // ---- mbarriers: a phase ends when all expected arrivals and bytes are there
 
 __device__ __forceinline__ void mbarrier_init(uint32_t barrier, int arrivals) {

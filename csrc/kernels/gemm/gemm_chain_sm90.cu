@@ -77,13 +77,16 @@ __global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<Product::kGroups
   Trace trace;
 
   ptx::pdl_launch();
-  if (threadIdx.x < Ring::kStages) {
-    const Stage mine = ring.stage(threadIdx.x);
-    ptx::mbarrier_init(ring.weights_in(mine), 1);
-    ptx::mbarrier_init(ring.rows_in(mine), 1);
-    ptx::mbarrier_init(ring.done(mine), kThreads);
-    if (threadIdx.x < kMaxChainLinks) ptx::mbarrier_init(ring.x_in(threadIdx.x), 1);
-    if (threadIdx.x == 0) {
+  if (ptx::is_elected()) {  // by all warps: each barrier takes one 30 to 40 cycles
+#pragma unroll 1
+    for (int i = warp; i < Ring::kStages; i += kWarps + kFeedingWarps<kGroups>) {
+      const Stage mine = ring.stage(i);
+      ptx::mbarrier_init(ring.weights_in(mine), 1);
+      ptx::mbarrier_init(ring.rows_in(mine), 1);
+      ptx::mbarrier_init(ring.done(mine), kThreads);
+    }
+    if (warp < kMaxChainLinks) ptx::mbarrier_init(ring.x_in(warp), 1);
+    if (warp == kWarps - 1) {
       num_fed = 0;
       ptx::mbarrier_init(ring.combined(), kWarps);
       ptx::mbarrier_init(ring.bases_read(), 1);

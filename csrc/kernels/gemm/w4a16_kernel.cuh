@@ -407,11 +407,23 @@ __global__ void __launch_bounds__(kMaxThreads<Mma, kGroups>, 1)
   const int first_block = slice * args.slice_blocks + min(slice, args.longer_slices);
   const int blocks_of_tile = args.slice_blocks + (slice < args.longer_slices);
 
-  if (threadIdx.x < args.stages) {
+  const auto init = [&](int i) {
     // One arrival announces the bytes of bulk copies, the others are lanes that copy rows.
-    const auto mine = ring.stage(threadIdx.x);
+    const auto mine = ring.stage(i);
     ptx::mbarrier_init(mine.full, Mma::kTensorMap ? 1 : 33);
     ptx::mbarrier_init(mine.empty(), kWarps * kArrivals<kGroups>);
+  };
+  // Each barrier takes a warp 30 to 40 cycles, so all warps share them. Not of up to 8 rows, whose
+  // blocks begin early enough: the sooner they ask, the more they are in the way of the launch
+  // before.
+  if constexpr (kGroups == 1) {
+    if (threadIdx.x < args.stages) {
+      init(threadIdx.x);
+      ptx::mbarrier_init_fence();
+    }
+  } else if (ptx::is_elected()) {
+#pragma unroll 1
+    for (int i = warp; i < args.stages; i += blockDim.x / 32) init(i);
     ptx::mbarrier_init_fence();
   }
 #ifdef CPMCU_W4_CLUSTERS
