@@ -20,6 +20,7 @@ import openai
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from cpmcu.serving.token_text import byte_letters
+from tests.python_path import python_path
 from tests.reference.tiny_checkpoints import random_weights, tiny_config, write_tiny
 
 ROOT = Path(__file__).parents[2]
@@ -79,8 +80,7 @@ def start(*flags: str, ready: bool = True, environment: Mapping[str, str] = {}) 
     """Runs `python -m cpmcu.server` on a free port until the end of the block."""
     command = [sys.executable, "-m", "cpmcu.server", "--port", "0", "--num-threads", "1"]
     command += ["--device", "cpu", *flags]
-    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "PYTHONPATH": paths, **environment}
+    environment = {**os.environ, "PYTHONPATH": python_path(ROOT), **environment}
     with tempfile.TemporaryDirectory() as folder:
         log_path = Path(folder) / "log"
         with log_path.open("wb") as log:

@@ -13,14 +13,19 @@ import pytest
 from cpmcu.cli import make_parser as cli_parser
 from cpmcu.server import make_parser as server_parser
 from tests.e2e.harness import ROOT
+from tests.python_path import python_path
 
 EXAMPLES = ROOT / "examples"
 
 
 def run(name: str, *arguments: str, status: int = 0, **environment: str) -> str:
     """What an example prints."""
-    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "PYTHONPATH": paths, "HF_HUB_OFFLINE": "1", **environment}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": python_path(ROOT),
+        "HF_HUB_OFFLINE": "1",
+        **environment,
+    }
     command = [sys.executable, str(EXAMPLES / f"{name}.py"), *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == status, done.stdout + done.stderr

@@ -18,6 +18,7 @@ import httpx
 import pytest
 
 from tests.e2e.harness import Server, start
+from tests.python_path import python_path
 
 FIRST = {"Authorization": "Bearer first"}
 CHAT = "/v1/chat/completions"
@@ -613,8 +614,7 @@ def test_stopping_while_the_program_starts(number, tmp_path):
         "finally:\n"
         "    os.kill(os.getpid(), signal.SIGINT)\n"
     )
-    paths = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
-    found = run_server("--port", "0", PYTHONPATH=paths)
+    found = run_server("--port", "0", PYTHONPATH=python_path(tmp_path))
     assert (found.returncode, found.stderr) == (0, "")
 
 

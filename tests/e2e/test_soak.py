@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from tests.e2e.harness import ROOT
+from tests.python_path import python_path
 
 SMALL = ["--max-model-len", "320", "--max-num-seqs", "4", "--device", "cpu", "--num-threads", "1"]
 
@@ -16,11 +17,10 @@ SMALL = ["--max-model-len", "320", "--max-num-seqs", "4", "--device", "cpu", "--
 @pytest.mark.slow
 def test_soak():
     command = [sys.executable, "scripts/soak.py", "--clients", "6", "--duration", "2"]
-    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
         [*command, "--max-growth-mib", "200", *SMALL],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": paths},
+        env={**os.environ, "PYTHONPATH": python_path(ROOT)},
         capture_output=True,
         text=True,
     )

@@ -15,6 +15,7 @@ from cpmcu.config import shipped_model
 from cpmcu.llm import LLM
 from cpmcu.ui.progress import LoadProgressBar
 from cpmcu.ui.tables import plain_table
+from tests.python_path import python_path
 
 
 def run(*arguments: str, stdin: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
@@ -268,8 +269,7 @@ def test_the_shipped_model_completes_code():
 @pytest.mark.parametrize("text", ["raise KeyboardInterrupt", "exec('raise KeyboardInterrupt')"])
 def test_ctrl_c_while_the_extension_is_imported(text, tmp_path):
     (tmp_path / "numpy.py").write_text(text)
-    paths = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
-    result = run("--device", "cpu", PYTHONPATH=paths)
+    result = run("--device", "cpu", PYTHONPATH=python_path(tmp_path))
     assert (result.returncode, result.stderr.splitlines()[-1]) == (0, "stopped")
 
 

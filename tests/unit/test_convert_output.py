@@ -24,6 +24,7 @@ from cpmcu.convert.output import NewTensor, new_directory, write_safetensors
 from cpmcu.loading.safetensors import read_header
 from cpmcu.loading.tensors import TensorMeta
 from cpmcu.ui.display import Display
+from tests.python_path import python_path
 from tests.reference.tiny_checkpoints import write_tiny
 from tests.reference.tiny_gptq import write_gptq
 
@@ -92,7 +93,7 @@ def test_killed_program_leaves_no_destination(tmp_path: Path) -> None:
     """Even a program that could not clean up after itself."""
     write_tiny(tmp_path / "in", "minicpm", vocab_size=200003)
     command = [sys.executable, "-m", "cpmcu.convert", "minicpm-to-llama"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": python_path(ROOT)}
     with subprocess.Popen(
         [*command, "--src", "in", "--dst", "out"],
         cwd=tmp_path,

@@ -19,6 +19,7 @@ from cpmcu.config import EngineConfig, SpeculativeConfig
 from cpmcu.convert.__main__ import make_parser as convert_parser
 from cpmcu.flags import FlagParser, add_flags
 from cpmcu.server import make_parser as make_server_parser
+from tests.python_path import python_path
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -134,7 +135,7 @@ def run_python(document: Path, folder: Path) -> str:
     program = folder / f"{document.stem}.py"
     bodies = [body for body in blocks(document, "python") if "import OpenAI" not in body]
     program.write_text("\n\n".join(bodies))
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    environment = {**os.environ, "PYTHONPATH": python_path(ROOT), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
         [sys.executable, program.name],
         cwd=folder,
