@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import signal
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,7 +24,7 @@ from drafts import Eagle2, Eagle3, Head, load_head, write_head
 from measure_acceptance import Acceptance, held_out_prompts, measure
 from model import CausalLM
 from torch import Tensor, nn
-from train_lm import Report, TrainConfig, train
+from train_lm import Report, TrainConfig, stop_on_signals, train
 
 DEFAULTS = TrainConfig(
     steps=3000,
@@ -255,18 +253,13 @@ def main() -> None:
         text = card(args.out.name, trained, target_name, corpus, config, report, hardware, results)
         write_head(trained, args.out, text, {**bos, **eos}, kept)
 
-    stopped = False
-
-    def stop(number: int, frame: object) -> None:
-        nonlocal stopped
-        if stopped:
-            sys.exit(f"stopped by signal {number}")
-        stopped = True
-
-    signal.signal(signal.SIGINT, stop)
-    signal.signal(signal.SIGTERM, stop)
     report = train(
-        model, stream, validation, config, lambda report: save(report, {}, head), lambda: stopped
+        model,
+        stream,
+        validation,
+        config,
+        lambda report: save(report, {}, head),
+        stop_on_signals(),
     )
     best = report.best_validation_loss
     loss = f"best held-out loss {best:.4f}, " if math.isfinite(best) else ""

@@ -163,6 +163,21 @@ class Report:
     losses: list[float] = field(default_factory=list)  # training loss at each log line
 
 
+def stop_on_signals() -> Callable[[], bool]:
+    """Whether SIGINT or SIGTERM came since this was called; the second one ends the process."""
+    stopped = False
+
+    def stop(number: int, frame: object) -> None:
+        nonlocal stopped
+        if stopped:
+            sys.exit(f"stopped by signal {number}")
+        stopped = True
+
+    signal.signal(signal.SIGINT, stop)
+    signal.signal(signal.SIGTERM, stop)
+    return lambda: stopped
+
+
 def train(
     model: CausalLM,
     stream: TokenStream,
@@ -383,17 +398,7 @@ def main() -> None:
         card = model_card(args.out.name, model, config, report, corpus, hardware)
         write_model(model, args.tokenizer, args.out, card)
 
-    stopped = False
-
-    def stop(number: int, frame: object) -> None:
-        nonlocal stopped
-        if stopped:
-            sys.exit(f"stopped by signal {number}")
-        stopped = True
-
-    signal.signal(signal.SIGINT, stop)
-    signal.signal(signal.SIGTERM, stop)
-    report = train(model, stream, validation, config, save, lambda: stopped)
+    report = train(model, stream, validation, config, save, stop_on_signals())
     print(
         f"{report.steps} steps, {report.tokens / 1e6:.1f} M tokens, {report.minutes:.2f} min, "
         f"{report.tokens_per_second / 1e3:.0f}K tok/s, best validation loss "
