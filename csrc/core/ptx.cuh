@@ -419,9 +419,7 @@ __device__ __forceinline__ uint64_t wgmma_descriptor_swizzle128(uint32_t shared)
   return uint64_t{1} << 62 | stride << 32 | uint64_t{1} << 16 | (shared & 0x3FFFF) >> 4;
 }
 
-// d (+)= a x^T: a 64x16 in registers (16 rows a warp, as in mma_16x8x16), x 8 kGroups x 16 in
-// shared memory, d 64 x 8 kGroups float32, as in mma_16x8x16 for each 8 columns. !accumulate: d is
-// not read. kTransposed: 16 rows of 64 in shared memory are x^T (kGroups is 8).
+// What wgmma_64xNx16 is, for either type of a and x.
 #define COLUMNS(group) "+f"(d[group][0]), "+f"(d[group][1]), "+f"(d[group][2]), "+f"(d[group][3])
 #define WGMMA_64X32X16(type)                                                     \
   asm volatile(                                                                  \
@@ -444,6 +442,9 @@ __device__ __forceinline__ uint64_t wgmma_descriptor_swizzle128(uint32_t shared)
         COLUMNS(7)                                                                             \
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x), "r"(static_cast<int>(accumulate)), \
         "n"(static_cast<int>(kTransposed)))
+// d (+)= a x^T: a 64x16 in registers (16 rows a warp, as in mma_16x8x16), x 8 kGroups x 16 in
+// shared memory, d 64 x 8 kGroups float32, as in mma_16x8x16 for each 8 columns. !accumulate: d is
+// not read. kTransposed: 16 rows of 64 in shared memory are x^T (kGroups is 8).
 template <typename T, int kGroups, bool kTransposed = false>
 __device__ __forceinline__ void wgmma_64xNx16(float (&d)[kGroups][4], const uint32_t (&a)[4],
                                               uint64_t x, bool accumulate) {
