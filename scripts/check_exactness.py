@@ -25,14 +25,20 @@ from cpmcu.flags import FlagParser, add_flags, from_flags
 class Options:
     """How much is compared."""
 
-    prompts: int = option(20, "prompts of random tokens, of 1 to 300 tokens")
+    prompts: int = option(20, "prompts of random tokens")
+    longest: int = option(300, "tokens of the longest prompt, at least 2")
     tokens: int = option(1000, "tokens generated after each")
     eager_share: int = option(4, "without CUDA graphs one prompt in so many")
 
+    def __post_init__(self) -> None:
+        if self.longest < 2:
+            raise ValueError(f"--longest is {self.longest}, expected 2 or more")
 
-def prompts_of(count: int, vocab_size: int) -> list[list[int]]:
+
+def prompts_of(count: int, longest: int, vocab_size: int) -> list[list[int]]:
     rng = np.random.default_rng(0)
-    lengths = [1, 63, 64, 65, 127, 129, *rng.integers(2, 300, count).tolist()][:count]
+    short = [n for n in (1, 63, 64, 65, 127, 129) if n <= longest]
+    lengths = [longest, *short, *rng.integers(2, longest, count).tolist()][:count]
     return [rng.integers(3, vocab_size, n).tolist() for n in lengths]
 
 
@@ -40,7 +46,8 @@ def generate(config: EngineConfig, options: Options, share: int = 1) -> dict[str
     """Tokens by sampling, of the first `1 / share` of the prompts in order."""
     texts = {}
     with LLM(**dataclasses.asdict(config)) as llm:
-        prompts = prompts_of(options.prompts, llm.spec.vocab_size)[: options.prompts // share]
+        prompts = prompts_of(options.prompts, options.longest, llm.spec.vocab_size)
+        prompts = prompts[: options.prompts // share]
         for name, fields in (
             ("greedy", {"temperature": 0.0}),
             ("sampled", {"temperature": 0.8, "top_p": 0.95, "seed": 7}),
