@@ -229,6 +229,11 @@ __device__ __forceinline__ uint32_t cluster_address(uint32_t shared, int rank) {
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared), "r"(rank));
   return address;
 }
+// As mbarrier_arrive, at a cluster_address(), by who has read what may be written anew. NOTE: not
+// for what was written: with release semantics for the cluster it would be a device-wide fence.
+__device__ __forceinline__ void mbarrier_arrive_cluster(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
 // 16 bytes into another block of the cluster; they count on its barrier, so nobody waits but the
 // receiver and no fence is needed. Both are cluster_address()es of the same rank.
 __device__ __forceinline__ void store_cluster16(uint32_t to, const float (&v)[4],
@@ -287,6 +292,11 @@ __device__ __forceinline__ void store_shared16(uint32_t shared, const float (&v)
                "f"(v[2]), "f"(v[3])
                : "memory");
 }
+__device__ __forceinline__ void store_shared16(uint32_t shared, const uint4& v) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(v.x), "r"(v.y),
+               "r"(v.z), "r"(v.w)
+               : "memory");
+}
 __device__ __forceinline__ uint16_t load_shared_half(uint32_t shared) {
   uint16_t v;
   asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(shared));
@@ -315,6 +325,16 @@ __device__ __forceinline__ void ldmatrix4_trans(uint32_t (&r)[4], uint32_t share
 __device__ __forceinline__ void ldmatrix4_trans(uint32_t (&r)[4], const void* shared) {
   ldmatrix4_trans(r, shared_address(shared));
 }
+
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+// The other way of ldmatrix4_trans.
+__device__ __forceinline__ void stmatrix4_trans(uint32_t shared, const uint32_t (&r)[4]) {
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared),
+      "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+      : "memory");
+}
+#endif
 
 // d += a b: a 16x16 row-major, b 16x8 column-major, d 16x8 float32.
 template <typename T>
@@ -394,6 +414,17 @@ __device__ __forceinline__ void tensor_copy(uint32_t shared, const void* map, in
       : "memory");
 }
 
+// The same for all blocks of the cluster whose bits `blocks` has: to where each has `shared` and
+// `barrier`.
+__device__ __forceinline__ void tensor_multicast(uint32_t shared, const void* map, int x, int y,
+                                                 uint32_t barrier, uint16_t blocks) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(shared),
+      "l"(map), "r"(x), "r"(y), "r"(barrier), "h"(blocks)
+      : "memory");
+}
+
 // Before a wgmma whose registers were written by other instructions.
 __device__ __forceinline__ void wgmma_fence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
@@ -442,19 +473,39 @@ __device__ __forceinline__ uint64_t wgmma_descriptor_swizzle128(uint32_t shared)
         COLUMNS(7)                                                                             \
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x), "r"(static_cast<int>(accumulate)), \
         "n"(static_cast<int>(kTransposed)))
+#define WGMMA_64X128X16(type)                                                                   \
+  asm volatile(                                                                                 \
+      "{ .reg .pred p; setp.ne.b32 p, %69, 0;\n"                                                \
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type                              \
+      " "                                                                                       \
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, "       \
+      "%18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, "        \
+      "%34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, "        \
+      "%50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "                 \
+      "{%64, %65, %66, %67}, %68, p, 1, 1, 0; }"                                                \
+      : COLUMNS(0), COLUMNS(1), COLUMNS(2), COLUMNS(3), COLUMNS(4), COLUMNS(5), COLUMNS(6),     \
+        COLUMNS(7), COLUMNS(8), COLUMNS(9), COLUMNS(10), COLUMNS(11), COLUMNS(12), COLUMNS(13), \
+        COLUMNS(14), COLUMNS(15)                                                                \
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x), "r"(static_cast<int>(accumulate)))
 // d (+)= a x^T: a 64x16 in registers (16 rows a warp, as in mma_16x8x16), x 8 kGroups x 16 in
 // shared memory, d 64 x 8 kGroups float32, as in mma_16x8x16 for each 8 columns. !accumulate: d is
 // not read. kTransposed: 16 rows of 64 in shared memory are x^T (kGroups is 8).
 template <typename T, int kGroups, bool kTransposed = false>
 __device__ __forceinline__ void wgmma_64xNx16(float (&d)[kGroups][4], const uint32_t (&a)[4],
                                               uint64_t x, bool accumulate) {
-  static_assert(kGroups == 4 || kGroups == 8, "32 or 64 columns");
+  static_assert(kGroups == 4 || kGroups == 8 || kGroups == 16, "32, 64 or 128 columns");
   static_assert(!kTransposed || kGroups == 8, "rows of 64");
   if constexpr (kGroups == 4) {
     if constexpr (std::is_same_v<T, __half>) {
       WGMMA_64X32X16("f16");
     } else {
       WGMMA_64X32X16("bf16");
+    }
+  } else if constexpr (kGroups == 16) {
+    if constexpr (std::is_same_v<T, __half>) {
+      WGMMA_64X128X16("f16");
+    } else {
+      WGMMA_64X128X16("bf16");
     }
   } else {
     if constexpr (std::is_same_v<T, __half>) {
@@ -464,6 +515,7 @@ __device__ __forceinline__ void wgmma_64xNx16(float (&d)[kGroups][4], const uint
     }
   }
 }
+#undef WGMMA_64X128X16
 #undef WGMMA_64X64X16
 #undef WGMMA_64X32X16
 #undef COLUMNS

@@ -80,7 +80,7 @@ void Engine::plan_memory() {
   limits_ = {.max_rows = std::max(std::min(config_.chunk_length, max_len), decode_rows),
              .max_decode_rows = decode_rows,
              .max_model_len = max_len + lookahead(),
-             .is_cuda = ctx_.device.is_cuda()};
+             .compute_capability = ctx_.compute_capability};
   const int64_t hidden_bytes = int64_t{spec_.hidden_size} * size_of(spec_.dtype);
 
   if (drafter_ && drafter_->features() == FeatureKind::kLayers) model_.tap(draft_->feature_layers);
@@ -140,7 +140,7 @@ void Engine::plan_draft() {
                          .max_prompt_rows = limits_.max_rows,
                          .max_model_len = limits_.max_model_len,
                          .first_kv_layer = spec_.num_hidden_layers,
-                         .is_cuda = limits_.is_cuda});
+                         .compute_capability = limits_.compute_capability});
   num_spec_ints_ = slots * (7 * nodes + 2 * pending + 4) + 1 + limits_.max_rows;
   spec_ints_id_ = plan_.add("spec.ints", "state", 4 * num_spec_ints_);
   tree_masks_id_ = plan_.add("spec.masks", "state", 8 * slots * nodes);

@@ -17,10 +17,13 @@ struct Step {
 
 // Upper bounds that size buffers.
 struct StepLimits {
-  int max_rows = 0;         // rows of a step: T
-  int max_decode_rows = 0;  // rows of a decode step
-  int max_model_len = 0;    // cells of a sequence
-  bool is_cuda = true;      // else what only kernels of a GPU use is not planned
+  int max_rows = 0;            // rows of a step: T
+  int max_decode_rows = 0;     // rows of a decode step
+  int max_model_len = 0;       // cells of a sequence
+  int compute_capability = 0;  // as in Context
+
+  // Else what only kernels of a GPU use is not planned.
+  bool is_cuda() const { return compute_capability > 0; }
 };
 
 // Phases of a forward step, for lifetimes of scratch (core/arena.h). A block has four in a row:

@@ -55,7 +55,7 @@ class AttentionBlock : public Block {
     out_id_ = plan.add_scratch("attention.out",
                                bytes * limits.max_rows * spec_.num_attention_heads * spec_.head_dim,
                                phase_ + 2, phase_ + 3);
-    if (limits.is_cuda) {
+    if (limits.is_cuda()) {
       partial_floats_ = attention_scratch_floats(limits.max_decode_rows, spec_.num_attention_heads,
                                                  spec_.head_dim, limits.max_model_len);
     }

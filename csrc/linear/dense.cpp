@@ -14,7 +14,7 @@ class DenseLinear : public LinearMethod {
   void plan(MemoryPlan& plan, const StepLimits& limits) override {
     const int64_t elements = config_.out_features() * config_.in_features;
     weight_id_ = plan.add(config_.parts.front().name, "weights", elements * size_of(config_.dtype));
-    if (limits.is_cuda) chain_bytes_ = gemm_chain_bytes(limits.max_decode_rows);
+    if (limits.is_cuda()) chain_bytes_ = gemm_chain_bytes(limits.max_decode_rows);
     chain_id_ = plan.add_scratch("gemm_chain", chain_bytes_, 0, kLoad);
   }
 

@@ -23,8 +23,9 @@ class W4Matrix {
   const W4Weight& weight() const { return weight_; }
   int64_t buffer_bytes() const { return buffer_bytes_; }
 
-  // As LinearMethod::forward. Prefill multiplies dequantised slices of rows where there is a
-  // library for large products, so a row's bits follow from N and K there as well.
+  // As LinearMethod::forward. Where w4_gemm is slow with many rows and there is a library for large
+  // products, prefill multiplies dequantised slices of W; a row's bits follow from N and K there as
+  // well.
   void forward(const Context& ctx, Phase phase, const Tensor& y, const Tensor& x, float alpha,
                float beta) const;
   // As LinearMethod::forward_gated; the weight is gated.
@@ -41,7 +42,7 @@ class W4Matrix {
   DType dtype_ = DType::kBF16;
   int64_t buffer_bytes_ = 0, kept_rows_ = 0, scratch_floats_ = 0, chain_bytes_ = 0;
   MemoryPlan::Id blocks_id_ = 0, slice_id_ = 0, scratch_id_ = 0, chain_id_ = 0;
-  Tensor slice_;         // [slice_rows, K], on a GPU
+  Tensor slice_;         // [slice_rows, K], where prefill needs it
   Tensor scratch_;       // of w4_gemm
   Tensor chain_memory_;  // of gemm_chain, one for all matrices
 };

@@ -74,8 +74,8 @@ struct DraftLimits {
   int max_seqs = 0;
   int max_prompt_rows = 0;  // rows of a prompt chunk
   int max_model_len = 0;
-  int first_kv_layer = 0;  // where the drafter's layers begin in the KV cache
-  bool is_cuda = true;
+  int first_kv_layer = 0;      // where the drafter's layers begin in the KV cache
+  int compute_capability = 0;  // as in Context
 };
 
 // Device state that the engine keeps between cycles for the drafter.

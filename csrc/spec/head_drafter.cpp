@@ -45,7 +45,7 @@ void HeadDrafter::plan(MemoryPlan& plan, const DraftLimits& limits) {
   const StepLimits step{.max_rows = static_cast<int>(max_rows_),
                         .max_decode_rows = decode_rows,
                         .max_model_len = limits.max_model_len,
-                        .is_cuda = limits.is_cuda};
+                        .compute_capability = limits.compute_capability};
   make_layers(limits.first_kv_layer);
   fc_->plan(plan, step);
   for (const auto& block : blocks_) block->plan(plan, step);

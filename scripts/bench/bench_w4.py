@@ -5,7 +5,8 @@ qkv, norms included, as separate launches and as one, with weights of 4 bits and
 reads another copy of the weights, of which there is more than 1 GB, so that nothing is in L2 from
 the launch before; launches are replayed as one graph. The roofline is the read bandwidth that this
 very run reaches. Where torch is installed, the same products in float16 through its cuBLAS are
-timed likewise, and the geometric mean of a layer's ratios is printed for each number of rows.
+timed likewise, and the geometric mean of a layer's ratios is printed for each number of rows. The
+4-bit products of a layer are also timed with a prompt's rows, and their TFLOP/s printed.
 
     python scripts/bench/bench_w4.py [--dtype float16] [--json]
 """
@@ -35,6 +36,7 @@ SHAPES = {  # model -> layer -> (N, K)
 }  # fmt: skip
 HEADS = {"MiniCPM4-8B": (73448, 4096), "Llama-3.1-8B": (128256, 4096)}
 ROWS = [1, 8, 16, 32, 64]
+PROMPT_ROWS = [128, 256, 512, 1024, 2048]
 COLD_BYTES = 1200 << 20
 MAX_LAUNCHES = 128  # in one graph
 RUNS = 9
@@ -77,14 +79,16 @@ def rows_of(ctx: Any, m: int, k: int, dtype: str, scale: float = 1) -> Any:
     return array
 
 
-def time_product(ctx: Any, n: int, k: int, dtype: str, bits: int) -> dict[int, float]:
+def time_product(
+    ctx: Any, n: int, k: int, dtype: str, bits: int, row_counts: list[int]
+) -> dict[int, float]:
     """Microseconds by rows."""
     copies = min(MAX_LAUNCHES, -(-COLD_BYTES // (n * k * bits // 8)))
     dense = bits == 16
     each = dense_weights(ctx, n, k, copies, dtype) if dense else weights(ctx, n, k, copies)
     gemm = ops.skinny_gemm if dense else ops.w4_gemm
     times = {}
-    for m in ROWS:
+    for m in row_counts:
         x, y = rows_of(ctx, m, k, dtype), ops.Array(ctx, [m, n], dtype)
 
         def body(x: Any = x, y: Any = y) -> None:
@@ -176,7 +180,7 @@ def time_layer(
     return times
 
 
-def time_cublas(n: int, k: int) -> dict[int, float]:
+def time_cublas(n: int, k: int, row_counts: list[int]) -> dict[int, float]:
     """Microseconds by rows of the float16 product by torch; empty without torch and a GPU."""
     try:
         import torch
@@ -187,7 +191,7 @@ def time_cublas(n: int, k: int) -> dict[int, float]:
     copies = min(MAX_LAUNCHES, -(-COLD_BYTES // (2 * n * k)))
     each = [torch.randn(n, k, dtype=torch.float16, device="cuda") for _ in range(copies)]
     times = {}
-    for m in ROWS:
+    for m in row_counts:
         x = torch.randn(m, k, dtype=torch.float16, device="cuda")
         y = torch.empty(m, n, dtype=torch.float16, device="cuda")
         for weight in each[:2]:
@@ -222,19 +226,26 @@ def main() -> None:
     if not args.json:
         sys.stdout.write(f"read bandwidth {peak:.0f} GB/s, x {args.dtype}\n")
     for model, layers in SHAPES.items():
-        ratios: dict[int, list[float]] = {m: [] for m in ROWS}
+        ratios: dict[int, list[float]] = {m: [] for m in ROWS + PROMPT_ROWS}
         growth = []
         products = [(layer, shape, 4) for layer, shape in layers.items()]
         for layer, (n, k), bits in [*products, ("lm_head", HEADS[model], 16)]:
-            ours, cublas = time_product(ctx, n, k, args.dtype, bits), time_cublas(n, k)
+            row_counts = ROWS + PROMPT_ROWS if bits == 4 else ROWS
+            ours = time_product(ctx, n, k, args.dtype, bits, row_counts)
+            cublas = time_cublas(n, k, row_counts)
             if bits == 4:
                 growth.append(ours[64] / ours[1])
             num_bytes = bytes_of((n, k), bits)
             for m, us in ours.items():
                 result = {"us": us, "gbps": num_bytes / us / 1e3}
-                result["roofline"] = result["gbps"] / peak
-                line = f"{model:13} {layer:8} M {m:3} {us:8.2f} µs | {result['gbps']:5.0f} GB/s"
-                line += f" | {result['roofline']:6.1%} of bandwidth"
+                line = f"{model:13} {layer:8} M {m:4} {us:8.2f} µs"
+                if m in ROWS:
+                    result["roofline"] = result["gbps"] / peak
+                    line += f" | {result['gbps']:5.0f} GB/s"
+                    line += f" | {result['roofline']:6.1%} of bandwidth"
+                else:
+                    result["tflops"] = 2 * m * n * k / us / 1e6
+                    line += f" | {result['tflops']:5.0f} TFLOP/s"
                 if m in cublas:
                     result["cublas_us"] = cublas[m]
                     if bits == 4:
@@ -250,7 +261,7 @@ def main() -> None:
                 result = {"us": us, "gbps": num_bytes / us / 1e3, "apart_us": apart}
                 result["roofline"] = result["gbps"] / peak
                 name = {"model": model, "layer": f"chain {bits}", "m": m, "dtype": args.dtype}
-                line = f"{model:13} {name['layer']:8} M {m:3} {us:8.2f} µs"
+                line = f"{model:13} {name['layer']:8} M {m:4} {us:8.2f} µs"
                 line += f" | {result['gbps']:5.0f} GB/s | {result['roofline']:6.1%} of bandwidth"
                 line += f" | {apart:.2f} µs launch by launch"
                 sys.stdout.write((json.dumps(name | result) if args.json else line) + "\n")

@@ -157,6 +157,44 @@ def test_rows_do_not_depend_on_the_others(
 
 
 @on_devices_and_dtypes
+@pytest.mark.parametrize("kind", ["plain", "zeros", "gated"])
+@pytest.mark.parametrize(
+    "shape",
+    sizes(
+        (65, 16, 8), (131, 528, 384), (300, 256, 4096), (67, 272, 200), (129, 4624, 640),
+        (257, 17168, 264), (1025, 320, 264), (66, 112, 136), (2100, 32, 128), (80, 1040, 1000),
+    ),
+)  # fmt: skip
+def test_rows_of_prompts(device: str, dtype: str, kind: str, shape: tuple[int, int, int]) -> None:
+    # Of more than 64 rows, which have a kernel of their own: right, and to the bit what 64 give.
+    m, n, k = shape
+    weights = Weights(k, n, has_zeros=kind == "zeros", gated=kind == "gated")
+    x, width = random_x(m, k, dtype), n // 2 if weights.gated else n
+    y = rounded(np.random.default_rng(m).standard_normal((m, width)), dtype)
+    scale = {} if weights.gated else {"alpha": 0.7, "beta": -0.5}
+
+    def multiplied(device: str, begin: int, end: int) -> Any:
+        weight = weights.put(device)
+        # Nothing of a gated y is read: it may hold NaN.
+        rows = y[begin:end] if scale else np.full((end - begin, width), np.nan)
+        result, scratch = put(device, rows, dtype), scratch_of(device, weight, end - begin)
+        given = put(device, x[begin:end], dtype)
+        ops.w4_gemm(context(device), result, given, weight, scratch=scratch, **scale)
+        return result
+
+    product = x @ weights.values.T
+    expected = 0.7 * product - 0.5 * y if scale else reference.silu_mul(product)
+    check(lambda on: get(multiplied(on, 0, m)), device, expected, "gemm", dtype)
+    whole = multiplied(device, 0, m).numpy()
+    for begin in range(0, m, 64):
+        part = multiplied(device, begin, min(begin + 64, m)).numpy()
+        assert np.array_equal(part, whole[begin : begin + 64]), f"rows from {begin}"
+    # Nor does a row depend on its place.
+    later = multiplied(device, 1, m).numpy()
+    assert np.array_equal(later, whole[1:])
+
+
+@on_devices_and_dtypes
 @pytest.mark.parametrize("m", sizes(1, 16, 64, 7, 17))
 def test_each_launch_reads_what_the_one_before_wrote(device: str, dtype: str, m: int) -> None:
     # In a graph, where launches overlap: blocks of the next are there while those of one multiply.

@@ -16,8 +16,9 @@
 // turns, eight rows of gate and eight of up, so that both sums of an output meet in one thread:
 // then y [M, N / 2] = silu(x gate^T) * x up^T.
 //
-// `w4_gemm` (1..64 rows; more go in blocks of 64): the order in which a row's products are added
-// depends on N and K only, so a row's bits are the same whatever the number of rows.
+// `w4_gemm`: the order in which a row's products are added depends on N and K only, so a row's bits
+// are the same whatever the number of rows. More than 64 rows have a kernel of their own on Hopper;
+// else they go in blocks of 64.
 #pragma once
 
 #include <algorithm>
@@ -130,6 +131,15 @@ struct W4GemmParams {
   Tensor scratch{};  // [w4_scratch_floats] float32; used before compute capability 9.0, and
                      // from 12.0 on
 };
+
+// Whether w4_gemm is as quick with a prompt's rows as a library is with dequantised weights.
+inline bool w4_gemm_takes_prompts([[maybe_unused]] int compute_capability) {
+#ifdef CPMCU_SM90
+  return compute_capability == 90;
+#else
+  return false;
+#endif
+}
 
 inline int64_t w4_scratch_floats(const W4Weight& w, int64_t max_rows) {
   return w.slices() == 1 ? 0 : w.slices() * w.n * std::min<int64_t>(max_rows, kMaxSkinnyRows);

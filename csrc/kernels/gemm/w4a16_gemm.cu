@@ -6,6 +6,8 @@ namespace cpmcu::cuda {
 #ifdef CPMCU_SM90
 // w4a16_gemm_sm90.cu. `args` is its copy of this file's Args.
 void w4_gemm_sm90(const Context& ctx, DType dtype, const void* args);
+// w4a16_large_sm90.cu
+bool w4_gemm_large_sm90(const Context& ctx, DType dtype, const void* args);
 #endif
 
 template <int>
@@ -29,6 +31,16 @@ void w4_gemm(const Context& ctx, const W4GemmParams& params) {
             .alpha = params.alpha,
             .beta = params.beta};
   const int64_t m = params.x.size(0);
+#ifdef CPMCU_SM90
+  // Which writes 16 bytes of a row at a time.
+  const bool fits = params.y.dtype() == params.x.dtype() && w.out_features() % 8 == 0;
+  if (ctx.compute_capability == 90 && m > kMaxRows && fits) {
+    args.y = params.y.data();
+    args.x = params.x.data();
+    args.m = static_cast<int>(m);
+    if (w4_gemm_large_sm90(ctx, params.x.dtype(), &args)) return;
+  }
+#endif
   for (int64_t row = 0; row < m; row += kMaxRows) {
     const int64_t rows = std::min<int64_t>(kMaxRows, m - row);
     args.y = params.y.rows(row, rows).data();

@@ -20,20 +20,16 @@ struct WgmmaOf {
   template <int kGroups>
   struct LaneRows {};  // wgmma reads the rows by itself
 
-  // Tiles first_tile, ... of the warp's. Calls `meanwhile` when all is under way.
-  template <typename T, int kGroups, typename F>
-  static __device__ __forceinline__ void multiply(float (&part)[kTiles][kGroups][4], int first_tile,
-                                                  uint32_t weights, uint32_t rows,
-                                                  const LaneRows<kGroups>&,
-                                                  const uint32_t (&low)[2],
-                                                  const uint32_t (&high)[2], F meanwhile) {
+  // part = the fragments of 128 k times the rows of x: unpack_to(a, pair, step, i) gives that of
+  // step `step` of 16 k of pair `pair` of steps, and of tile i. Calls `meanwhile` when all is under
+  // way.
+  template <typename T, int kGroups, typename Unpack, typename F>
+  static __device__ __forceinline__ void multiply_fragments(float (&part)[kTiles][kGroups][4],
+                                                            uint32_t rows, Unpack unpack_to,
+                                                            F meanwhile) {
     // The same in all lanes, but the compiler has to be told: else it moves every descriptor to
     // uniform registers by itself.
     const uint64_t descriptor = ptx::wgmma_descriptor_swizzle128(__shfl_sync(0xffffffffu, rows, 0));
-    uint4 words[4];
-#pragma unroll
-    for (int pair = 0; pair < 4; ++pair)
-      words[pair] = ptx::load_shared16(weights + pair * kPairBytes);
     // The fragments of one pair of steps are unpacked while those of the pair before are
     // multiplied.
     uint32_t a[2][2][kTiles][4];
@@ -43,10 +39,7 @@ struct WgmmaOf {
 #pragma unroll
       for (int step = 0; step < 2; ++step) {
 #pragma unroll
-        for (int i = 0; i < kTiles; ++i) {
-          const int t = first_tile + i;
-          unpack<T>(fragments[step][i], word_of(words[pair], step, t), low[t], high[t]);
-        }
+        for (int i = 0; i < kTiles; ++i) unpack_to(fragments[step][i], pair, step, i);
       }
       // 16 k are 32 bytes, in units of 16.
       const uint64_t x = descriptor + pair / 2 * (8 * kGroups * 128 / 16) + pair % 2 * 4;
@@ -64,6 +57,26 @@ struct WgmmaOf {
     }
     meanwhile();
     ptx::wgmma_wait<0>();
+  }
+
+  // Tiles first_tile, ... of the warp's. Calls `meanwhile` when all is under way.
+  template <typename T, int kGroups, typename F>
+  static __device__ __forceinline__ void multiply(float (&part)[kTiles][kGroups][4], int first_tile,
+                                                  uint32_t weights, uint32_t rows,
+                                                  const LaneRows<kGroups>&,
+                                                  const uint32_t (&low)[2],
+                                                  const uint32_t (&high)[2], F meanwhile) {
+    uint4 words[4];
+#pragma unroll
+    for (int pair = 0; pair < 4; ++pair)
+      words[pair] = ptx::load_shared16(weights + pair * kPairBytes);
+    multiply_fragments<T, kGroups>(
+        part, rows,
+        [&](uint32_t (&a)[4], int pair, int step, int i) {
+          const int t = first_tile + i;
+          unpack<T>(a, word_of(words[pair], step, t), low[t], high[t]);
+        },
+        meanwhile);
   }
 };
 

@@ -26,7 +26,7 @@ class ModelDrafter : public BeamDrafter {
                  {.max_rows = std::max(limits.max_prompt_rows, decode_rows),
                   .max_decode_rows = decode_rows,
                   .max_model_len = limits.max_model_len,
-                  .is_cuda = limits.is_cuda},
+                  .compute_capability = limits.compute_capability},
                  decode_rows);
   }
   void bind(const Arena& arena) override {

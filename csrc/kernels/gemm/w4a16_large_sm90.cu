@@ -1,0 +1,385 @@
+// w4_gemm of more rows than a decode step has, for Hopper: prefill with weights in 4 bits.
+//
+// Roofline: 2 M N K operations. At M = 2048 a layer of MiniCPM4-8B has 0.97 TFLOP, 1.4 ms at the
+// 680 TFLOP/s that cuBLAS reaches in float16; its 124 MB of weights, read once, take 0.04.
+//
+// The surprising decision: y has the bits that w4_gemm's other kernels give, whatever M is. q - z
+// times x is added up exactly as there: 16 k in an instruction, eight of those for a group, the sum
+// of a group times its scale in float32, groups and slices of K in order. So prompts may be cut
+// into chunks of any length, and nothing is dequantised to memory, which alone took longer than 256
+// rows take now.
+//
+// Work: two blocks of threads, a cluster, have a tile of 256 rows of W and 128 (or 64) of x: half
+// of each packed block each, and of the rows of x half is brought by each, to both, since L2 has
+// not the bandwidth to give them twice. A block's two warpgroups multiply 64 rows of W each, which
+// they unpack in registers, by the rows of x in shared memory; a third feeds. Clusters go from tile
+// to tile, so the ring is full when a tile begins. Where K is cut into slices, the sum of those
+// before waits in shared memory. y goes through shared memory, too: its rows are columns of the
+// sums. Two accumulators of 128 columns fit into registers, so scales cost a product in 16 of the
+// tensor cores' cycles and unpacking one in 8: that, not memory, is what is left (74 % of peak).
+#include "kernels/gemm/tensor_map.cuh"
+#include "kernels/gemm/w4a16_wgmma.cuh"
+
+namespace cpmcu::cuda {
+namespace {
+
+// Of a block of threads, for tiles of 8 kGroups rows of x: what lies where in shared memory.
+template <int kGroups>
+struct LargeRing {
+  static constexpr int kRows = 8 * kGroups;             // of x
+  static constexpr int kWeightRows = kW4BlockRows / 2;  // of W
+  static constexpr int kXBytes = kRows * kRowBytes;     // of a stage
+  static constexpr int kWordBytes = kScaleOffset / 2;   // of half of a packed block
+  static constexpr int kScaleBytes = 2 * kWeightRows, kZeroBytes = kWeightRows;
+  static constexpr int kHalfBytes = kWordBytes + 512;  // with room for zero points
+  static_assert(kScaleBytes + kZeroBytes <= 512);
+  // Of a warpgroup: float32 sums while slices are multiplied; then rows of y.
+  static constexpr int kSumBytes = kGroups * 128 * 16;
+  static constexpr int kYPitch = 2 * (64 + 8);  // bytes between rows of y
+  static_assert(kRows * kYPitch <= kSumBytes);
+  static constexpr int kStages = (kRingBytes - 2 * kSumBytes) / (kXBytes + kHalfBytes);
+  static constexpr int kBytes = kStages * (kXBytes + kHalfBytes) + 2 * kSumBytes;
+  static constexpr int kBarriers = 2 * kStages;
+  uint32_t data, barriers;
+
+  __device__ __forceinline__ uint32_t rows(int stage) const { return data + stage * kXBytes; }
+  __device__ __forceinline__ uint32_t words(int stage) const {
+    return data + kStages * kXBytes + stage * kHalfBytes;
+  }
+  __device__ __forceinline__ uint32_t scales(int stage) const { return words(stage) + kWordBytes; }
+  __device__ __forceinline__ uint32_t zeros(int stage) const {
+    return scales(stage) + kScaleBytes;
+  }
+  __device__ __forceinline__ uint32_t sums(int warpgroup) const {
+    return words(kStages) + warpgroup * kSumBytes;
+  }
+  // Whether all of a stage has come; whether all warps of both blocks are done with it.
+  __device__ __forceinline__ uint32_t full(int stage) const { return barriers + 8 * stage; }
+  __device__ __forceinline__ uint32_t empty(int stage) const { return full(kStages + stage); }
+
+  static __device__ __forceinline__ void advance(int& stage, int& parity) {
+    if (++stage == kStages) stage = 0, parity ^= 1;
+  }
+};
+
+// The tiles of a cluster, one after another. Of x up to 16 tiles, which stay in L2, for each of W.
+struct LargeTiles {
+  static constexpr int kTogether = 16;
+  int of_w, of_x;  // how many there are
+  int first = blockIdx.x / 2, step = gridDim.x / 2;
+
+  struct Place {
+    int w, x;
+  };
+  __device__ __forceinline__ int count() const { return of_w * of_x; }
+  __device__ __forceinline__ Place place(int tile) const {
+    const int group = tile / (of_w * kTogether), in_group = tile - group * of_w * kTogether;
+    const int width = min(kTogether, of_x - group * kTogether);
+    const int w = in_group / width;
+    return {w, group * kTogether + in_group - w * width};
+  }
+};
+
+// Feeds the ring of block `rank` of a cluster, by one thread: its half of packed blocks, and half
+// of the rows of x for both. The first weights come before x is there.
+template <bool kZeros, int kGroups>
+__device__ __forceinline__ void feed_large(const Args& args, const LargeRing<kGroups>& ring,
+                                           const LargeTiles& tiles, int rank) {
+  using Ring = LargeRing<kGroups>;
+  constexpr int kHalfRows = Ring::kRows / 2;
+  constexpr int kHalfBytes = Ring::kWordBytes + Ring::kScaleBytes + (kZeros ? Ring::kZeroBytes : 0);
+  const uint64_t policy = ptx::evict_first_policy();
+  const auto feed_weights = [&](int stage, int tile, int k_block) {
+    const char* block = args.blocks + (int64_t{tile} * args.k_blocks + k_block) * args.block_bytes;
+    const auto copy = [&](uint32_t to, int offset, int bytes) {
+      ptx::bulk_copy(to, block + offset + rank * bytes, bytes, ring.full(stage), policy);
+    };
+    ptx::mbarrier_expect_bytes(ring.full(stage), Ring::kXBytes + kHalfBytes);
+    copy(ring.words(stage), 0, Ring::kWordBytes);
+    copy(ring.scales(stage), kScaleOffset, Ring::kScaleBytes);
+    if constexpr (kZeros) copy(ring.zeros(stage), kZeroOffset, Ring::kZeroBytes);
+  };
+  const auto feed_rows = [&](int stage, int tile, int k_block) {
+    if (k_block >= args.blocks_of_digit) k_block -= args.blocks_of_digit;
+    const uint32_t to = ring.rows(stage) + rank * kHalfRows * 128;
+#pragma unroll
+    for (int panel = 0; panel < 2; ++panel) {
+      ptx::tensor_multicast(to + panel * Ring::kRows * 128, &args.x_map,
+                            k_block * kW4BlockK + panel * 64, tile * Ring::kRows + rank * kHalfRows,
+                            ring.full(stage), 0b11);
+    }
+  };
+
+  ptx::prefetch_map(&args.x_map);
+  const auto first = tiles.place(tiles.first);
+  const int early = min(args.k_blocks, Ring::kStages);
+  for (int i = 0; i < early; ++i) feed_weights(i, first.w, i);
+  ptx::pdl_wait();
+  for (int i = 0; i < early; ++i) feed_rows(i, first.x, i);
+  int stage = early % Ring::kStages, parity = early / Ring::kStages;
+#pragma unroll 1
+  for (int tile = tiles.first; tile < tiles.count(); tile += tiles.step) {
+    const auto at = tiles.place(tile);
+#pragma unroll 1
+    for (int k_block = tile == tiles.first ? early : 0; k_block < args.k_blocks; ++k_block) {
+      ptx::mbarrier_wait(ring.empty(stage), parity ^ 1);
+      feed_weights(stage, at.w, k_block);
+      feed_rows(stage, at.x, k_block);
+      Ring::advance(stage, parity);
+    }
+  }
+}
+
+// The threads of one warpgroup that multiplies.
+__device__ __forceinline__ void meet(int warpgroup) {
+  warpgroup == 0 ? ptx::named_barrier<1, 128>() : ptx::named_barrier<2, 128>();
+}
+
+// Two values that pack2<T> packed.
+template <typename T>
+__device__ __forceinline__ float2 unpack2(uint32_t v) {
+  if constexpr (std::is_same_v<T, __half>) {
+    return __half22float2(as_half2(v));
+  } else {
+    return __bfloat1622float2(as_bf162(v));
+  }
+}
+
+// Writes what follows from a warpgroup's sums of 64 stored rows of W, from n0 on, and of tile
+// `x_tile` of x: 64 columns of y, or 32 of a gated W. `shared`: LargeRing::sums.
+template <typename T, int kGroups>
+__device__ __forceinline__ void store_rows(const Args& args, const float (&sums)[kGroups][4],
+                                           uint32_t shared, int warpgroup, int n0, int x_tile) {
+  using Ring = LargeRing<kGroups>;
+  constexpr int kPitch = Ring::kYPitch;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+  const int chunks = args.gated ? 4 : 8;  // of 8 columns, of a row
+  const int width = args.gated ? args.n / 2 : args.n;
+  const int column = (args.gated ? n0 / 2 : n0) + threadIdx.x % chunks * 8;
+  const int num_rows = column < width ? min(Ring::kRows, args.m - x_tile * Ring::kRows) : 0;
+  T* const y = static_cast<T*>(args.y) + int64_t{x_tile} * Ring::kRows * width + column;
+  // f(where a row's chunk lies in shared memory, and in y) for those of this thread.
+  const auto each_chunk = [&](auto f) {
+    for (int row = threadIdx.x % 128 / chunks; row < num_rows; row += 128 / chunks) {
+      f(shared + row * kPitch + threadIdx.x % chunks * 16,
+        reinterpret_cast<uint4*>(y + int64_t{row} * width));
+    }
+  };
+
+  meet(warpgroup);  // all have read their sums
+  if (args.beta != 0) {
+    each_chunk([](uint32_t at, const uint4* from) { ptx::store_shared16(at, *from); });
+    meet(warpgroup);
+  }
+  if (args.gated) {
+    const uint32_t to = shared + lane * kPitch + warp * 16;
+#pragma unroll
+    for (int group = 0; group < kGroups; group += 4) {
+      uint32_t r[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float(&sum)[4] = sums[group + i];
+        r[i] = pack2<T>(gated_value(args, sum[0], sum[2]), gated_value(args, sum[1], sum[3]));
+      }
+      ptx::stmatrix4_trans(to + group * 8 * kPitch, r);
+    }
+  } else {
+    const uint32_t to =
+        shared + (lane / 16 * 8 + lane % 8) * kPitch + warp * 32 + lane / 8 % 2 * 16;
+#pragma unroll
+    for (int group = 0; group < kGroups; group += 2) {
+      uint32_t old[4] = {}, r[4];
+      if (args.beta != 0) ptx::ldmatrix4_trans(old, to + group * 8 * kPitch);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float(&sum)[4] = sums[group + i / 2];
+        const float2 before = unpack2<T>(old[i]);
+        r[i] = pack2<T>(updated(args, sum[i % 2 * 2], before.x),
+                        updated(args, sum[i % 2 * 2 + 1], before.y));
+      }
+      ptx::stmatrix4_trans(to + group * 8 * kPitch, r);
+    }
+  }
+  meet(warpgroup);
+  each_chunk([](uint32_t at, uint4* to) { *to = ptx::load_shared16(at); });
+  meet(warpgroup);  // or the next sums come while some are still read
+}
+
+// Adds to `sums` those that lie in shared memory, as a block of w4_gemm's clusters adds up slices;
+// unless this is the last slice, leaves them there and clears them.
+template <int kGroups>
+__device__ __forceinline__ void add_slice(float (&sums)[kGroups][4], uint32_t shared, bool first,
+                                          bool last) {
+  const uint32_t mine = shared + threadIdx.x % 128 * 16;
+#pragma unroll
+  for (int group = 0; group < kGroups; ++group) {
+    const uint32_t at = mine + group * 128 * 16;
+    uint4 v = make_uint4(0, 0, 0, 0);
+    if (!first) v = ptx::load_shared16(at);
+    float(&sum)[4] = sums[group];
+    sum[0] = __fadd_rn(__uint_as_float(v.x), sum[0]);
+    sum[1] = __fadd_rn(__uint_as_float(v.y), sum[1]);
+    sum[2] = __fadd_rn(__uint_as_float(v.z), sum[2]);
+    sum[3] = __fadd_rn(__uint_as_float(v.w), sum[3]);
+    if (last) continue;
+    ptx::store_shared16(at, sum);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) sum[i] = 0;
+  }
+}
+
+// ---- kernels
+
+template <typename T, int kGroups, bool kZeros>
+__global__ void __launch_bounds__(kThreads + 128, 1)
+    w4_large_kernel(const __grid_constant__ Args args, int x_tiles) {
+  using Ring = LargeRing<kGroups>;
+  extern __shared__ __align__(1024) char shared[];
+  __shared__ __align__(8) uint64_t barriers[Ring::kBarriers];
+  Ring ring{ptx::shared_address(shared), ptx::shared_address(barriers)};
+  ptx::opaque(ring.data);  // computed once
+  ptx::opaque(ring.barriers);
+  const LargeTiles tiles{args.tiles, x_tiles};
+  const int warp = ptx::uniform_warp(), lane = threadIdx.x % 32, rank = blockIdx.x % 2;
+
+  ptx::pdl_launch();
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < Ring::kStages; ++i) {
+      ptx::mbarrier_init(ring.full(i), 1);
+      ptx::mbarrier_init(ring.empty(i), 2 * kWarps);
+    }
+    ptx::mbarrier_init_fence();
+  }
+  __syncwarp();
+  ptx::cluster_arrive();
+  ptx::cluster_wait();
+
+  if (warp >= kWarps) {
+    ptx::give_registers<kFeedingRegisters>();
+    if (threadIdx.x == kThreads) {
+      feed_large<kZeros>(args, ring, tiles, rank);
+    } else {
+      ptx::pdl_wait();
+    }
+    __syncwarp();
+    ptx::cluster_arrive();  // or the other block's copies and arrivals find nobody
+    ptx::cluster_wait();
+    return;
+  }
+  ptx::take_registers<kMultiplyingRegisters>();
+  ptx::pdl_wait();
+
+  // A warp's 16 of the warpgroup's 64 rows of W are one of the two tiles of a slab.
+  const int warpgroup = warp / 4, slab = warp / 2;
+  const bool second = warp % 2 != 0;
+  const int row = slab * kSlabRows + second * 16 + lane / 4;
+  const uint32_t peer_empty = ptx::cluster_address(ring.empty(0), rank ^ 1);
+
+  int stage = 0, parity = 0;
+#pragma unroll 1
+  for (int tile = tiles.first; tile < tiles.count(); tile += tiles.step) {
+    float sums[kGroups][4] = {};
+    int slice = 0, left_of_slice = args.slice_blocks + (args.longer_slices > 0);
+#pragma unroll 1
+    for (int left = args.k_blocks; left > 0; --left) {
+      ptx::mbarrier_wait(ring.full(stage), parity);
+      float scale[2];
+      int zero[2] = {8, 8};
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        scale[half] = load_scale(ring.scales(stage) + 2 * (row + half * 8), args.bf16_scales);
+        if constexpr (kZeros) {
+          zero[half] = ptx::load_shared_byte(ring.zeros(stage) + row + half * 8);
+        }
+      }
+      const uint32_t low = low_offset<T>(zero[0]), high = high_offset<T>(zero[1], zero[0]);
+      uint32_t words[4][2];
+#pragma unroll
+      for (int pair = 0; pair < 4; ++pair) {
+        const uint4 both = ptx::load_shared16(ring.words(stage) + slab * kSlabBytes +
+                                              pair * kPairBytes + lane * 16);
+        words[pair][0] = second ? both.y : both.x;
+        words[pair][1] = second ? both.w : both.z;
+      }
+      float part[1][kGroups][4];
+      WgmmaOf<1>::multiply_fragments<T, kGroups>(
+          part, ring.rows(stage),
+          [&](uint32_t (&a)[4], int pair, int step, int) {
+            unpack<T>(a, words[pair][step], low, high);
+          },
+          [] {});
+      __syncwarp();
+      if (lane == 0) {
+        ptx::mbarrier_arrive(ring.empty(stage));
+        ptx::mbarrier_arrive_cluster(peer_empty + 8 * stage);
+      }
+      Ring::advance(stage, parity);
+#pragma unroll
+      for (int group = 0; group < kGroups; ++group) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          sums[group][i] = __fmaf_rn(scale[i / 2], part[0][group][i], sums[group][i]);
+        }
+      }
+      if (--left_of_slice == 0 && args.slices > 1) {
+        add_slice(sums, ring.sums(warpgroup), slice == 0, left == 1);
+        left_of_slice = args.slice_blocks + (++slice < args.longer_slices);
+      }
+    }
+    const auto at = tiles.place(tile);
+    const int n0 = at.w * kW4BlockRows + rank * Ring::kWeightRows + warpgroup * 64;
+    store_rows<T>(args, sums, ring.sums(warpgroup), warpgroup, n0, at.x);
+  }
+  ptx::cluster_arrive();
+  ptx::cluster_wait();
+}
+
+// ---- launchers
+
+template <typename T, int kGroups, bool kZeros>
+void launch_large(const Context& ctx, DType dtype, Args args) {
+  using Ring = LargeRing<kGroups>;
+  const auto kernel = w4_large_kernel<T, kGroups, kZeros>;
+  const int x_tiles = (args.m + Ring::kRows - 1) / Ring::kRows;
+  const int clusters = std::min(ctx.sm_count / 2, args.tiles * x_tiles);
+  args.x_map = make_map(args.x, args.m, args.k, dtype, Ring::kRows / 2);
+  args.alpha /= kUnpackedScale<T>;
+  args.slice_blocks = args.k_blocks / args.slices;
+  args.longer_slices = args.k_blocks % args.slices;
+  allow_shared_bytes(kernel, Ring::kBytes);
+  launch_cluster(ctx, 2, kernel, dim3(2 * clusters), dim3(kThreads + 128), Ring::kBytes, args,
+                 x_tiles);
+}
+
+// Microseconds of a product in tiles of so many rows of x, and by the other kernels, 64 rows a pass,
+// as an H100 takes them: which is quicker changes no bit of y.
+double time_of_tiles(const Context& ctx, const Args& args, int rows) {
+  const int clusters = ctx.sm_count / 2, tiles = args.tiles * ((args.m + rows - 1) / rows);
+  return 3 + (rows == 64 ? 0.55 : 0.8) * args.k_blocks * ((tiles + clusters - 1) / clusters);
+}
+double time_of_passes(const Args& args) {
+  const int blocks = args.tiles * args.k_blocks;
+  const double pass = args.slices > 1 ? 5 + 0.0078 * blocks : 2.5 + 0.0068 * blocks;
+  return pass * ((args.m + kMaxRows - 1) / kMaxRows);
+}
+
+}  // namespace
+
+// Returns whether it has launched the product: not if the others are quicker.
+bool w4_gemm_large_sm90(const Context& ctx, DType dtype, const void* of) {
+  const Args& args = *static_cast<const Args*>(of);
+  const double by_64 = time_of_tiles(ctx, args, 64), by_128 = time_of_tiles(ctx, args, 128);
+  if (time_of_passes(args) < std::min(by_64, by_128)) return false;
+  const bool zeros = args.block_bytes > kZeroOffset;
+  dispatch_half(dtype, [&](auto t) {
+    dispatch_int<8, 16>("groups of rows", by_64 < by_128 ? 8 : 16, [&](auto groups) {
+      using T = decltype(t);
+      constexpr int kGroups = decltype(groups)::value;
+      zeros ? launch_large<T, kGroups, true>(ctx, dtype, args)
+            : launch_large<T, kGroups, false>(ctx, dtype, args);
+    });
+  });
+  return true;
+}
+
+}  // namespace cpmcu::cuda
