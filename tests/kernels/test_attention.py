@@ -77,7 +77,8 @@ def test_trees(device: str, dtype: str, size: int, heads: tuple[int, int, int]) 
     ("lengths", "counts"),
     sizes(
         ([0], [1]), ([0], [65]), ([70, 0, 5], [64, 2, 127]), ([0], [200]), ([129], [129]),
-        ([1000], [63]), ([300, 0], [256, 257]),
+        ([1000], [63]), ([300, 0], [256, 257]), ([127, 128, 129, 383], [1, 130, 383, 1]),
+        ([5000], [300]),
     ),
 )  # fmt: skip
 def test_prefill_chunks(device: str, dtype: str, lengths: list[int], counts: list[int]) -> None:
@@ -241,10 +242,11 @@ def test_decode_does_not_depend_on_max_kv(device: str, dtype: str) -> None:
 
 @on_devices_and_dtypes
 @pytest.mark.parametrize("heads", [(4, 2, 64), (2, 1, 128)])
+@pytest.mark.parametrize("length", [0, 700])
 def test_prefill_rows_do_not_depend_on_the_chunk(
-    device: str, dtype: str, heads: tuple[int, int, int]
+    device: str, dtype: str, heads: tuple[int, int, int], length: int
 ) -> None:
-    case = Case(Step(lengths=[0], counts=[300]), *heads, dtype)
+    case = Case(Step(lengths=[length], counts=[300]), *heads, dtype)
     whole = case.run(PREFILL, device).numpy()
     for cuts in ([64, 128, 256], [1, 2, 65, 200], [17, 150, 299]):
         edges = [0, *cuts, 300]

@@ -206,11 +206,21 @@ void launch_prefill(const Context& ctx, const AttentionParams& params) {
 
 }  // namespace
 
+#ifdef CPMCU_SM90
+void attention_prefill_sm90(const Context& ctx, const AttentionParams& params);
+#endif
+
 // Graph-safe: yes. Reads on the device: slots, row ranges, lengths, masks, page table.
 void attention_prefill(const Context& ctx, const AttentionParams& params) {
   if (params.rows.num_rows == 0) return;
   check_attention(params, "attention_prefill");
   CHECK(!params.by_position, "attention_prefill: by_position is for attention_decode");
+#ifdef CPMCU_SM90
+  if (ctx.compute_capability == 90 && params.head_dim == 128 && params.window == 0 &&
+      params.rows.row_masks == nullptr) {
+    return attention_prefill_sm90(ctx, params);
+  }
+#endif
   dispatch_half(params.qkv.dtype(), [&](auto element) {
     dispatch_int<64, 128, 256>("attention_prefill: head_dim", params.head_dim, [&](auto dim) {
       launch_prefill<PrefillConfig<decltype(element), dim.value>>(ctx, params);

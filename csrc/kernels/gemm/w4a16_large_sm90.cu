@@ -47,9 +47,7 @@ struct LargeRing {
     return data + kStages * kXBytes + stage * kHalfBytes;
   }
   __device__ __forceinline__ uint32_t scales(int stage) const { return words(stage) + kWordBytes; }
-  __device__ __forceinline__ uint32_t zeros(int stage) const {
-    return scales(stage) + kScaleBytes;
-  }
+  __device__ __forceinline__ uint32_t zeros(int stage) const { return scales(stage) + kScaleBytes; }
   __device__ __forceinline__ uint32_t sums(int warpgroup) const {
     return words(kStages) + warpgroup * kSumBytes;
   }
@@ -178,7 +176,7 @@ __device__ __forceinline__ void store_rows(const Args& args, const float (&sums)
       uint32_t r[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const float(&sum)[4] = sums[group + i];
+        const float (&sum)[4] = sums[group + i];
         r[i] = pack2<T>(gated_value(args, sum[0], sum[2]), gated_value(args, sum[1], sum[3]));
       }
       ptx::stmatrix4_trans(to + group * 8 * kPitch, r);
@@ -192,7 +190,7 @@ __device__ __forceinline__ void store_rows(const Args& args, const float (&sums)
       if (args.beta != 0) ptx::ldmatrix4_trans(old, to + group * 8 * kPitch);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const float(&sum)[4] = sums[group + i / 2];
+        const float (&sum)[4] = sums[group + i / 2];
         const float2 before = unpack2<T>(old[i]);
         r[i] = pack2<T>(updated(args, sum[i % 2 * 2], before.x),
                         updated(args, sum[i % 2 * 2 + 1], before.y));
@@ -216,7 +214,7 @@ __device__ __forceinline__ void add_slice(float (&sums)[kGroups][4], uint32_t sh
     const uint32_t at = mine + group * 128 * 16;
     uint4 v = make_uint4(0, 0, 0, 0);
     if (!first) v = ptx::load_shared16(at);
-    float(&sum)[4] = sums[group];
+    float (&sum)[4] = sums[group];
     sum[0] = __fadd_rn(__uint_as_float(v.x), sum[0]);
     sum[1] = __fadd_rn(__uint_as_float(v.y), sum[1]);
     sum[2] = __fadd_rn(__uint_as_float(v.z), sum[2]);
@@ -351,8 +349,8 @@ void launch_large(const Context& ctx, DType dtype, Args args) {
                  x_tiles);
 }
 
-// Microseconds of a product in tiles of so many rows of x, and by the other kernels, 64 rows a pass,
-// as an H100 takes them: which is quicker changes no bit of y.
+// Microseconds of a product in tiles of so many rows of x, and by the other kernels, 64 rows a
+// pass, as an H100 takes them: which is quicker changes no bit of y.
 double time_of_tiles(const Context& ctx, const Args& args, int rows) {
   const int clusters = ctx.sm_count / 2, tiles = args.tiles * ((args.m + rows - 1) / rows);
   return 3 + (rows == 64 ? 0.55 : 0.8) * args.k_blocks * ((tiles + clusters - 1) / clusters);
