@@ -7,6 +7,8 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "core/wgmma.cuh"
+
 namespace cpmcu::ptx {
 
 // Waits until every kernel before this one in the stream is done and its writes are visible.
@@ -449,76 +451,6 @@ __device__ __forceinline__ uint64_t wgmma_descriptor_swizzle128(uint32_t shared)
   const uint64_t stride = 1024 / 16;  // from 8 rows to the next 8
   return uint64_t{1} << 62 | stride << 32 | uint64_t{1} << 16 | (shared & 0x3FFFF) >> 4;
 }
-
-// What wgmma_64xNx16 is, for either type of a and x.
-#define COLUMNS(group) "+f"(d[group][0]), "+f"(d[group][1]), "+f"(d[group][2]), "+f"(d[group][3])
-#define WGMMA_64X32X16(type)                                                     \
-  asm volatile(                                                                  \
-      "{ .reg .pred p; setp.ne.b32 p, %21, 0;\n"                                 \
-      "wgmma.mma_async.sync.aligned.m64n32k16.f32." type "." type                \
-      " "                                                                        \
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, " \
-      "{%16, %17, %18, %19}, %20, p, 1, 1, 0; }"                                 \
-      : COLUMNS(0), COLUMNS(1), COLUMNS(2), COLUMNS(3)                           \
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x), "r"(static_cast<int>(accumulate)))
-#define WGMMA_64X64X16(type)                                                                   \
-  asm volatile(                                                                                \
-      "{ .reg .pred p; setp.ne.b32 p, %37, 0;\n"                                               \
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type                              \
-      " "                                                                                      \
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, " \
-      "%19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "                     \
-      "{%32, %33, %34, %35}, %36, p, 1, 1, %38; }"                                             \
-      : COLUMNS(0), COLUMNS(1), COLUMNS(2), COLUMNS(3), COLUMNS(4), COLUMNS(5), COLUMNS(6),    \
-        COLUMNS(7)                                                                             \
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x), "r"(static_cast<int>(accumulate)), \
-        "n"(static_cast<int>(kTransposed)))
-#define WGMMA_64X128X16(type)                                                                   \
-  asm volatile(                                                                                 \
-      "{ .reg .pred p; setp.ne.b32 p, %69, 0;\n"                                                \
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type                              \
-      " "                                                                                       \
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, "       \
-      "%18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, "        \
-      "%34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, "        \
-      "%50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "                 \
-      "{%64, %65, %66, %67}, %68, p, 1, 1, 0; }"                                                \
-      : COLUMNS(0), COLUMNS(1), COLUMNS(2), COLUMNS(3), COLUMNS(4), COLUMNS(5), COLUMNS(6),     \
-        COLUMNS(7), COLUMNS(8), COLUMNS(9), COLUMNS(10), COLUMNS(11), COLUMNS(12), COLUMNS(13), \
-        COLUMNS(14), COLUMNS(15)                                                                \
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x), "r"(static_cast<int>(accumulate)))
-// d (+)= a x^T: a 64x16 in registers (16 rows a warp, as in mma_16x8x16), x 8 kGroups x 16 in
-// shared memory, d 64 x 8 kGroups float32, as in mma_16x8x16 for each 8 columns. !accumulate: d is
-// not read. kTransposed: 16 rows of 64 in shared memory are x^T (kGroups is 8).
-template <typename T, int kGroups, bool kTransposed = false>
-__device__ __forceinline__ void wgmma_64xNx16(float (&d)[kGroups][4], const uint32_t (&a)[4],
-                                              uint64_t x, bool accumulate) {
-  static_assert(kGroups == 4 || kGroups == 8 || kGroups == 16, "32, 64 or 128 columns");
-  static_assert(!kTransposed || kGroups == 8, "rows of 64");
-  if constexpr (kGroups == 4) {
-    if constexpr (std::is_same_v<T, __half>) {
-      WGMMA_64X32X16("f16");
-    } else {
-      WGMMA_64X32X16("bf16");
-    }
-  } else if constexpr (kGroups == 16) {
-    if constexpr (std::is_same_v<T, __half>) {
-      WGMMA_64X128X16("f16");
-    } else {
-      WGMMA_64X128X16("bf16");
-    }
-  } else {
-    if constexpr (std::is_same_v<T, __half>) {
-      WGMMA_64X64X16("f16");
-    } else {
-      WGMMA_64X64X16("bf16");
-    }
-  }
-}
-#undef WGMMA_64X128X16
-#undef WGMMA_64X64X16
-#undef WGMMA_64X32X16
-#undef COLUMNS
 
 // Lets the host, which sees the value, see all that this thread wrote before, or that a barrier of
 // the block told it of.

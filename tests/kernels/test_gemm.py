@@ -24,7 +24,10 @@ SKINNY_SHAPES = sizes(
     (64, 520, 1024), (1, 4096, 2560), (1, 73448, 64), (4, 256, 256), (13, 1, 16384),
     (1, 17003, 136), (27, 18944, 200), (64, 34001, 328),
 )  # fmt: skip
-LARGE_SHAPES = sizes((65, 16, 64), (1, 8, 8), (100, 264, 1000), (257, 130, 520), (512, 1024, 256))
+LARGE_SHAPES = sizes(
+    (65, 16, 64), (1, 8, 8), (100, 264, 1000), (257, 130, 520), (512, 1024, 256), (1030, 1048, 136),
+    (2, 4104, 72), (2100, 24, 40),
+)  # fmt: skip
 
 
 def inputs(m: int, n: int, k: int, dtype: str) -> tuple[np.ndarray, np.ndarray]:
@@ -115,10 +118,15 @@ def test_skinny_rows_do_not_depend_on_the_others(device: str, dtype: str, n: int
 
 
 @on_devices_and_dtypes
-def test_large_rows_do_not_depend_on_the_others(device: str, dtype: str) -> None:
-    x, w = inputs(300, 264, 1024, dtype)
+@pytest.mark.parametrize(
+    ("m", "n", "k"), sizes((300, 264, 1024), (700, 1032, 520), (1100, 4104, 72), (300, 135, 264))
+)
+def test_large_rows_do_not_depend_on_the_others(
+    device: str, dtype: str, m: int, n: int, k: int
+) -> None:
+    x, w = inputs(m, n, k, dtype)
     full = multiply(ops.large_gemm, device, x, w, dtype, dtype).numpy()
-    for begin, end in [(0, 65), (7, 140), (100, 229), (1, 300)]:
+    for begin, end in [(0, 65), (7, 140), (100, 229), (299, 300), (5, 64), (3, 260), (1, m)]:
         part = multiply(ops.large_gemm, device, x[begin:end], w, dtype, dtype).numpy()
         assert np.array_equal(part, full[begin:end]), f"rows {begin} to {end}"
 

@@ -213,8 +213,19 @@ void CublasLt::gemm(const Context& ctx, const GemmParams& params) {
 
 namespace cuda {
 
+#ifdef CPMCU_SM90
+void large_gemm_sm90(const Context& ctx, const GemmParams& params);
+#endif
+
 void large_gemm(const Context& ctx, const GemmParams& params) {
   check_gemm(params);
+#ifdef CPMCU_SM90
+  // Which writes 16 bytes of a row at a time. Nothing here may depend on the number of rows.
+  if (ctx.compute_capability == 90 && params.y.dtype() == params.x.dtype() &&
+      params.w.size(0) % 8 == 0 && params.y_stride % 8 == 0) {
+    return large_gemm_sm90(ctx, params);
+  }
+#endif
   ctx.cublas != nullptr ? ctx.cublas->gemm(ctx, params) : cuda::skinny_gemm(ctx, params);
 }
 

@@ -2,8 +2,9 @@
 //
 // `skinny_gemm` (1..64 rows; more go in blocks of 64): streams W once; the order in which a row's
 // products are added depends on N and K only, so a row's bits are the same whatever the number of
-// rows. `large_gemm`: many rows, cuBLASLt where it was found (one algorithm per N, K, whatever the
-// rows), else skinny_gemm over blocks of 64 rows.
+// rows. `large_gemm`: a prompt's rows, likewise: on Hopper by a kernel of its own (y of x's dtype,
+// N a multiple of 8), else by cuBLASLt where it was found (one algorithm per N, K, whatever the
+// rows), or skinny_gemm over blocks of 64 rows.
 #pragma once
 
 #include <algorithm>

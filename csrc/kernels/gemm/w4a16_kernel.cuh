@@ -367,10 +367,7 @@ __device__ __forceinline__ void feed(const Args& args, const W4Ring<kGroups>& ri
   }
 }
 
-// Where the multiplying warps want more registers than an equal share, on Hopper a whole warpgroup
-// feeds and gives up its own: so many are left to its threads, and to those of the others.
-constexpr int kFeedingRegisters = 40, kMultiplyingRegisters = 232;
-// Sums of 64 rows want more.
+// Sums of 64 rows want more registers than an equal share.
 template <typename Mma, int kGroups>
 constexpr bool kMovesRegisters = Mma::kTensorMap && kGroups == 8;
 template <typename Mma, int kGroups>

@@ -17,6 +17,7 @@
 // before waits in shared memory. y goes through shared memory, too: its rows are columns of the
 // sums. Two accumulators of 128 columns fit into registers, so scales cost a product in 16 of the
 // tensor cores' cycles and unpacking one in 8: that, not memory, is what is left (74 % of peak).
+#include "kernels/gemm/large_tiles.cuh"
 #include "kernels/gemm/tensor_map.cuh"
 #include "kernels/gemm/w4a16_wgmma.cuh"
 
@@ -35,8 +36,7 @@ struct LargeRing {
   static_assert(kScaleBytes + kZeroBytes <= 512);
   // Of a warpgroup: float32 sums while slices are multiplied; then rows of y.
   static constexpr int kSumBytes = kGroups * 128 * 16;
-  static constexpr int kYPitch = 2 * (64 + 8);  // bytes between rows of y
-  static_assert(kRows * kYPitch <= kSumBytes);
+  static_assert(kRows * kLargeRowBytes <= kSumBytes);
   static constexpr int kStages = (kRingBytes - 2 * kSumBytes) / (kXBytes + kHalfBytes);
   static constexpr int kBytes = kStages * (kXBytes + kHalfBytes) + 2 * kSumBytes;
   static constexpr int kBarriers = 2 * kStages;
@@ -57,24 +57,6 @@ struct LargeRing {
 
   static __device__ __forceinline__ void advance(int& stage, int& parity) {
     if (++stage == kStages) stage = 0, parity ^= 1;
-  }
-};
-
-// The tiles of a cluster, one after another. Of x up to 16 tiles, which stay in L2, for each of W.
-struct LargeTiles {
-  static constexpr int kTogether = 16;
-  int of_w, of_x;  // how many there are
-  int first = blockIdx.x / 2, step = gridDim.x / 2;
-
-  struct Place {
-    int w, x;
-  };
-  __device__ __forceinline__ int count() const { return of_w * of_x; }
-  __device__ __forceinline__ Place place(int tile) const {
-    const int group = tile / (of_w * kTogether), in_group = tile - group * of_w * kTogether;
-    const int width = min(kTogether, of_x - group * kTogether);
-    const int w = in_group / width;
-    return {w, group * kTogether + in_group - w * width};
   }
 };
 
@@ -109,98 +91,23 @@ __device__ __forceinline__ void feed_large(const Args& args, const LargeRing<kGr
   };
 
   ptx::prefetch_map(&args.x_map);
-  const auto first = tiles.place(tiles.first);
+  const auto first = tiles.place(tiles.first());
   const int early = min(args.k_blocks, Ring::kStages);
   for (int i = 0; i < early; ++i) feed_weights(i, first.w, i);
   ptx::pdl_wait();
   for (int i = 0; i < early; ++i) feed_rows(i, first.x, i);
   int stage = early % Ring::kStages, parity = early / Ring::kStages;
 #pragma unroll 1
-  for (int tile = tiles.first; tile < tiles.count(); tile += tiles.step) {
+  for (int tile = tiles.first(); tile < tiles.count(); tile += tiles.step()) {
     const auto at = tiles.place(tile);
 #pragma unroll 1
-    for (int k_block = tile == tiles.first ? early : 0; k_block < args.k_blocks; ++k_block) {
+    for (int k_block = tile == tiles.first() ? early : 0; k_block < args.k_blocks; ++k_block) {
       ptx::mbarrier_wait(ring.empty(stage), parity ^ 1);
       feed_weights(stage, at.w, k_block);
       feed_rows(stage, at.x, k_block);
       Ring::advance(stage, parity);
     }
   }
-}
-
-// The threads of one warpgroup that multiplies.
-__device__ __forceinline__ void meet(int warpgroup) {
-  warpgroup == 0 ? ptx::named_barrier<1, 128>() : ptx::named_barrier<2, 128>();
-}
-
-// Two values that pack2<T> packed.
-template <typename T>
-__device__ __forceinline__ float2 unpack2(uint32_t v) {
-  if constexpr (std::is_same_v<T, __half>) {
-    return __half22float2(as_half2(v));
-  } else {
-    return __bfloat1622float2(as_bf162(v));
-  }
-}
-
-// Writes what follows from a warpgroup's sums of 64 stored rows of W, from n0 on, and of tile
-// `x_tile` of x: 64 columns of y, or 32 of a gated W. `shared`: LargeRing::sums.
-template <typename T, int kGroups>
-__device__ __forceinline__ void store_rows(const Args& args, const float (&sums)[kGroups][4],
-                                           uint32_t shared, int warpgroup, int n0, int x_tile) {
-  using Ring = LargeRing<kGroups>;
-  constexpr int kPitch = Ring::kYPitch;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-  const int chunks = args.gated ? 4 : 8;  // of 8 columns, of a row
-  const int width = args.gated ? args.n / 2 : args.n;
-  const int column = (args.gated ? n0 / 2 : n0) + threadIdx.x % chunks * 8;
-  const int num_rows = column < width ? min(Ring::kRows, args.m - x_tile * Ring::kRows) : 0;
-  T* const y = static_cast<T*>(args.y) + int64_t{x_tile} * Ring::kRows * width + column;
-  // f(where a row's chunk lies in shared memory, and in y) for those of this thread.
-  const auto each_chunk = [&](auto f) {
-    for (int row = threadIdx.x % 128 / chunks; row < num_rows; row += 128 / chunks) {
-      f(shared + row * kPitch + threadIdx.x % chunks * 16,
-        reinterpret_cast<uint4*>(y + int64_t{row} * width));
-    }
-  };
-
-  meet(warpgroup);  // all have read their sums
-  if (args.beta != 0) {
-    each_chunk([](uint32_t at, const uint4* from) { ptx::store_shared16(at, *from); });
-    meet(warpgroup);
-  }
-  if (args.gated) {
-    const uint32_t to = shared + lane * kPitch + warp * 16;
-#pragma unroll
-    for (int group = 0; group < kGroups; group += 4) {
-      uint32_t r[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float (&sum)[4] = sums[group + i];
-        r[i] = pack2<T>(gated_value(args, sum[0], sum[2]), gated_value(args, sum[1], sum[3]));
-      }
-      ptx::stmatrix4_trans(to + group * 8 * kPitch, r);
-    }
-  } else {
-    const uint32_t to =
-        shared + (lane / 16 * 8 + lane % 8) * kPitch + warp * 32 + lane / 8 % 2 * 16;
-#pragma unroll
-    for (int group = 0; group < kGroups; group += 2) {
-      uint32_t old[4] = {}, r[4];
-      if (args.beta != 0) ptx::ldmatrix4_trans(old, to + group * 8 * kPitch);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float (&sum)[4] = sums[group + i / 2];
-        const float2 before = unpack2<T>(old[i]);
-        r[i] = pack2<T>(updated(args, sum[i % 2 * 2], before.x),
-                        updated(args, sum[i % 2 * 2 + 1], before.y));
-      }
-      ptx::stmatrix4_trans(to + group * 8 * kPitch, r);
-    }
-  }
-  meet(warpgroup);
-  each_chunk([](uint32_t at, uint4* to) { *to = ptx::load_shared16(at); });
-  meet(warpgroup);  // or the next sums come while some are still read
 }
 
 // Adds to `sums` those that lie in shared memory, as a block of w4_gemm's clusters adds up slices;
@@ -275,7 +182,7 @@ __global__ void __launch_bounds__(kThreads + 128, 1)
 
   int stage = 0, parity = 0;
 #pragma unroll 1
-  for (int tile = tiles.first; tile < tiles.count(); tile += tiles.step) {
+  for (int tile = tiles.first(); tile < tiles.count(); tile += tiles.step()) {
     float sums[kGroups][4] = {};
     int slice = 0, left_of_slice = args.slice_blocks + (args.longer_slices > 0);
 #pragma unroll 1
@@ -326,7 +233,15 @@ __global__ void __launch_bounds__(kThreads + 128, 1)
     }
     const auto at = tiles.place(tile);
     const int n0 = at.w * kW4BlockRows + rank * Ring::kWeightRows + warpgroup * 64;
-    store_rows<T>(args, sums, ring.sums(warpgroup), warpgroup, n0, at.x);
+    const int width = args.gated ? args.n / 2 : args.n;
+    const LargeOut<T> out(args.y, width, width, args.m, args.beta != 0);
+    const auto update = [&](float sum, float old) { return updated(args, sum, old); };
+    if (args.gated) {
+      out.store_gated(sums, ring.sums(warpgroup), warpgroup, at.x * Ring::kRows, n0 / 2,
+                      [&](float gate, float up) { return gated_value(args, gate, up); });
+    } else {
+      out.store(sums, ring.sums(warpgroup), warpgroup, at.x * Ring::kRows, n0, update);
+    }
   }
   ptx::cluster_arrive();
   ptx::cluster_wait();

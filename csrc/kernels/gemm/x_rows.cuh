@@ -13,6 +13,10 @@ constexpr int kThreads = 32 * kWarps;
 constexpr int kMaxRows = kMaxSkinnyRows;
 constexpr int kRingBytes = 226 * 1024;  // on Hopper, of the 227 KB that a block may have
 
+// Where the multiplying warps want more registers than an equal share, on Hopper a whole warpgroup
+// feeds and gives up its own: so many are left to its threads, and to those of the others.
+constexpr int kFeedingRegisters = 40, kMultiplyingRegisters = 232;
+
 // A CUtensorMap: how the copy engine finds rows (tensor_map.cuh makes one).
 struct alignas(64) TensorMap {
   uint64_t opaque[16];
