@@ -44,7 +44,9 @@ Engine::Engine(const ModelSpec& spec, const RuntimeConfig& config,
       drafter_(make_drafter(draft_, spec_)),
       model_(spec_),
       cache_(cache_shapes(spec_, drafter_.get())) {
-  cublas_ = CublasLt::load(ctx_, config.cublas_paths);
+  if (!has_prompt_gemm(ctx_.compute_capability)) {
+    cublas_ = CublasLt::load(ctx_, config.cublas_paths);
+  }
   ctx_.cublas = cublas_.get();
   plan_memory();
   arena_ = std::make_unique<Arena>(ctx_.device, plan_);

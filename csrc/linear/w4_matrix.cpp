@@ -24,7 +24,7 @@ void W4Matrix::plan(MemoryPlan& plan, const std::string& name, DType dtype,
   buffer_bytes_ = std::max(weight_.num_bytes(), min_bytes);
   blocks_id_ = plan.add(name, "weights", buffer_bytes_);
   if (limits.is_cuda()) {
-    kept_rows_ = w4_gemm_takes_prompts(limits.compute_capability) ? 0 : slice_rows();
+    kept_rows_ = has_prompt_gemm(limits.compute_capability) ? 0 : slice_rows();
     scratch_floats_ = w4_scratch_floats(weight_, limits.max_rows);
     chain_bytes_ = gemm_chain_bytes(limits.max_decode_rows);
   }
@@ -43,7 +43,7 @@ void W4Matrix::bind(const Arena& arena) {
 
 bool W4Matrix::multiplies_slices(const Context& ctx, Phase phase) const {
   return phase == Phase::kPrefill && ctx.cublas != nullptr &&
-         !w4_gemm_takes_prompts(ctx.compute_capability);
+         !has_prompt_gemm(ctx.compute_capability);
 }
 
 void W4Matrix::multiply(const Context& ctx, const Tensor& y, const Tensor& x, float alpha,

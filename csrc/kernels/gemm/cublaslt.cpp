@@ -221,7 +221,7 @@ void large_gemm(const Context& ctx, const GemmParams& params) {
   check_gemm(params);
 #ifdef CPMCU_SM90
   // Which writes 16 bytes of a row at a time. Nothing here may depend on the number of rows.
-  if (ctx.compute_capability == 90 && params.y.dtype() == params.x.dtype() &&
+  if (has_prompt_gemm(ctx.compute_capability) && params.y.dtype() == params.x.dtype() &&
       params.w.size(0) % 8 == 0 && params.y_stride % 8 == 0) {
     return large_gemm_sm90(ctx, params);
   }

@@ -16,6 +16,16 @@ namespace cpmcu {
 
 constexpr int kMaxSkinnyRows = 64;
 
+// Whether a prompt's rows have kernels of our own, large_gemm's and w4_gemm's, as quick as a
+// library.
+inline bool has_prompt_gemm([[maybe_unused]] int compute_capability) {
+#ifdef CPMCU_SM90
+  return compute_capability == 90;
+#else
+  return false;
+#endif
+}
+
 // Groups of 8 rows of x, 1, 2, 4 or 8, that the kernel for so many rows, 64 at most, has room for.
 constexpr int row_groups(int64_t rows) {
   return static_cast<int>(

@@ -132,15 +132,6 @@ struct W4GemmParams {
                      // from 12.0 on
 };
 
-// Whether w4_gemm is as quick with a prompt's rows as a library is with dequantised weights.
-inline bool w4_gemm_takes_prompts([[maybe_unused]] int compute_capability) {
-#ifdef CPMCU_SM90
-  return compute_capability == 90;
-#else
-  return false;
-#endif
-}
-
 inline int64_t w4_scratch_floats(const W4Weight& w, int64_t max_rows) {
   return w.slices() == 1 ? 0 : w.slices() * w.n * std::min<int64_t>(max_rows, kMaxSkinnyRows);
 }
