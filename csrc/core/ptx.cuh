@@ -406,6 +406,16 @@ __device__ __forceinline__ void tensor_copy(uint32_t shared, const void* map, in
       : "memory");
 }
 
+// Of a tensor of four dimensions, from x of the first and y of the last on.
+__device__ __forceinline__ void tensor_copy4(uint32_t shared, const void* map, int x, int y,
+                                             uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, "
+      "%5, %5, %3}], [%4];" ::"r"(shared),
+      "l"(map), "r"(x), "r"(y), "r"(barrier), "r"(0)
+      : "memory");
+}
+
 // The same under a policy for L2.
 __device__ __forceinline__ void tensor_copy(uint32_t shared, const void* map, int x, int y,
                                             uint32_t barrier, uint64_t policy) {

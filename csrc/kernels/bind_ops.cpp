@@ -254,6 +254,12 @@ void bind_layer_ops(py::module_& m) {
   };
   bind_gemm("skinny_gemm", skinny_gemm);
   bind_gemm("large_gemm", large_gemm);
+  m.def(
+      "gated_gemm",
+      [](const OpsContext& c, SharedArray out, SharedArray x, SharedArray w, SharedArray scratch) {
+        gated_gemm(c.ctx, {tensor_of(out), tensor_of(x), tensor_of(w), tensor_of(scratch)});
+      },
+      "ctx"_a, "out"_a, "x"_a, "w"_a, "scratch"_a, "csrc/kernels/gemm/gemm.h");
 
   py::class_<OpsAttention>(m, "Attention", "See csrc/kernels/attention/attention.h.")
       .def(py::init([](SharedArray out, SharedArray qkv, SharedArray k_cache, SharedArray v_cache,

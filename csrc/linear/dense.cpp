@@ -46,6 +46,9 @@ class DenseLinear : public LinearMethod {
     if (weight_.size(0) % 16 == 0 && push(ctx, {.y = out, .x = x, .w = weight_, .gated = true})) {
       return;
     }
+    if (phase == Phase::kPrefill) {
+      return gated_gemm(ctx, {.out = out, .x = x, .w = weight_, .scratch = gate_up});
+    }
     LinearMethod::forward_gated(ctx, phase, out, gate_up, x);
   }
 

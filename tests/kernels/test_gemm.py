@@ -132,6 +132,40 @@ def test_large_rows_do_not_depend_on_the_others(
 
 
 @on_devices_and_dtypes
+@pytest.mark.parametrize(
+    ("m", "width", "k"),
+    sizes(
+        (1, 8, 8), (70, 40, 264), (300, 264, 1000), (65, 20, 64), (513, 1032, 136), (260, 2056, 72),
+    ),
+)  # fmt: skip
+def test_gated_gemm(device: str, dtype: str, m: int, width: int, k: int) -> None:
+    x, w = inputs(m, 2 * width, k, dtype)
+
+    def multiplied(device: str, begin: int, end: int) -> Any:
+        out, scratch = (empty(device, [end - begin, n], dtype) for n in (width, 2 * width))
+        rows, weight = put(device, x[begin:end], dtype), put(device, w, dtype)
+        ops.gated_gemm(context(device), out, rows, weight, scratch)
+        return out
+
+    # Where it takes two kernels both products are rounded before they are multiplied.
+    expected = reference.silu_mul(x @ w.T)
+    check(lambda on: get(multiplied(on, 0, m)), device, expected, "normed_gemm", dtype)
+    whole = multiplied(device, 0, m).numpy()
+    for begin, end in [(0, 1), (m // 3, m), (m // 2, m // 2 + 1)]:
+        part = multiplied(device, begin, end).numpy()
+        assert np.array_equal(part, whole[begin:end]), f"rows {begin} to {end}"
+
+
+@on_devices
+@pytest.mark.parametrize("shape", [(2, 16), (3, 12), (2, 12, 1)])
+def test_gated_shapes_must_agree(device: str, shape: tuple[int, ...]) -> None:
+    x, w = (put(device, np.ones(shape), "float16") for shape in ((2, 16), (24, 16)))
+    scratch = empty(device, [2, 24], "float16")
+    with pytest.raises(ValueError, match="gated_gemm: out is"):
+        ops.gated_gemm(context(device), empty(device, list(shape), "float16"), x, w, scratch)
+
+
+@on_devices_and_dtypes
 def test_infinities_and_nan_stay_in_their_row(device: str, dtype: str) -> None:
     x, w = inputs(3, 40, 64, dtype)
     x[1, 5], x[2, 0] = np.nan, np.inf

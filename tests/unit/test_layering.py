@@ -24,11 +24,11 @@ def test_no_include_points_upwards() -> None:
     assert not wrong
 
 
-def test_only_ptx_cuh_has_inline_assembly() -> None:
+def test_only_wrappers_of_ptx_have_inline_assembly() -> None:
     wrong = [
         str(source.relative_to(CSRC))
         for source in CSRC.rglob("*.cu*")
-        if source.name != "ptx.cuh" and re.search(r"\basm\b", source.read_text())
+        if source.name not in ("ptx.cuh", "wgmma.cuh") and re.search(r"\basm\b", source.read_text())
     ]
     assert not wrong
 

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "kernels/cpu/simd.h"
+#include "kernels/silu_mul.h"
 
 namespace cpmcu::cpu {
 namespace {
@@ -51,5 +52,11 @@ void gemm(const GemmParams& p) {
 void skinny_gemm(const Context&, const GemmParams& params) { gemm(params); }
 
 void large_gemm(const Context&, const GemmParams& params) { gemm(params); }
+
+void gated_gemm(const Context& ctx, const GatedGemmParams& p) {
+  check_gated_gemm(p);
+  gemm({.y = p.scratch, .x = p.x, .w = p.w});
+  cpu::silu_mul(ctx, {.out = p.out, .x = p.scratch});
+}
 
 }  // namespace cpmcu::cpu

@@ -57,7 +57,28 @@ inline void check_gemm(const GemmParams& p) {
         name_of(p.y.dtype()), name_of(p.x.dtype()), name_of(p.w.dtype()));
 }
 
+// out = silu(x gate^T) * (x up^T) of a prompt's rows, W stacks gate and up; a row's bits do not
+// depend on the others. As large_gemm: one kernel on Hopper (I a multiple of 8), elsewhere
+// large_gemm and silu_mul.
+struct GatedGemmParams {
+  Tensor out;      // [M, I]
+  Tensor x;        // [M, K], K a multiple of 8
+  Tensor w;        // [2 I, K]; all three of one dtype
+  Tensor scratch;  // [M, 2 I], of that dtype, where it takes two kernels
+};
+
+inline void check_gated_gemm(const GatedGemmParams& p) {
+  const GemmParams product{.y = p.scratch, .x = p.x, .w = p.w};
+  check_gemm(product);
+  CHECK(p.out.num_dims() == 2 && p.out.size(0) == p.x.size(0) && 2 * p.out.size(1) == p.w.size(0) &&
+            p.out.dtype() == p.x.dtype() && p.scratch.dtype() == p.x.dtype(),
+        "gated_gemm: out is {} {} and scratch {}, expected {} [{}, {}]", name_of(p.out.dtype()),
+        p.out.shape_text(), name_of(p.scratch.dtype()), name_of(p.x.dtype()), p.x.size(0),
+        p.w.size(0) / 2);
+}
+
 REGISTER_OP(skinny_gemm, GemmParams)
 REGISTER_OP(large_gemm, GemmParams)
+REGISTER_OP(gated_gemm, GatedGemmParams)
 
 }  // namespace cpmcu

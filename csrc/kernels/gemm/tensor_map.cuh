@@ -12,8 +12,10 @@
 namespace cpmcu::cuda {
 namespace {
 
-// The map of rows [m, K] of which the copy engine brings 64 k of `box_rows` at a time.
-inline TensorMap make_map(const void* x, int m, int k, DType dtype, int box_rows) {
+// The map of 16-bit elements of which the copy engine brings boxes whose rows are 128 bytes.
+// `sizes` and `box` from the innermost dimension on, `strides` in bytes from the second on.
+inline TensorMap make_map(const void* from, DType dtype, int dimensions, const cuuint64_t* sizes,
+                          const cuuint64_t* strides, const cuuint32_t* box) {
   using Encode =
       CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
                    const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
@@ -28,21 +30,35 @@ inline TensorMap make_map(const void* x, int m, int k, DType dtype, int box_rows
     return reinterpret_cast<Encode>(function);
   }();
   CUtensorMap map;
-  const cuuint64_t sizes[] = {static_cast<cuuint64_t>(k), static_cast<cuuint64_t>(m)};
-  const cuuint64_t strides[] = {2 * sizes[0]};  // bytes
-  const cuuint32_t box[] = {64, static_cast<cuuint32_t>(box_rows)}, steps[] = {1, 1};
+  const cuuint32_t steps[] = {1, 1, 1, 1};
   const CUresult status = encode(
       &map,
-      dtype == DType::kF16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2,
-      const_cast<void*>(x), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-      CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+      dtype == DType::kF16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+      dimensions, const_cast<void*>(from), sizes, strides, box, steps,
+      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
       CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  CHECK(status == CUDA_SUCCESS, "cuTensorMapEncodeTiled fails with {} for rows [{}, {}]",
-        static_cast<int>(status), m, k);
+  CHECK(status == CUDA_SUCCESS, "cuTensorMapEncodeTiled fails with {} for rows of {}",
+        static_cast<int>(status), sizes[0]);
   TensorMap out;
   static_assert(sizeof(out) == sizeof(map));
   std::memcpy(&out, &map, sizeof(map));
   return out;
+}
+// Of rows [m, K]: 64 k of `box_rows` at a time.
+inline TensorMap make_map(const void* x, int m, int k, DType dtype, int box_rows) {
+  const cuuint64_t sizes[] = {static_cast<cuuint64_t>(k), static_cast<cuuint64_t>(m)};
+  const cuuint64_t strides[] = {2 * sizes[0]};
+  const cuuint32_t box[] = {64, static_cast<cuuint32_t>(box_rows)};
+  return make_map(x, dtype, 2, sizes, strides, box);
+}
+// Of a W [n, K] that stacks gate and up: 64 k of `box_rows`, by turns eight rows of gate and of up.
+inline TensorMap make_gated_map(const void* w, int n, int k, DType dtype, int box_rows) {
+  const auto row_bytes = 2 * static_cast<cuuint64_t>(k);
+  const auto half = static_cast<cuuint64_t>(n) / 2;
+  const cuuint64_t sizes[] = {static_cast<cuuint64_t>(k), 8, 2, half / 8};
+  const cuuint64_t strides[] = {row_bytes, half * row_bytes, 8 * row_bytes};
+  const cuuint32_t box[] = {64, 8, 2, static_cast<cuuint32_t>(box_rows) / 16};
+  return make_map(w, dtype, 4, sizes, strides, box);
 }
 
 }  // namespace
