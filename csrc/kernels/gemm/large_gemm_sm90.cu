@@ -36,40 +36,20 @@ struct LargeArgs {
   bool gated;
 };
 
-// Of a block of threads, for tiles of 8 kGroups rows of x: what lies where in shared memory.
+constexpr int kStageK = 64, kWRows = 128;  // of W, of a block
+// Of x, a tile has 8 kGroups rows; of these at most 128 leave at a time.
 template <int kGroups>
-struct DenseRing {
-  static constexpr int kRows = 8 * kGroups, kWeightRows = 128;  // of x, of W
-  static constexpr int kBlockK = 64;
-  static constexpr int kXBytes = kRows * 128, kWBytes = kWeightRows * 128;  // of a stage
-  static constexpr int kOutGroups = kGroups < 16 ? kGroups : 16;     // of x that leave at a time
-  static constexpr int kOutBytes = 8 * kOutGroups * kLargeRowBytes;  // of a warpgroup
-  static constexpr int kStages = (kRingBytes - 2 * kOutBytes) / (kXBytes + kWBytes);
-  static constexpr int kBytes = kStages * (kXBytes + kWBytes) + 2 * kOutBytes;
-  uint32_t data, barriers;
-
-  __device__ __forceinline__ uint32_t rows(int stage) const { return data + stage * kXBytes; }
-  __device__ __forceinline__ uint32_t weights(int stage) const {
-    return data + kStages * kXBytes + stage * kWBytes;
-  }
-  __device__ __forceinline__ uint32_t out(int warpgroup) const {
-    return weights(kStages) + warpgroup * kOutBytes;
-  }
-  // Whether all of a stage has come; whether all warps of both blocks are done with it.
-  __device__ __forceinline__ uint32_t full(int stage) const { return barriers + 8 * stage; }
-  __device__ __forceinline__ uint32_t empty(int stage) const { return full(kStages + stage); }
-
-  static __device__ __forceinline__ void advance(int& stage, int& parity) {
-    if (++stage == kStages) stage = 0, parity ^= 1;
-  }
-};
+constexpr int kOutGroups = kGroups < 16 ? kGroups : 16;
+template <int kGroups>
+using DenseRing =
+    LargeRing<8 * kGroups * 128, kWRows * 128, 8 * kOutGroups<kGroups> * kLargeRowBytes>;
 
 // Feeds the ring of block `rank` of a cluster, by one thread.
 template <int kGroups>
 __device__ __forceinline__ void feed(const LargeArgs& args, const DenseRing<kGroups>& ring,
                                      int rank) {
   using Ring = DenseRing<kGroups>;
-  constexpr int kHalfRows = Ring::kRows / 2;
+  constexpr int kHalfRows = 4 * kGroups;
   ptx::prefetch_map(&args.x_map);
   ptx::prefetch_map(&args.w_map);
   int stage = 0, parity = 0;
@@ -77,13 +57,12 @@ __device__ __forceinline__ void feed(const LargeArgs& args, const DenseRing<kGro
 #pragma unroll 1
   for (int tile = args.tiles.first(); tile < args.tiles.count(); tile += args.tiles.step()) {
     const auto at = args.tiles.place(tile);
-    const int w_row = (2 * at.w + rank) * Ring::kWeightRows;
-    const int x_row = at.x * Ring::kRows + rank * kHalfRows;
+    const int w_row = (2 * at.w + rank) * kWRows, x_row = (2 * at.x + rank) * kHalfRows;
 #pragma unroll 1
     for (int k_block = 0; k_block < args.k_blocks; ++k_block) {
-      const int k = k_block * Ring::kBlockK;
+      const int k = k_block * kStageK;
       ptx::mbarrier_wait(ring.empty(stage), parity ^ 1);
-      ptx::mbarrier_expect_bytes(ring.full(stage), Ring::kXBytes + Ring::kWBytes);
+      ptx::mbarrier_expect_bytes(ring.full(stage), Ring::kStageBytes);
       if (args.gated) {
         ptx::tensor_copy4(ring.weights(stage), &args.w_map, k, w_row / 16, ring.full(stage));
       } else {
@@ -102,102 +81,66 @@ __device__ __forceinline__ void feed(const LargeArgs& args, const DenseRing<kGro
 // ---- kernels
 
 template <typename T, int kGroups>
-__global__ void __launch_bounds__(kThreads + 128, 1)
+__global__ void __launch_bounds__(kLargeThreads, 1)
     large_gemm_sm90_kernel(const __grid_constant__ LargeArgs args) {
   using Ring = DenseRing<kGroups>;
   extern __shared__ __align__(1024) char shared[];
-  __shared__ __align__(8) uint64_t barriers[2 * Ring::kStages];
-  Ring ring{ptx::shared_address(shared), ptx::shared_address(barriers)};
-  ptx::opaque(ring.data);  // computed once
-  ptx::opaque(ring.barriers);
-  const int warp = ptx::uniform_warp(), lane = threadIdx.x % 32, rank = blockIdx.x % 2;
-
-  ptx::pdl_launch();
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < Ring::kStages; ++i) {
-      ptx::mbarrier_init(ring.full(i), 1);
-      ptx::mbarrier_init(ring.empty(i), 2 * kWarps);
-    }
-    ptx::mbarrier_init_fence();
-  }
-  __syncwarp();
-  ptx::cluster_arrive();
-  ptx::cluster_wait();
-
-  if (warp >= kWarps) {
-    ptx::give_registers<kFeedingRegisters>();
-    if (threadIdx.x == kThreads) {
-      feed(args, ring, rank);
-    } else {
-      ptx::pdl_wait();
-    }
-    __syncwarp();
-    ptx::cluster_arrive();  // or the other block's copies and arrivals find nobody
-    ptx::cluster_wait();
-    return;
-  }
-  ptx::take_registers<kMultiplyingRegisters>();
-  ptx::pdl_wait();
-
-  const int warpgroup = warp / 4;
-  const uint32_t peer_empty = ptx::cluster_address(ring.empty(0), rank ^ 1);
-  const auto release = [&](int stage) {
-    __syncwarp();
-    if (lane == 0) {
-      ptx::mbarrier_arrive(ring.empty(stage));
-      ptx::mbarrier_arrive_cluster(peer_empty + 8 * stage);
-    }
-  };
+  __shared__ __align__(8) uint64_t barriers[Ring::kBarriers];
+  const Ring ring(shared, barriers);
+  const int warpgroup = ptx::uniform_warp() / 4, rank = blockIdx.x % 2;
   // The same in all lanes, and the compiler has to be told.
   const auto descriptor = [](uint32_t at) {
     return ptx::wgmma_descriptor_swizzle128(__shfl_sync(0xffffffffu, at, 0));
   };
-  const int width = args.gated ? args.n / 2 : args.n;
-  const LargeOut<T> out(args.y, width, args.y_stride, args.m, args.beta != 0);
-  const auto update = [&](float sum, float old) {
-    const float value = __fmul_rn(args.alpha, sum);
-    return args.beta == 0 ? value : __fmaf_rn(args.beta, old, value);
-  };
 
-  int stage = 0, parity = 0;
+  const auto multiply = [&] {
+    const uint32_t peer_empty = ptx::cluster_address(ring.empty(0), rank ^ 1);
+    const int width = args.gated ? args.n / 2 : args.n;
+    const LargeOut<T> out(args.y, width, args.y_stride, args.m, args.beta != 0);
+    const auto update = [&](float sum, float old) {
+      const float value = __fmul_rn(args.alpha, sum);
+      return args.beta == 0 ? value : __fmaf_rn(args.beta, old, value);
+    };
+    int stage = 0, parity = 0;
 #pragma unroll 1
-  for (int tile = args.tiles.first(); tile < args.tiles.count(); tile += args.tiles.step()) {
-    float sums[kGroups][4];
-    int before = 0;  // the stage that is multiplied last
+    for (int tile = args.tiles.first(); tile < args.tiles.count(); tile += args.tiles.step()) {
+      float sums[kGroups][4];
+      int before = 0;  // the stage that is multiplied last
 #pragma unroll 1
-    for (int k_block = 0; k_block < args.k_blocks; ++k_block) {
-      ptx::mbarrier_wait(ring.full(stage), parity);
-      const uint64_t w = descriptor(ring.weights(stage) + warpgroup * 64 * 128);
-      const uint64_t x = descriptor(ring.rows(stage));
-      ptx::wgmma_fence();
+      for (int k_block = 0; k_block < args.k_blocks; ++k_block) {
+        ptx::mbarrier_wait(ring.full(stage), parity);
+        const uint64_t w = descriptor(ring.weights(stage) + warpgroup * 64 * 128);
+        const uint64_t x = descriptor(ring.rows(stage));
+        ptx::wgmma_fence();
 #pragma unroll
-      for (int step = 0; step < Ring::kBlockK / 16; ++step) {  // 32 bytes, in units of 16
-        ptx::wgmma_64xNx16<T, kGroups>(sums, w + step * 2, x + step * 2, k_block + step > 0);
+        for (int step = 0; step < kStageK / 16; ++step) {  // 32 bytes, in units of 16
+          ptx::wgmma_64xNx16<T, kGroups>(sums, w + step * 2, x + step * 2, k_block + step > 0);
+        }
+        ptx::wgmma_commit();
+        ptx::wgmma_wait<1>();
+        if (k_block > 0) ring.release(before, peer_empty);
+        before = stage;
+        Ring::advance(stage, parity);
       }
-      ptx::wgmma_commit();
-      ptx::wgmma_wait<1>();
-      if (k_block > 0) release(before);
-      before = stage;
-      Ring::advance(stage, parity);
-    }
-    ptx::wgmma_wait<0>();
-    release(before);
-    const auto at = args.tiles.place(tile);
-    const int column = (2 * at.w + rank) * Ring::kWeightRows + warpgroup * 64;
+      ptx::wgmma_wait<0>();
+      ring.release(before, peer_empty);
+      const auto at = args.tiles.place(tile);
+      const int column = (2 * at.w + rank) * kWRows + warpgroup * 64;
+      constexpr int kAtOnce = kOutGroups<kGroups>;
 #pragma unroll
-    for (int group = 0; group < kGroups; group += Ring::kOutGroups) {
-      const auto& part = *reinterpret_cast<const float (*)[Ring::kOutGroups][4]>(&sums[group]);
-      const int row = at.x * Ring::kRows + 8 * group;
-      if (args.gated) {
-        out.store_gated(part, ring.out(warpgroup), warpgroup, row, column / 2,
-                        [](float gate, float up) { return silu(gate) * up; });
-      } else {
-        out.store(part, ring.out(warpgroup), warpgroup, row, column, update);
+      for (int group = 0; group < kGroups; group += kAtOnce) {
+        const auto& part = *reinterpret_cast<const float (*)[kAtOnce][4]>(&sums[group]);
+        const int row = (at.x * kGroups + group) * 8;
+        if (args.gated) {
+          out.store_gated(part, ring.out(warpgroup), warpgroup, row, column / 2,
+                          [](float gate, float up) { return silu(gate) * up; });
+        } else {
+          out.store(part, ring.out(warpgroup), warpgroup, row, column, update);
+        }
       }
     }
-  }
-  ptx::cluster_arrive();
-  ptx::cluster_wait();
+  };
+  run_large(ring, [&] { feed<kGroups>(args, ring, rank); }, multiply);
 }
 
 // ---- launchers
@@ -207,13 +150,13 @@ void launch_large(const Context& ctx, const GemmParams& p, LargeArgs args) {
   using Ring = DenseRing<kGroups>;
   const auto kernel = large_gemm_sm90_kernel<T, kGroups>;
   const int k = static_cast<int>(p.x.size(1));
-  args.x_map = make_map(p.x.data(), args.m, k, p.x.dtype(), Ring::kRows / 2);
-  args.w_map = args.gated ? make_gated_map(p.w.data(), args.n, k, p.w.dtype(), Ring::kWeightRows)
-                          : make_map(p.w.data(), args.n, k, p.w.dtype(), Ring::kWeightRows);
-  args.tiles.of_x = (args.m + Ring::kRows - 1) / Ring::kRows;
+  args.x_map = make_map(p.x.data(), args.m, k, p.x.dtype(), 4 * kGroups);
+  args.w_map = args.gated ? make_gated_map(p.w.data(), args.n, k, p.w.dtype(), kWRows)
+                          : make_map(p.w.data(), args.n, k, p.w.dtype(), kWRows);
+  args.tiles.of_x = (args.m + 8 * kGroups - 1) / (8 * kGroups);
   const int clusters = std::min(ctx.sm_count / 2, args.tiles.count());
   allow_shared_bytes(kernel, Ring::kBytes);
-  launch_cluster(ctx, 2, kernel, dim3(2 * clusters), dim3(kThreads + 128), Ring::kBytes, args);
+  launch_cluster(ctx, 2, kernel, dim3(2 * clusters), dim3(kLargeThreads), Ring::kBytes, args);
 }
 
 // The rows of x of a tile, by which an H100 is quickest: what a tile takes beside one of 256 rows.

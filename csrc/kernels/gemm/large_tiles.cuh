@@ -1,12 +1,81 @@
-// What products of many rows of x share on Hopper: the order of their tiles, and how y leaves,
-// whose rows are columns of the sums.
+// What products of many rows of x share on Hopper: a ring in shared memory, what the warpgroups of
+// a block do, the order of tiles, and how y leaves, whose rows are columns of the sums.
 #pragma once
 
 #include "core/ptx.cuh"
 #include "core/vec.cuh"
+#include "kernels/gemm/x_rows.cuh"
 
 namespace cpmcu::cuda {
 namespace {
+
+// Of a block of threads: stages of rows of x and of W, all rows first, and behind them what each of
+// two warpgroups needs for its sums or y.
+template <int kXBytes, int kWBytes, int kOutBytes>
+struct LargeRing {
+  static constexpr int kStages = (kRingBytes - 2 * kOutBytes) / (kXBytes + kWBytes);
+  static constexpr int kBytes = kStages * (kXBytes + kWBytes) + 2 * kOutBytes;
+  static constexpr int kBarriers = 2 * kStages, kStageBytes = kXBytes + kWBytes;
+  uint32_t data, barriers;
+
+  __device__ __forceinline__ LargeRing(const void* data, const void* barriers)
+      : data(ptx::shared_address(data)), barriers(ptx::shared_address(barriers)) {
+    ptx::opaque(this->data);  // computed once
+    ptx::opaque(this->barriers);
+  }
+  __device__ __forceinline__ uint32_t rows(int stage) const { return data + stage * kXBytes; }
+  __device__ __forceinline__ uint32_t weights(int stage) const {
+    return data + kStages * kXBytes + stage * kWBytes;
+  }
+  __device__ __forceinline__ uint32_t out(int warpgroup) const {
+    return weights(kStages) + warpgroup * kOutBytes;
+  }
+  // Whether all of a stage has come; whether all warps of both blocks of the cluster are done with
+  // it.
+  __device__ __forceinline__ uint32_t full(int stage) const { return barriers + 8 * stage; }
+  __device__ __forceinline__ uint32_t empty(int stage) const { return full(kStages + stage); }
+
+  static __device__ __forceinline__ void advance(int& stage, int& parity) {
+    if (++stage == kStages) stage = 0, parity ^= 1;
+  }
+  // By a warp that is done with a stage. `peer_empty`: empty(0) of the other block.
+  __device__ __forceinline__ void release(int stage, uint32_t peer_empty) const {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) {
+      ptx::mbarrier_arrive(empty(stage));
+      ptx::mbarrier_arrive_cluster(peer_empty + 8 * stage);
+    }
+  }
+};
+
+// A block of a cluster of two, three warpgroups: a thread of the third calls `feed`, which waits
+// for the kernels before by itself; the others call `multiply` when those are done.
+constexpr int kLargeThreads = kThreads + 128;
+template <typename Ring, typename F, typename G>
+__device__ __forceinline__ void run_large(const Ring& ring, F feed, G multiply) {
+  ptx::pdl_launch();
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < Ring::kStages; ++i) {
+      ptx::mbarrier_init(ring.full(i), 1);
+      ptx::mbarrier_init(ring.empty(i), 2 * kWarps);
+    }
+    ptx::mbarrier_init_fence();
+  }
+  __syncwarp();
+  ptx::cluster_arrive();
+  ptx::cluster_wait();
+  if (ptx::uniform_warp() >= kWarps) {
+    ptx::give_registers<kFeedingRegisters>();
+    threadIdx.x == kThreads ? feed() : ptx::pdl_wait();
+    __syncwarp();
+  } else {
+    ptx::take_registers<kMultiplyingRegisters>();
+    ptx::pdl_wait();
+    multiply();
+  }
+  ptx::cluster_arrive();  // or the other block's copies and arrivals find nobody
+  ptx::cluster_wait();
+}
 
 // The tiles of a cluster of two blocks, one after another: of x up to kTogether tiles, which stay
 // in L2, for each of W.

@@ -24,68 +24,53 @@
 namespace cpmcu::cuda {
 namespace {
 
-// Of a block of threads, for tiles of 8 kGroups rows of x: what lies where in shared memory.
+// Of half of a packed block, 128 rows of W, beside which there is room for zero points.
+constexpr int kHalfRows = kW4BlockRows / 2, kHalfWords = kScaleOffset / 2;
+constexpr int kHalfScales = 2 * kHalfRows, kHalfZeros = kHalfRows;
+constexpr int kHalfBytes = kHalfWords + 512;
+static_assert(kHalfScales + kHalfZeros <= 512);
+
+// Of tiles of 8 kGroups rows of x. Behind the stages are a warpgroup's float32 sums while slices
+// are multiplied, and then rows of y.
 template <int kGroups>
-struct LargeRing {
-  static constexpr int kRows = 8 * kGroups;             // of x
-  static constexpr int kWeightRows = kW4BlockRows / 2;  // of W
-  static constexpr int kXBytes = kRows * kRowBytes;     // of a stage
-  static constexpr int kWordBytes = kScaleOffset / 2;   // of half of a packed block
-  static constexpr int kScaleBytes = 2 * kWeightRows, kZeroBytes = kWeightRows;
-  static constexpr int kHalfBytes = kWordBytes + 512;  // with room for zero points
-  static_assert(kScaleBytes + kZeroBytes <= 512);
-  // Of a warpgroup: float32 sums while slices are multiplied; then rows of y.
-  static constexpr int kSumBytes = kGroups * 128 * 16;
-  static_assert(kRows * kLargeRowBytes <= kSumBytes);
-  static constexpr int kStages = (kRingBytes - 2 * kSumBytes) / (kXBytes + kHalfBytes);
-  static constexpr int kBytes = kStages * (kXBytes + kHalfBytes) + 2 * kSumBytes;
-  static constexpr int kBarriers = 2 * kStages;
-  uint32_t data, barriers;
+struct W4LargeRing : LargeRing<8 * kGroups * kRowBytes, kHalfBytes, kGroups * 128 * 16> {
+  using Base = LargeRing<8 * kGroups * kRowBytes, kHalfBytes, kGroups * 128 * 16>;
+  using Base::Base;
+  static constexpr int kRows = 8 * kGroups;  // of x
+  static constexpr int kXBytes = kRows * kRowBytes;
+  static_assert(kRows * kLargeRowBytes <= kGroups * 128 * 16);
 
-  __device__ __forceinline__ uint32_t rows(int stage) const { return data + stage * kXBytes; }
-  __device__ __forceinline__ uint32_t words(int stage) const {
-    return data + kStages * kXBytes + stage * kHalfBytes;
-  }
-  __device__ __forceinline__ uint32_t scales(int stage) const { return words(stage) + kWordBytes; }
-  __device__ __forceinline__ uint32_t zeros(int stage) const { return scales(stage) + kScaleBytes; }
-  __device__ __forceinline__ uint32_t sums(int warpgroup) const {
-    return words(kStages) + warpgroup * kSumBytes;
-  }
-  // Whether all of a stage has come; whether all warps of both blocks are done with it.
-  __device__ __forceinline__ uint32_t full(int stage) const { return barriers + 8 * stage; }
-  __device__ __forceinline__ uint32_t empty(int stage) const { return full(kStages + stage); }
-
-  static __device__ __forceinline__ void advance(int& stage, int& parity) {
-    if (++stage == kStages) stage = 0, parity ^= 1;
-  }
+  __device__ __forceinline__ uint32_t words(int stage) const { return Base::weights(stage); }
+  __device__ __forceinline__ uint32_t scales(int stage) const { return words(stage) + kHalfWords; }
+  __device__ __forceinline__ uint32_t zeros(int stage) const { return scales(stage) + kHalfScales; }
 };
 
 // Feeds the ring of block `rank` of a cluster, by one thread: its half of packed blocks, and half
 // of the rows of x for both. The first weights come before x is there.
 template <bool kZeros, int kGroups>
-__device__ __forceinline__ void feed_large(const Args& args, const LargeRing<kGroups>& ring,
+__device__ __forceinline__ void feed_large(const Args& args, const W4LargeRing<kGroups>& ring,
                                            const LargeTiles& tiles, int rank) {
-  using Ring = LargeRing<kGroups>;
-  constexpr int kHalfRows = Ring::kRows / 2;
-  constexpr int kHalfBytes = Ring::kWordBytes + Ring::kScaleBytes + (kZeros ? Ring::kZeroBytes : 0);
+  using Ring = W4LargeRing<kGroups>;
+  constexpr int kXRows = Ring::kRows / 2;
+  constexpr int kComes = kHalfWords + kHalfScales + (kZeros ? kHalfZeros : 0);
   const uint64_t policy = ptx::evict_first_policy();
   const auto feed_weights = [&](int stage, int tile, int k_block) {
     const char* block = args.blocks + (int64_t{tile} * args.k_blocks + k_block) * args.block_bytes;
     const auto copy = [&](uint32_t to, int offset, int bytes) {
       ptx::bulk_copy(to, block + offset + rank * bytes, bytes, ring.full(stage), policy);
     };
-    ptx::mbarrier_expect_bytes(ring.full(stage), Ring::kXBytes + kHalfBytes);
-    copy(ring.words(stage), 0, Ring::kWordBytes);
-    copy(ring.scales(stage), kScaleOffset, Ring::kScaleBytes);
-    if constexpr (kZeros) copy(ring.zeros(stage), kZeroOffset, Ring::kZeroBytes);
+    ptx::mbarrier_expect_bytes(ring.full(stage), Ring::kXBytes + kComes);
+    copy(ring.words(stage), 0, kHalfWords);
+    copy(ring.scales(stage), kScaleOffset, kHalfScales);
+    if constexpr (kZeros) copy(ring.zeros(stage), kZeroOffset, kHalfZeros);
   };
   const auto feed_rows = [&](int stage, int tile, int k_block) {
     if (k_block >= args.blocks_of_digit) k_block -= args.blocks_of_digit;
-    const uint32_t to = ring.rows(stage) + rank * kHalfRows * 128;
+    const uint32_t to = ring.rows(stage) + rank * kXRows * 128;
 #pragma unroll
     for (int panel = 0; panel < 2; ++panel) {
       ptx::tensor_multicast(to + panel * Ring::kRows * 128, &args.x_map,
-                            k_block * kW4BlockK + panel * 64, tile * Ring::kRows + rank * kHalfRows,
+                            k_block * kW4BlockK + panel * 64, tile * Ring::kRows + rank * kXRows,
                             ring.full(stage), 0b11);
     }
   };
@@ -136,122 +121,89 @@ __device__ __forceinline__ void add_slice(float (&sums)[kGroups][4], uint32_t sh
 // ---- kernels
 
 template <typename T, int kGroups, bool kZeros>
-__global__ void __launch_bounds__(kThreads + 128, 1)
+__global__ void __launch_bounds__(kLargeThreads, 1)
     w4_large_kernel(const __grid_constant__ Args args, int x_tiles) {
-  using Ring = LargeRing<kGroups>;
+  using Ring = W4LargeRing<kGroups>;
   extern __shared__ __align__(1024) char shared[];
   __shared__ __align__(8) uint64_t barriers[Ring::kBarriers];
-  Ring ring{ptx::shared_address(shared), ptx::shared_address(barriers)};
-  ptx::opaque(ring.data);  // computed once
-  ptx::opaque(ring.barriers);
+  const Ring ring(shared, barriers);
   const LargeTiles tiles{args.tiles, x_tiles};
   const int warp = ptx::uniform_warp(), lane = threadIdx.x % 32, rank = blockIdx.x % 2;
-
-  ptx::pdl_launch();
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < Ring::kStages; ++i) {
-      ptx::mbarrier_init(ring.full(i), 1);
-      ptx::mbarrier_init(ring.empty(i), 2 * kWarps);
-    }
-    ptx::mbarrier_init_fence();
-  }
-  __syncwarp();
-  ptx::cluster_arrive();
-  ptx::cluster_wait();
-
-  if (warp >= kWarps) {
-    ptx::give_registers<kFeedingRegisters>();
-    if (threadIdx.x == kThreads) {
-      feed_large<kZeros>(args, ring, tiles, rank);
-    } else {
-      ptx::pdl_wait();
-    }
-    __syncwarp();
-    ptx::cluster_arrive();  // or the other block's copies and arrivals find nobody
-    ptx::cluster_wait();
-    return;
-  }
-  ptx::take_registers<kMultiplyingRegisters>();
-  ptx::pdl_wait();
-
   // A warp's 16 of the warpgroup's 64 rows of W are one of the two tiles of a slab.
   const int warpgroup = warp / 4, slab = warp / 2;
   const bool second = warp % 2 != 0;
   const int row = slab * kSlabRows + second * 16 + lane / 4;
-  const uint32_t peer_empty = ptx::cluster_address(ring.empty(0), rank ^ 1);
 
-  int stage = 0, parity = 0;
+  const auto multiply = [&] {
+    const uint32_t peer_empty = ptx::cluster_address(ring.empty(0), rank ^ 1);
+    int stage = 0, parity = 0;
 #pragma unroll 1
-  for (int tile = tiles.first(); tile < tiles.count(); tile += tiles.step()) {
-    float sums[kGroups][4] = {};
-    int slice = 0, left_of_slice = args.slice_blocks + (args.longer_slices > 0);
+    for (int tile = tiles.first(); tile < tiles.count(); tile += tiles.step()) {
+      float sums[kGroups][4] = {};
+      int slice = 0, left_of_slice = args.slice_blocks + (args.longer_slices > 0);
 #pragma unroll 1
-    for (int left = args.k_blocks; left > 0; --left) {
-      ptx::mbarrier_wait(ring.full(stage), parity);
-      float scale[2];
-      int zero[2] = {8, 8};
+      for (int left = args.k_blocks; left > 0; --left) {
+        ptx::mbarrier_wait(ring.full(stage), parity);
+        float scale[2];
+        int zero[2] = {8, 8};
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        scale[half] = load_scale(ring.scales(stage) + 2 * (row + half * 8), args.bf16_scales);
-        if constexpr (kZeros) {
-          zero[half] = ptx::load_shared_byte(ring.zeros(stage) + row + half * 8);
+        for (int half = 0; half < 2; ++half) {
+          scale[half] = load_scale(ring.scales(stage) + 2 * (row + half * 8), args.bf16_scales);
+          if constexpr (kZeros) {
+            zero[half] = ptx::load_shared_byte(ring.zeros(stage) + row + half * 8);
+          }
+        }
+        const uint32_t low = low_offset<T>(zero[0]), high = high_offset<T>(zero[1], zero[0]);
+        uint32_t words[4][2];
+#pragma unroll
+        for (int pair = 0; pair < 4; ++pair) {
+          const uint4 both = ptx::load_shared16(ring.words(stage) + slab * kSlabBytes +
+                                                pair * kPairBytes + lane * 16);
+          words[pair][0] = second ? both.y : both.x;
+          words[pair][1] = second ? both.w : both.z;
+        }
+        float part[1][kGroups][4];
+        WgmmaOf<1>::multiply_fragments<T, kGroups>(
+            part, ring.rows(stage),
+            [&](uint32_t (&a)[4], int pair, int step, int) {
+              unpack<T>(a, words[pair][step], low, high);
+            },
+            [] {});
+        ring.release(stage, peer_empty);
+        Ring::advance(stage, parity);
+#pragma unroll
+        for (int group = 0; group < kGroups; ++group) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            sums[group][i] = __fmaf_rn(scale[i / 2], part[0][group][i], sums[group][i]);
+          }
+        }
+        if (--left_of_slice == 0 && args.slices > 1) {
+          add_slice(sums, ring.out(warpgroup), slice == 0, left == 1);
+          left_of_slice = args.slice_blocks + (++slice < args.longer_slices);
         }
       }
-      const uint32_t low = low_offset<T>(zero[0]), high = high_offset<T>(zero[1], zero[0]);
-      uint32_t words[4][2];
-#pragma unroll
-      for (int pair = 0; pair < 4; ++pair) {
-        const uint4 both = ptx::load_shared16(ring.words(stage) + slab * kSlabBytes +
-                                              pair * kPairBytes + lane * 16);
-        words[pair][0] = second ? both.y : both.x;
-        words[pair][1] = second ? both.w : both.z;
-      }
-      float part[1][kGroups][4];
-      WgmmaOf<1>::multiply_fragments<T, kGroups>(
-          part, ring.rows(stage),
-          [&](uint32_t (&a)[4], int pair, int step, int) {
-            unpack<T>(a, words[pair][step], low, high);
-          },
-          [] {});
-      __syncwarp();
-      if (lane == 0) {
-        ptx::mbarrier_arrive(ring.empty(stage));
-        ptx::mbarrier_arrive_cluster(peer_empty + 8 * stage);
-      }
-      Ring::advance(stage, parity);
-#pragma unroll
-      for (int group = 0; group < kGroups; ++group) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          sums[group][i] = __fmaf_rn(scale[i / 2], part[0][group][i], sums[group][i]);
-        }
-      }
-      if (--left_of_slice == 0 && args.slices > 1) {
-        add_slice(sums, ring.sums(warpgroup), slice == 0, left == 1);
-        left_of_slice = args.slice_blocks + (++slice < args.longer_slices);
+      const auto at = tiles.place(tile);
+      const int n0 = at.w * kW4BlockRows + rank * kHalfRows + warpgroup * 64;
+      const int width = args.gated ? args.n / 2 : args.n;
+      const LargeOut<T> out(args.y, width, width, args.m, args.beta != 0);
+      const auto update = [&](float sum, float old) { return updated(args, sum, old); };
+      if (args.gated) {
+        out.store_gated(sums, ring.out(warpgroup), warpgroup, at.x * Ring::kRows, n0 / 2,
+                        [&](float gate, float up) { return gated_value(args, gate, up); });
+      } else {
+        out.store(sums, ring.out(warpgroup), warpgroup, at.x * Ring::kRows, n0, update);
       }
     }
-    const auto at = tiles.place(tile);
-    const int n0 = at.w * kW4BlockRows + rank * Ring::kWeightRows + warpgroup * 64;
-    const int width = args.gated ? args.n / 2 : args.n;
-    const LargeOut<T> out(args.y, width, width, args.m, args.beta != 0);
-    const auto update = [&](float sum, float old) { return updated(args, sum, old); };
-    if (args.gated) {
-      out.store_gated(sums, ring.sums(warpgroup), warpgroup, at.x * Ring::kRows, n0 / 2,
-                      [&](float gate, float up) { return gated_value(args, gate, up); });
-    } else {
-      out.store(sums, ring.sums(warpgroup), warpgroup, at.x * Ring::kRows, n0, update);
-    }
-  }
-  ptx::cluster_arrive();
-  ptx::cluster_wait();
+  };
+  run_large(ring, [&] { feed_large<kZeros>(args, ring, tiles, rank); }, multiply);
 }
 
 // ---- launchers
 
 template <typename T, int kGroups, bool kZeros>
 void launch_large(const Context& ctx, DType dtype, Args args) {
-  using Ring = LargeRing<kGroups>;
+  using Ring = W4LargeRing<kGroups>;
   const auto kernel = w4_large_kernel<T, kGroups, kZeros>;
   const int x_tiles = (args.m + Ring::kRows - 1) / Ring::kRows;
   const int clusters = std::min(ctx.sm_count / 2, args.tiles * x_tiles);
@@ -260,7 +212,7 @@ void launch_large(const Context& ctx, DType dtype, Args args) {
   args.slice_blocks = args.k_blocks / args.slices;
   args.longer_slices = args.k_blocks % args.slices;
   allow_shared_bytes(kernel, Ring::kBytes);
-  launch_cluster(ctx, 2, kernel, dim3(2 * clusters), dim3(kThreads + 128), Ring::kBytes, args,
+  launch_cluster(ctx, 2, kernel, dim3(2 * clusters), dim3(kLargeThreads), Ring::kBytes, args,
                  x_tiles);
 }
 
