@@ -406,16 +406,6 @@ __device__ __forceinline__ void tensor_copy(uint32_t shared, const void* map, in
       : "memory");
 }
 
-// Of a tensor of four dimensions, from x of the first and y of the last on.
-__device__ __forceinline__ void tensor_copy4(uint32_t shared, const void* map, int x, int y,
-                                             uint32_t barrier) {
-  asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, "
-      "%5, %5, %3}], [%4];" ::"r"(shared),
-      "l"(map), "r"(x), "r"(y), "r"(barrier), "r"(0)
-      : "memory");
-}
-
 // The same under a policy for L2.
 __device__ __forceinline__ void tensor_copy(uint32_t shared, const void* map, int x, int y,
                                             uint32_t barrier, uint64_t policy) {
@@ -434,6 +424,16 @@ __device__ __forceinline__ void tensor_multicast(uint32_t shared, const void* ma
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
       ".multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(shared),
       "l"(map), "r"(x), "r"(y), "r"(barrier), "h"(blocks)
+      : "memory");
+}
+
+// Of a tensor of four dimensions, from x of the first and y of the last on.
+__device__ __forceinline__ void tensor_copy4(uint32_t shared, const void* map, int x, int y,
+                                             uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, "
+      "%5, %5, %3}], [%4];" ::"r"(shared),
+      "l"(map), "r"(x), "r"(y), "r"(barrier), "r"(0)
       : "memory");
 }
 
@@ -456,8 +456,10 @@ template <int kRows, int kUnits = 16>
 __device__ __forceinline__ constexpr int swizzled_chunk(int row, int chunk) {
   return chunk / 8 * (kRows * 8 * kUnits) + row * (8 * kUnits) + (chunk % 8 ^ row % 8) * kUnits;
 }
-// Such a panel in shared memory, 1024-byte aligned.
+// Such a panel in shared memory, 1024-byte aligned. By whole warps: all lanes say the same, but the
+// compiler has to be told, else it moves every descriptor to uniform registers by itself.
 __device__ __forceinline__ uint64_t wgmma_descriptor_swizzle128(uint32_t shared) {
+  shared = __shfl_sync(0xffffffffu, shared, 0);
   const uint64_t stride = 1024 / 16;  // from 8 rows to the next 8
   return uint64_t{1} << 62 | stride << 32 | uint64_t{1} << 16 | (shared & 0x3FFFF) >> 4;
 }

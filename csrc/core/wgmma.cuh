@@ -58,6 +58,7 @@ namespace cpmcu::ptx {
                " " SUMS_##columns ", %" a ", %" x ", p, 1, 1, 0, 0; }"               \
                : GROUPS_##columns                                                    \
                : "l"(a_rows), "l"(x_rows), "r"(static_cast<int>(accumulate)))
+
 // d (+)= a x^T: a 64x16 in registers (16 rows a warp, as in mma_16x8x16), x 8 kGroups x 16 in
 // shared memory, d 64 x 8 kGroups float32, as in mma_16x8x16 for each 8 columns. !accumulate: d is
 // not read. kTransposed: 16 rows of 64 in shared memory are x^T (kGroups is 8).

@@ -1,8 +1,8 @@
 // attention_prefill on Hopper: heads of 128, each row up to its own cell.
 //
-// Roofline: 4 * rows * cells * D operations on tensor cores: 9 TFLOP, 13 ms at 680 TFLOP/s, for a
-// chunk of 2048 tokens behind 30000 of MiniCPM4-8B. K and V of a tile of 128 cells are 64 KB for
-// 8.4 MFLOP, from L2, which 128 rows of a head at a time can afford.
+// Roofline: 4 * rows * cells * D operations a head on tensor cores: 1 TFLOP, 1.5 ms at 680 TFLOP/s,
+// a layer of MiniCPM4-8B for a chunk of 2048 tokens behind 30000. K and V of a tile of 128 cells
+// are 64 KB for 8.4 MFLOP, from L2, which 128 rows of a head at a time can afford.
 //
 // The surprising decision: none of a product waits for a softmax. While one tile's scores become
 // probabilities, its own warps have the values of the tile before under way, and the keys of this
@@ -31,7 +31,7 @@ struct HopperPrefill {
   static constexpr int kFeedingRegisters = 24, kMultiplyingRegisters = 240;
   using Tile = SwizzledTile<T, kCells, kDim>;
 
-  // One for all that is fed: keys and values have come, or both warpgroups are done with them.
+  // Of a stage's keys and values: they have come, all warps are done with them.
   struct Barriers {
     uint64_t full[kStages][2], empty[kStages][2];
   };
@@ -92,12 +92,12 @@ __global__ void __launch_bounds__(HopperPrefill<T>::kThreads, 1)
     if (threadIdx.x != Config::kMultiplying) return;
     const int* pages = args.rows.page_table + static_cast<int64_t>(seq.slot) * args.rows.max_pages;
     const int last_page = (cell_end - 1) / kPageSize;
-    int rows[Config::kPages];  // of the maps, where this tile's pages begin
+    int map_rows[Config::kPages];  // where this tile's pages begin
     const auto look_up = [&](int tile) {
 #pragma unroll
       for (int i = 0; i < Config::kPages; ++i) {
         const int page = pages[min(tile * Config::kPages + i, last_page)];
-        rows[i] = (page * args.num_kv_heads + kv_head) * kPageSize;
+        map_rows[i] = (page * args.num_kv_heads + kv_head) * kPageSize;
       }
     };
     look_up(0);
@@ -114,7 +114,7 @@ __global__ void __launch_bounds__(HopperPrefill<T>::kThreads, 1)
           for (int panel = 0; panel < kPanels; ++panel) {
             ptx::tensor_copy(
                 to + panel * Config::Tile::kPanelBytes + i * kPageSize * Config::Tile::kRowBytes,
-                &maps.of[what], panel * 64, rows[i], full(tile, what));
+                &maps.of[what], panel * 64, map_rows[i], full(tile, what));
           }
         }
       }
@@ -137,15 +137,14 @@ __global__ void __launch_bounds__(HopperPrefill<T>::kThreads, 1)
     load_fragment_a(queries[k16], smem.queries, warp * 16, k16);
   }
 
-  // The same in all lanes, and the compiler has to be told.
   const auto descriptor = [&](int tile, int what) {
     const auto& of = smem.tiles[tile % Config::kStages][what];
-    return ptx::wgmma_descriptor_swizzle128(
-        __shfl_sync(0xffffffffu, ptx::shared_address(of.data), 0));
+    return ptx::wgmma_descriptor_swizzle128(ptx::shared_address(of.data));
   };
   constexpr int kPanel = Config::Tile::kPanelBytes / 16, kRow = Config::Tile::kRowBytes / 16;
-  float scores[kCells / 8][4], out[kPanels][8][4] = {}, sum[2] = {};
-  float reference[2] = {kMinusInfinity, kMinusInfinity}, factor[2];
+  RowTile<kDim> rows;
+  rows.clear();
+  float scores[kCells / 8][4], factor[2];
   uint32_t probabilities[kCells / 16][4];
   const auto multiply_keys = [&](int tile) {
     ptx::mbarrier_wait(full(tile, 0), parity_of(tile));
@@ -165,7 +164,8 @@ __global__ void __launch_bounds__(HopperPrefill<T>::kThreads, 1)
     for (int k16 = 0; k16 < kCells / 16; ++k16) {
 #pragma unroll
       for (int panel = 0; panel < kPanels; ++panel) {
-        ptx::wgmma_64xNx16<T, 8, true>(out[panel], probabilities[k16],
+        auto& columns = *reinterpret_cast<float (*)[8][4]>(&rows.acc[8 * panel]);
+        ptx::wgmma_64xNx16<T, 8, true>(columns, probabilities[k16],
                                        values + panel * kPanel + k16 * 16 * kRow, true);
       }
     }
@@ -175,7 +175,7 @@ __global__ void __launch_bounds__(HopperPrefill<T>::kThreads, 1)
     __syncwarp();
     if (lane == 0) ptx::mbarrier_arrive(empty(tile, what));
   };
-  // Scores of a tile become probabilities; `factor` is what the rows' sums are multiplied by.
+  // Scores of a tile become probabilities.
   const int warp_row = block_row + warp * 16;
   const auto soften = [&](int tile) {
     const int seen = seq.length + warp_row + 1 - tile * kCells;  // of its cells, by the first row
@@ -189,14 +189,7 @@ __global__ void __launch_bounds__(HopperPrefill<T>::kThreads, 1)
         }
       }
     }
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float next = fmaxf(reference[half], reference_of(scores, half, args.scale_log2));
-      factor[half] = weight_of(reference[half], next);
-      reference[half] = next;
-      const float of_tile = to_probabilities(scores, half, next, args.scale_log2);
-      sum[half] = __fmaf_rn(sum[half], factor[half], of_tile);
-    }
+    add_scores(rows, scores, args.scale_log2, factor);
   };
   const auto pack = [&] {
 #pragma unroll
@@ -220,18 +213,7 @@ __global__ void __launch_bounds__(HopperPrefill<T>::kThreads, 1)
     soften(tile);
     ptx::wgmma_wait<0>();
     release(tile - 1, 1);
-    if (__any_sync(0xffffffffu, factor[0] != 1.0f || factor[1] != 1.0f)) {
-#pragma unroll
-      for (int panel = 0; panel < kPanels; ++panel) {
-#pragma unroll
-        for (int n = 0; n < 8; ++n) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            out[panel][n][i] = __fmul_rn(out[panel][n][i], factor[i / 2]);
-          }
-        }
-      }
-    }
+    if (is_not_one(factor)) rows.multiply(factor);
     pack();
   }
   // Behind the last cell anything may lie, which a probability of 0 would not make 0 of.
@@ -250,11 +232,11 @@ __global__ void __launch_bounds__(HopperPrefill<T>::kThreads, 1)
   // The warp's own query rows are read: they make room for its output, which leaves in 16 bytes.
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const float inverse = inverse_of(quad_sum(sum[half]));
+    const float inverse = inverse_of(quad_sum(rows.sum[half]));
     const int row = warp * 16 + half * 8 + lane / 4;
 #pragma unroll
     for (int n = 0; n < kDim / 8; ++n) {
-      const float (&acc)[4] = out[n / 8][n % 8];
+      const float (&acc)[4] = rows.acc[n];
       *reinterpret_cast<uint32_t*>(smem.queries.chunk(row, n) + lane % 4 * 2) =
           pack2<T>(normalised(acc[2 * half], inverse), normalised(acc[2 * half + 1], inverse));
     }

@@ -276,10 +276,6 @@ __device__ __forceinline__ void weigh(State& whole, const Part& part, float (&fa
         __fmaf_rn(part.sum[half], weight[half], __fmul_rn(whole.sum[half], factor[half]));
   }
 }
-// Whether any lane has to multiply by it: by 1 changes no bit, so skipping that does not either.
-__device__ __forceinline__ bool is_not_one(const float (&factor)[2]) {
-  return __any_sync(0xffffffffu, factor[0] != 1.0f || factor[1] != 1.0f);
-}
 // weigh(), and the split's acc multiplied.
 template <int kColumns>
 __device__ __forceinline__ void begin_unit(RowTile<kColumns>& split, const UnitState& unit,

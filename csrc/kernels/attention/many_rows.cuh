@@ -79,11 +79,8 @@ __device__ __forceinline__ void add_tile(RowTile<kDim>& state,
   constexpr int kUnits = 64 / kUnit, kPanels = kDim / 64;  // of 64 dimensions
   using Cells = SwizzledTile<T, 64, kDim>;
   constexpr int kPanel = Cells::kPanelBytes / 16, kRow = Cells::kRowBytes / 16;
-  const auto descriptor = [](const Cells& tile) {
-    // The same in all lanes, and the compiler has to be told.
-    return ptx::wgmma_descriptor_swizzle128(__shfl_sync(0xffffffffu, tile.address(0, 0), 0));
-  };
-  const uint64_t key_rows = descriptor(keys), value_rows = descriptor(values);
+  const uint64_t key_rows = ptx::wgmma_descriptor_swizzle128(keys.address(0, 0));
+  const uint64_t value_rows = ptx::wgmma_descriptor_swizzle128(values.address(0, 0));
   float all[kUnits * kUnitTiles][4];
   ptx::wgmma_fence();
 #pragma unroll

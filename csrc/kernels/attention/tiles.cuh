@@ -348,11 +348,16 @@ __device__ __forceinline__ float to_probabilities(float (&scores)[kTiles][4], in
   return sum;
 }
 
-// Turns scores into probabilities relative to the rows' new reference and rescales what they hold.
+// Whether any lane has to multiply by it: by 1 changes no bit, so skipping that does not either.
+__device__ __forceinline__ bool is_not_one(const float (&factor)[2]) {
+  return __any_sync(0xffffffffu, factor[0] != 1.0f || factor[1] != 1.0f);
+}
+
+// Turns scores into probabilities relative to the rows' new reference and adds them to the rows'
+// sums; `factor` is what the rows' acc has still to be multiplied by.
 template <int kTiles, int kDim>
-__device__ __forceinline__ void softmax_step(RowTile<kDim>& rows, float (&scores)[kTiles][4],
-                                             float scale_log2) {
-  float factor[2];
+__device__ __forceinline__ void add_scores(RowTile<kDim>& rows, float (&scores)[kTiles][4],
+                                           float scale_log2, float (&factor)[2]) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const float reference = fmaxf(rows.reference[half], reference_of(scores, half, scale_log2));
@@ -361,8 +366,14 @@ __device__ __forceinline__ void softmax_step(RowTile<kDim>& rows, float (&scores
     const float sum = to_probabilities(scores, half, reference, scale_log2);
     rows.sum[half] = __fmaf_rn(rows.sum[half], factor[half], sum);
   }
-  // Multiplying by 1 changes no bit, so skipping it does not either.
-  if (__any_sync(0xffffffffu, factor[0] != 1.0f || factor[1] != 1.0f)) rows.multiply(factor);
+}
+// The same, acc included.
+template <int kTiles, int kDim>
+__device__ __forceinline__ void softmax_step(RowTile<kDim>& rows, float (&scores)[kTiles][4],
+                                             float scale_log2) {
+  float factor[2];
+  add_scores(rows, scores, scale_log2, factor);
+  if (is_not_one(factor)) rows.multiply(factor);
 }
 
 // Of probabilities, those of 16 cells as the operand A of an mma.

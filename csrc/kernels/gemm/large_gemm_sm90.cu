@@ -53,7 +53,6 @@ __device__ __forceinline__ void feed(const LargeArgs& args, const DenseRing<kGro
   ptx::prefetch_map(&args.x_map);
   ptx::prefetch_map(&args.w_map);
   int stage = 0, parity = 0;
-  bool has_x = false;
 #pragma unroll 1
   for (int tile = args.tiles.first(); tile < args.tiles.count(); tile += args.tiles.step()) {
     const auto at = args.tiles.place(tile);
@@ -68,14 +67,12 @@ __device__ __forceinline__ void feed(const LargeArgs& args, const DenseRing<kGro
       } else {
         ptx::tensor_copy(ring.weights(stage), &args.w_map, k, w_row, ring.full(stage));
       }
-      if (!has_x) ptx::pdl_wait();
-      has_x = true;
+      if (k_block == 0 && tile == args.tiles.first()) ptx::pdl_wait();  // every cluster has a tile
       ptx::tensor_multicast(ring.rows(stage) + rank * kHalfRows * 128, &args.x_map, k, x_row,
                             ring.full(stage), 0b11);
       Ring::advance(stage, parity);
     }
   }
-  if (!has_x) ptx::pdl_wait();
 }
 
 // ---- kernels
@@ -88,10 +85,6 @@ __global__ void __launch_bounds__(kLargeThreads, 1)
   __shared__ __align__(8) uint64_t barriers[Ring::kBarriers];
   const Ring ring(shared, barriers);
   const int warpgroup = ptx::uniform_warp() / 4, rank = blockIdx.x % 2;
-  // The same in all lanes, and the compiler has to be told.
-  const auto descriptor = [](uint32_t at) {
-    return ptx::wgmma_descriptor_swizzle128(__shfl_sync(0xffffffffu, at, 0));
-  };
 
   const auto multiply = [&] {
     const uint32_t peer_empty = ptx::cluster_address(ring.empty(0), rank ^ 1);
@@ -109,8 +102,9 @@ __global__ void __launch_bounds__(kLargeThreads, 1)
 #pragma unroll 1
       for (int k_block = 0; k_block < args.k_blocks; ++k_block) {
         ptx::mbarrier_wait(ring.full(stage), parity);
-        const uint64_t w = descriptor(ring.weights(stage) + warpgroup * 64 * 128);
-        const uint64_t x = descriptor(ring.rows(stage));
+        const uint64_t w =
+            ptx::wgmma_descriptor_swizzle128(ring.weights(stage) + warpgroup * 64 * 128);
+        const uint64_t x = ptx::wgmma_descriptor_swizzle128(ring.rows(stage));
         ptx::wgmma_fence();
 #pragma unroll
         for (int step = 0; step < kStageK / 16; ++step) {  // 32 bytes, in units of 16
@@ -159,7 +153,9 @@ void launch_large(const Context& ctx, const GemmParams& p, LargeArgs args) {
   launch_cluster(ctx, 2, kernel, dim3(2 * clusters), dim3(kLargeThreads), Ring::kBytes, args);
 }
 
-// The rows of x of a tile, by which an H100 is quickest: what a tile takes beside one of 256 rows.
+// The rows of x of a tile that should be quickest, by what a tile takes beside one of 256 rows:
+// half and a quarter, and more for rows of W that are read as often (estimates; no bit of y
+// changes).
 int rows_of_tile(const Context& ctx, const LargeArgs& args) {
   constexpr std::pair<int, double> kTimes[] = {{256, 1}, {128, 0.56}, {64, 0.36}};
   int best = 0;

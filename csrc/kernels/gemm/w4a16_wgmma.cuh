@@ -27,9 +27,7 @@ struct WgmmaOf {
   static __device__ __forceinline__ void multiply_fragments(float (&part)[kTiles][kGroups][4],
                                                             uint32_t rows, Unpack unpack_to,
                                                             F meanwhile) {
-    // The same in all lanes, but the compiler has to be told: else it moves every descriptor to
-    // uniform registers by itself.
-    const uint64_t descriptor = ptx::wgmma_descriptor_swizzle128(__shfl_sync(0xffffffffu, rows, 0));
+    const uint64_t descriptor = ptx::wgmma_descriptor_swizzle128(rows);
     // The fragments of one pair of steps are unpacked while those of the pair before are
     // multiplied.
     uint32_t a[2][2][kTiles][4];
