@@ -1,7 +1,5 @@
 #include "kernels/gemm/cublaslt.h"
 
-#include "kernels/silu_mul.h"
-
 #ifdef CPMCU_WITH_CUDA
 #include <cuda_runtime.h>
 #include <dlfcn.h>
@@ -212,38 +210,6 @@ void CublasLt::gemm(const Context& ctx, const GemmParams& params) {
                           kWorkspaceBytes, static_cast<cudaStream_t>(ctx.stream)),
         "Matmul");
 }
-
-namespace cuda {
-
-#ifdef CPMCU_SM90
-// large_gemm_sm90.cu. Of a gated W, y is [M, N / 2].
-void large_gemm_sm90(const Context& ctx, const GemmParams& params, bool gated);
-#endif
-
-void large_gemm(const Context& ctx, const GemmParams& params) {
-  check_gemm(params);
-#ifdef CPMCU_SM90
-  // Which writes 16 bytes of a row at a time. Nothing here may depend on the number of rows.
-  if (has_prompt_gemm(ctx.compute_capability) && params.y.dtype() == params.x.dtype() &&
-      params.w.size(0) % 8 == 0 && params.y_stride % 8 == 0) {
-    return large_gemm_sm90(ctx, params, false);
-  }
-#endif
-  ctx.cublas != nullptr ? ctx.cublas->gemm(ctx, params) : cuda::skinny_gemm(ctx, params);
-}
-
-void gated_gemm(const Context& ctx, const GatedGemmParams& p) {
-  check_gated_gemm(p);
-#ifdef CPMCU_SM90
-  if (has_prompt_gemm(ctx.compute_capability) && p.out.size(1) % 8 == 0) {
-    return large_gemm_sm90(ctx, {.y = p.out, .x = p.x, .w = p.w}, true);
-  }
-#endif
-  cuda::large_gemm(ctx, {.y = p.scratch, .x = p.x, .w = p.w});
-  cuda::silu_mul(ctx, {.out = p.out, .x = p.scratch});
-}
-
-}  // namespace cuda
 
 #else
 
