@@ -15,7 +15,7 @@
 #include <tuple>
 
 #include "core/context.h"
-#include "spec/drafter.h"
+#include "speculative/drafter.h"
 
 namespace cpmcu {
 

@@ -25,6 +25,7 @@ from tests.engine.test_spec_exact import (
     Models,
     family_of,
 )
+from tests.reference.engines import prompt_logits
 
 NUM_WORDS = -(-VOCAB // 32)
 
@@ -191,7 +192,7 @@ def test_greedy_tokens_are_the_likeliest_that_are_allowed(tmp_path: Path) -> Non
     engine = models.engine("llama", None)
     ids = PROMPTS[2]
     tokens = one(engine, ids, 30).tokens
-    logits = engine.prompt_logits(ids + tokens)[len(ids) - 1 : -1]
+    logits = prompt_logits(engine, ids + tokens)[len(ids) - 1 : -1]
     for i, (token, z) in enumerate(zip(tokens, logits)):
         may = allowed(tokens[:i])
         assert may[token]

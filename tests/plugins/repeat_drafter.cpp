@@ -1,6 +1,6 @@
 // A drafter from outside the package: it proposes the last token again and again. Compiled by
 // tests/unit/test_extension_points.py as a plugin, and explained in docs/adding_drafter.md.
-#include "spec/drafter.h"
+#include "speculative/drafter.h"
 
 namespace {
 

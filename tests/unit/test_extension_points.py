@@ -31,6 +31,7 @@ from cpmcu.models.common import BuildOptions, SpecFields, read_spec
 from cpmcu.models.registry import register_model, registered_models
 from cpmcu.quant.registry import QuantPlan, Repack, register_quant, registered_quants
 from tests.engine.harness import generate, make_engine, random_ids
+from tests.reference.engines import prompt_logits
 from tests.reference.tiny_checkpoints import random_weights, tiny_config, write_safetensors
 
 ROOT = Path(__file__).parents[2]
@@ -155,7 +156,7 @@ def test_toy_quantisation_from_outside(tmp_path: Path, ternary_plugin: None) -> 
     ternary = make_engine(write_model(tmp_path / "ternary", quant_config, packed))
     ids = random_ids(10, VOCAB)
     np.testing.assert_allclose(
-        ternary.prompt_logits(ids), plain.prompt_logits(ids), rtol=1e-4, atol=1e-4
+        prompt_logits(ternary, ids), prompt_logits(plain, ids), rtol=1e-4, atol=1e-4
     )
     assert len(generate(ternary, ids, 20)) == 20
     assert "test_ternary" in C.registered()["linear"]

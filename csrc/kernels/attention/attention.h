@@ -71,6 +71,9 @@ __host__ __device__
                             : 160 + (num_cells - 32768 + 1023) / 1024;
 }
 
+// Tokens of one launch, so that scratch does not grow with the number of sequences.
+constexpr int kMaxScratchRows = 256;
+
 // Partial results: per split and packed row D accumulators, a reference and a sum.
 constexpr int64_t attention_scratch_floats(int num_rows, int num_heads, int head_dim, int max_kv) {
   return static_cast<int64_t>(num_splits(max_kv)) * num_rows * num_heads * (head_dim + 2);

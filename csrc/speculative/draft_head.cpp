@@ -1,23 +1,20 @@
-#include "spec/draft_head.h"
+#include "speculative/draft_head.h"
 
 namespace cpmcu {
-namespace {
 
-constexpr const char* kName = "draft.lm_head";
-
-}  // namespace
-
-DraftHead::DraftHead(const DrafterSpec& spec, const ModelSpec& target)
-    : spec_(spec),
-      vocab_size_(spec.vocab_ids.empty() ? target.vocab_size
-                                         : static_cast<int64_t>(spec.vocab_ids.size())) {
-  const ModelSpec& model = spec.model;
-  if (spec.own_head || !spec.vocab_ids.empty() || model.quantises(kName)) {
-    linear_ = make_linear(model.linear_method_of(kName), {.parts = {{kName, vocab_size_}},
-                                                          .in_features = model.hidden_size,
-                                                          .dtype = model.dtype,
-                                                          .options = model.linear_options,
-                                                          .has_tensors = spec.own_head});
+DraftHead::DraftHead(const DrafterSpec& spec, const std::vector<int>& vocab_ids,
+                     const ModelSpec& target)
+    : model_(*spec.model),
+      vocab_ids_(vocab_ids),
+      is_own_(spec.options.flag("own_head", false)),
+      vocab_size_(vocab_ids.empty() ? target.vocab_size : static_cast<int64_t>(vocab_ids.size())) {
+  const std::string name = spec.scope + "lm_head";
+  if (is_own_ || !vocab_ids.empty() || model_.quantises(name)) {
+    linear_ = make_linear(model_.linear_method_of(name), {.parts = {{name, vocab_size_}},
+                                                          .in_features = model_.hidden_size,
+                                                          .dtype = model_.dtype,
+                                                          .options = model_.linear_options,
+                                                          .has_tensors = is_own_});
   }
 }
 
@@ -33,26 +30,26 @@ void DraftHead::bind(const Arena& arena) {
 }
 
 void DraftHead::list_tensors(WeightTable& table) {
-  if (spec_.own_head) linear_->list_tensors(table);
+  if (is_own_) linear_->list_tensors(table);
 }
 
 void DraftHead::finish_loading(const Context& ctx, const TargetParts& target) {
   target_ = target;
   if (linear_ == nullptr) return;
-  if (spec_.own_head) {
+  if (is_own_) {
     linear_->finish_loading(ctx);
     return;
   }
   CHECK(!target.head_weight.empty(),
         "the draft takes rows of the target's lm_head, which the checkpoint stores quantised; "
         "expected a dense lm_head");
-  if (spec_.vocab_ids.empty()) {
+  if (vocab_ids_.empty()) {
     linear_->load_rows(ctx, target.head_weight, nullptr);
     return;
   }
-  const auto bytes = static_cast<int64_t>(4 * spec_.vocab_ids.size());
+  const auto bytes = static_cast<int64_t>(4 * vocab_ids_.size());
   void* index = allocate(ctx.device, bytes);
-  copy_to_device(ctx.device, index, spec_.vocab_ids.data(), bytes, ctx.stream);
+  copy_to_device(ctx.device, index, vocab_ids_.data(), bytes, ctx.stream);
   linear_->load_rows(ctx, target.head_weight, static_cast<int*>(index));
   synchronize(ctx.device, ctx.stream);
   release(ctx.device, index);
@@ -60,7 +57,7 @@ void DraftHead::finish_loading(const Context& ctx, const TargetParts& target) {
 
 Tensor DraftHead::forward(const Context& ctx, const Tensor& hidden) const {
   const Tensor logits = logits_.rows(0, hidden.size(0));
-  const float scale = spec_.model.logit_scale;
+  const float scale = model_.logit_scale;
   if (linear_) {
     linear_->forward(ctx, Phase::kDecode, logits, hidden, scale, 0);
   } else {

@@ -1,6 +1,6 @@
-// A head of the EAGLE family: fc of what the target's layers say of a token, decoder blocks,
-// logits. It owns their parts and the buffers; a drafter adds its norms and layers, and says how
-// they are put together (`forward`, `head`).
+// A head of the EAGLE family: fc of the target's hidden states, decoder blocks, logits. It owns
+// their parts and the buffers. A drafter adds its norms and layers, and says how they are put
+// together (`forward`, `head`).
 #pragma once
 
 #include <memory>
@@ -10,14 +10,14 @@
 #include "layers/block.h"
 #include "layers/norm.h"
 #include "linear/linear.h"
-#include "spec/beam_drafter.h"
-#include "spec/draft_head.h"
+#include "speculative/beam_drafter.h"
+#include "speculative/draft_head.h"
 
 namespace cpmcu {
 
 class HeadDrafter : public BeamDrafter {
  public:
-  void plan(MemoryPlan& plan, const DraftLimits& limits) override;
+  void plan(MemoryPlan& plan, StateCache& states, const DraftLimits& limits) override;
   void bind(const Arena& arena) override;
   void list_tensors(WeightTable& table) override;
   void finish_loading(const Context& ctx, const TargetParts& target) override;
@@ -32,10 +32,8 @@ class HeadDrafter : public BeamDrafter {
   HeadDrafter(const DrafterSpec& spec, const ModelSpec& target, const std::string& kind,
               int64_t fc_inputs);
 
-  // Calls add_layer for each layer, whose KV layers begin at `first_kv_layer`.
-  virtual void make_layers(int first_kv_layer) = 0;
-  // Attention of `in_features` columns (0: hidden_size) and an MLP.
-  Layer add_layer(const std::string& prefix, int kv_layer, int in_features = 0);
+  // Attention of `in_features` columns (0: hidden_size) and an MLP. In the constructor.
+  Layer add_layer(const std::string& prefix, int in_features = 0);
   RmsNorm* add_norm(const std::string& name);
 
   bool shifted() const override { return true; }
@@ -46,7 +44,7 @@ class HeadDrafter : public BeamDrafter {
   Tensor both(int rows) const { return both_.rows(0, rows); }
   Tensor left(int rows) const { return half(rows, 0); }
   Tensor right(int rows) const { return half(rows, width()); }
-  int64_t width() const { return spec_.model.hidden_size; }  // H
+  int64_t width() const { return model().hidden_size; }  // H
   int64_t max_rows() const { return max_rows_; }
 
   std::unique_ptr<LinearMethod> fc_;

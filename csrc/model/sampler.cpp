@@ -1,4 +1,4 @@
-#include "engine/sampler.h"
+#include "model/sampler.h"
 
 #include <algorithm>
 #include <cmath>
@@ -114,20 +114,21 @@ void Sampler::upload_masks(const Context& ctx, const TokenMasks& masks, int num_
 }
 
 void Sampler::draw(const Context& ctx, const Tensor& logits, const int* row_slots,
-                   const int* row_positions, const TokenTrees* trees, bool masked) const {
+                   const int* row_positions, const TokenTrees* trees, bool masked,
+                   int first_row) const {
   sample(ctx, {.logits = logits,
                .row_slots = row_slots,
                .row_positions = row_positions,
                .sampling = sampling_,
                .counts = counts_,
                .bias = bias_,
-               .tree_tokens = trees ? trees->tokens : nullptr,
-               .tree_masks = trees ? trees->masks : nullptr,
+               .tree_tokens = trees ? trees->tokens + first_row : nullptr,
+               .tree_masks = trees ? trees->masks + first_row : nullptr,
                .tree_size = trees ? trees->num_nodes : 0,
-               .mask_rows = masked ? mask_rows_ : nullptr,
+               .mask_rows = masked ? mask_rows_ + first_row : nullptr,
                .masks = reinterpret_cast<const uint32_t*>(mask_rows_ + max_rows_),
-               .tokens = tokens_,
-               .logprobs = logprobs_});
+               .tokens = tokens_ + first_row,
+               .logprobs = logprobs_ + first_row});
 }
 
 }  // namespace cpmcu

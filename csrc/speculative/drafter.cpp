@@ -1,8 +1,8 @@
-#include "spec/drafter.h"
+#include "speculative/drafter.h"
 
 namespace cpmcu {
 
-void DrafterSpec::check_validity(const ModelSpec& target) const {
+void DrafterSpec::check_validity() const {
   CHECK(depth >= 1 && depth <= kMaxDraftDepth, "the draft depth is {}, expected 1 to {}", depth,
         kMaxDraftDepth);
   CHECK(topk >= 1 && topk <= kMaxTopk, "the draft's top-k is {}, expected 1 to {}", topk, kMaxTopk);
@@ -14,16 +14,18 @@ void DrafterSpec::check_validity(const ModelSpec& target) const {
   CHECK(tree_size - 1 <= num_candidates(topk, depth),
         "a tree of {} nodes needs {} candidates, top-k {} and depth {} make {}", tree_size,
         tree_size - 1, topk, depth, num_candidates(topk, depth));
-  CHECK(window >= 0, "the draft window is {}, expected at least 0", window);
-  for (int id : vocab_ids) {
-    CHECK(id >= 0 && id < target.vocab_size,
-          "the draft vocabulary names token {}, the target has {}", id, target.vocab_size);
-  }
-  for (int layer : feature_layers) {
-    CHECK(layer >= 0 && layer < target.num_hidden_layers,
-          "the draft wants the input of layer {}, the target has {}", layer,
-          target.num_hidden_layers);
-  }
+}
+
+HiddenNeeds HiddenNeeds::with(const HiddenNeeds& other) const {
+  CHECK(layers.empty() || other.layers.empty() || layers == other.layers,
+        "two drafters read {} and {} layers of the target, expected the same layers", layers.size(),
+        other.layers.size());
+  return {.final = final || other.final, .layers = layers.empty() ? other.layers : layers};
+}
+
+std::unique_ptr<Drafter> make_drafter(const DrafterSpec& spec, const ModelSpec& target) {
+  spec.check_validity();
+  return DrafterRegistry::instance().create("drafter", spec.method, spec, target);
 }
 
 }  // namespace cpmcu

@@ -1,15 +1,33 @@
 // Per-slot sampling state on the device, and the draw.
 #pragma once
 
+#include <utility>
 #include <vector>
 
 #include "core/arena.h"
-#include "engine/runtime_config.h"
 #include "kernels/sample.h"
 #include "kernels/step_ops.h"
 #include "kernels/tree.h"
 
 namespace cpmcu {
+
+// One sequence's sampling parameters; kernels/sample.h says what they mean.
+struct SamplingConfig {
+  float temperature = 0;
+  float top_p = 1;
+  int top_k = 0;
+  float min_p = 0;
+  uint64_t seed = 0;
+  uint32_t stream = 0;
+  float repetition_penalty = 1;
+  float presence_penalty = 0;
+  float frequency_penalty = 0;
+  std::vector<std::pair<int, float>> logit_bias;
+  int logprobs = -1;
+  // Where the device ends the sequence; used with a drafter (the host finds the same stops later).
+  std::vector<int> stop_ids;
+  int max_tokens = 1 << 30;
+};
 
 // What the rows of a step may draw, in host memory: row r the tokens of mask rows[r], -1: all.
 struct TokenMasks {
@@ -35,10 +53,12 @@ class Sampler {
   // have been read.
   void upload_masks(const Context& ctx, const TokenMasks& masks, int num_rows);
 
-  // Draws tokens()[r] from logits [R, V] for row r of slot row_slots[r] at row_positions[r].
+  // Draws tokens()[first_row + r] from logits [R, V], row r of slot row_slots[r] at
+  // row_positions[r]. Rows of `trees` are their nodes, from that of `first_row` on: a root.
   // Graph-safe.
   void draw(const Context& ctx, const Tensor& logits, const int* row_slots,
-            const int* row_positions, const TokenTrees* trees, bool masked) const;
+            const int* row_positions, const TokenTrees* trees, bool masked,
+            int first_row = 0) const;
 
   const int* tokens() const { return tokens_; }
   const TokenLogprobs* logprobs() const { return logprobs_; }
