@@ -231,17 +231,25 @@ void bind_layer_ops(py::module_& m) {
       "ctx"_a, "out"_a, "x"_a, "index"_a, "out_index"_a = SharedArray(), "num_rows"_a = 0,
       "out_width"_a = 0,
       "csrc/kernels/gather_rows.h; out_width: only the first columns of `out` are the output.");
+  py::class_<QkvLayout>(m, "QkvLayout", "See csrc/kernels/qkv_layout.h.")
+      .def(py::init([](int row, int q_head, int k, int v) {
+             return QkvLayout{row, q_head, k, v};
+           }),
+           py::kw_only(), "row"_a, "q_head"_a, "k"_a, "v"_a);
   py::class_<OpsRotary>(m, "RotaryKv", "See csrc/kernels/rotary_kv.h.")
       .def(py::init([](SharedArray qkv, SharedArray bias, SharedArray q_norm, SharedArray k_norm,
                        float norm_eps, SharedArray inv_freq, float attention_scaling,
                        SharedArray k_cache, SharedArray v_cache, int num_heads, int num_kv_heads,
-                       int head_dim, const OpsRows& rows) {
+                       int head_dim, const OpsRows& rows, int rotary_dim,
+                       const QkvLayout& layout) {
              OpsRotary made{{.qkv = tensor_of(qkv),
+                             .layout = layout,
                              .bias = tensor_of(bias),
                              .q_norm = tensor_of(q_norm),
                              .k_norm = tensor_of(k_norm),
                              .norm_eps = norm_eps,
                              .inv_freq = floats(inv_freq),
+                             .rotary_dim = rotary_dim,
                              .attention_scaling = attention_scaling,
                              .k_cache = tensor_of(k_cache),
                              .v_cache = tensor_of(v_cache),
@@ -257,7 +265,7 @@ void bind_layer_ops(py::module_& m) {
            py::kw_only(), "qkv"_a, "bias"_a = SharedArray(), "q_norm"_a = SharedArray(),
            "k_norm"_a = SharedArray(), "norm_eps"_a = 1e-6f, "inv_freq"_a,
            "attention_scaling"_a = 1.f, "k_cache"_a, "v_cache"_a, "num_heads"_a, "num_kv_heads"_a,
-           "head_dim"_a, "rows"_a);
+           "head_dim"_a, "rows"_a, "rotary_dim"_a = 0, "layout"_a = QkvLayout());
   m.def(
       "rotary_kv",
       [](const OpsContext& c, const OpsRotary& rotary) { rotary_kv(c.ctx, rotary.params); },
@@ -286,9 +294,11 @@ void bind_layer_ops(py::module_& m) {
   py::class_<OpsAttention>(m, "Attention", "See csrc/kernels/attention/attention.h.")
       .def(py::init([](SharedArray out, SharedArray qkv, SharedArray k_cache, SharedArray v_cache,
                        float scale, int num_heads, int num_kv_heads, int head_dim,
-                       const OpsRows& rows, SharedArray scratch, int window, bool by_position) {
+                       const OpsRows& rows, SharedArray scratch, int window, bool by_position,
+                       const QkvLayout& layout) {
              OpsAttention made{{.out = tensor_of(out),
                                 .qkv = tensor_of(qkv),
+                                .layout = layout,
                                 .k_cache = tensor_of(k_cache),
                                 .v_cache = tensor_of(v_cache),
                                 .scale = scale,
@@ -305,7 +315,7 @@ void bind_layer_ops(py::module_& m) {
            }),
            py::kw_only(), "out"_a, "qkv"_a, "k_cache"_a, "v_cache"_a, "scale"_a, "num_heads"_a,
            "num_kv_heads"_a, "head_dim"_a, "rows"_a, "scratch"_a = SharedArray(), "window"_a = 0,
-           "by_position"_a = false);
+           "by_position"_a = false, "layout"_a = QkvLayout());
   const auto bind_attention = [&m](const char* name,
                                    void (*op)(const Context&, const AttentionParams&)) {
     m.def(

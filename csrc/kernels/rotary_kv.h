@@ -7,12 +7,14 @@
 #pragma once
 
 #include "kernels/op.h"
+#include "kernels/qkv_layout.h"
 #include "kernels/step_rows.h"
 
 namespace cpmcu {
 
 struct RotaryKvParams {
-  Tensor qkv;     // [T, (Hq + 2 Hkv) * D]; q part rewritten in place
+  Tensor qkv;     // [T, columns of the layout]; q part rewritten in place
+  QkvLayout layout{};
   Tensor bias;    // [(Hq + 2 Hkv) * D] or empty
   Tensor q_norm;  // [D] or empty
   Tensor k_norm;  // [D] or empty
@@ -27,6 +29,10 @@ struct RotaryKvParams {
   int head_dim = 0;      // D
   StepRows rows;
 };
+
+inline int rotary_dim_of(const RotaryKvParams& p) {
+  return p.rotary_dim > 0 ? p.rotary_dim : p.head_dim;
+}
 
 REGISTER_OP(rotary_kv, RotaryKvParams)
 

@@ -12,13 +12,15 @@
 #pragma once
 
 #include "kernels/op.h"
+#include "kernels/qkv_layout.h"
 #include "kernels/step_rows.h"
 
 namespace cpmcu {
 
 struct AttentionParams {
   Tensor out;      // [T, Hq * D]
-  Tensor qkv;      // [T, (Hq + 2 Hkv) * D]; the first Hq * D columns are q, after RoPE
+  Tensor qkv;      // [T, columns of the layout]; only q is read, after RoPE
+  QkvLayout layout{};
   Tensor k_cache;  // [pages, Hkv, 64, D]
   Tensor v_cache;  // [pages, Hkv, 64, D]
   float scale = 1;
