@@ -67,27 +67,32 @@ class Chat:
         names = [name.split()[0] for name in _COMMANDS]
         ask = message_reader(names)
         self._display.note("/help lists commands, Ctrl-C stops an answer, Ctrl-D leaves")
-        if first is not None:
-            self._display.note(f"> {first}")
-            self._answer(first)
         while True:
             try:
-                line = ask()
+                if first is not None:
+                    message, first = first, None
+                    self._display.note(f"> {message}")
+                    self._answer(message)
+                elif not self._take(ask()):
+                    return
             except EOFError:
                 self._display.note("")
                 return
-            except KeyboardInterrupt:
+            except KeyboardInterrupt:  # also a second one, when an answer has just been stopped
                 if not self._display.asks:
                     raise
                 self._display.note("Ctrl-D or /exit leaves")
-                continue
-            command = _COMMAND.match(line)
-            if command is None:
-                self._answer(unquoted(line.strip()))
-            elif command[0] in ("/exit", "/quit"):
-                return
-            else:
-                self._command(command[0], line[command.end() :].strip())
+
+    def _take(self, line: str) -> bool:
+        """Answers a message or follows a command. False: leave."""
+        command = _COMMAND.match(line)
+        if command is None:
+            self._answer(unquoted(line.strip()))
+        elif command[0] in ("/exit", "/quit"):
+            return False
+        else:
+            self._command(command[0], line[command.end() :].strip())
+        return True
 
     def _command(self, name: str, argument: str) -> None:
         function = self._commands.get(name)

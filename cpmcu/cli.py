@@ -172,7 +172,7 @@ def make_parser(verb: str | None = None) -> FlagParser:
 
 
 def _configs(
-    parser: FlagParser, parsed: argparse.Namespace, verb: str | None
+    parser: FlagParser, parsed: argparse.Namespace, verb: str | None = None
 ) -> tuple[CliOptions, EngineConfig, SamplingParams]:
     switch = VERBS[verb].sets if verb is not None else None
     if switch is not None:

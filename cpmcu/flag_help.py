@@ -53,16 +53,16 @@ def _rows(
     """(flag, brief) rows of a group, and the flags that have none."""
     shown = [action for action in group._group_actions if action.help != argparse.SUPPRESS]
     if not any(action.dest in briefs for action in shown):
-        return [(_flag(action), (action.help or "").replace("%%", "%")) for action in shown], []
+        return [(flag_text(action), (action.help or "").replace("%%", "%")) for action in shown], []
     brief = [action for action in shown if briefs.get(action.dest)]
     others = [action.option_strings[0] for action in shown if action.dest not in briefs]
-    return [(_flag(action), briefs[action.dest]) for action in brief], others
+    return [(flag_text(action), briefs[action.dest]) for action in brief], others
 
 
-def _flag(action: argparse.Action) -> str:
+def flag_text(action: argparse.Action) -> str:
     """A flag with the kind of its value, as `--device auto|cpu|cuda`."""
     if not action.option_strings:
-        return str(action.metavar or action.dest)
+        return str(action.metavar or "|".join(map(str, action.choices or [action.dest])))
     name = ", ".join(action.option_strings) if action.nargs == 0 else action.option_strings[0]
     if action.nargs in (0, "?"):  # a switch needs no value
         return name

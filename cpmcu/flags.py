@@ -19,7 +19,7 @@ from typing import Any, NoReturn, TypeVar
 
 from cpmcu import __version__
 from cpmcu.checks import shown
-from cpmcu.flag_help import Briefs, short_help
+from cpmcu.flag_help import Briefs, flag_text, short_help
 
 _TRUE = {"1", "true", "yes", "on", "y", "t"}
 _FALSE = {"0", "false", "no", "off", "n", "f"}
@@ -53,8 +53,6 @@ class FlagParser(argparse.ArgumentParser):
         self.words = dict(words or {})
         self.briefs: Briefs = {}
         self._given: dict[str, str] = {}
-        if self.usage is None and self.words:
-            self.usage = " ".join([self.prog, *(f"[{word}]" for word in self.words), "[flags]"])
         group = self.add_argument_group("help")
         group.add_argument("-h", "--help", action="help", help="show the most used flags, and exit")
         group.add_argument("--help-all", action=_HelpAll, help="explain every flag, and exit")
@@ -64,6 +62,14 @@ class FlagParser(argparse.ArgumentParser):
     def hide(self, *names: str) -> None:
         """Leaves the flags of these fields, or other destinations, to `--help-all`."""
         self.briefs.update(dict.fromkeys(names, ""))
+
+    def format_usage(self) -> str:
+        """One line, which leaves the flags to the help."""
+        if self.usage is not None:
+            return super().format_usage()
+        positionals = [flag_text(action) for action in self._actions if not action.option_strings]
+        words = [*positionals, *(f"[{word}]" for word in self.words)]
+        return " ".join(["usage:", self.prog, *words, "[flags]"]) + "\n"
 
     def format_help(self) -> str:
         """The help of `--help`: the flags that have a brief, or all if none has."""

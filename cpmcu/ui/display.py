@@ -64,8 +64,8 @@ class Display:
         """A listener for reading a prompt."""
         return PrefillProgressBar(plain=self.plain)
 
-    def summary(self, result: RequestOutput, *, full: bool, sampled: bool = True) -> None:
-        """Lengths, times and speeds of one request, on stderr: in one line, or in full."""
+    def summary(self, result: RequestOutput, *, full: bool = True, sampled: bool = True) -> None:
+        """Lengths, times and speeds of one request, on stderr: in full, or in one line."""
         if not full:
             self.note(self._dim(summary_line(result, sampled=sampled)))
             return

@@ -132,6 +132,19 @@ def test_ctrl_c_while_waiting(talk, capsys, monkeypatch):
     assert "Ctrl-D or /exit leaves" in capsys.readouterr().err
 
 
+def test_a_second_ctrl_c_does_not_end_the_chat(talk, monkeypatch):
+    pressed = iter([KeyboardInterrupt()])
+
+    def summary(self: object, result: object, **options: object) -> None:
+        for each in pressed:
+            raise each
+
+    monkeypatch.setattr(cli.Display, "asks", True)
+    monkeypatch.setattr(cli.Display, "summary", summary)
+    assert talk("two", "three", flags=("--prompt-text", "one")) == 0
+    assert [messages[-1]["content"] for messages in talk.seen] == ["one", "two", "three"]
+
+
 def test_an_answer_that_ctrl_c_ends_before_it_begins_is_forgotten(talk, monkeypatch):
     stream = LLM.stream
 

@@ -17,7 +17,16 @@ pexpect = pytest.importorskip("pexpect")
 pytestmark = needs_engine
 
 LEAVES = "Ctrl-D leaves\r\n"
-LONG = ("--num-generate", "1900", "--ignore-eos", "--num-threads", "1", "--temperature", "0", "--no-speculation")
+LONG = (
+    "--num-generate",
+    "1900",
+    "--ignore-eos",
+    "--num-threads",
+    "1",
+    "--temperature",
+    "0",
+    "--no-speculation",
+)
 
 
 class Terminal:
@@ -28,7 +37,8 @@ class Terminal:
         self._started: list[pexpect.spawn] = []
 
     def __call__(self, *arguments: str, columns: int = 80, **environment: str) -> pexpect.spawn:
-        clean = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "CPMCU_DEBUG")}
+        unset = ("NO_COLOR", "CPMCU_DEBUG", "COLUMNS", "LINES")
+        clean = {name: value for name, value in os.environ.items() if name not in unset}
         process = pexpect.spawn(
             sys.executable,
             ["-m", "cpmcu", *arguments, "--device", "cpu"],
@@ -65,6 +75,12 @@ def status(process: pexpect.spawn) -> int:
     return process.exitstatus
 
 
+def ready(process: pexpect.spawn) -> None:
+    """Waits until prompt_toolkit reads keys; before that the terminal has Ctrl-D for itself."""
+    pytest.importorskip("prompt_toolkit")
+    process.expect_exact("\x1b[?2004h")
+
+
 def test_ctrl_c_in_a_run_keeps_the_text_and_exits_130(terminal):
     process = terminal("run", "def f(n):", *LONG)
     process.expect(r"\w+\r\n.*\w+\r\n")  # some lines of code
@@ -89,28 +105,34 @@ def test_ctrl_c_in_a_run_that_does_not_stream(terminal):
 def test_ctrl_c_stops_an_answer_and_the_chat_goes_on(terminal):
     process = terminal("chat", *LONG)
     process.expect(LEAVES)
+    ready(process)
     process.send("hello\r")
     process.expect("(self|return|def|import|for) ")
     process.sendintr()
     process.expect("stopped\r\n")
+    ready(process)
     process.send("half a message")
     process.expect("half a message")
     process.sendintr()
     process.expect("Ctrl-D or /exit leaves")
+    ready(process)
     process.send("/stats\r")
     process.expect("there is no answer yet")
+    ready(process)
     process.sendeof()
     assert status(process) == 0
 
 
 def test_history_and_messages_of_several_lines(terminal):
-    pytest.importorskip("prompt_toolkit")
     process = terminal.chat()
+    ready(process)
     process.send('"""one\r')
     process.send('two"""\r')
     process.expect("finish reason length")
+    ready(process)
     process.send("three\x1b\rfour\r")  # Alt-Enter
     process.expect("finish reason length")
+    ready(process)
     process.send("/save conversation.json\x15/exit\r")  # Ctrl-U takes it back
     assert status(process) == 0
     history = terminal._state / "cpmcu" / "chat_history"
@@ -118,10 +140,12 @@ def test_history_and_messages_of_several_lines(terminal):
     assert "+three\n+four\n" in history.read_text()
     assert '+"""one\n+two"""\n' in history.read_text()
     process = terminal.chat()
+    ready(process)
     process.send("\x1b[A\x1b[A")  # up, over /exit, to the first line of the message before
     process.expect("four")
     process.send("\r")
     process.expect("finish reason length")
+    ready(process)
     process.sendeof()
     assert status(process) == 0
 
@@ -129,6 +153,7 @@ def test_history_and_messages_of_several_lines(terminal):
 def test_a_home_that_cannot_be_written(terminal, tmp_path):
     (tmp_path / "file").write_text("")
     process = terminal.chat(XDG_STATE_HOME=str(tmp_path / "file"))
+    ready(process)
     process.send("/exit\r")
     assert status(process) == 0
 
@@ -171,7 +196,7 @@ def test_a_narrow_terminal(terminal):
     process = terminal("run", "def f(n):", "--num-generate", "4", "--stats", columns=40)
     assert status(process) == 0
     shown = re.sub(r"\x1b\[[?\d;]*\w", "", process.before)
-    tables = [line for line in shown.splitlines() if line[:1] in "┃│┏└"]
+    tables = [line for line in shown.splitlines() if line.startswith(("┃", "│", "┏", "└"))]
     assert tables and max(map(len, tables)) <= 40
 
 
