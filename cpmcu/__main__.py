@@ -37,11 +37,9 @@ def main(arguments: list[str] | None = None) -> int:
     if given[:1] == ["help"]:
         given = [*given[1:2], "--help"]
     if not given or given[0] in ("-h", "--help", "--help-all"):
-        sys.stdout.write(help_text())
-        return 0
+        return _show(help_text())
     if given[0] == "--version":
-        sys.stdout.write(f"cpmcu {__version__}\n")
-        return 0
+        return _show(f"cpmcu {__version__}\n")
     verb, rest = given[0], given[1:]
     if verb not in _VERBS:
         near = difflib.get_close_matches(verb, _VERBS, n=1)
@@ -82,6 +80,22 @@ def help_text() -> str:
             "",
         ]
     )
+
+
+def _show(text: str) -> int:
+    from cpmcu.errors import reader_left, sentence
+
+    try:
+        if sys.stdout is None:
+            raise OSError("stdout is closed, but the output goes there")
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        reader_left()
+    except OSError as error:
+        sys.stderr.write(f"cpmcu: {sentence(error)}\n")
+        return 1
+    return 0
 
 
 def _run(verb: str, arguments: list[str]) -> int:

@@ -190,6 +190,15 @@ def _kernels(options: BenchOptions) -> list[Kernel]:
     return read_kernels(Path(options.kernels))
 
 
+def _print(text: str) -> None:
+    """Writes to stdout; a reader that has left is no error."""
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        reader_left()
+
+
 def make_parser(verb: str | None = None) -> FlagParser:
     """The parser of all flags."""
     parser = FlagParser(
@@ -219,16 +228,13 @@ def main(arguments: list[str] | None = None, verb: str | None = None) -> int:
         parser.error(parser.named(sentence(error)))
     try:
         result = run(config, options)
-        sys.stdout.write((json.dumps(result, indent=2) if options.json else table(result)) + "\n")
-        sys.stdout.flush()
+        _print((json.dumps(result, indent=2) if options.json else table(result)) + "\n")
         if options.plot is not None:
             save(result, kernels, Path(options.plot))
     except KeyboardInterrupt:
         forget_interrupt()
         sys.stderr.write("stopped\n")
         return INTERRUPTED
-    except BrokenPipeError:
-        reader_left()
     except Exception as error:
         if os.environ.get("CPMCU_DEBUG"):
             raise

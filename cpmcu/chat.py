@@ -76,7 +76,8 @@ class Chat:
                 elif not self._take(ask()):
                     return
             except EOFError:
-                self._display.note("")
+                if self._display.asks:  # Ctrl-D leaves the cursor behind the prompt
+                    self._display.note("")
                 return
             except KeyboardInterrupt:  # also a second one, when an answer has just been stopped
                 if not self._display.asks:

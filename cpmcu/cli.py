@@ -184,7 +184,7 @@ def _configs(
             parsed.model = named_model(parsed)
         else:
             parsed.model, parsed.prompt_text = model_and_prompt(
-                parsed.plain_words, parsed.model, parsed.prompt_text
+                parsed.plain_words, parsed.model, parsed.prompt_text, parsed.prompt_file
             )
         if parsed.max_tokens is None and not parsed.chat:
             code = _completes_code(parsed.model)
@@ -192,6 +192,8 @@ def _configs(
         if parsed.max_num_seqs is None:
             parsed.max_num_seqs = 1
         options, config = from_flags(CliOptions, parsed), engine_config(parsed)
+        if options.full and not options.memory_plan:
+            raise ValueError("--full is given without --memory-plan, expected both")
         _template(options, config)  # raises if the flags contradict each other
         return options, config, from_flags(SamplingParams, parsed)
     except ValueError as error:

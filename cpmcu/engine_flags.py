@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from cpmcu.checks import shown
 from cpmcu.config import EngineConfig, SpeculativeConfig
 from cpmcu.flags import FlagParser, add_flags, from_flags
 
@@ -54,7 +55,9 @@ def named_model(parsed: argparse.Namespace) -> str | None:
     words: list[str] = parsed.plain_words
     model: str | None = parsed.model
     if words and model is not None:
-        raise ValueError(f"MODEL is {words[0]!r}, but --model-path is given too: give one of them")
+        raise ValueError(
+            f"MODEL is {shown(words[0])}, but --model-path is given too: give one of them"
+        )
     return words[0] if words else model
 
 

@@ -14,13 +14,15 @@ _LEFT = 30  # widest column of flags
 _CHOICES = 14  # letters of the choices that are shown in it
 
 
-def short_help(parser: argparse.ArgumentParser, briefs: Briefs, words: Mapping[str, str]) -> str:
+def short_help(
+    parser: argparse.ArgumentParser, usage: str, briefs: Briefs, words: Mapping[str, str]
+) -> str:
     """Usage, description, and the flags of each group.
 
     A group of which no flag has a brief is explained as `--help-all` does it.
     """
     width = max(30, shutil.get_terminal_size().columns)
-    lines = [*textwrap.wrap(parser.format_usage(), width, subsequent_indent=_INDENT), ""]
+    lines = [*textwrap.wrap(f"usage: {usage}", width, subsequent_indent=_INDENT), ""]
     lines += [*textwrap.wrap(parser.description or "", width), ""]
     groups = [(group.title or "", _rows(group, briefs)) for group in parser._action_groups]
     if words:

@@ -53,6 +53,9 @@ class FlagParser(argparse.ArgumentParser):
         self.words = dict(words or {})
         self.briefs: Briefs = {}
         self._given: dict[str, str] = {}
+        if self.words:
+            explained = "; ".join(f"{word}: {text}" for word, text in self.words.items())
+            self.add_argument_group("arguments", explained)
         group = self.add_argument_group("help")
         group.add_argument("-h", "--help", action="help", help="show the most used flags, and exit")
         group.add_argument("--help-all", action=_HelpAll, help="explain every flag, and exit")
@@ -63,22 +66,23 @@ class FlagParser(argparse.ArgumentParser):
         """Leaves the flags of these fields, or other destinations, to `--help-all`."""
         self.briefs.update(dict.fromkeys(names, ""))
 
-    def format_usage(self) -> str:
-        """One line, which leaves the flags to the help."""
+    def one_line_usage(self) -> str:
+        """How it is called; the flags are left to the help."""
         if self.usage is not None:
-            return super().format_usage()
+            return self.usage
         positionals = [flag_text(action) for action in self._actions if not action.option_strings]
         words = [*positionals, *(f"[{word}]" for word in self.words)]
-        return " ".join(["usage:", self.prog, *words, "[flags]"]) + "\n"
+        return " ".join([self.prog, *words, "[flags]"])
 
     def format_help(self) -> str:
         """The help of `--help`: the flags that have a brief, or all if none has."""
         own = dict.fromkeys(("help", "help_all", "version"), "")
         briefs = {**own, **self.briefs} if self.epilog else self.briefs  # which says what these do
-        return short_help(self, briefs, self.words)
+        return short_help(self, self.one_line_usage(), briefs, self.words)
 
     def format_full_help(self) -> str:
         """The help of `--help-all`."""
+        self.usage = self.one_line_usage()
         return super().format_help()
 
     def named(self, message: str) -> str:
@@ -117,7 +121,7 @@ class FlagParser(argparse.ArgumentParser):
         if len(parsed.plain_words) > len(self.words):
             found = parsed.plain_words[len(self.words)]
             hint = "; a text of several words needs quotes" if self.words else ""
-            self.error(f"unexpected argument {found!r}{hint}")
+            self.error(f"unexpected argument {shown(found)}{hint}")
         return parsed
 
     def parse_known_args(  # type: ignore[override]
@@ -156,7 +160,7 @@ class FlagParser(argparse.ArgumentParser):
     def _unknown_flag(self, flag: str) -> NoReturn:
         near = difflib.get_close_matches(flag, self._option_string_actions, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
-        self.error(f"unknown flag {flag!r}{hint}")
+        self.error(f"unknown flag {shown(flag)}{hint}")
 
 
 class _HelpAll(argparse.Action):
@@ -166,7 +170,7 @@ class _HelpAll(argparse.Action):
         super().__init__(option_strings, argparse.SUPPRESS, nargs=0, **kwargs)
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
-        sys.stdout.write(parser.format_full_help())
+        parser._print_message(parser.format_full_help(), sys.stdout)
         parser.exit()
 
 

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from cpmcu.checks import shown
 from cpmcu.config import shipped
 
 DEFAULT_PROMPT = "Who are you"
@@ -47,7 +48,7 @@ def names_model(word: str) -> bool:
 
 
 def model_and_prompt(
-    words: list[str], model: str | None, text: str | None
+    words: list[str], model: str | None, text: str | None, file: str | None = None
 ) -> tuple[str | None, str | None]:
     """Model and prompt of `[MODEL] [PROMPT]` and of the flags for the same.
 
@@ -56,11 +57,14 @@ def model_and_prompt(
     """
     words = list(words)
     if model is not None and len(words) == 2:
-        raise ValueError(f"MODEL is {words[0]!r}, but --model-path is given too: give one of them")
+        raise ValueError(
+            f"MODEL is {shown(words[0])}, but --model-path is given too: give one of them"
+        )
     if words and model is None and (len(words) == 2 or names_model(words[0])):
         model = words.pop(0)
-    if words and text is not None:
-        raise ValueError(f"PROMPT is {words[0]!r}, but --prompt-text is given too: give one")
+    for flag, given in (("--prompt-text", text), ("--prompt-file", file)):
+        if words and given is not None:
+            raise ValueError(f"PROMPT is {shown(words[0])}, but {flag} is given too: give one")
     return model, words[0] if words else text
 
 

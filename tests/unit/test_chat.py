@@ -71,7 +71,7 @@ def test_one_line_of_statistics_for_each_answer(talk, capsys):
     talk("one", "two")
     shown = [line for line in capsys.readouterr().err.splitlines() if "prefill: " not in line]
     assert sum("first after" in line for line in shown) == 2
-    assert len(shown) == 5  # loading, the hint, two answers, the end
+    assert len(shown) == 4  # loading, the hint, two answers
     talk("one", flags=("--stats",))
     assert "\nprefill  " in capsys.readouterr().err
 

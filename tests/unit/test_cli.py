@@ -63,6 +63,7 @@ needs_engine = pytest.mark.skipif(
         (["--logprobs", "50"], "--logprobs is 50, but must be at most 20"),
         (["--stop-token-ids", "-1"], "--stop-token-ids is -1"),
         (["--system-prompt", "x", "--use-chat-template=no"], "--system-prompt needs a chat"),
+        (["--full"], "--full is given without --memory-plan"),
         (["--chat", "--use-chat-template", "no"], "--chat needs a chat template"),
         (["--cuda-grap"], "did you mean --cuda-graph?"),
         (["--stop", ""], "--stop holds ''"),
@@ -266,12 +267,13 @@ def test_prompt_from_stdin_and_logprobs():
 def test_memory_plan():
     result = run("--memory-plan", "--device", "cpu")
     assert result.returncode == 0, result.stderr
-    rows = [line.split() for line in result.stdout.splitlines()[2:]]
-    groups = [row for row in rows if row[0] in ("weights", "scratch", "kv", "state")]
+    lines = result.stdout.splitlines()[2:]
+    *groups, total = [line.split() for line in lines if not line.startswith(" ")]
     sizes = [float(row[-2]) for row in groups]
-    assert sizes == sorted(sizes, reverse=True) and len(groups) == 4
-    assert rows[-1][0] == "total" and abs(sum(sizes) - float(rows[-1][2])) < 0.05
-    assert len(rows) < 40
+    assert {"weights", "scratch", "kv", "state"} == {row[0] for row in groups}
+    assert sizes == sorted(sizes, reverse=True)
+    assert total[0] == "total" and abs(sum(sizes) - float(total[-2])) < 0.05
+    assert len(lines) < 40
     full = run("--memory-plan", "--full", "--device", "cpu")
     names = [line.split()[0] for line in full.stdout.splitlines()]
     assert "model.layers.3.mlp.down_proj" in names and "model.layers.*.mlp.down_proj" not in names

@@ -153,6 +153,7 @@ def test_help_of_a_verb_by_name(printed):
         (["run", "a", "b", "c"], "cpmcu run: unexpected argument 'c'; a text of several words"),
         (["run", "m", "p", "--model", "x"], "MODEL is 'm', but --model-path is given too"),
         (["run", "p q", "--prompt-text", "x"], "PROMPT is 'p q', but --prompt-text is given too"),
+        (["run", "p q", "--prompt-file", "x"], "PROMPT is 'p q', but --prompt-file is given too"),
         (["plan", "m", "--model", "x"], "MODEL is 'm', but --model-path is given too"),
         (["serve", "m", "--model", "x"], "MODEL is 'm', but --model-path is given too"),
         (["serve", "m", "n"], "cpmcu serve: unexpected argument 'n'"),
