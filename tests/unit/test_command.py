@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from cpmcu import __version__, bench, cli, server
 from cpmcu.convert import __main__ as convert
 from cpmcu.flags import FlagParser
 from cpmcu.prompt import model_and_prompt
+from tests.unit.test_cli import needs_engine
 from tests.unit.test_import_time import HEAVY
 
 ROOT = Path(__file__).parents[2]
@@ -231,3 +233,35 @@ def test_ctrl_c_while_a_program_is_imported(tmp_path):
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", ""), str(ROOT)])
     result = run("cpmcu", "run", PYTHONPATH=path)
     assert (result.returncode, result.stderr) == (130, "stopped\n")
+
+
+@needs_engine
+def test_serve_takes_the_model_as_a_word():
+    pytest.importorskip("uvicorn")
+    command = [sys.executable, "-m", "cpmcu", "serve", "tiny-python-minicpm-w4"]
+    process = subprocess.Popen(
+        [*command, "--port", "0", "--device", "cpu"], stderr=subprocess.PIPE, text=True
+    )
+    try:
+        log = ""
+        while "ready" not in log:
+            line = process.stderr.readline()
+            assert line, log
+            log += line
+        (port,) = re.findall(r"listening on http://127\.0\.0\.1:(\d+)", log)
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models", timeout=60) as answer:
+            assert b'"tiny-python-minicpm-w4"' in answer.read()
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=60)
+        assert process.returncode == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
+@needs_engine
+def test_bench_takes_the_model_as_a_word():
+    flags = ("--device", "cpu", "--contexts", "16", "--decode", "2", "--no-speculation")
+    result = run("cpmcu", "bench", "tiny-python-minicpm-w4", *flags)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("tiny-python-minicpm-w4, ")
