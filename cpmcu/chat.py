@@ -140,6 +140,7 @@ class Chat:
 
     def _reset(self, argument: str) -> None:
         self._messages = list(self._opening)
+        self._display.note("the conversation is forgotten")
 
     def _stats(self, argument: str) -> None:
         if self._last is None:

@@ -64,6 +64,7 @@ def test_a_conversation(talk, capsys):
     assert talk.seen[2][1]["role"] == "assistant" and talk.seen[2][1]["content"] in STORY
     shown = capsys.readouterr().err
     assert "not so" in shown
+    assert shown.count("the conversation is forgotten") == 2
     assert "the model holds 200; /reset starts over" in shown
 
 
