@@ -66,7 +66,7 @@ class Page:
     def texts(self, selector: str) -> list[str]:
         # Not element.text, which is what can be seen, with white space gone.
         script = "return [...document.querySelectorAll(arguments[0])].map((e) => e.textContent)"
-        return self.run(script, selector)
+        return [text.replace("\u00a0", " ") for text in self.run(script, selector)]
 
     def wait(self, condition: Callable[[], Any], seconds: float = 30) -> Any:
         end = time.monotonic() + seconds

@@ -229,11 +229,7 @@ def test_an_error_within_an_answer_is_shown_with_it(driver, scripted):
         {"error": {"message": said, "type": "server_error"}},
     ]
     stream = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
-    page.run(
-        "window.fetch = async () => new Response(arguments[0])".replace(
-            "arguments[0]", json.dumps(stream)
-        )
-    )
+    page.run("const text = arguments[0]; window.fetch = async () => new Response(text)", stream)
     page.type("Go\n")
     assert page.answered(1) == ["Half an"]
     for _ in range(2):

@@ -124,7 +124,7 @@ function sentenceOf(turn, answering) {
   if (turn.end in ENDS) parts.push(ENDS[turn.end]);
   if (turn.end === "running" && !answering) parts.push("unfinished");
   if (model.name && turn.model && turn.model !== model.name) parts.push(turn.model);
-  return parts.join(" · ");
+  return parts.join("\u00a0· ");
 }
 
 /** What the end of an answer is for those who hear the page. */

@@ -5,6 +5,7 @@ const model = { name: "", chats: true, thinks: false };
 let current = null;   // the conversation that is shown
 let views = [];       // of its turns
 let connecting = false;
+let saidOfServer = "";
 
 // ---- the server
 
@@ -15,7 +16,7 @@ async function connect() {
   $("hint").textContent = "Connecting…";
   for (let state; (state = await notReady());) {
     $("hint").textContent = state;
-    if ($("empty").hidden) tell(state);
+    if ($("empty").hidden) tellOfServer(state);
     await new Promise((wake) => setTimeout(wake, 1000));
   }
   connecting = false;
@@ -23,21 +24,28 @@ async function connect() {
     Object.assign(model, await describeModel());
   } catch (error) {
     if (error.status === 401) return askForKey();
-    return tell(error.message);
+    return tellOfServer(error.message);
   }
+  const free = [document.body, $("key")].includes(document.activeElement);  // nobody types elsewhere
   $("key-form").hidden = true;
-  tell("");
+  if ($("notice").textContent === saidOfServer) tell("");
   $("model").textContent = document.title = model.name;
   $("thinking-field").hidden = !model.thinks;
   if (!model.chats && current.isEmpty) current.mode = "complete";
   showChat();
-  if (!touch.matches) $("prompt").focus();
+  if (free && !touch.matches) $("prompt").focus();
+}
+
+/** Shows a sentence that is no longer true once the server answers. */
+function tellOfServer(text) {
+  saidOfServer = text;
+  tell(text);
 }
 
 function askForKey() {
   $("hint").textContent = "This server needs an API key.";
   $("key-form").hidden = false;
-  if (apiKey.get()) tell("The server does not know this API key.");
+  if (apiKey.get()) tellOfServer("The server does not know this API key.");
   $("key").focus();
 }
 
@@ -73,10 +81,12 @@ function showChat() {
   if (model.name && !connecting) {
     $("hint").textContent = chat ? "Ask something." : "Write the beginning of a text; the model goes on.";
   }
-  $("prompt").placeholder = chat ? "Message" : "Text to go on with";
+  $("prompt").placeholder = chat ? "Message" : "Text to complete";
+  $("prompt").classList.toggle("mono", !chat);
+  $("prompt-label").textContent = chat ? "Your message" : "Text to complete";
   $("prompt").enterKeyHint = chat && !touch.matches ? "send" : "enter";
   $("keys-hint").textContent = chat
-    ? "Enter sends, Shift+Enter starts a new line" : "Ctrl+Enter sends, Enter starts a new line";
+    ? "Enter sends, Shift+Enter starts a new line" : "Ctrl+Enter or ⌘+Enter sends, Enter starts a new line";
   showRunning();
 }
 
@@ -138,14 +148,10 @@ function finish(conversation, turn, refusal) {
   say("");  // the notice is read out
   tell(refusal.message);
   if (refusal.status === 401) askForKey();
-  if (refusal.status === 0) connectLater();
-}
-
-/** Waits for a server that was lost, and takes the notice away when it is back. */
-async function connectLater() {
-  const said = $("notice").textContent;
-  while (await notReady()) await new Promise((wake) => setTimeout(wake, 1000));
-  if ($("notice").textContent === said) await connect();
+  if (refusal.status === 0) {
+    tellOfServer(refusal.message);
+    connect();
+  }
 }
 
 /** Asks with a text. What the server refuses is as if it had not been sent. */

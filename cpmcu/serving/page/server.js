@@ -51,11 +51,16 @@ async function* events(reply) {
       if (!line.startsWith("data: ")) continue;
       const data = line.slice(6).trim();
       if (data === "[DONE]") return;
-      const event = JSON.parse(data);
-      if (event.error) throw new Refusal(500, event.error.message);
-      yield event;
+      yield eventOf(data);
     }
   }
+}
+
+function eventOf(data) {
+  let event;
+  try { event = JSON.parse(data); } catch { throw new Refusal(500, "What the server sent cannot be read."); }
+  if (event.error) throw new Refusal(500, event.error.message);
+  return event;
 }
 
 /** What the server says of itself while it does not answer; null once it does. */

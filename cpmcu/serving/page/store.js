@@ -42,8 +42,9 @@ class Conversation {
   static read(text) {
     let data = null;
     try { data = JSON.parse(text); } catch { /* not ours */ }
-    const whole = data && typeof data.id === "string" && Array.isArray(data.turns)
-      && data.turns.every((turn) => turn && typeof turn.id === "string" && typeof turn.text === "string");
+    const whole = [data?.id, data?.title, data?.draft].every((each) => typeof each === "string")
+      && Array.isArray(data.turns)
+      && data.turns.every((turn) => typeof turn?.id === "string" && typeof turn.text === "string");
     return whole ? new Conversation(data) : null;
   }
 
