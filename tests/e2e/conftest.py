@@ -21,10 +21,11 @@ SCRIPTS = {
     "**really**.",
     "broken": 'Hm <tool_call>{"name": add}</tool_call> no.',
 }
-# The comment shows the server which tags this model writes. A conversation is just its texts.
+# The comment shows the server which tags this model writes, and the page that it can do without
+# thinking. A conversation is just its texts.
 TEMPLATE = (
-    "{# <think> </think> <tool_call> #}{% for message in messages %}{{ message.content }}"
-    "{% endfor %}{{ suffix }}"
+    "{# <think> </think> <tool_call> enable_thinking #}"
+    "{% for message in messages %}{{ message.content }}{% endfor %}{{ suffix }}"
 )
 
 

@@ -68,7 +68,7 @@ def test_markdown_is_streamed_and_heard(driver, scripted):
     page.ready()
     page.type(cue("guide") + "\n")
     page.answered(1)
-    assert page.texts(".answer h4") == ["Sums"]
+    assert page.texts(".answer h3") == ["Sums"]
     assert page.texts(".answer ol > li > ul > li") == ["ints"]
     assert page.texts(".answer li > em, .answer li > code, .answer strong") == [
         "Add",
@@ -125,6 +125,19 @@ def test_what_is_not_set_is_left_to_the_server(driver, scripted):
     names = {"temperature", "top_p", "top_k", "seed", "max_tokens", "chat_template_kwargs"}
     assert not names & page.asked()[0].keys()
     assert [message["role"] for message in page.asked()[0]["messages"]] == ["user"]
+
+
+def test_thinking_can_be_switched_off(driver, scripted, server):
+    page = Page(driver, scripted)
+    page.ready()
+    page.set(thinking="off")
+    page.type(cue("story") + "\n")
+    page.answered(1)
+    assert page.asked()[0]["chat_template_kwargs"] == {"enable_thinking": False}
+    page = Page(driver, server)  # whose template knows nothing of it
+    page.ready()
+    page.click("Settings")
+    assert not page.find("#settings [name=thinking]").is_displayed()
 
 
 def test_stop_frees_the_slot_and_the_answer_goes_on(driver, server):

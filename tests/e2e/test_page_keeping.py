@@ -75,7 +75,7 @@ def test_conversations_are_listed_renamed_and_deleted(driver, scripted):
     page.find("#list li:last-child .chat").click()
     assert page.answered(1) == [STORY]
     page.click(f"Rename {first}")
-    page.find("#list input").send_keys("My story", Keys.ENTER)
+    driver.switch_to.active_element.send_keys("My story", Keys.ENTER)
     assert listed(page) == [second, "My story"]
     page.click("Rename My story")
     page.find("#list input").send_keys("not this", Keys.ESCAPE)
@@ -218,7 +218,10 @@ def test_a_full_or_damaged_storage(driver, scripted):
     page.run(
         "localStorage.setItem('cpmcu.chat.x', '{\"id\": 3');"
         "localStorage.setItem('cpmcu.settings', '[');"
-        "localStorage.setItem('cpmcu.chat.y', JSON.stringify({id: 'y', turns: [{id: 1}]}));"
+        "const chat = {id: 'y', title: '', draft: '', leaf: 'a', turns: [{id: 1}]};"
+        "localStorage.setItem('cpmcu.chat.y', JSON.stringify(chat));"
+        "chat.turns = [{id: 'a', parent: 'a', text: 'its own parent'}];"
+        "localStorage.setItem('cpmcu.chat.z', JSON.stringify(chat));"
     )
     page.reload()
     page.ready()

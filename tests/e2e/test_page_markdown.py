@@ -15,8 +15,8 @@ const markdown = new Markdown(root);
 for (const text of arguments[0]) markdown.show(text);
 return root.innerHTML;
 """
-H1, H2 = '<h3 class="level-1">', '<h4 class="level-2">'
-PRE = "<pre><code>"
+H1, H2 = '<h2 class="level-1">', '<h3 class="level-2">'
+PRE = '<pre tabindex="0"><code>'
 LINK = 'target="_blank" rel="noopener noreferrer nofollow"'
 
 
@@ -40,8 +40,8 @@ def shown(page: Page, *texts: str) -> str:
     ("text", "html"),
     [
         ("a\nb  \nc", "<p>a<br>b<br>c</p>"),
-        ("# One\n## Two ##\n####### no", f"{H1}One</h3>{H2}Two</h4><p>####### no</p>"),
-        ("One\n===\nTwo\n---", f"{H1}One</h3>{H2}Two</h4>"),
+        ("# One\n## Two ##\n####### no", f"{H1}One</h2>{H2}Two</h3><p>####### no</p>"),
+        ("One\n===\nTwo\n---", f"{H1}One</h2>{H2}Two</h3>"),
         ("a\n\n---\n* * *", "<p>a</p><hr><hr>"),
         (
             "> a\n> > b\n\nc",
@@ -81,7 +81,7 @@ def shown(page: Page, *texts: str) -> str:
         ("a ``` b\nc", "<p>a ``` b<br>c</p>"),
         (
             "x\n|a|b|\n|:-:|-:|\n|1 \\| 2|*3*|\n|4|",
-            '<p>x</p><div class="scroll"><table><thead><tr>'
+            '<p>x</p><div class="scroll" tabindex="0"><table><thead><tr>'
             '<th class="center">a</th><th class="right">b</th></tr></thead><tbody><tr>'
             '<td class="center">1 | 2</td><td class="right"><em>3</em></td></tr><tr>'
             '<td class="center">4</td><td class="right"></td></tr></tbody></table></div>',

@@ -75,9 +75,9 @@ function readHeading(lines, from) {
   return { kind: "heading", to: from + 1, make: () => headingElement(found[1].length, text) };
 }
 
-/** h1 and h2 are the page's own. */
+/** The page's own heading is h1. */
 function headingElement(level, text) {
-  const element = make(`h${Math.min(6, level + 2)}`, { class: `level-${level}` });
+  const element = make(`h${Math.min(6, level + 1)}`, { class: `level-${level}` });
   element.append(...inlineNodes(text.trim()));
   return element;
 }
@@ -193,7 +193,7 @@ function tableElement(columns, [header, ...rows]) {
   }));
   const table = make("table", {}, make("thead", {}, row("th", header)));
   table.append(make("tbody", {}, ...rows.map((cells) => row("td", cells))));
-  return make("div", { class: "scroll" }, table);
+  return make("div", { class: "scroll", tabindex: 0 }, table);
 }
 
 function readParagraph(lines, from) {
@@ -211,12 +211,12 @@ function readParagraph(lines, from) {
   return { kind: "paragraph", to, make: () => make("p", {}, ...inlineNodes(text)) };
 }
 
-/** Code with its language and a button; its own `code` element scrolls. */
+/** Code with its language and a button. What scrolls can have the focus: keys scroll it. */
 function codeElement(language, text) {
   const code = make("code", {}, text);
   const button = make("button", { type: "button", class: "icon", "aria-label": "Copy code", title: "Copy code" });
   button.append(icon("copy"));
   button.addEventListener("click", () => copy(code.textContent, button));
   const head = make("div", { class: "code-head" }, make("span", {}, language || "text"), button);
-  return make("div", { class: "code" }, head, make("pre", {}, code));
+  return make("div", { class: "code" }, head, make("pre", { tabindex: 0 }, code));
 }

@@ -9,6 +9,7 @@ function showList(renaming = null) {
   if (focused && !renaming && document.activeElement.matches("input")) return;
   $("list").replaceChildren(...chats.sorted().map((chat) => listItem(chat, chat === renaming)));
   $("no-chats").hidden = chats.all.size > 0;
+  if (focused) ($("list").querySelector("[aria-current]") ?? $("new")).focus();
 }
 
 function listItem(chat, renaming) {
@@ -26,7 +27,9 @@ function listItem(chat, renaming) {
   });
   const rename = iconButton("pencil", `Rename ${chat.name}`, () => {
     showList(chat);
-    $("list").querySelector("input").select();
+    const field = $("list").querySelector("input");
+    field.focus();
+    field.select();
   });
   item.append(name, rename, iconButton("bin", `Delete ${chat.name}`, () => deleteChat(chat)));
   return item;
@@ -58,6 +61,7 @@ function titleField(chat) {
 /** Deletes a conversation; a button brings it back. */
 function deleteChat(chat) {
   running.get(chat.id)?.stop();
+  keepDraft();
   chats.remove(chat);
   const shown = chat === current;
   if (shown) openChat(new Conversation({ mode: current.mode }));
@@ -70,6 +74,7 @@ function deleteChat(chat) {
     showList();
   });
   tell(`“${chat.name}” was deleted.`, undo);
+  if (narrow.matches) showSide(false);  // the notice is behind it
 }
 
 /** Opens or closes the side. On a narrow page it lies over the rest, which is then out of reach. */

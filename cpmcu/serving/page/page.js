@@ -4,6 +4,7 @@
 const model = { name: "", chats: true, thinks: false };
 let current = null;   // the conversation that is shown
 let views = [];       // of its turns
+let draftTimer = 0;
 let connecting = false;
 let saidOfServer = "";
 
@@ -52,6 +53,7 @@ function askForKey() {
 // ---- the conversation that is shown
 
 function openChat(conversation) {
+  keepDraft();
   current = conversation;
   if (!model.chats && current.isEmpty) current.mode = "complete";
   session.set("cpmcu.current", current.id);
@@ -228,15 +230,21 @@ function startNew() {
   $("prompt").focus();
 }
 
+/** Keeps what is in the message field. */
 function keepDraft() {
-  if (current.draft === $("prompt").value) return;
+  clearTimeout(draftTimer);
+  draftTimer = 0;
+  if (!current || current.draft === $("prompt").value) return;
   current.draft = $("prompt").value;
   if (chats.save(current)) showList();
 }
 
 $("form").addEventListener("submit", (event) => { event.preventDefault(); send(); });
 $("stop").addEventListener("click", () => running.get(current.id)?.stop());
-$("prompt").addEventListener("input", () => { fit($("prompt")); keepDraft(); });
+$("prompt").addEventListener("input", () => {
+  fit($("prompt"));
+  draftTimer ||= setTimeout(keepDraft, SAVE_EVERY);
+});
 $("prompt").addEventListener("keydown", (event) => {
   if (sendsNow(event, current.mode)) {
     event.preventDefault();
@@ -301,6 +309,7 @@ const saveAll = () => { for (const each of running.values()) each.save(); };
 document.addEventListener("visibilitychange", saveAll);
 addEventListener("pagehide", () => {
   leaving = true;
+  keepDraft();
   saveAll();
 });
 addEventListener("pageshow", () => { leaving = false; });

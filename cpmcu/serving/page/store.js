@@ -42,9 +42,13 @@ class Conversation {
   static read(text) {
     let data = null;
     try { data = JSON.parse(text); } catch { /* not ours */ }
+    const before = new Set([null]);  // a turn comes behind its parent
+    const isTurn = (turn) => {
+      if (typeof turn?.id !== "string" || typeof turn.text !== "string" || !before.has(turn.parent)) return false;
+      return before.add(turn.id);
+    };
     const whole = [data?.id, data?.title, data?.draft].every((each) => typeof each === "string")
-      && Array.isArray(data.turns)
-      && data.turns.every((turn) => typeof turn?.id === "string" && typeof turn.text === "string");
+      && Array.isArray(data.turns) && data.turns.every(isTurn);
     return whole ? new Conversation(data) : null;
   }
 
