@@ -225,10 +225,14 @@ def test_a_refusal_is_shown_as_one_and_loses_nothing(driver, limited):
     assert page.find("#notice").get_attribute("role") == "alert"
     assert page.prompt() == words
     assert not page.texts(".turn")
-    page.run("window.fetch = () => Promise.reject(new TypeError('failed'))")
+    # Also together with what was typed meanwhile.
+    page.run("window.fetch = () => new Promise((done, fail) => { window.fail = fail; })")
     page.find("#send").click()
+    page.wait(lambda: page.prompt() == "")
+    page.type("next")
+    page.run("window.fail(new TypeError('failed'))")
     page.wait(lambda: page.find("#notice").text == "The server cannot be reached.")
-    assert page.prompt() == words
+    assert page.prompt() == f"{words}\n\nnext"
 
 
 def test_an_error_within_an_answer_is_shown_with_it(driver, scripted):

@@ -34,7 +34,7 @@ async function connect() {
   $("thinking-field").hidden = !model.thinks;
   if (!model.chats && current.isEmpty) current.mode = "complete";
   showChat();
-  if (free && !touch.matches) $("prompt").focus();
+  if (free) toPrompt();
 }
 
 /** Shows a sentence that is no longer true once the server answers. */
@@ -62,7 +62,8 @@ function openChat(conversation) {
   $("prompt").value = current.draft;
   showChat();
   showList();
-  $("log").scrollTop = $("log").scrollHeight;
+  toEnd();
+  $("to-end").hidden = true;
 }
 
 /** Shows the turns of the current conversation; those that are there stay. */
@@ -97,9 +98,13 @@ function showRunning() {
   const focused = [$("send"), $("stop")].includes(document.activeElement);
   $("send").hidden = busy;
   $("stop").hidden = !busy;
-  if (focused) (busy ? $("stop") : $("prompt")).focus();
+  if (focused && busy) $("stop").focus();
+  else if (focused) toPrompt();
   fit($("prompt"));
 }
+
+/** Lets the message field have the focus, unless a keyboard would then cover the page. */
+function toPrompt() { if (!touch.matches) $("prompt").focus(); }
 
 /** Does the page show the end of the conversation? Then it follows what is added. */
 function atEnd() {
@@ -174,7 +179,8 @@ async function send() {
   $("prompt").value = conversation.draft = "";
   const parent = conversation.turn(conversation.leaf);
   if (await askWith(conversation, parent, text)) return;
-  conversation.draft ||= text;
+  keepDraft();
+  conversation.draft = conversation.draft ? `${text}\n\n${conversation.draft}` : text;
   undo(conversation);
 }
 
@@ -184,6 +190,7 @@ async function resend(turn, text) {
   const former = conversation.leaf;
   if (await askWith(conversation, conversation.turn(turn.parent), text)) return;
   conversation.leaf = former;
+  keepDraft();
   undo(conversation);
   if (conversation === current) views.find((view) => view.turn === turn || view.given === turn)?.edit(text);
 }
@@ -194,6 +201,7 @@ async function regenerate(turn) {
   if (!await answer(conversation, other)) return;
   conversation.remove(other);
   conversation.show(turn);
+  keepDraft();
   undo(conversation);
 }
 
@@ -227,7 +235,7 @@ function showBranch(turn) {
 function startNew() {
   if (!current.isEmpty) openChat(new Conversation({ mode: current.mode }));
   if (narrow.matches && !$("side").inert) showSide(false);
-  $("prompt").focus();
+  toPrompt();
 }
 
 /** Keeps what is in the message field. */
@@ -263,16 +271,18 @@ for (const button of document.querySelectorAll(".new")) button.addEventListener(
 for (const button of $("modes").children) {
   button.addEventListener("click", () => {
     current.mode = button.value;
+    chats.save(current);
     showChat();
-    $("prompt").focus();
+    toPrompt();
   });
 }
 $("log").addEventListener("scroll", () => { $("to-end").hidden = atEnd(); });
 $("to-end").addEventListener("click", toEnd);
 
 document.addEventListener("keydown", (event) => {
-  const writing = event.target.closest("input, textarea, select, dialog");
-  if (event.key === "Escape" && !document.querySelector("dialog[open]")) running.get(current.id)?.stop();
+  if (event.isComposing || document.querySelector("dialog[open]")) return;
+  const writing = event.target.closest("input, textarea, select");
+  if (event.key === "Escape") running.get(current.id)?.stop();
   if (event.key.toLowerCase() === "o" && event.shiftKey && (event.ctrlKey || event.metaKey)) {
     event.preventDefault();
     startNew();
@@ -305,12 +315,14 @@ addEventListener("storage", ({ key, newValue }) => {
 });
 
 // A page that is closed or put aside keeps what arrived.
-const saveAll = () => { for (const each of running.values()) each.save(); };
-document.addEventListener("visibilitychange", saveAll);
+function keepAll() {
+  keepDraft();
+  for (const each of running.values()) each.save();
+}
+document.addEventListener("visibilitychange", keepAll);
 addEventListener("pagehide", () => {
   leaving = true;
-  keepDraft();
-  saveAll();
+  keepAll();
 });
 addEventListener("pageshow", () => { leaving = false; });
 

@@ -106,6 +106,7 @@ class TurnView {
 
   /** Puts a field in the text's place; `text`: what it holds, if not the text itself. */
   edit(text = null) {
+    if (this.element.classList.contains("edited")) return;
     const { conversation, turn } = this;
     const changed = conversation.mode === "complete" ? this.given : turn;  // what is edited
     const whole = changed === turn ? turn.text : changed.text + turn.text;
@@ -114,10 +115,10 @@ class TurnView {
     const cancel = make("button", { type: "button" }, "Cancel");
     const done = make("button", { type: "button", class: "main" }, sends ? "Send" : "Save");
     const editor = make("div", { class: "editor" }, field, make("div", { class: "row" }, cancel, done));
-    const end = () => { editor.remove(); this.element.classList.remove("edited"); $("prompt").focus(); };
+    const end = () => { editor.remove(); this.element.classList.remove("edited"); toPrompt(); };
     cancel.addEventListener("click", end);
     done.addEventListener("click", () => {
-      if (!field.value.trim()) return;
+      if (!field.value.trim() || running.has(conversation.id)) return;
       end();
       if (sends) resend(changed, field.value);
       else replace(turn, field.value);
