@@ -117,7 +117,7 @@ def test_lines_and_settings(driver, scripted):
     assert page.run("return settings.values.top_p") == "0.5"
 
 
-def test_what_is_not_set_is_left_to_the_server(driver, scripted):
+def test_an_empty_setting_is_left_to_the_server(driver, scripted):
     page = Page(driver, scripted)
     page.ready()
     page.type(cue("story") + "\n")

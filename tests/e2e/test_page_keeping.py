@@ -1,4 +1,4 @@
-"""What the chat page keeps in the browser, and what is done to messages and conversations."""
+"""The chat page: stored conversations, branches, edits, several tabs."""
 
 from __future__ import annotations
 
@@ -272,7 +272,7 @@ def test_tabs_share_conversations(driver, scripted):
         driver.switch_to.window(here)
 
 
-def test_what_is_kept_is_plain(driver, scripted):
+def test_the_format_of_a_stored_conversation(driver, scripted):
     """One entry a conversation: its turns as a tree, by parent."""
     page = ready(driver, scripted)
     page.type(cue("story") + "\n")

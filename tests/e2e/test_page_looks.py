@@ -172,7 +172,7 @@ def test_the_order_of_the_focus(driver, scripted):
     ]  # fmt: skip
 
 
-def test_what_is_behind_the_open_list_is_out_of_reach(driver, scripted):
+def test_the_page_behind_the_open_list_is_inert(driver, scripted):
     page = Page(driver, scripted, PHONE)
     page.ready()
     assert page.run("return [$('side').inert, $('page').inert]") == [True, False]

@@ -1,5 +1,5 @@
 "use strict";
-// One answer while it is written: from the server's stream into a turn, which is kept on the way.
+// One answer in progress: the server's stream is written into a turn, and the turn is saved on the way.
 
 const running = new Map();  // id of a conversation -> its Answering
 const SAVE_EVERY = 500;     // ms
@@ -10,15 +10,15 @@ class Answering {
   constructor(conversation, turn, changed) {
     Object.assign(this, { conversation, turn, changed });
     this.controller = new AbortController();
-    this.before = { tokens: turn.numbers?.tokens ?? 0 };  // of a part that is gone on with
-    this.came = false;     // did anything of the answer arrive?
+    this.tokensBefore = turn.numbers?.tokens ?? 0;  // of the part that "Go on" continues
+    this.came = false;     // has a token arrived?
     this.progress = "";    // while the prompt is read
     this.refusal = null;
   }
 
   stop() { this.controller.abort(); }
 
-  /** Runs to the end. What went wrong is the turn's `problem`, and `refusal` if nothing arrived. */
+  /** Runs to the end. An error becomes the turn's `problem`, or `refusal` if no token arrived. */
   async run() {
     const { conversation, turn } = this;
     const before = { ...turn };
@@ -53,6 +53,7 @@ class Answering {
     if (progress) this.progress = `reading the prompt: ${progress.processed} of ${progress.total} tokens`;
     if (usage?.completion_tokens) this.count(usage.completion_tokens);
     if (metrics) {
+      turn.numbers ??= {};
       turn.numbers.speed = metrics.timings.predicted_per_second || turn.numbers.speed;
       turn.numbers.accepted = metrics.speculative_decoding?.mean_acceptance_length;
     }
@@ -71,7 +72,7 @@ class Answering {
     this.first ??= { at: now, tokens };
     const seconds = (now - this.first.at) / 1000;
     this.turn.numbers = {
-      tokens: this.before.tokens + tokens,
+      tokens: this.tokensBefore + tokens,
       speed: seconds > 0 ? (tokens - this.first.tokens) / seconds : 0,
       wait: this.first.at - this.started,
     };
@@ -112,7 +113,7 @@ const ENDS = {
   failed: "broken off", edited: "edited",
 };
 
-/** What is said below an answer. */
+/** The line of numbers below an answer. */
 function sentenceOf(turn, answering) {
   const { tokens, speed, accepted, wait } = turn.numbers ?? {};
   if (answering && !answering.came) return answering.progress || "waiting for the server";
@@ -127,7 +128,7 @@ function sentenceOf(turn, answering) {
   return parts.join("\u00a0· ");
 }
 
-/** What the end of an answer is for those who hear the page. */
+/** The sentence for screen readers when an answer ends. */
 function endOf(turn) {
   if (turn.end === "failed") return `The answer broke off: ${turn.problem}`;
   if (turn.end === "stopped") return "The answer was stopped.";

@@ -22,7 +22,7 @@ function iconButton(name, label, act) {
   return button;
 }
 
-/** Says something to those who cannot see it. */
+/** Gives screen readers a sentence. */
 function say(text) { $("state").textContent = text; }
 
 /** Shows a sentence above the message field, until the next one or "". */

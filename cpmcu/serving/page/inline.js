@@ -38,7 +38,7 @@ class Inline {
     this.pieces = [];     // {node}, or a run of marks: {mark, count, whole, opens, closes}
     this.plain = "";      // read, and not yet a piece
     this.brackets = [];   // pieces that are an open [ or ![
-    this.missing = new Set();  // what was searched for and does not come any more
+    this.missing = new Set();  // ends that do not come any more
   }
 
   nodes() {

@@ -1,5 +1,5 @@
 "use strict";
-// Markdown that grows: what is complete stays, only the last block is made anew.
+// Markdown that grows: complete blocks stay, only the last block is rendered again.
 
 class Markdown {
   /** Shows text in `root`; `settled` gets the text of each block that is complete. */

@@ -1,5 +1,5 @@
 "use strict";
-// The page as a whole: which conversation is shown, what is done to it, and the keyboard.
+// The page as a whole: connection, open conversation, actions, keyboard.
 
 const model = { name: "", chats: true, thinks: false };
 let current = null;   // the conversation that is shown
@@ -161,7 +161,7 @@ function finish(conversation, turn, refusal) {
   }
 }
 
-/** Asks with a text. What the server refuses is as if it had not been sent. */
+/** Sends a text. If the server refuses it, the conversation is as before. */
 async function askWith(conversation, parent, text) {
   const asked = conversation.add(parent, { role: "user", text });
   const turn = conversation.add(asked, { role: "assistant" });
@@ -295,7 +295,7 @@ document.addEventListener("keydown", (event) => {
   if (event.key === "?") $("keys").showModal();
 });
 
-// What other tabs do. A conversation that is being answered here takes in their turns.
+// Changes by other tabs. A conversation with an answer in progress takes in their turns.
 addEventListener("storage", ({ key, newValue }) => {
   if (!key?.startsWith(CHAT)) return;
   const before = chats.all.get(key.slice(CHAT.length));

@@ -1,7 +1,7 @@
 "use strict";
-// What the page asks the server.
+// Requests to the server, and its stream of events.
 
-/** An answer that is none: the server's sentence, or why there is no answer. */
+/** A request that failed: the server's sentence, or a sentence about the connection. */
 class Refusal extends Error {
   constructor(status, text) {
     super(text);
@@ -63,7 +63,7 @@ function eventOf(data) {
   return event;
 }
 
-/** What the server says of itself while it does not answer; null once it does. */
+/** The state of a server that does not answer requests yet; null once it does. */
 async function notReady() {
   const health = await fetch("health").catch(() => null);
   if (health?.ok) return null;

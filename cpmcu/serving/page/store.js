@@ -1,6 +1,6 @@
 "use strict";
-// What is kept in this browser: conversations and settings in local storage; in the session
-// storage of the tab, the API key and which conversation is shown.
+// Data kept in this browser. Local storage has conversations and settings; the session storage of
+// the tab has the API key and the id of the open conversation.
 
 const CHAT = "cpmcu.chat.";
 

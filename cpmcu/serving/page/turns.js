@@ -1,5 +1,5 @@
 "use strict";
-// What is shown of a turn: a message of the user's, an answer, a text that the model went on with.
+// The view of a turn: a message, an answer, or a completed text.
 
 class TurnView {
   constructor(conversation, turn) {
@@ -22,7 +22,7 @@ class TurnView {
     this.update();
   }
 
-  /** Reads out what is left of an answer that has ended. */
+  /** Gives screen readers the rest of an answer that has ended. */
   end() {
     if (this.markdown) this.markdown.end();
     else if (this.turn === spoken) hear(this.turn.text);
@@ -71,7 +71,7 @@ class TurnView {
     else shown.data = thought;
   }
 
-  /** The buttons. They are made anew only if there shall be others: one may have the focus. */
+  /** The buttons. One may have the focus, so they are replaced only when they change. */
   showActions() {
     const { conversation, turn } = this;
     const free = !running.has(conversation.id);
@@ -136,9 +136,9 @@ class TurnView {
   }
 }
 
-let spoken = null;  // the turn that is read out while it is written
+let spoken = null;  // the turn that screen readers hear
 
-/** Reads out a piece of the answer that is being written. */
+/** Gives screen readers a piece of the answer in progress. */
 function hear(text) { if (text.trim()) $("live").append(make("p", {}, text)); }
 
 /** Gives a field the height of its text. */
@@ -149,7 +149,7 @@ function fit(field) {
 
 const touch = matchMedia("(hover: none) and (pointer: coarse)");
 
-/** Does a key send? Enter in a chat, unless it is typed on glass; Ctrl+Enter or Cmd+Enter anywhere. */
+/** Does a key send? Enter in a chat, unless on a touch screen; Ctrl+Enter or Cmd+Enter anywhere. */
 function sendsNow(event, mode) {
   if (event.key !== "Enter" || event.isComposing || event.keyCode === 229) return false;
   if (event.ctrlKey || event.metaKey) return true;
