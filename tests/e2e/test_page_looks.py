@@ -107,6 +107,21 @@ def test_wide_content_scrolls_by_itself(driver, scripted):
     assert page.run("return $('log').scrollWidth <= $('log').clientWidth")
 
 
+def test_the_end_stays_in_sight_when_a_keyboard_comes(driver, scripted):
+    page = Page(driver, scripted, PHONE)
+    page.ready()
+    for name in ("guide", "think", "guide"):
+        page.type(cue(name))
+        page.find("#send").click()
+        page.wait(lambda: not page.texts(".busy"))
+    page.answered(3)
+    numbers = page.driver.find_elements("css selector", ".numbers")[-1]
+    height = {"width": PHONE[0], "height": 430, "deviceScaleFactor": 1, "mobile": True}
+    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", height)
+    page.wait(lambda: 0 < numbers.rect["y"] < page.find("#form").rect["y"])
+    assert page.find("#form").rect["y"] + page.find("#form").rect["height"] <= 430
+
+
 def test_the_theme_can_be_chosen(driver, scripted):
     wanted(driver, "light")
     page = Page(driver, scripted)

@@ -276,7 +276,10 @@ for (const button of $("modes").children) {
     toPrompt();
   });
 }
-$("log").addEventListener("scroll", () => { $("to-end").hidden = atEnd(); });
+// A keyboard or a longer message leaves less room for the conversation: its end stays in sight.
+let staysAtEnd = true;
+$("log").addEventListener("scroll", () => { staysAtEnd = $("to-end").hidden = atEnd(); });
+new ResizeObserver(() => { if (staysAtEnd) toEnd(); }).observe($("log"));
 $("to-end").addEventListener("click", toEnd);
 
 document.addEventListener("keydown", (event) => {
