@@ -25,7 +25,8 @@ GAIN_SHARE = 0.5  # of what drafting gains over plain steps
 TRIAL = 3  # steps in a row: right after plain steps a draft is accepted less
 PAUSE = 2  # steps between trials, in which the last one is observed
 MARGIN = 1.02  # by which a trial must promise to be faster
-REVIEW = 4  # steps that a plan holds: making one takes as long as some kernels
+REVIEW = 4  # drafted steps that a plan holds: making one takes as long as some kernels
+PLAIN_REVIEW = 12  # plain steps: they are the shortest
 RETRIED = 500  # steps after which a shape is tried again without a promise
 LOST_STEPS = 3.0  # plain steps behind plain decoding, after which what is known is forgotten
 NEW_TEXT = 3  # samples that older texts count as
@@ -40,9 +41,9 @@ class _Plan:
     plain: float  # seconds of a plain step
     best: Shape
     rate: float  # tokens a second that are expected of it
-    trial: Shape | None  # what comes first, if anything is to be tried
+    trial: Shape | None = None  # what comes first, if anything is to be tried
     trial_steps: int = 0
-    left: int = REVIEW  # steps
+    left: int = 0  # steps
 
 
 class ShapeChooser:
@@ -130,7 +131,8 @@ class ShapeChooser:
         bounds = {shape: self._times.bounds(shape, num_seqs) for shape in self.shapes}
         tokens = {shape: self._tokens.expected(shape) for shape in self.shapes}
         best = max(self.shapes, key=lambda shape: tokens[shape] / bounds[shape][1])
-        plan = _Plan(num_seqs, plain, best, tokens[best] / bounds[best][1], None)
+        plan = _Plan(num_seqs, plain, best, tokens[best] / bounds[best][1])
+        plan.left = PLAIN_REVIEW if best == PLAIN else REVIEW
         if self._pause > 0:
             plan.left = self._pause
             return plan

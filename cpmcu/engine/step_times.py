@@ -32,11 +32,10 @@ class _Times:
     def add(self, seconds: float, step: int, *, plain: bool) -> None:
         self.recent.append(seconds)
         self.last = step
-        ordered = sorted(self.recent)
-        self.least = ordered[0]
+        self.least = min(self.recent)
         # Other processes only ever slow a step down. Of a plain step the fastest counts: taken for
         # slower than it is, it would make a useless draft look good.
-        self.typical = self.least if plain else ordered[len(ordered) // 4]
+        self.typical = self.least if plain else sorted(self.recent)[len(self.recent) // 4]
 
 
 class StepTimes:
