@@ -19,6 +19,7 @@ from cpmcu.config import EngineConfig, SpeculativeConfig
 from cpmcu.convert.__main__ import make_parser as convert_parser
 from cpmcu.flags import FlagParser, add_flags
 from cpmcu.server import make_parser as make_server_parser
+from scripts.synthetic.__main__ import make_parser as synthetic_parser
 from tests.python_path import python_path
 
 ROOT = Path(__file__).parents[2]
@@ -98,11 +99,12 @@ PARSERS = {
     "cpmcu.bench": bench_parser,
     "cpmcu.convert": convert_parser,
     "cpmcu.server": make_server_parser,
+    "scripts.synthetic": synthetic_parser,
 }
 
 
 def commands(document: Path) -> list[list[str]]:
-    """The words of each `python -m cpmcu...` in backticks or in a shell block."""
+    """The words of each `python -m ...` in backticks or in a shell block."""
     lines = [line for body in blocks(document, "bash") for line in body.splitlines()]
     words = [
         shlex.split(text, comments=True) for text in [*lines, *spans(document)] if "-m" in text
