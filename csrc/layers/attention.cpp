@@ -121,7 +121,8 @@ class AttentionBlock : public Block {
                                 .num_kv_heads = spec_.num_key_value_heads,
                                 .head_dim = spec_.head_dim,
                                 .rows = step.rows};
-    if (ctx.products == nullptr || !ctx.products->push(rotary)) rotary_kv(ctx, rotary);
+    ProductQueue* const queue = ProductQueue::of(ctx);
+    if (queue == nullptr || !queue->push(rotary)) rotary_kv(ctx, rotary);
     const AttentionParams params{.out = out,
                                  .qkv = qkv,
                                  .k_cache = cache.keys(layer_),
@@ -136,11 +137,11 @@ class AttentionBlock : public Block {
                                  .scratch = partials_};
     if (step.phase == Phase::kPrefill) {
       attention_prefill(ctx, params);
-    } else if (ctx.products == nullptr) {
+    } else if (queue == nullptr) {
       attention_decode(ctx, params);
     } else {
       attention_splits(ctx, params);
-      ctx.products->push(params);
+      queue->push(params);
     }
     out_->forward(ctx, step.phase, hidden, out, spec_.residual_scale, 1);
   }
