@@ -38,6 +38,9 @@ struct Context {
   bool is_shared = false;              // kernels of other processes run at the same time
   GemmLibrary* cublas = nullptr;       // null: not found, our own GEMM serves all row counts
   PendingLaunches* pending = nullptr;  // null: no launch waits
+  // Counts the launches of this stream whose successors overlap them. Two such launches that follow
+  // one another have different shapes (kernels/gemm/w4a16_kernel.cuh); null: all have the first.
+  uint32_t* overlapping_launches = nullptr;
 };
 
 // A context of the device with a stream of its own.
@@ -45,6 +48,7 @@ struct DeviceContext : Context {
   explicit DeviceContext(Device on) {
     device = on;
     if (!on.is_cuda()) return;
+    overlapping_launches = &num_overlapping_launches_;
     const DeviceInfo info = device_info(on);
     sm_count = info.sm_count;
     sm_shared_bytes = info.sm_shared_bytes;
@@ -60,6 +64,9 @@ struct DeviceContext : Context {
   ~DeviceContext() { destroy_stream(device, stream); }
   DeviceContext(const DeviceContext&) = delete;
   DeviceContext& operator=(const DeviceContext&) = delete;
+
+ private:
+  uint32_t num_overlapping_launches_ = 0;
 };
 
 }  // namespace cpmcu
