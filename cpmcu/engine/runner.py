@@ -18,9 +18,10 @@ from collections.abc import Sequence as PySequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from cpmcu.engine.chooser import ShapeChooser
 from cpmcu.engine.request import Request
 from cpmcu.engine.scheduler import Scheduler, Sequence, Step
-from cpmcu.engine.shapes import Shape, ShapeChooser
+from cpmcu.engine.shapes import Shape
 from cpmcu.outputs import TokenLogprobs
 
 if TYPE_CHECKING:

@@ -477,14 +477,15 @@ def test_calls_run_between_steps(start):
 
 def test_shapes_are_chosen_and_observed(start):
     shapes = [(0, 1), (1, 2), (4, 5)]
-    engine = FakeEngine(script, burst=5)
+    engine = FakeEngine(script, burst=5, step_seconds=0.001)
     runner = start(engine, shapes=shapes)
-    jobs = [Job(max_tokens=60) for _ in range(3)]
+    jobs = [Job(max_tokens=300) for _ in range(3)]
     for job in jobs:
         runner.submit(job.request)
     for job in jobs:
-        assert job.wait().token_ids == job.expected(60)
-    assert engine.shapes[0] == shapes[-1] and set(engine.shapes) == set(shapes)
+        assert job.wait().token_ids == job.expected(300)
+    assert engine.shapes[0] == shapes[0]
+    assert set(engine.shapes) <= set(shapes) and shapes[-1] in engine.shapes
 
 
 def test_without_shapes_the_engine_takes_the_whole_draft(start):
