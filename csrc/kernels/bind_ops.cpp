@@ -162,6 +162,7 @@ void bind_shared_params(py::module_& m) {
   m.attr("token_logprobs_dtype") = py::dtype::of<TokenLogprobs>();
   m.attr("slot_result_dtype") = py::dtype::of<SlotResult>();
   m.attr("PROMPT_BIT") = kPromptBit;
+  m.attr("NO_TOKEN") = kNoToken;
 }
 
 // ---- layers

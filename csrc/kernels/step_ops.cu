@@ -37,7 +37,7 @@ __device__ void publish(const FinishStepParams& p, int sample, SlotResult& resul
   if (lane == 0) {
     const int token = p.tokens[sample];
     p.state.next_tokens[slot] = token;
-    if (p.sampling[slot].use_penalties) {
+    if (token != kNoToken && p.sampling[slot].use_penalties) {
       p.state.counts[int64_t{slot} * p.state.vocab_size + token] += 1;
     }
     result.slot = slot;

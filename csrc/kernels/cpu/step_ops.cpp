@@ -24,7 +24,7 @@ void finish_step(const Context&, const FinishStepParams& p) {
   for (int r = 0; r < p.num_sampled; ++r) {
     const int slot = p.seq_slots[p.sampled_seqs[r]], token = p.tokens[r];
     p.state.next_tokens[slot] = token;
-    if (p.sampling[slot].use_penalties) {
+    if (token != kNoToken && p.sampling[slot].use_penalties) {
       ++p.state.counts[int64_t{slot} * p.state.vocab_size + token];
     }
     results[r].slot = slot;

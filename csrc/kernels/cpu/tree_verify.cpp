@@ -46,8 +46,10 @@ void accept_tree(const Context&, const AcceptTreeParams& p) {
       if (p.pending_ids) p.pending_ids[slot * p.max_emitted + num] = token;
       result.tokens[num] = token;
       if (sampling.num_logprobs >= 0) result.logprobs[num] = p.logprobs[row];
-      if (sampling.use_penalties) ++p.state.counts[int64_t{slot} * p.state.vocab_size + token];
-      finished = is_stop(stop, token) || num + 1 >= stop.max_tokens;
+      const bool is_token = token != kNoToken;
+      if (is_token && sampling.use_penalties)
+        ++p.state.counts[int64_t{slot} * p.state.vocab_size + token];
+      finished = !is_token || is_stop(stop, token) || num + 1 >= stop.max_tokens;
       cached = token;
       node = child_of(p.trees, seq, node, token);
     }
