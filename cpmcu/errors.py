@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 
+class OutputError(RuntimeError):
+    """One output cannot be finished. The text is a sentence for whoever asked for the output."""
+
+
 def sentence(error: BaseException | str) -> str:
     """An error in one line. One of the system's begins with the file's name, not with a number."""
     text = str(error)
