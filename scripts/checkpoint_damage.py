@@ -385,7 +385,7 @@ _TEMPLATES = [
     ),
     "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
     "{% macro f() %}{{ f() }}{{ f() }}{% endmacro %}{{ f() }}",
-    "{% set ns = namespace(a='a') %}{% for i in range(99) %}{% set ns.a = ns.a + ns.a %}{% endfor %}",
+    "{% set n = namespace(a='a') %}{% for i in range(99) %}{% set n.a = n.a + n.a %}{% endfor %}",
     "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}",
     "{% for a in range(99999) %}{% for b in range(99999) %}{{ a }}{% endfor %}{% endfor %}",
     "{% for m in messages recursive %}{{ loop(messages) }}{% endfor %}",

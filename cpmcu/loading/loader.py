@@ -103,7 +103,8 @@ def load_model(
     with about(directory):
         stated = {generation_file.name: generation_config, "config.json": hf_config}
         eos = eos_ids(stated, fields.vocab_size)
-        SamplingParams().resolve(generation_config)  # raises for a value out of range
+    with about(generation_file):
+        SamplingParams().resolve(generation_config)  # every request's defaults
     target = TargetModel(
         hf_config,
         fields,

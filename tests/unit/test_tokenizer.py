@@ -159,7 +159,9 @@ def test_errors(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="not a tokenizer that can be read"):
         Tokenizer.from_directory(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("[1]")
-    with pytest.raises(ValueError, match=r"tokenizer_config\.json: is a JSON list, expected an object"):
+    with pytest.raises(
+        ValueError, match=r"tokenizer_config\.json: is a JSON list, expected an object"
+    ):
         Tokenizer.from_directory(tmp_path)
 
 
