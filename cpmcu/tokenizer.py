@@ -145,24 +145,24 @@ class _FastBackend:
     def __init__(self, path: Path, config: dict[str, Any], added: dict[str, Any]) -> None:
         import tokenizers  # 50 ms: only when there is something to tokenise
 
+        self._path = path
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
             self._tokenizer.no_truncation()
             self._tokenizer.no_padding()
-        except _NOT_ERRORS:
+            self._add(config, added)
+        except (ValueError, *_NOT_ERRORS):  # a ValueError is ours
             raise
         except BaseException as error:  # plain Exception, and its panics, which are none
             raise ValueError(
                 f"{path} is not a tokenizer that can be read: {one_line(error)}"
             ) from error
-        self._path = path
-        self._add(config, added)
         self._tokenizer.encode_special_tokens = bool(config.get("split_special_tokens"))
         # What tokenizer_config.json states wins over the file's post-processor, each on its side.
         first, last = self._stated(config, "bos_token"), self._stated(config, "eos_token")
         self._frame: tuple[list[int], list[int]] | None = None
         try:
-            begin, end = self._own_frame()  # a tokenizer that panics at all does so here
+            begin, end = self._own_frame()  # a tokenizer that panics mostly does so here
         except RuntimeError as error:
             raise ValueError(str(error)) from error
         if first is not None or last is not None:
@@ -220,7 +220,7 @@ class _FastBackend:
             for name, number in added.items():
                 stated[int(number)] = AddedToken(name)
             for number, fields in (config.get("added_tokens_decoder") or {}).items():
-                kept = {key: fields[key] for key in _ADDED if key in fields}
+                kept = {key: value for key, value in fields.items() if key in _ADDED}
                 stated[int(number)] = AddedToken(**kept)
         except (AttributeError, TypeError, ValueError) as error:
             raise ValueError(
@@ -263,9 +263,7 @@ class _FastBackend:
 
     def _own_frame(self) -> tuple[list[int], list[int]]:
         """What the file's post-processor puts before and behind a text."""
-        text, framed = (
-            self._tokenizer.encode("a", add_special_tokens=special).ids for special in (False, True)
-        )
+        text, framed = (self.encode("a", special) for special in (False, True))
         for begin in range(len(framed) - len(text) + 1):
             if framed[begin : begin + len(text)] == text:
                 return framed[:begin], framed[begin + len(text) :]

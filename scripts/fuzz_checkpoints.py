@@ -33,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import checkpoint_damage as recipes
 
 MAX_MESSAGE = 2000  # characters
+NAMELESS = ("MemoryError", "OutputError")  # are about no file
 KINDS = (ValueError, FileNotFoundError, MemoryError, RuntimeError)  # exactly these, or cpmcu's own
 
 
@@ -135,7 +136,7 @@ def fault(error: BaseException, directory: Path) -> str:
         return "the message is not one line of text\n"
     names = {path.name for path in directory.rglob("*")} | {directory.name}
     names |= {"config.json", "tokenizer.json", "chat template", "chat_template"}
-    if kind is not MemoryError and not any(name in message for name in names):
+    if kind.__name__ not in NAMELESS and not any(name in message for name in names):
         return "the message names no file\n"
     return ""
 

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cpmcu.checks import shown
+from cpmcu.checks import brief, shown
 from cpmcu.models.reader import ConfigReader
 
 DEFAULT_THETA = 10000.0
@@ -114,7 +114,7 @@ def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
         raise top.fail(key, "an object or null")
     if any(isinstance(value, dict) for value in params.values()):
         raise ValueError(
-            f"{top.where}: {key} differs between layer types ({', '.join(sorted(params))}), "
+            f"{top.where}: {key} differs between layer types ({brief(', '.join(sorted(params)))}), "
             "expected one set of RoPE parameters for all layers"
         )
     return params
