@@ -105,13 +105,9 @@ def test_logits_that_are_not_finite_draw_no_token(
     slots = slots_of(fields, {**fields, "use_penalties": 1, "use_bias": 1})
     counts, bias = penalty_state(2, vocab_size)
     logits = random_logits(8, vocab_size)
-    logits[0, vocab_size - 1] = np.nan
-    logits[1] = np.nan
-    logits[2, vocab_size // 2] = -np.nan
-    logits[3, 0] = np.inf
-    logits[4] = -np.inf
-    logits[5, 1:] = -np.inf
-    logits[6, 1::2] = -np.inf
+    logits[0, vocab_size - 1], logits[1], logits[2, vocab_size // 2] = np.nan, np.nan, -np.nan
+    logits[3, 0], logits[4] = np.inf, -np.inf
+    logits[5, 1:] = logits[6, 1::2] = -np.inf
     for slot in (0, 1):
         tokens, logprobs = sample(
             device, logits, slots, row_slots=[slot] * 8, counts=counts, bias=bias
