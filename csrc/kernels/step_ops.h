@@ -39,11 +39,11 @@ struct BeginDecodeParams {
 REGISTER_OP(begin_decode, BeginDecodeParams)
 
 // After a step: lengths[slot] += its rows; where a token was drawn it becomes next_tokens[slot], is
-// counted (if the slot uses penalties and it is not kNoToken), and is published: its result is written (into the ring
-// entry of the old ticket), `*ticket` grows by one, and `*done` is set to the new ticket with
-// system scope. So step n, from 1, leaves its results in entry (n - 1) % ring_size, and the host
-// polls for
-// `*done` >= n. logprobs[0] is copied only where the slot asks for logprobs.
+// counted (if the slot uses penalties and it is not kNoToken), and is published: its result is
+// written (into the ring entry of the old ticket), `*ticket` grows by one, and `*done` is set to
+// the new ticket with system scope. So step n, from 1, leaves its results in entry (n - 1) %
+// ring_size, and the host polls for `*done` >= n. logprobs[0] is copied only where the slot asks
+// for logprobs.
 struct FinishStepParams {
   const int* seq_slots = nullptr;      // [B]
   const int* seq_row_begin = nullptr;  // [B + 1]

@@ -113,10 +113,11 @@ struct SlotStop {
 
 // Walks each tree from the root: at a node take the token drawn there; it is emitted; if a child of
 // the node holds it, go there, else stop (target-match acceptance). The run ends early after a stop
-// id, the last token allowed, or kNoToken, which is emitted too but not counted. Then, of the slot: lengths += emitted, next_tokens = last emitted,
-// counts (if it uses penalties), stop.max_tokens, stop.finished; and the result is published as
-// finish_step does (step_ops.h): results[b] of the ring entry for every sequence, in order. A slot
-// that is finished already emits nothing and changes nothing.
+// id, the last token allowed, or kNoToken, which is emitted too but not counted. Then, of the slot:
+// lengths += emitted, next_tokens = last emitted, counts (if it uses penalties), stop.max_tokens,
+// stop.finished; and the result is published as finish_step does (step_ops.h): results[b] of the
+// ring entry for every sequence, in order. A slot that is finished already emits nothing and
+// changes nothing.
 //
 // paths[b, j] = node of the j-th step of the walk (-1 beyond). For the drafter: pending_ids[slot,
 // j] = j-th emitted token, pending_counts[slot] = emitted.
