@@ -62,8 +62,11 @@ class _Budget:
     def take(self, size: int) -> None:
         """Counts a value before it is made, if its size is known, else after."""
         self.left -= size
-        if size > self.max_size or self.left < 0:
+        if size > self.max_size:
             raise LimitError(f"it makes more than {self.max_size} characters")
+        if self.left < 0:
+            total = MAX_TOTAL * self.max_size
+            raise LimitError(f"it makes more than {total} characters, one after another")
 
     def step(self) -> None:
         """Counts a turn of a loop or a call."""
