@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import numbers
 import queue
 import threading
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from cpmcu.serving.chat_template import ChatTemplate, Message
 
     T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 Prompt = str | list[int]
 
@@ -88,6 +91,7 @@ class LLM:
         self.generation_config = loaded.generation_config
         self.spec = loaded.spec
         self.draft_spec = loaded.draft  # None: nothing drafts
+        self._check_end_token()
         self._grammars: GrammarCompiler | None = None
         self._grammar_lock = threading.Lock()
         self._memory_plan = loaded.engine.memory_plan()
@@ -100,6 +104,19 @@ class LLM:
         self.tokenizer = Tokenizer.from_directory(directory)
         if self._before_weights is not None:
             self._before_weights(self)
+
+    def _check_end_token(self) -> None:
+        """Warns of a tokenizer's end token that the model cannot draw."""
+        name = self.tokenizer.special_tokens.get("eos_token")
+        token = None if name is None else self.tokenizer.id_of(name)
+        if token is not None and token >= self.spec.vocab_size:
+            logger.warning(
+                "the tokenizer's eos_token %s has the id %d, but the model's vocabulary has %d "
+                "tokens: it ends no output",
+                shown(name),
+                token,
+                self.spec.vocab_size,
+            )
 
     @property
     def max_length(self) -> int:

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from cpmcu.checks import one_line
 from cpmcu.grammar import Grammar
 from cpmcu.tokenizer import Tokenizer
 
@@ -48,9 +49,16 @@ class GrammarCompiler:
         make = functools.partial(llguidance.LLTokenizer, n_vocab=size)
         # Which knows special tokens by their names, as a Lark grammar may call them.
         self._named = functools.cache(lambda: make(source, eos_token=eos or None))
-        self._tokenizer = make(
-            without_names(source), eos_token=eos or list(self._named().eos_tokens)
-        )
+        try:
+            self._tokenizer = make(
+                without_names(source), eos_token=eos or list(self._named().eos_tokens)
+            )
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a panic of the library is no Exception
+            raise ValueError(
+                f"the model's tokenizer.json cannot be used with a grammar: {one_line(error)}"
+            ) from error
         self._num_words = -(-vocab_size // 32)
         self._lock = threading.Lock()
         self._compiled: OrderedDict[Grammar, Any] = OrderedDict()

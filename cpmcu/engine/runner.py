@@ -8,6 +8,7 @@ for a sequence that has ended meanwhile is ignored.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import os
 import threading
@@ -22,6 +23,7 @@ from cpmcu.engine.chooser import ShapeChooser
 from cpmcu.engine.request import Request
 from cpmcu.engine.scheduler import Scheduler, Sequence, Step
 from cpmcu.engine.shapes import Shape
+from cpmcu.errors import OutputError
 from cpmcu.outputs import TokenLogprobs
 
 if TYPE_CHECKING:
@@ -273,11 +275,19 @@ class Runner:
         drafted = 0 if step.chunks is not None else self.tokens_per_step - 1
         if step.shape is not None:
             drafted = step.shape[0]
+        tokens = list(itertools.takewhile(lambda token: token >= 0, output.tokens))
         try:
-            request.accept(output.tokens, _logprobs(output), drafted=drafted)
+            request.accept(tokens, _logprobs(output), drafted=drafted)
+            if len(tokens) < len(output.tokens) and not request.done:
+                raise OutputError(
+                    f"the model's logits for token {len(request.tokens) + 1} of the output are not "
+                    "finite: its activations overflow the dtype (float16 holds the least), or its "
+                    "weights are wrong"
+                )
             if output.finished:  # it emits no more, whatever ended it
                 request.end("length")
-        except Exception as error:  # of a tokenizer: this request's trouble alone
+        except Exception as error:  # of a tokenizer, too: this request's trouble alone
+            logger.error("request %d failed: %s", request.id, error)
             request.fail(error)
 
     def _serve_calls(self) -> None:

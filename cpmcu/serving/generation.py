@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cpmcu.engine.request import Request
+from cpmcu.errors import OutputError
 from cpmcu.outputs import CompletionOutput, StreamChunk
 from cpmcu.sampling import SamplingParams
 from cpmcu.serving.errors import ApiError
@@ -94,7 +95,8 @@ class Generation:
     async def items(self) -> AsyncIterator[tuple[int, Item]]:
         """(output number, item) as they come, until every output has ended.
 
-        Raises RuntimeError if the engine fails, ApiError (400) if it refuses the request.
+        Raises RuntimeError if the engine fails, ApiError if it refuses the request (400) or cannot
+        finish an output (500).
         """
         open_outputs = len(self.requests)
         while open_outputs:
@@ -102,6 +104,10 @@ class Generation:
                 number, item = self._ready.popleft()
                 if isinstance(item, Exception):
                     self.cancel()
+                    if isinstance(item, OutputError):
+                        message = str(item)
+                        message = f"{message[0].upper()}{message[1:]}."
+                        raise ApiError(500, message, code="output_failed") from item
                     raise bad_value(item) if isinstance(item, ValueError) else item
                 if isinstance(item, StreamChunk) and item.finish_reason is not None:
                     open_outputs -= 1
