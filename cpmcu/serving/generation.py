@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cpmcu.engine.request import Request
+from cpmcu.grammar import GrammarError
 from cpmcu.outputs import CompletionOutput, StreamChunk
 from cpmcu.sampling import SamplingParams
 from cpmcu.serving.errors import ApiError
@@ -94,7 +95,8 @@ class Generation:
     async def items(self) -> AsyncIterator[tuple[int, Item]]:
         """(output number, item) as they come, until every output has ended.
 
-        Raises RuntimeError if the engine fails, ApiError (400) if it refuses the request.
+        Raises RuntimeError if the engine fails, ApiError (400) if it refuses the request or the
+        grammar cannot be followed.
         """
         open_outputs = len(self.requests)
         while open_outputs:
@@ -102,7 +104,7 @@ class Generation:
                 number, item = self._ready.popleft()
                 if isinstance(item, Exception):
                     self.cancel()
-                    raise bad_value(item) if isinstance(item, ValueError) else item
+                    raise _answered(item)
                 if isinstance(item, StreamChunk) and item.finish_reason is not None:
                     open_outputs -= 1
                 yield number, item
@@ -186,6 +188,14 @@ def encode(tokenizer: Tokenizer, text: str, field: str, *, special: bool) -> lis
         return tokenizer.encode(text, add_special_tokens=special)
     except ValueError as error:
         raise bad_value(error, field) from error
+
+
+def _answered(error: Exception) -> Exception:
+    """What a client gets for an error of the engine's."""
+    if isinstance(error, GrammarError):
+        message = str(error)
+        return ApiError(400, f"{message[0].upper()}{message[1:]}.", code="grammar_failed")
+    return bad_value(error) if isinstance(error, ValueError) else error
 
 
 def bad_value(error: ValueError, prompt_field: str = "prompt") -> ApiError:

@@ -56,8 +56,7 @@ class Reply:
 
     def usage_so_far(self, generation: Generation) -> dict[str, Any]:
         """The member of a chunk that has the usage, if each shall have it."""
-        options = self.body.stream_options
-        if options is None or not options.continuous_usage_stats:
+        if not self.body.continuous_usage:
             return {}
         return {"usage": self.usage(generation).model_dump()}
 
@@ -79,7 +78,7 @@ class Reply:
     def last(self, generation: Generation, usage: UsageInfo) -> bytes | None:
         """The event after the choices, with usage and metrics as far as asked for."""
         more: dict[str, Any] = {}
-        if self.body.include_usage:
+        if self.body.include_usage or self.service.config.enable_force_include_usage:
             more["usage"] = usage.model_dump()
         if self.wants_metrics:
             more["metrics"] = metrics_of([request.output() for request in generation.requests])
