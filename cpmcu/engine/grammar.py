@@ -12,7 +12,7 @@ import re
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -71,8 +71,18 @@ class GrammarCompiler:
                 if len(self._compiled) > _NUM_KEPT:
                     self._compiled.popitem(last=False)
             self._compiled.move_to_end(grammar)
-            matcher = matcher.deep_copy()
-        return GrammarState(matcher, self._tokenizer, self._num_words)
+            copy = matcher.deep_copy()
+        forget = functools.partial(self._forget, grammar, matcher)
+        return GrammarState(copy, self._tokenizer, self._num_words, on_failure=forget)
+
+    def _forget(self, grammar: Grammar, matcher: Any) -> None:
+        """Drops a grammar one of whose copies has failed: they share a lexer, which fails for all.
+
+        The next output compiles it anew.
+        """
+        with self._lock:
+            if self._compiled.get(grammar) is matcher:
+                del self._compiled[grammar]
 
     def _compile(self, grammar: Grammar) -> Any:
         source = self._source(grammar)
@@ -135,8 +145,15 @@ class GrammarCompiler:
 class GrammarState:
     """How far one output has come in its grammar. Used by one thread at a time."""
 
-    def __init__(self, matcher: Any, tokenizer: Any, num_words: int) -> None:
+    def __init__(
+        self,
+        matcher: Any,
+        tokenizer: Any,
+        num_words: int,
+        on_failure: Callable[[], None] = lambda: None,
+    ) -> None:
         self._matcher = matcher
+        self._on_failure = on_failure
         self._eos = frozenset(tokenizer.eos_tokens)
         self._num_words = num_words
         self._buffer = np.zeros(-(-tokenizer.vocab_size // 32), np.uint32)
@@ -161,7 +178,7 @@ class GrammarState:
             if self.stopped or "satisfy the grammar" in reason:
                 reason = f"token {token} was drawn, but the grammar does not allow it here{reason}"
                 raise GrammarError(reason)
-            raise GrammarError(f"the grammar cannot be followed{reason}")
+            raise self._failure()
         self.stopped = self._matcher.is_stopped()
 
     def masks(self, tokens: Sequence[int], parents: Sequence[int]) -> dict[int, Words]:
@@ -193,9 +210,13 @@ class GrammarState:
         if not self.stopped:
             visit(0)
         if self._matcher.is_error():
-            raise GrammarError(f"the grammar cannot be followed{_reason(self._matcher)}")
+            raise self._failure()
         self.seconds += time.perf_counter() - begin
         return masks
+
+    def _failure(self) -> GrammarError:
+        self._on_failure()
+        return GrammarError(f"the grammar cannot be followed{_reason(self._matcher)}")
 
     def _mask(self) -> Words:
         self._matcher.unsafe_compute_mask_ptr(self._buffer.ctypes.data, self._buffer.nbytes)
@@ -261,7 +282,7 @@ def _trial(matcher: Any) -> str:
             return str(matcher.get_error())
         forced = len(matcher.compute_ff_bytes())
         if forced > _MAX_FORCED:
-            return f"it leaves no choice for {forced} bytes, but may for at most {_MAX_FORCED}"
+            return f"it forces {forced} bytes without a choice, but at most {_MAX_FORCED} can be"
         allowed = np.flatnonzero(np.unpackbits(mask, bitorder="little"))
         if matcher.is_stopped() or not len(allowed):
             return ""

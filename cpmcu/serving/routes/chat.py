@@ -233,9 +233,10 @@ class _Chat:
             if not begun[index]:  # not earlier: clients take it for the first token's time
                 begun[index] = True
                 first = _delta(index, {"role": "assistant", "content": ""})
-                yield reply.chunk([first], **self._prompt())
+                usage = reply.usage_so_far(generation)
+                yield reply.chunk([first], **usage, **self._prompt())
                 if self._body.echoed:
-                    yield reply.chunk([_delta(index, {"content": self._body.echoed})])
+                    yield reply.chunk([_delta(index, {"content": self._body.echoed})], **usage)
             part = parsers[index].push(item.text, final=item.finish_reason is not None)
             choice = _delta(index, self._fields(part, num_calls[index]))
             num_calls[index] += len(part.calls)
