@@ -1,4 +1,4 @@
-"""Grammars put together (tool calls, thinking before an answer), and grammars that are too large."""
+"""Grammars put together (tool calls, thinking first), and grammars that are too large."""
 
 from __future__ import annotations
 

@@ -51,6 +51,7 @@ class Job:
             acceptance=options.pop("acceptance", None),
             prompt_logprobs=options.pop("prompt_logprobs", None),
             grammar=options.pop("grammar", None),
+            min_tokens=options.pop("min_tokens", None),
         )
         self.key = key
 
