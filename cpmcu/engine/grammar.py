@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from cpmcu.engine.json_schema import one_of_is_any_of
 from cpmcu.grammar import Grammar, GrammarError
 from cpmcu.tokenizer import Tokenizer
 
@@ -133,7 +134,8 @@ class GrammarCompiler:
     def _simple_source(self, grammar: Grammar) -> str:
         make = self._library.LLMatcher
         if grammar.kind == "json_schema":
-            return str(make.grammar_from_json_schema(grammar.source))
+            options = {"coerce_one_of": True} if one_of_is_any_of(grammar.source) else None
+            return str(make.grammar_from_json_schema(grammar.source, defaults=options))
         if grammar.kind == "regex":
             return str(make.grammar_from_regex(grammar.source))
         if grammar.kind == "choice":

@@ -52,7 +52,7 @@ class ServerConfig:
         False, "put metrics into every response, not only where return_metrics asks for them"
     )
     enable_force_include_usage: bool = option(
-        False, "end every stream with the usage, asked for or not"
+        False, "give the usage in every chunk of every stream, asked for or not"
     )
     root_path: str = option(
         "", "path under which a proxy offers the server, such as /llm; also taken as it is"

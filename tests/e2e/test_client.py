@@ -115,7 +115,7 @@ def test_usage_is_exact(client):
         assert len(choice.token_ids) == reply.usage.completion_tokens == limit
         assert reply.usage.prompt_tokens == len(choice.prompt_token_ids)
         assert reply.usage.total_tokens == limit + reply.usage.prompt_tokens
-        body["stream_options"] = {"continuous_usage_stats": True}
+        body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
         chunks = list(complete(client, max_tokens=limit, stream=True, extra_body=body))
         assert chunks[-1].usage.completion_tokens == limit
         assert sum(len(c.token_ids) for chunk in chunks for c in chunk.choices) == limit

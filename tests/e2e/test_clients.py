@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 import openai
 import pytest
 from annotated_types import Ge, Le
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # it asks the network when imported
 
@@ -54,6 +54,28 @@ class Dot(BaseModel):
     model_config = ConfigDict(extra="forbid", json_schema_extra=COMPACT)
 
     at: Point
+
+
+class Circle(BaseModel):
+    kind: Literal["circle"]
+    radius: Annotated[int, Ge(0), Le(9)]
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class Square(BaseModel):
+    kind: Literal["square"]
+    side: Annotated[int, Ge(0), Le(9)]
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class Drawing(BaseModel):
+    """One form of two: its schema has oneOf and a discriminator."""
+
+    model_config = ConfigDict(extra="forbid", json_schema_extra=COMPACT)
+
+    form: Annotated[Circle | Square, Field(discriminator="kind")]
 
 
 # ---- openai
@@ -114,6 +136,7 @@ def test_pydantic_ai(agent):
     """Its output types are tools, of which one must be called."""
     assert isinstance(agent(Line).run_sync("name = ").output, Line)
     assert isinstance(agent([Line, Dot]).run_sync("name = ").output, (Line, Dot))
+    assert isinstance(agent(Drawing).run_sync("name = ").output, Drawing)
     from pydantic_ai import NativeOutput
 
     assert isinstance(agent(NativeOutput(Line)).run_sync("name = ").output, Line)

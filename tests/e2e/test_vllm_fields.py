@@ -173,20 +173,30 @@ def test_tokens_that_spell_alike_stay_apart(scripted):
 # ---- streams
 
 
-def test_usage_in_streams(client, behind_a_proxy):
-    usages = {}
-    for options in (None, {}, {"include_usage": False, "continuous_usage_stats": True}):
-        usages[str(options)] = [
-            c.usage for c in complete(client, stream=True, stream_options=options)
-        ]
-    assert usages["None"] == usages[str(options)] == [None] * len(usages["None"])
-    assert [usage is None for usage in usages["{}"]][-2:] == [True, False]
-    both = {"include_usage": True, "continuous_usage_stats": True}
-    counts = [c.usage.completion_tokens for c in chat(client, stream=True, stream_options=both)]
-    assert counts == sorted(counts) and counts[-1] == 8
-    forced = behind_a_proxy.client("k")
-    assert list(complete(forced, stream=True))[-1].usage.completion_tokens == 8
-    assert list(chat(forced, stream=True))[-1].usage.completion_tokens == 8
+@pytest.mark.parametrize("ask", [complete, chat])
+def test_usage_in_streams(client, behind_a_proxy, ask):
+    continuous = {"continuous_usage_stats": True}
+    for options in (None, {}, continuous, {"include_usage": False, **continuous}):
+        chunks = list(ask(client, stream=True, stream_options=options))
+        assert [chunk.usage for chunk in chunks] == [None] * len(chunks)
+    *chunks, last = ask(client, stream=True, stream_options={"include_usage": True})
+    assert [chunk.usage for chunk in chunks] == [None] * len(chunks)
+    assert (last.choices, last.usage.completion_tokens) == ([], 8)
+    # In every chunk, what has come with the chunks so far.
+    for stream in (
+        ask(client, stream=True, n=2, stream_options={"include_usage": True, **continuous}),
+        ask(behind_a_proxy.client("k"), stream=True, n=2),
+    ):
+        *chunks, last = stream
+        counts = [chunk.usage.completion_tokens for chunk in chunks]
+        assert counts == sorted(counts) and counts[-1] == last.usage.completion_tokens == 16
+        told = [chunk.usage.completion_tokens for chunk in chunks if is_told(chunk.choices[0])]
+        assert len(set(told)) == len(told) > 2
+
+
+def is_told(choice) -> bool:
+    """Has a chunk more than the role?"""
+    return not hasattr(choice, "delta") or not choice.delta.role
 
 
 # ---- chat

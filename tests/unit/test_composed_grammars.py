@@ -27,6 +27,7 @@ TREE = {
 }
 OTHER = {**TREE, "$defs": {"Leaf": {"type": "boolean"}}}
 TAGS = ("<think>", "</think>")
+COMPACT = {"whitespace_flexible": False}
 
 
 @pytest.fixture(scope="module", params=[byte_level, byte_fallback], ids=["bytes", "fallback"])
@@ -104,6 +105,51 @@ def test_the_tool_whose_schema_is_wrong_is_named(compiler):
 def test_thinking_in_text(compiler, text: str, begun: bool, fits: bool):
     grammar = after_thinking(Grammar.regex("[0-9]+"), TAGS, (None, None), begun=begun)
     assert accepts(compiler, grammar, text) == fits
+
+
+def form(kind: object, name: str, required: bool = True) -> dict:
+    """As pydantic writes a model with a literal field."""
+    properties = {"kind": {"const": kind, "type": "string"}, name: {"type": "integer"}}
+    fields = ["kind", name] if required else [name]
+    frame = {"required": fields, "additionalProperties": False}
+    return {"type": "object", "properties": properties, **frame}
+
+
+def union(*forms: object) -> dict:
+    """References to the forms, of which one must fit."""
+    places = [{"$ref": f"#/$defs/f{i}"} for i in range(len(forms))]
+    defs = {f"f{i}": each for i, each in enumerate(forms)}
+    return {"oneOf": places, "$defs": defs, "x-guidance": COMPACT}
+
+
+def test_alternatives_that_exclude_each_other(compiler):
+    told = union(form("circle", "radius"), form("square", "side"), {"type": "null"})
+    for grammar, frame in (
+        (Grammar.json_schema(told), "%s"),
+        (of_calls({"f": told}, several=False), '[{"name":"f","parameters":%s}]'),
+    ):
+        assert accepts(compiler, grammar, frame % '{"kind":"circle","radius":1}')
+        assert accepts(compiler, grammar, frame % '{"kind":"square","side":1}')
+        assert accepts(compiler, grammar, frame % "null")
+        assert not accepts(compiler, grammar, frame % '{"kind":"square","radius":1}')
+
+
+@pytest.mark.parametrize(
+    "forms",
+    [
+        (form("circle", "radius"), form("circle", "side")),
+        (form("circle", "radius"), form("square", "side", required=False)),
+        ({"type": "number"}, {"type": "integer"}),
+        ({"enum": ["a", "b"]}, {"enum": ["b", "c"]}),
+        (form("circle", "radius"), True),
+        ({"type": "object", "required": 5}, {"type": "object", "required": [["a"]], "enum": 5}),
+    ],
+    ids=["same", "optional", "number", "enum", "anything", "wrong"],
+)
+def test_alternatives_that_may_both_fit(compiler, forms):
+    """What exactly one of them allows is not what one of them allows: refused, not bent."""
+    with pytest.raises(ValueError, match="oneOf"):
+        compiler.start(Grammar.json_schema(union(*forms)))
 
 
 def test_thinking_in_tokens(compiler, tokenizer):

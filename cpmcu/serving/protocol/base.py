@@ -123,7 +123,7 @@ class StreamOptions(RequestModel):
     """Options of a streamed response."""
 
     include_usage: bool | None = Field(
-        True, description="End the stream with a chunk that has the usage"
+        False, description="End the stream with a chunk that has the usage"
     )
     continuous_usage_stats: bool | None = Field(
         False, description="With include_usage: usage so far in every chunk"

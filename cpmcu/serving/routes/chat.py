@@ -226,6 +226,7 @@ class _Chat:
         parsers = [self._job.new_parser() for _ in generation.requests]
         num_calls = [0] * len(parsers)
         begun = [False] * len(parsers)
+        tokens = 0  # of all choices, up to this chunk
         async for index, item in generation.items():
             if isinstance(item, PrefillProgress):
                 yield reply.progress(item)
@@ -233,10 +234,11 @@ class _Chat:
             if not begun[index]:  # not earlier: clients take it for the first token's time
                 begun[index] = True
                 first = _delta(index, {"role": "assistant", "content": ""})
-                usage = reply.usage_so_far(generation)
+                usage = reply.usage_so_far(generation, tokens)
                 yield reply.chunk([first], **usage, **self._prompt())
                 if self._body.echoed:
                     yield reply.chunk([_delta(index, {"content": self._body.echoed})], **usage)
+            tokens += len(item.token_ids)
             part = parsers[index].push(item.text, final=item.finish_reason is not None)
             choice = _delta(index, self._fields(part, num_calls[index]))
             num_calls[index] += len(part.calls)
@@ -246,7 +248,7 @@ class _Chat:
                 choice["stop_reason"] = item.stop_reason
             elif not choice["delta"] and len(choice) == _BARE:
                 continue  # text that is held back, and nothing else to tell
-            yield reply.chunk([choice], **reply.usage_so_far(generation))
+            yield reply.chunk([choice], **reply.usage_so_far(generation, tokens))
         last = reply.last(generation, reply.usage(generation))
         if last is not None:
             yield last

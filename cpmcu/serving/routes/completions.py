@@ -141,6 +141,7 @@ class _Completion:
         """The response as a stream."""
         reply, generation = self._reply, self._job.generation
         begun = [False] * len(generation.requests)
+        tokens = 0  # of all choices, up to this chunk
         async for number, item in generation.items():
             if isinstance(item, PrefillProgress):
                 yield reply.progress(item)
@@ -148,13 +149,14 @@ class _Completion:
             first, begun[number] = not begun[number], True
             text, logprobs = self._echo(number) if first else ("", [])
             if not self._only_echo:
+                tokens += len(item.token_ids)
                 text += item.text
                 logprobs += scored(item.logprobs)
             if text or logprobs or item.finish_reason or self._body.return_token_ids:
                 choice = self._stream_choice(number, text, logprobs, item)
                 if first and self._body.return_token_ids:
                     choice["prompt_token_ids"] = self._prompt(number)
-                yield reply.chunk([choice], **reply.usage_so_far(generation))
+                yield reply.chunk([choice], **reply.usage_so_far(generation, tokens))
         last = reply.last(generation, reply.usage(generation, 0 if self._only_echo else None))
         if last is not None:
             yield last
