@@ -11,7 +11,7 @@ import json
 import re
 import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -57,6 +57,7 @@ class GrammarCompiler:
         self._num_words = -(-vocab_size // 32)
         self._lock = threading.Lock()
         self._compiled: OrderedDict[Grammar, Any] = OrderedDict()
+        self._failed: deque[tuple[Grammar, Any]] = deque()
 
     def start(self, grammar: Grammar) -> GrammarState:
         """The state of an output that has not begun.
@@ -65,6 +66,7 @@ class GrammarCompiler:
         grammar that is wrong or has what llguidance does not know.
         """
         with self._lock:
+            self._drop_failed()
             matcher = self._compiled.get(grammar)
             if matcher is None:
                 matcher = self._compile(grammar)
@@ -73,15 +75,16 @@ class GrammarCompiler:
                     self._compiled.popitem(last=False)
             self._compiled.move_to_end(grammar)
             copy = matcher.deep_copy()
-        forget = functools.partial(self._forget, grammar, matcher)
-        return GrammarState(copy, self._tokenizer, self._num_words, on_failure=forget)
+        failed = functools.partial(self._failed.append, (grammar, matcher))
+        return GrammarState(copy, self._tokenizer, self._num_words, on_failure=failed)
 
-    def _forget(self, grammar: Grammar, matcher: Any) -> None:
-        """Drops a grammar one of whose copies has failed: they share a lexer, which fails for all.
+    def _drop_failed(self) -> None:
+        """Drops grammars one of whose copies has failed: they share a lexer, which fails for all.
 
-        The next output compiles it anew.
+        The engine's thread, where they fail, must not wait for a grammar that is being compiled.
         """
-        with self._lock:
+        while self._failed:
+            grammar, matcher = self._failed.popleft()
             if self._compiled.get(grammar) is matcher:
                 del self._compiled[grammar]
 

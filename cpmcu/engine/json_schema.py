@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 _MAX_REFS = 16  # that lead from one to the next
+_MAX_ALTERNATIVES = 64  # each is compared with each
 
 
 def one_of_is_any_of(source: str) -> bool:
@@ -21,11 +22,16 @@ def one_of_is_any_of(source: str) -> bool:
         return False
     root = json.loads(source)
     found = list(_one_ofs(root))
-    return bool(found) and all(
-        _exclusive(_resolved(one, root), _resolved(other, root), root)
-        for alternatives in found
-        for one, other in itertools.combinations(alternatives, 2)
-    )
+    if not found or max(map(len, found)) > _MAX_ALTERNATIVES:
+        return False
+    try:
+        return all(
+            _exclusive(_resolved(one, root), _resolved(other, root), root)
+            for alternatives in found
+            for one, other in itertools.combinations(alternatives, 2)
+        )
+    except RecursionError:  # a constant that is nested deeply
+        return False
 
 
 def _one_ofs(root: Any) -> Iterator[list[Any]]:

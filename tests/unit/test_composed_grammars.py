@@ -148,7 +148,7 @@ def test_alternatives_that_exclude_each_other(compiler):
 )
 def test_alternatives_that_may_both_fit(compiler, forms):
     """What exactly one of them allows is not what one of them allows: refused, not bent."""
-    with pytest.raises(ValueError, match="oneOf"):
+    with pytest.raises(ValueError, match=r"^the json schema cannot be used: .*(oneOf|Expected)"):
         compiler.start(Grammar.json_schema(union(*forms)))
 
 
