@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from cpmcu import C
     from cpmcu.engine.grammar import GrammarCompiler, GrammarState
+    from cpmcu.engine.min_tokens import MinTokens
     from cpmcu.grammar import Grammar
     from cpmcu.loading.progress import LoadProgress
     from cpmcu.serving.chat_template import ChatTemplate, Message
@@ -243,6 +244,7 @@ class LLM:
         limit = min(room, params.max_tokens or room)
         eos = () if params.ignore_eos else self.tokenizer.eos_token_ids
         stop_ids = [*eos, *params.stop_token_ids]
+        least = self._min_tokens(params.min_tokens, stop_ids)
         decode: Decode
         if params.skip_special_tokens and kept:
             decode = _decode_with(self.tokenizer, kept)
@@ -265,6 +267,7 @@ class LLM:
                 prompt_logprobs=params.prompt_logprobs if index == 0 else None,
                 acceptance=self._acceptance(),
                 grammar=self._start(params.grammar),
+                min_tokens=least,
             )
             for index in range(params.n)
         ]
@@ -308,6 +311,13 @@ class LLM:
 
                 self._grammars = GrammarCompiler(self.tokenizer, int(self.spec.vocab_size))
         return self._grammars.start(grammar)
+
+    def _min_tokens(self, count: int, end_ids: Sequence[int]) -> MinTokens | None:
+        if not count:
+            return None
+        from cpmcu.engine.min_tokens import MinTokens  # loads numpy
+
+        return MinTokens(count, end_ids, int(self.spec.vocab_size))
 
     def _acceptance(self) -> AcceptanceCounter | None:
         wanted = self.config.speculation.per_request_spec_decode_metrics

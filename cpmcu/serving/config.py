@@ -69,6 +69,12 @@ class ServerConfig:
     return_metrics: bool = option(
         False, "put metrics into every response, not only where return_metrics asks for them"
     )
+    enable_force_include_usage: bool = option(
+        False, "give the usage in every chunk of every stream, asked for or not"
+    )
+    root_path: str = option(
+        "", "path under which a proxy offers the server, such as /llm; also taken as it is"
+    )
     max_queue: int = option(
         256,
         "most outputs in work, running or waiting; beyond that requests get a 429",
@@ -104,6 +110,10 @@ class ServerConfig:
         for name in ("shutdown_timeout", "ping_interval"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ValueError(f"{name} is {getattr(self, name)}, but must be above 0 seconds")
+        if self.root_path and not re.fullmatch(r"(/[^/?#\s]+)+", self.root_path):
+            raise ValueError(
+                f"root_path is {self.root_path!r}, but must begin with / and not end with one"
+            )
         for origin in self.cors_origin:
             if origin != "*" and not re.fullmatch(r"https?://[^/\s]+", origin):
                 raise ValueError(

@@ -142,6 +142,7 @@ _FORMS = {
     "list[list[int]]": "a list of lists of token ids",
     "list[ContentPart]": 'a list of parts like {"type": "text", "text": "a"}',
     "NamedTool": 'an object like {"type": "function", "function": {"name": "f"}}',
+    "AllowedTools": 'an object like {"type": "allowed_tools", "allowed_tools": {...}}',
 }
 _SHOWN_LENGTH = 64
 _repr = reprlib.Repr()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from cpmcu.engine.request import Request
 from cpmcu.errors import OutputError
+from cpmcu.grammar import GrammarError
 from cpmcu.outputs import CompletionOutput, StreamChunk
 from cpmcu.sampling import SamplingParams
 from cpmcu.serving.errors import ApiError
@@ -95,8 +96,8 @@ class Generation:
     async def items(self) -> AsyncIterator[tuple[int, Item]]:
         """(output number, item) as they come, until every output has ended.
 
-        Raises RuntimeError if the engine fails, ApiError if it refuses the request (400) or cannot
-        finish an output (500).
+        Raises RuntimeError if the engine fails, ApiError if it refuses the request or the grammar
+        cannot be followed (400), or cannot finish an output (500).
         """
         open_outputs = len(self.requests)
         while open_outputs:
@@ -104,11 +105,7 @@ class Generation:
                 number, item = self._ready.popleft()
                 if isinstance(item, Exception):
                     self.cancel()
-                    if isinstance(item, OutputError):
-                        message = str(item)
-                        message = f"{message[0].upper()}{message[1:]}."
-                        raise ApiError(500, message, code="output_failed") from item
-                    raise bad_value(item) if isinstance(item, ValueError) else item
+                    raise _answered(item)
                 if isinstance(item, StreamChunk) and item.finish_reason is not None:
                     open_outputs -= 1
                 yield number, item
@@ -192,6 +189,16 @@ def encode(tokenizer: Tokenizer, text: str, field: str, *, special: bool) -> lis
         return tokenizer.encode(text, add_special_tokens=special)
     except ValueError as error:
         raise bad_value(error, field) from error
+
+
+def _answered(error: Exception) -> Exception:
+    """What a client gets for an error of the engine's."""
+    if isinstance(error, GrammarError | OutputError):
+        message = f"{str(error)[0].upper()}{str(error)[1:]}."
+        if isinstance(error, GrammarError):
+            return ApiError(400, message, code="grammar_failed")
+        return ApiError(500, message, code="output_failed")
+    return bad_value(error) if isinstance(error, ValueError) else error
 
 
 def bad_value(error: ValueError, prompt_field: str = "prompt") -> ApiError:

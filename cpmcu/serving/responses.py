@@ -54,12 +54,18 @@ class Reply:
             prompt_tokens=prompt, completion_tokens=tokens, total_tokens=prompt + tokens
         )
 
-    def usage_so_far(self, generation: Generation) -> dict[str, Any]:
-        """The member of a chunk that has the usage, if each shall have it."""
-        options = self.body.stream_options
-        if options is None or not options.continuous_usage_stats:
+    def usage_so_far(self, generation: Generation, tokens: int) -> dict[str, Any]:
+        """The member of a chunk that has the usage, if each shall have it.
+
+        `tokens`: of the outputs, up to this chunk.
+        """
+        if not (self.body.continuous_usage or self._forces_usage):
             return {}
-        return {"usage": self.usage(generation).model_dump()}
+        return {"usage": self.usage(generation, tokens).model_dump()}
+
+    @property
+    def _forces_usage(self) -> bool:
+        return self.service.config.enable_force_include_usage
 
     def chunk(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
         """An event of a stream."""
@@ -79,7 +85,7 @@ class Reply:
     def last(self, generation: Generation, usage: UsageInfo) -> bytes | None:
         """The event after the choices, with usage and metrics as far as asked for."""
         more: dict[str, Any] = {}
-        if self.body.include_usage:
+        if self.body.include_usage or self._forces_usage:
             more["usage"] = usage.model_dump()
         if self.wants_metrics:
             more["metrics"] = metrics_of([request.output() for request in generation.requests])

@@ -7,7 +7,13 @@ from typing import Any, Literal
 from pydantic import Field
 
 from cpmcu.serving.errors import ApiError
-from cpmcu.serving.protocol.base import MAX_LOGPROBS, ApiModel, GenerationRequest, UsageInfo
+from cpmcu.serving.protocol.base import (
+    MAX_LOGPROBS,
+    ApiModel,
+    GenerationRequest,
+    PromptLogprobs,
+    UsageInfo,
+)
 
 Prompts = str | list[str] | list[int] | list[list[int]]
 
@@ -25,6 +31,7 @@ class CompletionRequest(GenerationRequest):
     def check(self) -> None:
         """Raises ApiError (400) for fields that do not go together."""
         self.check_extra()
+        self.check_stream()
         if self.token_limit == 0 and not self.echo:
             raise ApiError(
                 400, "max_tokens 0 needs echo.", param="max_tokens", code="invalid_value"
@@ -65,6 +72,7 @@ class CompletionChoice(ApiModel):
     logprobs: CompletionLogprobs | None = None
     finish_reason: Literal["stop", "length", "abort"]
     stop_reason: int | str | None = None
+    prompt_logprobs: PromptLogprobs | None = None
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from cpmcu.serving.errors import ApiError
 from cpmcu.serving.protocol.base import ApiModel, RequestModel
@@ -42,7 +42,9 @@ class TokenizeRequest(RequestModel):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
-    return_token_strs: bool = False
+    return_token_strs: bool | None = Field(
+        False, description="Add token_strs: the tokens as the vocabulary spells them"
+    )
 
     def check(self) -> None:
         """Raises ApiError (400) unless there is exactly one of prompt and messages."""
@@ -74,8 +76,14 @@ class DetokenizeResponse(ApiModel):
 
 
 class TokenizerInfo(ApiModel):
-    """What a client needs to know of the tokenizer; lm-eval uses it instead of a local one."""
+    """What a client needs to know of the tokenizer; lm-eval uses it instead of a local one.
 
+    It has the other members of tokenizer_config.json, too.
+    """
+
+    model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
+
+    tokenizer_class: str
     bos_token: str | None = None
     eos_token: str | None = None
     pad_token: str | None = None

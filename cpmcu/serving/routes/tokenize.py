@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 from fastapi import APIRouter, Request
 
+from cpmcu.serving import strict_json
 from cpmcu.serving.conversation import check_messages, render
 from cpmcu.serving.errors import ApiError
 from cpmcu.serving.generation import encode
@@ -49,13 +51,29 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> DetokenizeRes
 
 @router.get("/tokenizer_info")
 async def tokenizer_info(request: Request) -> TokenizerInfo:
-    """The names of special tokens and the chat template."""
+    """What tokenizer_config.json says, the names of special tokens and the chat template."""
     model = service_of(request).model
-    return TokenizerInfo(
-        **model.llm.tokenizer.special_tokens,
-        chat_template=None if model.template is None else model.template.source,
-        max_model_len=model.llm.max_length,
-    )
+    tokenizer = model.llm.tokenizer
+    stated = {name: value for name, value in tokenizer.config.items() if _is_json(value)}
+    own: dict[str, Any] = {
+        **tokenizer.special_tokens,
+        "tokenizer_class": str(stated.get("tokenizer_class") or _CLASS),
+        "chat_template": None if model.template is None else model.template.source,
+        "max_model_len": model.llm.max_length,
+    }
+    return TokenizerInfo(**{**stated, **own})
+
+
+# What transformers takes for a tokenizer.json whose files name no class.
+_CLASS = "PreTrainedTokenizerFast"
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        strict_json.write(value)
+    except ValueError:
+        return False
+    return True
 
 
 def check_ids(tokens: list[int], vocab_size: int) -> None:
@@ -88,7 +106,8 @@ def _tokenize(service: Service, body: TokenizeRequest) -> TokenizeResponse:
         )
         field, special = "messages", bool(body.add_special_tokens)
     tokens = encode(model.llm.tokenizer, text, field, special=special)
-    texts = [model.token_texts.text_of(t) for t in tokens] if body.return_token_strs else None
+    tokenizer = model.llm.tokenizer
+    texts = [tokenizer.piece(t) or "" for t in tokens] if body.return_token_strs else None
     return TokenizeResponse(
         count=len(tokens),
         max_model_len=model.llm.max_length,
