@@ -36,7 +36,9 @@ def create_app(service: Service) -> FastAPI:
     add_handlers(app)
     keys = config.keys()
     # The last one added is the first that a request meets.
-    app.add_middleware(BodyLimit, max_bytes=config.max_body_mib << 20)
+    app.add_middleware(
+        BodyLimit, max_bytes=config.max_body_mib << 20, seconds=config.body_timeout
+    )
     app.add_middleware(Authentication, keys=keys, public=public)
     if config.cors_origin:
         app.add_middleware(

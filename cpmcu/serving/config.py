@@ -57,6 +57,10 @@ class ServerConfig:
     max_body_mib: int = option(16, "largest request body, in MiB")
     max_messages: int = option(4096, "most messages of a conversation")
     max_text_length: int = option(4_000_000, "longest text of a request, in characters")
+    header_timeout: float = option(
+        30.0, "seconds in which the headers of a request must arrive, from its first byte"
+    )
+    body_timeout: float = option(300.0, "seconds in which the body of a request must arrive")
     shutdown_timeout: float = option(
         30.0, "seconds that requests have to finish after SIGTERM or Ctrl-C, before they are ended"
     )
@@ -76,7 +80,7 @@ class ServerConfig:
         for name in ("max_queue", "max_body_mib", "max_messages", "max_text_length"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, but must be at least 1")
-        for name in ("shutdown_timeout", "ping_interval"):
+        for name in ("header_timeout", "body_timeout", "shutdown_timeout", "ping_interval"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ValueError(f"{name} is {getattr(self, name)}, but must be above 0 seconds")
         for origin in self.cors_origin:

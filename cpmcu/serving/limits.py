@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+
+import anyio
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -9,14 +12,15 @@ from cpmcu.serving.errors import ApiError
 
 
 class BodyLimit:
-    """ASGI middleware that answers 413 for a body of more than `max_bytes`."""
+    """ASGI middleware that answers 413 for a body of more than `max_bytes`, 408 for a late one."""
 
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, max_bytes: int, seconds: float) -> None:
         self._app = app
         self._max_bytes = max_bytes
+        self._seconds = seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Passes the request on with its body counted."""
+        """Passes the request on with its body counted and timed."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -25,21 +29,32 @@ class BodyLimit:
             error = self._too_large()
             await ApiError(413, error.detail).response()(scope, receive, send)
             return
-        taken = 0
+        deadline = time.monotonic() + self._seconds
+        taken, more = 0, True
 
-        async def counted() -> Message:
-            nonlocal taken
-            message = await receive()
-            taken += len(message.get("body", b""))
-            if taken > self._max_bytes:
-                raise self._too_large()
-            return message
+        async def limited() -> Message:
+            nonlocal taken, more
+            if not more:  # all that can come is that the client leaves
+                return await receive()
+            with anyio.move_on_after(deadline - time.monotonic()):
+                message = await receive()
+                taken += len(message.get("body", b""))
+                more = message.get("more_body", False)
+                if taken > self._max_bytes:
+                    raise self._too_large()
+                return message
+            raise self._too_late()
 
-        await self._app(scope, counted, send)
+        await self._app(scope, limited, send)
+
+    # Not ApiErrors: FastAPI makes a 400 of what it does not know while it reads a body.
 
     def _too_large(self) -> HTTPException:
-        # Not an ApiError: FastAPI makes a 400 of what it does not know while it reads a body.
         return HTTPException(413, f"The request body has more than {self._max_bytes} bytes.")
+
+    def _too_late(self) -> HTTPException:
+        message = f"The request body did not arrive within {self._seconds:g} s."
+        return HTTPException(408, message, headers={"Connection": "close"})
 
 
 def check_text(text: str, param: str, max_length: int) -> None:

@@ -302,6 +302,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     400: {"model": ErrorResponse, "description": "The request cannot be answered as it is"},
     401: {"model": ErrorResponse, "description": "No valid API key"},
     404: {"model": ErrorResponse, "description": "No such model"},
+    408: {"model": ErrorResponse, "description": "The body did not arrive in time"},
     413: {"model": ErrorResponse, "description": "The body is too large"},
     429: {"model": ErrorResponse, "description": "The queue is full: try again later"},
     500: {"model": ErrorResponse, "description": "The server failed"},

@@ -21,7 +21,7 @@ from cpmcu.serving.protocol.other import (
 from cpmcu.serving.responses import service_of
 from cpmcu.serving.service import Service
 
-router = APIRouter(tags=["tokens"], responses={k: ERRORS[k] for k in (400, 401, 404, 413, 503)})
+router = APIRouter(tags=["tokens"], responses={k: ERRORS[k] for k in (400, 401, 404, 408, 413, 503)})
 
 
 @router.post("/tokenize", response_model_exclude_none=True)
