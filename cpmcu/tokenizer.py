@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from cpmcu.token_length import longest_token
+
 # Special tokens that chat templates may name, as spelt in tokenizer_config.json.
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
+# Longer ones are worked on without holding the interpreter's lock, which takes 20 µs more.
+_LONG_TEXT = 1024  # characters
+_LONG_IDS = 512
+_PIECE = 1 << 15  # ids that become Python integers at a time
 # What tokenizer_config.json's added_tokens_decoder says of a token.
 _ADDED = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
 
@@ -33,7 +40,8 @@ def eos_ids(configs: Mapping[str, Mapping[str, Any]]) -> tuple[int, ...]:
 class _Backend(Protocol):
     """What either tokenizer library has to do for us."""
 
-    def encode(self, text: str, special: bool) -> list[int]: ...
+    def encode(self, text: str, special: bool, max_length: int | None) -> list[int]: ...
+    def longest_token(self) -> int | None: ...
     def decode(self, ids: list[int], skip_special: bool) -> str: ...
     def id_of(self, token: str) -> int | None: ...
     def piece(self, token_id: int) -> str | None: ...
@@ -57,7 +65,6 @@ class Tokenizer:
         own_eos = self._special_id("eos_token")
         own = [] if own_eos is None else [own_eos]
         self.eos_token_ids = tuple(dict.fromkeys([*eos_token_ids, *own]))
-
     @classmethod
     def from_directory(cls, directory: str | Path) -> Tokenizer:
         """Reads the tokenizer of a checkpoint directory.
@@ -86,11 +93,17 @@ class Tokenizer:
         """Number of tokens, added ones included. The model's may be larger (padding)."""
         return self._backend.size()
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, max_length: int | None = None
+    ) -> list[int]:
         """Token ids of `text`, with the begin-of-sequence token the tokenizer asks for, if any.
 
-        Raises ValueError for text with half of a surrogate pair, which is no character.
+        Raises ValueError for text with half of a surrogate pair, which is no character, and for
+        text that is too long for `max_length` tokens, if possible before it is tokenised. Other
+        threads go on meanwhile.
         """
+        if max_length is not None:
+            self.check_length(text, max_length)
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -98,7 +111,23 @@ class Tokenizer:
                 f"the prompt holds {text[error.start]!r}, half of a surrogate pair, but must be "
                 "Unicode text"
             ) from error
-        return self._backend.encode(text, add_special_tokens)
+        return self._backend.encode(text, add_special_tokens, max_length)
+
+    def check_length(self, text: str, max_length: int) -> None:
+        """Raises ValueError for text whose mere length makes more than `max_length` tokens."""
+        if len(text) <= max_length:
+            return
+        longest = self._longest_token
+        least = 0 if longest is None else -(-len(text) // longest)
+        if least > max_length:
+            raise ValueError(
+                f"the prompt has {len(text)} characters, which are at least {least} tokens, but "
+                f"prompt and output together can have {max_length}"
+            )
+
+    @functools.cached_property
+    def _longest_token(self) -> int | None:
+        return self._backend.longest_token()  # looks at the whole vocabulary
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of `ids`; bytes that are no character become U+FFFD."""
@@ -146,14 +175,31 @@ class _FastBackend:
             begin, end = self._own_frame()
             self._frame = (begin if first is None else first, end if last is None else last)
 
-    def encode(self, text: str, special: bool) -> list[int]:
-        if not special or self._frame is None:
-            return list(self._tokenizer.encode(text, add_special_tokens=special).ids)
-        first, last = self._frame
-        return [*first, *self._tokenizer.encode(text, add_special_tokens=False).ids, *last]
+    def encode(self, text: str, special: bool, max_length: int | None) -> list[int]:
+        first, last = self._frame or ([], [])
+        own = special and self._frame is None
+        if len(text) < _LONG_TEXT:
+            ids = self._tokenizer.encode(text, add_special_tokens=own).ids
+            return [*first, *ids, *last] if special else list(ids)
+        # Other than `encode`, this lets go of the interpreter's lock.
+        (found,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=own)
+        length = len(found) + (len(first) + len(last) if special else 0)
+        if max_length is not None and length > max_length:
+            raise ValueError(
+                f"the prompt has {length} tokens, but prompt and output together can have "
+                f"{max_length}"
+            )
+        ids = _ids_of(found)
+        return [*first, *ids, *last] if special else ids
 
     def decode(self, ids: list[int], skip_special: bool) -> str:
-        return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special))
+        if len(ids) < _LONG_IDS:
+            return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special))
+        (text,) = self._tokenizer.decode_batch([ids], skip_special_tokens=skip_special)
+        return str(text)
+
+    def longest_token(self) -> int | None:
+        return longest_token(self._tokenizer)
 
     def id_of(self, token: str) -> int | None:
         found: int | None = self._tokenizer.token_to_id(token)
@@ -254,8 +300,11 @@ class _TransformersBackend:
                 f"transformers cannot read the tokenizer in {directory}: {error}"
             ) from error
 
-    def encode(self, text: str, special: bool) -> list[int]:
+    def encode(self, text: str, special: bool, max_length: int | None) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=special))
+
+    def longest_token(self) -> int | None:
+        return None  # its pieces may stand for more characters than they have
 
     def decode(self, ids: list[int], skip_special: bool) -> str:
         return str(
@@ -288,6 +337,14 @@ class _TransformersBackend:
     def special_tokens(self) -> dict[str, Any]:
         stated = self._tokenizer.special_tokens_map
         return {name: stated[name] for name in _SPECIAL if name in stated}
+
+
+def _ids_of(encoding: Any) -> list[int]:
+    """The ids of a text, piece by piece: other threads can go on in between."""
+    if len(encoding) <= _PIECE:
+        return list(encoding.ids)
+    encoding.truncate(_PIECE)
+    return [token for piece in (encoding, *encoding.overflowing) for token in piece.ids]
 
 
 def _filled(config: dict[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:

@@ -93,7 +93,7 @@ def _draw_rates(axes: Axes, result: dict[str, Any]) -> None:
     axes.set_xlabel("context, tokens")
     axes.set_ylabel("tokens/s, one sequence")
     axes.grid(alpha=0.3)
-    axes.legend()
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15))
 
 
 def _draw_requests(axes: Axes, rows: list[dict[str, Any]], style: str, label: str) -> None:
