@@ -65,6 +65,7 @@ class Tokenizer:
         own_eos = self._special_id("eos_token")
         own = [] if own_eos is None else [own_eos]
         self.eos_token_ids = tuple(dict.fromkeys([*eos_token_ids, *own]))
+
     @classmethod
     def from_directory(cls, directory: str | Path) -> Tokenizer:
         """Reads the tokenizer of a checkpoint directory.

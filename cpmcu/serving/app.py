@@ -18,6 +18,7 @@ from cpmcu.serving.logs import RequestLog
 from cpmcu.serving.protocol.base import ERRORS
 from cpmcu.serving.service import Service
 
+_OTHER_CONTAINERS = 1 << 14  # lists and objects of a body beside its messages: tools' schemas
 _ERROR = "#/components/schemas/ErrorResponse"
 
 
@@ -37,7 +38,11 @@ def create_app(service: Service) -> FastAPI:
     keys = config.keys()
     # The last one added is the first that a request meets.
     app.add_middleware(
-        BodyLimit, max_bytes=config.max_body_mib << 20, seconds=config.body_timeout
+        BodyLimit,
+        max_bytes=config.max_body_mib << 20,
+        max_values=config.max_body_values,
+        max_containers=4 * config.max_messages + _OTHER_CONTAINERS,
+        seconds=config.body_timeout,
     )
     app.add_middleware(Authentication, keys=keys, public=public)
     if config.cors_origin:

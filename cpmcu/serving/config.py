@@ -55,6 +55,9 @@ class ServerConfig:
         256, "most outputs in work, running or waiting; beyond that requests get a 429"
     )
     max_body_mib: int = option(16, "largest request body, in MiB")
+    max_body_values: int = option(
+        1 << 18, "most JSON values of a request body, such as token ids of prompts"
+    )
     max_messages: int = option(4096, "most messages of a conversation")
     max_text_length: int = option(4_000_000, "longest text of a request, in characters")
     header_timeout: float = option(
@@ -77,7 +80,8 @@ class ServerConfig:
             check_filled("served_model_name", name, "a name")
         if not 0 <= self.port < 65536:
             raise ValueError(f"port is {self.port}, but must be 0 to 65535")
-        for name in ("max_queue", "max_body_mib", "max_messages", "max_text_length"):
+        for name in ("queue", "body_mib", "body_values", "messages", "text_length"):
+            name = f"max_{name}"
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, but must be at least 1")
         for name in ("header_timeout", "body_timeout", "shutdown_timeout", "ping_interval"):

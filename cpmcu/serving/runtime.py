@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -104,6 +105,9 @@ class Server(uvicorn.Server):
         """Loads the model; on a thread of its own."""
         try:
             self.service.load()
+            # What is there now stays: later collections, which hold everybody up, are short.
+            gc.collect()
+            gc.freeze()
         except Exception as error:
             debug = bool(os.environ.get("CPMCU_DEBUG"))
             shown = error if debug else None

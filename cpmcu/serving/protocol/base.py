@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field
 
 from cpmcu.grammar import Grammar
 from cpmcu.sampling import SEED_LIMIT
@@ -89,6 +89,18 @@ IGNORED = {
 
 _logged: set[str] = set()
 
+T = TypeVar("T")
+
+
+class _FailFast(FailFast):
+    """One that may be part of a union, whose members must have hashes."""
+
+    __hash__ = object.__hash__
+
+
+# A list whose first wrong element is the only one that is looked for: there may be many.
+Items = Annotated[list[T], _FailFast()]
+
 
 class ApiModel(BaseModel):
     """Strict types: no number from a text, no text from a number."""
@@ -147,7 +159,7 @@ class StructuredOutputs(RequestModel):
 
     json_: dict[str, Any] | str | None = Field(None, alias="json")
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Items[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
 
@@ -156,6 +168,13 @@ class StructuredOutputs(RequestModel):
         found: dict[str, Any] = {"json": self.json_, "regex": self.regex}
         found |= {"choice": self.choice, "grammar": self.grammar}
         return found | {"json_object": self.json_object or None}
+
+
+def _few_biases(value: Any) -> Any:
+    """Looks at their number before each is looked at."""
+    if isinstance(value, dict) and len(value) > MAX_BIASES:
+        raise ValueError(f"should have at most {MAX_BIASES} token ids")
+    return value
 
 
 class GenerationRequest(RequestModel):
@@ -171,13 +190,15 @@ class GenerationRequest(RequestModel):
     seed: int | None = Field(None, ge=-(1 << 63), lt=SEED_LIMIT, description="64 bits")
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     best_of: int | None = Field(None, ge=1, description="Only the value of n")
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | Items[str] | None = None
+    stop_token_ids: Items[int] | None = None
     ignore_eos: bool = False
     repetition_penalty: float | None = Field(None, gt=0)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: dict[str, float] | None = Field(None, description="Token id -> bias")
+    logit_bias: Annotated[dict[str, float] | None, BeforeValidator(_few_biases)] = Field(
+        None, description="Token id -> bias"
+    )
     skip_special_tokens: bool = True
     stream: bool | None = False
     stream_options: StreamOptions | None = None
@@ -185,7 +206,7 @@ class GenerationRequest(RequestModel):
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Items[str] | None = None
     guided_grammar: str | None = None
     return_metrics: bool | None = Field(
         None, description="Add `metrics`: acceptance of drafts, and timings"
@@ -256,12 +277,10 @@ class GenerationRequest(RequestModel):
     def _bias(self) -> dict[int, float] | None:
         if not self.logit_bias:
             return None
-        if len(self.logit_bias) > MAX_BIASES or not all(
-            key.isascii() and key.isdigit() and len(key) < 10 for key in self.logit_bias
-        ):
+        if not all(key.isascii() and key.isdigit() and len(key) < 10 for key in self.logit_bias):
             raise ApiError(
                 400,
-                f"logit_bias must map at most {MAX_BIASES} token ids to numbers.",
+                "logit_bias must map token ids to numbers.",
                 param="logit_bias",
                 code="invalid_value",
             )
