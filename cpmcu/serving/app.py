@@ -18,7 +18,7 @@ from cpmcu.serving.logs import RequestLog
 from cpmcu.serving.protocol.base import ERRORS
 from cpmcu.serving.service import Service
 
-_OTHER_CONTAINERS = 1 << 14  # lists and objects of a body beside its messages: tools' schemas
+_OTHER_PARTS = 1 << 14  # lists, objects and members beside messages: schemas of tools
 _ERROR = "#/components/schemas/ErrorResponse"
 
 
@@ -41,7 +41,7 @@ def create_app(service: Service) -> FastAPI:
         BodyLimit,
         max_bytes=config.max_body_mib << 20,
         max_values=config.max_body_values,
-        max_containers=4 * config.max_messages + _OTHER_CONTAINERS,
+        max_parts=8 * config.max_messages + _OTHER_PARTS,
         seconds=config.body_timeout,
     )
     app.add_middleware(Authentication, keys=keys, public=public)

@@ -12,22 +12,23 @@ from cpmcu.serving import memory
 from cpmcu.serving.errors import ApiError
 from cpmcu.serving.json_size import ValueCounter
 
+_MAX_INNER_VALUES = 1 << 16
 _SMALL = 1 << 16  # bytes of a body whose values need not be counted
 
 
 class BodyLimit:
     """ASGI middleware that answers 413 for a body that is too large, 408 for a late one.
 
-    Too large is one with more bytes, JSON values, or lists and objects among them than given.
+    Too large is one with more bytes, JSON values, or lists, objects and members than given.
     """
 
     def __init__(
-        self, app: ASGIApp, *, max_bytes: int, max_values: int, max_containers: int, seconds: float
+        self, app: ASGIApp, *, max_bytes: int, max_values: int, max_parts: int, seconds: float
     ) -> None:
         self._app = app
         self._max_bytes = max_bytes
         self._max_values = max_values
-        self._max_containers = max_containers
+        self._max_parts = max_parts
         self._seconds = seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -70,8 +71,8 @@ class BodyLimit:
         counter.feed(piece)
         if counter.values > self._max_values:
             raise self._too_large(self._max_values, "JSON values")
-        if counter.containers > self._max_containers:
-            raise self._too_large(self._max_containers, "JSON lists and objects")
+        if counter.parts > self._max_parts:
+            raise self._too_large(self._max_parts, "JSON lists, objects and members")
 
     # Not ApiErrors: FastAPI makes a 400 of what it does not know while it reads a body.
 
@@ -91,4 +92,17 @@ def check_text(text: str, param: str, max_length: int) -> None:
             f"{param} has {len(text)} characters, but may have at most {max_length}.",
             param=param,
             code="string_too_long",
+        )
+
+
+def check_values(text: str, param: str) -> None:
+    """Raises ApiError (400) for JSON in a text that has too many values to be parsed."""
+    counter = ValueCounter()
+    counter.feed(text.encode("utf-8", "replace"))
+    if max(counter.values, counter.parts) > _MAX_INNER_VALUES:
+        raise ApiError(
+            400,
+            f"{param} has more than {_MAX_INNER_VALUES} JSON values in a text.",
+            param=param,
+            code="invalid_value",
         )

@@ -9,7 +9,7 @@ import gc
 import threading
 from collections.abc import Callable
 
-LARGE = 1 << 20  # bytes of a body
+LARGE = 1 << 18  # bytes of a body
 
 _SOON_SECONDS = 0.1
 
