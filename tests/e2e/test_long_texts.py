@@ -49,28 +49,25 @@ def test_a_hopeless_text_is_refused_by_its_length(server):
 def test_others_go_on_while_a_long_text_is_tokenised(server):
     """A stream gets its tokens, short requests and /health their answers."""
     body = {"prompt": "x = 1\n", "max_tokens": 1900, "ignore_eos": True, "stream": True}
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        with httpx.stream("POST", server.url + "/v1/completions", json=body, timeout=60) as reply:
-            lines = (line for line in reply.iter_lines() if line)
-            next(lines)
-            long = pool.submit(server.post, "/tokenize", {"prompt": MILLION})
-            events = 0
-            while not long.done() and next(lines, "data: [DONE]") != "data: [DONE]":
-                events += 1
-                if events == 10:
-                    assert server.get("/health").status_code == 200
-                    assert server.post("/tokenize", {"prompt": "x = 1\n"}).json()["count"] > 1
-                    assert not long.done()
-        found = long.result().json()
-    assert events > 50
-    assert found["count"] == len(found["tokens"]) > 200_000
+    pool = concurrent.futures.ThreadPoolExecutor(1)
+    with pool, httpx.stream("POST", server.url + "/v1/completions", json=body, timeout=60) as reply:
+        lines = (line for line in reply.iter_lines() if line)
+        next(lines)
+        long = pool.submit(server.post, "/tokenize", {"prompt": MILLION * 2})
+        for _ in range(5):
+            assert server.get("/health").status_code == 200
+            assert server.post("/tokenize", {"prompt": "x = 1\n"}).json()["count"] > 1
+            for _ in range(20):
+                assert next(lines).startswith("data: {")
+        assert not long.done()
+    found = long.result().json()
+    assert found["count"] == len(found["tokens"]) > 400_000
 
 
 def test_memory_of_long_texts_is_given_back(server):
     server.post("/tokenize", {"prompt": MILLION[:1000]})
     before = resident_mib(server)
-    for _ in range(2):
-        assert server.post("/tokenize", {"prompt": MILLION}).status_code == 200
+    assert server.post("/tokenize", {"prompt": MILLION * 2}).status_code == 200
     end = time.monotonic() + 20
     while (kept := resident_mib(server) - before) > 60 and time.monotonic() < end:
         time.sleep(0.1)
@@ -78,7 +75,7 @@ def test_memory_of_long_texts_is_given_back(server):
 
 
 def test_long_texts_come_back_the_same(server):
-    text = MILLION[:200_000]
+    text = MILLION[:200_000].encode("ascii", "ignore").decode()
     found = server.post("/tokenize", {"prompt": text, "return_token_strs": True}).json()
     assert found["token_strs"][0] == "<s>" and "".join(found["token_strs"][1:]) == text
     reply = server.post("/detokenize", {"tokens": found["tokens"][1:]})
