@@ -26,7 +26,7 @@ logger = logging.getLogger("cpmcu.server")
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _KEEP_ALIVE_SECONDS = 65  # longer than clients keep idle connections, so that they close them
-_SWITCH_SECONDS = 0.0005
+SWITCH_SECONDS = 0.0005
 _LAST_WORDS_SECONDS = 5.0  # for responses that were ended at the deadline to be sent
 _HASTY_SECONDS = 1.0  # the same, after a second Ctrl-C
 _CUT_OFF_SECONDS = 0.5  # for errors to be sent to those that did not end
@@ -39,7 +39,7 @@ def run(config: ServerConfig, engine_config: EngineConfig) -> int:
     if the address cannot be had, and what ServerConfig.keys does.
     """
     # The engine's thread must not wait long for the event loop's to let go of the interpreter.
-    sys.setswitchinterval(_SWITCH_SECONDS)
+    sys.setswitchinterval(SWITCH_SECONDS)
     logs.configure(config.log_format, config.log_level)
     server = make_server(Service(engine_config, config))
     for number in _SIGNALS:  # also before uvicorn listens, and when it raises them again at its end

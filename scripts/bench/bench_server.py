@@ -125,7 +125,7 @@ _kept: http.client.HTTPConnection | None = None  # the connection that this proc
 
 
 def over_kept(port: int, what: str, prompt: list[int], num_tokens: int) -> float:
-    """Seconds of one request over the kept connection: "health", "one_token", or "first" content."""
+    """Seconds of a request over the kept connection: "health", "one_token", "first" content."""
     global _kept
     if _kept is None:
         _kept = connect(port)
@@ -159,6 +159,7 @@ def serving(config: EngineConfig) -> Iterator[tuple[LLM, int]]:
     from cpmcu.serving.config import ServerConfig
     from cpmcu.serving.service import Service
 
+    sys.setswitchinterval(runtime.SWITCH_SECONDS)
     service = Service(config, ServerConfig())
     server = runtime.make_server(service)
     server.load()
