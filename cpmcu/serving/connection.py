@@ -45,7 +45,7 @@ def with_deadlines(header_seconds: float, body_seconds: float) -> type[asyncio.P
         def on_response_complete(self) -> None:
             answered = self.cycle
             super().on_response_complete()  # begins with the next request if it came already
-            if self.cycle is answered:  # else uvicorn's own limit on idle connections holds
+            if self.cycle is answered:  # idle: uvicorn's own limit holds until a byte comes
                 self._await(None)
             else:
                 self._await("body" if self.cycle.more_body else None)

@@ -12,7 +12,7 @@ from cpmcu.serving import memory
 from cpmcu.serving.errors import ApiError
 from cpmcu.serving.json_size import ValueCounter
 
-_MAX_INNER_VALUES = 1 << 16
+_MAX_INNER_VALUES = 1 << 16  # of JSON within a text of a body
 _SMALL = 1 << 16  # bytes of a body whose values need not be counted
 
 

@@ -18,8 +18,8 @@ _turn = threading.Lock()
 
 def give_back_soon() -> None:
     """As `give_back`, on another thread, once the caller's request is forgotten."""
-    loop = asyncio.get_running_loop()
-    loop.call_later(_SOON_SECONDS, lambda: loop.run_in_executor(None, give_back))
+    thread = threading.Thread(target=give_back, name="cpmcu-memory", daemon=True)
+    asyncio.get_running_loop().call_later(_SOON_SECONDS, thread.start)
 
 
 def give_back() -> None:
