@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import concurrent.futures
+import itertools
 import json
 import re
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -47,21 +49,58 @@ def test_a_hopeless_text_is_refused_by_its_length(server):
 
 
 def test_others_go_on_while_a_long_text_is_tokenised(server):
-    """A stream gets its tokens, short requests and /health their answers."""
-    body = {"prompt": "x = 1\n", "max_tokens": 1900, "ignore_eos": True, "stream": True}
-    pool = concurrent.futures.ThreadPoolExecutor(1)
-    with pool, httpx.stream("POST", server.url + "/v1/completions", json=body, timeout=60) as reply:
-        lines = (line for line in reply.iter_lines() if line)
-        next(lines)
-        long = pool.submit(server.post, "/tokenize", {"prompt": MILLION * 2})
-        for _ in range(5):
+    """Streams get their tokens, and /health its answers: no gap is near as long as that takes."""
+    begin = threading.Event()
+    ended = threading.Event()
+    times: list[float] = []
+
+    def stream() -> None:
+        body = {"prompt": "x = 1\n", "max_tokens": 1900, "ignore_eos": True, "stream": True}
+        url = server.url + "/v1/completions"
+        while not ended.is_set():
+            with httpx.stream("POST", url, json=body, timeout=60) as reply:
+                for _ in reply.iter_lines():
+                    times.append(time.monotonic())
+                    begin.set()
+                    if ended.is_set():
+                        return
+
+    def ask() -> None:
+        while not ended.is_set():
             assert server.get("/health").status_code == 200
-            assert server.post("/tokenize", {"prompt": "x = 1\n"}).json()["count"] > 1
-            for _ in range(20):
-                assert next(lines).startswith("data: {")
-        assert not long.done()
-    found = long.result().json()
+            healthy.append(time.monotonic())
+
+    healthy: list[float] = []
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        jobs = [pool.submit(stream), pool.submit(ask)]
+        try:
+            assert begin.wait(60)
+            sent = time.monotonic()
+            found = server.post("/tokenize", {"prompt": MILLION * 2}).json()
+            done = time.monotonic()
+        finally:
+            ended.set()
+        for job in jobs:
+            job.result()
     assert found["count"] == len(found["tokens"]) > 400_000
+    for each in (times, healthy):
+        within = [sent, *(at for at in each if sent < at < done), done]
+        assert max(b - a for a, b in itertools.pairwise(within)) < (done - sent) / 2
+
+
+def test_a_client_that_leaves_while_its_long_text_waits(server):
+    """Its text is forgotten, not tokenised in its turn."""
+    before = server.log.count("/tokenize 499")
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        long = pool.submit(server.post, "/tokenize", {"prompt": MILLION * 2})
+        with pytest.raises(httpx.ReadTimeout):
+            timeout = httpx.Timeout(60, read=0.2)
+            httpx.post(server.url + "/tokenize", json={"prompt": MILLION * 2}, timeout=timeout)
+        end = time.monotonic() + 30
+        while server.log.count("/tokenize 499") == before and time.monotonic() < end:
+            time.sleep(0.02)
+        assert server.log.count("/tokenize 499") == before + 1
+        assert long.result().status_code == 200
 
 
 def test_memory_of_long_texts_is_given_back(server):
