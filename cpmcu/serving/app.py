@@ -19,6 +19,7 @@ from cpmcu.serving.paths import RootPath
 from cpmcu.serving.protocol.base import ERRORS
 from cpmcu.serving.service import Service
 
+_OTHER_PARTS = 1 << 14  # lists, objects and members beside messages: schemas of tools
 _ERROR = "#/components/schemas/ErrorResponse"
 
 
@@ -37,7 +38,13 @@ def create_app(service: Service) -> FastAPI:
     add_handlers(app)
     keys = config.keys()
     # The last one added is the first that a request meets.
-    app.add_middleware(BodyLimit, max_bytes=config.max_body_mib << 20)
+    app.add_middleware(
+        BodyLimit,
+        max_bytes=config.max_body_mib << 20,
+        max_values=config.max_body_values,
+        max_parts=8 * config.max_messages + _OTHER_PARTS,
+        seconds=config.body_timeout,
+    )
     app.add_middleware(Authentication, keys=keys, public=public)
     if config.cors_origin:
         app.add_middleware(

@@ -77,6 +77,11 @@ class Generation:
         self.left = len(self.requests)
         self._times: list[float | None] = [None] * self.left
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all outputs so far."""
+        return sum(len(request.tokens) for request in self.requests)
+
     def start(self) -> None:
         """Queues it; see Service.submit."""
         service = self._service
@@ -183,10 +188,15 @@ def sampling_params(**fields: Any) -> SamplingParams:
         raise bad_value(error) from error
 
 
-def encode(tokenizer: Tokenizer, text: str, field: str, *, special: bool) -> list[int]:
-    """Tokens of a text that came in a request's field. Raises ApiError (400) if it is none."""
+def encode(
+    tokenizer: Tokenizer, text: str, field: str, *, special: bool, max_length: int | None = None
+) -> list[int]:
+    """Tokens of a text that came in a request's field.
+
+    Raises ApiError (400) if it is none, or has more than `max_length`.
+    """
     try:
-        return tokenizer.encode(text, add_special_tokens=special)
+        return tokenizer.encode(text, add_special_tokens=special, max_length=max_length)
     except ValueError as error:
         raise bad_value(error, field) from error
 

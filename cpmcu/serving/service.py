@@ -18,6 +18,7 @@ from cpmcu.serving.config import ServerConfig
 from cpmcu.serving.errors import ApiError, server_stopping
 from cpmcu.serving.metrics import Metrics
 from cpmcu.serving.token_text import TokenTexts
+from cpmcu.serving.workers import Workers
 
 if TYPE_CHECKING:
     from cpmcu.serving.generation import Generation
@@ -73,6 +74,7 @@ class Service:
         self.metrics = Metrics(self.names[0], self._load_of_engine, self._cache_config)
         self._engine_config = engine_config
         self._model: Model | None = None
+        self.workers = Workers()
         self._stopping = False
         self._running: set[Generation] = set()
 
@@ -127,6 +129,7 @@ class Service:
 
     def close(self) -> None:
         """Frees the model."""
+        self.workers.close()
         if self._model is not None:
             self._model.llm.close()
 

@@ -12,7 +12,7 @@ from tests.e2e.calls import CHAT, FIRST, HELLO, error_of
 
 @pytest.mark.parametrize(
     "body",
-    [b"", b"{", b"[]", b'"x"', b"null", b"\xff\xfe", b"[" * 100_000, b'{"messages": 1e999}', b"\0"],
+    [b"", b"{", b"[]", b'"x"', b"null", b"\xff\xfe", b"[" * 10_000, b'{"messages": 1e999}', b"\0"],
     ids=range(9),
 )
 def test_malformed_bodies(limited, body):
@@ -20,7 +20,7 @@ def test_malformed_bodies(limited, body):
     for path in (CHAT, "/v1/completions", "/tokenize"):
         error = error_of(httpx.post(limited.url + path, content=body, headers=headers), 400)
         assert error["type"] == "invalid_request_error"
-        if body in (b"{", b"\xff\xfe", b"[" * 100_000, b"\0"):
+        if body in (b"{", b"\xff\xfe", b"[" * 10_000, b"\0"):
             assert error["code"] == "invalid_json"
 
 

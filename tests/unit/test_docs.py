@@ -98,7 +98,7 @@ PARSERS = {
 
 
 def commands(document: Path) -> list[list[str]]:
-    """Program and words of each `python -m ...` and `cpmcu VERB` in backticks or in a shell block."""
+    """Program and words of each `python -m ...` and `cpmcu VERB`, in backticks or shell blocks."""
     lines = [line for body in blocks(document, "bash") for line in body.splitlines()]
     found = []
     for text in [*lines, *spans(document)]:

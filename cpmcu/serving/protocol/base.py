@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field
 
 from cpmcu.grammar import Grammar
 from cpmcu.sampling import SEED_LIMIT
@@ -87,6 +87,18 @@ _REASONS = {"suffix": "the model goes on with a text, and cannot fill a gap in o
 
 _logged: set[str] = set()
 
+T = TypeVar("T")
+
+
+class _FailFast(FailFast):
+    """One that may be part of a union, whose members must have hashes."""
+
+    __hash__ = object.__hash__
+
+
+# A list whose first wrong element is the only one that is looked for: there may be many.
+Items = Annotated[list[T], _FailFast()]
+
 
 class ApiModel(BaseModel):
     """Strict types: no number from a text, no text from a number."""
@@ -160,7 +172,7 @@ class StructuredOutputs(RequestModel):
 
     json_: dict[str, Any] | str | None = Field(None, alias="json")
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Items[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
 
@@ -169,6 +181,13 @@ class StructuredOutputs(RequestModel):
         found: dict[str, Any] = {"json": self.json_, "regex": self.regex}
         found |= {"choice": self.choice, "grammar": self.grammar}
         return found | {"json_object": self.json_object or None}
+
+
+def _few_biases(value: Any) -> Any:
+    """Looks at their number before each is looked at."""
+    if isinstance(value, dict) and len(value) > MAX_BIASES:
+        raise ValueError(f"should have at most {MAX_BIASES} token ids")
+    return value
 
 
 class GenerationRequest(RequestModel):
@@ -185,13 +204,15 @@ class GenerationRequest(RequestModel):
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     best_of: int | None = Field(None, ge=1, description="Only the value of n")
     min_tokens: int | None = Field(None, ge=0, description="No end and no stop before")
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | Items[str] | None = None
+    stop_token_ids: Items[int] | None = None
     ignore_eos: bool = False
     repetition_penalty: float | None = Field(None, gt=0)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: dict[str, float] | None = Field(None, description="Token id -> bias")
+    logit_bias: Annotated[dict[str, float] | None, BeforeValidator(_few_biases)] = Field(
+        None, description="Token id -> bias"
+    )
     skip_special_tokens: bool = True
     prompt_logprobs: int | None = Field(
         None, ge=0, le=MAX_LOGPROBS, description="Of the prompt's tokens, and so many likeliest"
@@ -205,7 +226,7 @@ class GenerationRequest(RequestModel):
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Items[str] | None = None
     guided_grammar: str | None = None
     return_metrics: bool | None = Field(
         None, description="Add `metrics`: acceptance of drafts, and timings"
@@ -293,12 +314,10 @@ class GenerationRequest(RequestModel):
     def _bias(self) -> dict[int, float] | None:
         if not self.logit_bias:
             return None
-        if len(self.logit_bias) > MAX_BIASES or not all(
-            key.isascii() and key.isdigit() and len(key) < 10 for key in self.logit_bias
-        ):
+        if not all(key.isascii() and key.isdigit() and len(key) < 10 for key in self.logit_bias):
             raise ApiError(
                 400,
-                f"logit_bias must map at most {MAX_BIASES} token ids to numbers.",
+                "logit_bias must map token ids to numbers.",
                 param="logit_bias",
                 code="invalid_value",
             )
@@ -351,6 +370,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     400: {"model": ErrorResponse, "description": "The request cannot be answered as it is"},
     401: {"model": ErrorResponse, "description": "No valid API key"},
     404: {"model": ErrorResponse, "description": "No such model"},
+    408: {"model": ErrorResponse, "description": "The body did not arrive in time"},
     413: {"model": ErrorResponse, "description": "The body is too large"},
     429: {"model": ErrorResponse, "description": "The queue is full: try again later"},
     500: {"model": ErrorResponse, "description": "The server failed"},

@@ -13,6 +13,7 @@ from cpmcu.serving.protocol.base import (
     MAX_LOGPROBS,
     ApiModel,
     GenerationRequest,
+    Items,
     PromptLogprobs,
     RequestModel,
     UsageInfo,
@@ -45,9 +46,9 @@ class ChatMessage(RequestModel):
     """A message; further fields go to the chat template."""
 
     role: str = Field(min_length=1, max_length=64)
-    content: str | list[ContentPart] | None = None
+    content: str | Items[ContentPart] | None = None
     name: str | None = None
-    tool_calls: list[ToolCallPart] | None = None
+    tool_calls: Items[ToolCallPart] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
@@ -73,6 +74,11 @@ class ChatMessage(RequestModel):
             except ValueError:
                 continue  # the template shows it as it is
         return message
+
+
+def text_length(messages: Sequence[ChatMessage]) -> int:
+    """Characters of all messages together."""
+    return sum(len(text) for message in messages for text in message.texts())
 
 
 class FunctionSpec(RequestModel):
@@ -126,12 +132,12 @@ def _switch(value: Any) -> Any:
 class ChatRequest(GenerationRequest):
     """A conversation to answer."""
 
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: Items[ChatMessage] = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1, description="Default: until the context is full")
     max_completion_tokens: int | None = Field(None, ge=1, description="The same, and wins")
     logprobs: Annotated[bool | None, BeforeValidator(_switch)] = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    tools: list[Tool] | None = Field(None, max_length=512)
+    tools: Items[Tool] | None = Field(None, max_length=512)
     tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None = None
     parallel_tool_calls: bool | None = Field(
         None, description="false: only the first call is given"
@@ -195,6 +201,11 @@ class ChatRequest(GenerationRequest):
             raise ApiError(
                 400, "tool_choice required needs tools.", param="tool_choice", code="invalid_value"
             )
+
+    @property
+    def text_length(self) -> int:
+        """Characters of all messages together."""
+        return text_length(self.messages)
 
     @property
     def token_limit(self) -> int | None:

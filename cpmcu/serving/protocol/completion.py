@@ -11,11 +11,12 @@ from cpmcu.serving.protocol.base import (
     MAX_LOGPROBS,
     ApiModel,
     GenerationRequest,
+    Items,
     PromptLogprobs,
     UsageInfo,
 )
 
-Prompts = str | list[str] | list[int] | list[list[int]]
+Prompts = str | Items[str] | Items[int] | Items[Items[int]]
 
 
 class CompletionRequest(GenerationRequest):
@@ -45,6 +46,12 @@ class CompletionRequest(GenerationRequest):
     def token_limit(self) -> int | None:
         """Most new tokens; None: until the context is full."""
         return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def prompt_length(self) -> int:
+        """Characters of all texts and token ids of all lists, together."""
+        prompts = self.prompts()
+        return sum(map(len, prompts))
 
     def prompts(self) -> list[str] | list[list[int]]:
         """The prompts, one or several, as a list."""

@@ -7,8 +7,8 @@ from typing import Any, Literal
 from pydantic import ConfigDict, Field
 
 from cpmcu.serving.errors import ApiError
-from cpmcu.serving.protocol.base import ApiModel, RequestModel
-from cpmcu.serving.protocol.chat import ChatMessage, Tool
+from cpmcu.serving.protocol.base import ApiModel, Items, RequestModel
+from cpmcu.serving.protocol.chat import ChatMessage, Tool, text_length
 
 
 class ModelInfo(ApiModel):
@@ -34,8 +34,8 @@ class TokenizeRequest(RequestModel):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[ChatMessage] | None = Field(None, min_length=1)
-    tools: list[Tool] | None = None
+    messages: Items[ChatMessage] | None = Field(None, min_length=1)
+    tools: Items[Tool] | None = None
     add_special_tokens: bool | None = Field(
         None, description="Default: true for a prompt, false for messages"
     )
@@ -45,6 +45,11 @@ class TokenizeRequest(RequestModel):
     return_token_strs: bool | None = Field(
         False, description="Add token_strs: the tokens as the vocabulary spells them"
     )
+
+    @property
+    def text_length(self) -> int:
+        """Characters of the prompt, or of all messages together."""
+        return len(self.prompt or "") + text_length(self.messages or [])
 
     def check(self) -> None:
         """Raises ApiError (400) unless there is exactly one of prompt and messages."""
@@ -66,7 +71,7 @@ class DetokenizeRequest(RequestModel):
     """Tokens, to be turned into text; special tokens are shown."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: Items[int]
 
 
 class DetokenizeResponse(ApiModel):

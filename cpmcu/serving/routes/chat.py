@@ -58,7 +58,7 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     body.check()
     service.check_model(body.model)
     loop = asyncio.get_running_loop()
-    job = await asyncio.to_thread(_prepare, service, body, loop)
+    job = await service.workers.run(request, body.text_length, _prepare, service, body, loop)
     chat = _Chat(Reply(body, service, "chatcmpl", "chat.completion.chunk"), body, job)
     return await answer(request, job.generation, body, chat.events, chat.whole)
 
@@ -87,7 +87,13 @@ def _prepare(service: Service, body: ChatRequest, loop: asyncio.AbstractEventLoo
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
     )
-    ids = encode(model.llm.tokenizer, prompt, "messages", special=body.add_special_tokens)
+    ids = encode(
+        model.llm.tokenizer,
+        prompt,
+        "messages",
+        special=body.add_special_tokens,
+        max_length=model.llm.max_length,
+    )
     fields = body.sampling_fields()
     forced = _forced(body)
     if forced is not None and fields["grammar"] is not None:

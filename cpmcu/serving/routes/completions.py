@@ -39,7 +39,7 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     body.check()
     service.check_model(body.model)
     loop = asyncio.get_running_loop()
-    job = await asyncio.to_thread(_prepare, service, body, loop)
+    job = await service.workers.run(request, body.prompt_length, _prepare, service, body, loop)
     reply = Reply(body, service, "cmpl", "text_completion")
     completion = _Completion(reply, body, job)
     return await answer(request, job.generation, body, completion.events, completion.whole)
@@ -57,7 +57,7 @@ class _Job:
 def _prepare(service: Service, body: CompletionRequest, loop: asyncio.AbstractEventLoop) -> _Job:
     """Tokens and parameters, off the event loop."""
     model = service.model
-    tokenizer = model.llm.tokenizer
+    tokenizer, max_length = model.llm.tokenizer, model.llm.max_length
     ids: list[list[int]] = []
     texts: list[str] = []
     prompts = body.prompts()
@@ -65,12 +65,14 @@ def _prepare(service: Service, body: CompletionRequest, loop: asyncio.AbstractEv
     for prompt in prompts:
         if isinstance(prompt, str):
             check_text(prompt, "prompt", service.config.max_text_length)
-            ids.append(encode(tokenizer, prompt, "prompt", special=body.add_special_tokens))
+            special = body.add_special_tokens
+            ids.append(encode(tokenizer, prompt, "prompt", special=special, max_length=max_length))
             texts.append(prompt)
         else:
             ids.append(prompt)
+            shown = body.echo and len(prompt) < max_length  # else Generation will refuse it
             outside = any(not 0 <= token < model.llm.spec.vocab_size for token in prompt)
-            texts.append("" if outside else tokenizer.decode(prompt))  # Generation will refuse it
+            texts.append(tokenizer.decode(prompt) if shown and not outside else "")
     params = sampling_params(
         max_tokens=1 if body.token_limit == 0 else body.token_limit,
         logprobs=body.logprobs,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
+import functools
 from typing import Any
 
 from fastapi import APIRouter, Request
+from fastapi.responses import Response
 
 from cpmcu.serving import strict_json
 from cpmcu.serving.conversation import check_messages, render
@@ -20,19 +21,21 @@ from cpmcu.serving.protocol.other import (
     TokenizeResponse,
     TokenizerInfo,
 )
-from cpmcu.serving.responses import service_of
+from cpmcu.serving.responses import service_of, written
 from cpmcu.serving.service import Service
 
-router = APIRouter(tags=["tokens"], responses={k: ERRORS[k] for k in (400, 401, 404, 413, 503)})
+router = APIRouter(
+    tags=["tokens"], responses={k: ERRORS[k] for k in (400, 401, 404, 408, 413, 503)}
+)
 
 
-@router.post("/tokenize", response_model_exclude_none=True)
-async def tokenize(body: TokenizeRequest, request: Request) -> TokenizeResponse:
+@router.post("/tokenize", response_model=TokenizeResponse)
+async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     """The tokens of a text, or of a conversation as the chat template writes it."""
     service = service_of(request)
     body.check()
     service.check_model(body.model)
-    return await asyncio.to_thread(_tokenize, service, body)
+    return await service.workers.run(request, body.text_length, _tokenize, service, body)
 
 
 @router.post("/detokenize")
@@ -43,9 +46,8 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> DetokenizeRes
     service.check_model(body.model)
     model = service.model
     check_ids(body.tokens, model.llm.spec.vocab_size)
-    text = await asyncio.to_thread(
-        model.llm.tokenizer.decode, body.tokens, skip_special_tokens=False
-    )
+    decode = functools.partial(model.llm.tokenizer.decode, skip_special_tokens=False)
+    text = await service.workers.run(request, len(body.tokens), decode, body.tokens)
     return DetokenizeResponse(prompt=text)
 
 
@@ -88,7 +90,7 @@ def check_ids(tokens: list[int], vocab_size: int) -> None:
         )
 
 
-def _tokenize(service: Service, body: TokenizeRequest) -> TokenizeResponse:
+def _tokenize(service: Service, body: TokenizeRequest) -> Response:
     model = service.model
     if body.prompt is not None:
         check_text(body.prompt, "prompt", service.config.max_text_length)
@@ -108,9 +110,10 @@ def _tokenize(service: Service, body: TokenizeRequest) -> TokenizeResponse:
     tokens = encode(model.llm.tokenizer, text, field, special=special)
     tokenizer = model.llm.tokenizer
     texts = [tokenizer.piece(t) or "" for t in tokens] if body.return_token_strs else None
-    return TokenizeResponse(
+    found = TokenizeResponse.model_construct(
         count=len(tokens),
         max_model_len=model.llm.max_length,
         tokens=tokens,
         token_strs=texts,
     )
+    return written(found, without_none=True)
