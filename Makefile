@@ -63,7 +63,7 @@ demo: $(BASE)  ## set up, build and generate text with the model in cpmcu/assets
 	   echo "no GPU is visible: CPU build"; export CPMCU_WITH_CUDA=0; fi; \
 	 $(PY) setup.py --quiet build_ext --inplace
 	$(SAY) "generating"
-	@$(PY) -m cpmcu.cli --num-generate 160 --prompt-text "def fibonacci(n):" --use-chat-template no --spec-auto no
+	@$(PY) -m cpmcu.cli --num-generate 160 --prompt-text "def fibonacci(n):" --use-chat-template no --spec-auto no </dev/null
 
 # ---- checks
 

@@ -54,7 +54,7 @@ class ModelSpec:
     head_dim: int
     rms_norm_eps: float
     max_position_embeddings: int
-    rope_inv_freq: list[float]  # [head_dim / 2], float32
+    rope_inv_freq: list[float]  # [rotary width / 2], float32
     rope_attention_scaling: float  # multiplies cos and sin
     qkv_bias: bool
     qk_norm: bool
@@ -63,7 +63,9 @@ class ModelSpec:
     logit_scale: float  # the head's input is multiplied by it
     tie_word_embeddings: bool
     dtype: str  # "float16" | "bfloat16" | "float32" (CPU only)
-    blocks: list[list[str]]  # per layer, e.g. ["attention", "mlp"]; empty: that for every layer
+    # Of each layer its blocks: kind, and the parameters in which it differs from the fields above.
+    # Empty: [("attention", {}), ("mlp", {})] each.
+    layers: list[list[tuple[str, dict[str, Any]]]]
     linear_method: str  # "dense" | "w4a16" | "w4_rtn" | "w8_rtn" | …
     linear_overrides: dict[str, str]  # module name -> method, e.g. {"lm_head": "dense"}
     linear_options: dict[str, int]  # e.g. {"group_size": 128}
@@ -98,23 +100,16 @@ class SamplingConfig:
     def __init__(self, **fields: Any) -> None: ...
 
 class DrafterSpec:
-    """A drafter as plain data; see csrc/spec/drafter.h. Made with keyword arguments."""
+    """A drafter as plain data; see csrc/speculative/drafter.h. Made with keyword arguments."""
 
     method: str  # "eagle" | "eagle3" | "model" | "ngram" | …
-    model: ModelSpec  # the draft's own layers; not used by n-gram
+    scope: str  # begins the names of its tensors and buffers: "draft."
     depth: int  # tokens of the longest drafted path
     topk: int  # width of a level; a chain has 1
-    tree_size: int  # rows verified, root included
-    window: int  # tokens that the draft's attention sees; 0: all
-    feature_layers: list[int]  # target layers whose inputs are the features (EAGLE-3)
-    vocab_ids: list[int]  # draft id -> target id; empty: the same
-    min_ngram: int
-    max_ngram: int
-    input_norms: bool  # EAGLE: RMSNorm of embedding and feature (MiniCPM4)
-    attention_norm: bool  # EAGLE: input_layernorm in the first layer
-    fc_bias: bool
-    own_head: bool  # an lm_head of its own
-    norm_output: bool  # EAGLE-3.1: the recycled hidden state is the normed one
+    tree_size: int  # tokens verified, root included
+    options: dict[str, Any]  # of this method alone; its two files say which
+    model: ModelSpec | None  # the draft's own layers
+    parts: list[DrafterSpec]  # of a drafter that is made of others
     def __init__(self, **fields: Any) -> None: ...
 
 class TensorInfo:
@@ -234,7 +229,8 @@ class Engine:
     def collect(self) -> list[SlotOutput]:
         """Waits for the oldest step in flight and returns what it emitted (prefill steps of
         chunks that are not last return []). Device errors surface here as RuntimeError."""
-    def prompt_logits(self, ids: Sequence[int]) -> npt.NDArray[np.float32]:
-        """Logits [T, V] of every position of a prompt, through the prefill path."""
+    def prefill_logits(self, slot: int, ids: Sequence[int]) -> npt.NDArray[np.float32]:
+        """A prefill step of one chunk that draws nothing; returns the logits [n, V] of its tokens.
+        Waits for the device. `collect` it like any step."""
 
 ops: Any  # kernels for tests: see csrc/kernels/bind_ops.cpp

@@ -1,4 +1,4 @@
-"""python -m cpmcu.bench: how fast a model loads, prefills and decodes, beside the machine's limits.
+"""`cpmcu bench`, `python -m cpmcu.bench`: how fast a model loads, prefills and decodes.
 
 The floor of a decode step is the bytes that it has to read (weights but for the embedding table,
 and the keys and values of its context) over the read bandwidth measured in the same run. Prompts
@@ -9,8 +9,8 @@ time depends on the draft's shape and not on what is accepted, so tokens/s is (m
 (time of a cycle), which is checked against whole requests. Where shapes are chosen in each step (no
 shape is given, or --spec-auto yes), requests that do so follow, on a third load.
 
-Exit status: 0, also after Ctrl-C; 1 for an error (one sentence; CPMCU_DEBUG=1 shows the traceback);
-2 for wrong flags.
+Exit status: 0; 1 for an error (one sentence; CPMCU_DEBUG=1 shows the traceback); 2 for wrong flags;
+130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -35,28 +35,40 @@ from cpmcu.config import (
     option,
     shipped_model,
 )
-from cpmcu.engine_flags import engine_config
-from cpmcu.errors import forget_interrupt, sentence
-from cpmcu.flags import FlagParser, add_flags, from_flags
+from cpmcu.engine_flags import MODEL_WORD, engine_config, named_model
+from cpmcu.errors import INTERRUPTED, forget_interrupt, reader_left, sentence
+from cpmcu.flags import FOOTER, FlagParser, add_flags, from_flags
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BenchOptions:
     """What is measured."""
 
-    contexts: str = option("1024", "context lengths in tokens, separated by commas")
+    contexts: str = option(
+        "1024",
+        "context lengths in tokens, separated by commas",
+        metavar="N,N",
+        brief="context lengths in tokens (default: 1024)",
+    )
     decode: int = option(
         64,
         "decode steps, or speculative cycles, of one timed window; fewer where there is no room",
+        brief="decode steps of one timed window (default: 64)",
     )
-    json: bool = option(False, "print JSON instead of a table")
+    json: bool = option(
+        False, "print JSON instead of a table", brief="print JSON instead of a table"
+    )
     plot: str | None = option(
-        None, "also draw tokens/s by context (needs cpmcu[plot])", metavar="FILE.png"
+        None,
+        "also draw tokens/s by context (needs cpmcu[plot])",
+        metavar="FILE.png",
+        brief="also draw tokens/s by context",
     )
     kernels: str | None = option(
         None,
         "also draw shares of the roofline: what scripts/bench/bench_*.py --json printed",
         metavar="FILE",
+        brief="also draw shares of the roofline from this file",
     )
 
     def __post_init__(self) -> None:
@@ -178,27 +190,51 @@ def _kernels(options: BenchOptions) -> list[Kernel]:
     return read_kernels(Path(options.kernels))
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Runs a benchmark; returns the exit status."""
-    parser = FlagParser(prog="python -m cpmcu.bench", description=__doc__)
+def _print(text: str) -> None:
+    """Writes to stdout; a reader that has left is no error."""
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        reader_left()
+
+
+def make_parser(verb: str | None = None) -> FlagParser:
+    """The parser of all flags."""
+    parser = FlagParser(
+        prog=f"cpmcu {verb}" if verb else "python -m cpmcu.bench",
+        usage=None if verb else "python -m cpmcu.bench [flags]",
+        words=MODEL_WORD if verb else None,
+        description="Measures how fast a model loads, prefills and decodes, beside the time that "
+        "its bytes take at the device's read bandwidth; with a draft, speculative decoding too.",
+        epilog=FOOTER,
+    )
+    add_flags(parser, BenchOptions, "benchmark")
     add_flags(parser, EngineConfig, "engine")
     add_flags(parser, SpeculativeConfig, "speculative decoding")
-    add_flags(parser, BenchOptions, "benchmark")
+    return parser
+
+
+def main(arguments: list[str] | None = None, verb: str | None = None) -> int:
+    """Runs a benchmark, as a verb of `cpmcu` or without; returns the exit status."""
+    parser = make_parser(verb)
     flags = parser.parse_args(arguments)
     try:
+        flags.model = named_model(flags)
         options = from_flags(BenchOptions, flags)
         config = engine_config(flags)
         kernels = _kernels(options)
     except (ValueError, OSError) as error:
-        parser.error(sentence(error))
+        parser.error(parser.named(sentence(error)))
     try:
         result = run(config, options)
-        sys.stdout.write((json.dumps(result, indent=2) if options.json else table(result)) + "\n")
+        _print((json.dumps(result, indent=2) if options.json else table(result)) + "\n")
         if options.plot is not None:
             save(result, kernels, Path(options.plot))
     except KeyboardInterrupt:
         forget_interrupt()
         sys.stderr.write("stopped\n")
+        return INTERRUPTED
     except Exception as error:
         if os.environ.get("CPMCU_DEBUG"):
             raise

@@ -1,8 +1,9 @@
 """python -m cpmcu.cli: completes a prompt, or holds a conversation, in the terminal.
 
-The generated text, or the table asked for, goes to stdout, everything else to stderr. Exit status:
-0, also after Ctrl-C; 1 for an error (one sentence; CPMCU_DEBUG=1 shows the traceback); 2 for wrong
-flags.
+`cpmcu run`, `chat`, `plan`, `env` and `list` are the same program. The generated text, or the table
+asked for, goes to stdout, everything else to stderr. Exit status: 0; 1 for an error (one sentence;
+CPMCU_DEBUG=1 shows the traceback); 2 for wrong flags; 130 after Ctrl-C, but for one that stops an
+answer of a chat.
 """
 
 from __future__ import annotations
@@ -11,25 +12,19 @@ import argparse
 import dataclasses
 import os
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from cpmcu.config import EngineConfig, option, shipped
-from cpmcu.engine_flags import add_engine_flags, engine_config
-from cpmcu.errors import forget_interrupt
-from cpmcu.flags import FlagParser, add_flags, from_flags
+from cpmcu.engine_flags import MODEL_WORD, add_engine_flags, engine_config, named_model
+from cpmcu.errors import INTERRUPTED, forget_interrupt, reader_left, sentence
+from cpmcu.flags import FOOTER, FlagParser, add_flags, from_flags
+from cpmcu.prompt import DEFAULT_PROMPT, SHIPPED_PROMPT, model_and_prompt, read_prompt
 from cpmcu.sampling import SamplingParams
 from cpmcu.ui.display import Display
 
 if TYPE_CHECKING:
     from cpmcu.llm import LLM
 
-DEFAULT_PROMPT = "Who are you"
-SHIPPED_PROMPT = '''import os
-
-
-def walk_files(root):
-    """Yield the path of every file below a directory."""
-'''
 DEFAULT_TOKENS, SHIPPED_TOKENS = 1024, 200
 
 
@@ -38,74 +33,171 @@ class CliOptions:
     """What the command line has beyond the engine's and the sampler's parameters."""
 
     prompt_text: str | None = option(
-        None, "the prompt (default: one that suits the model)", metavar="TEXT"
+        None,
+        "the prompt, or the first message of a chat (default: one that suits the model)",
+        metavar="TEXT",
+        brief="the prompt; what is piped in is appended to it",
     )
     prompt_file: str | None = option(
-        None, "UTF-8 file with the prompt, - for stdin; wins over --prompt-text", metavar="PATH"
+        None,
+        "UTF-8 file with the prompt, - for stdin; wins over --prompt-text",
+        metavar="PATH",
+        brief="UTF-8 file with the prompt, - for stdin",
+    )
+    system_prompt: str | None = option(
+        None,
+        "what the model is told before the conversation; needs a chat template",
+        brief="what the model is told before the conversation",
     )
     use_chat_template: bool | None = option(
         None,
         "give the prompt to the model's chat template as one user turn (default: yes; no for a "
         "shipped model, which completes code)",
+        brief="no: the prompt goes in as it is",
     )
     use_stream: bool = option(True, "show text while it is generated")
+    chat: bool = option(
+        False,
+        "hold a conversation; Ctrl-C stops an answer, Ctrl-D leaves, /help lists commands",
+        brief="hold a conversation",
+    )
+    stats: bool = option(
+        False,
+        "show times, speeds and acceptance in full, not in one line",
+        brief="show times and acceptance in full",
+    )
     plain_output: bool = option(False, "no colours and no moving bars")
-    chat: bool = option(False, "hold a conversation; Ctrl-C stops an answer, Ctrl-D leaves")
-    env: bool = option(False, "print versions, build and devices, for a bug report, and exit")
-    memory_plan: bool = option(False, "print where device memory goes, and exit")
+    env: bool = option(
+        False,
+        "print versions, build and devices, for a bug report, and exit",
+        brief="print versions, build and devices, and exit",
+    )
+    memory_plan: bool = option(
+        False,
+        "print where device memory goes, by group, and exit",
+        brief="print where device memory goes, and exit",
+    )
+    full: bool = option(
+        False, "with --memory-plan: every buffer", brief="with --memory-plan: every buffer"
+    )
     list_registered: bool = option(
-        False, "print the registered models, schemes and C++ parts, and exit", flags=("--list",)
+        False,
+        "print the registered models, schemes and C++ parts, and exit",
+        flags=("--list",),
+        brief="print what is registered, and exit",
     )
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Runs the command line; returns the exit status."""
-    parser = make_parser()
+@dataclasses.dataclass(frozen=True, slots=True)
+class Verb:
+    """One of `cpmcu`'s verbs that this program serves."""
+
+    does: str
+    words: dict[str, str]
+    sets: str | None = None  # the switch that it stands for
+
+
+_PROMPT = {"PROMPT": "as --prompt-text"}
+VERBS = {
+    "run": Verb("Completes or answers a prompt.", {**MODEL_WORD, **_PROMPT}),
+    "chat": Verb("Holds a conversation, which PROMPT begins.", {**MODEL_WORD, **_PROMPT}, "chat"),
+    "plan": Verb("Prints where device memory goes, by group.", MODEL_WORD, "memory_plan"),
+    "env": Verb("Prints versions, build and devices, for a bug report.", {}, "env"),
+    "list": Verb("Prints registered models, schemes and C++ parts.", {}, "list_registered"),
+}
+
+
+def main(arguments: list[str] | None = None, verb: str | None = None) -> int:
+    """Runs the command line, as that of a verb of `cpmcu` or without; returns the exit status."""
+    parser = make_parser(verb)
     parsed = parser.parse_args(arguments)
-    options, config, params = _configs(parser, parsed)
+    options, config, params = _configs(parser, parsed, verb)
     debug = bool(os.environ.get("CPMCU_DEBUG"))
     display = Display(plain=options.plain_output, debug=debug)
     try:
-        return _run(display, options, config, params)
+        status = _run(display, options, config, params)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        return status
     except KeyboardInterrupt:
         forget_interrupt()
         display.note("stopped")
-        return 0
-    except BrokenPipeError:  # the reader of stdout left, which is its right
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return INTERRUPTED
+    except BrokenPipeError:
+        reader_left()
         return 0
     except Exception as error:
         if debug:
             raise
-        display.error(error)
+        display.error(parser.named(sentence(error)))
         return 1
 
 
-def make_parser() -> FlagParser:
-    """The parser of all flags."""
-    parser = FlagParser(
-        prog="cpmcu", description="Runs a language model on one GPU, or on the CPU."
-    )
+def make_parser(verb: str | None = None) -> FlagParser:
+    """The parser of all flags; that of `env` and of `list` has none."""
+    if verb is None:
+        parser = FlagParser(
+            prog="cpmcu",
+            usage="python -m cpmcu.cli [flags]",
+            description="Runs a language model on one GPU, or on the CPU.",
+            epilog=FOOTER,
+        )
+    else:
+        found = VERBS[verb]
+        parser = FlagParser(
+            prog=f"cpmcu {verb}",
+            words=found.words,
+            description=found.does,
+            epilog=FOOTER if found.words else "",
+        )
+        if not found.words:
+            return parser
     add_flags(parser, CliOptions, "what to do")
     add_engine_flags(parser, {"max_num_seqs": 1})
-    tokens = f"{DEFAULT_TOKENS}; {SHIPPED_TOKENS} for a shipped model; no limit in --chat"
+    tokens = f"{DEFAULT_TOKENS}; {SHIPPED_TOKENS} for a shipped model; no limit in a chat"
     add_flags(parser, SamplingParams, "sampling", {"max_tokens": tokens})
+    if verb is not None:
+        parser.hide(*(each.sets for each in VERBS.values() if each.sets))
+    if verb == "chat":
+        parser.briefs["prompt_text"] = "the first message"
+        parser.briefs["prompt_file"] = "UTF-8 file with the first message"
+    if verb == "plan":
+        parser.briefs["full"] = "every buffer, not only the large ones"
+        parser.hide("prompt_text", "prompt_file", "system_prompt", "use_chat_template")
+        parser.hide("use_stream", "stats")
+        parser.hide(*(field.name for field in dataclasses.fields(SamplingParams)))
+    elif verb is not None:
+        parser.hide("full")
     return parser
 
 
 def _configs(
-    parser: FlagParser, parsed: argparse.Namespace
+    parser: FlagParser, parsed: argparse.Namespace, verb: str | None = None
 ) -> tuple[CliOptions, EngineConfig, SamplingParams]:
-    tokens = SHIPPED_TOKENS if _completes_code(parsed.model) else DEFAULT_TOKENS
-    if parsed.max_tokens is None and not parsed.chat:
-        parsed.max_tokens = tokens
-    if parsed.max_num_seqs is None:
-        parsed.max_num_seqs = 1
+    switch = VERBS[verb].sets if verb is not None else None
+    if switch is not None:
+        setattr(parsed, switch, True)
+    if verb is not None and not VERBS[verb].words:
+        return from_flags(CliOptions, parsed), EngineConfig(), SamplingParams()
     try:
-        options = from_flags(CliOptions, parsed)
-        return options, engine_config(parsed), from_flags(SamplingParams, parsed)
+        if verb == "plan":
+            parsed.model = named_model(parsed)
+        else:
+            parsed.model, parsed.prompt_text = model_and_prompt(
+                parsed.plain_words, parsed.model, parsed.prompt_text, parsed.prompt_file
+            )
+        if parsed.max_tokens is None and not parsed.chat:
+            code = _completes_code(parsed.model)
+            parsed.max_tokens = SHIPPED_TOKENS if code else DEFAULT_TOKENS
+        if parsed.max_num_seqs is None:
+            parsed.max_num_seqs = 1
+        options, config = from_flags(CliOptions, parsed), engine_config(parsed)
+        if options.full and not options.memory_plan:
+            raise ValueError("--full is given without --memory-plan, expected both")
+        _template(options, config)  # raises if the flags contradict each other
+        return options, config, from_flags(SamplingParams, parsed)
     except ValueError as error:
-        parser.error(str(error))
+        parser.error(parser.named(str(error)))
 
 
 def _run(
@@ -123,19 +215,34 @@ def _run(
 
         display.table(("kind", "name", "file"), registered())
         return 0
+    if options.memory_plan:
+        with _load(display, config) as llm:
+            _show_plan(display, llm, full=options.full)
+        return 0
     if sys.stdin is None and (options.chat or options.prompt_file == "-"):
         raise OSError("stdin is closed, but the input comes from there")
-    prompt = None if options.chat or options.memory_plan else _prompt(options, config)
-    from cpmcu.llm import LLM  # the engine: nothing above needs it
+    prompt = _prompt(display, options)
+    template = _template(options, config)
+    with _load(display, config, needs_template=bool(template)) as llm:
+        if options.chat:
+            _chat(display, llm, options, params, prompt)
+            return 0
+        return _complete(display, llm, options, params, prompt, template)
 
-    with LLM(progress=display.load_progress(), **dataclasses.asdict(config)) as llm:
-        if options.memory_plan:
-            _show_plan(display, llm)
-        elif prompt is None:
-            _chat(display, llm, params)
-        else:
-            _complete(display, llm, options, params, prompt)
-    return 0
+
+def _load(display: Display, config: EngineConfig, *, needs_template: bool = False) -> LLM:
+    """Raises ValueError, before weights are read, if a chat template is needed and missing."""
+    from cpmcu.llm import LLM  # the engine: nothing before needs it
+
+    def check(llm: LLM) -> None:
+        if needs_template and llm.chat_template is None:
+            raise ValueError(
+                f"{llm.directory.name} has no chat template, which a conversation needs"
+            )
+
+    progress = display.load_progress()
+    fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    return LLM(progress=progress, before_weights=check, **fields)
 
 
 def _completes_code(model: str | None) -> bool:
@@ -143,114 +250,88 @@ def _completes_code(model: str | None) -> bool:
     return model is None or shipped(model) is not None
 
 
-def _prompt(options: CliOptions, config: EngineConfig) -> str:
-    if options.prompt_file is not None:
-        piped = options.prompt_file == "-"
-        try:
-            source = 0 if piped else options.prompt_file
-            with open(source, encoding="utf-8", closefd=not piped) as file:
-                return file.read().strip()
-        except UnicodeDecodeError as error:
-            name = "the prompt from stdin" if piped else options.prompt_file
-            raise ValueError(f"{name} is not UTF-8 text: {error}") from error
-    if options.prompt_text is not None:
+def _prompt(display: Display, options: CliOptions) -> str | None:
+    """The prompt that was given, None if there is none. In a chat stdin has the messages."""
+    if options.chat and options.prompt_file is None:
         return options.prompt_text
-    return SHIPPED_PROMPT if _completes_code(config.model) else DEFAULT_PROMPT
+    return read_prompt(
+        options.prompt_file, options.prompt_text, display.note, append_piped=not options.chat
+    )
+
+
+def _template(options: CliOptions, config: EngineConfig) -> bool | None:
+    """Does the prompt go to the chat template? None: if the model has one."""
+    template = options.use_chat_template
+    for flag, needs in (("--chat", options.chat), ("--system-prompt", options.system_prompt)):
+        if needs and template is False:
+            raise ValueError(f"{flag} needs a chat template, but --use-chat-template is no")
+        if needs:
+            template = True
+    if template is None and _completes_code(config.model):
+        return False
+    return template
 
 
 def _complete(
-    display: Display, llm: LLM, options: CliOptions, params: SamplingParams, prompt: str
-) -> None:
-    template = options.use_chat_template
-    if template is None and not _completes_code(llm.config.model):
-        template = llm.chat_template is not None
-        if not template:
-            display.note(f"{llm.directory.name} has no chat template: the prompt goes in as it is")
-    if template:
-        ids = llm.tokenize_chat([{"role": "user", "content": prompt}])
+    display: Display,
+    llm: LLM,
+    options: CliOptions,
+    params: SamplingParams,
+    given: str | None,
+    template: bool | None,
+) -> int:
+    from cpmcu.answering import show_answer
+
+    prompt = given
+    if prompt is None:
+        prompt = SHIPPED_PROMPT if _completes_code(llm.config.model) else DEFAULT_PROMPT
+    if template is None and llm.chat_template is None:
+        display.note(f"{llm.directory.name} has no chat template: the prompt goes in as it is")
+    if template or (template is None and llm.chat_template is not None):
+        turn = {"role": "user", "content": prompt}
+        ids = llm.tokenize_chat([*_system_turn(options), turn])
     else:
         ids = llm.tokenize(prompt)
-        if options.prompt_file is None and options.prompt_text is None:
+        if given is None:
             display.note(prompt.rstrip("\n"))
-    _answer(display, llm, ids, params, stream=options.use_stream)
+    answer = show_answer(
+        display,
+        llm,
+        ids,
+        params,
+        stream=options.use_stream,
+        full_statistics=options.stats,
+    )
+    return INTERRUPTED if answer.result is None else 0
 
 
-def _answer(
-    display: Display, llm: LLM, ids: list[int], params: SamplingParams, *, stream: bool
-) -> str:
-    """Generates and shows one answer and its summary; returns its text. Ctrl-C ends it."""
-    progress = display.prefill_progress()
-    text = ""
-    result = None
-    try:
-        for chunk in llm.stream(ids, params, on_prefill=progress):
-            text += chunk.text
-            result = chunk.result
-            if stream:
-                display.text(chunk.text)
-    except KeyboardInterrupt:
-        pass
-    finally:
-        progress.finish()
-    display.text(("" if stream else text) + ("" if text.endswith("\n") else "\n"))
-    if result is None:
-        display.note("stopped")
-        return text
-    if params.logprobs is not None:
-        display.logprobs(result, _logprob_texts(llm, result))
-    display.summary(result)
-    return text
+def _chat(
+    display: Display, llm: LLM, options: CliOptions, params: SamplingParams, first: str | None
+) -> None:
+    from cpmcu.chat import Chat
+
+    chat = Chat(
+        display,
+        llm,
+        params,
+        opening=_system_turn(options),
+        stream=options.use_stream,
+        full_statistics=options.stats,
+    )
+    chat.run(first)
 
 
-def _chat(display: Display, llm: LLM, params: SamplingParams) -> None:
-    if llm.chat_template is None:
-        raise ValueError(f"{llm.directory.name} has no chat template, which --chat needs")
-    messages: list[dict[str, Any]] = []
-    display.note("Ctrl-C stops an answer, Ctrl-D leaves, /new starts over")
-    while True:
-        try:
-            line = display.ask().strip()
-        except (EOFError, KeyboardInterrupt):
-            display.note("")
-            return
-        if line == "/new":
-            messages.clear()
-        if not line or line == "/new":
-            continue
-        turn = {"role": "user", "content": line}
-        try:
-            ids = llm.tokenize_chat([*messages, turn])
-        except ValueError as error:  # the template refuses this turn, the conversation goes on
-            display.error(error)
-            continue
-        if len(ids) >= llm.max_length:
-            display.error(
-                f"the conversation has {len(ids)} tokens, but the model holds {llm.max_length}; "
-                "/new starts over"
-            )
-            continue
-        answer = _answer(display, llm, ids, params, stream=True)
-        messages += [turn, {"role": "assistant", "content": answer}]
+def _system_turn(options: CliOptions) -> list[dict[str, str]]:
+    if options.system_prompt is None:
+        return []
+    return [{"role": "system", "content": options.system_prompt}]
 
 
-def _show_plan(display: Display, llm: LLM) -> None:
-    from cpmcu.ui.tables import mebibytes
+def _show_plan(display: Display, llm: LLM, *, full: bool) -> None:
+    from cpmcu.ui.plan import COLUMNS, plan_rows
 
-    rows = [
-        (row["name"], row["group"], mebibytes(row["offset"]), mebibytes(row["bytes"]))
-        for row in llm.memory_plan()
-    ]
-    display.table(("buffer", "group", "offset MiB", "size MiB"), rows)
-
-
-def _logprob_texts(llm: LLM, result: Any) -> list[tuple[str, str]]:
-    def text(token: int) -> str:
-        return llm.tokenizer.decode([token], skip_special_tokens=False)
-
-    return [
-        (text(entry.token_id), ", ".join(f"{text(i)!r} {p:.4f}" for i, p in entry.top))
-        for entry in result.outputs[0].logprobs or []
-    ]
+    display.table(COLUMNS, plan_rows(llm.memory_plan(), full=full))
+    display.note(f"a sequence can have {llm.max_length} tokens, prompt and output together")
 
 
 if __name__ == "__main__":

@@ -42,12 +42,20 @@ def option(
     flags: tuple[str, ...] | None = None,
     choices: tuple[str, ...] | None = None,
     metavar: str | None = None,
+    brief: str | None = None,
 ) -> Any:
     """A dataclass field that can become a command-line flag.
 
-    `flags` replaces the flag derived from the field's name; an empty tuple means no flag.
+    `flags` replaces the flag derived from the field's name; an empty tuple means no flag. `brief`
+    is the flag's line in `--help`; a flag without one is explained by `--help-all` only.
     """
-    metadata = {"help": help, "flags": flags, "choices": choices, "metavar": metavar}
+    metadata = {
+        "help": help,
+        "flags": flags,
+        "choices": choices,
+        "metavar": metavar,
+        "brief": brief,
+    }
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -118,15 +126,21 @@ class SpeculativeConfig:
     """
 
     draft_model_path: str | None = option(
-        None, "draft head or draft model: local directory or Hugging Face id", metavar="PATH|REPO"
+        None,
+        "draft head or draft model: local directory or Hugging Face id",
+        metavar="PATH|REPO",
+        brief="draft head or model, as --model-path has it",
     )
     method: str = option(
         "auto",
         "what the draft is: auto reads it from the files; ngram looks up the prompt and output",
         flags=("--spec-method",),
         metavar="NAME",
+        brief="ngram: drafts from the text, without files",
     )
-    no_speculation: bool = option(False, "draft nothing, whatever else is given")
+    no_speculation: bool = option(
+        False, "draft nothing, whatever else is given", brief="draft nothing; changes no text"
+    )
     use_eagle3: bool | None = option(
         None, "expect an EAGLE-3 head (default: what the draft's files are)"
     )
@@ -314,13 +328,25 @@ class EngineConfig:
     """How a model is loaded and run. Raises ValueError for a value out of range."""
 
     model: str | None = option(
-        None, _MODEL_HELP, flags=("--model-path", "--model"), metavar="PATH|REPO"
+        None,
+        _MODEL_HELP,
+        flags=("--model-path", "--model"),
+        metavar="PATH|REPO",
+        brief="directory, Hugging Face id or shipped model",
     )
     revision: str | None = option(None, "branch, tag or commit of the Hugging Face repository")
-    device: str = option("auto", "where to run; auto takes a GPU if there is one", choices=DEVICES)
+    device: str = option(
+        "auto",
+        "where to run; auto takes a GPU if there is one",
+        choices=DEVICES,
+        brief="where to run (default: a GPU if there is one)",
+    )
     device_index: int = option(0, "which CUDA device, counted from 0")
     dtype: str = option(
-        "auto", "type of weights and activations; auto keeps the checkpoint's", choices=DTYPES
+        "auto",
+        "type of weights and activations; auto keeps the checkpoint's",
+        choices=DTYPES,
+        brief="float16, bfloat16 or float32 (default: as saved)",
     )
     lm_head_quant: str = option(
         "none",
@@ -328,11 +354,15 @@ class EngineConfig:
         choices=HEAD_QUANTS,
     )
     memory_limit: float = option(
-        0.9, "share of the memory that is free at start which the engine may take, in (0, 1]"
+        0.9,
+        "share of the memory that is free at start which the engine may take, in (0, 1]",
+        brief="share of the free memory to take (default: 0.9)",
     )
     chunk_length: int = option(2048, "tokens of one prefill step")
     max_model_len: int = option(
-        0, "most tokens of one sequence, prompt and output; 0: what the model was made for"
+        0,
+        "most tokens of one sequence, prompt and output; 0: what the model was made for",
+        brief="most tokens of prompt and output together",
     )
     max_num_seqs: int = option(8, "most sequences that run at the same time")
     cuda_graph: bool = option(True, "replay decode steps as CUDA graphs")

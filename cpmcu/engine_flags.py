@@ -7,8 +7,11 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from cpmcu.checks import shown
 from cpmcu.config import EngineConfig, SpeculativeConfig
-from cpmcu.flags import add_flags, from_flags
+from cpmcu.flags import FlagParser, add_flags, from_flags
+
+MODEL_WORD = {"MODEL": "as --model-path (default: the shipped model)"}  # of verbs of `cpmcu`
 
 _SPARSE = "sparse attention"
 _LATER = {  # CPM.cu's flags for what is not built yet
@@ -38,15 +41,24 @@ class _ModelType(argparse.Action):
             )
 
 
-def add_engine_flags(
-    parser: argparse.ArgumentParser, defaults: Mapping[str, Any] | None = None
-) -> None:
+def add_engine_flags(parser: FlagParser, defaults: Mapping[str, Any] | None = None) -> None:
     """Adds the flags of EngineConfig and SpeculativeConfig; `defaults` as `add_flags` has them."""
     add_flags(parser, EngineConfig, "model and engine", defaults)
     add_flags(parser, SpeculativeConfig, "speculative decoding")
     for flag in _LATER:
         parser.add_argument(flag, nargs="?", action=_NotYet, help=argparse.SUPPRESS)
     parser.add_argument("--model-type", action=_ModelType, help=argparse.SUPPRESS)
+
+
+def named_model(parsed: argparse.Namespace) -> str | None:
+    """The model that MODEL or --model-path names. Raises ValueError if both are given."""
+    words: list[str] = parsed.plain_words
+    model: str | None = parsed.model
+    if words and model is not None:
+        raise ValueError(
+            f"MODEL is {shown(words[0])}, but --model-path is given too: give one of them"
+        )
+    return words[0] if words else model
 
 
 def engine_config(parsed: argparse.Namespace) -> EngineConfig:

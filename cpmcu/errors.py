@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import sys
+
+INTERRUPTED = 130  # exit status after Ctrl-C: 128 and the number of SIGINT
+
 
 def sentence(error: BaseException | str) -> str:
     """An error in one line. One of the system's begins with the file's name, not with a number."""
@@ -18,3 +23,8 @@ def forget_interrupt() -> None:
     does it, and ends by that signal unless another text was executed since.
     """
     exec("")
+
+
+def reader_left() -> None:
+    """Lets a program end quietly whose reader of stdout is gone, as `head` is after its lines."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -2,6 +2,7 @@
 
 Every flag exists with dashes and with underscores. Booleans take an optional value
 (`--cuda-graph`, `--cuda-graph no`); a field of type `Sequence[str]` is a repeatable flag.
+`--help` shows the fields that have a `brief`, `--help-all` explains every flag.
 """
 
 from __future__ import annotations
@@ -9,14 +10,23 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import re
 import sys
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
+from cpmcu import __version__
+from cpmcu.checks import shown
+from cpmcu.flag_help import Briefs, flag_text, short_help
+
 _TRUE = {"1", "true", "yes", "on", "y", "t"}
 _FALSE = {"0", "false", "no", "off", "n", "f"}
+
+FOOTER = """\
+--help-all explains every flag, --version shows the version.
+A flag that is shown without a value also takes yes or no: --cuda-graph no."""
 
 T = TypeVar("T")
 
@@ -32,43 +42,140 @@ def parse_bool(text: str) -> bool:
 
 
 class FlagParser(argparse.ArgumentParser):
-    """An ArgumentParser whose errors are one sentence, and which takes underscores for dashes."""
+    """An ArgumentParser whose errors are one sentence, and which takes underscores for dashes.
 
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(allow_abbrev=False, **kwargs)
+    `words` are the names of arguments that are no flags, such as MODEL, with their briefs; each may
+    be left out. They come back as the list `plain_words` of what was parsed.
+    """
+
+    def __init__(self, *, words: Mapping[str, str] | None = None, **kwargs: Any) -> None:
+        super().__init__(allow_abbrev=False, add_help=False, **kwargs)
+        self.words = dict(words or {})
+        self.briefs: Briefs = {}
+        self._given: dict[str, str] = {}
+        if self.words:
+            explained = "; ".join(f"{word}: {text}" for word, text in self.words.items())
+            self.add_argument_group("arguments", explained)
+        group = self.add_argument_group("help")
+        group.add_argument("-h", "--help", action="help", help="show the most used flags, and exit")
+        group.add_argument("--help-all", action=_HelpAll, help="explain every flag, and exit")
+        version = f"cpmcu {__version__}"
+        group.add_argument("--version", action="version", version=version, help="show the version")
+
+    def hide(self, *names: str) -> None:
+        """Leaves the flags of these fields, or other destinations, to `--help-all`."""
+        self.briefs.update(dict.fromkeys(names, ""))
+
+    def one_line_usage(self) -> str:
+        """How it is called; the flags are left to the help."""
+        if self.usage is not None:
+            return self.usage
+        positionals = [flag_text(action) for action in self._actions if not action.option_strings]
+        words = [*positionals, *(f"[{word}]" for word in self.words)]
+        return " ".join([self.prog, *words, "[flags]"])
+
+    def format_help(self) -> str:
+        """The help of `--help`: the flags that have a brief, or all if none has."""
+        own = dict.fromkeys(("help", "help_all", "version"), "")
+        briefs = {**own, **self.briefs} if self.epilog else self.briefs  # which says what these do
+        return short_help(self, self.one_line_usage(), briefs, self.words)
+
+    def format_full_help(self) -> str:
+        """The help of `--help-all`."""
+        self.usage = self.one_line_usage()
+        return super().format_help()
+
+    def named(self, message: str) -> str:
+        """`message` with the fields of configs named as their flags were typed.
+
+        A field that has no underscore may be an English word: it is replaced only where it begins
+        the message as its subject.
+        """
+        if message.startswith("speculative_config: "):  # its keys are not flags
+            return message
+        for action in self._actions:
+            if not action.option_strings:
+                continue
+            name, flag = action.dest, self._given.get(action.dest)
+            if flag is None and "speculative_config" in self._given and name.startswith("spec_"):
+                continue  # it may come from the JSON
+            pattern = rf"\b{name}\b" if "_" in name else rf"^{name}(?=(\[\d+\])? (is|holds) )"
+            flag = flag or action.option_strings[0]
+            message = re.sub(rf"(?<!-){pattern}(\[\d+\])?", flag, message)
+        return message
 
     def error(self, message: str) -> NoReturn:
         """Writes one sentence to stderr and exits with status 2."""
-        self.exit(2, f"{self.prog}: {message} (--help lists all flags)\n")
+        message = re.sub(r"^argument (\S+): ", self._blamed, message)
+        self.exit(2, f"{self.prog}: {message} (--help lists flags)\n")
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parses `args`; an unknown flag is an error that names the nearest known one."""
-        parsed, unknown = self.parse_known_args(args, namespace)
-        if unknown:
-            flag = unknown[0].split("=", 1)[0]
-            near = difflib.get_close_matches(flag, self._option_string_actions, n=1)
-            hint = f"; did you mean {near[0]}?" if near and flag.startswith("-") else ""
-            kind = "unknown flag" if flag.startswith("-") else "unexpected argument"
-            self.error(f"{kind} {flag!r}{hint}")
+        args = list(sys.argv[1:] if args is None else args)
+        end = args.index("--") if self.words and "--" in args else len(args)
+        parsed, unknown = self.parse_known_args(args[:end], namespace)
+        for found in unknown:
+            if found.startswith("-") and not (self.words and " " in found):
+                self._unknown_flag(found.split("=", 1)[0])
+        parsed.plain_words = unknown + args[end + 1 :]
+        if len(parsed.plain_words) > len(self.words):
+            found = parsed.plain_words[len(self.words)]
+            hint = "; a text of several words needs quotes" if self.words else ""
+            self.error(f"unexpected argument {shown(found)}{hint}")
         return parsed
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
         """As ArgumentParser's, after `--some_flag` became `--some-flag`."""
-        args = sys.argv[1:] if args is None else args
-        return super().parse_known_args([self._dashed(arg) for arg in args], namespace)
+        args = list(sys.argv[1:] if args is None else args)
+        self._given = {}
+        dashed = [self._dashed(arg) for arg in args]
+        if self.words:
+            dashed = [self._switch(*pair) for pair in zip(dashed, [*dashed[1:], ""])]
+        return super().parse_known_args(dashed, namespace)
 
     def _dashed(self, arg: str) -> str:
-        if not arg.startswith("--"):
-            return arg
         name, equals, value = arg.partition("=")
-        dashed = name.replace("_", "-")
-        return dashed + equals + value if dashed in self._option_string_actions else arg
+        dashed = name.replace("_", "-") if name.startswith("--") else name
+        action = self._option_string_actions.get(dashed)
+        if action is None:
+            return arg
+        self._given[action.dest] = dashed
+        return dashed + equals + value
+
+    def _switch(self, arg: str, following: str) -> str:
+        """A boolean flag takes the word behind it as its value only if that is yes or no."""
+        action = self._option_string_actions.get(arg)
+        if action is None or action.type is not parse_bool:
+            return arg
+        return arg if following.strip().lower() in _TRUE | _FALSE else f"{arg}=yes"
+
+    def _blamed(self, match: re.Match[str]) -> str:
+        """Of an error's "argument --one/--other: ", the name that was typed."""
+        action = self._option_string_actions.get(match[1].split("/")[0])
+        flag = None if action is None else self._given.get(action.dest)
+        return f"{flag or match[1]}: "
+
+    def _unknown_flag(self, flag: str) -> NoReturn:
+        near = difflib.get_close_matches(flag, self._option_string_actions, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        self.error(f"unknown flag {shown(flag)}{hint}")
+
+
+class _HelpAll(argparse.Action):
+    """--help-all."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **kwargs: Any) -> None:
+        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, **kwargs)
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
+        parser._print_message(parser.format_full_help(), sys.stdout)
+        parser.exit()
 
 
 def add_flags(
-    parser: argparse.ArgumentParser,
+    parser: FlagParser,
     config: type[Any],
     title: str,
     defaults: Mapping[str, Any] | None = None,
@@ -88,6 +195,8 @@ def add_flags(
             group.add_argument(
                 *flags, dest=field.name, **_argument(field, hints[field.name], defaults)
             )
+            if field.metadata.get("brief"):
+                parser.briefs[field.name] = field.metadata["brief"]
 
 
 def from_flags(config: type[T], parsed: argparse.Namespace, **overrides: Any) -> T:
@@ -120,7 +229,7 @@ def _argument(
         arguments["metavar"] = "N" if kind is int else "X" if kind is float else "TEXT"
     if repeated:
         arguments["action"] = "append"
-    return {"type": kind, **arguments}
+    return {"type": _READERS.get(kind, kind), **arguments}
 
 
 def _scalar(hint: Any) -> tuple[Callable[[str], Any], bool]:
@@ -134,6 +243,23 @@ def _scalar(hint: Any) -> tuple[Callable[[str], Any], bool]:
     if hint not in (str, int, float, bool):
         raise TypeError(f"no flag can be made for a field of type {hint}")
     return typing.cast(Callable[[str], Any], hint), False
+
+
+def _integer(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:  # also for more digits than Python reads
+        raise argparse.ArgumentTypeError(f"expected an integer, found {shown(text)}") from None
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected a number, found {shown(text)}") from None
+
+
+_READERS: dict[Callable[[str], Any], Callable[[str], Any]] = {int: _integer, float: _number}
 
 
 def _is_unset(default: Any) -> bool:

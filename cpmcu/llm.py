@@ -44,14 +44,20 @@ class LLM:
     `model` is a local directory or a Hugging Face repository id; None is the small Python code
     model that ships with cpmcu. `options` are the fields of `EngineConfig`; `speculative_config`
     may also be a dictionary with vLLM's keys or the fields of `SpeculativeConfig`. `progress` hears
-    how loading goes. Safe to use from several threads.
+    how loading goes. `before_weights(llm)` may look at directory, tokenizer and chat template, and
+    raise an exception if they will not do. Safe to use from several threads.
 
     Raises FileNotFoundError or ValueError for a checkpoint that cannot be used, MemoryError if it
     does not fit, ImportError if the compiled extension is missing.
     """
 
     def __init__(
-        self, model: str | None = None, *, progress: LoadProgress | None = None, **options: Any
+        self,
+        model: str | None = None,
+        *,
+        progress: LoadProgress | None = None,
+        before_weights: Callable[[LLM], None] | None = None,
+        **options: Any,
     ) -> None:
         draft = options.pop("speculative_config", None)
         if isinstance(draft, Mapping):
@@ -70,6 +76,7 @@ class LLM:
             from cpmcu import C  # the extension: only needed from here on
             from cpmcu.loading.loader import load_model
 
+        self._before_weights = before_weights
         loaded = load_model(
             str(directory) if self.config.model is None else self.config.model,
             config=self.config,
@@ -89,7 +96,10 @@ class LLM:
         self._finalizer = weakref.finalize(self, self._runner.close)
 
     def _read_tokenizer(self, directory: Path) -> None:
+        self.directory = directory
         self.tokenizer = Tokenizer.from_directory(directory)
+        if self._before_weights is not None:
+            self._before_weights(self)
 
     @property
     def max_length(self) -> int:

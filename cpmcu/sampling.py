@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from cpmcu import C
 
 SEED_LIMIT = 1 << 64
+MAX_LOGPROBS = 20  # as the extension has it
 
 # Field -> value when neither the caller nor generation_config.json gives one.
 _DEFAULTS: dict[str, Any] = {
@@ -46,11 +47,18 @@ class SamplingParams:
         None,
         "0 takes the most likely token (default: generation_config.json's, else 0)",
         flags=("--temperature", "--temp"),
+        brief="0: the likeliest token; above: sample",
     )
     top_p: float | None = option(
-        None, "sample from the fewest tokens whose probabilities reach this sum, in (0, 1]"
+        None,
+        "sample from the fewest tokens whose probabilities reach this sum, in (0, 1]",
+        brief="sample from the likeliest tokens of this sum",
     )
-    top_k: int | None = option(None, "sample from this many most likely tokens; 0: all")
+    top_k: int | None = option(
+        None,
+        "sample from this many most likely tokens; 0: all",
+        brief="sample from this many likeliest tokens; 0: all",
+    )
     min_p: float | None = option(
         None, "drop tokens less likely than this share of the most likely one, in [0, 1]"
     )
@@ -58,14 +66,18 @@ class SamplingParams:
         None,
         "seed of the random choices, 0 to 2^64-1 (default: a fresh one, shown at the end)",
         flags=("--random-seed", "--seed"),
+        brief="the same seed gives the same text",
     )
     max_tokens: int | None = option(
         None,
         "most tokens to generate (default: until the model stops or its context is full)",
         flags=("--num-generate", "--max-tokens"),
+        brief="most tokens to generate",
     )
     stop: str | Sequence[str] = option(
-        (), "text that ends the output and is not part of it; repeatable"
+        (),
+        "text that ends the output and is not part of it; repeatable",
+        brief="text that ends the output; repeatable",
     )
     stop_token_ids: Sequence[int] = option((), "token id that ends the output; repeatable")
     ignore_eos: bool = option(False, "go on after the model's end-of-sequence token")
@@ -80,7 +92,9 @@ class SamplingParams:
         None, "token id -> number added to its logit", flags=()
     )
     logprobs: int | None = option(
-        None, "report log-probabilities of the chosen token and of this many likeliest ones"
+        None,
+        "report log-probabilities of the chosen token and of this many likeliest ones, up to "
+        f"{MAX_LOGPROBS}",
     )
     prompt_logprobs: int | None = option(
         None,
@@ -104,8 +118,11 @@ class SamplingParams:
         _in_range("repetition_penalty", self.repetition_penalty, 0.0, math.inf, open_low=True)
         _in_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _in_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _in_range("logprobs", self.logprobs, 0, math.inf)
-        _in_range("prompt_logprobs", self.prompt_logprobs, 0, math.inf)
+        for name in ("logprobs", "prompt_logprobs"):
+            wanted = getattr(self, name)
+            _in_range(name, wanted, 0, math.inf)
+            if wanted is not None and wanted > MAX_LOGPROBS:
+                raise ValueError(f"{name} is {wanted}, but must be at most {MAX_LOGPROBS}")
         _in_range("n", self.n, 1, math.inf)
         for text in self.stop_strings:
             if not isinstance(text, str) or not text:
@@ -189,7 +206,7 @@ def to_engine(
 
     `stop_ids`, `max_tokens`: where the device may end the sequence by itself.
 
-    Raises ValueError if a token id lies outside the vocabulary or too many logprobs are asked for.
+    Raises ValueError if a token id lies outside the vocabulary.
     """
     from cpmcu import C
 
@@ -198,10 +215,6 @@ def to_engine(
             raise ValueError(
                 f"logit_bias names token {token}, but the vocabulary has {vocab_size} tokens"
             )
-    for name in ("logprobs", "prompt_logprobs"):
-        wanted = getattr(params, name)
-        if wanted is not None and wanted > C.MAX_LOGPROBS:
-            raise ValueError(f"{name} is {wanted}, but must be at most {C.MAX_LOGPROBS}")
     return C.SamplingConfig(
         temperature=params.temperature,
         top_p=params.top_p,

@@ -1,4 +1,4 @@
-"""`python -m cpmcu.server`: one model behind an OpenAI-compatible HTTP interface.
+"""`cpmcu serve` and `python -m cpmcu.server`: one model behind an OpenAI-compatible HTTP interface.
 
 The socket opens before the model is loaded (/health says 503 until then). Exit status: 0 after
 SIGTERM or Ctrl-C, 1 for an error in one sentence (with CPMCU_DEBUG=1, a traceback); 2 for wrong
@@ -13,23 +13,25 @@ import sys
 from types import FrameType
 
 from cpmcu.config import EngineConfig
-from cpmcu.engine_flags import add_engine_flags, engine_config
+from cpmcu.engine_flags import MODEL_WORD, add_engine_flags, engine_config, named_model
 from cpmcu.errors import sentence
-from cpmcu.flags import FlagParser, add_flags, from_flags
+from cpmcu.flags import FOOTER, FlagParser, add_flags, from_flags
 from cpmcu.serving.config import ServerConfig
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Runs the server until it is told to stop; returns the exit status."""
+def main(arguments: list[str] | None = None, verb: str | None = None) -> int:
+    """Runs the server until it is told to stop, as a verb of `cpmcu` or without; returns the exit
+    status."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _leave)
-    parser = make_parser()
+    parser = make_parser(verb)
     parsed = parser.parse_args(arguments)
     try:
+        parsed.model = named_model(parsed)
         config = from_flags(ServerConfig, parsed)
         engine = engine_config(parsed)
     except ValueError as error:
-        parser.error(str(error))
+        parser.error(parser.named(str(error)))
     try:
         return _serve(config, engine)
     except Exception as error:
@@ -39,13 +41,18 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
 
 
-def make_parser() -> FlagParser:
+def make_parser(verb: str | None = None) -> FlagParser:
     """The parser of all flags."""
     parser = FlagParser(
-        prog="cpmcu.server", description="Serves a language model over OpenAI's HTTP interface."
+        prog=f"cpmcu {verb}" if verb else "cpmcu.server",
+        usage=None if verb else "python -m cpmcu.server [flags]",
+        words=MODEL_WORD if verb else None,
+        description="Serves a language model over OpenAI's HTTP interface.",
+        epilog=FOOTER,
     )
     add_flags(parser, ServerConfig, "server")
     add_engine_flags(parser)
+    parser.briefs["max_num_seqs"] = "most sequences that run at once (default: 8)"
     return parser
 
 

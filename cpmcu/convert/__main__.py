@@ -1,4 +1,4 @@
-"""python -m cpmcu.convert: a checkpoint into another form, on any machine.
+"""`cpmcu convert`, `python -m cpmcu.convert`: a checkpoint into another form, on any machine.
 
     python -m cpmcu.convert gptq-to-marlin --src DIR --dst DIR2
     python -m cpmcu.convert minicpm-to-llama --src DIR --dst DIR2
@@ -16,7 +16,8 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from cpmcu.flags import FlagParser, parse_bool
+from cpmcu.errors import INTERRUPTED, forget_interrupt
+from cpmcu.flags import FOOTER, FlagParser, parse_bool
 from cpmcu.ui.display import Display
 
 if TYPE_CHECKING:
@@ -29,9 +30,9 @@ CONVERSIONS = {
 DTYPES = ("auto", "float16", "bfloat16", "float32")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a conversion; returns the exit status."""
-    parser = make_parser()
+def main(arguments: Sequence[str] | None = None, verb: str | None = None) -> int:
+    """Runs a conversion, as a verb of `cpmcu` or without; returns the exit status."""
+    parser = make_parser(verb)
     parsed = parser.parse_args(arguments)
     if parsed.dtype is not None and parsed.conversion != "minicpm-to-llama":
         parser.error(f"--dtype does not apply to {parsed.conversion}, which keeps all dtypes")
@@ -40,8 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         done = _convert(display, parsed)
     except KeyboardInterrupt:
+        forget_interrupt()
         display.note(f"stopped: {parsed.dst} is as it was")
-        return 130
+        return INTERRUPTED
     except Exception as error:
         if debug:
             raise
@@ -53,15 +55,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def make_parser() -> FlagParser:
+def make_parser(verb: str | None = None) -> FlagParser:
     """The parser of all flags."""
+    prog = f"cpmcu {verb}" if verb else "cpmcu.convert"
     parser = FlagParser(
-        prog="cpmcu.convert",
+        prog=prog,
+        usage=f"{prog if verb else 'python -m ' + prog} CONVERSION --src DIR --dst DIR [flags]",
         description="Converts checkpoints. "
         + " ".join(f"{name}: {what}." for name, what in CONVERSIONS.items()),
+        epilog=FOOTER,
     )
-    parser.add_argument("conversion", choices=CONVERSIONS)
-    parser.add_argument("--src", required=True, help="directory or Hugging Face repository id")
+    parser.add_argument(
+        "conversion", choices=CONVERSIONS, metavar="CONVERSION", help=" or ".join(CONVERSIONS)
+    )
+    parser.add_argument(
+        "--src", required=True, metavar="PATH|REPO", help="directory or Hugging Face repository id"
+    )
     parser.add_argument("--dst", required=True, metavar="DIR", help="directory to write")
     parser.add_argument(
         "--overwrite",

@@ -88,7 +88,7 @@ class Eagle3:
             shares_head=not own_head and not vocab_ids,
             window=WINDOW,
             options={
-                "feature_layers": layers,
+                "target_layers": layers,
                 "vocab_ids": vocab_ids,
                 "own_head": own_head,
                 "norm_output": _flag(config, "norm_output"),

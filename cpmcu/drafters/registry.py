@@ -1,7 +1,7 @@
 """Which kind of draft a directory holds, and how it becomes a C.DrafterSpec.
 
 Decided by the config's architectures and the tensors, never by the path. Adding a drafter is adding
-one file to this package (and one to csrc/spec/drafters, whose name it registers under); code
+one file to this package (and one to csrc/speculative/drafters, whose name it registers under); code
 outside may call `register_drafter` too, before the model is loaded.
 """
 
@@ -65,7 +65,10 @@ class DraftPlan:
     shares_head: bool = False  # logits by the target's lm_head, so FR-Spec can shorten it
     window: int = 0  # where spec_window_size is not given
     chain: bool = False  # drafts one path only
-    options: Mapping[str, Any] = field(default_factory=dict)  # more fields of C.DrafterSpec
+    options: Mapping[str, Any] = field(default_factory=dict)  # what its C++ half takes by name
+    # Of a drafter that is made of others: their names in C++ and plans. The tensors of a part that
+    # has some are described by the fields above, too.
+    parts: tuple[tuple[str, DraftPlan], ...] = ()
     quant: QuantPlan = DENSE  # of its own layers
 
 

@@ -59,24 +59,32 @@ class LoadedDraft:
 
     def spec(self, extension: Any, dtype: str) -> C.DrafterSpec:
         """What the engine takes."""
-        options = dict(self.plan.options)
-        if self.vocab_ids:
-            options["vocab_ids"] = self.vocab_ids
-        if self.plan.fields is not None:
-            options["model"] = extension.ModelSpec(
-                **self.plan.fields.to_kwargs(),
+        return self._spec(extension, dtype, self.method, self.plan)
+
+    def _spec(self, extension: Any, dtype: str, method: str, plan: DraftPlan) -> C.DrafterSpec:
+        options, more = dict(plan.options), {}
+        if plan.parts:
+            more["parts"] = [
+                self._spec(extension, dtype, part, its_plan) for part, its_plan in plan.parts
+            ]
+        elif plan.fields is not None:
+            options["window"] = self.window
+            if self.vocab_ids:
+                options["vocab_ids"] = self.vocab_ids
+            more["model"] = extension.ModelSpec(
+                **plan.fields.to_kwargs(),
                 dtype=dtype,
-                linear_method=self.plan.quant.linear_method,
-                linear_options=self.plan.quant.linear_options,
-                linear_overrides=self._overrides(self.plan.fields),
+                linear_method=plan.quant.linear_method,
+                linear_options=plan.quant.linear_options,
+                linear_overrides=self._overrides(plan.fields),
             )
         made: C.DrafterSpec = extension.DrafterSpec(
-            method=self.method,
+            method=method,
             depth=self.shape.depth,
             topk=self.shape.topk,
             tree_size=self.shape.tree_size,
-            window=self.window,
-            **options,
+            options=options,
+            **more,
         )
         return made
 

@@ -48,7 +48,7 @@ class SpecFields:
     head_dim: int
     rms_norm_eps: float
     max_position_embeddings: int  # tokens
-    rope_inv_freq: tuple[float, ...]  # [head_dim / 2], radians a token
+    rope_inv_freq: tuple[float, ...]  # [rotary width / 2], radians a token
     rope_attention_scaling: float = 1.0
     qkv_bias: bool = False
     qk_norm: bool = False
@@ -56,13 +56,17 @@ class SpecFields:
     residual_scale: float = 1.0
     logit_scale: float = 1.0
     tie_word_embeddings: bool = False
-    blocks: tuple[tuple[str, ...], ...] = ()  # per layer; empty: attention, mlp for each
+    # Of each layer its blocks: a kind, and where it differs from the fields above. Empty: attention
+    # and mlp in each.
+    layers: tuple[tuple[tuple[str, Mapping[str, Any]], ...], ...] = ()
 
     def to_kwargs(self) -> dict[str, Any]:
         """Keyword arguments for C.ModelSpec (lists where it wants lists)."""
         fields = asdict(self)
         fields["rope_inv_freq"] = list(self.rope_inv_freq)
-        fields["blocks"] = [list(layer) for layer in self.blocks]
+        fields["layers"] = [
+            [(kind, dict(params)) for kind, params in layer] for layer in self.layers
+        ]
         return fields
 
 

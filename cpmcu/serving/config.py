@@ -24,35 +24,55 @@ TOOL_PARSERS = ("auto", "none", "hermes", "llama3_json", "minicpm4")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
-    """Options of `python -m cpmcu.server`. Raises ValueError for a value out of range."""
+    """Options of `cpmcu serve`. Raises ValueError for a value out of range."""
 
-    host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 for every interface")
-    port: int = option(8000, "port to listen on; 0: a free one, named in the log")
+    host: str = option(
+        "127.0.0.1",
+        "address to listen on; 0.0.0.0 for every interface",
+        brief="address (default: 127.0.0.1; 0.0.0.0: all)",
+    )
+    port: int = option(
+        8000, "port to listen on; 0: a free one, named in the log", brief="port (default: 8000)"
+    )
     served_model_name: Sequence[str] = option(
-        (), "name that clients give as model (default: the model's last path part); repeatable"
+        (),
+        "name that clients give as model (default: the model's last path part); repeatable",
+        brief="name that clients give as model; repeatable",
     )
     api_key: Sequence[str] = option(
-        (), "key that clients must send, or @FILE with one a line; repeatable", metavar="KEY|@FILE"
+        (),
+        "key that clients must send, or @FILE with one a line; repeatable",
+        metavar="KEY|@FILE",
+        brief="key that clients must send; repeatable",
     )
     cors_origin: Sequence[str] = option(
         (), "web origin whose pages may call the server, or *; repeatable", metavar="ORIGIN"
     )
     chat_template: str | None = option(
-        None, "Jinja file to use instead of the checkpoint's chat template", metavar="PATH"
+        None,
+        "Jinja file to use instead of the checkpoint's chat template",
+        metavar="PATH",
+        brief="Jinja file in place of the checkpoint's",
     )
     reasoning_parser: str = option(
         "auto",
         "how thinking is told from the answer; auto looks at the chat template",
         choices=REASONING_PARSERS,
+        brief="how thinking is told from the answer",
     )
     tool_call_parser: str = option(
-        "auto", "how tool calls are written; auto looks at the chat template", choices=TOOL_PARSERS
+        "auto",
+        "how tool calls are written; auto looks at the chat template",
+        choices=TOOL_PARSERS,
+        brief="how tool calls are written",
     )
     return_metrics: bool = option(
         False, "put metrics into every response, not only where return_metrics asks for them"
     )
     max_queue: int = option(
-        256, "most outputs in work, running or waiting; beyond that requests get a 429"
+        256,
+        "most outputs in work, running or waiting; beyond that requests get a 429",
+        brief="most requests in work; beyond that: 429",
     )
     max_body_mib: int = option(16, "largest request body, in MiB")
     max_messages: int = option(4096, "most messages of a conversation")
@@ -62,7 +82,12 @@ class ServerConfig:
     )
     ping_interval: float = option(15.0, "seconds of silence in a stream before a comment is sent")
     log_format: str = option("text", "lines for people, or JSON objects", choices=LOG_FORMATS)
-    log_level: str = option("info", "least severe lines that are logged", choices=LOG_LEVELS)
+    log_level: str = option(
+        "info",
+        "least severe lines that are logged",
+        choices=LOG_LEVELS,
+        brief="debug, info, warning or error",
+    )
 
     def __post_init__(self) -> None:
         check_filled(

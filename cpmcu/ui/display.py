@@ -6,19 +6,18 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from cpmcu.errors import sentence
 from cpmcu.outputs import RequestOutput
 from cpmcu.ui.progress import LoadProgressBar, PrefillProgressBar
-from cpmcu.ui.tables import plain_table, text_bar
-
-if TYPE_CHECKING:
-    from cpmcu.spec_metrics import SpecDecodeMetrics
+from cpmcu.ui.summary import summary_line, summary_sections
+from cpmcu.ui.tables import plain_table
 
 
 class Display:
-    """The terminal of one program. `plain` (also when stderr is no terminal) leaves rich out.
+    """The terminal of one program.
+
+    `plain` (also when stderr is no terminal, or a dumb one) leaves colours and moving bars out.
 
     Where stderr is closed, what would go there is lost.
     """
@@ -26,7 +25,8 @@ class Display:
     def __init__(self, *, plain: bool, debug: bool = False) -> None:
         if sys.stderr is None:
             sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # for as long as the program runs
-        self.plain = plain or not sys.stderr.isatty()
+        dumb = os.environ.get("TERM") == "dumb"
+        self.plain = plain or dumb or not sys.stderr.isatty()
         level = logging.DEBUG if debug else logging.WARNING
         logging.basicConfig(level=level, format="cpmcu: %(message)s", stream=sys.stderr)
         for stream in (sys.stdout, sys.stderr):  # a half-known character set must not end a run
@@ -47,14 +47,10 @@ class Display:
         """One line that says what went wrong."""
         self.note(f"cpmcu: {sentence(error)}")
 
-    def ask(self) -> str:
-        """A line from the user. Raises EOFError at the end of input."""
-        if sys.stdin.isatty():
-            import readline  # noqa: F401  # gives input() its line editing
-
-        sys.stderr.write("> ")
-        sys.stderr.flush()
-        return input()
+    @property
+    def asks(self) -> bool:
+        """Is there a user who can be asked?"""
+        return sys.stdin is not None and sys.stdin.isatty()
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
         """A table that is itself the program's output."""
@@ -68,47 +64,14 @@ class Display:
         """A listener for reading a prompt."""
         return PrefillProgressBar(plain=self.plain)
 
-    def summary(self, result: RequestOutput) -> None:
-        """Lengths, times and speeds of one request, on stderr."""
-        timings = result.timings
-        decoded = max(0, timings.output_tokens - 1)
-        rows = [
-            ("prefill", timings.prompt_tokens, timings.prefill_s, timings.prompt_tokens_per_s),
-            ("decode", decoded, timings.decode_s, timings.decode_tokens_per_s),
-        ]
-        cells = [
-            (name, str(tokens), f"{seconds:.3f}", f"{rate:.1f}")
-            for name, tokens, seconds, rate in rows
-        ]
-        columns = ("", "tokens", "seconds", "tokens/s")
-        output = result.outputs[0]
-        closing = (
-            f"{len(output.token_ids)} tokens, finish reason {output.finish_reason}, "
-            f"seed {result.seed}"
-        )
-        self._stderr_table(columns, cells)
-        self.note(closing)
-        metrics = output.spec_decode_metrics
-        if metrics is not None and metrics.num_spec_steps:
-            self._acceptance(metrics)
-
-    def _acceptance(self, metrics: SpecDecodeMetrics) -> None:
-        """How many drafted tokens the steps accepted, as a histogram."""
-        steps, counts = metrics.num_spec_steps, metrics.acceptance_histogram
-        rows = []
-        for accepted, count in enumerate(counts):
-            if accepted == 0:
-                position = ""
-            else:
-                position = f"{metrics.acceptance_per_position[accepted - 1]:.1%}"
-            bar = text_bar(count / max(counts))
-            rows.append((str(accepted), str(count), f"{count / steps:.1%}", position, bar))
-        self._stderr_table(("accepted", "steps", "share", "or more", ""), rows)
-        self.note(
-            f"mean accept length {metrics.mean_acceptance_length:.2f}: "
-            f"{metrics.num_accepted_draft_tokens} drafted tokens accepted in {steps} steps of up "
-            f"to {metrics.num_spec_tokens}"
-        )
+    def summary(self, result: RequestOutput, *, full: bool = True, sampled: bool = True) -> None:
+        """Lengths, times and speeds of one request, on stderr: in full, or in one line."""
+        if not full:
+            self.note(self._dim(summary_line(result, sampled=sampled)))
+            return
+        for section in summary_sections(result):
+            self._stderr_table(section.columns, section.rows)
+            self.note(section.closing)
 
     def logprobs(self, result: RequestOutput, token_text: Sequence[tuple[str, str]]) -> None:
         """Log-probabilities of the output's tokens; `token_text`: (token, likeliest ones)."""
@@ -118,6 +81,9 @@ class Display:
             for entry, (token, top) in zip(entries, token_text)
         ]
         self._stderr_table(("token", "logprob", "most likely"), rows)
+
+    def _dim(self, text: str) -> str:
+        return text if self.plain or os.environ.get("NO_COLOR") else f"\x1b[2m{text}\x1b[0m"
 
     def _stderr_table(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         if self.plain:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+
+_NUMBER = re.compile(r"-?\d+(\.\d+)?%?")
 
 
 def plain_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
@@ -10,8 +13,7 @@ def plain_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str
     cells = [[str(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(columns, *cells)]
     right = [
-        bool(rows) and all(isinstance(row[i], (int, float)) for row in rows)
-        for i in range(len(columns))
+        bool(rows) and all(_NUMBER.fullmatch(row[i]) for row in cells) for i in range(len(columns))
     ]
 
     def line(row: Sequence[str]) -> str:

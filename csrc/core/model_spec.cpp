@@ -26,13 +26,13 @@ void ModelSpec::check_validity(bool cuda) const {
         std::pair{"head_dim", head_dim}}) {
     CHECK(value % 8 == 0, "{} is {}, expected a multiple of 8", name, value);
   }
-  CHECK(static_cast<int>(rope_inv_freq.size()) == head_dim / 2,
-        "rope_inv_freq has {} numbers, expected head_dim / 2 = {}", rope_inv_freq.size(),
+  CHECK(!rope_inv_freq.empty() && static_cast<int>(rope_inv_freq.size()) <= head_dim / 2,
+        "rope_inv_freq has {} numbers, expected 1 to head_dim / 2 = {}", rope_inv_freq.size(),
         head_dim / 2);
   CHECK(rms_norm_eps > 0 && rms_norm_eps < 1, "rms_norm_eps is {}, expected between 0 and 1",
         rms_norm_eps);
-  CHECK(blocks.empty() || static_cast<int>(blocks.size()) == num_hidden_layers,
-        "blocks lists {} layers, num_hidden_layers is {}", blocks.size(), num_hidden_layers);
+  CHECK(layers.empty() || static_cast<int>(layers.size()) == num_hidden_layers,
+        "layers lists {} layers, num_hidden_layers is {}", layers.size(), num_hidden_layers);
   CHECK(is_floating(dtype), "the model's dtype is {}, expected float32, float16 or bfloat16",
         name_of(dtype));
   if (cuda) {

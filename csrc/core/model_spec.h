@@ -7,8 +7,16 @@
 #include <vector>
 
 #include "core/dtype.h"
+#include "core/params.h"
 
 namespace cpmcu {
+
+// One block of a layer: a registered kind, and where it differs from the numbers of the model.
+struct BlockSpec {
+  std::string kind;
+  Params params{};
+};
+using LayerSpec = std::vector<BlockSpec>;
 
 struct ModelSpec {
   int vocab_size = 0;
@@ -20,7 +28,7 @@ struct ModelSpec {
   int head_dim = 0;
   float rms_norm_eps = 1e-6f;
   int max_position_embeddings = 0;
-  std::vector<float> rope_inv_freq;  // [head_dim / 2]
+  std::vector<float> rope_inv_freq;  // [rotary width / 2], at most head_dim / 2
   float rope_attention_scaling = 1;  // multiplies cos and sin
   bool qkv_bias = false;
   bool qk_norm = false;      // RMSNorm of each q and k head
@@ -29,12 +37,11 @@ struct ModelSpec {
   float logit_scale = 1;     // the head's input
   bool tie_word_embeddings = false;
   DType dtype = DType::kBF16;
-  std::vector<std::vector<std::string>> blocks;  // per layer; empty: {"attention", "mlp"} each
+  std::vector<LayerSpec> layers;  // empty: {"attention", "mlp"} each
   std::string linear_method = "dense";
   std::map<std::string, std::string> linear_overrides;  // module name -> method
   std::map<std::string, int> linear_options;            // e.g. group_size
 
-  int qkv_size() const { return (num_attention_heads + 2 * num_key_value_heads) * head_dim; }
   const std::string& linear_method_of(const std::string& module) const {
     auto it = linear_overrides.find(module);
     return it == linear_overrides.end() ? linear_method : it->second;
@@ -44,8 +51,8 @@ struct ModelSpec {
     auto it = linear_overrides.find(module);
     return it != linear_overrides.end() && it->second != "dense";
   }
-  std::vector<std::string> blocks_of(int layer) const {
-    return blocks.empty() ? std::vector<std::string>{"attention", "mlp"} : blocks[layer];
+  LayerSpec layer(int index) const {
+    return layers.empty() ? LayerSpec{{"attention"}, {"mlp"}} : layers[static_cast<size_t>(index)];
   }
   // Throws if the numbers cannot belong to a model that this engine runs.
   void check_validity(bool cuda) const;

@@ -1,96 +1,79 @@
 #include "engine/batch.h"
 
-#include <algorithm>
 #include <atomic>
-#include <cstring>
 #include <thread>
 
 namespace cpmcu {
 
-StepInputs::~StepInputs() {
-  if (pinned_ != nullptr) release_pinned(where_, pinned_);
+PrefillInputs PrefillInputs::layout(Carver& carver, int max_rows, int max_seqs) {
+  const auto ints = [&](int64_t count) { return carver.take<int>(count); };
+  PrefillInputs inputs{};
+  inputs.ids = ints(max_rows);
+  inputs.positions = ints(max_rows);
+  inputs.row_seqs = ints(max_rows);
+  inputs.seq_slots = ints(max_seqs);
+  inputs.seq_row_begin = ints(max_seqs + 1);
+  inputs.last_rows = ints(max_seqs);
+  inputs.slot_rows = ints(max_seqs);
+  inputs.sampled_seqs = ints(max_seqs);
+  inputs.sampled_rows = ints(max_seqs);
+  inputs.sampled_slots = ints(max_seqs);
+  inputs.sampled_positions = ints(max_seqs);
+  return inputs;
 }
 
-void StepInputs::plan(MemoryPlan& plan, const std::string& name, int max_rows, int max_seqs) {
-  max_rows_ = max_rows, max_seqs_ = max_seqs;
-  id_ = plan.add(name, "state", 4 * num_words());
-}
-
-void StepInputs::bind(const Context& ctx, const Arena& arena, int ring_size) {
-  where_ = ctx.device;
-  ring_size_ = ring_size;
-  base_ = arena.array<int>(id_);
-  device_block_ = carve(base_);
-  pinned_ = static_cast<int*>(allocate_pinned(ctx.device, 4 * num_words() * ring_size));
-}
-
-StepInputs::Device StepInputs::carve(int* base) const {
-  Device block{};
-  const auto take = [&](int count) {
-    int* at = base;
-    base += count;
-    return at;
-  };
-  block.seq_slots = take(max_seqs_);
-  block.seq_row_begin = take(max_seqs_ + 1);
-  block.sampled_seqs = take(max_seqs_);
-  block.sampled_rows = take(max_seqs_);
-  block.sampled_slots = take(max_seqs_);
-  block.sampled_positions = take(max_seqs_);
-  block.items = take(kItemInts * max_seqs_);
-  block.ids = take(max_rows_);
-  block.positions = take(max_rows_);
-  block.row_seqs = take(max_rows_);
-  return block;
-}
-
-int StepInputs::upload_prefill(const Context& ctx, uint64_t ticket,
-                               const std::vector<PrefillItem>& items,
-                               const std::vector<int>& lengths) {
-  int* base =
-      pinned_ + static_cast<int64_t>(ticket % static_cast<uint64_t>(ring_size_)) * num_words();
-  const Device host = carve(base);
+int PrefillInputs::fill(const std::vector<PrefillItem>& items, const std::vector<int>& lengths,
+                        int max_path) const {
   int row = 0, seq = 0, num_sampled = 0;
   for (const PrefillItem& item : items) {
-    host.seq_slots[seq] = item.slot;
-    host.seq_row_begin[seq] = row;
+    seq_slots[seq] = item.slot;
+    seq_row_begin[seq] = row;
     for (int position = lengths[static_cast<size_t>(item.slot)]; int id : item.ids) {
-      host.ids[row] = id;
-      host.positions[row] = position++;
-      host.row_seqs[row++] = seq;
+      ids[row] = id;
+      positions[row] = position++;
+      row_seqs[row++] = seq;
     }
+    last_rows[seq] = row - 1;
+    slot_rows[seq] = item.slot * max_path;
     if (item.last) {
-      host.sampled_seqs[num_sampled] = seq;
-      host.sampled_rows[num_sampled] = row - 1;
-      host.sampled_slots[num_sampled] = item.slot;
-      host.sampled_positions[num_sampled++] = host.positions[row - 1];
+      sampled_seqs[num_sampled] = seq;
+      sampled_rows[num_sampled] = row - 1;
+      sampled_slots[num_sampled] = item.slot;
+      sampled_positions[num_sampled++] = positions[row - 1];
     }
-    const int count = static_cast<int>(item.ids.size());
-    const int start = lengths[static_cast<size_t>(item.slot)];
-    const int ints[kItemInts] = {0,     1,         0,     count - 1,         0,
-                                 count, start - 1, start, start + count - 1, start + count};
-    std::copy_n(ints, kItemInts, host.items + kItemInts * seq);
     ++seq;
   }
-  host.seq_row_begin[seq] = row;
-  copy_to_device(ctx.device, base_, base, 4 * num_words(), ctx.stream);
+  seq_row_begin[seq] = row;
   return num_sampled;
 }
 
-void StepInputs::upload_slots(const Context& ctx, uint64_t ticket, const std::vector<int>& slots) {
-  int* base =
-      pinned_ + static_cast<int64_t>(ticket % static_cast<uint64_t>(ring_size_)) * num_words();
-  const Device host = carve(base);
-  std::memcpy(host.seq_slots, slots.data(), 4 * slots.size());
-  // A decode step draws one token a sequence, in order.
-  for (size_t i = 0; i < slots.size(); ++i) host.sampled_seqs[i] = static_cast<int>(i);
-  const int64_t words = host.sampled_rows - base;
-  copy_to_device(ctx.device, base_, base, 4 * words, ctx.stream);
+StagedBlock::~StagedBlock() {
+  if (pinned_ != nullptr) release_pinned(device_, pinned_);
+}
+
+void StagedBlock::plan(MemoryPlan& plan, const std::string& name, int64_t num_bytes) {
+  num_bytes_ = num_bytes;
+  id_ = plan.add(name, "state", num_bytes);
+}
+
+void StagedBlock::bind(const Context& ctx, const Arena& arena, int ring_size) {
+  device_ = ctx.device;
+  ring_size_ = ring_size;
+  device_block_ = arena.array<char>(id_);
+  pinned_ = static_cast<char*>(allocate_pinned(ctx.device, num_bytes_ * ring_size));
+}
+
+void* StagedBlock::host(uint64_t ticket) const {
+  return pinned_ + static_cast<int64_t>(ticket % static_cast<uint64_t>(ring_size_)) * num_bytes_;
+}
+
+void StagedBlock::upload(const Context& ctx, uint64_t ticket) const {
+  copy_to_device(ctx.device, device_block_, host(ticket), num_bytes_, ctx.stream);
 }
 
 ResultRing::~ResultRing() {
-  if (results_ != nullptr) release_pinned(device_, results_);
-  if (done_ != nullptr) release_pinned(device_, const_cast<uint64_t*>(done_));
+  if (sink_.results != nullptr) release_pinned(device_, sink_.results);
+  if (sink_.done != nullptr) release_pinned(device_, const_cast<uint64_t*>(sink_.done));
 }
 
 void ResultRing::plan(MemoryPlan& plan) {
@@ -99,22 +82,23 @@ void ResultRing::plan(MemoryPlan& plan) {
 
 void ResultRing::bind(const Context& ctx, const Arena& arena, int ring_size, int max_seqs) {
   device_ = ctx.device;
-  ring_size_ = ring_size, max_seqs_ = max_seqs;
-  ticket_ = arena.array<uint64_t>(ticket_id_);
+  sink_.ring_size = ring_size;
+  sink_.max_seqs = max_seqs;
+  sink_.ticket = arena.array<uint64_t>(ticket_id_);
   const int64_t bytes = static_cast<int64_t>(sizeof(SlotResult)) * ring_size * max_seqs;
-  results_ = static_cast<SlotResult*>(allocate_pinned(ctx.device, bytes));
-  done_ = static_cast<volatile uint64_t*>(allocate_pinned(ctx.device, sizeof(uint64_t)));
-  *done_ = 0;
-  fill_bytes(ctx.device, ticket_, 0, sizeof(uint64_t), ctx.stream);
+  sink_.results = static_cast<SlotResult*>(allocate_pinned(ctx.device, bytes));
+  sink_.done = static_cast<volatile uint64_t*>(allocate_pinned(ctx.device, sizeof(uint64_t)));
+  *sink_.done = 0;
+  fill_bytes(ctx.device, sink_.ticket, 0, sizeof(uint64_t), ctx.stream);
 }
 
 void ResultRing::wait(const Context& ctx, uint64_t step) const {
   // Spinning keeps the latency at a few microseconds; now and then the stream is asked, because a
   // step that failed never gets done.
-  for (int spins = 0; *done_ <= step; ++spins) {
+  for (int spins = 0; *sink_.done <= step; ++spins) {
     if (spins % 4096 == 4095) {
       const bool idle = query(ctx.device, ctx.stream);
-      CHECK_STATE(!idle || *done_ > step, "step {} ended without a result", step);
+      CHECK_STATE(!idle || *sink_.done > step, "step {} ended without a result", step);
       std::this_thread::yield();
     }
   }

@@ -1,14 +1,15 @@
-// A step's inputs and the slots' state in device memory, and the ring its results come back
-// through.
+// What a step takes from the host, and the ring that its results come back through.
 #pragma once
 
 #include <cstdint>
+#include <functional>
+#include <string>
 #include <vector>
 
 #include "core/arena.h"
+#include "core/carver.h"
 #include "kernels/step.h"
 #include "kernels/step_ops.h"
-#include "layers/kv_cache.h"
 
 namespace cpmcu {
 
@@ -19,46 +20,39 @@ struct PrefillItem {
   bool last = false;  // of its prompt: a token is drawn after it
 };
 
-// Inputs of prefill steps, filled on the host and uploaded in one copy. Each step in flight has a
-// pinned block of its own; the device has one block, ordered by the stream.
-class StepInputs {
+// Inputs of a prefill step of B sequences and T tokens, R of which draw a token.
+struct PrefillInputs {
+  int *ids, *positions, *row_seqs;         // [T]
+  int *seq_slots, *seq_row_begin;          // [B], [B + 1]
+  int *last_rows, *slot_rows;              // [B] as SpeculativeStep::draft_prompt takes them
+  int *sampled_seqs, *sampled_rows;        // [R]
+  int *sampled_slots, *sampled_positions;  // [R]
+
+  static PrefillInputs layout(Carver& carver, int max_rows, int max_seqs);
+  // On the host, from the items; lengths[slot] are the cached tokens. Returns R.
+  int fill(const std::vector<PrefillItem>& items, const std::vector<int>& lengths,
+           int max_path) const;
+};
+
+// A block of inputs that the host fills: a pinned copy for each step in flight, and one on the
+// device, ordered by the stream.
+class StagedBlock {
  public:
-  ~StepInputs();
-  void plan(MemoryPlan& plan, const std::string& name, int max_rows, int max_seqs);
+  ~StagedBlock();
+  void plan(MemoryPlan& plan, const std::string& name, int64_t num_bytes);
   void bind(const Context& ctx, const Arena& arena, int ring_size);
-
-  struct Device {
-    int *ids, *positions, *row_seqs;         // [T]
-    int *seq_slots, *seq_row_begin;          // [B], [B + 1]
-    int *sampled_seqs, *sampled_rows;        // [R]
-    int *sampled_slots, *sampled_positions;  // [R]
-    int* items;                              // [B, kItemInts] for the drafter (spec/drafter.h)
-  };
-  static constexpr int kItemInts = 10;
-  const Device& device() const { return device_block_; }
-  // The pinned copy that step `ticket` was uploaded from.
-  Device pinned(uint64_t ticket) const {
-    return carve(pinned_ +
-                 static_cast<int64_t>(ticket % static_cast<uint64_t>(ring_size_)) * num_words());
-  }
-
-  // Fills pinned block `ticket % ring_size` from the items and uploads it. lengths[slot] are the
-  // cached tokens. Returns the number of sequences that draw a token, R.
-  int upload_prefill(const Context& ctx, uint64_t ticket, const std::vector<PrefillItem>& items,
-                     const std::vector<int>& lengths);
-  // Uploads the slots of a decode step.
-  void upload_slots(const Context& ctx, uint64_t ticket, const std::vector<int>& slots);
+  void* device() const { return device_block_; }
+  // The pinned copy of step `ticket`.
+  void* host(uint64_t ticket) const;
+  void upload(const Context& ctx, uint64_t ticket) const;
 
  private:
-  Device carve(int* base) const;
-  int64_t num_words() const { return int64_t{3} * max_rows_ + (6 + kItemInts) * max_seqs_ + 1; }
-
-  cpmcu::Device where_;
-  int max_rows_ = 0, max_seqs_ = 0, ring_size_ = 1;
+  Device device_;
+  int64_t num_bytes_ = 0;
+  int ring_size_ = 1;
   MemoryPlan::Id id_ = 0;
-  int* pinned_ = nullptr;
-  int* base_ = nullptr;
-  Device device_block_{};
+  char* pinned_ = nullptr;
+  char* device_block_ = nullptr;
 };
 
 // Results of the steps in flight, in host memory that the device writes; nothing is copied back.
@@ -68,24 +62,18 @@ class ResultRing {
   void plan(MemoryPlan& plan);
   void bind(const Context& ctx, const Arena& arena, int ring_size, int max_seqs);
 
-  int ring_size() const { return ring_size_; }
-  int max_seqs() const { return max_seqs_; }
-  SlotResult* results() const { return results_; }
-  uint64_t* ticket() const { return ticket_; }
-  volatile uint64_t* done() const { return done_; }
+  const ResultSink& sink() const { return sink_; }
   const SlotResult* entry(uint64_t step) const {
-    return results_ + (step % ring_size_) * max_seqs_;
+    return sink_.results + (step % sink_.ring_size) * sink_.max_seqs;
   }
+  uint64_t num_done() const { return *sink_.done; }
   // Spins until step number `step` (from 0) is done. Throws if the device fails meanwhile.
   void wait(const Context& ctx, uint64_t step) const;
 
  private:
   Device device_;
-  int ring_size_ = 1, max_seqs_ = 1;
   MemoryPlan::Id ticket_id_ = 0;
-  uint64_t* ticket_ = nullptr;         // device memory
-  SlotResult* results_ = nullptr;      // [ring_size, max_seqs], mapped
-  volatile uint64_t* done_ = nullptr;  // mapped
+  ResultSink sink_;
 };
 
 }  // namespace cpmcu

@@ -32,6 +32,28 @@ std::unique_ptr<T> from_keywords(const py::kwargs& fields) {
   return value;
 }
 
+using ParamValues = std::map<std::string, ParamValue>;
+using Layers = std::vector<std::vector<std::pair<std::string, ParamValues>>>;
+
+Layers layers_of(const ModelSpec& spec) {
+  Layers layers;
+  for (const LayerSpec& layer : spec.layers) {
+    for (auto& blocks = layers.emplace_back(); const BlockSpec& block : layer) {
+      blocks.emplace_back(block.kind, block.params.values());
+    }
+  }
+  return layers;
+}
+
+void set_layers(ModelSpec& spec, const Layers& layers) {
+  spec.layers.clear();
+  for (const auto& layer : layers) {
+    for (auto& blocks = spec.layers.emplace_back(); const auto& [kind, params] : layer) {
+      blocks.push_back({.kind = kind, .params = Params(params)});
+    }
+  }
+}
+
 void bind_configs(py::module_& m) {
   py::class_<ModelSpec>(m, "ModelSpec", "A model as plain data.")
       .def(py::init(&from_keywords<ModelSpec>))
@@ -55,7 +77,7 @@ void bind_configs(py::module_& m) {
       .def_property(
           "dtype", [](const ModelSpec& spec) { return std::string(name_of(spec.dtype)); },
           [](ModelSpec& spec, const std::string& name) { spec.dtype = parse_dtype(name); })
-      .def_readwrite("blocks", &ModelSpec::blocks)
+      .def_property("layers", &layers_of, &set_layers)
       .def_readwrite("linear_method", &ModelSpec::linear_method)
       .def_readwrite("linear_overrides", &ModelSpec::linear_overrides)
       .def_readwrite("linear_options", &ModelSpec::linear_options);
@@ -91,20 +113,15 @@ void bind_configs(py::module_& m) {
   py::class_<DrafterSpec>(m, "DrafterSpec", "A drafter as plain data.")
       .def(py::init(&from_keywords<DrafterSpec>))
       .def_readwrite("method", &DrafterSpec::method)
-      .def_readwrite("model", &DrafterSpec::model)
+      .def_readwrite("scope", &DrafterSpec::scope)
       .def_readwrite("depth", &DrafterSpec::depth)
       .def_readwrite("topk", &DrafterSpec::topk)
       .def_readwrite("tree_size", &DrafterSpec::tree_size)
-      .def_readwrite("window", &DrafterSpec::window)
-      .def_readwrite("feature_layers", &DrafterSpec::feature_layers)
-      .def_readwrite("vocab_ids", &DrafterSpec::vocab_ids)
-      .def_readwrite("min_ngram", &DrafterSpec::min_ngram)
-      .def_readwrite("max_ngram", &DrafterSpec::max_ngram)
-      .def_readwrite("input_norms", &DrafterSpec::input_norms)
-      .def_readwrite("attention_norm", &DrafterSpec::attention_norm)
-      .def_readwrite("fc_bias", &DrafterSpec::fc_bias)
-      .def_readwrite("own_head", &DrafterSpec::own_head)
-      .def_readwrite("norm_output", &DrafterSpec::norm_output);
+      .def_property(
+          "options", [](const DrafterSpec& spec) { return spec.options.values(); },
+          [](DrafterSpec& spec, ParamValues values) { spec.options = Params(std::move(values)); })
+      .def_readwrite("model", &DrafterSpec::model)
+      .def_readwrite("parts", &DrafterSpec::parts);
 }
 
 struct TensorInfo {
@@ -172,12 +189,13 @@ std::optional<DraftShape> shape_of(const ShapeArgument& shape) {
   return DraftShape{shape->first, shape->second};
 }
 
-py::array_t<float> prompt_logits(Engine& engine, const std::vector<int>& ids) {
+// Logits [n, V] of a prompt chunk, one row a token.
+py::array_t<float> prefill_logits(Engine& engine, int slot, const std::vector<int>& ids) {
   const int64_t vocab = engine.spec().vocab_size;
   py::array_t<float> logits({static_cast<int64_t>(ids.size()), vocab});
   float* out = logits.mutable_data();
   const py::gil_scoped_release no_gil;
-  engine.prompt_logits(ids, [&](int row, int rows, const float* data) {
+  engine.prefill({{.slot = slot, .ids = ids}}, {}, [&](int row, int rows, const float* data) {
     std::memcpy(out + row * vocab, data, sizeof(float) * static_cast<size_t>(rows * vocab));
   });
   return logits;
@@ -378,7 +396,7 @@ void bind_engine(py::module_& m) {
           py::arg("mask_rows"), py::arg("masks"))
       .def("in_flight", &Engine::in_flight)
       .def("collect", &Engine::collect, no_gil)
-      .def("prompt_logits", &prompt_logits, py::arg("ids"))
+      .def("prefill_logits", &prefill_logits, py::arg("slot"), py::arg("ids"))
       .def_property_readonly("max_model_len", &Engine::max_model_len)
       .def_property_readonly("num_pages", &Engine::num_pages)
       .def_property_readonly("num_free_pages", &Engine::num_free_pages)

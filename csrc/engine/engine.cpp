@@ -1,4 +1,4 @@
-// The page to read first: what a decode step is, and below it what a prompt's is.
+// What steps and sequences are to the host. The step itself is speculative/step.cpp: read it first.
 #include "engine/engine.h"
 
 #include <algorithm>
@@ -6,70 +6,64 @@
 
 #include "kernels/gather_rows.h"
 #include "kernels/gemm/gemm.h"
-#include "kernels/tree.h"
 
 namespace cpmcu {
 
 // ---- decoding: what `run` is given becomes one CUDA graph
 
 void Engine::decode(const std::vector<int>& slots, std::optional<DraftShape> shape) {
-  const GraphRunner::Key key = begin_decode_step(slots, shape.value_or(max_shape()));
-  graphs_->run(key, [&] {
-    propose(key.num_seqs, key.max_kv);
-    verify(key.num_seqs, key.max_kv);
-    accept(key.num_seqs, /*masked=*/false);
+  const SpeculativeStep::Batch batch = begin_decode(slots, shape);
+  graphs_->run(key_of(batch, GraphRunner::Part::kWhole), [&] {
+    step_.propose(ctx_, batch);
+    step_.verify(ctx_, batch);
+    step_.accept(ctx_, batch, /*masked=*/false, ring_.sink());
   });
-  end_decode_step(slots);
+  end_decode(slots);
 }
 
-// The rows of the step: of each sequence a tree of drafted tokens, or its last token alone.
-void Engine::propose(int num_seqs, int max_kv) {
-  if (!drafter_) return begin_decode(ctx_, begin_params(num_seqs));
-  const DraftBatch batch = draft_batch(num_seqs, max_kv);
-  if (shape_.depth > 0) return drafter_->propose(ctx_, batch);
-  drafter_->skip(ctx_, batch);
-  chain_build(ctx_, {.trees = batch.trees, .seq_slots = batch.seq_slots, .slots = batch.slots});
+std::vector<Engine::DraftedTree> Engine::begin_masked(const std::vector<int>& slots,
+                                                      std::optional<DraftShape> shape) {
+  const SpeculativeStep::Batch batch = begin_decode(slots, shape);
+  graphs_->run(key_of(batch, GraphRunner::Part::kPropose), [&] { step_.propose(ctx_, batch); });
+  step_.publish_trees(ctx_, batch);
+  graphs_->run(key_of(batch, GraphRunner::Part::kVerify), [&] { step_.verify(ctx_, batch); });
+  masked_batch_ = batch;
+  masked_slots_ = slots;
+  std::vector<DraftedTree> trees = step_.read_trees(batch);
+  trees.resize(slots.size());
+  return trees;
 }
 
-// The target runs over all rows, up to their logits.
-void Engine::verify(int num_seqs, int max_kv) {
-  const Step step =
-      drafter_ ? verify_step(trees_of(num_seqs), max_kv) : decode_step(num_seqs, max_kv);
-  model_.head(ctx_, model_.forward(ctx_, step, cache_));
-}
-
-// Draws a token at each row, keeps what agrees with the draft, publishes it.
-void Engine::accept(int num_seqs, bool masked) {
-  const StepInputs::Device& inputs = decode_inputs_.device();
-  const TokenTrees trees = trees_of(num_seqs);
-  const Tensor logits = model_.logits(num_seqs * shape_.tree_size);
-  if (!drafter_) {
-    sampler_.draw(ctx_, logits, inputs.seq_slots, inputs.positions, nullptr, masked);
-    return finish(inputs, num_seqs, num_seqs);
-  }
-  sampler_.draw(ctx_, logits, trees.row_slots, trees.row_positions, &trees, masked);
-  accept_tree(ctx_, accept_params(trees));
-  keep_accepted(ctx_, keep_params(trees));
+void Engine::end_masked(const TokenMasks& masks) {
+  CHECK_STATE(masked_batch_.has_value(), "no masked step has begun");
+  set_device(ctx_.device);
+  const SpeculativeStep::Batch batch = *std::exchange(masked_batch_, std::nullopt);
+  upload_masks(masks, static_cast<int>(masked_slots_.size()) * batch.shape.tree_size);
+  graphs_->run(key_of(batch, GraphRunner::Part::kAccept),
+               [&] { step_.accept(ctx_, batch, /*masked=*/true, ring_.sink()); });
+  end_decode(masked_slots_);
 }
 
 std::vector<Engine::SlotOutput> Engine::collect() {
-  CHECK_STATE(!pending_.empty(), "no step is in flight");
-  const PendingStep step = pending_.front();
+  CHECK_STATE(!in_flight_.empty(), "no step is in flight");
+  const StepInFlight step = in_flight_.front();
   ring_.wait(ctx_, step.number);
   ++num_waits_;
-  pending_.pop_front();
+  in_flight_.pop_front();
+  states_.retire(ring_.num_done());
   std::vector<SlotOutput> outputs;
   for (size_t i = 0; i < step.sampled.size(); ++i) {
-    const auto [slot, generation] = step.sampled[i];
-    if (slots_[slot].generation != generation) continue;  // released meanwhile
+    const auto [index, generation] = step.sampled[i];
+    Slot& slot = slots_[static_cast<size_t>(index)];
+    if (slot.generation != generation) continue;  // released meanwhile
     const SlotResult& result = ring_.entry(step.number)[i];
-    if (step.cycle) {
-      host_lengths_[slot] += result.num_tokens;
-      slots_[slot].in_flight_tokens -= tokens_per_step();
+    if (step.decodes) {
+      slot.length += result.num_tokens;
+      slot.in_flight_tokens -= tokens_per_step();
     }
-    SlotOutput output{.slot = slot,
-                      .num_logprobs = slots_[slot].num_logprobs,
-                      .finished = step.cycle && result.finished != 0};
+    SlotOutput output{.slot = index,
+                      .num_logprobs = slot.num_logprobs,
+                      .finished = step.decodes && result.finished != 0};
     output.tokens.assign(result.tokens, result.tokens + result.num_tokens);
     if (output.num_logprobs >= 0) {
       output.logprobs.assign(result.logprobs, result.logprobs + result.num_tokens);
@@ -77,31 +71,6 @@ std::vector<Engine::SlotOutput> Engine::collect() {
     outputs.push_back(std::move(output));
   }
   return outputs;
-}
-
-// ---- decoding in two halves, with masks of tokens
-
-std::vector<Engine::DraftedTree> Engine::begin_masked(const std::vector<int>& slots,
-                                                      std::optional<DraftShape> shape) {
-  GraphRunner::Key key = begin_decode_step(slots, shape.value_or(max_shape()));
-  key.part = GraphRunner::Part::kPropose;
-  graphs_->run(key, [&] { propose(key.num_seqs, key.max_kv); });
-  if (drafter_) publish_trees(key.num_seqs);
-  key.part = GraphRunner::Part::kVerify;
-  graphs_->run(key, [&] { verify(key.num_seqs, key.max_kv); });
-  half_done_ = slots;
-  return read_trees(key.num_seqs);
-}
-
-void Engine::end_masked(const TokenMasks& masks) {
-  CHECK_STATE(!half_done_.empty(), "no masked step has begun");
-  set_device(ctx_.device);
-  const std::vector<int> slots = std::exchange(half_done_, {});
-  const int num_seqs = static_cast<int>(slots.size());
-  upload_masks(masks, num_seqs * shape_.tree_size);
-  graphs_->run({.num_seqs = num_seqs, .shape = shape_, .part = GraphRunner::Part::kAccept},
-               [&] { accept(num_seqs, /*masked=*/true); });
-  end_decode_step(slots);
 }
 
 // ---- prompts
@@ -119,23 +88,30 @@ void Engine::prefill(const std::vector<PrefillItem>& items, const TokenMasks& ma
     check_room(item.slot, static_cast<int>(item.ids.size()));
     if (item.last) sampled_slots.push_back(item.slot);
   }
-  CHECK(num_rows <= limits_.max_rows, "a prefill step of {} rows, the chunk length is {}", num_rows,
-        limits_.max_rows);
+  CHECK(num_rows <= limits_.max_rows, "a prefill step of {} tokens, the chunk length is {}",
+        num_rows, limits_.max_rows);
   begin_step();
   const int num_sampled = static_cast<int>(sampled_slots.size());
   const bool masked = !masks.rows.empty();
   if (masked) upload_masks(masks, num_sampled);
-  prefill_inputs_.upload_prefill(ctx_, num_steps_, items, host_lengths_);
-  run_prefill(items, num_rows, num_sampled, masked, write);
-  for (const PrefillItem& item : items)
-    host_lengths_[item.slot] += static_cast<int>(item.ids.size());
-  end_step(sampled_slots);
+  std::vector<int> lengths;
+  for (const Slot& slot : slots_) lengths.push_back(slot.length);
+  Carver host(prefill_block_.host(num_steps_));
+  PrefillInputs::layout(host, limits_.max_rows, config_.max_num_seqs)
+      .fill(items, lengths, step_.max_path());
+  prefill_block_.upload(ctx_, num_steps_);
+  run_prefill(items, num_sampled, masked, write);
+  for (const PrefillItem& item : items) {
+    slots_[static_cast<size_t>(item.slot)].length += static_cast<int>(item.ids.size());
+  }
+  end_step(sampled_slots, /*decodes=*/false);
 }
 
-void Engine::run_prefill(const std::vector<PrefillItem>& items, int num_rows, int num_sampled,
-                         bool masked, const WriteLogits& write) {
-  const StepInputs::Device& inputs = prefill_inputs_.device();
-  const Tensor hidden = model_.forward(ctx_, prefill_step(items, num_rows), cache_);
+void Engine::run_prefill(const std::vector<PrefillItem>& items, int num_sampled, bool masked,
+                         const WriteLogits& write) {
+  const PrefillInputs& inputs = prefill_inputs_;
+  const Step step = prefill_step(items);
+  const Tensor hidden = model_.forward(ctx_, step);
   if (write) read_logits(hidden, write);
   if (num_sampled > 0) {
     const Tensor rows = last_rows_.rows(0, num_sampled);
@@ -143,96 +119,24 @@ void Engine::run_prefill(const std::vector<PrefillItem>& items, int num_rows, in
     const Tensor logits = model_.head(ctx_, rows);
     sampler_.draw(ctx_, logits, inputs.sampled_slots, inputs.sampled_positions, nullptr, masked);
   }
-  if (drafter_) draft_prompts(items, hidden);
-  finish(inputs, static_cast<int>(items.size()), num_sampled);
-  if (drafter_ && num_sampled > 0) {
-    seed_pending(ctx_, {.sampled_slots = inputs.sampled_slots,
-                        .num_sampled = num_sampled,
-                        .tokens = sampler_.tokens(),
-                        .max_pending = tokens_per_step(),
-                        .pending_ids = draft_state_.pending_ids,
-                        .pending_counts = draft_state_.pending_counts});
-  }
-}
-
-// The drafter sees the prompt, with the target's features beside it, one sequence at a time.
-void Engine::draft_prompts(const std::vector<PrefillItem>& items, const Tensor& hidden) {
-  const StepInputs::Device& inputs = prefill_inputs_.device();
-  const StepInputs::Device pinned = prefill_inputs_.pinned(num_steps_);
-  const FeatureKind kind = drafter_->features();
-  Tensor features;
-  if (kind == FeatureKind::kFinal) {
-    features = features_.rows(0, hidden.size(0));
-    model_.final_norm(ctx_, features, hidden);
-  } else if (kind == FeatureKind::kLayers) {
-    features = model_.tapped(static_cast<int>(hidden.size(0)));
-  }
-  int row = 0;
-  for (size_t i = 0; i < items.size(); ++i) {
-    const int slot = items[i].slot, count = static_cast<int>(items[i].ids.size());
-    copy_to_device(ctx_.device,
-                   history_ + int64_t{slot} * limits_.max_model_len + host_lengths_[slot],
-                   pinned.ids + row, int64_t{4} * count, ctx_.stream);
-    DraftPrompt prompt{.start = host_lengths_[slot],
-                       .num_rows = count,
-                       .ids = inputs.ids + row,
-                       .positions = inputs.positions + row,
-                       .seq_slot = inputs.seq_slots + i,
-                       .zeros = zeros_,
-                       .item = inputs.items + i * StepInputs::kItemInts,
-                       .draft_lengths = draft_state_.draft_lengths,
-                       .cache = &cache_};
-    // From the step's own pinned block: it must not change before the copy has run.
-    const int* values =
-        pinned.items + i * StepInputs::kItemInts + 7;  // start, start + n - 1, start + n
-    prompt.set_length = [=, this](int length) {
-      const int* value = std::find(values, values + 3, length);
-      copy_to_device(ctx_.device, draft_state_.draft_lengths + slot, value, sizeof(int),
-                     ctx_.stream);
-    };
-    if (kind != FeatureKind::kNone) {
-      const Tensor pending = draft_state_.pending_features.rows(slot * tokens_per_step(), 1);
-      prompt.features = features.rows(row, count);
-      prompt.pending_feature = pending;
-      drafter_->prefill(ctx_, prompt);
-      gather_rows(ctx_, {.out = pending, .x = features.rows(row + count - 1, 1)});
-    } else {
-      drafter_->prefill(ctx_, prompt);
-    }
-    row += count;
-  }
-}
-
-void Engine::prompt_logits(const std::vector<int>& ids, const WriteLogits& write) {
-  check_ready();
-  check_ids(ids);
-  const int slot = add_sequence({}, {}, 0);
-  const auto run = [&] {
-    const int total = static_cast<int>(ids.size());
-    CHECK(total <= limits_.max_model_len, "the prompt has {} tokens, the engine holds {}", total,
-          limits_.max_model_len);
-    CHECK(reserve(slot, total), "the prompt has {} tokens, {} KV pages of {} are free", total,
-          num_free_pages(), kPageSize);
-    for (int begin = 0; begin < total; begin += limits_.max_rows) {
-      const int count = std::min(limits_.max_rows, total - begin);
-      const std::vector<PrefillItem> items{
-          {.slot = slot, .ids = {ids.begin() + begin, ids.begin() + begin + count}}};
-      prefill_inputs_.upload_prefill(ctx_, num_steps_, items, host_lengths_);
-      const Tensor hidden = model_.forward(ctx_, prefill_step(items, count), cache_);
-      read_logits(hidden,
-                  [&](int row, int rows, const float* data) { write(begin + row, rows, data); });
-      host_lengths_[slot] += count;
-      copy_to_device(ctx_.device, lengths_ + slot, &host_lengths_[slot], sizeof(int), ctx_.stream);
-      synchronize(ctx_.device, ctx_.stream);
-    }
-  };
-  try {
-    run();
-  } catch (...) {
-    release(slot);
-    throw;
-  }
-  release(slot);
+  const bool continues =
+      std::any_of(items.begin(), items.end(), [this](const PrefillItem& item) {
+        return slots_[static_cast<size_t>(item.slot)].length > 0;
+      });
+  step_.draft_prompt(ctx_, step, continues, inputs.last_rows, inputs.slot_rows);
+  finish_step(ctx_, {.seq_slots = inputs.seq_slots,
+                     .seq_row_begin = inputs.seq_row_begin,
+                     .num_seqs = step.rows.num_seqs,
+                     .num_rows = step.rows.num_rows,
+                     .ids = inputs.ids,
+                     .row_seqs = inputs.row_seqs,
+                     .sampled_seqs = inputs.sampled_seqs,
+                     .num_sampled = num_sampled,
+                     .tokens = sampler_.tokens(),
+                     .logprobs = sampler_.logprobs(),
+                     .sampling = sampler_.sampling(),
+                     .state = step_.slots(),
+                     .sink = ring_.sink()});
 }
 
 void Engine::read_logits(const Tensor& hidden, const WriteLogits& write) {
@@ -256,40 +160,41 @@ int Engine::add_sequence(const SamplingConfig& sampling, const std::vector<int>&
   if (!ids.empty()) check_ids(ids);
   set_device(ctx_.device);
   const int slot = static_cast<int>(it - slots_.begin());
-  sampler_.reset(ctx_, slot_state(), slot, sampling, ids, num_prompt);
-  it->used = true;
-  ++it->generation;
-  it->num_logprobs = sampling.logprobs;
-  it->in_flight_tokens = 0;
-  host_lengths_[slot] = 0;
-  if (drafter_) {
-    const int room = limits_.max_model_len - static_cast<int>(ids.size());
-    SlotStop& stop = stops_mirror_[slot];
-    stop = {.max_tokens = std::min(sampling.max_tokens, room) - 1};  // the prefill emits the first
-    for (int id : sampling.stop_ids) {  // the host sees to those beyond the table
-      if (stop.num_stop_ids < kMaxStopIds) stop.stop_ids[stop.num_stop_ids++] = id;
-    }
-    copy_to_device(ctx_.device, stops_ + slot, &stop, sizeof(SlotStop), ctx_.stream);
-    fill_bytes(ctx_.device, draft_state_.draft_lengths + slot, 0, sizeof(int), ctx_.stream);
+  sampler_.reset(ctx_, step_.slots(), slot, sampling, ids, num_prompt);
+  states_.reset(ctx_, slot);
+  // The last token is emitted, but not cached. Prefill emits the first.
+  const int room = max_tokens_ - static_cast<int>(ids.size()) + 1;
+  SlotStop stop{.max_tokens = std::min(sampling.max_tokens, room) - 1};
+  for (int id : sampling.stop_ids) {  // the host sees to those beyond the table
+    if (stop.num_stop_ids < kMaxStopIds) stop.stop_ids[stop.num_stop_ids++] = id;
   }
+  step_.reset(ctx_, slot, stop);
+  *it = {.used = true, .generation = it->generation + 1, .num_logprobs = sampling.logprobs};
   return slot;
 }
 
 void Engine::release(int slot) {
   check_slot(slot);
-  half_done_.clear();
-  slots_[slot].used = false;
-  ++slots_[slot].generation;
-  cache_.release(slot);
+  masked_batch_.reset();
+  Slot& released = slots_[static_cast<size_t>(slot)];
+  released.used = false;
+  ++released.generation;
+  states_.release(slot, num_steps_);
+  states_.retire(ring_.num_done());
 }
 
 bool Engine::reserve(int slot, int num_tokens) {
   check_slot(slot);
-  CHECK(num_tokens <= limits_.max_model_len,
-        "{} tokens were asked for, the engine holds {} a sequence", num_tokens,
-        limits_.max_model_len);
+  CHECK(num_tokens <= max_tokens_, "{} tokens were asked for, the engine holds {} a sequence",
+        num_tokens, max_tokens_);
   set_device(ctx_.device);
-  return cache_.reserve(ctx_, slot, num_tokens + lookahead());
+  const int num_entries = num_tokens + step_.lookahead();
+  states_.retire(ring_.num_done());
+  if (states_.reserve(ctx_, slot, num_entries)) return true;
+  if (states_.num_retiring() == 0) return false;
+  ring_.wait(ctx_, num_steps_ - 1);
+  states_.retire(ring_.num_done());
+  return states_.reserve(ctx_, slot, num_entries);
 }
 
 }  // namespace cpmcu

@@ -1,5 +1,6 @@
 #include "engine/graph_runner.h"
 
+#include <algorithm>
 #include <mutex>
 
 namespace cpmcu {
@@ -43,9 +44,21 @@ Turn& turn_of(int device) {
 }  // namespace
 
 GraphRunner::~GraphRunner() {
-  for (const auto& [key, graph] : graphs_) {
-    if (graph != nullptr) cudaGraphExecDestroy(static_cast<cudaGraphExec_t>(graph));
+  for (const auto& [key, entry] : graphs_) {
+    if (entry.graph != nullptr) cudaGraphExecDestroy(static_cast<cudaGraphExec_t>(entry.graph));
   }
+}
+
+void GraphRunner::drop_oldest() {
+  const auto oldest =
+      std::min_element(graphs_.begin(), graphs_.end(), [](const auto& a, const auto& b) {
+        return a.second.last_use < b.second.last_use;
+      });
+  // A graph in flight is freed once it is done.
+  if (oldest->second.graph != nullptr) {
+    CHECK_CUDA(cudaGraphExecDestroy(static_cast<cudaGraphExec_t>(oldest->second.graph)));
+  }
+  graphs_.erase(oldest);
 }
 
 // The next run on the device waits for the last, if that was another engine's.
@@ -72,14 +85,17 @@ void GraphRunner::run(const Key& key, const std::function<void()>& launches) {
 
 void GraphRunner::launch(const Key& key, const std::function<void()>& launches) {
   if (!enabled_) return launches();
-  const auto [it, is_new] = graphs_.try_emplace(key, nullptr);
+  const auto [it, is_new] = graphs_.try_emplace(key);
+  Entry& entry = it->second;
+  entry.last_use = ++num_uses_;
+  if (graphs_.size() > kMaxGraphs) drop_oldest();
   if (is_new) return launches();
   const auto stream = static_cast<cudaStream_t>(ctx_.stream);
-  if (it->second == nullptr) {
-    it->second = capture(stream, launches);
+  if (entry.graph == nullptr) {
+    entry.graph = capture(stream, launches);
     ++num_captures_;
   }
-  CHECK_CUDA(cudaGraphLaunch(static_cast<cudaGraphExec_t>(it->second), stream));
+  CHECK_CUDA(cudaGraphLaunch(static_cast<cudaGraphExec_t>(entry.graph), stream));
   ++num_replays_;
 }
 

@@ -1,4 +1,5 @@
-// Runs a step's launches as one CUDA graph, captured lazily and kept by key.
+// Runs a step's launches as one CUDA graph, captured lazily and kept by key. The least recently
+// used graph goes when there are too many.
 //
 // The first run of a key is eager (nothing is captured for a shape that occurs once, and every
 // kernel is loaded before a capture), the second captures, later ones replay. A graph stays valid
@@ -15,12 +16,13 @@
 #include <tuple>
 
 #include "core/context.h"
-#include "spec/drafter.h"
+#include "speculative/drafter.h"
 
 namespace cpmcu {
 
 class GraphRunner {
  public:
+  static constexpr size_t kMaxGraphs = 128;
   enum class Part { kWhole, kPropose, kVerify, kAccept };  // of a decode step
   struct Key {
     int num_seqs = 0;
@@ -41,11 +43,18 @@ class GraphRunner {
   int64_t num_replays() const { return num_replays_; }
 
  private:
+  struct Entry {
+    void* graph = nullptr;  // cudaGraphExec_t; null: seen once
+    uint64_t last_use = 0;
+  };
+
   void launch(const Key& key, const std::function<void()>& launches);
+  void drop_oldest();
 
   const Context& ctx_;
   bool enabled_;
-  std::map<Key, void*> graphs_;  // cudaGraphExec_t; null: seen once
+  std::map<Key, Entry> graphs_;
+  uint64_t num_uses_ = 0;
   int64_t num_captures_ = 0, num_replays_ = 0;
 };
 

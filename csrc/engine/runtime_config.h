@@ -3,7 +3,6 @@
 
 #include <cstdint>
 #include <string>
-#include <utility>
 #include <vector>
 
 namespace cpmcu {
@@ -18,24 +17,6 @@ struct RuntimeConfig {
   bool cuda_graph = true;
   int num_threads = 0;                    // CPU back end; 0: all cores
   std::vector<std::string> cublas_paths;  // folders to look for libcublasLt in first
-};
-
-// One sequence's sampling parameters; kernels/sample.h says what they mean.
-struct SamplingConfig {
-  float temperature = 0;
-  float top_p = 1;
-  int top_k = 0;
-  float min_p = 0;
-  uint64_t seed = 0;
-  uint32_t stream = 0;
-  float repetition_penalty = 1;
-  float presence_penalty = 0;
-  float frequency_penalty = 0;
-  std::vector<std::pair<int, float>> logit_bias;
-  int logprobs = -1;
-  // Where the device ends the sequence; used with a drafter (the host finds the same stops later).
-  std::vector<int> stop_ids;
-  int max_tokens = 1 << 30;
 };
 
 }  // namespace cpmcu

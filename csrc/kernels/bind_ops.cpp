@@ -138,20 +138,42 @@ void bind_shared_params(py::module_& m) {
            "row_seqs"_a, "seq_slots"_a, "seq_row_begin"_a, "slot_lengths"_a, "page_table"_a,
            "row_masks"_a = SharedArray(), "first_row"_a = 0);
 
+  py::class_<OpsAccepted>(m, "Accepted", "What a step accepted; see csrc/kernels/step_ops.h.")
+      .def(py::init([](SharedArray ids, SharedArray paths, SharedArray counts) {
+             return OpsAccepted{{.max_path = static_cast<int>(tensor_of(paths).size(1)),
+                                 .ids = ints(ids),
+                                 .paths = ints(paths),
+                                 .counts = ints(counts)},
+                                {ids, paths, counts}};
+           }),
+           py::kw_only(), "ids"_a, "paths"_a, "counts"_a);
+  py::class_<OpsSink>(m, "ResultSink", "Where results go; see csrc/kernels/step_ops.h.")
+      .def(py::init([](SharedArray results, int ring_size, int max_seqs, SharedArray ticket,
+                       SharedArray done) {
+             return OpsSink{{.results = structs<SlotResult>(results),
+                             .ring_size = ring_size,
+                             .max_seqs = max_seqs,
+                             .ticket = words(ticket),
+                             .done = words(done)},
+                            {results, ticket, done}};
+           }),
+           py::kw_only(), "results"_a, "ring_size"_a, "max_seqs"_a, "ticket"_a, "done"_a);
   py::class_<OpsState>(m, "SlotState", "Per-slot state; see csrc/kernels/step_ops.h.")
       .def(py::init([](SharedArray lengths, SharedArray next_tokens, SharedArray counts,
-                       int vocab_size, SharedArray history) {
+                       int vocab_size, SharedArray history, const OpsAccepted& accepted) {
              CHECK(!history || history->shape().size() == 2, "history must be [slots, max_len]");
              return OpsState{{.lengths = ints(lengths),
                               .next_tokens = ints(next_tokens),
                               .counts = ints(counts),
                               .history = ints(history),
                               .max_len = history ? static_cast<int>(history->shape()[1]) : 0,
-                              .vocab_size = vocab_size},
-                             {lengths, next_tokens, counts, history}};
+                              .vocab_size = vocab_size,
+                              .accepted = accepted.params},
+                             {lengths, next_tokens, counts, history},
+                             accepted.arrays};
            }),
            py::kw_only(), "lengths"_a, "next_tokens"_a, "counts"_a, "vocab_size"_a,
-           "history"_a = SharedArray());
+           "history"_a = SharedArray(), "accepted"_a = OpsAccepted());
 
   PYBIND11_NUMPY_DTYPE(SlotSampling, temperature, top_p, min_p, top_k, seed, stream,
                        repetition_penalty, presence_penalty, frequency_penalty, use_penalties,
@@ -209,17 +231,25 @@ void bind_layer_ops(py::module_& m) {
       "ctx"_a, "out"_a, "x"_a, "index"_a, "out_index"_a = SharedArray(), "num_rows"_a = 0,
       "out_width"_a = 0,
       "csrc/kernels/gather_rows.h; out_width: only the first columns of `out` are the output.");
+  py::class_<QkvLayout>(m, "QkvLayout", "See csrc/kernels/qkv_layout.h.")
+      .def(py::init([](int row, int q_head, int k, int v) {
+             return QkvLayout{row, q_head, k, v};
+           }),
+           py::kw_only(), "row"_a, "q_head"_a, "k"_a, "v"_a);
   py::class_<OpsRotary>(m, "RotaryKv", "See csrc/kernels/rotary_kv.h.")
       .def(py::init([](SharedArray qkv, SharedArray bias, SharedArray q_norm, SharedArray k_norm,
                        float norm_eps, SharedArray inv_freq, float attention_scaling,
                        SharedArray k_cache, SharedArray v_cache, int num_heads, int num_kv_heads,
-                       int head_dim, const OpsRows& rows) {
+                       int head_dim, const OpsRows& rows, int rotary_dim,
+                       const QkvLayout& layout) {
              OpsRotary made{{.qkv = tensor_of(qkv),
+                             .layout = layout,
                              .bias = tensor_of(bias),
                              .q_norm = tensor_of(q_norm),
                              .k_norm = tensor_of(k_norm),
                              .norm_eps = norm_eps,
                              .inv_freq = floats(inv_freq),
+                             .rotary_dim = rotary_dim,
                              .attention_scaling = attention_scaling,
                              .k_cache = tensor_of(k_cache),
                              .v_cache = tensor_of(v_cache),
@@ -235,7 +265,7 @@ void bind_layer_ops(py::module_& m) {
            py::kw_only(), "qkv"_a, "bias"_a = SharedArray(), "q_norm"_a = SharedArray(),
            "k_norm"_a = SharedArray(), "norm_eps"_a = 1e-6f, "inv_freq"_a,
            "attention_scaling"_a = 1.f, "k_cache"_a, "v_cache"_a, "num_heads"_a, "num_kv_heads"_a,
-           "head_dim"_a, "rows"_a);
+           "head_dim"_a, "rows"_a, "rotary_dim"_a = 0, "layout"_a = QkvLayout());
   m.def(
       "rotary_kv",
       [](const OpsContext& c, const OpsRotary& rotary) { rotary_kv(c.ctx, rotary.params); },
@@ -264,9 +294,11 @@ void bind_layer_ops(py::module_& m) {
   py::class_<OpsAttention>(m, "Attention", "See csrc/kernels/attention/attention.h.")
       .def(py::init([](SharedArray out, SharedArray qkv, SharedArray k_cache, SharedArray v_cache,
                        float scale, int num_heads, int num_kv_heads, int head_dim,
-                       const OpsRows& rows, SharedArray scratch, int window, bool by_position) {
+                       const OpsRows& rows, SharedArray scratch, int window, bool by_position,
+                       const QkvLayout& layout) {
              OpsAttention made{{.out = tensor_of(out),
                                 .qkv = tensor_of(qkv),
+                                .layout = layout,
                                 .k_cache = tensor_of(k_cache),
                                 .v_cache = tensor_of(v_cache),
                                 .scale = scale,
@@ -283,7 +315,7 @@ void bind_layer_ops(py::module_& m) {
            }),
            py::kw_only(), "out"_a, "qkv"_a, "k_cache"_a, "v_cache"_a, "scale"_a, "num_heads"_a,
            "num_kv_heads"_a, "head_dim"_a, "rows"_a, "scratch"_a = SharedArray(), "window"_a = 0,
-           "by_position"_a = false);
+           "by_position"_a = false, "layout"_a = QkvLayout());
   const auto bind_attention = [&m](const char* name,
                                    void (*op)(const Context&, const AttentionParams&)) {
     m.def(
@@ -325,38 +357,28 @@ void bind_step_ops(py::module_& m) {
       "tree_masks"_a = SharedArray(), "tree_size"_a = 0, "mask_rows"_a = SharedArray(),
       "masks"_a = SharedArray(), "tokens"_a, "logprobs"_a = SharedArray(), "csrc/kernels/sample.h");
   m.def(
-      "begin_decode",
-      [](const OpsContext& c, SharedArray seq_slots, int num_seqs, const OpsState& state,
-         SharedArray ids, SharedArray positions, SharedArray row_seqs, SharedArray seq_row_begin) {
-        begin_decode(c.ctx, {ints(seq_slots), num_seqs, state.state, ints(ids), ints(positions),
-                             ints(row_seqs), ints(seq_row_begin)});
-      },
-      "ctx"_a, py::kw_only(), "seq_slots"_a, "num_seqs"_a, "state"_a, "ids"_a, "positions"_a,
-      "row_seqs"_a, "seq_row_begin"_a, "csrc/kernels/step_ops.h");
-  m.def(
       "finish_step",
       [](const OpsContext& c, SharedArray seq_slots, SharedArray seq_row_begin, int num_seqs,
-         SharedArray sampled_seqs, int num_sampled, SharedArray tokens, SharedArray logprobs,
-         SharedArray sampling, const OpsState& state, SharedArray results, int ring_size,
-         int max_seqs, SharedArray ticket, SharedArray done) {
+         SharedArray ids, SharedArray row_seqs, SharedArray sampled_seqs, int num_sampled,
+         SharedArray tokens, SharedArray logprobs, SharedArray sampling, const OpsState& state,
+         const OpsSink& sink) {
         finish_step(c.ctx, {.seq_slots = ints(seq_slots),
                             .seq_row_begin = ints(seq_row_begin),
                             .num_seqs = num_seqs,
+                            .num_rows = static_cast<int>(tensor_of(ids).size(0)),
+                            .ids = ints(ids),
+                            .row_seqs = ints(row_seqs),
                             .sampled_seqs = ints(sampled_seqs),
                             .num_sampled = num_sampled,
                             .tokens = ints(tokens),
                             .logprobs = structs<TokenLogprobs>(logprobs),
                             .sampling = structs<SlotSampling>(sampling),
                             .state = state.state,
-                            .results = structs<SlotResult>(results),
-                            .ring_size = ring_size,
-                            .max_seqs = max_seqs,
-                            .ticket = words(ticket),
-                            .done = words(done)});
+                            .sink = sink.params});
       },
-      "ctx"_a, py::kw_only(), "seq_slots"_a, "seq_row_begin"_a, "num_seqs"_a, "sampled_seqs"_a,
-      "num_sampled"_a, "tokens"_a, "logprobs"_a, "sampling"_a, "state"_a, "results"_a,
-      "ring_size"_a, "max_seqs"_a, "ticket"_a, "done"_a, "csrc/kernels/step_ops.h");
+      "ctx"_a, py::kw_only(), "seq_slots"_a, "seq_row_begin"_a, "num_seqs"_a, "ids"_a, "row_seqs"_a,
+      "sampled_seqs"_a, "num_sampled"_a, "tokens"_a, "logprobs"_a, "sampling"_a, "state"_a,
+      "sink"_a, "csrc/kernels/step_ops.h");
   m.def(
       "reset_slot",
       [](const OpsContext& c, int slot, const OpsState& state, SharedArray ids, int num_ids,

@@ -145,17 +145,20 @@ inline uint64_t* words(const SharedArray& array) {
   return array ? array->as<uint64_t>(DType::kU64) : nullptr;
 }
 
-// SlotState and the arrays that it points to.
-struct OpsState {
-  SlotState state;
-  std::vector<SharedArray> arrays;
-};
-
 template <typename Params>
 struct OpsParams {
   Params params;
   std::vector<SharedArray> arrays;  // that they need to stay
 };
+using OpsAccepted = OpsParams<Accepted>;
+using OpsSink = OpsParams<ResultSink>;
+
+// SlotState and the arrays that it points to.
+struct OpsState {
+  SlotState state;
+  std::vector<SharedArray> arrays, accepted_arrays;
+};
+
 using OpsRotary = OpsParams<RotaryKvParams>;
 using OpsAttention = OpsParams<AttentionParams>;
 

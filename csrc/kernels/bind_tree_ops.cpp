@@ -15,6 +15,8 @@ struct OpsTrees {
   std::vector<SharedArray> arrays;
 };
 
+using OpsDraft = OpsParams<Draft>;
+
 struct OpsBeam {
   DraftBeam beam;
   std::vector<SharedArray> arrays;
@@ -71,6 +73,16 @@ void bind_tree_params(py::module_& m) {
            "level_candidates"_a, "row_scores"_a, "row_masks"_a, "row_ids"_a, "row_parents"_a,
            "row_positions"_a, "row_seqs"_a, "seq_row_begin"_a);
 
+  py::class_<OpsDraft>(m, "Draft", "Drafted tokens of each sequence; see csrc/kernels/tree.h.")
+      .def(py::init([](SharedArray tokens, SharedArray parents, SharedArray scores) {
+             return OpsDraft{{.num_tokens = size_of_dim(tokens, 1),
+                              .tokens = ints(tokens),
+                              .parents = ints(parents),
+                              .scores = floats(scores)},
+                             {tokens, parents, scores}};
+           }),
+           py::kw_only(), "tokens"_a, "parents"_a = SharedArray(), "scores"_a = SharedArray());
+
   PYBIND11_NUMPY_DTYPE(SlotStop, stop_ids, num_stop_ids, max_tokens, finished);
   m.attr("slot_stop_dtype") = py::dtype::of<SlotStop>();
 }
@@ -91,62 +103,79 @@ void bind_growth(py::module_& m) {
   m.def(
       "tree_expand",
       [](const OpsContext& c, const OpsBeam& beam, int level, SharedArray topk_tokens,
-         SharedArray topk_logprobs, SharedArray seq_slots, SharedArray pending_counts,
+         SharedArray topk_logprobs, SharedArray seq_slots, SharedArray accepted_counts,
          SharedArray draft_lengths) {
         tree_expand(c.ctx, {.beam = beam.beam,
                             .level = level,
                             .topk_tokens = ints(topk_tokens),
                             .topk_logprobs = floats(topk_logprobs),
                             .seq_slots = ints(seq_slots),
-                            .pending_counts = ints(pending_counts),
+                            .accepted_counts = ints(accepted_counts),
                             .draft_lengths = ints(draft_lengths)});
       },
       "ctx"_a, py::kw_only(), "beam"_a, "level"_a, "topk_tokens"_a, "topk_logprobs"_a,
-      "seq_slots"_a, "pending_counts"_a, "draft_lengths"_a, "csrc/kernels/tree.h");
+      "seq_slots"_a, "accepted_counts"_a, "draft_lengths"_a, "csrc/kernels/tree.h");
+  m.def(
+      "draft_select",
+      [](const OpsContext& c, const OpsBeam& beam, const OpsDraft& draft) {
+        draft_select(c.ctx, {beam.beam, draft.params});
+      },
+      "ctx"_a, py::kw_only(), "beam"_a, "draft"_a, "csrc/kernels/tree.h");
   m.def(
       "tree_build",
-      [](const OpsContext& c, const OpsBeam& beam, const OpsTrees& trees, SharedArray seq_slots,
+      [](const OpsContext& c, const OpsDraft& draft, const OpsTrees& trees, SharedArray seq_slots,
          const OpsState& slots) {
-        tree_build(c.ctx, {beam.beam, trees.trees, ints(seq_slots), slots.state});
+        tree_build(c.ctx, {draft.params, trees.trees, ints(seq_slots), slots.state});
       },
-      "ctx"_a, py::kw_only(), "beam"_a, "trees"_a, "seq_slots"_a, "slots"_a, "csrc/kernels/tree.h");
-  m.def(
-      "chain_build",
-      [](const OpsContext& c, SharedArray chain, const OpsTrees& trees, SharedArray seq_slots,
-         const OpsState& slots) {
-        chain_build(c.ctx, {ints(chain), trees.trees, ints(seq_slots), slots.state});
-      },
-      "ctx"_a, py::kw_only(), "chain"_a, "trees"_a, "seq_slots"_a, "slots"_a,
+      "ctx"_a, py::kw_only(), "draft"_a = OpsDraft(), "trees"_a, "seq_slots"_a, "slots"_a,
       "csrc/kernels/tree.h");
   m.def(
       "begin_draft",
-      [](const OpsContext& c, SharedArray seq_slots, int num_seqs, int max_pending,
-         SharedArray pending_ids, SharedArray pending_counts, SharedArray draft_lengths,
-         SharedArray ids, SharedArray positions, SharedArray row_seqs, SharedArray feature_rows,
+      [](const OpsContext& c, SharedArray seq_slots, int num_seqs, SharedArray lengths,
+         const OpsAccepted& accepted, bool shifted, SharedArray draft_lengths, SharedArray ids,
+         SharedArray positions, SharedArray row_seqs, SharedArray hidden_rows,
          SharedArray seq_row_begin, SharedArray last_rows) {
         begin_draft(c.ctx, {.seq_slots = ints(seq_slots),
                             .num_seqs = num_seqs,
-                            .max_pending = max_pending,
-                            .pending_ids = ints(pending_ids),
-                            .pending_counts = ints(pending_counts),
+                            .lengths = ints(lengths),
+                            .accepted = accepted.params,
+                            .shifted = shifted,
                             .draft_lengths = ints(draft_lengths),
                             .ids = ints(ids),
                             .positions = ints(positions),
                             .row_seqs = ints(row_seqs),
-                            .feature_rows = ints(feature_rows),
+                            .hidden_rows = ints(hidden_rows),
                             .seq_row_begin = ints(seq_row_begin),
                             .last_rows = ints(last_rows)});
       },
-      "ctx"_a, py::kw_only(), "seq_slots"_a, "num_seqs"_a, "max_pending"_a, "pending_ids"_a,
-      "pending_counts"_a, "draft_lengths"_a, "ids"_a, "positions"_a, "row_seqs"_a, "feature_rows"_a,
-      "seq_row_begin"_a, "last_rows"_a, "csrc/kernels/tree.h");
+      "ctx"_a, py::kw_only(), "seq_slots"_a, "num_seqs"_a, "lengths"_a, "accepted"_a, "shifted"_a,
+      "draft_lengths"_a, "ids"_a, "positions"_a, "row_seqs"_a, "hidden_rows"_a, "seq_row_begin"_a,
+      "last_rows"_a, "csrc/kernels/tree.h");
   m.def(
-      "skip_draft",
-      [](const OpsContext& c, SharedArray seq_slots, int num_seqs, SharedArray pending_counts,
-         SharedArray draft_lengths) {
-        skip_draft(c.ctx, {ints(seq_slots), num_seqs, ints(pending_counts), ints(draft_lengths)});
+      "shift_prompt",
+      [](const OpsContext& c, int max_path, SharedArray ids, SharedArray row_seqs,
+         SharedArray seq_slots, SharedArray seq_row_begin, SharedArray lengths,
+         const std::vector<SharedArray>& first, SharedArray first_lengths,
+         const std::vector<SharedArray>& rest) {
+        const auto rows = [](const std::vector<SharedArray>& arrays) -> ShiftPromptParams::Rows {
+          CHECK(arrays.size() == 5, "shift_prompt: {} arrays of rows, expected 5", arrays.size());
+          return {ints(arrays[0]), ints(arrays[1]), ints(arrays[2]), ints(arrays[3]),
+                  ints(arrays[4])};
+        };
+        shift_prompt(c.ctx, {.num_seqs = size_of_dim(seq_slots, 0),
+                             .num_rows = size_of_dim(ids, 0),
+                             .max_path = max_path,
+                             .ids = ints(ids),
+                             .row_seqs = ints(row_seqs),
+                             .seq_slots = ints(seq_slots),
+                             .seq_row_begin = ints(seq_row_begin),
+                             .lengths = ints(lengths),
+                             .first = rows(first),
+                             .first_lengths = ints(first_lengths),
+                             .rest = rows(rest)});
       },
-      "ctx"_a, py::kw_only(), "seq_slots"_a, "num_seqs"_a, "pending_counts"_a, "draft_lengths"_a,
+      "ctx"_a, py::kw_only(), "max_path"_a, "ids"_a, "row_seqs"_a, "seq_slots"_a,
+      "seq_row_begin"_a, "lengths"_a, "first"_a, "first_lengths"_a, "rest"_a,
       "csrc/kernels/tree.h");
   m.def(
       "ngram_lookup",
@@ -171,57 +200,41 @@ void bind_growth(py::module_& m) {
 void bind_verification(py::module_& m) {
   m.def(
       "accept_tree",
-      [](const OpsContext& c, const OpsTrees& trees, int max_emitted, SharedArray drawn,
-         SharedArray logprobs, SharedArray seq_slots, SharedArray sampling, const OpsState& state,
-         SharedArray stops, SharedArray paths, SharedArray num_emitted, SharedArray pending_ids,
-         SharedArray pending_counts, SharedArray results, int ring_size, int max_seqs,
-         SharedArray ticket, SharedArray done) {
+      [](const OpsContext& c, const OpsTrees& trees, SharedArray drawn, SharedArray logprobs,
+         SharedArray seq_slots, SharedArray sampling, const OpsState& state, SharedArray stops,
+         const OpsSink& sink) {
         accept_tree(c.ctx, {.trees = trees.trees,
-                            .max_emitted = max_emitted,
                             .drawn = ints(drawn),
                             .logprobs = structs<TokenLogprobs>(logprobs),
                             .seq_slots = ints(seq_slots),
                             .sampling = structs<SlotSampling>(sampling),
                             .state = state.state,
                             .stops = structs<SlotStop>(stops),
-                            .paths = ints(paths),
-                            .num_emitted = ints(num_emitted),
-                            .pending_ids = ints(pending_ids),
-                            .pending_counts = ints(pending_counts),
-                            .results = structs<SlotResult>(results),
-                            .ring_size = ring_size,
-                            .max_seqs = max_seqs,
-                            .ticket = words(ticket),
-                            .done = words(done)});
+                            .sink = sink.params});
       },
-      "ctx"_a, py::kw_only(), "trees"_a, "max_emitted"_a, "drawn"_a, "logprobs"_a, "seq_slots"_a,
-      "sampling"_a, "state"_a, "stops"_a, "paths"_a, "num_emitted"_a,
-      "pending_ids"_a = SharedArray(), "pending_counts"_a = SharedArray(), "results"_a,
-      "ring_size"_a, "max_seqs"_a, "ticket"_a, "done"_a, "csrc/kernels/tree.h");
+      "ctx"_a, py::kw_only(), "trees"_a, "drawn"_a, "logprobs"_a, "seq_slots"_a, "sampling"_a,
+      "state"_a, "stops"_a, "sink"_a = OpsSink(), "csrc/kernels/tree.h");
   m.def(
       "keep_accepted",
-      [](const OpsContext& c, SharedArray pool, int num_kv_heads, int head_dim,
-         SharedArray page_table, int num_nodes, SharedArray seq_slots, SharedArray lengths,
-         SharedArray paths, SharedArray num_emitted, SharedArray features,
-         SharedArray pending_features) {
+      [](const OpsContext& c, SharedArray pool, int num_heads, int width, SharedArray page_table,
+         int num_nodes, SharedArray seq_slots, SharedArray lengths, const OpsAccepted& accepted,
+         SharedArray hidden, SharedArray accepted_hidden) {
         keep_accepted(c.ctx, {.pool = tensor_of(pool),
-                              .num_kv_heads = num_kv_heads,
-                              .head_dim = head_dim,
+                              .num_heads = num_heads,
+                              .width = width,
                               .page_table = ints(page_table),
                               .max_pages = size_of_dim(page_table, 1),
-                              .num_seqs = size_of_dim(paths, 0),
+                              .num_seqs = size_of_dim(seq_slots, 0),
                               .num_nodes = num_nodes,
-                              .max_emitted = size_of_dim(paths, 1),
                               .seq_slots = ints(seq_slots),
                               .lengths = ints(lengths),
-                              .paths = ints(paths),
-                              .num_emitted = ints(num_emitted),
-                              .features = tensor_of(features),
-                              .pending_features = tensor_of(pending_features)});
+                              .accepted = accepted.params,
+                              .hidden = tensor_of(hidden),
+                              .accepted_hidden = tensor_of(accepted_hidden)});
       },
-      "ctx"_a, py::kw_only(), "pool"_a, "num_kv_heads"_a, "head_dim"_a, "page_table"_a,
-      "num_nodes"_a, "seq_slots"_a, "lengths"_a, "paths"_a, "num_emitted"_a,
-      "features"_a = SharedArray(), "pending_features"_a = SharedArray(), "csrc/kernels/tree.h");
+      "ctx"_a, py::kw_only(), "pool"_a, "num_heads"_a, "width"_a, "page_table"_a, "num_nodes"_a,
+      "seq_slots"_a, "lengths"_a, "accepted"_a, "hidden"_a = SharedArray(),
+      "accepted_hidden"_a = SharedArray(), "csrc/kernels/tree.h");
 }
 
 }  // namespace

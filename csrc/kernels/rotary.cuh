@@ -24,7 +24,7 @@ __device__ __forceinline__ Rotation rotation_by(float angle, float attention_sca
           .sine = __fmul_rn(by.sine, attention_scaling)};
 }
 
-// Elements i and i + D / 2 of a head.
+// Elements i and i + R / 2 of a head.
 __device__ __forceinline__ void rotate(float& low, float& high, const Rotation& by) {
   const float old_low = low;
   low = __fmaf_rn(low, by.cosine, -__fmul_rn(high, by.sine));
@@ -33,10 +33,19 @@ __device__ __forceinline__ void rotate(float& low, float& high, const Rotation& 
 
 inline void check_rotary_kv(const RotaryKvParams& p) {
   const int64_t num_columns = (p.num_heads + 2 * int64_t{p.num_kv_heads}) * p.head_dim;
+  const QkvLayout layout = resolved(p.layout, p.num_heads, p.num_kv_heads, p.head_dim);
   check_rows("rotary_kv", "qkv", p.qkv);
-  CHECK(p.qkv.size(0) >= p.rows.num_rows && p.qkv.size(1) == num_columns,
+  CHECK(p.qkv.size(0) >= p.rows.num_rows && p.qkv.size(1) == layout.row,
         "rotary_kv: qkv is {}, expected {} rows of {} columns", p.qkv.shape_text(), p.rows.num_rows,
-        num_columns);
+        layout.row);
+  CHECK(layout.row % 8 == 0 && layout.q_head % 8 == 0 && layout.k % 8 == 0 && layout.v % 8 == 0 &&
+            layout.end(p.num_kv_heads, p.head_dim) <= layout.row,
+        "rotary_kv: query heads {} apart, keys at {} and values at {} of {} columns, expected "
+        "multiples of 8 within the row",
+        layout.q_head, layout.k, layout.v, layout.row);
+  CHECK(rotary_dim_of(p) % 16 == 0 && rotary_dim_of(p) <= p.head_dim,
+        "rotary_kv: {} of {} elements are rotated, expected a multiple of 16 up to head_dim",
+        rotary_dim_of(p), p.head_dim);
   const DType dtype = p.qkv.dtype();
   if (!p.bias.empty()) check_vector("rotary_kv", "bias", p.bias, dtype, num_columns);
   if (!p.q_norm.empty()) check_vector("rotary_kv", "q_norm", p.q_norm, dtype, p.head_dim);

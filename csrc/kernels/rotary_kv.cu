@@ -1,7 +1,7 @@
 // Bias, per-head RMSNorm, RoPE and the write into the paged cache, in one pass over qkv.
 //
-// qkv is [T, (Hq + 2 Hkv) * D], a page of the cache [Hkv, 64, D]. A group of D / 16 lanes holds one
-// head: each lane 8 elements of the lower half and the 8 that RoPE pairs with them in the upper, so
+// qkv is [T, columns], a page of the cache [Hkv, 64, D]. A group of D / 16 lanes holds one head:
+// each lane 8 elements of the lower half of R and the 8 that RoPE pairs with them in the upper, so
 // that the rotation needs no exchange and memory moves 16 bytes at a time. Everything between the
 // load and the store is float32, rounded once.
 //
@@ -38,21 +38,36 @@ struct RotaryKvArgs {
   float attention_scaling;
   int num_heads;     // Hq
   int num_kv_heads;  // Hkv
+  int rotary_dim;    // R
+  QkvLayout layout;
   StepRows rows;
 };
 
-// One lane's part of a head: elements [8 lane, 8 lane + 8) of each half.
+// One lane's part of a head: two times 8 elements. The first R / 16 lanes hold elements that RoPE
+// pairs: 8 lane on of each half of R. The others hold 16 neighbours that it leaves alone.
 struct HeadPart {
   float low[8];
   float high[8];
 };
 
+// Where a lane's elements begin.
+struct PartPlace {
+  int low, high;
+  bool rotates;
+
+  __device__ PartPlace(int lane, int rotary_dim) {
+    const int rotated_lanes = rotary_dim / 16;
+    rotates = lane < rotated_lanes;
+    low = rotates ? 8 * lane : rotary_dim + 16 * (lane - rotated_lanes);
+    high = low + (rotates ? rotary_dim / 2 : 8);
+  }
+};
+
 // ---- kernels
 
-// The two vectors of a head that belong to this lane, `at` = 8 * lane.
-template <typename T, int kDim>
-__device__ __forceinline__ HeadPart load_part(const T* head, int at) {
-  const Vec16<T> low = load<T, 8>(head + at), high = load<T, 8>(head + kDim / 2 + at);
+template <typename T>
+__device__ __forceinline__ HeadPart load_part(const T* head, const PartPlace& at) {
+  const Vec16<T> low = load<T, 8>(head + at.low), high = load<T, 8>(head + at.high);
   HeadPart part;
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
@@ -62,16 +77,16 @@ __device__ __forceinline__ HeadPart load_part(const T* head, int at) {
   return part;
 }
 
-template <typename T, int kDim>
-__device__ __forceinline__ void store_part(T* head, int at, const HeadPart& part) {
+template <typename T>
+__device__ __forceinline__ void store_part(T* head, const PartPlace& at, const HeadPart& part) {
   Vec16<T> low, high;
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     low[i] = from_float<T>(part.low[i]);
     high[i] = from_float<T>(part.high[i]);
   }
-  store(head + at, low);
-  store(head + kDim / 2 + at, high);
+  store(head + at.low, low);
+  store(head + at.high, high);
 }
 
 __device__ __forceinline__ void add(HeadPart& x, const HeadPart& bias) {
@@ -116,7 +131,7 @@ __global__ void __launch_bounds__(kThreads)
   Trace trace;
   ptx::pdl_launch();
   const int lane = threadIdx.x % kLanes;
-  const int at = lane * 8;
+  const PartPlace at(lane, args.rotary_dim);
   const uint32_t group_mask = (0xffffffffu >> (32 - kLanes)) << (threadIdx.x % 32 - lane);
 
   const StepRows& rows = args.rows;
@@ -130,36 +145,39 @@ __global__ void __launch_bounds__(kThreads)
   const int first_head = blockIdx.y * kGroups + threadIdx.x / kLanes;
   __shared__ alignas(16) Rotation shared[kDim / 2];
   const float position = static_cast<float>(rows.positions[row]);
-  for (int i = threadIdx.x; i < kDim / 2; i += kThreads) {
+  for (int i = threadIdx.x; i < args.rotary_dim / 2; i += kThreads) {
     shared[i] = rotation_by(position * args.inv_freq[i], args.attention_scaling);
   }
   __syncthreads();
   Rotation rotations[8];
 #pragma unroll
-  for (int i = 0; i < 8; ++i) rotations[i] = shared[at + i];
+  for (int i = 0; i < 8; ++i) rotations[i] = shared[at.rotates ? at.low + i : i];
 
   ptx::pdl_wait();  // up to here only what was complete before this pass was read
   trace.stamp(1);
 
-  T* qkv_row = args.qkv + int64_t{row} * num_all_heads * kDim;
+  T* qkv_row = args.qkv + int64_t{row} * args.layout.row;
   for (int head = first_head; head < num_all_heads; head += gridDim.y * kGroups) {
     const bool is_q = head < args.num_heads, is_v = head >= num_qk_heads;
-    HeadPart x = load_part<T, kDim>(qkv_row + head * kDim, at);
-    if (args.bias != nullptr) add(x, load_part<T, kDim>(args.bias + head * kDim, at));
+    const int column = is_q   ? head * args.layout.q_head
+                       : is_v ? args.layout.v + (head - num_qk_heads) * kDim
+                              : args.layout.k + (head - args.num_heads) * kDim;
+    HeadPart x = load_part(qkv_row + column, at);
+    if (args.bias != nullptr) add(x, load_part(args.bias + head * kDim, at));
     const T* norm = is_q ? args.q_norm : args.k_norm;
     if (!is_v && norm != nullptr) {
-      normalize<kLanes>(x, load_part<T, kDim>(norm, at), args.norm_eps, group_mask);
+      normalize<kLanes>(x, load_part(norm, at), args.norm_eps, group_mask);
     }
-    if (!is_v) rotate_part(x, rotations);
+    if (!is_v && at.rotates) rotate_part(x, rotations);
 
-    T* out = qkv_row + head * kDim;
+    T* out = qkv_row + column;
     if (!is_q) {
       const int kv_head = is_v ? head - num_qk_heads : head - args.num_heads;
       out =
           (is_v ? args.v_cache : args.k_cache) +
           kv_offset(rows.page_table, rows.max_pages, slot, cell, kv_head, args.num_kv_heads, kDim);
     }
-    store_part<T, kDim>(out, at, x);
+    store_part(out, at, x);
   }
   trace.stamp(2);
   trace.end();
@@ -178,6 +196,8 @@ RotaryKvArgs<T> make_args(const RotaryKvParams& p) {
           .attention_scaling = p.attention_scaling,
           .num_heads = p.num_heads,
           .num_kv_heads = p.num_kv_heads,
+          .rotary_dim = rotary_dim_of(p),
+          .layout = resolved(p.layout, p.num_heads, p.num_kv_heads, p.head_dim),
           .rows = p.rows};
 }
 

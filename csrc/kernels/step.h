@@ -19,7 +19,7 @@ struct Step {
 struct StepLimits {
   int max_rows = 0;            // rows of a step: T
   int max_decode_rows = 0;     // rows of a decode step
-  int max_model_len = 0;       // cells of a sequence
+  int max_kv = 0;              // tokens of a sequence, those of a step in flight included
   int compute_capability = 0;  // as in Context
 
   // Else what only kernels of a GPU use is not planned.

@@ -1,9 +1,9 @@
-// The small kernels around a step: begin_decode, finish_step, reset_slot (kernels/step_ops.h).
+// The small kernels around a prefill: finish_step, reset_slot (kernels/step_ops.h).
 //
-// Each moves a few hundred bytes, so the cost is launch latency; begin_decode and finish_step are
-// one block. finish_step writes results straight into mapped host memory: the block meets, and
-// then one thread raises `*done` by a store that releases to the system all that it has seen, so
-// that a host that sees the new ticket sees all results.
+// Each moves a few KB at most, so the cost is launch latency. finish_step is one CTA and writes
+// results straight into mapped host memory. After a barrier one thread raises `*done` by a store
+// that releases to the system all that it has seen, so a host that sees the new ticket sees all
+// results.
 #include "kernels/step_ops.h"
 
 #include "core/launch.h"
@@ -16,20 +16,6 @@ constexpr int kThreads = 256;
 
 // ---- kernels
 
-__global__ void __launch_bounds__(kThreads)
-    begin_decode_kernel(const __grid_constant__ BeginDecodeParams p) {
-  ptx::pdl_launch();
-  ptx::pdl_wait();
-  if (threadIdx.x == 0) p.seq_row_begin[0] = 0;
-  for (int seq = threadIdx.x; seq < p.num_seqs; seq += kThreads) {
-    const int slot = p.seq_slots[seq];
-    p.ids[seq] = p.state.next_tokens[slot];
-    p.positions[seq] = p.state.lengths[slot];
-    p.row_seqs[seq] = seq;
-    p.seq_row_begin[seq + 1] = seq + 1;
-  }
-}
-
 // One warp writes a result: lane 0 the token, the lanes together the logprobs.
 __device__ void publish(const FinishStepParams& p, int sample, SlotResult& result, int lane) {
   const int slot = p.seq_slots[p.sampled_seqs[sample]];
@@ -37,6 +23,10 @@ __device__ void publish(const FinishStepParams& p, int sample, SlotResult& resul
   if (lane == 0) {
     const int token = p.tokens[sample];
     p.state.next_tokens[slot] = token;
+    const int64_t path = int64_t{slot} * p.state.accepted.max_path;
+    p.state.accepted.ids[path] = token;
+    p.state.accepted.paths[path] = -1;
+    p.state.accepted.counts[slot] = 1;
     if (p.sampling[slot].use_penalties) {
       p.state.counts[int64_t{slot} * p.state.vocab_size + token] += 1;
     }
@@ -60,8 +50,16 @@ __global__ void __launch_bounds__(kThreads)
     finish_step_kernel(const __grid_constant__ FinishStepParams p) {
   ptx::pdl_launch();
   ptx::pdl_wait();
-  const uint64_t ticket = *p.ticket;
-  SlotResult* results = p.results + (ticket % p.ring_size) * p.max_seqs;
+  const uint64_t ticket = *p.sink.ticket;
+  SlotResult* results = p.sink.results + (ticket % p.sink.ring_size) * p.sink.max_seqs;
+  if (p.state.history != nullptr) {
+    for (int row = threadIdx.x; row < p.num_rows; row += kThreads) {
+      const int seq = p.row_seqs[row], slot = p.seq_slots[seq];
+      const int at = p.state.lengths[slot] + row - p.seq_row_begin[seq];
+      if (at < p.state.max_len) p.state.history[int64_t{slot} * p.state.max_len + at] = p.ids[row];
+    }
+    __syncthreads();  // the lengths were read
+  }
   for (int seq = threadIdx.x; seq < p.num_seqs; seq += kThreads) {
     p.state.lengths[p.seq_slots[seq]] += p.seq_row_begin[seq + 1] - p.seq_row_begin[seq];
   }
@@ -70,8 +68,8 @@ __global__ void __launch_bounds__(kThreads)
   }
   __syncthreads();
   if (threadIdx.x == 0) {
-    *p.ticket = ticket + 1;
-    ptx::store_release_system(p.done, ticket + 1);
+    *p.sink.ticket = ticket + 1;
+    ptx::store_release_system(p.sink.done, ticket + 1);
   }
 }
 
@@ -102,33 +100,16 @@ __global__ void __launch_bounds__(kThreads)
 
 dim3 blocks_for(int count) { return dim3((count + kThreads - 1) / kThreads); }
 
-__global__ void __launch_bounds__(kThreads)
-    seed_pending_kernel(const __grid_constant__ SeedPendingParams p) {
-  ptx::pdl_launch();
-  ptx::pdl_wait();
-  for (int r = threadIdx.x; r < p.num_sampled; r += kThreads) {
-    const int slot = p.sampled_slots[r];
-    p.pending_ids[static_cast<int64_t>(slot) * p.max_pending] = p.tokens[r];
-    p.pending_counts[slot] = 1;
-  }
-}
-
 }  // namespace
 
 // ---- launchers
 
-// Graph-safe; reads from the device: seq_slots, lengths, next_tokens.
-void begin_decode(const Context& ctx, const BeginDecodeParams& p) {
-  CHECK(p.num_seqs >= 0, "begin_decode: {} sequences", p.num_seqs);
-  launch(ctx, begin_decode_kernel, dim3(1), dim3(kThreads), 0, p);
-}
-
 // Graph-safe; reads from the device: ticket, seq_slots, seq_row_begin, sampled_seqs, sampling.
 void finish_step(const Context& ctx, const FinishStepParams& p) {
-  CHECK(p.ring_size > 0 && p.num_sampled >= 0 && p.num_sampled <= p.max_seqs &&
+  CHECK(p.sink.ring_size > 0 && p.num_sampled >= 0 && p.num_sampled <= p.sink.max_seqs &&
             p.num_sampled <= p.num_seqs,
         "finish_step: {} results of {} sequences, a ring of {} times {}", p.num_sampled, p.num_seqs,
-        p.ring_size, p.max_seqs);
+        p.sink.ring_size, p.sink.max_seqs);
   launch(ctx, finish_step_kernel, dim3(1), dim3(kThreads), 0, p);
 }
 
@@ -144,11 +125,6 @@ void reset_slot(const Context& ctx, const ResetSlotParams& p) {
   if (p.num_ids == 0) return;
   launch(ctx, mark_history_kernel, blocks_for(p.num_ids), dim3(kThreads), 0, counts, vocab_size,
          p.ids, p.num_ids, p.num_prompt);
-}
-
-// Graph-safe; reads from the device: sampled_slots, tokens.
-void seed_pending(const Context& ctx, const SeedPendingParams& p) {
-  launch(ctx, seed_pending_kernel, dim3(1), dim3(kThreads), 0, p);
 }
 
 }  // namespace cpmcu::cuda

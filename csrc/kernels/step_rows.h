@@ -29,9 +29,24 @@ struct StepRows {
   const int* seq_row_begin = nullptr;   // [B + 1] first row of each sequence
   const int* slot_lengths = nullptr;    // [slots] L, cached tokens before this step
   const uint64_t* row_masks = nullptr;  // [T], null: causal
+  // [T] row of the same sequence that comes before; of the first -1. Null: the row above.
+  const int* row_parents = nullptr;
   const int* page_table = nullptr;      // [slots, max_pages] page of each 64 cells
   int max_pages = 0;
 };
+
+// Sequences [first, first + count) of a step in which all have equally many rows.
+inline StepRows sequences_of(const StepRows& rows, int first, int count) {
+  const int seq_rows = rows.num_rows / rows.num_seqs, row = first * seq_rows;
+  StepRows part = rows;  // row_seqs and seq_row_begin count from 0 in both
+  part.num_seqs = count;
+  part.num_rows = count * seq_rows;
+  part.positions += row;
+  part.seq_slots += first;
+  if (part.row_masks != nullptr) part.row_masks += row;
+  if (part.row_parents != nullptr) part.row_parents += row;
+  return part;
+}
 
 // Where cell `cell` of a slot lies in a layer's cache [pages, Hkv, 64, D], in elements.
 #ifdef __CUDACC__

@@ -71,35 +71,41 @@ struct DraftBeam {
 // Adds level `level` from the top-k of the draft's last rows (level 0: one row a sequence; later:
 // k) and chooses the rows of the next draft step: at level 0 all k candidates, later the k best of
 // k^2. row_parents: level 0: the sequence b; later: b k + r. At level 0 the draft has caught up:
-// draft_lengths[slot] += pending_counts[slot], pending_counts[slot] = 0.
+// draft_lengths[slot] += max(accepted counts[slot], 1).
 struct TreeExpandParams {
   DraftBeam beam;
   int level = 0;
   const int* topk_tokens = nullptr;      // [B * rows, k]
   const float* topk_logprobs = nullptr;  // [B * rows, k]
   const int* seq_slots = nullptr;        // [B]
-  int* pending_counts = nullptr;         // [slots]
+  const int* accepted_counts = nullptr;  // [slots]
   int* draft_lengths = nullptr;          // [slots]
 };
 REGISTER_OP(tree_expand, TreeExpandParams)
 
-// Chooses the tree from all candidates. N - 1 <= num_candidates.
-struct TreeBuildParams {
+// A draft: the nodes of each sequence's tree below the root, parents before their children.
+struct Draft {
+  int num_tokens = 0;      // M of each sequence
+  int* tokens = nullptr;   // [B, M]; -1: unused, and so is what hangs below it
+  int* parents = nullptr;  // [B, M] node: 0 the root, i + 1 token i. Null: a chain
+  float* scores = nullptr;  // [B, M] log-probability of the path down to it. Null: not known
+};
+
+// The draft of all candidates: the M best. M <= num_candidates.
+struct DraftSelectParams {
   DraftBeam beam;
-  TokenTrees trees;
+  Draft draft;  // out; of beam.num_seqs sequences
+};
+REGISTER_OP(draft_select, DraftSelectParams)
+
+// Makes trees of drafts, M < N. Without a draft (M = 0) each tree is its root.
+struct TreeBuildParams {
+  Draft draft;
+  TokenTrees trees;                // out
   const int* seq_slots = nullptr;  // [B]
   SlotState slots;                 // next_tokens are the roots
 };
 REGISTER_OP(tree_build, TreeBuildParams)
-
-// A chain drafted token by token, as a tree of width one: tokens [B, N - 1], -1 from where it ends.
-struct ChainBuildParams {
-  const int* chain = nullptr;  // [B, N - 1]
-  TokenTrees trees;
-  const int* seq_slots = nullptr;  // [B]
-  SlotState slots;                 // next_tokens are the roots
-};
-REGISTER_OP(chain_build, ChainBuildParams)
 
 constexpr int kMaxStopIds = 16;
 
@@ -112,85 +118,89 @@ struct SlotStop {
 };
 
 // Walks each tree from the root: at a node take the token drawn there; it is emitted; if a child of
-// the node holds it, go there, else stop (target-match acceptance). The run ends early after a stop
-// id or the last token allowed. Then, of the slot: lengths += emitted, next_tokens = last emitted,
-// counts (if it uses penalties), stop.max_tokens, stop.finished; and the result is published as
-// finish_step does (step_ops.h): results[b] of the ring entry for every sequence, in order. A slot
-// that is finished already emits nothing and changes nothing.
-//
-// paths[b, j] = node of the j-th step of the walk (-1 beyond). For the drafter: pending_ids[slot,
-// j] = j-th emitted token, pending_counts[slot] = emitted.
+// the node holds it, go there, else stop (target-match acceptance). The walk ends early after a
+// stop id or the last token allowed. Then, of the slot: lengths += emitted, next_tokens = last
+// emitted, history, counts (if it uses penalties), accepted, stop.max_tokens, stop.finished. Result
+// b of the step is that of sequence b. A slot that is finished emits nothing: its accepted count
+// is 0, nothing else of it changes.
 struct AcceptTreeParams {
   TokenTrees trees;
-  int max_emitted = 0;                      // D + 1: longest path plus one
   const int* drawn = nullptr;               // [B N] token drawn at each node
   const TokenLogprobs* logprobs = nullptr;  // [B N]
   const int* seq_slots = nullptr;           // [B]
   const SlotSampling* sampling = nullptr;   // [slots]
   SlotState state;
-  SlotStop* stops = nullptr;      // [slots]
-  int* paths = nullptr;           // [B, D + 1] out
-  int* num_emitted = nullptr;     // [B] out
-  int* pending_ids = nullptr;     // [slots, D + 1] out
-  int* pending_counts = nullptr;  // [slots] out
-  SlotResult* results = nullptr;  // mapped host memory, [ring_size, max_seqs]
-  int ring_size = 1;
-  int max_seqs = 1;
-  uint64_t* ticket = nullptr;
-  volatile uint64_t* done = nullptr;
+  SlotStop* stops = nullptr;  // [slots]
+  ResultSink sink;
 };
 REGISTER_OP(accept_tree, AcceptTreeParams)
 
-// Moves what the accepted nodes leave into place: their keys and values, in all layers, from cell
-// L + paths[b, j] to L + j, j = 1..num_emitted - 1, where L = lengths[slot] - num_emitted (cells in
-// place already stay); and their features, if the drafter wants them, from row b N + paths[b, j] to
-// pending_features[slot (D + 1) + j], j = 0..num_emitted - 1.
+// Moves what accepted nodes leave into place. Of planes with a row for each token: row L + paths[j]
+// to row L + j, j = 1 .. counts - 1, where L = lengths - counts (rows in place stay). Of hidden
+// states that a drafter reads: row b N + paths[j] to accepted_hidden row slot (D + 1) + j.
 struct KeepAcceptedParams {
-  Tensor pool;  // [layers * 2, pages, Hkv * 64 * D]: keys and values of every layer
-  int num_kv_heads = 0;
-  int head_dim = 0;
+  Tensor pool{};      // [planes, pages, heads * 64 * width], or empty
+  int num_heads = 0;  // of a page
+  int width = 0;
   const int* page_table = nullptr;  // [slots, max_pages]
   int max_pages = 0;
   int num_seqs = 0;
-  int num_nodes = 0;                 // N
-  int max_emitted = 0;               // D + 1
-  const int* seq_slots = nullptr;    // [B]
-  const int* lengths = nullptr;      // [slots], after acceptance
-  const int* paths = nullptr;        // [B, D + 1]
-  const int* num_emitted = nullptr;  // [B]
-  Tensor features;                   // [B N, F], or empty
-  Tensor pending_features;           // [slots (D + 1), F]
+  int num_nodes = 0;               // N
+  const int* seq_slots = nullptr;  // [B]
+  const int* lengths = nullptr;    // [slots], after acceptance
+  Accepted accepted;
+  Tensor hidden{};           // [B N, F], or empty
+  Tensor accepted_hidden{};  // [slots (D + 1), F]
 };
 REGISTER_OP(keep_accepted, KeepAcceptedParams)
 
-// Rows with which a draft catches up: row j of sequence b is id pending_ids[slot, j] at position
-// draft_lengths[slot] + j; rows from pending_counts[slot] on are padding (their keys are
-// overwritten later, no row before them sees them). last_rows[b] = b (D + 1) + pending_counts[slot]
-// - 1 (0 rows: the first row).
+// Rows with which a draft catches up: row j of sequence b is accepted id j, rows from counts[slot]
+// on are padding (their keys are overwritten later, no row before them sees them). With n =
+// max(counts[slot], 1) the draft has draft_lengths[slot] = lengths[slot] - n tokens before, one
+// more if it is not shifted; row j is at position draft_lengths[slot] + j.
 struct BeginDraftParams {
   const int* seq_slots = nullptr;  // [B]
   int num_seqs = 0;
-  int max_pending = 0;  // D + 1
-  const int* pending_ids = nullptr;
-  const int* pending_counts = nullptr;
-  const int* draft_lengths = nullptr;  // [slots]
-  int* ids = nullptr;                  // [B, D + 1] out
-  int* positions = nullptr;            // [B, D + 1] out
-  int* row_seqs = nullptr;             // [B, D + 1] out
-  int* feature_rows = nullptr;         // [B, D + 1] out: slot (D + 1) + j
-  int* seq_row_begin = nullptr;        // [B + 1] out
-  int* last_rows = nullptr;            // [B] out
+  const int* lengths = nullptr;  // [slots] tokens that the target has cached
+  Accepted accepted;
+  bool shifted = false;          // row t of the draft holds the id of token t + 1
+  int* draft_lengths = nullptr;  // [slots] out
+  int* ids = nullptr;            // [B, D + 1] out
+  int* positions = nullptr;      // [B, D + 1] out
+  int* row_seqs = nullptr;       // [B, D + 1] out
+  int* hidden_rows = nullptr;    // [B, D + 1] out: slot (D + 1) + j
+  int* seq_row_begin = nullptr;  // [B + 1] out
+  int* last_rows = nullptr;      // [B] out: b (D + 1) + n - 1
 };
 REGISTER_OP(begin_draft, BeginDraftParams)
 
-// In place of catching up: draft_lengths[slot] += pending_counts[slot], pending_counts[slot] = 0.
-struct SkipDraftParams {
-  const int* seq_slots = nullptr;  // [B]
-  int num_seqs = 0;
-  int* pending_counts = nullptr;  // [slots]
-  int* draft_lengths = nullptr;   // [slots]
+// Rows of a shifted draft for a prompt chunk, in two launches. Row t of the draft holds the hidden
+// state of token t and the id of token t + 1. So the first id of a chunk belongs to the last token
+// of the chunk before: launch one has this row of each sequence, launch two the others.
+// A chunk that begins a prompt has no such row: its row of launch one is overwritten by launch two.
+struct ShiftPromptParams {
+  int num_seqs = 0;                    // B
+  int num_rows = 0;                    // T
+  int max_path = 0;                    // D + 1
+  const int* ids = nullptr;            // [T]
+  const int* row_seqs = nullptr;       // [T]
+  const int* seq_slots = nullptr;      // [B]
+  const int* seq_row_begin = nullptr;  // [B + 1]
+  const int* lengths = nullptr;        // [slots] tokens cached before the chunk
+  struct Rows {
+    int* ids = nullptr;            // [T]
+    int* positions = nullptr;      // [T]
+    int* row_seqs = nullptr;       // [T]
+    int* hidden_rows = nullptr;    // [T]
+    int* seq_row_begin = nullptr;  // [B + 1]
+  };
+  // B rows; hidden_rows: slot (D + 1) in accepted_hidden.
+  Rows first;
+  int* first_lengths = nullptr;  // [slots] tokens that the draft has cached before them
+  // T - B rows, before which the draft has cached `lengths`; hidden_rows: of the chunk.
+  Rows rest;
 };
-REGISTER_OP(skip_draft, SkipDraftParams)
+REGISTER_OP(shift_prompt, ShiftPromptParams)
 
 // Prompt look-up (Saxena 2023): the tokens after the latest earlier occurrence of the last n tokens
 // of history + root + already drafted chain, n from max_ngram down to min_ngram, none found: -1.

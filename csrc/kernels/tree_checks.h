@@ -38,36 +38,42 @@ inline void check_expand(const TreeExpandParams& p) {
         p.beam.depth);
 }
 
+inline void check_select(const DraftSelectParams& p) {
+  check_beam("draft_select", p.beam);
+  CHECK(p.draft.num_tokens >= 0 && p.draft.num_tokens < kMaxTreeSize &&
+            p.draft.num_tokens <= num_candidates(p.beam.topk, p.beam.depth),
+        "draft_select: {} tokens of the {} candidates that top-k {} and depth {} make, expected at "
+        "most {}",
+        p.draft.num_tokens, num_candidates(p.beam.topk, p.beam.depth), p.beam.topk, p.beam.depth,
+        kMaxTreeSize - 1);
+}
+
 inline void check_build(const TreeBuildParams& p) {
-  check_beam("tree_build", p.beam);
   check_trees("tree_build", p.trees);
-  CHECK(p.beam.num_seqs == p.trees.num_seqs, "tree_build: {} beams but {} trees", p.beam.num_seqs,
-        p.trees.num_seqs);
-  CHECK(p.trees.num_nodes - 1 <= num_candidates(p.beam.topk, p.beam.depth),
-        "tree_build: a tree of {} nodes needs {} candidates, but top-k {} and depth {} make {}",
-        p.trees.num_nodes, p.trees.num_nodes - 1, p.beam.topk, p.beam.depth,
-        num_candidates(p.beam.topk, p.beam.depth));
+  CHECK(p.draft.num_tokens >= 0 && p.draft.num_tokens < p.trees.num_nodes,
+        "tree_build: a draft of {} tokens for trees of {} nodes, root included",
+        p.draft.num_tokens, p.trees.num_nodes);
 }
 
 inline void check_accept(const AcceptTreeParams& p) {
   check_trees("accept_tree", p.trees);
-  CHECK(p.max_emitted >= 1 && p.max_emitted <= kMaxTreeSize,
-        "accept_tree: at most {} tokens emitted, expected 1 to {}", p.max_emitted, kMaxTreeSize);
-  CHECK(p.ring_size > 0 && p.trees.num_seqs <= p.max_seqs,
+  const int max_path = p.state.accepted.max_path;
+  CHECK(max_path >= 1 && max_path <= kMaxTreeSize,
+        "accept_tree: at most {} tokens emitted, expected 1 to {}", max_path, kMaxTreeSize);
+  CHECK(p.sink.ticket == nullptr || (p.sink.ring_size > 0 && p.trees.num_seqs <= p.sink.max_seqs),
         "accept_tree: results of {} sequences, a ring of {} times {}", p.trees.num_seqs,
-        p.ring_size, p.max_seqs);
+        p.sink.ring_size, p.sink.max_seqs);
 }
 
 inline void check_keep(const KeepAcceptedParams& p) {
-  CHECK(p.pool.num_dims() == 3 && p.num_kv_heads > 0 && p.head_dim > 0 &&
-            p.pool.size(2) == int64_t{p.num_kv_heads} * kPageSize * p.head_dim,
-        "keep_accepted: the pool is {}, expected pages of {} heads times {} cells times {}",
-        p.pool.shape_text(), p.num_kv_heads, kPageSize, p.head_dim);
-  CHECK(p.features.empty() || (p.features.dtype() == p.pending_features.dtype() &&
-                               p.features.size(1) == p.pending_features.size(1)),
-        "keep_accepted: features are {} {}, kept {} {}", name_of(p.features.dtype()),
-        p.features.shape_text(), name_of(p.pending_features.dtype()),
-        p.pending_features.shape_text());
+  CHECK(p.pool.empty() || (p.pool.num_dims() == 3 && p.num_heads > 0 && p.width > 0 &&
+                           p.pool.size(2) == int64_t{p.num_heads} * kPageSize * p.width),
+        "keep_accepted: the pool is {}, expected pages of {} heads times {} rows times {}",
+        p.pool.shape_text(), p.num_heads, kPageSize, p.width);
+  CHECK(p.hidden.empty() || (p.hidden.dtype() == p.accepted_hidden.dtype() &&
+                             p.hidden.size(1) == p.accepted_hidden.size(1)),
+        "keep_accepted: hidden states are {} {}, kept {} {}", name_of(p.hidden.dtype()),
+        p.hidden.shape_text(), name_of(p.accepted_hidden.dtype()), p.accepted_hidden.shape_text());
 }
 
 inline void check_ngram(const NgramLookupParams& p) {

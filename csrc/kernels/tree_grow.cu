@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(kThreads)
   float* scores = beam.scores + all_begin;
   int* tokens = beam.tokens + all_begin;
   const int slot = p.seq_slots[seq];
-  const int length = p.draft_lengths[slot] + (level == 0 ? p.pending_counts[slot] : 0);
+  const int length = p.draft_lengths[slot] + (level == 0 ? max(p.accepted_counts[slot], 1) : 0);
 
   constexpr int kKeys = keys_of_thread(kMaxNewCandidates);
   uint64_t keys[kKeys] = {};
@@ -135,26 +135,20 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x == 0) {
     if (seq == 0) beam.seq_row_begin[0] = 0;
     beam.seq_row_begin[seq + 1] = (seq + 1) * k;
-    if (level == 0) {
-      p.draft_lengths[slot] = length;
-      p.pending_counts[slot] = 0;
-    }
+    if (level == 0) p.draft_lengths[slot] = length;
   }
 }
 
 // Grid: B.
 __global__ void __launch_bounds__(kThreads)
-    tree_build_kernel(const __grid_constant__ TreeBuildParams p) {
+    draft_select_kernel(const __grid_constant__ DraftSelectParams p) {
   __shared__ Ranking ranking;
   __shared__ uint8_t node_of[kMaxCandidates];  // of candidates that were chosen
-  __shared__ int parents[kMaxTreeSize];
   ptx::pdl_launch();
   ptx::pdl_wait();
   const DraftBeam& beam = p.beam;
-  const int seq = blockIdx.x, k = beam.topk, num_nodes = p.trees.num_nodes;
+  const int seq = blockIdx.x, k = beam.topk, num_tokens = p.draft.num_tokens;
   const int num_all = num_candidates(k, beam.depth), all_begin = seq * num_all;
-  const int slot = p.seq_slots[seq];
-  const int root = p.slots.next_tokens[slot], length = p.slots.lengths[slot];
 
   constexpr int kKeys = keys_of_thread(kMaxCandidates);
   uint64_t keys[kKeys] = {};
@@ -166,76 +160,78 @@ __global__ void __launch_bounds__(kThreads)
     node_of[candidate] = 0;  // scores that no growth makes may choose a child and not its parent
   }
   __syncthreads();
-  if (num_nodes > 1) rank_best(keys, num_all, num_nodes - 1, ranking);
+  if (num_tokens > 0) rank_best(keys, num_all, num_tokens, ranking);
 
-  const int node = threadIdx.x;
-  const bool is_node = node < num_nodes, is_draft = is_node && node > 0;
-  const int candidate = is_draft ? token_of(ranking.best[node - 1]) : 0;
-  if (is_draft) node_of[candidate] = static_cast<uint8_t>(node);
+  const bool is_token = threadIdx.x < num_tokens;
+  const int candidate = is_token ? token_of(ranking.best[threadIdx.x]) : 0;
+  if (is_token) node_of[candidate] = static_cast<uint8_t>(threadIdx.x + 1);
   __syncthreads();
+  if (!is_token) return;
 
-  int parent = is_draft ? 0 : -1;
-  if (is_draft && candidate >= k) {
+  int parent = 0;
+  if (candidate >= k) {
     const int level = (candidate - k) / (k * k), row = (candidate - k) % (k * k) / k;
     parent = node_of[beam.level_candidates[(seq * beam.depth + level) * k + row]];
   }
-  if (is_node) parents[node] = parent;
-  __syncthreads();
-  if (!is_node) return;
-
-  uint64_t mask = bit(node) | 1;
-  for (int up = parent; up > 0; up = parents[up]) mask |= bit(up);
-  const int token = is_draft ? beam.tokens[all_begin + candidate] : root;
-  write_node(p.trees, seq, node, token, parent, __popcll(mask) - 1, mask, slot, length);
+  const int at = seq * num_tokens + threadIdx.x;
+  p.draft.tokens[at] = beam.tokens[all_begin + candidate];
+  p.draft.parents[at] = parent;
+  p.draft.scores[at] = beam.scores[all_begin + candidate];
 }
 
 // Grid: B; a thread a node.
 __global__ void __launch_bounds__(kMaxTreeSize)
-    chain_build_kernel(const __grid_constant__ ChainBuildParams p) {
-  __shared__ int end;  // the first node without a token
+    tree_build_kernel(const __grid_constant__ TreeBuildParams p) {
+  __shared__ int tokens[kMaxTreeSize], parents[kMaxTreeSize];
   ptx::pdl_launch();
   ptx::pdl_wait();
-  const int seq = blockIdx.x, node = threadIdx.x, num_nodes = p.trees.num_nodes;
+  const int seq = blockIdx.x, node = threadIdx.x;
+  const int num_nodes = p.trees.num_nodes, num_tokens = p.draft.num_tokens;
   const int slot = p.seq_slots[seq];
-  if (node == 0) end = num_nodes;
-  __syncthreads();
-  int token = -1;
-  if (node == 0) {
-    token = p.slots.next_tokens[slot];
-  } else if (node < num_nodes) {
-    token = p.chain[seq * (num_nodes - 1) + node - 1];
-    if (token < 0) atomicMin(&end, node);
-  }
+  const int at = seq * num_tokens + node - 1;
+  const bool is_drafted = node > 0 && node <= num_tokens;
+  int token = node == 0 ? p.slots.next_tokens[slot] : is_drafted ? p.draft.tokens[at] : -1;
+  int parent = is_drafted && p.draft.parents ? p.draft.parents[at] : node - 1;
+  tokens[node] = token;
+  parents[node] = parent;
   __syncthreads();
   if (node >= num_nodes) return;
-  const bool is_used = node < end;
-  write_node(p.trees, seq, node, is_used ? token : -1, is_used ? node - 1 : 0, is_used ? node : 1,
-             bit(node) | (is_used ? bit(node) - 1 : 1), slot, p.slots.lengths[slot]);
+
+  // A node is used if all nodes up to the root are.
+  bool is_used = node == 0 || token >= 0;
+  uint64_t mask = bit(node) | 1;
+  for (int up = parent; is_used && up > 0; up = parents[up]) {
+    is_used = tokens[up] >= 0;
+    mask |= bit(up);
+  }
+  if (!is_used) token = -1, parent = 0, mask = bit(node) | 1;
+  write_node(p.trees, seq, node, token, parent, __popcll(mask) - 1, mask, slot,
+             p.slots.lengths[slot]);
 }
 
 }  // namespace
 
 // ---- launchers
 
-// Graph-safe; reads from the device: the beam, seq_slots, pending_counts, draft_lengths.
+// Graph-safe; reads from the device: the beam, seq_slots, accepted_counts, draft_lengths.
 void tree_expand(const Context& ctx, const TreeExpandParams& p) {
   check_expand(p);
   if (p.beam.num_seqs == 0) return;
   launch(ctx, tree_expand_kernel, dim3(p.beam.num_seqs), dim3(kThreads), 0, p);
 }
 
-// Graph-safe; reads from the device: the beam, seq_slots, next_tokens, lengths.
-void tree_build(const Context& ctx, const TreeBuildParams& p) {
-  check_build(p);
-  if (p.beam.num_seqs == 0) return;
-  launch(ctx, tree_build_kernel, dim3(p.beam.num_seqs), dim3(kThreads), 0, p);
+// Graph-safe; reads from the device: the beam.
+void draft_select(const Context& ctx, const DraftSelectParams& p) {
+  check_select(p);
+  if (p.beam.num_seqs == 0 || p.draft.num_tokens == 0) return;
+  launch(ctx, draft_select_kernel, dim3(p.beam.num_seqs), dim3(kThreads), 0, p);
 }
 
-// Graph-safe; reads from the device: chain, seq_slots, next_tokens, lengths.
-void chain_build(const Context& ctx, const ChainBuildParams& p) {
-  check_trees("chain_build", p.trees);
+// Graph-safe; reads from the device: the draft, seq_slots, next_tokens, lengths.
+void tree_build(const Context& ctx, const TreeBuildParams& p) {
+  check_build(p);
   if (p.trees.num_seqs == 0) return;
-  launch(ctx, chain_build_kernel, dim3(p.trees.num_seqs), dim3(kMaxTreeSize), 0, p);
+  launch(ctx, tree_build_kernel, dim3(p.trees.num_seqs), dim3(kMaxTreeSize), 0, p);
 }
 
 }  // namespace cpmcu::cuda

@@ -1,7 +1,7 @@
 // The target's side of a tree: acceptance, and what the draft runs next (kernels/tree.h).
 //
-// Latency-bound. Acceptance is one block, because it publishes for all sequences; a warp walks one
-// tree, each lane holding two nodes, so that a step of the walk is two votes. Publication as in
+// Latency-bound. Acceptance is one CTA, because it publishes for all sequences. A warp walks one
+// tree; each lane holds two nodes, so that a step of the walk is two votes. Publication as in
 // step_ops.cu.
 #include "core/launch.h"
 #include "core/ptx.cuh"
@@ -55,7 +55,7 @@ __device__ int walk_tree(const AcceptTreeParams& p, int seq, const SlotStop& sto
     finished = __any_sync(kAllLanes, stop_id == token && stop_id >= 0) || num >= max_tokens;
     const unsigned low = __ballot_sync(kAllLanes, parents[0] == node && tokens[0] == token);
     const unsigned high = __ballot_sync(kAllLanes, parents[1] == node && tokens[1] == token);
-    if (finished || num == p.max_emitted || (low | high) == 0) return num;
+    if (finished || num == p.state.accepted.max_path || (low | high) == 0) return num;
     node = low != 0 ? __ffs(low) - 1 : 32 + __ffs(high) - 1;
   }
 }
@@ -69,10 +69,10 @@ __device__ void publish_logprobs(const TokenLogprobs& from, TokenLogprobs& to, i
   }
 }
 
-// One warp does one sequence.
-__device__ void accept_one(const AcceptTreeParams& p, int seq, SlotResult& result, Walk& walk,
+// One warp does one sequence. `result` is null where nothing is published.
+__device__ void accept_one(const AcceptTreeParams& p, int seq, SlotResult* result, Walk& walk,
                            int lane) {
-  const int slot = p.seq_slots[seq];
+  const int slot = p.seq_slots[seq], max_path = p.state.accepted.max_path;
   SlotStop& stop = p.stops[slot];
   const int length = p.state.lengths[slot], root = p.state.next_tokens[slot];
   const int max_tokens = stop.max_tokens;
@@ -81,13 +81,13 @@ __device__ void accept_one(const AcceptTreeParams& p, int seq, SlotResult& resul
   __syncwarp();
 
   const bool counts_tokens = p.sampling[slot].use_penalties != 0;
-  for (int j = lane; j < p.max_emitted; j += 32) {
+  for (int j = lane; j < max_path; j += 32) {
     const int node = j < num ? walk.path[j] : -1;
-    p.paths[seq * p.max_emitted + j] = node;
+    p.state.accepted.paths[slot * max_path + j] = node;
     if (node < 0) continue;
     const int token = walk.emitted[j];
-    result.tokens[j] = token;
-    if (p.pending_ids) p.pending_ids[slot * p.max_emitted + j] = token;
+    if (result) result->tokens[j] = token;
+    p.state.accepted.ids[slot * max_path + j] = token;
     if (p.state.history && length + j < p.state.max_len) {
       p.state.history[int64_t{slot} * p.state.max_len + length + j] =
           j == 0 ? root : walk.emitted[j - 1];
@@ -95,22 +95,23 @@ __device__ void accept_one(const AcceptTreeParams& p, int seq, SlotResult& resul
     // A path may repeat a token, hence the atomic; of integers, so the order does not matter.
     if (counts_tokens) atomicAdd(p.state.counts + int64_t{slot} * p.state.vocab_size + token, 1);
   }
-  const int num_logprobs = p.sampling[slot].num_logprobs;
+  const int num_logprobs = result ? p.sampling[slot].num_logprobs : -1;
   for (int j = 0; num_logprobs >= 0 && j < num; ++j) {
-    publish_logprobs(p.logprobs[seq * p.trees.num_nodes + walk.path[j]], result.logprobs[j],
+    publish_logprobs(p.logprobs[seq * p.trees.num_nodes + walk.path[j]], result->logprobs[j],
                      num_logprobs, lane);
   }
   if (lane == 0) {
-    p.num_emitted[seq] = num;
-    result.slot = slot;
-    result.num_tokens = num;
-    result.finished = finished ? 1 : 0;
+    p.state.accepted.counts[slot] = num;
+    if (result) {
+      result->slot = slot;
+      result->num_tokens = num;
+      result->finished = finished ? 1 : 0;
+    }
     if (num > 0) {
       p.state.lengths[slot] = length + num;
       p.state.next_tokens[slot] = walk.emitted[num - 1];
       stop.max_tokens = max_tokens - num;
       stop.finished = finished ? 1 : 0;
-      if (p.pending_counts) p.pending_counts[slot] = num;
     }
   }
   __syncwarp();  // the walk's memory may be used again
@@ -122,16 +123,18 @@ __global__ void __launch_bounds__(kAcceptWarps * 32)
   __shared__ Walk walks[kAcceptWarps];
   ptx::pdl_launch();
   ptx::pdl_wait();
-  const uint64_t ticket = *p.ticket;
-  SlotResult* results = p.results + (ticket % p.ring_size) * p.max_seqs;
+  const bool publishes = p.sink.ticket != nullptr;
+  const uint64_t ticket = publishes ? *p.sink.ticket : 0;
+  SlotResult* results = p.sink.results + (ticket % p.sink.ring_size) * p.sink.max_seqs;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   for (int seq = warp; seq < p.trees.num_seqs; seq += kAcceptWarps) {
-    accept_one(p, seq, results[seq], walks[warp], lane);
+    accept_one(p, seq, publishes ? results + seq : nullptr, walks[warp], lane);
   }
+  if (!publishes) return;
   __syncthreads();
   if (threadIdx.x == 0) {
-    *p.ticket = ticket + 1;
-    ptx::store_release_system(p.done, ticket + 1);
+    *p.sink.ticket = ticket + 1;
+    ptx::store_release_system(p.sink.done, ticket + 1);
   }
 }
 
@@ -139,30 +142,49 @@ __global__ void __launch_bounds__(kThreads)
     begin_draft_kernel(const __grid_constant__ BeginDraftParams p) {
   ptx::pdl_launch();
   ptx::pdl_wait();
-  const int row = blockIdx.x * kThreads + threadIdx.x;
+  const int row = blockIdx.x * kThreads + threadIdx.x, max_path = p.accepted.max_path;
   if (row == 0) p.seq_row_begin[0] = 0;
-  if (row >= p.num_seqs * p.max_pending) return;
-  const int seq = row / p.max_pending, j = row % p.max_pending;
-  const int slot = p.seq_slots[seq], count = p.pending_counts[slot];
-  p.ids[row] = j < count ? p.pending_ids[slot * p.max_pending + j] : 0;
-  p.positions[row] = p.draft_lengths[slot] + j;
+  if (row >= p.num_seqs * max_path) return;
+  const int seq = row / max_path, j = row % max_path;
+  const int slot = p.seq_slots[seq], count = p.accepted.counts[slot], n = max(count, 1);
+  const int length = p.lengths[slot] - n + (p.shifted ? 0 : 1);
+  p.ids[row] = j < count ? p.accepted.ids[slot * max_path + j] : 0;
+  p.positions[row] = length + j;
   p.row_seqs[row] = seq;
-  p.feature_rows[row] = slot * p.max_pending + j;
+  p.hidden_rows[row] = slot * max_path + j;
   if (j == 0) {
-    p.seq_row_begin[seq + 1] = row + p.max_pending;
-    p.last_rows[seq] = row + max(count - 1, 0);
+    p.draft_lengths[slot] = length;
+    p.seq_row_begin[seq + 1] = row + max_path;
+    p.last_rows[seq] = row + n - 1;
   }
 }
 
+// A thread a row of the chunk; the thread of a sequence's first row writes what it has one of.
 __global__ void __launch_bounds__(kThreads)
-    skip_draft_kernel(const __grid_constant__ SkipDraftParams p) {
+    shift_prompt_kernel(const __grid_constant__ ShiftPromptParams p) {
   ptx::pdl_launch();
   ptx::pdl_wait();
-  const int seq = blockIdx.x * kThreads + threadIdx.x;
-  if (seq >= p.num_seqs) return;
-  const int slot = p.seq_slots[seq];
-  p.draft_lengths[slot] += p.pending_counts[slot];
-  p.pending_counts[slot] = 0;
+  const int row = blockIdx.x * kThreads + threadIdx.x;
+  if (row == 0) p.first.seq_row_begin[0] = p.rest.seq_row_begin[0] = 0;
+  if (row >= p.num_rows) return;
+  const int seq = p.row_seqs[row], slot = p.seq_slots[seq];
+  const int begin = p.seq_row_begin[seq], start = p.lengths[slot];
+  if (row > begin) {
+    const int to = row - seq - 1;
+    p.rest.ids[to] = p.ids[row];
+    p.rest.positions[to] = start + row - 1 - begin;
+    p.rest.row_seqs[to] = seq;
+    p.rest.hidden_rows[to] = row - 1;
+    return;
+  }
+  const int end = p.seq_row_begin[seq + 1];
+  p.first.ids[seq] = p.ids[row];
+  p.first.positions[seq] = max(start - 1, 0);
+  p.first.row_seqs[seq] = seq;
+  p.first.hidden_rows[seq] = slot * p.max_path;
+  p.first.seq_row_begin[seq + 1] = seq + 1;
+  p.first_lengths[slot] = max(start - 1, 0);
+  p.rest.seq_row_begin[seq + 1] = end - seq - 1;
 }
 
 dim3 blocks_for(int count) { return dim3((count + kThreads - 1) / kThreads); }
@@ -171,22 +193,23 @@ dim3 blocks_for(int count) { return dim3((count + kThreads - 1) / kThreads); }
 
 // ---- launchers
 
-// Graph-safe; reads from the device: all but the sizes. Publishes also where there is no sequence.
+// Graph-safe; reads from the device: all but the sizes. Publishes even without a sequence.
 void accept_tree(const Context& ctx, const AcceptTreeParams& p) {
   check_accept(p);
   launch(ctx, accept_tree_kernel, dim3(1), dim3(kAcceptWarps * 32), 0, p);
 }
 
-// Graph-safe; reads from the device: seq_slots, pending_ids, pending_counts, draft_lengths.
+// Graph-safe; reads from the device: seq_slots, lengths, accepted.
 void begin_draft(const Context& ctx, const BeginDraftParams& p) {
   if (p.num_seqs == 0) return;
-  launch(ctx, begin_draft_kernel, blocks_for(p.num_seqs * p.max_pending), dim3(kThreads), 0, p);
+  launch(ctx, begin_draft_kernel, blocks_for(p.num_seqs * p.accepted.max_path), dim3(kThreads), 0,
+         p);
 }
 
-// Graph-safe; reads from the device: seq_slots, pending_counts, draft_lengths.
-void skip_draft(const Context& ctx, const SkipDraftParams& p) {
-  if (p.num_seqs == 0) return;
-  launch(ctx, skip_draft_kernel, blocks_for(p.num_seqs), dim3(kThreads), 0, p);
+// Graph-safe; reads from the device: ids, row_seqs, seq_slots, seq_row_begin, lengths.
+void shift_prompt(const Context& ctx, const ShiftPromptParams& p) {
+  if (p.num_rows == 0) return;
+  launch(ctx, shift_prompt_kernel, blocks_for(p.num_rows), dim3(kThreads), 0, p);
 }
 
 }  // namespace cpmcu::cuda

@@ -1,6 +1,7 @@
 // Grouped-query attention with rotary positions over the paged KV cache: "attention".
 #include "kernels/attention/attention.h"
 
+#include <algorithm>
 #include <cmath>
 
 #include "kernels/rotary_kv.h"
@@ -12,17 +13,47 @@
 namespace cpmcu {
 namespace {
 
+// The numbers of one attention block: the model's, where the block has none of its own.
+struct AttentionShape {
+  int num_heads, num_kv_heads, head_dim, window;
+  bool qkv_bias, qk_norm;
+  float rope_attention_scaling;
+
+  AttentionShape(const ModelSpec& spec, const Params& params)
+      : num_heads(params.integer("num_attention_heads", spec.num_attention_heads)),
+        num_kv_heads(params.integer("num_key_value_heads", spec.num_key_value_heads)),
+        head_dim(params.integer("head_dim", spec.head_dim)),
+        window(params.integer("window", 0)),
+        qkv_bias(params.flag("qkv_bias", spec.qkv_bias)),
+        qk_norm(params.flag("qk_norm", spec.qk_norm)),
+        rope_attention_scaling(
+            params.number("rope_attention_scaling", spec.rope_attention_scaling)) {
+    params.check_known("an attention block",
+                       {"num_attention_heads", "num_key_value_heads", "head_dim", "window",
+                        "qkv_bias", "qk_norm", "rope_inv_freq", "rope_attention_scaling"});
+    CHECK(num_kv_heads >= 1 && num_heads >= num_kv_heads && num_heads % num_kv_heads == 0,
+          "an attention block has {} heads and {} key heads, expected a multiple of them",
+          num_heads, num_kv_heads);
+    CHECK(head_dim >= 8 && head_dim % 8 == 0, "head_dim is {}, expected a positive multiple of 8",
+          head_dim);
+    CHECK(window >= 0, "an attention block has a window of {}, expected at least 0", window);
+  }
+
+  int64_t q_size() const { return int64_t{num_heads} * head_dim; }
+  int64_t kv_size() const { return int64_t{num_kv_heads} * head_dim; }
+  int64_t qkv_size() const { return q_size() + 2 * kv_size(); }
+};
+
 class AttentionBlock : public Block {
  public:
   explicit AttentionBlock(const BlockConfig& config)
       : spec_(config.spec),
+        params_(config.params),
+        shape_(spec_, params_),
         prefix_(config.prefix),
         scope_(config.scope),
-        layer_(config.kv_layer),
-        window_(config.window),
         phase_(config.phase) {
-    const int64_t q = int64_t{spec_.num_attention_heads} * spec_.head_dim;
-    const int64_t kv = int64_t{spec_.num_key_value_heads} * spec_.head_dim;
+    const int64_t q = shape_.q_size(), kv = shape_.kv_size();
     const std::string attn = prefix_ + "self_attn.";
     qkv_ =
         make_linear(spec_.linear_method_of(attn + "qkv_proj"),
@@ -38,58 +69,67 @@ class AttentionBlock : public Block {
                         .options = spec_.linear_options});
   }
 
-  void plan(MemoryPlan& plan, const StepLimits& limits) override {
+  void plan(MemoryPlan& plan, ModelState& state, const StepLimits& limits) override {
     qkv_->plan(plan, limits);
     out_->plan(plan, limits);
     const int64_t bytes = size_of(spec_.dtype);
-    if (spec_.qkv_bias) {
-      bias_id_ = plan.add(prefix_ + "self_attn.qkv_proj.bias", "weights", bytes * spec_.qkv_size());
+    if (shape_.qkv_bias) {
+      bias_id_ =
+          plan.add(prefix_ + "self_attn.qkv_proj.bias", "weights", bytes * shape_.qkv_size());
     }
-    if (spec_.qk_norm) {
-      q_norm_id_ = plan.add(prefix_ + "self_attn.q_norm", "weights", bytes * spec_.head_dim);
-      k_norm_id_ = plan.add(prefix_ + "self_attn.k_norm", "weights", bytes * spec_.head_dim);
+    if (shape_.qk_norm) {
+      q_norm_id_ = plan.add(prefix_ + "self_attn.q_norm", "weights", bytes * shape_.head_dim);
+      k_norm_id_ = plan.add(prefix_ + "self_attn.k_norm", "weights", bytes * shape_.head_dim);
     }
-    rotary_.plan(plan, spec_, scope_);
-    qkv_id_ = plan.add_scratch("attention.qkv", bytes * limits.max_rows * spec_.qkv_size(),
+    const PagedPlane plane{
+        .num_heads = shape_.num_kv_heads, .width = shape_.head_dim, .dtype = spec_.dtype};
+    keys_id_ = state.add_paged(plane);
+    values_id_ = state.add_paged(plane);
+    const std::vector<float> inv_freq = params_.numbers("rope_inv_freq", spec_.rope_inv_freq);
+    CHECK(!inv_freq.empty() && static_cast<int>(inv_freq.size()) <= shape_.head_dim / 2,
+          "an attention block has {} rotary frequencies, expected 1 to head_dim / 2 = {}",
+          inv_freq.size(), shape_.head_dim / 2);
+    const bool has_own = params_.values().contains("rope_inv_freq");
+    rotary_.plan(plan, (has_own ? prefix_ : scope_) + "rotary.inv_freq", inv_freq);
+    qkv_id_ = plan.add_scratch("attention.qkv", bytes * limits.max_rows * shape_.qkv_size(),
                                phase_ + 1, phase_ + 2);
-    out_id_ = plan.add_scratch("attention.out",
-                               bytes * limits.max_rows * spec_.num_attention_heads * spec_.head_dim,
+    out_id_ = plan.add_scratch("attention.out", bytes * limits.max_rows * shape_.q_size(),
                                phase_ + 2, phase_ + 3);
     if (limits.is_cuda()) {
-      partial_floats_ = attention_scratch_floats(limits.max_decode_rows, spec_.num_attention_heads,
-                                                 spec_.head_dim, limits.max_model_len);
+      partial_floats_ = attention_scratch_floats(std::min(limits.max_decode_rows, kMaxScratchRows),
+                                                 shape_.num_heads, shape_.head_dim, limits.max_kv);
     }
     partial_id_ =
         plan.add_scratch("attention.partials", 4 * partial_floats_, phase_ + 2, phase_ + 2);
     max_rows_ = limits.max_rows;
   }
 
-  void bind(const Arena& arena) override {
+  void bind(const Arena& arena, const ModelState& state) override {
     qkv_->bind(arena);
     out_->bind(arena);
-    if (spec_.qkv_bias) bias_ = arena.tensor(bias_id_, spec_.dtype, {spec_.qkv_size()});
-    if (spec_.qk_norm) {
-      q_norm_ = arena.tensor(q_norm_id_, spec_.dtype, {spec_.head_dim});
-      k_norm_ = arena.tensor(k_norm_id_, spec_.dtype, {spec_.head_dim});
+    if (shape_.qkv_bias) bias_ = arena.tensor(bias_id_, spec_.dtype, {shape_.qkv_size()});
+    if (shape_.qk_norm) {
+      q_norm_ = arena.tensor(q_norm_id_, spec_.dtype, {shape_.head_dim});
+      k_norm_ = arena.tensor(k_norm_id_, spec_.dtype, {shape_.head_dim});
     }
+    keys_ = state.paged(keys_id_);
+    values_ = state.paged(values_id_);
     rotary_.bind(arena);
-    qkv_buffer_ = arena.tensor(qkv_id_, spec_.dtype, {max_rows_, spec_.qkv_size()});
-    out_buffer_ =
-        arena.tensor(out_id_, spec_.dtype, {max_rows_, spec_.num_attention_heads * spec_.head_dim});
+    qkv_buffer_ = arena.tensor(qkv_id_, spec_.dtype, {max_rows_, shape_.qkv_size()});
+    out_buffer_ = arena.tensor(out_id_, spec_.dtype, {max_rows_, shape_.q_size()});
     partials_ = arena.tensor(partial_id_, DType::kF32, {partial_floats_});
   }
 
   void list_tensors(WeightTable& table) override {
     qkv_->list_tensors(table);
     out_->list_tensors(table);
-    const int64_t q = int64_t{spec_.num_attention_heads} * spec_.head_dim;
-    const int64_t kv = int64_t{spec_.num_key_value_heads} * spec_.head_dim;
-    if (spec_.qkv_bias) {
+    const int64_t q = shape_.q_size(), kv = shape_.kv_size();
+    if (shape_.qkv_bias) {
       table.add(prefix_ + "self_attn.q_proj.bias", bias_.rows(0, q));
       table.add(prefix_ + "self_attn.k_proj.bias", bias_.rows(q, kv));
       table.add(prefix_ + "self_attn.v_proj.bias", bias_.rows(q + kv, kv));
     }
-    if (spec_.qk_norm) {
+    if (shape_.qk_norm) {
       table.add(prefix_ + "self_attn.q_norm.weight", q_norm_);
       table.add(prefix_ + "self_attn.k_norm.weight", k_norm_);
     }
@@ -98,13 +138,13 @@ class AttentionBlock : public Block {
   void finish_loading(const Context& ctx) override {
     qkv_->finish_loading(ctx);
     out_->finish_loading(ctx);
-    rotary_.upload(ctx, spec_);
+    rotary_.upload(ctx);
   }
 
   std::string norm_name() const override { return prefix_ + "input_layernorm"; }
 
-  void forward(const Context& ctx, const Step& step, const Tensor& hidden, const Tensor& x,
-               const KvCache& cache) const override {
+  void forward(const Context& ctx, const Step& step, const Tensor& hidden,
+               const Tensor& x) const override {
     const Tensor qkv = qkv_buffer_.rows(0, step.rows.num_rows);
     const Tensor out = out_buffer_.rows(0, step.rows.num_rows);
     qkv_->forward(ctx, step.phase, qkv, x, 1, 0);
@@ -114,28 +154,31 @@ class AttentionBlock : public Block {
                                 .k_norm = k_norm_,
                                 .norm_eps = spec_.rms_norm_eps,
                                 .inv_freq = rotary_.inv_freq(),
-                                .attention_scaling = spec_.rope_attention_scaling,
-                                .k_cache = cache.keys(layer_),
-                                .v_cache = cache.values(layer_),
-                                .num_heads = spec_.num_attention_heads,
-                                .num_kv_heads = spec_.num_key_value_heads,
-                                .head_dim = spec_.head_dim,
+                                .rotary_dim = rotary_.width(),
+                                .attention_scaling = shape_.rope_attention_scaling,
+                                .k_cache = keys_,
+                                .v_cache = values_,
+                                .num_heads = shape_.num_heads,
+                                .num_kv_heads = shape_.num_kv_heads,
+                                .head_dim = shape_.head_dim,
                                 .rows = step.rows};
     if (ctx.products == nullptr || !ctx.products->push(rotary)) rotary_kv(ctx, rotary);
     const AttentionParams params{.out = out,
                                  .qkv = qkv,
-                                 .k_cache = cache.keys(layer_),
-                                 .v_cache = cache.values(layer_),
-                                 .scale = 1 / std::sqrt(static_cast<float>(spec_.head_dim)),
-                                 .num_heads = spec_.num_attention_heads,
-                                 .num_kv_heads = spec_.num_key_value_heads,
-                                 .head_dim = spec_.head_dim,
-                                 .window = window_,
+                                 .k_cache = keys_,
+                                 .v_cache = values_,
+                                 .scale = 1 / std::sqrt(static_cast<float>(shape_.head_dim)),
+                                 .num_heads = shape_.num_heads,
+                                 .num_kv_heads = shape_.num_kv_heads,
+                                 .head_dim = shape_.head_dim,
+                                 .window = shape_.window,
                                  .by_position = step.verify,
                                  .rows = step.rows,
                                  .scratch = partials_};
     if (step.phase == Phase::kPrefill) {
       attention_prefill(ctx, params);
+    } else if (step.rows.num_rows > kMaxScratchRows) {
+      decode_in_groups(ctx, params);
     } else if (ctx.products == nullptr) {
       attention_decode(ctx, params);
     } else {
@@ -146,16 +189,35 @@ class AttentionBlock : public Block {
   }
 
  private:
+  // Sequences share the scratch group by group, so its size does not grow with their number.
+  static void decode_in_groups(const Context& ctx, const AttentionParams& all) {
+    const StepRows& rows = all.rows;
+    const int seq_rows = rows.num_rows / rows.num_seqs;
+    CHECK_STATE(seq_rows * rows.num_seqs == rows.num_rows && seq_rows <= kMaxScratchRows,
+                "a decode step of {} tokens of {} sequences", rows.num_rows, rows.num_seqs);
+    const int group = kMaxScratchRows / seq_rows;
+    for (int seq = 0; seq < rows.num_seqs; seq += group) {
+      const int count = std::min(group, rows.num_seqs - seq), first = seq * seq_rows;
+      AttentionParams params = all;
+      params.out = all.out.rows(first, count * seq_rows);
+      params.qkv = all.qkv.rows(first, count * seq_rows);
+      params.rows = sequences_of(rows, seq, count);
+      attention_decode(ctx, params);
+    }
+  }
+
   const ModelSpec& spec_;
+  const Params params_;
+  const AttentionShape shape_;
   std::string prefix_, scope_;
-  int layer_;
-  int window_;
   Timeline phase_;
   std::unique_ptr<LinearMethod> qkv_, out_;
   RotaryTable rotary_;
+  ModelState::PagedId keys_id_, values_id_;
   MemoryPlan::Id bias_id_ = 0, q_norm_id_ = 0, k_norm_id_ = 0, qkv_id_ = 0, out_id_ = 0,
                  partial_id_ = 0;
   int64_t max_rows_ = 0, partial_floats_ = 0;
+  Tensor keys_, values_;  // [pages, Hkv, 64, D]
   Tensor bias_, q_norm_, k_norm_, qkv_buffer_, out_buffer_, partials_;
 };
 

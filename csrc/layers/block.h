@@ -1,6 +1,6 @@
-// What a layer is made of: attention, an MLP, later others. Each owns its weights and asks for its
-// workspace. A block is one file here that ends in REGISTER_BLOCK("name", Class); a model names it
-// in its spec.
+// What a layer is made of: attention, an MLP, later others. Each owns its weights, asks for its
+// workspace, and declares what a sequence leaves behind. A block is one file here that ends in
+// REGISTER_BLOCK("name", Class); a model names it in its spec.
 #pragma once
 
 #include <memory>
@@ -12,32 +12,35 @@
 #include "core/registry.h"
 #include "core/weights.h"
 #include "kernels/step.h"
-#include "layers/kv_cache.h"
+#include "state/model_state.h"
 
 namespace cpmcu {
 
 struct BlockConfig {
   const ModelSpec& spec;
+  Params params{};          // of this block, instead of the spec's numbers
   std::string prefix;       // of checkpoint names: "model.layers.3."
   std::string scope;        // of scratch that belongs to one model: "" or "draft."
-  int kv_layer = 0;         // in the KV cache
   int in_features = 0;      // width of x; 0: hidden_size
-  int window = 0;           // attention sees the last `window` cells; 0: all
   Timeline phase = kMixer;  // kMixer or kMlp: when the block's scratch is alive
 };
 
 class Block {
  public:
   virtual ~Block() = default;
-  virtual void plan(MemoryPlan& plan, const StepLimits& limits) = 0;
-  virtual void bind(const Arena& arena) = 0;
+  virtual void plan(MemoryPlan& plan, ModelState& state, const StepLimits& limits) = 0;
+  virtual void bind(const Arena& arena, const ModelState& state) = 0;
   virtual void list_tensors(WeightTable& table) = 0;
   virtual void finish_loading(const Context& ctx) = 0;
   // Name of the checkpoint's norm in front of the block, without ".weight".
   virtual std::string norm_name() const = 0;
-  // hidden [T, H] += residual_scale * block(x [T, H]); x is the normed hidden.
-  virtual void forward(const Context& ctx, const Step& step, const Tensor& hidden, const Tensor& x,
-                       const KvCache& cache) const = 0;
+  // hidden [T, H] += residual_scale * block(x [T, H]); x is the normed hidden. In a prefill all
+  // tokens are accepted; in a decode step `commit` says which are.
+  virtual void forward(const Context& ctx, const Step& step, const Tensor& hidden,
+                       const Tensor& x) const = 0;
+  // After a decode step, for what `ModelState::commit` does not move: per-slot tensors follow the
+  // accepted tokens, planes with fewer rows than tokens get theirs. Graph-safe.
+  virtual void commit(const Context&, const Step&, const Accepted&) const {}
 };
 
 using BlockRegistry = Registry<Block, const BlockConfig&>;

@@ -8,11 +8,16 @@ namespace {
 class MlpBlock : public Block {
  public:
   explicit MlpBlock(const BlockConfig& config)
-      : spec_(config.spec), prefix_(config.prefix), phase_(config.phase) {
+      : spec_(config.spec),
+        width_(config.params.integer("intermediate_size", spec_.intermediate_size)),
+        prefix_(config.prefix),
+        phase_(config.phase) {
+    config.params.check_known("an mlp block", {"intermediate_size"});
+    CHECK(width_ >= 8 && width_ % 8 == 0,
+          "{}mlp: intermediate_size is {}, expected a positive multiple of 8", prefix_, width_);
     const std::string mlp = prefix_ + "mlp.";
     gate_up_ = make_linear(spec_.linear_method_of(mlp + "gate_up_proj"),
-                           {.parts = {{mlp + "gate_proj", spec_.intermediate_size},
-                                      {mlp + "up_proj", spec_.intermediate_size}},
+                           {.parts = {{mlp + "gate_proj", width_}, {mlp + "up_proj", width_}},
                             .in_features = spec_.hidden_size,
                             .dtype = spec_.dtype,
                             .options = spec_.linear_options,
@@ -20,27 +25,27 @@ class MlpBlock : public Block {
                             .gated = true});
     down_ = make_linear(spec_.linear_method_of(mlp + "down_proj"),
                         {.parts = {{mlp + "down_proj", spec_.hidden_size}},
-                         .in_features = spec_.intermediate_size,
+                         .in_features = width_,
                          .dtype = spec_.dtype,
                          .options = spec_.linear_options});
   }
 
-  void plan(MemoryPlan& plan, const StepLimits& limits) override {
+  void plan(MemoryPlan& plan, ModelState&, const StepLimits& limits) override {
     gate_up_->plan(plan, limits);
     down_->plan(plan, limits);
-    const int64_t row_bytes = int64_t{spec_.intermediate_size} * size_of(spec_.dtype);
+    const int64_t row_bytes = int64_t{width_} * size_of(spec_.dtype);
     gate_up_id_ =
         plan.add_scratch("mlp.gate_up", 2 * row_bytes * limits.max_rows, phase_ + 1, phase_ + 2);
     act_id_ = plan.add_scratch("mlp.act", row_bytes * limits.max_rows, phase_ + 1, phase_ + 3);
     max_rows_ = limits.max_rows;
   }
 
-  void bind(const Arena& arena) override {
+  void bind(const Arena& arena, const ModelState&) override {
     gate_up_->bind(arena);
     down_->bind(arena);
     gate_up_buffer_ =
-        arena.tensor(gate_up_id_, spec_.dtype, {max_rows_, 2 * spec_.intermediate_size});
-    act_buffer_ = arena.tensor(act_id_, spec_.dtype, {max_rows_, spec_.intermediate_size});
+        arena.tensor(gate_up_id_, spec_.dtype, {max_rows_, 2 * width_});
+    act_buffer_ = arena.tensor(act_id_, spec_.dtype, {max_rows_, width_});
   }
 
   void list_tensors(WeightTable& table) override {
@@ -55,8 +60,8 @@ class MlpBlock : public Block {
 
   std::string norm_name() const override { return prefix_ + "post_attention_layernorm"; }
 
-  void forward(const Context& ctx, const Step& step, const Tensor& hidden, const Tensor& x,
-               const KvCache&) const override {
+  void forward(const Context& ctx, const Step& step, const Tensor& hidden,
+               const Tensor& x) const override {
     const Tensor gate_up = gate_up_buffer_.rows(0, step.rows.num_rows);
     const Tensor act = act_buffer_.rows(0, step.rows.num_rows);
     gate_up_->forward_gated(ctx, step.phase, act, gate_up, x);
@@ -65,6 +70,7 @@ class MlpBlock : public Block {
 
  private:
   const ModelSpec& spec_;
+  int width_;  // intermediate_size
   std::string prefix_;
   Timeline phase_;
   std::unique_ptr<LinearMethod> gate_up_, down_;

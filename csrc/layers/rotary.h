@@ -1,30 +1,36 @@
-// The rotary frequencies on the device. They come from the spec, not from the checkpoint, and are
-// one buffer for all layers of a model.
+// Rotary frequencies on the device. They come from the spec, not from the checkpoint.
 #pragma once
+
+#include <string>
+#include <vector>
 
 #include "core/arena.h"
 #include "core/context.h"
-#include "core/model_spec.h"
 #include "kernels/step.h"
 
 namespace cpmcu {
 
 class RotaryTable {
  public:
-  void plan(MemoryPlan& plan, const ModelSpec& spec, const std::string& scope) {
-    id_ = plan.add_scratch(scope + "rotary.inv_freq", int64_t{4} * spec.head_dim / 2, 0, kLoad);
+  // Tables of one name are one buffer, so layers that agree share it.
+  void plan(MemoryPlan& plan, const std::string& name, std::vector<float> inv_freq) {
+    inv_freq_ = std::move(inv_freq);
+    id_ = plan.add_scratch(name, num_bytes(), 0, kLoad);
   }
-  void bind(const Arena& arena) { inv_freq_ = arena.array<float>(id_); }
-  void upload(const Context& ctx, const ModelSpec& spec) {
-    copy_to_device(ctx.device, inv_freq_, spec.rope_inv_freq.data(),
-                   static_cast<int64_t>(4 * spec.rope_inv_freq.size()), ctx.stream);
+  void bind(const Arena& arena) { device_ = arena.array<float>(id_); }
+  void upload(const Context& ctx) {
+    copy_to_device(ctx.device, device_, inv_freq_.data(), num_bytes(), ctx.stream);
     synchronize(ctx.device, ctx.stream);
   }
-  const float* inv_freq() const { return inv_freq_; }
+  const float* inv_freq() const { return device_; }
+  int width() const { return 2 * static_cast<int>(inv_freq_.size()); }
 
  private:
+  int64_t num_bytes() const { return static_cast<int64_t>(4 * inv_freq_.size()); }
+
+  std::vector<float> inv_freq_;  // [width / 2]
   MemoryPlan::Id id_ = 0;
-  float* inv_freq_ = nullptr;  // [D / 2]
+  float* device_ = nullptr;
 };
 
 }  // namespace cpmcu

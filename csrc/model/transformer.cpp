@@ -6,21 +6,23 @@
 
 namespace cpmcu {
 
-Transformer::Transformer(const ModelSpec& spec, std::string prefix, int first_kv_layer, int window)
+Transformer::Transformer(const ModelSpec& spec, std::string prefix, int window)
     : spec_(spec), prefix_(std::move(prefix)), final_norm_(spec, prefix_ + "model.norm") {
   for (int layer = 0; layer < spec.num_hidden_layers; ++layer) {
     const std::string name = prefix_ + "model.layers." + std::to_string(layer) + ".";
     Timeline phase = kMixer;
-    for (const std::string& kind : spec.blocks_of(layer)) {
+    for (BlockSpec& each : spec.layer(layer)) {
+      if (window > 0 && each.kind == "attention" && !each.params.values().contains("window")) {
+        each.params.set("window", int64_t{window});
+      }
       const BlockConfig config{.spec = spec,
+                               .params = each.params,
                                .prefix = name,
                                .scope = prefix_,
-                               .kv_layer = first_kv_layer + layer,
-                               .window = window,
                                .phase = phase};
-      std::unique_ptr<Block> block = BlockRegistry::instance().create("block", kind, config);
+      std::unique_ptr<Block> block = BlockRegistry::instance().create("block", each.kind, config);
       RmsNorm norm(spec, block->norm_name());
-      sublayers_.push_back({std::move(norm), std::move(block)});
+      sublayers_.push_back({layer, std::move(norm), std::move(block)});
       phase = kMlp;
     }
   }
@@ -35,14 +37,16 @@ Transformer::Transformer(const ModelSpec& spec, std::string prefix, int first_kv
   }
 }
 
-void Transformer::plan(MemoryPlan& plan, const StepLimits& limits, int max_logit_rows) {
+void Transformer::plan(MemoryPlan& plan, ModelState& state, const StepLimits& limits,
+                       int max_head_rows, int max_logit_rows) {
   const int64_t row_bytes = int64_t{spec_.hidden_size} * size_of(spec_.dtype);
   max_rows_ = limits.max_rows;
+  max_head_rows_ = max_head_rows;
   max_logit_rows_ = max_logit_rows;
   embed_id_ = plan.add(prefix_ + "model.embed_tokens", "weights", spec_.vocab_size * row_bytes);
   for (Sublayer& sublayer : sublayers_) {
     sublayer.norm.plan(plan);
-    sublayer.block->plan(plan, limits);
+    sublayer.block->plan(plan, state, limits);
   }
   final_norm_.plan(plan);
   if (head_) head_->plan(plan, limits);
@@ -51,17 +55,17 @@ void Transformer::plan(MemoryPlan& plan, const StepLimits& limits, int max_logit
   taps_id_ = plan.add_scratch(prefix_ + "taps",
                               max_rows_ * row_bytes * static_cast<int64_t>(tapped_layers_.size()),
                               0, kSample);
-  head_in_id_ = plan.add_scratch("head_in", max_logit_rows_ * row_bytes, kFinalNorm, kHead);
+  head_in_id_ = plan.add_scratch("head_in", max_head_rows_ * row_bytes, kFinalNorm, kSample);
   logits_id_ =
       plan.add_scratch("logits", int64_t{4} * max_logit_rows_ * spec_.vocab_size, kHead, kSample);
 }
 
-void Transformer::bind(const Arena& arena) {
+void Transformer::bind(const Arena& arena, const ModelState& state) {
   const int64_t hidden = spec_.hidden_size;
   embed_ = arena.tensor(embed_id_, spec_.dtype, {spec_.vocab_size, hidden});
   for (Sublayer& sublayer : sublayers_) {
     sublayer.norm.bind(arena);
-    sublayer.block->bind(arena);
+    sublayer.block->bind(arena, state);
   }
   final_norm_.bind(arena);
   if (head_) head_->bind(arena);
@@ -69,7 +73,7 @@ void Transformer::bind(const Arena& arena) {
   normed_ = arena.tensor(normed_id_, spec_.dtype, {max_rows_, hidden});
   taps_ = arena.tensor(taps_id_, spec_.dtype,
                        {max_rows_, static_cast<int64_t>(tapped_layers_.size()) * hidden});
-  head_in_ = arena.tensor(head_in_id_, spec_.dtype, {max_logit_rows_, hidden});
+  head_in_ = arena.tensor(head_in_id_, spec_.dtype, {max_head_rows_, hidden});
   logits_ = arena.tensor(logits_id_, DType::kF32, {max_logit_rows_, spec_.vocab_size});
 }
 
@@ -89,22 +93,26 @@ void Transformer::finish_loading(const Context& ctx) {
   spec_.tie_word_embeddings ? head_->load_rows(ctx, embed_, nullptr) : head_->finish_loading(ctx);
 }
 
-Tensor Transformer::forward(const Context& ctx, const Step& step, const KvCache& cache) const {
+Tensor Transformer::forward(const Context& ctx, const Step& step) const {
   const Tensor hidden = hidden_.rows(0, step.rows.num_rows);
   const Tensor normed = normed_.rows(0, step.rows.num_rows);
   embedding(ctx, {.out = hidden, .table = embed_, .ids = step.ids, .scale = spec_.embed_scale});
   ProductQueue products(ctx, step.phase, &product_order_);
-  size_t sublayer_index = 0;
-  for (int layer = 0; layer < spec_.num_hidden_layers; ++layer) {
-    products.then([=, this, &ctx] { copy_taps(ctx, layer, hidden); });
-    for (size_t i = 0; i < spec_.blocks_of(layer).size(); ++i) {
-      const Sublayer& sublayer = sublayers_[sublayer_index++];
-      sublayer.norm.forward(products.context(), normed, hidden);
-      sublayer.block->forward(products.context(), step, hidden, normed, cache);
+  int layer = -1;
+  for (const Sublayer& sublayer : sublayers_) {
+    if (sublayer.layer != layer) {
+      layer = sublayer.layer;
+      products.then([=, this, &ctx] { copy_taps(ctx, layer, hidden); });
     }
+    sublayer.norm.forward(products.context(), normed, hidden);
+    sublayer.block->forward(products.context(), step, hidden, normed);
   }
   products.flush();
   return hidden;
+}
+
+void Transformer::commit(const Context& ctx, const Step& step, const Accepted& accepted) const {
+  for (const Sublayer& sublayer : sublayers_) sublayer.block->commit(ctx, step, accepted);
 }
 
 void Transformer::copy_taps(const Context& ctx, int layer, const Tensor& hidden) const {
@@ -117,8 +125,8 @@ void Transformer::copy_taps(const Context& ctx, int layer, const Tensor& hidden)
   }
 }
 
-Tensor Transformer::head(const Context& ctx, const Tensor& rows) const {
-  const Tensor normed = head_in_.rows(0, rows.size(0));
+Tensor Transformer::head(const Context& ctx, const Tensor& rows, int first_row) const {
+  const Tensor normed = head_in_.rows(first_row, rows.size(0));
   const Tensor logits = logits_.rows(0, rows.size(0));
   final_norm_.forward(ctx, normed, rows);
   project(ctx, logits, normed, spec_.logit_scale);

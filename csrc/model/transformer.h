@@ -6,7 +6,6 @@
 #include <vector>
 
 #include "layers/block.h"
-#include "layers/kv_cache.h"
 #include "layers/norm.h"
 #include "linear/linear.h"
 #include "linear/product_queue.h"
@@ -15,29 +14,36 @@ namespace cpmcu {
 
 class Transformer {
  public:
-  // `prefix` goes before every checkpoint name; `first_kv_layer` is where its layers begin in the
-  // KV cache; `window`: as in BlockConfig.
-  explicit Transformer(const ModelSpec& spec, std::string prefix = "", int first_kv_layer = 0,
-                       int window = 0);
+  // `prefix` goes before every checkpoint name. `window`: what attention blocks see that say
+  // nothing themselves; 0: all.
+  explicit Transformer(const ModelSpec& spec, std::string prefix = "", int window = 0);
 
   // What a drafter wants to see of every row: the residual stream entering these layers, side by
   // side, [T, layers * H]. Before `plan`.
   void tap(std::vector<int> layers) { tapped_layers_ = std::move(layers); }
 
-  void plan(MemoryPlan& plan, const StepLimits& limits, int max_logit_rows);
-  void bind(const Arena& arena);
+  // `max_head_rows`: rows whose hidden states `head` keeps; `max_logit_rows`: of one call.
+  void plan(MemoryPlan& plan, ModelState& state, const StepLimits& limits, int max_head_rows,
+            int max_logit_rows);
+  void bind(const Arena& arena, const ModelState& state);
   void list_tensors(WeightTable& table);
   void finish_loading(const Context& ctx);
 
-  // Embeds the step's ids and runs all layers; writes their keys and values into the cache.
+  // Embeds the step's ids and runs all layers; their keys and values go into the state.
   // Returns the residual stream [T, H] before the final norm.
-  Tensor forward(const Context& ctx, const Step& step, const KvCache& cache) const;
-  // Logits [R, V] float32 of rows [R, H] of the residual stream, R <= max_logit_rows.
-  Tensor head(const Context& ctx, const Tensor& rows) const;
+  Tensor forward(const Context& ctx, const Step& step) const;
+  // After a decode step: every block commits what was accepted.
+  void commit(const Context& ctx, const Step& step, const Accepted& accepted) const;
+  // Logits [R, V] float32 of rows [R, H] of the residual stream, R <= max_logit_rows. Their final
+  // hidden states are kept as rows first_row, first_row + 1, … of `final_hidden`.
+  Tensor head(const Context& ctx, const Tensor& rows, int first_row = 0) const;
   // logits [R, V] float32 = scale * normed [R, H] times the head.
   void project(const Context& ctx, const Tensor& logits, const Tensor& normed, float scale) const;
-  // The rows that `head` normed last, [R, H].
-  Tensor normed_rows(int num_rows) const { return head_in_.rows(0, num_rows); }
+  // What `forward` returned last, [T, H].
+  Tensor hidden(int num_rows) const { return hidden_.rows(0, num_rows); }
+  // Hidden states after the final norm, as `head` kept them, [R, H].
+  Tensor final_hidden(int num_rows) const { return head_in_.rows(0, num_rows); }
+  int max_logit_rows() const { return static_cast<int>(logits_.size(0)); }
   // What `head` wrote last, [R, V].
   Tensor logits(int num_rows) const { return logits_.rows(0, num_rows); }
   // Writes rows [T, H] of the residual stream after the final norm to out.
@@ -55,6 +61,7 @@ class Transformer {
   void copy_taps(const Context& ctx, int layer, const Tensor& hidden) const;
 
   struct Sublayer {
+    int layer;
     RmsNorm norm;
     std::unique_ptr<Block> block;
   };
@@ -67,12 +74,12 @@ class Transformer {
   std::unique_ptr<LinearMethod> head_;  // null: tied, the embedding table serves
   MemoryPlan::Id embed_id_ = 0, hidden_id_ = 0, normed_id_ = 0, taps_id_ = 0, head_in_id_ = 0,
                  logits_id_ = 0;
-  int64_t max_rows_ = 0, max_logit_rows_ = 0;
+  int64_t max_rows_ = 0, max_head_rows_ = 0, max_logit_rows_ = 0;
   Tensor embed_;    // [V, H]
   Tensor hidden_;   // [T, H]
   Tensor normed_;   // [T, H]
   Tensor taps_;     // [T, layers * H]
-  Tensor head_in_;  // [R, H]
+  Tensor head_in_;  // [head rows, H]
   Tensor logits_;   // [R, V] float32
 
   mutable std::vector<W4Weight> product_order_;  // see ProductQueue

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -14,12 +17,15 @@ SCRIPTS = {
     "muse": "Quite a while…\n</think>\nDone thinking.",
     "call": 'Let me see.\n<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "你"}}\n'
     '</tool_call>\n<tool_call>\n{"name": "sub", "arguments": {}}\n</tool_call>',
+    "guide": "## Sums\n\n1. *Add* with `+`:\n   - ints\n\n```python\nx = 2 + 2\n```\n\nDone, "
+    "**really**.",
     "broken": 'Hm <tool_call>{"name": add}</tool_call> no.',
 }
-# The comment shows the server which tags this model writes. A conversation is just its texts.
+# The comment shows the server which tags this model writes, and the page that it can do without
+# thinking. A conversation is just its texts.
 TEMPLATE = (
-    "{# <think> </think> <tool_call> #}{% for message in messages %}{{ message.content }}"
-    "{% endfor %}{{ suffix }}"
+    "{# <think> </think> <tool_call> enable_thinking #}"
+    "{% for message in messages %}{{ message.content }}{% endfor %}{{ suffix }}"
 )
 
 
@@ -59,4 +65,26 @@ def limited() -> Iterator[Server]:
     flags += ["--api-key", "first", "--api-key", "second", "--log-format", "json"]
     flags += ["--cors-origin", "https://example.org", "--ping-interval", "0.01"]
     with start(*flags) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Headless Chromium."""
+    webdriver = pytest.importorskip("selenium.webdriver")
+    names = ("chromium", "chromium-browser", "google-chrome", "chrome")
+    browser = next(filter(None, map(shutil.which, names)), None)
+    tool = shutil.which("chromedriver")
+    if browser is None or tool is None:
+        pytest.skip("needs Chromium and its driver: apt-get install chromium chromium-driver")
+    options = webdriver.ChromeOptions()
+    options.binary_location = browser
+    for flag in ("--headless=new", "--disable-gpu", "--disable-dev-shm-usage"):
+        options.add_argument(flag)
+    options.add_argument(f"--user-data-dir={tmp_path_factory.mktemp('chromium')}")
+    if os.geteuid() == 0:
+        options.add_argument("--no-sandbox")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    service = webdriver.ChromeService(tool)
+    with webdriver.Chrome(options=options, service=service) as running:
         yield running

@@ -16,6 +16,7 @@ import pytest
 
 from cpmcu import LLM, SamplingParams
 from tests.e2e.harness import ROOT
+from tests.reference.engines import prompt_logits
 
 PROMPT = "def fibonacci(n):\n"
 CHUNK = 192  # tokens of a prefill step: as many as the trees of eight slots have nodes
@@ -229,7 +230,7 @@ def test_echo_gives_the_logprobs_of_the_prompt(client, llm):
     text = "import os\n\n\ndef walk(path):\n    for name in os.listdir(path):\n" * 25
     ids = llm.tokenize(text)
     assert len(ids) > 2 * CHUNK
-    logits = llm.call_engine(lambda engine: engine.prompt_logits(ids)).astype(np.float64)
+    logits = llm.call_engine(lambda engine: prompt_logits(engine, ids)).astype(np.float64)
     logprobs = logits - np.log(np.exp(logits - logits.max(1)[:, None]).sum(1))[:, None]
     logprobs -= logits.max(1)[:, None]
     expected = [logprobs[i, token] for i, token in enumerate(ids[1:])]

@@ -1,48 +1,37 @@
-"""The chat page: what it is served with, and in headless Chromium where that is installed."""
+"""The chat page: what it is served with, and answers, settings, keys and errors in a browser."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
-import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 
-from tests.e2e.harness import Server, cue, start, write_scripted
+from tests.e2e.browser import PHONE, Page
+from tests.e2e.conftest import SCRIPTS
+from tests.e2e.harness import cue, start, write_scripted
 
-PAGE = Path(__file__).parents[2] / "cpmcu" / "serving" / "page.html"
-DESKTOP, PHONE = (1200, 800), (360, 740)
-# Keeps what the page asks for, and lets a test add to it.
-RECORD = """
-window.asked = []; window.extra = arguments[0]; const before = window.fetch;
-window.fetch = (path, options = {}) => {
-  if (options.body) {
-    options.body = JSON.stringify({...JSON.parse(options.body), ...window.extra});
-    window.asked.push(JSON.parse(options.body));
-  }
-  return before(path, options);
-};
-"""
+STORY = SCRIPTS["story"]
 
 
-def test_the_page_needs_nothing_but_its_server(server):
+def test_the_page_is_one_file_that_needs_nothing_but_its_server(server):
     reply = server.get("/")
     assert reply.status_code == 200
     assert reply.headers["content-type"] == "text/html; charset=utf-8"
-    assert reply.text == PAGE.read_text("utf-8")
-    assert not re.findall(
-        r"""(?:https?:)?//\w|@import|url\(|(?:src|href)="(?!data:,")""", reply.text
+    loads = r"""(?:https?:)?//\w|@import|url\(|<link (?!rel="icon" href="data:,")|\bsrc="""
+    assert not re.findall(loads, reply.text)
+    assert not re.findall("innerHTML|outerHTML|insertAdjacentHTML|document.write", reply.text)
+    policy = dict(
+        part.split(" ", 1) for part in reply.headers["content-security-policy"].split("; ")
     )
-    policy = reply.headers["content-security-policy"]
-    assert "default-src 'none'" in policy
-    assert "unsafe" not in policy
-    assert re.search(r"script-src 'sha256-\S{44}'(;|$)", policy)
+    assert policy["default-src"] == "'none'"
+    assert policy["connect-src"] == "'self'"
+    assert policy["require-trusted-types-for"] == "'script'"
+    for kind in ("script", "style"):
+        hashes = policy[f"{kind}-src"].split()
+        assert all(re.fullmatch(r"'sha256-\S{44}'", each) for each in hashes)
+        assert len(hashes) == reply.text.count(f"<{kind}>") > 0
 
 
 def test_the_page_needs_no_key(limited):
@@ -50,115 +39,48 @@ def test_the_page_needs_no_key(limited):
     assert limited.get("/v1/models").status_code == 401
 
 
-# ---- in a browser
-
-
-class Page:
-    """The page of one server in the browser."""
-
-    def __init__(self, driver: Any, server: Server, size: tuple[int, int] = DESKTOP) -> None:
-        self.driver = driver
-        width, height = size
-        metrics = {
-            "width": width,
-            "height": height,
-            "deviceScaleFactor": 1,
-            "mobile": size == PHONE,
-        }
-        driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
-        driver.get(server.url + "/")
-        driver.execute_script("sessionStorage.clear()")
-        driver.get_log("browser")  # forgets it
-        driver.get(server.url + "/")
-        driver.execute_script(RECORD, {})
-
-    def find(self, selector: str) -> Any:
-        return self.driver.find_element("css selector", selector)
-
-    def texts(self, selector: str) -> list[str]:
-        # Not element.text, which is what can be seen, with white space gone.
-        script = "return [...document.querySelectorAll(arguments[0])].map((e) => e.textContent)"
-        return self.driver.execute_script(script, selector)
-
-    def wait(self, condition: Callable[[], Any], seconds: float = 30) -> Any:
-        end = time.monotonic() + seconds
-        while not (found := condition()):
-            assert time.monotonic() < end, self.find("body").text
-            time.sleep(0.02)
-        return found
-
-    def ready(self) -> None:
-        self.wait(lambda: self.find("#model").text != "cpmcu")
-
-    def type(self, text: str) -> None:
-        # ChromeDriver cannot type what is outside the basic plane; the rest goes by key.
-        self.find("#prompt").send_keys(text)
-
-    def add_to_requests(self, **fields: object) -> None:
-        self.driver.execute_script("window.extra = arguments[0]", fields)
-
-    def asked(self) -> list[dict[str, Any]]:
-        return self.driver.execute_script("return window.asked")
-
-    def answered(self, count: int) -> list[str]:
-        """The model's texts, once there are `count` and the last has ended."""
-        self.wait(lambda: len(self.texts("article[aria-label='The model']")) == count)
-        self.wait(lambda: not self.texts(".busy"))
-        return self.texts("article[aria-label='The model'] > .text")
-
-    def complaints(self) -> list[str]:
-        entries = self.driver.get_log("browser")
-        return [e["message"] for e in entries if e["level"] in ("WARNING", "SEVERE")]
-
-
-@pytest.fixture(scope="module")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    webdriver = pytest.importorskip("selenium.webdriver")
-    names = ("chromium", "chromium-browser", "google-chrome", "chrome")
-    browser = next(filter(None, map(shutil.which, names)), None)
-    tool = shutil.which("chromedriver")
-    if browser is None or tool is None:
-        pytest.skip("needs Chromium and its driver: apt-get install chromium chromium-driver")
-    options = webdriver.ChromeOptions()
-    options.binary_location = browser
-    for flag in ("--headless=new", "--disable-gpu", "--disable-dev-shm-usage"):
-        options.add_argument(flag)
-    options.add_argument(f"--user-data-dir={tmp_path_factory.mktemp('chromium')}")
-    if os.geteuid() == 0:
-        options.add_argument("--no-sandbox")
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    service = webdriver.ChromeService(tool)
-    with webdriver.Chrome(options=options, service=service) as running:
-        yield running
-
-
 def test_a_conversation(driver, scripted):
     page = Page(driver, scripted)
     page.ready()
     assert page.find("#model").text == "scripted"
     page.type(cue("story") + "\n")
-    story = "Es war 🙂 einmal: 你好，世界！ 👩‍👩‍👧 naïve café. Ende"
-    assert page.answered(1) == [story]
-    tokens, speed, accepted = page.texts(".numbers")[0].split(" · ")
+    assert page.answered(1) == [STORY]
+    tokens, speed, accepted, first = page.texts(".answer .numbers")[0].split(" · ")
     # Drafted by itself with four tokens ahead: five a step, but for the end.
     assert re.fullmatch(r"\d+ tokens", tokens)
     assert re.fullmatch(r"\d+(\.\d)? tokens/s", speed)
     assert 4 < float(re.fullmatch(r"mean accept length (\d\.\d\d)", accepted)[1]) <= 5
+    assert re.fullmatch(r"first token \d+ ms", first)
     page.type("and now " + cue("think"))
     page.find("#send").click()
     assert page.answered(2)[1] == "Four, 四."
     assert page.texts(".thought > .text") == ["So, 🤔 two\nand two."]
-    asked = page.asked()
-    assert [[m["content"] for m in each["messages"]] for each in asked] == [
-        [cue("story")],
-        [cue("story"), story, f"and now {cue('think')}"],
-    ]
-    page.find("#clear").click()
-    assert not page.texts(".turn")
-    page.type(cue("story") + "\n")
-    assert page.answered(1) == [story]
-    assert len(page.asked()[-1]["messages"]) == 1
+    assert not page.find(".thought > .text").is_displayed()  # until it is unfolded
+    page.find(".thought > summary").click()
+    assert page.find(".thought > .text").is_displayed()
+    assert page.contents() == [cue("story"), STORY, f"and now {cue('think')}"]
+    assert page.find("#state").get_property("textContent") == "The answer has ended."
     assert page.complaints() == []
+
+
+def test_markdown_is_streamed_and_heard(driver, scripted):
+    page = Page(driver, scripted)
+    page.ready()
+    page.type(cue("guide") + "\n")
+    page.answered(1)
+    assert page.texts(".answer h3") == ["Sums"]
+    assert page.texts(".answer ol > li > ul > li") == ["ints"]
+    assert page.texts(".answer li > em, .answer li > code, .answer strong") == [
+        "Add",
+        "+",
+        "really",
+    ]
+    assert page.texts(".code-head span") == ["python"]
+    assert page.texts("pre > code") == ["x = 2 + 2"]
+    # Each block is read out once.
+    heard = page.texts("#live p")
+    assert [heard[0], *heard[2:]] == ["Sums", "x = 2 + 2", "Done, really."]
+    assert page.find("#live").aria_role == "log"
 
 
 def test_lines_and_settings(driver, scripted):
@@ -166,168 +88,259 @@ def test_lines_and_settings(driver, scripted):
 
     page = Page(driver, scripted)
     page.ready()
-    prompt = page.find("#prompt")
-    low = prompt.size["height"]
-    prompt.send_keys("a", Keys.SHIFT, Keys.ENTER, Keys.NULL, "b", cue("call"))
-    assert prompt.get_property("value") == f"a\nb{cue('call')}"
-    assert prompt.size["height"] > low
-    page.find("#more").click()
-    for name, value in (("#limit", "3"), ("#temperature", "0")):
-        page.find(name).clear()
-        page.find(name).send_keys(value)
-    prompt.send_keys("\n")
+    low = page.find("#prompt").size["height"]
+    page.find("#prompt").send_keys("a", Keys.SHIFT, Keys.ENTER, Keys.NULL, "b", cue("call"))
+    assert page.prompt() == f"a\nb{cue('call')}"
+    assert page.find("#prompt").size["height"] > low
+    values = {"temperature": "0", "top_p": "0.5", "top_k": "7", "seed": "11", "max_tokens": "3"}
+    page.set(system="Be brief.\n", **values)
+    page.type("\n")
     page.answered(1)
     asked = page.asked()[0]
-    assert (asked["max_tokens"], asked["temperature"]) == (3, 0)
-    assert page.texts(".numbers")[0].startswith("3 tokens · ")
-    assert page.texts(".numbers")[0].endswith(" · token limit reached")
-    page.find("#limit").clear()
-    page.type("x\n")
-    assert page.find("#error").text == "Most new tokens must be a whole number of at least 1."
-    assert len(page.asked()) == 1
+    assert {name: asked[name] for name in values} == {k: float(v) for k, v in values.items()}
+    system, user = asked["messages"]
+    assert system == {"role": "system", "content": "Be brief."}
+    assert user["content"] == f"a\nb{cue('call')}"
+    assert page.texts(".answer .numbers")[0].startswith("3 tokens · ")
+    assert page.texts(".answer .numbers")[0].endswith(" · token limit reached")
+    page.reload()
+    page.ready()
+    page.click("Settings")
+    for name, value in values.items():
+        assert page.find(f"#settings [name={name}]").get_property("value") == value
+    page.find("[name=top_p]").clear()
+    page.find("[name=top_p]").send_keys("2\n")
+    assert page.find("#wrong").text == "Top p must be a number from 0.01 to 1."
+    assert driver.switch_to.active_element == page.find("[name=top_p]")
+    page.find("[name=top_p]").send_keys(Keys.ESCAPE)
+    assert not page.find("#settings").is_displayed()
+    assert page.run("return settings.values.top_p") == "0.5"
 
 
-def test_stop_frees_the_slot(driver, server):
+def test_an_empty_setting_is_left_to_the_server(driver, scripted):
+    page = Page(driver, scripted)
+    page.ready()
+    page.type(cue("story") + "\n")
+    page.answered(1)
+    names = {"temperature", "top_p", "top_k", "seed", "max_tokens", "chat_template_kwargs"}
+    assert not names & page.asked()[0].keys()
+    assert [message["role"] for message in page.asked()[0]["messages"]] == ["user"]
+
+
+def test_thinking_can_be_switched_off(driver, scripted, server):
+    page = Page(driver, scripted)
+    page.ready()
+    page.set(thinking="off")
+    page.type(cue("story") + "\n")
+    page.answered(1)
+    assert page.asked()[0]["chat_template_kwargs"] == {"enable_thinking": False}
+    page = Page(driver, server)  # whose template knows nothing of it
+    page.ready()
+    page.click("Settings")
+    assert not page.find("#settings [name=thinking]").is_displayed()
+
+
+def test_stop_frees_the_slot_and_the_answer_goes_on(driver, server):
     page = Page(driver, server)
     page.ready()
     page.add_to_requests(ignore_eos=True, max_tokens=1900)
     page.type("def f():\n")
-    page.wait(lambda: page.texts(".numbers") and "tokens/s" in page.texts(".numbers")[0])
+    page.begun()
     assert not page.find("#send").is_displayed()
     assert server.metric("vllm:num_requests_running") == 1
     page.find("#stop").click()
     (text,) = page.answered(1)
     assert text
-    assert page.texts(".numbers")[0].endswith(" · stopped")
-    assert int(page.texts(".numbers")[0].split()[0]) < 1900
+    numbers = page.texts(".answer .numbers")[0]
+    assert numbers.endswith(" · stopped")
+    assert int(numbers.split()[0]) < 1900
+    assert page.find("#state").get_property("textContent") == "The answer was stopped."
     assert server.wait_idle() < 5
     assert page.find("#send").is_displayed()
     assert driver.switch_to.active_element == page.find("#prompt")
-    page.add_to_requests(max_tokens=2)
-    page.type("more\n")
-    page.answered(2)
-    assert [m["content"] for m in page.asked()[1]["messages"]] == ["def f():", text, "more"]
+    page.add_to_requests(max_tokens=5, ignore_eos=True)
+    before = page.run("return current.turns.at(-1).text")
+    page.click("Go on")
+    page.wait(lambda: page.texts(".answer .numbers")[0].endswith("token limit reached"))
+    assert page.contents() == ["def f():", before]
+    assert page.asked()[-1]["continue_final_message"] is True
+    after = page.run("return current.turns.at(-1).text")
+    assert after.startswith(before)
+    assert len(after) > len(before)
+    assert int(page.texts(".answer .numbers")[0].split()[0]) == int(numbers.split()[0]) + 5
+
+
+def test_escape_stops(driver, server):
+    from selenium.webdriver.common.keys import Keys
+
+    page = Page(driver, server)
+    page.ready()
+    page.add_to_requests(ignore_eos=True, max_tokens=1900)
+    page.type("class A:\n")
+    page.begun()
+    page.type(Keys.ESCAPE)
+    page.answered(1)
+    assert server.wait_idle() < 5
+    assert page.texts(".answer .numbers")[0].endswith(" · stopped")
 
 
 def test_key(driver, limited):
     page = Page(driver, limited)
     page.wait(lambda: page.find("#key").is_displayed())
     assert page.find("#hint").text == "This server needs an API key."
+    assert driver.switch_to.active_element == page.find("#key")
     page.find("#key").send_keys("wrong\n")
-    page.wait(lambda: page.find("#error").is_displayed())
-    assert page.find("#error").text == "The server does not know this API key."
+    assert page.notice() == "The server does not know this API key."
     page.find("#key").clear()
     page.find("#key").send_keys("second\n")
     page.ready()
-    assert not page.find("#error").is_displayed()
+    assert not page.find("#notice").is_displayed()
+    assert not page.find("#key").is_displayed()
     page.add_to_requests(max_tokens=4)
     page.type("x = \n")
     page.answered(1)
-    driver.refresh()
-    page.ready()  # it is kept
-    script = "return [Object.values(sessionStorage), localStorage.length, document.cookie]"
-    assert driver.execute_script(script) == [["second"], 0, ""]
+    page.reload()
+    page.ready()  # it is kept, but for this tab only
+    kept = "return [sessionStorage, localStorage].map((each) => Object.values(each).join())"
+    here, everywhere = page.run(kept)
+    assert "second" in here
+    assert "second" not in everywhere
+    assert page.run("return document.cookie") == ""
+    page.click("Settings")
+    page.click("Forget the API key")
+    page.wait(lambda: page.find("#key").is_displayed())
+    assert "second" not in page.run(kept)[0]
 
 
-def test_errors_are_a_sentence_and_lose_nothing(driver, limited):
+def test_a_refusal_is_shown_as_one_and_loses_nothing(driver, limited):
     page = Page(driver, limited)
-    driver.execute_script("sessionStorage.setItem('cpmcu-key', 'first')")
-    driver.refresh()
+    page.run("sessionStorage.setItem('cpmcu.key', 'first')")
+    page.reload()
     page.ready()
     words = "word " * 300
-    driver.execute_script("document.querySelector('#prompt').value = arguments[0]", words)
+    page.run("document.querySelector('#prompt').value = arguments[0]", words)
     page.find("#send").click()
-    page.wait(lambda: page.find("#error").is_displayed())
-    assert "prompt and output together can have 128" in page.find("#error").text
-    assert page.find("#prompt").get_property("value") == words
+    assert "prompt and output together can have 128" in page.notice()
+    assert page.find("#state").get_property("textContent") == ""
+    assert page.find("#notice").get_attribute("role") == "alert"
+    assert page.prompt() == words
     assert not page.texts(".turn")
-    driver.execute_script("window.fetch = () => Promise.reject(new TypeError('failed'))")
+    # Also together with what was typed meanwhile.
+    page.run("window.fetch = () => new Promise((done, fail) => { window.fail = fail; })")
     page.find("#send").click()
-    page.wait(lambda: page.find("#error").text == "The server cannot be reached.")
-    assert page.find("#prompt").get_property("value") == words
+    page.wait(lambda: page.prompt() == "")
+    page.type("next")
+    page.run("window.fail(new TypeError('failed'))")
+    page.wait(lambda: page.find("#notice").text == "The server cannot be reached.")
+    assert page.prompt() == f"{words}\n\nnext"
 
 
-def test_a_model_without_chat_template_completes(driver, tmp_path):
-    directory = write_scripted(tmp_path, {"go": " on and on"}, "")
+def test_an_error_within_an_answer_is_shown_with_it(driver, scripted):
+    """What came before it stays, and the reason too, after a reload as well."""
+    page = Page(driver, scripted)
+    page.ready()
+    said = "The server failed to answer this request; its log says why."
+    usage = {"completion_tokens": 2}
+    events = [
+        {"choices": [{"delta": {"content": "Half an"}, "index": 0}], "usage": usage},
+        {"error": {"message": said, "type": "server_error"}},
+    ]
+    stream = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
+    page.run("const text = arguments[0]; window.fetch = async () => new Response(text)", stream)
+    page.type("Go\n")
+    assert page.answered(1) == ["Half an"]
+    for _ in range(2):
+        assert page.find(".answer .problem").text == said
+        assert page.texts(".answer .numbers")[0].split(" · ")[-1] == "broken off"
+        page.reload()
+        page.ready()
+    assert page.find("#model").text == "scripted"
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """A model without chat template."""
+    folder = tmp_path_factory.mktemp("plain")
+    directory = write_scripted(folder, {"go": " on and on", "end": " fin"}, "")
     config = json.loads((directory / "tokenizer_config.json").read_text("utf-8"))
     del config["chat_template"]
     (directory / "tokenizer_config.json").write_text(json.dumps(config), "utf-8")
     with start("--model", str(directory), "--served-model-name", "plain") as server:
-        page = Page(driver, server)
-        page.ready()
-        assert page.find("#mode").get_property("value") == "complete"
-        assert page.find("#hint").text.startswith("Write the beginning of a text")
-        page.type(f"x{cue('go')}\n")
-        assert page.answered(1) == [f"x{cue('go')} on and on"]
-    page.type("y\n")  # nobody is there any more
-    page.wait(lambda: page.find("#error").text == "The server cannot be reached.")
+        yield server
 
 
-@pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["desktop", "phone"])
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_looks(driver, server, size, scheme):
-    """Nothing is cut off or too small to be touched, text stands out, controls have names.
+def test_a_model_without_chat_template_completes(driver, plain):
+    from selenium.webdriver.common.keys import Keys
 
-    With CPMCU_SCREENSHOTS=DIR, pictures go there.
-    """
-    feature = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
-    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", feature)
-    page = Page(driver, server, size)
+    page = Page(driver, plain)
     page.ready()
-    page.add_to_requests(seed=3)
-    page.find("#more").click()
-    page.find("#limit").clear()
-    page.find("#limit").send_keys("90")
-    page.type(f"{'long' * 40} import sys\n")
+    assert page.find("#hint").text.startswith("Write the beginning of a text")
+    assert not page.find("#modes").is_displayed()
+    page.type(f"x\n{cue('go')}")  # Enter begins a line
+    assert page.prompt() == f"x\n{cue('go')}"
+    page.type(Keys.CONTROL + Keys.ENTER)
+    assert page.answered(1) == [f"x\n{cue('go')} on and on"]
+    assert page.asked()[0]["prompt"] == f"x\n{cue('go')}"
+    assert page.asked()[0]["max_tokens"] == 512
+    page.click("Edit the text")
+    field = page.find(".editor textarea")
+    assert field.get_property("value") == f"x\n{cue('go')} on and on"
+    field.send_keys(cue("end"))
+    page.click("Send", ".editor")
+    assert page.answered(1) == [f"x\n{cue('go')} on and on{cue('end')} fin"]
+    assert page.texts(".count") == ["2/2"]
+    page.click("Previous version")
+    assert page.answered(1) == [f"x\n{cue('go')} on and on"]
+    page.click("Regenerate")
+    page.wait(lambda: page.texts(".count") == ["3/3"])
+
+
+def test_completing_with_a_model_that_chats(driver, scripted):
+    from selenium.webdriver.common.keys import Keys
+
+    page = Page(driver, scripted)
+    page.ready()
+    page.click("Complete a text")
+    page.type(cue("story") + Keys.CONTROL + Keys.ENTER)
+    assert page.answered(1) == [cue("story") + STORY]
+    assert "messages" not in page.asked()[0]
+
+
+def test_enter_on_a_phone_begins_a_line(driver, scripted):
+    page = Page(driver, scripted, PHONE)
+    page.ready()
+    page.type("a\nb")
+    assert page.prompt() == "a\nb"
+    page.find("#send").click()
     page.answered(1)
-    page.type("class Stack:\n")
-    page.answered(2)
-    for picture, shown in (("settings", True), ("chat", False)):
-        if not shown:
-            page.find("#more").click()
-        width, inner = driver.execute_script(
-            "return [document.documentElement.scrollWidth, window.innerWidth]"
-        )
-        assert width <= inner == size[0]
-        for control in driver.find_elements("css selector", "button, input, select, textarea"):
-            if control.is_displayed():
-                box = control.rect
-                assert box["width"] >= 44 and box["height"] >= 44
-                assert box["x"] >= 0 and box["x"] + box["width"] <= size[0]
-                assert box["y"] >= 0 and box["y"] + box["height"] <= size[1]
-                assert control.accessible_name
-        if folder := os.environ.get("CPMCU_SCREENSHOTS"):
-            driver.save_screenshot(f"{folder}/{picture}-{scheme}-{size[0]}.png")
-    for selector in (".mine", ".numbers", "#clear", "#model"):
-        assert contrast(driver, selector) >= 4.5
-    assert page.complaints() == []
 
 
-def contrast(driver: Any, selector: str) -> float:
-    """WCAG's contrast ratio of an element's text and what is behind it."""
-    colours = driver.execute_script(
-        """
-        let element = document.querySelector(arguments[0]);
-        const found = [getComputedStyle(element).color];
-        const clear = "rgba(0, 0, 0, 0)";
-        while (getComputedStyle(element).backgroundColor === clear) element = element.parentElement;
-        return [...found, getComputedStyle(element).backgroundColor];
-        """,
-        selector,
-    )
-    low, high = sorted(luminance(colour) for colour in colours)
-    return (high + 0.05) / (low + 0.05)
-
-
-def luminance(colour: str) -> float:
-    parts = [int(part) / 255 for part in re.findall(r"\d+", colour)[:3]]
-    linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
-    return sum(weight * p for weight, p in zip((0.2126, 0.7152, 0.0722), linear))
-
-
-def test_it_waits_for_the_model(driver, tmp_path):
+def test_it_waits_for_the_model(driver):
     """Opened while the server is still loading, it gets ready by itself."""
     with start(ready=False) as server:
         page = Page(driver, server)
         page.ready()
         assert httpx.get(server.url + "/health").status_code == 200
+
+
+def test_a_server_that_is_lost_and_comes_back(driver):
+    """What arrived stays, and the page finds the server again by itself."""
+    with start() as server:
+        page = Page(driver, server)
+        page.ready()
+        page.add_to_requests(ignore_eos=True, max_tokens=1900)
+        page.type("import os\n")
+        page.begun()
+    text = page.answered(1)[0]
+    assert text
+    assert page.find(".answer .problem").text == "The connection to the server was lost."
+    assert page.find("#state").get_property("textContent").startswith("The answer broke off: ")
+    page.type("y\n")
+    assert page.notice() == "The server cannot be reached."
+    assert page.prompt() == "y"
+    with start("--port", str(server.port)):
+        page.wait(lambda: not page.find("#notice").is_displayed())
+        page.reload()
+        page.ready()
+        assert page.answered(1) == [text]
+        assert page.prompt() == "y"

@@ -65,7 +65,7 @@ def test_wrong_flags(server):
     for flags, message in (
         (["--prot", "1"], "did you mean --port?"),
         (["--port", "70000"], "port is 70000"),
-        (["--cors-origin", "example.org"], "cors_origin"),
+        (["--cors-origin", "example.org"], "--cors-origin"),
     ):
         found = run_server(*flags)
         assert found.returncode == 2

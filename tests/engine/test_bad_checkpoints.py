@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.reference.engines import engine_logits, extension_or_skip, load_tiny
+from tests.reference.engines import engine_logits, extension_or_skip, load_tiny, prompt_logits
 from tests.reference.numpy_model import NumpyModel
 from tests.reference.tiny_checkpoints import (
     TinyCheckpoint,
@@ -176,7 +176,7 @@ def test_engine_refuses_too(good: TinyCheckpoint) -> None:
     with pytest.raises(ValueError, match=r"lm_head\.weight"):
         engine.finish_loading()
     with pytest.raises(RuntimeError, match="no weights yet"):
-        engine.prompt_logits([1, 2])
+        prompt_logits(engine, [1, 2])
 
 
 def test_unknown_devices_are_refused(good: TinyCheckpoint) -> None:

@@ -15,6 +15,7 @@ from tests.engine.harness import (
     random_ids,
     sampling,
 )
+from tests.reference.engines import prompt_logits
 from tests.reference.tiny_checkpoints import write_tiny
 
 VOCAB = 160
@@ -45,7 +46,7 @@ def test_chunk_length_does_not_change_tokens(engine, length: int) -> None:
 def test_chunk_length_does_not_change_logits(directory: Path, device: str) -> None:
     ids = random_ids(300, VOCAB)
     logits = [
-        make_engine(directory, device, chunk_length=chunk).prompt_logits(ids)
+        prompt_logits(make_engine(directory, device, chunk_length=chunk), ids)
         for chunk in (300, 64, 17)
     ]
     np.testing.assert_array_equal(logits[0], logits[1])
@@ -57,7 +58,7 @@ def test_decode_agrees_with_prefill_across_pages(engine, length: int) -> None:
     """Greedy decoding picks what one pass over the whole text would pick, up to near-ties."""
     ids = random_ids(length, VOCAB, seed=7)
     tokens = generate(engine, ids, 70)
-    logits = engine.prompt_logits(ids + tokens[:-1])[length - 1 :]
+    logits = prompt_logits(engine, ids + tokens[:-1])[length - 1 :]
     chosen = logits[np.arange(len(tokens)), tokens]
     assert (logits.max(axis=1) - chosen).max() < 0.1
 
@@ -142,7 +143,7 @@ def test_logprobs_match_prompt_logits(engine) -> None:
     engine.prefill([(slot, ids, True)])
     (output,) = engine.collect()
     engine.release(slot)
-    logits = engine.prompt_logits(ids)[-1].astype(np.float64)
+    logits = prompt_logits(engine, ids)[-1].astype(np.float64)
     logprobs = logits - np.log(np.exp(logits - logits.max()).sum()) - logits.max()
     best = np.argsort(-logprobs, kind="stable")[:5]
     assert output.tokens == [best[0]]
@@ -173,7 +174,7 @@ def test_logprobs_of_a_prompt(engine, length: int, chunk: int) -> None:
     engine.release(slot)
     assert tokens == expected
 
-    logits = engine.prompt_logits(ids)[:-1].astype(np.float64)
+    logits = prompt_logits(engine, ids)[:-1].astype(np.float64)
     shifted = logits - logits.max(axis=1, keepdims=True)
     logprobs = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
     best = np.argsort(-logits, axis=1, kind="stable")[:, :3]
@@ -236,10 +237,13 @@ def test_pages_are_taken_and_given_back(directory: Path, device: str) -> None:
         (lambda e: e.prefill([(3, [1], True)]), "slot 3 holds no sequence"),
         (lambda e: e.decode([9]), "slot 9 holds no sequence"),
         (lambda e: e.decode([]), "a decode step of 0 sequences"),
-        (lambda e: e.prompt_logits([]), "has no tokens"),
-        (lambda e: e.prompt_logits([VOCAB]), f"token id {VOCAB} is outside the vocabulary"),
-        (lambda e: e.prompt_logits([-1]), "token id -1 is outside"),
-        (lambda e: e.prompt_logits([1] * 1000), "has 1000 tokens, the engine holds 512"),
+        (lambda e: prompt_logits(e, []), "has no tokens"),
+        (lambda e: prompt_logits(e, [VOCAB]), f"token id {VOCAB} is outside the vocabulary"),
+        (lambda e: prompt_logits(e, [-1]), "token id -1 is outside"),
+        (
+            lambda e: prompt_logits(e, [1] * 1000),
+            "1000 tokens were asked for, the engine holds 512",
+        ),
         (lambda e: e.add_sequence(sampling(top_p=0.0), []), "top_p is 0, expected above 0"),
         (lambda e: e.add_sequence(sampling(temperature=-1.0), []), "temperature is -1"),
         (lambda e: e.add_sequence(sampling(logprobs=21), []), "logprobs is 21, expected -1"),
@@ -270,7 +274,7 @@ def test_greedy_text_is_the_same_on_cpu_and_cuda() -> None:
         cpu, cuda = (generate(engine, ids, 60) for engine in engines)
         split = next((i for i, (a, b) in enumerate(zip(cpu, cuda, strict=True)) if a != b), None)
         if split is not None:  # only a near-tie may part them
-            logits = engines[0].prompt_logits(ids + cpu[:split])[-1]
+            logits = prompt_logits(engines[0], ids + cpu[:split])[-1]
             assert abs(logits[cpu[split]] - logits[cuda[split]]) < 0.05
 
 

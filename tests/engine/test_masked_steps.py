@@ -25,7 +25,7 @@ from tests.engine.drafted import (
     family_of,
 )
 from tests.engine.harness import DEVICES, SMALL
-from tests.reference.engines import extension_or_skip
+from tests.reference.engines import extension_or_skip, prompt_logits
 
 extension_or_skip()
 
@@ -194,7 +194,7 @@ def test_greedy_tokens_are_the_likeliest_that_are_allowed(tmp_path: Path) -> Non
     engine = models.engine("llama", None)
     ids = PROMPTS[2]
     tokens = one(engine, ids, 30).tokens
-    logits = engine.prompt_logits(ids + tokens)[len(ids) - 1 : -1]
+    logits = prompt_logits(engine, ids + tokens)[len(ids) - 1 : -1]
     for i, (token, z) in enumerate(zip(tokens, logits)):
         may = allowed(tokens[:i])
         assert may[token]

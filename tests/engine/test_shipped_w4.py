@@ -11,7 +11,7 @@ import pytest
 
 from cpmcu import LLM, SamplingParams
 from tests.engine.harness import DEVICES, SHIPPED
-from tests.reference.engines import extension_or_skip
+from tests.reference.engines import extension_or_skip, prompt_logits
 
 extension_or_skip()
 pytestmark = pytest.mark.slow  # 4 bits under a sanitizer: test_w4.py, test_spec_exact.py
@@ -37,7 +37,7 @@ def loss(llm: LLM, texts: list[list[int]]) -> float:
     """Mean nats per token of texts of token ids."""
     total = 0.0
     for ids in texts:
-        logits = llm.call_engine(lambda engine, ids=ids: engine.prompt_logits(ids)[:-1])
+        logits = llm.call_engine(lambda engine, ids=ids: prompt_logits(engine, ids)[:-1])
         logits = logits.astype(np.float64)
         norm = np.log(np.exp(logits - logits.max(1, keepdims=True)).sum(1)) + logits.max(1)
         total += float((norm - logits[np.arange(len(ids) - 1), ids[1:]]).sum())

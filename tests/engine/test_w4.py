@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 
 from tests.engine.harness import DEVICES, SMALL, generate, make_engine, random_ids
-from tests.reference.engines import extension_or_skip
+from tests.reference.engines import extension_or_skip, prompt_logits
 from tests.reference.tiny_checkpoints import TinyCheckpoint, write_tiny
 from tests.reference.tiny_w4 import LAYOUTS, SIZES, quantise, write_w4
 from tests.tolerances import LOGITS, LOGITS_CUDA, assert_close
@@ -33,7 +33,7 @@ def settings_of(device: str) -> dict[str, Any]:
 
 def logits(directory: Path, device: str, **config: Any) -> npt.NDArray[np.float32]:
     config = {"chunk_length": 256, **settings_of(device), **config}
-    return make_engine(directory, **config).prompt_logits(IDS)
+    return prompt_logits(make_engine(directory, **config), IDS)
 
 
 def tolerance(device: str) -> Any:

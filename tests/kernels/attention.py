@@ -23,6 +23,7 @@ class Case:
     seed: int = 0
     window: int = 0
     by_position: bool = False
+    gated: bool = False  # something of the size of a head lies behind each query head
 
     def __post_init__(self) -> None:
         step, dim = self.step, self.head_dim
@@ -67,7 +68,13 @@ class Case:
     def put(self, device: str) -> tuple[Any, Any, Any, Any]:
         """qkv, the cache and the rows."""
         k, v = (self.put_raw(device, self.cache(cells)) for cells in (self.k, self.v))
-        return put(device, self.qkv, self.dtype), k, v, self.step.rows(device)
+        qkv = self.qkv
+        if self.gated:
+            q, rest = np.split(qkv, [self.num_heads * self.head_dim], axis=1)
+            q = q.reshape(len(qkv), self.num_heads, self.head_dim)
+            pairs = np.concatenate([q, np.full_like(q, np.nan)], axis=2)
+            qkv = np.concatenate([pairs.reshape(len(qkv), -1), rest], axis=1)
+        return put(device, qkv, self.dtype), k, v, self.step.rows(device)
 
     def run(self, name: str, device: str) -> Any:
         return self.launch(name, device, *self.put(device))
@@ -80,10 +87,18 @@ class Case:
             num_rows=num_rows, num_heads=self.num_heads, head_dim=self.head_dim,
             max_kv=self.step.max_kv,
         )  # fmt: skip
+        more = {}
+        if self.gated:
+            k_begin = 2 * self.num_heads * self.head_dim
+            v_begin = k_begin + self.num_kv_heads * self.head_dim
+            more["layout"] = ops.QkvLayout(
+                row=qkv.shape[1], q_head=2 * self.head_dim, k=k_begin, v=v_begin
+            )
         attention = ops.Attention(
             out=out, qkv=qkv, k_cache=k, v_cache=v, scale=self.scale, num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, rows=rows,
             scratch=empty(device, [floats]), window=self.window, by_position=self.by_position,
+            **more,
         )  # fmt: skip
         return attention, out
 

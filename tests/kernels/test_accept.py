@@ -34,8 +34,9 @@ class Slots:
             "next_tokens": rng.integers(VOCAB, size=num_slots),
             "counts": rng.integers(5, size=(num_slots, VOCAB)),
             "history": rng.integers(100, 200, size=(num_slots, MAX_LEN)),
-            "pending_ids": rng.integers(100, size=(num_slots, max_emitted)),
-            "pending_counts": rng.integers(max_emitted, size=num_slots),
+            "accepted_ids": rng.integers(100, size=(num_slots, max_emitted)),
+            "accepted_paths": rng.integers(100, size=(num_slots, max_emitted)),
+            "accepted_counts": rng.integers(max_emitted, size=num_slots),
         }
         self.sampling = np.zeros(num_slots, ops.slot_sampling_dtype)
         self.sampling["use_penalties"] = rng.integers(2, size=num_slots)
@@ -92,44 +93,43 @@ class Cycle:
         s, d = self.slots, self.slots.device
         s.put_all()
         num_seqs = len(self.seq_slots)
-        shape = (num_seqs, s.max_emitted)
-        self.paths = empty(d, shape, "int32")
-        self.num_emitted = empty(d, [num_seqs], "int32")
+        accepted = {name: s.arrays[f"accepted_{name}"] for name in ("ids", "paths", "counts")}
         before = int(s.ticket.numpy()[0])
         ops.accept_tree(
             context(d), trees=Trees(d, num_seqs, self.num_nodes, self.contents).op,
-            max_emitted=s.max_emitted, drawn=put_ints(d, self.drawn),
+            drawn=put_ints(d, self.drawn),
             logprobs=put_raw(d, self.logprobs), seq_slots=put_ints(d, self.seq_slots),
             sampling=put_raw(d, s.sampling),
             state=ops.SlotState(
                 lengths=s.arrays["lengths"], next_tokens=s.arrays["next_tokens"],
                 counts=s.arrays["counts"], vocab_size=VOCAB, history=s.arrays["history"],
+                accepted=ops.Accepted(**accepted),
             ),
-            stops=s.stop_array, paths=self.paths, num_emitted=self.num_emitted,
-            pending_ids=s.arrays["pending_ids"], pending_counts=s.arrays["pending_counts"],
-            results=s.results, ring_size=RING, max_seqs=s.max_seqs, ticket=s.ticket, done=s.done,
+            stops=s.stop_array,
+            sink=ops.ResultSink(
+                results=s.results, ring_size=RING, max_seqs=s.max_seqs, ticket=s.ticket,
+                done=s.done,
+            ),
         )  # fmt: skip
         assert (int(s.ticket.numpy()[0]), int(s.done.numpy()[0])) == (before + 1, before + 1)
         self.results = get_structs(s.results, ops.slot_result_dtype)[before % RING]
 
     def check(self) -> list[int]:
         """Returns how many tokens each sequence emitted."""
-        paths = self.paths.numpy()
         lengths = []
         for seq, slot in enumerate(self.seq_slots):
             found = self.apply(seq, int(slot))
             num = len(found.path)
-            rest = [-1] * (self.slots.max_emitted - num)
-            assert paths[seq].tolist() == [*found.path, *rest]
             rows = [seq * self.num_nodes + node for node in found.path]
             self.check_result(self.results[seq], int(slot), rows, found)
             lengths.append(num)
-        assert self.num_emitted.numpy().tolist() == lengths
         self.slots.check_all()
         return lengths
 
     def apply(self, seq: int, slot: int) -> reference.Acceptance:
         host, stop, tree = self.slots.host, self.slots.stops[slot], self.contents[seq]
+        host["accepted_paths"][slot] = -1
+        host["accepted_counts"][slot] = 0
         if stop["finished"]:
             return reference.Acceptance([], [], True)
         stop_ids = stop["stop_ids"][: stop["num_stop_ids"]].tolist()
@@ -140,8 +140,9 @@ class Cycle:
         host["history"][slot, length : length + room] = cached[:room]
         host["lengths"][slot] += num
         host["next_tokens"][slot] = found.emitted[-1]
-        host["pending_ids"][slot, :num] = found.emitted
-        host["pending_counts"][slot] = num
+        host["accepted_ids"][slot, :num] = found.emitted
+        host["accepted_paths"][slot, :num] = found.path
+        host["accepted_counts"][slot] = num
         if self.slots.sampling[slot]["use_penalties"]:
             np.add.at(host["counts"][slot], found.emitted, 1)
         stop["max_tokens"] -= num
@@ -212,41 +213,42 @@ def test_limits_end_a_run(device: str, max_tokens: int) -> None:
 
 
 @on_devices
-def test_without_a_drafter_s_state(device: str) -> None:
-    """The drafter's outputs and the history may be missing."""
+def test_without_history_and_ring(device: str) -> None:
+    """A step whose results nobody reads on the host, and that keeps no history."""
     tree = reference.chain(1, [2, 3])
     lengths, next_tokens = put_ints(device, [5]), put_ints(device, [1])
     stops = np.zeros(1, ops.slot_stop_dtype)
     stops["max_tokens"] = 10
-    results = empty_structs(device, [1, 1], ops.slot_result_dtype, pinned=True)
     sampling = np.zeros(1, ops.slot_sampling_dtype)
-    sampling["num_logprobs"] = -1
+    sampling["num_logprobs"] = 5
+    counts = empty(device, [1], "int32")
+    accepted = ops.Accepted(
+        ids=empty(device, (1, 3), "int32"), paths=empty(device, (1, 3), "int32"), counts=counts
+    )
     ops.accept_tree(
-        context(device), trees=Trees(device, 1, 3, [tree]).op, max_emitted=3,
+        context(device), trees=Trees(device, 1, 3, [tree]).op,
         drawn=put_ints(device, [[2, 3, 4]]), logprobs=None, seq_slots=put_ints(device, [0]),
         sampling=put_raw(device, sampling), stops=put_raw(device, stops),
         state=ops.SlotState(
-            lengths=lengths, next_tokens=next_tokens, counts=None, vocab_size=VOCAB
+            lengths=lengths, next_tokens=next_tokens, counts=None, vocab_size=VOCAB,
+            accepted=accepted,
         ),
-        paths=empty(device, (1, 3), "int32"), num_emitted=empty(device, [1], "int32"),
-        results=results, ring_size=1, max_seqs=1, ticket=put_raw(device, np.zeros(1, np.uint64)),
-        done=put_raw(device, np.zeros(1, np.uint64), pinned=True),
     )  # fmt: skip
-    assert (lengths.numpy()[0], next_tokens.numpy()[0]) == (8, 4)
+    assert (lengths.numpy()[0], next_tokens.numpy()[0], counts.numpy()[0]) == (8, 4, 3)
 
 
 @on_devices
 @pytest.mark.parametrize(
-    ("num_kv_heads", "head_dim", "dtype"),
+    ("num_heads", "head_dim", "dtype"),
     [(2, 128, "float16"), (1, 8, "float16"), (3, 256, "float16"), (2, 4, "float32")],
 )
-@pytest.mark.parametrize("has_features", [False, True])
+@pytest.mark.parametrize("has_hidden", [False, True])
 def test_keep_accepted(
-    device: str, num_kv_heads: int, head_dim: int, dtype: str, has_features: bool
+    device: str, num_heads: int, head_dim: int, dtype: str, has_hidden: bool
 ) -> None:
     rng = np.random.default_rng(head_dim)
     num_slots, max_pages, num_layers = 5, 4, 2
-    width = 1032 if has_features else 8
+    width = 1032 if has_hidden else 8
     for max_emitted in (1, 2, 5, 9, 64):
         slots = rng.permutation(num_slots)[:4]
         pages = rng.permutation(num_slots * max_pages).reshape(num_slots, max_pages)
@@ -258,26 +260,27 @@ def test_keep_accepted(
             inner = np.sort(rng.permutation(63)[: max(num - 1, 0)]) + 1
             path[:num] = [0, *inner][:num]
         paths[1, : num_emitted[1]] = np.arange(num_emitted[1])  # all in place
-        shape = (num_layers * 2, pages.size, num_kv_heads * PAGE * head_dim)
+        shape = (num_layers * 2, pages.size, num_heads * PAGE * head_dim)
         content = rng.integers(-99, 99, size=shape).astype(dtype)
         pool = put_raw(device, content)
         lengths = before.copy()
         lengths[slots] += num_emitted
         rows = rng.integers(-99, 99, size=(4, 64, width)).astype(dtype)
         kept = np.full((num_slots, max_emitted, width), -1, dtype)
-        pending = put_raw(device, kept.reshape(-1, width))
-        features = put_raw(device, rows.reshape(-1, width)) if has_features else None
+        accepted_hidden = put_raw(device, kept.reshape(-1, width))
+        hidden = put_raw(device, rows.reshape(-1, width)) if has_hidden else None
+        by_slot = np.full((num_slots, max_emitted), -1), np.zeros(num_slots, int)
+        by_slot[0][slots], by_slot[1][slots] = paths, num_emitted
         ops.keep_accepted(
-            context(device), pool=pool, num_kv_heads=num_kv_heads, head_dim=head_dim,
+            context(device), pool=pool, num_heads=num_heads, width=head_dim,
             page_table=put_ints(device, pages), num_nodes=64, seq_slots=put_ints(device, slots),
-            lengths=put_ints(device, lengths), paths=put_ints(device, paths),
-            num_emitted=put_ints(device, num_emitted), features=features,
-            pending_features=pending,
+            lengths=put_ints(device, lengths), accepted=accepted_of(device, *by_slot),
+            hidden=hidden, accepted_hidden=accepted_hidden,
         )  # fmt: skip
-        for seq, slot in enumerate(slots if has_features else ()):
+        for seq, slot in enumerate(slots if has_hidden else ()):
             kept[slot, : num_emitted[seq]] = rows[seq, paths[seq, : num_emitted[seq]]]
-        assert np.array_equal(pending.numpy(), kept.reshape(-1, width)), max_emitted
-        paged = (num_layers * 2, -1, num_kv_heads, PAGE, head_dim)
+        assert np.array_equal(accepted_hidden.numpy(), kept.reshape(-1, width)), max_emitted
+        paged = (num_layers * 2, -1, num_heads, PAGE, head_dim)
         expected = content.reshape(paged).copy()
         for seq, slot in enumerate(slots):
             cells = expected[:, pages[slot]].transpose(1, 3, 0, 2, 4)  # page, cell, layer, head, D
@@ -288,36 +291,44 @@ def test_keep_accepted(
         assert np.array_equal(pool.numpy(), expected.reshape(shape)), max_emitted
 
 
+def accepted_of(device: str, paths: np.ndarray, counts: np.ndarray):
+    """Paths [slots, max] and counts [slots]; ids do not matter."""
+    paths = put_ints(device, paths)
+    return ops.Accepted(ids=paths, paths=paths, counts=put_ints(device, counts))
+
+
 @on_devices
-def test_features_of_a_root(device: str) -> None:
-    """A tree of the root alone has features to keep, and no keys to move."""
+def test_hidden_state_of_a_root(device: str) -> None:
+    """A tree of the root alone has a hidden state to keep, and no keys to move."""
     pool, row = np.arange(2 * 64 * 8).reshape(2, 1, 512), np.arange(8)
     array = put_raw(device, pool.astype("float16"))
-    pending = put_raw(device, np.zeros((6, 8), "float16"))
+    kept = put_raw(device, np.zeros((6, 8), "float16"))
     ops.keep_accepted(
-        context(device), pool=array, num_kv_heads=1, head_dim=8,
+        context(device), pool=array, num_heads=1, width=8,
         page_table=put_ints(device, [[0], [0]]), num_nodes=1, seq_slots=put_ints(device, [1]),
-        lengths=put_ints(device, [0, 5]), paths=put_ints(device, [[0, -1, -1]]),
-        num_emitted=put_ints(device, [1]), features=put_raw(device, row[None].astype("float16")),
-        pending_features=pending,
+        lengths=put_ints(device, [0, 5]),
+        accepted=accepted_of(device, np.array([[-1] * 3, [0, -1, -1]]), np.array([0, 1])),
+        hidden=put_raw(device, row[None].astype("float16")), accepted_hidden=kept,
     )  # fmt: skip
     assert np.array_equal(array.numpy(), pool)
-    assert pending.numpy().tolist() == [[0] * 8] * 3 + [row.tolist()] + [[0] * 8] * 2
+    assert kept.numpy().tolist() == [[0] * 8] * 3 + [row.tolist()] + [[0] * 8] * 2
 
 
 @on_devices
 def test_keep_accepted_checks_its_tensors(device: str) -> None:
     arguments = {
-        "num_kv_heads": 1, "head_dim": 8, "num_nodes": 1,
+        "num_heads": 1, "width": 8, "num_nodes": 1,
         "page_table": put_ints(device, [[0]]), "seq_slots": put_ints(device, [0]),
-        "lengths": put_ints(device, [1]), "paths": put_ints(device, [[0]]),
-        "num_emitted": put_ints(device, [1]),
+        "lengths": put_ints(device, [1]),
+        "accepted": accepted_of(device, np.array([[0]]), np.array([1])),
     }  # fmt: skip
     with pytest.raises(ValueError, match="the pool is"):
         ops.keep_accepted(context(device), pool=empty(device, (2, 3, 100), "float16"), **arguments)
-    with pytest.raises(ValueError, match=r"features are float16 \[1, 8\], kept float16 \[1, 16\]"):
+    with pytest.raises(
+        ValueError, match=r"hidden states are float16 \[1, 8\], kept float16 \[1, 16\]"
+    ):
         ops.keep_accepted(
             context(device), pool=empty(device, (2, 3, 512), "float16"),
-            features=empty(device, (1, 8), "float16"),
-            pending_features=empty(device, (1, 16), "float16"), **arguments,
+            hidden=empty(device, (1, 8), "float16"),
+            accepted_hidden=empty(device, (1, 16), "float16"), **arguments,
         )  # fmt: skip

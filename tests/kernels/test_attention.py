@@ -44,6 +44,14 @@ def test_heads(device: str, dtype: str, name: str, heads: tuple[int, int, int]) 
 
 
 @on_devices_and_dtypes
+@pytest.mark.parametrize("heads", [(4, 2, 128), (7, 1, 64), (4, 1, 256)])
+@pytest.mark.parametrize("name", [DECODE, PREFILL])
+def test_query_heads_apart(device: str, dtype: str, name: str, heads: tuple[int, int, int]) -> None:
+    step = Step(lengths=[0, 63, 300], counts=[1, 60, 3])
+    Case(step, *heads, dtype, gated=True).check(name, device)
+
+
+@on_devices_and_dtypes
 @pytest.mark.parametrize("name", [DECODE, PREFILL])
 def test_lengths_around_page_edges(device: str, dtype: str, name: str) -> None:
     step = Step(lengths=EDGES, counts=[1] * len(EDGES))

@@ -27,11 +27,13 @@ HEADS = sizes((1, 1, 64), (4, 2, 128), (7, 1, 64), (16, 2, 128), (2, 2, 256), (3
 def check_step(
     device: str, dtype: str, step: Step, heads: tuple[int, int, int], *,
     bias: bool = False, norm: bool = False, scaling: float = 1.0, eps: float = 1e-6,
+    rotary_dim: int = 0, spread: bool = False,
 ) -> None:  # fmt: skip
+    """`spread`: another tensor of the size of a head lies behind each query head."""
     num_heads, num_kv, dim = heads
     columns = (num_heads + 2 * num_kv) * dim
     rng = np.random.default_rng(3)
-    inv_freq = inv_freq_of(dim)
+    inv_freq = inv_freq_of(rotary_dim or dim)
 
     def draw(*shape: int) -> np.ndarray:
         return rounded(rng.standard_normal(shape), dtype)
@@ -55,23 +57,34 @@ def check_step(
         new_k[page, :, cell] = reference.rope(k[row], position, inv_freq, scaling)
         new_v[page, :, cell] = v[row]
 
+    layout, wide = {}, qkv
+    if spread:
+        gates = draw(step.num_rows, num_heads, dim)
+        wide = spread_out(qkv, gates)
+        k = 2 * num_heads * dim
+        layout["layout"] = ops.QkvLayout(
+            row=k + 2 * num_kv * dim, q_head=2 * dim, k=k, v=k + num_kv * dim
+        )
+        new_qkv = spread_out(new_qkv, gates)
+
     def run(device: str) -> list[np.ndarray]:
         def optional(values: np.ndarray | None) -> Any:
             return None if values is None else put(device, values, dtype)
 
-        arrays = [put(device, a, dtype) for a in (qkv, k_before, v_before)]
+        arrays = [put(device, a, dtype) for a in (wide, k_before, v_before)]
         rotary = ops.RotaryKv(
             qkv=arrays[0], k_cache=arrays[1], v_cache=arrays[2], bias=optional(biases),
             q_norm=optional(q_norm), k_norm=optional(k_norm), norm_eps=eps,
             inv_freq=put(device, inv_freq), attention_scaling=scaling, num_heads=num_heads,
-            num_kv_heads=num_kv, head_dim=dim, rows=step.rows(device),
+            num_kv_heads=num_kv, head_dim=dim, rows=step.rows(device), rotary_dim=rotary_dim,
+            **layout,
         )  # fmt: skip
         ops.rotary_kv(context(device), rotary)
         return [get(array) for array in arrays]
 
     results = run(device)
     tolerance = KERNELS["exact_inputs"][dtype]
-    q_columns = num_heads * dim
+    q_columns = num_heads * dim * (2 if spread else 1)
     assert_close(results[0][:, :q_columns], new_qkv[:, :q_columns], tolerance)
     for result, new, before in zip(results[1:], (new_k, new_v), (k_before, v_before)):
         assert_close(result, new, tolerance)
@@ -95,6 +108,41 @@ def test_heads(device: str, dtype: str, heads: Any, bias: bool, norm: bool) -> N
 def test_all_together(device: str, dtype: str) -> None:
     step = Step(lengths=[5, 1], counts=[1, 64])
     check_step(device, dtype, step, (4, 2, 64), bias=True, norm=True, scaling=1.19, eps=1e-5)
+
+
+def spread_out(qkv: np.ndarray, gates: np.ndarray) -> np.ndarray:
+    """qkv with gates [T, Hq, D] between the query heads."""
+    num_rows, num_heads, dim = gates.shape
+    q, rest = np.split(qkv, [num_heads * dim], axis=1)
+    pairs = np.concatenate([q.reshape(gates.shape), gates], axis=2)
+    return np.concatenate([pairs.reshape(num_rows, -1), rest], axis=1)
+
+
+@on_devices_and_dtypes
+@pytest.mark.parametrize(("heads", "rotary_dim"), [((4, 2, 128), 32), ((2, 1, 256), 64),
+                                                   ((3, 1, 64), 16), ((2, 2, 128), 112)])  # fmt: skip
+@pytest.mark.parametrize("spread", [False, True])
+def test_part_of_a_head_is_rotated(
+    device: str, dtype: str, heads: Any, rotary_dim: int, spread: bool
+) -> None:
+    step = Step(lengths=[0, 63, 130], counts=[3, 2, 5])
+    check_step(
+        device, dtype, step, heads, bias=True, norm=True, rotary_dim=rotary_dim, spread=spread
+    )
+
+
+@on_devices
+@pytest.mark.parametrize("rotary_dim", [72, 3])
+def test_rotary_dim_must_fit(device: str, rotary_dim: int) -> None:
+    step = Step(lengths=[0], counts=[1])
+    cache = put(device, np.zeros((step.num_pages, 1, 64, 64)), "float16")
+    rotary = ops.RotaryKv(
+        qkv=put(device, np.zeros((1, 192)), "float16"), k_cache=cache, v_cache=cache,
+        inv_freq=put(device, inv_freq_of(128)), num_heads=1, num_kv_heads=1, head_dim=64,
+        rows=step.rows(device), rotary_dim=rotary_dim,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=f"{rotary_dim} of 64 elements are rotated"):
+        ops.rotary_kv(context(device), rotary)
 
 
 @on_devices_and_dtypes

@@ -7,7 +7,6 @@ import numpy as np
 
 from tests.kernels.util import (
     context,
-    empty,
     empty_structs,
     get_structs,
     on_devices,
@@ -16,7 +15,7 @@ from tests.kernels.util import (
     put_raw,
 )
 
-SLOTS, VOCAB = 5, 11
+SLOTS, VOCAB, MAX_LEN = 5, 11, 120
 
 
 @dataclass
@@ -27,24 +26,16 @@ class State:
         self.lengths = put_ints(self.device, [10, 20, 30, 40, 50])
         self.next_tokens = put_ints(self.device, [1, 2, 3, 4, 5])
         self.counts = put_ints(self.device, np.zeros((SLOTS, VOCAB)))
+        self.history = put_ints(self.device, np.full((SLOTS, MAX_LEN), -1))
+        self.accepted = {
+            "ids": put_ints(self.device, np.full((SLOTS, 2), 7)),
+            "paths": put_ints(self.device, np.full((SLOTS, 2), 7)),
+            "counts": put_ints(self.device, np.full(SLOTS, 7)),
+        }
         self.op = ops.SlotState(
             lengths=self.lengths, next_tokens=self.next_tokens, counts=self.counts,
-            vocab_size=VOCAB,
+            vocab_size=VOCAB, history=self.history, accepted=ops.Accepted(**self.accepted),
         )  # fmt: skip
-
-
-@on_devices
-def test_begin_decode(device: str) -> None:
-    outputs = {name: empty(device, [3], "int32") for name in ("ids", "positions", "row_seqs")}
-    begins = empty(device, [4], "int32")
-    ops.begin_decode(
-        context(device), seq_slots=put_ints(device, [4, 0, 2]), num_seqs=3,
-        state=State(device).op, seq_row_begin=begins, **outputs,
-    )  # fmt: skip
-    assert outputs["ids"].numpy().tolist() == [5, 1, 3]
-    assert outputs["positions"].numpy().tolist() == [50, 10, 30]
-    assert outputs["row_seqs"].numpy().tolist() == [0, 1, 2]
-    assert begins.numpy().tolist() == [0, 1, 2, 3]
 
 
 class Finisher:
@@ -69,13 +60,17 @@ class Finisher:
         self, slots: list[int], rows: list[int], sampled: list[int], tokens: list[int]
     ) -> None:
         d = self.device
+        self.ids = np.arange(sum(rows)) + 1000
         ops.finish_step(
             context(d), seq_slots=put_ints(d, slots),
             seq_row_begin=put_ints(d, np.cumsum([0, *rows])), num_seqs=len(slots),
+            ids=put_ints(d, self.ids), row_seqs=put_ints(d, np.repeat(np.arange(len(rows)), rows)),
             sampled_seqs=put_ints(d, sampled or [0]), num_sampled=len(sampled),
             tokens=put_ints(d, tokens or [0]), logprobs=put_raw(d, self.logprobs),
-            sampling=self.sampling, state=self.state.op, results=self.results, ring_size=2,
-            max_seqs=3, ticket=self.ticket, done=self.done,
+            sampling=self.sampling, state=self.state.op,
+            sink=ops.ResultSink(
+                results=self.results, ring_size=2, max_seqs=3, ticket=self.ticket, done=self.done,
+            ),
         )  # fmt: skip
 
     def entry(self, index: int) -> Any:
@@ -94,6 +89,21 @@ def test_finish_step_updates_the_slots(device: str) -> None:
     counts = np.zeros((SLOTS, VOCAB), int)
     counts[2, 9] = counts[0, 10] = 1
     assert np.array_equal(step.state.counts.numpy(), counts)
+
+
+@on_devices
+def test_finish_step_keeps_what_a_draft_needs(device: str) -> None:
+    """The history up to its end, and drawn tokens as what was accepted: no node drew them."""
+    step = Finisher(device)
+    step.finish(slots=[2, 0, 3], rows=[1, 7, 100], sampled=[0, 1], tokens=[9, 10])
+    history = np.full((SLOTS, MAX_LEN), -1)
+    history[2, 30], history[0, 10:17] = step.ids[0], step.ids[1:8]
+    history[3, 40:] = step.ids[8:88]
+    assert np.array_equal(step.state.history.numpy(), history)
+    accepted = {name: array.numpy() for name, array in step.state.accepted.items()}
+    assert accepted["counts"].tolist() == [1, 7, 1, 7, 7]
+    assert accepted["ids"][:, 0].tolist() == [10, 7, 9, 7, 7]
+    assert accepted["paths"][:, 0].tolist() == [-1, 7, -1, 7, 7]
 
 
 @on_devices

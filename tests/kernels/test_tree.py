@@ -33,7 +33,7 @@ class Beam:
         num_slots = num_seqs + 2
         self.slots = self.rng.permutation(num_slots)[:num_seqs]
         self.lengths = self.rng.integers(1000, size=num_slots)
-        self.pending = self.rng.integers(1, 9, size=num_slots)
+        self.accepted = self.rng.integers(0, 9, size=num_slots)
         self.roots = self.rng.integers(VOCAB, size=num_slots)
         count, rows = num_candidates(topk, depth), (num_seqs, topk)
         self.arrays = {
@@ -60,17 +60,15 @@ class Beam:
         tokens = self.rng.integers(VOCAB, size=shape)
         for seq, growth in enumerate(self.growths):
             growth.expand(tokens[seq], logprobs[seq])
-        pending = put_ints(self.device, self.pending)
         lengths = put_ints(self.device, self.lengths)
         ops.tree_expand(
             context(self.device), beam=self.op, level=level,
             topk_tokens=put_ints(self.device, tokens), topk_logprobs=put(self.device, logprobs),
-            seq_slots=put_ints(self.device, self.slots), pending_counts=pending,
-            draft_lengths=lengths,
+            seq_slots=put_ints(self.device, self.slots),
+            accepted_counts=put_ints(self.device, self.accepted), draft_lengths=lengths,
         )  # fmt: skip
-        self.lengths[self.slots] += self.pending[self.slots]
-        self.pending[self.slots] = 0
-        assert np.array_equal(pending.numpy(), self.pending)
+        if level == 0:
+            self.lengths[self.slots] += np.maximum(self.accepted[self.slots], 1)
         assert np.array_equal(lengths.numpy(), self.lengths)
 
     def check_level(self, level: int) -> None:
@@ -91,14 +89,24 @@ class Beam:
             assert got["scores"][seq, :known].tolist() == [c.score for c in growth.candidates]
 
     def build(self, num_nodes: int) -> Trees:
+        shape = (self.num_seqs, num_nodes - 1)
+        draft = {name: empty(self.device, shape, "int32") for name in ("tokens", "parents")}
+        self.draft_scores = empty(self.device, shape)
+        op = ops.Draft(**draft, scores=self.draft_scores)
+        ops.draft_select(context(self.device), beam=self.op, draft=op)
         trees = Trees(self.device, self.num_seqs, num_nodes)
         ops.tree_build(
-            context(self.device), beam=self.op, trees=trees.op,
+            context(self.device), draft=op, trees=trees.op,
             seq_slots=put_ints(self.device, self.slots),
             slots=slot_state(self.device, self.lengths, self.roots),
         )  # fmt: skip
         trees.check_rows(self.slots, self.lengths)
         return trees
+
+    def check_scores(self, num_nodes: int) -> None:
+        for got, growth in zip(self.draft_scores.numpy(), self.growths):
+            chosen = reference.best(growth.candidates, num_nodes - 1)
+            assert got.tolist() == [c.score for c in chosen]
 
 
 def slot_state(device: str, lengths: Any, next_tokens: Any) -> Any:
@@ -168,6 +176,7 @@ def test_growth_and_choice(device: str, topk: int, coarse: bool) -> None:
                 for growth, slot in zip(beam.growths, beam.slots)
             ]
             beam.build(num_nodes).check(expected)
+            beam.check_scores(num_nodes)
 
 
 @on_devices
@@ -216,15 +225,15 @@ def test_limits_of_growth(device: str) -> None:
     with pytest.raises(ValueError, match="level 2 of a depth of 2"):
         Beam(device, num_seqs=1, topk=2, depth=2).expand(2, coarse=False)
     beam = Beam(device, num_seqs=1, topk=3, depth=2)
-    with pytest.raises(ValueError, match=r"14 nodes needs 13 candidates.*make 12"):
+    with pytest.raises(ValueError, match=r"13 tokens of the 12 candidates that top-k 3"):
         beam.build(14)
-    with pytest.raises(ValueError, match="65 nodes"):
+    with pytest.raises(ValueError, match=r"64 tokens of the .* expected at most 63"):
         Beam(device, num_seqs=1, topk=10, depth=4).build(65)
 
 
 @on_devices
 @pytest.mark.parametrize("num_nodes", NUM_NODES)
-def test_chain_build(device: str, num_nodes: int) -> None:
+def test_trees_of_chains(device: str, num_nodes: int) -> None:
     rng = np.random.default_rng(num_nodes)
     num_seqs = 50
     slots, roots = rng.permutation(60)[:num_seqs], rng.integers(VOCAB, size=60)
@@ -232,48 +241,126 @@ def test_chain_build(device: str, num_nodes: int) -> None:
     chains = rng.integers(VOCAB, size=(num_seqs, num_nodes - 1))
     chains[rng.random(chains.shape) < 0.5 / num_nodes] = -1
     trees = Trees(device, num_seqs, num_nodes)
-    ops.chain_build(
-        context(device), chain=put_ints(device, chains), trees=trees.op,
-        seq_slots=put_ints(device, slots), slots=slot_state(device, lengths, roots),
-    )  # fmt: skip
-    trees.check_rows(slots, lengths)
+    build_trees(device, trees, slots, lengths, roots, tokens=put_ints(device, chains))
     trees.check([reference.chain(int(roots[s]), c.tolist()) for s, c in zip(slots, chains)])
 
 
+def build_trees(device: str, trees: Trees, slots: Any, lengths: Any, roots: Any, **draft: Any):
+    draft = {"draft": ops.Draft(**draft)} if draft else {}
+    ops.tree_build(
+        context(device), trees=trees.op, seq_slots=put_ints(device, slots),
+        slots=slot_state(device, lengths, roots), **draft,
+    )  # fmt: skip
+    trees.check_rows(slots, lengths)
+
+
 @on_devices
-def test_begin_or_skip_draft(device: str) -> None:
-    pending, slots = 4, [3, 0, 2]
-    ids = np.arange(20).reshape(5, pending) + 100
-    counts = put_ints(device, [4, 9, 0, 2, 9])
-    draft_lengths = put_ints(device, [10, 20, 30, 40, 50])
+@pytest.mark.parametrize("num_nodes", NUM_NODES)
+def test_trees_of_drafts(device: str, num_nodes: int) -> None:
+    """What hangs below an unused token is unused; a draft may have fewer tokens than the tree."""
+    rng = np.random.default_rng(num_nodes)
+    num_seqs, num_tokens = 20, rng.integers(0, num_nodes)
+    slots, lengths = rng.permutation(30)[:num_seqs], rng.integers(1000, size=30)
+    drafted = [reference.random_tree(rng, num_tokens + 1, 8, VOCAB) for _ in range(num_seqs)]
+    roots = rng.integers(VOCAB, size=30)
+    tokens = np.array([tree.tokens[1:] for tree in drafted]).reshape(num_seqs, num_tokens)
+    parents = np.array([tree.parents[1:] for tree in drafted]).reshape(num_seqs, num_tokens)
+    tokens[rng.random(tokens.shape) < 0.2] = -1
+    expected = []
+    for slot, its_tokens, its_parents in zip(slots, tokens.tolist(), parents.tolist()):
+        tree = reference.Tree([int(roots[slot])], [-1])
+        for i in range(num_nodes - 1):
+            token = its_tokens[i] if i < num_tokens else -1
+            parent = its_parents[i] if i < num_tokens else 0
+            used = token >= 0 and (parent == 0 or tree.tokens[parent] >= 0)
+            tree.tokens.append(token if used else -1)
+            tree.parents.append(parent if used else 0)
+        expected.append(tree)
+    trees = Trees(device, num_seqs, num_nodes)
+    draft = {"tokens": put_ints(device, tokens), "parents": put_ints(device, parents)}
+    build_trees(device, trees, slots, lengths, roots, **(draft if num_tokens else {}))
+    trees.check(expected)
+
+
+@on_devices
+def test_a_draft_larger_than_its_tree(device: str) -> None:
+    tokens = put_ints(device, [[1, 2, 3]])
+    with pytest.raises(ValueError, match="a draft of 3 tokens for trees of 3 nodes"):
+        build_trees(device, Trees(device, 1, 3), [0], [1], [1], tokens=tokens)
+
+
+@on_devices
+@pytest.mark.parametrize("shifted", [True, False])
+def test_begin_draft(device: str, shifted: bool) -> None:
+    max_path, slots = 4, [3, 0, 2]
+    ids = np.arange(20).reshape(5, max_path) + 100
+    accepted = ops.Accepted(
+        ids=put_ints(device, ids), paths=put_ints(device, ids),
+        counts=put_ints(device, [4, 9, 0, 2, 9]),
+    )  # fmt: skip
     out = {
-        name: empty(device, [3, pending], "int32")
-        for name in ("ids", "positions", "row_seqs", "feature_rows")
+        name: empty(device, [3, max_path], "int32")
+        for name in ("ids", "positions", "row_seqs", "hidden_rows")
     }
     out["seq_row_begin"] = empty(device, [4], "int32")
     out["last_rows"] = empty(device, [3], "int32")
-
-    seq_slots = put_ints(device, slots)
+    draft_lengths = put_ints(device, [1, 2, 3, 4, 5])
     ops.begin_draft(
-        context(device), seq_slots=seq_slots, num_seqs=3, max_pending=pending,
-        pending_ids=put_ints(device, ids), pending_counts=counts, draft_lengths=draft_lengths,
-        **out,
+        context(device), seq_slots=put_ints(device, slots), num_seqs=3,
+        lengths=put_ints(device, [14, 0, 30, 42, 0]), accepted=accepted, shifted=shifted,
+        draft_lengths=draft_lengths, **out,
     )  # fmt: skip
     rows = {name: array.numpy().tolist() for name, array in out.items()}
     assert rows["ids"] == [[112, 113, 0, 0], [100, 101, 102, 103], [0, 0, 0, 0]]
-    assert rows["positions"] == [[40, 41, 42, 43], [10, 11, 12, 13], [30, 31, 32, 33]]
+    first = [40, 10, 29] if shifted else [41, 11, 30]
+    assert rows["positions"] == [[at, at + 1, at + 2, at + 3] for at in first]
     assert rows["row_seqs"] == [[0] * 4, [1] * 4, [2] * 4]
-    assert rows["feature_rows"] == [[12, 13, 14, 15], [0, 1, 2, 3], [8, 9, 10, 11]]
+    assert rows["hidden_rows"] == [[12, 13, 14, 15], [0, 1, 2, 3], [8, 9, 10, 11]]
     assert rows["seq_row_begin"] == [0, 4, 8, 12]
     assert rows["last_rows"] == [1, 7, 8]
-    assert draft_lengths.numpy().tolist() == [10, 20, 30, 40, 50]
-    assert counts.numpy().tolist() == [4, 9, 0, 2, 9]
-    ops.skip_draft(
-        context(device), seq_slots=seq_slots, num_seqs=3, pending_counts=counts,
-        draft_lengths=draft_lengths,
+    assert draft_lengths.numpy().tolist() == [first[1], 2, first[2], first[0], 5]
+
+
+@on_devices
+@pytest.mark.parametrize("counts", [[1], [5], [300], [1, 1, 2, 9, 1], [257, 3, 600]])
+def test_shift_prompt(device: str, counts: list[int]) -> None:
+    """Row t of the draft holds the hidden state of token t and the id of token t + 1."""
+    rng = np.random.default_rng(sum(counts))
+    num_seqs, num_rows, max_path = len(counts), sum(counts), 3
+    slots = rng.permutation(num_seqs + 2)[:num_seqs]
+    lengths = rng.integers(0, 3, size=num_seqs + 2) * 7
+    ids = rng.integers(VOCAB, size=num_rows)
+    begin = np.cumsum([0, *counts])
+    seqs = np.repeat(np.arange(num_seqs), counts)
+
+    def rows(count: int) -> list[Any]:
+        sizes = [count, count, count, count, num_seqs + 1]
+        return [empty(device, [max(size, 1)], "int32") for size in sizes]
+
+    first, rest = rows(num_seqs), rows(num_rows - num_seqs)
+    first_lengths = put_ints(device, np.full(num_seqs + 2, -5))
+    ops.shift_prompt(
+        context(device), max_path=max_path, ids=put_ints(device, ids),
+        row_seqs=put_ints(device, seqs), seq_slots=put_ints(device, slots),
+        seq_row_begin=put_ints(device, begin), lengths=put_ints(device, lengths), first=first,
+        first_lengths=first_lengths, rest=rest,
     )  # fmt: skip
-    assert draft_lengths.numpy().tolist() == [14, 20, 30, 42, 50]
-    assert counts.numpy().tolist() == [0, 9, 0, 0, 9]
+    starts = lengths[slots]
+    got = [array.numpy().tolist() for array in first]
+    before = np.maximum(starts - 1, 0)
+    assert got[0] == ids[begin[:-1]].tolist()
+    assert got[1] == before.tolist()
+    assert got[2] == list(range(num_seqs))
+    assert got[3] == (slots * max_path).tolist()
+    assert got[4] == list(range(num_seqs + 1))
+    assert first_lengths.numpy()[slots].tolist() == before.tolist()
+    got = [array.numpy().tolist()[: num_rows - num_seqs] for array in rest[:4]]
+    later = [row for row in range(num_rows) if row not in begin]
+    assert got[0] == ids[later].tolist()
+    assert got[1] == [int(starts[seqs[r]] + r - begin[seqs[r]] - 1) for r in later]
+    assert got[2] == seqs[later].tolist()
+    assert got[3] == [row - 1 for row in later]
+    assert rest[4].numpy().tolist() == (begin - np.arange(num_seqs + 1)).tolist()
 
 
 # ---- sampling the rows of trees

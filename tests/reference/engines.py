@@ -35,9 +35,24 @@ def load_tiny(directory: Path, **config: Any) -> LoadedModel:
     return load_model(str(directory), config=EngineConfig(**(settings | config)))
 
 
+def prompt_logits(engine: Any, ids: Sequence[int]) -> npt.NDArray[np.float32]:
+    """Logits [n, V] of every position of a prompt."""
+    slot = engine.add_sequence(extension_or_skip().SamplingConfig(), [])
+    try:
+        assert engine.reserve(slot, len(ids))
+        chunks = []
+        for begin in range(0, max(1, len(ids)), engine.chunk_length):
+            part = list(ids[begin : begin + engine.chunk_length])
+            chunks.append(engine.prefill_logits(slot, part))
+            engine.collect()
+    finally:
+        engine.release(slot)
+    return np.concatenate(chunks)
+
+
 def engine_logits(directory: Path, ids: Sequence[int], **config: Any) -> npt.NDArray[np.float32]:
     """[T, V] of every position of the prompt."""
-    return load_tiny(directory, **config).engine.prompt_logits(list(ids))
+    return prompt_logits(load_tiny(directory, **config).engine, ids)
 
 
 def random_ids(vocab_size: int, length: int, seed: int = 1) -> list[int]:

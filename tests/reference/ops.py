@@ -44,11 +44,14 @@ def w4_weights(q: npt.NDArray[np.uint8], scales: F64, zeros: Ints | None = None)
 
 
 def rope(x: F64, position: int, inv_freq: npt.NDArray[np.float32], scaling: float) -> F64:
-    """x [..., D]. The angle is a float32 product, as in the models this is compared with."""
+    """x [..., D], of which the first 2 * len(inv_freq) elements are rotated.
+
+    The angle is a float32 product, as in the models this is compared with.
+    """
     angle = (np.float32(position) * inv_freq).astype(np.float64)
     cos, sin = np.cos(angle) * scaling, np.sin(angle) * scaling
-    a, b = np.split(x, 2, axis=-1)
-    return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+    a, b, rest = np.split(x, [len(inv_freq), 2 * len(inv_freq)], axis=-1)
+    return np.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1)
 
 
 def in_window(cells: Ints, own: int, window: int) -> Ints:

@@ -43,7 +43,6 @@ class Stage:
         self.loaded: dict[str, object] = {}
         extension = SimpleNamespace(
             PAGE_SIZE=PAGE_SIZE,
-            MAX_LOGPROBS=20,
             SamplingConfig=lambda **fields: SimpleNamespace(key=fields["stream"], **fields),
         )
         monkeypatch.setitem(sys.modules, "cpmcu.C", extension)

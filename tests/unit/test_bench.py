@@ -15,10 +15,10 @@ from tests.reference.engines import extension_or_skip
     ("flags", "message"),
     [
         (["--contexts", "abc"], "contexts is 'abc', expected lengths from 1 on"),
-        (["--contexts", "64,0"], "contexts is '64,0'"),
-        (["--contexts=-5"], "contexts is '-5'"),
-        (["--decode", "0"], "decode is 0, but must be at least 1"),
-        (["--memory-limit", "2"], "memory_limit is 2"),
+        (["--contexts", "64,0"], "--contexts is '64,0'"),
+        (["--contexts=-5"], "--contexts is '-5'"),
+        (["--decode", "0"], "--decode is 0, but must be at least 1"),
+        (["--memory-limit", "2"], "--memory-limit is 2"),
         (["--kernels", "x.json"], "--kernels is given without --plot"),
         (["--plot", "x.png", "--kernels", "no/x"], "bench: no/x: No such file or directory"),
     ],
@@ -42,7 +42,7 @@ def test_no_room(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("error", "status", "message"),
     [
-        (KeyboardInterrupt(), 0, "stopped\n"),
+        (KeyboardInterrupt(), 130, "stopped\n"),
         (ImportError("the module is missing"), 1, "error: the module is missing\n"),
     ],
 )

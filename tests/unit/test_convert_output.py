@@ -329,7 +329,7 @@ def test_writer_checks_what_it_gets(tmp_path: Path, chunk: Any, message: str) ->
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "the following arguments are required: conversion, --src, --dst"),
+        ([], "the following arguments are required: CONVERSION, --src, --dst"),
         (["gguf", "--src", "a", "--dst", "b"], "invalid choice: 'gguf'"),
         (["gptq-to-marlin", "--src", "a"], "required: --dst"),
         (["gptq-to-marlin", "--src", "a", "--dst", "b", "--dtype", "float16"], "does not apply"),

@@ -59,7 +59,7 @@ def test_what_is_copied_exists_and_is_not_ignored():
     for name in names:
         assert (ROOT / name).exists()
         assert not ignored(name)
-    for name in ("cpmcu/serving/page.html", "cpmcu/assets/tiny-python-minicpm/config.json"):
+    for name in ("cpmcu/serving/page/index.html", "cpmcu/assets/tiny-python-minicpm/config.json"):
         assert not ignored(name)
     for name in ("cpmcu/C.cpython-311.so", "csrc/x/__pycache__", ".git", "build", "tests"):
         assert ignored(name)

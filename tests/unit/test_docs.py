@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import re
 import shlex
@@ -13,11 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from cpmcu.bench import BenchOptions
-from cpmcu.cli import make_parser
-from cpmcu.config import EngineConfig, SpeculativeConfig
+from cpmcu.bench import make_parser as bench_parser
+from cpmcu.cli import VERBS, make_parser
 from cpmcu.convert.__main__ import make_parser as convert_parser
-from cpmcu.flags import FlagParser, add_flags
 from cpmcu.server import make_parser as make_server_parser
 from scripts.synthetic.__main__ import make_parser as synthetic_parser
 from tests.python_path import python_path
@@ -85,31 +84,37 @@ def flags_of(parser: argparse.ArgumentParser) -> set[str]:
     return {flag for action in shown for flag in action.option_strings}
 
 
-def bench_parser() -> FlagParser:
-    """As `cpmcu.bench.main` makes it."""
-    parser = FlagParser()
-    add_flags(parser, EngineConfig, "engine")
-    add_flags(parser, SpeculativeConfig, "speculative decoding")
-    add_flags(parser, BenchOptions, "benchmark")
-    return parser
-
-
 PARSERS = {
     "cpmcu.cli": make_parser,
     "cpmcu.bench": bench_parser,
     "cpmcu.convert": convert_parser,
     "cpmcu.server": make_server_parser,
     "scripts.synthetic": synthetic_parser,
+    "cpmcu bench": functools.partial(bench_parser, "bench"),
+    "cpmcu convert": functools.partial(convert_parser, "convert"),
+    "cpmcu serve": functools.partial(make_server_parser, "serve"),
+    **{f"cpmcu {verb}": functools.partial(make_parser, verb) for verb in VERBS},
 }
 
 
 def commands(document: Path) -> list[list[str]]:
-    """The words of each `python -m ...` in backticks or in a shell block."""
+    """Program and words of each command of ours in backticks or in a shell block."""
     lines = [line for body in blocks(document, "bash") for line in body.splitlines()]
-    words = [
-        shlex.split(text, comments=True) for text in [*lines, *spans(document)] if "-m" in text
-    ]
-    return [each[2:] for each in words if each[:2] == ["python", "-m"]]
+    found = []
+    for text in [*lines, *spans(document)]:
+        text = text.rpartition("| ")[2]  # of a pipe
+        if re.match(r"python -m (cpmcu|scripts)\.", text):
+            found.append(_words(text)[2:])
+        elif re.match(r"cpmcu [a-z]", text):
+            program, verb, *words = _words(text)
+            found.append([f"{program} {verb}", *words])
+    return found
+
+
+def _words(text: str) -> list[str]:
+    """The words of a command, without what the shell takes for itself."""
+    words = shlex.split(text, comments=True)
+    return words[: words.index("<")] if "<" in words else words
 
 
 @every_document

@@ -1,7 +1,7 @@
-"""A model, a quantisation and a drafter from outside the package, with nothing edited in it.
+"""Models, a quantisation, a block and drafters from outside the package; nothing in it is edited.
 
-The model is one decorated function; the quantisation and the drafter are one C++ file each (in
-tests/plugins, compiled here as plugins) and one Python class.
+A model is one decorated function. The others are one C++ file each (in tests/plugins, compiled
+here as plugins); a quantisation and a drafter have a Python class, too.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,8 @@ from cpmcu.loading.tensors import TensorMeta
 from cpmcu.models.common import BuildOptions, SpecFields, read_spec
 from cpmcu.models.registry import register_model, registered_models
 from cpmcu.quant.registry import QuantPlan, Repack, register_quant, registered_quants
-from tests.engine.harness import generate, make_engine, random_ids
+from tests.engine.harness import generate, make_engine, prefill, random_ids, sampling
+from tests.reference.engines import prompt_logits
 from tests.reference.tiny_checkpoints import random_weights, tiny_config, write_safetensors
 
 ROOT = Path(__file__).parents[2]
@@ -99,6 +101,59 @@ class Repeat:
         return DraftPlan(chain=True)
 
 
+@register_drafter("both")
+class Both:
+    """The last token again and again, and what n-gram look-up finds, side by side in a tree."""
+
+    has_checkpoint = False
+
+    def matches(self, config: Mapping[str, Any], tensors: Tensors) -> bool:
+        return False
+
+    def plan(
+        self, draft: DraftFiles | None, target: TargetModel, speculation: SpeculativeConfig
+    ) -> DraftPlan:
+        return DraftPlan(parts=(("repeat", DraftPlan()), ("ngram", DraftPlan())))
+
+
+@register_model("MixedForCausalLM")
+def build_mixed(config: Mapping[str, Any], options: BuildOptions) -> SpecFields:
+    """Layers that differ in kind, window, rotary width, heads and width of the MLP."""
+    fields = read_spec(config, options)
+    narrow = {"num_key_value_heads": 1, "rope_inv_freq": list(fields.rope_inv_freq[:2])}
+    layers = (
+        (("attention", {"window": 20}), ("mlp", {"intermediate_size": 48})),
+        (("memory", {"decay": 0.75}), ("mlp", {})),
+        (("attention", narrow),),
+        (("memory", {}), ("attention", {"window": 70})),
+    )
+    return replace(fields, layers=layers)
+
+
+def mixed_weights(config: dict[str, Any]) -> dict[str, Any]:
+    rng = np.random.default_rng(5)
+    weights, hidden = random_weights(config), config["hidden_size"]
+    for part in ("gate", "up"):
+        name = f"model.layers.0.mlp.{part}_proj.weight"
+        weights[name] = np.ascontiguousarray(weights[name][:48])
+    name = "model.layers.0.mlp.down_proj.weight"
+    weights[name] = np.ascontiguousarray(weights[name][:, :48])
+    for part in ("k", "v"):
+        name = f"model.layers.2.self_attn.{part}_proj.weight"
+        weights[name] = np.ascontiguousarray(weights[name][: config["head_dim"]])
+    for layer, gone in ((1, "self_attn"), (1, "input_layernorm"), (2, "mlp"), (3, "mlp")):
+        for name in list(weights):
+            if name.startswith(f"model.layers.{layer}.{gone}"):
+                del weights[name]
+    del weights["model.layers.2.post_attention_layernorm.weight"]
+    del weights["model.layers.3.post_attention_layernorm.weight"]
+    for layer in (1, 3):
+        prefix = f"model.layers.{layer}.memory"
+        weights[f"{prefix}_norm.weight"] = rng.uniform(0.5, 1.5, hidden).astype(np.float32)
+        weights[f"{prefix}.gain"] = (rng.standard_normal(hidden) * 0.3).astype(np.float32)
+    return weights
+
+
 @pytest.fixture(scope="module")
 def ternary_plugin(tmp_path_factory: pytest.TempPathFactory) -> None:
     load_plugin("ternary", tmp_path_factory.mktemp("plugin"))
@@ -107,6 +162,20 @@ def ternary_plugin(tmp_path_factory: pytest.TempPathFactory) -> None:
 @pytest.fixture(scope="module")
 def repeat_plugin(tmp_path_factory: pytest.TempPathFactory) -> None:
     load_plugin("repeat_drafter", tmp_path_factory.mktemp("plugin"))
+
+
+@pytest.fixture(scope="module")
+def both_plugin(tmp_path_factory: pytest.TempPathFactory, repeat_plugin: None) -> None:
+    load_plugin("both_drafter", tmp_path_factory.mktemp("plugin"))
+
+
+@pytest.fixture(scope="module")
+def mixed_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("mixed")
+    load_plugin("memory_block", folder)
+    config = tiny_config("llama", vocab_size=VOCAB, num_hidden_layers=4)
+    weights = mixed_weights(config)
+    return write_model(folder / "model", config | {"architectures": ["MixedForCausalLM"]}, weights)
 
 
 def load_plugin(name: str, folder: Path) -> None:
@@ -155,7 +224,7 @@ def test_toy_quantisation_from_outside(tmp_path: Path, ternary_plugin: None) -> 
     ternary = make_engine(write_model(tmp_path / "ternary", quant_config, packed))
     ids = random_ids(10, VOCAB)
     np.testing.assert_allclose(
-        ternary.prompt_logits(ids), plain.prompt_logits(ids), rtol=1e-4, atol=1e-4
+        prompt_logits(ternary, ids), prompt_logits(plain, ids), rtol=1e-4, atol=1e-4
     )
     assert len(generate(ternary, ids, 20)) == 20
     assert "test_ternary" in C.registered()["linear"]
@@ -179,6 +248,91 @@ def test_drafter_from_outside(tmp_path: Path, repeat_plugin: None) -> None:
     assert repeat.counters["steps"] - steps == 1 + 10
     assert "repeat" in C.registered()["drafter"]
     assert registered_drafters()["repeat"] == __file__
+
+
+BOTH = SpeculativeConfig(
+    method="both", spec_num_iter=4, spec_topk_per_iter=2, spec_tree_size=9, spec_auto=False
+)
+
+
+def test_a_drafter_made_of_two(tmp_path: Path, both_plugin: None) -> None:
+    """Each alone is right at times, and the tree holds both."""
+    config = tiny_config("llama", vocab_size=VOCAB)
+    model = write_model(tmp_path / "model", config, random_weights(config))
+    plain, both = make_engine(model), make_engine(model, speculative_config=BOTH)
+    ids = random_ids(10, VOCAB) * 3
+    for fields in ({}, {"temperature": 1.0, "seed": 7}):
+        assert generate(both, ids, 40, **fields)[:40] == generate(plain, ids, 40, **fields)
+    slot = both.add_sequence(sampling(), ids)
+    prefill(both, slot, ids, 128)
+    assert both.reserve(slot, len(ids) + 9)
+    ((tokens, parents),) = both.begin_masked([slot])
+    assert tokens[1:5] == [tokens[0]] * 4  # repeated
+    assert parents[:5] == [-1, 0, 1, 2, 3]
+    assert parents[5] == 0  # n-gram look-up begins at the root again
+    both.release(slot)
+
+
+@pytest.mark.parametrize("draft", ["both", "repeat"])
+def test_layers_of_different_kinds(mixed_model: Path, both_plugin: None, draft: str) -> None:
+    """State of its own: speculation, chunks and neighbours change no token."""
+    speculation = replace(BOTH, method=draft, spec_topk_per_iter=2 if draft == "both" else None)
+    if draft == "repeat":
+        speculation = SpeculativeConfig(method=draft, spec_num_iter=4, spec_auto=False)
+    plain = make_engine(mixed_model)
+    drafted = make_engine(mixed_model, speculative_config=speculation)
+    ids = random_ids(150, VOCAB)
+    taken = 0
+    for fields in ({}, {"temperature": 0.8, "seed": 3}, {"logit_bias": [(5, 20.0)]}):
+        expected = generate(plain, ids, 60, **fields)
+        assert generate(plain, ids, 60, chunk=17, **fields) == expected
+        steps = drafted.counters["steps"]
+        assert generate(drafted, ids, 60, **fields)[:60] == expected
+        taken += drafted.counters["steps"] - steps
+    assert taken < 3 * 60  # something was accepted
+    # The slot's state is zero for the next sequence, and neighbours do not matter.
+    slots = [drafted.add_sequence(sampling(), ids[n:]) for n in range(3)]
+    texts = [[prefill(drafted, slot, ids[n:], 64)] for n, slot in enumerate(slots)]
+    for _ in range(20):
+        for n, slot in enumerate(slots):
+            assert drafted.reserve(slot, len(ids) - n + len(texts[n]) + 4)
+        drafted.decode(slots)
+        for output in drafted.collect():
+            texts[slots.index(output.slot)] += output.tokens
+    for n, text in enumerate(texts):
+        assert text[:20] == generate(plain, ids[n:], 20)
+
+
+def test_a_model_pays_only_for_the_state_of_its_blocks(mixed_model: Path) -> None:
+    """Keys and values of three layers out of four, and a row for each page of two."""
+    engine = make_engine(mixed_model)
+    pages = sum(row["bytes"] for row in engine.memory_plan() if row["group"] == "kv")
+    config = json.loads((mixed_model / "config.json").read_text())
+    heads = 2 * config["num_key_value_heads"] + 1
+    per_token = 2 * heads * config["head_dim"] * 4
+    assert pages == engine.num_pages * (64 * per_token + 2 * config["hidden_size"] * 4)
+
+
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        ((("attention", {"windw": 3}),), 'has no parameter "windw", expected num_attention'),
+        ((("attention", {"window": "3"}),), '"window" has another type, expected an integer'),
+        ((("attention", {"num_key_value_heads": 3}),), "4 heads and 3 key heads"),
+        ((("mlp", {"intermediate_size": 12}),), "intermediate_size is 12, expected a positive"),
+        ((("convolution", {}),), 'block "convolution" is not known; known are "attention"'),
+    ],
+)
+def test_bad_parameters_of_a_block(tmp_path: Path, layer: Any, message: str) -> None:
+    @register_model("BadBlockForCausalLM")
+    def build(config: Mapping[str, Any], options: BuildOptions) -> SpecFields:
+        fields = read_spec(config, options)
+        return replace(fields, layers=(layer,) * fields.num_hidden_layers)
+
+    config = tiny_config("llama", vocab_size=VOCAB) | {"architectures": ["BadBlockForCausalLM"]}
+    model = write_model(tmp_path / "model", config, random_weights(config))
+    with pytest.raises(ValueError, match=message):
+        make_engine(model)
 
 
 def test_a_broken_plugin_is_an_error(tmp_path: Path) -> None:

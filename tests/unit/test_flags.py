@@ -98,6 +98,36 @@ def test_the_flags_of_cpm_cu_work(underscores):
     assert make_parser().parse_args(["--temp", "1"]).temperature == 1.0
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message", "named"),
+    [
+        ([], "max_tokens is 0", "--num-generate is 0"),
+        (["--max_tokens", "0"], "max_tokens is 0", "--max-tokens is 0"),
+        (["--temp=0"], "temperature is -1, but must be", "--temp is -1, but must be"),
+        ([], "stop_token_ids[1] is -1", "--stop-token-ids is -1"),
+        ([], "stop holds ''", "--stop holds ''"),
+        ([], "x: where to stop is not said", "x: where to stop is not said"),
+        ([], "model and draft differ", "model and draft differ"),
+        (
+            ["--spec-num-iter", "2"],
+            "spec_topk_per_iter 3 x (spec_num_iter 2 - 1)",
+            "--spec-topk-per-iter 3 x (--spec-num-iter 2 - 1)",
+        ),
+        (
+            ["--speculative-config", "{}"],
+            "spec_num_iter is 99, but must be at most 16",
+            "spec_num_iter is 99, but must be at most 16",
+        ),
+        ([], "speculative_config: method is 3", "speculative_config: method is 3"),
+        (["--max-tokens", "1"], "no max_tokens_here", "no max_tokens_here"),
+    ],
+)
+def test_messages_name_the_flag_that_was_typed(arguments, message, named):
+    parser = make_parser()
+    parser.parse_args(arguments)
+    assert parser.named(message) == named
+
+
 def test_engine_config_is_checked():
     for fields in ({"memory_limit": 1.5}, {"chunk_length": 0}, {"device": "tpu"}, {"dtype": "x"}):
         with pytest.raises(ValueError, match=next(iter(fields))):

@@ -5,13 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 
+HEAVY = {"torch", "transformers", "huggingface_hub", "rich", "tokenizers", "numpy", "jinja2"}
+HEAVY |= {"fastapi", "uvicorn", "prompt_toolkit"}
 PROGRAM = """
 import sys, time
 start = time.perf_counter()
 import {module}
 seconds = time.perf_counter() - start
-heavy = {{"torch", "transformers", "huggingface_hub", "rich", "tokenizers", "numpy", "jinja2"}}
-print(seconds, *(heavy & set(sys.modules)))
+print(seconds, *({heavy} & set(sys.modules)))
 """
 
 
@@ -19,7 +20,7 @@ def measure(module: str, runs: int) -> tuple[float, set[str]]:
     """Seconds of the fastest import in a fresh process, and the heavy modules it loaded."""
     best, heavy = float("inf"), set()
     for _ in range(runs):
-        program = PROGRAM.format(module=module)
+        program = PROGRAM.format(module=module, heavy=HEAVY)
         command = [sys.executable, "-c", program]
         words = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
         best, heavy = min(best, float(words[0])), heavy | set(words[1:])
@@ -33,7 +34,9 @@ def test_import_cpmcu():
 
 
 def test_importing_the_programs_loads_nothing_heavy():
+    assert measure("cpmcu.__main__", runs=1)[1] == set()
     assert measure("cpmcu.cli", runs=1)[1] == set()
+    assert measure("cpmcu.server", runs=1)[1] == set()
     assert measure("cpmcu.bench", runs=1)[1] == set()
     assert measure("cpmcu.llm", runs=1)[1] == set()
 

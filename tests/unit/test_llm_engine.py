@@ -198,12 +198,12 @@ def test_chunk_length_changes_nothing(model, llm):
 
 def test_cli(model):
     arguments = ("--model", str(model), "--device", "cpu", "--num-generate", "8", "--seed", "1")
-    result = run(*arguments, "--prompt-text", "def f(", "--temp", "1", "--logprobs", "2")
+    result = run(*arguments, "--prompt-text", "def f(", "--stats", "--logprobs", "2")
     assert result.returncode == 0, result.stderr
     assert "decode" in result.stderr and "logprob" in result.stderr
     plan = run(*arguments, "--memory-plan")
     assert plan.returncode == 0, plan.stderr
-    assert "size MiB" in plan.stdout
+    assert "\ntotal " in plan.stdout
     chat = run(*arguments, "--chat", stdin="hello\nagain\n")
     assert chat.returncode == 0, chat.stderr
     assert chat.stderr.count("finish reason") == 2

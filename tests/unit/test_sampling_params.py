@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import cpmcu
-from cpmcu.sampling import SamplingParams, to_engine
+from cpmcu.sampling import MAX_LOGPROBS, SamplingParams, to_engine
 
 
 @pytest.mark.parametrize(
@@ -30,6 +30,8 @@ from cpmcu.sampling import SamplingParams, to_engine
         ({"presence_penalty": 3}, "presence_penalty is 3"),
         ({"frequency_penalty": -3}, "frequency_penalty is -3"),
         ({"logprobs": -1}, "logprobs is -1"),
+        ({"logprobs": 21}, "logprobs is 21, but must be at most 20"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs is 21, but must be at most 20"),
         ({"n": 0}, "n is 0"),
         ({"stop": ["a", ""]}, "stop holds ''"),
         ({"stop_token_ids": [3, -1]}, r"stop_token_ids\[1\] is -1, but must be a finite number at"),
@@ -116,7 +118,7 @@ def test_a_seed_is_drawn_if_none_is_given():
 
 
 def test_engine_form(monkeypatch):
-    extension = SimpleNamespace(SamplingConfig=SimpleNamespace, MAX_LOGPROBS=20)
+    extension = SimpleNamespace(SamplingConfig=SimpleNamespace)
     monkeypatch.setitem(sys.modules, "cpmcu.C", extension)
     monkeypatch.setitem(vars(cpmcu), "C", extension)
     params = resolved({}, top_k=1000, logit_bias={3: -1.5}, seed=7)
@@ -125,5 +127,11 @@ def test_engine_form(monkeypatch):
     assert config.logprobs == -1
     with pytest.raises(ValueError, match="token 100, but the vocabulary has 100"):
         to_engine(resolved({}, logit_bias={100: 1.0}), 0, 100)
-    with pytest.raises(ValueError, match="logprobs is 21, but must be at most 20"):
-        to_engine(resolved({}, logprobs=21), 0, 100)
+
+
+def test_the_limit_of_logprobs_is_the_extension_s():
+    try:
+        from cpmcu import C
+    except ImportError:
+        pytest.skip("the extension is missing")
+    assert C.MAX_LOGPROBS == MAX_LOGPROBS

@@ -75,7 +75,7 @@ def test_every_field_of_the_configuration_is_a_flag():
     config = from_flags(ServerConfig, parsed)
     assert (config.host, config.port, config.api_key, config.max_queue) == ("::1", 1, ("a", "b"), 3)
     assert config.return_metrics
-    text = parser.format_help()
+    text = parser.format_full_help()
     for field in dataclasses.fields(ServerConfig):
         assert f"--{field.name.replace('_', '-')} " in text
 

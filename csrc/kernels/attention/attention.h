@@ -12,13 +12,15 @@
 #pragma once
 
 #include "kernels/op.h"
+#include "kernels/qkv_layout.h"
 #include "kernels/step_rows.h"
 
 namespace cpmcu {
 
 struct AttentionParams {
   Tensor out;      // [T, Hq * D]
-  Tensor qkv;      // [T, (Hq + 2 Hkv) * D]; the first Hq * D columns are q, after RoPE
+  Tensor qkv;      // [T, columns of the layout]; only q is read, after RoPE
+  QkvLayout layout{};
   Tensor k_cache;  // [pages, Hkv, 64, D]
   Tensor v_cache;  // [pages, Hkv, 64, D]
   float scale = 1;
@@ -70,6 +72,9 @@ __host__ __device__
   return num_cells <= 32768 ? 64 + (num_cells - 8192 + 255) / 256
                             : 160 + (num_cells - 32768 + 1023) / 1024;
 }
+
+// Tokens of one launch, so that scratch does not grow with the number of sequences.
+constexpr int kMaxScratchRows = 256;
 
 // Partial results: per split and packed row D accumulators, a reference and a sum.
 constexpr int64_t attention_scratch_floats(int num_rows, int num_heads, int head_dim, int max_kv) {

@@ -92,8 +92,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
   auto page_of = [&](int tile) { return pages[min(tile * kCells, cell_end - 1) / kPageSize]; };
 
   auto fetch_queries = [&]() {
-    const int64_t stride = static_cast<int64_t>(args.num_heads + 2 * args.num_kv_heads) * kDim;
-    const T* source = args.qkv + (seq.row_begin + block_row) * stride + head * kDim;
+    const int64_t stride = args.qkv_row;
+    const T* source = args.qkv + (seq.row_begin + block_row) * stride + head * args.q_head;
     fetch_tile<Config::kThreads>(smem.queries, source, stride, block_rows);
   };
   auto fetch_cells = [&](int tile, int64_t page) {

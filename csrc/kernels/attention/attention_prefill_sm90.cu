@@ -124,10 +124,10 @@ __global__ void __launch_bounds__(HopperPrefill<T>::kThreads, 1)
   }
   ptx::take_registers<Config::kMultiplyingRegisters>();
 
-  const int64_t stride = static_cast<int64_t>(args.num_heads + 2 * args.num_kv_heads) * kDim;
-  fetch_tile<Config::kMultiplying>(smem.queries,
-                                   args.qkv + (seq.row_begin + block_row) * stride + head * kDim,
-                                   stride, block_rows);
+  const int64_t stride = args.qkv_row;
+  fetch_tile<Config::kMultiplying>(
+      smem.queries, args.qkv + (seq.row_begin + block_row) * stride + head * args.q_head, stride,
+      block_rows);
   ptx::cp_async_commit();
   ptx::cp_async_wait<0>();
   ptx::named_barrier<1, Config::kMultiplying>();

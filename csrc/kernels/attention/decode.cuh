@@ -136,8 +136,7 @@ struct PackedRows {
     const int row = chunk.row_of(p);
     const bool exists = chunk.first + p < chunk.num_packed;
     const int head = chunk.kv_head * chunk.group + chunk.first + p - row * chunk.group;
-    const int num_columns = (args.num_heads + 2 * args.num_kv_heads) * kDim;
-    queries[p] = exists ? (seq.row_begin + row) * num_columns + head * kDim : -1;
+    queries[p] = exists ? (seq.row_begin + row) * args.qkv_row + head * args.q_head : -1;
     outs[p] = (seq.row_begin + row) * args.num_heads + head;
     const uint64_t mask = row >= seq.num_rows ? 0
                           : args.rows.row_masks == nullptr

@@ -32,13 +32,15 @@ constexpr float kMinusInfinity = -__builtin_huge_valf();
 template <typename T>
 struct AttentionArgs {
   T* out;            // [T, Hq * D]
-  const T* qkv;      // [T, (Hq + 2 Hkv) * D]
+  const T* qkv;      // [T, qkv_row]
   const T* k_cache;  // [pages, Hkv, 64, D]
   const T* v_cache;  // [pages, Hkv, 64, D]
   float* scratch;    // attention_decode only
   float scale_log2;  // scale * log2(e): softmax in base 2
   int num_heads;     // Hq
   int num_kv_heads;  // Hkv
+  int qkv_row;       // elements of a row of qkv
+  int q_head;        // from one query head to the next
   int window;
   bool by_position;
   int merge_from;  // attention_decode only: make_decode_args of combine.cuh
@@ -76,11 +78,14 @@ inline void check_attention(const AttentionParams& p, const char* op) {
   CHECK(p.num_kv_heads > 0 && p.num_heads % p.num_kv_heads == 0,
         "{}: {} query heads do not divide over {} KV heads", op, p.num_heads, p.num_kv_heads);
   const int q_columns = p.num_heads * p.head_dim;
-  const int qkv_columns = q_columns + 2 * p.num_kv_heads * p.head_dim;
+  const QkvLayout layout = resolved(p.layout, p.num_heads, p.num_kv_heads, p.head_dim);
   CHECK(p.out.num_dims() == 2 && p.out.size(0) >= rows.num_rows && p.out.size(1) == q_columns,
         "{}: out is {}, expected [{}, {}]", op, p.out.shape_text(), rows.num_rows, q_columns);
-  CHECK(p.qkv.num_dims() == 2 && p.qkv.size(0) >= rows.num_rows && p.qkv.size(1) == qkv_columns,
-        "{}: qkv is {}, expected [{}, {}]", op, p.qkv.shape_text(), rows.num_rows, qkv_columns);
+  CHECK(p.qkv.num_dims() == 2 && p.qkv.size(0) >= rows.num_rows && p.qkv.size(1) == layout.row,
+        "{}: qkv is {}, expected [{}, {}]", op, p.qkv.shape_text(), rows.num_rows, layout.row);
+  CHECK(layout.row % 8 == 0 && layout.q_head % 8 == 0,
+        "{}: rows of {} elements and query heads {} apart, expected multiples of 8", op, layout.row,
+        layout.q_head);
   for (const Tensor* cache : {&p.k_cache, &p.v_cache}) {
     CHECK(cache->num_dims() == 4 && cache->size(1) == p.num_kv_heads &&
               cache->size(2) == kPageSize && cache->size(3) == p.head_dim,
@@ -105,6 +110,7 @@ inline void check_attention(const AttentionParams& p, const char* op) {
 template <typename T>
 AttentionArgs<T> make_args(const AttentionParams& p) {
   constexpr float kLog2E = 1.44269504088896340736f;
+  const QkvLayout layout = resolved(p.layout, p.num_heads, p.num_kv_heads, p.head_dim);
   return {.out = p.out.as<T>(),
           .qkv = p.qkv.as<const T>(),
           .k_cache = p.k_cache.as<const T>(),
@@ -113,6 +119,8 @@ AttentionArgs<T> make_args(const AttentionParams& p) {
           .scale_log2 = p.scale * kLog2E,
           .num_heads = p.num_heads,
           .num_kv_heads = p.num_kv_heads,
+          .qkv_row = layout.row,
+          .q_head = layout.q_head,
           .window = p.window,
           .by_position = p.by_position,
           .rows = p.rows};

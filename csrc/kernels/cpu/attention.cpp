@@ -103,7 +103,7 @@ class Softmax {
 void check(const AttentionParams& p) {
   CHECK(p.num_kv_heads > 0 && p.num_heads % p.num_kv_heads == 0,
         "attention: {} query heads do not divide over {} KV heads", p.num_heads, p.num_kv_heads);
-  const int num_columns = (p.num_heads + 2 * p.num_kv_heads) * p.head_dim;
+  const int num_columns = resolved(p.layout, p.num_heads, p.num_kv_heads, p.head_dim).row;
   CHECK(p.qkv.size(0) >= p.rows.num_rows && p.qkv.size(1) == num_columns &&
             p.out.size(0) >= p.rows.num_rows && p.out.size(1) == p.num_heads * p.head_dim,
         "attention: qkv is {} and out {}, expected {} rows of {} and {} columns",
@@ -125,6 +125,7 @@ void attention(const AttentionParams& p) {
   check(p);
   const StepRows& rows = p.rows;
   const int head_dim = p.head_dim, group = p.num_heads / p.num_kv_heads;
+  const QkvLayout layout = resolved(p.layout, p.num_heads, p.num_kv_heads, head_dim);
   dispatch_host_dtype(p.qkv.dtype(), [&](auto t) {
     using T = decltype(t);
 #pragma omp parallel for collapse(2) schedule(dynamic, 4)
@@ -145,7 +146,7 @@ void attention(const AttentionParams& p) {
 
         thread_local std::vector<float> q, buffer;
         thread_local std::vector<T> k_page, v_page;
-        const T* q_head = p.qkv.as<T>() + row * p.qkv.size(1) + h * head_dim;
+        const T* q_head = p.qkv.as<T>() + row * p.qkv.size(1) + h * layout.q_head;
         buffer.resize(2 * head_dim);
         Softmax<T> softmax(dot_operand(q_head, 1, head_dim, q), p.scale, head_dim, buffer.data());
         for (int first = begin / kPageSize * kPageSize; first < end; first += kPageSize) {

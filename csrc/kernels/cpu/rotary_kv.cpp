@@ -30,18 +30,22 @@ void rotate(float* x, const float* cosines, const float* sines, int half) {
 
 void rotary_kv(const Context&, const RotaryKvParams& p) {
   const StepRows& rows = p.rows;
-  const int head_dim = p.head_dim, half = head_dim / 2;
+  const int head_dim = p.head_dim, half = rotary_dim_of(p) / 2;
+  const QkvLayout layout = resolved(p.layout, p.num_heads, p.num_kv_heads, head_dim);
   const int num_qk_heads = p.num_heads + p.num_kv_heads;
-  const int num_columns = (p.num_heads + 2 * p.num_kv_heads) * head_dim;
-  CHECK(p.qkv.size(0) >= rows.num_rows && p.qkv.size(1) == num_columns,
-        "rotary_kv: qkv is {}, expected {} rows of {} columns", p.qkv.shape_text(), rows.num_rows,
-        num_columns);
+  CHECK(p.qkv.size(0) >= rows.num_rows && p.qkv.size(1) == layout.row &&
+            layout.end(p.num_kv_heads, head_dim) <= layout.row,
+        "rotary_kv: qkv is {}, expected {} rows of {} columns, keys at {} and values at {}",
+        p.qkv.shape_text(), rows.num_rows, layout.row, layout.k, layout.v);
+  CHECK(half >= 1 && 2 * half <= head_dim && rotary_dim_of(p) % 2 == 0,
+        "rotary_kv: {} of {} elements are rotated, expected an even number up to head_dim",
+        rotary_dim_of(p), head_dim);
   CHECK(p.k_cache.dtype() == p.qkv.dtype() && p.v_cache.dtype() == p.qkv.dtype(),
         "rotary_kv: qkv is {} but the cache {} and {}", name_of(p.qkv.dtype()),
         name_of(p.k_cache.dtype()), name_of(p.v_cache.dtype()));
   dispatch_host_dtype(p.qkv.dtype(), [&](auto t) {
     using T = decltype(t);
-#pragma omp parallel for if (int64_t{rows.num_rows} * num_columns > 16384)
+#pragma omp parallel for if (int64_t{rows.num_rows} * layout.row > 16384)
     for (int row = 0; row < rows.num_rows; ++row) {
       const int seq = rows.row_seqs[row], slot = rows.seq_slots[seq];
       const int cell = rows.slot_lengths[slot] + rows.first_row + row - rows.seq_row_begin[seq];
@@ -58,7 +62,10 @@ void rotary_kv(const Context&, const RotaryKvParams& p) {
       // Heads lie q, k, v.
       for (int h = 0; h < num_qk_heads + p.num_kv_heads; ++h) {
         const bool is_q = h < p.num_heads, is_v = h >= num_qk_heads;
-        T* in = p.qkv.as<T>() + int64_t{row} * num_columns + h * head_dim;
+        const int column = is_q   ? h * layout.q_head
+                           : is_v ? layout.v + (h - num_qk_heads) * head_dim
+                                  : layout.k + (h - p.num_heads) * head_dim;
+        T* in = p.qkv.as<T>() + int64_t{row} * layout.row + column;
         for (int i = 0; i < head_dim; ++i) {
           head[i] = to_float(in[i]);
           if (!p.bias.empty()) head[i] += to_float(p.bias.as<T>()[h * head_dim + i]);

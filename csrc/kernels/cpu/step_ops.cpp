@@ -5,28 +5,27 @@
 
 namespace cpmcu::cpu {
 
-void begin_decode(const Context&, const BeginDecodeParams& p) {
-  p.seq_row_begin[0] = 0;
-  for (int seq = 0; seq < p.num_seqs; ++seq) {
-    const int slot = p.seq_slots[seq];
-    p.ids[seq] = p.state.next_tokens[slot];
-    p.positions[seq] = p.state.lengths[slot];
-    p.row_seqs[seq] = seq;
-    p.seq_row_begin[seq + 1] = seq + 1;
-  }
-}
-
 void finish_step(const Context&, const FinishStepParams& p) {
-  for (int seq = 0; seq < p.num_seqs; ++seq) {
-    p.state.lengths[p.seq_slots[seq]] += p.seq_row_begin[seq + 1] - p.seq_row_begin[seq];
+  const SlotState& state = p.state;
+  if (state.history != nullptr) {
+    for (int row = 0; row < p.num_rows; ++row) {
+      const int seq = p.row_seqs[row], slot = p.seq_slots[seq];
+      const int at = state.lengths[slot] + row - p.seq_row_begin[seq];
+      if (at < state.max_len) state.history[int64_t{slot} * state.max_len + at] = p.ids[row];
+    }
   }
-  SlotResult* results = p.results + (*p.ticket % p.ring_size) * p.max_seqs;
+  for (int seq = 0; seq < p.num_seqs; ++seq) {
+    state.lengths[p.seq_slots[seq]] += p.seq_row_begin[seq + 1] - p.seq_row_begin[seq];
+  }
+  SlotResult* results = p.sink.results + (*p.sink.ticket % p.sink.ring_size) * p.sink.max_seqs;
   for (int r = 0; r < p.num_sampled; ++r) {
     const int slot = p.seq_slots[p.sampled_seqs[r]], token = p.tokens[r];
-    p.state.next_tokens[slot] = token;
-    if (p.sampling[slot].use_penalties) {
-      ++p.state.counts[int64_t{slot} * p.state.vocab_size + token];
-    }
+    state.next_tokens[slot] = token;
+    const int64_t path = int64_t{slot} * state.accepted.max_path;
+    state.accepted.ids[path] = token;
+    state.accepted.paths[path] = -1;
+    state.accepted.counts[slot] = 1;
+    if (p.sampling[slot].use_penalties) ++state.counts[int64_t{slot} * state.vocab_size + token];
     results[r].slot = slot;
     results[r].num_tokens = 1;
     results[r].finished = 0;
@@ -34,16 +33,8 @@ void finish_step(const Context&, const FinishStepParams& p) {
     if (p.sampling[slot].num_logprobs >= 0) results[r].logprobs[0] = p.logprobs[r];
   }
   std::atomic_thread_fence(std::memory_order_release);
-  *p.ticket += 1;
-  *p.done = *p.ticket;
-}
-
-void seed_pending(const Context&, const SeedPendingParams& p) {
-  for (int r = 0; r < p.num_sampled; ++r) {
-    const int slot = p.sampled_slots[r];
-    p.pending_ids[int64_t{slot} * p.max_pending] = p.tokens[r];
-    p.pending_counts[slot] = 1;
-  }
+  *p.sink.ticket += 1;
+  *p.sink.done = *p.sink.ticket;
 }
 
 void reset_slot(const Context&, const ResetSlotParams& p) {

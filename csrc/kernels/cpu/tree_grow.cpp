@@ -44,10 +44,7 @@ void tree_expand(const Context&, const TreeExpandParams& p) {
   beam.seq_row_begin[0] = 0;
   for (int seq = 0; seq < beam.num_seqs; ++seq) {
     const int slot = p.seq_slots[seq];
-    if (level == 0) {
-      p.draft_lengths[slot] += p.pending_counts[slot];
-      p.pending_counts[slot] = 0;
-    }
+    if (level == 0) p.draft_lengths[slot] += std::max(p.accepted_counts[slot], 1);
     float* scores = beam.scores + seq * num_all + first;
     int* tokens = beam.tokens + seq * num_all + first;
     float* row_scores = beam.row_scores + seq * k;
@@ -78,12 +75,34 @@ void tree_expand(const Context&, const TreeExpandParams& p) {
   }
 }
 
-void tree_build(const Context&, const TreeBuildParams& p) {
-  check_build(p);
+void draft_select(const Context&, const DraftSelectParams& p) {
+  check_select(p);
   const DraftBeam& beam = p.beam;
-  const int k = beam.topk, num_nodes = p.trees.num_nodes;
+  const int k = beam.topk, num_tokens = p.draft.num_tokens;
   const int num_all = num_candidates(k, beam.depth);
   for (int seq = 0; seq < beam.num_seqs; ++seq) {
+    const float* scores = beam.scores + seq * num_all;
+    const std::vector<int> chosen = best_of(scores, num_all, num_tokens);
+    std::vector<int> node_of(num_all, 0);
+    for (int i = 0; i < num_tokens; ++i) {
+      const int candidate = chosen[i], at = seq * num_tokens + i;
+      node_of[candidate] = i + 1;
+      int parent = 0;
+      if (candidate >= k) {
+        const int level = (candidate - k) / (k * k), row = (candidate - k) % (k * k) / k;
+        parent = node_of[beam.level_candidates[(seq * beam.depth + level) * k + row]];
+      }
+      p.draft.tokens[at] = beam.tokens[seq * num_all + candidate];
+      p.draft.parents[at] = parent;
+      p.draft.scores[at] = scores[candidate];
+    }
+  }
+}
+
+void tree_build(const Context&, const TreeBuildParams& p) {
+  check_build(p);
+  const int num_nodes = p.trees.num_nodes, num_tokens = p.draft.num_tokens;
+  for (int seq = 0; seq < p.trees.num_seqs; ++seq) {
     int* tokens = p.trees.tokens + seq * num_nodes;
     int* parents = p.trees.parents + seq * num_nodes;
     int* depths = p.trees.depths + seq * num_nodes;
@@ -93,40 +112,16 @@ void tree_build(const Context&, const TreeBuildParams& p) {
     parents[0] = -1;
     depths[0] = 0;
     masks[0] = 1;
-    const std::vector<int> chosen = best_of(beam.scores + seq * num_all, num_all, num_nodes - 1);
-    std::vector<int> node_of(num_all, 0);
     for (int node = 1; node < num_nodes; ++node) {
-      const int candidate = chosen[node - 1];
-      node_of[candidate] = node;
-      int parent = 0;
-      if (candidate >= k) {
-        const int level = (candidate - k) / (k * k), row = (candidate - k) % (k * k) / k;
-        parent = node_of[beam.level_candidates[(seq * beam.depth + level) * k + row]];
-      }
-      tokens[node] = beam.tokens[seq * num_all + candidate];
+      const int at = seq * num_tokens + node - 1;
+      int token = node <= num_tokens ? p.draft.tokens[at] : -1;
+      int parent = node <= num_tokens && p.draft.parents ? p.draft.parents[at] : node - 1;
+      if (parent > 0 && tokens[parent] < 0) token = -1;
+      if (token < 0) parent = 0;
+      tokens[node] = token < 0 ? -1 : token;
       parents[node] = parent;
       depths[node] = depths[parent] + 1;
       masks[node] = masks[parent] | bit(node);
-    }
-    write_rows(p.trees, seq, slot, p.slots.lengths[slot]);
-  }
-}
-
-void chain_build(const Context&, const ChainBuildParams& p) {
-  check_trees("chain_build", p.trees);
-  const int num_nodes = p.trees.num_nodes;
-  for (int seq = 0; seq < p.trees.num_seqs; ++seq) {
-    const int slot = p.seq_slots[seq];
-    bool ended = false;
-    for (int node = 0; node < num_nodes; ++node) {
-      const int i = seq * num_nodes + node;
-      const int token =
-          node == 0 ? p.slots.next_tokens[slot] : p.chain[seq * (num_nodes - 1) + node - 1];
-      ended = ended || (node > 0 && token < 0);
-      p.trees.tokens[i] = ended ? -1 : token;
-      p.trees.parents[i] = ended ? 0 : node - 1;
-      p.trees.depths[i] = ended ? 1 : node;
-      p.trees.masks[i] = bit(node) | (ended ? 1 : bit(node) - 1);
     }
     write_rows(p.trees, seq, slot, p.slots.lengths[slot]);
   }

@@ -25,70 +25,95 @@ int child_of(const TokenTrees& trees, int seq, int node, int token) {
 
 void accept_tree(const Context&, const AcceptTreeParams& p) {
   check_accept(p);
-  const int num_nodes = p.trees.num_nodes;
-  SlotResult* results = p.results + (*p.ticket % p.ring_size) * p.max_seqs;
+  const SlotState& state = p.state;
+  const int num_nodes = p.trees.num_nodes, max_path = state.accepted.max_path;
+  SlotResult* results = nullptr;
+  if (p.sink.ticket != nullptr) {
+    results = p.sink.results + (*p.sink.ticket % p.sink.ring_size) * p.sink.max_seqs;
+  }
   for (int seq = 0; seq < p.trees.num_seqs; ++seq) {
     const int slot = p.seq_slots[seq];
     const SlotSampling& sampling = p.sampling[slot];
     SlotStop& stop = p.stops[slot];
-    SlotResult& result = results[seq];
-    int* path = p.paths + seq * p.max_emitted;
-    const int length = p.state.lengths[slot];
-    std::fill(path, path + p.max_emitted, -1);
-    int num = 0, cached = p.state.next_tokens[slot];
+    SlotResult* result = results == nullptr ? nullptr : results + seq;
+    int* ids = state.accepted.ids + int64_t{slot} * max_path;
+    int* path = state.accepted.paths + int64_t{slot} * max_path;
+    const int length = state.lengths[slot];
+    std::fill(path, path + max_path, -1);
+    int num = 0, cached = state.next_tokens[slot];
     bool finished = stop.finished;
-    for (int node = 0; node >= 0 && !finished && num < p.max_emitted; ++num) {
+    for (int node = 0; node >= 0 && !finished && num < max_path; ++num) {
       const int row = seq * num_nodes + node, token = p.drawn[row];
-      if (p.state.history && length + num < p.state.max_len) {
-        p.state.history[int64_t{slot} * p.state.max_len + length + num] = cached;
+      if (state.history && length + num < state.max_len) {
+        state.history[int64_t{slot} * state.max_len + length + num] = cached;
       }
       path[num] = node;
-      if (p.pending_ids) p.pending_ids[slot * p.max_emitted + num] = token;
-      result.tokens[num] = token;
-      if (sampling.num_logprobs >= 0) result.logprobs[num] = p.logprobs[row];
-      if (sampling.use_penalties) ++p.state.counts[int64_t{slot} * p.state.vocab_size + token];
+      ids[num] = token;
+      if (result != nullptr) {
+        result->tokens[num] = token;
+        if (sampling.num_logprobs >= 0) result->logprobs[num] = p.logprobs[row];
+      }
+      if (sampling.use_penalties) ++state.counts[int64_t{slot} * state.vocab_size + token];
       finished = is_stop(stop, token) || num + 1 >= stop.max_tokens;
       cached = token;
       node = child_of(p.trees, seq, node, token);
     }
     if (num > 0) {
-      p.state.lengths[slot] = length + num;
-      p.state.next_tokens[slot] = cached;
+      state.lengths[slot] = length + num;
+      state.next_tokens[slot] = cached;
       stop.max_tokens -= num;
       stop.finished = finished;
-      if (p.pending_counts) p.pending_counts[slot] = num;
     }
-    p.num_emitted[seq] = num;
-    result.slot = slot;
-    result.num_tokens = num;
-    result.finished = finished;
+    state.accepted.counts[slot] = num;
+    if (result == nullptr) continue;
+    result->slot = slot;
+    result->num_tokens = num;
+    result->finished = finished;
   }
+  if (results == nullptr) return;
   std::atomic_thread_fence(std::memory_order_release);
-  *p.ticket += 1;
-  *p.done = *p.ticket;
+  *p.sink.ticket += 1;
+  *p.sink.done = *p.sink.ticket;
 }
 
 void begin_draft(const Context&, const BeginDraftParams& p) {
+  const int max_path = p.accepted.max_path;
   p.seq_row_begin[0] = 0;
   for (int seq = 0; seq < p.num_seqs; ++seq) {
-    const int slot = p.seq_slots[seq], count = p.pending_counts[slot];
-    for (int j = 0; j < p.max_pending; ++j) {
-      const int row = seq * p.max_pending + j;
-      p.ids[row] = j < count ? p.pending_ids[slot * p.max_pending + j] : 0;
-      p.positions[row] = p.draft_lengths[slot] + j;
+    const int slot = p.seq_slots[seq], count = p.accepted.counts[slot];
+    const int n = std::max(count, 1), length = p.lengths[slot] - n + (p.shifted ? 0 : 1);
+    p.draft_lengths[slot] = length;
+    for (int j = 0; j < max_path; ++j) {
+      const int row = seq * max_path + j;
+      p.ids[row] = j < count ? p.accepted.ids[slot * max_path + j] : 0;
+      p.positions[row] = length + j;
       p.row_seqs[row] = seq;
-      p.feature_rows[row] = slot * p.max_pending + j;
+      p.hidden_rows[row] = slot * max_path + j;
     }
-    p.seq_row_begin[seq + 1] = (seq + 1) * p.max_pending;
-    p.last_rows[seq] = seq * p.max_pending + std::max(count - 1, 0);
+    p.seq_row_begin[seq + 1] = (seq + 1) * max_path;
+    p.last_rows[seq] = seq * max_path + n - 1;
   }
 }
 
-void skip_draft(const Context&, const SkipDraftParams& p) {
+void shift_prompt(const Context&, const ShiftPromptParams& p) {
+  p.first.seq_row_begin[0] = p.rest.seq_row_begin[0] = 0;
   for (int seq = 0; seq < p.num_seqs; ++seq) {
-    const int slot = p.seq_slots[seq];
-    p.draft_lengths[slot] += p.pending_counts[slot];
-    p.pending_counts[slot] = 0;
+    const int slot = p.seq_slots[seq], begin = p.seq_row_begin[seq];
+    const int end = p.seq_row_begin[seq + 1], start = p.lengths[slot];
+    p.first.ids[seq] = p.ids[begin];
+    p.first.positions[seq] = std::max(start - 1, 0);
+    p.first.row_seqs[seq] = seq;
+    p.first.hidden_rows[seq] = slot * p.max_path;
+    p.first.seq_row_begin[seq + 1] = seq + 1;
+    p.first_lengths[slot] = std::max(start - 1, 0);
+    for (int row = begin + 1; row < end; ++row) {
+      const int to = row - seq - 1;
+      p.rest.ids[to] = p.ids[row];
+      p.rest.positions[to] = start + row - 1 - begin;
+      p.rest.row_seqs[to] = seq;
+      p.rest.hidden_rows[to] = row - 1;
+    }
+    p.rest.seq_row_begin[seq + 1] = end - seq - 1;
   }
 }
 

@@ -1,0 +1,65 @@
+"""One answer in the terminal: shown while it comes, with what it took below."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from cpmcu.outputs import RequestOutput
+from cpmcu.sampling import SamplingParams
+from cpmcu.ui.display import Display
+
+if TYPE_CHECKING:
+    from cpmcu.llm import LLM
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Answer:
+    """Its text, and what it took: None if Ctrl-C ended it."""
+
+    text: str
+    result: RequestOutput | None
+
+
+def show_answer(
+    display: Display,
+    llm: LLM,
+    ids: list[int],
+    params: SamplingParams,
+    *,
+    stream: bool,
+    full_statistics: bool,
+) -> Answer:
+    """Generates and shows one answer and its summary. Ctrl-C ends it."""
+    params = params.resolve(llm.generation_config)
+    progress = display.prefill_progress()
+    text = ""
+    result = None
+    try:
+        for chunk in llm.stream(ids, params, on_prefill=progress):
+            text += chunk.text
+            result = chunk.result
+            if stream:
+                display.text(chunk.text)
+    except KeyboardInterrupt:
+        pass
+    finally:
+        progress.finish()
+    display.text(("" if stream else text) + ("" if text.endswith("\n") else "\n"))
+    if result is None:
+        display.note("stopped")
+        return Answer(text, None)
+    if params.logprobs is not None:
+        display.logprobs(result, _logprob_texts(llm, result))
+    display.summary(result, full=full_statistics, sampled=params.temperature != 0)
+    return Answer(text, result)
+
+
+def _logprob_texts(llm: LLM, result: RequestOutput) -> list[tuple[str, str]]:
+    def text(token: int) -> str:
+        return llm.tokenizer.decode([token], skip_special_tokens=False)
+
+    return [
+        (text(entry.token_id), ", ".join(f"{text(i)!r} {p:.4f}" for i, p in entry.top))
+        for entry in result.outputs[0].logprobs or []
+    ]

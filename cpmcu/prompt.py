@@ -1,0 +1,119 @@
+"""The prompt of a run: an argument, a flag, a file, what is piped into the program, or a default.
+
+What is piped is the prompt, or is appended to the one that was given.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import stat
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from cpmcu.checks import shown
+from cpmcu.config import shipped
+
+DEFAULT_PROMPT = "Who are you"
+SHIPPED_PROMPT = '''import os
+
+
+def walk_files(root):
+    """Yield the path of every file below a directory."""
+'''
+
+_REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_WEIGHT_FILES = (".gguf", ".safetensors", ".bin", ".pt")
+_PATIENCE_SECONDS = 1.0
+
+Note = Callable[[str], None]
+
+
+def names_model(word: str) -> bool:
+    """Is this argument a model rather than a prompt?
+
+    It is one if it looks like a path or a repository id, or names a shipped model, a directory with
+    config.json or a file of weights.
+    """
+    if not re.search(r"\s", word):
+        looks = word.startswith(("/", "./", "../", "~")) or word.endswith(_WEIGHT_FILES)
+        if looks or _REPO_ID.fullmatch(word):
+            return True
+    try:
+        return shipped(word) is not None or (Path(word) / "config.json").is_file()
+    except (OSError, ValueError):  # a text that cannot be a path
+        return False
+
+
+def model_and_prompt(
+    words: list[str], model: str | None, text: str | None, file: str | None = None
+) -> tuple[str | None, str | None]:
+    """Model and prompt of `[MODEL] [PROMPT]` and of the flags for the same.
+
+    One word alone is the prompt unless it names a model. Raises ValueError if one of them is given
+    twice.
+    """
+    words = list(words)
+    if model is not None and len(words) == 2:
+        raise ValueError(
+            f"MODEL is {shown(words[0])}, but --model-path is given too: give one of them"
+        )
+    if words and model is None and (len(words) == 2 or names_model(words[0])):
+        model = words.pop(0)
+    for flag, given in (("--prompt-text", text), ("--prompt-file", file)):
+        if words and given is not None:
+            raise ValueError(f"PROMPT is {shown(words[0])}, but {flag} is given too: give one")
+    return model, words[0] if words else text
+
+
+def read_prompt(
+    file: str | None, text: str | None, note: Note, *, append_piped: bool
+) -> str | None:
+    """The prompt that was given, with what is piped into the program appended; None: neither.
+
+    Raises OSError for a file that cannot be read and for `file` "-" without stdin, ValueError for
+    one that is empty or not UTF-8.
+    """
+    if file == "-":
+        return _filled(_read_stdin(note).strip(), "the prompt from stdin")
+    given = text if file is None else _filled(_read(file, file).strip(), file)
+    piped = _read_stdin(note).strip("\n") if append_piped and is_piped() else ""
+    parts = [part for part in (given, piped) if part]
+    return "\n\n".join(parts) if parts else given
+
+
+def is_piped() -> bool:
+    """Does stdin come from a pipe, a socket or a file?"""
+    if sys.stdin is None:
+        return False
+    try:
+        mode = os.fstat(0).st_mode
+    except OSError:
+        return False
+    return stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) or stat.S_ISREG(mode)
+
+
+def _read_stdin(note: Note) -> str:
+    if sys.stdin is None:
+        raise OSError("stdin is closed, but the input comes from there")
+    if sys.stdin.isatty():
+        note("type the prompt; Ctrl-D in an empty line ends it")
+    elif not select.select([0], [], [], _PATIENCE_SECONDS)[0]:
+        note("waiting for the prompt from stdin (</dev/null: nothing comes from there)")
+    return _read(0, "the prompt from stdin")
+
+
+def _read(source: int | str, name: str) -> str:
+    try:
+        with open(source, encoding="utf-8", closefd=source != 0) as file:
+            return file.read().rstrip()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name} is not UTF-8 text: {error}") from error
+
+
+def _filled(text: str, name: str) -> str:
+    if not text:
+        raise ValueError(f"{name} is empty, but must have some text")
+    return text

@@ -1,0 +1,341 @@
+"use strict";
+// The page as a whole: connection, open conversation, actions, keyboard.
+
+const model = { name: "", chats: true, thinks: false };
+let current = null;   // the conversation that is shown
+let views = [];       // of its turns
+let draftTimer = 0;
+let connecting = false;
+let saidOfServer = "";
+
+// ---- the server
+
+/** Waits until the server answers, and learns what it serves. */
+async function connect() {
+  if (connecting) return;
+  connecting = true;
+  $("hint").textContent = "Connecting…";
+  for (let state; (state = await notReady());) {
+    $("hint").textContent = state;
+    if ($("empty").hidden) tellOfServer(state);
+    await new Promise((wake) => setTimeout(wake, 1000));
+  }
+  connecting = false;
+  try {
+    Object.assign(model, await describeModel());
+  } catch (error) {
+    if (error.status === 401) return askForKey();
+    return tellOfServer(error.message);
+  }
+  const free = [document.body, $("key")].includes(document.activeElement);  // nobody types elsewhere
+  $("key-form").hidden = true;
+  if ($("notice").textContent === saidOfServer) tell("");
+  $("model").textContent = document.title = model.name;
+  $("thinking-field").hidden = !model.thinks;
+  if (!model.chats && current.isEmpty) current.mode = "complete";
+  showChat();
+  if (free) toPrompt();
+}
+
+/** Shows a sentence that is no longer true once the server answers. */
+function tellOfServer(text) {
+  saidOfServer = text;
+  tell(text);
+}
+
+function askForKey() {
+  $("hint").textContent = "This server needs an API key.";
+  $("key-form").hidden = false;
+  if (apiKey.get()) tellOfServer("The server does not know this API key.");
+  $("key").focus();
+}
+
+// ---- the conversation that is shown
+
+function openChat(conversation) {
+  keepDraft();
+  current = conversation;
+  if (!model.chats && current.isEmpty) current.mode = "complete";
+  session.set("cpmcu.current", current.id);
+  for (const view of views.splice(0)) view.element.remove();
+  tell("");
+  $("prompt").value = current.draft;
+  showChat();
+  showList();
+  toEnd();
+  $("to-end").hidden = true;
+}
+
+/** Shows the turns of the current conversation; those that are there stay. */
+function showChat() {
+  const turns = current.path().filter((turn) => current.mode === "chat" || turn.role === "assistant");
+  const same = turns.findIndex((turn, i) => views[i]?.turn !== turn);
+  const kept = same < 0 ? turns.length : same;
+  for (const view of views.splice(kept)) view.element.remove();
+  for (const turn of turns.slice(kept)) {
+    views.push(new TurnView(current, turn));
+    $("turns").append(views.at(-1).element);
+  }
+  for (const view of views) view.update();
+  const chat = current.mode === "chat";
+  $("empty").hidden = turns.length > 0;
+  $("modes").hidden = !model.chats || !model.name;
+  for (const button of $("modes").children) button.setAttribute("aria-pressed", String(button.value === current.mode));
+  if (model.name && !connecting) {
+    $("hint").textContent = chat ? "Ask something." : "Write the beginning of a text; the model goes on.";
+  }
+  $("prompt").placeholder = chat ? "Message" : "Text to complete";
+  $("prompt").classList.toggle("mono", !chat);
+  $("prompt-label").textContent = chat ? "Your message" : "Text to complete";
+  $("prompt").enterKeyHint = chat && !touch.matches ? "send" : "enter";
+  $("keys-hint").textContent = chat
+    ? "Enter sends, Shift+Enter starts a new line" : "Ctrl+Enter or ⌘+Enter sends, Enter starts a new line";
+  showRunning();
+}
+
+function showRunning() {
+  const busy = running.has(current.id);
+  const focused = [$("send"), $("stop")].includes(document.activeElement);
+  $("send").hidden = busy;
+  $("stop").hidden = !busy;
+  if (focused && busy) $("stop").focus();
+  else if (focused) toPrompt();
+  fit($("prompt"));
+}
+
+/** Lets the message field have the focus, unless a keyboard would then cover the page. */
+function toPrompt() { if (!touch.matches) $("prompt").focus(); }
+
+/** Does the page show the end of the conversation? Then it follows what is added. */
+function atEnd() {
+  const log = $("log");
+  return log.scrollHeight - log.scrollTop - log.clientHeight < 60;
+}
+
+function toEnd() { $("log").scrollTop = $("log").scrollHeight; }
+
+// ---- answers
+
+/** Lets the model write an answer. Gives the Refusal if nothing came of it. */
+async function answer(conversation, turn) {
+  tell("");
+  $("live").replaceChildren();
+  spoken = turn;
+  const show = perFrame(() => {
+    const view = views.find((each) => each.turn === turn);
+    const follows = atEnd();
+    view?.update();
+    if (follows) toEnd();
+    else $("to-end").hidden = false;
+  });
+  const answering = new Answering(conversation, turn, show);
+  const ended = answering.run();
+  if (conversation === current) {
+    showChat();
+    toEnd();
+  }
+  showList();
+  say("The model is answering.");
+  await ended;
+  finish(conversation, turn, answering.refusal);
+  return answering.refusal;
+}
+
+function finish(conversation, turn, refusal) {
+  if (chats.all.has(conversation.id)) chats.save(conversation);  // unless it was deleted meanwhile
+  if (conversation === current) {
+    const follows = atEnd();
+    showChat();
+    if (follows) toEnd();
+    if (!refusal) views.find((each) => each.turn === turn)?.end();
+  }
+  if (spoken === turn) spoken = null;
+  showList();
+  if (!refusal) return say(endOf(turn));
+  say("");  // the notice is read out
+  tell(refusal.message);
+  if (refusal.status === 401) askForKey();
+  if (refusal.status === 0) {
+    tellOfServer(refusal.message);
+    connect();
+  }
+}
+
+/** Sends a text. If the server refuses it, the conversation is as before. */
+async function askWith(conversation, parent, text) {
+  const asked = conversation.add(parent, { role: "user", text });
+  const turn = conversation.add(asked, { role: "assistant" });
+  const refusal = await answer(conversation, turn);
+  if (!refusal) return true;
+  conversation.remove(turn);
+  conversation.remove(asked);
+  return false;
+}
+
+async function send() {
+  const conversation = current;
+  const text = $("prompt").value;
+  if (running.has(conversation.id) || !text.trim()) return;
+  $("prompt").value = conversation.draft = "";
+  const parent = conversation.turn(conversation.leaf);
+  if (await askWith(conversation, parent, text)) return;
+  keepDraft();
+  conversation.draft = conversation.draft ? `${text}\n\n${conversation.draft}` : text;
+  undo(conversation);
+}
+
+/** Asks again with an edited message, beside the former one. */
+async function resend(turn, text) {
+  const conversation = current;
+  const former = conversation.leaf;
+  if (await askWith(conversation, conversation.turn(turn.parent), text)) return;
+  conversation.leaf = former;
+  keepDraft();
+  undo(conversation);
+  if (conversation === current) views.find((view) => view.turn === turn || view.given === turn)?.edit(text);
+}
+
+async function regenerate(turn) {
+  const conversation = current;
+  const other = conversation.add(conversation.turn(turn.parent), { role: "assistant" });
+  if (!await answer(conversation, other)) return;
+  conversation.remove(other);
+  conversation.show(turn);
+  keepDraft();
+  undo(conversation);
+}
+
+/** Lets the model go on with an answer that ended early. */
+function goOn(turn) { answer(current, turn); }
+
+/** Puts another text in an answer's place, beside the former one. */
+function replace(turn, text) {
+  current.add(current.turn(turn.parent), { role: "assistant", text, end: "edited", model: turn.model });
+  chats.save(current);
+  showChat();
+}
+
+/** Shows and keeps a conversation after a request that came to nothing. */
+function undo(conversation) {
+  chats.save(conversation);
+  showList();
+  if (conversation !== current) return;
+  $("prompt").value = current.draft;
+  showChat();
+}
+
+function showBranch(turn) {
+  current.show(turn);
+  chats.save(current);
+  showChat();
+}
+
+// ---- controls
+
+function startNew() {
+  if (!current.isEmpty) openChat(new Conversation({ mode: current.mode }));
+  if (narrow.matches && !$("side").inert) showSide(false);
+  toPrompt();
+}
+
+/** Keeps what is in the message field. */
+function keepDraft() {
+  clearTimeout(draftTimer);
+  draftTimer = 0;
+  if (!current || current.draft === $("prompt").value) return;
+  current.draft = $("prompt").value;
+  if (chats.save(current)) showList();
+}
+
+$("form").addEventListener("submit", (event) => { event.preventDefault(); send(); });
+$("stop").addEventListener("click", () => running.get(current.id)?.stop());
+$("prompt").addEventListener("input", () => {
+  fit($("prompt"));
+  draftTimer ||= setTimeout(keepDraft, SAVE_EVERY);
+});
+$("prompt").addEventListener("keydown", (event) => {
+  if (sendsNow(event, current.mode)) {
+    event.preventDefault();
+    send();
+  } else if (event.key === "ArrowUp" && !$("prompt").value && !running.has(current.id)) {
+    event.preventDefault();
+    views.findLast(({ turn }) => current.mode === "complete" || turn.role === "user")?.edit();
+  }
+});
+$("key-form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  apiKey.set($("key").value.trim());
+  connect();
+});
+for (const button of document.querySelectorAll(".new")) button.addEventListener("click", startNew);
+for (const button of $("modes").children) {
+  button.addEventListener("click", () => {
+    current.mode = button.value;
+    chats.save(current);
+    showChat();
+    toPrompt();
+  });
+}
+// A keyboard or a longer message leaves less room for the conversation: its end stays in sight.
+let staysAtEnd = true;
+$("log").addEventListener("scroll", () => { staysAtEnd = $("to-end").hidden = atEnd(); });
+new ResizeObserver(() => { if (staysAtEnd) toEnd(); }).observe($("log"));
+$("to-end").addEventListener("click", toEnd);
+
+document.addEventListener("keydown", (event) => {
+  if (event.isComposing || document.querySelector("dialog[open]")) return;
+  const writing = event.target.closest("input, textarea, select");
+  if (event.key === "Escape") running.get(current.id)?.stop();
+  if (event.key.toLowerCase() === "o" && event.shiftKey && (event.ctrlKey || event.metaKey)) {
+    event.preventDefault();
+    startNew();
+  }
+  if (writing || event.ctrlKey || event.metaKey || event.altKey) return;
+  if (event.key === "/") {
+    event.preventDefault();
+    $("prompt").focus();
+  }
+  if (event.key === "?") $("keys").showModal();
+});
+
+// Changes by other tabs. A conversation with an answer in progress takes in their turns.
+addEventListener("storage", ({ key, newValue }) => {
+  if (!key?.startsWith(CHAT)) return;
+  const before = chats.all.get(key.slice(CHAT.length));
+  const found = chats.take(key, newValue);
+  if (found && running.has(found.id)) {
+    const mine = running.get(found.id).conversation;
+    for (const turn of found.turns) if (!mine.turn(turn.id)) mine.turns.push(turn);
+    chats.all.set(mine.id, mine);
+  } else if (found && found.id === current.id) {
+    found.draft = current.draft;
+    current = found;
+    showChat();
+  } else if (!found && before === current && !running.has(current.id)) {
+    openChat(new Conversation({ mode: current.mode }));
+  }
+  showList();
+});
+
+// A page that is closed or put aside keeps what arrived.
+function keepAll() {
+  keepDraft();
+  for (const each of running.values()) each.save();
+}
+document.addEventListener("visibilitychange", keepAll);
+addEventListener("pagehide", () => {
+  leaving = true;
+  keepAll();
+});
+addEventListener("pageshow", () => { leaving = false; });
+
+// Browsers that lay the keyboard over the page tell only so how much of it is left.
+visualViewport?.addEventListener("resize", () => {
+  const covered = visualViewport.scale === 1 && innerHeight - visualViewport.height > 100;
+  document.body.style.height = covered ? `${visualViewport.height}px` : "";
+  if (covered) scrollTo(0, 0);
+});
+
+chats.load();
+openChat(chats.all.get(session.get("cpmcu.current")) ?? new Conversation());
+connect();

@@ -1,0 +1,143 @@
+"use strict";
+// Data kept in this browser. Local storage has conversations and settings; the session storage of
+// the tab has the API key and the id of the open conversation.
+
+const CHAT = "cpmcu.chat.";
+
+/** A storage that may be full, or forbidden. */
+class Kept {
+  constructor(name) { this.name = name; }
+
+  get(key) { try { return window[this.name].getItem(key); } catch { return null; } }
+
+  /** Sets or, with null, removes; says if that worked. */
+  set(key, value) {
+    try {
+      if (value === null) window[this.name].removeItem(key);
+      else window[this.name].setItem(key, value);
+      return true;
+    } catch { return false; }
+  }
+
+  keys() { try { return Object.keys(window[this.name]); } catch { return []; } }
+}
+
+const local = new Kept("localStorage");
+const session = new Kept("sessionStorage");
+
+/** A new name for a conversation or a turn. crypto.randomUUID needs HTTPS or localhost. */
+function newId() {
+  return Array.from(crypto.getRandomValues(new Uint8Array(8)), (b) => b.toString(16).padStart(2, "0")).join("");
+}
+
+/** A tree of turns, of which the path to one leaf is shown. Editing and regenerating add branches.
+ *
+ * A turn: {id, parent, role, text}; an answer also has thought, end, problem, model and numbers. */
+class Conversation {
+  constructor({ id = newId(), mode = "chat", title = "", updated = Date.now(), turns = [], leaf = null, draft = "" } = {}) {
+    Object.assign(this, { id, mode, title, updated, turns, leaf, draft });
+  }
+
+  /** A kept conversation; null if that is not one. */
+  static read(text) {
+    let data = null;
+    try { data = JSON.parse(text); } catch { /* not ours */ }
+    const before = new Set([null]);  // a turn comes behind its parent
+    const isTurn = (turn) => {
+      if (typeof turn?.id !== "string" || typeof turn.text !== "string" || !before.has(turn.parent)) return false;
+      return before.add(turn.id);
+    };
+    const whole = [data?.id, data?.title, data?.draft].every((each) => typeof each === "string")
+      && Array.isArray(data.turns) && data.turns.every(isTurn);
+    return whole ? new Conversation(data) : null;
+  }
+
+  get isEmpty() { return !this.turns.length && !this.draft; }
+
+  /** The title that was given, else how it begins. */
+  get name() {
+    const begin = (this.turns[0]?.text || this.draft).trim().split("\n", 1)[0];
+    return this.title || begin.slice(0, 80) || "New conversation";
+  }
+
+  turn(id) { return this.turns.find((turn) => turn.id === id); }
+
+  /** The turns from the first one to the leaf, or to the turn given. */
+  path(end = this.turn(this.leaf)) {
+    const found = [];
+    for (let turn = end; turn && !found.includes(turn); turn = this.turn(turn.parent)) found.unshift(turn);
+    return found;
+  }
+
+  /** Turns in the same place, this one included. */
+  siblings(turn) { return this.turns.filter((each) => each.parent === turn.parent); }
+
+  /** What can be shown in a turn's place. A text's beginning and what follows are one there. */
+  versions(turn) {
+    if (this.mode === "chat" || turn.role === "user") return this.siblings(turn);
+    const begins = this.siblings(this.turn(turn.parent)).map(({ id }) => id);
+    return this.turns.filter((each) => begins.includes(each.parent));
+  }
+
+  /** Adds a turn behind `parent`, and shows it. */
+  add(parent, fields) {
+    const turn = { id: newId(), parent: parent?.id ?? null, text: "", ...fields };
+    this.turns.push(turn);
+    this.leaf = turn.id;
+    this.updated = Date.now();
+    return turn;
+  }
+
+  /** Takes a turn without followers away, and shows its place's last one, or its parent. */
+  remove(turn) {
+    this.turns = this.turns.filter((each) => each !== turn);
+    const other = this.siblings(turn).at(-1);
+    if (other) this.show(other);
+    else this.leaf = turn.parent;
+  }
+
+  /** Shows the branch of a turn, up to its newest end. */
+  show(turn) {
+    for (let next = turn; next; next = this.turns.findLast((each) => each.parent === this.leaf)) this.leaf = next.id;
+  }
+}
+
+/** The conversations, as kept here and changed by other tabs. */
+const chats = {
+  all: new Map(),
+
+  load() {
+    for (const key of local.keys().filter((each) => each.startsWith(CHAT))) {
+      const found = Conversation.read(local.get(key));
+      if (found) this.all.set(found.id, found);
+    }
+  },
+
+  sorted() { return [...this.all.values()].sort((a, b) => b.updated - a.updated); },
+
+  /** Keeps a conversation, or lets go of an empty one. */
+  save(conversation) {
+    const { id, isEmpty } = conversation;
+    const isNew = !this.all.has(id);
+    if (isEmpty) this.all.delete(id);
+    else this.all.set(id, conversation);
+    const done = local.set(CHAT + id, isEmpty ? null : JSON.stringify(conversation));
+    if (!done && !isEmpty) {
+      tell("The browser's storage is full, or closed to this page: what is new here is lost when the page is closed.");
+    }
+    return isNew !== isEmpty;
+  },
+
+  remove(conversation) {
+    this.all.delete(conversation.id);
+    local.set(CHAT + conversation.id, null);
+  },
+
+  /** Takes over what another tab wrote: gives the conversation, null if it was deleted. */
+  take(key, text) {
+    const found = text === null ? null : Conversation.read(text);
+    if (found) this.all.set(found.id, found);
+    else this.all.delete(key.slice(CHAT.length));
+    return found;
+  },
+};

@@ -1,0 +1,77 @@
+"""What a request took, as one line or as tables."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from cpmcu.outputs import RequestOutput
+from cpmcu.ui.tables import text_bar
+
+if TYPE_CHECKING:
+    from cpmcu.spec_metrics import SpecDecodeMetrics
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Section:
+    """A table and the line below it."""
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    closing: str
+
+
+def summary_line(result: RequestOutput, *, sampled: bool) -> str:
+    """Length, speed and acceptance; the seed if the text was `sampled`; why it ended, if early."""
+    timings, output = result.timings, result.outputs[0]
+    count = len(output.token_ids)
+    parts = [f"{count} token{'s' * (count != 1)}"]
+    if timings.decode_tokens_per_s:
+        parts.append(f"{timings.decode_tokens_per_s:.1f} tokens/s")
+    parts.append(f"first after {timings.time_to_first_token_s:.3f} s")
+    metrics = output.spec_decode_metrics
+    if metrics is not None and metrics.num_spec_steps:
+        parts.append(f"accept length {metrics.mean_acceptance_length:.2f}")
+    if output.finish_reason != "stop":
+        parts.append(f"finish reason {output.finish_reason}")
+    if sampled:
+        parts.append(f"seed {result.seed}")
+    return ", ".join(parts)
+
+
+def summary_sections(result: RequestOutput) -> list[Section]:
+    """Lengths, times and speeds, and how many drafted tokens were accepted."""
+    timings, output = result.timings, result.outputs[0]
+    decoded = max(0, timings.output_tokens - 1)
+    rows = [
+        ("prefill", timings.prompt_tokens, timings.prefill_s, timings.prompt_tokens_per_s),
+        ("decode", decoded, timings.decode_s, timings.decode_tokens_per_s),
+    ]
+    cells = [
+        (name, str(tokens), f"{seconds:.3f}", f"{rate:.1f}") for name, tokens, seconds, rate in rows
+    ]
+    closing = (
+        f"{len(output.token_ids)} tokens, finish reason {output.finish_reason}, seed {result.seed}"
+    )
+    sections = [Section(("", "tokens", "seconds", "tokens/s"), cells, closing)]
+    metrics = output.spec_decode_metrics
+    if metrics is not None and metrics.num_spec_steps:
+        sections.append(_acceptance(metrics))
+    return sections
+
+
+def _acceptance(metrics: SpecDecodeMetrics) -> Section:
+    """How many drafted tokens the steps accepted, as a histogram."""
+    steps, counts = metrics.num_spec_steps, metrics.acceptance_histogram
+    rows = []
+    for accepted, count in enumerate(counts):
+        position = f"{metrics.acceptance_per_position[accepted - 1]:.1%}" if accepted else ""
+        bar = text_bar(count / max(counts))
+        rows.append((str(accepted), str(count), f"{count / steps:.1%}", position, bar))
+    closing = (
+        f"mean accept length {metrics.mean_acceptance_length:.2f}: "
+        f"{metrics.num_accepted_draft_tokens} drafted tokens accepted in {steps} steps of up to "
+        f"{metrics.num_spec_tokens}"
+    )
+    return Section(("accepted", "steps", "share", "or more", ""), rows, closing)

@@ -1,0 +1,89 @@
+// Per-slot sampling state on the device, and the draw.
+#pragma once
+
+#include <utility>
+#include <vector>
+
+#include "core/arena.h"
+#include "kernels/sample.h"
+#include "kernels/step_ops.h"
+#include "kernels/tree.h"
+
+namespace cpmcu {
+
+// One sequence's sampling parameters; kernels/sample.h says what they mean.
+struct SamplingConfig {
+  float temperature = 0;
+  float top_p = 1;
+  int top_k = 0;
+  float min_p = 0;
+  uint64_t seed = 0;
+  uint32_t stream = 0;
+  float repetition_penalty = 1;
+  float presence_penalty = 0;
+  float frequency_penalty = 0;
+  std::vector<std::pair<int, float>> logit_bias;
+  int logprobs = -1;
+  // Where the device ends the sequence; used with a drafter (the host finds the same stops later).
+  std::vector<int> stop_ids;
+  int max_tokens = 1 << 30;
+};
+
+// What the rows of a step may draw, in host memory: row r the tokens of mask rows[r], -1: all.
+struct TokenMasks {
+  std::vector<int> rows;            // [R]; empty: no row has a mask
+  const uint32_t* words = nullptr;  // [M, num_mask_words(V)]
+  int num_masks = 0;                // M <= R
+};
+
+class Sampler {
+ public:
+  ~Sampler();
+
+  void plan(MemoryPlan& plan, int num_slots, int max_rows, int vocab_size, int max_model_len);
+  void bind(const Context& ctx, const Arena& arena);
+
+  // A new sequence in `slot`: its parameters, and what it has said so far (for penalties):
+  // `ids`, of which the first `num_prompt` are the prompt. Throws for parameters out of range.
+  // Waits for the device only where the sequence uses penalties or a bias.
+  void reset(const Context& ctx, const SlotState& state, int slot, const SamplingConfig& config,
+             const std::vector<int>& ids, int num_prompt);
+
+  // Uploads the masks of the next masked draw, of `num_rows` rows. What was uploaded before must
+  // have been read.
+  void upload_masks(const Context& ctx, const TokenMasks& masks, int num_rows);
+
+  // Draws tokens()[first_row + r] from logits [R, V], row r of slot row_slots[r] at
+  // row_positions[r]. Rows of `trees` are their nodes, from that of `first_row` on: a root.
+  // Graph-safe.
+  void draw(const Context& ctx, const Tensor& logits, const int* row_slots,
+            const int* row_positions, const TokenTrees* trees, bool masked,
+            int first_row = 0) const;
+
+  const int* tokens() const { return tokens_; }
+  const TokenLogprobs* logprobs() const { return logprobs_; }
+  const SlotSampling* sampling() const { return sampling_; }
+  int* counts() const { return counts_; }
+
+ private:
+  void check(const SamplingConfig& config) const;
+  int64_t num_mask_ints(int num_masks) const {  // mask_rows_ and what is behind it
+    return max_rows_ + int64_t{num_masks} * num_mask_words(vocab_size_);
+  }
+
+  Device device_;
+  int num_slots_ = 0, max_rows_ = 0, vocab_size_ = 0, max_model_len_ = 0;
+  MemoryPlan::Id sampling_id_ = 0, counts_id_ = 0, bias_id_ = 0, tokens_id_ = 0, logprobs_id_ = 0,
+                 ids_id_ = 0, masks_id_ = 0;
+  SlotSampling* sampling_ = nullptr;   // [slots]
+  SlotSampling* mirror_ = nullptr;     // the same in pinned memory
+  int* counts_ = nullptr;              // [slots, V]
+  float* bias_ = nullptr;              // [slots, V]
+  int* tokens_ = nullptr;              // [R]
+  TokenLogprobs* logprobs_ = nullptr;  // [R]
+  int* ids_ = nullptr;                 // [max_model_len] staging for reset
+  int* mask_rows_ = nullptr;           // [R], and behind it masks [R, num_mask_words(V)]
+  int* mask_mirror_ = nullptr;         // the same in pinned memory
+};
+
+}  // namespace cpmcu

@@ -1,0 +1,210 @@
+#include "speculative/beam_drafter.h"
+
+#include <algorithm>
+
+#include "kernels/gather_rows.h"
+
+namespace cpmcu {
+
+BeamDrafter::BeamDrafter(const DrafterSpec& spec, const ModelSpec& target)
+    : spec_(spec), target_(target), vocab_ids_(spec.options.integers("vocab_ids")) {
+  CHECK(spec_.model.has_value(), "a draft of kind {} has no model", spec_.method);
+  for (int id : vocab_ids_) {
+    CHECK(id >= 0 && id < target.vocab_size,
+          "the draft vocabulary names token {}, the target has {}", id, target.vocab_size);
+  }
+}
+
+StepLimits BeamDrafter::step_limits() const {
+  const int decode_rows = limits_.max_seqs * std::max(max_path(), spec_.topk);
+  return {.max_rows = std::max(limits_.max_prompt_rows, decode_rows),
+          .max_decode_rows = decode_rows,
+          .max_kv = limits_.max_kv,
+          .compute_capability = limits_.compute_capability};
+}
+
+void BeamDrafter::plan(MemoryPlan& plan, StateCache& states, const DraftLimits& limits) {
+  limits_ = limits;
+  state_ = &states.add_model(spec_.scope, /*has_gaps=*/true);
+  buffer_id_ = plan.add(spec_.scope + "arrays", "state", carved_bytes([&](Carver& c) { layout(c); }));
+  last_id_ = plan.add(spec_.scope + "last_hidden", "state",
+                      int64_t{limits.max_seqs} * model().hidden_size * size_of(model().dtype));
+  map_id_ = plan.add(spec_.scope + "id_map", "state", static_cast<int64_t>(4 * vocab_ids_.size()));
+}
+
+void BeamDrafter::layout(Carver& carver) {
+  const int64_t b = limits_.max_seqs, k = spec_.topk, path = max_path();
+  const int64_t candidates = num_candidates(spec_.topk, spec_.depth);
+  const int64_t tokens = std::min<int64_t>(candidates, kMaxTreeSize - 1);
+  const auto ints = [&](int64_t count) { return carver.take<int>(count); };
+  beam_ = {.num_seqs = limits_.max_seqs,
+           .topk = spec_.topk,
+           .depth = spec_.depth,
+           .scores = carver.take<float>(b * candidates),
+           .tokens = ints(b * candidates),
+           .level_candidates = ints(b * spec_.depth * k),
+           .row_scores = carver.take<float>(b * k),
+           .row_masks = carver.take<uint64_t>(b * k),
+           .row_ids = ints(b * k),
+           .row_parents = ints(b * k),
+           .row_positions = ints(b * k),
+           .row_seqs = ints(b * k),
+           .seq_row_begin = ints(b + 1)};
+  draft_ = {.tokens = ints(b * tokens),
+            .parents = ints(b * tokens),
+            .scores = carver.take<float>(b * tokens)};
+  topk_tokens_ = ints(b * k * k);
+  topk_logprobs_ = carver.take<float>(b * k * k);
+  draft_lengths_ = ints(limits_.max_slots);
+  ids_ = ints(b * path);
+  positions_ = ints(b * path);
+  row_seqs_ = ints(b * path);
+  hidden_rows_ = ints(b * path);
+  row_begin_ = ints(b + 1);
+  last_rows_ = ints(b);
+  if (!shifted()) return;
+  const auto rows = [&](int64_t count) -> ShiftPromptParams::Rows {
+    return {.ids = ints(count),
+            .positions = ints(count),
+            .row_seqs = ints(count),
+            .hidden_rows = ints(count),
+            .seq_row_begin = ints(b + 1)};
+  };
+  shift_ = {.max_path = max_path(),
+            .first = rows(b),
+            .first_lengths = ints(limits_.max_slots),
+            .rest = rows(limits_.max_prompt_rows)};
+}
+
+void BeamDrafter::bind(const Arena& arena) {
+  Carver carver(arena.array<char>(buffer_id_));
+  layout(carver);
+  last_hidden_ = arena.tensor(last_id_, model().dtype, {limits_.max_seqs, model().hidden_size});
+  if (!vocab_ids_.empty()) id_map_ = arena.array<int>(map_id_);
+}
+
+void BeamDrafter::finish_loading(const Context& ctx, const TargetParts&) {
+  copy_to_device(ctx.device, id_map_, vocab_ids_.data(),
+                 static_cast<int64_t>(4 * vocab_ids_.size()), ctx.stream);
+  synchronize(ctx.device, ctx.stream);
+}
+
+// ---- prompts
+
+void BeamDrafter::prefill(const Context& ctx, const DraftPrompt& prompt) {
+  if (shifted()) return prefill_shifted(ctx, prompt);
+  forward(ctx, {.phase = Phase::kPrefill, .ids = prompt.ids, .rows = prompt.rows},
+          {.x = pick(prompt.hidden)}, Source::kTarget);
+}
+
+void BeamDrafter::prefill_shifted(const Context& ctx, const DraftPrompt& prompt) {
+  ShiftPromptParams shift = shift_;
+  shift.num_seqs = prompt.rows.num_seqs;
+  shift.num_rows = prompt.rows.num_rows;
+  shift.ids = prompt.ids;
+  shift.row_seqs = prompt.rows.row_seqs;
+  shift.seq_slots = prompt.rows.seq_slots;
+  shift.seq_row_begin = prompt.rows.seq_row_begin;
+  shift.lengths = prompt.rows.slot_lengths;
+  shift_prompt(ctx, shift);
+  const auto run = [&](const ShiftPromptParams::Rows& shifted, int num_rows, int max_seq_rows,
+                       const int* lengths, const Tensor& hidden) {
+    if (num_rows == 0) return;
+    StepRows rows = prompt.rows;
+    rows.num_rows = num_rows;
+    rows.max_seq_rows = max_seq_rows;
+    rows.positions = shifted.positions;
+    rows.row_seqs = shifted.row_seqs;
+    rows.seq_row_begin = shifted.seq_row_begin;
+    rows.slot_lengths = lengths;
+    // The other tokens of one sequence lie in order.
+    const bool in_order = shift.num_seqs == 1 && lengths == shift.lengths;
+    forward(ctx, {.phase = Phase::kPrefill, .ids = shifted.ids, .rows = rows},
+            {.x = in_order ? hidden.rows(0, num_rows) : hidden,
+             .index = in_order ? nullptr : shifted.hidden_rows},
+            Source::kTarget);
+  };
+  if (prompt.continues) {
+    run(shift.first, shift.num_seqs, 1, shift.first_lengths, pick(prompt.accepted));
+  }
+  run(shift.rest, shift.num_rows - shift.num_seqs, prompt.rows.max_seq_rows, shift.lengths,
+      pick(prompt.hidden));
+}
+
+// ---- drafting
+
+// Runs the tokens that the last step accepted. Returns the hidden state of each sequence's last.
+Tensor BeamDrafter::catch_up(const Context& ctx, const DraftBatch& batch, StepRows rows) {
+  begin_draft(ctx, {.seq_slots = batch.seq_slots,
+                    .num_seqs = batch.num_seqs,
+                    .lengths = batch.slots.lengths,
+                    .accepted = batch.slots.accepted,
+                    .shifted = shifted(),
+                    .draft_lengths = draft_lengths_,
+                    .ids = ids_,
+                    .positions = positions_,
+                    .row_seqs = row_seqs_,
+                    .hidden_rows = hidden_rows_,
+                    .seq_row_begin = row_begin_,
+                    .last_rows = last_rows_});
+  rows.num_rows = batch.num_seqs * max_path();
+  rows.max_seq_rows = max_path();
+  rows.positions = positions_;
+  rows.row_seqs = row_seqs_;
+  rows.seq_row_begin = row_begin_;
+  const Tensor hidden =
+      forward(ctx, {.phase = Phase::kDecode, .ids = ids_, .rows = rows},
+              {.x = pick(batch.accepted), .index = hidden_rows_}, Source::kTarget);
+  const Tensor last = last_hidden_.rows(0, batch.num_seqs);
+  gather_rows(ctx, {.out = last, .x = hidden, .index = last_rows_});
+  return last;
+}
+
+Draft BeamDrafter::propose(const Context& ctx, const DraftBatch& batch) {
+  const int b = batch.num_seqs, k = spec_.topk;
+  StepRows rows{.num_seqs = b,
+                .max_kv = batch.max_kv,
+                .seq_slots = batch.seq_slots,
+                .slot_lengths = draft_lengths_,
+                .page_table = batch.page_table,
+                .max_pages = batch.max_pages};
+  Tensor hidden = catch_up(ctx, batch, rows);
+
+  DraftBeam beam = beam_;
+  beam.num_seqs = b;
+  beam.depth = batch.shape.depth;
+  const auto expand = [&](int level) {
+    const Tensor logits = head(ctx, hidden);
+    topk_logprobs(ctx, {.logits = logits,
+                        .topk = k,
+                        .id_map = id_map_,
+                        .tokens = topk_tokens_,
+                        .logprobs = topk_logprobs_});
+    tree_expand(ctx, {.beam = beam,
+                      .level = level,
+                      .topk_tokens = topk_tokens_,
+                      .topk_logprobs = topk_logprobs_,
+                      .seq_slots = batch.seq_slots,
+                      .accepted_counts = batch.slots.accepted.counts,
+                      .draft_lengths = draft_lengths_});
+  };
+  expand(0);
+  rows.num_rows = b * k;
+  rows.max_seq_rows = k;
+  rows.positions = beam.row_positions;
+  rows.row_seqs = beam.row_seqs;
+  rows.seq_row_begin = beam.seq_row_begin;
+  rows.row_masks = beam.row_masks;
+  for (int level = 1; level < batch.shape.depth; ++level) {
+    rows.first_row = (level - 1) * k;
+    const Step step{.phase = Phase::kDecode, .ids = beam.row_ids, .rows = rows};
+    hidden = forward(ctx, step, {.x = hidden, .index = beam.row_parents}, Source::kRecycled);
+    expand(level);
+  }
+  Draft draft = draft_;
+  draft.num_tokens = std::min(batch.num_tokens(), num_candidates(k, beam.depth));
+  draft_select(ctx, {.beam = beam, .draft = draft});
+  return draft;
+}
+
+}  // namespace cpmcu

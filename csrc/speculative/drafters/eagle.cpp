@@ -1,0 +1,120 @@
+// EAGLE and EAGLE-2 heads, and MiniCPM4's variant of them: "eagle".
+//
+//   x = fc [embedding(id) | feature] (+ bias), each RMS-normed first in MiniCPM4's variant
+//   hidden = decoder layer(x); logits = the target's lm_head of hidden
+//
+// `feature` is the target's final hidden state of the token before; of a drafted token it is the
+// hidden state that the draft made of its parent.
+// Sources: Li et al., arXiv:2401.15077 and arXiv:2406.16858.
+#include "kernels/embedding.h"
+#include "kernels/gather_rows.h"
+#include "linear/product_queue.h"
+#include "speculative/head_drafter.h"
+
+namespace cpmcu {
+namespace {
+
+class EagleDrafter : public HeadDrafter {
+ public:
+  EagleDrafter(const DrafterSpec& spec, const ModelSpec& target)
+      : HeadDrafter(spec, target, "EAGLE", 2 * spec.model->hidden_size),
+        has_bias_(spec.options.flag("fc_bias", false)) {
+    spec_.options.check_known("an EAGLE head", {"window", "vocab_ids", "own_head", "input_norms",
+                                                "attention_norm", "fc_bias"});
+    if (spec_.options.flag("input_norms", false)) {
+      embed_norm_ = add_norm(spec_.scope + "input_norm1");
+      feature_norm_ = add_norm(spec_.scope + "input_norm2");
+    }
+    const bool first_has_norm = spec_.options.flag("attention_norm", false);
+    for (int i = 0; i < model().num_hidden_layers; ++i) {
+      const std::string prefix = spec_.scope + "layers." + std::to_string(i) + ".";
+      // The original heads have no norm in front of the first layer's attention.
+      const bool has_norm = i > 0 || first_has_norm;
+      layers_.push_back(
+          {.blocks = add_layer(prefix),
+           .attention_norm = has_norm ? add_norm(prefix + "input_layernorm") : nullptr,
+           .mlp_norm = add_norm(prefix + "post_attention_layernorm")});
+    }
+  }
+
+  HiddenNeeds needs() const override { return {.final = true}; }
+
+  void plan(MemoryPlan& plan, StateCache& states, const DraftLimits& limits) override {
+    HeadDrafter::plan(plan, states, limits);
+    if (!has_bias_) return;
+    bias_id_ = plan.add(spec_.scope + "fc.bias", "weights", width() * size_of(model().dtype));
+    zeros_id_ = plan.add(spec_.scope + "zeros", "state", 4 * max_rows());
+  }
+  void bind(const Arena& arena) override {
+    HeadDrafter::bind(arena);
+    if (!has_bias_) return;
+    bias_ = arena.tensor(bias_id_, model().dtype, {1, width()});
+    zeros_ = arena.array<int>(zeros_id_);
+  }
+  void list_tensors(WeightTable& table) override {
+    HeadDrafter::list_tensors(table);
+    if (has_bias_) table.add(spec_.scope + "fc.bias", bias_.view({width()}));
+  }
+  void finish_loading(const Context& ctx, const TargetParts& target) override {
+    HeadDrafter::finish_loading(ctx, target);
+    if (has_bias_) fill_bytes(ctx.device, zeros_, 0, 4 * max_rows(), ctx.stream);
+  }
+
+ protected:
+  Tensor pick(const HiddenStates& states) const override { return states.final; }
+
+  Tensor forward(const Context& ctx, const Step& step, const HiddenRows& feature,
+                 Source) override {
+    const int rows = step.rows.num_rows;
+    const Tensor hidden = this->hidden(rows), normed = this->normed(rows);
+    embedding(ctx, {.out = embed_norm_ ? normed : left(rows),
+                    .table = embedding_table_,
+                    .ids = step.ids,
+                    .scale = model().embed_scale,
+                    .out_stride = embed_norm_ ? width() : 2 * width()});
+    if (embed_norm_) {
+      embed_norm_->forward(ctx, left(rows), normed, 2 * width());
+      feature_norm_->forward(ctx, right(rows), feature.x, 2 * width(), feature.index);
+    } else {
+      gather_rows(ctx, {.out = right(rows),
+                        .x = feature.x,
+                        .index = feature.index,
+                        .out_stride = 2 * width()});
+    }
+    if (has_bias_) gather_rows(ctx, {.out = hidden, .x = bias_, .index = zeros_});
+    ProductQueue products(ctx, step.phase);
+    const Context& queued = products.context();
+    fc_->forward(queued, step.phase, hidden, both(rows), 1, has_bias_ ? 1 : 0);
+    for (const auto& [blocks, attention_norm, mlp_norm] : layers_) {
+      if (attention_norm) attention_norm->forward(queued, normed, hidden);
+      blocks.attention->forward(queued, step, hidden, attention_norm ? normed : hidden);
+      mlp_norm->forward(queued, normed, hidden);
+      blocks.mlp->forward(queued, step, hidden, normed);
+    }
+    products.flush();
+    return hidden;
+  }
+
+  Tensor head(const Context& ctx, const Tensor& hidden) override {
+    return head_.forward(ctx, hidden);
+  }
+
+ private:
+  struct NormedLayer {
+    Layer blocks;
+    RmsNorm* attention_norm;  // may be null
+    RmsNorm* mlp_norm;
+  };
+
+  bool has_bias_;  // of fc
+  RmsNorm *embed_norm_ = nullptr, *feature_norm_ = nullptr;
+  std::vector<NormedLayer> layers_;
+  MemoryPlan::Id bias_id_ = 0, zeros_id_ = 0;
+  int* zeros_ = nullptr;
+  Tensor bias_;
+};
+
+REGISTER_DRAFTER("eagle", EagleDrafter);
+
+}  // namespace
+}  // namespace cpmcu

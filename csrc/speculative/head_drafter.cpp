@@ -1,0 +1,84 @@
+#include "speculative/head_drafter.h"
+
+namespace cpmcu {
+
+HeadDrafter::HeadDrafter(const DrafterSpec& spec, const ModelSpec& target, const std::string& kind,
+                         int64_t fc_inputs)
+    : BeamDrafter(spec, target), head_(spec_, vocab_ids_, target) {
+  const ModelSpec& model = this->model();
+  CHECK(model.hidden_size == target.hidden_size, "the {} head has hidden_size {}, the target {}",
+        kind, model.hidden_size, target.hidden_size);
+  const std::string fc = spec_.scope + "fc";
+  fc_ = make_linear(model.linear_method_of(fc), {.parts = {{fc, model.hidden_size}},
+                                                 .in_features = fc_inputs,
+                                                 .dtype = model.dtype,
+                                                 .options = model.linear_options});
+}
+
+HeadDrafter::Layer HeadDrafter::add_layer(const std::string& prefix, int in_features) {
+  BlockConfig attention{.spec = model(),
+                        .prefix = prefix,
+                        .scope = spec_.scope,
+                        .in_features = in_features,
+                        .phase = kMixer};
+  BlockConfig mlp = attention;
+  attention.params.set("window", int64_t{spec_.options.integer("window", 0)});
+  mlp.in_features = 0;
+  mlp.phase = kMlp;
+  blocks_.push_back(BlockRegistry::instance().create("block", "attention", attention));
+  blocks_.push_back(BlockRegistry::instance().create("block", "mlp", mlp));
+  return {.attention = blocks_.end()[-2].get(), .mlp = blocks_.back().get()};
+}
+
+RmsNorm* HeadDrafter::add_norm(const std::string& name) {
+  norms_.push_back(std::make_unique<RmsNorm>(model(), name));
+  return norms_.back().get();
+}
+
+void HeadDrafter::plan(MemoryPlan& plan, StateCache& states, const DraftLimits& limits) {
+  BeamDrafter::plan(plan, states, limits);
+  const StepLimits step = step_limits();
+  max_rows_ = step.max_rows;
+  fc_->plan(plan, step);
+  for (const auto& block : blocks_) block->plan(plan, state(), step);
+  for (const auto& norm : norms_) norm->plan(plan);
+  head_.plan(plan, step);
+  const int64_t bytes = max_rows_ * width() * size_of(model().dtype);
+  both_id_ = plan.add_scratch(spec_.scope + "concat", 2 * bytes, 0, kSample);
+  hidden_id_ = plan.add_scratch(spec_.scope + "hidden", bytes, 0, kSample);
+  normed_id_ = plan.add_scratch(spec_.scope + "normed", bytes, 0, kSample);
+}
+
+void HeadDrafter::bind(const Arena& arena) {
+  BeamDrafter::bind(arena);
+  fc_->bind(arena);
+  for (const auto& block : blocks_) block->bind(arena, state());
+  for (const auto& norm : norms_) norm->bind(arena);
+  head_.bind(arena);
+  const DType dtype = model().dtype;
+  both_ = arena.tensor(both_id_, dtype, {max_rows_, 2 * width()});
+  hidden_ = arena.tensor(hidden_id_, dtype, {max_rows_, width()});
+  normed_ = arena.tensor(normed_id_, dtype, {max_rows_, width()});
+}
+
+void HeadDrafter::list_tensors(WeightTable& table) {
+  fc_->list_tensors(table);
+  for (const auto& block : blocks_) block->list_tensors(table);
+  for (const auto& norm : norms_) norm->list_tensors(table);
+  head_.list_tensors(table);
+}
+
+void HeadDrafter::finish_loading(const Context& ctx, const TargetParts& target) {
+  BeamDrafter::finish_loading(ctx, target);
+  embedding_table_ = target.embedding_table;
+  fc_->finish_loading(ctx);
+  for (const auto& block : blocks_) block->finish_loading(ctx);
+  head_.finish_loading(ctx, target);
+}
+
+Tensor HeadDrafter::half(int rows, int64_t first_column) const {
+  return Tensor(both_.as<char>() + first_column * size_of(both_.dtype()), both_.dtype(),
+                {rows, width()});
+}
+
+}  // namespace cpmcu

@@ -1,0 +1,184 @@
+// The page to read first: one step, verbs only. What stands below prepares its arguments.
+#include "speculative/step.h"
+
+#include <algorithm>
+
+#include "kernels/gather_rows.h"
+
+namespace cpmcu {
+
+void SpeculativeStep::propose(const Context& ctx, const Batch& batch) {
+  Draft draft;
+  if (batch.shape.depth > 0) {
+    draft = drafter_->propose(ctx, {.num_seqs = batch.num_seqs,
+                                    .shape = batch.shape,
+                                    .seq_slots = batch.seq_slots,
+                                    .max_kv = batch.max_kv,
+                                    .page_table = target_.states.page_table(),
+                                    .max_pages = target_.states.max_pages(),
+                                    .slots = slots_,
+                                    .accepted = accepted_});
+  }
+  tree_build(ctx, {.draft = draft,
+                   .trees = trees_of(batch),
+                   .seq_slots = batch.seq_slots,
+                   .slots = slots_});
+}
+
+void SpeculativeStep::verify(const Context& ctx, const Batch& batch) {
+  const Tensor hidden = target_.model.forward(ctx, verify_step(batch));
+  if (logits_fit(batch)) target_.model.head(ctx, hidden);
+}
+
+void SpeculativeStep::accept(const Context& ctx, const Batch& batch, bool masked,
+                             const ResultSink& sink) {
+  draw(ctx, batch, masked);
+  accept_tree(ctx, {.trees = trees_of(batch),
+                    .drawn = target_.sampler.tokens(),
+                    .logprobs = target_.sampler.logprobs(),
+                    .seq_slots = batch.seq_slots,
+                    .sampling = target_.sampler.sampling(),
+                    .state = slots_,
+                    .stops = stops_,
+                    .sink = sink});
+  commit(ctx, batch);
+}
+
+// A token at each node. Logits of many nodes are made and drawn from in parts of whole trees.
+void SpeculativeStep::draw(const Context& ctx, const Batch& batch, bool masked) {
+  const TokenTrees trees = trees_of(batch);
+  const int num_rows = batch.num_rows(), num_nodes = trees.num_nodes;
+  const Tensor hidden = target_.model.hidden(num_rows);
+  const int most = logits_fit(batch) ? num_rows
+                                     : target_.model.max_logit_rows() / num_nodes * num_nodes;
+  for (int row = 0; row < num_rows; row += most) {
+    const int count = std::min(most, num_rows - row);
+    const Tensor logits = logits_fit(batch)
+                              ? target_.model.logits(count)
+                              : target_.model.head(ctx, hidden.rows(row, count), row);
+    target_.sampler.draw(ctx, logits, trees.row_slots + row, trees.row_positions + row, &trees,
+                         masked, row);
+  }
+}
+
+// What the accepted nodes leave behind takes its place.
+void SpeculativeStep::commit(const Context& ctx, const Batch& batch) {
+  const int num_rows = batch.num_rows();
+  KeepAcceptedParams keep{.page_table = target_.states.page_table(),
+                          .max_pages = target_.states.max_pages(),
+                          .num_seqs = batch.num_seqs,
+                          .num_nodes = batch.shape.tree_size,
+                          .seq_slots = batch.seq_slots,
+                          .lengths = slots_.lengths,
+                          .accepted = slots_.accepted};
+  if (needs_.final) {
+    keep.hidden = target_.model.final_hidden(num_rows);
+    keep.accepted_hidden = accepted_.final;
+  }
+  target_.state.commit(ctx, keep);
+  if (!needs_.layers.empty()) {
+    keep.hidden = target_.model.tapped(num_rows);
+    keep.accepted_hidden = accepted_.layers;
+    keep_accepted(ctx, keep);
+  }
+  target_.model.commit(ctx, verify_step(batch), slots_.accepted);
+}
+
+// ---- prompts and sequences
+
+void SpeculativeStep::draft_prompt(const Context& ctx, const Step& step, bool continues,
+                                   const int* last_rows, const int* slot_rows) {
+  if (!drafter_) return;
+  DraftPrompt prompt{
+      .rows = step.rows, .ids = step.ids, .continues = continues, .accepted = accepted_};
+  const int num_rows = step.rows.num_rows;
+  if (needs_.final) {
+    prompt.hidden.final = final_.rows(0, num_rows);
+    target_.model.final_norm(ctx, prompt.hidden.final, target_.model.hidden(num_rows));
+  }
+  if (!needs_.layers.empty()) prompt.hidden.layers = target_.model.tapped(num_rows);
+  drafter_->prefill(ctx, prompt);
+  const auto keep = [&](const Tensor& kept, const Tensor& hidden) {
+    if (hidden.empty()) return;
+    gather_rows(ctx, {.out = kept,
+                      .x = hidden,
+                      .index = last_rows,
+                      .out_index = slot_rows,
+                      .num_rows = step.rows.num_seqs});
+  };
+  keep(accepted_.final, prompt.hidden.final);
+  keep(accepted_.layers, prompt.hidden.layers);
+}
+
+void SpeculativeStep::reset(const Context& ctx, int slot, const SlotStop& stop) {
+  stops_mirror_[slot] = stop;
+  copy_to_device(ctx.device, stops_ + slot, stops_mirror_ + slot, sizeof(SlotStop), ctx.stream);
+}
+
+void SpeculativeStep::publish_trees(const Context& ctx, const Batch& batch) {
+  if (!drafter_) return;
+  const int count = batch.num_rows();
+  copy_to_host(ctx.device, trees_mirror_, trees_.tokens, int64_t{4} * count, ctx.stream);
+  copy_to_host(ctx.device, trees_mirror_ + count, trees_.parents, int64_t{4} * count, ctx.stream);
+  trees_ready_->record(ctx.stream);
+}
+
+std::vector<SpeculativeStep::DraftedTree> SpeculativeStep::read_trees(const Batch& batch) const {
+  if (!drafter_) return std::vector<DraftedTree>(batch.num_seqs, {.tokens = {0}, .parents = {-1}});
+  trees_ready_->wait();
+  const int num_nodes = batch.shape.tree_size, count = batch.num_rows();
+  const int *tokens = trees_mirror_, *parents = trees_mirror_ + count;
+  std::vector<DraftedTree> trees;
+  for (int node = 0; node < count; node += num_nodes) {
+    trees.push_back({.tokens = {tokens + node, tokens + node + num_nodes},
+                     .parents = {parents + node, parents + node + num_nodes}});
+  }
+  return trees;
+}
+
+// ---- arguments
+
+TokenTrees SpeculativeStep::trees_of(const Batch& batch) const {
+  TokenTrees trees = trees_;
+  trees.num_seqs = batch.num_seqs;
+  trees.num_nodes = batch.shape.tree_size;
+  return trees;
+}
+
+Step SpeculativeStep::verify_step(const Batch& batch) const {
+  const int num_nodes = batch.shape.tree_size;
+  Step step{.phase = Phase::kDecode,
+            .ids = trees_.row_ids,
+            .verify = num_nodes > 1,
+            .rows = {.num_rows = batch.num_rows(),
+                     .num_seqs = batch.num_seqs,
+                     .max_seq_rows = num_nodes,
+                     .max_kv = batch.max_kv,
+                     .positions = trees_.row_positions,
+                     .row_seqs = trees_.row_seqs,
+                     .seq_slots = batch.seq_slots,
+                     .seq_row_begin = trees_.seq_row_begin,
+                     .slot_lengths = slots_.lengths,
+                     .row_parents = trees_.parents,
+                     .page_table = target_.states.page_table(),
+                     .max_pages = target_.states.max_pages()}};
+  if (step.verify) step.rows.row_masks = trees_.masks;
+  return step;
+}
+
+int SpeculativeStep::lookahead() const {
+  if (!spec_) return 0;
+  return std::max(spec_->tree_size, spec_->depth + 1 + spec_->topk * (spec_->depth - 1));
+}
+
+void SpeculativeStep::check_shape(const DraftShape& shape) const {
+  CHECK(shape.depth >= 0 && shape.depth <= largest_.depth && shape.tree_size >= 1 &&
+            shape.tree_size <= largest_.tree_size,
+        "a decode step of depth {} and {} nodes, expected a depth of 0 to {} and 1 to {} nodes",
+        shape.depth, shape.tree_size, largest_.depth, largest_.tree_size);
+  const int nodes = shape.depth == 0 ? 1 : 1 + num_candidates(spec_->topk, shape.depth);
+  CHECK(shape.tree_size <= nodes, "a decode step of depth {} and {} nodes, but it drafts only {}",
+        shape.depth, shape.tree_size, nodes - 1);
+}
+
+}  // namespace cpmcu

@@ -1,0 +1,117 @@
+// How a speculative step comes to be: its drafter, its memory.
+#include "speculative/step.h"
+
+namespace cpmcu {
+
+SpeculativeStep::SpeculativeStep(const Target& target, const DrafterSpec* spec) : target_(target) {
+  if (spec == nullptr) return;
+  spec_ = *spec;
+  drafter_ = make_drafter(*spec_, target_.spec);
+  needs_ = drafter_->needs();
+  largest_ = {spec_->depth, spec_->tree_size};
+}
+
+SpeculativeStep::~SpeculativeStep() {
+  if (stops_mirror_ != nullptr) release_pinned(device_, stops_mirror_);
+  if (trees_mirror_ != nullptr) release_pinned(device_, trees_mirror_);
+}
+
+void SpeculativeStep::layout(Carver& carver) {
+  const int64_t slots = limits_.max_slots, nodes = limits_.max_seqs * largest_.tree_size;
+  const auto ints = [&](int64_t count) { return carver.take<int>(count); };
+  trees_ = {.num_seqs = limits_.max_seqs,
+            .num_nodes = largest_.tree_size,
+            .tokens = ints(nodes),
+            .parents = ints(nodes),
+            .depths = ints(nodes),
+            .masks = carver.take<uint64_t>(nodes),
+            .row_ids = ints(nodes),
+            .row_positions = ints(nodes),
+            .row_slots = ints(nodes),
+            .row_seqs = ints(nodes),
+            .seq_row_begin = ints(limits_.max_seqs + 1)};
+  stops_ = carver.take<SlotStop>(slots);
+  slots_ = {.lengths = ints(slots),
+            .next_tokens = ints(slots),
+            .max_len = limits_.max_tokens,
+            .vocab_size = target_.spec.vocab_size,
+            .accepted = {.max_path = max_path(),
+                         .ids = ints(slots * max_path()),
+                         .paths = ints(slots * max_path()),
+                         .counts = ints(slots)}};
+}
+
+void SpeculativeStep::plan(MemoryPlan& plan, const SpeculativeStepLimits& limits) {
+  limits_ = limits;
+  buffer_id_ = plan.add("step.arrays", "state", carved_bytes([&](Carver& c) { layout(c); }));
+  if (!drafter_) return;
+  history_id_ =
+      plan.add("step.history", "state", int64_t{4} * limits.max_slots * limits.max_tokens);
+  const int64_t row_bytes = int64_t{target_.spec.hidden_size} * size_of(target_.spec.dtype);
+  const int64_t kept = int64_t{limits.max_slots} * max_path();
+  if (needs_.final) {
+    final_id_ = plan.add_scratch("final_hidden", limits.max_prompt_rows * row_bytes, 0, kSample);
+    accepted_final_id_ = plan.add("step.accepted_final", "state", kept * row_bytes);
+  }
+  if (!needs_.layers.empty()) {
+    accepted_layers_id_ =
+        plan.add("step.accepted_layers", "state",
+                 kept * row_bytes * static_cast<int64_t>(needs_.layers.size()));
+  }
+  drafter_->plan(plan, target_.states,
+                 {.max_seqs = limits.max_seqs,
+                  .max_slots = limits.max_slots,
+                  .max_prompt_rows = limits.max_prompt_rows,
+                  .max_kv = limits.max_kv,
+                  .max_path = max_path(),
+                  .compute_capability = limits.compute_capability});
+}
+
+void SpeculativeStep::bind(const Context& ctx, const Arena& arena) {
+  device_ = ctx.device;
+  char* buffer = arena.array<char>(buffer_id_);
+  Carver carver(buffer);
+  layout(carver);
+  fill_bytes(ctx.device, buffer, 0, carver.num_bytes(), ctx.stream);
+  slots_.counts = target_.sampler.counts();
+  const auto bytes = static_cast<int64_t>(sizeof(SlotStop)) * limits_.max_slots;
+  stops_mirror_ = static_cast<SlotStop*>(allocate_pinned(ctx.device, bytes));
+  const int64_t nodes = int64_t{limits_.max_seqs} * largest_.tree_size;
+  trees_mirror_ = static_cast<int*>(allocate_pinned(ctx.device, 2 * 4 * nodes));
+  trees_ready_.emplace(ctx.device);
+  if (!drafter_) return;
+  slots_.history = arena.array<int>(history_id_);
+  const DType dtype = target_.spec.dtype;
+  const int64_t width = target_.spec.hidden_size, kept = int64_t{limits_.max_slots} * max_path();
+  // Tokens beyond those that were accepted are masked, but NaN would stay in the draft's cache.
+  const auto cleared = [&](MemoryPlan::Id id, int64_t columns) {
+    const Tensor tensor = arena.tensor(id, dtype, {kept, columns});
+    fill_bytes(ctx.device, tensor.data(), 0, tensor.num_bytes(), ctx.stream);
+    return tensor;
+  };
+  if (needs_.final) {
+    final_ = arena.tensor(final_id_, dtype, {limits_.max_prompt_rows, width});
+    accepted_.final = cleared(accepted_final_id_, width);
+  }
+  if (!needs_.layers.empty()) {
+    accepted_.layers =
+        cleared(accepted_layers_id_, width * static_cast<int64_t>(needs_.layers.size()));
+  }
+  drafter_->bind(arena);
+}
+
+void SpeculativeStep::list_tensors(WeightTable& table) const {
+  if (drafter_) drafter_->list_tensors(table);
+}
+
+void SpeculativeStep::finish_loading(const Context& ctx) {
+  if (!drafter_) return;
+  const Transformer& model = target_.model;
+  drafter_->finish_loading(
+      ctx, {.embedding_table = model.embedding_table(),
+            .head_weight = model.head_weight(),
+            .project = [&model](const Context& on, const Tensor& logits, const Tensor& hidden,
+                                float scale) { model.project(on, logits, hidden, scale); }});
+}
+
+}  // namespace cpmcu

@@ -1,0 +1,94 @@
+// What one model keeps of its sequences on the device: paged planes and per-slot tensors.
+//
+// A block declares its state in `plan` and keeps the handles. A paged plane has a few rows for each
+// page of 64 tokens: 64 rows for keys or values, fewer for what sums up several tokens. All planes
+// of all models share the page numbers of a slot (state/state_cache.h). A per-slot tensor is what
+// a sequence leaves behind besides pages: a recurrent state, the inputs of a convolution.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "core/arena.h"
+#include "core/context.h"
+#include "kernels/tree.h"
+
+namespace cpmcu {
+
+struct PagedPlane {
+  int rows_per_page = kPageSize;
+  int num_heads = 1;
+  int width = 0;  // elements of one head's row
+  DType dtype = DType::kBF16;
+
+  int64_t page_elements() const { return int64_t{num_heads} * rows_per_page * width; }
+  int64_t page_bytes() const { return page_elements() * size_of(dtype); }
+  // A plane with a row for each token: rows of accepted tokens are moved into place by `commit`.
+  bool is_per_token() const { return rows_per_page == kPageSize; }
+  bool operator==(const PagedPlane&) const = default;
+};
+
+struct SlotTensor {
+  std::string name;            // in the memory plan
+  std::vector<int64_t> shape;  // of one slot, up to 3 dimensions
+  DType dtype = DType::kF32;
+
+  int64_t num_bytes() const;  // of one slot
+};
+
+class ModelState {
+ public:
+  // `scope`: "" for the target, such as "draft." else. `has_gaps`: rows that nobody wrote may be
+  // read, so all must be finite numbers.
+  ModelState(std::string scope, bool has_gaps) : scope_(std::move(scope)), has_gaps_(has_gaps) {}
+  ModelState(const ModelState&) = delete;
+  ModelState& operator=(const ModelState&) = delete;
+
+  // ---- declared while memory is planned
+  struct PagedId {
+    int group = -1, index = -1;
+  };
+  struct SlotId {
+    int index = -1;
+  };
+  PagedId add_paged(const PagedPlane& plane);
+  SlotId add_slot(const SlotTensor& tensor);
+
+  int64_t page_bytes() const;  // of one page in all planes
+  void plan_slots(MemoryPlan& plan, int num_slots);
+  void plan_pages(MemoryPlan& plan, int num_pages);
+  void bind(const Context& ctx, const Arena& arena);
+
+  // ---- used by blocks
+  Tensor paged(PagedId id) const;   // [pages, num_heads, rows_per_page, width]
+  Tensor per_slot(SlotId id) const;  // [slots, shape…]
+
+  // ---- verbs
+  // A new sequence in `slot`: its per-slot tensors are zero. In stream order.
+  void reset(const Context& ctx, int slot) const;
+  // After acceptance: rows of accepted tokens move into place in every per-token plane.
+  // Fills in what `params` leaves open: pool, num_heads, width. Graph-safe.
+  void commit(const Context& ctx, KeepAcceptedParams params) const;
+
+ private:
+  // Planes that are alike are one buffer, so that `commit` moves them in one launch.
+  struct Group {
+    PagedPlane plane;
+    int count = 0;
+    MemoryPlan::Id id = 0;
+    Tensor memory{};  // [count, pages, page_elements]
+  };
+  struct Slots {
+    SlotTensor tensor;
+    MemoryPlan::Id id = 0;
+    char* memory = nullptr;  // [slots, num_bytes]
+  };
+
+  std::string scope_;
+  bool has_gaps_;
+  int num_slots_ = 0, num_pages_ = 0;
+  std::vector<Group> groups_;
+  std::vector<Slots> slots_;
+};
+
+}  // namespace cpmcu

@@ -1,0 +1,66 @@
+// Which pages each sequence slot has, on the host and on the device, for all models of an engine.
+//
+// Page p of every plane belongs to the same slots, so one table serves the target and its drafts.
+// The table's host mirror is pinned: uploads are ordered on the stream with the steps.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "state/model_state.h"
+#include "state/page_pool.h"
+
+namespace cpmcu {
+
+class StateCache {
+ public:
+  StateCache() = default;
+  ~StateCache();
+  StateCache(const StateCache&) = delete;
+  StateCache& operator=(const StateCache&) = delete;
+
+  // The state of one model; lives as long as the cache. Before memory is planned.
+  ModelState& add_model(const std::string& scope, bool has_gaps = false);
+
+  // `max_entries`: tokens of a slot, those of a step in flight included.
+  void plan_slots(MemoryPlan& plan, int num_slots, int max_entries);
+  void plan_pages(MemoryPlan& plan, int num_pages);
+  int64_t page_bytes() const;  // of one page in all planes of all models
+  void bind(const Context& ctx, const Arena& arena);
+
+  const int* page_table() const { return table_; }  // [slots, max_pages] device
+  int max_pages() const { return max_pages_; }      // of one slot
+  int num_pages() const { return pool_.num_pages(); }
+  int num_retiring() const { return pool_.num_retiring(); }
+  // Pages without an owner; of these `num_retiring` are still read.
+  int num_unowned() const { return pool_.num_free() + pool_.num_retiring(); }
+  // Tokens that the slot's pages hold.
+  int capacity(int slot) const { return static_cast<int>(pages_of(slot).size()) * kPageSize; }
+  const std::vector<int>& pages_of(int slot) const { return pages_[static_cast<size_t>(slot)]; }
+
+  // ---- verbs
+  // Grows the slot to hold `num_entries` tokens; false, and nothing taken, if too few are free.
+  bool reserve(const Context& ctx, int slot, int num_entries);
+  // An empty slot begins with pages that have an owner already. It must never write to them.
+  void share(const Context& ctx, int slot, const std::vector<int>& pages);
+  // Gives the slot's pages back; `num_steps` as in PagePool.
+  void release(int slot, uint64_t num_steps);
+  void retire(uint64_t num_done) { pool_.retire(num_done); }
+  // A new sequence in `slot`.
+  void reset(const Context& ctx, int slot) const;
+
+ private:
+  void append(const Context& ctx, int slot, const std::vector<int>& pages);
+
+  Device device_;
+  int num_slots_ = 0, max_pages_ = 0;
+  MemoryPlan::Id table_id_ = 0;
+  int* table_ = nullptr;
+  int* mirror_ = nullptr;  // the table in pinned memory
+  PagePool pool_;
+  std::vector<std::vector<int>> pages_;  // of each slot
+  std::vector<std::unique_ptr<ModelState>> models_;
+};
+
+}  // namespace cpmcu

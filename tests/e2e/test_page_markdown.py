@@ -1,0 +1,239 @@
+"""How the chat page shows Markdown: as elements made one by one, whole or while it comes."""
+
+from __future__ import annotations
+
+import random
+import re
+
+import pytest
+
+from tests.e2e.browser import Page
+
+SHOW = """
+const root = make("div");
+const markdown = new Markdown(root);
+for (const text of arguments[0]) markdown.show(text);
+return root.innerHTML;
+"""
+H1, H2 = '<h2 class="level-1">', '<h3 class="level-2">'
+PRE = '<pre tabindex="0"><code>'
+LINK = 'target="_blank" rel="noopener noreferrer nofollow"'
+
+
+@pytest.fixture(scope="module")
+def page(driver, scripted):
+    found = Page(driver, scripted)
+    found.ready()
+    return found
+
+
+def shown(page: Page, *texts: str) -> str:
+    """The HTML of a text, given step by step, without what code blocks have around the code."""
+    html = page.run(SHOW, list(texts))
+    html = re.sub(
+        r'<div class="code-head"><span>(.*?)</span><button.*?</button></div>', r"[\1]", html
+    )
+    return html.replace('<div class="code">', "").replace("</code></pre></div>", "</code></pre>")
+
+
+@pytest.mark.parametrize(
+    ("text", "html"),
+    [
+        ("a\nb  \nc", "<p>a<br>b<br>c</p>"),
+        ("# One\n## Two ##\n####### no", f"{H1}One</h2>{H2}Two</h3><p>####### no</p>"),
+        ("One\n===\nTwo\n---", f"{H1}One</h2>{H2}Two</h3>"),
+        ("a\n\n---\n* * *", "<p>a</p><hr><hr>"),
+        (
+            "> a\n> > b\n\nc",
+            "<blockquote><p>a</p><blockquote><p>b</p></blockquote></blockquote><p>c</p>",
+        ),
+        ("- a\n- b\n\n* c", "<ul><li>a</li><li>b</li></ul><ul><li>c</li></ul>"),
+        (
+            "1. a\n   - b\n     - c\n2. d",
+            "<ol><li>a<ul><li>b<ul><li>c</li></ul></li></ul></li><li>d</li></ol>",
+        ),
+        ("1. a\n  - b\n2. c", "<ol><li>a<ul><li>b</li></ul></li><li>c</li></ol>"),
+        ("3. a\n4. b", '<ol start="3"><li>a</li><li>b</li></ol>'),
+        ("- a\n\n- b", "<ul><li><p>a</p></li><li><p>b</p></li></ul>"),
+        ("- a\n\n  b\n- c", "<ul><li><p>a</p><p>b</p></li><li><p>c</p></li></ul>"),
+        ("- a\nb", "<ul><li>a<br>b</li></ul>"),
+        (
+            "1. a\n```\nx\n```\n2. b",
+            f'<ol><li>a</li></ol>[text]{PRE}x</code></pre><ol start="2"><li>b</li></ol>',
+        ),
+        (
+            "- a\n  ```sh\n  ls\n    -l\n  ```",
+            f"<ul><li>a[sh]{PRE}ls\n  -l</code></pre></li></ul>",
+        ),
+        (
+            "- [x] a\n- [ ] b",
+            '<ul><li class="task"><span role="img" aria-label="done">☑ </span>a</li>'
+            '<li class="task"><span role="img" aria-label="to do">☐ </span>b</li></ul>',
+        ),
+        ("In 1999. was\n1999. x", "<p>In 1999. was<br>1999. x</p>"),
+        (
+            "```c++ title\n<b>&\n\n\tx\n```\ny",
+            f"[c++]{PRE}&lt;b&gt;&amp;\n\n\tx</code></pre><p>y</p>",
+        ),
+        ("````\n```\n````", f"[text]{PRE}```</code></pre>"),
+        ("~~~\n```\n~~~", f"[text]{PRE}```</code></pre>"),
+        ("```py\nx = 1", f"[py]{PRE}x = 1</code></pre>"),
+        ("a ``` b\nc", "<p>a ``` b<br>c</p>"),
+        (
+            "x\n|a|b|\n|:-:|-:|\n|1 \\| 2|*3*|\n|4|",
+            '<p>x</p><div class="scroll" tabindex="0"><table><thead><tr>'
+            '<th class="center">a</th><th class="right">b</th></tr></thead><tbody><tr>'
+            '<td class="center">1 | 2</td><td class="right"><em>3</em></td></tr><tr>'
+            '<td class="center">4</td><td class="right"></td></tr></tbody></table></div>',
+        ),
+        ("a | b\nc | d", "<p>a | b<br>c | d</p>"),
+        (
+            "*a* _b_ **c** __d__ ***e*** ~~f~~ ~g~",
+            "<p><em>a</em> <em>b</em> <strong>c</strong> <strong>d</strong> "
+            "<em><strong>e</strong></em> <del>f</del> ~g~</p>",
+        ),
+        (
+            "**a *b* c** *d **e***",
+            "<p><strong>a <em>b</em> c</strong> <em>d <strong>e</strong></em></p>",
+        ),
+        ("snake_case_name 2 * 3 * 4 **open", "<p>snake_case_name 2 * 3 * 4 **open</p>"),
+        ("**你好。**世界，*“对”*吗", "<p><strong>你好。</strong>世界，<em>“对”</em>吗</p>"),
+        (
+            "`a*b*` ``c ` d`` `open *e*",
+            "<p><code>a*b*</code> <code>c ` d</code> `open <em>e</em></p>",
+        ),
+        (
+            r"\*a\* \\ \(x_1 * y_1\) $$a*b*c$$",
+            r'<p>*a* \ <span class="math">\(x_1 * y_1\)</span> '
+            '<span class="math">$$a*b*c$$</span></p>',
+        ),
+        (
+            "&lt;b&gt; &amp; &nbsp;&copy; a<br>b",
+            "<p>&lt;b&gt; &amp; &nbsp;&amp;copy; a<br>b</p>",
+        ),
+        (
+            "[a *b*](https://x.org/a_(b)_c 'T')",
+            f'<p><a href="https://x.org/a_(b)_c" {LINK}>a <em>b</em></a></p>',
+        ),
+        (
+            "see (https://x.org/a_b?c=d), <http://y.org>",
+            f'<p>see (<a href="https://x.org/a_b?c=d" {LINK}>https://x.org/a_b?c=d</a>), '
+            f'<a href="http://y.org/" {LINK}>http://y.org</a></p>',
+        ),
+        ("![cat](https://x.org/c.png)", f'<p><a href="https://x.org/c.png" {LINK}>cat</a></p>'),
+        ("[a](b) [c] ![d] [e](", "<p>[a](b) [c] ![d] [e](</p>"),
+    ],
+)
+def test_markdown(page, text, html):
+    assert shown(page, text) == html
+    # The same if it comes letter by letter.
+    assert shown(page, *(text[:end] for end in range(1, len(text) + 1))) == html
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "javascript:alert(1)",
+        "JaVaScRiPt:alert(1)",
+        "data:text/html,x",
+        "vbscript:x",
+        "file:///etc",
+        "//x.org",
+        "java&#10;script:x",
+        " javascript:x",
+        "blob:null/1",
+        "mailto:a@b.org",
+    ],
+)
+def test_links_lead_to_web_pages_only(page, address):
+    html = shown(page, f"[a]({address}) [b](<{address}>) <{address}> ![c]({address})")
+    assert "<a" not in html
+    assert page.run("return webAddress(arguments[0])", address) is None
+
+
+def test_html_of_the_model_is_text(page):
+    page.run("window.harm = 0")
+    for text in (
+        "<script>window.harm = 1</script>",
+        "<img src=x onerror='window.harm = 1'>",
+        "**<svg onload=harm=1>**\n\n- <iframe srcdoc='x'>\n\n|<b>|\n|-|\n|<i>|",
+        '[<img src=x onerror=harm=1>](https://x.org/"onclick="harm=1)',
+        "```<img src=x>\n</code></pre><script>window.harm = 1</script>\n```",
+    ):
+        elements = set(re.findall(r"<([a-z]+)", shown(page, text)))
+        assert not elements & {"script", "img", "svg", "iframe", "b", "i"}, elements
+    assert page.run("return window.harm") == 0
+    # And a slip would be stopped by the browser.
+    with pytest.raises(Exception, match="TrustedHTML"):
+        page.run("document.createElement('div').innerHTML = '<b>a</b>'")
+
+
+def test_any_text_is_the_same_in_pieces(page):
+    """Random texts, of what makes blocks and emphasis, come to the same in whatever pieces."""
+    signs = ["# ", "- ", "1. ", "> ", "```", "\n", "\n\n", "  ", "|", "|-|\n", "*", "**", "_", "`"]
+    signs += [
+        "a",
+        "b c",
+        "---",
+        "~~",
+        "\\",
+        "é",
+        "。",
+        "$$",
+        "===",
+        "\t",
+        "[",
+        "]",
+        "[x](https://y.org)",
+    ]
+    rng = random.Random(5)
+    for _ in range(150):
+        text = "".join(rng.choice(signs) for _ in range(rng.randint(1, 40)))
+        ends = sorted(rng.sample(range(1, len(text) + 1), min(len(text), 12)) + [len(text)])
+        assert shown(page, *(text[:end] for end in ends)) == shown(page, text), repr(text)
+
+
+def test_code_that_grows_keeps_its_element(page):
+    """So that selections and scroll positions in it stay."""
+    same = page.run(
+        """
+        const root = make("div");
+        const markdown = new Markdown(root);
+        markdown.show("```py\\nx = 1");
+        const code = root.querySelector("code");
+        markdown.show("```py\\nx = 1\\ny = 2\\n```\\n\\nDone.");
+        return [root.querySelector("code") === code, code.textContent];
+        """
+    )
+    assert same == [True, "x = 1\ny = 2"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(part * 20000 for part in ("> ", "- ", "*a ", "[[", "[a](", "**a_", "\\(", "<", "#", "h")),
+        "`" * 200 + "a`" * 20000,
+        "|" * 20000 + "\n" + "|-" * 20000,
+        " " * 40000 + "x",
+        "# " + " " * 40000 + "x",
+        "![[" * 20000 + "](https://x.org)",
+        "https://" + "a)" * 20000,
+        "1. a\n" * 5000,
+        "".join(" " * 2 * i + "- a\n" for i in range(300)),
+    ],
+    ids=lambda text: repr(text[:9]),
+)
+def test_texts_made_to_be_slow_are_shown(page, text):
+    """Nothing takes forever, and nothing nests without end."""
+    page.driver.set_script_timeout(10)
+    depth = page.run(
+        """
+        const root = make("div");
+        new Markdown(root).show(arguments[0]);
+        let [depth, level] = [0, [root]];
+        for (; level.length && depth < 200; depth++) level = level.flatMap((e) => [...e.children]);
+        return depth;
+        """,
+        text,
+    )
+    assert depth < 100

@@ -1,0 +1,72 @@
+// A drafter made of two others from outside the package: a tree with the drafts of both side by
+// side. It knows neither. Compiled by tests/unit/test_extension_points.py; CPU only.
+#include <algorithm>
+
+#include "speculative/drafter.h"
+
+namespace {
+
+using namespace cpmcu;
+
+class BothDrafter : public Drafter {
+ public:
+  BothDrafter(const DrafterSpec& spec, const ModelSpec& target) : spec_(spec) {
+    CHECK(spec_.parts.size() == 2, "a drafter of two has {} parts", spec_.parts.size());
+    for (const DrafterSpec& part : spec_.parts) parts_.push_back(make_drafter(part, target));
+  }
+
+  HiddenNeeds needs() const override { return parts_[0]->needs().with(parts_[1]->needs()); }
+  void plan(MemoryPlan& plan, StateCache& states, const DraftLimits& limits) override {
+    for (const auto& part : parts_) part->plan(plan, states, limits);
+    ids_ = {plan.add("both.tokens", "state", int64_t{4} * limits.max_seqs * kMaxTreeSize),
+            plan.add("both.parents", "state", int64_t{4} * limits.max_seqs * kMaxTreeSize)};
+  }
+  void bind(const Arena& arena) override {
+    for (const auto& part : parts_) part->bind(arena);
+    tokens_ = arena.array<int>(ids_[0]);
+    parents_ = arena.array<int>(ids_[1]);
+  }
+  void list_tensors(WeightTable& table) override {
+    for (const auto& part : parts_) part->list_tensors(table);
+  }
+  void finish_loading(const Context& ctx, const TargetParts& target) override {
+    for (const auto& part : parts_) part->finish_loading(ctx, target);
+  }
+  void prefill(const Context& ctx, const DraftPrompt& prompt) override {
+    for (const auto& part : parts_) part->prefill(ctx, prompt);
+  }
+
+  Draft propose(const Context& ctx, const DraftBatch& batch) override {
+    CHECK(!ctx.device.is_cuda(), "the drafter of two runs on the CPU only");
+    const int num_tokens = batch.num_tokens();
+    std::fill_n(tokens_, batch.num_seqs * num_tokens, -1);
+    std::fill_n(parents_, batch.num_seqs * num_tokens, 0);
+    DraftBatch half = batch;
+    half.shape.tree_size = 1 + std::max(1, num_tokens / 2);
+    int used = 0;
+    for (const auto& part : parts_) {
+      const Draft draft = part->propose(ctx, half);
+      const int count = std::min(draft.num_tokens, num_tokens - used);
+      for (int seq = 0; seq < batch.num_seqs; ++seq) {
+        for (int i = 0; i < count; ++i) {
+          const int from = seq * draft.num_tokens + i, to = seq * num_tokens + used + i;
+          const int parent = draft.parents ? draft.parents[from] : i;  // of a chain: the one before
+          tokens_[to] = draft.tokens[from];
+          parents_[to] = parent == 0 ? 0 : parent + used;
+        }
+      }
+      used += count;
+    }
+    return {.num_tokens = num_tokens, .tokens = tokens_, .parents = parents_};
+  }
+
+ private:
+  const DrafterSpec spec_;
+  std::vector<std::unique_ptr<Drafter>> parts_;
+  std::vector<MemoryPlan::Id> ids_;
+  int *tokens_ = nullptr, *parents_ = nullptr;  // [B, M]
+};
+
+REGISTER_DRAFTER("both", BothDrafter);
+
+}  // namespace

@@ -1,0 +1,111 @@
+// A kind of layer from outside the package, with state of its own: "memory". CPU and float32 only.
+// Compiled by tests/unit/test_extension_points.py.
+//
+// Token t with the normed input x[t] adds gain * (m[t] + s[t]) to the residual stream:
+//   m[t] = decay * m[parent of t] + x[t]     a per-slot tensor, along accepted tokens only
+//   s[t] = the sums of x over pages          a paged plane with one row for each page
+// s[t] takes the pages before the one before t's: they are full and committed, whatever the chunk,
+// the tree (of depth below 64) or the step.
+#include <cstring>
+
+#include "layers/block.h"
+
+namespace {
+
+using namespace cpmcu;
+
+class MemoryBlock : public Block {
+ public:
+  explicit MemoryBlock(const BlockConfig& config)
+      : spec_(config.spec),
+        prefix_(config.prefix),
+        decay_(config.params.number("decay", 0.5f)),
+        phase_(config.phase) {
+    config.params.check_known("a memory block", {"decay"});
+  }
+
+  void plan(MemoryPlan& plan, ModelState& state, const StepLimits& limits) override {
+    gain_id_ = plan.add(prefix_ + "memory.gain", "weights", 4 * width());
+    state_id_ = state.add_slot({.name = prefix_ + "memory", .shape = {width()}});
+    sums_id_ = state.add_paged(
+        {.rows_per_page = 1, .width = static_cast<int>(width()), .dtype = DType::kF32});
+    max_rows_ = limits.max_rows;
+    // Until `commit`, so it is no scratch.
+    rows_id_ = plan.add(prefix_ + "memory.rows", "state", 2 * 4 * max_rows_ * width());
+  }
+  void bind(const Arena& arena, const ModelState& state) override {
+    gain_ = arena.tensor(gain_id_, DType::kF32, {width()});
+    memory_ = state.per_slot(state_id_);
+    sums_ = state.paged(sums_id_);
+    memories_ = arena.array<float>(rows_id_);
+    inputs_ = memories_ + max_rows_ * width();
+  }
+  void list_tensors(WeightTable& table) override { table.add(prefix_ + "memory.gain", gain_); }
+  void finish_loading(const Context&) override {}
+  std::string norm_name() const override { return prefix_ + "memory_norm"; }
+
+  void forward(const Context&, const Step& step, const Tensor& hidden,
+               const Tensor& x) const override {
+    const StepRows& rows = step.rows;
+    const int64_t h = width();
+    std::memcpy(inputs_, x.data(), 4 * rows.num_rows * h);
+    for (int row = 0; row < rows.num_rows; ++row) {
+      const int seq = rows.row_seqs[row], slot = rows.seq_slots[seq];
+      const int first = rows.seq_row_begin[seq], j = row - first;
+      const int parent = rows.row_parents == nullptr ? j - 1 : rows.row_parents[row];
+      const float* before =
+          parent < 0 ? memory_.as<float>() + slot * h : memories_ + (first + parent) * h;
+      float* memory = memories_ + row * h;
+      for (int i = 0; i < h; ++i) memory[i] = decay_ * before[i] + inputs_[row * h + i];
+      for (int i = 0; i < h; ++i) hidden.as<float>()[row * h + i] += gain_.as<float>()[i] * memory[i];
+      for (int page = 0; page < rows.positions[row] / kPageSize - 1; ++page) {
+        const float* sum = sum_of(rows, slot, page * kPageSize);
+        for (int i = 0; i < h; ++i) hidden.as<float>()[row * h + i] += gain_.as<float>()[i] * sum[i];
+      }
+      if (step.phase == Phase::kPrefill) keep(rows, slot, row, rows.positions[row]);
+    }
+  }
+
+  void commit(const Context&, const Step& step, const Accepted& accepted) const override {
+    const StepRows& rows = step.rows;
+    for (int seq = 0; seq < rows.num_seqs; ++seq) {
+      const int slot = rows.seq_slots[seq];
+      const int* path = accepted.paths + slot * accepted.max_path;
+      for (int j = 0; j < accepted.counts[slot]; ++j) {
+        const int row = rows.seq_row_begin[seq] + path[j];
+        keep(rows, slot, row, rows.positions[row]);
+      }
+    }
+  }
+
+ private:
+  int64_t width() const { return spec_.hidden_size; }
+  float* sum_of(const StepRows& rows, int slot, int position) const {
+    const int page = rows.page_table[slot * rows.max_pages + position / kPageSize];
+    return sums_.as<float>() + page * width();
+  }
+  // The token at `position` of the slot is row `row` of the step.
+  void keep(const StepRows& rows, int slot, int row, int position) const {
+    std::memcpy(memory_.as<float>() + slot * width(), memories_ + row * width(), 4 * width());
+    float* sum = sum_of(rows, slot, position);
+    if (position % kPageSize == 0) std::memset(sum, 0, 4 * width());
+    for (int i = 0; i < width(); ++i) sum[i] += inputs_[row * width() + i];
+  }
+
+  const ModelSpec& spec_;
+  std::string prefix_;
+  float decay_;
+  Timeline phase_;
+  int64_t max_rows_ = 0;
+  MemoryPlan::Id gain_id_ = 0, rows_id_ = 0;
+  ModelState::SlotId state_id_;
+  ModelState::PagedId sums_id_;
+  Tensor gain_;                                       // [H]
+  Tensor memory_;                                     // [slots, H]
+  Tensor sums_;                                       // [pages, 1, 1, H]
+  float *memories_ = nullptr, *inputs_ = nullptr;     // [T, H] of the step
+};
+
+REGISTER_BLOCK("memory", MemoryBlock);
+
+}  // namespace

@@ -1,0 +1,86 @@
+"""Where the prompt comes from: flags, a file, and what is piped in."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from cpmcu.prompt import read_prompt
+from tests.unit.test_cli import needs_engine, run
+
+PROGRAM = """
+import sys
+from cpmcu.prompt import read_prompt
+file, text = (a or None for a in sys.argv[1:3])
+print(repr(read_prompt(file, text, lambda note: print(note, file=sys.stderr), append_piped=True)))
+"""
+
+
+def prompt(
+    stdin: object, *, file: str = "", text: str = ""
+) -> tuple[str | None, subprocess.CompletedProcess[str]]:
+    """What `read_prompt` makes of a file, a text, and stdin."""
+    given = {"input": stdin} if isinstance(stdin, str) else {"stdin": stdin}
+    command = [sys.executable, "-c", PROGRAM, file, text]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, **given)
+    return (None if done.returncode else eval(done.stdout)), done
+
+
+def test_what_is_piped_is_the_prompt_or_follows_it(tmp_path):
+    path = tmp_path / "question"
+    path.write_text("Explain:\n")
+    assert prompt("import os\n")[0] == "import os"
+    assert prompt("\n    x = 1\n", text="def f():")[0] == "def f():\n\n    x = 1"
+    assert prompt("import os\n", file=str(path))[0] == "Explain:\n\nimport os"
+    assert prompt("import os\n", file=str(path), text="lost")[0] == "Explain:\n\nimport os"
+    assert prompt("import os\n", file="-", text="lost")[0] == "import os"
+    with open(path) as file:
+        assert prompt(file, text="Now.")[0] == "Now.\n\nExplain:"
+
+
+def test_nothing_is_piped():
+    assert prompt("", text="p")[0] == "p"
+    assert prompt("")[0] is None
+    assert prompt(subprocess.DEVNULL, text="p")[0] == "p"
+    closed = [sys.executable, "-c", PROGRAM, "", "p"]
+    command = ["bash", "-c", 'exec "$@" <&-', "bash", *closed]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.stdout == "'p'\n"
+
+
+@pytest.mark.parametrize("file", ["-", ""])
+def test_a_pipe_that_stays_silent_is_told(file):
+    reader, writer = os.pipe()
+    command = [sys.executable, "-c", PROGRAM, file, ""]
+    process = subprocess.Popen(
+        command, stdin=reader, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    os.close(reader)
+    assert process.stderr.readline().startswith("waiting for the prompt from stdin")
+    os.write(writer, b"at last\n")
+    os.close(writer)
+    assert process.communicate(timeout=60)[0] == "'at last'\n"
+
+
+def test_errors(tmp_path):
+    (tmp_path / "empty").write_text(" \n")
+    for file, what in ((str(tmp_path / "empty"), str(tmp_path / "empty")), ("-", "from stdin")):
+        done = prompt(" \n", file=file)[1]
+        assert f"{what} is empty, but must have some text" in done.stderr
+    with pytest.raises(OSError, match="none"):
+        read_prompt(str(tmp_path / "none"), None, print, append_piped=False)
+
+
+@needs_engine
+def test_the_model_gets_what_is_piped():
+    flags = ("--device", "cpu", "--num-generate", "30", "--temperature", "0")
+    text = 'class Stack:\n    """A stack."""\n\n    def push(self, item):'
+    piped = run(*flags, stdin=text)
+    assert piped.returncode == 0, piped.stderr
+    assert piped.stdout == run(*flags, "--prompt-text", text).stdout
+    begin, end = text.split("\n\n", 1)
+    assert piped.stdout == run(*flags, "--prompt-text", begin, stdin=end).stdout
+    assert piped.stdout != run(*flags).stdout
