@@ -89,21 +89,21 @@ PARSERS = {
     "cpmcu.bench": bench_parser,
     "cpmcu.convert": convert_parser,
     "cpmcu.server": make_server_parser,
+    "scripts.synthetic": synthetic_parser,
     "cpmcu bench": functools.partial(bench_parser, "bench"),
     "cpmcu convert": functools.partial(convert_parser, "convert"),
     "cpmcu serve": functools.partial(make_server_parser, "serve"),
     **{f"cpmcu {verb}": functools.partial(make_parser, verb) for verb in VERBS},
-    "scripts.synthetic": synthetic_parser,
 }
 
 
 def commands(document: Path) -> list[list[str]]:
-    """Program and words of each `python -m ...` and `cpmcu VERB`, in backticks or shell blocks."""
+    """Program and words of each command of ours in backticks or in a shell block."""
     lines = [line for body in blocks(document, "bash") for line in body.splitlines()]
     found = []
     for text in [*lines, *spans(document)]:
         text = text.rpartition("| ")[2]  # of a pipe
-        if re.match(r"python -m (cpmcu\.|scripts\.synthetic)", text):
+        if re.match(r"python -m (cpmcu|scripts)\.", text):
             found.append(_words(text)[2:])
         elif re.match(r"cpmcu [a-z]", text):
             program, verb, *words = _words(text)
@@ -164,7 +164,7 @@ def test_the_grammar_example_runs(tmp_path: Path) -> None:
     pytest.importorskip("llguidance")
     lines = run_python(ROOT / "docs" / "structured_output.md", tmp_path).splitlines()
     assert [line.split()[0] for line in lines] == [
-        "json_schema", "json_schema", "regex", "choice", "lark", "composed",
+        "json_schema", "json_schema", "regex", "choice", "lark",
     ]  # fmt: skip
 
 
