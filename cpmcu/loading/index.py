@@ -16,6 +16,7 @@ logger = logging.getLogger(__name__)
 Entry = TypeVar("Entry")
 
 _MAX_LISTED = 8
+_MAX_NAME = 255  # bytes that file systems take
 
 
 def read_index(path: Path, read_shard: Callable[[Path], Mapping[str, Entry]]) -> dict[str, Entry]:
@@ -29,7 +30,7 @@ def read_index(path: Path, read_shard: Callable[[Path], Mapping[str, Entry]]) ->
         raise ValueError(f"{path}: weight_map is {shown(weight_map)}, expected tensor -> file")
     names_by_shard: dict[str, list[str]] = {}
     for name, shard in weight_map.items():
-        if not isinstance(shard, str) or not shard or Path(shard).name != shard:
+        if not _is_file_name(shard):
             raise ValueError(
                 f"{path}: {brief(name)} is in {shown(shard)}, expected the name of a file "
                 "beside the index"
@@ -56,6 +57,13 @@ def read_index(path: Path, read_shard: Callable[[Path], Mapping[str, Entry]]) ->
                 "%s: %d ignored, not in the index: %s", shard, len(unlisted), shown_names
             )
     return tensors
+
+
+def _is_file_name(value: Any) -> bool:
+    """May it be a file of this directory?"""
+    if not isinstance(value, str) or not value or Path(value).name != value:
+        return False
+    return value.isprintable() and len(value.encode("utf-8", "replace")) <= _MAX_NAME
 
 
 def read_json(path: Path, *, unique: bool = False) -> dict[str, Any]:

@@ -129,7 +129,9 @@ def load_model(
     draft_spec = draft.spec(extension, dtype) if draft else None
     settings = (spec, runtime_config(config, device))
     with exiting.waited_for():
-        engine = extension.Engine(*settings, draft_spec) if draft else extension.Engine(*settings)
+        with about(directory):
+            made = (*settings, draft_spec) if draft else settings
+            engine = extension.Engine(*made)
         held = engine.max_model_len  # fewer than the model's own where memory has room for no more
         if (
             not length
