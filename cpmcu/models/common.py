@@ -138,7 +138,7 @@ def with_windows(
     window = reader.positive_int("sliding_window")
     if window >= (options.max_model_len or fields.max_position_embeddings):
         return fields
-    layers = tuple(
+    layers: tuple[tuple[tuple[str, Mapping[str, Any]], ...], ...] = tuple(
         (("attention", {"window": window} if has else {}), ("mlp", {})) for has in has_window
     )
     return replace(fields, layers=layers)

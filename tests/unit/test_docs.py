@@ -89,21 +89,21 @@ PARSERS = {
     "cpmcu.bench": bench_parser,
     "cpmcu.convert": convert_parser,
     "cpmcu.server": make_server_parser,
+    "scripts.synthetic": synthetic_parser,
     "cpmcu bench": functools.partial(bench_parser, "bench"),
     "cpmcu convert": functools.partial(convert_parser, "convert"),
     "cpmcu serve": functools.partial(make_server_parser, "serve"),
     **{f"cpmcu {verb}": functools.partial(make_parser, verb) for verb in VERBS},
-    "scripts.synthetic": synthetic_parser,
 }
 
 
 def commands(document: Path) -> list[list[str]]:
-    """Program and words of each `python -m ...` and `cpmcu VERB` in backticks or in a shell block."""
+    """Program and words of each command of ours in backticks or in a shell block."""
     lines = [line for body in blocks(document, "bash") for line in body.splitlines()]
     found = []
     for text in [*lines, *spans(document)]:
         text = text.rpartition("| ")[2]  # of a pipe
-        if re.match(r"python -m (cpmcu\.|scripts\.synthetic)", text):
+        if re.match(r"python -m (cpmcu|scripts)\.", text):
             found.append(_words(text)[2:])
         elif re.match(r"cpmcu [a-z]", text):
             program, verb, *words = _words(text)

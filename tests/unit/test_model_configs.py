@@ -295,7 +295,7 @@ def windows(fields: SpecFields) -> list[int]:
 
 
 def test_layers_with_a_window() -> None:
-    """Of all layers, from one layer on, or as layer_types says; 4096 where nothing says how long."""
+    """Of all layers, from one layer on, or as layer_types says; 4096 where nothing says."""
     assert windows(build(tiny_config("mistral", sliding_window=64))) == [64, 64]
     window = {"use_sliding_window": True, "sliding_window": 64}
     for family in ("qwen2", "qwen3"):
