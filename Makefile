@@ -46,8 +46,9 @@ help:  ## this list
 	@touch $@
 
 .venv/.oracle-stamp: .venv/.dev-stamp requirements-test.txt
-	$(SAY) "installing what the tests compare with (torch, transformers)"
+	$(SAY) "installing what the tests compare with (torch, transformers) and client libraries"
 	@$(PIP) -r requirements-test.txt
+	@CPMCU_SKIP_BUILD=1 $(PIP) --no-build-isolation -e '.[dev,clients]'
 	@touch $@
 
 # ---- build and run

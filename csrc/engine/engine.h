@@ -155,8 +155,8 @@ class Engine {
   MemoryPlan::Id last_rows_id_ = 0;
   Tensor last_rows_;  // [slots, H]: rows that draw a token
   std::vector<Slot> slots_;
-  std::vector<int> decode_slots_;                         // as they lie on the device
-  std::optional<SpeculativeStep::Batch> masked_batch_;    // of a step that waits for its masks
+  std::vector<int> decode_slots_;                       // as they lie on the device
+  std::optional<SpeculativeStep::Batch> masked_batch_;  // of a step that waits for its masks
   std::vector<int> masked_slots_;
   std::deque<StepInFlight> in_flight_;
   uint64_t num_steps_ = 0;

@@ -12,7 +12,7 @@ from tests.e2e.calls import CHAT, FIRST, HELLO, error_of
 
 @pytest.mark.parametrize(
     "body",
-    [b"", b"{", b"[]", b'"x"', b"null", b"\xff\xfe", b"[" * 100_000, b'{"messages": 1e999}', b"\0"],
+    [b"", b"{", b"[]", b'"x"', b"null", b"\xff\xfe", b"[" * 10_000, b'{"messages": 1e999}', b"\0"],
     ids=range(9),
 )
 def test_malformed_bodies(limited, body):
@@ -20,7 +20,7 @@ def test_malformed_bodies(limited, body):
     for path in (CHAT, "/v1/completions", "/tokenize"):
         error = error_of(httpx.post(limited.url + path, content=body, headers=headers), 400)
         assert error["type"] == "invalid_request_error"
-        if body in (b"{", b"\xff\xfe", b"[" * 100_000, b"\0"):
+        if body in (b"{", b"\xff\xfe", b"[" * 10_000, b"\0"):
             assert error["code"] == "invalid_json"
 
 
@@ -75,11 +75,16 @@ def test_malformed_bodies(limited, body):
         ({"functions": [{"name": "f"}]}, "functions"),
         ({"min_tokens": 3}, "min_tokens"),
         ({"enable_thinking": False}, "enable_thinking"),
-        ({"prompt_logprobs": 0}, "prompt_logprobs"),
+        ({"min_tokens": -1}, "min_tokens"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream_options": {"include_usage": None}, "stream": False}, "stream_options"),
+        ({"suffix": "x"}, "suffix"),
         ({"use_beam_search": True}, "use_beam_search"),
         ({"chat_template": "{{ 1 }}"}, "chat_template"),
         ({"continue_final_message": True}, "continue_final_message"),
-        ({"echo": True}, "echo"),
         ({"modalities": ["text", "audio"]}, "modalities"),
     ],
 )
@@ -123,7 +128,8 @@ def test_refused_fields_are_named(limited, fields, param):
             CHAT,
             {**HELLO, "tool_choice": "some"},
             "tool_choice is 'some', but must be 'none', 'auto' or 'required' or an object like "
-            '{"type": "function", "function": {"name": "f"}}.',
+            '{"type": "function", "function": {"name": "f"}} or an object like '
+            '{"type": "allowed_tools", "allowed_tools": {...}}.',
         ),
         (
             CHAT,
@@ -147,9 +153,11 @@ def test_sentences_say_what_was_found(limited, path, fields, message):
         {"temperature": 0, "top_k": -1, "top_p": 1, "stop": [""], "logit_bias": {}, "seed": -5},
         {"response_format": {"type": "text"}, "tools": [], "tool_choice": "auto"},
         {"stream_options": {}, "parallel_tool_calls": True, "reasoning_effort": "low"},
+        {"stream_options": {"include_usage": None}, "stream": True, "verbosity": "low"},
+        {"logprobs": 0, "echo": None, "min_tokens": None, "prompt_logprobs": None},
         {"chat_template_kwargs": {"self": 1, "messages": 2, "args": 3}, "max_tokens": 10**400},
     ],
-    ids=range(7),
+    ids=range(9),
 )
 def test_harmless_fields_are_taken(limited, fields):
     reply = limited.post(CHAT, {**HELLO, "max_tokens": 2, **fields}, **FIRST)

@@ -13,11 +13,11 @@ ROOT = Path(__file__).parents[2]
 ORDER = [
     "C __version__ _extension checks errors environment exiting flag_help spec_metrics",
     "config flags grammar outputs",
-    "engine_flags listing prompt sampling tokenizer ui",
-    "chat_template",
     # Files of a checkpoint: names, shapes and bytes of tensors.
     "loading.checkpoint loading.hub loading.index loading.progress loading.safetensors "
     "loading.tensors loading.torch_files",
+    "engine_flags listing prompt sampling template_sandbox token_length tokenizer ui",
+    "chat_template",
     "models",
     "quant",
     "drafters",
