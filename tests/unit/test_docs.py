@@ -164,7 +164,7 @@ def test_the_grammar_example_runs(tmp_path: Path) -> None:
     pytest.importorskip("llguidance")
     lines = run_python(ROOT / "docs" / "structured_output.md", tmp_path).splitlines()
     assert [line.split()[0] for line in lines] == [
-        "json_schema", "json_schema", "regex", "choice", "lark",
+        "json_schema", "json_schema", "regex", "choice", "lark", "composed",
     ]  # fmt: skip
 
 
