@@ -42,6 +42,9 @@ class Engine {
   ~Engine();
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
+  // `max_model_len` of an engine made of the same now, without its memory. Throws as above.
+  static int planned_model_len(const ModelSpec& spec, const RuntimeConfig& config,
+                               const std::optional<DrafterSpec>& draft = std::nullopt);
 
   // ---- load
   const WeightTable& weights() const { return weights_; }
@@ -107,6 +110,11 @@ class Engine {
     std::vector<std::pair<int, uint64_t>> sampled{};  // slot, its generation
   };
 
+  // Plans all memory and allocates none.
+  struct PlanOnly {};
+  Engine(const ModelSpec& spec, const RuntimeConfig& config,
+         const std::optional<DrafterSpec>& draft, PlanOnly);
+
   void plan_memory();
   void plan_buffers(int max_tokens);
   void bind();
@@ -155,8 +163,8 @@ class Engine {
   MemoryPlan::Id last_rows_id_ = 0;
   Tensor last_rows_;  // [slots, H]: rows that draw a token
   std::vector<Slot> slots_;
-  std::vector<int> decode_slots_;                         // as they lie on the device
-  std::optional<SpeculativeStep::Batch> masked_batch_;    // of a step that waits for its masks
+  std::vector<int> decode_slots_;                       // as they lie on the device
+  std::optional<SpeculativeStep::Batch> masked_batch_;  // of a step that waits for its masks
   std::vector<int> masked_slots_;
   std::deque<StepInFlight> in_flight_;
   uint64_t num_steps_ = 0;
