@@ -18,9 +18,14 @@ else
 endif
 PIP = $(PY) -m pip install --quiet --disable-pip-version-check
 SAY = @printf '\033[1m== %s\033[0m\n'
+# Two pytest workers on two cores: a thread pool of torch in each of them would only be in the way.
+TESTS = CPMCU_EXTENSION_DIR=$(CURDIR)/build/cpu OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal
+# Of the tests of kernels and engine, those that take seconds.
+UNIT = tests/unit tests/kernels $(addprefix --ignore=tests/kernels/test_,attention.py gemm.py gemm_chain.py w4a16.py) \
+  $(addprefix tests/engine/test_,bad_checkpoints.py engine.py logits.py)
 CPP = find csrc -name '*.cpp' -o -name '*.cu' -o -name '*.h' -o -name '*.cuh'
 
-.PHONY: help demo build test test-gpu asan cuda-compile lint lint-python lint-types lint-cpp format bench clean
+.PHONY: help demo build test test-unit test-gpu asan cuda-compile lint lint-python lint-types lint-cpp format bench clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -41,8 +46,9 @@ help:  ## this list
 	@touch $@
 
 .venv/.oracle-stamp: .venv/.dev-stamp requirements-test.txt
-	$(SAY) "installing what the tests compare with (torch, transformers)"
+	$(SAY) "installing what the tests compare with (torch, transformers) and client libraries"
 	@$(PIP) -r requirements-test.txt
+	@CPMCU_SKIP_BUILD=1 $(PIP) --no-build-isolation -e '.[dev,clients]'
 	@touch $@
 
 # ---- build and run
@@ -62,11 +68,17 @@ demo: $(BASE)  ## set up, build and generate text with the model in cpmcu/assets
 
 # ---- checks
 
+test-unit: $(ORACLE)  ## the tests to run while editing: a CPU build, then under a minute of pytest
+	$(SAY) "CPU build"
+	@CPMCU_WITH_CUDA=0 $(PY) setup.py --quiet build_ext
+	$(SAY) "pytest"
+	@$(TESTS) -m "not gpu and not slow" $(UNIT)
+
 test: $(ORACLE)  ## everything that needs no GPU: pytest, AddressSanitizer, all CUDA code compiled
 	$(SAY) "CPU build"
 	@CPMCU_WITH_CUDA=0 $(PY) setup.py --quiet build_ext
 	$(SAY) "pytest"
-	@CPMCU_EXTENSION_DIR=$(CURDIR)/build/cpu $(PY) -m pytest -n 2 --dist worksteal -m "not gpu" 2>&1 | tee build/pytest.log
+	@$(TESTS) -m "not gpu" --durations=25 2>&1 | tee build/pytest.log
 	@$(MAKE) --no-print-directory asan
 	@if $(PY) setup.py config | grep -q '"nvcc": "[0-9]'; then \
 	   $(MAKE) --no-print-directory cuda-compile; else echo "CUDA code not compiled: no nvcc"; fi

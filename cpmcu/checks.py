@@ -19,6 +19,18 @@ def shown(value: object, limit: int = 64) -> str:
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
+def one_line(text: object, limit: int = 300) -> str:
+    """A message of somebody else as one line of printable letters, cut to `limit` characters."""
+    line = " ".join(str(text).split())
+    line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in line[: limit + 1])
+    return line if len(line) <= limit else f"{line[: limit - 3]}..."
+
+
+def brief(name: str, limit: int = 120) -> str:
+    """A name from a file, as it is unless it is long or cannot be printed."""
+    return one_line(name, limit)
+
+
 def integer(name: str, value: Any) -> int:
     """Any kind of integer as Python's. Raises ValueError for what is none, True and False too."""
     try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import typing
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -314,12 +315,9 @@ def _speculative_fields(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_type(name: str, value: Any) -> None:
-    text = {"draft_model_path", "method", "frspec_path", "draft_head_quant"}
-    text.add("per_request_spec_decode_metrics")
-    if name in text:
-        wanted: type = str
-    else:
-        wanted = bool if name in ("no_speculation", "use_eagle3", "spec_auto") else int
+    """ValueError for a value that is not of the type of SpeculativeConfig's field, nor None."""
+    hint = typing.get_type_hints(SpeculativeConfig)[name]
+    (wanted,) = (kind for kind in typing.get_args(hint) or (hint,) if kind is not type(None))
     right = isinstance(value, wanted) and isinstance(value, bool) == (wanted is bool)
     if value is not None and not right:
         raise ValueError(f"speculative_config: {name} is {value!r}, expected {wanted.__name__}")

@@ -1,4 +1,5 @@
-"""What an output has to look like: JSON, a JSON schema, a regex, a choice of texts, a Lark grammar.
+"""What an output has to look like: JSON, a JSON schema, a regex, a choice of texts, a Lark grammar,
+or several of these put together.
 
 A `Grammar` is data; `cpmcu/engine/grammar.py` compiles it for a tokenizer (llguidance, the extra
 `cpmcu[grammar]`).
@@ -8,22 +9,29 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
 from cpmcu.checks import shown
 
-GrammarKind = Literal["json_schema", "regex", "choice", "lark"]
+GrammarKind = Literal["json_schema", "regex", "choice", "lark", "composed"]
+
+_LABEL = re.compile("[a-z][a-z0-9_]*")
+
+
+class GrammarError(RuntimeError):
+    """A grammar cannot be followed any further. It ends the request that has it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Grammar:
     """The whole output matches this. Make it with one of the methods below.
 
-    `source` is JSON text for "json_schema" and "choice" (a list of strings), else the pattern or
-    grammar itself. Both fields are texts, so that `dataclasses.asdict` and `Grammar(**fields)`
-    carry it over any wire. Raises ValueError for what can be seen to be wrong without a tokenizer;
-    the rest is found when the request is prepared.
+    `source` is JSON text for "json_schema", "choice" (a list of strings) and "composed" (see
+    `composed`), else the pattern or grammar itself. Both fields are texts, so that
+    `dataclasses.asdict` and `Grammar(**fields)` carry it over any wire. Raises ValueError for what
+    can be seen to be wrong without a tokenizer; the rest is found when the request is prepared.
     """
 
     kind: GrammarKind
@@ -55,6 +63,8 @@ class Grammar:
                     )
                 if not _is_unicode(text):
                     raise ValueError(f"the choice {text!r} holds half of a surrogate pair")
+        if self.kind == "composed":
+            self.parts()
 
     @classmethod
     def json_object(cls) -> Grammar:
@@ -97,6 +107,36 @@ class Grammar:
     def lark(cls, grammar: str) -> Grammar:
         """A context-free grammar in llguidance's dialect of Lark, beginning at `start`."""
         return cls("lark", grammar)
+
+    @classmethod
+    def composed(cls, start: str, parts: Mapping[str, Grammar]) -> Grammar:
+        """A Lark grammar in which `@label` is another grammar; `parts`: label -> that grammar.
+
+        A JSON schema stays a document of its own, so that its `$ref`s mean what they meant.
+        """
+        source = {"start": start, "parts": {k: [p.kind, p.source] for k, p in parts.items()}}
+        return cls("composed", json.dumps(source, ensure_ascii=False))
+
+    def parts(self) -> tuple[str, dict[str, Grammar]]:
+        """The arguments of `composed`. Raises ValueError for a source that does not hold them."""
+        found = _parse(self.source)
+        try:
+            start, members = found["start"], dict(found["parts"])
+            parts = {label: Grammar(*member) for label, member in members.items()}
+        except (TypeError, KeyError, AttributeError) as error:
+            raise ValueError(
+                f"a composed grammar is {shown(self.source)}, but must be "
+                '{"start": LARK, "parts": {LABEL: [KIND, SOURCE]}}'
+            ) from error
+        if not isinstance(start, str) or not parts:
+            raise ValueError("a composed grammar must have a Lark grammar and at least one part")
+        for label in parts:
+            if not _LABEL.fullmatch(label):
+                raise ValueError(
+                    f"a part of a grammar is called {label!r}, but must have a name of small "
+                    "letters, digits and underscores"
+                )
+        return start, parts
 
 
 def _is_unicode(text: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import numbers
 import queue
 import threading
@@ -29,11 +30,14 @@ if TYPE_CHECKING:
 
     from cpmcu import C
     from cpmcu.engine.grammar import GrammarCompiler, GrammarState
+    from cpmcu.engine.min_tokens import MinTokens
     from cpmcu.grammar import Grammar
     from cpmcu.loading.progress import LoadProgress
     from cpmcu.serving.chat_template import ChatTemplate, Message
 
     T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 Prompt = str | list[int]
 
@@ -88,6 +92,7 @@ class LLM:
         self.generation_config = loaded.generation_config
         self.spec = loaded.spec
         self.draft_spec = loaded.draft  # None: nothing drafts
+        self._check_end_token()
         self._grammars: GrammarCompiler | None = None
         self._grammar_lock = threading.Lock()
         self._memory_plan = loaded.engine.memory_plan()
@@ -100,6 +105,19 @@ class LLM:
         self.tokenizer = Tokenizer.from_directory(directory)
         if self._before_weights is not None:
             self._before_weights(self)
+
+    def _check_end_token(self) -> None:
+        """Warns of a tokenizer's end token that the model cannot draw."""
+        name = self.tokenizer.special_tokens.get("eos_token")
+        token = None if name is None else self.tokenizer.id_of(name)
+        if token is not None and token >= self.spec.vocab_size:
+            logger.warning(
+                "the tokenizer's eos_token %s has the id %d, but the model's vocabulary has %d "
+                "tokens: it ends no output",
+                shown(name),
+                token,
+                self.spec.vocab_size,
+            )
 
     @property
     def max_length(self) -> int:
@@ -226,6 +244,7 @@ class LLM:
         limit = min(room, params.max_tokens or room)
         eos = () if params.ignore_eos else self.tokenizer.eos_token_ids
         stop_ids = [*eos, *params.stop_token_ids]
+        least = self._min_tokens(params.min_tokens, stop_ids)
         decode: Decode
         if params.skip_special_tokens and kept:
             decode = _decode_with(self.tokenizer, kept)
@@ -248,6 +267,7 @@ class LLM:
                 prompt_logprobs=params.prompt_logprobs if index == 0 else None,
                 acceptance=self._acceptance(),
                 grammar=self._start(params.grammar),
+                min_tokens=least,
             )
             for index in range(params.n)
         ]
@@ -291,6 +311,13 @@ class LLM:
 
                 self._grammars = GrammarCompiler(self.tokenizer, int(self.spec.vocab_size))
         return self._grammars.start(grammar)
+
+    def _min_tokens(self, count: int, end_ids: Sequence[int]) -> MinTokens | None:
+        if not count:
+            return None
+        from cpmcu.engine.min_tokens import MinTokens  # loads numpy
+
+        return MinTokens(count, end_ids, int(self.spec.vocab_size))
 
     def _acceptance(self) -> AcceptanceCounter | None:
         wanted = self.config.speculation.per_request_spec_decode_metrics

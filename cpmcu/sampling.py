@@ -74,6 +74,9 @@ class SamplingParams:
         flags=("--num-generate", "--max-tokens"),
         brief="most tokens to generate",
     )
+    min_tokens: int = option(
+        0, "fewest tokens to generate: neither end-of-sequence nor stop ends the output before"
+    )
     stop: str | Sequence[str] = option(
         (),
         "text that ends the output and is not part of it; repeatable",
@@ -115,6 +118,12 @@ class SamplingParams:
         _in_range("min_p", self.min_p, 0.0, 1.0)
         _in_range("seed", self.seed, 0, SEED_LIMIT - 1)
         _in_range("max_tokens", self.max_tokens, 1, math.inf)
+        _in_range("min_tokens", self.min_tokens, 0, math.inf)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(
+                f"min_tokens is {self.min_tokens}, but must be at most max_tokens, which is "
+                f"{self.max_tokens}"
+            )
         _in_range("repetition_penalty", self.repetition_penalty, 0.0, math.inf, open_low=True)
         _in_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _in_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
@@ -146,6 +155,7 @@ class SamplingParams:
             if getattr(self, name) is not None:
                 change(name, integer(name, getattr(self, name)))
         change("n", integer("n", self.n))
+        change("min_tokens", integer("min_tokens", self.min_tokens))
         number("presence_penalty", self.presence_penalty)
         number("frequency_penalty", self.frequency_penalty)
         if not isinstance(self.stop, str):

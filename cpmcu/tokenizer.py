@@ -2,29 +2,43 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+import functools
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
+from cpmcu.checks import one_line, shown
+from cpmcu.errors import about, one_sentence
+from cpmcu.loading.index import check_file, read_json
+from cpmcu.token_length import longest_token
+
 # Special tokens that chat templates may name, as spelt in tokenizer_config.json.
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
+# Of BaseException, what is no error of a library that is called.
+_NOT_ERRORS = (KeyboardInterrupt, SystemExit, GeneratorExit)
+# Longer ones are worked on without holding the interpreter's lock, which takes 20 µs more.
+_LONG_TEXT = 1024  # characters
+_LONG_IDS = 512
+_PIECE = 1 << 15  # ids that become Python integers at a time
 # What tokenizer_config.json's added_tokens_decoder says of a token.
 _ADDED = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
 
 
-def eos_ids(configs: Mapping[str, Mapping[str, Any]]) -> tuple[int, ...]:
+def eos_ids(configs: Mapping[str, Mapping[str, Any]], vocab_size: int = 1 << 31) -> tuple[int, ...]:
     """The end-of-sequence ids that configs state; `configs`: file's name -> what it says.
 
-    Raises ValueError for what is neither an integer nor a list of them.
+    Raises ValueError for what is neither a token id nor a list of them.
     """
     found: list[int] = []
     for file, config in configs.items():
         stated = config.get("eos_token_id")
         ids = [] if stated is None else stated if isinstance(stated, list) else [stated]
-        if not all(type(token) is int for token in ids):
+        if not all(type(token) is int and 0 <= token < vocab_size for token in ids):
             raise ValueError(
-                f"{file}: eos_token_id is {stated!r}, expected an integer or a list of integers"
+                f"{file}: eos_token_id is {shown(stated)}, expected an integer or a list of "
+                f"integers from 0 to {vocab_size - 1}, the ids of the vocabulary"
             )
         found += ids
     return tuple(dict.fromkeys(found))
@@ -33,7 +47,8 @@ def eos_ids(configs: Mapping[str, Mapping[str, Any]]) -> tuple[int, ...]:
 class _Backend(Protocol):
     """What either tokenizer library has to do for us."""
 
-    def encode(self, text: str, special: bool) -> list[int]: ...
+    def encode(self, text: str, special: bool, max_length: int | None) -> list[int]: ...
+    def longest_token(self) -> int | None: ...
     def decode(self, ids: list[int], skip_special: bool) -> str: ...
     def id_of(self, token: str) -> int | None: ...
     def piece(self, token_id: int) -> str | None: ...
@@ -51,7 +66,7 @@ class Tokenizer:
         self._backend = backend
         self.config = config  # tokenizer_config.json
         self.special_tokens = {
-            name: _content(config[name]) for name in _SPECIAL if config.get(name) is not None
+            name: _content(name, config[name]) for name in _SPECIAL if config.get(name) is not None
         }
         self.bos_token_id = self._special_id("bos_token")
         own_eos = self._special_id("eos_token")
@@ -59,6 +74,7 @@ class Tokenizer:
         self.eos_token_ids = tuple(dict.fromkeys([*eos_token_ids, *own]))
 
     @classmethod
+    @one_sentence()
     def from_directory(cls, directory: str | Path) -> Tokenizer:
         """Reads the tokenizer of a checkpoint directory.
 
@@ -66,14 +82,20 @@ class Tokenizer:
         that order. Raises FileNotFoundError if there are no tokenizer files, ImportError if they
         need transformers and it is missing, ValueError for files that cannot be read.
         """
-        directory = Path(directory)
+        with about(Path(directory)):
+            return cls._read(Path(directory))
+
+    @classmethod
+    def _read(cls, directory: Path) -> Tokenizer:
         config = _read_json(directory / "tokenizer_config.json")
         # Older files say it elsewhere, where transformers reads it too.
         if "added_tokens_decoder" not in config:
             config = _filled(config, _read_json(directory / "special_tokens_map.json"))
-        if (directory / "tokenizer.json").is_file():
+        file = directory / "tokenizer.json"
+        if os.path.lexists(file):
+            check_file(file)
             added = _read_json(directory / "added_tokens.json")
-            backend: _Backend = _FastBackend(directory / "tokenizer.json", config, added)
+            backend: _Backend = _FastBackend(file, config, added)
         else:
             backend = _TransformersBackend(directory)
         config = _filled(config, backend.special_tokens())
@@ -86,11 +108,17 @@ class Tokenizer:
         """Number of tokens, added ones included. The model's may be larger (padding)."""
         return self._backend.size()
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, max_length: int | None = None
+    ) -> list[int]:
         """Token ids of `text`, with the begin-of-sequence token the tokenizer asks for, if any.
 
-        Raises ValueError for text with half of a surrogate pair, which is no character.
+        Raises ValueError for text with half of a surrogate pair, which is no character, and for
+        text that is too long for `max_length` tokens, if possible before it is tokenised. Other
+        threads go on meanwhile.
         """
+        if max_length is not None:
+            self.check_length(text, max_length)
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -98,7 +126,23 @@ class Tokenizer:
                 f"the prompt holds {text[error.start]!r}, half of a surrogate pair, but must be "
                 "Unicode text"
             ) from error
-        return self._backend.encode(text, add_special_tokens)
+        return self._backend.encode(text, add_special_tokens, max_length)
+
+    def check_length(self, text: str, max_length: int) -> None:
+        """Raises ValueError for text whose mere length makes more than `max_length` tokens."""
+        if len(text) <= max_length:
+            return
+        longest = self._longest_token
+        least = 0 if longest is None else -(-len(text) // longest)
+        if least > max_length:
+            raise ValueError(
+                f"the prompt has {len(text)} characters, which are at least {least} tokens, but "
+                f"prompt and output together can have {max_length}"
+            )
+
+    @functools.cached_property
+    def _longest_token(self) -> int | None:
+        return self._backend.longest_token()  # looks at the whole vocabulary
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of `ids`; bytes that are no character become U+FFFD."""
@@ -131,29 +175,68 @@ class _FastBackend:
     def __init__(self, path: Path, config: dict[str, Any], added: dict[str, Any]) -> None:
         import tokenizers  # 50 ms: only when there is something to tokenise
 
+        self._path = path
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises plain Exception
-            raise ValueError(f"{path} is not a tokenizer that can be read: {error}") from error
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        self._add(config, added)
+            self._tokenizer.no_truncation()
+            self._tokenizer.no_padding()
+            self._add(config, added)
+        except (ValueError, *_NOT_ERRORS):  # a ValueError is ours
+            raise
+        except BaseException as error:  # plain Exception, and its panics, which are none
+            raise ValueError(
+                f"{path} is not a tokenizer that can be read: {one_line(error)}"
+            ) from error
         self._tokenizer.encode_special_tokens = bool(config.get("split_special_tokens"))
         # What tokenizer_config.json states wins over the file's post-processor, each on its side.
         first, last = self._stated(config, "bos_token"), self._stated(config, "eos_token")
-        self._frame = None
+        self._frame: tuple[list[int], list[int]] | None = None
+        try:
+            begin, end = self._own_frame()  # a tokenizer that panics mostly does so here
+        except RuntimeError as error:
+            raise ValueError(str(error)) from error
         if first is not None or last is not None:
-            begin, end = self._own_frame()
             self._frame = (begin if first is None else first, end if last is None else last)
 
-    def encode(self, text: str, special: bool) -> list[int]:
-        if not special or self._frame is None:
-            return list(self._tokenizer.encode(text, add_special_tokens=special).ids)
-        first, last = self._frame
-        return [*first, *self._tokenizer.encode(text, add_special_tokens=False).ids, *last]
+    def encode(self, text: str, special: bool, max_length: int | None) -> list[int]:
+        first, last = self._frame or ([], [])
+        own = special and self._frame is None
+        with self._panics():
+            if len(text) < _LONG_TEXT:
+                ids = self._tokenizer.encode(text, add_special_tokens=own).ids
+                return [*first, *ids, *last] if special else list(ids)
+            # Other than `encode`, this lets go of the interpreter's lock.
+            (found,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=own)
+        length = len(found) + (len(first) + len(last) if special else 0)
+        if max_length is not None and length > max_length:
+            raise ValueError(
+                f"the prompt has {length} tokens, but prompt and output together can have "
+                f"{max_length}"
+            )
+        ids = _ids_of(found)
+        return [*first, *ids, *last] if special else ids
 
     def decode(self, ids: list[int], skip_special: bool) -> str:
-        return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special))
+        with self._panics():
+            if len(ids) < _LONG_IDS:
+                return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special))
+            (text,) = self._tokenizer.decode_batch([ids], skip_special_tokens=skip_special)
+            return str(text)
+
+    @contextmanager
+    def _panics(self) -> Iterator[None]:
+        """RuntimeError for what the library raises, a panic above all: that is a BaseException."""
+        try:
+            yield
+        except _NOT_ERRORS:
+            raise
+        except BaseException as error:
+            raise RuntimeError(
+                f"{self._path}: the tokenizers library failed: {one_line(error)}"
+            ) from error
+
+    def longest_token(self) -> int | None:
+        return longest_token(self._tokenizer)
 
     def id_of(self, token: str) -> int | None:
         found: int | None = self._tokenizer.token_to_id(token)
@@ -184,11 +267,12 @@ class _FastBackend:
             for name, number in added.items():
                 stated[int(number)] = AddedToken(name)
             for number, fields in (config.get("added_tokens_decoder") or {}).items():
-                kept = {key: fields[key] for key in _ADDED if key in fields}
+                kept = {key: value for key, value in fields.items() if key in _ADDED}
                 stated[int(number)] = AddedToken(**kept)
         except (AttributeError, TypeError, ValueError) as error:
             raise ValueError(
-                f"the added tokens beside tokenizer.json cannot be read: {error}"
+                "the added tokens beside tokenizer.json, in added_tokens.json or "
+                f"tokenizer_config.json, cannot be read: {one_line(error)}"
             ) from error
         own, missing = self._tokenizer.get_added_tokens_decoder(), []
         size = self.size()
@@ -201,8 +285,14 @@ class _FastBackend:
                 missing.append(token)
                 size += found is None
         self._tokenizer.add_tokens(missing)
-        names = [_content(config[name]) for name in _SPECIAL if config.get(name) is not None]
-        names += map(_content, config.get("additional_special_tokens") or [])
+        names = [_content(name, config[name]) for name in _SPECIAL if config.get(name) is not None]
+        more = config.get("additional_special_tokens") or []
+        if not isinstance(more, (list, dict)):
+            raise ValueError(
+                f"tokenizer_config.json: additional_special_tokens is {shown(more)}, expected a "
+                "list"
+            )
+        names += [_content("additional_special_tokens", token) for token in more]
         # Not those that the file has as special: it may say more of them than their names.
         own = self._tokenizer.get_added_tokens_decoder()
         marked = {token.content for token in own.values() if token.special}
@@ -213,16 +303,14 @@ class _FastBackend:
     def _stated(self, config: dict[str, Any], name: str) -> list[int] | None:
         """What add_bos_token or add_eos_token puts on its side; None: it does not say."""
         adds = config.get(f"add_{name}")
-        token = self.id_of(_content(config[name])) if config.get(name) is not None else None
+        token = self.id_of(_content(name, config[name])) if config.get(name) is not None else None
         if adds is None or (adds and token is None):
             return None
         return [token] if adds and token is not None else []
 
     def _own_frame(self) -> tuple[list[int], list[int]]:
         """What the file's post-processor puts before and behind a text."""
-        text, framed = (
-            self._tokenizer.encode("a", add_special_tokens=special).ids for special in (False, True)
-        )
+        text, framed = (self.encode("a", special, None) for special in (False, True))
         for begin in range(len(framed) - len(text) + 1):
             if framed[begin : begin + len(text)] == text:
                 return framed[:begin], framed[begin + len(text) :]
@@ -234,10 +322,13 @@ class _TransformersBackend:
 
     def __init__(self, directory: Path) -> None:
         names = ("tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
-        if not any((directory / name).is_file() for name in names):
+        found = [directory / name for name in names if os.path.lexists(directory / name)]
+        if not found:
             raise FileNotFoundError(
                 f"{directory} has no tokenizer: neither tokenizer.json nor {', '.join(names)}"
             )
+        for file in found:
+            check_file(file)
         try:
             from transformers import AutoTokenizer
         except ImportError as error:
@@ -251,11 +342,14 @@ class _TransformersBackend:
             )
         except Exception as error:
             raise ValueError(
-                f"transformers cannot read the tokenizer in {directory}: {error}"
+                f"transformers cannot read the tokenizer in {directory}: {one_line(error)}"
             ) from error
 
-    def encode(self, text: str, special: bool) -> list[int]:
+    def encode(self, text: str, special: bool, max_length: int | None) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=special))
+
+    def longest_token(self) -> int | None:
+        return None  # its pieces may stand for more characters than they have
 
     def decode(self, ids: list[int], skip_special: bool) -> str:
         return str(
@@ -290,23 +384,41 @@ class _TransformersBackend:
         return {name: stated[name] for name in _SPECIAL if name in stated}
 
 
+def _ids_of(encoding: Any) -> list[int]:
+    """The ids of a text, piece by piece: other threads can go on in between."""
+    if len(encoding) <= _PIECE:
+        return list(encoding.ids)
+    encoding.truncate(_PIECE)
+    return [token for piece in (encoding, *encoding.overflowing) for token in piece.ids]
+
+
 def _filled(config: dict[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
     """`config` with what only `more` states."""
     return {**more, **{key: value for key, value in config.items() if value is not None}}
 
 
-def _content(token: Any) -> str:
-    """A special token's text; tokenizer_config.json has it plain or as an AddedToken's fields."""
-    return str(token["content"] if isinstance(token, dict) else token)
+def _content(name: str, token: Any) -> str:
+    """A special token's text; tokenizer_config.json has it plain or as an AddedToken's fields.
+
+    Raises ValueError for what is neither.
+    """
+    text = token.get("content") if isinstance(token, dict) else token
+    if not isinstance(text, str) or not _is_unicode(text):
+        raise ValueError(
+            f"tokenizer_config.json or special_tokens_map.json: {name} has {shown(token)}, "
+            "expected a token's text or an object with its content"
+        )
+    return text
+
+
+def _is_unicode(text: str) -> bool:
+    """Does it hold no half of a surrogate pair?"""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} holds a {type(found).__name__}, but must hold an object")
-    return found
+    return read_json(path) if os.path.lexists(path) else {}

@@ -42,9 +42,9 @@ def stub() -> str:
     tree = ast.parse(text)
     tree.body = list(_module(tree.body, C))
     for node in ast.walk(tree):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            if isinstance(doc := node.value.value, str):
-                node.value.value = inspect.cleandoc(doc)
+        match node:
+            case ast.Expr(value=ast.Constant(value=str(doc))):
+                node.value = ast.Constant(inspect.cleandoc(doc))
     command = [sys.executable, "-m", "ruff", "format", "--stdin-filename", "C.pyi", "-"]
     formatted = subprocess.run(
         command, input=ast.unparse(tree), capture_output=True, text=True, check=True, cwd=ROOT
@@ -85,8 +85,8 @@ def _members(node: ast.ClassDef, cls: type) -> Iterator[ast.stmt]:
             case ast.FunctionDef(name=name) if getattr(vars(cls).get(name), "fset", None):
                 member = ast.AnnAssign(ast.Name(name), member.returns or ast.Name("Any"), None, 1)
         yield member
-        if isinstance(member, ast.AnnAssign) and isinstance(member.target, ast.Name):
-            if doc := vars(cls)[member.target.id].__doc__:
+        match member:
+            case ast.AnnAssign(target=ast.Name(id=name)) if doc := vars(cls)[name].__doc__:
                 yield ast.Expr(ast.Constant(doc))
 
 

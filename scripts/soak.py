@@ -28,9 +28,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-import httpx
-
 from cpmcu.flags import FlagParser
+
+try:
+    import httpx
+except ModuleNotFoundError:  # told by main, so that --help works without it
+    httpx = None
 
 SOURCE = Path(__file__).read_text("utf-8")
 WORDS = (*SOURCE.split(), "naïve", "你好，世界", "🙂", "👩‍👩‍👧", "\n\n", "\t")
@@ -294,6 +297,8 @@ def main() -> int:
     )
     parser.add_argument("--log", type=Path, help="where the server's log goes")
     args, flags = parser.parse_known_args()
+    if httpx is None:
+        parser.error("the clients need the package 'httpx': pip install 'cpmcu[dev]'")
     with tempfile.TemporaryDirectory() as folder:
         server = Watched(flags, args.log or Path(folder) / "log")
         try:

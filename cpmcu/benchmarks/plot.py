@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 Kernel = tuple[str, float]  # what, share of its roofline
 
+_FLOOR = "floor of plain decoding"
+
 
 def check_plot(path: Path) -> None:
     """Raises ValueError where `path` cannot be drawn, before anything is measured."""
@@ -73,27 +75,31 @@ def _draw_rates(axes: Axes, result: dict[str, Any]) -> None:
     rows = result["rows"]
     contexts = [row["context"] for row in rows]
     floors = [1e3 / row["floor_ms"] for row in rows]
-    axes.plot(contexts, floors, "--", color="grey", label="floor of plain decoding")
+    if len(rows) == 1:  # a line has two points
+        axes.axhline(floors[0], ls="--", color="grey", label=_FLOOR)
+    else:
+        axes.plot(contexts, floors, "--", color="grey", label=_FLOOR)
     rates = [1e3 / row["step_ms"] for row in rows]
     axes.plot(contexts, rates, "o-", label="plain decoding")
     if "speculation" in result:
-        cycles = result["speculation"]["rows"]
-        label = "speculation, {:.2f} tokens a cycle".format(
-            sum(row["mean_accept_length"] for row in cycles) / len(cycles)
-        )
-        axes.plot(
-            [row["context"] for row in cycles],
-            [row["tokens_per_s"] for row in cycles],
-            "s-",
-            label=label,
-        )
+        cycles, chosen = result["speculation"]["rows"], result["speculation"]["chosen"]
+        mean = sum(row["mean_accept_length"] for row in cycles) / len(cycles)
+        _draw_requests(axes, cycles, "s-", f"speculation, {mean:.2f} tokens a cycle")
+        _draw_requests(axes, chosen, "^-", "speculation, shapes chosen in each step")
     axes.set_xscale("log", base=2)
     axes.set_xticks(contexts, [str(context) for context in contexts])
+    axes.set_xticks([], minor=True)
     axes.set_ylim(bottom=0)
     axes.set_xlabel("context, tokens")
     axes.set_ylabel("tokens/s, one sequence")
     axes.grid(alpha=0.3)
-    axes.legend()
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15))
+
+
+def _draw_requests(axes: Axes, rows: list[dict[str, Any]], style: str, label: str) -> None:
+    if rows:
+        contexts = [row["context"] for row in rows]
+        axes.plot(contexts, [row["tokens_per_s"] for row in rows], style, label=label)
 
 
 def _draw_shares(axes: Axes, kernels: list[Kernel]) -> None:

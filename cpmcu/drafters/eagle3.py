@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from cpmcu.checks import shown
 from cpmcu.config import SpeculativeConfig
 from cpmcu.drafters.heads import (
     EMBEDDING,
@@ -101,7 +102,7 @@ def _eagle_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """What some heads keep apart; empty if there is none."""
     nested = config.get("eagle_config") or {}
     if not isinstance(nested, Mapping):
-        raise ValueError(f"config.json: eagle_config is {nested!r}, expected an object")
+        raise ValueError(f"config.json: eagle_config is {shown(nested)}, expected an object")
     return nested
 
 
@@ -146,7 +147,7 @@ def _feature_layers(config: Mapping[str, Any], target: TargetModel) -> list[int]
     ):
         kind = "config.json" if stated else "the default"
         raise ValueError(
-            f"{kind}: {_LAYER_IDS} is {layers!r}, expected layers of the target, 0 to "
+            f"{kind}: {_LAYER_IDS} is {shown(layers)}, expected layers of the target, 0 to "
             f"{num_layers - 1}"
         )
     # Some trainers write the default there as layers whose outputs are the features.

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from cpmcu.checks import one_line
 from cpmcu.loading.torch_files import DAMAGED
 
 Ids = npt.NDArray[np.int64]
@@ -84,10 +85,11 @@ def _choose(directory: Path, num_tokens: int) -> Path:
 
 def _from_numpy(file: Path, num_tokens: int, vocab_size: int) -> Ids:
     try:
-        with file.open("rb") as opened:
-            values = np.lib.format.read_array(opened, allow_pickle=False)
-    except (ValueError, EOFError) as error:
-        raise ValueError(f"{file}: is not a numpy file ({error}), expected an array") from error
+        values = np.lib.format.open_memmap(file, mode="r")  # a shape beyond the file is refused
+    except Exception as error:  # a damaged header is run through Python's parser
+        raise ValueError(
+            f"{file}: is not a numpy file ({one_line(error)}), expected an array"
+        ) from error
     if values.ndim != 1 or not np.issubdtype(values.dtype, np.integer):
         raise ValueError(
             f"{file}: has shape {list(values.shape)} of {values.dtype}, expected a list of integers"

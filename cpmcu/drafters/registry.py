@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import cpmcu.drafters
+from cpmcu.checks import shown
 from cpmcu.config import SpeculativeConfig
 from cpmcu.loading.tensors import Checkpoint, TensorMeta
 from cpmcu.models.common import SpecFields
@@ -150,7 +151,7 @@ def find_drafter(draft: DraftFiles, expected: str | None = None) -> tuple[str, D
     if not matching:
         with_files = ", ".join(name for name in known if _drafters[name][0].has_checkpoint)
         raise ValueError(
-            f"architectures is {draft.config.get('architectures')!r} and the tensors begin "
+            f"architectures is {shown(draft.config.get('architectures'))} and the tensors begin "
             f"{_some(draft.tensors)}, expected a draft of one of the kinds: {with_files}"
         )
     if len(matching) > 1:

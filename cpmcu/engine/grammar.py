@@ -11,14 +11,16 @@ import json
 import re
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from cpmcu.grammar import Grammar
+from cpmcu.checks import one_line
+from cpmcu.engine.json_schema import one_of_is_any_of
+from cpmcu.grammar import Grammar, GrammarError
 from cpmcu.tokenizer import Tokenizer
 
 Words = npt.NDArray[np.uint32]
@@ -26,6 +28,8 @@ Words = npt.NDArray[np.uint32]
 _NUM_KEPT = 64  # compiled grammars
 _UNSAID = "\ue000"  # of private use: no text has it
 _MAX_REASON = 300  # letters of llguidance's that an error quotes
+_TRIAL_TOKENS = 16  # that a new grammar is followed for, since some errors show only then
+_MAX_FORCED = 8192  # bytes without a choice; each mask looks at all of them, which takes time
 
 
 class GrammarCompiler:
@@ -48,12 +52,20 @@ class GrammarCompiler:
         make = functools.partial(llguidance.LLTokenizer, n_vocab=size)
         # Which knows special tokens by their names, as a Lark grammar may call them.
         self._named = functools.cache(lambda: make(source, eos_token=eos or None))
-        self._tokenizer = make(
-            without_names(source), eos_token=eos or list(self._named().eos_tokens)
-        )
+        try:
+            self._tokenizer = make(
+                without_names(source), eos_token=eos or list(self._named().eos_tokens)
+            )
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a panic of the library is no Exception
+            raise ValueError(
+                f"the model's tokenizer.json cannot be used with a grammar: {one_line(error)}"
+            ) from error
         self._num_words = -(-vocab_size // 32)
         self._lock = threading.Lock()
         self._compiled: OrderedDict[Grammar, Any] = OrderedDict()
+        self._failed: deque[tuple[Grammar, Any]] = deque()
 
     def start(self, grammar: Grammar) -> GrammarState:
         """The state of an output that has not begun.
@@ -62,6 +74,7 @@ class GrammarCompiler:
         grammar that is wrong or has what llguidance does not know.
         """
         with self._lock:
+            self._drop_failed()
             matcher = self._compiled.get(grammar)
             if matcher is None:
                 matcher = self._compile(grammar)
@@ -69,8 +82,19 @@ class GrammarCompiler:
                 if len(self._compiled) > _NUM_KEPT:
                     self._compiled.popitem(last=False)
             self._compiled.move_to_end(grammar)
-            matcher = matcher.deep_copy()
-        return GrammarState(matcher, self._tokenizer, self._num_words)
+            copy = matcher.deep_copy()
+        failed = functools.partial(self._failed.append, (grammar, matcher))
+        return GrammarState(copy, self._tokenizer, self._num_words, on_failure=failed)
+
+    def _drop_failed(self) -> None:
+        """Drops grammars one of whose copies has failed: they share a lexer, which fails for all.
+
+        The engine's thread, where they fail, must not wait for a grammar that is being compiled.
+        """
+        while self._failed:
+            grammar, matcher = self._failed.popleft()
+            if self._compiled.get(grammar) is matcher:
+                del self._compiled[grammar]
 
     def _compile(self, grammar: Grammar) -> Any:
         source = self._source(grammar)
@@ -78,15 +102,51 @@ class GrammarCompiler:
         if matcher.is_error() and "unknown special token" in matcher.get_error():
             matcher = self._library.LLMatcher(self._named(), source, log_level=0)
         matcher.compute_bitmask()  # the first one builds much of the lexer
-        if matcher.is_error():
-            name = grammar.kind.replace("_", " ")
-            raise ValueError(f"the {name} cannot be used: {_sentence(matcher.get_error())}")
+        reason = matcher.get_error() if matcher.is_error() else _trial(matcher.deep_copy())
+        if reason:
+            raise ValueError(f"the {self._culprit(grammar)} cannot be used: {_sentence(reason)}")
         return matcher
 
+    def _culprit(self, grammar: Grammar) -> str:
+        """What is wrong with a grammar that cannot be used: itself or one of its parts."""
+        if grammar.kind != "composed":
+            return grammar.kind.replace("_", " ")
+        _, parts = grammar.parts()
+        for label, part in parts.items():
+            matcher = self._library.LLMatcher(self._tokenizer, self._source(part), log_level=0)
+            if matcher.is_error() or _trial(matcher):
+                of = f" of {label}" if len(parts) > 1 and part.kind != "composed" else ""
+                return self._culprit(part) + of
+        return "grammar"
+
     def _source(self, grammar: Grammar) -> str:
+        if grammar.kind == "composed":
+            return json.dumps({"grammars": self._members(grammar)})
+        return self._simple_source(grammar)
+
+    def _members(self, grammar: Grammar, label: str | None = None) -> list[dict[str, Any]]:
+        """A grammar as llguidance's list of grammars that name each other; the first one begins."""
+        name = {} if label is None else {"name": label}
+        if grammar.kind == "composed":
+            start, parts = grammar.parts()
+            members = [{**name, "lark_grammar": start}]
+            for part_label, part in parts.items():
+                members += self._members(part, part_label)
+        elif grammar.kind == "lark":
+            members = [{**name, "lark_grammar": grammar.source}]
+        else:
+            (member,) = json.loads(self._simple_source(grammar))["grammars"]
+            members = [{**member, **name}]
+        names = [member["name"] for member in members if "name" in member]
+        if len(set(names)) < len(names):
+            raise ValueError("two parts of a grammar have the same name")
+        return members
+
+    def _simple_source(self, grammar: Grammar) -> str:
         make = self._library.LLMatcher
         if grammar.kind == "json_schema":
-            return str(make.grammar_from_json_schema(grammar.source))
+            options = {"coerce_one_of": True} if one_of_is_any_of(grammar.source) else None
+            return str(make.grammar_from_json_schema(grammar.source, defaults=options))
         if grammar.kind == "regex":
             return str(make.grammar_from_regex(grammar.source))
         if grammar.kind == "choice":
@@ -98,8 +158,15 @@ class GrammarCompiler:
 class GrammarState:
     """How far one output has come in its grammar. Used by one thread at a time."""
 
-    def __init__(self, matcher: Any, tokenizer: Any, num_words: int) -> None:
+    def __init__(
+        self,
+        matcher: Any,
+        tokenizer: Any,
+        num_words: int,
+        on_failure: Callable[[], None] = lambda: None,
+    ) -> None:
         self._matcher = matcher
+        self._on_failure = on_failure
         self._eos = frozenset(tokenizer.eos_tokens)
         self._num_words = num_words
         self._buffer = np.zeros(-(-tokenizer.vocab_size // 32), np.uint32)
@@ -112,15 +179,19 @@ class GrammarState:
         return self._num_words
 
     def accept(self, token: int) -> None:
-        """Goes on by a token that was emitted. Raises RuntimeError if the grammar forbids it."""
+        """Goes on by a token that was emitted.
+
+        Raises GrammarError if the grammar forbids it or has become too complex.
+        """
         if token in self._eos and self._matcher.is_accepting():
             self.stopped = True
             return
         if self.stopped or not self._matcher.consume_token(token):
-            raise RuntimeError(
-                f"token {token} was drawn, but the grammar does not allow it here"
-                f"{_reason(self._matcher)}"
-            )
+            reason = _reason(self._matcher)
+            if self.stopped or "satisfy the grammar" in reason:
+                reason = f"token {token} was drawn, but the grammar does not allow it here{reason}"
+                raise GrammarError(reason)
+            raise self._failure()
         self.stopped = self._matcher.is_stopped()
 
     def masks(self, tokens: Sequence[int], parents: Sequence[int]) -> dict[int, Words]:
@@ -129,7 +200,7 @@ class GrammarState:
         Node 0 is the root, which has been accepted; a node's parent comes before it. Nodes that
         cannot be reached or end the output have no mask: nothing that is drawn there is used.
         Where the grammar leaves no choice of text, its usual tokens are the only ones allowed.
-        Raises RuntimeError if the grammar has become too complex.
+        Raises GrammarError if the grammar has become too complex.
         """
         begin = time.perf_counter()
         children: list[list[int]] = [[] for _ in tokens]
@@ -152,9 +223,13 @@ class GrammarState:
         if not self.stopped:
             visit(0)
         if self._matcher.is_error():
-            raise RuntimeError(f"the grammar cannot be followed{_reason(self._matcher)}")
+            raise self._failure()
         self.seconds += time.perf_counter() - begin
         return masks
+
+    def _failure(self) -> GrammarError:
+        self._on_failure()
+        return GrammarError(f"the grammar cannot be followed{_reason(self._matcher)}")
 
     def _mask(self) -> Words:
         self._matcher.unsafe_compute_mask_ptr(self._buffer.ctypes.data, self._buffer.nbytes)
@@ -207,6 +282,26 @@ def pack_masks(masks: Sequence[dict[int, Words]], num_nodes: int) -> tuple[list[
             rows[tree * num_nodes + node] = len(words)
             words.append(mask)
     return rows, np.stack(words) if words else np.zeros((0, 0), np.uint32)
+
+
+def _trial(matcher: Any) -> str:
+    """Follows a grammar for some tokens; the reason why it cannot be used, "" if there is none.
+
+    A repetition that is too large, for one, shows only when a token is taken.
+    """
+    for _ in range(_TRIAL_TOKENS):
+        mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+        if matcher.is_error():
+            return str(matcher.get_error())
+        forced = len(matcher.compute_ff_bytes())
+        if forced > _MAX_FORCED:
+            return f"it forces {forced} bytes without a choice, but at most {_MAX_FORCED} can be"
+        allowed = np.flatnonzero(np.unpackbits(mask, bitorder="little"))
+        if matcher.is_stopped() or not len(allowed):
+            return ""
+        if not matcher.consume_token(int(allowed[len(allowed) // 2])):
+            return str(matcher.get_error())
+    return ""
 
 
 def _sentence(error: str) -> str:

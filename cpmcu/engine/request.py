@@ -14,7 +14,8 @@ from cpmcu.outputs import CompletionOutput, FinishReason, StreamChunk, Timings, 
 
 if TYPE_CHECKING:
     from cpmcu import C
-    from cpmcu.engine.grammar import GrammarState
+    from cpmcu.engine.grammar import GrammarState, Words
+    from cpmcu.engine.min_tokens import MinTokens
     from cpmcu.spec_metrics import AcceptanceCounter
 
 logger = logging.getLogger(__name__)
@@ -49,6 +50,7 @@ class Request:
         prompt_logprobs: int | None = None,
         acceptance: AcceptanceCounter | None = None,
         grammar: GrammarState | None = None,
+        min_tokens: MinTokens | None = None,
     ) -> None:
         self.id = next(_ids)
         self.prompt = list(prompt)
@@ -58,6 +60,7 @@ class Request:
         self.num_prompt_logprobs = prompt_logprobs  # likeliest tokens to report; None: nothing
         self.prompt_logprobs: list[TokenLogprobs | None] = [None] * len(self.prompt)
         self.grammar = grammar
+        self._min_tokens = min_tokens
         self.tokens: list[int] = []
         self.finish: Finish | None = None
         self.error: Exception | None = None
@@ -78,6 +81,27 @@ class Request:
     def done(self) -> bool:
         """Has its last chunk, or its exception, been emitted?"""
         return self.finish is not None or self.error is not None
+
+    @property
+    def is_masked(self) -> bool:
+        """Are there tokens that its next one cannot be, for a grammar or for `min_tokens`?"""
+        return self.grammar is not None or self._is_short
+
+    @property
+    def _is_short(self) -> bool:
+        least = self._min_tokens
+        return least is not None and least.holds_back and len(self.tokens) < least.count
+
+    def masks(self, tokens: Sequence[int], parents: Sequence[int]) -> dict[int, Words]:
+        """Node -> the tokens that may follow it, for a drafted tree; nodes without a mask are free.
+
+        Raises GrammarError if the grammar has become too complex.
+        """
+        masks = None if self.grammar is None else self.grammar.masks(tokens, parents)
+        if self._is_short:
+            assert self._min_tokens is not None
+            masks = self._min_tokens.masks(len(self.tokens), parents, masks)
+        return masks or {}
 
     def cancel(self) -> None:
         """Ends the request at the engine's next step, with finish reason "abort"."""
@@ -184,7 +208,9 @@ class Request:
         )
 
     def _push(self, tokens: Sequence[int], *, final: bool) -> tuple[str, str | None]:
-        return self._stop_strings.push(self._detokenizer.push(tokens, final=final), final=final)
+        text = self._detokenizer.push(tokens, final=final)
+        early = self._min_tokens is not None and len(self.tokens) <= self._min_tokens.count
+        return self._stop_strings.push(text, final=final, stops=not early)
 
     def _send(self, text: str, tokens: list[int], logprobs: list[TokenLogprobs]) -> None:
         self._text.append(text)

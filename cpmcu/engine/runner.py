@@ -8,6 +8,7 @@ for a sequence that has ended meanwhile is ignored.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import os
 import threading
@@ -18,9 +19,12 @@ from collections.abc import Sequence as PySequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from cpmcu.engine.chooser import ShapeChooser
 from cpmcu.engine.request import Request
 from cpmcu.engine.scheduler import Scheduler, Sequence, Step
-from cpmcu.engine.shapes import Shape, ShapeChooser
+from cpmcu.engine.shapes import Shape
+from cpmcu.engine.step_tokens import StepTokens
+from cpmcu.errors import OutputError
 from cpmcu.outputs import TokenLogprobs
 
 if TYPE_CHECKING:
@@ -40,6 +44,9 @@ class EngineLoad:
     waiting: int  # requests in the queue
     kv_cache_usage: float  # share of the KV pages that are taken
     preemptions: int  # sequences that lost their pages, since start
+    num_pages: int = 0  # in all
+    page_size: int = 0  # tokens
+    step_tokens: StepTokens = dataclasses.field(default_factory=StepTokens)
 
 
 class Runner:
@@ -53,6 +60,8 @@ class Runner:
         self._scheduler = Scheduler(engine, page_size, engine.tokens_per_step)
         self.max_length = self._scheduler.max_length
         self.num_pages = engine.num_pages
+        self._page_size = page_size
+        self._step_tokens = StepTokens()
         self._free_pages = engine.num_free_pages  # as of the last turn: any thread may look
         self._in_flight: deque[Step] = deque()
         self._inbox: deque[Request] = deque()
@@ -120,8 +129,15 @@ class Runner:
         """How busy the engine was a moment ago."""
         waiting = len(self._scheduler.waiting) + len(self._inbox)
         usage = 1 - self._free_pages / self.num_pages
-        preemptions = self._scheduler.num_preemptions
-        return EngineLoad(len(self._scheduler.active), waiting, usage, preemptions)
+        return EngineLoad(
+            len(self._scheduler.active),
+            waiting,
+            usage,
+            self._scheduler.num_preemptions,
+            self.num_pages,
+            self._page_size,
+            self._step_tokens,
+        )
 
     def close(self) -> None:
         """Aborts what is running, waits for the thread, frees the engine. Harmless if repeated."""
@@ -190,7 +206,7 @@ class Runner:
             self._score(step, step.targets)
         elif step.chunks is not None:
             drawing = [s for s, (_, _, last) in zip(step.sequences, step.chunks) if last]
-            if any(sequence.request.grammar for sequence in drawing):
+            if any(sequence.request.is_masked for sequence in drawing):
                 trees = [([0], [-1])] * len(drawing)
                 self._live.prefill(step.chunks, *self._masks(drawing, trees))
             else:
@@ -199,7 +215,7 @@ class Runner:
             if self._chooser is not None:
                 step.shape = self._chooser.choose(len(slots))
                 step.launched = time.perf_counter()
-            if any(sequence.request.grammar for sequence in step.sequences):
+            if any(sequence.request.is_masked for sequence in step.sequences):
                 trees = self._live.begin_masked(slots, step.shape)
                 self._live.end_masked(*self._masks(step.sequences, trees))
             else:
@@ -232,9 +248,9 @@ class Runner:
         for sequence, (tokens, parents) in zip(sequences, trees):
             masks.append({})
             request = sequence.request
-            if request.grammar is not None and not request.done:
+            if request.is_masked and not request.done:
                 try:
-                    masks[-1] = request.grammar.masks(tokens, parents)
+                    masks[-1] = request.masks(tokens, parents)
                 except RuntimeError as error:
                     request.fail(error)
         return pack_masks(masks, num_nodes=len(trees[0][0]))
@@ -243,6 +259,8 @@ class Runner:
         step = self._in_flight.popleft()
         outputs = {output.slot: output for output in self._live.collect()}
         self._observe(step, outputs)
+        read = sum(len(chunk) for _, chunk, _ in step.chunks or ())
+        self._step_tokens.add(read + sum(len(output.tokens) for output in outputs.values()))
         for i, sequence in enumerate(step.sequences):
             emits = True
             if step.chunks is not None:
@@ -272,11 +290,19 @@ class Runner:
         drafted = 0 if step.chunks is not None else self.tokens_per_step - 1
         if step.shape is not None:
             drafted = step.shape[0]
+        tokens = list(itertools.takewhile(lambda token: token >= 0, output.tokens))
         try:
-            request.accept(output.tokens, _logprobs(output), drafted=drafted)
+            request.accept(tokens, _logprobs(output), drafted=drafted)
+            if len(tokens) < len(output.tokens) and not request.done:
+                raise OutputError(
+                    f"the model's logits for token {len(request.tokens) + 1} of the output are not "
+                    "finite: its activations overflow the dtype (float16 holds the least), or its "
+                    "weights are wrong"
+                )
             if output.finished:  # it emits no more, whatever ended it
                 request.end("length")
-        except Exception as error:  # of a tokenizer: this request's trouble alone
+        except Exception as error:  # of a tokenizer, too: this request's trouble alone
+            logger.error("request %d failed: %s", request.id, error)
             request.fail(error)
 
     def _serve_calls(self) -> None:

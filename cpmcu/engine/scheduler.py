@@ -2,8 +2,8 @@
 
 Prompts are read in chunks, and chunks alternate with decode steps, so that a long prompt does not
 stop the sequences that are running. A sequence's pages are taken ahead for the steps in flight.
-What a grammar allows next depends on the tokens so far, so a decode step with such a sequence waits
-until no other is in flight for it.
+What may come next under a grammar or `min_tokens` depends on the tokens so far, so a decode step
+with such a sequence waits until no other is in flight for it.
 When pages run out, the newest sequence gives its pages back and is computed again later; sampling
 is keyed by (seed, stream, position), so its text goes on as it would have.
 """
@@ -184,7 +184,7 @@ class Scheduler:
     def _decode(self) -> Step | None:
         ready: list[Sequence] = []
         self._blocked = False
-        if any(sequence.request.grammar and sequence.in_flight for sequence in self.active):
+        if any(sequence.request.is_masked and sequence.in_flight for sequence in self.active):
             return None
         for sequence in self.active:
             launched = len(sequence.request.tokens) + sequence.in_flight  # tokens, at the least

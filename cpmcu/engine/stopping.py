@@ -21,16 +21,20 @@ class StopStrings:
         self._longest = max(map(len, self._stops), default=0)
         self._held = ""
 
-    def push(self, text: str, *, final: bool = False) -> tuple[str, str | None]:
+    def push(self, text: str, *, final: bool = False, stops: bool = True) -> tuple[str, str | None]:
         """(text that may be given out, the stop string that was found or None).
 
-        `final` gives out what is held back. After a match there must be no further call.
+        `final` gives out what is held back. Without `stops`, a stop string that ends in `text` does
+        not count. After a match there must be no further call.
         """
         if not self._stops:
             return text, None
-        text = self._held + text
-        matches = [(text.find(stop) + len(stop), -len(stop), stop) for stop in self._stops]
-        matches = [match for match in matches if match[0] + match[1] >= 0]
+        before, text = len(self._held), self._held + text
+        matches = []
+        for stop in self._stops if stops else ():
+            found = text.find(stop, max(0, before - len(stop) + 1))  # not one that did not count
+            if found >= 0:
+                matches.append((found + len(stop), -len(stop), stop))
         if matches:
             end, negative_length, stop = min(matches)
             self._held = ""

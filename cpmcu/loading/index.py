@@ -9,9 +9,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from cpmcu.checks import brief, one_line, shown
+
 logger = logging.getLogger(__name__)
 
 Entry = TypeVar("Entry")
+
+_MAX_LISTED = 8
+_MAX_NAME = 255  # bytes that file systems take
 
 
 def read_index(path: Path, read_shard: Callable[[Path], Mapping[str, Entry]]) -> dict[str, Entry]:
@@ -22,12 +27,13 @@ def read_index(path: Path, read_shard: Callable[[Path], Mapping[str, Entry]]) ->
     """
     weight_map = read_json(path, unique=True).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise ValueError(f"{path}: weight_map is {_short(weight_map)}, expected tensor -> file")
+        raise ValueError(f"{path}: weight_map is {shown(weight_map)}, expected tensor -> file")
     names_by_shard: dict[str, list[str]] = {}
     for name, shard in weight_map.items():
-        if not isinstance(shard, str) or not shard or Path(shard).name != shard:
+        if not _is_file_name(shard):
             raise ValueError(
-                f"{path}: {name} is in {shard!r}, expected the name of a file beside the index"
+                f"{path}: {brief(name)} is in {shown(shard)}, expected the name of a file "
+                "beside the index"
             )
         names_by_shard.setdefault(shard, []).append(name)
     missing = [shard for shard in sorted(names_by_shard) if not (path.parent / shard).is_file()]
@@ -41,13 +47,23 @@ def read_index(path: Path, read_shard: Callable[[Path], Mapping[str, Entry]]) ->
         found = read_shard(path.parent / shard)
         for name in names:
             if name not in found:
-                raise ValueError(f"{path}: {name} is not in {shard}, expected it there")
+                raise ValueError(f"{path}: {brief(name)} is not in {shard}, expected it there")
         # In the shard's order, which is the order of the bytes.
         tensors.update((name, found[name]) for name in found if weight_map.get(name) == shard)
         unlisted = [name for name in found if name not in weight_map]
         if unlisted:
-            logger.warning("%s: ignored, not in the index: %s", shard, ", ".join(unlisted))
+            shown_names = ", ".join(map(brief, unlisted[:_MAX_LISTED]))
+            logger.warning(
+                "%s: %d ignored, not in the index: %s", shard, len(unlisted), shown_names
+            )
     return tensors
+
+
+def _is_file_name(value: Any) -> bool:
+    """May it be a file of this directory?"""
+    if not isinstance(value, str) or not value or Path(value).name != value:
+        return False
+    return value.isprintable() and len(value.encode("utf-8", "replace")) <= _MAX_NAME
 
 
 def read_json(path: Path, *, unique: bool = False) -> dict[str, Any]:
@@ -60,11 +76,17 @@ def read_json(path: Path, *, unique: bool = False) -> dict[str, Any]:
     text = path.read_bytes()
     try:
         value = json.loads(text, object_pairs_hook=check)
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"{path}: is not JSON ({error}), expected an object") from error
+    except DuplicateNameError:
+        raise
+    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, too
+        raise ValueError(f"{path}: is not JSON ({one_line(error)}), expected an object") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path}: is a JSON {type(value).__name__}, expected an object")
     return value
+
+
+class DuplicateNameError(ValueError):
+    """A name is in an object twice."""
 
 
 def unique_names(where: str) -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:
@@ -75,7 +97,7 @@ def unique_names(where: str) -> Callable[[list[tuple[str, Any]]], dict[str, Any]
         if len(made) != len(pairs):
             names = [name for name, _ in pairs]
             twice = next(name for name in names if names.count(name) > 1)
-            raise ValueError(f"{where} has {twice!r} twice, expected each name once")
+            raise DuplicateNameError(f"{where} has {shown(twice)} twice, expected each name once")
         return made
 
     return check
@@ -90,8 +112,3 @@ def check_file(path: Path) -> None:
         raise ValueError(f"{path}: is {what}, expected a file")
     link = f"a link to {os.readlink(path)}, which is " if path.is_symlink() else ""
     raise FileNotFoundError(f"{path}: is {link}not there, expected a file")
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:60] + "..."

@@ -7,14 +7,17 @@ draft, engine (plans, then allocates), plan (checks every tensor), and only then
 from __future__ import annotations
 
 import logging
+import os
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cpmcu.checks import shown
 from cpmcu.drafters.registry import TargetModel
 from cpmcu.engine.shapes import shapes_of
+from cpmcu.errors import about, one_sentence
 from cpmcu.loading import exiting
 from cpmcu.loading.checkpoint import open_checkpoint
 from cpmcu.loading.cublas import cublas_paths
@@ -27,6 +30,7 @@ from cpmcu.loading.tensors import FLOAT_DTYPES, Checkpoint, TensorMeta
 from cpmcu.models.common import BuildOptions
 from cpmcu.models.registry import find_model
 from cpmcu.quant.registry import QuantPlan, plan_quant
+from cpmcu.sampling import SamplingParams
 from cpmcu.tokenizer import eos_ids
 
 if TYPE_CHECKING:
@@ -49,6 +53,7 @@ class LoadedModel:
     shapes: tuple[tuple[int, int], ...] = ()  # of drafts, to choose from; none: always the whole
 
 
+@one_sentence()
 def load_model(
     model: str,
     *,
@@ -66,19 +71,23 @@ def load_model(
     directory = resolve_model(model, config.revision)
     hf_config = read_config(directory)
     generation_file = directory / "generation_config.json"
-    generation_config = read_json(generation_file) if generation_file.is_file() else {}
-    family = find_model(hf_config)
+    has_file = os.path.lexists(generation_file)  # a link to nothing is no missing file
+    generation_config = read_json(generation_file) if has_file else {}
+    with about(directory):
+        family = find_model(hf_config)
     device = choose_device(config.device)
     checkpoint = open_checkpoint(directory)
     metas = {name: stored.meta for name, stored in checkpoint.tensors.items()}
-    quant = plan_quant(hf_config, metas)
+    with about(directory):
+        quant = plan_quant(hf_config, metas)
     options = BuildOptions(
         device=device,
         max_model_len=config.max_model_len,
         has_lm_head=any(name.startswith("lm_head.") for name in metas),
         minicpm4_yarn=config.minicpm4_yarn,
     )
-    fields = family.build(hf_config, options)
+    with about(directory):
+        fields = family.build(hf_config, options)
     if config.max_model_len > fields.max_position_embeddings:
         logger.warning(
             "max_model_len is %d but config.json has max_position_embeddings %d: text beyond it "
@@ -87,12 +96,17 @@ def load_model(
             fields.max_position_embeddings,
         )
     dtype, reason = choose_dtype(config.dtype, hf_config, metas, device)
+    with about(directory):
+        stated = {generation_file.name: generation_config, "config.json": hf_config}
+        eos = eos_ids(stated, fields.vocab_size)
+    with about(generation_file):
+        SamplingParams().resolve(generation_config)  # every request's defaults
     target = TargetModel(
         hf_config,
         fields,
         device,
         config.max_model_len,
-        eos_ids({generation_file.name: generation_config, "config.json": hf_config}),
+        eos,
         quantised_head=_stored_head(quant) != "dense",
         checkpoint=checkpoint,
     )
@@ -115,16 +129,19 @@ def load_model(
 
     with exiting.waited_for():
         if not config.max_model_len:
-            # Memory may have room for fewer tokens than the model's own; RoPE may depend on that.
-            held = extension.Engine.planned_model_len(*settings())
+            # Memory may have room for fewer tokens than the model's own: RoPE may depend on it.
+            with about(directory):
+                held = extension.Engine.planned_model_len(*settings())
             if held < fields.max_position_embeddings:
                 fields = family.build(hf_config, replace(options, max_model_len=held))
                 target = replace(target, fields=fields, max_model_len=held)
                 draft = draft and open_draft(config.speculation, directory, target)
         spec, _, *drafter = arguments = settings()
-        engine = extension.Engine(*arguments)
+        with about(directory):
+            engine = extension.Engine(*arguments)
         expected, required = _expected(engine, lambda name: not name.startswith(PREFIX))
-        plan = plan_load(checkpoint, fields, family.names, quant, expected, required)
+        with about(directory):
+            plan = plan_load(checkpoint, fields, family.names, quant, expected, required)
         log_unused(plan.unused)
         log_conversion(plan.conversions, dtype, reason)
         loads = [(checkpoint, plan)]
@@ -241,7 +258,7 @@ def choose_dtype(
     stated = str(stated).removeprefix("torch.")
     if stated not in FLOAT_DTYPES:
         raise ValueError(
-            f"config.json: dtype is {stated!r}, expected one of {', '.join(FLOAT_DTYPES)}"
+            f"config.json: dtype is {shown(stated)}, expected one of {', '.join(FLOAT_DTYPES)}"
         )
     if stated == "float32" and device == "cuda":
         return "bfloat16", "float32 runs on the CPU only"
@@ -283,7 +300,8 @@ def load_tensors(
             def report(file_bytes: int, before: int = done_bytes) -> None:
                 update(before + file_bytes)
 
-            engine.load_file(str(path), _entries(placements), report)
+            with about(path):
+                engine.load_file(str(path), _entries(placements), report)
             done_bytes += sum(placement.target.nbytes for placement in placements)
             update(done_bytes)
         for placement in plan.placements:
@@ -292,13 +310,15 @@ def load_tensors(
                 rows = placement.target.shape[0] if placement.target.shape else 0
                 if array.shape != placement.target.shape:
                     array = array[placement.first_row : placement.first_row + rows]
-                engine.load_tensor(placement.target.name, array, placement.target.dtype)
+                with about(placement.path):
+                    engine.load_tensor(placement.target.name, array, placement.target.dtype)
                 done_bytes += placement.target.nbytes
                 update(done_bytes)
         for repack in plan.repacks:
             outputs = repack.run({name: checkpoint.read(name) for name in repack.inputs})
-            for meta in repack.outputs:
-                engine.load_tensor(meta.name, outputs[meta.name], meta.dtype)
+            with about(checkpoint.tensors[repack.inputs[0]].path):
+                for meta in repack.outputs:
+                    engine.load_tensor(meta.name, outputs[meta.name], meta.dtype)
             done_bytes += sum(checkpoint.tensors[name].meta.nbytes for name in repack.inputs)
             update(done_bytes)
     finally:

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cpmcu.loading.index import check_file, read_index, unique_names
+from cpmcu.checks import brief, one_line, shown
+from cpmcu.loading.index import DuplicateNameError, check_file, read_index, unique_names
 from cpmcu.loading.tensors import STORAGE_DTYPES, StoredTensor, TensorMeta
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
@@ -117,35 +118,40 @@ def _parse_json(path: Path, raw: bytes) -> Sequence[tuple[str, Any]]:
     unique = unique_names(f"{path}: header")
     try:
         header = json.loads(raw.decode("utf-8"), object_pairs_hook=unique)
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"{path}: header is not JSON ({error}), expected an object") from error
+    except DuplicateNameError:
+        raise
+    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, too
+        raise ValueError(
+            f"{path}: header is not JSON ({one_line(error)}), expected an object"
+        ) from error
     if not isinstance(header, dict):
         raise ValueError(f"{path}: header is a JSON {type(header).__name__}, expected an object")
     return list(header.items())
 
 
-def _parse_entry(path: Path, name: str, entry: Any, data_start: int) -> StoredTensor:
+def _parse_entry(path: Path, full_name: str, entry: Any, data_start: int) -> StoredTensor:
+    name = brief(full_name)
     if not isinstance(entry, dict):
-        raise ValueError(f"{path}: header of {name} is {entry!r}, expected an object")
+        raise ValueError(f"{path}: header of {name} is {shown(entry)}, expected an object")
     code: Any = entry.get("dtype")
     shape: Any = entry.get("shape")
     offsets: Any = entry.get("data_offsets")
     if not isinstance(code, str) or code not in _DTYPES:
         raise ValueError(
-            f"{path}: dtype of {name} is {code!r}, expected one of {', '.join(_DTYPES)}"
+            f"{path}: dtype of {name} is {shown(code)}, expected one of {', '.join(_DTYPES)}"
         )
     if not _is_int_list(shape):
-        raise ValueError(f"{path}: shape of {name} is {shape!r}, expected integers from 0 up")
+        raise ValueError(f"{path}: shape of {name} is {shown(shape)}, expected integers from 0 up")
     if not _is_int_list(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise ValueError(
-            f"{path}: data_offsets of {name} is {offsets!r}, expected [begin, end] with "
+            f"{path}: data_offsets of {name} is {shown(offsets)}, expected [begin, end] with "
             "0 <= begin <= end"
         )
-    meta = TensorMeta(name, _DTYPES[code], tuple(shape))
+    meta = TensorMeta(full_name, _DTYPES[code], tuple(shape))
     if offsets[1] - offsets[0] != meta.nbytes:
         raise ValueError(
             f"{path}: {name} takes {offsets[1] - offsets[0]} bytes, expected {meta.nbytes} for "
-            f"{meta.dtype} of shape {list(shape)}"
+            f"{meta.dtype} of shape {shown(shape)}"
         )
     return StoredTensor(meta, path, data_start + offsets[0])
 
@@ -155,7 +161,7 @@ def _check_layout(
 ) -> None:
     end, before = data_start, "the header"
     for stored in tensors:
-        begin, name = stored.offset or 0, stored.meta.name
+        begin, name = stored.offset or 0, brief(stored.meta.name)
         if begin != end:
             what = "overlaps" if begin < end else "leaves a hole after"
             raise ValueError(

@@ -7,7 +7,7 @@ the extension. The loader adds what a config alone does not decide (dtype, linea
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from cpmcu.models.reader import ConfigReader
@@ -121,40 +121,41 @@ def read_spec(
     )
 
 
-def refuse_sliding_window(
-    config: Mapping[str, Any], options: BuildOptions, first_layer: int = 0
-) -> None:
-    """Raises ValueError if a sliding window would hide tokens that this engine can hold.
+def with_windows(
+    fields: SpecFields, config: Mapping[str, Any], options: BuildOptions, first_layer: int = 0
+) -> SpecFields:
+    """The fields with a sliding window in the layers that config.json gives one.
 
-    A window at least as long as the engine's context changes nothing and is accepted. Layers from
-    `first_layer` on have it, if config.json does not say which. Only null is none.
+    A token sees the last `sliding_window` tokens, itself included. A window at least as long as
+    the engine's context changes nothing and is left out. Layers from `first_layer` on have it, if
+    `layer_types` does not say which. Only null is none. Raises ValueError for other layer types.
     """
-    given = "" if "sliding_window" in config else " where config.json does not say"
     config = {"sliding_window": DEFAULT_WINDOW, **config}
     reader = ConfigReader(config)
-    context = options.max_model_len or reader.positive_int("max_position_embeddings")
-    layers = config.get("layer_types")
-    if layers is not None:
-        if not isinstance(layers, list):
-            raise reader.fail("layer_types", "a list of layer types")
-        kinds = sorted({str(kind) for kind in layers} - {"full_attention", "sliding_attention"})
-        if kinds:
-            raise ValueError(
-                f"config.json: layer_types has {', '.join(kinds)}, expected only full_attention"
-            )
-        if "sliding_attention" not in layers:
-            return
-    elif first_layer >= reader.positive_int("num_hidden_layers", most=MAX_LAYERS):
-        return
-    if config["sliding_window"] is None:
-        return
+    has_window = _window_layers(reader, fields.num_hidden_layers, first_layer)
+    if not any(has_window) or config["sliding_window"] is None:
+        return fields
     window = reader.positive_int("sliding_window")
-    if window < context:
+    if window >= (options.max_model_len or fields.max_position_embeddings):
+        return fields
+    layers: tuple[tuple[tuple[str, Mapping[str, Any]], ...], ...] = tuple(
+        (("attention", {"window": window} if has else {}), ("mlp", {})) for has in has_window
+    )
+    return replace(fields, layers=layers)
+
+
+def _window_layers(reader: ConfigReader, num_layers: int, first_layer: int) -> list[bool]:
+    kinds = reader.config.get("layer_types")
+    if kinds is None:
+        return [layer >= first_layer for layer in range(num_layers)]
+    if not isinstance(kinds, list) or len(kinds) != num_layers:
+        raise reader.fail("layer_types", f"a list of {num_layers} layer types")
+    known = ("full_attention", "sliding_attention")
+    if others := sorted({str(kind) for kind in kinds} - set(known)):
         raise ValueError(
-            f"config.json: sliding_window is {window}{given}, expected null or at least the "
-            f"context of {context} tokens: attention with a sliding window is not supported (a "
-            f"max_model_len of {window} or less would make it exact)"
+            f"config.json: layer_types has {', '.join(others)}, expected only {' or '.join(known)}"
         )
+    return [kind == "sliding_attention" for kind in kinds]
 
 
 def first_window_layer(config: Mapping[str, Any]) -> int:

@@ -10,7 +10,7 @@ from cpmcu.models.common import (
     SpecFields,
     first_window_layer,
     read_spec,
-    refuse_sliding_window,
+    with_windows,
 )
 from cpmcu.models.reader import ConfigReader
 from cpmcu.models.registry import register_model
@@ -19,6 +19,7 @@ from cpmcu.models.registry import register_model
 @register_model("Qwen2ForCausalLM")
 def build_qwen2(config: Mapping[str, Any], options: BuildOptions) -> SpecFields:
     """Raises ValueError for a config that the engine cannot run."""
+    fields = read_spec(config, options, qkv_bias=True)
     if ConfigReader(config).flag("use_sliding_window"):
-        refuse_sliding_window(config, options, first_window_layer(config))
-    return read_spec(config, options, qkv_bias=True)
+        return with_windows(fields, config, options, first_window_layer(config))
+    return fields

@@ -10,7 +10,7 @@ from cpmcu.models.common import (
     SpecFields,
     first_window_layer,
     read_spec,
-    refuse_sliding_window,
+    with_windows,
 )
 from cpmcu.models.reader import ConfigReader
 from cpmcu.models.registry import register_model
@@ -23,8 +23,9 @@ def build_qwen3(config: Mapping[str, Any], options: BuildOptions) -> SpecFields:
     """Raises ValueError for a config that the engine cannot run."""
     reader = ConfigReader(config)
     reader.refuse("attention_bias", "a bias on all four attention projections is not supported")
-    if reader.flag("use_sliding_window"):
-        refuse_sliding_window(config, options, first_window_layer(config))
     if config.get("head_dim") is None:
         config = {**config, "head_dim": DEFAULT_HEAD_DIM}
-    return read_spec(config, options, qk_norm=True)
+    fields = read_spec(config, options, qk_norm=True)
+    if reader.flag("use_sliding_window"):
+        return with_windows(fields, config, options, first_window_layer(config))
+    return fields

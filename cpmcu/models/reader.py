@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from cpmcu.checks import shown
+
 
 class ConfigReader:
     """Reads numbers and flags from a parsed config.json. All methods raise ValueError."""
@@ -16,7 +18,7 @@ class ConfigReader:
 
     def fail(self, key: str, expected: str) -> ValueError:
         """The exception for a key whose value is not what was expected."""
-        found = f"is {self.config[key]!r}" if key in self.config else "is missing"
+        found = f"is {shown(self.config[key])}" if key in self.config else "is missing"
         return ValueError(f"{self.where}: {key} {found}, expected {expected}")
 
     def positive_int(self, key: str, default: int | None = None, most: int = 2**31 - 1) -> int:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import cpmcu.models
+from cpmcu.checks import shown
 from cpmcu.models.common import BuildOptions, SpecFields
 from cpmcu.models.names import NameMap, canonical_names
 
@@ -66,15 +67,15 @@ def find_model(config: Mapping[str, Any]) -> ModelFamily:
     found = config.get("architectures")
     if not isinstance(found, list) or not found or not all(isinstance(a, str) for a in found):
         raise ValueError(
-            f"config.json: architectures is {found!r}, expected a list with the name of one of: "
-            f"{', '.join(registered_models())}"
+            f"config.json: architectures is {shown(found)}, expected a list with the name "
+            f"of one of: {', '.join(registered_models())}"
         )
     _scan()
     for architecture in found:
         if architecture in _families:
             return _families[architecture]
     raise ValueError(
-        f"config.json: architecture {', '.join(map(repr, found))} is not supported, expected one "
+        f"config.json: architecture {shown(', '.join(found))} is not supported, expected one "
         f"of: {', '.join(registered_models())}"
     )
 

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from cpmcu.checks import brief, shown
 from cpmcu.models.reader import ConfigReader
 
 DEFAULT_THETA = 10000.0
@@ -66,7 +67,8 @@ def rope_from_config(config: Mapping[str, Any], head_dim: int, max_length: int) 
         )
     if not isinstance(kind, str) or kind not in _KINDS:
         raise ValueError(
-            f"{params.where}: rope_type {kind!r} is not supported, expected one of: {_supported()}"
+            f"{params.where}: rope_type {shown(kind)} is not supported, expected one of: "
+            f"{_supported()}"
         )
     theta = params.positive_float(
         "rope_theta", default=top.positive_float("rope_theta", default=DEFAULT_THETA)
@@ -112,7 +114,7 @@ def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
         raise top.fail(key, "an object or null")
     if any(isinstance(value, dict) for value in params.values()):
         raise ValueError(
-            f"{top.where}: {key} differs between layer types ({', '.join(sorted(params))}), "
+            f"{top.where}: {key} differs between layer types ({brief(', '.join(sorted(params)))}), "
             "expected one set of RoPE parameters for all layers"
         )
     return params
@@ -222,7 +224,7 @@ def _factors(params: ConfigReader, key: str, head_dim: int) -> Float32Array:
     for value in values:
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if not (number and math.isfinite(value) and value > 0):
-            raise ValueError(f"{params.where}: {key} contains {value!r}, expected {expected}")
+            raise ValueError(f"{params.where}: {key} contains {shown(value)}, expected {expected}")
     return np.asarray(values, dtype=np.float32)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from cpmcu.checks import shown
 from cpmcu.loading.tensors import TensorMeta
 from cpmcu.quant.registry import QuantPlan, quant_config_of, register_quant
 from cpmcu.quant.w4a16 import Format, check_bits, check_group_size, check_present, plan_w4
@@ -27,7 +28,7 @@ class Awq:
         group_size = check_group_size(quant.get("group_size", quant.get("q_group_size")))
         version = str(quant.get("version", "gemm")).lower()
         if version != "gemm":
-            raise ValueError(f"quantization_config: version is {version!r}, expected 'gemm'")
+            raise ValueError(f"quantization_config: version is {shown(version)}, expected 'gemm'")
         if quant.get("zero_point", True) is not True:
             raise ValueError("quantization_config: zero_point is false, expected true")
         return plan_w4("awq", Format.AWQ, tensors, group_size=group_size, zero_points=True)

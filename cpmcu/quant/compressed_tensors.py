@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from cpmcu.checks import shown
 from cpmcu.loading.tensors import TensorMeta
 from cpmcu.quant.registry import QuantPlan, quant_config_of, register_quant
 from cpmcu.quant.w4a16 import (
@@ -39,19 +40,21 @@ class CompressedTensors:
         schemes = [group for group in groups.values() if isinstance(group, Mapping)]
         if not schemes:
             raise ValueError(
-                f"quantization_config: config_groups is {groups!r}, expected a group of layers"
+                f"quantization_config: config_groups is {shown(groups)}, expected a group of layers"
             )
         for scheme in schemes:
             stated = scheme.get("format") or quant.get("format")
             if stated != _FORMAT:
-                raise ValueError(f"quantization_config: format is {stated!r}, expected {_FORMAT!r}")
+                raise ValueError(
+                    f"quantization_config: format is {shown(stated)}, expected {_FORMAT!r}"
+                )
             _check_group(scheme)
         if quant.get("kv_cache_scheme"):
             raise ValueError("quantization_config: kv_cache_scheme is there, expected none")
         _refuse_transforms(quant)
         sparsity = _object(quant, "sparsity_config").get("format", "dense")
         if sparsity != "dense":
-            raise ValueError(f"quantization_config: sparsity is {sparsity!r}, expected none")
+            raise ValueError(f"quantization_config: sparsity is {shown(sparsity)}, expected none")
         first = schemes[0]["weights"]
         keys = ("strategy", "group_size", "symmetric")
         for scheme in schemes[1:]:
@@ -80,7 +83,7 @@ def _object(parent: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     """What `key` says; empty for null. ValueError for anything but an object."""
     value = parent.get(key) or {}
     if not isinstance(value, Mapping):
-        raise ValueError(f"quantization_config: {key} is {value!r}, expected an object")
+        raise ValueError(f"quantization_config: {key} is {shown(value)}, expected an object")
     return value
 
 
@@ -93,7 +96,7 @@ def _refuse_transforms(quant: Mapping[str, Any]) -> None:
             at = place.get("location") if isinstance(place, Mapping) else None
             if at not in ("weight_input", "weight_output"):
                 raise ValueError(
-                    f"quantization_config: transform_config has the location {at!r}, expected "
+                    f"quantization_config: transform_config has the location {shown(at)}, expected "
                     "'weight_input' or 'weight_output' (activations are not transformed)"
                 )
 
@@ -104,17 +107,17 @@ def _check_group(scheme: Mapping[str, Any]) -> None:
     check_bits(weights.get("num_bits"))
     if weights.get("type", "int") != "int":
         raise ValueError(
-            f"quantization_config: the weights are {weights['type']!r}, expected 'int'"
+            f"quantization_config: the weights are {shown(weights['type'])}, expected 'int'"
         )
     if weights.get("strategy") not in ("group", "channel"):
         raise ValueError(
-            f"quantization_config: strategy is {weights.get('strategy')!r}, expected 'group' or "
-            "'channel'"
+            f"quantization_config: strategy is {shown(weights.get('strategy'))}, expected "
+            "'group' or 'channel'"
         )
     if weights.get("actorder") not in _IN_ORDER:
         raise ValueError(
-            f"quantization_config: actorder is {weights['actorder']!r} (groups follow the order "
-            "of activations), expected null, 'weight' or 'static'"
+            f"quantization_config: actorder is {shown(weights['actorder'])} (groups follow the "
+            "order of activations), expected null, 'weight' or 'static'"
         )
     for key in ("input_activations", "output_activations"):
         if scheme.get(key):

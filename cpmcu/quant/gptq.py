@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from cpmcu.checks import shown
 from cpmcu.loading.tensors import TensorMeta
 from cpmcu.quant.packing import unpack_gptq_zeros
 from cpmcu.quant.registry import QuantPlan, Read, quant_config_of, register_quant
@@ -48,7 +49,7 @@ class Gptq:
         stated = stored_format(quant)
         if not isinstance(stated, str) or stated not in _VERSIONS:
             raise ValueError(
-                f"quantization_config: checkpoint_format is {stated!r}, expected "
+                f"quantization_config: checkpoint_format is {shown(stated)}, expected "
                 f"{' or '.join(_VERSIONS)}"
             )
         layout = _VERSIONS[stated]

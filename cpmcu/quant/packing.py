@@ -18,20 +18,19 @@ Array = npt.NDArray[Any]
 
 BLOCK_ROWS = 256  # of our own layout: csrc/kernels/gemm/w4a16.h
 BLOCK_K = 128
-_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # nibble i of a word is column 8 * word + _AWQ_ORDER[i]
 
 # ---- GPTQ
 
 
 def pack_gptq(q: U8) -> I32:
     """q [K, N] -> qweight [K / 8, N]: nibble i of row r is k = 8 r + i."""
-    _check_multiple("K", q.shape[0], 8)
-    return _join(q.reshape(q.shape[0] // 8, 8, q.shape[1]).swapaxes(1, 2))
+    check_multiple("K", q.shape[0], 8)
+    return join_nibbles(q.reshape(q.shape[0] // 8, 8, q.shape[1]).swapaxes(1, 2))
 
 
 def unpack_gptq(qweight: I32) -> U8:
     """qweight [K / 8, N] -> q [K, N]."""
-    q: U8 = _split(qweight).swapaxes(1, 2).reshape(8 * qweight.shape[0], qweight.shape[1])
+    q: U8 = split_nibbles(qweight).swapaxes(1, 2).reshape(8 * qweight.shape[0], qweight.shape[1])
     return q
 
 
@@ -40,14 +39,16 @@ def pack_gptq_zeros(z: U8, version: int = 1) -> I32:
 
     Version 1 holds z - 1 (mod 16), version 2 ("gptq_v2") z itself.
     """
-    _check_multiple("N", z.shape[1], 8)
+    check_multiple("N", z.shape[1], 8)
     stored: U8 = (z - _gptq_offset(version)) & np.uint8(15)
-    return _join(stored.reshape(z.shape[0], -1, 8))
+    return join_nibbles(stored.reshape(z.shape[0], -1, 8))
 
 
 def unpack_gptq_zeros(qzeros: I32, version: int = 1) -> U8:
     """qzeros [G, N / 8] -> z [G, N], where version 1 reads a stored 15 as 0."""
-    z: U8 = (_split(qzeros).reshape(qzeros.shape[0], -1) + _gptq_offset(version)) & np.uint8(15)
+    z: U8 = (split_nibbles(qzeros).reshape(qzeros.shape[0], -1) + _gptq_offset(version)) & np.uint8(
+        15
+    )
     return z
 
 
@@ -55,55 +56,6 @@ def _gptq_offset(version: int) -> U8:
     if version not in (1, 2):
         raise ValueError(f"the version of GPTQ's zero points is {version}, expected 1 or 2")
     return np.array(2 - version, np.uint8)
-
-
-# ---- AWQ
-
-
-def pack_awq(q: U8) -> I32:
-    """q [K, N] -> qweight [K, N / 8], and z [G, N] -> qzeros [G, N / 8].
-
-    Nibble i of column c is n = 8 c + (0, 2, 4, 6, 1, 3, 5, 7)[i].
-    """
-    _check_multiple("N", q.shape[1], 8)
-    return _join(q.reshape(q.shape[0], -1, 8)[:, :, _AWQ_ORDER])
-
-
-def unpack_awq(qweight: I32) -> U8:
-    """qweight [K, N / 8] -> q [K, N], and qzeros [G, N / 8] -> z [G, N]."""
-    return _split(qweight)[:, :, np.argsort(_AWQ_ORDER)].reshape(qweight.shape[0], -1)
-
-
-# ---- compressed-tensors (pack-quantized)
-
-
-def pack_compressed(q: U8) -> I32:
-    """q [K, N] -> weight_packed [N, ceil(K / 8)]: nibble i of column c is k = 8 c + i.
-
-    The file's w is signed, stored as w + 8 = q. Nibbles beyond K are 0.
-    """
-    k, n = q.shape
-    padded = np.zeros((n, -(-k // 8) * 8), np.uint8)
-    padded[:, :k] = q.T
-    return _join(padded.reshape(n, -1, 8))
-
-
-def unpack_compressed(weight_packed: I32, k: int) -> U8:
-    """weight_packed [N, ceil(K / 8)] -> q [K, N]."""
-    return np.ascontiguousarray(_split(weight_packed).reshape(len(weight_packed), -1)[:, :k].T)
-
-
-def pack_compressed_zeros(z: U8) -> I32:
-    """z [G, N] -> weight_zero_point [ceil(N / 8), G]: nibble i of row r is n = 8 r + i.
-
-    The file's zero point is signed, stored as it is + 8 = z. Its scales are [N, G], transposed.
-    """
-    return np.ascontiguousarray(pack_compressed(z.T).T)
-
-
-def unpack_compressed_zeros(zero_point: I32, n: int) -> U8:
-    """weight_zero_point [ceil(N / 8), G] -> z [G, N]."""
-    return np.ascontiguousarray(unpack_compressed(np.ascontiguousarray(zero_point.T), n).T)
 
 
 # ---- Marlin, as in CPM.cu's files
@@ -116,38 +68,25 @@ def pack_marlin(q: U8) -> I32:
     k = 16 t + 2 (l mod 4) + 8 (p & 1) + (p >> 2), n = 64 c + 16 j + l div 4 + 8 ((p >> 1) & 1).
     """
     k, n = q.shape
-    _check_multiple("K", k, 16)
-    _check_multiple("N", n, 64)
+    check_multiple("K", k, 16)
+    check_multiple("N", n, 64)
     #                     t        p0 l%4 p2 c        j  p1 l/4
     parts = q.reshape(k // 16, 2, 4, 2, n // 64, 4, 2, 8)
-    return _join(parts.transpose(0, 4, 7, 2, 5, 3, 6, 1).reshape(k // 16, 2 * n, 8))
-
-
-def unpack_marlin(qweight: I32) -> U8:
-    """qweight [K / 16, 2 N] -> q [K, N]."""
-    tiles, words = qweight.shape
-    _check_multiple("the width of a Marlin qweight", words, 128)
-    parts = _split(qweight).reshape(tiles, words // 128, 8, 4, 4, 2, 2, 2)
-    q: U8 = parts.transpose(0, 7, 3, 5, 1, 4, 6, 2).reshape(16 * tiles, words // 2)
-    return q
+    return join_nibbles(parts.transpose(0, 4, 7, 2, 5, 3, 6, 1).reshape(k // 16, 2 * n, 8))
 
 
 def marlin_scales(scales: Array, *, channel_wise: bool) -> Array:
     """scales [G, N] in Marlin's order.
 
     Groups: of each 64 columns, out[t] = in[8 (t mod 8) + t div 8]. Channel-wise: of each 32,
-    out[8 a + 2 b + c] = in[8 b + 2 a + c], a and b in 0..3, c in 0..1.
+    out[8 a + 2 b + c] = in[8 b + 2 a + c], a and b in 0..3, c in 0..1. Either permutation is its
+    own inverse.
     """
     groups, n = scales.shape
-    _check_multiple("N", n, 64)
+    check_multiple("N", n, 64)
     shape = (groups, -1, 4, 4, 2) if channel_wise else (groups, -1, 8, 8, 1)
     permuted: Array = scales.reshape(shape).swapaxes(2, 3).reshape(groups, n)
     return permuted
-
-
-def unmarlin_scales(scales: Array, *, channel_wise: bool) -> Array:
-    """scales [G, N] in Marlin's order -> in columns' order; the permutation is its own inverse."""
-    return marlin_scales(scales, channel_wise=channel_wise)
 
 
 # ---- the engine's blocks
@@ -165,31 +104,12 @@ def pack_blocks(q: U8, scales: Array, zeros: U8 | None = None) -> U8:
     padded[:n, :k] = q.T
     #                                 warp tile half g        step  pair half q odd
     parts = padded.reshape(row_blocks, 8, 2, 2, 8, k_blocks, 4, 2, 2, 4, 2)
-    words = _join(parts.transpose(0, 5, 1, 6, 4, 9, 7, 2, 10, 8, 3).reshape(-1, 8))
+    words = join_nibbles(parts.transpose(0, 5, 1, 6, 4, 9, 7, 2, 10, 8, 3).reshape(-1, 8))
     columns = [words.view(np.uint8).reshape(row_blocks, k_blocks, -1)]
     columns.append(_by_block(scales, n, k_blocks, 0).view(np.uint8))
     if zeros is not None:
         columns.append(_by_block(zeros, n, k_blocks, 8))
     return np.concatenate(columns, axis=2)
-
-
-def unpack_blocks(
-    blocks: U8, k: int, n: int, scale_dtype: npt.DTypeLike = np.float16
-) -> tuple[U8, Array, U8 | None]:
-    """The blocks of `pack_blocks` -> q [K, N], scales [ceil(K / 128), N], z likewise or None."""
-    row_blocks, k_blocks, num_bytes = blocks.shape
-    words = np.ascontiguousarray(blocks[:, :, :16384]).view(np.int32)
-    parts = _split(words).reshape(row_blocks, k_blocks, 8, 4, 8, 4, 2, 2, 2, 2, 2)
-    q = parts.transpose(0, 2, 7, 10, 4, 1, 3, 6, 9, 5, 8)
-    q = q.reshape(row_blocks * BLOCK_ROWS, k_blocks * BLOCK_K)[:n, :k].T
-    scales = np.ascontiguousarray(blocks[:, :, 16384:16896]).view(scale_dtype)
-    zeros = blocks[:, :, 16896:] if num_bytes > 16896 else None
-
-    def by_row(values: Array) -> Array:
-        rows: Array = values.swapaxes(0, 1).reshape(k_blocks, -1)[:, :n]
-        return rows
-
-    return np.ascontiguousarray(q), by_row(scales), None if zeros is None else by_row(zeros)
 
 
 def _by_block(values: Array, n: int, k_blocks: int, fill: int) -> Array:
@@ -207,14 +127,14 @@ def _by_block(values: Array, n: int, k_blocks: int, fill: int) -> Array:
 # ---- words of eight nibbles
 
 
-def _join(nibbles: U8) -> I32:
+def join_nibbles(nibbles: U8) -> I32:
     """uint8 [..., 8] -> int32 [...]."""
     pairs = nibbles[..., 0::2] | nibbles[..., 1::2] << 4
     words: I32 = np.ascontiguousarray(pairs).view("<i4")[..., 0]
     return words
 
 
-def _split(words: I32) -> U8:
+def split_nibbles(words: I32) -> U8:
     """int32 [...] -> uint8 [..., 8]."""
     pairs = np.ascontiguousarray(words)[..., None].view(np.uint8)
     nibbles = np.empty((*words.shape, 8), np.uint8)
@@ -223,6 +143,6 @@ def _split(words: I32) -> U8:
     return nibbles
 
 
-def _check_multiple(what: str, size: int, factor: int) -> None:
+def check_multiple(what: str, size: int, factor: int) -> None:
     if size % factor:
         raise ValueError(f"{what} is {size}, expected a multiple of {factor}")

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import numpy.typing as npt
 
 import cpmcu.quant
+from cpmcu.checks import shown
 from cpmcu.loading.tensors import TensorMeta
 
 Arrays = Mapping[str, npt.NDArray[Any]]
@@ -142,6 +143,6 @@ def quant_config_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
         if value is None:
             continue
         if not isinstance(value, dict):
-            raise ValueError(f"config.json: {key} is {value!r}, expected an object or null")
+            raise ValueError(f"config.json: {key} is {shown(value)}, expected an object or null")
         return value
     return {}

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from cpmcu.checks import shown
 from cpmcu.loading.tensors import TensorMeta
 from cpmcu.quant.registry import QuantPlan, Read, Repack
 
@@ -106,7 +107,7 @@ def check_group_size(found: Any) -> int:
     """`found` as 128 or -1; ValueError for another."""
     if found not in (GROUP_SIZE, CHANNEL_WISE) or isinstance(found, bool):
         raise ValueError(
-            f"quantization_config: group_size is {found!r}, expected {GROUP_SIZE}, or "
+            f"quantization_config: group_size is {shown(found)}, expected {GROUP_SIZE}, or "
             f"{CHANNEL_WISE} for one scale a channel"
         )
     return int(found)
@@ -115,7 +116,7 @@ def check_group_size(found: Any) -> int:
 def check_bits(found: Any) -> None:
     """ValueError for weights that do not have 4 bits."""
     if found != 4 or isinstance(found, bool):
-        raise ValueError(f"quantization_config: the weights have {found!r} bits, expected 4")
+        raise ValueError(f"quantization_config: the weights have {shown(found)} bits, expected 4")
 
 
 def check_finite(meta: TensorMeta, read: Read) -> None:

@@ -12,8 +12,6 @@ from cpmcu.serving.reasoning import ReasoningSplitter
 from cpmcu.serving.tools import ToolCall
 from cpmcu.spec_metrics import SpecDecodeMetrics
 
-LOWEST = -9999.0  # a log-probability of zero: JSON has no minus infinity
-
 
 class CallParser(Protocol):
     """Takes tool calls out of a stream of text."""
@@ -38,6 +36,8 @@ class ForcedCalls:
         if not final:
             return "", []
         whole = "".join(self._pieces)
+        if not whole:  # cut off while it was thinking
+            return "", []
         if self._function is not None:
             calls = [ToolCall(self._function, whole)]
         else:

@@ -15,9 +15,11 @@ from cpmcu.serving.auth import Authentication
 from cpmcu.serving.errors import add_handlers
 from cpmcu.serving.limits import BodyLimit
 from cpmcu.serving.logs import RequestLog
+from cpmcu.serving.paths import RootPath
 from cpmcu.serving.protocol.base import ERRORS
 from cpmcu.serving.service import Service
 
+_OTHER_PARTS = 1 << 14  # lists, objects and members beside messages: schemas of tools
 _ERROR = "#/components/schemas/ErrorResponse"
 
 
@@ -36,7 +38,13 @@ def create_app(service: Service) -> FastAPI:
     add_handlers(app)
     keys = config.keys()
     # The last one added is the first that a request meets.
-    app.add_middleware(BodyLimit, max_bytes=config.max_body_mib << 20)
+    app.add_middleware(
+        BodyLimit,
+        max_bytes=config.max_body_mib << 20,
+        max_values=config.max_body_values,
+        max_parts=8 * config.max_messages + _OTHER_PARTS,
+        seconds=config.body_timeout,
+    )
     app.add_middleware(Authentication, keys=keys, public=public)
     if config.cors_origin:
         app.add_middleware(
@@ -47,15 +55,20 @@ def create_app(service: Service) -> FastAPI:
             expose_headers=["X-Request-Id"],
         )
     app.add_middleware(RequestLog)
-    app.openapi = lambda: _openapi(app, public if keys else None)  # type: ignore[method-assign]
+    if config.root_path:
+        app.add_middleware(RootPath, root=config.root_path)
+    keyless = public if keys else None
+    app.openapi = lambda: _openapi(app, keyless, config.root_path)  # type: ignore[method-assign]
     return app
 
 
-def _openapi(app: FastAPI, public: Collection[str] | None) -> dict[str, Any]:
+def _openapi(app: FastAPI, public: Collection[str] | None, root_path: str) -> dict[str, Any]:
     """The schema, without the 422 that is never sent here, and with keys (`public` needs none)."""
     if app.openapi_schema is None:
         schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
         bearer = {"bearer": {"type": "http", "scheme": "bearer"}}
+        if root_path:
+            schema["servers"] = [{"url": root_path}]
         schema["components"]["securitySchemes"] = bearer
         for path, operations in schema["paths"].items():
             for operation in operations.values():

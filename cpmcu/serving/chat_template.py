@@ -1,7 +1,8 @@
 """Conversations to prompts, by the Jinja template that comes with a checkpoint.
 
-Templates run sandboxed, with the helpers which the ecosystem's templates rely on. A template that
-fails raises ChatTemplateError: a conversation never silently becomes some other prompt.
+Templates run sandboxed and within limits (cpmcu/serving/template_sandbox.py), with the helpers
+which the ecosystem's templates rely on. A template that fails raises ChatTemplateError: a
+conversation never silently becomes some other prompt.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from typing import Any
 from jinja2 import TemplateError, TemplateSyntaxError, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from cpmcu.checks import shown
+from cpmcu.checks import one_line, shown
+from cpmcu.errors import one_sentence
+from cpmcu.serving.template_sandbox import Sandbox, limited
 from cpmcu.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
@@ -47,17 +49,23 @@ class ChatTemplate:
             self._tool_template = environment.from_string(tool_source) if tool_source else None
         except TemplateSyntaxError as error:
             raise ChatTemplateError(
-                f"the chat template is malformed in line {error.lineno}: {error.message}"
+                f"the chat template is malformed in line {error.lineno}: "
+                f"{one_line(error.message or '')}"
+            ) from error
+        except Exception as error:  # of a text that is nested too deeply, say
+            raise ChatTemplateError(
+                f"the chat template cannot be compiled: {type(error).__name__}: {one_line(error)}"
             ) from error
 
     @classmethod
+    @one_sentence()
     def from_directory(cls, directory: str | Path, tokenizer: Tokenizer) -> ChatTemplate | None:
         """The template of a checkpoint directory, or None if it has none.
 
         Files win over tokenizer_config.json, as elsewhere: `chat_template.jinja`, and each of
         `additional_chat_templates/` under its own name. Of several named ones it is "default",
         and "tool_use" when tools are given. Raises ChatTemplateError if tokenizer_config.json has
-        what is no template, or a template is malformed.
+        what is no template, or a template cannot be read or compiled.
         """
         named = _in_files(Path(directory))
         if "default" not in named:
@@ -65,7 +73,10 @@ class ChatTemplate:
         default = named.get("default", next(iter(named.values()), None))
         if not default:
             return None
-        return cls(default, tokenizer.special_tokens, named.get("tool_use"))
+        try:
+            return cls(default, tokenizer.special_tokens, named.get("tool_use"))
+        except ChatTemplateError as error:
+            raise ChatTemplateError(f"{directory}: {error}") from error
 
     def render(
         self,
@@ -90,11 +101,13 @@ class ChatTemplate:
                 "tools": tools,
                 "add_generation_prompt": add_generation_prompt,
             }
-            return template.render({"documents": None, **self._special_tokens, **variables, **own})
+            given = {"documents": None, **self._special_tokens, **variables, **own}
+            with limited(given):
+                return template.render(given)
         except Exception as error:  # templates can raise anything Python can
             kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
             raise ChatTemplateError(
-                f"the chat template failed for this conversation: {kind}{error}"
+                f"the chat template failed for this conversation: {kind}{one_line(error)}"
             ) from error
 
 
@@ -105,7 +118,7 @@ def joined(message: Message) -> dict[str, Any]:
     ChatTemplateError for what is no message, and for parts that are not text.
     """
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise ChatTemplateError(f"a message must be a mapping with a role, found {message!r}")
+        raise ChatTemplateError(f"a message must be a mapping with a role, found {shown(message)}")
     found = {key: value for key, value in message.items() if value is not None}
     content = found.get("content")
     if not isinstance(content, list):
@@ -114,7 +127,7 @@ def joined(message: Message) -> dict[str, Any]:
     for part in content:
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
         if kind != "text" or not isinstance(part.get("text"), str):
-            raise ChatTemplateError(f"content parts must be of type text, found {kind!r}")
+            raise ChatTemplateError(f"content parts must be of type text, found {shown(kind)}")
         texts.append(part["text"])
     return {**found, "content": "\n".join(texts)}
 
@@ -123,7 +136,14 @@ def _in_files(directory: Path) -> dict[str, str]:
     """The templates that are files of a checkpoint directory, by name."""
     files = {"default": directory / "chat_template.jinja"}
     files |= {path.stem: path for path in sorted(directory.glob(f"{_FOLDER}/*.jinja"))}
-    return {name: path.read_text("utf-8") for name, path in files.items() if path.is_file()}
+    found = {}
+    for name, path in files.items():
+        try:
+            if path.is_file():
+                found[name] = path.read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ChatTemplateError(f"{path} cannot be read: {error}") from error
+    return found
 
 
 def _in_config(stated: Any) -> dict[str, str]:
@@ -153,13 +173,14 @@ class _Generation(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
+def _environment() -> Sandbox:
+    environment = Sandbox(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
     )
     environment.filters["tojson"] = _to_json
+    environment.limit_filters()
     environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    environment.globals["strftime_now"] = _now
     return environment
 
 
@@ -174,6 +195,12 @@ def _to_json(
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
+
+
+def _now(form: str) -> str:
+    if not isinstance(form, str) or len(form) > 64:
+        raise TemplateError(f"strftime_now got {shown(form)}, expected a format of 64 letters")
+    return datetime.datetime.now().strftime(form)
 
 
 def _raise(message: str) -> None:

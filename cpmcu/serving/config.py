@@ -69,14 +69,27 @@ class ServerConfig:
     return_metrics: bool = option(
         False, "put metrics into every response, not only where return_metrics asks for them"
     )
+    enable_force_include_usage: bool = option(
+        False, "give the usage in every chunk of every stream, asked for or not"
+    )
+    root_path: str = option(
+        "", "path under which a proxy offers the server, such as /llm; also taken as it is"
+    )
     max_queue: int = option(
         256,
         "most outputs in work, running or waiting; beyond that requests get a 429",
         brief="most requests in work; beyond that: 429",
     )
     max_body_mib: int = option(16, "largest request body, in MiB")
+    max_body_values: int = option(
+        1 << 18, "most JSON values of a request body, such as token ids of prompts"
+    )
     max_messages: int = option(4096, "most messages of a conversation")
     max_text_length: int = option(4_000_000, "longest text of a request, in characters")
+    header_timeout: float = option(
+        30.0, "seconds in which the headers of a request must arrive, from its first byte"
+    )
+    body_timeout: float = option(300.0, "seconds in which the body of a request must arrive")
     shutdown_timeout: float = option(
         30.0, "seconds that requests have to finish after SIGTERM or Ctrl-C, before they are ended"
     )
@@ -98,12 +111,17 @@ class ServerConfig:
             check_filled("served_model_name", name, "a name")
         if not 0 <= self.port < 65536:
             raise ValueError(f"port is {self.port}, but must be 0 to 65535")
-        for name in ("max_queue", "max_body_mib", "max_messages", "max_text_length"):
+        for name in ("queue", "body_mib", "body_values", "messages", "text_length"):
+            name = f"max_{name}"
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, but must be at least 1")
-        for name in ("shutdown_timeout", "ping_interval"):
+        for name in ("header_timeout", "body_timeout", "shutdown_timeout", "ping_interval"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ValueError(f"{name} is {getattr(self, name)}, but must be above 0 seconds")
+        if self.root_path and not re.fullmatch(r"(/[^/?#\s]+)+", self.root_path):
+            raise ValueError(
+                f"root_path is {self.root_path!r}, but must begin with / and not end with one"
+            )
         for origin in self.cors_origin:
             if origin != "*" and not re.fullmatch(r"https?://[^/\s]+", origin):
                 raise ValueError(

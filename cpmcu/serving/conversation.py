@@ -9,7 +9,7 @@ from typing import Any
 from cpmcu.serving.chat_template import ChatTemplate, ChatTemplateError, joined
 from cpmcu.serving.config import ServerConfig
 from cpmcu.serving.errors import ApiError
-from cpmcu.serving.limits import check_text
+from cpmcu.serving.limits import check_text, check_values
 from cpmcu.serving.protocol.chat import ChatMessage, Tool
 
 _OWN = {"messages", "tools", "add_generation_prompt"}  # set here, whatever a request gives
@@ -27,6 +27,8 @@ def check_messages(messages: Sequence[ChatMessage], config: ServerConfig) -> Non
     for i, message in enumerate(messages):
         for text in message.texts():
             check_text(text, f"messages[{i}].content", config.max_text_length)
+        for call in message.tool_calls or []:
+            check_values(call.function.arguments, f"messages[{i}].tool_calls")
 
 
 def render(

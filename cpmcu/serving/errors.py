@@ -13,11 +13,14 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
+CLIENT_LEFT = 499  # nginx's status for it
+
 _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
     404: "invalid_request_error",
     405: "invalid_request_error",
+    408: "invalid_request_error",
     413: "invalid_request_error",
     429: "rate_limit_error",
     503: "service_unavailable_error",
@@ -71,6 +74,11 @@ def internal_error() -> ApiError:
 def server_stopping() -> ApiError:
     """What a client gets that comes, or is not done, when the server stops."""
     return ApiError(503, "The server is stopping.", code="stopping", retry_after=5)
+
+
+def client_left() -> ApiError:
+    """What ends the request of a client that is gone; nobody receives it, but the log has it."""
+    return ApiError(CLIENT_LEFT, "The client has left.")
 
 
 def refused(param: str, message: str) -> ApiError:
@@ -142,6 +150,7 @@ _FORMS = {
     "list[list[int]]": "a list of lists of token ids",
     "list[ContentPart]": 'a list of parts like {"type": "text", "text": "a"}',
     "NamedTool": 'an object like {"type": "function", "function": {"name": "f"}}',
+    "AllowedTools": 'an object like {"type": "allowed_tools", "allowed_tools": {...}}',
 }
 _SHOWN_LENGTH = 64
 _repr = reprlib.Repr()

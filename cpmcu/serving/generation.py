@@ -10,6 +10,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cpmcu.engine.request import Request
+from cpmcu.errors import OutputError
+from cpmcu.grammar import GrammarError
 from cpmcu.outputs import CompletionOutput, StreamChunk
 from cpmcu.sampling import SamplingParams
 from cpmcu.serving.errors import ApiError
@@ -75,6 +77,11 @@ class Generation:
         self.left = len(self.requests)
         self._times: list[float | None] = [None] * self.left
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all outputs so far."""
+        return sum(len(request.tokens) for request in self.requests)
+
     def start(self) -> None:
         """Queues it; see Service.submit."""
         service = self._service
@@ -94,7 +101,8 @@ class Generation:
     async def items(self) -> AsyncIterator[tuple[int, Item]]:
         """(output number, item) as they come, until every output has ended.
 
-        Raises RuntimeError if the engine fails, ApiError (400) if it refuses the request.
+        Raises RuntimeError if the engine fails, ApiError if it refuses the request or the grammar
+        cannot be followed (400), or cannot finish an output (500).
         """
         open_outputs = len(self.requests)
         while open_outputs:
@@ -102,7 +110,7 @@ class Generation:
                 number, item = self._ready.popleft()
                 if isinstance(item, Exception):
                     self.cancel()
-                    raise bad_value(item) if isinstance(item, ValueError) else item
+                    raise _answered(item)
                 if isinstance(item, StreamChunk) and item.finish_reason is not None:
                     open_outputs -= 1
                 yield number, item
@@ -180,12 +188,27 @@ def sampling_params(**fields: Any) -> SamplingParams:
         raise bad_value(error) from error
 
 
-def encode(tokenizer: Tokenizer, text: str, field: str, *, special: bool) -> list[int]:
-    """Tokens of a text that came in a request's field. Raises ApiError (400) if it is none."""
+def encode(
+    tokenizer: Tokenizer, text: str, field: str, *, special: bool, max_length: int | None = None
+) -> list[int]:
+    """Tokens of a text that came in a request's field.
+
+    Raises ApiError (400) if it is none, or has more than `max_length`.
+    """
     try:
-        return tokenizer.encode(text, add_special_tokens=special)
+        return tokenizer.encode(text, add_special_tokens=special, max_length=max_length)
     except ValueError as error:
         raise bad_value(error, field) from error
+
+
+def _answered(error: Exception) -> Exception:
+    """What a client gets for an error of the engine's."""
+    if isinstance(error, GrammarError | OutputError):
+        message = f"{str(error)[0].upper()}{str(error)[1:]}."
+        if isinstance(error, GrammarError):
+            return ApiError(400, message, code="grammar_failed")
+        return ApiError(500, message, code="output_failed")
+    return bad_value(error) if isinstance(error, ValueError) else error
 
 
 def bad_value(error: ValueError, prompt_field: str = "prompt") -> ApiError:

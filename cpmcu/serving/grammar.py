@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from cpmcu.grammar import Grammar
-from cpmcu.serving.errors import ApiError
+from cpmcu.serving.errors import ApiError, refused
 
 if TYPE_CHECKING:
     from cpmcu.serving.protocol.base import ResponseFormat
@@ -51,19 +52,24 @@ def make(param: str, function: Callable[..., Grammar], *source: Any) -> Grammar:
 def from_response_format(value: ResponseFormat | None) -> Grammar | None:
     """The grammar of OpenAI's `response_format`. Raises ApiError (400)."""
     param = "response_format"
-    if value is None or value.type == "text":
+    if value is None:
         return None
+    value.check_extra()
+    schema = value.schema_given
+    if value.type == "text":
+        if schema is not None:
+            raise refused(param, f"{param} has a schema, but type text holds to none.")
+        return None
+    if schema is not None:  # also with json_object, as llama.cpp and Together have it
+        return make(param, Grammar.json_schema, schema)
     if value.type == "json_object":
         return make(param, Grammar.json_object)
-    schema = None if value.json_schema is None else value.json_schema.schema_
-    if schema is None:
-        raise ApiError(
-            400,
-            "response_format: type json_schema needs json_schema.schema.",
-            param=f"{param}.json_schema",
-            code="invalid_value",
-        )
-    return make(param, Grammar.json_schema, schema)
+    raise ApiError(
+        400,
+        "response_format: type json_schema needs json_schema.schema.",
+        param=f"{param}.json_schema",
+        code="invalid_value",
+    )
 
 
 def from_guided(fields: dict[str, Any]) -> Grammar | None:
@@ -88,17 +94,38 @@ def of_arguments(parameters: dict[str, Any]) -> Grammar:
 
 
 def of_calls(tools: dict[str, dict[str, Any]], *, several: bool) -> Grammar:
-    """A JSON list of calls to at least one of these tools (name -> schema of its parameters)."""
-    calls = [
-        {
-            "type": "object",
-            "properties": {"name": {"const": name}, "parameters": parameters},
-            "required": ["name", "parameters"],
-            "additionalProperties": False,
-        }
-        for name, parameters in tools.items()
-    ]
-    schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
-    if not several:
-        schema["maxItems"] = 1
-    return of_arguments(schema)
+    """A JSON list of calls to at least one of these tools (name -> schema of its parameters).
+
+    Each schema is a document of its own, so that a `$ref` finds what it found in the request.
+    """
+    calls: list[str] = []
+    parts: dict[str, Grammar] = {}
+    for i, (name, parameters) in enumerate(tools.items()):
+        parts[f"tool_{i}"] = of_arguments(parameters)
+        head = f'{{"name":{json.dumps(name, ensure_ascii=False)},"parameters":'
+        calls.append(f'{json.dumps(head, ensure_ascii=False)} @tool_{i} "}}"')
+    more = ' ("," call)*' if several else ""
+    start = f'start: "[" call{more} "]"\ncall: ' + "\n  | ".join(calls)
+    return make("tool_choice", Grammar.composed, start, parts)
+
+
+def after_thinking(
+    answer: Grammar, tags: tuple[str, str], tokens: tuple[int | None, int | None], *, begun: bool
+) -> Grammar:
+    """`answer`, with thinking between `tags` before it if the model wants to.
+
+    `tokens`: those that the tags are, None for one that is spelt. `begun`: the prompt has begun to
+    think, so that thinking must end before the answer.
+    """
+    begin, end = (
+        json.dumps(tag, ensure_ascii=False) if token is None else f"<[{token}]>"
+        for tag, token in zip(tags, tokens)
+    )
+    if tokens[1] is None:
+        thought = f"thought[suffix={end}]: /(?s:.*)/"
+        lead = r"thought /\s{0,4}/"
+    else:
+        thought = "thought: /(?s:.*)/"
+        lead = rf"thought {end} /\s{{0,4}}/"
+    lead = lead if begun else f"({begin} {lead})?"
+    return Grammar.composed(f"start: {lead} @answer\n{thought}", {"answer": answer})

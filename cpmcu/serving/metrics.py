@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+)
 from prometheus_client.registry import Collector
 
 from cpmcu.engine.runner import EngineLoad
+from cpmcu.engine.step_tokens import EDGES, StepTokens
 from cpmcu.outputs import CompletionOutput
 from cpmcu.sampling import SamplingParams
 
@@ -47,7 +53,12 @@ _COUNTERS = (
 class Metrics:
     """The counters of one server. Not thread-safe: the event loop's thread uses it."""
 
-    def __init__(self, model_name: str, load: Callable[[], EngineLoad | None]) -> None:
+    def __init__(
+        self,
+        model_name: str,
+        load: Callable[[], EngineLoad | None],
+        cache_config: Callable[[], Mapping[str, str]],
+    ) -> None:
         self._registry = CollectorRegistry()
         labels = {"model_name": model_name, "engine": "0"}
         self._histograms = {
@@ -82,7 +93,7 @@ class Metrics:
         self._labels = labels
         for reason in ("stop", "length", "abort"):
             self._finished.labels(**labels, finished_reason=reason)
-        self._registry.register(_Gauges(labels, load))
+        self._registry.register(_OfEngine(labels, load, cache_config))
 
     def render(self) -> bytes:
         """The text that Prometheus reads."""
@@ -133,12 +144,19 @@ class Metrics:
             self._positions.labels(**self._labels, position=str(position)).inc(accepted)
 
 
-class _Gauges(Collector):
+class _OfEngine(Collector):
     """What is asked of the engine when Prometheus asks."""
 
-    def __init__(self, labels: dict[str, str], load: Callable[[], EngineLoad | None]) -> None:
-        self._labels = labels
+    def __init__(
+        self,
+        labels: dict[str, str],
+        load: Callable[[], EngineLoad | None],
+        cache_config: Callable[[], Mapping[str, str]],
+    ) -> None:
+        self._names = list(labels)
+        self._values = list(labels.values())
         self._load = load
+        self._cache_config = cache_config
 
     def collect(self) -> Iterator[Any]:
         """The metrics."""
@@ -149,11 +167,29 @@ class _Gauges(Collector):
             ("kv_cache_usage_perc", "Share of the KV pages taken, 0 to 1.", load.kv_cache_usage),
         )
         for name, text, value in gauges:
-            gauge = GaugeMetricFamily(f"vllm:{name}", text, labels=list(self._labels))
-            gauge.add_metric(list(self._labels.values()), value)
+            gauge = GaugeMetricFamily(f"vllm:{name}", text, labels=self._names)
+            gauge.add_metric(self._values, value)
             yield gauge
         preemptions = CounterMetricFamily(
-            "vllm:num_preemptions", "Outputs that lost their pages.", labels=list(self._labels)
+            "vllm:num_preemptions", "Outputs that lost their pages.", labels=self._names
         )
-        preemptions.add_metric(list(self._labels.values()), load.preemptions)
+        preemptions.add_metric(self._values, load.preemptions)
         yield preemptions
+        yield self._steps(load.step_tokens)
+        cache = self._cache_config()
+        if cache:
+            names = [*self._names, *cache]
+            info = GaugeMetricFamily("vllm:cache_config_info", "The KV cache.", labels=names)
+            info.add_metric([*self._values, *cache.values()], 1)
+            yield info
+
+    def _steps(self, steps: StepTokens) -> HistogramMetricFamily:
+        counts = itertools.accumulate(steps.counts)
+        edges = [*(str(float(edge)) for edge in EDGES), "+Inf"]
+        found = HistogramMetricFamily(
+            "vllm:iteration_tokens_total",
+            "Tokens of a step: of prompts, and new ones.",
+            labels=self._names,
+        )
+        found.add_metric(self._values, list(zip(edges, counts)), steps.total)
+        return found

@@ -5,20 +5,22 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
 
 from fastapi import Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 
 from cpmcu.outputs import CompletionOutput
 from cpmcu.serving.answers import metrics_of
+from cpmcu.serving.errors import client_left
 from cpmcu.serving.generation import Generation, PrefillProgress
 from cpmcu.serving.protocol.base import ApiModel, GenerationRequest, UsageInfo
 from cpmcu.serving.service import Service
 from cpmcu.serving.sse import EventStream, disconnected, to_json
 
-CLIENT_LEFT = 499  # nginx's status for it; nobody receives it, but the log has it
+_MANY_TOKENS = 4096  # of outputs: writing them would hold up the event loop
+_PIECE = 1 << 13  # numbers or texts that are written at a time
 
 
 def service_of(request: Request) -> Service:
@@ -49,17 +51,23 @@ class Reply:
         """Token counts; `tokens`: of the outputs, if not all that were drawn."""
         prompt = sum(map(len, generation.prompts))
         if tokens is None:
-            tokens = sum(len(request.tokens) for request in generation.requests)
+            tokens = generation.num_tokens
         return UsageInfo(
             prompt_tokens=prompt, completion_tokens=tokens, total_tokens=prompt + tokens
         )
 
-    def usage_so_far(self, generation: Generation) -> dict[str, Any]:
-        """The member of a chunk that has the usage, if each shall have it."""
-        options = self.body.stream_options
-        if options is None or not options.continuous_usage_stats:
+    def usage_so_far(self, generation: Generation, tokens: int) -> dict[str, Any]:
+        """The member of a chunk that has the usage, if each shall have it.
+
+        `tokens`: of the outputs, up to this chunk.
+        """
+        if not (self.body.continuous_usage or self._forces_usage):
             return {}
-        return {"usage": self.usage(generation).model_dump()}
+        return {"usage": self.usage(generation, tokens).model_dump()}
+
+    @property
+    def _forces_usage(self) -> bool:
+        return self.service.config.enable_force_include_usage
 
     def chunk(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
         """An event of a stream."""
@@ -79,11 +87,37 @@ class Reply:
     def last(self, generation: Generation, usage: UsageInfo) -> bytes | None:
         """The event after the choices, with usage and metrics as far as asked for."""
         more: dict[str, Any] = {}
-        if self.body.include_usage:
+        if self.body.include_usage or self._forces_usage:
             more["usage"] = usage.model_dump()
         if self.wants_metrics:
             more["metrics"] = metrics_of([request.output() for request in generation.requests])
         return self.chunk([], **more) if more else None
+
+
+def written(model: ApiModel, *, without_none: bool = False) -> Response:
+    """A response whose lists are written piece by piece: other threads go on in between."""
+    members = []
+    for name in type(model).model_fields:
+        value = getattr(model, name)
+        if value is None and without_none:
+            continue
+        if isinstance(value, list):
+            text = f"[{','.join(_pieces(value))}]"
+        else:
+            text = to_json(_plain(value))
+        members.append(f"{to_json(name)}:{text}")
+    return Response(f"{{{','.join(members)}}}".encode(), media_type="application/json")
+
+
+def _pieces(values: list[Any]) -> Iterator[str]:
+    """The elements of a list as JSON, without its brackets."""
+    size = 1 if values and isinstance(values[0], ApiModel) else _PIECE
+    for at in range(0, len(values), size):
+        yield to_json([_plain(value) for value in values[at : at + size]])[1:-1]
+
+
+def _plain(value: Any) -> Any:
+    return value.model_dump(by_alias=True) if isinstance(value, ApiModel) else value
 
 
 async def answer(
@@ -103,8 +137,11 @@ async def answer(
     try:
         await asyncio.wait((work, watch), return_when=asyncio.FIRST_COMPLETED)
         if not work.done():
-            return Response(status_code=CLIENT_LEFT)
-        return JSONResponse(whole(work.result()).model_dump(by_alias=True))
+            raise client_left()
+        outputs = work.result()
+        if generation.params.logprobs is None and generation.num_tokens < _MANY_TOKENS:
+            return written(whole(outputs))
+        return await asyncio.to_thread(lambda: written(whole(outputs)))
     finally:
         generation.cancel()
         watch.cancel()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -18,13 +19,14 @@ from cpmcu.errors import sentence
 from cpmcu.serving import logs
 from cpmcu.serving.app import create_app
 from cpmcu.serving.config import ServerConfig
+from cpmcu.serving.connection import with_deadlines
 from cpmcu.serving.service import Service
 
 logger = logging.getLogger("cpmcu.server")
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _KEEP_ALIVE_SECONDS = 65  # longer than clients keep idle connections, so that they close them
-_SWITCH_SECONDS = 0.0005
+SWITCH_SECONDS = 0.0005
 _LAST_WORDS_SECONDS = 5.0  # for responses that were ended at the deadline to be sent
 _HASTY_SECONDS = 1.0  # the same, after a second Ctrl-C
 _CUT_OFF_SECONDS = 0.5  # for errors to be sent to those that did not end
@@ -37,32 +39,20 @@ def run(config: ServerConfig, engine_config: EngineConfig) -> int:
     if the address cannot be had, and what ServerConfig.keys does.
     """
     # The engine's thread must not wait long for the event loop's to let go of the interpreter.
-    sys.setswitchinterval(_SWITCH_SECONDS)
+    sys.setswitchinterval(SWITCH_SECONDS)
     logs.configure(config.log_format, config.log_level)
-    service = Service(engine_config, config)
-    server = _Server(
-        uvicorn.Config(
-            create_app(service),
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            lifespan="off",
-            timeout_keep_alive=_KEEP_ALIVE_SECONDS,
-            timeout_graceful_shutdown=int(config.shutdown_timeout + _LAST_WORDS_SECONDS) + 2,
-        ),
-        service,
-    )
+    server = make_server(Service(engine_config, config))
     for number in _SIGNALS:  # also before uvicorn listens, and when it raises them again at its end
         signal.signal(number, server.handle_exit)
     loader = threading.Thread(target=server.load, name="cpmcu-load", daemon=True)
     try:
-        listener = _listen(config.host, config.port)
+        listener = listen(config.host, config.port)
         loader.start()
         server.run(sockets=[listener])
     finally:
         for number in _SIGNALS:
             signal.signal(number, signal.SIG_IGN)
-        service.close()
+        server.service.close()
     status = 1 if server.failed else 0
     if loader.is_alive():  # it cannot be stopped, and must not outlive the interpreter
         logging.shutdown()
@@ -70,9 +60,27 @@ def run(config: ServerConfig, engine_config: EngineConfig) -> int:
     return status
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def make_server(service: Service) -> Server:
+    """The server of a service, which may still be loading. Raises what ServerConfig.keys does."""
+    config = service.config
+    uvicorn_config = uvicorn.Config(
+        create_app(service),
+        http=with_deadlines(config.header_timeout, config.body_timeout),
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        lifespan="off",
+        timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=int(config.shutdown_timeout + _LAST_WORDS_SECONDS) + 2,
+    )
+    return Server(uvicorn_config, service)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket, whose address the log tells. Raises OSError if it cannot be had."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    # asyncio sets TCP_NODELAY on the connections of a socket whose protocol is TCP, not 0.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
@@ -85,18 +93,21 @@ def _listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-class _Server(uvicorn.Server):
+class Server(uvicorn.Server):
     """uvicorn, ending requests at a deadline, and itself if the model cannot be loaded."""
 
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
         super().__init__(config)
         self.failed = False
-        self._service = service
+        self.service = service
 
     def load(self) -> None:
         """Loads the model; on a thread of its own."""
         try:
-            self._service.load()
+            self.service.load()
+            # What is there now stays: later collections, which hold everybody up, are short.
+            gc.collect()
+            gc.freeze()
         except Exception as error:
             debug = bool(os.environ.get("CPMCU_DEBUG"))
             shown = error if debug else None
@@ -106,8 +117,8 @@ class _Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Takes no more requests, and waits for those in work until the deadline."""
-        self._service.stop()
-        logger.info("stopping: requests have %g s left", self._service.config.shutdown_timeout)
+        self.service.stop()
+        logger.info("stopping: requests have %g s left", self.service.config.shutdown_timeout)
         ending = asyncio.create_task(self._end_requests())
         try:
             await super().shutdown(sockets)
@@ -115,7 +126,7 @@ class _Server(uvicorn.Server):
                 await ending
         finally:
             ending.cancel()
-            self._service.cancel_all()
+            self.service.cancel_all()
 
     async def _end_requests(self) -> None:
         """At the deadline, or a second Ctrl-C, ends requests: with "abort", else with a 503.
@@ -124,10 +135,10 @@ class _Server(uvicorn.Server):
         connection on which nothing can be sent is closed.
         """
         tasks, connections = self.server_state.tasks, self.server_state.connections
-        deadline = time.monotonic() + self._service.config.shutdown_timeout
+        deadline = time.monotonic() + self.service.config.shutdown_timeout
         while time.monotonic() < deadline and not self.force_exit:
             await asyncio.sleep(0.05)
-        self._service.cancel_all()
+        self.service.cancel_all()
         deadline = time.monotonic() + _LAST_WORDS_SECONDS
         hasty = time.monotonic() + _HASTY_SECONDS
         while connections and time.monotonic() < (hasty if self.force_exit else deadline):

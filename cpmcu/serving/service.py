@@ -18,6 +18,7 @@ from cpmcu.serving.config import ServerConfig
 from cpmcu.serving.errors import ApiError, server_stopping
 from cpmcu.serving.metrics import Metrics
 from cpmcu.serving.token_text import TokenTexts
+from cpmcu.serving.workers import Workers
 
 if TYPE_CHECKING:
     from cpmcu.serving.generation import Generation
@@ -70,9 +71,10 @@ class Service:
         # A directory's or repository's own name, and what it was given as.
         own = (Path(name).name,) if given is None else (Path(name).name or name, name)
         self.names = tuple(dict.fromkeys(config.served_model_name or own))
-        self.metrics = Metrics(self.names[0], self._load_of_engine)
+        self.metrics = Metrics(self.names[0], self._load_of_engine, self._cache_config)
         self._engine_config = engine_config
         self._model: Model | None = None
+        self.workers = Workers()
         self._stopping = False
         self._running: set[Generation] = set()
 
@@ -127,6 +129,7 @@ class Service:
 
     def close(self) -> None:
         """Frees the model."""
+        self.workers.close()
         if self._model is not None:
             self._model.llm.close()
 
@@ -222,3 +225,17 @@ class Service:
 
     def _load_of_engine(self) -> EngineLoad | None:
         return None if self._model is None else self._model.llm.engine_load()
+
+    def _cache_config(self) -> dict[str, str]:
+        """The KV cache as vLLM's labels name it; nothing while there is no model."""
+        if self._model is None:
+            return {}
+        llm = self._model.llm
+        load = llm.engine_load()
+        found = {
+            "block_size": load.page_size,
+            "num_gpu_blocks": load.num_pages,
+            "cache_dtype": llm.spec.dtype,
+            "gpu_memory_utilization": llm.config.memory_limit,
+        }
+        return {name: str(value) for name, value in found.items()}

@@ -33,6 +33,14 @@ class TokenTexts:
         """The token as text; bytes that are no character become U+FFFD."""
         return self.bytes_of(token).decode("utf-8", "replace")
 
+    def spelling_of(self, token: int) -> str:
+        """The token as OpenAI's completions spell it: bytes that are no text as bytes:\\x..."""
+        found = self.bytes_of(token)
+        try:
+            return found.decode("utf-8")
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in found)
+
     def is_shown(self, token: int) -> bool:
         """Is it part of the text, unlike a special token?"""
         return self._tokenizer.is_shown(token)

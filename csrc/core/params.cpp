@@ -9,8 +9,8 @@ namespace cpmcu {
 namespace {
 
 [[noreturn]] void refuse(const std::string& name, const char* expected) {
-  throw Error(ErrorKind::kInvalid, format("parameter \"{}\" has another type, expected {}", name,
-                                          expected));
+  throw Error(ErrorKind::kInvalid,
+              format("parameter \"{}\" has another type, expected {}", name, expected));
 }
 
 int to_int(const std::string& name, int64_t value) {
@@ -78,8 +78,7 @@ std::vector<float> Params::numbers(const std::string& name,
   refuse(name, "a list of numbers");
 }
 
-void Params::check_known(const std::string& owner,
-                         std::initializer_list<const char*> known) const {
+void Params::check_known(const std::string& owner, std::initializer_list<const char*> known) const {
   for (const auto& [name, value] : values_) {
     if (std::find(known.begin(), known.end(), name) != known.end()) continue;
     std::string all;

@@ -13,8 +13,8 @@
 
 namespace cpmcu {
 
-using ParamValue = std::variant<bool, int64_t, double, std::string, std::vector<int64_t>,
-                                std::vector<double>>;
+using ParamValue =
+    std::variant<bool, int64_t, double, std::string, std::vector<int64_t>, std::vector<double>>;
 
 class Params {
  public:

@@ -12,16 +12,17 @@
 #include <cstring>
 #include <exception>
 #include <functional>
-#include <limits>
 #include <mutex>
 #include <thread>
 
+#include "core/finite.h"
 #include "core/half.h"
 
 namespace cpmcu {
 namespace {
 
 constexpr int64_t kBlockBytes = 8 << 20;
+constexpr int64_t kPartBytes = 1 << 20;  // of a block: is in a cache still when it is looked at
 constexpr int kNumReaders = 8;
 
 std::string text_of(const std::vector<int64_t>& shape) {
@@ -36,19 +37,38 @@ int64_t elements_of(const std::vector<int64_t>& shape) {
   return n;
 }
 
-// Throws where a finite number of tensor `name` becomes infinite.
+// Throws if one of the numbers `first` .. of tensor `name` is NaN or infinite.
+void check_finite(const std::string& name, DType dtype, const std::vector<int64_t>& shape,
+                  const void* numbers, int64_t first, int64_t count) {
+  const int64_t found = find_not_finite(dtype, numbers, count);
+  if (found < 0) return;
+  float value = 0;
+  dispatch_host_dtype(dtype, [&](auto type) {
+    value = to_float(static_cast<const decltype(type)*>(numbers)[found]);
+  });
+  std::vector<int64_t> place(shape.size());
+  int64_t rest = first + found;
+  for (size_t i = shape.size(); i-- > 0; rest /= shape[i]) place[i] = rest % shape[i];
+  CHECK(false, "tensor \"{}\" holds {} at {}, expected finite numbers: the file is damaged", name,
+        std::isnan(value) ? "nan"
+        : value > 0       ? "inf"
+                          : "-inf",
+        text_of(place));
+}
+
+// From finite numbers. Throws where one of tensor `name` becomes infinite.
 void convert(const std::string& name, void* out, DType to, const void* in, DType from,
              int64_t count) {
   dispatch_host_dtype(from, [&](auto in_type) {
     dispatch_host_dtype(to, [&](auto out_type) {
       const auto* source = static_cast<const decltype(in_type)*>(in);
       auto* target = static_cast<decltype(out_type)*>(out);
-      // Of what is finite. To look at each result takes twice as long.
+      // To look at each result takes twice as long.
       float largest = 0, its_size = 0;
       for (int64_t i = 0; i < count; ++i) {
         const float value = to_float(source[i]), size = std::fabs(value);
         target[i] = from_float<decltype(out_type)>(value);
-        const bool is_larger = size > its_size && size <= std::numeric_limits<float>::max();
+        const bool is_larger = size > its_size;
         largest = is_larger ? value : largest;
         its_size = is_larger ? size : its_size;
       }
@@ -140,15 +160,13 @@ class WeightLoader::Reader {
 
   void load(const File& file, const Block& block) {
     const DType from = block.entry->dtype, to = block.destination.dtype();
-    const int64_t offset = block.entry->offset + block.first * size_of(from);
-    const int64_t bytes = block.count * size_of(from);
     char* destination = block.destination.as<char>() + block.first * size_of(to);
     if (!device_.is_cuda() && from == to) {
-      file.read(destination, offset, bytes);
+      read(file, block, destination);
       return;
     }
     if (raw_ == nullptr) raw_ = static_cast<char*>(allocate_pinned(device_, kBlockBytes));
-    file.read(raw_, offset, bytes);
+    read(file, block, raw_);
     const char* source = raw_;
     if (from != to) {
       converted_.resize(static_cast<size_t>(block.count * size_of(to)));
@@ -160,6 +178,18 @@ class WeightLoader::Reader {
   }
 
  private:
+  // In parts, each of which is checked at once.
+  static void read(const File& file, const Block& block, char* out) {
+    const FileEntry& entry = *block.entry;
+    const int64_t size = size_of(entry.dtype), step = kPartBytes / size;
+    for (int64_t done = 0; done < block.count; done += step) {
+      const int64_t first = block.first + done, count = std::min(step, block.count - done);
+      char* part = out + done * size;
+      file.read(part, entry.offset + first * size, count * size);
+      check_finite(entry.name, entry.dtype, entry.shape, part, first, count);
+    }
+  }
+
   Device device_;
   Stream stream_;
   char* raw_ = nullptr;
@@ -245,6 +275,7 @@ void WeightLoader::load_array(WeightTable& table, const std::string& name, DType
                               const std::vector<int64_t>& shape, const void* data) {
   WeightTable::Entry& target = table.find(name, dtype, shape);
   const int64_t count = elements_of(shape);
+  check_finite(name, dtype, shape, data, 0, count);
   const DType to = target.destination.dtype();
   std::vector<char> converted;
   if (dtype != to) {

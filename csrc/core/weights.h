@@ -41,9 +41,9 @@ struct FileEntry {
   int64_t num_bytes = 0;
 };
 
-// Streams tensors into place: several threads read blocks into pinned memory, convert where the
-// dtypes differ, and copy to the device, so that disk, conversion and PCIe overlap and no second
-// copy of the model is ever in host memory.
+// Streams tensors into place: several threads read blocks into pinned memory, look for NaN and
+// infinities, convert where the dtypes differ, and copy to the device, so that disk, conversion and
+// PCIe overlap and no second copy of the model is ever in host memory.
 class WeightLoader {
  public:
   explicit WeightLoader(const Context& ctx);

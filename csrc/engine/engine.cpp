@@ -119,10 +119,9 @@ void Engine::run_prefill(const std::vector<PrefillItem>& items, int num_sampled,
     const Tensor logits = model_.head(ctx_, rows);
     sampler_.draw(ctx_, logits, inputs.sampled_slots, inputs.sampled_positions, nullptr, masked);
   }
-  const bool continues =
-      std::any_of(items.begin(), items.end(), [this](const PrefillItem& item) {
-        return slots_[static_cast<size_t>(item.slot)].length > 0;
-      });
+  const bool continues = std::any_of(items.begin(), items.end(), [this](const PrefillItem& item) {
+    return slots_[static_cast<size_t>(item.slot)].length > 0;
+  });
   step_.draft_prompt(ctx_, step, continues, inputs.last_rows, inputs.slot_rows);
   finish_step(ctx_, {.seq_slots = inputs.seq_slots,
                      .seq_row_begin = inputs.seq_row_begin,

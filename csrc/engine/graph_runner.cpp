@@ -50,10 +50,9 @@ GraphRunner::~GraphRunner() {
 }
 
 void GraphRunner::drop_oldest() {
-  const auto oldest =
-      std::min_element(graphs_.begin(), graphs_.end(), [](const auto& a, const auto& b) {
-        return a.second.last_use < b.second.last_use;
-      });
+  const auto oldest = std::min_element(
+      graphs_.begin(), graphs_.end(),
+      [](const auto& a, const auto& b) { return a.second.last_use < b.second.last_use; });
   // A graph in flight is freed once it is done.
   if (oldest->second.graph != nullptr) {
     CHECK_CUDA(cudaGraphExecDestroy(static_cast<cudaGraphExec_t>(oldest->second.graph)));

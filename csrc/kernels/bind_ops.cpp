@@ -184,6 +184,7 @@ void bind_shared_params(py::module_& m) {
   m.attr("token_logprobs_dtype") = py::dtype::of<TokenLogprobs>();
   m.attr("slot_result_dtype") = py::dtype::of<SlotResult>();
   m.attr("PROMPT_BIT") = kPromptBit;
+  m.attr("NO_TOKEN") = kNoToken;
 }
 
 // ---- layers
@@ -232,16 +233,13 @@ void bind_layer_ops(py::module_& m) {
       "out_width"_a = 0,
       "csrc/kernels/gather_rows.h; out_width: only the first columns of `out` are the output.");
   py::class_<QkvLayout>(m, "QkvLayout", "See csrc/kernels/qkv_layout.h.")
-      .def(py::init([](int row, int q_head, int k, int v) {
-             return QkvLayout{row, q_head, k, v};
-           }),
+      .def(py::init([](int row, int q_head, int k, int v) { return QkvLayout{row, q_head, k, v}; }),
            py::kw_only(), "row"_a, "q_head"_a, "k"_a, "v"_a);
   py::class_<OpsRotary>(m, "RotaryKv", "See csrc/kernels/rotary_kv.h.")
       .def(py::init([](SharedArray qkv, SharedArray bias, SharedArray q_norm, SharedArray k_norm,
                        float norm_eps, SharedArray inv_freq, float attention_scaling,
                        SharedArray k_cache, SharedArray v_cache, int num_heads, int num_kv_heads,
-                       int head_dim, const OpsRows& rows, int rotary_dim,
-                       const QkvLayout& layout) {
+                       int head_dim, const OpsRows& rows, int rotary_dim, const QkvLayout& layout) {
              OpsRotary made{{.qkv = tensor_of(qkv),
                              .layout = layout,
                              .bias = tensor_of(bias),

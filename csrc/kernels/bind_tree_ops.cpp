@@ -174,9 +174,8 @@ void bind_growth(py::module_& m) {
                              .first_lengths = ints(first_lengths),
                              .rest = rows(rest)});
       },
-      "ctx"_a, py::kw_only(), "max_path"_a, "ids"_a, "row_seqs"_a, "seq_slots"_a,
-      "seq_row_begin"_a, "lengths"_a, "first"_a, "first_lengths"_a, "rest"_a,
-      "csrc/kernels/tree.h");
+      "ctx"_a, py::kw_only(), "max_path"_a, "ids"_a, "row_seqs"_a, "seq_slots"_a, "seq_row_begin"_a,
+      "lengths"_a, "first"_a, "first_lengths"_a, "rest"_a, "csrc/kernels/tree.h");
   m.def(
       "ngram_lookup",
       [](const OpsContext& c, SharedArray seq_slots, SharedArray history, SharedArray lengths,

@@ -15,10 +15,10 @@ namespace {
 constexpr int kThreads = 128;
 
 struct KeepArgs {
-  uint4* pool;             // [planes, pages, heads, 64, vectors]
-  const int* page_table;   // [slots, max_pages]
-  const int* seq_slots;    // [B]
-  const int* lengths;      // [slots]
+  uint4* pool;            // [planes, pages, heads, 64, vectors]
+  const int* page_table;  // [slots, max_pages]
+  const int* seq_slots;   // [B]
+  const int* lengths;     // [slots]
   Accepted accepted;
   int64_t plane_vectors;
   int num_heads;

@@ -13,7 +13,7 @@
 namespace cpmcu {
 
 struct RotaryKvParams {
-  Tensor qkv;     // [T, columns of the layout]; q part rewritten in place
+  Tensor qkv;  // [T, columns of the layout]; q part rewritten in place
   QkvLayout layout{};
   Tensor bias;    // [(Hq + 2 Hkv) * D] or empty
   Tensor q_norm;  // [D] or empty

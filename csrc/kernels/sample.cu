@@ -35,7 +35,8 @@ namespace {
 constexpr int kThreads = 1024;
 constexpr int kBins = 2048;
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
-constexpr float kMaxGumbel = 16.7f;  // above -log(-log(u)) for the largest u
+constexpr float kMaxGumbel = 16.7f;            // above -log(-log(u)) for the largest u
+constexpr uint64_t kNotFinite = ~uint64_t{0};  // above the key of every logit, +inf included
 static_assert(kBins == 2 * kThreads, "a thread sums two bins");
 
 struct SampleArgs {
@@ -179,10 +180,16 @@ struct RowSampler {
     for (int i = 0; i < 4; ++i) z[i] = allowed >> i & 1 ? z[i] : -kInfinity;
   }
 
-  // f(token, z) for this thread's tokens token .. token + 3 in ascending order, token % 4 == 0.
-  // Behind the end of the row, and where a logit is not a number, z is -inf.
-  template <bool kAdjusted, typename F>
-  __device__ __forceinline__ void for_each_four(F f) const {
+  struct Nothing {
+    __device__ void operator()(const float (&)[4]) const {}
+  };
+
+  // f(token, z) for this thread's tokens token .. token + 3 in ascending order, token % 4 == 0,
+  // after of_raw(z) of the logits before they are adjusted.
+  // Behind the end of the row z is -inf. A raw logit that is NaN becomes +inf: find_maximum refuses
+  // the row, and no later pass sees one.
+  template <bool kAdjusted, typename F, typename OfRaw = Nothing>
+  __device__ __forceinline__ void for_each_four(F f, OfRaw of_raw = {}) const {
     constexpr int kStep = 4 * Team::kBlocks;
     constexpr int kBatch = kAdjusted ? 1 : 4;  // loads in flight: the first pass reads from L2
     const int part = (args.vocab_size + kStep - 1) / kStep * 4;
@@ -199,11 +206,12 @@ struct RowSampler {
       for (int j = 0; j < kBatch; ++j) {
         const int token = first + j * kThreads * 4;
         if (token >= end) break;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) z[j][i] = fminf(z[j][i], kInfinity);
+        of_raw(z[j]);
         if (kAdjusted && s.use_penalties) penalize(z[j], token);
         if (kAdjusted && s.use_bias) add_bias(z[j], token);
         if (kAdjusted && mask != nullptr) apply_mask(z[j], token);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) z[j][i] = fmaxf(z[j][i], -kInfinity);
         f(token, z[j]);
       }
     }
@@ -221,18 +229,24 @@ struct RowSampler {
     return value;
   }
 
-  // The largest logit as a key.
+  // The largest logit as a key, or kNotFinite.
   template <bool kAdjusted>
   __device__ uint64_t find_maximum() {
-    float maximum = -kInfinity;
+    float maximum = -kInfinity, raw_maximum = -kInfinity;
     int best = 0;  // also where all logits are -inf
-    for_each_four<kAdjusted>([&](int token, const float (&z)[4]) {
+    for_each_four<kAdjusted>(
+        [&](int token, const float (&z)[4]) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if (z[i] > maximum) maximum = z[i], best = token + i;
-      }
-    });
-    return team_reduce(key_of(maximum, best), Max{});
+          for (int i = 0; i < 4; ++i) {
+            if (z[i] > maximum) maximum = z[i], best = token + i;
+          }
+        },
+        [&](const float (&z)[4]) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) raw_maximum = fmaxf(raw_maximum, z[i]);
+        });
+    const bool is_finite = (kAdjusted ? raw_maximum : maximum) < kInfinity;
+    return team_reduce(is_finite ? key_of(maximum, best) : kNotFinite, Max{});
   }
 
   // The largest of the raw logits whose key is below `bound`, as a key.
@@ -380,15 +394,17 @@ struct RowSampler {
     return token_of(team_reduce(best, Max{}));
   }
 
-  // The token, which every thread returns.
+  // The token or kNoToken, which every thread returns.
   __device__ int choose(int position) {
     const bool adjusted = s.use_penalties || s.use_bias || mask != nullptr;
     const uint64_t key = adjusted ? find_maximum<true>() : find_maximum<false>();
-    if (s.temperature == 0 || value_of(key) == -kInfinity) return token_of(key);
+    const bool is_empty = value_of(key) == -kInfinity;
+    if (key == kNotFinite || (is_empty && mask == nullptr)) return kNoToken;
+    if (s.temperature == 0 || is_empty) return token_of(key);
     return draw(key, position);
   }
 
-  // Of the raw logits. Called by all, written by one thread.
+  // Of the raw logits, which are finite or -inf. Called by all, written by one thread.
   __device__ void write_logprobs(int token, TokenLogprobs& out) {
     uint64_t key = find_maximum<false>();
     const float maximum = value_of(key);
@@ -428,7 +444,8 @@ __global__ void __launch_bounds__(kThreads) sample_kernel(const __grid_constant_
   RowSampler<kAligned, kTeam> sampler(args, smem, row);
   const int token = sampler.choose(args.row_positions[row] + 1);
   if (blockIdx.x == 0 && threadIdx.x == 0) args.tokens[row] = token;
-  if (sampler.s.num_logprobs >= 0) sampler.write_logprobs(token, args.logprobs[row]);
+  if (token != kNoToken && sampler.s.num_logprobs >= 0)
+    sampler.write_logprobs(token, args.logprobs[row]);
 }
 
 }  // namespace

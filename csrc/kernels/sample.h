@@ -10,6 +10,10 @@
 // Filters are thresholds on the logit: tokens equal to the last one kept are kept too. Top-p sums
 // probabilities as 40-bit fixed-point integers, so the order of the sum does not matter.
 //
+// Logits are not finite where weights or activations are not. A row with a raw logit of NaN or +inf
+// draws kNoToken, and so does a row without a mask whose logits are all -inf. Its logprobs are left
+// as they were.
+//
 // logprobs are of the raw logits (before penalties, mask and temperature): what the model says.
 //
 // Source: Philox, Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
@@ -20,6 +24,7 @@
 namespace cpmcu {
 
 constexpr int kMaxLogprobs = 20;
+constexpr int kNoToken = -1;  // drawn where logits are not finite: the sequence cannot go on
 
 // One slot's sampling parameters, as they lie in device memory.
 struct SlotSampling {

@@ -27,7 +27,7 @@ __device__ void publish(const FinishStepParams& p, int sample, SlotResult& resul
     p.state.accepted.ids[path] = token;
     p.state.accepted.paths[path] = -1;
     p.state.accepted.counts[slot] = 1;
-    if (p.sampling[slot].use_penalties) {
+    if (token != kNoToken && p.sampling[slot].use_penalties) {
       p.state.counts[int64_t{slot} * p.state.vocab_size + token] += 1;
     }
     result.slot = slot;

@@ -51,8 +51,9 @@ struct ResultSink {
 };
 
 // After a prefill: history gets the rows' ids, lengths[slot] += its rows. A drawn token becomes
-// next_tokens[slot] and accepted, is counted (if the slot uses penalties), and is published:
-// result r is that of sampled_seqs[r]. logprobs[0] is copied only where the slot asks for it.
+// next_tokens[slot] and accepted, is counted (if the slot uses penalties and it is not kNoToken),
+// and is published: result r is that of sampled_seqs[r]. logprobs[0] is copied only where the slot
+// asks for it.
 struct FinishStepParams {
   const int* seq_slots = nullptr;      // [B]
   const int* seq_row_begin = nullptr;  // [B + 1]

@@ -31,7 +31,7 @@ struct StepRows {
   const uint64_t* row_masks = nullptr;  // [T], null: causal
   // [T] row of the same sequence that comes before; of the first -1. Null: the row above.
   const int* row_parents = nullptr;
-  const int* page_table = nullptr;      // [slots, max_pages] page of each 64 cells
+  const int* page_table = nullptr;  // [slots, max_pages] page of each 64 cells
   int max_pages = 0;
 };
 

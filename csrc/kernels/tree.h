@@ -85,9 +85,9 @@ REGISTER_OP(tree_expand, TreeExpandParams)
 
 // A draft: the nodes of each sequence's tree below the root, parents before their children.
 struct Draft {
-  int num_tokens = 0;      // M of each sequence
-  int* tokens = nullptr;   // [B, M]; -1: unused, and so is what hangs below it
-  int* parents = nullptr;  // [B, M] node: 0 the root, i + 1 token i. Null: a chain
+  int num_tokens = 0;       // M of each sequence
+  int* tokens = nullptr;    // [B, M]; -1: unused, and so is what hangs below it
+  int* parents = nullptr;   // [B, M] node: 0 the root, i + 1 token i. Null: a chain
   float* scores = nullptr;  // [B, M] log-probability of the path down to it. Null: not known
 };
 
@@ -119,10 +119,10 @@ struct SlotStop {
 
 // Walks each tree from the root: at a node take the token drawn there; it is emitted; if a child of
 // the node holds it, go there, else stop (target-match acceptance). The walk ends early after a
-// stop id or the last token allowed. Then, of the slot: lengths += emitted, next_tokens = last
-// emitted, history, counts (if it uses penalties), accepted, stop.max_tokens, stop.finished. Result
-// b of the step is that of sequence b. A slot that is finished emits nothing: its accepted count
-// is 0, nothing else of it changes.
+// stop id, the last token allowed, or kNoToken, which is emitted too but not counted. Then, of the
+// slot: lengths += emitted, next_tokens = last emitted, history, counts (if it uses penalties),
+// accepted, stop.max_tokens, stop.finished. Result b of the step is that of sequence b. A slot that
+// is finished emits nothing: its accepted count is 0, nothing else of it changes.
 struct AcceptTreeParams {
   TokenTrees trees;
   const int* drawn = nullptr;               // [B N] token drawn at each node

@@ -51,8 +51,8 @@ inline void check_select(const DraftSelectParams& p) {
 inline void check_build(const TreeBuildParams& p) {
   check_trees("tree_build", p.trees);
   CHECK(p.draft.num_tokens >= 0 && p.draft.num_tokens < p.trees.num_nodes,
-        "tree_build: a draft of {} tokens for trees of {} nodes, root included",
-        p.draft.num_tokens, p.trees.num_nodes);
+        "tree_build: a draft of {} tokens for trees of {} nodes, root included", p.draft.num_tokens,
+        p.trees.num_nodes);
 }
 
 inline void check_accept(const AcceptTreeParams& p) {

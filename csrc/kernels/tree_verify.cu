@@ -52,7 +52,8 @@ __device__ int walk_tree(const AcceptTreeParams& p, int seq, const SlotStop& sto
       walk.emitted[num] = token;
     }
     ++num;
-    finished = __any_sync(kAllLanes, stop_id == token && stop_id >= 0) || num >= max_tokens;
+    finished = token == kNoToken || num >= max_tokens ||
+               __any_sync(kAllLanes, stop_id == token && stop_id >= 0);
     const unsigned low = __ballot_sync(kAllLanes, parents[0] == node && tokens[0] == token);
     const unsigned high = __ballot_sync(kAllLanes, parents[1] == node && tokens[1] == token);
     if (finished || num == p.state.accepted.max_path || (low | high) == 0) return num;
@@ -93,7 +94,8 @@ __device__ void accept_one(const AcceptTreeParams& p, int seq, SlotResult* resul
           j == 0 ? root : walk.emitted[j - 1];
     }
     // A path may repeat a token, hence the atomic; of integers, so the order does not matter.
-    if (counts_tokens) atomicAdd(p.state.counts + int64_t{slot} * p.state.vocab_size + token, 1);
+    if (counts_tokens && token != kNoToken)
+      atomicAdd(p.state.counts + int64_t{slot} * p.state.vocab_size + token, 1);
   }
   const int num_logprobs = result ? p.sampling[slot].num_logprobs : -1;
   for (int j = 0; num_logprobs >= 0 && j < num; ++j) {

@@ -162,7 +162,8 @@ class AttentionBlock : public Block {
                                 .num_kv_heads = shape_.num_kv_heads,
                                 .head_dim = shape_.head_dim,
                                 .rows = step.rows};
-    if (ctx.products == nullptr || !ctx.products->push(rotary)) rotary_kv(ctx, rotary);
+    ProductQueue* const queue = ProductQueue::of(ctx);
+    if (queue == nullptr || !queue->push(rotary)) rotary_kv(ctx, rotary);
     const AttentionParams params{.out = out,
                                  .qkv = qkv,
                                  .k_cache = keys_,
@@ -179,11 +180,11 @@ class AttentionBlock : public Block {
       attention_prefill(ctx, params);
     } else if (step.rows.num_rows > kMaxScratchRows) {
       decode_in_groups(ctx, params);
-    } else if (ctx.products == nullptr) {
+    } else if (queue == nullptr) {
       attention_decode(ctx, params);
     } else {
       attention_splits(ctx, params);
-      ctx.products->push(params);
+      queue->push(params);
     }
     out_->forward(ctx, step.phase, hidden, out, spec_.residual_scale, 1);
   }

@@ -43,8 +43,7 @@ class MlpBlock : public Block {
   void bind(const Arena& arena, const ModelState&) override {
     gate_up_->bind(arena);
     down_->bind(arena);
-    gate_up_buffer_ =
-        arena.tensor(gate_up_id_, spec_.dtype, {max_rows_, 2 * width_});
+    gate_up_buffer_ = arena.tensor(gate_up_id_, spec_.dtype, {max_rows_, 2 * width_});
     act_buffer_ = arena.tensor(act_id_, spec_.dtype, {max_rows_, width_});
   }
 

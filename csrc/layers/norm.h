@@ -28,7 +28,8 @@ class RmsNorm {
                              .eps = spec_->rms_norm_eps,
                              .out_stride = out_stride,
                              .index = index};
-    if (ctx.products == nullptr || !ctx.products->push(norm)) rms_norm(ctx, norm);
+    ProductQueue* const queue = ProductQueue::of(ctx);
+    if (queue == nullptr || !queue->push(norm)) rms_norm(ctx, norm);
   }
 
  private:

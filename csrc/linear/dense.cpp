@@ -54,7 +54,8 @@ class DenseLinear : public LinearMethod {
 
  private:
   bool push(const Context& ctx, const ChainLink& link) const {
-    return ctx.products != nullptr && ctx.products->push(link, chain_memory_);
+    ProductQueue* const queue = ProductQueue::of(ctx);
+    return queue != nullptr && queue->push(link, chain_memory_);
   }
 
   LinearConfig config_;

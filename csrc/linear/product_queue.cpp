@@ -5,8 +5,6 @@
 
 namespace cpmcu {
 
-void flush(ProductQueue& products) { products.flush(); }
-
 bool ProductQueue::push(const ChainLink& link, const Tensor& memory) {
   if (link.w4.digits != 1 || link.y.dtype() != link.x.dtype()) return false;
   if (!links_.empty()) {

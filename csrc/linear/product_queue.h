@@ -15,17 +15,20 @@
 
 namespace cpmcu {
 
-class ProductQueue {
+class ProductQueue final : public PendingLaunches {
  public:
   // Of a pass that decodes; others have too many rows. `order`: where 4-bit products are noted as
   // they come, and so those of an earlier pass say what follows; null: nowhere.
   ProductQueue(const Context& ctx, Phase phase, std::vector<W4Weight>* order = nullptr)
       : plain_(ctx), queued_(ctx), order_(order) {
-    if (phase == Phase::kDecode && gemm_chain_runs(ctx)) queued_.products = this;
+    if (phase == Phase::kDecode && gemm_chain_runs(ctx)) queued_.pending = this;
   }
-  ~ProductQueue() = default;
+  ~ProductQueue() override = default;
   ProductQueue(const ProductQueue&) = delete;
   ProductQueue& operator=(const ProductQueue&) = delete;
+
+  // The queue of a forward pass; null: its context has none.
+  static ProductQueue* of(const Context& ctx) { return dynamic_cast<ProductQueue*>(ctx.pending); }
 
   const Context& context() const { return queued_; }
 
@@ -40,7 +43,7 @@ class ProductQueue {
   // Runs `launch`, which reads the residual stream, once what waits has been launched. It must not
   // flush the queue itself: products are chained alike whoever looks at their results.
   void then(std::function<void()> launch);
-  void flush();
+  void flush() override;
 
  private:
   void note(const W4Weight& weight);

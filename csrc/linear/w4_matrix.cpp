@@ -21,8 +21,7 @@ int64_t W4Matrix::slice_rows() const {
 void W4Matrix::plan(MemoryPlan& plan, const std::string& name, DType dtype,
                     const StepLimits& limits, int64_t min_bytes) {
   dtype_ = dtype;
-  buffer_bytes_ = std::max(weight_.num_bytes(), min_bytes);
-  blocks_id_ = plan.add(name, "weights", buffer_bytes_);
+  blocks_id_ = plan.add(name, "weights", std::max(weight_.num_bytes(), min_bytes));
   if (limits.is_cuda()) {
     kept_rows_ = has_prompt_gemm(limits.compute_capability) ? 0 : slice_rows();
     scratch_floats_ = w4_scratch_floats(weight_, limits.max_rows);
@@ -50,7 +49,8 @@ void W4Matrix::multiply(const Context& ctx, const Tensor& y, const Tensor& x, fl
                         float beta) const {
   const ChainLink link{
       .y = y, .x = x, .w4 = weight_, .alpha = alpha, .beta = beta, .scratch = scratch_};
-  if (ctx.products != nullptr && ctx.products->push(link, chain_memory_)) return;
+  ProductQueue* const queue = ProductQueue::of(ctx);
+  if (queue != nullptr && queue->push(link, chain_memory_)) return;
   w4_gemm(ctx, {.y = y, .x = x, .w = weight_, .alpha = alpha, .beta = beta, .scratch = scratch_});
 }
 

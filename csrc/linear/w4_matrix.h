@@ -21,7 +21,6 @@ class W4Matrix {
   void prepare(const Context& ctx) { gemm_chain_prepare(ctx, chain_memory_); }
 
   const W4Weight& weight() const { return weight_; }
-  int64_t buffer_bytes() const { return buffer_bytes_; }
 
   // As LinearMethod::forward. Where w4_gemm is slow with many rows and there is a library for large
   // products, prefill multiplies dequantised slices of W; a row's bits follow from N and K there as
@@ -40,7 +39,7 @@ class W4Matrix {
 
   W4Weight weight_;
   DType dtype_ = DType::kBF16;
-  int64_t buffer_bytes_ = 0, kept_rows_ = 0, scratch_floats_ = 0, chain_bytes_ = 0;
+  int64_t kept_rows_ = 0, scratch_floats_ = 0, chain_bytes_ = 0;
   MemoryPlan::Id blocks_id_ = 0, slice_id_ = 0, scratch_id_ = 0, chain_id_ = 0;
   Tensor slice_;         // [slice_rows, K], where prefill needs it
   Tensor scratch_;       // of w4_gemm

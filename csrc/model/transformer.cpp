@@ -15,11 +15,8 @@ Transformer::Transformer(const ModelSpec& spec, std::string prefix, int window)
       if (window > 0 && each.kind == "attention" && !each.params.values().contains("window")) {
         each.params.set("window", int64_t{window});
       }
-      const BlockConfig config{.spec = spec,
-                               .params = each.params,
-                               .prefix = name,
-                               .scope = prefix_,
-                               .phase = phase};
+      const BlockConfig config{
+          .spec = spec, .params = each.params, .prefix = name, .scope = prefix_, .phase = phase};
       std::unique_ptr<Block> block = BlockRegistry::instance().create("block", each.kind, config);
       RmsNorm norm(spec, block->norm_name());
       sublayers_.push_back({layer, std::move(norm), std::move(block)});

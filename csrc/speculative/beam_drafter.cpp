@@ -26,7 +26,8 @@ StepLimits BeamDrafter::step_limits() const {
 void BeamDrafter::plan(MemoryPlan& plan, StateCache& states, const DraftLimits& limits) {
   limits_ = limits;
   state_ = &states.add_model(spec_.scope, /*has_gaps=*/true);
-  buffer_id_ = plan.add(spec_.scope + "arrays", "state", carved_bytes([&](Carver& c) { layout(c); }));
+  buffer_id_ =
+      plan.add(spec_.scope + "arrays", "state", carved_bytes([&](Carver& c) { layout(c); }));
   last_id_ = plan.add(spec_.scope + "last_hidden", "state",
                       int64_t{limits.max_seqs} * model().hidden_size * size_of(model().dtype));
   map_id_ = plan.add(spec_.scope + "id_map", "state", static_cast<int64_t>(4 * vocab_ids_.size()));

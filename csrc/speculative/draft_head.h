@@ -27,9 +27,9 @@ class DraftHead {
   Tensor forward(const Context& ctx, const Tensor& hidden) const;
 
  private:
-  const ModelSpec& model_;              // the draft's own layers
+  const ModelSpec& model_;  // the draft's own layers
   const std::vector<int>& vocab_ids_;
-  bool is_own_;                         // the checkpoint has it
+  bool is_own_;  // the checkpoint has it
   int64_t vocab_size_;
   std::unique_ptr<LinearMethod> linear_;  // null: the target's head as it is
   TargetParts target_;

@@ -19,10 +19,9 @@ void SpeculativeStep::propose(const Context& ctx, const Batch& batch) {
                                     .slots = slots_,
                                     .accepted = accepted_});
   }
-  tree_build(ctx, {.draft = draft,
-                   .trees = trees_of(batch),
-                   .seq_slots = batch.seq_slots,
-                   .slots = slots_});
+  tree_build(
+      ctx,
+      {.draft = draft, .trees = trees_of(batch), .seq_slots = batch.seq_slots, .slots = slots_});
 }
 
 void SpeculativeStep::verify(const Context& ctx, const Batch& batch) {
@@ -49,13 +48,12 @@ void SpeculativeStep::draw(const Context& ctx, const Batch& batch, bool masked) 
   const TokenTrees trees = trees_of(batch);
   const int num_rows = batch.num_rows(), num_nodes = trees.num_nodes;
   const Tensor hidden = target_.model.hidden(num_rows);
-  const int most = logits_fit(batch) ? num_rows
-                                     : target_.model.max_logit_rows() / num_nodes * num_nodes;
+  const int most =
+      logits_fit(batch) ? num_rows : target_.model.max_logit_rows() / num_nodes * num_nodes;
   for (int row = 0; row < num_rows; row += most) {
     const int count = std::min(most, num_rows - row);
-    const Tensor logits = logits_fit(batch)
-                              ? target_.model.logits(count)
-                              : target_.model.head(ctx, hidden.rows(row, count), row);
+    const Tensor logits = logits_fit(batch) ? target_.model.logits(count)
+                                            : target_.model.head(ctx, hidden.rows(row, count), row);
     target_.sampler.draw(ctx, logits, trees.row_slots + row, trees.row_positions + row, &trees,
                          masked, row);
   }

@@ -54,9 +54,8 @@ void SpeculativeStep::plan(MemoryPlan& plan, const SpeculativeStepLimits& limits
     accepted_final_id_ = plan.add("step.accepted_final", "state", kept * row_bytes);
   }
   if (!needs_.layers.empty()) {
-    accepted_layers_id_ =
-        plan.add("step.accepted_layers", "state",
-                 kept * row_bytes * static_cast<int64_t>(needs_.layers.size()));
+    accepted_layers_id_ = plan.add("step.accepted_layers", "state",
+                                   kept * row_bytes * static_cast<int64_t>(needs_.layers.size()));
   }
   drafter_->plan(plan, target_.states,
                  {.max_seqs = limits.max_seqs,

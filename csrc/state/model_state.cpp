@@ -22,9 +22,10 @@ ModelState::PagedId ModelState::add_paged(const PagedPlane& plane) {
 }
 
 ModelState::SlotId ModelState::add_slot(const SlotTensor& tensor) {
-  CHECK_STATE(tensor.shape.size() < Tensor::kMaxDims && tensor.num_bytes() > 0,
-              "the per-slot tensor {} has {} dimensions and {} bytes, expected at most 3 dimensions",
-              tensor.name, tensor.shape.size(), tensor.num_bytes());
+  CHECK_STATE(
+      tensor.shape.size() < Tensor::kMaxDims && tensor.num_bytes() > 0,
+      "the per-slot tensor {} has {} dimensions and {} bytes, expected at most 3 dimensions",
+      tensor.name, tensor.shape.size(), tensor.num_bytes());
   slots_.push_back({.tensor = tensor});
   return {static_cast<int>(slots_.size()) - 1};
 }
@@ -38,16 +39,15 @@ int64_t ModelState::page_bytes() const {
 void ModelState::plan_slots(MemoryPlan& plan, int num_slots) {
   num_slots_ = num_slots;
   for (Slots& slots : slots_) {
-    slots.id =
-        plan.add(scope_ + slots.tensor.name, "state", num_slots * slots.tensor.num_bytes());
+    slots.id = plan.add(scope_ + slots.tensor.name, "state", num_slots * slots.tensor.num_bytes());
   }
 }
 
 void ModelState::plan_pages(MemoryPlan& plan, int num_pages) {
   num_pages_ = num_pages;
   for (Group& group : groups_) {
-    group.id =
-        plan.add(scope_ + "pages", "kv", int64_t{num_pages} * group.count * group.plane.page_bytes());
+    group.id = plan.add(scope_ + "pages", "kv",
+                        int64_t{num_pages} * group.count * group.plane.page_bytes());
   }
 }
 

@@ -60,7 +60,7 @@ class ModelState {
   void bind(const Context& ctx, const Arena& arena);
 
   // ---- used by blocks
-  Tensor paged(PagedId id) const;   // [pages, num_heads, rows_per_page, width]
+  Tensor paged(PagedId id) const;    // [pages, num_heads, rows_per_page, width]
   Tensor per_slot(SlotId id) const;  // [slots, shape…]
 
   // ---- verbs

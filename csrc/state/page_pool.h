@@ -30,8 +30,8 @@ class PagePool {
   void retire(uint64_t num_done);
 
  private:
-  std::vector<int> owners_;  // of each page
-  std::vector<int> free_;    // the next to be taken last
+  std::vector<int> owners_;                        // of each page
+  std::vector<int> free_;                          // the next to be taken last
   std::deque<std::pair<uint64_t, int>> retiring_;  // steps to be done, page; in order of steps
 };
 

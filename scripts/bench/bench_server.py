@@ -6,7 +6,8 @@ Takes the flags of the engine and of speculation, as `python -m cpmcu.server` do
 everything is measured with and without it. The server runs in this process, so that `LLM.stream`
 and the server's stream take turns on one engine; the clients are another process. Prompts are token
 ids, and each event carries its own (`return_token_ids`), so a tokenizer that does not fit the model
-does no harm. Prints Markdown tables.
+does no harm. What a kept-alive connection takes is measured apart: clients keep theirs, and a
+packet that waits for an acknowledgement is seen only there. Prints Markdown tables.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ import http.client
 import itertools
 import json
 import multiprocessing
-import socket
 import statistics
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from typing import Any
 
 from cpmcu import LLM, SamplingParams
 from cpmcu.benchmarks.speculation import has_draft
@@ -65,24 +66,50 @@ class Comparison:
     tokens_per_event: float
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class KeptAlive:
+    """Medians of requests over one connection, in seconds."""
+
+    health: float  # GET /health, whole
+    one_token: float  # POST of one token, whole
+    direct_first: float  # LLM.stream's first token, in turns with the next
+    first: float  # first streamed content
+    above: float  # of the two, pair by pair
+
+
 # ---- the clients' process
 
 
-def stream_over_http(port: int, prompt: list[int], num_tokens: int) -> Stream:
-    """One request to /v1/completions."""
-    body = {"prompt": prompt, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True}
-    body |= {"stream": True, "return_token_ids": True}
+def connect(port: int) -> http.client.HTTPConnection:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=300)
     connection.connect()
-    events: list[tuple[float, bytes]] = []
-    begin = time.perf_counter()
+    return connection
+
+
+def post(connection: http.client.HTTPConnection, body: dict[str, Any]) -> http.client.HTTPResponse:
     headers = {"Content-Type": "application/json"}
     connection.request("POST", "/v1/completions", json.dumps(body), headers)
-    reply = connection.getresponse()
+    return connection.getresponse()
+
+
+def stream_over_http(
+    port: int,
+    prompt: list[int],
+    num_tokens: int,
+    connection: http.client.HTTPConnection | None = None,
+) -> Stream:
+    """One request to /v1/completions, over a new connection if none is given."""
+    body = {"prompt": prompt, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True}
+    body |= {"stream": True, "return_token_ids": True}
+    used = connection or connect(port)
+    events: list[tuple[float, bytes]] = []
+    begin = time.perf_counter()
+    reply = post(used, body)
     while line := reply.readline():
         if line.startswith(b"data: {"):
             events.append((time.perf_counter() - begin, line))
-    connection.close()
+    if connection is None:
+        used.close()
     bursts = []
     for _, line in events:  # afterwards, so that reading JSON is not timed
         event = json.loads(line.removeprefix(b"data: "))
@@ -92,6 +119,25 @@ def stream_over_http(port: int, prompt: list[int], num_tokens: int) -> Stream:
     if reply.status != 200 or not events:
         raise RuntimeError(f"the server answered with status {reply.status}")
     return Stream([seconds for seconds, _ in events], bursts)
+
+
+_kept: http.client.HTTPConnection | None = None  # the connection that this process keeps
+
+
+def over_kept(port: int, what: str, prompt: list[int], num_tokens: int) -> float:
+    """Seconds of a request over the kept connection: "health", "one_token", "first" content."""
+    global _kept
+    if _kept is None:
+        _kept = connect(port)
+    if what == "first":
+        return stream_over_http(port, prompt, num_tokens, _kept).times[0]
+    begin = time.perf_counter()
+    if what == "health":
+        _kept.request("GET", "/health")
+        _kept.getresponse().read()
+    else:
+        post(_kept, {"prompt": prompt, "max_tokens": 1, "temperature": 0}).read()
+    return time.perf_counter() - begin
 
 
 def crowd(port: int, prompts: list[list[int]], num_tokens: int) -> float:
@@ -108,20 +154,18 @@ def crowd(port: int, prompts: list[list[int]], num_tokens: int) -> float:
 
 @contextlib.contextmanager
 def serving(config: EngineConfig) -> Iterator[tuple[LLM, int]]:
-    """(the engine, the port on which it is served)."""
-    import uvicorn
-
-    from cpmcu.serving.app import create_app
+    """(the engine, the port on which it is served), as `python -m cpmcu.server` would."""
+    from cpmcu.serving import runtime
     from cpmcu.serving.config import ServerConfig
     from cpmcu.serving.service import Service
 
+    sys.setswitchinterval(runtime.SWITCH_SECONDS)
     service = Service(config, ServerConfig())
-    service.load()
-    listener = socket.create_server(("127.0.0.1", 0))
-    options = uvicorn.Config(
-        create_app(service), log_config=None, access_log=False, lifespan="off", server_header=False
-    )
-    server = uvicorn.Server(options)
+    server = runtime.make_server(service)
+    server.load()
+    if server.failed:
+        raise SystemExit(1)  # the log says why
+    listener = runtime.listen("127.0.0.1", 0)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     try:
@@ -129,7 +173,6 @@ def serving(config: EngineConfig) -> Iterator[tuple[LLM, int]]:
     finally:
         server.should_exit = True
         thread.join()
-        listener.close()
         service.close()
 
 
@@ -166,19 +209,51 @@ def compare(
     )
 
 
-def measure(config: EngineConfig, args: argparse.Namespace) -> tuple[Comparison, list[float]]:
-    """Loads the model, and gives the overhead and the tokens/s for each number of clients."""
+def compare_kept(
+    llm: LLM, port: int, clients: Executor, prompt: list[int], repeats: int
+) -> KeptAlive:
+    """Requests over one connection, after one of each to warm up."""
+
+    def kept(what: str) -> float:
+        return clients.submit(over_kept, port, what, prompt, 8).result()
+
+    pairs, others = [], []
+    for _ in range(repeats + 1):
+        pairs.append((stream_directly(llm, prompt, 8).times[0], kept("first")))
+        others.append((kept("health"), kept("one_token")))
+    del pairs[0], others[0]
+    return KeptAlive(
+        health=statistics.median(health for health, _ in others),
+        one_token=statistics.median(one_token for _, one_token in others),
+        direct_first=statistics.median(direct for direct, _ in pairs),
+        first=statistics.median(served for _, served in pairs),
+        above=statistics.median(served - direct for direct, served in pairs),
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Found:
+    """What was measured with one kind of speculation."""
+
+    compared: Comparison
+    kept: KeptAlive
+    speeds: list[float]  # tokens/s for each number of clients
+
+
+def measure(config: EngineConfig, args: argparse.Namespace) -> Found:
+    """Loads the model and measures."""
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, spawn) as clients, serving(config) as (llm, port):
         ids = llm.tokenize(PROMPT)
         compared = compare(llm, port, clients, ids, args.num_tokens, args.repeats)
+        kept = compare_kept(llm, port, clients, ids, 3 * args.repeats)
         speeds = []
         for count in args.clients:
             prompts = [ids[i % len(ids) :] + ids[: i % len(ids)] for i in range(count)]
             crowds = [clients.submit(crowd, port, prompts, args.num_tokens) for _ in range(3)]
             # The first is the first with this batch size, which some kernels are chosen for.
             speeds.append(statistics.mean(each.result() for each in crowds[1:]))
-    return compared, speeds
+    return Found(compared, kept, speeds)
 
 
 def overhead_row(name: str, found: Comparison) -> list[str]:
@@ -187,6 +262,10 @@ def overhead_row(name: str, found: Comparison) -> list[str]:
     cells = [name, f"{found.tokens_per_event:.2f}"]
     cells += [f"{1e6 * seconds:.1f}" for seconds in micro]
     return cells + [f"{1e3 * seconds:.2f}" for seconds in milli]
+
+
+def kept_row(name: str, found: KeptAlive) -> list[str]:
+    return [name, *(f"{1e3 * seconds:.2f}" for seconds in dataclasses.astuple(found))]
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:
@@ -232,12 +311,16 @@ def main() -> None:
         found["on"] = measure(config, args)
     header = ["speculation", "tokens/event", "`LLM.stream`, µs/token", "server, µs/token"]
     header += ["overhead, µs/token", "±", "`LLM.stream`, ms to first token", "server, ms"]
-    rows = [overhead_row(name, compared) for name, (compared, _) in found.items()]
+    rows = [overhead_row(name, each.compared) for name, each in found.items()]
+    sys.stdout.write(table(header, rows) + "\n")
+    header = ["kept-alive connection, ms", "GET /health", "one token, whole"]
+    header += ["`LLM.stream`'s first token", "first streamed content", "above `LLM.stream`"]
+    rows = [kept_row(f"speculation {name}", each.kept) for name, each in found.items()]
     sys.stdout.write(table(header, rows) + "\n")
     header = ["tokens/s", *(f"{n} client{'s' * (n > 1)}" for n in args.clients)]
     rows = [
-        [f"speculation {name}", *(f"{speed:.0f}" for speed in speeds)]
-        for name, (_, speeds) in found.items()
+        [f"speculation {name}", *(f"{speed:.0f}" for speed in each.speeds)]
+        for name, each in found.items()
     ]
     sys.stdout.write(table(header, rows))
 

@@ -17,10 +17,11 @@ from pathlib import Path
 import numpy as np
 import torch
 from corpus import TextFormat, add_corpus_arguments, corpus_from_arguments, training_stream
-from model import CausalLM, KVCache, load_pretrained
+from model import Target, load_pretrained
 from tokenizers import Tokenizer
 from torch import Tensor
-from train_lm import Batches, TrainConfig
+from trainer import Batches, TrainConfig
+from transformers import Cache
 
 
 def nucleus(logits: Tensor, top_p: float) -> Tensor:
@@ -33,7 +34,7 @@ def nucleus(logits: Tensor, top_p: float) -> Tensor:
 
 @torch.no_grad()
 def continue_prompts(
-    target: CausalLM,
+    target: Target,
     prompts: Tensor,
     count: int,
     temperatures: Sequence[float],
@@ -52,9 +53,9 @@ def continue_prompts(
     cycle = torch.tensor(temperatures, dtype=torch.float32, device=device)
     temperature = cycle[torch.arange(len(prompts), device=device) % len(cycle)][:, None]
     ids = prompts.to(device)
-    shape = (len(ids), target.config.vocab_size)
+    shape = (len(ids), target.vocab_size)
     seen = torch.zeros(shape, dtype=torch.bool, device=device).scatter(1, ids, True)
-    past: KVCache | None = None
+    past: Cache | None = None
     chunk = ids
     new = []
     for _ in range(count):
@@ -99,10 +100,10 @@ def add_target_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def load_target(args: argparse.Namespace) -> tuple[CausalLM, Tokenizer, TextFormat]:
+def load_target(args: argparse.Namespace) -> tuple[Target, Tokenizer, TextFormat]:
     default = "float32" if args.device == "cpu" else "bfloat16"
     dtype = getattr(torch, args.target_dtype or default)
-    target = load_pretrained(args.target, args.device, dtype).requires_grad_(False)
+    target = load_pretrained(args.target, args.device, dtype)
     tokenizer = Tokenizer.from_file(str(args.target / "tokenizer.json"))
     return target, tokenizer, TextFormat.of(tokenizer, eos_id(args.target), args.special_text)
 

@@ -1,4 +1,4 @@
-"""Draft heads of the EAGLE family in plain PyTorch: forward pass, training pass, files.
+"""Draft heads of the EAGLE family, of transformers' layers: forward pass, training pass, files.
 
 A draft head guesses the tokens after the next one from what the target has just computed. Row t
 reads the target's hidden state h of position t and the embedding e of token t + 1 (the token that
@@ -27,20 +27,19 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from model import MLP, Attention, CausalLM, DecoderLayer, ModelConfig, Output, RMSNorm, read_state
+from model import Config, Output, Target, granite_config, read_state
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from transformers import Cache, DynamicCache, GraniteConfig
+from transformers.models.granite.modeling_granite import GraniteDecoderLayer, GraniteRMSNorm
 
 from cpmcu.convert.output import new_directory
-
-KeysValues = tuple[Tensor, Tensor]  # [B, Hkv, S, D] each
 
 
 def aux_layers(num_layers: int) -> tuple[int, int, int]:
@@ -61,13 +60,18 @@ class Head(nn.Module):
     """What the two kinds share. Parameter names are the tensor names of the checkpoint."""
 
     kind = ""
+    scaled = False  # the MiniCPM layout of eagle2
     feature_layers: tuple[int, ...] = ()
 
-    def __init__(self, target: ModelConfig, **shape: int) -> None:
-        """`shape` may set intermediate_size, num_attention_heads, num_key_value_heads, head_dim."""
+    def __init__(self, target: Config, residual_scale: float = 1.0, **shape: int) -> None:
+        """`target`: the target's config.json.
+
+        `shape` may set intermediate_size, num_attention_heads, num_key_value_heads, head_dim.
+        """
         super().__init__()
-        self.target_config = target
-        self.config = replace(target, qkv_bias=False, qk_norm=False, dropout=0.0, **shape)
+        self.target = target
+        self.config = granite_config(target | {"num_hidden_layers": 1, **shape}, residual_scale)
+        self.config._attn_implementation = "sdpa"
 
     @property
     def device(self) -> torch.device:
@@ -84,12 +88,15 @@ class Head(nn.Module):
         cos: Tensor,
         sin: Tensor,
         mask: Tensor | None = None,
-        past: KeysValues | None = None,
-    ) -> tuple[Tensor, KeysValues]:
-        """One pass: embedding and hidden [B, T, H] -> the recycled hidden, keys and values."""
+        past: Cache | None = None,
+    ) -> tuple[Tensor, Cache]:
+        """One pass: embedding and hidden [B, T, H] -> the recycled hidden, and `past` grown.
+
+        Without a mask attention is causal. A mask [T, S + T] is boolean, true = visible.
+        """
         raise NotImplementedError
 
-    def logits(self, x: Tensor, target: CausalLM) -> Tensor:
+    def logits(self, x: Tensor, target: Target) -> Tensor:
         """[B, T, V], or [B, T, Vd] for a head with its own vocabulary."""
         raise NotImplementedError
 
@@ -112,7 +119,7 @@ class Head(nn.Module):
         """
         rows = torch.arange(hidden.shape[1], device=hidden.device)
         lag = rows[:, None] - rows[None, :]  # [T, T], query row minus key row
-        past: KeysValues | None = None
+        past: Cache | None = None
         outputs: list[Tensor] = []
         for step in range(steps):
             blocks = [lag >= step] + [lag == step - i for i in range(1, step + 1)]
@@ -134,7 +141,8 @@ class Head(nn.Module):
         raise NotImplementedError
 
     def to_hf(self) -> dict[str, Any]:
-        config = self.config
+        config, rope = self.config, dict(self.config.rope_parameters)
+        theta = rope.pop("rope_theta")
         return {
             **self.architecture(),
             "head_dim": config.head_dim,
@@ -146,29 +154,41 @@ class Head(nn.Module):
             "num_hidden_layers": 1,
             "num_key_value_heads": config.num_key_value_heads,
             "rms_norm_eps": config.rms_norm_eps,
-            "rope_scaling": config.rope_scaling,
-            "rope_theta": config.rope_theta,
+            "rope_scaling": None if rope == {"rope_type": "default"} else rope,
+            "rope_theta": theta,
             "torch_dtype": "bfloat16",
             "vocab_size": config.vocab_size,
         }
 
 
+def attend(
+    layer: nn.Module, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, past: Cache
+) -> Any:
+    """`layer`, a decoder layer or an attention of transformers, as `Head.step` calls it."""
+    return layer(
+        x,
+        position_embeddings=(cos, sin),
+        attention_mask=None if mask is None else mask[None, None],
+        past_key_values=past,
+    )
+
+
 class Eagle2(Head):
     kind = "eagle2"
 
-    def __init__(self, target: ModelConfig, **shape: int) -> None:
-        super().__init__(target, **shape)
-        size, eps = target.hidden_size, target.rms_norm_eps
-        self.scaled = target.scale_depth is not None  # the MiniCPM layout
+    def __init__(self, target: Config, **shape: int) -> None:
+        depth = target.get("scale_depth")
+        scale = 1.0 if depth is None else depth / math.sqrt(target["num_hidden_layers"] + 1)
+        super().__init__(target, scale, **shape)
+        self.scaled = depth is not None
+        size, eps = self.config.hidden_size, self.config.rms_norm_eps
         self.fc = nn.Linear(2 * size, size, bias=False)
-        layer = DecoderLayer(self.config)
+        layer = GraniteDecoderLayer(self.config, layer_idx=0)
         if self.scaled:
-            self.input_norm1 = RMSNorm(size, eps)
-            self.input_norm2 = RMSNorm(size, eps)
-            layer.residual_scale = target.scale_depth / math.sqrt(target.num_hidden_layers + 1)
+            self.input_norm1 = GraniteRMSNorm(size, eps)
+            self.input_norm2 = GraniteRMSNorm(size, eps)
         else:
             layer.input_layernorm = nn.Identity()
-            layer.residual_scale = 1.0
         self.layers = nn.ModuleList([layer])
 
     def start(self, target: Output) -> Tensor:
@@ -181,14 +201,15 @@ class Eagle2(Head):
         cos: Tensor,
         sin: Tensor,
         mask: Tensor | None = None,
-        past: KeysValues | None = None,
-    ) -> tuple[Tensor, KeysValues]:
+        past: Cache | None = None,
+    ) -> tuple[Tensor, Cache]:
         if self.scaled:
             embedding, hidden = self.input_norm1(embedding), self.input_norm2(hidden)
         x = self.fc(torch.cat((embedding, hidden), dim=-1))
-        return self.layers[0](x, cos, sin, mask, past)
+        past = DynamicCache() if past is None else past
+        return attend(self.layers[0], x, cos, sin, mask, past), past
 
-    def logits(self, x: Tensor, target: CausalLM) -> Tensor:
+    def logits(self, x: Tensor, target: Target) -> Tensor:
         return target.head(x)
 
     def architecture(self) -> dict[str, Any]:
@@ -201,47 +222,46 @@ class Eagle2(Head):
         return {
             "architectures": ["EagleMiniCPMForCausalLM"],
             "model_type": "minicpm",
-            "dim_model_base": self.config.dim_model_base,
-            "scale_depth": self.config.scale_depth,
-            "scale_emb": self.config.scale_emb,
+            "dim_model_base": self.target["dim_model_base"],
+            "scale_depth": self.target["scale_depth"],
+            "scale_emb": float(self.target["scale_emb"]),
             # Engines that take the residual scale from here get scale_depth / sqrt(L + 1) too.
-            "mup_denominator": self.target_config.num_hidden_layers + 1,
-            "tie_word_embeddings": self.config.tie_word_embeddings,
+            "mup_denominator": self.target["num_hidden_layers"] + 1,
+            "tie_word_embeddings": self.target.get("tie_word_embeddings", False),
         }
 
 
-class MidLayer(nn.Module):
+class MidLayer(GraniteDecoderLayer):
     """A Llama layer whose attention reads the embedding and the hidden state side by side."""
 
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        size, eps = config.hidden_size, config.rms_norm_eps
-        self.hidden_norm = RMSNorm(size, eps)
-        self.input_layernorm = RMSNorm(size, eps)
-        self.self_attn = Attention(config, 2 * size)
-        self.post_attention_layernorm = RMSNorm(size, eps)
-        self.mlp = MLP(config)
+    def __init__(self, config: GraniteConfig) -> None:
+        super().__init__(config, layer_idx=0)
+        self.hidden_norm = GraniteRMSNorm(config.hidden_size, config.rms_norm_eps)
+        for name in ("q_proj", "k_proj", "v_proj"):
+            rows = self.self_attn.get_submodule(name).out_features
+            wide = nn.Linear(2 * config.hidden_size, rows, bias=False)
+            self.self_attn.register_module(name, wide)
 
 
 class Eagle3(Head):
     kind = "eagle3"
 
-    def __init__(self, target: ModelConfig, draft_tokens: Iterable[int], **shape: int) -> None:
+    def __init__(self, target: Config, draft_tokens: Iterable[int], **shape: int) -> None:
         """`draft_tokens`: the target's ids in the draft vocabulary, ascending."""
         super().__init__(target, **shape)
-        size = target.hidden_size
+        size = self.config.hidden_size
         ids = torch.as_tensor(list(draft_tokens), dtype=torch.int64)
         if not bool((ids.diff() > 0).all()):
             raise ValueError("the draft vocabulary must be in ascending order, without repeats")
-        self.feature_layers = aux_layers(target.num_hidden_layers)
+        self.feature_layers = aux_layers(target["num_hidden_layers"])
         self.fc = nn.Linear(3 * size, size, bias=False)
         self.midlayer = MidLayer(self.config)
-        self.norm = RMSNorm(size, target.rms_norm_eps)
+        self.norm = GraniteRMSNorm(size, self.config.rms_norm_eps)
         self.lm_head = nn.Linear(size, len(ids), bias=False)
         self.d2t: Tensor
         self.t2d: Tensor
         self.register_buffer("d2t", ids - torch.arange(len(ids)))
-        self.register_buffer("t2d", torch.zeros(target.vocab_size, dtype=torch.bool))
+        self.register_buffer("t2d", torch.zeros(target["vocab_size"], dtype=torch.bool))
         self.t2d[ids] = True
 
     @property
@@ -258,15 +278,15 @@ class Eagle3(Head):
         cos: Tensor,
         sin: Tensor,
         mask: Tensor | None = None,
-        past: KeysValues | None = None,
-    ) -> tuple[Tensor, KeysValues]:
+        past: Cache | None = None,
+    ) -> tuple[Tensor, Cache]:
         layer = self.midlayer
         both = torch.cat((layer.input_layernorm(embedding), layer.hidden_norm(hidden)), dim=-1)
-        y, keys_values = layer.self_attn(both, cos, sin, mask, past)
-        x = hidden + y
-        return x + layer.mlp(layer.post_attention_layernorm(x)), keys_values
+        past = DynamicCache() if past is None else past
+        x = hidden + attend(layer.self_attn, both, cos, sin, mask, past)[0]
+        return x + layer.mlp(layer.post_attention_layernorm(x)), past
 
-    def logits(self, x: Tensor, target: CausalLM) -> Tensor:
+    def logits(self, x: Tensor, target: Target) -> Tensor:
         return self.lm_head(self.norm(x))
 
     def to_target(self, index: Tensor) -> Tensor:
@@ -276,19 +296,20 @@ class Eagle3(Head):
         return values[..., self.draft_tokens]
 
     @torch.no_grad()
-    def copy_head(self, target: CausalLM) -> None:
+    def copy_head(self, target: Target) -> None:
         """Begin with the target's own head and final norm."""
-        rows = target.head_weight[self.draft_tokens.to(target.device)]
-        self.lm_head.weight.copy_(rows.float() * target.config.head_scale)
-        self.norm.weight.copy_(target.model["norm"].weight)
+        rows = target.model.lm_head.weight[self.draft_tokens.to(target.device)]
+        self.lm_head.weight.copy_(rows.float() * target.head_scale)
+        self.norm.weight.copy_(target.model.model.norm.weight)
 
     def architecture(self) -> dict[str, Any]:
+        scale = float(self.target.get("scale_emb", 1.0))
         return {
             "architectures": ["LlamaForCausalLMEagle3"],
             "model_type": "llama",
             "draft_vocab_size": len(self.d2t),
             "eagle_aux_hidden_state_layer_ids": list(self.feature_layers),
-            **({} if self.config.scale_emb == 1 else {"scale_emb": self.config.scale_emb}),
+            **({} if scale == 1 else {"scale_emb": scale}),
             "tie_word_embeddings": False,
         }
 
@@ -319,24 +340,24 @@ def write_head(
             np.save(directory / "token_counts.npy", counts.astype(np.int64))
 
 
-def load_head(directory: Path | str, target: CausalLM) -> Head | None:
+def load_head(directory: Path | str, target: Target) -> Head | None:
     """Load an EAGLE head in float32, dense or in 4 bits; None if the directory holds none."""
     directory = Path(directory)
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     state = read_state(directory)
     if "fc.weight" not in state:
         return None
-    if config["hidden_size"] != target.config.hidden_size:
+    if config["hidden_size"] != target.hidden_size:
         raise ValueError(f"{directory}: hidden size {config['hidden_size']} is not the target's")
     names = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
     shape = {name: config[name] for name in names}
     head: Head
     if "d2t" in state:
         offsets = state["d2t"]
-        head = Eagle3(target.config, (offsets + torch.arange(len(offsets))).tolist(), **shape)
+        head = Eagle3(target.source, (offsets + torch.arange(len(offsets))).tolist(), **shape)
         head.feature_layers = tuple(config["eagle_aux_hidden_state_layer_ids"])
     else:
-        head = Eagle2(target.config, **shape)
+        head = Eagle2(target.source, **shape)
     state = {k: v.float() if v.is_floating_point() else v for k, v in state.items()}
     head.load_state_dict(state)
     return head.to(target.device).eval()

@@ -23,13 +23,13 @@ import torch
 from continue_text import add_target_arguments, continue_prompts, load_target
 from corpus import Document, TextFormat, corpus_from_arguments, encode
 from drafts import Head, load_head
-from model import CausalLM, load_pretrained
+from model import Target, load_pretrained
 from tokenizers import Tokenizer
 from torch import Tensor
 
 
 @torch.no_grad()
-def chain_matches(draft: Head | CausalLM, target: CausalLM, ids: Tensor, depth: int) -> Tensor:
+def chain_matches(draft: Head | Target, target: Target, ids: Tensor, depth: int) -> Tensor:
     """[B, T - 1 - depth, depth] of bool for ids [B, T]: does drafted token i equal the text's?
 
     Entry (b, t, i) is about the chain that starts when tokens up to t + 1 are known, and its
@@ -38,7 +38,7 @@ def chain_matches(draft: Head | CausalLM, target: CausalLM, ids: Tensor, depth: 
     """
     count = ids.shape[1] - 1 - depth
     columns = []
-    if isinstance(draft, CausalLM):
+    if isinstance(draft, Target):
         best = draft(ids).logits.argmax(-1)
         hits = best[:, 1:-1] == ids[:, 2:]
         columns = [hits[:, i : i + count] for i in range(depth)]
@@ -124,8 +124,8 @@ def held_out_prompts(
 
 @torch.no_grad()
 def measure(
-    draft: Head | CausalLM,
-    target: CausalLM,
+    draft: Head | Target,
+    target: Target,
     prompts: Tensor,
     new_tokens: int,
     temperature: float,
@@ -148,12 +148,12 @@ def measure(
     return acceptance(torch.cat(parts), lengths, prompt_tokens, chain)
 
 
-def load_draft(directory: Path, target: CausalLM) -> Head | CausalLM:
+def load_draft(directory: Path, target: Target) -> Head | Target:
     head = load_head(directory, target)
     if head is not None:
         return head
     draft = load_pretrained(directory, str(target.device))
-    if draft.config.vocab_size != target.config.vocab_size:
+    if draft.vocab_size != target.vocab_size:
         raise SystemExit(f"{directory} has another vocabulary than the target")
     return draft
 

@@ -18,6 +18,7 @@ import math
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,10 @@ from corpus import corpus_from_arguments, plain_stream, training_stream
 from directory import add_out_arguments, check_out
 from drafts import Head, load_head
 from gptq import Quantized, gptq, output_error, round_to_nearest
-from model import CausalLM, load_pretrained, read_state
+from model import Target, load_pretrained, read_state
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from train_lm import Batches, TrainConfig, evaluate
+from trainer import Batches, TrainConfig, evaluate
 
 from cpmcu.convert.output import new_directory
 
@@ -117,14 +118,14 @@ def _stages(layer: nn.Module, prefix: str) -> Iterator[dict[str, nn.Linear]]:
 
 @torch.no_grad()
 def quantize_model(
-    model: CausalLM, ids: Tensor, settings: Settings, batch_size: int = 4
+    model: Target, ids: Tensor, settings: Settings, batch_size: int = 4
 ) -> dict[str, Quantized]:
     """Quantise every layer of `model` in place. ids [windows, T]: the calibration text."""
-    cos, sin = model.rope(0, ids.shape[1])
+    rope = model.rope(0, ids.shape[1])
     parts = [model.embed(part.to(model.device)) for part in ids.split(batch_size)]
     done: dict[str, Quantized] = {}
-    for index, layer in enumerate(model.model["layers"]):
-        batches = [lambda part=part, layer=layer: layer(part, cos, sin)[0] for part in parts]
+    for index, layer in enumerate(model.layers):
+        batches = [partial(layer, part, position_embeddings=rope) for part in parts]
         for linears in _stages(layer, f"model.layers.{index}"):
             done |= quantize_stage(linears, batches, settings)
         parts = [batch() for batch in batches]
@@ -134,7 +135,7 @@ def quantize_model(
 @torch.no_grad()
 def quantize_head(
     head: Head,
-    target: CausalLM,
+    target: Target,
     ids: Tensor,
     settings: Settings,
     depth: int = 5,
@@ -160,9 +161,9 @@ def quantize_head(
 
 
 @torch.no_grad()
-def round_model(model: CausalLM, settings: Settings) -> None:
+def round_model(model: Target, settings: Settings) -> None:
     """Round every layer to nearest, in place: what GPTQ is compared with."""
-    for layer in model.model["layers"]:
+    for layer in model.layers:
         for linears in _stages(layer, ""):
             for linear in linears.values():
                 rounded = round_to_nearest(linear.weight, settings.group(linear))
@@ -282,14 +283,14 @@ def main() -> None:
         print(f"written to {args.out}; measure_acceptance.py says what it is worth")
         return
 
-    check_shapes(target, settings)
+    check_shapes(target.model, settings)
     nearest = load_pretrained(args.target, args.device, getattr(torch, args.target_dtype))
     validation = plain_stream(tokenizer, held_out, form) if held_out else None
 
-    def report(label: str, model: CausalLM) -> str:
+    def report(label: str, model: Target) -> str:
         if validation is None:
             return ""
-        loss = evaluate(model, validation, args.seq_len, 4)
+        loss = evaluate(model.loss, validation, args.seq_len, 4, model.device)
         line = f"| {label} | {loss:.4f} | {math.exp(loss):.3f} |"
         print(line, flush=True)
         return line + "\n"

@@ -22,9 +22,9 @@ from corpus import TokenStream, corpus_from_arguments, plain_stream, training_st
 from directory import add_out_arguments, check_out
 from drafts import Eagle2, Eagle3, Head, load_head, write_head
 from measure_acceptance import Acceptance, held_out_prompts, measure
-from model import CausalLM
+from model import Target
 from torch import Tensor, nn
-from train_lm import Report, TrainConfig, stop_on_signals, train
+from trainer import Report, TrainConfig, stop_on_signals, train
 
 DEFAULTS = TrainConfig(
     steps=3000,
@@ -42,7 +42,7 @@ class Distillation(nn.Module):
     def __init__(
         self,
         head: Head,
-        target: CausalLM,
+        target: Target,
         depth: int = 5,
         step_weight: float = 0.8,
         feature_weight: float = 0.0,
@@ -56,10 +56,6 @@ class Distillation(nn.Module):
         self.depth = depth
         self.step_weight = step_weight
         self.feature_weight = feature_weight
-
-    @property
-    def device(self) -> torch.device:
-        return self.head.device
 
     def loss(self, ids: Tensor, targets: Tensor) -> Tensor:
         """ids and targets [B, T], targets one token later.
@@ -104,15 +100,15 @@ def draft_vocabulary(counts: np.ndarray, size: int) -> list[int]:
 
 
 def build_head(
-    kind: str, target: CausalLM, counts: np.ndarray, draft_vocab_size: int, seed: int, **shape: int
+    kind: str, target: Target, counts: np.ndarray, draft_vocab_size: int, seed: int, **shape: int
 ) -> Head:
     """A head before training."""
     if kind == "eagle2":
-        head: Head = Eagle2(target.config, **shape)
+        head: Head = Eagle2(target.source, **shape)
         head.initialise(seed)
         return head
-    tokens = draft_vocabulary(counts, min(draft_vocab_size, target.config.vocab_size))
-    third = Eagle3(target.config, tokens, **shape)
+    tokens = draft_vocabulary(counts, min(draft_vocab_size, target.vocab_size))
+    third = Eagle3(target.source, tokens, **shape)
     third.initialise(seed)
     third.copy_head(target)
     return third
@@ -130,7 +126,7 @@ def card(
 ) -> str:
     parameters = sum(p.numel() for p in head.parameters())
     layout = {
-        "eagle2": "EAGLE-2 head (MiniCPM4 layout)" if head.config.scale_depth else "EAGLE-2 head",
+        "eagle2": f"EAGLE-2 head{' (MiniCPM4 layout)' if head.scaled else ''}",
         "eagle3": "EAGLE-3 head",
     }[head.kind]
     if isinstance(head, Eagle3):
@@ -210,7 +206,7 @@ def main() -> None:
     torch.set_float32_matmul_precision("high")
     torch.manual_seed(args.seed)
     target, tokenizer, form = load_target(args)
-    rate = args.learning_rate or 0.5 / target.config.hidden_size
+    rate = args.learning_rate or 0.5 / target.hidden_size
     values = {name: getattr(args, name) for name in TrainConfig.__slots__}
     values |= {
         "learning_rate": rate,
@@ -221,7 +217,7 @@ def main() -> None:
     train_documents, held_out = corpus_from_arguments(args)
     stream = training_stream(tokenizer, train_documents, config.seed, form=form)
     validation = plain_stream(tokenizer, held_out, form) if held_out else None
-    counts = np.bincount(stream.ids, minlength=target.config.vocab_size)
+    counts = np.bincount(stream.ids, minlength=target.vocab_size)
     print(
         f"{len(train_documents)} files, {len(stream.ids) / 1e6:.2f} M training tokens", flush=True
     )
@@ -234,7 +230,7 @@ def main() -> None:
     names = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
     shape = {name: getattr(args, name) for name in names if getattr(args, name)}
     head = build_head(args.kind, target, counts, args.draft_vocab_size, config.seed, **shape)
-    head.to(target.device).train()
+    head.to(target.device)
     model = Distillation(head, target, args.depth, args.step_weight, args.feature_weight)
     hardware = "a CPU"
     if target.device.type == "cuda":
@@ -255,6 +251,7 @@ def main() -> None:
 
     report = train(
         model,
+        model.loss,
         stream,
         validation,
         config,
@@ -271,12 +268,13 @@ def main() -> None:
     if not held_out:
         return
     torch.set_float32_matmul_precision("highest")
+    target.model.float()
     final = load_head(args.out, target)  # the best one, as rounded in the file
     assert final is not None
     prompts = held_out_prompts(tokenizer, held_out, form, 96, 48, config.seed)
     results = {}
     for temperature in (0.0, 0.7, 0.8):
-        results[temperature] = measure(final, target.float(), prompts, 160, temperature, form.eos)
+        results[temperature] = measure(final, target, prompts, 160, temperature, form.eos)
         print(f"temperature {temperature:g}: {results[temperature]}", flush=True)
     save(report, results, final)
 

@@ -110,15 +110,16 @@ def test_streams_join_to_the_whole(client):
 
 def test_usage_is_exact(client):
     for limit in (1, 2, 7):
-        body = {"return_token_ids": True, "stream_options": {"continuous_usage_stats": True}}
+        body = {"return_token_ids": True}
         reply = complete(client, max_tokens=limit, temperature=0, extra_body=body)
         choice = reply.choices[0]
         assert len(choice.token_ids) == reply.usage.completion_tokens == limit
         assert reply.usage.prompt_tokens == len(choice.prompt_token_ids)
         assert reply.usage.total_tokens == limit + reply.usage.prompt_tokens
+        body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
         chunks = list(complete(client, max_tokens=limit, stream=True, extra_body=body))
         assert chunks[-1].usage.completion_tokens == limit
-        assert sum(len(chunk.choices[0].token_ids) for chunk in chunks) == limit
+        assert sum(len(c.token_ids) for chunk in chunks for c in chunk.choices) == limit
 
 
 def test_choices(client):
@@ -283,7 +284,9 @@ def test_echo_of_several_choices(client):
     choices = complete(client, ["a = ", "def g"], **fields).choices
     assert [choice.text.startswith(("a = ", "def g")[i // 2]) for i, choice in enumerate(choices)]
     assert choices[0].logprobs.token_logprobs[:3] == choices[1].logprobs.token_logprobs[:3]
-    assert choices[0].logprobs.top_logprobs is None
+    found = choices[0].logprobs
+    pairs = zip(found.tokens[1:], found.token_logprobs[1:])
+    assert found.top_logprobs == [None, *({token: value} for token, value in pairs)]
 
 
 def test_metrics_of_a_request(client):

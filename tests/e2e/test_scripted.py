@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -116,6 +117,63 @@ def test_thinking_can_be_left_in_or_out(scripted):
     body = {"include_reasoning": False}
     message = ask(scripted, "think", extra_body=body).choices[0].message
     assert (message.content, message.reasoning_content) == ("Four, 四.", None)
+
+
+ADD = {
+    "type": "object",
+    "properties": {"a": {"type": "integer", "maximum": 9, "minimum": 0}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+CALL = {"type": "function", "function": {"name": "add", "parameters": ADD}}
+FORCED = [
+    {"tools": [CALL], "tool_choice": {"type": "function", "function": {"name": "add"}}},
+    {"tools": [CALL], "tool_choice": "required", "parallel_tool_calls": False},
+]
+
+
+@pytest.mark.parametrize("fields", FORCED, ids=["named", "required"])
+def test_thinking_before_a_call_that_must_be(scripted, fields):
+    choice = ask(scripted, "think", **fields).choices[0]
+    assert choice.message.reasoning_content == "So, 🤔 two\nand two."
+    (call,) = choice.message.tool_calls
+    assert (call.function.name, choice.message.content) == ("add", None)
+    arguments = json.loads(call.function.arguments)
+    assert 0 <= arguments.pop("a") <= 9 and not arguments
+    content, reasoning, calls, finish, _ = streamed(scripted, "think", **fields)
+    assert (content, reasoning) == ("", choice.message.reasoning_content)
+    assert calls == {0: ("add", json.loads(call.function.arguments))}
+    assert finish == choice.finish_reason == "tool_calls"
+    cut = ask(scripted, "think", max_tokens=14, **fields).choices[0]
+    assert cut.finish_reason == "length" and cut.message.tool_calls is None
+    assert choice.message.reasoning_content.startswith(cut.message.reasoning_content)
+
+
+def test_thinking_before_an_answer_with_a_form(scripted):
+    body = {"guided_regex": "[a-z]{2}!"}
+    message = ask(scripted, "think", extra_body=body).choices[0].message
+    assert message.reasoning_content == "So, 🤔 two\nand two."
+    assert re.fullmatch("[a-z]{2}!", message.content)
+    # A model that does not think, and requests that have no place for it.
+    assert re.fullmatch(
+        "[a-z]{2}!", ask(scripted, "story", extra_body=body).choices[0].message.content
+    )
+    for more in ({"separate_reasoning": False}, {"include_reasoning": False}):
+        message = ask(scripted, "think", extra_body={**body, **more}).choices[0].message
+        assert re.fullmatch("[a-z]{2}!", message.content) and message.reasoning_content is None
+
+
+@pytest.mark.parametrize("begun", ["<think>\nOh, ", "<think>\n\n</think>\n\n"])
+def test_thinking_that_the_prompt_began_or_closed_and_a_form(scripted, begun):
+    reply = scripted.client().chat.completions.create(
+        model="scripted",
+        messages=[{"role": "assistant", "content": begun + cue("muse")}],
+        temperature=0,
+        extra_body={"continue_final_message": True, "guided_regex": "[A-Z][a-z]{2}"},
+    )
+    message = reply.choices[0].message
+    assert re.fullmatch("[A-Z][a-z]{2}", message.content)
+    assert message.reasoning_content == (None if "</think>" in begun else "Quite a while…")
 
 
 TOOLS = [

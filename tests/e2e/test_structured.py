@@ -101,10 +101,87 @@ def test_calls_that_must_be(client):
     assert 0 <= json.loads(call.function.arguments)["n"] <= 99
 
 
+PAIR = {  # as pydantic writes models within models, and one that holds itself
+    "type": "object",
+    "properties": {"left": {"$ref": "#/$defs/Side"}, "rest": {"$ref": "#/definitions/Rest"}},
+    "required": ["left", "rest"],
+    "additionalProperties": False,
+    "$defs": {"Side": {"enum": ["a", "b"]}},
+    "definitions": {"Rest": {"anyOf": [{"type": "null"}, {"$ref": "#"}]}},
+}
+
+
+def pair_tool(name: str, **changes: object) -> dict:
+    return {"type": "function", "function": {"name": name, "parameters": {**PAIR, **changes}}}
+
+
+def test_schemas_of_tools_that_refer_to_themselves(client, server):
+    """Each schema keeps its own root, whatever stands around it."""
+    body = {"prompt": "n", "add_special_tokens": False}
+    (n,) = server.post("/tokenize", body).json()["tokens"]
+    ends = {str(n): 50}  # null, and not one more of itself
+    other = {"Side": {"enum": [1, 2]}}
+    tools = [pair_tool("first"), pair_tool('second "@tool_0"', **{"$defs": other})]
+    schemas = {t["function"]["name"]: t["function"]["parameters"] for t in tools}
+    named = {"type": "function", "function": {"name": "first"}}
+    for given, choice in ((tools, "required"), (tools[1:], "required"), (tools, named)):
+        fields = {"tools": given, "tool_choice": choice, "parallel_tool_calls": False}
+        reply = ask(client, temperature=0, logit_bias=ends, **fields)
+        (call,) = reply.choices[0].message.tool_calls
+        assert call.function.name in {t["function"]["name"] for t in given}
+        jsonschema.validate(json.loads(call.function.arguments), schemas[call.function.name])
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"type": "json_object", "schema": SCHEMA},  # llama.cpp, Together
+        {"type": "json_schema", "schema": SCHEMA},
+        {"type": "json_object", "json_schema": {"schema": SCHEMA}},
+    ],
+)
+def test_a_schema_is_never_dropped(client, form):
+    expected = ask(client, response_format=FORMAT).choices[0].message.content
+    jsonschema.validate(json.loads(expected), SCHEMA)
+    assert ask(client, response_format=form).choices[0].message.content == expected
+
+
+def test_a_grammar_that_fails_later_ends_its_request_with_a_sentence(client, server):
+    """Its limits show only after many tokens: no traceback, and others go on."""
+    body = {"guided_regex": "(x|y){40}((a{0,100}){0,100}){50,100}"}
+    for stream in (False, True):
+        with pytest.raises(
+            openai.APIError, match=r"The grammar cannot be followed: .*\.$"
+        ) as error:
+            for _ in ask(client, extra_body=body, stream=stream, max_tokens=100):
+                pass
+        assert error.value.code == "grammar_failed"
+        assert stream or error.value.status_code == 400
+    assert "Traceback" not in server.log
+    assert ask(client, extra_body=body, max_tokens=5).usage.completion_tokens == 5
+    assert ask(client, max_tokens=3).usage.completion_tokens == 3
+    server.wait_idle()
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "schema"),
+        ({"response_format": {"type": "text", "schema": SCHEMA}}, "has a schema, but type text"),
+        ({"extra_body": {"guided_regex": "a{1000000}"}}, "regex cannot be used: it forces"),
+        (
+            {"extra_body": {"guided_regex": "xa{100000}"}},
+            "regex cannot be used: it forces 100001 bytes",
+        ),
+        ({"extra_body": {"guided_json": {"type": "string", "pattern": "^a{1000000}$"}}}, "schema"),
+        ({"extra_body": {"guided_grammar": 'start: "a"{1000000}'}}, "lark cannot be used"),
+        (
+            {
+                "tools": [pair_tool("f"), pair_tool("g", definitions={})],
+                "tool_choice": "required",
+            },
+            "json schema of tool_1 cannot be used: .*/definitions/Rest",
+        ),
         ({"extra_body": {"guided_regex": "a("}}, "regex cannot be used"),
         ({"extra_body": {"guided_regex": ""}}, "guided_regex"),
         ({"extra_body": {"guided_choice": []}}, "guided_choice"),

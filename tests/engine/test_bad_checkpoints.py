@@ -16,11 +16,15 @@ from tests.reference.tiny_checkpoints import (
     TinyCheckpoint,
     random_weights,
     tiny_config,
+    to_bits,
     write_tiny,
 )
+from tests.reference.tiny_w4 import LAYOUTS, SIZES, quantise, write_w4
 from tests.tolerances import LOGITS, assert_close
 
 C = extension_or_skip()
+
+DTYPES = ("float32", "float16", "bfloat16")
 
 
 @pytest.fixture
@@ -98,6 +102,88 @@ def test_a_number_beyond_the_dtype(bad: Path) -> None:
     assert '"model.norm.weight" holds -1e+06, which is beyond float16' in complaint(
         bad, dtype="float16"
     )
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize(("stored", "dtype"), [*zip(DTYPES, DTYPES), ("float16", "bfloat16")])
+def test_a_number_that_is_not_finite(bad: Path, value: float, stored: str, dtype: str) -> None:
+    """Whether the numbers are converted or not, wherever one is."""
+    weights = random_weights(tiny_config("llama"))
+    for name, place in (
+        ("model.embed_tokens.weight", (202, 63)),
+        ("model.layers.1.mlp.down_proj.weight", (0, 0)),
+        ("model.norm.weight", (3,)),
+    ):
+        damaged = {other: array.copy() for other, array in weights.items()}
+        damaged[name][place] = value
+        write_tiny(bad, weights=damaged, dtype=stored)
+        message = complaint(bad, dtype=dtype)
+        assert f'"{name}" holds {value} at {list(place)}, expected finite' in message
+        assert message.startswith(str(bad / "model.safetensors"))
+
+
+def test_the_largest_numbers_are_finite(bad: Path) -> None:
+    weights = random_weights(tiny_config("llama"))
+    for dtype, largest in (("float32", 3.4e38), ("bfloat16", 3.38e38), ("float16", 65504.0)):
+        weights["model.norm.weight"][:4] = [largest, -largest, 1e-40, -0.0]
+        write_tiny(bad, weights=weights, dtype=dtype)
+        load_tiny(bad, dtype=dtype)
+
+
+def test_a_number_that_is_not_finite_in_a_large_tensor(bad: Path) -> None:
+    """Of several blocks that are read by several threads."""
+    config = {"vocab_size": 20_000, "hidden_size": 512, "num_hidden_layers": 1}
+    weights = random_weights(tiny_config("llama", **config))
+    for row, column in ((19_999, 511), (12_345, 67), (8192, 0)):
+        before = weights["lm_head.weight"][row, column]
+        weights["lm_head.weight"][row, column] = np.nan
+        write_tiny(bad, weights=weights, dtype="bfloat16", **config)
+        assert f'"lm_head.weight" holds nan at [{row}, {column}]' in complaint(bad)
+        weights["lm_head.weight"][row, column] = before
+
+
+def test_a_number_that_is_not_finite_in_a_torch_file(bad: Path) -> None:
+    torch = pytest.importorskip("torch", reason="writes a torch file")
+    tiny = write_tiny(bad)
+    (bad / "model.safetensors").unlink()
+    tiny.weights["lm_head.weight"][5, 6] = np.inf
+    torch.save(
+        {n: torch.from_numpy(np.array(w)) for n, w in tiny.weights.items()},
+        bad / "pytorch_model.bin",
+    )
+    message = complaint(bad)
+    assert '"lm_head.weight" holds inf at [5, 6]' in message and "pytorch_model.bin" in message
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("scale_dtype", ["float16", "bfloat16"])
+def test_a_scale_that_is_not_finite(bad: Path, layout: str, scale_dtype: str) -> None:
+    config = tiny_config("llama", **SIZES, num_hidden_layers=1)
+    weights = quantise(random_weights(config), scale_dtype=scale_dtype)
+    linear = weights.linears["model.layers.0.mlp.down_proj"]
+    linear.scales[0, 5] = to_bits(np.array([np.inf]), scale_dtype)[0]
+    message = complaint(write_w4(bad, config, weights, layout))
+    assert "down_proj" in message and "finite" in message and str(bad) in message
+
+
+@pytest.mark.parametrize("ids", [203, -1, -(2**63), 2**31, [2, 203], [1, -2]])
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+def test_ids_of_end_tokens_outside_the_vocabulary(bad: Path, file: str, ids: Any) -> None:
+    write_tiny(bad)
+    text = json.loads((bad / file).read_text()) | {"eos_token_id": ids}
+    (bad / file).write_text(json.dumps(text))
+    assert f"{file}: eos_token_id is {ids}, expected an integer" in complaint(bad)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"temperature": "warm"}, {"top_p": 2.0}, {"top_k": 1.5}, {"min_p": [1]}]
+)
+def test_sampling_that_cannot_be(bad: Path, fields: dict[str, Any]) -> None:
+    """It would be the default of every request."""
+    write_tiny(bad)
+    (bad / "generation_config.json").write_text(json.dumps(fields))
+    message = complaint(bad)
+    assert "generation_config.json" in message and f"{next(iter(fields))} is" in message
 
 
 @pytest.mark.parametrize(

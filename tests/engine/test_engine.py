@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from tests.engine.harness import (
-    DEVICES,
     SHIPPED,
     generate,
     make_engine,
@@ -21,11 +20,6 @@ from tests.reference.tiny_checkpoints import write_tiny
 
 VOCAB = 160
 PAGE = 64
-
-
-@pytest.fixture(scope="module", params=DEVICES)
-def device(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
 
 
 @pytest.fixture(scope="module")

@@ -48,6 +48,28 @@ def test_family(family: str, tied: bool, tmp_path: Path) -> None:
     assert_close(engine_logits(tmp_path, ids), hf_reference(tiny, ids), LOGITS["float32"])
 
 
+WINDOWS: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": 20},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 33, "max_window_layers": 1},
+    "qwen3": {
+        "use_sliding_window": True,
+        "sliding_window": 64,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "num_hidden_layers": 3,
+    },
+}
+
+
+@pytest.mark.parametrize("family", WINDOWS)
+def test_sliding_windows(family: str, tmp_path: Path) -> None:
+    tiny = write_tiny(tmp_path, family, **WINDOWS[family])
+    ids = random_ids(203, LENGTH)
+    logits = engine_logits(tmp_path, ids)
+    assert_close(logits, hf_reference(tiny, ids), LOGITS["float32"])
+    chunked = engine_logits(tmp_path, ids, chunk_length=17)
+    assert_close(chunked, logits, LOGITS["float32"])
+
+
 SHAPES: dict[str, dict[str, Any]] = {
     "one head": {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 8},
     "one layer": {"num_hidden_layers": 1},

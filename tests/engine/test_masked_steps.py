@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.engine.harness import DEVICES, SMALL
-from tests.engine.test_spec_exact import (
+from tests.engine.drafted import (
     CONTEXT,
     PROMPTS,
     SAMPLINGS,
@@ -25,7 +24,10 @@ from tests.engine.test_spec_exact import (
     Models,
     family_of,
 )
-from tests.reference.engines import prompt_logits
+from tests.engine.harness import DEVICES, SMALL
+from tests.reference.engines import extension_or_skip, prompt_logits
+
+extension_or_skip()
 
 NUM_WORDS = -(-VOCAB // 32)
 

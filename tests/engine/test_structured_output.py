@@ -17,7 +17,7 @@ pytest.importorskip("llguidance")
 jsonschema = pytest.importorskip("jsonschema")
 
 from cpmcu import LLM, Grammar, SamplingParams  # noqa: E402
-from tests.engine.harness import DEVICES, SHIPPED  # noqa: E402
+from tests.engine.harness import SHIPPED  # noqa: E402
 from tests.reference.engines import extension_or_skip  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
@@ -92,11 +92,6 @@ CASES = [
 def load(device: str, draft: dict[str, Any], **options: Any) -> LLM:
     settings = {"memory_limit": 0.1, "num_threads": 2, "max_num_seqs": 5, "max_model_len": 512}
     return LLM(str(SHIPPED), device=device, speculative_config=draft, **{**settings, **options})
-
-
-@pytest.fixture(scope="module", params=DEVICES)
-def device(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
 
 
 @pytest.fixture(scope="module")

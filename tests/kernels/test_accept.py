@@ -86,7 +86,8 @@ class Cycle:
         for node in range(len(tree.tokens)):
             held = [t for t, p in zip(tree.tokens, tree.parents) if p == node and t >= 0]
             follows = held and rng.random() < likely
-            drawn.append(int(rng.choice(held) if follows else rng.integers(VOCAB)))
+            token = rng.choice(held) if follows else rng.integers(VOCAB)
+            drawn.append(ops.NO_TOKEN if rng.random() < 0.02 else int(token))
         return drawn
 
     def run(self) -> None:
@@ -144,7 +145,7 @@ class Cycle:
         host["accepted_paths"][slot, :num] = found.path
         host["accepted_counts"][slot] = num
         if self.slots.sampling[slot]["use_penalties"]:
-            np.add.at(host["counts"][slot], found.emitted, 1)
+            np.add.at(host["counts"][slot], [t for t in found.emitted if t >= 0], 1)
         stop["max_tokens"] -= num
         stop["finished"] = found.finished
         return found
@@ -210,6 +211,25 @@ def test_limits_end_a_run(device: str, max_tokens: int) -> None:
         assert num == min(6, max_tokens, 7 if stop_at is None else stop_at + 1)
         ended = max_tokens <= 6 or stop_at is not None
         assert cycle.results[0]["finished"] == int(ended)
+
+
+@on_devices
+def test_no_token_ends_a_run(device: str) -> None:
+    """Also where unused nodes, which hold -1, hang below the root."""
+    rng = np.random.default_rng(0)
+    for place in range(4):
+        slots = Slots(device, 1, 1, 6, rng)
+        slots.stops["finished"], slots.stops["max_tokens"] = 0, 20
+        slots.sampling["use_penalties"] = 1
+        slots.host["counts"][:] = 0
+        drafted = [1, 1, 2, -1, -1]
+        cycle = Cycle(slots, np.array([0]), [reference.chain(0, drafted)], rng)
+        cycle.drawn = np.array([[1, 1, 2, 3, 3, 3]])
+        cycle.drawn[0, place] = ops.NO_TOKEN
+        cycle.run()
+        assert cycle.check() == [place + 1]
+        assert cycle.results[0]["tokens"][: place + 1].tolist() == [*[1, 1, 2][:place], -1]
+        assert cycle.results[0]["finished"] == 1
 
 
 @on_devices

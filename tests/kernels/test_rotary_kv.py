@@ -119,8 +119,10 @@ def spread_out(qkv: np.ndarray, gates: np.ndarray) -> np.ndarray:
 
 
 @on_devices_and_dtypes
-@pytest.mark.parametrize(("heads", "rotary_dim"), [((4, 2, 128), 32), ((2, 1, 256), 64),
-                                                   ((3, 1, 64), 16), ((2, 2, 128), 112)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("heads", "rotary_dim"),
+    [((4, 2, 128), 32), ((2, 1, 256), 64), ((3, 1, 64), 16), ((2, 2, 128), 112)],
+)
 @pytest.mark.parametrize("spread", [False, True])
 def test_part_of_a_head_is_rotated(
     device: str, dtype: str, heads: Any, rotary_dim: int, spread: bool

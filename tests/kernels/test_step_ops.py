@@ -115,6 +115,17 @@ def test_finish_step_counts_only_for_penalties(device: str) -> None:
 
 
 @on_devices
+def test_finish_step_publishes_that_no_token_was_drawn(device: str) -> None:
+    step = Finisher(device)
+    step.finish(slots=[2, 0], rows=[1, 1], sampled=[0, 1], tokens=[ops.NO_TOKEN, 3])
+    first, second = step.entry(0)[:2]
+    assert (first["num_tokens"], first["tokens"][0], second["tokens"][0]) == (1, ops.NO_TOKEN, 3)
+    counts = np.zeros((SLOTS, VOCAB), int)
+    counts[0, 3] = 1
+    assert np.array_equal(step.state.counts.numpy(), counts)
+
+
+@on_devices
 def test_finish_step_goes_round_the_ring(device: str) -> None:
     step = Finisher(device)
     for n in range(1, 6):

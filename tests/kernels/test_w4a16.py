@@ -26,6 +26,7 @@ from tests.kernels.util import (
 )
 from tests.kernels.w4 import U8, Weights, random_x, scratch_of
 from tests.reference import ops as reference
+from tests.reference import packing as layouts
 
 FORMATS = {"gptq": 0, "gptq_v2": 1, "awq": 2, "compressed": 3, "marlin": 4}
 # M, N, K
@@ -246,16 +247,16 @@ def stored(weights: Weights, name: str, q: U8, group: slice, columns: slice) -> 
         zeros = (zeros if weights.channel_wise else zeros[group])[:, columns]
     scales = scales[:, columns]
     if name == "compressed":
-        arrays = {"q": packing.pack_compressed(q), "scales": np.ascontiguousarray(scales.T)}
+        arrays = {"q": layouts.pack_compressed(q), "scales": np.ascontiguousarray(scales.T)}
         if zeros is not None:
-            arrays["zeros"] = packing.pack_compressed_zeros(zeros)
+            arrays["zeros"] = layouts.pack_compressed_zeros(zeros)
     elif name == "marlin":
         ordered = packing.marlin_scales(scales, channel_wise=weights.channel_wise)
         arrays = {"q": packing.pack_marlin(q), "scales": ordered}
     elif name == "awq":
-        arrays = {"q": packing.pack_awq(q), "scales": scales}
+        arrays = {"q": layouts.pack_awq(q), "scales": scales}
         if zeros is not None:
-            arrays["zeros"] = packing.pack_awq(zeros)
+            arrays["zeros"] = layouts.pack_awq(zeros)
     else:
         arrays = {"q": packing.pack_gptq(q), "scales": scales}
         if zeros is not None:
@@ -396,7 +397,7 @@ def test_quantize(
     raw = blocks.numpy()
     half = digits * -(-k // 128) // digits
     for digit in range(digits):
-        q, scales, _ = packing.unpack_blocks(
+        q, scales, _ = layouts.unpack_blocks(
             np.ascontiguousarray(raw[:, digit * half : (digit + 1) * half]),
             128 * half,
             256 * len(raw),

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from cpmcu.quant import packing
+from tests.reference import packing as layouts
 from tests.reference.tiny_checkpoints import Array, from_bits, to_bits
 
 LAYOUTS = ("gptq", "gptq_v2", "awq", "compressed", "marlin")
@@ -176,18 +177,18 @@ def _tensors(
         return {"weight": linear.dense}
     if layout == "awq":
         return {
-            "qweight": packing.pack_awq(q),
-            "qzeros": packing.pack_awq(zeros),
+            "qweight": layouts.pack_awq(q),
+            "qzeros": layouts.pack_awq(zeros),
             "scales": scales,
         }
     if layout == "compressed":
         made = {
-            "weight_packed": packing.pack_compressed(q),
+            "weight_packed": layouts.pack_compressed(q),
             "weight_scale": np.ascontiguousarray(scales.T),
             "weight_shape": np.array(q.shape[::-1]),
         }
         if linear.zeros is not None:
-            made["weight_zero_point"] = packing.pack_compressed_zeros(zeros)
+            made["weight_zero_point"] = layouts.pack_compressed_zeros(zeros)
         return made
     if layout == "marlin":
         channel_wise = group_size == -1

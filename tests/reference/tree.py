@@ -131,7 +131,7 @@ def accept(
 ) -> Acceptance:
     """From `node` downwards."""
     token = drawn[node]
-    if token in stop_ids or max_tokens <= 1:
+    if token in stop_ids or token < 0 or max_tokens <= 1:  # -1: no token
         return Acceptance([node], [token], True)
     for child, (held, parent) in enumerate(zip(tree.tokens, tree.parents)):
         if parent == node and held == token:

@@ -17,7 +17,7 @@ RECIPE = Path(__file__).parents[2] / "scripts" / "train"
 @contextlib.contextmanager
 def import_recipe(names: Sequence[str]) -> Iterator[SimpleNamespace]:
     """The modules, imported as the recipe's scripts import them and then forgotten."""
-    for package in ("torch", "tokenizers", "safetensors"):
+    for package in ("torch", "tokenizers", "safetensors", "transformers", "accelerate"):
         pytest.importorskip(package, reason=f"the training recipe needs {package}")
     saved = {name: sys.modules.pop(name, None) for name in names}
     sys.path.insert(0, str(RECIPE))

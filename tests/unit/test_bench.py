@@ -65,7 +65,7 @@ def test_how_it_ends(
 def test_windows_are_as_long_as_there_is_room(capsys: pytest.CaptureFixture[str]) -> None:
     """As with no flags at all: the shipped model and its head, shapes chosen, 1024 tokens."""
     extension_or_skip()
-    flags = ["--device", "cpu", "--max-model-len", "1280", "--contexts", "1024", "--json"]
+    flags = ["--device", "cpu", "--max-model-len", "1120", "--contexts", "1024", "--json"]
     assert main([*flags, "--num-threads", "2"]) == 0
     result = json.loads(capsys.readouterr().out)
     (row,) = result["rows"]

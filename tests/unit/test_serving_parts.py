@@ -16,15 +16,16 @@ from tokenizers_for_tests import TEXT, byte_fallback, byte_level, write_director
 from cpmcu import server
 from cpmcu.config import EngineConfig
 from cpmcu.flags import from_flags
+from cpmcu.outputs import TokenLogprobs
 from cpmcu.serving import routes
 from cpmcu.serving.app import create_app
 from cpmcu.serving.chat_template import ChatTemplate
 from cpmcu.serving.config import ServerConfig
 from cpmcu.serving.conversation import render
 from cpmcu.serving.errors import ApiError
+from cpmcu.serving.logprobs import Logprobs
 from cpmcu.serving.logs import RequestLog
 from cpmcu.serving.protocol import base, chat, completion
-from cpmcu.serving.routes.completions import Logprobs
 from cpmcu.serving.service import Service
 from cpmcu.serving.token_text import TokenTexts
 from cpmcu.serving.tools import NOTATIONS
@@ -46,6 +47,31 @@ def test_bytes_of_tokens_join_to_the_text(make, tmp_path):
     assert (texts.text_of(end), texts.is_shown(end)) == ("</s>", False)
     assert all(texts.is_shown(token) for token in ids)
     assert texts.bytes_of(tokenizer.vocab_size + 5) == b""
+
+
+def test_no_two_of_the_likeliest_tokens_share_a_name(tmp_path):
+    """The chosen one has the plain name, so that its number is found under it."""
+    tokenizer = Tokenizer.from_directory(write_directory(tmp_path, byte_fallback()))
+    letter, byte = tokenizer.id_of("a"), tokenizer.id_of("<0x61>")
+    half, other = tokenizer.id_of("<0xE4>"), tokenizer.id_of("<0xBD>")
+    assert None not in (letter, byte, half, other)
+    top = ((letter, -0.5), (byte, -1.5), (half, -2.5), (other, -3.5))
+    writer = Logprobs(TokenTexts(tokenizer), 3)
+    found = writer.write([(token, TokenLogprobs(token, value, top)) for token, value in top])
+    assert found.tokens == ["a", "a", "bytes:\\xe4", "bytes:\\xbd"]
+    first = {"a": -0.5, f"token_id:{byte}": -1.5, "bytes:\\xe4": -2.5}
+    assert found.top_logprobs[0] == found.top_logprobs[2] == first
+    assert found.top_logprobs[1] == {f"token_id:{letter}": -0.5, "a": -1.5, "bytes:\\xe4": -2.5}
+    assert found.top_logprobs[3] == {**first, "bytes:\\xbd": -3.5}
+    for name, (_, value), each in zip(found.tokens, top, found.top_logprobs):
+        assert each[name] == value
+    by_id = Logprobs(TokenTexts(tokenizer), 0, as_ids=True).write(
+        [(byte, TokenLogprobs(byte, -1.0))]
+    )
+    assert (by_id.tokens, by_id.top_logprobs) == (
+        [f"token_id:{byte}"],
+        [{f"token_id:{byte}": -1.0}],
+    )
 
 
 @pytest.mark.parametrize(
@@ -91,6 +117,8 @@ def test_every_field_of_the_configuration_is_a_flag():
         ("shutdown_timeout", 0.0, "shutdown_timeout is 0.0"),
         ("ping_interval", float("inf"), "ping_interval"),
         ("cors_origin", ("http://x/y",), "cors_origin"),
+        ("root_path", "llm", "root_path is 'llm', but must begin with / and not end with one"),
+        ("root_path", "/llm/", "root_path is '/llm/'"),
     ],
 )
 def test_configurations_that_cannot_be(field, value, message):

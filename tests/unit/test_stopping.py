@@ -46,6 +46,35 @@ def test_streamed_text_is_the_text_cut_at_the_first_stop(pieces, data):
         assert text.startswith("".join(given_out[: i + 1]))
 
 
+@settings(max_examples=300)
+@given(
+    early=st.lists(st.text(st.sampled_from("ab好"), max_size=4), max_size=6),
+    late=st.lists(st.text(st.sampled_from("ab好"), max_size=4), max_size=6),
+    stops=st.lists(letters, min_size=1, max_size=3),
+)
+def test_stops_that_end_early_do_not_count(early, late, stops):
+    """One that begins early and ends late does."""
+    matcher, found, stop = StopStrings(stops), [], None
+    for piece in early:
+        text, stop = matcher.push(piece, stops=False)
+        assert stop is None
+        found.append(text)
+    for piece in [*late, None]:
+        text, stop = matcher.push(piece or "", final=piece is None)
+        found.append(text)
+        if stop is not None:
+            break
+    before, whole = len("".join(early)), "".join([*early, *late])
+    ends = {
+        (at + len(each), -len(each), each)
+        for each in stops
+        for at in range(len(whole))
+        if whole.startswith(each, at) and at + len(each) > before
+    }
+    end, length, expected = min(ends, default=(len(whole), 0, None))
+    assert ("".join(found), stop) == (whole[: end + length], expected)
+
+
 @given(text=st.text(st.sampled_from("abc 你好🙂"), max_size=30), data=st.data())
 def test_with_a_tokenizer_in_front(text, data):
     tokenizer = byte_level()

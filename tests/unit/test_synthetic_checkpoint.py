@@ -2,34 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
 
+from scripts.synthetic.__main__ import main
+from scripts.synthetic.presets import PRESETS
+from scripts.synthetic.sources import round_to_bfloat16
+
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = ROOT / "scripts" / "synthetic_checkpoint.py"
 TINY = ["tiny-llama", "tiny-qwen2", "tiny-qwen3", "tiny-minicpm"]
 
 
-def load_script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("synthetic_checkpoint", SCRIPT)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-synthetic = load_script()
-
-
 def write(preset: str, out: Path, *flags: str) -> Path:
-    synthetic.main(["--preset", preset, "--out", str(out), "--device", "cpu", *flags])
+    main(["--preset", preset, "--out", str(out), "--device", "cpu", *flags])
     return out
 
 
@@ -134,7 +122,7 @@ def test_shards_and_index(tmp_path: Path) -> None:
 
 def test_bfloat16_rounds_to_nearest_even() -> None:
     values = np.array([1.0, 1.00390625, 1.01171875, -1.005], np.float32)
-    bits = synthetic.round_to_bfloat16(values).astype(np.uint32) << 16
+    bits = round_to_bfloat16(values).astype(np.uint32) << 16
     np.testing.assert_array_equal(bits.view(np.float32), [1.0, 1.0, 1.015625, -1.0078125])
 
 
@@ -171,12 +159,15 @@ def test_bad_preset_lists_the_known_ones(tmp_path: Path) -> None:
         (["--set", "hidden_size=abc"], "hidden_size is 'abc', but must be a positive integer"),
         (["--set", "hidden_size=-8"], "hidden_size is -8, but must be a positive integer"),
         (["--set", "num_attention_heads=0"], "num_attention_heads is 0, but must be"),
-        (["--set", "vocab_size=null", "--planted", "1", "--draft-out", "d"], "vocab_size is None"),
+        (
+            ["--set", "vocab_size=null", "--acceptance", "1", "--draft-out", "d"],
+            "vocab_size is None",
+        ),
         (["--set", "scale_emb=x"], "scale_emb is 'x', but must be a positive number"),
         (["--num-hidden-layers", "0"], "num_hidden_layers is 0, but must be"),
         (["--shard-size-gb", "-1"], "--shard-size-gb is -1.0, but must be above 0"),
-        (["--planted", "1", "--draft-out", "model"], "must be two folders, side by side"),
-        (["--planted", "1", "--draft-out", "model/draft"], "must be two folders, side by side"),
+        (["--acceptance", "1", "--draft-out", "model"], "must be two folders, side by side"),
+        (["--acceptance", "1", "--draft-out", "model/draft"], "must be two folders, side by side"),
     ],
 )
 def test_flags_of_which_nothing_can_be_made(
@@ -207,14 +198,14 @@ def test_tokenizer_is_copied_by_default(tmp_path: Path) -> None:
     ],
 )
 def test_parameter_counts_of_real_models(preset: str, billions: float) -> None:
-    row = synthetic.PRESETS[preset]
+    row = PRESETS[preset]
     count = sum(spec.count for spec in row.tensors(row.config))
     assert count / 1e9 == pytest.approx(billions, rel=0.005)
 
 
 def test_longrope_has_half_a_head_of_factors() -> None:
     for preset, count in (("minicpm4-8b", 64), ("minicpm4-0.5b", 32)):
-        config = synthetic.PRESETS[preset].config
+        config = PRESETS[preset].config
         scaling = config["rope_scaling"]
         assert config["hidden_size"] // config["num_attention_heads"] == 2 * count
         assert len(scaling["long_factor"]) == len(scaling["short_factor"]) == count

@@ -97,7 +97,7 @@ def test_tokens_that_are_stated_beside_the_file(tmp_path, place):
     assert tokenizer.decode(ids) == shown
     assert tokenizer.decode(ids, skip_special_tokens=False) == "a<tool>b<end>"
     (tmp_path / "added_tokens.json").write_text('{"<x>": "far"}')
-    with pytest.raises(ValueError, match=r"added tokens beside tokenizer\.json cannot be read"):
+    with pytest.raises(ValueError, match=r"added tokens beside tokenizer\.json, .* cannot be read"):
         Tokenizer.from_directory(tmp_path)
 
 
@@ -159,7 +159,9 @@ def test_errors(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="not a tokenizer that can be read"):
         Tokenizer.from_directory(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("[1]")
-    with pytest.raises(ValueError, match="must hold an object"):
+    with pytest.raises(
+        ValueError, match=r"tokenizer_config\.json: is a JSON list, expected an object"
+    ):
         Tokenizer.from_directory(tmp_path)
 
 

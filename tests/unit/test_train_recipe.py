@@ -15,8 +15,8 @@ from tests.unit.recipe import import_recipe
 ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = ROOT / "cpmcu" / "assets" / "tiny-python-minicpm"
 MODULES = (
-    *("directory", "corpus", "gptq", "model", "train_tokenizer", "train_lm", "drafts"),
-    *("continue_text", "measure_acceptance", "train_eagle", "quantize"),
+    *("directory", "corpus", "gptq", "model", "trainer", "train_tokenizer", "train_lm"),
+    *("drafts", "continue_text", "measure_acceptance", "train_eagle", "quantize"),
 )
 
 NASTY_TEXTS = [
@@ -125,9 +125,9 @@ def test_five_steps_lower_the_loss_and_the_directory_loads(
     documents = [recipe.corpus.Document("a.py", text, "0")]
     stream = recipe.corpus.training_stream(tokenizer, documents, seed=0)
     shape = {"hidden_size": 64, "num_hidden_layers": 2, "head_dim": 16, "intermediate_size": 128}
-    model = recipe.model.CausalLM(recipe.model.ModelConfig(**shape))
-    model.initialise(seed=0)
-    config = recipe.train_lm.TrainConfig(
+    source = recipe.model.minicpm_config(**shape)
+    model = recipe.model.new_minicpm(source, seed=0)
+    config = recipe.trainer.TrainConfig(
         steps=5, batch_size=4, seq_len=64, warmup_steps=1, learning_rate=1e-2, log_every=1
     )
     out = tmp_path / "model"
@@ -135,7 +135,7 @@ def test_five_steps_lower_the_loss_and_the_directory_loads(
     def save(report) -> None:
         recipe.train_lm.write_model(model, SHIPPED, out, "# card\n")
 
-    report = recipe.train_lm.train(model, stream, stream, config, save)
+    report = recipe.trainer.train(model.model, model.loss, stream, stream, config, save)
     assert report.steps == 5
     assert report.losses[-1] < report.losses[0] - 0.5
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
@@ -145,7 +145,8 @@ def test_five_steps_lower_the_loss_and_the_directory_loads(
     loaded = recipe.model.load_pretrained(out)
     ids = torch.tensor([[1, 5, 9, 200, 3000]])
     with torch.no_grad():
-        difference = (loaded(ids).logits - model.eval()(ids).logits).abs().max()
+        model.model.eval()
+        difference = (loaded(ids).logits - model(ids).logits).abs().max()
     assert difference < 0.05  # bf16 rounding of the weights
 
 
@@ -199,14 +200,17 @@ def test_cached_decoding_equals_one_pass(recipe: SimpleNamespace) -> None:
 
 
 def test_shipped_model_completes_python(recipe: SimpleNamespace, tokenizer) -> None:
+    import torch
+
     model = recipe.model.load_pretrained(SHIPPED)
     assert sum(path.stat().st_size for path in SHIPPED.iterdir()) < 9_000_000
     for prompt, expected in (
         ("for i in range(", "10):"),
         ("import os\n\ndef ", "join(path):"),
     ):
-        ids = model.generate(tokenizer.encode(prompt).ids, 4, stop_ids=(2, 4))
-        assert tokenizer.decode(ids).startswith(expected), prompt
+        ids = torch.tensor([tokenizer.encode(prompt).ids])
+        new = model.model.generate(ids, max_new_tokens=4, eos_token_id=[2, 4], pad_token_id=0)
+        assert tokenizer.decode(new[0, ids.shape[1] :].tolist()).startswith(expected), prompt
 
 
 def test_shipped_model_agrees_with_transformers(recipe: SimpleNamespace) -> None:
@@ -215,7 +219,7 @@ def test_shipped_model_agrees_with_transformers(recipe: SimpleNamespace) -> None
 
     transformers = pytest.importorskip("transformers", reason="the oracle is transformers' Llama")
     model = recipe.model.load_pretrained(SHIPPED)
-    config = model.config
+    config = model.model.config
     oracle = transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
             vocab_size=config.vocab_size,
@@ -230,13 +234,15 @@ def test_shipped_model_agrees_with_transformers(recipe: SimpleNamespace) -> None
             tie_word_embeddings=False,  # theta 10000 is transformers' default
         )
     ).eval()
-    weights = dict(model.state_dict())
+    weights = dict(model.model.state_dict())
     table = weights["model.embed_tokens.weight"]
-    weights["lm_head.weight"] = table * config.head_scale
-    weights["model.embed_tokens.weight"] = table * config.scale_emb
+    source = json.loads((SHIPPED / "config.json").read_text())
+    scale = source["scale_depth"] / source["num_hidden_layers"] ** 0.5
+    weights["lm_head.weight"] = table * source["dim_model_base"] / source["hidden_size"]
+    weights["model.embed_tokens.weight"] = table * source["scale_emb"]
     for name in weights:
         if name.endswith(("o_proj.weight", "down_proj.weight")):
-            weights[name] = weights[name] * config.residual_scale
+            weights[name] = weights[name] * scale
     oracle.load_state_dict(weights)
     ids = torch.randint(5, 4096, (1, 200), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field
 
 from cpmcu.grammar import Grammar
 from cpmcu.sampling import SEED_LIMIT
@@ -44,17 +44,14 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "max_tool_calls": (),
     "media_io_kwargs": ({},),
     "min_new_tokens": (0,),
-    "min_tokens": (0,),
     "mirostat": (0,),
     "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
     "n_predict": (),
     "prefix": ("",),
     "priority": (0,),
-    "prompt_logprobs": (),
     "regex": (),
     "repeat_penalty": (1, 1.0),
-    "return_tokens_as_token_ids": (False,),
     "whitespace_pattern": (),
     "spaces_between_special_tokens": (True,),
     "stop_regex": ([],),
@@ -67,7 +64,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "truncate_prompt_tokens": (),
     "typical_p": (1, 1.0),
     "use_beam_search": (False,),
-    "verbosity": (),
     "vllm_xargs": ({},),
     "web_search_options": (),
     "xtc_probability": (0, 0.0),
@@ -85,9 +81,23 @@ IGNORED = {
     "service_tier",
     "store",
     "user",
+    "verbosity",
 }
+_REASONS = {"suffix": "the model goes on with a text, and cannot fill a gap in one"}
 
 _logged: set[str] = set()
+
+T = TypeVar("T")
+
+
+class _FailFast(FailFast):
+    """One that may be part of a union, whose members must have hashes."""
+
+    __hash__ = object.__hash__
+
+
+# A list whose first wrong element is the only one that is looked for: there may be many.
+Items = Annotated[list[T], _FailFast()]
 
 
 class ApiModel(BaseModel):
@@ -113,7 +123,9 @@ class RequestModel(ApiModel):
                     for each in REFUSED[name]
                 )
                 if not neutral:
-                    raise refused(name, f"{name} is not supported by this server.")
+                    reason = _REASONS.get(name)
+                    why = "" if reason is None else f": {reason}"
+                    raise refused(name, f"{name} is not supported by this server{why}.")
             elif name not in _logged and len(_logged) < 1000:
                 _logged.add(name)
                 logger.warning("requests have a field %.64r, which is unknown and ignored", name)
@@ -122,8 +134,12 @@ class RequestModel(ApiModel):
 class StreamOptions(RequestModel):
     """Options of a streamed response."""
 
-    include_usage: bool = Field(False, description="End the stream with a chunk that has the usage")
-    continuous_usage_stats: bool = Field(False, description="Usage so far in every chunk")
+    include_usage: bool | None = Field(
+        False, description="End the stream with a chunk that has the usage"
+    )
+    continuous_usage_stats: bool | None = Field(
+        False, description="With include_usage: usage so far in every chunk"
+    )
 
 
 class JsonSchema(RequestModel):
@@ -140,6 +156,15 @@ class ResponseFormat(RequestModel):
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    schema_: dict[str, Any] | bool | None = Field(
+        None, alias="schema", description="llama.cpp's place for the schema"
+    )
+
+    @property
+    def schema_given(self) -> dict[str, Any] | bool | None:
+        """The schema, wherever it stands."""
+        named = None if self.json_schema is None else self.json_schema.schema_
+        return self.schema_ if named is None else named
 
 
 class StructuredOutputs(RequestModel):
@@ -147,7 +172,7 @@ class StructuredOutputs(RequestModel):
 
     json_: dict[str, Any] | str | None = Field(None, alias="json")
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Items[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
 
@@ -156,6 +181,13 @@ class StructuredOutputs(RequestModel):
         found: dict[str, Any] = {"json": self.json_, "regex": self.regex}
         found |= {"choice": self.choice, "grammar": self.grammar}
         return found | {"json_object": self.json_object or None}
+
+
+def _few_biases(value: Any) -> Any:
+    """Looks at their number before each is looked at."""
+    if isinstance(value, dict) and len(value) > MAX_BIASES:
+        raise ValueError(f"should have at most {MAX_BIASES} token ids")
+    return value
 
 
 class GenerationRequest(RequestModel):
@@ -171,21 +203,30 @@ class GenerationRequest(RequestModel):
     seed: int | None = Field(None, ge=-(1 << 63), lt=SEED_LIMIT, description="64 bits")
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     best_of: int | None = Field(None, ge=1, description="Only the value of n")
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    min_tokens: int | None = Field(None, ge=0, description="No end and no stop before")
+    stop: str | Items[str] | None = None
+    stop_token_ids: Items[int] | None = None
     ignore_eos: bool = False
     repetition_penalty: float | None = Field(None, gt=0)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: dict[str, float] | None = Field(None, description="Token id -> bias")
+    logit_bias: Annotated[dict[str, float] | None, BeforeValidator(_few_biases)] = Field(
+        None, description="Token id -> bias"
+    )
     skip_special_tokens: bool = True
+    prompt_logprobs: int | None = Field(
+        None, ge=0, le=MAX_LOGPROBS, description="Of the prompt's tokens, and so many likeliest"
+    )
+    return_tokens_as_token_ids: bool | None = Field(
+        None, description="Log-probabilities name tokens token_id:N"
+    )
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Items[str] | None = None
     guided_grammar: str | None = None
     return_metrics: bool | None = Field(
         None, description="Add `metrics`: acceptance of drafts, and timings"
@@ -202,8 +243,24 @@ class GenerationRequest(RequestModel):
 
     @property
     def include_usage(self) -> bool:
-        """Shall a stream end with the usage?"""
-        return self.stream_options is not None and self.stream_options.include_usage
+        """Does a stream's request ask for the usage at its end?"""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        """Shall each chunk have the usage so far?"""
+        options = self.stream_options
+        return self.include_usage and options is not None and bool(options.continuous_usage_stats)
+
+    def check_stream(self) -> None:
+        """Raises ApiError (400) for fields that do not go with `stream`, or only with it."""
+        if self.stream and self.prompt_logprobs:
+            raise refused("prompt_logprobs", "prompt_logprobs are not given in a stream.")
+        if self.stream_options is None:
+            return
+        self.stream_options.check_extra()
+        if self.stream_options.model_fields_set and not self.stream:
+            raise refused("stream_options", "stream_options need stream: true.")
 
     def _grammar(self) -> Grammar | None:
         sources = {f"guided_{kind}": getattr(self, f"guided_{kind}") for kind in grammar.GUIDED}
@@ -231,6 +288,7 @@ class GenerationRequest(RequestModel):
             "min_p": self.min_p,
             "seed": None if self.seed is None else self.seed % SEED_LIMIT,
             "n": self.num_choices,
+            "min_tokens": self.min_tokens or 0,
             "stop": self._stops(),
             "stop_token_ids": tuple(self.stop_token_ids or ()),
             "ignore_eos": self.ignore_eos,
@@ -256,16 +314,26 @@ class GenerationRequest(RequestModel):
     def _bias(self) -> dict[int, float] | None:
         if not self.logit_bias:
             return None
-        if len(self.logit_bias) > MAX_BIASES or not all(
-            key.isascii() and key.isdigit() and len(key) < 10 for key in self.logit_bias
-        ):
+        if not all(key.isascii() and key.isdigit() and len(key) < 10 for key in self.logit_bias):
             raise ApiError(
                 400,
-                f"logit_bias must map at most {MAX_BIASES} token ids to numbers.",
+                "logit_bias must map token ids to numbers.",
                 param="logit_bias",
                 code="invalid_value",
             )
         return {int(key): value for key, value in self.logit_bias.items()}
+
+
+class PromptLogprob(ApiModel):
+    """What vLLM says of a token that could stand at a place of the prompt."""
+
+    logprob: float
+    rank: int | None = Field(description="1: the likeliest; null: beyond those asked for")
+    decoded_token: str
+
+
+# By token id, the prompt's own token first; null for the first token.
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
 class ErrorInfo(ApiModel):
@@ -302,6 +370,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     400: {"model": ErrorResponse, "description": "The request cannot be answered as it is"},
     401: {"model": ErrorResponse, "description": "No valid API key"},
     404: {"model": ErrorResponse, "description": "No such model"},
+    408: {"model": ErrorResponse, "description": "The body did not arrive in time"},
     413: {"model": ErrorResponse, "description": "The body is too large"},
     429: {"model": ErrorResponse, "description": "The queue is full: try again later"},
     500: {"model": ErrorResponse, "description": "The server failed"},

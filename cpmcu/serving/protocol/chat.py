@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from cpmcu.serving import strict_json
 from cpmcu.serving.errors import ApiError, refused
@@ -13,6 +13,8 @@ from cpmcu.serving.protocol.base import (
     MAX_LOGPROBS,
     ApiModel,
     GenerationRequest,
+    Items,
+    PromptLogprobs,
     RequestModel,
     UsageInfo,
 )
@@ -44,9 +46,9 @@ class ChatMessage(RequestModel):
     """A message; further fields go to the chat template."""
 
     role: str = Field(min_length=1, max_length=64)
-    content: str | list[ContentPart] | None = None
+    content: str | Items[ContentPart] | None = None
     name: str | None = None
-    tool_calls: list[ToolCallPart] | None = None
+    tool_calls: Items[ToolCallPart] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
@@ -72,6 +74,11 @@ class ChatMessage(RequestModel):
             except ValueError:
                 continue  # the template shows it as it is
         return message
+
+
+def text_length(messages: Sequence[ChatMessage]) -> int:
+    """Characters of all messages together."""
+    return sum(len(text) for message in messages for text in message.texts())
 
 
 class FunctionSpec(RequestModel):
@@ -103,16 +110,35 @@ class NamedTool(RequestModel):
     function: NamedFunction
 
 
+class AllowedFunctions(RequestModel):
+    """Tools that may be called, of those given."""
+
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool] = Field(min_length=1, max_length=512)
+
+
+class AllowedTools(RequestModel):
+    """OpenAI's way to leave tools in the request that may not be called."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedFunctions
+
+
+def _switch(value: Any) -> Any:
+    """0 and 1, which clients that take it for /v1/completions' number send, as JSON's booleans."""
+    return bool(value) if type(value) is int and value in (0, 1) else value
+
+
 class ChatRequest(GenerationRequest):
     """A conversation to answer."""
 
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: Items[ChatMessage] = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1, description="Default: until the context is full")
     max_completion_tokens: int | None = Field(None, ge=1, description="The same, and wins")
-    logprobs: bool | None = False
+    logprobs: Annotated[bool | None, BeforeValidator(_switch)] = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    tools: list[Tool] | None = Field(None, max_length=512)
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tools: Items[Tool] | None = Field(None, max_length=512)
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None = None
     parallel_tool_calls: bool | None = Field(
         None, description="false: only the first call is given"
     )
@@ -125,13 +151,14 @@ class ChatRequest(GenerationRequest):
     add_special_tokens: bool = Field(False, description="Beyond those the chat template writes")
     separate_reasoning: bool = Field(True, description="Split thinking from the answer")
     include_reasoning: bool = Field(True, description="false: leave the thinking out")
-    echo: bool = Field(False, description="Not supported")
+    echo: bool | None = Field(
+        False, description="Begin with the last message, if it is of the same role as the answer"
+    )
 
     def check(self) -> None:
         """Raises ApiError (400) for fields that do not go together."""
         self.check_extra()
-        if self.echo:
-            raise refused("echo", "echo is not supported for chat completions.")
+        self.check_stream()
         if self.top_logprobs and not self.logprobs:
             raise ApiError(
                 400,
@@ -153,19 +180,32 @@ class ChatRequest(GenerationRequest):
                         f"messages[{i}].content",
                         f"messages[{i}].content has a {part.type[:64]!r} part: only text is known.",
                     )
+        self._check_tool_choice()
+
+    def _check_tool_choice(self) -> None:
+        names = [tool.function.name for tool in self.tools or []]
+        named: list[str] = []
         if isinstance(self.tool_choice, NamedTool):
-            names = [tool.function.name for tool in self.tools or []]
-            if self.tool_choice.function.name not in names:
+            named = [self.tool_choice.function.name]
+        elif isinstance(self.tool_choice, AllowedTools):
+            named = [tool.function.name for tool in self.tool_choice.allowed_tools.tools]
+        for name in named:
+            if name not in names:
                 raise ApiError(
                     400,
-                    f"tool_choice names {self.tool_choice.function.name!r}, which is not in tools.",
+                    f"tool_choice names {name!r}, which is not in tools.",
                     param="tool_choice",
                     code="invalid_value",
                 )
-        if self.tool_choice == "required" and not self.tools:
+        if self.must_call and not self.tools:
             raise ApiError(
                 400, "tool_choice required needs tools.", param="tool_choice", code="invalid_value"
             )
+
+    @property
+    def text_length(self) -> int:
+        """Characters of all messages together."""
+        return text_length(self.messages)
 
     @property
     def token_limit(self) -> int | None:
@@ -175,7 +215,31 @@ class ChatRequest(GenerationRequest):
     @property
     def tools_wanted(self) -> list[Tool]:
         """The tools that the model hears of."""
-        return [] if self.tool_choice == "none" else self.tools or []
+        tools = self.tools or []
+        if isinstance(self.tool_choice, AllowedTools):
+            allowed = {tool.function.name for tool in self.tool_choice.allowed_tools.tools}
+            return [tool for tool in tools if tool.function.name in allowed]
+        return [] if self.tool_choice == "none" else tools
+
+    @property
+    def must_call(self) -> bool:
+        """Must the answer be calls of any of the tools?"""
+        if isinstance(self.tool_choice, AllowedTools):
+            return self.tool_choice.allowed_tools.mode == "required"
+        return self.tool_choice == "required"
+
+    @property
+    def echoed(self) -> str:
+        """What the answer begins with: the text of the last message, if it is to be echoed.
+
+        vLLM's rule: the answer's role is "assistant", unless the template writes no prompt for it.
+        """
+        last = self.messages[-1]
+        if not self.echo or (self.add_generation_prompt and last.role != "assistant"):
+            return ""
+        if isinstance(last.content, list):
+            return "\n".join(part.text or "" for part in last.content)
+        return last.content or ""
 
 
 class TopLogprob(ApiModel):
@@ -228,5 +292,6 @@ class ChatResponse(ApiModel):
     model: str
     choices: list[ChatChoice]
     usage: UsageInfo
+    prompt_logprobs: PromptLogprobs | None = None
     prompt_token_ids: list[int] | None = None
     metrics: dict[str, Any] | None = None

@@ -7,9 +7,16 @@ from typing import Any, Literal
 from pydantic import Field
 
 from cpmcu.serving.errors import ApiError
-from cpmcu.serving.protocol.base import MAX_LOGPROBS, ApiModel, GenerationRequest, UsageInfo
+from cpmcu.serving.protocol.base import (
+    MAX_LOGPROBS,
+    ApiModel,
+    GenerationRequest,
+    Items,
+    PromptLogprobs,
+    UsageInfo,
+)
 
-Prompts = str | list[str] | list[int] | list[list[int]]
+Prompts = str | Items[str] | Items[int] | Items[Items[int]]
 
 
 class CompletionRequest(GenerationRequest):
@@ -25,6 +32,7 @@ class CompletionRequest(GenerationRequest):
     def check(self) -> None:
         """Raises ApiError (400) for fields that do not go together."""
         self.check_extra()
+        self.check_stream()
         if self.token_limit == 0 and not self.echo:
             raise ApiError(
                 400, "max_tokens 0 needs echo.", param="max_tokens", code="invalid_value"
@@ -38,6 +46,12 @@ class CompletionRequest(GenerationRequest):
     def token_limit(self) -> int | None:
         """Most new tokens; None: until the context is full."""
         return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def prompt_length(self) -> int:
+        """Characters of all texts and token ids of all lists, together."""
+        prompts = self.prompts()
+        return sum(map(len, prompts))
 
     def prompts(self) -> list[str] | list[list[int]]:
         """The prompts, one or several, as a list."""
@@ -65,6 +79,7 @@ class CompletionChoice(ApiModel):
     logprobs: CompletionLogprobs | None = None
     finish_reason: Literal["stop", "length", "abort"]
     stop_reason: int | str | None = None
+    prompt_logprobs: PromptLogprobs | None = None
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from cpmcu.serving.errors import ApiError
-from cpmcu.serving.protocol.base import ApiModel, RequestModel
-from cpmcu.serving.protocol.chat import ChatMessage, Tool
+from cpmcu.serving.protocol.base import ApiModel, Items, RequestModel
+from cpmcu.serving.protocol.chat import ChatMessage, Tool, text_length
 
 
 class ModelInfo(ApiModel):
@@ -34,15 +34,22 @@ class TokenizeRequest(RequestModel):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[ChatMessage] | None = Field(None, min_length=1)
-    tools: list[Tool] | None = None
+    messages: Items[ChatMessage] | None = Field(None, min_length=1)
+    tools: Items[Tool] | None = None
     add_special_tokens: bool | None = Field(
         None, description="Default: true for a prompt, false for messages"
     )
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
-    return_token_strs: bool = False
+    return_token_strs: bool | None = Field(
+        False, description="Add token_strs: the tokens as the vocabulary spells them"
+    )
+
+    @property
+    def text_length(self) -> int:
+        """Characters of the prompt, or of all messages together."""
+        return len(self.prompt or "") + text_length(self.messages or [])
 
     def check(self) -> None:
         """Raises ApiError (400) unless there is exactly one of prompt and messages."""
@@ -64,7 +71,7 @@ class DetokenizeRequest(RequestModel):
     """Tokens, to be turned into text; special tokens are shown."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: Items[int]
 
 
 class DetokenizeResponse(ApiModel):
@@ -74,8 +81,14 @@ class DetokenizeResponse(ApiModel):
 
 
 class TokenizerInfo(ApiModel):
-    """What a client needs to know of the tokenizer; lm-eval uses it instead of a local one."""
+    """What a client needs to know of the tokenizer; lm-eval uses it instead of a local one.
 
+    It has the other members of tokenizer_config.json, too.
+    """
+
+    model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
+
+    tokenizer_class: str
     bos_token: str | None = None
     eos_token: str | None = None
     pad_token: str | None = None

@@ -14,7 +14,6 @@ from cpmcu.grammar import Grammar
 from cpmcu.outputs import CompletionOutput, StreamChunk, TokenLogprobs
 from cpmcu.serving import grammar, sse
 from cpmcu.serving.answers import (
-    LOWEST,
     AnswerParser,
     CallParser,
     ForcedCalls,
@@ -24,6 +23,7 @@ from cpmcu.serving.answers import (
 from cpmcu.serving.conversation import check_messages, render
 from cpmcu.serving.errors import refused
 from cpmcu.serving.generation import Generation, PrefillProgress, encode, sampling_params
+from cpmcu.serving.logprobs import LOWEST, by_id, of_prompt
 from cpmcu.serving.protocol.base import ERRORS
 from cpmcu.serving.protocol.chat import (
     AnswerMessage,
@@ -58,7 +58,7 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     body.check()
     service.check_model(body.model)
     loop = asyncio.get_running_loop()
-    job = await asyncio.to_thread(_prepare, service, body, loop)
+    job = await service.workers.run(request, body.text_length, _prepare, service, body, loop)
     chat = _Chat(Reply(body, service, "chatcmpl", "chat.completion.chunk"), body, job)
     return await answer(request, job.generation, body, chat.events, chat.whole)
 
@@ -87,7 +87,13 @@ def _prepare(service: Service, body: ChatRequest, loop: asyncio.AbstractEventLoo
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
     )
-    ids = encode(model.llm.tokenizer, prompt, "messages", special=body.add_special_tokens)
+    ids = encode(
+        model.llm.tokenizer,
+        prompt,
+        "messages",
+        special=body.add_special_tokens,
+        max_length=model.llm.max_length,
+    )
     fields = body.sampling_fields()
     forced = _forced(body)
     if forced is not None and fields["grammar"] is not None:
@@ -96,7 +102,11 @@ def _prepare(service: Service, body: ChatRequest, loop: asyncio.AbstractEventLoo
         )
     fields["grammar"] = forced or fields["grammar"]
     notation = model.tool_notation if body.tools_wanted and not forced else None
-    tags = model.reasoning_tags if body.separate_reasoning and fields["grammar"] is None else None
+    tags = model.reasoning_tags if body.separate_reasoning else None
+    if tags is not None and fields["grammar"] is not None:
+        fields["grammar"], tags = _with_thinking(
+            fields["grammar"], tags, model.llm.tokenizer, prompt, body
+        )
     in_use = [*(tags or ()), *((notation.begin, notation.end) if notation else ())]
 
     def new_parser() -> AnswerParser:
@@ -113,6 +123,7 @@ def _prepare(service: Service, body: ChatRequest, loop: asyncio.AbstractEventLoo
     params = sampling_params(
         max_tokens=body.token_limit,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        prompt_logprobs=body.prompt_logprobs,
         **fields,
     )
     generation = Generation(
@@ -136,12 +147,33 @@ def _special(tokenizer: Tokenizer, tags: Sequence[str | None]) -> list[int]:
 def _forced(body: ChatRequest) -> Grammar | None:
     """The grammar of a request that must call a tool; None if it need not."""
     anything: dict[str, Any] = {"type": "object"}
-    schemas = {t.function.name: t.function.parameters or anything for t in body.tools or []}
+    schemas = {t.function.name: t.function.parameters or anything for t in body.tools_wanted}
     if isinstance(body.tool_choice, NamedTool):
         return grammar.of_arguments(schemas[body.tool_choice.function.name])
-    if body.tool_choice == "required":
+    if body.must_call:
         return grammar.of_calls(schemas, several=body.parallel_tool_calls is not False)
     return None
+
+
+def _with_thinking(
+    answer: Grammar,
+    tags: tuple[str, str],
+    tokenizer: Tokenizer,
+    prompt: str,
+    body: ChatRequest,
+) -> tuple[Grammar, tuple[str, str] | None]:
+    """A grammar that lets the model think first, and the tags; or the grammar alone, and None.
+
+    The model does not think where the prompt has closed its thinking, where it goes on with an
+    answer that has begun, and where nobody would see it.
+    """
+    begun = is_open(prompt, tags, continues=body.continue_final_message)
+    closed = prompt.rstrip().endswith(tags[1]) or (body.continue_final_message and not begun)
+    if closed or not body.include_reasoning:
+        return answer, None
+    ids = [tokenizer.encode(tag, add_special_tokens=False) for tag in tags]
+    begin, end = (found[0] if len(found) == 1 else None for found in ids)
+    return grammar.after_thinking(answer, tags, (begin, end), begun=begun), tags
 
 
 class _Chat:
@@ -161,6 +193,11 @@ class _Chat:
             model=reply.model,
             choices=[self._choice(output) for output in outputs],
             usage=reply.usage(generation),
+            prompt_logprobs=of_prompt(
+                self._job.texts,
+                generation.requests[0].prompt_logprobs,
+                self._body.prompt_logprobs,
+            ),
             prompt_token_ids=generation.prompts[0] if self._body.return_token_ids else None,
             metrics=metrics_of(outputs) if reply.wants_metrics else None,
         )
@@ -169,8 +206,9 @@ class _Chat:
         parser = self._job.new_parser()
         part = parser.push(output.text, final=True)
         thought = part.reasoning if self._body.include_reasoning else ""
+        content = None if part.calls and not part.content.strip() else part.content
         message = AnswerMessage(
-            content=None if part.calls and not part.content.strip() else part.content,
+            content=self._body.echoed + (content or "") if self._body.echoed else content,
             reasoning_content=thought or None,
             reasoning=thought or None,
             tool_calls=[ToolCallPart(**call.to_dict()) for call in part.calls] or None,
@@ -194,6 +232,7 @@ class _Chat:
         parsers = [self._job.new_parser() for _ in generation.requests]
         num_calls = [0] * len(parsers)
         begun = [False] * len(parsers)
+        tokens = 0  # of all choices, up to this chunk
         async for index, item in generation.items():
             if isinstance(item, PrefillProgress):
                 yield reply.progress(item)
@@ -201,7 +240,11 @@ class _Chat:
             if not begun[index]:  # not earlier: clients take it for the first token's time
                 begun[index] = True
                 first = _delta(index, {"role": "assistant", "content": ""})
-                yield reply.chunk([first], **self._prompt())
+                usage = reply.usage_so_far(generation, tokens)
+                yield reply.chunk([first], **usage, **self._prompt())
+                if self._body.echoed:
+                    yield reply.chunk([_delta(index, {"content": self._body.echoed})], **usage)
+            tokens += len(item.token_ids)
             part = parsers[index].push(item.text, final=item.finish_reason is not None)
             choice = _delta(index, self._fields(part, num_calls[index]))
             num_calls[index] += len(part.calls)
@@ -211,7 +254,7 @@ class _Chat:
                 choice["stop_reason"] = item.stop_reason
             elif not choice["delta"] and len(choice) == _BARE:
                 continue  # text that is held back, and nothing else to tell
-            yield reply.chunk([choice], **reply.usage_so_far(generation))
+            yield reply.chunk([choice], **reply.usage_so_far(generation, tokens))
         last = reply.last(generation, reply.usage(generation))
         if last is not None:
             yield last
@@ -251,8 +294,9 @@ class _Chat:
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         texts = self._job.texts
+        as_ids = self._body.return_tokens_as_token_ids
         return {
-            "token": texts.text_of(token),
+            "token": by_id(token) if as_ids else texts.text_of(token),
             "logprob": max(logprob, LOWEST),
             "bytes": list(texts.bytes_of(token)),
         }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import codecs
 import dataclasses
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
@@ -13,25 +12,20 @@ from fastapi.responses import Response
 
 from cpmcu.outputs import CompletionOutput, StreamChunk, TokenLogprobs
 from cpmcu.serving import sse
-from cpmcu.serving.answers import LOWEST, metrics_of
+from cpmcu.serving.answers import metrics_of
 from cpmcu.serving.generation import Generation, PrefillProgress, encode, sampling_params
 from cpmcu.serving.limits import check_text
+from cpmcu.serving.logprobs import Logprobs, Scored, of_prompt, scored
 from cpmcu.serving.protocol.base import ERRORS
 from cpmcu.serving.protocol.completion import (
     CompletionChoice,
-    CompletionLogprobs,
     CompletionRequest,
     CompletionResponse,
 )
 from cpmcu.serving.responses import Reply, answer, service_of
 from cpmcu.serving.service import Model, Service
-from cpmcu.serving.token_text import TokenTexts
 
 router = APIRouter(tags=["generation"])
-
-_GAP = 16  # letters of a prompt, at most, that may be no token's text
-
-Scored = tuple[int, TokenLogprobs | None]  # a token; None: nothing comes before it
 
 
 @router.post(
@@ -45,7 +39,7 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     body.check()
     service.check_model(body.model)
     loop = asyncio.get_running_loop()
-    job = await asyncio.to_thread(_prepare, service, body, loop)
+    job = await service.workers.run(request, body.prompt_length, _prepare, service, body, loop)
     reply = Reply(body, service, "cmpl", "text_completion")
     completion = _Completion(reply, body, job)
     return await answer(request, job.generation, body, completion.events, completion.whole)
@@ -63,7 +57,7 @@ class _Job:
 def _prepare(service: Service, body: CompletionRequest, loop: asyncio.AbstractEventLoop) -> _Job:
     """Tokens and parameters, off the event loop."""
     model = service.model
-    tokenizer = model.llm.tokenizer
+    tokenizer, max_length = model.llm.tokenizer, model.llm.max_length
     ids: list[list[int]] = []
     texts: list[str] = []
     prompts = body.prompts()
@@ -71,16 +65,18 @@ def _prepare(service: Service, body: CompletionRequest, loop: asyncio.AbstractEv
     for prompt in prompts:
         if isinstance(prompt, str):
             check_text(prompt, "prompt", service.config.max_text_length)
-            ids.append(encode(tokenizer, prompt, "prompt", special=body.add_special_tokens))
+            special = body.add_special_tokens
+            ids.append(encode(tokenizer, prompt, "prompt", special=special, max_length=max_length))
             texts.append(prompt)
         else:
             ids.append(prompt)
+            shown = body.echo and len(prompt) < max_length  # else Generation will refuse it
             outside = any(not 0 <= token < model.llm.spec.vocab_size for token in prompt)
-            texts.append("" if outside else tokenizer.decode(prompt))  # Generation will refuse it
+            texts.append(tokenizer.decode(prompt) if shown and not outside else "")
     params = sampling_params(
         max_tokens=1 if body.token_limit == 0 else body.token_limit,
         logprobs=body.logprobs,
-        prompt_logprobs=body.logprobs if body.echo else None,
+        prompt_logprobs=_most(body.prompt_logprobs, body.logprobs if body.echo else None),
         **body.sampling_fields(),
     )
     generation = Generation(service, ids, params, loop, progress=body.return_progress)
@@ -101,6 +97,7 @@ class _Completion:
                 echo=job.prompt_texts[number // body.num_choices] if body.echo else "",
                 num_echoed=len(self._prompt(number)) if body.echo else 0,
                 skip_special=body.skip_special_tokens,
+                as_ids=bool(body.return_tokens_as_token_ids),
             )
             for number in range(len(job.generation.requests))
         ]
@@ -127,7 +124,7 @@ class _Completion:
         token_ids = [] if self._only_echo else output.token_ids
         if not self._only_echo:
             text += output.text
-            logprobs += _scored(output.logprobs)
+            logprobs += scored(output.logprobs)
         ids = self._body.return_token_ids
         return CompletionChoice(
             index=number,
@@ -135,6 +132,9 @@ class _Completion:
             logprobs=self._logprobs[number].write(logprobs),
             finish_reason="length" if self._only_echo else output.finish_reason,
             stop_reason=None if self._only_echo else output.stop_reason,
+            prompt_logprobs=of_prompt(
+                self._job.model.token_texts, self._scores(number), self._body.prompt_logprobs
+            ),
             token_ids=token_ids if ids else None,
             prompt_token_ids=self._prompt(number) if ids else None,
         )
@@ -143,6 +143,7 @@ class _Completion:
         """The response as a stream."""
         reply, generation = self._reply, self._job.generation
         begun = [False] * len(generation.requests)
+        tokens = 0  # of all choices, up to this chunk
         async for number, item in generation.items():
             if isinstance(item, PrefillProgress):
                 yield reply.progress(item)
@@ -150,13 +151,14 @@ class _Completion:
             first, begun[number] = not begun[number], True
             text, logprobs = self._echo(number) if first else ("", [])
             if not self._only_echo:
+                tokens += len(item.token_ids)
                 text += item.text
-                logprobs += _scored(item.logprobs)
+                logprobs += scored(item.logprobs)
             if text or logprobs or item.finish_reason or self._body.return_token_ids:
                 choice = self._stream_choice(number, text, logprobs, item)
                 if first and self._body.return_token_ids:
                     choice["prompt_token_ids"] = self._prompt(number)
-                yield reply.chunk([choice], **reply.usage_so_far(generation))
+                yield reply.chunk([choice], **reply.usage_so_far(generation, tokens))
         last = reply.last(generation, reply.usage(generation, 0 if self._only_echo else None))
         if last is not None:
             yield last
@@ -185,87 +187,16 @@ class _Completion:
         """The prompt's text and log-probabilities, if they are wanted."""
         if not self._body.echo:
             return "", []
-        n = self._body.num_choices
-        text = self._job.prompt_texts[number // n]
+        text = self._job.prompt_texts[number // self._body.num_choices]
         if self._body.logprobs is None:
             return text, []
-        # The first choice's request has computed them for all.
-        scores = self._job.generation.requests[number // n * n].prompt_logprobs
-        return text, list(zip(self._prompt(number), scores))
+        return text, list(zip(self._prompt(number), self._scores(number)))
+
+    def _scores(self, number: int) -> Sequence[TokenLogprobs | None]:
+        """The log-probabilities of the prompt, which the first choice's request has computed."""
+        n = self._body.num_choices
+        return self._job.generation.requests[number // n * n].prompt_logprobs
 
 
-def _scored(entries: Sequence[TokenLogprobs] | None) -> list[Scored]:
-    return [(entry.token_id, entry) for entry in entries or ()]
-
-
-class Logprobs:
-    """One choice's log-probabilities in the form of this endpoint, with offsets into its text.
-
-    That text begins with `echo`, whose tokens are the first `num_echoed`; `skip_special`: special
-    tokens of the output are not in it.
-    """
-
-    def __init__(
-        self,
-        texts: TokenTexts,
-        wanted: int | None,
-        *,
-        echo: str = "",
-        num_echoed: int = 0,
-        skip_special: bool = True,
-    ) -> None:
-        self._texts = texts
-        self._wanted = wanted
-        self._echo = echo
-        self._left = num_echoed
-        self._skip_special = skip_special
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._offset = 0
-
-    def write(self, entries: Sequence[Scored]) -> CompletionLogprobs | None:
-        """The next tokens; None if log-probabilities were not asked for."""
-        if self._wanted is None:
-            return None
-        offsets = []
-        for token, _ in entries:
-            shown = self._texts.is_shown(token)
-            if self._left:
-                offsets.append(self._find(token, shown))
-            else:
-                offsets.append(self._offset)
-                if shown or not self._skip_special:
-                    self._offset += len(self._decoder.decode(self._texts.bytes_of(token)))
-        return CompletionLogprobs(
-            tokens=[self._texts.text_of(token) for token, _ in entries],
-            token_logprobs=[None if e is None else max(e.logprob, LOWEST) for _, e in entries],
-            top_logprobs=[self._top(entry) for _, entry in entries] if self._wanted else None,
-            text_offset=offsets,
-        )
-
-    def _find(self, token: int, shown: bool) -> int:
-        """Where the echoed text has the prompt's next token; goes on behind it.
-
-        A text prompt is echoed as it came. It may have special tokens by name, and lack what the
-        tokenizer put before it (a special token, a space); some letters may be no token's.
-        """
-        text = self._texts.text_of(token)
-        if shown:
-            text = self._decoder.decode(self._texts.bytes_of(token))
-        begin = self._offset
-        found = self._echo.find(text, begin, begin + _GAP + len(text))
-        if self._echo.startswith(text.removeprefix(" "), begin) and found != begin:
-            text, found = text.removeprefix(" "), begin
-        if found >= 0 and (shown or not self._echo[begin:found].strip()):
-            begin, self._offset = found, found + len(text)
-        self._left -= 1
-        if not self._left:
-            self._offset = len(self._echo)
-        return begin
-
-    def _top(self, entry: TokenLogprobs | None) -> dict[str, float] | None:
-        if entry is None:
-            return None
-        found: dict[str, float] = {}
-        for token, logprob in (*entry.top, (entry.token_id, entry.logprob)):
-            found.setdefault(self._texts.text_of(token), max(logprob, LOWEST))
-        return found
+def _most(*counts: int | None) -> int | None:
+    return max((count for count in counts if count is not None), default=None)

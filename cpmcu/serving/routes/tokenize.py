@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
+import functools
+from typing import Any
 
 from fastapi import APIRouter, Request
+from fastapi.responses import Response
 
+from cpmcu.serving import strict_json
 from cpmcu.serving.conversation import check_messages, render
 from cpmcu.serving.errors import ApiError
 from cpmcu.serving.generation import encode
@@ -18,19 +21,21 @@ from cpmcu.serving.protocol.other import (
     TokenizeResponse,
     TokenizerInfo,
 )
-from cpmcu.serving.responses import service_of
+from cpmcu.serving.responses import service_of, written
 from cpmcu.serving.service import Service
 
-router = APIRouter(tags=["tokens"], responses={k: ERRORS[k] for k in (400, 401, 404, 413, 503)})
+router = APIRouter(
+    tags=["tokens"], responses={k: ERRORS[k] for k in (400, 401, 404, 408, 413, 503)}
+)
 
 
-@router.post("/tokenize", response_model_exclude_none=True)
-async def tokenize(body: TokenizeRequest, request: Request) -> TokenizeResponse:
+@router.post("/tokenize", response_model=TokenizeResponse)
+async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     """The tokens of a text, or of a conversation as the chat template writes it."""
     service = service_of(request)
     body.check()
     service.check_model(body.model)
-    return await asyncio.to_thread(_tokenize, service, body)
+    return await service.workers.run(request, body.text_length, _tokenize, service, body)
 
 
 @router.post("/detokenize")
@@ -41,21 +46,36 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> DetokenizeRes
     service.check_model(body.model)
     model = service.model
     check_ids(body.tokens, model.llm.spec.vocab_size)
-    text = await asyncio.to_thread(
-        model.llm.tokenizer.decode, body.tokens, skip_special_tokens=False
-    )
+    decode = functools.partial(model.llm.tokenizer.decode, skip_special_tokens=False)
+    text = await service.workers.run(request, len(body.tokens), decode, body.tokens)
     return DetokenizeResponse(prompt=text)
 
 
 @router.get("/tokenizer_info")
 async def tokenizer_info(request: Request) -> TokenizerInfo:
-    """The names of special tokens and the chat template."""
+    """What tokenizer_config.json says, the names of special tokens and the chat template."""
     model = service_of(request).model
-    return TokenizerInfo(
-        **model.llm.tokenizer.special_tokens,
-        chat_template=None if model.template is None else model.template.source,
-        max_model_len=model.llm.max_length,
-    )
+    tokenizer = model.llm.tokenizer
+    stated = {name: value for name, value in tokenizer.config.items() if _is_json(value)}
+    own: dict[str, Any] = {
+        **tokenizer.special_tokens,
+        "tokenizer_class": str(stated.get("tokenizer_class") or _CLASS),
+        "chat_template": None if model.template is None else model.template.source,
+        "max_model_len": model.llm.max_length,
+    }
+    return TokenizerInfo(**{**stated, **own})
+
+
+# What transformers takes for a tokenizer.json whose files name no class.
+_CLASS = "PreTrainedTokenizerFast"
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        strict_json.write(value)
+    except ValueError:
+        return False
+    return True
 
 
 def check_ids(tokens: list[int], vocab_size: int) -> None:
@@ -70,7 +90,7 @@ def check_ids(tokens: list[int], vocab_size: int) -> None:
         )
 
 
-def _tokenize(service: Service, body: TokenizeRequest) -> TokenizeResponse:
+def _tokenize(service: Service, body: TokenizeRequest) -> Response:
     model = service.model
     if body.prompt is not None:
         check_text(body.prompt, "prompt", service.config.max_text_length)
@@ -88,10 +108,12 @@ def _tokenize(service: Service, body: TokenizeRequest) -> TokenizeResponse:
         )
         field, special = "messages", bool(body.add_special_tokens)
     tokens = encode(model.llm.tokenizer, text, field, special=special)
-    texts = [model.token_texts.text_of(t) for t in tokens] if body.return_token_strs else None
-    return TokenizeResponse(
+    tokenizer = model.llm.tokenizer
+    texts = [tokenizer.piece(t) or "" for t in tokens] if body.return_token_strs else None
+    found = TokenizeResponse.model_construct(
         count=len(tokens),
         max_model_len=model.llm.max_length,
         tokens=tokens,
         token_strs=texts,
     )
+    return written(found, without_none=True)

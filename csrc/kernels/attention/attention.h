@@ -18,8 +18,8 @@
 namespace cpmcu {
 
 struct AttentionParams {
-  Tensor out;      // [T, Hq * D]
-  Tensor qkv;      // [T, columns of the layout]; only q is read, after RoPE
+  Tensor out;  // [T, Hq * D]
+  Tensor qkv;  // [T, columns of the layout]; only q is read, after RoPE
   QkvLayout layout{};
   Tensor k_cache;  // [pages, Hkv, 64, D]
   Tensor v_cache;  // [pages, Hkv, 64, D]

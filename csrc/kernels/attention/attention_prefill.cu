@@ -48,77 +48,70 @@ struct PrefillSmem {
   Sequence sequence;  // what is needed now and then: the main loop leaves no registers for it
 };
 
-// ---- kernels
+// ---- the work of a CTA
 
 template <typename Config>
-__global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
-    attention_prefill_kernel(const __grid_constant__ AttentionArgs<typename Config::Element> args) {
+struct PrefillCta {
   using T = typename Config::Element;
-  constexpr int kDim = Config::kDim;
-  constexpr int kCells = Config::kCells;
-  constexpr int kRowTiles = Config::kRowTiles;
-  extern __shared__ __align__(128) unsigned char shared[];
-  auto& smem = *reinterpret_cast<PrefillSmem<Config>*>(shared);
+  static constexpr int kDim = Config::kDim, kCells = Config::kCells, kRowTiles = Config::kRowTiles;
 
-  ptx::pdl_wait();
-  ptx::pdl_launch();
-  const Sequence seq = load_sequence(args.rows, blockIdx.z);
-  const int block_row = static_cast<int>(gridDim.y - 1 - blockIdx.y) * Config::kRows;
-  if (block_row >= seq.num_rows) return;
-
+  const AttentionArgs<T>& args;
+  PrefillSmem<Config>& smem;
+  const Sequence& seq;
+  const int block_row;  // the CTA's first row within the sequence
   const int head = blockIdx.x;
   const int kv_head = head / (args.num_heads / args.num_kv_heads);
   const int block_rows = min(Config::kRows, seq.num_rows - block_row);
-  const uint64_t* masks =
+  const uint64_t* const masks =
       args.rows.row_masks == nullptr ? nullptr : args.rows.row_masks + seq.row_begin;
-  // Cells that some row of the block may see.
+  // Cells that some row of the CTA may see.
   const int cell_end = masks == nullptr ? seq.length + block_row + block_rows : seq.end();
 
   const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
   const int warp_row = block_row + warp * Config::kWarpRows;
   // Cells that every row of this warp sees, and those that any of them may see.
-  const int full_cells = masks == nullptr ? seq.length + warp_row + 1 : seq.length;
+  const int seen_by_first = seq.length + warp_row + 1;  // without masks
+  const int full_cells = masks == nullptr ? seen_by_first : seq.length;
   const int warp_cells =
-      min(cell_end, masks == nullptr ? full_cells + Config::kWarpRows - 1 : cell_end);
+      min(cell_end, masks == nullptr ? seen_by_first + Config::kWarpRows - 1 : cell_end);
   const int some_cells = warp_row < seq.num_rows ? warp_cells : 0;
-  // The first cell that a row of the sequence sees.
-  auto window_of = [&](int row) {
-    return args.window > 0 ? window_begin(smem.sequence.first_cell + row, args.window) : 0;
-  };
   const int first_tile = window_begin(seq.first_cell + block_row, args.window) / kCells;
+  const int* const pages =
+      args.rows.page_table + static_cast<int64_t>(seq.slot) * args.rows.max_pages;
 
-  const int* pages = args.rows.page_table + static_cast<int64_t>(seq.slot) * args.rows.max_pages;
-  auto page_of = [&](int tile) { return pages[min(tile * kCells, cell_end - 1) / kPageSize]; };
-
-  auto fetch_queries = [&]() {
+  __device__ __forceinline__ int page_of(int tile) const {
+    return pages[min(tile * kCells, cell_end - 1) / kPageSize];
+  }
+  __device__ __forceinline__ void fetch_queries() const {
     const int64_t stride = args.qkv_row;
     const T* source = args.qkv + (seq.row_begin + block_row) * stride + head * args.q_head;
     fetch_tile<Config::kThreads>(smem.queries, source, stride, block_rows);
-  };
-  auto fetch_cells = [&](int tile, int64_t page) {
+  }
+  __device__ __forceinline__ void fetch_cells(int tile, int64_t page) const {
     const int cell = tile * kCells;
     const int64_t offset =
         ((page * args.num_kv_heads + kv_head) * kPageSize + cell % kPageSize) * kDim;
     const int stage = tile % Config::kStages;
     fetch_tile<Config::kThreads>(smem.keys[stage], args.k_cache + offset, kDim, cell_end - cell);
     fetch_tile<Config::kThreads>(smem.values[stage], args.v_cache + offset, kDim, cell_end - cell);
-  };
+  }
 
+  // The first cell that a row of the sequence sees.
+  __device__ __forceinline__ int window_of(int row) const {
+    return args.window > 0 ? window_begin(smem.sequence.first_cell + row, args.window) : 0;
+  }
   // Which of the 64 cells from `cell` on a row of the sequence sees.
-  auto cells_of_row = [&](int row, int cell) {
+  __device__ __forceinline__ uint64_t cells_of_row(int row, int cell) const {
     const uint64_t sees =
         masks == nullptr
             ? first_cells(smem.sequence.length + row + 1 - cell)
             : seen_cells(row < smem.sequence.num_rows ? masks[row] : 0, smem.sequence.length, cell);
     return sees & ~first_cells(window_of(row) - cell);
-  };
+  }
 
-  RowTile<kDim> rows[kRowTiles];
-#pragma unroll
-  for (int m = 0; m < kRowTiles; ++m) rows[m].clear();
-
-  auto attend = [&](int tile) {
+  // Adds the cells of a tile to the state of this warp's rows.
+  __device__ __forceinline__ void attend(RowTile<kDim> (&rows)[kRowTiles], int tile) const {
     const int cell = tile * kCells;
     const int stage = tile % Config::kStages;
     float scores[kRowTiles][kCells / 8][4];
@@ -141,53 +134,79 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) softmax_step(rows[m], scores[m], args.scale_log2);
     multiply_values<T>(rows, scores, smem.values[stage], 0);
-  };
-
-  if (threadIdx.x == 0) smem.sequence = seq;
-  fetch_queries();
-  fetch_cells(first_tile, page_of(first_tile));
-  ptx::cp_async_commit();
-  int next_page = page_of(first_tile + 1);
-  for (int tile = first_tile; tile * kCells < cell_end; ++tile) {
-    ptx::cp_async_wait<0>();
-    __syncthreads();  // this tile is here, and everyone is done with the one before
-    if ((tile + 1) * kCells < cell_end) {
-      fetch_cells(tile + 1, next_page);
-      next_page = page_of(tile + 2);
-    }
-    ptx::cp_async_commit();
-    if (tile * kCells < some_cells && (tile + 1) * kCells > window_of(warp_row)) attend(tile);
   }
 
   // The warp's own query rows are read: they make room for its output, which leaves in 16 bytes.
-  __syncwarp();
+  __device__ __forceinline__ void store_output(RowTile<kDim> (&rows)[kRowTiles]) const {
+    __syncwarp();
 #pragma unroll
-  for (int m = 0; m < kRowTiles; ++m) {
-    rows[m].reduce_sum();
-    const float inverse[2] = {inverse_of(rows[m].sum[0]), inverse_of(rows[m].sum[1])};
+    for (int m = 0; m < kRowTiles; ++m) {
+      rows[m].reduce_sum();
+      const float inverse[2] = {inverse_of(rows[m].sum[0]), inverse_of(rows[m].sum[1])};
 #pragma unroll
-    for (int n = 0; n < kDim / 8; ++n) {
+      for (int n = 0; n < kDim / 8; ++n) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int row = warp * Config::kWarpRows + m * 16 + half * 8 + lane / 4;
-        T* pair = smem.queries.chunk(row, n) + lane % 4 * 2;
-        *reinterpret_cast<uint32_t*>(pair) =
-            pack2<T>(normalised(rows[m].acc[n][2 * half], inverse[half]),
-                     normalised(rows[m].acc[n][2 * half + 1], inverse[half]));
+        for (int half = 0; half < 2; ++half) {
+          const int row = warp * Config::kWarpRows + m * 16 + half * 8 + lane / 4;
+          T* pair = smem.queries.chunk(row, n) + lane % 4 * 2;
+          *reinterpret_cast<uint32_t*>(pair) =
+              pack2<T>(normalised(rows[m].acc[n][2 * half], inverse[half]),
+                       normalised(rows[m].acc[n][2 * half + 1], inverse[half]));
+        }
+      }
+    }
+    __syncwarp();
+    constexpr int kChunks = kDim / 8;
+#pragma unroll
+    for (int i = lane; i < Config::kWarpRows * kChunks; i += 32) {
+      const int row = warp * Config::kWarpRows + i / kChunks;
+      if (block_row + row < smem.sequence.num_rows) {
+        const int64_t t = smem.sequence.row_begin + block_row + row;
+        T* to = args.out + (t * args.num_heads + head) * kDim + i % kChunks * 8;
+        store(to, load<T, 8>(smem.queries.chunk(row, i % kChunks)));
       }
     }
   }
-  __syncwarp();
-  constexpr int kChunks = kDim / 8;
+};
+
+// ---- kernels
+
+template <typename Config>
+__global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
+    attention_prefill_kernel(const __grid_constant__ AttentionArgs<typename Config::Element> args) {
+  extern __shared__ __align__(128) unsigned char shared[];
+  auto& smem = *reinterpret_cast<PrefillSmem<Config>*>(shared);
+
+  ptx::pdl_wait();
+  ptx::pdl_launch();
+  const Sequence seq = load_sequence(args.rows, blockIdx.z);
+  const int block_row = static_cast<int>(gridDim.y - 1 - blockIdx.y) * Config::kRows;
+  if (block_row >= seq.num_rows) return;
+  const PrefillCta<Config> cta{args, smem, seq, block_row};
+
+  RowTile<Config::kDim> rows[Config::kRowTiles];
 #pragma unroll
-  for (int i = lane; i < Config::kWarpRows * kChunks; i += 32) {
-    const int row = warp * Config::kWarpRows + i / kChunks;
-    if (block_row + row < smem.sequence.num_rows) {
-      const int64_t t = smem.sequence.row_begin + block_row + row;
-      T* to = args.out + (t * args.num_heads + head) * kDim + i % kChunks * 8;
-      store(to, load<T, 8>(smem.queries.chunk(row, i % kChunks)));
+  for (int m = 0; m < Config::kRowTiles; ++m) rows[m].clear();
+  if (threadIdx.x == 0) smem.sequence = seq;
+  cta.fetch_queries();
+  cta.fetch_cells(cta.first_tile, cta.page_of(cta.first_tile));
+  ptx::cp_async_commit();
+  int next_page = cta.page_of(cta.first_tile + 1);
+  for (int tile = cta.first_tile; tile * Config::kCells < cta.cell_end; ++tile) {
+    ptx::cp_async_wait<0>();
+    __syncthreads();  // this tile is here, and all warps are done with the one before
+    if ((tile + 1) * Config::kCells < cta.cell_end) {
+      cta.fetch_cells(tile + 1, next_page);
+      next_page = cta.page_of(tile + 2);
+    }
+    ptx::cp_async_commit();
+    // If some row of this warp sees a cell of the tile.
+    if (tile * Config::kCells < cta.some_cells &&
+        (tile + 1) * Config::kCells > cta.window_of(cta.warp_row)) {
+      cta.attend(rows, tile);
     }
   }
+  cta.store_output(rows);
 }
 
 // ---- launchers

@@ -47,6 +47,242 @@ struct CacheMaps {
   TensorMap of[2];  // keys, values
 };
 
+// What the warps of a CTA know of its work: the rows of one (sequence, query head), and the stage
+// of each tile of cells.
+template <typename T>
+struct PrefillCta {
+  using Config = HopperPrefill<T>;
+  using Tile = typename Config::Tile;
+  static constexpr int kCells = Config::kCells;
+
+  const AttentionArgs<T>& args;
+  typename Config::Smem& smem;
+  const Sequence& seq;
+  const int block_row;  // the CTA's first row within the sequence
+  const int head = blockIdx.x;
+  const int kv_head = head / (args.num_heads / args.num_kv_heads);
+  const int block_rows = min(Config::kRows, seq.num_rows - block_row);
+  const int cell_end = seq.length + block_row + block_rows;  // of those that some row sees
+  const int num_tiles = (cell_end + kCells - 1) / kCells;
+
+  // Of a tile's keys (what = 0) or values (1).
+  __device__ __forceinline__ uint32_t full(int tile, int what) const {
+    return ptx::shared_address(&smem.barriers.full[tile % Config::kStages][what]);
+  }
+  __device__ __forceinline__ uint32_t empty(int tile, int what) const {
+    return ptx::shared_address(&smem.barriers.empty[tile % Config::kStages][what]);
+  }
+  __device__ __forceinline__ static int parity_of(int tile) { return tile / Config::kStages % 2; }
+  __device__ __forceinline__ Tile& stage(int tile, int what) const {
+    return smem.tiles[tile % Config::kStages][what];
+  }
+};
+
+// ---- the producer: one thread
+
+template <typename T>
+__device__ __forceinline__ void fetch_cells(const PrefillCta<T>& cta, const CacheMaps& maps) {
+  using Config = HopperPrefill<T>;
+  using Tile = typename Config::Tile;
+  const StepRows& rows = cta.args.rows;
+  const int* pages = rows.page_table + static_cast<int64_t>(cta.seq.slot) * rows.max_pages;
+  const int last_page = (cta.cell_end - 1) / kPageSize;
+  int map_rows[Config::kPages];  // where this tile's pages begin
+  const auto look_up = [&](int tile) {
+#pragma unroll
+    for (int i = 0; i < Config::kPages; ++i) {
+      const int page = pages[min(tile * Config::kPages + i, last_page)];
+      map_rows[i] = (page * cta.args.num_kv_heads + cta.kv_head) * kPageSize;
+    }
+  };
+  look_up(0);
+#pragma unroll 1
+  for (int tile = 0; tile < cta.num_tiles; ++tile) {
+#pragma unroll
+    for (int what = 0; what < 2; ++what) {
+      ptx::mbarrier_wait(cta.empty(tile, what), cta.parity_of(tile) ^ 1);
+      ptx::mbarrier_expect_bytes(cta.full(tile, what), sizeof(Tile));
+      const uint32_t to = ptx::shared_address(cta.stage(tile, what).data);
+#pragma unroll
+      for (int i = 0; i < Config::kPages; ++i) {
+#pragma unroll
+        for (int panel = 0; panel < Config::kPanels; ++panel) {
+          ptx::tensor_copy(to + panel * Tile::kPanelBytes + i * kPageSize * Tile::kRowBytes,
+                           &maps.of[what], panel * 64, map_rows[i], cta.full(tile, what));
+        }
+      }
+    }
+    look_up(tile + 1);
+  }
+}
+
+// ---- the consumers: two warpgroups of 64 rows each
+
+template <typename T>
+struct PrefillConsumer {
+  using Config = HopperPrefill<T>;
+  using Tile = typename Config::Tile;
+  static constexpr int kDim = Config::kDim, kCells = Config::kCells;
+  static constexpr int kPanel = Tile::kPanelBytes / 16, kRow = Tile::kRowBytes / 16;
+
+  using Queries = uint32_t[kDim / 16][4];
+  using Scores = float[kCells / 8][4];
+  using Probabilities = uint32_t[kCells / 16][4];
+
+  const PrefillCta<T>& cta;
+  const int warp, lane;
+
+  __device__ __forceinline__ void load_queries(Queries& queries) const {
+    const AttentionArgs<T>& args = cta.args;
+    const int64_t stride = args.qkv_row;
+    fetch_tile<Config::kMultiplying>(
+        cta.smem.queries,
+        args.qkv + (cta.seq.row_begin + cta.block_row) * stride + cta.head * args.q_head, stride,
+        cta.block_rows);
+    ptx::cp_async_commit();
+    ptx::cp_async_wait<0>();
+    ptx::named_barrier<1, Config::kMultiplying>();
+#pragma unroll
+    for (int k16 = 0; k16 < kDim / 16; ++k16) {
+      load_fragment_a(queries[k16], cta.smem.queries, warp * 16, k16);
+    }
+  }
+
+  __device__ __forceinline__ uint64_t descriptor(int tile, int what) const {
+    return ptx::wgmma_descriptor_swizzle128(ptx::shared_address(cta.stage(tile, what).data));
+  }
+  __device__ __forceinline__ void wait(int tile, int what) const {
+    ptx::mbarrier_wait(cta.full(tile, what), cta.parity_of(tile));
+  }
+  __device__ __forceinline__ void release(int tile, int what) const {
+    __syncwarp();
+    if (lane == 0) ptx::mbarrier_arrive(cta.empty(tile, what));
+  }
+
+  // Starts scores = queries times the tile's keys.
+  __device__ __forceinline__ void multiply_keys(Scores& scores, const Queries& queries,
+                                                int tile) const {
+    wait(tile, 0);
+    const uint64_t keys = descriptor(tile, 0);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int k16 = 0; k16 < kDim / 16; ++k16) {
+      ptx::wgmma_64xNx16<T, kCells / 8>(scores, queries[k16], keys + k16 / 4 * kPanel + k16 % 4 * 2,
+                                        k16 > 0);
+    }
+    ptx::wgmma_commit();
+  }
+  // Starts rows.acc += probabilities times the tile's values, which are there.
+  __device__ __forceinline__ void multiply_values(RowTile<kDim>& rows,
+                                                  const Probabilities& probabilities,
+                                                  int tile) const {
+    const uint64_t values = descriptor(tile, 1);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int k16 = 0; k16 < kCells / 16; ++k16) {
+#pragma unroll
+      for (int panel = 0; panel < Config::kPanels; ++panel) {
+        auto& columns = *reinterpret_cast<float (*)[8][4]>(&rows.acc[8 * panel]);
+        ptx::wgmma_64xNx16<T, 8, true>(columns, probabilities[k16],
+                                       values + panel * kPanel + k16 * 16 * kRow, true);
+      }
+    }
+    ptx::wgmma_commit();
+  }
+  // Scores of a tile become probabilities, in float32.
+  __device__ __forceinline__ void soften(RowTile<kDim>& rows, Scores& scores, float (&factor)[2],
+                                         int tile) const {
+    const int warp_row = cta.block_row + warp * 16;
+    // Of the tile's cells, by the first row.
+    const int seen = cta.seq.length + warp_row + 1 - tile * kCells;
+    if (seen < kCells) {
+#pragma unroll
+      for (int n = 0; n < kCells / 8; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int cell = n * 8 + lane % 4 * 2 + i % 2;
+          if (cell >= seen + lane / 4 + i / 2 * 8) scores[n][i] = kMinusInfinity;
+        }
+      }
+    }
+    add_scores(rows, scores, cta.args.scale_log2, factor);
+  }
+  __device__ __forceinline__ void pack(Probabilities& probabilities, const Scores& scores) const {
+#pragma unroll
+    for (int k16 = 0; k16 < kCells / 16; ++k16) {
+      pack_fragment_a<T>(probabilities[k16], scores, k16);
+    }
+  }
+
+  // All tiles, each one's keys while the values of the tile before are multiplied.
+  __device__ __forceinline__ void attend(RowTile<kDim>& rows, const Queries& queries) const {
+    Scores scores;
+    Probabilities probabilities;
+    float factor[2];
+    multiply_keys(scores, queries, 0);
+    ptx::wgmma_wait<0>();
+    release(0, 0);
+    soften(rows, scores, factor, 0);
+    pack(probabilities, scores);
+#pragma unroll 1
+    for (int tile = 1; tile < cta.num_tiles; ++tile) {
+      multiply_keys(scores, queries, tile);
+      wait(tile - 1, 1);
+      multiply_values(rows, probabilities, tile - 1);
+      ptx::wgmma_wait<1>();
+      release(tile, 0);
+      soften(rows, scores, factor, tile);
+      ptx::wgmma_wait<0>();
+      release(tile - 1, 1);
+      if (is_not_one(factor)) rows.multiply(factor);
+      pack(probabilities, scores);
+    }
+    const int last = cta.num_tiles - 1;
+    wait(last, 1);
+    clear_unseen_values(last);
+    multiply_values(rows, probabilities, last);
+    ptx::wgmma_wait<0>();
+  }
+  // Behind the last cell anything may lie, which a probability of 0 would not make 0 of.
+  __device__ __forceinline__ void clear_unseen_values(int last) const {
+    auto& values = cta.stage(last, 1);
+    const int num_chunks = (cta.num_tiles * kCells - cta.cell_end) * (kDim / 8);
+    for (int i = threadIdx.x % 128; i < num_chunks; i += 128) {
+      const int row = kCells - 1 - i / (kDim / 8);
+      *reinterpret_cast<uint4*>(values.chunk(row, i % (kDim / 8))) = make_uint4(0, 0, 0, 0);
+    }
+    ptx::shared_copy_fence();
+    warp < 4 ? ptx::named_barrier<2, 128>() : ptx::named_barrier<3, 128>();
+  }
+
+  // The warp's own query rows are read: they make room for its output, which leaves in 16 bytes.
+  __device__ __forceinline__ void store_output(const RowTile<kDim>& rows) const {
+    auto& output = cta.smem.queries;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float inverse = inverse_of(quad_sum(rows.sum[half]));
+      const int row = warp * 16 + half * 8 + lane / 4;
+#pragma unroll
+      for (int n = 0; n < kDim / 8; ++n) {
+        const float (&acc)[4] = rows.acc[n];
+        *reinterpret_cast<uint32_t*>(output.chunk(row, n) + lane % 4 * 2) =
+            pack2<T>(normalised(acc[2 * half], inverse), normalised(acc[2 * half + 1], inverse));
+      }
+    }
+    __syncwarp();
+    constexpr int kChunks = kDim / 8;
+#pragma unroll
+    for (int i = lane; i < 16 * kChunks; i += 32) {
+      const int row = warp * 16 + i / kChunks;
+      if (row < cta.block_rows) {
+        const int64_t t = cta.seq.row_begin + cta.block_row + row;
+        T* to = cta.args.out + (t * cta.args.num_heads + cta.head) * kDim;
+        store(to + i % kChunks * 8, load<T, 8>(output.chunk(row, i % kChunks)));
+      }
+    }
+  }
+};
+
 // ---- kernels
 
 template <typename T>
@@ -54,7 +290,6 @@ __global__ void __launch_bounds__(HopperPrefill<T>::kThreads, 1)
     attention_prefill_sm90_kernel(const __grid_constant__ AttentionArgs<T> args,
                                   const __grid_constant__ CacheMaps maps) {
   using Config = HopperPrefill<T>;
-  constexpr int kDim = Config::kDim, kCells = Config::kCells, kPanels = Config::kPanels;
   extern __shared__ __align__(1024) unsigned char shared[];
   auto& smem = *reinterpret_cast<typename Config::Smem*>(shared);
   const int warp = ptx::uniform_warp(), lane = threadIdx.x % 32;
@@ -75,182 +310,21 @@ __global__ void __launch_bounds__(HopperPrefill<T>::kThreads, 1)
   const Sequence seq = load_sequence(args.rows, blockIdx.z);
   const int block_row = static_cast<int>(gridDim.y - 1 - blockIdx.y) * Config::kRows;
   if (block_row >= seq.num_rows) return;
-  const int head = blockIdx.x, kv_head = head / (args.num_heads / args.num_kv_heads);
-  const int block_rows = min(Config::kRows, seq.num_rows - block_row);
-  const int cell_end = seq.length + block_row + block_rows;  // of those that some row sees
-  const int num_tiles = (cell_end + kCells - 1) / kCells;
-  const auto full = [&](int tile, int what) {
-    return ptx::shared_address(&smem.barriers.full[tile % Config::kStages][what]);
-  };
-  const auto empty = [&](int tile, int what) {
-    return ptx::shared_address(&smem.barriers.empty[tile % Config::kStages][what]);
-  };
-  const auto parity_of = [](int tile) { return tile / Config::kStages % 2; };
+  const PrefillCta<T> cta{args, smem, seq, block_row};
 
   if (warp >= Config::kMultiplying / 32) {
     ptx::give_registers<Config::kFeedingRegisters>();
-    if (threadIdx.x != Config::kMultiplying) return;
-    const int* pages = args.rows.page_table + static_cast<int64_t>(seq.slot) * args.rows.max_pages;
-    const int last_page = (cell_end - 1) / kPageSize;
-    int map_rows[Config::kPages];  // where this tile's pages begin
-    const auto look_up = [&](int tile) {
-#pragma unroll
-      for (int i = 0; i < Config::kPages; ++i) {
-        const int page = pages[min(tile * Config::kPages + i, last_page)];
-        map_rows[i] = (page * args.num_kv_heads + kv_head) * kPageSize;
-      }
-    };
-    look_up(0);
-#pragma unroll 1
-    for (int tile = 0; tile < num_tiles; ++tile) {
-#pragma unroll
-      for (int what = 0; what < 2; ++what) {
-        ptx::mbarrier_wait(empty(tile, what), parity_of(tile) ^ 1);
-        ptx::mbarrier_expect_bytes(full(tile, what), sizeof(typename Config::Tile));
-        const uint32_t to = ptx::shared_address(smem.tiles[tile % Config::kStages][what].data);
-#pragma unroll
-        for (int i = 0; i < Config::kPages; ++i) {
-#pragma unroll
-          for (int panel = 0; panel < kPanels; ++panel) {
-            ptx::tensor_copy(
-                to + panel * Config::Tile::kPanelBytes + i * kPageSize * Config::Tile::kRowBytes,
-                &maps.of[what], panel * 64, map_rows[i], full(tile, what));
-          }
-        }
-      }
-      look_up(tile + 1);
-    }
+    if (threadIdx.x == Config::kMultiplying) fetch_cells(cta, maps);
     return;
   }
   ptx::take_registers<Config::kMultiplyingRegisters>();
-
-  const int64_t stride = args.qkv_row;
-  fetch_tile<Config::kMultiplying>(
-      smem.queries, args.qkv + (seq.row_begin + block_row) * stride + head * args.q_head, stride,
-      block_rows);
-  ptx::cp_async_commit();
-  ptx::cp_async_wait<0>();
-  ptx::named_barrier<1, Config::kMultiplying>();
-  uint32_t queries[kDim / 16][4];
-#pragma unroll
-  for (int k16 = 0; k16 < kDim / 16; ++k16) {
-    load_fragment_a(queries[k16], smem.queries, warp * 16, k16);
-  }
-
-  const auto descriptor = [&](int tile, int what) {
-    const auto& of = smem.tiles[tile % Config::kStages][what];
-    return ptx::wgmma_descriptor_swizzle128(ptx::shared_address(of.data));
-  };
-  constexpr int kPanel = Config::Tile::kPanelBytes / 16, kRow = Config::Tile::kRowBytes / 16;
-  RowTile<kDim> rows;
+  const PrefillConsumer<T> consumer{cta, warp, lane};
+  uint32_t queries[Config::kDim / 16][4];
+  consumer.load_queries(queries);
+  RowTile<Config::kDim> rows;
   rows.clear();
-  float scores[kCells / 8][4], factor[2];
-  uint32_t probabilities[kCells / 16][4];
-  const auto multiply_keys = [&](int tile) {
-    ptx::mbarrier_wait(full(tile, 0), parity_of(tile));
-    const uint64_t keys = descriptor(tile, 0);
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int k16 = 0; k16 < kDim / 16; ++k16) {
-      ptx::wgmma_64xNx16<T, kCells / 8>(scores, queries[k16], keys + k16 / 4 * kPanel + k16 % 4 * 2,
-                                        k16 > 0);
-    }
-    ptx::wgmma_commit();
-  };
-  const auto multiply_values = [&](int tile) {
-    const uint64_t values = descriptor(tile, 1);
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int k16 = 0; k16 < kCells / 16; ++k16) {
-#pragma unroll
-      for (int panel = 0; panel < kPanels; ++panel) {
-        auto& columns = *reinterpret_cast<float (*)[8][4]>(&rows.acc[8 * panel]);
-        ptx::wgmma_64xNx16<T, 8, true>(columns, probabilities[k16],
-                                       values + panel * kPanel + k16 * 16 * kRow, true);
-      }
-    }
-    ptx::wgmma_commit();
-  };
-  const auto release = [&](int tile, int what) {
-    __syncwarp();
-    if (lane == 0) ptx::mbarrier_arrive(empty(tile, what));
-  };
-  // Scores of a tile become probabilities.
-  const int warp_row = block_row + warp * 16;
-  const auto soften = [&](int tile) {
-    const int seen = seq.length + warp_row + 1 - tile * kCells;  // of its cells, by the first row
-    if (seen < kCells) {
-#pragma unroll
-      for (int n = 0; n < kCells / 8; ++n) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int cell = n * 8 + lane % 4 * 2 + i % 2;
-          if (cell >= seen + lane / 4 + i / 2 * 8) scores[n][i] = kMinusInfinity;
-        }
-      }
-    }
-    add_scores(rows, scores, args.scale_log2, factor);
-  };
-  const auto pack = [&] {
-#pragma unroll
-    for (int k16 = 0; k16 < kCells / 16; ++k16) {
-      pack_fragment_a<T>(probabilities[k16], scores, k16);
-    }
-  };
-
-  multiply_keys(0);
-  ptx::wgmma_wait<0>();
-  release(0, 0);
-  soften(0);
-  pack();
-#pragma unroll 1
-  for (int tile = 1; tile < num_tiles; ++tile) {
-    multiply_keys(tile);
-    ptx::mbarrier_wait(full(tile - 1, 1), parity_of(tile - 1));
-    multiply_values(tile - 1);
-    ptx::wgmma_wait<1>();
-    release(tile, 0);
-    soften(tile);
-    ptx::wgmma_wait<0>();
-    release(tile - 1, 1);
-    if (is_not_one(factor)) rows.multiply(factor);
-    pack();
-  }
-  // Behind the last cell anything may lie, which a probability of 0 would not make 0 of.
-  const int last = num_tiles - 1;
-  ptx::mbarrier_wait(full(last, 1), parity_of(last));
-  auto& values = smem.tiles[last % Config::kStages][1];
-  for (int i = threadIdx.x % 128; i < (num_tiles * kCells - cell_end) * (kDim / 8); i += 128) {
-    const int row = kCells - 1 - i / (kDim / 8);
-    *reinterpret_cast<uint4*>(values.chunk(row, i % (kDim / 8))) = make_uint4(0, 0, 0, 0);
-  }
-  ptx::shared_copy_fence();
-  warp < 4 ? ptx::named_barrier<2, 128>() : ptx::named_barrier<3, 128>();
-  multiply_values(last);
-  ptx::wgmma_wait<0>();
-
-  // The warp's own query rows are read: they make room for its output, which leaves in 16 bytes.
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const float inverse = inverse_of(quad_sum(rows.sum[half]));
-    const int row = warp * 16 + half * 8 + lane / 4;
-#pragma unroll
-    for (int n = 0; n < kDim / 8; ++n) {
-      const float (&acc)[4] = rows.acc[n];
-      *reinterpret_cast<uint32_t*>(smem.queries.chunk(row, n) + lane % 4 * 2) =
-          pack2<T>(normalised(acc[2 * half], inverse), normalised(acc[2 * half + 1], inverse));
-    }
-  }
-  __syncwarp();
-  constexpr int kChunks = kDim / 8;
-#pragma unroll
-  for (int i = lane; i < 16 * kChunks; i += 32) {
-    const int row = warp * 16 + i / kChunks;
-    if (row < block_rows) {
-      T* to = args.out + (int64_t{seq.row_begin + block_row + row} * args.num_heads + head) * kDim;
-      store(to + i % kChunks * 8, load<T, 8>(smem.queries.chunk(row, i % kChunks)));
-    }
-  }
+  consumer.attend(rows, queries);
+  consumer.store_output(rows);
 }
 
 // ---- launchers

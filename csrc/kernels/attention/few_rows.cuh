@@ -5,6 +5,10 @@
 // Each warp copies its own keys and values, the keys a round ahead, and fills their place again as
 // soon as it may: at D = 128, 96 KiB are on their way for each of two blocks of an SM before the
 // queries come.
+//
+// Length of attention_few_rows_kernel: the copies before the first round, and the rounds, share all
+// scalars. With the copies in a function of their own ptxas 13.0 spills 8 bytes of a thread
+// (D = 64).
 #pragma once
 
 #include "kernels/attention/decode.cuh"
@@ -45,6 +49,52 @@ struct FewRowsSmem {
   float2 states[Config::kWarps][Config::kRows];  // references and sums of the units of a round
   PackedRows<Config::kRows> packed;
 };
+
+// ---- the steps of a round
+
+// Probabilities of the cells of a warp's unit, and their sums.
+template <typename Config>
+__device__ __forceinline__ UnitState score_unit(float (&scores)[1][1][kUnitTiles][4],
+                                                const uint32_t (&queries)[Config::kDim / 16][4],
+                                                FewRowsSmem<Config>& smem,
+                                                const AttentionArgs<typename Config::Element>& args,
+                                                const Sequence& seq, int i, int warp, int cell) {
+  multiply_keys<typename Config::Element>(scores[0], smem.units[warp].keys[i].cells, 0,
+                                          [&](uint32_t (&q)[1][4], int k16) {
+#pragma unroll
+                                            for (int j = 0; j < 4; ++j) q[0][j] = queries[k16][j];
+                                          });
+  smem.packed.hide(scores, args, seq, 0, cell);
+  return softmax_of_unit(scores[0][0], args.scale_log2);
+}
+
+// The probabilities of a warp's unit times its values. The products take the place of its keys.
+template <typename Config>
+__device__ __forceinline__ void multiply_unit(const float (&probabilities)[kUnitTiles][4],
+                                              const UnitState& sums, FewRowsSmem<Config>& smem,
+                                              int i, int warp, int lane) {
+  auto& unit = smem.units[warp];
+  multiply_unit_values<typename Config::Element, Config::kDim>(
+      probabilities,
+      [&](uint32_t (&v)[4], int k16, int n16) {
+        load_fragment_values(v, unit.values, k16 * 16, n16);
+      },
+      [&](int n16, const float (&acc)[2][4]) {
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+          unit.keys[i].acc[2 * n16 + n][lane] =
+              make_float4(acc[n][0], acc[n][1], acc[n][2], acc[n][3]);
+        }
+      });
+  if (lane % 4 == 0) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      smem.states[warp][half * 8 + lane / 4] = make_float2(sums.reference[half], sums.sum[half]);
+    }
+  }
+}
+
+// ---- kernels
 
 // Grid: (chunks * KV heads, ranges, B).
 template <typename Config>
@@ -147,35 +197,12 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
     UnitState sums;
     float scores[1][1][kUnitTiles][4];
     if (exists(cell)) {
-      multiply_keys<T>(scores[0], unit.keys[i].cells, 0, [&](uint32_t (&q)[1][4], int k16) {
-#pragma unroll
-        for (int j = 0; j < 4; ++j) q[0][j] = queries[k16][j];
-      });
-      smem.packed.hide(scores, args, seq, 0, cell);
-      sums = softmax_of_unit(scores[0][0], args.scale_log2);
+      sums = score_unit<Config>(scores, queries, smem, args, seq, i, warp, cell);
     }
     ptx::cp_async_wait<1>();
     __syncwarp();
     if (exists(cell)) {
-      multiply_unit_values<T, kDim>(
-          scores[0][0],
-          [&](uint32_t (&v)[4], int k16, int n16) {
-            load_fragment_values(v, unit.values, k16 * 16, n16);
-          },
-          [&](int n16, const float (&acc)[2][4]) {
-#pragma unroll
-            for (int n = 0; n < 2; ++n) {
-              unit.keys[i].acc[2 * n16 + n][lane] =
-                  make_float4(acc[n][0], acc[n][1], acc[n][2], acc[n][3]);
-            }
-          });
-      if (lane % 4 == 0) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          smem.states[warp][half * 8 + lane / 4] =
-              make_float2(sums.reference[half], sums.sum[half]);
-        }
-      }
+      multiply_unit<Config>(scores[0][0], sums, smem, i, warp, lane);
     }
     __syncwarp();
     fetch(unit.values, args.v_cache, cell + Config::kRoundCells, page);

@@ -17,6 +17,13 @@ namespace {
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr float kMaxGumbel = 16.7f;  // above -log(-log(u)) for the largest u
 
+// Is no logit NaN or +inf?
+bool is_sound(const float* z, int vocab_size) {
+  int num_wrong = 0;
+  for (int i = 0; i < vocab_size; ++i) num_wrong += z[i] < kInfinity ? 0 : 1;
+  return num_wrong == 0;
+}
+
 float largest(const float* z, int vocab_size) { return *std::max_element(z, z + vocab_size); }
 
 void write_logprobs(const float* z, int vocab_size, int token, int num_top, TokenLogprobs& out) {
@@ -152,8 +159,9 @@ void sample(const Context&, const SampleParams& p) {
     const int64_t slot = p.row_slots[row];
     const SlotSampling& s = p.sampling[slot];
     float* z = p.logits.as<float>() + int64_t{row} * vocab_size;
-    for (int i = 0; i < vocab_size; ++i) {
-      if (std::isnan(z[i])) z[i] = -kInfinity;
+    if (!is_sound(z, vocab_size)) {
+      p.tokens[row] = kNoToken;
+      continue;
     }
     thread_local std::vector<float> raw;
     if (s.num_logprobs >= 0) raw.assign(z, z + vocab_size);
@@ -165,11 +173,16 @@ void sample(const Context&, const SampleParams& p) {
     if (s.use_bias) {
       for (int i = 0; i < vocab_size; ++i) z[i] += p.bias[slot * vocab_size + i];
     }
-    if (p.mask_rows && p.mask_rows[row] >= 0) {
+    const bool has_mask = p.mask_rows && p.mask_rows[row] >= 0;
+    if (has_mask) {
       apply_mask(z, vocab_size, p.masks + int64_t{p.mask_rows[row]} * num_mask_words(vocab_size));
     }
     const float maximum = largest(z, vocab_size);
     int token = 0;
+    if (maximum == -kInfinity && !has_mask) {
+      p.tokens[row] = kNoToken;
+      continue;
+    }
     if (s.temperature == 0) {
       token = static_cast<int>(std::find(z, z + vocab_size, maximum) - z);
     } else if (maximum > -kInfinity) {

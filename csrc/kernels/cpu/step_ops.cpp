@@ -25,7 +25,9 @@ void finish_step(const Context&, const FinishStepParams& p) {
     state.accepted.ids[path] = token;
     state.accepted.paths[path] = -1;
     state.accepted.counts[slot] = 1;
-    if (p.sampling[slot].use_penalties) ++state.counts[int64_t{slot} * state.vocab_size + token];
+    if (token != kNoToken && p.sampling[slot].use_penalties) {
+      ++state.counts[int64_t{slot} * state.vocab_size + token];
+    }
     results[r].slot = slot;
     results[r].num_tokens = 1;
     results[r].finished = 0;

@@ -53,8 +53,11 @@ void accept_tree(const Context&, const AcceptTreeParams& p) {
         result->tokens[num] = token;
         if (sampling.num_logprobs >= 0) result->logprobs[num] = p.logprobs[row];
       }
-      if (sampling.use_penalties) ++state.counts[int64_t{slot} * state.vocab_size + token];
-      finished = is_stop(stop, token) || num + 1 >= stop.max_tokens;
+      const bool is_token = token != kNoToken;
+      if (is_token && sampling.use_penalties) {
+        ++state.counts[int64_t{slot} * state.vocab_size + token];
+      }
+      finished = !is_token || is_stop(stop, token) || num + 1 >= stop.max_tokens;
       cached = token;
       node = child_of(p.trees, seq, node, token);
     }

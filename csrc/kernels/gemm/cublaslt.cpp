@@ -193,21 +193,19 @@ std::unique_ptr<CublasLt> CublasLt::load(const Context& ctx,
   return nullptr;
 }
 
-void CublasLt::gemm(const Context& ctx, const GemmParams& params) {
-  const int64_t m = params.x.size(0), k = params.x.size(1), n = params.w.size(0);
-  const DType dtype = params.x.dtype(), out = params.y.dtype();
-  const int64_t y_stride = params.y_stride ? params.y_stride : n;
-  const Impl::Key key{n, k, y_stride, dtype, out};
+void CublasLt::gemm(const Context& ctx, const Tensor& y, const Tensor& x, const Tensor& w,
+                    float alpha, float beta, int64_t y_stride) {
+  const int64_t m = x.size(0), k = x.size(1), n = w.size(0);
+  const Impl::Key key{n, k, y_stride, x.dtype(), y.dtype()};
   auto it = impl_->algorithms.find(key);
   if (it == impl_->algorithms.end()) {
-    const Problem reference(impl_->api, dtype, out, kReferenceRows, n, k, y_stride);
+    const Problem reference(impl_->api, x.dtype(), y.dtype(), kReferenceRows, n, k, y_stride);
     it = impl_->algorithms.emplace(key, impl_->choose(reference)).first;
   }
-  const Problem problem(impl_->api, dtype, out, m, n, k, y_stride);
-  check(impl_->api.matmul(impl_->handle, problem.desc, &params.alpha, params.w.data(), problem.a,
-                          params.x.data(), problem.b, &params.beta, params.y.data(), problem.c,
-                          params.y.data(), problem.c, &it->second, impl_->workspace,
-                          kWorkspaceBytes, static_cast<cudaStream_t>(ctx.stream)),
+  const Problem problem(impl_->api, x.dtype(), y.dtype(), m, n, k, y_stride);
+  check(impl_->api.matmul(impl_->handle, problem.desc, &alpha, w.data(), problem.a, x.data(),
+                          problem.b, &beta, y.data(), problem.c, y.data(), problem.c, &it->second,
+                          impl_->workspace, kWorkspaceBytes, static_cast<cudaStream_t>(ctx.stream)),
         "Matmul");
 }
 
@@ -222,7 +220,8 @@ const std::string& CublasLt::path() const { return impl_->path; }
 std::unique_ptr<CublasLt> CublasLt::load(const Context&, const std::vector<std::string>&) {
   return nullptr;
 }
-void CublasLt::gemm(const Context&, const GemmParams&) {}
+void CublasLt::gemm(const Context&, const Tensor&, const Tensor&, const Tensor&, float, float,
+                    int64_t) {}
 
 #endif
 

@@ -11,19 +11,20 @@
 #include <tuple>
 #include <vector>
 
-#include "kernels/gemm/gemm.h"
+#include "core/context.h"
 
 namespace cpmcu {
 
-class CublasLt {
+class CublasLt : public GemmLibrary {
  public:
   // Looks in `paths`, then where the loader looks. Null if it is not found (or on the CPU).
   static std::unique_ptr<CublasLt> load(const Context& ctx, const std::vector<std::string>& paths);
-  ~CublasLt();
+  ~CublasLt() override;
   CublasLt(const CublasLt&) = delete;
   CublasLt& operator=(const CublasLt&) = delete;
 
-  void gemm(const Context& ctx, const GemmParams& params);
+  void gemm(const Context& ctx, const Tensor& y, const Tensor& x, const Tensor& w, float alpha,
+            float beta, int64_t y_stride) override;
   const std::string& path() const;
 
  private:

@@ -9,8 +9,8 @@
 // when x is there the ring in shared memory is full of weights that were read meanwhile.
 //
 // Work: one block of threads on each multiprocessor, all alive until the end. Eight warps multiply,
-// 4 bits as in w4a16_kernel.cuh and 16 bits as they are, one thread feeds weights and another rows
-// of x; of one row a warp fetches weights to L2 ahead of both (chain/ahead.cuh). A product has
+// 4 bits as in w4a16_multiply.cuh and 16 bits as they are, one thread feeds weights and another
+// rows of x; of one row a warp fetches weights to L2 ahead of both (chain/ahead.cuh). A product has
 // tiles of 256 rows of W, and slices of K where tiles are few, so that every block has something.
 // Sums of slices go through global memory: pieces of 16 bytes in a place that holds NaNs of a kind
 // that no instruction makes, so that a piece says itself whether it has come, and nobody counts or

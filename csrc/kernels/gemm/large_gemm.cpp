@@ -1,6 +1,6 @@
 // Which kernel multiplies a prompt's rows.
 #ifdef CPMCU_WITH_CUDA
-#include "kernels/gemm/cublaslt.h"
+#include "kernels/gemm/gemm.h"
 #include "kernels/silu_mul.h"
 
 namespace cpmcu::cuda {
@@ -19,7 +19,9 @@ void large_gemm(const Context& ctx, const GemmParams& params) {
     return large_gemm_sm90(ctx, params, false);
   }
 #endif
-  ctx.cublas != nullptr ? ctx.cublas->gemm(ctx, params) : cuda::skinny_gemm(ctx, params);
+  if (ctx.cublas == nullptr) return cuda::skinny_gemm(ctx, params);
+  ctx.cublas->gemm(ctx, params.y, params.x, params.w, params.alpha, params.beta,
+                   params.y_stride ? params.y_stride : params.w.size(0));
 }
 
 void gated_gemm(const Context& ctx, const GatedGemmParams& p) {

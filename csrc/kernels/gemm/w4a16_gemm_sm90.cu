@@ -3,6 +3,7 @@
 // same way, so a row has the same bits (tests/kernels/test_w4a16.py). The kernel is in
 // w4a16_kernel.cuh.
 #include "kernels/gemm/tensor_map.cuh"
+#include "kernels/gemm/w4a16_kernel.cuh"
 #include "kernels/gemm/w4a16_wgmma.cuh"
 
 namespace cpmcu::cuda {

@@ -17,8 +17,11 @@
 // before waits in shared memory. y goes through shared memory, too: its rows are columns of the
 // sums. Two accumulators of 128 columns fit into registers, so scales cost a product in 16 of the
 // tensor cores' cycles and unpacking one in 8: that, not memory, is what is left (74 % of peak).
+#include "core/dispatch.h"
+#include "core/launch.h"
 #include "kernels/gemm/large_tiles.cuh"
 #include "kernels/gemm/tensor_map.cuh"
+#include "kernels/gemm/w4a16_sums.cuh"
 #include "kernels/gemm/w4a16_wgmma.cuh"
 
 namespace cpmcu::cuda {

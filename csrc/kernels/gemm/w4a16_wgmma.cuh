@@ -5,7 +5,7 @@
 // unpacked in registers, is the left operand.
 #pragma once
 
-#include "kernels/gemm/w4a16_kernel.cuh"
+#include "kernels/gemm/w4a16_multiply.cuh"
 
 namespace cpmcu::cuda {
 namespace {

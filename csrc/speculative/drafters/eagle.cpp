@@ -63,8 +63,7 @@ class EagleDrafter : public HeadDrafter {
  protected:
   Tensor pick(const HiddenStates& states) const override { return states.final; }
 
-  Tensor forward(const Context& ctx, const Step& step, const HiddenRows& feature,
-                 Source) override {
+  Tensor forward(const Context& ctx, const Step& step, const HiddenRows& feature, Source) override {
     const int rows = step.rows.num_rows;
     const Tensor hidden = this->hidden(rows), normed = this->normed(rows);
     embedding(ctx, {.out = embed_norm_ ? normed : left(rows),
@@ -76,10 +75,9 @@ class EagleDrafter : public HeadDrafter {
       embed_norm_->forward(ctx, left(rows), normed, 2 * width());
       feature_norm_->forward(ctx, right(rows), feature.x, 2 * width(), feature.index);
     } else {
-      gather_rows(ctx, {.out = right(rows),
-                        .x = feature.x,
-                        .index = feature.index,
-                        .out_stride = 2 * width()});
+      gather_rows(
+          ctx,
+          {.out = right(rows), .x = feature.x, .index = feature.index, .out_stride = 2 * width()});
     }
     if (has_bias_) gather_rows(ctx, {.out = hidden, .x = bias_, .index = zeros_});
     ProductQueue products(ctx, step.phase);

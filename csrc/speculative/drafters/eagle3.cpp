@@ -25,8 +25,8 @@ class Eagle3Drafter : public HeadDrafter {
         hidden_norm_(add_norm(spec_.scope + "midlayer.hidden_norm")),
         mlp_norm_(add_norm(spec_.scope + "midlayer.post_attention_layernorm")),
         final_norm_(add_norm(spec_.scope + "norm")) {
-    spec_.options.check_known(
-        "an EAGLE-3 head", {"window", "vocab_ids", "own_head", "target_layers", "norm_output"});
+    spec_.options.check_known("an EAGLE-3 head",
+                              {"window", "vocab_ids", "own_head", "target_layers", "norm_output"});
     CHECK(!target_layers_.empty(), "the EAGLE-3 head names no target layers");
     for (int layer : target_layers_) {
       CHECK(layer >= 0 && layer < target.num_hidden_layers,
@@ -42,9 +42,8 @@ class Eagle3Drafter : public HeadDrafter {
     const int64_t element = size_of(model().dtype);
     num_gathered_ = max_rows();
     num_recycled_ = int64_t{limits.max_seqs} * spec_.topk;
-    gathered_id_ = plan.add_scratch(spec_.scope + "gathered",
-                                    num_gathered_ * num_inputs(spec_, target_) * element, 0,
-                                    kSample);
+    gathered_id_ = plan.add_scratch(
+        spec_.scope + "gathered", num_gathered_ * num_inputs(spec_, target_) * element, 0, kSample);
     turn_id_ = plan.add_scratch(spec_.scope + "turn_hidden", num_recycled_ * width() * element, 0,
                                 kSample);
   }
@@ -75,10 +74,9 @@ class Eagle3Drafter : public HeadDrafter {
       if (given.x.data() == hidden.data()) hidden = turn_hidden_.rows(0, rows);
       gather_rows(ctx, {.out = hidden, .x = given.x, .index = given.index});
     }
-    embedding(ctx, {.out = normed,
-                    .table = embedding_table_,
-                    .ids = step.ids,
-                    .scale = model().embed_scale});
+    embedding(
+        ctx,
+        {.out = normed, .table = embedding_table_, .ids = step.ids, .scale = model().embed_scale});
     embed_norm_->forward(ctx, left(rows), normed, 2 * width());
     hidden_norm_->forward(ctx, right(rows), hidden, 2 * width());
     ProductQueue products(ctx, step.phase);

@@ -3,7 +3,7 @@
 
 #include "kernels/attention/tiles.cuh"
 #include "kernels/gemm/gemm_chain.h"
-#include "kernels/gemm/w4a16_kernel.cuh"
+#include "kernels/gemm/w4a16_multiply.cuh"
 
 namespace cpmcu::cuda::chain {
 

@@ -1,4 +1,4 @@
-"""Planted pairs: the text and the acceptance that they were made for, on the CPU engine."""
+"""Pairs with synthetic acceptance say their text and reach their acceptance on the CPU engine."""
 
 from __future__ import annotations
 
@@ -12,8 +12,12 @@ import pytest
 from cpmcu import bench
 from cpmcu.config import EngineConfig, SpeculativeConfig
 from cpmcu.loading.loader import LoadedModel, load_model
+from scripts.synthetic.acceptance import lay_out
+from scripts.synthetic.layouts import eagle3_tensors, eagle_tensors, special_ids
+from scripts.synthetic.presets import PRESETS
+from scripts.synthetic.writer import DEFAULT_TOKENIZER, copy_tokenizer
 from tests.engine.harness import sampling
-from tests.unit.test_synthetic_checkpoint import read_tensors, synthetic, write
+from tests.unit.test_synthetic_checkpoint import read_tensors, write
 
 DEPTH, CYCLES, PROMPT = 4, 300, [5, 900, 17]
 ROOM = len(PROMPT) + 1 + CYCLES * (DEPTH + 1)
@@ -30,7 +34,7 @@ FLAGS = [word for key, value in SMALL.items() for word in ("--set", f"{key}={val
 
 def write_pair(folder: Path, preset: str, acceptance: float, *more: str) -> tuple[Path, Path]:
     target, draft = folder / "target", folder / "draft"
-    flags = ["--planted", str(acceptance), "--draft-out", str(draft), "--dtype", "float32"]
+    flags = ["--acceptance", str(acceptance), "--draft-out", str(draft), "--dtype", "float32"]
     write(preset, target, *flags, *FLAGS, *more)
     return target, draft
 
@@ -68,7 +72,7 @@ def pair(
 
 
 @pytest.mark.parametrize("topk, tree_size", [(1, 5), (8, 32)])
-def test_text_and_acceptance_are_as_planted(
+def test_text_and_acceptance_are_as_laid_out(
     pair: tuple[float, Path, Path], topk: int, tree_size: int
 ) -> None:
     acceptance, target, draft = pair
@@ -90,39 +94,39 @@ def test_text_and_acceptance_are_as_planted(
         lengths.append(len(emitted))
 
     config = json.loads((target / "config.json").read_text())
-    planted = synthetic.plant(config, 0, acceptance, SMALL["vocab_size"] // 2)
+    laid = lay_out(config, 0, acceptance, SMALL["vocab_size"] // 2)
     previous = [PROMPT[-1], *tokens[:-1]]
-    assert tokens == planted.next_token[previous].tolist()
+    assert tokens == laid.next_token[previous].tolist()
     mean, deviation = expected_length(acceptance)
     assert abs(np.mean(lengths) - mean) <= 3 * deviation / np.sqrt(CYCLES)
     if topk == 1:  # each step is as the plan of it says
         at = 0
         for length in lengths:
-            agreed = planted.accepted[tokens[at : at + DEPTH]].tolist()
+            agreed = laid.accepted[tokens[at : at + DEPTH]].tolist()
             assert length == 1 + (agreed + [False]).index(False)
             at += length
 
 
 def test_the_cycle_passes_each_drafted_token_once() -> None:
-    config = {**synthetic.PRESETS["tiny-minicpm"].config, **SMALL}
-    planted = synthetic.plant(config, 0, 0.75, 512)
-    token, seen = int(planted.drafted[0]), []
+    config = {**PRESETS["tiny-minicpm"].config, **SMALL}
+    laid = lay_out(config, 0, 0.75, 512)
+    token, seen = int(laid.drafted[0]), []
     while token not in seen:
         seen.append(token)
-        token = int(planted.next_token[token])
-    assert sorted(seen) == planted.drafted.tolist() and token == seen[0]
-    assert not synthetic.special_ids(config) & set(seen)
-    assert planted.accepted[planted.drafted].sum() == 384
-    outside = np.setdiff1d(np.arange(SMALL["vocab_size"]), planted.drafted)
-    assert np.isin(planted.next_token[outside], planted.drafted).all()
-    assert sorted(planted.head_rows) == list(range(SMALL["vocab_size"]))
+        token = int(laid.next_token[token])
+    assert sorted(seen) == laid.drafted.tolist() and token == seen[0]
+    assert not special_ids(config) & set(seen)
+    assert laid.accepted[laid.drafted].sum() == 384
+    outside = np.setdiff1d(np.arange(SMALL["vocab_size"]), laid.drafted)
+    assert np.isin(laid.next_token[outside], laid.drafted).all()
+    assert sorted(laid.head_rows) == list(range(SMALL["vocab_size"]))
 
 
-def test_planted_flags_are_checked(tmp_path: Path) -> None:
+def test_flags_of_a_pair_are_checked(tmp_path: Path) -> None:
     out = tmp_path / "model"
     with pytest.raises(SystemExit, match="go together"):
-        write("tiny-llama", out, "--planted", "0.5")
-    both = ["--draft-out", str(tmp_path / "draft"), "--planted"]
+        write("tiny-llama", out, "--acceptance", "0.5")
+    both = ["--draft-out", str(tmp_path / "draft"), "--acceptance"]
     with pytest.raises(SystemExit, match="probability"):
         write("tiny-llama", out, *both, "1.5")
     with pytest.raises(SystemExit, match="is a draft"):
@@ -151,7 +155,7 @@ def test_eagle_head_with_its_own_vocabulary(tmp_path: Path) -> None:
 
 def test_bench_reports_cycles(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target, draft = write_pair(tmp_path, "tiny-minicpm", 1.0)
-    synthetic.copy_tokenizer(synthetic.DEFAULT_TOKENIZER, target)
+    copy_tokenizer(DEFAULT_TOKENIZER, target)
     flags = ["--model", str(target), "--device", "cpu", "--contexts", "32", "--decode", "2"]
     flags += ["--draft-model-path", str(draft), "--spec-num-iter", "4", "--max-num-seqs", "1"]
     capsys.readouterr()  # what the writer said
@@ -196,10 +200,10 @@ def test_draft_presets(tmp_path: Path) -> None:
     assert loaded.draft is not None and len(loaded.draft.vocab_ids) == 512
     assert not loaded.draft.own_head
 
-    eagle = {s.name: s for s in synthetic.eagle_tensors(synthetic.PRESETS["llama3.1-8b"].config)}
+    eagle = {s.name: s for s in eagle_tensors(PRESETS["llama3.1-8b"].config)}
     assert "input_norm1.weight" not in eagle and "layers.0.self_attn.q_proj.weight" in eagle
-    config = synthetic.PRESETS["llama3.1-8b-eagle3"].config
-    eagle3 = {spec.name: spec.shape for spec in synthetic.eagle3_tensors(config)}
+    config = PRESETS["llama3.1-8b-eagle3"].config
+    eagle3 = {spec.name: spec.shape for spec in eagle3_tensors(config)}
     assert eagle3["fc.weight"] == (4096, 3 * 4096)
     assert eagle3["midlayer.self_attn.q_proj.weight"] == (4096, 2 * 4096)
     assert eagle3["lm_head.weight"] == (32000, 4096)

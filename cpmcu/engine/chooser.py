@@ -1,0 +1,160 @@
+"""Chooses how much each speculative step drafts: what emits the most tokens a second, as measured.
+
+A step may draft up to what the engine was made for, less, or nothing (a plain step). Which pays
+depends on the text, the draft, the machine and the number of sequences. So steps are timed, tokens
+are counted, and shapes are tried, the small ones first. What trials lose is paid from a *budget*,
+counted in plain steps: it begins at a few, earns a small share of all time and of what drafting
+gains, and holds no more than a few. So a useless draft costs START_BUDGET + 100 TIME_SHARE plain
+steps over the first 100 tokens, and what a trial takes longer than predicted.
+
+The choice changes no token: any shape emits what plain decoding would.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from cpmcu.engine.emitted_tokens import EmittedTokens
+from cpmcu.engine.shapes import PLAIN, Shape
+from cpmcu.engine.step_times import StepTimes
+
+START_BUDGET, MOST_BUDGET = 2.8, 3.0  # plain steps
+TIME_SHARE = 0.01  # of all time, that trials may lose
+GAIN_SHARE = 0.5  # of what drafting gains over plain steps
+TRIAL = 3  # steps in a row: right after plain steps a draft is accepted less
+PAUSE = 2  # steps between trials, in which the last one is observed
+MARGIN = 1.02  # by which a trial must promise to be faster
+REVIEW = 4  # drafted steps that a plan holds: making one takes as long as some kernels
+PLAIN_REVIEW = 12  # plain steps: they are the shortest
+RETRIED = 500  # steps after which a shape is tried again without a promise
+LOST_STEPS = 3.0  # plain steps behind plain decoding, after which what is known is forgotten
+NEW_TEXT = 3  # samples that older texts count as
+_LONGEST = 10.0  # plain steps: what a longer step took was not its own doing
+
+
+@dataclasses.dataclass(slots=True)
+class _Plan:
+    """What the next steps do."""
+
+    num_seqs: int
+    plain: float  # seconds of a plain step
+    best: Shape
+    rate: float  # tokens a second that are expected of it
+    trial: Shape | None = None  # what comes first, if anything is to be tried
+    trial_steps: int = 0
+    left: int = 0  # steps
+
+
+class ShapeChooser:
+    """Chooses from `shapes`, the plain step among them.
+
+    Used by one thread. Steps may be chosen before those in flight are observed.
+    """
+
+    def __init__(self, shapes: Sequence[Shape]) -> None:
+        self.shapes = list(shapes)
+        self._times = StepTimes()
+        self._tokens = EmittedTokens()
+        self._budget = START_BUDGET
+        self._plan: _Plan | None = None
+        self._pause = 0
+        self._lost = 0.0  # plain steps, by drafting where it was thought to be the best
+        self._losing: list[tuple[Shape, Sequence[int]]] = []  # the steps that lost them
+
+    def choose(self, num_seqs: int) -> Shape:
+        """The shape of the next step, of so many sequences."""
+        plan = self._plan
+        if plan is None or plan.left <= 0 or plan.num_seqs != num_seqs:
+            plan = self._plan = self._make_plan(num_seqs)
+        if plan is None:
+            return PLAIN
+        if plan.trial is not None and plan.trial_steps > 0:
+            plan.trial_steps -= 1
+            self._pause = PAUSE
+            return plan.trial
+        plan.left -= 1
+        self._pause -= 1
+        return plan.best
+
+    def observe(self, shape: Shape, num_seqs: int, seconds: float, emitted: Sequence[int]) -> None:
+        """A step took so long and emitted so many tokens for each of its running sequences."""
+        self._times.add(shape, num_seqs, seconds)
+        if emitted:
+            self._tokens.add(shape, emitted)
+        plan = self._plan
+        if plan is None or not emitted:
+            return
+        mean = sum(emitted) / len(emitted)
+        if plan.num_seqs != num_seqs:  # it was chosen before the number changed
+            lost = seconds / (self._times.plain(num_seqs) or seconds) - mean
+            self._budget -= max(0.0, min(lost, 2 * MOST_BUDGET))
+            return
+        earned = TIME_SHARE * min(seconds / plan.plain, _LONGEST)
+        if shape != plan.best:
+            loss = (seconds - mean / plan.rate) / plan.plain
+            earned -= max(-MOST_BUDGET, min(loss, 2 * MOST_BUDGET))
+            if plan.trial_steps == 0:
+                plan.left = 0
+        elif shape != PLAIN:
+            gain = mean - self._times.bounds(shape, num_seqs)[1] / plan.plain
+            earned += GAIN_SHARE * max(0.0, gain)
+            if self._gives_up(shape, gain, emitted):
+                plan.left = 0
+        self._budget = min(self._budget + earned, MOST_BUDGET)
+
+    def forget_text(self) -> None:
+        """A new sequence has begun: what was accepted says less about it."""
+        self._tokens.forget(NEW_TEXT)
+        self._lost = 0.0
+        if self._plan is not None:
+            self._plan.left = 0
+
+    def _gives_up(self, shape: Shape, gain: float, emitted: Sequence[int]) -> bool:
+        """Have best shapes lost so much that the text must have changed? Then it is forgotten."""
+        if self._lost == 0:
+            self._losing = []
+        self._losing.append((shape, emitted))
+        self._lost = max(0.0, self._lost - gain)
+        if self._lost > LOST_STEPS:
+            self._tokens.forget(0, kept=self._losing)
+            self._budget -= self._lost
+            self._lost = 0.0
+            return True
+        return False
+
+    def _make_plan(self, num_seqs: int) -> _Plan | None:
+        """None before it is known how long a plain step takes."""
+        plain = self._times.plain(num_seqs)
+        if plain is None or not self._times.knows_plain(num_seqs):
+            return None
+        bounds = {shape: self._times.bounds(shape, num_seqs) for shape in self.shapes}
+        tokens = {shape: self._tokens.expected(shape) for shape in self.shapes}
+        best = max(self.shapes, key=lambda shape: tokens[shape] / bounds[shape][1])
+        plan = _Plan(num_seqs, plain, best, tokens[best] / bounds[best][1])
+        plan.left = PLAIN_REVIEW if best == PLAIN else REVIEW
+        if self._pause > 0:
+            plan.left = self._pause
+            return plan
+        promised = plan.rate * MARGIN
+        for shape in self.shapes:
+            if shape == best:
+                continue
+            low, high = bounds[shape]
+            loss = max(0.0, high - tokens[shape] / plan.rate) / plain
+            hoped = self._tokens.hoped(shape) / low
+            steps = self._trial_steps(shape, num_seqs)
+            if hoped > promised:
+                if loss * steps <= self._budget:
+                    promised, plan.trial, plan.trial_steps = hoped, shape, steps
+            elif (
+                plan.trial is None
+                and self._times.age(shape, num_seqs) > RETRIED
+                and loss <= self._budget / 2
+            ):
+                plan.trial, plan.trial_steps = shape, 1
+        return plan
+
+    def _trial_steps(self, shape: Shape, num_seqs: int) -> int:
+        trusted = shape != PLAIN and self._times.is_trusted(shape, num_seqs)
+        return TRIAL if trusted else 1

@@ -1,0 +1,101 @@
+"""What a JSON schema says, as far as llguidance must be told: whether its `oneOf`s are `anyOf`s.
+
+`oneOf` allows what exactly one of its alternatives allows. Where no value fits two of them, as with
+the unions that pydantic writes, that is what `anyOf` allows. llguidance does not see this through a
+`$ref`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+_MAX_REFS = 16  # that lead from one to the next
+_MAX_ALTERNATIVES = 64  # each is compared with each
+
+
+def one_of_is_any_of(source: str) -> bool:
+    """Has a schema (JSON text) `oneOf`s, and do the alternatives of each exclude one another?"""
+    if '"oneOf"' not in source:
+        return False
+    root = json.loads(source)
+    found = list(_one_ofs(root))
+    if not found or max(map(len, found)) > _MAX_ALTERNATIVES:
+        return False
+    try:
+        return all(
+            _exclusive(_resolved(one, root), _resolved(other, root), root)
+            for alternatives in found
+            for one, other in itertools.combinations(alternatives, 2)
+        )
+    except RecursionError:  # a constant that is nested deeply
+        return False
+
+
+def _one_ofs(root: Any) -> Iterator[list[Any]]:
+    pending = [root]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, list):
+            pending += node
+        elif isinstance(node, Mapping):
+            pending += node.values()
+            if isinstance(node.get("oneOf"), list):
+                yield node["oneOf"]
+
+
+def _resolved(schema: Any, root: Any) -> Mapping[str, Any]:
+    """A schema, or what its reference within `root` leads to; {} if that cannot be found."""
+    for _ in range(_MAX_REFS):
+        if not isinstance(schema, Mapping):
+            return {}
+        reference = schema.get("$ref")
+        if not isinstance(reference, str):
+            return schema
+        schema = root
+        for part in reference.removeprefix("#").split("/")[1:]:
+            name = part.replace("~1", "/").replace("~0", "~")
+            schema = schema.get(name) if isinstance(schema, Mapping) else None
+    return {}
+
+
+def _exclusive(one: Mapping[str, Any], other: Mapping[str, Any], root: Any) -> bool:
+    """Can no value fit both? By their types, their values, or those of a property of both."""
+    if _apart(_types(one), _types(other)) or _apart(_values(one), _values(other)):
+        return True
+    if _types(one) != {"object"} or _types(other) != {"object"}:
+        return False
+    shared = _texts(one.get("required")) & _texts(other.get("required"))
+    return any(_apart(*(_property(each, name, root) for each in (one, other))) for name in shared)
+
+
+def _property(schema: Mapping[str, Any], name: str, root: Any) -> set[str] | None:
+    properties = schema.get("properties")
+    stated = properties.get(name) if isinstance(properties, Mapping) else None
+    return _values(_resolved(stated, root))
+
+
+def _apart(one: set[str] | None, other: set[str] | None) -> bool:
+    return one is not None and other is not None and not one & other
+
+
+def _texts(stated: Any) -> set[str]:
+    """The texts in a list; a schema may be wrong, which llguidance tells."""
+    return {each for each in stated if isinstance(each, str)} if isinstance(stated, list) else set()
+
+
+def _types(schema: Mapping[str, Any]) -> set[str] | None:
+    """The types that a schema allows; None if it does not say."""
+    stated = schema.get("type")
+    found = {stated} if isinstance(stated, str) else _texts(stated)
+    return found | ({"integer"} if "number" in found else set()) or None
+
+
+def _values(schema: Mapping[str, Any]) -> set[str] | None:
+    """The values that a schema allows, as JSON; None if it does not list them."""
+    stated = [schema["const"]] if "const" in schema else schema.get("enum")
+    if not isinstance(stated, list) or not stated:
+        return None
+    return {json.dumps(value, sort_keys=True) for value in stated}

@@ -1,0 +1,130 @@
+"""How long steps take, by shape and number of sequences: measured, or bounded by what was measured.
+
+A step that drafts takes a plain step's time and an *extra*. The extra of an untried shape lies
+between two bounds: on a GPU it grows with the drafted levels, on a CPU with levels and nodes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Iterable
+
+from cpmcu.engine.shapes import PLAIN, Shape
+
+RECENT = 12  # steps that are remembered
+TRUSTED = 3  # steps until a time counts: a graph is captured, kernels are loaded, caches are cold
+FIRST_PLAIN, MOST_FIRST_PLAIN = 4, 8  # plain steps before anything is drafted
+AGREEING = 1.15  # the two fastest plain steps at the start, slower over faster, at most
+DOUBTED = 8  # with fewer plain steps, a plain step may be faster than any of them
+DOUBT = 0.6  # by this factor
+OLD, STALE = 32, 2000  # steps after which a time is doubted, and hardly counts
+LEAST_EXTRA = 0.15  # of a plain step, that upper bounds are made of
+
+
+@dataclasses.dataclass(slots=True)
+class _Times:
+    recent: deque[float] = dataclasses.field(default_factory=lambda: deque(maxlen=RECENT))
+    least: float = 0.0
+    typical: float = 0.0
+    last: int = 0  # step
+
+    def add(self, seconds: float, step: int, *, plain: bool) -> None:
+        self.recent.append(seconds)
+        self.last = step
+        self.least = min(self.recent)
+        # Other processes only ever slow a step down. Of a plain step the fastest counts: taken for
+        # slower than it is, it would make a useless draft look good.
+        self.typical = self.least if plain else sorted(self.recent)[len(self.recent) // 4]
+
+
+class StepTimes:
+    """Seconds of steps. A time that nothing is known of is a plain step's for each node."""
+
+    def __init__(self) -> None:
+        self._by_seqs: dict[int, dict[Shape, _Times]] = {}
+        self._steps = 0
+
+    def add(self, shape: Shape, num_seqs: int, seconds: float) -> None:
+        """A step took so long."""
+        self._steps += 1
+        times = self._by_seqs.setdefault(num_seqs, {}).setdefault(shape, _Times())
+        times.add(seconds, self._steps, plain=shape == PLAIN)
+
+    def is_trusted(self, shape: Shape, num_seqs: int) -> bool:
+        """Was the shape tried often enough?"""
+        times = self._find(shape, num_seqs)
+        return times is not None and len(times.recent) >= TRUSTED
+
+    def age(self, shape: Shape, num_seqs: int) -> int:
+        """Steps since the shape was last tried."""
+        times = self._find(shape, num_seqs)
+        return self._steps - times.last if times else self._steps
+
+    def knows_plain(self, num_seqs: int) -> bool:
+        """Is it known how long a plain step takes: by itself, or of another number of sequences?"""
+        times = self._find(PLAIN, num_seqs)
+        if times is None:
+            return self.plain(num_seqs) is not None
+        if len(times.recent) < FIRST_PLAIN:
+            return False
+        fastest, second = sorted(times.recent)[:2]
+        return second <= AGREEING * fastest or len(times.recent) >= MOST_FIRST_PLAIN
+
+    def plain(self, num_seqs: int) -> float | None:
+        """Seconds of a plain step; None if there was none of any number of sequences."""
+        times = self._find(PLAIN, num_seqs)
+        if times is None:
+            timed = [n for n, known in self._by_seqs.items() if PLAIN in known]
+            nearest = self._nearest(num_seqs, timed)
+            times = None if nearest is None else self._by_seqs[nearest][PLAIN]
+        return None if times is None else times.typical
+
+    def bounds(self, shape: Shape, num_seqs: int) -> tuple[float, float]:
+        """Between what the seconds of a step lie; the second is what is expected of it.
+
+        Raises ValueError before the first plain step.
+        """
+        plain = self.plain(num_seqs)
+        if plain is None:
+            raise ValueError("no plain step was timed yet")
+        own = self._find(shape, num_seqs)
+        if own is None:
+            return (plain, plain) if shape == PLAIN else self._predict(shape, num_seqs, plain)
+        age = self._steps - own.last
+        if shape == PLAIN:
+            return (DOUBT if len(own.recent) < DOUBTED else 1) * own.least, own.typical
+        if len(own.recent) >= TRUSTED and age <= STALE:
+            return own.least if age > OLD else own.typical, own.typical
+        low, high = self._predict(shape, num_seqs, plain)
+        if age > STALE:
+            return min(low, own.typical), own.typical
+        typical = max(plain, own.typical)  # slow because it is new, or slower than predicted
+        return min(low, typical), min(typical, (typical + 3 * high) / 4)
+
+    def _find(self, shape: Shape, num_seqs: int) -> _Times | None:
+        return self._by_seqs.get(num_seqs, {}).get(shape)
+
+    def _nearest(self, num_seqs: int, known: Iterable[int]) -> int | None:
+        return min(known, key=lambda n: max(n / num_seqs, num_seqs / n), default=None)
+
+    def _predict(self, shape: Shape, num_seqs: int, plain: float) -> tuple[float, float]:
+        """From the largest shape within this one that was timed, else the smallest beyond."""
+        drafted = {
+            n: [other for other in known if other != PLAIN and (other, n) != (shape, num_seqs)]
+            for n, known in self._by_seqs.items()
+            if PLAIN in known
+        }
+        nearest = self._nearest(num_seqs, [n for n, others in drafted.items() if others])
+        if nearest is None:
+            return plain, plain * shape[1]
+        others = sorted(drafted[nearest], key=lambda other: other[::-1])
+        within = [s for s in others if s[0] <= shape[0] and s[1] <= shape[1]]
+        other = within[-1] if within else others[0]
+        known = self._by_seqs[nearest]
+        extra = max(0.0, known[other].typical - known[PLAIN].typical)
+        levels, nodes = shape[0] / other[0], (shape[1] - 1) / (other[1] - 1)
+        seqs = num_seqs / nearest
+        low = plain + extra * min(levels, nodes) * min(1, seqs)
+        most = max(extra, LEAST_EXTRA * plain) * max(1, levels + nodes - 1) * max(1, seqs)
+        return low, plain + most

@@ -1,0 +1,135 @@
+"""Log-probabilities in the forms of the endpoints: tokens, their names, offsets, the prompt's."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+
+from cpmcu.outputs import TokenLogprobs
+from cpmcu.serving.protocol.base import PromptLogprob, PromptLogprobs
+from cpmcu.serving.protocol.completion import CompletionLogprobs
+from cpmcu.serving.token_text import TokenTexts
+
+LOWEST = -9999.0  # a log-probability of zero: JSON has no minus infinity
+_GAP = 16  # letters of a prompt, at most, that may be no token's text
+
+Scored = tuple[int, TokenLogprobs | None]  # a token; None: nothing comes before it
+
+
+def scored(entries: Sequence[TokenLogprobs] | None) -> list[Scored]:
+    """What was drawn, as `Logprobs.write` takes it."""
+    return [(entry.token_id, entry) for entry in entries or ()]
+
+
+def by_id(token: int) -> str:
+    """A token's name that no other has (vLLM's return_tokens_as_token_ids)."""
+    return f"token_id:{token}"
+
+
+def of_prompt(
+    texts: TokenTexts, scores: Sequence[TokenLogprobs | None], count: int | None
+) -> PromptLogprobs | None:
+    """vLLM's `prompt_logprobs` with the `count` likeliest tokens; None if it was not asked for.
+
+    The rank of the prompt's own token is known if it is among the likeliest.
+    """
+    if count is None:
+        return None
+    found: PromptLogprobs = []
+    for entry in scores:
+        if entry is None:
+            found.append(None)
+            continue
+        ranks = {token: i + 1 for i, (token, _) in enumerate(entry.top)}
+        tokens = {entry.token_id: entry.logprob, **dict(entry.top[:count])}
+        found.append(
+            {
+                str(token): PromptLogprob(
+                    logprob=max(logprob, LOWEST),
+                    rank=ranks.get(token),
+                    decoded_token=texts.text_of(token),
+                )
+                for token, logprob in tokens.items()
+            }
+        )
+    return found
+
+
+class Logprobs:
+    """One choice's log-probabilities as /v1/completions has them, with offsets into its text.
+
+    That text begins with `echo`, whose tokens are the first `num_echoed`; `skip_special`: special
+    tokens of the output are not in it. `as_ids`: tokens are named by their ids.
+    """
+
+    def __init__(
+        self,
+        texts: TokenTexts,
+        wanted: int | None,
+        *,
+        echo: str = "",
+        num_echoed: int = 0,
+        skip_special: bool = True,
+        as_ids: bool = False,
+    ) -> None:
+        self._texts = texts
+        self._wanted = wanted
+        self._echo = echo
+        self._left = num_echoed
+        self._skip_special = skip_special
+        self._name = by_id if as_ids else texts.spelling_of
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._offset = 0
+
+    def write(self, entries: Sequence[Scored]) -> CompletionLogprobs | None:
+        """The next tokens; None if log-probabilities were not asked for."""
+        if self._wanted is None:
+            return None
+        offsets = []
+        for token, _ in entries:
+            shown = self._texts.is_shown(token)
+            if self._left:
+                offsets.append(self._find(token, shown))
+            else:
+                offsets.append(self._offset)
+                if shown or not self._skip_special:
+                    self._offset += len(self._decoder.decode(self._texts.bytes_of(token)))
+        return CompletionLogprobs(
+            tokens=[self._name(token) for token, _ in entries],
+            token_logprobs=[None if e is None else max(e.logprob, LOWEST) for _, e in entries],
+            top_logprobs=[self._top(entry, self._wanted) for _, entry in entries],
+            text_offset=offsets,
+        )
+
+    def _find(self, token: int, shown: bool) -> int:
+        """Where the echoed text has the prompt's next token; goes on behind it.
+
+        A text prompt is echoed as it came. It may have special tokens by name, and lack what the
+        tokenizer put before it (a special token, a space); some letters may be no token's.
+        """
+        text = self._texts.text_of(token)
+        if shown:
+            text = self._decoder.decode(self._texts.bytes_of(token))
+        begin = self._offset
+        found = self._echo.find(text, begin, begin + _GAP + len(text))
+        if self._echo.startswith(text.removeprefix(" "), begin) and found != begin:
+            text, found = text.removeprefix(" "), begin
+        if found >= 0 and (shown or not self._echo[begin:found].strip()):
+            begin, self._offset = found, found + len(text)
+        self._left -= 1
+        if not self._left:
+            self._offset = len(self._echo)
+        return begin
+
+    def _top(self, entry: TokenLogprobs | None, count: int) -> dict[str, float] | None:
+        """The `count` likeliest tokens and the chosen one, whose name no other token has."""
+        if entry is None:
+            return None
+        owners = {self._name(entry.token_id): entry.token_id}
+        found: dict[str, float] = {}
+        for token, logprob in (*entry.top[:count], (entry.token_id, entry.logprob)):
+            name = self._name(token)
+            if owners.setdefault(name, token) != token:
+                name = by_id(token)
+            found.setdefault(name, max(logprob, LOWEST))
+        return found

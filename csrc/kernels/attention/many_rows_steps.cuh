@@ -1,0 +1,366 @@
+// The steps of attention of many rows (many_rows.cuh): what a CTA has in shared memory, and one
+// function for each thing that its warps do with a tile, a unit, a tree or a run.
+//
+// NOTE: functions take scalars by value and callables by reference. By value, a callable changes
+// the registers that ptxas 13.0 gives to the loop.
+#pragma once
+
+#include "kernels/attention/decode.cuh"
+
+namespace cpmcu::cuda {
+namespace {
+
+template <typename T, int kDim_>
+struct ManyRowsConfig {
+  using Element = T;
+  static constexpr int kDim = kDim_;
+  static constexpr int kColumns = kDim <= 128 ? kDim : 128;  // of the output, that a warp adds up
+  static constexpr int kColumnWarps = kDim / kColumns;       // warps that share rows
+  static constexpr int kWarps = 4;
+  static constexpr int kThreads = kWarps * 32;
+  static constexpr int kRows = kWarps / kColumnWarps * kWarpRows;  // 64, 32 for D = 256
+  static constexpr int kCells = kDim <= 128 ? 64 : 32;             // of a tile
+  static constexpr int kStages = kDim == 64 ? 4 : 3;
+  static constexpr int kBlocks = 2;                             // on one SM
+  static constexpr int kTreeTiles = kMaxTreeSize / kCells + 1;  // a tree may begin anywhere in one
+  static constexpr bool kMerges = kDim <= 128;  // runs, in the place of the last stage
+  static_assert(kTreeTiles <= kStages - kMerges, "a tree is in shared memory as a whole");
+  static_assert(kPageSize % kCells == 0, "a tile of cells lies in one page");
+};
+
+template <typename Config>
+struct ManyRowsSmem {
+  using T = typename Config::Element;
+  using Cells = SwizzledTile<T, Config::kCells, Config::kDim>;
+  struct Stage {
+    Cells keys, values;
+  };
+  using Queries = SwizzledTile<T, Config::kRows, Config::kDim>;
+  static_assert(sizeof(Queries) <= sizeof(Stage), "the queries come through a stage");
+  Stage stages[Config::kStages];
+  PackedRows<Config::kRows> packed;
+  Chunk chunk;                                         // for the tree
+  uint8_t paths[Config::kThreads / 32][kMaxTreeSize];  // of a warp's row: its ancestors in order
+
+  // In the stage that is filled last.
+  __device__ __forceinline__ Queries& queries() {
+    return reinterpret_cast<Queries&>(stages[Config::kStages - 1]);
+  }
+  // What this thread has of the run before the present split, where runs are merged: eight
+  // dimensions after another. The last stage is then none.
+  using Run = float4[Config::kColumns / 8][Config::kThreads];
+  static_assert(!Config::kMerges || sizeof(Run) <= sizeof(Stage));
+  __device__ __forceinline__ float4& of_run(int n) {
+    return reinterpret_cast<Run&>(stages[Config::kStages - 1])[n][threadIdx.x];
+  }
+};
+
+// A tile of 64 cells by wgmma, which reads keys and values once for the 64 rows of four warps:
+// those of the cells' units one after another, as mma.sync would. hide(scores) as of PackedRows.
+template <typename T, int kDim, typename Hide>
+__device__ __forceinline__ void add_tile(RowTile<kDim>& state,
+                                         const SwizzledTile<T, 64, kDim>& keys,
+                                         const SwizzledTile<T, 64, kDim>& values,
+                                         const uint32_t (&queries)[kDim / 16][4], float scale_log2,
+                                         Hide hide) {
+  constexpr int kUnits = 64 / kUnit, kPanels = kDim / 64;  // of 64 dimensions
+  using Cells = SwizzledTile<T, 64, kDim>;
+  constexpr int kPanel = Cells::kPanelBytes / 16, kRow = Cells::kRowBytes / 16;
+  const uint64_t key_rows = ptx::wgmma_descriptor_swizzle128(keys.address(0, 0));
+  const uint64_t value_rows = ptx::wgmma_descriptor_swizzle128(values.address(0, 0));
+  float all[kUnits * kUnitTiles][4];
+  ptx::wgmma_fence();
+#pragma unroll
+  for (int k16 = 0; k16 < kDim / 16; ++k16) {
+    ptx::wgmma_64xNx16<T, 8>(all, queries[k16], key_rows + k16 / 4 * kPanel + k16 % 4 * 2, k16 > 0);
+  }
+  ptx::wgmma_commit();
+  ptx::wgmma_wait<0>();
+  float scores[kUnits][1][kUnitTiles][4];
+#pragma unroll
+  for (int n = 0; n < kUnits * kUnitTiles; ++n) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) scores[n / kUnitTiles][0][n % kUnitTiles][i] = all[n][i];
+  }
+  hide(scores);
+
+  // The probabilities of all units first, so that there is something to do while one waits; then a
+  // panel's products run while those of the one before are added.
+  UnitState sums[kUnits];
+  uint32_t p[kUnits][kUnitTiles / 2][4];
+#pragma unroll
+  for (int unit = 0; unit < kUnits; ++unit) {
+    sums[unit] = softmax_of_unit(scores[unit][0], scale_log2);
+    pack_unit<T>(p[unit], scores[unit][0]);
+  }
+  float acc[2][8][4];
+  const auto multiply = [&](int i) {
+    const int unit = i / kPanels, panel = i % kPanels;
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int k16 = 0; k16 < kUnitTiles / 2; ++k16) {
+      const uint64_t rows = value_rows + panel * kPanel + (unit * kUnit + k16 * 16) * kRow;
+      ptx::wgmma_64xNx16<T, 8, true>(acc[i % 2], p[unit][k16], rows, k16 > 0);
+    }
+    ptx::wgmma_commit();
+  };
+  multiply(0);
+  multiply(1);
+  constexpr int kProducts = kUnits * kPanels;
+  float factor[2], weight[2];
+#pragma unroll
+  for (int i = 0; i < kProducts; ++i) {
+    const int unit = i / kPanels, panel = i % kPanels;
+    if (panel == 0) weigh(state, sums[unit], factor, weight);
+    i + 1 < kProducts ? ptx::wgmma_wait<1>() : ptx::wgmma_wait<0>();
+    if (is_not_one(factor)) state.template multiply<8>(factor, panel * 8);
+#pragma unroll
+    for (int n = 0; n < 8; ++n) add_weighted(state.acc[panel * 8 + n], acc[i % 2][n], weight);
+    if (i + 2 < kProducts) multiply(i + 2);
+  }
+}
+
+// Adds a unit to the split: its scores, and its values from dimension `column` on.
+template <typename T, int kColumns, typename LoadValues>
+__device__ __forceinline__ void add_unit(RowTile<kColumns>& state, float (&scores)[kUnitTiles][4],
+                                         float scale_log2, int column, LoadValues load_values) {
+  const UnitState unit = softmax_of_unit(scores, scale_log2);
+  float weight[2];
+  begin_unit(state, unit, weight);
+  multiply_unit_values<T, kColumns>(
+      scores, [&](uint32_t (&v)[4], int k16, int n16) { load_values(v, k16, column / 16 + n16); },
+      [&](int n16, const float (&acc)[2][4]) {
+#pragma unroll
+        for (int n = 0; n < 2; ++n) add_weighted(state.acc[2 * n16 + n], acc[n], weight);
+      });
+}
+
+// Where the unit from `cell` on lies for a row of the tree: the cells before the tree, and then the
+// row's ancestors in order.
+template <typename Config>
+struct AncestorCells {
+  uint32_t key[kUnit / 16], value[kUnit / 16];  // a lane's addresses for ldmatrix
+
+  // Of packed row p. address_of(cell): of a cell's keys.
+  template <typename AddressOf>
+  __device__ __forceinline__ AncestorCells(const ManyRowsSmem<Config>& smem,
+                                           uint8_t (&path)[kMaxTreeSize], int lane, int cell, int p,
+                                           int length, AddressOf address_of) {
+    const uint64_t mask = smem.packed.masks[p];
+    const uint32_t low = static_cast<uint32_t>(mask), high = static_cast<uint32_t>(mask >> 32);
+    const uint32_t before = (1u << lane) - 1;
+    __syncwarp();  // the row before has been looked up
+    if (low >> lane & 1) path[__popc(low & before)] = lane;
+    if (high >> lane & 1) path[__popc(low) + __popc(high & before)] = 32 + lane;
+    __syncwarp();
+    const int position = cell + lane;
+    const int from = position < length                ? position
+                     : position < smem.packed.ends[p] ? length + path[position - length]
+                                                      : length;  // any: it is masked
+    const uint32_t lane_cell = address_of(from);
+#pragma unroll
+    for (int i = 0; i < kUnit / 16; ++i) {
+      key[i] = __shfl_sync(0xffffffffu, lane_cell, i * 16 + lane / 16 * 8 + lane % 8) ^
+               (lane / 8 % 2 * 16);
+      value[i] = (__shfl_sync(0xffffffffu, lane_cell, i * 16 + lane % 16) +
+                  static_cast<uint32_t>(sizeof(typename ManyRowsSmem<Config>::Stage) / 2)) ^
+                 (lane / 16 * 16);
+    }
+  }
+};
+
+// Which of the cells that AncestorCells names each of a lane's rows sees: those of p's tree row,
+// or, of cells before the tree, all.
+template <typename Config>
+__device__ __forceinline__ void look_up_seen(uint32_t (&sees)[2], const ManyRowsSmem<Config>& smem,
+                                             const AttentionArgs<typename Config::Element>& args,
+                                             int lane, int cell, int p, int warp_row, bool all) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int own = warp_row + half * 8 + lane / 4;
+    const int num_cells = smem.packed.ends[own] - cell;
+    const bool any = num_cells > 0 && (all || smem.packed.rows[own] == smem.packed.rows[p]);
+    sees[half] = any ? ~0u >> max(kUnit - num_cells, 0) : 0;
+    if (args.window > 0) {
+      sees[half] &= ~static_cast<uint32_t>(first_cells(smem.packed.window_begins[own] - cell));
+    }
+  }
+}
+
+// Keeps a split's state as that of the run before the next split.
+template <typename Config>
+__device__ __forceinline__ void park_run(ManyRowsSmem<Config>& smem, UnitState& run,
+                                         const RowTile<Config::kColumns>& state) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    run.reference[half] = state.reference[half], run.sum[half] = state.sum[half];
+  }
+#pragma unroll
+  for (int n = 0; n < Config::kColumns / 8; ++n) {
+    const float (&acc)[4] = state.acc[n];
+    smem.of_run(n) = make_float4(acc[0], acc[1], acc[2], acc[3]);
+  }
+}
+
+// Adds the cells of a tile, from `cell` on, to the state of a warp's rows.
+template <typename Config, bool kWgmma>
+__device__ __forceinline__ void attend_tile(RowTile<Config::kColumns>& state,
+                                            typename ManyRowsSmem<Config>::Stage& stage,
+                                            ManyRowsSmem<Config>& smem,
+                                            const AttentionArgs<typename Config::Element>& args,
+                                            const Sequence& seq,
+                                            const uint32_t (&queries)[Config::kDim / 16][4],
+                                            int warp_row, int column, int cell) {
+  using T = typename Config::Element;
+  if constexpr (kWgmma) {
+    add_tile<T>(state, stage.keys, stage.values, queries, args.scale_log2,
+                [&](auto& scores) { smem.packed.hide(scores, args, seq, warp_row, cell); });
+  } else {
+    constexpr int kUnits = Config::kCells / kUnit;
+    float scores[kUnits][1][kUnitTiles][4];
+#pragma unroll
+    for (int unit = 0; unit < kUnits; ++unit) {
+      multiply_keys<T>(scores[unit], stage.keys, unit * kUnit, [&](uint32_t (&q)[1][4], int k16) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) q[0][i] = queries[k16][i];
+      });
+    }
+    smem.packed.hide(scores, args, seq, warp_row, cell);
+#pragma unroll
+    for (int unit = 0; unit < kUnits; ++unit) {
+      add_unit<T>(state, scores[unit][0], args.scale_log2, column,
+                  [&](uint32_t (&v)[4], int k16, int n16) {
+                    load_fragment_values(v, stage.values, unit * kUnit + k16 * 16, n16);
+                  });
+    }
+  }
+}
+
+// Adds the unit of `cells` to the state of those of a warp's rows that see it as packed row p does.
+template <typename Config>
+__device__ __forceinline__ void attend_ancestors(
+    RowTile<Config::kColumns>& state, const AncestorCells<Config>& cells,
+    const ManyRowsSmem<Config>& smem, const AttentionArgs<typename Config::Element>& args,
+    const uint32_t (&queries)[Config::kDim / 16][4], int lane, int cell, int p, int warp_row,
+    int column, bool all) {
+  using T = typename Config::Element;
+  using Cells = typename ManyRowsSmem<Config>::Cells;
+  float scores[1][kUnitTiles][4];
+  multiply_keys<T, Config::kDim>(
+      scores,
+      [&](uint32_t (&q)[1][4], int k16) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) q[0][i] = queries[k16][i];
+      },
+      [&](uint32_t (&k)[4], int n16, int k16) {
+        ptx::ldmatrix4(k, Cells::further(cells.key[n16], k16 * 2));
+      });
+  uint32_t sees[2];
+  look_up_seen<Config>(sees, smem, args, lane, cell, p, warp_row, all);
+  mask_scores(scores[0], sees);
+  add_unit<T>(state, scores[0], args.scale_log2, column, [&](uint32_t (&v)[4], int k16, int n16) {
+    ptx::ldmatrix4_trans(v, Cells::further(cells.value[k16], n16 * 2));
+  });
+}
+
+// Starts copying a tile of cells, from `cell` on, which lies in one page.
+template <typename Config>
+__device__ __forceinline__ void fetch_stage(typename ManyRowsSmem<Config>::Stage& stage,
+                                            const AttentionArgs<typename Config::Element>& args,
+                                            const Sequence& seq, int kv_head, int cell, int page) {
+  const int64_t offset = cell_offset<Config::kDim>(args, page, kv_head, cell);
+  fetch_tile<Config::kThreads>(stage.keys, args.k_cache + offset, Config::kDim, seq.end() - cell);
+  fetch_tile<Config::kThreads>(stage.values, args.v_cache + offset, Config::kDim, seq.end() - cell);
+}
+
+// Adds the unit from `cell` on for the row of the tree that packed row p belongs to. It sees the
+// cells before the tree and then its ancestors in order. If the unit ends before the tree, for all
+// rows. tree_stage(i): tile i of those that hold the tree.
+template <typename Config, typename TreeStage>
+__device__ __forceinline__ void attend_alone(RowTile<Config::kColumns>& state,
+                                             ManyRowsSmem<Config>& smem,
+                                             const AttentionArgs<typename Config::Element>& args,
+                                             const uint32_t (&queries)[Config::kDim / 16][4],
+                                             int lane, int warp, int warp_row, int column, int cell,
+                                             int p, TreeStage tree_stage) {
+  constexpr int kCells = Config::kCells;
+  const int length = smem.chunk.seq.length;  // the main loop leaves no registers for it
+  const int tree_cell = length / kCells * kCells;
+  const bool all = cell + kUnit <= length;
+  auto& path = smem.paths[warp];
+  const AncestorCells<Config> cells(smem, path, lane, cell, p, length, [&](int from) {
+    return tree_stage((from - tree_cell) / kCells).keys.address((from - tree_cell) % kCells, 0);
+  });
+  attend_ancestors<Config>(state, cells, smem, args, queries, lane, cell, p, warp_row, column, all);
+}
+
+// The unit from `cell` on, in the tree's tiles, for all rows of the warp: attend(p) for each row of
+// the tree, p its first packed row.
+template <typename Config, typename Attend>
+__device__ __forceinline__ void each_tree_row(const ManyRowsSmem<Config>& smem, int warp_row,
+                                              int cell, Attend attend) {
+  const Chunk& chunk = smem.chunk;
+  const int end = min(warp_row + kWarpRows, chunk.num_packed - chunk.first);
+  for (int p = warp_row; p < end; p = (smem.packed.rows[p] + 1) * chunk.group - chunk.first) {
+    if (cell >= smem.packed.ends[p]) continue;
+    attend(p);
+    if (cell + kUnit <= chunk.seq.length) return;
+  }
+}
+
+// Fills all stages but the last, and the last with queries. fetch_first(tile, old) starts copying a
+// tile if it has cells of earlier steps alone, or (old = false) if it has others: those of earlier
+// steps need not wait for this one's (core/launch.h).
+template <typename Config, bool kByPosition, typename FetchFirst>
+__device__ __forceinline__ void fetch_before_loop(
+    ManyRowsSmem<Config>& smem, const AttentionArgs<typename Config::Element>& args,
+    const Chunk& chunk, Trace& trace, const FetchFirst& fetch_first) {
+  using T = typename Config::Element;
+#pragma unroll
+  for (int tile = 0; tile < Config::kStages - 1; ++tile) fetch_first(tile, true);
+  smem.packed.template load<kByPosition, Config::kDim>(args, chunk);
+  if (threadIdx.x == 0) smem.chunk = chunk;
+  __syncthreads();
+  QueryCopy<Config::kThreads, T, Config::kRows, Config::kDim> queries_copy;
+  queries_copy.look_up(smem.packed);
+  ptx::pdl_wait();
+  trace.stamp(1);
+  ptx::pdl_launch();
+#pragma unroll
+  for (int tile = 0; tile < Config::kStages - 1; ++tile) {
+    fetch_first(tile, false);
+    if (tile == 0) queries_copy.start(smem.queries(), args.qkv);
+    ptx::cp_async_commit();
+  }
+  ptx::cp_async_wait<Config::kStages - 2>();
+  __syncthreads();
+}
+
+// Makes of a split's state that of its run, and keeps it aside if the run goes on.
+template <typename Config>
+__device__ __forceinline__ void merge_split(ManyRowsSmem<Config>& smem,
+                                            RowTile<Config::kColumns>& state, UnitState& run,
+                                            bool& run_has_splits, bool goes_on) {
+  if (run_has_splits) add_to_run(state, run, [&](int n) { return smem.of_run(n); });
+  run_has_splits = goes_on;
+  if (run_has_splits) park_run<Config>(smem, run, state);
+}
+
+// Until the tree's tiles are there. The last of them may have waited for a stage.
+template <typename Config, typename Fetch>
+__device__ __forceinline__ void await_tree(const ManyRowsSmem<Config>& smem, int num_shared,
+                                           int num_ahead, const Fetch& fetch) {
+  constexpr int kCells = Config::kCells;
+  const int last = num_shared + Config::kTreeTiles - 1;
+  if (Config::kTreeTiles > num_ahead && last >= Config::kStages - 1) {
+    __syncthreads();
+    const int tree_cell = smem.chunk.seq.length / kCells * kCells;
+    fetch(last, tree_cell + (Config::kTreeTiles - 1) * kCells);
+    ptx::cp_async_commit();
+  }
+  ptx::cp_async_wait<0>();
+  __syncthreads();
+}
+
+}  // namespace
+}  // namespace cpmcu::cuda

@@ -1,0 +1,137 @@
+// The pipeline through which w4_gemm_kernel gets packed blocks and rows of x, and the warp that
+// produces its stages.
+#pragma once
+
+#include "kernels/gemm/w4a16_multiply.cuh"
+#include "kernels/gemm/w4a16_sums.cuh"
+
+namespace cpmcu::cuda {
+namespace {
+
+constexpr int kMaxStages = 12;
+constexpr int kBlockBytes = 17 * 1024;  // room for a block with zero points; keeps x aligned
+
+// Stages in shared memory, of rows of x and a packed block behind them, and the barriers that say
+// that both are there, or that all warps are done with them.
+template <int kGroups>
+struct W4Ring {
+  static constexpr int kXBytes = 8 * kGroups * kRowBytes, kStageBytes = kXBytes + kBlockBytes;
+  static constexpr int kBarriers = 2 * kMaxStages;
+  uint32_t data, barriers;
+  uint32_t end;  // of the barriers of the stages that there are
+
+  __device__ __forceinline__ W4Ring(const void* data, const void* barriers, int stages)
+      : data(ptx::shared_address(data)), barriers(ptx::shared_address(barriers)) {
+    end = this->barriers + 8 * stages;
+    ptx::opaque(this->data);  // computed once
+    ptx::opaque(this->barriers);
+    ptx::opaque(end);
+  }
+
+  // Where a stage and its barriers lie, and the parity of their phase.
+  struct Stage {
+    uint32_t rows, full;
+    int parity;
+
+    __device__ __forceinline__ uint32_t weights() const { return rows + kXBytes; }
+    __device__ __forceinline__ uint32_t empty() const { return full + 8 * kMaxStages; }
+  };
+  __device__ __forceinline__ Stage stage(int index) const {
+    return {data + index * kStageBytes, barriers + 8 * index, 0};
+  }
+  __device__ __forceinline__ void advance(Stage& at) const {
+    at.rows += kStageBytes;
+    at.full += 8;
+    if (at.full == end) at = {data, barriers, at.parity ^ 1};
+  }
+};
+
+// How many blocks a block of threads has still to ask for when those of the next launch may begin.
+// Earlier those are in the way of these; later memory rests.
+template <int kGroups>
+constexpr int kLeftToAskFor = kGroups == 1 ? 3 : 0;
+
+// Feeds the ring, by one warp: weights as soon as there is room, rows of x when the kernels before
+// are done, and no more weights than `asked` before that, behind which rows would wait. Those that
+// follow are brought to L2. `first_block` and the following are of each tile.
+template <typename Mma, int kGroups>
+__device__ __forceinline__ void feed(const Args& args, const W4Ring<kGroups>& ring, int first_tile,
+                                     int tile_step, int first_block, int blocks_of_tile) {
+  const int lane = threadIdx.x % 32, end = first_block + blocks_of_tile;
+  const int num_tiles = args.rounds - (first_tile + (args.rounds - 1) * tile_step >= args.tiles);
+  const int num_iterations = num_tiles * blocks_of_tile;
+  const uint64_t policy = ptx::evict_first_policy();
+  int left = num_iterations;  // blocks to ask for
+  if (left <= kLeftToAskFor<kGroups>) ptx::pdl_launch();
+  int tile = first_tile, weights_block = first_block, rows_block = first_block;  // what comes next
+
+  using Stage = typename W4Ring<kGroups>::Stage;
+  const auto next_weights = [&] {
+    return args.blocks + (int64_t{tile} * args.k_blocks + weights_block) * args.block_bytes;
+  };
+  const auto feed_weights = [&](const Stage& stage) {
+    const uint32_t full = stage.full, to = stage.weights();
+    const char* from = next_weights();
+#if __CUDA_ARCH__ >= 900
+    if (lane == 0) {
+      ptx::mbarrier_expect_bytes(full, args.block_bytes + (Mma::kTensorMap ? ring.kXBytes : 0));
+      ptx::bulk_copy(to, from, args.block_bytes, full, policy);
+    }
+#else
+    for (int byte = lane * 16; byte < args.block_bytes; byte += 32 * 16) {
+      ptx::cp_async16(to + byte, from + byte);
+    }
+    if (lane == 0) ptx::mbarrier_arrive(full);
+#endif
+    if (++weights_block == end) weights_block = first_block, tile += tile_step;
+    if (--left == kLeftToAskFor<kGroups>) ptx::pdl_launch();
+  };
+  const auto feed_rows = [&](const Stage& stage) {
+    const uint32_t full = stage.full, to = stage.rows;
+    int k_block = rows_block;
+    if (k_block >= args.blocks_of_digit) k_block -= args.blocks_of_digit;
+    if constexpr (Mma::kTensorMap) {
+      if (lane == 0) copy_rows<kGroups>(to, &args.x_map, k_block, full);
+    } else {
+      const int chunk = lane % 16, k = k_block * kW4BlockK + chunk * 8;
+      const char* from = static_cast<const char*>(args.x) + int64_t{k} * 2;
+#pragma unroll 4
+      for (int row = lane / 16; row < args.m; row += 2) {
+        ptx::cp_async16(to + ptx::swizzled_chunk<8 * kGroups>(row, chunk),
+                        from + int64_t{row} * args.k * 2, k < args.k);
+      }
+      ptx::mbarrier_arrive_cp_async(full);
+    }
+    if (++rows_block == end) rows_block = first_block;
+  };
+
+  if constexpr (Mma::kTensorMap) ptx::prefetch_map(&args.x_map);
+  const int first = min(args.stages, num_iterations), asked = min(args.asked, first);
+#pragma unroll 1
+  for (int i = 0; i < asked; ++i) feed_weights(ring.stage(i));
+  const char* ahead = next_weights();
+  const int ahead_bytes = left == 0 ? 0 : min(args.ahead, end - weights_block) * args.block_bytes;
+#pragma unroll 1
+  for (int byte = lane * 128; byte < ahead_bytes; byte += 32 * 128) ptx::prefetch_l2(ahead + byte);
+  ptx::pdl_wait();
+#pragma unroll 1
+  for (int i = 0; i < first; ++i) {
+    if (i >= asked) feed_weights(ring.stage(i));
+    feed_rows(ring.stage(i));
+  }
+  Stage stage = ring.stage(0);
+#pragma unroll 1
+  for (int i = first; i < num_iterations; ++i) {
+    ptx::mbarrier_wait(stage.empty(), stage.parity);
+    feed_weights(stage);
+    feed_rows(stage);
+    ring.advance(stage);
+  }
+  if constexpr (!Mma::kTensorMap) {  // nothing is on its way when the warp ends
+    ptx::cp_async_commit();
+    ptx::cp_async_wait<0>();
+  }
+}
+
+}  // namespace
+}  // namespace cpmcu::cuda

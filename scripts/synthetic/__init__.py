@@ -1,0 +1,1 @@
+"""Checkpoints of true shapes with seeded random weights; `python -m scripts.synthetic --help`."""

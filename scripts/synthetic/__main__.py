@@ -1,0 +1,143 @@
+"""Write a checkpoint of true shapes with seeded random weights, for benchmarks and tests.
+
+    python -m scripts.synthetic --preset minicpm4-8b --out DIR
+
+The result is an ordinary Hugging Face directory: config.json, generation_config.json,
+model.safetensors (or shards with an index), and a tokenizer. Weights are normal, never zero, and
+scaled so that activations stay finite: matrices have a standard deviation of 1/sqrt(fan_in),
+those that end a residual branch are smaller, norm weights are near 1. The values of a tensor
+depend on the seed, its name and the kind of device alone. So two runs on one kind of device write
+equal files, and a model with fewer layers has the same first layers.
+
+Tensors are made one at a time, with torch on a GPU where there is one and with numpy otherwise,
+and stream to disk: an 8B model never lies in memory as a whole.
+
+Presets whose names end in -eagle or -eagle3 are draft heads. Beside their weights lies
+token_counts.npy, counts of tokens as of natural text, from which FR-Spec takes the most frequent.
+
+    python -m scripts.synthetic --preset minicpm4-8b --acceptance 0.8 --out DIR --draft-out DIR2
+
+writes a target and a draft of it whose acceptance is known (acceptance.py).
+
+--quant gptq, and --draft-quant gptq for the draft, store the layers' projections (and a head's fc)
+in 4 bits with groups of 128: random bits, and scales that give them the same spread.
+
+To add a model, add a row to PRESETS (presets.py). To add another kind of tensor, write a Fill
+(tensors.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from scripts.synthetic.acceptance import pair_presets
+from scripts.synthetic.presets import PRESETS
+from scripts.synthetic.writer import check_apart, check_config, check_out, write_checkpoint
+
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+def parse_override(text: str) -> tuple[str, Any]:
+    """KEY=VALUE, the value as JSON or else as a plain string."""
+    key, separator, value = text.partition("=")
+    if not separator or not key:
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form KEY=VALUE")
+    try:
+        return key, json.loads(value)
+    except json.JSONDecodeError:
+        return key, value
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.synthetic", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("--preset", required=True, help=f"one of {', '.join(PRESETS)}")
+    parser.add_argument("--out", type=Path, required=True, help="folder to write")
+    parser.add_argument("--dtype", choices=DTYPES, help="default: bfloat16, with --quant float16")
+    parser.add_argument("--quant", choices=["gptq"], help="store projections in 4 bits")
+    parser.add_argument("--draft-quant", choices=["gptq"], help="the same of the draft")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--shard-size-gb", type=float, default=5.0)
+    parser.add_argument("--num-hidden-layers", type=int, help="fewer or more layers than the model")
+    parser.add_argument(
+        "--set",
+        type=parse_override,
+        action="append",
+        default=[],
+        metavar="KEY=JSON",
+        help="another value for any key of config.json; shapes follow it",
+    )
+    parser.add_argument(
+        "--acceptance",
+        type=float,
+        metavar="P",
+        help="write a target whose text is known and, with --draft-out, an EAGLE head of which "
+        "each drafted step is accepted with probability P",
+    )
+    parser.add_argument("--draft-out", type=Path, help="folder of the draft")
+    parser.add_argument(
+        "--draft-vocab-size",
+        type=int,
+        help="tokens that the draft knows (default: 32768, at most half of all)",
+    )
+    parser.add_argument("--tokenizer", type=Path, help="copy tokenizer files from this folder")
+    parser.add_argument("--device", default="auto", help="auto, cpu (numpy), cuda, cuda:1 …")
+    parser.add_argument("--force", action="store_true", help="replace an existing checkpoint")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = make_parser().parse_args(argv)
+    if args.preset not in PRESETS:
+        raise SystemExit(f"unknown preset {args.preset!r}; known: {', '.join(PRESETS)}")
+    overrides = dict(args.set)
+    if args.num_hidden_layers is not None:
+        overrides["num_hidden_layers"] = args.num_hidden_layers
+    check_config({**PRESETS[args.preset].config, **overrides})
+    if not 0 < args.shard_size_gb < math.inf:
+        raise SystemExit(f"--shard-size-gb is {args.shard_size_gb}, but must be above 0")
+    jobs = [(PRESETS[args.preset], args.out, args.quant)]
+    if (args.acceptance is None) != (args.draft_out is None):
+        raise SystemExit("--acceptance and --draft-out go together: give both or neither")
+    if args.draft_quant and args.acceptance is None:
+        raise SystemExit("--draft-quant is for the draft of --acceptance; use --quant")
+    dtype = args.dtype or ("float16" if args.quant else "bfloat16")
+    if args.acceptance is not None:
+        preset = PRESETS[args.preset]
+        if preset.draft:
+            raise SystemExit(f"--acceptance needs a target, but {args.preset} is a draft")
+        config = {**preset.config, **overrides}
+        draft_vocab = args.draft_vocab_size or min(32768, config["vocab_size"] // 2)
+        target, draft = pair_presets(
+            preset, config, args.seed, args.acceptance, draft_vocab, args.draft_quant
+        )
+        jobs = [(target, args.out, args.quant), (draft, args.draft_out, args.draft_quant)]
+        overrides = {}
+        for _, out, _ in jobs:  # before the long work
+            check_out(out, args.force, args.tokenizer)
+        check_apart(args.out, args.draft_out)
+    for preset, out, quant in jobs:
+        progress = write_checkpoint(
+            preset,
+            out,
+            dtype=dtype,
+            seed=args.seed,
+            shard_bytes=int(args.shard_size_gb * 1e9),
+            overrides=overrides,
+            tokenizer=args.tokenizer,
+            device=args.device,
+            force=args.force,
+            quant=quant,
+        )
+        pair = "" if args.acceptance is None else f" of acceptance {args.acceptance}"
+        form = f"{args.preset}{pair}, {quant or dtype}, seed {args.seed}"
+        print(f"{out}: {form}, {progress.text().strip()}")
+
+
+if __name__ == "__main__":
+    main()

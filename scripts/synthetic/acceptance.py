@@ -1,0 +1,184 @@
+"""Pairs of target and draft with synthetic acceptance: text and acceptance are known in advance.
+
+The pair runs through the real kernels at true shapes. Tokens c_0, c_1, ... are a random cycle
+through the drafted vocabulary. The residual stream of a token is (nearly) its embedding, a random
+unit vector. The row of the target's head for c_(i+1) is the vector of c_i. Random vectors are
+nearly orthogonal, so the target says c_(i+1) after c_i. A token outside the cycle has the embedding
+of a token inside.
+
+The draft passes the embedding on and has a copy of the head. In the copy, a seeded fraction 1 - P
+of the rows are exchanged: after those tokens the draft is sure of a wrong token. A drafted token is
+accepted with probability P, independently of the others. A speculative step of depth D emits
+1 + P + ... + P^D tokens on average.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from scripts.synthetic.gptq import GROUP_SIZE, LEVELS_STD, gptq_tensors, quantised
+from scripts.synthetic.layouts import (
+    decoder_tensors,
+    draft_vocabulary,
+    eagle_tensors,
+    most_frequent,
+    special_ids,
+)
+from scripts.synthetic.presets import Preset
+from scripts.synthetic.sources import CHUNK, Array, Source, encode
+from scripts.synthetic.tensors import Config, Fill, TensorSpec, matrix, normal, tensor_seed, vectors
+
+TOP_LOGIT = 30.0  # of the right token; the others' are near 0
+BRANCHES = 0.1  # size of all residual branches together, beside the embedding's 1
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """The vector of each row of the tables, and the token after each token."""
+
+    next_token: Array  # [V] the target's next token
+    drafted: Array  # [Vd] target ids, ascending: the cycle
+    accepted: Array  # [V] does the draft say the same?
+    embed_rows: Array  # [V]
+    head_rows: Array  # [V]
+    draft_rows: Array  # [Vd]
+
+
+def lay_out(config: Config, seed: int, acceptance: float, draft_vocab: int) -> Pair:
+    """The cycle and the rows of a pair. Raises SystemExit for impossible numbers."""
+    vocab = config["vocab_size"]
+    most = vocab - len(special_ids(config))
+    if not 0.0 <= acceptance <= 1.0:
+        raise SystemExit(f"--acceptance is {acceptance}, but must be a probability from 0 to 1")
+    if not 2 <= draft_vocab <= most:
+        raise SystemExit(f"--draft-vocab-size is {draft_vocab}, but must be 2 to {most}")
+    rng = np.random.default_rng(tensor_seed(seed, "cycle"))
+    drafted = np.sort(most_frequent(config, draft_vocab)).astype(np.int64)
+    order = rng.permutation(drafted)
+    ids = np.arange(vocab)
+    embed_rows = drafted[ids % draft_vocab]
+    embed_rows[drafted] = drafted
+    head_rows = ids.copy()
+    head_rows[np.roll(order, -1)] = order
+    next_token = np.empty(vocab, np.int64)
+    next_token[order] = np.roll(order, -1)
+    next_token = next_token[embed_rows]
+    wrong = rng.permutation(drafted)[: round((1 - acceptance) * draft_vocab)]
+    wrong = wrong if wrong.size != 1 else rng.permutation(drafted)[:2]  # one alone stays right
+    accepted = ~np.isin(embed_rows, wrong)
+    draft_rows = head_rows.copy()
+    draft_rows[next_token[wrong]] = np.roll(wrong, 1)
+    return Pair(next_token, drafted, accepted, embed_rows, head_rows, draft_rows[drafted])
+
+
+def target_tensors(config: Config, seed: int, pair: Pair) -> Iterator[TensorSpec]:
+    embed_scale = math.sqrt(config["hidden_size"]) / config.get("scale_emb", 1.0)
+    tables = {
+        "model.embed_tokens.weight": vectors(seed, pair.embed_rows, config, embed_scale),
+        "lm_head.weight": vectors(seed, pair.head_rows, config, head_scale(config)),
+    }
+    for spec in decoder_tensors(config):
+        fill = tables.get(spec.name)
+        yield TensorSpec(spec.name, spec.shape, fill) if fill else quiet(spec, config)
+
+
+def draft_tensors(
+    config: Config, seed: int, pair: Pair, quant: str | None = None
+) -> Iterator[TensorSpec]:
+    hidden = config["hidden_size"]
+    yield from draft_vocabulary(pair.drafted, config["vocab_size"])
+    for spec in eagle_tensors(config):
+        if spec.name != "fc.weight":
+            spec = quiet(spec, config)
+            yield from quantised([spec]) if quant else [spec]
+        elif quant:
+            yield from pass_left_half_in_4_bits(hidden)
+        else:
+            yield TensorSpec(spec.name, spec.shape, pass_left_half(hidden))
+    head = vectors(seed, pair.draft_rows, config, head_scale(config))
+    yield TensorSpec("lm_head.weight", (pair.drafted.size, hidden), head)
+
+
+def head_scale(config: Config) -> float:
+    """Length of the head's rows that makes the logit of the right token TOP_LOGIT."""
+    hidden = config["hidden_size"]
+    return TOP_LOGIT / math.sqrt(hidden) / (config.get("dim_model_base", hidden) / hidden)
+
+
+def quiet(spec: TensorSpec, config: Config) -> TensorSpec:
+    """The same tensor, so small that the residual stream stays nearly as it is."""
+    if spec.name.endswith("norm.weight") or "input_norm" in spec.name:
+        return TensorSpec(spec.name, spec.shape, normal(0.0, mean=1.0))
+    if spec.name.endswith(("o_proj.weight", "down_proj.weight")):
+        branch = BRANCHES / math.sqrt(2 * config["num_hidden_layers"])
+        return matrix(spec.name, *spec.shape, branch)
+    return spec
+
+
+def pass_left_half(hidden: int) -> Fill:
+    """[I | 0] for an input [embedding | feature], with a little noise: zeros would run faster."""
+
+    def fill(source: Source, seed: int, count: int, dtype: str) -> Iterator[Array]:
+        noise = 0.01 / math.sqrt(2 * hidden)
+        for begin in range(0, hidden, step := max(1, CHUNK // (2 * hidden))):
+            rows = min(step, hidden - begin)
+            values = np.random.default_rng([seed, begin]).standard_normal(
+                (rows, 2 * hidden), dtype=np.float32
+            )
+            values *= np.float32(noise)
+            values[np.arange(rows), np.arange(begin, begin + rows)] += 1
+            yield encode(values.ravel(), dtype)
+
+    return fill
+
+
+def pass_left_half_in_4_bits(hidden: int) -> Iterator[TensorSpec]:
+    """[I | 0] as above: the group with the one has scale 1/7 and zeros, the others are noise."""
+    noise = 0.01 / math.sqrt(2 * hidden) / LEVELS_STD
+    k = np.arange(hidden)
+
+    def q(source: Source, seed: int, count: int, dtype: str) -> Iterator[Array]:
+        made = np.random.default_rng(seed).integers(
+            0, 1 << 32, (2 * hidden // 8, hidden), dtype=np.uint32
+        )
+        of_group = (k // GROUP_SIZE * (GROUP_SIZE // 8))[:, None] + np.arange(GROUP_SIZE // 8)
+        made[of_group, k[:, None]] = 0x88888888
+        made[k // 8, k] |= np.uint32(7) << (4 * (k % 8)).astype(np.uint32)  # 15
+        yield made.view(np.int32).ravel()
+
+    def scales(source: Source, seed: int, count: int, dtype: str) -> Iterator[Array]:
+        made = np.full((2 * hidden // GROUP_SIZE, hidden), noise, np.float32)
+        made[k // GROUP_SIZE, k] = 1 / 7
+        yield encode(made.ravel(), dtype)
+
+    yield from gptq_tensors("fc", hidden, 2 * hidden, q, noise, scales)
+
+
+def pair_presets(
+    preset: Preset,
+    config: Config,
+    seed: int,
+    acceptance: float,
+    draft_vocab: int,
+    draft_quant: str | None = None,
+) -> tuple[Preset, Preset]:
+    """Presets of the target and the draft; `config` is the target's, overrides applied."""
+    config = config | {"tie_word_embeddings": False}
+    pair = lay_out(config, seed, acceptance, draft_vocab)
+    target = replace(preset, config=config, tensors=lambda c: target_tensors(c, seed, pair))
+    draft = Preset(
+        config
+        | {
+            "num_hidden_layers": 1,
+            "draft_vocab_size": draft_vocab,
+            "planted_acceptance": acceptance,
+        },
+        {},
+        lambda c: draft_tensors(c, seed, pair, draft_quant),
+        draft=True,
+    )
+    return target, draft

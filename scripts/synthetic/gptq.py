@@ -1,0 +1,62 @@
+"""Projections in 4 bits, as GPTQ stores them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+
+from scripts.synthetic.sources import Array, Source
+from scripts.synthetic.tensors import Config, Fill, TensorSpec, normal, stored
+
+GROUP_SIZE = 128
+LEVELS_STD = math.sqrt(10.5)  # of q - 8, see Source.words
+QUANTIZATION_CONFIG: Config = {
+    "quant_method": "gptq",
+    "bits": 4,
+    "group_size": GROUP_SIZE,
+    "desc_act": False,
+    "static_groups": True,
+    "sym": True,
+    "lm_head": False,
+    "checkpoint_format": "gptq",
+}
+
+
+def quantised(specs: Iterable[TensorSpec]) -> Iterator[TensorSpec]:
+    """The same model with projections and fc in 4 bits; everything else as it is."""
+    for spec in specs:
+        module = spec.name.removesuffix(".weight")
+        if not module.endswith(("_proj", "fc")) or module == spec.name:
+            yield spec
+            continue
+        if spec.std == 0:
+            raise SystemExit(f"{spec.name} has no 4-bit form")
+        yield from gptq_tensors(module, *spec.shape, words(), spec.std / LEVELS_STD)
+
+
+def gptq_tensors(
+    module: str, rows: int, columns: int, q: Fill, scale: float, scales: Fill | None = None
+) -> Iterator[TensorSpec]:
+    """A layer [columns -> rows]: w = (q - 8) * scale."""
+    if columns % GROUP_SIZE or rows % 8:
+        raise SystemExit(
+            f"{module} is [{columns} -> {rows}], but 4-bit weights need multiples of {GROUP_SIZE} "
+            "and 8"
+        )
+    groups = columns // GROUP_SIZE
+    zeros = np.full(groups * rows // 8, 0x77777777, np.int32)  # z - 1
+    order = np.arange(columns, dtype=np.int32) // GROUP_SIZE
+    scales = scales or normal(0.05 * scale, mean=scale)
+    yield TensorSpec(f"{module}.qweight", (columns // 8, rows), q, "int32")
+    yield TensorSpec(f"{module}.qzeros", (groups, rows // 8), stored(zeros), "int32")
+    yield TensorSpec(f"{module}.scales", (groups, rows), scales, "float16")
+    yield TensorSpec(f"{module}.g_idx", (columns,), stored(order), "int32")
+
+
+def words() -> Fill:
+    def fill(source: Source, seed: int, count: int, dtype: str) -> Iterator[Array]:
+        return source.words(seed, count)
+
+    return fill

@@ -1,0 +1,132 @@
+"""Which tensors a model or a draft head has, in forward order."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+
+from scripts.synthetic.sources import Array
+from scripts.synthetic.tensors import (
+    Config,
+    TensorSpec,
+    matrix,
+    norm,
+    normal,
+    stored,
+    tensor_seed,
+)
+
+
+def attention_tensors(
+    config: Config, prefix: str, columns: int, branch: float
+) -> Iterator[TensorSpec]:
+    """Projections of attention over inputs of `columns`."""
+    hidden, kind = config["hidden_size"], config["model_type"]
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    head_dim = config.get("head_dim") or hidden // heads
+    for name, rows in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
+        yield matrix(f"{prefix}{name}_proj.weight", rows * head_dim, columns)
+        if kind == "qwen2":
+            yield TensorSpec(f"{prefix}{name}_proj.bias", (rows * head_dim,), normal(0.1))
+    if kind == "qwen3":
+        yield norm(f"{prefix}q_norm.weight", head_dim)
+        yield norm(f"{prefix}k_norm.weight", head_dim)
+    yield matrix(f"{prefix}o_proj.weight", hidden, heads * head_dim, branch)
+
+
+def mlp_tensors(config: Config, prefix: str, branch: float) -> Iterator[TensorSpec]:
+    hidden, intermediate = config["hidden_size"], config["intermediate_size"]
+    yield matrix(f"{prefix}gate_proj.weight", intermediate, hidden)
+    yield matrix(f"{prefix}up_proj.weight", intermediate, hidden)
+    yield matrix(f"{prefix}down_proj.weight", hidden, intermediate, branch)
+
+
+def decoder_tensors(config: Config) -> Iterator[TensorSpec]:
+    """The tensors of a dense Llama, MiniCPM, Qwen2 or Qwen3 model, in forward order."""
+    hidden, vocab = config["hidden_size"], config["vocab_size"]
+    layers = config["num_hidden_layers"]
+    scale_emb = config.get("scale_emb", 1.0)
+    tied = config["tie_word_embeddings"]
+    # A tied table is also the head: without a scale on its input it must be small.
+    small = tied and "dim_model_base" not in config
+    embed_std = 2 / math.sqrt(hidden) if small else 1 / scale_emb
+    yield TensorSpec("model.embed_tokens.weight", (vocab, hidden), normal(embed_std))
+
+    # MiniCPM scales residual branches by itself; elsewhere the weights must.
+    branch = 0.5 if "scale_depth" in config else 1 / math.sqrt(2 * layers)
+    for index in range(layers):
+        prefix = f"model.layers.{index}."
+        yield norm(f"{prefix}input_layernorm.weight", hidden)
+        yield from attention_tensors(config, f"{prefix}self_attn.", hidden, branch)
+        yield norm(f"{prefix}post_attention_layernorm.weight", hidden)
+        yield from mlp_tensors(config, f"{prefix}mlp.", branch)
+    yield norm("model.norm.weight", hidden)
+    if not tied:
+        # The scale on the head's input is undone, so that logits have a spread of about 2.
+        head_scale = config.get("dim_model_base", hidden) / hidden
+        yield matrix("lm_head.weight", vocab, hidden, 2 / head_scale)
+
+
+def eagle_tensors(config: Config) -> Iterator[TensorSpec]:
+    """An EAGLE head: the original layout, or with its three more norms that of MiniCPM4.
+
+    Real files also hold the target's embedding table, which no program reads.
+    """
+    hidden, minicpm4 = config["hidden_size"], config["model_type"] == "minicpm"
+    if minicpm4:
+        yield norm("input_norm1.weight", hidden)
+        yield norm("input_norm2.weight", hidden)
+    yield matrix("fc.weight", hidden, 2 * hidden)
+    for index in range(config["num_hidden_layers"]):
+        prefix = f"layers.{index}."
+        if minicpm4 or index > 0:
+            yield norm(f"{prefix}input_layernorm.weight", hidden)
+        yield from attention_tensors(config, f"{prefix}self_attn.", hidden, 0.5)
+        yield norm(f"{prefix}post_attention_layernorm.weight", hidden)
+        yield from mlp_tensors(config, f"{prefix}mlp.", 0.5)
+
+
+def eagle3_tensors(config: Config) -> Iterator[TensorSpec]:
+    """An EAGLE-3 head, which drafts the most frequent tokens of `token_counts`."""
+    hidden, vocab = config["hidden_size"], config["vocab_size"]
+    drafted = np.sort(most_frequent(config, config["draft_vocab_size"]))
+    yield from draft_vocabulary(drafted, vocab)
+    yield matrix("fc.weight", hidden, 3 * hidden)
+    for name in ("hidden_norm", "input_layernorm"):
+        yield norm(f"midlayer.{name}.weight", hidden)
+    yield from attention_tensors(config, "midlayer.self_attn.", 2 * hidden, 0.5)
+    yield norm("midlayer.post_attention_layernorm.weight", hidden)
+    yield from mlp_tensors(config, "midlayer.mlp.", 0.5)
+    yield norm("norm.weight", hidden)
+    yield matrix("lm_head.weight", drafted.size, hidden, 2)
+
+
+def draft_vocabulary(drafted: Array, vocab: int) -> Iterator[TensorSpec]:
+    """d2t [Vd] and t2d [V]: target id = draft id + d2t[draft id]; t2d says which are drafted."""
+    offsets = drafted.astype(np.int64) - np.arange(drafted.size)
+    yield TensorSpec("d2t", (drafted.size,), stored(offsets), "int64")
+    yield TensorSpec("t2d", (vocab,), stored(np.isin(np.arange(vocab), drafted)), "bool")
+
+
+def token_counts(vocab: int) -> Array:
+    """How often each token occurs, by Zipf's law, frequent and rare ids mixed."""
+    ranks = np.random.default_rng(tensor_seed(0, "token_counts")).permutation(vocab)
+    return (10**9 // (ranks + 1)).astype(np.int64)
+
+
+def most_frequent(config: Config, count: int) -> Array:
+    """The most frequent tokens, the special ones left out."""
+    counts = token_counts(config["vocab_size"])
+    counts[sorted(special_ids(config))] = -1
+    return np.argsort(-counts, kind="stable")[:count]
+
+
+def special_ids(config: Config) -> set[int]:
+    """The ids that begin, end and fill."""
+    found: set[int] = set()
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        ids = config.get(key)
+        found.update([ids] if isinstance(ids, int) else ids or ())
+    return {i for i in found if i < config["vocab_size"]}

@@ -1,0 +1,70 @@
+"""Tensors to be written: name, shape, and a fill that makes the values."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from scripts.synthetic.sources import Array, Source
+
+Config = dict[str, Any]
+Fill = Callable[[Source, int, int, str], Iterator[Array]]  # source, seed, count, dtype -> chunks
+
+
+def normal(std: float, mean: float = 0.0) -> Fill:
+    def fill(source: Source, seed: int, count: int, dtype: str) -> Iterator[Array]:
+        return source.normal(seed, count, mean, std, dtype)
+
+    return fill
+
+
+def stored(values: Array) -> Fill:
+    """Exactly these values, of the storage dtype."""
+
+    def fill(source: Source, seed: int, count: int, dtype: str) -> Iterator[Array]:
+        yield np.ascontiguousarray(values).reshape(-1)
+
+    return fill
+
+
+def vectors(seed: int, index: Array, config: Config, scale: float) -> Fill:
+    """Row i is `scale` times number index[i] of a table of unit vectors, one for each token."""
+    size, columns = config["vocab_size"], config["hidden_size"]
+    table = tensor_seed(seed, "planted")  # another name would give another checkpoint
+
+    def fill(source: Source, seed: int, count: int, dtype: str) -> Iterator[Array]:
+        return source.vectors(table, size, index, columns, scale, dtype)
+
+    return fill
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    name: str
+    shape: tuple[int, ...]
+    fill: Fill
+    dtype: str | None = None  # None: the run's dtype
+    std: float = 0.0  # of a matrix that can be quantised; 0: not quantisable
+
+    @property
+    def count(self) -> int:
+        return math.prod(self.shape)
+
+
+def matrix(name: str, rows: int, columns: int, gain: float = 1.0) -> TensorSpec:
+    """y = x W^T with W [rows, columns] keeps the size of x times `gain`."""
+    std = gain / math.sqrt(columns)
+    return TensorSpec(name, (rows, columns), normal(std), std=std)
+
+
+def norm(name: str, size: int) -> TensorSpec:
+    return TensorSpec(name, (size,), normal(0.05, mean=1.0))
+
+
+def tensor_seed(seed: int, name: str) -> int:
+    return int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:7], "little")

@@ -1,0 +1,75 @@
+"""From the command line to a loaded model: flags, files, and requests that come too early."""
+
+from __future__ import annotations
+
+import asyncio
+
+import httpx
+
+from tests.e2e.calls import CHAT, HELLO, error_of, run_server
+
+
+def test_the_socket_opens_before_the_model_is_loaded(server):
+    lines = server.log.splitlines()
+    listening = next(i for i, line in enumerate(lines) if "listening on" in line)
+    assert listening < next(i for i, line in enumerate(lines) if ": loading tiny-python" in line)
+    assert any("is ready after" in line for line in lines)
+
+
+def test_loading(tmp_path):
+    """503 with Retry-After from everything that needs the model, until it is there."""
+    from cpmcu.config import EngineConfig
+    from cpmcu.serving.app import create_app
+    from cpmcu.serving.config import ServerConfig
+    from cpmcu.serving.service import Service
+
+    async def run() -> None:
+        service = Service(EngineConfig(device="cpu"), ServerConfig())
+        transport = httpx.ASGITransport(create_app(service))
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+            reply = await client.get("/health")
+            assert reply.status_code == 503
+            assert reply.json() == {"status": "loading", "model_loaded": False}
+            for path, body in ((CHAT, HELLO), ("/tokenize", {"prompt": "x"})):
+                reply = await client.post(path, json=body)
+                assert error_of(reply, 503)["code"] == "loading"
+                assert int(reply.headers["retry-after"]) >= 1
+            assert (await client.get("/metrics")).status_code == 200
+            await asyncio.to_thread(service.load)
+            assert (await client.get("/health")).json()["status"] == "ok"
+            service.stop()
+            assert (await client.get("/health")).json()["status"] == "stopping"
+            assert error_of(await client.post(CHAT, json=HELLO), 503)["code"] == "stopping"
+        service.close()
+
+    asyncio.run(run())
+
+
+def test_files_that_are_not_there():
+    found = run_server("--port", "0", "--api-key", "@no/keys")
+    assert found.returncode == 1
+    assert found.stderr.splitlines()[-1] == "cpmcu.server: no/keys: No such file or directory"
+    found = run_server("--port", "0", "--chat-template", "no/x")
+    assert found.returncode == 1
+    assert "the model cannot be loaded: no/x: No such file or directory\n" in found.stderr
+
+
+def test_a_model_that_cannot_be_loaded():
+    found = run_server("--model", "/nowhere", "--port", "0")
+    assert found.returncode == 1
+    assert "the model cannot be loaded" in found.stderr
+    assert "Traceback" not in found.stderr
+
+
+def test_wrong_flags(server):
+    for flags, message in (
+        (["--prot", "1"], "did you mean --port?"),
+        (["--port", "70000"], "port is 70000"),
+        (["--cors-origin", "example.org"], "--cors-origin"),
+    ):
+        found = run_server(*flags)
+        assert found.returncode == 2
+        assert message in found.stderr
+    found = run_server("--port", str(server.port))
+    assert found.returncode == 1
+    assert found.stderr.splitlines()[-1].startswith("cpmcu.server: cannot listen on 127.0.0.1")

@@ -1,0 +1,206 @@
+"""Targets, drafts, trees, samplings and prompts for tests of speculation, and a driver."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from tests.engine.harness import SMALL, random_ids
+from tests.reference.tiny_checkpoints import TinyCheckpoint, write_tiny
+from tests.reference.tiny_drafts import KINDS, write_draft
+from tests.reference.tiny_w4 import quantise, write_w4
+
+VOCAB = 160
+CONTEXT = 512
+
+SAMPLINGS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "seeded": {"temperature": 0.8, "top_p": 0.9, "seed": 12345},
+    "all": {
+        "temperature": 0.8,
+        "top_p": 0.9,
+        "top_k": 50,
+        "min_p": 0.01,
+        "seed": 7,
+        "repetition_penalty": 1.2,
+        "presence_penalty": 0.3,
+        "frequency_penalty": 0.4,
+        "logit_bias": [(5, 2.0), (9, -3.0)],
+    },
+    "penalised": {"frequency_penalty": 0.7, "repetition_penalty": 1.3},
+}
+
+TREES: dict[str, dict[str, int]] = {
+    "chain": {"spec_num_iter": 4, "spec_topk_per_iter": 1, "spec_tree_size": 5},
+    "root": {"spec_num_iter": 1, "spec_topk_per_iter": 1, "spec_tree_size": 1},
+    "narrow": {"spec_num_iter": 3, "spec_topk_per_iter": 4, "spec_tree_size": 12},
+    "wide": {"spec_num_iter": 4, "spec_topk_per_iter": 8, "spec_tree_size": 33},
+    "full": {"spec_num_iter": 5, "spec_topk_per_iter": 10, "spec_tree_size": 64},
+}
+
+TREE_NAMES = ["chain", "narrow"] if SMALL else list(TREES)
+
+# Drafts in 4 bits, of targets in 4 bits: kind -> the dense draft, its layout, the target's.
+W4_DRAFTS = {
+    "eagle_w4": ("eagle_bias", "gptq", "gptq"),
+    "minicpm_eagle_w4": ("minicpm_eagle", "marlin", "marlin"),
+    "eagle3_w4": ("eagle3", "compressed", "awq"),
+}
+
+DRAFTS = [*KINDS, "ngram", *W4_DRAFTS]
+
+SOME_DRAFTS = DRAFTS
+
+if SMALL:
+    DRAFTS = ["minicpm_eagle", "eagle3", "model", "ngram", "eagle_w4"]
+    SOME_DRAFTS = DRAFTS[:-1]  # 4 bits are slow under a sanitizer
+
+
+class Models:
+    """Targets, drafts and the engines made of them, on one device."""
+
+    def __init__(self, root: Path, device: str) -> None:
+        self.root, self.device = root, device
+        self.dtype = "bfloat16" if device == "cuda" else "float32"
+        self.expected: dict[Any, list[int]] = {}
+        self._targets: dict[str, TinyCheckpoint] = {}
+        self._plain: dict[str, Any] = {}
+
+    def target(self, family: str) -> TinyCheckpoint:
+        """`family` may end in "_" and a layout of 4-bit weights."""
+        if family not in self._targets:
+            name, _, layout = family.partition("_")
+            made = write_tiny(
+                self.root / family,
+                name,
+                dtype=self.dtype,
+                vocab_size=VOCAB,
+                num_hidden_layers=3,
+                max_position_embeddings=CONTEXT,
+                **({"hidden_size": 128, "head_dim": 64} if layout else {"head_dim": 64}),
+            )
+            if layout:
+                write_w4(made.directory, made.config, quantise(made.weights), layout)
+            self._targets[family] = made
+        return self._targets[family]
+
+    def draft(self, kind: str, family: str) -> Path:
+        directory = self.root / f"{family}-{kind}"
+        if directory.is_dir():
+            return directory
+        dense, layout, _ = W4_DRAFTS.get(kind, (kind, "", ""))
+        made = write_draft(directory, dense, self.target(family), dtype=self.dtype)
+        layout = layout or family.partition("_")[2]
+        if layout:
+            write_w4(directory, made.config, quantise(made.weights), layout)
+        return directory
+
+    def engine(self, family: str, speculation: dict[str, Any] | None, **config: Any) -> Any:
+        from cpmcu.config import EngineConfig, SpeculativeConfig
+        from cpmcu.loading.loader import load_model
+
+        target = self.target(family).directory
+        speculation = {"no_speculation": True} if speculation is None else speculation
+        config = {"max_num_seqs": 1, "chunk_length": 128, "num_threads": 2, **config}
+        return load_model(
+            str(target),
+            config=EngineConfig(
+                device=self.device,
+                memory_limit=0.2,
+                speculative_config=SpeculativeConfig(**speculation),
+                **config,
+            ),
+        ).engine
+
+    def drafted(self, kind: str, family: str, tree: dict[str, int], **config: Any) -> Any:
+        if kind == "ngram":
+            tree = {"spec_num_iter": tree["spec_num_iter"]}
+            return self.engine(family, {"method": "ngram", **tree}, **config)
+        draft = str(self.draft(kind, family))
+        return self.engine(family, {"draft_model_path": draft, **tree}, **config)
+
+    def plain(self, family: str, ids: list[int], count: int, **fields: Any) -> list[int]:
+        """What the target says without a drafter."""
+        key = (family, tuple(ids), repr(fields))
+        known = self.expected.get(key, [])
+        if len(known) < count:
+            if family not in self._plain:
+                self._plain[family] = self.engine(family, None)
+            known = self.expected[key] = Drive(self._plain[family]).one(ids, count, **fields)
+        return known[:count]
+
+
+class Drive:
+    """Runs sequences to their ends on an engine, as the runner does."""
+
+    def __init__(
+        self,
+        engine: Any,
+        ahead: int = 1,
+        shapes: Callable[[], tuple[int, int] | None] = lambda: None,
+    ) -> None:
+        self.engine, self.ahead, self.shapes = engine, ahead, shapes
+        self.emitted: list[int] = []  # tokens of each decode step of the last sequence
+
+    def start(self, ids: list[int], chunk: int = 0, **fields: Any) -> tuple[int, int]:
+        from cpmcu import C
+
+        engine = self.engine
+        slot = engine.add_sequence(C.SamplingConfig(**fields), ids)
+        assert engine.reserve(slot, len(ids))
+        chunk = chunk or engine.chunk_length
+        outputs = []
+        for begin in range(0, len(ids), chunk):
+            engine.prefill([(slot, ids[begin : begin + chunk], begin + chunk >= len(ids))])
+            outputs = engine.collect()
+        return slot, outputs[0].tokens[0]
+
+    def one(self, ids: list[int], count: int, chunk: int = 0, **fields: Any) -> list[int]:
+        """`count` tokens, or fewer if the device ends the sequence at a stop id."""
+        engine = self.engine
+        fields = {"max_tokens": count, **fields}
+        slot, first = self.start(ids, chunk, **fields)
+        tokens, finished, in_flight, self.emitted = [first], count == 1, 0, []
+        while not finished and len(tokens) < count:
+            while in_flight < self.ahead:
+                wanted = len(ids) + len(tokens) + (in_flight + 1) * engine.tokens_per_step
+                if in_flight and len(tokens) + in_flight >= count:
+                    break
+                assert engine.reserve(slot, min(wanted, engine.max_model_len))
+                engine.decode([slot], self.shapes())
+                in_flight += 1
+            (output,) = engine.collect()
+            in_flight -= 1
+            tokens += output.tokens
+            self.emitted.append(len(output.tokens))
+            finished = output.finished
+        engine.release(slot)
+        while engine.in_flight():
+            assert engine.collect() == []
+        return tokens
+
+
+def family_of(kind: str) -> str:
+    family = "minicpm" if kind.startswith("minicpm") else "llama"
+    return f"{family}_{W4_DRAFTS[kind][2]}" if kind in W4_DRAFTS else family
+
+
+PROMPTS = [random_ids(length, VOCAB, seed=length) for length in (1, 2, 63, 64, 65, 130, 200)]
+
+SEVERAL = PROMPTS[::3] if SMALL else PROMPTS
+
+COUNT = 20 if SMALL else 66  # tokens, over the end of a page from most prompts
+
+
+@contextlib.contextmanager
+def memory_full_of(byte: int) -> Iterator[None]:
+    """What the C library's malloc hands out is filled with `byte`, not with zeros by chance."""
+    perturb, libc = -6, ctypes.CDLL(None)
+    libc.mallopt(perturb, byte ^ 0xFF)
+    try:
+        yield
+    finally:
+        libc.mallopt(perturb, 0)

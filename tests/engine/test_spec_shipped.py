@@ -1,0 +1,96 @@
+"""The drafts that ship with the package, on Python code."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from typing import Any
+
+import pytest
+
+from tests.engine.drafted import (
+    SAMPLINGS,
+    TREES,
+    Drive,
+    memory_full_of,
+)
+from tests.engine.harness import SHIPPED
+from tests.reference.engines import extension_or_skip
+
+extension_or_skip()
+
+SHIPPED_DRAFTS = ["tiny-python-eagle2", "tiny-python-eagle3", "tiny-python-draft", "ngram"]
+
+SOURCES = ("heapq", "textwrap", "bisect", "fnmatch", "queue", "shlex", "string", "sched")
+
+
+def shipped_engine(device: str, speculation: dict[str, Any], dtype: str = "auto") -> Any:
+    from cpmcu.config import EngineConfig, SpeculativeConfig
+    from cpmcu.loading.loader import load_model
+
+    config = EngineConfig(
+        device=device,
+        dtype=dtype,
+        memory_limit=0.2,
+        max_num_seqs=1,
+        chunk_length=256,
+        max_model_len=1024,
+        speculative_config=SpeculativeConfig(**speculation),
+    )
+    return load_model(str(SHIPPED), config=config).engine
+
+
+@pytest.fixture(scope="module")
+def python_texts(device: str) -> list[tuple[list[int], dict[str, Any], list[int]]]:
+    """13 beginnings of Python code, how to sample, and the 200 tokens without speculation."""
+    from cpmcu.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.from_directory(SHIPPED)
+    plain = Drive(shipped_engine(device, {"no_speculation": True}), ahead=2)
+    texts = []
+    for i in range(13):
+        module = importlib.import_module(SOURCES[i % len(SOURCES)])
+        ids = tokenizer.encode(inspect.getsource(module)[200 * i : 200 * i + 60 + 150 * i])
+        fields = {
+            **list(SAMPLINGS.values())[i % len(SAMPLINGS)],
+            "stop_ids": list(tokenizer.eos_token_ids),
+        }
+        texts.append((ids, fields, plain.one(ids, 200, **fields)))
+    return texts
+
+
+def test_an_eagle_head_after_a_short_draft_and_plain_steps(device: str) -> None:
+    """No matter what the memory of its features held: of 0x7f a float16 would be a NaN."""
+    from cpmcu.tokenizer import Tokenizer
+
+    ids = Tokenizer.from_directory(SHIPPED).encode(
+        inspect.getsource(importlib.import_module("heapq"))
+    )
+    draft = {"draft_model_path": str(SHIPPED.parent / "tiny-python-eagle2"), **TREES["narrow"]}
+    with memory_full_of(0x7F):
+        engine = shipped_engine(device, draft, dtype="float16")
+    shapes = iter([(1, 2)] + [(0, 1)] * 8 + [(3, 12)] * 60)
+    drive = Drive(engine, shapes=lambda: next(shapes))
+    drive.one(ids[:300], 60)
+    trees = drive.emitted[9:]
+    assert sum(trees) / len(trees) > 1.8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHIPPED_DRAFTS)
+def test_the_shipped_drafts(device: str, python_texts: Any, name: str) -> None:
+    """13 beginnings of Python code and 200 tokens for each draft; most accept two a step."""
+    if name != "ngram" and not (SHIPPED.parent / name / "model.safetensors").is_file():
+        pytest.skip(f"{name} is not there")
+    draft: dict[str, Any] = {"method": "ngram"}
+    if name != "ngram":
+        draft = {"draft_model_path": str(SHIPPED.parent / name), **TREES["narrow"]}
+    drafted = Drive(shipped_engine(device, draft), ahead=2)
+    emitted: list[int] = []
+    for ids, fields, expected in python_texts:
+        tokens = drafted.one(ids, 200, **fields)
+        # Without a drafter the device does not look at stop ids.
+        assert tokens == expected[: len(tokens)]
+        assert len(tokens) == 200 or tokens[-1] in fields["stop_ids"]
+        emitted += drafted.emitted
+    assert sum(emitted) / len(emitted) > (1.05 if name == "ngram" else 1.8)

@@ -1,0 +1,134 @@
+"""Which draft is loaded by default, and how target and draft are loaded together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cpmcu import _extension, config
+from cpmcu.config import ASSETS, EngineConfig, SpeculativeConfig, shipped_draft
+from cpmcu.drafters import registry
+from cpmcu.loading import draft as draft_loading
+from cpmcu.loading.draft import LoadedDraft, open_draft
+from cpmcu.loading.loader import load_model
+from tests.reference import fake_extension as fakes
+from tests.reference.tiny_checkpoints import TinyCheckpoint
+from tests.reference.tiny_drafts import write_draft
+
+
+def test_nothing_is_drafted_by_default(target: TinyCheckpoint, tmp_path: Path) -> None:
+    model = registry.TargetModel(target.config, target.fields())
+
+    def draft(**options: Any) -> LoadedDraft | None:
+        return open_draft(SpeculativeConfig(**options), target.directory, model)
+
+    assert draft() is None
+    assert draft(no_speculation=True, draft_model_path="/nothing") is None
+    with pytest.raises(ValueError, match="without a draft, expected draft_model_path too"):
+        draft(frspec_vocab_size=10)
+    with pytest.raises(FileNotFoundError, match="neither a directory"):
+        draft(draft_model_path="/no/such/draft")
+
+
+def test_the_shipped_draft(
+    target: TinyCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = registry.TargetModel(target.config, target.fields())
+    draft = write_draft(tmp_path / "d", "minicpm_eagle", target)
+    found = {target.directory: draft.directory}
+    monkeypatch.setattr(draft_loading, "shipped_draft", found.get)
+
+    def drafted(**options: Any) -> LoadedDraft | None:
+        return open_draft(SpeculativeConfig(**options), target.directory, model)
+
+    shipped = drafted()
+    assert shipped is not None and shipped.method == "eagle"
+    assert (shipped.shape.depth, shipped.shape.topk, shipped.shape.tree_size) == (4, 8, 24)
+    assert drafted(no_speculation=True) is None
+    assert drafted(method="ngram").method == "ngram"  # type: ignore[union-attr]
+    found.clear()
+    assert drafted() is None
+
+
+@pytest.mark.parametrize("suffix", ["", "-w4"])
+def test_shipped_pairs(suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found through links and relative paths, not by a name alone, and only if it is there."""
+    target = ASSETS / f"tiny-python-minicpm{suffix}"
+    draft = ASSETS / f"tiny-python-eagle2{suffix}"
+    assert shipped_draft(target) == draft
+    (tmp_path / "link").symlink_to(target)
+    assert shipped_draft(tmp_path / "link") == draft
+    monkeypatch.chdir(ASSETS)
+    assert shipped_draft(Path(target.name)) == draft
+    (tmp_path / target.name).mkdir()
+    assert shipped_draft(tmp_path / target.name) is None
+    assert shipped_draft(draft) is None
+    monkeypatch.setattr(config, "ASSETS", tmp_path)
+    assert shipped_draft(tmp_path / target.name) is None  # has no such draft
+
+
+class DraftingEngine(fakes.FakeEngine):
+    """A FakeEngine that also wants the draft's tensors."""
+
+    def __init__(self, spec: Any, config: Any, draft: Any = None) -> None:
+        self.draft = draft
+        super().__init__(spec, config)
+
+    def expected_tensors(self) -> list[Any]:
+        infos = super().expected_tensors()
+        if self.draft is None:
+            return infos
+        whole = fakes.FakeEngine(self.draft.model, self.config).expected_tensors()
+        for info in whole:
+            info.name = "draft." + info.name
+        return infos + whole
+
+
+def load(
+    target: TinyCheckpoint, draft: Path, monkeypatch: pytest.MonkeyPatch, **config: Any
+) -> Any:
+    extension = fakes.fake_extension()
+    extension.Engine, extension.DrafterSpec = DraftingEngine, SimpleNamespace
+    monkeypatch.setattr(_extension, "load", lambda: extension)
+    speculation = SpeculativeConfig(draft_model_path=str(draft))
+    config = {"device": "cpu", "speculative_config": speculation, **config}
+    return load_model(str(target.directory), config=EngineConfig(**config))
+
+
+def test_both_checkpoints_are_loaded(
+    target: TinyCheckpoint,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    draft = write_draft(tmp_path / "d", "model", target, dtype="float16")
+    loaded = load(target, draft.directory, monkeypatch)
+    engine: Any = loaded.engine
+    assert engine.finished and loaded.draft.method == "model"
+    names = {"draft." + name for name in draft.weights} | set(target.weights)
+    assert set(engine.loaded) == names
+    stored = engine.loaded["draft.lm_head.weight"][1]
+    np.testing.assert_array_equal(stored, draft.weights["lm_head.weight"].astype(np.float16))
+    assert "converting 12 tensors to float32 while loading: 12 from float16" in caplog.text
+
+
+def test_a_damaged_draft_is_refused_before_anything_is_loaded(
+    target: TinyCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loads: list[str] = []
+    monkeypatch.setattr(DraftingEngine, "load_file", lambda self, path, *rest: loads.append(path))
+    extra = {"model.norm.weight": np.ones(32, np.float32)}
+    draft = write_draft(
+        tmp_path / "d", "model", target, drop=("model.layers.0.mlp.up_proj.weight",), extra=extra
+    )
+    with pytest.raises(ValueError) as error:
+        load(target, draft.directory, monkeypatch)
+    message = str(error.value)
+    assert message.startswith(str(draft.directory))
+    assert "draft.model.norm.weight has shape [32], expected [64]" in message
+    assert "missing that config.json asks for: draft.model.layers.0.mlp.up_proj.weight" in message
+    assert loads == []
