@@ -121,10 +121,12 @@ def configure():
     # so what sees Python is two units of about the same size: the engine's bindings, and the rest.
     joined = sorted(Path("csrc").rglob("bind_*.cpp"))
     joined.remove(engine := Path("csrc/engine/bind_engine.cpp"))
+    beside = [source for source in joined if source.parent == engine.parent]
+    rest = [source for source in joined if source not in beside]
     python = f"{pybind_flags()} {'-O0' if debug or sanitize else '-O1'}"
     flags_of = {
-        engine: python,
-        Path("csrc/entry.cu"): " -include ".join([python, *map(str, joined)]),
+        engine: " -include ".join([python, *map(str, beside)]),
+        Path("csrc/entry.cu"): " -include ".join([python, *map(str, rest)]),
         Path("csrc/build_info.cpp"): define.replace("$", "$$"),
     }
     objects = []

@@ -26,8 +26,10 @@ void translate(std::exception_ptr pointer) {
 }  // namespace
 
 PYBIND11_MODULE(C, m) {
-  m.doc() = "cpmcu's C++/CUDA engine";
+  m.doc() = "The C++ extension: engine, model specification and kernels.";
   pybind11::register_exception_translator(&translate);
+  cpmcu::bind_specs(m);
+  cpmcu::bind_memory_plan(m);
   cpmcu::bind_engine(m);
   cpmcu::bind_ops(m);
   cpmcu::bind_ceilings(m);

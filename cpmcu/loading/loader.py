@@ -1,7 +1,7 @@
 """From a model's name to an engine that holds it.
 
 The order: directory, config.json, headers of the weights, quantisation scheme, specification,
-draft, engine (allocates), plan (checks every tensor), and only then bytes.
+draft, engine (plans, then allocates), plan (checks every tensor), and only then bytes.
 """
 
 from __future__ import annotations
@@ -60,13 +60,10 @@ def load_model(
     config: EngineConfig,
     progress: LoadProgress | None = None,
     before_tensors: Callable[[Path], None] = lambda directory: None,
-    rope_length: int = 0,
 ) -> LoadedModel:
     """Loads a local directory or a Hugging Face repo.
 
     `before_tensors` is called with the directory when all is checked, before what takes long.
-    `rope_length`: tokens that RoPE is for, where no max_model_len says; 0: the model's own, or as
-    many as there is memory for.
     Raises FileNotFoundError for a model or file that is not there, ValueError for a config or
     checkpoint that is damaged or not supported, MemoryError if it does not fit, RuntimeError for
     a device asked for by name that is not there. Nothing is loaded before all is checked.
@@ -83,10 +80,9 @@ def load_model(
     metas = {name: stored.meta for name, stored in checkpoint.tensors.items()}
     with about(directory):
         quant = plan_quant(hf_config, metas)
-    length = config.max_model_len or rope_length
     options = BuildOptions(
         device=device,
-        max_model_len=length,
+        max_model_len=config.max_model_len,
         has_lm_head=any(name.startswith("lm_head.") for name in metas),
         minicpm4_yarn=config.minicpm4_yarn,
     )
@@ -109,7 +105,7 @@ def load_model(
         hf_config,
         fields,
         device,
-        length,
+        config.max_model_len,
         eos,
         quantised_head=_stored_head(quant) != "dense",
         checkpoint=checkpoint,
@@ -119,34 +115,30 @@ def load_model(
     from cpmcu import _extension  # here: all of the above works without the extension
 
     extension = _extension.load()
-    spec = extension.ModelSpec(
-        **fields.to_kwargs(),
-        dtype=dtype,
-        linear_method=quant.linear_method,
-        linear_options=quant.linear_options,
-        linear_overrides=with_head(quant, config.lm_head_quant),
-    )
-    draft_spec = draft.spec(extension, dtype) if draft else None
-    settings = (spec, runtime_config(config, device))
+
+    def settings() -> tuple[Any, ...]:
+        spec = extension.ModelSpec(
+            **fields.to_kwargs(),
+            dtype=dtype,
+            linear_method=quant.linear_method,
+            linear_options=quant.linear_options,
+            linear_overrides=with_head(quant, config.lm_head_quant),
+        )
+        drafter = (draft.spec(extension, dtype),) if draft else ()
+        return spec, runtime_config(config, device), *drafter
+
     with exiting.waited_for():
+        if not config.max_model_len:
+            # Memory may have room for fewer tokens than the model's own: RoPE may depend on it.
+            with about(directory):
+                held = extension.Engine.planned_model_len(*settings())
+            if held < fields.max_position_embeddings:
+                fields = family.build(hf_config, replace(options, max_model_len=held))
+                target = replace(target, fields=fields, max_model_len=held)
+                draft = draft and open_draft(config.speculation, directory, target)
+        spec, _, *drafter = arguments = settings()
         with about(directory):
-            made = (*settings, draft_spec) if draft else settings
-            engine = extension.Engine(*made)
-        held = engine.max_model_len  # fewer than the model's own where memory has room for no more
-        if (
-            not length
-            and held < fields.max_position_embeddings
-            # longrope's depend on it
-            and family.build(hf_config, replace(options, max_model_len=held)) != fields
-        ):
-            del engine
-            return load_model(
-                model,
-                config=config,
-                progress=progress,
-                before_tensors=before_tensors,
-                rope_length=held,
-            )
+            engine = extension.Engine(*arguments)
         expected, required = _expected(engine, lambda name: not name.startswith(PREFIX))
         with about(directory):
             plan = plan_load(checkpoint, fields, family.names, quant, expected, required)
@@ -166,7 +158,15 @@ def load_model(
     shapes: tuple[tuple[int, int], ...] = ()
     if draft and config.speculation.chooses_shapes:
         shapes = tuple(shapes_of(draft.shape.depth, draft.shape.topk, draft.shape.tree_size))
-    return LoadedModel(engine, directory, hf_config, generation_config, spec, draft_spec, shapes)
+    return LoadedModel(
+        engine,
+        directory,
+        hf_config,
+        generation_config,
+        spec,
+        drafter[0] if drafter else None,
+        shapes,
+    )
 
 
 def with_head(quant: QuantPlan, bits: str) -> dict[str, str]:

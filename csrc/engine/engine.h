@@ -42,6 +42,9 @@ class Engine {
   ~Engine();
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
+  // `max_model_len` of an engine made of the same now, without its memory. Throws as above.
+  static int planned_model_len(const ModelSpec& spec, const RuntimeConfig& config,
+                               const std::optional<DrafterSpec>& draft = std::nullopt);
 
   // ---- load
   const WeightTable& weights() const { return weights_; }
@@ -106,6 +109,11 @@ class Engine {
     bool decodes = false;  // adds up to tokens_per_step tokens to each sequence
     std::vector<std::pair<int, uint64_t>> sampled{};  // slot, its generation
   };
+
+  // Plans all memory and allocates none.
+  struct PlanOnly {};
+  Engine(const ModelSpec& spec, const RuntimeConfig& config,
+         const std::optional<DrafterSpec>& draft, PlanOnly);
 
   void plan_memory();
   void plan_buffers(int max_tokens);

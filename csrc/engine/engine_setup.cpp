@@ -25,6 +25,18 @@ std::string mib(int64_t bytes) { return format("{} MiB", (bytes + (1 << 20) - 1)
 
 Engine::Engine(const ModelSpec& spec, const RuntimeConfig& config,
                const std::optional<DrafterSpec>& draft)
+    : Engine(spec, config, draft, PlanOnly()) {
+  arena_ = std::make_unique<Arena>(ctx_.device, plan_);
+  bind();
+}
+
+int Engine::planned_model_len(const ModelSpec& spec, const RuntimeConfig& config,
+                              const std::optional<DrafterSpec>& draft) {
+  return Engine(spec, config, draft, PlanOnly()).max_model_len();
+}
+
+Engine::Engine(const ModelSpec& spec, const RuntimeConfig& config,
+               const std::optional<DrafterSpec>& draft, PlanOnly)
     : spec_(checked(spec, config)),
       config_(config),
       ctx_(device_named(config.device, config.device_index)),
@@ -36,8 +48,6 @@ Engine::Engine(const ModelSpec& spec, const RuntimeConfig& config,
   }
   ctx_.cublas = cublas_.get();
   plan_memory();
-  arena_ = std::make_unique<Arena>(ctx_.device, plan_);
-  bind();
 }
 
 Engine::~Engine() {

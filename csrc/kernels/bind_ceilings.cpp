@@ -74,9 +74,10 @@ std::map<std::string, double> ceilings(const std::string& device, int index) {
 }  // namespace
 
 void bind_ceilings(pybind11::module_& m) {
-  m.def("ceilings", &ceilings, pybind11::arg("device"), pybind11::arg("index") = 0,
-        pybind11::call_guard<pybind11::gil_scoped_release>(),
-        "Measures read_bytes_per_second and host_to_device_bytes_per_second, in bytes per second.");
+  m.def(
+      "ceilings", &ceilings, pybind11::arg("device"), pybind11::arg("index") = 0,
+      pybind11::call_guard<pybind11::gil_scoped_release>(),
+      "Measures read_bytes_per_second and host_to_device_bytes_per_second of \"cpu\" or \"cuda\".");
 }
 
 }  // namespace cpmcu

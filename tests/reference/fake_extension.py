@@ -15,9 +15,14 @@ class FakeEngine:
 
     def __init__(self, spec: Any, config: Any) -> None:
         self.spec, self.config = spec, config
-        self.max_model_len = config.max_model_len or spec.max_position_embeddings
+        self.max_model_len = self.planned_model_len(spec, config)
         self.loaded: dict[str, tuple[str, np.ndarray]] = {}
         self.finished = False
+
+    @staticmethod
+    def planned_model_len(spec: Any, config: Any) -> int:
+        length: int = config.max_model_len or spec.max_position_embeddings
+        return length
 
     def expected_tensors(self) -> list[Any]:
         s = self.spec

@@ -220,9 +220,15 @@ def test_rope_of_an_engine_that_memory_shortens(
     assert long.spec.rope_inv_freq != short.spec.rope_inv_freq
 
     class Shortened(FakeEngine):
+        num_made = 0
+
         def __init__(self, spec: Any, config: Any) -> None:
             super().__init__(spec, config)
-            self.max_model_len = min(self.max_model_len, 100)
+            Shortened.num_made += 1
+
+        @staticmethod
+        def planned_model_len(spec: Any, config: Any) -> int:
+            return 100
 
     extension = fake_extension()
     extension.Engine = Shortened
@@ -230,7 +236,7 @@ def test_rope_of_an_engine_that_memory_shortens(
     loaded = load(tmp_path)
     assert loaded.spec.rope_inv_freq == short.spec.rope_inv_freq
     assert loaded.engine.spec.rope_inv_freq == short.spec.rope_inv_freq  # type: ignore[attr-defined]
-    assert loaded.engine.max_model_len == 100
+    assert loaded.engine.max_model_len == 100 and Shortened.num_made == 1
     # It is not asked for what it was found to hold: there may be a little less memory now.
     assert loaded.engine.config.max_model_len == 0  # type: ignore[attr-defined]
 

@@ -1,0 +1,61 @@
+// Python bindings of what is planned and counted on the host: MemoryPlan, PagePool.
+#include "engine/bind_memory.h"
+
+#include "bindings.h"
+#include "state/page_pool.h"
+
+namespace py = pybind11;
+
+namespace cpmcu {
+
+std::vector<PlanRow> plan_rows(const MemoryPlan& plan) {
+  std::vector<PlanRow> rows;
+  for (const MemoryPlan::Buffer& buffer : plan.buffers()) {
+    using namespace py::literals;
+    rows.push_back(py::dict("name"_a = buffer.name, "group"_a = buffer.group,
+                            "offset"_a = buffer.offset, "bytes"_a = buffer.bytes,
+                            "first"_a = buffer.first, "last"_a = buffer.last));
+  }
+  return rows;
+}
+
+void bind_memory_plan(py::module_& m) {
+  py::class_<MemoryPlan>(m, "MemoryPlan",
+                         "Buffers with sizes and lifetimes, and the offsets that they get; see "
+                         "csrc/core/arena.h.")
+      .def(py::init<>())
+      .def("add", &MemoryPlan::add, py::arg("name"), py::arg("group"), py::arg("bytes"),
+           "Adds a persistent buffer; returns its number.")
+      .def("add_scratch", &MemoryPlan::add_scratch, py::arg("name"), py::arg("bytes"),
+           py::arg("first"), py::arg("last"),
+           R"(Adds a buffer that lives from phase `first` to phase `last`, both included.
+
+           Buffers of one name are one buffer.)")
+      .def("assign", &MemoryPlan::assign, "Gives each buffer its offset; returns bytes in all.")
+      .def("rows", &plan_rows,
+           "{name, group, offset, bytes, first, last} of each buffer; first is -1 if it is "
+           "persistent.");
+
+  py::class_<PagePool>(m, "PagePool",
+                       "Numbers of pages with reference counts, without memory; see "
+                       "csrc/state/page_pool.h.")
+      .def(py::init<int>(), py::arg("num_pages"))
+      .def("num_owners", &PagePool::num_owners, py::arg("page"),
+           "0 if nobody has it. RuntimeError for a page that is not there, as below.")
+      .def("take", &PagePool::take, "A page with one owner. RuntimeError if none is free.")
+      .def("share", &PagePool::share, py::arg("page"),
+           "One more owner. RuntimeError for a page without one.")
+      .def("release", &PagePool::release, py::arg("page"), py::arg("num_steps"),
+           R"(One owner less. RuntimeError for a page without one.
+
+           `num_steps`: the steps that were launched until now; they may read the page. RuntimeError
+           if it is less than before.)")
+      .def("retire", &PagePool::retire, py::arg("num_done"),
+           "So many steps are done: pages that no owner and no other step holds are free.")
+      .def_property_readonly("num_pages", &PagePool::num_pages)
+      .def_property_readonly("num_free", &PagePool::num_free)
+      .def_property_readonly("num_retiring", &PagePool::num_retiring,
+                             "Pages without an owner that steps in flight may still read.");
+}
+
+}  // namespace cpmcu

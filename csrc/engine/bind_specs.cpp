@@ -1,0 +1,169 @@
+// Python bindings of plain data: ModelSpec, RuntimeConfig, SamplingConfig, DrafterSpec.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "bindings.h"
+#include "engine/engine.h"
+
+namespace py = pybind11;
+
+namespace cpmcu {
+namespace {
+
+// Sets attributes from keyword arguments; an unknown name is an error.
+template <typename T>
+std::unique_ptr<T> from_keywords(const py::KWArgs<py::object>& fields) {
+  auto value = std::make_unique<T>();
+  py::object object = py::cast(value.get(), py::return_value_policy::reference);
+  for (const auto& [name, field] : fields) {
+    if (!py::hasattr(object, name)) {
+      throw py::type_error(format("{} has no field \"{}\"",
+                                  std::string(py::str(py::type::of(object).attr("__name__"))),
+                                  std::string(py::str(name))));
+    }
+    py::setattr(object, name, field);
+  }
+  return value;
+}
+
+using ParamValues = std::map<std::string, ParamValue>;
+using Layers = std::vector<std::vector<std::pair<std::string, ParamValues>>>;
+
+Layers layers_of(const ModelSpec& spec) {
+  Layers layers;
+  for (const LayerSpec& layer : spec.layers) {
+    for (auto& blocks = layers.emplace_back(); const BlockSpec& block : layer) {
+      blocks.emplace_back(block.kind, block.params.values());
+    }
+  }
+  return layers;
+}
+
+void set_layers(ModelSpec& spec, const Layers& layers) {
+  spec.layers.clear();
+  for (const auto& layer : layers) {
+    for (auto& blocks = spec.layers.emplace_back(); const auto& [kind, params] : layer) {
+      blocks.push_back({.kind = kind, .params = Params(params)});
+    }
+  }
+}
+
+void bind_model_spec(py::module_& m) {
+  py::class_<ModelSpec>(m, "ModelSpec",
+                        R"(A model as plain data; see csrc/core/model_spec.h.
+
+                        Made with keyword arguments. Sizes are in elements.)")
+      .def(py::init(&from_keywords<ModelSpec>))
+      .def_readwrite("vocab_size", &ModelSpec::vocab_size)
+      .def_readwrite("hidden_size", &ModelSpec::hidden_size)
+      .def_readwrite("intermediate_size", &ModelSpec::intermediate_size)
+      .def_readwrite("num_hidden_layers", &ModelSpec::num_hidden_layers)
+      .def_readwrite("num_attention_heads", &ModelSpec::num_attention_heads)
+      .def_readwrite("num_key_value_heads", &ModelSpec::num_key_value_heads)
+      .def_readwrite("head_dim", &ModelSpec::head_dim)
+      .def_readwrite("rms_norm_eps", &ModelSpec::rms_norm_eps)
+      .def_readwrite("max_position_embeddings", &ModelSpec::max_position_embeddings, "Tokens.")
+      .def_readwrite("rope_inv_freq", &ModelSpec::rope_inv_freq,
+                     "[rotary width / 2], at most head_dim / 2, float32, in radians a token.")
+      .def_readwrite("rope_attention_scaling", &ModelSpec::rope_attention_scaling,
+                     "Cos and sin are multiplied by it.")
+      .def_readwrite("qkv_bias", &ModelSpec::qkv_bias, "The projections q, k and v have a bias.")
+      .def_readwrite("qk_norm", &ModelSpec::qk_norm, "RMSNorm of each q and k head.")
+      .def_readwrite("embed_scale", &ModelSpec::embed_scale,
+                     "The embedding's output is multiplied by it.")
+      .def_readwrite("residual_scale", &ModelSpec::residual_scale,
+                     "Each block's output is multiplied by it before the residual add.")
+      .def_readwrite("logit_scale", &ModelSpec::logit_scale,
+                     "The head's input is multiplied by it.")
+      .def_readwrite("tie_word_embeddings", &ModelSpec::tie_word_embeddings,
+                     "The head is the embedding table.")
+      .def_property(
+          "dtype", [](const ModelSpec& spec) { return std::string(name_of(spec.dtype)); },
+          [](ModelSpec& spec, const std::string& name) { spec.dtype = parse_dtype(name); },
+          "\"float16\" | \"bfloat16\" | \"float32\" (CPU only): weights and activations.")
+      .def_property("layers", &layers_of, &set_layers,
+                    "Of each layer its blocks: kind, and the parameters in which it differs from "
+                    "the other fields.\nEmpty: [(\"attention\", {}), (\"mlp\", {})] each.")
+      .def_readwrite("linear_method", &ModelSpec::linear_method,
+                     "\"dense\" | \"w4a16\" | \"w4_rtn\" | \"w8_rtn\" | ... (`registered`).")
+      .def_readwrite("linear_overrides", &ModelSpec::linear_overrides,
+                     "Module name -> method, e.g. {\"lm_head\": \"dense\"}.")
+      .def_readwrite("linear_options", &ModelSpec::linear_options,
+                     "Of the methods, e.g. {\"group_size\": 128}.");
+}
+
+void bind_drafter_spec(py::module_& m) {
+  py::class_<DrafterSpec>(m, "DrafterSpec",
+                          "A drafter as plain data; see csrc/speculative/drafter.h. Made with "
+                          "keyword arguments.")
+      .def(py::init(&from_keywords<DrafterSpec>))
+      .def_readwrite("method", &DrafterSpec::method,
+                     "\"eagle\" | \"eagle3\" | \"model\" | \"ngram\" | ... (`registered`).")
+      .def_readwrite("scope", &DrafterSpec::scope,
+                     "Begins the names of its tensors and buffers: \"draft.\".")
+      .def_readwrite("depth", &DrafterSpec::depth, "Tokens of the longest drafted path.")
+      .def_readwrite("topk", &DrafterSpec::topk, "Width of a level; a chain has 1.")
+      .def_readwrite("tree_size", &DrafterSpec::tree_size, "Tokens verified, root included.")
+      .def_property(
+          "options", [](const DrafterSpec& spec) { return spec.options.values(); },
+          [](DrafterSpec& spec, ParamValues values) { spec.options = Params(std::move(values)); },
+          "Of this method alone; its two files say which.")
+      .def_readwrite("model", &DrafterSpec::model, "The draft's own layers.")
+      .def_readwrite("parts", &DrafterSpec::parts, "Of a drafter that is made of others.");
+}
+
+void bind_run_configs(py::module_& m) {
+  py::class_<RuntimeConfig>(
+      m, "RuntimeConfig",
+      "How an engine is run: device, memory, limits. Made with keyword arguments.")
+      .def(py::init(&from_keywords<RuntimeConfig>))
+      .def_readwrite("device", &RuntimeConfig::device, "\"cpu\" | \"cuda\".")
+      .def_readwrite("device_index", &RuntimeConfig::device_index, "Which CUDA device.")
+      .def_readwrite("memory_limit", &RuntimeConfig::memory_limit,
+                     "Share of the memory that is free at start, above 0 and at most 1.")
+      .def_readwrite("chunk_length", &RuntimeConfig::chunk_length,
+                     "Most tokens of one prefill step.")
+      .def_readwrite("max_num_seqs", &RuntimeConfig::max_num_seqs, "Sequence slots.")
+      .def_readwrite("max_model_len", &RuntimeConfig::max_model_len,
+                     "Tokens of one sequence; 0: max_position_embeddings, or what fits.")
+      .def_readwrite("cuda_graph", &RuntimeConfig::cuda_graph,
+                     "Decode steps are captured and replayed.")
+      .def_readwrite("num_threads", &RuntimeConfig::num_threads, "CPU back end; 0: all cores.")
+      .def_readwrite("cublas_paths", &RuntimeConfig::cublas_paths,
+                     "Folders to look for libcublasLt in first.");
+
+  py::class_<SamplingConfig>(
+      m, "SamplingConfig",
+      "Sampling parameters of one sequence; see csrc/kernels/sample.h. Made with keyword "
+      "arguments.")
+      .def(py::init(&from_keywords<SamplingConfig>))
+      .def_readwrite("temperature", &SamplingConfig::temperature, "0: greedy.")
+      .def_readwrite("top_p", &SamplingConfig::top_p, "1: off.")
+      .def_readwrite("top_k", &SamplingConfig::top_k, "0: off.")
+      .def_readwrite("min_p", &SamplingConfig::min_p, "0: off.")
+      .def_readwrite("seed", &SamplingConfig::seed, "64 bits.")
+      .def_readwrite("stream", &SamplingConfig::stream,
+                     "Which random stream of that seed (the n-th choice of a request).")
+      .def_readwrite("repetition_penalty", &SamplingConfig::repetition_penalty, "1: off.")
+      .def_readwrite("presence_penalty", &SamplingConfig::presence_penalty, "0: off.")
+      .def_readwrite("frequency_penalty", &SamplingConfig::frequency_penalty, "0: off.")
+      .def_readwrite("logit_bias", &SamplingConfig::logit_bias,
+                     "(token id, what is added to its logit).")
+      .def_readwrite("logprobs", &SamplingConfig::logprobs,
+                     "-1: none; n >= 0: of the emitted token and of the n most likely, at most "
+                     "MAX_LOGPROBS.")
+      .def_readwrite("stop_ids", &SamplingConfig::stop_ids,
+                     "With a drafter: the device ends the sequence after one of them.")
+      .def_readwrite("max_tokens", &SamplingConfig::max_tokens,
+                     "With a drafter: the device ends the sequence after so many.");
+}
+
+}  // namespace
+
+void bind_specs(py::module_& m) {
+  bind_model_spec(m);
+  bind_run_configs(m);
+  bind_drafter_spec(m);
+}
+
+}  // namespace cpmcu
