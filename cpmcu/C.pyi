@@ -10,7 +10,7 @@ import typing
 def model_limits() -> dict[str, tuple[int, int, int]]:
     """Field of ModelSpec -> least, most, a multiple of. cpmcu/models/limits.py is a copy."""
 
-def cuda_head_dims() -> typing.Annotated[list[int], "FixedSize(3)"]:
+def cuda_head_dims() -> list[int]:
     """What head_dim may be on CUDA."""
 
 class ModelSpec:
@@ -48,7 +48,7 @@ class ModelSpec:
     dtype: str
     '"float16" | "bfloat16" | "float32" (CPU only): weights and activations.'
     layers: list[list[tuple[str, dict[str, bool | int | float | str | list[int] | list[float]]]]]
-    'Of each layer its blocks: kind, and where it differs from the other fields.\nEmpty: [("attention", {}), ("mlp", {})] each.'
+    "Of each layer its blocks: kind, where it differs from other fields. Empty: attention, mlp."
     linear_method: str
     '"dense" | "w4a16" | "w4_rtn" | "w8_rtn" | ... (`registered`).'
     linear_overrides: dict[str, str]

@@ -98,7 +98,7 @@ void bind_model_spec(py::module_& m) {
           "\"float16\" | \"bfloat16\" | \"float32\" (CPU only): weights and activations.")
       .def_property("layers", &layers_of, &set_layers,
                     "Of each layer its blocks: kind, where it differs from other fields. Empty: "
-                    "attention, mlp." attention\", {}), (\"mlp\", {})] each.")
+                    "attention, mlp.")
       .def_readwrite("linear_method", &ModelSpec::linear_method,
                      "\"dense\" | \"w4a16\" | \"w4_rtn\" | \"w8_rtn\" | ... (`registered`).")
       .def_readwrite("linear_overrides", &ModelSpec::linear_overrides,
