@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from typing import TypeVar
 
     from cpmcu import C
+    from cpmcu.chat_template import ChatTemplate, Message
     from cpmcu.engine.grammar import GrammarCompiler, GrammarState
     from cpmcu.engine.min_tokens import MinTokens
     from cpmcu.grammar import Grammar
     from cpmcu.loading.progress import LoadProgress
-    from cpmcu.serving.chat_template import ChatTemplate, Message
 
     T = TypeVar("T")
 
@@ -127,7 +127,7 @@ class LLM:
     @functools.cached_property
     def chat_template(self) -> ChatTemplate | None:
         """The checkpoint's chat template, None if it has none. ChatTemplateError: malformed."""
-        from cpmcu.serving.chat_template import ChatTemplate  # loads jinja2
+        from cpmcu.chat_template import ChatTemplate  # loads jinja2
 
         return ChatTemplate.from_directory(self.directory, self.tokenizer)
 
@@ -200,7 +200,7 @@ class LLM:
 
         Raises ChatTemplateError if there is no template or it refuses the conversation.
         """
-        from cpmcu.serving.chat_template import ChatTemplateError  # loads jinja2
+        from cpmcu.chat_template import ChatTemplateError  # loads jinja2
 
         if self.chat_template is None:
             raise ChatTemplateError(

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import hypothesis
 import pytest
+
+# How long an example takes depends on the machine and on what else runs there.
+hypothesis.settings.register_profile("cpmcu", deadline=None)
+hypothesis.settings.load_profile("cpmcu")
 
 
 def _no_gpu() -> str | None:

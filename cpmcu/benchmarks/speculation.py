@@ -44,7 +44,7 @@ def stream(llm: LLM, context: int, num_tokens: int) -> tuple[float, float]:
 
     Of fewer tokens where there is no room for `num_tokens`.
     """
-    from cpmcu import SamplingParams
+    from cpmcu.sampling import SamplingParams
 
     num_tokens = min(num_tokens, llm.max_length - context)
     params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)

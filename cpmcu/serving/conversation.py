@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cpmcu.serving.chat_template import ChatTemplate, ChatTemplateError, joined
+from cpmcu.chat_template import ChatTemplate, ChatTemplateError, joined
 from cpmcu.serving.config import ServerConfig
 from cpmcu.serving.errors import ApiError
 from cpmcu.serving.limits import check_text, check_values

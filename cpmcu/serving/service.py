@@ -8,12 +8,12 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from cpmcu.chat_template import ChatTemplate
 from cpmcu.config import EngineConfig, shipped_model
 from cpmcu.engine.runner import EngineLoad
 from cpmcu.llm import LLM
 from cpmcu.loading.progress import LogProgress
 from cpmcu.serving import reasoning, tools
-from cpmcu.serving.chat_template import ChatTemplate
 from cpmcu.serving.config import ServerConfig
 from cpmcu.serving.errors import ApiError, server_stopping
 from cpmcu.serving.metrics import Metrics

@@ -288,7 +288,9 @@ void bind_layer_ops(py::module_& m) {
         gated_gemm(c.ctx, {tensor_of(out), tensor_of(x), tensor_of(w), tensor_of(scratch)});
       },
       "ctx"_a, "out"_a, "x"_a, "w"_a, "scratch"_a, "csrc/kernels/gemm/gemm.h");
+}
 
+void bind_attention_ops(py::module_& m) {
   py::class_<OpsAttention>(m, "Attention", "See csrc/kernels/attention/attention.h.")
       .def(py::init([](SharedArray out, SharedArray qkv, SharedArray k_cache, SharedArray v_cache,
                        float scale, int num_heads, int num_kv_heads, int head_dim,
@@ -394,6 +396,7 @@ void bind_ops(py::module_& m) {
   bind_memory(ops);
   bind_shared_params(ops);
   bind_layer_ops(ops);
+  bind_attention_ops(ops);
   bind_step_ops(ops);
   bind_tree_ops(ops);
   bind_w4_ops(ops);

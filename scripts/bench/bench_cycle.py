@@ -1,10 +1,10 @@
-"""Times what a speculative cycle does beside the forward passes: one line per op.
+"""Times what a speculative step does beside the forward passes: one line per op.
 
-One sequence of MiniCPM4-8B with an EAGLE head: depth 4, top-k 8, tree 32, 32768 draft rows. Each
-op is captured many times in a row as nodes of one graph, as in a cycle, and the microseconds are
-those of one; ops whose shape changes with the level are timed once for each shape. Logits and
-keys lie in L2, where the kernel before leaves them in a cycle too. The path that is accepted is
-the worst: all of it has to move, in 32 layers.
+One sequence of MiniCPM4-8B with an EAGLE head: depth 4, top-k 8, tree 32, 32768 draft rows.
+A graph holds each op many times in a row; the microseconds are those of one launch. An op whose
+shape depends on the level is timed once for each shape. Logits and keys lie in L2, where the
+kernel before leaves them in a step, too. The accepted path is the worst: every token of it moves,
+in 32 layers.
 
     python scripts/bench/bench_cycle.py [--dtype bfloat16] [--json] [--device cpu]
 
@@ -31,25 +31,29 @@ PAGE = C.PAGE_SIZE
 HIDDEN, VOCAB, DRAFT_VOCAB = 4096, 73448, 32768
 LAYERS, KV_HEADS, HEAD_DIM = 32, 2, 128
 DEPTH, TOPK, NODES = 4, 8, 32
-EMITTED = DEPTH + 1
+PATH = DEPTH + 1  # tokens that the step accepts
 LENGTH, MAX_LEN = 1024, 8192
 CANDIDATES = TOPK + (DEPTH - 1) * TOPK * TOPK
 BUDGET_US = 80.0
+HISTORY = 1 << 20  # tokens: every launch of accept_tree adds some
 LAUNCHES = 20  # in one graph
 
 
-class Cycle:
+class Step:
     """The arrays of one sequence in slot 0, and a method for each op."""
 
     def __init__(self, ctx: Any, dtype: str) -> None:
         self.ctx, self.slots = ctx, put(ctx, [0])
-        self.lengths, self.draft_lengths = put(ctx, [LENGTH]), put(ctx, [LENGTH])
-        self.next_tokens = put(ctx, [7])
         self.beam = self.make_beam()
         self.topk_tokens = ops.Array(ctx, [TOPK, TOPK], "int32")
         self.topk_logprobs = ops.Array(ctx, [TOPK, TOPK], "float32")
         self.draft_logits = {rows: normal(ctx, [rows, DRAFT_VOCAB], "float32") for rows in (1, 8)}
         self.id_map = put(ctx, np.arange(DRAFT_VOCAB) * 2)
+        self.draft = ops.Draft(
+            tokens=ops.Array(ctx, [1, NODES - 1], "int32"),
+            parents=ops.Array(ctx, [1, NODES - 1], "int32"),
+            scores=ops.Array(ctx, [1, NODES - 1], "float32"),
+        )
         names = ("row_ids", "row_positions", "row_slots", "row_seqs")
         self.rows = {name: ops.Array(ctx, [1, NODES], "int32") for name in names}
         self.rows["seq_row_begin"] = ops.Array(ctx, [2], "int32")
@@ -60,13 +64,14 @@ class Cycle:
             **self.rows,
         )
         self.make_worst_tree()
+        self.make_state()
         self.make_sampling()
-        self.make_pending()
+        self.make_draft_rows()
         pages = MAX_LEN // PAGE
         self.pool = normal(ctx, [2 * LAYERS, pages, KV_HEADS * PAGE * HEAD_DIM], dtype)
         self.page_table = put(ctx, np.random.default_rng(0).permutation(pages)[None])
-        self.features = normal(ctx, [NODES, HIDDEN], dtype)
-        self.pending_features = ops.Array(ctx, [EMITTED, HIDDEN], dtype)
+        self.hidden = normal(ctx, [NODES, HIDDEN], dtype)
+        self.accepted_hidden = ops.Array(ctx, [PATH, HIDDEN], dtype)
         self.last_hidden = ops.Array(ctx, [1, HIDDEN], dtype)
 
     def make_beam(self) -> Any:
@@ -111,8 +116,24 @@ class Cycle:
         )
         self.drawn = put(self.ctx, drawn)
         self.worst_path = put(self.ctx, [path])
-        self.all_emitted = put(self.ctx, [EMITTED])
-        self.after = put(self.ctx, [LENGTH + EMITTED])
+
+    def make_state(self) -> None:
+        """Of slot 0, as though the step before had accepted the worst path, too."""
+        self.lengths, self.after = put(self.ctx, [LENGTH]), put(self.ctx, [LENGTH + PATH])
+        self.accepted_counts = put(self.ctx, [PATH])
+        self.accepted = ops.Accepted(
+            ids=put(self.ctx, np.zeros([1, PATH])),
+            paths=self.worst_path,
+            counts=self.accepted_counts,
+        )
+        self.state = ops.SlotState(
+            lengths=self.lengths,
+            next_tokens=put(self.ctx, [7]),
+            counts=put(self.ctx, np.zeros([1, VOCAB])),
+            vocab_size=VOCAB,
+            history=put(self.ctx, np.zeros([1, HISTORY])),
+            accepted=self.accepted,
+        )
 
     def make_sampling(self) -> None:
         ctx = self.ctx
@@ -129,32 +150,28 @@ class Cycle:
         stop["num_stop_ids"], stop["stop_ids"], stop["max_tokens"] = 2, 1, 1 << 30
         self.stops = raw(ctx, stop)
         self.token_logprobs = raw(ctx, np.zeros(NODES, ops.token_logprobs_dtype))
-        self.results = raw(ctx, np.zeros([8, 1], ops.slot_result_dtype), pinned=True)
-        self.ticket = raw(ctx, np.zeros(1, np.uint64))
-        self.done = raw(ctx, np.zeros(1, np.uint64), pinned=True)
-        self.state = ops.SlotState(
-            lengths=self.lengths,
-            next_tokens=self.next_tokens,
-            counts=put(ctx, np.zeros([1, VOCAB])),
-            vocab_size=VOCAB,
+        self.sink = ops.ResultSink(
+            results=raw(ctx, np.zeros([8, 1], ops.slot_result_dtype), pinned=True),
+            ring_size=8,
+            max_seqs=1,
+            ticket=raw(ctx, np.zeros(1, np.uint64)),
+            done=raw(ctx, np.zeros(1, np.uint64), pinned=True),
         )
 
-    def make_pending(self) -> None:
-        names = ("pending_ids", "ids", "positions", "row_seqs", "feature_rows")
-        arrays = {name: put(self.ctx, np.zeros([1, EMITTED])) for name in names}
-        self.pending_ids = arrays["pending_ids"]
-        self.pending_counts, self.last_rows = put(self.ctx, [EMITTED]), put(self.ctx, [0])
-        self.draft_rows = arrays | {"seq_row_begin": put(self.ctx, [0, EMITTED])}
-        self.paths = ops.Array(self.ctx, [1, EMITTED], "int32")
-        self.num_emitted = ops.Array(self.ctx, [1], "int32")
+    def make_draft_rows(self) -> None:
+        names = ("ids", "positions", "row_seqs", "hidden_rows")
+        arrays = {name: put(self.ctx, np.zeros([1, PATH])) for name in names}
+        self.draft_lengths, self.last_rows = put(self.ctx, [LENGTH]), put(self.ctx, [0])
+        self.draft_rows = arrays | {"seq_row_begin": put(self.ctx, [0, PATH])}
 
     def begin_draft(self) -> None:
         ops.begin_draft(
             self.ctx,
             seq_slots=self.slots,
             num_seqs=1,
-            max_pending=EMITTED,
-            pending_counts=self.pending_counts,
+            lengths=self.lengths,
+            accepted=self.accepted,
+            shifted=True,
             draft_lengths=self.draft_lengths,
             last_rows=self.last_rows,
             **self.draft_rows,
@@ -178,22 +195,25 @@ class Cycle:
             topk_tokens=self.topk_tokens,
             topk_logprobs=self.topk_logprobs,
             seq_slots=self.slots,
-            pending_counts=self.pending_counts,
+            accepted_counts=self.accepted_counts,
             draft_lengths=self.draft_lengths,
         )
 
     def grow(self) -> None:
-        """Every level once, so that `build` finds a whole history."""
+        """Every level once, so that `select` finds all candidates."""
         self.topk(1)
         self.expand(0)
         self.topk(TOPK)
         for level in range(1, DEPTH):
             self.expand(level)
 
+    def select(self) -> None:
+        ops.draft_select(self.ctx, beam=self.beam, draft=self.draft)
+
     def build(self) -> None:
         ops.tree_build(
             self.ctx,
-            beam=self.beam,
+            draft=self.draft,
             trees=self.built,
             seq_slots=self.slots,
             slots=self.state,
@@ -213,58 +233,49 @@ class Cycle:
         ops.accept_tree(
             self.ctx,
             trees=self.worst,
-            max_emitted=EMITTED,
             drawn=self.drawn,
             logprobs=self.token_logprobs,
             seq_slots=self.slots,
             sampling=self.greedy,
             state=self.state,
             stops=self.stops,
-            paths=self.paths,
-            num_emitted=self.num_emitted,
-            pending_ids=self.pending_ids,
-            pending_counts=self.pending_counts,
-            results=self.results,
-            ring_size=8,
-            max_seqs=1,
-            ticket=self.ticket,
-            done=self.done,
+            sink=self.sink,
         )
 
     def keep(self) -> None:
         ops.keep_accepted(
             self.ctx,
             pool=self.pool,
-            num_kv_heads=KV_HEADS,
-            head_dim=HEAD_DIM,
+            num_heads=KV_HEADS,
+            width=HEAD_DIM,
             page_table=self.page_table,
             num_nodes=NODES,
             seq_slots=self.slots,
             lengths=self.after,
-            paths=self.worst_path,
-            num_emitted=self.all_emitted,
-            features=self.features,
-            pending_features=self.pending_features,
+            accepted=self.accepted,
+            hidden=self.hidden,
+            accepted_hidden=self.accepted_hidden,
         )
 
     def gather_last(self) -> None:
-        ops.gather_rows(self.ctx, self.last_hidden, self.features, self.last_rows)
+        ops.gather_rows(self.ctx, self.last_hidden, self.hidden, self.last_rows)
 
 
-def glue(cycle: Cycle) -> list[tuple[str, int, Callable[[], None]]]:
-    """(name, launches a cycle, op) in the order of a cycle; 0: only to compare."""
+def ops_of(step: Step) -> list[tuple[str, int, Callable[[], None]]]:
+    """(name, launches a step, op) in the order of a step; 0: only to compare."""
     return [
-        ("begin_draft", 1, cycle.begin_draft),
-        ("gather last hidden, 1 row", 1, cycle.gather_last),
-        ("topk_logprobs, 1 row", 1, lambda: cycle.topk(1)),
-        ("tree_expand, level 0", 1, lambda: cycle.expand(0)),
-        (f"topk_logprobs, {TOPK} rows", DEPTH - 1, lambda: cycle.topk(TOPK)),
-        (f"tree_expand, {TOPK} rows", DEPTH - 1, lambda: cycle.expand(1)),
-        ("tree_build", 1, cycle.build),
-        (f"sample, {NODES} rows, greedy", 1, lambda: cycle.sample(cycle.greedy)),
-        (f"sample, {NODES} rows, T, top-k, top-p", 0, lambda: cycle.sample(cycle.drawing)),
-        ("accept_tree", 1, cycle.accept),
-        (f"keep_accepted, {LAYERS} layers", 1, cycle.keep),
+        ("begin_draft", 1, step.begin_draft),
+        ("gather last hidden, 1 row", 1, step.gather_last),
+        ("topk_logprobs, 1 row", 1, lambda: step.topk(1)),
+        ("tree_expand, level 0", 1, lambda: step.expand(0)),
+        (f"topk_logprobs, {TOPK} rows", DEPTH - 1, lambda: step.topk(TOPK)),
+        (f"tree_expand, {TOPK} rows", DEPTH - 1, lambda: step.expand(1)),
+        ("draft_select", 1, step.select),
+        ("tree_build", 1, step.build),
+        (f"sample, {NODES} rows, greedy", 1, lambda: step.sample(step.greedy)),
+        (f"sample, {NODES} rows, T, top-k, top-p", 0, lambda: step.sample(step.drawing)),
+        ("accept_tree", 1, step.accept),
+        (f"keep_accepted, {LAYERS} layers", 1, step.keep),
     ]
 
 
@@ -290,28 +301,28 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     args = parser.parse_args()
     ctx = ops.Context(args.device)
-    cycle = Cycle(ctx, args.dtype)
-    cycle.grow()
+    step = Step(ctx, args.dtype)
+    step.grow()
 
     def report(name: str, count: int, us: float) -> None:
         if args.json:
-            line = json.dumps({"name": name, "per_cycle": count, "us": us, "cycle_us": count * us})
+            line = json.dumps({"name": name, "per_step": count, "us": us, "step_us": count * us})
         else:
             line = f"{name:36} {us:9.2f} µs x {count} = {count * us:9.2f} µs"
         sys.stdout.write(line + "\n")
         sys.stdout.flush()
 
     total = 0.0
-    for name, count, body in glue(cycle):
-        if name == "tree_build":
-            cycle.grow()  # a level timed by itself has left the others behind
+    for name, count, body in ops_of(step):
+        if name == "draft_select":
+            step.grow()  # a level timed by itself has left the others behind
         us = time_of(ctx, args.device, body)
         report(name, count, us)
         total += count * us
     if args.json:
-        end = json.dumps({"name": "cycle", "us": total, "budget_us": BUDGET_US})
+        end = json.dumps({"name": "step", "us": total, "budget_us": BUDGET_US})
     else:
-        end = f"sum of a cycle {total:.1f} µs, {total / BUDGET_US:.2f} of the budget {BUDGET_US} µs"
+        end = f"sum of a step {total:.1f} µs, {total / BUDGET_US:.2f} of the budget {BUDGET_US} µs"
     sys.stdout.write(end + "\n")
 
 

@@ -88,8 +88,10 @@ def engine_names(loaded: LoadedDraft) -> set[str]:
 
 
 def spec_of(loaded: LoadedDraft) -> Any:
+    """Its fields, and its options beside them."""
     extension = SimpleNamespace(ModelSpec=SimpleNamespace, DrafterSpec=SimpleNamespace)
-    return loaded.spec(extension, "float32")
+    spec = loaded.spec(extension, "float32")
+    return SimpleNamespace(**vars(spec), **spec.options)
 
 
 def refused(target: TinyCheckpoint, draft: Path | None, **options: Any) -> str:

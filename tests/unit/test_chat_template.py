@@ -7,7 +7,7 @@ import datetime
 import pytest
 from tokenizers_for_tests import byte_level, write_directory
 
-from cpmcu.serving.chat_template import ChatTemplate, ChatTemplateError
+from cpmcu.chat_template import ChatTemplate, ChatTemplateError
 from cpmcu.tokenizer import Tokenizer
 
 CHATML = (

@@ -164,7 +164,7 @@ def test_the_grammar_example_runs(tmp_path: Path) -> None:
     pytest.importorskip("llguidance")
     lines = run_python(ROOT / "docs" / "structured_output.md", tmp_path).splitlines()
     assert [line.split()[0] for line in lines] == [
-        "json_schema", "json_schema", "regex", "choice", "lark",
+        "json_schema", "json_schema", "regex", "choice", "lark", "composed",
     ]  # fmt: skip
 
 
@@ -173,20 +173,25 @@ def test_the_grammar_example_runs(tmp_path: Path) -> None:
     [
         ("adding_quant", "int8_rows", "largest error"),
         ("adding_drafter", "repeat_drafter", "mean accept length"),
+        ("adding_block", None, "with and without a draft"),
     ],
 )
-def test_plugin_example_runs(name: str, plugin: str, printed: str, tmp_path: Path) -> None:
+def test_plugin_example_runs(name: str, plugin: str | None, printed: str, tmp_path: Path) -> None:
     document = ROOT / "docs" / f"{name}.md"
-    (source,) = blocks(document, "cpp")
-    (command,) = blocks(document, "bash")
     if shutil.which("g++") is None:
         pytest.skip("no C++ compiler")
-    (tmp_path / f"{plugin}.cpp").write_text(source)
-    (tmp_path / "csrc").symlink_to(ROOT / "csrc")
-    subprocess.run(shlex.split(command), cwd=tmp_path, check=True)
+    if plugin is not None:  # else the document compiles a file of tests/plugins
+        (tmp_path / f"{plugin}.cpp").write_text(blocks(document, "cpp")[0])
+    for folder in ("csrc", "tests"):
+        (tmp_path / folder).symlink_to(ROOT / folder)
+    for command in blocks(document, "bash"):
+        subprocess.run(shlex.split(command), cwd=tmp_path, check=True)
     assert printed in run_python(document, tmp_path)
 
 
-def test_drafter_example_is_the_tested_one() -> None:
-    (source,) = blocks(ROOT / "docs" / "adding_drafter.md", "cpp")
-    assert source in (ROOT / "tests" / "plugins" / "repeat_drafter.cpp").read_text()
+@pytest.mark.parametrize("name", ["adding_drafter", "adding_block"])
+def test_examples_are_the_tested_ones(name: str) -> None:
+    plugins = [path.read_text() for path in (ROOT / "tests" / "plugins").glob("*.cpp")]
+    shown = blocks(ROOT / "docs" / f"{name}.md", "cpp")
+    assert shown
+    assert all(any(source in plugin for plugin in plugins) for source in shown)

@@ -67,7 +67,7 @@ def test_eagle3_spec(target: TinyCheckpoint, tmp_path: Path) -> None:
     spec = spec_of(opened(target, draft.directory, use_eagle3=True))
     offsets = draft.weights["d2t"]
     assert spec.vocab_ids == [int(i + offset) for i, offset in enumerate(offsets)]
-    assert spec.feature_layers == [2, 1, 0]  # 2, L / 2, L - 3
+    assert spec.target_layers == [2, 1, 0]  # 2, L / 2, L - 3
     assert spec.own_head and not spec.norm_output
     assert spec.model.residual_scale == 1.0
     assert spec.model.logit_scale == 1.0
@@ -79,7 +79,7 @@ def test_eagle3_spec(target: TinyCheckpoint, tmp_path: Path) -> None:
     layers = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}}
     shared = write_draft(tmp_path / "s", "eagle3_shared", target, **layers)
     spec = spec_of(opened(target, shared.directory))
-    assert spec.feature_layers == [0, 1, 2] and spec.vocab_ids == []
+    assert spec.target_layers == [0, 1, 2] and spec.vocab_ids == []
     assert spec.norm_output and not spec.own_head
 
 
@@ -117,7 +117,7 @@ def test_features_that_are_given_as_outputs(
     stated = {"eagle_config": stated} if nested else stated
     draft = write_draft(tmp_path / "d", "eagle3", target, **stated)
     with caplog.at_level(logging.INFO):
-        assert spec_of(opened(target, draft.directory)).feature_layers == inputs
+        assert spec_of(opened(target, draft.directory)).target_layers == inputs
     said = "taken as outputs of layers: inputs of [2, 4, 6]" in caplog.text
     assert said == (ids != inputs)
 

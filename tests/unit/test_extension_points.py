@@ -101,8 +101,8 @@ class Repeat:
         return DraftPlan(chain=True)
 
 
-@register_drafter("both")
-class Both:
+@register_drafter("pair")
+class Pair:
     """The last token again and again, and what n-gram look-up finds, side by side in a tree."""
 
     has_checkpoint = False
@@ -165,8 +165,8 @@ def repeat_plugin(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 @pytest.fixture(scope="module")
-def both_plugin(tmp_path_factory: pytest.TempPathFactory, repeat_plugin: None) -> None:
-    load_plugin("both_drafter", tmp_path_factory.mktemp("plugin"))
+def pair_plugin(tmp_path_factory: pytest.TempPathFactory, repeat_plugin: None) -> None:
+    load_plugin("pair_drafter", tmp_path_factory.mktemp("plugin"))
 
 
 @pytest.fixture(scope="module")
@@ -250,33 +250,33 @@ def test_drafter_from_outside(tmp_path: Path, repeat_plugin: None) -> None:
     assert registered_drafters()["repeat"] == __file__
 
 
-BOTH = SpeculativeConfig(
-    method="both", spec_num_iter=4, spec_topk_per_iter=2, spec_tree_size=9, spec_auto=False
+PAIR = SpeculativeConfig(
+    method="pair", spec_num_iter=4, spec_topk_per_iter=2, spec_tree_size=9, spec_auto=False
 )
 
 
-def test_a_drafter_made_of_two(tmp_path: Path, both_plugin: None) -> None:
+def test_a_drafter_made_of_two(tmp_path: Path, pair_plugin: None) -> None:
     """Each alone is right at times, and the tree holds both."""
     config = tiny_config("llama", vocab_size=VOCAB)
     model = write_model(tmp_path / "model", config, random_weights(config))
-    plain, both = make_engine(model), make_engine(model, speculative_config=BOTH)
+    plain, pair = make_engine(model), make_engine(model, speculative_config=PAIR)
     ids = random_ids(10, VOCAB) * 3
     for fields in ({}, {"temperature": 1.0, "seed": 7}):
-        assert generate(both, ids, 40, **fields)[:40] == generate(plain, ids, 40, **fields)
-    slot = both.add_sequence(sampling(), ids)
-    prefill(both, slot, ids, 128)
-    assert both.reserve(slot, len(ids) + 9)
-    ((tokens, parents),) = both.begin_masked([slot])
+        assert generate(pair, ids, 40, **fields)[:40] == generate(plain, ids, 40, **fields)
+    slot = pair.add_sequence(sampling(), ids)
+    prefill(pair, slot, ids, 128)
+    assert pair.reserve(slot, len(ids) + 9)
+    ((tokens, parents),) = pair.begin_masked([slot])
     assert tokens[1:5] == [tokens[0]] * 4  # repeated
     assert parents[:5] == [-1, 0, 1, 2, 3]
     assert parents[5] == 0  # n-gram look-up begins at the root again
-    both.release(slot)
+    pair.release(slot)
 
 
-@pytest.mark.parametrize("draft", ["both", "repeat"])
-def test_layers_of_different_kinds(mixed_model: Path, both_plugin: None, draft: str) -> None:
+@pytest.mark.parametrize("draft", ["pair", "repeat"])
+def test_layers_of_different_kinds(mixed_model: Path, pair_plugin: None, draft: str) -> None:
     """State of its own: speculation, chunks and neighbours change no token."""
-    speculation = replace(BOTH, method=draft, spec_topk_per_iter=2 if draft == "both" else None)
+    speculation = replace(PAIR, method=draft, spec_topk_per_iter=2 if draft == "pair" else None)
     if draft == "repeat":
         speculation = SpeculativeConfig(method=draft, spec_num_iter=4, spec_auto=False)
     plain = make_engine(mixed_model)

@@ -14,7 +14,7 @@ from tokenizers_for_tests import byte_level
 
 import cpmcu
 from cpmcu import LLM, SamplingParams
-from cpmcu.serving.chat_template import ChatTemplateError
+from cpmcu.chat_template import ChatTemplateError
 
 
 @pytest.fixture

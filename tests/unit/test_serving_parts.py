@@ -14,12 +14,12 @@ import pytest
 from tokenizers_for_tests import TEXT, byte_fallback, byte_level, write_directory
 
 from cpmcu import server
+from cpmcu.chat_template import ChatTemplate
 from cpmcu.config import EngineConfig
 from cpmcu.flags import from_flags
 from cpmcu.outputs import TokenLogprobs
 from cpmcu.serving import routes
 from cpmcu.serving.app import create_app
-from cpmcu.serving.chat_template import ChatTemplate
 from cpmcu.serving.config import ServerConfig
 from cpmcu.serving.conversation import render
 from cpmcu.serving.errors import ApiError

@@ -140,8 +140,9 @@ def test_eagle_head_with_its_own_vocabulary(tmp_path: Path) -> None:
     target, draft = write_pair(tmp_path, "tiny-minicpm", 0.5)
     loaded = load(target, draft, spec_num_iter=2, spec_topk_per_iter=4, spec_tree_size=8)
     assert loaded.draft is not None and loaded.draft.method == "eagle"
-    assert loaded.draft.own_head and loaded.draft.input_norms and loaded.draft.attention_norm
-    ids = np.asarray(loaded.draft.vocab_ids)
+    options = loaded.draft.options
+    assert options["own_head"] and options["input_norms"] and options["attention_norm"]
+    ids = np.asarray(options["vocab_ids"])
     assert ids.size == 1024 and (np.diff(ids) > 0).all() and ids.max() < SMALL["vocab_size"]
 
     with pytest.raises(ValueError, match="FR-Spec"):
@@ -197,8 +198,8 @@ def test_draft_presets(tmp_path: Path) -> None:
     }
     target = write("tiny-minicpm", tmp_path / "target")
     loaded = load(target, out, frspec_vocab_size=512)
-    assert loaded.draft is not None and len(loaded.draft.vocab_ids) == 512
-    assert not loaded.draft.own_head
+    assert loaded.draft is not None and len(loaded.draft.options["vocab_ids"]) == 512
+    assert not loaded.draft.options["own_head"]
 
     eagle = {s.name: s for s in eagle_tensors(PRESETS["llama3.1-8b"].config)}
     assert "input_norm1.weight" not in eagle and "layers.0.self_attn.q_proj.weight" in eagle

@@ -9,9 +9,9 @@ import time
 import pytest
 from tokenizers_for_tests import byte_level, write_directory
 
-from cpmcu.serving import template_sandbox
-from cpmcu.serving.chat_template import ChatTemplate, ChatTemplateError
-from cpmcu.serving.template_sandbox import MAX_SECONDS, MAX_SIZE
+from cpmcu import template_sandbox
+from cpmcu.chat_template import ChatTemplate, ChatTemplateError
+from cpmcu.template_sandbox import MAX_SECONDS, MAX_SIZE
 from cpmcu.tokenizer import Tokenizer
 
 USER = [{"role": "user", "content": "Hi"}]

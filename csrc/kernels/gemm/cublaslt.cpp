@@ -134,7 +134,6 @@ struct CublasLt::Impl {
   Handle handle = nullptr;
   Device device;
   void* workspace = nullptr;
-  std::string path;
   std::map<Key, Algorithm> algorithms;
 
   ~Impl() {
@@ -169,7 +168,6 @@ struct CublasLt::Impl {
 
 CublasLt::CublasLt() : impl_(std::make_unique<Impl>()) {}
 CublasLt::~CublasLt() = default;
-const std::string& CublasLt::path() const { return impl_->path; }
 
 std::unique_ptr<CublasLt> CublasLt::load(const Context& ctx,
                                          const std::vector<std::string>& paths) {
@@ -185,7 +183,6 @@ std::unique_ptr<CublasLt> CublasLt::load(const Context& ctx,
     std::unique_ptr<CublasLt> cublas(new CublasLt);
     Impl& impl = *cublas->impl_;
     impl.device = ctx.device;
-    impl.path = name;
     if (!resolve_all(library, impl.api) || impl.api.create(&impl.handle) != 0) continue;
     impl.workspace = allocate(ctx.device, kWorkspaceBytes);
     return cublas;
@@ -211,12 +208,9 @@ void CublasLt::gemm(const Context& ctx, const Tensor& y, const Tensor& x, const 
 
 #else
 
-struct CublasLt::Impl {
-  std::string path;
-};
+struct CublasLt::Impl {};
 CublasLt::CublasLt() : impl_(std::make_unique<Impl>()) {}
 CublasLt::~CublasLt() = default;
-const std::string& CublasLt::path() const { return impl_->path; }
 std::unique_ptr<CublasLt> CublasLt::load(const Context&, const std::vector<std::string>&) {
   return nullptr;
 }

@@ -25,7 +25,6 @@ class CublasLt : public GemmLibrary {
 
   void gemm(const Context& ctx, const Tensor& y, const Tensor& x, const Tensor& w, float alpha,
             float beta, int64_t y_stride) override;
-  const std::string& path() const;
 
  private:
   CublasLt();

@@ -32,6 +32,10 @@
 // Little code: but for the multiplying loop everything runs once or a few times in a launch, and
 // instructions that did not run lately come at two to three cycles each. What can be known before x
 // comes is looked up and computed before it comes.
+//
+// Length of gemm_chain_kernel: the loop over links and tiles shares its scalars with the product of
+// a tile, the wait for other slices and the epilogue. As functions of their own these three change
+// the machine code, which is measured as it is.
 #include "kernels/gemm/gemm_chain.h"
 
 #include "core/trace.cuh"
@@ -56,6 +60,77 @@ constexpr int kFeedingWarps = kGroups >= 2 ? 4 : 3;
 // With more than 16 rows a layer took up to 4 us longer so than with a launch of rotary_kv.
 constexpr int kMaxRotatedGroups = 2;
 
+// Initialises the barriers of a CTA, by all its warps: each barrier takes one 30 to 40 cycles.
+template <typename Product>
+__device__ __forceinline__ void init_barriers(const Ring<Product>& ring, int warp, int* num_fed) {
+  using Ring = Ring<Product>;
+  if (ptx::is_elected()) {
+#pragma unroll 1
+    for (int i = warp; i < Ring::kStages; i += kWarps + kFeedingWarps<Product::kGroups>) {
+      const Stage mine = ring.stage(i);
+      ptx::mbarrier_init(ring.weights_in(mine), 1);
+      ptx::mbarrier_init(ring.rows_in(mine), 1);
+      ptx::mbarrier_init(ring.done(mine), kThreads);
+    }
+    if (warp < kMaxChainLinks) ptx::mbarrier_init(ring.x_in(warp), 1);
+    if (warp == kWarps - 1) {
+      *num_fed = 0;
+      ptx::mbarrier_init(ring.combined(), kWarps);
+      ptx::mbarrier_init(ring.bases_read(), 1);
+    }
+    ptx::mbarrier_init_fence();
+  }
+}
+
+// The warps that do not multiply: a thread feeds weights, another rows of x, a warp fetches ahead.
+template <typename Product>
+__device__ __forceinline__ void feed(const ChainArgs& args, const Ring<Product>& ring, int warp,
+                                     int* num_fed) {
+  if (threadIdx.x == kThreads) {
+    feed_weights(args, ring, num_fed);
+  } else if (threadIdx.x == kThreads + 32) {
+    feed_rows(args, ring);
+  } else {
+    if constexpr (Product::kAhead > 0) {
+      if (warp == kWarps + 2 && args.pace > 0) fetch_ahead<Product>(args, num_fed);
+    }
+    ptx::pdl_wait();
+  }
+}
+
+// A CTA that has no part in a link arrives behind it at once: it has nothing to wait for.
+template <typename Product>
+__device__ __forceinline__ void arrive_without_part(const ChainArgs& args,
+                                                    const Ring<Product>& ring, uint32_t& turn) {
+  if (static_cast<int>(blockIdx.x) >= args.min_units) {
+    ptx::opaque(turn);  // read, by all warps, before block 0 may change it
+    ptx::named_barrier<1, kThreads>();
+    ptx::mbarrier_wait(ring.bases_read(), 0);
+    for (int i = 0; i + 1 < args.num_links && threadIdx.x == 0; ++i) {
+      if (static_cast<int>(blockIdx.x) >= args.links[i].units) {
+        ptx::add_release(args.state->arrived[i + 1]);
+      }
+    }
+  }
+}
+
+// Sends a warp's sums to the CTA that adds up their slab, kPieces 16-byte pieces a slice.
+template <int kPieces, int kGroups>
+__device__ __forceinline__ void send_sums(const float (&sums)[2][kGroups][4], char* pieces,
+                                          int slice, int warp, int q2, int m) {
+#pragma unroll
+  for (int group = 0; group < kGroups; ++group) {
+    if (group * 8 + q2 < m) {
+#pragma unroll
+      for (int t = 0; t < 2; ++t) {
+        ptx::store_relaxed16(
+            pieces + (slice * kPieces + ((warp * kGroups + group) * 2 + t) * 32) * 16,
+            sums[t][group]);
+      }
+    }
+  }
+}
+
 template <typename Product>
 __global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<Product::kGroups>, 1)
     gemm_chain_kernel(const __grid_constant__ ChainArgs args,
@@ -77,35 +152,11 @@ __global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<Product::kGroups
   Trace trace;
 
   ptx::pdl_launch();
-  if (ptx::is_elected()) {  // by all warps: each barrier takes one 30 to 40 cycles
-#pragma unroll 1
-    for (int i = warp; i < Ring::kStages; i += kWarps + kFeedingWarps<kGroups>) {
-      const Stage mine = ring.stage(i);
-      ptx::mbarrier_init(ring.weights_in(mine), 1);
-      ptx::mbarrier_init(ring.rows_in(mine), 1);
-      ptx::mbarrier_init(ring.done(mine), kThreads);
-    }
-    if (warp < kMaxChainLinks) ptx::mbarrier_init(ring.x_in(warp), 1);
-    if (warp == kWarps - 1) {
-      num_fed = 0;
-      ptx::mbarrier_init(ring.combined(), kWarps);
-      ptx::mbarrier_init(ring.bases_read(), 1);
-    }
-    ptx::mbarrier_init_fence();
-  }
+  init_barriers(ring, warp, &num_fed);
   __syncthreads();
   if (warp >= kWarps) {
     if constexpr (kFeedingWarps<kGroups> == 4) ptx::give_registers<kFeedingRegisters>();
-    if (threadIdx.x == kThreads) {
-      feed_weights(args, ring, &num_fed);
-    } else if (threadIdx.x == kThreads + 32) {
-      feed_rows(args, ring);
-    } else {
-      if constexpr (Product::kAhead > 0) {
-        if (warp == kWarps + 2 && args.pace > 0) fetch_ahead<Product>(args, &num_fed);
-      }
-      ptx::pdl_wait();
-    }
+    feed(args, ring, warp, &num_fed);
     return;
   }
   if constexpr (kFeedingWarps<kGroups> == 4) ptx::take_registers<kMultiplyingRegisters>();
@@ -122,17 +173,7 @@ __global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<Product::kGroups
   ptx::pdl_wait();
   trace.stamp(1);
   uint32_t turn = __ldcg(&args.state->launches) % 2;
-  // Who has no part in a link has nothing to wait for.
-  if (static_cast<int>(blockIdx.x) >= args.min_units) {
-    ptx::opaque(turn);  // read, by all warps, before block 0 may change it
-    ptx::named_barrier<1, kThreads>();
-    ptx::mbarrier_wait(ring.bases_read(), 0);
-    for (int i = 0; i + 1 < args.num_links && threadIdx.x == 0; ++i) {
-      if (static_cast<int>(blockIdx.x) >= args.links[i].units) {
-        ptx::add_release(args.state->arrived[i + 1]);
-      }
-    }
-  }
+  arrive_without_part(args, ring, turn);
   if (blockIdx.x == 0) {
     ExactSum* next = args.state->squares[turn ^ 1][0];
 #pragma unroll 1
@@ -223,17 +264,7 @@ __global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<Product::kGroups
       constexpr int kPieces = kWarps * kGroups * 2 * 32;  // of a unit
       const int first_unit = link.slices == 1 ? blockIdx.x : blockIdx.x - slice;
       char* const pieces = args.pieces + (int64_t{first_unit} * kPieces + lane) * 16;
-#pragma unroll
-      for (int group = 0; group < kGroups; ++group) {
-        if (group * 8 + q2 < args.m) {
-#pragma unroll
-          for (int t = 0; t < 2; ++t) {
-            ptx::store_relaxed16(
-                pieces + (slice * kPieces + ((warp * kGroups + group) * 2 + t) * 32) * 16,
-                sums[t][group]);
-          }
-        }
-      }
+      send_sums<kPieces>(sums, pieces, slice, warp, q2, args.m);
       ptx::named_barrier<1, kThreads>();  // row_scales
       if (kCounts && link.slices > 1) {
         if (threadIdx.x == 0) {

@@ -8,9 +8,9 @@ namespace {
 
 using namespace cpmcu;
 
-class BothDrafter : public Drafter {
+class PairDrafter : public Drafter {
  public:
-  BothDrafter(const DrafterSpec& spec, const ModelSpec& target) : spec_(spec) {
+  PairDrafter(const DrafterSpec& spec, const ModelSpec& target) : spec_(spec) {
     CHECK(spec_.parts.size() == 2, "a drafter of two has {} parts", spec_.parts.size());
     for (const DrafterSpec& part : spec_.parts) parts_.push_back(make_drafter(part, target));
   }
@@ -18,8 +18,8 @@ class BothDrafter : public Drafter {
   HiddenNeeds needs() const override { return parts_[0]->needs().with(parts_[1]->needs()); }
   void plan(MemoryPlan& plan, StateCache& states, const DraftLimits& limits) override {
     for (const auto& part : parts_) part->plan(plan, states, limits);
-    ids_ = {plan.add("both.tokens", "state", int64_t{4} * limits.max_seqs * kMaxTreeSize),
-            plan.add("both.parents", "state", int64_t{4} * limits.max_seqs * kMaxTreeSize)};
+    ids_ = {plan.add("pair.tokens", "state", int64_t{4} * limits.max_seqs * kMaxTreeSize),
+            plan.add("pair.parents", "state", int64_t{4} * limits.max_seqs * kMaxTreeSize)};
   }
   void bind(const Arena& arena) override {
     for (const auto& part : parts_) part->bind(arena);
@@ -67,6 +67,6 @@ class BothDrafter : public Drafter {
   int *tokens_ = nullptr, *parents_ = nullptr;  // [B, M]
 };
 
-REGISTER_DRAFTER("both", BothDrafter);
+REGISTER_DRAFTER("pair", PairDrafter);
 
 }  // namespace

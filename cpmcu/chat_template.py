@@ -1,6 +1,6 @@
 """Conversations to prompts, by the Jinja template that comes with a checkpoint.
 
-Templates run sandboxed and within limits (cpmcu/serving/template_sandbox.py), with the helpers
+Templates run sandboxed and within limits (cpmcu/template_sandbox.py), with the helpers
 which the ecosystem's templates rely on. A template that fails raises ChatTemplateError: a
 conversation never silently becomes some other prompt.
 """
@@ -19,7 +19,7 @@ from jinja2.parser import Parser
 
 from cpmcu.checks import one_line, shown
 from cpmcu.errors import one_sentence
-from cpmcu.serving.template_sandbox import Sandbox, limited
+from cpmcu.template_sandbox import Sandbox, limited
 from cpmcu.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]

@@ -1,0 +1,84 @@
+"""Imports of the package point one way: from programs over server, engine and loading to values."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+# From the bottom to the top. A module belongs to its longest name here, and may import modules of
+# its own line and of lines above it in this list. Imports for type checkers count as well.
+ORDER = [
+    "C __version__ _extension checks errors environment exiting flag_help spec_metrics",
+    "config flags grammar outputs",
+    # Files of a checkpoint: names, shapes and bytes of tensors.
+    "loading.checkpoint loading.hub loading.index loading.progress loading.safetensors "
+    "loading.tensors loading.torch_files",
+    "engine_flags listing prompt sampling template_sandbox token_length tokenizer ui",
+    "chat_template",
+    "models",
+    "quant",
+    "drafters",
+    "engine",
+    "loading",
+    "convert",
+    "llm",
+    "answering benchmarks chat serving",
+    "bench cli server",
+    "__main__",
+]
+LINES = {name: line for line, names in enumerate(ORDER) for name in names.split()}
+
+
+def modules() -> dict[str, Path]:
+    """Name below cpmcu -> file; of a package, its __init__.py."""
+    found = {}
+    for path in (ROOT / "cpmcu").rglob("*.py"):
+        parts = path.relative_to(ROOT / "cpmcu").with_suffix("").parts
+        if name := ".".join(parts).removesuffix("__init__").rstrip("."):
+            found[name] = path
+    return found
+
+
+def line_of(name: str) -> int | None:
+    """Where in ORDER a module is."""
+    parts = name.split(".")
+    prefixes = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
+    return next((LINES[prefix] for prefix in prefixes if prefix in LINES), None)
+
+
+def imported(path: Path, known: dict[str, Path]) -> Iterator[str]:
+    """The modules of cpmcu that a file imports anywhere, in functions too."""
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in names:
+            head, _, rest = name.partition(".")
+            if head != "cpmcu" or not rest:
+                continue
+            parts = rest.split(".")
+            prefixes = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
+            yield next((p for p in prefixes if p in known), parts[0])
+
+
+def test_every_module_has_its_place() -> None:
+    assert not [name for name in modules() if line_of(name) is None]
+
+
+def test_no_import_points_upwards() -> None:
+    known = modules()
+    wrong = []
+    for name, path in known.items():
+        for target in imported(path, known):
+            line = line_of(target)
+            assert line is not None, f"{name} imports {target}, which has no place in ORDER"
+            if line > (line_of(name) or 0):
+                wrong.append(f"{name} imports {target}")
+    assert not wrong
