@@ -112,8 +112,8 @@ lint-cpp: $(DEV)
 	$(SAY) "clang-format"
 	@$(CPP) | xargs clang-format --dry-run -Werror
 
-stubs: $(DEV) build  ## write cpmcu/C.pyi from the extension
-	$(SAY) "cpmcu/C.pyi"
+stubs: $(DEV) build  ## write cpmcu/C.pyi and cpmcu/models/limits.py from the extension
+	$(SAY) "cpmcu/C.pyi, cpmcu/models/limits.py"
 	@$(PY) scripts/generate_stubs.py
 
 format: $(DEV)  ## apply ruff and clang-format

@@ -1,6 +1,6 @@
 """Writes what Python says of the compiled extension, from the extension.
 
-cpmcu/C.pyi          signatures and docstrings of csrc/**/bind_*.cpp
+cpmcu/C.pyi             signatures and docstrings of csrc/**/bind_*.cpp
 cpmcu/models/limits.py  numbers of csrc/core/model_limits.h, to read configs without the extension
 
 pybind11-stubgen reads the module. Then C.pyi is made shorter to read: numbers are int and float, a
