@@ -25,7 +25,7 @@ UNIT = tests/unit tests/kernels $(addprefix --ignore=tests/kernels/test_,attenti
   $(addprefix tests/engine/test_,bad_checkpoints.py engine.py logits.py)
 CPP = find csrc -name '*.cpp' -o -name '*.cu' -o -name '*.h' -o -name '*.cuh'
 
-.PHONY: help demo build test test-unit test-gpu asan cuda-compile lint lint-python lint-types lint-cpp format bench clean
+.PHONY: help demo build test test-unit test-gpu asan cuda-compile lint lint-python lint-types lint-cpp format stubs bench clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -36,7 +36,7 @@ help:  ## this list
 .venv/.base-stamp: pyproject.toml
 	$(SAY) "setting up .venv with $(PYTHON)"
 	@test -x $(PY) || $(PYTHON) -m venv .venv
-	@$(PIP) --upgrade 'pip>=23' 'setuptools>=77' 'ninja>=1.11' 'pybind11>=2.13'
+	@$(PIP) --upgrade 'pip>=23' 'setuptools>=77' 'ninja>=1.11' 'pybind11>=3.0'
 	@CPMCU_SKIP_BUILD=1 $(PIP) --no-build-isolation -e .
 	@touch $@
 
@@ -111,6 +111,10 @@ lint-types: $(DEV)
 lint-cpp: $(DEV)
 	$(SAY) "clang-format"
 	@$(CPP) | xargs clang-format --dry-run -Werror
+
+stubs: $(DEV) build  ## write cpmcu/C.pyi and cpmcu/models/limits.py from the extension
+	$(SAY) "cpmcu/C.pyi, cpmcu/models/limits.py"
+	@$(PY) scripts/generate_stubs.py
 
 format: $(DEV)  ## apply ruff and clang-format
 	@ruff check --fix . && ruff format .

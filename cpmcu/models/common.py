@@ -10,19 +10,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from cpmcu.models.limits import CUDA_HEAD_DIMS, MODEL_LIMITS
 from cpmcu.models.reader import ConfigReader
 from cpmcu.models.rope import rope_from_config
 
-CUDA_HEAD_DIMS = (64, 128, 256)
-MAX_HEAD_DIM = 256  # CPU back end: any multiple of ALIGNMENT up to it
-MAX_HIDDEN_SIZE = 16384
-MAX_INTERMEDIATE_SIZE = 2**20
-MAX_LAYERS = 1024
-MAX_HEADS = 1024
-MAX_VOCAB_SIZE = 2**24
-MAX_POSITIONS = 2**26
 DEFAULT_WINDOW = 4096  # of Mistral and Qwen configs that do not say, in transformers
-ALIGNMENT = 8  # elements: rows are read in 16-byte pieces of 2-byte numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +78,9 @@ def read_spec(
     found, expected) for the first key that is missing or absurd.
     """
     reader = ConfigReader(config)
-    hidden_size = _aligned(reader, "hidden_size", MAX_HIDDEN_SIZE)
-    intermediate_size = _aligned(reader, "intermediate_size", MAX_INTERMEDIATE_SIZE)
-    num_heads = reader.positive_int("num_attention_heads", most=MAX_HEADS)
+    hidden_size = _size(reader, "hidden_size")
+    intermediate_size = _size(reader, "intermediate_size")
+    num_heads = _size(reader, "num_attention_heads")
     num_kv_heads = reader.positive_int("num_key_value_heads", default=num_heads)
     if num_heads % num_kv_heads:
         raise reader.fail("num_key_value_heads", f"a divisor of num_attention_heads={num_heads}")
@@ -98,13 +90,13 @@ def read_spec(
     eps = reader.positive_float("rms_norm_eps")
     if eps >= 1:
         raise reader.fail("rms_norm_eps", "a number between 0 and 1")
-    max_positions = reader.positive_int("max_position_embeddings", most=MAX_POSITIONS)
+    max_positions = _size(reader, "max_position_embeddings")
     rope = rope_from_config(config, head_dim, options.max_model_len or max_positions)
     return SpecFields(
-        vocab_size=reader.positive_int("vocab_size", most=MAX_VOCAB_SIZE),
+        vocab_size=_size(reader, "vocab_size"),
         hidden_size=hidden_size,
         intermediate_size=intermediate_size,
-        num_hidden_layers=reader.positive_int("num_hidden_layers", most=MAX_LAYERS),
+        num_hidden_layers=_size(reader, "num_hidden_layers"),
         num_attention_heads=num_heads,
         num_key_value_heads=num_kv_heads,
         head_dim=head_dim,
@@ -166,10 +158,12 @@ def first_window_layer(config: Mapping[str, Any]) -> int:
     return first
 
 
-def _aligned(reader: ConfigReader, key: str, most: int) -> int:
+def _size(reader: ConfigReader, key: str) -> int:
+    """A number within the engine's limits."""
+    _, most, multiple = MODEL_LIMITS[key]
     value = reader.positive_int(key, most=most)
-    if value % ALIGNMENT:
-        raise reader.fail(key, f"a multiple of {ALIGNMENT}")
+    if value % multiple:
+        raise reader.fail(key, f"a multiple of {multiple}")
     return value
 
 
@@ -183,10 +177,11 @@ def _head_dim(reader: ConfigReader, hidden_size: int, num_heads: int, device: st
             f"config.json: head_dim (hidden_size / num_attention_heads if it is not given) is "
             f"{head_dim}, expected one of {allowed} on CUDA"
         )
-    if head_dim % ALIGNMENT or head_dim > MAX_HEAD_DIM:
+    _, most, multiple = MODEL_LIMITS["head_dim"]
+    if head_dim % multiple or head_dim > most:
         raise ValueError(
             f"config.json: head_dim (hidden_size / num_attention_heads if it is not given) is "
-            f"{head_dim}, expected a multiple of {ALIGNMENT} up to {MAX_HEAD_DIM}"
+            f"{head_dim}, expected a multiple of {multiple} up to {most}"
         )
     return head_dim
 

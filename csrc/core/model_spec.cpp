@@ -1,5 +1,9 @@
 #include "core/model_spec.h"
 
+#include <algorithm>
+
+#include "core/model_limits.h"
+
 namespace cpmcu {
 namespace {
 
@@ -10,22 +14,16 @@ void check_range(const char* name, int64_t value, int64_t low, int64_t high) {
 }  // namespace
 
 void ModelSpec::check_validity(bool cuda) const {
-  check_range("vocab_size", vocab_size, 1, 1 << 24);
-  check_range("hidden_size", hidden_size, 8, 16384);
-  check_range("intermediate_size", intermediate_size, 8, 1 << 20);
-  check_range("num_hidden_layers", num_hidden_layers, 1, 1024);
-  check_range("num_attention_heads", num_attention_heads, 1, 1024);
+  for (const FieldLimit& limit : kModelLimits) {
+    const int value = this->*limit.field;
+    check_range(limit.name, value, limit.least, limit.most);
+    CHECK(value % limit.multiple == 0, "{} is {}, expected a multiple of {}", limit.name, value,
+          limit.multiple);
+  }
   check_range("num_key_value_heads", num_key_value_heads, 1, num_attention_heads);
-  check_range("head_dim", head_dim, 2, 256);
-  check_range("max_position_embeddings", max_position_embeddings, 1, 1 << 26);
   CHECK(num_attention_heads % num_key_value_heads == 0,
         "num_attention_heads {} is not a multiple of num_key_value_heads {}", num_attention_heads,
         num_key_value_heads);
-  for (const auto& [name, value] :
-       {std::pair{"hidden_size", hidden_size}, std::pair{"intermediate_size", intermediate_size},
-        std::pair{"head_dim", head_dim}}) {
-    CHECK(value % 8 == 0, "{} is {}, expected a multiple of 8", name, value);
-  }
   CHECK(!rope_inv_freq.empty() && static_cast<int>(rope_inv_freq.size()) <= head_dim / 2,
         "rope_inv_freq has {} numbers, expected 1 to head_dim / 2 = {}", rope_inv_freq.size(),
         head_dim / 2);
@@ -37,7 +35,7 @@ void ModelSpec::check_validity(bool cuda) const {
         name_of(dtype));
   if (cuda) {
     CHECK(dtype != DType::kF32, "float32 models run on the CPU only; choose bfloat16 or float16");
-    CHECK(head_dim == 64 || head_dim == 128 || head_dim == 256,
+    CHECK(std::ranges::find(kCudaHeadDims, head_dim) != std::end(kCudaHeadDims),
           "head_dim is {}, the CUDA back end has 64, 128 and 256", head_dim);
     const int group = num_attention_heads / num_key_value_heads;
     CHECK(group <= 64, "{} query heads share a key head, the CUDA back end takes up to 64", group);

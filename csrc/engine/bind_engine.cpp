@@ -317,9 +317,10 @@ void bind_facts(EngineClass& engine) {
                              "Most tokens that a decode step emits for a sequence.")
       .def_property_readonly("launch_ahead", &Engine::launch_ahead,
                              "Decode steps worth having in flight: 2 on CUDA, 1 on the CPU.")
-      .def_property_readonly("counters", &Engine::counters,
-                             "steps, waits, graph_captures, graph_replays; of the process: "
-                             "allocations, synchronizations.");
+      .def_property_readonly(
+          "counters", &Engine::counters,
+          "steps, waits, graph_captures, graph_replays;\nof the process: allocations, "
+          "synchronizations.");
 }
 
 using DeviceFacts = py::typing::Dict<py::str, py::object>;

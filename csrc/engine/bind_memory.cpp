@@ -33,8 +33,7 @@ void bind_memory_plan(py::module_& m) {
            Buffers of one name are one buffer.)")
       .def("assign", &MemoryPlan::assign, "Gives each buffer its offset; returns bytes in all.")
       .def("rows", &plan_rows,
-           "{name, group, offset, bytes, first, last} of each buffer; first is -1 if it is "
-           "persistent.");
+           "{name, group, offset, bytes, first, last} of each buffer; first is -1: persistent.");
 
   py::class_<PagePool>(m, "PagePool",
                        "Numbers of pages with reference counts, without memory; see "

@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 
 #include "bindings.h"
+#include "core/model_limits.h"
 #include "engine/engine.h"
 
 namespace py = pybind11;
@@ -48,7 +49,21 @@ void set_layers(ModelSpec& spec, const Layers& layers) {
   }
 }
 
+std::map<std::string, std::tuple<int, int, int>> model_limits() {
+  std::map<std::string, std::tuple<int, int, int>> limits;
+  for (const FieldLimit& limit : kModelLimits) {
+    limits[limit.name] = {limit.least, limit.most, limit.multiple};
+  }
+  return limits;
+}
+
 void bind_model_spec(py::module_& m) {
+  m.def("model_limits", &model_limits,
+        "Field of ModelSpec -> least, most, a multiple of. cpmcu/models/limits.py is a copy.");
+  m.def(
+      "cuda_head_dims",
+      [] { return std::vector<int>(std::begin(kCudaHeadDims), std::end(kCudaHeadDims)); },
+      "What head_dim may be on CUDA.");
   py::class_<ModelSpec>(m, "ModelSpec",
                         R"(A model as plain data; see csrc/core/model_spec.h.
 
@@ -82,8 +97,8 @@ void bind_model_spec(py::module_& m) {
           [](ModelSpec& spec, const std::string& name) { spec.dtype = parse_dtype(name); },
           "\"float16\" | \"bfloat16\" | \"float32\" (CPU only): weights and activations.")
       .def_property("layers", &layers_of, &set_layers,
-                    "Of each layer its blocks: kind, and the parameters in which it differs from "
-                    "the other fields.\nEmpty: [(\"attention\", {}), (\"mlp\", {})] each.")
+                    "Of each layer its blocks: kind, where it differs from other fields. Empty: "
+                    "attention, mlp.")
       .def_readwrite("linear_method", &ModelSpec::linear_method,
                      "\"dense\" | \"w4a16\" | \"w4_rtn\" | \"w8_rtn\" | ... (`registered`).")
       .def_readwrite("linear_overrides", &ModelSpec::linear_overrides,
@@ -94,8 +109,9 @@ void bind_model_spec(py::module_& m) {
 
 void bind_drafter_spec(py::module_& m) {
   py::class_<DrafterSpec>(m, "DrafterSpec",
-                          "A drafter as plain data; see csrc/speculative/drafter.h. Made with "
-                          "keyword arguments.")
+                          R"(A drafter as plain data; see csrc/speculative/drafter.h.
+
+                          Made with keyword arguments.)")
       .def(py::init(&from_keywords<DrafterSpec>))
       .def_readwrite("method", &DrafterSpec::method,
                      "\"eagle\" | \"eagle3\" | \"model\" | \"ngram\" | ... (`registered`).")
@@ -132,10 +148,10 @@ void bind_run_configs(py::module_& m) {
       .def_readwrite("cublas_paths", &RuntimeConfig::cublas_paths,
                      "Folders to look for libcublasLt in first.");
 
-  py::class_<SamplingConfig>(
-      m, "SamplingConfig",
-      "Sampling parameters of one sequence; see csrc/kernels/sample.h. Made with keyword "
-      "arguments.")
+  py::class_<SamplingConfig>(m, "SamplingConfig",
+                             R"(Sampling parameters of one sequence; see csrc/kernels/sample.h.
+
+                             Made with keyword arguments.)")
       .def(py::init(&from_keywords<SamplingConfig>))
       .def_readwrite("temperature", &SamplingConfig::temperature, "0: greedy.")
       .def_readwrite("top_p", &SamplingConfig::top_p, "1: off.")

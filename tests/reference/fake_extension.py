@@ -20,7 +20,7 @@ class FakeEngine:
         self.finished = False
 
     @staticmethod
-    def planned_model_len(spec: Any, config: Any) -> int:
+    def planned_model_len(spec: Any, config: Any, draft: Any = None) -> int:
         length: int = config.max_model_len or spec.max_position_embeddings
         return length
 

@@ -116,6 +116,21 @@ def test_both_checkpoints_are_loaded(
     assert "converting 12 tensors to float32 while loading: 12 from float16" in caplog.text
 
 
+def test_rope_of_a_draft_where_memory_shortens_sequences(
+    target: TinyCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """longrope has other factors for what holds no more than the original length."""
+    rope = {"rope_type": "longrope", "original_max_position_embeddings": 128}
+    rope |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    draft = write_draft(tmp_path / "d", "model", target, rope_scaling=rope).directory
+    long, short = (
+        load(target, draft, monkeypatch, max_model_len=n).draft.model for n in (200, 100)
+    )
+    assert long.rope_inv_freq != short.rope_inv_freq
+    monkeypatch.setattr(DraftingEngine, "planned_model_len", lambda spec, config, draft: 100)
+    assert load(target, draft, monkeypatch).draft.model.rope_inv_freq == short.rope_inv_freq
+
+
 def test_a_damaged_draft_is_refused_before_anything_is_loaded(
     target: TinyCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

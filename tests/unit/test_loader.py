@@ -227,7 +227,7 @@ def test_rope_of_an_engine_that_memory_shortens(
             Shortened.num_made += 1
 
         @staticmethod
-        def planned_model_len(spec: Any, config: Any) -> int:
+        def planned_model_len(spec: Any, config: Any, draft: Any = None) -> int:
             return 100
 
     extension = fake_extension()

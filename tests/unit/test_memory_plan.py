@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cpmcu.config import EngineConfig
+from cpmcu.loading.loader import load_model, runtime_config
 from tests.engine.harness import SHIPPED, make_engine
 from tests.reference.tiny_checkpoints import write_tiny
 
@@ -89,6 +92,27 @@ def test_what_does_not_fit_is_said_with_numbers(tmp_path: Path) -> None:
         make_engine(tmp_path, max_model_len=1 << 26, memory_limit=0.01)
     engine = make_engine(tmp_path, max_num_seqs=1, memory_limit=0.05, max_model_len=0)
     assert 64 <= engine.max_model_len < 1 << 26  # without a wish it takes what fits
+
+
+def test_a_plan_says_how_many_tokens_fit_without_memory(tmp_path: Path) -> None:
+    from cpmcu import C
+
+    write_tiny(tmp_path, "llama", max_position_embeddings=1 << 26)
+    wide = {"max_num_seqs": 1, "memory_limit": 0.05}
+    for config in (EngineConfig(max_model_len=100), EngineConfig(**wide)):
+        loaded = load_model(str(tmp_path), config=replace(config, device="cpu"))
+        settings = loaded.spec, runtime_config(config, "cpu")
+        before = loaded.engine.counters["allocations"]
+        planned = C.Engine.planned_model_len(*settings)
+        assert loaded.engine.counters["allocations"] == before
+        # Where memory decides, other programs take some and give it back meanwhile.
+        tolerance = 0 if config.max_model_len else 0.5
+        assert planned == pytest.approx(loaded.engine.max_model_len, rel=tolerance)
+    assert planned < 1 << 26
+    with pytest.raises(MemoryError, match="does not fit"):
+        C.Engine.planned_model_len(
+            loaded.spec, C.RuntimeConfig(max_model_len=1 << 26, memory_limit=0.01)
+        )
 
 
 def _elements(shape: list[int]) -> int:

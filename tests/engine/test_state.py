@@ -1,0 +1,183 @@
+"""Pages and per-slot state of many sequences: each gets the tokens that it gets alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.engine.drafted import (
+    PROMPTS,
+    SAMPLINGS,
+    SOME_DRAFTS,
+    TREES,
+    VOCAB,
+    Models,
+    family_of,
+)
+from tests.engine.harness import SMALL, random_ids, sampling
+from tests.reference.engines import extension_or_skip
+
+extension_or_skip()
+
+PAGE = 64
+FEW = {"max_num_seqs": 2, "max_model_len": 2 * PAGE}  # two pages a sequence, and look-ahead
+
+
+def take_all_pages(engine: Any) -> list[int]:
+    """Starts sequences in all slots, each with all the pages that it may have."""
+    slots = []
+    for ids in PROMPTS[: engine.max_num_seqs]:
+        slot, _ = start(engine, ids, max_tokens=100)
+        assert engine.reserve(slot, engine.max_model_len)
+        slots.append(slot)
+    assert engine.num_free_pages == 0
+    return slots
+
+
+@pytest.mark.parametrize("kind", [None, "noisy"])
+def test_pages_of_a_step_in_flight_are_waited_for(models: Models, kind: str | None) -> None:
+    engine = engine_of(models, kind, **FEW)
+    slots = take_all_pages(engine)
+    engine.decode(slots)
+    engine.decode(slots)
+    for slot in slots:
+        engine.release(slot)
+    ids, fields = PROMPTS[2], SAMPLINGS["seeded"]
+    # These pages were read a moment ago, by steps that nobody has collected.
+    (tokens,) = together(engine, [(ids, 40, fields)])
+    assert tokens == models.plain("llama", ids, 40, **fields)
+
+
+@pytest.mark.parametrize("kind", [None, "noisy"])
+def test_free_pages_after_a_release_in_flight(models: Models, kind: str | None) -> None:
+    engine = engine_of(models, kind, **FEW)
+    slots = take_all_pages(engine)
+    held = engine.num_pages // 2
+    engine.decode(slots)
+    engine.release(slots[0])
+    assert engine.num_free_pages == held
+    assert [output.slot for output in engine.collect()] == slots[1:]
+    assert engine.num_free_pages == held
+    engine.release(slots[1])
+    assert engine.num_free_pages == engine.num_pages
+
+
+def test_forty_sequences_with_trees(models: Models) -> None:
+    """320 tokens in a step: logits and attention of it go in parts."""
+    num_seqs, tree = (40, {"spec_num_iter": 3, "spec_topk_per_iter": 3, "spec_tree_size": 8})
+    engine = models.drafted("noisy", "llama", tree, max_num_seqs=num_seqs)
+    names = ["greedy", "seeded", "all"]
+    jobs = [
+        (random_ids(2 + i, VOCAB, seed=i), 10, SAMPLINGS[names[i % 3]]) for i in range(num_seqs)
+    ]
+    compare(models, "llama", jobs, together(engine, jobs))
+
+
+@pytest.mark.parametrize("kind", [None, "noisy", "ngram"])
+def test_steps_of_one_to_nine_sequences(models: Models, kind: str | None) -> None:
+    """On CUDA some of them are padded."""
+    engine = engine_of(models, kind, max_num_seqs=9)
+    names = list(SAMPLINGS)
+    jobs = [
+        (random_ids(3 + 9 * i, VOCAB, seed=i), 12 + i, SAMPLINGS[names[i % len(names)]])
+        for i in range(9)
+    ]
+    rng = random.Random(str(kind))
+    sizes: set[int] = set()
+
+    def some(running: list[int]) -> list[int]:
+        chosen = rng.sample(running, rng.randint(1, len(running)))
+        sizes.add(len(chosen))
+        return chosen
+
+    compare(models, "llama", jobs, together(engine, jobs, some))
+    assert len(sizes) >= 7
+
+
+@pytest.mark.parametrize("kind", [None, *SOME_DRAFTS])
+def test_an_abandoned_masked_step_leaves_no_trace(models: Models, kind: str | None) -> None:
+    """Neither in the tokens nor in how many of the drafts are accepted."""
+    engine = engine_of(models, kind, max_num_seqs=2)
+    jobs = [(PROMPTS[i], 12 if SMALL else 30, SAMPLINGS[n]) for i, n in ((1, "greedy"), (4, "all"))]
+    rng = random.Random(str(kind))
+
+    def abandon(slots: list[int]) -> None:
+        for _ in range(rng.randint(0, 2)):
+            engine.begin_masked(rng.sample(slots, rng.randint(1, len(slots))))
+
+    expected_steps: list[int] = []
+    steps: list[int] = []
+    expected = together(engine, jobs, steps=expected_steps)
+    compare(models, family_of(kind or "llama"), jobs, expected)
+    assert together(engine, jobs, before=abandon, steps=steps) == expected
+    assert steps == expected_steps
+
+
+# ---- helpers
+
+Job = tuple[list[int], int, dict[str, Any]]  # prompt, number of tokens, how to sample
+
+
+def engine_of(models: Models, kind: str | None, **config: Any) -> Any:
+    if kind is None:
+        return models.engine("llama", None, **config)
+    return models.drafted(kind, family_of(kind), TREES["narrow"], **config)
+
+
+def start(engine: Any, ids: list[int], **fields: Any) -> tuple[int, int]:
+    """Prefills a prompt of one chunk; returns its slot and the first token."""
+    slot = engine.add_sequence(sampling(**fields), ids)
+    assert engine.reserve(slot, len(ids))
+    engine.prefill([(slot, ids, True)])
+    (output,) = last_outputs(engine)
+    return slot, output.tokens[0]
+
+
+def last_outputs(engine: Any) -> Any:
+    """Of the newest step; older ones are of sequences that are gone."""
+    while engine.in_flight() > 1:
+        assert engine.collect() == []
+    return engine.collect()
+
+
+def together(
+    engine: Any,
+    jobs: list[Job],
+    choose: Callable[[list[int]], list[int]] = lambda running: running,
+    before: Callable[[list[int]], None] = lambda slots: None,
+    steps: list[int] | None = None,
+) -> list[list[int]]:
+    """Tokens of each job. `choose`: which of the running jobs are in a step, and in which order.
+
+    `before` is called before each step, with its slots; `steps` gets the tokens of each.
+    """
+    slots, tokens = [], []
+    for ids, count, fields in jobs:
+        slot, first = start(engine, ids, **fields, max_tokens=count)
+        slots.append(slot), tokens.append([first])
+    running = list(range(len(jobs)))
+    while running:
+        chosen = choose(running)
+        for i in chosen:
+            wanted = len(jobs[i][0]) + len(tokens[i]) + engine.tokens_per_step
+            assert engine.reserve(slots[i], min(wanted, engine.max_model_len))
+        before([slots[i] for i in chosen])
+        engine.decode([slots[i] for i in chosen])
+        outputs = last_outputs(engine)
+        for output in outputs:
+            tokens[slots.index(output.slot)] += output.tokens
+        if steps is not None:
+            steps.append(sum(len(output.tokens) for output in outputs))
+        running = [i for i in running if len(tokens[i]) < jobs[i][1]]
+    for slot in slots:
+        engine.release(slot)
+    assert engine.num_free_pages == engine.num_pages
+    return tokens
+
+
+def compare(models: Models, family: str, jobs: list[Job], found: list[list[int]]) -> None:
+    for (ids, count, fields), tokens in zip(jobs, found, strict=True):
+        assert tokens == models.plain(family, ids, count, **fields), len(ids)
