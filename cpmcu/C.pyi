@@ -80,7 +80,7 @@ class RuntimeConfig:
     "Folders to look for libcublasLt in first."
 
 class SamplingConfig:
-    """Sampling parameters of one sequence; see csrc/kernels/sample.h.
+    """Sampling parameters of one sequence; see csrc/kernels/sampling/sample.h.
 
     Made with keyword arguments."""
 

@@ -23,7 +23,7 @@ DRAFT_HEAD_QUANTS = ("auto", *HEAD_QUANTS)
 
 INT_MAX = (1 << 31) - 1
 
-# As csrc/kernels/tree.h has them.
+# As csrc/kernels/tree/tree.h has them.
 MAX_TREE_SIZE = 64
 MAX_DRAFT_DEPTH = 16
 MAX_NGRAM = 32

@@ -22,7 +22,7 @@ namespace cpmcu {
 namespace {
 
 constexpr int64_t kBlockBytes = 8 << 20;
-constexpr int64_t kPartBytes = 1 << 20;  // of a block: is in a cache still when it is looked at
+constexpr int64_t kPartBytes = 1 << 18;  // of a block: is in a cache still when it is looked at
 constexpr int kNumReaders = 8;
 
 std::string text_of(const std::vector<int64_t>& shape) {

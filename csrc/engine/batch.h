@@ -8,8 +8,8 @@
 
 #include "core/arena.h"
 #include "core/carver.h"
-#include "kernels/step.h"
-#include "kernels/step_ops.h"
+#include "kernels/step/step.h"
+#include "kernels/step/step_ops.h"
 
 namespace cpmcu {
 

@@ -148,8 +148,9 @@ void bind_run_configs(py::module_& m) {
       .def_readwrite("cublas_paths", &RuntimeConfig::cublas_paths,
                      "Folders to look for libcublasLt in first.");
 
-  py::class_<SamplingConfig>(m, "SamplingConfig",
-                             R"(Sampling parameters of one sequence; see csrc/kernels/sample.h.
+  py::class_<SamplingConfig>(
+      m, "SamplingConfig",
+      R"(Sampling parameters of one sequence; see csrc/kernels/sampling/sample.h.
 
                              Made with keyword arguments.)")
       .def(py::init(&from_keywords<SamplingConfig>))

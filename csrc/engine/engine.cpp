@@ -4,8 +4,8 @@
 #include <algorithm>
 #include <utility>
 
-#include "kernels/gather_rows.h"
 #include "kernels/gemm/gemm.h"
+#include "kernels/layer/gather_rows.h"
 
 namespace cpmcu {
 

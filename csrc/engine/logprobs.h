@@ -2,7 +2,7 @@
 // reports those of the tokens that it draws itself.
 #pragma once
 
-#include "kernels/sample.h"
+#include "kernels/sampling/sample.h"
 
 namespace cpmcu {
 

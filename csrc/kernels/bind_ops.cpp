@@ -12,14 +12,14 @@
 #include "bindings.h"
 #include "kernels/attention/attention.h"
 #include "kernels/bind_ops.h"
-#include "kernels/embedding.h"
-#include "kernels/gather_rows.h"
 #include "kernels/gemm/gemm.h"
-#include "kernels/rms_norm.h"
-#include "kernels/rotary_kv.h"
-#include "kernels/sample.h"
-#include "kernels/silu_mul.h"
-#include "kernels/step_ops.h"
+#include "kernels/layer/embedding.h"
+#include "kernels/layer/gather_rows.h"
+#include "kernels/layer/rms_norm.h"
+#include "kernels/layer/rotary_kv.h"
+#include "kernels/layer/silu_mul.h"
+#include "kernels/sampling/sample.h"
+#include "kernels/step/step_ops.h"
 
 namespace py = pybind11;
 using namespace pybind11::literals;
@@ -112,7 +112,7 @@ struct OpsRows {
 };
 
 void bind_shared_params(py::module_& m) {
-  py::class_<OpsRows>(m, "StepRows", "The rows of a step; see csrc/kernels/step_rows.h.")
+  py::class_<OpsRows>(m, "StepRows", "The rows of a step; see csrc/kernels/step/step_rows.h.")
       .def(py::init([](int num_rows, int num_seqs, int max_seq_rows, int max_kv,
                        SharedArray positions, SharedArray row_seqs, SharedArray seq_slots,
                        SharedArray seq_row_begin, SharedArray slot_lengths, SharedArray page_table,
@@ -138,7 +138,7 @@ void bind_shared_params(py::module_& m) {
            "row_seqs"_a, "seq_slots"_a, "seq_row_begin"_a, "slot_lengths"_a, "page_table"_a,
            "row_masks"_a = SharedArray(), "first_row"_a = 0);
 
-  py::class_<OpsAccepted>(m, "Accepted", "What a step accepted; see csrc/kernels/step_ops.h.")
+  py::class_<OpsAccepted>(m, "Accepted", "What a step accepted; see csrc/kernels/step/step_ops.h.")
       .def(py::init([](SharedArray ids, SharedArray paths, SharedArray counts) {
              return OpsAccepted{{.max_path = static_cast<int>(tensor_of(paths).size(1)),
                                  .ids = ints(ids),
@@ -147,7 +147,7 @@ void bind_shared_params(py::module_& m) {
                                 {ids, paths, counts}};
            }),
            py::kw_only(), "ids"_a, "paths"_a, "counts"_a);
-  py::class_<OpsSink>(m, "ResultSink", "Where results go; see csrc/kernels/step_ops.h.")
+  py::class_<OpsSink>(m, "ResultSink", "Where results go; see csrc/kernels/step/step_ops.h.")
       .def(py::init([](SharedArray results, int ring_size, int max_seqs, SharedArray ticket,
                        SharedArray done) {
              return OpsSink{{.results = structs<SlotResult>(results),
@@ -158,7 +158,7 @@ void bind_shared_params(py::module_& m) {
                             {results, ticket, done}};
            }),
            py::kw_only(), "results"_a, "ring_size"_a, "max_seqs"_a, "ticket"_a, "done"_a);
-  py::class_<OpsState>(m, "SlotState", "Per-slot state; see csrc/kernels/step_ops.h.")
+  py::class_<OpsState>(m, "SlotState", "Per-slot state; see csrc/kernels/step/step_ops.h.")
       .def(py::init([](SharedArray lengths, SharedArray next_tokens, SharedArray counts,
                        int vocab_size, SharedArray history, const OpsAccepted& accepted) {
              CHECK(!history || history->shape().size() == 2, "history must be [slots, max_len]");
@@ -205,7 +205,7 @@ void bind_layer_ops(py::module_& m) {
         embedding(c.ctx, {tensor, tensor_of(table), ints(ids), scale, stride});
       },
       "ctx"_a, "out"_a, "table"_a, "ids"_a, "scale"_a = 1.f, "out_width"_a = 0,
-      "csrc/kernels/embedding.h; out_width: only the first columns of `out` are the output.");
+      "csrc/kernels/layer/embedding.h; out_width: only the first columns of `out` are the output.");
   m.def(
       "rms_norm",
       [](const OpsContext& c, SharedArray out, SharedArray x, SharedArray weight, float eps,
@@ -215,13 +215,13 @@ void bind_layer_ops(py::module_& m) {
       },
       "ctx"_a, "out"_a, "x"_a, "weight"_a, "eps"_a = 1e-6f, "out_width"_a = 0,
       "index"_a = SharedArray(),
-      "csrc/kernels/rms_norm.h; out_width: only the first columns of `out` are the output.");
+      "csrc/kernels/layer/rms_norm.h; out_width: only the first columns of `out` are the output.");
   m.def(
       "silu_mul",
       [](const OpsContext& c, SharedArray out, SharedArray x, bool by_eights) {
         silu_mul(c.ctx, {tensor_of(out), tensor_of(x), by_eights});
       },
-      "ctx"_a, "out"_a, "x"_a, "by_eights"_a = false, "csrc/kernels/silu_mul.h");
+      "ctx"_a, "out"_a, "x"_a, "by_eights"_a = false, "csrc/kernels/layer/silu_mul.h");
   m.def(
       "gather_rows",
       [](const OpsContext& c, SharedArray out, SharedArray x, SharedArray index,
@@ -231,11 +231,12 @@ void bind_layer_ops(py::module_& m) {
       },
       "ctx"_a, "out"_a, "x"_a, "index"_a, "out_index"_a = SharedArray(), "num_rows"_a = 0,
       "out_width"_a = 0,
-      "csrc/kernels/gather_rows.h; out_width: only the first columns of `out` are the output.");
-  py::class_<QkvLayout>(m, "QkvLayout", "See csrc/kernels/qkv_layout.h.")
+      "csrc/kernels/layer/gather_rows.h; out_width: only the first columns of `out` are the "
+      "output.");
+  py::class_<QkvLayout>(m, "QkvLayout", "See csrc/kernels/layer/qkv_layout.h.")
       .def(py::init([](int row, int q_head, int k, int v) { return QkvLayout{row, q_head, k, v}; }),
            py::kw_only(), "row"_a, "q_head"_a, "k"_a, "v"_a);
-  py::class_<OpsRotary>(m, "RotaryKv", "See csrc/kernels/rotary_kv.h.")
+  py::class_<OpsRotary>(m, "RotaryKv", "See csrc/kernels/layer/rotary_kv.h.")
       .def(py::init([](SharedArray qkv, SharedArray bias, SharedArray q_norm, SharedArray k_norm,
                        float norm_eps, SharedArray inv_freq, float attention_scaling,
                        SharedArray k_cache, SharedArray v_cache, int num_heads, int num_kv_heads,
@@ -267,7 +268,7 @@ void bind_layer_ops(py::module_& m) {
   m.def(
       "rotary_kv",
       [](const OpsContext& c, const OpsRotary& rotary) { rotary_kv(c.ctx, rotary.params); },
-      "ctx"_a, "rotary"_a, "csrc/kernels/rotary_kv.h");
+      "ctx"_a, "rotary"_a, "csrc/kernels/layer/rotary_kv.h");
 
   const auto bind_gemm = [&m](const char* name, void (*op)(const Context&, const GemmParams&)) {
     m.def(
@@ -355,7 +356,8 @@ void bind_step_ops(py::module_& m) {
       "ctx"_a, py::kw_only(), "logits"_a, "row_slots"_a, "row_positions"_a, "sampling"_a,
       "counts"_a = SharedArray(), "bias"_a = SharedArray(), "tree_tokens"_a = SharedArray(),
       "tree_masks"_a = SharedArray(), "tree_size"_a = 0, "mask_rows"_a = SharedArray(),
-      "masks"_a = SharedArray(), "tokens"_a, "logprobs"_a = SharedArray(), "csrc/kernels/sample.h");
+      "masks"_a = SharedArray(), "tokens"_a, "logprobs"_a = SharedArray(),
+      "csrc/kernels/sampling/sample.h");
   m.def(
       "finish_step",
       [](const OpsContext& c, SharedArray seq_slots, SharedArray seq_row_begin, int num_seqs,
@@ -378,7 +380,7 @@ void bind_step_ops(py::module_& m) {
       },
       "ctx"_a, py::kw_only(), "seq_slots"_a, "seq_row_begin"_a, "num_seqs"_a, "ids"_a, "row_seqs"_a,
       "sampled_seqs"_a, "num_sampled"_a, "tokens"_a, "logprobs"_a, "sampling"_a, "state"_a,
-      "sink"_a, "csrc/kernels/step_ops.h");
+      "sink"_a, "csrc/kernels/step/step_ops.h");
   m.def(
       "reset_slot",
       [](const OpsContext& c, int slot, const OpsState& state, SharedArray ids, int num_ids,
@@ -386,7 +388,7 @@ void bind_step_ops(py::module_& m) {
         reset_slot(c.ctx, {slot, state.state, ints(ids), num_ids, num_prompt});
       },
       "ctx"_a, py::kw_only(), "slot"_a, "state"_a, "ids"_a, "num_ids"_a, "num_prompt"_a,
-      "csrc/kernels/step_ops.h");
+      "csrc/kernels/step/step_ops.h");
 }
 
 }  // namespace

@@ -10,8 +10,8 @@
 
 #include "core/device.h"
 #include "kernels/attention/attention.h"
-#include "kernels/rotary_kv.h"
-#include "kernels/step_ops.h"
+#include "kernels/layer/rotary_kv.h"
+#include "kernels/step/step_ops.h"
 #ifdef CPMCU_WITH_CUDA
 #include "kernels/gemm/cublaslt.h"
 #endif

@@ -1,8 +1,8 @@
-// C.ops of speculation (kernels/tree.h): one call an op, fields by their names.
+// C.ops of speculation (kernels/tree/tree.h): one call an op, fields by their names.
 #include <pybind11/stl.h>
 
 #include "kernels/bind_ops.h"
-#include "kernels/tree.h"
+#include "kernels/tree/tree.h"
 
 namespace py = pybind11;
 using namespace pybind11::literals;
@@ -27,7 +27,7 @@ int size_of_dim(const SharedArray& array, int dim) {
 }
 
 void bind_tree_params(py::module_& m) {
-  py::class_<OpsTrees>(m, "TokenTrees", "One tree a sequence; see csrc/kernels/tree.h.")
+  py::class_<OpsTrees>(m, "TokenTrees", "One tree a sequence; see csrc/kernels/tree/tree.h.")
       .def(py::init([](SharedArray tokens, SharedArray parents, SharedArray depths,
                        SharedArray masks, SharedArray row_ids, SharedArray row_positions,
                        SharedArray row_slots, SharedArray row_seqs, SharedArray seq_row_begin) {
@@ -48,7 +48,7 @@ void bind_tree_params(py::module_& m) {
            py::kw_only(), "tokens"_a, "parents"_a, "depths"_a, "masks"_a, "row_ids"_a,
            "row_positions"_a, "row_slots"_a, "row_seqs"_a, "seq_row_begin"_a);
 
-  py::class_<OpsBeam>(m, "DraftBeam", "The growth of trees; see csrc/kernels/tree.h.")
+  py::class_<OpsBeam>(m, "DraftBeam", "The growth of trees; see csrc/kernels/tree/tree.h.")
       .def(py::init([](int num_seqs, int topk, int depth, SharedArray scores, SharedArray tokens,
                        SharedArray level_candidates, SharedArray row_scores, SharedArray row_masks,
                        SharedArray row_ids, SharedArray row_parents, SharedArray row_positions,
@@ -73,7 +73,7 @@ void bind_tree_params(py::module_& m) {
            "level_candidates"_a, "row_scores"_a, "row_masks"_a, "row_ids"_a, "row_parents"_a,
            "row_positions"_a, "row_seqs"_a, "seq_row_begin"_a);
 
-  py::class_<OpsDraft>(m, "Draft", "Drafted tokens of each sequence; see csrc/kernels/tree.h.")
+  py::class_<OpsDraft>(m, "Draft", "Drafted tokens of each sequence; see csrc/kernels/tree/tree.h.")
       .def(py::init([](SharedArray tokens, SharedArray parents, SharedArray scores) {
              return OpsDraft{{.num_tokens = size_of_dim(tokens, 1),
                               .tokens = ints(tokens),
@@ -99,7 +99,7 @@ void bind_growth(py::module_& m) {
                               .logprobs = floats(logprobs)});
       },
       "ctx"_a, py::kw_only(), "logits"_a, "topk"_a, "id_map"_a = SharedArray(), "tokens"_a,
-      "logprobs"_a, "csrc/kernels/tree.h");
+      "logprobs"_a, "csrc/kernels/tree/tree.h");
   m.def(
       "tree_expand",
       [](const OpsContext& c, const OpsBeam& beam, int level, SharedArray topk_tokens,
@@ -114,13 +114,13 @@ void bind_growth(py::module_& m) {
                             .draft_lengths = ints(draft_lengths)});
       },
       "ctx"_a, py::kw_only(), "beam"_a, "level"_a, "topk_tokens"_a, "topk_logprobs"_a,
-      "seq_slots"_a, "accepted_counts"_a, "draft_lengths"_a, "csrc/kernels/tree.h");
+      "seq_slots"_a, "accepted_counts"_a, "draft_lengths"_a, "csrc/kernels/tree/tree.h");
   m.def(
       "draft_select",
       [](const OpsContext& c, const OpsBeam& beam, const OpsDraft& draft) {
         draft_select(c.ctx, {beam.beam, draft.params});
       },
-      "ctx"_a, py::kw_only(), "beam"_a, "draft"_a, "csrc/kernels/tree.h");
+      "ctx"_a, py::kw_only(), "beam"_a, "draft"_a, "csrc/kernels/tree/tree.h");
   m.def(
       "tree_build",
       [](const OpsContext& c, const OpsDraft& draft, const OpsTrees& trees, SharedArray seq_slots,
@@ -128,7 +128,7 @@ void bind_growth(py::module_& m) {
         tree_build(c.ctx, {draft.params, trees.trees, ints(seq_slots), slots.state});
       },
       "ctx"_a, py::kw_only(), "draft"_a = OpsDraft(), "trees"_a, "seq_slots"_a, "slots"_a,
-      "csrc/kernels/tree.h");
+      "csrc/kernels/tree/tree.h");
   m.def(
       "begin_draft",
       [](const OpsContext& c, SharedArray seq_slots, int num_seqs, SharedArray lengths,
@@ -150,7 +150,7 @@ void bind_growth(py::module_& m) {
       },
       "ctx"_a, py::kw_only(), "seq_slots"_a, "num_seqs"_a, "lengths"_a, "accepted"_a, "shifted"_a,
       "draft_lengths"_a, "ids"_a, "positions"_a, "row_seqs"_a, "hidden_rows"_a, "seq_row_begin"_a,
-      "last_rows"_a, "csrc/kernels/tree.h");
+      "last_rows"_a, "csrc/kernels/tree/tree.h");
   m.def(
       "shift_prompt",
       [](const OpsContext& c, int max_path, SharedArray ids, SharedArray row_seqs,
@@ -175,7 +175,7 @@ void bind_growth(py::module_& m) {
                              .rest = rows(rest)});
       },
       "ctx"_a, py::kw_only(), "max_path"_a, "ids"_a, "row_seqs"_a, "seq_slots"_a, "seq_row_begin"_a,
-      "lengths"_a, "first"_a, "first_lengths"_a, "rest"_a, "csrc/kernels/tree.h");
+      "lengths"_a, "first"_a, "first_lengths"_a, "rest"_a, "csrc/kernels/tree/tree.h");
   m.def(
       "ngram_lookup",
       [](const OpsContext& c, SharedArray seq_slots, SharedArray history, SharedArray lengths,
@@ -193,7 +193,7 @@ void bind_growth(py::module_& m) {
                              .num_tokens = size_of_dim(chain, 1)});
       },
       "ctx"_a, py::kw_only(), "seq_slots"_a, "history"_a, "lengths"_a, "next_tokens"_a,
-      "min_ngram"_a = 1, "max_ngram"_a = 4, "chain"_a, "first"_a = 0, "csrc/kernels/tree.h");
+      "min_ngram"_a = 1, "max_ngram"_a = 4, "chain"_a, "first"_a = 0, "csrc/kernels/tree/tree.h");
 }
 
 void bind_verification(py::module_& m) {
@@ -212,7 +212,7 @@ void bind_verification(py::module_& m) {
                             .sink = sink.params});
       },
       "ctx"_a, py::kw_only(), "trees"_a, "drawn"_a, "logprobs"_a, "seq_slots"_a, "sampling"_a,
-      "state"_a, "stops"_a, "sink"_a = OpsSink(), "csrc/kernels/tree.h");
+      "state"_a, "stops"_a, "sink"_a = OpsSink(), "csrc/kernels/tree/tree.h");
   m.def(
       "keep_accepted",
       [](const OpsContext& c, SharedArray pool, int num_heads, int width, SharedArray page_table,
@@ -233,7 +233,7 @@ void bind_verification(py::module_& m) {
       },
       "ctx"_a, py::kw_only(), "pool"_a, "num_heads"_a, "width"_a, "page_table"_a, "num_nodes"_a,
       "seq_slots"_a, "lengths"_a, "accepted"_a, "hidden"_a = SharedArray(),
-      "accepted_hidden"_a = SharedArray(), "csrc/kernels/tree.h");
+      "accepted_hidden"_a = SharedArray(), "csrc/kernels/tree/tree.h");
 }
 
 }  // namespace

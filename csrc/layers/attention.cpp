@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "kernels/rotary_kv.h"
+#include "kernels/layer/rotary_kv.h"
 #include "layers/block.h"
 #include "layers/rotary.h"
 #include "linear/linear.h"

@@ -11,7 +11,7 @@
 #include "core/model_spec.h"
 #include "core/registry.h"
 #include "core/weights.h"
-#include "kernels/step.h"
+#include "kernels/step/step.h"
 #include "state/model_state.h"
 
 namespace cpmcu {

@@ -4,7 +4,7 @@
 #include "core/arena.h"
 #include "core/model_spec.h"
 #include "core/weights.h"
-#include "kernels/rms_norm.h"
+#include "kernels/layer/rms_norm.h"
 #include "linear/product_queue.h"
 
 namespace cpmcu {

@@ -6,7 +6,7 @@
 
 #include "core/arena.h"
 #include "core/context.h"
-#include "kernels/step.h"
+#include "kernels/step/step.h"
 
 namespace cpmcu {
 

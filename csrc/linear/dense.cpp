@@ -1,6 +1,6 @@
 // Unquantised weights [N, K] in the model's dtype: "dense".
-#include "kernels/gather_rows.h"
 #include "kernels/gemm/gemm.h"
+#include "kernels/layer/gather_rows.h"
 #include "linear/linear.h"
 #include "linear/product_queue.h"
 

@@ -13,8 +13,8 @@
 #include "core/context.h"
 #include "core/registry.h"
 #include "core/weights.h"
-#include "kernels/silu_mul.h"
-#include "kernels/step.h"
+#include "kernels/layer/silu_mul.h"
+#include "kernels/step/step.h"
 
 namespace cpmcu {
 

@@ -10,8 +10,8 @@
 #include <vector>
 
 #include "kernels/gemm/gemm_chain.h"
-#include "kernels/rms_norm.h"
-#include "kernels/step.h"
+#include "kernels/layer/rms_norm.h"
+#include "kernels/step/step.h"
 
 namespace cpmcu {
 

@@ -5,13 +5,13 @@
 #include <vector>
 
 #include "core/arena.h"
-#include "kernels/sample.h"
-#include "kernels/step_ops.h"
-#include "kernels/tree.h"
+#include "kernels/sampling/sample.h"
+#include "kernels/step/step_ops.h"
+#include "kernels/tree/tree.h"
 
 namespace cpmcu {
 
-// One sequence's sampling parameters; kernels/sample.h says what they mean.
+// One sequence's sampling parameters; kernels/sampling/sample.h says what they mean.
 struct SamplingConfig {
   float temperature = 0;
   float top_p = 1;

@@ -1,8 +1,8 @@
 #include "model/transformer.h"
 
-#include "kernels/embedding.h"
-#include "kernels/gather_rows.h"
 #include "kernels/gemm/gemm.h"
+#include "kernels/layer/embedding.h"
+#include "kernels/layer/gather_rows.h"
 
 namespace cpmcu {
 

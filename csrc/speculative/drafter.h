@@ -20,8 +20,8 @@
 #include "core/model_spec.h"
 #include "core/registry.h"
 #include "core/weights.h"
-#include "kernels/step.h"
-#include "kernels/tree.h"
+#include "kernels/step/step.h"
+#include "kernels/tree/tree.h"
 #include "state/state_cache.h"
 
 namespace cpmcu {

@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "kernels/gather_rows.h"
+#include "kernels/layer/gather_rows.h"
 
 namespace cpmcu {
 

@@ -11,7 +11,7 @@
 
 #include "core/arena.h"
 #include "core/context.h"
-#include "kernels/tree.h"
+#include "kernels/tree/tree.h"
 
 namespace cpmcu {
 

@@ -57,10 +57,12 @@ class MemoryBlock : public Block {
           parent < 0 ? memory_.as<float>() + slot * h : memories_ + (first + parent) * h;
       float* memory = memories_ + row * h;
       for (int i = 0; i < h; ++i) memory[i] = decay_ * before[i] + inputs_[row * h + i];
-      for (int i = 0; i < h; ++i) hidden.as<float>()[row * h + i] += gain_.as<float>()[i] * memory[i];
+      for (int i = 0; i < h; ++i)
+        hidden.as<float>()[row * h + i] += gain_.as<float>()[i] * memory[i];
       for (int page = 0; page < rows.positions[row] / kPageSize - 1; ++page) {
         const float* sum = sum_of(rows, slot, page * kPageSize);
-        for (int i = 0; i < h; ++i) hidden.as<float>()[row * h + i] += gain_.as<float>()[i] * sum[i];
+        for (int i = 0; i < h; ++i)
+          hidden.as<float>()[row * h + i] += gain_.as<float>()[i] * sum[i];
       }
       if (step.phase == Phase::kPrefill) keep(rows, slot, row, rows.positions[row]);
     }
@@ -100,10 +102,10 @@ class MemoryBlock : public Block {
   MemoryPlan::Id gain_id_ = 0, rows_id_ = 0;
   ModelState::SlotId state_id_;
   ModelState::PagedId sums_id_;
-  Tensor gain_;                                       // [H]
-  Tensor memory_;                                     // [slots, H]
-  Tensor sums_;                                       // [pages, 1, 1, H]
-  float *memories_ = nullptr, *inputs_ = nullptr;     // [T, H] of the step
+  Tensor gain_;                                    // [H]
+  Tensor memory_;                                  // [slots, H]
+  Tensor sums_;                                    // [pages, 1, 1, H]
+  float *memories_ = nullptr, *inputs_ = nullptr;  // [T, H] of the step
 };
 
 REGISTER_BLOCK("memory", MemoryBlock);

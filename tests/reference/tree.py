@@ -1,4 +1,4 @@
-"""Token trees as objects: what csrc/kernels/tree.h says, one sequence at a time, slowly."""
+"""Token trees as objects: what csrc/kernels/tree/tree.h says, one sequence at a time, slowly."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 // Attention of a step's rows over the paged KV cache (their own keys are already in it).
 //
 // out[t, h] = sum_c softmax_c(scale * q[t, h] . k[c, h / group]) v[c, h / group], c over the cells
-// that row t sees (kernels/step_rows.h).
+// that row t sees (kernels/step/step_rows.h).
 //
 // Two kernels. `attention_prefill`: many rows of a sequence, tiles of keys visited in the order of
 // their absolute position, so that a row's bits do not depend on the chunk it came in.
@@ -11,9 +11,9 @@
 // depend on the number of rows, on how blocks share the splits, nor on max_kv.
 #pragma once
 
+#include "kernels/layer/qkv_layout.h"
 #include "kernels/op.h"
-#include "kernels/qkv_layout.h"
-#include "kernels/step_rows.h"
+#include "kernels/step/step_rows.h"
 
 namespace cpmcu {
 

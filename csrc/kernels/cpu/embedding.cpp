@@ -1,4 +1,4 @@
-#include "kernels/embedding.h"
+#include "kernels/layer/embedding.h"
 
 #include "core/half.h"
 

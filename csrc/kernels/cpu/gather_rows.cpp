@@ -1,4 +1,4 @@
-#include "kernels/gather_rows.h"
+#include "kernels/layer/gather_rows.h"
 
 #include <cstring>
 

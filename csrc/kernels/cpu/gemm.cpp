@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "kernels/cpu/simd.h"
-#include "kernels/silu_mul.h"
+#include "kernels/layer/silu_mul.h"
 
 namespace cpmcu::cpu {
 namespace {

@@ -1,6 +1,6 @@
 #include <cstring>
 
-#include "kernels/tree_checks.h"
+#include "kernels/tree/tree_checks.h"
 
 namespace cpmcu::cpu {
 namespace {

@@ -1,7 +1,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "kernels/tree_checks.h"
+#include "kernels/tree/tree_checks.h"
 
 namespace cpmcu::cpu {
 

@@ -1,4 +1,4 @@
-#include "kernels/rms_norm.h"
+#include "kernels/layer/rms_norm.h"
 
 #include <cmath>
 

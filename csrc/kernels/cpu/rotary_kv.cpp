@@ -1,4 +1,4 @@
-#include "kernels/rotary_kv.h"
+#include "kernels/layer/rotary_kv.h"
 
 #include <cmath>
 #include <vector>

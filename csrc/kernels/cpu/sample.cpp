@@ -1,5 +1,5 @@
-// The stages of kernels/sample.h one after the other, for one row at a time.
-#include "kernels/sample.h"
+// The stages of kernels/sampling/sample.h one after the other, for one row at a time.
+#include "kernels/sampling/sample.h"
 
 #include <algorithm>
 #include <cmath>
@@ -8,8 +8,8 @@
 #include <numeric>
 #include <vector>
 
-#include "kernels/philox.h"
-#include "kernels/step_rows.h"
+#include "kernels/sampling/philox.h"
+#include "kernels/step/step_rows.h"
 
 namespace cpmcu::cpu {
 namespace {

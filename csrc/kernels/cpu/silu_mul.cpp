@@ -1,4 +1,4 @@
-#include "kernels/silu_mul.h"
+#include "kernels/layer/silu_mul.h"
 
 #include <cmath>
 

@@ -1,4 +1,4 @@
-#include "kernels/step_ops.h"
+#include "kernels/step/step_ops.h"
 
 #include <algorithm>
 #include <atomic>

@@ -4,7 +4,7 @@
 #include <numeric>
 #include <vector>
 
-#include "kernels/tree_checks.h"
+#include "kernels/tree/tree_checks.h"
 
 namespace cpmcu::cpu {
 namespace {

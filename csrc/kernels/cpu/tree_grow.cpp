@@ -1,9 +1,10 @@
-// The draft's side of a tree: levels of candidates, and the choice of the nodes (kernels/tree.h).
+// The draft's side of a tree: levels of candidates, and the choice of the nodes
+// (kernels/tree/tree.h).
 #include <algorithm>
 #include <numeric>
 #include <vector>
 
-#include "kernels/tree_checks.h"
+#include "kernels/tree/tree_checks.h"
 
 namespace cpmcu::cpu {
 namespace {

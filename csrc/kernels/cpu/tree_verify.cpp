@@ -1,8 +1,8 @@
-// The target's side of a tree: acceptance, and what the draft runs next (kernels/tree.h).
+// The target's side of a tree: acceptance, and what the draft runs next (kernels/tree/tree.h).
 #include <algorithm>
 #include <atomic>
 
-#include "kernels/tree_checks.h"
+#include "kernels/tree/tree_checks.h"
 
 namespace cpmcu::cpu {
 namespace {

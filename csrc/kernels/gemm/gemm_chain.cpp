@@ -1,8 +1,8 @@
 #include "kernels/gemm/gemm_chain.h"
 
 #include "kernels/gemm/gemm.h"
-#include "kernels/rms_norm.h"
-#include "kernels/silu_mul.h"
+#include "kernels/layer/rms_norm.h"
+#include "kernels/layer/silu_mul.h"
 
 namespace cpmcu {
 

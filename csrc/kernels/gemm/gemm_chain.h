@@ -19,7 +19,7 @@
 
 #include "kernels/attention/attention.h"
 #include "kernels/gemm/w4a16.h"
-#include "kernels/rotary_kv.h"
+#include "kernels/layer/rotary_kv.h"
 
 namespace cpmcu {
 

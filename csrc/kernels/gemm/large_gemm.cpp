@@ -1,7 +1,7 @@
 // Which kernel multiplies a prompt's rows.
 #ifdef CPMCU_WITH_CUDA
 #include "kernels/gemm/gemm.h"
-#include "kernels/silu_mul.h"
+#include "kernels/layer/silu_mul.h"
 
 namespace cpmcu::cuda {
 

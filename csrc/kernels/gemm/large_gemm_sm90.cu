@@ -21,7 +21,7 @@
 #include "kernels/gemm/gemm.h"
 #include "kernels/gemm/large_tiles.cuh"
 #include "kernels/gemm/tensor_map.cuh"
-#include "kernels/silu.cuh"
+#include "kernels/layer/silu.cuh"
 
 namespace cpmcu::cuda {
 namespace {

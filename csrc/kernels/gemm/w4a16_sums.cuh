@@ -5,7 +5,7 @@
 #include "core/vec.cuh"
 #include "kernels/gemm/w4a16_block.cuh"
 #include "kernels/gemm/x_rows.cuh"
-#include "kernels/silu.cuh"
+#include "kernels/layer/silu.cuh"
 
 namespace cpmcu::cuda {
 namespace {

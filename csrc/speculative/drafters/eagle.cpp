@@ -6,8 +6,8 @@
 // `feature` is the target's final hidden state of the token before; of a drafted token it is the
 // hidden state that the draft made of its parent.
 // Sources: Li et al., arXiv:2401.15077 and arXiv:2406.16858.
-#include "kernels/embedding.h"
-#include "kernels/gather_rows.h"
+#include "kernels/layer/embedding.h"
+#include "kernels/layer/gather_rows.h"
 #include "linear/product_queue.h"
 #include "speculative/head_drafter.h"
 

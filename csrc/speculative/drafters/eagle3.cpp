@@ -6,8 +6,8 @@
 //
 // The recycled state is the layer's output, in 3.1 (norm_output) after the final norm.
 // Source: Li et al., arXiv:2503.01840.
-#include "kernels/embedding.h"
-#include "kernels/gather_rows.h"
+#include "kernels/layer/embedding.h"
+#include "kernels/layer/gather_rows.h"
 #include "linear/product_queue.h"
 #include "speculative/head_drafter.h"
 

@@ -4,8 +4,8 @@
 #include <type_traits>
 
 #include "kernels/gemm/chain/args.cuh"
-#include "kernels/rotary.cuh"
-#include "kernels/silu.cuh"
+#include "kernels/layer/rotary.cuh"
+#include "kernels/layer/silu.cuh"
 
 namespace cpmcu::cuda::chain {
 

@@ -1,4 +1,5 @@
-// From logits to tokens by the parameters of each row's slot (kernels/sample.h says what exactly).
+// From logits to tokens by the parameters of each row's slot (kernels/sampling/sample.h says what
+// exactly).
 //
 // A row belongs to a team of blocks: on sm_90 and later a cluster of up to 4, as there is room,
 // that exchanges partial results through distributed shared memory; before, one block. Each thread
@@ -16,7 +17,7 @@
 // summed as integers, so neither the order of atomics nor the size of the team changes a result.
 // Shared memory has no 64-bit add in hardware: a bin is two words, and whoever overflows the low
 // one carries.
-#include "kernels/sample.h"
+#include "kernels/sampling/sample.h"
 
 #include <limits>
 #include <type_traits>
@@ -24,10 +25,10 @@
 #include "core/launch.h"
 #include "core/ptx.cuh"
 #include "core/reduce.cuh"
-#include "kernels/best.cuh"
 #include "kernels/launch_checks.h"
-#include "kernels/philox.h"
-#include "kernels/step_rows.h"
+#include "kernels/sampling/best.cuh"
+#include "kernels/sampling/philox.h"
+#include "kernels/step/step_rows.h"
 
 namespace cpmcu::cuda {
 namespace {

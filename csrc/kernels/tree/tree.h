@@ -11,9 +11,9 @@
 #pragma once
 
 #include "kernels/op.h"
-#include "kernels/sample.h"
-#include "kernels/step_ops.h"
-#include "kernels/step_rows.h"
+#include "kernels/sampling/sample.h"
+#include "kernels/step/step_ops.h"
+#include "kernels/step/step_rows.h"
 
 namespace cpmcu {
 

@@ -1,4 +1,4 @@
-// Moves what accepted nodes leave into place (kernels/tree.h).
+// Moves what accepted nodes leave into place (kernels/tree/tree.h).
 //
 // A CTA moves one head of one plane of one sequence, a thread 16 bytes of a row. Nodes ascend along
 // a path and never lie before their place. So a CTA reads all rows of a round before it writes any.
@@ -7,7 +7,7 @@
 #include "core/launch.h"
 #include "core/ptx.cuh"
 #include "kernels/launch_checks.h"
-#include "kernels/tree_checks.h"
+#include "kernels/tree/tree_checks.h"
 
 namespace cpmcu::cuda {
 namespace {

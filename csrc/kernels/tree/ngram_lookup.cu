@@ -1,4 +1,4 @@
-// Prompt look-up (kernels/tree.h): one block a sequence.
+// Prompt look-up (kernels/tree/tree.h): one block a sequence.
 //
 // Each thread measures, for its places in the text, how many tokens before the place equal the last
 // tokens of the text; the longest and then latest place wins. So one pass over the text does all
@@ -6,7 +6,7 @@
 #include "core/launch.h"
 #include "core/ptx.cuh"
 #include "core/reduce.cuh"
-#include "kernels/tree_checks.h"
+#include "kernels/tree/tree_checks.h"
 
 namespace cpmcu::cuda {
 namespace {

@@ -6,7 +6,7 @@
 #pragma once
 
 #include "kernels/launch_checks.h"
-#include "kernels/rotary_kv.h"
+#include "kernels/layer/rotary_kv.h"
 
 namespace cpmcu::cuda {
 

@@ -1,10 +1,10 @@
-// The small kernels around a prefill: finish_step, reset_slot (kernels/step_ops.h).
+// The small kernels around a prefill: finish_step, reset_slot (kernels/step/step_ops.h).
 //
 // Each moves a few KB at most, so the cost is launch latency. finish_step is one CTA and writes
 // results straight into mapped host memory. After a barrier one thread raises `*done` by a store
 // that releases to the system all that it has seen, so a host that sees the new ticket sees all
 // results.
-#include "kernels/step_ops.h"
+#include "kernels/step/step_ops.h"
 
 #include "core/launch.h"
 #include "core/ptx.cuh"

@@ -2,8 +2,8 @@
 #pragma once
 
 #include "kernels/op.h"
-#include "kernels/sample.h"
-#include "kernels/step_rows.h"
+#include "kernels/sampling/sample.h"
+#include "kernels/step/step_rows.h"
 
 namespace cpmcu {
 
@@ -34,7 +34,7 @@ struct SlotState {
 struct SlotResult {
   int slot = 0;
   int num_tokens = 0;
-  int finished = 0;  // the device ended the sequence (kernels/tree.h)
+  int finished = 0;  // the device ended the sequence (kernels/tree/tree.h)
   int tokens[kMaxTreeSize] = {};
   TokenLogprobs logprobs[kMaxTreeSize] = {};
 };

@@ -9,7 +9,7 @@
 // dependent loads sequence -> slot -> length -> page. Sines and cosines are made once for all heads
 // of a block; with many rows a group walks over several heads of its row. The arithmetic of a head
 // is the same either way.
-#include "kernels/rotary.cuh"
+#include "kernels/layer/rotary.cuh"
 
 #include <algorithm>
 

@@ -3,7 +3,7 @@
 
 #include <string_view>
 
-#include "kernels/tree.h"
+#include "kernels/tree/tree.h"
 
 namespace cpmcu {
 

@@ -4,13 +4,13 @@
 // One thread makes 8 outputs from two 16-byte loads; a block is 128 such threads of one row. Bound:
 // 6 bytes an output against memory bandwidth (expf and the division stay below half of the issue
 // slots); for one row it is latency, so a row is spread over I / 1024 blocks.
-#include "kernels/silu_mul.h"
+#include "kernels/layer/silu_mul.h"
 
 #include "core/launch.h"
 #include "core/ptx.cuh"
 #include "core/vec.cuh"
 #include "kernels/launch_checks.h"
-#include "kernels/silu.cuh"
+#include "kernels/layer/silu.cuh"
 
 namespace cpmcu::cuda {
 namespace {

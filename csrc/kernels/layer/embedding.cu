@@ -3,7 +3,7 @@
 // One thread moves 8 elements (16 bytes); a block is 128 such threads of one row. Bound: 4 bytes a
 // element against memory bandwidth; for one row it is the latency of two dependent loads, so a row
 // is spread over several blocks rather than looped over by one.
-#include "kernels/embedding.h"
+#include "kernels/layer/embedding.h"
 
 #include "core/launch.h"
 #include "core/ptx.cuh"

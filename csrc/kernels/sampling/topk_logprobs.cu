@@ -1,4 +1,4 @@
-// The k most likely tokens of each row (kernels/tree.h), by a team of blocks as in sample.cu.
+// The k most likely tokens of each row (kernels/tree/tree.h), by a team of blocks as in sample.cu.
 //
 // Bound: 4 bytes a token, once from L2. Each thread finds the best of its tokens and the sum of
 // their exponentials in one pass. The k-th best of the warps' best has at least k tokens not below
@@ -14,9 +14,9 @@
 #include "core/launch.h"
 #include "core/ptx.cuh"
 #include "core/reduce.cuh"
-#include "kernels/best.cuh"
 #include "kernels/launch_checks.h"
-#include "kernels/tree_checks.h"
+#include "kernels/sampling/best.cuh"
+#include "kernels/tree/tree_checks.h"
 
 namespace cpmcu::cuda {
 namespace {

@@ -3,7 +3,7 @@
 // One thread moves 16 bytes, whatever the dtype; a block is 128 such threads of one row. Bound:
 // twice the copied bytes against memory bandwidth; for a few rows the latency of two dependent
 // loads.
-#include "kernels/gather_rows.h"
+#include "kernels/layer/gather_rows.h"
 
 #include "core/launch.h"
 #include "core/ptx.cuh"

@@ -1,11 +1,11 @@
-// The target's side of a tree: acceptance, and what the draft runs next (kernels/tree.h).
+// The target's side of a tree: acceptance, and what the draft runs next (kernels/tree/tree.h).
 //
 // Latency-bound. Acceptance is one CTA, because it publishes for all sequences. A warp walks one
 // tree; each lane holds two nodes, so that a step of the walk is two votes. Publication as in
 // step_ops.cu.
 #include "core/launch.h"
 #include "core/ptx.cuh"
-#include "kernels/tree_checks.h"
+#include "kernels/tree/tree_checks.h"
 
 namespace cpmcu::cuda {
 namespace {

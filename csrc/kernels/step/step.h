@@ -1,7 +1,7 @@
 // One forward step as the layers see it.
 #pragma once
 
-#include "kernels/step_rows.h"
+#include "kernels/step/step_rows.h"
 
 namespace cpmcu {
 

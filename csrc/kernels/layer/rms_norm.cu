@@ -7,7 +7,7 @@
 //
 // Block size and elements of a thread follow from H alone, so a row has the same bits in every
 // batch.
-#include "kernels/rms_norm.h"
+#include "kernels/layer/rms_norm.h"
 
 #include "core/launch.h"
 #include "core/ptx.cuh"

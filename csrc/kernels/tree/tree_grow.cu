@@ -1,4 +1,5 @@
-// The draft's side of a tree: levels of candidates, and the choice of the nodes (kernels/tree.h).
+// The draft's side of a tree: levels of candidates, and the choice of the nodes
+// (kernels/tree/tree.h).
 //
 // One block a sequence. The best of up to 2080 candidates: each thread holds a few as integer keys,
 // a binary search by votes of the block finds where the best begin (about 20 barriers), and the at
@@ -6,8 +7,8 @@
 // few microseconds.
 #include "core/launch.h"
 #include "core/ptx.cuh"
-#include "kernels/best.cuh"
-#include "kernels/tree_checks.h"
+#include "kernels/sampling/best.cuh"
+#include "kernels/tree/tree_checks.h"
 
 namespace cpmcu::cuda {
 namespace {

@@ -6,9 +6,9 @@
 // s, x[i+R/2] c + x[i] s), in float32. Elements from R on stay.
 #pragma once
 
+#include "kernels/layer/qkv_layout.h"
 #include "kernels/op.h"
-#include "kernels/qkv_layout.h"
-#include "kernels/step_rows.h"
+#include "kernels/step/step_rows.h"
 
 namespace cpmcu {
 
