@@ -167,6 +167,8 @@ def together(
         before([slots[i] for i in chosen])
         engine.decode([slots[i] for i in chosen])
         outputs = last_outputs(engine)
+        assert [output.slot for output in outputs] == [slots[i] for i in chosen]
+        assert all(output.tokens for output in outputs)
         for output in outputs:
             tokens[slots.index(output.slot)] += output.tokens
         if steps is not None:
