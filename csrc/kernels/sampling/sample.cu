@@ -1,5 +1,4 @@
-// From logits to tokens by the parameters of each row's slot (kernels/sampling/sample.h says what
-// exactly).
+// From logits to tokens by the parameters of each row's slot (contract: kernels/sampling/sample.h).
 //
 // A row belongs to a team of blocks: on sm_90 and later a cluster of up to 4, as there is room,
 // that exchanges partial results through distributed shared memory; before, one block. Each thread
@@ -486,8 +485,8 @@ void sample(const Context& ctx, const SampleParams& p) {
     launch_cluster(ctx, team.value, kernel, dim3(team.value, p.logits.size(0)), dim3(kThreads), 0,
                    args);
   };
-  // A block takes a multiprocessor, and rows that find no room wait for a whole draw. Clusters of
-  // four do not fill all multiprocessors (30 of 33 on an H100), pairs do.
+  // A CTA takes an SM; a row without room waits for a whole draw. Clusters of four leave SMs free
+  // (30 of 33 groups run on an H100), pairs fill them.
   const int64_t rows = p.logits.size(0);
   if (rows * 4 <= ctx.sm_count * 9 / 10) {
     launch_team(std::integral_constant<int, 4>{});
