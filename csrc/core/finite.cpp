@@ -6,6 +6,8 @@
 #include <algorithm>
 #include <limits>
 
+#include "core/check.h"
+
 // A clone is picked by a resolver that runs before the sanitizers are ready, hence not under them.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && \
     !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
@@ -54,5 +56,11 @@ int64_t find_not_finite(DType dtype, const void* numbers, int64_t count) {
       return -1;
   }
 }
+
+#ifndef CPMCU_WITH_CUDA
+std::vector<int64_t> find_not_finite_on_device(const Context&, const std::vector<DeviceNumbers>&) {
+  CHECK_STATE(false, "a build without CUDA has no numbers on a device");
+}
+#endif
 
 }  // namespace cpmcu

@@ -1,8 +1,11 @@
-// Looks for NaN and infinities in host memory, at the speed of a cache.
+// Looks for NaN and infinities: in host memory at the speed of a cache, on a device at that of its
+// memory.
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
+#include "core/context.h"
 #include "core/dtype.h"
 
 namespace cpmcu {
@@ -10,5 +13,15 @@ namespace cpmcu {
 // The index of the first of `count` numbers that is NaN or infinite; -1 if there is none, as of a
 // dtype that is not floating.
 int64_t find_not_finite(DType dtype, const void* numbers, int64_t count);
+
+// Numbers in device memory.
+struct DeviceNumbers {
+  DType dtype = DType::kF32;
+  const void* data = nullptr;
+  int64_t count = 0;
+};
+// The same for each of several tensors of a CUDA device. Waits for the device once.
+std::vector<int64_t> find_not_finite_on_device(const Context& ctx,
+                                               const std::vector<DeviceNumbers>& tensors);
 
 }  // namespace cpmcu

@@ -37,23 +37,51 @@ int64_t elements_of(const std::vector<int64_t>& shape) {
   return n;
 }
 
+// Number `index` of tensor `name` is NaN or infinite.
+[[noreturn]] void refuse(const std::string& name, DType dtype, const std::vector<int64_t>& shape,
+                         const void* number, int64_t index) {
+  float value = 0;
+  dispatch_host_dtype(
+      dtype, [&](auto type) { value = to_float(*static_cast<const decltype(type)*>(number)); });
+  std::vector<int64_t> place(shape.size());
+  int64_t rest = index;
+  for (size_t i = shape.size(); i-- > 0; rest /= shape[i]) place[i] = rest % shape[i];
+  const char* what = std::isnan(value) ? "nan" : value > 0 ? "inf" : "-inf";
+  throw Error(ErrorKind::kInvalid,
+              format("tensor \"{}\" holds {} at {}, expected finite numbers: the file is damaged",
+                     name, what, text_of(place)));
+}
+
 // Throws if one of the numbers `first` .. of tensor `name` is NaN or infinite.
 void check_finite(const std::string& name, DType dtype, const std::vector<int64_t>& shape,
                   const void* numbers, int64_t first, int64_t count) {
   const int64_t found = find_not_finite(dtype, numbers, count);
   if (found < 0) return;
-  float value = 0;
-  dispatch_host_dtype(dtype, [&](auto type) {
-    value = to_float(static_cast<const decltype(type)*>(numbers)[found]);
-  });
-  std::vector<int64_t> place(shape.size());
-  int64_t rest = first + found;
-  for (size_t i = shape.size(); i-- > 0; rest /= shape[i]) place[i] = rest % shape[i];
-  CHECK(false, "tensor \"{}\" holds {} at {}, expected finite numbers: the file is damaged", name,
-        std::isnan(value) ? "nan"
-        : value > 0       ? "inf"
-                          : "-inf",
-        text_of(place));
+  const char* number = static_cast<const char*>(numbers) + found * size_of(dtype);
+  refuse(name, dtype, shape, number, first + found);
+}
+
+// The same of tensors that lie on a CUDA device as they are in the file.
+void check_finite_on_device(const Context& ctx, WeightTable& table,
+                            const std::vector<FileEntry>& entries) {
+  std::vector<const FileEntry*> copied;
+  std::vector<DeviceNumbers> numbers;
+  for (const FileEntry& entry : entries) {
+    const Tensor& tensor = table.find(entry.name, entry.dtype, entry.shape).destination;
+    if (tensor.dtype() != entry.dtype || !is_floating(entry.dtype)) continue;
+    copied.push_back(&entry);
+    numbers.push_back({entry.dtype, tensor.data(), tensor.num_elements()});
+  }
+  const std::vector<int64_t> found = find_not_finite_on_device(ctx, numbers);
+  for (size_t i = 0; i < found.size(); ++i) {
+    if (found[i] < 0) continue;
+    const int64_t size = size_of(numbers[i].dtype);
+    float number = 0;  // room for one of any dtype
+    copy_to_host(ctx.device, &number, static_cast<const char*>(numbers[i].data) + found[i] * size,
+                 size, ctx.stream);
+    synchronize(ctx.device, ctx.stream);
+    refuse(copied[i]->name, copied[i]->dtype, copied[i]->shape, &number, found[i]);
+  }
 }
 
 // From finite numbers. Throws where one of tensor `name` becomes infinite.
@@ -166,9 +194,12 @@ class WeightLoader::Reader {
       return;
     }
     if (raw_ == nullptr) raw_ = static_cast<char*>(allocate_pinned(device_, kBlockBytes));
-    read(file, block, raw_);
     const char* source = raw_;
-    if (from != to) {
+    if (from == to) {  // checked on the device
+      const int64_t size = size_of(from);
+      file.read(raw_, block.entry->offset + block.first * size, block.count * size);
+    } else {
+      read(file, block, raw_);
       converted_.resize(static_cast<size_t>(block.count * size_of(to)));
       convert(block.entry->name, converted_.data(), to, raw_, from, block.count);
       source = converted_.data();
@@ -266,6 +297,7 @@ void WeightLoader::load_file(WeightTable& table, const std::string& path,
   lock.unlock();
   for (std::jthread& reader : readers) reader.join();
   if (error) std::rethrow_exception(error);
+  if (ctx_.device.is_cuda()) check_finite_on_device(ctx_, table, entries);
   if (progress) progress(done_bytes);
   for (const FileEntry& entry : entries)
     table.find(entry.name, entry.dtype, entry.shape).loaded = true;

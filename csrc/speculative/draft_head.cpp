@@ -21,7 +21,7 @@ DraftHead::DraftHead(const DrafterSpec& spec, const std::vector<int>& vocab_ids,
 void DraftHead::plan(MemoryPlan& plan, const StepLimits& limits) {
   max_rows_ = limits.max_decode_rows;
   if (linear_) linear_->plan(plan, limits);
-  logits_id_ = plan.add_scratch("draft.logits", 4 * max_rows_ * vocab_size_, 0, kSample);
+  logits_id_ = plan.add_scratch("draft.logits", 4 * max_rows_ * vocab_size_, kHead, kSample);
 }
 
 void DraftHead::bind(const Arena& arena) {

@@ -44,7 +44,7 @@ void HeadDrafter::plan(MemoryPlan& plan, StateCache& states, const DraftLimits& 
   for (const auto& norm : norms_) norm->plan(plan);
   head_.plan(plan, step);
   const int64_t bytes = max_rows_ * width() * size_of(model().dtype);
-  both_id_ = plan.add_scratch(spec_.scope + "concat", 2 * bytes, 0, kSample);
+  both_id_ = plan.add_scratch(spec_.scope + "concat", 2 * bytes, 0, kMixer + 1);
   hidden_id_ = plan.add_scratch(spec_.scope + "hidden", bytes, 0, kSample);
   normed_id_ = plan.add_scratch(spec_.scope + "normed", bytes, 0, kSample);
 }

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.engine.harness import DEVICES
 from tests.reference.engines import engine_logits, extension_or_skip, load_tiny, prompt_logits
 from tests.reference.numpy_model import NumpyModel
 from tests.reference.tiny_checkpoints import (
@@ -130,15 +131,16 @@ def test_the_largest_numbers_are_finite(bad: Path) -> None:
         load_tiny(bad, dtype=dtype)
 
 
-def test_a_number_that_is_not_finite_in_a_large_tensor(bad: Path) -> None:
-    """Of several blocks that are read by several threads."""
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_number_that_is_not_finite_in_a_large_tensor(bad: Path, device: str) -> None:
+    """Of several blocks that are read by several threads; on a GPU it looks at them itself."""
     config = {"vocab_size": 20_000, "hidden_size": 512, "num_hidden_layers": 1}
     weights = random_weights(tiny_config("llama", **config))
     for row, column in ((19_999, 511), (12_345, 67), (8192, 0)):
         before = weights["lm_head.weight"][row, column]
         weights["lm_head.weight"][row, column] = np.nan
         write_tiny(bad, weights=weights, dtype="bfloat16", **config)
-        assert f'"lm_head.weight" holds nan at [{row}, {column}]' in complaint(bad)
+        assert f'"lm_head.weight" holds nan at [{row}, {column}]' in complaint(bad, device=device)
         weights["lm_head.weight"][row, column] = before
 
 
