@@ -60,6 +60,8 @@ def from_response_format(value: ResponseFormat | None) -> Grammar | None:
         if schema is not None:
             raise refused(param, f"{param} has a schema, but type text holds to none.")
         return None
+    if value.type == "json_object" and (schema is True or schema == {}):
+        schema = None  # says nothing, but the type says that it is an object
     if schema is not None:  # also with json_object, as llama.cpp and Together have it
         return make(param, Grammar.json_schema, schema)
     if value.type == "json_object":

@@ -111,13 +111,20 @@ def written(model: ApiModel, *, without_none: bool = False) -> Response:
 
 def _pieces(values: list[Any]) -> Iterator[str]:
     """The elements of a list as JSON, without its brackets."""
-    size = 1 if values and isinstance(values[0], ApiModel) else _PIECE
+    size = _PIECE if all(isinstance(value, int | str) for value in values[:2]) else 1
     for at in range(0, len(values), size):
         yield to_json([_plain(value) for value in values[at : at + size]])[1:-1]
 
 
 def _plain(value: Any) -> Any:
-    return value.model_dump(by_alias=True) if isinstance(value, ApiModel) else value
+    """A value without models: lists and objects may hold them."""
+    if isinstance(value, ApiModel):
+        return value.model_dump(by_alias=True)
+    if isinstance(value, dict):
+        return {name: _plain(member) for name, member in value.items()}
+    if isinstance(value, list):
+        return [_plain(member) for member in value]
+    return value
 
 
 async def answer(
@@ -139,7 +146,9 @@ async def answer(
         if not work.done():
             raise client_left()
         outputs = work.result()
-        if generation.params.logprobs is None and generation.num_tokens < _MANY_TOKENS:
+        params = generation.params
+        plain = params.logprobs is None and params.prompt_logprobs is None
+        if plain and generation.num_tokens < _MANY_TOKENS:
             return written(whole(outputs))
         return await asyncio.to_thread(lambda: written(whole(outputs)))
     finally:

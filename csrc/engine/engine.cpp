@@ -78,7 +78,7 @@ std::vector<Engine::SlotOutput> Engine::collect() {
 void Engine::prefill(const std::vector<PrefillItem>& items, const TokenMasks& masks,
                      const WriteLogits& write) {
   int num_rows = 0;
-  std::vector<int> sampled_slots;
+  std::vector<int> slots, sampled_slots;
   CHECK(!items.empty() && static_cast<int>(items.size()) <= config_.max_num_seqs,
         "a prefill step of {} sequences, expected 1 to {}", items.size(), config_.max_num_seqs);
   for (const PrefillItem& item : items) {
@@ -86,8 +86,12 @@ void Engine::prefill(const std::vector<PrefillItem>& items, const TokenMasks& ma
     check_ids(item.ids);
     num_rows += static_cast<int>(item.ids.size());
     check_room(item.slot, static_cast<int>(item.ids.size()));
+    CHECK(slots_[static_cast<size_t>(item.slot)].in_flight_tokens == 0,
+          "slot {} has decode steps in flight; collect them before a prompt chunk", item.slot);
+    slots.push_back(item.slot);
     if (item.last) sampled_slots.push_back(item.slot);
   }
+  check_distinct(slots);
   CHECK(num_rows <= limits_.max_rows, "a prefill step of {} tokens, the chunk length is {}",
         num_rows, limits_.max_rows);
   begin_step();

@@ -134,6 +134,7 @@ class Engine {
   int length_bound(int slot) const;
   int kv_bucket(int num_tokens) const;
   void check_slot(int slot) const;
+  void check_distinct(std::vector<int> slots) const;
   void check_ids(const std::vector<int>& ids) const;
   void check_room(int slot, int num_tokens) const;
 

@@ -38,6 +38,7 @@ SpeculativeStep::Batch Engine::begin_decode(const std::vector<int>& slots,
   step_.check_shape(wanted);
   CHECK(!slots.empty() && static_cast<int>(slots.size()) <= config_.max_num_seqs,
         "a decode step of {} sequences, expected 1 to {}", slots.size(), config_.max_num_seqs);
+  check_distinct(slots);
   int max_kv = 0;
   for (int slot : slots) {
     check_slot(slot);
@@ -121,6 +122,12 @@ int Engine::kv_bucket(int num_tokens) const {
 void Engine::check_slot(int slot) const {
   CHECK(slot >= 0 && slot < config_.max_num_seqs && slots_[static_cast<size_t>(slot)].used,
         "slot {} holds no sequence", slot);
+}
+
+void Engine::check_distinct(std::vector<int> slots) const {
+  std::sort(slots.begin(), slots.end());
+  const auto twice = std::adjacent_find(slots.begin(), slots.end());
+  CHECK(twice == slots.end(), "slot {} is twice in one step", *twice);
 }
 
 void Engine::check_ids(const std::vector<int>& ids) const {

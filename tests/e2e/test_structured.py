@@ -146,6 +146,15 @@ def test_a_schema_is_never_dropped(client, form):
     assert ask(client, response_format=form).choices[0].message.content == expected
 
 
+@pytest.mark.parametrize("schema", [{}, True])
+def test_a_json_object_is_an_object_whatever_its_schema_leaves_open(client, schema):
+    form = {"type": "json_object", "schema": schema}
+    expected = ask(client, response_format={"type": "json_object"}, max_tokens=30)
+    found = ask(client, response_format=form, max_tokens=30).choices[0].message.content
+    assert found == expected.choices[0].message.content
+    assert found.startswith("{")
+
+
 def test_a_grammar_that_fails_later_ends_its_request_with_a_sentence(client, server):
     """Its limits show only after many tokens: no traceback, and others go on."""
     body = {"guided_regex": "(x|y){40}((a{0,100}){0,100}){50,100}"}

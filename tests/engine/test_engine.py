@@ -257,6 +257,39 @@ def test_wrong_calls_say_what_is_wrong(engine, call, message: str) -> None:
     assert len(generate(engine, [1, 2, 3], 3)) == 3  # and nothing is lost
 
 
+def test_a_slot_twice_in_a_step_is_refused(engine) -> None:
+    expected = generate(engine, [1, 2, 3, 4], 4)
+    slot = engine.add_sequence(sampling(), [1, 2, 3, 4])
+    assert engine.reserve(slot, 10)
+    with pytest.raises(ValueError, match=f"slot {slot} is twice in one step"):
+        engine.prefill([(slot, [1, 2], False), (slot, [3, 4], True)])
+    engine.prefill([(slot, [1, 2, 3, 4], True)])
+    tokens = engine.collect()[0].tokens
+    for call in (engine.decode, engine.begin_masked):
+        with pytest.raises(ValueError, match=f"slot {slot} is twice in one step"):
+            call([slot, slot])
+    while len(tokens) < 4:
+        engine.decode([slot])
+        tokens += engine.collect()[0].tokens
+    engine.release(slot)
+    assert tokens[:4] == expected
+
+
+def test_a_prompt_chunk_behind_a_decode_step_in_flight_is_refused(engine) -> None:
+    """The host does not know yet at which position the chunk begins."""
+    slot = engine.add_sequence(sampling(), [1])
+    assert engine.reserve(slot, 10)
+    engine.prefill([(slot, [1], True)])
+    engine.decode([slot])
+    with pytest.raises(ValueError, match=f"slot {slot} has decode steps in flight; collect"):
+        engine.prefill([(slot, [5], True)])
+    while engine.in_flight():
+        engine.collect()
+    engine.prefill([(slot, [5], True)])
+    assert len(engine.collect()[0].tokens) == 1
+    engine.release(slot)
+
+
 def test_decode_before_prefill_is_refused(engine) -> None:
     slot = engine.add_sequence(sampling(), [1])
     engine.reserve(slot, 10)
