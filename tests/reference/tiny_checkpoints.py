@@ -132,7 +132,8 @@ def write_tiny(
     if weights is None:
         weights = random_weights(config, seed)
     (directory / "config.json").write_text(json.dumps(config, indent=2))
-    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [2]}))
+    generation = {"eos_token_id": [min(2, config["vocab_size"] - 1)]}
+    (directory / "generation_config.json").write_text(json.dumps(generation))
     names = list(weights)
     if shards == 1:
         write_safetensors(directory / "model.safetensors", weights, dtype)

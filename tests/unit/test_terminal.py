@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import sys
 from pathlib import Path
 
@@ -46,6 +47,8 @@ class Terminal:
             dimensions=(24, columns),
             encoding="utf-8",
             timeout=60,
+            # The tests may run where Ctrl-C is ignored, as in a shell's background.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         self._started.append(process)
         return process
