@@ -107,7 +107,9 @@ void Engine::prefill(const std::vector<PrefillItem>& items, const TokenMasks& ma
   prefill_block_.upload(ctx_, num_steps_);
   run_prefill(items, num_sampled, masked, write);
   for (const PrefillItem& item : items) {
-    slots_[static_cast<size_t>(item.slot)].length += static_cast<int>(item.ids.size());
+    Slot& slot = slots_[static_cast<size_t>(item.slot)];
+    slot.length += static_cast<int>(item.ids.size());
+    slot.has_root = item.last;
   }
   end_step(sampled_slots, /*decodes=*/false);
 }

@@ -99,6 +99,7 @@ class Engine {
  private:
   struct Slot {
     bool used = false;
+    bool has_root = false;    // its last prefill drew a token, which decoding goes on from
     uint64_t generation = 0;  // tells a slot's owners apart in steps in flight
     int num_logprobs = -1;
     int length = 0;            // tokens cached, as of the steps that were collected

@@ -43,7 +43,7 @@ SpeculativeStep::Batch Engine::begin_decode(const std::vector<int>& slots,
   for (int slot : slots) {
     check_slot(slot);
     check_room(slot, 1);
-    CHECK(slots_[static_cast<size_t>(slot)].length > 0,
+    CHECK(slots_[static_cast<size_t>(slot)].has_root,
           "slot {} decodes before its prompt was prefilled", slot);
     max_kv = std::max(max_kv, length_bound(slot) + 1 + step_.lookahead());
   }
