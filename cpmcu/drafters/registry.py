@@ -74,7 +74,11 @@ class DraftPlan:
 
 
 class Drafter(Protocol):
-    """What a file of this package implements."""
+    """What a file of this package implements.
+
+    A class with `only_by_name = True` is used only if it is named (--spec-method). A drafter that
+    adds something to the drafts of another kind reads that kind's files, so it needs this.
+    """
 
     has_checkpoint: bool
 
@@ -148,6 +152,7 @@ def find_drafter(draft: DraftFiles, expected: str | None = None) -> tuple[str, D
     if expected is not None:
         found = " or ".join(matching) or "of no known kind"
         raise ValueError(f"the draft is {found}, but {expected} was asked for")
+    matching = [n for n in matching if not getattr(_drafters[n][0], "only_by_name", False)]
     if not matching:
         with_files = ", ".join(name for name in known if _drafters[name][0].has_checkpoint)
         raise ValueError(

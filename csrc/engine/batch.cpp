@@ -22,8 +22,8 @@ PrefillInputs PrefillInputs::layout(Carver& carver, int max_rows, int max_seqs) 
   return inputs;
 }
 
-int PrefillInputs::fill(const std::vector<PrefillItem>& items, const std::vector<int>& lengths,
-                        int max_path) const {
+void PrefillInputs::fill(const std::vector<PrefillItem>& items, const std::vector<int>& lengths,
+                         int max_path) const {
   int row = 0, seq = 0, num_sampled = 0;
   for (const PrefillItem& item : items) {
     seq_slots[seq] = item.slot;
@@ -44,7 +44,6 @@ int PrefillInputs::fill(const std::vector<PrefillItem>& items, const std::vector
     ++seq;
   }
   seq_row_begin[seq] = row;
-  return num_sampled;
 }
 
 StagedBlock::~StagedBlock() {

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
 #include <string>
 #include <vector>
 
@@ -29,9 +28,9 @@ struct PrefillInputs {
   int *sampled_slots, *sampled_positions;  // [R]
 
   static PrefillInputs layout(Carver& carver, int max_rows, int max_seqs);
-  // On the host, from the items; lengths[slot] are the cached tokens. Returns R.
-  int fill(const std::vector<PrefillItem>& items, const std::vector<int>& lengths,
-           int max_path) const;
+  // On the host, from the items; lengths[slot] are the cached tokens.
+  void fill(const std::vector<PrefillItem>& items, const std::vector<int>& lengths,
+            int max_path) const;
 };
 
 // A block of inputs that the host fills: a pinned copy for each step in flight, and one on the

@@ -1,4 +1,5 @@
-// What steps and sequences are to the host. The step itself is speculative/step.cpp: read it first.
+// Steps and sequences as the host drives them. The step itself is speculative/step.cpp: read it
+// first.
 #include "engine/engine.h"
 
 #include <algorithm>
@@ -9,7 +10,7 @@
 
 namespace cpmcu {
 
-// ---- decoding: what `run` is given becomes one CUDA graph
+// ---- decoding. Each `run` records its launches as one CUDA graph
 
 void Engine::decode(const std::vector<int>& slots, std::optional<DraftShape> shape) {
   const SpeculativeStep::Batch batch = begin_decode(slots, shape);
@@ -106,7 +107,9 @@ void Engine::prefill(const std::vector<PrefillItem>& items, const TokenMasks& ma
   prefill_block_.upload(ctx_, num_steps_);
   run_prefill(items, num_sampled, masked, write);
   for (const PrefillItem& item : items) {
-    slots_[static_cast<size_t>(item.slot)].length += static_cast<int>(item.ids.size());
+    Slot& slot = slots_[static_cast<size_t>(item.slot)];
+    slot.length += static_cast<int>(item.ids.size());
+    slot.has_root = item.last;
   }
   end_step(sampled_slots, /*decodes=*/false);
 }

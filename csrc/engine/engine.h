@@ -99,6 +99,7 @@ class Engine {
  private:
   struct Slot {
     bool used = false;
+    bool has_root = false;    // its last prefill drew a token, which decoding goes on from
     uint64_t generation = 0;  // tells a slot's owners apart in steps in flight
     int num_logprobs = -1;
     int length = 0;            // tokens cached, as of the steps that were collected
@@ -144,8 +145,8 @@ class Engine {
   std::unique_ptr<CublasLt> cublas_;
   StepLimits limits_;
   int max_tokens_ = 0;  // of one sequence
-  // A step may be run with more sequences than it has: the others are this slot, which holds no
-  // sequence and emits nothing. -1: steps are run as they are.
+  // Pads a step to one of few numbers of sequences. It holds no sequence and emits nothing.
+  // -1: steps are not padded.
   int idle_slot_ = -1;
   int num_idle_pages_ = 0;
   MemoryPlan plan_;

@@ -1,4 +1,4 @@
-// What steps have in common: their beginning and end, what is checked before them.
+// The beginning and the end of every step, and the checks before it.
 #include <algorithm>
 #include <array>
 
@@ -7,7 +7,7 @@
 namespace cpmcu {
 namespace {
 
-// A step is run with so many sequences, so that there are few graphs.
+// Numbers of sequences that a step is padded to. Few numbers make few graphs.
 constexpr std::array kSeqCounts{1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64};
 
 }  // namespace
@@ -43,7 +43,7 @@ SpeculativeStep::Batch Engine::begin_decode(const std::vector<int>& slots,
   for (int slot : slots) {
     check_slot(slot);
     check_room(slot, 1);
-    CHECK(slots_[static_cast<size_t>(slot)].length > 0,
+    CHECK(slots_[static_cast<size_t>(slot)].has_root,
           "slot {} decodes before its prompt was prefilled", slot);
     max_kv = std::max(max_kv, length_bound(slot) + 1 + step_.lookahead());
   }
@@ -76,7 +76,7 @@ int Engine::padded_seqs(int num_seqs) const {
   return std::min(count == kSeqCounts.end() ? num_seqs : *count, config_.max_num_seqs);
 }
 
-// Steps in flight may have masks on their way from the same memory.
+// Waits first: steps in flight may still upload masks from the same pinned memory.
 void Engine::upload_masks(const TokenMasks& masks, int num_rows) {
   if (!in_flight_.empty()) ring_.wait(ctx_, in_flight_.back().number);
   sampler_.upload_masks(ctx_, masks, num_rows);

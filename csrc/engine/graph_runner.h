@@ -13,7 +13,6 @@
 #include <cstdint>
 #include <functional>
 #include <map>
-#include <tuple>
 
 #include "core/context.h"
 #include "speculative/drafter.h"

@@ -1,6 +1,6 @@
-// What a layer is made of: attention, an MLP, later others. Each owns its weights, asks for its
-// workspace, and declares what a sequence leaves behind. A block is one file here that ends in
-// REGISTER_BLOCK("name", Class); a model names it in its spec.
+// A block is a part of a layer: attention, an MLP, later others. It owns its weights, asks for its
+// workspace, and declares the state that it keeps of a sequence. A kind of block is one file that
+// ends in REGISTER_BLOCK("name", Class); a model names it in its spec.
 #pragma once
 
 #include <memory>
@@ -34,12 +34,13 @@ class Block {
   virtual void finish_loading(const Context& ctx) = 0;
   // Name of the checkpoint's norm in front of the block, without ".weight".
   virtual std::string norm_name() const = 0;
-  // hidden [T, H] += residual_scale * block(x [T, H]); x is the normed hidden. In a prefill all
-  // tokens are accepted; in a decode step `commit` says which are.
+  // hidden [T, H] += residual_scale * block(x [T, H]); x is the normed hidden. A prefill accepts
+  // all tokens; after a decode step of the target `commit` names the accepted ones.
   virtual void forward(const Context& ctx, const Step& step, const Tensor& hidden,
                        const Tensor& x) const = 0;
-  // After a decode step, for what `ModelState::commit` does not move: per-slot tensors follow the
-  // accepted tokens, planes with fewer rows than tokens get theirs. Graph-safe.
+  // After a decode step of the target: updates the state that `ModelState::commit` does not move,
+  // per-slot tensors and planes with fewer rows than tokens. Not called for a draft's blocks.
+  // Graph-safe.
   virtual void commit(const Context&, const Step&, const Accepted&) const {}
 };
 

@@ -1,4 +1,4 @@
-// The page to read first: one step, verbs only. What stands below prepares its arguments.
+// The page to read first: one step, verbs only. The functions below prepare its arguments.
 #include "speculative/step.h"
 
 #include <algorithm>
@@ -43,7 +43,8 @@ void SpeculativeStep::accept(const Context& ctx, const Batch& batch, bool masked
   commit(ctx, batch);
 }
 
-// A token at each node. Logits of many nodes are made and drawn from in parts of whole trees.
+// Draws a token at each node. If the logits of all nodes do not fit, head and sampler run in parts
+// of whole trees.
 void SpeculativeStep::draw(const Context& ctx, const Batch& batch, bool masked) {
   const TokenTrees trees = trees_of(batch);
   const int num_rows = batch.num_rows(), num_nodes = trees.num_nodes;
@@ -59,7 +60,8 @@ void SpeculativeStep::draw(const Context& ctx, const Batch& batch, bool masked) 
   }
 }
 
-// What the accepted nodes leave behind takes its place.
+// Moves the rows and hidden states of accepted nodes into place; then each block commits the rest
+// of its state.
 void SpeculativeStep::commit(const Context& ctx, const Batch& batch) {
   const int num_rows = batch.num_rows();
   KeepAcceptedParams keep{.page_table = target_.states.page_table(),

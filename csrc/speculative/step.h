@@ -2,9 +2,9 @@
 // tree is the root alone.
 //
 // A drafter proposes a draft for each sequence; the step makes trees of them. The target runs over
-// all nodes, the sampler draws a token at each, and what agrees with the draft is accepted. All of
-// it is enqueued, nothing waits: lengths, counts and trees are device memory, so the launches of a
-// step can be one CUDA graph.
+// all nodes, the sampler draws a token at each, and drafted tokens that agree with the draws are
+// accepted. The step enqueues all of it and waits for nothing: lengths, counts and trees are device
+// memory, so the launches of a step can be one CUDA graph.
 //
 // The step owns the per-slot state of its target's sequences. The engine has one step; a drafter
 // that drafts with a drafter of its own has another.
@@ -20,12 +20,12 @@
 
 namespace cpmcu {
 
-// What verifies: a forward pass with a head, what it keeps of sequences, and how it draws.
+// The model that verifies, its state, and its sampler.
 struct Target {
   const ModelSpec& spec;
   Transformer& model;
   ModelState& state;   // of the model
-  StateCache& states;  // that the state belongs to
+  StateCache& states;  // the cache that `state` is part of
   Sampler& sampler;
 };
 
@@ -90,8 +90,8 @@ class SpeculativeStep {
   // A sequence begins in `slot` and ends by `stop`.
   void reset(const Context& ctx, int slot, const SlotStop& stop);
   // After the target's pass over a prompt chunk: the drafter sees the chunk. `continues`: some
-  // sequence has tokens before it. `last_rows` [B], on the device: the last of each sequence;
-  // `slot_rows` [B]: slot (D + 1).
+  // sequence has tokens before its chunk. `last_rows` [B], on the device: the last row of each
+  // sequence; `slot_rows` [B]: slot (D + 1).
   void draft_prompt(const Context& ctx, const Step& step, bool continues, const int* last_rows,
                     const int* slot_rows);
 

@@ -1,9 +1,9 @@
 // What one model keeps of its sequences on the device: paged planes and per-slot tensors.
 //
-// A block declares its state in `plan` and keeps the handles. A paged plane has a few rows for each
-// page of 64 tokens: 64 rows for keys or values, fewer for what sums up several tokens. All planes
-// of all models share the page numbers of a slot (state/state_cache.h). A per-slot tensor is what
-// a sequence leaves behind besides pages: a recurrent state, the inputs of a convolution.
+// A block declares its state in `plan` and keeps the handles. A paged plane has 1 to 64 rows for
+// each page of 64 tokens: 64 for keys or values, fewer if a row summarises several tokens. All
+// planes of all models share the page numbers of a slot (state/state_cache.h). A per-slot tensor is
+// state of a fixed size: that of a recurrence, the last inputs of a convolution.
 #pragma once
 
 #include <string>
@@ -38,8 +38,8 @@ struct SlotTensor {
 
 class ModelState {
  public:
-  // `scope`: "" for the target, such as "draft." else. `has_gaps`: rows that nobody wrote may be
-  // read, so all must be finite numbers.
+  // `scope`: "" for the target, such as "draft." else. `has_gaps`: attention may read rows that
+  // were never written, so planes begin as zero.
   ModelState(std::string scope, bool has_gaps) : scope_(std::move(scope)), has_gaps_(has_gaps) {}
   ModelState(const ModelState&) = delete;
   ModelState& operator=(const ModelState&) = delete;

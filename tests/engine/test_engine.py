@@ -295,6 +295,10 @@ def test_decode_before_prefill_is_refused(engine) -> None:
     engine.reserve(slot, 10)
     with pytest.raises(ValueError, match="decodes before its prompt was prefilled"):
         engine.decode([slot])
+    engine.prefill([(slot, [1], False)])  # nothing is drawn: no token to go on from
+    assert engine.collect() == []
+    with pytest.raises(ValueError, match="decodes before its prompt was prefilled"):
+        engine.decode([slot])
     engine.release(slot)
 
 

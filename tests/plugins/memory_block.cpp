@@ -17,10 +17,7 @@ using namespace cpmcu;
 class MemoryBlock : public Block {
  public:
   explicit MemoryBlock(const BlockConfig& config)
-      : spec_(config.spec),
-        prefix_(config.prefix),
-        decay_(config.params.number("decay", 0.5f)),
-        phase_(config.phase) {
+      : spec_(config.spec), prefix_(config.prefix), decay_(config.params.number("decay", 0.5f)) {
     config.params.check_known("a memory block", {"decay"});
   }
 
@@ -97,7 +94,6 @@ class MemoryBlock : public Block {
   const ModelSpec& spec_;
   std::string prefix_;
   float decay_;
-  Timeline phase_;
   int64_t max_rows_ = 0;
   MemoryPlan::Id gain_id_ = 0, rows_id_ = 0;
   ModelState::SlotId state_id_;

@@ -19,14 +19,18 @@ import numpy as np
 import pytest
 
 from cpmcu.config import SpeculativeConfig
+from cpmcu.drafters import registry
+from cpmcu.drafters.model import DraftModel
 from cpmcu.drafters.registry import (
     DraftFiles,
     DraftPlan,
     TargetModel,
     Tensors,
+    find_drafter,
     register_drafter,
     registered_drafters,
 )
+from cpmcu.loading.checkpoint import open_checkpoint
 from cpmcu.loading.tensors import TensorMeta
 from cpmcu.models.common import BuildOptions, SpecFields, read_spec
 from cpmcu.models.registry import register_model, registered_models
@@ -248,6 +252,24 @@ def test_drafter_from_outside(tmp_path: Path, repeat_plugin: None) -> None:
     assert repeat.counters["steps"] - steps == 1 + 10
     assert "repeat" in C.registered()["drafter"]
     assert registered_drafters()["repeat"] == __file__
+
+
+def test_a_drafter_of_another_kinds_files_is_found_by_name_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A drafter that adds to a draft model leaves the draft model to be found from the files."""
+    monkeypatch.setattr(registry, "_drafters", dict(registry._drafters))
+
+    @register_drafter("model_and_more")
+    class ModelAndMore(DraftModel):
+        only_by_name = True
+
+    config = tiny_config("llama", vocab_size=VOCAB)
+    directory = write_model(tmp_path / "draft", config, random_weights(config))
+    files = DraftFiles(directory, config, open_checkpoint(directory))
+    assert find_drafter(files)[0] == "model"
+    assert find_drafter(files, "model")[0] == "model"
+    assert find_drafter(files, "model_and_more")[0] == "model_and_more"
 
 
 PAIR = SpeculativeConfig(
