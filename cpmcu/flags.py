@@ -89,7 +89,7 @@ class FlagParser(argparse.ArgumentParser):
         """`message` with the fields of configs named as their flags were typed.
 
         A field that has no underscore may be an English word: it is replaced only where it begins
-        the message as its subject.
+        the message as its subject. What a file says has its own name.
         """
         if message.startswith("speculative_config: "):  # its keys are not flags
             return message
@@ -101,7 +101,7 @@ class FlagParser(argparse.ArgumentParser):
                 continue  # it may come from the JSON
             pattern = rf"\b{name}\b" if "_" in name else rf"^{name}(?=(\[\d+\])? (is|holds) )"
             flag = flag or action.option_strings[0]
-            message = re.sub(rf"(?<!-){pattern}(\[\d+\])?", flag, message)
+            message = re.sub(rf"(?<!-)(?<!\.json: ){pattern}(\[\d+\])?", flag, message)
         return message
 
     def error(self, message: str) -> NoReturn:

@@ -122,9 +122,16 @@ def check_bits(found: Any) -> None:
 def check_finite(meta: TensorMeta, read: Read) -> None:
     """ValueError for scales, float16 or bfloat16, of which one is infinite or not a number."""
     exponent = np.uint16(0x7C00 if meta.dtype == "float16" else 0x7F80)
-    wrong = int(np.count_nonzero((read(meta.name).view(np.uint16) & exponent) == exponent))
-    if wrong:
-        raise ValueError(f"{meta.name} has {wrong} numbers that are not finite, expected none")
+    bits = read(meta.name).view(np.uint16)
+    wrong = np.argwhere((bits & exponent) == exponent)
+    if len(wrong):
+        place = wrong[0].tolist()
+        word = int(bits[tuple(place)])
+        infinite = "-inf" if word >> 15 else "inf"
+        found = infinite if word & 0x7FFF == exponent else "nan"
+        raise ValueError(
+            f"{meta.name} holds {found} at {place}, expected finite numbers: the file is damaged"
+        )
 
 
 def misfit(meta: TensorMeta, expected: str, hint: str = "") -> ValueError:

@@ -40,6 +40,8 @@ def shown(page: Page, *texts: str) -> str:
     ("text", "html"),
     [
         ("a\nb  \nc", "<p>a<br>b<br>c</p>"),
+        ("if a:\n    b\n\tc", "<p>if a:<br>    b<br>\tc</p>"),
+        ("if a:\n\n    b\n    c", "<p>if a:</p><p>    b<br>    c</p>"),
         ("# One\n## Two ##\n####### no", f"{H1}One</h2>{H2}Two</h3><p>####### no</p>"),
         ("One\n===\nTwo\n---", f"{H1}One</h2>{H2}Two</h3>"),
         ("a\n\n---\n* * *", "<p>a</p><hr><hr>"),

@@ -108,6 +108,7 @@ def test_the_flags_of_cpm_cu_work(underscores):
         ([], "stop holds ''", "--stop holds ''"),
         ([], "x: where to stop is not said", "x: where to stop is not said"),
         ([], "model and draft differ", "model and draft differ"),
+        ([], "generation_config.json: top_p is 5", "generation_config.json: top_p is 5"),
         (
             ["--spec-num-iter", "2"],
             "spec_topk_per_iter 3 x (spec_num_iter 2 - 1)",

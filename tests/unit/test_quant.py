@@ -202,10 +202,15 @@ def test_refused(
 UP = "model.layers.0.mlp.up_proj"  # [256 -> 352]
 FUSED = "model.layers.0.mlp.gate_up_proj"
 REFUSED_VALUES: list[tuple[str, str, Any, str]] = [
-    ("gptq", f"{UP}.scales", lambda a: a * np.inf, "scales has 704 numbers that are not finite"),
-    ("awq", f"{UP}.scales", lambda a: a * np.nan, "scales has 704 numbers that are not finite"),
-    ("compressed", f"{UP}.weight_scale", lambda a: a * np.nan, "weight_scale has 704 numbers"),
-    ("marlin", f"{FUSED}.scales", lambda a: a * np.nan, "scales has 1408 numbers that are not"),
+    ("gptq", f"{UP}.scales", lambda a: a * np.inf, r"scales holds -?inf at \[0, 0\]"),
+    ("awq", f"{UP}.scales", lambda a: a * np.nan, r"scales holds nan at \[0, 0\]"),
+    (
+        "compressed",
+        f"{UP}.weight_scale",
+        lambda a: a * np.nan,
+        r"weight_scale holds -?(inf|nan) at \[0, 0\]",
+    ),
+    ("marlin", f"{FUSED}.scales", lambda a: a * np.nan, r"scales holds -?(inf|nan) at \[0, 0\]"),
     ("gptq", f"{UP}.g_idx", lambda a: a[::-1], "g_idx permutes the inputs"),
     ("gptq", f"{UP}.g_idx", lambda a: a[:64], r"g_idx is int32 \[64\], expected int32 \[256\]"),
     ("gptq", f"{UP}.g_idx", lambda a: a.sum(), r"g_idx is int64 \[\], expected int32 \[256\]"),

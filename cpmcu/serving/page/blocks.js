@@ -207,7 +207,7 @@ function readParagraph(lines, from) {
     }
     if (interrupts(lines[to]) || isTable(lines, to)) break;
   }
-  const text = lines.slice(from, to).join("\n").trim();
+  const text = lines.slice(from, to).join("\n").trimEnd();
   return { kind: "paragraph", to, make: () => make("p", {}, ...inlineNodes(text)) };
 }
 

@@ -162,7 +162,7 @@ class Inline {
   newline() {
     this.plain = this.plain.trimEnd();
     this.push(make("br"));
-    this.match(/\n[ \t]*/y);
+    this.plain += this.match(/\n([ \t]*)/y)[1]; // code without a fence shows its indentation
   }
 
   marks() {
