@@ -8,6 +8,23 @@ import pytest
 
 from tests.reference.tiny_checkpoints import TinyCheckpoint, write_tiny
 
+# Files that train, compile plugins, or run programs: `make test-unit` leaves them out.
+SLOW = (
+    "test_bench",
+    "test_extension_points",
+    "test_quantize_recipe",
+    "test_synthetic_acceptance",
+    "test_terminal",
+    "test_train_eagle",
+    "test_train_recipe",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.parent == Path(__file__).parent and item.path.stem in SLOW:
+            item.add_marker(pytest.mark.slow)
+
 
 @pytest.fixture
 def target(tmp_path: Path) -> TinyCheckpoint:

@@ -155,6 +155,7 @@ def run_python(document: Path, folder: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["README.md", "docs/adding_model.md", "docs/converting.md"])
 def test_programs_run(name: str, tmp_path: Path) -> None:
     assert run_python(ROOT / name, tmp_path).strip()
@@ -168,6 +169,7 @@ def test_the_grammar_example_runs(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "plugin", "printed"),
     [
