@@ -67,7 +67,7 @@ class DraftPlan:
     window: int = 0  # where spec_window_size is not given
     chain: bool = False  # drafts one path only
     options: Mapping[str, Any] = field(default_factory=dict)  # what its C++ half takes by name
-    # Of a drafter that is made of others: their names in C++ and plans. The tensors of a part that
+    # The parts of a combined drafter: their names in C++ and plans. The tensors of a part that
     # has some are described by the fields above, too.
     parts: tuple[tuple[str, DraftPlan], ...] = ()
     quant: QuantPlan = DENSE  # of its own layers

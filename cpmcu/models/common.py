@@ -48,7 +48,7 @@ class SpecFields:
     residual_scale: float = 1.0
     logit_scale: float = 1.0
     tie_word_embeddings: bool = False
-    # Of each layer its blocks: a kind, and where it differs from the fields above. Empty: attention
+    # The blocks of each layer: a kind, and where it differs from the fields above. Empty: attention
     # and mlp in each.
     layers: tuple[tuple[tuple[str, Mapping[str, Any]], ...], ...] = ()
 

@@ -105,7 +105,7 @@ class Server(uvicorn.Server):
         """Loads the model; on a thread of its own."""
         try:
             self.service.load()
-            # What is there now stays: later collections, which hold everybody up, are short.
+            # Objects that exist now stay: later collections, which hold everybody up, are short.
             gc.collect()
             gc.freeze()
         except Exception as error:

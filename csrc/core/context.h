@@ -1,4 +1,4 @@
-// What a kernel launch needs: the device, its stream, its limits, the matmul library.
+// The context of kernel launches: the device, its stream, its limits, the matmul library.
 #pragma once
 
 #include <string>

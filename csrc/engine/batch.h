@@ -1,4 +1,4 @@
-// What a step takes from the host, and the ring that its results come back through.
+// Inputs that the host gives a step, and the ring of its results.
 #pragma once
 
 #include <cstdint>
