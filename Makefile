@@ -21,7 +21,7 @@ SAY = @printf '\033[1m== %s\033[0m\n'
 # Two pytest workers on two cores: a thread pool of torch in each of them would only be in the way.
 TESTS = CPMCU_EXTENSION_DIR=$(CURDIR)/build/cpu OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal
 # Of the tests of kernels and engine, those that take seconds.
-UNIT = tests/unit tests/kernels $(addprefix --ignore=tests/kernels/test_,attention.py gemm.py gemm_chain.py w4a16.py) \
+UNIT = tests/unit tests/kernels $(addprefix --ignore=tests/kernels/test_,attention.py gemm.py fused_layer.py w4a16.py) \
   $(addprefix tests/engine/test_,bad_checkpoints.py engine.py logits.py)
 CPP = find csrc -name '*.cpp' -o -name '*.cu' -o -name '*.h' -o -name '*.cuh'
 

@@ -6,7 +6,7 @@
 Takes the flags of the engine and of speculation, as `python -m cpmcu.cli` does; with a draft the
 layers are those of the target that verify. Prints microseconds after the last block was done with
 the layer before: the first block, the median and the last, each the median of the layers looked at.
-On Hopper, where a layer's products are one kernel (docs/kernels/chains.md).
+On Hopper, where a layer's products are one kernel (docs/kernels/fused_layer.md).
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ PLACES = (
     ("chain", 0, "chain begins"),
     ("chain", 1, "has waited, and combined"),
     *(
-        ("chain", 3 * link + at, f"{what} {name}")
-        for link, name in enumerate(("o", "gate_up", "down", "qkv"))
+        ("chain", 3 * gemm + at, f"{what} {name}")
+        for gemm, name in enumerate(("o", "gate_up", "down", "qkv"))
         for at, what in ((2, "x is there:"), (3, "multiplied:"), (4, "done:"))
     ),
 )

@@ -5,7 +5,7 @@
 // as early as it can. Weights may be read before pdl_wait(): nothing writes them during a step.
 // Each forward pass begins with `embedding`, which launches only after it has waited. So what
 // follows it may also read before pdl_wait() what was complete before the pass: positions, slots,
-// lengths, masks and page tables of its rows, and cells of the cache that are not of this pass.
+// lengths, masks and page tables of its rows, and entries of the cache that are not of this pass.
 #pragma once
 
 #ifdef CPMCU_WITH_CUDA

@@ -10,9 +10,9 @@ PrefillInputs PrefillInputs::layout(Carver& carver, int max_rows, int max_seqs) 
   PrefillInputs inputs{};
   inputs.ids = ints(max_rows);
   inputs.positions = ints(max_rows);
-  inputs.row_seqs = ints(max_rows);
+  inputs.token_seqs = ints(max_rows);
   inputs.seq_slots = ints(max_seqs);
-  inputs.seq_row_begin = ints(max_seqs + 1);
+  inputs.seq_token_begin = ints(max_seqs + 1);
   inputs.last_rows = ints(max_seqs);
   inputs.slot_rows = ints(max_seqs);
   inputs.sampled_seqs = ints(max_seqs);
@@ -27,11 +27,11 @@ void PrefillInputs::fill(const std::vector<PrefillItem>& items, const std::vecto
   int row = 0, seq = 0, num_sampled = 0;
   for (const PrefillItem& item : items) {
     seq_slots[seq] = item.slot;
-    seq_row_begin[seq] = row;
+    seq_token_begin[seq] = row;
     for (int position = lengths[static_cast<size_t>(item.slot)]; int id : item.ids) {
       ids[row] = id;
       positions[row] = position++;
-      row_seqs[row++] = seq;
+      token_seqs[row++] = seq;
     }
     last_rows[seq] = row - 1;
     slot_rows[seq] = item.slot * max_path;
@@ -43,7 +43,7 @@ void PrefillInputs::fill(const std::vector<PrefillItem>& items, const std::vecto
     }
     ++seq;
   }
-  seq_row_begin[seq] = row;
+  seq_token_begin[seq] = row;
 }
 
 StagedBlock::~StagedBlock() {

@@ -21,8 +21,8 @@ struct PrefillItem {
 
 // Inputs of a prefill step of B sequences and T tokens, R of which draw a token.
 struct PrefillInputs {
-  int *ids, *positions, *row_seqs;         // [T]
-  int *seq_slots, *seq_row_begin;          // [B], [B + 1]
+  int *ids, *positions, *token_seqs;       // [T]
+  int *seq_slots, *seq_token_begin;        // [B], [B + 1]
   int *last_rows, *slot_rows;              // [B] as SpeculativeStep::draft_prompt takes them
   int *sampled_seqs, *sampled_rows;        // [R]
   int *sampled_slots, *sampled_positions;  // [R]

@@ -112,18 +112,18 @@ void Engine::plan_memory() {
 
 void Engine::plan_buffers(int max_tokens) {
   const int seqs = config_.max_num_seqs, slots = seqs + (idle_slot_ < 0 ? 0 : 1);
-  const int decode_rows = seqs * step_.largest().tree_size;
-  limits_ = {.max_rows = std::max(std::min(config_.chunk_length, max_tokens), decode_rows),
-             .max_decode_rows = decode_rows,
+  const int decode_tokens = seqs * step_.largest().tree_size;
+  limits_ = {.max_rows = std::max(std::min(config_.chunk_length, max_tokens), decode_tokens),
+             .max_decode_tokens = decode_tokens,
              .max_kv = max_tokens + step_.lookahead(),
              .compute_capability = ctx_.compute_capability};
   model_.tap(step_.needs().layers);
-  model_.plan(plan_, state_, limits_, std::max(kMaxSkinnyRows, decode_rows),
-              std::max(kMaxSkinnyRows, std::min(kMaxLogitRows, decode_rows)));
-  sampler_.plan(plan_, slots, decode_rows, spec_.vocab_size, max_tokens);
+  model_.plan(plan_, state_, limits_, std::max(kMaxSkinnyRows, decode_tokens),
+              std::max(kMaxSkinnyRows, std::min(kMaxLogitRows, decode_tokens)));
+  sampler_.plan(plan_, slots, decode_tokens, spec_.vocab_size, max_tokens);
   step_.plan(plan_, {.max_seqs = seqs,
                      .max_slots = slots,
-                     .max_prompt_rows = limits_.max_rows,
+                     .max_prompt_tokens = limits_.max_rows,
                      .max_tokens = max_tokens,
                      .max_kv = limits_.max_kv,
                      .compute_capability = ctx_.compute_capability});

@@ -89,27 +89,27 @@ int Engine::length_bound(int slot) const {
 }
 
 Step Engine::prefill_step(const std::vector<PrefillItem>& items) const {
-  int num_rows = 0, max_seq_rows = 0, max_kv = 0;
+  int num_rows = 0, max_seq_tokens = 0, max_kv = 0;
   for (const PrefillItem& item : items) {
     const int rows = static_cast<int>(item.ids.size());
     num_rows += rows;
-    max_seq_rows = std::max(max_seq_rows, rows);
+    max_seq_tokens = std::max(max_seq_tokens, rows);
     max_kv = std::max(max_kv, slots_[static_cast<size_t>(item.slot)].length + rows);
   }
   const PrefillInputs& inputs = prefill_inputs_;
   return {.phase = Phase::kPrefill,
           .ids = inputs.ids,
-          .rows = {.num_rows = num_rows,
-                   .num_seqs = static_cast<int>(items.size()),
-                   .max_seq_rows = max_seq_rows,
-                   .max_kv = max_kv,
-                   .positions = inputs.positions,
-                   .row_seqs = inputs.row_seqs,
-                   .seq_slots = inputs.seq_slots,
-                   .seq_row_begin = inputs.seq_row_begin,
-                   .slot_lengths = step_.slots().lengths,
-                   .page_table = states_.page_table(),
-                   .max_pages = states_.max_pages()}};
+          .tokens = {.num_tokens = num_rows,
+                     .num_seqs = static_cast<int>(items.size()),
+                     .max_seq_tokens = max_seq_tokens,
+                     .max_kv = max_kv,
+                     .positions = inputs.positions,
+                     .token_seqs = inputs.token_seqs,
+                     .seq_slots = inputs.seq_slots,
+                     .seq_token_begin = inputs.seq_token_begin,
+                     .slot_lengths = step_.slots().lengths,
+                     .page_table = states_.page_table(),
+                     .max_pages = states_.max_pages()}};
 }
 
 // Graphs are kept per power of two of the longest sequence, from 1024 up.

@@ -7,7 +7,7 @@
 // what changes launch shapes.
 //
 // Engines of a process that share a device take turns there, a run each: some kernels need the
-// whole device (kernels/gemm/gemm_chain.h).
+// whole device (kernels/gemm/fused_layer.h).
 #pragma once
 
 #include <cstdint>

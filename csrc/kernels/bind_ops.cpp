@@ -105,38 +105,39 @@ void bind_memory(py::module_& m) {
 
 // ---- parameters shared by ops
 
-// StepRows and the arrays that it points to.
-struct OpsRows {
-  StepRows rows;
+// StepTokens and the arrays that it points to.
+struct OpsTokens {
+  StepTokens tokens;
   std::vector<SharedArray> arrays;
 };
 
 void bind_shared_params(py::module_& m) {
-  py::class_<OpsRows>(m, "StepRows", "The rows of a step; see csrc/kernels/step/step_rows.h.")
-      .def(py::init([](int num_rows, int num_seqs, int max_seq_rows, int max_kv,
-                       SharedArray positions, SharedArray row_seqs, SharedArray seq_slots,
-                       SharedArray seq_row_begin, SharedArray slot_lengths, SharedArray page_table,
-                       SharedArray row_masks, int first_row) {
+  py::class_<OpsTokens>(m, "StepTokens",
+                        "The tokens of a step; see csrc/kernels/step/step_tokens.h.")
+      .def(py::init([](int num_tokens, int num_seqs, int max_seq_tokens, int max_kv,
+                       SharedArray positions, SharedArray token_seqs, SharedArray seq_slots,
+                       SharedArray seq_token_begin, SharedArray slot_lengths,
+                       SharedArray page_table, SharedArray ancestor_masks, int first_row) {
              CHECK(page_table->shape().size() == 2, "page_table must be [slots, max_pages]");
-             return OpsRows{{.num_rows = num_rows,
-                             .num_seqs = num_seqs,
-                             .max_seq_rows = max_seq_rows,
-                             .first_row = first_row,
-                             .max_kv = max_kv,
-                             .positions = ints(positions),
-                             .row_seqs = ints(row_seqs),
-                             .seq_slots = ints(seq_slots),
-                             .seq_row_begin = ints(seq_row_begin),
-                             .slot_lengths = ints(slot_lengths),
-                             .row_masks = words(row_masks),
-                             .page_table = ints(page_table),
-                             .max_pages = static_cast<int>(page_table->shape()[1])},
-                            {positions, row_seqs, seq_slots, seq_row_begin, slot_lengths,
-                             page_table, row_masks}};
+             return OpsTokens{{.num_tokens = num_tokens,
+                               .num_seqs = num_seqs,
+                               .max_seq_tokens = max_seq_tokens,
+                               .first_row = first_row,
+                               .max_kv = max_kv,
+                               .positions = ints(positions),
+                               .token_seqs = ints(token_seqs),
+                               .seq_slots = ints(seq_slots),
+                               .seq_token_begin = ints(seq_token_begin),
+                               .slot_lengths = ints(slot_lengths),
+                               .ancestor_masks = words(ancestor_masks),
+                               .page_table = ints(page_table),
+                               .max_pages = static_cast<int>(page_table->shape()[1])},
+                              {positions, token_seqs, seq_slots, seq_token_begin, slot_lengths,
+                               page_table, ancestor_masks}};
            }),
-           py::kw_only(), "num_rows"_a, "num_seqs"_a, "max_seq_rows"_a, "max_kv"_a, "positions"_a,
-           "row_seqs"_a, "seq_slots"_a, "seq_row_begin"_a, "slot_lengths"_a, "page_table"_a,
-           "row_masks"_a = SharedArray(), "first_row"_a = 0);
+           py::kw_only(), "num_tokens"_a, "num_seqs"_a, "max_seq_tokens"_a, "max_kv"_a,
+           "positions"_a, "token_seqs"_a, "seq_slots"_a, "seq_token_begin"_a, "slot_lengths"_a,
+           "page_table"_a, "ancestor_masks"_a = SharedArray(), "first_row"_a = 0);
 
   py::class_<OpsAccepted>(m, "Accepted", "What a step accepted; see csrc/kernels/step/step_ops.h.")
       .def(py::init([](SharedArray ids, SharedArray paths, SharedArray counts) {
@@ -240,7 +241,8 @@ void bind_layer_ops(py::module_& m) {
       .def(py::init([](SharedArray qkv, SharedArray bias, SharedArray q_norm, SharedArray k_norm,
                        float norm_eps, SharedArray inv_freq, float attention_scaling,
                        SharedArray k_cache, SharedArray v_cache, int num_heads, int num_kv_heads,
-                       int head_dim, const OpsRows& rows, int rotary_dim, const QkvLayout& layout) {
+                       int head_dim, const OpsTokens& tokens, int rotary_dim,
+                       const QkvLayout& layout) {
              OpsRotary made{{.qkv = tensor_of(qkv),
                              .layout = layout,
                              .bias = tensor_of(bias),
@@ -255,8 +257,8 @@ void bind_layer_ops(py::module_& m) {
                              .num_heads = num_heads,
                              .num_kv_heads = num_kv_heads,
                              .head_dim = head_dim,
-                             .rows = rows.rows},
-                            rows.arrays};
+                             .tokens = tokens.tokens},
+                            tokens.arrays};
              made.arrays.insert(made.arrays.end(),
                                 {qkv, bias, q_norm, k_norm, inv_freq, k_cache, v_cache});
              return made;
@@ -264,7 +266,7 @@ void bind_layer_ops(py::module_& m) {
            py::kw_only(), "qkv"_a, "bias"_a = SharedArray(), "q_norm"_a = SharedArray(),
            "k_norm"_a = SharedArray(), "norm_eps"_a = 1e-6f, "inv_freq"_a,
            "attention_scaling"_a = 1.f, "k_cache"_a, "v_cache"_a, "num_heads"_a, "num_kv_heads"_a,
-           "head_dim"_a, "rows"_a, "rotary_dim"_a = 0, "layout"_a = QkvLayout());
+           "head_dim"_a, "tokens"_a, "rotary_dim"_a = 0, "layout"_a = QkvLayout());
   m.def(
       "rotary_kv",
       [](const OpsContext& c, const OpsRotary& rotary) { rotary_kv(c.ctx, rotary.params); },
@@ -295,7 +297,7 @@ void bind_attention_ops(py::module_& m) {
   py::class_<OpsAttention>(m, "Attention", "See csrc/kernels/attention/attention.h.")
       .def(py::init([](SharedArray out, SharedArray qkv, SharedArray k_cache, SharedArray v_cache,
                        float scale, int num_heads, int num_kv_heads, int head_dim,
-                       const OpsRows& rows, SharedArray scratch, int window, bool by_position,
+                       const OpsTokens& tokens, SharedArray scratch, int window, bool by_position,
                        const QkvLayout& layout) {
              OpsAttention made{{.out = tensor_of(out),
                                 .qkv = tensor_of(qkv),
@@ -308,14 +310,14 @@ void bind_attention_ops(py::module_& m) {
                                 .head_dim = head_dim,
                                 .window = window,
                                 .by_position = by_position,
-                                .rows = rows.rows,
+                                .tokens = tokens.tokens,
                                 .scratch = tensor_of(scratch)},
-                               rows.arrays};
+                               tokens.arrays};
              made.arrays.insert(made.arrays.end(), {out, qkv, k_cache, v_cache, scratch});
              return made;
            }),
            py::kw_only(), "out"_a, "qkv"_a, "k_cache"_a, "v_cache"_a, "scale"_a, "num_heads"_a,
-           "num_kv_heads"_a, "head_dim"_a, "rows"_a, "scratch"_a = SharedArray(), "window"_a = 0,
+           "num_kv_heads"_a, "head_dim"_a, "tokens"_a, "scratch"_a = SharedArray(), "window"_a = 0,
            "by_position"_a = false, "layout"_a = QkvLayout());
   const auto bind_attention = [&m](const char* name,
                                    void (*op)(const Context&, const AttentionParams&)) {
@@ -335,13 +337,13 @@ void bind_attention_ops(py::module_& m) {
 void bind_step_ops(py::module_& m) {
   m.def(
       "sample",
-      [](const OpsContext& c, SharedArray logits, SharedArray row_slots, SharedArray row_positions,
-         SharedArray sampling, SharedArray counts, SharedArray bias, SharedArray tree_tokens,
-         SharedArray tree_masks, int tree_size, SharedArray mask_rows, SharedArray masks,
-         SharedArray tokens, SharedArray logprobs) {
+      [](const OpsContext& c, SharedArray logits, SharedArray token_slots,
+         SharedArray token_positions, SharedArray sampling, SharedArray counts, SharedArray bias,
+         SharedArray tree_tokens, SharedArray tree_masks, int tree_size, SharedArray mask_rows,
+         SharedArray masks, SharedArray tokens, SharedArray logprobs) {
         sample(c.ctx, {.logits = tensor_of(logits),
-                       .row_slots = ints(row_slots),
-                       .row_positions = ints(row_positions),
+                       .token_slots = ints(token_slots),
+                       .token_positions = ints(token_positions),
                        .sampling = structs<SlotSampling>(sampling),
                        .counts = ints(counts),
                        .bias = floats(bias),
@@ -353,23 +355,23 @@ void bind_step_ops(py::module_& m) {
                        .tokens = ints(tokens),
                        .logprobs = structs<TokenLogprobs>(logprobs)});
       },
-      "ctx"_a, py::kw_only(), "logits"_a, "row_slots"_a, "row_positions"_a, "sampling"_a,
+      "ctx"_a, py::kw_only(), "logits"_a, "token_slots"_a, "token_positions"_a, "sampling"_a,
       "counts"_a = SharedArray(), "bias"_a = SharedArray(), "tree_tokens"_a = SharedArray(),
       "tree_masks"_a = SharedArray(), "tree_size"_a = 0, "mask_rows"_a = SharedArray(),
       "masks"_a = SharedArray(), "tokens"_a, "logprobs"_a = SharedArray(),
       "csrc/kernels/sampling/sample.h");
   m.def(
       "finish_step",
-      [](const OpsContext& c, SharedArray seq_slots, SharedArray seq_row_begin, int num_seqs,
-         SharedArray ids, SharedArray row_seqs, SharedArray sampled_seqs, int num_sampled,
+      [](const OpsContext& c, SharedArray seq_slots, SharedArray seq_token_begin, int num_seqs,
+         SharedArray ids, SharedArray token_seqs, SharedArray sampled_seqs, int num_sampled,
          SharedArray tokens, SharedArray logprobs, SharedArray sampling, const OpsState& state,
          const OpsSink& sink) {
         finish_step(c.ctx, {.seq_slots = ints(seq_slots),
-                            .seq_row_begin = ints(seq_row_begin),
+                            .seq_token_begin = ints(seq_token_begin),
                             .num_seqs = num_seqs,
                             .num_rows = static_cast<int>(tensor_of(ids).size(0)),
                             .ids = ints(ids),
-                            .row_seqs = ints(row_seqs),
+                            .token_seqs = ints(token_seqs),
                             .sampled_seqs = ints(sampled_seqs),
                             .num_sampled = num_sampled,
                             .tokens = ints(tokens),
@@ -378,9 +380,9 @@ void bind_step_ops(py::module_& m) {
                             .state = state.state,
                             .sink = sink.params});
       },
-      "ctx"_a, py::kw_only(), "seq_slots"_a, "seq_row_begin"_a, "num_seqs"_a, "ids"_a, "row_seqs"_a,
-      "sampled_seqs"_a, "num_sampled"_a, "tokens"_a, "logprobs"_a, "sampling"_a, "state"_a,
-      "sink"_a, "csrc/kernels/step/step_ops.h");
+      "ctx"_a, py::kw_only(), "seq_slots"_a, "seq_token_begin"_a, "num_seqs"_a, "ids"_a,
+      "token_seqs"_a, "sampled_seqs"_a, "num_sampled"_a, "tokens"_a, "logprobs"_a, "sampling"_a,
+      "state"_a, "sink"_a, "csrc/kernels/step/step_ops.h");
   m.def(
       "reset_slot",
       [](const OpsContext& c, int slot, const OpsState& state, SharedArray ids, int num_ids,

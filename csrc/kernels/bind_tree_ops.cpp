@@ -29,49 +29,52 @@ int size_of_dim(const SharedArray& array, int dim) {
 void bind_tree_params(py::module_& m) {
   py::class_<OpsTrees>(m, "TokenTrees", "One tree a sequence; see csrc/kernels/tree/tree.h.")
       .def(py::init([](SharedArray tokens, SharedArray parents, SharedArray depths,
-                       SharedArray masks, SharedArray row_ids, SharedArray row_positions,
-                       SharedArray row_slots, SharedArray row_seqs, SharedArray seq_row_begin) {
+                       SharedArray masks, SharedArray token_ids, SharedArray token_positions,
+                       SharedArray token_slots, SharedArray token_seqs,
+                       SharedArray seq_token_begin) {
              return OpsTrees{{.num_seqs = size_of_dim(tokens, 0),
                               .num_nodes = size_of_dim(tokens, 1),
                               .tokens = ints(tokens),
                               .parents = ints(parents),
                               .depths = ints(depths),
                               .masks = words(masks),
-                              .row_ids = ints(row_ids),
-                              .row_positions = ints(row_positions),
-                              .row_slots = ints(row_slots),
-                              .row_seqs = ints(row_seqs),
-                              .seq_row_begin = ints(seq_row_begin)},
-                             {tokens, parents, depths, masks, row_ids, row_positions, row_slots,
-                              row_seqs, seq_row_begin}};
+                              .token_ids = ints(token_ids),
+                              .token_positions = ints(token_positions),
+                              .token_slots = ints(token_slots),
+                              .token_seqs = ints(token_seqs),
+                              .seq_token_begin = ints(seq_token_begin)},
+                             {tokens, parents, depths, masks, token_ids, token_positions,
+                              token_slots, token_seqs, seq_token_begin}};
            }),
-           py::kw_only(), "tokens"_a, "parents"_a, "depths"_a, "masks"_a, "row_ids"_a,
-           "row_positions"_a, "row_slots"_a, "row_seqs"_a, "seq_row_begin"_a);
+           py::kw_only(), "tokens"_a, "parents"_a, "depths"_a, "masks"_a, "token_ids"_a,
+           "token_positions"_a, "token_slots"_a, "token_seqs"_a, "seq_token_begin"_a);
 
   py::class_<OpsBeam>(m, "DraftBeam", "The growth of trees; see csrc/kernels/tree/tree.h.")
       .def(py::init([](int num_seqs, int topk, int depth, SharedArray scores, SharedArray tokens,
-                       SharedArray level_candidates, SharedArray row_scores, SharedArray row_masks,
-                       SharedArray row_ids, SharedArray row_parents, SharedArray row_positions,
-                       SharedArray row_seqs, SharedArray seq_row_begin) {
-             return OpsBeam{{.num_seqs = num_seqs,
-                             .topk = topk,
-                             .depth = depth,
-                             .scores = floats(scores),
-                             .tokens = ints(tokens),
-                             .level_candidates = ints(level_candidates),
-                             .row_scores = floats(row_scores),
-                             .row_masks = words(row_masks),
-                             .row_ids = ints(row_ids),
-                             .row_parents = ints(row_parents),
-                             .row_positions = ints(row_positions),
-                             .row_seqs = ints(row_seqs),
-                             .seq_row_begin = ints(seq_row_begin)},
-                            {scores, tokens, level_candidates, row_scores, row_masks, row_ids,
-                             row_parents, row_positions, row_seqs, seq_row_begin}};
+                       SharedArray level_candidates, SharedArray row_scores,
+                       SharedArray ancestor_masks, SharedArray token_ids, SharedArray token_parents,
+                       SharedArray token_positions, SharedArray token_seqs,
+                       SharedArray seq_token_begin) {
+             return OpsBeam{
+                 {.num_seqs = num_seqs,
+                  .topk = topk,
+                  .depth = depth,
+                  .scores = floats(scores),
+                  .tokens = ints(tokens),
+                  .level_candidates = ints(level_candidates),
+                  .row_scores = floats(row_scores),
+                  .ancestor_masks = words(ancestor_masks),
+                  .token_ids = ints(token_ids),
+                  .token_parents = ints(token_parents),
+                  .token_positions = ints(token_positions),
+                  .token_seqs = ints(token_seqs),
+                  .seq_token_begin = ints(seq_token_begin)},
+                 {scores, tokens, level_candidates, row_scores, ancestor_masks, token_ids,
+                  token_parents, token_positions, token_seqs, seq_token_begin}};
            }),
            py::kw_only(), "num_seqs"_a, "topk"_a, "depth"_a, "scores"_a, "tokens"_a,
-           "level_candidates"_a, "row_scores"_a, "row_masks"_a, "row_ids"_a, "row_parents"_a,
-           "row_positions"_a, "row_seqs"_a, "seq_row_begin"_a);
+           "level_candidates"_a, "row_scores"_a, "ancestor_masks"_a, "token_ids"_a,
+           "token_parents"_a, "token_positions"_a, "token_seqs"_a, "seq_token_begin"_a);
 
   py::class_<OpsDraft>(m, "Draft", "Drafted tokens of each sequence; see csrc/kernels/tree/tree.h.")
       .def(py::init([](SharedArray tokens, SharedArray parents, SharedArray scores) {
@@ -133,8 +136,8 @@ void bind_growth(py::module_& m) {
       "begin_draft",
       [](const OpsContext& c, SharedArray seq_slots, int num_seqs, SharedArray lengths,
          const OpsAccepted& accepted, bool shifted, SharedArray draft_lengths, SharedArray ids,
-         SharedArray positions, SharedArray row_seqs, SharedArray hidden_rows,
-         SharedArray seq_row_begin, SharedArray last_rows) {
+         SharedArray positions, SharedArray token_seqs, SharedArray hidden_rows,
+         SharedArray seq_token_begin, SharedArray last_rows) {
         begin_draft(c.ctx, {.seq_slots = ints(seq_slots),
                             .num_seqs = num_seqs,
                             .lengths = ints(lengths),
@@ -143,18 +146,18 @@ void bind_growth(py::module_& m) {
                             .draft_lengths = ints(draft_lengths),
                             .ids = ints(ids),
                             .positions = ints(positions),
-                            .row_seqs = ints(row_seqs),
+                            .token_seqs = ints(token_seqs),
                             .hidden_rows = ints(hidden_rows),
-                            .seq_row_begin = ints(seq_row_begin),
+                            .seq_token_begin = ints(seq_token_begin),
                             .last_rows = ints(last_rows)});
       },
       "ctx"_a, py::kw_only(), "seq_slots"_a, "num_seqs"_a, "lengths"_a, "accepted"_a, "shifted"_a,
-      "draft_lengths"_a, "ids"_a, "positions"_a, "row_seqs"_a, "hidden_rows"_a, "seq_row_begin"_a,
-      "last_rows"_a, "csrc/kernels/tree/tree.h");
+      "draft_lengths"_a, "ids"_a, "positions"_a, "token_seqs"_a, "hidden_rows"_a,
+      "seq_token_begin"_a, "last_rows"_a, "csrc/kernels/tree/tree.h");
   m.def(
       "shift_prompt",
-      [](const OpsContext& c, int max_path, SharedArray ids, SharedArray row_seqs,
-         SharedArray seq_slots, SharedArray seq_row_begin, SharedArray lengths,
+      [](const OpsContext& c, int max_path, SharedArray ids, SharedArray token_seqs,
+         SharedArray seq_slots, SharedArray seq_token_begin, SharedArray lengths,
          const std::vector<SharedArray>& first, SharedArray first_lengths,
          const std::vector<SharedArray>& rest) {
         const auto rows = [](const std::vector<SharedArray>& arrays) -> ShiftPromptParams::Rows {
@@ -166,16 +169,17 @@ void bind_growth(py::module_& m) {
                              .num_rows = size_of_dim(ids, 0),
                              .max_path = max_path,
                              .ids = ints(ids),
-                             .row_seqs = ints(row_seqs),
+                             .token_seqs = ints(token_seqs),
                              .seq_slots = ints(seq_slots),
-                             .seq_row_begin = ints(seq_row_begin),
+                             .seq_token_begin = ints(seq_token_begin),
                              .lengths = ints(lengths),
                              .first = rows(first),
                              .first_lengths = ints(first_lengths),
                              .rest = rows(rest)});
       },
-      "ctx"_a, py::kw_only(), "max_path"_a, "ids"_a, "row_seqs"_a, "seq_slots"_a, "seq_row_begin"_a,
-      "lengths"_a, "first"_a, "first_lengths"_a, "rest"_a, "csrc/kernels/tree/tree.h");
+      "ctx"_a, py::kw_only(), "max_path"_a, "ids"_a, "token_seqs"_a, "seq_slots"_a,
+      "seq_token_begin"_a, "lengths"_a, "first"_a, "first_lengths"_a, "rest"_a,
+      "csrc/kernels/tree/tree.h");
   m.def(
       "ngram_lookup",
       [](const OpsContext& c, SharedArray seq_slots, SharedArray history, SharedArray lengths,

@@ -3,7 +3,7 @@
 #include <pybind11/stl.h>
 
 #include "kernels/bind_ops.h"
-#include "kernels/gemm/gemm_chain.h"
+#include "kernels/gemm/fused_layer.h"
 
 namespace py = pybind11;
 using namespace pybind11::literals;
@@ -16,8 +16,8 @@ struct OpsWeight {
   SharedArray blocks;
 };
 
-struct OpsLink {
-  ChainLink link;
+struct OpsFusedGemm {
+  FusedGemm gemm;
   std::vector<SharedArray> arrays;  // that it needs to stay
 };
 
@@ -58,9 +58,7 @@ void bind_w4_ops(py::module_& m) {
       },
       "ctx"_a, "w"_a, "format"_a, py::kw_only(), "q"_a, "scales"_a, "zeros"_a = SharedArray(),
       "first_row"_a = 0, "first_k"_a = 0, "n"_a = 0, "k"_a = 0,
-      "csrc/kernels/gemm/w4a16.h; format: 0 GPTQ, 1 GPTQ v2, 2 AWQ, 3 compressed, 4 Marlin; n, k "
-      "0: "
-      "all of W.");
+      "csrc/kernels/gemm/w4a16.h; format: 0 GPTQ, 1 GPTQ v2, 2 AWQ, 3 compressed, 4 Marlin");
   m.def(
       "w4_quantize",
       [](const OpsContext& c, const OpsWeight& w, SharedArray x, SharedArray index) {
@@ -86,57 +84,57 @@ void bind_w4_ops(py::module_& m) {
       },
       "ctx"_a, "y"_a, "x"_a, "w"_a, "alpha"_a = 1.f, "beta"_a = 0.f, "scratch"_a = SharedArray(),
       "csrc/kernels/gemm/w4a16.h");
-  const auto make_link = [](ChainLink link, const SharedArray& y, const SharedArray& x,
-                            SharedArray weights, float alpha, float beta,
-                            const SharedArray& scratch, const SharedArray& normed,
-                            const SharedArray& norm_weight, float norm_eps) {
-    link.y = tensor_of(y), link.x = tensor_of(x);
-    link.alpha = alpha, link.beta = beta;
-    link.scratch = tensor_of(scratch);
-    link.normed = tensor_of(normed), link.norm_weight = tensor_of(norm_weight);
-    link.norm_eps = norm_eps;
-    return OpsLink{link, {y, x, std::move(weights), scratch, normed, norm_weight}};
+  const auto make = [](FusedGemm gemm, const SharedArray& y, const SharedArray& x,
+                       SharedArray weights, float alpha, float beta, const SharedArray& scratch,
+                       const SharedArray& normed, const SharedArray& norm_weight, float norm_eps) {
+    gemm.y = tensor_of(y), gemm.x = tensor_of(x);
+    gemm.alpha = alpha, gemm.beta = beta;
+    gemm.scratch = tensor_of(scratch);
+    gemm.normed = tensor_of(normed), gemm.norm_weight = tensor_of(norm_weight);
+    gemm.norm_eps = norm_eps;
+    return OpsFusedGemm{gemm, {y, x, std::move(weights), scratch, normed, norm_weight}};
   };
-  py::class_<OpsLink>(m, "ChainLink", "A product of gemm_chain.")
-      .def(py::init([make_link](SharedArray y, SharedArray x, const OpsWeight& w, float alpha,
-                                float beta, SharedArray scratch, SharedArray normed,
-                                SharedArray norm_weight, float norm_eps) {
-             ChainLink link;
-             link.w4 = w.weight;
-             return make_link(link, y, x, w.blocks, alpha, beta, scratch, normed, norm_weight,
-                              norm_eps);
+  py::class_<OpsFusedGemm>(m, "FusedGemm", "A product of fused_layer.")
+      .def(py::init([make](SharedArray y, SharedArray x, const OpsWeight& w, float alpha,
+                           float beta, SharedArray scratch, SharedArray normed,
+                           SharedArray norm_weight, float norm_eps) {
+             FusedGemm gemm;
+             gemm.w4 = w.weight;
+             return make(gemm, y, x, w.blocks, alpha, beta, scratch, normed, norm_weight, norm_eps);
            }),
            "y"_a, "x"_a, "w"_a, "alpha"_a = 1.f, "beta"_a = 0.f, "scratch"_a = SharedArray(),
            "normed"_a = SharedArray(), "norm_weight"_a = SharedArray(), "norm_eps"_a = 1e-5f)
-      .def(py::init([make_link](SharedArray y, SharedArray x, SharedArray w, bool gated,
-                                float alpha, float beta, SharedArray scratch, SharedArray normed,
-                                SharedArray norm_weight, float norm_eps) {
-             ChainLink link;
-             link.w = tensor_of(w), link.gated = gated;
-             return make_link(link, y, x, w, alpha, beta, scratch, normed, norm_weight, norm_eps);
+      .def(py::init([make](SharedArray y, SharedArray x, SharedArray w, bool gated, float alpha,
+                           float beta, SharedArray scratch, SharedArray normed,
+                           SharedArray norm_weight, float norm_eps) {
+             FusedGemm gemm;
+             gemm.w = tensor_of(w), gemm.gated = gated;
+             return make(gemm, y, x, w, alpha, beta, scratch, normed, norm_weight, norm_eps);
            }),
            "y"_a, "x"_a, "w"_a, "gated"_a = false, "alpha"_a = 1.f, "beta"_a = 0.f,
            "scratch"_a = SharedArray(), "normed"_a = SharedArray(), "norm_weight"_a = SharedArray(),
            "norm_eps"_a = 1e-5f);
   m.def(
-      "gemm_chain_prepare",
-      [](const OpsContext& c, SharedArray memory) { gemm_chain_prepare(c.ctx, tensor_of(memory)); },
-      "ctx"_a, "memory"_a, "csrc/kernels/gemm/gemm_chain.h");
+      "fused_layer_prepare",
+      [](const OpsContext& c, SharedArray memory) {
+        fused_layer_prepare(c.ctx, tensor_of(memory));
+      },
+      "ctx"_a, "memory"_a, "csrc/kernels/gemm/fused_layer.h");
   m.def(
-      "gemm_chain",
-      [](const OpsContext& c, const std::vector<OpsLink>& links, SharedArray memory,
+      "fused_layer",
+      [](const OpsContext& c, const std::vector<OpsFusedGemm>& gemms, SharedArray memory,
          const OpsRotary* rotary, const OpsAttention* attention,
          const std::vector<OpsWeight>& following) {
-        ChainParams chain{.links = {}, .memory = tensor_of(memory)};
-        if (rotary != nullptr) chain.rotary = rotary->params;
-        if (attention != nullptr) chain.attention = attention->params;
-        for (const OpsLink& link : links) chain.links.push_back(link.link);
-        for (const OpsWeight& w : following) chain.following.push_back(w.weight);
-        gemm_chain(c.ctx, chain);
+        FusedLayerParams layer{.gemms = {}, .memory = tensor_of(memory)};
+        if (rotary != nullptr) layer.rotary = rotary->params;
+        if (attention != nullptr) layer.attention = attention->params;
+        for (const OpsFusedGemm& gemm : gemms) layer.gemms.push_back(gemm.gemm);
+        for (const OpsWeight& w : following) layer.following.push_back(w.weight);
+        fused_layer(c.ctx, layer);
       },
-      "ctx"_a, "links"_a, "memory"_a, "rotary"_a = nullptr, "attention"_a = nullptr,
-      "following"_a = std::vector<OpsWeight>(), "csrc/kernels/gemm/gemm_chain.h");
-  m.def("gemm_chain_bytes", &gemm_chain_bytes, "max_rows"_a, "Size of gemm_chain's memory.");
+      "ctx"_a, "gemms"_a, "memory"_a, "rotary"_a = nullptr, "attention"_a = nullptr,
+      "following"_a = std::vector<OpsWeight>(), "csrc/kernels/gemm/fused_layer.h");
+  m.def("fused_layer_bytes", &fused_layer_bytes, "max_rows"_a, "Size of fused_layer's memory.");
   m.def(
       "w4_scratch_floats",
       [](const OpsWeight& w, int64_t max_rows) { return w4_scratch_floats(w.weight, max_rows); },

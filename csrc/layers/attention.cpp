@@ -7,8 +7,8 @@
 #include "kernels/layer/rotary_kv.h"
 #include "layers/block.h"
 #include "layers/rotary.h"
+#include "linear/gemm_queue.h"
 #include "linear/linear.h"
-#include "linear/product_queue.h"
 
 namespace cpmcu {
 namespace {
@@ -96,8 +96,9 @@ class AttentionBlock : public Block {
     out_id_ = plan.add_scratch("attention.out", bytes * limits.max_rows * shape_.q_size(),
                                phase_ + 2, phase_ + 3);
     if (limits.is_cuda()) {
-      partial_floats_ = attention_scratch_floats(std::min(limits.max_decode_rows, kMaxScratchRows),
-                                                 shape_.num_heads, shape_.head_dim, limits.max_kv);
+      partial_floats_ =
+          attention_scratch_floats(std::min(limits.max_decode_tokens, kMaxScratchRows),
+                                   shape_.num_heads, shape_.head_dim, limits.max_kv);
     }
     partial_id_ =
         plan.add_scratch("attention.partials", 4 * partial_floats_, phase_ + 2, phase_ + 2);
@@ -145,8 +146,8 @@ class AttentionBlock : public Block {
 
   void forward(const Context& ctx, const Step& step, const Tensor& hidden,
                const Tensor& x) const override {
-    const Tensor qkv = qkv_buffer_.rows(0, step.rows.num_rows);
-    const Tensor out = out_buffer_.rows(0, step.rows.num_rows);
+    const Tensor qkv = qkv_buffer_.rows(0, step.tokens.num_tokens);
+    const Tensor out = out_buffer_.rows(0, step.tokens.num_tokens);
     qkv_->forward(ctx, step.phase, qkv, x, 1, 0);
     const RotaryKvParams rotary{.qkv = qkv,
                                 .bias = bias_,
@@ -161,8 +162,8 @@ class AttentionBlock : public Block {
                                 .num_heads = shape_.num_heads,
                                 .num_kv_heads = shape_.num_kv_heads,
                                 .head_dim = shape_.head_dim,
-                                .rows = step.rows};
-    ProductQueue* const queue = ProductQueue::of(ctx);
+                                .tokens = step.tokens};
+    GemmQueue* const queue = GemmQueue::of(ctx);
     if (queue == nullptr || !queue->push(rotary)) rotary_kv(ctx, rotary);
     const AttentionParams params{.out = out,
                                  .qkv = qkv,
@@ -174,11 +175,11 @@ class AttentionBlock : public Block {
                                  .head_dim = shape_.head_dim,
                                  .window = shape_.window,
                                  .by_position = step.verify,
-                                 .rows = step.rows,
+                                 .tokens = step.tokens,
                                  .scratch = partials_};
     if (step.phase == Phase::kPrefill) {
       attention_prefill(ctx, params);
-    } else if (step.rows.num_rows > kMaxScratchRows) {
+    } else if (step.tokens.num_tokens > kMaxScratchRows) {
       decode_in_groups(ctx, params);
     } else if (queue == nullptr) {
       attention_decode(ctx, params);
@@ -192,17 +193,17 @@ class AttentionBlock : public Block {
  private:
   // Sequences share the scratch group by group, so its size does not grow with their number.
   static void decode_in_groups(const Context& ctx, const AttentionParams& all) {
-    const StepRows& rows = all.rows;
-    const int seq_rows = rows.num_rows / rows.num_seqs;
-    CHECK_STATE(seq_rows * rows.num_seqs == rows.num_rows && seq_rows <= kMaxScratchRows,
-                "a decode step of {} tokens of {} sequences", rows.num_rows, rows.num_seqs);
+    const StepTokens& tokens = all.tokens;
+    const int seq_rows = tokens.num_tokens / tokens.num_seqs;
+    CHECK_STATE(seq_rows * tokens.num_seqs == tokens.num_tokens && seq_rows <= kMaxScratchRows,
+                "a decode step of {} tokens of {} sequences", tokens.num_tokens, tokens.num_seqs);
     const int group = kMaxScratchRows / seq_rows;
-    for (int seq = 0; seq < rows.num_seqs; seq += group) {
-      const int count = std::min(group, rows.num_seqs - seq), first = seq * seq_rows;
+    for (int seq = 0; seq < tokens.num_seqs; seq += group) {
+      const int count = std::min(group, tokens.num_seqs - seq), first = seq * seq_rows;
       AttentionParams params = all;
       params.out = all.out.rows(first, count * seq_rows);
       params.qkv = all.qkv.rows(first, count * seq_rows);
-      params.rows = sequences_of(rows, seq, count);
+      params.tokens = sequences_of(tokens, seq, count);
       attention_decode(ctx, params);
     }
   }

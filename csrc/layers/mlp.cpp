@@ -61,8 +61,8 @@ class MlpBlock : public Block {
 
   void forward(const Context& ctx, const Step& step, const Tensor& hidden,
                const Tensor& x) const override {
-    const Tensor gate_up = gate_up_buffer_.rows(0, step.rows.num_rows);
-    const Tensor act = act_buffer_.rows(0, step.rows.num_rows);
+    const Tensor gate_up = gate_up_buffer_.rows(0, step.tokens.num_tokens);
+    const Tensor act = act_buffer_.rows(0, step.tokens.num_tokens);
     gate_up_->forward_gated(ctx, step.phase, act, gate_up, x);
     down_->forward(ctx, step.phase, hidden, act, spec_.residual_scale, 1);
   }

@@ -5,7 +5,7 @@
 #include "core/model_spec.h"
 #include "core/weights.h"
 #include "kernels/layer/rms_norm.h"
-#include "linear/product_queue.h"
+#include "linear/gemm_queue.h"
 
 namespace cpmcu {
 
@@ -28,7 +28,7 @@ class RmsNorm {
                              .eps = spec_->rms_norm_eps,
                              .out_stride = out_stride,
                              .index = index};
-    ProductQueue* const queue = ProductQueue::of(ctx);
+    GemmQueue* const queue = GemmQueue::of(ctx);
     if (queue == nullptr || !queue->push(norm)) rms_norm(ctx, norm);
   }
 

@@ -1,8 +1,8 @@
 // Unquantised weights [N, K] in the model's dtype: "dense".
 #include "kernels/gemm/gemm.h"
 #include "kernels/layer/gather_rows.h"
+#include "linear/gemm_queue.h"
 #include "linear/linear.h"
-#include "linear/product_queue.h"
 
 namespace cpmcu {
 namespace {
@@ -14,19 +14,19 @@ class DenseLinear : public LinearMethod {
   void plan(MemoryPlan& plan, const StepLimits& limits) override {
     const int64_t elements = config_.out_features() * config_.in_features;
     weight_id_ = plan.add(config_.parts.front().name, "weights", elements * size_of(config_.dtype));
-    if (limits.is_cuda()) chain_bytes_ = gemm_chain_bytes(limits.max_decode_rows);
-    chain_id_ = plan.add_scratch("gemm_chain", chain_bytes_, 0, kLoad);
+    if (limits.is_cuda()) fused_bytes_ = fused_layer_bytes(limits.max_decode_tokens);
+    fused_id_ = plan.add_scratch("fused_layer", fused_bytes_, 0, kLoad);
   }
 
   void bind(const Arena& arena) override {
     weight_ =
         arena.tensor(weight_id_, config_.dtype, {config_.out_features(), config_.in_features});
-    chain_memory_ = arena.tensor(chain_id_, DType::kU8, {chain_bytes_});
+    fused_memory_ = arena.tensor(fused_id_, DType::kU8, {fused_bytes_});
   }
 
   void list_tensors(WeightTable& table) override { list_rows(table, config_.parts, weight_); }
 
-  void finish_loading(const Context& ctx) override { gemm_chain_prepare(ctx, chain_memory_); }
+  void finish_loading(const Context& ctx) override { fused_layer_prepare(ctx, fused_memory_); }
 
   void load_rows(const Context& ctx, const Tensor& source, const int* index) override {
     gather_rows(ctx, {.out = weight_, .x = source, .index = index});
@@ -53,16 +53,16 @@ class DenseLinear : public LinearMethod {
   }
 
  private:
-  bool push(const Context& ctx, const ChainLink& link) const {
-    ProductQueue* const queue = ProductQueue::of(ctx);
-    return queue != nullptr && queue->push(link, chain_memory_);
+  bool push(const Context& ctx, const FusedGemm& gemm) const {
+    GemmQueue* const queue = GemmQueue::of(ctx);
+    return queue != nullptr && queue->push(gemm, fused_memory_);
   }
 
   LinearConfig config_;
-  int64_t chain_bytes_ = 0;
-  MemoryPlan::Id weight_id_ = 0, chain_id_ = 0;
+  int64_t fused_bytes_ = 0;
+  MemoryPlan::Id weight_id_ = 0, fused_id_ = 0;
   Tensor weight_;
-  Tensor chain_memory_;  // of gemm_chain, one for all matrices
+  Tensor fused_memory_;  // of fused_layer, one for all matrices
 };
 
 REGISTER_LINEAR("dense", DenseLinear);

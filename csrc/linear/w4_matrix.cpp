@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "kernels/gemm/gemm.h"
-#include "linear/product_queue.h"
+#include "linear/gemm_queue.h"
 
 namespace cpmcu {
 namespace {
@@ -25,19 +25,19 @@ void W4Matrix::plan(MemoryPlan& plan, const std::string& name, DType dtype,
   if (limits.is_cuda()) {
     kept_rows_ = has_prompt_gemm(limits.compute_capability) ? 0 : slice_rows();
     scratch_floats_ = w4_scratch_floats(weight_, limits.max_rows);
-    chain_bytes_ = gemm_chain_bytes(limits.max_decode_rows);
+    fused_bytes_ = fused_layer_bytes(limits.max_decode_tokens);
   }
   slice_id_ =
       plan.add_scratch("w4.dequantized", kept_rows_ * weight_.k * size_of(dtype), kEmbed, kSample);
   scratch_id_ = plan.add_scratch("w4.partials", 4 * scratch_floats_, kEmbed, kSample);
-  chain_id_ = plan.add_scratch("gemm_chain", chain_bytes_, 0, kLoad);
+  fused_id_ = plan.add_scratch("fused_layer", fused_bytes_, 0, kLoad);
 }
 
 void W4Matrix::bind(const Arena& arena) {
   weight_.blocks = arena.array<char>(blocks_id_);
   slice_ = arena.tensor(slice_id_, dtype_, {kept_rows_, weight_.k});
   if (scratch_floats_ > 0) scratch_ = arena.tensor(scratch_id_, DType::kF32, {scratch_floats_});
-  chain_memory_ = arena.tensor(chain_id_, DType::kU8, {chain_bytes_});
+  fused_memory_ = arena.tensor(fused_id_, DType::kU8, {fused_bytes_});
 }
 
 bool W4Matrix::multiplies_slices(const Context& ctx, Phase phase) const {
@@ -47,10 +47,10 @@ bool W4Matrix::multiplies_slices(const Context& ctx, Phase phase) const {
 
 void W4Matrix::multiply(const Context& ctx, const Tensor& y, const Tensor& x, float alpha,
                         float beta) const {
-  const ChainLink link{
+  const FusedGemm gemm{
       .y = y, .x = x, .w4 = weight_, .alpha = alpha, .beta = beta, .scratch = scratch_};
-  ProductQueue* const queue = ProductQueue::of(ctx);
-  if (queue != nullptr && queue->push(link, chain_memory_)) return;
+  GemmQueue* const queue = GemmQueue::of(ctx);
+  if (queue != nullptr && queue->push(gemm, fused_memory_)) return;
   w4_gemm(ctx, {.y = y, .x = x, .w = weight_, .alpha = alpha, .beta = beta, .scratch = scratch_});
 }
 

@@ -4,7 +4,7 @@
 
 #include <string>
 
-#include "kernels/gemm/gemm_chain.h"
+#include "kernels/gemm/fused_layer.h"
 #include "linear/linear.h"
 
 namespace cpmcu {
@@ -18,7 +18,7 @@ class W4Matrix {
             int64_t min_bytes = 0);
   void bind(const Arena& arena);
   // Before the first step.
-  void prepare(const Context& ctx) { gemm_chain_prepare(ctx, chain_memory_); }
+  void prepare(const Context& ctx) { fused_layer_prepare(ctx, fused_memory_); }
 
   const W4Weight& weight() const { return weight_; }
 
@@ -39,11 +39,11 @@ class W4Matrix {
 
   W4Weight weight_;
   DType dtype_ = DType::kBF16;
-  int64_t kept_rows_ = 0, scratch_floats_ = 0, chain_bytes_ = 0;
-  MemoryPlan::Id blocks_id_ = 0, slice_id_ = 0, scratch_id_ = 0, chain_id_ = 0;
+  int64_t kept_rows_ = 0, scratch_floats_ = 0, fused_bytes_ = 0;
+  MemoryPlan::Id blocks_id_ = 0, slice_id_ = 0, scratch_id_ = 0, fused_id_ = 0;
   Tensor slice_;         // [slice_rows, K], where prefill needs it
   Tensor scratch_;       // of w4_gemm
-  Tensor chain_memory_;  // of gemm_chain, one for all matrices
+  Tensor fused_memory_;  // of fused_layer, one for all matrices
 };
 
 }  // namespace cpmcu

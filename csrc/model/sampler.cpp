@@ -113,12 +113,12 @@ void Sampler::upload_masks(const Context& ctx, const TokenMasks& masks, int num_
   copy_to_device(ctx.device, mask_rows_, mask_mirror_, 4 * num_ints, ctx.stream);
 }
 
-void Sampler::draw(const Context& ctx, const Tensor& logits, const int* row_slots,
-                   const int* row_positions, const TokenTrees* trees, bool masked,
+void Sampler::draw(const Context& ctx, const Tensor& logits, const int* token_slots,
+                   const int* token_positions, const TokenTrees* trees, bool masked,
                    int first_row) const {
   sample(ctx, {.logits = logits,
-               .row_slots = row_slots,
-               .row_positions = row_positions,
+               .token_slots = token_slots,
+               .token_positions = token_positions,
                .sampling = sampling_,
                .counts = counts_,
                .bias = bias_,

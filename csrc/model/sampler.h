@@ -53,11 +53,11 @@ class Sampler {
   // have been read.
   void upload_masks(const Context& ctx, const TokenMasks& masks, int num_rows);
 
-  // Draws tokens()[first_row + r] from logits [R, V], row r of slot row_slots[r] at
-  // row_positions[r]. Rows of `trees` are their nodes, from that of `first_row` on: a root.
+  // Draws tokens()[first_row + r] from logits [R, V], row r of slot token_slots[r] at
+  // token_positions[r]. Rows of `trees` are their nodes, from that of `first_row` on: a root.
   // Graph-safe.
-  void draw(const Context& ctx, const Tensor& logits, const int* row_slots,
-            const int* row_positions, const TokenTrees* trees, bool masked,
+  void draw(const Context& ctx, const Tensor& logits, const int* token_slots,
+            const int* token_positions, const TokenTrees* trees, bool masked,
             int first_row = 0) const;
 
   const int* tokens() const { return tokens_; }

@@ -91,10 +91,10 @@ void Transformer::finish_loading(const Context& ctx) {
 }
 
 Tensor Transformer::forward(const Context& ctx, const Step& step) const {
-  const Tensor hidden = hidden_.rows(0, step.rows.num_rows);
-  const Tensor normed = normed_.rows(0, step.rows.num_rows);
+  const Tensor hidden = hidden_.rows(0, step.tokens.num_tokens);
+  const Tensor normed = normed_.rows(0, step.tokens.num_tokens);
   embedding(ctx, {.out = hidden, .table = embed_, .ids = step.ids, .scale = spec_.embed_scale});
-  ProductQueue products(ctx, step.phase, &product_order_);
+  GemmQueue products(ctx, step.phase, &gemm_order_);
   int layer = -1;
   for (const Sublayer& sublayer : sublayers_) {
     if (sublayer.layer != layer) {

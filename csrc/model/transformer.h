@@ -7,8 +7,8 @@
 
 #include "layers/block.h"
 #include "layers/norm.h"
+#include "linear/gemm_queue.h"
 #include "linear/linear.h"
-#include "linear/product_queue.h"
 
 namespace cpmcu {
 
@@ -82,7 +82,7 @@ class Transformer {
   Tensor head_in_;  // [head rows, H]
   Tensor logits_;   // [R, V] float32
 
-  mutable std::vector<W4Weight> product_order_;  // see ProductQueue
+  mutable std::vector<W4Weight> gemm_order_;  // see GemmQueue
 };
 
 }  // namespace cpmcu

@@ -16,9 +16,9 @@ BeamDrafter::BeamDrafter(const DrafterSpec& spec, const ModelSpec& target)
 }
 
 StepLimits BeamDrafter::step_limits() const {
-  const int decode_rows = limits_.max_seqs * std::max(max_path(), spec_.topk);
-  return {.max_rows = std::max(limits_.max_prompt_rows, decode_rows),
-          .max_decode_rows = decode_rows,
+  const int decode_tokens = limits_.max_seqs * std::max(max_path(), spec_.topk);
+  return {.max_rows = std::max(limits_.max_prompt_tokens, decode_tokens),
+          .max_decode_tokens = decode_tokens,
           .max_kv = limits_.max_kv,
           .compute_capability = limits_.compute_capability};
 }
@@ -45,12 +45,12 @@ void BeamDrafter::layout(Carver& carver) {
            .tokens = ints(b * candidates),
            .level_candidates = ints(b * spec_.depth * k),
            .row_scores = carver.take<float>(b * k),
-           .row_masks = carver.take<uint64_t>(b * k),
-           .row_ids = ints(b * k),
-           .row_parents = ints(b * k),
-           .row_positions = ints(b * k),
-           .row_seqs = ints(b * k),
-           .seq_row_begin = ints(b + 1)};
+           .ancestor_masks = carver.take<uint64_t>(b * k),
+           .token_ids = ints(b * k),
+           .token_parents = ints(b * k),
+           .token_positions = ints(b * k),
+           .token_seqs = ints(b * k),
+           .seq_token_begin = ints(b + 1)};
   draft_ = {.tokens = ints(b * tokens),
             .parents = ints(b * tokens),
             .scores = carver.take<float>(b * tokens)};
@@ -59,7 +59,7 @@ void BeamDrafter::layout(Carver& carver) {
   draft_lengths_ = ints(limits_.max_slots);
   ids_ = ints(b * path);
   positions_ = ints(b * path);
-  row_seqs_ = ints(b * path);
+  token_seqs_ = ints(b * path);
   hidden_rows_ = ints(b * path);
   row_begin_ = ints(b + 1);
   last_rows_ = ints(b);
@@ -67,14 +67,14 @@ void BeamDrafter::layout(Carver& carver) {
   const auto rows = [&](int64_t count) -> ShiftPromptParams::Rows {
     return {.ids = ints(count),
             .positions = ints(count),
-            .row_seqs = ints(count),
+            .token_seqs = ints(count),
             .hidden_rows = ints(count),
-            .seq_row_begin = ints(b + 1)};
+            .seq_token_begin = ints(b + 1)};
   };
   shift_ = {.max_path = max_path(),
             .first = rows(b),
             .first_lengths = ints(limits_.max_slots),
-            .rest = rows(limits_.max_prompt_rows)};
+            .rest = rows(limits_.max_prompt_tokens)};
 }
 
 void BeamDrafter::bind(const Arena& arena) {
@@ -94,33 +94,33 @@ void BeamDrafter::finish_loading(const Context& ctx, const TargetParts&) {
 
 void BeamDrafter::prefill(const Context& ctx, const DraftPrompt& prompt) {
   if (shifted()) return prefill_shifted(ctx, prompt);
-  forward(ctx, {.phase = Phase::kPrefill, .ids = prompt.ids, .rows = prompt.rows},
+  forward(ctx, {.phase = Phase::kPrefill, .ids = prompt.ids, .tokens = prompt.tokens},
           {.x = pick(prompt.hidden)}, Source::kTarget);
 }
 
 void BeamDrafter::prefill_shifted(const Context& ctx, const DraftPrompt& prompt) {
   ShiftPromptParams shift = shift_;
-  shift.num_seqs = prompt.rows.num_seqs;
-  shift.num_rows = prompt.rows.num_rows;
+  shift.num_seqs = prompt.tokens.num_seqs;
+  shift.num_rows = prompt.tokens.num_tokens;
   shift.ids = prompt.ids;
-  shift.row_seqs = prompt.rows.row_seqs;
-  shift.seq_slots = prompt.rows.seq_slots;
-  shift.seq_row_begin = prompt.rows.seq_row_begin;
-  shift.lengths = prompt.rows.slot_lengths;
+  shift.token_seqs = prompt.tokens.token_seqs;
+  shift.seq_slots = prompt.tokens.seq_slots;
+  shift.seq_token_begin = prompt.tokens.seq_token_begin;
+  shift.lengths = prompt.tokens.slot_lengths;
   shift_prompt(ctx, shift);
-  const auto run = [&](const ShiftPromptParams::Rows& shifted, int num_rows, int max_seq_rows,
+  const auto run = [&](const ShiftPromptParams::Rows& shifted, int num_rows, int max_seq_tokens,
                        const int* lengths, const Tensor& hidden) {
     if (num_rows == 0) return;
-    StepRows rows = prompt.rows;
-    rows.num_rows = num_rows;
-    rows.max_seq_rows = max_seq_rows;
-    rows.positions = shifted.positions;
-    rows.row_seqs = shifted.row_seqs;
-    rows.seq_row_begin = shifted.seq_row_begin;
-    rows.slot_lengths = lengths;
+    StepTokens tokens = prompt.tokens;
+    tokens.num_tokens = num_rows;
+    tokens.max_seq_tokens = max_seq_tokens;
+    tokens.positions = shifted.positions;
+    tokens.token_seqs = shifted.token_seqs;
+    tokens.seq_token_begin = shifted.seq_token_begin;
+    tokens.slot_lengths = lengths;
     // The other tokens of one sequence lie in order.
     const bool in_order = shift.num_seqs == 1 && lengths == shift.lengths;
-    forward(ctx, {.phase = Phase::kPrefill, .ids = shifted.ids, .rows = rows},
+    forward(ctx, {.phase = Phase::kPrefill, .ids = shifted.ids, .tokens = tokens},
             {.x = in_order ? hidden.rows(0, num_rows) : hidden,
              .index = in_order ? nullptr : shifted.hidden_rows},
             Source::kTarget);
@@ -128,14 +128,14 @@ void BeamDrafter::prefill_shifted(const Context& ctx, const DraftPrompt& prompt)
   if (prompt.continues) {
     run(shift.first, shift.num_seqs, 1, shift.first_lengths, pick(prompt.accepted));
   }
-  run(shift.rest, shift.num_rows - shift.num_seqs, prompt.rows.max_seq_rows, shift.lengths,
+  run(shift.rest, shift.num_rows - shift.num_seqs, prompt.tokens.max_seq_tokens, shift.lengths,
       pick(prompt.hidden));
 }
 
 // ---- drafting
 
 // Runs the tokens that the last step accepted. Returns the hidden state of each sequence's last.
-Tensor BeamDrafter::catch_up(const Context& ctx, const DraftBatch& batch, StepRows rows) {
+Tensor BeamDrafter::catch_up(const Context& ctx, const DraftBatch& batch, StepTokens tokens) {
   begin_draft(ctx, {.seq_slots = batch.seq_slots,
                     .num_seqs = batch.num_seqs,
                     .lengths = batch.slots.lengths,
@@ -144,17 +144,17 @@ Tensor BeamDrafter::catch_up(const Context& ctx, const DraftBatch& batch, StepRo
                     .draft_lengths = draft_lengths_,
                     .ids = ids_,
                     .positions = positions_,
-                    .row_seqs = row_seqs_,
+                    .token_seqs = token_seqs_,
                     .hidden_rows = hidden_rows_,
-                    .seq_row_begin = row_begin_,
+                    .seq_token_begin = row_begin_,
                     .last_rows = last_rows_});
-  rows.num_rows = batch.num_seqs * max_path();
-  rows.max_seq_rows = max_path();
-  rows.positions = positions_;
-  rows.row_seqs = row_seqs_;
-  rows.seq_row_begin = row_begin_;
+  tokens.num_tokens = batch.num_seqs * max_path();
+  tokens.max_seq_tokens = max_path();
+  tokens.positions = positions_;
+  tokens.token_seqs = token_seqs_;
+  tokens.seq_token_begin = row_begin_;
   const Tensor hidden =
-      forward(ctx, {.phase = Phase::kDecode, .ids = ids_, .rows = rows},
+      forward(ctx, {.phase = Phase::kDecode, .ids = ids_, .tokens = tokens},
               {.x = pick(batch.accepted), .index = hidden_rows_}, Source::kTarget);
   const Tensor last = last_hidden_.rows(0, batch.num_seqs);
   gather_rows(ctx, {.out = last, .x = hidden, .index = last_rows_});
@@ -163,13 +163,13 @@ Tensor BeamDrafter::catch_up(const Context& ctx, const DraftBatch& batch, StepRo
 
 Draft BeamDrafter::propose(const Context& ctx, const DraftBatch& batch) {
   const int b = batch.num_seqs, k = spec_.topk;
-  StepRows rows{.num_seqs = b,
-                .max_kv = batch.max_kv,
-                .seq_slots = batch.seq_slots,
-                .slot_lengths = draft_lengths_,
-                .page_table = batch.page_table,
-                .max_pages = batch.max_pages};
-  Tensor hidden = catch_up(ctx, batch, rows);
+  StepTokens tokens{.num_seqs = b,
+                    .max_kv = batch.max_kv,
+                    .seq_slots = batch.seq_slots,
+                    .slot_lengths = draft_lengths_,
+                    .page_table = batch.page_table,
+                    .max_pages = batch.max_pages};
+  Tensor hidden = catch_up(ctx, batch, tokens);
 
   DraftBeam beam = beam_;
   beam.num_seqs = b;
@@ -190,16 +190,16 @@ Draft BeamDrafter::propose(const Context& ctx, const DraftBatch& batch) {
                       .draft_lengths = draft_lengths_});
   };
   expand(0);
-  rows.num_rows = b * k;
-  rows.max_seq_rows = k;
-  rows.positions = beam.row_positions;
-  rows.row_seqs = beam.row_seqs;
-  rows.seq_row_begin = beam.seq_row_begin;
-  rows.row_masks = beam.row_masks;
+  tokens.num_tokens = b * k;
+  tokens.max_seq_tokens = k;
+  tokens.positions = beam.token_positions;
+  tokens.token_seqs = beam.token_seqs;
+  tokens.seq_token_begin = beam.seq_token_begin;
+  tokens.ancestor_masks = beam.ancestor_masks;
   for (int level = 1; level < batch.shape.depth; ++level) {
-    rows.first_row = (level - 1) * k;
-    const Step step{.phase = Phase::kDecode, .ids = beam.row_ids, .rows = rows};
-    hidden = forward(ctx, step, {.x = hidden, .index = beam.row_parents}, Source::kRecycled);
+    tokens.first_row = (level - 1) * k;
+    const Step step{.phase = Phase::kDecode, .ids = beam.token_ids, .tokens = tokens};
+    hidden = forward(ctx, step, {.x = hidden, .index = beam.token_parents}, Source::kRecycled);
     expand(level);
   }
   Draft draft = draft_;

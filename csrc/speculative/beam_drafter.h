@@ -55,7 +55,7 @@ class BeamDrafter : public Drafter {
 
  private:
   void prefill_shifted(const Context& ctx, const DraftPrompt& prompt);
-  Tensor catch_up(const Context& ctx, const DraftBatch& batch, StepRows rows);
+  Tensor catch_up(const Context& ctx, const DraftBatch& batch, StepTokens tokens);
   void layout(Carver& carver);
 
   ModelState* state_ = nullptr;
@@ -66,7 +66,7 @@ class BeamDrafter : public Drafter {
   int* topk_tokens_ = nullptr;
   float* topk_logprobs_ = nullptr;
   int* draft_lengths_ = nullptr;  // [slots] tokens in the draft's cache
-  int *ids_ = nullptr, *positions_ = nullptr, *row_seqs_ = nullptr, *hidden_rows_ = nullptr,
+  int *ids_ = nullptr, *positions_ = nullptr, *token_seqs_ = nullptr, *hidden_rows_ = nullptr,
       *row_begin_ = nullptr, *last_rows_ = nullptr;  // of the rows that catch up
   ShiftPromptParams shift_;
   int* id_map_ = nullptr;  // [draft vocabulary]; null: the same ids

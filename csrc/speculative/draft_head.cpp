@@ -19,7 +19,7 @@ DraftHead::DraftHead(const DrafterSpec& spec, const std::vector<int>& vocab_ids,
 }
 
 void DraftHead::plan(MemoryPlan& plan, const StepLimits& limits) {
-  max_rows_ = limits.max_decode_rows;
+  max_rows_ = limits.max_decode_tokens;
   if (linear_) linear_->plan(plan, limits);
   logits_id_ = plan.add_scratch("draft.logits", 4 * max_rows_ * vocab_size_, kHead, kSample);
 }

@@ -72,7 +72,7 @@ struct TargetParts {
 struct DraftLimits {
   int max_seqs = 0;            // sequences of one step
   int max_slots = 0;           // sequence slots
-  int max_prompt_rows = 0;     // tokens of a prompt chunk
+  int max_prompt_tokens = 0;   // tokens of a prompt chunk
   int max_kv = 0;              // as in StepLimits
   int max_path = 0;            // D + 1 of the step: tokens that one step accepts
   int compute_capability = 0;  // as in Context
@@ -95,7 +95,7 @@ struct DraftBatch {
 
 // A prompt chunk of each of B sequences.
 struct DraftPrompt {
-  StepRows rows;             // the target's; slot_lengths: tokens cached before the chunk
+  StepTokens tokens;         // the target's; slot_lengths: tokens cached before the chunk
   const int* ids = nullptr;  // [T]
   bool continues = false;    // some sequence has tokens before its chunk
   HiddenStates hidden{};     // [T, …]

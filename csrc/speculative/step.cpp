@@ -55,7 +55,7 @@ void SpeculativeStep::draw(const Context& ctx, const Batch& batch, bool masked) 
     const int count = std::min(most, num_rows - row);
     const Tensor logits = logits_fit(batch) ? target_.model.logits(count)
                                             : target_.model.head(ctx, hidden.rows(row, count), row);
-    target_.sampler.draw(ctx, logits, trees.row_slots + row, trees.row_positions + row, &trees,
+    target_.sampler.draw(ctx, logits, trees.token_slots + row, trees.token_positions + row, &trees,
                          masked, row);
   }
 }
@@ -90,8 +90,8 @@ void SpeculativeStep::draft_prompt(const Context& ctx, const Step& step, bool co
                                    const int* last_rows, const int* slot_rows) {
   if (!drafter_) return;
   DraftPrompt prompt{
-      .rows = step.rows, .ids = step.ids, .continues = continues, .accepted = accepted_};
-  const int num_rows = step.rows.num_rows;
+      .tokens = step.tokens, .ids = step.ids, .continues = continues, .accepted = accepted_};
+  const int num_rows = step.tokens.num_tokens;
   if (needs_.final) {
     prompt.hidden.final = final_.rows(0, num_rows);
     target_.model.final_norm(ctx, prompt.hidden.final, target_.model.hidden(num_rows));
@@ -104,7 +104,7 @@ void SpeculativeStep::draft_prompt(const Context& ctx, const Step& step, bool co
                       .x = hidden,
                       .index = last_rows,
                       .out_index = slot_rows,
-                      .num_rows = step.rows.num_seqs});
+                      .num_rows = step.tokens.num_seqs});
   };
   keep(accepted_.final, prompt.hidden.final);
   keep(accepted_.layers, prompt.hidden.layers);
@@ -148,21 +148,21 @@ TokenTrees SpeculativeStep::trees_of(const Batch& batch) const {
 Step SpeculativeStep::verify_step(const Batch& batch) const {
   const int num_nodes = batch.shape.tree_size;
   Step step{.phase = Phase::kDecode,
-            .ids = trees_.row_ids,
+            .ids = trees_.token_ids,
             .verify = num_nodes > 1,
-            .rows = {.num_rows = batch.num_rows(),
-                     .num_seqs = batch.num_seqs,
-                     .max_seq_rows = num_nodes,
-                     .max_kv = batch.max_kv,
-                     .positions = trees_.row_positions,
-                     .row_seqs = trees_.row_seqs,
-                     .seq_slots = batch.seq_slots,
-                     .seq_row_begin = trees_.seq_row_begin,
-                     .slot_lengths = slots_.lengths,
-                     .row_parents = trees_.parents,
-                     .page_table = target_.states.page_table(),
-                     .max_pages = target_.states.max_pages()}};
-  if (step.verify) step.rows.row_masks = trees_.masks;
+            .tokens = {.num_tokens = batch.num_rows(),
+                       .num_seqs = batch.num_seqs,
+                       .max_seq_tokens = num_nodes,
+                       .max_kv = batch.max_kv,
+                       .positions = trees_.token_positions,
+                       .token_seqs = trees_.token_seqs,
+                       .seq_slots = batch.seq_slots,
+                       .seq_token_begin = trees_.seq_token_begin,
+                       .slot_lengths = slots_.lengths,
+                       .token_parents = trees_.parents,
+                       .page_table = target_.states.page_table(),
+                       .max_pages = target_.states.max_pages()}};
+  if (step.verify) step.tokens.ancestor_masks = trees_.masks;
   return step;
 }
 

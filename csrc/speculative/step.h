@@ -30,11 +30,11 @@ struct Target {
 };
 
 struct SpeculativeStepLimits {
-  int max_seqs = 0;         // sequences of one step
-  int max_slots = 0;        // sequence slots
-  int max_prompt_rows = 0;  // tokens of a prompt chunk
-  int max_tokens = 0;       // of a sequence
-  int max_kv = 0;           // as in StepLimits
+  int max_seqs = 0;           // sequences of one step
+  int max_slots = 0;          // sequence slots
+  int max_prompt_tokens = 0;  // tokens of a prompt chunk
+  int max_tokens = 0;         // of a sequence
+  int max_kv = 0;             // as in StepLimits
   int compute_capability = 0;
 };
 

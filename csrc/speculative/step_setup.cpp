@@ -25,11 +25,11 @@ void SpeculativeStep::layout(Carver& carver) {
             .parents = ints(nodes),
             .depths = ints(nodes),
             .masks = carver.take<uint64_t>(nodes),
-            .row_ids = ints(nodes),
-            .row_positions = ints(nodes),
-            .row_slots = ints(nodes),
-            .row_seqs = ints(nodes),
-            .seq_row_begin = ints(limits_.max_seqs + 1)};
+            .token_ids = ints(nodes),
+            .token_positions = ints(nodes),
+            .token_slots = ints(nodes),
+            .token_seqs = ints(nodes),
+            .seq_token_begin = ints(limits_.max_seqs + 1)};
   stops_ = carver.take<SlotStop>(slots);
   slots_ = {.lengths = ints(slots),
             .next_tokens = ints(slots),
@@ -50,7 +50,7 @@ void SpeculativeStep::plan(MemoryPlan& plan, const SpeculativeStepLimits& limits
   const int64_t row_bytes = int64_t{target_.spec.hidden_size} * size_of(target_.spec.dtype);
   const int64_t kept = int64_t{limits.max_slots} * max_path();
   if (needs_.final) {
-    final_id_ = plan.add_scratch("final_hidden", limits.max_prompt_rows * row_bytes, 0, kSample);
+    final_id_ = plan.add_scratch("final_hidden", limits.max_prompt_tokens * row_bytes, 0, kSample);
     accepted_final_id_ = plan.add("step.accepted_final", "state", kept * row_bytes);
   }
   if (!needs_.layers.empty()) {
@@ -60,7 +60,7 @@ void SpeculativeStep::plan(MemoryPlan& plan, const SpeculativeStepLimits& limits
   drafter_->plan(plan, target_.states,
                  {.max_seqs = limits.max_seqs,
                   .max_slots = limits.max_slots,
-                  .max_prompt_rows = limits.max_prompt_rows,
+                  .max_prompt_tokens = limits.max_prompt_tokens,
                   .max_kv = limits.max_kv,
                   .max_path = max_path(),
                   .compute_capability = limits.compute_capability});
@@ -89,7 +89,7 @@ void SpeculativeStep::bind(const Context& ctx, const Arena& arena) {
     return tensor;
   };
   if (needs_.final) {
-    final_ = arena.tensor(final_id_, dtype, {limits_.max_prompt_rows, width});
+    final_ = arena.tensor(final_id_, dtype, {limits_.max_prompt_tokens, width});
     accepted_.final = cleared(accepted_final_id_, width);
   }
   if (!needs_.layers.empty()) {

@@ -4,7 +4,7 @@ Decode is timed against memory: every launch reads another sequence's cache, so 
 L2 from the launch before, as between the layers of a model, and a graph has as many launches as a
 model has layers: what begins and ends a graph is paid once a step. The roofline is the read
 bandwidth that this very run reaches on 1 GiB (the better of skinny_gemm's weights and silu_mul).
-Prefill is timed in TFLOP/s over the cells that the causal mask leaves.
+Prefill is timed in TFLOP/s over the entries that the causal mask leaves.
 
 Decode is timed for one row, for 32 rows of a chain, and for a tree of 32 that is verified
 (by_position), whose rows must have the bits of plain decoding.
@@ -95,13 +95,13 @@ def read_bandwidth(ctx: Any, dtype: str) -> float:
 
 
 class Shape:
-    """Sequences of `cells` cells, `rows` of them this step's, each with pages of its own."""
+    """Sequences of `entries` entries, `rows` of them this step's, each with pages of its own."""
 
     def __init__(
-        self, ctx: Any, heads: tuple[int, int], cells: int, rows: int, copies: int, dtype: str
+        self, ctx: Any, heads: tuple[int, int], entries: int, rows: int, copies: int, dtype: str
     ) -> None:
         self.ctx, (self.num_heads, self.num_kv_heads) = ctx, heads
-        pages = -(-cells // PAGE)
+        pages = -(-entries // PAGE)
         table = np.random.default_rng(0).permutation(copies * pages).reshape(copies, pages)
         self.page_table = put(ctx, table)
         cache = [copies * pages, self.num_kv_heads, PAGE, HEAD_DIM]
@@ -110,7 +110,7 @@ class Shape:
         self.qkv = normal(ctx, [rows, columns], dtype)
         self.out = ops.Array(ctx, [rows, self.num_heads * HEAD_DIM], dtype)
         floats = ops.attention_scratch_floats(
-            num_rows=rows, num_heads=self.num_heads, head_dim=HEAD_DIM, max_kv=cells
+            num_rows=rows, num_heads=self.num_heads, head_dim=HEAD_DIM, max_kv=entries
         )
         self.scratch = ops.Array(ctx, [floats if rows <= PAGE else 1], "float32")
 
@@ -119,18 +119,18 @@ class Shape:
     ) -> Any:
         ctx = self.ctx
         depths = range(count) if masks is None else [mask.bit_count() - 1 for mask in masks]
-        return ops.StepRows(
-            num_rows=count,
+        return ops.StepTokens(
+            num_tokens=count,
             num_seqs=1,
-            max_seq_rows=count,
+            max_seq_tokens=count,
             max_kv=length + count,
             positions=put(ctx, [length + depth for depth in depths]),
-            row_seqs=put(ctx, np.zeros(count)),
+            token_seqs=put(ctx, np.zeros(count)),
             seq_slots=put(ctx, [slot]),
-            seq_row_begin=put(ctx, [0, count]),
+            seq_token_begin=put(ctx, [0, count]),
             slot_lengths=put(ctx, np.full(copies, length)),
             page_table=self.page_table,
-            row_masks=None if masks is None else raw(ctx, np.array(masks, np.uint64)),
+            ancestor_masks=None if masks is None else raw(ctx, np.array(masks, np.uint64)),
         )
 
     def run(self, op: Callable[..., None], rows: Any, by_position: bool = False) -> None:
@@ -144,28 +144,28 @@ class Shape:
             num_kv_heads=self.num_kv_heads,
             head_dim=HEAD_DIM,
             by_position=by_position,
-            rows=rows,
+            tokens=rows,
             scratch=self.scratch,
         )
         op(self.ctx, attention)
 
 
 def decode(
-    ctx: Any, heads: tuple[int, int], cells: int, rows: int, dtype: str, tree: bool
+    ctx: Any, heads: tuple[int, int], entries: int, rows: int, dtype: str, tree: bool
 ) -> dict[str, float]:
-    kv_bytes = 2 * 2 * cells * heads[1] * HEAD_DIM
+    kv_bytes = 2 * 2 * entries * heads[1] * HEAD_DIM
     copies = max(1, min(MAX_COPIES, -(-COLD_BYTES // kv_bytes)))
     launches = max(LAUNCHES, copies)
-    shape = Shape(ctx, heads, cells, rows, copies, dtype)
+    shape = Shape(ctx, heads, entries, rows, copies, dtype)
     masks = tree_masks(rows) if tree else None
-    steps = [shape.rows(slot, copies, cells - rows, rows, masks) for slot in range(copies)]
+    steps = [shape.rows(slot, copies, entries - rows, rows, masks) for slot in range(copies)]
 
     def body() -> None:
         for i in range(launches):
             shape.run(ops.attention_decode, steps[i % copies], tree)
 
     us = microseconds(ctx, body, launches)
-    flops = 4.0 * rows * cells * heads[0] * HEAD_DIM
+    flops = 4.0 * rows * entries * heads[0] * HEAD_DIM
     return {"us": us, "gbps": kv_bytes / us / 1e3, "tflops": flops / us / 1e6}
 
 
@@ -209,9 +209,11 @@ def main() -> None:
     for heads in LAYOUTS:
         label = f"Hq {heads[0]} Hkv {heads[1]}"
         for rows, tree in DECODE_ROWS:
-            for cells in DECODE_CELLS:
-                result = decode(ctx, heads, cells, rows, args.dtype, tree)
-                report(f"decode {label} cells {cells} {'tree' if tree else 'rows'} {rows}", result)
+            for entries in DECODE_CELLS:
+                result = decode(ctx, heads, entries, rows, args.dtype, tree)
+                report(
+                    f"decode {label} entries {entries} {'tree' if tree else 'rows'} {rows}", result
+                )
         for prompt in PROMPTS:
             result = prefill(ctx, heads, prompt, args.dtype)
             report(f"prefill {label} prompt {prompt} chunk {CHUNK}", result)

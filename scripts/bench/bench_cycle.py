@@ -54,9 +54,9 @@ class Step:
             parents=ops.Array(ctx, [1, NODES - 1], "int32"),
             scores=ops.Array(ctx, [1, NODES - 1], "float32"),
         )
-        names = ("row_ids", "row_positions", "row_slots", "row_seqs")
+        names = ("token_ids", "token_positions", "token_slots", "token_seqs")
         self.rows = {name: ops.Array(ctx, [1, NODES], "int32") for name in names}
-        self.rows["seq_row_begin"] = ops.Array(ctx, [2], "int32")
+        self.rows["seq_token_begin"] = ops.Array(ctx, [2], "int32")
         self.built = ops.TokenTrees(
             **{name: ops.Array(ctx, [1, NODES], "int32") for name in ("tokens", "parents")},
             depths=ops.Array(ctx, [1, NODES], "int32"),
@@ -78,11 +78,11 @@ class Step:
         ints = {
             "tokens": [1, CANDIDATES],
             "level_candidates": [1, DEPTH, TOPK],
-            "row_ids": [1, TOPK],
-            "row_parents": [1, TOPK],
-            "row_positions": [1, TOPK],
-            "row_seqs": [1, TOPK],
-            "seq_row_begin": [2],
+            "token_ids": [1, TOPK],
+            "token_parents": [1, TOPK],
+            "token_positions": [1, TOPK],
+            "token_seqs": [1, TOPK],
+            "seq_token_begin": [2],
         }
         arrays = {name: ops.Array(self.ctx, shape, "int32") for name, shape in ints.items()}
         return ops.DraftBeam(
@@ -91,7 +91,7 @@ class Step:
             depth=DEPTH,
             scores=ops.Array(self.ctx, [1, CANDIDATES], "float32"),
             row_scores=ops.Array(self.ctx, [1, TOPK], "float32"),
-            row_masks=ops.Array(self.ctx, [1, TOPK], "uint64"),
+            ancestor_masks=ops.Array(self.ctx, [1, TOPK], "uint64"),
             **arrays,
         )
 
@@ -138,8 +138,8 @@ class Step:
     def make_sampling(self) -> None:
         ctx = self.ctx
         self.logits = normal(ctx, [NODES, VOCAB], "float32")
-        self.row_slots = put(ctx, np.zeros(NODES))
-        self.row_positions = put(ctx, LENGTH + np.arange(NODES))
+        self.token_slots = put(ctx, np.zeros(NODES))
+        self.token_positions = put(ctx, LENGTH + np.arange(NODES))
         self.tokens = ops.Array(ctx, [NODES], "int32")
         slot = np.zeros(1, ops.slot_sampling_dtype)
         slot["top_p"], slot["repetition_penalty"], slot["num_logprobs"] = 1, 1, -1
@@ -159,10 +159,10 @@ class Step:
         )
 
     def make_draft_rows(self) -> None:
-        names = ("ids", "positions", "row_seqs", "hidden_rows")
+        names = ("ids", "positions", "token_seqs", "hidden_rows")
         arrays = {name: put(self.ctx, np.zeros([1, PATH])) for name in names}
         self.draft_lengths, self.last_rows = put(self.ctx, [LENGTH]), put(self.ctx, [0])
-        self.draft_rows = arrays | {"seq_row_begin": put(self.ctx, [0, PATH])}
+        self.draft_rows = arrays | {"seq_token_begin": put(self.ctx, [0, PATH])}
 
     def begin_draft(self) -> None:
         ops.begin_draft(
@@ -223,8 +223,8 @@ class Step:
         ops.sample(
             self.ctx,
             logits=self.logits,
-            row_slots=self.row_slots,
-            row_positions=self.row_positions,
+            token_slots=self.token_slots,
+            token_positions=self.token_positions,
             sampling=sampling,
             tokens=self.tokens,
         )

@@ -3,8 +3,8 @@
 A graph has all layers of a model, each with a cache of its own, and weights of which there is more
 than 1 GB: attention's splits over what qkv left, then o, gate and up, down and the next layer's qkv
 as one launch, with the norms, the combination of attention's results before it and rotary behind
-it. One line for each number of rows and cells: one row is plain decoding, more are a tree that is
-verified. The floor is a layer's weights and cells over the read bandwidth that this run reaches.
+it. One line for each number of rows and entries: one row is plain decoding, more are a tree that is
+verified. The floor is a layer's weights and entries over the read bandwidth that this run reaches.
 
     python scripts/bench/bench_layer.py [--bits 4,16] [--rows 1,8,32] [--contexts 1024] [--json]
 """
@@ -53,16 +53,16 @@ class Stack:
         turns = 10000.0 ** (-np.arange(0, HEAD_DIM, 2) / HEAD_DIM)
         self.inv_freq = raw(ctx, turns.astype(np.float32))
 
-    def bytes_of_layer(self, cells: int) -> float:
+    def bytes_of_layer(self, entries: int) -> float:
         products = sum(bytes_of(self.shapes[name], self.bits) for name in PRODUCTS)
-        return products + 2 * 2 * cells * HEADS[self.model][1] * HEAD_DIM
+        return products + 2 * 2 * entries * HEADS[self.model][1] * HEAD_DIM
 
     def pass_of(self, count: int, length: int) -> Any:
-        """A function that launches all layers for `count` rows behind `length` cells."""
+        """A function that launches all layers for `count` rows behind `length` entries."""
         ctx, dtype, shapes = self.ctx, self.dtype, self.shapes
         hidden_size, width = shapes["o"][0], shapes["down"][1]
-        memory = ops.Array(ctx, [max(1, ops.gemm_chain_bytes(count))], "uint8")
-        ops.gemm_chain_prepare(ctx, memory)
+        memory = ops.Array(ctx, [max(1, ops.fused_layer_bytes(count))], "uint8")
+        ops.fused_layer_prepare(ctx, memory)
         cache = Shape(ctx, HEADS[self.model], length + count, count, self.layers, dtype)
         masks = tree_masks(count) if count > 1 else None
         rows = [cache.rows(slot, self.layers, length, count, masks) for slot in range(self.layers)]
@@ -78,26 +78,26 @@ class Stack:
                 out=cache.out,
                 scale=HEAD_DIM**-0.5,
                 by_position=masks is not None,
-                rows=rows[layer],
+                tokens=rows[layer],
                 scratch=cache.scratch,
                 **common,
             )
 
         def rotary(layer: int) -> Any:
-            return ops.RotaryKv(inv_freq=self.inv_freq, rows=rows[layer], **common)
+            return ops.RotaryKv(inv_freq=self.inv_freq, tokens=rows[layer], **common)
 
         def weights_of(layer: int) -> dict[str, Any]:
             return self.weights[layer % self.layers % len(self.weights)]
 
-        def links(layer: int) -> list[Any]:
+        def gemms(layer: int) -> list[Any]:
             of, after = weights_of(layer), weights_of(layer + 1)
             norm = {"normed": normed, "norm_weight": self.norm}
             gate = {"gated": True, "scratch": scratch} if self.bits == 16 else {}
             return [
-                ops.ChainLink(hidden, cache.out, of["o"], alpha=ALPHA, beta=1.0, **norm),
-                ops.ChainLink(act, normed, of["gate_up"], **gate),
-                ops.ChainLink(hidden, act, of["down"], alpha=ALPHA, beta=1.0, **norm),
-                ops.ChainLink(cache.qkv, normed, after["qkv"]),
+                ops.FusedGemm(hidden, cache.out, of["o"], alpha=ALPHA, beta=1.0, **norm),
+                ops.FusedGemm(act, normed, of["gate_up"], **gate),
+                ops.FusedGemm(hidden, act, of["down"], alpha=ALPHA, beta=1.0, **norm),
+                ops.FusedGemm(cache.qkv, normed, after["qkv"]),
             ]
 
         def following(layer: int) -> list[Any]:
@@ -105,14 +105,14 @@ class Stack:
             return [after["o"], after["gate_up"]] if self.bits == 4 else []
 
         launches = [
-            (attention(i), links(i), rotary((i + 1) % self.layers), following(i))
+            (attention(i), gemms(i), rotary((i + 1) % self.layers), following(i))
             for i in range(self.layers)
         ]
 
         def run() -> None:
             for each, chain, turn, after in launches:
                 ops.attention_splits(ctx, each)
-                ops.gemm_chain(ctx, chain, memory, rotary=turn, attention=each, following=after)
+                ops.fused_layer(ctx, chain, memory, rotary=turn, attention=each, following=after)
 
         return run
 
@@ -130,7 +130,7 @@ def main() -> None:
     parser.add_argument("--model", choices=list(SHAPES), help="default: each")
     parser.add_argument("--bits", type=numbers, default=[4, 16], help="4, 16 or both")
     parser.add_argument("--rows", type=numbers, default=ROWS, help="comma list, each 1 to 64")
-    parser.add_argument("--contexts", type=numbers, default=CONTEXTS, help="comma list of cells")
+    parser.add_argument("--contexts", type=numbers, default=CONTEXTS, help="comma list of entries")
     parser.add_argument("--layers", type=int, default=LAYERS, help="in a pass")
     parser.add_argument("--dtype", default="float16", choices=["float16", "bfloat16"])
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
@@ -144,15 +144,15 @@ def main() -> None:
     for model in [args.model] if args.model else SHAPES:
         for bits in args.bits:
             stack = Stack(ctx, model, bits, args.dtype, args.layers)
-            for cells in args.contexts:
+            for entries in args.contexts:
                 first = math.nan
                 for count in args.rows:
-                    us = microseconds(ctx, stack.pass_of(count, cells), args.layers)
+                    us = microseconds(ctx, stack.pass_of(count, entries), args.layers)
                     first = us if count == args.rows[0] else first
-                    floor = stack.bytes_of_layer(cells) / peak / 1e3
+                    floor = stack.bytes_of_layer(entries) / peak / 1e3
                     result = {"us": us, "floor_us": floor, "roofline": floor / us}
-                    name = {"model": model, "bits": bits, "rows": count, "cells": cells}
-                    line = f"{model:13} {bits:2} bits, cells {cells:6}, rows {count:2} {us:8.2f} µs"
+                    name = {"model": model, "bits": bits, "rows": count, "entries": entries}
+                    line = f"{model:13} {bits:2} bits, context {entries:6}, rows {count:2} {us:8.2f} µs"
                     line += f" | {floor / us:6.1%} of bandwidth"
                     line += f" | {us / first:.2f} times that of {args.rows[0]}"
                     sys.stdout.write((json.dumps(name | result) if args.json else line) + "\n")

@@ -1,4 +1,4 @@
-"""Times w4_gemm and gemm_chain on the GPU at the shapes of 8B models: a line for each row count.
+"""Times w4_gemm and fused_layer on the GPU at the shapes of 8B models: a line for each row count.
 
 Single products first, with lm_head's in 16 bits, then what follows attention up to the next layer's
 qkv, norms included, as separate launches and as one, with weights of 4 bits and of 16. Every launch
@@ -79,7 +79,7 @@ def rows_of(ctx: Any, m: int, k: int, dtype: str, scale: float = 1) -> Any:
     return array
 
 
-def time_product(
+def time_gemm(
     ctx: Any, n: int, k: int, dtype: str, bits: int, row_counts: list[int]
 ) -> dict[int, float]:
     """Microseconds by rows."""
@@ -115,8 +115,8 @@ class Layer:
             rows_of(ctx, m, hidden, dtype),
         )
         self.norm = rows_of(ctx, 1, hidden, dtype)
-        self.memory = ops.Array(ctx, [max(1, ops.gemm_chain_bytes(m))], "uint8")
-        ops.gemm_chain_prepare(ctx, self.memory)
+        self.memory = ops.Array(ctx, [max(1, ops.fused_layer_bytes(m))], "uint8")
+        ops.fused_layer_prepare(ctx, self.memory)
         self.normed, self.act, self.qkv, self.gate_up = (
             ops.Array(ctx, [m, n], dtype) for n in (hidden, width, qkv, 2 * width)
         )
@@ -124,13 +124,13 @@ class Layer:
     def chained(self, o: Any, gate_up: Any, down: Any, qkv: Any) -> None:
         norm = {"normed": self.normed, "norm_weight": self.norm}
         gate = {"gated": True, "scratch": self.gate_up} if self.bits == 16 else {}
-        links = [
-            ops.ChainLink(self.residual, self.x, o, beta=0.5, **norm),
-            ops.ChainLink(self.act, self.normed, gate_up, **gate),
-            ops.ChainLink(self.residual, self.act, down, beta=0.5, **norm),
-            ops.ChainLink(self.qkv, self.normed, qkv),
+        gemms = [
+            ops.FusedGemm(self.residual, self.x, o, beta=0.5, **norm),
+            ops.FusedGemm(self.act, self.normed, gate_up, **gate),
+            ops.FusedGemm(self.residual, self.act, down, beta=0.5, **norm),
+            ops.FusedGemm(self.qkv, self.normed, qkv),
         ]
-        ops.gemm_chain(self.ctx, links, self.memory)
+        ops.fused_layer(self.ctx, gemms, self.memory)
 
     def apart(self, o: Any, gate_up: Any, down: Any, qkv: Any) -> None:
         gemm = ops.skinny_gemm if self.bits == 16 else ops.w4_gemm
@@ -231,7 +231,7 @@ def main() -> None:
         products = [(layer, shape, 4) for layer, shape in layers.items()]
         for layer, (n, k), bits in [*products, ("lm_head", HEADS[model], 16)]:
             row_counts = ROWS + PROMPT_ROWS if bits == 4 else ROWS
-            ours = time_product(ctx, n, k, args.dtype, bits, row_counts)
+            ours = time_gemm(ctx, n, k, args.dtype, bits, row_counts)
             cublas = time_cublas(n, k, row_counts)
             if bits == 4:
                 growth.append(ours[64] / ours[1])

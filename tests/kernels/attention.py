@@ -31,7 +31,7 @@ class Case:
         columns = (self.num_heads + 2 * self.num_kv_heads) * dim
         self.scale = dim**-0.5
         self.qkv = rounded(rng.standard_normal((step.num_rows, columns)) * 1.5, self.dtype)
-        # [cells, Hkv, D] of each sequence; the same numbers whatever the step's shape.
+        # [entries, Hkv, D] of each sequence; the same numbers whatever the step's shape.
         self.k, self.v = (
             [
                 rounded(
@@ -45,13 +45,13 @@ class Case:
             for which in (0, 1)
         )
 
-    def cache(self, cells: list[np.ndarray]) -> np.ndarray:
-        """Raw [pages, Hkv, 64, D] with the sequences' cells in their pages."""
+    def cache(self, entries: list[np.ndarray]) -> np.ndarray:
+        """Raw [pages, Hkv, 64, D] with the sequences' entries in their pages."""
         shape = (self.step.num_pages, self.num_kv_heads, 64, self.head_dim)
         cache = np.full(shape, encode(np.nan, self.dtype))
-        for seq, values in enumerate(cells):
-            page, cell = self.step.where(seq, np.arange(len(values)))
-            cache[page, :, cell] = encode(values, self.dtype)
+        for seq, values in enumerate(entries):
+            page, entry = self.step.where(seq, np.arange(len(values)))
+            cache[page, :, entry] = encode(values, self.dtype)
             # Whole pages before all rows' windows may be gone.
             outside = self.step.lengths[seq] + 1 - self.window if self.window else 0
             for first in range(0, outside - 63, 64):
@@ -67,7 +67,7 @@ class Case:
 
     def put(self, device: str) -> tuple[Any, Any, Any, Any]:
         """qkv, the cache and the rows."""
-        k, v = (self.put_raw(device, self.cache(cells)) for cells in (self.k, self.v))
+        k, v = (self.put_raw(device, self.cache(entries)) for entries in (self.k, self.v))
         qkv = self.qkv
         if self.gated:
             q, rest = np.split(qkv, [self.num_heads * self.head_dim], axis=1)
@@ -96,7 +96,7 @@ class Case:
             )
         attention = ops.Attention(
             out=out, qkv=qkv, k_cache=k, v_cache=v, scale=self.scale, num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, rows=rows,
+            num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, tokens=rows,
             scratch=empty(device, [floats]), window=self.window, by_position=self.by_position,
             **more,
         )  # fmt: skip
@@ -107,19 +107,19 @@ class Case:
         getattr(ops, name)(context(device), attention)
         return out
 
-    def cells(self, row: int) -> np.ndarray:
-        """The cells that a row sees."""
-        cells, own = self.step.visible(row), int(self.step.row_cells[row])
+    def entries(self, row: int) -> np.ndarray:
+        """The entries that a row sees."""
+        entries, own = self.step.visible(row), int(self.step.token_entries[row])
         if not self.by_position:
-            return reference.in_window(cells, own, self.window)
-        return cells[reference.in_window(np.arange(len(cells)), len(cells) - 1, self.window)]
+            return reference.in_window(entries, own, self.window)
+        return entries[reference.in_window(np.arange(len(entries)), len(entries) - 1, self.window)]
 
     def reference(self) -> np.ndarray:
         out = np.empty((self.step.num_rows, self.num_heads * self.head_dim))
         for row in range(self.step.num_rows):
-            seq, cells = self.step.row_seqs[row], self.cells(row)
+            seq, entries = self.step.token_seqs[row], self.entries(row)
             q = self.qkv[row].reshape(-1, self.head_dim)[: self.num_heads]
-            k, v = self.k[seq][cells], self.v[seq][cells]
+            k, v = self.k[seq][entries], self.v[seq][entries]
             out[row] = reference.attention_row(q, k, v, self.scale).reshape(-1)
         return out
 

@@ -303,10 +303,12 @@ def test_keep_accepted(
         paged = (num_layers * 2, -1, num_heads, PAGE, head_dim)
         expected = content.reshape(paged).copy()
         for seq, slot in enumerate(slots):
-            cells = expected[:, pages[slot]].transpose(1, 3, 0, 2, 4)  # page, cell, layer, head, D
-            flat = cells.reshape(-1, *cells.shape[2:])
+            entries = expected[:, pages[slot]].transpose(
+                1, 3, 0, 2, 4
+            )  # page, entry, layer, head, D
+            flat = entries.reshape(-1, *entries.shape[2:])
             path = paths[seq, : num_emitted[seq]].tolist()
-            moved = reference.compact(flat, int(before[slot]), path).reshape(cells.shape)
+            moved = reference.compact(flat, int(before[slot]), path).reshape(entries.shape)
             expected[:, pages[slot]] = moved.transpose(2, 0, 3, 1, 4)
         assert np.array_equal(pool.numpy(), expected.reshape(shape)), max_emitted
 

@@ -96,7 +96,7 @@ def test_prefill_chunks(device: str, dtype: str, lengths: list[int], counts: lis
 @on_devices_and_dtypes
 def test_large_scores(device: str, dtype: str) -> None:
     case = Case(Step(lengths=[150, 3], counts=[2, 2]), 4, 2, 64, dtype)
-    case.scale = 8.0  # one cell takes all the weight, and exp would overflow unguarded
+    case.scale = 8.0  # one entry takes all the weight, and exp would overflow unguarded
     case.check(DECODE, device)
     case.check(PREFILL, device)
 
@@ -288,13 +288,13 @@ def level_rows(step: Step, device: str, begin: int, end: int) -> tuple[np.ndarra
     masks = None
     if step.masks is not None:
         masks = put_raw(device, np.concatenate(step.masks)[index].astype(np.uint64))
-    rows = ops.StepRows(
-        num_rows=len(index), num_seqs=len(step.lengths), max_seq_rows=end - begin,
+    rows = ops.StepTokens(
+        num_tokens=len(index), num_seqs=len(step.lengths), max_seq_tokens=end - begin,
         max_kv=step.max_kv, positions=put_ints(device, step.positions[index]),
-        row_seqs=put_ints(device, step.row_seqs[index]), seq_slots=put_ints(device, step.slots),
-        seq_row_begin=put_ints(device, np.arange(len(step.lengths) + 1) * (end - begin)),
+        token_seqs=put_ints(device, step.token_seqs[index]), seq_slots=put_ints(device, step.slots),
+        seq_token_begin=put_ints(device, np.arange(len(step.lengths) + 1) * (end - begin)),
         slot_lengths=put_ints(device, slot_lengths), page_table=put_ints(device, step.page_table),
-        row_masks=masks, first_row=begin,
+        ancestor_masks=masks, first_row=begin,
     )  # fmt: skip
     return index, rows
 
@@ -315,8 +315,8 @@ def test_levels_equal_one_launch(
     def run(edges: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """With the keys and values of each level written by rotary_kv."""
         k, v = (
-            case.put_raw(device, case.cache([x[:n] for x, n in zip(cells, lengths)]))
-            for cells in (case.k, case.v)
+            case.put_raw(device, case.cache([x[:n] for x, n in zip(entries, lengths)]))
+            for entries in (case.k, case.v)
         )
         result = np.empty((step.num_rows, case.num_heads * case.head_dim), encode([], dtype).dtype)
         for begin, end in pairwise(edges):
@@ -324,7 +324,7 @@ def test_levels_equal_one_launch(
             qkv = put(device, case.qkv[index], dtype)
             rotary = ops.RotaryKv(
                 qkv=qkv, inv_freq=inv_freq, k_cache=k, v_cache=v, num_heads=case.num_heads,
-                num_kv_heads=case.num_kv_heads, head_dim=case.head_dim, rows=rows,
+                num_kv_heads=case.num_kv_heads, head_dim=case.head_dim, tokens=rows,
             )  # fmt: skip
             ops.rotary_kv(context(device), rotary)
             result[index] = case.launch(name, device, qkv, k, v, rows).numpy()
@@ -339,10 +339,10 @@ def as_plain_decoding(case: Case, nodes: Sequence[int]) -> Case:
     step = case.step
     lengths, keys, values = [], [], []
     for row in nodes:
-        cells, seq = step.visible(row), int(step.row_seqs[row])
-        lengths.append(len(cells) - 1)
-        keys.append(case.k[seq][cells])
-        values.append(case.v[seq][cells])
+        entries, seq = step.visible(row), int(step.token_seqs[row])
+        lengths.append(len(entries) - 1)
+        keys.append(case.k[seq][entries])
+        values.append(case.v[seq][entries])
     alone = Step(lengths=lengths, counts=[1] * len(nodes), seed=5)
     result = Case(alone, case.num_heads, case.num_kv_heads, case.head_dim, case.dtype)
     result.qkv, result.k, result.v, result.window = case.qkv[list(nodes)], keys, values, case.window
@@ -459,14 +459,14 @@ def test_windows_are_not_negative(device: str, name: str) -> None:
 def test_masks_have_64_bits(device: str, name: str) -> None:
     step = Step(lengths=[0], counts=[64], masks=[chain_masks(64)])
     case = Case(step, 1, 1, 64, "float16")
-    rows = ops.StepRows(
-        num_rows=60, num_seqs=1, max_seq_rows=60, max_kv=65, positions=put_ints(device, [0] * 60),
-        row_seqs=put_ints(device, [0] * 60), seq_slots=put_ints(device, step.slots),
-        seq_row_begin=put_ints(device, [0, 60]), slot_lengths=put_ints(device, [0] * 3),
+    rows = ops.StepTokens(
+        num_tokens=60, num_seqs=1, max_seq_tokens=60, max_kv=65,
+        positions=put_ints(device, [0] * 60), token_seqs=put_ints(device, [0] * 60), seq_slots=put_ints(device, step.slots),
+        seq_token_begin=put_ints(device, [0, 60]), slot_lengths=put_ints(device, [0] * 3),
         page_table=put_ints(device, step.page_table), first_row=5,
-        row_masks=put_raw(device, chain_masks(60)),
+        ancestor_masks=put_raw(device, chain_masks(60)),
     )  # fmt: skip
-    k, v = (case.put_raw(device, case.cache(cells)) for cells in (case.k, case.v))
+    k, v = (case.put_raw(device, case.cache(entries)) for entries in (case.k, case.v))
     with pytest.raises(ValueError, match="65"):
         case.launch(name, device, put(device, case.qkv[:60], "float16"), k, v, rows)
 

@@ -53,9 +53,9 @@ def check_step(
         position = int(step.positions[row])
         rotated = reference.rope(q[row], position, inv_freq, scaling)
         new_qkv[row, : num_heads * dim] = rotated.reshape(-1)
-        page, cell = step.where(step.row_seqs[row], step.row_cells[row])
-        new_k[page, :, cell] = reference.rope(k[row], position, inv_freq, scaling)
-        new_v[page, :, cell] = v[row]
+        page, entry = step.where(step.token_seqs[row], step.token_entries[row])
+        new_k[page, :, entry] = reference.rope(k[row], position, inv_freq, scaling)
+        new_v[page, :, entry] = v[row]
 
     layout, wide = {}, qkv
     if spread:
@@ -76,7 +76,7 @@ def check_step(
             qkv=arrays[0], k_cache=arrays[1], v_cache=arrays[2], bias=optional(biases),
             q_norm=optional(q_norm), k_norm=optional(k_norm), norm_eps=eps,
             inv_freq=put(device, inv_freq), attention_scaling=scaling, num_heads=num_heads,
-            num_kv_heads=num_kv, head_dim=dim, rows=step.rows(device), rotary_dim=rotary_dim,
+            num_kv_heads=num_kv, head_dim=dim, tokens=step.rows(device), rotary_dim=rotary_dim,
             **layout,
         )  # fmt: skip
         ops.rotary_kv(context(device), rotary)
@@ -88,7 +88,7 @@ def check_step(
     assert_close(results[0][:, :q_columns], new_qkv[:, :q_columns], tolerance)
     for result, new, before in zip(results[1:], (new_k, new_v), (k_before, v_before)):
         assert_close(result, new, tolerance)
-        assert np.array_equal(result[new == before], new[new == before]), "another cell changed"
+        assert np.array_equal(result[new == before], new[new == before]), "another entry changed"
     if device == "cuda":
         for result, oracle in zip(results[1:], run("cpu")[1:]):
             assert_close(result, oracle, tolerance)
@@ -141,7 +141,7 @@ def test_rotary_dim_must_fit(device: str, rotary_dim: int) -> None:
     rotary = ops.RotaryKv(
         qkv=put(device, np.zeros((1, 192)), "float16"), k_cache=cache, v_cache=cache,
         inv_freq=put(device, inv_freq_of(128)), num_heads=1, num_kv_heads=1, head_dim=64,
-        rows=step.rows(device), rotary_dim=rotary_dim,
+        tokens=step.rows(device), rotary_dim=rotary_dim,
     )  # fmt: skip
     with pytest.raises(ValueError, match=f"{rotary_dim} of 64 elements are rotated"):
         ops.rotary_kv(context(device), rotary)
@@ -152,7 +152,7 @@ def test_tree_positions_differ_from_cells(device: str, dtype: str) -> None:
     rng = np.random.default_rng(0)
     masks = [random_tree(rng, 33), random_tree(rng, 12)]
     step = Step(lengths=[60, 7], counts=[33, 12], masks=masks)
-    assert not np.array_equal(step.positions, step.row_cells)
+    assert not np.array_equal(step.positions, step.token_entries)
     check_step(device, dtype, step, (4, 2, 128))
 
 
@@ -175,7 +175,7 @@ def test_qkv_must_have_all_heads(device: str) -> None:
     rotary = ops.RotaryKv(
         qkv=put(device, np.zeros((1, 128)), "float16"), k_cache=cache, v_cache=cache,
         inv_freq=put(device, inv_freq_of(64)), num_heads=1, num_kv_heads=1, head_dim=64,
-        rows=step.rows(device),
+        tokens=step.rows(device),
     )  # fmt: skip
     with pytest.raises(ValueError, match="128"):
         ops.rotary_kv(context(device), rotary)

@@ -37,21 +37,21 @@ def sample(
     device: str,
     logits: np.ndarray,
     slots: np.ndarray,
-    row_slots: Sequence[int] | np.ndarray | None = None,
+    token_slots: Sequence[int] | np.ndarray | None = None,
     positions: Sequence[int] | np.ndarray | None = None,
     counts: np.ndarray | None = None,
     bias: np.ndarray | None = None,
     mask_rows: Sequence[int] | np.ndarray | None = None,
     masks: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens and logprobs of the rows; without row_slots, all rows are slot 0's."""
+    """Tokens and logprobs of the rows; without token_slots, all rows are slot 0's."""
     num_rows = len(logits)
     tokens = empty(device, [num_rows], "int32")
     logprobs = empty_structs(device, [num_rows], ops.token_logprobs_dtype)
     ops.sample(
         context(device), logits=put(device, logits), tokens=tokens, logprobs=logprobs,
-        row_slots=put_ints(device, np.zeros(num_rows) if row_slots is None else row_slots),
-        row_positions=put_ints(device, np.arange(num_rows) if positions is None else positions),
+        token_slots=put_ints(device, np.zeros(num_rows) if token_slots is None else token_slots),
+        token_positions=put_ints(device, np.arange(num_rows) if positions is None else positions),
         sampling=put_raw(device, slots),
         counts=None if counts is None else put_ints(device, counts),
         bias=None if bias is None else put(device, bias),
@@ -110,7 +110,7 @@ def test_logits_that_are_not_finite_draw_no_token(
     logits[5, 1:] = logits[6, 1::2] = -np.inf
     for slot in (0, 1):
         tokens, logprobs = sample(
-            device, logits, slots, row_slots=[slot] * 8, counts=counts, bias=bias
+            device, logits, slots, token_slots=[slot] * 8, counts=counts, bias=bias
         )
         assert tokens[:5].tolist() == [ops.NO_TOKEN] * 5
         assert tokens[5] == 0 and tokens[6] % 2 == 0 and 0 <= tokens[7] < vocab_size
@@ -236,8 +236,8 @@ def test_seed_stream_and_position_change_the_draw(device: str) -> None:
     base = {"temperature": 1.0, "seed": 1, "stream": 0}
     others = [{}, {"seed": 2}, {"seed": 1 + (1 << 32)}, {"stream": 1}]
     slots = slots_of(*({**base, **other} for other in others))
-    row_slots, positions = [0, 1, 2, 3] * 2, [0] * 4 + [1] * 4
-    tokens, _ = sample(device, logits, slots, row_slots, positions)
+    token_slots, positions = [0, 1, 2, 3] * 2, [0] * 4 + [1] * 4
+    tokens, _ = sample(device, logits, slots, token_slots, positions)
     assert len(set(tokens.tolist())) == 8
 
 
@@ -247,14 +247,16 @@ def test_a_draw_does_not_depend_on_the_batch(device: str) -> None:
     logits = random_logits(num_rows, 3001)
     fields = [with_defaults({**f, "seed": i}) for i, f in enumerate(FILTERS)]
     slots = slots_of(*fields, {})
-    row_slots = np.arange(num_rows) % len(slots)
+    token_slots = np.arange(num_rows) % len(slots)
     positions = np.arange(num_rows) * 7
-    together, _ = sample(device, logits, slots, row_slots, positions)
+    together, _ = sample(device, logits, slots, token_slots, positions)
     order = np.random.default_rng(0).permutation(num_rows)
-    shuffled, _ = sample(device, logits[order], slots, row_slots[order], positions[order])
+    shuffled, _ = sample(device, logits[order], slots, token_slots[order], positions[order])
     assert shuffled.tolist() == together[order].tolist()
     for row in range(num_rows):
-        alone, _ = sample(device, logits[row : row + 1], slots, row_slots[[row]], positions[[row]])
+        alone, _ = sample(
+            device, logits[row : row + 1], slots, token_slots[[row]], positions[[row]]
+        )
         assert alone[0] == together[row]
 
 
@@ -301,10 +303,10 @@ def test_penalties_and_bias(device: str, vocab_size: int, temperature: float) ->
     counts, bias = penalty_state(num_slots, vocab_size)
     num_rows = num_slots * (1 if SMALL or vocab_size > 10000 else 20)
     logits = random_logits(num_rows, vocab_size, scale=2)
-    row_slots = np.arange(num_rows) % num_slots
-    tokens, _ = sample(device, logits, slots, row_slots, counts=counts, bias=bias)
+    token_slots = np.arange(num_rows) % num_slots
+    tokens, _ = sample(device, logits, slots, token_slots, counts=counts, bias=bias)
     for row, token in enumerate(tokens):
-        slot = row_slots[row]
+        slot = token_slots[row]
         z = reference.adjusted(logits[row], slots[slot], counts[slot], bias[slot])
         scores = z if temperature == 0 else reference.draw_scores(z, slots[slot], row)
         assert scores[token] >= scores.max() - 1e-4, f"row {row}: {FEW_PENALTIES[slot]}"
@@ -358,8 +360,8 @@ def test_masks(device: str, vocab_size: int) -> None:
     allowed = random_masks(5, vocab_size)
     rng = np.random.default_rng(2)
     logits = random_logits(num_rows, vocab_size, scale=2)
-    row_slots = np.arange(num_rows)
-    common = {"row_slots": row_slots, "counts": counts, "bias": bias}
+    token_slots = np.arange(num_rows)
+    common = {"token_slots": token_slots, "counts": counts, "bias": bias}
     plain, _ = sample(device, logits, slots, **common)
     patterns = [rng.integers(-1, 5, num_rows), np.zeros(num_rows), np.full(num_rows, -1)]
     for mask_rows in patterns[:1] if SMALL else patterns:
@@ -369,7 +371,7 @@ def test_masks(device: str, vocab_size: int) -> None:
         expected, _ = sample(device, np.where(may, logits, -np.inf), slots, **common)
         expected = np.where(may.any(1), expected, 0)
         assert tokens.tolist() == expected.tolist()
-        assert may[row_slots, tokens].all()
+        assert may[token_slots, tokens].all()
         assert tokens[mask_rows < 0].tolist() == plain[mask_rows < 0].tolist()
 
 
@@ -453,12 +455,12 @@ def test_logprobs(device: str, vocab_size: int, temperature: float) -> None:
               "presence_penalty": 1.0, "top_p": 0.9}  # fmt: skip
     slots = slots_of(*({**fields, "num_logprobs": n} for n in (0, 5, 20)))
     logits = random_logits(6, vocab_size)
-    row_slots = [0, 1, 2] * 2
-    tokens, logprobs = sample(device, logits, slots, row_slots, counts=counts, bias=bias)
+    token_slots = [0, 1, 2] * 2
+    tokens, logprobs = sample(device, logits, slots, token_slots, counts=counts, bias=bias)
     for row, result in enumerate(logprobs):
         expected = reference.log_softmax(logits[row])  # of the raw logits
         assert abs(result["logprob"] - expected[tokens[row]]) < 1e-4
-        count = min(int(slots[row_slots[row]]["num_logprobs"]), vocab_size)
+        count = min(int(slots[token_slots[row]]["num_logprobs"]), vocab_size)
         order = np.argsort(-logits[row], kind="stable")[:count]
         assert result["top_ids"][:count].tolist() == order.tolist()
         assert np.allclose(result["top_logprobs"][:count], expected[order], atol=1e-4)
@@ -475,7 +477,7 @@ def test_logprobs_of_ties_come_by_id(device: str) -> None:
 @on_devices
 def test_logprobs_are_left_alone_where_not_asked_for(device: str) -> None:
     slots = slots_of({"num_logprobs": 1}, {})
-    _, logprobs = sample(device, random_logits(2, 64), slots, row_slots=[1, 0])
+    _, logprobs = sample(device, random_logits(2, 64), slots, token_slots=[1, 0])
     assert np.isnan(logprobs[0]["logprob"]) and logprobs[0]["top_ids"][0] == -1
     assert np.isfinite(logprobs[1]["logprob"])
 
@@ -494,6 +496,6 @@ def test_logits_must_be_float32(device: str) -> None:
     with pytest.raises(ValueError, match="float16"):
         ops.sample(
             context(device), logits=empty(device, [1, 8], "float16"),
-            row_slots=put_ints(device, [0]), row_positions=put_ints(device, [0]),
+            token_slots=put_ints(device, [0]), token_positions=put_ints(device, [0]),
             sampling=put_raw(device, slots_of({})), tokens=empty(device, [1], "int32"),
         )  # fmt: skip

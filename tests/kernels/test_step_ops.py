@@ -63,8 +63,9 @@ class Finisher:
         self.ids = np.arange(sum(rows)) + 1000
         ops.finish_step(
             context(d), seq_slots=put_ints(d, slots),
-            seq_row_begin=put_ints(d, np.cumsum([0, *rows])), num_seqs=len(slots),
-            ids=put_ints(d, self.ids), row_seqs=put_ints(d, np.repeat(np.arange(len(rows)), rows)),
+            seq_token_begin=put_ints(d, np.cumsum([0, *rows])), num_seqs=len(slots),
+            ids=put_ints(d, self.ids),
+            token_seqs=put_ints(d, np.repeat(np.arange(len(rows)), rows)),
             sampled_seqs=put_ints(d, sampled or [0]), num_sampled=len(sampled),
             tokens=put_ints(d, tokens or [0]), logprobs=put_raw(d, self.logprobs),
             sampling=self.sampling, state=self.state.op,

@@ -41,11 +41,11 @@ class Beam:
             "tokens": empty(device, (num_seqs, count), "int32"),
             "level_candidates": empty(device, (num_seqs, depth, topk), "int32"),
             "row_scores": empty(device, rows),
-            "row_masks": empty(device, rows, "uint64"),
-            "seq_row_begin": empty(device, [num_seqs + 1], "int32"),
+            "ancestor_masks": empty(device, rows, "uint64"),
+            "seq_token_begin": empty(device, [num_seqs + 1], "int32"),
         }
         for name in ("ids", "parents", "positions", "seqs"):
-            self.arrays[f"row_{name}"] = empty(device, rows, "int32")
+            self.arrays[f"token_{name}"] = empty(device, rows, "int32")
         self.op = ops.DraftBeam(num_seqs=num_seqs, topk=topk, depth=depth, **self.arrays)
         self.growths = [reference.Growth(topk) for _ in range(num_seqs)]
 
@@ -73,17 +73,17 @@ class Beam:
 
     def check_level(self, level: int) -> None:
         got = {name: array.numpy() for name, array in self.arrays.items()}
-        assert got["seq_row_begin"].tolist() == [b * self.topk for b in range(self.num_seqs + 1)]
+        assert got["seq_token_begin"].tolist() == [b * self.topk for b in range(self.num_seqs + 1)]
         for seq, growth in enumerate(self.growths):
             rows = growth.levels[level]
             assert got["level_candidates"][seq, level].tolist() == [c.index for c in rows]
             assert got["row_scores"][seq].tolist() == [c.score for c in rows]
-            assert got["row_masks"][seq].tolist() == [growth.row_mask(c) for c in rows]
-            assert got["row_ids"][seq].tolist() == [c.token for c in rows]
+            assert got["ancestor_masks"][seq].tolist() == [growth.ancestor_mask(c) for c in rows]
+            assert got["token_ids"][seq].tolist() == [c.token for c in rows]
             parents = [seq * self.topk + c.parent.row if c.parent else seq for c in rows]
-            assert got["row_parents"][seq].tolist() == parents
-            assert set(got["row_positions"][seq]) == {self.lengths[self.slots[seq]] + level}
-            assert set(got["row_seqs"][seq]) == {seq}
+            assert got["token_parents"][seq].tolist() == parents
+            assert set(got["token_positions"][seq]) == {self.lengths[self.slots[seq]] + level}
+            assert set(got["token_seqs"][seq]) == {seq}
             known = len(growth.candidates)
             assert got["tokens"][seq, :known].tolist() == [c.token for c in growth.candidates]
             assert got["scores"][seq, :known].tolist() == [c.score for c in growth.candidates]
@@ -132,9 +132,9 @@ class Trees:
             array.copy_from(np.array(values, array.numpy().dtype))
         self.rows = {
             name: empty(device, (num_seqs, num_nodes), "int32")
-            for name in ("row_ids", "row_positions", "row_slots", "row_seqs")
+            for name in ("token_ids", "token_positions", "token_slots", "token_seqs")
         }
-        self.rows["seq_row_begin"] = empty(device, [num_seqs + 1], "int32")
+        self.rows["seq_token_begin"] = empty(device, [num_seqs + 1], "int32")
         self.op = ops.TokenTrees(**self.arrays, **self.rows)
 
     def check_rows(self, slots: Any, lengths: Any) -> None:
@@ -142,14 +142,14 @@ class Trees:
         trees = {name: array.numpy() for name, array in self.arrays.items()}
         rows = {name: array.numpy() for name, array in self.rows.items()}
         num_seqs, num_nodes = trees["tokens"].shape
-        assert np.array_equal(rows["row_ids"], np.maximum(trees["tokens"], 0))
+        assert np.array_equal(rows["token_ids"], np.maximum(trees["tokens"], 0))
         ancestors = [[int(mask).bit_count() - 1 for mask in masks] for masks in trees["masks"]]
         assert trees["depths"].tolist() == ancestors
         positions = np.asarray(lengths)[slots][:, None] + trees["depths"]
-        assert np.array_equal(rows["row_positions"], positions)
-        for name, values in (("row_slots", slots), ("row_seqs", range(num_seqs))):
+        assert np.array_equal(rows["token_positions"], positions)
+        for name, values in (("token_slots", slots), ("token_seqs", range(num_seqs))):
             assert rows[name].tolist() == [[value] * num_nodes for value in values]
-        assert rows["seq_row_begin"].tolist() == [b * num_nodes for b in range(num_seqs + 1)]
+        assert rows["seq_token_begin"].tolist() == [b * num_nodes for b in range(num_seqs + 1)]
 
     def check(self, expected: list[reference.Tree]) -> None:
         for name, array in self.arrays.items():
@@ -300,9 +300,9 @@ def test_begin_draft(device: str, shifted: bool) -> None:
     )  # fmt: skip
     out = {
         name: empty(device, [3, max_path], "int32")
-        for name in ("ids", "positions", "row_seqs", "hidden_rows")
+        for name in ("ids", "positions", "token_seqs", "hidden_rows")
     }
-    out["seq_row_begin"] = empty(device, [4], "int32")
+    out["seq_token_begin"] = empty(device, [4], "int32")
     out["last_rows"] = empty(device, [3], "int32")
     draft_lengths = put_ints(device, [1, 2, 3, 4, 5])
     ops.begin_draft(
@@ -314,9 +314,9 @@ def test_begin_draft(device: str, shifted: bool) -> None:
     assert rows["ids"] == [[112, 113, 0, 0], [100, 101, 102, 103], [0, 0, 0, 0]]
     first = [40, 10, 29] if shifted else [41, 11, 30]
     assert rows["positions"] == [[at, at + 1, at + 2, at + 3] for at in first]
-    assert rows["row_seqs"] == [[0] * 4, [1] * 4, [2] * 4]
+    assert rows["token_seqs"] == [[0] * 4, [1] * 4, [2] * 4]
     assert rows["hidden_rows"] == [[12, 13, 14, 15], [0, 1, 2, 3], [8, 9, 10, 11]]
-    assert rows["seq_row_begin"] == [0, 4, 8, 12]
+    assert rows["seq_token_begin"] == [0, 4, 8, 12]
     assert rows["last_rows"] == [1, 7, 8]
     assert draft_lengths.numpy().tolist() == [first[1], 2, first[2], first[0], 5]
 
@@ -341,8 +341,8 @@ def test_shift_prompt(device: str, counts: list[int]) -> None:
     first_lengths = put_ints(device, np.full(num_seqs + 2, -5))
     ops.shift_prompt(
         context(device), max_path=max_path, ids=put_ints(device, ids),
-        row_seqs=put_ints(device, seqs), seq_slots=put_ints(device, slots),
-        seq_row_begin=put_ints(device, begin), lengths=put_ints(device, lengths), first=first,
+        token_seqs=put_ints(device, seqs), seq_slots=put_ints(device, slots),
+        seq_token_begin=put_ints(device, begin), lengths=put_ints(device, lengths), first=first,
         first_lengths=first_lengths, rest=rest,
     )  # fmt: skip
     starts = lengths[slots]
@@ -377,15 +377,15 @@ def test_penalties_and_masks_on_trees(device: str, vocab_size: int, temperature:
     num_slots = len(slots)
     counts, bias = penalty_state(num_slots, vocab_size)
     contents = [reference.random_tree(rng, num_nodes, max_depth, 6) for _ in range(num_slots)]
-    row_slots = np.repeat(rng.permutation(num_slots), num_nodes)
-    positions = 100 * row_slots + np.array([tree.depths for tree in contents]).ravel()
+    token_slots = np.repeat(rng.permutation(num_slots), num_nodes)
+    positions = 100 * token_slots + np.array([tree.depths for tree in contents]).ravel()
     logits = random_logits(num_slots * num_nodes, vocab_size, scale=2)
 
     def draw(**kwargs: Any) -> np.ndarray:
         tokens = empty(device, [len(logits)], "int32")
         ops.sample(
             context(device), logits=put(device, logits), tokens=tokens,
-            row_positions=put_ints(device, positions), bias=put(device, kwargs.pop("bias")),
+            token_positions=put_ints(device, positions), bias=put(device, kwargs.pop("bias")),
             **kwargs,
         )  # fmt: skip
         return tokens.numpy()
@@ -396,26 +396,26 @@ def test_penalties_and_masks_on_trees(device: str, vocab_size: int, temperature:
         "masks": put_raw(device, packed(random_masks(5, vocab_size)).view(np.uint8)),
     }
     drawn = draw(
-        sampling=put_raw(device, slots), row_slots=put_ints(device, row_slots), bias=bias,
+        sampling=put_raw(device, slots), token_slots=put_ints(device, token_slots), bias=bias,
         counts=put_ints(device, counts), tree_tokens=trees.arrays["tokens"],
         tree_masks=trees.arrays["masks"], tree_size=num_nodes, **masks,
     )  # fmt: skip
 
     # Plain sampling: a slot for every row.
-    row_counts = counts[row_slots].copy()
+    row_counts = counts[token_slots].copy()
     for row, row_count in enumerate(row_counts):
         tree = contents[row // num_nodes]
         for node in tree.path_to(row % num_nodes)[1:]:
             if tree.tokens[node] >= 0:
                 row_count[tree.tokens[node]] += 1
     plain = draw(
-        sampling=put_raw(device, slots[row_slots]), bias=bias[row_slots],
-        row_slots=put_ints(device, np.arange(len(logits))), counts=put_ints(device, row_counts),
+        sampling=put_raw(device, slots[token_slots]), bias=bias[token_slots],
+        token_slots=put_ints(device, np.arange(len(logits))), counts=put_ints(device, row_counts),
         **masks,
     )  # fmt: skip
     assert drawn.tolist() == plain.tolist()
     if temperature == 0 and vocab_size == 7:
         assert (drawn != draw(
-            sampling=put_raw(device, slots), row_slots=put_ints(device, row_slots), bias=bias,
+            sampling=put_raw(device, slots), token_slots=put_ints(device, token_slots), bias=bias,
             counts=put_ints(device, counts), **masks,
         )).any()  # fmt: skip

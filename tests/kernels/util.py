@@ -156,26 +156,26 @@ class Step:
             self.page_table[slot, :count] = [next(pages) for _ in range(count)]
         self.begins = np.concatenate([[0], np.cumsum(self.counts)])
         self.num_rows = int(self.begins[-1])
-        self.row_seqs = np.repeat(np.arange(num_seqs), self.counts)
-        self.in_seq = np.arange(self.num_rows) - self.begins[self.row_seqs]
-        self.row_cells = np.array(self.lengths)[self.row_seqs] + self.in_seq
+        self.token_seqs = np.repeat(np.arange(num_seqs), self.counts)
+        self.in_seq = np.arange(self.num_rows) - self.begins[self.token_seqs]
+        self.token_entries = np.array(self.lengths)[self.token_seqs] + self.in_seq
         depths = self.in_seq
         if self.masks is not None:
             depths = np.array([int(mask).bit_count() - 1 for mask in np.concatenate(self.masks)])
-        self.positions = np.array(self.lengths)[self.row_seqs] + depths  # a test may replace them
+        self.positions = np.array(self.lengths)[self.token_seqs] + depths  # a test may replace them
         self.max_kv = max(self.ends) + self.extra_kv
 
     def visible(self, row: int) -> npt.NDArray[np.int64]:
-        """The cells that a row sees."""
-        seq, j = self.row_seqs[row], int(self.in_seq[row])
+        """The entries that a row sees."""
+        seq, j = self.token_seqs[row], int(self.in_seq[row])
         length = self.lengths[seq]
         bits = (1 << (j + 1)) - 1 if self.masks is None else int(self.masks[seq][j])
         return np.array([*range(length), *(length + i for i in range(j + 1) if bits >> i & 1)])
 
-    def where(self, seq: int, cells: Any) -> tuple[Any, Any]:
-        """Page and cell in the page of a sequence's cells."""
-        cells = np.asarray(cells)
-        return self.page_table[self.slots[seq], cells // PAGE], cells % PAGE
+    def where(self, seq: int, entries: Any) -> tuple[Any, Any]:
+        """Page and entry in the page of a sequence's entries."""
+        entries = np.asarray(entries)
+        return self.page_table[self.slots[seq], entries // PAGE], entries % PAGE
 
     def rows(self, device: str) -> Any:
         slot_lengths = np.full(self.num_slots, 12345)
@@ -183,18 +183,18 @@ class Step:
         masks = None
         if self.masks is not None:
             masks = put_raw(device, np.concatenate(self.masks).astype(np.uint64))
-        return ops.StepRows(
-            num_rows=self.num_rows,
+        return ops.StepTokens(
+            num_tokens=self.num_rows,
             num_seqs=len(self.lengths),
-            max_seq_rows=max(self.counts),
+            max_seq_tokens=max(self.counts),
             max_kv=self.max_kv,
             positions=put_ints(device, self.positions),
-            row_seqs=put_ints(device, self.row_seqs),
+            token_seqs=put_ints(device, self.token_seqs),
             seq_slots=put_ints(device, self.slots),
-            seq_row_begin=put_ints(device, self.begins),
+            seq_token_begin=put_ints(device, self.begins),
             slot_lengths=put_ints(device, slot_lengths),
             page_table=put_ints(device, self.page_table),
-            row_masks=masks,
+            ancestor_masks=masks,
         )
 
 

@@ -43,50 +43,50 @@ class MemoryBlock : public Block {
 
   void forward(const Context&, const Step& step, const Tensor& hidden,
                const Tensor& x) const override {
-    const StepRows& rows = step.rows;
+    const StepTokens& tokens = step.tokens;
     const int64_t h = width();
-    std::memcpy(inputs_, x.data(), 4 * rows.num_rows * h);
-    for (int row = 0; row < rows.num_rows; ++row) {
-      const int seq = rows.row_seqs[row], slot = rows.seq_slots[seq];
-      const int first = rows.seq_row_begin[seq], j = row - first;
-      const int parent = rows.row_parents == nullptr ? j - 1 : rows.row_parents[row];
+    std::memcpy(inputs_, x.data(), 4 * tokens.num_tokens * h);
+    for (int row = 0; row < tokens.num_tokens; ++row) {
+      const int seq = tokens.token_seqs[row], slot = tokens.seq_slots[seq];
+      const int first = tokens.seq_token_begin[seq], j = row - first;
+      const int parent = tokens.token_parents == nullptr ? j - 1 : tokens.token_parents[row];
       const float* before =
           parent < 0 ? memory_.as<float>() + slot * h : memories_ + (first + parent) * h;
       float* memory = memories_ + row * h;
       for (int i = 0; i < h; ++i) memory[i] = decay_ * before[i] + inputs_[row * h + i];
       for (int i = 0; i < h; ++i)
         hidden.as<float>()[row * h + i] += gain_.as<float>()[i] * memory[i];
-      for (int page = 0; page < rows.positions[row] / kPageSize - 1; ++page) {
-        const float* sum = sum_of(rows, slot, page * kPageSize);
+      for (int page = 0; page < tokens.positions[row] / kPageSize - 1; ++page) {
+        const float* sum = sum_of(tokens, slot, page * kPageSize);
         for (int i = 0; i < h; ++i)
           hidden.as<float>()[row * h + i] += gain_.as<float>()[i] * sum[i];
       }
-      if (step.phase == Phase::kPrefill) keep(rows, slot, row, rows.positions[row]);
+      if (step.phase == Phase::kPrefill) keep(tokens, slot, row, tokens.positions[row]);
     }
   }
 
   void commit(const Context&, const Step& step, const Accepted& accepted) const override {
-    const StepRows& rows = step.rows;
-    for (int seq = 0; seq < rows.num_seqs; ++seq) {
-      const int slot = rows.seq_slots[seq];
+    const StepTokens& tokens = step.tokens;
+    for (int seq = 0; seq < tokens.num_seqs; ++seq) {
+      const int slot = tokens.seq_slots[seq];
       const int* path = accepted.paths + slot * accepted.max_path;
       for (int j = 0; j < accepted.counts[slot]; ++j) {
-        const int row = rows.seq_row_begin[seq] + path[j];
-        keep(rows, slot, row, rows.positions[row]);
+        const int row = tokens.seq_token_begin[seq] + path[j];
+        keep(tokens, slot, row, tokens.positions[row]);
       }
     }
   }
 
  private:
   int64_t width() const { return spec_.hidden_size; }
-  float* sum_of(const StepRows& rows, int slot, int position) const {
-    const int page = rows.page_table[slot * rows.max_pages + position / kPageSize];
+  float* sum_of(const StepTokens& tokens, int slot, int position) const {
+    const int page = tokens.page_table[slot * tokens.max_pages + position / kPageSize];
     return sums_.as<float>() + page * width();
   }
   // The token at `position` of the slot is row `row` of the step.
-  void keep(const StepRows& rows, int slot, int row, int position) const {
+  void keep(const StepTokens& tokens, int slot, int row, int position) const {
     std::memcpy(memory_.as<float>() + slot * width(), memories_ + row * width(), 4 * width());
-    float* sum = sum_of(rows, slot, position);
+    float* sum = sum_of(tokens, slot, position);
     if (position % kPageSize == 0) std::memset(sum, 0, 4 * width());
     for (int i = 0; i < width(); ++i) sum[i] += inputs_[row * width() + i];
   }

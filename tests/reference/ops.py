@@ -54,13 +54,13 @@ def rope(x: F64, position: int, inv_freq: npt.NDArray[np.float32], scaling: floa
     return np.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1)
 
 
-def in_window(cells: Ints, own: int, window: int) -> Ints:
-    """Those of a row's cells that its window leaves; 0: all."""
-    return cells if window == 0 else cells[cells > own - window]
+def in_window(entries: Ints, own: int, window: int) -> Ints:
+    """Those of a row's entries that its window leaves; 0: all."""
+    return entries if window == 0 else entries[entries > own - window]
 
 
 def attention_row(q: F64, k: F64, v: F64, scale: float) -> F64:
-    """q [Hq, D] over the visible cells' k and v [cells, Hkv, D]; returns [Hq, D]."""
+    """q [Hq, D] over the visible entries' k and v [entries, Hkv, D]; returns [Hq, D]."""
     group = q.shape[0] // k.shape[1]
     k, v = np.repeat(k, group, axis=1), np.repeat(v, group, axis=1)
     scores = scale * np.einsum("hd,chd->hc", q, k)

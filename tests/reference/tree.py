@@ -59,7 +59,7 @@ class Growth:
         for row, candidate in enumerate(self.levels[-1]):
             candidate.row = row
 
-    def row_mask(self, candidate: Candidate) -> int:
+    def ancestor_mask(self, candidate: Candidate) -> int:
         """Bits of the candidate's row and those of its ancestors; only 64 fit."""
         chain = [*candidate.ancestors, candidate]
         bits = sum(1 << (level * self.topk + c.row) for level, c in enumerate(chain))
@@ -140,10 +140,10 @@ def accept(
     return Acceptance([node], [token], False)
 
 
-def compact(cells: npt.NDArray[Any], length: int, path: Sequence[int]) -> npt.NDArray[Any]:
-    """cells [cells, ...] of one sequence with `length` cached tokens before the step."""
-    kept = cells[[length + node for node in path]]
-    moved = cells.copy()
+def compact(entries: npt.NDArray[Any], length: int, path: Sequence[int]) -> npt.NDArray[Any]:
+    """entries [entries, ...] of one sequence with `length` cached tokens before the step."""
+    kept = entries[[length + node for node in path]]
+    moved = entries.copy()
     moved[length : length + len(path)] = kept
     return moved
 

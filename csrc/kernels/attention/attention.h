@@ -1,7 +1,7 @@
 // Attention of a step's rows over the paged KV cache (their own keys are already in it).
 //
-// out[t, h] = sum_c softmax_c(scale * q[t, h] . k[c, h / group]) v[c, h / group], c over the cells
-// that row t sees (kernels/step/step_rows.h).
+// out[t, h] = sum_c softmax_c(scale * q[t, h] . k[c, h / group]) v[c, h / group], c over the
+// entries that row t sees (kernels/step/step_tokens.h).
 //
 // Two kernels. `attention_prefill`: many rows of a sequence, tiles of keys visited in the order of
 // their absolute position, so that a row's bits do not depend on the chunk it came in.
@@ -13,7 +13,7 @@
 
 #include "kernels/layer/qkv_layout.h"
 #include "kernels/op.h"
-#include "kernels/step/step_rows.h"
+#include "kernels/step/step_tokens.h"
 
 namespace cpmcu {
 
@@ -27,16 +27,16 @@ struct AttentionParams {
   int num_heads = 0;
   int num_kv_heads = 0;
   int head_dim = 0;
-  // 0: all cells; else a row sees only the last `window` cells up to its own (cell > own - window,
-  // where own = L + first_row + row; by_position: own = L + depth).
+  // 0: all entries; else a row sees only the last `window` entries up to its own (entry > own -
+  // window, where own = L + first_row + row; by_position: own = L + depth).
   int window = 0;
-  // For trees that are verified (row_masks set, first_row 0): each row's arithmetic is that of
-  // plain decoding at its position. The cells of its ancestors, found through its mask, are taken
-  // in the order of their depth as cells L, L + 1, …: so a row of an accepted path has the bits
-  // that it would have had without speculation. Needs rows.row_masks, and that a row's position is
-  // L + depth. Cells below L are shared by all rows, but for up to 31 before the tree.
+  // For trees that are verified (ancestor_masks set, first_row 0): each row's arithmetic is that of
+  // plain decoding at its position. The entries of its ancestors, found through its mask, are taken
+  // in the order of their depth as entries L, L + 1, …: so a row of an accepted path has the bits
+  // that it would have had without speculation. Needs tokens.ancestor_masks, and that a row's
+  // position is L + depth. Cells below L are shared by all rows, but for up to 31 before the tree.
   bool by_position = false;
-  StepRows rows;
+  StepTokens tokens;
   Tensor scratch;  // attention_decode: float32, at least attention_scratch_floats(...) long
 };
 
@@ -53,9 +53,9 @@ inline void attention_decode(const Context& ctx, const AttentionParams& params) 
 
 // ---- the fixed splits of attention_decode
 
-// Split i covers cells [split_begin(i), split_begin(i + 1)): 64 splits of 128 cells (up to 8192),
-// 96 of 256 (up to 32768), then of 1024 each. So short contexts spread over many multiprocessors,
-// and long ones need few partials. All are whole numbers of 128 cells.
+// Split i covers entries [split_begin(i), split_begin(i + 1)): 64 splits of 128 entries (up to
+// 8192), 96 of 256 (up to 32768), then of 1024 each. So short contexts spread over many
+// multiprocessors, and long ones need few partials. All are whole numbers of 128 entries.
 #ifdef __CUDACC__
 __host__ __device__
 #endif
@@ -63,14 +63,14 @@ __host__ __device__
   if (split <= 64) return split * 128;
   return split <= 160 ? 8192 + (split - 64) * 256 : 32768 + (split - 160) * 1024;
 }
-// Number of splits that cover `num_cells` cells.
+// Number of splits that cover `num_entries` entries.
 #ifdef __CUDACC__
 __host__ __device__
 #endif
-    constexpr int num_splits(int num_cells) {
-  if (num_cells <= 8192) return (num_cells + 127) / 128;
-  return num_cells <= 32768 ? 64 + (num_cells - 8192 + 255) / 256
-                            : 160 + (num_cells - 32768 + 1023) / 1024;
+    constexpr int num_splits(int num_entries) {
+  if (num_entries <= 8192) return (num_entries + 127) / 128;
+  return num_entries <= 32768 ? 64 + (num_entries - 8192 + 255) / 256
+                              : 160 + (num_entries - 32768 + 1023) / 1024;
 }
 
 // Tokens of one launch, so that scratch does not grow with the number of sequences.

@@ -94,7 +94,7 @@ __global__ void __launch_bounds__(Config::kThreads)
   const int thread_column = static_cast<int>(threadIdx.x) % Config::kColumns;
   const int column =
       (static_cast<int>(blockIdx.x) % Config::kParts * Config::kColumns + thread_column) * 4;
-  const Partials partials(args.scratch, max_splits, args.rows.num_rows * args.num_heads, kDim);
+  const Partials partials(args.scratch, max_splits, args.tokens.num_tokens * args.num_heads, kDim);
   const float* acc = partials.acc + row * kDim + column;
   const float2* row_states = partials.states + row;
   ptx::pdl_wait();
@@ -148,8 +148,8 @@ __global__ void __launch_bounds__(Config::kThreads)
 // ---- launchers
 
 template <typename T, int kDim>
-void launch_combine(const Context& ctx, const AttentionParams& params, bool before_chain) {
-  const int num_rows = params.rows.num_rows, max_splits = num_splits(params.rows.max_kv);
+void launch_combine(const Context& ctx, const AttentionParams& params, bool before_fused_layer) {
+  const int num_rows = params.tokens.num_tokens, max_splits = num_splits(params.tokens.max_kv);
   const auto combine = [&](auto config) {
     using Config = decltype(config);
     const auto kernel = attention_combine_kernel<Config>;
@@ -163,7 +163,7 @@ void launch_combine(const Context& ctx, const AttentionParams& params, bool befo
   using Few = CombineConfig<T, kDim, 4, 128>;
   if (params.num_heads * num_rows >= ctx.sm_count) {
     combine(CombineConfig<T, kDim, 1, 128>{});
-  } else if (before_chain) {
+  } else if (before_fused_layer) {
     combine(CombineConfig<T, kDim, 2, 320>{});
   } else if (max_splits <= Few::kGroups * kSplitsTogether) {
     combine(Few{});
@@ -175,11 +175,11 @@ void launch_combine(const Context& ctx, const AttentionParams& params, bool befo
 // Graph-safe: yes. Reads on the device: positions, if by_position or of one row; each row's
 // sequence, slots, row ranges and lengths, of several rows that are several sequences' or not by
 // position.
-void combine_splits(const Context& ctx, const AttentionParams& params, bool before_chain) {
-  if (params.rows.num_rows == 0 || num_splits(params.rows.max_kv) == 1) return;
+void combine_splits(const Context& ctx, const AttentionParams& params, bool before_fused_layer) {
+  if (params.tokens.num_tokens == 0 || num_splits(params.tokens.max_kv) == 1) return;
   dispatch_half(params.qkv.dtype(), [&](auto element) {
     dispatch_int<64, 128, 256>("attention_combine: head_dim", params.head_dim, [&](auto dim) {
-      launch_combine<decltype(element), dim.value>(ctx, params, before_chain);
+      launch_combine<decltype(element), dim.value>(ctx, params, before_fused_layer);
     });
   });
 }
@@ -189,7 +189,7 @@ void combine_splits(const Context& ctx, const AttentionParams& params, bool befo
 void attention_combine(const Context& ctx, const AttentionParams& params) {
   combine_splits(ctx, params, false);
 }
-void attention_combine_before_chain(const Context& ctx, const AttentionParams& params) {
+void attention_combine_before_fused_layer(const Context& ctx, const AttentionParams& params) {
   combine_splits(ctx, params, true);
 }
 

@@ -1,12 +1,12 @@
-// Attention of 1..64 rows of a sequence over the paged cache, split over the cells.
+// Attention of 1..64 rows of a sequence over the paged cache, split over the entries.
 //
 // Two kernels share the same arithmetic (decode.cuh) among warps in different ways, with the same
-// bits: few_rows.cuh by cells, many_rows.cuh by rows.
+// bits: few_rows.cuh by entries, many_rows.cuh by rows.
 //
 // Surprising: the grid does not have a block for each split, but about as many blocks as run at a
-// time. Each does a range of splits, one after another: what comes before the first cell and behind
-// the last is paid once a range, and the copies run on over the ends of splits. Where ranges begin
-// changes no bit, so the host may choose. Trees that have half a run a range get whole runs.
+// time. Each does a range of splits, one after another: what comes before the first entry and
+// behind the last is paid once a range, and the copies run on over the ends of splits. Where ranges
+// begin changes no bit, so the host may choose. Trees that have half a run a range get whole runs.
 #include <algorithm>
 
 #include "core/dispatch.h"
@@ -18,7 +18,7 @@ namespace {
 
 // Up to so many packed rows of a KV head are few.
 constexpr int kMaxFewRows = 16;
-// With several sequences no block does more cells of one, or the longest would be waited for.
+// With several sequences no block does more entries of one, or the longest would be waited for.
 constexpr int kMaxRangeCells = 4096;
 
 // How rows and splits are shared out among blocks.
@@ -28,18 +28,18 @@ struct Shares {
   // So many ranges that about as many blocks come of it as run at a time.
   template <typename Config>
   static Shares of(const Context& ctx, const AttentionParams& params) {
-    const StepRows& rows = params.rows;
+    const StepTokens& tokens = params.tokens;
     const int group = params.num_heads / params.num_kv_heads;
-    const int num_chunks = (rows.max_seq_rows * group + Config::kRows - 1) / Config::kRows;
-    const int per_range = num_chunks * params.num_kv_heads * rows.num_seqs;
+    const int num_chunks = (tokens.max_seq_tokens * group + Config::kRows - 1) / Config::kRows;
+    const int per_range = num_chunks * params.num_kv_heads * tokens.num_seqs;
     int num_ranges = Config::kBlocks * ctx.sm_count / per_range;
-    if (rows.num_seqs > 1) num_ranges = std::max(num_ranges, rows.max_kv / kMaxRangeCells);
-    const int max_splits = num_splits(rows.max_kv);
+    if (tokens.num_seqs > 1) num_ranges = std::max(num_ranges, tokens.max_kv / kMaxRangeCells);
+    const int max_splits = num_splits(tokens.max_kv);
     return {num_chunks, std::clamp(num_ranges, 1, max_splits), max_splits};
   }
   // From half a run a range on, though blocks have nothing to do then: more than that is gained
   // where partial results are combined. The longer runs are, the longer that is: three quarters
-  // beyond 8192 cells, a whole one beyond 32768.
+  // beyond 8192 entries, a whole one beyond 32768.
   int merge_from() const {
     const int whole = num_ranges * kSplitsOfRun;
     int splits = whole / 2;
@@ -53,7 +53,8 @@ template <typename Config, typename Smem, typename Kernel>
 void launch_splits(const Context& ctx, const AttentionParams& params, Kernel kernel) {
   static_assert(sizeof(Smem) <= 99 * 1024, "sm_86 and sm_89 have 99 KiB for a block");
   const Shares shares = Shares::of<Config>(ctx, params);
-  const dim3 grid(shares.num_chunks * params.num_kv_heads, shares.num_ranges, params.rows.num_seqs);
+  const dim3 grid(shares.num_chunks * params.num_kv_heads, shares.num_ranges,
+                  params.tokens.num_seqs);
   // Where there is a multiprocessor for each block, so much that none takes two: they would be
   // slower.
   const size_t of_one = std::max<size_t>(sizeof(Smem), ctx.sm_shared_bytes / 2);
@@ -68,7 +69,7 @@ template <typename T, int kDim>
 void launch_all_splits(const Context& ctx, const AttentionParams& params) {
   using Few = FewRowsConfig<T, kDim>;
   using Many = ManyRowsConfig<T, kDim>;
-  const int max_packed = params.rows.max_seq_rows * (params.num_heads / params.num_kv_heads);
+  const int max_packed = params.tokens.max_seq_tokens * (params.num_heads / params.num_kv_heads);
   if (params.by_position) {
     launch_splits<Many, ManyRowsSmem<Many>>(ctx, params, attention_many_rows_kernel<Many, true>);
   } else if (max_packed > kMaxFewRows) {
@@ -92,18 +93,18 @@ int merges_from(const Context& ctx, const AttentionParams& params) {
 
 // Graph-safe: yes. Reads on the device: slots, row ranges, lengths, masks, page table.
 void attention_splits(const Context& ctx, const AttentionParams& params) {
-  const StepRows& rows = params.rows;
-  if (rows.num_rows == 0) return;
+  const StepTokens& tokens = params.tokens;
+  if (tokens.num_tokens == 0) return;
   check_attention(params, "attention_decode");
-  CHECK(rows.max_seq_rows <= kMaxTreeSize,
+  CHECK(tokens.max_seq_tokens <= kMaxTreeSize,
         "attention_decode: a sequence may have up to {} rows, not {}", kMaxTreeSize,
-        rows.max_seq_rows);
-  CHECK(!params.by_position || (rows.row_masks != nullptr && rows.first_row == 0),
+        tokens.max_seq_tokens);
+  CHECK(!params.by_position || (tokens.ancestor_masks != nullptr && tokens.first_row == 0),
         "attention_decode: by_position needs masks and a step in one launch, not first_row {}",
-        rows.first_row);
+        tokens.first_row);
   const int64_t needed =
-      attention_scratch_floats(rows.num_rows, params.num_heads, params.head_dim, rows.max_kv);
-  CHECK(num_splits(rows.max_kv) == 1 ||
+      attention_scratch_floats(tokens.num_tokens, params.num_heads, params.head_dim, tokens.max_kv);
+  CHECK(num_splits(tokens.max_kv) == 1 ||
             (params.scratch.dtype() == DType::kF32 && params.scratch.num_elements() >= needed),
         "attention_decode: scratch is {} of {}, expected {} of float32",
         params.scratch.shape_text(), name_of(params.scratch.dtype()), needed);

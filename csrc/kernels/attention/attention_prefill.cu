@@ -1,17 +1,17 @@
 // Attention of many rows of a sequence over the paged cache, on tensor cores.
 //
 //   out[t, h] = softmax(scale * q[t, h] K^T) V,  K and V of KV head h / group, one pass over the
-//   cells with a running maximum and sum (flash attention).
+//   entries with a running maximum and sum (flash attention).
 //
 // Block: one tile of query rows (128; 64 for D = 256) of one (sequence, query head), four warps of
-// 32 (16) rows. Cells come in tiles of one page (half a page for D = 256), from cell 0 upwards to
+// 32 (16) rows. Cells come in tiles of one page (half a page for D = 256), from entry 0 upwards to
 // the last that a row of the block sees; the copy of the next tile runs under the arithmetic of
-// this one. Bound: 4 * rows * cells * D operations against the tensor cores; a warp with 32 rows
+// this one. Bound: 4 * rows * entries * D operations against the tensor cores; a warp with 32 rows
 // reads each fragment of K and V from shared memory once for two mma, which keeps shared memory
 // (128 bytes a clock) from being the limit. Hence also: Q stays in shared memory, its registers go
 // to the 32 rows' accumulators.
 //
-// Surprising: tiles start at absolute cell 0, mod 64, never at a chunk's own start. A row's bits
+// Surprising: tiles start at absolute entry 0, mod 64, never at a chunk's own start. A row's bits
 // then do not depend on the chunk it came in, so prefix caching and chunk sizes change no output.
 // P is rounded to the model's type for P V, the sum of P is not. With a window, tiles before that
 // of the block's first row are left out: they would change no state.
@@ -29,14 +29,14 @@ struct PrefillConfig {
   using Element = T;
   static constexpr int kDim = kDim_;
   static constexpr int kRowTiles = kDim <= 128 ? 2 : 1;  // tiles of 16 rows in a warp
-  static constexpr int kCells = kDim <= 128 ? 64 : 32;   // cells of a tile
+  static constexpr int kCells = kDim <= 128 ? 64 : 32;   // entries of a tile
   static constexpr int kMinBlocks = 2;                   // on one SM
   static constexpr int kWarps = 4;
   static constexpr int kThreads = kWarps * 32;
   static constexpr int kWarpRows = kRowTiles * 16;
   static constexpr int kRows = kWarps * kWarpRows;  // query rows of a block
   static constexpr int kStages = 2;
-  static_assert(kPageSize % kCells == 0, "a tile of cells lies in one page");
+  static_assert(kPageSize % kCells == 0, "a tile of entries lies in one page");
 };
 
 template <typename Config>
@@ -63,56 +63,57 @@ struct PrefillCta {
   const int kv_head = head / (args.num_heads / args.num_kv_heads);
   const int block_rows = min(Config::kRows, seq.num_rows - block_row);
   const uint64_t* const masks =
-      args.rows.row_masks == nullptr ? nullptr : args.rows.row_masks + seq.row_begin;
+      args.tokens.ancestor_masks == nullptr ? nullptr : args.tokens.ancestor_masks + seq.row_begin;
   // Cells that some row of the CTA may see.
-  const int cell_end = masks == nullptr ? seq.length + block_row + block_rows : seq.end();
+  const int entry_end = masks == nullptr ? seq.length + block_row + block_rows : seq.end();
 
   const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
   const int warp_row = block_row + warp * Config::kWarpRows;
   // Cells that every row of this warp sees, and those that any of them may see.
   const int seen_by_first = seq.length + warp_row + 1;  // without masks
-  const int full_cells = masks == nullptr ? seen_by_first : seq.length;
-  const int warp_cells =
-      min(cell_end, masks == nullptr ? seen_by_first + Config::kWarpRows - 1 : cell_end);
-  const int some_cells = warp_row < seq.num_rows ? warp_cells : 0;
-  const int first_tile = window_begin(seq.first_cell + block_row, args.window) / kCells;
+  const int full_entries = masks == nullptr ? seen_by_first : seq.length;
+  const int warp_entries =
+      min(entry_end, masks == nullptr ? seen_by_first + Config::kWarpRows - 1 : entry_end);
+  const int some_entries = warp_row < seq.num_rows ? warp_entries : 0;
+  const int first_tile = window_begin(seq.first_entry + block_row, args.window) / kCells;
   const int* const pages =
-      args.rows.page_table + static_cast<int64_t>(seq.slot) * args.rows.max_pages;
+      args.tokens.page_table + static_cast<int64_t>(seq.slot) * args.tokens.max_pages;
 
   __device__ __forceinline__ int page_of(int tile) const {
-    return pages[min(tile * kCells, cell_end - 1) / kPageSize];
+    return pages[min(tile * kCells, entry_end - 1) / kPageSize];
   }
   __device__ __forceinline__ void fetch_queries() const {
     const int64_t stride = args.qkv_row;
     const T* source = args.qkv + (seq.row_begin + block_row) * stride + head * args.q_head;
     fetch_tile<Config::kThreads>(smem.queries, source, stride, block_rows);
   }
-  __device__ __forceinline__ void fetch_cells(int tile, int64_t page) const {
-    const int cell = tile * kCells;
+  __device__ __forceinline__ void fetch_entries(int tile, int64_t page) const {
+    const int entry = tile * kCells;
     const int64_t offset =
-        ((page * args.num_kv_heads + kv_head) * kPageSize + cell % kPageSize) * kDim;
+        ((page * args.num_kv_heads + kv_head) * kPageSize + entry % kPageSize) * kDim;
     const int stage = tile % Config::kStages;
-    fetch_tile<Config::kThreads>(smem.keys[stage], args.k_cache + offset, kDim, cell_end - cell);
-    fetch_tile<Config::kThreads>(smem.values[stage], args.v_cache + offset, kDim, cell_end - cell);
+    fetch_tile<Config::kThreads>(smem.keys[stage], args.k_cache + offset, kDim, entry_end - entry);
+    fetch_tile<Config::kThreads>(smem.values[stage], args.v_cache + offset, kDim,
+                                 entry_end - entry);
   }
 
-  // The first cell that a row of the sequence sees.
+  // The first entry that a row of the sequence sees.
   __device__ __forceinline__ int window_of(int row) const {
-    return args.window > 0 ? window_begin(smem.sequence.first_cell + row, args.window) : 0;
+    return args.window > 0 ? window_begin(smem.sequence.first_entry + row, args.window) : 0;
   }
-  // Which of the 64 cells from `cell` on a row of the sequence sees.
-  __device__ __forceinline__ uint64_t cells_of_row(int row, int cell) const {
-    const uint64_t sees =
-        masks == nullptr
-            ? first_cells(smem.sequence.length + row + 1 - cell)
-            : seen_cells(row < smem.sequence.num_rows ? masks[row] : 0, smem.sequence.length, cell);
-    return sees & ~first_cells(window_of(row) - cell);
+  // Which of the 64 entries from `entry` on a row of the sequence sees.
+  __device__ __forceinline__ uint64_t entries_of_token(int row, int entry) const {
+    const uint64_t sees = masks == nullptr
+                              ? first_entries(smem.sequence.length + row + 1 - entry)
+                              : seen_entries(row < smem.sequence.num_rows ? masks[row] : 0,
+                                             smem.sequence.length, entry);
+    return sees & ~first_entries(window_of(row) - entry);
   }
 
-  // Adds the cells of a tile to the state of this warp's rows.
+  // Adds the entries of a tile to the state of this warp's rows.
   __device__ __forceinline__ void attend(RowTile<kDim> (&rows)[kRowTiles], int tile) const {
-    const int cell = tile * kCells;
+    const int entry = tile * kCells;
     const int stage = tile % Config::kStages;
     float scores[kRowTiles][kCells / 8][4];
     multiply_keys<T>(scores, smem.keys[stage], 0, [&](uint32_t (&q)[kRowTiles][4], int k16) {
@@ -121,13 +122,13 @@ struct PrefillCta {
         load_fragment_a(q[m], smem.queries, warp * Config::kWarpRows + m * 16, k16);
       }
     });
-    if (cell + kCells > full_cells || cell < window_of(warp_row + Config::kWarpRows - 1)) {
+    if (entry + kCells > full_entries || entry < window_of(warp_row + Config::kWarpRows - 1)) {
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m) {
         const int row = warp_row + m * 16 + lane / 4;  // within the sequence; its other half: + 8
         uint64_t sees[2];
 #pragma unroll
-        for (int half = 0; half < 2; ++half) sees[half] = cells_of_row(row + half * 8, cell);
+        for (int half = 0; half < 2; ++half) sees[half] = entries_of_token(row + half * 8, entry);
         mask_scores(scores[m], sees);
       }
     }
@@ -179,7 +180,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
 
   ptx::pdl_wait();
   ptx::pdl_launch();
-  const Sequence seq = load_sequence(args.rows, blockIdx.z);
+  const Sequence seq = load_sequence(args.tokens, blockIdx.z);
   const int block_row = static_cast<int>(gridDim.y - 1 - blockIdx.y) * Config::kRows;
   if (block_row >= seq.num_rows) return;
   const PrefillCta<Config> cta{args, smem, seq, block_row};
@@ -189,19 +190,19 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
   for (int m = 0; m < Config::kRowTiles; ++m) rows[m].clear();
   if (threadIdx.x == 0) smem.sequence = seq;
   cta.fetch_queries();
-  cta.fetch_cells(cta.first_tile, cta.page_of(cta.first_tile));
+  cta.fetch_entries(cta.first_tile, cta.page_of(cta.first_tile));
   ptx::cp_async_commit();
   int next_page = cta.page_of(cta.first_tile + 1);
-  for (int tile = cta.first_tile; tile * Config::kCells < cta.cell_end; ++tile) {
+  for (int tile = cta.first_tile; tile * Config::kCells < cta.entry_end; ++tile) {
     ptx::cp_async_wait<0>();
     __syncthreads();  // this tile is here, and all warps are done with the one before
-    if ((tile + 1) * Config::kCells < cta.cell_end) {
-      cta.fetch_cells(tile + 1, next_page);
+    if ((tile + 1) * Config::kCells < cta.entry_end) {
+      cta.fetch_entries(tile + 1, next_page);
       next_page = cta.page_of(tile + 2);
     }
     ptx::cp_async_commit();
-    // If some row of this warp sees a cell of the tile.
-    if (tile * Config::kCells < cta.some_cells &&
+    // If some row of this warp sees a entry of the tile.
+    if (tile * Config::kCells < cta.some_entries &&
         (tile + 1) * Config::kCells > cta.window_of(cta.warp_row)) {
       cta.attend(rows, tile);
     }
@@ -217,8 +218,8 @@ void launch_prefill(const Context& ctx, const AttentionParams& params) {
   constexpr size_t kSharedBytes = sizeof(PrefillSmem<Config>);
   static_assert(kSharedBytes <= 99 * 1024, "sm_86 and sm_89 have 99 KiB for a block");
   allow_shared_bytes(kernel, kSharedBytes);
-  const int num_row_tiles = (params.rows.max_seq_rows + Config::kRows - 1) / Config::kRows;
-  const dim3 grid(params.num_heads, num_row_tiles, params.rows.num_seqs);
+  const int num_row_tiles = (params.tokens.max_seq_tokens + Config::kRows - 1) / Config::kRows;
+  const dim3 grid(params.num_heads, num_row_tiles, params.tokens.num_seqs);
   launch(ctx, kernel, grid, Config::kThreads, kSharedBytes,
          make_args<typename Config::Element>(params));
 }
@@ -231,12 +232,12 @@ void attention_prefill_sm90(const Context& ctx, const AttentionParams& params);
 
 // Graph-safe: yes. Reads on the device: slots, row ranges, lengths, masks, page table.
 void attention_prefill(const Context& ctx, const AttentionParams& params) {
-  if (params.rows.num_rows == 0) return;
+  if (params.tokens.num_tokens == 0) return;
   check_attention(params, "attention_prefill");
   CHECK(!params.by_position, "attention_prefill: by_position is for attention_decode");
 #ifdef CPMCU_SM90
   if (ctx.compute_capability == 90 && params.head_dim == 128 && params.window == 0 &&
-      params.rows.row_masks == nullptr) {
+      params.tokens.ancestor_masks == nullptr) {
     return attention_prefill_sm90(ctx, params);
   }
 #endif

@@ -1,8 +1,8 @@
-// attention_prefill on Hopper: heads of 128, each row up to its own cell.
+// attention_prefill on Hopper: heads of 128, each row up to its own entry.
 //
-// Roofline: 4 * rows * cells * D operations a head on tensor cores: 1 TFLOP, 1.5 ms at 680 TFLOP/s,
-// a layer of MiniCPM4-8B for a chunk of 2048 tokens behind 30000. K and V of a tile of 128 cells
-// are 64 KB for 8.4 MFLOP, from L2, which 128 rows of a head at a time can afford.
+// Roofline: 4 * rows * entries * D operations a head on tensor cores: 1 TFLOP, 1.5 ms at 680
+// TFLOP/s, a layer of MiniCPM4-8B for a chunk of 2048 tokens behind 30000. K and V of a tile of 128
+// entries are 64 KB for 8.4 MFLOP, from L2, which 128 rows of a head at a time can afford.
 //
 // The surprising decision: none of a product waits for a softmax. While one tile's scores become
 // probabilities, its own warps have the values of the tile before under way, and the keys of this
@@ -10,9 +10,9 @@
 // there to fill what is left.
 //
 // Work: a block of threads has 128 rows of one (sequence, query head), 64 a warpgroup, with the
-// queries, the scores of 128 cells and the output in registers. A third warpgroup feeds: a thread
+// queries, the scores of 128 entries and the output in registers. A third warpgroup feeds: a thread
 // asks the copy engine for pages of keys and values by tensor maps over the whole cache. Cells come
-// in tiles of two pages from cell 0 upwards, and what a row does not see changes no bit of it: so
+// in tiles of two pages from entry 0 upwards, and what a row does not see changes no bit of it: so
 // its bits do not depend on the chunk that it came in (tiles.cuh).
 #include "kernels/attention/tiles.cuh"
 #include "kernels/gemm/tensor_map.cuh"
@@ -42,13 +42,13 @@ struct HopperPrefill {
   };
 };
 
-// The whole cache of a layer as rows of D elements: page, KV head, cell.
+// The whole cache of a layer as rows of D elements: page, KV head, entry.
 struct CacheMaps {
   TensorMap of[2];  // keys, values
 };
 
 // What the warps of a CTA know of its work: the rows of one (sequence, query head), and the stage
-// of each tile of cells.
+// of each tile of entries.
 template <typename T>
 struct PrefillCta {
   using Config = HopperPrefill<T>;
@@ -62,8 +62,8 @@ struct PrefillCta {
   const int head = blockIdx.x;
   const int kv_head = head / (args.num_heads / args.num_kv_heads);
   const int block_rows = min(Config::kRows, seq.num_rows - block_row);
-  const int cell_end = seq.length + block_row + block_rows;  // of those that some row sees
-  const int num_tiles = (cell_end + kCells - 1) / kCells;
+  const int entry_end = seq.length + block_row + block_rows;  // of those that some row sees
+  const int num_tiles = (entry_end + kCells - 1) / kCells;
 
   // Of a tile's keys (what = 0) or values (1).
   __device__ __forceinline__ uint32_t full(int tile, int what) const {
@@ -81,12 +81,12 @@ struct PrefillCta {
 // ---- the producer: one thread
 
 template <typename T>
-__device__ __forceinline__ void fetch_cells(const PrefillCta<T>& cta, const CacheMaps& maps) {
+__device__ __forceinline__ void fetch_entries(const PrefillCta<T>& cta, const CacheMaps& maps) {
   using Config = HopperPrefill<T>;
   using Tile = typename Config::Tile;
-  const StepRows& rows = cta.args.rows;
-  const int* pages = rows.page_table + static_cast<int64_t>(cta.seq.slot) * rows.max_pages;
-  const int last_page = (cta.cell_end - 1) / kPageSize;
+  const StepTokens& tokens = cta.args.tokens;
+  const int* pages = tokens.page_table + static_cast<int64_t>(cta.seq.slot) * tokens.max_pages;
+  const int last_page = (cta.entry_end - 1) / kPageSize;
   int map_rows[Config::kPages];  // where this tile's pages begin
   const auto look_up = [&](int tile) {
 #pragma unroll
@@ -193,15 +193,15 @@ struct PrefillConsumer {
   __device__ __forceinline__ void soften(RowTile<kDim>& rows, Scores& scores, float (&factor)[2],
                                          int tile) const {
     const int warp_row = cta.block_row + warp * 16;
-    // Of the tile's cells, by the first row.
+    // Of the tile's entries, by the first row.
     const int seen = cta.seq.length + warp_row + 1 - tile * kCells;
     if (seen < kCells) {
 #pragma unroll
       for (int n = 0; n < kCells / 8; ++n) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const int cell = n * 8 + lane % 4 * 2 + i % 2;
-          if (cell >= seen + lane / 4 + i / 2 * 8) scores[n][i] = kMinusInfinity;
+          const int entry = n * 8 + lane % 4 * 2 + i % 2;
+          if (entry >= seen + lane / 4 + i / 2 * 8) scores[n][i] = kMinusInfinity;
         }
       }
     }
@@ -243,10 +243,10 @@ struct PrefillConsumer {
     multiply_values(rows, probabilities, last);
     ptx::wgmma_wait<0>();
   }
-  // Behind the last cell anything may lie, which a probability of 0 would not make 0 of.
+  // Behind the last entry anything may lie, which a probability of 0 would not make 0 of.
   __device__ __forceinline__ void clear_unseen_values(int last) const {
     auto& values = cta.stage(last, 1);
-    const int num_chunks = (cta.num_tiles * kCells - cta.cell_end) * (kDim / 8);
+    const int num_chunks = (cta.num_tiles * kCells - cta.entry_end) * (kDim / 8);
     for (int i = threadIdx.x % 128; i < num_chunks; i += 128) {
       const int row = kCells - 1 - i / (kDim / 8);
       *reinterpret_cast<uint4*>(values.chunk(row, i % (kDim / 8))) = make_uint4(0, 0, 0, 0);
@@ -307,14 +307,14 @@ __global__ void __launch_bounds__(HopperPrefill<T>::kThreads, 1)
   __syncthreads();
   ptx::pdl_wait();
   ptx::pdl_launch();
-  const Sequence seq = load_sequence(args.rows, blockIdx.z);
+  const Sequence seq = load_sequence(args.tokens, blockIdx.z);
   const int block_row = static_cast<int>(gridDim.y - 1 - blockIdx.y) * Config::kRows;
   if (block_row >= seq.num_rows) return;
   const PrefillCta<T> cta{args, smem, seq, block_row};
 
   if (warp >= Config::kMultiplying / 32) {
     ptx::give_registers<Config::kFeedingRegisters>();
-    if (threadIdx.x == Config::kMultiplying) fetch_cells(cta, maps);
+    if (threadIdx.x == Config::kMultiplying) fetch_entries(cta, maps);
     return;
   }
   ptx::take_registers<Config::kMultiplyingRegisters>();
@@ -338,8 +338,8 @@ void launch_prefill(const Context& ctx, const AttentionParams& p) {
     return make_map(cache.data(), rows, Config::kDim, cache.dtype(), kPageSize);
   };
   allow_shared_bytes(kernel, sizeof(typename Config::Smem));
-  const int row_tiles = (p.rows.max_seq_rows + Config::kRows - 1) / Config::kRows;
-  launch(ctx, kernel, dim3(p.num_heads, row_tiles, p.rows.num_seqs), dim3(Config::kThreads),
+  const int row_tiles = (p.tokens.max_seq_tokens + Config::kRows - 1) / Config::kRows;
+  launch(ctx, kernel, dim3(p.num_heads, row_tiles, p.tokens.num_seqs), dim3(Config::kThreads),
          sizeof(typename Config::Smem), make_args<T>(p), CacheMaps{map(p.k_cache), map(p.v_cache)});
 }
 

@@ -15,7 +15,7 @@ constexpr int kMaxCombinedSplits = 64;
 
 // attention_combine, when a chain of products is next: in fewer and larger blocks, beside which
 // that finds room on more multiprocessors.
-void attention_combine_before_chain(const Context& ctx, const AttentionParams& params);
+void attention_combine_before_fused_layer(const Context& ctx, const AttentionParams& params);
 
 // Where the partial results lie in scratch.
 struct Partials {
@@ -61,15 +61,15 @@ struct RowSplits {
 
   template <typename T>
   __device__ __forceinline__ RowSplits(const AttentionArgs<T>& args, int row) {
-    const StepRows& rows = args.rows;
+    const StepTokens& tokens = args.tokens;
     int own, end, last;
-    if (rows.num_rows == 1 || (args.by_position && rows.num_seqs == 1)) {
-      own = rows.positions[row];  // two loads at once instead of three, one by one
+    if (tokens.num_tokens == 1 || (args.by_position && tokens.num_seqs == 1)) {
+      own = tokens.positions[row];  // two loads at once instead of three, one by one
       end = own + 1;
-      last = rows.positions[0] + rows.num_rows;
+      last = tokens.positions[0] + tokens.num_tokens;
     } else {
-      const Sequence seq = load_sequence(rows, rows.row_seqs[row]);
-      own = args.by_position ? rows.positions[row] : seq.first_cell + row - seq.row_begin;
+      const Sequence seq = load_sequence(tokens, tokens.token_seqs[row]);
+      own = args.by_position ? tokens.positions[row] : seq.first_entry + row - seq.row_begin;
       last = seq.end();
       end = args.by_position ? own + 1 : last;
     }

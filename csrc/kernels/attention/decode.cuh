@@ -1,9 +1,10 @@
-// What the kernels of attention_decode share: the arithmetic, and which cells and rows a block has.
+// What the kernels of attention_decode share: the arithmetic, and which entries and rows a block
+// has.
 //
 // The rows * group query rows of a KV head are packed: row p stands for (row p / group, query head
-// p % group). The arithmetic of a row is laid down by the absolute positions of its cells alone:
+// p % group). The arithmetic of a row is laid down by the absolute positions of its entries alone:
 //
-//   unit, 32 cells:  m = max score rounded up, l = sum 2^(s - m), acc = sum 2^(s - m) v
+//   unit, 32 entries:  m = max score rounded up, l = sum 2^(s - m), acc = sum 2^(s - m) v
 //   split, 4+ units: M' = max(M, m), A = A 2^(M - M') + acc 2^(m - M'), L likewise, unit by unit
 //   run, 4 splits:   likewise, split by split
 //   all runs:        out = sum A[r] 2^(M[r] - M) / sum L[r] 2^(M[r] - M)   (attention_combine.cu)
@@ -23,7 +24,7 @@ namespace {
 
 TRACED_FILE("attention");
 
-constexpr int kUnit = 32;  // cells
+constexpr int kUnit = 32;  // entries
 constexpr int kUnitTiles = kUnit / 8;
 constexpr int kWarpRows = 16;  // packed rows of one mma tile
 
@@ -37,7 +38,7 @@ struct Chunk {
 
   template <typename T>
   __device__ __forceinline__ Chunk(const AttentionArgs<T>& args, int num_chunks, int num_rows)
-      : seq(load_sequence(args.rows, blockIdx.z)),
+      : seq(load_sequence(args.tokens, blockIdx.z)),
         kv_head(static_cast<int>(blockIdx.x) / num_chunks),
         group(args.num_heads / args.num_kv_heads),
         first(static_cast<int>(blockIdx.x) % num_chunks * num_rows),
@@ -47,26 +48,26 @@ struct Chunk {
   __device__ __forceinline__ int row_of(int p) const { return (first + p) / group; }
 };
 
-// The splits that a block does, and their cells.
+// The splits that a block does, and their entries.
 struct Range {
   int split;  // the first
-  int cell_begin;
-  int cell_end;
+  int entry_begin;
+  int entry_end;
 };
 
-// The page that `cell` of a sequence lies in; any if it has no such cell.
-__device__ __forceinline__ int page_of(const StepRows& rows, int slot, int cell) {
-  const int index = cell / kPageSize;
-  return index < rows.max_pages
-             ? rows.page_table[static_cast<int64_t>(slot) * rows.max_pages + index]
+// The page that `entry` of a sequence lies in; any if it has no such entry.
+__device__ __forceinline__ int page_of(const StepTokens& tokens, int slot, int entry) {
+  const int index = entry / kPageSize;
+  return index < tokens.max_pages
+             ? tokens.page_table[static_cast<int64_t>(slot) * tokens.max_pages + index]
              : 0;
 }
 
-// Where `cell` lies in its cache, in elements.
+// Where `entry` lies in its cache, in elements.
 template <int kDim, typename T>
-__device__ __forceinline__ int64_t cell_offset(const AttentionArgs<T>& args, int64_t page,
-                                               int kv_head, int cell) {
-  return ((page * args.num_kv_heads + kv_head) * kPageSize + cell % kPageSize) * kDim;
+__device__ __forceinline__ int64_t entry_offset(const AttentionArgs<T>& args, int64_t page,
+                                                int kv_head, int entry) {
+  return ((page * args.num_kv_heads + kv_head) * kPageSize + entry % kPageSize) * kDim;
 }
 
 template <typename T>
@@ -77,20 +78,20 @@ __device__ __forceinline__ bool merges_runs(const AttentionArgs<T>& args, const 
 // Ranges run from the last, which may have a tree, to the first.
 __device__ __forceinline__ int range_index() { return gridDim.y - 1 - blockIdx.y; }
 
-// Which splits this block does. Split s belongs to the range in whose share of the cells it begins;
-// where runs are merged, those of a run to one range.
-// Empty where cell_begin >= cell_end. look_up(cell) looks up the pages from a cell on; for
-// split_begin(range_index()) it is done: where each split has a range of its own, the page table
-// then need not wait for the sequence's length.
+// Which splits this block does. Split s belongs to the range in whose share of the entries it
+// begins; where runs are merged, those of a run to one range. Empty where entry_begin >= entry_end.
+// look_up(entry) looks up the pages from a entry on; for split_begin(range_index()) it is done:
+// where each split has a range of its own, the page table then need not wait for the sequence's
+// length.
 template <typename T, typename LookUp>
 __device__ __forceinline__ Range range_of_block(const AttentionArgs<T>& args, const Sequence& seq,
                                                 int max_splits, bool merges, LookUp look_up) {
   const int num_ranges = gridDim.y, index = range_index();
-  Range range{.split = index, .cell_begin = split_begin(index)};
+  Range range{.split = index, .entry_begin = split_begin(index)};
   int split_end = index + 1;
   if (num_ranges < max_splits) {
     constexpr int kStep = split_begin(1);
-    const int seen = window_begin(seq.first_cell, args.window);
+    const int seen = window_begin(seq.first_entry, args.window);
     const unsigned steps = (seq.end() - seen + kStep - 1) / kStep;
     const int runs_mask = merges ? kSplitsOfRun - 1 : 0;
     auto begin_of = [&](int i) {
@@ -99,15 +100,15 @@ __device__ __forceinline__ Range range_of_block(const AttentionArgs<T>& args, co
       return (num_splits(min(seen + share, seq.end())) + runs_mask) & ~runs_mask;
     };
     range.split = begin_of(index);
-    range.cell_begin = split_begin(range.split);
+    range.entry_begin = split_begin(range.split);
     split_end = begin_of(index + 1);
-    look_up(range.cell_begin);
+    look_up(range.entry_begin);
   }
-  range.cell_end = min(split_begin(split_end), seq.end());
+  range.entry_end = min(split_begin(split_end), seq.end());
   if (args.window > 0) {  // leave out pages that no row sees
-    const int begin = window_begin(seq.first_cell, args.window) / kPageSize * kPageSize;
-    if (range.cell_begin < begin) {
-      range.cell_begin = begin;
+    const int begin = window_begin(seq.first_entry, args.window) / kPageSize * kPageSize;
+    if (range.entry_begin < begin) {
+      range.entry_begin = begin;
       range.split = num_splits(begin + 1) - 1;
       look_up(begin);
     }
@@ -121,9 +122,9 @@ template <int kRows>
 struct PackedRows {
   uint64_t masks[kRows];  // what they see
   int window_begins[kRows];
-  int window_end;      // from here on every row sees all cells, up to those that masks tell of
+  int window_end;      // from here on every row sees all entries, up to those that masks tell of
   int rows[kRows];     // of the sequence, that they belong to
-  int ends[kRows];     // by position: so many cells they see, in the order of their positions
+  int ends[kRows];     // by position: so many entries they see, in the order of their positions
   int queries[kRows];  // where they begin in qkv; -1: there is no such row
   int outs[kRows];     // which rows of [T * Hq, D] they become,
   int counts[kRows];   // of how many splits; 0: none
@@ -139,34 +140,34 @@ struct PackedRows {
     queries[p] = exists ? (seq.row_begin + row) * args.qkv_row + head * args.q_head : -1;
     outs[p] = (seq.row_begin + row) * args.num_heads + head;
     const uint64_t mask = row >= seq.num_rows ? 0
-                          : args.rows.row_masks == nullptr
-                              ? first_cells(row + 1)
-                              : args.rows.row_masks[seq.row_begin + row];
+                          : args.tokens.ancestor_masks == nullptr
+                              ? first_entries(row + 1)
+                              : args.tokens.ancestor_masks[seq.row_begin + row];
     masks[p] = mask;
     const int end = kByPosition ? seq.length + __popcll(mask) : seq.end();
     if (kByPosition) rows[p] = row, ends[p] = end;
     counts[p] = exists ? num_splits(end) : 0;
     if (args.window > 0) {
-      const int own = kByPosition ? end - 1 : seq.first_cell + row;
+      const int own = kByPosition ? end - 1 : seq.first_entry + row;
       window_begins[p] = window_begin(own, args.window);
       if (p == 0) window_end = window_begin(seq.end() - 1, args.window);
     }
   }
 
-  // Hides cells from `cell` on, as many as there are scores, from the 16 rows `row` on that do not
-  // see them.
+  // Hides entries from `entry` on, as many as there are scores, from the 16 rows `row` on that do
+  // not see them.
   template <int kUnits, typename T>
   __device__ __forceinline__ void hide(float (&scores)[kUnits][1][kUnitTiles][4],
                                        const AttentionArgs<T>& args, const Sequence& seq, int row,
-                                       int cell) const {
+                                       int entry) const {
     static_assert(kUnits * kUnit <= 64, "a word has 64 bits");
-    if (cell + kUnits * kUnit <= seq.length && (args.window == 0 || cell >= window_end)) return;
+    if (entry + kUnits * kUnit <= seq.length && (args.window == 0 || entry >= window_end)) return;
     uint64_t sees[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int p = row + half * 8 + static_cast<int>(threadIdx.x) % 32 / 4;
-      sees[half] = seen_cells(masks[p], seq.length, cell);
-      if (args.window > 0) sees[half] &= ~first_cells(window_begins[p] - cell);
+      sees[half] = seen_entries(masks[p], seq.length, entry);
+      if (args.window > 0) sees[half] &= ~first_entries(window_begins[p] - entry);
     }
 #pragma unroll
     for (int unit = 0; unit < kUnits; ++unit) {
@@ -323,7 +324,7 @@ __device__ __forceinline__ void write_split(const AttentionArgs<T>& args,
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int p = row + half * 8 + lane / 4, count = packed.counts[p];
-    if (split >= count) continue;  // it sees no cell from here on
+    if (split >= count) continue;  // it sees no entry from here on
     const int64_t t = packed.outs[p];
     if (count == 1) {
       const float inverse = inverse_of(state.sum[half]);
@@ -335,7 +336,7 @@ __device__ __forceinline__ void write_split(const AttentionArgs<T>& args,
                      normalised(state.acc[n][2 * half + 1], inverse));
       }
     } else {
-      const Partials all(args.scratch, max_splits, args.rows.num_rows * args.num_heads, kDim);
+      const Partials all(args.scratch, max_splits, args.tokens.num_tokens * args.num_heads, kDim);
       const int64_t index = split * all.num_rows + t;
       float* to = all.acc + index * kDim + column + lane % 4 * 4;
 #pragma unroll

@@ -1,4 +1,4 @@
-// Attention of few rows: a block has 16 packed rows, one mma tile, and its warps share the cells.
+// Attention of few rows: a block has 16 packed rows, one mma tile, and its warps share the entries.
 //
 // Each warp does one of four units in turn. Their states go through shared memory, and every warp
 // adds them up for a quarter of the dimensions. Bound: the cache is read once, at memory bandwidth.
@@ -35,7 +35,7 @@ struct FewRowsSmem {
   static constexpr int kDim = Config::kDim;
   using Cells = SwizzledTile<T, kUnit, kDim>;
   union Keys {
-    Cells cells;
+    Cells entries;
     float4 acc[kDim / 8][32];  // the unit's, in their place, for all warps to read
   };
   struct Unit {    // of one warp, which alone fills it
@@ -52,19 +52,19 @@ struct FewRowsSmem {
 
 // ---- the steps of a round
 
-// Probabilities of the cells of a warp's unit, and their sums.
+// Probabilities of the entries of a warp's unit, and their sums.
 template <typename Config>
 __device__ __forceinline__ UnitState score_unit(float (&scores)[1][1][kUnitTiles][4],
                                                 const uint32_t (&queries)[Config::kDim / 16][4],
                                                 FewRowsSmem<Config>& smem,
                                                 const AttentionArgs<typename Config::Element>& args,
-                                                const Sequence& seq, int i, int warp, int cell) {
-  multiply_keys<typename Config::Element>(scores[0], smem.units[warp].keys[i].cells, 0,
+                                                const Sequence& seq, int i, int warp, int entry) {
+  multiply_keys<typename Config::Element>(scores[0], smem.units[warp].keys[i].entries, 0,
                                           [&](uint32_t (&q)[1][4], int k16) {
 #pragma unroll
                                             for (int j = 0; j < 4; ++j) q[0][j] = queries[k16][j];
                                           });
-  smem.packed.hide(scores, args, seq, 0, cell);
+  smem.packed.hide(scores, args, seq, 0, entry);
   return softmax_of_unit(scores[0][0], args.scale_log2);
 }
 
@@ -110,42 +110,45 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   Trace trace;
   // What follows has weights to fetch, or is the combination, for which there is room; with more
   // rows it finds none before this kernel is done.
-  const bool launches_early = args.rows.num_rows == 1;
+  const bool launches_early = args.tokens.num_tokens == 1;
   if (launches_early) ptx::pdl_launch();
   const int warp = ptx::uniform_warp();
   const int lane = threadIdx.x % 32;
-  const int slot = args.rows.seq_slots[static_cast<int>(blockIdx.z)];
-  int round_cell, page, next_page;  // of this warp's unit in a round, and in the next
-  const auto page_of_unit = [&](int cell) { return page_of(args.rows, slot, cell + warp * kUnit); };
-  auto look_up = [&](int cell) {
-    round_cell = cell / Config::kRoundCells * Config::kRoundCells;
-    page = page_of_unit(round_cell);
-    next_page = page_of_unit(round_cell + Config::kRoundCells);
+  const int slot = args.tokens.seq_slots[static_cast<int>(blockIdx.z)];
+  int round_entry, page, next_page;  // of this warp's unit in a round, and in the next
+  const auto page_of_unit = [&](int entry) {
+    return page_of(args.tokens, slot, entry + warp * kUnit);
+  };
+  auto look_up = [&](int entry) {
+    round_entry = entry / Config::kRoundCells * Config::kRoundCells;
+    page = page_of_unit(round_entry);
+    next_page = page_of_unit(round_entry + Config::kRoundCells);
   };
   look_up(split_begin(range_index()));
   const Chunk chunk(args, num_chunks, Config::kRows);
   const Sequence& seq = chunk.seq;
   const Range range = range_of_block(args, seq, max_splits, false, look_up);
-  if (range.cell_begin >= range.cell_end || chunk.first >= chunk.num_packed) {
+  if (range.entry_begin >= range.entry_end || chunk.first >= chunk.num_packed) {
     ptx::pdl_wait();
     return;
   }
 
   auto& unit = smem.units[warp];
-  auto exists = [&](int cell) { return cell >= range.cell_begin && cell < range.cell_end; };
-  // Starts to copy the unit from `cell` on, in a group of its own, which is empty if there is none.
-  auto fetch = [&](auto& tile, const T* cache, int cell, int page) {
-    if (exists(cell)) {
-      const int64_t offset = cell_offset<kDim>(args, page, chunk.kv_head, cell);
-      fetch_tile<32>(tile, cache + offset, kDim, seq.end() - cell, lane);
+  auto exists = [&](int entry) { return entry >= range.entry_begin && entry < range.entry_end; };
+  // Starts to copy the unit from `entry` on, in a group of its own, which is empty if there is
+  // none.
+  auto fetch = [&](auto& tile, const T* cache, int entry, int page) {
+    if (exists(entry)) {
+      const int64_t offset = entry_offset<kDim>(args, page, chunk.kv_head, entry);
+      fetch_tile<32>(tile, cache + offset, kDim, seq.end() - entry, lane);
     }
     ptx::cp_async_commit();
   };
 
   // Cells of earlier steps need not wait for this one's (core/launch.h). The queries come to where
   // the last warp's second keys will be.
-  const int first = round_cell + warp * kUnit, second = first + Config::kRoundCells;
-  const bool is_old = (exists(second) ? second : first) + kUnit <= seq.first_cell;
+  const int first = round_entry + warp * kUnit, second = first + Config::kRoundCells;
+  const bool is_old = (exists(second) ? second : first) + kUnit <= seq.first_entry;
   // Where all multiprocessors are full: the loads of a combination that is still running, whose end
   // the queries wait for, should not stand in a queue behind all that blocks have room for.
   const bool one_by_one = gridDim.x * gridDim.y * gridDim.z > ptx::num_multiprocessors();
@@ -161,7 +164,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
       trace.stamp(1);
       if (!launches_early) ptx::pdl_launch();
     }
-    if (now) fetch(unit.keys[0].cells, args.k_cache, first, page);
+    if (now) fetch(unit.keys[0].entries, args.k_cache, first, page);
     if (pass == 0) {
       smem.packed.template load<false, kDim>(args, chunk);
       __syncthreads();
@@ -171,7 +174,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
       if (one_by_one) ptx::cp_async_wait<0>();
       fetch(unit.values, args.v_cache, first, page);
       if (one_by_one) ptx::cp_async_wait<0>();
-      if (!lends_tile) fetch(unit.keys[1].cells, args.k_cache, second, next_page);
+      if (!lends_tile) fetch(unit.keys[1].entries, args.k_cache, second, next_page);
     }
   }
   queries_copy.copy(queries_tile, args.qkv);
@@ -181,35 +184,35 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
 #pragma unroll
   for (int k16 = 0; k16 < kDim / 16; ++k16) load_fragment_a(queries[k16], queries_tile, 0, k16);
   __syncthreads();
-  if (lends_tile) fetch(unit.keys[1].cells, args.k_cache, second, next_page);
+  if (lends_tile) fetch(unit.keys[1].entries, args.k_cache, second, next_page);
 
   RowTile<Config::kColumns> state;  // of the split: all rows, this warp's dimensions
   state.clear();
   int split = range.split, split_end = split_begin(split + 1);
 #pragma unroll 1
-  for (int i = 0; round_cell < range.cell_end; round_cell += Config::kRoundCells, i ^= 1) {
+  for (int i = 0; round_entry < range.entry_end; round_entry += Config::kRoundCells, i ^= 1) {
     // On their way: keys, values, and the keys of the next round.
-    const int cell = round_cell + warp * kUnit;
+    const int entry = round_entry + warp * kUnit;
     page = next_page;
-    next_page = page_of_unit(round_cell + 2 * Config::kRoundCells);
+    next_page = page_of_unit(round_entry + 2 * Config::kRoundCells);
     ptx::cp_async_wait<2>();
     __syncwarp();
     UnitState sums;
     float scores[1][1][kUnitTiles][4];
-    if (exists(cell)) {
-      sums = score_unit<Config>(scores, queries, smem, args, seq, i, warp, cell);
+    if (exists(entry)) {
+      sums = score_unit<Config>(scores, queries, smem, args, seq, i, warp, entry);
     }
     ptx::cp_async_wait<1>();
     __syncwarp();
-    if (exists(cell)) {
+    if (exists(entry)) {
       multiply_unit<Config>(scores[0][0], sums, smem, i, warp, lane);
     }
     __syncwarp();
-    fetch(unit.values, args.v_cache, cell + Config::kRoundCells, page);
+    fetch(unit.values, args.v_cache, entry + Config::kRoundCells, page);
     __syncthreads();
 #pragma unroll 1  // little code, as above
     for (int u = 0; u < Config::kWarps; ++u) {
-      if (!exists(round_cell + u * kUnit)) continue;
+      if (!exists(round_entry + u * kUnit)) continue;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const float2 v = smem.states[u][half * 8 + lane / 4];
@@ -224,8 +227,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
       }
     }
     __syncthreads();
-    fetch(unit.keys[i].cells, args.k_cache, cell + 2 * Config::kRoundCells, next_page);
-    if (round_cell + Config::kRoundCells >= min(split_end, range.cell_end)) {
+    fetch(unit.keys[i].entries, args.k_cache, entry + 2 * Config::kRoundCells, next_page);
+    if (round_entry + Config::kRoundCells >= min(split_end, range.entry_end)) {
       write_split<kDim>(args, smem.packed, state, 0, warp * Config::kColumns, split, max_splits);
       split_end = split_begin(++split + 1);
       state.clear();

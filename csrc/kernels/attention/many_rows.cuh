@@ -2,10 +2,10 @@
 //
 // Each warp does 16 rows and all units, one after another, with the state of the split in
 // registers. Nothing is merged between warps. Bound: on Hopper a warp's own time between two
-// products: a tile of 64 cells takes each of two blocks of an SM 2 us, of which the tensor cores
+// products: a tile of 64 entries takes each of two blocks of an SM 2 us, of which the tensor cores
 // need 0.6, and half the reads from L2 change nothing (wgmma reads a tile from shared memory once
 // for four warps). Before, the fragments of K and V, of which every warp needs all: 16 KiB for 64
-// mma. Blocks of a KV head that run side by side (blockIdx.x) find the cells in L2.
+// mma. Blocks of a KV head that run side by side (blockIdx.x) find the entries in L2.
 //
 // by_position: units that end before the tree are shared by its rows. The others, one or a few, are
 // done for each row of the tree in turn, the others masked: the tree lies in shared memory, and
@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   constexpr int kDim = Config::kDim;
   constexpr int kCells = Config::kCells;
   // wgmma where it exists and a warpgroup has 64 rows. It adds up as mma.sync does, to the bit.
-  // NOTE: for trees only, whose own cells are mma.sync's: where nothing else reads the queries
+  // NOTE: for trees only, whose own entries are mma.sync's: where nothing else reads the queries
   // ptxas 13.0 puts probabilities into their registers (D = 64), though the next tile wants them
   // again.
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -49,12 +49,12 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   auto& smem = *reinterpret_cast<Smem*>(shared);
   Trace trace;
 
-  const int slot = args.rows.seq_slots[static_cast<int>(blockIdx.z)];
+  const int slot = args.tokens.seq_slots[static_cast<int>(blockIdx.z)];
   int pages[Config::kStages];  // of the first tiles
-  auto look_up = [&](int cell) {
+  auto look_up = [&](int entry) {
 #pragma unroll
     for (int i = 0; i < Config::kStages; ++i) {
-      pages[i] = page_of(args.rows, slot, cell + i * kCells);
+      pages[i] = page_of(args.tokens, slot, entry + i * kCells);
     }
   };
   look_up(split_begin(range_index()));
@@ -62,24 +62,25 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   const Sequence& seq = chunk.seq;
   const bool merges = Config::kMerges && kByPosition && merges_runs(args, seq);
   const Range range = range_of_block(args, seq, max_splits, merges, look_up);
-  if (range.cell_begin >= range.cell_end || chunk.first >= chunk.num_packed) {
+  if (range.entry_begin >= range.entry_end || chunk.first >= chunk.num_packed) {
     ptx::pdl_wait();
     return;
   }
 
   // Tiles that all rows see alike, and then, if the range reaches that far, those that hold the
   // tree as a whole, though it may begin before the range or go on behind it.
-  int first_cell = range.cell_begin;  // of the first tile
-  int num_tiles = (range.cell_end - range.cell_begin + kCells - 1) / kCells;
+  int first_entry = range.entry_begin;  // of the first tile
+  int num_tiles = (range.entry_end - range.entry_begin + kCells - 1) / kCells;
   int num_shared = num_tiles;
-  const int tree_cell = kByPosition ? seq.length / kCells * kCells : 0;  // of the tree's first tile
-  const bool meets_tree = kByPosition && range.cell_end > tree_cell;
+  const int tree_entry =
+      kByPosition ? seq.length / kCells * kCells : 0;  // of the tree's first tile
+  const bool meets_tree = kByPosition && range.entry_end > tree_entry;
   if (meets_tree) {
-    num_shared = max(tree_cell - range.cell_begin, 0) / kCells;
+    num_shared = max(tree_entry - range.entry_begin, 0) / kCells;
     num_tiles = num_shared + Config::kTreeTiles;
-    if (tree_cell < first_cell) {
-      first_cell = tree_cell;
-      look_up(tree_cell);
+    if (tree_entry < first_entry) {
+      first_entry = tree_entry;
+      look_up(tree_entry);
     }
   }
 
@@ -93,14 +94,14 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
     const int without_last = tile % (Config::kStages - 1);
     return smem.stages[merges ? without_last : tile % Config::kStages];
   };
-  auto fetch_cells = [&](int tile, int cell, int page) {
-    fetch_stage<Config>(stage_of(tile), args, seq, chunk.kv_head, cell, page);
+  auto fetch_entries = [&](int tile, int entry, int page) {
+    fetch_stage<Config>(stage_of(tile), args, seq, chunk.kv_head, entry, page);
   };
 
   auto fetch_first = [&](int tile, bool old) {
-    const int cell = first_cell + tile * kCells;
-    if (tile < num_tiles && (cell + kCells <= seq.first_cell) == old) {
-      fetch_cells(tile, cell, pages[tile]);
+    const int entry = first_entry + tile * kCells;
+    if (tile < num_tiles && (entry + kCells <= seq.first_entry) == old) {
+      fetch_entries(tile, entry, pages[tile]);
     }
   };
   fetch_before_loop<Config, kByPosition>(smem, args, chunk, trace, fetch_first);
@@ -114,19 +115,19 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   RowTile<Config::kColumns> state;  // of the split
   state.clear();
 
-  auto attend = [&](int tile, int cell) {
+  auto attend = [&](int tile, int entry) {
     auto& stage = stage_of(tile);
-    attend_tile<Config, kWgmma>(state, stage, smem, args, seq, queries, warp_row, column, cell);
+    attend_tile<Config, kWgmma>(state, stage, smem, args, seq, queries, warp_row, column, entry);
   };
 
   int split = range.split, split_end = split_begin(split + 1);
   UnitState run;  // of the splits of the run before this one
   bool run_has_splits = false;
-  // If it has no cells from `cell` on.
-  auto end_split = [&](int cell) {
-    if (cell < min(split_end, range.cell_end)) return;
+  // If it has no entries from `entry` on.
+  auto end_split = [&](int entry) {
+    if (entry < min(split_end, range.entry_end)) return;
     if (merges) {
-      const bool goes_on = (split + 1) % kSplitsOfRun != 0 && cell < range.cell_end;
+      const bool goes_on = (split + 1) % kSplitsOfRun != 0 && entry < range.entry_end;
       merge_split<Config>(smem, state, run, run_has_splits, goes_on);
     }
     if (warp_has_rows && !run_has_splits) {
@@ -139,7 +140,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
 
   // So many tiles are on their way behind the one that is multiplied. The first stages are full.
   const int num_ahead = Config::kStages - 1 - merges;
-  int cell = range.cell_begin, tile = 0, next_page = pages[Config::kStages - 1];
+  int entry = range.entry_begin, tile = 0, next_page = pages[Config::kStages - 1];
   [[maybe_unused]] bool has_tree = false;  // in shared memory
 #pragma unroll 1
   while (true) {
@@ -153,31 +154,31 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
       __syncthreads();  // this tile is here, and everyone is done with the one before
       const int next = tile + num_ahead;
       if (next >= Config::kStages - 1 && next < num_tiles) {
-        fetch_cells(next, cell + num_ahead * kCells, next_page);
+        fetch_entries(next, entry + num_ahead * kCells, next_page);
       }
-      next_page = page_of(args.rows, slot, cell + (num_ahead + 1) * kCells);
+      next_page = page_of(args.tokens, slot, entry + (num_ahead + 1) * kCells);
       ptx::cp_async_commit();
-      if (kWgmma || warp_has_rows) attend(tile, cell);
+      if (kWgmma || warp_has_rows) attend(tile, entry);
       ++tile;
-      cell += kCells;
-    } else if (meets_tree && cell < range.cell_end) {
+      entry += kCells;
+    } else if (meets_tree && entry < range.entry_end) {
       if (!has_tree) {
         await_tree<Config>(smem, num_shared, num_ahead,
-                           [&](int tile, int cell) { fetch_cells(tile, cell, next_page); });
+                           [&](int tile, int entry) { fetch_entries(tile, entry, next_page); });
         has_tree = true;
       }
       if (warp_has_rows) {
-        each_tree_row<Config>(smem, warp_row, cell, [&](int p) {
-          attend_alone<Config>(state, smem, args, queries, lane, warp, warp_row, column, cell, p,
+        each_tree_row<Config>(smem, warp_row, entry, [&](int p) {
+          attend_alone<Config>(state, smem, args, queries, lane, warp, warp_row, column, entry, p,
                                [&](int i) ->
                                typename Smem::Stage& { return stage_of(num_shared + i); });
         });
       }
-      cell += kUnit;
+      entry += kUnit;
     } else {
       break;
     }
-    end_split(cell);
+    end_split(entry);
   }
   trace.stamp(3);
   trace.end();

@@ -25,7 +25,7 @@ struct ManyRowsConfig {
   static constexpr int kTreeTiles = kMaxTreeSize / kCells + 1;  // a tree may begin anywhere in one
   static constexpr bool kMerges = kDim <= 128;  // runs, in the place of the last stage
   static_assert(kTreeTiles <= kStages - kMerges, "a tree is in shared memory as a whole");
-  static_assert(kPageSize % kCells == 0, "a tile of cells lies in one page");
+  static_assert(kPageSize % kCells == 0, "a tile of entries lies in one page");
 };
 
 template <typename Config>
@@ -55,8 +55,8 @@ struct ManyRowsSmem {
   }
 };
 
-// A tile of 64 cells by wgmma, which reads keys and values once for the 64 rows of four warps:
-// those of the cells' units one after another, as mma.sync would. hide(scores) as of PackedRows.
+// A tile of 64 entries by wgmma, which reads keys and values once for the 64 rows of four warps:
+// those of the entries' units one after another, as mma.sync would. hide(scores) as of PackedRows.
 template <typename T, int kDim, typename Hide>
 __device__ __forceinline__ void add_tile(RowTile<kDim>& state,
                                          const SwizzledTile<T, 64, kDim>& keys,
@@ -135,17 +135,17 @@ __device__ __forceinline__ void add_unit(RowTile<kColumns>& state, float (&score
       });
 }
 
-// Where the unit from `cell` on lies for a row of the tree: the cells before the tree, and then the
-// row's ancestors in order.
+// Where the unit from `entry` on lies for a row of the tree: the entries before the tree, and then
+// the row's ancestors in order.
 template <typename Config>
 struct AncestorCells {
   uint32_t key[kUnit / 16], value[kUnit / 16];  // a lane's addresses for ldmatrix
 
-  // Of packed row p. address_of(cell): of a cell's keys.
+  // Of packed row p. address_of(entry): of a entry's keys.
   template <typename AddressOf>
   __device__ __forceinline__ AncestorCells(const ManyRowsSmem<Config>& smem,
-                                           uint8_t (&path)[kMaxTreeSize], int lane, int cell, int p,
-                                           int length, AddressOf address_of) {
+                                           uint8_t (&path)[kMaxTreeSize], int lane, int entry,
+                                           int p, int length, AddressOf address_of) {
     const uint64_t mask = smem.packed.masks[p];
     const uint32_t low = static_cast<uint32_t>(mask), high = static_cast<uint32_t>(mask >> 32);
     const uint32_t before = (1u << lane) - 1;
@@ -153,36 +153,36 @@ struct AncestorCells {
     if (low >> lane & 1) path[__popc(low & before)] = lane;
     if (high >> lane & 1) path[__popc(low) + __popc(high & before)] = 32 + lane;
     __syncwarp();
-    const int position = cell + lane;
+    const int position = entry + lane;
     const int from = position < length                ? position
                      : position < smem.packed.ends[p] ? length + path[position - length]
                                                       : length;  // any: it is masked
-    const uint32_t lane_cell = address_of(from);
+    const uint32_t lane_entry = address_of(from);
 #pragma unroll
     for (int i = 0; i < kUnit / 16; ++i) {
-      key[i] = __shfl_sync(0xffffffffu, lane_cell, i * 16 + lane / 16 * 8 + lane % 8) ^
+      key[i] = __shfl_sync(0xffffffffu, lane_entry, i * 16 + lane / 16 * 8 + lane % 8) ^
                (lane / 8 % 2 * 16);
-      value[i] = (__shfl_sync(0xffffffffu, lane_cell, i * 16 + lane % 16) +
+      value[i] = (__shfl_sync(0xffffffffu, lane_entry, i * 16 + lane % 16) +
                   static_cast<uint32_t>(sizeof(typename ManyRowsSmem<Config>::Stage) / 2)) ^
                  (lane / 16 * 16);
     }
   }
 };
 
-// Which of the cells that AncestorCells names each of a lane's rows sees: those of p's tree row,
-// or, of cells before the tree, all.
+// Which of the entries that AncestorCells names each of a lane's rows sees: those of p's tree row,
+// or, of entries before the tree, all.
 template <typename Config>
 __device__ __forceinline__ void look_up_seen(uint32_t (&sees)[2], const ManyRowsSmem<Config>& smem,
                                              const AttentionArgs<typename Config::Element>& args,
-                                             int lane, int cell, int p, int warp_row, bool all) {
+                                             int lane, int entry, int p, int warp_row, bool all) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int own = warp_row + half * 8 + lane / 4;
-    const int num_cells = smem.packed.ends[own] - cell;
-    const bool any = num_cells > 0 && (all || smem.packed.rows[own] == smem.packed.rows[p]);
-    sees[half] = any ? ~0u >> max(kUnit - num_cells, 0) : 0;
+    const int num_entries = smem.packed.ends[own] - entry;
+    const bool any = num_entries > 0 && (all || smem.packed.rows[own] == smem.packed.rows[p]);
+    sees[half] = any ? ~0u >> max(kUnit - num_entries, 0) : 0;
     if (args.window > 0) {
-      sees[half] &= ~static_cast<uint32_t>(first_cells(smem.packed.window_begins[own] - cell));
+      sees[half] &= ~static_cast<uint32_t>(first_entries(smem.packed.window_begins[own] - entry));
     }
   }
 }
@@ -202,7 +202,7 @@ __device__ __forceinline__ void park_run(ManyRowsSmem<Config>& smem, UnitState& 
   }
 }
 
-// Adds the cells of a tile, from `cell` on, to the state of a warp's rows.
+// Adds the entries of a tile, from `entry` on, to the state of a warp's rows.
 template <typename Config, bool kWgmma>
 __device__ __forceinline__ void attend_tile(RowTile<Config::kColumns>& state,
                                             typename ManyRowsSmem<Config>::Stage& stage,
@@ -210,11 +210,11 @@ __device__ __forceinline__ void attend_tile(RowTile<Config::kColumns>& state,
                                             const AttentionArgs<typename Config::Element>& args,
                                             const Sequence& seq,
                                             const uint32_t (&queries)[Config::kDim / 16][4],
-                                            int warp_row, int column, int cell) {
+                                            int warp_row, int column, int entry) {
   using T = typename Config::Element;
   if constexpr (kWgmma) {
     add_tile<T>(state, stage.keys, stage.values, queries, args.scale_log2,
-                [&](auto& scores) { smem.packed.hide(scores, args, seq, warp_row, cell); });
+                [&](auto& scores) { smem.packed.hide(scores, args, seq, warp_row, entry); });
   } else {
     constexpr int kUnits = Config::kCells / kUnit;
     float scores[kUnits][1][kUnitTiles][4];
@@ -225,7 +225,7 @@ __device__ __forceinline__ void attend_tile(RowTile<Config::kColumns>& state,
         for (int i = 0; i < 4; ++i) q[0][i] = queries[k16][i];
       });
     }
-    smem.packed.hide(scores, args, seq, warp_row, cell);
+    smem.packed.hide(scores, args, seq, warp_row, entry);
 #pragma unroll
     for (int unit = 0; unit < kUnits; ++unit) {
       add_unit<T>(state, scores[unit][0], args.scale_log2, column,
@@ -236,12 +236,13 @@ __device__ __forceinline__ void attend_tile(RowTile<Config::kColumns>& state,
   }
 }
 
-// Adds the unit of `cells` to the state of those of a warp's rows that see it as packed row p does.
+// Adds the unit of `entries` to the state of those of a warp's rows that see it as packed row p
+// does.
 template <typename Config>
 __device__ __forceinline__ void attend_ancestors(
-    RowTile<Config::kColumns>& state, const AncestorCells<Config>& cells,
+    RowTile<Config::kColumns>& state, const AncestorCells<Config>& entries,
     const ManyRowsSmem<Config>& smem, const AttentionArgs<typename Config::Element>& args,
-    const uint32_t (&queries)[Config::kDim / 16][4], int lane, int cell, int p, int warp_row,
+    const uint32_t (&queries)[Config::kDim / 16][4], int lane, int entry, int p, int warp_row,
     int column, bool all) {
   using T = typename Config::Element;
   using Cells = typename ManyRowsSmem<Config>::Cells;
@@ -253,64 +254,66 @@ __device__ __forceinline__ void attend_ancestors(
         for (int i = 0; i < 4; ++i) q[0][i] = queries[k16][i];
       },
       [&](uint32_t (&k)[4], int n16, int k16) {
-        ptx::ldmatrix4(k, Cells::further(cells.key[n16], k16 * 2));
+        ptx::ldmatrix4(k, Cells::further(entries.key[n16], k16 * 2));
       });
   uint32_t sees[2];
-  look_up_seen<Config>(sees, smem, args, lane, cell, p, warp_row, all);
+  look_up_seen<Config>(sees, smem, args, lane, entry, p, warp_row, all);
   mask_scores(scores[0], sees);
   add_unit<T>(state, scores[0], args.scale_log2, column, [&](uint32_t (&v)[4], int k16, int n16) {
-    ptx::ldmatrix4_trans(v, Cells::further(cells.value[k16], n16 * 2));
+    ptx::ldmatrix4_trans(v, Cells::further(entries.value[k16], n16 * 2));
   });
 }
 
-// Starts copying a tile of cells, from `cell` on, which lies in one page.
+// Starts copying a tile of entries, from `entry` on, which lies in one page.
 template <typename Config>
 __device__ __forceinline__ void fetch_stage(typename ManyRowsSmem<Config>::Stage& stage,
                                             const AttentionArgs<typename Config::Element>& args,
-                                            const Sequence& seq, int kv_head, int cell, int page) {
-  const int64_t offset = cell_offset<Config::kDim>(args, page, kv_head, cell);
-  fetch_tile<Config::kThreads>(stage.keys, args.k_cache + offset, Config::kDim, seq.end() - cell);
-  fetch_tile<Config::kThreads>(stage.values, args.v_cache + offset, Config::kDim, seq.end() - cell);
+                                            const Sequence& seq, int kv_head, int entry, int page) {
+  const int64_t offset = entry_offset<Config::kDim>(args, page, kv_head, entry);
+  fetch_tile<Config::kThreads>(stage.keys, args.k_cache + offset, Config::kDim, seq.end() - entry);
+  fetch_tile<Config::kThreads>(stage.values, args.v_cache + offset, Config::kDim,
+                               seq.end() - entry);
 }
 
-// Adds the unit from `cell` on for the row of the tree that packed row p belongs to. It sees the
-// cells before the tree and then its ancestors in order. If the unit ends before the tree, for all
-// rows. tree_stage(i): tile i of those that hold the tree.
+// Adds the unit from `entry` on for the row of the tree that packed row p belongs to. It sees the
+// entries before the tree and then its ancestors in order. If the unit ends before the tree, for
+// all rows. tree_stage(i): tile i of those that hold the tree.
 template <typename Config, typename TreeStage>
 __device__ __forceinline__ void attend_alone(RowTile<Config::kColumns>& state,
                                              ManyRowsSmem<Config>& smem,
                                              const AttentionArgs<typename Config::Element>& args,
                                              const uint32_t (&queries)[Config::kDim / 16][4],
-                                             int lane, int warp, int warp_row, int column, int cell,
-                                             int p, TreeStage tree_stage) {
+                                             int lane, int warp, int warp_row, int column,
+                                             int entry, int p, TreeStage tree_stage) {
   constexpr int kCells = Config::kCells;
   const int length = smem.chunk.seq.length;  // the main loop leaves no registers for it
-  const int tree_cell = length / kCells * kCells;
-  const bool all = cell + kUnit <= length;
+  const int tree_entry = length / kCells * kCells;
+  const bool all = entry + kUnit <= length;
   auto& path = smem.paths[warp];
-  const AncestorCells<Config> cells(smem, path, lane, cell, p, length, [&](int from) {
-    return tree_stage((from - tree_cell) / kCells).keys.address((from - tree_cell) % kCells, 0);
+  const AncestorCells<Config> entries(smem, path, lane, entry, p, length, [&](int from) {
+    return tree_stage((from - tree_entry) / kCells).keys.address((from - tree_entry) % kCells, 0);
   });
-  attend_ancestors<Config>(state, cells, smem, args, queries, lane, cell, p, warp_row, column, all);
+  attend_ancestors<Config>(state, entries, smem, args, queries, lane, entry, p, warp_row, column,
+                           all);
 }
 
-// The unit from `cell` on, in the tree's tiles, for all rows of the warp: attend(p) for each row of
-// the tree, p its first packed row.
+// The unit from `entry` on, in the tree's tiles, for all rows of the warp: attend(p) for each row
+// of the tree, p its first packed row.
 template <typename Config, typename Attend>
 __device__ __forceinline__ void each_tree_row(const ManyRowsSmem<Config>& smem, int warp_row,
-                                              int cell, Attend attend) {
+                                              int entry, Attend attend) {
   const Chunk& chunk = smem.chunk;
   const int end = min(warp_row + kWarpRows, chunk.num_packed - chunk.first);
   for (int p = warp_row; p < end; p = (smem.packed.rows[p] + 1) * chunk.group - chunk.first) {
-    if (cell >= smem.packed.ends[p]) continue;
+    if (entry >= smem.packed.ends[p]) continue;
     attend(p);
-    if (cell + kUnit <= chunk.seq.length) return;
+    if (entry + kUnit <= chunk.seq.length) return;
   }
 }
 
 // Fills all stages but the last, and the last with queries. fetch_first(tile, old) starts copying a
-// tile if it has cells of earlier steps alone, or (old = false) if it has others: those of earlier
-// steps need not wait for this one's (core/launch.h).
+// tile if it has entries of earlier steps alone, or (old = false) if it has others: those of
+// earlier steps need not wait for this one's (core/launch.h).
 template <typename Config, bool kByPosition, typename FetchFirst>
 __device__ __forceinline__ void fetch_before_loop(
     ManyRowsSmem<Config>& smem, const AttentionArgs<typename Config::Element>& args,
@@ -354,8 +357,8 @@ __device__ __forceinline__ void await_tree(const ManyRowsSmem<Config>& smem, int
   const int last = num_shared + Config::kTreeTiles - 1;
   if (Config::kTreeTiles > num_ahead && last >= Config::kStages - 1) {
     __syncthreads();
-    const int tree_cell = smem.chunk.seq.length / kCells * kCells;
-    fetch(last, tree_cell + (Config::kTreeTiles - 1) * kCells);
+    const int tree_entry = smem.chunk.seq.length / kCells * kCells;
+    fetch(last, tree_entry + (Config::kTreeTiles - 1) * kCells);
     ptx::cp_async_commit();
   }
   ptx::cp_async_wait<0>();

@@ -12,8 +12,8 @@
 // Tiles are panels of 64 columns (ptx::swizzled_chunk): ldmatrix reads eight rows without
 // conflicts, and wgmma reads the panels as they are.
 //
-// The bits of a row depend on its own cells only. So every step rounds explicitly (fmaf,
-// __fmul_rn), and cells that a row does not see leave its state exactly as it was: their
+// The bits of a row depend on its own entries only. So every step rounds explicitly (fmaf,
+// __fmul_rn), and entries that a row does not see leave its state exactly as it was: their
 // probability is 0, the maximum stays, and the rescale factor is 2^0 = 1.
 #pragma once
 
@@ -44,45 +44,45 @@ struct AttentionArgs {
   int window;
   bool by_position;
   int merge_from;  // attention_decode only: make_decode_args of combine.cuh
-  StepRows rows;
+  StepTokens tokens;
 };
 
 struct Sequence {
   int slot;
   int row_begin;  // its first row among T
   int num_rows;
-  int length;      // cells that come before those which masks, or causality, tell of
-  int first_cell;  // of its first row
-  __device__ int end() const { return first_cell + num_rows; }
+  int length;       // entries that come before those which masks, or causality, tell of
+  int first_entry;  // of its first row
+  __device__ int end() const { return first_entry + num_rows; }
 };
 
-__device__ __forceinline__ Sequence load_sequence(const StepRows& rows, int seq) {
+__device__ __forceinline__ Sequence load_sequence(const StepTokens& tokens, int seq) {
   Sequence s;
-  s.slot = rows.seq_slots[seq];
-  s.row_begin = rows.seq_row_begin[seq];
-  s.num_rows = rows.seq_row_begin[seq + 1] - s.row_begin;
-  const int cached = rows.slot_lengths[s.slot];
-  s.first_cell = cached + rows.first_row;
-  s.length = rows.row_masks == nullptr ? s.first_cell : cached;
+  s.slot = tokens.seq_slots[seq];
+  s.row_begin = tokens.seq_token_begin[seq];
+  s.num_rows = tokens.seq_token_begin[seq + 1] - s.row_begin;
+  const int cached = tokens.slot_lengths[s.slot];
+  s.first_entry = cached + tokens.first_row;
+  s.length = tokens.ancestor_masks == nullptr ? s.first_entry : cached;
   return s;
 }
 
-// The first cell that a row sees whose own is `own`.
+// The first entry that a row sees whose own is `own`.
 __device__ __forceinline__ int window_begin(int own, int window) {
   return window > 0 ? max(own + 1 - window, 0) : 0;
 }
 
 // Checks what both kernels ask of their parameters.
 inline void check_attention(const AttentionParams& p, const char* op) {
-  const StepRows& rows = p.rows;
+  const StepTokens& tokens = p.tokens;
   CHECK(p.num_kv_heads > 0 && p.num_heads % p.num_kv_heads == 0,
         "{}: {} query heads do not divide over {} KV heads", op, p.num_heads, p.num_kv_heads);
   const int q_columns = p.num_heads * p.head_dim;
   const QkvLayout layout = resolved(p.layout, p.num_heads, p.num_kv_heads, p.head_dim);
-  CHECK(p.out.num_dims() == 2 && p.out.size(0) >= rows.num_rows && p.out.size(1) == q_columns,
-        "{}: out is {}, expected [{}, {}]", op, p.out.shape_text(), rows.num_rows, q_columns);
-  CHECK(p.qkv.num_dims() == 2 && p.qkv.size(0) >= rows.num_rows && p.qkv.size(1) == layout.row,
-        "{}: qkv is {}, expected [{}, {}]", op, p.qkv.shape_text(), rows.num_rows, layout.row);
+  CHECK(p.out.num_dims() == 2 && p.out.size(0) >= tokens.num_tokens && p.out.size(1) == q_columns,
+        "{}: out is {}, expected [{}, {}]", op, p.out.shape_text(), tokens.num_tokens, q_columns);
+  CHECK(p.qkv.num_dims() == 2 && p.qkv.size(0) >= tokens.num_tokens && p.qkv.size(1) == layout.row,
+        "{}: qkv is {}, expected [{}, {}]", op, p.qkv.shape_text(), tokens.num_tokens, layout.row);
   CHECK(layout.row % 8 == 0 && layout.q_head % 8 == 0,
         "{}: rows of {} elements and query heads {} apart, expected multiples of 8", op, layout.row,
         layout.q_head);
@@ -98,13 +98,14 @@ inline void check_attention(const AttentionParams& p, const char* op) {
   }
   CHECK(p.scale > 0, "{}: scale {} is not positive", op, p.scale);
   CHECK(p.window >= 0, "{}: window {} is negative", op, p.window);
-  CHECK(rows.first_row >= 0, "{}: first_row {} is negative", op, rows.first_row);
-  CHECK(rows.row_masks == nullptr || rows.first_row + rows.max_seq_rows <= kMaxTreeSize,
-        "{}: a sequence with masks may have up to {} rows, not {}", op, kMaxTreeSize,
-        rows.first_row + rows.max_seq_rows);
-  CHECK_STATE(rows.num_seqs > 0 && rows.max_seq_rows > 0 && rows.max_kv > 0,
-              "{}: {} sequences of up to {} rows and {} cells", op, rows.num_seqs,
-              rows.max_seq_rows, rows.max_kv);
+  CHECK(tokens.first_row >= 0, "{}: first_row {} is negative", op, tokens.first_row);
+  CHECK(
+      tokens.ancestor_masks == nullptr || tokens.first_row + tokens.max_seq_tokens <= kMaxTreeSize,
+      "{}: a sequence with masks may have up to {} rows, not {}", op, kMaxTreeSize,
+      tokens.first_row + tokens.max_seq_tokens);
+  CHECK_STATE(tokens.num_seqs > 0 && tokens.max_seq_tokens > 0 && tokens.max_kv > 0,
+              "{}: {} sequences of up to {} rows and {} entries", op, tokens.num_seqs,
+              tokens.max_seq_tokens, tokens.max_kv);
 }
 
 template <typename T>
@@ -123,7 +124,7 @@ AttentionArgs<T> make_args(const AttentionParams& p) {
           .q_head = layout.q_head,
           .window = p.window,
           .by_position = p.by_position,
-          .rows = p.rows};
+          .tokens = p.tokens};
 }
 
 // ---- tiles
@@ -189,24 +190,24 @@ __device__ __forceinline__ void load_fragment_a(uint32_t (&r)[4],
   ptx::ldmatrix4(r, tile.address(row, lane % 16, k16 * 2, lane / 16));
 }
 
-// Keys: cells [cell, cell + 16) as columns, dimensions [16 * k16, + 16) as the summed index.
-// r[0], r[1] are the operand B for the first eight cells, r[2], r[3] for the others.
+// Keys: entries [entry, entry + 16) as columns, dimensions [16 * k16, + 16) as the summed index.
+// r[0], r[1] are the operand B for the first eight entries, r[2], r[3] for the others.
 template <typename T, int kRows, int kDim>
 __device__ __forceinline__ void load_fragment_keys(uint32_t (&r)[4],
-                                                   SwizzledTile<T, kRows, kDim>& tile, int cell,
+                                                   SwizzledTile<T, kRows, kDim>& tile, int entry,
                                                    int k16) {
   const int lane = threadIdx.x % 32;
-  ptx::ldmatrix4(r, tile.address(cell, lane / 16 * 8 + lane % 8, k16 * 2, lane / 8 % 2));
+  ptx::ldmatrix4(r, tile.address(entry, lane / 16 * 8 + lane % 8, k16 * 2, lane / 8 % 2));
 }
 
-// Values: dimensions [16 * n16, + 16) as columns, cells [cell, cell + 16) as the summed index.
+// Values: dimensions [16 * n16, + 16) as columns, entries [entry, entry + 16) as the summed index.
 // r[0], r[1] are the operand B for the first eight dimensions, r[2], r[3] for the others.
 template <typename T, int kRows, int kDim>
 __device__ __forceinline__ void load_fragment_values(uint32_t (&r)[4],
-                                                     SwizzledTile<T, kRows, kDim>& tile, int cell,
+                                                     SwizzledTile<T, kRows, kDim>& tile, int entry,
                                                      int n16) {
   const int lane = threadIdx.x % 32;
-  ptx::ldmatrix4_trans(r, tile.address(cell, lane % 16, n16 * 2, lane / 16));
+  ptx::ldmatrix4_trans(r, tile.address(entry, lane % 16, n16 * 2, lane / 16));
 }
 
 // ---- 16 query rows of a warp
@@ -219,7 +220,7 @@ __device__ __forceinline__ float quad_sum(float v) {
 
 template <int kDim>
 struct RowTile {
-  float reference[2];      // of the cells so far; -inf: none seen yet
+  float reference[2];      // of the entries so far; -inf: none seen yet
   float sum[2];            // of this lane's probabilities
   float acc[kDim / 8][4];  // of probability * value
 
@@ -269,8 +270,8 @@ __device__ __forceinline__ float inverse_of(float sum) {
   return sum == 0.0f ? 0.0f : __fdiv_rn(1.0f, sum);
 }
 
-// scores = q keys^T for kTiles * 8 cells; load_q(q, k16) gives the rows' fragments, load_keys(k,
-// n16, k16) those of 16 cells as load_fragment_keys does.
+// scores = q keys^T for kTiles * 8 entries; load_q(q, k16) gives the rows' fragments, load_keys(k,
+// n16, k16) those of 16 entries as load_fragment_keys does.
 template <typename T, int kDim, int kRowTiles, int kTiles, typename LoadQ, typename LoadKeys>
 __device__ __forceinline__ void multiply_keys(float (&scores)[kRowTiles][kTiles][4], LoadQ load_q,
                                               LoadKeys load_keys) {
@@ -299,21 +300,21 @@ __device__ __forceinline__ void multiply_keys(float (&scores)[kRowTiles][kTiles]
   }
 }
 
-// The same for the cells of a tile from `cell` on.
+// The same for the entries of a tile from `entry` on.
 template <typename T, int kRowTiles, int kTiles, int kRows, int kDim, typename LoadQ>
 __device__ __forceinline__ void multiply_keys(float (&scores)[kRowTiles][kTiles][4],
-                                              SwizzledTile<T, kRows, kDim>& keys, int cell,
+                                              SwizzledTile<T, kRows, kDim>& keys, int entry,
                                               LoadQ load_q) {
   multiply_keys<T, kDim>(scores, load_q, [&](uint32_t (&k)[4], int n16, int k16) {
-    load_fragment_keys(k, keys, cell + n16 * 16, k16);
+    load_fragment_keys(k, keys, entry + n16 * 16, k16);
   });
 }
 
-// Scores of cells that a row does not see become -inf: bit i of sees[half] stands for cell i of the
-// kTiles * 8 cells.
+// Scores of entries that a row does not see become -inf: bit i of sees[half] stands for entry i of
+// the kTiles * 8 entries.
 template <typename Word, int kTiles>
 __device__ __forceinline__ void mask_scores(float (&scores)[kTiles][4], const Word (&sees)[2]) {
-  static_assert(kTiles <= sizeof(Word), "a word has a bit for each cell");
+  static_assert(kTiles <= sizeof(Word), "a word has a bit for each entry");
   const int column = threadIdx.x % 4 * 2;
   const Word mine[2] = {sees[0] >> column, sees[1] >> column};
 #pragma unroll
@@ -384,7 +385,7 @@ __device__ __forceinline__ void softmax_step(RowTile<kDim>& rows, float (&scores
   if (is_not_one(factor)) rows.multiply(factor);
 }
 
-// Of probabilities, those of 16 cells as the operand A of an mma.
+// Of probabilities, those of 16 entries as the operand A of an mma.
 template <typename T, int kTiles>
 __device__ __forceinline__ void pack_fragment_a(uint32_t (&a)[4], const float (&p)[kTiles][4],
                                                 int k16) {
@@ -394,8 +395,8 @@ __device__ __forceinline__ void pack_fragment_a(uint32_t (&a)[4], const float (&
   a[3] = pack2<T>(p[2 * k16 + 1][2], p[2 * k16 + 1][3]);
 }
 
-// rows.acc += probabilities * values, for kTiles * 8 cells; load_values(v, k16, n16) gives the
-// fragments of 16 cells as load_fragment_values does.
+// rows.acc += probabilities * values, for kTiles * 8 entries; load_values(v, k16, n16) gives the
+// fragments of 16 entries as load_fragment_values does.
 template <typename T, int kRowTiles, int kTiles, int kDim, typename LoadValues>
 __device__ __forceinline__ void multiply_values(RowTile<kDim> (&rows)[kRowTiles],
                                                 const float (&p)[kRowTiles][kTiles][4],
@@ -418,29 +419,29 @@ __device__ __forceinline__ void multiply_values(RowTile<kDim> (&rows)[kRowTiles]
   }
 }
 
-// The same for the cells of a tile from `cell` on.
+// The same for the entries of a tile from `entry` on.
 template <typename T, int kRowTiles, int kTiles, int kRows, int kDim>
 __device__ __forceinline__ void multiply_values(RowTile<kDim> (&rows)[kRowTiles],
                                                 const float (&p)[kRowTiles][kTiles][4],
-                                                SwizzledTile<T, kRows, kDim>& values, int cell) {
+                                                SwizzledTile<T, kRows, kDim>& values, int entry) {
   multiply_values<T>(rows, p, [&](uint32_t (&v)[4], int k16, int n16) {
-    load_fragment_values(v, values, cell + k16 * 16, n16);
+    load_fragment_values(v, values, entry + k16 * 16, n16);
   });
 }
 
-// ---- visibility, as words of one bit for each of the 64 cells from `cell` on
+// ---- visibility, as words of one bit for each of the 64 entries from `entry` on
 
-// The first `num_cells` cells.
-__device__ __forceinline__ uint64_t first_cells(int num_cells) {
-  if (num_cells <= 0) return 0;
-  return num_cells >= 64 ? ~uint64_t{0} : (uint64_t{1} << num_cells) - 1;
+// The first `num_entries` entries.
+__device__ __forceinline__ uint64_t first_entries(int num_entries) {
+  if (num_entries <= 0) return 0;
+  return num_entries >= 64 ? ~uint64_t{0} : (uint64_t{1} << num_entries) - 1;
 }
 
-// Cells below `length`, and those that the mask names: its bit i stands for cell length + i.
-__device__ __forceinline__ uint64_t seen_cells(uint64_t mask, int length, int cell) {
-  const int shift = length - cell;
+// Cells below `length`, and those that the mask names: its bit i stands for entry length + i.
+__device__ __forceinline__ uint64_t seen_entries(uint64_t mask, int length, int entry) {
+  const int shift = length - entry;
   if (shift >= 64) return ~uint64_t{0};
-  if (shift >= 0) return first_cells(shift) | mask << shift;
+  if (shift >= 0) return first_entries(shift) | mask << shift;
   return shift > -64 ? mask >> -shift : 0;
 }
 

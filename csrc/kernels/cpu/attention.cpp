@@ -1,7 +1,7 @@
 // One pass over the pages of a sequence with a running maximum and sum. Prefill and decode are the
-// same maths: a row's order of additions depends on the cells it sees and on nothing else.
+// same maths: a row's order of additions depends on the entries it sees and on nothing else.
 //
-// by_position: pages with cells of the tree are copied together first, each cell to where plain
+// by_position: pages with entries of the tree are copied together first, each entry to where plain
 // decoding would have it; from there on nothing differs.
 #include "kernels/attention/attention.h"
 
@@ -22,9 +22,9 @@ constexpr float kInfinity = std::numeric_limits<float>::infinity();
 // Bits [0, n) for any n.
 uint64_t low_bits(int n) { return n <= 0 ? 0 : n >= 64 ? ~uint64_t{0} : (uint64_t{1} << n) - 1; }
 
-// Which of the 64 cells from `first` on the row sees: those below `length`, and among the next ones
-// those in `mask`, whose bit 0 is cell `length`.
-uint64_t visible_cells(int first, int length, uint64_t mask) {
+// Which of the 64 entries from `first` on the row sees: those below `length`, and among the next
+// ones those in `mask`, whose bit 0 is entry `length`.
+uint64_t visible_entries(int first, int length, uint64_t mask) {
   const int shift = length - first;  // where bit 0 of the mask lies in this page
   const uint64_t from_step = shift >= 64   ? 0
                              : shift >= 0  ? mask << shift
@@ -33,18 +33,19 @@ uint64_t visible_cells(int first, int length, uint64_t mask) {
   return low_bits(shift) | from_step;
 }
 
-// Copies the page of `cells` cells from `first` on: those from `length` on are the row's ancestors.
+// Copies the page of `entries` entries from `first` on: those from `length` on are the row's
+// ancestors.
 template <typename T>
-void gather_page(const Tensor& cache, const StepRows& rows, int slot, int first, int num_cells,
-                 int length, uint64_t mask, int kv_head, T* page) {
+void gather_page(const Tensor& cache, const StepTokens& tokens, int slot, int first,
+                 int num_entries, int length, uint64_t mask, int kv_head, T* page) {
   const int num_kv_heads = static_cast<int>(cache.size(1));
   const int head_dim = static_cast<int>(cache.size(3));
-  for (int c = first; c < first + num_cells; ++c) {
+  for (int c = first; c < first + num_entries; ++c) {
     uint64_t rest = mask;
     for (int i = length; i < c; ++i) rest &= rest - 1;
-    const int cell = c < length ? c : length + std::countr_zero(rest);
-    const T* from = cache.as<T>() + kv_offset(rows.page_table, rows.max_pages, slot, cell, kv_head,
-                                              num_kv_heads, head_dim);
+    const int entry = c < length ? c : length + std::countr_zero(rest);
+    const T* from = cache.as<T>() + kv_offset(tokens.page_table, tokens.max_pages, slot, entry,
+                                              kv_head, num_kv_heads, head_dim);
     page = std::copy(from, from + head_dim, page);
   }
 }
@@ -72,7 +73,7 @@ class Softmax {
     // Sums of a page are added to the rest at once, which rounds less over long sequences.
     float page_total = 0;
     std::fill(page_sum_, page_sum_ + head_dim_, 0.f);
-    // Hidden cells are skipped, not weighted with 0: their values may be infinite.
+    // Hidden entries are skipped, not weighted with 0: their values may be infinite.
     for (uint64_t rest = visible; rest != 0;) {
       const int begin = std::countr_zero(rest);
       const int end = begin + std::countr_one(rest >> begin);
@@ -104,10 +105,10 @@ void check(const AttentionParams& p) {
   CHECK(p.num_kv_heads > 0 && p.num_heads % p.num_kv_heads == 0,
         "attention: {} query heads do not divide over {} KV heads", p.num_heads, p.num_kv_heads);
   const int num_columns = resolved(p.layout, p.num_heads, p.num_kv_heads, p.head_dim).row;
-  CHECK(p.qkv.size(0) >= p.rows.num_rows && p.qkv.size(1) == num_columns &&
-            p.out.size(0) >= p.rows.num_rows && p.out.size(1) == p.num_heads * p.head_dim,
+  CHECK(p.qkv.size(0) >= p.tokens.num_tokens && p.qkv.size(1) == num_columns &&
+            p.out.size(0) >= p.tokens.num_tokens && p.out.size(1) == p.num_heads * p.head_dim,
         "attention: qkv is {} and out {}, expected {} rows of {} and {} columns",
-        p.qkv.shape_text(), p.out.shape_text(), p.rows.num_rows, num_columns,
+        p.qkv.shape_text(), p.out.shape_text(), p.tokens.num_tokens, num_columns,
         p.num_heads * p.head_dim);
   CHECK(p.k_cache.dtype() == p.qkv.dtype() && p.v_cache.dtype() == p.qkv.dtype() &&
             p.out.dtype() == p.qkv.dtype(),
@@ -115,32 +116,34 @@ void check(const AttentionParams& p) {
         name_of(p.qkv.dtype()), name_of(p.k_cache.dtype()), name_of(p.v_cache.dtype()),
         name_of(p.out.dtype()));
   CHECK(p.window >= 0, "attention: window {} is negative", p.window);
-  CHECK(p.rows.first_row >= 0, "attention: first_row {} is negative", p.rows.first_row);
-  CHECK(p.rows.row_masks == nullptr || p.rows.first_row + p.rows.max_seq_rows <= kMaxTreeSize,
+  CHECK(p.tokens.first_row >= 0, "attention: first_row {} is negative", p.tokens.first_row);
+  CHECK(p.tokens.ancestor_masks == nullptr ||
+            p.tokens.first_row + p.tokens.max_seq_tokens <= kMaxTreeSize,
         "attention: a sequence with masks may have up to {} rows, not {}", kMaxTreeSize,
-        p.rows.first_row + p.rows.max_seq_rows);
+        p.tokens.first_row + p.tokens.max_seq_tokens);
 }
 
 void attention(const AttentionParams& p) {
   check(p);
-  const StepRows& rows = p.rows;
+  const StepTokens& tokens = p.tokens;
   const int head_dim = p.head_dim, group = p.num_heads / p.num_kv_heads;
   const QkvLayout layout = resolved(p.layout, p.num_heads, p.num_kv_heads, head_dim);
   dispatch_host_dtype(p.qkv.dtype(), [&](auto t) {
     using T = decltype(t);
 #pragma omp parallel for collapse(2) schedule(dynamic, 4)
-    for (int row = 0; row < rows.num_rows; ++row) {
+    for (int row = 0; row < tokens.num_tokens; ++row) {
       for (int h = 0; h < p.num_heads; ++h) {
-        const int seq = rows.row_seqs[row], slot = rows.seq_slots[seq];
-        const int in_seq = row - rows.seq_row_begin[seq];
-        const int cached = rows.slot_lengths[slot], kv_head = h / group;
-        const uint64_t row_mask = rows.row_masks == nullptr ? 0 : rows.row_masks[row];
+        const int seq = tokens.token_seqs[row], slot = tokens.seq_slots[seq];
+        const int in_seq = row - tokens.seq_token_begin[seq];
+        const int cached = tokens.slot_lengths[slot], kv_head = h / group;
+        const uint64_t ancestor_mask =
+            tokens.ancestor_masks == nullptr ? 0 : tokens.ancestor_masks[row];
         const int own =
-            cached + (p.by_position ? std::popcount(row_mask) - 1 : rows.first_row + in_seq);
-        // A causal row sees one stretch of cells; a mask names the cells from `length` on.
-        const bool causal = rows.row_masks == nullptr || p.by_position;
+            cached + (p.by_position ? std::popcount(ancestor_mask) - 1 : tokens.first_row + in_seq);
+        // A causal row sees one stretch of entries; a mask names the entries from `length` on.
+        const bool causal = tokens.ancestor_masks == nullptr || p.by_position;
         const int length = causal ? own + 1 : cached;
-        const uint64_t mask = causal ? 0 : row_mask;
+        const uint64_t mask = causal ? 0 : ancestor_mask;
         const int end = length + std::bit_width(mask);
         const int begin = p.window > 0 ? std::max(own + 1 - p.window, 0) : 0;
 
@@ -150,19 +153,19 @@ void attention(const AttentionParams& p) {
         buffer.resize(2 * head_dim);
         Softmax<T> softmax(dot_operand(q_head, 1, head_dim, q), p.scale, head_dim, buffer.data());
         for (int first = begin / kPageSize * kPageSize; first < end; first += kPageSize) {
-          const uint64_t visible = visible_cells(first, length, mask) & ~low_bits(begin - first);
+          const uint64_t visible = visible_entries(first, length, mask) & ~low_bits(begin - first);
           if (p.by_position && first + kPageSize > cached) {
-            const int num_cells = std::min(kPageSize, end - first);
+            const int num_entries = std::min(kPageSize, end - first);
             for (auto [cache, page] : {std::pair{&p.k_cache, &k_page}, {&p.v_cache, &v_page}}) {
               page->resize(int64_t{kPageSize} * head_dim);
-              gather_page(*cache, rows, slot, first, num_cells, cached, row_mask, kv_head,
+              gather_page(*cache, tokens, slot, first, num_entries, cached, ancestor_mask, kv_head,
                           page->data());
             }
             softmax.add_page(k_page.data(), v_page.data(), visible);
             continue;
           }
-          const int64_t offset = kv_offset(rows.page_table, rows.max_pages, slot, first, kv_head,
-                                           p.num_kv_heads, head_dim);
+          const int64_t offset = kv_offset(tokens.page_table, tokens.max_pages, slot, first,
+                                           kv_head, p.num_kv_heads, head_dim);
           softmax.add_page(p.k_cache.as<T>() + offset, p.v_cache.as<T>() + offset, visible);
         }
         softmax.write(p.out.as<T>() + row * p.out.size(1) + h * head_dim);
@@ -179,12 +182,13 @@ void attention_prefill(const Context&, const AttentionParams& params) {
 }
 
 void attention_splits(const Context&, const AttentionParams& params) {
-  CHECK(params.rows.max_seq_rows <= kMaxTreeSize,
+  CHECK(params.tokens.max_seq_tokens <= kMaxTreeSize,
         "attention_decode: a sequence may have up to {} rows, not {}", kMaxTreeSize,
-        params.rows.max_seq_rows);
-  CHECK(!params.by_position || (params.rows.row_masks != nullptr && params.rows.first_row == 0),
+        params.tokens.max_seq_tokens);
+  CHECK(!params.by_position ||
+            (params.tokens.ancestor_masks != nullptr && params.tokens.first_row == 0),
         "attention_decode: by_position needs masks and a step in one launch, not first_row {}",
-        params.rows.first_row);
+        params.tokens.first_row);
   attention(params);
 }
 

@@ -29,14 +29,14 @@ void rotate(float* x, const float* cosines, const float* sines, int half) {
 }  // namespace
 
 void rotary_kv(const Context&, const RotaryKvParams& p) {
-  const StepRows& rows = p.rows;
+  const StepTokens& tokens = p.tokens;
   const int head_dim = p.head_dim, half = rotary_dim_of(p) / 2;
   const QkvLayout layout = resolved(p.layout, p.num_heads, p.num_kv_heads, head_dim);
   const int num_qk_heads = p.num_heads + p.num_kv_heads;
-  CHECK(p.qkv.size(0) >= rows.num_rows && p.qkv.size(1) == layout.row &&
+  CHECK(p.qkv.size(0) >= tokens.num_tokens && p.qkv.size(1) == layout.row &&
             layout.end(p.num_kv_heads, head_dim) <= layout.row,
         "rotary_kv: qkv is {}, expected {} rows of {} columns, keys at {} and values at {}",
-        p.qkv.shape_text(), rows.num_rows, layout.row, layout.k, layout.v);
+        p.qkv.shape_text(), tokens.num_tokens, layout.row, layout.k, layout.v);
   CHECK(half >= 1 && 2 * half <= head_dim && rotary_dim_of(p) % 2 == 0,
         "rotary_kv: {} of {} elements are rotated, expected an even number up to head_dim",
         rotary_dim_of(p), head_dim);
@@ -45,17 +45,18 @@ void rotary_kv(const Context&, const RotaryKvParams& p) {
         name_of(p.k_cache.dtype()), name_of(p.v_cache.dtype()));
   dispatch_host_dtype(p.qkv.dtype(), [&](auto t) {
     using T = decltype(t);
-#pragma omp parallel for if (int64_t{rows.num_rows} * layout.row > 16384)
-    for (int row = 0; row < rows.num_rows; ++row) {
-      const int seq = rows.row_seqs[row], slot = rows.seq_slots[seq];
-      const int cell = rows.slot_lengths[slot] + rows.first_row + row - rows.seq_row_begin[seq];
+#pragma omp parallel for if (int64_t{tokens.num_tokens} * layout.row > 16384)
+    for (int row = 0; row < tokens.num_tokens; ++row) {
+      const int seq = tokens.token_seqs[row], slot = tokens.seq_slots[seq];
+      const int entry =
+          tokens.slot_lengths[slot] + tokens.first_row + row - tokens.seq_token_begin[seq];
       thread_local std::vector<float> scratch;
       scratch.resize(2 * head_dim);
       float* head = scratch.data();
       float* cosines = head + head_dim;
       float* sines = cosines + half;
       for (int i = 0; i < half; ++i) {
-        const float angle = static_cast<float>(rows.positions[row]) * p.inv_freq[i];
+        const float angle = static_cast<float>(tokens.positions[row]) * p.inv_freq[i];
         cosines[i] = std::cos(angle) * p.attention_scaling;
         sines[i] = std::sin(angle) * p.attention_scaling;
       }
@@ -77,9 +78,9 @@ void rotary_kv(const Context&, const RotaryKvParams& p) {
         T* out = in;
         if (!is_q) {
           const int kv_head = (h - p.num_heads) % p.num_kv_heads;
-          out = (is_v ? p.v_cache : p.k_cache).as<T>() + kv_offset(rows.page_table, rows.max_pages,
-                                                                   slot, cell, kv_head,
-                                                                   p.num_kv_heads, head_dim);
+          out = (is_v ? p.v_cache : p.k_cache).as<T>() +
+                kv_offset(tokens.page_table, tokens.max_pages, slot, entry, kv_head, p.num_kv_heads,
+                          head_dim);
         }
         for (int i = 0; i < head_dim; ++i) out[i] = from_float<T>(head[i]);
       }

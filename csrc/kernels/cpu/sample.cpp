@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "kernels/sampling/philox.h"
-#include "kernels/step/step_rows.h"
+#include "kernels/step/step_tokens.h"
 
 namespace cpmcu::cpu {
 namespace {
@@ -156,7 +156,7 @@ void sample(const Context&, const SampleParams& p) {
   const int vocab_size = static_cast<int>(p.logits.size(1));
 #pragma omp parallel for schedule(dynamic) if (num_rows > 1)
   for (int row = 0; row < num_rows; ++row) {
-    const int64_t slot = p.row_slots[row];
+    const int64_t slot = p.token_slots[row];
     const SlotSampling& s = p.sampling[slot];
     float* z = p.logits.as<float>() + int64_t{row} * vocab_size;
     if (!is_sound(z, vocab_size)) {
@@ -186,7 +186,7 @@ void sample(const Context&, const SampleParams& p) {
     if (s.temperature == 0) {
       token = static_cast<int>(std::find(z, z + vocab_size, maximum) - z);
     } else if (maximum > -kInfinity) {
-      token = draw(z, vocab_size, maximum, p.row_positions[row] + 1, s);
+      token = draw(z, vocab_size, maximum, p.token_positions[row] + 1, s);
     }
     p.tokens[row] = token;
     if (s.num_logprobs >= 0) {

@@ -9,13 +9,13 @@ void finish_step(const Context&, const FinishStepParams& p) {
   const SlotState& state = p.state;
   if (state.history != nullptr) {
     for (int row = 0; row < p.num_rows; ++row) {
-      const int seq = p.row_seqs[row], slot = p.seq_slots[seq];
-      const int at = state.lengths[slot] + row - p.seq_row_begin[seq];
+      const int seq = p.token_seqs[row], slot = p.seq_slots[seq];
+      const int at = state.lengths[slot] + row - p.seq_token_begin[seq];
       if (at < state.max_len) state.history[int64_t{slot} * state.max_len + at] = p.ids[row];
     }
   }
   for (int seq = 0; seq < p.num_seqs; ++seq) {
-    state.lengths[p.seq_slots[seq]] += p.seq_row_begin[seq + 1] - p.seq_row_begin[seq];
+    state.lengths[p.seq_slots[seq]] += p.seq_token_begin[seq + 1] - p.seq_token_begin[seq];
   }
   SlotResult* results = p.sink.results + (*p.sink.ticket % p.sink.ring_size) * p.sink.max_seqs;
   for (int r = 0; r < p.num_sampled; ++r) {

@@ -24,14 +24,14 @@ uint64_t bit(int i) { return uint64_t{1} << i; }
 
 // The rows that verify a sequence's tree.
 void write_rows(const TokenTrees& trees, int seq, int slot, int length) {
-  if (seq == 0) trees.seq_row_begin[0] = 0;
+  if (seq == 0) trees.seq_token_begin[0] = 0;
   for (int row = seq * trees.num_nodes; row < (seq + 1) * trees.num_nodes; ++row) {
-    trees.row_ids[row] = std::max(trees.tokens[row], 0);
-    trees.row_positions[row] = length + trees.depths[row];
-    trees.row_slots[row] = slot;
-    trees.row_seqs[row] = seq;
+    trees.token_ids[row] = std::max(trees.tokens[row], 0);
+    trees.token_positions[row] = length + trees.depths[row];
+    trees.token_slots[row] = slot;
+    trees.token_seqs[row] = seq;
   }
-  trees.seq_row_begin[seq + 1] = (seq + 1) * trees.num_nodes;
+  trees.seq_token_begin[seq + 1] = (seq + 1) * trees.num_nodes;
 }
 
 }  // namespace
@@ -42,14 +42,14 @@ void tree_expand(const Context&, const TreeExpandParams& p) {
   const int k = beam.topk, level = p.level, num_all = num_candidates(k, beam.depth);
   const int num_new = level == 0 ? k : k * k;
   const int first = level == 0 ? 0 : k + (level - 1) * k * k;
-  beam.seq_row_begin[0] = 0;
+  beam.seq_token_begin[0] = 0;
   for (int seq = 0; seq < beam.num_seqs; ++seq) {
     const int slot = p.seq_slots[seq];
     if (level == 0) p.draft_lengths[slot] += std::max(p.accepted_counts[slot], 1);
     float* scores = beam.scores + seq * num_all + first;
     int* tokens = beam.tokens + seq * num_all + first;
     float* row_scores = beam.row_scores + seq * k;
-    uint64_t* row_masks = beam.row_masks + seq * k;
+    uint64_t* ancestor_masks = beam.ancestor_masks + seq * k;
     for (int c = 0; c < num_new; ++c) {
       scores[c] = (level == 0 ? 0 : row_scores[c / k]) + p.topk_logprobs[seq * num_new + c];
       tokens[c] = p.topk_tokens[seq * num_new + c];
@@ -60,19 +60,19 @@ void tree_expand(const Context&, const TreeExpandParams& p) {
     } else {
       chosen = best_of(scores, num_new, k);
     }
-    const std::vector<uint64_t> old_masks(row_masks, row_masks + k);
+    const std::vector<uint64_t> old_masks(ancestor_masks, ancestor_masks + k);
     for (int r = 0; r < k; ++r) {
       const int c = chosen[r], row = seq * k + r, own_bit = level * k + r;
       beam.level_candidates[(seq * beam.depth + level) * k + r] = first + c;
       row_scores[r] = scores[c];
-      row_masks[r] = level == 0 ? 0 : old_masks[c / k];
-      if (own_bit < kMaxTreeSize) row_masks[r] |= bit(own_bit);  // the last level is never run
-      beam.row_ids[row] = tokens[c];
-      beam.row_parents[row] = level == 0 ? seq : seq * k + c / k;
-      beam.row_positions[row] = p.draft_lengths[slot] + level;
-      beam.row_seqs[row] = seq;
+      ancestor_masks[r] = level == 0 ? 0 : old_masks[c / k];
+      if (own_bit < kMaxTreeSize) ancestor_masks[r] |= bit(own_bit);  // the last level is never run
+      beam.token_ids[row] = tokens[c];
+      beam.token_parents[row] = level == 0 ? seq : seq * k + c / k;
+      beam.token_positions[row] = p.draft_lengths[slot] + level;
+      beam.token_seqs[row] = seq;
     }
-    beam.seq_row_begin[seq + 1] = (seq + 1) * k;
+    beam.seq_token_begin[seq + 1] = (seq + 1) * k;
   }
 }
 

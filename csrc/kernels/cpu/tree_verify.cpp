@@ -81,7 +81,7 @@ void accept_tree(const Context&, const AcceptTreeParams& p) {
 
 void begin_draft(const Context&, const BeginDraftParams& p) {
   const int max_path = p.accepted.max_path;
-  p.seq_row_begin[0] = 0;
+  p.seq_token_begin[0] = 0;
   for (int seq = 0; seq < p.num_seqs; ++seq) {
     const int slot = p.seq_slots[seq], count = p.accepted.counts[slot];
     const int n = std::max(count, 1), length = p.lengths[slot] - n + (p.shifted ? 0 : 1);
@@ -90,33 +90,33 @@ void begin_draft(const Context&, const BeginDraftParams& p) {
       const int row = seq * max_path + j;
       p.ids[row] = j < count ? p.accepted.ids[slot * max_path + j] : 0;
       p.positions[row] = length + j;
-      p.row_seqs[row] = seq;
+      p.token_seqs[row] = seq;
       p.hidden_rows[row] = slot * max_path + j;
     }
-    p.seq_row_begin[seq + 1] = (seq + 1) * max_path;
+    p.seq_token_begin[seq + 1] = (seq + 1) * max_path;
     p.last_rows[seq] = seq * max_path + n - 1;
   }
 }
 
 void shift_prompt(const Context&, const ShiftPromptParams& p) {
-  p.first.seq_row_begin[0] = p.rest.seq_row_begin[0] = 0;
+  p.first.seq_token_begin[0] = p.rest.seq_token_begin[0] = 0;
   for (int seq = 0; seq < p.num_seqs; ++seq) {
-    const int slot = p.seq_slots[seq], begin = p.seq_row_begin[seq];
-    const int end = p.seq_row_begin[seq + 1], start = p.lengths[slot];
+    const int slot = p.seq_slots[seq], begin = p.seq_token_begin[seq];
+    const int end = p.seq_token_begin[seq + 1], start = p.lengths[slot];
     p.first.ids[seq] = p.ids[begin];
     p.first.positions[seq] = std::max(start - 1, 0);
-    p.first.row_seqs[seq] = seq;
+    p.first.token_seqs[seq] = seq;
     p.first.hidden_rows[seq] = slot * p.max_path;
-    p.first.seq_row_begin[seq + 1] = seq + 1;
+    p.first.seq_token_begin[seq + 1] = seq + 1;
     p.first_lengths[slot] = std::max(start - 1, 0);
     for (int row = begin + 1; row < end; ++row) {
       const int to = row - seq - 1;
       p.rest.ids[to] = p.ids[row];
       p.rest.positions[to] = start + row - 1 - begin;
-      p.rest.row_seqs[to] = seq;
+      p.rest.token_seqs[to] = seq;
       p.rest.hidden_rows[to] = row - 1;
     }
-    p.rest.seq_row_begin[seq + 1] = end - seq - 1;
+    p.rest.seq_token_begin[seq + 1] = end - seq - 1;
   }
 }
 

@@ -1,4 +1,4 @@
-// cuBLASLt, loaded at run time: the engine links no CUDA library but the runtime.
+// cuBLASLt, loaded at run time: the engine gemms no CUDA library but the runtime.
 //
 // One algorithm is chosen per (N, K, dtype), by the library's heuristic for 2048 rows and without
 // split-K, and then used for every number of rows: so a row's bits do not depend on the chunk it is

@@ -35,9 +35,9 @@ inline void check_rotary_kv(const RotaryKvParams& p) {
   const int64_t num_columns = (p.num_heads + 2 * int64_t{p.num_kv_heads}) * p.head_dim;
   const QkvLayout layout = resolved(p.layout, p.num_heads, p.num_kv_heads, p.head_dim);
   check_rows("rotary_kv", "qkv", p.qkv);
-  CHECK(p.qkv.size(0) >= p.rows.num_rows && p.qkv.size(1) == layout.row,
-        "rotary_kv: qkv is {}, expected {} rows of {} columns", p.qkv.shape_text(), p.rows.num_rows,
-        layout.row);
+  CHECK(p.qkv.size(0) >= p.tokens.num_tokens && p.qkv.size(1) == layout.row,
+        "rotary_kv: qkv is {}, expected {} rows of {} columns", p.qkv.shape_text(),
+        p.tokens.num_tokens, layout.row);
   CHECK(layout.row % 8 == 0 && layout.q_head % 8 == 0 && layout.k % 8 == 0 && layout.v % 8 == 0 &&
             layout.end(p.num_kv_heads, p.head_dim) <= layout.row,
         "rotary_kv: query heads {} apart, keys at {} and values at {} of {} columns, expected "

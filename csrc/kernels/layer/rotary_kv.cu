@@ -40,7 +40,7 @@ struct RotaryKvArgs {
   int num_kv_heads;  // Hkv
   int rotary_dim;    // R
   QkvLayout layout;
-  StepRows rows;
+  StepTokens tokens;
 };
 
 // One lane's part of a head: two times 8 elements. The first R / 16 lanes hold elements that RoPE
@@ -134,17 +134,18 @@ __global__ void __launch_bounds__(kThreads)
   const PartPlace at(lane, args.rotary_dim);
   const uint32_t group_mask = (0xffffffffu >> (32 - kLanes)) << (threadIdx.x % 32 - lane);
 
-  const StepRows& rows = args.rows;
+  const StepTokens& tokens = args.tokens;
   const int row = blockIdx.x;
-  const int seq = rows.row_seqs[row];
-  const int slot = rows.seq_slots[seq];
-  const int cell = rows.slot_lengths[slot] + rows.first_row + row - rows.seq_row_begin[seq];
+  const int seq = tokens.token_seqs[row];
+  const int slot = tokens.seq_slots[seq];
+  const int entry =
+      tokens.slot_lengths[slot] + tokens.first_row + row - tokens.seq_token_begin[seq];
 
   const int num_qk_heads = args.num_heads + args.num_kv_heads;
   const int num_all_heads = num_qk_heads + args.num_kv_heads;
   const int first_head = blockIdx.y * kGroups + threadIdx.x / kLanes;
   __shared__ alignas(16) Rotation shared[kDim / 2];
-  const float position = static_cast<float>(rows.positions[row]);
+  const float position = static_cast<float>(tokens.positions[row]);
   for (int i = threadIdx.x; i < args.rotary_dim / 2; i += kThreads) {
     shared[i] = rotation_by(position * args.inv_freq[i], args.attention_scaling);
   }
@@ -173,9 +174,9 @@ __global__ void __launch_bounds__(kThreads)
     T* out = qkv_row + column;
     if (!is_q) {
       const int kv_head = is_v ? head - num_qk_heads : head - args.num_heads;
-      out =
-          (is_v ? args.v_cache : args.k_cache) +
-          kv_offset(rows.page_table, rows.max_pages, slot, cell, kv_head, args.num_kv_heads, kDim);
+      out = (is_v ? args.v_cache : args.k_cache) + kv_offset(tokens.page_table, tokens.max_pages,
+                                                             slot, entry, kv_head,
+                                                             args.num_kv_heads, kDim);
     }
     store_part(out, at, x);
   }
@@ -198,18 +199,18 @@ RotaryKvArgs<T> make_args(const RotaryKvParams& p) {
           .num_kv_heads = p.num_kv_heads,
           .rotary_dim = rotary_dim_of(p),
           .layout = resolved(p.layout, p.num_heads, p.num_kv_heads, p.head_dim),
-          .rows = p.rows};
+          .tokens = p.tokens};
 }
 
 }  // namespace
 
 // ---- launchers
 
-// Graph-safe; reads from the device: positions, row_seqs, seq_slots, seq_row_begin, slot_lengths,
-// page_table.
+// Graph-safe; reads from the device: positions, token_seqs, seq_slots, seq_token_begin,
+// slot_lengths, page_table.
 void rotary_kv(const Context& ctx, const RotaryKvParams& p) {
   check_rotary_kv(p);
-  const int num_rows = p.rows.num_rows;
+  const int num_rows = p.tokens.num_tokens;
   if (num_rows == 0) return;
   dispatch_int<64, 128, 256>("rotary_kv: head_dim", p.head_dim, [&](auto dim) {
     constexpr int kDim = decltype(dim)::value;

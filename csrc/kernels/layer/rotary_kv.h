@@ -8,7 +8,7 @@
 
 #include "kernels/layer/qkv_layout.h"
 #include "kernels/op.h"
-#include "kernels/step/step_rows.h"
+#include "kernels/step/step_tokens.h"
 
 namespace cpmcu {
 
@@ -27,7 +27,7 @@ struct RotaryKvParams {
   int num_heads = 0;     // Hq
   int num_kv_heads = 0;  // Hkv
   int head_dim = 0;      // D
-  StepRows rows;
+  StepTokens tokens;
 };
 
 inline int rotary_dim_of(const RotaryKvParams& p) {

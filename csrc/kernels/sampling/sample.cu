@@ -27,7 +27,7 @@
 #include "kernels/launch_checks.h"
 #include "kernels/sampling/best.cuh"
 #include "kernels/sampling/philox.h"
-#include "kernels/step/step_rows.h"
+#include "kernels/step/step_tokens.h"
 
 namespace cpmcu::cuda {
 namespace {
@@ -41,8 +41,8 @@ static_assert(kBins == 2 * kThreads, "a thread sums two bins");
 
 struct SampleArgs {
   const float* logits;           // [R, V]
-  const int* row_slots;          // [R]
-  const int* row_positions;      // [R]
+  const int* token_slots;        // [R]
+  const int* token_positions;    // [R]
   const SlotSampling* sampling;  // [slots]
   const int* counts;             // [slots, V]
   const float* bias;             // [slots, V]
@@ -110,8 +110,8 @@ struct RowSampler {
   int turn = 0;                    // which of two exchange buffers is free
 
   __device__ RowSampler(const SampleArgs& args, Smem& smem, int row)
-      : args(args), s(args.sampling[args.row_slots[row]]), smem(smem) {
-    const int64_t slot = args.row_slots[row];
+      : args(args), s(args.sampling[args.token_slots[row]]), smem(smem) {
+    const int64_t slot = args.token_slots[row];
     logits = args.logits + int64_t{row} * args.vocab_size;
     counts = args.counts + slot * args.vocab_size;
     bias = args.bias + slot * args.vocab_size;
@@ -442,7 +442,7 @@ __global__ void __launch_bounds__(kThreads) sample_kernel(const __grid_constant_
 
   const int row = blockIdx.y;
   RowSampler<kAligned, kTeam> sampler(args, smem, row);
-  const int token = sampler.choose(args.row_positions[row] + 1);
+  const int token = sampler.choose(args.token_positions[row] + 1);
   if (blockIdx.x == 0 && threadIdx.x == 0) args.tokens[row] = token;
   if (token != kNoToken && sampler.s.num_logprobs >= 0)
     sampler.write_logprobs(token, args.logprobs[row]);
@@ -452,8 +452,8 @@ __global__ void __launch_bounds__(kThreads) sample_kernel(const __grid_constant_
 
 // ---- launchers
 
-// Graph-safe; reads from the device: row_slots, row_positions, sampling, counts, bias, tree_tokens,
-// tree_masks, mask_rows, masks.
+// Graph-safe; reads from the device: token_slots, token_positions, sampling, counts, bias,
+// tree_tokens, tree_masks, mask_rows, masks.
 void sample(const Context& ctx, const SampleParams& p) {
   CHECK(p.logits.dtype() == DType::kF32 && p.logits.num_dims() == 2 && p.logits.size(1) > 0,
         "sample: logits are {} {}, expected float32 [rows, vocabulary]", name_of(p.logits.dtype()),
@@ -464,8 +464,8 @@ void sample(const Context& ctx, const SampleParams& p) {
   if (p.logits.size(0) == 0) return;
   const int vocab_size = static_cast<int>(p.logits.size(1));
   const SampleArgs args{.logits = p.logits.as<float>(),
-                        .row_slots = p.row_slots,
-                        .row_positions = p.row_positions,
+                        .token_slots = p.token_slots,
+                        .token_positions = p.token_positions,
                         .sampling = p.sampling,
                         .counts = p.counts,
                         .bias = p.bias,

@@ -55,8 +55,8 @@ constexpr int num_mask_words(int vocab_size) { return (vocab_size + 31) / 32; }
 
 struct SampleParams {
   Tensor logits;                           // [R, V] float32; may be adjusted in place
-  const int* row_slots = nullptr;          // [R]
-  const int* row_positions = nullptr;      // [R] position of the row; the drawn token's is one more
+  const int* token_slots = nullptr;        // [R]
+  const int* token_positions = nullptr;    // [R] position of the row; the drawn token's is one more
   const SlotSampling* sampling = nullptr;  // [slots]
   const int* counts = nullptr;             // [slots, V] times emitted, plus kPromptBit
   const float* bias = nullptr;             // [slots, V]

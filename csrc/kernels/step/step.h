@@ -1,7 +1,7 @@
 // One forward step as the layers see it.
 #pragma once
 
-#include "kernels/step/step_rows.h"
+#include "kernels/step/step_tokens.h"
 
 namespace cpmcu {
 
@@ -12,13 +12,13 @@ struct Step {
   Phase phase = Phase::kDecode;
   const int* ids = nullptr;  // [T] on the device
   bool verify = false;       // the rows are token trees whose bits must be those of plain decoding
-  StepRows rows;
+  StepTokens tokens;
 };
 
 // Upper bounds that size buffers.
 struct StepLimits {
   int max_rows = 0;            // rows of a step: T
-  int max_decode_rows = 0;     // rows of a decode step
+  int max_decode_tokens = 0;   // rows of a decode step
   int max_kv = 0;              // tokens of a sequence, those of a step in flight included
   int compute_capability = 0;  // as in Context
 

@@ -54,14 +54,14 @@ __global__ void __launch_bounds__(kThreads)
   SlotResult* results = p.sink.results + (ticket % p.sink.ring_size) * p.sink.max_seqs;
   if (p.state.history != nullptr) {
     for (int row = threadIdx.x; row < p.num_rows; row += kThreads) {
-      const int seq = p.row_seqs[row], slot = p.seq_slots[seq];
-      const int at = p.state.lengths[slot] + row - p.seq_row_begin[seq];
+      const int seq = p.token_seqs[row], slot = p.seq_slots[seq];
+      const int at = p.state.lengths[slot] + row - p.seq_token_begin[seq];
       if (at < p.state.max_len) p.state.history[int64_t{slot} * p.state.max_len + at] = p.ids[row];
     }
     __syncthreads();  // the lengths were read
   }
   for (int seq = threadIdx.x; seq < p.num_seqs; seq += kThreads) {
-    p.state.lengths[p.seq_slots[seq]] += p.seq_row_begin[seq + 1] - p.seq_row_begin[seq];
+    p.state.lengths[p.seq_slots[seq]] += p.seq_token_begin[seq + 1] - p.seq_token_begin[seq];
   }
   for (int sample = threadIdx.x / 32; sample < p.num_sampled; sample += kThreads / 32) {
     publish(p, sample, results[sample], threadIdx.x % 32);
@@ -104,7 +104,7 @@ dim3 blocks_for(int count) { return dim3((count + kThreads - 1) / kThreads); }
 
 // ---- launchers
 
-// Graph-safe; reads from the device: ticket, seq_slots, seq_row_begin, sampled_seqs, sampling.
+// Graph-safe; reads from the device: ticket, seq_slots, seq_token_begin, sampled_seqs, sampling.
 void finish_step(const Context& ctx, const FinishStepParams& p) {
   CHECK(p.sink.ring_size > 0 && p.num_sampled >= 0 && p.num_sampled <= p.sink.max_seqs &&
             p.num_sampled <= p.num_seqs,

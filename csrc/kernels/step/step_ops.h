@@ -3,7 +3,7 @@
 
 #include "kernels/op.h"
 #include "kernels/sampling/sample.h"
-#include "kernels/step/step_rows.h"
+#include "kernels/step/step_tokens.h"
 
 namespace cpmcu {
 
@@ -55,12 +55,12 @@ struct ResultSink {
 // and is published: result r is that of sampled_seqs[r]. logprobs[0] is copied only where the slot
 // asks for it.
 struct FinishStepParams {
-  const int* seq_slots = nullptr;      // [B]
-  const int* seq_row_begin = nullptr;  // [B + 1]
+  const int* seq_slots = nullptr;        // [B]
+  const int* seq_token_begin = nullptr;  // [B + 1]
   int num_seqs = 0;
   int num_rows = 0;                         // T
   const int* ids = nullptr;                 // [T]
-  const int* row_seqs = nullptr;            // [T]
+  const int* token_seqs = nullptr;          // [T]
   const int* sampled_seqs = nullptr;        // [R] indices into B of the sequences that drew a token
   int num_sampled = 0;                      // R
   const int* tokens = nullptr;              // [R]

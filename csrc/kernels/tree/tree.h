@@ -13,7 +13,7 @@
 #include "kernels/op.h"
 #include "kernels/sampling/sample.h"
 #include "kernels/step/step_ops.h"
-#include "kernels/step/step_rows.h"
+#include "kernels/step/step_tokens.h"
 
 namespace cpmcu {
 
@@ -27,17 +27,17 @@ constexpr int num_candidates(int topk, int depth) { return topk + (depth - 1) * 
 // emitted but not cached. Unused nodes hold token -1 and hang below the root. Node i of sequence b
 // is row b N + i, at position lengths[slot] + depth.
 struct TokenTrees {
-  int num_seqs = 0;              // B
-  int num_nodes = 0;             // N, root included
-  int* tokens = nullptr;         // [B, N]
-  int* parents = nullptr;        // [B, N]; of the root: -1
-  int* depths = nullptr;         // [B, N]
-  uint64_t* masks = nullptr;     // [B, N] ancestors and self
-  int* row_ids = nullptr;        // [B, N] the tokens; of unused nodes 0
-  int* row_positions = nullptr;  // [B, N]
-  int* row_slots = nullptr;      // [B, N]
-  int* row_seqs = nullptr;       // [B, N]
-  int* seq_row_begin = nullptr;  // [B + 1]
+  int num_seqs = 0;                // B
+  int num_nodes = 0;               // N, root included
+  int* tokens = nullptr;           // [B, N]
+  int* parents = nullptr;          // [B, N]; of the root: -1
+  int* depths = nullptr;           // [B, N]
+  uint64_t* masks = nullptr;       // [B, N] ancestors and self
+  int* token_ids = nullptr;        // [B, N] the tokens; of unused nodes 0
+  int* token_positions = nullptr;  // [B, N]
+  int* token_slots = nullptr;      // [B, N]
+  int* token_seqs = nullptr;       // [B, N]
+  int* seq_token_begin = nullptr;  // [B + 1]
 };
 
 // The k largest log-probabilities (float32 log-softmax of the row) of each row and their tokens,
@@ -53,24 +53,24 @@ REGISTER_OP(topk_logprobs, TopkLogprobsParams)
 
 // What growth remembers of each sequence, and the k rows that the draft runs next.
 struct DraftBeam {
-  int num_seqs = 0;                 // B
-  int topk = 0;                     // k
-  int depth = 0;                    // D levels; k (D - 1) <= 64
-  float* scores = nullptr;          // [B, num_candidates] cumulative log-probability
-  int* tokens = nullptr;            // [B, num_candidates]
-  int* level_candidates = nullptr;  // [B, D, k] candidate that row r of level s is
-  float* row_scores = nullptr;      // [B, k] of the current level's rows
-  uint64_t* row_masks = nullptr;    // [B, k] bit (s k + r): row r of level s
-  int* row_ids = nullptr;           // [B, k] their tokens
-  int* row_parents = nullptr;       // [B, k] index into the draft's last rows of each row's parent
-  int* row_positions = nullptr;     // [B, k] draft length + level
-  int* row_seqs = nullptr;          // [B, k]
-  int* seq_row_begin = nullptr;     // [B + 1]
+  int num_seqs = 0;                    // B
+  int topk = 0;                        // k
+  int depth = 0;                       // D levels; k (D - 1) <= 64
+  float* scores = nullptr;             // [B, num_candidates] cumulative log-probability
+  int* tokens = nullptr;               // [B, num_candidates]
+  int* level_candidates = nullptr;     // [B, D, k] candidate that row r of level s is
+  float* row_scores = nullptr;         // [B, k] of the current level's rows
+  uint64_t* ancestor_masks = nullptr;  // [B, k] bit (s k + r): row r of level s
+  int* token_ids = nullptr;            // [B, k] their tokens
+  int* token_parents = nullptr;    // [B, k] index into the draft's last rows of each row's parent
+  int* token_positions = nullptr;  // [B, k] draft length + level
+  int* token_seqs = nullptr;       // [B, k]
+  int* seq_token_begin = nullptr;  // [B + 1]
 };
 
 // Adds level `level` from the top-k of the draft's last rows (level 0: one row a sequence; later:
 // k) and chooses the rows of the next draft step: at level 0 all k candidates, later the k best of
-// k^2. row_parents: level 0: the sequence b; later: b k + r. At level 0 the draft has caught up:
+// k^2. token_parents: level 0: the sequence b; later: b k + r. At level 0 the draft has caught up:
 // draft_lengths[slot] += max(accepted counts[slot], 1).
 struct TreeExpandParams {
   DraftBeam beam;
@@ -163,14 +163,14 @@ struct BeginDraftParams {
   int num_seqs = 0;
   const int* lengths = nullptr;  // [slots] tokens that the target has cached
   Accepted accepted;
-  bool shifted = false;          // row t of the draft holds the id of token t + 1
-  int* draft_lengths = nullptr;  // [slots] out
-  int* ids = nullptr;            // [B, D + 1] out
-  int* positions = nullptr;      // [B, D + 1] out
-  int* row_seqs = nullptr;       // [B, D + 1] out
-  int* hidden_rows = nullptr;    // [B, D + 1] out: slot (D + 1) + j
-  int* seq_row_begin = nullptr;  // [B + 1] out
-  int* last_rows = nullptr;      // [B] out: b (D + 1) + n - 1
+  bool shifted = false;            // row t of the draft holds the id of token t + 1
+  int* draft_lengths = nullptr;    // [slots] out
+  int* ids = nullptr;              // [B, D + 1] out
+  int* positions = nullptr;        // [B, D + 1] out
+  int* token_seqs = nullptr;       // [B, D + 1] out
+  int* hidden_rows = nullptr;      // [B, D + 1] out: slot (D + 1) + j
+  int* seq_token_begin = nullptr;  // [B + 1] out
+  int* last_rows = nullptr;        // [B] out: b (D + 1) + n - 1
 };
 REGISTER_OP(begin_draft, BeginDraftParams)
 
@@ -179,20 +179,20 @@ REGISTER_OP(begin_draft, BeginDraftParams)
 // of the chunk before: launch one has this row of each sequence, launch two the others.
 // A chunk that begins a prompt has no such row: its row of launch one is overwritten by launch two.
 struct ShiftPromptParams {
-  int num_seqs = 0;                    // B
-  int num_rows = 0;                    // T
-  int max_path = 0;                    // D + 1
-  const int* ids = nullptr;            // [T]
-  const int* row_seqs = nullptr;       // [T]
-  const int* seq_slots = nullptr;      // [B]
-  const int* seq_row_begin = nullptr;  // [B + 1]
-  const int* lengths = nullptr;        // [slots] tokens cached before the chunk
+  int num_seqs = 0;                      // B
+  int num_rows = 0;                      // T
+  int max_path = 0;                      // D + 1
+  const int* ids = nullptr;              // [T]
+  const int* token_seqs = nullptr;       // [T]
+  const int* seq_slots = nullptr;        // [B]
+  const int* seq_token_begin = nullptr;  // [B + 1]
+  const int* lengths = nullptr;          // [slots] tokens cached before the chunk
   struct Rows {
-    int* ids = nullptr;            // [T]
-    int* positions = nullptr;      // [T]
-    int* row_seqs = nullptr;       // [T]
-    int* hidden_rows = nullptr;    // [T]
-    int* seq_row_begin = nullptr;  // [B + 1]
+    int* ids = nullptr;              // [T]
+    int* positions = nullptr;        // [T]
+    int* token_seqs = nullptr;       // [T]
+    int* hidden_rows = nullptr;      // [T]
+    int* seq_token_begin = nullptr;  // [B + 1]
   };
   // B rows; hidden_rows: slot (D + 1) in accepted_hidden.
   Rows first;

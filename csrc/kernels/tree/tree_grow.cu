@@ -38,12 +38,12 @@ __device__ void write_node(const TokenTrees& trees, int seq, int node, int token
   trees.parents[row] = parent;
   trees.depths[row] = depth;
   trees.masks[row] = mask;
-  trees.row_ids[row] = max(token, 0);
-  trees.row_positions[row] = length + depth;
-  trees.row_slots[row] = slot;
-  trees.row_seqs[row] = seq;
-  if (row == 0) trees.seq_row_begin[0] = 0;
-  if (node == 0) trees.seq_row_begin[seq + 1] = row + trees.num_nodes;
+  trees.token_ids[row] = max(token, 0);
+  trees.token_positions[row] = length + depth;
+  trees.token_slots[row] = slot;
+  trees.token_seqs[row] = seq;
+  if (row == 0) trees.seq_token_begin[0] = 0;
+  if (node == 0) trees.seq_token_begin[seq + 1] = row + trees.num_nodes;
 }
 
 // Ranks the `wanted` best of num_keys >= wanted distinct keys; thread t has t, t + kThreads, …
@@ -120,22 +120,22 @@ __global__ void __launch_bounds__(kThreads)
   const int r = threadIdx.x, row = seq * k + r;
   const int chosen = !has_row ? 0 : level == 0 ? r : token_of(ranking.best[r]);
   const int parent_row = seq * k + chosen / k;
-  uint64_t mask = has_row && level > 0 ? beam.row_masks[parent_row] : 0;
+  uint64_t mask = has_row && level > 0 ? beam.ancestor_masks[parent_row] : 0;
   __syncthreads();
   if (has_row) {
     const int own_bit = level * k + r;
     if (own_bit < kMaxTreeSize) mask |= bit(own_bit);  // the last level is never run
     beam.level_candidates[(seq * beam.depth + level) * k + r] = first + chosen;
     beam.row_scores[row] = scores[chosen];
-    beam.row_masks[row] = mask;
-    beam.row_ids[row] = tokens[chosen];
-    beam.row_parents[row] = level == 0 ? seq : parent_row;
-    beam.row_positions[row] = length + level;
-    beam.row_seqs[row] = seq;
+    beam.ancestor_masks[row] = mask;
+    beam.token_ids[row] = tokens[chosen];
+    beam.token_parents[row] = level == 0 ? seq : parent_row;
+    beam.token_positions[row] = length + level;
+    beam.token_seqs[row] = seq;
   }
   if (threadIdx.x == 0) {
-    if (seq == 0) beam.seq_row_begin[0] = 0;
-    beam.seq_row_begin[seq + 1] = (seq + 1) * k;
+    if (seq == 0) beam.seq_token_begin[0] = 0;
+    beam.seq_token_begin[seq + 1] = (seq + 1) * k;
     if (level == 0) p.draft_lengths[slot] = length;
   }
 }

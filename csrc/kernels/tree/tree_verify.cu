@@ -145,18 +145,18 @@ __global__ void __launch_bounds__(kThreads)
   ptx::pdl_launch();
   ptx::pdl_wait();
   const int row = blockIdx.x * kThreads + threadIdx.x, max_path = p.accepted.max_path;
-  if (row == 0) p.seq_row_begin[0] = 0;
+  if (row == 0) p.seq_token_begin[0] = 0;
   if (row >= p.num_seqs * max_path) return;
   const int seq = row / max_path, j = row % max_path;
   const int slot = p.seq_slots[seq], count = p.accepted.counts[slot], n = max(count, 1);
   const int length = p.lengths[slot] - n + (p.shifted ? 0 : 1);
   p.ids[row] = j < count ? p.accepted.ids[slot * max_path + j] : 0;
   p.positions[row] = length + j;
-  p.row_seqs[row] = seq;
+  p.token_seqs[row] = seq;
   p.hidden_rows[row] = slot * max_path + j;
   if (j == 0) {
     p.draft_lengths[slot] = length;
-    p.seq_row_begin[seq + 1] = row + max_path;
+    p.seq_token_begin[seq + 1] = row + max_path;
     p.last_rows[seq] = row + n - 1;
   }
 }
@@ -167,26 +167,26 @@ __global__ void __launch_bounds__(kThreads)
   ptx::pdl_launch();
   ptx::pdl_wait();
   const int row = blockIdx.x * kThreads + threadIdx.x;
-  if (row == 0) p.first.seq_row_begin[0] = p.rest.seq_row_begin[0] = 0;
+  if (row == 0) p.first.seq_token_begin[0] = p.rest.seq_token_begin[0] = 0;
   if (row >= p.num_rows) return;
-  const int seq = p.row_seqs[row], slot = p.seq_slots[seq];
-  const int begin = p.seq_row_begin[seq], start = p.lengths[slot];
+  const int seq = p.token_seqs[row], slot = p.seq_slots[seq];
+  const int begin = p.seq_token_begin[seq], start = p.lengths[slot];
   if (row > begin) {
     const int to = row - seq - 1;
     p.rest.ids[to] = p.ids[row];
     p.rest.positions[to] = start + row - 1 - begin;
-    p.rest.row_seqs[to] = seq;
+    p.rest.token_seqs[to] = seq;
     p.rest.hidden_rows[to] = row - 1;
     return;
   }
-  const int end = p.seq_row_begin[seq + 1];
+  const int end = p.seq_token_begin[seq + 1];
   p.first.ids[seq] = p.ids[row];
   p.first.positions[seq] = max(start - 1, 0);
-  p.first.row_seqs[seq] = seq;
+  p.first.token_seqs[seq] = seq;
   p.first.hidden_rows[seq] = slot * p.max_path;
-  p.first.seq_row_begin[seq + 1] = seq + 1;
+  p.first.seq_token_begin[seq + 1] = seq + 1;
   p.first_lengths[slot] = max(start - 1, 0);
-  p.rest.seq_row_begin[seq + 1] = end - seq - 1;
+  p.rest.seq_token_begin[seq + 1] = end - seq - 1;
 }
 
 dim3 blocks_for(int count) { return dim3((count + kThreads - 1) / kThreads); }
@@ -208,7 +208,7 @@ void begin_draft(const Context& ctx, const BeginDraftParams& p) {
          p);
 }
 
-// Graph-safe; reads from the device: ids, row_seqs, seq_slots, seq_row_begin, lengths.
+// Graph-safe; reads from the device: ids, token_seqs, seq_slots, seq_token_begin, lengths.
 void shift_prompt(const Context& ctx, const ShiftPromptParams& p) {
   if (p.num_rows == 0) return;
   launch(ctx, shift_prompt_kernel, blocks_for(p.num_rows), dim3(kThreads), 0, p);

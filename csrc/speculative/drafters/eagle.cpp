@@ -8,7 +8,7 @@
 // Sources: Li et al., arXiv:2401.15077 and arXiv:2406.16858.
 #include "kernels/layer/embedding.h"
 #include "kernels/layer/gather_rows.h"
-#include "linear/product_queue.h"
+#include "linear/gemm_queue.h"
 #include "speculative/head_drafter.h"
 
 namespace cpmcu {
@@ -64,7 +64,7 @@ class EagleDrafter : public HeadDrafter {
   Tensor pick(const HiddenStates& states) const override { return states.final; }
 
   Tensor forward(const Context& ctx, const Step& step, const HiddenRows& feature, Source) override {
-    const int rows = step.rows.num_rows;
+    const int rows = step.tokens.num_tokens;
     const Tensor hidden = this->hidden(rows), normed = this->normed(rows);
     embedding(ctx, {.out = embed_norm_ ? normed : left(rows),
                     .table = embedding_table_,
@@ -80,7 +80,7 @@ class EagleDrafter : public HeadDrafter {
           {.out = right(rows), .x = feature.x, .index = feature.index, .out_stride = 2 * width()});
     }
     if (has_bias_) gather_rows(ctx, {.out = hidden, .x = bias_, .index = zeros_});
-    ProductQueue products(ctx, step.phase);
+    GemmQueue products(ctx, step.phase);
     const Context& queued = products.context();
     fc_->forward(queued, step.phase, hidden, both(rows), 1, has_bias_ ? 1 : 0);
     for (const auto& [blocks, attention_norm, mlp_norm] : layers_) {

@@ -8,7 +8,7 @@
 // Source: Li et al., arXiv:2503.01840.
 #include "kernels/layer/embedding.h"
 #include "kernels/layer/gather_rows.h"
-#include "linear/product_queue.h"
+#include "linear/gemm_queue.h"
 #include "speculative/head_drafter.h"
 
 namespace cpmcu {
@@ -59,7 +59,7 @@ class Eagle3Drafter : public HeadDrafter {
 
   Tensor forward(const Context& ctx, const Step& step, const HiddenRows& given,
                  Source source) override {
-    const int rows = step.rows.num_rows;
+    const int rows = step.tokens.num_tokens;
     const Tensor normed = this->normed(rows);
     Tensor hidden = this->hidden(rows);
     if (source == Source::kTarget) {
@@ -79,7 +79,7 @@ class Eagle3Drafter : public HeadDrafter {
         {.out = normed, .table = embedding_table_, .ids = step.ids, .scale = model().embed_scale});
     embed_norm_->forward(ctx, left(rows), normed, 2 * width());
     hidden_norm_->forward(ctx, right(rows), hidden, 2 * width());
-    ProductQueue products(ctx, step.phase);
+    GemmQueue products(ctx, step.phase);
     const Context& queued = products.context();
     layer_.attention->forward(queued, step, hidden, both(rows));
     mlp_norm_->forward(queued, normed, hidden);

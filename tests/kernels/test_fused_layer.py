@@ -1,4 +1,4 @@
-"""Runs of products as one launch: every link, whatever the batch, launch after launch."""
+"""Runs of products as one launch: every gemm, whatever the batch, launch after launch."""
 
 from __future__ import annotations
 
@@ -56,21 +56,21 @@ class Dense:
     def put(self, device: str) -> Any:
         return put(device, self.values, self.dtype)
 
-    def link(self, y: Any, x: Any, weight: Any, rows: int, device: str, **given: Any) -> Any:
+    def gemm(self, y: Any, x: Any, weight: Any, rows: int, device: str, **given: Any) -> Any:
         """`scratch`: for what serves where the kernel does not run."""
         if self.gated:
             given["scratch"] = empty(device, [rows, self.n], self.dtype)
-        return ops.ChainLink(y, x, weight, gated=self.gated, **given)
+        return ops.FusedGemm(y, x, weight, gated=self.gated, **given)
 
 
 class FourBits(Weights):
-    def link(self, y: Any, x: Any, weight: Any, rows: int, device: str, **given: Any) -> Any:
-        return ops.ChainLink(y, x, weight, scratch=scratch_of(device, weight, rows), **given)
+    def gemm(self, y: Any, x: Any, weight: Any, rows: int, device: str, **given: Any) -> Any:
+        return ops.FusedGemm(y, x, weight, scratch=scratch_of(device, weight, rows), **given)
 
 
 @dataclass
 class Link:
-    """y [M, N] += or = alpha * x W^T; `norm`: the next link reads y's rows RMS-normed."""
+    """y [M, N] += or = alpha * x W^T; `norm`: the next gemm reads y's rows RMS-normed."""
 
     weights: FourBits | Dense
     alpha: float = 1
@@ -101,7 +101,7 @@ class Layer:
         attention, hidden, intermediate, qkv = shape
         rng = np.random.default_rng(sum(shape))
         norms = [rounded(rng.uniform(0.5, 1.5, hidden), dtype) for _ in range(2)]
-        self.links = [
+        self.gemms = [
             Link(make(attention, hidden, seed=1), 0.7, 1, norms[0]),
             Link(make(hidden, 2 * intermediate, gated=True, seed=2)),
             Link(make(intermediate, hidden, seed=3), 1.5, 1, norms[1]),
@@ -110,9 +110,9 @@ class Layer:
 
     def put(self, device: str) -> None:
         self.device = device
-        self.stored = [link.weights.put(device) for link in self.links]
-        self.memory = empty(device, [max(1, ops.gemm_chain_bytes(64))], "uint8")
-        ops.gemm_chain_prepare(context(device), self.memory)
+        self.stored = [gemm.weights.put(device) for gemm in self.gemms]
+        self.memory = empty(device, [max(1, ops.fused_layer_bytes(64))], "uint8")
+        ops.fused_layer_prepare(context(device), self.memory)
 
     def run(
         self,
@@ -123,30 +123,30 @@ class Layer:
         attention: Any = None,
         following: int = 0,
     ) -> list[Floats]:
-        """The first `count` links; what each of them wrote last, y of the first being `residual`
+        """The first `count` gemms; what each of them wrote last, y of the first being `residual`
         before. `rotary` makes what follows, of the last y; x may be the `out` of `attention`. The
-        launch behind it is said to begin with as many links as are `following`."""
+        launch behind it is said to begin with as many gemms as are `following`."""
         m, dtype, device = x.shape[0], self.dtype, self.device
         residuals = put(device, residual, dtype)
         normed = empty(device, residual.shape, dtype)
         taken = put(device, x, dtype) if isinstance(x, np.ndarray) else x
-        outputs, links = [], []
-        for i, (link, weight) in enumerate(zip(self.links[:count], self.stored)):
-            y = residuals if link.beta else empty(device, [m, link.width], dtype)
+        outputs, gemms = [], []
+        for i, (gemm, weight) in enumerate(zip(self.gemms[:count], self.stored)):
+            y = residuals if gemm.beta else empty(device, [m, gemm.width], dtype)
             norm: dict[str, Any] = {}
-            if link.norm is not None and i + 1 < count:
-                norm_weight = put(device, link.norm, dtype)
+            if gemm.norm is not None and i + 1 < count:
+                norm_weight = put(device, gemm.norm, dtype)
                 norm = {"normed": normed, "norm_weight": norm_weight, "norm_eps": EPS}
-            links.append(
-                link.weights.link(
-                    y, taken, weight, m, device, alpha=link.alpha, beta=link.beta, **norm
+            gemms.append(
+                gemm.weights.gemm(
+                    y, taken, weight, m, device, alpha=gemm.alpha, beta=gemm.beta, **norm
                 )
             )
             outputs.append(y)
             taken = normed if norm else y
         follows = None if rotary is None else rotary(outputs[-1])
-        ops.gemm_chain(
-            context(device), links, self.memory, follows, attention, self.stored[:following]
+        ops.fused_layer(
+            context(device), gemms, self.memory, follows, attention, self.stored[:following]
         )
         return [get(y) for y in outputs]
 
@@ -170,12 +170,12 @@ def test_every_link(device: str, dtype: str, shape: tuple[int, ...], m: int, bit
     layer.put(device)
     x, residual = inputs(m, shape, dtype)
     start, residual_before = x, residual
-    for count, link in enumerate(layer.links, 1):
+    for count, gemm in enumerate(layer.gemms, 1):
         y = layer.run(start, residual_before, count)[-1]
-        assert_close(y, link.reference(x, residual), KERNELS["normed_gemm"][dtype])
-        # The next link is held against what this one made.
-        x = y if link.norm is None else norm_of(y, link.norm)
-        residual = y if link.beta else residual
+        assert_close(y, gemm.reference(x, residual), KERNELS["normed_gemm"][dtype])
+        # The next gemm is held against what this one made.
+        x = y if gemm.norm is None else norm_of(y, gemm.norm)
+        residual = y if gemm.beta else residual
 
 
 @on_devices_and_dtypes
@@ -189,11 +189,11 @@ def test_kinds_of_scales(device: str, dtype: str, kind: dict[str, Any]) -> None:
     x, residual = inputs(9, shape, dtype)
     _, act, hidden, qkv = layer.run(x, residual, 4)
     assert_close(
-        qkv, norm_of(hidden, layer.links[2].norm) @ layer.links[3].weights.values.T,
+        qkv, norm_of(hidden, layer.gemms[2].norm) @ layer.gemms[3].weights.values.T,
         KERNELS["normed_gemm"][dtype],
     )  # fmt: skip
     attended = layer.run(x, residual, 1)[0]
-    assert_close(hidden, layer.links[2].reference(act, attended), KERNELS["normed_gemm"][dtype])
+    assert_close(hidden, layer.gemms[2].reference(act, attended), KERNELS["normed_gemm"][dtype])
 
 
 @on_devices_and_cuda_dtypes
@@ -261,7 +261,7 @@ def test_rotary_behind_the_last_link(
             return ops.RotaryKv(
                 qkv=qkv, bias=put(device, biases, dtype) if bias else None, k_cache=k, v_cache=v,
                 inv_freq=put(device, inv_freq_of(dim)), attention_scaling=1.19,
-                num_heads=num_heads, num_kv_heads=num_kv, head_dim=dim, rows=step.rows(device),
+                num_heads=num_heads, num_kv_heads=num_kv, head_dim=dim, tokens=step.rows(device),
             )  # fmt: skip
 
         if chained:
@@ -350,9 +350,9 @@ def test_memory_is_as_large_as_it_has_to_be(m: int, bits: int) -> None:
     layer.put(device)
     x, residual = inputs(m, shape, "float16")
     expected = layer.run(x, residual, 1)
-    size = ops.gemm_chain_bytes(m)
+    size = ops.fused_layer_bytes(m)
     memory = empty(device, [size + (1 << 20)], "uint8")
-    ops.gemm_chain_prepare(context(device), memory)
+    ops.fused_layer_prepare(context(device), memory)
     prepared = memory.numpy()
     prepared[size:] = 0x5A
     memory.copy_from(prepared)
@@ -388,8 +388,8 @@ def test_small_and_large_rows_are_normed(device: str, dtype: str, size: float, b
     x, residual = inputs(5, shape, dtype)
     x, residual = rounded(x * size, dtype), rounded(residual * size, dtype)
     attended, act = layer.run(x, residual, 2)
-    normed = norm_of(attended, layer.links[0].norm)
-    assert_close(act, layer.links[1].reference(normed, residual), KERNELS["normed_gemm"][dtype])
+    normed = norm_of(attended, layer.gemms[0].norm)
+    assert_close(act, layer.gemms[1].reference(normed, residual), KERNELS["normed_gemm"][dtype])
 
 
 @on_devices
@@ -399,35 +399,35 @@ def test_bad_chains(device: str) -> None:
     layer.put(device)
     x, residual = inputs(2, shape, "float16")
     ctx = context(device)
-    with pytest.raises(ValueError, match="0 links, expected 1 to 4"):
-        ops.gemm_chain(ctx, [], layer.memory)
+    with pytest.raises(ValueError, match="0 gemms, expected 1 to 4"):
+        ops.fused_layer(ctx, [], layer.memory)
     y, weight = put(device, residual, "float16"), layer.stored[0]
-    link = ops.ChainLink(y, put(device, x, "float16"), weight, normed=y, norm_weight=y)
-    with pytest.raises(ValueError, match=r"the norm behind link 0 is of .* the next link reads it"):
-        ops.gemm_chain(ctx, [link], layer.memory)
-    other = ops.ChainLink(y, put(device, x[:1], "float16"), weight)
+    gemm = ops.FusedGemm(y, put(device, x, "float16"), weight, normed=y, norm_weight=y)
+    with pytest.raises(ValueError, match=r"the norm behind gemm 0 is of .* the next gemm reads it"):
+        ops.fused_layer(ctx, [gemm], layer.memory)
+    other = ops.FusedGemm(y, put(device, x[:1], "float16"), weight)
     with pytest.raises(ValueError, match="does not fit"):
-        ops.gemm_chain(ctx, [other], layer.memory)
+        ops.fused_layer(ctx, [other], layer.memory)
     dense = Dense(shape[0], shape[1], "float16").put(device)
-    wide = ops.ChainLink(y, put(device, x, "float16"), dense)
-    fine = ops.ChainLink(
+    wide = ops.FusedGemm(y, put(device, x, "float16"), dense)
+    fine = ops.FusedGemm(
         y, put(device, x, "float16"), weight, scratch=scratch_of(device, weight, 2)
     )
     with pytest.raises(ValueError, match="W of 16 bits; expected the rows, the dtype and the bits"):
-        ops.gemm_chain(ctx, [fine, wide], layer.memory)
-    narrow = ops.ChainLink(y, put(device, x[:, :8], "float16"), dense)
+        ops.fused_layer(ctx, [fine, wide], layer.memory)
+    narrow = ops.FusedGemm(y, put(device, x[:, :8], "float16"), dense)
     with pytest.raises(ValueError, match="does not fit"):
-        ops.gemm_chain(ctx, [narrow], layer.memory)
+        ops.fused_layer(ctx, [narrow], layer.memory)
     with pytest.raises(ValueError, match="3 products follow, expected up to 2"):
-        ops.gemm_chain(ctx, [fine], layer.memory, following=layer.stored[:3])
+        ops.fused_layer(ctx, [fine], layer.memory, following=layer.stored[:3])
     step = Step(lengths=[0], counts=[2])
     cache = put(device, np.zeros((step.num_pages, 1, 64, 64)), "float16")
     rotary = ops.RotaryKv(
         qkv=y, k_cache=cache, v_cache=cache, inv_freq=put(device, inv_freq_of(64)), num_heads=1,
-        num_kv_heads=1, head_dim=64, rows=step.rows(device), q_norm=put(device, np.ones(64)),
+        num_kv_heads=1, head_dim=64, tokens=step.rows(device), q_norm=put(device, np.ones(64)),
     )  # fmt: skip
-    with pytest.raises(ValueError, match="2 rows of 64 dimensions does not fit behind a link"):
-        ops.gemm_chain(ctx, [fine], layer.memory, rotary)
+    with pytest.raises(ValueError, match="2 rows of 64 dimensions does not fit behind a gemm"):
+        ops.fused_layer(ctx, [fine], layer.memory, rotary)
     if device == "cuda":
         with pytest.raises(ValueError, match="5 bytes of memory, expected"):
-            ops.gemm_chain(ctx, [fine], empty(device, [5], "uint8"))
+            ops.fused_layer(ctx, [fine], empty(device, [5], "uint8"))

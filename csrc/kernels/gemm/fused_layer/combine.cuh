@@ -1,10 +1,10 @@
-// Attention before the first link of a chain: its partial results become rows of x.
+// Attention before the first gemm of a chain: its partial results become rows of x.
 #pragma once
 
 #include <type_traits>
 
 #include "kernels/attention/combine.cuh"
-#include "kernels/gemm/chain/ring.cuh"
+#include "kernels/gemm/fused_layer/ring.cuh"
 
 namespace cpmcu::cuda::chain {
 
@@ -13,7 +13,7 @@ namespace cpmcu::cuda::chain {
 // of it comes from L2. Waits for attention.
 template <int kWidth, bool kMaySumRuns, typename T>
 __device__ __forceinline__ void combine_columns(uint32_t (&values)[kWidth / 2],
-                                                const ChainArgs& args,
+                                                const FusedLayerArgs& args,
                                                 const AttentionArgs<T>& attention,
                                                 const RowSplits& splits, int row, int column) {
   using Vector = std::conditional_t<kWidth == 4, float4, float2>;
@@ -21,7 +21,7 @@ __device__ __forceinline__ void combine_columns(uint32_t (&values)[kWidth / 2],
   static_assert(kAtOnce % kSplitsTogether == 0);
   const int lane = threadIdx.x % 32, shift = kMaySumRuns ? splits.shift : 0;
   const Partials partials(attention.scratch, args.max_splits,
-                          attention.rows.num_rows * attention.num_heads, args.head_dim);
+                          attention.tokens.num_tokens * attention.num_heads, args.head_dim);
   const int row_head = row * attention.num_heads + column / args.head_dim;
   const float2* states = partials.states + row_head;
   const int64_t stride = partials.num_rows * args.head_dim << shift;
@@ -101,14 +101,14 @@ __device__ __forceinline__ void combine_columns(uint32_t (&values)[kWidth / 2],
   }
 }
 
-// Makes row 0 of x of the first link, as far as this block multiplies it, for the stages from the
+// Makes row 0 of x of the first gemm, as far as this block multiplies it, for the stages from the
 // first on. By all multiplying warps.
 template <typename Product, typename T>
 __device__ __forceinline__ void combine_slice(char* shared, const Ring<Product>& ring,
-                                              const ChainArgs& args,
+                                              const FusedLayerArgs& args,
                                               const AttentionArgs<T>& attention) {
   constexpr int kBlockK = kW4BlockK;  // that of all that combine so
-  const Share share(args.links[0]);
+  const Share share(args.gemms[0]);
   const RowSplits splits(attention, 0);
   const int lane = threadIdx.x % 32, num_blocks = share.end - share.begin;
   const int first = dimension_at(lane * 2);
@@ -135,11 +135,11 @@ __device__ __forceinline__ void combine_slice(char* shared, const Ring<Product>&
 
 // Writes this block's part of all rows of `out`, once attention is done; `combined` counts warps.
 template <int kWidth, typename T>
-__device__ __forceinline__ void combine_rows(const ChainArgs& args,
+__device__ __forceinline__ void combine_rows(const FusedLayerArgs& args,
                                              const AttentionArgs<T>& attention, uint32_t combined) {
   constexpr int kColumns = 32 * kWidth;
   const int lane = threadIdx.x % 32, num_columns = attention.num_heads * args.head_dim;
-  const int per_row = num_columns / kColumns, num_items = attention.rows.num_rows * per_row;
+  const int per_row = num_columns / kColumns, num_items = attention.tokens.num_tokens * per_row;
   int item = ptx::uniform_warp() * gridDim.x + blockIdx.x;
 #pragma unroll 1
   for (; item < num_items; item += kWarps * gridDim.x) {

@@ -1,4 +1,4 @@
-// Products that follow one another become one launch (kernels/gemm/gemm_chain.h).
+// Products that follow one another become one launch (kernels/gemm/fused_layer.h).
 //
 // A forward pass runs its layers with the queue's context. Linear methods, the norms between them,
 // attention_combine before and rotary_kv behind them leave their work here; whatever else is
@@ -9,31 +9,31 @@
 #include <functional>
 #include <vector>
 
-#include "kernels/gemm/gemm_chain.h"
+#include "kernels/gemm/fused_layer.h"
 #include "kernels/layer/rms_norm.h"
 #include "kernels/step/step.h"
 
 namespace cpmcu {
 
-class ProductQueue final : public PendingLaunches {
+class GemmQueue final : public PendingLaunches {
  public:
   // Of a pass that decodes; others have too many rows. `order`: where 4-bit products are noted as
   // they come, and so those of an earlier pass say what follows; null: nowhere.
-  ProductQueue(const Context& ctx, Phase phase, std::vector<W4Weight>* order = nullptr)
+  GemmQueue(const Context& ctx, Phase phase, std::vector<W4Weight>* order = nullptr)
       : plain_(ctx), queued_(ctx), order_(order) {
-    if (phase == Phase::kDecode && gemm_chain_runs(ctx)) queued_.pending = this;
+    if (phase == Phase::kDecode && fused_layer_runs(ctx)) queued_.pending = this;
   }
-  ~ProductQueue() override = default;
-  ProductQueue(const ProductQueue&) = delete;
-  ProductQueue& operator=(const ProductQueue&) = delete;
+  ~GemmQueue() override = default;
+  GemmQueue(const GemmQueue&) = delete;
+  GemmQueue& operator=(const GemmQueue&) = delete;
 
   // The queue of a forward pass; null: its context has none.
-  static ProductQueue* of(const Context& ctx) { return dynamic_cast<ProductQueue*>(ctx.pending); }
+  static GemmQueue* of(const Context& ctx) { return dynamic_cast<GemmQueue*>(ctx.pending); }
 
   const Context& context() const { return queued_; }
 
-  // Whether the product was taken; `memory` is that of gemm_chain.
-  bool push(const ChainLink& link, const Tensor& memory);
+  // Whether the product was taken; `memory` is that of fused_layer.
+  bool push(const FusedGemm& gemm, const Tensor& memory);
   // Whether the norm was taken: it follows the product that wrote its x.
   bool push(const RmsNormParams& norm);
   // Takes attention_combine, for the product that reads its `out`.
@@ -53,9 +53,9 @@ class ProductQueue final : public PendingLaunches {
   Context queued_;
   std::vector<W4Weight>* order_;
   size_t next_ = 0;  // in order_
-  std::vector<ChainLink> links_;
-  RmsNormParams norm_;         // behind the last link, until a product reads it; empty: none
-  RotaryKvParams rotary_;      // behind the last link
+  std::vector<FusedGemm> gemms_;
+  RmsNormParams norm_;         // behind the last gemm, until a product reads it; empty: none
+  RotaryKvParams rotary_;      // behind the last gemm
   AttentionParams attention_;  // before the first
   std::vector<std::function<void()>> after_;
   Tensor memory_;

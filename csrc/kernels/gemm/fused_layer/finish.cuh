@@ -3,7 +3,7 @@
 
 #include <type_traits>
 
-#include "kernels/gemm/chain/args.cuh"
+#include "kernels/gemm/fused_layer/args.cuh"
 #include "kernels/layer/rotary.cuh"
 #include "kernels/layer/silu.cuh"
 
@@ -11,9 +11,9 @@ namespace cpmcu::cuda::chain {
 
 // One output, after alpha, beta and the norm that x was owed. Returns what is stored.
 template <typename T>
-__device__ __forceinline__ T finished(const Link& link, float scale, float sum, T old) {
+__device__ __forceinline__ T finished(const Link& gemm, float scale, float sum, T old) {
   const float value = __fmul_rn(scale, sum);
-  return from_float<T>(link.beta == 0 ? value : __fmaf_rn(link.beta, to_float(old), value));
+  return from_float<T>(gemm.beta == 0 ? value : __fmaf_rn(gemm.beta, to_float(old), value));
 }
 // Not infinite: before it is divided by the root of the mean square it may be large.
 template <typename T>
@@ -27,17 +27,18 @@ __device__ __forceinline__ float silu_product(float gate, float up) { return sil
 // head behind them.
 struct Turn {
   Rotation rotations[2];
-  int cell;  // [pages, 64]
+  int entry;  // [pages, 64]
 
   // What it reads was complete before the pass.
   __device__ __forceinline__ void load(const Rotary& rotary, int row, int dim, bool is_value) {
-    const StepRows& rows = rotary.rows;
-    const int seq = rows.row_seqs[row], slot = rows.seq_slots[seq];
-    const int in_slot = rows.slot_lengths[slot] + rows.first_row + row - rows.seq_row_begin[seq];
-    const int64_t page = int64_t{slot} * rows.max_pages + in_slot / kPageSize;
-    cell = rows.page_table[page] * kPageSize + in_slot % kPageSize;
+    const StepTokens& tokens = rotary.tokens;
+    const int seq = tokens.token_seqs[row], slot = tokens.seq_slots[seq];
+    const int in_slot =
+        tokens.slot_lengths[slot] + tokens.first_row + row - tokens.seq_token_begin[seq];
+    const int64_t page = int64_t{slot} * tokens.max_pages + in_slot / kPageSize;
+    entry = tokens.page_table[page] * kPageSize + in_slot % kPageSize;
     if (is_value) return;
-    const float position = static_cast<float>(rows.positions[row]);
+    const float position = static_cast<float>(tokens.positions[row]);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       rotations[half] =
@@ -49,10 +50,10 @@ struct Turn {
 // Sums of whole rows of a gated W, as they are: a lane's of rows q2, q2 + 1 of each 8 of x, m in
 // all, and of stored rows n, n + 8, n + 16, n + 24 of W; n is g beyond a multiple of 32.
 template <typename T, int kGroups>
-__device__ __forceinline__ void store_gated(const Link& link, T* y,
+__device__ __forceinline__ void store_gated(const Link& gemm, T* y,
                                             const float (&sums)[2][kGroups][4],
                                             const float* row_scales, int m, int n, int g, int q2) {
-  const int columns = link.n / 2;
+  const int columns = gemm.n / 2;
   T* to = y + int64_t{q2} * columns + n / 16 * 8 + g;
 #pragma unroll
   for (int group = 0; group < kGroups; ++group) {
@@ -74,26 +75,26 @@ __device__ __forceinline__ void store_gated(const Link& link, T* y,
 // Of a row of what rotary_kv follows elements n, n + 8 and those half a head behind them, turned,
 // to y or to the cache. `weight`: their biases; the row's sums are [t][j] and [t][j + 2].
 template <typename T>
-__device__ __forceinline__ void store_turned(const Link& link, const Rotary& rotary,
+__device__ __forceinline__ void store_turned(const Link& gemm, const Rotary& rotary,
                                              const Turn& turn, const T (&weight)[2][2],
                                              const float (&sum)[2][4], int j, float scale, int n,
                                              T* y) {
-  const int dims = link.apart * 32, head = n / dims, dim = n % dims;
+  const int dims = gemm.apart * 32, head = n / dims, dim = n % dims;
   const int kv_head = head - rotary.num_heads;
   const bool is_value = kv_head >= rotary.num_kv_heads;
   T* to = y + n;
   if (kv_head >= 0) {
-    const int64_t page = turn.cell / kPageSize;
+    const int64_t page = turn.entry / kPageSize;
     const int64_t at = page * rotary.num_kv_heads + kv_head % rotary.num_kv_heads;
     to = static_cast<T*>(is_value ? rotary.v_cache : rotary.k_cache) +
-         (at * kPageSize + turn.cell % kPageSize) * dims + dim;
+         (at * kPageSize + turn.entry % kPageSize) * dims + dim;
   }
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     float x[2];
 #pragma unroll
     for (int t = 0; t < 2; ++t) {
-      x[t] = to_float(finished(link, scale, sum[t][half * 2 + j], T()));
+      x[t] = to_float(finished(gemm, scale, sum[t][half * 2 + j], T()));
       if (rotary.bias != nullptr) x[t] += to_float(weight[t][half]);
     }
     if (!is_value) rotate(x[0], x[1], turn.rotations[half]);

@@ -1,7 +1,7 @@
 // How blocks of W of a chain come to shared memory and are multiplied.
 #pragma once
 
-#include "kernels/gemm/chain/args.cuh"
+#include "kernels/gemm/fused_layer/args.cuh"
 #include "kernels/gemm/sixteen_bits.cuh"
 #include "kernels/gemm/w4a16_wgmma.cuh"
 
@@ -32,7 +32,7 @@ struct FourBits {
   LaneWeights lane_weights;
   uint32_t bf16_scales;
 
-  __device__ __forceinline__ explicit FourBits(const Link& link) : bf16_scales(link.bf16_scales) {
+  __device__ __forceinline__ explicit FourBits(const Link& gemm) : bf16_scales(gemm.bf16_scales) {
     ptx::opaque(bf16_scales);  // or it is read again for every block
   }
 
@@ -43,9 +43,9 @@ struct FourBits {
     const char* from;
     int bytes;
 
-    __device__ __forceinline__ Source(const Link& link, int tile, int k_block)
-        : from(link.blocks + (int64_t{tile} * link.k_blocks + k_block) * link.block_bytes),
-          bytes(link.block_bytes) {
+    __device__ __forceinline__ Source(const Link& gemm, int tile, int k_block)
+        : from(gemm.blocks + (int64_t{tile} * gemm.k_blocks + k_block) * gemm.block_bytes),
+          bytes(gemm.block_bytes) {
       ptx::opaque(from);  // or the compiler computes it where it is used, after waiting
     }
     __device__ __forceinline__ void next() { from += bytes; }
@@ -54,10 +54,10 @@ struct FourBits {
       ptx::bulk_copy(to, from, bytes, barrier, policy);
     }
   };
-  static __device__ __forceinline__ void fetch_rows(uint32_t to, const Link& link, int k_block,
+  static __device__ __forceinline__ void fetch_rows(uint32_t to, const Link& gemm, int k_block,
                                                     uint32_t barrier) {
     ptx::mbarrier_expect_bytes(barrier, kRowsBytes);
-    copy_rows<kGroups>(to, &link.x_map, k_block, barrier);
+    copy_rows<kGroups>(to, &gemm.x_map, k_block, barrier);
   }
   template <typename F, typename G>
   __device__ __forceinline__ void add_block(float (&sums)[2][kGroups][4], uint32_t rows,
@@ -85,12 +85,12 @@ struct SixteenBits {
   LaneRows<kGroups> lane_rows;
   uint32_t lane_weights[2];  // of a lane's row for ldmatrix, of both tiles: its first or second k
 
-  __device__ __forceinline__ explicit SixteenBits(const Link& link) {
+  __device__ __forceinline__ explicit SixteenBits(const Link& gemm) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int t = 0; t < 2; ++t) {
       const int row = threadIdx.x / 32 * 32 + t * 16 + lane % 16;
-      const int at = link.gated ? row / 8 % 2 * kBoxRows + row / 16 * 8 + row % 8 : row;
+      const int at = gemm.gated ? row / 8 % 2 * kBoxRows + row / 16 * 8 + row % 8 : row;
       lane_weights[t] = sixteen_bits_offset(at);
     }
   }
@@ -99,11 +99,11 @@ struct SixteenBits {
     const TensorMap* map;
     int k, row, second;  // the rows of both boxes
 
-    __device__ __forceinline__ Source(const Link& link, int tile, int k_block)
-        : map(&link.w_map),
+    __device__ __forceinline__ Source(const Link& gemm, int tile, int k_block)
+        : map(&gemm.w_map),
           k(k_block * kBlockK),
-          row(tile * (link.gated ? kBoxRows : kW4BlockRows)),
-          second(row + (link.gated ? link.n / 2 : kBoxRows)) {}
+          row(tile * (gemm.gated ? kBoxRows : kW4BlockRows)),
+          second(row + (gemm.gated ? gemm.n / 2 : kBoxRows)) {}
     __device__ __forceinline__ void next() { k += kBlockK; }
     __device__ __forceinline__ void fetch(uint32_t to, uint32_t barrier, uint64_t policy) const {
       ptx::mbarrier_expect_bytes(barrier, kWeightBytes);
@@ -111,10 +111,10 @@ struct SixteenBits {
       ptx::tensor_copy(to + kWeightBytes / 2, map, k, second, barrier, policy);
     }
   };
-  static __device__ __forceinline__ void fetch_rows(uint32_t to, const Link& link, int k_block,
+  static __device__ __forceinline__ void fetch_rows(uint32_t to, const Link& gemm, int k_block,
                                                     uint32_t barrier) {
     ptx::mbarrier_expect_bytes(barrier, kRowsBytes);
-    ptx::tensor_copy(to, &link.x_map, k_block * kBlockK, 0, barrier);
+    ptx::tensor_copy(to, &gemm.x_map, k_block * kBlockK, 0, barrier);
   }
   template <typename F, typename G>
   __device__ __forceinline__ void add_block(float (&sums)[2][kGroups][4], uint32_t rows,

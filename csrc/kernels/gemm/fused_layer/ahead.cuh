@@ -8,7 +8,7 @@
 // a pace 20 % slower and 12 % faster).
 #pragma once
 
-#include "kernels/gemm/chain/ring.cuh"
+#include "kernels/gemm/fused_layer/ring.cuh"
 
 namespace cpmcu::cuda::chain {
 
@@ -16,15 +16,15 @@ constexpr int kOver = 1 << 20;  // added to what was fed when nothing is needed 
 
 // By one warp. `num_fed`: blocks that the ring was fed with so far.
 template <typename Product>
-__device__ __forceinline__ void fetch_ahead(const ChainArgs& args, int* num_fed) {
+__device__ __forceinline__ void fetch_ahead(const FusedLayerArgs& args, int* num_fed) {
   const int lane = threadIdx.x % 32;
   int number = 0, left = Product::kAhead;  // blocks of this launch and the next; of the next alone
   bool is_over = false;
   long long before = clock64();
 #pragma unroll 1
-  for (int i = 0; i < args.num_links + args.num_following; ++i) {
-    const bool follows = i >= args.num_links;
-    const Blocks& of = follows ? args.following[i - args.num_links] : args.links[i];
+  for (int i = 0; i < args.num_gemms + args.num_following; ++i) {
+    const bool follows = i >= args.num_gemms;
+    const Blocks& of = follows ? args.following[i - args.num_gemms] : args.gemms[i];
     each_block(of, [&](int tile, int k_block) {
       if (is_over || (follows && --left < 0)) return;
       if (number++ < Product::kAhead) return;  // on its way: the ring holds more

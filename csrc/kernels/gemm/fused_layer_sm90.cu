@@ -1,4 +1,4 @@
-// A run of dependent products as one kernel (gemm_chain.h), for Hopper, 1 to 64 rows.
+// A run of dependent products as one kernel (fused_layer.h), for Hopper, 1 to 64 rows.
 //
 // Roofline: all W of the run are read once, at 3 TB/s 41 us in 4 bits and 155 us in 16 bits for a
 // layer of MiniCPM4-8B. Launched one by one 4-bit products take 50 us at one row and 16-bit
@@ -33,16 +33,16 @@
 // instructions that did not run lately come at two to three cycles each. What can be known before x
 // comes is looked up and computed before it comes.
 //
-// Length of gemm_chain_kernel: the loop over links and tiles shares its scalars with the product of
-// a tile, the wait for other slices and the epilogue. As functions of their own these three change
-// the machine code, which is measured as it is.
-#include "kernels/gemm/gemm_chain.h"
+// Length of fused_layer_kernel: the loop over gemms and tiles shares its scalars with the product
+// of a tile, the wait for other slices and the epilogue. As functions of their own these three
+// change the machine code, which is measured as it is.
+#include "kernels/gemm/fused_layer.h"
 
 #include "core/trace.cuh"
-#include "kernels/gemm/chain/ahead.cuh"
-#include "kernels/gemm/chain/combine.cuh"
-#include "kernels/gemm/chain/items.cuh"
-#include "kernels/gemm/chain/products.cuh"
+#include "kernels/gemm/fused_layer/ahead.cuh"
+#include "kernels/gemm/fused_layer/combine.cuh"
+#include "kernels/gemm/fused_layer/gemms.cuh"
+#include "kernels/gemm/fused_layer/items.cuh"
 #include "kernels/gemm/tensor_map.cuh"
 
 namespace cpmcu::cuda {
@@ -72,7 +72,7 @@ __device__ __forceinline__ void init_barriers(const Ring<Product>& ring, int war
       ptx::mbarrier_init(ring.rows_in(mine), 1);
       ptx::mbarrier_init(ring.done(mine), kThreads);
     }
-    if (warp < kMaxChainLinks) ptx::mbarrier_init(ring.x_in(warp), 1);
+    if (warp < kMaxFusedGemms) ptx::mbarrier_init(ring.x_in(warp), 1);
     if (warp == kWarps - 1) {
       *num_fed = 0;
       ptx::mbarrier_init(ring.combined(), kWarps);
@@ -84,8 +84,8 @@ __device__ __forceinline__ void init_barriers(const Ring<Product>& ring, int war
 
 // The warps that do not multiply: a thread feeds weights, another rows of x, a warp fetches ahead.
 template <typename Product>
-__device__ __forceinline__ void feed(const ChainArgs& args, const Ring<Product>& ring, int warp,
-                                     int* num_fed) {
+__device__ __forceinline__ void feed(const FusedLayerArgs& args, const Ring<Product>& ring,
+                                     int warp, int* num_fed) {
   if (threadIdx.x == kThreads) {
     feed_weights(args, ring, num_fed);
   } else if (threadIdx.x == kThreads + 32) {
@@ -98,16 +98,16 @@ __device__ __forceinline__ void feed(const ChainArgs& args, const Ring<Product>&
   }
 }
 
-// A CTA that has no part in a link arrives behind it at once: it has nothing to wait for.
+// A CTA that has no part in a gemm arrives behind it at once: it has nothing to wait for.
 template <typename Product>
-__device__ __forceinline__ void arrive_without_part(const ChainArgs& args,
+__device__ __forceinline__ void arrive_without_part(const FusedLayerArgs& args,
                                                     const Ring<Product>& ring, uint32_t& turn) {
   if (static_cast<int>(blockIdx.x) >= args.min_units) {
     ptx::opaque(turn);  // read, by all warps, before block 0 may change it
     ptx::named_barrier<1, kThreads>();
     ptx::mbarrier_wait(ring.bases_read(), 0);
-    for (int i = 0; i + 1 < args.num_links && threadIdx.x == 0; ++i) {
-      if (static_cast<int>(blockIdx.x) >= args.links[i].units) {
+    for (int i = 0; i + 1 < args.num_gemms && threadIdx.x == 0; ++i) {
+      if (static_cast<int>(blockIdx.x) >= args.gemms[i].units) {
         ptx::add_release(args.state->arrived[i + 1]);
       }
     }
@@ -133,8 +133,8 @@ __device__ __forceinline__ void send_sums(const float (&sums)[2][kGroups][4], ch
 
 template <typename Product>
 __global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<Product::kGroups>, 1)
-    gemm_chain_kernel(const __grid_constant__ ChainArgs args,
-                      const __grid_constant__ AttentionArgs<typename Product::Element> attention) {
+    fused_layer_kernel(const __grid_constant__ FusedLayerArgs args,
+                       const __grid_constant__ AttentionArgs<typename Product::Element> attention) {
   using T = typename Product::Element;
   using Ring = Ring<Product>;
   constexpr int kGroups = Product::kGroups;
@@ -166,7 +166,7 @@ __global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<Product::kGroups
   }
   if constexpr (Product::kCombines) {
     if (args.combines == Combines::kEachItsSlice &&
-        static_cast<int>(blockIdx.x) < args.links[0].units) {
+        static_cast<int>(blockIdx.x) < args.gemms[0].units) {
       combine_slice(shared, ring, args, attention);
     }
   }
@@ -177,43 +177,43 @@ __global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<Product::kGroups
   if (blockIdx.x == 0) {
     ExactSum* next = args.state->squares[turn ^ 1][0];
 #pragma unroll 1
-    for (int i = threadIdx.x; i < kMaxChainLinks * kMaxRows; i += kThreads) next[i] = {0, 0};
+    for (int i = threadIdx.x; i < kMaxFusedGemms * kMaxRows; i += kThreads) next[i] = {0, 0};
   }
 
   const int g = lane / 4, q2 = lane % 4 * 2;
 #pragma unroll 1
-  for (int i = 0; i < args.num_links; ++i) {
-    const Link& link = args.links[i];
-    if (static_cast<int>(blockIdx.x) >= link.units) continue;
-    const Share share(link);
-    const Product product(link);
-    T* const y = static_cast<T*>(link.y);
-    const bool alone = link.slices == 1 && link.gated;  // sums go to y as they are
-    const bool rotated = kGroups <= kMaxRotatedGroups && link.apart > 1;
+  for (int i = 0; i < args.num_gemms; ++i) {
+    const Link& gemm = args.gemms[i];
+    if (static_cast<int>(blockIdx.x) >= gemm.units) continue;
+    const Share share(gemm);
+    const Product product(gemm);
+    T* const y = static_cast<T*>(gemm.y);
+    const bool alone = gemm.slices == 1 && gemm.gated;  // sums go to y as they are
+    const bool rotated = kGroups <= kMaxRotatedGroups && gemm.apart > 1;
     // The slabs (32 rows of W each) of a tile whose sums this block adds up.
     const int slice = share.slice;
-    const int first_slab = link.over_slices(kWarps * slice + link.slices - 1);
+    const int first_slab = gemm.over_slices(kWarps * slice + gemm.slices - 1);
     const int num_items =
-        (link.over_slices(kWarps * (slice + 1) + link.slices - 1) - first_slab) * kGroups;
+        (gemm.over_slices(kWarps * (slice + 1) + gemm.slices - 1) - first_slab) * kGroups;
 #pragma unroll 1
-    for (int tile = share.tile; tile < link.tiles; tile += gridDim.x) {
+    for (int tile = share.tile; tile < gemm.tiles; tile += gridDim.x) {
       const int n0 = tile * kW4BlockRows;
-      Items<T, kGroups> items{args, link, y, n0, first_slab, rotated, g, q2};
+      Items<T, kGroups> items{args, gemm, y, n0, first_slab, rotated, g, q2};
       if (rotated && warp < num_items) items.load_turns(warp);
       if (kGroups < 8 && !alone && warp < num_items) items.load_weights(warp);
-      ptx::mbarrier_wait(ring.rows_in(stage), stage.parity);  // so the links before have arrived
+      ptx::mbarrier_wait(ring.rows_in(stage), stage.parity);  // so the gemms before have arrived
       if (threadIdx.x == 0 && tile == share.tile) {
         ptx::mbarrier_arrive(ring.x_in(i));
         trace.stamp(3 * i + 2);
       }
       // What the count of sums will be when all have come: read before ours are in it.
       [[maybe_unused]] uint32_t all_summed = 0;
-      if (kCounts && link.slices > 1 && threadIdx.x == 0) {
+      if (kCounts && gemm.slices > 1 && threadIdx.x == 0) {
         all_summed = (__ldcg(args.state->summed[i][tile]) / kSummed + 1) * kSummed;
       }
       ExactSum squares_of_x{};
       const auto prefetch = [&] {
-        if (link.inv_size != 0 && threadIdx.x < args.m) {
+        if (gemm.inv_size != 0 && threadIdx.x < args.m) {
           const ExactSum& sum = args.state->squares[turn][i - 1][threadIdx.x];
           squares_of_x = {__ldcg(&sum.high), __ldcg(&sum.low)};
         }
@@ -247,29 +247,29 @@ __global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<Product::kGroups
         if (!alone && warp < num_items) items.load_weights(warp);
       }
       if (threadIdx.x < 8 * kGroups) {
-        float scale = link.alpha;
-        if (link.inv_size != 0) {
-          scale *= rsqrtf(squares_of_x.value() * link.inv_size + link.eps);
+        float scale = gemm.alpha;
+        if (gemm.inv_size != 0) {
+          scale *= rsqrtf(squares_of_x.value() * gemm.inv_size + gemm.eps);
         }
         row_scales[threadIdx.x] = scale;
       }
-      if (alone && n0 + kW4BlockRows <= link.n) {
+      if (alone && n0 + kW4BlockRows <= gemm.n) {
         ptx::named_barrier<1, kThreads>();
-        store_gated<T>(link, y, sums, row_scales, args.m, n0 + warp * 32 + g, g, q2);
+        store_gated<T>(gemm, y, sums, row_scales, args.m, n0 + warp * 32 + g, g, q2);
         ptx::named_barrier<1, kThreads>();
         continue;
       }
 
       // Sums go to the block that owns their slab, if only this one.
       constexpr int kPieces = kWarps * kGroups * 2 * 32;  // of a unit
-      const int first_unit = link.slices == 1 ? blockIdx.x : blockIdx.x - slice;
+      const int first_unit = gemm.slices == 1 ? blockIdx.x : blockIdx.x - slice;
       char* const pieces = args.pieces + (int64_t{first_unit} * kPieces + lane) * 16;
       send_sums<kPieces>(sums, pieces, slice, warp, q2, args.m);
       ptx::named_barrier<1, kThreads>();  // row_scales
-      if (kCounts && link.slices > 1) {
+      if (kCounts && gemm.slices > 1) {
         if (threadIdx.x == 0) {
           uint32_t* const summed = args.state->summed[i][tile];
-          ptx::add_release(summed, slice == 0 ? kSummed - link.slices + 1 : 1);
+          ptx::add_release(summed, slice == 0 ? kSummed - gemm.slices + 1 : 1);
           while (static_cast<int>(ptx::load_acquire(summed) - all_summed) < 0) {
           }
         }
@@ -288,24 +288,24 @@ __global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<Product::kGroups
         }
         float squares[2] = {};
         items.store(place, sum, row_scales, squares);
-        if (link.normed == nullptr) continue;
+        if (gemm.normed == nullptr) continue;
         items.add_squares(place.row, squares, args.state->squares[turn][i]);
       }
       ptx::named_barrier<1, kThreads>();
     }
     trace.stamp(3 * i + 4);
-    if (i + 1 < args.num_links && threadIdx.x == 0) {
+    if (i + 1 < args.num_gemms && threadIdx.x == 0) {
       ptx::add_release(args.state->arrived[i + 1]);
     }
   }
   trace.end();
   if (Product::kAhead > 0 && threadIdx.x == 0) atomicAdd(&num_fed, kOver);
-  // Block 0 has a part in every link, so here all blocks have arrived behind all others, and have
+  // Block 0 has a part in every gemm, so here all blocks have arrived behind all others, and have
   // read both before.
   if (blockIdx.x == 0 && threadIdx.x == 0) {
     if (args.combines == Combines::kTogether) args.state->bases[0] += gridDim.x;
-    for (int i = 1; i < args.num_links; ++i) args.state->bases[i] += gridDim.x;
-    if (args.num_links > 1) ++args.state->launches;
+    for (int i = 1; i < args.num_gemms; ++i) args.state->bases[i] += gridDim.x;
+    if (args.num_gemms > 1) ++args.state->launches;
   }
 }
 
@@ -334,13 +334,13 @@ Rotary make_rotary(const RotaryKvParams& from) {
           .attention_scaling = from.attention_scaling,
           .num_heads = from.num_heads,
           .num_kv_heads = from.num_kv_heads,
-          .rows = from.rows};
+          .tokens = from.tokens};
 }
 
-Link make_link(const ChainLink& from, const ChainLink* before, const Tensor& y, const Tensor& x,
-               const Tensor& normed, int groups, int blocks) {
+Link make_fused_gemm(const FusedGemm& from, const FusedGemm* before, const Tensor& y,
+                     const Tensor& x, const Tensor& normed, int groups, int blocks) {
   const int k = static_cast<int>(x.size(1)), n = static_cast<int>(from.stored_rows());
-  Link link{.x_map = make_map(x.data(), static_cast<int>(x.size(0)), k, x.dtype(), 8 * groups),
+  Link gemm{.x_map = make_map(x.data(), static_cast<int>(x.size(0)), k, x.dtype(), 8 * groups),
             .y = y.data(),
             .normed = normed.empty() ? nullptr : normed.data(),
             .norm_weight = normed.empty() ? nullptr : from.norm_weight.data(),
@@ -350,27 +350,27 @@ Link make_link(const ChainLink& from, const ChainLink* before, const Tensor& y, 
             .gated = from.is_gated()};
   if (from.is_dense()) {
     using Product = SixteenBits<__half, 1>;
-    link.w_map = make_map(from.w.data(), n, k, x.dtype(), Product::kBoxRows);
-    link.k_blocks = (k + Product::kBlockK - 1) / Product::kBlockK;
-    share_out(link, n, blocks);
+    gemm.w_map = make_map(from.w.data(), n, k, x.dtype(), Product::kBoxRows);
+    gemm.k_blocks = (k + Product::kBlockK - 1) / Product::kBlockK;
+    share_out(gemm, n, blocks);
   } else {
-    set_blocks(link, from.w4, blocks);
-    link.bf16_scales = from.w4.scale_dtype == DType::kBF16;
+    set_blocks(gemm, from.w4, blocks);
+    gemm.bf16_scales = from.w4.scale_dtype == DType::kBF16;
   }
   if (before != nullptr && !before->normed.empty()) {
-    link.inv_size = 1.0f / static_cast<float>(k);
-    link.eps = before->norm_eps;
+    gemm.inv_size = 1.0f / static_cast<float>(k);
+    gemm.eps = before->norm_eps;
   }
-  return link;
+  return gemm;
 }
 
-Combines who_combines(const ChainParams& p, const Link& first, int blocks) {
-  const int rows = p.attention.rows.num_rows, count = num_splits(p.attention.rows.max_kv);
+Combines who_combines(const FusedLayerParams& p, const Link& first, int blocks) {
+  const int rows = p.attention.tokens.num_tokens, count = num_splits(p.attention.tokens.max_kv);
   if (rows == 0 || count == 1) return Combines::kNobody;
   const bool is_short = count <= kMaxCombinedSplits;
-  // NOTE: of two links, not: a block would count without the thread that reads the counters' bases,
+  // NOTE: of two gemms, not: a block would count without the thread that reads the counters' bases,
   // which then could come behind block 0, which changes them.
-  if (rows == 1 && is_short && !p.links.front().is_dense() && p.links.size() != 2 &&
+  if (rows == 1 && is_short && !p.gemms.front().is_dense() && p.gemms.size() != 2 &&
       first.tiles <= blocks &&
       first.slice_blocks + (first.longer_slices > 0) <= kMaxCombinedBlocks) {
     return Combines::kEachItsSlice;
@@ -382,14 +382,14 @@ Combines who_combines(const ChainParams& p, const Link& first, int blocks) {
 
 // Of one row alone: of more, multiplying is the bound, and what comes ahead is in the way. Nor
 // where nobody says what follows (52.0 us a layer instead of 51.3: memory rests most between two
-// launches), or where a layer's keys and values take a fifth of L2 (2 us more at 16384 cells of 2
+// launches), or where a layer's keys and values take a fifth of L2 (2 us more at 16384 entries of 2
 // heads). 5 % more than memory gives at its best keeps it busy.
-int pace_ahead(const Context& ctx, const ChainParams& p) {
+int pace_ahead(const Context& ctx, const FusedLayerParams& p) {
   const AttentionParams& attention = p.attention;
-  const int64_t cells = attention.window > 0 ? std::min(attention.window, attention.rows.max_kv)
-                                             : attention.rows.max_kv;
-  const int64_t kv_bytes = int64_t{4} * cells * attention.num_kv_heads * attention.head_dim;
-  const ChainLink& first = p.links.front();
+  const int64_t entries = attention.window > 0 ? std::min(attention.window, attention.tokens.max_kv)
+                                               : attention.tokens.max_kv;
+  const int64_t kv_bytes = int64_t{4} * entries * attention.num_kv_heads * attention.head_dim;
+  const FusedGemm& first = p.gemms.front();
   if (first.x.size(0) != 1 || first.is_dense() || p.following.empty() || ctx.bytes_per_cycle == 0 ||
       kv_bytes > ctx.l2_bytes / 5) {
     return 0;
@@ -399,83 +399,84 @@ int pace_ahead(const Context& ctx, const ChainParams& p) {
 }
 
 template <typename Product>
-void launch_chain(const Context& ctx, ChainArgs args, const AttentionParams& attention,
-                  int blocks) {
+void launch_fused_layer(const Context& ctx, FusedLayerArgs args, const AttentionParams& attention,
+                        int blocks) {
   using Ring = Ring<Product>;
-  const auto kernel = gemm_chain_kernel<Product>;
+  const auto kernel = fused_layer_kernel<Product>;
   static_assert(Product::kInFlight < Ring::kStages, "what lands has a stage of its own");
   static_assert(!Product::kCombines || kMaxCombinedBlocks <= Ring::kStages);
-  for (Link& link : args.links) link.alpha /= Product::kScale;
+  for (Link& gemm : args.gemms) gemm.alpha /= Product::kScale;
   allow_shared_bytes(kernel, Ring::kBytes);
   launch(ctx, kernel, dim3(blocks), dim3(kThreads + 32 * kFeedingWarps<Product::kGroups>),
          Ring::kBytes, args, make_decode_args<typename Product::Element>(ctx, attention));
 }
 
 template <typename Mma, typename T, int kGroups>
-void launch_four_bits(const Context& ctx, const ChainArgs& args, const AttentionParams& attention,
-                      int blocks, bool zeros) {
-  zeros ? launch_chain<FourBits<Mma, T, kGroups, true>>(ctx, args, attention, blocks)
-        : launch_chain<FourBits<Mma, T, kGroups, false>>(ctx, args, attention, blocks);
+void launch_four_bits(const Context& ctx, const FusedLayerArgs& args,
+                      const AttentionParams& attention, int blocks, bool zeros) {
+  zeros ? launch_fused_layer<FourBits<Mma, T, kGroups, true>>(ctx, args, attention, blocks)
+        : launch_fused_layer<FourBits<Mma, T, kGroups, false>>(ctx, args, attention, blocks);
 }
 
 }  // namespace
 
-void gemm_chain_prepare_sm90(const Context& ctx, const Tensor& memory) {
+void fused_layer_prepare_sm90(const Context& ctx, const Tensor& memory) {
   fill_bytes(ctx.device, memory.data(), 0xFF, memory.num_bytes(), ctx.stream);
-  fill_bytes(ctx.device, memory.data(), 0, kChainStateBytes, ctx.stream);
+  fill_bytes(ctx.device, memory.data(), 0, kFusedStateBytes, ctx.stream);
 }
 
-void gemm_chain_sm90(const Context& ctx, const ChainParams& p) {
-  const int64_t num_rows = p.links.front().x.size(0);
+void fused_layer_sm90(const Context& ctx, const FusedLayerParams& p) {
+  const int64_t num_rows = p.gemms.front().x.size(0);
   const bool has_attention = !p.attention.out.empty(), has_rotary = !p.rotary.qkv.empty();
-  CHECK(p.memory.num_bytes() >= gemm_chain_bytes(num_rows),
-        "gemm_chain: {} bytes of memory, expected {} for {} rows", p.memory.num_bytes(),
-        gemm_chain_bytes(num_rows), num_rows);
-  const int blocks = std::min(ctx.sm_count, kMaxChainBlocks);
+  CHECK(p.memory.num_bytes() >= fused_layer_bytes(num_rows),
+        "fused_layer: {} bytes of memory, expected {} for {} rows", p.memory.num_bytes(),
+        fused_layer_bytes(num_rows), num_rows);
+  const int blocks = std::min(ctx.sm_count, kMaxFusedCtas);
   if (has_rotary) check_rotary_kv(p.rotary);
   bool zeros = false, rotates = false;
-  for (const ChainLink& link : p.links) zeros |= link.w4.zero_points;
+  for (const FusedGemm& gemm : p.gemms) zeros |= gemm.w4.zero_points;
   for (int64_t row = 0; row < num_rows; row += kMaxRows) {
     const int64_t m = std::min<int64_t>(kMaxRows, num_rows - row);
     const int groups = row_groups(m);
-    ChainArgs args{.state = p.memory.as<ChainState>(),
-                   .pieces = p.memory.as<char>() + kChainStateBytes +
-                             (groups > kMaxToldGroups ? kMaxToldGroups * kChainSumBytes : 0),
-                   .num_links = static_cast<int>(p.links.size()),
-                   .m = static_cast<int>(m),
-                   .min_units = blocks,
-                   .num_following = static_cast<int>(p.following.size()),
-                   .pace = pace_ahead(ctx, p)};
+    FusedLayerArgs args{.state = p.memory.as<FusedState>(),
+                        .pieces = p.memory.as<char>() + kFusedStateBytes +
+                                  (groups > kMaxToldGroups ? kMaxToldGroups * kFusedSumBytes : 0),
+                        .num_gemms = static_cast<int>(p.gemms.size()),
+                        .m = static_cast<int>(m),
+                        .min_units = blocks,
+                        .num_following = static_cast<int>(p.following.size()),
+                        .pace = pace_ahead(ctx, p)};
     for (size_t i = 0; i < p.following.size(); ++i) {
       set_blocks(args.following[i], p.following[i], blocks);
     }
-    for (size_t i = 0; i < p.links.size(); ++i) {
-      const ChainLink& link = p.links[i];
-      const Tensor normed = link.normed.empty() ? Tensor() : link.normed.rows(row, m);
-      args.links[i] = make_link(link, i > 0 ? &p.links[i - 1] : nullptr, link.y.rows(row, m),
-                                link.x.rows(row, m), normed, groups, blocks);
-      if (i + 1 < p.links.size()) args.min_units = std::min(args.min_units, args.links[i].units);
+    for (size_t i = 0; i < p.gemms.size(); ++i) {
+      const FusedGemm& gemm = p.gemms[i];
+      const Tensor normed = gemm.normed.empty() ? Tensor() : gemm.normed.rows(row, m);
+      args.gemms[i] = make_fused_gemm(gemm, i > 0 ? &p.gemms[i - 1] : nullptr, gemm.y.rows(row, m),
+                                      gemm.x.rows(row, m), normed, groups, blocks);
+      if (i + 1 < p.gemms.size()) args.min_units = std::min(args.min_units, args.gemms[i].units);
     }
     if (has_attention && row == 0) {
-      args.combines = who_combines(p, args.links[0], blocks);
-      args.max_splits = num_splits(p.attention.rows.max_kv);
+      args.combines = who_combines(p, args.gemms[0], blocks);
+      args.max_splits = num_splits(p.attention.tokens.max_kv);
       args.head_dim = p.attention.head_dim;
-      if (args.combines == Combines::kNobody) attention_combine_before_chain(ctx, p.attention);
+      if (args.combines == Combines::kNobody)
+        attention_combine_before_fused_layer(ctx, p.attention);
     }
-    Link& last = args.links[p.links.size() - 1];
+    Link& last = args.gemms[p.gemms.size() - 1];
     // An item for each warp at most: what they have to know of rows is looked up before x comes.
     rotates = has_rotary && num_rows <= 8 * kMaxRotatedGroups && (groups == 1 || last.slices > 1);
     if (rotates) {
       args.rotary = make_rotary(p.rotary);
       last.apart = p.rotary.head_dim / 32;
     }
-    dispatch_half(p.links.front().x.dtype(), [&](auto t) {
+    dispatch_half(p.gemms.front().x.dtype(), [&](auto t) {
       using T = decltype(t);
       dispatch_int<1, 2, 4, 8>("groups of rows", groups, [&](auto constant) {
         constexpr int kGroups = decltype(constant)::value;
         using Mma = std::conditional_t<kGroups <= 2, MmaSync, WgmmaOf<kGroups == 8 ? 1 : 2>>;
-        p.links.front().is_dense()
-            ? launch_chain<SixteenBits<T, kGroups>>(ctx, args, p.attention, blocks)
+        p.gemms.front().is_dense()
+            ? launch_fused_layer<SixteenBits<T, kGroups>>(ctx, args, p.attention, blocks)
             : launch_four_bits<Mma, T, kGroups>(ctx, args, p.attention, blocks, zeros);
       });
     });

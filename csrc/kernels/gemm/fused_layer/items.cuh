@@ -1,7 +1,7 @@
 // Sums of slices of K are added up, finished and written by items.
 #pragma once
 
-#include "kernels/gemm/chain/finish.cuh"
+#include "kernels/gemm/fused_layer/finish.cuh"
 
 namespace cpmcu::cuda::chain {
 
@@ -10,8 +10,8 @@ namespace cpmcu::cuda::chain {
 // asked for long before: y as it was, the norm's or rotary's weights, rotary's angles.
 template <typename T, int kGroups>
 struct Items {
-  const ChainArgs& args;
-  const Link& link;
+  const FusedLayerArgs& args;
+  const Link& gemm;
   T* y;
   int n0;          // the tile's first stored row
   int first_slab;  // of 32 stored rows, of those that this block adds up
@@ -23,7 +23,7 @@ struct Items {
   // Of the 16s of a tile, the first of an item's two.
   __device__ __forceinline__ int first_sixteen(int item) const {
     const int slab = first_slab + item / kGroups;
-    return 2 * slab - (slab & (link.apart - 1));
+    return 2 * slab - (slab & (gemm.apart - 1));
   }
   struct Place {
     int item, sixteen, row, n;
@@ -34,37 +34,37 @@ struct Items {
   }
 
   __device__ __forceinline__ void load_weights(int item) {
-    const T* weights = static_cast<const T*>(rotated ? args.rotary.bias : link.norm_weight);
+    const T* weights = static_cast<const T*>(rotated ? args.rotary.bias : gemm.norm_weight);
     if (weights == nullptr) return;
     const int n = place_of(item).n;
 #pragma unroll
     for (int t = 0; t < 2; ++t) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int at = n + t * link.apart * 16 + half * 8;
-        if (at < link.n) weight[t][half] = weights[at];
+        const int at = n + t * gemm.apart * 16 + half * 8;
+        if (at < gemm.n) weight[t][half] = weights[at];
       }
     }
   }
   __device__ __forceinline__ void load_old(int item) {
-    if (link.beta == 0) return;
+    if (gemm.beta == 0) return;
     const auto [_, sixteen, row, n] = place_of(item);
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       if (row + j >= args.m) continue;
-      const T* from = y + int64_t{row + j} * link.n + n;
+      const T* from = y + int64_t{row + j} * gemm.n + n;
 #pragma unroll
       for (int t = 0; t < 2; ++t) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          if (n + t * 16 + half * 8 < link.n) old[t][half][j] = from[t * 16 + half * 8];
+          if (n + t * 16 + half * 8 < gemm.n) old[t][half][j] = from[t * 16 + half * 8];
         }
       }
     }
   }
   __device__ __forceinline__ void load_turns(int item) {
     const auto [_, sixteen, row, n] = place_of(item);
-    const int dims = link.apart * 32;
+    const int dims = gemm.apart * 32;
     const bool is_value = n / dims >= args.rotary.num_heads + args.rotary.num_kv_heads;
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
@@ -79,7 +79,7 @@ struct Items {
                                              int num_pieces) const {
     if (at.row >= args.m) return;
     const auto piece_of = [&](int t) {
-      const int sixteen = at.sixteen + t * link.apart;
+      const int sixteen = at.sixteen + t * gemm.apart;
       return pieces + ((sixteen / 2 * kGroups + at.item % kGroups) * 2 + sixteen % 2) * 512;
     };
     char* const from[2] = {piece_of(0), piece_of(1)};
@@ -89,7 +89,7 @@ struct Items {
       for (int s = 0; s < 8; ++s) {
 #pragma unroll
         for (int t = 0; t < 2; ++t) {
-          if (s < link.slices) f(v[s][t], t, from[t] + s * num_pieces * 16);
+          if (s < gemm.slices) f(v[s][t], t, from[t] + s * num_pieces * 16);
         }
       }
     };
@@ -116,25 +116,25 @@ struct Items {
   __device__ __forceinline__ void store_turned(const Place& at, const float (&sum)[2][4],
                                                const float* row_scales) const {
     const auto [_, sixteen, row, n] = at;
-    if (n >= link.n) return;
+    if (n >= gemm.n) return;
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       if (row + j >= args.m) continue;
-      chain::store_turned(link, args.rotary, turns[j], weight, sum, j, row_scales[row + j], n,
-                          y + int64_t{row + j} * link.n);
+      chain::store_turned(gemm, args.rotary, turns[j], weight, sum, j, row_scales[row + j], n,
+                          y + int64_t{row + j} * gemm.n);
     }
   }
   // To y; if a norm follows to `normed`, too, with the squares of both rows added up.
   __device__ __forceinline__ void store(const Place& place, const float (&sum)[2][4],
                                         const float* row_scales, float (&squares)[2]) const {
     const auto [_, sixteen, row, n] = place;
-    const int left = link.n - n;
+    const int left = gemm.n - n;
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       if (row + j >= args.m) continue;
       const float scale = row_scales[row + j];
-      if (link.gated) {
-        T* to = y + int64_t{row + j} * (link.n / 2) + n / 16 * 8 + g;
+      if (gemm.gated) {
+        T* to = y + int64_t{row + j} * (gemm.n / 2) + n / 16 * 8 + g;
 #pragma unroll
         for (int t = 0; t < 2; ++t) {
           if (t * 16 >= left) continue;
@@ -143,17 +143,17 @@ struct Items {
         }
         continue;
       }
-      const int64_t at = int64_t{row + j} * link.n + n;
+      const int64_t at = int64_t{row + j} * gemm.n + n;
       T* const to = y + at;
-      T* const normed = static_cast<T*>(link.normed) + at;
+      T* const normed = static_cast<T*>(gemm.normed) + at;
 #pragma unroll
       for (int t = 0; t < 2; ++t) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           if (t * 16 + half * 8 >= left) continue;
-          const T value = finished(link, scale, sum[t][half * 2 + j], old[t][half][j]);
+          const T value = finished(gemm, scale, sum[t][half * 2 + j], old[t][half][j]);
           to[t * 16 + half * 8] = value;
-          if (link.normed != nullptr) {
+          if (gemm.normed != nullptr) {
             normed[t * 16 + half * 8] = bounded<T>(to_float(value) * to_float(weight[t][half]));
             squares[j] += to_float(value) * to_float(value);
           }

@@ -1,8 +1,8 @@
-// What the parts of a chain of products (gemm_chain_sm90.cu) know of it, and of each other.
+// What the parts of a chain of products (fused_layer_sm90.cu) know of it, and of each other.
 #pragma once
 
 #include "kernels/attention/tiles.cuh"
-#include "kernels/gemm/gemm_chain.h"
+#include "kernels/gemm/fused_layer.h"
 #include "kernels/gemm/w4a16_multiply.cuh"
 
 namespace cpmcu::cuda::chain {
@@ -27,17 +27,17 @@ struct alignas(128) ExactSum {  // a cache line, or additions to neighbours wait
 constexpr uint32_t kSummed = 64;  // no fewer than slices; divides 2^32
 
 // What launches leave to the next one. Zero at first.
-struct ChainState {
-  // Of blocks that are done with what link i reads; a cache line each. Ever growing.
-  uint32_t arrived[kMaxChainLinks][32];
-  uint32_t bases[kMaxChainLinks];  // `arrived` before this launch
+struct FusedState {
+  // Of blocks that are done with what gemm i reads; a cache line each. Ever growing.
+  uint32_t arrived[kMaxFusedGemms][32];
+  uint32_t bases[kMaxFusedGemms];  // `arrived` before this launch
   uint32_t launches;
-  ExactSum squares[2][kMaxChainLinks][kMaxRows];  // by turns: one half is used, the other zeroed
+  ExactSum squares[2][kMaxFusedGemms][kMaxRows];  // by turns: one half is used, the other zeroed
   // Of many rows, the blocks whose sums of a tile have come; a cache line each. A launch that
   // counts comes from one multiple of kSummed to the next, whatever its slices.
-  uint32_t summed[kMaxChainLinks][kMaxChainBlocks][32];
+  uint32_t summed[kMaxFusedGemms][kMaxFusedCtas][32];
 };
-static_assert(sizeof(ChainState) <= kChainStateBytes);
+static_assert(sizeof(FusedState) <= kFusedStateBytes);
 
 // The blocks of W of a product, and how blocks of threads share them out.
 struct Blocks {
@@ -65,7 +65,7 @@ struct alignas(64) Link : Blocks {
   bool bf16_scales, gated;
 };
 
-// rotary_kv behind the last link.
+// rotary_kv behind the last gemm.
 struct Rotary {
   void* k_cache;
   void* v_cache;
@@ -73,23 +73,23 @@ struct Rotary {
   const float* inv_freq;
   float attention_scaling;
   int num_heads, num_kv_heads;
-  StepRows rows;
+  StepTokens tokens;
 };
 
-// Who combines what attention left, so that the first link can read it.
+// Who combines what attention left, so that the first gemm can read it.
 enum class Combines {
   kNobody,
   kEachItsSlice,  // of one row, straight into the ring: the same columns in several blocks
   kTogether,      // all blocks, to memory, and wait for one another
 };
 
-struct ChainArgs {
-  Link links[kMaxChainLinks];
+struct FusedLayerArgs {
+  Link gemms[kMaxFusedGemms];
   Rotary rotary;
-  ChainState* state;
+  FusedState* state;
   char* pieces;  // [units][slabs][groups][tiles of 16 rows][lanes] of 16 bytes
-  int num_links, m;
-  int min_units;  // of all links but the last
+  int num_gemms, m;
+  int min_units;  // of all gemms but the last
   Combines combines;
   int max_splits, head_dim;  // of attention
   Blocks following[kMaxFollowing];
@@ -100,7 +100,7 @@ struct ChainArgs {
 // Of kEachItsSlice, in blocks of k; each has a stage.
 constexpr int kMaxCombinedBlocks = 8;
 
-// What a block of threads multiplies of a link: packed blocks [begin, end) of the tiles `tile`,
+// What a block of threads multiplies of a gemm: packed blocks [begin, end) of the tiles `tile`,
 // tile + gridDim.x, ...
 struct Share {
   int tile, slice, begin, end;

@@ -1,7 +1,7 @@
 // The ring in shared memory through which all W of a chain come, and the threads that feed it.
 #pragma once
 
-#include "kernels/gemm/chain/args.cuh"
+#include "kernels/gemm/fused_layer/args.cuh"
 
 namespace cpmcu::cuda::chain {
 
@@ -27,15 +27,15 @@ __device__ __forceinline__ void each_block(const Blocks& of, F f) {
 
 // The ring in shared memory: as many stages of rows of x and a block of W as there is room for, all
 // rows first, and the barriers that say that weights, or rows, are there, or that all warps are
-// done with both; that the first rows of a link have come; that all warps have combined theirs; and
+// done with both; that the first rows of a gemm have come; that all warps have combined theirs; and
 // that this block has read what block 0 changes in the end.
 template <typename Product>
 struct Ring {
   static constexpr int kStageBytes = Product::kRowsBytes + Product::kWeightBytes;
   static constexpr int kStages = kRingBytes / kStageBytes;
   static constexpr int kBytes = kStages * kStageBytes;
-  static constexpr int kBarriers = 3 * kStages + kMaxChainLinks + 2;
-  static_assert(kMaxChainLinks <= kStages, "a thread for each stage initialises all barriers");
+  static constexpr int kBarriers = 3 * kStages + kMaxFusedGemms + 2;
+  static_assert(kMaxFusedGemms <= kStages, "a thread for each stage initialises all barriers");
   uint32_t data, barriers;
 
   __device__ __forceinline__ Stage stage(int index) const {
@@ -61,41 +61,41 @@ struct Ring {
   static __device__ __forceinline__ uint32_t done(const Stage& at) {
     return at.barrier + 16 * kStages;
   }
-  __device__ __forceinline__ uint32_t x_in(int link) const {
-    return barriers + 8 * (3 * kStages + link);
+  __device__ __forceinline__ uint32_t x_in(int gemm) const {
+    return barriers + 8 * (3 * kStages + gemm);
   }
   __device__ __forceinline__ uint32_t combined() const {
-    return barriers + 8 * (3 * kStages + kMaxChainLinks);
+    return barriers + 8 * (3 * kStages + kMaxFusedGemms);
   }
   __device__ __forceinline__ uint32_t bases_read() const { return combined() + 8; }
 };
 
-// Feeds the ring with weights as soon as there is room, by one thread. What is for a link whose x
+// Feeds the ring with weights as soon as there is room, by one thread. What is for a gemm whose x
 // has not come yet comes block by block, so as not to stand in the way of sums, counters and rows
 // that others wait for: once the ring has been full, or from the beginning on if blocks combine
 // together.
 template <typename Product>
-__device__ __forceinline__ void feed_weights(const ChainArgs& args, const Ring<Product>& ring,
+__device__ __forceinline__ void feed_weights(const FusedLayerArgs& args, const Ring<Product>& ring,
                                              int* num_fed) {
   const uint64_t policy = ptx::evict_first_policy();
-  for (int i = 0; i < args.num_links; ++i) {
-    if (args.links[i].blocks == nullptr) ptx::prefetch_map(&args.links[i].w_map);
+  for (int i = 0; i < args.num_gemms; ++i) {
+    if (args.gemms[i].blocks == nullptr) ptx::prefetch_map(&args.gemms[i].w_map);
   }
   Stage stage = ring.stage(0), landing = stage;
   int in_flight = 0;
   bool fills = args.combines != Combines::kTogether;
 #pragma unroll 1
-  for (int i = 0; i < args.num_links; ++i) {
-    const Link& link = args.links[i];
-    if (static_cast<int>(blockIdx.x) >= link.units) continue;
-    const Share share(link);
+  for (int i = 0; i < args.num_gemms; ++i) {
+    const Link& gemm = args.gemms[i];
+    if (static_cast<int>(blockIdx.x) >= gemm.units) continue;
+    const Share share(gemm);
     const uint32_t x_in = ring.x_in(i);
-    const int tiles = link.tiles, blocks_of_tile = share.end - share.begin;
+    const int tiles = gemm.tiles, blocks_of_tile = share.end - share.begin;
     bool has_x = false;
-    typename Product::Source source(link, share.tile, share.begin);
+    typename Product::Source source(gemm, share.tile, share.begin);
 #pragma unroll 1
     for (int tile = share.tile; tile < tiles; tile += gridDim.x) {
-      if (tile != share.tile) source = typename Product::Source(link, tile, share.begin);
+      if (tile != share.tile) source = typename Product::Source(gemm, tile, share.begin);
 #pragma unroll 1
       for (int left = blocks_of_tile; left > 0; --left) {
         // A cycle from landing to asking counts: what can be done before is.
@@ -119,14 +119,14 @@ __device__ __forceinline__ void feed_weights(const ChainArgs& args, const Ring<P
   ptx::pdl_wait();
 }
 
-// Feeds it with rows of x once all blocks are done with the links before, by another.
+// Feeds it with rows of x once all blocks are done with the gemms before, by another.
 template <typename Product>
-__device__ __forceinline__ void feed_rows(const ChainArgs& args, const Ring<Product>& ring) {
-  for (int i = 0; i < args.num_links; ++i) ptx::prefetch_map(&args.links[i].x_map);
+__device__ __forceinline__ void feed_rows(const FusedLayerArgs& args, const Ring<Product>& ring) {
+  for (int i = 0; i < args.num_gemms; ++i) ptx::prefetch_map(&args.gemms[i].x_map);
   ptx::pdl_wait();
-  // Read before this block arrives anywhere, so before they change: arrivals behind a link follow
-  // from its x, those of who has no part in a link wait for it.
-  static_assert(kMaxChainLinks == 4);
+  // Read before this block arrives anywhere, so before they change: arrivals behind a gemm follow
+  // from its x, those of who has no part in a gemm wait for it.
+  static_assert(kMaxFusedGemms == 4);
   const uint4 bases = __ldcg(reinterpret_cast<const uint4*>(args.state->bases));
   ptx::mbarrier_arrive(ring.bases_read());
   if (args.combines == Combines::kTogether) {
@@ -135,10 +135,10 @@ __device__ __forceinline__ void feed_rows(const ChainArgs& args, const Ring<Prod
   }
   Stage stage = ring.stage(0);
 #pragma unroll 1
-  for (int i = 0; i < args.num_links; ++i) {
-    const Link& link = args.links[i];
+  for (int i = 0; i < args.num_gemms; ++i) {
+    const Link& gemm = args.gemms[i];
     if ((i > 0 || args.combines == Combines::kTogether) &&
-        static_cast<int>(blockIdx.x) < link.units) {
+        static_cast<int>(blockIdx.x) < gemm.units) {
       const uint32_t base = i == 0 ? bases.x : i == 1 ? bases.y : i == 2 ? bases.z : bases.w;
       while (ptx::load_acquire(args.state->arrived[i]) != base + gridDim.x) {
       }
@@ -147,10 +147,10 @@ __device__ __forceinline__ void feed_rows(const ChainArgs& args, const Ring<Prod
     // Rows that blocks have combined themselves are not waited for: they may be multiplied already,
     // and then a barrier would be asked for a phase that ends only with what this thread brings.
     const bool brings = i > 0 || args.combines != Combines::kEachItsSlice;
-    each_block(link, [&](int, int k_block) {
+    each_block(gemm, [&](int, int k_block) {
       if (brings) {
         ptx::mbarrier_wait(ring.done(stage), stage.parity ^ 1);
-        Product::fetch_rows(stage.rows, link, k_block, ring.rows_in(stage));
+        Product::fetch_rows(stage.rows, gemm, k_block, ring.rows_in(stage));
       }
       ring.advance(stage);
     });

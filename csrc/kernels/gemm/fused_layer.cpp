@@ -1,0 +1,137 @@
+#include "kernels/gemm/fused_layer.h"
+
+#include "kernels/gemm/gemm.h"
+#include "kernels/layer/rms_norm.h"
+#include "kernels/layer/silu_mul.h"
+
+namespace cpmcu {
+
+#ifdef CPMCU_SM90
+namespace cuda {
+void fused_layer_sm90(const Context& ctx, const FusedLayerParams& params);
+void fused_layer_prepare_sm90(const Context& ctx, const Tensor& memory);
+}  // namespace cuda
+#endif
+
+int64_t fused_layer_bytes([[maybe_unused]] int64_t max_rows) {
+#ifdef CPMCU_SM90
+  const int64_t groups = row_groups(max_rows);
+  return kFusedStateBytes +
+         kFusedSumBytes * (groups <= kMaxToldGroups ? groups : kMaxToldGroups + groups);
+#else
+  return 0;
+#endif
+}
+
+bool fused_layer_runs([[maybe_unused]] const Context& ctx) {
+#ifdef CPMCU_SM90
+  return ctx.device.is_cuda() && ctx.compute_capability == 90 && !ctx.is_shared;
+#else
+  return false;
+#endif
+}
+
+void fused_layer_prepare([[maybe_unused]] const Context& ctx,
+                         [[maybe_unused]] const Tensor& memory) {
+#ifdef CPMCU_SM90
+  if (fused_layer_runs(ctx)) cuda::fused_layer_prepare_sm90(ctx, memory);
+#endif
+}
+
+bool can_follow(const FusedGemm& last, const RotaryKvParams& rotary) {
+  const int dim = rotary.head_dim;
+  return rotary.qkv.data() == last.y.data() && rotary.tokens.num_tokens == last.y.size(0) &&
+         rotary.layout.is_packed() && rotary_dim_of(rotary) == dim && !last.is_gated() &&
+         last.beta == 0 && rotary.q_norm.empty() && rotary.k_norm.empty() && dim >= 64 &&
+         kW4BlockRows % dim == 0;
+}
+
+namespace {
+
+// What both kinds of weights are asked for.
+void check_gemm(const FusedGemm& gemm) {
+  if (!gemm.is_dense()) {
+    return check_w4_gemm(
+        {.y = gemm.y, .x = gemm.x, .w = gemm.w4, .alpha = gemm.alpha, .beta = gemm.beta});
+  }
+  const bool fits = gemm.y.num_dims() == 2 && gemm.x.num_dims() == 2 && gemm.w.num_dims() == 2 &&
+                    gemm.w.size(1) == gemm.x.size(1) && gemm.y.size(0) == gemm.x.size(0) &&
+                    gemm.y.size(1) == gemm.out_features();
+  CHECK(fits && gemm.w.dtype() == gemm.x.dtype() && gemm.x.size(1) % 8 == 0 &&
+            (!gemm.gated || (gemm.w.size(0) % 16 == 0 && gemm.alpha == 1 && gemm.beta == 0)),
+        "fused_layer: y {} = x {} times w {}^T of {} does not fit", gemm.y.shape_text(),
+        gemm.x.shape_text(), gemm.w.shape_text(), name_of(gemm.w.dtype()));
+}
+
+void check_fused_layer(const FusedLayerParams& p) {
+  CHECK(!p.gemms.empty() && p.gemms.size() <= kMaxFusedGemms,
+        "fused_layer: {} gemms, expected 1 to {}", p.gemms.size(), kMaxFusedGemms);
+  CHECK(p.following.size() <= kMaxFollowing, "fused_layer: {} products follow, expected up to {}",
+        p.following.size(), kMaxFollowing);
+  const FusedGemm& first = p.gemms.front();
+  for (size_t i = 0; i < p.gemms.size(); ++i) {
+    const FusedGemm& gemm = p.gemms[i];
+    check_gemm(gemm);
+    CHECK(gemm.y.dtype() == gemm.x.dtype() && gemm.w4.digits == 1 &&
+              gemm.x.size(0) == first.x.size(0) && gemm.x.dtype() == first.x.dtype() &&
+              gemm.is_dense() == first.is_dense(),
+          "fused_layer: gemm {} has {} rows of {}, y of {}, {} digits and W of {} bits; expected "
+          "the rows, the dtype and the bits of the first, and one digit",
+          i, gemm.x.size(0), name_of(gemm.x.dtype()), name_of(gemm.y.dtype()), gemm.w4.digits,
+          gemm.is_dense() ? 16 : 4);
+    if (gemm.normed.empty()) continue;
+    CHECK(
+        !gemm.is_gated() && gemm.normed.num_elements() == gemm.y.num_elements() &&
+            gemm.norm_weight.num_elements() == gemm.out_features() && i + 1 < p.gemms.size() &&
+            p.gemms[i + 1].x.data() == gemm.normed.data(),
+        "fused_layer: the norm behind gemm {} is of {} and of {} weights; expected the rows of y, "
+        "N weights, and that the next gemm reads it",
+        i, gemm.normed.shape_text(), gemm.norm_weight.shape_text());
+  }
+  const Tensor& attended = p.attention.out;
+  CHECK(attended.empty() ||
+            (attended.data() == first.x.data() && p.attention.tokens.num_tokens == first.x.size(0)),
+        "fused_layer: attention of {} rows is not what the first gemm reads, {}",
+        p.attention.tokens.num_tokens, first.x.shape_text());
+  if (p.rotary.qkv.empty()) return;
+  const FusedGemm& last = p.gemms.back();
+  CHECK(can_follow(last, p.rotary),
+        "fused_layer: rotary_kv of {} rows of {} dimensions does not fit behind a gemm of y {}",
+        p.rotary.tokens.num_tokens, p.rotary.head_dim, last.y.shape_text());
+}
+
+void multiply(const Context& ctx, const FusedGemm& gemm) {
+  if (!gemm.is_dense()) {
+    w4_gemm(ctx, {.y = gemm.y,
+                  .x = gemm.x,
+                  .w = gemm.w4,
+                  .alpha = gemm.alpha,
+                  .beta = gemm.beta,
+                  .scratch = gemm.scratch});
+  } else if (gemm.gated) {
+    skinny_gemm(ctx, {.y = gemm.scratch, .x = gemm.x, .w = gemm.w});
+    silu_mul(ctx, {.out = gemm.y, .x = gemm.scratch});
+  } else {
+    skinny_gemm(ctx,
+                {.y = gemm.y, .x = gemm.x, .w = gemm.w, .alpha = gemm.alpha, .beta = gemm.beta});
+  }
+}
+
+}  // namespace
+
+void fused_layer(const Context& ctx, const FusedLayerParams& params) {
+  check_fused_layer(params);
+#ifdef CPMCU_SM90
+  if (fused_layer_runs(ctx)) return cuda::fused_layer_sm90(ctx, params);
+#endif
+  if (!params.attention.out.empty()) attention_combine(ctx, params.attention);
+  for (const FusedGemm& gemm : params.gemms) {
+    multiply(ctx, gemm);
+    if (gemm.normed.empty()) continue;
+    rms_norm(ctx,
+             {.out = gemm.normed, .x = gemm.y, .weight = gemm.norm_weight, .eps = gemm.norm_eps});
+  }
+  if (!params.rotary.qkv.empty()) rotary_kv(ctx, params.rotary);
+}
+
+}  // namespace cpmcu

@@ -1,0 +1,96 @@
+#include "linear/gemm_queue.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace cpmcu {
+
+bool GemmQueue::push(const FusedGemm& gemm, const Tensor& memory) {
+  if (gemm.w4.digits != 1 || gemm.y.dtype() != gemm.x.dtype()) return false;
+  if (!gemms_.empty()) {
+    const FusedGemm& first = gemms_.front();
+    const bool alike = first.x.size(0) == gemm.x.size(0) && first.x.dtype() == gemm.x.dtype() &&
+                       first.is_dense() == gemm.is_dense() &&
+                       first.w4.zero_points == gemm.w4.zero_points;
+    // Who waits for the rows of y wants them as they are now.
+    if (!alike || gemms_.size() == kMaxFusedGemms || (!after_.empty() && gemm.beta != 0)) flush();
+  }
+  // What waits is for a product that reads it, or for none.
+  const auto is_for_other = [&](const Tensor& out) {
+    return !out.empty() && out.data() != gemm.x.data();
+  };
+  if ((gemms_.empty() && is_for_other(attention_.out)) || is_for_other(norm_.out) ||
+      !rotary_.qkv.empty()) {
+    flush();
+  }
+  if (!norm_.out.empty()) {
+    FusedGemm& last = gemms_.back();
+    last.normed = norm_.out, last.norm_weight = norm_.weight, last.norm_eps = norm_.eps;
+    norm_ = {};
+  }
+  gemms_.push_back(gemm);
+  memory_ = memory;
+  note(gemm.w4);
+  return true;
+}
+
+void GemmQueue::note(const W4Weight& weight) {
+  if (order_ == nullptr || weight.blocks == nullptr) return;
+  order_->resize(std::max(order_->size(), next_ + 1));
+  (*order_)[next_++] = weight;
+}
+
+// What the next launch will begin with, if all is as it was.
+std::vector<W4Weight> GemmQueue::following() const {
+  if (order_ == nullptr) return {};
+  const auto from = order_->begin() + static_cast<std::ptrdiff_t>(next_);
+  return {from, from + std::min<std::ptrdiff_t>(kMaxFollowing, order_->end() - from)};
+}
+
+bool GemmQueue::push(const RmsNormParams& norm) {
+  if (gemms_.empty() || !norm_.out.empty() || !rotary_.qkv.empty() || norm.out_stride != 0 ||
+      norm.index) {
+    return false;
+  }
+  const FusedGemm& last = gemms_.back();
+  if (last.y.data() != norm.x.data() || last.is_gated() || gemms_.size() == kMaxFusedGemms) {
+    return false;
+  }
+  norm_ = norm;
+  return true;
+}
+
+void GemmQueue::push(const AttentionParams& attention) {
+  flush();
+  attention_ = attention;
+}
+
+bool GemmQueue::push(const RotaryKvParams& rotary) {
+  if (gemms_.empty() || !norm_.out.empty() || !can_follow(gemms_.back(), rotary)) return false;
+  rotary_ = rotary;
+  return true;
+}
+
+void GemmQueue::then(std::function<void()> launch) {
+  gemms_.empty() ? launch() : after_.push_back(std::move(launch));
+}
+
+void GemmQueue::flush() {
+  const AttentionParams attention = std::exchange(attention_, {});
+  if (gemms_.empty()) {
+    if (!attention.out.empty()) attention_combine(plain_, attention);
+    return;
+  }
+  const FusedLayerParams layer{.gemms = std::exchange(gemms_, {}),
+                               .rotary = std::exchange(rotary_, {}),
+                               .attention = attention,
+                               .following = following(),
+                               .memory = memory_};
+  const RmsNormParams norm = std::exchange(norm_, {});
+  const auto after = std::exchange(after_, {});
+  fused_layer(plain_, layer);
+  if (!norm.out.empty()) rms_norm(plain_, norm);
+  for (const auto& launch : after) launch();
+}
+
+}  // namespace cpmcu
