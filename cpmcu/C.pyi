@@ -307,11 +307,15 @@ class Engine:
         sampling: SamplingConfig,
         prompt: collections.abc.Sequence[int],
         generated: collections.abc.Sequence[int] = [],
+        pages: collections.abc.Sequence[int] = [],
+        num_cached: int = 0,
     ) -> int:
         """Takes a free slot for a sequence (resets its state). RuntimeError if none is free.
 
         `prompt` and what was `generated` before (when a sequence is resumed) are for penalties
-        only; the tokens themselves come with `prefill`."""
+        and look-up. `prefill` brings the tokens behind the first `num_cached`, which are a
+        multiple of PAGE_SIZE. The slot shares `pages`, which hold the first of those; `reserve`
+        takes pages for the others, and `load_pages` fills them."""
 
     def release(self, slot: int) -> None:
         """Gives the slot and its pages back. Steps in flight for it are dropped from results."""
@@ -320,6 +324,48 @@ class Engine:
         """Takes pages so that the slot can hold `num_tokens`; False if there are too few.
 
         Waits for the steps in flight if they are the last that read the pages it needs."""
+
+    def slot_pages(self, slot: int) -> list[int]:
+        """The pages of a slot, in order."""
+
+    def hold_pages(self, pages: collections.abc.Sequence[int]) -> None:
+        """One more owner of pages that have one."""
+
+    def drop_pages(self, pages: collections.abc.Sequence[int]) -> None:
+        """One owner less."""
+
+    def save_pages(
+        self,
+        pages: collections.abc.Sequence[int],
+        to: HostBlocks,
+        blocks: collections.abc.Sequence[int],
+    ) -> None:
+        """Copies pages into host blocks, behind the steps so far; does not wait."""
+
+    def load_pages(
+        self,
+        pages: collections.abc.Sequence[int],
+        source: HostBlocks,
+        blocks: collections.abc.Sequence[int],
+    ) -> None:
+        """Copies host blocks into pages, before the steps to come; does not wait."""
+
+    def save_slot(self, slot: int, to: HostBlocks, block: int) -> None:
+        """Copies a slot's per-slot state into a host block; does not wait."""
+
+    def load_slot(self, slot: int, source: HostBlocks, block: int) -> None:
+        """The other way round."""
+
+    def wait_for_copies(self) -> None:
+        """Waits for all copies and steps that were enqueued."""
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page in all models' planes."""
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a slot's per-slot state; 0: the models have none."""
 
     def prefill(
         self,
@@ -416,6 +462,18 @@ class Engine:
     def counters(self) -> dict[str, int]:
         """steps, waits, graph_captures, graph_replays;
         of the process: allocations, synchronizations."""
+
+class HostBlocks:
+    """Pinned host memory in blocks of one size."""
+
+    def __init__(self, engine: Engine, block_bytes: int, blocks_per_slab: int) -> None: ...
+    def grow(self) -> int:
+        """Takes one slab more; the number of blocks. From any thread. MemoryError if there is none."""
+
+    @property
+    def num_blocks(self) -> int: ...
+    def view(self, block: int) -> memoryview:
+        """The bytes of a block, writable."""
 
 def ceilings(device: str, index: int = 0) -> dict[str, float]:
     """Measures read_bytes_per_second and host_to_device_bytes_per_second of "cpu" or "cuda"."""

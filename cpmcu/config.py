@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import typing
 from collections.abc import Mapping
 from pathlib import Path
@@ -367,6 +368,23 @@ class EngineConfig:
     max_num_seqs: int = option(8, "most sequences that run at the same time")
     cuda_graph: bool = option(True, "replay decode steps as CUDA graphs")
     num_threads: int = option(0, "threads of the CPU back end; 0: all cores")
+    prefix_cache: bool = option(
+        True, "keep the keys and values of prompts for later prompts that begin alike"
+    )
+    prefix_cache_decoded: bool = option(
+        False,
+        "keep those of generated tokens, too; a later prompt with them may then differ in its "
+        "last bits from what an engine without a cache computes",
+    )
+    prefix_cache_host_gb: float | None = option(
+        None,
+        "host memory for pages that leave the GPU, in GB (default: 8, or a quarter of what is "
+        "free if that is less; 0 on a CPU)",
+    )
+    prefix_cache_dir: str | None = option(
+        None, "folder that keeps pages across restarts", metavar="PATH"
+    )
+    prefix_cache_disk_gb: float = option(64.0, "most that the folder may hold, in GB")
     minicpm4_yarn: bool = option(
         False, "replace the checkpoint's rope scaling with MiniCPM4's factors for long contexts"
     )
@@ -411,12 +429,23 @@ class EngineConfig:
         _whole("num_threads", self.num_threads, 0)
         _whole("device_index", self.device_index, 0)
         truth("cuda_graph", self.cuda_graph)
+        truth("prefix_cache", self.prefix_cache)
+        truth("prefix_cache_decoded", self.prefix_cache_decoded)
+        check_filled("prefix_cache_dir", self.prefix_cache_dir, "a folder")
+        if self.prefix_cache_host_gb is not None:
+            _size("prefix_cache_host_gb", self.prefix_cache_host_gb)
+        _size("prefix_cache_disk_gb", self.prefix_cache_disk_gb)
         truth("minicpm4_yarn", self.minicpm4_yarn)
 
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise ValueError(f"{name} is {value!r}, but must be one of {', '.join(allowed)}")
+
+
+def _size(name: str, value: float) -> None:
+    if not 0.0 <= number(name, value) < math.inf:
+        raise ValueError(f"{name} is {value}, but must be a size in GB, at least 0")
 
 
 def _whole(name: str, value: int, minimum: int) -> None:

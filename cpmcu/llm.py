@@ -78,6 +78,7 @@ class LLM:
 
         with exiting.waited_for():  # importing is inside the extension, too
             from cpmcu import C  # the extension: only needed from here on
+            from cpmcu.engine.prefix.make import make_prefix_cache
             from cpmcu.loading.loader import load_model
 
         self._before_weights = before_weights
@@ -96,7 +97,12 @@ class LLM:
         self._grammars: GrammarCompiler | None = None
         self._grammar_lock = threading.Lock()
         self._memory_plan = loaded.engine.memory_plan()
-        self._runner = Runner(loaded.engine, page_size=C.PAGE_SIZE, shapes=loaded.shapes)
+        self._runner = Runner(
+            loaded.engine,
+            page_size=C.PAGE_SIZE,
+            shapes=loaded.shapes,
+            cache=make_prefix_cache(loaded, self.config),
+        )
         # Also runs at interpreter exit, and when the last reference to the LLM goes.
         self._finalizer = weakref.finalize(self, self._runner.close)
 
@@ -268,6 +274,7 @@ class LLM:
                 acceptance=self._acceptance(),
                 grammar=self._start(params.grammar),
                 min_tokens=least,
+                cache_salt=params.cache_salt,
             )
             for index in range(params.n)
         ]
@@ -284,6 +291,10 @@ class LLM:
     def engine_load(self) -> EngineLoad:
         """How busy the engine is: slots, queue, KV pages."""
         return self._runner.load()
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets all cached prompts, on disk too. Running requests go on undisturbed."""
+        self._runner.reset_prefix_cache()
 
     def call_engine(self, function: Callable[[C.Engine], T]) -> T:
         """Runs `function(engine)` on the engine thread between steps; for tools and tests.

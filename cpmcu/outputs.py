@@ -26,6 +26,7 @@ class Usage:
 
     prompt_tokens: int
     completion_tokens: int
+    cached_tokens: int = 0  # of the prompt, found in the prefix cache
 
     @property
     def total_tokens(self) -> int:
@@ -43,6 +44,7 @@ class Timings:
     prompt_tokens: int
     output_tokens: int
     decode_steps: int  # engine steps after prefill that gave tokens to this choice
+    cached_tokens: int = 0  # of the prompt, found in the prefix cache
     grammar_s: float = 0.0  # finding the tokens that its grammar allows, mostly beside the device
 
     @property
@@ -99,7 +101,8 @@ class RequestOutput:
     def usage(self) -> Usage:
         """Token counts; the prompt counts once, whatever `n`."""
         completion = sum(len(output.token_ids) for output in self.outputs)
-        return Usage(len(self.prompt_token_ids), completion)
+        cached = self.outputs[0].timings.cached_tokens
+        return Usage(len(self.prompt_token_ids), completion, cached)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

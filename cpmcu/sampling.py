@@ -104,6 +104,9 @@ class SamplingParams:
         "also report log-probabilities of the prompt's tokens, and of this many likeliest ones",
         flags=(),
     )
+    cache_salt: str = option(
+        "", "prompts share cached pages only with prompts of the same salt", flags=()
+    )
     skip_special_tokens: bool = option(True, "leave special tokens out of the text", flags=())
     grammar: Grammar | None = option(  # noqa: RUF009
         None, "what the output has to look like", flags=()

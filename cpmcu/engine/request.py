@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from cpmcu import C
     from cpmcu.engine.grammar import GrammarState, Words
     from cpmcu.engine.min_tokens import MinTokens
+    from cpmcu.engine.prefix.cache import Prefix
     from cpmcu.spec_metrics import AcceptanceCounter
 
 logger = logging.getLogger(__name__)
@@ -51,6 +52,7 @@ class Request:
         acceptance: AcceptanceCounter | None = None,
         grammar: GrammarState | None = None,
         min_tokens: MinTokens | None = None,
+        cache_salt: str = "",
     ) -> None:
         self.id = next(_ids)
         self.prompt = list(prompt)
@@ -65,6 +67,9 @@ class Request:
         self.finish: Finish | None = None
         self.error: Exception | None = None
         self.cancelled = False
+        self.cache_salt = cache_salt
+        self.lookup: Prefix | None = None  # in the prefix cache, while it waits
+        self.cached_tokens: int | None = None  # prompt tokens that were cached when it began
         self._detokenizer = detokenizer
         self._stop_strings = stop_strings
         self._stop_tokens = stop_tokens
@@ -107,9 +112,13 @@ class Request:
         """Ends the request at the engine's next step, with finish reason "abort"."""
         self.cancelled = True
 
-    def start(self) -> None:
-        """Notes that the engine began with it."""
+    def start(self, num_cached: int = 0) -> None:
+        """Notes that the engine began with it, behind `num_cached` tokens that were cached."""
         self._started = self._started or time.perf_counter()
+        if self.cached_tokens is None:
+            self.cached_tokens = min(num_cached, len(self.prompt))
+        if num_cached:
+            self.prefilled(num_cached)
 
     def prefilled(self, num_tokens: int) -> None:
         """Reports that the engine has read `num_tokens` of the prompt."""
@@ -203,6 +212,7 @@ class Request:
             decode_s=(self._last - first) if self._first else 0.0,
             prompt_tokens=len(self.prompt),
             output_tokens=len(self.tokens),
+            cached_tokens=self.cached_tokens or 0,
             decode_steps=self._decode_steps,
             grammar_s=self.grammar.seconds if self.grammar is not None else 0.0,
         )

@@ -20,6 +20,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from cpmcu.engine.chooser import ShapeChooser
+from cpmcu.engine.prefix.cache import CacheCounters, PrefixCache
 from cpmcu.engine.request import Request
 from cpmcu.engine.scheduler import Scheduler, Sequence, Step
 from cpmcu.engine.shapes import Shape
@@ -35,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+DISK_PAUSE = 0.0005  # seconds between two looks at what the disk has done
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EngineLoad:
@@ -47,17 +50,29 @@ class EngineLoad:
     num_pages: int = 0  # in all
     page_size: int = 0  # tokens
     step_tokens: StepTokens = dataclasses.field(default_factory=StepTokens)
+    prefix_cache: CacheCounters | None = None  # without a prefix cache: None
 
 
 class Runner:
     """Owns an engine. `submit`, `call` and `close` may be called from any thread."""
 
-    def __init__(self, engine: C.Engine, *, page_size: int, shapes: PySequence[Shape] = ()) -> None:
+    def __init__(
+        self,
+        engine: C.Engine,
+        *,
+        page_size: int,
+        shapes: PySequence[Shape] = (),
+        cache: PrefixCache | None = None,
+    ) -> None:
         self._engine: C.Engine | None = engine
         self._chooser = ShapeChooser(shapes) if shapes else None
         self._collected = 0.0  # when the last step was: time.perf_counter()
         self.tokens_per_step = engine.tokens_per_step
-        self._scheduler = Scheduler(engine, page_size, engine.tokens_per_step)
+        self._cache = cache
+        self._cache_busy = False  # it must be called again soon
+        self._cache_counters: CacheCounters | None = None if cache is None else CacheCounters()
+        self._launched = self._taken = 0  # steps, and of these collected ones
+        self._scheduler = Scheduler(engine, page_size, engine.tokens_per_step, cache)
         self.max_length = self._scheduler.max_length
         self.num_pages = engine.num_pages
         self._page_size = page_size
@@ -137,7 +152,14 @@ class Runner:
             self.num_pages,
             self._page_size,
             self._step_tokens,
+            self._cache_counters,
         )
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets all cached prompts. Raises as `call` does."""
+        cache = self._cache
+        if cache is not None:
+            self.call(lambda engine: cache.reset())
 
     def close(self) -> None:
         """Aborts what is running, waits for the thread, frees the engine. Harmless if repeated."""
@@ -174,6 +196,7 @@ class Runner:
                     or self._inbox
                     or self._calls
                     or self._in_flight
+                    or self._cache_busy
                     or self._scheduler.has_work
                 )
             )
@@ -194,6 +217,12 @@ class Runner:
         if self._in_flight:
             self._collect()
         self._free_pages = self._live.num_free_pages
+        if self._cache is not None:
+            self._free_pages += self._cache.num_idle_pages
+            self._cache_busy = self._cache.tick(self._launched, self._taken)
+            self._cache_counters = self._cache.snapshot()
+            if self._cache_busy and not self._in_flight:
+                time.sleep(DISK_PAUSE)
 
     @property
     def _live(self) -> C.Engine:
@@ -211,6 +240,7 @@ class Runner:
                 self._live.prefill(step.chunks, *self._masks(drawing, trees))
             else:
                 self._live.prefill(step.chunks)
+            self._checkpoint(step)
         else:
             if self._chooser is not None:
                 step.shape = self._chooser.choose(len(slots))
@@ -221,6 +251,15 @@ class Runner:
             else:
                 self._live.decode(slots, step.shape)
         self._in_flight.append(step)
+        self._launched += 1
+
+    def _checkpoint(self, step: Step) -> None:
+        """Keeps per-slot state for the prefix cache, behind the chunks of a step."""
+        if self._cache is None or not self._cache.has_states:
+            return
+        for sequence in step.sequences:
+            if sequence.prefix is not None and sequence.sent % self._page_size == 0:
+                self._cache.checkpoint(sequence.prefix, sequence.slot, sequence.sent)
 
     def _score(self, step: Step, targets: list[int]) -> None:
         assert step.chunks is not None
@@ -257,6 +296,7 @@ class Runner:
 
     def _collect(self) -> None:
         step = self._in_flight.popleft()
+        self._taken += 1
         outputs = {output.slot: output for output in self._live.collect()}
         self._observe(step, outputs)
         read = sum(len(chunk) for _, chunk, _ in step.chunks or ())
@@ -270,6 +310,8 @@ class Runner:
             sequence.in_flight -= emits
             if sequence not in self._scheduler.active:  # it ended after this step was launched
                 continue
+            if self._cache is not None and sequence.prefix is not None and step.chunks is not None:
+                self._cache.publish(sequence.prefix, sequence.slot, sequence.read)
             if emits and sequence.slot in outputs and not sequence.request.done:
                 self._accept(sequence.request, outputs[sequence.slot], step)
             if sequence.request.done:
@@ -350,7 +392,18 @@ class Runner:
             future.set_exception(RuntimeError("the engine is closed"))
         self._scheduler.close()
         self._in_flight.clear()
+        if self._cache is not None:
+            self._close_cache(self._cache)
+        self._cache = None
         self._engine = None
+
+    def _close_cache(self, cache: PrefixCache) -> None:
+        try:
+            if self._broken is None:
+                self._live.wait_for_copies()
+            cache.close()
+        except Exception as error:
+            logger.error("the prefix cache could not be closed: %s", error)
 
 
 def _logprobs(output: C.SlotOutput) -> list[TokenLogprobs]:

@@ -15,6 +15,8 @@ import logging
 from collections import deque
 from typing import TYPE_CHECKING
 
+from cpmcu.engine.prefix.cache import Prefix, PrefixCache
+from cpmcu.engine.prefix.index import Entry
 from cpmcu.engine.request import Request
 from cpmcu.engine.shapes import Shape
 
@@ -34,6 +36,7 @@ class Sequence:
     sent: int = 0  # of `tokens`, in prefill steps that were launched
     read: int = 0  # of `tokens`, in prefill steps that are done
     in_flight: int = 0  # launched steps that will emit for it
+    prefix: Prefix | None = None  # with a prefix cache
 
     @property
     def wants_scores(self) -> bool:
@@ -55,8 +58,15 @@ class Step:
 class Scheduler:
     """Queue, running sequences and page accounting. Used by the engine thread only."""
 
-    def __init__(self, engine: C.Engine, page_size: int, tokens_per_step: int = 1) -> None:
+    def __init__(
+        self,
+        engine: C.Engine,
+        page_size: int,
+        tokens_per_step: int = 1,
+        cache: PrefixCache | None = None,
+    ) -> None:
         self._engine = engine
+        self._cache = cache
         self._page_size = page_size
         self._tokens_per_step = tokens_per_step  # most tokens that a decode step can emit
         self._blocked = False  # a running sequence waits for pages
@@ -94,18 +104,29 @@ class Scheduler:
         while self.waiting and not self._blocked and not self._full:
             request = self.waiting[0]
             tokens = request.prompt + request.tokens
-            if self.active:
-                spare = self._engine.num_free_pages - 1
-                full = len(self.active) >= self._engine.max_num_seqs
-                if full or -(-len(tokens) // self._page_size) > spare:
-                    return
+            if len(self.active) >= self._engine.max_num_seqs:
+                return
+            prefix, matched = self._look_up(request, tokens)
+            if self._must_wait(prefix, matched, len(tokens)):
+                return
+            if self.active and self._pages_of(matched, len(tokens)) > self._num_spare() - 1:
+                return
             self.waiting.popleft()
+            request.lookup = None
+            pages: list[int] = []
+            cached = 0
+            if prefix is not None and self._cache is not None:
+                pages, cached = self._cache.begin(prefix, matched, len(tokens))
             try:
-                slot = self._engine.add_sequence(request.sampling, request.prompt, request.tokens)
+                slot = self._engine.add_sequence(
+                    request.sampling, request.prompt, request.tokens, pages, cached
+                )
             except Exception as error:  # of the request's own making
+                if prefix is not None and self._cache is not None:
+                    self._cache.release(prefix)
                 request.fail(error)
                 continue
-            self._start(Sequence(request, slot, tokens))
+            self._start(Sequence(request, slot, tokens, cached, cached, prefix=prefix))
 
     def next_step(self, *, idle: bool) -> Step | None:
         """The next step to launch, or None. `idle`: no step is in flight."""
@@ -126,6 +147,8 @@ class Scheduler:
         """Gives a sequence's slot and pages back."""
         self.active.remove(sequence)
         self._blocked = self._full = False
+        if self._cache is not None and sequence.prefix is not None:
+            self._cache.end(sequence.prefix, sequence.slot, sequence.read, sequence.request)
         self._engine.release(sequence.slot)
 
     def close(self) -> None:
@@ -136,8 +159,10 @@ class Scheduler:
 
     def _start(self, sequence: Sequence) -> None:
         self.active.append(sequence)
-        if self._engine.reserve(sequence.slot, len(sequence.tokens)):
-            sequence.request.start()
+        if self._reserve(sequence.slot, len(sequence.tokens)):
+            if self._cache is not None and sequence.prefix is not None:
+                self._cache.restore(sequence.prefix, sequence.slot, len(sequence.tokens))
+            sequence.request.start(sequence.read)
             return
         if len(self.active) > 1:  # a drafter needs pages beyond the tokens: wait for some
             self.release(sequence)
@@ -153,6 +178,40 @@ class Scheduler:
         )
         self.release(sequence)
 
+    def _look_up(self, request: Request, tokens: list[int]) -> tuple[Prefix | None, list[Entry]]:
+        """The request's keys and what is cached of them. Scores need every token computed."""
+        if self._cache is None:
+            return None, []
+        if request.lookup is None:
+            request.lookup = self._cache.prefix_of(tokens, request.cache_salt)
+        if request.num_prompt_logprobs is not None and not request.tokens:
+            return request.lookup, []
+        return request.lookup, self._cache.match(request.lookup, len(tokens))
+
+    def _must_wait(self, prefix: Prefix | None, matched: list[Entry], num_tokens: int) -> bool:
+        """Will more of the request's prefix be cached soon?"""
+        if prefix is None or self._cache is None:
+            return False
+        return self._cache.must_wait(prefix, matched, num_tokens)
+
+    def _num_spare(self) -> int:
+        """Pages that are free or can be evicted."""
+        idle = 0 if self._cache is None else self._cache.num_idle_pages
+        return self._engine.num_free_pages + idle
+
+    def _pages_of(self, matched: list[Entry], num_tokens: int) -> int:
+        """Spare pages that a sequence needs to begin."""
+        if self._cache is None:
+            return -(-num_tokens // self._page_size)
+        return self._cache.num_new_pages(matched, num_tokens)
+
+    def _reserve(self, slot: int, num_tokens: int) -> bool:
+        """Takes pages for a slot; cached pages that nobody uses make room."""
+        while not self._engine.reserve(slot, num_tokens):
+            if self._cache is None or self._cache.evict() == 0:
+                return False
+        return True
+
     def _prefill(self) -> Step | None:
         room = self._engine.chunk_length
         step = Step([], [])
@@ -161,6 +220,9 @@ class Scheduler:
             take = min(room, rest)
             if take == 0:
                 continue
+            take = self._whole_pages(sequence, take, rest)
+            if take == 0:
+                break  # the rest of this step is less than a page
             if rest > 1 and sequence.wants_scores:
                 if step.sequences:
                     break
@@ -173,6 +235,21 @@ class Scheduler:
             assert step.chunks is not None
             step.chunks.append((sequence.slot, chunk, take == rest))
         return step if step.sequences else None
+
+    def _whole_pages(self, sequence: Sequence, take: int, rest: int) -> int:
+        """Tokens of a chunk. If prefixes need checkpoints of state, chunks end with pages, and the
+        last page's end is one of them.
+        """
+        if sequence.prefix is None or self._cache is None or not self._cache.has_states:
+            return take
+        size = self._page_size
+        if self._engine.chunk_length < size:
+            return take
+        end = sequence.sent + take
+        if take == rest:
+            before = (end - 1) // size * size  # a checkpoint that a longer prompt can use
+            return before - sequence.sent if before > sequence.sent else take
+        return max(0, end // size * size - sequence.sent)
 
     def _score(self, sequence: Sequence, take: int) -> Step:
         """A step of its own for a chunk whose next tokens' log-probabilities are wanted."""
@@ -190,7 +267,7 @@ class Scheduler:
             launched = len(sequence.request.tokens) + sequence.in_flight  # tokens, at the least
             if sequence.sent < len(sequence.tokens) or launched >= sequence.request.max_tokens:
                 continue
-            if self._engine.reserve(sequence.slot, self._needed(sequence)):
+            if self._reserve(sequence.slot, self._needed(sequence)):
                 ready.append(sequence)
             else:
                 self._blocked = True

@@ -51,6 +51,7 @@ class LoadedModel:
     spec: C.ModelSpec
     draft: C.DrafterSpec | None = None
     shapes: tuple[tuple[int, int], ...] = ()  # of drafts, to choose from; none: always the whole
+    draft_directory: Path | None = None  # of a draft with weights
 
 
 @one_sentence()
@@ -166,6 +167,7 @@ def load_model(
         spec,
         drafter[0] if drafter else None,
         shapes,
+        draft.files.checkpoint.directory if draft and draft.files else None,
     )
 
 

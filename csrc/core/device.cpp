@@ -263,6 +263,24 @@ void copy_to_host(Device device, void* dst, const void* src, int64_t bytes, Stre
   std::memcpy(dst, src, static_cast<size_t>(bytes));
 }
 
+void copy_strided(Device device, const StridedCopy& copy, Stream stream) {
+#ifdef CPMCU_WITH_CUDA
+  if (device.is_cuda()) {
+    CHECK_CUDA(cudaMemcpy2DAsync(copy.dst, static_cast<size_t>(copy.dst_pitch), copy.src,
+                                 static_cast<size_t>(copy.src_pitch),
+                                 static_cast<size_t>(copy.width), static_cast<size_t>(copy.height),
+                                 cudaMemcpyDefault, static_cast<cudaStream_t>(stream)));
+    return;
+  }
+#endif
+  (void)device, (void)stream;
+  for (int64_t i = 0; i < copy.height; ++i) {
+    std::memcpy(static_cast<char*>(copy.dst) + i * copy.dst_pitch,
+                static_cast<const char*>(copy.src) + i * copy.src_pitch,
+                static_cast<size_t>(copy.width));
+  }
+}
+
 void copy_on_device(Device device, void* dst, const void* src, int64_t bytes, Stream stream) {
   if (bytes == 0) return;
 #ifdef CPMCU_WITH_CUDA

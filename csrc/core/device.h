@@ -67,6 +67,16 @@ DeviceCounters device_counters();
 // Ordered on `stream`. Host memory should be pinned, or the copy may wait.
 void copy_to_device(Device device, void* dst, const void* src, int64_t bytes, Stream stream);
 void copy_to_host(Device device, void* dst, const void* src, int64_t bytes, Stream stream);
+// `height` runs of `width` bytes, `dst_pitch` and `src_pitch` bytes apart; one side is pinned
+// memory.
+struct StridedCopy {
+  void* dst = nullptr;
+  int64_t dst_pitch = 0;
+  const void* src = nullptr;
+  int64_t src_pitch = 0;
+  int64_t width = 0, height = 0;
+};
+void copy_strided(Device device, const StridedCopy& copy, Stream stream);
 void copy_on_device(Device device, void* dst, const void* src, int64_t bytes, Stream stream);
 void fill_bytes(Device device, void* dst, int value, int64_t bytes, Stream stream);
 

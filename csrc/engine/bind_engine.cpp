@@ -211,23 +211,66 @@ void bind_sequences(EngineClass& engine) {
       .def(
           "add_sequence",
           [](Engine& e, const SamplingConfig& sampling, const std::vector<int>& prompt,
-             const std::vector<int>& generated) {
+             const std::vector<int>& generated, const std::vector<int>& pages, int num_cached) {
             std::vector<int> ids = prompt;
             ids.insert(ids.end(), generated.begin(), generated.end());
-            return e.add_sequence(sampling, ids, static_cast<int>(prompt.size()));
+            return e.add_sequence(sampling, ids, static_cast<int>(prompt.size()),
+                                  {.pages = pages, .num_tokens = num_cached});
           },
           py::arg("sampling"), py::arg("prompt"), py::arg("generated") = std::vector<int>{},
-          NoGil(),
+          py::arg("pages") = std::vector<int>{}, py::arg("num_cached") = 0, NoGil(),
           R"(Takes a free slot for a sequence (resets its state). RuntimeError if none is free.
 
           `prompt` and what was `generated` before (when a sequence is resumed) are for penalties
-          only; the tokens themselves come with `prefill`.)")
+          and look-up. `prefill` brings the tokens behind the first `num_cached`, which are a
+          multiple of PAGE_SIZE. The slot shares `pages`, which hold the first of those; `reserve`
+          takes pages for the others, and `load_pages` fills them.)")
       .def("release", &Engine::release, py::arg("slot"), NoGil(),
            "Gives the slot and its pages back. Steps in flight for it are dropped from results.")
       .def("reserve", &Engine::reserve, py::arg("slot"), py::arg("num_tokens"), NoGil(),
            R"(Takes pages so that the slot can hold `num_tokens`; False if there are too few.
 
            Waits for the steps in flight if they are the last that read the pages it needs.)");
+}
+
+py::memoryview view_of(const HostBlocks& blocks, int block) {
+  return py::memoryview::from_memory(blocks.block(block), blocks.block_bytes());
+}
+
+void bind_host_blocks(py::module_& m) {
+  py::class_<HostBlocks>(m, "HostBlocks", "Pinned host memory in blocks of one size.")
+      .def(py::init([](const Engine& e, int64_t block_bytes, int blocks_per_slab) {
+             return std::make_unique<HostBlocks>(e.device(), block_bytes, blocks_per_slab);
+           }),
+           py::arg("engine"), py::arg("block_bytes"), py::arg("blocks_per_slab"))
+      .def("grow", &HostBlocks::grow, NoGil(),
+           "Takes one slab more; the number of blocks. From any thread. MemoryError if there is "
+           "none.")
+      .def_property_readonly("num_blocks", &HostBlocks::num_blocks)
+      .def("view", &view_of, py::arg("block"), py::keep_alive<0, 1>(),
+           "The bytes of a block, writable.");
+}
+
+void bind_prefix(EngineClass& engine) {
+  engine.def("slot_pages", &Engine::slot_pages, py::arg("slot"), "The pages of a slot, in order.")
+      .def("hold_pages", &Engine::hold_pages, py::arg("pages"), NoGil(),
+           "One more owner of pages that have one.")
+      .def("drop_pages", &Engine::drop_pages, py::arg("pages"), NoGil(), "One owner less.")
+      .def("save_pages", &Engine::save_pages, py::arg("pages"), py::arg("to"), py::arg("blocks"),
+           NoGil(), "Copies pages into host blocks, behind the steps so far; does not wait.")
+      .def("load_pages", &Engine::load_pages, py::arg("pages"), py::arg("source"),
+           py::arg("blocks"), NoGil(),
+           "Copies host blocks into pages, before the steps to come; does not wait.")
+      .def("save_slot", &Engine::save_slot, py::arg("slot"), py::arg("to"), py::arg("block"),
+           NoGil(), "Copies a slot's per-slot state into a host block; does not wait.")
+      .def("load_slot", &Engine::load_slot, py::arg("slot"), py::arg("source"), py::arg("block"),
+           NoGil(), "The other way round.")
+      .def("wait_for_copies", &Engine::wait_for_copies, NoGil(),
+           "Waits for all copies and steps that were enqueued.")
+      .def_property_readonly("page_bytes", &Engine::page_bytes,
+                             "Bytes of one page in all models' planes.")
+      .def_property_readonly("slot_bytes", &Engine::slot_bytes,
+                             "Bytes of a slot's per-slot state; 0: the models have none.");
 }
 
 void bind_steps(EngineClass& engine) {
@@ -382,6 +425,8 @@ void bind_engine(py::module_& m) {
                   MemoryError as of the constructor.)");
   bind_loading(engine);
   bind_sequences(engine);
+  bind_host_blocks(m);
+  bind_prefix(engine);
   bind_steps(engine);
   bind_facts(engine);
 }

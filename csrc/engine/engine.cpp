@@ -127,7 +127,8 @@ void Engine::run_prefill(const std::vector<PrefillItem>& items, int num_sampled,
     sampler_.draw(ctx_, logits, inputs.sampled_slots, inputs.sampled_positions, nullptr, masked);
   }
   const bool continues = std::any_of(items.begin(), items.end(), [this](const PrefillItem& item) {
-    return slots_[static_cast<size_t>(item.slot)].length > 0;
+    const Slot& slot = slots_[static_cast<size_t>(item.slot)];
+    return slot.length > slot.num_shared;
   });
   step_.draft_prompt(ctx_, step, continues, inputs.last_rows, inputs.slot_rows);
   finish_step(ctx_, {.seq_slots = inputs.seq_slots,
@@ -160,22 +161,31 @@ void Engine::read_logits(const Tensor& hidden, const WriteLogits& write) {
 // ---- sequences
 
 int Engine::add_sequence(const SamplingConfig& sampling, const std::vector<int>& ids,
-                         int num_prompt) {
+                         int num_prompt, const CachedPrefix& cached) {
   const auto it = std::find_if(slots_.begin(), slots_.end(), [](const Slot& s) { return !s.used; });
   CHECK_STATE(it != slots_.end(), "all {} sequence slots are taken", slots_.size());
   if (!ids.empty()) check_ids(ids);
+  CHECK(cached.num_tokens % kPageSize == 0 && cached.num_tokens <= static_cast<int>(ids.size()) &&
+            static_cast<int64_t>(cached.pages.size()) * kPageSize <= cached.num_tokens,
+        "{} tokens in {} shared pages are cached of {} tokens, expected whole pages of {} tokens",
+        cached.num_tokens, cached.pages.size(), ids.size(), kPageSize);
   set_device(ctx_.device);
   const int slot = static_cast<int>(it - slots_.begin());
-  sampler_.reset(ctx_, step_.slots(), slot, sampling, ids, num_prompt);
+  sampler_.reset(ctx_, step_.slots(), slot, sampling, ids, num_prompt, cached.num_tokens);
   states_.reset(ctx_, slot);
+  states_.share(ctx_, slot, cached.pages);
   // The last token is emitted, but not cached. Prefill emits the first.
   const int room = max_tokens_ - static_cast<int>(ids.size()) + 1;
   SlotStop stop{.max_tokens = std::min(sampling.max_tokens, room) - 1};
   for (int id : sampling.stop_ids) {  // the host sees to those beyond the table
     if (stop.num_stop_ids < kMaxStopIds) stop.stop_ids[stop.num_stop_ids++] = id;
   }
-  step_.reset(ctx_, slot, stop);
-  *it = {.used = true, .generation = it->generation + 1, .num_logprobs = sampling.logprobs};
+  step_.reset(ctx_, slot, stop, {ids.begin(), ids.begin() + cached.num_tokens});
+  *it = {.used = true,
+         .generation = it->generation + 1,
+         .num_logprobs = sampling.logprobs,
+         .num_shared = cached.num_tokens,
+         .length = cached.num_tokens};
   return slot;
 }
 
@@ -201,6 +211,63 @@ bool Engine::reserve(int slot, int num_tokens) {
   ring_.wait(ctx_, num_steps_ - 1);
   states_.retire(ring_.num_done());
   return states_.reserve(ctx_, slot, num_entries);
+}
+
+// ---- the prefix cache: pages that outlive their sequence
+
+std::vector<int> Engine::slot_pages(int slot) const {
+  check_slot(slot);
+  return states_.pages_of(slot);
+}
+
+void Engine::hold_pages(const std::vector<int>& pages) { states_.hold(pages); }
+
+void Engine::drop_pages(const std::vector<int>& pages) {
+  states_.drop(pages, num_steps_);
+  states_.retire(ring_.num_done());
+}
+
+void Engine::save_pages(const std::vector<int>& pages, const HostBlocks& to,
+                        const std::vector<int>& blocks) {
+  check_copy(to.block_bytes(), states_.page_bytes(), pages.size(), blocks.size());
+  set_device(ctx_.device);
+  for (size_t i = 0; i < pages.size(); ++i) {
+    states_.save_page(ctx_, pages[i], to.block(blocks[i]));
+  }
+}
+
+void Engine::load_pages(const std::vector<int>& pages, const HostBlocks& from,
+                        const std::vector<int>& blocks) {
+  check_copy(from.block_bytes(), states_.page_bytes(), pages.size(), blocks.size());
+  set_device(ctx_.device);
+  for (size_t i = 0; i < pages.size(); ++i) {
+    states_.load_page(ctx_, pages[i], from.block(blocks[i]));
+  }
+}
+
+void Engine::save_slot(int slot, const HostBlocks& to, int block) {
+  check_slot(slot);
+  check_copy(to.block_bytes(), states_.slot_bytes(), 1, 1);
+  set_device(ctx_.device);
+  states_.save_slot(ctx_, slot, to.block(block));
+}
+
+void Engine::load_slot(int slot, const HostBlocks& from, int block) {
+  check_slot(slot);
+  check_copy(from.block_bytes(), states_.slot_bytes(), 1, 1);
+  set_device(ctx_.device);
+  states_.load_slot(ctx_, slot, from.block(block));
+}
+
+void Engine::wait_for_copies() {
+  set_device(ctx_.device);
+  synchronize(ctx_.device, ctx_.stream);
+}
+
+void Engine::check_copy(int64_t block_bytes, int64_t bytes, size_t num_from, size_t num_to) {
+  CHECK(block_bytes >= bytes && num_from == num_to,
+        "{} pieces of state of {} bytes are copied to or from {} blocks of {} bytes", num_from,
+        bytes, num_to, block_bytes);
 }
 
 }  // namespace cpmcu

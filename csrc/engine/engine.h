@@ -18,8 +18,15 @@
 #include "engine/runtime_config.h"
 #include "kernels/gemm/cublaslt.h"
 #include "speculative/step.h"
+#include "state/host_blocks.h"
 
 namespace cpmcu {
+
+// The first tokens of a sequence that are cached: whole pages, the first of which it shares.
+struct CachedPrefix {
+  std::vector<int> pages{};
+  int num_tokens = 0;
+};
 
 class Engine {
  public:
@@ -57,11 +64,29 @@ class Engine {
   // ---- sequences
   // `ids` is what the sequence has said so far, of which the first `num_prompt` are the prompt
   // (penalties tell them apart).
-  int add_sequence(const SamplingConfig& sampling, const std::vector<int>& ids, int num_prompt);
+  // `cached`: its first tokens whose state is there; prefill goes on behind them. The pages beyond
+  // `cached.pages` are taken by `reserve` and filled by `load_pages`.
+  int add_sequence(const SamplingConfig& sampling, const std::vector<int>& ids, int num_prompt,
+                   const CachedPrefix& cached = {});
   void release(int slot);
   // Grows the slot to hold `num_tokens`; false if too few pages are free. Waits for the steps in
   // flight if they are the last that read the pages it needs.
   bool reserve(int slot, int num_tokens);
+
+  // ---- the prefix cache, an owner of pages beside the slots
+  std::vector<int> slot_pages(int slot) const;
+  void hold_pages(const std::vector<int>& pages);  // one more owner of each
+  void drop_pages(const std::vector<int>& pages);  // one owner less
+  // Copies of pages, and of a slot's per-slot tensors, in stream order behind the steps so far.
+  void save_pages(const std::vector<int>& pages, const HostBlocks& to,
+                  const std::vector<int>& blocks);
+  void load_pages(const std::vector<int>& pages, const HostBlocks& from,
+                  const std::vector<int>& blocks);
+  void save_slot(int slot, const HostBlocks& to, int block);
+  void load_slot(int slot, const HostBlocks& from, int block);
+  void wait_for_copies();  // and for all steps in flight
+  int64_t page_bytes() const { return states_.page_bytes(); }
+  int64_t slot_bytes() const { return states_.slot_bytes(); }
 
   // ---- steps
   // write(first_row, rows, logits [rows, V]) for consecutive rows of a step, on the host.
@@ -85,6 +110,7 @@ class Engine {
 
   // ---- facts
   const MemoryPlan& memory_plan() const { return plan_; }
+  Device device() const { return ctx_.device; }
   const RuntimeConfig& config() const { return config_; }
   const ModelSpec& spec() const { return spec_; }
   int max_model_len() const { return max_tokens_; }
@@ -102,6 +128,7 @@ class Engine {
     bool has_root = false;    // its last prefill drew a token, which decoding goes on from
     uint64_t generation = 0;  // tells a slot's owners apart in steps in flight
     int num_logprobs = -1;
+    int num_shared = 0;        // tokens that were cached when it began
     int length = 0;            // tokens cached, as of the steps that were collected
     int in_flight_tokens = 0;  // at most so many more once the steps in flight are done
   };
@@ -134,6 +161,7 @@ class Engine {
   int padded_seqs(int num_seqs) const;
   int length_bound(int slot) const;
   int kv_bucket(int num_tokens) const;
+  static void check_copy(int64_t block_bytes, int64_t bytes, size_t num_from, size_t num_to);
   void check_slot(int slot) const;
   void check_distinct(std::vector<int> slots) const;
   void check_ids(const std::vector<int>& ids) const;

@@ -161,20 +161,23 @@ void bind_shared_params(py::module_& m) {
            py::kw_only(), "results"_a, "ring_size"_a, "max_seqs"_a, "ticket"_a, "done"_a);
   py::class_<OpsState>(m, "SlotState", "Per-slot state; see csrc/kernels/step/step_ops.h.")
       .def(py::init([](SharedArray lengths, SharedArray next_tokens, SharedArray counts,
-                       int vocab_size, SharedArray history, const OpsAccepted& accepted) {
+                       int vocab_size, SharedArray history, const OpsAccepted& accepted,
+                       SharedArray num_shared) {
              CHECK(!history || history->shape().size() == 2, "history must be [slots, max_len]");
              return OpsState{{.lengths = ints(lengths),
                               .next_tokens = ints(next_tokens),
+                              .num_shared = ints(num_shared),
                               .counts = ints(counts),
                               .history = ints(history),
                               .max_len = history ? static_cast<int>(history->shape()[1]) : 0,
                               .vocab_size = vocab_size,
                               .accepted = accepted.params},
-                             {lengths, next_tokens, counts, history},
+                             {lengths, next_tokens, counts, history, num_shared},
                              accepted.arrays};
            }),
            py::kw_only(), "lengths"_a, "next_tokens"_a, "counts"_a, "vocab_size"_a,
-           "history"_a = SharedArray(), "accepted"_a = OpsAccepted());
+           "history"_a = SharedArray(), "accepted"_a = OpsAccepted(),
+           "num_shared"_a = SharedArray());
 
   PYBIND11_NUMPY_DTYPE(SlotSampling, temperature, top_p, min_p, top_k, seed, stream,
                        repetition_penalty, presence_penalty, frequency_penalty, use_penalties,
@@ -386,11 +389,11 @@ void bind_step_ops(py::module_& m) {
   m.def(
       "reset_slot",
       [](const OpsContext& c, int slot, const OpsState& state, SharedArray ids, int num_ids,
-         int num_prompt) {
-        reset_slot(c.ctx, {slot, state.state, ints(ids), num_ids, num_prompt});
+         int num_prompt, int num_cached) {
+        reset_slot(c.ctx, {slot, state.state, ints(ids), num_ids, num_prompt, num_cached});
       },
       "ctx"_a, py::kw_only(), "slot"_a, "state"_a, "ids"_a, "num_ids"_a, "num_prompt"_a,
-      "csrc/kernels/step/step_ops.h");
+      "num_cached"_a = 0, "csrc/kernels/step/step_ops.h");
 }
 
 }  // namespace

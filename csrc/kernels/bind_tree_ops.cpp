@@ -159,7 +159,7 @@ void bind_growth(py::module_& m) {
       [](const OpsContext& c, int max_path, SharedArray ids, SharedArray token_seqs,
          SharedArray seq_slots, SharedArray seq_token_begin, SharedArray lengths,
          const std::vector<SharedArray>& first, SharedArray first_lengths,
-         const std::vector<SharedArray>& rest) {
+         const std::vector<SharedArray>& rest, SharedArray num_shared) {
         const auto rows = [](const std::vector<SharedArray>& arrays) -> ShiftPromptParams::Rows {
           CHECK(arrays.size() == 5, "shift_prompt: {} arrays of rows, expected 5", arrays.size());
           return {ints(arrays[0]), ints(arrays[1]), ints(arrays[2]), ints(arrays[3]),
@@ -173,13 +173,14 @@ void bind_growth(py::module_& m) {
                              .seq_slots = ints(seq_slots),
                              .seq_token_begin = ints(seq_token_begin),
                              .lengths = ints(lengths),
+                             .num_shared = ints(num_shared),
                              .first = rows(first),
                              .first_lengths = ints(first_lengths),
                              .rest = rows(rest)});
       },
       "ctx"_a, py::kw_only(), "max_path"_a, "ids"_a, "token_seqs"_a, "seq_slots"_a,
       "seq_token_begin"_a, "lengths"_a, "first"_a, "first_lengths"_a, "rest"_a,
-      "csrc/kernels/tree/tree.h");
+      "num_shared"_a = SharedArray(), "csrc/kernels/tree/tree.h");
   m.def(
       "ngram_lookup",
       [](const OpsContext& c, SharedArray seq_slots, SharedArray history, SharedArray lengths,

@@ -63,7 +63,8 @@ void Sampler::check(const SamplingConfig& config) const {
 }
 
 void Sampler::reset(const Context& ctx, const SlotState& state, int slot,
-                    const SamplingConfig& config, const std::vector<int>& ids, int num_prompt) {
+                    const SamplingConfig& config, const std::vector<int>& ids, int num_prompt,
+                    int num_cached) {
   check(config);
   const bool use_penalties = config.repetition_penalty != 1 || config.presence_penalty != 0 ||
                              config.frequency_penalty != 0;
@@ -88,7 +89,8 @@ void Sampler::reset(const Context& ctx, const SlotState& state, int slot,
                    .state = state,
                    .ids = ids_,
                    .num_ids = num_ids,
-                   .num_prompt = std::min(num_prompt, num_ids)});
+                   .num_prompt = std::min(num_prompt, num_ids),
+                   .num_cached = num_cached});
   std::vector<float> bias;
   if (use_bias) {
     bias.resize(static_cast<size_t>(vocab_size_));

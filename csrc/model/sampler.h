@@ -45,9 +45,10 @@ class Sampler {
 
   // A new sequence in `slot`: its parameters, and what it has said so far (for penalties):
   // `ids`, of which the first `num_prompt` are the prompt. Throws for parameters out of range.
+  // The keys and values of the first `num_cached` are there already.
   // Waits for the device only where the sequence uses penalties or a bias.
   void reset(const Context& ctx, const SlotState& state, int slot, const SamplingConfig& config,
-             const std::vector<int>& ids, int num_prompt);
+             const std::vector<int>& ids, int num_prompt, int num_cached = 0);
 
   // Uploads the masks of the next masked draw, of `num_rows` rows. What was uploaded before must
   // have been read.

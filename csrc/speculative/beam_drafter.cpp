@@ -107,6 +107,7 @@ void BeamDrafter::prefill_shifted(const Context& ctx, const DraftPrompt& prompt)
   shift.seq_slots = prompt.tokens.seq_slots;
   shift.seq_token_begin = prompt.tokens.seq_token_begin;
   shift.lengths = prompt.tokens.slot_lengths;
+  shift.num_shared = prompt.num_shared;
   shift_prompt(ctx, shift);
   const auto run = [&](const ShiftPromptParams::Rows& shifted, int num_rows, int max_seq_tokens,
                        const int* lengths, const Tensor& hidden) {

@@ -95,11 +95,12 @@ struct DraftBatch {
 
 // A prompt chunk of each of B sequences.
 struct DraftPrompt {
-  StepTokens tokens;         // the target's; slot_lengths: tokens cached before the chunk
-  const int* ids = nullptr;  // [T]
-  bool continues = false;    // some sequence has tokens before its chunk
-  HiddenStates hidden{};     // [T, …]
-  HiddenStates accepted{};   // row slot (D + 1): of the token before the chunk
+  StepTokens tokens;                // the target's; slot_lengths: tokens cached before the chunk
+  const int* ids = nullptr;         // [T]
+  bool continues = false;           // some sequence has tokens of its own before its chunk
+  const int* num_shared = nullptr;  // [slots] as in SlotState
+  HiddenStates hidden{};            // [T, …]
+  HiddenStates accepted{};          // row slot (D + 1): of the token before the chunk
 };
 
 class Drafter {

@@ -89,8 +89,11 @@ void SpeculativeStep::commit(const Context& ctx, const Batch& batch) {
 void SpeculativeStep::draft_prompt(const Context& ctx, const Step& step, bool continues,
                                    const int* last_rows, const int* slot_rows) {
   if (!drafter_) return;
-  DraftPrompt prompt{
-      .tokens = step.tokens, .ids = step.ids, .continues = continues, .accepted = accepted_};
+  DraftPrompt prompt{.tokens = step.tokens,
+                     .ids = step.ids,
+                     .continues = continues,
+                     .num_shared = slots_.num_shared,
+                     .accepted = accepted_};
   const int num_rows = step.tokens.num_tokens;
   if (needs_.final) {
     prompt.hidden.final = final_.rows(0, num_rows);
@@ -110,9 +113,14 @@ void SpeculativeStep::draft_prompt(const Context& ctx, const Step& step, bool co
   keep(accepted_.layers, prompt.hidden.layers);
 }
 
-void SpeculativeStep::reset(const Context& ctx, int slot, const SlotStop& stop) {
+void SpeculativeStep::reset(const Context& ctx, int slot, const SlotStop& stop,
+                            const std::vector<int>& cached) {
   stops_mirror_[slot] = stop;
   copy_to_device(ctx.device, stops_ + slot, stops_mirror_ + slot, sizeof(SlotStop), ctx.stream);
+  if (!drafter_ || cached.empty()) return;
+  copy_to_device(ctx.device, slots_.history + int64_t{slot} * slots_.max_len, cached.data(),
+                 static_cast<int64_t>(4 * cached.size()), ctx.stream);
+  synchronize(ctx.device, ctx.stream);  // the ids lie in pageable memory
 }
 
 void SpeculativeStep::publish_trees(const Context& ctx, const Batch& batch) {

@@ -87,8 +87,9 @@ class SpeculativeStep {
 
   // ---- sequences and prompts
   const SlotState& slots() const { return slots_; }
-  // A sequence begins in `slot` and ends by `stop`.
-  void reset(const Context& ctx, int slot, const SlotStop& stop);
+  // A sequence begins in `slot` and ends by `stop`. `cached`: its first tokens, which are cached.
+  void reset(const Context& ctx, int slot, const SlotStop& stop,
+             const std::vector<int>& cached = {});
   // After the target's pass over a prompt chunk: the drafter sees the chunk. `continues`: some
   // sequence has tokens before its chunk. `last_rows` [B], on the device: the last row of each
   // sequence; `slot_rows` [B]: slot (D + 1).

@@ -33,6 +33,7 @@ void SpeculativeStep::layout(Carver& carver) {
   stops_ = carver.take<SlotStop>(slots);
   slots_ = {.lengths = ints(slots),
             .next_tokens = ints(slots),
+            .num_shared = ints(slots),
             .max_len = limits_.max_tokens,
             .vocab_size = target_.spec.vocab_size,
             .accepted = {.max_path = max_path(),

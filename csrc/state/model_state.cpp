@@ -36,6 +36,12 @@ int64_t ModelState::page_bytes() const {
   return bytes;
 }
 
+int64_t ModelState::slot_bytes() const {
+  int64_t bytes = 0;
+  for (const Slots& slots : slots_) bytes += slots.tensor.num_bytes();
+  return bytes;
+}
+
 void ModelState::plan_slots(MemoryPlan& plan, int num_slots) {
   num_slots_ = num_slots;
   for (Slots& slots : slots_) {
@@ -93,6 +99,53 @@ void ModelState::reset(const Context& ctx, int slot) const {
   for (const Slots& slots : slots_) {
     const int64_t bytes = slots.tensor.num_bytes();
     fill_bytes(ctx.device, slots.memory + slot * bytes, 0, bytes, ctx.stream);
+  }
+}
+
+// A page of a group is one run of bytes in each plane. In host memory the runs lie together.
+void ModelState::save_page(const Context& ctx, int page, char* host) const {
+  for (const Group& group : groups_) {
+    const int64_t width = group.plane.page_bytes();
+    copy_strided(ctx.device,
+                 {.dst = host,
+                  .dst_pitch = width,
+                  .src = static_cast<const char*>(group.memory.data()) + page * width,
+                  .src_pitch = num_pages_ * width,
+                  .width = width,
+                  .height = group.count},
+                 ctx.stream);
+    host += group.count * width;
+  }
+}
+
+void ModelState::load_page(const Context& ctx, int page, const char* host) const {
+  for (const Group& group : groups_) {
+    const int64_t width = group.plane.page_bytes();
+    copy_strided(ctx.device,
+                 {.dst = static_cast<char*>(group.memory.data()) + page * width,
+                  .dst_pitch = num_pages_ * width,
+                  .src = host,
+                  .src_pitch = width,
+                  .width = width,
+                  .height = group.count},
+                 ctx.stream);
+    host += group.count * width;
+  }
+}
+
+void ModelState::save_slot(const Context& ctx, int slot, char* host) const {
+  for (const Slots& slots : slots_) {
+    const int64_t bytes = slots.tensor.num_bytes();
+    copy_to_host(ctx.device, host, slots.memory + slot * bytes, bytes, ctx.stream);
+    host += bytes;
+  }
+}
+
+void ModelState::load_slot(const Context& ctx, int slot, const char* host) const {
+  for (const Slots& slots : slots_) {
+    const int64_t bytes = slots.tensor.num_bytes();
+    copy_to_device(ctx.device, slots.memory + slot * bytes, host, bytes, ctx.stream);
+    host += bytes;
   }
 }
 

@@ -55,6 +55,7 @@ class ModelState {
   SlotId add_slot(const SlotTensor& tensor);
 
   int64_t page_bytes() const;  // of one page in all planes
+  int64_t slot_bytes() const;  // of one slot in all per-slot tensors
   void plan_slots(MemoryPlan& plan, int num_slots);
   void plan_pages(MemoryPlan& plan, int num_pages);
   void bind(const Context& ctx, const Arena& arena);
@@ -66,6 +67,12 @@ class ModelState {
   // ---- verbs
   // A new sequence in `slot`: its per-slot tensors are zero. In stream order.
   void reset(const Context& ctx, int slot) const;
+  // Copies a page of all planes to or from pinned memory [page_bytes]. In stream order.
+  void save_page(const Context& ctx, int page, char* host) const;
+  void load_page(const Context& ctx, int page, const char* host) const;
+  // Copies a slot's per-slot tensors to or from pinned memory [slot_bytes]. In stream order.
+  void save_slot(const Context& ctx, int slot, char* host) const;
+  void load_slot(const Context& ctx, int slot, const char* host) const;
   // After acceptance: rows of accepted tokens move into place in every per-token plane.
   // Fills in what `params` leaves open: pool, num_heads, width. Graph-safe.
   void commit(const Context& ctx, KeepAcceptedParams params) const;

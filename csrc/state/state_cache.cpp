@@ -32,6 +32,12 @@ int64_t StateCache::page_bytes() const {
   return bytes;
 }
 
+int64_t StateCache::slot_bytes() const {
+  int64_t bytes = 0;
+  for (const auto& model : models_) bytes += model->slot_bytes();
+  return bytes;
+}
+
 void StateCache::bind(const Context& ctx, const Arena& arena) {
   device_ = ctx.device;
   for (const auto& model : models_) model->bind(ctx, arena);
@@ -80,6 +86,42 @@ void StateCache::release(int slot, uint64_t num_steps) {
   std::vector<int>& pages = pages_[static_cast<size_t>(slot)];
   for (auto page = pages.rbegin(); page != pages.rend(); ++page) pool_.release(*page, num_steps);
   pages.clear();
+}
+
+void StateCache::hold(const std::vector<int>& pages) {
+  for (int page : pages) pool_.share(page);
+}
+
+void StateCache::drop(const std::vector<int>& pages, uint64_t num_steps) {
+  for (int page : pages) pool_.release(page, num_steps);
+}
+
+void StateCache::save_page(const Context& ctx, int page, char* host) const {
+  for (const auto& model : models_) {
+    model->save_page(ctx, page, host);
+    host += model->page_bytes();
+  }
+}
+
+void StateCache::load_page(const Context& ctx, int page, const char* host) const {
+  for (const auto& model : models_) {
+    model->load_page(ctx, page, host);
+    host += model->page_bytes();
+  }
+}
+
+void StateCache::save_slot(const Context& ctx, int slot, char* host) const {
+  for (const auto& model : models_) {
+    model->save_slot(ctx, slot, host);
+    host += model->slot_bytes();
+  }
+}
+
+void StateCache::load_slot(const Context& ctx, int slot, const char* host) const {
+  for (const auto& model : models_) {
+    model->load_slot(ctx, slot, host);
+    host += model->slot_bytes();
+  }
 }
 
 void StateCache::reset(const Context& ctx, int slot) const {

@@ -27,6 +27,7 @@ class StateCache {
   void plan_slots(MemoryPlan& plan, int num_slots, int max_entries);
   void plan_pages(MemoryPlan& plan, int num_pages);
   int64_t page_bytes() const;  // of one page in all planes of all models
+  int64_t slot_bytes() const;  // of one slot in all per-slot tensors of all models
   void bind(const Context& ctx, const Arena& arena);
 
   const int* page_table() const { return table_; }  // [slots, max_pages] device
@@ -46,6 +47,14 @@ class StateCache {
   void share(const Context& ctx, int slot, const std::vector<int>& pages);
   // Gives the slot's pages back; `num_steps` as in PagePool.
   void release(int slot, uint64_t num_steps);
+  // One more owner of pages, and one less: the prefix cache is an owner beside the slots.
+  void hold(const std::vector<int>& pages);
+  void drop(const std::vector<int>& pages, uint64_t num_steps);
+  // Copies to and from pinned memory, in stream order: a page of all models, a slot's tensors.
+  void save_page(const Context& ctx, int page, char* host) const;
+  void load_page(const Context& ctx, int page, const char* host) const;
+  void save_slot(const Context& ctx, int slot, char* host) const;
+  void load_slot(const Context& ctx, int slot, const char* host) const;
   void retire(uint64_t num_done) { pool_.retire(num_done); }
   // A new sequence in `slot`.
   void reset(const Context& ctx, int slot) const;

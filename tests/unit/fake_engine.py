@@ -82,8 +82,14 @@ class FakeEngine:
             raise self.fail_on.pop(method)
 
     def add_sequence(
-        self, config: SimpleNamespace, prompt: Sequence[int], generated: Sequence[int] = ()
+        self,
+        config: SimpleNamespace,
+        prompt: Sequence[int],
+        generated: Sequence[int] = (),
+        pages: Sequence[int] = (),
+        num_cached: int = 0,
     ) -> int:
+        assert not pages and num_cached == 0, "it has no prefix cache"
         self._called("add_sequence", (len(prompt), len(generated)))
         free = [slot for slot in range(self.max_num_seqs) if slot not in self.slots]
         if not free:

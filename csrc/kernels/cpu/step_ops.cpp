@@ -42,7 +42,8 @@ void finish_step(const Context&, const FinishStepParams& p) {
 void reset_slot(const Context&, const ResetSlotParams& p) {
   const int vocab_size = p.state.vocab_size;
   int* counts = p.state.counts + int64_t{p.slot} * vocab_size;
-  p.state.lengths[p.slot] = 0;
+  p.state.lengths[p.slot] = p.num_cached;
+  if (p.state.num_shared != nullptr) p.state.num_shared[p.slot] = p.num_cached;
   std::fill(counts, counts + vocab_size, 0);
   for (int i = 0; i < p.num_ids; ++i) {
     const int id = p.ids[i];

@@ -104,11 +104,12 @@ void shift_prompt(const Context&, const ShiftPromptParams& p) {
     const int slot = p.seq_slots[seq], begin = p.seq_token_begin[seq];
     const int end = p.seq_token_begin[seq + 1], start = p.lengths[slot];
     p.first.ids[seq] = p.ids[begin];
-    p.first.positions[seq] = std::max(start - 1, 0);
+    const int num_shared = p.num_shared == nullptr ? 0 : p.num_shared[slot];
+    p.first.positions[seq] = std::max(start - 1, num_shared);
     p.first.token_seqs[seq] = seq;
     p.first.hidden_rows[seq] = slot * p.max_path;
     p.first.seq_token_begin[seq + 1] = seq + 1;
-    p.first_lengths[slot] = std::max(start - 1, 0);
+    p.first_lengths[slot] = std::max(start - 1, num_shared);
     for (int row = begin + 1; row < end; ++row) {
       const int to = row - seq - 1;
       p.rest.ids[to] = p.ids[row];

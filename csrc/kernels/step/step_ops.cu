@@ -74,12 +74,14 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 __global__ void __launch_bounds__(kThreads)
-    clear_slot_kernel(int* counts, int vocab_size, int* length) {
+    clear_slot_kernel(int* counts, int vocab_size, int* length, int* num_shared, int num_cached) {
   ptx::pdl_launch();
   ptx::pdl_wait();
   const int token = blockIdx.x * kThreads + threadIdx.x;
   if (token < vocab_size) counts[token] = 0;
-  if (token == 0) *length = 0;
+  if (token != 0) return;
+  *length = num_cached;
+  if (num_shared != nullptr) *num_shared = num_cached;
 }
 
 // Ids repeat, hence atomics; on integers, so the order does not matter.
@@ -121,7 +123,8 @@ void reset_slot(const Context& ctx, const ResetSlotParams& p) {
   const int vocab_size = p.state.vocab_size;
   int* counts = p.state.counts + int64_t{p.slot} * vocab_size;
   launch(ctx, clear_slot_kernel, blocks_for(vocab_size), dim3(kThreads), 0, counts, vocab_size,
-         p.state.lengths + p.slot);
+         p.state.lengths + p.slot,
+         p.state.num_shared == nullptr ? nullptr : p.state.num_shared + p.slot, p.num_cached);
   if (p.num_ids == 0) return;
   launch(ctx, mark_history_kernel, blocks_for(p.num_ids), dim3(kThreads), 0, counts, vocab_size,
          p.ids, p.num_ids, p.num_prompt);

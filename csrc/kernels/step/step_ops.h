@@ -23,6 +23,7 @@ struct Accepted {
 struct SlotState {
   int* lengths = nullptr;      // [slots] cached tokens
   int* next_tokens = nullptr;  // [slots] emitted, not yet cached
+  int* num_shared = nullptr;   // [slots] tokens at its begin whose pages it shares; null: none
   int* counts = nullptr;       // [slots, V] times emitted, plus kPromptBit; null: not kept
   int* history = nullptr;      // [slots, max_len] the cached tokens, or null: not kept
   int max_len = 0;
@@ -71,14 +72,15 @@ struct FinishStepParams {
 };
 REGISTER_OP(finish_step, FinishStepParams)
 
-// A new sequence in a slot: lengths = 0, counts cleared, then prompt ids marked with kPromptBit and
-// generated ids counted.
+// A new sequence in a slot: lengths = num_shared = `num_cached`, counts cleared, then prompt ids
+// marked with kPromptBit and generated ids counted.
 struct ResetSlotParams {
   int slot = 0;
   SlotState state;
   const int* ids = nullptr;  // [num_ids] device memory
   int num_ids = 0;
   int num_prompt = 0;  // the first num_prompt of ids are the prompt
+  int num_cached = 0;  // tokens whose keys and values are there already
 };
 REGISTER_OP(reset_slot, ResetSlotParams)
 

@@ -177,7 +177,8 @@ REGISTER_OP(begin_draft, BeginDraftParams)
 // Rows of a shifted draft for a prompt chunk, in two launches. Row t of the draft holds the hidden
 // state of token t and the id of token t + 1. So the first id of a chunk belongs to the last token
 // of the chunk before: launch one has this row of each sequence, launch two the others.
-// A chunk that begins a prompt has no such row: its row of launch one is overwritten by launch two.
+// A chunk that begins a prompt, or follows its shared pages, has no such row. Its row of launch one
+// goes where the draft writes the chunk's first token later, never into a shared page.
 struct ShiftPromptParams {
   int num_seqs = 0;                      // B
   int num_rows = 0;                      // T
@@ -187,6 +188,7 @@ struct ShiftPromptParams {
   const int* seq_slots = nullptr;        // [B]
   const int* seq_token_begin = nullptr;  // [B + 1]
   const int* lengths = nullptr;          // [slots] tokens cached before the chunk
+  const int* num_shared = nullptr;       // [slots] as in SlotState; null: none
   struct Rows {
     int* ids = nullptr;              // [T]
     int* positions = nullptr;        // [T]

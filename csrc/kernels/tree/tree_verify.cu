@@ -181,11 +181,12 @@ __global__ void __launch_bounds__(kThreads)
   }
   const int end = p.seq_token_begin[seq + 1];
   p.first.ids[seq] = p.ids[row];
-  p.first.positions[seq] = max(start - 1, 0);
+  const int num_shared = p.num_shared == nullptr ? 0 : p.num_shared[slot];
+  p.first.positions[seq] = max(start - 1, num_shared);
   p.first.token_seqs[seq] = seq;
   p.first.hidden_rows[seq] = slot * p.max_path;
   p.first.seq_token_begin[seq + 1] = seq + 1;
-  p.first_lengths[slot] = max(start - 1, 0);
+  p.first_lengths[slot] = max(start - 1, num_shared);
   p.rest.seq_token_begin[seq + 1] = end - seq - 1;
 }
 

@@ -1,0 +1,347 @@
+"""The prefix cache as the engine thread uses it: match, begin, publish, release, evict.
+
+A page is published once prefill has written all its tokens and the sequence has gone beyond it.
+From then on nobody writes to it, so a sequence that shares it computes what it would have computed
+alone, bit for bit. Pages that decoding wrote differ in the last bits; they are published only with
+`decoded`.
+
+Pages that no sequence uses lie in order of their last use. If memory is short, the oldest move to
+host memory, or are forgotten. Copies are ordered by the stream, so nobody waits for them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from cpmcu.engine.prefix.host import HostTier
+from cpmcu.engine.prefix.index import Entry, PrefixIndex
+from cpmcu.engine.prefix.keys import Hash, page_keys, root_key, xxh3_128
+
+if TYPE_CHECKING:
+    from cpmcu import C
+    from cpmcu.engine.prefix.disk_tier import DiskTier
+    from cpmcu.engine.request import Request
+
+logger = logging.getLogger(__name__)
+
+EVICTED_AT_ONCE = 8  # pages: evicting waits for the steps in flight
+
+
+@dataclasses.dataclass(slots=True)
+class CacheCounters:
+    """What the cache has done since start, in tokens and pages."""
+
+    queries: int = 0  # prompt tokens that were looked up
+    hits: int = 0  # of these, tokens that were cached
+    host_hits: int = 0  # of these, tokens that came from host memory
+    disk_hits: int = 0  # of these, tokens that came from disk
+    evicted: int = 0  # pages that left the device
+    pages: int = 0  # on the device now, used or idle
+    host_pages: int = 0
+    disk_pages: int = 0
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Prefix:
+    """What a sequence has to do with the cache."""
+
+    keys: list[tuple[bytes, bytes]]  # of all full pages of its tokens, (key, token ids)
+    entries: list[Entry] = dataclasses.field(default_factory=list)  # in order, from the first page
+    num_cached: int = 0  # tokens that it found cached
+    pending_begin: int = 0  # its pages whose keys are pending: it will publish them
+    pending_end: int = 0
+    reading: list[bytes] | None = None  # keys that are read from disk for it; None: not asked yet
+    collided: bool = False  # another prefix has the next key: nothing more is published
+    states: dict[int, int] = dataclasses.field(default_factory=dict)  # pages -> host block
+
+
+class PrefixCache:
+    """Used by the engine thread only."""
+
+    def __init__(
+        self,
+        engine: C.Engine,
+        page_size: int,
+        *,
+        seed: str = "",
+        host_bytes: int = 0,
+        decoded: bool = False,
+        disk: DiskTier | None = None,
+        hash_bytes: Hash = xxh3_128,
+    ) -> None:
+        self._engine = engine
+        self._page_size = page_size
+        self._seed = seed
+        self._decoded = decoded
+        self._hash = hash_bytes
+        self._index = PrefixIndex()
+        self._pending: dict[bytes, int] = {}  # keys that running sequences will publish
+        self._host = HostTier(engine, engine.page_bytes, host_bytes)
+        # Checkpoints of per-slot state get a share of host memory of their own.
+        self._states = HostTier(engine, engine.slot_bytes, host_bytes // 4)
+        self._disk = disk
+        if disk is not None:
+            disk.bind(engine, self._index, self._host, self._states, self._take_block)
+        self.counters = CacheCounters()
+
+    # ---- what the scheduler asks
+
+    @property
+    def has_states(self) -> bool:
+        """Does a prefix need a checkpoint of per-slot state beside its pages?"""
+        return self._engine.slot_bytes > 0
+
+    @property
+    def num_idle_pages(self) -> int:
+        """Pages that can be evicted."""
+        return self._index.num_idle_pages
+
+    def prefix_of(self, tokens: Sequence[int], salt: str) -> Prefix:
+        """The keys of a sequence that begins with `tokens`."""
+        root = root_key(self._seed, salt, self._hash)
+        return Prefix(page_keys(tokens, self._page_size, root, self._hash))
+
+    def match(self, prefix: Prefix, num_tokens: int) -> list[Entry]:
+        """The cached pages of a prompt, which computes its last token at least.
+
+        From the first page that is not on the device on, pages come from host memory.
+        """
+        most = (num_tokens - 1) // self._page_size
+        found = self._index.match(prefix.keys[:most])
+        usable = 0
+        while usable < len(found) and found[usable].page >= 0:
+            usable += 1
+        while usable < len(found) and found[usable].page < 0 <= found[usable].block:
+            usable += 1
+        if self.has_states:
+            while usable > 0 and found[usable - 1].state < 0:
+                usable -= 1
+        return found[:usable]
+
+    def must_wait(self, prefix: Prefix, matched: list[Entry], num_tokens: int) -> bool:
+        """Will a page behind `matched` be there soon: computed by a running sequence, or read from
+        disk? If the disk has it, reading begins.
+        """
+        most = (num_tokens - 1) // self._page_size
+        behind = prefix.keys[len(matched) : most]
+        if not behind:
+            return False
+        if behind[0][0] in self._pending:
+            return True
+        if self._disk is None:
+            return False
+        if prefix.reading is None:
+            parent = matched[-1] if matched else None
+            prefix.reading = self._disk.begin_reading(behind, parent)
+        return self._disk.is_reading(prefix.reading)
+
+    def num_new_pages(self, matched: list[Entry], num_tokens: int) -> int:
+        """Pages that must be taken, free or idle, for a sequence that begins with `matched`."""
+        in_use = sum(entry.users > 0 and entry.page >= 0 for entry in matched)
+        return -(-num_tokens // self._page_size) - in_use
+
+    # ---- a sequence's life
+
+    def begin(self, prefix: Prefix, matched: list[Entry], num_tokens: int) -> tuple[list[int], int]:
+        """A sequence begins with `matched`. Returns its shared pages and its cached tokens."""
+        self._index.use(matched)
+        prefix.entries = list(matched)
+        prefix.num_cached = len(matched) * self._page_size
+        most = (num_tokens - 1) // self._page_size
+        prefix.pending_begin, prefix.pending_end = len(matched), max(len(matched), most)
+        for key, _ in prefix.keys[len(matched) : most]:
+            self._pending[key] = self._pending.get(key, 0) + 1
+        return [entry.page for entry in matched if entry.page >= 0], prefix.num_cached
+
+    def restore(self, prefix: Prefix, slot: int, num_tokens: int) -> None:
+        """Fills the slot's pages with what lies in host memory, for a prompt of `num_tokens`.
+
+        The slot holds its pages.
+        """
+        missing = [entry for entry in prefix.entries if entry.page < 0]
+        if missing:
+            begin = len(prefix.entries) - len(missing)
+            pages = self._engine.slot_pages(slot)[begin : len(prefix.entries)]
+            blocks = [entry.block for entry in missing]
+            self._engine.load_pages(pages, self._host.blocks, blocks)
+            self._engine.hold_pages(pages)
+            for entry, page in zip(missing, pages):
+                self._index.set_page(entry, page)
+        if self.has_states and prefix.entries:
+            self._engine.load_slot(slot, self._states.blocks, prefix.entries[-1].state)
+        self.counters.queries += num_tokens
+        self.counters.hits += prefix.num_cached
+        self.counters.host_hits += len(missing) * self._page_size
+
+    def checkpoint(self, prefix: Prefix, slot: int, num_tokens: int) -> None:
+        """Keeps the slot's per-slot state as it is behind `num_tokens`, a multiple of a page."""
+        index = num_tokens // self._page_size
+        if not self.has_states or index == 0 or index in prefix.states:
+            return
+        block = self._take_state()
+        if block >= 0:
+            self._engine.save_slot(slot, self._states.blocks, block)
+            prefix.states[index] = block
+
+    def publish(self, prefix: Prefix, slot: int, num_written: int, *, ended: bool = False) -> None:
+        """Prefill has written `num_written` tokens of the slot.
+
+        The last page is left out while the sequence runs: its draft may have to write there.
+        """
+        count = min(num_written if ended else num_written - 1, len(prefix.keys) * self._page_size)
+        count //= self._page_size
+        if count <= len(prefix.entries) or prefix.collided:
+            return
+        pages = self._engine.slot_pages(slot)
+        held: list[int] = []
+        parent = prefix.entries[-1] if prefix.entries else None
+        for i in range(len(prefix.entries), count):
+            key, tokens = prefix.keys[i]
+            if i < prefix.pending_end:
+                self._forget_pending(key)
+                prefix.pending_begin = i + 1
+            if parent is not None and not parent.alive:
+                prefix.collided = True
+                break
+            entry = self._index.add(key, parent, tokens)
+            if entry is None:
+                prefix.collided = True
+                break
+            self._index.use([entry])
+            prefix.entries.append(entry)
+            if entry.page < 0:
+                held.append(pages[i])
+                self._index.set_page(entry, pages[i])
+            state = prefix.states.pop(i + 1, -1)
+            if state >= 0 and entry.state < 0:
+                entry.state = state
+            elif state >= 0:
+                self._states.give(state)
+            if self._disk is not None:
+                self._disk.wants(entry)
+            parent = entry
+        self._engine.hold_pages(held)
+        self._host.grow()
+
+    def end(self, prefix: Prefix, slot: int, num_read: int, request: Request) -> None:
+        """The sequence ends; prefill has read `num_read` tokens. Before its slot is released."""
+        if self._decoded and not self.has_states and num_read >= len(request.prompt):
+            tokens = (request.prompt + request.tokens)[:-1]  # the last is not in the cache
+            prefix.keys = self.prefix_of(tokens, request.cache_salt).keys
+            num_read = max(num_read, len(tokens))
+        self.publish(prefix, slot, num_read, ended=True)
+        self.release(prefix)
+
+    def release(self, prefix: Prefix) -> None:
+        """The sequence uses the cache no longer."""
+        for key, _ in prefix.keys[prefix.pending_begin : prefix.pending_end]:
+            self._forget_pending(key)
+        prefix.pending_end = 0
+        for block in prefix.states.values():
+            self._states.give(block)
+        prefix.states.clear()
+        self._give_back(self._index.unuse(prefix.entries))
+        prefix.entries = []
+
+    def evict(self, count: int = EVICTED_AT_ONCE) -> int:
+        """Takes up to `count` idle pages from the cache. Returns how many."""
+        entries = self._index.oldest_pages(count)
+        saved = [entry for entry in entries if entry.block < 0]
+        blocks: list[int] = []
+        for _ in saved:
+            block = self._take_block()
+            if block < 0:
+                break
+            blocks.append(block)
+        if blocks:
+            pages = [entry.page for entry in saved[: len(blocks)]]
+            self._engine.save_pages(pages, self._host.blocks, blocks)
+        for entry, block in zip(saved, blocks):
+            self._index.set_block(entry, block)
+        dropped = [entry.page for entry in entries]
+        for entry in entries:
+            self._index.set_page(entry, -1)
+        self._engine.drop_pages(dropped)
+        for entry in entries:
+            if entry.alive and entry.block < 0 and not entry.on_disk:
+                self._give_back(self._index.remove(entry))
+        self.counters.evicted += len(dropped)
+        return len(dropped)
+
+    def reset(self) -> None:
+        """Forgets everything, on disk too. Running sequences keep their pages."""
+        for entry in self._index:
+            if entry.alive and entry.parent is None:
+                self._give_back(self._index.remove(entry))
+        self._pending.clear()
+        if self._disk is not None:
+            self._disk.reset()
+
+    def tick(self, launched: int, collected: int) -> bool:
+        """Goes on with the disk's work, after so many steps. Must it be called again soon?"""
+        return self._disk is not None and self._disk.tick(launched, collected)
+
+    def close(self) -> None:
+        """Writes to disk what is not there yet, and gives host memory back."""
+        if self._disk is not None:
+            self._disk.close()
+        self._host.close()
+        self._states.close()
+
+    def snapshot(self) -> CacheCounters:
+        """The counters, and the pages of each tier now."""
+        self.counters.host_pages = self._host.num_used
+        self.counters.pages = sum(entry.page >= 0 for entry in self._index)
+        if self._disk is not None:
+            self.counters.disk_pages = self._disk.num_pages
+            self.counters.disk_hits = self._disk.num_read * self._page_size
+        return dataclasses.replace(self.counters)
+
+    # ---- details
+
+    def _forget_pending(self, key: bytes) -> None:
+        left = self._pending.get(key, 0) - 1
+        if left > 0:
+            self._pending[key] = left
+        else:
+            self._pending.pop(key, None)
+
+    def _take_block(self) -> int:
+        """A host block, if need be that of the oldest page there; -1: there is none."""
+        block = self._host.take()
+        if block >= 0 or self._host.limit == 0:
+            return block
+        entry = self._index.oldest_block()
+        if entry is None:
+            return -1
+        block = entry.block
+        self._index.set_block(entry, -1)
+        if entry.page < 0 and not entry.on_disk and entry.users == 0:
+            self._give_back(self._index.remove(entry))
+        return block
+
+    def _take_state(self) -> int:
+        block = self._states.take()
+        if block >= 0:
+            return block
+        for entry in self._index:  # in order of age
+            if entry.state >= 0 and entry.users == 0:
+                block, entry.state = entry.state, -1
+                return block
+        return -1
+
+    def _give_back(self, removed: list[Entry]) -> None:
+        """Frees what entries held that the index has no more. Used ones keep their pages."""
+        free = [entry for entry in removed if entry.users == 0]
+        self._engine.drop_pages([entry.page for entry in free if entry.page >= 0])
+        for entry in free:
+            entry.page = -1
+            if entry.block >= 0 and entry.locks == 0:
+                self._host.give(entry.block)
+                entry.block = -1
+            if entry.state >= 0:
+                self._states.give(entry.state)
+                entry.state = -1

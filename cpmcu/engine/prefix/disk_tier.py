@@ -1,0 +1,237 @@
+"""Moves pages between host memory and disk, on threads of its own.
+
+Every published page goes to disk: into a host block behind the steps that wrote it, and from there
+by a thread once the copy is done. A page that is asked for goes the other way. The engine thread
+never waits for the disk.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from cpmcu import C
+    from cpmcu.engine.prefix.disk import DiskStore
+    from cpmcu.engine.prefix.host import HostTier
+    from cpmcu.engine.prefix.index import Entry, PrefixIndex
+
+logger = logging.getLogger(__name__)
+
+NUM_THREADS = 4
+MOST_WRITES = 32  # pages on their way to disk
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Read:
+    entry: Entry
+    block: int
+    state: int
+    done: Future[bool]
+
+
+class DiskTier:
+    """Used by the engine thread only; its own threads touch the store and host blocks."""
+
+    def __init__(self, store: DiskStore) -> None:
+        self._store = store
+        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="cpmcu-disk")
+        self._wanted: deque[Entry] = deque()  # published, not yet on their way
+        self._copies: deque[tuple[Entry, int]] = deque()  # and the steps launched before the copy
+        self._writes: deque[tuple[Entry, Future[bool]]] = deque()
+        self._reads: dict[bytes, _Read] = {}
+        self.num_read = 0  # pages
+
+    def bind(
+        self,
+        engine: C.Engine,
+        index: PrefixIndex,
+        host: HostTier,
+        states: HostTier,
+        take_block: Callable[[], int],
+    ) -> None:
+        """What the tier works with. Before anything else."""
+        self._engine, self._index = engine, index
+        self._host, self._states, self._take_block = host, states, take_block
+
+    @property
+    def num_pages(self) -> int:
+        """Pages on disk."""
+        return self._store.num_pages
+
+    # ---- reading
+
+    def begin_reading(
+        self, keys: Sequence[tuple[bytes, bytes]], parent: Entry | None
+    ) -> list[bytes]:
+        """Reads the first pages of `keys`, which follow `parent`, as far as the disk has them.
+
+        Returns the keys that are being read.
+        """
+        found: list[bytes] = []
+        for key, tokens in keys:
+            entry = self._index.find(key, parent, tokens)
+            if key in self._reads:
+                if self._reads[key].entry is not entry:
+                    break
+                found.append(key)
+            elif entry is None or (entry.page < 0 and entry.block < 0):
+                if key not in self._store or not self._begin_read(key, parent, tokens):
+                    break
+                found.append(key)
+            parent = self._index.find(key, parent, tokens)
+            if parent is None:
+                break
+        return found
+
+    def is_reading(self, keys: Sequence[bytes]) -> bool:
+        """Is one of these keys still being read?"""
+        return any(key in self._reads for key in keys)
+
+    def _begin_read(self, key: bytes, parent: Entry | None, tokens: bytes) -> bool:
+        block = self._take_block()
+        if block < 0:
+            return False
+        state = -1
+        if self._states.limit > 0:
+            state = self._states.take()
+        entry = self._index.add(key, parent, tokens)
+        if entry is None:
+            self._host.give(block)
+            if state >= 0:
+                self._states.give(state)
+            return False
+        entry.on_disk = True
+        entry.locks += 1
+        view = self._host.view(block)
+        state_view = self._states.view(state) if state >= 0 else None
+        done = self._threads.submit(
+            self._store.read, key, digest_of(parent), tokens, view, state_view
+        )
+        self._reads[key] = _Read(entry, block, state, done)
+        return True
+
+    def _finish_reads(self) -> None:
+        for key, read in list(self._reads.items()):
+            if not read.done.done():
+                continue
+            del self._reads[key]
+            entry = read.entry
+            entry.locks -= 1
+            good = read.done.exception() is None and read.done.result()
+            if good and entry.alive and entry.block < 0:
+                self._index.set_block(entry, read.block)
+                entry.state = read.state
+                self.num_read += 1
+                continue
+            self._host.give(read.block)
+            if read.state >= 0:
+                self._states.give(read.state)
+            if not good and entry.alive:
+                entry.on_disk = False
+                if entry.page < 0 and entry.block < 0 and entry.users == 0:
+                    self._drop(entry)
+
+    def _drop(self, entry: Entry) -> None:
+        """Forgets an entry that has no bytes. Those behind it are being read, or are as empty."""
+        for removed in self._index.remove(entry):
+            if removed.block >= 0 and removed.locks == 0:
+                self._host.give(removed.block)
+                removed.block = -1
+            if removed.page >= 0 and removed.users == 0:
+                self._engine.drop_pages([removed.page])
+                removed.page = -1
+            if removed.state >= 0 and removed.users == 0:
+                self._states.give(removed.state)
+                removed.state = -1
+
+    # ---- writing
+
+    def wants(self, entry: Entry) -> None:
+        """A page was published: it goes to disk."""
+        if not entry.on_disk:
+            self._wanted.append(entry)
+
+    def tick(self, launched: int, collected: int) -> bool:
+        """Goes on with reading and writing, `launched` and `collected` steps after the start.
+
+        True while it must be called again soon.
+        """
+        self._finish_reads()
+        self._finish_writes()
+        self._begin_copies(launched)
+        idle = launched == collected
+        if idle and self._copies:
+            self._engine.wait_for_copies()
+        while self._copies and (idle or self._copies[0][1] < collected):
+            self._begin_write(self._copies.popleft()[0])
+        return bool(self._copies or self._reads or (self._wanted and not self._writes))
+
+    def _begin_copies(self, launched: int) -> None:
+        pages: list[int] = []
+        blocks: list[int] = []
+        while self._wanted and len(self._copies) + len(self._writes) < MOST_WRITES:
+            entry = self._wanted.popleft()
+            if not entry.alive or entry.on_disk or (entry.page < 0 and entry.block < 0):
+                continue
+            if entry.block < 0:
+                block = self._take_block()
+                if block < 0:
+                    continue  # host memory is too small or in use: the page stays where it is
+                pages.append(entry.page)
+                blocks.append(block)
+                self._index.set_block(entry, block)
+            entry.locks += 1
+            self._copies.append((entry, launched))
+        if pages:
+            self._engine.save_pages(pages, self._host.blocks, blocks)
+
+    def _begin_write(self, entry: Entry) -> None:
+        state = self._states.view(entry.state) if entry.state >= 0 else None
+        view = self._host.view(entry.block)
+        parent = digest_of(entry.parent)
+        done = self._threads.submit(self._store.write, entry.key, parent, entry.tokens, view, state)
+        self._writes.append((entry, done))
+
+    def _finish_writes(self) -> None:
+        for entry, done in [write for write in self._writes if write[1].done()]:
+            self._writes.remove((entry, done))
+            entry.locks -= 1
+            entry.on_disk = done.exception() is None and done.result()
+            if not entry.alive and entry.locks == 0 and entry.block >= 0 and entry.users == 0:
+                self._host.give(entry.block)
+                entry.block = -1
+
+    # ---- the end
+
+    def reset(self) -> None:
+        """Forgets all pages on disk."""
+        self._wanted.clear()
+        self._store.remove_all()
+
+    def close(self) -> None:
+        """Writes what is still to be written, and waits for it."""
+        while self.tick(0, 0) or self._writes:
+            for _, done in list(self._writes):
+                done.exception()
+            for read in list(self._reads.values()):
+                read.done.exception()
+        self._threads.shutdown()
+
+
+def digest_of(entry: Entry | None) -> bytes:
+    """BLAKE2b-128 of all tokens up to the entry's last, by a chain over pages; b"" of none."""
+    missing: list[Entry] = []
+    while entry is not None and not entry.digest:
+        missing.append(entry)
+        entry = entry.parent
+    digest = b"" if entry is None else entry.digest
+    for found in reversed(missing):
+        digest = hashlib.blake2b(digest + found.tokens, digest_size=16).digest()
+        found.digest = digest
+    return digest or bytes(16)

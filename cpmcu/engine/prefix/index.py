@@ -1,0 +1,153 @@
+"""Which pages the cache has, where they lie, and which of them go first. No device, no threads.
+
+An entry is a full page of tokens behind its parent, the page before it. The entry's bytes may lie
+on the device (`page`), in host memory (`block`) and on disk at the same time. The index finds an
+entry by its key, then compares token ids and parent: equal keys of unequal prefixes never match.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Entry:
+    """A full page of one prefix."""
+
+    key: bytes
+    parent: Entry | None  # the page before it; None: the first
+    tokens: bytes  # its token ids
+    page: int = -1  # on the device
+    block: int = -1  # in host memory
+    state: int = -1  # host block of the per-slot state behind its last token
+    on_disk: bool = False
+    users: int = 0  # sequences whose prefix it belongs to
+    locks: int = 0  # reads and writes of the disk that need its block
+    digest: bytes = b""  # of all tokens up to its last: a chain of BLAKE2b, made when asked for
+    alive: bool = True  # the index has it
+    children: set[Entry] = dataclasses.field(default_factory=set)
+
+
+class PrefixIndex:
+    """Entries by key, and the order in which idle ones lose their place.
+
+    The last page of a prefix counts as older than the pages before it, so prefixes shrink from
+    their end.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[bytes, Entry] = {}
+        self._idle_pages: OrderedDict[bytes, Entry] = OrderedDict()  # the oldest first
+        self._blocks: OrderedDict[bytes, Entry] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(list(self._entries.values()))
+
+    @property
+    def num_idle_pages(self) -> int:
+        """Device pages that no sequence uses: they can be evicted."""
+        return len(self._idle_pages)
+
+    def find(self, key: bytes, parent: Entry | None, tokens: bytes) -> Entry | None:
+        """The entry of these tokens behind `parent`."""
+        entry = self._entries.get(key)
+        if entry is None or entry.parent is not parent or entry.tokens != tokens:
+            return None
+        return entry
+
+    def match(self, keys: Iterable[tuple[bytes, bytes]]) -> list[Entry]:
+        """The longest known prefix: its entries in order."""
+        found: list[Entry] = []
+        parent: Entry | None = None
+        for key, tokens in keys:
+            entry = self.find(key, parent, tokens)
+            if entry is None:
+                break
+            found.append(entry)
+            parent = entry
+        return found
+
+    def add(self, key: bytes, parent: Entry | None, tokens: bytes) -> Entry | None:
+        """The entry of these tokens, made if need be. None: other tokens have the key."""
+        entry = self.find(key, parent, tokens)
+        if entry is None and key not in self._entries:
+            entry = Entry(key, parent, tokens)
+            self._entries[key] = entry
+            if parent is not None:
+                parent.children.add(entry)
+        return entry
+
+    def use(self, entries: Iterable[Entry]) -> None:
+        """A sequence uses these entries: their pages are not idle."""
+        for entry in entries:
+            entry.users += 1
+            self._idle_pages.pop(entry.key, None)
+
+    def unuse(self, entries: list[Entry]) -> list[Entry]:
+        """A sequence uses `entries` no longer. Returns those that the index has dropped meanwhile
+        and nobody uses: their pages are to be given back.
+        """
+        dropped: list[Entry] = []
+        for entry in reversed(entries):  # the last page becomes the oldest
+            entry.users -= 1
+            if entry.users > 0:
+                continue
+            if not entry.alive:
+                dropped.append(entry)
+            elif entry.page >= 0:
+                self._idle_pages[entry.key] = entry
+            if entry.alive and entry.block >= 0:
+                self._blocks.move_to_end(entry.key)
+        return dropped
+
+    def set_page(self, entry: Entry, page: int) -> None:
+        """The entry's bytes lie in a device page now; -1: no longer."""
+        entry.page = page
+        if page < 0:
+            self._idle_pages.pop(entry.key, None)
+        elif entry.users == 0:
+            self._idle_pages[entry.key] = entry
+
+    def set_block(self, entry: Entry, block: int) -> None:
+        """The entry's bytes lie in a host block now; -1: no longer."""
+        entry.block = block
+        if block < 0:
+            self._blocks.pop(entry.key, None)
+        else:
+            self._blocks[entry.key] = entry
+
+    def oldest_pages(self, count: int) -> list[Entry]:
+        """Up to `count` idle entries with device pages, the oldest first."""
+        found: list[Entry] = []
+        for entry in self._idle_pages.values():
+            if len(found) == count:
+                break
+            found.append(entry)
+        return found
+
+    def oldest_block(self) -> Entry | None:
+        """The oldest entry whose host block nobody needs at the moment."""
+        for entry in self._blocks.values():
+            if entry.locks == 0 and (entry.users == 0 or entry.page >= 0):
+                return entry
+        return None
+
+    def remove(self, entry: Entry) -> list[Entry]:
+        """Forgets an entry and all that follow it. Returns them, the entry first."""
+        removed = [entry]
+        for found in removed:
+            removed.extend(found.children)
+            found.children.clear()
+            found.alive = False
+            if self._entries.get(found.key) is found:
+                del self._entries[found.key]
+                self._idle_pages.pop(found.key, None)
+                self._blocks.pop(found.key, None)
+        if entry.parent is not None:
+            entry.parent.children.discard(entry)
+        return removed

@@ -1,0 +1,79 @@
+"""Makes the prefix cache of a loaded model from its configuration."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cpmcu.engine.prefix.cache import PrefixCache
+
+if TYPE_CHECKING:
+    from cpmcu.config import EngineConfig
+    from cpmcu.engine.prefix.disk_tier import DiskTier
+    from cpmcu.loading.loader import LoadedModel
+
+DEFAULT_HOST_BYTES = 8 << 30
+STAGING_BYTES = 256 << 20  # host memory that a disk needs
+
+
+def make_prefix_cache(loaded: LoadedModel, config: EngineConfig) -> PrefixCache | None:
+    """None if the configuration wants none. Raises ValueError for a folder that cannot be used."""
+    from cpmcu import C
+
+    if not config.prefix_cache:
+        return None
+    is_cuda = loaded.engine.launch_ahead > 1
+    host_bytes = host_limit(config.prefix_cache_host_gb, is_cuda=is_cuda)
+    disk = _disk(loaded, config) if config.prefix_cache_dir is not None else None
+    if disk is not None:
+        host_bytes = max(host_bytes, STAGING_BYTES)
+    return PrefixCache(
+        loaded.engine,
+        C.PAGE_SIZE,
+        host_bytes=host_bytes,
+        decoded=config.prefix_cache_decoded,
+        disk=disk,
+    )
+
+
+def host_limit(gigabytes: float | None, *, is_cuda: bool) -> int:
+    """Bytes of host memory that the cache may take."""
+    if gigabytes is not None:
+        return int(gigabytes * 1e9)
+    if not is_cuda:  # pages lie in host memory already
+        return 0
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(DEFAULT_HOST_BYTES, free // 4)
+
+
+def _disk(loaded: LoadedModel, config: EngineConfig) -> DiskTier:
+    from cpmcu import C
+    from cpmcu.engine.prefix.disk import DiskStore
+    from cpmcu.engine.prefix.disk_tier import DiskTier
+    from cpmcu.engine.prefix.fingerprint import model_fingerprint
+
+    assert config.prefix_cache_dir is not None
+    engine, spec = loaded.engine, loaded.spec
+    directories = [loaded.directory]
+    if loaded.draft_directory is not None:
+        directories.append(loaded.draft_directory)
+    is_cuda = engine.launch_ahead > 1
+    parts = {
+        "build": C.build_info_json,
+        "device": C.device_info(config.device_index)["name"] if is_cuda else "cpu",
+        "dtype": spec.dtype,
+        "rope": [spec.rope_attention_scaling, *spec.rope_inv_freq],
+        "linear": [spec.linear_method, spec.linear_options, spec.linear_overrides],
+        "draft": [config.speculation.method, config.speculation.draft_head_quant],
+        "sizes": [engine.page_bytes, engine.slot_bytes],
+    }
+    fingerprint = model_fingerprint(directories, parts)
+    store = DiskStore(
+        Path(config.prefix_cache_dir).expanduser(),
+        fingerprint,
+        page_bytes=engine.page_bytes,
+        limit_bytes=int(config.prefix_cache_disk_gb * 1e9),
+        state_bytes=engine.slot_bytes,
+    )
+    return DiskTier(store)

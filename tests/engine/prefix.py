@@ -1,0 +1,113 @@
+"""Runs requests through the engine thread, with or without a prefix cache, and watches the pages."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import xxhash
+
+from cpmcu.engine.detokenizer import Detokenizer
+from cpmcu.engine.prefix.cache import PrefixCache
+from cpmcu.engine.prefix.index import Entry
+from cpmcu.engine.request import Request
+from cpmcu.engine.runner import Runner
+from cpmcu.engine.stopping import StopStrings, StopTokens
+from tests.engine.harness import sampling
+
+PAGE = 64
+
+
+class Job:
+    """One request and what became of it."""
+
+    def __init__(
+        self,
+        prompt: Sequence[int],
+        count: int,
+        salt: str = "",
+        scores: int | None = None,
+        **fields: Any,
+    ) -> None:
+        self.items: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.request = Request(
+            list(prompt),
+            sampling(max_tokens=count, **fields),
+            detokenizer=Detokenizer(lambda ids: "x" * len(ids), list(prompt)),
+            stop_strings=StopStrings(()),
+            stop_tokens=StopTokens((), (), count),
+            max_tokens=count,
+            emit=self.items.put,
+            cache_salt=salt,
+            prompt_logprobs=scores,
+        )
+
+    def wait(self) -> list[int]:
+        while True:
+            item = self.items.get(timeout=60)
+            if isinstance(item, Exception):
+                raise item
+            if item.finish_reason is not None:
+                return list(self.request.tokens)
+
+
+class Watched(PrefixCache):
+    """A prefix cache that remembers each published page's bytes, to see that nobody changes them."""
+
+    def __init__(self, engine: Any, **options: Any) -> None:
+        from cpmcu import C
+
+        super().__init__(engine, PAGE, **options)
+        self._room = C.HostBlocks(engine, engine.page_bytes, 1)
+        self._room.grow()
+        self._sums: dict[int, tuple[Entry, int]] = {}  # page -> what it must hold
+
+    def _sum(self, page: int) -> int:
+        self._engine.save_pages([page], self._room, [0])
+        self._engine.wait_for_copies()
+        return xxhash.xxh3_64_intdigest(self._room.view(0))
+
+    def publish(self, prefix: Any, slot: int, num_written: int, *, ended: bool = False) -> None:
+        super().publish(prefix, slot, num_written, ended=ended)
+        for entry in prefix.entries:
+            known = self._sums.get(entry.page)
+            if entry.page >= 0 and (known is None or known[0] is not entry):
+                self._sums[entry.page] = (entry, self._sum(entry.page))
+
+    def check(self) -> int:
+        """Compares all pages that are still cached with what was published. Returns how many."""
+        count = 0
+        for page, (entry, expected) in list(self._sums.items()):
+            if entry.page == page and entry.alive:
+                assert self._sum(page) == expected, "a shared page was written to"
+                count += 1
+        return count
+
+
+@contextmanager
+def running(engine: Any, **options: Any) -> Iterator[tuple[Runner, Watched]]:
+    """A runner with a watched cache; at the end all pages must be accounted for."""
+    cache = Watched(engine, **options)
+    runner = Runner(engine, page_size=PAGE, cache=cache)
+    try:
+        yield runner, cache
+        runner.call(lambda e: check_idle(e, cache))
+    finally:
+        runner.close()
+
+
+def check_idle(engine: Any, cache: Watched) -> None:
+    """No sequence runs: every page is free or idle in the cache, and none has changed."""
+    cache.check()
+    entries = list(cache._index)
+    assert all(entry.users == 0 for entry in entries)
+    pages = [entry.page for entry in entries if entry.page >= 0]
+    assert len(set(pages)) == len(pages) == cache.num_idle_pages
+    assert engine.num_free_pages == engine.num_pages - len(pages)
+    assert not cache._pending
+    blocks = [entry.block for entry in entries if entry.block >= 0]
+    assert len(set(blocks)) == len(blocks)
+    cache.reset()
+    assert engine.num_free_pages == engine.num_pages

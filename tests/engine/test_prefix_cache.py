@@ -1,0 +1,215 @@
+"""With the prefix cache the tokens are those of an engine without one, whatever happens."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from cpmcu.engine.prefix.disk import DiskStore
+from cpmcu.engine.prefix.disk_tier import DiskTier
+from tests.engine.drafted import COUNT, SAMPLINGS, SOME_DRAFTS, TREES, VOCAB, Models, family_of
+from tests.engine.harness import SMALL, random_ids
+from tests.engine.prefix import PAGE, Job, running
+from tests.reference.engines import extension_or_skip
+
+extension_or_skip()
+
+KINDS = ["", *SOME_DRAFTS]
+
+
+def engine_of(models: Models, kind: str, **config: Any) -> tuple[str, Any]:
+    """(target, engine) with a draft of `kind`; "": none."""
+    if not kind:
+        return "llama", models.engine("llama", None, **config)
+    family = family_of(kind)
+    return family, models.drafted(kind, family, TREES["narrow"], **config)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_second_turn(models: Models, kind: str) -> None:
+    family, engine = engine_of(models, kind)
+    with running(engine) as (runner, cache):
+        prompt = random_ids(150, VOCAB, seed=5)
+        for turn, name in enumerate(("greedy", "seeded", "all")):
+            job = Job(prompt, COUNT, **SAMPLINGS[name])
+            runner.submit(job.request)
+            got = job.wait()
+            assert got == models.plain(family, prompt, COUNT, **SAMPLINGS[name])
+            # An answer is computed again as part of the next prompt, so its pages are new.
+            read = (len(prompt) - 1) // PAGE * PAGE
+            assert job.request.cached_tokens == (0 if turn == 0 else read_before)
+            read_before = max(read, len(prompt) // PAGE * PAGE)
+            prompt = prompt + got + random_ids(10 + turn, VOCAB, seed=turn)
+        assert cache.counters.hits > 0
+
+
+@pytest.mark.parametrize("length", [1, 63, 64, 65, 127, 128, 129, 192])
+def test_the_same_prompt_again(models: Models, length: int) -> None:
+    _, engine = engine_of(models, "eagle_bias" if not SMALL else "minicpm_eagle")
+    family = "llama" if not SMALL else "minicpm"
+    with running(engine) as (runner, _):
+        ids = random_ids(length, VOCAB, seed=length)
+        for turn in range(3):
+            job = Job(ids, 12)
+            runner.submit(job.request)
+            assert job.wait() == models.plain(family, ids, 12)
+            assert job.request.cached_tokens == ((length - 1) // PAGE * PAGE if turn else 0)
+
+
+def trees_of_prompts(rng: random.Random, count: int) -> list[list[int]]:
+    """Prompts that share prefixes of any length with each other."""
+    prompts: list[list[int]] = []
+    for i in range(count):
+        base = rng.choice(prompts) if prompts and rng.random() < 0.8 else []
+        base = base[: rng.choice([len(base), len(base), rng.randrange(len(base) + 1)])]
+        base = base[:300]
+        grown = base + random_ids(rng.choice([1, 5, 63, 64, 65, 100, 130]), VOCAB, seed=1000 + i)
+        prompts.append(grown[:380])
+    return prompts
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tiers", ["device", "host", "disk"])
+def test_any_prompts_in_any_order(models: Models, kind: str, tiers: str, tmp_path: Any) -> None:
+    rng = random.Random(f"{kind} {tiers}")
+    seqs = rng.choice([1, 2, 4]) if SMALL else rng.choice([1, 3, 8, 16])
+    family, engine = engine_of(
+        models, kind, max_num_seqs=seqs, chunk_length=rng.choice([32, 64, 100, 128])
+    )
+    options: dict[str, Any] = {}
+    if tiers != "device":
+        options["host_bytes"] = 6 * engine.page_bytes
+    if tiers == "disk":
+        options["disk"] = DiskTier(DiskStore(tmp_path, "0" * 32, engine.page_bytes, 1 << 30))
+    names = list(SAMPLINGS)
+    with running(engine, **options) as (runner, cache):
+        waiting: list[tuple[Job, list[int], str]] = []
+        for i, ids in enumerate(trees_of_prompts(rng, 12 if SMALL else 40)):
+            name = rng.choice(names)
+            job = Job(ids, 10, **SAMPLINGS[name])
+            runner.submit(job.request)
+            if rng.random() < 0.15:
+                job.request.cancel()
+                continue
+            waiting.append((job, ids, name))
+            while len(waiting) > rng.choice([0, 2, 2 * seqs]):
+                done, prompt, sampled = waiting.pop(0)
+                assert done.wait() == models.plain(family, prompt, 10, **SAMPLINGS[sampled]), i
+        for done, prompt, sampled in waiting:
+            assert done.wait() == models.plain(family, prompt, 10, **SAMPLINGS[sampled])
+        assert cache.counters.hits > 0
+
+
+def test_when_pages_run_out(models: Models) -> None:
+    """Preempted sequences find their pages again, or compute them again."""
+    engine = models.engine("llama", None, max_num_seqs=4, max_model_len=256)
+    with running(engine, host_bytes=4 * engine.page_bytes) as (runner, cache):
+        prompts = [
+            random_ids(100, VOCAB, seed=1)[:80] + random_ids(60, VOCAB, seed=i) for i in range(12)
+        ]
+        jobs = [Job(ids, 100) for ids in prompts]
+        runner.submit(*(job.request for job in jobs))
+        for job, ids in zip(jobs, prompts):
+            assert job.wait() == models.plain("llama", ids, 100)
+        assert cache.counters.evicted > 0
+
+
+def test_equal_prefixes_in_the_queue_are_computed_once(models: Models) -> None:
+    engine = models.engine("llama", None, max_num_seqs=8, chunk_length=64)
+    with running(engine) as (runner, cache):
+        shared = random_ids(256, VOCAB, seed=3)
+        prompts = [shared + random_ids(5, VOCAB, seed=i) for i in range(6)]
+        jobs = [Job(ids, 8) for ids in prompts]
+        runner.submit(*(job.request for job in jobs))
+        for job, ids in zip(jobs, prompts):
+            assert job.wait() == models.plain("llama", ids, 8)
+        assert [job.request.cached_tokens for job in jobs] == [0] + [256] * 5
+        assert cache.counters.hits == 5 * 256
+
+
+def test_a_cancelled_sequence_lets_those_that_wait_for_its_pages_go_on(models: Models) -> None:
+    engine = models.engine("llama", None, max_num_seqs=4, chunk_length=32)
+    with running(engine) as (runner, _):
+        shared = random_ids(400, VOCAB, seed=9)
+        first, second = Job(shared, 8), Job(shared, 8)
+        runner.submit(first.request, second.request)
+        first.request.cancel()
+        assert second.wait() == models.plain("llama", shared, 8)
+
+
+def test_salts_keep_prompts_apart(models: Models) -> None:
+    engine = models.engine("llama", None)
+    with running(engine) as (runner, _):
+        ids = random_ids(140, VOCAB, seed=2)
+        found = []
+        for salt in ("", "a", "b", "a", ""):
+            job = Job(ids, 4, salt=salt)
+            runner.submit(job.request)
+            assert job.wait() == models.plain("llama", ids, 4)
+            found.append(job.request.cached_tokens)
+        assert found == [0, 0, 0, 128, 128]
+
+
+def test_scores_of_a_prompt_are_computed(models: Models) -> None:
+    engine = models.engine("llama", None)
+    with running(engine) as (runner, _):
+        ids = random_ids(140, VOCAB, seed=2)
+        for _ in range(2):
+            job = Job(ids, 4, scores=2)
+            runner.submit(job.request)
+            assert job.wait() == models.plain("llama", ids, 4)
+            assert job.request.cached_tokens == 0
+            assert all(entry is not None for entry in job.request.prompt_logprobs[1:])
+
+
+def test_hash_collisions_are_no_hits(models: Models) -> None:
+    """With a hash of two values almost all pages collide."""
+    engine = models.engine("llama", None, max_num_seqs=2)
+    weak = lambda data: bytes([sum(data) % 2]) * 16  # noqa: E731
+    with running(engine, hash_bytes=weak) as (runner, _):
+        rng = random.Random(4)
+        for ids in trees_of_prompts(rng, 20):
+            job = Job(ids, 6)
+            runner.submit(job.request)
+            assert job.wait() == models.plain("llama", ids, 6)
+
+
+def test_decoded_pages_are_published_if_asked_for(models: Models) -> None:
+    for decoded in (False, True):
+        engine = models.engine("llama", None)
+        with running(engine, decoded=decoded) as (runner, _):
+            prompt = random_ids(60, VOCAB, seed=8)
+            job = Job(prompt, 80)
+            runner.submit(job.request)
+            answer = job.wait()
+            again = Job(prompt + answer + [3], 4)
+            runner.submit(again.request)
+            again.wait()
+            assert again.request.cached_tokens == (128 if decoded else 0)
+
+
+def test_a_restart_finds_the_pages_on_disk(models: Models, tmp_path: Any) -> None:
+    ids = random_ids(300, VOCAB, seed=6)
+    for restart in range(3):
+        engine = models.engine("llama", None)
+        store = DiskStore(tmp_path, "1" * 32, engine.page_bytes, 1 << 30)
+        cache_options = {"host_bytes": 8 * engine.page_bytes, "disk": DiskTier(store)}
+        with running_kept(engine, **cache_options) as runner:
+            job = Job(ids, 8)
+            runner.submit(job.request)
+            assert job.wait() == models.plain("llama", ids, 8)
+            assert job.request.cached_tokens == (256 if restart else 0)
+
+
+def running_kept(engine: Any, **options: Any) -> Any:
+    """As `running`, but what is on disk stays there."""
+    import contextlib
+
+    from cpmcu.engine.prefix.cache import PrefixCache
+    from cpmcu.engine.runner import Runner
+
+    return contextlib.closing(
+        Runner(engine, page_size=PAGE, cache=PrefixCache(engine, PAGE, **options))
+    )
