@@ -1,0 +1,170 @@
+"""The file of one KV page: safetensors with the tensor "page" and, at times, the tensor "state".
+
+The header is written and read here, and the bytes go straight between the disk and the caller's
+buffers. The safetensors library copies them on both ways. It also maps files: there a disk error
+while the bytes are copied kills the process (SIGBUS), here it is an OSError.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import xxhash
+
+from cpmcu.checks import shown
+
+FORMAT = "cpmcu prefix page 1"
+_ALIGNMENT = 4096  # of the first tensor in the file: whole pages of the page cache are copied
+_CHUNK = 1 << 20  # bytes that are read and then hashed, while they are in the core's cache
+_DIGEST = "0" * 32  # as long as any, for the length of a header
+
+
+class BadPageFileError(ValueError):
+    """A file that is damaged, or not the page that was asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class PageName:
+    """Whose page it is: each part is in the header, and read again before the page is used."""
+
+    fingerprint: str
+    key: bytes
+    parent: bytes
+    tokens: bytes  # little-endian int32
+
+    def metadata(self) -> dict[str, str]:
+        return {
+            "format": FORMAT,
+            "fingerprint": self.fingerprint,
+            "key": self.key.hex(),
+            "parent": self.parent.hex(),
+            "tokens": self.tokens.hex(),
+        }
+
+
+def write_page(fd: int, name: PageName, page: memoryview, state: memoryview | None) -> int:
+    """Writes the whole file; the bytes written. Raises OSError."""
+    parts = [page] if state is None else [page, state]
+    digests = [xxhash.xxh3_128_hexdigest(part) for part in parts]
+    buffers = [memoryview(_header(name, [len(part) for part in parts], digests)), *parts]
+    size = sum(len(buffer) for buffer in buffers)
+    while buffers:
+        buffers = _after(buffers, os.writev(fd, buffers))
+    return size
+
+
+def read_page(
+    fd: int, name: PageName, page: memoryview, state: memoryview | None, state_bytes: int
+) -> tuple[int, bool]:
+    """Fills `page` and, unless it is None, `state`; the file's size, and whether it has a state.
+
+    If a state is wanted and the file has none, nothing is filled. Raises OSError and
+    BadPageFileError; after them, the buffers hold anything.
+    """
+    found = os.fstat(fd)
+    if not stat.S_ISREG(found.st_mode):
+        raise BadPageFileError("is not a regular file")
+    size, plain = found.st_size, file_bytes(name, [len(page)])
+    has_state = bool(state_bytes) and size == file_bytes(name, [len(page), state_bytes])
+    if size != plain and not has_state:
+        either = f" or {file_bytes(name, [len(page), state_bytes])}" if state_bytes else ""
+        raise BadPageFileError(f"is {size} bytes long, expected {plain}{either}")
+    _read_ahead(fd, size)
+    sizes = [len(page), state_bytes] if has_state else [len(page)]
+    raw = bytearray(size - sum(sizes))
+    _fill(fd, memoryview(raw), 0)
+    digests = _check_header(raw, name, sizes)
+    if state is not None and not has_state:
+        return size, False
+    _fill_verified(fd, page, len(raw), "page", digests[0])
+    if has_state and state is not None:
+        _fill_verified(fd, state, len(raw) + len(page), "state", digests[1])
+    return size, has_state
+
+
+def file_bytes(name: PageName, sizes: Sequence[int]) -> int:
+    """The size of a file whose tensors have `sizes` bytes."""
+    return len(_header(name, sizes, [_DIGEST] * len(sizes))) + sum(sizes)
+
+
+def _tensors(sizes: Sequence[int]) -> dict[str, Any]:
+    tensors, begin = {}, 0
+    for tensor, size in zip(("page", "state"), sizes):
+        tensors[tensor] = {"dtype": "U8", "shape": [size], "data_offsets": [begin, begin + size]}
+        begin += size
+    return tensors
+
+
+def _header(name: PageName, sizes: Sequence[int], digests: Sequence[str]) -> bytes:
+    tensors = _tensors(sizes)
+    checksums = {f"{tensor}_xxh3_128": digest for tensor, digest in zip(tensors, digests)}
+    content = {"__metadata__": {**name.metadata(), **checksums}, **tensors}
+    text = json.dumps(content, separators=(",", ":")).encode()
+    padded = text + b" " * (-(8 + len(text)) % _ALIGNMENT)  # the format allows spaces at the end
+    return struct.pack("<Q", len(padded)) + padded
+
+
+def _check_header(raw: bytearray, name: PageName, sizes: Sequence[int]) -> list[str]:
+    """The checksum of each tensor by a header that is as it must be."""
+    (length,) = struct.unpack_from("<Q", raw)
+    if length != len(raw) - 8:
+        raise BadPageFileError(f"header length is {length}, expected {len(raw) - 8}")
+    try:
+        content = json.loads(raw[8:].decode("utf-8"))
+    except (ValueError, RecursionError):
+        raise BadPageFileError("header is not JSON, expected an object") from None
+    expected = _tensors(sizes)
+    metadata = content.pop("__metadata__", None) if isinstance(content, dict) else None
+    if not isinstance(metadata, dict) or content != expected:
+        raise BadPageFileError(f"header is {shown(content)}, expected {shown(expected)}")
+    for field, value in name.metadata().items():
+        if metadata.get(field) == value:
+            continue
+        if field == "tokens":  # somebody's prompt, which is not for the log
+            raise BadPageFileError("holds other tokens than those that were asked for")
+        raise BadPageFileError(f"{field} is {shown(metadata.get(field))}, expected {shown(value)}")
+    return [str(metadata.get(f"{tensor}_xxh3_128")) for tensor in expected]
+
+
+def _fill_verified(fd: int, buffer: memoryview, offset: int, tensor: str, digest: str) -> None:
+    checksum = xxhash.xxh3_128()
+    for begin in range(0, len(buffer), _CHUNK):
+        part = buffer[begin : begin + _CHUNK]
+        _fill(fd, part, offset + begin)
+        checksum.update(part)
+    if checksum.hexdigest() != digest:
+        raise BadPageFileError(
+            f"checksum of the {tensor} is {checksum.hexdigest()}, expected {shown(digest)}"
+        )
+
+
+def _fill(fd: int, buffer: memoryview, offset: int) -> None:
+    done = 0
+    while done < len(buffer):
+        count = os.preadv(fd, [buffer[done:]], offset + done)
+        if not count:
+            raise BadPageFileError(f"ends at byte {offset + done}, expected more")
+        done += count
+
+
+def _after(buffers: Sequence[memoryview], count: int) -> list[memoryview]:
+    """What remains of `buffers` after their first `count` bytes."""
+    remaining = []
+    for buffer in buffers:
+        skipped = min(count, len(buffer))
+        count -= skipped
+        if skipped < len(buffer):
+            remaining.append(buffer[skipped:])
+    return remaining
+
+
+def _read_ahead(fd: int, size: int) -> None:
+    """Asks for the whole file at once: the disk then reads while the first bytes are hashed."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(fd, 0, size, os.POSIX_FADV_WILLNEED)
