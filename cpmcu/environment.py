@@ -18,6 +18,7 @@ _PACKAGES = (
     "tokenizers",
     "jinja2",
     "safetensors",
+    "xxhash",
     "huggingface_hub",
     "rich",
     "transformers",
