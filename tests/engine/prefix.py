@@ -1,4 +1,4 @@
-"""Runs requests through the engine thread, with or without a prefix cache, and watches the pages."""
+"""Runs requests through the engine thread with a prefix cache, and watches its pages."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Job:
 
 
 class Watched(PrefixCache):
-    """A prefix cache that remembers each published page's bytes, to see that nobody changes them."""
+    """A prefix cache that remembers the bytes of published pages: nobody may change them."""
 
     def __init__(self, engine: Any, **options: Any) -> None:
         from cpmcu import C
