@@ -241,10 +241,10 @@ class LLM:
                 f"{self.max_length}"
             )
         vocab_size = int(self.spec.vocab_size)
-        outside = [token for token in prompt if not 0 <= token < vocab_size]
-        if outside:
+        if min(prompt) < 0 or max(prompt) >= vocab_size:
+            outside = next(token for token in prompt if not 0 <= token < vocab_size)
             raise ValueError(
-                f"the prompt has token id {outside[0]}, but the vocabulary has {vocab_size} tokens"
+                f"the prompt has token id {outside}, but the vocabulary has {vocab_size} tokens"
             )
         room = self.max_length - len(prompt)
         limit = min(room, params.max_tokens or room)

@@ -30,12 +30,15 @@ from cpmcu.drafters.registry import (
     register_drafter,
     registered_drafters,
 )
+from cpmcu.engine.prefix.disk import DiskStore
+from cpmcu.engine.prefix.disk_tier import DiskTier
 from cpmcu.loading.checkpoint import open_checkpoint
 from cpmcu.loading.tensors import TensorMeta
 from cpmcu.models.common import BuildOptions, SpecFields, read_spec
 from cpmcu.models.registry import register_model, registered_models
 from cpmcu.quant.registry import QuantPlan, Repack, register_quant, registered_quants
 from tests.engine.harness import generate, make_engine, prefill, random_ids, sampling
+from tests.engine.prefix import Job, running
 from tests.reference.engines import prompt_logits
 from tests.reference.tiny_checkpoints import random_weights, tiny_config, write_safetensors
 
@@ -323,6 +326,41 @@ def test_layers_of_different_kinds(mixed_model: Path, pair_plugin: None, draft: 
             texts[slots.index(output.slot)] += output.tokens
     for n, text in enumerate(texts):
         assert text[:20] == generate(plain, ids[n:], 20)
+
+
+@pytest.mark.parametrize("draft", ["", "pair", "disk"])
+def test_a_prefix_with_state_of_its_own(
+    mixed_model: Path, pair_plugin: None, draft: str, tmp_path: Path
+) -> None:
+    """A prefix is as long as its last checkpoint of per-slot state; host memory and disk keep it."""
+    speculation = SpeculativeConfig(no_speculation=True)
+    if draft == "pair":
+        speculation = replace(PAIR, spec_topk_per_iter=2)
+    plain = make_engine(mixed_model)
+    engine = make_engine(
+        mixed_model, speculative_config=speculation, max_num_seqs=2, chunk_length=150,
+        max_model_len=500,
+    )  # fmt: skip
+    options: dict[str, Any] = {"host_bytes": 12 * engine.page_bytes}
+    if draft == "disk":
+        store = DiskStore(
+            tmp_path, "2" * 32, engine.page_bytes, 1 << 30, state_bytes=engine.slot_bytes
+        )
+        options["disk"] = DiskTier(store)
+    shared = random_ids(300, VOCAB)
+    with running(engine, **options) as (runner, cache):
+        for number, length in enumerate((300, 300, 140, 299, 70, 64, 65, 300, 300)):
+            if number > 6:  # other prompts take the pages
+                other = Job(random_ids(320, VOCAB, seed=number), 20)
+                runner.submit(other.request)
+                assert other.wait() == generate(plain, other.request.prompt, 20)[:20]
+            ids = shared[:length] + random_ids(7, VOCAB, seed=number)
+            job = Job(ids, 30)
+            runner.submit(job.request)
+            assert job.wait() == generate(plain, ids, 30)[:30], (number, length)
+            found = job.request.cached_tokens
+            assert found is not None and (number == 0 or found > 0 or length < 128), number
+        assert cache.counters.hits > 1000
 
 
 def test_a_model_pays_only_for_the_state_of_its_blocks(mixed_model: Path) -> None:
