@@ -65,6 +65,6 @@ def test_a_large_model_takes_no_time(tmp_path: Path) -> None:
     with (tmp_path / "model.safetensors").open("wb") as file:
         file.write(struct.pack("<Q", len(raw)) + raw)
         file.truncate(16_000_000_000)  # a hole
-    start = time.perf_counter()
+    start = time.process_time()  # other programs take no part
     model_fingerprint([tmp_path], {})
-    assert time.perf_counter() - start < 0.1
+    assert time.process_time() - start < 0.1
