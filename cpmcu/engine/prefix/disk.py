@@ -37,7 +37,7 @@ from cpmcu.errors import sentence
 logger = logging.getLogger(__name__)
 
 PAUSE_SECONDS = 60.0  # after a failed write, without further ones
-LOOK_SECONDS = 60.0  # between two looks at what other processes wrote and removed
+LOOK_SECONDS = 300.0  # between two looks at what other processes wrote and removed
 
 _PAGE_FILE = re.compile(r"([0-9a-f]{32})\.safetensors")
 _TEMPORARY_FILE = re.compile(r"\.[0-9a-f]{32}\.[0-9a-f]{16}\.tmp")
