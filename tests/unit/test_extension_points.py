@@ -332,7 +332,7 @@ def test_layers_of_different_kinds(mixed_model: Path, pair_plugin: None, draft: 
 def test_a_prefix_with_state_of_its_own(
     mixed_model: Path, pair_plugin: None, draft: str, tmp_path: Path
 ) -> None:
-    """A prefix is as long as its last checkpoint of per-slot state; host memory and disk keep it."""
+    """A prefix ends at a checkpoint of per-slot state. Host memory and disk keep both."""
     speculation = SpeculativeConfig(no_speculation=True)
     if draft == "pair":
         speculation = replace(PAIR, spec_topk_per_iter=2)
