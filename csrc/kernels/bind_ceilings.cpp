@@ -47,7 +47,7 @@ std::map<std::string, double> ceilings(const std::string& device, int index) {
   const int64_t bytes = ctx.device.is_cuda() ? int64_t{4} << 30 : int64_t{1} << 28;
   std::map<std::string, double> rates;
   {
-    const Buffer memory(ctx.device, bytes), sums(ctx.device, 4 * kStreamReadBlocks);
+    const Buffer memory(ctx.device, bytes), sums(ctx.device, 4 * kStreamReadCtas);
     // Random-looking content: constant memory reads faster.
     std::vector<uint32_t> noise(1 << 22);
     uint32_t state = 1;
@@ -58,7 +58,7 @@ std::map<std::string, double> ceilings(const std::string& device, int index) {
                      ctx.stream);
     }
     const StreamReadParams params{.in = Tensor(memory.data, DType::kI32, {bytes / 4}),
-                                  .out = Tensor(sums.data, DType::kI32, {kStreamReadBlocks})};
+                                  .out = Tensor(sums.data, DType::kI32, {kStreamReadCtas})};
     rates["read_bytes_per_second"] =
         rate(ctx, static_cast<double>(bytes), [&] { stream_read(ctx, params); });
     const int64_t part = bytes / 4;

@@ -117,12 +117,12 @@ void bind_shared_params(py::module_& m) {
       .def(py::init([](int num_tokens, int num_seqs, int max_seq_tokens, int max_kv,
                        SharedArray positions, SharedArray token_seqs, SharedArray seq_slots,
                        SharedArray seq_token_begin, SharedArray slot_lengths,
-                       SharedArray page_table, SharedArray ancestor_masks, int first_row) {
+                       SharedArray page_table, SharedArray ancestor_masks, int first_token) {
              CHECK(page_table->shape().size() == 2, "page_table must be [slots, max_pages]");
              return OpsTokens{{.num_tokens = num_tokens,
                                .num_seqs = num_seqs,
                                .max_seq_tokens = max_seq_tokens,
-                               .first_row = first_row,
+                               .first_token = first_token,
                                .max_kv = max_kv,
                                .positions = ints(positions),
                                .token_seqs = ints(token_seqs),
@@ -137,7 +137,7 @@ void bind_shared_params(py::module_& m) {
            }),
            py::kw_only(), "num_tokens"_a, "num_seqs"_a, "max_seq_tokens"_a, "max_kv"_a,
            "positions"_a, "token_seqs"_a, "seq_slots"_a, "seq_token_begin"_a, "slot_lengths"_a,
-           "page_table"_a, "ancestor_masks"_a = SharedArray(), "first_row"_a = 0);
+           "page_table"_a, "ancestor_masks"_a = SharedArray(), "first_token"_a = 0);
 
   py::class_<OpsAccepted>(m, "Accepted", "What a step accepted; see csrc/kernels/step/step_ops.h.")
       .def(py::init([](SharedArray ids, SharedArray paths, SharedArray counts) {
@@ -149,16 +149,16 @@ void bind_shared_params(py::module_& m) {
            }),
            py::kw_only(), "ids"_a, "paths"_a, "counts"_a);
   py::class_<OpsSink>(m, "ResultSink", "Where results go; see csrc/kernels/step/step_ops.h.")
-      .def(py::init([](SharedArray results, int ring_size, int max_seqs, SharedArray ticket,
+      .def(py::init([](SharedArray results, int ring_size, int max_seqs, SharedArray step_counter,
                        SharedArray done) {
              return OpsSink{{.results = structs<SlotResult>(results),
                              .ring_size = ring_size,
                              .max_seqs = max_seqs,
-                             .ticket = words(ticket),
+                             .step_counter = words(step_counter),
                              .done = words(done)},
-                            {results, ticket, done}};
+                            {results, step_counter, done}};
            }),
-           py::kw_only(), "results"_a, "ring_size"_a, "max_seqs"_a, "ticket"_a, "done"_a);
+           py::kw_only(), "results"_a, "ring_size"_a, "max_seqs"_a, "step_counter"_a, "done"_a);
   py::class_<OpsState>(m, "SlotState", "Per-slot state; see csrc/kernels/step/step_ops.h.")
       .def(py::init([](SharedArray lengths, SharedArray next_tokens, SharedArray counts,
                        int vocab_size, SharedArray history, const OpsAccepted& accepted) {
@@ -328,7 +328,7 @@ void bind_attention_ops(py::module_& m) {
   bind_attention("attention_prefill", attention_prefill);
   bind_attention("attention_decode", attention_decode);
   bind_attention("attention_splits", attention_splits);
-  m.def("attention_scratch_floats", &attention_scratch_floats, "num_rows"_a, "num_heads"_a,
+  m.def("attention_scratch_floats", &attention_scratch_floats, "num_tokens"_a, "num_heads"_a,
         "head_dim"_a, "max_kv"_a, "Size of attention_decode's scratch.");
 }
 
@@ -369,7 +369,7 @@ void bind_step_ops(py::module_& m) {
         finish_step(c.ctx, {.seq_slots = ints(seq_slots),
                             .seq_token_begin = ints(seq_token_begin),
                             .num_seqs = num_seqs,
-                            .num_rows = static_cast<int>(tensor_of(ids).size(0)),
+                            .num_tokens = static_cast<int>(tensor_of(ids).size(0)),
                             .ids = ints(ids),
                             .token_seqs = ints(token_seqs),
                             .sampled_seqs = ints(sampled_seqs),

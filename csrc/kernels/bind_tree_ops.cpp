@@ -51,7 +51,7 @@ void bind_tree_params(py::module_& m) {
 
   py::class_<OpsBeam>(m, "DraftBeam", "The growth of trees; see csrc/kernels/tree/tree.h.")
       .def(py::init([](int num_seqs, int topk, int depth, SharedArray scores, SharedArray tokens,
-                       SharedArray level_candidates, SharedArray row_scores,
+                       SharedArray level_candidates, SharedArray token_scores,
                        SharedArray ancestor_masks, SharedArray token_ids, SharedArray token_parents,
                        SharedArray token_positions, SharedArray token_seqs,
                        SharedArray seq_token_begin) {
@@ -62,18 +62,18 @@ void bind_tree_params(py::module_& m) {
                   .scores = floats(scores),
                   .tokens = ints(tokens),
                   .level_candidates = ints(level_candidates),
-                  .row_scores = floats(row_scores),
+                  .token_scores = floats(token_scores),
                   .ancestor_masks = words(ancestor_masks),
                   .token_ids = ints(token_ids),
                   .token_parents = ints(token_parents),
                   .token_positions = ints(token_positions),
                   .token_seqs = ints(token_seqs),
                   .seq_token_begin = ints(seq_token_begin)},
-                 {scores, tokens, level_candidates, row_scores, ancestor_masks, token_ids,
+                 {scores, tokens, level_candidates, token_scores, ancestor_masks, token_ids,
                   token_parents, token_positions, token_seqs, seq_token_begin}};
            }),
            py::kw_only(), "num_seqs"_a, "topk"_a, "depth"_a, "scores"_a, "tokens"_a,
-           "level_candidates"_a, "row_scores"_a, "ancestor_masks"_a, "token_ids"_a,
+           "level_candidates"_a, "token_scores"_a, "ancestor_masks"_a, "token_ids"_a,
            "token_parents"_a, "token_positions"_a, "token_seqs"_a, "seq_token_begin"_a);
 
   py::class_<OpsDraft>(m, "Draft", "Drafted tokens of each sequence; see csrc/kernels/tree/tree.h.")
@@ -166,7 +166,7 @@ void bind_growth(py::module_& m) {
                   ints(arrays[4])};
         };
         shift_prompt(c.ctx, {.num_seqs = size_of_dim(seq_slots, 0),
-                             .num_rows = size_of_dim(ids, 0),
+                             .num_tokens = size_of_dim(ids, 0),
                              .max_path = max_path,
                              .ids = ints(ids),
                              .token_seqs = ints(token_seqs),

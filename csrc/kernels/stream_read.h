@@ -8,9 +8,9 @@ namespace cpmcu {
 
 struct StreamReadParams {
   Tensor in;   // any, a multiple of 16 bytes long
-  Tensor out;  // [kStreamReadBlocks] int32
+  Tensor out;  // [kStreamReadCtas] int32
 };
-constexpr int kStreamReadBlocks = 132 * 16;
+constexpr int kStreamReadCtas = 132 * 16;
 
 REGISTER_OP(stream_read, StreamReadParams)
 

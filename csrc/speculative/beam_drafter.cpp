@@ -44,7 +44,7 @@ void BeamDrafter::layout(Carver& carver) {
            .scores = carver.take<float>(b * candidates),
            .tokens = ints(b * candidates),
            .level_candidates = ints(b * spec_.depth * k),
-           .row_scores = carver.take<float>(b * k),
+           .token_scores = carver.take<float>(b * k),
            .ancestor_masks = carver.take<uint64_t>(b * k),
            .token_ids = ints(b * k),
            .token_parents = ints(b * k),
@@ -101,7 +101,7 @@ void BeamDrafter::prefill(const Context& ctx, const DraftPrompt& prompt) {
 void BeamDrafter::prefill_shifted(const Context& ctx, const DraftPrompt& prompt) {
   ShiftPromptParams shift = shift_;
   shift.num_seqs = prompt.tokens.num_seqs;
-  shift.num_rows = prompt.tokens.num_tokens;
+  shift.num_tokens = prompt.tokens.num_tokens;
   shift.ids = prompt.ids;
   shift.token_seqs = prompt.tokens.token_seqs;
   shift.seq_slots = prompt.tokens.seq_slots;
@@ -128,7 +128,7 @@ void BeamDrafter::prefill_shifted(const Context& ctx, const DraftPrompt& prompt)
   if (prompt.continues) {
     run(shift.first, shift.num_seqs, 1, shift.first_lengths, pick(prompt.accepted));
   }
-  run(shift.rest, shift.num_rows - shift.num_seqs, prompt.tokens.max_seq_tokens, shift.lengths,
+  run(shift.rest, shift.num_tokens - shift.num_seqs, prompt.tokens.max_seq_tokens, shift.lengths,
       pick(prompt.hidden));
 }
 
@@ -197,7 +197,7 @@ Draft BeamDrafter::propose(const Context& ctx, const DraftBatch& batch) {
   tokens.seq_token_begin = beam.seq_token_begin;
   tokens.ancestor_masks = beam.ancestor_masks;
   for (int level = 1; level < batch.shape.depth; ++level) {
-    tokens.first_row = (level - 1) * k;
+    tokens.first_token = (level - 1) * k;
     const Step step{.phase = Phase::kDecode, .ids = beam.token_ids, .tokens = tokens};
     hidden = forward(ctx, step, {.x = hidden, .index = beam.token_parents}, Source::kRecycled);
     expand(level);

@@ -51,7 +51,7 @@ class Slots:
             if stop["num_stop_ids"]:
                 stop["stop_ids"][rng.integers(stop["num_stop_ids"])] = STOP_ID
         self.results = empty_structs(device, [RING, max_seqs], ops.slot_result_dtype, pinned=True)
-        self.ticket = put_raw(device, np.zeros(1, np.uint64))
+        self.step_counter = put_raw(device, np.zeros(1, np.uint64))
         self.done = put_raw(device, np.zeros(1, np.uint64), pinned=True)
 
     def put_all(self) -> None:
@@ -95,7 +95,7 @@ class Cycle:
         s.put_all()
         num_seqs = len(self.seq_slots)
         accepted = {name: s.arrays[f"accepted_{name}"] for name in ("ids", "paths", "counts")}
-        before = int(s.ticket.numpy()[0])
+        before = int(s.step_counter.numpy()[0])
         ops.accept_tree(
             context(d), trees=Trees(d, num_seqs, self.num_nodes, self.contents).op,
             drawn=put_ints(d, self.drawn),
@@ -108,11 +108,11 @@ class Cycle:
             ),
             stops=s.stop_array,
             sink=ops.ResultSink(
-                results=s.results, ring_size=RING, max_seqs=s.max_seqs, ticket=s.ticket,
+                results=s.results, ring_size=RING, max_seqs=s.max_seqs, step_counter=s.step_counter,
                 done=s.done,
             ),
         )  # fmt: skip
-        assert (int(s.ticket.numpy()[0]), int(s.done.numpy()[0])) == (before + 1, before + 1)
+        assert (int(s.step_counter.numpy()[0]), int(s.done.numpy()[0])) == (before + 1, before + 1)
         self.results = get_structs(s.results, ops.slot_result_dtype)[before % RING]
 
     def check(self) -> list[int]:

@@ -294,7 +294,7 @@ def level_rows(step: Step, device: str, begin: int, end: int) -> tuple[np.ndarra
         token_seqs=put_ints(device, step.token_seqs[index]), seq_slots=put_ints(device, step.slots),
         seq_token_begin=put_ints(device, np.arange(len(step.lengths) + 1) * (end - begin)),
         slot_lengths=put_ints(device, slot_lengths), page_table=put_ints(device, step.page_table),
-        ancestor_masks=masks, first_row=begin,
+        ancestor_masks=masks, first_token=begin,
     )  # fmt: skip
     return index, rows
 
@@ -463,7 +463,7 @@ def test_masks_have_64_bits(device: str, name: str) -> None:
         num_tokens=60, num_seqs=1, max_seq_tokens=60, max_kv=65,
         positions=put_ints(device, [0] * 60), token_seqs=put_ints(device, [0] * 60), seq_slots=put_ints(device, step.slots),
         seq_token_begin=put_ints(device, [0, 60]), slot_lengths=put_ints(device, [0] * 3),
-        page_table=put_ints(device, step.page_table), first_row=5,
+        page_table=put_ints(device, step.page_table), first_token=5,
         ancestor_masks=put_raw(device, chain_masks(60)),
     )  # fmt: skip
     k, v = (case.put_raw(device, case.cache(entries)) for entries in (case.k, case.v))

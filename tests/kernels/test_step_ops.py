@@ -48,7 +48,7 @@ class Finisher:
         sampling["num_logprobs"] = [-1, 0, 20, -1, -1]
         self.sampling = put_raw(device, sampling)
         self.results = empty_structs(device, [2, 3], ops.slot_result_dtype, pinned=True)
-        self.ticket = put_raw(device, np.zeros(1, np.uint64))
+        self.step_counter = put_raw(device, np.zeros(1, np.uint64))
         self.done = put_raw(device, np.zeros(1, np.uint64), pinned=True)
         logprobs = np.zeros(3, ops.token_logprobs_dtype)
         logprobs["logprob"] = [-0.5, -1.5, -2.5]
@@ -70,15 +70,15 @@ class Finisher:
             tokens=put_ints(d, tokens or [0]), logprobs=put_raw(d, self.logprobs),
             sampling=self.sampling, state=self.state.op,
             sink=ops.ResultSink(
-                results=self.results, ring_size=2, max_seqs=3, ticket=self.ticket, done=self.done,
+                results=self.results, ring_size=2, max_seqs=3, step_counter=self.step_counter, done=self.done,
             ),
         )  # fmt: skip
 
     def entry(self, index: int) -> Any:
         return get_structs(self.results, ops.slot_result_dtype)[index]
 
-    def tickets(self) -> tuple[int, int]:
-        return int(self.ticket.numpy()[0]), int(self.done.numpy()[0])
+    def counters(self) -> tuple[int, int]:
+        return int(self.step_counter.numpy()[0]), int(self.done.numpy()[0])
 
 
 @on_devices
@@ -131,7 +131,7 @@ def test_finish_step_goes_round_the_ring(device: str) -> None:
     step = Finisher(device)
     for n in range(1, 6):
         step.finish(slots=[n % SLOTS], rows=[1], sampled=[0], tokens=[n])
-        assert step.tickets() == (n, n)
+        assert step.counters() == (n, n)
         entry = step.entry((n - 1) % 2)[0]
         assert (entry["slot"], entry["num_tokens"], entry["tokens"][0]) == (n % SLOTS, 1, n)
         if n > 1:  # the step before is still there
@@ -142,7 +142,7 @@ def test_finish_step_goes_round_the_ring(device: str) -> None:
 def test_finish_step_without_a_drawn_token(device: str) -> None:
     step = Finisher(device)
     step.finish(slots=[1], rows=[64], sampled=[], tokens=[])
-    assert step.tickets() == (1, 1)
+    assert step.counters() == (1, 1)
     assert step.state.lengths.numpy()[1] == 84
     assert step.state.next_tokens.numpy()[1] == 2
     assert step.entry(0)[0]["slot"] == -1  # untouched

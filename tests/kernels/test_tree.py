@@ -40,7 +40,7 @@ class Beam:
             "scores": empty(device, (num_seqs, count)),
             "tokens": empty(device, (num_seqs, count), "int32"),
             "level_candidates": empty(device, (num_seqs, depth, topk), "int32"),
-            "row_scores": empty(device, rows),
+            "token_scores": empty(device, rows),
             "ancestor_masks": empty(device, rows, "uint64"),
             "seq_token_begin": empty(device, [num_seqs + 1], "int32"),
         }
@@ -77,7 +77,7 @@ class Beam:
         for seq, growth in enumerate(self.growths):
             rows = growth.levels[level]
             assert got["level_candidates"][seq, level].tolist() == [c.index for c in rows]
-            assert got["row_scores"][seq].tolist() == [c.score for c in rows]
+            assert got["token_scores"][seq].tolist() == [c.score for c in rows]
             assert got["ancestor_masks"][seq].tolist() == [growth.ancestor_mask(c) for c in rows]
             assert got["token_ids"][seq].tolist() == [c.token for c in rows]
             parents = [seq * self.topk + c.parent.row if c.parent else seq for c in rows]

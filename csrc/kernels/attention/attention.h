@@ -28,12 +28,12 @@ struct AttentionParams {
   int num_kv_heads = 0;
   int head_dim = 0;
   // 0: all entries; else a row sees only the last `window` entries up to its own (entry > own -
-  // window, where own = L + first_row + row; by_position: own = L + depth).
+  // window, where own = L + first_token + row; by_position: own = L + depth).
   int window = 0;
-  // For trees that are verified (ancestor_masks set, first_row 0): each row's arithmetic is that of
-  // plain decoding at its position. The entries of its ancestors, found through its mask, are taken
-  // in the order of their depth as entries L, L + 1, …: so a row of an accepted path has the bits
-  // that it would have had without speculation. Needs tokens.ancestor_masks, and that a row's
+  // For trees that are verified (ancestor_masks set, first_token 0): each row's arithmetic is that
+  // of plain decoding at its position. The entries of its ancestors, found through its mask, are
+  // taken in the order of their depth as entries L, L + 1, …: so a row of an accepted path has the
+  // bits that it would have had without speculation. Needs tokens.ancestor_masks, and that a row's
   // position is L + depth. Cells below L are shared by all rows, but for up to 31 before the tree.
   bool by_position = false;
   StepTokens tokens;
@@ -74,11 +74,12 @@ __host__ __device__
 }
 
 // Tokens of one launch, so that scratch does not grow with the number of sequences.
-constexpr int kMaxScratchRows = 256;
+constexpr int kMaxScratchTokens = 256;
 
-// Partial results: per split and packed row D accumulators, a reference and a sum.
-constexpr int64_t attention_scratch_floats(int num_rows, int num_heads, int head_dim, int max_kv) {
-  return static_cast<int64_t>(num_splits(max_kv)) * num_rows * num_heads * (head_dim + 2);
+// Partial results: per split and packed row D accumulators, a row_max and a sum.
+constexpr int64_t attention_scratch_floats(int num_tokens, int num_heads, int head_dim,
+                                           int max_kv) {
+  return static_cast<int64_t>(num_splits(max_kv)) * num_tokens * num_heads * (head_dim + 2);
 }
 
 }  // namespace cpmcu

@@ -13,7 +13,7 @@ namespace {
 struct SplitParts {
   float part[kSplitsTogether][4];
 
-  // acc: of the row of the head. Splits that do not exist, or are summed with their run, get
+  // acc: of the row of the head. Splits that do not exist, or are summed with their group, get
   // another's part, and will not count.
   __device__ __forceinline__ void load(const float* acc, int64_t acc_stride, int at,
                                        const RowSplits& splits) {
@@ -26,42 +26,44 @@ struct SplitParts {
   }
   // Part times weight, split by split, and then the runs; `states` are their splits'.
   __device__ __forceinline__ void add_up(float (&sum)[4], const float2* states,
-                                         float reference) const {
+                                         float row_max) const {
 #pragma unroll
-    for (int run = 0; run < kRunsTogether; ++run) {
-      float run_sum[4] = {};
+    for (int group = 0; group < kGroupsTogether; ++group) {
+      float group_sum[4] = {};
 #pragma unroll
-      for (int i = run * kSplitsOfRun; i < (run + 1) * kSplitsOfRun; ++i) {
-        const float weight = weight_of(states[i].x, reference);
+      for (int i = group * kSplitsPerGroup; i < (group + 1) * kSplitsPerGroup; ++i) {
+        const float weight = weight_of(states[i].x, row_max);
 #pragma unroll
-        for (int j = 0; j < 4; ++j) run_sum[j] = __fmaf_rn(part[i][j], weight, run_sum[j]);
+        for (int j = 0; j < 4; ++j) group_sum[j] = __fmaf_rn(part[i][j], weight, group_sum[j]);
       }
 #pragma unroll
-      for (int j = 0; j < 4; ++j) sum[j] = run == 0 ? run_sum[j] : __fadd_rn(sum[j], run_sum[j]);
+      for (int j = 0; j < 4; ++j)
+        sum[j] = group == 0 ? group_sum[j] : __fadd_rn(sum[j], group_sum[j]);
     }
   }
 };
 
-// By a warp: reference and sum of a row of a head. states: of the splits of num_runs runs, with
+// By a warp: row_max and sum of a row of a head. states: of the splits of num_groups runs, with
 // nothing for those that do not exist.
-__device__ __forceinline__ float2 reference_and_sum(const float2* states, int num_runs) {
+__device__ __forceinline__ float2 row_max_and_sum(const float2* states, int num_groups) {
   const int lane = threadIdx.x % 32;
-  float reference = kMinusInfinity;
-  for (int s = lane; s < num_runs * kSplitsOfRun; s += 32) {
-    reference = fmaxf(reference, states[s].x);
+  float row_max = kMinusInfinity;
+  for (int s = lane; s < num_groups * kSplitsPerGroup; s += 32) {
+    row_max = fmaxf(row_max, states[s].x);
   }
-  reference = warp_reduce(reference, Max{});
+  row_max = warp_reduce(row_max, Max{});
   float sum = 0;
-  for (int first = 0; first < num_runs; first += 32) {
-    const int run = first + lane;
-    float run_sum = 0;
+  for (int first = 0; first < num_groups; first += 32) {
+    const int group = first + lane;
+    float group_sum = 0;
 #pragma unroll
-    for (int s = run * kSplitsOfRun; s < (run + 1) * kSplitsOfRun && run < num_runs; ++s) {
-      run_sum = __fmaf_rn(states[s].y, weight_of(states[s].x, reference), run_sum);
+    for (int s = group * kSplitsPerGroup; s < (group + 1) * kSplitsPerGroup && group < num_groups;
+         ++s) {
+      group_sum = __fmaf_rn(states[s].y, weight_of(states[s].x, row_max), group_sum);
     }
-    sum = add_runs(sum, run_sum, true);
+    sum = add_split_groups(sum, group_sum, true);
   }
-  return make_float2(reference, sum_of_runs(sum, true));
+  return make_float2(row_max, sum_of_split_groups(sum, true));
 }
 
 // Block: one row of one query head, and of its dimensions 1 / kParts. A thread owns four dimensions
@@ -85,7 +87,7 @@ __global__ void __launch_bounds__(Config::kThreads)
   using T = typename Config::Element;
   constexpr int kDim = Config::kDim;
   __shared__ float4 sums[Config::kSums][Config::kColumns];
-  extern __shared__ float2 states[];  // reference and sum of all splits of the row
+  extern __shared__ float2 states[];  // row_max and sum of all splits of the row
 
   ptx::pdl_launch();  // before the wait: the next kernel waits for this one in any case
   const RowSplits splits(args, blockIdx.y);
@@ -116,14 +118,14 @@ __global__ void __launch_bounds__(Config::kThreads)
     states[s] = is_there ? row_states[s * partials.num_rows] : make_float2(kMinusInfinity, 0);
   }
   __syncthreads();
-  const auto [reference, sum] = reference_and_sum(states, num_sums * kRunsTogether);
+  const auto [row_max, sum] = row_max_and_sum(states, num_sums * kGroupsTogether);
 
   float total[4] = {};
   for (int first_sum = 0; first_sum < num_sums; first_sum += Config::kSums) {
     const int end_sum = min(first_sum + Config::kSums, num_sums);
     for (; at < end_sum; at += Config::kGroups, load_parts()) {
       float part_sum[4];
-      parts.add_up(part_sum, states + at * kSplitsTogether, reference);
+      parts.add_up(part_sum, states + at * kSplitsTogether, row_max);
       sums[at - first_sum][thread_column] = {part_sum[0], part_sum[1], part_sum[2], part_sum[3]};
     }
     __syncthreads();

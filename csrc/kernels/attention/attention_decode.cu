@@ -19,50 +19,52 @@ namespace {
 // Up to so many packed rows of a KV head are few.
 constexpr int kMaxFewRows = 16;
 // With several sequences no block does more entries of one, or the longest would be waited for.
-constexpr int kMaxRangeCells = 4096;
+constexpr int kMaxRangeEntries = 4096;
 
 // How rows and splits are shared out among blocks.
-struct Shares {
-  int num_chunks, num_ranges, max_splits;
+struct DecodeGrid {
+  int num_chunks, num_split_ranges, max_splits;
 
   // So many ranges that about as many blocks come of it as run at a time.
   template <typename Config>
-  static Shares of(const Context& ctx, const AttentionParams& params) {
+  static DecodeGrid of(const Context& ctx, const AttentionParams& params) {
     const StepTokens& tokens = params.tokens;
     const int group = params.num_heads / params.num_kv_heads;
     const int num_chunks = (tokens.max_seq_tokens * group + Config::kRows - 1) / Config::kRows;
-    const int per_range = num_chunks * params.num_kv_heads * tokens.num_seqs;
-    int num_ranges = Config::kBlocks * ctx.sm_count / per_range;
-    if (tokens.num_seqs > 1) num_ranges = std::max(num_ranges, tokens.max_kv / kMaxRangeCells);
+    const int ctas_per_range = num_chunks * params.num_kv_heads * tokens.num_seqs;
+    int num_split_ranges = Config::kCtasPerSm * ctx.sm_count / ctas_per_range;
+    if (tokens.num_seqs > 1)
+      num_split_ranges = std::max(num_split_ranges, tokens.max_kv / kMaxRangeEntries);
     const int max_splits = num_splits(tokens.max_kv);
-    return {num_chunks, std::clamp(num_ranges, 1, max_splits), max_splits};
+    return {num_chunks, std::clamp(num_split_ranges, 1, max_splits), max_splits};
   }
   // From half a run a range on, though blocks have nothing to do then: more than that is gained
   // where partial results are combined. The longer runs are, the longer that is: three quarters
   // beyond 8192 entries, a whole one beyond 32768.
   int merge_from() const {
-    const int whole = num_ranges * kSplitsOfRun;
+    const int whole = num_split_ranges * kSplitsPerGroup;
     int splits = whole / 2;
     if (splits > num_splits(8192)) splits += whole / 4;
     if (splits > num_splits(32768)) splits = whole;
-    return splits <= max_splits ? splits : kNever;
+    return splits <= max_splits ? splits : kNeverMerge;
   }
 };
 
 template <typename Config, typename Smem, typename Kernel>
 void launch_splits(const Context& ctx, const AttentionParams& params, Kernel kernel) {
   static_assert(sizeof(Smem) <= 99 * 1024, "sm_86 and sm_89 have 99 KiB for a block");
-  const Shares shares = Shares::of<Config>(ctx, params);
-  const dim3 grid(shares.num_chunks * params.num_kv_heads, shares.num_ranges,
+  const DecodeGrid decode_grid = DecodeGrid::of<Config>(ctx, params);
+  const dim3 grid(decode_grid.num_chunks * params.num_kv_heads, decode_grid.num_split_ranges,
                   params.tokens.num_seqs);
   // Where there is a multiprocessor for each block, so much that none takes two: they would be
   // slower.
-  const size_t of_one = std::max<size_t>(sizeof(Smem), ctx.sm_shared_bytes / 2);
-  const int blocks = static_cast<int>(grid.x * grid.y * grid.z);
-  allow_shared_bytes(kernel, of_one);
-  launch(ctx, kernel, grid, Config::kThreads, blocks <= ctx.sm_count ? of_one : sizeof(Smem),
-         make_decode_args<typename Config::Element>(ctx, params), shares.num_chunks,
-         shares.max_splits);
+  const size_t one_cta_bytes = std::max<size_t>(sizeof(Smem), ctx.sm_shared_bytes / 2);
+  const int num_ctas = static_cast<int>(grid.x * grid.y * grid.z);
+  allow_shared_bytes(kernel, one_cta_bytes);
+  launch(ctx, kernel, grid, Config::kThreads,
+         num_ctas <= ctx.sm_count ? one_cta_bytes : sizeof(Smem),
+         make_decode_args<typename Config::Element>(ctx, params), decode_grid.num_chunks,
+         decode_grid.max_splits);
 }
 
 template <typename T, int kDim>
@@ -82,11 +84,11 @@ void launch_all_splits(const Context& ctx, const AttentionParams& params) {
 }  // namespace
 
 int merges_from(const Context& ctx, const AttentionParams& params) {
-  if (!params.by_position) return kNever;
-  int from = kNever;
+  if (!params.by_position) return kNeverMerge;
+  int from = kNeverMerge;
   dispatch_int<64, 128, 256>("attention_decode: head_dim", params.head_dim, [&](auto dim) {
     using Many = ManyRowsConfig<__half, dim.value>;
-    if constexpr (Many::kMerges) from = Shares::of<Many>(ctx, params).merge_from();
+    if constexpr (Many::kMerges) from = DecodeGrid::of<Many>(ctx, params).merge_from();
   });
   return from;
 }
@@ -99,9 +101,9 @@ void attention_splits(const Context& ctx, const AttentionParams& params) {
   CHECK(tokens.max_seq_tokens <= kMaxTreeSize,
         "attention_decode: a sequence may have up to {} rows, not {}", kMaxTreeSize,
         tokens.max_seq_tokens);
-  CHECK(!params.by_position || (tokens.ancestor_masks != nullptr && tokens.first_row == 0),
-        "attention_decode: by_position needs masks and a step in one launch, not first_row {}",
-        tokens.first_row);
+  CHECK(!params.by_position || (tokens.ancestor_masks != nullptr && tokens.first_token == 0),
+        "attention_decode: by_position needs masks and a step in one launch, not first_token {}",
+        tokens.first_token);
   const int64_t needed =
       attention_scratch_floats(tokens.num_tokens, params.num_heads, params.head_dim, tokens.max_kv);
   CHECK(num_splits(tokens.max_kv) == 1 ||

@@ -28,20 +28,20 @@ template <typename T, int kDim_>
 struct PrefillConfig {
   using Element = T;
   static constexpr int kDim = kDim_;
-  static constexpr int kRowTiles = kDim <= 128 ? 2 : 1;  // tiles of 16 rows in a warp
-  static constexpr int kCells = kDim <= 128 ? 64 : 32;   // entries of a tile
-  static constexpr int kMinBlocks = 2;                   // on one SM
+  static constexpr int kRowTiles = kDim <= 128 ? 2 : 1;       // tiles of 16 rows in a warp
+  static constexpr int kTileEntries = kDim <= 128 ? 64 : 32;  // entries of a tile
+  static constexpr int kMinCtas = 2;                          // on one SM
   static constexpr int kWarps = 4;
   static constexpr int kThreads = kWarps * 32;
   static constexpr int kWarpRows = kRowTiles * 16;
   static constexpr int kRows = kWarps * kWarpRows;  // query rows of a block
   static constexpr int kStages = 2;
-  static_assert(kPageSize % kCells == 0, "a tile of entries lies in one page");
+  static_assert(kPageSize % kTileEntries == 0, "a tile of entries lies in one page");
 };
 
 template <typename Config>
 struct PrefillSmem {
-  using Tile = SwizzledTile<typename Config::Element, Config::kCells, Config::kDim>;
+  using Tile = SwizzledTile<typename Config::Element, Config::kTileEntries, Config::kDim>;
   SwizzledTile<typename Config::Element, Config::kRows, Config::kDim> queries;  // then the output
   Tile keys[Config::kStages];
   Tile values[Config::kStages];
@@ -53,43 +53,45 @@ struct PrefillSmem {
 template <typename Config>
 struct PrefillCta {
   using T = typename Config::Element;
-  static constexpr int kDim = Config::kDim, kCells = Config::kCells, kRowTiles = Config::kRowTiles;
+  static constexpr int kDim = Config::kDim, kTileEntries = Config::kTileEntries,
+                       kRowTiles = Config::kRowTiles;
 
   const AttentionArgs<T>& args;
   PrefillSmem<Config>& smem;
   const Sequence& seq;
-  const int block_row;  // the CTA's first row within the sequence
+  const int cta_row;  // the CTA's first row within the sequence
   const int head = blockIdx.x;
   const int kv_head = head / (args.num_heads / args.num_kv_heads);
-  const int block_rows = min(Config::kRows, seq.num_rows - block_row);
-  const uint64_t* const masks =
-      args.tokens.ancestor_masks == nullptr ? nullptr : args.tokens.ancestor_masks + seq.row_begin;
+  const int cta_rows = min(Config::kRows, seq.num_tokens - cta_row);
+  const uint64_t* const masks = args.tokens.ancestor_masks == nullptr
+                                    ? nullptr
+                                    : args.tokens.ancestor_masks + seq.token_begin;
   // Cells that some row of the CTA may see.
-  const int entry_end = masks == nullptr ? seq.length + block_row + block_rows : seq.end();
+  const int entry_end = masks == nullptr ? seq.length + cta_row + cta_rows : seq.end();
 
   const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
-  const int warp_row = block_row + warp * Config::kWarpRows;
+  const int warp_row = cta_row + warp * Config::kWarpRows;
   // Cells that every row of this warp sees, and those that any of them may see.
   const int seen_by_first = seq.length + warp_row + 1;  // without masks
   const int full_entries = masks == nullptr ? seen_by_first : seq.length;
   const int warp_entries =
       min(entry_end, masks == nullptr ? seen_by_first + Config::kWarpRows - 1 : entry_end);
-  const int some_entries = warp_row < seq.num_rows ? warp_entries : 0;
-  const int first_tile = window_begin(seq.first_entry + block_row, args.window) / kCells;
+  const int some_entries = warp_row < seq.num_tokens ? warp_entries : 0;
+  const int first_tile = window_begin(seq.first_entry + cta_row, args.window) / kTileEntries;
   const int* const pages =
       args.tokens.page_table + static_cast<int64_t>(seq.slot) * args.tokens.max_pages;
 
   __device__ __forceinline__ int page_of(int tile) const {
-    return pages[min(tile * kCells, entry_end - 1) / kPageSize];
+    return pages[min(tile * kTileEntries, entry_end - 1) / kPageSize];
   }
   __device__ __forceinline__ void fetch_queries() const {
     const int64_t stride = args.qkv_row;
-    const T* source = args.qkv + (seq.row_begin + block_row) * stride + head * args.q_head;
-    fetch_tile<Config::kThreads>(smem.queries, source, stride, block_rows);
+    const T* source = args.qkv + (seq.token_begin + cta_row) * stride + head * args.q_head;
+    fetch_tile<Config::kThreads>(smem.queries, source, stride, cta_rows);
   }
   __device__ __forceinline__ void fetch_entries(int tile, int64_t page) const {
-    const int entry = tile * kCells;
+    const int entry = tile * kTileEntries;
     const int64_t offset =
         ((page * args.num_kv_heads + kv_head) * kPageSize + entry % kPageSize) * kDim;
     const int stage = tile % Config::kStages;
@@ -106,23 +108,24 @@ struct PrefillCta {
   __device__ __forceinline__ uint64_t entries_of_token(int row, int entry) const {
     const uint64_t sees = masks == nullptr
                               ? first_entries(smem.sequence.length + row + 1 - entry)
-                              : seen_entries(row < smem.sequence.num_rows ? masks[row] : 0,
+                              : seen_entries(row < smem.sequence.num_tokens ? masks[row] : 0,
                                              smem.sequence.length, entry);
     return sees & ~first_entries(window_of(row) - entry);
   }
 
   // Adds the entries of a tile to the state of this warp's rows.
   __device__ __forceinline__ void attend(RowTile<kDim> (&rows)[kRowTiles], int tile) const {
-    const int entry = tile * kCells;
+    const int entry = tile * kTileEntries;
     const int stage = tile % Config::kStages;
-    float scores[kRowTiles][kCells / 8][4];
+    float scores[kRowTiles][kTileEntries / 8][4];
     multiply_keys<T>(scores, smem.keys[stage], 0, [&](uint32_t (&q)[kRowTiles][4], int k16) {
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m) {
         load_fragment_a(q[m], smem.queries, warp * Config::kWarpRows + m * 16, k16);
       }
     });
-    if (entry + kCells > full_entries || entry < window_of(warp_row + Config::kWarpRows - 1)) {
+    if (entry + kTileEntries > full_entries ||
+        entry < window_of(warp_row + Config::kWarpRows - 1)) {
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m) {
         const int row = warp_row + m * 16 + lane / 4;  // within the sequence; its other half: + 8
@@ -161,8 +164,8 @@ struct PrefillCta {
 #pragma unroll
     for (int i = lane; i < Config::kWarpRows * kChunks; i += 32) {
       const int row = warp * Config::kWarpRows + i / kChunks;
-      if (block_row + row < smem.sequence.num_rows) {
-        const int64_t t = smem.sequence.row_begin + block_row + row;
+      if (cta_row + row < smem.sequence.num_tokens) {
+        const int64_t t = smem.sequence.token_begin + cta_row + row;
         T* to = args.out + (t * args.num_heads + head) * kDim + i % kChunks * 8;
         store(to, load<T, 8>(smem.queries.chunk(row, i % kChunks)));
       }
@@ -173,7 +176,7 @@ struct PrefillCta {
 // ---- kernels
 
 template <typename Config>
-__global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
+__global__ void __launch_bounds__(Config::kThreads, Config::kMinCtas)
     attention_prefill_kernel(const __grid_constant__ AttentionArgs<typename Config::Element> args) {
   extern __shared__ __align__(128) unsigned char shared[];
   auto& smem = *reinterpret_cast<PrefillSmem<Config>*>(shared);
@@ -181,9 +184,9 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
   ptx::pdl_wait();
   ptx::pdl_launch();
   const Sequence seq = load_sequence(args.tokens, blockIdx.z);
-  const int block_row = static_cast<int>(gridDim.y - 1 - blockIdx.y) * Config::kRows;
-  if (block_row >= seq.num_rows) return;
-  const PrefillCta<Config> cta{args, smem, seq, block_row};
+  const int cta_row = static_cast<int>(gridDim.y - 1 - blockIdx.y) * Config::kRows;
+  if (cta_row >= seq.num_tokens) return;
+  const PrefillCta<Config> cta{args, smem, seq, cta_row};
 
   RowTile<Config::kDim> rows[Config::kRowTiles];
 #pragma unroll
@@ -193,17 +196,17 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
   cta.fetch_entries(cta.first_tile, cta.page_of(cta.first_tile));
   ptx::cp_async_commit();
   int next_page = cta.page_of(cta.first_tile + 1);
-  for (int tile = cta.first_tile; tile * Config::kCells < cta.entry_end; ++tile) {
+  for (int tile = cta.first_tile; tile * Config::kTileEntries < cta.entry_end; ++tile) {
     ptx::cp_async_wait<0>();
     __syncthreads();  // this tile is here, and all warps are done with the one before
-    if ((tile + 1) * Config::kCells < cta.entry_end) {
+    if ((tile + 1) * Config::kTileEntries < cta.entry_end) {
       cta.fetch_entries(tile + 1, next_page);
       next_page = cta.page_of(tile + 2);
     }
     ptx::cp_async_commit();
     // If some row of this warp sees a entry of the tile.
-    if (tile * Config::kCells < cta.some_entries &&
-        (tile + 1) * Config::kCells > cta.window_of(cta.warp_row)) {
+    if (tile * Config::kTileEntries < cta.some_entries &&
+        (tile + 1) * Config::kTileEntries > cta.window_of(cta.warp_row)) {
       cta.attend(rows, tile);
     }
   }

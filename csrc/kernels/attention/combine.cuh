@@ -20,7 +20,7 @@ void attention_combine_before_fused_layer(const Context& ctx, const AttentionPar
 // Where the partial results lie in scratch.
 struct Partials {
   float* acc;      // [splits, T * Hq, D], by dimension_at()
-  float2* states;  // [splits, T * Hq]: reference and sum
+  float2* states;  // [splits, T * Hq]: row_max and sum
   int64_t num_rows;
 
   __device__ Partials(float* scratch, int num_splits, int num_rows_, int head_dim)
@@ -35,14 +35,14 @@ __device__ constexpr int dimension_at(int place) {
   return place / 16 * 16 + place / 2 % 2 * 8 + place / 4 % 4 * 2 + place % 2;
 }
 
-// So many splits in order, from a multiple on, are a run, and are summed first. Then the runs of so
-// many splits are, in order, and then these sums.
-constexpr int kLog2SplitsOfRun = 2, kSplitsOfRun = 1 << kLog2SplitsOfRun;
-constexpr int kSplitsTogether = 8, kRunsTogether = kSplitsTogether / kSplitsOfRun;
+// So many splits in order, from a multiple on, are a group, and are summed first. Then the runs of
+// so many splits are, in order, and then these sums.
+constexpr int kLog2SplitsPerGroup = 2, kSplitsPerGroup = 1 << kLog2SplitsPerGroup;
+constexpr int kSplitsTogether = 8, kGroupsTogether = kSplitsTogether / kSplitsPerGroup;
 
 // The number of splits of a sequence from which on attention of a tree sums runs itself and
-// leaves them where the run's first split has its place; kNever: it does not.
-constexpr int kNever = INT_MAX;
+// leaves them where the run's first split has its place; kNeverMerge: it does not.
+constexpr int kNeverMerge = INT_MAX;
 int merges_from(const Context& ctx, const AttentionParams& params);
 
 // make_args for attention_decode and whoever combines what it left.
@@ -69,11 +69,11 @@ struct RowSplits {
       last = tokens.positions[0] + tokens.num_tokens;
     } else {
       const Sequence seq = load_sequence(tokens, tokens.token_seqs[row]);
-      own = args.by_position ? tokens.positions[row] : seq.first_entry + row - seq.row_begin;
+      own = args.by_position ? tokens.positions[row] : seq.first_entry + row - seq.token_begin;
       last = seq.end();
       end = args.by_position ? own + 1 : last;
     }
-    shift = num_splits(last) >= args.merge_from ? kLog2SplitsOfRun : 0;
+    shift = num_splits(last) >= args.merge_from ? kLog2SplitsPerGroup : 0;
     begin = (num_splits(window_begin(own, args.window) + 1) - 1) >> shift << shift;
     count = num_splits(end);
   }
@@ -82,25 +82,25 @@ struct RowSplits {
   __device__ __forceinline__ bool has(int split) const { return split >= begin && split < count; }
 };
 
-// The sum of probabilities of a row of a head: of a run, then of every eighth run, then of these by
-// pairs. add_runs: a lane adds `part`, of one of 32 splits or, where attention has summed them,
-// runs.
-__device__ __forceinline__ float add_runs(float sum, float part, bool are_summed) {
+// The sum of probabilities of a row of a head: of a group, then of every eighth group, then of
+// these by pairs. add_split_groups: a lane adds `part`, of one of 32 splits or, where attention has
+// summed them, runs.
+__device__ __forceinline__ float add_split_groups(float sum, float part, bool are_merged) {
   const int lane = threadIdx.x % 32;
   const auto of_lane = [&](int i) { return __shfl_sync(0xffffffffu, part, i); };
-  constexpr int kRuns = 32 / kSplitsOfRun;
-  float run = are_summed ? sum : 0;
+  constexpr int kGroupsOfLanes = 32 / kSplitsPerGroup;
+  float group = are_merged ? sum : 0;
 #pragma unroll
-  for (int i = 0; i < kSplitsOfRun; ++i) {
-    run = __fadd_rn(
-        run, of_lane(are_summed ? lane % kRuns + i * kRuns : lane - lane % kSplitsOfRun + i));
+  for (int i = 0; i < kSplitsPerGroup; ++i) {
+    group = __fadd_rn(group, of_lane(are_merged ? lane % kGroupsOfLanes + i * kGroupsOfLanes
+                                                : lane - lane % kSplitsPerGroup + i));
   }
-  return are_summed ? run : __fadd_rn(sum, run);
+  return are_merged ? group : __fadd_rn(sum, group);
 }
-__device__ __forceinline__ float sum_of_runs(float sum, bool are_summed) {
-  const int apart = are_summed ? 1 : kSplitsOfRun;  // lanes with neighbouring runs
+__device__ __forceinline__ float sum_of_split_groups(float sum, bool are_merged) {
+  const int apart = are_merged ? 1 : kSplitsPerGroup;  // lanes with neighbouring runs
 #pragma unroll
-  for (int i = 1; i < 32 / kSplitsOfRun; i *= 2) {
+  for (int i = 1; i < 32 / kSplitsPerGroup; i *= 2) {
     sum = __fadd_rn(sum, __shfl_xor_sync(0xffffffffu, sum, i * apart));
   }
   return sum;

@@ -24,8 +24,8 @@ namespace {
 
 TRACED_FILE("attention");
 
-constexpr int kUnit = 32;  // entries
-constexpr int kUnitTiles = kUnit / 8;
+constexpr int kKvTile = 32;  // entries
+constexpr int kKvTileN8 = kKvTile / 8;
 constexpr int kWarpRows = 16;  // packed rows of one mma tile
 
 // The packed rows [first, first + kRows) of one KV head of a sequence.
@@ -42,14 +42,14 @@ struct Chunk {
         kv_head(static_cast<int>(blockIdx.x) / num_chunks),
         group(args.num_heads / args.num_kv_heads),
         first(static_cast<int>(blockIdx.x) % num_chunks * num_rows),
-        num_packed(seq.num_rows * group) {}
+        num_packed(seq.num_tokens * group) {}
 
   // The row of the sequence that packed row p of the chunk belongs to.
-  __device__ __forceinline__ int row_of(int p) const { return (first + p) / group; }
+  __device__ __forceinline__ int token_of(int p) const { return (first + p) / group; }
 };
 
 // The splits that a block does, and their entries.
-struct Range {
+struct SplitRange {
   int split;  // the first
   int entry_begin;
   int entry_end;
@@ -71,33 +71,35 @@ __device__ __forceinline__ int64_t entry_offset(const AttentionArgs<T>& args, in
 }
 
 template <typename T>
-__device__ __forceinline__ bool merges_runs(const AttentionArgs<T>& args, const Sequence& seq) {
+__device__ __forceinline__ bool merges_split_groups(const AttentionArgs<T>& args,
+                                                    const Sequence& seq) {
   return num_splits(seq.end()) >= args.merge_from;
 }
 
 // Ranges run from the last, which may have a tree, to the first.
-__device__ __forceinline__ int range_index() { return gridDim.y - 1 - blockIdx.y; }
+__device__ __forceinline__ int split_range_index() { return gridDim.y - 1 - blockIdx.y; }
 
 // Which splits this block does. Split s belongs to the range in whose share of the entries it
 // begins; where runs are merged, those of a run to one range. Empty where entry_begin >= entry_end.
-// look_up(entry) looks up the pages from a entry on; for split_begin(range_index()) it is done:
-// where each split has a range of its own, the page table then need not wait for the sequence's
-// length.
+// look_up(entry) looks up the pages from a entry on; for split_begin(split_range_index()) it is
+// done: where each split has a range of its own, the page table then need not wait for the
+// sequence's length.
 template <typename T, typename LookUp>
-__device__ __forceinline__ Range range_of_block(const AttentionArgs<T>& args, const Sequence& seq,
-                                                int max_splits, bool merges, LookUp look_up) {
-  const int num_ranges = gridDim.y, index = range_index();
-  Range range{.split = index, .entry_begin = split_begin(index)};
+__device__ __forceinline__ SplitRange split_range_of_cta(const AttentionArgs<T>& args,
+                                                         const Sequence& seq, int max_splits,
+                                                         bool merges, LookUp look_up) {
+  const int num_split_ranges = gridDim.y, index = split_range_index();
+  SplitRange range{.split = index, .entry_begin = split_begin(index)};
   int split_end = index + 1;
-  if (num_ranges < max_splits) {
+  if (num_split_ranges < max_splits) {
     constexpr int kStep = split_begin(1);
     const int seen = window_begin(seq.first_entry, args.window);
     const unsigned steps = (seq.end() - seen + kStep - 1) / kStep;
-    const int runs_mask = merges ? kSplitsOfRun - 1 : 0;
+    const int group_mask = merges ? kSplitsPerGroup - 1 : 0;
     auto begin_of = [&](int i) {
-      if (i == 0) return (num_splits(seen + 1) - 1) & ~runs_mask;
-      const int share = static_cast<int>(i * steps / num_ranges) * kStep;
-      return (num_splits(min(seen + share, seq.end())) + runs_mask) & ~runs_mask;
+      if (i == 0) return (num_splits(seen + 1) - 1) & ~group_mask;
+      const int offset = static_cast<int>(i * steps / num_split_ranges) * kStep;
+      return (num_splits(min(seen + offset, seq.end())) + group_mask) & ~group_mask;
     };
     range.split = begin_of(index);
     range.entry_begin = split_begin(range.split);
@@ -123,7 +125,7 @@ struct PackedRows {
   uint64_t masks[kRows];  // what they see
   int window_begins[kRows];
   int window_end;      // from here on every row sees all entries, up to those that masks tell of
-  int rows[kRows];     // of the sequence, that they belong to
+  int tokens[kRows];   // of the sequence, that they belong to
   int ends[kRows];     // by position: so many entries they see, in the order of their positions
   int queries[kRows];  // where they begin in qkv; -1: there is no such row
   int outs[kRows];     // which rows of [T * Hq, D] they become,
@@ -134,18 +136,18 @@ struct PackedRows {
     const int p = threadIdx.x;
     if (p >= kRows) return;
     const Sequence& seq = chunk.seq;
-    const int row = chunk.row_of(p);
+    const int row = chunk.token_of(p);
     const bool exists = chunk.first + p < chunk.num_packed;
     const int head = chunk.kv_head * chunk.group + chunk.first + p - row * chunk.group;
-    queries[p] = exists ? (seq.row_begin + row) * args.qkv_row + head * args.q_head : -1;
-    outs[p] = (seq.row_begin + row) * args.num_heads + head;
-    const uint64_t mask = row >= seq.num_rows ? 0
+    queries[p] = exists ? (seq.token_begin + row) * args.qkv_row + head * args.q_head : -1;
+    outs[p] = (seq.token_begin + row) * args.num_heads + head;
+    const uint64_t mask = row >= seq.num_tokens ? 0
                           : args.tokens.ancestor_masks == nullptr
                               ? first_entries(row + 1)
-                              : args.tokens.ancestor_masks[seq.row_begin + row];
+                              : args.tokens.ancestor_masks[seq.token_begin + row];
     masks[p] = mask;
     const int end = kByPosition ? seq.length + __popcll(mask) : seq.end();
-    if (kByPosition) rows[p] = row, ends[p] = end;
+    if (kByPosition) tokens[p] = token, ends[p] = end;
     counts[p] = exists ? num_splits(end) : 0;
     if (args.window > 0) {
       const int own = kByPosition ? end - 1 : seq.first_entry + row;
@@ -156,12 +158,13 @@ struct PackedRows {
 
   // Hides entries from `entry` on, as many as there are scores, from the 16 rows `row` on that do
   // not see them.
-  template <int kUnits, typename T>
-  __device__ __forceinline__ void hide(float (&scores)[kUnits][1][kUnitTiles][4],
+  template <int kKvTiles, typename T>
+  __device__ __forceinline__ void hide(float (&scores)[kKvTiles][1][kKvTileN8][4],
                                        const AttentionArgs<T>& args, const Sequence& seq, int row,
                                        int entry) const {
-    static_assert(kUnits * kUnit <= 64, "a word has 64 bits");
-    if (entry + kUnits * kUnit <= seq.length && (args.window == 0 || entry >= window_end)) return;
+    static_assert(kKvTiles * kKvTile <= 64, "a word has 64 bits");
+    if (entry + kKvTiles * kKvTile <= seq.length && (args.window == 0 || entry >= window_end))
+      return;
     uint64_t sees[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -170,10 +173,10 @@ struct PackedRows {
       if (args.window > 0) sees[half] &= ~first_entries(window_begins[p] - entry);
     }
 #pragma unroll
-    for (int unit = 0; unit < kUnits; ++unit) {
-      const uint32_t of_unit[2] = {static_cast<uint32_t>(sees[0] >> unit * kUnit),
-                                   static_cast<uint32_t>(sees[1] >> unit * kUnit)};
-      mask_scores(scores[unit][0], of_unit);
+    for (int tile = 0; tile < kKvTiles; ++tile) {
+      const uint32_t tile_sees[2] = {static_cast<uint32_t>(sees[0] >> tile * kKvTile),
+                                     static_cast<uint32_t>(sees[1] >> tile * kKvTile)};
+      mask_scores(scores[tile][0], tile_sees);
     }
   }
 };
@@ -216,42 +219,42 @@ struct QueryCopy {
 
 // ---- the arithmetic, of 16 packed rows
 
-struct UnitState {
-  float reference[2];
+struct SoftmaxState {
+  float row_max[2];
   float sum[2];
 };
 
 // Turns the scores of a unit into probabilities.
-__device__ __forceinline__ UnitState softmax_of_unit(float (&scores)[kUnitTiles][4],
-                                                     float scale_log2) {
-  UnitState unit;
+__device__ __forceinline__ SoftmaxState softmax_of_kv_tile(float (&scores)[kKvTileN8][4],
+                                                           float scale_log2) {
+  SoftmaxState tile;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    unit.reference[half] = reference_of(scores, half, scale_log2);
-    unit.sum[half] = quad_sum(to_probabilities(scores, half, unit.reference[half], scale_log2));
+    tile.row_max[half] = rounded_row_max(scores, half, scale_log2);
+    tile.sum[half] = quad_sum(to_probabilities(scores, half, tile.row_max[half], scale_log2));
   }
-  return unit;
+  return tile;
 }
 
 // The probabilities of a unit as operands A.
 template <typename T>
-__device__ __forceinline__ void pack_unit(uint32_t (&a)[kUnitTiles / 2][4],
-                                          const float (&p)[kUnitTiles][4]) {
+__device__ __forceinline__ void pack_kv_tile(uint32_t (&a)[kKvTileN8 / 2][4],
+                                             const float (&p)[kKvTileN8][4]) {
 #pragma unroll
-  for (int k16 = 0; k16 < kUnitTiles / 2; ++k16) pack_fragment_a<T>(a[k16], p, k16);
+  for (int k16 = 0; k16 < kKvTileN8 / 2; ++k16) pack_fragment_a<T>(a[k16], p, k16);
 }
 
 // The probabilities of a unit times its values: use(n16, acc) takes 16 dimensions at a time.
 template <typename T, int kDim, typename LoadValues, typename Use>
-__device__ __forceinline__ void multiply_unit_values(const float (&p)[kUnitTiles][4],
-                                                     LoadValues load_values, Use use) {
-  uint32_t a[kUnitTiles / 2][4];
-  pack_unit<T>(a, p);
+__device__ __forceinline__ void multiply_kv_tile_values(const float (&p)[kKvTileN8][4],
+                                                        LoadValues load_values, Use use) {
+  uint32_t a[kKvTileN8 / 2][4];
+  pack_kv_tile<T>(a, p);
 #pragma unroll
   for (int n16 = 0; n16 < kDim / 16; ++n16) {
     float acc[2][4] = {};
 #pragma unroll
-    for (int k16 = 0; k16 < kUnitTiles / 2; ++k16) {
+    for (int k16 = 0; k16 < kKvTileN8 / 2; ++k16) {
       uint32_t v[4];
       load_values(v, k16, n16);
       ptx::mma_16x8x16<T>(acc[0], a[k16], v[0], v[1]);
@@ -268,20 +271,20 @@ __device__ __forceinline__ void weigh(State& whole, const Part& part, float (&fa
                                       float (&weight)[2]) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const float reference = fmaxf(whole.reference[half], part.reference[half]);
-    factor[half] = weight_of(whole.reference[half], reference);
-    weight[half] = weight_of(part.reference[half], reference);
-    whole.reference[half] = reference;
+    const float row_max = fmaxf(whole.row_max[half], part.row_max[half]);
+    factor[half] = weight_of(whole.row_max[half], row_max);
+    weight[half] = weight_of(part.row_max[half], row_max);
+    whole.row_max[half] = row_max;
     whole.sum[half] =
         __fmaf_rn(part.sum[half], weight[half], __fmul_rn(whole.sum[half], factor[half]));
   }
 }
 // weigh(), and the split's acc multiplied.
 template <int kColumns>
-__device__ __forceinline__ void begin_unit(RowTile<kColumns>& split, const UnitState& unit,
-                                           float (&weight)[2]) {
+__device__ __forceinline__ void begin_kv_tile(RowTile<kColumns>& split, const SoftmaxState& tile,
+                                              float (&weight)[2]) {
   float factor[2];
-  weigh(split, unit, factor, weight);
+  weigh(split, tile, factor, weight);
   if (is_not_one(factor)) split.multiply(factor);
 }
 __device__ __forceinline__ void add_weighted(float (&to)[4], const float (&acc)[4],
@@ -292,23 +295,23 @@ __device__ __forceinline__ void add_weighted(float (&to)[4], const float (&acc)[
 
 // Makes of a split's state that of its run; load_acc(n): acc[n] of the splits before.
 template <int kColumns, typename LoadAcc>
-__device__ __forceinline__ void add_to_run(RowTile<kColumns>& state, const UnitState& before,
-                                           LoadAcc load_acc) {
-  UnitState run = before;
+__device__ __forceinline__ void add_to_split_group(RowTile<kColumns>& state,
+                                                   const SoftmaxState& before, LoadAcc load_acc) {
+  SoftmaxState group = before;
   float factor[2], weight[2];
-  weigh(run, state, factor, weight);
+  weigh(group, state, factor, weight);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    state.reference[half] = run.reference[half], state.sum[half] = run.sum[half];
+    state.row_max[half] = group.row_max[half], state.sum[half] = group.sum[half];
   }
 #pragma unroll
   for (int n = 0; n < kColumns / 8; ++n) {
     const float4 acc = load_acc(n);
-    const float of_run[4] = {acc.x, acc.y, acc.z, acc.w};
+    const float group_acc[4] = {acc.x, acc.y, acc.z, acc.w};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       state.acc[n][i] =
-          __fmaf_rn(state.acc[n][i], weight[i / 2], __fmul_rn(of_run[i], factor[i / 2]));
+          __fmaf_rn(state.acc[n][i], weight[i / 2], __fmul_rn(group_acc[i], factor[i / 2]));
     }
   }
 }
@@ -346,7 +349,7 @@ __device__ __forceinline__ void write_split(const AttentionArgs<T>& args,
                         state.acc[n + 1][2 * half], state.acc[n + 1][2 * half + 1]);
       }
       if (column == 0 && lane % 4 == 0) {
-        all.states[index] = make_float2(state.reference[half], state.sum[half]);
+        all.states[index] = make_float2(state.row_max[half], state.sum[half]);
       }
     }
   }

@@ -28,14 +28,14 @@ namespace {
 
 // Grid: (chunks * KV heads, ranges, B).
 template <typename Config, bool kByPosition>
-__global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
+__global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     attention_many_rows_kernel(const __grid_constant__ AttentionArgs<typename Config::Element> args,
                                int num_chunks, int max_splits) {
   using T = typename Config::Element;
   using Smem = ManyRowsSmem<Config>;
-  using Cells = typename Smem::Cells;
+  using StageTile = typename Smem::StageTile;
   constexpr int kDim = Config::kDim;
-  constexpr int kCells = Config::kCells;
+  constexpr int kStageEntries = Config::kStageEntries;
   // wgmma where it exists and a warpgroup has 64 rows. It adds up as mma.sync does, to the bit.
   // NOTE: for trees only, whose own entries are mma.sync's: where nothing else reads the queries
   // ptxas 13.0 puts probabilities into their registers (D = 64), though the next tile wants them
@@ -54,14 +54,14 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   auto look_up = [&](int entry) {
 #pragma unroll
     for (int i = 0; i < Config::kStages; ++i) {
-      pages[i] = page_of(args.tokens, slot, entry + i * kCells);
+      pages[i] = page_of(args.tokens, slot, entry + i * kStageEntries);
     }
   };
-  look_up(split_begin(range_index()));
+  look_up(split_begin(split_range_index()));
   const Chunk chunk(args, num_chunks, Config::kRows);
   const Sequence& seq = chunk.seq;
-  const bool merges = Config::kMerges && kByPosition && merges_runs(args, seq);
-  const Range range = range_of_block(args, seq, max_splits, merges, look_up);
+  const bool merges = Config::kMerges && kByPosition && merges_split_groups(args, seq);
+  const SplitRange range = split_range_of_cta(args, seq, max_splits, merges, look_up);
   if (range.entry_begin >= range.entry_end || chunk.first >= chunk.num_packed) {
     ptx::pdl_wait();
     return;
@@ -70,13 +70,13 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   // Tiles that all rows see alike, and then, if the range reaches that far, those that hold the
   // tree as a whole, though it may begin before the range or go on behind it.
   int first_entry = range.entry_begin;  // of the first tile
-  int num_tiles = (range.entry_end - range.entry_begin + kCells - 1) / kCells;
+  int num_tiles = (range.entry_end - range.entry_begin + kStageEntries - 1) / kStageEntries;
   int num_shared = num_tiles;
   const int tree_entry =
-      kByPosition ? seq.length / kCells * kCells : 0;  // of the tree's first tile
+      kByPosition ? seq.length / kStageEntries * kStageEntries : 0;  // of the tree's first tile
   const bool meets_tree = kByPosition && range.entry_end > tree_entry;
   if (meets_tree) {
-    num_shared = max(tree_entry - range.entry_begin, 0) / kCells;
+    num_shared = max(tree_entry - range.entry_begin, 0) / kStageEntries;
     num_tiles = num_shared + Config::kTreeTiles;
     if (tree_entry < first_entry) {
       first_entry = tree_entry;
@@ -99,8 +99,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   };
 
   auto fetch_first = [&](int tile, bool old) {
-    const int entry = first_entry + tile * kCells;
-    if (tile < num_tiles && (entry + kCells <= seq.first_entry) == old) {
+    const int entry = first_entry + tile * kStageEntries;
+    if (tile < num_tiles && (entry + kStageEntries <= seq.first_entry) == old) {
       fetch_entries(tile, entry, pages[tile]);
     }
   };
@@ -121,17 +121,17 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   };
 
   int split = range.split, split_end = split_begin(split + 1);
-  UnitState run;  // of the splits of the run before this one
-  bool run_has_splits = false;
+  SoftmaxState group_state;  // of the splits of the run before this one
+  bool group_has_splits = false;
   // If it has no entries from `entry` on.
   auto end_split = [&](int entry) {
     if (entry < min(split_end, range.entry_end)) return;
     if (merges) {
-      const bool goes_on = (split + 1) % kSplitsOfRun != 0 && entry < range.entry_end;
-      merge_split<Config>(smem, state, run, run_has_splits, goes_on);
+      const bool goes_on = (split + 1) % kSplitsPerGroup != 0 && entry < range.entry_end;
+      merge_split<Config>(smem, state, group_state, group_has_splits, goes_on);
     }
-    if (warp_has_rows && !run_has_splits) {
-      const int place = merges ? split / kSplitsOfRun * kSplitsOfRun : split;
+    if (warp_has_rows && !group_has_splits) {
+      const int place = merges ? split / kSplitsPerGroup * kSplitsPerGroup : split;
       write_split<kDim>(args, smem.packed, state, warp_row, column, place, max_splits);
     }
     split_end = split_begin(++split + 1);
@@ -154,13 +154,13 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
       __syncthreads();  // this tile is here, and everyone is done with the one before
       const int next = tile + num_ahead;
       if (next >= Config::kStages - 1 && next < num_tiles) {
-        fetch_entries(next, entry + num_ahead * kCells, next_page);
+        fetch_entries(next, entry + num_ahead * kStageEntries, next_page);
       }
-      next_page = page_of(args.tokens, slot, entry + (num_ahead + 1) * kCells);
+      next_page = page_of(args.tokens, slot, entry + (num_ahead + 1) * kStageEntries);
       ptx::cp_async_commit();
       if (kWgmma || warp_has_rows) attend(tile, entry);
       ++tile;
-      entry += kCells;
+      entry += kStageEntries;
     } else if (meets_tree && entry < range.entry_end) {
       if (!has_tree) {
         await_tree<Config>(smem, num_shared, num_ahead,
@@ -168,13 +168,13 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
         has_tree = true;
       }
       if (warp_has_rows) {
-        each_tree_row<Config>(smem, warp_row, entry, [&](int p) {
-          attend_alone<Config>(state, smem, args, queries, lane, warp, warp_row, column, entry, p,
-                               [&](int i) ->
-                               typename Smem::Stage& { return stage_of(num_shared + i); });
+        for_each_tree_token<Config>(smem, warp_row, entry, [&](int p) {
+          attend_tree_token<Config>(
+              state, smem, args, queries, lane, warp, warp_row, column, entry, p,
+              [&](int i) -> typename Smem::Stage& { return stage_of(num_shared + i); });
         });
       }
-      entry += kUnit;
+      entry += kKvTile;
     } else {
       break;
     }

@@ -1,8 +1,8 @@
 // What the attention kernels share: tiles in shared memory, their fragments for mma.m16n8k16, and
 // the online softmax of 16 query rows of a warp.
 //
-// Probabilities are 2^(score - reference), with scores in base 2. A row's reference is its maximum
-// rounded up to a whole number: then the factors that bring sums to another reference are powers of
+// Probabilities are 2^(score - row_max), with scores in base 2. A row's row_max is its maximum
+// rounded up to a whole number: then the factors that bring sums to another row_max are powers of
 // two, and exact. What a sum becomes depends on the order of its terms alone, not on the references
 // on the way (as long as nothing is 2^-100 of the rest, where float32 ends).
 //
@@ -49,20 +49,20 @@ struct AttentionArgs {
 
 struct Sequence {
   int slot;
-  int row_begin;  // its first row among T
-  int num_rows;
+  int token_begin;  // its first token among T
+  int num_tokens;
   int length;       // entries that come before those which masks, or causality, tell of
   int first_entry;  // of its first row
-  __device__ int end() const { return first_entry + num_rows; }
+  __device__ int end() const { return first_entry + num_tokens; }
 };
 
 __device__ __forceinline__ Sequence load_sequence(const StepTokens& tokens, int seq) {
   Sequence s;
   s.slot = tokens.seq_slots[seq];
-  s.row_begin = tokens.seq_token_begin[seq];
-  s.num_rows = tokens.seq_token_begin[seq + 1] - s.row_begin;
+  s.token_begin = tokens.seq_token_begin[seq];
+  s.num_tokens = tokens.seq_token_begin[seq + 1] - s.token_begin;
   const int cached = tokens.slot_lengths[s.slot];
-  s.first_entry = cached + tokens.first_row;
+  s.first_entry = cached + tokens.first_token;
   s.length = tokens.ancestor_masks == nullptr ? s.first_entry : cached;
   return s;
 }
@@ -98,11 +98,11 @@ inline void check_attention(const AttentionParams& p, const char* op) {
   }
   CHECK(p.scale > 0, "{}: scale {} is not positive", op, p.scale);
   CHECK(p.window >= 0, "{}: window {} is negative", op, p.window);
-  CHECK(tokens.first_row >= 0, "{}: first_row {} is negative", op, tokens.first_row);
-  CHECK(
-      tokens.ancestor_masks == nullptr || tokens.first_row + tokens.max_seq_tokens <= kMaxTreeSize,
-      "{}: a sequence with masks may have up to {} rows, not {}", op, kMaxTreeSize,
-      tokens.first_row + tokens.max_seq_tokens);
+  CHECK(tokens.first_token >= 0, "{}: first_token {} is negative", op, tokens.first_token);
+  CHECK(tokens.ancestor_masks == nullptr ||
+            tokens.first_token + tokens.max_seq_tokens <= kMaxTreeSize,
+        "{}: a sequence with masks may have up to {} rows, not {}", op, kMaxTreeSize,
+        tokens.first_token + tokens.max_seq_tokens);
   CHECK_STATE(tokens.num_seqs > 0 && tokens.max_seq_tokens > 0 && tokens.max_kv > 0,
               "{}: {} sequences of up to {} rows and {} entries", op, tokens.num_seqs,
               tokens.max_seq_tokens, tokens.max_kv);
@@ -220,14 +220,14 @@ __device__ __forceinline__ float quad_sum(float v) {
 
 template <int kDim>
 struct RowTile {
-  float reference[2];      // of the entries so far; -inf: none seen yet
+  float row_max[2];        // of the entries so far; -inf: none seen yet
   float sum[2];            // of this lane's probabilities
   float acc[kDim / 8][4];  // of probability * value
 
   __device__ __forceinline__ void clear() {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      reference[half] = kMinusInfinity;
+      row_max[half] = kMinusInfinity;
       sum[half] = 0;
     }
 #pragma unroll
@@ -255,10 +255,10 @@ struct RowTile {
   }
 };
 
-// 2^(reference - other): the weight of a state with `reference` in one with `other`, no smaller.
-__device__ __forceinline__ float weight_of(float reference, float other) {
+// 2^(row_max - other): the weight of a state with `row_max` in one with `other`, no smaller.
+__device__ __forceinline__ float weight_of(float row_max, float other) {
   // Also for -inf, and -inf - -inf: 0. The sum's last bits are those of an exponent.
-  const float exponent = fmaxf(reference - other, -127.0f) + (0x1.8p23f + 127);
+  const float exponent = fmaxf(row_max - other, -127.0f) + (0x1.8p23f + 127);
   return __int_as_float(__float_as_int(exponent) << 23);
 }
 
@@ -326,10 +326,10 @@ __device__ __forceinline__ void mask_scores(float (&scores)[kTiles][4], const Wo
   }
 }
 
-// The reference that a row's scores ask for; `half` says which of the lane's two rows.
+// The row_max that a row's scores ask for; `half` says which of the lane's two rows.
 template <int kTiles>
-__device__ __forceinline__ float reference_of(const float (&scores)[kTiles][4], int half,
-                                              float scale_log2) {
+__device__ __forceinline__ float rounded_row_max(const float (&scores)[kTiles][4], int half,
+                                                 float scale_log2) {
   float max = kMinusInfinity;
 #pragma unroll
   for (int n = 0; n < kTiles; ++n) {
@@ -340,11 +340,11 @@ __device__ __forceinline__ float reference_of(const float (&scores)[kTiles][4], 
   return ceilf(__fmul_rn(max, scale_log2));
 }
 
-// Turns a row's scores into probabilities relative to `reference`; the sum of this lane's.
+// Turns a row's scores into probabilities relative to `row_max`; the sum of this lane's.
 template <int kTiles>
 __device__ __forceinline__ float to_probabilities(float (&scores)[kTiles][4], int half,
-                                                  float reference, float scale_log2) {
-  const float offset = reference == kMinusInfinity ? 0.0f : reference;
+                                                  float row_max, float scale_log2) {
+  const float offset = row_max == kMinusInfinity ? 0.0f : row_max;
   float sum = 0;
 #pragma unroll
   for (int n = 0; n < kTiles; ++n) {
@@ -362,17 +362,17 @@ __device__ __forceinline__ bool is_not_one(const float (&factor)[2]) {
   return __any_sync(0xffffffffu, factor[0] != 1.0f || factor[1] != 1.0f);
 }
 
-// Turns scores into probabilities relative to the rows' new reference and adds them to the rows'
+// Turns scores into probabilities relative to the rows' new row_max and adds them to the rows'
 // sums; `factor` is what the rows' acc has still to be multiplied by.
 template <int kTiles, int kDim>
 __device__ __forceinline__ void add_scores(RowTile<kDim>& rows, float (&scores)[kTiles][4],
                                            float scale_log2, float (&factor)[2]) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const float reference = fmaxf(rows.reference[half], reference_of(scores, half, scale_log2));
-    factor[half] = weight_of(rows.reference[half], reference);
-    rows.reference[half] = reference;
-    const float sum = to_probabilities(scores, half, reference, scale_log2);
+    const float row_max = fmaxf(rows.row_max[half], rounded_row_max(scores, half, scale_log2));
+    factor[half] = weight_of(rows.row_max[half], row_max);
+    rows.row_max[half] = row_max;
+    const float sum = to_probabilities(scores, half, row_max, scale_log2);
     rows.sum[half] = __fmaf_rn(rows.sum[half], factor[half], sum);
   }
 }

@@ -139,7 +139,7 @@ __global__ void __launch_bounds__(kThreads)
   const int seq = tokens.token_seqs[row];
   const int slot = tokens.seq_slots[seq];
   const int entry =
-      tokens.slot_lengths[slot] + tokens.first_row + row - tokens.seq_token_begin[seq];
+      tokens.slot_lengths[slot] + tokens.first_token + row - tokens.seq_token_begin[seq];
 
   const int num_qk_heads = args.num_heads + args.num_kv_heads;
   const int num_all_heads = num_qk_heads + args.num_kv_heads;
@@ -216,9 +216,9 @@ void rotary_kv(const Context& ctx, const RotaryKvParams& p) {
     constexpr int kDim = decltype(dim)::value;
     constexpr int kGroups = kThreads / (kDim / 16);
     // Few rows: a group for each head. Many: as few blocks a row as still fill the device.
-    const int blocks_of_heads = (p.num_heads + 2 * p.num_kv_heads + kGroups - 1) / kGroups;
-    const int blocks_to_fill = (ctx.sm_count * 16 + num_rows - 1) / num_rows;
-    const dim3 grid(num_rows, std::min(blocks_of_heads, blocks_to_fill));
+    const int ctas_of_heads = (p.num_heads + 2 * p.num_kv_heads + kGroups - 1) / kGroups;
+    const int ctas_to_fill = (ctx.sm_count * 16 + num_rows - 1) / num_rows;
+    const dim3 grid(num_rows, std::min(ctas_of_heads, ctas_to_fill));
     dispatch_half(p.qkv.dtype(), [&](auto t) {
       using T = decltype(t);
       launch(ctx, rotary_kv_kernel<T, kDim>, grid, dim3(kThreads), 0, make_args<T>(p));

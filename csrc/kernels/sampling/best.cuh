@@ -47,21 +47,21 @@ __device__ uint64_t find_cut(int wanted, Count count) {
 
 // ---- teams
 
-constexpr int kMaxTeamBlocks = 8;
+constexpr int kMaxTeamCtas = 8;
 
 // The blocks that work on one row, ranked by blockIdx.x: a cluster, or one block where there are no
 // clusters.
 template <int kWanted>
 struct TeamOf {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  static constexpr int kBlocks = kWanted;
+  static constexpr int kCtas = kWanted;
   __device__ static void sync() { cooperative_groups::this_cluster().sync(); }
   template <typename T>
   __device__ static T* shared_of(int rank, T* shared) {
     return cooperative_groups::this_cluster().map_shared_rank(shared, rank);
   }
 #else
-  static constexpr int kBlocks = 1;
+  static constexpr int kCtas = 1;
   __device__ static void sync() { __syncthreads(); }
   template <typename T>
   __device__ static T* shared_of(int, T* shared) {
@@ -69,6 +69,6 @@ struct TeamOf {
   }
 #endif
 };
-using Team = TeamOf<kMaxTeamBlocks>;
+using Team = TeamOf<kMaxTeamCtas>;
 
 }  // namespace cpmcu::cuda

@@ -63,7 +63,7 @@ struct Histogram {
 
 struct ReduceSmem {
   uint64_t scratch[32];
-  uint64_t partials[2][kMaxTeamBlocks];
+  uint64_t partials[2][kMaxTeamCtas];
 };
 
 struct Smem {
@@ -107,7 +107,7 @@ struct RowSampler {
   const int* counts;               // [V]
   const float* bias;               // [V]
   const uint32_t* mask = nullptr;  // [num_mask_words(V)] or null
-  int turn = 0;                    // which of two exchange buffers is free
+  int buffer = 0;                  // which of two exchange buffers is free
 
   __device__ RowSampler(const SampleArgs& args, Smem& smem, int row)
       : args(args), s(args.sampling[args.token_slots[row]]), smem(smem) {
@@ -190,7 +190,7 @@ struct RowSampler {
   // the row, and no later pass sees one.
   template <bool kAdjusted, typename F, typename OfRaw = Nothing>
   __device__ __forceinline__ void for_each_four(F f, OfRaw of_raw = {}) const {
-    constexpr int kStep = 4 * Team::kBlocks;
+    constexpr int kStep = 4 * Team::kCtas;
     constexpr int kBatch = kAdjusted ? 1 : 4;  // loads in flight: the first pass reads from L2
     const int part = (args.vocab_size + kStep - 1) / kStep * 4;
     const int begin = blockIdx.x * part;
@@ -221,11 +221,11 @@ struct RowSampler {
   template <typename Op>
   __device__ uint64_t team_reduce(uint64_t value, Op op) {
     value = block_reduce<kThreads>(value, uint64_t{0}, smem.reduce.scratch, op);
-    uint64_t* partials = smem.reduce.partials[turn ^= 1];
-    if (threadIdx.x < Team::kBlocks) Team::shared_of(threadIdx.x, partials)[blockIdx.x] = value;
+    uint64_t* partials = smem.reduce.partials[buffer ^= 1];
+    if (threadIdx.x < Team::kCtas) Team::shared_of(threadIdx.x, partials)[blockIdx.x] = value;
     Team::sync();
     value = partials[0];
-    for (int rank = 1; rank < Team::kBlocks; ++rank) value = op(value, partials[rank]);
+    for (int rank = 1; rank < Team::kCtas; ++rank) value = op(value, partials[rank]);
     return value;
   }
 
@@ -293,7 +293,7 @@ struct RowSampler {
     uint32_t prefix = 0;  // the digits found so far
     uint64_t target = 0;  // what tokens that begin with the prefix still have to weigh
     for (int shift = 21; shift >= 0; shift = shift == 21 ? 10 : shift - 10) {
-      Histogram& histogram = smem.histograms[turn ^= 1];
+      Histogram& histogram = smem.histograms[buffer ^= 1];
       for (int bin = threadIdx.x; bin < kBins; bin += kThreads) {
         histogram.low[bin] = 0;
         histogram.high[bin] = 0;
@@ -315,7 +315,7 @@ struct RowSampler {
       // Thread t has the bins 2047 - 2 t and 2046 - 2 t of all blocks: from the largest downwards.
       const int lower_bin = kBins - 2 - 2 * threadIdx.x;
       uint64_t lower = 0, upper = 0;
-      for (int rank = 0; rank < Team::kBlocks; ++rank) {
+      for (int rank = 0; rank < Team::kCtas; ++rank) {
         const Histogram* part = Team::shared_of(rank, &histogram);
         const uint2 low = *reinterpret_cast<const uint2*>(&part->low[lower_bin]);
         const uint2 high = *reinterpret_cast<const uint2*>(&part->high[lower_bin]);
@@ -437,7 +437,7 @@ __global__ void __launch_bounds__(kThreads) sample_kernel(const __grid_constant_
   __shared__ Smem smem;
   ptx::pdl_launch();
   ptx::pdl_wait();
-  if (blockIdx.x >= Team::kBlocks) return;
+  if (blockIdx.x >= Team::kCtas) return;
   Team::sync();  // a block's shared memory may be written once the block runs
 
   const int row = blockIdx.y;

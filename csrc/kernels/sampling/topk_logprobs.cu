@@ -27,7 +27,7 @@ constexpr int kListSize = 256;  // tokens of a block that are ranked
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr float kLargest = std::numeric_limits<float>::max();
 constexpr float kLog2E = 1.4426950408889634f;
-static_assert(kMaxTeamBlocks * kMaxTopk <= kThreads, "a thread ranks one of the blocks' best");
+static_assert(kMaxTeamCtas * kMaxTopk <= kThreads, "a thread ranks one of the blocks' best");
 static_assert(kMaxTopk <= kListSize, "the list holds the best of a block");
 
 struct TopkArgs {
@@ -41,9 +41,9 @@ struct TopkArgs {
 
 struct Smem {
   uint64_t list[kListSize];
-  uint64_t best[kMaxTeamBlocks * kMaxTopk];  // in the first block: of each block
-  float maxima[kMaxTeamBlocks];              // in the first block: of each block
-  float sums[kMaxTeamBlocks];                // in the first block: of each block
+  uint64_t best[kMaxTeamCtas * kMaxTopk];  // in the first block: of each block
+  float maxima[kMaxTeamCtas];              // in the first block: of each block
+  float sums[kMaxTeamCtas];                // in the first block: of each block
   uint64_t warp_best[kThreads / 32];
   float scratch[32];
   int count_scratch[32];
@@ -58,7 +58,7 @@ __device__ __forceinline__ float finite(float z) { return fminf(fmaxf(z, -kLarge
 // j * kThreads * 4 onwards. Behind the end of the row z is -inf.
 template <bool kAligned, typename F>
 __device__ __forceinline__ void for_each_batch(const float* logits, int vocab_size, F f) {
-  constexpr int kStep = 4 * Team::kBlocks;
+  constexpr int kStep = 4 * Team::kCtas;
   const int part = (vocab_size + kStep - 1) / kStep * 4;
   const int begin = blockIdx.x * part, end = min(begin + part, vocab_size);
   for (int first = begin + threadIdx.x * 4; first < end; first += kBatch * kThreads * 4) {
@@ -106,10 +106,10 @@ __device__ __forceinline__ uint64_t best_of_warps(const uint64_t* best, int want
   return found == 0 ? 0 : __shfl_sync(0xffffffffu, mine, __ffs(found) - 1);
 }
 
-// Grid: (kMaxTeamBlocks, R). Without clusters the first block of a row does all of it.
+// Grid: (kMaxTeamCtas, R). Without clusters the first block of a row does all of it.
 template <bool kAligned>
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-__global__ void __launch_bounds__(kThreads) __cluster_dims__(kMaxTeamBlocks, 1, 1)
+__global__ void __launch_bounds__(kThreads) __cluster_dims__(kMaxTeamCtas, 1, 1)
 #else
 __global__ void __launch_bounds__(kThreads)
 #endif
@@ -118,7 +118,7 @@ __global__ void __launch_bounds__(kThreads)
   ptx::pdl_launch();
   Team::sync();  // a block's shared memory may be written once the block runs
   ptx::pdl_wait();
-  if (blockIdx.x >= Team::kBlocks) return;
+  if (blockIdx.x >= Team::kCtas) return;
 
   const int topk = args.topk, thread = threadIdx.x;
   const float* logits = args.logits + int64_t{blockIdx.y} * args.vocab_size;
@@ -138,9 +138,9 @@ __global__ void __launch_bounds__(kThreads)
   const uint64_t key = has_tokens ? key_of(maximum, likeliest) : 0;
   const uint64_t warp_best = warp_reduce(key, Max{});
   if (thread % 32 == 0) smem.warp_best[thread / 32] = warp_best;  // read after the next barrier
-  const float block_maximum = block_reduce<kThreads>(maximum, -kInfinity, smem.scratch, Max{});
-  sum = has_tokens ? sum * ptx::exp2_approx((maximum - block_maximum) * kLog2E) : 0.0f;
-  const float block_sum = block_reduce<kThreads>(sum, 0.0f, smem.scratch, Sum{});
+  const float cta_maximum = block_reduce<kThreads>(maximum, -kInfinity, smem.scratch, Max{});
+  sum = has_tokens ? sum * ptx::exp2_approx((maximum - cta_maximum) * kLog2E) : 0.0f;
+  const float cta_sum = block_reduce<kThreads>(sum, 0.0f, smem.scratch, Sum{});
 
   // Where there are fewer than k threads with tokens, all their tokens are listed.
   const auto list_from = [&](uint64_t cut) {
@@ -172,32 +172,32 @@ __global__ void __launch_bounds__(kThreads)
   }
 
   // The order in the list is that of chance, the ranks are not.
-  Smem& first_block = *Team::shared_of(0, &smem);
+  Smem& first_cta = *Team::shared_of(0, &smem);
   const int list_size = smem.list_size;
   if (thread < list_size) {
     const uint64_t mine = smem.list[thread];
     int rank = 0;
     for (int i = 0; i < list_size; ++i) rank += smem.list[i] > mine ? 1 : 0;
-    if (rank < topk) first_block.best[blockIdx.x * topk + rank] = mine;
+    if (rank < topk) first_cta.best[blockIdx.x * topk + rank] = mine;
   } else if (thread < topk) {
-    first_block.best[blockIdx.x * topk + thread] = 0;
+    first_cta.best[blockIdx.x * topk + thread] = 0;
   }
   if (thread == 0) {
-    first_block.maxima[blockIdx.x] = block_maximum;
-    first_block.sums[blockIdx.x] = block_sum;
+    first_cta.maxima[blockIdx.x] = cta_maximum;
+    first_cta.sums[blockIdx.x] = cta_sum;
   }
   Team::sync();
 
-  constexpr int kBlocks = Team::kBlocks;
-  if (blockIdx.x != 0 || thread >= kBlocks * topk) return;
+  constexpr int kCtas = Team::kCtas;
+  if (blockIdx.x != 0 || thread >= kCtas * topk) return;
   const uint64_t mine = smem.best[thread];
   int rank = 0;
-  for (int i = 0; i < kBlocks * topk; ++i) rank += smem.best[i] > mine ? 1 : 0;
+  for (int i = 0; i < kCtas * topk; ++i) rank += smem.best[i] > mine ? 1 : 0;
   if (mine == 0 || rank >= topk) return;
   float row_maximum = smem.maxima[0];
-  for (int i = 1; i < kBlocks; ++i) row_maximum = fmaxf(row_maximum, smem.maxima[i]);
+  for (int i = 1; i < kCtas; ++i) row_maximum = fmaxf(row_maximum, smem.maxima[i]);
   float row_sum = 0;
-  for (int i = 0; i < kBlocks; ++i) {
+  for (int i = 0; i < kCtas; ++i) {
     row_sum += smem.sums[i] * ptx::exp2_approx((smem.maxima[i] - row_maximum) * kLog2E);
   }
   const float z = value_of(mine);
@@ -222,7 +222,7 @@ void topk_logprobs(const Context& ctx, const TopkLogprobsParams& p) {
                       .topk = p.topk};
   const bool aligned = args.vocab_size % 4 == 0 && is_aligned16(args.logits);
   const auto kernel = aligned ? topk_logprobs_kernel<true> : topk_logprobs_kernel<false>;
-  launch(ctx, kernel, dim3(kMaxTeamBlocks, p.logits.size(0)), dim3(kThreads), 0, args);
+  launch(ctx, kernel, dim3(kMaxTeamCtas, p.logits.size(0)), dim3(kThreads), 0, args);
 }
 
 }  // namespace cpmcu::cuda

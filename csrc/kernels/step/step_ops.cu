@@ -2,7 +2,7 @@
 //
 // Each moves a few KB at most, so the cost is launch latency. finish_step is one CTA and writes
 // results straight into mapped host memory. After a barrier one thread raises `*done` by a store
-// that releases to the system all that it has seen, so a host that sees the new ticket sees all
+// that releases to the system all that it has seen, so a host that sees the new num_steps sees all
 // results.
 #include "kernels/step/step_ops.h"
 
@@ -50,10 +50,10 @@ __global__ void __launch_bounds__(kThreads)
     finish_step_kernel(const __grid_constant__ FinishStepParams p) {
   ptx::pdl_launch();
   ptx::pdl_wait();
-  const uint64_t ticket = *p.sink.ticket;
-  SlotResult* results = p.sink.results + (ticket % p.sink.ring_size) * p.sink.max_seqs;
+  const uint64_t num_steps = *p.sink.step_counter;
+  SlotResult* results = p.sink.results + (num_steps % p.sink.ring_size) * p.sink.max_seqs;
   if (p.state.history != nullptr) {
-    for (int row = threadIdx.x; row < p.num_rows; row += kThreads) {
+    for (int row = threadIdx.x; row < p.num_tokens; row += kThreads) {
       const int seq = p.token_seqs[row], slot = p.seq_slots[seq];
       const int at = p.state.lengths[slot] + row - p.seq_token_begin[seq];
       if (at < p.state.max_len) p.state.history[int64_t{slot} * p.state.max_len + at] = p.ids[row];
@@ -68,8 +68,8 @@ __global__ void __launch_bounds__(kThreads)
   }
   __syncthreads();
   if (threadIdx.x == 0) {
-    *p.sink.ticket = ticket + 1;
-    ptx::store_release_system(p.sink.done, ticket + 1);
+    *p.sink.step_counter = num_steps + 1;
+    ptx::store_release_system(p.sink.done, num_steps + 1);
   }
 }
 
@@ -98,13 +98,13 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-dim3 blocks_for(int count) { return dim3((count + kThreads - 1) / kThreads); }
+dim3 ctas_for(int count) { return dim3((count + kThreads - 1) / kThreads); }
 
 }  // namespace
 
 // ---- launchers
 
-// Graph-safe; reads from the device: ticket, seq_slots, seq_token_begin, sampled_seqs, sampling.
+// Graph-safe; reads from the device: num_steps, seq_slots, seq_token_begin, sampled_seqs, sampling.
 void finish_step(const Context& ctx, const FinishStepParams& p) {
   CHECK(p.sink.ring_size > 0 && p.num_sampled >= 0 && p.num_sampled <= p.sink.max_seqs &&
             p.num_sampled <= p.num_seqs,
@@ -120,10 +120,10 @@ void reset_slot(const Context& ctx, const ResetSlotParams& p) {
         p.state.vocab_size);
   const int vocab_size = p.state.vocab_size;
   int* counts = p.state.counts + int64_t{p.slot} * vocab_size;
-  launch(ctx, clear_slot_kernel, blocks_for(vocab_size), dim3(kThreads), 0, counts, vocab_size,
+  launch(ctx, clear_slot_kernel, ctas_for(vocab_size), dim3(kThreads), 0, counts, vocab_size,
          p.state.lengths + p.slot);
   if (p.num_ids == 0) return;
-  launch(ctx, mark_history_kernel, blocks_for(p.num_ids), dim3(kThreads), 0, counts, vocab_size,
+  launch(ctx, mark_history_kernel, ctas_for(p.num_ids), dim3(kThreads), 0, counts, vocab_size,
          p.ids, p.num_ids, p.num_prompt);
 }
 

@@ -46,7 +46,7 @@ struct ResultSink {
   SlotResult* results = nullptr;  // mapped host memory, [ring_size, max_seqs]
   int ring_size = 1;
   int max_seqs = 1;
-  uint64_t* ticket = nullptr;         // device memory; null: the step publishes nothing
+  uint64_t* step_counter = nullptr;   // device memory; null: the step publishes nothing
   volatile uint64_t* done = nullptr;  // mapped host memory
 };
 
@@ -58,7 +58,7 @@ struct FinishStepParams {
   const int* seq_slots = nullptr;        // [B]
   const int* seq_token_begin = nullptr;  // [B + 1]
   int num_seqs = 0;
-  int num_rows = 0;                         // T
+  int num_tokens = 0;                       // T
   const int* ids = nullptr;                 // [T]
   const int* token_seqs = nullptr;          // [T]
   const int* sampled_seqs = nullptr;        // [R] indices into B of the sequences that drew a token

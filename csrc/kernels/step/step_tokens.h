@@ -7,7 +7,7 @@
 // for row i of the same sequence, itself included. Without masks it sees rows 0..j (causal).
 //
 // The levels of a draft tree are launches of one step: rows j of a later launch are rows
-// first_row + j of the step (entry L + first_row + j, bit first_row + j).
+// first_token + j of the step (entry L + first_token + j, bit first_token + j).
 #pragma once
 
 #include <cstdint>
@@ -21,7 +21,7 @@ struct StepTokens {
   int num_tokens = 0;                    // T
   int num_seqs = 0;                      // B
   int max_seq_tokens = 0;                // upper bound of one sequence's rows
-  int first_row = 0;                     // of this launch in each sequence's step
+  int first_token = 0;                   // of this launch in each sequence's step
   int max_kv = 0;                        // upper bound of any L + rows: sizes grids, never results
   const int* positions = nullptr;        // [T]
   const int* token_seqs = nullptr;       // [T] index into the B sequences

@@ -25,21 +25,21 @@ struct KeepArgs {
   int row_vectors;  // 16-byte vectors of a row
   int max_pages;
   int num_nodes;
-  int num_row_blocks;      // planes * heads
+  int num_row_ctas;        // planes * heads
   const uint4* hidden;     // [B N, vectors]
   uint4* accepted_hidden;  // [slots (D + 1), vectors]
   int hidden_vectors;      // 16-byte vectors of a row of hidden states
-  int hidden_blocks;       // of such a row
+  int hidden_ctas;         // of such a row
 };
 
 // ---- kernels
 
 // Block `block` of the rows of one sequence.
-__device__ void move_rows(const KeepArgs& args, int seq, int block) {
+__device__ void move_rows(const KeepArgs& args, int seq, int cta) {
   const int slot = args.seq_slots[seq], num = args.accepted.counts[slot];
   if (num <= 1) return;
   const int start = args.lengths[slot] - num;
-  const int plane = block / args.num_heads, head = block % args.num_heads;
+  const int plane = cta / args.num_heads, head = cta % args.num_heads;
   const int* path = args.accepted.paths + slot * args.accepted.max_path;
   uint4* rows = args.pool + plane * args.plane_vectors;
   const auto vector_of = [&](int row, int vector) {
@@ -61,9 +61,9 @@ __device__ void move_rows(const KeepArgs& args, int seq, int block) {
 }
 
 // Block `block` of the hidden states of one sequence.
-__device__ void copy_hidden(const KeepArgs& args, int seq, int block) {
-  const int j = block / args.hidden_blocks;
-  const int vector = block % args.hidden_blocks * kThreads + threadIdx.x;
+__device__ void copy_hidden(const KeepArgs& args, int seq, int cta) {
+  const int j = cta / args.hidden_ctas;
+  const int vector = cta % args.hidden_ctas * kThreads + threadIdx.x;
   const int64_t kept = args.seq_slots[seq] * args.accepted.max_path + j;
   const int node = args.accepted.paths[kept];
   if (node < 0 || vector >= args.hidden_vectors) return;
@@ -77,11 +77,11 @@ __global__ void __launch_bounds__(kThreads)
     keep_accepted_kernel(const __grid_constant__ KeepArgs args) {
   ptx::pdl_launch();
   ptx::pdl_wait();
-  const int seq = blockIdx.y, block = blockIdx.x;
-  if (block < args.num_row_blocks) {
-    move_rows(args, seq, block);
+  const int seq = blockIdx.y, cta = blockIdx.x;
+  if (cta < args.num_row_ctas) {
+    move_rows(args, seq, cta);
   } else {
-    copy_hidden(args, seq, block - args.num_row_blocks);
+    copy_hidden(args, seq, cta - args.num_row_ctas);
   }
 }
 
@@ -107,7 +107,7 @@ void keep_accepted(const Context& ctx, const KeepAcceptedParams& p) {
           "keep_accepted: rows of {} bytes, expected aligned multiples of 16", row_bytes);
     args.row_vectors = static_cast<int>(row_bytes / 16);
     args.plane_vectors = p.pool.size(1) * p.num_heads * kPageSize * args.row_vectors;
-    args.num_row_blocks = static_cast<int>(p.pool.size(0)) * p.num_heads;
+    args.num_row_ctas = static_cast<int>(p.pool.size(0)) * p.num_heads;
   }
   if (!p.hidden.empty()) {
     const int64_t row_bytes = p.hidden.size(1) * size_of(p.hidden.dtype());
@@ -117,9 +117,9 @@ void keep_accepted(const Context& ctx, const KeepAcceptedParams& p) {
     args.hidden = p.hidden.as<uint4>();
     args.accepted_hidden = p.accepted_hidden.as<uint4>();
     args.hidden_vectors = static_cast<int>(row_bytes / 16);
-    args.hidden_blocks = (args.hidden_vectors + kThreads - 1) / kThreads;
+    args.hidden_ctas = (args.hidden_vectors + kThreads - 1) / kThreads;
   }
-  const dim3 grid(args.num_row_blocks + p.accepted.max_path * args.hidden_blocks, p.num_seqs);
+  const dim3 grid(args.num_row_ctas + p.accepted.max_path * args.hidden_ctas, p.num_seqs);
   if (grid.x == 0 || grid.y == 0) return;
   launch(ctx, keep_accepted_kernel, grid, dim3(kThreads), 0, args);
 }

@@ -59,7 +59,7 @@ struct DraftBeam {
   float* scores = nullptr;             // [B, num_candidates] cumulative log-probability
   int* tokens = nullptr;               // [B, num_candidates]
   int* level_candidates = nullptr;     // [B, D, k] candidate that row r of level s is
-  float* row_scores = nullptr;         // [B, k] of the current level's rows
+  float* token_scores = nullptr;       // [B, k] of the current level's rows
   uint64_t* ancestor_masks = nullptr;  // [B, k] bit (s k + r): row r of level s
   int* token_ids = nullptr;            // [B, k] their tokens
   int* token_parents = nullptr;    // [B, k] index into the draft's last rows of each row's parent
@@ -180,7 +180,7 @@ REGISTER_OP(begin_draft, BeginDraftParams)
 // A chunk that begins a prompt has no such row: its row of launch one is overwritten by launch two.
 struct ShiftPromptParams {
   int num_seqs = 0;                      // B
-  int num_rows = 0;                      // T
+  int num_tokens = 0;                    // T
   int max_path = 0;                      // D + 1
   const int* ids = nullptr;              // [T]
   const int* token_seqs = nullptr;       // [T]

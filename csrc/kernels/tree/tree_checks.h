@@ -60,7 +60,8 @@ inline void check_accept(const AcceptTreeParams& p) {
   const int max_path = p.state.accepted.max_path;
   CHECK(max_path >= 1 && max_path <= kMaxTreeSize,
         "accept_tree: at most {} tokens emitted, expected 1 to {}", max_path, kMaxTreeSize);
-  CHECK(p.sink.ticket == nullptr || (p.sink.ring_size > 0 && p.trees.num_seqs <= p.sink.max_seqs),
+  CHECK(p.sink.step_counter == nullptr ||
+            (p.sink.ring_size > 0 && p.trees.num_seqs <= p.sink.max_seqs),
         "accept_tree: results of {} sequences, a ring of {} times {}", p.trees.num_seqs,
         p.sink.ring_size, p.sink.max_seqs);
 }

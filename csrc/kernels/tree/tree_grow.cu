@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(kThreads)
   for (int i = 0; i < kKeys; ++i) {
     const int candidate = i * kThreads + threadIdx.x;
     if (candidate >= num_new) break;
-    const float parent_score = level == 0 ? 0.0f : beam.row_scores[seq * k + candidate / k];
+    const float parent_score = level == 0 ? 0.0f : beam.token_scores[seq * k + candidate / k];
     const float score = parent_score + p.topk_logprobs[seq * num_new + candidate];
     scores[candidate] = score;
     tokens[candidate] = p.topk_tokens[seq * num_new + candidate];
@@ -126,7 +126,7 @@ __global__ void __launch_bounds__(kThreads)
     const int own_bit = level * k + r;
     if (own_bit < kMaxTreeSize) mask |= bit(own_bit);  // the last level is never run
     beam.level_candidates[(seq * beam.depth + level) * k + r] = first + chosen;
-    beam.row_scores[row] = scores[chosen];
+    beam.token_scores[row] = scores[chosen];
     beam.ancestor_masks[row] = mask;
     beam.token_ids[row] = tokens[chosen];
     beam.token_parents[row] = level == 0 ? seq : parent_row;

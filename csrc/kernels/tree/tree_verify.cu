@@ -125,9 +125,9 @@ __global__ void __launch_bounds__(kAcceptWarps * 32)
   __shared__ Walk walks[kAcceptWarps];
   ptx::pdl_launch();
   ptx::pdl_wait();
-  const bool publishes = p.sink.ticket != nullptr;
-  const uint64_t ticket = publishes ? *p.sink.ticket : 0;
-  SlotResult* results = p.sink.results + (ticket % p.sink.ring_size) * p.sink.max_seqs;
+  const bool publishes = p.sink.step_counter != nullptr;
+  const uint64_t num_steps = publishes ? *p.sink.step_counter : 0;
+  SlotResult* results = p.sink.results + (num_steps % p.sink.ring_size) * p.sink.max_seqs;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   for (int seq = warp; seq < p.trees.num_seqs; seq += kAcceptWarps) {
     accept_one(p, seq, publishes ? results + seq : nullptr, walks[warp], lane);
@@ -135,8 +135,8 @@ __global__ void __launch_bounds__(kAcceptWarps * 32)
   if (!publishes) return;
   __syncthreads();
   if (threadIdx.x == 0) {
-    *p.sink.ticket = ticket + 1;
-    ptx::store_release_system(p.sink.done, ticket + 1);
+    *p.sink.step_counter = num_steps + 1;
+    ptx::store_release_system(p.sink.done, num_steps + 1);
   }
 }
 
@@ -168,7 +168,7 @@ __global__ void __launch_bounds__(kThreads)
   ptx::pdl_wait();
   const int row = blockIdx.x * kThreads + threadIdx.x;
   if (row == 0) p.first.seq_token_begin[0] = p.rest.seq_token_begin[0] = 0;
-  if (row >= p.num_rows) return;
+  if (row >= p.num_tokens) return;
   const int seq = p.token_seqs[row], slot = p.seq_slots[seq];
   const int begin = p.seq_token_begin[seq], start = p.lengths[slot];
   if (row > begin) {
@@ -189,7 +189,7 @@ __global__ void __launch_bounds__(kThreads)
   p.rest.seq_token_begin[seq + 1] = end - seq - 1;
 }
 
-dim3 blocks_for(int count) { return dim3((count + kThreads - 1) / kThreads); }
+dim3 ctas_for(int count) { return dim3((count + kThreads - 1) / kThreads); }
 
 }  // namespace
 
@@ -204,14 +204,13 @@ void accept_tree(const Context& ctx, const AcceptTreeParams& p) {
 // Graph-safe; reads from the device: seq_slots, lengths, accepted.
 void begin_draft(const Context& ctx, const BeginDraftParams& p) {
   if (p.num_seqs == 0) return;
-  launch(ctx, begin_draft_kernel, blocks_for(p.num_seqs * p.accepted.max_path), dim3(kThreads), 0,
-         p);
+  launch(ctx, begin_draft_kernel, ctas_for(p.num_seqs * p.accepted.max_path), dim3(kThreads), 0, p);
 }
 
 // Graph-safe; reads from the device: ids, token_seqs, seq_slots, seq_token_begin, lengths.
 void shift_prompt(const Context& ctx, const ShiftPromptParams& p) {
-  if (p.num_rows == 0) return;
-  launch(ctx, shift_prompt_kernel, blocks_for(p.num_rows), dim3(kThreads), 0, p);
+  if (p.num_tokens == 0) return;
+  launch(ctx, shift_prompt_kernel, ctas_for(p.num_tokens), dim3(kThreads), 0, p);
 }
 
 }  // namespace cpmcu::cuda
