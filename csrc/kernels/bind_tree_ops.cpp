@@ -160,8 +160,10 @@ void bind_growth(py::module_& m) {
          SharedArray seq_slots, SharedArray seq_token_begin, SharedArray lengths,
          const std::vector<SharedArray>& first, SharedArray first_lengths,
          const std::vector<SharedArray>& rest) {
-        const auto rows = [](const std::vector<SharedArray>& arrays) -> ShiftPromptParams::Rows {
-          CHECK(arrays.size() == 5, "shift_prompt: {} arrays of rows, expected 5", arrays.size());
+        const auto launch_of =
+            [](const std::vector<SharedArray>& arrays) -> ShiftPromptParams::Launch {
+          CHECK(arrays.size() == 5, "shift_prompt: {} arrays for a launch, expected 5",
+                arrays.size());
           return {ints(arrays[0]), ints(arrays[1]), ints(arrays[2]), ints(arrays[3]),
                   ints(arrays[4])};
         };
@@ -173,9 +175,9 @@ void bind_growth(py::module_& m) {
                              .seq_slots = ints(seq_slots),
                              .seq_token_begin = ints(seq_token_begin),
                              .lengths = ints(lengths),
-                             .first = rows(first),
+                             .first = launch_of(first),
                              .first_lengths = ints(first_lengths),
-                             .rest = rows(rest)});
+                             .rest = launch_of(rest)});
       },
       "ctx"_a, py::kw_only(), "max_path"_a, "ids"_a, "token_seqs"_a, "seq_slots"_a,
       "seq_token_begin"_a, "lengths"_a, "first"_a, "first_lengths"_a, "rest"_a,

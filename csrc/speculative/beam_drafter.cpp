@@ -64,7 +64,7 @@ void BeamDrafter::layout(Carver& carver) {
   row_begin_ = ints(b + 1);
   last_rows_ = ints(b);
   if (!shifted()) return;
-  const auto rows = [&](int64_t count) -> ShiftPromptParams::Rows {
+  const auto rows = [&](int64_t count) -> ShiftPromptParams::Launch {
     return {.ids = ints(count),
             .positions = ints(count),
             .token_seqs = ints(count),
@@ -108,7 +108,7 @@ void BeamDrafter::prefill_shifted(const Context& ctx, const DraftPrompt& prompt)
   shift.seq_token_begin = prompt.tokens.seq_token_begin;
   shift.lengths = prompt.tokens.slot_lengths;
   shift_prompt(ctx, shift);
-  const auto run = [&](const ShiftPromptParams::Rows& shifted, int num_rows, int max_seq_tokens,
+  const auto run = [&](const ShiftPromptParams::Launch& shifted, int num_rows, int max_seq_tokens,
                        const int* lengths, const Tensor& hidden) {
     if (num_rows == 0) return;
     StepTokens tokens = prompt.tokens;

@@ -84,7 +84,7 @@ class Case:
         num_rows = qkv.shape[0]
         out = empty(device, [num_rows, self.num_heads * self.head_dim], self.dtype)
         floats = ops.attention_scratch_floats(
-            num_rows=num_rows, num_heads=self.num_heads, head_dim=self.head_dim,
+            num_tokens=num_rows, num_heads=self.num_heads, head_dim=self.head_dim,
             max_kv=self.step.max_kv,
         )  # fmt: skip
         more = {}
