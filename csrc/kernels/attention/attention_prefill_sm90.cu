@@ -1,19 +1,23 @@
-// attention_prefill on Hopper: heads of 128, each row up to its own entry.
+// attention_prefill on Hopper, for heads of 128 dimensions, causal, without a window.
 //
-// Roofline: 4 * rows * entries * D operations a head on tensor cores: 1 TFLOP, 1.5 ms at 680
-// TFLOP/s, a layer of MiniCPM4-8B for a chunk of 2048 tokens behind 30000. K and V of a tile of 128
-// entries are 64 KB for 8.4 MFLOP, from L2, which 128 rows of a head at a time can afford.
+//   out[t, h] = softmax(scale * q[t, h] K^T) V, with K and V of KV head h / group
 //
-// The surprising decision: none of a product waits for a softmax. While one tile's scores become
-// probabilities, its own warps have the values of the tile before under way, and the keys of this
-// one were asked for before those: so a warpgroup alone keeps its tensor cores at work, and two are
-// there to fill operand is left.
+// Roofline: 4 * tokens * entries * D operations for each query head, on tensor cores. Example: a
+// layer of MiniCPM4-8B, 2048 tokens after 30000 cached ones: 1 TFLOP, 1.5 ms at 680 TFLOP/s. K and
+// V of a KV tile (128 entries) are 64 KB from L2 for 8.4 MFLOP, which suffices with 128 query rows.
 //
-// Work: a block of threads has 128 rows of one (sequence, query head), 64 a warpgroup, with the
-// queries, the scores of 128 entries and the output in registers. A third warpgroup feeds: a thread
-// asks the copy engine for pages of keys and values by tensor maps over the whole cache. Cells come
-// in tiles of two pages from entry 0 upwards, and operand a row does not see changes no bit of it:
-// so its bits do not depend on the chunk that it came in (tiles.cuh).
+// Schedule: a CTA has 128 query rows of one (sequence, query head).
+//   producer   one thread of a third warpgroup: TMA copies of pages of K and V, two stages
+//   consumers  two warpgroups of 64 rows: queries, scores of 128 entries and output in registers
+//   KV tiles are two pages each, in ascending order from entry 0.
+//
+// Surprising: no GEMM waits for a softmax. While the scores of a KV tile become probabilities, the
+// same warps have a GEMM in flight: probabilities * values of the previous tile. The GEMM for the
+// next scores was issued before it. One warpgroup alone keeps its tensor cores busy; the second
+// fills the gaps.
+//
+// An entry that a row does not see changes no bit of the row. Therefore the bits do not depend on
+// the prefill chunk (tiles.cuh).
 #include "kernels/attention/tiles.cuh"
 #include "kernels/gemm/tensor_map.cuh"
 
@@ -23,15 +27,17 @@ namespace {
 template <typename T>
 struct HopperPrefill {
   static constexpr int kDim = 128, kPanels = kDim / 64;
-  static constexpr int kRows = 128, kTileEntries = 128;  // of a block, of a tile
+  static constexpr int kRows = 128;         // query rows of a CTA
+  static constexpr int kTileEntries = 128;  // of a KV tile
   static constexpr int kPages = kTileEntries / kPageSize;
   static constexpr int kStages = 2;
   static constexpr int kConsumerThreads = 256, kThreads = kConsumerThreads + 128;
-  // Of 168 that each thread begins with.
+  // Registers of a thread. The launch gives 168 to each.
   static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
   using Tile = SwizzledTile<T, kTileEntries, kDim>;
 
-  // Of a stage's keys and values: they have come, all warps are done with them.
+  // For the keys and the values of each stage. full: the copy has arrived. empty: all warps are
+  // done.
   struct Barriers {
     uint64_t full[kStages][2], empty[kStages][2];
   };
@@ -42,13 +48,12 @@ struct HopperPrefill {
   };
 };
 
-// The whole cache of a layer as rows of D elements: page, KV head, entry.
+// Tensor maps over the whole cache of a layer, as rows of D elements: [page, KV head, entry].
 struct CacheMaps {
   TensorMap of[2];  // keys, values
 };
 
-// What the warps of a CTA know of its work: the rows of one (sequence, query head), and the stage
-// of each tile of entries.
+// The work of a CTA: the query rows of one (sequence, query head), and the stage of each KV tile.
 template <typename T>
 struct PrefillCta {
   using Config = HopperPrefill<T>;
@@ -62,10 +67,10 @@ struct PrefillCta {
   const int head = blockIdx.x;
   const int kv_head = head / (args.num_heads / args.num_kv_heads);
   const int cta_rows = min(Config::kRows, seq.num_tokens - cta_row);
-  const int entry_end = seq.length + cta_row + cta_rows;  // of those that some row sees
+  const int entry_end = seq.length + cta_row + cta_rows;  // end of the entries that some row sees
   const int num_tiles = (entry_end + kTileEntries - 1) / kTileEntries;
 
-  // Of a tile's keys (operand = 0) or values (1).
+  // Barriers and stage of a tile's keys (operand = 0) or values (operand = 1).
   __device__ __forceinline__ uint32_t full(int tile, int operand) const {
     return ptx::shared_address(&smem.barriers.full[tile % Config::kStages][operand]);
   }
@@ -87,7 +92,7 @@ __device__ __forceinline__ void fetch_entries(const PrefillCta<T>& cta, const Ca
   const StepTokens& tokens = cta.args.tokens;
   const int* pages = tokens.page_table + static_cast<int64_t>(cta.seq.slot) * tokens.max_pages;
   const int last_page = (cta.entry_end - 1) / kPageSize;
-  int map_rows[Config::kPages];  // where this tile's pages begin
+  int map_rows[Config::kPages];  // rows of the tensor map where this tile's pages begin
   const auto look_up = [&](int tile) {
 #pragma unroll
     for (int i = 0; i < Config::kPages; ++i) {
@@ -159,7 +164,7 @@ struct PrefillConsumer {
     if (lane == 0) ptx::mbarrier_arrive(cta.empty(tile, operand));
   }
 
-  // Starts scores = queries times the tile's keys.
+  // Starts the GEMM scores = queries * keys^T of a tile.
   __device__ __forceinline__ void multiply_keys(Scores& scores, const Queries& queries,
                                                 int tile) const {
     wait(tile, 0);
@@ -172,7 +177,7 @@ struct PrefillConsumer {
     }
     ptx::wgmma_commit();
   }
-  // Starts rows.acc += probabilities times the tile's values, which are there.
+  // Starts the GEMM rows.acc += probabilities * values of a tile. The values have arrived.
   __device__ __forceinline__ void multiply_values(RowTile<kDim>& rows,
                                                   const Probabilities& probabilities,
                                                   int tile) const {
@@ -189,11 +194,11 @@ struct PrefillConsumer {
     }
     ptx::wgmma_commit();
   }
-  // Scores of a tile become probabilities, in float32.
+  // Replaces the scores of a tile by probabilities in float32 and updates the rows' sums.
   __device__ __forceinline__ void softmax_tile(RowTile<kDim>& rows, Scores& scores,
                                                float (&factor)[2], int tile) const {
     const int warp_row = cta.cta_row + warp * 16;
-    // Of the tile's entries, by the first row.
+    // Number of the tile's entries that the warp's first row sees.
     const int seen = cta.seq.length + warp_row + 1 - tile * kTileEntries;
     if (seen < kTileEntries) {
 #pragma unroll
@@ -214,7 +219,8 @@ struct PrefillConsumer {
     }
   }
 
-  // All tiles, each one's keys while the values of the tile before are multiplied.
+  // All tiles in order. The keys of a tile are multiplied together with the values of the previous
+  // one.
   __device__ __forceinline__ void attend(RowTile<kDim>& rows, const Queries& queries) const {
     Scores scores;
     Probabilities probabilities;
@@ -243,7 +249,7 @@ struct PrefillConsumer {
     multiply_values(rows, probabilities, last);
     ptx::wgmma_wait<0>();
   }
-  // Behind the last entry anything may lie, which a probability of 0 would not make 0 of.
+  // Clears the values after the last entry. They may be NaN, and 0 * NaN is not 0.
   __device__ __forceinline__ void clear_unseen_values(int last) const {
     auto& values = cta.stage(last, 1);
     const int num_chunks = (cta.num_tiles * kTileEntries - cta.entry_end) * (kDim / 8);
@@ -255,7 +261,7 @@ struct PrefillConsumer {
     warp < 4 ? ptx::named_barrier<2, 128>() : ptx::named_barrier<3, 128>();
   }
 
-  // The warp's own query rows are read: they make room for its output, which leaves in 16 bytes.
+  // The output of the warp replaces its query rows in shared memory. Stores then have 16 bytes.
   __device__ __forceinline__ void store_output(const RowTile<kDim>& rows) const {
     auto& output = cta.smem.queries;
 #pragma unroll

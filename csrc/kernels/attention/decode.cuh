@@ -5,15 +5,15 @@
 // p / group and query head p % group. The absolute positions of the entries that a row sees define
 // the arithmetic of the row, in four levels:
 //
-//   KV tile      32 entries    m = max score rounded up, l = sum 2^(s - m), acc = sum 2^(s - m) v
-//   split        4+ KV tiles   M' = max(M, m), A = A 2^(M - M') + acc 2^(m - M'), L likewise, in
-//   order split group  4 splits      likewise, split by split row          all groups    out = sum
-//   A[g] 2^(M[g] - M) / sum L[g] 2^(M[g] - M)
-//                              (attention_combine.cu)
+//   KV tile      32 entries   m = max score rounded up, l = sum 2^(s - m), acc = sum 2^(s - m) v
+//   split        4+ KV tiles  M' = max(M, m), A = A 2^(M - M') + acc 2^(m - M'), L likewise
+//   split group  4 splits     as a split, split by split
+//   row          all groups   out = sum A[g] 2^(M[g] - M) / sum L[g] 2^(M[g] - M)
 //
-// s are scores in base 2. Each level starts from the empty state (M = -inf, L = 0, A = 0). A part
-// without visible entries leaves the state unchanged. The row maxima m and M are integers, so all
-// rescaling is exact (tiles.cuh). Therefore a split group may be summed before or after M is known.
+// attention_combine.cu computes the last level. s are scores in base 2. Each level starts from the
+// empty state (M = -inf, L = 0, A = 0). A part without visible entries leaves the state unchanged.
+// The row maxima m and M are integers, so all rescaling is exact (tiles.cuh). Therefore a split
+// group may be summed before or after M is known.
 //
 // Scratch (Partials): acc [splits, T, Hq, D] in the order of dimension_at(), then (M, L)
 // [splits, T, Hq, 2].
@@ -190,7 +190,7 @@ struct PackedRows {
 template <int kThreads, typename T, int kRows, int kDim>
 struct QueryCopy {
   static constexpr int kChunks = kDim / 8, kCopies = kRows * kChunks / kThreads;
-  static_assert(kRows * kChunks % kThreads == 0, "every thread copies as many chunks");
+  static_assert(kRows * kChunks % kThreads == 0, "all threads copy the same number of chunks");
   int from[kCopies];
 
   __device__ __forceinline__ void look_up(const PackedRows<kRows>& packed) {

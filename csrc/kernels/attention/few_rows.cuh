@@ -4,8 +4,7 @@
 //
 // Schedule of a round (one KV tile for each warp):
 //   1. Each warp multiplies the queries by the keys of its KV tile and computes probabilities.
-//   2. It multiplies the probabilities by the values. The result replaces the keys in shared
-//   memory.
+//   2. It multiplies probabilities by values. The result replaces the keys in shared memory.
 //   3. Barrier. Each warp adds the results of all warps, in order, for its part of the dimensions.
 // Each warp copies its own keys and values, the keys one round ahead, and refills a buffer as soon
 // as it is free. For D = 128, 96 KiB are in flight for each of the two CTAs of an SM before the
@@ -152,8 +151,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     ptx::cp_async_commit();
   };
 
-  // KvTile of earlier steps need not wait for this one's (core/launch.h). The queries come to where
-  // the last warp's second keys will be.
+  // Entries of earlier steps do not wait for the previous kernel (core/launch.h). The queries use
+  // the second key buffer of the last warp until they are in registers.
   const int first = round_entry + warp * kKvTile, second = first + Config::kRoundEntries;
   const bool is_old = (exists(second) ? second : first) + kKvTile <= seq.first_entry;
   // If there are more CTAs than SMs, keys and values are loaded one after the other. The

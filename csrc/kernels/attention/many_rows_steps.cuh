@@ -1,8 +1,10 @@
-// The steps of attention of many rows (many_rows.cuh): what a CTA has in shared memory, and one
-// function for each thing that its warps do with a tile, a kv_tile, a tree or a run.
+// The phases of many_rows.cuh: the shared memory of a CTA, and one function for each phase.
 //
-// NOTE: functions take scalars by value and callables by row_max. By value, a callable changes
-// the registers that ptxas 13.0 gives to the loop.
+// A stage tile is one pipeline stage of keys or values: 64 entries, which are two KV tiles (one if
+// D = 256).
+//
+// NOTE: functions take scalars by value and callables by reference. A callable by value changes the
+// registers that ptxas 13.0 assigns to the main loop.
 #pragma once
 
 #include "kernels/attention/decode.cuh"
@@ -14,19 +16,19 @@ template <typename T, int kDim_>
 struct ManyRowsConfig {
   using Element = T;
   static constexpr int kDim = kDim_;
-  static constexpr int kColumns = kDim <= 128 ? kDim : 128;  // of the output, that a warp adds up
+  static constexpr int kColumns = kDim <= 128 ? kDim : 128;  // output dimensions of a warp
   static constexpr int kColumnWarps = kDim / kColumns;       // warps that share rows
   static constexpr int kWarps = 4;
   static constexpr int kThreads = kWarps * 32;
-  static constexpr int kRows = kWarps / kColumnWarps * kWarpRows;  // 64, 32 for D = 256
-  static constexpr int kStageEntries = kDim <= 128 ? 64 : 32;      // of a tile
+  static constexpr int kRows = kWarps / kColumnWarps * kWarpRows;  // 64; 32 if D = 256
+  static constexpr int kStageEntries = kDim <= 128 ? 64 : 32;      // entries of a stage tile
   static constexpr int kStages = kDim == 64 ? 4 : 3;
-  static constexpr int kCtasPerSm = 2;  // on one SM
+  static constexpr int kCtasPerSm = 2;
   static constexpr int kTreeTiles =
-      kMaxTreeSize / kStageEntries + 1;         // a tree may begin anywhere in one
-  static constexpr bool kMerges = kDim <= 128;  // runs, in the place of the last stage
-  static_assert(kTreeTiles <= kStages - kMerges, "a tree is in shared memory as a whole");
-  static_assert(kPageSize % kStageEntries == 0, "a tile of entries lies in one page");
+      kMaxTreeSize / kStageEntries + 1;         // a tree may begin anywhere in a tile
+  static constexpr bool kMerges = kDim <= 128;  // merging of split groups; uses the last stage
+  static_assert(kTreeTiles <= kStages - kMerges, "the whole tree must fit shared memory");
+  static_assert(kPageSize % kStageEntries == 0, "a stage tile must lie in one page");
 };
 
 template <typename Config>
@@ -37,18 +39,19 @@ struct ManyRowsSmem {
     StageTile keys, values;
   };
   using Queries = SwizzledTile<T, Config::kRows, Config::kDim>;
-  static_assert(sizeof(Queries) <= sizeof(Stage), "the queries come through a stage");
+  static_assert(sizeof(Queries) <= sizeof(Stage), "the queries must fit a stage");
   Stage stages[Config::kStages];
   PackedRows<Config::kRows> packed;
-  Chunk chunk;                                         // for the tree
-  uint8_t paths[Config::kThreads / 32][kMaxTreeSize];  // of a warp's row: its ancestors in order
+  Chunk chunk;  // used by the tree phase
+  uint8_t paths[Config::kThreads / 32]
+               [kMaxTreeSize];  // for each warp: the ancestors of a token in order
 
-  // In the stage that is filled last.
+  // The queries use the stage that is filled last.
   __device__ __forceinline__ Queries& queries() {
     return reinterpret_cast<Queries&>(stages[Config::kStages - 1]);
   }
-  // What this thread has of the run before the present split, where runs are merged: eight
-  // dimensions after another. The last stage is then none.
+  // This thread's acc of the group's earlier splits, eight dimensions at a time. If split groups
+  // are merged, it occupies the last stage.
   using GroupAcc = float4[Config::kColumns / 8][Config::kThreads];
   static_assert(!Config::kMerges || sizeof(GroupAcc) <= sizeof(Stage));
   __device__ __forceinline__ float4& group_acc(int n) {
@@ -56,15 +59,16 @@ struct ManyRowsSmem {
   }
 };
 
-// A tile of 64 entries by wgmma, which reads keys and values once for the 64 rows of four warps:
-// those of the entries' units one after another, as mma.sync would. hide(scores) as of PackedRows.
+// Adds a stage tile of 64 entries to the split by wgmma, which reads keys and values once for the
+// 64 rows of four warps. KV tiles are added one after the other, as with mma.sync. hide(scores) is
+// PackedRows::hide.
 template <typename T, int kDim, typename Hide>
 __device__ __forceinline__ void add_tile(RowTile<kDim>& state,
                                          const SwizzledTile<T, 64, kDim>& keys,
                                          const SwizzledTile<T, 64, kDim>& values,
                                          const uint32_t (&queries)[kDim / 16][4], float scale_log2,
                                          Hide hide) {
-  constexpr int kKvTiles = 64 / kKvTile, kPanels = kDim / 64;  // of 64 dimensions
+  constexpr int kKvTiles = 64 / kKvTile, kPanels = kDim / 64;  // panels of 64 dimensions
   using StageTile = SwizzledTile<T, 64, kDim>;
   constexpr int kPanel = StageTile::kPanelBytes / 16, kRow = StageTile::kRowBytes / 16;
   const uint64_t key_rows = ptx::wgmma_descriptor_swizzle128(keys.address(0, 0));
@@ -85,8 +89,8 @@ __device__ __forceinline__ void add_tile(RowTile<kDim>& state,
   }
   hide(scores);
 
-  // The probabilities of all units first, so that there is something to do while one waits; then a
-  // panel's products run while those of the one before are added.
+  // Phase 1: probabilities of all KV tiles. Phase 2: values. While one GEMM over a panel runs, the
+  // results of the previous one are added.
   SoftmaxState sums[kKvTiles];
   uint32_t p[kKvTiles][kKvTileN8 / 2][4];
 #pragma unroll
@@ -121,7 +125,7 @@ __device__ __forceinline__ void add_tile(RowTile<kDim>& state,
   }
 }
 
-// Adds a kv_tile to the split: its scores, and its values from dimension `column` on.
+// Adds a KV tile to the split: its scores, and its values from dimension `column` on.
 template <typename T, int kColumns, typename LoadValues>
 __device__ __forceinline__ void add_kv_tile(RowTile<kColumns>& state, float (&scores)[kKvTileN8][4],
                                             float scale_log2, int column, LoadValues load_values) {
@@ -136,13 +140,13 @@ __device__ __forceinline__ void add_kv_tile(RowTile<kColumns>& state, float (&sc
       });
 }
 
-// Where the kv_tile from `entry` on lies for a row of the tree: the entries before the tree, and
-// then the row's ancestors in order.
+// The shared-memory addresses of the KV tile from `entry` on, for one token of the tree. The tile
+// holds entries before the tree, then the token's ancestors in order.
 template <typename Config>
 struct AncestorEntries {
   uint32_t key[kKvTile / 16], value[kKvTile / 16];  // a lane's addresses for ldmatrix
 
-  // Of packed row p. address_of(entry): of a entry's keys.
+  // For the token of packed row p. address_of(entry) is the address of an entry's keys.
   template <typename AddressOf>
   __device__ __forceinline__ AncestorEntries(const ManyRowsSmem<Config>& smem,
                                              uint8_t (&path)[kMaxTreeSize], int lane, int entry,
@@ -150,14 +154,14 @@ struct AncestorEntries {
     const uint64_t mask = smem.packed.masks[p];
     const uint32_t low = static_cast<uint32_t>(mask), high = static_cast<uint32_t>(mask >> 32);
     const uint32_t before = (1u << lane) - 1;
-    __syncwarp();  // the row before has been looked up
+    __syncwarp();  // the previous token's path is no longer read
     if (low >> lane & 1) path[__popc(low & before)] = lane;
     if (high >> lane & 1) path[__popc(low) + __popc(high & before)] = 32 + lane;
     __syncwarp();
     const int position = entry + lane;
     const int from = position < length                ? position
                      : position < smem.packed.ends[p] ? length + path[position - length]
-                                                      : length;  // any: it is masked
+                                                      : length;  // arbitrary: masked
     const uint32_t lane_entry = address_of(from);
 #pragma unroll
     for (int i = 0; i < kKvTile / 16; ++i) {
@@ -170,8 +174,8 @@ struct AncestorEntries {
   }
 };
 
-// Which of the entries that AncestorEntries names each of a lane's rows sees: those of p's tree
-// row, or, of entries before the tree, all.
+// The entries of AncestorEntries that each of a lane's rows sees. If `all`, these are entries
+// before the tree, and every row sees them. Otherwise only rows of p's token see them.
 template <typename Config>
 __device__ __forceinline__ void look_up_seen(uint32_t (&sees)[2], const ManyRowsSmem<Config>& smem,
                                              const AttentionArgs<typename Config::Element>& args,
@@ -188,7 +192,7 @@ __device__ __forceinline__ void look_up_seen(uint32_t (&sees)[2], const ManyRows
   }
 }
 
-// Keeps a split's state as that of the run before the next split.
+// Stores a split's state as that of the group's splits so far.
 template <typename Config>
 __device__ __forceinline__ void park_split_group(ManyRowsSmem<Config>& smem,
                                                  SoftmaxState& group_state,
@@ -204,7 +208,7 @@ __device__ __forceinline__ void park_split_group(ManyRowsSmem<Config>& smem,
   }
 }
 
-// Adds the entries of a tile, from `entry` on, to the state of a warp's rows.
+// Adds a stage tile, whose first entry is `entry`, to the states of a warp's rows.
 template <typename Config, bool kWgmma>
 __device__ __forceinline__ void attend_tile(RowTile<Config::kColumns>& state,
                                             typename ManyRowsSmem<Config>::Stage& stage,
@@ -239,8 +243,7 @@ __device__ __forceinline__ void attend_tile(RowTile<Config::kColumns>& state,
   }
 }
 
-// Adds the kv_tile of `entries` to the state of those of a warp's rows that see it as packed row p
-// does.
+// Adds the KV tile of `entries` to the states of the rows that see it (look_up_seen).
 template <typename Config>
 __device__ __forceinline__ void attend_ancestors(
     RowTile<Config::kColumns>& state, const AncestorEntries<Config>& entries,
@@ -268,7 +271,7 @@ __device__ __forceinline__ void attend_ancestors(
                  });
 }
 
-// Starts copying a tile of entries, from `entry` on, which lies in one page.
+// Starts the copy of a stage tile from `entry` on. The tile lies in one page.
 template <typename Config>
 __device__ __forceinline__ void fetch_stage(typename ManyRowsSmem<Config>::Stage& stage,
                                             const AttentionArgs<typename Config::Element>& args,
@@ -279,9 +282,9 @@ __device__ __forceinline__ void fetch_stage(typename ManyRowsSmem<Config>::Stage
                                seq.end() - entry);
 }
 
-// Adds the kv_tile from `entry` on for the row of the tree that packed row p belongs to. It sees
-// the entries before the tree and then its ancestors in order. If the kv_tile ends before the tree,
-// for all rows. tree_stage(i): tile i of those that hold the tree.
+// Adds the KV tile from `entry` on for the tree token of packed row p: entries before the tree,
+// then the token's ancestors in order. If the tile ends before the tree, it is added for all rows.
+// tree_stage(i) is the stage of tile i of the tree.
 template <typename Config, typename TreeStage>
 __device__ __forceinline__ void attend_tree_token(
     RowTile<Config::kColumns>& state, ManyRowsSmem<Config>& smem,
@@ -289,7 +292,8 @@ __device__ __forceinline__ void attend_tree_token(
     const uint32_t (&queries)[Config::kDim / 16][4], int lane, int warp, int warp_row, int column,
     int entry, int p, TreeStage tree_stage) {
   constexpr int kStageEntries = Config::kStageEntries;
-  const int length = smem.chunk.seq.length;  // the main loop leaves no registers for it
+  const int length =
+      smem.chunk.seq.length;  // from shared memory: saves a register of the main loop
   const int tree_entry = length / kStageEntries * kStageEntries;
   const bool all = entry + kKvTile <= length;
   auto& path = smem.paths[warp];
@@ -301,8 +305,8 @@ __device__ __forceinline__ void attend_tree_token(
                            all);
 }
 
-// The kv_tile from `entry` on, in the tree's tiles, for all rows of the warp: attend(p) for each
-// row of the tree, p its first packed row.
+// Calls attend(p) for each tree token of the warp's rows, for the KV tile from `entry` on. p is the
+// token's first packed row. If the tile ends before the tree, one call serves all tokens.
 template <typename Config, typename Attend>
 __device__ __forceinline__ void for_each_tree_token(const ManyRowsSmem<Config>& smem, int warp_row,
                                                     int entry, Attend attend) {
@@ -315,9 +319,9 @@ __device__ __forceinline__ void for_each_tree_token(const ManyRowsSmem<Config>& 
   }
 }
 
-// Fills all stages but the last, and the last with queries. fetch_first(tile, old) starts copying a
-// tile if it has entries of earlier steps alone, or (old = false) if it has others: those of
-// earlier steps need not wait for this one's (core/launch.h).
+// Fills all stages but the last, which receives the queries. fetch_first(tile, old) starts the copy
+// of a tile. With old = true it copies only tiles whose entries are all of earlier steps. These do
+// not wait for the previous kernel (core/launch.h). With old = false it copies the others.
 template <typename Config, bool kByPosition, typename FetchFirst>
 __device__ __forceinline__ void fetch_before_loop(
     ManyRowsSmem<Config>& smem, const AttentionArgs<typename Config::Element>& args,
@@ -343,7 +347,7 @@ __device__ __forceinline__ void fetch_before_loop(
   __syncthreads();
 }
 
-// Makes of a split's state that of its run, and keeps it aside if the run goes on.
+// Merges the group's earlier splits into a split's state. If the group goes on, stores the state.
 template <typename Config>
 __device__ __forceinline__ void merge_split(ManyRowsSmem<Config>& smem,
                                             RowTile<Config::kColumns>& state,
@@ -355,7 +359,7 @@ __device__ __forceinline__ void merge_split(ManyRowsSmem<Config>& smem,
   if (group_has_splits) park_split_group<Config>(smem, group_state, state);
 }
 
-// Until the tree's tiles are there. The last of them may have waited for a stage.
+// Waits for the tree's tiles. The copy of the last one may still need a free stage.
 template <typename Config, typename Fetch>
 __device__ __forceinline__ void await_tree(const ManyRowsSmem<Config>& smem, int num_shared,
                                            int num_ahead, const Fetch& fetch) {

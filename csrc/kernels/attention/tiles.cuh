@@ -15,8 +15,7 @@
 //
 // Exactness: the bits of a query row depend only on the entries that it sees. Every operation
 // rounds explicitly (__fmaf_rn, __fmul_rn). An entry that the row does not see leaves the row's
-// state unchanged: its probability is 0, the row maximum stays, and the rescaling factor is 2^0 =
-// 1.
+// state unchanged: its probability is 0, the row maximum stays, and the rescaling factor is 1.
 #pragma once
 
 #include "core/check.h"
@@ -53,7 +52,7 @@ struct Sequence {
   int slot;
   int token_begin;  // first token of the sequence among T
   int num_tokens;
-  int length;  // all tokens see the entries below it; masks or causality decide about the others
+  int length;       // all tokens see the entries below; masks or causality decide on the others
   int first_entry;  // entry of the first token
   __device__ int end() const { return first_entry + num_tokens; }
 };
