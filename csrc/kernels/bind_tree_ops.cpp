@@ -1,4 +1,5 @@
-// C.ops of speculation (kernels/tree/tree.h): one call an op, fields by their names.
+// C.ops of token trees (kernels/tree/tree.h). One function for each op, with the names of the
+// fields.
 #include <pybind11/stl.h>
 
 #include "kernels/bind_ops.h"
@@ -27,7 +28,7 @@ int size_of_dim(const SharedArray& array, int dim) {
 }
 
 void bind_tree_params(py::module_& m) {
-  py::class_<OpsTrees>(m, "TokenTrees", "One tree a sequence; see csrc/kernels/tree/tree.h.")
+  py::class_<OpsTrees>(m, "TokenTrees", "One tree for each sequence; see csrc/kernels/tree/tree.h.")
       .def(py::init([](SharedArray tokens, SharedArray parents, SharedArray depths,
                        SharedArray masks, SharedArray token_ids, SharedArray token_positions,
                        SharedArray token_slots, SharedArray token_seqs,
@@ -49,7 +50,7 @@ void bind_tree_params(py::module_& m) {
            py::kw_only(), "tokens"_a, "parents"_a, "depths"_a, "masks"_a, "token_ids"_a,
            "token_positions"_a, "token_slots"_a, "token_seqs"_a, "seq_token_begin"_a);
 
-  py::class_<OpsBeam>(m, "DraftBeam", "The growth of trees; see csrc/kernels/tree/tree.h.")
+  py::class_<OpsBeam>(m, "DraftBeam", "State of the growth of trees; see csrc/kernels/tree/tree.h.")
       .def(py::init([](int num_seqs, int topk, int depth, SharedArray scores, SharedArray tokens,
                        SharedArray level_candidates, SharedArray token_scores,
                        SharedArray ancestor_masks, SharedArray token_ids, SharedArray token_parents,

@@ -1,6 +1,6 @@
-// Reads memory as fast as it can be read, to know what other kernels can hope for.
+// stream_read: measures the memory bandwidth that other kernels can reach.
 //
-// Roofline: it is the roofline. Each thread keeps eight 16-byte loads in flight.
+// Roofline: this kernel is the roofline. Each thread keeps eight 16-byte loads in flight.
 #include "core/launch.h"
 #include "core/ptx.cuh"
 #include "kernels/stream_read.h"

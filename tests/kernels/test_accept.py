@@ -347,7 +347,7 @@ def test_keep_accepted_checks_its_tensors(device: str) -> None:
     with pytest.raises(ValueError, match="the pool is"):
         ops.keep_accepted(context(device), pool=empty(device, (2, 3, 100), "float16"), **arguments)
     with pytest.raises(
-        ValueError, match=r"hidden states are float16 \[1, 8\], kept float16 \[1, 16\]"
+        ValueError, match=r"hidden is float16 \[1, 8\], accepted_hidden is float16 \[1, 16\]"
     ):
         ops.keep_accepted(
             context(device), pool=empty(device, (2, 3, 512), "float16"),

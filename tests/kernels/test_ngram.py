@@ -83,5 +83,5 @@ def test_limits(device: str) -> None:
         texts.run(device, np.zeros((1, 2), int), 0, 3, 2)
     with pytest.raises(ValueError, match="1 to 33"):
         texts.run(device, np.zeros((1, 2), int), 0, 1, 33)
-    with pytest.raises(ValueError, match="a chain of 2 tokens, 3 given"):
+    with pytest.raises(ValueError, match="a chain of 2 tokens, of which 3 are given"):
         texts.run(device, np.zeros((1, 2), int), 3, 1, 4)

@@ -1,8 +1,10 @@
-// The target's side of a tree: acceptance, and what the draft runs next (kernels/tree/tree.h).
+// accept_tree, begin_draft and shift_prompt (kernels/tree/tree.h).
 //
-// Latency-bound. Acceptance is one CTA, because it publishes for all sequences. A warp walks one
-// tree; each lane holds two nodes, so that a step of the walk is two votes. Publication as in
-// step_ops.cu.
+// Roofline: latency.
+//
+// Schedule of accept_tree: one CTA, because it publishes the results of all sequences. One warp
+// walks one tree. Each lane holds two nodes, so a step of the walk takes two votes. Results are
+// published as in step_ops.cu.
 #include "core/launch.h"
 #include "core/ptx.cuh"
 #include "kernels/tree/tree_checks.h"
@@ -18,20 +20,20 @@ static_assert(kMaxStopIds <= 32 && kMaxLogprobs <= 32, "a lane has at most one o
 
 // ---- kernels
 
-// What a walk found, in shared memory of its warp.
+// The result of a walk, in shared memory of its warp.
 struct Walk {
   int path[kMaxTreeSize];
   int emitted[kMaxTreeSize];
 };
 
-// The element of node `node` of two that each lane holds.
+// The value of node `node`. Each lane holds the values of nodes lane and 32 + lane.
 __device__ __forceinline__ int of_node(const int (&values)[2], int node) {
   const int low = __shfl_sync(kAllLanes, values[0], node % 32);
   const int high = __shfl_sync(kAllLanes, values[1], node % 32);
   return node < 32 ? low : high;
 }
 
-// Fills `walk`; returns the number of tokens emitted and whether the sequence has ended.
+// Fills `walk` and returns the number of emitted tokens. `finished`: the sequence has ended.
 __device__ int walk_tree(const AcceptTreeParams& p, int seq, const SlotStop& stop, int lane,
                          Walk& walk, bool& finished) {
   int tokens[2], parents[2], drawn[2];
@@ -70,7 +72,7 @@ __device__ void publish_logprobs(const TokenLogprobs& from, TokenLogprobs& to, i
   }
 }
 
-// One warp does one sequence. `result` is null where nothing is published.
+// One warp handles one sequence. `result` is null if nothing is published.
 __device__ void accept_one(const AcceptTreeParams& p, int seq, SlotResult* result, Walk& walk,
                            int lane) {
   const int slot = p.seq_slots[seq], max_path = p.state.accepted.max_path;
@@ -93,7 +95,7 @@ __device__ void accept_one(const AcceptTreeParams& p, int seq, SlotResult* resul
       p.state.history[int64_t{slot} * p.state.max_len + length + j] =
           j == 0 ? root : walk.emitted[j - 1];
     }
-    // A path may repeat a token, hence the atomic; of integers, so the order does not matter.
+    // A path may repeat a token, so the update is atomic. Integer sums do not depend on the order.
     if (counts_tokens && token != kNoToken)
       atomicAdd(p.state.counts + int64_t{slot} * p.state.vocab_size + token, 1);
   }
@@ -116,7 +118,7 @@ __device__ void accept_one(const AcceptTreeParams& p, int seq, SlotResult* resul
       stop.finished = finished ? 1 : 0;
     }
   }
-  __syncwarp();  // the walk's memory may be used again
+  __syncwarp();  // before the next walk overwrites `walk`
 }
 
 // Grid: 1.
@@ -161,7 +163,8 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// A thread a row of the chunk; the thread of a sequence's first row writes what it has one of.
+// One thread for each token of the chunk. The thread of a sequence's first token writes the values
+// that exist once for each sequence.
 __global__ void __launch_bounds__(kThreads)
     shift_prompt_kernel(const __grid_constant__ ShiftPromptParams p) {
   ptx::pdl_launch();
@@ -195,7 +198,7 @@ dim3 ctas_for(int count) { return dim3((count + kThreads - 1) / kThreads); }
 
 // ---- launchers
 
-// Graph-safe; reads from the device: all but the sizes. Publishes even without a sequence.
+// Graph-safe; reads from the device: all but the sizes. Publishes even if there are no sequences.
 void accept_tree(const Context& ctx, const AcceptTreeParams& p) {
   check_accept(p);
   launch(ctx, accept_tree_kernel, dim3(1), dim3(kAcceptWarps * 32), 0, p);
