@@ -225,10 +225,10 @@ void bind_layer_ops(py::module_& m) {
       "`out`.");
   m.def(
       "silu_mul",
-      [](const OpsContext& c, SharedArray out, SharedArray x, bool by_eights) {
-        silu_mul(c.ctx, {tensor_of(out), tensor_of(x), by_eights});
+      [](const OpsContext& c, SharedArray out, SharedArray x, bool interleaved) {
+        silu_mul(c.ctx, {tensor_of(out), tensor_of(x), interleaved});
       },
-      "ctx"_a, "out"_a, "x"_a, "by_eights"_a = false, "csrc/kernels/layer/silu_mul.h");
+      "ctx"_a, "out"_a, "x"_a, "interleaved"_a = false, "csrc/kernels/layer/silu_mul.h");
   m.def(
       "gather_rows",
       [](const OpsContext& c, SharedArray out, SharedArray x, SharedArray index,

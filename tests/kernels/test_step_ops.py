@@ -39,7 +39,7 @@ class State:
 
 
 class Finisher:
-    """finish_step with a ring of 2 entries for up to 3 sequences."""
+    """finish_step with a ring of 2 steps of up to 3 sequences."""
 
     def __init__(self, device: str) -> None:
         self.device, self.state = device, State(device)
@@ -70,7 +70,8 @@ class Finisher:
             tokens=put_ints(d, tokens or [0]), logprobs=put_raw(d, self.logprobs),
             sampling=self.sampling, state=self.state.op,
             sink=ops.ResultSink(
-                results=self.results, ring_size=2, max_seqs=3, step_counter=self.step_counter, done=self.done,
+                results=self.results, ring_size=2, max_seqs=3,
+                step_counter=self.step_counter, done=self.done,
             ),
         )  # fmt: skip
 
@@ -93,8 +94,8 @@ def test_finish_step_updates_the_slots(device: str) -> None:
 
 
 @on_devices
-def test_finish_step_keeps_what_a_draft_needs(device: str) -> None:
-    """The history up to its end, and drawn tokens as what was accepted: no node drew them."""
+def test_finish_step_writes_history_and_accepted_tokens(device: str) -> None:
+    """History stops at its end. A drawn token is accepted with path -1: no node drew it."""
     step = Finisher(device)
     step.finish(slots=[2, 0, 3], rows=[1, 7, 100], sampled=[0, 1], tokens=[9, 10])
     history = np.full((SLOTS, MAX_LEN), -1)
@@ -108,7 +109,7 @@ def test_finish_step_keeps_what_a_draft_needs(device: str) -> None:
 
 
 @on_devices
-def test_finish_step_counts_only_for_penalties(device: str) -> None:
+def test_finish_step_counts_tokens_only_for_penalties(device: str) -> None:
     step = Finisher(device)
     for _ in range(3):
         step.finish(slots=[0, 1], rows=[1, 1], sampled=[0, 1], tokens=[4, 4])
@@ -134,7 +135,7 @@ def test_finish_step_goes_round_the_ring(device: str) -> None:
         assert step.counters() == (n, n)
         entry = step.entry((n - 1) % 2)[0]
         assert (entry["slot"], entry["num_tokens"], entry["tokens"][0]) == (n % SLOTS, 1, n)
-        if n > 1:  # the step before is still there
+        if n > 1:  # the ring still holds the step before
             assert step.entry(n % 2)[0]["tokens"][0] == n - 1
 
 
@@ -149,7 +150,7 @@ def test_finish_step_without_a_drawn_token(device: str) -> None:
 
 
 @on_devices
-def test_finish_step_copies_logprobs_where_asked(device: str) -> None:
+def test_finish_step_copies_logprobs_if_the_slot_asks(device: str) -> None:
     step = Finisher(device)
     step.finish(slots=[1, 2, 3], rows=[1, 1, 1], sampled=[0, 1, 2], tokens=[0, 1, 2])
     one, two, three = (result["logprobs"][0] for result in step.entry(0))
@@ -157,7 +158,7 @@ def test_finish_step_copies_logprobs_where_asked(device: str) -> None:
     assert two["logprob"] == -1.5
     assert two["top_ids"].tolist() == list(range(20))
     assert two["top_logprobs"].tolist() == [-float(i) for i in range(20)]
-    assert np.isnan(three["logprob"])  # not asked for: untouched
+    assert np.isnan(three["logprob"])  # not requested: untouched
 
 
 @on_devices

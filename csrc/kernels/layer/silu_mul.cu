@@ -23,7 +23,7 @@ constexpr int kThreads = 128;
 // Grid: (T, CTAs of a row); num_vectors = I / 8.
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
-    silu_mul_kernel(T* out, const T* x, int num_vectors, bool by_eights) {
+    silu_mul_kernel(T* out, const T* x, int num_vectors, bool interleaved) {
   ptx::pdl_launch();
   ptx::pdl_wait();
   const int64_t row = blockIdx.x;
@@ -31,8 +31,8 @@ __global__ void __launch_bounds__(kThreads)
   if (column >= num_vectors) return;
 
   const T* row_x = x + row * 2 * num_vectors * 8;
-  const Vec16<T> gate = load<T, 8>(row_x + (by_eights ? 2 * column : column) * 8);
-  const Vec16<T> up = load<T, 8>(row_x + (by_eights ? 2 * column + 1 : num_vectors + column) * 8);
+  const Vec16<T> gate = load<T, 8>(row_x + (interleaved ? 2 * column : column) * 8);
+  const Vec16<T> up = load<T, 8>(row_x + (interleaved ? 2 * column + 1 : num_vectors + column) * 8);
   Vec16<T> result;
 #pragma unroll
   for (int i = 0; i < 8; ++i) result[i] = from_float<T>(silu(to_float(gate[i])) * to_float(up[i]));
@@ -57,7 +57,7 @@ void silu_mul(const Context& ctx, const SiluMulParams& p) {
   dispatch_half(p.x.dtype(), [&](auto t) {
     using T = decltype(t);
     launch(ctx, silu_mul_kernel<T>, grid, dim3(kThreads), 0, p.out.as<T>(), p.x.as<T>(),
-           num_vectors, p.by_eights);
+           num_vectors, p.interleaved);
   });
 }
 
