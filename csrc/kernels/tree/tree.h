@@ -8,8 +8,8 @@
 // The score of a candidate is its cumulative log-probability, summed in float32. If two scores are
 // equal, the lower candidate index wins. Therefore a parent always precedes its children.
 //
-//   level       candidate index          meaning
-//   0           c                        c-th continuation of the root, c < k
+//   level       candidate index            meaning
+//   0           c                          c-th continuation of the root, c < k
 //   s = 1..D-1  k + (s - 1) k^2 + r k + c  c-th continuation of node r of level s - 1
 #pragma once
 
@@ -71,11 +71,12 @@ struct DraftBeam {
   int* seq_token_begin = nullptr;  // [B + 1]
 };
 
-// Adds level `level` to the beam and chooses the k nodes of the next draft launch.
+// Adds level `level` to the beam and chooses the k nodes of the next draft launch. The top-k of the
+// previous draft launch are the candidates. A sequence has R rows in that launch.
 //
-//   level     rows of a sequence (R)  new candidates  nodes chosen    token_parents
-//   0         1                       k               all k           b
-//   1..D - 1  k                       k^2             the k best      b k + r
+//   level     R  new candidates  chosen nodes  token_parents
+//   0         1  k               all k         b
+//   1..D - 1  k  k^2             the k best    b k + r
 //
 // Level 0 follows the launch that processed the accepted tokens. Level 0 therefore adds
 // max(accepted_counts[slot], 1) to draft_lengths[slot].
@@ -147,13 +148,12 @@ struct AcceptTreeParams {
 };
 REGISTER_OP(accept_tree, AcceptTreeParams)
 
-// Moves the entries and hidden states of accepted nodes to their final places. L = lengths -
-// counts.
+// Moves the entries and hidden states of accepted nodes to their final places. With
+// L = lengths - counts:
 //
-//   data                        from            to                        j
-//   entries of each plane       L + paths[j]    L + j                     1 .. counts - 1
-//   rows of hidden states       b N + paths[j]  slot (D + 1) + j of       0 .. counts - 1
-//                                               accepted_hidden
+//   data           from            to                                       j
+//   entries        L + paths[j]    L + j                                    1 .. counts - 1
+//   hidden states  b N + paths[j]  row slot (D + 1) + j of accepted_hidden  0 .. counts - 1
 struct KeepAcceptedParams {
   Tensor pool{};                    // [planes, pages, heads * 64 * width]; may be empty
   int num_heads = 0;                // of a page
@@ -170,11 +170,12 @@ struct KeepAcceptedParams {
 };
 REGISTER_OP(keep_accepted, KeepAcceptedParams)
 
-// Prepares the draft launch that processes the accepted tokens. Each sequence has D + 1 tokens in
-// it. Token j is accepted id j at position draft_lengths[slot] + j. Tokens from counts[slot] on are
-// padding: no earlier token sees them, and later launches overwrite their KV entries.
+// Prepares the draft launch that processes the accepted tokens. Every sequence has D + 1 tokens in
+// this launch. Token j is accepted id j at position draft_lengths[slot] + j. Tokens from
+// counts[slot] on are padding: no earlier token sees them, and later launches overwrite their KV
+// entries.
 //
-// With n = max(counts[slot], 1), draft_lengths[slot] = lengths[slot] - n if the draft is shifted,
+// Let n = max(counts[slot], 1). draft_lengths[slot] is lengths[slot] - n if the draft is shifted,
 // and lengths[slot] - n + 1 otherwise.
 struct BeginDraftParams {
   const int* seq_slots = nullptr;  // [B]
