@@ -10,10 +10,9 @@
 // Then attention_combine.cu combines the splits.
 //
 // Surprising: the grid does not have one CTA for each split. It has about as many CTAs as run at a
-// time, and each CTA takes a range of splits. Prologue and epilogue then occur once a range, and
-// copies continue across the ends of splits. The ranges change no bit of the result, so the host
-// may choose them. For trees with half a split group a range or more, ranges are whole split
-// groups.
+// time, and each CTA takes a range of splits. A range has one prologue and one epilogue, and copies
+// continue across the ends of splits. The ranges change no bit of the result, so the host may
+// choose them. If split groups are merged (merge_from), a range has whole split groups.
 #include <algorithm>
 
 #include "core/dispatch.h"
@@ -46,8 +45,8 @@ struct DecodeGrid {
     const int max_splits = num_splits(tokens.max_kv);
     return {num_chunks, std::clamp(num_split_ranges, 1, max_splits), max_splits};
   }
-  // The number of splits from which split groups are merged: half a group a range. Some CTAs are
-  // then idle, but the combination gains more than that. Longer groups need more: 3/4 of a group
+  // Minimum number of splits for merging split groups: half a group for each range. Some CTAs are
+  // then idle, but the combination gains more than that. Longer splits need more: 3/4 of a group
   // beyond 8192 entries, a whole group beyond 32768.
   int merge_from() const {
     const int whole = num_split_ranges * kSplitsPerGroup;

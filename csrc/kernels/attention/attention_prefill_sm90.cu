@@ -11,10 +11,10 @@
 //   consumers  two warpgroups of 64 rows: queries, scores of 128 entries and output in registers
 //   KV tiles are two pages each, in ascending order from entry 0.
 //
-// Surprising: no GEMM waits for a softmax. While the scores of a KV tile become probabilities, the
-// same warps have a GEMM in flight: probabilities * values of the previous tile. The GEMM for the
-// next scores was issued before it. One warpgroup alone keeps its tensor cores busy; the second
-// fills the gaps.
+// Surprising: each softmax overlaps a GEMM of the same warps. For tile t, a warpgroup issues the
+// GEMM for the scores of t, then the GEMM for probabilities * values of t - 1. It waits for the
+// first only. The softmax of t runs during the second. One warpgroup alone keeps its tensor cores
+// busy; the other fills the gaps.
 //
 // An entry that a row does not see changes no bit of the row. Therefore the bits do not depend on
 // the prefill chunk (tiles.cuh).
@@ -28,7 +28,7 @@ template <typename T>
 struct HopperPrefill {
   static constexpr int kDim = 128, kPanels = kDim / 64;
   static constexpr int kRows = 128;         // query rows of a CTA
-  static constexpr int kTileEntries = 128;  // of a KV tile
+  static constexpr int kTileEntries = 128;  // entries of a KV tile
   static constexpr int kPages = kTileEntries / kPageSize;
   static constexpr int kStages = 2;
   static constexpr int kConsumerThreads = 256, kThreads = kConsumerThreads + 128;

@@ -87,8 +87,8 @@ __device__ __forceinline__ int split_range_index() { return gridDim.y - 1 - bloc
 // is empty if entry_begin >= entry_end.
 //
 // look_up(entry) loads the page numbers from `entry` on. The caller has called
-// look_up(split_begin(split_range_index())). If each split has its own range, this result stands,
-// and the page table is read before the sequence's length arrives.
+// look_up(split_begin(split_range_index())). If each split has its own range, that call is enough:
+// the page numbers are then loaded without waiting for the sequence's length.
 template <typename T, typename LookUp>
 __device__ __forceinline__ SplitRange split_range_of_cta(const AttentionArgs<T>& args,
                                                          const Sequence& seq, int max_splits,

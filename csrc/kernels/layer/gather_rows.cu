@@ -56,9 +56,8 @@ void gather_rows(const Context& ctx, const GatherRowsParams& p) {
         row_bytes);
   const int64_t stride_bytes = p.out_stride * size_of(p.x.dtype());
   CHECK(stride_bytes % 16 == 0 && (stride_bytes == 0 || stride_bytes >= row_bytes),
-        "gather_rows: rows have {} bytes and a stride of {} bytes, expected a stride that is a "
-        "multiple "
-        "of 16 and no less than a row",
+        "gather_rows: rows have {} bytes and a stride of {} bytes, expected a multiple of "
+        "16 that is no less than a row",
         row_bytes, stride_bytes);
   const int64_t num_rows = p.num_rows ? p.num_rows : p.out.size(0);
   if (num_rows == 0) return;

@@ -5,8 +5,8 @@
 // Schedule: a team of CTAs handles one row, as in sample.cu.
 //   1. Each thread finds its largest logit and its sum of exponentials in one pass.
 //   2. The bound is the k-th largest of the warps' maxima. At least k tokens are >= the bound.
-//   3. Only threads whose maximum is >= the bound read their tokens again, and list those >= the
-//   bound.
+//   3. Only threads whose maximum is >= the bound read their tokens again. They list the tokens
+//      that are >= the bound.
 //   4. The list is ranked by counting. The first CTA ranks the k best of all CTAs.
 // If fewer than k warps have tokens, the bound is the k-th largest of the threads' maxima (a binary
 // search by CTA-wide votes). If the list overflows, the bound is searched among the tokens.

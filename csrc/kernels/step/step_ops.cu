@@ -118,11 +118,11 @@ void finish_step(const Context& ctx, const FinishStepParams& p) {
 
 // Not graph-safe: the slot and the number of ids are host values.
 void reset_slot(const Context& ctx, const ResetSlotParams& p) {
-  CHECK(p.num_prompt >= 0 && p.num_prompt <= p.num_ids && p.state.vocab_size > 0,
-        "reset_slot: {} prompt ids of {} ids, vocabulary size {}; expected 0 <= prompt ids <= ids "
-        "and "
-        "a positive vocabulary size",
-        p.num_prompt, p.num_ids, p.state.vocab_size);
+  CHECK(
+      p.num_prompt >= 0 && p.num_prompt <= p.num_ids && p.state.vocab_size > 0,
+      "reset_slot: {} prompt ids of {} ids and a vocabulary of {}, expected 0 <= prompt ids <= ids "
+      "and a positive vocabulary",
+      p.num_prompt, p.num_ids, p.state.vocab_size);
   const int vocab_size = p.state.vocab_size;
   int* counts = p.state.counts + int64_t{p.slot} * vocab_size;
   launch(ctx, clear_slot_kernel, ctas_for(vocab_size), dim3(kThreads), 0, counts, vocab_size,

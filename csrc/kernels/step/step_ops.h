@@ -44,7 +44,7 @@ struct SlotResult {
 
 // The ring that receives the results of steps. Steps are counted from 1.
 //
-// Step n writes result r to results[(n - 1) % ring_size * max_seqs + r]. It then sets
+// Step n writes result r to results[((n - 1) % ring_size) * max_seqs + r]. It then sets
 // `*step_counter` to n, and `*done` to n by a release store with system scope. The host polls for
 // `*done` >= n.
 struct ResultSink {

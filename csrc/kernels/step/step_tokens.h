@@ -4,7 +4,8 @@
 // number of cached tokens of a sequence before the step. For token j of this sequence:
 //
 //   KV entry    L + j.
-//   position    L + j in a chain, L + depth in a tree. RoPE uses the position.
+//   position    L + j in a chain, L + depth in a tree. RoPE uses the position. If a launch has only
+//               one token, its position must equal its KV entry.
 //   visibility  All entries below L, and the entries of this step that its mask names. Bit i of
 //               ancestor_masks is token i of the same sequence; a token's own bit is set. Without
 //               masks, token j sees tokens 0..j (causal).
@@ -32,8 +33,7 @@ struct StepTokens {
   const int* seq_token_begin = nullptr;      // [B + 1] first token of each sequence
   const int* slot_lengths = nullptr;         // [slots] L, cached tokens before this step
   const uint64_t* ancestor_masks = nullptr;  // [T], null: causal
-  // [T] parent: a token of the same sequence, -1 for the first. Null: the parent is the token
-  // before.
+  // [T] parent of each token in the same sequence; -1: the first. Null: the token before.
   const int* token_parents = nullptr;
   const int* page_table = nullptr;  // [slots, max_pages] page number of each 64 entries
   int max_pages = 0;

@@ -3,11 +3,11 @@
 //
 // Roofline: twice the moved bytes. In practice, the latency of four dependent loads.
 //
-// Schedule: a CTA moves the entries of one head of one plane of one sequence; a thread moves 16
-// bytes. Further CTAs copy the hidden states, each a part of one row.
+// Schedule: a CTA moves the entries of one head of one plane of one sequence. A thread moves 16
+// bytes. Other CTAs copy the hidden states, each a part of one row.
 //
-// Surprising: the move is in place. The nodes of a path ascend, and node j of a path is at least j.
-// So a CTA only has to read all entries of a round before it writes any.
+// Surprising: the move is in place. The nodes of a path ascend, so place j of the path has a node
+// >= j. A CTA therefore only has to read all entries of a round before it writes any.
 #include "core/launch.h"
 #include "core/ptx.cuh"
 #include "kernels/launch_checks.h"
