@@ -193,8 +193,7 @@ void bind_shared_params(py::module_& m) {
 
 // ---- layers
 
-// The first `width` columns of a matrix, and its row stride. If width is 0: the whole matrix, and
-// 0.
+// The first `width` columns of a matrix, and its row stride. If width is 0: the matrix and 0.
 std::pair<Tensor, int64_t> part_of(const SharedArray& array, int64_t width) {
   const Tensor whole = tensor_of(array);
   if (width == 0) return {whole, 0};

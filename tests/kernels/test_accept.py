@@ -47,9 +47,7 @@ class Slots:
         for stop in self.stops:
             stop["num_stop_ids"] = rng.integers(4)
             stop["stop_ids"] = rng.integers(50, 60, size=16)
-            stop["stop_ids"][stop["num_stop_ids"] :] = (
-                1  # unused elements must not end the sequence
-            )
+            stop["stop_ids"][stop["num_stop_ids"] :] = 1  # unused: must not end a path
             if stop["num_stop_ids"]:
                 stop["stop_ids"][rng.integers(stop["num_stop_ids"])] = STOP_ID
         self.results = empty_structs(device, [RING, max_seqs], ops.slot_result_dtype, pinned=True)

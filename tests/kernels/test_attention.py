@@ -283,7 +283,7 @@ def test_tokens_with_a_window_do_not_depend_on_the_step(
 
 
 def level_rows(step: Step, device: str, begin: int, end: int) -> tuple[np.ndarray, Any]:
-    """A launch with tokens begin..end of every sequence. Returns their rows and the arguments."""
+    """A launch with tokens [begin, end) of every sequence. Returns their rows and StepTokens."""
     index = np.concatenate([first + np.arange(begin, end) for first in step.begins[:-1]])
     slot_lengths = np.full(step.num_slots, 12345)
     slot_lengths[step.slots] = step.lengths
