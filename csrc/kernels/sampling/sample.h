@@ -62,8 +62,8 @@ constexpr int num_mask_words(int vocab_size) { return (vocab_size + 31) / 32; }
 struct SampleParams {
   Tensor logits;                     // [R, V] float32; the op may adjust it in place
   const int* token_slots = nullptr;  // [R]
-  const int* token_positions =
-      nullptr;  // [R] position of the row; the drawn token has the next position
+  // [R] positions of the rows. A drawn token has the next position.
+  const int* token_positions = nullptr;
   const SlotSampling* sampling = nullptr;  // [slots]
   const int* counts = nullptr;             // [slots, V] times emitted, plus kPromptBit
   const float* bias = nullptr;             // [slots, V]

@@ -51,8 +51,8 @@ struct ResultSink {
   SlotResult* results = nullptr;  // mapped host memory, [ring_size, max_seqs]
   int ring_size = 1;
   int max_seqs = 1;
-  uint64_t* step_counter =
-      nullptr;  // device memory, number of published steps; null: publish nothing
+  // Number of published steps, in device memory. Null: the step publishes nothing.
+  uint64_t* step_counter = nullptr;
   volatile uint64_t* done = nullptr;  // mapped host memory
 };
 

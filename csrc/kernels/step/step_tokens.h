@@ -33,7 +33,8 @@ struct StepTokens {
   const int* seq_token_begin = nullptr;      // [B + 1] first token of each sequence
   const int* slot_lengths = nullptr;         // [slots] L, cached tokens before this step
   const uint64_t* ancestor_masks = nullptr;  // [T], null: causal
-  // [T] parent of each token in the same sequence; -1: the first. Null: the token before.
+  // [T] parent, as the number of a token within its sequence; -1 for the first token. Null: the
+  // parent is the token before.
   const int* token_parents = nullptr;
   const int* page_table = nullptr;  // [slots, max_pages] page number of each 64 entries
   int max_pages = 0;
