@@ -75,8 +75,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
   int first_entry = range.entry_begin;  // first entry of the first tile
   int num_tiles = (range.entry_end - range.entry_begin + kStageEntries - 1) / kStageEntries;
   int num_shared = num_tiles;
-  const int tree_entry = kByPosition ? seq.length / kStageEntries * kStageEntries
-                                     : 0;  // first entry of the tree's tiles
+  // First entry of the tree's tiles.
+  const int tree_entry = kByPosition ? seq.length / kStageEntries * kStageEntries : 0;
   const bool meets_tree = kByPosition && range.entry_end > tree_entry;
   if (meets_tree) {
     num_shared = max(tree_entry - range.entry_begin, 0) / kStageEntries;

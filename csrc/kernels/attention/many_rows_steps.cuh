@@ -24,8 +24,8 @@ struct ManyRowsConfig {
   static constexpr int kStageEntries = kDim <= 128 ? 64 : 32;      // entries of a stage tile
   static constexpr int kStages = kDim == 64 ? 4 : 3;
   static constexpr int kCtasPerSm = 2;
-  static constexpr int kTreeTiles =
-      kMaxTreeSize / kStageEntries + 1;         // a tree may begin anywhere in a tile
+  // A tree may begin anywhere in a tile.
+  static constexpr int kTreeTiles = kMaxTreeSize / kStageEntries + 1;
   static constexpr bool kMerges = kDim <= 128;  // merging of split groups; uses the last stage
   static_assert(kTreeTiles <= kStages - kMerges, "the whole tree must fit shared memory");
   static_assert(kPageSize % kStageEntries == 0, "a stage tile must lie in one page");
