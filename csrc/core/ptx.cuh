@@ -262,7 +262,7 @@ __device__ __forceinline__ unsigned long long global_nanoseconds() {
 }
 
 // How many multiprocessors there are, or a few more: numbers that none has count, too.
-__device__ __forceinline__ unsigned num_multiprocessors() {
+__device__ __forceinline__ unsigned num_sms() {
   unsigned number;
   asm("mov.u32 %0, %nsmid;" : "=r"(number));
   return number;

@@ -97,7 +97,7 @@ class AttentionBlock : public Block {
                                phase_ + 2, phase_ + 3);
     if (limits.is_cuda()) {
       partial_floats_ =
-          attention_scratch_floats(std::min(limits.max_decode_tokens, kMaxScratchRows),
+          attention_scratch_floats(std::min(limits.max_decode_tokens, kMaxScratchTokens),
                                    shape_.num_heads, shape_.head_dim, limits.max_kv);
     }
     partial_id_ =
@@ -179,7 +179,7 @@ class AttentionBlock : public Block {
                                  .scratch = partials_};
     if (step.phase == Phase::kPrefill) {
       attention_prefill(ctx, params);
-    } else if (step.tokens.num_tokens > kMaxScratchRows) {
+    } else if (step.tokens.num_tokens > kMaxScratchTokens) {
       decode_in_groups(ctx, params);
     } else if (queue == nullptr) {
       attention_decode(ctx, params);
@@ -195,9 +195,9 @@ class AttentionBlock : public Block {
   static void decode_in_groups(const Context& ctx, const AttentionParams& all) {
     const StepTokens& tokens = all.tokens;
     const int seq_rows = tokens.num_tokens / tokens.num_seqs;
-    CHECK_STATE(seq_rows * tokens.num_seqs == tokens.num_tokens && seq_rows <= kMaxScratchRows,
+    CHECK_STATE(seq_rows * tokens.num_seqs == tokens.num_tokens && seq_rows <= kMaxScratchTokens,
                 "a decode step of {} tokens of {} sequences", tokens.num_tokens, tokens.num_seqs);
-    const int group = kMaxScratchRows / seq_rows;
+    const int group = kMaxScratchTokens / seq_rows;
     for (int seq = 0; seq < tokens.num_seqs; seq += group) {
       const int count = std::min(group, tokens.num_seqs - seq), first = seq * seq_rows;
       AttentionParams params = all;

@@ -72,7 +72,7 @@ void W4Matrix::forward_gated(const Context& ctx, Phase phase, const Tensor& out,
                              const Tensor& gate_up, const Tensor& x) const {
   if (!multiplies_slices(ctx, phase)) return multiply(ctx, out, x, 1, 0);
   forward(ctx, phase, gate_up, x, 1, 0);
-  silu_mul(ctx, {.out = out, .x = gate_up, .by_eights = true});
+  silu_mul(ctx, {.out = out, .x = gate_up, .interleaved = true});
 }
 
 }  // namespace cpmcu

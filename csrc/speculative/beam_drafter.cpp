@@ -44,7 +44,7 @@ void BeamDrafter::layout(Carver& carver) {
            .scores = carver.take<float>(b * candidates),
            .tokens = ints(b * candidates),
            .level_candidates = ints(b * spec_.depth * k),
-           .row_scores = carver.take<float>(b * k),
+           .token_scores = carver.take<float>(b * k),
            .ancestor_masks = carver.take<uint64_t>(b * k),
            .token_ids = ints(b * k),
            .token_parents = ints(b * k),
@@ -64,7 +64,7 @@ void BeamDrafter::layout(Carver& carver) {
   row_begin_ = ints(b + 1);
   last_rows_ = ints(b);
   if (!shifted()) return;
-  const auto rows = [&](int64_t count) -> ShiftPromptParams::Rows {
+  const auto rows = [&](int64_t count) -> ShiftPromptParams::Launch {
     return {.ids = ints(count),
             .positions = ints(count),
             .token_seqs = ints(count),
@@ -101,7 +101,7 @@ void BeamDrafter::prefill(const Context& ctx, const DraftPrompt& prompt) {
 void BeamDrafter::prefill_shifted(const Context& ctx, const DraftPrompt& prompt) {
   ShiftPromptParams shift = shift_;
   shift.num_seqs = prompt.tokens.num_seqs;
-  shift.num_rows = prompt.tokens.num_tokens;
+  shift.num_tokens = prompt.tokens.num_tokens;
   shift.ids = prompt.ids;
   shift.token_seqs = prompt.tokens.token_seqs;
   shift.seq_slots = prompt.tokens.seq_slots;
@@ -109,7 +109,7 @@ void BeamDrafter::prefill_shifted(const Context& ctx, const DraftPrompt& prompt)
   shift.lengths = prompt.tokens.slot_lengths;
   shift.num_shared = prompt.num_shared;
   shift_prompt(ctx, shift);
-  const auto run = [&](const ShiftPromptParams::Rows& shifted, int num_rows, int max_seq_tokens,
+  const auto run = [&](const ShiftPromptParams::Launch& shifted, int num_rows, int max_seq_tokens,
                        const int* lengths, const Tensor& hidden) {
     if (num_rows == 0) return;
     StepTokens tokens = prompt.tokens;
@@ -129,7 +129,7 @@ void BeamDrafter::prefill_shifted(const Context& ctx, const DraftPrompt& prompt)
   if (prompt.continues) {
     run(shift.first, shift.num_seqs, 1, shift.first_lengths, pick(prompt.accepted));
   }
-  run(shift.rest, shift.num_rows - shift.num_seqs, prompt.tokens.max_seq_tokens, shift.lengths,
+  run(shift.rest, shift.num_tokens - shift.num_seqs, prompt.tokens.max_seq_tokens, shift.lengths,
       pick(prompt.hidden));
 }
 
@@ -198,7 +198,7 @@ Draft BeamDrafter::propose(const Context& ctx, const DraftBatch& batch) {
   tokens.seq_token_begin = beam.seq_token_begin;
   tokens.ancestor_masks = beam.ancestor_masks;
   for (int level = 1; level < batch.shape.depth; ++level) {
-    tokens.first_row = (level - 1) * k;
+    tokens.first_token = (level - 1) * k;
     const Step step{.phase = Phase::kDecode, .ids = beam.token_ids, .tokens = tokens};
     hidden = forward(ctx, step, {.x = hidden, .index = beam.token_parents}, Source::kRecycled);
     expand(level);

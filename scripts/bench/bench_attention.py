@@ -110,7 +110,7 @@ class Shape:
         self.qkv = normal(ctx, [rows, columns], dtype)
         self.out = ops.Array(ctx, [rows, self.num_heads * HEAD_DIM], dtype)
         floats = ops.attention_scratch_floats(
-            num_rows=rows, num_heads=self.num_heads, head_dim=HEAD_DIM, max_kv=entries
+            num_tokens=rows, num_heads=self.num_heads, head_dim=HEAD_DIM, max_kv=entries
         )
         self.scratch = ops.Array(ctx, [floats if rows <= PAGE else 1], "float32")
 

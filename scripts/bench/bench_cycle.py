@@ -90,7 +90,7 @@ class Step:
             topk=TOPK,
             depth=DEPTH,
             scores=ops.Array(self.ctx, [1, CANDIDATES], "float32"),
-            row_scores=ops.Array(self.ctx, [1, TOPK], "float32"),
+            token_scores=ops.Array(self.ctx, [1, TOPK], "float32"),
             ancestor_masks=ops.Array(self.ctx, [1, TOPK], "uint64"),
             **arrays,
         )
@@ -154,7 +154,7 @@ class Step:
             results=raw(ctx, np.zeros([8, 1], ops.slot_result_dtype), pinned=True),
             ring_size=8,
             max_seqs=1,
-            ticket=raw(ctx, np.zeros(1, np.uint64)),
+            step_counter=raw(ctx, np.zeros(1, np.uint64)),
             done=raw(ctx, np.zeros(1, np.uint64), pinned=True),
         )
 

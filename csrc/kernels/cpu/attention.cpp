@@ -116,11 +116,11 @@ void check(const AttentionParams& p) {
         name_of(p.qkv.dtype()), name_of(p.k_cache.dtype()), name_of(p.v_cache.dtype()),
         name_of(p.out.dtype()));
   CHECK(p.window >= 0, "attention: window {} is negative", p.window);
-  CHECK(p.tokens.first_row >= 0, "attention: first_row {} is negative", p.tokens.first_row);
+  CHECK(p.tokens.first_token >= 0, "attention: first_token {} is negative", p.tokens.first_token);
   CHECK(p.tokens.ancestor_masks == nullptr ||
-            p.tokens.first_row + p.tokens.max_seq_tokens <= kMaxTreeSize,
+            p.tokens.first_token + p.tokens.max_seq_tokens <= kMaxTreeSize,
         "attention: a sequence with masks may have up to {} rows, not {}", kMaxTreeSize,
-        p.tokens.first_row + p.tokens.max_seq_tokens);
+        p.tokens.first_token + p.tokens.max_seq_tokens);
 }
 
 void attention(const AttentionParams& p) {
@@ -138,8 +138,8 @@ void attention(const AttentionParams& p) {
         const int cached = tokens.slot_lengths[slot], kv_head = h / group;
         const uint64_t ancestor_mask =
             tokens.ancestor_masks == nullptr ? 0 : tokens.ancestor_masks[row];
-        const int own =
-            cached + (p.by_position ? std::popcount(ancestor_mask) - 1 : tokens.first_row + in_seq);
+        const int own = cached + (p.by_position ? std::popcount(ancestor_mask) - 1
+                                                : tokens.first_token + in_seq);
         // A causal row sees one stretch of entries; a mask names the entries from `length` on.
         const bool causal = tokens.ancestor_masks == nullptr || p.by_position;
         const int length = causal ? own + 1 : cached;
@@ -186,9 +186,9 @@ void attention_splits(const Context&, const AttentionParams& params) {
         "attention_decode: a sequence may have up to {} rows, not {}", kMaxTreeSize,
         params.tokens.max_seq_tokens);
   CHECK(!params.by_position ||
-            (params.tokens.ancestor_masks != nullptr && params.tokens.first_row == 0),
-        "attention_decode: by_position needs masks and a step in one launch, not first_row {}",
-        params.tokens.first_row);
+            (params.tokens.ancestor_masks != nullptr && params.tokens.first_token == 0),
+        "attention_decode: by_position needs masks and a step in one launch, not first_token {}",
+        params.tokens.first_token);
   attention(params);
 }
 

@@ -48,10 +48,10 @@ void tree_expand(const Context&, const TreeExpandParams& p) {
     if (level == 0) p.draft_lengths[slot] += std::max(p.accepted_counts[slot], 1);
     float* scores = beam.scores + seq * num_all + first;
     int* tokens = beam.tokens + seq * num_all + first;
-    float* row_scores = beam.row_scores + seq * k;
+    float* token_scores = beam.token_scores + seq * k;
     uint64_t* ancestor_masks = beam.ancestor_masks + seq * k;
     for (int c = 0; c < num_new; ++c) {
-      scores[c] = (level == 0 ? 0 : row_scores[c / k]) + p.topk_logprobs[seq * num_new + c];
+      scores[c] = (level == 0 ? 0 : token_scores[c / k]) + p.topk_logprobs[seq * num_new + c];
       tokens[c] = p.topk_tokens[seq * num_new + c];
     }
     std::vector<int> chosen(k);
@@ -64,7 +64,7 @@ void tree_expand(const Context&, const TreeExpandParams& p) {
     for (int r = 0; r < k; ++r) {
       const int c = chosen[r], row = seq * k + r, own_bit = level * k + r;
       beam.level_candidates[(seq * beam.depth + level) * k + r] = first + c;
-      row_scores[r] = scores[c];
+      token_scores[r] = scores[c];
       ancestor_masks[r] = level == 0 ? 0 : old_masks[c / k];
       if (own_bit < kMaxTreeSize) ancestor_masks[r] |= bit(own_bit);  // the last level is never run
       beam.token_ids[row] = tokens[c];

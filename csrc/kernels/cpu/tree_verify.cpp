@@ -28,8 +28,8 @@ void accept_tree(const Context&, const AcceptTreeParams& p) {
   const SlotState& state = p.state;
   const int num_nodes = p.trees.num_nodes, max_path = state.accepted.max_path;
   SlotResult* results = nullptr;
-  if (p.sink.ticket != nullptr) {
-    results = p.sink.results + (*p.sink.ticket % p.sink.ring_size) * p.sink.max_seqs;
+  if (p.sink.step_counter != nullptr) {
+    results = p.sink.results + (*p.sink.step_counter % p.sink.ring_size) * p.sink.max_seqs;
   }
   for (int seq = 0; seq < p.trees.num_seqs; ++seq) {
     const int slot = p.seq_slots[seq];
@@ -75,8 +75,8 @@ void accept_tree(const Context&, const AcceptTreeParams& p) {
   }
   if (results == nullptr) return;
   std::atomic_thread_fence(std::memory_order_release);
-  *p.sink.ticket += 1;
-  *p.sink.done = *p.sink.ticket;
+  *p.sink.step_counter += 1;
+  *p.sink.done = *p.sink.step_counter;
 }
 
 void begin_draft(const Context&, const BeginDraftParams& p) {

@@ -55,7 +55,7 @@ __device__ __forceinline__ void combine_columns(uint32_t (&values)[kWidth / 2],
         reference = warp_reduce(reference, Max{});
       }
       weight = weight_of(state.x, reference);
-      sum = add_runs(sum, __fmul_rn(state.y, weight), shift > 0);
+      sum = add_split_groups(sum, __fmul_rn(state.y, weight), shift > 0);
     }
     const int lane_of_first = first % 32;
     const auto weight_of_part = [&](int i) {
@@ -65,10 +65,10 @@ __device__ __forceinline__ void combine_columns(uint32_t (&values)[kWidth / 2],
     const auto add_up = [&](auto constant) {
       constexpr int kParts = decltype(constant)::value;  // of a run
 #pragma unroll
-      for (int i = 0; i < kAtOnce; i += kRunsTogether * kParts) {
+      for (int i = 0; i < kAtOnce; i += kGroupsTogether * kParts) {
         float together[kWidth];
 #pragma unroll
-        for (int run = 0; run < kRunsTogether; ++run) {
+        for (int run = 0; run < kGroupsTogether; ++run) {
           float run_sum[kWidth] = {};
 #pragma unroll
           for (int k = i + run * kParts; k < i + (run + 1) * kParts; ++k) {
@@ -88,12 +88,12 @@ __device__ __forceinline__ void combine_columns(uint32_t (&values)[kWidth / 2],
       }
     };
     if (shift == 0) {
-      add_up(std::integral_constant<int, kSplitsOfRun>{});
+      add_up(std::integral_constant<int, kSplitsPerGroup>{});
     } else {
       add_up(std::integral_constant<int, 1>{});
     }
   }
-  sum = sum_of_runs(sum, shift > 0);
+  sum = sum_of_split_groups(sum, shift > 0);
   const float inverse = inverse_of(sum);
 #pragma unroll
   for (int j = 0; j < kWidth; j += 2) {

@@ -34,7 +34,7 @@ struct Turn {
     const StepTokens& tokens = rotary.tokens;
     const int seq = tokens.token_seqs[row], slot = tokens.seq_slots[seq];
     const int in_slot =
-        tokens.slot_lengths[slot] + tokens.first_row + row - tokens.seq_token_begin[seq];
+        tokens.slot_lengths[slot] + tokens.first_token + row - tokens.seq_token_begin[seq];
     const int64_t page = int64_t{slot} * tokens.max_pages + in_slot / kPageSize;
     entry = tokens.page_table[page] * kPageSize + in_slot % kPageSize;
     if (is_value) return;
