@@ -7,8 +7,8 @@
 namespace cpmcu {
 
 Sampler::~Sampler() {
-  if (mirror_ != nullptr) release_pinned(device_, mirror_);
-  if (mask_mirror_ != nullptr) release_pinned(device_, mask_mirror_);
+  if (sampling_staging_ != nullptr) release_pinned(device_, sampling_staging_);
+  if (mask_staging_ != nullptr) release_pinned(device_, mask_staging_);
 }
 
 void Sampler::plan(MemoryPlan& plan, int num_slots, int max_rows, int vocab_size,
@@ -36,9 +36,9 @@ void Sampler::bind(const Context& ctx, const Arena& arena) {
   logprobs_ = arena.array<TokenLogprobs>(logprobs_id_);
   ids_ = arena.array<int>(ids_id_);
   const int64_t bytes = static_cast<int64_t>(sizeof(SlotSampling)) * num_slots_;
-  mirror_ = static_cast<SlotSampling*>(allocate_pinned(ctx.device, bytes));
+  sampling_staging_ = static_cast<SlotSampling*>(allocate_pinned(ctx.device, bytes));
   mask_rows_ = arena.array<int>(masks_id_);
-  mask_mirror_ = static_cast<int*>(allocate_pinned(ctx.device, 4 * num_mask_ints(max_rows_)));
+  mask_staging_ = static_cast<int*>(allocate_pinned(ctx.device, 4 * num_mask_ints(max_rows_)));
 }
 
 void Sampler::check(const SamplingConfig& config) const {
@@ -68,7 +68,7 @@ void Sampler::reset(const Context& ctx, const SlotState& state, int slot,
   const bool use_penalties = config.repetition_penalty != 1 || config.presence_penalty != 0 ||
                              config.frequency_penalty != 0;
   const bool use_bias = !config.logit_bias.empty();
-  mirror_[slot] = {.temperature = config.temperature,
+  sampling_staging_[slot] = {.temperature = config.temperature,
                    .top_p = config.top_p,
                    .min_p = config.min_p,
                    .top_k = config.top_k,
@@ -80,7 +80,7 @@ void Sampler::reset(const Context& ctx, const SlotState& state, int slot,
                    .use_penalties = use_penalties,
                    .use_bias = use_bias,
                    .num_logprobs = config.logprobs};
-  copy_to_device(ctx.device, sampling_ + slot, mirror_ + slot, sizeof(SlotSampling), ctx.stream);
+  copy_to_device(ctx.device, sampling_ + slot, sampling_staging_ + slot, sizeof(SlotSampling), ctx.stream);
   const int num_ids = use_penalties ? static_cast<int>(ids.size()) : 0;
   CHECK_STATE(num_ids <= max_model_len_, "{} ids of history, room for {}", num_ids, max_model_len_);
   copy_to_device(ctx.device, ids_, ids.data(), int64_t{4} * num_ids, ctx.stream);
@@ -107,10 +107,10 @@ void Sampler::upload_masks(const Context& ctx, const TokenMasks& masks, int num_
     CHECK(index >= -1 && index < masks.num_masks, "a row has mask {}, but there are {}", index,
           masks.num_masks);
   }
-  std::copy(masks.rows.begin(), masks.rows.end(), mask_mirror_);
+  std::copy(masks.rows.begin(), masks.rows.end(), mask_staging_);
   const int64_t num_ints = num_mask_ints(masks.num_masks);
-  std::memcpy(mask_mirror_ + max_rows_, masks.words, 4 * (num_ints - max_rows_));
-  copy_to_device(ctx.device, mask_rows_, mask_mirror_, 4 * num_ints, ctx.stream);
+  std::memcpy(mask_staging_ + max_rows_, masks.words, 4 * (num_ints - max_rows_));
+  copy_to_device(ctx.device, mask_rows_, mask_staging_, 4 * num_ints, ctx.stream);
 }
 
 void Sampler::draw(const Context& ctx, const Tensor& logits, const int* token_slots,

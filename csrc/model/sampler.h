@@ -76,14 +76,14 @@ class Sampler {
   MemoryPlan::Id sampling_id_ = 0, counts_id_ = 0, bias_id_ = 0, tokens_id_ = 0, logprobs_id_ = 0,
                  ids_id_ = 0, masks_id_ = 0;
   SlotSampling* sampling_ = nullptr;   // [slots]
-  SlotSampling* mirror_ = nullptr;     // the same in pinned memory
+  SlotSampling* sampling_staging_ = nullptr;     // the same in pinned memory
   int* counts_ = nullptr;              // [slots, V]
   float* bias_ = nullptr;              // [slots, V]
   int* tokens_ = nullptr;              // [R]
   TokenLogprobs* logprobs_ = nullptr;  // [R]
   int* ids_ = nullptr;                 // [max_model_len] staging for reset
   int* mask_rows_ = nullptr;           // [R], and behind it masks [R, num_mask_words(V)]
-  int* mask_mirror_ = nullptr;         // the same in pinned memory
+  int* mask_staging_ = nullptr;         // the same in pinned memory
 };
 
 }  // namespace cpmcu

@@ -20,7 +20,7 @@ class Transformer {
 
   // What a drafter wants to see of every row: the residual stream entering these layers, side by
   // side, [T, layers * H]. Before `plan`.
-  void tap(std::vector<int> layers) { tapped_layers_ = std::move(layers); }
+  void keep_aux_hidden(std::vector<int> layers) { aux_hidden_layers_ = std::move(layers); }
 
   // `max_head_rows`: rows whose hidden states `head` keeps; `max_logit_rows`: of one call.
   void plan(MemoryPlan& plan, ModelState& state, const StepLimits& limits, int max_head_rows,
@@ -50,7 +50,7 @@ class Transformer {
   void final_norm(const Context& ctx, const Tensor& out, const Tensor& rows) const {
     final_norm_.forward(ctx, out, rows);
   }
-  Tensor tapped(int num_rows) const { return taps_.rows(0, num_rows); }  // [T, layers * H]
+  Tensor aux_hidden(int num_rows) const { return aux_hidden_.rows(0, num_rows); }  // [T, layers * H]
   const Tensor& embedding_table() const { return embed_; }               // [V, H]
   // [V, H] until the first step; empty if the checkpoint has the head quantised.
   Tensor head_weight() const {
@@ -58,7 +58,7 @@ class Transformer {
   }
 
  private:
-  void copy_taps(const Context& ctx, int layer, const Tensor& hidden) const;
+  void copy_aux_hidden(const Context& ctx, int layer, const Tensor& hidden) const;
 
   struct Sublayer {
     int layer;
@@ -68,17 +68,17 @@ class Transformer {
 
   const ModelSpec& spec_;
   std::string prefix_;
-  std::vector<int> tapped_layers_;
+  std::vector<int> aux_hidden_layers_;
   std::vector<Sublayer> sublayers_;
   RmsNorm final_norm_;
   std::unique_ptr<LinearMethod> head_;  // null: tied, the embedding table serves
-  MemoryPlan::Id embed_id_ = 0, hidden_id_ = 0, normed_id_ = 0, taps_id_ = 0, head_in_id_ = 0,
+  MemoryPlan::Id embed_id_ = 0, hidden_id_ = 0, normed_id_ = 0, aux_hidden_id_ = 0, head_in_id_ = 0,
                  logits_id_ = 0;
-  int64_t max_rows_ = 0, max_head_rows_ = 0, max_logit_rows_ = 0;
+  int64_t max_tokens_ = 0, max_head_rows_ = 0, max_logit_rows_ = 0;
   Tensor embed_;    // [V, H]
   Tensor hidden_;   // [T, H]
   Tensor normed_;   // [T, H]
-  Tensor taps_;     // [T, layers * H]
+  Tensor aux_hidden_;     // [T, layers * H]
   Tensor head_in_;  // [head rows, H]
   Tensor logits_;   // [R, V] float32
 

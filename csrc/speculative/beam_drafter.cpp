@@ -17,7 +17,7 @@ BeamDrafter::BeamDrafter(const DrafterSpec& spec, const ModelSpec& target)
 
 StepLimits BeamDrafter::step_limits() const {
   const int decode_tokens = limits_.max_seqs * std::max(max_path(), spec_.topk);
-  return {.max_rows = std::max(limits_.max_prompt_tokens, decode_tokens),
+  return {.max_tokens = std::max(limits_.max_prompt_tokens, decode_tokens),
           .max_decode_tokens = decode_tokens,
           .max_kv = limits_.max_kv,
           .compute_capability = limits_.compute_capability};

@@ -38,12 +38,12 @@ RmsNorm* HeadDrafter::add_norm(const std::string& name) {
 void HeadDrafter::plan(MemoryPlan& plan, StateCache& states, const DraftLimits& limits) {
   BeamDrafter::plan(plan, states, limits);
   const StepLimits step = step_limits();
-  max_rows_ = step.max_rows;
+  max_tokens_ = step.max_tokens;
   fc_->plan(plan, step);
   for (const auto& block : blocks_) block->plan(plan, state(), step);
   for (const auto& norm : norms_) norm->plan(plan);
   head_.plan(plan, step);
-  const int64_t bytes = max_rows_ * width() * size_of(model().dtype);
+  const int64_t bytes = max_tokens_ * width() * size_of(model().dtype);
   both_id_ = plan.add_scratch(spec_.scope + "concat", 2 * bytes, 0, kMixer + 1);
   hidden_id_ = plan.add_scratch(spec_.scope + "hidden", bytes, 0, kSample);
   normed_id_ = plan.add_scratch(spec_.scope + "normed", bytes, 0, kSample);
@@ -56,9 +56,9 @@ void HeadDrafter::bind(const Arena& arena) {
   for (const auto& norm : norms_) norm->bind(arena);
   head_.bind(arena);
   const DType dtype = model().dtype;
-  both_ = arena.tensor(both_id_, dtype, {max_rows_, 2 * width()});
-  hidden_ = arena.tensor(hidden_id_, dtype, {max_rows_, width()});
-  normed_ = arena.tensor(normed_id_, dtype, {max_rows_, width()});
+  both_ = arena.tensor(both_id_, dtype, {max_tokens_, 2 * width()});
+  hidden_ = arena.tensor(hidden_id_, dtype, {max_tokens_, width()});
+  normed_ = arena.tensor(normed_id_, dtype, {max_tokens_, width()});
 }
 
 void HeadDrafter::list_tensors(WeightTable& table) {

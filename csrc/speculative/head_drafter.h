@@ -45,7 +45,7 @@ class HeadDrafter : public BeamDrafter {
   Tensor left(int rows) const { return half(rows, 0); }
   Tensor right(int rows) const { return half(rows, width()); }
   int64_t width() const { return model().hidden_size; }  // H
-  int64_t max_rows() const { return max_rows_; }
+  int64_t max_tokens() const { return max_tokens_; }
 
   std::unique_ptr<LinearMethod> fc_;
   DraftHead head_;
@@ -56,7 +56,7 @@ class HeadDrafter : public BeamDrafter {
 
   std::vector<std::unique_ptr<Block>> blocks_;
   std::vector<std::unique_ptr<RmsNorm>> norms_;
-  int64_t max_rows_ = 0;
+  int64_t max_tokens_ = 0;
   MemoryPlan::Id both_id_ = 0, hidden_id_ = 0, normed_id_ = 0;
   Tensor both_, hidden_, normed_;
 };

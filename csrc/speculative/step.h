@@ -46,7 +46,7 @@ class SpeculativeStep {
     int max_kv = 0;  // upper bound of any length, nodes included
     DraftShape shape;
     const int* seq_slots = nullptr;  // [B] device
-    int num_rows() const { return num_seqs * shape.tree_size; }
+    int num_tokens() const { return num_seqs * shape.tree_size; }
   };
   // Node 0 is the root, whose token has been emitted. Unused nodes hold token -1. Without a
   // drafter the root's token is not read back: it is 0.
@@ -102,7 +102,7 @@ class SpeculativeStep {
   void draw(const Context& ctx, const Batch& batch, bool masked);
   void commit(const Context& ctx, const Batch& batch);
   bool logits_fit(const Batch& batch) const {
-    return batch.num_rows() <= target_.model.max_logit_rows();
+    return batch.num_tokens() <= target_.model.max_logit_rows();
   }
 
   Target target_;
@@ -116,8 +116,8 @@ class SpeculativeStep {
   SlotState slots_;
   TokenTrees trees_;
   SlotStop* stops_ = nullptr;         // [slots]
-  SlotStop* stops_mirror_ = nullptr;  // pinned
-  int* trees_mirror_ = nullptr;       // pinned: tokens and parents, [2, B N]
+  SlotStop* stops_staging_ = nullptr;  // pinned
+  int* trees_staging_ = nullptr;       // pinned: tokens and parents, [2, B N]
   std::optional<Event> trees_ready_;  // in the mirror
   Device device_;
   Tensor final_;           // [T, H] of a prompt chunk

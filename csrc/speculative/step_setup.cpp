@@ -12,8 +12,8 @@ SpeculativeStep::SpeculativeStep(const Target& target, const DrafterSpec* spec) 
 }
 
 SpeculativeStep::~SpeculativeStep() {
-  if (stops_mirror_ != nullptr) release_pinned(device_, stops_mirror_);
-  if (trees_mirror_ != nullptr) release_pinned(device_, trees_mirror_);
+  if (stops_staging_ != nullptr) release_pinned(device_, stops_staging_);
+  if (trees_staging_ != nullptr) release_pinned(device_, trees_staging_);
 }
 
 void SpeculativeStep::layout(Carver& carver) {
@@ -74,9 +74,9 @@ void SpeculativeStep::bind(const Context& ctx, const Arena& arena) {
   fill_bytes(ctx.device, buffer, 0, carver.num_bytes(), ctx.stream);
   slots_.counts = target_.sampler.counts();
   const auto bytes = static_cast<int64_t>(sizeof(SlotStop)) * limits_.max_slots;
-  stops_mirror_ = static_cast<SlotStop*>(allocate_pinned(ctx.device, bytes));
+  stops_staging_ = static_cast<SlotStop*>(allocate_pinned(ctx.device, bytes));
   const int64_t nodes = int64_t{limits_.max_seqs} * largest_.tree_size;
-  trees_mirror_ = static_cast<int*>(allocate_pinned(ctx.device, 2 * 4 * nodes));
+  trees_staging_ = static_cast<int*>(allocate_pinned(ctx.device, 2 * 4 * nodes));
   trees_ready_.emplace(ctx.device);
   if (!drafter_) return;
   slots_.history = arena.array<int>(history_id_);

@@ -17,8 +17,8 @@ struct Step {
 
 // Upper bounds that size buffers.
 struct StepLimits {
-  int max_rows = 0;            // rows of a step: T
-  int max_decode_tokens = 0;   // rows of a decode step
+  int max_tokens = 0;          // of a step: T
+  int max_decode_tokens = 0;   // of a decode step
   int max_kv = 0;              // tokens of a sequence, those of a step in flight included
   int compute_capability = 0;  // as in Context
 

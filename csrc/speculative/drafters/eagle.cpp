@@ -43,7 +43,7 @@ class EagleDrafter : public HeadDrafter {
     HeadDrafter::plan(plan, states, limits);
     if (!has_bias_) return;
     bias_id_ = plan.add(spec_.scope + "fc.bias", "weights", width() * size_of(model().dtype));
-    zeros_id_ = plan.add(spec_.scope + "zeros", "state", 4 * max_rows());
+    zeros_id_ = plan.add(spec_.scope + "zeros", "state", 4 * max_tokens());
   }
   void bind(const Arena& arena) override {
     HeadDrafter::bind(arena);
@@ -57,7 +57,7 @@ class EagleDrafter : public HeadDrafter {
   }
   void finish_loading(const Context& ctx, const TargetParts& target) override {
     HeadDrafter::finish_loading(ctx, target);
-    if (has_bias_) fill_bytes(ctx.device, zeros_, 0, 4 * max_rows(), ctx.stream);
+    if (has_bias_) fill_bytes(ctx.device, zeros_, 0, 4 * max_tokens(), ctx.stream);
   }
 
  protected:
@@ -80,8 +80,8 @@ class EagleDrafter : public HeadDrafter {
           {.out = right(rows), .x = feature.x, .index = feature.index, .out_stride = 2 * width()});
     }
     if (has_bias_) gather_rows(ctx, {.out = hidden, .x = bias_, .index = zeros_});
-    GemmQueue products(ctx, step.phase);
-    const Context& queued = products.context();
+    GemmQueue gemms(ctx, step.phase);
+    const Context& queued = gemms.context();
     fc_->forward(queued, step.phase, hidden, both(rows), 1, has_bias_ ? 1 : 0);
     for (const auto& [blocks, attention_norm, mlp_norm] : layers_) {
       if (attention_norm) attention_norm->forward(queued, normed, hidden);
@@ -89,7 +89,7 @@ class EagleDrafter : public HeadDrafter {
       mlp_norm->forward(queued, normed, hidden);
       blocks.mlp->forward(queued, step, hidden, normed);
     }
-    products.flush();
+    gemms.flush();
     return hidden;
   }
 

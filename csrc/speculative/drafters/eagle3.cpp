@@ -40,7 +40,7 @@ class Eagle3Drafter : public HeadDrafter {
   void plan(MemoryPlan& plan, StateCache& states, const DraftLimits& limits) override {
     HeadDrafter::plan(plan, states, limits);
     const int64_t element = size_of(model().dtype);
-    num_gathered_ = max_rows();
+    num_gathered_ = max_tokens();
     num_recycled_ = int64_t{limits.max_seqs} * spec_.topk;
     gathered_id_ = plan.add_scratch(
         spec_.scope + "gathered", num_gathered_ * num_inputs(spec_, target_) * element, 0, kSample);
@@ -79,12 +79,12 @@ class Eagle3Drafter : public HeadDrafter {
         {.out = normed, .table = embedding_table_, .ids = step.ids, .scale = model().embed_scale});
     embed_norm_->forward(ctx, left(rows), normed, 2 * width());
     hidden_norm_->forward(ctx, right(rows), hidden, 2 * width());
-    GemmQueue products(ctx, step.phase);
-    const Context& queued = products.context();
+    GemmQueue gemms(ctx, step.phase);
+    const Context& queued = gemms.context();
     layer_.attention->forward(queued, step, hidden, both(rows));
     mlp_norm_->forward(queued, normed, hidden);
     layer_.mlp->forward(queued, step, hidden, normed);
-    products.flush();
+    gemms.flush();
     if (!norm_output_) return hidden;
     final_norm_->forward(ctx, normed, hidden);
     return normed;

@@ -20,9 +20,9 @@ class NgramDrafter : public Drafter {
   }
 
   void plan(MemoryPlan& plan, StateCache&, const DraftLimits& limits) override {
-    fused_id_ = plan.add(scope_ + "chain", "state", int64_t{4} * limits.max_seqs * depth_);
+    chain_id_ = plan.add(scope_ + "chain", "state", int64_t{4} * limits.max_seqs * depth_);
   }
-  void bind(const Arena& arena) override { chain_ = arena.array<int>(fused_id_); }
+  void bind(const Arena& arena) override { chain_ = arena.array<int>(chain_id_); }
 
   Draft propose(const Context& ctx, const DraftBatch& batch) override {
     const int num_tokens = std::min(batch.num_tokens(), depth_);
@@ -43,7 +43,7 @@ class NgramDrafter : public Drafter {
  private:
   const int depth_, min_ngram_, max_ngram_;
   const std::string scope_;
-  MemoryPlan::Id fused_id_ = 0;
+  MemoryPlan::Id chain_id_ = 0;
   int* chain_ = nullptr;  // [B, M]
 };
 
