@@ -13,7 +13,7 @@
 namespace cpmcu {
 namespace {
 
-// The numbers of one attention block: the model's, where the block has none of its own.
+// The sizes of one attention block. A parameter of the block overrides the model's number.
 struct AttentionShape {
   int num_heads, num_kv_heads, head_dim, window;
   bool qkv_bias, qk_norm;
@@ -32,7 +32,7 @@ struct AttentionShape {
                        {"num_attention_heads", "num_key_value_heads", "head_dim", "window",
                         "qkv_bias", "qk_norm", "rope_inv_freq", "rope_attention_scaling"});
     CHECK(num_kv_heads >= 1 && num_heads >= num_kv_heads && num_heads % num_kv_heads == 0,
-          "an attention block has {} heads and {} key heads, expected a multiple of them",
+          "an attention block has {} heads and {} key heads, expected a multiple of the key heads",
           num_heads, num_kv_heads);
     CHECK(head_dim >= 8 && head_dim % 8 == 0, "head_dim is {}, expected a positive multiple of 8",
           head_dim);
@@ -191,12 +191,14 @@ class AttentionBlock : public Block {
   }
 
  private:
-  // Sequences share the scratch group by group, so its size does not grow with their number.
+  // Groups of sequences run one after another and reuse the scratch, so its size does not grow with
+  // the number of sequences.
   static void decode_in_groups(const Context& ctx, const AttentionParams& all) {
     const StepTokens& tokens = all.tokens;
     const int seq_rows = tokens.num_tokens / tokens.num_seqs;
     CHECK_STATE(seq_rows * tokens.num_seqs == tokens.num_tokens && seq_rows <= kMaxScratchRows,
-                "a decode step of {} tokens of {} sequences", tokens.num_tokens, tokens.num_seqs);
+                "a decode step has {} tokens of {} sequences, expected equally many of each",
+                tokens.num_tokens, tokens.num_seqs);
     const int group = kMaxScratchRows / seq_rows;
     for (int seq = 0; seq < tokens.num_seqs; seq += group) {
       const int count = std::min(group, tokens.num_seqs - seq), first = seq * seq_rows;

@@ -24,7 +24,7 @@ Transformer::Transformer(const ModelSpec& spec, std::string prefix, int window)
     }
   }
   const std::string head = prefix_ + "lm_head";
-  // A tied head has a method of its own only if it is a quantised copy of the table.
+  // A tied head has its own linear method only if it is a quantised copy of the table.
   if (!spec.tie_word_embeddings || spec.quantises(head)) {
     head_ = make_linear(spec.linear_method_of(head), {.parts = {{head, spec.vocab_size}},
                                                       .in_features = spec.hidden_size,
@@ -49,9 +49,9 @@ void Transformer::plan(MemoryPlan& plan, ModelState& state, const StepLimits& li
   if (head_) head_->plan(plan, limits);
   hidden_id_ = plan.add_scratch("hidden", max_tokens_ * row_bytes, kEmbed, kHead);
   normed_id_ = plan.add_scratch("normed", max_tokens_ * row_bytes, kMixer, kMlp + 1);
-  aux_hidden_id_ = plan.add_scratch(prefix_ + "aux_hidden",
-                              max_tokens_ * row_bytes * static_cast<int64_t>(aux_hidden_layers_.size()),
-                              0, kSample);
+  aux_hidden_id_ = plan.add_scratch(
+      prefix_ + "aux_hidden",
+      max_tokens_ * row_bytes * static_cast<int64_t>(aux_hidden_layers_.size()), 0, kSample);
   head_in_id_ = plan.add_scratch("head_in", max_head_rows_ * row_bytes, kFinalNorm, kSample);
   logits_id_ =
       plan.add_scratch("logits", int64_t{4} * max_logit_rows_ * spec_.vocab_size, kHead, kSample);
@@ -68,8 +68,9 @@ void Transformer::bind(const Arena& arena, const ModelState& state) {
   if (head_) head_->bind(arena);
   hidden_ = arena.tensor(hidden_id_, spec_.dtype, {max_tokens_, hidden});
   normed_ = arena.tensor(normed_id_, spec_.dtype, {max_tokens_, hidden});
-  aux_hidden_ = arena.tensor(aux_hidden_id_, spec_.dtype,
-                       {max_tokens_, static_cast<int64_t>(aux_hidden_layers_.size()) * hidden});
+  aux_hidden_ =
+      arena.tensor(aux_hidden_id_, spec_.dtype,
+                   {max_tokens_, static_cast<int64_t>(aux_hidden_layers_.size()) * hidden});
   head_in_ = arena.tensor(head_in_id_, spec_.dtype, {max_head_rows_, hidden});
   logits_ = arena.tensor(logits_id_, DType::kF32, {max_logit_rows_, spec_.vocab_size});
 }
@@ -130,7 +131,7 @@ Tensor Transformer::head(const Context& ctx, const Tensor& rows, int first_row) 
   return logits;
 }
 
-// The head counts as decoding in every phase: a row's logits never depend on the other rows.
+// The head uses the decode kernels in every phase: a row's logits never depend on the other rows.
 void Transformer::project(const Context& ctx, const Tensor& logits, const Tensor& normed,
                           float scale) const {
   if (head_) {

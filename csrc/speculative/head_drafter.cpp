@@ -6,8 +6,9 @@ HeadDrafter::HeadDrafter(const DrafterSpec& spec, const ModelSpec& target, const
                          int64_t fc_inputs)
     : BeamDrafter(spec, target), head_(spec_, vocab_ids_, target) {
   const ModelSpec& model = this->model();
-  CHECK(model.hidden_size == target.hidden_size, "the {} head has hidden_size {}, the target {}",
-        kind, model.hidden_size, target.hidden_size);
+  CHECK(model.hidden_size == target.hidden_size,
+        "the {} head has hidden_size {}, expected the target's {}", kind, model.hidden_size,
+        target.hidden_size);
   const std::string fc = spec_.scope + "fc";
   fc_ = make_linear(model.linear_method_of(fc), {.parts = {{fc, model.hidden_size}},
                                                  .in_features = fc_inputs,
@@ -76,9 +77,9 @@ void HeadDrafter::finish_loading(const Context& ctx, const TargetParts& target) 
   head_.finish_loading(ctx, target);
 }
 
-Tensor HeadDrafter::half(int rows, int64_t first_column) const {
+Tensor HeadDrafter::half(int num_tokens, int64_t first_column) const {
   return Tensor(both_.as<char>() + first_column * size_of(both_.dtype()), both_.dtype(),
-                {rows, width()});
+                {num_tokens, width()});
 }
 
 }  // namespace cpmcu

@@ -1,4 +1,4 @@
-// The page to read first: one step, verbs only. The functions below prepare its arguments.
+// One speculative step: propose, verify, accept. The functions at the end build the arguments.
 #include "speculative/step.h"
 
 #include <algorithm>
@@ -9,16 +9,7 @@ namespace cpmcu {
 
 void SpeculativeStep::propose(const Context& ctx, const Batch& batch) {
   Draft draft;
-  if (batch.shape.depth > 0) {
-    draft = drafter_->propose(ctx, {.num_seqs = batch.num_seqs,
-                                    .shape = batch.shape,
-                                    .seq_slots = batch.seq_slots,
-                                    .max_kv = batch.max_kv,
-                                    .page_table = target_.states.page_table(),
-                                    .max_pages = target_.states.max_pages(),
-                                    .slots = slots_,
-                                    .accepted = accepted_});
-  }
+  if (batch.shape.depth > 0) draft = drafter_->propose(ctx, draft_batch(batch));
   tree_build(
       ctx,
       {.draft = draft, .trees = trees_of(batch), .seq_slots = batch.seq_slots, .slots = slots_});
@@ -43,16 +34,16 @@ void SpeculativeStep::accept(const Context& ctx, const Batch& batch, bool masked
   commit(ctx, batch);
 }
 
-// Draws a token at each node. If the logits of all nodes do not fit, head and sampler run in parts
+// Draws a token at each node. If the logits of all nodes do not fit, head and sampler run on groups
 // of whole trees.
 void SpeculativeStep::draw(const Context& ctx, const Batch& batch, bool masked) {
   const TokenTrees trees = trees_of(batch);
   const int num_tokens = batch.num_tokens(), num_nodes = trees.num_nodes;
   const Tensor hidden = target_.model.hidden(num_tokens);
-  const int most =
+  const int group_size =
       logits_fit(batch) ? num_tokens : target_.model.max_logit_rows() / num_nodes * num_nodes;
-  for (int row = 0; row < num_tokens; row += most) {
-    const int count = std::min(most, num_tokens - row);
+  for (int row = 0; row < num_tokens; row += group_size) {
+    const int count = std::min(group_size, num_tokens - row);
     const Tensor logits = logits_fit(batch) ? target_.model.logits(count)
                                             : target_.model.head(ctx, hidden.rows(row, count), row);
     target_.sampler.draw(ctx, logits, trees.token_slots + row, trees.token_positions + row, &trees,
@@ -60,8 +51,8 @@ void SpeculativeStep::draw(const Context& ctx, const Batch& batch, bool masked) 
   }
 }
 
-// Moves the rows and hidden states of accepted nodes into place; then each block commits the rest
-// of its state.
+// Moves the KV entries and hidden states of accepted nodes into place. Then each block commits the
+// rest of its state.
 void SpeculativeStep::commit(const Context& ctx, const Batch& batch) {
   const int num_tokens = batch.num_tokens();
   KeepAcceptedParams keep{.page_table = target_.states.page_table(),
@@ -98,16 +89,16 @@ void SpeculativeStep::draft_prompt(const Context& ctx, const Step& step, bool co
   }
   if (!needs_.layers.empty()) prompt.hidden.layers = target_.model.aux_hidden(num_tokens);
   drafter_->prefill(ctx, prompt);
-  const auto keep = [&](const Tensor& kept, const Tensor& hidden) {
+  const auto keep_last = [&](const Tensor& accepted, const Tensor& hidden) {
     if (hidden.empty()) return;
-    gather_rows(ctx, {.out = kept,
+    gather_rows(ctx, {.out = accepted,
                       .x = hidden,
                       .index = last_rows,
                       .out_index = slot_rows,
                       .num_rows = step.tokens.num_seqs});
   };
-  keep(accepted_.final, prompt.hidden.final);
-  keep(accepted_.layers, prompt.hidden.layers);
+  keep_last(accepted_.final, prompt.hidden.final);
+  keep_last(accepted_.layers, prompt.hidden.layers);
 }
 
 void SpeculativeStep::reset(const Context& ctx, int slot, const SlotStop& stop) {
@@ -137,6 +128,17 @@ std::vector<SpeculativeStep::DraftedTree> SpeculativeStep::read_trees(const Batc
 }
 
 // ---- arguments
+
+DraftBatch SpeculativeStep::draft_batch(const Batch& batch) const {
+  return {.num_seqs = batch.num_seqs,
+          .shape = batch.shape,
+          .seq_slots = batch.seq_slots,
+          .max_kv = batch.max_kv,
+          .page_table = target_.states.page_table(),
+          .max_pages = target_.states.max_pages(),
+          .slots = slots_,
+          .accepted = accepted_};
+}
 
 TokenTrees SpeculativeStep::trees_of(const Batch& batch) const {
   TokenTrees trees = trees_;
@@ -177,8 +179,9 @@ void SpeculativeStep::check_shape(const DraftShape& shape) const {
         "a decode step of depth {} and {} nodes, expected a depth of 0 to {} and 1 to {} nodes",
         shape.depth, shape.tree_size, largest_.depth, largest_.tree_size);
   const int nodes = shape.depth == 0 ? 1 : 1 + num_candidates(spec_->topk, shape.depth);
-  CHECK(shape.tree_size <= nodes, "a decode step of depth {} and {} nodes, but it drafts only {}",
-        shape.depth, shape.tree_size, nodes - 1);
+  CHECK(shape.tree_size <= nodes,
+        "a decode step of depth {} and {} nodes, but it drafts at most {} tokens", shape.depth,
+        shape.tree_size, nodes - 1);
 }
 
 }  // namespace cpmcu

@@ -1,4 +1,4 @@
-// How a speculative step comes to be: its drafter, its memory.
+// Construction of a speculative step: the drafter, the memory.
 #include "speculative/step.h"
 
 namespace cpmcu {
@@ -48,14 +48,15 @@ void SpeculativeStep::plan(MemoryPlan& plan, const SpeculativeStepLimits& limits
   history_id_ =
       plan.add("step.history", "state", int64_t{4} * limits.max_slots * limits.max_tokens);
   const int64_t row_bytes = int64_t{target_.spec.hidden_size} * size_of(target_.spec.dtype);
-  const int64_t kept = int64_t{limits.max_slots} * max_path();
+  const int64_t accepted_rows = int64_t{limits.max_slots} * max_path();
   if (needs_.final) {
     final_id_ = plan.add_scratch("final_hidden", limits.max_prompt_tokens * row_bytes, 0, kSample);
-    accepted_final_id_ = plan.add("step.accepted_final", "state", kept * row_bytes);
+    accepted_final_id_ = plan.add("step.accepted_final", "state", accepted_rows * row_bytes);
   }
   if (!needs_.layers.empty()) {
-    accepted_layers_id_ = plan.add("step.accepted_layers", "state",
-                                   kept * row_bytes * static_cast<int64_t>(needs_.layers.size()));
+    accepted_layers_id_ =
+        plan.add("step.accepted_layers", "state",
+                 accepted_rows * row_bytes * static_cast<int64_t>(needs_.layers.size()));
   }
   drafter_->plan(plan, target_.states,
                  {.max_seqs = limits.max_seqs,
@@ -81,10 +82,12 @@ void SpeculativeStep::bind(const Context& ctx, const Arena& arena) {
   if (!drafter_) return;
   slots_.history = arena.array<int>(history_id_);
   const DType dtype = target_.spec.dtype;
-  const int64_t width = target_.spec.hidden_size, kept = int64_t{limits_.max_slots} * max_path();
-  // Tokens beyond those that were accepted are masked, but NaN would stay in the draft's cache.
+  const int64_t width = target_.spec.hidden_size;
+  const int64_t accepted_rows = int64_t{limits_.max_slots} * max_path();
+  // Rows beyond the accepted tokens are padding. Attention masks them, but NaN in them would reach
+  // the draft's KV cache.
   const auto cleared = [&](MemoryPlan::Id id, int64_t columns) {
-    const Tensor tensor = arena.tensor(id, dtype, {kept, columns});
+    const Tensor tensor = arena.tensor(id, dtype, {accepted_rows, columns});
     fill_bytes(ctx.device, tensor.data(), 0, tensor.num_bytes(), ctx.stream);
     return tensor;
   };

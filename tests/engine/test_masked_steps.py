@@ -241,11 +241,11 @@ def test_masks_are_checked(masked_models: Models) -> None:
         ValueError, match=f"{NUM_WORDS + 1} words a row, expected 2 and {NUM_WORDS}"
     ):
         engine.prefill([item], [0], np.zeros((1, NUM_WORDS + 1), np.uint32))
-    with pytest.raises(ValueError, match="masks are given for 2 rows, the step has 1"):
+    with pytest.raises(ValueError, match="masks are given for 2 rows, expected the 1 rows"):
         engine.prefill([item], [0, -1], words)
-    with pytest.raises(ValueError, match="a row has mask 1, but there are 1"):
+    with pytest.raises(ValueError, match="a row names mask 1, there are 1 masks"):
         engine.prefill([item], [1], words)
-    with pytest.raises(ValueError, match="2 masks are given for 1 rows"):
+    with pytest.raises(ValueError, match="2 masks are given, expected at most one for each"):
         engine.prefill([item], [1], np.concatenate([words, words]))
     with pytest.raises(TypeError):
         engine.prefill([item], [0], words.astype(np.float64))

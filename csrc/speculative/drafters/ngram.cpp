@@ -1,4 +1,5 @@
-// Prompt look-up: what followed the last tokens when they occurred before: "ngram". No weights.
+// Prompt look-up: "ngram". It finds an earlier occurrence of the last n tokens and proposes the
+// tokens that followed it. It has no weights.
 #include <algorithm>
 
 #include "speculative/drafter.h"
@@ -15,8 +16,7 @@ class NgramDrafter : public Drafter {
         scope_(spec.scope) {
     spec.options.check_known("n-gram look-up", {"min_ngram", "max_ngram"});
     CHECK(min_ngram_ >= 1 && min_ngram_ <= max_ngram_ && max_ngram_ <= kMaxNgram,
-          "n-grams of {} to {} tokens were asked for, expected 1 to {}", min_ngram_, max_ngram_,
-          kMaxNgram);
+          "n-grams have {} to {} tokens, expected 1 to {}", min_ngram_, max_ngram_, kMaxNgram);
   }
 
   void plan(MemoryPlan& plan, StateCache&, const DraftLimits& limits) override {
