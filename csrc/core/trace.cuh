@@ -1,12 +1,12 @@
-// Stamps of a clock in kernels, to see what a layer waits for (scripts/trace_layer.py). Only in
-// builds with CPMCU_TRACE=1; of others it changes no instruction.
+// Timestamps in kernels, to measure where a layer waits (scripts/trace_layer.py). They exist only
+// in builds with CPMCU_TRACE=1; other builds have the same instructions as without them.
 //
-// TRACED_FILE("name"), once in a file of kernels, makes the rings and the class Trace:
-//   Trace trace;      // at the beginning of a kernel: stamps place 0
-//   trace.stamp(1);   // place 1
-//   trace.end();      // a launch that does not come here leaves no trace
-// The first thread of a block stamps, so only what it waits for is seen. Of launches that overlap
-// others of their file (chains of more than 64 rows) nothing can be said.
+// TRACED_FILE("name"), once in a kernel file, defines the rings and the class Trace:
+//   Trace trace;      // at the start of a kernel: timestamp 0
+//   trace.stamp(1);   // timestamp 1
+//   trace.end();      // a launch that does not reach this is not recorded
+// Thread 0 of each CTA takes the timestamps, so only its own waits are visible. If two launches of
+// the same file overlap (M > 64), their timestamps are not valid.
 #pragma once
 
 #include "core/trace.h"

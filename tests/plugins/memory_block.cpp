@@ -1,11 +1,11 @@
-// A kind of layer from outside the package, with state of its own: "memory". CPU and float32 only.
-// Compiled by tests/unit/test_extension_points.py.
+// A plugin that adds a kind of block with its own state: "memory". CPU and float32 only. Compiled
+// by tests/unit/test_extension_points.py.
 //
 // Token t with the normed input x[t] adds gain * (m[t] + s[t]) to the residual stream:
-//   m[t] = decay * m[parent of t] + x[t]     a per-slot tensor, along accepted tokens only
-//   s[t] = the sums of x over pages          a paged plane with one row for each page
-// s[t] takes the pages before the one before t's: they are full and committed, whatever the chunk,
-// the tree (of depth below 64) or the step.
+//   m[t] = decay * m[parent of t] + x[t]     a per-slot tensor; accepted tokens only
+//   s[t] = sum of x over earlier pages       a paged plane with one row for each page
+// s[t] omits the page of t and the page before it. All other earlier pages are full and committed,
+// for every chunk length and every tree of depth below 64.
 #include <cstring>
 
 #include "layers/block.h"

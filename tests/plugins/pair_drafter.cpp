@@ -1,5 +1,5 @@
-// A drafter made of two others from outside the package: a tree with the drafts of both side by
-// side. It knows neither. Compiled by tests/unit/test_extension_points.py; CPU only.
+// A plugin drafter that combines two others: its tree holds both drafts below one root. It does not
+// depend on their kinds. Compiled by tests/unit/test_extension_points.py; CPU only.
 #include <algorithm>
 
 #include "speculative/drafter.h"
@@ -11,7 +11,7 @@ using namespace cpmcu;
 class PairDrafter : public Drafter {
  public:
   PairDrafter(const DrafterSpec& spec, const ModelSpec& target) : spec_(spec) {
-    CHECK(spec_.parts.size() == 2, "a drafter of two has {} parts", spec_.parts.size());
+    CHECK(spec_.parts.size() == 2, "a pair drafter has {} parts, expected 2", spec_.parts.size());
     for (const DrafterSpec& part : spec_.parts) parts_.push_back(make_drafter(part, target));
   }
 

@@ -1,5 +1,5 @@
-// A drafter from outside the package: it proposes the last token again and again. Compiled by
-// tests/unit/test_extension_points.py as a plugin, and explained in docs/adding_drafter.md.
+// A plugin drafter that proposes the last token at every position. Compiled by
+// tests/unit/test_extension_points.py and explained in docs/adding_drafter.md.
 #include "speculative/drafter.h"
 
 namespace {

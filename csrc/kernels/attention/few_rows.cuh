@@ -151,7 +151,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   const bool is_old = (exists(second) ? second : first) + kUnit <= seq.first_entry;
   // Where all multiprocessors are full: the loads of a combination that is still running, whose end
   // the queries wait for, should not stand in a queue behind all that blocks have room for.
-  const bool one_by_one = gridDim.x * gridDim.y * gridDim.z > ptx::num_multiprocessors();
+  const bool one_by_one = gridDim.x * gridDim.y * gridDim.z > ptx::num_sms();
   const bool lends_tile = warp == Config::kWarps - 1;
   auto& queries_tile =
       reinterpret_cast<typename Smem::Queries&>(smem.units[Config::kWarps - 1].keys[1]);

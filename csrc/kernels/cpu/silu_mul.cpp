@@ -11,7 +11,8 @@ void silu_mul(const Context&, const SiluMulParams& p) {
   CHECK(p.out.dtype() == p.x.dtype() && p.x.size(0) == num_rows && p.x.size(1) == 2 * width,
         "silu_mul: x is {} {}, out {} {}; expected twice as many columns in x",
         name_of(p.x.dtype()), p.x.shape_text(), name_of(p.out.dtype()), p.out.shape_text());
-  CHECK(!p.by_eights || width % 8 == 0, "silu_mul: {} columns by eights", width);
+  CHECK(!p.by_eights || width % 8 == 0,
+        "silu_mul: out has {} columns by eights, expected a multiple of 8", width);
   dispatch_host_dtype(p.x.dtype(), [&](auto t) {
     using T = decltype(t);
 #pragma omp parallel for if (num_rows * width > 16384)
