@@ -27,7 +27,7 @@ class MemoryBlock : public Block {
     sums_id_ = state.add_paged(
         {.rows_per_page = 1, .width = static_cast<int>(width()), .dtype = DType::kF32});
     max_tokens_ = limits.max_tokens;
-    // Until `commit`, so it is no scratch.
+    // `commit` reads it after the step, so it is not scratch.
     rows_id_ = plan.add(prefix_ + "memory.rows", "state", 2 * 4 * max_tokens_ * width());
   }
   void bind(const Arena& arena, const ModelState& state) override {

@@ -37,7 +37,7 @@ class PairDrafter : public Drafter {
   }
 
   Draft propose(const Context& ctx, const DraftBatch& batch) override {
-    CHECK(!ctx.device.is_cuda(), "the drafter of two runs on the CPU only");
+    CHECK(!ctx.device.is_cuda(), "the pair drafter runs on the CPU only");
     const int num_tokens = batch.num_tokens();
     std::fill_n(tokens_, batch.num_seqs * num_tokens, -1);
     std::fill_n(parents_, batch.num_seqs * num_tokens, 0);
