@@ -54,8 +54,7 @@ int attribute_of(int index, cudaDeviceAttr attribute) {
   return value;
 }
 
-// Memory bytes in one SM clock cycle. A MIG instance has an unknown part of the memory bandwidth:
-// 0.
+// Memory bytes in one SM clock cycle. 0 for a MIG instance, whose memory bandwidth is unknown.
 double bytes_per_cycle(const std::string& name, int index) {
   const double clock = attribute_of(index, cudaDevAttrClockRate);
   if (clock == 0 || name.find(" MIG ") != std::string::npos) return 0;

@@ -14,22 +14,22 @@
 #ifdef CPMCU_TRACE
 #include "core/ptx.cuh"
 
-#define TRACED_FILE(name)                                           \
-  static __device__ TraceRing trace_rings[TraceRing::kBlocks];      \
-  [[maybe_unused]] static const bool kIsTraced =                    \
-      (traced_files().push_back({name, &trace_rings}), true);       \
-  struct Trace : BlockTrace {                                       \
-    __device__ __forceinline__ Trace() : BlockTrace(trace_rings) {} \
+#define TRACED_FILE(name)                                         \
+  static __device__ TraceRing trace_rings[TraceRing::kCtas];      \
+  [[maybe_unused]] static const bool kIsTraced =                  \
+      (traced_files().push_back({name, &trace_rings}), true);     \
+  struct Trace : CtaTrace {                                       \
+    __device__ __forceinline__ Trace() : CtaTrace(trace_rings) {} \
   }
 
 namespace cpmcu {
 
-class BlockTrace {
+class CtaTrace {
  public:
-  __device__ __forceinline__ explicit BlockTrace(TraceRing* rings) {
-    const unsigned block = blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z);
-    if (threadIdx.x != 0 || block >= TraceRing::kBlocks) return;
-    ring_ = rings + block;
+  __device__ __forceinline__ explicit CtaTrace(TraceRing* rings) {
+    const unsigned cta = blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z);
+    if (threadIdx.x != 0 || cta >= TraceRing::kCtas) return;
+    ring_ = rings + cta;
     stamps_ = ring_->nanoseconds[ring_->count % TraceRing::kLaunches];
     for (int i = 0; i < TraceRing::kStamps; ++i) stamps_[i] = 0;
     stamp(0);

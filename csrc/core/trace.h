@@ -9,14 +9,14 @@ namespace cpmcu {
 
 // The timestamps of one CTA in the last launches of its file's kernels.
 struct TraceRing {
-  static constexpr int kBlocks = 512, kLaunches = 64, kStamps = 16;
+  static constexpr int kCtas = 512, kLaunches = 64, kStamps = 16;
   unsigned long long count;  // launches so far; the next uses index count % kLaunches
   unsigned long long nanoseconds[kLaunches][kStamps];  // 0: not reached
 };
 
 struct TracedFile {
   std::string name;
-  const void* rings;  // symbol of TraceRing[kBlocks]
+  const void* rings;  // symbol of TraceRing[kCtas]
 };
 
 inline std::vector<TracedFile>& traced_files() {

@@ -23,7 +23,7 @@ std::map<std::string, pybind11::array> trace() {
   std::map<std::string, pybind11::array> rings;
   cudaError_t error = cudaDeviceSynchronize();
   for (const TracedFile& file : traced_files()) {
-    pybind11::array_t<Stamp> all({static_cast<int>(TraceRing::kBlocks), kWidth});
+    pybind11::array_t<Stamp> all({static_cast<int>(TraceRing::kCtas), kWidth});
     if (error == cudaSuccess) {
       error = cudaMemcpyFromSymbol(all.mutable_data(), file.rings, all.nbytes());
     }
@@ -39,7 +39,7 @@ std::map<std::string, pybind11::array> trace() {
 void bind_trace([[maybe_unused]] pybind11::module_& m) {
 #ifdef CPMCU_TRACE
   m.def("trace", &trace,
-        "Stamps by file: uint64 [blocks, 1 + launches * 16], a count of launches and the "
+        "Stamps by file: uint64 [CTAs, 1 + launches * 16], a count of launches and the "
         "nanoseconds of the last 64 of them, that of count c in place c % 64.");
 #endif
 }

@@ -106,8 +106,9 @@ void Sampler::upload_masks(const Context& ctx, const TokenMasks& masks, int num_
   CHECK(static_cast<int>(masks.rows.size()) == num_rows,
         "masks are given for {} rows, expected the {} rows of the step", masks.rows.size(),
         num_rows);
-  CHECK(masks.num_masks <= num_rows, "{} masks are given, expected at most one for each of the {} rows",
-        masks.num_masks, num_rows);
+  CHECK(masks.num_masks <= num_rows,
+        "{} masks are given, expected at most one for each of the {} rows", masks.num_masks,
+        num_rows);
   for (int index : masks.rows) {
     CHECK(index >= -1 && index < masks.num_masks, "a row names mask {}, there are {} masks", index,
           masks.num_masks);

@@ -97,7 +97,7 @@ void BeamDrafter::finish_loading(const Context& ctx, const TargetParts&) {
 void BeamDrafter::prefill(const Context& ctx, const DraftPrompt& prompt) {
   if (shifted()) return prefill_shifted(ctx, prompt);
   forward(ctx, {.phase = Phase::kPrefill, .ids = prompt.ids, .tokens = prompt.tokens},
-          {.x = pick(prompt.hidden)}, Source::kTarget);
+          {.x = select_hidden(prompt.hidden)}, Source::kTarget);
 }
 
 void BeamDrafter::prefill_shifted(const Context& ctx, const DraftPrompt& prompt) {
@@ -128,10 +128,10 @@ void BeamDrafter::prefill_shifted(const Context& ctx, const DraftPrompt& prompt)
             Source::kTarget);
   };
   if (prompt.continues) {
-    run(shift.first, shift.num_seqs, 1, shift.first_lengths, pick(prompt.accepted));
+    run(shift.first, shift.num_seqs, 1, shift.first_lengths, select_hidden(prompt.accepted));
   }
   run(shift.rest, shift.num_rows - shift.num_seqs, prompt.tokens.max_seq_tokens, shift.lengths,
-      pick(prompt.hidden));
+      select_hidden(prompt.hidden));
 }
 
 // ---- drafting
@@ -159,7 +159,7 @@ Tensor BeamDrafter::process_accepted(const Context& ctx, const DraftBatch& batch
   tokens.seq_token_begin = seq_token_begin_;
   const Tensor hidden =
       forward(ctx, {.phase = Phase::kDecode, .ids = ids_, .tokens = tokens},
-              {.x = pick(batch.accepted), .index = hidden_rows_}, Source::kTarget);
+              {.x = select_hidden(batch.accepted), .index = hidden_rows_}, Source::kTarget);
   const Tensor last = last_hidden_.rows(0, batch.num_seqs);
   gather_rows(ctx, {.out = last, .x = hidden, .index = last_rows_});
   return last;

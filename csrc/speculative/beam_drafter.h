@@ -41,7 +41,7 @@ class BeamDrafter : public Drafter {
   // (EAGLE).
   virtual bool shifted() const = 0;
   // The hidden states of the target that this drafter reads.
-  virtual Tensor pick(const HiddenStates&) const { return {}; }
+  virtual Tensor select_hidden(const HiddenStates&) const { return {}; }
 
   const ModelSpec& model() const { return *spec_.model; }  // the draft's own layers
   ModelState& state() { return *state_; }

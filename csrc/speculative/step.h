@@ -3,8 +3,7 @@
 //
 //   propose   the drafter returns a draft for each sequence; the step builds a token tree from it
 //   verify    the target runs over all nodes of all trees
-//   accept    the sampler draws a token at each node; drafted tokens equal to the draws are
-//   accepted
+//   accept    the sampler draws a token at each node and accepts drafted tokens that equal it
 //
 // The step only enqueues launches. Lengths, counts and trees are in device memory, so the launches
 // of a step can be captured in one CUDA graph.

@@ -1,7 +1,7 @@
 """Logits of whole prompts against float32 references, for every family, shape and RoPE kind.
 
 transformers is the reference of Llama, Mistral, Qwen2 and Qwen3; MiniCPM is checked against a
-Llama with the scales folded into its weights. The numpy model stands in where torch is missing.
+Llama with the scales folded into its weights. Without torch the numpy model is the reference.
 """
 
 from __future__ import annotations

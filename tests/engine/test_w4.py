@@ -44,14 +44,14 @@ def check_layouts(
     root: Path, tiny: TinyCheckpoint, layouts: tuple[str, ...], device: str, **settings: Any
 ) -> None:
     weights = quantise(tiny.weights, **settings)
-    twin = write_w4(root / "twin", tiny.config, weights, "dense")
-    expected = logits(twin, device)
-    said = None
+    dequantised = write_w4(root / "dequantised", tiny.config, weights, "dense")
+    expected = logits(dequantised, device)
+    first = None
     for layout in layouts:
         found = logits(write_w4(root / layout, tiny.config, weights, layout), device)
         assert_close(found, expected, tolerance(device))
-        assert said is None or np.array_equal(found, said), layout
-        said = found
+        assert first is None or np.array_equal(found, first), layout
+        first = found
 
 
 @on_devices
@@ -80,7 +80,7 @@ def test_bfloat16_scales(tmp_path: Path, device: str) -> None:
 def test_16_bit_activations(tmp_path: Path, device: str, dtype: str) -> None:
     tiny = dense(tmp_path, "llama")
     weights = quantise(tiny.weights)
-    expected = logits(write_w4(tmp_path / "twin", tiny.config, weights, "dense"), "cpu")
+    expected = logits(write_w4(tmp_path / "dequantised", tiny.config, weights, "dense"), "cpu")
     directory = write_w4(tmp_path / "gptq", tiny.config, weights, "gptq")
     assert_close(logits(directory, device, dtype=dtype), expected, LOGITS[dtype])
 
@@ -212,13 +212,13 @@ def test_indices_and_zero_points_must_match_the_config(tmp_path: Path) -> None:
 def test_plain_steps_equal_those_of_dequantised_weights(tmp_path: Path, layout: str) -> None:
     tiny = dense(tmp_path, "llama")
     weights = quantise(tiny.weights)
-    said = []
+    outputs = []
     for name in (layout, "dense"):
         engine = make_engine(
             write_w4(tmp_path / name, tiny.config, weights, name), **settings_of("cpu")
         )
-        said.append(generate(engine, IDS[:40], 30))
-    assert said[0] == said[1]
+        outputs.append(generate(engine, IDS[:40], 30))
+    assert outputs[0] == outputs[1]
 
 
 @on_devices

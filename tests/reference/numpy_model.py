@@ -1,6 +1,6 @@
 """A transformer in plain numpy: the reference of tests that run without torch.
 
-Everything that a ModelSpec can say is here: grouped-query attention, rotary embedding with any
+It supports all fields of a ModelSpec: grouped-query attention, rotary embedding with any
 inverse frequencies, RMSNorm on q and k heads, a bias on q, k and v, muP scales, a tied head.
 Weights have the names and shapes of a Hugging Face Llama checkpoint.
 """

@@ -32,8 +32,8 @@ def silu_mul(x: F64) -> F64:
 
 
 def gemm(x: F64, w: F64, alpha: float, beta: float, y: F64) -> F64:
-    product = alpha * (x @ w.T)
-    return product if beta == 0 else product + beta * y
+    y_new = alpha * (x @ w.T)
+    return y_new if beta == 0 else y_new + beta * y
 
 
 def w4_weights(q: npt.NDArray[np.uint8], scales: F64, zeros: Ints | None = None) -> F64:
@@ -85,7 +85,7 @@ def adjusted(logits: F64, s: Any, counts: Ints | None, bias: F64 | None) -> F64:
     return z
 
 
-def kept(z: F64, s: Any) -> npt.NDArray[np.bool_]:
+def passing(z: F64, s: Any) -> npt.NDArray[np.bool_]:
     """The tokens that pass top-k, top-p and min-p."""
     temperature, keep = float(s["temperature"]), np.isfinite(z)
     if 0 < s["top_k"] < len(z):
@@ -104,7 +104,7 @@ def kept(z: F64, s: Any) -> npt.NDArray[np.bool_]:
 
 def distribution(z: F64, s: Any) -> F64:
     """The probabilities of the tokens that pass the filters."""
-    p = np.where(kept(z, s), np.exp((z - z.max()) / float(s["temperature"])), 0)
+    p = np.where(passing(z, s), np.exp((z - z.max()) / float(s["temperature"])), 0)
     return p / p.sum()
 
 
@@ -138,7 +138,7 @@ def draw_scores(z: F64, s: Any, row_position: int) -> F64:
     """The scores of the draw: the largest one is drawn, filtered tokens have -inf."""
     noise = gumbels(len(z), int(s["seed"]), int(s["stream"]), row_position + 1)
     with np.errstate(invalid="ignore"):
-        return np.where(kept(z, s), (z - z.max()) / float(s["temperature"]) + noise, -np.inf)
+        return np.where(passing(z, s), (z - z.max()) / float(s["temperature"]) + noise, -np.inf)
 
 
 def log_softmax(logits: F64) -> F64:

@@ -3,7 +3,7 @@
 tiny = write_tiny(tmp_path / "dense", "qwen2")
 weights = quantise(tiny.weights)                     # the same numbers in every layout
 write_w4(tmp_path / "awq", tiny.config, weights, "awq")
-write_w4(tmp_path / "twin", tiny.config, weights, "dense")
+write_w4(tmp_path / "dequantised", tiny.config, weights, "dense")
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def write_w4(
     drop: tuple[str, ...] = (),
     change: Mapping[str, Array] | None = None,
 ) -> Path:
-    """config.json and one file; "dense" means the dequantised weights in float32.
+    """Writes config.json and one file; layout "dense" is the dequantised weights in float32.
 
     `quant` changes quantization_config, `drop` and `change` the tensors.
     """
@@ -122,8 +122,8 @@ def write_w4(
             tensors[name] = array, array.dtype.name
             continue
         bits = to_bits(array, dtype)
-        twin = layout == "dense"
-        tensors[name] = (from_bits(bits, dtype), "float32") if twin else (bits, dtype)
+        dequantised = layout == "dense"
+        tensors[name] = (from_bits(bits, dtype), "float32") if dequantised else (bits, dtype)
     linears = weights.linears
     if layout == "marlin":
         linears = _stacked(linears)

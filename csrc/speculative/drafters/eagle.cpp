@@ -61,7 +61,7 @@ class EagleDrafter : public HeadDrafter {
   }
 
  protected:
-  Tensor pick(const HiddenStates& states) const override { return states.final; }
+  Tensor select_hidden(const HiddenStates& states) const override { return states.final; }
 
   Tensor forward(const Context& ctx, const Step& step, const HiddenRows& aux_hidden,
                  Source) override {

@@ -56,7 +56,7 @@ class Eagle3Drafter : public HeadDrafter {
   }
 
  protected:
-  Tensor pick(const HiddenStates& states) const override { return states.layers; }
+  Tensor select_hidden(const HiddenStates& states) const override { return states.layers; }
 
   Tensor forward(const Context& ctx, const Step& step, const HiddenRows& given,
                  Source source) override {
