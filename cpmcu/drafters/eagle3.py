@@ -64,7 +64,7 @@ class Eagle3:
             raise ValueError(
                 f"config.json: num_hidden_layers is {fields.num_hidden_layers}, expected 1"
             )
-        layers = _feature_layers(config, target)
+        layers = _aux_hidden_layers(config, target)
         if not names.keys() & {"fc.qweight", "fc.weight_packed"}:  # those the engine checks
             if "fc.weight" not in names:
                 raise ValueError("fc.weight is missing, expected the tensors of an EAGLE-3 head")
@@ -135,7 +135,7 @@ def _unstated_rope(tensors: Tensors, target: TargetModel) -> Mapping[str, Any] |
     return {"rope_theta": DEFAULT_THETA}
 
 
-def _feature_layers(config: Mapping[str, Any], target: TargetModel) -> list[int]:
+def _aux_hidden_layers(config: Mapping[str, Any], target: TargetModel) -> list[int]:
     """The target layers whose inputs are the features."""
     num_layers = target.fields.num_hidden_layers
     nested = _eagle_config(config).get(_LAYER_IDS)

@@ -93,8 +93,8 @@ void Engine::prefill(const std::vector<PrefillItem>& items, const TokenMasks& ma
     if (item.last) sampled_slots.push_back(item.slot);
   }
   check_distinct(slots);
-  CHECK(num_rows <= limits_.max_rows, "a prefill step of {} tokens, the chunk length is {}",
-        num_rows, limits_.max_rows);
+  CHECK(num_rows <= limits_.max_tokens, "a prefill step of {} tokens, the chunk length is {}",
+        num_rows, limits_.max_tokens);
   begin_step();
   const int num_sampled = static_cast<int>(sampled_slots.size());
   const bool masked = !masks.rows.empty();
@@ -102,7 +102,7 @@ void Engine::prefill(const std::vector<PrefillItem>& items, const TokenMasks& ma
   std::vector<int> lengths;
   for (const Slot& slot : slots_) lengths.push_back(slot.length);
   Carver host(prefill_block_.host(num_steps_));
-  PrefillInputs::layout(host, limits_.max_rows, config_.max_num_seqs)
+  PrefillInputs::layout(host, limits_.max_tokens, config_.max_num_seqs)
       .fill(items, lengths, step_.max_path());
   prefill_block_.upload(ctx_, num_steps_);
   run_prefill(items, num_sampled, masked, write);

@@ -114,7 +114,7 @@ class Engine {
   const RuntimeConfig& config() const { return config_; }
   const ModelSpec& spec() const { return spec_; }
   int max_model_len() const { return max_tokens_; }
-  int chunk_length() const { return limits_.max_rows; }
+  int chunk_length() const { return limits_.max_tokens; }
   int num_pages() const { return states_.num_pages() - num_idle_pages_; }
   int num_free_pages() const { return states_.num_unowned(); }
   // Most tokens that a decode step emits for a sequence.

@@ -23,7 +23,7 @@ std::map<std::string, pybind11::array> trace() {
   std::map<std::string, pybind11::array> rings;
   cudaError_t error = cudaDeviceSynchronize();
   for (const TracedFile& file : traced_files()) {
-    pybind11::array_t<Stamp> all({static_cast<int>(TraceRing::kBlocks), kWidth});
+    pybind11::array_t<Stamp> all({static_cast<int>(TraceRing::kCtas), kWidth});
     if (error == cudaSuccess) {
       error = cudaMemcpyFromSymbol(all.mutable_data(), file.rings, all.nbytes());
     }

@@ -24,7 +24,7 @@ void W4Matrix::plan(MemoryPlan& plan, const std::string& name, DType dtype,
   blocks_id_ = plan.add(name, "weights", std::max(weight_.num_bytes(), min_bytes));
   if (limits.is_cuda()) {
     kept_rows_ = has_prompt_gemm(limits.compute_capability) ? 0 : slice_rows();
-    scratch_floats_ = w4_scratch_floats(weight_, limits.max_rows);
+    scratch_floats_ = w4_scratch_floats(weight_, limits.max_tokens);
     fused_bytes_ = fused_layer_bytes(limits.max_decode_tokens);
   }
   slice_id_ =

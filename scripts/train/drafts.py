@@ -61,7 +61,7 @@ class Head(nn.Module):
 
     kind = ""
     scaled = False  # the MiniCPM layout of eagle2
-    feature_layers: tuple[int, ...] = ()
+    aux_hidden_layers: tuple[int, ...] = ()
 
     def __init__(self, target: Config, residual_scale: float = 1.0, **shape: int) -> None:
         """`target`: the target's config.json.
@@ -253,7 +253,7 @@ class Eagle3(Head):
         ids = torch.as_tensor(list(draft_tokens), dtype=torch.int64)
         if not bool((ids.diff() > 0).all()):
             raise ValueError("the draft vocabulary must be in ascending order, without repeats")
-        self.feature_layers = aux_layers(target["num_hidden_layers"])
+        self.aux_hidden_layers = aux_layers(target["num_hidden_layers"])
         self.fc = nn.Linear(3 * size, size, bias=False)
         self.midlayer = MidLayer(self.config)
         self.norm = GraniteRMSNorm(size, self.config.rms_norm_eps)
@@ -308,7 +308,7 @@ class Eagle3(Head):
             "architectures": ["LlamaForCausalLMEagle3"],
             "model_type": "llama",
             "draft_vocab_size": len(self.d2t),
-            "eagle_aux_hidden_state_layer_ids": list(self.feature_layers),
+            "eagle_aux_hidden_state_layer_ids": list(self.aux_hidden_layers),
             **({} if scale == 1 else {"scale_emb": scale}),
             "tie_word_embeddings": False,
         }
@@ -355,7 +355,7 @@ def load_head(directory: Path | str, target: Target) -> Head | None:
     if "d2t" in state:
         offsets = state["d2t"]
         head = Eagle3(target.source, (offsets + torch.arange(len(offsets))).tolist(), **shape)
-        head.feature_layers = tuple(config["eagle_aux_hidden_state_layer_ids"])
+        head.aux_hidden_layers = tuple(config["eagle_aux_hidden_state_layer_ids"])
     else:
         head = Eagle2(target.source, **shape)
     state = {k: v.float() if v.is_floating_point() else v for k, v in state.items()}

@@ -43,7 +43,7 @@ def chain_matches(draft: Head | Target, target: Target, ids: Tensor, depth: int)
         hits = best[:, 1:-1] == ids[:, 2:]
         columns = [hits[:, i : i + count] for i in range(depth)]
     else:
-        output = target(ids[:, :-1], feature_layers=draft.feature_layers, with_logits=False)
+        output = target(ids[:, :-1], aux_hidden_layers=draft.aux_hidden_layers, with_logits=False)
         cos, sin = target.rope(0, ids.shape[1] - 1)
         embeddings = target.embed(ids[:, 1:])
         steps = draft.unroll(draft.start(output), embeddings, cos, sin, depth)

@@ -164,7 +164,7 @@ class Target:
         self,
         ids: Tensor,
         past: Cache | None = None,
-        feature_layers: Sequence[int] = (),
+        aux_hidden_layers: Sequence[int] = (),
         with_logits: bool = True,
     ) -> Output:
         """ids [B, T]; `past` continues earlier tokens."""
@@ -172,10 +172,10 @@ class Target:
             input_ids=ids,
             past_key_values=past,
             use_cache=True,
-            output_hidden_states=bool(feature_layers),
+            output_hidden_states=bool(aux_hidden_layers),
         )
         hidden = output.last_hidden_state
-        features = [output.hidden_states[layer] for layer in feature_layers]
+        features = [output.hidden_states[layer] for layer in aux_hidden_layers]
         logits = self.head(hidden) if with_logits else None
         return Output(logits, hidden, features, output.past_key_values)
 

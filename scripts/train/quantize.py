@@ -147,7 +147,7 @@ def quantize_head(
     """
 
     def batch(part: Tensor) -> None:
-        output = target(part[:, :-1], feature_layers=head.feature_layers, with_logits=False)
+        output = target(part[:, :-1], aux_hidden_layers=head.aux_hidden_layers, with_logits=False)
         cos, sin = target.rope(0, part.shape[1] - 1)
         head.unroll(head.start(output), target.embed(part[:, 1:]), cos, sin, depth)
 

@@ -67,7 +67,7 @@ class Distillation(nn.Module):
         (target,), head = self.frozen, self.head
         whole = torch.cat((ids, targets[:, -1:]), dim=1)  # [B, T + 1]
         with torch.no_grad():
-            output = target(whole, feature_layers=head.feature_layers)
+            output = target(whole, aux_hidden_layers=head.aux_hidden_layers)
             wanted = torch.softmax(output.logits[:, 1:].float(), dim=-1)
             wanted = head.in_draft_vocabulary(wanted)
             later = output.hidden[:, 1:]
@@ -130,7 +130,7 @@ def card(
         "eagle3": "EAGLE-3 head",
     }[head.kind]
     if isinstance(head, Eagle3):
-        layers = ", ".join(map(str, head.feature_layers))
+        layers = ", ".join(map(str, head.aux_hidden_layers))
         detail = (
             f"It reads the residual stream entering layers {layers} (counted from 0) of the\n"
             f"target and has a draft vocabulary of {len(head.d2t)} tokens."

@@ -189,7 +189,7 @@ def test_cached_decoding_equals_one_pass(recipe: SimpleNamespace) -> None:
     model = recipe.model.load_pretrained(SHIPPED)
     ids = torch.randint(5, 4096, (1, 48), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        whole = model(ids, feature_layers=(1, 3))
+        whole = model(ids, aux_hidden_layers=(1, 3))
         past, parts = None, []
         for chunk in ids.split([20, 1, 27], dim=1):
             output = model(chunk, past)

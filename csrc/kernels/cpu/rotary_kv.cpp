@@ -60,7 +60,7 @@ void rotary_kv(const Context&, const RotaryKvParams& p) {
         cosines[i] = std::cos(angle) * p.attention_scaling;
         sines[i] = std::sin(angle) * p.attention_scaling;
       }
-      // Heads lie q, k, v.
+      // The heads are ordered q, k, v.
       for (int h = 0; h < num_qk_heads + p.num_kv_heads; ++h) {
         const bool is_q = h < p.num_heads, is_v = h >= num_qk_heads;
         const int column = is_q   ? h * layout.q_head

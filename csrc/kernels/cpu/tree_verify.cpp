@@ -1,4 +1,4 @@
-// The target's side of a tree: acceptance, and what the draft runs next (kernels/tree/tree.h).
+// Acceptance of draft trees, and the tokens that the draft processes next (kernels/tree/tree.h).
 #include <algorithm>
 #include <atomic>
 
@@ -12,7 +12,7 @@ bool is_stop(const SlotStop& stop, int token) {
   return std::find(stop.stop_ids, end, token) != end;
 }
 
-// The node's child that holds the token, or -1.
+// The child of the node that holds the token, or -1.
 int child_of(const TokenTrees& trees, int seq, int node, int token) {
   for (int i = 1; i < trees.num_nodes; ++i) {
     const int at = seq * trees.num_nodes + i;

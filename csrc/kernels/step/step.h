@@ -18,10 +18,10 @@ struct Step {
 
 // Upper bounds that size buffers.
 struct StepLimits {
-  int max_rows = 0;            // tokens of a step: T
-  int max_decode_tokens = 0;   // tokens of a decode step
-  int max_kv = 0;              // tokens of a sequence, including those of a step in flight
-  int compute_capability = 0;  // as in Context; 0: CPU
+  int max_tokens = 0;          // of a step: T
+  int max_decode_tokens = 0;   // of a decode step
+  int max_kv = 0;              // tokens of a sequence, those of a step in flight included
+  int compute_capability = 0;  // as in Context
 
   // False: buffers that only GPU kernels use are not planned.
   bool is_cuda() const { return compute_capability > 0; }
