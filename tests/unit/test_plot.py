@@ -21,7 +21,7 @@ RESULT: dict[str, Any] = {
         {"context": 8192, "step_ms": 2.5, "floor_ms": 2.0},
     ],
 }
-CYCLES = {
+SPECULATION = {
     "rows": [
         {"context": 1024, "tokens_per_s": 740.0, "mean_accept_length": 3.5},
         {"context": 8192, "tokens_per_s": 510.0, "mean_accept_length": 2.5},
@@ -52,12 +52,12 @@ def test_tokens_per_second_against_context():
 
 
 def test_speculation_is_another_line():
-    figure = draw(RESULT | {"speculation": CYCLES}, [])
-    assert lines_of(figure)["speculation, 3.00 tokens a cycle"] == ([1024, 8192], [740.0, 510.0])
+    figure = draw(RESULT | {"speculation": SPECULATION}, [])
+    assert lines_of(figure)["speculation, 3.00 tokens a step"] == ([1024, 8192], [740.0, 510.0])
 
 
 def test_chosen_shapes_are_another_line():
-    figure = draw(RESULT | {"speculation": CYCLES | {"chosen": CHOSEN}}, [])
+    figure = draw(RESULT | {"speculation": SPECULATION | {"chosen": CHOSEN}}, [])
     lines = lines_of(figure)
     assert lines["speculation, shapes chosen in each step"] == ([1024, 8192], [900.0, 700.0])
     assert len(lines) == 4
@@ -85,7 +85,7 @@ def test_kernels_are_bars():
 
 def test_png(tmp_path: Path):
     path = tmp_path / "picture.png"
-    save(RESULT | {"speculation": CYCLES}, [("o", 0.5)] * 80, path)
+    save(RESULT | {"speculation": SPECULATION}, [("o", 0.5)] * 80, path)
     assert path.read_bytes().startswith(PNG)
 
 
