@@ -217,7 +217,7 @@ class LLM:
     def memory_plan(self) -> list[dict[str, Any]]:
         """Device memory, one row per buffer: name, offset, bytes, first, last, group.
 
-        `offset` and `bytes` are in bytes. `first` and `last` are the steps of the buffer's life.
+        `offset` and `bytes` are in bytes. `first` and `last` bound the use of a scratch buffer.
         """
         return [dict(row) for row in self._memory_plan]
 

@@ -91,7 +91,7 @@ def make_parser(verb: str | None = None) -> FlagParser:
         const=True,
         type=parse_bool,
         metavar="yes|no",
-        help="no moving bars (default: no)",
+        help="no progress bars (default: no)",
     )
     return parser
 

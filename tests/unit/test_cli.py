@@ -186,7 +186,7 @@ def test_a_run(stage, capsys):
     assert cli.main(arguments) == 0
     streamed = capsys.readouterr()
     assert streamed.out.strip() in STORY
-    assert "has no chat template: the prompt goes in as it is" in streamed.err
+    assert "has no chat template: the prompt is used unchanged" in streamed.err
     assert "loading story: 10.00 of 10.00 MB" in streamed.err
     *_, last = streamed.err.splitlines()
     assert re.fullmatch(
