@@ -87,11 +87,11 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> str:
-        """The prompt text of a conversation. `variables` go to the template as they are.
+        """The prompt text of a conversation. `variables` are passed to the template.
 
-        Templates always know `documents`, which is None unless given.
-        Tokenise it without adding special tokens: the template writes those the model wants.
-        Raises ChatTemplateError if the template refuses or a message is malformed.
+        `documents` is defined in every template and None unless given. Tokenise the prompt without
+        adding special tokens: the template writes them. Raises ChatTemplateError if the template
+        refuses the conversation or a message is malformed.
         """
         template = self._tool_template if tools and self._tool_template else self._template
         plain = [joined(message) for message in messages]
