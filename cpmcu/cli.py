@@ -102,7 +102,7 @@ class Verb:
     sets: str | None = None  # the boolean field of CliOptions that the verb sets
 
 
-_PROMPT = {"PROMPT": "as --prompt-text"}
+_PROMPT = {"PROMPT": "same as --prompt-text"}
 VERBS = {
     "run": Verb("Completes or answers a prompt.", {**MODEL_WORD, **_PROMPT}),
     "chat": Verb("Holds a conversation, which PROMPT begins.", {**MODEL_WORD, **_PROMPT}, "chat"),

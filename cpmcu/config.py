@@ -342,14 +342,14 @@ class EngineConfig:
         "auto",
         "device to run on; auto: a GPU if there is one, else the CPU",
         choices=DEVICES,
-        brief="device to run on (default: a GPU if there is one)",
+        brief="device (default: a GPU if there is one)",
     )
     device_index: int = option(0, "index of the CUDA device, from 0")
     dtype: str = option(
         "auto",
         "type of weights and activations; auto: the type of the checkpoint",
         choices=DTYPES,
-        brief="float16, bfloat16 or float32 (default: checkpoint's)",
+        brief="float16, bfloat16 or float32 (default: as saved)",
     )
     lm_head_quant: str = option(
         "none",

@@ -11,7 +11,7 @@ from cpmcu.checks import shown
 from cpmcu.config import EngineConfig, SpeculativeConfig
 from cpmcu.flags import FlagParser, add_flags, from_flags
 
-MODEL_WORD = {"MODEL": "same as --model-path (default: the shipped model)"}
+MODEL_WORD = {"MODEL": "same as --model-path (default: a shipped model)"}
 
 _SPARSE = "sparse attention"
 _LATER = {  # flag of CPM.cu -> its feature, which is not implemented

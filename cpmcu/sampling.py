@@ -52,7 +52,7 @@ class SamplingParams:
     top_p: float | None = option(
         None,
         "sample from the smallest set of likeliest tokens with this total probability, in (0, 1]",
-        brief="sample from the likeliest tokens of this total probability",
+        brief="likeliest tokens, up to this total probability",
     )
     top_k: int | None = option(
         None,
