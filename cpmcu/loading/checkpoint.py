@@ -31,7 +31,7 @@ _NOT_WEIGHTS = ("training_args", "optimizer", "scheduler", "rng_state", "freq_",
 def open_checkpoint(directory: Path) -> Checkpoint:
     """Reads the headers of the weights in a directory, without tensor data.
 
-    Raises FileNotFoundError if there are no weights, ValueError if several files may be the weights.
+    Raises FileNotFoundError if there are no weights, ValueError if the choice is ambiguous.
     """
     path = _weights(directory)
     return open_safetensors(path) if "safetensors" in path.name else open_torch(path)

@@ -142,17 +142,17 @@ def _is_zero_bias(checkpoint: Checkpoint, name: str) -> bool:
 def open_draft(
     speculation: SpeculativeConfig, directory: Path, target: TargetModel
 ) -> LoadedDraft | None:
-    """The draft that was asked for, or the shipped one for a shipped model in `directory`.
+    """The configured draft, or the shipped draft of a shipped model in `directory`.
 
-    None if there is none. Raises FileNotFoundError for files that are not there, ValueError with
-    one sentence for a draft that does not fit its target or a tree that cannot be.
+    Returns None without a draft. Raises FileNotFoundError for missing files. Raises ValueError, in
+    one sentence, for a draft that does not fit its target and for an impossible tree shape.
     """
     source = speculation.draft_model_path
     shipped = None
     if source is None and speculation.method == "auto":
         shipped = shipped_draft(directory)
     if speculation.no_speculation or not (shipped or _asks(speculation)):
-        _tell_what_is_idle(speculation)
+        _check_unused_options(speculation)
         return None
     expected = "eagle3" if speculation.use_eagle3 else speculation.method
     if shipped:
@@ -161,8 +161,8 @@ def open_draft(
     try:
         method, drafter = _find(files, expected, speculation)
         plan = drafter.plan(files, target, speculation)
-        usual = CHOSEN_SHAPE if speculation.chooses_shapes else HEAD_SHAPE
-        shape = speculation.shape(chain=plan.chain, defaults=SHIPPED_SHAPE if shipped else usual)
+        named = CHOSEN_SHAPE if speculation.chooses_shapes else HEAD_SHAPE
+        shape = speculation.shape(chain=plan.chain, defaults=SHIPPED_SHAPE if shipped else named)
         head_quant = _head_quant(speculation, plan, target)
         vocab_ids = _frspec_ids(speculation, method, plan, files, target)
         _check_width(shape, vocab_ids or plan.options.get("vocab_ids", ()))
@@ -183,7 +183,8 @@ def _asks(speculation: SpeculativeConfig) -> bool:
     )
 
 
-def _tell_what_is_idle(speculation: SpeculativeConfig) -> None:
+def _check_unused_options(speculation: SpeculativeConfig) -> None:
+    """Without a draft: raises ValueError for FR-Spec options, warns of options for trees."""
     if speculation.no_speculation:
         return
     if speculation.frspec_path is not None or speculation.frspec_vocab_size:
@@ -194,7 +195,7 @@ def _tell_what_is_idle(speculation: SpeculativeConfig) -> None:
     names = ("spec_num_iter", "spec_topk_per_iter", "spec_tree_size", "spec_window_size")
     idle = [name for name in names if getattr(speculation, name) is not None]
     if idle:
-        logger.warning("%s changes nothing: no draft is given", ", ".join(idle))
+        logger.warning("%s has no effect: no draft is given", ", ".join(idle))
 
 
 def _open_files(model: str) -> DraftFiles:

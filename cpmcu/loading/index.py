@@ -104,8 +104,7 @@ def unique_names(where: str) -> Callable[[list[tuple[str, Any]]], dict[str, Any]
 
 
 def check_file(path: Path) -> None:
-    """Raises FileNotFoundError for a missing file or a dangling link, ValueError for a directory,
-    device or pipe."""
+    """Raises FileNotFoundError if `path` is missing, ValueError if it is not a regular file."""
     if path.is_file():
         return
     if path.exists():

@@ -1,4 +1,4 @@
-"""Checked access to the keys of a config.json. Errors name the key, the value found and expected."""
+"""Checked access to the keys of a config.json. Errors name the key, found and expected values."""
 
 from __future__ import annotations
 

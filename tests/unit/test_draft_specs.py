@@ -49,7 +49,7 @@ def test_minicpm_spec(
     metas = {name: TensorMeta(name, "float32", ()) for name in NAMES[kind]}
     with caplog.at_level(logging.INFO), pytest.raises(ValueError, match="do not fit"):
         loaded.plan_load(metas, list(metas))  # of wrong shapes
-    assert "embed_tokens.weight is not read: the target's is used" in caplog.text
+    assert "embed_tokens.weight is not read: the target's tensor is used" in caplog.text
     if kind == "minicpm_eagle_hf":
         assert "model.norm.weight is not read" in caplog.text
         assert "lm_head.weight is not read" in caplog.text
