@@ -1,4 +1,4 @@
-"""Drafts of every format are recognised, and their tensors get the engine's names."""
+"""Recognition of all draft formats, and the engine's names of their tensors."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_torch_files(target: TinyCheckpoint, tmp_path: Path, kind: str) -> None:
 def test_copies_of_the_target(
     tmp_path: Path, stored: str, tied: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The target's tables are used, and another one is told of; rounding is no difference."""
+    """The target's tables are used. A difference beyond rounding is logged."""
     target = write_tiny(
         *(tmp_path / "t", "llama"), dtype=stored, num_hidden_layers=3, tie_word_embeddings=tied
     )

@@ -121,7 +121,7 @@ def test_wrong_kinds(target: TinyCheckpoint, tmp_path: Path) -> None:
 
 
 def test_a_target_that_stores_its_head_quantised(tmp_path: Path) -> None:
-    """Drafts share it as it is, or have a head of their own."""
+    """A draft uses the quantised head unchanged, or has its own head."""
     target = write_tiny(tmp_path / "target", "llama", **SIZES | {"num_hidden_layers": 3})
 
     def head(kind: str, **options: Any) -> str:
@@ -167,7 +167,7 @@ def test_a_target_that_stores_its_head_quantised(tmp_path: Path) -> None:
         ("minicpm_eagle_hf", "model.eagle_layers.0.self_attn.o_proj.bias", (64,)),
     ],
 )
-def test_tensors_that_a_head_does_not_have_here(
+def test_unknown_tensors_of_a_head(
     target: TinyCheckpoint, tmp_path: Path, kind: str, name: str, shape: tuple[int, ...]
 ) -> None:
     plain = opened(target, write_draft(tmp_path / "p", kind, target).directory)

@@ -1,4 +1,4 @@
-"""What `python -m cpmcu.bench --plot` draws."""
+"""The plots of `python -m cpmcu.bench --plot`."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_chosen_shapes_are_another_line():
 
 
 def test_one_context_has_a_floor_too():
-    """A line through one point would not be seen."""
+    """A curve through one point would be invisible."""
     figure = draw(RESULT | {"rows": RESULT["rows"][:1]}, [])
     lines = lines_of(figure)
     floor = figure.axes[0].get_lines()[list(lines).index("floor of plain decoding")]
@@ -113,7 +113,9 @@ def test_other_files_are_refused(tmp_path: Path, text: str, message: str):
         read_kernels(tmp_path / "x")
 
 
-def test_what_cannot_be_drawn_is_said_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_wrong_plot_files_are_refused_before_measuring(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     check_plot(tmp_path / "x.PNG")
     with pytest.raises(ValueError, match=r"x\.pdf, expected a file that ends in \.png"):
         check_plot(tmp_path / "x.pdf")
