@@ -157,7 +157,7 @@ class Chat:
             with open(path, "w" if again else "x", encoding="utf-8", errors="replace") as file:
                 file.write(text)
         except FileExistsError:
-            self._display.error(f"{path} is there already, expected a new file")
+            self._display.error(f"{path} exists, expected a new file")
         except OSError as error:
             self._display.error(error)
         else:

@@ -72,7 +72,7 @@ class _Budget:
             raise LimitError(f"it makes more than {self.max_size} characters")
         if self.left < 0:
             total = MAX_TOTAL * self.max_size
-            raise LimitError(f"it makes more than {total} characters, one after another")
+            raise LimitError(f"it makes more than {total} characters in total")
 
     def step(self) -> None:
         """Counts an iteration of a loop or a call."""
@@ -107,7 +107,7 @@ def weigh(value: Any, limit: int) -> int:
         else:
             size += _ITEM
         if size + len(rest) > limit:
-            raise LimitError(f"it has to do with more than {limit} characters")
+            raise LimitError(f"it processes more than {limit} characters")
     return size
 
 

@@ -78,7 +78,7 @@ def fitting_steps(engine: C.Engine, context: int, steps: int, tokens_per_step: i
     if fitting < 1:
         most = room - 1 - (WARM_UP + WINDOWS) * tokens_per_step
         raise ValueError(
-            f"a context of {context} tokens was asked for, expected at most {max(most, 0)}: the "
+            f"the context has {context} tokens, expected at most {max(most, 0)}: the "
             f"engine holds {room}, and {WARM_UP + WINDOWS} steps of up to {tokens_per_step} follow"
         )
     return min(steps, fitting)

@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None, verb: str | None = None) -> int
         done = _convert(display, parsed)
     except KeyboardInterrupt:
         forget_interrupt()
-        display.note(f"stopped: {parsed.dst} is as it was")
+        display.note(f"stopped: {parsed.dst} is unchanged")
         return INTERRUPTED
     except Exception as error:
         if debug:

@@ -393,7 +393,7 @@ def _pack(
 def _copy(checkpoint: Checkpoint, name: str, names: _Names) -> NewTensor:
     leaf = name.rpartition(".")[2]
     if leaf in _PARTS:
-        raise ValueError(f"{name} is there without a qweight, expected both")
+        raise ValueError(f"{name} is present without a qweight, expected both")
     return copied(checkpoint, name, names(name))
 
 

@@ -234,7 +234,7 @@ def _compare(
     if lost.any():
         raise ValueError(
             f"{name} has {exact[lost][0]:.6g} once {rounding.scale:.6g} is folded in, expected "
-            f"numbers that {dtype} can hold; another --dtype can"
+            f"numbers within the range of {dtype}: choose another --dtype"
         )
     changed = exact != stored
     rounding.num_elements += exact.size

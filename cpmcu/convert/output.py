@@ -104,9 +104,13 @@ def check_destination(
 
 def _check_apart(source: Path, destination: Path) -> None:
     if source.is_relative_to(destination):
-        raise ValueError(f"{destination} is or holds the source {source}, expected another place")
+        raise ValueError(
+            f"{destination} is or holds the source {source}, expected another directory"
+        )
     if destination.is_relative_to(source):
-        raise ValueError(f"{destination} is inside the source {source}, expected a place outside")
+        raise ValueError(
+            f"{destination} is inside the source {source}, expected a directory outside it"
+        )
 
 
 def write_model(

@@ -63,7 +63,9 @@ class Eagle:
         names = {_short(name): name for name in draft.tensors}
         norms = {"input_norm1.weight", "input_norm2.weight"} & names.keys()
         if len(norms) == 1:
-            raise ValueError(f"{norms.pop()} is there alone, expected input_norm1 and input_norm2")
+            raise ValueError(
+                f"{norms.pop()} is present alone, expected input_norm1 and input_norm2"
+            )
         ignored = copies_of_target(draft, target, EMBEDDING, "embed_tokens.weight")
         vocab_ids = draft_vocab_ids(draft, names["d2t"], target) if "d2t" in names else []
         head = names.get("lm_head.weight")

@@ -122,7 +122,7 @@ def _refuse_variants(config: Mapping[str, Any], tensors: Tensors) -> None:
         if named or config.get(flag) or nested.get(flag):
             where = named[0] if named else f"config.json: {flag}"
             raise ValueError(
-                f"{where} is there, expected an EAGLE-3 head without it: the variant with {flag} "
+                f"{where} is present, expected an EAGLE-3 head without it: the variant with {flag} "
                 "is not supported yet"
             )
 

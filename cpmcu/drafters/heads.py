@@ -142,7 +142,7 @@ def refuse_quantised_head(tensors: Tensors) -> None:
     """Raises ValueError if the draft's own lm_head is quantised."""
     for name in tensors:
         if name.endswith(("lm_head.qweight", "lm_head.weight_packed")):
-            raise ValueError(f"{name} is there, expected a draft's lm_head to be dense")
+            raise ValueError(f"{name} is present, expected a draft's lm_head to be dense")
 
 
 def copies_of_target(

@@ -151,7 +151,7 @@ def find_drafter(draft: DraftFiles, expected: str | None = None) -> tuple[str, D
         return expected, _drafters[expected][0]
     if expected is not None:
         found = " or ".join(matching) or "of no known kind"
-        raise ValueError(f"the draft is {found}, but {expected} was asked for")
+        raise ValueError(f"the draft is {found}, expected {expected}")
     matching = [n for n in matching if not getattr(_drafters[n][0], "only_by_name", False)]
     if not matching:
         with_files = ", ".join(name for name in known if _drafters[name][0].has_checkpoint)

@@ -117,7 +117,7 @@ class Runner:
             )
         if threading.current_thread() is self._thread:
             raise RuntimeError(
-                "the engine cannot be waited for in a callback, which it runs itself"
+                "a callback cannot wait for the engine, since the engine thread runs it"
             )
 
     @property

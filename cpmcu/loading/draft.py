@@ -270,7 +270,7 @@ def _frspec_ids(
         return []
     if not plan.shares_head or files is None:
         raise ValueError(
-            f"FR-Spec is asked for, expected a head that shares the target's lm_head and "
+            f"FR-Spec is configured, expected a head that shares the target's lm_head and "
             f"vocabulary; this draft ({method}) does not"
         )
     patterns = ["freq_*.pt" if number == 0 else f"freq_{number}.pt", frspec.COUNTS_FILE]

@@ -111,4 +111,4 @@ def check_file(path: Path) -> None:
         what = "a directory" if path.is_dir() else "a device or pipe"
         raise ValueError(f"{path}: is {what}, expected a file")
     link = f"a link to {os.readlink(path)}, which is " if path.is_symlink() else ""
-    raise FileNotFoundError(f"{path}: is {link}not there, expected a file")
+    raise FileNotFoundError(f"{path}: is {link}missing, expected a file")

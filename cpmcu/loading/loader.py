@@ -228,7 +228,7 @@ def choose_device(device: str) -> str:
     if not num_devices:
         raise RuntimeError(
             "device is 'cuda' but no CUDA device was found, expected one with a driver and a "
-            "build with CUDA; `python -m cpmcu.cli --env` shows what there is"
+            "build with CUDA; `python -m cpmcu.cli --env` lists devices"
         )
     return device
 
@@ -253,8 +253,8 @@ def choose_dtype(
                 "dtype is 'float32', expected 'bfloat16' or 'float16' on CUDA (float32 is for the "
                 "CPU)"
             )
-        return str(asked), "as asked for"
-    stated, reason = hf_config.get("dtype") or hf_config.get("torch_dtype"), "config.json says so"
+        return str(asked), "as configured"
+    stated, reason = hf_config.get("dtype") or hf_config.get("torch_dtype"), "as in config.json"
     if stated is None:
         reason = "most weights have it"
         counts: Counter[str] = Counter()

@@ -49,7 +49,7 @@ def extend_context(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """
     own = rope_parameters(config)
     if own.get("long_factor", list(LONGROPE_FACTORS)) != list(LONGROPE_FACTORS):
-        logger.warning("minicpm4_yarn changes nothing: config.json has factors of its own")
+        logger.warning("minicpm4_yarn has no effect: config.json has other factors")
         return config
     hidden_size = ConfigReader(config).positive_int("hidden_size")
     num_heads = ConfigReader(config).positive_int("num_attention_heads")

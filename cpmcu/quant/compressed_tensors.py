@@ -50,7 +50,7 @@ class CompressedTensors:
                 )
             _check_group(scheme)
         if quant.get("kv_cache_scheme"):
-            raise ValueError("quantization_config: kv_cache_scheme is there, expected none")
+            raise ValueError("quantization_config: kv_cache_scheme is present, expected none")
         _refuse_transforms(quant)
         sparsity = _object(quant, "sparsity_config").get("format", "dense")
         if sparsity != "dense":
@@ -64,7 +64,7 @@ class CompressedTensors:
                     "scheme for all layers"
                 )
         if any(name.endswith(".weight_g_idx") for name in tensors):
-            raise ValueError("there is a weight_g_idx (actorder), expected groups in order")
+            raise ValueError("a weight_g_idx (actorder) is present, expected groups in order of K")
         channel = first.get("strategy") == "channel"
         return plan_w4(
             "compressed-tensors",
@@ -73,7 +73,7 @@ class CompressedTensors:
             group_size=CHANNEL_WISE if channel else check_group_size(first.get("group_size")),
             zero_points=first.get("symmetric", True) is False,
             ignored={
-                module + ".weight_shape": "the model says the same"
+                module + ".weight_shape": "the model implies the shape"
                 for module in quantised_modules(tensors, ".weight_shape")
             },
         )
@@ -122,5 +122,5 @@ def _check_group(scheme: Mapping[str, Any]) -> None:
     for key in ("input_activations", "output_activations"):
         if scheme.get(key):
             raise ValueError(
-                f"quantization_config: {key} is there, expected weights alone to be quantised"
+                f"quantization_config: {key} is present, expected weights alone to be quantised"
             )

@@ -1,4 +1,4 @@
-"""What a speculative cycle must not do: allocate, or wait for the device."""
+"""A speculative step must neither allocate memory nor wait for the device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PROMPT = [1, 300, 301, 302, 303, 304]
 @pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("graph", [True, False])
-def test_a_cycle_neither_allocates_nor_waits(graph: bool, device: str) -> None:
+def test_a_speculative_step_neither_allocates_nor_waits(graph: bool, device: str) -> None:
     """Beyond the host's look at mapped memory: no allocation, no synchronisation of the device."""
     engine = make_engine(
         SHIPPED,

@@ -36,7 +36,7 @@ def test_no_room_for_a_context(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--device", "cpu", "--max-model-len", "1024", "--contexts", "64,1000"]
     assert main([*flags, "--decode", "10000"]) == 1
     error = capsys.readouterr().err
-    assert "a context of 1000 tokens was asked for, expected at most 958" in error
+    assert "the context has 1000 tokens, expected at most 958" in error
 
 
 @pytest.mark.parametrize(

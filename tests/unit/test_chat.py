@@ -121,7 +121,7 @@ def test_save(talk, capsys, tmp_path, monkeypatch):
     assert (tmp_path / "taken").read_text() == "precious"
     assert len(list(tmp_path.glob("chat-*.json"))) == 1
     shown = capsys.readouterr().err
-    assert "taken is there already, expected a new file" in shown
+    assert "taken exists, expected a new file" in shown
     assert "no/dir: No such file or directory" in shown
 
 

@@ -334,7 +334,7 @@ def quantised_head(tiny: TinyGptq) -> None:
         ),
         (more_layers, "9 tensors are missing that config.json asks for: model.layers.2.self_attn"),
         (wider_mlp, r"gate_proj.weight has shape \[256, 128\], expected \[384, 128\]"),
-        (changed_tensor(f"{DOWN}.qweight", None), "down_proj.qzeros is there without a qweight"),
+        (changed_tensor(f"{DOWN}.qweight", None), "down_proj.qzeros is present without a qweight"),
         (
             changed_tensor(f"{DOWN}.scales", np.ones((2, 128), np.int32)),
             r"down_proj.scales is int32 \[2, 128\], expected float16",

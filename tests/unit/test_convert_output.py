@@ -111,7 +111,7 @@ def test_ctrl_c(tmp_path: Path, source: Path, monkeypatch: Any, capsys: Any) -> 
     progress = Interrupting(KeyboardInterrupt)
     monkeypatch.setattr(Display, "load_progress", lambda self, verb: progress)
     assert main(["gptq-to-marlin", "--src", str(source), "--dst", str(tmp_path / "out")]) == 130
-    assert capsys.readouterr().err == f"stopped: {tmp_path / 'out'} is as it was\n"
+    assert capsys.readouterr().err == f"stopped: {tmp_path / 'out'} is unchanged\n"
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 

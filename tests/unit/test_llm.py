@@ -158,7 +158,9 @@ def test_waiting_for_the_engine_in_a_callback_is_refused(make):
                     heard.append(str(error))
 
             list(llm.stream([5, 6, 7], SamplingParams(max_tokens=2), on_prefill=on_prefill))
-            assert heard == ["the engine cannot be waited for in a callback, which it runs itself"]
+            assert heard == [
+                "a callback cannot wait for the engine, since the engine thread runs it"
+            ]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")

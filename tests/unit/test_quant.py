@@ -170,7 +170,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"config_groups": {"a": {"weights": [4], "format": "pack-quantized"}}},
         r"weights is \[4\], expected an object",
     ),
-    ("compressed", {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme is there"),
+    ("compressed", {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme is present"),
     ("compressed", {"sparsity_config": {"format": "sparse-24"}}, "sparsity is 'sparse-24'"),
     ("compressed", {"transform_config": transform("input")}, "has the location 'input', expected"),
     ("compressed", {"transform_config": transform("weight_input", "output")}, "location 'output'"),
@@ -280,7 +280,7 @@ def test_refused_compressed_weights(
 def test_refused_compressed_activations_and_groups(tiny: TinyCheckpoint, tmp_path: Path) -> None:
     weights = quantise(tiny.weights)
     for groups, message in (
-        ({"a": group({}, input_activations={"num_bits": 8})}, "input_activations is there"),
+        ({"a": group({}, input_activations={"num_bits": 8})}, "input_activations is present"),
         ({"a": group({}), "b": group({"group_size": -1})}, "config_groups differ"),
         ({"a": group({}, format="float-quantized")}, "format is 'float-quantized'"),
     ):

@@ -260,7 +260,7 @@ def test_a_name_twice_in_the_index(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json", "any.bin"])
 def test_paths_that_are_not_files(tmp_path: Path, name: str) -> None:
     (tmp_path / name).symlink_to("/no/such/blob")
-    with pytest.raises(FileNotFoundError, match=f"{name}: is a link to /no/such/blob, which is no"):
+    with pytest.raises(FileNotFoundError, match=f"{name}: is a link to /no/such/blob, which is mi"):
         open_checkpoint(tmp_path)
     (tmp_path / name).unlink()
     (tmp_path / name).mkdir()

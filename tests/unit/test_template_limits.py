@@ -63,7 +63,7 @@ def refusal(source: str, messages=USER) -> str:
 )
 def test_size(source: str) -> None:
     message = refusal(source)
-    assert "it makes more than" in message or "it has to do with more than" in message
+    assert "it makes more than" in message or "it processes more than" in message
 
 
 @pytest.mark.parametrize(
