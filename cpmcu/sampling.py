@@ -61,8 +61,7 @@ class SamplingParams:
     )
     min_p: float | None = option(
         None,
-        "drop tokens whose probability, divided by that of the likeliest token, is below this, in "
-        "[0, 1]",
+        "drop tokens with less than this share of the likeliest token's probability, in [0, 1]",
     )
     seed: int | None = option(
         None,
