@@ -40,7 +40,7 @@ class Generation:
 
     The outputs are numbered through: choice c of prompt p is p * n + c. Raises ApiError (400) for
     a prompt, which came in the request's field `prompt_field`, or parameters that the engine
-    refuses. `kept`: see LLM.prepare.
+    refuses. `keep_special_tokens`: see LLM.prepare.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Generation:
         *,
         prompt_field: str = "prompt",
         progress: bool = False,
-        kept: Sequence[int] = (),
+        keep_special_tokens: Sequence[int] = (),
     ) -> None:
         llm = service.model.llm
         self.prompts = prompts
@@ -71,7 +71,9 @@ class Generation:
                 resolved = params.resolve(llm.generation_config)
                 on_prefill = self._reporter(p) if progress else None
                 emit = self._emitter(p * params.n)
-                self.requests += llm.prepare(prompt, resolved, emit, on_prefill, kept)
+                self.requests += llm.prepare(
+                    prompt, resolved, emit, on_prefill, keep_special_tokens
+                )
             except ValueError as error:
                 raise bad_value(error, prompt_field) from error
         self.left = len(self.requests)

@@ -87,7 +87,7 @@ class Logprobs:
             return None
         offsets = []
         for token, _ in entries:
-            shown = self._texts.is_shown(token)
+            shown = not self._texts.is_special(token)
             if self._left:
                 offsets.append(self._find(token, shown))
             else:

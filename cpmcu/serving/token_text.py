@@ -41,9 +41,9 @@ class TokenTexts:
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in found)
 
-    def is_shown(self, token: int) -> bool:
-        """Is it part of the text, unlike a special token?"""
-        return self._tokenizer.is_shown(token)
+    def is_special(self, token: int) -> bool:
+        """Is it a special token, which is not part of the text?"""
+        return self._tokenizer.is_special(token)
 
     def _read(self, token: int) -> bytes:
         piece = self._tokenizer.piece(token)

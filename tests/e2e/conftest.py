@@ -31,7 +31,7 @@ TEMPLATE = (
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[Server]:
-    """The shipped model with its EAGLE head, which drafts in every cycle."""
+    """The shipped model with its EAGLE head, which drafts in every step."""
     with start("--chunk-length", "64", "--spec-auto", "no") as running:
         yield running
 

@@ -44,8 +44,8 @@ def test_bytes_of_tokens_join_to_the_text(make, tmp_path):
     assert joined.removeprefix(" ") == text
     assert any("\ufffd" in texts.text_of(token) for token in ids)
     end = tokenizer.id_of("</s>")
-    assert (texts.text_of(end), texts.is_shown(end)) == ("</s>", False)
-    assert all(texts.is_shown(token) for token in ids)
+    assert (texts.text_of(end), texts.is_special(end)) == ("</s>", True)
+    assert not any(texts.is_special(token) for token in ids)
     assert texts.bytes_of(tokenizer.vocab_size + 5) == b""
 
 

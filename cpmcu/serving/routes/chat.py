@@ -133,7 +133,7 @@ def _prepare(service: Service, body: ChatRequest, loop: asyncio.AbstractEventLoo
         loop,
         prompt_field="messages",
         progress=body.return_progress,
-        kept=_special(model.llm.tokenizer, in_use),
+        keep_special_tokens=_special(model.llm.tokenizer, in_use),
     )
     return _Job(generation, new_parser, model.token_texts)
 
@@ -141,7 +141,7 @@ def _prepare(service: Service, body: ChatRequest, loop: asyncio.AbstractEventLoo
 def _special(tokenizer: Tokenizer, tags: Sequence[str | None]) -> list[int]:
     """The special tokens among tags: texts leave them out, unless told to keep them."""
     ids = {tokenizer.id_of(tag) for tag in tags if tag}
-    return [token for token in ids if token is not None and not tokenizer.is_shown(token)]
+    return [token for token in ids if token is not None and tokenizer.is_special(token)]
 
 
 def _forced(body: ChatRequest) -> Grammar | None:
