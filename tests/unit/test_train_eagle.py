@@ -95,7 +95,7 @@ def test_unrolled_training_pass_equals_chains_one_by_one(
     ids = random_ids(count + 1)
     whole = torch.tensor([ids])
     with torch.no_grad():
-        output = target(whole[:, :-1], feature_layers=head.feature_layers)
+        output = target(whole[:, :-1], aux_layers=head.aux_layers)
         cos, sin = target.rope(0, count)
         embeddings = target.embed(whole[:, 1:])
         start = head.start(output)
@@ -117,13 +117,13 @@ def test_unrolled_training_pass_equals_chains_one_by_one(
                 assert (hidden - unrolled[step][:, row]).abs().max() < 1e-4
 
     oracle = numpy_head(tiny, head)
-    states, features = oracle.target.states(ids[:-1], head.feature_layers)
-    logits, recycled = oracle.prefill(features if kind == "eagle3" else states, ids[1:])
+    states, aux_hidden = oracle.target.states(ids[:-1], head.aux_layers)
+    logits, recycled = oracle.prefill(aux_hidden if kind == "eagle3" else states, ids[1:])
     expected = head.logits(unrolled[0], target)[0].detach().numpy()
     np.testing.assert_allclose(logits, expected, atol=1e-3)
     for root in (0, 3, count - depth):
         oracle.keep(0)
-        inputs = [f[: root + 1] for f in features] if kind == "eagle3" else states[: root + 1]
+        inputs = [f[: root + 1] for f in aux_hidden] if kind == "eagle3" else states[: root + 1]
         recycled = oracle.prefill(inputs, ids[1 : root + 2])[1][-1]
         for step in range(1, depth):
             logits, recycled = oracle.step(recycled, ids[root + step + 1])
@@ -213,7 +213,7 @@ def test_a_few_steps_lower_the_loss_and_files_are_as_specified(
 
     loaded = recipe.drafts.load_head(out, target)
     x = torch.randn(1, 5, HIDDEN)
-    assert loaded.feature_layers == head.feature_layers
+    assert loaded.aux_layers == head.aux_layers
     with torch.no_grad():
         difference = loaded.logits(x, target) - head.logits(x, target)
     assert difference.abs().max() < 0.1  # bf16 rounding of the weights

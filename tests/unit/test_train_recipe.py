@@ -189,14 +189,14 @@ def test_cached_decoding_equals_one_pass(recipe: SimpleNamespace) -> None:
     model = recipe.model.load_pretrained(SHIPPED)
     ids = torch.randint(5, 4096, (1, 48), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        whole = model(ids, feature_layers=(1, 3))
+        whole = model(ids, aux_layers=(1, 3))
         past, parts = None, []
         for chunk in ids.split([20, 1, 27], dim=1):
             output = model(chunk, past)
             past = output.cache
             parts.append(output.logits)
     assert (torch.cat(parts, dim=1) - whole.logits).abs().max() < 1e-4
-    assert len(whole.features) == 2 and whole.features[0].shape == whole.hidden.shape
+    assert len(whole.aux_hidden) == 2 and whole.aux_hidden[0].shape == whole.hidden.shape
 
 
 def test_shipped_model_completes_python(recipe: SimpleNamespace, tokenizer) -> None:
