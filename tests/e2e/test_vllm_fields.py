@@ -252,7 +252,7 @@ def test_allowed_tools(scripted, client):
 
 def test_why_there_is_no_suffix(client):
     with pytest.raises(
-        openai.BadRequestError, match=r"suffix is not supported .*: the model goes on"
+        openai.BadRequestError, match=r"suffix is not supported .*: the model can continue"
     ):
         complete(client, suffix="x")
 
