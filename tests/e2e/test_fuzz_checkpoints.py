@@ -1,4 +1,4 @@
-"""Some recipes of scripts/fuzz_checkpoints.py, and that it would see what is wrong."""
+"""Runs some recipes of scripts/fuzz_checkpoints.py, and checks that it detects failures."""
 
 from __future__ import annotations
 

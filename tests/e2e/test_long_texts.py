@@ -1,4 +1,4 @@
-"""Long texts and large bodies: refused early, and worked on where nobody else waits for them."""
+"""Long texts and large bodies are refused early or processed without delaying other requests."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_hopeless_text_is_refused_by_its_length(server):
 
 
 def test_others_go_on_while_a_long_text_is_tokenised(server):
-    """Streams get their tokens, and /health its answers: no gap is near as long as that takes."""
+    """Streams and /health are not blocked meanwhile: all gaps are short."""
     begin = threading.Event()
     ended = threading.Event()
     times: list[float] = []
@@ -89,7 +89,7 @@ def test_others_go_on_while_a_long_text_is_tokenised(server):
 
 
 def test_a_client_that_leaves_while_its_long_text_waits(server):
-    """Its text is forgotten, not tokenised in its turn."""
+    """If the client disconnects, its queued text is dropped and not tokenised."""
     before = server.log.count("/tokenize 499")
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         long = pool.submit(server.post, "/tokenize", {"prompt": MILLION * 2})
@@ -151,7 +151,7 @@ def test_signs_in_a_text_are_no_values(server):
 
 
 def test_only_the_first_wrong_element_is_looked_for(server):
-    """A list of as many complaints as elements would take seconds to write."""
+    """Validation stops at the first error: one error per element would take seconds."""
     for prompt in ([7] * 200_000 + ["x"], ["x"] * 200_000 + [7]):
         error = refused(server.post("/v1/completions", {"prompt": prompt}), 400)
         assert error["param"] == "prompt"
@@ -165,7 +165,7 @@ def test_only_the_first_wrong_element_is_looked_for(server):
 
 
 def test_a_long_response_is_written_whole(server):
-    """It is written in pieces, on another thread."""
+    """A long response is serialised in pieces on another thread."""
     body = {"prompt": ["x = 1\n", "y"], "max_tokens": 40, "logprobs": 3, "return_token_ids": True}
     found = server.post("/v1/completions", {**body, "temperature": 0, "ignore_eos": True}).json()
     assert [len(choice["token_ids"]) for choice in found["choices"]] == [40, 40]

@@ -1,4 +1,4 @@
-"""The chat page: what it is served with, and answers, settings, keys and errors in a browser."""
+"""The chat page: response headers, and answers, settings, keys and errors in a browser."""
 
 from __future__ import annotations
 
@@ -236,7 +236,7 @@ def test_a_refusal_is_shown_as_one_and_loses_nothing(driver, limited):
 
 
 def test_an_error_within_an_answer_is_shown_with_it(driver, scripted):
-    """What came before it stays, and the reason too, after a reload as well."""
+    """The text before the error and its reason remain, also after a reload."""
     page = Page(driver, scripted)
     page.ready()
     said = "The server failed to answer this request; its log says why."
@@ -316,7 +316,7 @@ def test_enter_on_a_phone_begins_a_line(driver, scripted):
 
 
 def test_it_waits_for_the_model(driver):
-    """Opened while the server is still loading, it gets ready by itself."""
+    """A page opened while the server loads becomes ready by itself."""
     with start(ready=False) as server:
         page = Page(driver, server)
         page.ready()
@@ -324,7 +324,7 @@ def test_it_waits_for_the_model(driver):
 
 
 def test_a_server_that_is_lost_and_comes_back(driver):
-    """What arrived stays, and the page finds the server again by itself."""
+    """The received text remains, and the page reconnects by itself."""
     with start() as server:
         page = Page(driver, server)
         page.ready()

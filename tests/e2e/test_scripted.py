@@ -1,4 +1,4 @@
-"""Texts known in advance: characters split over tokens, stop strings, thinking, tool calls."""
+"""Scripted texts: characters split over tokens, stop strings, reasoning, tool calls."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def streamed(scripted: Server, script: str, **fields):
             for call in delta.tool_calls or []:
                 assert call.index not in calls
                 calls[call.index] = (call.function.name, json.loads(call.function.arguments))
-            assert finish is None, "something came after the finish reason"
+            assert finish is None, "a chunk follows the finish reason"
             finish = choice.finish_reason
     return content, reasoning, calls, finish, pieces
 
@@ -46,7 +46,7 @@ def test_characters_split_over_tokens(scripted):
 
 
 def test_every_length_of_a_split_text(scripted):
-    """Whatever the last token, streamed and whole texts are the same."""
+    """Streamed and whole texts are equal for every last token."""
     for limit in range(1, 40, 3):
         whole = ask(scripted, "story", max_tokens=limit, extra_body={"return_token_ids": True})
         text = whole.choices[0].message.content
@@ -83,7 +83,7 @@ def test_stop_strings_across_bursts(scripted, stop):
 
 
 def test_bursts_are_full(scripted):
-    """The draft is the model itself, so that these tests are about bursts of five tokens."""
+    """The model is its own draft, so these tests have bursts of five tokens."""
     reply = ask(scripted, "story", extra_body={"return_metrics": True})
     found = reply.metrics["speculative_decoding"]
     assert found["draft_acceptance_rate"] > 0.9
@@ -220,7 +220,7 @@ def test_what_is_no_call_is_text(scripted):
 
 @pytest.mark.parametrize("prompt", [cue("tell"), "<think>"])
 def test_tags_that_are_special_tokens(special, prompt):
-    """Also where the prompt ends with the tag. Other special tokens are left out as ever."""
+    """Also if the prompt ends with the tag. Other special tokens are omitted as usual."""
     messages = [{"role": "user", "content": prompt}]
 
     def told(**fields) -> tuple[str, str, list[str]]:

@@ -1,4 +1,4 @@
-"""Requests that are refused, what the error says, and fields that are taken and ignored."""
+"""Refused requests with their error messages, and fields that are accepted and ignored."""
 
 from __future__ import annotations
 

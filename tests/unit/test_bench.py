@@ -1,4 +1,4 @@
-"""python -m cpmcu.bench: what it takes, and that it measures the shipped model."""
+"""python -m cpmcu.bench: its flags, and a measurement of the shipped model."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_how_it_ends(
 
 
 def test_windows_are_as_long_as_there_is_room(capsys: pytest.CaptureFixture[str]) -> None:
-    """As with no flags at all: the shipped model and its head, shapes chosen, 1024 tokens."""
+    """The defaults without flags: the shipped model and its head, chosen shapes, 1024 tokens."""
     extension_or_skip()
     flags = ["--device", "cpu", "--max-model-len", "1120", "--contexts", "1024", "--json"]
     assert main([*flags, "--num-threads", "2"]) == 0

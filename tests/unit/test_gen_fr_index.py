@@ -1,4 +1,4 @@
-"""scripts/gen_fr_index.py: counts, indices, tokenizers that add BOS, and what can be wrong."""
+"""scripts/gen_fr_index.py: counts, indices, tokenizers that add BOS, and errors."""
 
 from __future__ import annotations
 

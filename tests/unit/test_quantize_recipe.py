@@ -1,4 +1,4 @@
-"""The 4-bit recipe: scales, GPTQ against its definition, what is calibrated on what, and files."""
+"""The 4-bit recipe: scales, GPTQ against its definition, calibration inputs, and files."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_gptq_follows_its_definition(
 def test_gptq_errs_less_than_rounding_to_nearest(
     recipe: SimpleNamespace, rows: int, inputs: int
 ) -> None:
-    """On correlated inputs; where there is one input there is nothing to gain but the scale."""
+    """GPTQ beats rounding to nearest on correlated inputs; a single input gains by scale only."""
     gptq = recipe.gptq
     weight, gram = correlated(rows, inputs, seed=1)
     error = gptq.output_error(weight, gptq.gptq(weight, gram, 128).dequantize(), gram)
@@ -364,7 +364,7 @@ def test_shapes_that_do_not_fit_are_refused(recipe: SimpleNamespace, tmp_path: P
 
 @pytest.mark.parametrize("name", ["tiny-python-minicpm", "tiny-python-eagle2"])
 def test_shipped_twins(recipe: SimpleNamespace, name: str) -> None:
-    """All is as in the original but its linear layers, and those are near; other files equal."""
+    """Linear layers are close to the original; other tensors and files are equal."""
     import torch
 
     original, twin = ASSETS / name, ASSETS / f"{name}-w4"

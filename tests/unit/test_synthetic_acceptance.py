@@ -1,4 +1,4 @@
-"""Pairs with synthetic acceptance say their text and reach their acceptance on the CPU engine."""
+"""Pairs with synthetic acceptance generate their text and acceptance on the CPU engine."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def load(target: Path, draft: Path | None, **speculation: Any) -> LoadedModel:
 
 
 def expected_length(acceptance: float) -> tuple[float, float]:
-    """Mean and standard deviation of the tokens that a cycle emits."""
+    """Returns mean and standard deviation of the tokens that a speculative step emits."""
     lengths = np.arange(1, DEPTH + 2)
     at_least = acceptance ** np.arange(DEPTH + 1)
     share = at_least - np.append(at_least[1:], 0)
@@ -99,7 +99,7 @@ def test_text_and_acceptance_are_as_laid_out(
     assert tokens == laid.next_token[previous].tolist()
     mean, deviation = expected_length(acceptance)
     assert abs(np.mean(lengths) - mean) <= 3 * deviation / np.sqrt(CYCLES)
-    if topk == 1:  # each step is as the plan of it says
+    if topk == 1:  # each step accepts as planned
         at = 0
         for length in lengths:
             agreed = laid.accepted[tokens[at : at + DEPTH]].tolist()
@@ -159,7 +159,7 @@ def test_bench_reports_cycles(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     copy_tokenizer(DEFAULT_TOKENIZER, target)
     flags = ["--model", str(target), "--device", "cpu", "--contexts", "32", "--decode", "2"]
     flags += ["--draft-model-path", str(draft), "--spec-num-iter", "4", "--max-num-seqs", "1"]
-    capsys.readouterr()  # what the writer said
+    capsys.readouterr()  # the writer's output
     assert bench.main([*flags, "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     speculation = result["speculation"]
@@ -167,7 +167,9 @@ def test_bench_reports_cycles(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     (plain,), (row,) = result["rows"], speculation["rows"]
     assert row["context"] == plain["context"] == 32
     assert row["cycle_ratio"] == pytest.approx(row["cycle_ms"] / plain["step_ms"])
-    assert row["mean_accept_length"] == pytest.approx(5, abs=0.5)  # the last cycle is cut short
+    assert row["mean_accept_length"] == pytest.approx(
+        5, abs=0.5
+    )  # the last speculative step is cut short
     assert list(row["tokens_per_s_at_accept_length"]) == ["1", "2", "3", "4", "5", "6"]
     assert "| T, ms |" in bench.table(result)
     assert speculation["chosen"] == [] and "chosen" not in bench.table(result)

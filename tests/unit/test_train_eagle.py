@@ -86,7 +86,7 @@ def test_aux_layers(recipe: SimpleNamespace) -> None:
 def test_unrolled_training_pass_equals_chains_one_by_one(
     recipe: SimpleNamespace, tmp_path: Path, family: str, kind: str
 ) -> None:
-    """And the numpy oracle computes the same chains."""
+    """The numpy oracle computes the same chains."""
     import torch
 
     depth, count = 4, 11
@@ -227,7 +227,7 @@ def test_draft_vocabulary_holds_the_most_frequent_tokens(recipe: SimpleNamespace
 def test_acceptance_of_the_target_by_itself_is_complete(
     recipe: SimpleNamespace, tmp_path: Path
 ) -> None:
-    """A greedy text is its writer's own chain everywhere."""
+    """A greedy text equals its model's own chain at every position."""
     _, target = tiny_target(recipe, tmp_path, "llama")
     import torch
 
@@ -273,7 +273,7 @@ def test_sampling_of_the_generated_text(recipe: SimpleNamespace, tmp_path: Path)
     ids = recipe.continue_text.continue_prompts(
         target, prompts, 30, [0.0], seed=0, repetition_penalty=1e6
     )[0].tolist()
-    assert len(set(ids)) == len(set(random_ids(5))) + 30  # nothing is said twice
+    assert len(set(ids)) == len(set(random_ids(5))) + 30  # no token is repeated
 
 
 def test_text_formats(recipe: SimpleNamespace) -> None:

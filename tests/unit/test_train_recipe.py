@@ -60,7 +60,7 @@ def test_special_tokens_and_bos(tokenizer) -> None:
         assert tokenizer.token_to_id(token) == index
     with_bos = tokenizer.encode("import os").ids
     assert with_bos == [1, *tokenizer.encode("import os", add_special_tokens=False).ids]
-    assert tokenizer.decode(with_bos) == "import os"  # no prefix space comes or goes
+    assert tokenizer.decode(with_bos) == "import os"  # no prefix space is added or removed
 
 
 @pytest.mark.parametrize("width", [4, 8, 12, 16])
@@ -171,7 +171,7 @@ def test_what_is_there_is_kept(
     out: str,
     message: str,
 ) -> None:
-    """Said before anything is read: of these only the directories are there."""
+    """Checked before any file is read: only the directories exist."""
     for name in ("mine", "model", "text"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "diary.txt").write_text("dear diary")
