@@ -67,7 +67,7 @@ def test_models(client):
     ],
     ids=["greedy", "sampled", "filters", "repetition", "penalties", "bias"],
 )
-def test_the_server_says_what_the_engine_says(client, llm, fields):
+def test_server_texts_equal_engine_texts(client, llm, fields):
     """The text over HTTP with speculation equals that of LLM without it."""
     known = {**fields, **fields.get("extra_body", {})}
     known.pop("extra_body", None)
@@ -330,7 +330,7 @@ def test_raw_stream(server):
     assert re.fullmatch("[0-9a-f]{32}", reply.headers["x-request-id"])
 
 
-def test_seeds_do_not_depend_on_company(server):
+def test_seeds_do_not_depend_on_the_batch(server):
     """A request gives the same text alone and in a batch of nine."""
     client = server.async_client()
     prompts = ["class Stack:\n", "import re\n", "def main():\n    ", "# Sort\n", "x = [", "try:\n"]

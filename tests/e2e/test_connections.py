@@ -61,7 +61,7 @@ def read_reply(connection: socket.socket) -> tuple[bytes, bytes]:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
-def test_nothing_waits_for_acknowledgements(host):
+def test_replies_do_not_wait_for_acknowledgements(host):
     """Nagle's algorithm would hold back the second packet of a reply for 40 ms."""
     if host == "::1" and not socket.has_ipv6:
         pytest.skip("needs IPv6")
@@ -133,7 +133,7 @@ def test_a_late_body_is_refused(impatient):
         assert connection.recv(1) == b""
 
 
-def test_a_body_that_nobody_waits_for_does_not_hold_the_connection(impatient):
+def test_an_unread_body_does_not_hold_the_connection(impatient):
     """The answer precedes the body, whose sender continues slowly."""
     begin = time.monotonic()
     with connect(impatient) as connection:

@@ -33,7 +33,7 @@ def resident_mib(server: Server) -> float:
     return int(found[1]) / 1024
 
 
-def test_a_hopeless_text_is_refused_by_its_length(server):
+def test_a_text_above_the_context_is_refused_by_its_length(server):
     chat = {"messages": [{"role": "user", "content": MILLION * 3}]}
     for path, body, field in (
         ("/v1/completions", {"prompt": MILLION * 3}, "prompt"),
@@ -103,7 +103,7 @@ def test_a_client_that_leaves_while_its_long_text_waits(server):
         assert long.result().status_code == 200
 
 
-def test_memory_of_long_texts_is_given_back(server):
+def test_memory_of_long_texts_is_returned_to_the_system(server):
     server.post("/tokenize", {"prompt": MILLION[:1000]})
     before = resident_mib(server)
     assert server.post("/tokenize", {"prompt": MILLION * 2}).status_code == 200
@@ -141,7 +141,7 @@ def test_a_body_of_too_many_values_is_not_parsed(server, body, message):
         assert refused(reply, 413)["message"] == f"The request body has more than {message}."
 
 
-def test_signs_in_a_text_are_no_values(server):
+def test_punctuation_in_a_string_is_not_counted(server):
     text = '[{"a": 1}, "b"],' * 40_000
     assert server.post("/tokenize", {"prompt": text}).status_code == 200
     call = {"function": {"name": "f", "arguments": json.dumps([1] * 100_000)}}

@@ -91,7 +91,7 @@ def test_bursts_are_full(scripted):
     assert reply.metrics["speculate_metrics"]["average_accept_length"] > 4.5
 
 
-def test_thinking_is_told_from_the_answer(scripted):
+def test_reasoning_is_separated_from_content(scripted):
     message = ask(scripted, "think").choices[0].message
     assert message.reasoning_content == message.reasoning == "So, 🤔 two\nand two."
     assert message.content == "Four, 四."
@@ -133,7 +133,7 @@ FORCED = [
 
 
 @pytest.mark.parametrize("fields", FORCED, ids=["named", "required"])
-def test_thinking_before_a_call_that_must_be(scripted, fields):
+def test_reasoning_before_a_forced_call(scripted, fields):
     choice = ask(scripted, "think", **fields).choices[0]
     assert choice.message.reasoning_content == "So, 🤔 two\nand two."
     (call,) = choice.message.tool_calls
@@ -149,7 +149,7 @@ def test_thinking_before_a_call_that_must_be(scripted, fields):
     assert choice.message.reasoning_content.startswith(cut.message.reasoning_content)
 
 
-def test_thinking_before_an_answer_with_a_form(scripted):
+def test_reasoning_before_structured_output(scripted):
     body = {"guided_regex": "[a-z]{2}!"}
     message = ask(scripted, "think", extra_body=body).choices[0].message
     assert message.reasoning_content == "So, 🤔 two\nand two."
@@ -164,7 +164,7 @@ def test_thinking_before_an_answer_with_a_form(scripted):
 
 
 @pytest.mark.parametrize("begun", ["<think>\nOh, ", "<think>\n\n</think>\n\n"])
-def test_thinking_that_the_prompt_began_or_closed_and_a_form(scripted, begun):
+def test_reasoning_begun_or_closed_by_the_prompt_and_a_grammar(scripted, begun):
     reply = scripted.client().chat.completions.create(
         model="scripted",
         messages=[{"role": "assistant", "content": begun + cue("muse")}],
@@ -211,7 +211,7 @@ def test_one_call_only(scripted):
     assert [call.function.name for call in choice.message.tool_calls] == ["add"]
 
 
-def test_what_is_no_call_is_text(scripted):
+def test_text_that_is_not_a_call_is_content(scripted):
     choice = ask(scripted, "broken", tools=TOOLS).choices[0]
     assert (choice.message.content, choice.finish_reason) == (SCRIPTS["broken"], "stop")
     content, _, calls, finish, _ = streamed(scripted, "broken", tools=TOOLS)

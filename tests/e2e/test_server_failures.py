@@ -90,7 +90,7 @@ def test_a_step_that_fails(monkeypatch, caplog, stream):
 
 
 def test_a_request_that_fails_once_it_is_queued_is_ended(monkeypatch):
-    """No output is generated after the client has received the error."""
+    """A queued request that fails in the route is removed from the engine."""
     from cpmcu.config import EngineConfig
     from cpmcu.serving.app import create_app
     from cpmcu.serving.config import ServerConfig
@@ -117,7 +117,7 @@ def test_a_request_that_fails_once_it_is_queued_is_ended(monkeypatch):
     service.close()
 
 
-def test_an_error_inside_is_not_told(monkeypatch):
+def test_internal_errors_have_no_details(monkeypatch):
     """A 500 has no details; the log has them all."""
     from cpmcu.config import EngineConfig
     from cpmcu.serving.app import create_app

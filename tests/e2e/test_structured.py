@@ -80,7 +80,7 @@ def tool(name: str, **properties: dict) -> dict:
 TOOLS = [tool("count", n={"type": "integer", "maximum": 99, "minimum": 0}), tool("stop")]
 
 
-def test_calls_that_must_be(client):
+def test_forced_calls(client):
     for fields in ({"parallel_tool_calls": False}, {"stream": True, "parallel_tool_calls": False}):
         reply = ask(client, tools=TOOLS, tool_choice="required", **fields)
         if fields.get("stream"):
@@ -207,6 +207,6 @@ def test_a_grammar_that_fails_later_ends_its_request_with_a_sentence(client, ser
         ({"extra_body": {"guided_json": {"type": "object", "not": {"x": 1}}}}, "json schema"),
     ],
 )
-def test_grammars_that_cannot_be(client, fields, message):
+def test_invalid_grammars_are_refused(client, fields, message):
     with pytest.raises(openai.BadRequestError, match=message):
         ask(client, **fields)

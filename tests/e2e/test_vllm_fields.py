@@ -155,7 +155,7 @@ def test_tokens_as_token_ids(client):
     assert text == choice.message.content
 
 
-def test_tokens_that_spell_alike_stay_apart(scripted):
+def test_tokens_with_equal_text_have_distinct_names(scripted):
     """Tokens that are parts of characters are written as bytes, each under a unique name."""
     reply = scripted.client().completions.create(
         model="scripted", prompt="<|story|>", temperature=0, max_tokens=60, logprobs=20
@@ -250,7 +250,7 @@ def test_allowed_tools(scripted, client):
         chat(client, tools=tools, tool_choice=choice("auto", wrong))
 
 
-def test_why_there_is_no_suffix(client):
+def test_the_refusal_of_suffix_gives_the_reason(client):
     with pytest.raises(
         openai.BadRequestError, match=r"suffix is not supported .*: the model can continue"
     ):
@@ -260,7 +260,7 @@ def test_why_there_is_no_suffix(client):
 # ---- the server
 
 
-def test_the_tokenizer_in_vllms_form(server, scripted):
+def test_tokenizer_endpoints_follow_vllm(server, scripted):
     found = server.post("/tokenize", {"prompt": "x =\n 1", "return_token_strs": True}).json()
     assert "".join(found["token_strs"]).startswith("<s>")
     assert any("Ġ" in piece or "Ċ" in piece for piece in found["token_strs"])
@@ -272,7 +272,7 @@ def test_the_tokenizer_in_vllms_form(server, scripted):
     assert scripted.get("/tokenizer_info").json()["tokenizer_class"] == "PreTrainedTokenizerFast"
 
 
-def test_a_path_of_the_proxys(behind_a_proxy):
+def test_root_path_of_a_proxy(behind_a_proxy):
     """The proxy may keep or remove its path prefix."""
     key = {"Authorization": "Bearer k"}
     for root in ("", "/llm/a"):

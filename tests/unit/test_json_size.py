@@ -56,6 +56,6 @@ def test_signs_in_texts_do_not_count(value: Any, ascii_only: bool, cuts: list[in
 @pytest.mark.parametrize(
     "piece", [b'"' + b'\\"' * 500_000, b'"' * 1_000_001, b"\\" * 1_000_000, b'"\\' * 500_000]
 )
-def test_odd_bytes_take_no_longer(piece: bytes) -> None:
+def test_quotes_and_backslashes_take_linear_time(piece: bytes) -> None:
     """The time is linear in the number of backslashes and quotes."""
     counted([piece, piece])

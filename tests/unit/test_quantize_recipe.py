@@ -104,7 +104,7 @@ def test_gptq_errs_less_than_rounding_to_nearest(
 
 @pytest.mark.parametrize(("rows", "inputs"), SHAPES)
 @pytest.mark.parametrize("group", [128, 1000])
-def test_weights_that_four_bits_can_hold_stay(
+def test_weights_representable_in_4_bits_are_unchanged(
     recipe: SimpleNamespace, rows: int, inputs: int, group: int
 ) -> None:
     import torch
@@ -222,9 +222,7 @@ def test_tensors_of_a_checkpoint(
 
 
 @pytest.mark.parametrize(("rows", "inputs"), [(7, 16), (16, 13)])
-def test_words_that_are_not_full_are_refused(
-    recipe: SimpleNamespace, rows: int, inputs: int
-) -> None:
+def test_partial_words_are_refused(recipe: SimpleNamespace, rows: int, inputs: int) -> None:
     result = recipe.gptq.round_to_nearest(correlated(rows, inputs)[0], 128)
     with pytest.raises(ValueError, match="expected a multiple of 8"):
         result.tensors()
@@ -281,7 +279,7 @@ def test_a_model_and_its_files(recipe: SimpleNamespace, tmp_path: Path, family: 
     assert 0 < gptq_error < nearest_error
 
 
-def test_a_layer_is_calibrated_on_what_quantised_ones_give(
+def test_a_layer_is_calibrated_on_outputs_of_quantised_layers(
     recipe: SimpleNamespace, tmp_path: Path
 ) -> None:
     """Of layer 1: o_proj, after its own q, k and v; and the order of batches is no matter."""
@@ -332,7 +330,7 @@ def test_a_head_and_its_files(
         assert torch.equal(loaded.state_dict()[name], tensor), name
 
 
-def test_rows_of_no_chain_are_left_out(recipe: SimpleNamespace) -> None:
+def test_rows_of_no_chain_are_skipped(recipe: SimpleNamespace) -> None:
     """The i-th call of a batch drops its first i rows."""
     import torch
 

@@ -121,7 +121,7 @@ def test_every_field_of_the_configuration_is_a_flag():
         ("root_path", "/llm/", "root_path is '/llm/'"),
     ],
 )
-def test_configurations_that_cannot_be(field, value, message):
+def test_invalid_configurations_are_refused(field, value, message):
     with pytest.raises(ValueError, match=message):
         ServerConfig(**{field: value})
 

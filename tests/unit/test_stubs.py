@@ -30,14 +30,14 @@ def generator() -> ModuleType:
     return module
 
 
-def test_what_is_generated_is_up_to_date(generator: ModuleType) -> None:
+def test_generated_files_are_up_to_date(generator: ModuleType) -> None:
     for path, text in generator.texts().items():
         lines = path.read_text().splitlines(), text.splitlines()
         changes = "\n".join(difflib.unified_diff(*lines, path.name, "new", lineterm="", n=1))
         assert not changes, f"run `make stubs` after a build:\n{changes}"
 
 
-def test_every_function_says_what_it_does_and_takes() -> None:
+def test_every_function_has_types_and_a_docstring() -> None:
     """Every argument has a name, every value a type, every method a docstring."""
     found = 0
     for node in ast.walk(ast.parse(STUB.read_text())):

@@ -154,7 +154,9 @@ def test_eagle_head_with_its_own_vocabulary(tmp_path: Path) -> None:
         load(target, draft)
 
 
-def test_bench_reports_cycles(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_reports_speculative_steps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     target, draft = write_pair(tmp_path, "tiny-minicpm", 1.0)
     copy_tokenizer(DEFAULT_TOKENIZER, target)
     flags = ["--model", str(target), "--device", "cpu", "--contexts", "32", "--decode", "2"]

@@ -237,7 +237,7 @@ def test_acceptance_of_the_target_by_itself_is_complete(
     assert result.mean_length == 5.0 and result.chain == 4
 
 
-def test_walk_counts_tokens_of_whole_cycles(recipe: SimpleNamespace) -> None:
+def test_walk_counts_tokens_of_whole_speculative_steps(recipe: SimpleNamespace) -> None:
     import torch
 
     matches = torch.zeros(1, 10, 3, dtype=torch.bool)

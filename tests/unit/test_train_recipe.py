@@ -162,7 +162,7 @@ def test_five_steps_lower_the_loss_and_the_directory_loads(
         ("quantize", ["--target", "x", "--draft", "model"], "model", "is or holds the source"),
     ],
 )
-def test_what_is_there_is_kept(
+def test_existing_files_are_kept(
     recipe: SimpleNamespace,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
