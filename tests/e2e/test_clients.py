@@ -1,4 +1,4 @@
-"""Client libraries as their users write with them: what they send is understood, all of it.
+"""Client libraries with their usual programs: the server accepts all their requests.
 
 Each is skipped where it is missing (`pip install 'cpmcu[clients]'`; `npm install openai`).
 """

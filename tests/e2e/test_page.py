@@ -46,7 +46,7 @@ def test_a_conversation(driver, scripted):
     page.type(cue("story") + "\n")
     assert page.answered(1) == [STORY]
     tokens, speed, accepted, first = page.texts(".answer .numbers")[0].split(" · ")
-    # Drafted by itself with four tokens ahead: five a step, but for the end.
+    # The model is its own draft of four tokens: five tokens a step, except the last step.
     assert re.fullmatch(r"\d+ tokens", tokens)
     assert re.fullmatch(r"\d+(\.\d)? tokens/s", speed)
     assert 4 < float(re.fullmatch(r"mean accept length (\d\.\d\d)", accepted)[1]) <= 5
@@ -225,7 +225,7 @@ def test_a_refusal_is_shown_as_one_and_loses_nothing(driver, limited):
     assert page.find("#notice").get_attribute("role") == "alert"
     assert page.prompt() == words
     assert not page.texts(".turn")
-    # Also together with what was typed meanwhile.
+    # The text typed meanwhile is kept too.
     page.run("window.fetch = () => new Promise((done, fail) => { window.fail = fail; })")
     page.find("#send").click()
     page.wait(lambda: page.prompt() == "")

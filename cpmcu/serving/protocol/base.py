@@ -201,7 +201,7 @@ class GenerationRequest(RequestModel):
     seed: int | None = Field(None, ge=-(1 << 63), lt=SEED_LIMIT, description="64 bits")
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     best_of: int | None = Field(None, ge=1, description="Must equal n")
-    min_tokens: int | None = Field(None, ge=0, description="Shortest output")
+    min_tokens: int | None = Field(None, ge=0, description="Least tokens of an output")
     stop: str | Items[str] | None = None
     stop_token_ids: Items[int] | None = None
     ignore_eos: bool = False
@@ -216,7 +216,7 @@ class GenerationRequest(RequestModel):
         None,
         ge=0,
         le=MAX_LOGPROBS,
-        description="Scores of the prompt, with this many likeliest tokens",
+        description="Log-probabilities of the prompt, with this many likeliest tokens each",
     )
     return_tokens_as_token_ids: bool | None = Field(
         None, description="Name the tokens of log-probabilities token_id:N"

@@ -125,7 +125,7 @@ class AllowedTools(RequestModel):
 
 
 def _switch(value: Any) -> Any:
-    """Converts 0 and 1 to booleans: some clients send the number of /v1/completions."""
+    """Converts 0 and 1 to booleans: some clients send a number, as for /v1/completions."""
     return bool(value) if type(value) is int and value in (0, 1) else value
 
 
@@ -146,7 +146,7 @@ class ChatRequest(GenerationRequest):
     reasoning_effort: str | None = Field(None, description="Passed to the chat template")
     add_generation_prompt: bool = True
     continue_final_message: bool = Field(False, description="Continue the last message")
-    add_special_tokens: bool = Field(False, description="Add them to the template's")
+    add_special_tokens: bool = Field(False, description="Encode the prompt with BOS")
     separate_reasoning: bool = Field(True, description="Return reasoning apart from content")
     include_reasoning: bool = Field(True, description="false: omit the reasoning")
     echo: bool | None = Field(
@@ -154,7 +154,7 @@ class ChatRequest(GenerationRequest):
     )
 
     def check(self) -> None:
-        """Raises ApiError (400) for fields that exclude each other."""
+        """Raises ApiError (400) for an invalid combination of fields."""
         self.check_extra()
         self.check_stream()
         if self.top_logprobs and not self.logprobs:

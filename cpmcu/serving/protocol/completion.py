@@ -30,7 +30,7 @@ class CompletionRequest(GenerationRequest):
     add_special_tokens: bool = True
 
     def check(self) -> None:
-        """Raises ApiError (400) for fields that exclude each other."""
+        """Raises ApiError (400) for an invalid combination of fields."""
         self.check_extra()
         self.check_stream()
         if self.token_limit == 0 and not self.echo:

@@ -44,7 +44,7 @@ from cpmcu.tokenizer import Tokenizer
 
 router = APIRouter(tags=["generation"])
 
-_BARE = 3  # members of a streamed choice without news
+_BARE = 3  # members of a streamed choice without content
 
 
 @router.post(
@@ -253,7 +253,7 @@ class _Chat:
                 choice["finish_reason"] = _finish_reason(item.finish_reason, parsers[index])
                 choice["stop_reason"] = item.stop_reason
             elif not choice["delta"] and len(choice) == _BARE:
-                continue  # the text is held back, and the chunk has no other news
+                continue  # the text is held back, and the chunk has no other content
             yield reply.chunk([choice], **reply.usage_so_far(generation, tokens))
         last = reply.last(generation, reply.usage(generation))
         if last is not None:
