@@ -1,4 +1,4 @@
-"""An LLM whose fake engine emits one fixed text, for tests of the code around the engine."""
+"""An LLM whose fake engine always generates one story, for tests of the code around it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STORY = "the quick brown 🙂 fox, 你好 jumps over the lazy dog. "
 
 
 class StoryEngine(FakeEngine):
-    """Emits the same text for every prompt."""
+    """Generates the same story for every prompt."""
 
     def __init__(self, **options: object) -> None:
         ids = byte_level().encode(STORY * 50).ids
@@ -30,7 +30,7 @@ class StoryEngine(FakeEngine):
 
 
 def told(prompt_length: int, count: int) -> list[int]:
-    """The first `count` tokens of the story after a prompt of this length."""
+    """Returns the story's tokens after a prompt of the given length."""
     return byte_level().encode(STORY * 50).ids[prompt_length : prompt_length + count]
 
 

@@ -89,7 +89,7 @@ def test_limit_and_files(tmp_path: Path, corpus: Path) -> None:
     ("arguments", "message"),
     [
         (["--vocab-size", "900"], "--vocab-size is 900, expected 1 to 398"),
-        (["--text", "nothing/here"], "nothing/here is not there"),
+        (["--text", "nothing/here"], "nothing/here does not exist"),
         (["--tokenizer", "nothing"], "no tokenizer"),
     ],
 )

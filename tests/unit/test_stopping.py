@@ -42,7 +42,7 @@ def test_streamed_text_is_the_text_cut_at_the_first_stop(pieces, data):
     stops = data.draw(st.lists(letters, max_size=4))
     text, stop, given_out = stream(pieces, stops)
     assert (text, stop) == cut("".join(pieces), stops)
-    for i in range(len(given_out)):  # emitted text is never retracted
+    for i in range(len(given_out)):  # returned text is never retracted
         assert text.startswith("".join(given_out[: i + 1]))
 
 
@@ -94,7 +94,7 @@ def test_with_a_tokenizer_in_front(text, data):
         (["abc"], ["abcd", "bc"], ("a", "bc")),  # the one that is complete first
         (["abc"], ["c", "bc"], ("a", "bc")),  # the longest of these
         (["abc"], [], ("abc", None)),
-        (["ab"], ["abc"], ("ab", None)),  # held back, then emitted
+        (["ab"], ["abc"], ("ab", None)),  # held back, then returned
     ],
 )
 def test_cases(pieces, stops, expected):
