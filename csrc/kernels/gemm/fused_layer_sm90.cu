@@ -1,41 +1,44 @@
-// A run of dependent products as one kernel (fused_layer.h), for Hopper, 1 to 64 rows.
+// Fused layer kernel for Hopper, 1 to 64 rows: y_i = alpha_i * x_i W_i^T + beta_i * y_i for up to
+// four dependent GEMMs of a decoder layer (fused_layer.h), with the norms between them, the
+// combination of attention splits before them, and RoPE with the KV write after them.
 //
-// Roofline: all W of the run are read once, at 3 TB/s 41 us in 4 bits and 155 us in 16 bits for a
-// layer of MiniCPM4-8B. Launched one by one 4-bit products take 50 us at one row and 16-bit
-// products 207, because memory rests while a launch ends, the next begins and its x arrives.
+// Roofline: all W are read once. A layer of MiniCPM4-8B takes 41 us (4 bits) or 155 us (16 bits) at
+// 3 TB/s. As separate launches the GEMMs take 50 and 207 us at one row, because memory is idle
+// while a launch ends, the next one begins and its x arrives.
 //
-// The surprising decision: no launch, but a barrier of the whole grid between two products. It
-// costs as much as a launch does; yet a warp that has nothing to do with it goes on fetching, and
-// when x is there the ring in shared memory is full of weights that were read meanwhile.
+// Schedule: one persistent CTA per SM.
+//   producer thread 0 | W tiles of GEMM 0, 1, 2, 3 -> pipeline stages; never waits for x
+//   producer thread 1 | waits for the grid barrier of GEMM i, then x tiles -> the same stages
+//   prefetch warp     | one row only: W tiles further ahead -> L2 (prefetch.cuh)
+//   8 consumer warps  | mma over K -> partial sums to global memory -> sum of the slices in order
+//                     | -> epilogue -> arrive at the grid barrier of GEMM i + 1
+// A GEMM has tiles of 256 rows of W. If there are fewer tiles than CTAs, K is cut into slices. The
+// order of additions depends on N and K only, so a row has the same bits whatever the batch.
 //
-// Work: one block of threads on each multiprocessor, all alive until the end. Eight warps multiply,
-// 4 bits as in w4a16_multiply.cuh and 16 bits as they are, one thread feeds weights and another
-// rows of x; of one row a warp fetches weights to L2 ahead of both (chain/ahead.cuh). A product has
-// tiles of 256 rows of W, and slices of K where tiles are few, so that every block has something.
-// Sums of slices go through global memory: pieces of 16 bytes in a place that holds NaNs of a kind
-// that no instruction makes, so that a piece says itself whether it has come, and nobody counts or
-// fences. The receiver puts the NaNs back. Of more than 16 rows there are so many pieces that
-// counting the blocks that have sent theirs is quicker than looking at each. A block adds up the
-// slices of its rows in order, so a row has the same bits whatever else is in the batch.
+// The surprising decision: a grid barrier replaces the launch between two GEMMs. It costs as much
+// as a launch, but the weight producer keeps loading during it. When x arrives, the pipeline is
+// full.
 //
-// Norms: the block that finishes a row of y also writes y times the weights of the norm, and adds
-// its squares to a sum in integers, whose order does not matter. The next product multiplies what
-// was written and divides its own sums by the root of the mean square, once a row.
+// Partial sums: each 16-byte fragment is its own ready flag. The buffer holds NaNs that no
+// instruction produces (kNotReady). The receiver polls until none is left, adds, and restores them;
+// there is no fence and no counter. For more than 16 rows there are too many fragments to poll, so
+// CTAs count arrivals instead.
 //
-// Attention, whose partial results wait to be combined: of one row (and with 4 bits) each block
-// combines what its slice of the first product reads; else all blocks together, with a barrier
-// behind it; or a launch before, where a warp would go through many splits alone.
+// Norms: the epilogue of y also writes y * norm_weight, and adds y^2 to an integer sum, whose order
+// does not matter. The next GEMM reads y * norm_weight and divides its sums by the root mean
+// square.
 //
-// Rotary, of up to 16 rows: who adds up the last product does so for both elements that RoPE turns
-// against each other, bias and all, and writes keys and values to the cache.
+// Attention splits: CombineMode says which CTAs combine them.
 //
-// Little code: but for the multiplying loop everything runs once or a few times in a launch, and
-// instructions that did not run lately come at two to three cycles each. What can be known before x
-// comes is looked up and computed before it comes.
+// RoPE, up to 16 rows: an epilogue tile holds both elements of each rotated pair.
 //
-// Length of fused_layer_kernel: the loop over gemms and tiles shares its scalars with the product
-// of a tile, the wait for other slices and the epilogue. As functions of their own these three
-// change the machine code, which is measured as it is.
+// Code outside the main loop runs once or a few times in a launch, from a cold instruction cache at
+// two to three cycles an instruction. So there is little of it, and loads that do not need x are
+// issued before x arrives.
+//
+// Length of fused_layer_kernel: the loop over GEMMs and tiles shares its scalars with the main
+// loop, the wait for other slices and the epilogue. As separate functions these three change the
+// machine code, which is measured as it is.
 #include "kernels/gemm/fused_layer.h"
 
 #include "core/trace.cuh"
@@ -52,15 +55,15 @@ using namespace chain;
 
 TRACED_FILE("chain");
 
-// One feeds weights, one rows, one fetches ahead of both. Registers of 16 rows and more do not fit
-// beside feeding warps of equal share; a whole warpgroup gives up its own.
+// Producer warps: one for weights, one for x, one for the L2 prefetch. From 16 rows on, the
+// consumers need more registers than an equal share, so a whole warpgroup gives up its own.
 template <int kGroups>
 constexpr int kFeedingWarps = kGroups >= 2 ? 4 : 3;
 
-// With more than 16 rows a layer took up to 4 us longer so than with a launch of rotary_kv.
+// For more than 16 rows a layer was up to 4 us slower than with a separate launch of rotary_kv.
 constexpr int kMaxRotatedGroups = 2;
 
-// Initialises the barriers of a CTA, by all its warps: each barrier takes one 30 to 40 cycles.
+// Initialises the barriers of the CTA. All warps share the work: a barrier costs 30 to 40 cycles.
 template <typename Product>
 __device__ __forceinline__ void init_barriers(const Ring<Product>& ring, int warp, int* num_fed) {
   using Ring = Ring<Product>;
@@ -82,7 +85,7 @@ __device__ __forceinline__ void init_barriers(const Ring<Product>& ring, int war
   }
 }
 
-// The warps that do not multiply: a thread feeds weights, another rows of x, a warp fetches ahead.
+// The producer warps.
 template <typename Product>
 __device__ __forceinline__ void feed(const FusedLayerArgs& args, const Ring<Product>& ring,
                                      int warp, int* num_fed) {
@@ -98,12 +101,12 @@ __device__ __forceinline__ void feed(const FusedLayerArgs& args, const Ring<Prod
   }
 }
 
-// A CTA that has no part in a gemm arrives behind it at once: it has nothing to wait for.
+// A CTA without a part in GEMM i arrives at its grid barrier at once.
 template <typename Product>
 __device__ __forceinline__ void arrive_without_part(const FusedLayerArgs& args,
                                                     const Ring<Product>& ring, uint32_t& turn) {
   if (static_cast<int>(blockIdx.x) >= args.min_units) {
-    ptx::opaque(turn);  // read, by all warps, before block 0 may change it
+    ptx::opaque(turn);  // all warps read it before CTA 0 may change it
     ptx::named_barrier<1, kThreads>();
     ptx::mbarrier_wait(ring.bases_read(), 0);
     for (int i = 0; i + 1 < args.num_gemms && threadIdx.x == 0; ++i) {
@@ -114,7 +117,8 @@ __device__ __forceinline__ void arrive_without_part(const FusedLayerArgs& args,
   }
 }
 
-// Sends a warp's sums to the CTA that adds up their slab, kPieces 16-byte pieces a slice.
+// Stores the partial sums of a warp tile for the CTA that adds its slices. A slice has kFragments
+// fragments of 16 bytes.
 template <int kPieces, int kGroups>
 __device__ __forceinline__ void send_sums(const float (&sums)[2][kGroups][4], char* pieces,
                                           int slice, int warp, int q2, int m) {
@@ -138,14 +142,14 @@ __global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<Product::kGroups
   using T = typename Product::Element;
   using Ring = Ring<Product>;
   constexpr int kGroups = Product::kGroups;
-  constexpr bool kCounts = kGroups > kMaxToldGroups;  // the blocks that have sent their sums
+  constexpr bool kCounts = kGroups > kMaxToldGroups;  // arrivals are counted
   extern __shared__ __align__(1024) char shared[];
   __shared__ __align__(8) uint64_t barriers[Ring::kBarriers];
   __shared__ float row_scales[8 * kGroups];
   __shared__ int num_fed;
   const int warp = ptx::uniform_warp(), lane = threadIdx.x % 32;
   Ring ring{ptx::shared_address(shared), ptx::shared_address(barriers)};
-  ptx::opaque(ring.data);  // computed once
+  ptx::opaque(ring.data);  // so it is computed once
   ptx::opaque(ring.barriers);
   Stage stage = ring.stage(0);
 
@@ -188,9 +192,9 @@ __global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<Product::kGroups
     const Share share(gemm);
     const Product product(gemm);
     T* const y = static_cast<T*>(gemm.y);
-    const bool alone = gemm.slices == 1 && gemm.gated;  // sums go to y as they are
+    const bool alone = gemm.slices == 1 && gemm.gated;  // no slices to add: the sums are final
     const bool rotated = kGroups <= kMaxRotatedGroups && gemm.apart > 1;
-    // The slabs (32 rows of W each) of a tile whose sums this block adds up.
+    // The warp tiles (32 rows of W each) whose slices this CTA adds.
     const int slice = share.slice;
     const int first_slab = gemm.over_slices(kWarps * slice + gemm.slices - 1);
     const int num_items =
@@ -201,12 +205,13 @@ __global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<Product::kGroups
       Items<T, kGroups> items{args, gemm, y, n0, first_slab, rotated, g, q2};
       if (rotated && warp < num_items) items.load_turns(warp);
       if (kGroups < 8 && !alone && warp < num_items) items.load_weights(warp);
-      ptx::mbarrier_wait(ring.rows_in(stage), stage.parity);  // so the gemms before have arrived
+      // x is here, so all GEMMs before are complete
+      ptx::mbarrier_wait(ring.rows_in(stage), stage.parity);
       if (threadIdx.x == 0 && tile == share.tile) {
         ptx::mbarrier_arrive(ring.x_in(i));
         trace.stamp(3 * i + 2);
       }
-      // What the count of sums will be when all have come: read before ours are in it.
+      // The value of the counter once all slices have arrived; read before this CTA adds its own.
       [[maybe_unused]] uint32_t all_summed = 0;
       if (kCounts && gemm.slices > 1 && threadIdx.x == 0) {
         all_summed = (__ldcg(args.state->summed[i][tile]) / kSummed + 1) * kSummed;
@@ -219,7 +224,7 @@ __global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<Product::kGroups
         }
         if (!alone && warp < num_items) items.load_old(warp);
       };
-      if constexpr (kGroups < 8) prefetch();  // else there are too few registers
+      if constexpr (kGroups < 8) prefetch();  // kGroups 8: too few registers, see below
 
       float sums[2][kGroups][4] = {};
       ptx::mbarrier_wait(ring.weights_in(stage), stage.parity);
@@ -228,12 +233,13 @@ __global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<Product::kGroups
         ring.advance(stage);
         bool has_rows, has_weights;
         const auto ask = [&] {
-          const bool asks = left > 1;  // not for what follows from these sums: asking may wait
+          // no polling for the next GEMM: try_wait may suspend the warp
+          const bool asks = left > 1;
           has_rows = ptx::mbarrier_try_wait(ring.rows_in(stage), stage.parity, asks);
           has_weights = ptx::mbarrier_try_wait(ring.weights_in(stage), stage.parity, asks);
         };
-        // By each lane: costs no more than one for its warp, and racecheck, which does not always
-        // know that a warp was together before one arrived for it, sees that it is right.
+        // Every lane arrives. That costs no more than one arrival a warp, and racecheck can follow
+        // it.
         const auto release = [&] { ptx::mbarrier_arrive(ring.done(current)); };
         product.add_block(sums, current.rows, current.weights, ask, release);
         if (--left == 0) break;
@@ -260,12 +266,12 @@ __global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<Product::kGroups
         continue;
       }
 
-      // Sums go to the block that owns their slab, if only this one.
-      constexpr int kPieces = kWarps * kGroups * 2 * 32;  // of a unit
+      // Partial sums go to the CTA that owns their warp tile, even if it is this one.
+      constexpr int kPieces = kWarps * kGroups * 2 * 32;  // of a CTA
       const int first_unit = gemm.slices == 1 ? blockIdx.x : blockIdx.x - slice;
       char* const pieces = args.pieces + (int64_t{first_unit} * kPieces + lane) * 16;
       send_sums<kPieces>(sums, pieces, slice, warp, q2, args.m);
-      ptx::named_barrier<1, kThreads>();  // row_scales
+      ptx::named_barrier<1, kThreads>();  // row_scales are complete
       if (kCounts && gemm.slices > 1) {
         if (threadIdx.x == 0) {
           uint32_t* const summed = args.state->summed[i][tile];
@@ -300,8 +306,8 @@ __global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<Product::kGroups
   }
   trace.end();
   if (Product::kAhead > 0 && threadIdx.x == 0) atomicAdd(&num_fed, kOver);
-  // Block 0 has a part in every gemm, so here all blocks have arrived behind all others, and have
-  // read both before.
+  // CTA 0 has a part in every GEMM. So here all CTAs have arrived at all grid barriers, and have
+  // read `bases` and `launches` before that.
   if (blockIdx.x == 0 && threadIdx.x == 0) {
     if (args.combines == Combines::kTogether) args.state->bases[0] += gridDim.x;
     for (int i = 1; i < args.num_gemms; ++i) args.state->bases[i] += gridDim.x;
@@ -309,7 +315,7 @@ __global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<Product::kGroups
   }
 }
 
-// Slices as many as find a block of threads each.
+// Cuts K into as many slices as there are CTAs for.
 void share_out(Blocks& of, int n, int blocks) {
   of.tiles = (n + kW4BlockRows - 1) / kW4BlockRows;
   of.slices = std::clamp(blocks / of.tiles, 1, std::min(kWarps, of.k_blocks));
@@ -368,22 +374,23 @@ Combines who_combines(const FusedLayerParams& p, const Link& first, int blocks) 
   const int rows = p.attention.tokens.num_tokens, count = num_splits(p.attention.tokens.max_kv);
   if (rows == 0 || count == 1) return Combines::kNobody;
   const bool is_short = count <= kMaxCombinedSplits;
-  // NOTE: of two gemms, not: a block would count without the thread that reads the counters' bases,
-  // which then could come behind block 0, which changes them.
+  // NOTE: not for two GEMMs. A CTA could then arrive before its producer thread has read `bases`,
+  // which CTA 0 changes at the end.
   if (rows == 1 && is_short && !p.gemms.front().is_dense() && p.gemms.size() != 2 &&
       first.tiles <= blocks &&
       first.slice_blocks + (first.longer_slices > 0) <= kMaxCombinedBlocks) {
     return Combines::kEachItsSlice;
   }
-  // One warp goes through all splits of a head: where there are many they should be busy.
+  // A warp goes through all splits of a head. If there are many splits, most warps must have work.
   const bool is_busy = rows * p.attention.num_heads >= blocks * kWarps / 2;
   return is_short || is_busy ? Combines::kTogether : Combines::kNobody;
 }
 
-// Of one row alone: of more, multiplying is the bound, and what comes ahead is in the way. Nor
-// where nobody says what follows (52.0 us a layer instead of 51.3: memory rests most between two
-// launches), or where a layer's keys and values take a fifth of L2 (2 us more at 16384 entries of 2
-// heads). 5 % more than memory gives at its best keeps it busy.
+// Cycles between two L2 prefetches of a CTA; 0: no prefetch. Only one row prefetches: with more
+// rows the main loop is the bound, and prefetches delay other loads. There is no prefetch in two
+// more cases: no weights follow (52.0 us a layer instead of 51.3: memory is most idle between
+// launches), or a layer's KV entries take a fifth of L2 (2 us more at 16384 entries of 2 heads). A
+// rate 5 % above the peak of memory keeps it busy.
 int pace_ahead(const Context& ctx, const FusedLayerParams& p) {
   const AttentionParams& attention = p.attention;
   const int64_t entries = attention.window > 0 ? std::min(attention.window, attention.tokens.max_kv)
@@ -403,7 +410,7 @@ void launch_fused_layer(const Context& ctx, FusedLayerArgs args, const Attention
                         int blocks) {
   using Ring = Ring<Product>;
   const auto kernel = fused_layer_kernel<Product>;
-  static_assert(Product::kInFlight < Ring::kStages, "what lands has a stage of its own");
+  static_assert(Product::kInFlight < Ring::kStages, "every load in flight has its own stage");
   static_assert(!Product::kCombines || kMaxCombinedBlocks <= Ring::kStages);
   for (Link& gemm : args.gemms) gemm.alpha /= Product::kScale;
   allow_shared_bytes(kernel, Ring::kBytes);
@@ -464,7 +471,8 @@ void fused_layer_sm90(const Context& ctx, const FusedLayerParams& p) {
         attention_combine_before_fused_layer(ctx, p.attention);
     }
     Link& last = args.gemms[p.gemms.size() - 1];
-    // An item for each warp at most: what they have to know of rows is looked up before x comes.
+    // At most one epilogue tile a warp: the warp loads its positions and KV entries before x
+    // arrives.
     rotates = has_rotary && num_rows <= 8 * kMaxRotatedGroups && (groups == 1 || last.slices > 1);
     if (rotates) {
       args.rotary = make_rotary(p.rotary);

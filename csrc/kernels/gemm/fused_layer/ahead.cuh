@@ -1,24 +1,31 @@
-// Weights that come to L2 before the ring in shared memory has room for them.
+// Prefetch of weights to L2, ahead of the pipeline in shared memory.
 //
-// Memory would rest while a ring is full: from down to the next layer's gate and up 6 us of 51. A
-// warp fetches Product::kAhead blocks further than the ring was fed, those of the launch behind
-// this one, too. The pace is all: a little more than memory gives. Slower, and the ring catches up
-// with it, so that blocks come twice at once; faster, and all that others wait for, sums, counters
-// and x, stands in queues behind it (49.5 us a layer at one row; 51.3 without it, 51.9 and 53.0 at
-// a pace 20 % slower and 12 % faster).
+// While the pipeline is full, memory would be idle: 6 of 51 us between down and the next layer's
+// gate_up. One warp prefetches Mainloop::kPrefetchBlocks weight blocks beyond the last one that the
+// producer requested, including the first blocks of the next launch.
+//
+// The surprising decision: the prefetch rate is slightly above the bandwidth of memory.
+//
+//  rate | us a layer, one row |
+// ---|---:|
+//  20 % lower: the pipeline catches up, and blocks are read twice at once | 51.9 |
+//  as built | 49.5 |
+//  12 % higher: partial sums, counters and x queue behind prefetches | 53.0 |
+//  no prefetch | 51.3 |
 #pragma once
 
 #include "kernels/gemm/fused_layer/ring.cuh"
 
 namespace cpmcu::cuda::chain {
 
-constexpr int kOver = 1 << 20;  // added to what was fed when nothing is needed any more
+constexpr int kOver = 1 << 20;  // added to num_loaded when no more prefetches are needed
 
-// By one warp. `num_fed`: blocks that the ring was fed with so far.
+// By one warp. `num_loaded`: weight blocks that the producer has requested so far.
 template <typename Product>
 __device__ __forceinline__ void fetch_ahead(const FusedLayerArgs& args, int* num_fed) {
   const int lane = threadIdx.x % 32;
-  int number = 0, left = Product::kAhead;  // blocks of this launch and the next; of the next alone
+  // block index over both launches; blocks left of the next launch
+  int number = 0, left = Product::kAhead;
   bool is_over = false;
   long long before = clock64();
 #pragma unroll 1
@@ -27,7 +34,7 @@ __device__ __forceinline__ void fetch_ahead(const FusedLayerArgs& args, int* num
     const Blocks& of = follows ? args.following[i - args.num_gemms] : args.gemms[i];
     each_block(of, [&](int tile, int k_block) {
       if (is_over || (follows && --left < 0)) return;
-      if (number++ < Product::kAhead) return;  // on its way: the ring holds more
+      if (number++ < Product::kAhead) return;  // the pipeline requests these itself
       int fed;
       const auto read = [&] {
         fed = __shfl_sync(0xffffffffu, lane == 0 ? atomicAdd(num_fed, 0) : 0, 0);
