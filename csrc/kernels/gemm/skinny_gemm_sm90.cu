@@ -1,18 +1,19 @@
-// skinny_gemm on Hopper for a W of very many rows, as lm_head is.
+// skinny_gemm on Hopper for a W of very many rows (lm_head): y [M, N] = alpha * x W^T + beta * y, M
+// up to 64.
 //
-// Roofline: W is read once, 2 N K bytes: MiniCPM4's lm_head, 0.6 GB, takes 197 us at 3.05 TB/s.
-// Blocks of 16 rows that come and go, as in skinny_gemm.cu, take 204 at one row (254 in a step) and
-// 256 at 32. With this kernel a step is 54 us shorter.
+// Roofline: W is read once, 2 N K bytes. MiniCPM4's lm_head, 0.6 GB, takes 197 us at 3.05 TB/s.
+// With the short-lived CTAs of skinny_gemm.cu it takes 204 us at one row (254 in a step) and 256 us
+// at 32 rows. This kernel makes a step 54 us shorter.
 //
-// The surprising decision: the rows of W are shared out before they are cut. Each multiprocessor
-// gets as many, in one piece, to 16 rows, and cuts them into tiles of up to 128 of its own size,
-// with a map for the copy engine that brings just that many. Tiles of a fixed size leave some
-// multiprocessors with one more than others: of MiniCPM4's 73448 rows in tiles of 128 two thirds of
-// an H100 would rest for the last of five rounds.
+// Schedule: one CTA per SM.
+//   producer thread 0  TMA: 64 k of a tile of W -> a stage
+//   producer thread 1  TMA: 64 k of all rows of x -> the same stage
+//   8 consumer warps   mma.sync, 16 rows of W each; a sum goes through k in order, whatever M
 //
-// Work: one block of threads on each multiprocessor. Eight warps multiply 16 rows of a tile each,
-// with mma.sync, one thread feeds a ring in shared memory with 64 k of a tile at a time, and
-// another with as many of all rows of x. A sum goes through k in order, whatever M is.
+// The surprising decision: rows of W are divided among SMs before they are cut into tiles. Each SM
+// gets one contiguous range (a multiple of 16 rows) and cuts it into equal tiles of up to 128 rows,
+// through a tensor map of that size. With fixed tiles of 128 of MiniCPM4's 73448 rows, two thirds
+// of an H100 would be idle in the last of five rounds.
 #include "core/dispatch.h"
 #include "core/launch.h"
 #include "core/vec.cuh"
@@ -27,17 +28,18 @@ constexpr int kTileRows = 16 * kWarps;
 constexpr int kFeedingThread = kThreads, kRowsThread = kThreads + 32;
 
 struct TallArgs {
-  TensorMap x_map, tile_map, last_map;  // boxes of 64 k
+  // 64 k a box; tile_map: all tiles of a CTA but the last, last_map: the last
+  TensorMap x_map, tile_map, last_map;
   void* y;                              // [M, N]
   int m, n, k_blocks;
-  int block_rows;            // of W, a multiple of 16
-  int tile_rows, last_rows;  // of all tiles of a block but the last, and of that
+  int block_rows;  // rows of W of a CTA, a multiple of 16
+  int tile_rows, last_rows;  // rows of W of a tile
   int64_t y_stride;
   float alpha, beta;
 };
 
-// Stages of rows of x and a tile's rows behind them, and the barriers that say that either are
-// there, or that all warps are done with both.
+// Stages of rows of x and, behind them, a tile of W. Barriers: rows_in and weights_in (data has
+// arrived), done (all consumer warps are done with the stage).
 template <int kGroups>
 struct TallRing {
   static constexpr int kXBytes = 8 * kGroups * kSixteenRowBytes;
@@ -56,7 +58,7 @@ struct TallRing {
   }
 };
 
-// f(first row of W, number of rows) for the tiles of this block of threads.
+// Calls f(first row of W, number of rows) for each tile of this CTA.
 template <typename F>
 __device__ __forceinline__ void each_tile(const TallArgs& args, F f) {
   const int begin = blockIdx.x * args.block_rows;
@@ -77,7 +79,7 @@ __global__ void __launch_bounds__(kThreads + 64, 1)
   Ring ring{ptx::shared_address(shared), ptx::shared_address(barriers)};
 
   ptx::pdl_launch();
-  if (ptx::is_elected()) {  // by all warps: each barrier takes one 30 to 40 cycles
+  if (ptx::is_elected()) {  // all warps share the work: a barrier costs 30 to 40 cycles
 #pragma unroll 1
     for (int i = warp; i < Ring::kStages; i += kThreads / 32 + 2) {
       const Ring mine{ring.data, ring.barriers, i};

@@ -1,4 +1,4 @@
-// What becomes of sums: scale, residual, norm, SiLU or rotary.
+// Epilogue of one element: scale, residual, norm, SiLU or RoPE.
 #pragma once
 
 #include <type_traits>
@@ -9,13 +9,14 @@
 
 namespace cpmcu::cuda::chain {
 
-// One output, after alpha, beta and the norm that x was owed. Returns what is stored.
+// Applies alpha, beta and the norm of x. Returns the value to store.
 template <typename T>
 __device__ __forceinline__ T finished(const Link& gemm, float scale, float sum, T old) {
   const float value = __fmul_rn(scale, sum);
   return from_float<T>(gemm.beta == 0 ? value : __fmaf_rn(gemm.beta, to_float(old), value));
 }
-// Not infinite: before it is divided by the root of the mean square it may be large.
+// Clamps to the largest finite value: y * norm_weight is stored before the division by the root
+// mean square, so it may be large.
 template <typename T>
 __device__ __forceinline__ T bounded(float v) {
   constexpr float kMax = std::is_same_v<T, __half> ? 65504.0f : 3.38e38f;
@@ -23,13 +24,13 @@ __device__ __forceinline__ T bounded(float v) {
 }
 __device__ __forceinline__ float silu_product(float gate, float up) { return silu(gate) * up; }
 
-// What rotary_kv needs to know of a row and of elements `dim`, dim + 8 of a head and those half a
-// head behind them.
+// Angles and KV entry of one token, for elements `dim`, dim + 8 and their partners half a head
+// further.
 struct Turn {
   Rotation rotations[2];
   int entry;  // [pages, 64]
 
-  // What it reads was complete before the pass.
+  // Reads only what was complete before the pass.
   __device__ __forceinline__ void load(const Rotary& rotary, int row, int dim, bool is_value) {
     const StepTokens& tokens = rotary.tokens;
     const int seq = tokens.token_seqs[row], slot = tokens.seq_slots[seq];
@@ -47,8 +48,8 @@ struct Turn {
   }
 };
 
-// Sums of whole rows of a gated W, as they are: a lane's of rows q2, q2 + 1 of each 8 of x, m in
-// all, and of stored rows n, n + 8, n + 16, n + 24 of W; n is g beyond a multiple of 32.
+// Stores SiLU(gate) * up from sums over all of K. A lane has rows q2, q2 + 1 of each 8 rows of x, m
+// in all, and stored rows n, n + 8, n + 16, n + 24 of W; n mod 32 is g.
 template <typename T, int kGroups>
 __device__ __forceinline__ void store_gated(const Link& gemm, T* y,
                                             const float (&sums)[2][kGroups][4],
@@ -72,8 +73,8 @@ __device__ __forceinline__ void store_gated(const Link& gemm, T* y,
   }
 }
 
-// Of a row of what rotary_kv follows elements n, n + 8 and those half a head behind them, turned,
-// to y or to the cache. `weight`: their biases; the row's sums are [t][j] and [t][j + 2].
+// Rotates elements n, n + 8 of one token with their partners half a head further, and stores them
+// to y or to the KV cache. `weight`: biases. Sums are [t][j] and [t][j + 2].
 template <typename T>
 __device__ __forceinline__ void store_turned(const Link& gemm, const Rotary& rotary,
                                              const Turn& turn, const T (&weight)[2][2],

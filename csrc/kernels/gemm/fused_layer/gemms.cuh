@@ -1,4 +1,4 @@
-// How blocks of W of a chain come to shared memory and are multiplied.
+// Mainloops of the fused layer kernel: how a tile of W is loaded into a stage and multiplied.
 #pragma once
 
 #include "kernels/gemm/fused_layer/args.cuh"
@@ -7,25 +7,24 @@
 
 namespace cpmcu::cuda::chain {
 
-// How a block of 256 rows of W comes to a stage and is multiplied by rows of x [8 kGroups] beside
-// it, 4 bits a weight.
+// 4-bit W: a weight block of 256 rows x 128 k is one bulk copy; rows of x [8 kGroups] lie beside
+// it.
 template <typename Mma, typename T, int kGroups_, bool kZeros>
 struct FourBits {
   using Element = T;
   static constexpr int kGroups = kGroups_;
   static constexpr int kRowsBytes = 8 * kGroups * kRowBytes;
   static constexpr int kWeightBytes = kZeros ? kZeroOffset + kW4BlockRows : kZeroOffset;
-  static constexpr float kScale = kUnpackedScale<T>;  // of its sums
-  // Blocks that are on their way to a multiprocessor at a time. Memory is as busy with two as with
-  // more, multiprocessors share it more evenly, and the rows of x, sums and counters that others
-  // wait for do not stand in a long queue: 52 instead of 56 us for a layer at one row. From 32 rows
-  // on the multiplying warps are the bound and more is better.
+  static constexpr float kScale = kUnpackedScale<T>;  // factor in the sums
+  // Weight blocks in flight per SM. Two keep memory busy. More of them divide bandwidth less evenly
+  // among SMs, and x, partial sums and counters queue behind them: 52 instead of 56 us a layer at
+  // one row. From 32 rows on the consumers are the bound, and more is better.
   static constexpr int kInFlight = kGroups <= 2 ? 2 : kGroups == 4 ? 3 : 5;
 
-  // Blocks that come to L2 ahead of the ring, of one row (see ahead.cuh): 18 MB.
+  // Weight blocks prefetched to L2, one row only (prefetch.cuh): 18 MB.
   static constexpr int kAhead = kGroups == 1 ? 8 : 0;
 
-  // Whether blocks combine attention's results themselves: for one row.
+  // Whether each CTA may combine its slice of x: one row only.
   static constexpr bool kCombines = kGroups == 1;
 
   typename Mma::template LaneRows<kGroups> lane_rows;
@@ -33,10 +32,10 @@ struct FourBits {
   uint32_t bf16_scales;
 
   __device__ __forceinline__ explicit FourBits(const Link& gemm) : bf16_scales(gemm.bf16_scales) {
-    ptx::opaque(bf16_scales);  // or it is read again for every block
+    ptx::opaque(bf16_scales);  // so it is not reloaded for every block
   }
 
-  // Where element k of row 0 lies among the rows of a stage: see copy_rows.
+  // Byte offset of element k of row 0 in a stage; see copy_rows.
   static __device__ __forceinline__ int row_offset(int k) { return k / 64 * 1024 + k % 64 * 2; }
 
   struct Source {
@@ -46,7 +45,7 @@ struct FourBits {
     __device__ __forceinline__ Source(const Link& gemm, int tile, int k_block)
         : from(gemm.blocks + (int64_t{tile} * gemm.k_blocks + k_block) * gemm.block_bytes),
           bytes(gemm.block_bytes) {
-      ptx::opaque(from);  // or the compiler computes it where it is used, after waiting
+      ptx::opaque(from);  // so it is computed before the wait
     }
     __device__ __forceinline__ void next() { from += bytes; }
     __device__ __forceinline__ void fetch(uint32_t to, uint32_t barrier, uint64_t policy) const {
@@ -67,15 +66,15 @@ struct FourBits {
   }
 };
 
-// The same for 16 bits a weight: 64 k, rows of 128 bytes whose 16-byte chunks are swizzled within 8
-// rows, as the copy engine writes them. Of a gated W 128 rows of gate come before the same of up,
-// and rows are taken by turns of eight, as 4-bit blocks store them. Multiplying hides behind memory
-// up to 64 rows.
+// 16-bit W: 256 rows x 64 k as two boxes of 128 rows. Rows have 128 bytes; TMA swizzles their
+// 16-byte chunks within 8 rows. A gated W has 128 rows of gate and the matching 128 of up; ldmatrix
+// addresses interleave them by eight, as 4-bit blocks store them. Up to 64 rows multiplying hides
+// behind memory.
 template <typename T, int kGroups_>
 struct SixteenBits {
   using Element = T;
   static constexpr int kGroups = kGroups_;
-  static constexpr bool kCombines = false;  // too few stages
+  static constexpr bool kCombines = false;
   static constexpr int kBlockK = kSixteenK, kBoxRows = kW4BlockRows / 2;
   static constexpr int kRowsBytes = 8 * kGroups * kSixteenRowBytes;
   static constexpr int kWeightBytes = kW4BlockRows * kSixteenRowBytes;
@@ -83,7 +82,7 @@ struct SixteenBits {
   static constexpr int kInFlight = 2, kAhead = 0;
 
   LaneRows<kGroups> lane_rows;
-  uint32_t lane_weights[2];  // of a lane's row for ldmatrix, of both tiles: its first or second k
+  uint32_t lane_weights[2];  // the lane's ldmatrix row in both m16 tiles: first or second 8 k
 
   __device__ __forceinline__ explicit SixteenBits(const Link& gemm) {
     const int lane = threadIdx.x % 32;
@@ -97,7 +96,7 @@ struct SixteenBits {
 
   struct Source {
     const TensorMap* map;
-    int k, row, second;  // the rows of both boxes
+    int k, row, second;  // first rows of both boxes
 
     __device__ __forceinline__ Source(const Link& gemm, int tile, int k_block)
         : map(&gemm.w_map),

@@ -1,26 +1,26 @@
-// Sums of slices of K are added up, finished and written by items.
+// Epilogue of the fused layer kernel: adds the slices of K and writes y, one epilogue tile a warp.
 #pragma once
 
 #include "kernels/gemm/fused_layer/finish.cuh"
 
 namespace cpmcu::cuda::chain {
 
-// The items of a tile: two times 16 stored rows and 8 rows of x each, done by a warp. A lane has
-// rows row, row + 1 and stored rows n, n + 8 of both. Of one item what is needed beside its sums is
-// asked for long before: y as it was, the norm's or rotary's weights, rotary's angles.
+// An epilogue tile has two m16 tiles (16 stored rows of W each) and 8 rows of x. A lane has rows
+// row, row + 1 and stored rows n, n + 8 of both m16 tiles. Inputs other than sums (old y, norm
+// weights, bias, angles) are loaded before x arrives.
 template <typename T, int kGroups>
 struct Items {
   const FusedLayerArgs& args;
   const Link& gemm;
   T* y;
-  int n0;          // the tile's first stored row
-  int first_slab;  // of 32 stored rows, of those that this block adds up
+  int n0;  // first stored row of the GEMM tile
+  int first_slab;  // first warp tile that this CTA owns
   bool rotated;
-  int g, q2;  // this lane's first stored row of 8, and row of x
+  int g, q2;  // the lane's stored row within 8, and its row of x
   T old[2][2][2], weight[2][2];
   Turn turns[2];
 
-  // Of the 16s of a tile, the first of an item's two.
+  // The first m16 tile of an epilogue tile.
   __device__ __forceinline__ int first_sixteen(int item) const {
     const int slab = first_slab + item / kGroups;
     return 2 * slab - (slab & (gemm.apart - 1));
@@ -72,8 +72,9 @@ struct Items {
     }
   }
 
-  // The sums of an item's slices, in order. `pieces`: of the first slice, of which each has
-  // num_pieces of 16 bytes. Where they are not counted, waits for each, and puts kNotYet back.
+  // Adds the slices of an epilogue tile in order. `fragments`: those of the first slice; each slice
+  // has num_fragments. If arrivals are not counted, polls until all are ready and restores
+  // kNotReady.
   template <bool kCounted>
   __device__ __forceinline__ void add_slices(float (&sum)[2][4], const Place& at, char* pieces,
                                              int num_pieces) const {
@@ -124,7 +125,7 @@ struct Items {
                           y + int64_t{row + j} * gemm.n);
     }
   }
-  // To y; if a norm follows to `normed`, too, with the squares of both rows added up.
+  // Stores y; if a norm follows, also y * norm_weight, and adds the squares of both rows.
   __device__ __forceinline__ void store(const Place& place, const float (&sum)[2][4],
                                         const float* row_scales, float (&squares)[2]) const {
     const auto [_, sixteen, row, n] = place;

@@ -1,19 +1,20 @@
-// The ring in shared memory through which all W of a chain come, and the threads that feed it.
+// The pipeline in shared memory that carries all W and x of the fused layer kernel, and its two
+// producer threads.
 #pragma once
 
 #include "kernels/gemm/fused_layer/args.cuh"
 
 namespace cpmcu::cuda::chain {
 
-// A place in the ring: where its rows, its weights and the first of its barriers lie, and the
-// parity of their phase. Addresses go on by addition: computed from a number they were a tenth of
-// the instructions of a block.
+// A stage: addresses of its rows, its weights and its first barrier, and the phase parity.
+// Addresses advance by addition; computed from an index they were a tenth of the instructions of a
+// k block.
 struct Stage {
   uint32_t rows, weights, barrier;
   int parity;
 };
 
-// f(tile, k block) for the packed blocks of this block of threads.
+// Calls f(tile, k block) for the work range of this CTA.
 template <typename F>
 __device__ __forceinline__ void each_block(const Blocks& of, F f) {
   if (static_cast<int>(blockIdx.x) >= of.units) return;
@@ -25,10 +26,13 @@ __device__ __forceinline__ void each_block(const Blocks& of, F f) {
   }
 }
 
-// The ring in shared memory: as many stages of rows of x and a block of W as there is room for, all
-// rows first, and the barriers that say that weights, or rows, are there, or that all warps are
-// done with both; that the first rows of a gemm have come; that all warps have combined theirs; and
-// that this block has read what block 0 changes in the end.
+// As many stages as fit: rows of x of all stages first, then their weight blocks. Barriers:
+//   weights_in  a stage's weights have arrived
+//   rows_in     a stage's rows of x have arrived
+//   done        all consumer warps are done with a stage
+//   x_in        the first rows of a GEMM have arrived
+//   combined    all warps have combined their share of x
+//   bases_read  the producer has read what CTA 0 changes at the end
 template <typename Product>
 struct Ring {
   static constexpr int kStageBytes = Product::kRowsBytes + Product::kWeightBytes;
@@ -70,9 +74,9 @@ struct Ring {
   __device__ __forceinline__ uint32_t bases_read() const { return combined() + 8; }
 };
 
-// Feeds the ring with weights as soon as there is room, by one thread. What is for a gemm whose x
-// has not come yet comes block by block, so as not to stand in the way of sums, counters and rows
-// that others wait for: once the ring has been full, or from the beginning on if blocks combine
+// Weight producer, one thread: loads into every free stage. Until x of a GEMM has arrived, it keeps
+// one load in flight only, so that partial sums, counters and x of other CTAs do not queue behind
+// weights. The first fill of the pipeline is exempt, unless all CTAs combine attention splits
 // together.
 template <typename Product>
 __device__ __forceinline__ void feed_weights(const FusedLayerArgs& args, const Ring<Product>& ring,
@@ -98,7 +102,7 @@ __device__ __forceinline__ void feed_weights(const FusedLayerArgs& args, const R
       if (tile != share.tile) source = typename Product::Source(gemm, tile, share.begin);
 #pragma unroll 1
       for (int left = blocks_of_tile; left > 0; --left) {
-        // A cycle from landing to asking counts: what can be done before is.
+        // Everything possible precedes this wait: latency from arrival to the next load counts.
         ptx::mbarrier_wait(ring.done(stage), stage.parity ^ 1);
         if (!has_x) has_x = ptx::mbarrier_has_ended(x_in, 0);
         const int limit = has_x || fills ? Product::kInFlight : 1;
@@ -119,13 +123,13 @@ __device__ __forceinline__ void feed_weights(const FusedLayerArgs& args, const R
   ptx::pdl_wait();
 }
 
-// Feeds it with rows of x once all blocks are done with the gemms before, by another.
+// Row producer, one thread: loads x of a GEMM once all CTAs have arrived at its grid barrier.
 template <typename Product>
 __device__ __forceinline__ void feed_rows(const FusedLayerArgs& args, const Ring<Product>& ring) {
   for (int i = 0; i < args.num_gemms; ++i) ptx::prefetch_map(&args.gemms[i].x_map);
   ptx::pdl_wait();
-  // Read before this block arrives anywhere, so before they change: arrivals behind a gemm follow
-  // from its x, those of who has no part in a gemm wait for it.
+  // Read before this CTA arrives at any grid barrier, so before CTA 0 changes it: arrivals after a
+  // GEMM follow its x, and CTAs without a part wait for bases_read.
   static_assert(kMaxFusedGemms == 4);
   const uint4 bases = __ldcg(reinterpret_cast<const uint4*>(args.state->bases));
   ptx::mbarrier_arrive(ring.bases_read());
@@ -144,8 +148,8 @@ __device__ __forceinline__ void feed_rows(const FusedLayerArgs& args, const Ring
       }
       ptx::copy_engine_fence();
     }
-    // Rows that blocks have combined themselves are not waited for: they may be multiplied already,
-    // and then a barrier would be asked for a phase that ends only with what this thread brings.
+    // If each CTA combines its slice of x, the stages of GEMM 0 are skipped. Their rows may already
+    // be consumed, and then the wait would be for a phase that only this thread can complete.
     const bool brings = i > 0 || args.combines != Combines::kEachItsSlice;
     each_block(gemm, [&](int, int k_block) {
       if (brings) {
