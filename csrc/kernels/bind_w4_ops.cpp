@@ -1,5 +1,5 @@
-// C.ops of 4-bit weights (kernels/gemm/w4a16.h). A weight is its blocks, an array of bytes, with
-// the numbers that say what they hold.
+// C.ops of 4-bit weights (kernels/gemm/w4a16.h) and of the fused layer. A Python W4Weight is an
+// array of bytes with the weight blocks, and the numbers that describe them.
 #include <pybind11/stl.h>
 
 #include "kernels/bind_ops.h"
@@ -18,7 +18,7 @@ struct OpsWeight {
 
 struct OpsFusedGemm {
   FusedGemm gemm;
-  std::vector<SharedArray> arrays;  // that it needs to stay
+  std::vector<SharedArray> arrays;  // keeps the memory alive
 };
 
 }  // namespace
@@ -94,7 +94,7 @@ void bind_w4_ops(py::module_& m) {
     gemm.norm_eps = norm_eps;
     return OpsFusedGemm{gemm, {y, x, std::move(weights), scratch, normed, norm_weight}};
   };
-  py::class_<OpsFusedGemm>(m, "FusedGemm", "A product of fused_layer.")
+  py::class_<OpsFusedGemm>(m, "FusedGemm", "A GEMM of fused_layer.")
       .def(py::init([make](SharedArray y, SharedArray x, const OpsWeight& w, float alpha,
                            float beta, SharedArray scratch, SharedArray normed,
                            SharedArray norm_weight, float norm_eps) {

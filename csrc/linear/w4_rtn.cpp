@@ -1,6 +1,7 @@
-// Dense rows rounded to the nearest of 15 or 239 levels at load: "w4_rtn" and "w8_rtn".
+// Linear methods "w4_rtn" and "w8_rtn": dense rows rounded to the nearest of 15 or 239 levels at
+// load.
 //
-// For heads: what a checkpoint does not quantise. The dense rows are in scratch until the first
+// Used for heads, which checkpoints do not quantise. The dense rows stay in scratch until the first
 // step.
 #include "linear/w4_matrix.h"
 

@@ -1,11 +1,15 @@
-// Into and out of the packed layout of w4a16.h: from checkpoints' layouts, from dense rows, back to
-// dense rows.
+// Conversion to and from the packed layout of w4a16.h: from checkpoints' layouts, from dense rows,
+// and back to dense rows.
 //
-// Roofline: bytes read plus bytes written, all at load time but for w4_dequantize, which serves
-// prefill: 2 bytes written for each half byte read. The surprising decision: packing gathers its
-// nibbles one by one. Every source word is read up to eight times, from L1; an 8B model takes
-// milliseconds, less than its way over the bus, and one function per format is all there is to get
-// right.
+// Roofline: bytes read plus bytes written. All of it runs at load, except w4_dequantize, which
+// serves prefill: 2 bytes written for each half byte read.
+//
+// Schedule: w4_pack: a CTA a weight block, a thread a word. w4_quantize: a CTA 16 rows of a k
+// block, a warp a row. w4_dequantize: a warp a warp tile, described at the kernel.
+//
+// The surprising decision: packing gathers its nibbles one by one. Each source word is read up to
+// eight times, from L1. An 8B model takes milliseconds, less than its transfer over the bus, and
+// there is one simple function per format.
 #include "core/launch.h"
 #include "core/ptx.cuh"
 #include "core/vec.cuh"
@@ -20,14 +24,14 @@ struct PackArgs {
   char* blocks;
   const uint32_t* q;
   const uint16_t* scales;
-  const uint32_t* zeros;  // null: W has none
+  const uint32_t* zeros;  // null: no zero points
   W4Format format;
-  int words;                    // of q's second dimension
-  int groups;                   // of scales
-  bool by_channel;              // Marlin permutes the scales of channels in another way
-  int n, k;                     // of the part
+  int words;  // int32 words in q's second dimension
+  int groups;  // groups of scales
+  bool by_channel;  // Marlin has another permutation of channel-wise scales
+  int n, k;  // of the part
   int gated_rows;               // N of a gated W, else 0
-  int first_row_block;          // to look at
+  int first_row_block;  // the first of the grid
   int first_row, end_row;       // rows to write
   int first_k_block, k_blocks;  // of W
   int64_t block_bytes;
@@ -78,7 +82,7 @@ __device__ __forceinline__ int zero_of(const PackArgs& p, int n, int group) {
   }
 }
 
-// The inverse of w4_nibble: row and k of nibble i of a word.
+// Row and k of nibble `nibble` of word `word`: the inverse of w4_nibble.
 struct Place {
   int row, k;
 };
@@ -90,7 +94,7 @@ __device__ __forceinline__ Place place_of(int word, int nibble) {
 
 // ---- kernels
 
-// One block of W: blockIdx.x along K, blockIdx.y along the rows of the part.
+// Packs a weight block; blockIdx.x along K, blockIdx.y along the rows of the part.
 __global__ void __launch_bounds__(kThreads) w4_pack_kernel(const __grid_constant__ PackArgs p) {
   ptx::pdl_launch();
   ptx::pdl_wait();
@@ -102,8 +106,8 @@ __global__ void __launch_bounds__(kThreads) w4_pack_kernel(const __grid_constant
   };
   char* block = p.blocks + (static_cast<int64_t>(row_block) * p.k_blocks + k_block) * p.block_bytes;
   uint32_t* words = reinterpret_cast<uint32_t*>(block);
-  // A word holds rows of two parts where a part does not begin at a multiple of 16: keep the
-  // others.
+  // If a part does not begin at a multiple of 16, a word holds rows of two parts: keep the other's
+  // bits.
   for (int word = threadIdx.x; word < kScaleOffset / 4; word += kThreads) {
     uint32_t bits = 0, mask = 0;
     for (int i = 0; i < 8; ++i) {
@@ -135,7 +139,7 @@ struct QuantizeArgs {
   bool bf16_scales;
 };
 
-// 16 rows of one k block; blockIdx.x along K (of one digit), blockIdx.y along N.
+// Quantises 16 rows of a k block; blockIdx.x along K (of one nibble plane), blockIdx.y along N.
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
     w4_quantize_kernel(const __grid_constant__ QuantizeArgs p) {
@@ -145,7 +149,7 @@ __global__ void __launch_bounds__(kThreads)
   __shared__ int8_t level[kRows][kW4BlockK];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int row_block = blockIdx.y / (kW4BlockRows / kRows);
-  const int first = blockIdx.y % (kW4BlockRows / kRows) * kRows;  // row within the block
+  const int first = blockIdx.y % (kW4BlockRows / kRows) * kRows;  // row within the weight block
   const auto block_of = [&](int digit) {
     const int k_block = digit * (p.k_blocks / p.digits) + blockIdx.x;
     return p.blocks + (static_cast<int64_t>(row_block) * p.k_blocks + k_block) * p.block_bytes;
@@ -181,7 +185,7 @@ __global__ void __launch_bounds__(kThreads)
     }
   }
   __syncthreads();
-  // The 256 words of these rows are every other one of their warp's 512.
+  // These rows have 256 words: every other one of the 512 of their warp tile.
   const int tile = first / 16 % 2, word = first / kSlabRows * 512 + threadIdx.x * 2 + tile;
   for (int digit = 0; digit < p.digits; ++digit) {
     uint32_t bits = 0;
@@ -203,7 +207,7 @@ struct DequantizeArgs {
   bool zero_points, bf16_scales;
 };
 
-// A quad's lanes each have a word of four chunks of 16 bytes; afterwards lane q has chunk q.
+// Transposes a quad: each lane has a word of four 16-byte chunks; afterwards lane q has chunk q.
 __device__ __forceinline__ void transpose_quad(uint32_t (&v)[4]) {
 #pragma unroll
   for (int mask = 1; mask < 4; mask *= 2) {
@@ -211,7 +215,7 @@ __device__ __forceinline__ void transpose_quad(uint32_t (&v)[4]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       if ((i & mask) != 0) continue;
-      // Words i of upper lanes for words i + mask of lower ones.
+      // Exchange words i of upper lanes with words i + mask of lower lanes.
       const uint32_t given = upper ? v[i] : v[i + mask];
       const uint32_t taken = __shfl_xor_sync(0xffffffffu, given, mask);
       (upper ? v[i] : v[i + mask]) = taken;
@@ -219,8 +223,8 @@ __device__ __forceinline__ void transpose_quad(uint32_t (&v)[4]) {
   }
 }
 
-// A warp turns 32 rows of one k block into dense ones: it reads the fragments of its lanes, 512
-// bytes at a time, and a quad of lanes hands 64 bytes of a row around until each has 16 in a piece.
+// A warp dequantises a warp tile of a k block. It reads the fragments of its lanes, 512 bytes at a
+// time. The lanes of a quad exchange 64 bytes of a row until each has 16 contiguous bytes.
 // blockIdx.x along K, blockIdx.y along N.
 template <typename T, bool kTwoDigits>
 __global__ void __launch_bounds__(kThreads)
@@ -239,7 +243,7 @@ __global__ void __launch_bounds__(kThreads)
   };
   const char* block = block_of(p.digits - 1);
   const int at = slab % kSlabs * kSlabBytes + lane * 16;
-  uint4 words[4], high_words[4];  // of two steps of 16 k
+  uint4 words[4], high_words[4];  // two k steps each
 #pragma unroll
   for (int pair = 0; pair < 4; ++pair) {
     words[pair] = *reinterpret_cast<const uint4*>(block + at + pair * kPairBytes);
@@ -247,7 +251,7 @@ __global__ void __launch_bounds__(kThreads)
       high_words[pair] = *reinterpret_cast<const uint4*>(block_of(0) + at + pair * kPairBytes);
     }
   }
-  float scales[4];  // of rows g, g + 8, ...
+  float scales[4];  // rows g, g + 8, g + 16, g + 24
   int zeros[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -257,15 +261,15 @@ __global__ void __launch_bounds__(kThreads)
                               : to_float(*reinterpret_cast<const __half*>(stored));
     zeros[i] = p.zero_points ? static_cast<uint8_t>(block[kZeroOffset + row]) : 8;
   }
-  ptx::pdl_wait();  // `out` may still be read
+  ptx::pdl_wait();  // earlier kernels may still read `out`
 #pragma unroll
   for (int pair = 0; pair < 4; ++pair) {
     const int k = static_cast<int>(blockIdx.x) * kW4BlockK + pair * 32 + q * 8;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      uint32_t chunks[4];  // this lane's two k of each
+      uint32_t chunks[4];  // this lane's two k of each chunk
 #pragma unroll
-      for (int c = 0; c < 4; ++c) {  // w4_nibble: step c / 2 of the pair, half c % 2 of its k
+      for (int c = 0; c < 4; ++c) {  // chunk c: step c / 2 of the pair, k half c % 2
         const int shift = 4 * (i % 2 + 2 * (c % 2));
         float value[2];
 #pragma unroll
@@ -299,7 +303,7 @@ void w4_pack(const Context& ctx, const W4PackParams& params) {
   const W4Weight& w = params.w;
   const bool last_rows = params.first_row + params.n == w.n;
   const int64_t end_row = last_rows ? w.row_blocks() * kW4BlockRows : params.first_row + params.n;
-  // The rows of a part of a gated W are everywhere.
+  // The rows of a part of a gated W lie in all row blocks.
   const int64_t first_row_block = w.gated ? 0 : params.first_row / kW4BlockRows;
   const int64_t end_row_block =
       w.gated ? w.row_blocks() : (end_row + kW4BlockRows - 1) / kW4BlockRows;

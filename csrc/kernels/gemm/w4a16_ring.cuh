@@ -11,24 +11,24 @@ namespace {
 constexpr int kMaxStages = 12;
 constexpr int kBlockBytes = 17 * 1024;  // room for a block with zero points; keeps x aligned
 
-// Stages in shared memory, of rows of x and a packed block behind them, and the barriers that say
-// that both are there, or that all warps are done with them.
+// Stages in shared memory: rows of x, then a weight block. Barriers: full (both have arrived),
+// empty (all consumer warps are done with the stage).
 template <int kGroups>
 struct W4Ring {
   static constexpr int kXBytes = 8 * kGroups * kRowBytes, kStageBytes = kXBytes + kBlockBytes;
   static constexpr int kBarriers = 2 * kMaxStages;
   uint32_t data, barriers;
-  uint32_t end;  // of the barriers of the stages that there are
+  uint32_t end;  // end of the barriers in use
 
   __device__ __forceinline__ W4Ring(const void* data, const void* barriers, int stages)
       : data(ptx::shared_address(data)), barriers(ptx::shared_address(barriers)) {
     end = this->barriers + 8 * stages;
-    ptx::opaque(this->data);  // computed once
+    ptx::opaque(this->data);  // so it is computed once
     ptx::opaque(this->barriers);
     ptx::opaque(end);
   }
 
-  // Where a stage and its barriers lie, and the parity of their phase.
+  // Addresses of a stage and its barriers, and the phase parity.
   struct Stage {
     uint32_t rows, full;
     int parity;
@@ -46,14 +46,15 @@ struct W4Ring {
   }
 };
 
-// How many blocks a block of threads has still to ask for when those of the next launch may begin.
-// Earlier those are in the way of these; later memory rests.
+// Loads still outstanding when this CTA triggers the next kernel (PDL). If the trigger is too
+// early, the next kernel's loads compete with these; if too late, memory is idle.
 template <int kGroups>
 constexpr int kLeftToAskFor = kGroups == 1 ? 3 : 0;
 
-// Feeds the ring, by one warp: weights as soon as there is room, rows of x when the kernels before
-// are done, and no more weights than `asked` before that, behind which rows would wait. Those that
-// follow are brought to L2. `first_block` and the following are of each tile.
+// Producer warp. It loads weights into every free stage, and rows of x once earlier kernels are
+// done. Before that it loads at most early_stages stages of weights, because rows of x queue behind
+// them, and prefetches the next early_l2_blocks to L2. k blocks [first_block, first_block +
+// blocks_of_tile) of each tile.
 template <typename Mma, int kGroups>
 __device__ __forceinline__ void feed(const Args& args, const W4Ring<kGroups>& ring, int first_tile,
                                      int tile_step, int first_block, int blocks_of_tile) {
@@ -61,9 +62,9 @@ __device__ __forceinline__ void feed(const Args& args, const W4Ring<kGroups>& ri
   const int num_tiles = args.rounds - (first_tile + (args.rounds - 1) * tile_step >= args.tiles);
   const int num_iterations = num_tiles * blocks_of_tile;
   const uint64_t policy = ptx::evict_first_policy();
-  int left = num_iterations;  // blocks to ask for
+  int left = num_iterations;  // weight blocks not yet requested
   if (left <= kLeftToAskFor<kGroups>) ptx::pdl_launch();
-  int tile = first_tile, weights_block = first_block, rows_block = first_block;  // what comes next
+  int tile = first_tile, weights_block = first_block, rows_block = first_block;  // the next loads
 
   using Stage = typename W4Ring<kGroups>::Stage;
   const auto next_weights = [&] {
@@ -127,7 +128,7 @@ __device__ __forceinline__ void feed(const Args& args, const W4Ring<kGroups>& ri
     feed_rows(stage);
     ring.advance(stage);
   }
-  if constexpr (!Mma::kTensorMap) {  // nothing is on its way when the warp ends
+  if constexpr (!Mma::kTensorMap) {  // no copies in flight when the warp ends
     ptx::cp_async_commit();
     ptx::cp_async_wait<0>();
   }
