@@ -25,12 +25,12 @@ struct OpsFusedGemm {
 
 void bind_w4_ops(py::module_& m) {
   py::class_<OpsWeight>(m, "W4Weight", "4-bit weights; see csrc/kernels/gemm/w4a16.h.")
-      .def(py::init([](SharedArray blocks, int64_t n, int64_t k, int digits, bool zero_points,
-                       const std::string& scale_dtype, bool gated) {
+      .def(py::init([](SharedArray blocks, int64_t n, int64_t k, int nibble_planes,
+                       bool zero_points, const std::string& scale_dtype, bool gated) {
              OpsWeight made{{.blocks = blocks->as<uint8_t>(DType::kU8),
                              .n = n,
                              .k = k,
-                             .digits = digits,
+                             .nibble_planes = nibble_planes,
                              .zero_points = zero_points,
                              .scale_dtype = parse_dtype(scale_dtype),
                              .gated = gated},
@@ -40,7 +40,7 @@ void bind_w4_ops(py::module_& m) {
                    made.weight.num_bytes());
              return made;
            }),
-           "blocks"_a, py::kw_only(), "n"_a, "k"_a, "digits"_a = 1, "zero_points"_a = false,
+           "blocks"_a, py::kw_only(), "n"_a, "k"_a, "nibble_planes"_a = 1, "zero_points"_a = false,
            "scale_dtype"_a = "float16", "gated"_a = false);
   m.def(
       "w4_pack",

@@ -6,7 +6,7 @@
 namespace cpmcu {
 
 bool GemmQueue::push(const FusedGemm& gemm, const Tensor& memory) {
-  if (gemm.w4.digits != 1 || gemm.y.dtype() != gemm.x.dtype()) return false;
+  if (gemm.w4.nibble_planes != 1 || gemm.y.dtype() != gemm.x.dtype()) return false;
   if (!gemms_.empty()) {
     const FusedGemm& first = gemms_.front();
     const bool alike = first.x.size(0) == gemm.x.size(0) && first.x.dtype() == gemm.x.dtype() &&

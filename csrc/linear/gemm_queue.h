@@ -56,8 +56,8 @@ class GemmQueue final : public PendingLaunches {
   std::vector<W4Weight>* order_;
   size_t next_ = 0;  // index in order_
   std::vector<FusedGemm> gemms_;
-  RmsNormParams norm_;  // after the last GEMM, until a GEMM reads it; empty: none
-  RotaryKvParams rotary_;  // after the last GEMM
+  RmsNormParams norm_;         // after the last GEMM, until a GEMM reads it; empty: none
+  RotaryKvParams rotary_;      // after the last GEMM
   AttentionParams attention_;  // before the first GEMM
   std::vector<std::function<void()>> after_;
   Tensor memory_;

@@ -8,14 +8,14 @@
 namespace cpmcu {
 namespace {
 
-template <int kDigits>
+template <int kNibblePlanes>
 class RoundedLinear : public LinearMethod {
  public:
   explicit RoundedLinear(const LinearConfig& config)
       : config_(config),
         matrix_({.n = config.out_features(),
                  .k = config.in_features,
-                 .digits = kDigits,
+                 .nibble_planes = kNibblePlanes,
                  .scale_dtype = config.dtype == DType::kBF16 ? DType::kBF16 : DType::kF16}) {}
 
   void plan(MemoryPlan& plan, const StepLimits& limits) override {

@@ -17,7 +17,7 @@ int64_t fused_layer_bytes([[maybe_unused]] int64_t max_rows) {
 #ifdef CPMCU_SM90
   const int64_t groups = row_groups(max_rows);
   return kFusedStateBytes +
-         kFusedSumBytes * (groups <= kMaxToldGroups ? groups : kMaxToldGroups + groups);
+         kFusedSumBytes * (groups <= kMaxFlaggedGroups ? groups : kMaxFlaggedGroups + groups);
 #else
   return 0;
 #endif
@@ -71,13 +71,14 @@ void check_fused_layer(const FusedLayerParams& p) {
   for (size_t i = 0; i < p.gemms.size(); ++i) {
     const FusedGemm& gemm = p.gemms[i];
     check_gemm(gemm);
-    CHECK(gemm.y.dtype() == gemm.x.dtype() && gemm.w4.digits == 1 &&
+    CHECK(gemm.y.dtype() == gemm.x.dtype() && gemm.w4.nibble_planes == 1 &&
               gemm.x.size(0) == first.x.size(0) && gemm.x.dtype() == first.x.dtype() &&
               gemm.is_dense() == first.is_dense(),
-          "fused_layer: gemm {} has {} rows of {}, y of {}, {} nibble planes and W of {} bits; expected "
+          "fused_layer: gemm {} has {} rows of {}, y of {}, {} nibble planes and W of {} bits; "
+          "expected "
           "the rows, the dtype and the bits of the first gemm, and one nibble plane",
-          i, gemm.x.size(0), name_of(gemm.x.dtype()), name_of(gemm.y.dtype()), gemm.w4.digits,
-          gemm.is_dense() ? 16 : 4);
+          i, gemm.x.size(0), name_of(gemm.x.dtype()), name_of(gemm.y.dtype()),
+          gemm.w4.nibble_planes, gemm.is_dense() ? 16 : 4);
     if (gemm.normed.empty()) continue;
     CHECK(
         !gemm.is_gated() && gemm.normed.num_elements() == gemm.y.num_elements() &&

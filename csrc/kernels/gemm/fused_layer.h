@@ -26,24 +26,24 @@
 namespace cpmcu {
 
 constexpr int kMaxFusedGemms = 4;
-// bytes of FusedLayerParams::memory; the rest holds partial sums
+// Bytes of FusedLayerParams::memory that hold state; the rest holds partial sums.
 constexpr int kFusedStateBytes = 192 * 1024;
 constexpr int kMaxFusedCtas = 144;  // SMs of the largest Hopper chip
 // Up to this many groups of 8 rows, each fragment of partial sums carries its own ready flag. For
 // more rows the kernel counts arrivals, and the partial sums lie at another address.
-constexpr int kMaxToldGroups = 2;
+constexpr int kMaxFlaggedGroups = 2;
 // Bytes of the partial sums of 8 rows.
 constexpr int64_t kFusedSumBytes = int64_t{kMaxFusedCtas} * kW4BlockRows * 8 * 4;
 
 struct FusedGemm {
   Tensor y;            // [M, N] (gated: [M, N / 2])
   Tensor x;            // [M, K]
-  W4Weight w4{};  // W in 4 bits, or
-  Tensor w{};  // W in 16 bits: [N, K], x's dtype
+  W4Weight w4{};       // W in 4 bits, or
+  Tensor w{};          // W in 16 bits: [N, K], x's dtype
   bool gated = false;  // rows [0, N / 2) of W are gate, the others up
-  float alpha = 1;  // as in GemmParams; 1 if gated
+  float alpha = 1;     // as in GemmParams; 1 if gated
   float beta = 0;
-  Tensor scratch{};  // fallback only: w4_gemm's scratch, or [M, N] for a gated 16-bit W
+  Tensor scratch{};      // fallback only: w4_gemm's scratch, or [M, N] for a gated 16-bit W
   Tensor normed{};       // [M, N]; empty: no norm
   Tensor norm_weight{};  // [N]
   float norm_eps = 0;
@@ -62,8 +62,8 @@ constexpr int kMaxFollowing = 2;
 
 struct FusedLayerParams {
   std::vector<FusedGemm> gemms;  // 1 to kMaxFusedGemms
-  RotaryKvParams rotary{};  // after the last GEMM; qkv empty: none
-  AttentionParams attention{};  // before the first GEMM; out empty: none
+  RotaryKvParams rotary{};       // after the last GEMM; qkv empty: none
+  AttentionParams attention{};   // before the first GEMM; out empty: none
   // The first weights of the next fused layer launch, up to kMaxFollowing: may be prefetched to L2.
   std::vector<W4Weight> following{};
   Tensor memory;  // [fused_layer_bytes] uint8, initialised once by fused_layer_prepare

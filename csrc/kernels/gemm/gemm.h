@@ -62,13 +62,13 @@ inline void check_gemm(const GemmParams& p) {
 struct GatedGemmParams {
   Tensor out;      // [M, I]
   Tensor x;        // [M, K], K a multiple of 8
-  Tensor w;  // [2 I, K]; out, x and w have one dtype
+  Tensor w;        // [2 I, K]; out, x and w have one dtype
   Tensor scratch;  // [M, 2 I], same dtype; used by the two-kernel path
 };
 
 inline void check_gated_gemm(const GatedGemmParams& p) {
-  const GemmParams product{.y = p.scratch, .x = p.x, .w = p.w};
-  check_gemm(product);
+  const GemmParams gemm{.y = p.scratch, .x = p.x, .w = p.w};
+  check_gemm(gemm);
   CHECK(p.out.num_dims() == 2 && p.out.size(0) == p.x.size(0) && 2 * p.out.size(1) == p.w.size(0) &&
             p.out.dtype() == p.x.dtype() && p.scratch.dtype() == p.x.dtype(),
         "gated_gemm: out is {} {} and scratch {}, expected {} [{}, {}]", name_of(p.out.dtype()),

@@ -8,7 +8,8 @@
 //             CTA 0: 128 rows of W   CTA 1: 128 rows of W
 //   x rows        half ----multicast---- half          256, 128 or 64 rows a tile
 //   producer      TMA, 64 k a stage: W of this CTA, x for both CTAs
-//   2 warpgroups  wgmma of 64 rows of W x all rows of x; sums -> shared memory -> y (large_tiles.cuh)
+//   2 warpgroups  wgmma of 64 rows of W x all rows of x; sums -> shared memory -> y
+//   (large_tiles.cuh)
 // The rows of y are columns of the accumulator, so the epilogue transposes them in shared memory.
 // For a gated W, TMA interleaves eight rows of gate and eight of up, so both sums of an output are
 // in one thread.
@@ -47,8 +48,8 @@ using DenseRing =
 
 // Producer thread of CTA `rank` of a cluster.
 template <int kGroups>
-__device__ __forceinline__ void feed(const LargeArgs& args, const DenseRing<kGroups>& ring,
-                                     int rank) {
+__device__ __forceinline__ void produce(const LargeArgs& args, const DenseRing<kGroups>& ring,
+                                        int rank) {
   using Ring = DenseRing<kGroups>;
   constexpr int kHalfRows = 4 * kGroups;
   ptx::prefetch_map(&args.x_map);
@@ -68,7 +69,7 @@ __device__ __forceinline__ void feed(const LargeArgs& args, const DenseRing<kGro
       } else {
         ptx::tensor_copy(ring.weights(stage), &args.w_map, k, w_row, ring.full(stage));
       }
-      // x is read from here on; every cluster has a tile
+      // x is read from here on. Every cluster has a tile.
       if (k_block == 0 && tile == args.tiles.first()) ptx::pdl_wait();
       ptx::tensor_multicast(ring.rows(stage) + rank * kHalfRows * 128, &args.x_map, k, x_row,
                             ring.full(stage), 0b11);
@@ -137,7 +138,7 @@ __global__ void __launch_bounds__(kLargeThreads, 1)
       }
     }
   };
-  run_large(ring, [&] { feed<kGroups>(args, ring, rank); }, multiply);
+  run_large(ring, [&] { produce<kGroups>(args, ring, rank); }, multiply);
 }
 
 // ---- launchers

@@ -52,7 +52,7 @@ struct LargeRing {
 // earlier kernels itself. The other two warpgroups wait for them and call `multiply`.
 constexpr int kLargeThreads = kThreads + 128;
 template <typename Ring, typename F, typename G>
-__device__ __forceinline__ void run_large(const Ring& ring, F feed, G multiply) {
+__device__ __forceinline__ void run_large(const Ring& ring, F produce, G multiply) {
   ptx::pdl_launch();
   if (threadIdx.x == 0) {
     for (int i = 0; i < Ring::kStages; ++i) {
@@ -65,11 +65,11 @@ __device__ __forceinline__ void run_large(const Ring& ring, F feed, G multiply) 
   ptx::cluster_arrive();
   ptx::cluster_wait();
   if (ptx::uniform_warp() >= kWarps) {
-    ptx::give_registers<kFeedingRegisters>();
-    threadIdx.x == kThreads ? feed() : ptx::pdl_wait();
+    ptx::give_registers<kProducerRegisters>();
+    threadIdx.x == kThreads ? produce() : ptx::pdl_wait();
     __syncwarp();
   } else {
-    ptx::take_registers<kMultiplyingRegisters>();
+    ptx::take_registers<kConsumerRegisters>();
     ptx::pdl_wait();
     multiply();
   }

@@ -42,9 +42,9 @@ __device__ __forceinline__ uint32_t word(const uint4& v, int i) {
 
 template <typename T,    // __half or __nv_bfloat16
           typename Out,  // T or float
-          int kTiles,  // m16 tiles of W per CTA
+          int kTiles,    // m16 tiles of W per CTA
           int kGroups,   // groups of 8 rows of x: M <= 8 * kGroups
-          int kUnroll,  // chunks in flight per warp
+          int kUnroll,   // chunks in flight per warp
           int kMinBlocks>
 __global__ void __launch_bounds__(kThreads, kMinBlocks) skinny_gemm_kernel(const Args args) {
   __shared__ float partial[kWarps][8 * kGroups][16 + 1];

@@ -25,8 +25,9 @@ inline TensorMap make_map(const void* from, DType dtype, int dimensions, const c
     cudaDriverEntryPointQueryResult result{};
     CHECK_CUDA(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000,
                                                 cudaEnableDefault, &result));
-    CHECK(result == cudaDriverEntryPointSuccess,
-          "the CUDA driver has no cuTensorMapEncodeTiled, expected a driver for CUDA 12.0 or newer");
+    CHECK(
+        result == cudaDriverEntryPointSuccess,
+        "the CUDA driver has no cuTensorMapEncodeTiled, expected a driver for CUDA 12.0 or newer");
     return reinterpret_cast<Encode>(function);
   }();
   CUtensorMap map;

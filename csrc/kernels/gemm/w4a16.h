@@ -34,7 +34,7 @@ struct W4Weight {
   void* blocks = nullptr;
   int64_t n = 0;
   int64_t k = 0;
-  int digits = 1;
+  int nibble_planes = 1;
   bool zero_points = false;
   DType scale_dtype = DType::kF16;  // or kBF16
   bool gated = false;
@@ -42,7 +42,7 @@ struct W4Weight {
   int64_t out_features() const { return gated ? n / 2 : n; }
   int64_t block_bytes() const { return 16384 + 512 + (zero_points ? 256 : 0); }
   int64_t row_blocks() const { return (n + kW4BlockRows - 1) / kW4BlockRows; }
-  int64_t k_blocks() const { return digits * ((k + kW4BlockK - 1) / kW4BlockK); }
+  int64_t k_blocks() const { return nibble_planes * ((k + kW4BlockK - 1) / kW4BlockK); }
   int64_t num_bytes() const { return row_blocks() * k_blocks() * block_bytes(); }
   // Slices of K in the CUDA kernel, used if there are too few row blocks to fill a large chip. The
   // limits are the clusters of each size that fit an H100, whose clusters lie within groups of 10
@@ -95,7 +95,7 @@ enum class W4Format : int {
 struct W4PackParams {
   W4Weight w;
   W4Format format = W4Format::kGptq;
-  Tensor q;  // int32, shape by format
+  Tensor q;       // int32, shape by format
   Tensor scales;  // w.scale_dtype
   Tensor zeros;   // int32; empty if W has no zero points
   int64_t first_row = 0;
@@ -125,8 +125,8 @@ struct W4GemmParams {
   Tensor y;  // [M, N] (gated: [M, N / 2]), dtype of x, or float32
   Tensor x;  // [M, K], K a multiple of 8
   W4Weight w;
-  float alpha = 1;  // 1 if gated
-  float beta = 0;  // 0: y is not read; 0 if gated
+  float alpha = 1;   // 1 if gated
+  float beta = 0;    // 0: y is not read; 0 if gated
   Tensor scratch{};  // [w4_scratch_floats] float32; compute capability below 9.0 or from 12.0
 };
 
@@ -135,12 +135,13 @@ inline int64_t w4_scratch_floats(const W4Weight& w, int64_t max_rows) {
 }
 
 inline void check_w4_weight(const W4Weight& w) {
-  CHECK(w.blocks != nullptr && w.n > 0 && w.k > 0 && (w.digits == 1 || w.digits == 2),
-        "a 4-bit W is [{}, {}] of {} nibble planes, expected memory, a size, and 1 or 2 planes", w.n, w.k,
-        w.digits);
+  CHECK(w.blocks != nullptr && w.n > 0 && w.k > 0 && (w.nibble_planes == 1 || w.nibble_planes == 2),
+        "a 4-bit W is [{}, {}] of {} nibble planes, expected memory, a size, and 1 or 2 planes",
+        w.n, w.k, w.nibble_planes);
   CHECK(w.scale_dtype == DType::kF16 || w.scale_dtype == DType::kBF16,
         "the scales of a 4-bit W are {}, expected float16 or bfloat16", name_of(w.scale_dtype));
-  CHECK(w.digits == 1 || !w.zero_points, "a 4-bit W of two nibble planes has zero points, expected none");
+  CHECK(w.nibble_planes == 1 || !w.zero_points,
+        "a 4-bit W of two nibble planes has zero points, expected none");
   CHECK(!w.gated || w.n % 16 == 0, "a gated 4-bit W has {} rows, expected a multiple of 16", w.n);
 }
 
@@ -168,10 +169,10 @@ inline void check_w4_part(const char* name, const Tensor& tensor, DType dtype, i
 
 inline void check_w4_pack(const W4PackParams& p) {
   check_w4_weight(p.w);
-  CHECK(p.w.digits == 1 && p.n > 0 && p.k > 0 && p.first_row >= 0 && p.first_k >= 0 &&
+  CHECK(p.w.nibble_planes == 1 && p.n > 0 && p.k > 0 && p.first_row >= 0 && p.first_k >= 0 &&
             p.first_row + p.n <= p.w.n && p.first_k + p.k <= p.w.k,
-        "w4_pack: rows {} + {} and k {} + {} are no part of a W [{}, {}] of one nibble plane", p.first_row,
-        p.n, p.first_k, p.k, p.w.n, p.w.k);
+        "w4_pack: rows {} + {} and k {} + {} are no part of a W [{}, {}] of one nibble plane",
+        p.first_row, p.n, p.first_k, p.k, p.w.n, p.w.k);
   CHECK(p.first_k % kW4BlockK == 0 && (p.k % kW4BlockK == 0 || p.first_k + p.k == p.w.k),
         "w4_pack: a part has k {} + {}, expected multiples of {} or the end of {}", p.first_k, p.k,
         kW4BlockK, p.w.k);

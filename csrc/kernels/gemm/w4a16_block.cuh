@@ -6,11 +6,11 @@
 namespace cpmcu::cuda {
 namespace {
 
-constexpr int kSlabRows = 32;  // rows of W of a warp
-constexpr int kSlabs = kW4BlockRows / kSlabRows;  // warp tiles of a weight block
+constexpr int kWarpTileRows = 32;                         // rows of W of a warp
+constexpr int kWarpTiles = kW4BlockRows / kWarpTileRows;  // warp tiles of a weight block
 constexpr int kPairBytes = 512;  // two k steps of a warp tile: 16 bytes a lane
-constexpr int kSlabBytes = kW4BlockK / 32 * kPairBytes;
-constexpr int kScaleOffset = kSlabs * kSlabBytes;
+constexpr int kWarpTileBytes = kW4BlockK / 32 * kPairBytes;
+constexpr int kScaleOffset = kWarpTiles * kWarpTileBytes;
 constexpr int kZeroOffset = kScaleOffset + 2 * kW4BlockRows;
 
 // The word of k step `step` and m16 tile `tile` among the 16 bytes of a lane.

@@ -22,7 +22,7 @@ void w4_gemm(const Context& ctx, const W4GemmParams& params) {
             .k = static_cast<int>(w.k),
             .tiles = static_cast<int>(w.row_blocks()),
             .k_blocks = static_cast<int>(w.k_blocks()),
-            .blocks_of_digit = static_cast<int>(w.k_blocks() / w.digits),
+            .plane_k_blocks = static_cast<int>(w.k_blocks() / w.nibble_planes),
             .block_bytes = static_cast<int>(w.block_bytes()),
             .slices = w.slices(),
             .bf16_scales = w.scale_dtype == DType::kBF16,

@@ -8,7 +8,8 @@
 //   producer warp     weight blocks (16.9 KB, one bulk copy each) -> stages, before x is there;
 //                     rows of x by TMA, or cp.async before Hopper, once earlier kernels are done
 //   8 consumer warps  32 rows of W each: unpack to exact integers, mma over 128 k, scale in float32
-//   slices of K       cluster: a CTA sends the sums of an m16 tile to its owner (st.async), which adds
+//   slices of K       cluster: a CTA sends the sums of an m16 tile to its owner (st.async), which
+//   adds
 //                     them in order; without clusters: through global memory and a second kernel
 // Launches of up to 16 rows overlap (kOverlaps). Slices depend on N and K only, and rows of x are
 // columns of the products, so a row of y has the same bits whatever the batch.
@@ -48,7 +49,7 @@ template <typename Mma, int kGroups>
 constexpr int kMaxThreads = kOverlaps<kGroups> ? 640 : kAllThreads<Mma, kGroups>;
 
 template <typename Mma, typename T,  // __half or __nv_bfloat16
-          int kGroups,  // groups of 8 rows of x: M <= 8 * kGroups
+          int kGroups,               // groups of 8 rows of x: M <= 8 * kGroups
           bool kZeros>               // W has zero points
 __global__ void __launch_bounds__(kMaxThreads<Mma, kGroups>, 1)
     w4_gemm_kernel(const __grid_constant__ Args args) {
@@ -59,8 +60,8 @@ __global__ void __launch_bounds__(kMaxThreads<Mma, kGroups>, 1)
   const Ring ring(shared, barriers, args.stages);
   const int slice = blockIdx.x;
 #ifdef CPMCU_W4_CLUSTERS
-  const Inbox<T, kGroups> inbox{ring.stage(args.stages).rows, ring.barriers + 8 * Ring::kBarriers,
-                                slice, lane};
+  const SliceReceiver<T, kGroups> receiver{ring.stage(args.stages).rows,
+                                           ring.barriers + 8 * Ring::kBarriers, slice, lane};
 #endif
   const int first_tile = blockIdx.y, tile_step = gridDim.y;
   const int first_block = slice * args.slice_blocks + min(slice, args.longer_slices);
@@ -86,7 +87,7 @@ __global__ void __launch_bounds__(kMaxThreads<Mma, kGroups>, 1)
     ptx::mbarrier_init_fence();
   }
 #ifdef CPMCU_W4_CLUSTERS
-  if (args.slices > 1 && threadIdx.x == kThreads - 1) inbox.open(args);
+  if (args.slices > 1 && threadIdx.x == kThreads - 1) receiver.open(args);
 #endif
   __syncthreads();
 #ifdef CPMCU_W4_CLUSTERS
@@ -94,9 +95,9 @@ __global__ void __launch_bounds__(kMaxThreads<Mma, kGroups>, 1)
 #endif
 
   if (warp >= kWarps) {
-    if constexpr (kMovesRegisters<Mma, kGroups>) ptx::give_registers<kFeedingRegisters>();
+    if constexpr (kMovesRegisters<Mma, kGroups>) ptx::give_registers<kProducerRegisters>();
     if (warp == kWarps) {
-      feed<Mma>(args, ring, first_tile, tile_step, first_block, blocks_of_tile);
+      produce<Mma>(args, ring, first_tile, tile_step, first_block, blocks_of_tile);
     } else {
       ptx::pdl_wait();
     }
@@ -105,7 +106,7 @@ __global__ void __launch_bounds__(kMaxThreads<Mma, kGroups>, 1)
 #endif
     return;
   }
-  if constexpr (kMovesRegisters<Mma, kGroups>) ptx::take_registers<kMultiplyingRegisters>();
+  if constexpr (kMovesRegisters<Mma, kGroups>) ptx::take_registers<kConsumerRegisters>();
   ptx::pdl_wait();
 
   const typename Mma::template LaneRows<kGroups> lane_rows;
@@ -118,12 +119,12 @@ __global__ void __launch_bounds__(kMaxThreads<Mma, kGroups>, 1)
       const auto current = stage;
       ring.advance(stage);
       bool is_full;
-      const auto ask = [&] {
+      const auto poll = [&] {
         is_full = ptx::mbarrier_try_wait(stage.full, stage.parity, left > 1);
       };
       const auto release = [&] { arrive<kGroups>(current.empty()); };
-      add_block<Mma, T, kGroups, kZeros>(sums, current.rows, current.weights(), lane_rows,
-                                         lane_weights, args.bf16_scales, ask, release);
+      accumulate_block<Mma, T, kGroups, kZeros>(sums, current.rows, current.weights(), lane_rows,
+                                                lane_weights, args.bf16_scales, poll, release);
       if (--left == 0) break;
       ptx::mbarrier_wait(stage.full, stage.parity, is_full);
     }
@@ -134,7 +135,7 @@ __global__ void __launch_bounds__(kMaxThreads<Mma, kGroups>, 1)
       continue;
     }
 #ifdef CPMCU_W4_CLUSTERS
-    inbox.add_up(args, sums, warp, n0);
+    receiver.add_up(args, sums, warp, n0);
 #else
     store_partials(args, sums, slice, n0 + warp * 32 + lane / 4);
 #endif
@@ -187,11 +188,11 @@ void launch_w4_kernel(const Context& ctx, Args args) {
   args.slice_blocks = args.k_blocks / args.slices;
   args.longer_slices = args.k_blocks % args.slices;
   for (int i = 0; i <= args.slices; ++i) {
-    args.first_part[i] = static_cast<uint8_t>((kParts * i + args.slices - 1) / args.slices);
+    args.first_m16_tile[i] = static_cast<uint8_t>((kM16Tiles * i + args.slices - 1) / args.slices);
   }
   const bool sends = clusters && args.slices > 1;
-  const int parts = (kParts + args.slices - 1) / args.slices;  // m16 tiles that a CTA owns, at most
-  const int inbox_bytes = sends ? args.slices * parts * kGroups * kGroupBytes : 0;
+  const int max_m16_tiles = (kM16Tiles + args.slices - 1) / args.slices;  // of a CTA
+  const int receive_bytes = sends ? args.slices * max_m16_tiles * kGroups * kGroupBytes : 0;
   // A CTA takes nearly all shared memory of an SM. GeForce cards have 99 KB for a CTA.
   int threads = kAllThreads<Mma, kGroups>, shared_bytes = clusters ? kRingBytes : 98 * 1024;
   allow_shared_bytes(kernel, shared_bytes);
@@ -203,17 +204,17 @@ void launch_w4_kernel(const Context& ctx, Args args) {
       shared_bytes = more ? kLessShared : kMoreShared;
     }
   }
-  args.stages = std::min(kMaxStages, (shared_bytes - inbox_bytes) / kStageBytes);
+  args.stages = std::min(kMaxStages, (shared_bytes - receive_bytes) / kStageBytes);
   // Loads before x arrives. The more rows, the longer x takes, and the fewer weights should be
   // queued before it. If K is not cut, up to 32 rows, the weights take longer than x, so all stages
   // are filled.
-  args.asked = args.stages;
-  args.ahead = 0;
+  args.early_stages = args.stages;
+  args.early_l2_blocks = 0;
   if (sends) {
-    if (kGroups > 1) args.asked = kGroups == 2 ? 3 : 1;
-    args.ahead = kGroups == 2 ? 2 : 1;
+    if (kGroups > 1) args.early_stages = kGroups == 2 ? 3 : 1;
+    args.early_l2_blocks = kGroups == 2 ? 2 : 1;
   } else if (clusters && kGroups == 8) {
-    args.asked = 2;
+    args.early_stages = 2;
   }
   args.rounds = args.slices > 1 ? 1 : (args.tiles + ctx.sm_count - 1) / ctx.sm_count;
   const int tile_blocks = (args.tiles + args.rounds - 1) / args.rounds;

@@ -3,8 +3,8 @@
 //
 // Roofline: 2 M N K operations. At M = 2048 a layer of MiniCPM4-8B has 0.97 TFLOP: 1.4 ms at the
 // 680 TFLOP/s that cuBLAS reaches in float16. Its 124 MB of weights take 0.04 ms. The kernel
-// reaches 74 % of the peak: scales cost one float32 operation in 16, and unpacking one in 8, of the
-// tensor core's cycles.
+// reaches 74 % of the peak: beside each wgmma (64 tensor core cycles) a warp issues 8 instructions
+// to unpack and 8 to scale.
 //
 // Schedule: persistent clusters of two CTAs; a tile is 256 rows of W x 128 (or 64) rows of x.
 //                  CTA 0: rows 0-127 of W   CTA 1: rows 128-255 of W
@@ -51,13 +51,13 @@ struct W4LargeRing : LargeRing<8 * kGroups * kRowBytes, kHalfBytes, kGroups * 12
 // Producer thread of CTA `rank` of a cluster: its half of weight blocks, and half of the rows of x
 // for both CTAs. The first weights are loaded before x is there.
 template <bool kZeros, int kGroups>
-__device__ __forceinline__ void feed_large(const Args& args, const W4LargeRing<kGroups>& ring,
-                                           const LargeTiles& tiles, int rank) {
+__device__ __forceinline__ void produce_large(const Args& args, const W4LargeRing<kGroups>& ring,
+                                              const LargeTiles& tiles, int rank) {
   using Ring = W4LargeRing<kGroups>;
   constexpr int kXRows = Ring::kRows / 2;
   constexpr int kComes = kHalfWords + kHalfScales + (kZeros ? kHalfZeros : 0);
   const uint64_t policy = ptx::evict_first_policy();
-  const auto feed_weights = [&](int stage, int tile, int k_block) {
+  const auto produce_weights = [&](int stage, int tile, int k_block) {
     const char* block = args.blocks + (int64_t{tile} * args.k_blocks + k_block) * args.block_bytes;
     const auto copy = [&](uint32_t to, int offset, int bytes) {
       ptx::bulk_copy(to, block + offset + rank * bytes, bytes, ring.full(stage), policy);
@@ -67,8 +67,8 @@ __device__ __forceinline__ void feed_large(const Args& args, const W4LargeRing<k
     copy(ring.scales(stage), kScaleOffset, kHalfScales);
     if constexpr (kZeros) copy(ring.zeros(stage), kZeroOffset, kHalfZeros);
   };
-  const auto feed_rows = [&](int stage, int tile, int k_block) {
-    if (k_block >= args.blocks_of_digit) k_block -= args.blocks_of_digit;
+  const auto produce_rows = [&](int stage, int tile, int k_block) {
+    if (k_block >= args.plane_k_blocks) k_block -= args.plane_k_blocks;
     const uint32_t to = ring.rows(stage) + rank * kXRows * 128;
 #pragma unroll
     for (int panel = 0; panel < 2; ++panel) {
@@ -81,9 +81,9 @@ __device__ __forceinline__ void feed_large(const Args& args, const W4LargeRing<k
   ptx::prefetch_map(&args.x_map);
   const auto first = tiles.place(tiles.first());
   const int early = min(args.k_blocks, Ring::kStages);
-  for (int i = 0; i < early; ++i) feed_weights(i, first.w, i);
+  for (int i = 0; i < early; ++i) produce_weights(i, first.w, i);
   ptx::pdl_wait();
-  for (int i = 0; i < early; ++i) feed_rows(i, first.x, i);
+  for (int i = 0; i < early; ++i) produce_rows(i, first.x, i);
   int stage = early % Ring::kStages, parity = early / Ring::kStages;
 #pragma unroll 1
   for (int tile = tiles.first(); tile < tiles.count(); tile += tiles.step()) {
@@ -91,8 +91,8 @@ __device__ __forceinline__ void feed_large(const Args& args, const W4LargeRing<k
 #pragma unroll 1
     for (int k_block = tile == tiles.first() ? early : 0; k_block < args.k_blocks; ++k_block) {
       ptx::mbarrier_wait(ring.empty(stage), parity ^ 1);
-      feed_weights(stage, at.w, k_block);
-      feed_rows(stage, at.x, k_block);
+      produce_weights(stage, at.w, k_block);
+      produce_rows(stage, at.x, k_block);
       Ring::advance(stage, parity);
     }
   }
@@ -133,9 +133,9 @@ __global__ void __launch_bounds__(kLargeThreads, 1)
   const LargeTiles tiles{args.tiles, x_tiles};
   const int warp = ptx::uniform_warp(), lane = threadIdx.x % 32, rank = blockIdx.x % 2;
   // The warp's 16 rows of W are one m16 tile of a warp tile.
-  const int warpgroup = warp / 4, slab = warp / 2;
+  const int warpgroup = warp / 4, warp_tile = warp / 2;
   const bool second = warp % 2 != 0;
-  const int row = slab * kSlabRows + second * 16 + lane / 4;
+  const int row = warp_tile * kWarpTileRows + second * 16 + lane / 4;
 
   const auto multiply = [&] {
     const uint32_t peer_empty = ptx::cluster_address(ring.empty(0), rank ^ 1);
@@ -160,7 +160,7 @@ __global__ void __launch_bounds__(kLargeThreads, 1)
         uint32_t words[4][2];
 #pragma unroll
         for (int pair = 0; pair < 4; ++pair) {
-          const uint4 both = ptx::load_shared16(ring.words(stage) + slab * kSlabBytes +
+          const uint4 both = ptx::load_shared16(ring.words(stage) + warp_tile * kWarpTileBytes +
                                                 pair * kPairBytes + lane * 16);
           words[pair][0] = second ? both.y : both.x;
           words[pair][1] = second ? both.w : both.z;
@@ -199,7 +199,7 @@ __global__ void __launch_bounds__(kLargeThreads, 1)
       }
     }
   };
-  run_large(ring, [&] { feed_large<kZeros>(args, ring, tiles, rank); }, multiply);
+  run_large(ring, [&] { produce_large<kZeros>(args, ring, tiles, rank); }, multiply);
 }
 
 // ---- launchers

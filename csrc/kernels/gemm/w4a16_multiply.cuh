@@ -161,8 +161,8 @@ struct MmaSync {
 // The lane's offsets in a weight block: 16 bytes of q, and the scale of the first of its four rows,
 // which are 8 apart.
 struct LaneWeights {
-  uint32_t words = threadIdx.x / 32 * kSlabBytes + threadIdx.x % 32 * 16;
-  uint32_t scale = kScaleOffset + 2 * (threadIdx.x / 32 * kSlabRows + threadIdx.x % 32 / 4);
+  uint32_t words = threadIdx.x / 32 * kWarpTileBytes + threadIdx.x % 32 * 16;
+  uint32_t scale = kScaleOffset + 2 * (threadIdx.x / 32 * kWarpTileRows + threadIdx.x % 32 / 4);
 
   __device__ __forceinline__ LaneWeights() {
     ptx::opaque(words);  // so they are not recomputed for every block
@@ -173,15 +173,14 @@ struct LaneWeights {
   }
 };
 
-// sums += rows of x times this warp's 32 rows of a weight block, both in shared memory. Calls `ask`
-// when the last mma instructions are issued. Each lane calls `release` after its last read of the
-// stage.
+// sums += rows of x times this warp's 32 rows of a weight block, both in shared memory. Calls
+// `poll` when the last mma instructions are issued. Each lane calls `release` after its last read
+// of the stage.
 template <typename Mma, typename T, int kGroups, bool kZeros, typename F, typename G>
-__device__ __forceinline__ void add_block(float (&sums)[2][kGroups][4], uint32_t rows,
-                                          uint32_t block,
-                                          const typename Mma::template LaneRows<kGroups>& lane_rows,
-                                          const LaneWeights& lane, bool bf16_scales, F ask,
-                                          G release) {
+__device__ __forceinline__ void accumulate_block(
+    float (&sums)[2][kGroups][4], uint32_t rows, uint32_t block,
+    const typename Mma::template LaneRows<kGroups>& lane_rows, const LaneWeights& lane,
+    bool bf16_scales, F poll, G release) {
   float scale[2][2];
   uint32_t low[2] = {low_offset<T>(8), low_offset<T>(8)};
   uint32_t high[2] = {high_offset<T>(8, 8), high_offset<T>(8, 8)};
@@ -205,7 +204,7 @@ __device__ __forceinline__ void add_block(float (&sums)[2][kGroups][4], uint32_t
     const bool is_last = first + Mma::kTiles == 2;
     Mma::template multiply<T, kGroups>(part, first, block + lane.words, rows, lane_rows, low, high,
                                        [&] {
-                                         if (is_last) ask();
+                                         if (is_last) poll();
                                        });
     if (is_last) release();
 #pragma unroll

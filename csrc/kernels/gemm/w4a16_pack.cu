@@ -26,12 +26,12 @@ struct PackArgs {
   const uint16_t* scales;
   const uint32_t* zeros;  // null: no zero points
   W4Format format;
-  int words;  // int32 words in q's second dimension
-  int groups;  // groups of scales
-  bool by_channel;  // Marlin has another permutation of channel-wise scales
-  int n, k;  // of the part
+  int words;                    // int32 words in q's second dimension
+  int groups;                   // groups of scales
+  bool by_channel;              // Marlin has another permutation of channel-wise scales
+  int n, k;                     // of the part
   int gated_rows;               // N of a gated W, else 0
-  int first_row_block;  // the first of the grid
+  int first_row_block;          // the first of the grid
   int first_row, end_row;       // rows to write
   int first_k_block, k_blocks;  // of W
   int64_t block_bytes;
@@ -88,7 +88,7 @@ struct Place {
 };
 __device__ __forceinline__ Place place_of(int word, int nibble) {
   const int lane = word / 4 % 32, step = word / 128 % 4 * 2 + word / 2 % 2;
-  const int row = word / 512 * kSlabRows + word % 2 * 16 + nibble % 2 * 8 + lane / 4;
+  const int row = word / 512 * kWarpTileRows + word % 2 * 16 + nibble % 2 * 8 + lane / 4;
   return {row, 16 * step + nibble / 2 % 2 * 8 + lane % 4 * 2 + nibble / 4};
 }
 
@@ -134,7 +134,7 @@ struct QuantizeArgs {
   char* blocks;
   const void* x;     // [rows, K]
   const int* index;  // [N] or null
-  int n, k, k_blocks, digits;
+  int n, k, k_blocks, nibble_planes;
   int64_t block_bytes;
   bool bf16_scales;
 };
@@ -150,8 +150,8 @@ __global__ void __launch_bounds__(kThreads)
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int row_block = blockIdx.y / (kW4BlockRows / kRows);
   const int first = blockIdx.y % (kW4BlockRows / kRows) * kRows;  // row within the weight block
-  const auto block_of = [&](int digit) {
-    const int k_block = digit * (p.k_blocks / p.digits) + blockIdx.x;
+  const auto block_of = [&](int plane) {
+    const int k_block = plane * (p.k_blocks / p.nibble_planes) + blockIdx.x;
     return p.blocks + (static_cast<int64_t>(row_block) * p.k_blocks + k_block) * p.block_bytes;
   };
   for (int i = warp; i < kRows; i += kThreads / 32) {
@@ -166,7 +166,7 @@ __global__ void __launch_bounds__(kThreads)
     for (int offset = 16; offset > 0; offset /= 2) {
       largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFF, largest, offset));
     }
-    const int top = p.digits == 1 ? 7 : 119;
+    const int top = p.nibble_planes == 1 ? 7 : 119;
     const float exact = largest / static_cast<float>(top);
     const float scale = p.bf16_scales ? to_float(from_float<__nv_bfloat16>(exact))
                                       : to_float(from_float<__half>(exact));
@@ -175,34 +175,34 @@ __global__ void __launch_bounds__(kThreads)
       level[i][j * 32 + lane] = static_cast<int8_t>(
           fminf(fmaxf(steps, static_cast<float>(-top)), static_cast<float>(top)));
     }
-    if (lane < p.digits) {
-      const float of_digit = lane < p.digits - 1 ? 16 * scale : scale;
+    if (lane < p.nibble_planes) {
+      const float plane_scale = lane < p.nibble_planes - 1 ? 16 * scale : scale;
       uint16_t* scales = reinterpret_cast<uint16_t*>(block_of(lane) + kScaleOffset);
-      const __half half = from_float<__half>(of_digit);
-      const __nv_bfloat16 bf16 = from_float<__nv_bfloat16>(of_digit);
+      const __half half = from_float<__half>(plane_scale);
+      const __nv_bfloat16 bf16 = from_float<__nv_bfloat16>(plane_scale);
       scales[first + i] = p.bf16_scales ? *reinterpret_cast<const uint16_t*>(&bf16)
                                         : *reinterpret_cast<const uint16_t*>(&half);
     }
   }
   __syncthreads();
   // These rows have 256 words: every other one of the 512 of their warp tile.
-  const int tile = first / 16 % 2, word = first / kSlabRows * 512 + threadIdx.x * 2 + tile;
-  for (int digit = 0; digit < p.digits; ++digit) {
+  const int tile = first / 16 % 2, word = first / kWarpTileRows * 512 + threadIdx.x * 2 + tile;
+  for (int plane = 0; plane < p.nibble_planes; ++plane) {
     uint32_t bits = 0;
     for (int i = 0; i < 8; ++i) {
       const Place at = place_of(word, i);
       const int value = level[at.row - first][at.k], high = (value + 8) >> 4;
-      const int q = p.digits == 1 ? value : digit == 0 ? high : value - 16 * high;
+      const int q = p.nibble_planes == 1 ? value : plane == 0 ? high : value - 16 * high;
       bits |= static_cast<uint32_t>(q + 8) << (4 * i);
     }
-    reinterpret_cast<uint32_t*>(block_of(digit))[word] = bits;
+    reinterpret_cast<uint32_t*>(block_of(plane))[word] = bits;
   }
 }
 
 struct DequantizeArgs {
   void* out;  // [rows, K]
   const char* blocks;
-  int first_row, rows, k, k_blocks, digits;
+  int first_row, rows, k, k_blocks, nibble_planes;
   int64_t block_bytes;
   bool zero_points, bf16_scales;
 };
@@ -226,28 +226,29 @@ __device__ __forceinline__ void transpose_quad(uint32_t (&v)[4]) {
 // A warp dequantises a warp tile of a k block. It reads the fragments of its lanes, 512 bytes at a
 // time. The lanes of a quad exchange 64 bytes of a row until each has 16 contiguous bytes.
 // blockIdx.x along K, blockIdx.y along N.
-template <typename T, bool kTwoDigits>
+template <typename T, bool kTwoPlanes>
 __global__ void __launch_bounds__(kThreads)
     w4_dequantize_kernel(const __grid_constant__ DequantizeArgs p) {
   ptx::pdl_launch();
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
-  static_assert(kThreads == 32 * kSlabs, "a warp for each slab");
-  const int slab = p.first_row / kSlabRows + static_cast<int>(blockIdx.y) * kSlabs + warp;
-  if (slab * kSlabRows >= p.first_row + p.rows) {
+  static_assert(kThreads == 32 * kWarpTiles, "a warp for each warp tile");
+  const int warp_tile =
+      p.first_row / kWarpTileRows + static_cast<int>(blockIdx.y) * kWarpTiles + warp;
+  if (warp_tile * kWarpTileRows >= p.first_row + p.rows) {
     ptx::pdl_wait();
     return;
   }
-  const auto block_of = [&](int digit) {
-    const int k_block = digit * (p.k_blocks / p.digits) + static_cast<int>(blockIdx.x);
-    return p.blocks + (int64_t{slab / kSlabs} * p.k_blocks + k_block) * p.block_bytes;
+  const auto block_of = [&](int plane) {
+    const int k_block = plane * (p.k_blocks / p.nibble_planes) + static_cast<int>(blockIdx.x);
+    return p.blocks + (int64_t{warp_tile / kWarpTiles} * p.k_blocks + k_block) * p.block_bytes;
   };
-  const char* block = block_of(p.digits - 1);
-  const int at = slab % kSlabs * kSlabBytes + lane * 16;
+  const char* block = block_of(p.nibble_planes - 1);
+  const int at = warp_tile % kWarpTiles * kWarpTileBytes + lane * 16;
   uint4 words[4], high_words[4];  // two k steps each
 #pragma unroll
   for (int pair = 0; pair < 4; ++pair) {
     words[pair] = *reinterpret_cast<const uint4*>(block + at + pair * kPairBytes);
-    if constexpr (kTwoDigits) {
+    if constexpr (kTwoPlanes) {
       high_words[pair] = *reinterpret_cast<const uint4*>(block_of(0) + at + pair * kPairBytes);
     }
   }
@@ -255,7 +256,7 @@ __global__ void __launch_bounds__(kThreads)
   int zeros[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const int row = slab % kSlabs * kSlabRows + i * 8 + g;
+    const int row = warp_tile % kWarpTiles * kWarpTileRows + i * 8 + g;
     const uint16_t* stored = reinterpret_cast<const uint16_t*>(block + kScaleOffset) + row;
     scales[i] = p.bf16_scales ? to_float(*reinterpret_cast<const __nv_bfloat16*>(stored))
                               : to_float(*reinterpret_cast<const __half*>(stored));
@@ -274,19 +275,19 @@ __global__ void __launch_bounds__(kThreads)
         float value[2];
 #pragma unroll
         for (int odd = 0; odd < 2; ++odd) {
-          int digits =
+          int level =
               static_cast<int>(word_of(words[pair], c / 2, i / 2) >> (shift + 16 * odd) & 15) -
               zeros[i];
-          if constexpr (kTwoDigits) {
+          if constexpr (kTwoPlanes) {
             const uint32_t high = word_of(high_words[pair], c / 2, i / 2);
-            digits += 16 * (static_cast<int>(high >> (shift + 16 * odd) & 15) - 8);
+            level += 16 * (static_cast<int>(high >> (shift + 16 * odd) & 15) - 8);
           }
-          value[odd] = static_cast<float>(digits) * scales[i];
+          value[odd] = static_cast<float>(level) * scales[i];
         }
         chunks[c] = pack2<T>(value[0], value[1]);
       }
       transpose_quad(chunks);
-      const int row = slab * kSlabRows + i * 8 + g - p.first_row;
+      const int row = warp_tile * kWarpTileRows + i * 8 + g - p.first_row;
       if (row < 0 || row >= p.rows || k >= p.k) continue;
       *reinterpret_cast<uint4*>(static_cast<T*>(p.out) + int64_t{row} * p.k + k) =
           make_uint4(chunks[0], chunks[1], chunks[2], chunks[3]);
@@ -341,10 +342,10 @@ void w4_quantize(const Context& ctx, const W4QuantizeParams& params) {
                           .n = static_cast<int>(w.n),
                           .k = static_cast<int>(w.k),
                           .k_blocks = static_cast<int>(w.k_blocks()),
-                          .digits = w.digits,
+                          .nibble_planes = w.nibble_planes,
                           .block_bytes = w.block_bytes(),
                           .bf16_scales = w.scale_dtype == DType::kBF16};
-  const dim3 grid(static_cast<unsigned>(w.k_blocks() / w.digits),
+  const dim3 grid(static_cast<unsigned>(w.k_blocks() / w.nibble_planes),
                   static_cast<unsigned>(w.row_blocks() * (kW4BlockRows / 16)));
   dispatch_half(params.x.dtype(), [&](auto t) {
     launch(ctx, w4_quantize_kernel<decltype(t)>, grid, dim3(kThreads), 0, args);
@@ -361,17 +362,18 @@ void w4_dequantize(const Context& ctx, const W4DequantizeParams& params) {
                             .rows = static_cast<int>(rows),
                             .k = static_cast<int>(w.k),
                             .k_blocks = static_cast<int>(w.k_blocks()),
-                            .digits = w.digits,
+                            .nibble_planes = w.nibble_planes,
                             .block_bytes = w.block_bytes(),
                             .zero_points = w.zero_points,
                             .bf16_scales = w.scale_dtype == DType::kBF16};
-  const int64_t slabs =
-      (params.first_row + rows + kSlabRows - 1) / kSlabRows - params.first_row / kSlabRows;
-  const dim3 grid(static_cast<unsigned>(w.k_blocks() / w.digits),
-                  static_cast<unsigned>((slabs + kSlabs - 1) / kSlabs));
+  const int64_t warp_tiles = (params.first_row + rows + kWarpTileRows - 1) / kWarpTileRows -
+                             params.first_row / kWarpTileRows;
+  const dim3 grid(static_cast<unsigned>(w.k_blocks() / w.nibble_planes),
+                  static_cast<unsigned>((warp_tiles + kWarpTiles - 1) / kWarpTiles));
   dispatch_half(params.out.dtype(), [&](auto t) {
     using T = decltype(t);
-    launch(ctx, w.digits == 2 ? w4_dequantize_kernel<T, true> : w4_dequantize_kernel<T, false>,
+    launch(ctx,
+           w.nibble_planes == 2 ? w4_dequantize_kernel<T, true> : w4_dequantize_kernel<T, false>,
            grid, dim3(kThreads), 0, args);
   });
 }

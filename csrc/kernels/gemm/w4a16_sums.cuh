@@ -10,8 +10,8 @@
 namespace cpmcu::cuda {
 namespace {
 
-constexpr int kParts = 2 * kWarps;  // m16 tiles of a weight block
-constexpr int kGroupBytes = 32 * 16;  // sums of an m16 tile x 8 rows of x: 16 bytes a lane
+constexpr int kM16Tiles = 2 * kWarps;  // m16 tiles of a weight block
+constexpr int kGroupBytes = 32 * 16;   // sums of an m16 tile x 8 rows of x: 16 bytes a lane
 
 // Whether code of this compute capability adds slices in clusters. The stages and the DSMEM receive
 // buffer need more shared memory than the 99 KB of a CTA on GeForce cards, also from 12.0 on.
@@ -25,18 +25,19 @@ struct Args {
   void* y;             // [M, N], T or float32; gated: [M, N / 2]
   const void* x;       // [M, K]
   const char* blocks;  // [tiles][k_blocks]
-  float* partials;  // null with clusters
+  float* partials;     // null with clusters
   int m, n, k;
-  int tiles;  // tiles of 256 rows
-  int rounds;  // tiles of a CTA; some CTAs have one less
-  int k_blocks;  // k blocks of 128, all nibble planes
-  int blocks_of_digit;  // k blocks of a nibble plane; x restarts after each plane
+  int tiles;           // tiles of 256 rows
+  int rounds;          // tiles of a CTA; some CTAs have one less
+  int k_blocks;        // k blocks of 128, all nibble planes
+  int plane_k_blocks;  // k blocks of a nibble plane; x restarts after each plane
   int block_bytes;
   int slices;
   int slice_blocks, longer_slices;  // k blocks of a slice; slices with one more
-  uint8_t first_part[9];  // see SliceReceiver
+  uint8_t first_m16_tile[9];        // see SliceReceiver
   int stages;
-  int asked, ahead;  // weight blocks before x arrives: to stages, and further to L2
+  // Weight blocks requested before x arrives: to stages, and further ones to L2.
+  int early_stages, early_l2_blocks;
   bool bf16_scales, float_out, gated;
   float alpha, beta;
 };
@@ -156,18 +157,19 @@ __device__ __forceinline__ void store_sums(const Args& args, const float (&sums)
 // tiles][kGroups][lanes] of 16 bytes. CTA r of the cluster multiplies slice r and adds m16 tiles
 // [first_m16_tile[r], first_m16_tile[r + 1]). With slices, a CTA has one tile of 256 rows.
 template <typename T, int kGroups>
-struct Inbox {
-  // fragments of an m16 tile: a lane's sums of a row group
-  static constexpr int kPieces = kGroups * 32;
-  uint32_t pieces, received;
+struct SliceReceiver {
+  // Fragments of an m16 tile. A fragment has a lane's sums of a row group.
+  static constexpr int kFragments = kGroups * 32;
+  uint32_t fragments, received;
   int slice, lane;  // of this CTA; of this thread
 
   // By one thread.
   __device__ __forceinline__ void open(const Args& args) const {
-    const int parts = args.first_part[slice + 1] - args.first_part[slice];
-    // this thread, and this CTA's own sums
-    ptx::mbarrier_init(received, 1 + kArrivals<kGroups> * parts);
-    ptx::mbarrier_expect_bytes(received, (args.slices - 1) * parts * 8 * ((args.m + 1) / 2) * 16);
+    const int m16_tiles = args.first_m16_tile[slice + 1] - args.first_m16_tile[slice];
+    // Arrivals: this thread, and this CTA's own sums.
+    ptx::mbarrier_init(received, 1 + kArrivals<kGroups> * m16_tiles);
+    ptx::mbarrier_expect_bytes(received,
+                               (args.slices - 1) * m16_tiles * 8 * ((args.m + 1) / 2) * 16);
     ptx::mbarrier_init_fence();
   }
 
@@ -175,15 +177,16 @@ struct Inbox {
   __device__ __forceinline__ void add_up(const Args& args, const float (&sums)[2][kGroups][4],
                                          int warp, int n0) const {
     const int g = lane / 4, q = lane % 4;
-    const int my_first = args.first_part[slice];
-    const int my_parts = args.first_part[slice + 1] - my_first;
+    const int my_first = args.first_m16_tile[slice];
+    const int my_tiles = args.first_m16_tile[slice + 1] - my_first;
     ptx::cluster_wait();
 #pragma unroll
     for (int t = 0; t < 2; ++t) {
-      const int part = warp * 2 + t, owner = part * args.slices / kParts;
-      const int its_first = args.first_part[owner];
-      const int its_parts = args.first_part[owner + 1] - its_first;
-      const uint32_t box = pieces + ((slice * its_parts + part - its_first) * kPieces + lane) * 16;
+      const int m16_tile = warp * 2 + t, owner = m16_tile * args.slices / kM16Tiles;
+      const int its_first = args.first_m16_tile[owner];
+      const int its_tiles = args.first_m16_tile[owner + 1] - its_first;
+      const uint32_t box =
+          fragments + ((slice * its_tiles + m16_tile - its_first) * kFragments + lane) * 16;
       const auto each_group = [&](auto store) {
 #pragma unroll
         for (int group = 0; group < kGroups; ++group) {
@@ -194,15 +197,16 @@ struct Inbox {
         each_group([&](int at, const auto& sum) { ptx::store_shared16(box + at, sum); });
         arrive<kGroups>(received);
       } else {
-        const uint32_t outbox = ptx::cluster_address(box, owner);
+        const uint32_t remote_box = ptx::cluster_address(box, owner);
         const uint32_t sent = ptx::cluster_address(received, owner);
-        each_group([&](int at, const auto& sum) { ptx::store_cluster16(outbox + at, sum, sent); });
+        each_group(
+            [&](int at, const auto& sum) { ptx::store_cluster16(remote_box + at, sum, sent); });
       }
     }
 #pragma unroll 1
-    for (int piece = threadIdx.x; piece < my_parts * kPieces; piece += kThreads) {
-      const int row = piece / 32 % kGroups * 8 + q * 2;
-      const int n = n0 + (my_first + piece / kPieces) * 16 + g;
+    for (int fragment = threadIdx.x; fragment < my_tiles * kFragments; fragment += kThreads) {
+      const int row = fragment / 32 % kGroups * 8 + q * 2;
+      const int n = n0 + (my_first + fragment / kFragments) * 16 + g;
       T* const y = static_cast<T*>(args.y) + int64_t{row} * args.n + n;
       const bool whole = n0 + kW4BlockRows <= args.n && !args.float_out && !args.gated;
       float old[4] = {};  // loaded while sums are in flight
@@ -216,7 +220,8 @@ struct Inbox {
       if (row >= args.m) continue;
       float sum[4] = {};
       for (int from = 0; from < args.slices; ++from) {
-        const uint4 v = ptx::load_shared16(pieces + (from * my_parts * kPieces + piece) * 16);
+        const uint4 v =
+            ptx::load_shared16(fragments + (from * my_tiles * kFragments + fragment) * 16);
         sum[0] += __uint_as_float(v.x), sum[1] += __uint_as_float(v.y);
         sum[2] += __uint_as_float(v.z), sum[3] += __uint_as_float(v.w);
       }

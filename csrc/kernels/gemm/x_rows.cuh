@@ -15,7 +15,7 @@ constexpr int kRingBytes = 226 * 1024;  // Hopper: of the 227 KB that a CTA may 
 
 // On Hopper, consumer warps that need more than an equal share of registers take them from a whole
 // producer warpgroup. Registers per thread of both:
-constexpr int kFeedingRegisters = 40, kMultiplyingRegisters = 232;
+constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 
 struct alignas(64) TensorMap {  // a CUtensorMap, made by tensor_map.cuh
   uint64_t opaque[16];

@@ -5,9 +5,9 @@
 #include "kernels/gemm/fused_layer.h"
 #include "kernels/gemm/w4a16_multiply.cuh"
 
-namespace cpmcu::cuda::chain {
+namespace cpmcu::cuda::fused {
 
-constexpr uint32_t kNotYet = 0xFFFFFFFF;  // a NaN; instructions produce 0x7FFFFFFF only
+constexpr uint32_t kNotReady = 0xFFFFFFFF;  // a NaN; instructions produce 0x7FFFFFFF only
 
 // A sum that does not depend on the order of its terms. A term is split into units of 2^-8 and a
 // remainder in units of 2^-48. The limit of 2^56 is far beyond any sum of squares of a norm.
@@ -33,7 +33,7 @@ struct FusedState {
   uint32_t arrived[kMaxFusedGemms][32];
   uint32_t bases[kMaxFusedGemms];  // value of `arrived` before this launch
   uint32_t launches;
-  // double-buffered: one half in use, the other zeroed
+  // Double-buffered: one half is in use, the other is zeroed.
   ExactSum squares[2][kMaxFusedGemms][kMaxRows];
   // More than 16 rows: CTAs whose partial sums of a tile have arrived. One cache line each. A
   // launch moves a counter from one multiple of kSummed to the next, whatever its number of slices.
@@ -42,19 +42,19 @@ struct FusedState {
 static_assert(sizeof(FusedState) <= kFusedStateBytes);
 
 // The weight blocks of a GEMM, and how they are divided among CTAs.
-struct Blocks {
-  const char* blocks;  // [tiles][k_blocks], 4-bit W only
+struct WeightBlocks {
+  const char* blocks;   // [tiles][k_blocks], 4-bit W only
   int tiles, k_blocks;  // tiles of 256 rows; k blocks of Mainloop's size
   int block_bytes;
   int slices, slice_blocks, longer_slices;
   int one_over_slices;  // 1 / slices in units of 2^-16, rounded up: divides small numbers
-  int units;  // CTAs with a part in the GEMM
+  int active_ctas;      // CTAs with a part in the GEMM
 
   __device__ __forceinline__ int over_slices(int v) const { return v * one_over_slices >> 16; }
 };
 
-struct alignas(64) Link : Blocks {
-  TensorMap x_map, w_map;  // w_map: 16-bit W only
+struct alignas(64) GemmArgs : WeightBlocks {
+  TensorMap x_map, w_map;   // w_map: 16-bit W only
   void* y;                  // [M, N]; gated: [M, N / 2]
   void* normed;             // [M, N]; null: no norm
   const void* norm_weight;  // [N]
@@ -63,7 +63,7 @@ struct alignas(64) Link : Blocks {
   int n;
   // Distance in m16 tiles between the two m16 tiles of an epilogue tile. 1, or half a head if
   // rotary_kv follows, so that a lane holds both elements of a rotated pair.
-  int apart = 1;
+  int rope_pair_stride = 1;
   bool bf16_scales, gated;
 };
 
@@ -79,34 +79,34 @@ struct Rotary {
 };
 
 // How attention splits are combined before the first GEMM.
-enum class Combines {
-  kNobody,  // no splits, or a launch before combines them
-  kEachItsSlice,  // one row: each CTA combines its slice of x, straight into its stages
-  kTogether,  // all CTAs share the work; x goes through memory and a grid barrier
+enum class CombineMode {
+  kNone,         // no splits, or a launch before combines them
+  kPerCtaSlice,  // one row: each CTA combines its slice of x, straight into its stages
+  kGridWide,     // all CTAs share the work; x goes through memory and a grid barrier
 };
 
 struct FusedLayerArgs {
-  Link gemms[kMaxFusedGemms];
+  GemmArgs gemms[kMaxFusedGemms];
   Rotary rotary;
   FusedState* state;
-  char* pieces;  // [CTAs][warp tiles][row groups][m16 tiles][lanes] of 16 bytes
+  char* fragments;  // [CTAs][warp tiles][row groups][m16 tiles][lanes] of 16 bytes
   int num_gemms, m;
-  int min_units;  // minimum over all GEMMs but the last
-  Combines combines;
+  int min_active_ctas;  // minimum over all GEMMs but the last
+  CombineMode combine_mode;
   int max_splits, head_dim;  // of attention
-  Blocks following[kMaxFollowing];
+  WeightBlocks following[kMaxFollowing];
   int num_following;
-  int pace;  // cycles between two L2 prefetches of a CTA; 0: no prefetch
+  int prefetch_cycles;  // cycles between two L2 prefetches of a CTA; 0: no prefetch
 };
 
 // Limit of kPerCtaSlice in k blocks; each takes a stage.
-constexpr int kMaxCombinedBlocks = 8;
+constexpr int kMaxCombinedKBlocks = 8;
 
 // The work range of a CTA in a GEMM: k blocks [begin, end) of tiles `tile`, tile + gridDim.x, ...
-struct Share {
+struct CtaRange {
   int tile, slice, begin, end;
 
-  __device__ __forceinline__ explicit Share(const Blocks& of) {
+  __device__ __forceinline__ explicit CtaRange(const WeightBlocks& of) {
     const int b = blockIdx.x;
     tile = of.over_slices(b);
     slice = b - tile * of.slices;
@@ -115,4 +115,4 @@ struct Share {
   }
 };
 
-}  // namespace cpmcu::cuda::chain
+}  // namespace cpmcu::cuda::fused

@@ -7,7 +7,7 @@
 #include "kernels/attention/combine.cuh"
 #include "kernels/gemm/fused_layer/ring.cuh"
 
-namespace cpmcu::cuda::chain {
+namespace cpmcu::cuda::fused {
 
 // Combines the splits of row `row` in 32 * kWidth columns of one head, from `column` on; kWidth
 // columns a lane. The code is short, because it runs once a launch and is fetched from L2. Waits
@@ -104,19 +104,19 @@ __device__ __forceinline__ void combine_columns(uint32_t (&values)[kWidth / 2],
 
 // Writes this CTA's slice of row 0 of x of the first GEMM into its first stages. By all consumer
 // warps.
-template <typename Product, typename T>
-__device__ __forceinline__ void combine_slice(char* shared, const Ring<Product>& ring,
+template <typename Mainloop, typename T>
+__device__ __forceinline__ void combine_slice(char* shared, const Ring<Mainloop>& ring,
                                               const FusedLayerArgs& args,
                                               const AttentionArgs<T>& attention) {
   constexpr int kBlockK = kW4BlockK;  // only mainloops with this k block combine a slice
-  const Share share(args.gemms[0]);
+  const CtaRange range(args.gemms[0]);
   const RowSplits splits(attention, 0);
-  const int lane = threadIdx.x % 32, num_blocks = share.end - share.begin;
+  const int lane = threadIdx.x % 32, num_blocks = range.end - range.begin;
   const int first = dimension_at(lane * 2);
   const int num_columns = attention.num_heads * args.head_dim;
 #pragma unroll 1
   for (int k = ptx::uniform_warp() * 64; k < num_blocks * kBlockK; k += kWarps * 64) {
-    const int column = share.begin * kBlockK + k;
+    const int column = range.begin * kBlockK + k;
     uint32_t value[1] = {0};
     if (column < num_columns && splits.count == 1) {
       ptx::pdl_wait();
@@ -124,7 +124,8 @@ __device__ __forceinline__ void combine_slice(char* shared, const Ring<Product>&
     } else if (column < num_columns) {
       combine_columns<2, false>(value, args, attention, splits, 0, column);
     }
-    const int offset = k / kBlockK * Product::kRowsBytes + Product::row_offset(k % kBlockK + first);
+    const int offset =
+        k / kBlockK * Mainloop::kRowsBytes + Mainloop::row_offset(k % kBlockK + first);
     *reinterpret_cast<uint32_t*>(shared + offset) = value[0];
   }
   ptx::shared_copy_fence();  // before TMA writes these stages again
@@ -140,11 +141,12 @@ __device__ __forceinline__ void combine_rows(const FusedLayerArgs& args,
                                              const AttentionArgs<T>& attention, uint32_t combined) {
   constexpr int kColumns = 32 * kWidth;
   const int lane = threadIdx.x % 32, num_columns = attention.num_heads * args.head_dim;
-  const int per_row = num_columns / kColumns, num_items = attention.tokens.num_tokens * per_row;
-  int item = ptx::uniform_warp() * gridDim.x + blockIdx.x;
+  const int chunks_per_row = num_columns / kColumns;
+  const int num_chunks = attention.tokens.num_tokens * chunks_per_row;
+  int chunk = ptx::uniform_warp() * gridDim.x + blockIdx.x;
 #pragma unroll 1
-  for (; item < num_items; item += kWarps * gridDim.x) {
-    const int row = item / per_row, column = item % per_row * kColumns;
+  for (; chunk < num_chunks; chunk += kWarps * gridDim.x) {
+    const int row = chunk / chunks_per_row, column = chunk % chunks_per_row * kColumns;
     const RowSplits splits(attention, row);
     if (splits.count == 1) continue;  // one split: x is already written
     uint32_t values[kWidth / 2];
@@ -159,4 +161,4 @@ __device__ __forceinline__ void combine_rows(const FusedLayerArgs& args,
   if (lane == 0) ptx::mbarrier_arrive(combined);
 }
 
-}  // namespace cpmcu::cuda::chain
+}  // namespace cpmcu::cuda::fused

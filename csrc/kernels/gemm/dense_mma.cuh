@@ -6,24 +6,24 @@
 namespace cpmcu::cuda {
 namespace {
 
-// k of a stage, and bytes of its rows
-constexpr int kSixteenK = 64, kSixteenRowBytes = 2 * kSixteenK;
+// k of a stage, and bytes of its rows.
+constexpr int kDenseK = 64, kDenseRowBytes = 2 * kDenseK;
 
 // sums += 8 kGroups rows of x times 16 kTiles rows of W, 64 k. Rows have 128 bytes in shared memory
 // and their 16-byte chunks are swizzled within 8 rows, as make_map's boxes are. `weights`: the
 // lane's ldmatrix row in each m16 tile, first or second 8 k.
 template <typename T, int kTiles, int kGroups>
-__device__ __forceinline__ void add_sixteen_bits(float (&sums)[kTiles][kGroups][4], uint32_t rows,
+__device__ __forceinline__ void accumulate_dense(float (&sums)[kTiles][kGroups][4], uint32_t rows,
                                                  const uint32_t (&weights)[kTiles],
                                                  const LaneRows<kGroups>& lane_rows) {
   uint32_t x[2][kGroups][2];  // two k steps of 16
 #pragma unroll
-  for (int step = 0; step < kSixteenK / 16; ++step) {
+  for (int step = 0; step < kDenseK / 16; ++step) {
     uint32_t r[4];
     if (kGroups > 1) {
 #pragma unroll
       for (int group = 0; group < kGroups; group += 2) {
-        ptx::ldmatrix4(r, rows + lane_rows.at(step * 2) + group * 8 * kSixteenRowBytes);
+        ptx::ldmatrix4(r, rows + lane_rows.at(step * 2) + group * 8 * kDenseRowBytes);
         x[step % 2][group][0] = r[0], x[step % 2][group][1] = r[1];
         x[step % 2][(group + 1) % kGroups][0] = r[2], x[step % 2][(group + 1) % kGroups][1] = r[3];
       }
@@ -44,9 +44,9 @@ __device__ __forceinline__ void add_sixteen_bits(float (&sums)[kTiles][kGroups][
 }
 
 // Byte offset of the lane's ldmatrix row, if it is row `row` of a stage.
-__device__ __forceinline__ uint32_t sixteen_bits_offset(int row) {
+__device__ __forceinline__ uint32_t dense_row_offset(int row) {
   const int lane = threadIdx.x % 32;
-  return row * kSixteenRowBytes + ((lane / 16 ^ lane % 8) << 4);
+  return row * kDenseRowBytes + ((lane / 16 ^ lane % 8) << 4);
 }
 
 }  // namespace

@@ -16,33 +16,33 @@
 
 #include "kernels/gemm/fused_layer/ring.cuh"
 
-namespace cpmcu::cuda::chain {
+namespace cpmcu::cuda::fused {
 
-constexpr int kOver = 1 << 20;  // added to num_loaded when no more prefetches are needed
+constexpr int kNoMoreLoads = 1 << 20;  // added to num_loaded when no more prefetches are needed
 
 // By one warp. `num_loaded`: weight blocks that the producer has requested so far.
-template <typename Product>
-__device__ __forceinline__ void fetch_ahead(const FusedLayerArgs& args, int* num_fed) {
+template <typename Mainloop>
+__device__ __forceinline__ void prefetch_weights(const FusedLayerArgs& args, int* num_loaded) {
   const int lane = threadIdx.x % 32;
-  // block index over both launches; blocks left of the next launch
-  int number = 0, left = Product::kAhead;
-  bool is_over = false;
+  // `number`: block index over both launches. `left`: blocks left of the next launch.
+  int number = 0, left = Mainloop::kPrefetchBlocks;
+  bool is_finished = false;
   long long before = clock64();
 #pragma unroll 1
   for (int i = 0; i < args.num_gemms + args.num_following; ++i) {
     const bool follows = i >= args.num_gemms;
-    const Blocks& of = follows ? args.following[i - args.num_gemms] : args.gemms[i];
+    const WeightBlocks& of = follows ? args.following[i - args.num_gemms] : args.gemms[i];
     each_block(of, [&](int tile, int k_block) {
-      if (is_over || (follows && --left < 0)) return;
-      if (number++ < Product::kAhead) return;  // the pipeline requests these itself
-      int fed;
+      if (is_finished || (follows && --left < 0)) return;
+      if (number++ < Mainloop::kPrefetchBlocks) return;  // the pipeline requests these itself
+      int loaded;
       const auto read = [&] {
-        fed = __shfl_sync(0xffffffffu, lane == 0 ? atomicAdd(num_fed, 0) : 0, 0);
+        loaded = __shfl_sync(0xffffffffu, lane == 0 ? atomicAdd(num_loaded, 0) : 0, 0);
       };
-      for (read(); number > fed + Product::kAhead; read()) __nanosleep(40);
-      is_over = fed >= kOver;
-      if (number <= fed) return;
-      while (clock64() - before < args.pace) __nanosleep(20);
+      for (read(); number > loaded + Mainloop::kPrefetchBlocks; read()) __nanosleep(40);
+      is_finished = loaded >= kNoMoreLoads;
+      if (number <= loaded) return;
+      while (clock64() - before < args.prefetch_cycles) __nanosleep(20);
       before = clock64();
       const char* from = of.blocks + (int64_t{tile} * of.k_blocks + k_block) * of.block_bytes;
 #pragma unroll 1
@@ -53,4 +53,4 @@ __device__ __forceinline__ void fetch_ahead(const FusedLayerArgs& args, int* num
   }
 }
 
-}  // namespace cpmcu::cuda::chain
+}  // namespace cpmcu::cuda::fused

@@ -1,54 +1,54 @@
 // Epilogue of the fused layer kernel: adds the slices of K and writes y, one epilogue tile a warp.
 #pragma once
 
-#include "kernels/gemm/fused_layer/finish.cuh"
+#include "kernels/gemm/fused_layer/outputs.cuh"
 
-namespace cpmcu::cuda::chain {
+namespace cpmcu::cuda::fused {
 
 // An epilogue tile has two m16 tiles (16 stored rows of W each) and 8 rows of x. A lane has rows
 // row, row + 1 and stored rows n, n + 8 of both m16 tiles. Inputs other than sums (old y, norm
 // weights, bias, angles) are loaded before x arrives.
 template <typename T, int kGroups>
-struct Items {
+struct EpilogueTiles {
   const FusedLayerArgs& args;
-  const Link& gemm;
+  const GemmArgs& gemm;
   T* y;
-  int n0;  // first stored row of the GEMM tile
-  int first_slab;  // first warp tile that this CTA owns
+  int n0;               // first stored row of the GEMM tile
+  int first_warp_tile;  // first warp tile that this CTA owns
   bool rotated;
   int g, q2;  // the lane's stored row within 8, and its row of x
   T old[2][2][2], weight[2][2];
-  Turn turns[2];
+  TokenRotation rotations[2];
 
   // The first m16 tile of an epilogue tile.
-  __device__ __forceinline__ int first_sixteen(int item) const {
-    const int slab = first_slab + item / kGroups;
-    return 2 * slab - (slab & (gemm.apart - 1));
+  __device__ __forceinline__ int first_m16_tile(int epilogue_tile) const {
+    const int warp_tile = first_warp_tile + epilogue_tile / kGroups;
+    return 2 * warp_tile - (warp_tile & (gemm.rope_pair_stride - 1));
   }
   struct Place {
-    int item, sixteen, row, n;
+    int epilogue_tile, m16_tile, row, n;
   };
-  __device__ __forceinline__ Place place_of(int item) const {
-    const int sixteen = first_sixteen(item);
-    return {item, sixteen, item % kGroups * 8 + q2, n0 + sixteen * 16 + g};
+  __device__ __forceinline__ Place place_of(int epilogue_tile) const {
+    const int m16_tile = first_m16_tile(epilogue_tile);
+    return {epilogue_tile, m16_tile, epilogue_tile % kGroups * 8 + q2, n0 + m16_tile * 16 + g};
   }
 
-  __device__ __forceinline__ void load_weights(int item) {
+  __device__ __forceinline__ void load_weights(int epilogue_tile) {
     const T* weights = static_cast<const T*>(rotated ? args.rotary.bias : gemm.norm_weight);
     if (weights == nullptr) return;
-    const int n = place_of(item).n;
+    const int n = place_of(epilogue_tile).n;
 #pragma unroll
     for (int t = 0; t < 2; ++t) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int at = n + t * gemm.apart * 16 + half * 8;
+        const int at = n + t * gemm.rope_pair_stride * 16 + half * 8;
         if (at < gemm.n) weight[t][half] = weights[at];
       }
     }
   }
-  __device__ __forceinline__ void load_old(int item) {
+  __device__ __forceinline__ void load_old(int epilogue_tile) {
     if (gemm.beta == 0) return;
-    const auto [_, sixteen, row, n] = place_of(item);
+    const auto [_, m16_tile, row, n] = place_of(epilogue_tile);
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       if (row + j >= args.m) continue;
@@ -62,13 +62,13 @@ struct Items {
       }
     }
   }
-  __device__ __forceinline__ void load_turns(int item) {
-    const auto [_, sixteen, row, n] = place_of(item);
-    const int dims = gemm.apart * 32;
+  __device__ __forceinline__ void load_rotations(int epilogue_tile) {
+    const auto [_, m16_tile, row, n] = place_of(epilogue_tile);
+    const int dims = gemm.rope_pair_stride * 32;
     const bool is_value = n / dims >= args.rotary.num_heads + args.rotary.num_kv_heads;
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
-      if (row + j < args.m) turns[j].load(args.rotary, row + j, n % dims, is_value);
+      if (row + j < args.m) rotations[j].load(args.rotary, row + j, n % dims, is_value);
     }
   }
 
@@ -76,59 +76,60 @@ struct Items {
   // has num_fragments. If arrivals are not counted, polls until all are ready and restores
   // kNotReady.
   template <bool kCounted>
-  __device__ __forceinline__ void add_slices(float (&sum)[2][4], const Place& at, char* pieces,
-                                             int num_pieces) const {
+  __device__ __forceinline__ void add_slices(float (&sum)[2][4], const Place& at, char* fragments,
+                                             int num_fragments) const {
     if (at.row >= args.m) return;
-    const auto piece_of = [&](int t) {
-      const int sixteen = at.sixteen + t * gemm.apart;
-      return pieces + ((sixteen / 2 * kGroups + at.item % kGroups) * 2 + sixteen % 2) * 512;
+    const auto fragments_of = [&](int t) {
+      const int m16_tile = at.m16_tile + t * gemm.rope_pair_stride;
+      return fragments +
+             ((m16_tile / 2 * kGroups + at.epilogue_tile % kGroups) * 2 + m16_tile % 2) * 512;
     };
-    char* const from[2] = {piece_of(0), piece_of(1)};
+    char* const from[2] = {fragments_of(0), fragments_of(1)};
     uint4 v[8][2];
     const auto each = [&](auto f) {
 #pragma unroll
       for (int s = 0; s < 8; ++s) {
 #pragma unroll
         for (int t = 0; t < 2; ++t) {
-          if (s < gemm.slices) f(v[s][t], t, from[t] + s * num_pieces * 16);
+          if (s < gemm.slices) f(v[s][t], t, from[t] + s * num_fragments * 16);
         }
       }
     };
     bool missing;
     do {
       missing = false;
-      each([&](uint4& piece, int, const char* from) { piece = ptx::load_relaxed16(from); });
+      each([&](uint4& fragment, int, const char* from) { fragment = ptx::load_relaxed16(from); });
       if constexpr (!kCounted) {
-        each([&](const uint4& piece, int, char*) {
-          missing |=
-              piece.x == kNotYet || piece.y == kNotYet || piece.z == kNotYet || piece.w == kNotYet;
+        each([&](const uint4& fragment, int, char*) {
+          missing |= fragment.x == kNotReady || fragment.y == kNotReady ||
+                     fragment.z == kNotReady || fragment.w == kNotReady;
         });
       }
     } while (missing);
-    each([&](const uint4& piece, int t, char* from) {
-      sum[t][0] += __uint_as_float(piece.x), sum[t][1] += __uint_as_float(piece.y);
-      sum[t][2] += __uint_as_float(piece.z), sum[t][3] += __uint_as_float(piece.w);
+    each([&](const uint4& fragment, int t, char* from) {
+      sum[t][0] += __uint_as_float(fragment.x), sum[t][1] += __uint_as_float(fragment.y);
+      sum[t][2] += __uint_as_float(fragment.z), sum[t][3] += __uint_as_float(fragment.w);
       if constexpr (!kCounted) {
-        *reinterpret_cast<uint4*>(from) = make_uint4(kNotYet, kNotYet, kNotYet, kNotYet);
+        *reinterpret_cast<uint4*>(from) = make_uint4(kNotReady, kNotReady, kNotReady, kNotReady);
       }
     });
   }
 
-  __device__ __forceinline__ void store_turned(const Place& at, const float (&sum)[2][4],
-                                               const float* row_scales) const {
-    const auto [_, sixteen, row, n] = at;
+  __device__ __forceinline__ void store_rotated(const Place& at, const float (&sum)[2][4],
+                                                const float* row_scales) const {
+    const auto [_, m16_tile, row, n] = at;
     if (n >= gemm.n) return;
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       if (row + j >= args.m) continue;
-      chain::store_turned(gemm, args.rotary, turns[j], weight, sum, j, row_scales[row + j], n,
-                          y + int64_t{row + j} * gemm.n);
+      fused::store_rotated(gemm, args.rotary, rotations[j], weight, sum, j, row_scales[row + j], n,
+                           y + int64_t{row + j} * gemm.n);
     }
   }
   // Stores y; if a norm follows, also y * norm_weight, and adds the squares of both rows.
   __device__ __forceinline__ void store(const Place& place, const float (&sum)[2][4],
                                         const float* row_scales, float (&squares)[2]) const {
-    const auto [_, sixteen, row, n] = place;
+    const auto [_, m16_tile, row, n] = place;
     const int left = gemm.n - n;
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
@@ -174,4 +175,4 @@ struct Items {
   }
 };
 
-}  // namespace cpmcu::cuda::chain
+}  // namespace cpmcu::cuda::fused

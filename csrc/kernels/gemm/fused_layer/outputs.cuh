@@ -7,11 +7,11 @@
 #include "kernels/layer/rotary.cuh"
 #include "kernels/layer/silu.cuh"
 
-namespace cpmcu::cuda::chain {
+namespace cpmcu::cuda::fused {
 
 // Applies alpha, beta and the norm of x. Returns the value to store.
 template <typename T>
-__device__ __forceinline__ T finished(const Link& gemm, float scale, float sum, T old) {
+__device__ __forceinline__ T finished(const GemmArgs& gemm, float scale, float sum, T old) {
   const float value = __fmul_rn(scale, sum);
   return from_float<T>(gemm.beta == 0 ? value : __fmaf_rn(gemm.beta, to_float(old), value));
 }
@@ -26,7 +26,7 @@ __device__ __forceinline__ float silu_product(float gate, float up) { return sil
 
 // Angles and KV entry of one token, for elements `dim`, dim + 8 and their partners half a head
 // further.
-struct Turn {
+struct TokenRotation {
   Rotation rotations[2];
   int entry;  // [pages, 64]
 
@@ -51,7 +51,7 @@ struct Turn {
 // Stores SiLU(gate) * up from sums over all of K. A lane has rows q2, q2 + 1 of each 8 rows of x, m
 // in all, and stored rows n, n + 8, n + 16, n + 24 of W; n mod 32 is g.
 template <typename T, int kGroups>
-__device__ __forceinline__ void store_gated(const Link& gemm, T* y,
+__device__ __forceinline__ void store_gated(const GemmArgs& gemm, T* y,
                                             const float (&sums)[2][kGroups][4],
                                             const float* row_scales, int m, int n, int g, int q2) {
   const int columns = gemm.n / 2;
@@ -76,19 +76,19 @@ __device__ __forceinline__ void store_gated(const Link& gemm, T* y,
 // Rotates elements n, n + 8 of one token with their partners half a head further, and stores them
 // to y or to the KV cache. `weight`: biases. Sums are [t][j] and [t][j + 2].
 template <typename T>
-__device__ __forceinline__ void store_turned(const Link& gemm, const Rotary& rotary,
-                                             const Turn& turn, const T (&weight)[2][2],
-                                             const float (&sum)[2][4], int j, float scale, int n,
-                                             T* y) {
-  const int dims = gemm.apart * 32, head = n / dims, dim = n % dims;
+__device__ __forceinline__ void store_rotated(const GemmArgs& gemm, const Rotary& rotary,
+                                              const TokenRotation& token, const T (&weight)[2][2],
+                                              const float (&sum)[2][4], int j, float scale, int n,
+                                              T* y) {
+  const int dims = gemm.rope_pair_stride * 32, head = n / dims, dim = n % dims;
   const int kv_head = head - rotary.num_heads;
   const bool is_value = kv_head >= rotary.num_kv_heads;
   T* to = y + n;
   if (kv_head >= 0) {
-    const int64_t page = turn.entry / kPageSize;
+    const int64_t page = token.entry / kPageSize;
     const int64_t at = page * rotary.num_kv_heads + kv_head % rotary.num_kv_heads;
     to = static_cast<T*>(is_value ? rotary.v_cache : rotary.k_cache) +
-         (at * kPageSize + turn.entry % kPageSize) * dims + dim;
+         (at * kPageSize + token.entry % kPageSize) * dims + dim;
   }
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -98,10 +98,10 @@ __device__ __forceinline__ void store_turned(const Link& gemm, const Rotary& rot
       x[t] = to_float(finished(gemm, scale, sum[t][half * 2 + j], T()));
       if (rotary.bias != nullptr) x[t] += to_float(weight[t][half]);
     }
-    if (!is_value) rotate(x[0], x[1], turn.rotations[half]);
+    if (!is_value) rotate(x[0], x[1], token.rotations[half]);
     to[half * 8] = from_float<T>(x[0]);
     to[dims / 2 + half * 8] = from_float<T>(x[1]);
   }
 }
 
-}  // namespace cpmcu::cuda::chain
+}  // namespace cpmcu::cuda::fused
