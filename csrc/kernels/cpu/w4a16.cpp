@@ -288,9 +288,9 @@ void w4_quantize(const Context&, const W4QuantizeParams& p) {
           for (int i = 0; i < kW4BlockK; ++i) {
             const float level = scale == 0 ? 0 : std::nearbyint(values[i] / scale);
             const int q = std::clamp(static_cast<int>(level), -most, most);
-            const int level = w.nibble_planes == 1 ? q + 8 : q + 136;  // q = 16 (h - 8) + l - 8
-            high_q[row][i] = static_cast<uint8_t>(level / 16);
-            low_q[row][i] = static_cast<uint8_t>(level % 16);
+            const int biased = w.nibble_planes == 1 ? q + 8 : q + 136;  // q = 16 (h - 8) + l - 8
+            high_q[row][i] = static_cast<uint8_t>(biased / 16);
+            low_q[row][i] = static_cast<uint8_t>(biased % 16);
           }
         }
         if (w.nibble_planes == 2) write_q(high, high_q, 0, kW4BlockRows);
