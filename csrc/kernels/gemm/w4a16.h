@@ -86,7 +86,7 @@ enum class W4Format : int {
                 // weight_scale [N, G]; zero points [N/8, G]: nibble i is n = 8 row + i, holding z +
                 // 8
   kMarlin,      // tiles of 16 k x 64 n [K/16, 2N], scales [G, N] permuted, channel-wise scales
-                // otherwise (G = 1 and K > 128): docs/kernels/w4a16.md
+                // otherwise (G = 1 and K > 128): docs/kernels/w4a16_files.md
 };
 
 // Packs a part of W, rows [first_row, first_row + n) and k [first_k, first_k + k), from a
