@@ -101,6 +101,7 @@ __global__ void __launch_bounds__(kLargeThreads, 1)
 #pragma unroll 1
     for (int tile = args.tiles.first(); tile < args.tiles.count(); tile += args.tiles.step()) {
       float sums[kGroups][4];
+      // Main loop. A stage is released once the next stage's wgmma group is issued.
       int before = 0;  // the stage of the wgmma group still in flight
 #pragma unroll 1
       for (int k_block = 0; k_block < args.k_blocks; ++k_block) {
@@ -124,6 +125,7 @@ __global__ void __launch_bounds__(kLargeThreads, 1)
       ring.release(before, peer_empty);
       const auto at = args.tiles.place(tile);
       const int column = (2 * at.w + rank) * kWRows + warpgroup * 64;
+      // Epilogue, kAtOnce groups at a time.
       constexpr int kAtOnce = kOutGroups<kGroups>;
 #pragma unroll
       for (int group = 0; group < kGroups; group += kAtOnce) {

@@ -48,8 +48,8 @@ struct LargeRing {
   }
 };
 
-// Runs a CTA of a cluster of two. One thread of the third warpgroup calls `feed`, which waits for
-// earlier kernels itself. The other two warpgroups wait for them and call `multiply`.
+// Runs a CTA of a cluster of two. One thread of the third warpgroup calls `produce`, which waits
+// for earlier kernels itself. The other two warpgroups wait for them and call `multiply`.
 constexpr int kLargeThreads = kThreads + 128;
 template <typename Ring, typename F, typename G>
 __device__ __forceinline__ void run_large(const Ring& ring, F produce, G multiply) {

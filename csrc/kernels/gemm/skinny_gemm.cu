@@ -98,6 +98,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) skinny_gemm_kernel(const
   load_step(warp * kChunk);  // W does not depend on earlier kernels
   ptx::pdl_wait();
 
+  // Main loop over this warp's chunks.
   float sums[kTiles][kGroups][4] = {};
   for (int k0 = warp * kChunk; k0 < args.k; k0 += kUnroll * kWarps * kChunk) {
 #pragma unroll
@@ -130,6 +131,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) skinny_gemm_kernel(const
     }
   }
 
+  // Epilogue: add the warps' sums in order.
   Out* y = static_cast<Out*>(args.y);
 #pragma unroll
   for (int tile = 0; tile < kTiles; ++tile) {

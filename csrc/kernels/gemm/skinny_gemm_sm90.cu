@@ -90,6 +90,7 @@ __global__ void __launch_bounds__(kThreads + 64, 1)
     ptx::mbarrier_init_fence();
   }
   __syncthreads();
+  // Weight producer.
   if (threadIdx.x == kWeightProducerThread) {
     const uint64_t policy = ptx::evict_first_policy();
     each_tile(args, [&](int row, int rows) {
@@ -103,6 +104,7 @@ __global__ void __launch_bounds__(kThreads + 64, 1)
     });
   }
   ptx::pdl_wait();
+  // Row producer.
   if (threadIdx.x == kRowProducerThread) {
     each_tile(args, [&](int, int) {
 #pragma unroll 1
@@ -115,6 +117,7 @@ __global__ void __launch_bounds__(kThreads + 64, 1)
   }
   if (warp >= kWarps) return;
 
+  // Consumers: main loop over K, then the epilogue, for each tile.
   const LaneRows<kGroups> lane_rows;
   const uint32_t lane_weights = dense_row_offset(warp * 16 + lane % 16);
   Out* const y = static_cast<Out*>(args.y);

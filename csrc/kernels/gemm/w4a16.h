@@ -83,8 +83,7 @@ enum class W4Format : int {
   kAwq,         // qweight [K, N/8]: nibble i is n = 8 column + {0, 2, 4, 6, 1, 3, 5, 7}[i]; qzeros
                 // [G, N/8] likewise; scales [G, N]
   kCompressed,  // weight_packed [N, K/8]: nibble i is k = 8 column + i, holding w + 8;
-                // weight_scale [N, G]; zero points [N/8, G]: nibble i is n = 8 row + i, holding z +
-                // 8
+                // weight_scale [N, G]; zero points [N/8, G]: nibble i is n = 8 row + i, holds z + 8
   kMarlin,      // tiles of 16 k x 64 n [K/16, 2N], scales [G, N] permuted, channel-wise scales
                 // otherwise (G = 1 and K > 128): docs/kernels/w4a16_files.md
 };

@@ -8,9 +8,8 @@
 //   producer warp     weight blocks (16.9 KB, one bulk copy each) -> stages, before x is there;
 //                     rows of x by TMA, or cp.async before Hopper, once earlier kernels are done
 //   8 consumer warps  32 rows of W each: unpack to exact integers, mma over 128 k, scale in float32
-//   slices of K       cluster: a CTA sends the sums of an m16 tile to its owner (st.async), which
-//   adds
-//                     them in order; without clusters: through global memory and a second kernel
+//   slices of K       cluster: a CTA sends the sums of an m16 tile to its owner (st.async), and the
+//                     owner adds them in order; without clusters: global memory, a second kernel
 // Launches of up to 16 rows overlap (kOverlaps). Slices depend on N and K only, and rows of x are
 // columns of the products, so a row of y has the same bits whatever the batch.
 //
@@ -38,7 +37,7 @@ constexpr int kAllThreads = kThreads + (kMovesRegisters<Mma, kGroups> ? 128 : 32
 
 // Launches of up to 16 rows that cut K into slices overlap: while one launch multiplies its last
 // blocks and adds its slices, the next one fills its stages. So an SM has room for two CTAs, but
-// never for two of one launch, because all other CTAs would wait for those two. To ensure it,
+// never for two of one launch, because all other CTAs would wait for those two. Therefore,
 // successive launches alternate between more than half of an SM's shared memory and more than half
 // of its registers. The latter is reached with idle warps (up to kMaxThreads, enough from 49
 // registers a thread on). Sums of more rows leave no registers for a second CTA.
@@ -67,6 +66,7 @@ __global__ void __launch_bounds__(kMaxThreads<Mma, kGroups>, 1)
   const int first_block = slice * args.slice_blocks + min(slice, args.longer_slices);
   const int blocks_of_tile = args.slice_blocks + (slice < args.longer_slices);
 
+  // Barriers.
   const auto init = [&](int i) {
     // One arrival announces the bytes of bulk copies; without TMA, 32 lanes that copy rows arrive
     // too.
@@ -94,6 +94,7 @@ __global__ void __launch_bounds__(kMaxThreads<Mma, kGroups>, 1)
   if (args.slices > 1) ptx::cluster_arrive();
 #endif
 
+  // Producer.
   if (warp >= kWarps) {
     if constexpr (kMovesRegisters<Mma, kGroups>) ptx::give_registers<kProducerRegisters>();
     if (warp == kWarps) {
@@ -106,6 +107,7 @@ __global__ void __launch_bounds__(kMaxThreads<Mma, kGroups>, 1)
 #endif
     return;
   }
+  // Consumers.
   if constexpr (kMovesRegisters<Mma, kGroups>) ptx::take_registers<kConsumerRegisters>();
   ptx::pdl_wait();
 
@@ -114,6 +116,7 @@ __global__ void __launch_bounds__(kMaxThreads<Mma, kGroups>, 1)
   auto stage = ring.stage(0);
   for (int tile = first_tile; tile < args.tiles; tile += tile_step) {
     float sums[2][kGroups][4] = {};
+    // Main loop over the k blocks of the slice.
     ptx::mbarrier_wait(stage.full, stage.parity);
     for (int left = blocks_of_tile;;) {
       const auto current = stage;
@@ -129,6 +132,7 @@ __global__ void __launch_bounds__(kMaxThreads<Mma, kGroups>, 1)
       ptx::mbarrier_wait(stage.full, stage.parity, is_full);
     }
 
+    // Epilogue: y, or partial sums of the slice.
     const int n0 = tile * kW4BlockRows;
     if (args.slices == 1) {
       store_sums<T>(args, sums, n0);

@@ -146,6 +146,7 @@ __global__ void __launch_bounds__(kLargeThreads, 1)
       int slice = 0, left_of_slice = args.slice_blocks + (args.longer_slices > 0);
 #pragma unroll 1
       for (int left = args.k_blocks; left > 0; --left) {
+        // Scales and offsets of this lane's two rows.
         ptx::mbarrier_wait(ring.full(stage), parity);
         float scale[2];
         int zero[2] = {8, 8};
@@ -157,6 +158,7 @@ __global__ void __launch_bounds__(kLargeThreads, 1)
           }
         }
         const uint32_t low = low_offset<T>(zero[0]), high = high_offset<T>(zero[1], zero[0]);
+        // Unpack and multiply 128 k.
         uint32_t words[4][2];
 #pragma unroll
         for (int pair = 0; pair < 4; ++pair) {

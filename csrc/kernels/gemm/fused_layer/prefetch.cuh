@@ -6,12 +6,11 @@
 //
 // The surprising decision: the prefetch rate is slightly above the bandwidth of memory.
 //
-//  rate | us a layer, one row |
-// ---|---:|
-//  20 % lower: the pipeline catches up, and blocks are read twice at once | 51.9 |
-//  as built | 49.5 |
-//  12 % higher: partial sums, counters and x queue behind prefetches | 53.0 |
-//  no prefetch | 51.3 |
+//   prefetch rate        us a layer, one row
+//   none                 51.3
+//   20 % lower           51.9   the pipeline catches up, and blocks are read twice at once
+//   as built             49.5
+//   12 % higher          53.0   partial sums, counters and x queue behind prefetches
 #pragma once
 
 #include "kernels/gemm/fused_layer/ring.cuh"
