@@ -23,19 +23,19 @@ void W4Matrix::plan(MemoryPlan& plan, const std::string& name, DType dtype,
   dtype_ = dtype;
   blocks_id_ = plan.add(name, "weights", std::max(weight_.num_bytes(), min_bytes));
   if (limits.is_cuda()) {
-    scratch_rows_ = has_prompt_gemm(limits.compute_capability) ? 0 : slice_rows();
+    kept_rows_ = has_prompt_gemm(limits.compute_capability) ? 0 : slice_rows();
     scratch_floats_ = w4_scratch_floats(weight_, limits.max_rows);
     fused_bytes_ = fused_layer_bytes(limits.max_decode_tokens);
   }
-  slice_id_ = plan.add_scratch("w4.dequantized", scratch_rows_ * weight_.k * size_of(dtype), kEmbed,
-                               kSample);
+  slice_id_ =
+      plan.add_scratch("w4.dequantized", kept_rows_ * weight_.k * size_of(dtype), kEmbed, kSample);
   scratch_id_ = plan.add_scratch("w4.partials", 4 * scratch_floats_, kEmbed, kSample);
   fused_id_ = plan.add_scratch("fused_layer", fused_bytes_, 0, kLoad);
 }
 
 void W4Matrix::bind(const Arena& arena) {
   weight_.blocks = arena.array<char>(blocks_id_);
-  slice_ = arena.tensor(slice_id_, dtype_, {scratch_rows_, weight_.k});
+  slice_ = arena.tensor(slice_id_, dtype_, {kept_rows_, weight_.k});
   if (scratch_floats_ > 0) scratch_ = arena.tensor(scratch_id_, DType::kF32, {scratch_floats_});
   fused_memory_ = arena.tensor(fused_id_, DType::kU8, {fused_bytes_});
 }

@@ -38,7 +38,7 @@ class W4Matrix {
 
   W4Weight weight_;
   DType dtype_ = DType::kBF16;
-  int64_t scratch_rows_ = 0, scratch_floats_ = 0, fused_bytes_ = 0;
+  int64_t kept_rows_ = 0, scratch_floats_ = 0, fused_bytes_ = 0;
   MemoryPlan::Id blocks_id_ = 0, slice_id_ = 0, scratch_id_ = 0, fused_id_ = 0;
   Tensor slice_;         // [slice_rows, K]; empty unless prefill dequantises
   Tensor scratch_;       // of w4_gemm
