@@ -8,7 +8,7 @@
 namespace cpmcu {
 namespace {
 
-constexpr int64_t kSliceBytes = 64 << 20;  // of dequantised rows
+constexpr int64_t kSliceBytes = 64 << 20;  // bytes of dequantised rows
 
 }  // namespace
 

@@ -136,7 +136,7 @@ uint8_t stored_zero(const W4PackParams& p, int64_t n, int64_t group) {
 template <typename T, typename Y>
 void multiply(const W4GemmParams& p) {
   const W4Weight& w = p.w;
-  const int64_t m = p.x.size(0), k_blocks = w.k_blocks() / w.digits;
+  const int64_t m = p.x.size(0), k_blocks = w.k_blocks() / w.nibble_planes;
   thread_local std::vector<float> buffer, fragment_buffer, sum_buffer;
   const float* x = as_floats(p.x.as<T>(), m * w.k, buffer);
   // [M][block][fragments], and the sum of x over each block, for zero points.
@@ -260,15 +260,15 @@ void w4_pack(const Context&, const W4PackParams& p) {
 void w4_quantize(const Context&, const W4QuantizeParams& p) {
   check_w4_quantize(p);
   const W4Weight& w = p.w;
-  const int64_t k_blocks = w.k_blocks() / w.digits;
-  const int most = w.digits == 1 ? 7 : 119;
+  const int64_t k_blocks = w.k_blocks() / w.nibble_planes;
+  const int most = w.nibble_planes == 1 ? 7 : 119;
   dispatch_host_dtype(p.x.dtype(), [&](auto t) {
     const auto* x = p.x.as<decltype(t)>();
 #pragma omp parallel for collapse(2)
     for (int64_t row_block = 0; row_block < w.row_blocks(); ++row_block) {
       for (int64_t k_block = 0; k_block < k_blocks; ++k_block) {
         uint8_t* high = block_of(w, row_block, k_block);  // of one digit: the only one
-        uint8_t* low = block_of(w, row_block, k_block + (w.digits - 1) * k_blocks);
+        uint8_t* low = block_of(w, row_block, k_block + (w.nibble_planes - 1) * k_blocks);
         thread_local BlockQ high_q, low_q;
         const int64_t first_k = k_block * kW4BlockK;
         const int64_t count = std::min<int64_t>(kW4BlockK, w.k - first_k);
@@ -283,18 +283,18 @@ void w4_quantize(const Context&, const W4QuantizeParams& p) {
           const uint16_t bits = bits_of(w.scale_dtype, largest / static_cast<float>(most));
           const float scale = float_of(w.scale_dtype, bits);
           reinterpret_cast<uint16_t*>(low + kScalesAt)[row] = bits;
-          if (w.digits == 2) {
+          if (w.nibble_planes == 2) {
             reinterpret_cast<uint16_t*>(high + kScalesAt)[row] = bits_of(w.scale_dtype, 16 * scale);
           }
           for (int i = 0; i < kW4BlockK; ++i) {
             const float level = scale == 0 ? 0 : std::nearbyint(values[i] / scale);
             const int q = std::clamp(static_cast<int>(level), -most, most);
-            const int digits = w.digits == 1 ? q + 8 : q + 136;  // q = 16 (h - 8) + l - 8
-            high_q[row][i] = static_cast<uint8_t>(digits / 16);
-            low_q[row][i] = static_cast<uint8_t>(digits % 16);
+            const int biased = w.nibble_planes == 1 ? q + 8 : q + 136;  // q = 16 (h - 8) + l - 8
+            high_q[row][i] = static_cast<uint8_t>(biased / 16);
+            low_q[row][i] = static_cast<uint8_t>(biased % 16);
           }
         }
-        if (w.digits == 2) write_q(high, high_q, 0, kW4BlockRows);
+        if (w.nibble_planes == 2) write_q(high, high_q, 0, kW4BlockRows);
         write_q(low, low_q, 0, kW4BlockRows);
       }
     }
@@ -304,7 +304,7 @@ void w4_quantize(const Context&, const W4QuantizeParams& p) {
 void w4_dequantize(const Context&, const W4DequantizeParams& p) {
   check_w4_dequantize(p);
   const W4Weight& w = p.w;
-  const int64_t k_blocks = w.k_blocks() / w.digits;
+  const int64_t k_blocks = w.k_blocks() / w.nibble_planes;
   dispatch_host_dtype(p.out.dtype(), [&](auto t) {
     using T = decltype(t);
     T* out = p.out.as<T>();
@@ -317,7 +317,7 @@ void w4_dequantize(const Context&, const W4DequantizeParams& p) {
         const uint8_t* high = block_of(w, n / kW4BlockRows, k / kW4BlockK);
         int q = nibble_of(high, row, in_block) - zero_of(w, high, row);
         float scale = scale_of(w, high, row);
-        if (w.digits == 2) {
+        if (w.nibble_planes == 2) {
           const uint8_t* low = block_of(w, n / kW4BlockRows, k / kW4BlockK + k_blocks);
           q = 16 * q + nibble_of(low, row, in_block) - 8;
           scale = scale_of(w, low, row);
