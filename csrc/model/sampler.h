@@ -45,8 +45,8 @@ class Sampler {
   void bind(const Context& ctx, const Arena& arena);
 
   // Starts a sequence in `slot`. `ids` are its tokens so far, for penalties; the first `num_prompt`
-  // are the prompt, and the keys and values of the first `num_cached` exist. Throws if a parameter is out of range. Waits for the device only if the
-  // sequence uses penalties or a bias.
+  // are the prompt, and the keys and values of the first `num_cached` exist. Throws if a parameter
+  // is out of range. Waits for the device only if the sequence uses penalties or a bias.
   void reset(const Context& ctx, const SlotState& state, int slot, const SamplingConfig& config,
              const std::vector<int>& ids, int num_prompt, int num_cached = 0);
 

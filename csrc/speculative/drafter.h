@@ -95,12 +95,12 @@ struct DraftBatch {
 
 // A prompt chunk of each of B sequences.
 struct DraftPrompt {
-  StepTokens tokens;         // as the target ran them; slot_lengths: before the chunk
-  const int* ids = nullptr;  // [T]
-  bool continues = false;    // some sequence has tokens of its own before its chunk
+  StepTokens tokens;                // as the target ran them; slot_lengths: before the chunk
+  const int* ids = nullptr;         // [T]
+  bool continues = false;           // some sequence has tokens of its own before its chunk
   const int* num_shared = nullptr;  // [slots] as in SlotState
-  HiddenStates hidden{};     // [T, …]
-  HiddenStates accepted{};   // row slot (D + 1) is of the token before the chunk
+  HiddenStates hidden{};            // [T, …]
+  HiddenStates accepted{};          // row slot (D + 1) is of the token before the chunk
 };
 
 class Drafter {

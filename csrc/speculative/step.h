@@ -90,8 +90,8 @@ class SpeculativeStep {
 
   // ---- sequences and prompts
   const SlotState& slots() const { return slots_; }
-  // Starts a sequence in `slot`. `stop` says when it ends. `cached` are its first tokens, whose keys
-  // and values exist.
+  // Starts a sequence in `slot`. `stop` says when it ends. `cached` are its first tokens, whose
+  // keys and values exist.
   void reset(const Context& ctx, int slot, const SlotStop& stop,
              const std::vector<int>& cached = {});
   // Runs the drafter over a prompt chunk, after the target's pass over it. `continues`: some

@@ -211,7 +211,7 @@ struct ShiftPromptParams {
   const int* token_seqs = nullptr;       // [T]
   const int* seq_slots = nullptr;        // [B]
   const int* seq_token_begin = nullptr;  // [B + 1]
-  const int* lengths = nullptr;  // [slots] tokens that the target model cached before the chunk
+  const int* lengths = nullptr;     // [slots] tokens that the target model cached before the chunk
   const int* num_shared = nullptr;  // [slots] as in SlotState; null: none
   struct Launch {
     int* ids = nullptr;              // [T]
