@@ -87,7 +87,7 @@ void SpeculativeStep::commit(const Context& ctx, const Batch& batch) {
 // ---- prompts and sequences
 
 void SpeculativeStep::draft_prompt(const Context& ctx, const Step& step, bool continues,
-                                   const int* last_rows, const int* slot_rows) {
+                                   bool skip, const int* last_rows, const int* slot_rows) {
   if (!drafter_) return;
   DraftPrompt prompt{
       .tokens = step.tokens, .ids = step.ids, .continues = continues, .accepted = accepted_};
@@ -97,7 +97,7 @@ void SpeculativeStep::draft_prompt(const Context& ctx, const Step& step, bool co
     target_.model.final_norm(ctx, prompt.hidden.final, target_.model.hidden(num_rows));
   }
   if (!needs_.layers.empty()) prompt.hidden.layers = target_.model.tapped(num_rows);
-  drafter_->prefill(ctx, prompt);
+  if (!skip) drafter_->prefill(ctx, prompt);
   const auto keep = [&](const Tensor& kept, const Tensor& hidden) {
     if (hidden.empty()) return;
     gather_rows(ctx, {.out = kept,

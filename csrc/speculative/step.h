@@ -89,11 +89,11 @@ class SpeculativeStep {
   const SlotState& slots() const { return slots_; }
   // A sequence begins in `slot` and ends by `stop`.
   void reset(const Context& ctx, int slot, const SlotStop& stop);
-  // After the target's pass over a prompt chunk: the drafter sees the chunk. `continues`: some
-  // sequence has tokens before its chunk. `last_rows` [B], on the device: the last row of each
-  // sequence; `slot_rows` [B]: slot (D + 1).
-  void draft_prompt(const Context& ctx, const Step& step, bool continues, const int* last_rows,
-                    const int* slot_rows);
+  // After the target's pass over a prompt chunk: the drafter sees the chunk, or with `skip` only
+  // its last token. `continues`: some sequence has tokens before its chunk. `last_rows` [B], on the
+  // device: the last row of each sequence; `slot_rows` [B]: slot (D + 1).
+  void draft_prompt(const Context& ctx, const Step& step, bool continues, bool skip,
+                    const int* last_rows, const int* slot_rows);
 
  private:
   void layout(Carver& carver);
