@@ -107,6 +107,7 @@ class LLM:
         )
         # Also runs at interpreter exit, and when the last reference to the LLM goes.
         self._finalizer = weakref.finalize(self, self._runner.close)
+        self._runner.warm_up(C.SamplingConfig(temperature=0.0))
 
     def _read_tokenizer(self, directory: Path) -> None:
         self.directory = directory

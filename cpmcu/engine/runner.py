@@ -25,6 +25,7 @@ from cpmcu.engine.request import Request
 from cpmcu.engine.scheduler import Scheduler, Sequence, Step
 from cpmcu.engine.shapes import Shape
 from cpmcu.engine.step_tokens import StepTokens
+from cpmcu.engine.warm_up import warm_up
 from cpmcu.errors import OutputError
 from cpmcu.outputs import TokenLogprobs
 
@@ -118,6 +119,24 @@ class Runner:
             self._calls.append((function, future))
             self._wake.notify()
         return future.result()
+
+    def warm_up(self, sampling: C.SamplingConfig) -> None:
+        """Runs the slow first steps before the first request; see warm_up.py.
+
+        Requests, outputs and metrics do not show it. An engine that fails at it is left to fail
+        again where a request hears of it.
+        """
+
+        def run(engine: C.Engine) -> None:
+            shapes = [] if self._chooser is None else self._chooser.shapes
+            for shape, seconds in warm_up(engine, self._page_size, shapes, sampling):
+                assert self._chooser is not None
+                self._chooser.expect(shape, 1, seconds)
+
+        try:
+            self.call(run)
+        except RuntimeError as error:
+            logger.warning("the engine could not be warmed up: %s", error)
 
     def check_waiter(self) -> None:
         """Raises RuntimeError if waiting for the engine would never end.
@@ -235,11 +254,13 @@ class Runner:
             self._score(step, step.targets)
         elif step.chunks is not None:
             drawing = [s for s, (_, _, last) in zip(step.sequences, step.chunks) if last]
+            skip = self._chooser is not None and not self._chooser.may_pay(len(slots))
             if any(sequence.request.is_masked for sequence in drawing):
                 trees = [([0], [-1])] * len(drawing)
-                self._live.prefill(step.chunks, *self._masks(drawing, trees))
+                masks = self._masks(drawing, trees)
+                self._live.prefill(step.chunks, *masks, skip_draft=skip)
             else:
-                self._live.prefill(step.chunks)
+                self._live.prefill(step.chunks, skip_draft=skip)
             self._checkpoint(step)
         else:
             if self._chooser is not None:

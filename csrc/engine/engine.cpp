@@ -77,7 +77,7 @@ std::vector<Engine::SlotOutput> Engine::collect() {
 // ---- prompts
 
 void Engine::prefill(const std::vector<PrefillItem>& items, const TokenMasks& masks,
-                     const WriteLogits& write) {
+                     const WriteLogits& write, bool skip_draft) {
   int num_rows = 0;
   std::vector<int> slots, sampled_slots;
   CHECK(!items.empty() && static_cast<int>(items.size()) <= config_.max_num_seqs,
@@ -105,7 +105,7 @@ void Engine::prefill(const std::vector<PrefillItem>& items, const TokenMasks& ma
   PrefillInputs::layout(host, limits_.max_tokens, config_.max_num_seqs)
       .fill(items, lengths, step_.max_path());
   prefill_block_.upload(ctx_, num_steps_);
-  run_prefill(items, num_sampled, masked, write);
+  run_prefill(items, num_sampled, masked, write, skip_draft);
   for (const PrefillItem& item : items) {
     Slot& slot = slots_[static_cast<size_t>(item.slot)];
     slot.length += static_cast<int>(item.ids.size());
@@ -115,7 +115,7 @@ void Engine::prefill(const std::vector<PrefillItem>& items, const TokenMasks& ma
 }
 
 void Engine::run_prefill(const std::vector<PrefillItem>& items, int num_sampled, bool masked,
-                         const WriteLogits& write) {
+                         const WriteLogits& write, bool skip_draft) {
   const PrefillInputs& inputs = prefill_inputs_;
   const Step step = prefill_step(items);
   const Tensor hidden = model_.forward(ctx_, step);
@@ -130,7 +130,7 @@ void Engine::run_prefill(const std::vector<PrefillItem>& items, int num_sampled,
     const Slot& slot = slots_[static_cast<size_t>(item.slot)];
     return slot.length > slot.num_shared;
   });
-  step_.draft_prompt(ctx_, step, continues, inputs.last_rows, inputs.slot_rows);
+  step_.draft_prompt(ctx_, step, continues, skip_draft, inputs.last_rows, inputs.slot_rows);
   finish_step(ctx_, {.seq_slots = inputs.seq_slots,
                      .seq_token_begin = inputs.seq_token_begin,
                      .num_seqs = step.tokens.num_seqs,

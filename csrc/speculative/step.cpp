@@ -77,7 +77,7 @@ void SpeculativeStep::commit(const Context& ctx, const Batch& batch) {
 
 // ---- prompts and sequences
 
-void SpeculativeStep::draft_prompt(const Context& ctx, const Step& step, bool continues,
+void SpeculativeStep::draft_prompt(const Context& ctx, const Step& step, bool continues, bool skip,
                                    const int* last_rows, const int* slot_rows) {
   if (!drafter_) return;
   DraftPrompt prompt{.tokens = step.tokens,
@@ -91,7 +91,7 @@ void SpeculativeStep::draft_prompt(const Context& ctx, const Step& step, bool co
     target_.model.final_norm(ctx, prompt.hidden.final, target_.model.hidden(num_tokens));
   }
   if (!needs_.layers.empty()) prompt.hidden.layers = target_.model.aux_hidden(num_tokens);
-  drafter_->prefill(ctx, prompt);
+  if (!skip) drafter_->prefill(ctx, prompt);
   const auto keep_last = [&](const Tensor& accepted, const Tensor& hidden) {
     if (hidden.empty()) return;
     gather_rows(ctx, {.out = accepted,

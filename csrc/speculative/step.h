@@ -97,8 +97,9 @@ class SpeculativeStep {
   // Runs the drafter over a prompt chunk, after the target's pass over it. `continues`: some
   // sequence has tokens before its chunk. In device memory: `last_rows` [B], the last row of each
   // sequence; `slot_rows` [B], the row slot (D + 1) of the accepted hidden states.
-  void draft_prompt(const Context& ctx, const Step& step, bool continues, const int* last_rows,
-                    const int* slot_rows);
+  // `skip`: the drafter sees the chunk's last token only.
+  void draft_prompt(const Context& ctx, const Step& step, bool continues, bool skip,
+                    const int* last_rows, const int* slot_rows);
 
  private:
   void layout(Carver& carver);

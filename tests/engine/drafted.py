@@ -141,8 +141,9 @@ class Drive:
         engine: Any,
         ahead: int = 1,
         shapes: Callable[[], tuple[int, int] | None] = lambda: None,
+        skips: Callable[[], bool] = lambda: False,  # does the draft skip a prompt's chunk?
     ) -> None:
-        self.engine, self.ahead, self.shapes = engine, ahead, shapes
+        self.engine, self.ahead, self.shapes, self.skips = engine, ahead, shapes, skips
         self.emitted: list[int] = []  # tokens of each decode step of the last sequence
 
     def start(self, ids: list[int], chunk: int = 0, **fields: Any) -> tuple[int, int]:
@@ -154,7 +155,8 @@ class Drive:
         chunk = chunk or engine.chunk_length
         outputs = []
         for begin in range(0, len(ids), chunk):
-            engine.prefill([(slot, ids[begin : begin + chunk], begin + chunk >= len(ids))])
+            part = (slot, ids[begin : begin + chunk], begin + chunk >= len(ids))
+            engine.prefill([part], skip_draft=self.skips())
             outputs = engine.collect()
         return slot, outputs[0].tokens[0]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -55,6 +56,18 @@ def test_any_shapes_in_any_order(models: Models, kind: str) -> None:
         got = drive.one(
             ids, COUNT, **SAMPLINGS[name]
         )  # the slot's draft cache has gaps from earlier steps
+        assert got == models.plain(family, ids, COUNT, **SAMPLINGS[name])
+
+
+@pytest.mark.parametrize("skips", [[True], [True, False], [False, True]], ids=repr)
+@pytest.mark.parametrize("kind", SOME_DRAFTS)
+def test_draft_that_skips_prompts(models: Models, kind: str, skips: list[bool]) -> None:
+    """All of a prompt, or every other chunk."""
+    family = family_of(kind)
+    skipped = itertools.cycle(skips)
+    drive = Drive(models.drafted(kind, family, TREES["wide"]), 2, skips=lambda: next(skipped))
+    for ids, name in zip(SEVERAL, ("greedy", "all", "seeded")):
+        got = drive.one(ids, COUNT, chunk=16, **SAMPLINGS[name])
         assert got == models.plain(family, ids, COUNT, **SAMPLINGS[name])
 
 

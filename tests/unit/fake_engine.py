@@ -67,6 +67,7 @@ class FakeEngine:
         self.steps: deque[list[tuple[int, _Slot, list[int], bool]]] = deque()
         self.log: list[tuple[str, object]] = []
         self.shapes: list[tuple[int, int] | None] = []  # of decode steps
+        self.skipped_drafts: list[bool] = []  # of prefill steps
         self.fail_on: dict[str, Exception] = {}  # method -> exception, raised once
         self.most_in_flight = 0
         self.open_masked: list[int] = []  # slots of the open masked step
@@ -118,7 +119,9 @@ class FakeEngine:
         items: Sequence[tuple[int, Sequence[int], bool]],
         mask_rows: Sequence[int] = (),
         masks: Any = (),
+        skip_draft: bool = False,
     ) -> None:
+        self.skipped_drafts.append(skip_draft)
         self._called("prefill", [(slot, len(ids), last) for slot, ids, last in items])
         if mask_rows:
             self._check_masks(mask_rows, masks, sum(last for _, _, last in items))

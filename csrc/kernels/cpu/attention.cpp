@@ -151,8 +151,8 @@ void attention(const AttentionParams& p) {
         thread_local std::vector<float> q, buffer;
         thread_local std::vector<T> k_page, v_page;
         const T* q_head = p.qkv.as<T>() + row * p.qkv.size(1) + h * layout.q_head;
-        buffer.resize(2 * head_dim);
-        Softmax<T> softmax(dot_operand(q_head, 1, head_dim, q), p.scale, head_dim, buffer.data());
+        Softmax<T> softmax(dot_operand(q_head, 1, head_dim, q), p.scale, head_dim,
+                           aligned_floats(2 * head_dim, buffer));
         for (int first = begin / kPageSize * kPageSize; first < end; first += kPageSize) {
           const uint64_t visible = visible_entries(first, length, mask) & ~low_bits(begin - first);
           if (p.by_position && first + kPageSize > cached) {

@@ -12,17 +12,26 @@
 
 namespace cpmcu::cpu {
 
+// `count` numbers in `buffer` that begin at a cache line: loads across two lines are slower.
+inline float* aligned_floats(int64_t count, std::vector<float>& buffer) {
+  constexpr size_t kLine = 64;
+  const size_t needed = static_cast<size_t>(count) + kLine / sizeof(float);
+  if (buffer.size() < needed) buffer.resize(needed);
+  const size_t past = reinterpret_cast<uintptr_t>(buffer.data()) % kLine;
+  return buffer.data() + (kLine - past) % kLine / sizeof(float);
+}
+
 // The rows of x as dot_rows reads them, for w of the same type. float32 rows stay as they are.
 // 16-bit rows are converted to float32 in `buffer`; of each 32 numbers the even ones come first,
 // which is the order in which dot_rows unpacks w.
 inline const float* dot_operand(const float* x, int64_t, int64_t, std::vector<float>&) { return x; }
 template <typename T>
 const float* dot_operand(const T* x, int64_t num_x, int64_t length, std::vector<float>& buffer) {
-  if (static_cast<int64_t>(buffer.size()) < num_x * length) buffer.resize(num_x * length);
+  float* rows = aligned_floats(num_x * length, buffer);
   const int64_t whole = length / 32 * 32;
   for (int64_t m = 0; m < num_x; ++m) {
     const T* from = x + m * length;
-    float* to = buffer.data() + m * length;
+    float* to = rows + m * length;
     for (int64_t k = 0; k < whole; k += 32) {
       for (int i = 0; i < 16; ++i) {
         to[k + i] = to_float(from[k + 2 * i]);
@@ -31,7 +40,7 @@ const float* dot_operand(const T* x, int64_t num_x, int64_t length, std::vector<
     }
     for (int64_t k = whole; k < length; ++k) to[k] = to_float(from[k]);
   }
-  return buffer.data();
+  return rows;
 }
 // out[m, n] = sum_k x[m, k] * w[n, k]. x is a dot_operand; rows of out are `out_stride` elements
 // apart.
