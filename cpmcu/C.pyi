@@ -468,9 +468,9 @@ class Engine:
 class HostBlocks:
     """Pinned host memory in blocks of one size."""
 
-    def __init__(self, engine: Engine, block_bytes: int, blocks_per_slab: int) -> None: ...
+    def __init__(self, engine: Engine, block_bytes: int, blocks_per_segment: int) -> None: ...
     def grow(self) -> int:
-        """Takes one slab more; the number of blocks. From any thread. MemoryError if there is none."""
+        """Takes one segment more; the number of blocks. From any thread. MemoryError if there is none."""
 
     @property
     def num_blocks(self) -> int: ...

@@ -80,7 +80,7 @@ class LLM:
 
         with exiting.waited_for():  # importing is inside the extension, too
             from cpmcu import C  # the extension: only needed from here on
-            from cpmcu.engine.prefix.make import make_prefix_cache
+            from cpmcu.loading.prefix_cache import make_prefix_cache
             from cpmcu.loading.loader import load_model
 
         self._before_weights = before_weights

@@ -1,6 +1,7 @@
 #include "core/device.h"
 
 #include <omp.h>
+#include <sys/mman.h>
 
 #include <atomic>
 #include <cstdlib>
@@ -226,6 +227,36 @@ void* allocate_pinned(Device device, int64_t bytes) {
   }
 #endif
   return allocate(device, bytes);
+}
+
+void* allocate_pinned_large(Device device, int64_t bytes) {
+  constexpr int64_t kHugePage = 2 << 20;
+  const auto size = static_cast<size_t>((bytes + kHugePage - 1) / kHugePage * kHugePage);
+  void* data = std::aligned_alloc(kHugePage, size);
+  if (data == nullptr) {
+    throw Error(ErrorKind::kMemory, format("the system has no {} bytes of host memory", bytes));
+  }
+  ++num_allocations;
+#ifdef CPMCU_WITH_CUDA
+  if (device.is_cuda()) {
+    madvise(data, size, MADV_HUGEPAGE);
+    std::memset(data, 0, size);  // page faults happen here, not under the driver's lock
+    set_device(device);
+    const cudaError_t status = cudaHostRegister(data, size, cudaHostRegisterDefault);
+    if (status != cudaSuccess) std::free(data);
+    CHECK_CUDA(status);
+  }
+#endif
+  (void)device;
+  return data;
+}
+
+void release_pinned_large(Device device, void* data) noexcept {
+#ifdef CPMCU_WITH_CUDA
+  if (device.is_cuda()) cudaHostUnregister(data);
+#endif
+  (void)device;
+  std::free(data);
 }
 
 void release_pinned(Device device, void* data) noexcept {

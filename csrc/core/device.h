@@ -54,6 +54,10 @@ void release(Device device, void* data) noexcept;
 // Page-locked host memory that the device can access at the same address.
 void* allocate_pinned(Device device, int64_t bytes);
 void release_pinned(Device device, void* data) noexcept;
+// The same for large buffers. The system finds the pages before the driver locks them, so other
+// threads can launch kernels meanwhile. The device reaches them by copies only.
+void* allocate_pinned_large(Device device, int64_t bytes);
+void release_pinned_large(Device device, void* data) noexcept;
 
 // Allocations of device or pinned memory and waits for a device, counted in this process. A decode
 // step must do neither.

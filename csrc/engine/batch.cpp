@@ -62,12 +62,12 @@ void StagedBlock::bind(const Context& ctx, const Arena& arena, int ring_size) {
   pinned_ = static_cast<char*>(allocate_pinned(ctx.device, num_bytes_ * ring_size));
 }
 
-void* StagedBlock::host(uint64_t ticket) const {
-  return pinned_ + static_cast<int64_t>(ticket % static_cast<uint64_t>(ring_size_)) * num_bytes_;
+void* StagedBlock::host(uint64_t step) const {
+  return pinned_ + static_cast<int64_t>(step % static_cast<uint64_t>(ring_size_)) * num_bytes_;
 }
 
-void StagedBlock::upload(const Context& ctx, uint64_t ticket) const {
-  copy_to_device(ctx.device, device_block_, host(ticket), num_bytes_, ctx.stream);
+void StagedBlock::upload(const Context& ctx, uint64_t step) const {
+  copy_to_device(ctx.device, device_block_, host(step), num_bytes_, ctx.stream);
 }
 
 ResultRing::~ResultRing() {

@@ -41,9 +41,9 @@ class StagedBlock {
   void plan(MemoryPlan& plan, const std::string& name, int64_t num_bytes);
   void bind(const Context& ctx, const Arena& arena, int ring_size);
   void* device() const { return device_block_; }
-  // The pinned copy of step `ticket`.
-  void* host(uint64_t ticket) const;
-  void upload(const Context& ctx, uint64_t ticket) const;
+  // The pinned copy of `step`.
+  void* host(uint64_t step) const;
+  void upload(const Context& ctx, uint64_t step) const;
 
  private:
   Device device_;

@@ -6,7 +6,7 @@
 namespace cpmcu {
 
 StateCache::~StateCache() {
-  if (mirror_ != nullptr) release_pinned(device_, mirror_);
+  if (staging_ != nullptr) release_pinned(device_, staging_);
 }
 
 ModelState& StateCache::add_model(const std::string& scope, bool has_gaps) {
@@ -43,9 +43,9 @@ void StateCache::bind(const Context& ctx, const Arena& arena) {
   for (const auto& model : models_) model->bind(ctx, arena);
   table_ = arena.array<int>(table_id_);
   const int64_t bytes = int64_t{4} * num_slots_ * max_pages_;
-  mirror_ = static_cast<int*>(allocate_pinned(ctx.device, bytes));
-  std::memset(mirror_, 0, static_cast<size_t>(bytes));
-  copy_to_device(ctx.device, table_, mirror_, bytes, ctx.stream);
+  staging_ = static_cast<int*>(allocate_pinned(ctx.device, bytes));
+  std::memset(staging_, 0, static_cast<size_t>(bytes));
+  copy_to_device(ctx.device, table_, staging_, bytes, ctx.stream);
   pages_.resize(static_cast<size_t>(num_slots_));
 }
 
@@ -71,14 +71,14 @@ void StateCache::share(const Context& ctx, int slot, const std::vector<int>& pag
   append(ctx, slot, pages);
 }
 
-// NOTE: an upload still in flight may pick up newer numbers of the mirror. That is harmless: a
-// page gets another owner only once no step in flight reads it.
+// NOTE: an upload in flight may read newer page numbers from the staging buffer. That is harmless:
+// a page gets another owner only once no step in flight reads it.
 void StateCache::append(const Context& ctx, int slot, const std::vector<int>& pages) {
   std::vector<int>& held = pages_[static_cast<size_t>(slot)];
   const int64_t at = int64_t{slot} * max_pages_ + static_cast<int64_t>(held.size());
-  std::copy(pages.begin(), pages.end(), mirror_ + at);
+  std::copy(pages.begin(), pages.end(), staging_ + at);
   held.insert(held.end(), pages.begin(), pages.end());
-  copy_to_device(ctx.device, table_ + at, mirror_ + at, static_cast<int64_t>(4 * pages.size()),
+  copy_to_device(ctx.device, table_ + at, staging_ + at, static_cast<int64_t>(4 * pages.size()),
                  ctx.stream);
 }
 

@@ -1,7 +1,8 @@
 // Which pages each sequence slot has, on the host and on the device, for all models of an engine.
 //
 // Page p of every plane belongs to the same slots, so one table serves the target and its drafts.
-// The table's host mirror is pinned: uploads are ordered on the stream with the steps.
+// The table's staging buffer is pinned host memory: uploads are ordered on the stream with the
+// steps.
 #pragma once
 
 #include <memory>
@@ -66,7 +67,7 @@ class StateCache {
   int num_slots_ = 0, max_pages_ = 0;
   MemoryPlan::Id table_id_ = 0;
   int* table_ = nullptr;
-  int* mirror_ = nullptr;  // the table in pinned memory
+  int* staging_ = nullptr;  // the table in pinned memory
   PagePool pool_;
   std::vector<std::vector<int>> pages_;  // of each slot
   std::vector<std::unique_ptr<ModelState>> models_;

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 EVICTED_AT_ONCE = 8  # pages: evicting waits for the steps in flight
+SAVED_AT_ONCE = 8  # pages: a request that comes meanwhile waits for them
 
 
 @dataclasses.dataclass(slots=True)
@@ -271,6 +272,30 @@ class PrefixCache:
         self.counters.evicted += len(dropped)
         return len(dropped)
 
+    def _save_ahead(self) -> bool:
+        """While no step runs and pages are scarce, copies the oldest pages to host memory.
+
+        Evicting them takes no copy later. Returns whether it copied some.
+        """
+        if self._host.limit == 0 or 2 * self._engine.num_free_pages >= self._engine.num_pages:
+            return False
+        entries = self._index.oldest_unsaved(self._engine.num_pages // 2, SAVED_AT_ONCE)
+        blocks: list[int] = []
+        for _ in entries:
+            oldest = self._index.oldest_block()
+            if not self._host.has_room and (oldest is None or oldest.page >= 0):
+                break  # the block would come from a page that is saved ahead, too
+            block = self._take_block()
+            if block < 0:
+                break
+            blocks.append(block)
+        pages = [entry.page for entry in entries[: len(blocks)]]
+        if blocks:
+            self._engine.save_pages(pages, self._host.blocks, blocks)
+        for entry, block in zip(entries, blocks):
+            self._index.set_block(entry, block)
+        return bool(blocks)
+
     def reset(self) -> None:
         """Forgets everything, on disk too. Running sequences keep their pages."""
         for entry in self._index:
@@ -281,8 +306,14 @@ class PrefixCache:
             self._disk.reset()
 
     def tick(self, launched: int, collected: int) -> bool:
-        """Goes on with the disk's work, after so many steps. Must it be called again soon?"""
-        return self._disk is not None and self._disk.tick(launched, collected)
+        """Goes on with copies beside the steps, of which `launched` and `collected` are counted.
+
+        True: it must be called again soon.
+        """
+        busy = self._disk is not None and self._disk.tick(launched, collected)
+        if launched == collected:
+            busy = self._save_ahead() or busy
+        return busy
 
     def close(self) -> None:
         """Writes to disk what is not there yet, and gives host memory back."""

@@ -8,6 +8,7 @@ entry by its key, then compares token ids and parent: equal keys of unequal pref
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 
@@ -129,6 +130,11 @@ class PrefixIndex:
                 break
             found.append(entry)
         return found
+
+    def oldest_unsaved(self, among: int, count: int) -> list[Entry]:
+        """Up to `count` of the `among` oldest idle entries that have no host block."""
+        oldest = itertools.islice(self._idle_pages.values(), among)
+        return list(itertools.islice((entry for entry in oldest if entry.block < 0), count))
 
     def oldest_block(self) -> Entry | None:
         """The oldest entry whose host block nobody needs at the moment."""
