@@ -80,8 +80,8 @@ class LLM:
 
         with exiting.waited_for():  # importing is inside the extension, too
             from cpmcu import C  # the extension: only needed from here on
-            from cpmcu.loading.prefix_cache import make_prefix_cache
             from cpmcu.loading.loader import load_model
+            from cpmcu.loading.prefix_cache import make_prefix_cache
 
         self._before_weights = before_weights
         loaded = load_model(

@@ -168,6 +168,7 @@ def second_turn(args: argparse.Namespace, length: int, folder: Path) -> list[str
     def from_host(i: int) -> float:
         for j in range(2):  # other prompts take all pages
             bench.first_token(bench.prompt(longest, 50 + 2 * i + j))
+        time.sleep(1)  # as between two turns: the oldest pages are copied to host memory
         return bench.first_token(turn(100 + i), length)
 
     host = median(from_host, min(3, args.repeats))
