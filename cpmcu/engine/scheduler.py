@@ -209,7 +209,7 @@ class Scheduler:
     def _reserve(self, slot: int, num_tokens: int) -> bool:
         """Takes pages for a slot; cached pages that nobody uses make room."""
         while not self._engine.reserve(slot, num_tokens):
-            if self._cache is None or self._cache.evict() == 0:
+            if self._cache is None or not self._cache.make_room(slot, num_tokens):
                 return False
         return True
 

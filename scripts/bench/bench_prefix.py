@@ -66,7 +66,8 @@ class Bench:
         assert result is not None
         found = result.timings.cached_tokens
         if expected is not None and found != expected:
-            raise SystemExit(f"{found} tokens came from the cache, expected {expected}")
+            state = self.llm.engine_load().prefix_cache
+            raise SystemExit(f"{found} tokens came from the cache, expected {expected}: {state}")
         return first
 
     def floor(self, length: int, repeats: int) -> float:

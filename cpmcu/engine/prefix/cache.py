@@ -225,7 +225,8 @@ class PrefixCache:
                 self._disk.wants(entry)
             parent = entry
         self._engine.hold_pages(held)
-        self._host.grow()
+        if self._pages_are_scarce:
+            self._host.grow()
 
     def end(self, prefix: Prefix, slot: int, num_read: int, request: Request) -> None:
         """The sequence ends; prefill has read `num_read` tokens. Before its slot is released."""
@@ -246,6 +247,15 @@ class PrefixCache:
         prefix.states.clear()
         self._give_back(self._index.unuse(prefix.entries))
         prefix.entries = []
+
+    @property
+    def _pages_are_scarce(self) -> bool:
+        return 2 * self._engine.num_free_pages < self._engine.num_pages
+
+    def make_room(self, slot: int, num_tokens: int) -> bool:
+        """Evicts pages so that the slot may hold `num_tokens`. False: there is none to evict."""
+        held = len(self._engine.slot_pages(slot)) + self._engine.num_free_pages
+        return self.evict(max(EVICTED_AT_ONCE, -(-num_tokens // self._page_size) - held)) > 0
 
     def evict(self, count: int = EVICTED_AT_ONCE) -> int:
         """Takes up to `count` idle pages from the cache. Returns how many."""
@@ -277,7 +287,7 @@ class PrefixCache:
 
         Evicting them takes no copy later. Returns whether it copied some.
         """
-        if self._host.limit == 0 or 2 * self._engine.num_free_pages >= self._engine.num_pages:
+        if self._host.limit == 0 or not self._pages_are_scarce:
             return False
         entries = self._index.oldest_unsaved(self._engine.num_pages // 2, SAVED_AT_ONCE)
         blocks: list[int] = []

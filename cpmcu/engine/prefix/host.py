@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SEGMENT_BYTES = 128 << 20
-SEGMENTS_AHEAD = 3  # free ones: a long prompt can move 1 GB of older pages within 0.5 s
+SEGMENTS_AHEAD = 8  # 1 GB: a long prompt moves as much within 0.5 s
+GROWER_PAUSE = 0.005  # seconds between two looks at what the thread has taken
 
 
 class HostTier:
@@ -54,8 +55,8 @@ class HostTier:
     def take(self) -> int:
         """A free block, or -1. Waits for a segment that a thread is taking."""
         self.grow()
-        if not self._free and self._grower is not None:
-            self._grower.join()
+        while not self._free and self._grower is not None:
+            self._grower.join(GROWER_PAUSE)
             self.grow()
         return self._free.pop() if self._free else -1
 
@@ -68,24 +69,24 @@ class HostTier:
         return self.blocks.view(block)
 
     def grow(self) -> None:
-        """Sees to it that blocks will be free: asks for a segment once few are."""
+        """Sees to it that blocks will be free: asks for segments once few are."""
         if self._blocks is None:
             return
+        if self._grower is not None and not self._grower.is_alive():
+            self._grower = None
         found = min(self._blocks.num_blocks, self.limit)
         self._free.extend(range(self._num_blocks, found))
         self._num_blocks = max(self._num_blocks, found)
-        if self._grower is not None and not self._grower.is_alive():
-            self._grower = None
-        enough = len(self._free) > SEGMENTS_AHEAD * self._per_segment
-        if enough or self._grower is not None or self._num_blocks >= self.limit:
+        missing = SEGMENTS_AHEAD - len(self._free) // self._per_segment
+        if missing <= 0 or self._grower is not None or self._num_blocks >= self.limit:
             return
         if self._in_threads:
             self._grower = threading.Thread(
-                target=self._take_segment, name="cpmcu-host", daemon=True
+                target=self._take_segments, args=(missing,), name="cpmcu-host", daemon=True
             )
             self._grower.start()
         elif not self._free:
-            self._take_segment()
+            self._take_segments(1)
             self.grow()
 
     def close(self) -> None:
@@ -94,10 +95,12 @@ class HostTier:
             self._grower.join()
         self._blocks = None
 
-    def _take_segment(self) -> None:
+    def _take_segments(self, count: int) -> None:
         assert self._blocks is not None
         try:
-            self._blocks.grow()
+            for _ in range(count):
+                if self._blocks.grow() >= self.limit:
+                    break
         except MemoryError as error:
             logger.warning("the prefix cache gets no more host memory: %s", error)
-            self.limit = self._num_blocks
+            self.limit = self._blocks.num_blocks
