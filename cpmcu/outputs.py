@@ -53,9 +53,14 @@ class Timings:
         return self.queue_s + self.prefill_s
 
     @property
+    def computed_tokens(self) -> int:
+        """Tokens of the prompt that were not cached."""
+        return self.prompt_tokens - self.cached_tokens
+
+    @property
     def prompt_tokens_per_s(self) -> float:
-        """Prefill speed; 0 if nothing was measured."""
-        return self.prompt_tokens / self.prefill_s if self.prefill_s > 0 else 0.0
+        """Prefill speed, of what was computed; 0 if nothing was measured."""
+        return self.computed_tokens / self.prefill_s if self.prefill_s > 0 else 0.0
 
     @property
     def decode_tokens_per_s(self) -> float:

@@ -4,7 +4,7 @@ python scripts/check_exactness.py --model DIR --draft-model-path DIR [...]: take
 the draft's flags as `python -m cpmcu.cli` does. Generates with and without the draft, greedy and
 sampled, several sequences at a time and one alone, with CUDA graphs and (some of the prompts)
 without, and compares token for token. Exit status 1, and the place of the first difference in each
-text, if any token differs.
+text, if any token differs. The prefix cache is off: every prompt is computed in each run.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 
 from cpmcu import LLM, SamplingParams
 from cpmcu.config import EngineConfig, SpeculativeConfig, option
-from cpmcu.engine_flags import add_engine_flags, engine_config
+from cpmcu.engine_flags import add_engine_flags, engine_config, without_hits
 from cpmcu.flags import FlagParser, add_flags, from_flags
 
 
@@ -73,11 +73,12 @@ def first_difference(a: list[int], b: list[int]) -> int | None:
 def main() -> int:
     """Returns the exit status."""
     parser = FlagParser(prog="python scripts/check_exactness.py", description=__doc__)
-    add_engine_flags(parser)
+    add_engine_flags(parser, {"prefix_cache": False})
     add_flags(parser, Options, "comparison")
     flags = parser.parse_args()
     try:
-        options, drafted = from_flags(Options, flags), engine_config(flags)
+        options = from_flags(Options, flags)
+        drafted = without_hits(engine_config(flags), flags)
     except ValueError as error:
         parser.error(str(error))
     none = SpeculativeConfig(no_speculation=True)

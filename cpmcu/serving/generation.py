@@ -24,9 +24,10 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PrefillProgress:
-    """So many tokens of a prompt were read."""
+    """So many tokens of a prompt were read, those that were cached included."""
 
     prompt_index: int
+    cached: int
     processed: int
     total: int
     seconds: float
@@ -81,6 +82,11 @@ class Generation:
     def num_tokens(self) -> int:
         """Tokens of all outputs so far."""
         return sum(len(request.tokens) for request in self.requests)
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that were found in the prefix cache; each prompt counts once."""
+        return sum(request.cached_tokens or 0 for request in self.requests[:: self.params.n])
 
     def start(self) -> None:
         """Queues it; see Service.submit."""
@@ -137,8 +143,9 @@ class Generation:
     def _reporter(self, prompt_index: int) -> Callable[[int, int], None]:
         def report(done: int, total: int) -> None:
             seconds = time.perf_counter() - self._created
-            item = PrefillProgress(prompt_index, done, total, seconds)
-            self._deliver(prompt_index * self.params.n, item)
+            number = prompt_index * self.params.n
+            cached = self.requests[number].cached_tokens or 0
+            self._deliver(number, PrefillProgress(prompt_index, cached, done, total, seconds))
 
         return report
 

@@ -7,7 +7,8 @@ everything is measured with and without it. The server runs in this process, so 
 and the server's stream take turns on one engine; the clients are another process. Prompts are token
 ids, and each event carries its own (`return_token_ids`), so a tokenizer that does not fit the model
 does no harm. What a kept-alive connection takes is measured apart: clients keep theirs, and a
-packet that waits for an acknowledgement is seen only there. Prints Markdown tables.
+packet that waits for an acknowledgement is seen only there. The prefix cache is off, so that every
+prompt is computed. Prints Markdown tables.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from typing import Any
 from cpmcu import LLM, SamplingParams
 from cpmcu.benchmarks.speculation import has_draft
 from cpmcu.config import EngineConfig
-from cpmcu.engine_flags import add_engine_flags, engine_config
+from cpmcu.engine_flags import add_engine_flags, engine_config, without_hits
 from cpmcu.flags import FlagParser
 
 PROMPT = '"""Reads a table of numbers from a file and prints its columns."""\n\nimport sys\n'
@@ -296,10 +297,10 @@ def main() -> None:
     group.add_argument(
         "--clients", type=client_counts, default=[1, 2, 4, 8], help="comma list, for tokens/s"
     )
-    add_engine_flags(parser)
+    add_engine_flags(parser, {"prefix_cache": False})
     args = parser.parse_args()
     try:
-        config = engine_config(args)
+        config = without_hits(engine_config(args), args)
     except ValueError as error:
         parser.error(str(error))
 

@@ -19,6 +19,7 @@ MAX_LOGPROBS = 20
 MAX_STOPS = 64
 MAX_STOP_LENGTH = 1024
 MAX_BIASES = 4096
+MAX_SALT_LENGTH = 1024
 
 # Fields that would change the output and are not supported -> values at which they do nothing.
 REFUSED: dict[str, tuple[Any, ...]] = {
@@ -71,7 +72,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 # Fields that cannot change the output here: nothing is said about them.
 IGNORED = {
     "cache_prompt",
-    "cache_salt",
     "metadata",
     "prediction",
     "prompt_cache_key",
@@ -228,6 +228,12 @@ class GenerationRequest(RequestModel):
     guided_regex: str | None = None
     guided_choice: Items[str] | None = None
     guided_grammar: str | None = None
+    cache_salt: str | None = Field(
+        None,
+        min_length=1,
+        max_length=MAX_SALT_LENGTH,
+        description="Cached prompts are shared only with requests of the same salt",
+    )
     return_metrics: bool | None = Field(
         None, description="Add `metrics`: acceptance of drafts, and timings"
     )
@@ -297,6 +303,7 @@ class GenerationRequest(RequestModel):
             "frequency_penalty": self.frequency_penalty or 0.0,
             "logit_bias": self._bias(),
             "skip_special_tokens": self.skip_special_tokens,
+            "cache_salt": self.cache_salt or "",
             "grammar": self._grammar(),
         }
 
@@ -352,7 +359,7 @@ class ErrorResponse(ApiModel):
 
 
 class PromptTokensDetails(ApiModel):
-    """Prompt tokens that were not computed anew."""
+    """Prompt tokens that were found in the prefix cache."""
 
     cached_tokens: int = 0
 
