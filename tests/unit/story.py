@@ -49,6 +49,8 @@ class Stage:
         monkeypatch.setitem(vars(cpmcu), "C", extension)
         loader = SimpleNamespace(load_model=self._load)
         monkeypatch.setitem(sys.modules, "cpmcu.loading.loader", loader)
+        uncached = SimpleNamespace(make_prefix_cache=lambda loaded, config: None)
+        monkeypatch.setitem(sys.modules, "cpmcu.engine.prefix.make", uncached)
 
     def prepare(
         self,
