@@ -136,12 +136,12 @@ def test_the_document_names_everything():
     assert not fields - named
     assert not {f"--{f.name.replace('_', '-')}" for f in dataclasses.fields(ServerConfig)} - named
     limits = {base.MAX_CHOICES, base.MAX_LOGPROBS, base.MAX_STOPS, base.MAX_STOP_LENGTH}
-    limits |= {base.MAX_BIASES}
+    limits |= {base.MAX_BIASES, base.MAX_SALT_LENGTH}
     assert not limits - set(map(int, re.findall(r"\b\d+\b", text)))
     service = Service(EngineConfig(device="cpu"), ServerConfig())
     assert not set(create_app(service).openapi()["paths"]) - named
     shown = re.findall(
-        r"^# TYPE (vllm:\w+) (\w+)$", service.metrics.render().decode(), re.MULTILINE
+        r"^# TYPE ((?:vllm|cpmcu):\w+) (\w+)$", service.metrics.render().decode(), re.MULTILINE
     )
     found = {name for name, kind in shown if not name.endswith("_created")}
     assert not found - named
