@@ -1,5 +1,5 @@
-# Verbs for working on cpmcu; `make help` lists them. Everything is installed into .venv.
-# Without network: `make demo PYTHON=/path/to/python NO_VENV=1` uses that interpreter as it is.
+# Targets for development; `make help` lists them. Packages are installed into .venv.
+# Without network: `make demo PYTHON=/path/to/python NO_VENV=1` uses that interpreter unchanged.
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
@@ -18,9 +18,9 @@ else
 endif
 PIP = $(PY) -m pip install --quiet --disable-pip-version-check
 SAY = @printf '\033[1m== %s\033[0m\n'
-# Two pytest workers on two cores: a thread pool of torch in each of them would only be in the way.
+# Two pytest workers on two cores: torch's thread pools would compete with them.
 TESTS = CPMCU_EXTENSION_DIR=$(CURDIR)/build/cpu OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal
-# Of the tests of kernels and engine, those that take seconds.
+# Tests of kernels and engine that take seconds.
 UNIT = tests/unit tests/kernels $(addprefix --ignore=tests/kernels/test_,attention.py gemm.py fused_layer.py w4a16.py) \
   $(addprefix tests/engine/test_,bad_checkpoints.py engine.py logits.py)
 CPP = find csrc -name '*.cpp' -o -name '*.cu' -o -name '*.h' -o -name '*.cuh'
@@ -29,9 +29,9 @@ CPP = find csrc -name '*.cpp' -o -name '*.cu' -o -name '*.h' -o -name '*.cuh'
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
-	@echo; echo "setup.py config  what the build finds, and the environment variables it reads"
+	@echo; echo "setup.py config  the build's configuration and environment variables"
 
-# ---- environment: each stamp is one more layer, so that a demo needs no torch
+# ---- environment: each stamp adds packages to the previous one, so a demo needs no torch
 
 .venv/.base-stamp: pyproject.toml
 	$(SAY) "setting up .venv with $(PYTHON)"
@@ -53,11 +53,11 @@ help:  ## this list
 
 # ---- build and run
 
-build: $(BASE)  ## compile cpmcu.C in place: CUDA for the GPUs present (or sm_90a), CPU only without nvcc
+build: $(BASE)  ## compile cpmcu.C in place: CUDA for the GPUs present (else sm_90a); CPU only without nvcc
 	$(SAY) "building cpmcu.C"
 	@$(PY) setup.py --quiet build_ext --inplace
 
-# Compiling for a GPU that is not there takes minutes, so the demo then builds for the CPU.
+# Compiling CUDA code takes minutes, so without a GPU the demo builds for the CPU.
 demo: $(BASE)  ## set up, build and generate text with the model in cpmcu/assets
 	$(SAY) "building cpmcu.C"
 	@if [ -z "$${CPMCU_CUDA_ARCH:-}" ] && ! nvidia-smi -L >/dev/null 2>&1; then \
@@ -74,7 +74,7 @@ test-unit: $(ORACLE)  ## the tests to run while editing: a CPU build, then under
 	$(SAY) "pytest"
 	@$(TESTS) -m "not gpu and not slow" $(UNIT)
 
-test: $(ORACLE)  ## everything that needs no GPU: pytest, AddressSanitizer, all CUDA code compiled
+test: $(ORACLE)  ## all checks without a GPU: pytest, AddressSanitizer, compilation of all CUDA code
 	$(SAY) "CPU build"
 	@CPMCU_WITH_CUDA=0 $(PY) setup.py --quiet build_ext
 	$(SAY) "pytest"
@@ -87,18 +87,18 @@ asan: $(ORACLE)  ## the engine and kernel tests under AddressSanitizer, on the C
 	$(SAY) "AddressSanitizer"
 	@PYTHON=$(PY) scripts/run_asan_tests.sh
 
-# Nothing of it runs: host code is not optimised, device code is.
+# The result does not run: host code is compiled without optimisation, device code with it.
 cuda-compile: $(BASE)  ## compile and link all CUDA code for sm_80 and sm_90a; needs nvcc, no GPU
 	$(SAY) "CUDA code for sm_80 and sm_90a"
 	@CPMCU_DEBUG=1 CPMCU_WITH_CUDA=1 CPMCU_CUDA_ARCH=80,90a $(PY) setup.py --quiet build_ext
 
-test-gpu: $(ORACLE)  ## build for the GPU present, pytest -m gpu, then compute-sanitizer if it is found
+test-gpu: $(ORACLE)  ## build for the GPU present, pytest -m gpu, then compute-sanitizer if installed
 	@PYTHON=$(PY) scripts/gpu_check.sh build test sanitize
 
 bench: $(BASE)  ## build, then every benchmark in scripts/bench
 	@PYTHON=$(PY) scripts/gpu_check.sh build bench
 
-lint: lint-python lint-types lint-cpp  ## ruff, mypy and clang-format, changing nothing
+lint: lint-python lint-types lint-cpp  ## check with ruff, mypy and clang-format
 
 lint-python: $(DEV)
 	$(SAY) "ruff"
@@ -121,5 +121,5 @@ format: $(DEV)  ## apply ruff and clang-format
 	@$(CPP) | xargs clang-format -i
 
 
-clean:  ## remove what was built, but not .venv
+clean:  ## remove build products, but not .venv
 	@rm -rf build dist *.egg-info cpmcu/C.*.so

@@ -1,12 +1,12 @@
 """Builds cpmcu.C from csrc/: finds the compilers, writes one ninja file, runs it. Needs no torch.
 
-`python setup.py config` prints this text and what was found. Environment variables:
+`python setup.py config` prints this text and the configuration. Environment variables:
   CPMCU_CUDA_ARCH     comma list of architectures, e.g. 80,90a (default: the GPUs present, else 90a)
-  CPMCU_WITH_CUDA     0: CPU only; 1: fail without nvcc (default: CUDA where nvcc is found)
+  CPMCU_WITH_CUDA     0: CPU only; 1: fail without nvcc (default: CUDA if nvcc is found)
   CUDA_HOME, CXX      toolkit folder (else PATH, /usr/local/cuda, PyPI wheels); host compiler (g++)
   MAX_JOBS            parallel compilations (default: one per core and per 2 GiB of free memory)
   CPMCU_DEBUG=1       -O0 -g for host code; device code keeps its optimisation
-  CPMCU_TRACE=1       kernels of a layer stamp the clock, for scripts/trace_layer.py
+  CPMCU_TRACE=1       kernels record clock stamps, for scripts/trace_layer.py
   CPMCU_SANITIZE      address: CPU only, with AddressSanitizer; never copied into cpmcu/
   CPMCU_SKIP_BUILD=1  compile nothing (compile later with `python setup.py build_ext --inplace`)
 Each build leaves its module in build/<tag>/; CPMCU_EXTENSION_DIR=build/<tag> makes cpmcu import it.
@@ -25,12 +25,12 @@ from pathlib import Path
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
-# The one table of GPU architectures. An 'a' name has instructions of that chip alone: files named
-# *_sm90.cu need it, and its PTX runs nowhere else, so PTX is embedded for a plain number only.
+# The table of GPU architectures. An 'a' architecture has instructions of that chip only. Files
+# named *_sm90.cu need it. Its PTX does not run on other chips, so only a plain number embeds PTX.
 ARCHS = {"80": "A100", "86": "RTX 30, A10", "87": "Orin", "89": "RTX 40, L4, L40S"}
 ARCHS |= {"90": "Hopper without wgmma", "90a": "H100, H200", "100": "B200", "120": "RTX 50"}
 
-# What ninja runs for one source file; the compiler's list of headers says when to run again.
+# ninja's rule for one source file. The compiler writes the list of headers (depfile).
 RULE = "rule {name}\n  command = {command} $flags -MMD -MF $out.d -c $in -o $out\n"
 RULE += "  depfile = $out.d\n  deps = gcc\n  description = {name} $in\n"
 
@@ -39,7 +39,7 @@ env = os.environ.get
 
 
 def output_of(*command):
-    """What the command prints, or "" where it is missing or fails."""
+    """Returns the output of a command; "" if the command is missing or fails."""
     try:
         return subprocess.check_output(command, stderr=subprocess.DEVNULL, text=True).strip()
     except (OSError, subprocess.CalledProcessError):
@@ -47,18 +47,18 @@ def output_of(*command):
 
 
 def find_cuda():
-    """(toolkit folder, its libcudart_static.a), or (None, None) for a CPU build."""
+    """Returns (toolkit folder, its libcudart_static.a), or (None, None) for a CPU build."""
     if env("CPMCU_WITH_CUDA") == "0" or env("CPMCU_SANITIZE"):
         return None, None
     on_path = Path(shutil.which("nvcc") or "/none/bin/nvcc").resolve().parents[1]
     wheels = [Path(folder, "nvidia/cu13") for folder in sys.path]
     for home in [Path(env("CUDA_HOME") or "/none"), on_path, Path("/usr/local/cuda"), *wheels]:
         for lib in ("lib64", "lib", "lib/x86_64-linux-gnu", "targets/x86_64-linux/lib"):
-            # Asking for the library too passes over wrapper scripts such as /usr/local/bin/nvcc.
+            # Requiring the library skips wrapper scripts such as /usr/local/bin/nvcc.
             if (home / "bin/nvcc").exists() and (home / lib / "libcudart_static.a").exists():
                 return home, home / lib / "libcudart_static.a"
     if env("CPMCU_WITH_CUDA") == "1":
-        sys.exit("CPMCU_WITH_CUDA=1, but CUDA_HOME, PATH and /usr/local/cuda hold no CUDA toolkit.")
+        sys.exit("CPMCU_WITH_CUDA=1, but CUDA_HOME, PATH and /usr/local/cuda have no CUDA toolkit.")
     return None, None
 
 
@@ -67,7 +67,7 @@ def wanted_archs():
     query = ("nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader")
     for capability in () if archs else output_of(*query).split():
         number = int(capability.replace(".", ""))
-        # Code for x.y runs on x.z where z >= y, so take the nearest known one of the same major.
+        # Code for x.y runs on x.z if z >= y: take the nearest known architecture of the same major.
         fits = [a for a in ARCHS if a.isdigit() and number // 10 * 10 <= int(a) <= number]
         archs.add("90a" if number == 90 else (fits or [capability])[-1])
     if unknown := archs - ARCHS.keys():
@@ -90,7 +90,7 @@ def pybind_flags():
 
 
 def configure():
-    """Returns what was found, and the ninja file that follows from it."""
+    """Returns the configuration, the module's path and the text of the ninja file."""
     (cuda, cudart), cxx, sanitize = find_cuda(), env("CXX", "g++"), env("CPMCU_SANITIZE", "")
     if sanitize not in ("", "address"):
         sys.exit(f"CPMCU_SANITIZE={sanitize}, but the only sanitizer supported is 'address'.")
@@ -117,8 +117,8 @@ def configure():
     text += RULE.format(name="nvcc", command=device)
     text += f"rule link\n  command = {link}\n  description = link $out\n"
     define = shlex.quote("-DCPMCU_BUILD_INFO=" + json.dumps(json.dumps(info)))
-    # Including pybind11 takes the compiler seconds and optimising what it generates is for nothing,
-    # so what sees Python is two units of about the same size: the engine's bindings, and the rest.
+    # Compiling pybind11's headers takes seconds. So the bindings are two translation units of
+    # similar size, with little optimisation: the engine's bindings, and the rest.
     joined = sorted(Path("csrc").rglob("bind_*.cpp"))
     joined.remove(engine := Path("csrc/engine/bind_engine.cpp"))
     beside = [source for source in joined if source.parent == engine.parent]
@@ -151,7 +151,7 @@ class BuildExt(build_ext):
         ninja_file = Path(module).with_suffix(".ninja")
         ninja_file.parent.mkdir(parents=True, exist_ok=True)
         ninja_file.write_text(text)
-        # One job per core and 2 GiB of free memory. `pip install -v` shows what ninja prints.
+        # One job per core and per 2 GiB of free memory. `pip install -v` shows ninja's output.
         meminfo = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
         fit = int(meminfo["MemAvailable"].split()[0]) >> 21
         jobs = env("MAX_JOBS") or str(max(1, min(len(os.sched_getaffinity(0)), fit)))
@@ -164,7 +164,7 @@ class BuildExt(build_ext):
         in_place = self.inplace or self.editable_mode
         target = Path("" if in_place else self.build_lib, "cpmcu", Path(module).name)
         target.parent.mkdir(parents=True, exist_ok=True)
-        # Renaming, not overwriting, keeps a running process alive that has the old file mapped.
+        # Renaming instead of overwriting: a running process may have the old file mapped.
         os.replace(shutil.copy2(module, f"{target}.new"), target)
 
 

@@ -372,12 +372,14 @@ class Engine:
         items: collections.abc.Sequence[tuple[int, collections.abc.Sequence[int], bool]],
         mask_rows: collections.abc.Sequence[int] = [],
         masks: typing.Annotated[numpy.typing.ArrayLike, numpy.uint32] | None = None,
+        skip_draft: bool = False,
     ) -> None:
         """One step over prompt chunks: (slot, token ids, last chunk of its prompt?).
 
         At most chunk_length tokens in all. A last chunk samples the first token; with `masks`
         [M, ceil(V / 32)] the i-th of those that do so only one that mask mask_rows[i] allows
-        (-1: any)."""
+        (-1: any). `skip_draft`: the drafter does not read the chunks; its later drafts of these
+        sequences are worse, which changes no token."""
 
     def prefill_logprobs(
         self,

@@ -1,7 +1,7 @@
-"""cpmcu: one language model on one GPU, fast.
+"""cpmcu: low-latency inference of one language model on one GPU.
 
-The public door is `from cpmcu import LLM, SamplingParams`. Names are resolved on first use, so
-`import cpmcu` itself loads neither the C++ extension nor any third-party package.
+The public API is `from cpmcu import LLM, SamplingParams`. Names are resolved on first use.
+`import cpmcu` therefore loads neither the C++ extension nor a third-party package.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a public name when it is first asked for.
+    """Imports a public name on first use.
 
-    `C` is the extension: asking for it before anything loaded it raises the ImportError of
-    `cpmcu._extension.load`, which says how to build it.
+    `C` is the extension. If it cannot be loaded, the ImportError of `cpmcu._extension.load` says
+    how to build it.
     """
     if name in _HOMES:
         import importlib

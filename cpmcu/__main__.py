@@ -1,8 +1,13 @@
-"""`cpmcu` and `python -m cpmcu`: one program, whose verbs are the programs of this package.
+"""`cpmcu VERB` and `python -m cpmcu VERB`: runs one of the programs of this package.
 
-`cpmcu serve` is `python -m cpmcu.server`, `cpmcu bench` and `cpmcu convert` are the programs of
-those names, and the other verbs are `python -m cpmcu.cli`, with all their flags. Exit status: 0; 2
-for an unknown verb; else that of the program.
+| verb | program |
+|---|---|
+| serve | python -m cpmcu.server |
+| bench | python -m cpmcu.bench |
+| convert | python -m cpmcu.convert |
+| others | python -m cpmcu.cli |
+
+Exit status: 2 for an unknown verb, else the status of the program.
 """
 
 from __future__ import annotations
@@ -18,7 +23,7 @@ _VERBS = {
     "serve": "serve a model over OpenAI's HTTP interface, with a chat page",
     "bench": "measure loading, prefill and decoding against the hardware",
     "convert": "turn a checkpoint into another form",
-    "plan": "show where device memory goes",
+    "plan": "show the use of device memory",
     "env": "show versions, build and devices, for a bug report",
     "list": "show registered models, quantisation schemes and C++ parts",
 }
@@ -48,7 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     try:
         return _run(verb, rest)
-    except KeyboardInterrupt:  # while the program was imported, which has its own way later
+    except KeyboardInterrupt:  # during the import; the program itself handles it later
         from cpmcu.errors import INTERRUPTED, forget_interrupt
 
         forget_interrupt()
@@ -57,7 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def help_text() -> str:
-    """The verbs, and examples."""
+    """Usage, verbs and examples."""
     verbs = [f"  {verb:<10}{what}" for verb, what in _VERBS.items()]
     examples = [f"  {example}" for example in _EXAMPLES]
     return "\n".join(
@@ -70,7 +75,7 @@ def help_text() -> str:
             *verbs,
             "",
             "MODEL is a directory in Hugging Face format, a repository id, or the name of a",
-            "shipped model. Without one the shipped model runs, which completes Python code.",
+            "shipped model. The default is the shipped model, which completes Python code.",
             "",
             "examples:",
             *examples,
@@ -99,7 +104,7 @@ def _show(text: str) -> int:
 
 
 def _run(verb: str, arguments: list[str]) -> int:
-    # Each program is imported only when it is the one that runs.
+    # Only the program that runs is imported.
     if verb == "serve":
         from cpmcu import server
 

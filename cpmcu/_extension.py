@@ -1,7 +1,7 @@
-"""Finds the compiled module cpmcu.C.
+"""Loads the compiled module cpmcu.C.
 
-`from . import C` would do, were it not for two wishes: tests pick a build by its folder
-(CPMCU_EXTENSION_DIR=build/asan), and a missing module says what to do about it.
+Compared with `from . import C`: tests can choose a build (CPMCU_EXTENSION_DIR=build/asan), and the
+error for a missing module says how to build it.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ NAME = "cpmcu.C"
 
 
 def load() -> ModuleType:
-    """Imports cpmcu.C, from $CPMCU_EXTENSION_DIR when that is set, else from the package.
+    """Imports cpmcu.C from $CPMCU_EXTENSION_DIR if that is set, else from the package.
 
-    Raises ImportError if it is not there or cannot be loaded.
+    Raises ImportError if the module is missing or cannot be loaded.
     """
     if NAME in sys.modules:
         return sys.modules[NAME]
     chosen = os.environ.get("CPMCU_EXTENSION_DIR")
     folder = Path(chosen) if chosen else Path(__file__).parent
-    # Only names this interpreter can load: C.cpython-312-… is not among them for Python 3.11.
+    # Only files for this interpreter: Python 3.11 does not load C.cpython-312-*.so.
     found = [path for suffix in EXTENSION_SUFFIXES if (path := folder / f"C{suffix}").exists()]
     if not found:
         others = ", ".join(sorted(path.name for path in folder.glob("C.*.so")))
@@ -36,23 +36,23 @@ def load() -> ModuleType:
             + (", or unset CPMCU_EXTENSION_DIR." if chosen else "."),
             name=NAME,
         )
-    import datetime  # noqa: F401  # numpy's C code imports it, and would lose a Ctrl-C meanwhile
+    import datetime  # noqa: F401  # else numpy's C code imports it and swallows a Ctrl-C
 
-    # Waiting OpenMP threads sleep: spinning ones starve each other on a busy machine (30 times
-    # slower decoding measured on 2 loaded cores). libgomp reads this once, when it is loaded.
+    # Waiting OpenMP threads sleep. Spinning threads starve each other on a busy machine: decoding
+    # was 30 times slower on 2 busy cores. libgomp reads the variable when it is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     spec = importlib.util.spec_from_file_location(NAME, found[0])
-    assert spec is not None and spec.loader is not None  # the suffix is a known one
+    assert spec is not None and spec.loader is not None  # since the suffix is known
     module = importlib.util.module_from_spec(spec)
     sys.modules[NAME] = module
     try:
         spec.loader.exec_module(module)
     except BaseException as error:
         del sys.modules[NAME]
-        # pybind11 makes an ImportError of all that ends the import of numpy, Ctrl-C too.
+        # pybind11 turns every exception during the import of numpy into ImportError, Ctrl-C too.
         if isinstance(error.__cause__, KeyboardInterrupt):
             raise error.__cause__ from None
         raise
     if package := sys.modules.get(__package__ or "cpmcu"):
-        package.C = module  # type: ignore[attr-defined]  # what `from cpmcu import C` looks up
+        package.C = module  # type: ignore[attr-defined]  # for `from cpmcu import C`
     return module

@@ -1,4 +1,4 @@
-"""One answer in the terminal: shown while it comes, with what it took below."""
+"""Generates one answer and shows it in the terminal with a summary of times."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Answer:
-    """Its text, and what it took: None if Ctrl-C ended it."""
+    """Text of an answer. `result` is None if Ctrl-C ended it."""
 
     text: str
     result: RequestOutput | None
@@ -30,7 +30,7 @@ def show_answer(
     stream: bool,
     full_statistics: bool,
 ) -> Answer:
-    """Generates and shows one answer and its summary. Ctrl-C ends it."""
+    """Generates and shows one answer and its summary. Ctrl-C ends the answer."""
     params = params.resolve(llm.generation_config)
     progress = display.prefill_progress()
     text = ""

@@ -1,13 +1,13 @@
-"""`cpmcu bench`, `python -m cpmcu.bench`: how fast a model loads, prefills and decodes.
+"""`cpmcu bench`, `python -m cpmcu.bench`: speed of loading, prefill and decoding.
 
-The floor of a decode step is the bytes that it has to read (weights but for the embedding table,
-and the keys and values of its context) over the read bandwidth measured in the same run. Prompts
-are random tokens; times are medians of windows of steps with launches ahead, after a warm-up.
+The floor of a decode step is its bytes divided by the read bandwidth measured in the same run. Its
+bytes are the weights without the embedding table, and the keys and values of the context. Prompts
+are random tokens. Times are medians of windows of steps with launches ahead, after a warm-up.
 
-With a draft the model is loaded again, with it. Then a cycle drafts, verifies and accepts; its
-time depends on the draft's shape and not on what is accepted, so tokens/s is (mean accept length) /
-(time of a cycle), which is checked against whole requests. Where shapes are chosen in each step (no
-shape is given, or --spec-auto yes), requests that do so follow, on a third load.
+If there is a draft, the model is loaded a second time, with the draft. A speculative step drafts,
+verifies and accepts. Its time depends on the tree's shape, not on the accepted tokens. Tokens/s is
+therefore (mean accept length) / (time of a step); whole requests check it. If each step chooses its
+shape (no shape is given, or --spec-auto yes), a third load measures requests of that kind.
 
 The prefix cache is off, so that no prompt is found in it.
 
@@ -28,7 +28,7 @@ from typing import Any
 
 from cpmcu.benchmarks.decoding import Row, fitting_steps, plain_row
 from cpmcu.benchmarks.plot import Kernel, check_plot, read_kernels, save
-from cpmcu.benchmarks.speculation import cycle_table, has_draft, run_cycles
+from cpmcu.benchmarks.speculation import has_draft, run_speculation, speculation_table
 from cpmcu.config import (
     CHAIN_DEPTH,
     CHOSEN_SHAPE,
@@ -50,7 +50,7 @@ from cpmcu.flags import FOOTER, FlagParser, add_flags, from_flags
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BenchOptions:
-    """What is measured."""
+    """The flags of a benchmark."""
 
     contexts: str = option(
         "1024",
@@ -60,7 +60,7 @@ class BenchOptions:
     )
     decode: int = option(
         64,
-        "decode steps, or speculative cycles, of one timed window; fewer where there is no room",
+        "decode steps, plain or speculative, of one timed window; fewer if the context is full",
         brief="decode steps of one timed window (default: 64)",
     )
     json: bool = option(
@@ -74,9 +74,10 @@ class BenchOptions:
     )
     kernels: str | None = option(
         None,
-        "also draw shares of the roofline: what scripts/bench/bench_*.py --json printed",
+        "also draw each kernel's share of its roofline; FILE: output of scripts/bench/bench_*.py "
+        "--json",
         metavar="FILE",
-        brief="also draw shares of the roofline from this file",
+        brief="also draw kernels' shares of the roofline",
     )
 
     def __post_init__(self) -> None:
@@ -94,7 +95,7 @@ class BenchOptions:
 
 
 def describe_device(device: str, index: int) -> str:
-    """The device in a few words, with its driver."""
+    """Name of the device and version of its driver."""
     from cpmcu import C
 
     if device == "cpu":
@@ -105,7 +106,7 @@ def describe_device(device: str, index: int) -> str:
 
 
 def run(config: EngineConfig, options: BenchOptions) -> dict[str, Any]:
-    """Everything that one run measures, ready for JSON. Times in the units that the keys name."""
+    """Runs the benchmark. Returns a JSON object; the suffix of a key is its unit."""
     from cpmcu import C
     from cpmcu.loading.loader import choose_device
 
@@ -124,16 +125,16 @@ def run(config: EngineConfig, options: BenchOptions) -> dict[str, Any]:
     plain, rows = run_plain(config, options, rate)
     result |= plain
     if has_draft(config):
-        result["speculation"] = run_cycles(config, rows, options.decode)
+        result["speculation"] = run_speculation(config, rows, options.decode)
     return result
 
 
 def run_plain(
     config: EngineConfig, options: BenchOptions, rate: float
 ) -> tuple[dict[str, Any], list[Row]]:
-    """Loads the model without a draft and measures it; its memory is free again afterwards.
+    """Loads the model without a draft, measures it and frees its memory.
 
-    Raises ValueError, before anything is measured, for a context behind which there is no room.
+    If a context leaves no room for the timed steps, raises ValueError before any measurement.
     """
     from cpmcu.loading.loader import load_model
 
@@ -146,7 +147,7 @@ def run_plain(
     load_s = time.perf_counter() - begin
     weights = sum(row["bytes"] for row in loaded.engine.memory_plan() if row["group"] == "weights")
     depth = config.speculation.spec_num_iter or max(CHOSEN_SHAPE.depth, CHAIN_DEPTH)
-    most_tokens = depth + 1 if has_draft(config) else 1  # of a step
+    most_tokens = depth + 1 if has_draft(config) else 1  # per step
     for context in options.lengths:
         fitting_steps(loaded.engine, context, options.decode, most_tokens)
     rows = [
@@ -167,7 +168,7 @@ def run_plain(
 
 
 def table(result: dict[str, Any]) -> str:
-    """The result for people, as Markdown."""
+    """The result as a Markdown table."""
     lines = [
         f"{result['model']}, {result['dtype']}, {result['weights_GB']:.2f} GB of weights, on "
         f"{result['device']}",
@@ -185,12 +186,12 @@ def table(result: dict[str, Any]) -> str:
             f"{row['step_spread_ms'] / 2:.3f} | {row['floor_ms']:.3f} | {row['ratio']:.2f} |"
         )
     if "speculation" in result:
-        lines += cycle_table(result["speculation"])
+        lines += speculation_table(result["speculation"])
     return "\n".join(lines)
 
 
 def _kernels(options: BenchOptions) -> list[Kernel]:
-    """What is to be drawn beside; raises ValueError for what cannot be."""
+    """The kernels of --kernels. Raises ValueError if --plot or --kernels cannot be used."""
     if options.plot is not None:
         check_plot(Path(options.plot))
     if options.kernels is None:
@@ -201,7 +202,7 @@ def _kernels(options: BenchOptions) -> list[Kernel]:
 
 
 def _print(text: str) -> None:
-    """Writes to stdout; a reader that has left is no error."""
+    """Writes to stdout; a closed pipe is not an error."""
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
@@ -215,9 +216,9 @@ def make_parser(verb: str | None = None) -> FlagParser:
         prog=f"cpmcu {verb}" if verb else "python -m cpmcu.bench",
         usage=None if verb else "python -m cpmcu.bench [flags]",
         words=MODEL_WORD if verb else None,
-        description="Measures how fast a model loads, prefills and decodes, beside the time that "
-        "its bytes take at the device's read bandwidth; with a draft, speculative decoding too. "
-        "The prefix cache is off: every prompt is computed.",
+        description="Measures loading, prefill and decoding, and compares a decode step with the "
+        "time to read its bytes at the device's bandwidth. With a draft, also measures "
+        "speculative decoding. The prefix cache is off.",
         epilog=FOOTER,
     )
     add_flags(parser, BenchOptions, "benchmark")
@@ -226,7 +227,7 @@ def make_parser(verb: str | None = None) -> FlagParser:
 
 
 def main(arguments: list[str] | None = None, verb: str | None = None) -> int:
-    """Runs a benchmark, as a verb of `cpmcu` or without; returns the exit status."""
+    """Runs a benchmark; returns the exit status. `verb`: set by `cpmcu bench`."""
     parser = make_parser(verb)
     flags = parser.parse_args(arguments)
     try:

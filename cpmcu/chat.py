@@ -1,4 +1,4 @@
-"""A conversation in the terminal, and the commands that it understands."""
+"""A conversation in the terminal, and its commands."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _COMMANDS = {
     "/help": "this list",
     "/reset": "forget the conversation (also /new)",
     "/save [FILE]": "write the conversation as JSON, as the server takes it",
-    "/stats": "what the last answer took, in full",
+    "/stats": "all times and speeds of the last answer",
     "/exit": "leave (also /quit, or Ctrl-D)",
 }
 _KEYS = f"""\
@@ -60,9 +60,9 @@ class Chat:
         }
 
     def run(self, first: str | None) -> None:
-        """Answers `first`, if there is one, and then what the user types, until that ends.
+        """Answers `first`, if given, and then the user's messages until the end of the input.
 
-        Raises KeyboardInterrupt for a Ctrl-C while it waits for input that nobody types.
+        Raises KeyboardInterrupt for a Ctrl-C while waiting for input that is not a terminal.
         """
         names = [name.split()[0] for name in _COMMANDS]
         ask = message_reader(names)
@@ -79,13 +79,13 @@ class Chat:
                 if self._display.asks:  # Ctrl-D leaves the cursor behind the prompt
                     self._display.note("")
                 return
-            except KeyboardInterrupt:  # also a second one, when an answer has just been stopped
+            except KeyboardInterrupt:  # possibly a second Ctrl-C, just after a stopped answer
                 if not self._display.asks:
                     raise
                 self._display.note("Ctrl-D or /exit leaves")
 
     def _take(self, line: str) -> bool:
-        """Answers a message or follows a command. False: leave."""
+        """Answers a message or runs a command. Returns False to leave the chat."""
         command = _COMMAND.match(line)
         if command is None:
             self._answer(unquoted(line.strip()))
@@ -110,7 +110,7 @@ class Chat:
         turn = {"role": "user", "content": message}
         try:
             ids = self._llm.tokenize_chat([*self._messages, turn])
-        except ValueError as error:  # the template refuses this turn, the conversation goes on
+        except ValueError as error:  # the template refuses this turn; the conversation continues
             self._display.error(error)
             return
         if len(ids) >= self._llm.max_length:
@@ -129,7 +129,7 @@ class Chat:
         )
         if answer.result is not None:
             self._last = answer.result
-        elif not answer.text:  # stopped before it said anything: as if it had not been asked
+        elif not answer.text:  # stopped before the first text: drop the turn
             return
         self._messages += [turn, {"role": "assistant", "content": answer.text}]
 
@@ -153,11 +153,11 @@ class Chat:
         conversation = {"model": self._llm.directory.name, "messages": self._messages}
         text = json.dumps(conversation, ensure_ascii=False, indent=2) + "\n"
         try:
-            again = path.resolve() in self._saved  # never over a file of somebody else's
+            again = path.resolve() in self._saved  # overwrites only files of this chat
             with open(path, "w" if again else "x", encoding="utf-8", errors="replace") as file:
                 file.write(text)
         except FileExistsError:
-            self._display.error(f"{path} is there already, expected a new file")
+            self._display.error(f"{path} exists, expected a new file")
         except OSError as error:
             self._display.error(error)
         else:

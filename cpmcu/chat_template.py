@@ -1,8 +1,8 @@
-"""Conversations to prompts, by the Jinja template that comes with a checkpoint.
+"""Renders conversations to prompts with a checkpoint's Jinja chat template.
 
-Templates run sandboxed and within limits (cpmcu/template_sandbox.py), with the helpers
-which the ecosystem's templates rely on. A template that fails raises ChatTemplateError: a
-conversation never silently becomes some other prompt.
+Templates run in a sandbox with limits (cpmcu/template_sandbox.py). They get the helper functions
+that transformers provides. A failing template raises ChatTemplateError; there is no fallback
+prompt.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class ChatTemplateError(ValueError):
 class ChatTemplate:
     """A compiled template. Raises ChatTemplateError if `source` is not a template.
 
-    Its text stays in the attribute `source`, that for conversations with tools in `tool_source`.
+    `source` is the template's text; `tool_source` is used for conversations with tools.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class ChatTemplate:
                 f"the chat template is malformed in line {error.lineno}: "
                 f"{one_line(error.message or '')}"
             ) from error
-        except Exception as error:  # of a text that is nested too deeply, say
+        except Exception as error:  # for example, a template that is nested too deeply
             raise ChatTemplateError(
                 f"the chat template cannot be compiled: {type(error).__name__}: {one_line(error)}"
             ) from error
@@ -62,10 +62,10 @@ class ChatTemplate:
     def from_directory(cls, directory: str | Path, tokenizer: Tokenizer) -> ChatTemplate | None:
         """The template of a checkpoint directory, or None if it has none.
 
-        Files win over tokenizer_config.json, as elsewhere: `chat_template.jinja`, and each of
-        `additional_chat_templates/` under its own name. Of several named ones it is "default",
-        and "tool_use" when tools are given. Raises ChatTemplateError if tokenizer_config.json has
-        what is no template, or a template cannot be read or compiled.
+        The files `chat_template.jinja` and `additional_chat_templates/NAME.jinja` override
+        tokenizer_config.json. Of several named templates, "default" is used, and "tool_use" if
+        tools are given. Raises ChatTemplateError if a template cannot be read or compiled, or if
+        tokenizer_config.json holds another type.
         """
         named = _in_files(Path(directory))
         if "default" not in named:
@@ -87,11 +87,11 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> str:
-        """The prompt text of a conversation. `variables` go to the template as they are.
+        """The prompt text of a conversation. `variables` are passed to the template.
 
-        Templates always know `documents`, which is None unless given.
-        Tokenise it without adding special tokens: the template writes those the model wants.
-        Raises ChatTemplateError if the template refuses or a message is malformed.
+        `documents` is defined in every template and None unless given. Tokenise the prompt without
+        adding special tokens: the template writes them. Raises ChatTemplateError if the template
+        refuses the conversation or a message is malformed.
         """
         template = self._tool_template if tools and self._tool_template else self._template
         plain = [joined(message) for message in messages]
@@ -104,7 +104,7 @@ class ChatTemplate:
             given = {"documents": None, **self._special_tokens, **variables, **own}
             with limited(given):
                 return template.render(given)
-        except Exception as error:  # templates can raise anything Python can
+        except Exception as error:  # a template can raise any exception
             kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
             raise ChatTemplateError(
                 f"the chat template failed for this conversation: {kind}{one_line(error)}"
@@ -112,10 +112,10 @@ class ChatTemplate:
 
 
 def joined(message: Message) -> dict[str, Any]:
-    """A message whose content is a string: the texts of a list of parts are joined by newlines.
+    """The message with string content: the texts of a list of parts are joined by newlines.
 
-    Keys whose value is None are left out, which templates would write as "None". Raises
-    ChatTemplateError for what is no message, and for parts that are not text.
+    Keys with value None are dropped, because templates would print "None". Raises
+    ChatTemplateError if `message` is not a message or a part is not text.
     """
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise ChatTemplateError(f"a message must be a mapping with a role, found {shown(message)}")
@@ -133,7 +133,7 @@ def joined(message: Message) -> dict[str, Any]:
 
 
 def _in_files(directory: Path) -> dict[str, str]:
-    """The templates that are files of a checkpoint directory, by name."""
+    """Name -> template, of the template files of a checkpoint directory."""
     files = {"default": directory / "chat_template.jinja"}
     files |= {path.stem: path for path in sorted(directory.glob(f"{_FOLDER}/*.jinja"))}
     found = {}
@@ -147,7 +147,7 @@ def _in_files(directory: Path) -> dict[str, str]:
 
 
 def _in_config(stated: Any) -> dict[str, str]:
-    """The templates that tokenizer_config.json states, by name. Raises ChatTemplateError."""
+    """Name -> template, of tokenizer_config.json. Raises ChatTemplateError for another type."""
     if not stated or isinstance(stated, str):
         return {"default": stated} if stated else {}
     pairs: list[tuple[Any, Any]] = [(None, None)]
@@ -164,7 +164,7 @@ def _in_config(stated: Any) -> dict[str, str]:
 
 
 class _Generation(Extension):
-    """Tolerates {% generation %}, which marks the assistant's words for training."""
+    """Ignores the tag {% generation %}, which marks the assistant's text for training."""
 
     tags = {"generation"}
 
@@ -191,7 +191,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON without the HTML escapes of Jinja's own filter."""
+    """The filter `tojson` without the HTML escapes of Jinja's version."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

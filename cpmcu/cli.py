@@ -1,9 +1,14 @@
 """python -m cpmcu.cli: completes a prompt, or holds a conversation, in the terminal.
 
-`cpmcu run`, `chat`, `plan`, `env` and `list` are the same program. The generated text, or the table
-asked for, goes to stdout, everything else to stderr. Exit status: 0; 1 for an error (one sentence;
-CPMCU_DEBUG=1 shows the traceback); 2 for wrong flags; 130 after Ctrl-C, but for one that stops an
-answer of a chat.
+`cpmcu run`, `chat`, `plan`, `env` and `list` are the same program. Generated text and tables go to
+stdout, all other output to stderr. Ctrl-C during an answer of a chat stops only the answer.
+
+| exit status | meaning |
+|---|---|
+| 0 | success |
+| 1 | error, in one sentence; CPMCU_DEBUG=1 shows the traceback |
+| 2 | wrong flags |
+| 130 | Ctrl-C |
 """
 
 from __future__ import annotations
@@ -30,30 +35,30 @@ DEFAULT_TOKENS, SHIPPED_TOKENS = 1024, 200
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CliOptions:
-    """What the command line has beyond the engine's and the sampler's parameters."""
+    """Flags of the command line besides those of the engine and of sampling."""
 
     prompt_text: str | None = option(
         None,
-        "the prompt, or the first message of a chat (default: one that suits the model)",
+        "the prompt, or the first message of a chat (default: a prompt that suits the model)",
         metavar="TEXT",
-        brief="the prompt; what is piped in is appended to it",
+        brief="the prompt; piped input is appended to it",
     )
     prompt_file: str | None = option(
         None,
-        "UTF-8 file with the prompt, - for stdin; wins over --prompt-text",
+        "UTF-8 file with the prompt, - for stdin; overrides --prompt-text",
         metavar="PATH",
         brief="UTF-8 file with the prompt, - for stdin",
     )
     system_prompt: str | None = option(
         None,
-        "what the model is told before the conversation; needs a chat template",
-        brief="what the model is told before the conversation",
+        "system message before the conversation; needs a chat template",
+        brief="system message before the conversation",
     )
     use_chat_template: bool | None = option(
         None,
-        "give the prompt to the model's chat template as one user turn (default: yes; no for a "
-        "shipped model, which completes code)",
-        brief="no: the prompt goes in as it is",
+        "render the prompt with the model's chat template, as one user turn (default: yes; no for "
+        "a shipped model, which completes code)",
+        brief="no: use the prompt unchanged",
     )
     use_stream: bool = option(True, "show text while it is generated")
     chat: bool = option(
@@ -63,10 +68,10 @@ class CliOptions:
     )
     stats: bool = option(
         False,
-        "show times, speeds and acceptance in full, not in one line",
-        brief="show times and acceptance in full",
+        "show all times, speeds and acceptance, instead of one line",
+        brief="show all times and acceptance",
     )
-    plain_output: bool = option(False, "no colours and no moving bars")
+    plain_output: bool = option(False, "no colours and no progress bars")
     env: bool = option(
         False,
         "print versions, build and devices, for a bug report, and exit",
@@ -74,8 +79,8 @@ class CliOptions:
     )
     memory_plan: bool = option(
         False,
-        "print where device memory goes, by group, and exit",
-        brief="print where device memory goes, and exit",
+        "print the use of device memory by group, and exit",
+        brief="print the use of device memory, and exit",
     )
     full: bool = option(
         False, "with --memory-plan: every buffer", brief="with --memory-plan: every buffer"
@@ -84,31 +89,31 @@ class CliOptions:
         False,
         "print the registered models, schemes and C++ parts, and exit",
         flags=("--list",),
-        brief="print what is registered, and exit",
+        brief="print registered models and parts, and exit",
     )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Verb:
-    """One of `cpmcu`'s verbs that this program serves."""
+    """A verb of `cpmcu` that this program implements."""
 
     does: str
     words: dict[str, str]
-    sets: str | None = None  # the switch that it stands for
+    sets: str | None = None  # the boolean field of CliOptions that the verb sets
 
 
-_PROMPT = {"PROMPT": "as --prompt-text"}
+_PROMPT = {"PROMPT": "same as --prompt-text"}
 VERBS = {
     "run": Verb("Completes or answers a prompt.", {**MODEL_WORD, **_PROMPT}),
     "chat": Verb("Holds a conversation, which PROMPT begins.", {**MODEL_WORD, **_PROMPT}, "chat"),
-    "plan": Verb("Prints where device memory goes, by group.", MODEL_WORD, "memory_plan"),
+    "plan": Verb("Prints the use of device memory by group.", MODEL_WORD, "memory_plan"),
     "env": Verb("Prints versions, build and devices, for a bug report.", {}, "env"),
     "list": Verb("Prints registered models, schemes and C++ parts.", {}, "list_registered"),
 }
 
 
 def main(arguments: list[str] | None = None, verb: str | None = None) -> int:
-    """Runs the command line, as that of a verb of `cpmcu` or without; returns the exit status."""
+    """Runs the command line; returns the exit status. `verb`: set by `cpmcu VERB`."""
     parser = make_parser(verb)
     parsed = parser.parse_args(arguments)
     options, config, params = _configs(parser, parsed, verb)
@@ -134,7 +139,7 @@ def main(arguments: list[str] | None = None, verb: str | None = None) -> int:
 
 
 def make_parser(verb: str | None = None) -> FlagParser:
-    """The parser of all flags; that of `env` and of `list` has none."""
+    """The parser of all flags. The verbs `env` and `list` have no flags."""
     if verb is None:
         parser = FlagParser(
             prog="cpmcu",
@@ -166,7 +171,7 @@ def make_parser(verb: str | None = None) -> FlagParser:
         parser.briefs["prompt_text"] = "the first message"
         parser.briefs["prompt_file"] = "UTF-8 file with the first message"
     if verb == "plan":
-        parser.briefs["full"] = "every buffer, not only the large ones"
+        parser.briefs["full"] = "show every buffer, not only large buffers"
         parser.hide("prompt_text", "prompt_file", "system_prompt", "use_chat_template")
         parser.hide("use_stream", "stats")
         parser.hide(*(field.name for field in dataclasses.fields(SamplingParams)))
@@ -235,8 +240,11 @@ def _run(
 
 
 def _load(display: Display, config: EngineConfig, *, needs_template: bool = False) -> LLM:
-    """Raises ValueError, before weights are read, if a chat template is needed and missing."""
-    from cpmcu.llm import LLM  # the engine: nothing before needs it
+    """Loads the model.
+
+    If a chat template is needed and missing, raises ValueError before weights are read.
+    """
+    from cpmcu.llm import LLM  # loads the engine
 
     def check(llm: LLM) -> None:
         if needs_template and llm.chat_template is None:
@@ -250,12 +258,12 @@ def _load(display: Display, config: EngineConfig, *, needs_template: bool = Fals
 
 
 def _completes_code(model: str | None) -> bool:
-    """Is this one of the models that come with the package?"""
+    """Is the model a shipped one, which completes code?"""
     return model is None or shipped(model) is not None
 
 
 def _prompt(display: Display, options: CliOptions) -> str | None:
-    """The prompt that was given, None if there is none. In a chat stdin has the messages."""
+    """The given prompt, or None. In a chat, stdin holds the messages."""
     if options.chat and options.prompt_file is None:
         return options.prompt_text
     return read_prompt(
@@ -264,7 +272,7 @@ def _prompt(display: Display, options: CliOptions) -> str | None:
 
 
 def _template(options: CliOptions, config: EngineConfig) -> bool | None:
-    """Does the prompt go to the chat template? None: if the model has one."""
+    """Is the prompt rendered with the chat template? None: yes, if the model has a template."""
     template = options.use_chat_template
     for flag, needs in (("--chat", options.chat), ("--system-prompt", options.system_prompt)):
         if needs and template is False:
@@ -290,7 +298,7 @@ def _complete(
     if prompt is None:
         prompt = SHIPPED_PROMPT if _completes_code(llm.config.model) else DEFAULT_PROMPT
     if template is None and llm.chat_template is None:
-        display.note(f"{llm.directory.name} has no chat template: the prompt goes in as it is")
+        display.note(f"{llm.directory.name} has no chat template: the prompt is used unchanged")
     if template or (template is None and llm.chat_template is not None):
         turn = {"role": "user", "content": prompt}
         ids = llm.tokenize_chat([*_system_turn(options), turn])

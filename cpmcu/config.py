@@ -1,7 +1,7 @@
-"""Engine configuration: one frozen dataclass that LLM, the CLI and the server share.
+"""Engine configuration: frozen dataclasses that LLM, the CLI and the server share.
 
-Each field's metadata is its help text, and where the flag differs from the field's name, its flag
-(see `cpmcu/flags.py`): a flag is added by adding a field.
+The metadata of a field holds its help text and its flag, if that differs from the field's name.
+To add a flag, add a field (see `cpmcu/flags.py`).
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ PREFIX_CACHE = "prefix cache"  # a group of flags
 
 INT_MAX = (1 << 31) - 1
 
-# As csrc/kernels/tree/tree.h has them.
+# As in csrc/kernels/tree/tree.h.
 MAX_TREE_SIZE = 64
 MAX_DRAFT_DEPTH = 16
 MAX_NGRAM = 32
 MAX_DRAFT_TOPK = 32
 
 _MODEL_HELP = (
-    "local directory, Hugging Face repository id, or a model that ships with cpmcu: "
-    "tiny-python-minicpm (default; small, of Python code) or tiny-python-minicpm-w4 (in 4 bits)"
+    "local directory, Hugging Face repository id, or a shipped model: tiny-python-minicpm "
+    "(default; small, completes Python code) or tiny-python-minicpm-w4 (the same in 4 bits)"
 )
 
 
@@ -51,8 +51,8 @@ def option(
     """A dataclass field that can become a command-line flag.
 
     `flags` replaces the flag derived from the field's name; an empty tuple means no flag. `brief`
-    is the flag's line in `--help`; a flag without one is explained by `--help-all` only. `group`:
-    the title of the help under which it stands, if not that of the dataclass.
+    is the flag's line in `--help`. A flag without `brief` is explained by `--help-all` only.
+    `group`: title of the flag's group in the help, if it is not the dataclass's.
     """
     metadata = {
         "help": help,
@@ -73,12 +73,12 @@ _SHIPPED_DRAFTS = {  # target -> draft
 
 
 def shipped_model() -> Path:
-    """Directory of the model that comes with the package."""
+    """Directory of the default shipped model."""
     return ASSETS / "tiny-python-minicpm"
 
 
 def shipped(name: str) -> Path | None:
-    """Directory of what comes with the package and has this name or lies at this place."""
+    """Directory of the shipped model with this name or path; None if it is not a shipped one."""
     path = Path(name).expanduser()
     if not path.exists() and path.name == name:
         path = ASSETS / name
@@ -86,7 +86,7 @@ def shipped(name: str) -> Path | None:
 
 
 def shipped_draft(target: Path) -> Path | None:
-    """Directory of the draft for `target`, if both come with the package."""
+    """Directory of the shipped draft for a shipped `target`, else None."""
     target = target.resolve()
     name = _SHIPPED_DRAFTS.get(target.name)
     if name is None or target.parent != ASSETS.resolve():
@@ -96,21 +96,21 @@ def shipped_draft(target: Path) -> Path | None:
 
 
 def num_candidates(topk: int, depth: int) -> int:
-    """How many nodes a draft scores: all children of topk nodes of each level."""
+    """Number of candidates that a draft scores: topk children of topk nodes in each level."""
     return topk + (depth - 1) * topk * topk
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TreeShape:
-    """Drafted levels, width of a level, and nodes that the target verifies, the root included."""
+    """Shape of a drafted tree."""
 
-    depth: int
-    topk: int
-    tree_size: int
+    depth: int  # drafted levels
+    topk: int  # nodes expanded per level, and children per node
+    tree_size: int  # verified nodes, the root included
 
 
 HEAD_SHAPE = TreeShape(depth=2, topk=10, tree_size=12)
-CHOSEN_SHAPE = TreeShape(depth=4, topk=8, tree_size=32)  # the largest, where steps choose
+CHOSEN_SHAPE = TreeShape(depth=4, topk=8, tree_size=32)  # largest shape if each step chooses
 SHIPPED_SHAPE = TreeShape(depth=4, topk=8, tree_size=24)
 CHAIN_DEPTH = 4
 
@@ -126,74 +126,76 @@ _VLLM_KEYS = {
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculativeConfig:
-    """What drafts, and how much. Raises ValueError for a value or a tree that cannot be.
+    """The drafter and the shape of its trees.
 
-    Without a draft (none named, and another target than a shipped model) nothing is drafted.
+    If no draft is named, a shipped model uses its shipped draft; other models do not speculate.
+    Raises ValueError for a value out of range and for an impossible tree shape.
     """
 
     draft_model_path: str | None = option(
         None,
         "draft head or draft model: local directory or Hugging Face id",
         metavar="PATH|REPO",
-        brief="draft head or model, as --model-path has it",
+        brief="draft head or model, named like --model-path",
     )
     method: str = option(
         "auto",
-        "what the draft is: auto reads it from the files; ngram looks up the prompt and output",
+        "drafter: auto detects it from the files; ngram looks up the prompt and output",
         flags=("--spec-method",),
         metavar="NAME",
         brief="ngram: drafts from the text, without files",
     )
     no_speculation: bool = option(
-        False, "draft nothing, whatever else is given", brief="draft nothing; changes no text"
+        False,
+        "switch speculation off; overrides all other flags of speculation",
+        brief="switch speculation off; changes no text",
     )
     use_eagle3: bool | None = option(
-        None, "expect an EAGLE-3 head (default: what the draft's files are)"
+        None, "require an EAGLE-3 head (default: detected from the draft's files)"
     )
     spec_num_iter: int | None = option(
         None,
-        "tokens of the longest drafted path (default: 4; a draft that was named, in a fixed tree: "
-        "2)",
+        "tokens of the longest drafted path (default: 4; named draft with a fixed tree: 2)",
     )
     spec_topk_per_iter: int | None = option(
         None,
-        "drafted continuations of a token, and nodes that go on (default: 8; a draft that was "
-        "named, in a fixed tree: 10)",
+        "drafted children of a node, and nodes expanded per level (default: 8; named draft with a "
+        "fixed tree: 10)",
     )
     spec_tree_size: int | None = option(
         None,
-        f"tokens verified in a step, at most {MAX_TREE_SIZE}, the last emitted one included "
-        "(default: 32; shipped draft: 24; a draft that was named, in a fixed tree: 12)",
+        f"tokens verified in a step, at most {MAX_TREE_SIZE}, the last emitted token included "
+        "(default: 32; shipped draft: 24; named draft with a fixed tree: 12)",
     )
     spec_auto: bool | None = option(
         None,
-        "choose in each step how much of that tree is drafted, or nothing, by what was accepted "
-        "and how long steps took; changes no text (default: if no shape is given)",
+        "choose in each step the size of the drafted tree, or no draft, from acceptance and step "
+        "times so far; changes no text (default: yes if no shape is given)",
     )
     spec_window_size: int | None = option(
         None,
-        "last cells of the cache that a draft head's attention sees (a tree's nodes have one each, "
-        "whatever their position); 0: all (default: 1024; draft model: 0)",
+        "most recent KV entries that a draft head's attention sees (each tree node has one entry); "
+        "0: all (default: 1024; draft model: 0)",
     )
     frspec_path: str | None = option(
         None,
-        "frequent tokens, which the draft chooses from: freq_N.pt, .npy, or directory or "
-        "Hugging Face id with such files",
+        "FR-Spec: list of the frequent tokens that the draft chooses from: freq_N.pt, .npy, or a "
+        "directory or Hugging Face id with such files",
         metavar="PATH|REPO",
     )
     frspec_vocab_size: int = option(
-        0, "number of frequent tokens; 0: as many as --frspec-path has, all without it"
+        0, "number of frequent tokens; 0: all of --frspec-path, or the whole vocabulary without it"
     )
     draft_head_quant: str = option(
         "auto",
-        "bits of the draft's lm_head, rounded at load, which changes no text; auto: w4 if the "
-        "draft is quantised and the target's lm_head is not, else none",
+        "quantise the draft's lm_head at load time; changes no text; auto: w4 if the draft is "
+        "quantised and the target's lm_head is not, else none",
         choices=DRAFT_HEAD_QUANTS,
     )
     prompt_lookup_min: int | None = option(None, "n-gram: shortest match (default: 1)")
     prompt_lookup_max: int | None = option(None, "n-gram: longest match (default: 4)")
     per_request_spec_decode_metrics: str = option(
-        "summary", "acceptance in each result; detailed: of every step", choices=SPEC_METRICS
+        "summary", "acceptance in each result; detailed: also per step", choices=SPEC_METRICS
     )
 
     def __post_init__(self) -> None:
@@ -221,24 +223,25 @@ class SpeculativeConfig:
                 f"prompt_lookup_min is {self.ngram_range[0]}, but must be at most "
                 f"prompt_lookup_max, which is {self.ngram_range[1]}"
             )
-        self.shape(chain=self.method == "ngram")  # raises if there is none
+        self.shape(chain=self.method == "ngram")  # raises for an impossible shape
 
     @property
     def ngram_range(self) -> tuple[int, int]:
-        """Shortest and longest match of n-gram look-up."""
+        """Shortest and longest match of n-gram look-up, in tokens."""
         longest = self.prompt_lookup_max or max(4, self.prompt_lookup_min or 0)
         return self.prompt_lookup_min or 1, longest
 
     @property
     def chooses_shapes(self) -> bool:
-        """Is the shape of the tree chosen in each step?"""
+        """Does each step choose the shape of its tree?"""
         given = (self.spec_num_iter, self.spec_topk_per_iter, self.spec_tree_size)
         return given == (None, None, None) if self.spec_auto is None else self.spec_auto
 
     def shape(self, *, chain: bool = False, defaults: TreeShape = HEAD_SHAPE) -> TreeShape:
-        """The tree that these values and the defaults make. Raises ValueError if none can be.
+        """The tree shape of the given fields, with `defaults` for the others.
 
-        `chain`: the drafter makes one path, so only its length can be chosen.
+        `chain`: the draft has no branches, so only its length can be chosen. Raises ValueError for
+        an impossible shape.
         """
         if chain:
             return self._chain()
@@ -279,14 +282,14 @@ class SpeculativeConfig:
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> SpeculativeConfig:
-        """Reads vLLM's keys for the methods supported, and the fields' own names."""
+        """Reads a mapping with vLLM's keys or field names. Raises ValueError for other keys."""
         return cls(**_speculative_fields(values))
 
     @classmethod
     def from_json(cls, text: str, **flags: Any) -> SpeculativeConfig:
-        """A JSON object as `from_mapping` reads it, and fields given otherwise.
+        """Reads a JSON object like `from_mapping`; `flags`: fields given on the command line.
 
-        Raises ValueError for text that is not an object, unknown keys, and a field given twice.
+        Raises ValueError for text that is not a JSON object, unknown keys, and a field given twice.
         """
         try:
             values = json.loads(text)
@@ -313,7 +316,7 @@ def _speculative_fields(values: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in fields.items():
         _check_type(name, value)
     tokens = values.get("num_speculative_tokens")
-    if tokens is not None:  # vLLM's drafts are chains
+    if tokens is not None:  # vLLM's drafts have no branches
         fields.setdefault("spec_topk_per_iter", 1)
         if fields["spec_topk_per_iter"] == 1:
             fields.setdefault("spec_tree_size", tokens + 1)
@@ -321,7 +324,7 @@ def _speculative_fields(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_type(name: str, value: Any) -> None:
-    """ValueError for a value that is not of the type of SpeculativeConfig's field, nor None."""
+    """Raises ValueError unless the value is None or has the type of SpeculativeConfig's field."""
     hint = typing.get_type_hints(SpeculativeConfig)[name]
     (wanted,) = (kind for kind in typing.get_args(hint) or (hint,) if kind is not type(None))
     right = isinstance(value, wanted) and isinstance(value, bool) == (wanted is bool)
@@ -331,7 +334,7 @@ def _check_type(name: str, value: Any) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """How a model is loaded and run. Raises ValueError for a value out of range."""
+    """Options for loading and running a model. Raises ValueError for a value out of range."""
 
     model: str | None = option(
         None,
@@ -343,36 +346,37 @@ class EngineConfig:
     revision: str | None = option(None, "branch, tag or commit of the Hugging Face repository")
     device: str = option(
         "auto",
-        "where to run; auto takes a GPU if there is one",
+        "device to run on; auto: a GPU if there is one, else the CPU",
         choices=DEVICES,
-        brief="where to run (default: a GPU if there is one)",
+        brief="device (default: a GPU if there is one)",
     )
-    device_index: int = option(0, "which CUDA device, counted from 0")
+    device_index: int = option(0, "index of the CUDA device, from 0")
     dtype: str = option(
         "auto",
-        "type of weights and activations; auto keeps the checkpoint's",
+        "type of weights and activations; auto: the type of the checkpoint",
         choices=DTYPES,
         brief="float16, bfloat16 or float32 (default: as saved)",
     )
     lm_head_quant: str = option(
         "none",
-        "LOSSY: round the model's lm_head to 8 or 4 bits at load, for speed; the text changes",
+        "LOSSY: quantise the model's lm_head to 8 or 4 bits at load time, for speed; changes the "
+        "text",
         choices=HEAD_QUANTS,
     )
     memory_limit: float = option(
         0.9,
-        "share of the memory that is free at start which the engine may take, in (0, 1]",
-        brief="share of the free memory to take (default: 0.9)",
+        "share of the memory free at start that the engine may use, in (0, 1]",
+        brief="share of the free memory to use (default: 0.9)",
     )
-    chunk_length: int = option(2048, "tokens of one prefill step")
+    chunk_length: int = option(2048, "most prompt tokens of one prefill step")
     max_model_len: int = option(
         0,
-        "most tokens of one sequence, prompt and output; 0: what the model was made for",
+        "most tokens of one sequence, prompt and output; 0: the model's own limit",
         brief="most tokens of prompt and output together",
     )
-    max_num_seqs: int = option(8, "most sequences that run at the same time")
+    max_num_seqs: int = option(8, "most sequences that run concurrently")
     cuda_graph: bool = option(True, "replay decode steps as CUDA graphs")
-    num_threads: int = option(0, "threads of the CPU back end; 0: all cores")
+    num_threads: int = option(0, "threads of the CPU back end; 0: one per core")
     prefix_cache: bool = option(
         True,
         "keep the keys and values of prompts for later prompts that begin alike; changes no text",
@@ -403,11 +407,11 @@ class EngineConfig:
         64.0, "most that the folder may hold, in GB", group=PREFIX_CACHE
     )
     minicpm4_yarn: bool = option(
-        False, "replace the checkpoint's rope scaling with MiniCPM4's factors for long contexts"
+        False, "replace the checkpoint's RoPE scaling with MiniCPM4's factors for long contexts"
     )
     speculative_config: str | SpeculativeConfig | None = option(  # noqa: RUF009
         None,
-        'drafting as JSON with vLLM\'s keys: {"method": "eagle|eagle3|ngram|draft_model", '
+        'speculation as JSON with vLLM\'s keys: {"method": "eagle|eagle3|ngram|draft_model", '
         '"model": PATH, "num_speculative_tokens": N, "prompt_lookup_max": N, '
         '"prompt_lookup_min": N}',
         metavar="JSON",
@@ -415,7 +419,7 @@ class EngineConfig:
 
     @property
     def speculation(self) -> SpeculativeConfig:
-        """`speculative_config`, read."""
+        """`speculative_config` after parsing."""
         assert isinstance(self.speculative_config, SpeculativeConfig)
         return self.speculative_config
 
@@ -466,7 +470,7 @@ def _size(name: str, value: float) -> None:
 
 
 def _whole(name: str, value: int, minimum: int) -> None:
-    """Raises ValueError unless it is a whole number that the engine, in C++, can hold."""
+    """Raises ValueError unless `value` is an integer from `minimum` to INT_MAX."""
     if integer(name, value) < minimum:
         raise ValueError(f"{name} is {value}, but must be at least {minimum}")
     if value > INT_MAX:

@@ -1,4 +1,4 @@
-"""The flags that every program with an engine has: model, engine and speculation."""
+"""Flags shared by all programs with an engine: model, engine and speculation."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from cpmcu.checks import shown
 from cpmcu.config import EngineConfig, SpeculativeConfig
 from cpmcu.flags import FlagParser, add_flags, from_flags
 
-MODEL_WORD = {"MODEL": "as --model-path (default: the shipped model)"}  # of verbs of `cpmcu`
+MODEL_WORD = {"MODEL": "same as --model-path (default: a shipped model)"}
 
 _SPARSE = "sparse attention"
-_LATER = {  # CPM.cu's flags for what is not built yet
+_LATER = {  # flag of CPM.cu -> its feature, which is not implemented
     "--sink-window-size": _SPARSE,
     "--block-window-size": _SPARSE,
     "--sparse-topk-k": _SPARSE,
@@ -24,7 +24,7 @@ _LATER = {  # CPM.cu's flags for what is not built yet
 
 
 class _NotYet(argparse.Action):
-    """A flag of a feature that this version does not have."""
+    """Rejects a flag of a feature that is not implemented."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
         flag = self.option_strings[0]
@@ -32,7 +32,7 @@ class _NotYet(argparse.Action):
 
 
 class _ModelType(argparse.Action):
-    """Accepts auto: config.json says what a model is."""
+    """Accepts only auto: config.json determines the type of a model."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
         if values != "auto":
@@ -46,7 +46,7 @@ def add_engine_flags(
     defaults: Mapping[str, Any] | None = None,
     title: str = "model and engine",
 ) -> None:
-    """Adds the flags of EngineConfig and SpeculativeConfig; `defaults` as `add_flags` has them."""
+    """Adds the flags of EngineConfig and SpeculativeConfig. `defaults`: see `add_flags`."""
     add_flags(parser, EngineConfig, title, defaults)
     add_flags(parser, SpeculativeConfig, "speculative decoding")
     parser.add_argument(  # vLLM's spelling of --prefix-cache no
@@ -73,7 +73,7 @@ def named_model(parsed: argparse.Namespace) -> str | None:
 
 
 def engine_config(parsed: argparse.Namespace) -> EngineConfig:
-    """The engine's configuration. Raises ValueError for a value that cannot be."""
+    """The engine's configuration. Raises ValueError for a value out of range."""
     return from_flags(EngineConfig, parsed, speculative_config=_speculation(parsed))
 
 
@@ -88,7 +88,7 @@ def without_hits(config: EngineConfig, parsed: argparse.Namespace) -> EngineConf
 
 
 def _speculation(parsed: argparse.Namespace) -> SpeculativeConfig:
-    """--speculative-config and the flags of its fields, together. Raises ValueError."""
+    """Merges --speculative-config with the flags of its fields. Raises ValueError on conflict."""
     if parsed.speculative_config is None:
         return from_flags(SpeculativeConfig, parsed)
     names = [field.name for field in dataclasses.fields(SpeculativeConfig)]

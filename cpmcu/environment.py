@@ -1,4 +1,4 @@
-"""What this installation is made of and what it finds: the text for a bug report."""
+"""Versions, build and devices of this installation, for a bug report."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _DRIVER_FILE = Path("/proc/driver/nvidia/version")
 
 
 def environment() -> list[tuple[str, str]]:
-    """(subject, what was found) rows. Needs neither a GPU nor the compiled extension."""
+    """(subject, value) rows. Needs neither a GPU nor the compiled extension."""
     return [
         ("cpmcu", f"{__version__}, in {Path(__file__).parent}"),
         ("python", f"{platform.python_version()}, {sys.executable}"),

@@ -1,4 +1,4 @@
-"""What programs do about errors: one sentence, and an end after Ctrl-C."""
+"""Error handling of the programs: one-sentence messages, Ctrl-C, closed pipes."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from pathlib import Path
 
 from cpmcu.checks import one_line
 
-MAX_SENTENCE = 2000  # characters: some list names
-INTERRUPTED = 130  # exit status after Ctrl-C: 128 and the number of SIGINT
+MAX_SENTENCE = 2000  # characters; some messages list names
+INTERRUPTED = 130  # exit status after Ctrl-C: 128 + SIGINT
 
 
 class OutputError(RuntimeError):
-    """One output cannot be finished. The text is a sentence for whoever asked for the output."""
+    """One output cannot be finished. The message is a sentence for the client."""
 
 
 def sentence(error: BaseException | str) -> str:
-    """An error in one line. One of the system's begins with the file's name, not with a number."""
+    """An error in one line. An OSError begins with the file name and has no errno."""
     text = str(error)
     if isinstance(error, OSError) and error.strerror is not None:
         text = error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
@@ -28,7 +28,7 @@ def sentence(error: BaseException | str) -> str:
 
 @contextmanager
 def about(path: Path) -> Iterator[None]:
-    """Begins a ValueError with the file or directory that it is about, unless it names it."""
+    """Prefixes a ValueError with `path`, unless its message already contains it."""
     try:
         yield
     except ValueError as error:
@@ -39,13 +39,13 @@ def about(path: Path) -> Iterator[None]:
 
 @contextmanager
 def one_sentence() -> Iterator[None]:
-    """Makes an error's text one line of bounded length, whatever was found in a file."""
+    """Cuts the message of an error to one line of bounded length."""
     try:
         yield
     except (ValueError, FileNotFoundError, MemoryError, RuntimeError) as error:
         text = str(error)
         line = one_line(text, len(text) * 8)
-        if len(line) > MAX_SENTENCE:  # what was found first, what was expected last
+        if len(line) > MAX_SENTENCE:  # keeps the value found (first) and expected (last)
             line = f"{line[: MAX_SENTENCE * 2 // 3]}...{line[-MAX_SENTENCE // 4 :]}"
         if line == text or (isinstance(error, OSError) and error.errno is not None):
             raise
@@ -55,12 +55,12 @@ def one_sentence() -> Iterator[None]:
 def forget_interrupt() -> None:
     """Lets a program that has caught a Ctrl-C choose its exit status.
 
-    CPython remembers a Ctrl-C that came while a text was executed, as the making of a dataclass
-    does it, and ends by that signal unless another text was executed since.
+    If a Ctrl-C arrives during `exec` (which dataclasses use), CPython remembers it and ends by that
+    signal. A later `exec` clears the memory.
     """
     exec("")
 
 
 def reader_left() -> None:
-    """Lets a program end quietly whose reader of stdout is gone, as `head` is after its lines."""
+    """Redirects stdout to the null device after its reader (`head`, for example) has exited."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

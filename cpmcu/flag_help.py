@@ -1,4 +1,4 @@
-"""The text of `--help`: the most used flags by groups, a line each, so that it fits a screen."""
+"""The text of `--help`: the most used flags by group, one line each."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import shutil
 import textwrap
 from collections.abc import Mapping
 
-Briefs = dict[str, str]  # destination of a flag -> its line of help; "": not mentioned
+Briefs = dict[str, str]  # destination of a flag -> its line of help; "": hidden
 
 _INDENT = "  "
-_LEFT = 30  # widest column of flags
-_CHOICES = 14  # letters of the choices that are shown in it
+_LEFT = 30  # maximum width of the column of flags
+_CHOICES = 14  # longer lists of choices are not shown in that column
 
 
 def short_help(
@@ -19,7 +19,7 @@ def short_help(
 ) -> str:
     """Usage, description, and the flags of each group.
 
-    A group of which no flag has a brief is explained as `--help-all` does it.
+    If no flag of a group has a brief, the group gets the full help texts.
     """
     width = max(30, shutil.get_terminal_size().columns)
     lines = [*textwrap.wrap(f"usage: {usage}", width, subsequent_indent=_INDENT), ""]
@@ -52,7 +52,7 @@ def short_help(
 def _rows(
     group: argparse._ArgumentGroup, briefs: Briefs
 ) -> tuple[list[tuple[str, str]], list[str]]:
-    """(flag, brief) rows of a group, and the flags that have none."""
+    """(flag, brief) rows of a group, and the flags without a brief."""
     shown = [action for action in group._group_actions if action.help != argparse.SUPPRESS]
     if not any(action.dest in briefs for action in shown):
         return [(flag_text(action), (action.help or "").replace("%%", "%")) for action in shown], []
@@ -62,7 +62,7 @@ def _rows(
 
 
 def flag_text(action: argparse.Action) -> str:
-    """A flag with the kind of its value, as `--device auto|cpu|cuda`."""
+    """A flag with its choices or metavar, for example `--device auto|cpu|cuda`."""
     if not action.option_strings:
         return str(action.metavar or "|".join(map(str, action.choices or [action.dest])))
     name = ", ".join(action.option_strings) if action.nargs == 0 else action.option_strings[0]
@@ -74,7 +74,7 @@ def flag_text(action: argparse.Action) -> str:
 
 
 def _row(flag: str, text: str, left: int, width: int) -> list[str]:
-    """A flag and its text, which begins in a line of its own if the flag is too long."""
+    """Lines of a flag and its text. If the flag is too long, the text begins on the next line."""
     margin = left if width >= 2 * left else len(_INDENT) * 2
     begin = (_INDENT + flag).ljust(margin)
     lines = textwrap.wrap(text, width - margin) or [""]

@@ -1,8 +1,8 @@
-"""Command-line flags made from dataclass fields, so that programs cannot drift from the configs.
+"""Command-line flags generated from dataclass fields.
 
-Every flag exists with dashes and with underscores. Booleans take an optional value
-(`--cuda-graph`, `--cuda-graph no`); a field of type `Sequence[str]` is a repeatable flag.
-`--help` shows the fields that have a `brief`, `--help-all` explains every flag.
+Every flag may be spelt with dashes or underscores. A boolean flag takes an optional value
+(`--cuda-graph`, `--cuda-graph no`). A field of type `Sequence[str]` is a repeatable flag. `--help`
+shows the fields that have a `brief`; `--help-all` explains every flag.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _FALSE = {"0", "false", "no", "off", "n", "f"}
 
 FOOTER = """\
 --help-all explains every flag, --version shows the version.
-A flag that is shown without a value also takes yes or no: --cuda-graph no."""
+A flag shown without a value also takes yes or no: --cuda-graph no."""
 
 T = TypeVar("T")
 
 
 def parse_bool(text: str) -> bool:
-    """Reads yes/no, true/false, on/off or 1/0. Raises ArgumentTypeError for anything else."""
+    """Reads yes/no, true/false, on/off or 1/0. Raises ArgumentTypeError for other text."""
     lowered = text.strip().lower()
     if lowered in _TRUE:
         return True
@@ -42,10 +42,10 @@ def parse_bool(text: str) -> bool:
 
 
 class FlagParser(argparse.ArgumentParser):
-    """An ArgumentParser whose errors are one sentence, and which takes underscores for dashes.
+    """An ArgumentParser with one-sentence errors that accepts underscores in flags.
 
-    `words` are the names of arguments that are no flags, such as MODEL, with their briefs; each may
-    be left out. They come back as the list `plain_words` of what was parsed.
+    `words`: name -> brief of the optional positional arguments, such as MODEL. The parsed namespace
+    holds their values in the list `plain_words`.
     """
 
     def __init__(self, *, words: Mapping[str, str] | None = None, **kwargs: Any) -> None:
@@ -63,11 +63,11 @@ class FlagParser(argparse.ArgumentParser):
         group.add_argument("--version", action="version", version=version, help="show the version")
 
     def hide(self, *names: str) -> None:
-        """Leaves the flags of these fields, or other destinations, to `--help-all`."""
+        """Hides the flags with these destinations in `--help`."""
         self.briefs.update(dict.fromkeys(names, ""))
 
     def one_line_usage(self) -> str:
-        """How it is called; the flags are left to the help."""
+        """The usage line, without flags."""
         if self.usage is not None:
             return self.usage
         positionals = [flag_text(action) for action in self._actions if not action.option_strings]
@@ -75,21 +75,21 @@ class FlagParser(argparse.ArgumentParser):
         return " ".join([self.prog, *words, "[flags]"])
 
     def format_help(self) -> str:
-        """The help of `--help`: the flags that have a brief, or all if none has."""
+        """The text of `--help`: the flags with a brief, or all flags if there is no brief."""
         own = dict.fromkeys(("help", "help_all", "version"), "")
-        briefs = {**own, **self.briefs} if self.epilog else self.briefs  # which says what these do
+        briefs = {**own, **self.briefs} if self.epilog else self.briefs  # FOOTER explains `own`
         return short_help(self, self.one_line_usage(), briefs, self.words)
 
     def format_full_help(self) -> str:
-        """The help of `--help-all`."""
+        """The text of `--help-all`."""
         self.usage = self.one_line_usage()
         return super().format_help()
 
     def named(self, message: str) -> str:
-        """`message` with the fields of configs named as their flags were typed.
+        """`message` with field names replaced by the flags as typed.
 
-        A field that has no underscore may be an English word: it is replaced only where it begins
-        the message as its subject. What a file says has its own name.
+        A field name without an underscore may be an English word. It is replaced only if it is the
+        subject at the beginning of the message. Field names of files are not replaced.
         """
         if message.startswith("speculative_config: "):  # its keys are not flags
             return message
@@ -110,7 +110,7 @@ class FlagParser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message} (--help lists flags)\n")
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parses `args`; an unknown flag is an error that names the nearest known one."""
+        """Parses `args`. The error for an unknown flag names the nearest known flag."""
         args = list(sys.argv[1:] if args is None else args)
         end = args.index("--") if self.words and "--" in args else len(args)
         parsed, unknown = self.parse_known_args(args[:end], namespace)
@@ -127,7 +127,7 @@ class FlagParser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
-        """As ArgumentParser's, after `--some_flag` became `--some-flag`."""
+        """Replaces underscores in flags by dashes, then parses like ArgumentParser."""
         args = list(sys.argv[1:] if args is None else args)
         self._given = {}
         dashed = [self._dashed(arg) for arg in args]
@@ -182,9 +182,8 @@ def add_flags(
 ) -> None:
     """Adds one flag for each field of the dataclass `config` whose metadata allows it.
 
-    A field whose metadata names a group stands under that title.
-
-    `defaults` are what the help shows for a program that fills in other defaults itself.
+    `defaults`: field -> default shown in the help, if the program replaces the field's own default.
+    A field whose metadata has a `group` is listed under that title.
     """
     defaults = defaults or {}
     groups = {title: parser.add_argument_group(title)}
@@ -205,7 +204,7 @@ def add_flags(
 
 
 def from_flags(config: type[T], parsed: argparse.Namespace, **overrides: Any) -> T:
-    """Makes `config` from parsed flags; a flag that was not given leaves the field's default."""
+    """Makes `config` from parsed flags. A flag that was not given keeps the field's default."""
     names = {field.name for field in dataclasses.fields(config)}  # type: ignore[arg-type]
     given = {k: v for k, v in vars(parsed).items() if k in names and v is not None}
     given = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}
@@ -253,7 +252,7 @@ def _scalar(hint: Any) -> tuple[Callable[[str], Any], bool]:
 def _integer(text: str) -> int:
     try:
         return int(text)
-    except ValueError:  # also for more digits than Python reads
+    except ValueError:  # also for more digits than Python accepts
         raise argparse.ArgumentTypeError(f"expected an integer, found {shown(text)}") from None
 
 

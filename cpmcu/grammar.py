@@ -1,8 +1,8 @@
-"""What an output has to look like: JSON, a JSON schema, a regex, a choice of texts, a Lark grammar,
-or several of these put together.
+"""Grammars of outputs: JSON, a JSON schema, a regex, a choice of texts, a Lark grammar, or a
+composition of these.
 
-A `Grammar` is data; `cpmcu/engine/grammar.py` compiles it for a tokenizer (llguidance, the extra
-`cpmcu[grammar]`).
+A `Grammar` is data. `cpmcu/engine/grammar.py` compiles it for a tokenizer; this needs llguidance
+(the extra `cpmcu[grammar]`).
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ _LABEL = re.compile("[a-z][a-z0-9_]*")
 
 
 class GrammarError(RuntimeError):
-    """A grammar cannot be followed any further. It ends the request that has it."""
+    """An output cannot continue under its grammar. The error ends the request."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Grammar:
-    """The whole output matches this. Make it with one of the methods below.
+    """A grammar that the whole output must match. Use one of the class methods to make one.
 
     `source` is JSON text for "json_schema", "choice" (a list of strings) and "composed" (see
-    `composed`), else the pattern or grammar itself. Both fields are texts, so that
-    `dataclasses.asdict` and `Grammar(**fields)` carry it over any wire. Raises ValueError for what
-    can be seen to be wrong without a tokenizer; the rest is found when the request is prepared.
+    `composed`). For other kinds it is the pattern or grammar itself. Both fields are strings, so
+    `dataclasses.asdict` and `Grammar(**fields)` serialise a grammar. Raises ValueError for errors
+    that do not depend on the tokenizer. Other errors are raised when the request is prepared.
     """
 
     kind: GrammarKind
@@ -73,9 +73,9 @@ class Grammar:
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | bool | str) -> Grammar:
-        """JSON that a schema accepts; properties come in the schema's order.
+        """JSON that a schema accepts, with properties in the schema's order.
 
-        `schema` is JSON text, or what `json.loads` makes of it.
+        `schema` is JSON text or the parsed JSON.
         """
         if isinstance(schema, str):
             return cls("json_schema", schema)
@@ -87,7 +87,7 @@ class Grammar:
 
     @classmethod
     def regex(cls, pattern: str) -> Grammar:
-        """Text that a regular expression matches from beginning to end (Rust's syntax)."""
+        """Text that a regular expression (Rust's syntax) matches from beginning to end."""
         return cls("regex", pattern)
 
     @classmethod
@@ -110,15 +110,15 @@ class Grammar:
 
     @classmethod
     def composed(cls, start: str, parts: Mapping[str, Grammar]) -> Grammar:
-        """A Lark grammar in which `@label` is another grammar; `parts`: label -> that grammar.
+        """A Lark grammar in which `@label` refers to a grammar of `parts` (label -> grammar).
 
-        A JSON schema stays a document of its own, so that its `$ref`s mean what they meant.
+        Each JSON schema stays a separate document, so its `$ref`s resolve within it.
         """
         source = {"start": start, "parts": {k: [p.kind, p.source] for k, p in parts.items()}}
         return cls("composed", json.dumps(source, ensure_ascii=False))
 
     def parts(self) -> tuple[str, dict[str, Grammar]]:
-        """The arguments of `composed`. Raises ValueError for a source that does not hold them."""
+        """The arguments of `composed`. Raises ValueError if `source` does not hold them."""
         found = _parse(self.source)
         try:
             start, members = found["start"], dict(found["parts"])

@@ -1,11 +1,11 @@
-"""What is registered, and in which file: models, quantisation schemes, drafters, C++ parts."""
+"""Lists registered models, quantisation schemes, drafters and C++ parts with their files."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
 
-# Kind, module of its registry, and the function there that gives name -> file.
+# Kind, module of its registry, and the function that returns name -> file.
 _REGISTRIES = (
     ("model", "cpmcu.models.registry", "registered_models"),
     ("quantisation", "cpmcu.quant.registry", "registered_quants"),
@@ -18,7 +18,7 @@ def registered() -> list[tuple[str, str, str]]:
     rows = []
     for kind, module, function in _REGISTRIES:
         package = module.rpartition(".")[0]
-        if importlib.util.find_spec(package) is None:  # no such folder in this version
+        if importlib.util.find_spec(package) is None:  # the package is not installed
             continue
         entries = getattr(importlib.import_module(module), function)()
         rows += [(kind, name, file) for name, file in entries.items()]

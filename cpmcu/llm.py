@@ -43,16 +43,18 @@ Prompt = str | list[int]
 
 
 class LLM:
-    """A loaded model. Use it as a context manager, or `close` it, to free its memory at once.
+    """A loaded model. `close` it, or use it as a context manager, to free its memory at once.
 
-    `model` is a local directory or a Hugging Face repository id; None is the small Python code
-    model that ships with cpmcu. `options` are the fields of `EngineConfig`; `speculative_config`
-    may also be a dictionary with vLLM's keys or the fields of `SpeculativeConfig`. `progress` hears
-    how loading goes. `before_weights(llm)` may look at directory, tokenizer and chat template, and
-    raise an exception if they will not do. Safe to use from several threads.
+    * `model`: local directory or Hugging Face repository id. None: the shipped Python code model.
+    * `options`: fields of `EngineConfig`. `speculative_config` may also be a dictionary with
+      vLLM's keys or the fields of `SpeculativeConfig`.
+    * `progress`: receives the progress of loading.
+    * `before_weights(llm)`: called when directory, tokenizer and chat template are known and no
+      weights are read. An exception that it raises ends loading.
 
-    Raises FileNotFoundError or ValueError for a checkpoint that cannot be used, MemoryError if it
-    does not fit, ImportError if the compiled extension is missing.
+    All methods may be called from several threads. Raises FileNotFoundError or ValueError for an
+    unusable checkpoint, MemoryError if the model does not fit into memory, and ImportError if the
+    compiled extension is missing.
     """
 
     def __init__(
@@ -92,7 +94,7 @@ class LLM:
         self.hf_config = loaded.hf_config
         self.generation_config = loaded.generation_config
         self.spec = loaded.spec
-        self.draft_spec = loaded.draft  # None: nothing drafts
+        self.draft_spec = loaded.draft  # None: no drafter
         self._check_end_token()
         self._grammars: GrammarCompiler | None = None
         self._grammar_lock = threading.Lock()
@@ -105,6 +107,7 @@ class LLM:
         )
         # Also runs at interpreter exit, and when the last reference to the LLM goes.
         self._finalizer = weakref.finalize(self, self._runner.close)
+        self._runner.warm_up(C.SamplingConfig(temperature=0.0))
 
     def _read_tokenizer(self, directory: Path) -> None:
         self.directory = directory
@@ -113,7 +116,7 @@ class LLM:
             self._before_weights(self)
 
     def _check_end_token(self) -> None:
-        """Warns of a tokenizer's end token that the model cannot draw."""
+        """Warns if the tokenizer's end token lies outside the model's vocabulary."""
         name = self.tokenizer.special_tokens.get("eos_token")
         token = None if name is None else self.tokenizer.id_of(name)
         if token is not None and token >= self.spec.vocab_size:
@@ -127,12 +130,12 @@ class LLM:
 
     @property
     def max_length(self) -> int:
-        """Tokens, prompt and output together, that one sequence can have."""
+        """Most tokens of one sequence, prompt and output together."""
         return self._runner.max_length
 
     @functools.cached_property
     def chat_template(self) -> ChatTemplate | None:
-        """The checkpoint's chat template, None if it has none. ChatTemplateError: malformed."""
+        """The checkpoint's chat template, or None. Raises ChatTemplateError if it is malformed."""
         from cpmcu.chat_template import ChatTemplate  # loads jinja2
 
         return ChatTemplate.from_directory(self.directory, self.tokenizer)
@@ -142,12 +145,14 @@ class LLM:
         prompts: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
-        """Completes prompts: one text, one list of token ids, or a list of either.
+        """Completes prompts and returns one RequestOutput per prompt, in order.
 
-        One RequestOutput a prompt, in order. `sampling_params` is for all prompts or one for each;
-        what it leaves open comes from the checkpoint's generation_config.json. Raises ValueError,
-        before anything runs, for a prompt that is empty or too long; RuntimeError if the engine
-        fails.
+        * `prompts`: a text, a list of token ids, or a list of texts or of lists of token ids.
+        * `sampling_params`: one for all prompts, or a list with one for each. A field at None takes
+          its value from the checkpoint's generation_config.json.
+
+        If a prompt is empty or too long, raises ValueError before any prompt runs. Raises
+        RuntimeError if the engine fails.
         """
         return self._generate([self.tokenize(p) for p in _as_list(prompts)], sampling_params)
 
@@ -157,10 +162,11 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         **template_variables: Any,
     ) -> list[RequestOutput]:
-        """Answers one conversation (a list of {"role", "content"}), or several.
+        """Answers one conversation, a list of {"role", "content"}, or a list of conversations.
 
-        `template_variables` go to the chat template. Raises ChatTemplateError (a ValueError) if
-        there is no template or it refuses the conversation, and what `generate` raises.
+        `template_variables` are passed to the chat template. Returns one RequestOutput per
+        conversation. Raises ChatTemplateError (a ValueError) if there is no template or the
+        template refuses the conversation. Also raises the errors of `generate`.
         """
         several = bool(messages) and not hasattr(messages[0], "keys")
         conversations: Any = messages if several else [messages]
@@ -174,11 +180,11 @@ class LLM:
         *,
         on_prefill: OnPrefill | None = None,
     ) -> Iterator[StreamChunk]:
-        """Completes a prompt, or answers a conversation, piece by piece.
+        """Completes a prompt, or answers a conversation, as an iterator of StreamChunks.
 
-        The last chunk has the whole RequestOutput as `result`. Leaving the loop early cancels the
-        request. `on_prefill(done, total)` hears prompt tokens from the engine thread. Raises what
-        `generate` does.
+        Field `result` of the last chunk holds the whole RequestOutput. Closing the iterator early
+        cancels the request. `on_prefill(done, total)` gets counts of prompt tokens; the engine
+        thread calls it. Raises the errors of `generate`.
         """
         if isinstance(prompt, Sequence) and prompt and hasattr(prompt[0], "keys"):
             ids = self.tokenize_chat(prompt)  # type: ignore[arg-type]
@@ -190,9 +196,9 @@ class LLM:
         return self._stream(requests, results, ids, params)
 
     def tokenize(self, prompt: str | Sequence[int]) -> list[int]:
-        """Token ids of a text prompt, special tokens included; ids are passed through.
+        """Token ids of a text prompt, special tokens included. Token ids are returned unchanged.
 
-        Raises ValueError for what is neither.
+        Raises ValueError if `prompt` is neither a text nor a list of token ids.
         """
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
@@ -202,9 +208,9 @@ class LLM:
         return [integer("a token id of a prompt", token) for token in ids]
 
     def tokenize_chat(self, messages: Sequence[Message], **template_variables: Any) -> list[int]:
-        """Token ids of a conversation, up to where the assistant's answer begins.
+        """Token ids of a conversation, up to the beginning of the assistant's answer.
 
-        Raises ChatTemplateError if there is no template or it refuses the conversation.
+        Raises ChatTemplateError if there is no template or the template refuses the conversation.
         """
         from cpmcu.chat_template import ChatTemplateError  # loads jinja2
 
@@ -216,7 +222,10 @@ class LLM:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def memory_plan(self) -> list[dict[str, Any]]:
-        """The device memory, one row a buffer: name, offset, bytes, first, last, group."""
+        """Device memory, one row per buffer: name, offset, bytes, first, last, group.
+
+        `offset` and `bytes` are in bytes. `first` and `last` bound the use of a scratch buffer.
+        """
         return [dict(row) for row in self._memory_plan]
 
     def prepare(
@@ -225,13 +234,13 @@ class LLM:
         params: SamplingParams,
         emit: Emit,
         on_prefill: OnPrefill | None = None,
-        kept: Collection[int] = (),
+        keep_special_tokens: Collection[int] = (),
     ) -> list[Request]:
-        """The requests for the choices of a prompt, checked and ready for `submit`.
+        """Checks a prompt and makes one Request per choice, ready for `submit`.
 
-        `params` must be resolved. `kept` are special tokens that are text in any case. Raises
-        ValueError for a prompt that is empty or too long and for a grammar that cannot be used,
-        ImportError if grammars need a package that is missing.
+        `params` must be resolved. Special tokens in `keep_special_tokens` stay in the text. Raises
+        ValueError for a prompt that is empty or too long and for an unusable grammar. Raises
+        ImportError if the grammar needs a missing package.
         """
         if not prompt:
             raise ValueError("the prompt is empty, but must have at least one token")
@@ -252,8 +261,8 @@ class LLM:
         stop_ids = [*eos, *params.stop_token_ids]
         least = self._min_tokens(params.min_tokens, stop_ids)
         decode: Decode
-        if params.skip_special_tokens and kept:
-            decode = _decode_with(self.tokenizer, kept)
+        if params.skip_special_tokens and keep_special_tokens:
+            decode = _decode_with(self.tokenizer, keep_special_tokens)
         else:
             decode = functools.partial(
                 self.tokenizer.decode, skip_special_tokens=params.skip_special_tokens
@@ -285,11 +294,11 @@ class LLM:
 
     @property
     def is_open(self) -> bool:
-        """Does `submit` take requests: is the engine neither closed nor beyond recovery?"""
+        """Does `submit` accept requests? False if the engine is closed or has failed."""
         return self._runner.is_open
 
     def engine_load(self) -> EngineLoad:
-        """How busy the engine is: slots, queue, KV pages."""
+        """Utilisation of the engine: slots, queue, KV pages."""
         return self._runner.load()
 
     def reset_prefix_cache(self) -> None:
@@ -297,14 +306,14 @@ class LLM:
         self._runner.reset_prefix_cache()
 
     def call_engine(self, function: Callable[[C.Engine], T]) -> T:
-        """Runs `function(engine)` on the engine thread between steps; for tools and tests.
+        """Runs `function(engine)` on the engine thread between steps. For tools and tests.
 
-        Raises RuntimeError in a callback and in a forked process.
+        Raises RuntimeError if called from a callback or from a forked process.
         """
         return self._runner.call(function)
 
     def close(self) -> None:
-        """Aborts what is running and frees the engine's memory. Harmless if repeated."""
+        """Aborts running requests and frees the engine's memory. May be called repeatedly."""
         self._finalizer()
 
     def __enter__(self) -> LLM:
@@ -378,7 +387,7 @@ class LLM:
     def _follow(
         self, requests: list[Request], results: queue.SimpleQueue[StreamChunk | Exception]
     ) -> Iterator[tuple[StreamChunk, bool]]:
-        """(chunk, is it the last of all requests?); cancels the requests when left early."""
+        """Yields (chunk, is it the last one?). Closing the iterator cancels the requests."""
         left = len(requests)
         self._runner.check_waiter()
         try:
@@ -409,12 +418,12 @@ def _wrong_params(found: object) -> ValueError:
     )
 
 
-def _decode_with(tokenizer: Tokenizer, kept: Collection[int]) -> Decode:
-    """Token ids to text, without special tokens but for those in `kept`."""
+def _decode_with(tokenizer: Tokenizer, keep_special_tokens: Collection[int]) -> Decode:
+    """A decoder that skips special tokens, except those in `keep_special_tokens`."""
 
     @functools.cache
     def is_text(token: int) -> bool:
-        return token in kept or tokenizer.is_shown(token)
+        return token in keep_special_tokens or not tokenizer.is_special(token)
 
     return lambda ids: tokenizer.decode(
         [token for token in ids if is_text(token)], skip_special_tokens=False
@@ -422,7 +431,7 @@ def _decode_with(tokenizer: Tokenizer, kept: Collection[int]) -> Decode:
 
 
 def _as_list(prompts: Any) -> list[Prompt]:
-    """One prompt or several, as a list of prompts."""
+    """Wraps a single prompt into a list."""
     if isinstance(prompts, str):
         return [prompts]
     prompts = listed("prompts", prompts, "a text, a list of token ids, or a list of either")

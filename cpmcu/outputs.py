@@ -1,4 +1,4 @@
-"""What a request gives back: whole results and the pieces of a stream."""
+"""Results of requests: whole outputs and the chunks of a stream."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ FinishReason = Literal["stop", "length", "abort"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log-probabilities (natural, of the model's raw distribution) at one output position."""
+    """Log-probabilities at one position.
+
+    Natural logarithms of the model's distribution before penalties, temperature and truncation.
+    """
 
     token_id: int
     logprob: float
@@ -22,7 +25,7 @@ class TokenLogprobs:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of a request; `completion_tokens` sums over all choices."""
+    """Token counts of a request. `completion_tokens` is the sum over all choices."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -30,22 +33,22 @@ class Usage:
 
     @property
     def total_tokens(self) -> int:
-        """Prompt and completion together."""
+        """Prompt tokens plus completion tokens."""
         return self.prompt_tokens + self.completion_tokens
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Timings:
-    """Where one choice's time went, in seconds on the host's clock."""
+    """Times of one choice in seconds on the host's clock."""
 
-    queue_s: float  # from arrival until its prompt started
-    prefill_s: float  # from there to the first token
+    queue_s: float  # from arrival to the start of prefill
+    prefill_s: float  # from the start of prefill to the first token
     decode_s: float  # from the first token to the last
     prompt_tokens: int
     output_tokens: int
-    decode_steps: int  # engine steps after prefill that gave tokens to this choice
+    decode_steps: int  # engine steps after prefill that emitted tokens of this choice
     cached_tokens: int = 0  # of the prompt, found in the prefix cache
-    grammar_s: float = 0.0  # finding the tokens that its grammar allows, mostly beside the device
+    grammar_s: float = 0.0  # computing grammar masks; mostly overlaps device work
 
     @property
     def time_to_first_token_s(self) -> float:
@@ -59,38 +62,42 @@ class Timings:
 
     @property
     def prompt_tokens_per_s(self) -> float:
-        """Prefill speed, of what was computed; 0 if nothing was measured."""
+        """Computed prompt tokens per second of prefill; 0 if no time was measured."""
         return self.computed_tokens / self.prefill_s if self.prefill_s > 0 else 0.0
 
     @property
     def decode_tokens_per_s(self) -> float:
-        """Speed of the tokens after the first; 0 if there were none."""
+        """Tokens per second after the first token; 0 if there is at most one token."""
         tokens = self.output_tokens - 1
         return tokens / self.decode_s if tokens > 0 and self.decode_s > 0 else 0.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CompletionOutput:
-    """One choice. `token_ids` includes the token that ended it; `text` stops before it."""
+    """One choice of a request.
+
+    `token_ids` includes the token that ended the output; `text` does not include its text.
+    """
 
     index: int
     text: str
     token_ids: list[int]
     finish_reason: FinishReason
-    stop_reason: int | str | None  # the stop token id or stop string that matched; None for eos
-    logprobs: list[TokenLogprobs] | None
+    stop_reason: int | str | None  # the matching stop token id or stop string; None for eos
+    logprobs: list[TokenLogprobs] | None  # one entry per token; None if not requested
     timings: Timings
-    spec_decode_metrics: SpecDecodeMetrics | None = None  # with a drafter
+    spec_decode_metrics: SpecDecodeMetrics | None = None  # None without a drafter
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """The result for one prompt: `n` choices, and the seed that reproduces them."""
+    """The result of one prompt: `n` choices and the seed that reproduces them."""
 
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     seed: int
-    prompt_logprobs: list[TokenLogprobs | None] | None = None  # None at position 0: no context
+    # One entry per prompt token, the first is None. None if not requested.
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
 
     @property
     def text(self) -> str:
@@ -104,7 +111,7 @@ class RequestOutput:
 
     @property
     def usage(self) -> Usage:
-        """Token counts; the prompt counts once, whatever `n`."""
+        """Token counts. The prompt counts once for all `n` choices."""
         completion = sum(len(output.token_ids) for output in self.outputs)
         cached = self.outputs[0].timings.cached_tokens
         return Usage(len(self.prompt_token_ids), completion, cached)
@@ -112,16 +119,16 @@ class RequestOutput:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StreamChunk:
-    """What one engine step added to one choice.
+    """Tokens and text that one engine step added to one choice.
 
-    `text` may lag behind `token_ids`: half characters, and what may become a stop string, are
-    held back. The pieces of a choice joined are its text.
+    `text` may lag behind `token_ids`: an incomplete character and a possible beginning of a stop
+    string are held back. The texts of a choice's chunks, joined, are its whole text.
     """
 
-    index: int  # which choice
+    index: int  # of the choice
     text: str
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None = None
-    finish_reason: FinishReason | None = None  # set on the choice's last chunk
+    finish_reason: FinishReason | None = None  # set in the last chunk of the choice
     stop_reason: int | str | None = None
-    result: RequestOutput | None = None  # on the very last chunk of a stream
+    result: RequestOutput | None = None  # set in the last chunk of the stream

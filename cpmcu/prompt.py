@@ -1,6 +1,6 @@
-"""The prompt of a run: an argument, a flag, a file, what is piped into the program, or a default.
+"""Reads the prompt of a run: an argument, a flag, a file, piped input, or a default.
 
-What is piped is the prompt, or is appended to the one that was given.
+Piped input is appended to the given prompt. If no prompt is given, it is the prompt.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ Note = Callable[[str], None]
 
 
 def names_model(word: str) -> bool:
-    """Is this argument a model rather than a prompt?
+    """Is this argument a model, not a prompt?
 
-    It is one if it looks like a path or a repository id, or names a shipped model, a directory with
-    config.json or a file of weights.
+    A model looks like a path or a repository id, or names a shipped model, a directory with
+    config.json or a weights file.
     """
     if not re.search(r"\s", word):
         looks = word.startswith(("/", "./", "../", "~")) or word.endswith(_WEIGHT_FILES)
@@ -43,17 +43,17 @@ def names_model(word: str) -> bool:
             return True
     try:
         return shipped(word) is not None or (Path(word) / "config.json").is_file()
-    except (OSError, ValueError):  # a text that cannot be a path
+    except (OSError, ValueError):  # not a valid path
         return False
 
 
 def model_and_prompt(
     words: list[str], model: str | None, text: str | None, file: str | None = None
 ) -> tuple[str | None, str | None]:
-    """Model and prompt of `[MODEL] [PROMPT]` and of the flags for the same.
+    """Model and prompt from `[MODEL] [PROMPT]` and from the corresponding flags.
 
-    One word alone is the prompt unless it names a model. Raises ValueError if one of them is given
-    twice.
+    A single word is the prompt unless it names a model. Raises ValueError if the model or the
+    prompt is given twice.
     """
     words = list(words)
     if model is not None and len(words) == 2:
@@ -71,10 +71,10 @@ def model_and_prompt(
 def read_prompt(
     file: str | None, text: str | None, note: Note, *, append_piped: bool
 ) -> str | None:
-    """The prompt that was given, with what is piped into the program appended; None: neither.
+    """The given prompt with piped input appended; None if there is neither.
 
-    Raises OSError for a file that cannot be read and for `file` "-" without stdin, ValueError for
-    one that is empty or not UTF-8.
+    Raises OSError for an unreadable file and for `file` "-" without stdin. Raises ValueError for an
+    empty file and for text that is not UTF-8.
     """
     if file == "-":
         return _filled(_read_stdin(note).strip(), "the prompt from stdin")
@@ -85,7 +85,7 @@ def read_prompt(
 
 
 def is_piped() -> bool:
-    """Does stdin come from a pipe, a socket or a file?"""
+    """Is stdin a pipe, a socket or a file?"""
     if sys.stdin is None:
         return False
     try:

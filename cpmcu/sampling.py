@@ -1,7 +1,7 @@
-"""How text is chosen: SamplingParams, its defaults from generation_config.json, and its C++ form.
+"""SamplingParams, their defaults from generation_config.json, and their C++ form.
 
-A parameter left at None takes the checkpoint's value from `generation_config.json`; where that
-says nothing (or the file is missing), generation is greedy (temperature 0). `do_sample: false` in
+A parameter at None takes its value from the checkpoint's `generation_config.json`. If the file does
+not set it, the table `_DEFAULTS` does: generation is greedy (temperature 0). `do_sample: false` in
 the file means temperature 0.
 """
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from cpmcu import C
 
 SEED_LIMIT = 1 << 64
-MAX_LOGPROBS = 20  # as the extension has it
+MAX_LOGPROBS = 20  # as in the extension
 
-# Field -> value when neither the caller nor generation_config.json gives one.
+# Field -> value if neither the caller nor generation_config.json sets it.
 _DEFAULTS: dict[str, Any] = {
     "temperature": 0.0,
     "top_p": 1.0,
@@ -38,9 +38,9 @@ _DEFAULTS: dict[str, Any] = {
 class SamplingParams:
     """Parameters of one request. Raises ValueError for a value out of range.
 
-    The same `seed` gives the same text, with or without speculation. Without one, a fresh random
-    64-bit seed is drawn for each prompt and reported in `RequestOutput.seed`. Choice i of `n`
-    uses random stream i of that seed.
+    The same `seed` gives the same text, with or without speculation. If `seed` is None, each prompt
+    draws a random 64-bit seed and reports it in `RequestOutput.seed`. Choice i of `n` uses random
+    stream i of the seed.
     """
 
     temperature: float | None = option(
@@ -51,20 +51,21 @@ class SamplingParams:
     )
     top_p: float | None = option(
         None,
-        "sample from the fewest tokens whose probabilities reach this sum, in (0, 1]",
-        brief="sample from the likeliest tokens of this sum",
+        "sample from the smallest set of likeliest tokens with this total probability, in (0, 1]",
+        brief="likeliest tokens, up to this total probability",
     )
     top_k: int | None = option(
         None,
-        "sample from this many most likely tokens; 0: all",
+        "sample from this many likeliest tokens; 0: all",
         brief="sample from this many likeliest tokens; 0: all",
     )
     min_p: float | None = option(
-        None, "drop tokens less likely than this share of the most likely one, in [0, 1]"
+        None,
+        "drop tokens with less than this share of the likeliest token's probability, in [0, 1]",
     )
     seed: int | None = option(
         None,
-        "seed of the random choices, 0 to 2^64-1 (default: a fresh one, shown at the end)",
+        "seed of sampling, 0 to 2^64-1 (default: a random one, shown at the end)",
         flags=("--random-seed", "--seed"),
         brief="the same seed gives the same text",
     )
@@ -75,7 +76,7 @@ class SamplingParams:
         brief="most tokens to generate",
     )
     min_tokens: int = option(
-        0, "fewest tokens to generate: neither end-of-sequence nor stop ends the output before"
+        0, "fewest tokens to generate: until then neither end-of-sequence nor stop ends the output"
     )
     stop: str | Sequence[str] = option(
         (),
@@ -85,23 +86,25 @@ class SamplingParams:
     stop_token_ids: Sequence[int] = option((), "token id that ends the output; repeatable")
     ignore_eos: bool = option(False, "go on after the model's end-of-sequence token")
     repetition_penalty: float | None = option(
-        None, "above 1 makes tokens of prompt and output less likely"
+        None, "above 1: makes tokens that are in the prompt or output less likely"
     )
-    presence_penalty: float = option(0.0, "taken from the logit of each token in the output")
+    presence_penalty: float = option(
+        0.0, "number subtracted from the logit of each token that is in the output"
+    )
     frequency_penalty: float = option(
-        0.0, "taken from a token's logit for each time it is in the output"
+        0.0, "number subtracted from a token's logit for each occurrence in the output"
     )
     logit_bias: Mapping[int, float] | None = option(
         None, "token id -> number added to its logit", flags=()
     )
     logprobs: int | None = option(
         None,
-        "report log-probabilities of the chosen token and of this many likeliest ones, up to "
+        "report log-probabilities of the chosen token and of this many likeliest tokens, at most "
         f"{MAX_LOGPROBS}",
     )
     prompt_logprobs: int | None = option(
         None,
-        "also report log-probabilities of the prompt's tokens, and of this many likeliest ones",
+        "report log-probabilities of the prompt's tokens, and of this many likeliest tokens",
         flags=(),
     )
     cache_salt: str = option(
@@ -109,9 +112,9 @@ class SamplingParams:
     )
     skip_special_tokens: bool = option(True, "leave special tokens out of the text", flags=())
     grammar: Grammar | None = option(  # noqa: RUF009
-        None, "what the output has to look like", flags=()
+        None, "grammar that the output must match", flags=()
     )
-    n: int = option(1, "how many outputs to make for each prompt", flags=())
+    n: int = option(1, "number of outputs per prompt", flags=())
 
     def __post_init__(self) -> None:
         self._normalise()
@@ -153,7 +156,7 @@ class SamplingParams:
             raise ValueError(f"grammar is {shown(self.grammar)}, but must be a cpmcu.Grammar")
 
     def _normalise(self) -> None:
-        """Makes every field what its type says. Raises ValueError where that cannot be."""
+        """Converts each field to its declared type. Raises ValueError if that is impossible."""
         change = functools.partial(object.__setattr__, self)
         for name in ("top_k", "seed", "max_tokens", "logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
@@ -185,10 +188,10 @@ class SamplingParams:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     def resolve(self, generation_config: Mapping[str, Any]) -> SamplingParams:
-        """These parameters with every default filled in, and with a seed.
+        """A copy with all defaults and a seed filled in.
 
         A `top_k` below 0 in `generation_config` means all tokens. Raises ValueError if another
-        value in it is out of range.
+        value of `generation_config` is out of range.
         """
         changes: dict[str, Any] = {}
         for name, default in _DEFAULTS.items():
@@ -196,7 +199,7 @@ class SamplingParams:
                 found = generation_config.get(name)
                 changes[name] = default if found is None else found
         top_k = changes.get("top_k")
-        if isinstance(top_k, (int, float)) and top_k < 0:  # some write -1 for all tokens
+        if isinstance(top_k, (int, float)) and top_k < 0:  # some files have -1 for all tokens
             changes["top_k"] = 0
         if self.temperature is None and generation_config.get("do_sample") is False:
             changes["temperature"] = 0.0
@@ -216,11 +219,10 @@ def to_engine(
     stop_ids: Sequence[int] = (),
     max_tokens: int = 1 << 30,
 ) -> C.SamplingConfig:
-    """The extension's form of resolved parameters, for the `stream`-th choice of a request.
+    """Resolved parameters as the extension's type, for choice number `stream` of a request.
 
-    `stop_ids`, `max_tokens`: where the device may end the sequence by itself.
-
-    Raises ValueError if a token id lies outside the vocabulary.
+    The device ends the sequence after a token of `stop_ids` or after `max_tokens` tokens. Raises
+    ValueError if a token id of `logit_bias` lies outside the vocabulary.
     """
     from cpmcu import C
 
@@ -266,7 +268,7 @@ def _in_range(
     def inside(found: float) -> bool:
         return (low < found if open_low else low <= found) and found <= high
 
-    # The engine has float32, but for fields that are integers.
+    # The engine stores numbers as float32, except integers.
     rounded = value if isinstance(low, int) else as_float32(value)
     if not inside(value) or not inside(rounded) or abs(rounded) == math.inf:
         bracket = "(" if open_low else "["

@@ -1,8 +1,12 @@
 """`cpmcu serve` and `python -m cpmcu.server`: one model behind an OpenAI-compatible HTTP interface.
 
-The socket opens before the model is loaded (/health says 503 until then). Exit status: 0 after
-SIGTERM or Ctrl-C, 1 for an error in one sentence (with CPMCU_DEBUG=1, a traceback); 2 for wrong
-flags.
+The socket opens before the model is loaded; until then /health returns 503.
+
+| exit status | meaning |
+|---|---|
+| 0 | SIGTERM or Ctrl-C |
+| 1 | error, in one sentence; CPMCU_DEBUG=1 shows the traceback |
+| 2 | wrong flags |
 """
 
 from __future__ import annotations
@@ -20,8 +24,7 @@ from cpmcu.serving.config import ServerConfig
 
 
 def main(arguments: list[str] | None = None, verb: str | None = None) -> int:
-    """Runs the server until it is told to stop, as a verb of `cpmcu` or without; returns the exit
-    status."""
+    """Runs the server until SIGTERM or Ctrl-C; returns the exit status."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _leave)
     parser = make_parser(verb)
@@ -52,17 +55,17 @@ def make_parser(verb: str | None = None) -> FlagParser:
     )
     add_flags(parser, ServerConfig, "server")
     add_engine_flags(parser)
-    parser.briefs["max_num_seqs"] = "most sequences that run at once (default: 8)"
+    parser.briefs["max_num_seqs"] = "most concurrent sequences (default: 8)"
     return parser
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
-    """Ends the program while there is no server yet.
+    """Ends the program before the server has started.
 
-    Not by KeyboardInterrupt: CPython makes exit status -2 of one that came while a text was
-    executed, as libraries do when they are imported, though it was caught.
+    Raises SystemExit, not KeyboardInterrupt: after a KeyboardInterrupt during `exec` (which imports
+    use), CPython exits with status -2 even if it was caught.
     """
-    for each in (signal.SIGINT, signal.SIGTERM):  # another shall not make an error of the end
+    for each in (signal.SIGINT, signal.SIGTERM):  # a second signal must not interrupt the exit
         signal.signal(each, signal.SIG_IGN)
     raise SystemExit(0)
 

@@ -1,11 +1,12 @@
-"""How much of what was drafted was accepted: counted for each output, in two vocabularies.
+"""Acceptance of drafted tokens for each output, under vLLM's and FastDeploy's names.
 
-A step of a sequence verifies a tree of drafts, K tokens deep, and emits the j accepted ones of its
-best path and one token of the target's own: 0 <= j <= K. The drafted path, not the tree, is what
-counts as drafted: K tokens a step, whatever the tree's size (also of an n-gram look-up that found
-less). The first token, which the prompt gives, belongs to no step. Tokens that a step emitted
-beyond the end of the output (a stop string, say) were accepted, and are counted here; but not those
-beyond the end of a grammar, which nothing constrained.
+A speculative step verifies a tree of depth K. It emits the j accepted tokens of the best path and
+one token of the target's own, 0 <= j <= K. K tokens count as drafted in a step, whatever the size
+of the tree or the length of an n-gram match. The first token comes from prefill and belongs to no
+speculative step.
+
+Accepted tokens after the end of the output (a stop string, for example) count. If a grammar ends
+the output, later tokens do not count, since no grammar constrained them.
 """
 
 from __future__ import annotations
@@ -17,50 +18,50 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SpecDecodeMetrics:
-    """Acceptance of one output, with vLLM's names. Ratios are 0 where there was no step."""
+    """Acceptance of one output, with vLLM's names. Ratios are 0 if there was no step."""
 
     num_spec_tokens: int  # K: tokens of the longest drafted path
-    acceptance_histogram: tuple[int, ...]  # [K + 1]: steps that accepted exactly j tokens
-    per_step_accepted: tuple[int, ...] | None = None  # if detailed metrics were asked for
-    drafted: int | None = None  # tokens, where steps chose to draft fewer than K; None: K each
+    acceptance_histogram: tuple[int, ...]  # [K + 1]: entry j: steps that accepted j tokens
+    per_step_accepted: tuple[int, ...] | None = None  # None unless detailed metrics are on
+    drafted: int | None = None  # tokens of all steps; None: K per step
 
     @property
     def num_spec_steps(self) -> int:
-        """Steps that verified a draft."""
+        """Number of steps that verified a draft."""
         return sum(self.acceptance_histogram)
 
     @property
     def num_accepted_draft_tokens(self) -> int:
-        """Accepted tokens; the target's own are not among them."""
+        """Accepted drafted tokens, without the target's own."""
         return sum(j * steps for j, steps in enumerate(self.acceptance_histogram))
 
     @property
     def num_draft_tokens(self) -> int:
-        """Drafted tokens: K a step, or what the steps chose."""
+        """Drafted tokens: K per step, or fewer if the steps chose their shapes."""
         if self.drafted is not None:
             return self.drafted
         return self.num_spec_tokens * self.num_spec_steps
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Tokens emitted a step, the target's own included."""
+        """Mean of the tokens emitted per step, the target's own included."""
         steps = self.num_spec_steps
         return 1 + self.num_accepted_draft_tokens / steps if steps else 0.0
 
     @property
     def draft_acceptance_rate(self) -> float:
-        """Accepted of drafted tokens."""
+        """Accepted tokens / drafted tokens."""
         drafted = self.num_draft_tokens
         return self.num_accepted_draft_tokens / drafted if drafted else 0.0
 
     @property
     def acceptance_per_position(self) -> tuple[float, ...]:
-        """[K]: share of the steps that accepted position i (and so all before it)."""
+        """[K]: entry i: share of the steps that accepted drafted positions 0 to i."""
         steps = self.num_spec_steps
         return tuple(count / steps if steps else 0.0 for count in self._at_least()[1:])
 
     def to_dict(self) -> dict[str, Any]:
-        """vLLM's fields; `per_step_accepted` only if it was asked for."""
+        """vLLM's fields; `per_step_accepted` only if detailed metrics are on."""
         fields = {
             "mean_acceptance_length": self.mean_acceptance_length,
             "draft_acceptance_rate": self.draft_acceptance_rate,
@@ -75,10 +76,10 @@ class SpecDecodeMetrics:
         return fields
 
     def to_fastdeploy(self) -> dict[str, Any]:
-        """FastDeploy's `speculate_metrics`, which counts the target's own tokens as accepted.
+        """FastDeploy's `speculate_metrics`, which count the target's own tokens as accepted.
 
-        `accept_ratio` is the share of emitted tokens that were drafted; the ratio of a head is
-        conditional on the head before it.
+        `accept_ratio` is drafted and accepted tokens / emitted tokens. The ratio of a head is
+        conditional on acceptance of the preceding head.
         """
         steps = self.num_spec_steps
         heads = self._at_least()
@@ -95,7 +96,7 @@ class SpecDecodeMetrics:
         }
 
     def _at_least(self) -> list[int]:
-        """[K + 1]: steps that accepted at least j tokens."""
+        """[K + 1]: entry j: steps that accepted at least j tokens."""
         return list(itertools.accumulate(reversed(self.acceptance_histogram)))[::-1]
 
 
@@ -108,14 +109,14 @@ class AcceptanceCounter:
         self._per_step: list[int] | None = [] if detailed else None
 
     def add(self, num_emitted: int, num_drafted: int) -> None:
-        """A step that drafted a path of 1 to K tokens emitted so many, at least 1."""
+        """Adds a step. `num_emitted`: at least 1; `num_drafted`: longest path, 1 to K tokens."""
         self._histogram[num_emitted - 1] += 1
         self._drafted += num_drafted
         if self._per_step is not None:
             self._per_step.append(num_emitted - 1)
 
     def metrics(self) -> SpecDecodeMetrics:
-        """What was counted so far."""
+        """The metrics of the steps added so far."""
         steps = None if self._per_step is None else tuple(self._per_step)
         counts = tuple(self._histogram)
         return SpecDecodeMetrics(len(counts) - 1, counts, steps, self._drafted)

@@ -1,9 +1,15 @@
-"""Jinja for templates that come with checkpoints: what one rendering may take is bounded.
+"""A Jinja sandbox for templates of checkpoints that bounds the cost of one rendering.
 
-On top of Jinja's own sandbox, which keeps a template from everything but its variables: each text
-or list that is made is weighed, and all of them together; loops and calls are counted; and a
-rendering has an end by the clock. Filters whose cost does not follow from their input are not
-there. What goes beyond a limit raises LimitError.
+Jinja's own sandbox restricts a template to its variables. This module adds limits:
+
+| limit | on |
+|---|---|
+| MAX_SIZE | each text or list that the template makes |
+| MAX_TOTAL | all of these together |
+| MAX_SECONDS | CPU time, checked every _STEPS loop iterations or calls |
+
+Filters whose cost does not follow from the size of their input are removed. Exceeding a limit
+raises LimitError.
 """
 
 from __future__ import annotations
@@ -23,17 +29,17 @@ from jinja2.exceptions import TemplateRuntimeError
 from jinja2.runtime import Context, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-MAX_SIZE = 1 << 20  # of one value, where the input is small: characters, or 8 for each item
-GROWTH = 4  # how many times as large as a large input a value may be
-MAX_TOTAL = 256  # times that: of all values of one rendering, those that are gone too
+MAX_SIZE = 1 << 20  # of one value, for a small input: characters, or 8 per item
+GROWTH = 4  # for a large input: a value has at most GROWTH times the size of the input
+MAX_TOTAL = 256  # total of all values, dead ones included, in units of the limit for one value
 MAX_INPUT = 1 << 28
-MAX_SECONDS = 2.0  # of the processor's time
-MAX_NUMBER = 1_000_000  # that pads, fills or repeats
+MAX_SECONDS = 2.0  # of CPU time
+MAX_NUMBER = 1_000_000  # as a width or a repetition count
 MAX_BITS = 1 << 17  # of an integer
-_ITEM = 8  # bytes
-_STEPS = 256  # between two looks at the clock
+_ITEM = 8  # size of an item of a list, in characters
+_STEPS = 256  # loop iterations or calls between checks of the time
 
-# Their cost is not bounded by what they get, or they reach around the checks.
+# Their cost does not follow from the size of their input, or they bypass the checks.
 _REFUSED_FILTERS = ("attr", "pprint", "striptags", "urlize", "wordwrap", "xmlattr")
 _REFUSED_GLOBALS = ("lipsum",)
 _REFUSED_METHODS = {"expandtabs", "format_map", "translate", "to_bytes"}
@@ -41,17 +47,17 @@ _TEXT_METHODS = {
     name for name in dir(str) if not name.startswith("_") and name != "format"
 } - _REFUSED_METHODS
 _DICT_METHODS = frozenset(dir(dict))
-# A field of a format whose width or precision is long or an argument; or, in braces, holds a field.
+# A format field with a long width or precision, or one that is an argument or a nested field.
 _WIDE_PERCENT = re.compile(r"%(\([^)]*\))?[^a-zA-Z%(]*(\*|\d{5})")
 _WIDE_BRACES = re.compile(r"\{[^{}]*:[^{}]*(\{|\d{5})")
 
 
 class LimitError(TemplateRuntimeError):
-    """A rendering takes too much."""
+    """A rendering exceeds a limit."""
 
 
 class _Budget:
-    """What one rendering has left."""
+    """The remaining budget of one rendering."""
 
     def __init__(self, input_size: int) -> None:
         self.max_size = max(MAX_SIZE, GROWTH * input_size)
@@ -60,29 +66,29 @@ class _Budget:
         self.deadline = time.thread_time() + MAX_SECONDS
 
     def take(self, size: int) -> None:
-        """Counts a value before it is made, if its size is known, else after."""
+        """Charges a value: before it is made if its size is known, else afterwards."""
         self.left -= size
         if size > self.max_size:
             raise LimitError(f"it makes more than {self.max_size} characters")
         if self.left < 0:
             total = MAX_TOTAL * self.max_size
-            raise LimitError(f"it makes more than {total} characters, one after another")
+            raise LimitError(f"it makes more than {total} characters in total")
 
     def step(self) -> None:
-        """Counts a turn of a loop or a call."""
+        """Counts an iteration of a loop or a call."""
         self.steps += 1
         if self.steps % _STEPS == 0 and time.thread_time() > self.deadline:
             raise LimitError(f"it takes longer than {MAX_SECONDS:g} s")
 
     def weigh(self, value: Any) -> int:
-        """See the function of this name."""
+        """See the function `weigh`."""
         return weigh(value, self.max_size)
 
 
 def weigh(value: Any, limit: int) -> int:
-    """About the characters of a value as text, whatever it holds, and however often.
+    """Approximate number of characters of a value as text. A repeated item counts repeatedly.
 
-    Raises LimitError where there are more than `limit`.
+    Raises LimitError if the number exceeds `limit`.
     """
     size, rest = 0, [value]
     while rest:
@@ -101,7 +107,7 @@ def weigh(value: Any, limit: int) -> int:
         else:
             size += _ITEM
         if size + len(rest) > limit:
-            raise LimitError(f"it has to do with more than {limit} characters")
+            raise LimitError(f"it processes more than {limit} characters")
     return size
 
 
@@ -110,7 +116,7 @@ _budget: ContextVar[_Budget] = ContextVar("budget")
 
 @contextmanager
 def limited(variables: Mapping[str, Any]) -> Iterator[None]:
-    """Renderings in this context share one set of limits, which follow from the variables."""
+    """Renderings in this context share one budget, which follows from the size of `variables`."""
     token = _budget.set(_Budget(weigh(variables, MAX_INPUT)))
     try:
         yield
@@ -119,7 +125,7 @@ def limited(variables: Mapping[str, Any]) -> Iterator[None]:
 
 
 class _Compiler(CodeGenerator):
-    """Computes nothing while compiling, where there are no limits."""
+    """A code generator without constant folding, which would run without limits."""
 
     def _output_child_to_const(self, node: nodes.Expr, frame: Any, finalize: Any) -> str:
         if not isinstance(node, nodes.TemplateData):
@@ -127,7 +133,7 @@ class _Compiler(CodeGenerator):
         return super()._output_child_to_const(node, frame, finalize)
 
     def visit_Call(self, node: nodes.Call, frame: Any, forward_caller: bool = False) -> None:
-        """Calls the environment's own functions, which only `_call` names, without detours."""
+        """Calls functions of the environment, which only `_call` inserts, directly."""
         if not isinstance(node.node, nodes.EnvironmentAttribute):
             super().visit_Call(node, frame, forward_caller=forward_caller)
             return
@@ -139,7 +145,7 @@ class _Compiler(CodeGenerator):
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """An environment whose templates are to be rendered in `limited`."""
+    """A Jinja environment. Its templates must be rendered within `limited`."""
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
     code_generator_class = _Compiler
@@ -154,7 +160,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.limit_filters()
 
     def limit_filters(self) -> None:
-        """Weighs what filters make; those that were added since the last call too."""
+        """Limits the results of all filters, also of filters added since the last call."""
         for name, function in self.filters.items():
             if not hasattr(function, "is_limited"):
                 self.filters[name] = _limited_filter(name, function)
@@ -165,8 +171,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return tree
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """The operators that can make much of little."""
-        if type(left) is str and type(right) is str and operator == "+":  # nearly always
+        """Binary operators whose result can be much larger than their operands."""
+        if type(left) is str and type(right) is str and operator == "+":  # the common case
             _budget.get().take(len(left) + len(right))
             return left + right
         budget = _budget.get()
@@ -188,11 +194,11 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        """Functions, macros and methods."""
+        """Calls of functions, macros and methods."""
         budget = _budget.get()
         budget.step()
         if isinstance(__obj, BuiltinMethodType):
-            kwargs.pop("_loop_vars", None)  # from the compiled code, for functions that ask
+            kwargs.pop("_loop_vars", None)  # added by the compiled code for pass_context functions
             kwargs.pop("_block_vars", None)
             if isinstance(__obj.__self__, (str, bytes)):
                 _check_method(__obj.__self__, __obj.__name__, args, kwargs)
@@ -209,8 +215,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return result
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        """Attributes, with a `format` of texts that is bounded."""
-        kind = type(obj)  # the two usual kinds first, without Jinja's search
+        """Attribute access. `str.format` is replaced by a bounded version."""
+        kind = type(obj)  # the two common types first, without Jinja's look-up
         if kind is dict and attribute in obj and attribute not in _DICT_METHODS:
             return obj[attribute]
         if kind is str and attribute in _TEXT_METHODS:
@@ -220,38 +226,38 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return super().getattr(obj, attribute)
 
     def getitem(self, obj: Any, argument: Any) -> Any:
-        """Items; methods of texts have no other name."""
+        """Item access. For a string, an item with a string key is an attribute."""
         if isinstance(obj, str) and isinstance(argument, str):
             return self.getattr(obj, argument)
         return super().getitem(obj, argument)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """What a template may look at."""
+        """May a template use this attribute?"""
         return attr not in _REFUSED_METHODS and super().is_safe_attribute(obj, attr, value)
 
     @staticmethod
     def step() -> None:
-        """A turn of a loop."""
+        """Counts an iteration of a loop."""
         _budget.get().step()
 
     @staticmethod
     def weighed(value: Any) -> Any:
-        """A list or dictionary that a template writes down."""
+        """Charges a list or dictionary literal of a template."""
         budget = _budget.get()
         budget.take(budget.weigh(value))
         return value
 
     @staticmethod
     def joined(*values: Any) -> str:
-        """The operator ~."""
+        """The operator ~ (concatenation)."""
         return _concat(str(_finalize(value)) for value in values)
 
 
-# ---- what templates compile to
+# ---- compilation of templates
 
 
 def _count_steps(tree: nodes.Template) -> None:
-    """Makes loops count their turns, `~` a call, and weighs lists and dictionaries."""
+    """Inserts calls: of `step` in loops, `joined` for `~`, `weighed` for lists and dictionaries."""
     loops: Iterable[Any] = tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock))
     for loop in loops:
         loop.body.insert(0, nodes.ExprStmt(_call("step", [], loop.lineno), lineno=loop.lineno))
@@ -284,7 +290,7 @@ def _call(name: str, args: list[Any], line: int) -> nodes.Call:
     return nodes.Call(function, args, [], None, None, lineno=line)
 
 
-# ---- what templates run
+# ---- run time of templates
 
 
 def _size(value: Any) -> int:
@@ -294,7 +300,7 @@ def _size(value: Any) -> int:
 
 
 def _finalize(value: Any) -> Any:
-    """A value that becomes text."""
+    """Charges a value that becomes text."""
     if not isinstance(value, str):
         _budget.get().weigh(value)
     return value
@@ -325,7 +331,7 @@ def _format(function: Callable[..., str], text: str, *args: Any, **kwargs: Any) 
 
 
 def _check_method(text: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Methods of texts."""
+    """Checks and charges a call of a method of `str` or `bytes`."""
     budget = _budget.get()
     if any(isinstance(value, int) and value > MAX_NUMBER for value in args):
         raise LimitError(f"it calls {name} with a number above {MAX_NUMBER}")
@@ -340,9 +346,9 @@ def _length(value: Any) -> int:
 
 
 def _limited_filter(name: str, function: Any) -> Any:
-    """A filter that counts and weighs."""
+    """A filter that counts its calls and charges its result."""
 
-    @functools.wraps(function)  # and with what Jinja keeps in its attributes
+    @functools.wraps(function)  # also copies the attributes that Jinja sets
     def limited_filter(*args: Any, **kwargs: Any) -> Any:
         budget = _budget.get()
         budget.step()
@@ -357,7 +363,7 @@ def _limited_filter(name: str, function: Any) -> Any:
 
 
 def _check_filter(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """The arguments, an iterator among them as a list. Raises LimitError."""
+    """The arguments, with an iterator converted to a list. Raises LimitError."""
     budget, value, rest = _budget.get(), args[0], [*args[1:], *kwargs.values()]
     if name == "round" and any(isinstance(number, int) and abs(number) > 99 for number in rest):
         raise LimitError("it rounds to more than 99 digits")

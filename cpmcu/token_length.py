@@ -1,4 +1,4 @@
-"""How many characters of a text one token can stand for, told by a tokenizer's parts alone."""
+"""Upper bound on the characters of one token, derived from the parts of a tokenizer."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-# Pre-tokenizers that lose no character, unless their behavior is "Removed".
-_KEEPING = {"ByteLevel", "Digits", "Metaspace", "Punctuation", "Split", "UnicodeScripts"}
-# How many characters each normalizer makes one of, at most. NFC: a letter with three marks.
+# Pre-tokenizers that drop no characters, unless their behavior is "Removed".
+_LOSSLESS = {"ByteLevel", "Digits", "Metaspace", "Punctuation", "Split", "UnicodeScripts"}
+# Most characters that a normalizer merges into one. NFC: a letter with three marks.
 _SHRINKING = {"ByteLevel": 1, "Prepend": 1, "NFC": 4}
 
 
 def longest_token(tokenizer: Tokenizer) -> int | None:
-    """Most characters of a text that become one token; None if that cannot be told.
+    """Most characters of a text that become one token; None if there is no known bound.
 
-    It can be told of BPE with a token for each byte, if no stage before it drops characters and no
-    added token takes in the white space beside it.
+    There is a bound for BPE with a token for each byte, if no earlier stage drops characters and
+    no added token absorbs adjacent white space.
     """
     from tokenizers import models, pre_tokenizers
 
@@ -27,7 +27,7 @@ def longest_token(tokenizer: Tokenizer) -> int | None:
     shrinking = [_shrinking(stage) for stage in normalizers]
     if not isinstance(tokenizer.model, models.BPE) or None in shrinking:
         return None
-    if not all(s["type"] in _KEEPING and s.get("behavior") != "Removed" for s in stages):
+    if not all(s["type"] in _LOSSLESS and s.get("behavior") != "Removed" for s in stages):
         return None
     added = tokenizer.get_added_tokens_decoder().values()
     if any(token.lstrip or token.rstrip for token in added):
@@ -46,7 +46,7 @@ def longest_token(tokenizer: Tokenizer) -> int | None:
 
 
 def _stages(part: Any) -> list[dict[str, Any]]:
-    """What a normalizer or pre-tokenizer consists of, as tokenizer.json has it."""
+    """The stages of a normalizer or pre-tokenizer, as tokenizer.json lists them."""
     if part is None:
         return []
     state = json.loads(part.__getstate__())
@@ -54,7 +54,7 @@ def _stages(part: Any) -> list[dict[str, Any]]:
 
 
 def _shrinking(stage: Mapping[str, Any]) -> int | None:
-    """How many characters a normalizer makes one of, at most; None if that cannot be told."""
+    """Most characters that a normalizer merges into one; None if there is no known bound."""
     if stage["type"] == "Replace":
         found, content = stage.get("pattern", {}).get("String"), stage.get("content", "")
         return 1 if found and len(content) >= len(found) else None

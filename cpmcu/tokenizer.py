@@ -14,22 +14,22 @@ from cpmcu.errors import about, one_sentence
 from cpmcu.loading.index import check_file, read_json
 from cpmcu.token_length import longest_token
 
-# Special tokens that chat templates may name, as spelt in tokenizer_config.json.
+# Keys of the special tokens in tokenizer_config.json. Chat templates use the same names.
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
-# Of BaseException, what is no error of a library that is called.
+# BaseExceptions that do not come from the called library.
 _NOT_ERRORS = (KeyboardInterrupt, SystemExit, GeneratorExit)
-# Longer ones are worked on without holding the interpreter's lock, which takes 20 µs more.
+# Longer inputs are processed without the interpreter lock, which costs 20 µs more.
 _LONG_TEXT = 1024  # characters
 _LONG_IDS = 512
-_PIECE = 1 << 15  # ids that become Python integers at a time
-# What tokenizer_config.json's added_tokens_decoder says of a token.
+_PIECE = 1 << 15  # ids converted to Python integers at a time
+# Fields of a token in added_tokens_decoder of tokenizer_config.json.
 _ADDED = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
 
 
 def eos_ids(configs: Mapping[str, Mapping[str, Any]], vocab_size: int = 1 << 31) -> tuple[int, ...]:
-    """The end-of-sequence ids that configs state; `configs`: file's name -> what it says.
+    """End-of-sequence ids in config files; `configs`: file name -> content.
 
-    Raises ValueError for what is neither a token id nor a list of them.
+    Raises ValueError if eos_token_id is neither a token id nor a list of token ids.
     """
     found: list[int] = []
     for file, config in configs.items():
@@ -45,7 +45,7 @@ def eos_ids(configs: Mapping[str, Mapping[str, Any]], vocab_size: int = 1 << 31)
 
 
 class _Backend(Protocol):
-    """What either tokenizer library has to do for us."""
+    """Interface to a tokenizer library."""
 
     def encode(self, text: str, special: bool, max_length: int | None) -> list[int]: ...
     def longest_token(self) -> int | None: ...
@@ -58,7 +58,7 @@ class _Backend(Protocol):
 
 
 class Tokenizer:
-    """A checkpoint's tokenizer, with its special tokens and its end-of-sequence ids."""
+    """A checkpoint's tokenizer with its special tokens and end-of-sequence ids."""
 
     def __init__(
         self, backend: _Backend, config: dict[str, Any], eos_token_ids: Sequence[int] = ()
@@ -78,9 +78,9 @@ class Tokenizer:
     def from_directory(cls, directory: str | Path) -> Tokenizer:
         """Reads the tokenizer of a checkpoint directory.
 
-        End-of-sequence ids are those of generation_config.json, config.json and the tokenizer, in
-        that order. Raises FileNotFoundError if there are no tokenizer files, ImportError if they
-        need transformers and it is missing, ValueError for files that cannot be read.
+        End-of-sequence ids come from generation_config.json, config.json and the tokenizer, in
+        that order. Raises FileNotFoundError if there are no tokenizer files. Raises ImportError if
+        the files need transformers and it is missing. Raises ValueError for unreadable files.
         """
         with about(Path(directory)):
             return cls._read(Path(directory))
@@ -88,7 +88,7 @@ class Tokenizer:
     @classmethod
     def _read(cls, directory: Path) -> Tokenizer:
         config = _read_json(directory / "tokenizer_config.json")
-        # Older files say it elsewhere, where transformers reads it too.
+        # Older checkpoints keep special tokens in special_tokens_map.json.
         if "added_tokens_decoder" not in config:
             config = _filled(config, _read_json(directory / "special_tokens_map.json"))
         file = directory / "tokenizer.json"
@@ -105,17 +105,17 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens, added ones included. The model's may be larger (padding)."""
+        """Number of tokens, added tokens included. The model's vocabulary may be padded."""
         return self._backend.size()
 
     def encode(
         self, text: str, *, add_special_tokens: bool = True, max_length: int | None = None
     ) -> list[int]:
-        """Token ids of `text`, with the begin-of-sequence token the tokenizer asks for, if any.
+        """Token ids of `text`.
 
-        Raises ValueError for text with half of a surrogate pair, which is no character, and for
-        text that is too long for `max_length` tokens, if possible before it is tokenised. Other
-        threads go on meanwhile.
+        `add_special_tokens` adds the tokens that the tokenizer puts around a text, such as the
+        begin-of-sequence token. Raises ValueError if `text` holds half of a surrogate pair or
+        makes more than `max_length` tokens. Long texts release the interpreter lock.
         """
         if max_length is not None:
             self.check_length(text, max_length)
@@ -129,7 +129,7 @@ class Tokenizer:
         return self._backend.encode(text, add_special_tokens, max_length)
 
     def check_length(self, text: str, max_length: int) -> None:
-        """Raises ValueError for text whose mere length makes more than `max_length` tokens."""
+        """Raises ValueError if the character count alone implies more than `max_length` tokens."""
         if len(text) <= max_length:
             return
         longest = self._longest_token
@@ -142,26 +142,26 @@ class Tokenizer:
 
     @functools.cached_property
     def _longest_token(self) -> int | None:
-        return self._backend.longest_token()  # looks at the whole vocabulary
+        return self._backend.longest_token()  # scans the whole vocabulary
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of `ids`; bytes that are no character become U+FFFD."""
+        """Text of `ids`; invalid UTF-8 bytes become U+FFFD."""
         return self._backend.decode(list(ids), skip_special_tokens)
 
-    def is_shown(self, token_id: int) -> bool:
-        """Is a token part of the text, unlike a special one?"""
-        return self.decode([token_id]) == self.decode([token_id], skip_special_tokens=False)
+    def is_special(self, token_id: int) -> bool:
+        """Does `decode` skip this token by default?"""
+        return self.decode([token_id]) != self.decode([token_id], skip_special_tokens=False)
 
     def id_of(self, token: str) -> int | None:
-        """Id of a token as the vocabulary spells it; None if there is none."""
+        """Id of the token that the vocabulary spells `token`; None if there is no such token."""
         return self._backend.id_of(token)
 
     def piece(self, token_id: int) -> str | None:
-        """A token as the vocabulary spells it; None for an id without one."""
+        """The vocabulary's spelling of a token; None if the id has no token."""
         return self._backend.piece(token_id)
 
     def to_json(self) -> str:
-        """The tokenizer as the text of a tokenizer.json. ValueError if it has no such form."""
+        """The tokenizer as tokenizer.json text. Raises ValueError if it has no such form."""
         return self._backend.to_json()
 
     def _special_id(self, name: str) -> int | None:
@@ -173,7 +173,7 @@ class _FastBackend:
     """tokenizer.json through the tokenizers library."""
 
     def __init__(self, path: Path, config: dict[str, Any], added: dict[str, Any]) -> None:
-        import tokenizers  # 50 ms: only when there is something to tokenise
+        import tokenizers  # takes 50 ms
 
         self._path = path
         try:
@@ -181,18 +181,18 @@ class _FastBackend:
             self._tokenizer.no_truncation()
             self._tokenizer.no_padding()
             self._add(config, added)
-        except (ValueError, *_NOT_ERRORS):  # a ValueError is ours
+        except (ValueError, *_NOT_ERRORS):  # raised by this module
             raise
-        except BaseException as error:  # plain Exception, and its panics, which are none
+        except BaseException as error:  # the library's panics are not subclasses of Exception
             raise ValueError(
                 f"{path} is not a tokenizer that can be read: {one_line(error)}"
             ) from error
         self._tokenizer.encode_special_tokens = bool(config.get("split_special_tokens"))
-        # What tokenizer_config.json states wins over the file's post-processor, each on its side.
+        # On each side of a text, tokenizer_config.json overrides the file's post-processor.
         first, last = self._stated(config, "bos_token"), self._stated(config, "eos_token")
         self._frame: tuple[list[int], list[int]] | None = None
         try:
-            begin, end = self._own_frame()  # a tokenizer that panics mostly does so here
+            begin, end = self._own_frame()  # most panicking tokenizers panic here
         except RuntimeError as error:
             raise ValueError(str(error)) from error
         if first is not None or last is not None:
@@ -205,7 +205,7 @@ class _FastBackend:
             if len(text) < _LONG_TEXT:
                 ids = self._tokenizer.encode(text, add_special_tokens=own).ids
                 return [*first, *ids, *last] if special else list(ids)
-            # Other than `encode`, this lets go of the interpreter's lock.
+            # Unlike `encode`, this call releases the interpreter lock.
             (found,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=own)
         length = len(found) + (len(first) + len(last) if special else 0)
         if max_length is not None and length > max_length:
@@ -225,7 +225,7 @@ class _FastBackend:
 
     @contextmanager
     def _panics(self) -> Iterator[None]:
-        """RuntimeError for what the library raises, a panic above all: that is a BaseException."""
+        """Turns the library's exceptions and panics (BaseException) into RuntimeError."""
         try:
             yield
         except _NOT_ERRORS:
@@ -253,12 +253,12 @@ class _FastBackend:
         return str(self._tokenizer.to_str())
 
     def special_tokens(self) -> dict[str, Any]:
-        return {}  # tokenizer.json does not say which is which
+        return {}  # tokenizer.json does not name the roles of special tokens
 
     def _add(self, config: dict[str, Any], added: dict[str, Any]) -> None:
-        """Adds tokens that are only stated beside tokenizer.json, and marks special ones.
+        """Adds the tokens that only files beside tokenizer.json list, and marks special tokens.
 
-        Those whose id would be another are left out.
+        A token is skipped if it would get another id than the listed one.
         """
         from tokenizers import AddedToken
 
@@ -267,8 +267,8 @@ class _FastBackend:
             for name, number in added.items():
                 stated[int(number)] = AddedToken(name)
             for number, fields in (config.get("added_tokens_decoder") or {}).items():
-                kept = {key: value for key, value in fields.items() if key in _ADDED}
-                stated[int(number)] = AddedToken(**kept)
+                known = {key: value for key, value in fields.items() if key in _ADDED}
+                stated[int(number)] = AddedToken(**known)
         except (AttributeError, TypeError, ValueError) as error:
             raise ValueError(
                 "the added tokens beside tokenizer.json, in added_tokens.json or "
@@ -293,7 +293,7 @@ class _FastBackend:
                 "list"
             )
         names += [_content("additional_special_tokens", token) for token in more]
-        # Not those that the file has as special: it may say more of them than their names.
+        # Tokens already special in tokenizer.json keep their other properties (strip, normalise).
         own = self._tokenizer.get_added_tokens_decoder()
         marked = {token.content for token in own.values() if token.special}
         self._tokenizer.add_special_tokens(
@@ -301,7 +301,7 @@ class _FastBackend:
         )
 
     def _stated(self, config: dict[str, Any], name: str) -> list[int] | None:
-        """What add_bos_token or add_eos_token puts on its side; None: it does not say."""
+        """Tokens that add_bos_token or add_eos_token adds; None if the config does not say."""
         adds = config.get(f"add_{name}")
         token = self.id_of(_content(name, config[name])) if config.get(name) is not None else None
         if adds is None or (adds and token is None):
@@ -309,7 +309,7 @@ class _FastBackend:
         return [token] if adds and token is not None else []
 
     def _own_frame(self) -> tuple[list[int], list[int]]:
-        """What the file's post-processor puts before and behind a text."""
+        """Token ids that the file's post-processor adds (before, after) a text."""
         text, framed = (self.encode("a", special, None) for special in (False, True))
         for begin in range(len(framed) - len(text) + 1):
             if framed[begin : begin + len(text)] == text:
@@ -318,7 +318,7 @@ class _FastBackend:
 
 
 class _TransformersBackend:
-    """Directories without tokenizer.json (sentencepiece models), through transformers."""
+    """Reads directories without tokenizer.json (sentencepiece models) through transformers."""
 
     def __init__(self, directory: Path) -> None:
         names = ("tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
@@ -349,7 +349,7 @@ class _TransformersBackend:
         return list(self._tokenizer.encode(text, add_special_tokens=special))
 
     def longest_token(self) -> int | None:
-        return None  # its pieces may stand for more characters than they have
+        return None  # a piece may stand for more characters than its spelling has
 
     def decode(self, ids: list[int], skip_special: bool) -> str:
         return str(
@@ -359,9 +359,8 @@ class _TransformersBackend:
         )
 
     def id_of(self, token: str) -> int | None:
-        found = self._tokenizer.convert_tokens_to_ids(
-            token
-        )  # of an unknown one the unknown token's
+        # For an unknown spelling, transformers returns the id of the unknown token.
+        found = self._tokenizer.convert_tokens_to_ids(token)
         if isinstance(found, int) and self._tokenizer.convert_ids_to_tokens(found) == token:
             return found
         return None
@@ -385,7 +384,7 @@ class _TransformersBackend:
 
 
 def _ids_of(encoding: Any) -> list[int]:
-    """The ids of a text, piece by piece: other threads can go on in between."""
+    """Token ids of a text, converted in pieces so that other threads can run in between."""
     if len(encoding) <= _PIECE:
         return list(encoding.ids)
     encoding.truncate(_PIECE)
@@ -393,14 +392,14 @@ def _ids_of(encoding: Any) -> list[int]:
 
 
 def _filled(config: dict[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
-    """`config` with what only `more` states."""
+    """`config`, with missing and null keys taken from `more`."""
     return {**more, **{key: value for key, value in config.items() if value is not None}}
 
 
 def _content(name: str, token: Any) -> str:
-    """A special token's text; tokenizer_config.json has it plain or as an AddedToken's fields.
+    """Text of a special token, which a config holds as a string or as an AddedToken object.
 
-    Raises ValueError for what is neither.
+    Raises ValueError for any other value.
     """
     text = token.get("content") if isinstance(token, dict) else token
     if not isinstance(text, str) or not _is_unicode(text):
@@ -412,7 +411,7 @@ def _content(name: str, token: Any) -> str:
 
 
 def _is_unicode(text: str) -> bool:
-    """Does it hold no half of a surrogate pair?"""
+    """Is `text` free of unpaired surrogates?"""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -1,4 +1,4 @@
-// The parts of the Python module; each lies beside its subject.
+// The parts of the Python module. Each is defined in the folder of its subject.
 #pragma once
 
 #include <pybind11/pybind11.h>

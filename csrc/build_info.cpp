@@ -1,5 +1,5 @@
-// What this module was built with. Only this file is compiled with the definition, so a new commit
-// or compiler version rebuilds nothing else.
+// The compilers and the commit of this build. Only this file is compiled with CPMCU_BUILD_INFO, so
+// a new commit or compiler version recompiles nothing else.
 #include "build_info.h"
 
 #ifndef CPMCU_BUILD_INFO

@@ -1,4 +1,4 @@
-// The Python module's table of contents. Host code only: compiled as C++.
+// Defines the Python module. Host code only: compiled as C++.
 #include "bindings.h"
 #include "build_info.h"
 #include "core/check.h"

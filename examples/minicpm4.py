@@ -16,11 +16,11 @@ from cpmcu.flags import FlagParser, parse_bool
 
 MODEL = "openbmb/MiniCPM4-8B"
 DRAFT = "openbmb/MiniCPM4-8B-Eagle-FRSpec"
-QUANT_DRAFT = f"{DRAFT}-QAT-cpmcu"  # also has the frequent tokens for either draft
+QUANT_DRAFT = f"{DRAFT}-QAT-cpmcu"  # also has the token frequencies for both drafts
 
 
 def flags(args: argparse.Namespace) -> list[str]:
-    """The flags of cpmcu that the switches stand for."""
+    """Converts the switches to cpmcu's flags."""
     found = ["--model", f"{MODEL}-marlin-cpmcu" if args.apply_quant else MODEL]
     found += ["--minicpm4-yarn", "yes" if args.minicpm4_yarn else "no"]
     if args.apply_eagle:

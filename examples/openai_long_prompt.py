@@ -1,4 +1,4 @@
-"""Completes a file, and shows how far the prompt has been read: openai_long_prompt.py prompt.txt
+"""Completes a file and shows the progress of prefill: openai_long_prompt.py prompt.txt
 
 examples/long_prompt_gen.py writes such a file. OPENAI_BASE_URL and OPENAI_API_KEY say where the
 server is and what key it wants.

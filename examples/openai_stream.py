@@ -1,4 +1,4 @@
-"""Streams an answer of a running server, and tells how well speculation did.
+"""Streams an answer of a running server and prints the acceptance of speculation.
 
 OPENAI_BASE_URL and OPENAI_API_KEY say where the server is and what key it wants.
 """
@@ -28,6 +28,6 @@ for chunk in stream:
         print(f"\n--- {chunk.usage.completion_tokens} tokens", end="")
         print(f", {metrics['timings']['predicted_per_second']:.0f} tokens/s", end="")
         speculation = metrics.get("speculative_decoding")
-        if speculation and speculation["num_spec_steps"]:  # 0 where nothing was drafted
+        if speculation and speculation["num_spec_steps"]:  # 0: no step had a draft
             print(f", mean accept length {speculation['mean_acceptance_length']:.2f}", end="")
         print()

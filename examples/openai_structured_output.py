@@ -1,4 +1,4 @@
-"""An answer that is JSON of a given form: a Pydantic model goes in, an object comes out.
+"""Structured output: converts an answer to an object of a Pydantic model.
 
 The server needs the extra `grammar`: pip install 'cpmcu[server,grammar]'. OPENAI_BASE_URL and
 OPENAI_API_KEY say where it is and what key it wants.
@@ -12,9 +12,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class Function(BaseModel):
-    """What a function is like."""
+    """Properties of a function."""
 
-    # A small model may go on with spaces where JSON allows them; llguidance can forbid them.
+    # JSON allows spaces, and a small model may repeat them without end; llguidance can forbid them.
     model_config = ConfigDict(
         extra="forbid", json_schema_extra={"x-guidance": {"whitespace_flexible": False}}
     )

@@ -1,4 +1,4 @@
-"""Several GPUs behind one address: a server a GPU, and Ray Serve in front.
+"""Several GPUs behind one address: one server per GPU, with Ray Serve in front.
 
     pip install 'ray[serve]'
     serve run examples.ray_serve_app:build model=DIR draft_model_path=DIR replicas=4
@@ -15,7 +15,7 @@ from ray import serve
 
 from cpmcu.config import EngineConfig, SpeculativeConfig
 
-SLOTS = 8  # sequences that a replica runs at the same time
+SLOTS = 8  # concurrent sequences of a replica
 
 
 def build(arguments: dict[str, Any]) -> serve.Application:
@@ -26,13 +26,13 @@ def build(arguments: dict[str, Any]) -> serve.Application:
     device = arguments.get("device", "cuda")
     engine = EngineConfig(
         model=arguments.get("model"),
-        device=device,  # Ray lets a replica see its own GPU only
+        device=device,  # Ray shows a replica only its own GPU
         max_num_seqs=SLOTS,
         speculative_config=SpeculativeConfig(draft_model_path=arguments.get("draft_model_path")),
     )
 
     def application() -> Any:
-        """Called in each replica, which gets requests once this returns."""
+        """Runs in each replica before its first request."""
         from cpmcu.serving.app import create_app
         from cpmcu.serving.config import ServerConfig
         from cpmcu.serving.service import Service
@@ -45,7 +45,7 @@ def build(arguments: dict[str, Any]) -> serve.Application:
         serve.ingress(application)(),
         name="cpmcu",
         num_replicas=int(arguments.get("replicas", 1)),
-        # Those beyond the slots wait in the replica, so that it never runs dry.
+        # Requests beyond the slots wait in the replica, so that no slot is idle.
         max_ongoing_requests=4 * SLOTS,
         ray_actor_options={"num_gpus": 1 if device == "cuda" else 0},
     )

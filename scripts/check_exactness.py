@@ -1,10 +1,12 @@
-"""Does speculation change a token? Long texts, on true shapes: 20 prompts of 1000 tokens each.
+"""Checks that speculation changes no token: 20 prompts with 1000 new tokens each, at true shapes.
 
-python scripts/check_exactness.py --model DIR --draft-model-path DIR [...]: takes the engine's and
-the draft's flags as `python -m cpmcu.cli` does. Generates with and without the draft, greedy and
-sampled, several sequences at a time and one alone, with CUDA graphs and (some of the prompts)
-without, and compares token for token. Exit status 1, and the place of the first difference in each
-text, if any token differs. The prefix cache is off: every prompt is computed in each run.
+    python scripts/check_exactness.py --model DIR --draft-model-path DIR [flags of cpmcu.cli]
+
+Generates with and without the draft: greedy and sampled, several sequences at a time and one alone,
+with CUDA graphs and (for some prompts) without. If a token differs, prints the first difference of
+each text and exits with status 1.
+
+The prefix cache is off, so each run computes every prompt.
 """
 
 from __future__ import annotations
@@ -23,12 +25,12 @@ from cpmcu.flags import FlagParser, add_flags, from_flags
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """How much is compared."""
+    """Flags: the amount of text."""
 
-    prompts: int = option(20, "prompts of random tokens")
+    prompts: int = option(20, "number of prompts of random tokens")
     longest: int = option(300, "tokens of the longest prompt, at least 2")
-    tokens: int = option(1000, "tokens generated after each")
-    eager_share: int = option(4, "without CUDA graphs one prompt in so many")
+    tokens: int = option(1000, "new tokens of each prompt")
+    eager_share: int = option(4, "one prompt in this many runs without CUDA graphs too")
 
     def __post_init__(self) -> None:
         if self.longest < 2:
@@ -43,7 +45,7 @@ def prompts_of(count: int, longest: int, vocab_size: int) -> list[list[int]]:
 
 
 def generate(config: EngineConfig, options: Options, share: int = 1) -> dict[str, list[list[int]]]:
-    """Tokens by sampling, of the first `1 / share` of the prompts in order."""
+    """Returns the tokens for each kind of sampling, for the first `1 / share` of the prompts."""
     texts = {}
     with LLM(**dataclasses.asdict(config)) as llm:
         prompts = prompts_of(options.prompts, options.longest, llm.spec.vocab_size)

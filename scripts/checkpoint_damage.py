@@ -1,6 +1,6 @@
-"""Valid tiny checkpoints, and recipes that damage them: what scripts/fuzz_checkpoints.py feeds on.
+"""Valid tiny checkpoints and recipes that damage them, for scripts/fuzz_checkpoints.py.
 
-A recipe is a number: it seeds the choice of a checkpoint and of one to three damages to its files.
+A recipe is a number. It seeds the choice of a checkpoint and of one to three damages to its files.
 The same number always makes the same directory.
 """
 
@@ -30,7 +30,7 @@ from tests.reference.tiny_w4 import LAYOUTS, SIZES, quantise, write_w4  # noqa: 
 Json = Any
 Damage = Callable[[random.Random, Path], None]
 
-DRAFT = "draft"  # folder of the draft in a checkpoint's folder, which is called:
+DRAFT = "draft"  # name of the draft's folder within a checkpoint's folder
 TARGET = "target"
 TEMPLATE = (
     "{%- for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content "
@@ -43,7 +43,7 @@ TEMPLATE = (
 
 
 def write_bases(root: Path) -> list[Path]:
-    """Folders with a target each, some with a draft beside it."""
+    """Writes folders with a target each. Some also have a draft."""
     vocab = byte_level().get_vocab_size()
     made: list[Path] = []
 
@@ -75,7 +75,7 @@ def write_bases(root: Path) -> list[Path]:
 
 
 def _write_texts(directory: Path, tokenizer: Any) -> None:
-    """Everything about text that a checkpoint may have."""
+    """Writes all text files of a checkpoint: tokenizer, template, generation config."""
     added = {
         str(tokenizer.token_to_id(token)): {"content": token, "special": True, "lstrip": False}
         for token in ("<s>", "</s>", "<|im_start|>")
@@ -102,14 +102,16 @@ def _write_texts(directory: Path, tokenizer: Any) -> None:
 
 
 def damage(number: int, bases: list[Path], directory: Path) -> list[str]:
-    """Makes `directory` the damaged checkpoint of a recipe; says what was done to which file."""
+    """Writes the damaged checkpoint of a recipe to `directory`. Returns a list of the damages."""
     rng = random.Random(number)
     base = rng.choice(bases)
     shutil.copytree(base, directory)
     done = [base.name]
     for _ in range(rng.choice([1, 1, 1, 2, 3])):
         files = sorted(path for path in directory.rglob("*") if path.is_file())
-        kinds = sorted({_kind(path) for path in files})  # a kind first: there are many of some
+        kinds = sorted(
+            {_kind(path) for path in files}
+        )  # choose a kind first: some kinds have many files
         kind = rng.choice(kinds)
         path = rng.choice([path for path in files if _kind(path) == kind])
         damages = _DAMAGES[kind] if rng.random() < 0.8 else _TO_ANY
@@ -117,7 +119,7 @@ def damage(number: int, bases: list[Path], directory: Path) -> list[str]:
         try:
             chosen(rng, path)
         except (ValueError, KeyError, IndexError, TypeError, struct.error, RecursionError):
-            continue  # the file is damaged beyond this damage
+            continue  # earlier damage makes this one impossible
         done.append(f"{chosen.__name__.strip('_')} {path.relative_to(directory)}")
     return done
 
@@ -184,7 +186,7 @@ _TO_ANY: list[Damage] = [
 # ---- JSON
 
 _LONG = "x" * 100_000
-_DIGITS = 10**4000 * 10**4000  # more than Python reads
+_DIGITS = 10**4000 * 10**4000  # more digits than Python parses
 _NASTY: list[Json] = [
     *(None, True, False, 0, 1, -1, 2, 7, 2**31 - 1, 2**31, -(2**31) - 1, 2**63, -(2**63), 2**64),
     *(10**30, 0.5, -0.0, 1e308, 1e-320, float("nan"), float("inf"), "", " ", "a", "0", "</s>"),
@@ -203,7 +205,7 @@ _NASTY: list[Json] = [
 
 
 def _places(value: Json, found: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
-    """(container, key) of everything in a JSON value; of a long list or object some."""
+    """Lists (container, key) of the values within a JSON value; a sample of long ones."""
     keys: list[Any] = []
     if isinstance(value, dict):
         keys = list(value)
@@ -216,8 +218,8 @@ def _places(value: Json, found: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
 
 
 def _change(rng: random.Random, value: Json) -> Json:
-    """A JSON value with one thing in it changed."""
-    # One of the top level as often as one below.
+    """Returns a JSON value with one change."""
+    # Top-level values and nested values have the same probability.
     places = [(value, key) for key in value] if rng.random() < 0.5 else _places(value, [])
     holder, key = rng.choice(places)
     match rng.randrange(6):
@@ -249,7 +251,7 @@ def _to_text(rng: random.Random, value: Json) -> str:
     if rng.random() < 0.02:
         text = text.replace(": 1", ": " + "[" * 5000 + "]" * 5000, 1)
     if rng.random() < 0.02:
-        text = text[:-1] + ", " + text[1:]  # every name twice
+        text = text[:-1] + ", " + text[1:]  # duplicates every name
     return text
 
 
@@ -279,7 +281,7 @@ def _change_length(rng: random.Random, path: Path) -> None:
 
 
 def _drop_tensor(rng: random.Random, path: Path) -> None:
-    """A consistent file without one of the tensors, or with it under another name or shape."""
+    """Writes a consistent file in which one tensor is missing, renamed or reshaped."""
     header, data = _split(path)
     name = rng.choice([name for name in header if name != "__metadata__"])
     match rng.randrange(3):
@@ -304,7 +306,7 @@ def _drop_tensor(rng: random.Random, path: Path) -> None:
 
 
 def _spoil_numbers(rng: random.Random, path: Path) -> None:
-    """NaN, infinities or noise in one tensor."""
+    """Writes NaN, infinities or noise into one tensor."""
     header, data = _split(path)
     name = rng.choice([name for name in header if name != "__metadata__"])
     begin, end = header[name]["data_offsets"]

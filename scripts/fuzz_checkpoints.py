@@ -1,13 +1,13 @@
-"""Loads damaged checkpoints and uses what loads: each must work or be refused by one sentence.
+"""Loads and uses damaged checkpoints: each must work or be refused with one sentence.
 
     python scripts/fuzz_checkpoints.py [--count 10000] [--first 0] [--jobs 2]
     python scripts/fuzz_checkpoints.py --first 1234 --count 1 --keep /tmp/recipe-1234
 
 Recipe N (scripts/checkpoint_damage.py) damages a tiny valid checkpoint. A worker process loads the
-result as the server does, renders its chat template, and generates a few tokens. Wrong are a worker
-that dies, or takes more than --patience seconds of the processor or more than --memory-mib; an
-exception that is none of cpmcu's kinds; a message that is not one short line, or names no file.
-Exit status 0 if nothing is wrong.
+result as the server does, renders its chat template, and generates a few tokens. Failures are: a
+worker that dies, or exceeds --patience seconds of CPU time or --memory-mib; an exception that is
+not one of cpmcu's types; a message that is not one short line or names no file. Without failures
+the exit status is 0.
 """
 
 from __future__ import annotations
@@ -33,22 +33,27 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import checkpoint_damage as recipes
 
 MAX_MESSAGE = 2000  # characters
-NAMELESS = ("MemoryError", "OutputError")  # are about no file
-KINDS = (ValueError, FileNotFoundError, MemoryError, RuntimeError)  # exactly these, or cpmcu's own
+NAMELESS = ("MemoryError", "OutputError")  # errors that need not name a file
+KINDS = (
+    ValueError,
+    FileNotFoundError,
+    MemoryError,
+    RuntimeError,
+)  # these types exactly, or cpmcu's own
 
 
 class Result(NamedTuple):
-    """What became of a recipe."""
+    """The result of a recipe."""
 
     number: int
     damages: list[str]
-    outcome: str  # "works", or the kind of exception
+    outcome: str  # "works", or the type of the exception
     message: str
-    wrong: str  # empty: nothing is
+    wrong: str  # the failure; empty: none
 
 
 class _Strict(logging.Handler):
-    """Formats every record, so that one which cannot be formatted raises."""
+    """Formats every record, so a record that cannot be formatted raises."""
 
     def emit(self, record: logging.LogRecord) -> None:
         record.getMessage()
@@ -58,7 +63,7 @@ class _Strict(logging.Handler):
 
 
 def work(connection: Connection, bases: list[Path], scratch: Path) -> None:
-    """Answers recipe numbers with results until None comes."""
+    """Receives recipe numbers and sends results, until None."""
     logging.basicConfig(level=logging.INFO, handlers=[_Strict()])
     os.environ["HF_HUB_OFFLINE"] = "1"
     while (asked := connection.recv()) is not None:
@@ -69,7 +74,7 @@ def work(connection: Connection, bases: list[Path], scratch: Path) -> None:
         outcome, message, wrong = "works", "", ""
         try:
             use(directory, number)
-        except BaseException as error:  # a panic of Rust is no Exception
+        except BaseException as error:  # a Rust panic is not an Exception
             outcome, message = type(error).__name__, str(error)
             wrong = fault(error, directory)
             if wrong:
@@ -125,11 +130,11 @@ def use(directory: Path, number: int) -> None:
 
 
 def fault(error: BaseException, directory: Path) -> str:
-    """What is wrong with a refusal; empty: nothing."""
+    """Returns the fault of a refusal; empty: none."""
     message = str(error)
     kind = type(error)
     if kind not in KINDS and not kind.__module__.startswith("cpmcu."):
-        return f"{kind.__module__}.{kind.__name__} is no kind of refusal\n"
+        return f"{kind.__module__}.{kind.__name__} is not a type of refusal\n"
     if len(message) > MAX_MESSAGE:
         return f"the message has {len(message)} characters\n"
     if not message or re.search(r"[\x00-\x1f\x7f]|Traceback", message):
@@ -160,7 +165,7 @@ def _peak_mib() -> int:
 
 
 class Pool:
-    """Hands recipes to workers; one that dies or hangs is replaced."""
+    """Sends recipes to workers and replaces a worker that dies or hangs."""
 
     def __init__(self, options: argparse.Namespace, root: Path) -> None:
         self.options = options
@@ -213,7 +218,7 @@ class Pool:
             process.join()
 
     def _waits(self, connection: Connection, pid: int) -> bool:
-        """Until there is a result; False if there is none in time. A busy machine counts little."""
+        """Waits for a result; False after a timeout. Counts CPU time more than wall time."""
         patience = self.options.patience
         cpu_before, begin = _cpu_seconds(pid), time.monotonic()
         while not connection.poll(1.0):
@@ -249,7 +254,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2, help="worker processes")
     parser.add_argument("--patience", type=float, default=30, help="seconds for one recipe")
     parser.add_argument("--memory-mib", type=int, default=512, help="memory for one recipe")
-    parser.add_argument("--keep", type=Path, help="write the first recipe's directory, and end")
+    parser.add_argument("--keep", type=Path, help="only write the first recipe's directory here")
     parser.add_argument("--verbose", action="store_true", help="print every result")
     options = parser.parse_args()
     began = time.monotonic()

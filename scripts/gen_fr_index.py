@@ -1,16 +1,15 @@
-"""Count how often a tokenizer's tokens occur in text, for FR-Spec (--frspec-path).
+"""Counts the occurrences of a tokenizer's tokens in text, for FR-Spec (--frspec-path).
 
     python scripts/gen_fr_index.py --tokenizer DIR --text FILE_OR_FOLDER ... --out DIR \\
         --vocab-size 8192 32768
 
-Writes token_counts.npy (int64, one count a token, as long as the vocabulary of the model) and,
-where torch is installed, freq_N.pt for each N: the N most frequent ids as CPM.cu has them, every
-end-of-sequence id among them. A draft that shares its target's lm_head then looks at N rows of it:
+Writes token_counts.npy (int64, one count a token of the model's vocabulary) and, if torch is
+installed, freq_N.pt for each N: the N most frequent ids in CPM.cu's format, with every
+end-of-sequence id. A draft that shares its target's lm_head then uses N rows of it:
 
     python -m cpmcu.cli ... --frspec-path DIR --frspec-vocab-size 32768
 
-Take text like that which the model will write. Text is counted without the special tokens that
-the tokenizer puts around it.
+The text should resemble the model's output. Special tokens that the tokenizer adds are not counted.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
 def run(
     tokenizer_directory: Path, texts: list[Path], out: Path, sizes: list[int], limit: int = 0
 ) -> None:
-    """Counts and writes. Raises ValueError for a size that cannot be, or if there is no text."""
+    """Counts tokens and writes the files. Raises ValueError for an invalid size or missing text."""
     tokenizer = Tokenizer.from_directory(tokenizer_directory)
     vocab_size = model_vocab_size(tokenizer_directory, tokenizer)
     for size in sizes:
@@ -70,25 +69,25 @@ def run(
 
 
 def model_vocab_size(directory: Path, tokenizer: Tokenizer) -> int:
-    """config.json's vocab_size, which may be padded; the tokenizer's where there is none."""
+    """Returns config.json's vocab_size, which may be padded, else the tokenizer's."""
     path = directory / "config.json"
     stated = json.loads(path.read_bytes()).get("vocab_size", 0) if path.is_file() else 0
     return max(int(stated), tokenizer.vocab_size)
 
 
 def text_files(paths: Iterable[Path]) -> list[Path]:
-    """The files named, and all files below the folders named, that hold UTF-8 text."""
+    """Lists the given files and the files below the given folders that are UTF-8 text."""
     files: list[Path] = []
     for path in paths:
         if not path.exists():
-            raise FileNotFoundError(f"{path} is not there")
+            raise FileNotFoundError(f"{path} does not exist")
         inside = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
         files += [file for file in inside if not _is_binary(file)]
     return files
 
 
 def pieces(files: Iterable[Path], limit: int) -> Iterator[str]:
-    """The text in whole lines, some PIECE characters at a time, up to `limit` (0: all)."""
+    """Yields the text in whole lines, about PIECE characters each, up to `limit` (0: all)."""
     left = limit or sys.maxsize
     for file in files:
         with file.open(encoding="utf-8", errors="replace") as stream:
@@ -101,7 +100,7 @@ def pieces(files: Iterable[Path], limit: int) -> Iterator[str]:
 def count_tokens(
     tokenizer: Tokenizer, texts: Iterable[str], vocab_size: int
 ) -> npt.NDArray[np.int64]:
-    """[vocab_size] counts of the tokens of the texts, special ones left out."""
+    """Returns the counts [vocab_size] of the texts' tokens without special tokens."""
     counts = np.zeros(vocab_size, np.int64)
     begun = told = time.perf_counter()
     characters = 0
@@ -118,7 +117,7 @@ def count_tokens(
 
 
 def write_index(path: Path, ids: list[int], share: float) -> None:
-    """freq_N.pt, if torch is installed."""
+    """Writes freq_N.pt if torch is installed."""
     try:
         import torch  # optional
     except ImportError:
@@ -139,7 +138,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--tokenizer", type=Path, required=True, help="the target's directory")
     parser.add_argument("--text", type=Path, nargs="+", required=True, help="files or folders")
-    parser.add_argument("--out", type=Path, required=True, help="directory, made if need be")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="output directory, created if missing"
+    )
     parser.add_argument("--vocab-size", type=int, nargs="*", default=[], help="each N of freq_N.pt")
     parser.add_argument("--max-characters", type=int, default=0, help="stop after so many; 0: all")
     return parser

@@ -1,8 +1,8 @@
-"""4-bit GPTQ weights into CPM.cu's Marlin files, under the name that CPM.cu has for it.
+"""Converts 4-bit GPTQ weights to CPM.cu's Marlin files (CPM.cu's name of the program).
 
     python scripts/gptq2marlin.py --src DIR --dst DIR2
 
-The same as `python -m cpmcu.convert gptq-to-marlin`; docs/converting.md says what it does.
+The same as `python -m cpmcu.convert gptq-to-marlin`; see docs/converting.md.
 """
 
 from __future__ import annotations

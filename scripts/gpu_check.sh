@@ -2,8 +2,8 @@
 # Checks on a machine with a GPU; needs no network.
 #   scripts/gpu_check.sh [build] [test] [sanitize] [bench]     default: all four, in this order
 # $PYTHON (default python3) builds in place and runs everything. $CPMCU_CUDA_ARCH overrides the GPU's
-# own architecture, $CPMCU_TEST_WORKERS (default 4) is how many processes test at a time. A step that
-# fails does not stop the others, except a failed build.
+# own architecture. $CPMCU_TEST_WORKERS (default 4) is the number of test processes. If a step fails,
+# the others still run, except after a failed build.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
@@ -24,12 +24,12 @@ gpu_tests() {
   return $failed
 }
 
-# compute-sanitizer slows kernels down a hundredfold: small shapes, no timeouts, four processes (eight
-# take longer). API errors are left out because the engine checks every call, and torch probes
-# features by calls that fail. racecheck takes the barriers of cuBLAS's own kernels (nvjet) for
-# hazards and cannot go on after some of them, so it leaves out the tests of products by it: on Hopper
-# those of large_gemm with a y of float32. What it reports of w4_gemm's launches that overlap is told
-# in docs/benchmarks.md.
+# compute-sanitizer slows kernels down by a factor of 100: small shapes, no timeouts, four processes
+# (eight take longer). API errors are not reported: the engine checks every call, and torch probes for
+# features with calls that fail. racecheck reports the barriers of cuBLAS's kernels (nvjet) as hazards
+# and cannot continue after some of them. So it skips the tests whose GEMM is cuBLAS's: on Hopper,
+# large_gemm with a float32 y. docs/benchmarks.md describes its reports on overlapping launches of
+# w4_gemm.
 sanitize_with() {
   local tests=() by_cublas="large_gemm or test_large_rows or (test_gemm.py and gated)"
   if nvidia-smi --query-gpu=compute_cap --format=csv,noheader | grep -q '^9\.0'; then

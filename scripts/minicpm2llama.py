@@ -1,8 +1,8 @@
-"""A MiniCPM into the Llama that computes the same, under the name that CPM.cu has for it.
+"""Converts a MiniCPM to a Llama with the same function (CPM.cu's name of the program).
 
     python scripts/minicpm2llama.py --src DIR --dst DIR2
 
-The same as `python -m cpmcu.convert minicpm-to-llama`; docs/converting.md says what it does.
+The same as `python -m cpmcu.convert minicpm-to-llama`; see docs/converting.md.
 """
 
 from __future__ import annotations

@@ -16,11 +16,11 @@ if [ ${#folders[@]} -eq 0 ]; then
   exit 1
 fi
 
-# The interpreter is not instrumented, so the runtime must be loaded before it; libstdc++ too, or
-# the first C++ exception aborts (the sanitizer looks for __cxa_throw at start-up). Python itself
-# leaks on purpose, so leaks are not reported. pytest must not capture file descriptors: the report
-# would be lost with the process. Memory comes full of 0x7f, of which a float would be the largest
-# there is, and not full of zeros by chance. Small shapes, because instrumented code is slow.
+# The interpreter is not instrumented, so the sanitizer's runtime is preloaded. libstdc++ is preloaded
+# too: the sanitizer looks for __cxa_throw at start-up, and the first C++ exception would abort. Python
+# leaks on purpose, so leaks are not reported. pytest must not capture file descriptors, or the report
+# is lost with the process. New memory is filled with 0x7f bytes (a float of them is huge), so that
+# uninitialised reads change results. Shapes are small because instrumented code is slow.
 export ASAN_OPTIONS=detect_leaks=0:malloc_fill_byte=127:max_malloc_fill_size=268435456
 LD_PRELOAD="$(gcc -print-file-name=libasan.so) $(gcc -print-file-name=libstdc++.so)" \
 CPMCU_EXTENSION_DIR="$PWD/build/asan" CPMCU_SMALL=1 \

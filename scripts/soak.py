@@ -1,17 +1,17 @@
-"""Runs a server under random requests and random cancels, and checks what is left of it.
+"""Runs a server under random requests and disconnects, and checks its state afterwards.
 
     python scripts/soak.py [--clients 16] [--duration 600] [--shared-prefixes 24] [server's flags]
 
-Each client sends one request after the other: chat or completion, streamed or whole, prompts from
-one token to most of the context, all kinds of parameters, now and then a wrong one; every third
-request is left before its end. Afterwards no slot may be taken, no page of the KV cache in use, no
-error in the log, the server's memory may not have grown by more than noise, and a fixed request
-must give the text that it gave before. The prefix cache has 0.25 GB of host memory, unless
---prefix-cache-host-gb is given: more would still be filling up, and look like growth.
+Each client sends one request after another: chat or completion, streamed or whole, prompts from one
+token to most of the context, all kinds of parameters, some of them invalid. A client disconnects
+from every third request before its end. Afterwards the checks are: no slot and no KV page is in
+use, the log has no error, memory has not grown by more than noise, and a fixed request gives the
+same text as before. If all checks pass, the exit status is 0.
 
-With --shared-prefixes most prompts begin with a part of one of so many prefixes, some under a salt.
-Then prompts must have been found cached, give the same text once the cache was reset, and the reset
-must leave no page anywhere. Exit status 0 if all of that holds.
+The prefix cache has 0.25 GB of host memory, unless --prefix-cache-host-gb is given. A larger tier
+still fills up during the run, which looks like growth. With --shared-prefixes N, most prompts begin
+with a part of one of N prefixes, some of them under a salt. Three checks are added: some prompts
+were cached, texts are the same after a reset of the cache, and no page is cached after the reset.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from cpmcu.flags import FlagParser
 
 try:
     import httpx
-except ModuleNotFoundError:  # told by main, so that --help works without it
+except ModuleNotFoundError:  # main reports it, so that --help works without httpx
     httpx = None
 
 SOURCE = Path(__file__).read_text("utf-8")
@@ -47,7 +47,7 @@ TOO_LONG = 100_000  # tokens, more than a soaked model's context
 PATIENCE = 600.0  # seconds
 HOST_GB = "0.25"
 
-Kind = tuple[str, dict[str, Any], int]  # path, body, status that is expected
+Kind = tuple[str, dict[str, Any], int]  # path, body, expected status
 
 
 # ---- requests
@@ -58,7 +58,7 @@ def text(rng: random.Random, words: int) -> str:
 
 
 def parameters(rng: random.Random, context: int) -> dict[str, Any]:
-    """Sampling, length and extras, each of them now and then."""
+    """Returns random fields for sampling, length and other options."""
     body: dict[str, Any] = {"max_tokens": int(2 ** rng.uniform(0, 7.5)), "stream": True}
     choices: list[tuple[float, dict[str, Any]]] = [
         (0.3, {"stream": False}),
@@ -146,7 +146,7 @@ def make_request(rng: random.Random, context: int) -> Kind:
 
 
 class Soak:
-    """The clients of one run, and what they counted."""
+    """The clients of one run and their counters."""
 
     def __init__(self, url: str, context: int, seed: int, num_prefixes: int) -> None:
         self.url = url
@@ -157,17 +157,17 @@ class Soak:
         self.failures: list[str] = []
 
     async def run(self, clients: int, duration: float) -> None:
-        """All clients, for so many seconds."""
+        """Runs all clients for a number of seconds."""
         end = time.monotonic() + duration
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(base_url=self.url, timeout=PATIENCE, limits=limits) as http:
             await asyncio.gather(*(self._client(http, i, end) for i in range(clients)))
 
     async def fill(self, slots: int) -> None:
-        """Takes all pages of all slots once, and reads as many of the largest bodies at a time.
+        """Uses all pages of all slots once and sends the largest bodies at the same time.
 
-        The system gives memory when it is first used, and the allocator keeps what it got: without
-        this, peaks that come late in a run would pass for growth.
+        The system allocates memory at its first use, and the allocator keeps it. Without this
+        warm-up, a late peak would count as growth.
         """
         ids = [7 + i % 1000 for i in range(self.context - 8)]
         body = {"max_tokens": 8, "ignore_eos": True, "stream": False}
@@ -241,7 +241,7 @@ class Watched:
         self.memory: list[tuple[float, float]] = []  # (seconds, MiB)
 
     def wait_ready(self) -> None:
-        """Waits until the model is loaded. Raises RuntimeError if it never will be."""
+        """Waits until the model is loaded. Raises RuntimeError if loading fails."""
         while True:
             if self.process.poll() is not None:
                 raise RuntimeError(f"the server ended: {self.log_path.read_text('utf-8')}")
@@ -253,7 +253,7 @@ class Watched:
             time.sleep(0.1)
 
     async def watch_memory(self, every: float) -> None:
-        """Notes the resident set until cancelled."""
+        """Records the resident set size until cancelled."""
         begin = time.monotonic()
         while True:
             status = Path(f"/proc/{self.process.pid}/status").read_text()
@@ -262,7 +262,7 @@ class Watched:
             await asyncio.sleep(every)
 
     def tenths(self) -> list[float]:
-        """MiB in each tenth of the time, medians."""
+        """Returns the median MiB in each tenth of the time."""
         end = self.memory[-1][0] + 1e-9
         parts: list[list[float]] = [[] for _ in range(10)]
         for at, mib in self.memory:
@@ -270,24 +270,24 @@ class Watched:
         return [statistics.median(part or [math.nan]) for part in parts]
 
     def slots(self) -> int:
-        """How many sequences run at the same time, as the log says."""
+        """Returns the number of slots from the log."""
         found = re.search(r"(\d+) slots", self.log_path.read_text("utf-8"))
-        assert found is not None  # it is written before /health says 200
+        assert found is not None  # logged before /health returns 200
         return int(found[1])
 
     def metric(self, name: str) -> float:
-        """The sum of a metric over its labels."""
+        """Returns the sum of a metric over its labels."""
         page = httpx.get(self.url + "/metrics", timeout=30).text
         pattern = rf"^{re.escape(name)}(?:{{[^}}]*}})? (\S+)$"
         return sum(map(float, re.findall(pattern, page, re.MULTILINE)))
 
     def busy(self) -> dict[str, float]:
-        """What should be zero when nobody asks for anything."""
+        """Returns the metrics that must be zero without requests."""
         names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
         return {name: self.metric(f"vllm:{name}") for name in names}
 
     def complaints(self) -> list[str]:
-        """Lines of the log that are errors, or not log lines at all."""
+        """Returns the log's warnings, errors and lines that are not log lines."""
         found = []
         for line in self.log_path.read_text("utf-8").splitlines():
             try:
@@ -299,7 +299,7 @@ class Watched:
         return found
 
     def stop(self) -> int:
-        """Exit status after SIGTERM."""
+        """Sends SIGTERM and returns the exit status."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(60)
 
@@ -338,7 +338,7 @@ def check_shared(server: Watched, context: int, num_prefixes: int) -> dict[str, 
 
 
 def settle(server: Watched, seconds: float = 10.0) -> dict[str, float]:
-    """What is still taken after all clients left and so much time."""
+    """Returns the resources still in use some seconds after all clients disconnected."""
     end = time.monotonic() + seconds
     while any((busy := server.busy()).values()) and time.monotonic() < end:
         time.sleep(0.05)
@@ -349,14 +349,14 @@ def main() -> int:
     parser = FlagParser(prog="soak.py", description=__doc__.splitlines()[0])
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--duration", type=float, default=600, help="seconds")
-    parser.add_argument("--seed", type=int, default=0, help="of the requests")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the requests")
     parser.add_argument(
-        "--shared-prefixes", type=int, default=0, help="beginnings that most prompts share"
+        "--shared-prefixes", type=int, default=0, help="prefixes that most prompts share"
     )
     parser.add_argument(
-        "--max-growth-mib", type=float, default=16, help="of memory, over the second half"
+        "--max-growth-mib", type=float, default=16, help="memory growth allowed in the second half"
     )
-    parser.add_argument("--log", type=Path, help="where the server's log goes")
+    parser.add_argument("--log", type=Path, help="file for the server's log")
     args, flags = parser.parse_known_args()
     if httpx is None:
         parser.error("the clients need the package 'httpx': pip install 'cpmcu[dev]'")

@@ -1,4 +1,4 @@
-"""Windows of decode steps of one sequence, and the floor of a plain step."""
+"""Times windows of decode steps of one sequence and computes the floor of a plain step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WARM_UP = 8  # steps
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Row:
-    """One line of the result: seconds, tokens and ratios at one context length."""
+    """Plain decoding at one context length. The suffix of a field is its unit."""
 
     context: int
     prefill_s: float
@@ -24,15 +24,15 @@ class Row:
     step_ms: float
     step_spread_ms: float  # slowest minus fastest window
     floor_ms: float
-    ratio: float  # step over floor
+    ratio: float  # step / floor
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Timing:
-    """A prompt, and windows of decode steps after it."""
+    """Times of one prefill and of the windows of decode steps after it."""
 
     prefill_s: float
-    windows_ms: list[float]  # of a step
+    windows_ms: list[float]  # time per step in each window
     middle: int  # cached tokens in the middle of the timed steps
 
     @property
@@ -47,7 +47,7 @@ class Timing:
 
 
 def step_bytes(engine: C.Engine, spec: C.ModelSpec, context: int) -> int:
-    """Bytes that a decode step has to read with `context` cached tokens."""
+    """Bytes that a decode step reads with `context` cached tokens."""
     rows = engine.memory_plan()
     weights = sum(row["bytes"] for row in rows if row["group"] == "weights")
     if not spec.tie_word_embeddings:
@@ -59,7 +59,7 @@ def step_bytes(engine: C.Engine, spec: C.ModelSpec, context: int) -> int:
 
 
 def random_prompt(vocab_size: int, context: int) -> list[int]:
-    """`context` tokens, always the same ones."""
+    """`context` random token ids; the seed is `context`."""
     import numpy as np  # not for --help
 
     ids: list[int] = np.random.default_rng(context).integers(3, vocab_size, context).tolist()
@@ -67,9 +67,9 @@ def random_prompt(vocab_size: int, context: int) -> list[int]:
 
 
 def fitting_steps(engine: C.Engine, context: int, steps: int, tokens_per_step: int) -> int:
-    """As many steps of a window, up to `steps`, as there is room for behind `context` tokens.
+    """Steps per window, at most `steps`, that fit into the engine after `context` tokens.
 
-    Raises ValueError if there is room for none.
+    Raises ValueError if no step fits.
     """
     from cpmcu import C
 
@@ -78,16 +78,16 @@ def fitting_steps(engine: C.Engine, context: int, steps: int, tokens_per_step: i
     if fitting < 1:
         most = room - 1 - (WARM_UP + WINDOWS) * tokens_per_step
         raise ValueError(
-            f"a context of {context} tokens was asked for, expected at most {max(most, 0)}: the "
+            f"the context has {context} tokens, expected at most {max(most, 0)}: the "
             f"engine holds {room}, and {WARM_UP + WINDOWS} steps of up to {tokens_per_step} follow"
         )
     return min(steps, fitting)
 
 
 def measure(engine: C.Engine, vocab_size: int, context: int, steps: int) -> Timing:
-    """Prefills `context` tokens and times `WINDOWS` windows of decode steps after it.
+    """Prefills `context` tokens, then times `WINDOWS` windows of decode steps.
 
-    A window has `steps` steps, or as many as there is room for.
+    A window has `steps` steps, or fewer if the context is full.
     """
     from cpmcu import C
 
@@ -135,7 +135,7 @@ def measure(engine: C.Engine, vocab_size: int, context: int, steps: int) -> Timi
 
 
 def plain_row(engine: C.Engine, spec: C.ModelSpec, context: int, steps: int, rate: float) -> Row:
-    """One token a step, beside its floor at a read bandwidth of `rate` bytes/s."""
+    """Measures plain decoding and its floor. `rate`: read bandwidth in bytes/s."""
     timing = measure(engine, spec.vocab_size, context, steps)
     floor_ms = step_bytes(engine, spec, timing.middle) / rate * 1e3
     return Row(

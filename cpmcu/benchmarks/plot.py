@@ -1,4 +1,4 @@
-"""A benchmark as a picture: tokens/s by context, and how near kernels come to their rooflines."""
+"""Plots of a benchmark: tokens/s by context, and each kernel's share of its roofline."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-Kernel = tuple[str, float]  # what, share of its roofline
+Kernel = tuple[str, float]  # name, share of its roofline
 
 _FLOOR = "floor of plain decoding"
 
 
 def check_plot(path: Path) -> None:
-    """Raises ValueError where `path` cannot be drawn, before anything is measured."""
+    """Raises ValueError if no plot can be written to `path`. Called before any measurement."""
     if path.suffix.lower() != ".png":
         raise ValueError(f"--plot is {path}, expected a file that ends in .png")
     if not path.absolute().parent.is_dir():
@@ -27,10 +27,10 @@ def check_plot(path: Path) -> None:
 
 
 def read_kernels(path: Path) -> list[Kernel]:
-    """Lines of JSON as `scripts/bench/bench_*.py --json` prints them, in order.
+    """Reads the JSON lines of `scripts/bench/bench_*.py --json`, in order.
 
-    Lines without "roofline" are left out. Raises ValueError for a file that holds something else,
-    or no line with it.
+    Lines without "roofline" are skipped. Raises ValueError if a line is not a JSON object or no
+    line has a "roofline".
     """
     kernels = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
@@ -53,7 +53,7 @@ def read_kernels(path: Path) -> list[Kernel]:
 
 
 def draw(result: dict[str, Any], kernels: list[Kernel]) -> Figure:
-    """A figure of what `python -m cpmcu.bench` measured."""
+    """A figure of the result of `cpmcu.bench.run`."""
     from matplotlib.figure import Figure
 
     height = max(4.5, 1.5 + 0.22 * len(kernels))
@@ -75,16 +75,16 @@ def _draw_rates(axes: Axes, result: dict[str, Any]) -> None:
     rows = result["rows"]
     contexts = [row["context"] for row in rows]
     floors = [1e3 / row["floor_ms"] for row in rows]
-    if len(rows) == 1:  # a line has two points
+    if len(rows) == 1:  # a curve needs two points
         axes.axhline(floors[0], ls="--", color="grey", label=_FLOOR)
     else:
         axes.plot(contexts, floors, "--", color="grey", label=_FLOOR)
     rates = [1e3 / row["step_ms"] for row in rows]
     axes.plot(contexts, rates, "o-", label="plain decoding")
     if "speculation" in result:
-        cycles, chosen = result["speculation"]["rows"], result["speculation"]["chosen"]
-        mean = sum(row["mean_accept_length"] for row in cycles) / len(cycles)
-        _draw_requests(axes, cycles, "s-", f"speculation, {mean:.2f} tokens a cycle")
+        fixed, chosen = result["speculation"]["rows"], result["speculation"]["chosen"]
+        mean = sum(row["mean_accept_length"] for row in fixed) / len(fixed)
+        _draw_requests(axes, fixed, "s-", f"speculation, {mean:.2f} tokens a step")
         _draw_requests(axes, chosen, "^-", "speculation, shapes chosen in each step")
     axes.set_xscale("log", base=2)
     axes.set_xticks(contexts, [str(context) for context in contexts])

@@ -1,4 +1,7 @@
-"""Speculative cycles beside plain steps, and beside whole requests."""
+"""Compares speculative steps with plain steps and with whole requests.
+
+The JSON keys say `cycle` for a speculative step, so that older results can be compared.
+"""
 
 from __future__ import annotations
 
@@ -12,37 +15,37 @@ from cpmcu.loading.hub import resolve_model
 if TYPE_CHECKING:
     from cpmcu.llm import LLM
 
-CURVE = range(1, 7)  # mean accept lengths for which tokens/s is told
+CURVE = range(1, 7)  # mean accept lengths for which tokens/s is reported
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class CycleRow:
-    """One line of speculative decoding at one context length."""
+class SpeculativeRow:
+    """Speculative decoding at one context length, with a fixed tree shape."""
 
     context: int
-    cycle_ms: float
+    cycle_ms: float  # one speculative step
     cycle_spread_ms: float  # slowest minus fastest window
-    cycle_ratio: float  # cycle over plain step
-    mean_accept_length: float  # of the request, the target's own token of each cycle included
+    cycle_ratio: float  # speculative step / plain step
+    mean_accept_length: float  # of the request, the target's own token of each step included
     tokens_per_s: float  # of the request, after its first token
-    expected_tokens_per_s: float  # mean accept length over cycle
-    difference_percent: float  # of the two
-    tokens_per_s_at_accept_length: dict[int, float]  # accept length over cycle
+    expected_tokens_per_s: float  # mean accept length / time of a step
+    difference_percent: float  # of tokens_per_s from expected_tokens_per_s
+    tokens_per_s_at_accept_length: dict[int, float]  # accept length / time of a step
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ChosenRow:
-    """One greedy request whose trees' shapes are chosen in each step, at one context length."""
+    """One greedy request at one context length; each step chooses its tree's shape."""
 
     context: int
-    mean_accept_length: float  # of the steps that drafted; 0: none did
+    mean_accept_length: float  # of the steps that drafted; 0 if no step drafted
     tokens_per_s: float  # after its first token
 
 
 def stream(llm: LLM, context: int, num_tokens: int) -> tuple[float, float]:
-    """Mean accept length, 0 if nothing was drafted, and tokens/s of a greedy request, streamed.
+    """Streams a greedy request of up to `num_tokens` tokens, as far as the context allows.
 
-    Of fewer tokens where there is no room for `num_tokens`.
+    Returns (mean accept length, tokens/s). The length is 0 if no step drafted.
     """
     from cpmcu.sampling import SamplingParams
 
@@ -50,21 +53,21 @@ def stream(llm: LLM, context: int, num_tokens: int) -> tuple[float, float]:
     params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
     prompt = random_prompt(int(llm.spec.vocab_size), context)
     result = [chunk.result for chunk in llm.stream(prompt, params)][-1]
-    assert result is not None  # the last chunk has it
+    assert result is not None  # the last chunk holds the result
     output = result.outputs[0]
     metrics = output.spec_decode_metrics
     accepted = metrics.mean_acceptance_length if metrics else 1.0
     return accepted, output.timings.decode_tokens_per_s
 
 
-def cycle_row(llm: LLM, plain: Row, steps: int) -> CycleRow:
-    """Cycles by themselves, and one greedy request from the prompt to its text."""
+def speculative_row(llm: LLM, plain: Row, steps: int) -> SpeculativeRow:
+    """Measures speculative steps alone, then one whole greedy request."""
     vocab_size, context = int(llm.spec.vocab_size), plain.context
     timing = llm.call_engine(lambda engine: measure(engine, vocab_size, context, steps))
-    stream(llm, context, 16)  # warms the host's side up
+    stream(llm, context, 16)  # warm-up of the host side
     accepted, measured = stream(llm, context, 1 + WINDOWS * steps)
     expected = accepted / timing.step_ms * 1e3
-    return CycleRow(
+    return SpeculativeRow(
         context=context,
         cycle_ms=timing.step_ms,
         cycle_spread_ms=timing.spread_ms,
@@ -78,13 +81,13 @@ def cycle_row(llm: LLM, plain: Row, steps: int) -> CycleRow:
 
 
 def chosen_row(llm: LLM, context: int, steps: int) -> ChosenRow:
-    """A request after one that has shown how long each shape takes."""
+    """Measures a second request; the first one measures the time of each shape."""
     stream(llm, context, 1 + WINDOWS * steps)
     return ChosenRow(context, *stream(llm, context, 1 + WINDOWS * steps))
 
 
 def has_draft(config: EngineConfig) -> bool:
-    """Is there anything to speculate with?"""
+    """Does the configuration have a drafter?"""
     speculation = config.speculation
     if speculation.no_speculation:
         return False
@@ -95,8 +98,8 @@ def has_draft(config: EngineConfig) -> bool:
     return shipped_draft(target) is not None
 
 
-def run_cycles(config: EngineConfig, rows: list[Row], steps: int) -> dict[str, Any]:
-    """What a run with a draft adds to the result."""
+def run_speculation(config: EngineConfig, rows: list[Row], steps: int) -> dict[str, Any]:
+    """Measures speculative decoding. Returns the "speculation" object of the result."""
     from cpmcu.llm import LLM
 
     def load(speculation: SpeculativeConfig) -> LLM:
@@ -109,7 +112,7 @@ def run_cycles(config: EngineConfig, rows: list[Row], steps: int) -> dict[str, A
             chosen = [chosen_row(llm, row.context, steps) for row in rows]
             draft = llm.draft_spec
         assert draft is not None  # has_draft
-        # Every cycle of the largest shape, which the times are of.
+        # The timed steps all have the largest shape.
         whole = dataclasses.replace(
             whole,
             spec_auto=False,
@@ -118,7 +121,7 @@ def run_cycles(config: EngineConfig, rows: list[Row], steps: int) -> dict[str, A
             spec_tree_size=draft.tree_size,
         )
     with load(whole) as llm:
-        cycles = [cycle_row(llm, row, steps) for row in rows]
+        fixed = [speculative_row(llm, row, steps) for row in rows]
         depth = llm.call_engine(lambda engine: engine.tokens_per_step) - 1
         counters = llm.call_engine(lambda engine: engine.counters)
     given = dataclasses.asdict(whole)
@@ -126,14 +129,14 @@ def run_cycles(config: EngineConfig, rows: list[Row], steps: int) -> dict[str, A
     return {
         "depth": depth,
         "options": {name: value for name, value in given.items() if value != usual[name]},
-        "rows": [dataclasses.asdict(row) for row in cycles],
+        "rows": [dataclasses.asdict(row) for row in fixed],
         "chosen": [dataclasses.asdict(row) for row in chosen],
         "counters": counters,
     }
 
 
-def cycle_table(speculation: dict[str, Any]) -> list[str]:
-    """The lines about speculation. T: a cycle; τ: the mean accept length."""
+def speculation_table(speculation: dict[str, Any]) -> list[str]:
+    """Markdown lines. T: time of a speculative step; τ: mean accept length."""
     given = ", ".join(f"{name} {value}" for name, value in speculation["options"].items())
     lines = [
         "",

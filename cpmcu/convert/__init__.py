@@ -1,1 +1,1 @@
-"""Checkpoints into other checkpoints, without a GPU: `python -m cpmcu.convert --help`."""
+"""Converts checkpoints to other formats, without a GPU: `python -m cpmcu.convert --help`."""

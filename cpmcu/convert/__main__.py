@@ -1,11 +1,17 @@
-"""`cpmcu convert`, `python -m cpmcu.convert`: a checkpoint into another form, on any machine.
+"""`cpmcu convert`, `python -m cpmcu.convert`: converts a checkpoint; needs no GPU.
 
     python -m cpmcu.convert gptq-to-marlin --src DIR --dst DIR2
     python -m cpmcu.convert minicpm-to-llama --src DIR --dst DIR2
 
-The source is a directory or a Hugging Face repository id. Exit status: 0; 1 for an error (one
-sentence; CPMCU_DEBUG=1 shows the traceback); 2 for wrong flags; 130 after Ctrl-C. Unless the status
-is 0, the destination is as it was.
+The source is a directory or a Hugging Face repository id. If the exit status is not 0, the
+destination is unchanged.
+
+| exit status | meaning |
+|---|---|
+| 0 | success |
+| 1 | error, in one sentence; CPMCU_DEBUG=1 shows the traceback |
+| 2 | wrong flags |
+| 130 | Ctrl-C |
 """
 
 from __future__ import annotations
@@ -24,14 +30,14 @@ if TYPE_CHECKING:
     from cpmcu.convert.output import Converted
 
 CONVERSIONS = {
-    "gptq-to-marlin": "4-bit GPTQ weights into CPM.cu's Marlin files: models and EAGLE heads",
-    "minicpm-to-llama": "a MiniCPM into the Llama that computes the same",
+    "gptq-to-marlin": "4-bit GPTQ models and EAGLE heads to CPM.cu's Marlin format",
+    "minicpm-to-llama": "a MiniCPM to an equivalent Llama",
 }
 DTYPES = ("auto", "float16", "bfloat16", "float32")
 
 
 def main(arguments: Sequence[str] | None = None, verb: str | None = None) -> int:
-    """Runs a conversion, as a verb of `cpmcu` or without; returns the exit status."""
+    """Runs a conversion; returns the exit status. `verb`: set by `cpmcu convert`."""
     parser = make_parser(verb)
     parsed = parser.parse_args(arguments)
     if parsed.dtype is not None and parsed.conversion != "minicpm-to-llama":
@@ -42,7 +48,7 @@ def main(arguments: Sequence[str] | None = None, verb: str | None = None) -> int
         done = _convert(display, parsed)
     except KeyboardInterrupt:
         forget_interrupt()
-        display.note(f"stopped: {parsed.dst} is as it was")
+        display.note(f"stopped: {parsed.dst} is unchanged")
         return INTERRUPTED
     except Exception as error:
         if debug:
@@ -78,12 +84,12 @@ def make_parser(verb: str | None = None) -> FlagParser:
         const=True,
         type=parse_bool,
         metavar="yes|no",
-        help="replace the model that is in --dst (default: no)",
+        help="replace the model in --dst (default: no)",
     )
     parser.add_argument(
         "--dtype",
         choices=DTYPES,
-        help="minicpm-to-llama: of all floating tensors (default: auto, as they are)",
+        help="minicpm-to-llama: dtype of all floating-point tensors (default: auto, unchanged)",
     )
     parser.add_argument(
         "--plain-output",
@@ -91,7 +97,7 @@ def make_parser(verb: str | None = None) -> FlagParser:
         const=True,
         type=parse_bool,
         metavar="yes|no",
-        help="no moving bars (default: no)",
+        help="no progress bars (default: no)",
     )
     return parser
 
@@ -100,7 +106,7 @@ def _convert(display: Display, parsed: argparse.Namespace) -> Converted:
     progress = display.load_progress("converting")
     overwrite = bool(parsed.overwrite)
     if parsed.conversion == "gptq-to-marlin":
-        from cpmcu.convert.gptq_to_marlin import gptq_to_marlin  # numpy: not for --help
+        from cpmcu.convert.gptq_to_marlin import gptq_to_marlin  # loads numpy
 
         return gptq_to_marlin(parsed.src, parsed.dst, overwrite=overwrite, progress=progress)
     from cpmcu.convert.minicpm_to_llama import minicpm_to_llama

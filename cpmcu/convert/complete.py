@@ -1,6 +1,6 @@
-"""What a checkpoint holds, against what its config.json asks for, before anything is written.
+"""Checks the tensors of a checkpoint against its config.json before a conversion writes files.
 
-Shapes are those of dense matrices, [outputs, inputs], however they are stored.
+Shapes are those of dense matrices, [outputs, inputs], in any storage format.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from cpmcu.models.reader import ConfigReader
 
 Shape = tuple[int, ...]
 
-# What read_spec asks for and a head takes from its target.
+# Keys that read_spec requires and that a head takes from its target.
 _OF_THE_TARGET = {
     "vocab_size": 1,
     "rms_norm_eps": 1e-5,
@@ -29,7 +29,7 @@ _OF_THE_TARGET = {
 def check_complete(
     found: Mapping[str, Shape], expected: Mapping[str, Shape], fields: SpecFields
 ) -> None:
-    """ValueError that names what is missing, else the first tensor of another shape."""
+    """Raises ValueError for missing tensors, else for the first tensor with a wrong shape."""
     parts = _split(found, fields)
     missing = [name for name in expected if name not in parts]
     if missing:
@@ -44,7 +44,7 @@ def check_complete(
 
 
 def model_shapes(fields: SpecFields) -> dict[str, Shape]:
-    """All tensors of a model."""
+    """Name -> shape of all tensors of a model."""
     table = (fields.vocab_size, fields.hidden_size)
     shapes: dict[str, Shape] = {"model.embed_tokens.weight": table}
     for layer in range(fields.num_hidden_layers):
@@ -56,7 +56,7 @@ def model_shapes(fields: SpecFields) -> dict[str, Shape]:
 
 
 def head_shapes(fields: SpecFields, *, is_eagle3: bool) -> dict[str, Shape]:
-    """What each EAGLE or EAGLE-3 head has besides its `fc`, under CPM.cu's names."""
+    """Name -> shape of an EAGLE or EAGLE-3 head's tensors except `fc`, in CPM.cu's naming."""
     hidden = fields.hidden_size
     if is_eagle3:
         norms = ("midlayer.hidden_norm", "midlayer.input_layernorm", "norm")
@@ -65,13 +65,13 @@ def head_shapes(fields: SpecFields, *, is_eagle3: bool) -> dict[str, Shape]:
     shapes = {}
     for layer in range(fields.num_hidden_layers):
         shapes |= layer_shapes(fields, f"layers.{layer}.", hidden)
-        if layer > 0:  # the first has one in MiniCPM4's heads only
+        if layer > 0:  # the first layer has this norm only in MiniCPM4's heads
             shapes[f"layers.{layer}.input_layernorm.weight"] = (hidden,)
     return shapes
 
 
 def layer_shapes(fields: SpecFields, prefix: str, num_inputs: int) -> dict[str, Shape]:
-    """The projections of one layer, the norm between them, and what belongs to its attention."""
+    """Name -> shape of one layer: projections, biases, post-attention norm, q and k norms."""
     hidden, inner, head_dim = fields.hidden_size, fields.intermediate_size, fields.head_dim
     q, kv = fields.num_attention_heads * head_dim, fields.num_key_value_heads * head_dim
     shapes: dict[str, Shape] = {
@@ -94,7 +94,7 @@ def layer_shapes(fields: SpecFields, prefix: str, num_inputs: int) -> dict[str, 
 
 
 def head_fields(config: Mapping[str, Any], num_q_outputs: int | None) -> SpecFields:
-    """The sizes of a draft head; a head_dim that config.json does not say is that of q_proj."""
+    """The sizes of a draft head. If config.json has no head_dim, it follows from q_proj."""
     config = {**config, **_OF_THE_TARGET, "tie_word_embeddings": False}
     if config.get("head_dim") is None and num_q_outputs:
         num_heads = ConfigReader(config).positive_int("num_attention_heads")
@@ -103,7 +103,7 @@ def head_fields(config: Mapping[str, Any], num_q_outputs: int | None) -> SpecFie
 
 
 def _split(found: Mapping[str, Shape], fields: SpecFields) -> dict[str, Shape]:
-    """`qkv_proj` and `gate_up_proj` as their parts; rows too many or few are the last part's."""
+    """Splits `qkv_proj` and `gate_up_proj`. Extra or missing rows belong to the last part."""
     parts: dict[str, Shape] = {}
     for name, shape in found.items():
         pieces = canonical_names(name, fields)

@@ -1,13 +1,18 @@
-"""GPTQ checkpoints into CPM.cu's Marlin files.
+"""Converts GPTQ checkpoints to CPM.cu's Marlin format.
 
-A linear layer [K -> N] becomes `qweight` int32 [K / 16, 2 N] and `scales` [K / 128 or 1, N] in the
-order of `cpmcu.quant.packing`. q, k and v are one layer `qkv_proj`, gate and up one `gate_up_proj`,
-side by side along N before they are packed. Zero points and group indices are left out: they must
-say what this layout implies (z = 8, groups in order), which is checked in every layer before
-anything is written. All other tensors, biases and q/k norms among them, are copied as they are.
+| source | output |
+|---|---|
+| linear layer [K -> N] | `qweight` int32 [K / 16, 2 N], `scales` [K / 128 or 1, N] |
+| q, k and v | one layer `qkv_proj`, concatenated along N before packing |
+| gate and up | one layer `gate_up_proj`, concatenated along N before packing |
+| zero points, group indices | dropped |
+| `fc` [2 H -> H] of an EAGLE head | two halves of K, packed side by side along N |
+| `d2t` of EAGLE-3 | int32 |
+| other tensors | copied unchanged |
 
-Draft heads get CPM.cu's names: an EAGLE head's `fc` [2 H -> H] is packed as two halves of K, side
-by side along N; `d2t` of EAGLE-3 becomes int32. The output is one file, model_gptq.safetensors.
+`cpmcu.quant.packing` defines the order of weights and scales. Marlin implies z = 8 and groups in
+order of K. Each layer is checked for this before files are written. Draft heads get CPM.cu's names.
+The output is one file, model_gptq.safetensors.
 """
 
 from __future__ import annotations
@@ -55,8 +60,8 @@ from cpmcu.quant.w4a16 import (
 WEIGHTS_FILE = "model_gptq.safetensors"
 CHECKPOINT_FORMAT = "gptq_marlin"
 
-_BAND = 256  # k that are unpacked at a time
-_ALIGN_K, _ALIGN_N = 16, 64  # of a tile
+_BAND = 256  # rows of K that are unpacked at a time
+_ALIGN_K, _ALIGN_N = 16, 64  # size of a Marlin tile
 _FUSED = {
     "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
@@ -68,15 +73,15 @@ _PARTS = ("qweight", "scales", "qzeros", "g_idx")
 
 @dataclass(frozen=True, slots=True)
 class _Format:
-    """What quantization_config says."""
+    """The quantization_config of the source."""
 
     group_size: int  # GROUP_SIZE or CHANNEL_WISE
-    zeros_version: int  # of the stored zero points: 1 holds z - 1, 2 ("gptq_v2") z
+    zeros_version: int  # format of zero points: 1 stores z - 1, 2 ("gptq_v2") stores z
 
 
 @dataclass(frozen=True, slots=True)
 class _Linear:
-    """A quantised layer of the source, checked; y [N] = x [K] W."""
+    """A checked quantised layer of the source; y [N] = x [K] W."""
 
     module: str
     k: int
@@ -85,7 +90,7 @@ class _Linear:
 
 @dataclass(frozen=True, slots=True)
 class _Slice:
-    """k in [first_k, first_k + num_k) of layers that lie side by side along N."""
+    """The range [first_k, first_k + num_k) of K of layers concatenated along N."""
 
     linears: tuple[_Linear, ...]
     first_k: int
@@ -106,9 +111,9 @@ def gptq_to_marlin(
     """Converts a directory or Hugging Face repo with 4-bit GPTQ weights.
 
     `source` may be a model (Llama, Qwen, MiniCPM) or an EAGLE or EAGLE-3 head, in one file or in
-    shards. Raises ValueError for a checkpoint that Marlin's layout cannot hold and for a
-    destination that must not be written, FileNotFoundError for a source that is not there, OSError
-    for a full disk; then nothing is left at `destination`.
+    shards. Raises ValueError for a checkpoint that does not fit Marlin's layout and for a forbidden
+    destination, FileNotFoundError for a missing source, and OSError for a full disk. After an
+    error, `destination` is unchanged.
     """
     directory = resolve_model(source)
     target = check_destination(Path(destination), [directory], overwrite=overwrite)
@@ -129,14 +134,14 @@ def gptq_to_marlin(
     packed = sum(tensor.meta.name.endswith(".qweight") for tensor in tensors)
     rest = sum(not tensor.meta.name.endswith((".qweight", ".scales")) for tensor in tensors)
     return Converted(
-        target, (f"{packed} linear layers are in Marlin's layout, {rest} tensors are as they were",)
+        target, (f"{packed} linear layers are in Marlin's layout, {rest} tensors are unchanged",)
     )
 
 
 def _plan(config: Mapping[str, Any], checkpoint: Checkpoint, quant: _Format) -> list[NewTensor]:
     """The tensors of the converted checkpoint. Reads all scales, zero points and group indices.
 
-    Raises ValueError for the first layer that does not fit, and for one that is not there.
+    Raises ValueError for the first layer that does not fit and for missing tensors.
     """
     names = _names(checkpoint)
     metas = {name: stored.meta for name, stored in checkpoint.tensors.items()}
@@ -165,7 +170,7 @@ def _check_complete(
     names: _Names,
     linears: Mapping[str, _Linear],
 ) -> None:
-    """Raises ValueError for a model or head that lacks something or has it in another shape."""
+    """Raises ValueError if a tensor of the model or head is missing or has a wrong shape."""
     found: dict[str, tuple[int, ...]] = {
         names(name): stored.meta.shape for name, stored in checkpoint.tensors.items()
     }
@@ -182,13 +187,13 @@ def _check_complete(
     check_complete(found, head_shapes(fields, is_eagle3=names.is_eagle3), fields)
 
 
-# ---- what the source says
+# ---- reading the source
 
 
 def _quant_config(
     directory: Path, config: Mapping[str, Any], checkpoint: Checkpoint
 ) -> dict[str, Any]:
-    """Of config.json, or of the quantize_config.json that older programs write."""
+    """quantization_config of config.json, or quantize_config.json of older programs."""
     found = quant_config_of(config)
     beside = directory / "quantize_config.json"
     if not found and beside.is_file():
@@ -232,7 +237,7 @@ def _read_format(quant_config: Mapping[str, Any]) -> _Format:
 
 
 def _check_linear(checkpoint: Checkpoint, module: str, quant: _Format) -> _Linear:
-    """The layer's size, after its tensors were found to be what the layout implies."""
+    """Checks the layer's tensors against Marlin's layout and returns its size."""
     metas = {
         part: checkpoint.tensors[f"{module}.{part}"].meta
         for part in _PARTS
@@ -264,11 +269,11 @@ def _check_linear(checkpoint: Checkpoint, module: str, quant: _Format) -> _Linea
     return _Linear(module, k, n)
 
 
-# ---- what becomes of it
+# ---- making the output
 
 
 class _Names:
-    """Names of the output: a model's are kept, a draft head's become CPM.cu's."""
+    """Maps tensor names to the output's. Only names of draft heads change, to CPM.cu's."""
 
     def __init__(self, *, is_eagle: bool, is_eagle3: bool) -> None:
         self.is_head = is_eagle or is_eagle3
@@ -291,7 +296,7 @@ def _names(checkpoint: Checkpoint) -> _Names:
 def _slices(
     checkpoint: Checkpoint, module: str, linears: Mapping[str, _Linear], quant: _Format
 ) -> tuple[str, list[_Slice]]:
-    """The output's module that takes `module`, and what it is made of, side by side."""
+    """(Output module that contains `module`, its slices in order of N)."""
     linear = linears[module]
     if module.removeprefix("model.") == "fc":
         return module, _fc_slices(checkpoint, linear, quant)
@@ -328,7 +333,7 @@ def _whole(linears: Sequence[_Linear]) -> _Slice:
 
 
 def _fc_slices(checkpoint: Checkpoint, fc: _Linear, quant: _Format) -> list[_Slice]:
-    """Two halves of K for EAGLE (embedding, then hidden state), one piece for EAGLE-3."""
+    """Two halves of K for EAGLE (embedding, hidden state), one slice for EAGLE-3."""
     if fc.k == 3 * fc.n:
         return [_whole([fc])]
     if fc.k != 2 * fc.n:
@@ -344,7 +349,7 @@ def _fc_slices(checkpoint: Checkpoint, fc: _Linear, quant: _Format) -> list[_Sli
 def _pack(
     checkpoint: Checkpoint, module: str, slices: Sequence[_Slice], quant: _Format
 ) -> Iterator[NewTensor]:
-    """The qweight and the scales of one layer of the output."""
+    """qweight and scales of one layer of the output."""
     k, n = slices[0].num_k, sum(part.n for part in slices)
     if slices[0].n % _ALIGN_N:
         raise ValueError(f"{module} has {slices[0].n} outputs, expected a multiple of {_ALIGN_N}")
@@ -388,12 +393,12 @@ def _pack(
 def _copy(checkpoint: Checkpoint, name: str, names: _Names) -> NewTensor:
     leaf = name.rpartition(".")[2]
     if leaf in _PARTS:
-        raise ValueError(f"{name} is there without a qweight, expected both")
+        raise ValueError(f"{name} is present without a qweight, expected both")
     return copied(checkpoint, name, names(name))
 
 
 def _d2t(checkpoint: Checkpoint, name: str) -> NewTensor:
-    """Offsets from draft to target ids, int32 as CPM.cu has them."""
+    """Offsets from draft to target ids, as int32 like CPM.cu's."""
     offsets = checkpoint.read(name)
     if offsets.dtype.kind != "i" or np.any(offsets != offsets.astype(np.int32)):
         raise ValueError(f"{name} is {offsets.dtype}, expected integers of 32 bits")

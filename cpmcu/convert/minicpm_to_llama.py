@@ -1,12 +1,16 @@
-"""MiniCPM checkpoints into Llama checkpoints that compute the same.
+"""Converts MiniCPM checkpoints to equivalent Llama checkpoints.
 
-MiniCPM multiplies embeddings by scale_emb, the output of each attention and MLP by
-scale_depth / sqrt(num_hidden_layers), and the head's input by dim_model_base / hidden_size. Llama
-has none of these, so they go into the weights: the embedding table, o_proj and down_proj, and
-lm_head. A tied head is the table without scale_emb, so it becomes a matrix of its own.
+MiniCPM's muP scales are multiplied into the weights:
 
-Products are made in float32 and rounded once, to nearest even, to the dtype of the tensor; how
-much that changed is said in the notes. A scale that is a power of two changes nothing.
+| scale | weights |
+|---|---|
+| scale_emb | embedding table |
+| scale_depth / sqrt(num_hidden_layers) | o_proj, down_proj |
+| dim_model_base / hidden_size | lm_head |
+
+A tied lm_head becomes a separate matrix, since scale_emb does not apply to it. Scaled weights are
+computed in float32 and rounded once to the dtype of the tensor, to nearest even. The notes report
+the rounding errors. Scales that are powers of two are exact.
 """
 
 from __future__ import annotations
@@ -55,16 +59,16 @@ Float32Array = npt.NDArray[np.float32]
 
 @dataclass(slots=True)
 class _Rounding:
-    """What rounding did to the tensors that one scale went into."""
+    """Rounding errors of the tensors with one scale."""
 
     what: str
     scale: float
     num_elements: int = 0
     num_changed: int = 0
-    largest: float = 0.0  # relative error, of numbers in the dtype's normal range
+    largest: float = 0.0  # largest relative error of normal numbers
 
     def note(self) -> str:
-        """One sentence."""
+        """One sentence about the rounding errors."""
         share = self.num_changed / max(self.num_elements, 1)
         if not self.num_changed:
             return f"{self.what} × {self.scale:.6g}: exact"
@@ -84,10 +88,10 @@ def minicpm_to_llama(
 ) -> Converted:
     """Converts a directory or Hugging Face repo with a dense MiniCPM, MiniCPM4 or 4.1.
 
-    `dtype` of the floating tensors: "auto" keeps each one's own, else float16, bfloat16 or float32.
-    Raises ValueError for a model that is not such a MiniCPM, for numbers that float16 cannot hold
-    and for a destination that must not be written, FileNotFoundError for a source that is not
-    there, OSError for a full disk; then nothing is left at `destination`.
+    `dtype` of the floating-point tensors: "auto" (unchanged), float16, bfloat16 or float32. Raises
+    ValueError for another model, for values beyond the range of the dtype and for a forbidden
+    destination. Raises FileNotFoundError for a missing source and OSError for a full disk. After an
+    error, `destination` is unchanged.
     """
     if dtype != "auto" and dtype not in FLOAT_DTYPES:
         raise ValueError(f"dtype is {dtype!r}, expected auto or one of {', '.join(FLOAT_DTYPES)}")
@@ -116,9 +120,9 @@ def minicpm_to_llama(
 
 
 def llama_config(config: Mapping[str, Any], fields: SpecFields) -> dict[str, Any]:
-    """config.json of the Llama that a MiniCPM becomes; `fields` are what the MiniCPM's says.
+    """config.json of the equivalent Llama. `fields`: the MiniCPM's.
 
-    longrope gets every key that some reader wants (factor, and the original length in both places).
+    For longrope, the factor is added, and the original length in both places where readers look.
     """
     llama = {key: value for key, value in config.items() if key not in _OWN_KEYS}
     llama |= {
@@ -148,7 +152,7 @@ def llama_config(config: Mapping[str, Any], fields: SpecFields) -> dict[str, Any
 def _minicpm_fields(
     directory: Path, config: Mapping[str, Any], checkpoint: Checkpoint
 ) -> SpecFields:
-    """What config.json says. Raises ValueError for anything but a whole dense MiniCPM."""
+    """The fields of config.json. Raises ValueError unless it is a complete dense MiniCPM."""
     metas = {name: stored.meta for name, stored in checkpoint.tensors.items()}
     if config.get("quantization_config") or quantised_tensors(metas):
         found = describe(config.get("quantization_config") or {}, metas)
@@ -174,7 +178,7 @@ def _minicpm_fields(
 def _plan(
     checkpoint: Checkpoint, fields: SpecFields, dtype: str
 ) -> tuple[list[NewTensor], list[_Rounding]]:
-    """The tensors of the Llama, and what will have been rounded once they are written."""
+    """The tensors of the Llama, and their rounding errors, which are filled in during writing."""
     embed = _Rounding("the embedding table", fields.embed_scale)
     branch = _Rounding("o_proj and down_proj", fields.residual_scale)
     head = _Rounding("lm_head", fields.logit_scale)
@@ -201,7 +205,7 @@ def _plan(
 def _scaled(
     checkpoint: Checkpoint, source: str, name: str, dtype: str, rounding: _Rounding
 ) -> NewTensor:
-    """The tensor `source` times a scale, under `name`."""
+    """The tensor `source` times a scale, written as `name`."""
     meta = checkpoint.tensors[source].meta
     if meta.dtype not in FLOAT_DTYPES:
         raise ValueError(f"{source} is {meta.dtype}, expected one of {', '.join(FLOAT_DTYPES)}")
@@ -222,7 +226,7 @@ def _scaled(
 def _compare(
     exact: npt.NDArray[np.float64], stored: Float32Array, name: str, dtype: str, rounding: _Rounding
 ) -> None:
-    """Adds one chunk to the account. Raises ValueError for a number that the dtype cannot hold."""
+    """Adds the errors of one chunk. Raises ValueError for values beyond the dtype's range."""
     wrong = exact[~np.isfinite(exact)]
     if wrong.size:
         raise ValueError(f"{name} has {wrong[0]}, expected finite numbers")
@@ -230,7 +234,7 @@ def _compare(
     if lost.any():
         raise ValueError(
             f"{name} has {exact[lost][0]:.6g} once {rounding.scale:.6g} is folded in, expected "
-            f"numbers that {dtype} can hold; another --dtype can"
+            f"numbers within the range of {dtype}: choose another --dtype"
         )
     changed = exact != stored
     rounding.num_elements += exact.size
@@ -243,7 +247,7 @@ def _compare(
 
 
 def to_float32(stored: Array, dtype: str) -> Float32Array:
-    """Numbers of a file (bfloat16 as uint16) as float32, exactly."""
+    """Stored numbers (bfloat16 as uint16) as float32; exact."""
     if dtype != "bfloat16":
         return stored.astype(np.float32)
     values: Float32Array = (stored.astype(np.uint32) << 16).view(np.float32)
@@ -251,7 +255,7 @@ def to_float32(stored: Array, dtype: str) -> Float32Array:
 
 
 def from_float32(values: Float32Array, dtype: str) -> Array:
-    """float32 as stored (bfloat16 as uint16), rounded to nearest even; too large becomes inf."""
+    """float32 as stored numbers (bfloat16 as uint16), to nearest even; overflow becomes inf."""
     if dtype != "bfloat16":
         with np.errstate(over="ignore"):
             return np.asarray(values.astype(dtype))

@@ -1,8 +1,8 @@
-"""Writes a directory as a whole: streamed weights, and all or nothing.
+"""Writes a model directory atomically, with streamed weights.
 
-The directory is made under a hidden name beside its place and renamed when it is whole and on the
-disk, so that a program that fails or is interrupted leaves nothing that looks like a model, and
-what was there before. The recipes of scripts/ write their directories so, too.
+The directory is written under a hidden name beside the destination, flushed to disk and renamed.
+If the program fails or is interrupted, the destination is unchanged. The recipes of scripts/ use
+the same functions.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _COPY_BYTES = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class NewTensor:
-    """A tensor to be written: `chunks` gives its elements in order, in the storage dtype."""
+    """A tensor to write. `chunks` yields its elements in order, in the storage dtype."""
 
     meta: TensorMeta
     chunks: Callable[[], Iterator[Array]]
@@ -46,14 +46,14 @@ class NewTensor:
 
 @dataclass(frozen=True, slots=True)
 class Converted:
-    """What a conversion wrote: the directory, and sentences about what a user may want to know."""
+    """Result of a conversion: the directory, and sentences for the user."""
 
     directory: Path
     notes: tuple[str, ...]
 
 
 def copied(checkpoint: Checkpoint, source: str, name: str | None = None) -> NewTensor:
-    """The checkpoint's tensor `source` as it is, under its own or another name."""
+    """An unchanged copy of the checkpoint's tensor `source`, optionally with another name."""
     meta = checkpoint.tensors[source].meta
 
     def chunks() -> Iterator[Array]:
@@ -73,9 +73,10 @@ def check_destination(
     flag: str = "--overwrite",
     holds: str = "config.json",
 ) -> Path:
-    """The absolute path of the directory to write. ValueError if it must not be written.
+    """The absolute path of the directory to write. Raises ValueError if it must not be written.
 
-    What is replaced must have the file `holds`, by which it is known as what the program writes.
+    An existing directory is replaced only if it holds the file `holds`, which identifies the output
+    of an earlier run.
     """
     destination = destination.expanduser().resolve()
     for source in sources:
@@ -103,9 +104,13 @@ def check_destination(
 
 def _check_apart(source: Path, destination: Path) -> None:
     if source.is_relative_to(destination):
-        raise ValueError(f"{destination} is or holds the source {source}, expected another place")
+        raise ValueError(
+            f"{destination} is or holds the source {source}, expected another directory"
+        )
     if destination.is_relative_to(source):
-        raise ValueError(f"{destination} is inside the source {source}, expected a place outside")
+        raise ValueError(
+            f"{destination} is inside the source {source}, expected a directory outside it"
+        )
 
 
 def write_model(
@@ -118,12 +123,12 @@ def write_model(
     leave_out: Callable[[str], bool] = lambda name: False,
     progress: LoadProgress | None = None,
 ) -> None:
-    """Writes weights, config.json and copies of the source's small files for which not `leave_out`.
+    """Writes weights, config.json, and the source's small files except those `leave_out` selects.
 
-    `destination` is what `check_destination` gave; what is there is replaced. Raises OSError, with
-    nothing written, if the disk has not enough room.
+    `destination` comes from `check_destination`; an existing directory is replaced. If the disk has
+    not enough space, raises OSError before writing.
     """
-    tensors = sorted(tensors, key=lambda tensor: -itemsize(tensor.meta.dtype))  # keeps all aligned
+    tensors = sorted(tensors, key=lambda tensor: -itemsize(tensor.meta.dtype))  # for alignment
     others = [path for path in small_files(source) if not leave_out(path.name)]
     total_bytes = sum(tensor.meta.nbytes for tensor in tensors)
     with new_directory(destination, total_bytes) as directory:
@@ -144,9 +149,9 @@ def write_model(
 
 
 def small_files(source: Path) -> list[Path]:
-    """What lies beside the weights: tokenizer, templates, licences, FR-Spec indices.
+    """Files besides the weights: tokenizer, templates, licences, FR-Spec indices.
 
-    Raises FileNotFoundError for a link that leads nowhere, ValueError for what is no file.
+    Raises FileNotFoundError for a dangling link, ValueError if a path is not a regular file.
     """
     folders = [source, *(source / name for name in _SUBFOLDERS)]
     files = [path for folder in folders if folder.is_dir() for path in sorted(folder.iterdir())]
@@ -166,9 +171,9 @@ def small_files(source: Path) -> list[Path]:
 
 @contextlib.contextmanager
 def new_directory(destination: Path, num_bytes: int = 0) -> Iterator[Path]:
-    """A directory beside `destination` that takes its place if the block ends well.
+    """A temporary directory that replaces `destination` if the context ends without an error.
 
-    A link to a directory stays one. Raises OSError if fewer than `num_bytes` are free there.
+    A link to a directory stays a link. Raises OSError if fewer than `num_bytes` are free.
     """
     destination = destination.expanduser().resolve()
     parent = destination.parent
@@ -190,7 +195,7 @@ def new_directory(destination: Path, num_bytes: int = 0) -> Iterator[Path]:
 
 
 def _flush(path: Path) -> None:
-    """Brings a file to the disk, or a directory where the file system can."""
+    """Flushes a file to disk, or a directory if the file system supports it."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -202,7 +207,7 @@ def _flush(path: Path) -> None:
 
 
 def _take_place(new: Path, destination: Path) -> None:
-    """Renames. Once `new` is in its place nothing fails any more."""
+    """Renames `new` to `destination`. Errors after the rename are only logged."""
     old = new.with_suffix(".replaced")
     try:
         if destination.exists():
@@ -227,7 +232,7 @@ def _take_place(new: Path, destination: Path) -> None:
 def write_safetensors(
     path: Path, tensors: Sequence[NewTensor], update: Callable[[int], None]
 ) -> None:
-    """One file, chunk after chunk; `update` gets the bytes so far."""
+    """Writes one file in chunks. `update` gets the number of bytes written so far."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for tensor in tensors:

@@ -1,1 +1,1 @@
-"""What drafts tokens for the target to verify: one file for each kind of draft."""
+"""Drafters, which draft tokens for the target to verify: one file for each kind."""

@@ -1,12 +1,14 @@
-"""EAGLE and EAGLE-2 heads of Llama-like targets, and MiniCPM4's heads in both namings.
+"""EAGLE and EAGLE-2 heads of Llama-like targets, and MiniCPM4's heads in both naming schemes.
 
-Original (yuhuili): `fc.weight` [H, 2H] over [embedding | hidden], maybe `fc.bias`, and
-`layers.0.*` without an input_layernorm; the embedding table and the head are the target's.
-MiniCPM4: `input_norm1`, `input_norm2` and `layers.0.input_layernorm` too; published also as
-`model.fc`, `model.input_norm1`, `model.eagle_layers.N` with copies of the target's tables and a
-final norm that is not applied.
+| kind | tensors |
+|---|---|
+| original | `fc.weight` [H, 2H] of [embedding, hidden], optional `fc.bias`, `layers.0.*` |
+| MiniCPM4 | also `input_norm1`, `input_norm2`, `layers.0.input_layernorm` |
+| MiniCPM4, second naming | `model.fc`, `model.input_norm1`, `model.eagle_layers.N` |
+| smaller vocabulary | also `d2t` as in EAGLE-3, and `lm_head.weight` [Vd, H] |
 
-Heads trained for fewer tokens have `d2t` as EAGLE-3 has it, and their own `lm_head.weight` [Vd, H].
+The embedding table and lm_head are the target's. Checkpoints in the second naming hold copies of
+both, and a final norm that is not applied.
 """
 
 from __future__ import annotations
@@ -61,14 +63,16 @@ class Eagle:
         names = {_short(name): name for name in draft.tensors}
         norms = {"input_norm1.weight", "input_norm2.weight"} & names.keys()
         if len(norms) == 1:
-            raise ValueError(f"{norms.pop()} is there alone, expected input_norm1 and input_norm2")
+            raise ValueError(
+                f"{norms.pop()} is present alone, expected input_norm1 and input_norm2"
+            )
         ignored = copies_of_target(draft, target, EMBEDDING, "embed_tokens.weight")
         vocab_ids = draft_vocab_ids(draft, names["d2t"], target) if "d2t" in names else []
         head = names.get("lm_head.weight")
         own_head = bool(vocab_ids) and head is not None
         if head is not None and vocab_ids:
             check_own_head(draft.tensors[head], vocab_ids, target)
-        elif head is not None and "token_id_remap" in names:  # rows of the target's
+        elif head is not None and "token_id_remap" in names:  # a subset of the target's rows
             ignored[head] = OF_TARGET
         else:
             ignored |= copies_of_target(draft, target, head_table(target), "lm_head.weight")
@@ -76,9 +80,9 @@ class Eagle:
             if _short(name) == "norm.weight":
                 ignored[name] = "heads of this kind do not apply it"
             elif _short(name) == "token_id_remap":
-                ignored[name] = "--frspec-path says which tokens are drafted"
+                ignored[name] = "--frspec-path selects the drafted tokens"
             elif _short(name) == "t2d":
-                ignored[name] = "d2t says the same"
+                ignored[name] = "d2t holds the same mapping"
         return DraftPlan(
             fields=replace(
                 fields,
@@ -103,7 +107,7 @@ class Eagle:
 
 
 def _short(name: str) -> str:
-    """The name as CPM.cu's checkpoints have it."""
+    """The name in CPM.cu's naming scheme."""
     return _LAYERS.sub("layers.", name.removeprefix("model."))
 
 

@@ -1,7 +1,8 @@
-"""EAGLE-3 and 3.1 heads: features of three target layers, and often a vocabulary of their own.
+"""EAGLE-3 and 3.1 heads: inputs are auxiliary hidden states of three target layers.
 
-`fc.weight` [H, 3H], one layer `midlayer.*` (also published as `layers.0.*`) with `hidden_norm`,
-`norm`, maybe `lm_head`, and `d2t` with which target id = draft id + d2t[draft id].
+The tensors are `fc.weight` [H, 3H], one layer `midlayer.*` (or `layers.0.*`) with `hidden_norm`,
+and `norm`. A head with a smaller vocabulary has `lm_head` and `d2t`: target id = draft id +
+d2t[draft id].
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from cpmcu.quant.registry import plan_quant
 logger = logging.getLogger(__name__)
 
 _LAYER = re.compile(r"^layers\.0\.")
-# Variants that are not supported; use_aux_norm is an older name of fc_norm.
+# Flags of unsupported variants; use_aux_norm is an older name of fc_norm.
 _FLAGS = ("norm_before_fc", "fc_norm", "use_aux_norm", "norm_before_residual")
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 
@@ -64,8 +65,8 @@ class Eagle3:
             raise ValueError(
                 f"config.json: num_hidden_layers is {fields.num_hidden_layers}, expected 1"
             )
-        layers = _feature_layers(config, target)
-        if not names.keys() & {"fc.qweight", "fc.weight_packed"}:  # those the engine checks
+        layers = _aux_hidden_layers(config, target)
+        if not names.keys() & {"fc.qweight", "fc.weight_packed"}:  # the engine checks these
             if "fc.weight" not in names:
                 raise ValueError("fc.weight is missing, expected the tensors of an EAGLE-3 head")
             _check_fc(tensors[names["fc.weight"]].shape, layers, target)
@@ -74,7 +75,9 @@ class Eagle3:
         if own_head:
             check_own_head(tensors[names["lm_head.weight"]], vocab_ids, target)
         ignored = copies_of_target(draft, target, EMBEDDING, "embed_tokens.weight")
-        ignored |= {name: "d2t says the same" for short, name in names.items() if short == "t2d"}
+        ignored |= {
+            name: "d2t holds the same mapping" for short, name in names.items() if short == "t2d"
+        }
         own_scale = config.get("dim_model_base") is not None
         return DraftPlan(
             fields=replace(
@@ -99,7 +102,7 @@ class Eagle3:
 
 
 def _eagle_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What some heads keep apart; empty if there is none."""
+    """The object `eagle_config` of config.json; empty if there is none."""
     nested = config.get("eagle_config") or {}
     if not isinstance(nested, Mapping):
         raise ValueError(f"config.json: eagle_config is {shown(nested)}, expected an object")
@@ -107,7 +110,7 @@ def _eagle_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _flag(config: Mapping[str, Any], key: str) -> bool:
-    """A boolean of config.json or of what is kept apart there; false if neither says."""
+    """A boolean of config.json or of its eagle_config; false if neither has the key."""
     nested = ConfigReader(_eagle_config(config), "config.json: eagle_config")
     return ConfigReader(config).flag(key, default=nested.flag(key))
 
@@ -119,15 +122,15 @@ def _refuse_variants(config: Mapping[str, Any], tensors: Tensors) -> None:
         if named or config.get(flag) or nested.get(flag):
             where = named[0] if named else f"config.json: {flag}"
             raise ValueError(
-                f"{where} is there, expected an EAGLE-3 head without it: the variant with {flag} "
+                f"{where} is present, expected an EAGLE-3 head without it: the variant with {flag} "
                 "is not supported yet"
             )
 
 
 def _unstated_rope(tensors: Tensors, target: TargetModel) -> Mapping[str, Any] | None:
-    """The RoPE of a head whose config states none: the default of the code that trains them.
+    """The RoPE of a head without RoPE keys: the default of the training code.
 
-    None, the target's, for MiniCPM's heads under the names that CPM.cu reads: it turns them so.
+    None (the target's RoPE) for MiniCPM's heads in CPM.cu's naming, as in CPM.cu.
     """
     of_cpmcu = any(name.startswith("midlayer.") for name in tensors)
     if of_cpmcu and is_scaled(target.config):
@@ -135,8 +138,8 @@ def _unstated_rope(tensors: Tensors, target: TargetModel) -> Mapping[str, Any] |
     return {"rope_theta": DEFAULT_THETA}
 
 
-def _feature_layers(config: Mapping[str, Any], target: TargetModel) -> list[int]:
-    """The target layers whose inputs are the features."""
+def _aux_hidden_layers(config: Mapping[str, Any], target: TargetModel) -> list[int]:
+    """The target layers whose inputs are the auxiliary hidden states."""
     num_layers = target.fields.num_hidden_layers
     nested = _eagle_config(config).get(_LAYER_IDS)
     stated = config.get(_LAYER_IDS) or nested
@@ -150,7 +153,7 @@ def _feature_layers(config: Mapping[str, Any], target: TargetModel) -> list[int]
             f"{kind}: {_LAYER_IDS} is {shown(layers)}, expected layers of the target, 0 to "
             f"{num_layers - 1}"
         )
-    # Some trainers write the default there as layers whose outputs are the features.
+    # In eagle_config, some trainers write the default as the layers whose outputs are used.
     if stated is nested and layers == [layer - 1 for layer in default]:
         logger.info(
             "eagle_config: %s is %s, taken as outputs of layers: inputs of %s",
@@ -167,12 +170,12 @@ def _check_fc(shape: tuple[int, ...], layers: list[int], target: TargetModel) ->
     if shape[1:] != (expected,):
         raise ValueError(
             f"fc.weight has shape {list(shape)}, expected {expected} columns: {len(layers)} "
-            f"features of the target's hidden_size {target.fields.hidden_size}"
+            f"auxiliary hidden states of the target's hidden_size {target.fields.hidden_size}"
         )
 
 
 def _vocab_ids(draft: DraftFiles, names: Mapping[str, str], target: TargetModel) -> list[int]:
-    """Draft id -> target id; empty if they are the same."""
+    """Draft id -> target id; empty if the ids are the same."""
     vocab_size = target.fields.vocab_size
     if "d2t" not in names:
         stated = draft.config.get("draft_vocab_size") or draft.config.get("vocab_size")

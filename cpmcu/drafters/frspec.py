@@ -1,8 +1,12 @@
-"""FR-Spec: a draft that shares the target's lm_head looks only at its most frequent rows.
+"""FR-Spec: a draft with the target's lm_head uses only the rows of the most frequent tokens.
 
-The tokens come from CPM.cu's `freq_N.pt` (torch.save of a list of ids, most frequent first), from
-a `.npy` file of ids, or from a `.npy` file of counts [V], such as `token_counts.npy`, of which the
-N highest are taken. `scripts/gen_fr_index.py` writes both kinds.
+| file | content |
+|---|---|
+| freq_N.pt | CPM.cu's format: torch.save of a list of ids, most frequent first |
+| *.npy | ids |
+| *.npy, for example token_counts.npy | counts [V]; the N tokens with the highest counts are used |
+
+`scripts/gen_fr_index.py` writes `freq_N.pt` and `token_counts.npy`.
 """
 
 from __future__ import annotations
@@ -23,10 +27,10 @@ COUNTS_FILE = "token_counts.npy"
 
 
 def frequent_ids(path: Path, num_tokens: int, vocab_size: int, eos_ids: Sequence[int]) -> list[int]:
-    """Ids of the tokens that are drafted, most frequent first, every eos id among them.
+    """Ids of the drafted tokens, most frequent first, with all eos ids.
 
-    `path`: a file, or a directory that holds freq_N.pt or token_counts.npy; `num_tokens` 0: as
-    many as the file has. Raises FileNotFoundError or ValueError, RuntimeError if torch is missing.
+    `path`: a file, or a directory with freq_N.pt or token_counts.npy. `num_tokens` 0: all ids of
+    the file. Raises FileNotFoundError, ValueError, or RuntimeError if torch is missing.
     """
     file = _choose(path, num_tokens) if path.is_dir() else path
     if file.suffix == ".npy":
@@ -44,15 +48,15 @@ def frequent_ids(path: Path, num_tokens: int, vocab_size: int, eos_ids: Sequence
 
 
 def keep_eos(ids: list[int], eos_ids: Sequence[int]) -> list[int]:
-    """The ids, the least frequent replaced by the eos ids that are not among them."""
+    """The ids, with the least frequent ones replaced by missing eos ids."""
     missing = [token for token in dict.fromkeys(eos_ids) if token not in set(ids)]
-    kept = [token for token in ids if token not in eos_ids]
-    dropped = set(kept[len(kept) - len(missing) :]) if missing else set()
+    others = [token for token in ids if token not in eos_ids]
+    dropped = set(others[len(others) - len(missing) :]) if missing else set()
     return ([token for token in ids if token not in dropped] + missing)[: len(ids)]
 
 
 def most_frequent(counts: npt.NDArray[np.int64], num_tokens: int) -> Ids:
-    """The tokens with the highest counts, ties to the lower id."""
+    """The tokens with the highest counts. Of equal counts, the lower id comes first."""
     order: Ids = np.argsort(-counts, kind="stable")[:num_tokens].astype(np.int64)
     return order
 
@@ -60,7 +64,7 @@ def most_frequent(counts: npt.NDArray[np.int64], num_tokens: int) -> Ids:
 def resolve(
     frspec_path: str | None, draft_directory: Path, download: Callable[[str], Path]
 ) -> Path:
-    """The file or directory to read; `download` brings a repository's."""
+    """The file or directory to read. `download`: repo id -> local directory."""
     if frspec_path is None:
         return draft_directory
     path = Path(frspec_path).expanduser()
@@ -85,8 +89,8 @@ def _choose(directory: Path, num_tokens: int) -> Path:
 
 def _from_numpy(file: Path, num_tokens: int, vocab_size: int) -> Ids:
     try:
-        values = np.lib.format.open_memmap(file, mode="r")  # a shape beyond the file is refused
-    except Exception as error:  # a damaged header is run through Python's parser
+        values = np.lib.format.open_memmap(file, mode="r")  # refuses a shape beyond the file
+    except Exception as error:  # numpy parses the header as Python, so any exception is possible
         raise ValueError(
             f"{file}: is not a numpy file ({one_line(error)}), expected an array"
         ) from error
@@ -95,7 +99,7 @@ def _from_numpy(file: Path, num_tokens: int, vocab_size: int) -> Ids:
             f"{file}: has shape {list(values.shape)} of {values.dtype}, expected a list of integers"
         )
     numbers: Ids = values.astype(np.int64)
-    if file.name == COUNTS_FILE and len(numbers) < vocab_size:  # a vocabulary that was padded
+    if file.name == COUNTS_FILE and len(numbers) < vocab_size:  # the vocabulary is padded
         numbers = np.pad(numbers, (0, vocab_size - len(numbers)))
     if len(numbers) != vocab_size and (num_tokens == 0 or len(numbers) == num_tokens):
         return numbers
@@ -114,7 +118,7 @@ def _from_numpy(file: Path, num_tokens: int, vocab_size: int) -> Ids:
 
 def _from_torch(file: Path) -> Ids:
     try:
-        import torch  # heavy, and only needed for these files
+        import torch  # slow to import
     except ImportError as error:
         raise RuntimeError(
             f"{file}: reading this file needs torch, which is not installed; install it (pip "

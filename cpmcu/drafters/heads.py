@@ -1,4 +1,4 @@
-"""What draft heads (EAGLE and its kin) share: they have some layers and lean on their target."""
+"""Code shared by draft heads (EAGLE, EAGLE-3): their layers, and tensors taken from the target."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from cpmcu.models.rope import Float32Array, rope_from_config, rope_parameters
 
 logger = logging.getLogger(__name__)
 
-WINDOW = 1024  # tokens
-OF_TARGET = "the target's is used"
+WINDOW = 1024  # KV entries
+OF_TARGET = "the target's tensor is used"
 EMBEDDING = "model.embed_tokens.weight"
-COMPARED_ROWS = 16  # of a table
-ROUNDING = 0.01  # of a row's length: more than rounding to any of our dtypes changes
+COMPARED_ROWS = 16  # per table
+ROUNDING = 0.01  # relative distance of rows; rounding to a supported dtype changes less
 _ORIGINAL = "original_max_position_embeddings"
 _ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
 _LENGTH_KEYS = ("max_position_embeddings", _ORIGINAL)
@@ -34,11 +34,10 @@ _SCALES = ("scale_emb", "scale_depth", "dim_model_base")
 def head_fields(
     draft: DraftFiles, target: TargetModel, unstated_rope: Mapping[str, Any] | None = None
 ) -> SpecFields:
-    """The layers of a head: widths and RoPE of its own config, vocabulary of its target.
+    """The fields of a head's layers: widths and RoPE of its config, vocabulary of its target.
 
-    `unstated_rope`: what config.json would say about the RoPE of a head that says nothing; None:
-    the target's. Scales are 1. Raises ValueError if the head is made for another hidden size or has
-    biases in its MLP.
+    `unstated_rope`: RoPE keys for a config without any; None: the target's. Scales are 1. Raises
+    ValueError if the head has another hidden size than the target or a bias in its MLP.
     """
     ConfigReader(draft.config).refuse("mlp_bias", "a bias in the MLP is not supported")
     config = {k: v for k, v in draft.config.items() if k not in _ROPE_KEYS + _LENGTH_KEYS}
@@ -67,7 +66,7 @@ def head_fields(
 
 
 def _own_rope(draft: DraftFiles, target: TargetModel) -> dict[str, Any]:
-    """What a head's config states about its RoPE, and the lengths; empty if it states nothing."""
+    """RoPE and length keys of a head's config; empty if it has no RoPE keys."""
     rope = {k: draft.config[k] for k in _ROPE_KEYS if draft.config.get(k) not in (None, {})}
     if not rope:
         return {}
@@ -78,14 +77,14 @@ def _own_rope(draft: DraftFiles, target: TargetModel) -> dict[str, Any]:
         if config.get(key) is not None
     }
     if _ORIGINAL in rope_parameters(rope) and draft.config.get(_ORIGINAL) is None:
-        lengths.pop(_ORIGINAL, None)  # the target's would go before it
+        lengths.pop(_ORIGINAL, None)  # else it would override the head's
     return lengths | rope
 
 
 def _with_rope(
     fields: SpecFields, own: Mapping[str, Any] | None, target: TargetModel
 ) -> SpecFields:
-    """The fields with the RoPE that `own` states, or with the target's if that is the same."""
+    """The fields with the RoPE of `own`, or with the target's if both are equal."""
     length = target.max_model_len or target.fields.max_position_embeddings
 
     def angles(config: Mapping[str, Any]) -> tuple[tuple[float, ...], float]:
@@ -94,7 +93,9 @@ def _with_rope(
 
     if own is not None and angles(own) != angles(target.config):
         inv_freq, scaling = angles(own)
-    elif fields.head_dim == target.fields.head_dim:  # whose options may have changed it
+    elif (
+        fields.head_dim == target.fields.head_dim
+    ):  # BuildOptions may have changed the target's RoPE
         inv_freq, scaling = target.fields.rope_inv_freq, target.fields.rope_attention_scaling
     else:
         inv_freq, scaling = angles(target.config)
@@ -102,12 +103,12 @@ def _with_rope(
 
 
 def is_scaled(config: Mapping[str, Any]) -> bool:
-    """Does a config.json have muP scales, as MiniCPM's do?"""
+    """Does a config.json have muP scales, like MiniCPM's?"""
     return any(config.get(key) is not None for key in _SCALES)
 
 
 def check_vocabulary(draft: DraftFiles, target: TargetModel) -> None:
-    """Raises ValueError if config.json states another vocabulary than the target's."""
+    """Raises ValueError if config.json has another vocab_size than the target."""
     found = draft.config.get("vocab_size")
     if found is not None and found != target.fields.vocab_size:
         raise ValueError(
@@ -116,7 +117,7 @@ def check_vocabulary(draft: DraftFiles, target: TargetModel) -> None:
 
 
 def check_scales(draft: DraftFiles, target: TargetModel) -> None:
-    """Raises ValueError if config.json states another muP scale than the target's."""
+    """Raises ValueError if config.json has another muP scale than the target."""
     for key in _SCALES:
         found, expected = draft.config.get(key), target.config.get(key, 1.0)
         if found is not None and found != expected:
@@ -124,9 +125,10 @@ def check_scales(draft: DraftFiles, target: TargetModel) -> None:
 
 
 def residual_scale(config: Mapping[str, Any], draft: DraftFiles, target: TargetModel) -> float:
-    """scale_depth / sqrt(mup_denominator), or of the target's layers and one more; 1 without muP.
+    """scale_depth / sqrt(mup_denominator); 1 if `config` has no scale_depth.
 
-    `config` is the one that says scale_depth: the draft's or the target's.
+    `config`: the draft's or the target's config.json. The default of mup_denominator is the number
+    of the target's layers plus 1.
     """
     if config.get("scale_depth") is None:
         return 1.0
@@ -137,26 +139,26 @@ def residual_scale(config: Mapping[str, Any], draft: DraftFiles, target: TargetM
 
 
 def refuse_quantised_head(tensors: Tensors) -> None:
-    """Raises ValueError for a head of its own that the file has quantised."""
+    """Raises ValueError if the draft's own lm_head is quantised."""
     for name in tensors:
         if name.endswith(("lm_head.qweight", "lm_head.weight_packed")):
-            raise ValueError(f"{name} is there, expected a draft's lm_head to be dense")
+            raise ValueError(f"{name} is present, expected a draft's lm_head to be dense")
 
 
 def copies_of_target(
     draft: DraftFiles, target: TargetModel, table: str, name: str
 ) -> dict[str, str]:
-    """The draft's tensors `name` [V, H] -> why they are not needed: the target's `table` is.
+    """The draft's tensors `name` [V, H] -> reason to ignore them: the target's `table` is used.
 
-    Warns of one that has other numbers. Raises ValueError for one of another shape.
+    Warns if the values differ from the target's. Raises ValueError if the shapes differ.
     """
     ignored = {}
     for found in draft.tensors:
         if found == name or found.endswith("." + name):
             if not _is_copy(draft, found, target, table):
                 logger.warning(
-                    "%s of the draft has other numbers than the target's, which is used: the draft "
-                    "may be right less often",
+                    "%s of the draft differs from the target's, which is used: fewer drafted "
+                    "tokens may be accepted",
                     found,
                 )
             ignored[found] = OF_TARGET
@@ -170,10 +172,10 @@ def head_table(target: TargetModel) -> str:
 
 
 def _is_copy(draft: DraftFiles, name: str, target: TargetModel, table: str) -> bool:
-    """Is a tensor of the draft [V, H] the target's `table` (the engine's name), but for rounding?
+    """Is a tensor of the draft [V, H] equal to the target's `table`, up to rounding?
 
-    Some rows are compared; yes, if the target's is not there to compare with. Raises ValueError
-    for another shape.
+    `table` is the engine's name. COMPARED_ROWS rows are compared. If the target's tensor is not
+    available, returns True. Raises ValueError for another shape.
     """
     meta, shape = draft.tensors[name], (target.fields.vocab_size, target.fields.hidden_size)
     if meta.shape != shape:
@@ -190,7 +192,7 @@ def _is_copy(draft: DraftFiles, name: str, target: TargetModel, table: str) -> b
 
 
 def _stored_name(target: TargetModel, table: str) -> str | None:
-    """The name in the target's checkpoint; None if it is not stored there as numbers."""
+    """The name in the target's checkpoint; None if it has no such floating-point tensor."""
     if target.checkpoint is None:
         return None
     names, shape = find_model(target.config).names, (target.fields.vocab_size,)
@@ -209,10 +211,10 @@ def _rows(checkpoint: Checkpoint, name: str, ids: npt.NDArray[np.int64]) -> Floa
 
 
 def draft_vocab_ids(draft: DraftFiles, d2t: str, target: TargetModel) -> list[int]:
-    """Draft id -> target id, of the tensor called `d2t`: target id = draft id + d2t[draft id].
+    """Draft id -> target id from the tensor `d2t`: target id = draft id + d2t[draft id].
 
-    Raises ValueError for ids that the target does not have, for one that is there twice, or for a
-    config that says otherwise.
+    Raises ValueError for ids outside the target's vocabulary, repeated ids, and a config.json with
+    other sizes.
     """
     vocab_size = target.fields.vocab_size
     stated = draft.config.get("vocab_size")
@@ -243,7 +245,7 @@ def draft_vocab_ids(draft: DraftFiles, d2t: str, target: TargetModel) -> list[in
 
 
 def check_own_head(head: TensorMeta, vocab_ids: Sequence[int], target: TargetModel) -> None:
-    """Raises ValueError if a draft's lm_head has not a row for each token that it drafts."""
+    """Raises ValueError unless a draft's lm_head has one row per drafted token."""
     expected = len(vocab_ids) or target.fields.vocab_size
     if head.shape[:1] != (expected,):
         raise ValueError(
@@ -253,7 +255,7 @@ def check_own_head(head: TensorMeta, vocab_ids: Sequence[int], target: TargetMod
 
 
 def _head_dim(draft: DraftFiles, target: TargetModel) -> int:
-    """Of a config that does not say: what its q_proj has, else hidden_size / heads."""
+    """head_dim for a config without it: from the shape of q_proj, else hidden_size / heads."""
     reader = ConfigReader(draft.config)
     heads = reader.positive_int("num_attention_heads")
     for name, meta in draft.tensors.items():

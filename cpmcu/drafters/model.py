@@ -1,4 +1,4 @@
-"""A small language model as drafter: any supported model directory that shares the vocabulary."""
+"""A language model as drafter: any supported model with the target's vocabulary."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 @register_drafter("model")
 class DraftModel:
-    """A whole language model."""
+    """A draft that is a whole language model."""
 
     has_checkpoint = True
 
@@ -66,21 +66,21 @@ class DraftModel:
 
 
 def _compare_tokenizers(draft: Path, target: Path) -> None:
-    """A warning if both directories have a tokenizer and the same ids are other tokens."""
+    """Warns if both directories have a tokenizer and the vocabularies differ."""
     files = [directory / "tokenizer.json" for directory in (draft, target)]
     if not all(file.is_file() for file in files):
         return
     contents = [file.read_bytes() for file in files]
     if contents[0] != contents[1] and _vocabulary(contents[0]) != _vocabulary(contents[1]):
         logger.warning(
-            "the vocabulary of %s is not that of %s: what the draft model says may be other tokens "
-            "to the target, and few of them accepted",
+            "the vocabulary of %s is not that of %s: drafted ids may be other tokens of the "
+            "target, and few drafts accepted",
             *files,
         )
 
 
 def _vocabulary(content: bytes) -> object:
-    """What says which id is which token; None of a file that is damaged."""
+    """(vocabulary, added tokens) of a tokenizer.json; None for a damaged file."""
     try:
         tokenizer = json.loads(content)
         added = tokenizer.get("added_tokens") or []

@@ -1,4 +1,4 @@
-"""Prompt look-up: what followed the last tokens when they occurred before. No checkpoint."""
+"""Prompt look-up: drafts the continuation of an earlier occurrence of the last tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cpmcu.drafters.registry import DraftFiles, DraftPlan, TargetModel, Tensors,
 
 @register_drafter("ngram")
 class Ngram:
-    """n-gram look-up in the prompt and the output."""
+    """n-gram look-up in the prompt and the output. It has no checkpoint."""
 
     has_checkpoint = False
 

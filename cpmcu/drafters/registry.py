@@ -1,8 +1,8 @@
-"""Which kind of draft a directory holds, and how it becomes a C.DrafterSpec.
+"""Registry of drafters, and the plan from which a C.DrafterSpec is made.
 
-Decided by the config's architectures and the tensors, never by the path. Adding a drafter is adding
-one file to this package (and one to csrc/speculative/drafters, whose name it registers under); code
-outside may call `register_drafter` too, before the model is loaded.
+The kind of a draft follows from its config.json and tensors, not from its path. To add a drafter,
+add one file to this package and one with the same registered name to csrc/speculative/drafters.
+Code outside the package may also call `register_drafter` before the model is loaded.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from cpmcu.quant.registry import DENSE, QuantPlan
 
 Tensors = Mapping[str, TensorMeta]
 
-_ALIASES = {"draft_model": "model"}  # vLLM's name -> ours
+_ALIASES = {"draft_model": "model"}  # vLLM's name -> registered name
 
 
 @dataclass(frozen=True, slots=True)
 class DraftFiles:
-    """A draft's directory, read as far as the headers of its weights."""
+    """A draft's directory, config.json and weight headers."""
 
     directory: Path
     config: Mapping[str, Any]  # config.json
@@ -44,53 +44,53 @@ class DraftFiles:
 
 @dataclass(frozen=True, slots=True)
 class TargetModel:
-    """The model that verifies."""
+    """The target model, which verifies drafts."""
 
     config: Mapping[str, Any]  # config.json
     fields: SpecFields
     device: str = "cpu"
-    max_model_len: int = 0  # tokens that the engine will hold of a sequence; 0: the model's own
+    max_model_len: int = 0  # most tokens of a sequence; 0: the model's own limit
     eos_ids: tuple[int, ...] = ()  # of the checkpoint's configs
     quantised_head: bool = False  # the checkpoint stores lm_head quantised
-    checkpoint: Checkpoint | None = None  # to compare tensors with; None: take them as equal
+    checkpoint: Checkpoint | None = None  # for comparing tensors; None: assume equal tensors
 
 
 @dataclass(frozen=True, slots=True)
 class DraftPlan:
-    """How a draft is run and loaded."""
+    """Layers, tensors and options of a draft."""
 
-    fields: SpecFields | None = None  # of its own layers; None: it has no weights
-    names: NameMap = lambda name, fields: (Piece(name),)  # to the engine's, which begin "draft."
-    ignored: Mapping[str, str] = field(default_factory=dict)  # tensors not needed -> reason
+    fields: SpecFields | None = None  # of the draft's layers; None: no weights
+    names: NameMap = lambda name, fields: (Piece(name),)  # to the engine's names "draft.*"
+    ignored: Mapping[str, str] = field(default_factory=dict)  # unneeded tensor -> reason
     refuses_unknown: bool = False  # a tensor that is neither used nor in `ignored` is an error
-    shares_head: bool = False  # logits by the target's lm_head, so FR-Spec can shorten it
-    window: int = 0  # where spec_window_size is not given
-    chain: bool = False  # drafts one path only
-    options: Mapping[str, Any] = field(default_factory=dict)  # what its C++ half takes by name
-    # The parts of a combined drafter: their names in C++ and plans. The tensors of a part that
-    # has some are described by the fields above, too.
+    shares_head: bool = False  # uses the target's lm_head, so FR-Spec can select rows
+    window: int = 0  # default of spec_window_size
+    chain: bool = False  # drafts have no branches
+    options: Mapping[str, Any] = field(default_factory=dict)  # options of the C++ drafter
+    # Parts of a combined drafter: (name in C++, plan). The fields above describe the tensors of
+    # the part with weights.
     parts: tuple[tuple[str, DraftPlan], ...] = ()
-    quant: QuantPlan = DENSE  # of its own layers
+    quant: QuantPlan = DENSE  # of the draft's layers
 
 
 class Drafter(Protocol):
-    """What a file of this package implements.
+    """Interface of a drafter; each file of this package implements it.
 
-    A class with `only_by_name = True` is used only if it is named (--spec-method). A drafter that
-    adds something to the drafts of another kind reads that kind's files, so it needs this.
+    A class with `only_by_name = True` is used only if --spec-method names it. A drafter that
+    extends the drafts of another kind needs this, because both kinds have the same files.
     """
 
     has_checkpoint: bool
 
     def matches(self, config: Mapping[str, Any], tensors: Tensors) -> bool:
-        """Is this draft of this kind? Not asked if `has_checkpoint` is false."""
+        """Is a draft with these files of this kind? Not called if `has_checkpoint` is False."""
 
     def plan(
         self, draft: DraftFiles | None, target: TargetModel, speculation: SpeculativeConfig
     ) -> DraftPlan:
-        """`draft` is None if `has_checkpoint` is false.
+        """The plan of a draft. `draft` is None if `has_checkpoint` is False.
 
-        Raises ValueError with one sentence (found, expected) for a draft of another target.
+        Raises ValueError in one sentence (found, expected) for a draft of another target.
         """
 
 
@@ -98,9 +98,9 @@ _drafters: dict[str, tuple[Drafter, str]] = {}
 
 
 def register_drafter(name: str) -> Callable[[type[Drafter]], type[Drafter]]:
-    """Registers the decorated class (made without arguments) as the drafter `name` of C++.
+    """Registers the decorated class (constructed without arguments) as the C++ drafter `name`.
 
-    Raises ValueError if a class of another name already has it.
+    Raises ValueError if another class is registered as `name`.
     """
 
     def register(drafter: type[Drafter]) -> type[Drafter]:
@@ -123,9 +123,9 @@ def registered_drafters() -> dict[str, str]:
 
 
 def get_drafter(method: str) -> tuple[str, Drafter]:
-    """The registered name and the drafter that a user calls `method`.
+    """(Registered name, drafter) for the method name of a user.
 
-    Raises ValueError that names those there are.
+    Raises ValueError with the registered names if there is no such drafter.
     """
     known = registered_drafters()
     name = _ALIASES.get(method, method)
@@ -137,9 +137,9 @@ def get_drafter(method: str) -> tuple[str, Drafter]:
 
 
 def find_drafter(draft: DraftFiles, expected: str | None = None) -> tuple[str, Drafter]:
-    """The drafter of a draft's files.
+    """(Registered name, drafter) for a draft's files.
 
-    Raises ValueError if there is none or if it is not the `expected` one.
+    Raises ValueError if there is no single match or the match is not the `expected` drafter.
     """
     known = registered_drafters()
     matching = [
@@ -151,7 +151,7 @@ def find_drafter(draft: DraftFiles, expected: str | None = None) -> tuple[str, D
         return expected, _drafters[expected][0]
     if expected is not None:
         found = " or ".join(matching) or "of no known kind"
-        raise ValueError(f"the draft is {found}, but {expected} was asked for")
+        raise ValueError(f"the draft is {found}, expected {expected}")
     matching = [n for n in matching if not getattr(_drafters[n][0], "only_by_name", False)]
     if not matching:
         with_files = ", ".join(name for name in known if _drafters[name][0].has_checkpoint)

@@ -30,6 +30,7 @@ PLAIN_REVIEW = 12  # plain steps: they are the shortest
 RETRIED = 500  # steps after which a shape is tried again without a promise
 LOST_STEPS = 3.0  # plain steps behind plain decoding, after which what is known is forgotten
 NEW_TEXT = 3  # samples that older texts count as
+HOPELESS = 0.9  # of plain decoding's tokens a second: a shape that can have no more never pays
 _LONGEST = 10.0  # plain steps: what a longer step took was not its own doing
 
 
@@ -61,6 +62,24 @@ class ShapeChooser:
         self._pause = 0
         self._lost = 0.0  # plain steps, by drafting where it was thought to be the best
         self._losing: list[tuple[Shape, Sequence[int]]] = []  # the steps that lost them
+
+    def expect(self, shape: Shape, num_seqs: int, seconds: float) -> None:
+        """A step of no request took so long: what it emitted says nothing of any text."""
+        self._times.add(shape, num_seqs, seconds)
+
+    def may_pay(self, num_seqs: int) -> bool:
+        """Could some shape be the best for a text of which every drafted token is accepted?
+
+        True as long as no draft was timed.
+        """
+        plain = self._times.plain(num_seqs)
+        if plain is None:
+            return True
+        return any(
+            (1 + shape[0]) * plain > HOPELESS * self._times.bounds(shape, num_seqs)[0]
+            for shape in self.shapes
+            if shape != PLAIN
+        )
 
     def choose(self, num_seqs: int) -> Shape:
         """The shape of the next step, of so many sequences."""

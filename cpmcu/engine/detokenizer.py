@@ -1,18 +1,18 @@
-"""Token ids to text, piece by piece, without ever giving half a character.
+"""Streaming detokenisation: token ids to text, without incomplete characters.
 
-A window of recent tokens is decoded as a whole, so that a token is seen in the context which its
-tokenizer's decoder needs (leading spaces, bytes of one character over several tokens). The window
-moves whenever its text ends on a whole character, and forgets tokens without text: the cost of a
-token does not grow with the length of the output.
+A window of recent tokens is decoded as a whole. This gives the decoder the context that it needs,
+for example for leading spaces and for characters whose bytes span several tokens. The window
+advances when its text ends with a complete character, and it drops tokens without text. The cost
+per token therefore does not grow with the length of the output.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-REPLACEMENT = "\ufffd"  # how decoders show bytes that are no character (yet)
-_PROMPT_TAIL = 6  # prompt tokens that give the first output token its context
-_MAX_HELD = 64  # tokens without a whole character at the end: garbage, given out as it is
+REPLACEMENT = "\ufffd"  # a decoder's output for an incomplete or invalid character
+_PROMPT_TAIL = 6  # prompt tokens that are the context of the first output token
+_MAX_HELD = 64  # tokens held back for an incomplete character; more are emitted as they are
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -20,30 +20,30 @@ Decode = Callable[[Sequence[int]], str]
 class Detokenizer:
     """Streams the text that follows a prompt.
 
-    `decode` maps token ids to text (special tokens skipped). Output that continues a character
-    which the prompt left unfinished starts with that whole character.
+    `decode` maps token ids to text, without special tokens. If the output completes a character
+    that began in the prompt, its text starts with the whole character.
     """
 
     def __init__(self, decode: Decode, prompt: Sequence[int] = ()) -> None:
         self._decode = decode
-        # Until output follows, nobody knows if what is no character at its end becomes one.
+        # An incomplete character at the end of the prompt may be completed by the output.
         self._window, self._prompt = _tail(decode, prompt)
-        self._read = len(self._window)  # tokens of the window whose text was given out whole
+        self._read = len(self._window)  # tokens of the window whose text is already emitted
         self._given = self._prompt.rstrip(REPLACEMENT)
 
     def push(self, tokens: Sequence[int], *, final: bool = False) -> str:
-        """Text that `tokens` (any number) complete; `final` gives out an unfinished tail too."""
+        """The new text after `tokens`. `final`: includes an incomplete character at the end."""
         self._window.extend(tokens)
         if len(self._window) == self._read:
             return ""
         text = self._decode(self._window)
         held = len(self._window) - self._read
         whole = text if final or held > _MAX_HELD else text.rstrip(REPLACEMENT)
-        if whole.startswith(self._prompt):  # it became none, and is not output
+        if whole.startswith(self._prompt):  # the output did not complete the prompt's character
             self._given = max(self._given, self._prompt, key=len)
         if not whole.startswith(self._given):
-            # An invalid byte changed how a decoder reads the bytes before it, which are given out
-            # already: go on with what the new tokens are by themselves.
+            # An invalid byte changed the decoding of earlier bytes, whose text is already emitted.
+            # Decode the new tokens alone.
             if whole != text:
                 return ""
             delta = self._decode(self._window[self._read :])
@@ -53,7 +53,7 @@ class Detokenizer:
         if len(whole) == len(text):
             if delta:
                 self._advance()
-            else:  # special tokens: the last ones are context enough
+            else:  # special tokens: the most recent ones are enough context
                 del self._window[self._read : max(self._read, len(self._window) - _PROMPT_TAIL)]
         return delta
 
@@ -65,9 +65,9 @@ class Detokenizer:
 
 
 def _tail(decode: Decode, prompt: Sequence[int]) -> tuple[list[int], str]:
-    """The last tokens of a prompt that have text and do not begin within a character, and the text.
+    """Last tokens of a prompt that have text and begin with a complete character, and their text.
 
-    Where bytes are tokens, those of half a character may spoil the whole ones behind them.
+    With byte tokens, a decoder may also misread the characters after an incomplete one.
     """
     usual = list(prompt[-_PROMPT_TAIL:])
     if not usual:

@@ -1,7 +1,7 @@
-"""Which tokens an output may go on with: grammars compiled for a tokenizer, and followed.
+"""Compiles grammars for a tokenizer and computes the masks of the tokens that may come next.
 
-llguidance does the parsing (https://github.com/guidance-ai/llguidance). A mask is ceil(V / 32)
-words of 32 bits; token t is allowed if bit t % 32 of word t / 32 is set.
+llguidance does the parsing (https://github.com/guidance-ai/llguidance). A mask has ceil(V / 32)
+words of 32 bits. Token t is allowed if bit t % 32 of word t / 32 is set.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from cpmcu.tokenizer import Tokenizer
 
 Words = npt.NDArray[np.uint32]
 
-_NUM_KEPT = 64  # compiled grammars
-_UNSAID = "\ue000"  # of private use: no text has it
-_MAX_REASON = 300  # letters of llguidance's that an error quotes
-_TRIAL_TOKENS = 16  # that a new grammar is followed for, since some errors show only then
-_MAX_FORCED = 8192  # bytes without a choice; each mask looks at all of them, which takes time
+_CACHE_SIZE = 64  # compiled grammars
+_UNSAID = "\ue000"  # a private-use character, which occurs in no text
+_MAX_REASON = 300  # characters of llguidance's message that an error quotes
+_TRIAL_TOKENS = 16  # consumed by a new grammar, since some errors appear only then
+_MAX_FORCED = 8192  # bytes without a choice; the time of a mask grows with them
 
 
 class GrammarCompiler:
-    """Makes grammars for one tokenizer and a vocabulary of `vocab_size`. Thread-safe.
+    """Compiles grammars for one tokenizer and a vocabulary of `vocab_size` tokens. Thread-safe.
 
-    Raises ImportError if llguidance is missing, ValueError for a tokenizer it cannot read.
+    Raises ImportError if llguidance is missing and ValueError if it cannot read the tokenizer.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
@@ -46,11 +46,11 @@ class GrammarCompiler:
                 "a grammar needs the llguidance package: pip install 'cpmcu[grammar]'"
             ) from error
         self._library: Any = llguidance
-        size = max(vocab_size, tokenizer.vocab_size)  # either may have tokens that the other lacks
+        size = max(vocab_size, tokenizer.vocab_size)  # either vocabulary may be larger
         eos = [token for token in tokenizer.eos_token_ids if token < vocab_size]
         source = tokenizer.to_json()
         make = functools.partial(llguidance.LLTokenizer, n_vocab=size)
-        # Which knows special tokens by their names, as a Lark grammar may call them.
+        # This tokenizer knows special tokens by name: a Lark grammar may refer to them.
         self._named = functools.cache(lambda: make(source, eos_token=eos or None))
         try:
             self._tokenizer = make(
@@ -58,7 +58,7 @@ class GrammarCompiler:
             )
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # a panic of the library is no Exception
+        except BaseException as error:  # the library's panics are not subclasses of Exception
             raise ValueError(
                 f"the model's tokenizer.json cannot be used with a grammar: {one_line(error)}"
             ) from error
@@ -68,10 +68,10 @@ class GrammarCompiler:
         self._failed: deque[tuple[Grammar, Any]] = deque()
 
     def start(self, grammar: Grammar) -> GrammarState:
-        """The state of an output that has not begun.
+        """The state of an empty output.
 
-        May take a second for a large grammar that was not compiled lately. Raises ValueError for a
-        grammar that is wrong or has what llguidance does not know.
+        Compiling a large grammar may take a second; recent grammars are cached. Raises ValueError
+        for a grammar that is invalid or that llguidance does not support.
         """
         with self._lock:
             self._drop_failed()
@@ -79,7 +79,7 @@ class GrammarCompiler:
             if matcher is None:
                 matcher = self._compile(grammar)
                 self._compiled[grammar] = matcher
-                if len(self._compiled) > _NUM_KEPT:
+                if len(self._compiled) > _CACHE_SIZE:
                     self._compiled.popitem(last=False)
             self._compiled.move_to_end(grammar)
             copy = matcher.deep_copy()
@@ -87,9 +87,9 @@ class GrammarCompiler:
         return GrammarState(copy, self._tokenizer, self._num_words, on_failure=failed)
 
     def _drop_failed(self) -> None:
-        """Drops grammars one of whose copies has failed: they share a lexer, which fails for all.
+        """Drops grammars with a failed copy: all copies share a lexer, which then fails for all.
 
-        The engine's thread, where they fail, must not wait for a grammar that is being compiled.
+        A grammar fails on the engine thread, which must not wait for the compilation of another.
         """
         while self._failed:
             grammar, matcher = self._failed.popleft()
@@ -101,14 +101,14 @@ class GrammarCompiler:
         matcher = self._library.LLMatcher(self._tokenizer, source, log_level=0)
         if matcher.is_error() and "unknown special token" in matcher.get_error():
             matcher = self._library.LLMatcher(self._named(), source, log_level=0)
-        matcher.compute_bitmask()  # the first one builds much of the lexer
+        matcher.compute_bitmask()  # the first call builds much of the lexer
         reason = matcher.get_error() if matcher.is_error() else _trial(matcher.deep_copy())
         if reason:
             raise ValueError(f"the {self._culprit(grammar)} cannot be used: {_sentence(reason)}")
         return matcher
 
     def _culprit(self, grammar: Grammar) -> str:
-        """What is wrong with a grammar that cannot be used: itself or one of its parts."""
+        """Name of the unusable grammar for the error message: itself or one of its parts."""
         if grammar.kind != "composed":
             return grammar.kind.replace("_", " ")
         _, parts = grammar.parts()
@@ -125,7 +125,7 @@ class GrammarCompiler:
         return self._simple_source(grammar)
 
     def _members(self, grammar: Grammar, label: str | None = None) -> list[dict[str, Any]]:
-        """A grammar as llguidance's list of grammars that name each other; the first one begins."""
+        """A grammar as llguidance's list of named grammars. The first one is the start."""
         name = {} if label is None else {"name": label}
         if grammar.kind == "composed":
             start, parts = grammar.parts()
@@ -156,7 +156,7 @@ class GrammarCompiler:
 
 
 class GrammarState:
-    """How far one output has come in its grammar. Used by one thread at a time."""
+    """The state of one output in its grammar. Not thread-safe."""
 
     def __init__(
         self,
@@ -170,18 +170,18 @@ class GrammarState:
         self._eos = frozenset(tokenizer.eos_tokens)
         self._num_words = num_words
         self._buffer = np.zeros(-(-tokenizer.vocab_size // 32), np.uint32)
-        self.stopped = False  # nothing can follow
-        self.seconds = 0.0  # spent in `masks`
+        self.stopped = False  # no token may follow
+        self.seconds = 0.0  # total time of `masks`
 
     @property
     def num_words(self) -> int:
-        """Of a mask."""
+        """Words of a mask."""
         return self._num_words
 
     def accept(self, token: int) -> None:
-        """Goes on by a token that was emitted.
+        """Advances by an emitted token.
 
-        Raises GrammarError if the grammar forbids it or has become too complex.
+        Raises GrammarError if the grammar forbids the token or has become too complex.
         """
         if token in self._eos and self._matcher.is_accepting():
             self.stopped = True
@@ -195,12 +195,12 @@ class GrammarState:
         self.stopped = self._matcher.is_stopped()
 
     def masks(self, tokens: Sequence[int], parents: Sequence[int]) -> dict[int, Words]:
-        """Node -> the tokens that may follow it, for a tree of drafted tokens.
+        """Node -> mask of the tokens that may follow it, for a tree of drafted tokens.
 
-        Node 0 is the root, which has been accepted; a node's parent comes before it. Nodes that
-        cannot be reached or end the output have no mask: nothing that is drawn there is used.
-        Where the grammar leaves no choice of text, its usual tokens are the only ones allowed.
-        Raises GrammarError if the grammar has become too complex.
+        Node 0 is the root, which has been accepted; a parent precedes its children. Nodes that
+        are unreachable or end the output have no mask: their sampled tokens are not used. If the
+        grammar forces the text, only the usual tokenisation of that text is allowed. Raises
+        GrammarError if the grammar has become too complex.
         """
         begin = time.perf_counter()
         children: list[list[int]] = [[] for _ in tokens]
@@ -238,10 +238,10 @@ class GrammarState:
 
 
 def without_names(tokenizer: str) -> str:
-    """A tokenizer.json whose special tokens are spelt by no text; their ids stay.
+    """A tokenizer.json whose special tokens match no text; their ids stay.
 
-    Else llguidance takes forced text that reads like one for the token, which then does not fit. It
-    counts added tokens of the form <...> among them.
+    Otherwise llguidance would tokenise forced text that looks like a special token as that token,
+    and the grammar would reject it. llguidance also treats added tokens like <...> as special.
     """
     data = json.loads(tokenizer)
     model = data["model"]
@@ -251,7 +251,7 @@ def without_names(tokenizer: str) -> str:
     ]
     pieces = {piece for merge in merges for piece in merge}
     added = data.get("added_tokens") or []
-    # Of which others are made: those are text as well.
+    # An added token that is part of a merge is ordinary text.
     data["added_tokens"] = added = [token for token in added if token["content"] not in pieces]
     renamed: dict[str, str] = {}
     for token in added:
@@ -271,9 +271,9 @@ def without_names(tokenizer: str) -> str:
 
 
 def pack_masks(masks: Sequence[dict[int, Words]], num_nodes: int) -> tuple[list[int], Words]:
-    """Masks of trees of `num_nodes` nodes as the engine takes them.
+    """Packs masks of trees with `num_nodes` nodes for the engine.
 
-    Returns each row's index into the masks, -1 where it has none, and the masks [M, ceil(V / 32)].
+    Returns (mask index of each node of each tree, -1 without a mask; masks [M, ceil(V / 32)]).
     """
     rows = [-1] * (len(masks) * num_nodes)
     words: list[Words] = []
@@ -285,9 +285,9 @@ def pack_masks(masks: Sequence[dict[int, Words]], num_nodes: int) -> tuple[list[
 
 
 def _trial(matcher: Any) -> str:
-    """Follows a grammar for some tokens; the reason why it cannot be used, "" if there is none.
+    """Consumes a few tokens. Returns the reason if the grammar cannot be used, else "".
 
-    A repetition that is too large, for one, shows only when a token is taken.
+    An excessive repetition, for example, fails only when a token is consumed.
     """
     for _ in range(_TRIAL_TOKENS):
         mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
@@ -305,7 +305,7 @@ def _trial(matcher: Any) -> str:
 
 
 def _sentence(error: str) -> str:
-    """The gist of a message that may come with a drawing of the place."""
+    """The reasons in a message of llguidance, without its drawing of the source position."""
     lines = [line.strip().rstrip(":") for line in error.splitlines() if line.strip()]
     reasons = [line.removeprefix("error:").strip() for line in lines if line.startswith("error:")]
     return ": ".join(line[:_MAX_REASON] for line in [*lines[:1], *reasons])

@@ -1,8 +1,8 @@
-"""What a JSON schema says, as far as llguidance must be told: whether its `oneOf`s are `anyOf`s.
+"""Detects JSON schemas whose `oneOf`s are equivalent to `anyOf`.
 
-`oneOf` allows what exactly one of its alternatives allows. Where no value fits two of them, as with
-the unions that pydantic writes, that is what `anyOf` allows. llguidance does not see this through a
-`$ref`.
+`oneOf` allows values that match exactly one alternative. If no value matches two alternatives, as
+in the unions that pydantic writes, `anyOf` allows the same values. llguidance does not detect this
+through a `$ref`.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-_MAX_REFS = 16  # that lead from one to the next
-_MAX_ALTERNATIVES = 64  # each is compared with each
+_MAX_REFS = 16  # longest sequence of references to references
+_MAX_ALTERNATIVES = 64  # all pairs are compared
 
 
 def one_of_is_any_of(source: str) -> bool:
-    """Has a schema (JSON text) `oneOf`s, and do the alternatives of each exclude one another?"""
+    """Does a schema (JSON text) have `oneOf`s, all with mutually exclusive alternatives?"""
     if '"oneOf"' not in source:
         return False
     root = json.loads(source)
@@ -30,7 +30,7 @@ def one_of_is_any_of(source: str) -> bool:
             for alternatives in found
             for one, other in itertools.combinations(alternatives, 2)
         )
-    except RecursionError:  # a constant that is nested deeply
+    except RecursionError:  # a deeply nested constant
         return False
 
 
@@ -47,7 +47,7 @@ def _one_ofs(root: Any) -> Iterator[list[Any]]:
 
 
 def _resolved(schema: Any, root: Any) -> Mapping[str, Any]:
-    """A schema, or what its reference within `root` leads to; {} if that cannot be found."""
+    """The schema, or the target of its `$ref` within `root`; {} if there is no target."""
     for _ in range(_MAX_REFS):
         if not isinstance(schema, Mapping):
             return {}
@@ -62,7 +62,7 @@ def _resolved(schema: Any, root: Any) -> Mapping[str, Any]:
 
 
 def _exclusive(one: Mapping[str, Any], other: Mapping[str, Any], root: Any) -> bool:
-    """Can no value fit both? By their types, their values, or those of a property of both."""
+    """Do the types, values, or values of a shared required property exclude each other?"""
     if _apart(_types(one), _types(other)) or _apart(_values(one), _values(other)):
         return True
     if _types(one) != {"object"} or _types(other) != {"object"}:
@@ -82,19 +82,19 @@ def _apart(one: set[str] | None, other: set[str] | None) -> bool:
 
 
 def _texts(stated: Any) -> set[str]:
-    """The texts in a list; a schema may be wrong, which llguidance tells."""
+    """The strings in a list. llguidance reports an invalid schema later."""
     return {each for each in stated if isinstance(each, str)} if isinstance(stated, list) else set()
 
 
 def _types(schema: Mapping[str, Any]) -> set[str] | None:
-    """The types that a schema allows; None if it does not say."""
+    """The types that a schema allows; None if it has no `type`."""
     stated = schema.get("type")
     found = {stated} if isinstance(stated, str) else _texts(stated)
     return found | ({"integer"} if "number" in found else set()) or None
 
 
 def _values(schema: Mapping[str, Any]) -> set[str] | None:
-    """The values that a schema allows, as JSON; None if it does not list them."""
+    """The values that a schema allows, as JSON; None if it has no `const` or `enum`."""
     stated = [schema["const"]] if "const" in schema else schema.get("enum")
     if not isinstance(stated, list) or not stated:
         return None

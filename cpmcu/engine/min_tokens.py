@@ -1,4 +1,4 @@
-"""Outputs of at least so many tokens: those that would end an output cannot be drawn before."""
+"""Minimum length of an output: masks out the tokens that would end it earlier."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ Words = npt.NDArray[np.uint32]
 
 
 class MinTokens:
-    """Holds the tokens in `end_ids` back until an output has `count` tokens.
+    """Masks out the tokens in `end_ids` until an output has `count` tokens.
 
-    Masks have the form that cpmcu/engine/grammar.py tells.
+    Format of a mask: see cpmcu/engine/grammar.py.
     """
 
     def __init__(self, count: int, end_ids: Collection[int], vocab_size: int) -> None:
@@ -30,10 +30,10 @@ class MinTokens:
         parents: Sequence[int],
         grammar: dict[int, Words] | None = None,
     ) -> dict[int, Words]:
-        """Node -> the tokens that may follow it, after `num_tokens` tokens, for a drafted tree.
+        """Node -> mask of the tokens that may follow it, for a tree drafted after `num_tokens`.
 
-        `grammar`: the masks that a grammar gives. A node without one stays without. Where the
-        grammar allows nothing but the end, the output may end.
+        `grammar`: the masks of a grammar; a node without one gets none. If the grammar allows only
+        end tokens, its mask is used unchanged and the output may end.
         """
         depths: list[int] = []
         masks = dict(grammar or {})

@@ -1,4 +1,4 @@
-"""One choice of one request: from prompt ids to finished text."""
+"""State of one choice of a request, from prompt ids to finished text."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _ids = itertools.count()
 
 
 class Request:
-    """State of one choice. After `Runner.submit` only the engine thread touches it, but for
-    `cancel`, which any thread may call.
+    """State of one choice. After `Runner.submit`, only the engine thread uses it; any thread may
+    call `cancel`.
 
-    `emit` gets one StreamChunk for each step that gave tokens, the last with a finish_reason, or
-    an exception in its place; it is called on the engine thread and must not block.
+    The engine thread calls `emit` with one StreamChunk for each step that emitted tokens. The last
+    chunk has a finish_reason; on failure, an exception takes its place. `emit` must not block.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Request:
         self.sampling = sampling
         self.max_tokens = max_tokens
         self.index = index
-        self.num_prompt_logprobs = prompt_logprobs  # likeliest tokens to report; None: nothing
+        self.num_prompt_logprobs = prompt_logprobs  # likeliest tokens per position; None: off
         self.prompt_logprobs: list[TokenLogprobs | None] = [None] * len(self.prompt)
         self.grammar = grammar
         self._min_tokens = min_tokens
@@ -84,12 +84,12 @@ class Request:
 
     @property
     def done(self) -> bool:
-        """Has its last chunk, or its exception, been emitted?"""
+        """Has the last chunk or an exception been emitted?"""
         return self.finish is not None or self.error is not None
 
     @property
     def is_masked(self) -> bool:
-        """Are there tokens that its next one cannot be, for a grammar or for `min_tokens`?"""
+        """Does a grammar or `min_tokens` restrict the next token?"""
         return self.grammar is not None or self._is_short
 
     @property
@@ -98,9 +98,10 @@ class Request:
         return least is not None and least.holds_back and len(self.tokens) < least.count
 
     def masks(self, tokens: Sequence[int], parents: Sequence[int]) -> dict[int, Words]:
-        """Node -> the tokens that may follow it, for a drafted tree; nodes without a mask are free.
+        """Node -> mask of the tokens that may follow it, for a drafted tree.
 
-        Raises GrammarError if the grammar has become too complex.
+        A node without a mask is unrestricted. Raises GrammarError if the grammar has become too
+        complex.
         """
         masks = None if self.grammar is None else self.grammar.masks(tokens, parents)
         if self._is_short:
@@ -113,7 +114,7 @@ class Request:
         self.cancelled = True
 
     def start(self, num_cached: int = 0) -> None:
-        """Notes that the engine began with it, behind `num_cached` tokens that were cached."""
+        """Records the start of prefill, behind `num_cached` tokens that were cached."""
         self._started = self._started or time.perf_counter()
         if self.cached_tokens is None:
             self.cached_tokens = min(num_cached, len(self.prompt))
@@ -127,7 +128,7 @@ class Request:
             self._guard(lambda: report(num_tokens, len(self.prompt)))
 
     def scored(self, first: int, entries: Sequence[TokenLogprobs]) -> None:
-        """Takes the log-probabilities of prompt tokens from position `first` on."""
+        """Stores log-probabilities of the prompt tokens from position `first` on."""
         self.prompt_logprobs[first : first + len(entries)] = entries
 
     def accept(
@@ -137,9 +138,9 @@ class Request:
         *,
         drafted: int = 0,
     ) -> None:
-        """Takes what a decode step emitted, and the prefill step that ended the prompt.
+        """Takes the tokens of a decode step or of the last prefill step.
 
-        `drafted`: tokens of the longest path that the step verified; 0: it drafted nothing. Tokens
+        `drafted`: tokens of the longest path that the step verified; 0 if it drafted none. Tokens
         after the end of the output are dropped.
         """
         if not tokens:
@@ -173,7 +174,7 @@ class Request:
         self._send(text, self.tokens[before:], list(logprobs[:taken]))
 
     def end(self, reason: FinishReason) -> None:
-        """Finishes the output where it is, giving out the text that was held back."""
+        """Ends the output after its current tokens and emits the text that was held back."""
         if self.done:
             return
         text, stop = self._push([], final=True)
@@ -187,7 +188,7 @@ class Request:
             self._guard(lambda: self._emit(error))
 
     def output(self) -> CompletionOutput:
-        """The result, once the request is done. Raises RuntimeError before, or its exception."""
+        """The result. Raises the request's exception, or RuntimeError if it is not done."""
         if self.error is not None:
             raise self.error
         if self.finish is None:
@@ -237,7 +238,7 @@ class Request:
         self._guard(lambda: self._emit(chunk))
 
     def _guard(self, call: Callable[[], None]) -> None:
-        """Calls a listener; one that raises cancels its own request, not the engine."""
+        """Calls a listener. If it raises, the request is cancelled and the engine continues."""
         try:
             call()
         except Exception:

@@ -1,8 +1,8 @@
-"""The engine thread: it alone touches C.Engine, and runs the only generate loop there is.
+"""The engine thread, the only user of C.Engine, with the generate loop.
 
-Greedy, sampled, speculative and streamed generation are parameters of that loop. Up to
-`launch_ahead` steps are in flight, so that the device never waits for Python; what a step emits
-for a sequence that has ended meanwhile is ignored.
+Greedy, sampled, speculative and streamed generation share this loop. Up to `launch_ahead` steps
+are in flight, so the device does not wait for Python. Tokens of a sequence that has ended while its
+step was in flight are ignored.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from cpmcu.engine.request import Request
 from cpmcu.engine.scheduler import Scheduler, Sequence, Step
 from cpmcu.engine.shapes import Shape
 from cpmcu.engine.step_tokens import StepTokens
+from cpmcu.engine.warm_up import warm_up
 from cpmcu.errors import OutputError
 from cpmcu.outputs import TokenLogprobs
 
@@ -41,13 +42,13 @@ DISK_PAUSE = 0.0005  # seconds between two looks at what the disk has done
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """How busy an engine is."""
+    """Utilisation of an engine."""
 
     running: int  # sequences that hold a slot
     waiting: int  # requests in the queue
-    kv_cache_usage: float  # share of the KV pages that are taken
-    preemptions: int  # sequences that lost their pages, since start
-    num_pages: int = 0  # in all
+    kv_cache_usage: float  # used KV pages / all KV pages
+    preemptions: int  # preempted sequences since start
+    num_pages: int = 0  # all KV pages
     page_size: int = 0  # tokens
     step_tokens: StepTokens = dataclasses.field(default_factory=StepTokens)
     prefix_cache: CacheCounters | None = None  # without a prefix cache: None
@@ -66,7 +67,7 @@ class Runner:
     ) -> None:
         self._engine: C.Engine | None = engine
         self._chooser = ShapeChooser(shapes) if shapes else None
-        self._collected = 0.0  # when the last step was: time.perf_counter()
+        self._collected = 0.0  # time.perf_counter() at the end of the last step
         self.tokens_per_step = engine.tokens_per_step
         self._cache = cache
         self._cache_busy = False  # it must be called again soon
@@ -77,7 +78,7 @@ class Runner:
         self.num_pages = engine.num_pages
         self._page_size = page_size
         self._step_tokens = StepTokens()
-        self._free_pages = engine.num_free_pages  # as of the last turn: any thread may look
+        self._free_pages = engine.num_free_pages  # as of the last iteration; any thread may read
         self._in_flight: deque[Step] = deque()
         self._inbox: deque[Request] = deque()
         self._calls: deque[tuple[Callable[[C.Engine], Any], Future[Any]]] = deque()
@@ -91,8 +92,8 @@ class Runner:
     def submit(self, *requests: Request) -> None:
         """Queues requests.
 
-        Raises RuntimeError if the engine is closed or has failed, ValueError for a request that
-        could grow longer than a sequence can be.
+        Raises RuntimeError if the engine is closed or has failed. Raises ValueError for a request
+        that could exceed the maximum length of a sequence.
         """
         for request in requests:
             if len(request.prompt) + request.max_tokens > self.max_length:
@@ -108,8 +109,8 @@ class Runner:
     def call(self, function: Callable[[C.Engine], T]) -> T:
         """Runs `function(engine)` on the engine thread, with no step in flight.
 
-        Returns or raises what it does; RuntimeError if the engine is closed or has failed, and as
-        `check_waiter` says.
+        Returns its result or raises its exception. Raises RuntimeError if the engine is closed or
+        has failed, or if `check_waiter` does.
         """
         self.check_waiter()
         future: Future[T] = Future()
@@ -119,11 +120,29 @@ class Runner:
             self._wake.notify()
         return future.result()
 
-    def check_waiter(self) -> None:
-        """RuntimeError where waiting for the engine would not end.
+    def warm_up(self, sampling: C.SamplingConfig) -> None:
+        """Runs the slow first steps before the first request; see warm_up.py.
 
-        On its own thread, where callbacks run, and in a process that was forked from the one that
-        made it: threads are not there.
+        Requests, outputs and metrics do not show it. An engine that fails at it is left to fail
+        again where a request hears of it.
+        """
+
+        def run(engine: C.Engine) -> None:
+            shapes = [] if self._chooser is None else self._chooser.shapes
+            for shape, seconds in warm_up(engine, self._page_size, shapes, sampling):
+                assert self._chooser is not None
+                self._chooser.expect(shape, 1, seconds)
+
+        try:
+            self.call(run)
+        except RuntimeError as error:
+            logger.warning("the engine could not be warmed up: %s", error)
+
+    def check_waiter(self) -> None:
+        """Raises RuntimeError if waiting for the engine would never end.
+
+        This is the case on the engine thread, which runs callbacks, and in a forked process, which
+        has no engine thread.
         """
         if os.getpid() != self._process:
             raise RuntimeError(
@@ -132,16 +151,16 @@ class Runner:
             )
         if threading.current_thread() is self._thread:
             raise RuntimeError(
-                "the engine cannot be waited for in a callback, which it runs itself"
+                "a callback cannot wait for the engine, since the engine thread runs it"
             )
 
     @property
     def is_open(self) -> bool:
-        """Does `submit` take requests: is the engine neither closed nor beyond recovery?"""
+        """Does `submit` accept requests? False if the engine is closed or has failed."""
         return self._broken is None and not self._closing
 
     def load(self) -> EngineLoad:
-        """How busy the engine was a moment ago."""
+        """Utilisation as of the last iteration of the loop."""
         waiting = len(self._scheduler.waiting) + len(self._inbox)
         usage = 1 - self._free_pages / self.num_pages
         return EngineLoad(
@@ -162,7 +181,7 @@ class Runner:
             self.call(lambda engine: cache.reset())
 
     def close(self) -> None:
-        """Aborts what is running, waits for the thread, frees the engine. Harmless if repeated."""
+        """Aborts running requests, joins the thread, frees the engine. May be called repeatedly."""
         with self._wake:
             self._closing = True
             self._wake.notify()
@@ -175,7 +194,7 @@ class Runner:
         if self._closing:
             raise RuntimeError("the engine is closed")
 
-    # ---- on the engine thread from here on
+    # ---- the methods below run on the engine thread
 
     def _run(self) -> None:
         try:
@@ -205,7 +224,7 @@ class Runner:
             return not self._closing and self._broken is None
 
     def _turn(self) -> None:
-        """One turn of the loop: admit, launch ahead, take the oldest step's tokens."""
+        """One iteration of the loop: admit, launch ahead, collect the oldest step."""
         self._serve_calls()
         self._scheduler.drop_cancelled()
         self._scheduler.admit()
@@ -235,11 +254,13 @@ class Runner:
             self._score(step, step.targets)
         elif step.chunks is not None:
             drawing = [s for s, (_, _, last) in zip(step.sequences, step.chunks) if last]
+            skip = self._chooser is not None and not self._chooser.may_pay(len(slots))
             if any(sequence.request.is_masked for sequence in drawing):
                 trees = [([0], [-1])] * len(drawing)
-                self._live.prefill(step.chunks, *self._masks(drawing, trees))
+                masks = self._masks(drawing, trees)
+                self._live.prefill(step.chunks, *masks, skip_draft=skip)
             else:
-                self._live.prefill(step.chunks)
+                self._live.prefill(step.chunks, skip_draft=skip)
             self._checkpoint(step)
         else:
             if self._chooser is not None:
@@ -277,9 +298,9 @@ class Runner:
     def _masks(
         self, sequences: list[Sequence], trees: list[tuple[list[int], list[int]]]
     ) -> tuple[list[int], Words]:
-        """What the nodes of the sequences' trees may draw, as the engine takes it.
+        """Packed masks of the nodes of the sequences' trees.
 
-        A grammar that fails ends its request; the rows are left without masks.
+        If a grammar fails, its request fails and its nodes have no masks.
         """
         from cpmcu.engine.grammar import pack_masks  # loads numpy
 
@@ -308,7 +329,7 @@ class Runner:
                 sequence.read += len(chunk)
                 sequence.request.prefilled(sequence.read)
             sequence.in_flight -= emits
-            if sequence not in self._scheduler.active:  # it ended after this step was launched
+            if sequence not in self._scheduler.active:  # it ended while this step was in flight
                 continue
             if self._cache is not None and sequence.prefix is not None and step.chunks is not None:
                 self._cache.publish(sequence.prefix, sequence.slot, sequence.read)
@@ -321,7 +342,7 @@ class Runner:
         before, self._collected = self._collected, time.perf_counter()
         if self._chooser is None:
             return
-        if step.shape is not None:  # it began when the one before it had ended
+        if step.shape is not None:  # the step began after the end of the preceding one
             seconds = self._collected - max(step.launched, before)
             emitted = [len(output.tokens) for output in outputs.values() if output.tokens]
             self._chooser.observe(step.shape, len(step.sequences), seconds, emitted)
@@ -341,9 +362,9 @@ class Runner:
                     "finite: its activations overflow the dtype (float16 holds the least), or its "
                     "weights are wrong"
                 )
-            if output.finished:  # it emits no more, whatever ended it
+            if output.finished:  # the device ended the sequence
                 request.end("length")
-        except Exception as error:  # of a tokenizer, too: this request's trouble alone
+        except Exception as error:  # for example of the tokenizer; fails this request only
             logger.error("request %d failed: %s", request.id, error)
             request.fail(error)
 
@@ -358,7 +379,7 @@ class Runner:
                 future.set_exception(error)
 
     def _recover(self, error: Exception) -> None:
-        """Fails every request with `error`; goes on if the engine can still be emptied."""
+        """Fails every request with `error`. Continues if all slots can be released."""
         logger.error("an engine step failed: %s", error, exc_info=error)
         failure = error if isinstance(error, RuntimeError) else RuntimeError(str(error))
         for request in self._scheduler.requests():
@@ -376,7 +397,7 @@ class Runner:
                 self._broken = error
 
     def _stop(self) -> None:
-        """Frees the engine and answers everybody who still waits."""
+        """Frees the engine and ends all waiting requests and calls."""
         with self._wake:
             self._closing = True
             requests = [*self._scheduler.requests(), *self._inbox]
@@ -407,7 +428,7 @@ class Runner:
 
 
 def _logprobs(output: C.SlotOutput) -> list[TokenLogprobs]:
-    """The log-probabilities of one slot's tokens; empty if they were not asked for."""
+    """Log-probabilities of one slot's tokens; empty if not requested."""
     tops = zip(output.top_ids, output.top_logprobs)
     pairs = [tuple(zip(ids, values)) for ids, values in tops]
     pairs += [()] * (len(output.logprobs) - len(pairs))

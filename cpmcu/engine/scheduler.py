@@ -1,11 +1,12 @@
-"""Who runs next: first come, first served, within the slots and pages that the engine has.
+"""Schedules requests in order of arrival, within the engine's slots and pages.
 
-Prompts are read in chunks, and chunks alternate with decode steps, so that a long prompt does not
-stop the sequences that are running. A sequence's pages are taken ahead for the steps in flight.
-What may come next under a grammar or `min_tokens` depends on the tokens so far, so a decode step
-with such a sequence waits until no other is in flight for it.
-When pages run out, the newest sequence gives its pages back and is computed again later; sampling
-is keyed by (seed, stream, position), so its text goes on as it would have.
+Prompts are read in chunks. Chunks alternate with decode steps, so a long prompt does not stall
+running sequences. Pages are reserved ahead for the steps in flight. A mask of a grammar or of
+`min_tokens` depends on all earlier tokens. If a sequence is masked, a decode step with it therefore
+waits until no other step of the sequence is in flight.
+
+If pages run out, the newest sequence is preempted: it releases its pages and is recomputed later.
+Sampling is keyed by (seed, stream, position), so preemption does not change the text.
 """
 
 from __future__ import annotations
@@ -32,15 +33,15 @@ class Sequence:
 
     request: Request
     slot: int
-    tokens: list[int]  # to read: the prompt, and after a preemption the output so far
-    sent: int = 0  # of `tokens`, in prefill steps that were launched
-    read: int = 0  # of `tokens`, in prefill steps that are done
-    in_flight: int = 0  # launched steps that will emit for it
+    tokens: list[int]  # to prefill: the prompt, and after a preemption the output so far
+    sent: int = 0  # tokens of launched prefill steps, cached ones included
+    read: int = 0  # tokens of completed prefill steps, cached ones included
+    in_flight: int = 0  # launched steps that will emit tokens of this sequence
     prefix: Prefix | None = None  # with a prefix cache
 
     @property
     def wants_scores(self) -> bool:
-        """Are the log-probabilities of its prompt wanted, and not known from an earlier run?"""
+        """Are log-probabilities of the prompt requested and not yet computed?"""
         return self.request.num_prompt_logprobs is not None and not self.request.tokens
 
 
@@ -50,8 +51,8 @@ class Step:
 
     sequences: list[Sequence]
     chunks: list[tuple[int, list[int], bool]] | None = None
-    targets: list[int] | None = None  # what follows each token of the only chunk, to be scored
-    shape: Shape | None = None  # that was chosen for a decode step
+    targets: list[int] | None = None  # next token of each token of the only chunk, to be scored
+    shape: Shape | None = None  # chosen tree shape of a decode step
     launched: float = 0.0  # time.perf_counter()
 
 
@@ -83,7 +84,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Is anything waiting or running?"""
+        """Is a request waiting or running?"""
         return bool(self.waiting or self.active)
 
     def requests(self) -> list[Request]:
@@ -100,7 +101,7 @@ class Scheduler:
             self.waiting.remove(request)
 
     def admit(self) -> None:
-        """Gives slots and pages to waiting requests, in order, for as long as there are some."""
+        """Gives slots and pages to waiting requests, in order, while slots and pages last."""
         while self.waiting and not self._blocked and not self._full:
             request = self.waiting[0]
             tokens = request.prompt + request.tokens
@@ -121,7 +122,7 @@ class Scheduler:
                 slot = self._engine.add_sequence(
                     request.sampling, request.prompt, request.tokens, pages, cached
                 )
-            except Exception as error:  # of the request's own making
+            except Exception as error:  # caused by this request alone
                 if prefix is not None and self._cache is not None:
                     self._cache.release(prefix)
                 request.fail(error)
@@ -164,7 +165,7 @@ class Scheduler:
                 self._cache.restore(sequence.prefix, sequence.slot, len(sequence.tokens))
             sequence.request.start(sequence.read)
             return
-        if len(self.active) > 1:  # a drafter needs pages beyond the tokens: wait for some
+        if len(self.active) > 1:  # a drafter needs more pages than the tokens: wait for them
             self.release(sequence)
             self.waiting.appendleft(sequence.request)
             self._full = True
@@ -252,7 +253,7 @@ class Scheduler:
         return max(0, end // size * size - sequence.sent)
 
     def _score(self, sequence: Sequence, take: int) -> Step:
-        """A step of its own for a chunk whose next tokens' log-probabilities are wanted."""
+        """A separate step for a chunk whose next tokens' log-probabilities are requested."""
         begin, end = sequence.sent, sequence.sent + take
         sequence.sent = end
         chunk = (sequence.slot, sequence.tokens[begin:end], False)
@@ -264,7 +265,7 @@ class Scheduler:
         if any(sequence.request.is_masked and sequence.in_flight for sequence in self.active):
             return None
         for sequence in self.active:
-            launched = len(sequence.request.tokens) + sequence.in_flight  # tokens, at the least
+            launched = len(sequence.request.tokens) + sequence.in_flight  # lower bound on tokens
             if sequence.sent < len(sequence.tokens) or launched >= sequence.request.max_tokens:
                 continue
             if self._reserve(sequence.slot, self._needed(sequence)):
@@ -276,13 +277,13 @@ class Scheduler:
         return Step(ready) if ready else None
 
     def _needed(self, sequence: Sequence) -> int:
-        """Tokens whose keys and values the slot must hold after one more decode step."""
+        """KV entries that the slot must hold after one more decode step."""
         request = sequence.request
         ahead = sequence.in_flight * self._tokens_per_step + self._tokens_per_step - 1
         return min(len(request.prompt) + len(request.tokens) + ahead, self.max_length)
 
     def _make_room(self) -> None:
-        """Takes pages from the newest sequence, to be computed again, or ends the only one."""
+        """Preempts the newest sequence. If it is the only one, ends its output."""
         victim = self.active[-1]
         if len(self.active) > 1:
             logger.info("KV pages ran out: request %d is computed again later", victim.request.id)

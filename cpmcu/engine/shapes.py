@@ -1,19 +1,19 @@
-"""Shapes of drafted trees: which a speculative step may have. `chooser.py` chooses among them."""
+"""The tree shapes that a speculative step may have. `chooser.py` chooses among them."""
 
 from __future__ import annotations
 
 from cpmcu.config import num_candidates
 
-Shape = tuple[int, int]  # tokens of the longest drafted path, nodes verified with the root
+Shape = tuple[int, int]  # tokens of the longest drafted path, verified nodes (root included)
 
 PLAIN: Shape = (0, 1)
 
 
 def shapes_of(depth: int, topk: int, tree_size: int) -> list[Shape]:
-    """The shapes worth having of trees of at most this depth, width and size; the last is that.
+    """Tree shapes up to the given depth, width and size. The last one is the given shape.
 
-    A few: each is a CUDA graph, and each is tried. The deep and slim one is for text that is easy
-    to guess, of which hardly anything off the likeliest path is ever accepted.
+    The list is short: each shape needs a CUDA graph and trial steps. The deep and narrow shape
+    suits predictable text, where few tokens off the likeliest path are accepted.
     """
     smaller = [(levels, nodes) for levels, nodes in ((1, 2), (2, 8)) if levels < depth]
     if depth > 2:

@@ -28,6 +28,7 @@ class _Times:
     least: float = 0.0
     typical: float = 0.0
     last: int = 0  # step
+    plain: float = 0.0  # seconds of a plain step by then
 
     def add(self, seconds: float, step: int, *, plain: bool) -> None:
         self.recent.append(seconds)
@@ -50,6 +51,7 @@ class StepTimes:
         self._steps += 1
         times = self._by_seqs.setdefault(num_seqs, {}).setdefault(shape, _Times())
         times.add(seconds, self._steps, plain=shape == PLAIN)
+        times.plain = self.plain(num_seqs) or 0.0
 
     def is_trusted(self, shape: Shape, num_seqs: int) -> bool:
         """Was the shape tried often enough?"""
@@ -95,7 +97,11 @@ class StepTimes:
         if shape == PLAIN:
             return (DOUBT if len(own.recent) < DOUBTED else 1) * own.least, own.typical
         if len(own.recent) >= TRUSTED and age <= STALE:
-            return own.least if age > OLD else own.typical, own.typical
+            if age <= OLD:
+                return own.typical, own.typical
+            # What made plain steps slower since, another process or a longer text, does so here.
+            slower = max(1.0, plain / own.plain) if own.plain else 1.0
+            return own.least * slower, own.typical * slower
         low, high = self._predict(shape, num_seqs, plain)
         if age > STALE:
             return min(low, own.typical), own.typical

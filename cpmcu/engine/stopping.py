@@ -1,4 +1,4 @@
-"""When an output ends: stop strings anywhere in its text, stop tokens, and the token limit."""
+"""End conditions of an output: stop strings, stop tokens, and the token limit."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from cpmcu.outputs import FinishReason
 class StopStrings:
     """Cuts a stream of text at the stop string that is complete first.
 
-    Of several that end at the same letter the longest counts. Text that may still become a stop
-    string is held back, so nothing that was given out ever has to be taken back, and the result
-    does not depend on how the text is divided into pieces.
+    If several stop strings end at the same character, the longest one matches. Text that may become
+    a stop string is held back until this is decided. The result therefore does not depend on the
+    division of the text into pieces.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -22,17 +22,17 @@ class StopStrings:
         self._held = ""
 
     def push(self, text: str, *, final: bool = False, stops: bool = True) -> tuple[str, str | None]:
-        """(text that may be given out, the stop string that was found or None).
+        """Returns (text to emit, matching stop string or None).
 
-        `final` gives out what is held back. Without `stops`, a stop string that ends in `text` does
-        not count. After a match there must be no further call.
+        `final`: emits the text that is held back. `stops` False: a stop string that ends in `text`
+        does not match. After a match, `push` must not be called again.
         """
         if not self._stops:
             return text, None
         before, text = len(self._held), self._held + text
         matches = []
         for stop in self._stops if stops else ():
-            found = text.find(stop, max(0, before - len(stop) + 1))  # not one that did not count
+            found = text.find(stop, max(0, before - len(stop) + 1))  # after ignored ones
             if found >= 0:
                 matches.append((found + len(stop), -len(stop), stop))
         if matches:
@@ -44,7 +44,7 @@ class StopStrings:
         return text[: len(text) - keep], None
 
     def _prefix_at_end(self, text: str) -> int:
-        """Length of the longest end of `text` that begins a stop string."""
+        """Length of the longest suffix of `text` that is a prefix of a stop string."""
         for length in range(min(len(text), self._longest - 1), 0, -1):
             tail = text[len(text) - length :]
             if any(stop.startswith(tail) for stop in self._stops):
@@ -54,7 +54,7 @@ class StopStrings:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Finish:
-    """Why an output ended."""
+    """The reason for the end of an output."""
 
     reason: FinishReason
     stop_reason: int | str | None = None
@@ -71,11 +71,11 @@ class StopTokens:
         self._max_tokens = max_tokens
 
     def is_stop(self, token: int) -> bool:
-        """Does this token end the output, its own text left out?"""
+        """Does this token end the output? Its text is not part of the output."""
         return token in self._eos or token in self._stops
 
     def check(self, token: int, num_tokens: int) -> Finish | None:
-        """The end that `token` brings as the `num_tokens`-th token of the output, if any."""
+        """The reason if the output ends with `token` as its token number `num_tokens`, or None."""
         if token in self._stops:
             return Finish("stop", token)
         if token in self._eos:

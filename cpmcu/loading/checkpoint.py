@@ -1,4 +1,4 @@
-"""Which files of a directory are the checkpoint."""
+"""Selects the files of a directory that are the checkpoint."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from cpmcu.loading.safetensors import open_safetensors
 from cpmcu.loading.tensors import Checkpoint
 from cpmcu.loading.torch_files import open_torch
 
-# Files that are streamed come before those that torch reads. Of either the first of these names is
-# taken, else the only file of the first pattern that fits one. CPM.cu's converter and its loader
-# have a name each; the others are in transformers' order, which leaves an index that is out of date
-# beside a file saved as a whole.
+# Formats that can be streamed precede those that torch reads. In each format, the first existing
+# name is taken, else the only file of the first matching pattern. The first two names are those of
+# CPM.cu's loader and converter. The others have transformers' order: a whole file precedes an
+# index, which may be outdated.
 _STREAMED = (
     (
         "model_gptq_marlin.safetensors",
@@ -29,16 +29,16 @@ _NOT_WEIGHTS = ("training_args", "optimizer", "scheduler", "rng_state", "freq_",
 
 
 def open_checkpoint(directory: Path) -> Checkpoint:
-    """Reads the headers of the weights in a directory; no tensor data.
+    """Reads the headers of the weights in a directory, without tensor data.
 
-    Raises FileNotFoundError if there are none, ValueError if several files may be the weights.
+    Raises FileNotFoundError if there are no weights, ValueError if the choice is ambiguous.
     """
     path = _weights(directory)
     return open_safetensors(path) if "safetensors" in path.name else open_torch(path)
 
 
 def has_safetensors(directory: Path) -> bool:
-    """Are there files in it that may be weights and need no torch?"""
+    """Does the directory hold safetensors weights?"""
     return bool(_matching(directory, "*.safetensors"))
 
 

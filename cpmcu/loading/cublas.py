@@ -1,4 +1,4 @@
-"""Where libcublasLt may lie, besides the places that the system's loader knows."""
+"""Directories to search for libcublasLt, besides those of the system's dynamic loader."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The draft of a model: found, checked against its target, and made a C.DrafterSpec."""
+"""Finds the draft of a model, checks it against its target and makes a C.DrafterSpec."""
 
 from __future__ import annotations
 
@@ -41,24 +41,24 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PREFIX = "draft."  # of the engine's names for the draft's tensors
+PREFIX = "draft."  # prefix of the engine's names of the draft's tensors
 HEAD = PREFIX + "lm_head"
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedDraft:
-    """A draft that fits its target; nothing but headers was read."""
+    """A draft that fits its target. Only headers have been read."""
 
-    method: str  # the C++ drafter
+    method: str  # name of the C++ drafter
     plan: DraftPlan
     shape: TreeShape
     window: int
-    vocab_ids: list[int]  # FR-Spec's; empty: what the plan says
+    vocab_ids: list[int]  # of FR-Spec; empty: those of the plan
     files: DraftFiles | None
-    head_quant: str = "auto"  # draft_head_quant of the configuration, or what is left of it
+    head_quant: str = "auto"  # effective draft_head_quant
 
     def spec(self, extension: Any, dtype: str) -> C.DrafterSpec:
-        """What the engine takes."""
+        """The engine's specification of the drafter."""
         return self._spec(extension, dtype, self.method, self.plan)
 
     def _spec(self, extension: Any, dtype: str, method: str, plan: DraftPlan) -> C.DrafterSpec:
@@ -89,15 +89,15 @@ class LoadedDraft:
         return made
 
     def _overrides(self, fields: SpecFields) -> dict[str, str]:
-        """Methods of modules under the engine's names; that of the head as asked for."""
+        """Engine's module name -> linear method. The head gets the configured method."""
         overrides = {}
         for module, method in self.plan.quant.linear_overrides.items():
-            # Any leaf but "weight", which is cut at fused projections.
+            # Any leaf except "weight": the name map splits weights of fused projections.
             pieces = self.plan.names(f"{module}.scales", fields)
             for piece in pieces:
                 overrides[piece.name.removesuffix(".scales")] = method
         quantised = self.plan.quant.linear_method != "dense"
-        if quantised and HEAD not in overrides:  # the file has its head quantised
+        if quantised and HEAD not in overrides:  # the file stores the head quantised
             return overrides
         bits = ("w4" if quantised else "none") if self.head_quant == "auto" else self.head_quant
         return overrides | {HEAD: "dense" if bits == "none" else f"{bits}_rtn"}
@@ -105,10 +105,10 @@ class LoadedDraft:
     def plan_load(
         self, expected: Mapping[str, TensorMeta], required: Iterable[str]
     ) -> LoadPlan | None:
-        """Places the draft's tensors; None if it has none.
+        """The load plan of the draft's tensors; None if the draft has no weights.
 
-        Raises ValueError that lists misfits, or tensors that a head has and the engine would not
-        use.
+        Raises ValueError for tensors that do not fit and for a head's tensors that the engine does
+        not use.
         """
         if self.files is None or self.plan.fields is None:
             return None
@@ -135,24 +135,24 @@ class LoadedDraft:
 
 
 def _is_zero_bias(checkpoint: Checkpoint, name: str) -> bool:
-    """Some quantisers write them everywhere."""
+    """Is the tensor a bias of zeros? Some quantisers add one to each layer."""
     return name.endswith(".bias") and not checkpoint.read(name).any()
 
 
 def open_draft(
     speculation: SpeculativeConfig, directory: Path, target: TargetModel
 ) -> LoadedDraft | None:
-    """The draft that was asked for, or the shipped one for a shipped model in `directory`.
+    """The configured draft, or the shipped draft of a shipped model in `directory`.
 
-    None if there is none. Raises FileNotFoundError for files that are not there, ValueError with
-    one sentence for a draft that does not fit its target or a tree that cannot be.
+    Returns None without a draft. Raises FileNotFoundError for missing files. Raises ValueError, in
+    one sentence, for a draft that does not fit its target and for an impossible tree shape.
     """
     source = speculation.draft_model_path
     shipped = None
     if source is None and speculation.method == "auto":
         shipped = shipped_draft(directory)
     if speculation.no_speculation or not (shipped or _asks(speculation)):
-        _tell_what_is_idle(speculation)
+        _check_unused_options(speculation)
         return None
     expected = "eagle3" if speculation.use_eagle3 else speculation.method
     if shipped:
@@ -161,8 +161,8 @@ def open_draft(
     try:
         method, drafter = _find(files, expected, speculation)
         plan = drafter.plan(files, target, speculation)
-        usual = CHOSEN_SHAPE if speculation.chooses_shapes else HEAD_SHAPE
-        shape = speculation.shape(chain=plan.chain, defaults=SHIPPED_SHAPE if shipped else usual)
+        named = CHOSEN_SHAPE if speculation.chooses_shapes else HEAD_SHAPE
+        shape = speculation.shape(chain=plan.chain, defaults=SHIPPED_SHAPE if shipped else named)
         head_quant = _head_quant(speculation, plan, target)
         vocab_ids = _frspec_ids(speculation, method, plan, files, target)
         _check_width(shape, vocab_ids or plan.options.get("vocab_ids", ()))
@@ -183,7 +183,8 @@ def _asks(speculation: SpeculativeConfig) -> bool:
     )
 
 
-def _tell_what_is_idle(speculation: SpeculativeConfig) -> None:
+def _check_unused_options(speculation: SpeculativeConfig) -> None:
+    """Without a draft: raises ValueError for FR-Spec options, warns of options for trees."""
     if speculation.no_speculation:
         return
     if speculation.frspec_path is not None or speculation.frspec_vocab_size:
@@ -194,7 +195,7 @@ def _tell_what_is_idle(speculation: SpeculativeConfig) -> None:
     names = ("spec_num_iter", "spec_topk_per_iter", "spec_tree_size", "spec_window_size")
     idle = [name for name in names if getattr(speculation, name) is not None]
     if idle:
-        logger.warning("%s changes nothing: no draft is given", ", ".join(idle))
+        logger.warning("%s has no effect: no draft is given", ", ".join(idle))
 
 
 def _open_files(model: str) -> DraftFiles:
@@ -225,7 +226,7 @@ def _find(
 
 
 def _check_width(shape: TreeShape, vocab_ids: Sequence[int]) -> None:
-    """ValueError if fewer tokens are drafted than a level takes; no ids: all of the target."""
+    """Raises ValueError if the draft's vocabulary is smaller than topk. No ids: no limit."""
     if 0 < len(vocab_ids) < shape.topk:
         raise ValueError(
             f"only {len(vocab_ids)} tokens are drafted, expected at least {shape.topk}, the "
@@ -234,9 +235,9 @@ def _check_width(shape: TreeShape, vocab_ids: Sequence[int]) -> None:
 
 
 def _head_quant(speculation: SpeculativeConfig, plan: DraftPlan, target: TargetModel) -> str:
-    """draft_head_quant; "none" for "auto" if the draft can only share the target's head.
+    """The effective draft_head_quant: "none" if the draft shares the target's quantised head.
 
-    Raises ValueError for what takes rows of a head that the target's checkpoint has quantised.
+    Raises ValueError if the draft needs rows of a target's lm_head that is stored quantised.
     """
     asked = speculation.draft_head_quant
     shares = plan.shares_head or plan.options.get("own_head") is False
@@ -269,7 +270,7 @@ def _frspec_ids(
         return []
     if not plan.shares_head or files is None:
         raise ValueError(
-            f"FR-Spec is asked for, expected a head that shares the target's lm_head and "
+            f"FR-Spec is configured, expected a head that shares the target's lm_head and "
             f"vocabulary; this draft ({method}) does not"
         )
     patterns = ["freq_*.pt" if number == 0 else f"freq_{number}.pt", frspec.COUNTS_FILE]

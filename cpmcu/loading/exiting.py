@@ -1,7 +1,8 @@
-"""The interpreter's exit while other threads load.
+"""Interpreter exit while other threads load a model.
 
-A thread that comes back from the extension when the interpreter is gone is ended inside it, and the
-process with it, by an abort. So loads are given up at exit, which waits for them.
+If a thread returns from the extension after the interpreter has been finalised, CPython ends the
+thread inside C++ code and the process aborts. At exit, loading is therefore cancelled and waited
+for.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ def check() -> None:
 
 @contextmanager
 def waited_for() -> Iterator[None]:
-    """What an exit waits for; it should `check` now and then. Raises RuntimeError as that does."""
+    """The interpreter's exit waits for the end of this context, which calls `check` regularly.
+
+    Raises RuntimeError if the interpreter is exiting.
+    """
     thread = threading.current_thread()
     with _changed:
         check()

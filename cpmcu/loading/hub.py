@@ -1,4 +1,4 @@
-"""From a model's name to a local directory: a path, a shipped model or a Hugging Face repo id."""
+"""Resolves a path, a shipped model or a Hugging Face repo id to a local directory."""
 
 from __future__ import annotations
 
@@ -11,21 +11,23 @@ from cpmcu.config import shipped
 
 _REPO_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")
 _SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.safetensors"]
-_SMALL_FILES += ["freq_*.pt", "token_counts.npy"]  # of drafts: cpmcu/drafters/frspec.py
+_SMALL_FILES += ["freq_*.pt", "token_counts.npy"]  # of FR-Spec: cpmcu/drafters/frspec.py
 _TORCH_FILES = ["*.bin", "*.pt"]
-# Other formats of the same weights; of folders only templates are wanted.
+# Other formats of the same weights. Of subfolders, only chat templates are needed.
 _OTHER_COPIES = [f"*/{name}" for name in _SMALL_FILES + _TORCH_FILES if name != "*.jinja"]
 _OTHER_COPIES += ["consolidated*"]
 
 
 def resolve_model(model: str, revision: str | None = None) -> Path:
-    """The directory of a model, downloaded into the Hugging Face cache if need be.
+    """The directory of a model, downloaded into the Hugging Face cache if necessary.
 
-    A name without a slash, as "tiny-python-minicpm-w4", may be a model or draft that comes with
-    the package. `revision` is a branch, tag or commit of a repo and must be None for a directory.
-    HF_HUB_OFFLINE, HF_HOME and HF_TOKEN are honoured. Raises FileNotFoundError if there is no
-    such directory, repo or (offline) cached copy, ValueError for something that is neither a
-    directory nor a repo id, RuntimeError for a download that fails.
+    A name without a slash, such as "tiny-python-minicpm-w4", may be a shipped model or draft.
+    `revision` is a branch, tag or commit of a repo and must be None for a directory.
+    HF_HUB_OFFLINE, HF_HOME and HF_TOKEN are honoured.
+
+    Raises FileNotFoundError if there is no such directory, repo or (offline) cached copy. Raises
+    ValueError if `model` is neither a directory nor a repo id. Raises RuntimeError if the download
+    fails.
     """
     if not model:
         raise ValueError("model is '', expected a directory or a Hugging Face repo id")
@@ -48,9 +50,9 @@ def resolve_model(model: str, revision: str | None = None) -> Path:
 
 
 def resolve_files(repo_id: str, patterns: Sequence[str]) -> Path:
-    """A directory with the files of a Hugging Face repo that fit one of `patterns`.
+    """A directory with the files of a Hugging Face repo that match one of `patterns`.
 
-    Raises what `resolve_model` does.
+    Raises the errors of `resolve_model`.
     """
     if not _REPO_ID.match(repo_id):
         raise FileNotFoundError(
@@ -60,7 +62,7 @@ def resolve_files(repo_id: str, patterns: Sequence[str]) -> Path:
 
 
 def _download(repo_id: str, revision: str | None, only: Sequence[str] | None = None) -> Path:
-    # Imported here: slow, and not needed for a directory.
+    # Imported here because it is slow and a local directory does not need it.
     try:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import (
@@ -78,7 +80,7 @@ def _download(repo_id: str, revision: str | None, only: Sequence[str] | None = N
             "not installed (pip install huggingface_hub)"
         ) from error
 
-    from cpmcu.loading.checkpoint import has_safetensors  # numpy, which --help does without
+    from cpmcu.loading.checkpoint import has_safetensors  # loads numpy
 
     def snapshot(patterns: Sequence[str]) -> Path:
         return Path(

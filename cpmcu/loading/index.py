@@ -1,4 +1,4 @@
-"""Index of a sharded checkpoint: which file holds which tensor."""
+"""Index of a sharded checkpoint: tensor name -> file."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ logger = logging.getLogger(__name__)
 Entry = TypeVar("Entry")
 
 _MAX_LISTED = 8
-_MAX_NAME = 255  # bytes that file systems take
+_MAX_NAME = 255  # bytes; limit of common file systems
 
 
 def read_index(path: Path, read_shard: Callable[[Path], Mapping[str, Entry]]) -> dict[str, Entry]:
-    """All tensors that the index names, shard by shard.
+    """All tensors of the index, shard by shard.
 
-    Raises ValueError for a damaged index or a tensor that its shard does not hold, and
-    FileNotFoundError for a missing shard. Tensors that only a shard knows are logged.
+    Raises ValueError for a damaged index and for a tensor that is not in its shard. Raises
+    FileNotFoundError for a missing shard. Tensors of shards that are not in the index are logged.
     """
     weight_map = read_json(path, unique=True).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -48,7 +48,7 @@ def read_index(path: Path, read_shard: Callable[[Path], Mapping[str, Entry]]) ->
         for name in names:
             if name not in found:
                 raise ValueError(f"{path}: {brief(name)} is not in {shard}, expected it there")
-        # In the shard's order, which is the order of the bytes.
+        # In the shard's order, which is the byte order in the file.
         tensors.update((name, found[name]) for name in found if weight_map.get(name) == shard)
         unlisted = [name for name in found if name not in weight_map]
         if unlisted:
@@ -60,16 +60,16 @@ def read_index(path: Path, read_shard: Callable[[Path], Mapping[str, Entry]]) ->
 
 
 def _is_file_name(value: Any) -> bool:
-    """May it be a file of this directory?"""
+    """Is the value a valid name of a file in this directory?"""
     if not isinstance(value, str) or not value or Path(value).name != value:
         return False
     return value.isprintable() and len(value.encode("utf-8", "replace")) <= _MAX_NAME
 
 
 def read_json(path: Path, *, unique: bool = False) -> dict[str, Any]:
-    """A JSON object from a file. Raises FileNotFoundError, or ValueError if it is not one.
+    """A JSON object from a file. Raises FileNotFoundError, or ValueError for other content.
 
-    `unique`: also for a name that is in an object twice, of which the last would count.
+    `unique`: also raises ValueError if an object has the same name twice.
     """
     check = unique_names(str(path)) if unique else None
     check_file(path)
@@ -78,7 +78,7 @@ def read_json(path: Path, *, unique: bool = False) -> dict[str, Any]:
         value = json.loads(text, object_pairs_hook=check)
     except DuplicateNameError:
         raise
-    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, too
+    except (ValueError, RecursionError) as error:  # also for numbers of thousands of digits
         raise ValueError(f"{path}: is not JSON ({one_line(error)}), expected an object") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path}: is a JSON {type(value).__name__}, expected an object")
@@ -86,11 +86,11 @@ def read_json(path: Path, *, unique: bool = False) -> dict[str, Any]:
 
 
 class DuplicateNameError(ValueError):
-    """A name is in an object twice."""
+    """A JSON object has the same name twice."""
 
 
 def unique_names(where: str) -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:
-    """An `object_pairs_hook` that refuses a name that is there twice."""
+    """An `object_pairs_hook` that raises DuplicateNameError for a repeated name."""
 
     def check(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         made = dict(pairs)
@@ -104,11 +104,11 @@ def unique_names(where: str) -> Callable[[list[tuple[str, Any]]], dict[str, Any]
 
 
 def check_file(path: Path) -> None:
-    """FileNotFoundError if nothing is there, as behind a link, ValueError for what is no file."""
+    """Raises FileNotFoundError if `path` is missing, ValueError if it is not a regular file."""
     if path.is_file():
         return
     if path.exists():
         what = "a directory" if path.is_dir() else "a device or pipe"
         raise ValueError(f"{path}: is {what}, expected a file")
     link = f"a link to {os.readlink(path)}, which is " if path.is_symlink() else ""
-    raise FileNotFoundError(f"{path}: is {link}not there, expected a file")
+    raise FileNotFoundError(f"{path}: is {link}missing, expected a file")

@@ -1,7 +1,12 @@
-"""From a model's name to an engine that holds it.
+"""Loads a model into an engine.
 
-The order: directory, config.json, headers of the weights, quantisation scheme, specification,
-draft, engine (plans, then allocates), plan (checks every tensor), and only then bytes.
+The order of the steps:
+
+1. Resolve the directory; read config.json and the headers of the weights.
+2. Determine the quantisation scheme, the specification and the draft.
+3. Create the engine, which plans and allocates its memory.
+4. Plan the load, which checks every tensor.
+5. Read the weights.
 """
 
 from __future__ import annotations
@@ -42,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """An engine with its weights in place, and what was read on the way."""
+    """An engine with its weights, and the configuration files of the model."""
 
     engine: C.Engine
     directory: Path
@@ -50,7 +55,7 @@ class LoadedModel:
     generation_config: dict[str, Any]  # generation_config.json; empty if there is none
     spec: C.ModelSpec
     draft: C.DrafterSpec | None = None
-    shapes: tuple[tuple[int, int], ...] = ()  # of drafts, to choose from; none: always the whole
+    shapes: tuple[tuple[int, int], ...] = ()  # tree shapes to choose from; empty: fixed shape
     draft_directory: Path | None = None  # of a draft with weights
 
 
@@ -64,15 +69,16 @@ def load_model(
 ) -> LoadedModel:
     """Loads a local directory or a Hugging Face repo.
 
-    `before_tensors` is called with the directory when all is checked, before what takes long.
-    Raises FileNotFoundError for a model or file that is not there, ValueError for a config or
-    checkpoint that is damaged or not supported, MemoryError if it does not fit, RuntimeError for
-    a device asked for by name that is not there. Nothing is loaded before all is checked.
+    `before_tensors` is called with the directory after all checks and before weights are read.
+
+    Raises FileNotFoundError for a missing model or file, ValueError for a damaged or unsupported
+    config or checkpoint, MemoryError if the model does not fit into memory, and RuntimeError if
+    device "cuda" is not available.
     """
     directory = resolve_model(model, config.revision)
     hf_config = read_config(directory)
     generation_file = directory / "generation_config.json"
-    has_file = os.path.lexists(generation_file)  # a link to nothing is no missing file
+    has_file = os.path.lexists(generation_file)  # a dangling link is an error, not a missing file
     generation_config = read_json(generation_file) if has_file else {}
     with about(directory):
         family = find_model(hf_config)
@@ -101,7 +107,7 @@ def load_model(
         stated = {generation_file.name: generation_config, "config.json": hf_config}
         eos = eos_ids(stated, fields.vocab_size)
     with about(generation_file):
-        SamplingParams().resolve(generation_config)  # every request's defaults
+        SamplingParams().resolve(generation_config)  # checks the defaults of requests
     target = TargetModel(
         hf_config,
         fields,
@@ -113,7 +119,7 @@ def load_model(
     )
     draft = open_draft(config.speculation, directory, target)
 
-    from cpmcu import _extension  # here: all of the above works without the extension
+    from cpmcu import _extension  # not at the top: the checks above need no extension
 
     extension = _extension.load()
 
@@ -130,7 +136,7 @@ def load_model(
 
     with exiting.waited_for():
         if not config.max_model_len:
-            # Memory may have room for fewer tokens than the model's own: RoPE may depend on it.
+            # Memory may limit the length of a sequence, and RoPE may depend on that length.
             with about(directory):
                 held = extension.Engine.planned_model_len(*settings())
             if held < fields.max_position_embeddings:
@@ -172,9 +178,9 @@ def load_model(
 
 
 def with_head(quant: QuantPlan, bits: str) -> dict[str, str]:
-    """The plan's overrides, with lm_head rounded at load if `bits` is w8 or w4.
+    """The plan's overrides, with lm_head quantised at load time if `bits` is w8 or w4.
 
-    Raises ValueError if the checkpoint has it quantised already.
+    Raises ValueError if the checkpoint stores lm_head quantised.
     """
     overrides = dict(quant.linear_overrides)
     if bits == "none":
@@ -189,14 +195,14 @@ def with_head(quant: QuantPlan, bits: str) -> dict[str, str]:
 
 
 def _stored_head(quant: QuantPlan) -> str:
-    """The method with which the checkpoint stores lm_head."""
+    """The linear method of lm_head in the checkpoint."""
     return quant.linear_overrides.get("lm_head", quant.linear_method)
 
 
 def _expected(
     engine: C.Engine, wanted: Callable[[str], bool]
 ) -> tuple[dict[str, TensorMeta], list[str]]:
-    """What the engine takes under the names that are wanted, and the names that it needs."""
+    """(Tensors that the engine accepts, names that it requires), of the `wanted` names."""
     infos = [info for info in engine.expected_tensors() if wanted(info.name)]
     metas = {info.name: TensorMeta(info.name, info.dtype, tuple(info.shape)) for info in infos}
     return metas, [info.name for info in infos if info.required]
@@ -213,10 +219,10 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def choose_device(device: str) -> str:
-    """ "cpu" or "cuda"; "auto" takes CUDA if there is a device. RuntimeError if "cuda" has none."""
+    """ "cpu" or "cuda". "auto": CUDA if there is a device. RuntimeError for "cuda" without one."""
     if device == "cpu":
         return device
-    from cpmcu import _extension  # here: the CPU needs no look at the driver
+    from cpmcu import _extension  # not needed for "cpu"
 
     num_devices = _extension.load().device_count()
     if device == "auto":
@@ -224,7 +230,7 @@ def choose_device(device: str) -> str:
     if not num_devices:
         raise RuntimeError(
             "device is 'cuda' but no CUDA device was found, expected one with a driver and a "
-            "build with CUDA; `python -m cpmcu.cli --env` shows what there is"
+            "build with CUDA; `python -m cpmcu.cli --env` lists devices"
         )
     return device
 
@@ -235,10 +241,11 @@ def choose_dtype(
     tensors: Mapping[str, TensorMeta],
     device: str,
 ) -> tuple[str, str]:
-    """(dtype of weights and activations, why it is not the checkpoint's or "").
+    """(dtype of weights and activations, reason for this dtype).
 
-    `asked` None or "auto": what config.json says, else what most weights are; float32 becomes
-    bfloat16 on CUDA, which has no float32 kernels. Raises ValueError if float32 is asked for there.
+    If `asked` is None or "auto", the dtype is that of config.json, else that of most weights. On
+    CUDA, which has no float32 kernels, float32 becomes bfloat16. Raises ValueError if float32 is
+    requested on CUDA.
     """
     if asked not in (None, "auto"):
         if asked not in FLOAT_DTYPES:
@@ -248,8 +255,8 @@ def choose_dtype(
                 "dtype is 'float32', expected 'bfloat16' or 'float16' on CUDA (float32 is for the "
                 "CPU)"
             )
-        return str(asked), "as asked for"
-    stated, reason = hf_config.get("dtype") or hf_config.get("torch_dtype"), "config.json says so"
+        return str(asked), "as configured"
+    stated, reason = hf_config.get("dtype") or hf_config.get("torch_dtype"), "as in config.json"
     if stated is None:
         reason = "most weights have it"
         counts: Counter[str] = Counter()
@@ -268,7 +275,7 @@ def choose_dtype(
 
 
 def runtime_config(config: EngineConfig, device: str) -> C.RuntimeConfig:
-    """The part of the configuration that the engine itself needs."""
+    """The engine's part of the configuration."""
     from cpmcu import _extension
 
     runtime: C.RuntimeConfig = _extension.load().RuntimeConfig(
@@ -288,7 +295,7 @@ def runtime_config(config: EngineConfig, device: str) -> C.RuntimeConfig:
 def load_tensors(
     engine: C.Engine, checkpoint: Checkpoint, plan: LoadPlan, what: str, progress: LoadProgress
 ) -> None:
-    """Brings every tensor of the plan into the engine; files are streamed, one after another."""
+    """Loads every tensor of the plan into the engine. Files are streamed one after another."""
     done_bytes = 0
 
     def update(so_far: int) -> None:

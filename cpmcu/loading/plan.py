@@ -1,7 +1,7 @@
-"""Fits a checkpoint to an engine before any of its bytes is read.
+"""Plans the load of a checkpoint into an engine before weights are read.
 
-Every tensor's name, shape and dtype is checked here, so that one error lists all that is wrong
-and nothing is half loaded.
+The plan checks name, shape and dtype of every tensor. One error lists all mismatches, and no model
+is loaded in part.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAX_LISTED = 8  # mismatches in one message
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Rows of a stored tensor and the engine's tensor that they become."""
+    """A range of rows of a stored tensor and its tensor in the engine."""
 
     source: str  # name in the checkpoint
     target: TensorMeta  # the engine's name, the file's dtype, the shape of the rows
@@ -33,13 +33,13 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """What to load from where, what is left over, and what changes dtype."""
+    """Placements and repacks of a checkpoint, unused tensors, and dtype conversions."""
 
     placements: list[Placement]
     repacks: list[Repack]
     unused: dict[str, str]  # name in the checkpoint -> reason
     conversions: dict[str, int]  # dtype in the checkpoint -> number of tensors
-    total_bytes: int  # in the checkpoint's files
+    total_bytes: int  # to read from the checkpoint's files
 
 
 def plan_load(
@@ -50,10 +50,10 @@ def plan_load(
     expected: Mapping[str, TensorMeta],
     required: Iterable[str],
 ) -> LoadPlan:
-    """Places every tensor of the checkpoint. `expected`: the engine's name -> what it takes.
+    """Places every tensor of the checkpoint. `expected`: engine's name -> accepted tensor.
 
-    Raises ValueError that lists the first mismatches: shapes, dtypes, names given twice, and
-    required tensors that nothing provides; and for what the scheme's `verify` finds.
+    Raises ValueError with the first mismatches: shapes, dtypes, names given twice, and missing
+    required tensors. Also raises the errors of the scheme's `verify`.
     """
     problems: list[str] = []
     unused: dict[str, str] = {}

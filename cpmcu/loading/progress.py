@@ -1,4 +1,4 @@
-"""How loading tells what it is doing: a protocol that the user interface implements."""
+"""Progress of loading: a protocol that the user interface implements, and log messages."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ logger = logging.getLogger(__name__)
 
 
 class LoadProgress(Protocol):
-    """Called on the loading thread: start, any number of updates, finish.
+    """The loading thread calls start, any number of updates, and finish.
 
-    finish is called also after an error, even one of start.
+    After an error, also one of start, finish is called.
     """
 
     def start(self, total_bytes: int, what: str) -> None:
-        """`total_bytes` of `what` are about to be loaded."""
+        """Loading of `what` begins. `total_bytes`: size of its weights."""
 
     def update(self, done_bytes: int) -> None:
-        """So many bytes are done, counted from the start."""
+        """`done_bytes` of the total are loaded."""
 
     def finish(self) -> None:
-        """No more updates will come."""
+        """No further updates follow."""
 
 
 class LogProgress:
-    """Two lines in the log: what is loaded, and how fast it was."""
+    """Logs the beginning and the speed of loading."""
 
     def __init__(self) -> None:
         self._what = ""
@@ -54,13 +54,13 @@ class LogProgress:
 
 
 def list_names(names: Sequence[str], limit: int = 8) -> str:
-    """Some names in one line, and how many more there are."""
+    """Up to `limit` names in one line, and the number of further names."""
     text = ", ".join(names[:limit])
     return f"{text} and {len(names) - limit} more" if len(names) > limit else text
 
 
 def log_conversion(counts: dict[str, int], to_dtype: str, reason: str = "") -> None:
-    """One warning for all tensors that change dtype; nothing if there are none.
+    """Logs one warning for all tensors that change dtype, or nothing.
 
     `counts`: dtype in the checkpoint -> number of tensors.
     """
@@ -78,7 +78,7 @@ def log_conversion(counts: dict[str, int], to_dtype: str, reason: str = "") -> N
 
 
 def log_unused(reasons: dict[str, str]) -> None:
-    """One warning that names the checkpoint's tensors that the model does not use, and why."""
+    """Logs one warning with the unused tensors of the checkpoint and the reasons."""
     if reasons:
         names = [f"{name} ({reason})" for name, reason in reasons.items()]
         logger.warning("%d tensors are not used: %s", len(names), list_names(names))

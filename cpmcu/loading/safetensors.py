@@ -1,8 +1,9 @@
 """Reader of safetensors files and of their index.
 
-A file is an 8-byte little-endian header length, the header (JSON: name -> dtype, shape, byte
-range counted from the header's end), and the tensors' bytes without holes. Only the header is
-read here; the engine streams the bytes. Every complaint names the file, found and expected.
+A file has three parts: the header's length (8 bytes, little-endian), the header, and the tensors'
+bytes without gaps. The header is JSON: name -> dtype, shape, byte range from the header's end. This
+module reads the header; the engine streams the bytes. Errors name the file, the value found and the
+value expected.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from cpmcu.loading.index import DuplicateNameError, check_file, read_index, uniq
 from cpmcu.loading.tensors import STORAGE_DTYPES, StoredTensor, TensorMeta
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
-_SMALL = 4 << 20  # bytes of tensors that share a mapping of their file: one for each takes longer
+_SMALL = 4 << 20  # bytes; smaller tensors share one mapping of their file, which is faster
 
 _DTYPES = {
     "BOOL": "bool",
@@ -41,11 +42,11 @@ _DTYPES = {
     "I64": "int64",
     "F64": "float64",
 }
-DTYPE_CODES = {dtype: code for code, dtype in _DTYPES.items()}  # as a header writes them
+DTYPE_CODES = {dtype: code for code, dtype in _DTYPES.items()}  # dtype -> code in a header
 
 
 class SafetensorsCheckpoint:
-    """The tensors of one safetensors file or of the shards that an index names."""
+    """The tensors of one safetensors file or of the shards of an index."""
 
     def __init__(self, directory: Path, tensors: Mapping[str, StoredTensor]) -> None:
         self.directory = directory
@@ -59,7 +60,7 @@ class SafetensorsCheckpoint:
         if stored.meta.num_elements == 0:
             return np.empty(stored.meta.shape, dtype)
         begin, size = stored.offset or 0, stored.meta.nbytes
-        if size > _SMALL:  # by itself, so that its pages do not stay
+        if size > _SMALL:  # a separate mapping, so that its pages can be freed
             return np.memmap(stored.path, dtype, "r", begin, stored.meta.shape)
         if stored.path not in self._mapped:
             self._mapped[stored.path] = np.asarray(np.memmap(stored.path, np.uint8, "r"))
@@ -78,7 +79,7 @@ def open_safetensors(path: Path) -> SafetensorsCheckpoint:
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of one file in the order of their bytes, checked against the file's size.
+    """The tensors of one file in byte order, checked against the file's size.
 
     Raises ValueError if the file is truncated or inconsistent.
     """
@@ -120,7 +121,7 @@ def _parse_json(path: Path, raw: bytes) -> Sequence[tuple[str, Any]]:
         header = json.loads(raw.decode("utf-8"), object_pairs_hook=unique)
     except DuplicateNameError:
         raise
-    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, too
+    except (ValueError, RecursionError) as error:  # also for numbers of thousands of digits
         raise ValueError(
             f"{path}: header is not JSON ({one_line(error)}), expected an object"
         ) from error

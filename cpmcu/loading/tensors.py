@@ -1,4 +1,4 @@
-"""What a checkpoint says about its tensors before any of their bytes is read."""
+"""Metadata of a checkpoint's tensors, known before their bytes are read."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ STORAGE_DTYPES: dict[str, type[np.generic]] = {
 
 @dataclass(frozen=True, slots=True)
 class TensorMeta:
-    """Name, dtype (a key of STORAGE_DTYPES, or another name that nothing can read) and shape."""
+    """Name, dtype and shape. A dtype that is not in STORAGE_DTYPES cannot be read."""
 
     name: str
     dtype: str
@@ -54,7 +54,7 @@ class TensorMeta:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor and where it lies."""
+    """A tensor and its place in a file."""
 
     meta: TensorMeta
     path: Path
@@ -62,7 +62,7 @@ class StoredTensor:
 
 
 class Checkpoint(Protocol):
-    """The tensors of a model directory, whatever the files."""
+    """The tensors of a model directory, in any file format."""
 
     directory: Path
     tensors: Mapping[str, StoredTensor]

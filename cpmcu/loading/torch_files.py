@@ -1,6 +1,6 @@
 """Reader of .bin and .pt checkpoints through torch, which is imported only here.
 
-Files are opened with weights_only=True, so that they can hold tensors and nothing that runs.
+Files are opened with weights_only=True: they may hold tensors, but no code.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy.typing as npt
 from cpmcu.loading.index import check_file, read_index
 from cpmcu.loading.tensors import StoredTensor, TensorMeta
 
-# What torch.load raises for files that are cut or changed.
+# Exceptions of torch.load for damaged files.
 DAMAGED = (
     *(RuntimeError, OSError, EOFError, ValueError, LookupError, TypeError, AttributeError),
     *(AssertionError, struct.error, zipfile.BadZipFile),
@@ -26,7 +26,7 @@ DAMAGED = (
 
 
 class TorchCheckpoint:
-    """The tensors of one torch file or of the shards that an index names."""
+    """The tensors of one torch file or of the shards of an index."""
 
     def __init__(self, directory: Path, tensors: Mapping[str, tuple[Path, Any]]) -> None:
         self.directory = directory
@@ -38,9 +38,9 @@ class TorchCheckpoint:
 
     def read(self, name: str) -> npt.NDArray[Any]:
         """The tensor in its storage dtype (bfloat16 as uint16)."""
-        import torch  # heavy, and only needed for these files
+        import torch  # slow to import
 
-        # Parameters say they need gradients; a view may be owed its sign.
+        # Drops the gradient flag of parameters and resolves a lazy negation.
         tensor = self._tensors[name][1].detach().resolve_neg().contiguous()
         meta = self.tensors[name].meta
         if meta.dtype == "bfloat16":
@@ -64,14 +64,14 @@ def open_torch(path: Path) -> TorchCheckpoint:
 def _load(path: Path) -> dict[str, tuple[Path, Any]]:
     check_file(path)
     try:
-        import torch  # heavy, and only needed for these files
+        import torch  # slow to import
     except ImportError as error:
         raise RuntimeError(
             f"{path}: reading this file needs torch, which is not installed; install it "
             "(pip install torch) or convert the checkpoint to safetensors"
         ) from error
     try:
-        # Old files are not zip archives and cannot be mapped.
+        # Old files are not zip archives and cannot be memory-mapped.
         state = torch.load(
             path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path)
         )

@@ -1,7 +1,7 @@
-"""What all model families share: the keys they read and the checks on them.
+"""Code shared by all model families: reading and checking the keys of config.json.
 
-`SpecFields` is C.ModelSpec as plain Python data, so that configs can be read and tested without
-the extension. The loader adds what a config alone does not decide (dtype, linear methods).
+`SpecFields` is C.ModelSpec as plain Python data, so configs can be read and tested without the
+extension. The loader adds dtype and linear methods, which config.json alone does not determine.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from cpmcu.models.limits import CUDA_HEAD_DIMS, MODEL_LIMITS
 from cpmcu.models.reader import ConfigReader
 from cpmcu.models.rope import rope_from_config
 
-DEFAULT_WINDOW = 4096  # of Mistral and Qwen configs that do not say, in transformers
+DEFAULT_WINDOW = 4096  # transformers' default for Mistral and Qwen
 
 
 @dataclass(frozen=True, slots=True)
 class BuildOptions:
-    """What a specification depends on besides config.json."""
+    """Inputs of a specification besides config.json."""
 
     device: str = "cpu"  # "cpu" | "cuda"
-    max_model_len: int = 0  # tokens that the engine will hold of a sequence; 0: the model's own
+    max_model_len: int = 0  # most tokens of a sequence; 0: the model's own limit
     has_lm_head: bool = True  # does the checkpoint hold lm_head.weight?
     minicpm4_yarn: bool = False  # use the published 128K LongRoPE factors of MiniCPM4
 
@@ -48,12 +48,11 @@ class SpecFields:
     residual_scale: float = 1.0
     logit_scale: float = 1.0
     tie_word_embeddings: bool = False
-    # The blocks of each layer: a kind, and where it differs from the fields above. Empty: attention
-    # and mlp in each.
+    # Blocks of each layer: (kind, overrides of the fields above). Empty: attention and mlp in each.
     layers: tuple[tuple[tuple[str, Mapping[str, Any]], ...], ...] = ()
 
     def to_kwargs(self) -> dict[str, Any]:
-        """Keyword arguments for C.ModelSpec (lists where it wants lists)."""
+        """Keyword arguments for C.ModelSpec, with tuples converted to lists."""
         fields = asdict(self)
         fields["rope_inv_freq"] = list(self.rope_inv_freq)
         fields["layers"] = [
@@ -72,10 +71,10 @@ def read_spec(
     residual_scale: float = 1.0,
     logit_scale: float = 1.0,
 ) -> SpecFields:
-    """Reads the keys that all Llama-like configs have.
+    """Reads the keys of a Llama-like config.
 
-    The keyword arguments are what the family adds. Raises ValueError with one sentence (key,
-    found, expected) for the first key that is missing or absurd.
+    The keyword arguments are the features of the family. Raises ValueError in one sentence (key,
+    found, expected) for the first key that is missing or out of range.
     """
     reader = ConfigReader(config)
     hidden_size = _size(reader, "hidden_size")
@@ -116,11 +115,12 @@ def read_spec(
 def with_windows(
     fields: SpecFields, config: Mapping[str, Any], options: BuildOptions, first_layer: int = 0
 ) -> SpecFields:
-    """The fields with a sliding window in the layers that config.json gives one.
+    """The fields with the sliding windows of config.json.
 
-    A token sees the last `sliding_window` tokens, itself included. A window at least as long as
-    the engine's context changes nothing and is left out. Layers from `first_layer` on have it, if
-    `layer_types` does not say which. Only null is none. Raises ValueError for other layer types.
+    A token attends to the last `sliding_window` tokens, itself included. `layer_types` selects the
+    layers; without it, layers from `first_layer` on have the window. A null window means no
+    window. A window that covers the engine's whole context is dropped. Raises ValueError for other
+    layer types.
     """
     config = {"sliding_window": DEFAULT_WINDOW, **config}
     reader = ConfigReader(config)
@@ -151,7 +151,7 @@ def _window_layers(reader: ConfigReader, num_layers: int, first_layer: int) -> l
 
 
 def first_window_layer(config: Mapping[str, Any]) -> int:
-    """The first of Qwen's layers that have the window, if `layer_types` does not say which."""
+    """Qwen's first layer with a window, for configs without `layer_types`."""
     first = config.get("max_window_layers", 28)
     if isinstance(first, bool) or not isinstance(first, int) or first < 0:
         raise ConfigReader(config).fail("max_window_layers", "a number of layers")
@@ -159,7 +159,7 @@ def first_window_layer(config: Mapping[str, Any]) -> int:
 
 
 def _size(reader: ConfigReader, key: str) -> int:
-    """A number within the engine's limits."""
+    """An integer within the engine's limits (MODEL_LIMITS)."""
     _, most, multiple = MODEL_LIMITS[key]
     value = reader.positive_int(key, most=most)
     if value % multiple:
@@ -187,5 +187,5 @@ def _head_dim(reader: ConfigReader, hidden_size: int, num_heads: int, device: st
 
 
 def _tied(reader: ConfigReader, options: BuildOptions) -> bool:
-    # A config that does not say leaves it to the file: no lm_head.weight means a shared table.
+    # Without the key, a checkpoint without lm_head.weight shares the embedding table.
     return reader.flag("tie_word_embeddings", default=not options.has_lm_head)

@@ -42,14 +42,14 @@ def build_minicpm(config: Mapping[str, Any], options: BuildOptions) -> SpecField
 
 
 def extend_context(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The config with the published MiniCPM4 factors and room for 128K tokens.
+    """The config with the published MiniCPM4 factors and 128K positions.
 
-    Factors that the config itself has win: MiniCPM4.1 and 0.5B were trained with others. Raises
-    ValueError if the heads are not those that the factors are for.
+    If the config has other factors, as MiniCPM4.1 and 0.5B do, they stay. Raises ValueError if
+    head_dim does not match the factors.
     """
     own = rope_parameters(config)
     if own.get("long_factor", list(LONGROPE_FACTORS)) != list(LONGROPE_FACTORS):
-        logger.warning("minicpm4_yarn changes nothing: config.json has factors of its own")
+        logger.warning("minicpm4_yarn has no effect: config.json has other factors")
         return config
     hidden_size = ConfigReader(config).positive_int("hidden_size")
     num_heads = ConfigReader(config).positive_int("num_attention_heads")
@@ -67,5 +67,5 @@ def extend_context(config: Mapping[str, Any]) -> Mapping[str, Any]:
         "original_max_position_embeddings": ORIGINAL_LENGTH,
         "attention_factor": 1.0,  # the factors were published for unscaled attention
     }
-    kept = {key: value for key, value in config.items() if key != "rope_parameters"}
-    return {**kept, "rope_scaling": scaling, "max_position_embeddings": EXTENDED_LENGTH}
+    rest = {key: value for key, value in config.items() if key != "rope_parameters"}
+    return {**rest, "rope_scaling": scaling, "max_position_embeddings": EXTENDED_LENGTH}

@@ -1,6 +1,6 @@
-"""The published LongRoPE factors that stretch MiniCPM4-8B from 32K to 128K tokens.
+"""The published LongRoPE factors that extend MiniCPM4-8B from 32K to 128K tokens.
 
-They are for head_dim 128 and for MiniCPM4 only: MiniCPM4.1 ships other factors in its config.
+They apply to MiniCPM4 with head_dim 128 only. MiniCPM4.1 has other factors in its config.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ ORIGINAL_LENGTH = 32768  # tokens
 EXTENDED_LENGTH = 131072  # tokens
 
 # fmt: off
-LONGROPE_FACTORS = (  # [head_dim / 2], long and short alike
+LONGROPE_FACTORS = (  # [head_dim / 2], the same for long and short sequences
     0.9977997200264581, 1.014658295992452, 1.0349680404997148, 1.059429246056193,
     1.0888815016813513, 1.1243301355211495, 1.166977103606075, 1.2182568066927284,
     1.2798772354275727, 1.3538666751582975, 1.4426259039919596, 1.5489853358570191,

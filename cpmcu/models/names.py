@@ -1,7 +1,7 @@
-"""From a checkpoint's tensor names to the engine's.
+"""Maps a checkpoint's tensor names to the engine's.
 
-The engine's names are those of a Hugging Face Llama checkpoint. A name map gets one name of the
-checkpoint and says which rows of it are which tensors of the engine; it never reads data.
+The engine uses the names of a Hugging Face Llama checkpoint. A name map gets one tensor name of the
+checkpoint and returns the row ranges that are tensors of the engine. It reads no data.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Some rows (first dimension) of a checkpoint tensor under the engine's name."""
+    """A range of rows (first dimension) of a checkpoint tensor, with the engine's name."""
 
     name: str
     first_row: int = 0
@@ -25,14 +25,14 @@ class Piece:
 
 
 NameMap = Callable[[str, "SpecFields"], Sequence[Piece]]
-"""(checkpoint name, fields) -> pieces; an empty sequence: known, and not needed."""
+"""(checkpoint name, fields) -> pieces. An empty sequence: a known tensor that is not needed."""
 
 _NOT_NEEDED = re.compile(r"(^|\.)(rotary_emb\.(inv_freq|cos_cached|sin_cached)|masked_bias)$")
 _FUSED = re.compile(r"^(?P<module>.*\.)(?P<kind>qkv_proj|gate_up_proj)\.(?P<leaf>weight|bias)$")
 
 
 def canonical_names(name: str, fields: SpecFields) -> Sequence[Piece]:
-    """Llama names as they are; `qkv_proj` and `gate_up_proj` split by rows; no rotary buffers."""
+    """Keeps Llama names, splits `qkv_proj` and `gate_up_proj` by rows, drops rotary buffers."""
     if _NOT_NEEDED.search(name):
         return ()
     fused = _FUSED.match(name)

@@ -1,4 +1,4 @@
-"""Checked access to the keys of a config.json: every complaint names key, found, expected."""
+"""Checked access to the keys of a config.json. Errors name the key, found and expected values."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class ConfigReader:
         self.where = where
 
     def fail(self, key: str, expected: str) -> ValueError:
-        """The exception for a key whose value is not what was expected."""
+        """The exception for a key with an unexpected value."""
         found = f"is {shown(self.config[key])}" if key in self.config else "is missing"
         return ValueError(f"{self.where}: {key} {found}, expected {expected}")
 
     def positive_int(self, key: str, default: int | None = None, most: int = 2**31 - 1) -> int:
-        """An integer in [1, most]. A missing or null key gives `default` if there is one."""
+        """An integer in [1, most]. A missing or null key gives `default`, if that is not None."""
         value = self.config.get(key)
         if value is None and default is not None:
             return default
@@ -33,7 +33,7 @@ class ConfigReader:
         return value
 
     def positive_float(self, key: str, default: float | None = None) -> float:
-        """A finite number above 0. A missing or null key gives `default` if there is one."""
+        """A finite number above 0. A missing or null key gives `default`, if that is not None."""
         value = self.config.get(key)
         if value is None and default is not None:
             return default
@@ -44,7 +44,7 @@ class ConfigReader:
         return float(value)
 
     def flag(self, key: str, default: bool = False) -> bool:
-        """A boolean; a missing or null key gives `default`."""
+        """A boolean. A missing or null key gives `default`."""
         value = self.config.get(key)
         if value is None:
             return default
@@ -53,6 +53,6 @@ class ConfigReader:
         return value
 
     def refuse(self, key: str, reason: str) -> None:
-        """Raises if the flag is set, saying why it cannot be."""
+        """Raises ValueError with `reason` if the flag is set."""
         if self.flag(key):
             raise self.fail(key, f"false ({reason})")

@@ -1,7 +1,7 @@
-"""Which function builds the specification of which Hugging Face architecture.
+"""Registry: Hugging Face architecture -> function that builds its specification.
 
-Adding a model is adding one file to this package: it is scanned on the first look-up. Code
-outside the package may use `register_model` too, before the model is loaded.
+To add a model, add one file to this package. The first look-up imports all files. Code outside the
+package may also call `register_model` before the model is loaded.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Builder = Callable[[Mapping[str, Any], BuildOptions], SpecFields]
 
 @dataclass(frozen=True, slots=True)
 class ModelFamily:
-    """How one architecture is read: its config and its tensor names."""
+    """The readers of one architecture: for its config and for its tensor names."""
 
     architecture: str
     build: Builder
@@ -40,8 +40,8 @@ def register_model(
     """Registers the decorated function for these `architectures` strings of config.json.
 
     The function gets the parsed config.json and the `BuildOptions` and returns `SpecFields`.
-    `names` maps a checkpoint's tensor names to the engine's; the default knows the Llama names.
-    Raises ValueError if no architecture is named or another function already has one of them.
+    `names` maps a checkpoint's tensor names to the engine's; the default is for Llama names.
+    Raises ValueError if no architecture is given or one is registered for another function.
     """
     if not architectures:
         raise ValueError("register_model needs at least one architecture name, found none")
@@ -63,7 +63,7 @@ def register_model(
 
 
 def find_model(config: Mapping[str, Any]) -> ModelFamily:
-    """The family of a config.json. Raises ValueError that names what is supported."""
+    """The family of a config.json. Raises ValueError if no architecture is supported."""
     found = config.get("architectures")
     if not isinstance(found, list) or not found or not all(isinstance(a, str) for a in found):
         raise ValueError(
@@ -87,11 +87,11 @@ def registered_models() -> dict[str, str]:
 
 
 def _scan() -> None:
-    # Importing a module that is already imported costs a dictionary look-up.
+    # Importing an imported module again costs a dictionary look-up.
     for module in pkgutil.iter_modules(cpmcu.models.__path__, "cpmcu.models."):
         importlib.import_module(module.name)
 
 
 def _identity(build: Builder) -> tuple[str, str]:
-    # A module that is imported again (notebooks) may register its function anew.
+    # A module that is reloaded (in notebooks) may register its function again.
     return (build.__module__, getattr(build, "__qualname__", repr(build)))

@@ -1,13 +1,13 @@
 """Rotary position embedding: inverse frequencies and the scale of cos and sin.
 
-Position p turns pair j of a head by p * inv_freq[j] radians; cos and sin are multiplied by
-attention_scaling. Computed in float32 in the order that `transformers` uses, whose defaults are
-kept too, so that both give the same angles at far positions.
+Position p rotates pair j of a head by p * inv_freq[j] radians. cos and sin are multiplied by
+attention_scaling. The float32 operations have the order and the defaults of `transformers`, so both
+give the same angles at far positions.
 
-NOTE: longrope has two lists of factors, one for short and one for long sequences. The list is
-chosen once per engine, by the longest sequence that the engine will hold, never by the current
-length: keys in the cache were turned by one list and must not meet queries turned by the other.
-An engine that holds no more than original_max_position_embeddings tokens uses the short list.
+NOTE: longrope has two lists of factors, for short and for long sequences. The list is chosen once
+per engine from the maximum length of a sequence, not from the current length. Cached keys and new
+queries must be rotated with the same list. If the maximum length is at most
+original_max_position_embeddings, the engine uses the short list.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Float32Array = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """kind as in the config; inv_freq float32 [head_dim / 2] in radians a token."""
+    """kind: as in the config; inv_freq: float32 [head_dim / 2] in radians per token."""
 
     kind: str
     inv_freq: Float32Array
@@ -38,7 +38,7 @@ class Rope:
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """All that a kind of RoPE may look at; lengths in tokens."""
+    """Inputs of a kind of RoPE; lengths in tokens."""
 
     params: ConfigReader  # the rope_scaling / rope_parameters dict
     pos_freqs: Float32Array  # theta^(2j / head_dim), [head_dim / 2]
@@ -52,8 +52,8 @@ class _Request:
 def rope_from_config(config: Mapping[str, Any], head_dim: int, max_length: int) -> Rope:
     """Reads `rope_theta` with `rope_scaling`, or `rope_parameters`, of a config.json.
 
-    `max_length`: tokens of the longest sequence that the engine will hold (for longrope).
-    Raises ValueError for a kind that is not supported, a missing key or an absurd value.
+    `max_length`: maximum length of a sequence in tokens (for longrope). Raises ValueError for an
+    unsupported kind, a missing key or a value out of range.
     """
     top = ConfigReader(config)
     params = ConfigReader(rope_parameters(config), f"{top.where}: {_key(config)}")
@@ -86,7 +86,7 @@ def rope_from_config(config: Mapping[str, Any], head_dim: int, max_length: int) 
             "or more tokens"
         )
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-    with np.errstate(all="ignore"):  # what comes of it is looked at below
+    with np.errstate(all="ignore"):  # the results are checked below
         pos_freqs = np.power(np.float32(theta), exponents, dtype=np.float32)
         request = _Request(
             params, pos_freqs, theta, head_dim, max_positions, original_length, max_length
@@ -103,9 +103,9 @@ def rope_from_config(config: Mapping[str, Any], head_dim: int, max_length: int) 
 
 
 def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The `rope_scaling` or `rope_parameters` of a config.json, empty if it has neither.
+    """The `rope_scaling` or `rope_parameters` of a config.json; empty if it has neither.
 
-    Raises ValueError if it is not one set of parameters for all layers.
+    Raises ValueError if the parameters differ between layers.
     """
     key = _key(config)
     top = ConfigReader(config)
@@ -167,13 +167,13 @@ def _yarn(request: _Request) -> tuple[Float32Array, float]:
             f"{params.where}: beta_fast is {fast}, expected more than beta_slow={slow}"
         )
 
-    def pair_that_turns(times: float) -> float:
-        # The pair of a head that turns so many times within the original length.
+    def pair_with_rotations(times: float) -> float:
+        # Index of the pair that completes `times` rotations within the original length.
         length = request.original_length / (times * 2 * math.pi)
         return head_dim * math.log(length) / (2 * math.log(request.theta))
 
-    first, last = pair_that_turns(fast), pair_that_turns(slow)
-    if params.flag("truncate", default="truncate" not in params.config):  # null: no, as false
+    first, last = pair_with_rotations(fast), pair_with_rotations(slow)
+    if params.flag("truncate", default="truncate" not in params.config):  # null means false
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, head_dim - 1)
     if first == last:

@@ -1,1 +1,1 @@
-"""Quantisation schemes: one file each recognises a checkpoint and names the C++ linear method."""
+"""Quantisation schemes. Each file recognises one scheme and selects the C++ linear method."""

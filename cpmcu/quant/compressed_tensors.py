@@ -1,7 +1,7 @@
 """compressed-tensors, format "pack-quantized", with 4-bit integer weights.
 
-`weight_packed` int32 [N, K / 8], `weight_scale` [N, G], maybe `weight_zero_point` int32 [N / 8, G],
-and `weight_shape` for each linear layer.
+Each linear layer has `weight_packed` int32 [N, K / 8], `weight_scale` [N, G], `weight_shape`, and
+optionally `weight_zero_point` int32 [N / 8, G].
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from cpmcu.quant.w4a16 import (
 )
 
 _FORMAT = "pack-quantized"
-_IN_ORDER = (None, False, "weight", "static")  # actorder that leaves the groups in order
+_IN_ORDER = (None, False, "weight", "static")  # values of actorder that keep groups in order of K
 
 
 @register_quant("compressed-tensors")
 class CompressedTensors:
-    """Weights of 4 bits, activations as they are."""
+    """4-bit weights, activations not quantised."""
 
     def matches(self, quant_config: Mapping[str, Any], tensors: Mapping[str, TensorMeta]) -> bool:
         return quant_config.get("quant_method") == "compressed-tensors"
@@ -50,7 +50,7 @@ class CompressedTensors:
                 )
             _check_group(scheme)
         if quant.get("kv_cache_scheme"):
-            raise ValueError("quantization_config: kv_cache_scheme is there, expected none")
+            raise ValueError("quantization_config: kv_cache_scheme is present, expected none")
         _refuse_transforms(quant)
         sparsity = _object(quant, "sparsity_config").get("format", "dense")
         if sparsity != "dense":
@@ -64,7 +64,7 @@ class CompressedTensors:
                     "scheme for all layers"
                 )
         if any(name.endswith(".weight_g_idx") for name in tensors):
-            raise ValueError("there is a weight_g_idx (actorder), expected groups in order")
+            raise ValueError("a weight_g_idx (actorder) is present, expected groups in order of K")
         channel = first.get("strategy") == "channel"
         return plan_w4(
             "compressed-tensors",
@@ -73,14 +73,14 @@ class CompressedTensors:
             group_size=CHANNEL_WISE if channel else check_group_size(first.get("group_size")),
             zero_points=first.get("symmetric", True) is False,
             ignored={
-                module + ".weight_shape": "the model says the same"
+                module + ".weight_shape": "the model implies the shape"
                 for module in quantised_modules(tensors, ".weight_shape")
             },
         )
 
 
 def _object(parent: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """What `key` says; empty for null. ValueError for anything but an object."""
+    """The object at `key`; empty for null. Raises ValueError for other types."""
     value = parent.get(key) or {}
     if not isinstance(value, Mapping):
         raise ValueError(f"quantization_config: {key} is {shown(value)}, expected an object")
@@ -88,7 +88,7 @@ def _object(parent: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def _refuse_transforms(quant: Mapping[str, Any]) -> None:
-    """Raises ValueError for transforms of activations; those of weights are in the weights."""
+    """Raises ValueError for transforms of activations. Stored weights include their transforms."""
     transforms = _object(quant, "transform_config")
     for group in _object(transforms, "config_groups").values():
         places = group.get("apply") if isinstance(group, Mapping) else None
@@ -102,7 +102,7 @@ def _refuse_transforms(quant: Mapping[str, Any]) -> None:
 
 
 def _check_group(scheme: Mapping[str, Any]) -> None:
-    """Raises ValueError for layers whose weights are not 4-bit integers, or not only weights."""
+    """Raises ValueError unless exactly the weights are quantised, as 4-bit integers."""
     weights = _object(scheme, "weights")
     check_bits(weights.get("num_bits"))
     if weights.get("type", "int") != "int":
@@ -122,5 +122,5 @@ def _check_group(scheme: Mapping[str, Any]) -> None:
     for key in ("input_activations", "output_activations"):
         if scheme.get(key):
             raise ValueError(
-                f"quantization_config: {key} is there, expected weights alone to be quantised"
+                f"quantization_config: {key} is present, expected weights alone to be quantised"
             )

@@ -1,8 +1,8 @@
 """CPM.cu's Marlin files: 4-bit symmetric weights in tiles, q, k, v and gate, up fused.
 
-`qweight` int32 [K / 16, 2 N] and `scales` [G, N] in Marlin's order for each linear layer.
-config.json is that of the GPTQ checkpoint they were made from, so only the shapes tell. An EAGLE
-head's `fc` [2 H -> H] is two matrices of H inputs side by side, [H / 16, 4 H].
+Each linear layer has `qweight` int32 [K / 16, 2 N] and `scales` [G, N] in Marlin's order.
+config.json is that of the original GPTQ checkpoint, so only the shapes identify the format. An
+EAGLE head's `fc` [2 H -> H] is stored as two matrices of H inputs side by side, [H / 16, 4 H].
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _METHODS = (None, "gptq", "gptq_marlin")
 
 @register_quant("cpmcu-marlin")
 class CpmcuMarlin:
-    """The layout of vLLM's gptq_marlin, stored in files."""
+    """The layout of vLLM's gptq_marlin, stored in a checkpoint."""
 
     def matches(self, quant_config: Mapping[str, Any], tensors: Mapping[str, TensorMeta]) -> bool:
         return quant_config.get("quant_method") in _METHODS and is_marlin(tensors)
@@ -73,7 +73,7 @@ class CpmcuMarlin:
 def _stack_halves(
     hidden_size: Any, tensors: Mapping[str, TensorMeta], group_size: int
 ) -> list[Repack]:
-    """Puts the two halves of an EAGLE head's fc on top of one another: tiles of K are rows."""
+    """Stacks the two halves of an EAGLE head's fc along K, whose tiles are the rows."""
     name = next((name for name in ("fc", "model.fc") if name + ".qweight" in tensors), None)
     if name is None or 16 * tensors[name + ".qweight"].shape[0] != hidden_size:
         return []

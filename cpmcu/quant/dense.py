@@ -1,4 +1,4 @@
-"""No quantisation: weights as the checkpoint has them."""
+"""No quantisation: dense weights."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""GPTQ as AutoGPTQ and GPTQModel write it: bits 4, groups of 128 or channels, in order of K.
+"""GPTQ in the format of AutoGPTQ and GPTQModel: 4 bits, groups of 128 or channels, in order of K.
 
-`qweight` int32 [K / 8, N], `scales` [G, N], `qzeros` int32 [G, N / 8] and `g_idx` [K] for each
-linear layer. Symmetric files say so and all have the zero point 8; others are read with theirs.
+Each linear layer has `qweight` int32 [K / 8, N], `scales` [G, N], `qzeros` int32 [G, N / 8] and
+`g_idx` [K]. If `sym` is true, all zero points are 8; otherwise `qzeros` is loaded.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ZERO_POINT = 8
 
 @register_quant("gptq")
 class Gptq:
-    """4-bit GPTQ; not its Marlin form."""
+    """4-bit GPTQ, except in Marlin's layout."""
 
     def matches(self, quant_config: Mapping[str, Any], tensors: Mapping[str, TensorMeta]) -> bool:
         return quant_config.get("quant_method") == "gptq" and not is_marlin(tensors)
@@ -88,12 +88,12 @@ def _ignored(tensors: Mapping[str, TensorMeta], symmetric: bool) -> dict[str, st
 
 
 def stored_format(quant: Mapping[str, Any]) -> Any:
-    """`checkpoint_format`, which transformers calls `format`: what zero points mean."""
+    """`checkpoint_format` (in transformers: `format`), which defines the stored zero points."""
     return quant.get("checkpoint_format") or quant.get("format") or "gptq"
 
 
 def refuse_order(quant: Mapping[str, Any], group_size: int) -> None:
-    """Raises ValueError for desc_act, but of channels, where an order changes nothing."""
+    """Raises ValueError for desc_act. With channel-wise scales, the order has no effect."""
     if quant.get("desc_act") and group_size != CHANNEL_WISE:
         raise ValueError(
             "quantization_config: desc_act is true (groups follow the order of activations), "
@@ -102,7 +102,7 @@ def refuse_order(quant: Mapping[str, Any], group_size: int) -> None:
 
 
 def size_of(qweight: TensorMeta) -> tuple[int, int]:
-    """K and N of a layer. ValueError for another dtype or number of dimensions."""
+    """(K, N) of a layer. Raises ValueError for another dtype or number of dimensions."""
     if qweight.dtype != "int32" or len(qweight.shape) != 2:
         raise misfit(qweight, "int32 [K / 8, N]")
     return 8 * qweight.shape[0], qweight.shape[1]
@@ -116,9 +116,10 @@ def check_side_tensors(
     group_size: int,
     version: int | None,
 ) -> None:
-    """Raises ValueError if what lies beside a layer of K and N says anything but what is implied.
+    """Raises ValueError unless g_idx is in order and all zero points are 8.
 
-    `version`: of zero points, as in `unpack_gptq_zeros`; None if they may be any.
+    `size`: (K, N) of the layer. `version`: format of the zero points, as in `unpack_gptq_zeros`;
+    None: any zero points.
     """
     k, n = size
     if g_idx is not None:
@@ -133,7 +134,7 @@ def check_side_tensors(
 
 
 def check_order(g_idx: TensorMeta, read: Read, group_size: int) -> None:
-    """Raises ValueError if `g_idx` does not count up in steps of the group size."""
+    """Raises ValueError unless g_idx[k] is k div group size."""
     if g_idx.dtype != "int32" or len(g_idx.shape) != 1:
         raise misfit(g_idx, "int32 [K]")
     groups = read(g_idx.name)
@@ -145,7 +146,7 @@ def check_order(g_idx: TensorMeta, read: Read, group_size: int) -> None:
 
 
 def check_symmetric(qzeros: TensorMeta, read: Read, version: int) -> None:
-    """Raises ValueError for a zero point other than 8; `version` as in `unpack_gptq_zeros`."""
+    """Raises ValueError for a zero point other than 8. `version`: see `unpack_gptq_zeros`."""
     if qzeros.dtype != "int32" or len(qzeros.shape) != 2:
         raise misfit(qzeros, "int32 [G, N / 8]")
     words = read(qzeros.name)

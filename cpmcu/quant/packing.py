@@ -1,8 +1,15 @@
-"""How 4-bit weights lie in files and in the engine's memory, as closed forms in numpy.
+"""Layouts of 4-bit weights in files and in the engine's memory, in numpy.
 
-Everywhere q is uint8 [K, N] of 0..15 (K: inputs, N: outputs), w = (q - z) * scale, and nibble i of
-an int32 word is its bits [4i, 4i + 4). Zero points z are uint8 [G, N], scales [G, N] of any dtype,
-G groups along K (1: channel-wise). What does not fit raises ValueError.
+| symbol | meaning |
+|---|---|
+| K, N | inputs, outputs |
+| G | groups along K; 1: channel-wise |
+| q | uint8 [K, N], 0..15 |
+| z | zero points, uint8 [G, N] |
+| scales | [G, N], any dtype |
+
+w = (q - z) * scale. Nibble i of an int32 word is its bits [4i, 4i + 4). Sizes that do not fit a
+layout raise ValueError.
 """
 
 from __future__ import annotations
@@ -16,7 +23,7 @@ U8 = npt.NDArray[np.uint8]
 I32 = npt.NDArray[np.int32]
 Array = npt.NDArray[Any]
 
-BLOCK_ROWS = 256  # of our own layout: csrc/kernels/gemm/w4a16.h
+BLOCK_ROWS = 256  # of the engine's layout: csrc/kernels/gemm/w4a16.h
 BLOCK_K = 128
 
 # ---- GPTQ
@@ -37,7 +44,7 @@ def unpack_gptq(qweight: I32) -> U8:
 def pack_gptq_zeros(z: U8, version: int = 1) -> I32:
     """z [G, N] -> qzeros [G, N / 8]: nibble i of column c is n = 8 c + i.
 
-    Version 1 holds z - 1 (mod 16), version 2 ("gptq_v2") z itself.
+    Version 1 stores z - 1 (mod 16), version 2 ("gptq_v2") stores z.
     """
     check_multiple("N", z.shape[1], 8)
     stored: U8 = (z - _gptq_offset(version)) & np.uint8(15)
@@ -45,7 +52,7 @@ def pack_gptq_zeros(z: U8, version: int = 1) -> I32:
 
 
 def unpack_gptq_zeros(qzeros: I32, version: int = 1) -> U8:
-    """qzeros [G, N / 8] -> z [G, N], where version 1 reads a stored 15 as 0."""
+    """qzeros [G, N / 8] -> z [G, N]. Version 1: a stored 15 is z = 0."""
     z: U8 = (split_nibbles(qzeros).reshape(qzeros.shape[0], -1) + _gptq_offset(version)) & np.uint8(
         15
     )
@@ -58,7 +65,7 @@ def _gptq_offset(version: int) -> U8:
     return np.array(2 - version, np.uint8)
 
 
-# ---- Marlin, as in CPM.cu's files
+# ---- Marlin layout of CPM.cu's files
 
 
 def pack_marlin(q: U8) -> I32:
@@ -78,9 +85,12 @@ def pack_marlin(q: U8) -> I32:
 def marlin_scales(scales: Array, *, channel_wise: bool) -> Array:
     """scales [G, N] in Marlin's order.
 
-    Groups: of each 64 columns, out[t] = in[8 (t mod 8) + t div 8]. Channel-wise: of each 32,
-    out[8 a + 2 b + c] = in[8 b + 2 a + c], a and b in 0..3, c in 0..1. Either permutation is its
-    own inverse.
+    | scales | columns | permutation |
+    |---|---|---|
+    | groups | 64 | out[t] = in[8 (t mod 8) + t div 8] |
+    | channel-wise | 32 | out[8 a + 2 b + c] = in[8 b + 2 a + c], a and b in 0..3, c in 0..1 |
+
+    Each permutation is its own inverse.
     """
     groups, n = scales.shape
     check_multiple("N", n, 64)
@@ -89,14 +99,15 @@ def marlin_scales(scales: Array, *, channel_wise: bool) -> Array:
     return permuted
 
 
-# ---- the engine's blocks
+# ---- the engine's weight blocks
 
 
 def pack_blocks(q: U8, scales: Array, zeros: U8 | None = None) -> U8:
     """q [K, N], scales [G, N] of 2 bytes, z [G, N] -> uint8 [ceil(N/256), ceil(K/128), bytes].
 
-    bytes is 16896, with zero points 17152. G is ceil(K / 128), or 1: channel-wise. Rows and k
-    beyond N and K have q = z = 8 and scale 0. See csrc/kernels/gemm/w4a16.h.
+    A weight block has 16896 bytes, with zero points 17152. G is ceil(K / 128), or 1 for
+    channel-wise scales. Padding beyond N and K has q = z = 8 and scale 0. See
+    csrc/kernels/gemm/w4a16.h.
     """
     k, n = q.shape
     row_blocks, k_blocks = -(-n // BLOCK_ROWS), -(-k // BLOCK_K)
@@ -113,7 +124,7 @@ def pack_blocks(q: U8, scales: Array, zeros: U8 | None = None) -> U8:
 
 
 def _by_block(values: Array, n: int, k_blocks: int, fill: int) -> Array:
-    """[G, N] -> [row blocks, k blocks, 256], repeated if channel-wise."""
+    """[G, N] -> [row blocks, k blocks, 256]. Channel-wise values are repeated along K."""
     if values.shape not in ((k_blocks, n), (1, n)):
         raise ValueError(
             f"scales or zero points are {list(values.shape)}, expected [{k_blocks} or 1, {n}]"

@@ -1,8 +1,8 @@
-"""Which quantisation scheme a checkpoint has.
+"""Registry of quantisation schemes.
 
-Decided by its `quantization_config` and its tensors, never by its path. Adding a scheme is
-adding one file to this package (and its linear method to csrc/linear); code outside may call
-`register_quant` too.
+The scheme of a checkpoint follows from its `quantization_config` and its tensors, not from its
+path. To add a scheme, add one file to this package, and its linear method to csrc/linear. Code
+outside the package may also call `register_quant`.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from cpmcu.checks import shown
 from cpmcu.loading.tensors import TensorMeta
 
 Arrays = Mapping[str, npt.NDArray[Any]]
-Read = Callable[[str], npt.NDArray[Any]]  # a tensor of the checkpoint in its storage dtype
+Read = Callable[[str], npt.NDArray[Any]]  # name -> tensor of the checkpoint in its storage dtype
 
 
 @dataclass(frozen=True, slots=True)
 class Repack:
-    """Turns some tensors of the checkpoint into tensors that the engine takes.
+    """Converts some tensors of the checkpoint to tensors of the engine.
 
-    `outputs` is known before anything is read, so that names, shapes and dtypes can be checked.
-    Their names are the engine's. `run` gets the inputs by name in their storage dtypes.
+    `outputs` is known before tensors are read, so names, shapes and dtypes can be checked. Output
+    names are the engine's. `run` gets the inputs by name in their storage dtypes.
     """
 
     inputs: tuple[str, ...]
@@ -39,15 +39,15 @@ class Repack:
 
 @dataclass(frozen=True, slots=True)
 class QuantPlan:
-    """How the linear layers of one checkpoint are stored and computed."""
+    """Storage and linear methods of the linear layers of one checkpoint."""
 
     scheme: str
     linear_method: str  # name of the C++ method
     linear_options: dict[str, int] = field(default_factory=dict)
     linear_overrides: dict[str, str] = field(default_factory=dict)  # module -> method
-    repacks: Sequence[Repack] = ()  # tensors that no repack takes are streamed as they are
-    ignored: Mapping[str, str] = field(default_factory=dict)  # tensors that say nothing -> why
-    # Looks into small tensors before anything is loaded; raises ValueError.
+    repacks: Sequence[Repack] = ()  # all other tensors are streamed unchanged
+    ignored: Mapping[str, str] = field(default_factory=dict)  # redundant tensor -> reason
+    # Checks the contents of small tensors before the load; raises ValueError.
     verify: Callable[[Read], None] | None = None
 
 
@@ -55,22 +55,22 @@ DENSE = QuantPlan(scheme="dense", linear_method="dense")
 
 
 class QuantScheme(Protocol):
-    """What a file of this package implements."""
+    """Interface of a scheme; each file of this package implements it."""
 
     def matches(self, quant_config: Mapping[str, Any], tensors: Mapping[str, TensorMeta]) -> bool:
-        """Is the checkpoint of this scheme? `quant_config` is empty if the model has none."""
+        """Does the checkpoint have this scheme? `quant_config` may be empty."""
 
     def plan(self, config: Mapping[str, Any], tensors: Mapping[str, TensorMeta]) -> QuantPlan:
-        """Raises ValueError for a variant of the scheme that is not supported."""
+        """The plan of a matching checkpoint. Raises ValueError for an unsupported variant."""
 
 
 _schemes: dict[str, tuple[QuantScheme, str]] = {}
 
 
 def register_quant(name: str) -> Callable[[type[QuantScheme]], type[QuantScheme]]:
-    """Registers the decorated class (made without arguments) as the scheme `name`.
+    """Registers the decorated class (constructed without arguments) as the scheme `name`.
 
-    Raises ValueError if a class of another name already has it.
+    Raises ValueError if another class is registered as `name`.
     """
 
     def register(scheme: type[QuantScheme]) -> type[QuantScheme]:
@@ -87,9 +87,9 @@ def register_quant(name: str) -> Callable[[type[QuantScheme]], type[QuantScheme]
 
 
 def plan_quant(config: Mapping[str, Any], tensors: Mapping[str, TensorMeta]) -> QuantPlan:
-    """Finds the scheme of a checkpoint from config.json and its tensors.
+    """Finds the scheme of a checkpoint and makes its plan.
 
-    Raises ValueError that names the scheme found and those supported.
+    Raises ValueError if no scheme or several schemes match.
     """
     quant_config = quant_config_of(config)
     supported = ", ".join(registered_quants())
@@ -115,7 +115,7 @@ def registered_quants() -> dict[str, str]:
 
 
 def describe(quant_config: Mapping[str, Any], tensors: Mapping[str, TensorMeta]) -> str:
-    """The scheme in a few words, for messages."""
+    """Short description of the scheme for error messages."""
     if quant_config:
         method = quant_config.get("quant_method") or "an unnamed method"
         bits = quant_config.get("bits") or quant_config.get("w_bit")
@@ -125,7 +125,7 @@ def describe(quant_config: Mapping[str, Any], tensors: Mapping[str, TensorMeta])
 
 
 def quantised_tensors(tensors: Mapping[str, TensorMeta]) -> list[str]:
-    """Names of the tensors that only a quantised layer has."""
+    """Names of the tensors that belong to quantised layers."""
     suffixes = (".qweight", ".qzeros", ".g_idx", ".weight_packed", ".weight_scale", ".absmax")
     return [
         name
@@ -137,7 +137,7 @@ def quantised_tensors(tensors: Mapping[str, TensorMeta]) -> list[str]:
 
 
 def quant_config_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """quantization_config of a config.json; empty if there is none. ValueError for no object."""
+    """quantization_config of a config.json, or {}. Raises ValueError if it is not an object."""
     for key in ("quantization_config", "compression_config"):
         value = config.get(key)
         if value is None:

@@ -1,7 +1,7 @@
-"""What the schemes of 4-bit weights have in common: which modules are quantised, and how.
+"""Code shared by the schemes with 4-bit weights: quantised modules and their format.
 
-The tensors decide: a module with packed weights goes to the C++ method "w4a16", one with a plain
-`weight` stays dense, whatever lists of exceptions the config has.
+The tensors determine the method, not the config's lists of exceptions. A module with packed weights
+uses the C++ method "w4a16". A module with a plain `weight` stays dense.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ _STACKS = {
 }
 _STACK_OF = {part: stack for stack, parts in _STACKS.items() for part in parts}
 _LINEARS = {*_STACK_OF, *_STACKS, "o_proj", "down_proj", "lm_head", "fc"}
-_NO_BIAS = ("o_proj", "gate_proj", "up_proj", "down_proj", "gate_up_proj")  # in any model we run
+# Projections without a bias in all supported models.
+_NO_BIAS = ("o_proj", "gate_proj", "up_proj", "down_proj", "gate_up_proj")
 
 
 class Format(enum.IntEnum):
@@ -48,12 +49,11 @@ def plan_w4(
     ignored: Mapping[str, str] | None = None,
     repacks: Iterable[Repack] = (),
 ) -> QuantPlan:
-    """The plan of a checkpoint whose variant was found to be supported.
+    """The plan of a checkpoint with a supported variant of the scheme.
 
-    `ignored`: tensors that say nothing -> why. Raises ValueError for scales that are not float16
-    or bfloat16, for a projection of which a part is quantised and another is not, and later, when
-    the plan's `verify` is called, for scales that are not finite and a bias that no model of ours
-    has.
+    `ignored`: redundant tensor -> reason. Raises ValueError for scales that are not float16 or
+    bfloat16 and for a fused projection that is quantised in part. The plan's `verify` raises
+    ValueError for scales that are not finite and for an unsupported nonzero bias.
     """
     by_row = layout == Format.COMPRESSED
     packed, scales = (".weight_packed", ".weight_scale") if by_row else (".qweight", ".scales")
@@ -98,13 +98,13 @@ def quantised_modules(tensors: Mapping[str, TensorMeta], suffix: str) -> list[st
 
 
 def check_present(scheme: str, tensors: Mapping[str, TensorMeta], suffix: str) -> None:
-    """ValueError if nothing is packed."""
+    """Raises ValueError if no tensor name ends in `suffix`."""
     if not quantised_modules(tensors, suffix):
         raise ValueError(f"quantization_config says {scheme}, but no tensor ends in {suffix}")
 
 
 def check_group_size(found: Any) -> int:
-    """`found` as 128 or -1; ValueError for another."""
+    """Returns `found` if it is 128 or -1. Raises ValueError otherwise."""
     if found not in (GROUP_SIZE, CHANNEL_WISE) or isinstance(found, bool):
         raise ValueError(
             f"quantization_config: group_size is {shown(found)}, expected {GROUP_SIZE}, or "
@@ -114,13 +114,13 @@ def check_group_size(found: Any) -> int:
 
 
 def check_bits(found: Any) -> None:
-    """ValueError for weights that do not have 4 bits."""
+    """Raises ValueError unless `found` is 4."""
     if found != 4 or isinstance(found, bool):
         raise ValueError(f"quantization_config: the weights have {shown(found)} bits, expected 4")
 
 
 def check_finite(meta: TensorMeta, read: Read) -> None:
-    """ValueError for scales, float16 or bfloat16, of which one is infinite or not a number."""
+    """Raises ValueError if a float16 or bfloat16 tensor of scales holds inf or nan."""
     exponent = np.uint16(0x7C00 if meta.dtype == "float16" else 0x7F80)
     bits = read(meta.name).view(np.uint16)
     wrong = np.argwhere((bits & exponent) == exponent)
@@ -135,12 +135,12 @@ def check_finite(meta: TensorMeta, read: Read) -> None:
 
 
 def misfit(meta: TensorMeta, expected: str, hint: str = "") -> ValueError:
-    """The exception for a tensor of another dtype or shape than expected."""
+    """The exception for a tensor with an unexpected dtype or shape."""
     return ValueError(f"{meta.name} is {meta.dtype} {list(meta.shape)}, expected {expected}{hint}")
 
 
 def is_marlin(tensors: Mapping[str, TensorMeta]) -> bool:
-    """Are the first packed weights tiles, [K / 16, 2 N] beside scales [G, N]?"""
+    """Do the first packed weights have Marlin's shape: [K / 16, 2 N] with scales [G, N]?"""
     for name, meta in tensors.items():
         scales = tensors.get(name.removesuffix(".qweight") + ".scales")
         if name.endswith(".qweight") and scales is not None:
@@ -155,7 +155,7 @@ def _leaf(module: str) -> str:
 
 
 def _dense_modules(tensors: Mapping[str, TensorMeta], quantised: set[str]) -> dict[str, str]:
-    """Modules with plain weights, under the stacked name -> "dense"."""
+    """Fused name of each module with plain weights -> "dense"."""
     dense = {
         name.removesuffix(".weight")
         for name, meta in tensors.items()

@@ -1,4 +1,4 @@
-"""From a choice's text to the parts of an answer: reasoning, content and tool calls."""
+"""Splits the text of a choice into reasoning, content and tool calls."""
 
 from __future__ import annotations
 
@@ -14,16 +14,19 @@ from cpmcu.spec_metrics import SpecDecodeMetrics
 
 
 class CallParser(Protocol):
-    """Takes tool calls out of a stream of text."""
+    """Extracts tool calls from a stream of text."""
 
     num_calls: int
 
     def push(self, text: str, *, final: bool = False) -> tuple[str, list[ToolCall]]:
-        """(content, calls) that `text` completes."""
+        """Parses the next piece of text; returns the (content, calls) that it completes."""
 
 
 class ForcedCalls:
-    """Text that a grammar forced to be calls: of one function its arguments, else a JSON list."""
+    """Parses text that a grammar constrained to tool calls.
+
+    The text is the arguments of `function`, or, if `function` is None, a JSON list of calls.
+    """
 
     def __init__(self, function: str | None) -> None:
         self._function = function
@@ -31,12 +34,12 @@ class ForcedCalls:
         self.num_calls = 0
 
     def push(self, text: str, *, final: bool = False) -> tuple[str, list[ToolCall]]:
-        """The calls, once the text is complete; what is no call (it was cut off) is content."""
+        """Returns the calls once the text is complete. Text cut off within a call is content."""
         self._pieces.append(text)
         if not final:
             return "", []
         whole = "".join(self._pieces)
-        if not whole:  # cut off while it was thinking
+        if not whole:  # the answer was cut off within its reasoning
             return "", []
         if self._function is not None:
             calls = [ToolCall(self._function, whole)]
@@ -54,7 +57,7 @@ class ForcedCalls:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Part:
-    """What a piece of text adds to an answer."""
+    """The reasoning, content and calls that one piece of text adds to an answer."""
 
     reasoning: str
     content: str
@@ -65,7 +68,7 @@ class Part:
 
 
 class AnswerParser:
-    """Divides one choice's text, in pieces of any size."""
+    """Splits the text of one choice, which arrives in pieces of any size."""
 
     def __init__(
         self,
@@ -79,7 +82,7 @@ class AnswerParser:
         self._only_one = only_one_call
 
     def push(self, text: str, *, final: bool = False) -> Part:
-        """What `text` adds; `final` gives out what was held back."""
+        """Returns the part that `text` adds. If `final`, the text held back is returned too."""
         thought, content = "", text
         if self._splitter is not None:
             thought, content = self._splitter.push(text, final=final)
@@ -93,15 +96,15 @@ class AnswerParser:
 
     @property
     def has_calls(self) -> bool:
-        """Was there a tool call so far?"""
+        """True if a tool call was parsed."""
         return self._calls is not None and self._calls.num_calls > 0
 
 
 def metrics_of(outputs: Sequence[CompletionOutput]) -> dict[str, Any]:
-    """`metrics` of a response: acceptance over all choices, and the first one's timings."""
+    """`metrics` of a response: acceptance of all choices, timings of the first choice."""
     timings = outputs[0].timings
     found: dict[str, Any] = {
-        # llama.cpp's names.
+        # Names of llama.cpp.
         "timings": {
             "queue_ms": 1e3 * timings.queue_s,
             "cache_n": timings.cached_tokens,

@@ -1,4 +1,4 @@
-"""The ASGI application: routes found by scanning, errors, limits, keys, logs."""
+"""Builds the ASGI application from the modules of `routes` and the middleware."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from cpmcu.serving.paths import RootPath
 from cpmcu.serving.protocol.base import ERRORS
 from cpmcu.serving.service import Service
 
-_OTHER_PARTS = 1 << 14  # lists, objects and members beside messages: schemas of tools
+_OTHER_PARTS = 1 << 14  # lists, objects and members outside messages, such as tool schemas
 _ERROR = "#/components/schemas/ErrorResponse"
 
 
 def create_app(service: Service) -> FastAPI:
-    """The application around a service, which may still be loading.
+    """Creates the application of a service. The service may still be loading.
 
-    Raises what ServerConfig.keys does.
+    Raises the exceptions of ServerConfig.keys.
     """
     config = service.config
     app = FastAPI(title="cpmcu", version=cpmcu.__version__, docs_url="/docs", redoc_url=None)
@@ -37,7 +37,7 @@ def create_app(service: Service) -> FastAPI:
         public.update(getattr(module, "PUBLIC", ()))
     add_handlers(app)
     keys = config.keys()
-    # The last one added is the first that a request meets.
+    # A request passes the middleware in reverse order: the last one added runs first.
     app.add_middleware(
         BodyLimit,
         max_bytes=config.max_body_mib << 20,
@@ -51,7 +51,7 @@ def create_app(service: Service) -> FastAPI:
             CORSMiddleware,
             allow_origins=list(config.cors_origin),
             allow_methods=["GET", "POST"],
-            allow_headers=["*"],  # OpenAI's client sends a dozen of its own
+            allow_headers=["*"],  # OpenAI's client sends a dozen headers of its own
             expose_headers=["X-Request-Id"],
         )
     app.add_middleware(RequestLog)
@@ -63,7 +63,10 @@ def create_app(service: Service) -> FastAPI:
 
 
 def _openapi(app: FastAPI, public: Collection[str] | None, root_path: str) -> dict[str, Any]:
-    """The schema, without the 422 that is never sent here, and with keys (`public` needs none)."""
+    """The OpenAPI schema, without status 422, which this server never sends.
+
+    `public`: the paths that need no API key; None if the server has no keys.
+    """
     if app.openapi_schema is None:
         schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
         bearer = {"bearer": {"type": "http", "scheme": "bearer"}}

@@ -11,7 +11,7 @@ from cpmcu.serving.errors import ApiError
 
 
 class Authentication:
-    """ASGI middleware that answers 401 unless a known key comes, except on `public` paths."""
+    """ASGI middleware: a request without a known key gets a 401, except on `public` paths."""
 
     def __init__(self, app: ASGIApp, keys: Collection[str], public: Collection[str]) -> None:
         self._app = app
@@ -19,8 +19,8 @@ class Authentication:
         self._public = frozenset(public)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Passes the request on, or refuses it before its body is read."""
-        # A preflight request of a browser carries no key.
+        """Passes the request on, or refuses it without reading its body."""
+        # A browser's preflight request (OPTIONS) has no key.
         free = scope["type"] != "http" or scope["method"] == "OPTIONS"
         if free or not self._keys or scope["path"] in self._public or self._known(scope):
             await self._app(scope, receive, send)
@@ -36,6 +36,6 @@ class Authentication:
     def _known(self, scope: Scope) -> bool:
         given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
         scheme, _, key = given.partition(b" ")
-        # All are compared, so that the time does not tell which one nearly fits.
+        # All keys are compared, so the response time does not reveal a partial match.
         matches = [hmac.compare_digest(key.strip(), known) for known in self._keys]
         return scheme.lower() == b"bearer" and any(matches)

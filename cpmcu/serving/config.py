@@ -1,6 +1,6 @@
-"""What the server has beyond the engine: address, names, keys, limits. Flags come from the fields.
+"""Options of the server: address, names, keys, limits. Each field becomes a flag.
 
-Nothing here is imported from the web framework, so `--help` works without it.
+This module does not import the web framework, so `--help` works without it.
 """
 
 from __future__ import annotations
@@ -28,43 +28,43 @@ class ServerConfig:
 
     host: str = option(
         "127.0.0.1",
-        "address to listen on; 0.0.0.0 for every interface",
+        "address to listen on; 0.0.0.0: all interfaces",
         brief="address (default: 127.0.0.1; 0.0.0.0: all)",
     )
     port: int = option(
-        8000, "port to listen on; 0: a free one, named in the log", brief="port (default: 8000)"
+        8000, "port to listen on; 0: a free port, which is logged", brief="port (default: 8000)"
     )
     served_model_name: Sequence[str] = option(
         (),
-        "name that clients give as model (default: the model's last path part); repeatable",
-        brief="name that clients give as model; repeatable",
+        "model name that clients send (default: last part of the model's path); repeatable",
+        brief="model name that clients send; repeatable",
     )
     api_key: Sequence[str] = option(
         (),
-        "key that clients must send, or @FILE with one a line; repeatable",
+        "API key that clients must send, or @FILE with one key a line; repeatable",
         metavar="KEY|@FILE",
-        brief="key that clients must send; repeatable",
+        brief="API key that clients must send; repeatable",
     )
     cors_origin: Sequence[str] = option(
         (), "web origin whose pages may call the server, or *; repeatable", metavar="ORIGIN"
     )
     chat_template: str | None = option(
         None,
-        "Jinja file to use instead of the checkpoint's chat template",
+        "Jinja file that replaces the checkpoint's chat template",
         metavar="PATH",
-        brief="Jinja file in place of the checkpoint's",
+        brief="Jinja file that replaces the checkpoint's",
     )
     reasoning_parser: str = option(
         "auto",
-        "how thinking is told from the answer; auto looks at the chat template",
+        "parser that separates reasoning from content; auto: chosen from the chat template",
         choices=REASONING_PARSERS,
-        brief="how thinking is told from the answer",
+        brief="parser that separates reasoning from content",
     )
     tool_call_parser: str = option(
         "auto",
-        "how tool calls are written; auto looks at the chat template",
+        "notation of the model's tool calls; auto: chosen from the chat template",
         choices=TOOL_PARSERS,
-        brief="how tool calls are written",
+        brief="notation of the model's tool calls",
     )
     keep_billing_header: bool = option(
         False,
@@ -72,37 +72,37 @@ class ServerConfig:
         "differs in each request, so nothing behind it would be found in the prefix cache",
     )
     return_metrics: bool = option(
-        False, "put metrics into every response, not only where return_metrics asks for them"
+        False, "add metrics to every response, also without return_metrics in the request"
     )
     enable_force_include_usage: bool = option(
-        False, "give the usage in every chunk of every stream, asked for or not"
+        False, "send usage in every chunk of every stream, also if not requested"
     )
     root_path: str = option(
-        "", "path under which a proxy offers the server, such as /llm; also taken as it is"
+        "", "path prefix of the server behind a proxy, such as /llm; accepted with and without it"
     )
     max_queue: int = option(
         256,
-        "most outputs in work, running or waiting; beyond that requests get a 429",
-        brief="most requests in work; beyond that: 429",
+        "largest number of outputs running or waiting; further requests get a 429",
+        brief="most requests running or waiting, else 429",
     )
     max_body_mib: int = option(16, "largest request body, in MiB")
     max_body_values: int = option(
-        1 << 18, "most JSON values of a request body, such as token ids of prompts"
+        1 << 18, "largest number of JSON values in a request body, such as token ids"
     )
-    max_messages: int = option(4096, "most messages of a conversation")
+    max_messages: int = option(4096, "largest number of messages in a conversation")
     max_text_length: int = option(4_000_000, "longest text of a request, in characters")
     header_timeout: float = option(
-        30.0, "seconds in which the headers of a request must arrive, from its first byte"
+        30.0, "seconds from a request's first byte within which its headers must arrive"
     )
-    body_timeout: float = option(300.0, "seconds in which the body of a request must arrive")
+    body_timeout: float = option(300.0, "seconds within which a request's body must arrive")
     shutdown_timeout: float = option(
-        30.0, "seconds that requests have to finish after SIGTERM or Ctrl-C, before they are ended"
+        30.0, "seconds that requests may run after SIGTERM or Ctrl-C before they are aborted"
     )
-    ping_interval: float = option(15.0, "seconds of silence in a stream before a comment is sent")
-    log_format: str = option("text", "lines for people, or JSON objects", choices=LOG_FORMATS)
+    ping_interval: float = option(15.0, "seconds without an event before a stream sends a comment")
+    log_format: str = option("text", "plain text lines or JSON objects", choices=LOG_FORMATS)
     log_level: str = option(
         "info",
-        "least severe lines that are logged",
+        "lowest level that is logged",
         choices=LOG_LEVELS,
         brief="debug, info, warning or error",
     )
@@ -134,10 +134,10 @@ class ServerConfig:
                 )
 
     def keys(self) -> list[str]:
-        """The API keys, those of files included.
+        """Returns the API keys, including the keys of files.
 
-        Raises OSError for a file that cannot be read, ValueError for one that is not UTF-8 or has
-        no keys, for an empty key, and for one that no HTTP header can carry.
+        Raises OSError if a file cannot be read. Raises ValueError if a file is not UTF-8 or has no
+        keys, or if a key is empty or not valid in an HTTP header.
         """
         keys: list[str] = []
         for value in self.api_key:

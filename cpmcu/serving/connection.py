@@ -1,4 +1,4 @@
-"""Connections whose requests must arrive in time, so that a slow sender cannot hold them open."""
+"""Time limits for the arrival of requests: a slow sender cannot hold a connection open."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from cpmcu.serving.errors import error_body
 
 logger = logging.getLogger("cpmcu.server")
 
-_GRACE_SECONDS = 2.0  # for the application to answer a late body itself
+_GRACE_SECONDS = 2.0  # time for the application to answer a late body itself
 
 
 def with_deadlines(header_seconds: float, body_seconds: float) -> type[asyncio.Protocol]:
-    """uvicorn's HTTP protocol, with limits on how long headers and body may take to arrive.
+    """Returns uvicorn's HTTP protocol with time limits for the headers and the body.
 
-    Late headers get a 408. A late body gets its answer from `BodyLimit`; the connection is closed
-    here if it is still incomplete after that, whatever the application answered.
+    Late headers get a 408. `BodyLimit` answers a late body. If the body is still incomplete after
+    that, this protocol closes the connection.
     """
 
     class Protocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
-        """One connection. What uvicorn does not time: a request from its first to its last byte."""
+        """One connection, with a timer from the first to the last byte of each request."""
 
-        _phase: tuple[str, Any] | None = None  # what is awaited, and after which request
+        _phase: tuple[str, Any] | None = None  # ("headers" or "body", previous request)
         _timer: asyncio.TimerHandle | None = None
-        _begun = False  # has a byte of the awaited headers come?
+        _begun = False  # a byte of the awaited headers has arrived
 
         def connection_made(self, transport: asyncio.Transport) -> None:
             super().connection_made(transport)
@@ -44,8 +44,8 @@ def with_deadlines(header_seconds: float, body_seconds: float) -> type[asyncio.P
 
         def on_response_complete(self) -> None:
             answered = self.cycle
-            super().on_response_complete()  # begins with the next request if it came already
-            if self.cycle is answered:  # idle: uvicorn's own limit holds until a byte comes
+            super().on_response_complete()  # starts the next request if it has arrived
+            if self.cycle is answered:  # idle: uvicorn's own limit applies until the next byte
                 self._await(None)
             else:
                 self._await("body" if self.cycle.more_body else None)
@@ -55,7 +55,7 @@ def with_deadlines(header_seconds: float, body_seconds: float) -> type[asyncio.P
             super().connection_lost(exc)
 
         def _await(self, what: str | None) -> None:
-            """Begins to wait, unless it does so already."""
+            """Starts the timer for `what`, unless it is running. None stops the timer."""
             phase = None if what is None else (what, self.cycle)
             if phase == self._phase:
                 return
@@ -68,11 +68,11 @@ def with_deadlines(header_seconds: float, body_seconds: float) -> type[asyncio.P
                 self._timer = self.loop.call_later(limit, self._expire)
 
         def _expire(self) -> None:
-            assert self._phase is not None  # the timer is cancelled with its phase
+            assert self._phase is not None  # the end of a phase cancels its timer
             if self.transport.is_closing():
                 return
             if self._phase[0] == "headers" and self._begun:
-                logger.info("a connection is closed: its headers took too long")
+                logger.info("connection closed: its headers did not arrive in time")
                 self.transport.write(_late_headers(header_seconds))
             self.transport.close()
 

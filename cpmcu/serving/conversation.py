@@ -1,4 +1,4 @@
-"""A conversation of a request as a prompt."""
+"""Renders a request's conversation to a prompt."""
 
 from __future__ import annotations
 
@@ -17,11 +17,14 @@ from cpmcu.serving.protocol.chat import ChatMessage, ContentPart, Tool
 logger = logging.getLogger(__name__)
 
 _BILLING_HEADER = "x-anthropic-billing-header:"
-_OWN = {"messages", "tools", "add_generation_prompt"}  # set here, whatever a request gives
+_OWN = {"messages", "tools", "add_generation_prompt"}  # set here; a request cannot override them
 
 
 def checked(messages: Sequence[ChatMessage], config: ServerConfig) -> list[ChatMessage]:
-    """The messages that the template gets. Raises ApiError (400) for too many, or too long ones."""
+    """Returns the messages for the template.
+
+    Raises ApiError (400) if there are too many messages or their text is too long.
+    """
     if len(messages) > config.max_messages:
         raise ApiError(
             400,
@@ -80,7 +83,7 @@ def render(
     add_generation_prompt: bool,
     continue_final_message: bool,
 ) -> str:
-    """The prompt's text, special tokens included. Raises ApiError (400) if there can be none."""
+    """Returns the prompt's text with special tokens. Raises ApiError (400) if rendering fails."""
     if template is None:
         raise ApiError(
             400,
@@ -102,8 +105,8 @@ def render(
 def _continued(
     template: ChatTemplate, messages: Sequence[dict[str, Any]], fields: Mapping[str, Any]
 ) -> str:
-    """The prompt up to the end of the last message; what would close its turn is left out."""
-    mark = f"{uuid.uuid4().hex} "  # if its space is missing, the template trims messages
+    """Returns the prompt up to the end of the last message, without the end of its turn."""
+    mark = f"{uuid.uuid4().hex} "  # its space is missing if the template trims messages
     message = joined(messages[-1])
     last = message["content"]
     marked = [*messages[:-1], {**message, "content": last + mark}]

@@ -1,4 +1,4 @@
-"""Errors as OpenAI's clients expect them: {"error": {message, type, param, code}}."""
+"""Errors in OpenAI's format: {"error": {message, type, param, code}}."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-CLIENT_LEFT = 499  # nginx's status for it
+CLIENT_LEFT = 499  # nginx's status for a request whose client disconnected
 
 _TYPES = {
     400: "invalid_request_error",
@@ -28,7 +28,7 @@ _TYPES = {
 
 
 class ApiError(Exception):
-    """A request that gets an error: HTTP status, a sentence, and what it is about."""
+    """An error response: HTTP status, message, and the request field that caused it."""
 
     def __init__(
         self,
@@ -49,45 +49,45 @@ class ApiError(Exception):
             self.headers["Retry-After"] = str(retry_after)
 
     def body(self) -> dict[str, Any]:
-        """The JSON object."""
+        """Returns the error as a JSON object."""
         return error_body(self.status, str(self), param=self.param, code=self.code)
 
     def response(self) -> JSONResponse:
-        """The HTTP response."""
+        """Returns the error as an HTTP response."""
         return JSONResponse(self.body(), self.status, self.headers)
 
 
 def error_body(
     status: int, message: str, *, param: str | None = None, code: str | None = None
 ) -> dict[str, Any]:
-    """An error as a JSON object. Of half a surrogate pair, which no JSON can hold, its escape."""
+    """Returns an error as a JSON object. Half a surrogate pair is written as its escape."""
     message = message.encode("utf-8", "backslashreplace").decode()
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def internal_error() -> ApiError:
-    """What a client learns of an error that is not its own: nothing but that there was one."""
+    """The response to an error inside the server. It contains no details."""
     return ApiError(500, "The server failed to answer this request; its log says why.")
 
 
 def server_stopping() -> ApiError:
-    """What a client gets that comes, or is not done, when the server stops."""
+    """The response to a request that arrives or is unfinished when the server stops."""
     return ApiError(503, "The server is stopping.", code="stopping", retry_after=5)
 
 
 def client_left() -> ApiError:
-    """What ends the request of a client that is gone; nobody receives it, but the log has it."""
+    """The error that ends a request whose client disconnected. Only the log has it."""
     return ApiError(CLIENT_LEFT, "The client has left.")
 
 
 def refused(param: str, message: str) -> ApiError:
-    """A 400 about one field."""
+    """Returns a 400 for one field."""
     return ApiError(400, message, param=param, code="unsupported_value")
 
 
 def add_handlers(app: FastAPI) -> None:
-    """Makes `app` answer every error in OpenAI's shape."""
+    """Makes `app` answer every error in OpenAI's format."""
 
     @app.exception_handler(ApiError)
     async def api_error(request: Request, error: ApiError) -> JSONResponse:
@@ -104,7 +104,7 @@ def add_handlers(app: FastAPI) -> None:
         elif error.status_code == 405:
             message = f"{request.url.path} does not take {request.method}."
         elif error.status_code == 400 and isinstance(error.__cause__, (ValueError, RecursionError)):
-            # FastAPI's for a body that is not UTF-8, or nested too deeply.
+            # FastAPI raises this for a body that is not UTF-8 or is nested too deeply.
             return _invalid_json().response()
         else:
             message = str(error.detail)
@@ -116,7 +116,7 @@ def _invalid_json() -> ApiError:
 
 
 def _from_validation(error: RequestValidationError) -> ApiError:
-    """The first complaint about a body, as one sentence that names the field."""
+    """Returns the first validation error of a body as one sentence that names the field."""
     first = error.errors()[0]
     if first["type"] == "json_invalid":
         return _invalid_json()
@@ -140,7 +140,7 @@ def _from_validation(error: RequestValidationError) -> ApiError:
     return ApiError(400, message, param=param, code="invalid_value")
 
 
-# What pydantic calls the members of a union, where it should name the next part of a field.
+# pydantic's names of union members (they appear in `loc` as parts of a field) -> their forms.
 _FORMS = {
     "str": "a text",
     "bool": "true or false",
@@ -164,7 +164,7 @@ def _is_field(part: int | str) -> bool:
 
 
 def _forms(errors: Sequence[Mapping[str, Any]], path: list[int | str]) -> list[str]:
-    """The forms that what is at `path` may have, if it is a union."""
+    """Returns the forms allowed at `path` if it is a union."""
     forms = []
     for error in errors:
         loc = list(error["loc"][1:])
@@ -176,7 +176,7 @@ def _forms(errors: Sequence[Mapping[str, Any]], path: list[int | str]) -> list[s
 
 
 def _wanted(error: Mapping[str, Any]) -> str:
-    """pydantic's sentence, from its verb on, in the words of JSON."""
+    """Returns pydantic's message from its verb on, with JSON's type names."""
     message = str(error["msg"]).removeprefix("Value error, ")
     message = re.sub("valid dictionary( or .*)?", "JSON object", message)
     return re.sub(r"^\w+ should ", "must ", message).partition(" after validation")[0]

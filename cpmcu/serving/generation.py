@@ -1,4 +1,4 @@
-"""One HTTP request's work: the bridge from the engine's thread to asyncio."""
+"""Generation for one HTTP request: the bridge from the engine's thread to asyncio."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PrefillProgress:
-    """So many tokens of a prompt were read, those that were cached included."""
+    """Progress of one prompt: `processed` of `total` tokens are in the KV cache.
+
+    `cached` of them were found in the prefix cache.
+    """
 
     prompt_index: int
     cached: int
@@ -37,11 +40,11 @@ Item = PrefillProgress | StreamChunk
 
 
 class Generation:
-    """The engine's requests for one HTTP request, and what they emit as an async iterator.
+    """The engine requests of one HTTP request; their chunks are an async iterator.
 
     The outputs are numbered through: choice c of prompt p is p * n + c. Raises ApiError (400) for
     a prompt, which came in the request's field `prompt_field`, or parameters that the engine
-    refuses. `kept`: see LLM.prepare.
+    refuses. `keep_special_tokens`: see LLM.prepare.
     """
 
     def __init__(
@@ -53,7 +56,7 @@ class Generation:
         *,
         prompt_field: str = "prompt",
         progress: bool = False,
-        kept: Sequence[int] = (),
+        keep_special_tokens: Sequence[int] = (),
     ) -> None:
         llm = service.model.llm
         self.prompts = prompts
@@ -72,7 +75,9 @@ class Generation:
                 resolved = params.resolve(llm.generation_config)
                 on_prefill = self._reporter(p) if progress else None
                 emit = self._emitter(p * params.n)
-                self.requests += llm.prepare(prompt, resolved, emit, on_prefill, kept)
+                self.requests += llm.prepare(
+                    prompt, resolved, emit, on_prefill, keep_special_tokens
+                )
             except ValueError as error:
                 raise bad_value(error, prompt_field) from error
         self.left = len(self.requests)
@@ -80,7 +85,7 @@ class Generation:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all outputs so far."""
+        """Tokens of all outputs generated so far."""
         return sum(len(request.tokens) for request in self.requests)
 
     @property
@@ -89,7 +94,7 @@ class Generation:
         return sum(request.cached_tokens or 0 for request in self.requests[:: self.params.n])
 
     def start(self) -> None:
-        """Queues it; see Service.submit."""
+        """Queues the requests; see Service.submit."""
         service = self._service
         service.submit(self)
         try:
@@ -100,15 +105,15 @@ class Generation:
             raise
 
     def cancel(self) -> None:
-        """Ends what is not done with finish reason "abort"; from any thread, harmless later."""
+        """Ends unfinished requests with finish reason "abort". Any thread may call it."""
         for request in self.requests:
             request.cancel()
 
     async def items(self) -> AsyncIterator[tuple[int, Item]]:
-        """(output number, item) as they come, until every output has ended.
+        """Yields (output number, item) until every output has ended.
 
-        Raises RuntimeError if the engine fails, ApiError if it refuses the request or the grammar
-        cannot be followed (400), or cannot finish an output (500).
+        Raises RuntimeError if the engine fails. Raises ApiError: 400 if the engine refuses the
+        request or cannot follow the grammar, 500 if it cannot finish an output.
         """
         open_outputs = len(self.requests)
         while open_outputs:
@@ -125,7 +130,7 @@ class Generation:
                 await self._event.wait()
 
     async def outputs(self) -> list[CompletionOutput]:
-        """Waits for the end, and gives the results. Raises RuntimeError if the engine fails."""
+        """Waits for all outputs and returns them. Raises the exceptions of `items`."""
         async for _ in self.items():
             pass
         return [request.output() for request in self.requests]
@@ -134,7 +139,7 @@ class Generation:
 
     def _emitter(self, base: int) -> Callable[[StreamChunk | Exception], None]:
         def emit(item: StreamChunk | Exception) -> None:
-            # An exception does not say which output it ends; it ends the whole response anyway.
+            # An exception has no output number. It ends the whole response.
             index = 0 if isinstance(item, Exception) else item.index
             self._deliver(base + index, item)
 
@@ -151,12 +156,12 @@ class Generation:
 
     def _deliver(self, number: int, item: Item | Exception) -> None:
         self._inbox.append((number, item))
-        if self._waking:  # it will find this item too
+        if self._waking:  # the pending _wake processes this item too
             return
         self._waking = True
         try:
             self._loop.call_soon_threadsafe(self._wake)
-        except RuntimeError:  # the loop is closed: nobody listens any more
+        except RuntimeError:  # the event loop is closed
             self.cancel()
 
     # ---- on the event loop's thread
@@ -188,7 +193,7 @@ class Generation:
 
 
 def sampling_params(**fields: Any) -> SamplingParams:
-    """The engine's parameters. Raises ApiError (400) for a value out of range."""
+    """Creates SamplingParams. Raises ApiError (400) for a value out of range."""
     try:
         return SamplingParams(**fields)
     except ValueError as error:
@@ -198,9 +203,9 @@ def sampling_params(**fields: Any) -> SamplingParams:
 def encode(
     tokenizer: Tokenizer, text: str, field: str, *, special: bool, max_length: int | None = None
 ) -> list[int]:
-    """Tokens of a text that came in a request's field.
+    """Returns the tokens of the text in a request's field.
 
-    Raises ApiError (400) if it is none, or has more than `max_length`.
+    Raises ApiError (400) if the text cannot be encoded or has more than `max_length` tokens.
     """
     try:
         return tokenizer.encode(text, add_special_tokens=special, max_length=max_length)
@@ -209,7 +214,7 @@ def encode(
 
 
 def _answered(error: Exception) -> Exception:
-    """What a client gets for an error of the engine's."""
+    """Returns the exception that a client gets for an exception of the engine."""
     if isinstance(error, GrammarError | OutputError):
         message = f"{str(error)[0].upper()}{str(error)[1:]}."
         if isinstance(error, GrammarError):
@@ -219,7 +224,10 @@ def _answered(error: Exception) -> Exception:
 
 
 def bad_value(error: ValueError, prompt_field: str = "prompt") -> ApiError:
-    """A 400 that says what SamplingParams, LLM.prepare or a tokenizer said, naming the field."""
+    """Returns a 400 with the message of SamplingParams, LLM.prepare or a tokenizer.
+
+    The error's `param` is the request field that the message names.
+    """
     message = str(error)
     if message.startswith("the prompt"):
         too_long = "prompt and output together" in message

@@ -1,4 +1,4 @@
-"""Structured output: from OpenAI's and vLLM's request fields to the engine's grammars."""
+"""Structured output: converts OpenAI's and vLLM's request fields to the engine's grammars."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cpmcu.serving.errors import ApiError, refused
 if TYPE_CHECKING:
     from cpmcu.serving.protocol.base import ResponseFormat
 
-# The last part of vLLM's request fields: guided_json, structured_outputs.json.
+# Last part of vLLM's field names (guided_json, structured_outputs.json) -> constructor.
 KINDS: dict[str, Callable[[Any], Grammar]] = {
     "json": Grammar.json_schema,
     "regex": Grammar.regex,
@@ -22,18 +22,18 @@ KINDS: dict[str, Callable[[Any], Grammar]] = {
     "grammar": Grammar.lark,
     "json_object": lambda _: Grammar.json_object(),
 }
-GUIDED = ("json", "regex", "choice", "grammar")  # those that are guided_* too
+GUIDED = ("json", "regex", "choice", "grammar")  # kinds that also exist as guided_*
 
 
 def available() -> bool:
-    """Is the library that follows grammars installed?"""
+    """True if the grammar library (llguidance) is installed."""
     return importlib.util.find_spec("llguidance") is not None
 
 
 def make(param: str, function: Callable[..., Grammar], *source: Any) -> Grammar:
-    """`function(*source)`, asked for by the request field `param`.
+    """Returns `function(*source)` for the request field `param`.
 
-    Raises ApiError (400) for a source that is wrong, or if the extra is not installed.
+    Raises ApiError (400) if the source is invalid or the grammar extra is not installed.
     """
     if not available():
         raise ApiError(
@@ -50,7 +50,7 @@ def make(param: str, function: Callable[..., Grammar], *source: Any) -> Grammar:
 
 
 def from_response_format(value: ResponseFormat | None) -> Grammar | None:
-    """The grammar of OpenAI's `response_format`. Raises ApiError (400)."""
+    """Returns the grammar of OpenAI's `response_format`. Raises ApiError (400)."""
     param = "response_format"
     if value is None:
         return None
@@ -58,11 +58,11 @@ def from_response_format(value: ResponseFormat | None) -> Grammar | None:
     schema = value.schema_given
     if value.type == "text":
         if schema is not None:
-            raise refused(param, f"{param} has a schema, but type text holds to none.")
+            raise refused(param, f"{param} has a schema, but type text allows none.")
         return None
     if value.type == "json_object" and (schema is True or schema == {}):
-        schema = None  # says nothing, but the type says that it is an object
-    if schema is not None:  # also with json_object, as llama.cpp and Together have it
+        schema = None  # the schema allows any value; the type requires an object
+    if schema is not None:  # llama.cpp and Together allow a schema with json_object too
         return make(param, Grammar.json_schema, schema)
     if value.type == "json_object":
         return make(param, Grammar.json_object)
@@ -75,7 +75,7 @@ def from_response_format(value: ResponseFormat | None) -> Grammar | None:
 
 
 def from_guided(fields: dict[str, Any]) -> Grammar | None:
-    """The grammar of vLLM's fields, name -> source. Raises ApiError (400)."""
+    """Returns the grammar of vLLM's fields, name -> source. Raises ApiError (400)."""
     given = {name: value for name, value in fields.items() if value is not None}
     if len(given) > 1:
         raise ApiError(
@@ -90,15 +90,19 @@ def from_guided(fields: dict[str, Any]) -> Grammar | None:
 
 
 def of_arguments(parameters: dict[str, Any]) -> Grammar:
-    """The arguments of a call, without white space, which weak models lose themselves in."""
+    """Returns the grammar of a call's arguments.
+
+    White space is not allowed: a weak model may generate it without end.
+    """
     schema = {"x-guidance": {"whitespace_flexible": False}, **parameters}
     return make("tool_choice", Grammar.json_schema, schema)
 
 
 def of_calls(tools: dict[str, dict[str, Any]], *, several: bool) -> Grammar:
-    """A JSON list of calls to at least one of these tools (name -> schema of its parameters).
+    """Returns the grammar of a non-empty JSON list of calls to `tools`.
 
-    Each schema is a document of its own, so that a `$ref` finds what it found in the request.
+    `tools`: name -> schema of the parameters. Each schema stays a document of its own, so that
+    its `$ref` paths remain valid.
     """
     calls: list[str] = []
     parts: dict[str, Grammar] = {}
@@ -114,10 +118,10 @@ def of_calls(tools: dict[str, dict[str, Any]], *, several: bool) -> Grammar:
 def after_thinking(
     answer: Grammar, tags: tuple[str, str], tokens: tuple[int | None, int | None], *, begun: bool
 ) -> Grammar:
-    """`answer`, with thinking between `tags` before it if the model wants to.
+    """Returns `answer` with optional reasoning between `tags` before it.
 
-    `tokens`: those that the tags are, None for one that is spelt. `begun`: the prompt has begun to
-    think, so that thinking must end before the answer.
+    `tokens`: the tags' token ids; None for a tag of several tokens. `begun`: the prompt ends
+    within reasoning, so the reasoning must end before the answer.
     """
     begin, end = (
         json.dumps(tag, ensure_ascii=False) if token is None else f"<[{token}]>"

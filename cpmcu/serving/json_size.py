@@ -1,35 +1,35 @@
-"""How many values JSON has, told before it is parsed.
+"""Counts the values of a JSON text without parsing it.
 
-Parsing holds the interpreter's lock: a body of millions of values would stop everybody else's
-stream for seconds. A long text is one value, and no trouble.
+The JSON parser holds the GIL. A body of millions of values would stop all streams for seconds. A
+long string is one value and parses fast.
 """
 
 from __future__ import annotations
 
 import re
 
-# Up to its end, or as far as the piece goes: at most one byte is left then, a backslash.
+# The rest of a string, up to its end or the end of the piece. At most a backslash remains.
 _REST = re.compile(rb'[^"\\]*(?:\\.[^"\\]*)*("?)', re.DOTALL)
 _TEXT = re.compile(b'"' + _REST.pattern, re.DOTALL)
 
 
 class ValueCounter:
-    """Counts values of JSON that comes in pieces.
+    """Counts the values of JSON that arrives in pieces.
 
-    `parts` are lists, objects and their members, which take several times as long as others.
+    `parts`: lists, objects and members. Parsing one takes several times as long as another value.
     """
 
     def __init__(self) -> None:
         self.values = 1
         self.parts = 0
-        self._inside = False  # a text
-        self._escaped = False  # its last byte was a backslash that escapes the next
+        self._inside = False  # the last piece ended inside a string
+        self._escaped = False  # it ended with a backslash that escapes the next byte
 
     def feed(self, piece: bytes) -> None:
-        """Takes the next piece."""
+        """Counts the values of the next piece."""
         if self._inside:
             piece = self._leave(piece)
-        outside, texts = _TEXT.subn(rb"\1", piece)  # their closing quotes are left
+        outside, texts = _TEXT.subn(rb"\1", piece)  # each string is replaced by its closing quote
         if texts > outside.count(b'"'):
             self._inside, self._escaped = True, outside.endswith(b"\\")
         members = outside.count(b":")
@@ -37,11 +37,11 @@ class ValueCounter:
         self.parts += outside.count(b"[") + outside.count(b"{") + members
 
     def _leave(self, piece: bytes) -> bytes:
-        """What follows the text that `piece` goes on with; nothing if it does not end there."""
+        """Returns the part of `piece` after the open string; b"" if the string stays open."""
         if self._escaped and piece:
             piece, self._escaped = piece[1:], False
         rest = _REST.match(piece)
-        assert rest is not None  # it matches nothing, too
+        assert rest is not None  # the pattern matches the empty string
         self._inside = not rest[1]
         after = piece[rest.end() :]
         if self._inside:

@@ -1,4 +1,4 @@
-"""Limits on what a client may send, enforced before it costs memory or time."""
+"""Limits on the size of requests, enforced before the request is parsed."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from cpmcu.serving import memory
 from cpmcu.serving.errors import ApiError
 from cpmcu.serving.json_size import ValueCounter
 
-_MAX_INNER_VALUES = 1 << 16  # of JSON within a text of a body
-_SMALL = 1 << 16  # bytes of a body whose values need not be counted
+_MAX_INNER_VALUES = 1 << 16  # values of JSON within a string of a body
+_SMALL = 1 << 16  # bytes; the values of a smaller body are not counted
 
 
 class BodyLimit:
-    """ASGI middleware that answers 413 for a body that is too large, 408 for a late one.
+    """ASGI middleware: answers 413 to a body that is too large, 408 to a late one.
 
-    Too large is one with more bytes, JSON values, or lists, objects and members than given.
+    `max_values` limits the JSON values, `max_parts` the lists, objects and members.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class BodyLimit:
         self._seconds = seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Passes the request on with its body counted and timed; frees what a large one took."""
+        """Passes the request on with a counted and timed body; frees the memory of a large one."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -47,7 +47,7 @@ class BodyLimit:
 
         async def limited() -> Message:
             nonlocal taken, more
-            if not more:  # all that can come is that the client leaves
+            if not more:  # only a disconnect can follow
                 return await receive()
             with anyio.move_on_after(deadline - time.monotonic()):
                 message = await receive()
@@ -74,7 +74,7 @@ class BodyLimit:
         if counter.parts > self._max_parts:
             raise self._too_large(self._max_parts, "JSON lists, objects and members")
 
-    # Not ApiErrors: FastAPI makes a 400 of what it does not know while it reads a body.
+    # HTTPException, not ApiError: while FastAPI reads a body, it turns other exceptions into a 400.
 
     def _too_large(self, most: int, what: str) -> HTTPException:
         return HTTPException(413, f"The request body has more than {most} {what}.")
@@ -85,7 +85,7 @@ class BodyLimit:
 
 
 def check_text(text: str, param: str, max_length: int) -> None:
-    """Raises ApiError (400) for a text of more than `max_length` characters."""
+    """Raises ApiError (400) if a text has more than `max_length` characters."""
     if len(text) > max_length:
         raise ApiError(
             400,
@@ -96,7 +96,7 @@ def check_text(text: str, param: str, max_length: int) -> None:
 
 
 def check_values(text: str, param: str) -> None:
-    """Raises ApiError (400) for JSON in a text that has too many values to be parsed."""
+    """Raises ApiError (400) if the JSON in a text has too many values."""
     counter = ValueCounter()
     counter.feed(text.encode("utf-8", "replace"))
     if max(counter.values, counter.parts) > _MAX_INNER_VALUES:

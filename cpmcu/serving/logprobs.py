@@ -1,4 +1,4 @@
-"""Log-probabilities in the forms of the endpoints: tokens, their names, offsets, the prompt's."""
+"""Formats log-probabilities of outputs and prompts for the endpoints."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from cpmcu.serving.protocol.base import PromptLogprob, PromptLogprobs
 from cpmcu.serving.protocol.completion import CompletionLogprobs
 from cpmcu.serving.token_text import TokenTexts
 
-LOWEST = -9999.0  # a log-probability of zero: JSON has no minus infinity
-_GAP = 16  # letters of a prompt, at most, that may be no token's text
+LOWEST = -9999.0  # stands for minus infinity, which JSON cannot represent
+_GAP = 16  # most characters of a prompt between the texts of two tokens
 
-Scored = tuple[int, TokenLogprobs | None]  # a token; None: nothing comes before it
+Scored = tuple[int, TokenLogprobs | None]  # (token id, its score; None for the first token)
 
 
 def scored(entries: Sequence[TokenLogprobs] | None) -> list[Scored]:
-    """What was drawn, as `Logprobs.write` takes it."""
+    """Converts an output's entries to the input of `Logprobs.write`."""
     return [(entry.token_id, entry) for entry in entries or ()]
 
 
 def by_id(token: int) -> str:
-    """A token's name that no other has (vLLM's return_tokens_as_token_ids)."""
+    """Returns a token's unique name (vLLM's return_tokens_as_token_ids)."""
     return f"token_id:{token}"
 
 
 def of_prompt(
     texts: TokenTexts, scores: Sequence[TokenLogprobs | None], count: int | None
 ) -> PromptLogprobs | None:
-    """vLLM's `prompt_logprobs` with the `count` likeliest tokens; None if it was not asked for.
+    """Returns vLLM's `prompt_logprobs` with the `count` likeliest tokens; None if `count` is None.
 
-    The rank of the prompt's own token is known if it is among the likeliest.
+    The rank of the prompt's own token is known only if it is among the likeliest tokens.
     """
     if count is None:
         return None
@@ -56,10 +56,10 @@ def of_prompt(
 
 
 class Logprobs:
-    """One choice's log-probabilities as /v1/completions has them, with offsets into its text.
+    """Log-probabilities of one choice in the format of /v1/completions, with text offsets.
 
-    That text begins with `echo`, whose tokens are the first `num_echoed`; `skip_special`: special
-    tokens of the output are not in it. `as_ids`: tokens are named by their ids.
+    `echo`: the prompt's text at the start of the choice's text; its first `num_echoed` tokens.
+    `skip_special`: the text omits special tokens. `as_ids`: names tokens by their ids.
     """
 
     def __init__(
@@ -82,12 +82,12 @@ class Logprobs:
         self._offset = 0
 
     def write(self, entries: Sequence[Scored]) -> CompletionLogprobs | None:
-        """The next tokens; None if log-probabilities were not asked for."""
+        """Formats the next tokens. Returns None if log-probabilities were not requested."""
         if self._wanted is None:
             return None
         offsets = []
         for token, _ in entries:
-            shown = self._texts.is_shown(token)
+            shown = not self._texts.is_special(token)
             if self._left:
                 offsets.append(self._find(token, shown))
             else:
@@ -102,10 +102,10 @@ class Logprobs:
         )
 
     def _find(self, token: int, shown: bool) -> int:
-        """Where the echoed text has the prompt's next token; goes on behind it.
+        """Returns the offset of the prompt's next token in the echoed text, and advances past it.
 
-        A text prompt is echoed as it came. It may have special tokens by name, and lack what the
-        tokenizer put before it (a special token, a space); some letters may be no token's.
+        The echoed text is the request's own. It may spell special tokens by name. It lacks a
+        special token or space that the tokenizer added. Some characters may belong to no token.
         """
         text = self._texts.text_of(token)
         if shown:
@@ -122,7 +122,7 @@ class Logprobs:
         return begin
 
     def _top(self, entry: TokenLogprobs | None, count: int) -> dict[str, float] | None:
-        """The `count` likeliest tokens and the chosen one, whose name no other token has."""
+        """Returns the `count` likeliest tokens and the chosen one, each under a unique name."""
         if entry is None:
             return None
         owners = {self._name(entry.token_id): entry.token_id}

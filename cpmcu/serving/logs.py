@@ -1,4 +1,4 @@
-"""Log lines with request ids, and one line for each request."""
+"""Logging with request ids, and one line for each request."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class _JsonFormatter(logging.Formatter):
 
 
 def configure(log_format: str, level: str) -> None:
-    """Sends everything that is logged to stderr, in one format."""
+    """Sends all log records to stderr in one format."""
     handler = logging.StreamHandler()
     handler.addFilter(_WithRequestId())
     text = "%(asctime)s %(levelname)-7s %(request_id)s %(name)s: %(message)s"
@@ -59,11 +59,11 @@ def configure(log_format: str, level: str) -> None:
 
 
 class RequestLog:
-    """ASGI middleware: gives each request an id, logs how it ended, and hides exceptions.
+    """ASGI middleware: assigns a request id, logs each request, and hides exceptions.
 
-    The id is the client's `x-request-id` if it is printable, else a new one; it goes back in the
-    response's header. An exception that nobody caught is logged and answered with a 500 that says
-    nothing about it; a request that the stopping server cancels gets a 503.
+    The id is the client's `x-request-id` if it is printable, else a new one. The response has it
+    in the same header. An uncaught exception is logged and answered with a 500 without details.
+    A request that the stopping server cancels gets a 503.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -92,7 +92,7 @@ class RequestLog:
         try:
             await self._app(scope, receive, with_id)
         except asyncio.CancelledError:
-            logger.warning("the request is cut off: the server stops")
+            logger.warning("request cancelled: the server is stopping")
             if not status:
                 await server_stopping().response()(scope, receive, with_id)
         except Exception:
@@ -107,7 +107,7 @@ class RequestLog:
         quiet = scope["path"] in ("/health", "/metrics") and status == 200
         fields = {
             "method": scope["method"],
-            # As it came, percent signs and all: no line break can hide in it.
+            # The undecoded path: it cannot contain a line break.
             "path": scope.get("raw_path", b"").decode("latin-1") or scope["path"],
             "status": status,
             "ms": round(1e3 * seconds, 1),

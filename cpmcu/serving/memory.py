@@ -1,4 +1,4 @@
-"""Memory that large requests took, given back to the system."""
+"""Returns the memory of large requests to the system."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ import gc
 import threading
 from collections.abc import Callable
 
-LARGE = 1 << 18  # bytes of a body
+LARGE = 1 << 18  # bytes of a body; a smaller one is not worth a trim
 
 _SOON_SECONDS = 0.1
 
-_turn = threading.Lock()
+_lock = threading.Lock()
 
 
 def give_back_soon() -> None:
-    """As `give_back`, on another thread, once the caller's request is forgotten."""
+    """Runs `give_back` on another thread after the caller has released its request."""
     thread = threading.Thread(target=give_back, name="cpmcu-memory", daemon=True)
     asyncio.get_running_loop().call_later(_SOON_SECONDS, thread.start)
 
 
 def give_back() -> None:
-    """Returns what is free to the system, which C's allocator would keep. Takes milliseconds.
+    """Returns the allocator's free memory to the system. Takes milliseconds.
 
-    Does nothing while another thread does it, and where the C library has no such function.
+    Does nothing if another thread is doing it or the C library has no malloc_trim.
     """
     trim = _malloc_trim()
-    if trim is None or not _turn.acquire(blocking=False):
+    if trim is None or not _lock.acquire(blocking=False):
         return
     try:
-        gc.collect()  # exceptions hold the request that they were raised for
-        trim(0)  # without the interpreter's lock
+        gc.collect()  # frees exceptions, which refer to their requests in cycles
+        trim(0)  # ctypes releases the GIL
     finally:
-        _turn.release()
+        _lock.release()
 
 
 @functools.cache

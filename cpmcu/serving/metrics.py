@@ -1,4 +1,4 @@
-"""Prometheus metrics, with vLLM's names, so that its dashboards and benchmarks work here."""
+"""Prometheus metrics with vLLM's names, so vLLM's dashboards and benchmarks work here."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _LATENCY = ".05 .1 .3 .5 .8 1 1.5 2 2.5 5 10 15 20 30 40 50 60 120 240 480 960 1
 _TOKENS = "1 2 5 10 20 50 100 200 500 1e3 2e3 5e3 1e4 2e4 5e4 1e5 2e5 5e5"
 _CHOICES = "1 2 5 10 20 50 100"
 
-# Key, name without prefix, help, upper edges of the buckets.
+# Key, name without prefix, help, upper bucket edges.
 _HISTOGRAMS = (
     ("ttft", "time_to_first_token_seconds", "Arrival to first token.", _TTFT),
-    ("itl", "inter_token_latency_seconds", "Between two steps that gave tokens.", _ITL),
-    ("tpot", "request_time_per_output_token_seconds", "Mean per token after the first.", _ITL),
+    ("itl", "inter_token_latency_seconds", "Time between two steps that emitted tokens.", _ITL),
+    ("tpot", "request_time_per_output_token_seconds", "Mean time per token after the first.", _ITL),
     ("e2e", "e2e_request_latency_seconds", "Arrival to last token.", _LATENCY),
-    ("queue", "request_queue_time_seconds", "Waiting for a slot.", _LATENCY),
+    ("queue", "request_queue_time_seconds", "Time waiting for a slot.", _LATENCY),
     ("prefill", "request_prefill_time_seconds", "Slot to first token.", _LATENCY),
     ("decode", "request_decode_time_seconds", "First to last token.", _LATENCY),
     ("inference", "request_inference_time_seconds", "Slot to last token.", _LATENCY),
@@ -49,11 +49,11 @@ _HISTOGRAMS = (
     ),
 )
 _COUNTERS = (
-    ("prompt_tokens", "prompt_tokens", "Prompt tokens read."),
+    ("prompt_tokens", "prompt_tokens", "Prompt tokens processed."),
     ("generation_tokens", "generation_tokens", "Tokens generated."),
     ("drafts", "spec_decode_num_drafts", "Steps that verified a draft."),
-    ("draft_tokens", "spec_decode_num_draft_tokens", "Drafted tokens."),
-    ("accepted_tokens", "spec_decode_num_accepted_tokens", "Accepted drafted tokens."),
+    ("draft_tokens", "spec_decode_num_draft_tokens", "Draft tokens."),
+    ("accepted_tokens", "spec_decode_num_accepted_tokens", "Accepted draft tokens."),
 )
 
 
@@ -84,13 +84,13 @@ class Metrics:
         }
         self._positions = Counter(
             "vllm:spec_decode_num_accepted_tokens_per_pos",
-            "Accepted drafted tokens, by their position in the draft.",
+            "Accepted draft tokens by position in the draft.",
             (*_LABELS, "position"),
             registry=self._registry,
         )
         self._finished = Counter(
             "vllm:request_success",
-            "Outputs that ended, by reason.",
+            "Finished outputs by reason.",
             (*_LABELS, "finished_reason"),
             registry=self._registry,
         )
@@ -103,28 +103,28 @@ class Metrics:
         self._registry.register(_OfEngine(labels, load, cache_config))
 
     def render(self) -> bytes:
-        """The text that Prometheus reads."""
+        """Returns all metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
     def started(self, prompt_tokens: int, params: SamplingParams, max_length: int) -> None:
-        """A request was queued; no sequence can be longer than `max_length`."""
+        """Counts a queued request. `max_length`: the engine's longest sequence."""
         self._histograms["prompt"].observe(prompt_tokens)
         self._histograms["n"].observe(params.n)
         if params.max_tokens is not None:
             self._histograms["max_tokens"].observe(min(params.max_tokens, max_length))
 
     def rejected(self) -> None:
-        """A request was refused because the queue is full."""
+        """Counts a request that was refused because the queue was full."""
         self._rejections.inc()
 
     def tokens(self, count: int, seconds: float | None) -> None:
-        """An output got tokens, so long after its tokens before (None: they are its first)."""
+        """Counts tokens of an output, `seconds` after its previous ones (None: the first)."""
         self._counters["generation_tokens"].inc(count)
         if seconds is not None:
             self._histograms["itl"].observe(seconds)
 
     def finished(self, output: CompletionOutput) -> None:
-        """An output ended."""
+        """Records the timings and acceptance of a finished output."""
         timings = output.timings
         self._finished.labels(**self._labels, finished_reason=output.finish_reason).inc()
         observe = self._histograms
@@ -153,7 +153,7 @@ class Metrics:
 
 
 class _OfEngine(Collector):
-    """What is asked of the engine when Prometheus asks."""
+    """Metrics that are read from the engine at each scrape."""
 
     def __init__(
         self,
@@ -167,19 +167,21 @@ class _OfEngine(Collector):
         self._cache_config = cache_config
 
     def collect(self) -> Iterator[Any]:
-        """The metrics."""
+        """Yields the current values."""
         load = self._load() or EngineLoad(0, 0, 0.0, 0)
         gauges = (
-            ("num_requests_running", "Outputs that have a slot.", load.running),
-            ("num_requests_waiting", "Outputs that wait for a slot.", load.waiting),
-            ("kv_cache_usage_perc", "Share of the KV pages taken, 0 to 1.", load.kv_cache_usage),
+            ("num_requests_running", "Running outputs (those with a slot).", load.running),
+            ("num_requests_waiting", "Outputs waiting for a slot.", load.waiting),
+            ("kv_cache_usage_perc", "KV pages in use, 0 to 1.", load.kv_cache_usage),
         )
         for name, text, value in gauges:
             gauge = GaugeMetricFamily(f"vllm:{name}", text, labels=self._names)
             gauge.add_metric(self._values, value)
             yield gauge
         preemptions = CounterMetricFamily(
-            "vllm:num_preemptions", "Outputs that lost their pages.", labels=self._names
+            "vllm:num_preemptions",
+            "Preempted outputs.",
+            labels=self._names,
         )
         preemptions.add_metric(self._values, load.preemptions)
         yield preemptions
@@ -227,7 +229,7 @@ class _OfEngine(Collector):
         edges = [*(str(float(edge)) for edge in EDGES), "+Inf"]
         found = HistogramMetricFamily(
             "vllm:iteration_tokens_total",
-            "Tokens of a step: of prompts, and new ones.",
+            "Tokens of a step: prompt tokens plus generated tokens.",
             labels=self._names,
         )
         found.add_metric(self._values, list(zip(edges, counts)), steps.total)

@@ -1,4 +1,4 @@
-"""The path under which a proxy offers the server."""
+"""The path prefix of the server behind a proxy."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 
 class RootPath:
-    """ASGI middleware that takes `root` off the paths of requests, if a proxy left it there."""
+    """ASGI middleware: removes the prefix `root` from request paths that have it."""
 
     def __init__(self, app: ASGIApp, root: str) -> None:
         self._app = app
         self._root = root
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Passes the request on with its path and `root_path`."""
+        """Passes the request on with the shorter path and with `root_path`."""
         if scope["type"] == "http":
             path = scope["path"]
-            if path == self._root:  # the page's own addresses begin behind a slash
+            if path == self._root:  # the page's relative addresses need the slash
                 await RedirectResponse(f"{self._root}/")(scope, receive, send)
                 return
             if path.startswith(f"{self._root}/"):

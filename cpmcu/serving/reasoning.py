@@ -1,13 +1,13 @@
-"""Tells what a model thinks from what it answers: text between <think> and </think>."""
+"""Separates reasoning (text between <think> and </think>) from content."""
 
 from __future__ import annotations
 
-# (begin, end) pairs that chat templates of thinking models show.
+# (begin, end) tags in the chat templates of reasoning models.
 _TAGS = (("<think>", "</think>"), ("<|thought_start|>", "<|thought_end|>"))
 
 
 def held_back(text: str, tag: str) -> int:
-    """Letters at the end of `text` that may become `tag`: the longest end that begins it."""
+    """Returns the length of the longest suffix of `text` that is a proper prefix of `tag`."""
     for length in range(min(len(text), len(tag) - 1), 0, -1):
         if text.endswith(tag[:length]):
             return length
@@ -15,9 +15,9 @@ def held_back(text: str, tag: str) -> int:
 
 
 def tags_of(template: str | None, parser: str) -> tuple[str, str] | None:
-    """The tags of a model with this chat template; None if it does not think.
+    """Returns the reasoning tags of a model with this chat template, or None.
 
-    `parser`: "think" for <think> whatever the template says, "none", or "auto".
+    `parser`: "auto" searches the template, "think" is <think> for any template, "none" is None.
     """
     if parser == "none":
         return None
@@ -27,29 +27,29 @@ def tags_of(template: str | None, parser: str) -> tuple[str, str] | None:
 
 
 def is_open(prompt: str, tags: tuple[str, str], *, continues: bool = False) -> bool:
-    """Does a prompt end with a begin tag, as templates write it for models that always think?
+    """True if the prompt ends within reasoning: no end tag and no text follows the begin tag.
 
-    `continues`: the answer goes on with the prompt's last message, which may have begun to think.
+    If `continues`, the answer continues the last message, so text may follow the begin tag.
     """
     opened, closed = prompt.rfind(tags[0]), prompt.rfind(tags[1])
     return opened > closed and (continues or not prompt[opened + len(tags[0]) :].strip())
 
 
 class ReasoningSplitter:
-    """Divides a stream of text into (reasoning, content).
+    """Splits a stream of text into (reasoning, content).
 
-    Reasoning is at the beginning of an answer or nowhere; `inside`: the prompt began it (see
-    `is_open`). White space around the tags belongs to them.
+    Reasoning is recognised only at the beginning of an answer. `inside`: the prompt ends within
+    reasoning (see `is_open`). White space around the tags is removed.
     """
 
     def __init__(self, tags: tuple[str, str], *, inside: bool = False) -> None:
         self._begin, self._end = tags
         self._state = "reasoning" if inside else "start"
-        self._trim = inside  # white space at the start of a part is left out
+        self._trim = inside  # remove white space at the start of the next part
         self._held = ""
 
     def push(self, text: str, *, final: bool = False) -> tuple[str, str]:
-        """(reasoning, content) that `text` adds; `final` gives out what was held back."""
+        """Returns the (reasoning, content) that `text` adds (if `final`, all)."""
         if self._state == "content":
             return "", self._content(text)
         text = self._held + text

@@ -1,4 +1,4 @@
-"""What the two generating routes share: running a request, usage, and the frame of a stream."""
+"""Shared by the generating routes: running a request, usage, and the chunks of a stream."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from cpmcu.serving.protocol.base import (
 from cpmcu.serving.service import Service
 from cpmcu.serving.sse import EventStream, disconnected, to_json
 
-_MANY_TOKENS = 4096  # of outputs: writing them would hold up the event loop
-_PIECE = 1 << 13  # numbers or texts that are written at a time
+_MANY_TOKENS = 4096  # a longer response is serialised on another thread than the event loop's
+_PIECE = 1 << 13  # numbers or strings serialised in one call
 
 
 def service_of(request: Request) -> Service:
-    """The server's model."""
+    """Returns the server's Service."""
     service: Service = request.app.state.service
     return service
 
 
 class Reply:
-    """The frame of one response: id, model's name, time; and its usage."""
+    """The fields that all chunks of a response share (id, model, time), and its usage."""
 
     def __init__(self, body: GenerationRequest, service: Service, prefix: str, kind: str) -> None:
         self.body = body
@@ -44,16 +44,16 @@ class Reply:
         self.created = int(time.time())
         self.model = body.model or service.names[0]
         frame = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
-        self._head = f"data: {to_json(frame)[:-1]},"  # the same in all chunks
+        self._head = f"data: {to_json(frame)[:-1]},"  # the start of every chunk
 
     @property
     def wants_metrics(self) -> bool:
-        """Shall the response have `metrics`?"""
+        """True if the response must have `metrics`."""
         wanted = self.body.return_metrics
         return self.service.config.return_metrics if wanted is None else wanted
 
     def usage(self, generation: Generation, tokens: int | None = None) -> UsageInfo:
-        """Token counts; `tokens`: of the outputs, if not all that were drawn."""
+        """Returns the token counts. `tokens`: of the outputs (default: all generated)."""
         prompt = sum(map(len, generation.prompts))
         if tokens is None:
             tokens = generation.num_tokens
@@ -65,9 +65,9 @@ class Reply:
         )
 
     def usage_so_far(self, generation: Generation, tokens: int) -> dict[str, Any]:
-        """The member of a chunk that has the usage, if each shall have it.
+        """Returns a chunk's `usage` member if every chunk must have it, else no member.
 
-        `tokens`: of the outputs, up to this chunk.
+        `tokens`: of all outputs, up to and including this chunk.
         """
         if not (self.body.continuous_usage or self._forces_usage):
             return {}
@@ -78,12 +78,12 @@ class Reply:
         return self.service.config.enable_force_include_usage
 
     def chunk(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
-        """An event of a stream."""
+        """Returns one event of the stream."""
         rest = to_json({"choices": choices, **more})
         return f"{self._head}{rest[1:]}\n\n".encode()
 
     def progress(self, item: PrefillProgress) -> bytes:
-        """An event that tells how much of a prompt was read (llama.cpp's field)."""
+        """Returns an event with the progress of prefill (llama.cpp's `prompt_progress`)."""
         progress = {
             "total": item.total,
             "cache": item.cached,
@@ -93,7 +93,7 @@ class Reply:
         return self.chunk([], prompt_progress={"prompt_index": item.prompt_index, **progress})
 
     def last(self, generation: Generation, usage: UsageInfo) -> bytes | None:
-        """The event after the choices, with usage and metrics as far as asked for."""
+        """Returns the last event, with usage and metrics as requested, or None."""
         more: dict[str, Any] = {}
         if self.body.include_usage or self._forces_usage:
             more["usage"] = usage.model_dump()
@@ -103,7 +103,7 @@ class Reply:
 
 
 def written(model: ApiModel, *, without_none: bool = False) -> Response:
-    """A response whose lists are written piece by piece: other threads go on in between."""
+    """Returns a response whose lists are serialised in pieces, so other threads get the GIL."""
     members = []
     for name in type(model).model_fields:
         value = getattr(model, name)
@@ -118,14 +118,14 @@ def written(model: ApiModel, *, without_none: bool = False) -> Response:
 
 
 def _pieces(values: list[Any]) -> Iterator[str]:
-    """The elements of a list as JSON, without its brackets."""
+    """Yields the elements of a list as JSON, without the brackets."""
     size = _PIECE if all(isinstance(value, int | str) for value in values[:2]) else 1
     for at in range(0, len(values), size):
         yield to_json([_plain(value) for value in values[at : at + size]])[1:-1]
 
 
 def _plain(value: Any) -> Any:
-    """A value without models: lists and objects may hold them."""
+    """Converts the models within a value to plain objects."""
     if isinstance(value, ApiModel):
         return value.model_dump(by_alias=True)
     if isinstance(value, dict):
@@ -142,7 +142,7 @@ async def answer(
     events: Callable[[], AsyncIterator[bytes]],
     whole: Callable[[Sequence[CompletionOutput]], ApiModel],
 ) -> Response:
-    """Runs a request and answers it, streamed or whole; ends it when the client leaves."""
+    """Runs a request and answers it as a stream or at once. A disconnect cancels it."""
     generation.start()
     if body.stream:
         interval = service_of(request).config.ping_interval

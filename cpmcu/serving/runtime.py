@@ -1,4 +1,4 @@
-"""The process of a server: socket, event loop, loading thread, and an orderly end."""
+"""The server process: socket, event loop, loading thread and graceful shutdown."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ from cpmcu.serving.service import Service
 logger = logging.getLogger("cpmcu.server")
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_KEEP_ALIVE_SECONDS = 65  # longer than clients keep idle connections, so that they close them
+_KEEP_ALIVE_SECONDS = 65  # longer than clients keep idle connections, so the client closes first
 SWITCH_SECONDS = 0.0005
-_LAST_WORDS_SECONDS = 5.0  # for responses that were ended at the deadline to be sent
-_HASTY_SECONDS = 1.0  # the same, after a second Ctrl-C
-_CUT_OFF_SECONDS = 0.5  # for errors to be sent to those that did not end
+_LAST_WORDS_SECONDS = 5.0  # time to send the responses that were aborted at the deadline
+_HASTY_SECONDS = 1.0  # the same after a second Ctrl-C
+_CUT_OFF_SECONDS = 0.5  # time to send errors to the requests still open
 
 
 def run(config: ServerConfig, engine_config: EngineConfig) -> int:
-    """Serves until SIGTERM or Ctrl-C; returns the exit status.
+    """Serves until SIGTERM or Ctrl-C. Returns the exit status.
 
-    Leaves both signals ignored, so that another makes no error of the program's end. Raises OSError
-    if the address cannot be had, and what ServerConfig.keys does.
+    Both signals are ignored afterwards, so a second one cannot interrupt the exit. Raises OSError
+    if the server cannot listen on the address, and the exceptions of ServerConfig.keys.
     """
-    # The engine's thread must not wait long for the event loop's to let go of the interpreter.
+    # Limits the time that the engine's thread waits for the GIL while the event loop holds it.
     sys.setswitchinterval(SWITCH_SECONDS)
     logs.configure(config.log_format, config.log_level)
     server = make_server(Service(engine_config, config))
-    for number in _SIGNALS:  # also before uvicorn listens, and when it raises them again at its end
+    for number in _SIGNALS:  # uvicorn's own handlers cover only a part of the run
         signal.signal(number, server.handle_exit)
     loader = threading.Thread(target=server.load, name="cpmcu-load", daemon=True)
     try:
@@ -54,14 +54,17 @@ def run(config: ServerConfig, engine_config: EngineConfig) -> int:
             signal.signal(number, signal.SIG_IGN)
         server.service.close()
     status = 1 if server.failed else 0
-    if loader.is_alive():  # it cannot be stopped, and must not outlive the interpreter
+    if loader.is_alive():  # the thread cannot be stopped and must not outlive the interpreter
         logging.shutdown()
         os._exit(status)
     return status
 
 
 def make_server(service: Service) -> Server:
-    """The server of a service, which may still be loading. Raises what ServerConfig.keys does."""
+    """Creates the server of a service, which may still be loading.
+
+    Raises the exceptions of ServerConfig.keys.
+    """
     config = service.config
     uvicorn_config = uvicorn.Config(
         create_app(service),
@@ -77,9 +80,9 @@ def make_server(service: Service) -> Server:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket, whose address the log tells. Raises OSError if it cannot be had."""
+    """Returns a listening socket and logs its address. Raises OSError if listening fails."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio sets TCP_NODELAY on the connections of a socket whose protocol is TCP, not 0.
+    # asyncio sets TCP_NODELAY only if the socket's protocol is IPPROTO_TCP, not 0.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -94,7 +97,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 class Server(uvicorn.Server):
-    """uvicorn, ending requests at a deadline, and itself if the model cannot be loaded."""
+    """uvicorn's server with a shutdown deadline for requests. It stops if loading fails."""
 
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
         super().__init__(config)
@@ -102,10 +105,10 @@ class Server(uvicorn.Server):
         self.service = service
 
     def load(self) -> None:
-        """Loads the model; on a thread of its own."""
+        """Loads the model. Runs on its own thread."""
         try:
             self.service.load()
-            # Objects that exist now stay: later collections, which hold everybody up, are short.
+            # Frozen objects keep later collections, which hold the GIL, short.
             gc.collect()
             gc.freeze()
         except Exception as error:
@@ -116,23 +119,25 @@ class Server(uvicorn.Server):
             self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Takes no more requests, and waits for those in work until the deadline."""
+        """Accepts no new requests and waits for the open ones until the deadline."""
         self.service.stop()
-        logger.info("stopping: requests have %g s left", self.service.config.shutdown_timeout)
+        logger.info(
+            "stopping: open requests have %g s to finish", self.service.config.shutdown_timeout
+        )
         ending = asyncio.create_task(self._end_requests())
         try:
             await super().shutdown(sockets)
-            if self.force_exit:  # a second Ctrl-C: uvicorn has not waited
+            if self.force_exit:  # after a second Ctrl-C uvicorn does not wait
                 await ending
         finally:
             ending.cancel()
             self.service.cancel_all()
 
     async def _end_requests(self) -> None:
-        """At the deadline, or a second Ctrl-C, ends requests: with "abort", else with a 503.
+        """Ends open requests at the deadline or after a second Ctrl-C.
 
-        The 503 is for those that do not generate, such as one whose body has not come yet. A
-        connection on which nothing can be sent is closed.
+        A generating request ends with finish reason "abort". Any other, such as one whose body is
+        incomplete, gets a 503. A connection that cannot be written to is closed.
         """
         tasks, connections = self.server_state.tasks, self.server_state.connections
         deadline = time.monotonic() + self.service.config.shutdown_timeout

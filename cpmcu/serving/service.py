@@ -1,4 +1,4 @@
-"""The model behind the routes: loading, admission, and what becomes of requests when it stops."""
+"""The model behind the routes: loading, admission, and the end of requests at shutdown."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _RETRY_SECONDS = 1
 
 
 class Progress(LogProgress):
-    """Loading, in the log: a line every few seconds."""
+    """Logs the progress of loading every few seconds."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,12 +37,12 @@ class Progress(LogProgress):
         self._next = 0.0
 
     def start(self, total_bytes: int, what: str) -> None:
-        """Loading began."""
+        """Starts a new progress of `total_bytes`."""
         super().start(total_bytes, what)
         self._total, self._next = total_bytes, time.monotonic() + 2.0
 
     def update(self, done_bytes: int) -> None:
-        """So many bytes are done."""
+        """Logs the percentage if two seconds have passed since the last line."""
         super().update(done_bytes)
         if time.monotonic() >= self._next:
             self._next = time.monotonic() + 2.0
@@ -51,7 +51,7 @@ class Progress(LogProgress):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Model:
-    """A loaded model and what the routes need to know of it."""
+    """A loaded model with its chat template and output parsers."""
 
     llm: LLM
     template: ChatTemplate | None
@@ -61,14 +61,14 @@ class Model:
 
 
 class Service:
-    """One model for all requests. Used on the event loop's thread, but for `load`."""
+    """The model of all requests. Only `load` may run off the event loop's thread."""
 
     def __init__(self, engine_config: EngineConfig, config: ServerConfig) -> None:
         self.config = config
         self.created = int(time.time())
         given = engine_config.model
         self.root = name = str(shipped_model()) if given is None else given
-        # A directory's or repository's own name, and what it was given as.
+        # The last part of the path or repository name, and the whole of it.
         own = (Path(name).name,) if given is None else (Path(name).name or name, name)
         self.names = tuple(dict.fromkeys(config.served_model_name or own))
         self.metrics = Metrics(self.names[0], self._load_of_engine, self._cache_config)
@@ -81,10 +81,10 @@ class Service:
     # ---- life
 
     def load(self) -> None:
-        """Loads the model; takes long, and is for a thread of its own.
+        """Loads the model. Slow, so it runs on its own thread.
 
-        Raises what LLM does, and for a chat template that cannot be read or compiled OSError or
-        ValueError, before the model is loaded.
+        Raises the exceptions of LLM. If the chat template cannot be read or compiled, raises
+        OSError or ValueError before loading the model.
         """
         start = time.perf_counter()
         own = self._own_template()
@@ -116,7 +116,7 @@ class Service:
         )
 
     def _own_template(self) -> str | None:
-        """The text of --chat-template, which compiles; None if the flag was not given."""
+        """Returns the source of --chat-template after compiling it once; None without the flag."""
         path = self.config.chat_template
         if path is None:
             return None
@@ -142,11 +142,11 @@ class Service:
         for generation in list(self._running):
             generation.cancel()
 
-    # ---- what routes ask
+    # ---- used by routes
 
     @property
     def state(self) -> Literal["loading", "ready", "failed", "stopping"]:
-        """What /health tells: "failed" if the engine has stopped by itself."""
+        """The state that /health returns. "failed": the engine has stopped by itself."""
         if self._stopping:
             return "stopping"
         if self._model is None:
@@ -155,7 +155,7 @@ class Service:
 
     @property
     def model(self) -> Model:
-        """The model. Raises ApiError (503) while there is none."""
+        """The model. Raises ApiError (503) while it is loading or the server stops."""
         if self._stopping:
             raise server_stopping()
         if self._model is None:
@@ -165,7 +165,7 @@ class Service:
         return self._model
 
     def check_model(self, name: str | None) -> None:
-        """Raises ApiError (404) for a model that is not served."""
+        """Raises ApiError (404) if `name` is not a name of the served model."""
         if name is not None and name not in self.names:
             raise ApiError(
                 404,
@@ -175,7 +175,7 @@ class Service:
             )
 
     def check_size(self, size: int, param: str | None = None) -> None:
-        """Raises ApiError (400), about `param`, for more outputs than the queue takes."""
+        """Raises ApiError (400) for `param` if `size` outputs exceed the queue's capacity."""
         if size > self.config.max_queue:
             raise ApiError(
                 400,
@@ -186,8 +186,11 @@ class Service:
             )
 
     def submit(self, generation: Generation) -> None:
-        """Queues a request. Raises ApiError: 400 if it is larger than the queue, 429 if the queue
-        is full, 503 if the engine has stopped."""
+        """Queues a request.
+
+        Raises ApiError: 400 if the request exceeds the queue's capacity, 429 if the queue is full,
+        503 if the engine has stopped.
+        """
         size, limit = len(generation.requests), self.config.max_queue
         self.check_size(size)
         busy = sum(each.left for each in self._running)
@@ -195,7 +198,7 @@ class Service:
             self.metrics.rejected()
             raise ApiError(
                 429,
-                f"The queue is full: {busy} of {limit} outputs are in work.",
+                f"The queue is full: {busy} of {limit} outputs are queued or running.",
                 code="queue_full",
                 retry_after=_RETRY_SECONDS,
             )
@@ -220,7 +223,7 @@ class Service:
             raise _engine_stopped() from error
 
     def done(self, generation: Generation) -> None:
-        """A request has ended."""
+        """Removes a finished request and logs it."""
         self._running.discard(generation)
         ends = [request.finish for request in generation.requests]
         fields = {
@@ -239,7 +242,7 @@ class Service:
         return None if self._model is None else self._model.llm.engine_load()
 
     def _cache_config(self) -> dict[str, str]:
-        """The KV cache as vLLM's labels name it; nothing while there is no model."""
+        """Returns the KV cache's properties under vLLM's label names; {} while loading."""
         if self._model is None:
             return {}
         llm = self._model.llm

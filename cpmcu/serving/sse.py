@@ -1,4 +1,4 @@
-"""Server-sent events that stop working the moment nobody listens."""
+"""Server-sent events. A stream is cancelled as soon as its client disconnects."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cpmcu.serving.errors import ApiError, internal_error
 
 logger = logging.getLogger(__name__)
 
-# What OpenAPI says of a stream: each of its events has text, a chunk as JSON or [DONE].
+# OpenAPI's description of a stream: the data of each event is a JSON chunk or [DONE].
 CONTENT = {
     "text/event-stream": {
         "itemSchema": {
@@ -31,21 +31,21 @@ DONE = b"data: [DONE]\n\n"
 _PING = b": ping\n\n"
 
 
-# Made once: json.dumps would make one for each event.
+# One encoder for all events: json.dumps would construct one for each call.
 to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
 
 
 def event(value: Any) -> bytes:
-    """One event that carries JSON."""
+    """Returns one event with `value` as JSON."""
     return f"data: {to_json(value)}\n\n".encode()
 
 
 class EventStream(Response):
-    """Sends `events`, and a comment after `ping_interval` seconds without one.
+    """Sends `events`, and a comment after `ping_interval` seconds without an event.
 
-    `cancel` is called as soon as the client has gone, or the server stops this response. An
-    exception of `events` becomes an error event, with its text only if it is an ApiError. The
-    stream ends with [DONE].
+    If the client disconnects or the server stops this response, `cancel` is called at once. An
+    exception of `events` becomes an error event; only an ApiError's text is sent. The stream ends
+    with [DONE].
     """
 
     media_type = "text/event-stream"
@@ -76,7 +76,7 @@ class EventStream(Response):
             for helper in helpers:
                 helper.cancel()
             await send({"type": "http.response.body", "body": b"", "more_body": False})
-        except OSError:  # the client left while something was sent
+        except OSError:  # the client disconnected during a send
             pass
         finally:
             for helper in helpers:
@@ -109,6 +109,6 @@ class EventStream(Response):
 
 
 async def disconnected(receive: Receive) -> None:
-    """Waits until the client has gone."""
+    """Waits until the client disconnects."""
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -1,7 +1,7 @@
-"""JSON that a model or a client wrote, read so that it can be written again.
+"""Reads JSON of models and clients strictly, so that every value can be written again.
 
-Python's json module takes more than JSON: NaN, numbers beyond floats, half a surrogate pair. And
-it ends with a RecursionError where values are nested deeply.
+Python's json module also accepts NaN, numbers beyond floats and half a surrogate pair. It raises
+RecursionError for deeply nested values.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _DECODER = json.JSONDecoder()
 
 
 def write(value: Any) -> str:
-    """`value` as JSON. Raises ValueError for what JSON in UTF-8 cannot hold."""
+    """Returns `value` as JSON. Raises ValueError if UTF-8 JSON cannot represent it."""
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
         text.encode()
@@ -23,7 +23,7 @@ def write(value: Any) -> str:
 
 
 def read(text: str) -> Any:
-    """The value of a text that is JSON and nothing else, and can be written. Raises ValueError."""
+    """Returns the value of a JSON text. Raises ValueError if it is not JSON or has other text."""
     value, end = read_first(text)
     if text[end:].strip():
         raise ValueError("there is text after the JSON")
@@ -31,7 +31,7 @@ def read(text: str) -> Any:
 
 
 def read_first(text: str) -> tuple[Any, int]:
-    """The value at the beginning of a text, and where it ends. Raises ValueError."""
+    """Returns the JSON value at the beginning of a text, and its end. Raises ValueError."""
     begin = len(text) - len(text.lstrip())
     try:
         value, end = _DECODER.raw_decode(text, begin)

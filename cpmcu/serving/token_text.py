@@ -1,7 +1,7 @@
-"""Single tokens as text and as bytes, for log-probabilities.
+"""Converts single tokens to bytes and text, for log-probabilities.
 
-A token is not always text: its bytes may be part of a character. So bytes are taken from the
-vocabulary's own spelling, byte-level (GPT-2's letters for bytes) or SentencePiece's.
+The bytes of a token may be a part of a character. So they are computed from the token's spelling
+in the vocabulary, which is byte-level (GPT-2's letters for bytes) or SentencePiece's.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class TokenTexts:
-    """Texts and bytes of a tokenizer's tokens, remembered."""
+    """Bytes and texts of a tokenizer's tokens, with a cache."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -23,27 +23,27 @@ class TokenTexts:
         self._cache: dict[int, bytes] = {}
 
     def bytes_of(self, token: int) -> bytes:
-        """The bytes that a token stands for; of a special token its name."""
+        """Returns a token's bytes; of a special token, the bytes of its name."""
         found = self._cache.get(token)
         if found is None:
             found = self._cache[token] = self._read(token)
         return found
 
     def text_of(self, token: int) -> str:
-        """The token as text; bytes that are no character become U+FFFD."""
+        """Returns the token as text. Incomplete characters become U+FFFD."""
         return self.bytes_of(token).decode("utf-8", "replace")
 
     def spelling_of(self, token: int) -> str:
-        """The token as OpenAI's completions spell it: bytes that are no text as bytes:\\x..."""
+        """Returns OpenAI's spelling of a token: text, or bytes:\\x... if it is not UTF-8."""
         found = self.bytes_of(token)
         try:
             return found.decode("utf-8")
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in found)
 
-    def is_shown(self, token: int) -> bool:
-        """Is it part of the text, unlike a special token?"""
-        return self._tokenizer.is_shown(token)
+    def is_special(self, token: int) -> bool:
+        """Is it a special token, which is not part of the text?"""
+        return self._tokenizer.is_special(token)
 
     def _read(self, token: int) -> bytes:
         piece = self._tokenizer.piece(token)
@@ -60,7 +60,7 @@ class TokenTexts:
 
 
 def byte_letters() -> dict[str, int]:
-    """GPT-2's letter for each byte: itself where it can be seen, else one from 256 up, in order."""
+    """Returns GPT-2's letter -> byte. Printable bytes are their own letters; others: U+0100 on."""
     seen = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in seen]
     letters = {chr(byte): byte for byte in seen}

@@ -1,4 +1,4 @@
-"""Tool calls in a model's text, in the notations of the supported families.
+"""Parses tool calls in a model's text, in the notations of the supported families.
 
 * hermes (Hermes, Qwen2.5, Qwen3): <tool_call>{"name": ..., "arguments": {...}}</tool_call>
 * llama3_json (Llama 3.1 and later): the whole answer is {"name": ..., "parameters": {...}}, or
@@ -20,55 +20,55 @@ from cpmcu.serving.reasoning import held_back
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One call. `arguments` is a JSON object as text, as OpenAI has it."""
+    """One call. `arguments` is a JSON object as a string, as in OpenAI's API."""
 
     name: str
     arguments: str
     id: str = dataclasses.field(default_factory=lambda: f"call_{uuid.uuid4().hex[:24]}")
 
     def to_dict(self) -> dict[str, Any]:
-        """OpenAI's form."""
+        """Returns OpenAI's object of the call."""
         function = {"name": self.name, "arguments": self.arguments}
         return {"id": self.id, "type": "function", "function": function}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Notation:
-    """How calls are written: `parse` reads what is between the tags, None if it is no call."""
+    """A notation of calls. `parse` reads the text between the tags; None: it is not a call."""
 
     begin: str
-    end: str | None  # None: until the end of the answer
+    end: str | None  # None: the call extends to the end of the answer
     parse: Callable[[str], list[ToolCall] | None]
     at_start: bool = False  # only at the start of an answer
-    lead: str = ""  # what may come before `begin` at the start, beside white space
+    lead: str = ""  # optional text before `begin` at the start
 
 
 def notation_of(template: str | None, parser: str) -> Notation | None:
-    """The notation named, or that a chat template shows ("auto"); None for "none" or no sign."""
+    """Returns the notation `parser`; for "auto" the template's, if recognised; for "none" None."""
     if parser == "auto":
         parser = next((name for sign, name in _SIGNS if sign in (template or "")), "none")
     return NOTATIONS.get(parser)
 
 
 class ToolParser:
-    """Takes calls out of a stream of text.
+    """Extracts calls from a stream of text.
 
-    Text that is not a call, and a call that cannot be read, are content as they are.
+    Other text and calls that cannot be parsed are content, unchanged.
     """
 
     def __init__(self, notation: Notation) -> None:
         self._notation = notation
         self._held = ""
-        self._pieces: list[str] = []  # what follows it, of a call that has not ended
+        self._pieces: list[str] = []  # text of the open call after it
         self._inside = False
-        self._tail = ""  # the end of what an open call has, where its end tag may begin
-        self._opening = ""  # what stands before the body of the call that is read
+        self._tail = ""  # end of the open call's text, where the end tag may begin
+        self._opening = ""  # text before the body of the open call
         self._after_call = False
-        self._started = False  # content other than white space was given out
+        self._started = False  # content other than white space was returned
         self.num_calls = 0
 
     def push(self, text: str, *, final: bool = False) -> tuple[str, list[ToolCall]]:
-        """(content, calls) that `text` completes; `final` reads what was held back."""
+        """Returns the (content, calls) that `text` completes; if `final`, also those held back."""
         self._pieces.append(text)
         if self._inside and not final and not self._may_end(text):
             return "", []
@@ -78,7 +78,7 @@ class ToolParser:
         calls: list[ToolCall] = []
         while True:
             more, found, again = self._step(final)
-            if self._after_call:  # white space after a call belongs to it
+            if self._after_call:  # white space after a call is removed
                 more = more.lstrip()
             content += more
             calls += found
@@ -90,7 +90,7 @@ class ToolParser:
         return content, calls
 
     def _may_end(self, text: str) -> bool:
-        """Does the open call end in `text`? Looks at no more than that, as calls can be long."""
+        """True if the open call ends in `text`. Searches only the new text: calls can be long."""
         end = self._notation.end
         if end is None:
             return False
@@ -141,16 +141,17 @@ class ToolParser:
 
 
 def _call(value: Any, *arguments_keys: str, bare: bool = False) -> ToolCall | None:
-    """The call that JSON describes, its arguments under the first of the keys that is there.
+    """Returns the call that a JSON object describes, or None.
 
-    None if it describes none; without any of the keys it is a call, with no arguments, if `bare`.
+    The arguments are the object's first member named in `arguments_keys`. If `bare`, an object
+    without such a member is a call without arguments.
     """
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
     if not bare and not any(key in value for key in arguments_keys):
         return None
     arguments: Any = next((value[key] for key in arguments_keys if key in value), {})
-    if isinstance(arguments, str):  # written as text within the JSON
+    if isinstance(arguments, str):  # a JSON string within the JSON
         try:
             arguments = strict_json.read(arguments)
         except ValueError:
@@ -185,7 +186,7 @@ def _llama3_json(text: str) -> list[ToolCall] | None:
 
 
 def _minicpm4(text: str) -> list[ToolCall] | None:
-    lines = text.strip().split("\n")  # not splitlines(), which also cuts within strings
+    lines = text.strip().split("\n")  # splitlines() would also split within strings
     if lines[0].startswith("```"):
         del lines[0]
     if lines and lines[-1].strip() == "```":
@@ -224,7 +225,7 @@ NOTATIONS = {
     "minicpm4": Notation("<|tool_call_start|>", "<|tool_call_end|>", _minicpm4),
 }
 
-# What a chat template shows -> how its model writes calls.
+# A mark in the chat template -> the notation of the model's calls.
 _SIGNS = (
     ("<tool_call>", "hermes"),
     ("<|tool_call_start|>", "minicpm4"),

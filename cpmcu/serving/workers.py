@@ -1,4 +1,4 @@
-"""Threads for what takes too long for the event loop."""
+"""Worker threads for functions that are too slow for the event loop."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from starlette.requests import Request
 from cpmcu.serving.errors import client_left
 from cpmcu.serving.sse import disconnected
 
-LONG_TEXT = 1 << 16  # characters, some 20 ms
+LONG_TEXT = 1 << 16  # characters; takes about 20 ms
 
 T = TypeVar("T")
 
 
 class Workers:
-    """Runs functions of requests on threads: those about long texts on few of their own.
+    """Runs functions of requests on threads. Long texts have a small pool of their own.
 
-    So short requests do not wait for long ones, and long ones take neither all cores nor all
+    So short requests do not wait for long ones, and long ones occupy only some of the cores and
     memory.
     """
 
@@ -34,9 +34,10 @@ class Workers:
     async def run(
         self, request: Request, length: int, function: Callable[..., T], *args: object
     ) -> T:
-        """`function(*args)`, which is about texts of `length` characters.
+        """Returns `function(*args)`, which processes `length` characters of text.
 
-        If the client of a long text leaves, what has not begun never does: raises ApiError.
+        If the client of a long text disconnects, raises ApiError; a function not yet started is
+        cancelled.
         """
         bound = functools.partial(contextvars.copy_context().run, function, *args)
         loop = asyncio.get_running_loop()
@@ -54,5 +55,5 @@ class Workers:
             work.cancel()
 
     def close(self) -> None:
-        """Begins nothing more."""
+        """Cancels the functions that have not started."""
         self._long.shutdown(wait=False, cancel_futures=True)

@@ -1,1 +1,1 @@
-"""The terminal: the only package part that prints."""
+"""Terminal output. Only this part of the package prints."""

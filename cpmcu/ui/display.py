@@ -1,4 +1,4 @@
-"""What programs show: generated text on stdout, everything about it on stderr."""
+"""Output of the programs: generated text on stdout, all other messages on stderr."""
 
 from __future__ import annotations
 
@@ -15,57 +15,59 @@ from cpmcu.ui.tables import plain_table
 
 
 class Display:
-    """The terminal of one program.
+    """The terminal output of one program.
 
-    `plain` (also when stderr is no terminal, or a dumb one) leaves colours and moving bars out.
-
-    Where stderr is closed, what would go there is lost.
+    `plain`: no colours and progress bars. This is also the mode if stderr is not a terminal or
+    TERM is dumb. If stderr is closed, its output is dropped.
     """
 
     def __init__(self, *, plain: bool, debug: bool = False) -> None:
         if sys.stderr is None:
-            sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # for as long as the program runs
+            sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # open until the program ends
         dumb = os.environ.get("TERM") == "dumb"
         self.plain = plain or dumb or not sys.stderr.isatty()
         level = logging.DEBUG if debug else logging.WARNING
         logging.basicConfig(level=level, format="cpmcu: %(message)s", stream=sys.stderr)
-        for stream in (sys.stdout, sys.stderr):  # a half-known character set must not end a run
+        for stream in (
+            sys.stdout,
+            sys.stderr,
+        ):  # a character outside the terminal's encoding must not end the program
             if hasattr(stream, "reconfigure"):
                 stream.reconfigure(errors="replace")
 
     def text(self, piece: str) -> None:
-        """Generated text, at once."""
+        """Writes generated text and flushes it."""
         sys.stdout.write(piece)
         sys.stdout.flush()
 
     def note(self, text: str) -> None:
-        """A line about what is going on."""
+        """Writes a line to stderr."""
         sys.stderr.write(text + "\n")
         sys.stderr.flush()
 
     def error(self, error: BaseException | str) -> None:
-        """One line that says what went wrong."""
+        """Writes an error as one line."""
         self.note(f"cpmcu: {sentence(error)}")
 
     @property
     def asks(self) -> bool:
-        """Is there a user who can be asked?"""
+        """True if stdin is a terminal."""
         return sys.stdin is not None and sys.stdin.isatty()
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-        """A table that is itself the program's output."""
+        """Writes a table to stdout."""
         sys.stdout.write(plain_table(columns, rows))
 
     def load_progress(self, verb: str = "loading") -> LoadProgressBar:
-        """A listener for loading, or for what `verb` says."""
+        """Returns a progress listener of loading, or of the work that `verb` names."""
         return LoadProgressBar(plain=self.plain, verb=verb)
 
     def prefill_progress(self) -> PrefillProgressBar:
-        """A listener for reading a prompt."""
+        """Returns a progress listener of prefill."""
         return PrefillProgressBar(plain=self.plain)
 
     def summary(self, result: RequestOutput, *, full: bool = True, sampled: bool = True) -> None:
-        """Lengths, times and speeds of one request, on stderr: in full, or in one line."""
+        """Writes lengths, times and speeds of a request to stderr. `full`: tables, else a line."""
         if not full:
             self.note(self._dim(summary_line(result, sampled=sampled)))
             return
@@ -74,7 +76,7 @@ class Display:
             self.note(section.closing)
 
     def logprobs(self, result: RequestOutput, token_text: Sequence[tuple[str, str]]) -> None:
-        """Log-probabilities of the output's tokens; `token_text`: (token, likeliest ones)."""
+        """Writes the log-probabilities of the output's tokens. `token_text`: (token, likeliest)."""
         entries = result.outputs[0].logprobs or []
         rows = [
             (repr(token), f"{entry.logprob:.4f}", top)
@@ -89,7 +91,7 @@ class Display:
         if self.plain:
             sys.stderr.write(plain_table(columns, rows))
             return
-        from rich.console import Console  # rich: only where there is a terminal to draw on
+        from rich.console import Console  # imported only for a terminal
         from rich.table import Table
         from rich.text import Text
 

@@ -1,4 +1,4 @@
-"""Messages that a user types: with history and editing on a terminal, line by line elsewhere."""
+"""Reads the user's messages: with history and editing on a terminal, else line by line."""
 
 from __future__ import annotations
 
@@ -11,36 +11,37 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from prompt_toolkit.history import History
 
-Reader = Callable[[], str]  # a message; raises EOFError at the end, KeyboardInterrupt for Ctrl-C
+Reader = Callable[
+    [], str
+]  # returns a message; raises EOFError at the end, KeyboardInterrupt for Ctrl-C
 
 QUOTES = '"""'
 _PROMPT, _CONTINUATION = "> ", ". "
 
 
 def message_reader(commands: Sequence[str]) -> Reader:
-    """Reads messages through prompt_toolkit if it is installed and there is a full terminal.
+    """Returns a reader of messages: prompt_toolkit's if it is installed and the terminal is full.
 
-    `commands` are completed by Tab. A message that begins with three quotes goes on to the next
-    three.
+    Tab completes `commands`. A message that begins with three quotes extends to the next three.
     """
     terminal = sys.stdin.isatty() and sys.stderr.isatty()
     if terminal and os.environ.get("TERM", "dumb") != "dumb":
         try:
             return _toolkit_reader(commands)
         except ImportError:
-            import readline  # noqa: F401  # gives input() its line editing and history
+            import readline  # noqa: F401  # adds line editing and history to input()
     return _plain_reader
 
 
 def unquoted(text: str) -> str:
-    """A message without the three quotes around it."""
+    """Returns a message without the three quotes around it."""
     if not text.startswith(QUOTES):
         return text
     return text.removeprefix(QUOTES).removesuffix(QUOTES).strip("\n")
 
 
 def _is_open(text: str) -> bool:
-    """Does the message go on after this line?"""
+    """True if the message continues on the next line."""
     body = text.strip()
     return body.startswith(QUOTES) and not (len(body) >= 6 and body.endswith(QUOTES))
 
@@ -50,7 +51,7 @@ def _plain_reader() -> str:
     while _is_open(text):
         try:
             text += "\n" + _line(_CONTINUATION)
-        except EOFError:  # the end of the input ends the message, too
+        except EOFError:  # the end of the input also ends the message
             break
     return text
 
@@ -58,7 +59,7 @@ def _plain_reader() -> str:
 def _line(prompt: str) -> str:
     if sys.stdin.isatty() and sys.stdout.isatty():
         return input(prompt)
-    if sys.stdin.isatty():  # stdout is for the answers
+    if sys.stdin.isatty():  # stdout has only the answers
         sys.stderr.write(prompt)
         sys.stderr.flush()
     try:
@@ -68,7 +69,7 @@ def _line(prompt: str) -> str:
 
 
 def _toolkit_reader(commands: Sequence[str]) -> Reader:
-    """Enter sends; Alt-Enter begins a new line, and so does Enter between three quotes."""
+    """Enter sends. Alt-Enter, or Enter between three quotes, begins a new line."""
     from prompt_toolkit import PromptSession
     from prompt_toolkit.completion import WordCompleter
     from prompt_toolkit.key_binding import KeyBindings
@@ -87,7 +88,7 @@ def _toolkit_reader(commands: Sequence[str]) -> Reader:
     def _(event: Any) -> None:
         event.current_buffer.newline()
 
-    # Without CPR: a terminal that does not answer would get a warning in the midst of the text.
+    # No CPR: prompt_toolkit would print a warning if the terminal does not answer.
     output = Vt100_Output.from_pty(sys.stderr, os.environ.get("TERM"))
     output.enable_cpr = False
     session: PromptSession[str] = PromptSession(
@@ -104,14 +105,14 @@ def _toolkit_reader(commands: Sequence[str]) -> Reader:
 
 
 def _history() -> History:
-    """The messages of earlier chats, or of this one where no file can be written."""
+    """Returns the stored messages of earlier chats; if no file can be written, a new history."""
     from prompt_toolkit.history import FileHistory, InMemoryHistory
 
     try:
         state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
         path = Path(state) / "cpmcu" / "chat_history"
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))  # nobody else reads it
-    except (OSError, RuntimeError):  # RuntimeError: there is no home
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))  # readable by the user only
+    except (OSError, RuntimeError):  # RuntimeError: no home directory
         return InMemoryHistory()
     return FileHistory(path)

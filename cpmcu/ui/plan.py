@@ -1,4 +1,4 @@
-"""The memory plan as a table: groups with totals and what they are made of, the largest first."""
+"""The memory plan as a table: groups with totals and their buffers, the largest first."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 from cpmcu.ui.tables import mebibytes
 
 COLUMNS = ("buffer", "count", "MiB", "share")
-_SMALL = 0.01  # share of the whole below which buffers are added up
+_SMALL = 0.01  # buffers below this share of the total are summed in one row
 
 Row = tuple[str, int, str, str]
 Buffer = Mapping[str, Any]
 
 
 def plan_rows(buffers: Sequence[Buffer], *, full: bool) -> list[Row]:
-    """Rows of COLUMNS. Buffers of all layers are one row, and small ones are added up.
+    """Returns rows of COLUMNS. The same buffer of all layers is one row; so are small buffers.
 
-    `full`: a row for each buffer. The size of a group is that of the memory that it covers. Where
-    buffers are never in use together they share it: their sizes add up to more.
+    `full`: a row for each buffer. The size of a group is the memory it covers. Buffers that are
+    never in use at the same time share memory, so their sizes may sum to more.
     """
     whole = max((each["offset"] + each["bytes"] for each in buffers), default=0)
     groups: dict[str, list[Buffer]] = {}
@@ -40,7 +40,7 @@ def plan_rows(buffers: Sequence[Buffer], *, full: bool) -> list[Row]:
 
 
 def _parts(members: Sequence[Buffer], whole: int, *, full: bool) -> list[tuple[str, int, int]]:
-    """(name, count, bytes) of what a group is made of, the largest first."""
+    """Returns (name, count, bytes) of a group's buffers, the largest first."""
     if full:
         found = [(each["name"], 1, each["bytes"]) for each in members]
         return sorted(found, key=lambda part: -part[2])
@@ -59,7 +59,7 @@ def _parts(members: Sequence[Buffer], whole: int, *, full: bool) -> list[tuple[s
 
 
 def _covered(members: Sequence[Buffer]) -> int:
-    """Bytes of memory that at least one of the buffers lies in."""
+    """Returns the bytes of memory covered by at least one buffer."""
     covered = end = 0
     for each in sorted(members, key=lambda each: each["offset"]):
         last = each["offset"] + each["bytes"]

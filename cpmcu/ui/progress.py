@@ -1,4 +1,4 @@
-"""Progress of loading and of prefill, on stderr: a bar on a terminal, lines elsewhere."""
+"""Progress of loading and prefill on stderr: a bar on a terminal, else lines."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-_LINE_SECONDS = 2.0  # plain mode: no more than one line in that time
+_LINE_SECONDS = 2.0  # plain mode: least time between two lines
 
 
 class Bar(Protocol):
-    """Progress of one thing; any thread may call it.
+    """A progress display. Any thread may call it.
 
-    Nothing is shown before start, so that there is a bar for finish whatever interrupts start.
+    The constructor shows nothing. So if start is interrupted, finish has a bar to remove.
     """
 
     def start(self) -> None: ...
@@ -25,7 +25,7 @@ class Bar(Protocol):
 
 
 class PlainBar:
-    """A line now and then, and one at the end."""
+    """Writes a line every few seconds and one at the end."""
 
     def __init__(self, what: str, total: int, unit: str, scale: float) -> None:
         self._what, self._total, self._unit, self._scale = what, total, unit, scale
@@ -59,7 +59,7 @@ class PlainBar:
 
 
 class RichBar:
-    """A moving bar."""
+    """Draws a progress bar with rich."""
 
     def __init__(self, what: str, total: int, unit: str, scale: float) -> None:
         self._scale = scale
@@ -74,14 +74,14 @@ class RichBar:
 
     def finish(self) -> None:
         try:
-            with contextlib.suppress(IndexError):  # rich's, if its start was interrupted
+            with contextlib.suppress(IndexError):  # rich raises it if its start was interrupted
                 self._progress.stop()
         finally:
             self._progress.console.show_cursor(True)
 
 
 def _rich_progress(unit: str, decimals: bool) -> Progress:
-    from rich.console import Console  # rich: only where there is a terminal to draw on
+    from rich.console import Console  # imported only for a terminal
     from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
     from rich.text import Text
 
@@ -99,7 +99,7 @@ def _rich_progress(unit: str, decimals: bool) -> Progress:
 
 
 class LoadProgressBar:
-    """Shows how a model is loaded or converted; see `cpmcu.loading.progress.LoadProgress`."""
+    """Progress of loading or converting a model; see `cpmcu.loading.progress.LoadProgress`."""
 
     def __init__(self, *, plain: bool, verb: str = "loading") -> None:
         self._plain = plain
@@ -122,7 +122,7 @@ class LoadProgressBar:
 
 
 class PrefillProgressBar:
-    """Shows how a prompt is read, if it takes more than one step."""
+    """Progress of prefill. A prompt of a single step shows nothing."""
 
     def __init__(self, *, plain: bool) -> None:
         self._plain = plain
@@ -139,6 +139,6 @@ class PrefillProgressBar:
             self.finish()
 
     def finish(self) -> None:
-        """Ends the display; also needed if the prompt was not read to its end."""
+        """Ends the display. Required also if prefill did not finish."""
         if self._bar is not None:
             self._bar.finish()

@@ -1,4 +1,4 @@
-"""What a request took, as one line or as tables."""
+"""Times and acceptance of a request, as one line or as tables."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Section:
 
 
 def summary_line(result: RequestOutput, *, sampled: bool) -> str:
-    """Length, speed and acceptance; the seed if the text was `sampled`; why it ended, if early."""
+    """Returns length, speed and acceptance; the seed if `sampled`; an early end's finish reason."""
     timings, output = result.timings, result.outputs[0]
     count = len(output.token_ids)
     parts = [f"{count} token{'s' * (count != 1)}"]
@@ -43,7 +43,7 @@ def summary_line(result: RequestOutput, *, sampled: bool) -> str:
 
 
 def summary_sections(result: RequestOutput) -> list[Section]:
-    """Lengths, times and speeds, and how many drafted tokens were accepted."""
+    """Returns a table of lengths, times and speeds, and one of acceptance."""
     timings, output = result.timings, result.outputs[0]
     decoded = max(0, timings.output_tokens - 1)
     rows = [
@@ -66,7 +66,7 @@ def summary_sections(result: RequestOutput) -> list[Section]:
 
 
 def _acceptance(metrics: SpecDecodeMetrics) -> Section:
-    """How many drafted tokens the steps accepted, as a histogram."""
+    """Returns the histogram of accepted draft tokens per step."""
     steps, counts = metrics.num_spec_steps, metrics.acceptance_histogram
     rows = []
     for accepted, count in enumerate(counts):

@@ -9,7 +9,7 @@ _NUMBER = re.compile(r"-?\d+(\.\d+)?%?")
 
 
 def plain_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Aligned columns under a ruled header; numbers to the right. Ends with a newline."""
+    """Returns aligned columns under a ruled header, numbers to the right, with a final newline."""
     cells = [[str(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(columns, *cells)]
     right = [
@@ -30,10 +30,10 @@ def plain_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str
 
 
 def text_bar(share: float, width: int = 30) -> str:
-    """A bar of up to `width` characters; anything above 0 is seen."""
+    """Returns a bar of up to `width` characters; at least one if `share` is above 0."""
     return "#" * (round(share * width) or share > 0)
 
 
 def mebibytes(num_bytes: int) -> float:
-    """Bytes as MiB, to two decimals."""
+    """Converts bytes to MiB with two decimals."""
     return round(num_bytes / (1 << 20), 2)

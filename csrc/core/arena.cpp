@@ -10,22 +10,24 @@ int64_t align_up(int64_t bytes) {
   return (bytes + MemoryPlan::kAlignment - 1) / MemoryPlan::kAlignment * MemoryPlan::kAlignment;
 }
 
-bool lives_meet(const MemoryPlan::Buffer& a, const MemoryPlan::Buffer& b) {
+bool lifetimes_overlap(const MemoryPlan::Buffer& a, const MemoryPlan::Buffer& b) {
   return a.persistent() || b.persistent() || (a.first <= b.last && b.first <= a.last);
 }
 
 }  // namespace
 
 MemoryPlan::Id MemoryPlan::add(const std::string& name, const std::string& group, int64_t bytes) {
-  CHECK_STATE(bytes >= 0, "buffer {} asks for {} bytes", name, bytes);
+  CHECK_STATE(bytes >= 0, "buffer {} has {} bytes, expected at least 0", name, bytes);
   buffers_.push_back({.name = name, .group = group, .bytes = bytes});
   return static_cast<Id>(buffers_.size()) - 1;
 }
 
 MemoryPlan::Id MemoryPlan::add_scratch(const std::string& name, int64_t bytes, int first,
                                        int last) {
-  CHECK_STATE(bytes >= 0 && 0 <= first && first <= last,
-              "scratch {} asks for {} bytes in phases {}-{}", name, bytes, first, last);
+  CHECK_STATE(
+      bytes >= 0 && 0 <= first && first <= last,
+      "scratch {} has {} bytes in phases {}-{}, expected at least 0 bytes and ordered phases", name,
+      bytes, first, last);
   for (size_t i = 0; i < buffers_.size(); ++i) {
     Buffer& buffer = buffers_[i];
     if (buffer.persistent() || buffer.name != name) continue;
@@ -39,7 +41,8 @@ MemoryPlan::Id MemoryPlan::add_scratch(const std::string& name, int64_t bytes, i
   return static_cast<Id>(buffers_.size()) - 1;
 }
 
-// First fit, large buffers first: each takes the lowest offset that is free during its whole life.
+// First fit, large buffers first. Each buffer takes the lowest offset that is free for its
+// lifetime.
 int64_t MemoryPlan::assign() {
   int64_t persistent_end = 0;
   std::vector<Buffer*> scratch;
@@ -58,7 +61,7 @@ int64_t MemoryPlan::assign() {
   for (Buffer* buffer : scratch) {
     int64_t offset = persistent_end;
     for (const Buffer* other : placed) {
-      if (!lives_meet(*buffer, *other)) continue;
+      if (!lifetimes_overlap(*buffer, *other)) continue;
       if (offset + align_up(buffer->bytes) <= other->offset) break;
       offset = std::max(offset, other->offset + align_up(other->bytes));
     }
@@ -96,8 +99,9 @@ void* Arena::pointer(MemoryPlan::Id id) const {
 Tensor Arena::tensor(MemoryPlan::Id id, DType dtype, std::initializer_list<int64_t> shape) const {
   Tensor tensor(pointer(id), dtype, shape);
   const MemoryPlan::Buffer& buffer = plan_->buffers()[static_cast<size_t>(id)];
-  CHECK_STATE(tensor.num_bytes() <= buffer.bytes, "tensor {} of {} bytes in buffer {} of {} bytes",
-              tensor.shape_text(), tensor.num_bytes(), buffer.name, buffer.bytes);
+  CHECK_STATE(tensor.num_bytes() <= buffer.bytes,
+              "tensor {} has {} bytes, but its buffer {} has {} bytes", tensor.shape_text(),
+              tensor.num_bytes(), buffer.name, buffer.bytes);
   return tensor;
 }
 

@@ -1,10 +1,11 @@
-// All device memory of an engine: planned in two passes, then one allocation.
+// All device memory of an engine: two planning passes, then one allocation.
 //
-// Pass 1: every part asks for its buffers. A persistent buffer lives for ever; a scratch buffer
-// lives from phase `first` to phase `last` of a forward step (both included), and buffers asked for
-// under the same name are one (every layer uses the same scratch). Pass 2: `assign` gives each an
-// offset such that two buffers share bytes only if their lives do not meet. Then the arena
-// allocates once, and nothing allocates on the device after that.
+// Pass 1: each component adds its buffers to the plan. A persistent buffer lives for ever. A
+// scratch buffer lives from phase `first` to phase `last` of a forward step, both included. Scratch
+// buffers of the same name are one buffer, so all layers use the same scratch.
+//
+// Pass 2: `assign` gives each buffer an offset. Two buffers share bytes only if their lifetimes do
+// not overlap. Then the arena allocates once. Nothing allocates device memory after that.
 #pragma once
 
 #include <cstdint>
@@ -39,7 +40,7 @@ class MemoryPlan {
   int64_t assign();
 
   int64_t total_bytes() const { return total_bytes_; }
-  int64_t group_bytes(const std::string& group) const;  // sum of sizes, sharing not counted
+  int64_t group_bytes(const std::string& group) const;  // sum of buffer sizes, before sharing
   const std::vector<Buffer>& buffers() const { return buffers_; }
 
  private:

@@ -1,7 +1,7 @@
-// Hands out consecutive arrays of one buffer. Without a buffer it only counts.
+// Divides one buffer into consecutive arrays. Without a buffer a Carver only counts bytes.
 //
-// A layout is one function over a Carver: run once to learn the size, once to hand out. So the two
-// cannot disagree.
+// A layout is one function over a Carver. It runs once to count the bytes and once to assign the
+// arrays, so size and assignment always agree.
 #pragma once
 
 #include <cstddef>
@@ -13,7 +13,7 @@ class Carver {
  public:
   explicit Carver(void* base = nullptr) : base_(static_cast<char*>(base)) {}
 
-  // `count` elements of T, aligned to T. Null without a buffer.
+  // An array of `count` elements, aligned to T. Without a buffer: null.
   template <typename T>
   T* take(int64_t count) {
     constexpr int64_t alignment = alignof(T);
@@ -29,7 +29,7 @@ class Carver {
   int64_t num_bytes_ = 0;
 };
 
-// Bytes of a layout.
+// The size of a layout.
 template <typename Layout>
 int64_t carved_bytes(const Layout& layout) {
   Carver counter;

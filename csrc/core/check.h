@@ -1,8 +1,8 @@
-// Errors are exceptions whose text is a sentence: what was found, what was expected, where.
+// Errors are exceptions. The message is a sentence that names the value found and the value
+// expected.
 //
-// CHECK is for anything a caller can get wrong; the message names the values. In a .cu or in
-// device.cpp, CHECK_CUDA and CHECK_LAUNCH (core/device.h) turn CUDA status codes into the same
-// type.
+// CHECK tests input of a caller, CHECK_STATE an invariant of the engine. CHECK_CUDA and
+// CHECK_LAUNCH (core/device.h) convert CUDA status codes to the same exception type.
 #pragma once
 
 #include <exception>
@@ -13,7 +13,7 @@
 
 namespace cpmcu {
 
-// How an error reaches Python: ValueError, MemoryError, RuntimeError.
+// The exception type in Python: ValueError, MemoryError, RuntimeError.
 enum class ErrorKind { kInvalid, kMemory, kRuntime };
 
 class Error : public std::exception {
@@ -45,7 +45,7 @@ void format_rest(std::ostringstream& out, std::string_view text, const T& value,
 
 }  // namespace detail
 
-// Replaces each "{}" in turn. (std::format needs g++ 13; we build with 12.)
+// Replaces each "{}" by the next argument. (std::format needs g++ 13; this builds with g++ 12.)
 template <typename... Args>
 std::string format(std::string_view text, const Args&... args) {
   std::ostringstream out;
@@ -55,7 +55,7 @@ std::string format(std::string_view text, const Args&... args) {
 
 }  // namespace cpmcu
 
-// A wrong argument, file or shape: ValueError in Python.
+// For a wrong argument, file or shape. ValueError in Python.
 #define CHECK(condition, ...)                                                           \
   do {                                                                                  \
     if (!(condition)) {                                                                 \
@@ -63,7 +63,7 @@ std::string format(std::string_view text, const Args&... args) {
     }                                                                                   \
   } while (false)
 
-// A broken promise between parts of the engine, or a failing device: RuntimeError in Python.
+// For a violated invariant of the engine, or a device failure. RuntimeError in Python.
 #define CHECK_STATE(condition, ...)                                                              \
   do {                                                                                           \
     if (!(condition)) {                                                                          \

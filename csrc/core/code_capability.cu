@@ -1,4 +1,4 @@
-// Which of the compiled architectures the driver chose for this device.
+// The compiled architecture that the driver chose for this device.
 #include "core/device.h"
 
 namespace cpmcu {
@@ -11,7 +11,8 @@ __global__ void probe_kernel() {}
 int code_capability() {
   cudaFuncAttributes attributes{};
   CHECK_CUDA(cudaFuncGetAttributes(&attributes, probe_kernel));
-  return attributes.ptxVersion;  // of the code it comes from, also where that is not PTX
+  return attributes
+      .ptxVersion;  // the source architecture of the code, also of code that was not PTX
 }
 
 }  // namespace cpmcu

@@ -1,4 +1,4 @@
-// The context of kernel launches: the device, its stream, its limits, the matmul library.
+// The context of kernel launches: the device, its stream, its limits, the GEMM library.
 #pragma once
 
 #include <string>
@@ -10,7 +10,7 @@ namespace cpmcu {
 
 struct Context;
 
-// A library of GEMMs: y [M, N] = alpha * x [M, K] w [N, K]^T + beta * y. Rows of y are y_stride
+// A GEMM library: y [M, N] = alpha * x [M, K] w [N, K]^T + beta * y. Rows of y are y_stride
 // elements apart.
 class GemmLibrary {
  public:
@@ -19,7 +19,7 @@ class GemmLibrary {
                     float alpha, float beta, int64_t y_stride) = 0;
 };
 
-// Launches that wait to be fused with those that follow. `launch` flushes them before any other.
+// Pending launches that may be fused with later ones. `launch` flushes them before another kernel.
 class PendingLaunches {
  public:
   virtual ~PendingLaunches() = default;
@@ -30,20 +30,20 @@ struct Context {
   Device device;
   Stream stream = nullptr;
   int sm_count = 1;
-  int64_t sm_shared_bytes = 0;  // of a multiprocessor
+  int64_t sm_shared_bytes = 0;  // shared memory of one SM
   int64_t l2_bytes = 0;
-  double bytes_per_cycle = 0;          // as in DeviceInfo
-  int compute_capability = 0;          // 90 for 9.0; 0 on the CPU
-  int code_capability = 0;             // of our kernels' code: smaller where they run as older PTX
-  bool is_shared = false;              // kernels of other processes run at the same time
-  GemmLibrary* cublas = nullptr;       // null: not found, our own GEMM serves all row counts
-  PendingLaunches* pending = nullptr;  // null: no launch waits
-  // Counts the launches of this stream whose successors overlap them. Two such launches that follow
-  // one another have different shapes (kernels/gemm/w4a16_kernel.cuh); null: all have the first.
+  double bytes_per_cycle = 0;     // as in DeviceInfo
+  int compute_capability = 0;     // 90 for 9.0; 0 on the CPU
+  int code_capability = 0;        // of this build's kernels; smaller if they run from older PTX
+  bool is_shared = false;         // kernels of other processes run at the same time (MPS)
+  GemmLibrary* cublas = nullptr;  // null: not found; the engine's own GEMM serves every M
+  PendingLaunches* pending = nullptr;  // null: no launch is deferred
+  // Counts the launches of this stream that the next launch may overlap. Two consecutive ones use
+  // different shapes (kernels/gemm/w4a16_kernel.cuh). Null: all use the first shape.
   uint32_t* overlapping_launches = nullptr;
 };
 
-// A context of the device with a stream of its own.
+// A context that owns its stream.
 struct DeviceContext : Context {
   explicit DeviceContext(Device on) {
     device = on;

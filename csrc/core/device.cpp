@@ -10,7 +10,7 @@
 namespace cpmcu {
 namespace {
 
-// Bytes of a "Name:   123 kB" line of /proc/meminfo; 0 if it is not there.
+// Reads a "Name:   123 kB" line of /proc/meminfo, in bytes; 0 if there is none.
 int64_t meminfo_bytes(const std::string& key) {
   std::ifstream file("/proc/meminfo");
   std::string name, unit;
@@ -39,7 +39,7 @@ DeviceInfo cpu_info() {
 int device_count() {
   int count = 0;
   if (cudaGetDeviceCount(&count) != cudaSuccess) {
-    cudaGetLastError();  // no driver or no device: not an error until one is asked for
+    cudaGetLastError();  // no driver or no device is an error only when a device is requested
     return 0;
   }
   return count;
@@ -47,18 +47,19 @@ int device_count() {
 
 namespace {
 
-// 0 where the driver does not know it.
+// 0 if the driver does not know the attribute.
 int attribute_of(int index, cudaDeviceAttr attribute) {
   int value = 0;
   if (cudaDeviceGetAttribute(&value, attribute, index) != cudaSuccess) cudaGetLastError();
   return value;
 }
 
-// A part of a GPU (MIG) has multiprocessors of its own and an unknown share of the memory's pace.
+// Memory bytes in one SM clock cycle. 0 for a MIG instance, whose memory bandwidth is unknown.
 double bytes_per_cycle(const std::string& name, int index) {
   const double clock = attribute_of(index, cudaDevAttrClockRate);
   if (clock == 0 || name.find(" MIG ") != std::string::npos) return 0;
-  const double memory_clock = 2.0 * attribute_of(index, cudaDevAttrMemoryClockRate);  // two edges
+  const double memory_clock =
+      2.0 * attribute_of(index, cudaDevAttrMemoryClockRate);  // both clock edges
   return memory_clock * attribute_of(index, cudaDevAttrGlobalMemoryBusWidth) / 8 / clock;
 }
 
@@ -67,8 +68,8 @@ double bytes_per_cycle(const std::string& name, int index) {
 DeviceInfo device_info(Device device) {
   if (!device.is_cuda()) return cpu_info();
   const int count = device_count();
-  CHECK(device.index >= 0 && device.index < count, "CUDA device {} was asked for, {} were found",
-        device.index, count);
+  CHECK(device.index >= 0 && device.index < count,
+        "CUDA device {} was requested, but the machine has {}", device.index, count);
   cudaDeviceProp properties{};
   CHECK_CUDA(cudaGetDeviceProperties(&properties, device.index));
   set_device(device);
@@ -150,7 +151,7 @@ DeviceInfo device_info(Device device) {
 
 void set_device(Device device) {
   CHECK(!device.is_cuda(),
-        "device \"cuda\" was asked for, but this build has no CUDA; build with nvcc on the PATH");
+        "device \"cuda\" was requested, but this build has no CUDA; build with nvcc on the PATH");
 }
 
 Stream create_stream(Device) { return nullptr; }

@@ -1,7 +1,6 @@
-// The device: memory, copies, streams, events. The only header that hides whether CUDA was built
-// in.
+// The device: memory, copies, streams, events. This header hides whether the build has CUDA.
 //
-// On the CPU back end everything is synchronous and a stream is a null pointer.
+// On the CPU back end every call is synchronous and a stream is a null pointer.
 #pragma once
 
 #include <cstdint>
@@ -30,9 +29,9 @@ struct DeviceInfo {
   int64_t total_bytes = 0;
   int64_t free_bytes = 0;
   int sm_count = 0;
-  int64_t sm_shared_bytes = 0;  // of a multiprocessor
+  int64_t sm_shared_bytes = 0;  // shared memory of one SM
   int64_t l2_bytes = 0;
-  // Of memory at its best, in a cycle of the multiprocessors; 0: not known.
+  // Peak memory bytes in one SM clock cycle; 0: not known.
   double bytes_per_cycle = 0;
   int driver_version = 0;  // 13000 is 13.0; 0 without a driver
   bool is_shared = false;  // kernels of other processes run at the same time (MPS)
@@ -40,11 +39,11 @@ struct DeviceInfo {
 
 int device_count();  // CUDA devices; 0 without a driver
 DeviceInfo device_info(Device device);
-// __CUDA_ARCH__ / 10 of the kernels that run on the current CUDA device.
+// __CUDA_ARCH__ / 10 of the compiled code that runs on the current CUDA device.
 int code_capability();
 
 void set_device(Device device);     // for the calling thread
-void set_num_threads(int threads);  // of the CPU kernels that the calling thread runs; 0: all cores
+void set_num_threads(int threads);  // of the calling thread's CPU kernels; 0: all cores
 Stream create_stream(Device device);
 void destroy_stream(Device device, Stream stream) noexcept;
 void synchronize(Device device, Stream stream);
@@ -52,12 +51,12 @@ void synchronize(Device device, Stream stream);
 // Device memory. Throws Error(kMemory).
 void* allocate(Device device, int64_t bytes);
 void release(Device device, void* data) noexcept;
-// Page-locked host memory that the device can also write, at the same address.
+// Page-locked host memory that the device can access at the same address.
 void* allocate_pinned(Device device, int64_t bytes);
 void release_pinned(Device device, void* data) noexcept;
 
-// How often this process allocated device or pinned memory and waited for a device so far: what a
-// decode step must not do.
+// Allocations of device or pinned memory and waits for a device, counted in this process. A decode
+// step must do neither.
 struct DeviceCounters {
   int64_t allocations = 0;
   int64_t synchronizations = 0;
@@ -80,10 +79,10 @@ void copy_strided(Device device, const StridedCopy& copy, Stream stream);
 void copy_on_device(Device device, void* dst, const void* src, int64_t bytes, Stream stream);
 void fill_bytes(Device device, void* dst, int value, int64_t bytes, Stream stream);
 
-// Throws if the stream has met an error; true when all its work is done.
+// Whether all work of the stream is done. Throws if the stream has an error.
 bool query(Device device, Stream stream);
 
-// A place in a stream's work that the host can wait for, while later work goes on.
+// A CUDA event: a point in a stream that the host can wait for.
 class Event {
  public:
   explicit Event(Device device);
@@ -91,8 +90,8 @@ class Event {
   Event(const Event&) = delete;
   Event& operator=(const Event&) = delete;
 
-  void record(Stream stream);  // after all that has been enqueued so far
-  void wait() const;           // for what `record` marked last; throws if the device failed
+  void record(Stream stream);  // after the work enqueued so far
+  void wait() const;           // for the last `record`; throws if the device failed
 
  private:
   Device device_;

@@ -1,4 +1,4 @@
-// From run-time values to compile-time ones: the only two ways (dtype, small integer).
+// Converts run-time values (dtypes, small integers) to compile-time constants.
 #pragma once
 
 #include <string_view>

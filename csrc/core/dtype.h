@@ -1,4 +1,4 @@
-// Element types of tensors, and their names as users and checkpoints spell them.
+// Element types of tensors, and the names that users and checkpoints give them.
 #pragma once
 
 #include <cstdint>

@@ -1,6 +1,6 @@
-// A number is NaN or infinite if all bits of its exponent are set: if its magnitude, taken as an
-// integer, is at least that of infinity. So a block is an AND and a maximum for each vector. One
-// clone for AVX2, whose vectors are twice as wide as the baseline's.
+// A number is NaN or infinite if all bits of its exponent are set. Then its magnitude bits, read as
+// an integer, are at least those of infinity. So the loop needs one AND and one maximum for each
+// vector. It is compiled for AVX2 and for the baseline.
 #include "core/finite.h"
 
 #include <algorithm>
@@ -8,7 +8,7 @@
 
 #include "core/check.h"
 
-// A clone is picked by a resolver that runs before the sanitizers are ready, hence not under them.
+// A resolver picks the clone before the sanitizers are ready, so sanitizer builds have no clones.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && \
     !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
 #define CPMCU_CLONES __attribute__((target_clones("avx2", "default")))
@@ -59,7 +59,7 @@ int64_t find_not_finite(DType dtype, const void* numbers, int64_t count) {
 
 #ifndef CPMCU_WITH_CUDA
 std::vector<int64_t> find_not_finite_on_device(const Context&, const std::vector<DeviceNumbers>&) {
-  CHECK_STATE(false, "a build without CUDA has no numbers on a device");
+  CHECK_STATE(false, "this build has no CUDA, so no numbers are in device memory");
 }
 #endif
 

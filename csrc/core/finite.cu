@@ -1,7 +1,9 @@
-// The index of the first number of a tensor that is NaN or infinite.
+// Finds the index of the first number of a tensor that is NaN or infinite.
 //
-// Bound: each byte read once. Weights are checked right after they were copied to the device: 16 GB
-// take 5 ms there, and 150 ms of eight CPU threads that read files at the same time.
+// Roofline: memory bandwidth; the kernel reads each byte once.
+// Schedule: threads read 16-byte vectors in a grid-stride loop; a hit is an atomicMin on the index.
+// Decision: weights are checked after the copy to the device. For 16 GB that takes 5 ms, against
+// 150 ms on eight CPU threads that also read files.
 #include <algorithm>
 #include <limits>
 
@@ -17,7 +19,7 @@ using Index = unsigned long long;
 
 // ---- kernels
 
-// Vectors of 16 bytes hold kNumbers each; what is left behind them is read one by one.
+// A 16-byte vector holds kNumbers numbers. The remainder is read one number at a time.
 template <typename Bits>
 __global__ void __launch_bounds__(kThreads)
     find_not_finite_kernel(const Bits* numbers, int64_t count, Bits infinity, Index* first) {

@@ -1,5 +1,4 @@
-// Looks for NaN and infinities: in host memory at the speed of a cache, on a device at that of its
-// memory.
+// Finds NaN and infinities: in host memory at cache bandwidth, on a device at memory bandwidth.
 #pragma once
 
 #include <cstdint>
@@ -10,8 +9,8 @@
 
 namespace cpmcu {
 
-// The index of the first of `count` numbers that is NaN or infinite; -1 if there is none, as of a
-// dtype that is not floating.
+// The index of the first of `count` numbers that is NaN or infinite. -1 if all are finite or the
+// dtype is not floating.
 int64_t find_not_finite(DType dtype, const void* numbers, int64_t count);
 
 // Numbers in device memory.
@@ -20,7 +19,7 @@ struct DeviceNumbers {
   const void* data = nullptr;
   int64_t count = 0;
 };
-// The same for each of several tensors of a CUDA device. Waits for the device once.
+// The same index for each of several tensors on a CUDA device. Waits for the device once.
 std::vector<int64_t> find_not_finite_on_device(const Context& ctx,
                                                const std::vector<DeviceNumbers>& tensors);
 

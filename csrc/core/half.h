@@ -22,7 +22,7 @@ inline float to_float(bf16 x) { return std::bit_cast<float>(static_cast<uint32_t
 inline float to_float(fp16 x) {
   const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000u) << 16;
   const uint32_t magnitude = x.bits & 0x7fffu;
-  // Multiplying by 2^112 re-biases the exponent and makes subnormals right as well.
+  // Multiplying by 2^112 re-biases the exponent. It is also correct for subnormals.
   const float scaled = std::bit_cast<float>(magnitude << 13) * 0x1p112f;
   const uint32_t inf_or_nan = magnitude >= 0x7c00u ? 0x7f800000u : 0u;
   return std::bit_cast<float>(std::bit_cast<uint32_t>(scaled) | inf_or_nan | sign);

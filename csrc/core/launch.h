@@ -1,11 +1,15 @@
-// How every CUDA kernel is launched: with programmatic dependent launch where the device has it.
+// Launches a CUDA kernel, with programmatic dependent launch (PDL) if the device has it.
 //
-// Contract: each kernel calls pdl_wait() (core/ptx.cuh), in every thread and unconditionally,
-// before it touches anything that an earlier kernel wrote or may still read, and pdl_launch()
-// as early as it can. Weights may be read before pdl_wait(): nothing writes them during a step.
-// Each forward pass begins with `embedding`, which launches only after it has waited. So what
-// follows it may also read before pdl_wait() what was complete before the pass: positions, slots,
-// lengths, masks and page tables of its rows, and entries of the cache that are not of this pass.
+// Contract: every thread of each kernel calls pdl_wait() (core/ptx.cuh) unconditionally. It does so
+// before it accesses memory that an earlier kernel wrote or may still read. The kernel calls
+// pdl_launch() as early as it can.
+//
+// Memory that a kernel may read before pdl_wait():
+//   weights                                          no kernel writes them during a step
+//   positions, slots, lengths, masks, page tables    complete before the forward pass
+//   KV entries of earlier passes                     complete before the forward pass
+// The last two hold because the first kernel of a pass, `embedding`, calls pdl_wait() before
+// pdl_launch().
 #pragma once
 
 #ifdef CPMCU_WITH_CUDA
@@ -15,8 +19,8 @@
 
 namespace cpmcu {
 
-// `cluster`: this many neighbouring blocks run together and see each other's shared memory (for
-// code of compute capability 9.0 and up).
+// `cluster`: the number of neighbouring CTAs in a thread block cluster (compute capability 9.0 and
+// up).
 template <typename... Params, typename... Args>
 void launch_cluster(const Context& ctx, int cluster, void (*kernel)(Params...), dim3 grid,
                     dim3 block, size_t shared_bytes, const Args&... args) {
@@ -42,8 +46,8 @@ void launch(const Context& ctx, void (*kernel)(Params...), dim3 grid, dim3 block
   launch_cluster(ctx, 1, kernel, grid, block, shared_bytes, args...);
 }
 
-// Dynamic shared memory above 48 KiB has to be asked for, once per kernel and device. What is left
-// of a multiprocessor's is to be shared memory, too, not L1: a small kernel may find room in it.
+// Dynamic shared memory above 48 KiB must be enabled once for each kernel and device. The carve-out
+// is set to the maximum, so a small kernel can run on the same SM at the same time.
 template <typename Kernel>
 void allow_shared_bytes(Kernel kernel, size_t bytes) {
   if (bytes > 48 * 1024) {

@@ -1,5 +1,5 @@
-// What the numbers of a ModelSpec may be. Python reads configs without the extension, so it has a
-// copy: `make stubs` writes cpmcu/models/limits.py from this table.
+// The valid ranges of the numbers of a ModelSpec. Python reads configs without the extension, so
+// `make stubs` writes a copy of this table to cpmcu/models/limits.py.
 #pragma once
 
 #include "core/model_spec.h"
@@ -13,7 +13,7 @@ struct FieldLimit {
   int multiple = 1;
 };
 
-// Rows are read in pieces of 16 bytes, 8 numbers of 2 bytes.
+// The multiples are 8, because kernels read rows in 16-byte vectors of 8 numbers.
 inline constexpr FieldLimit kModelLimits[] = {
     {"vocab_size", &ModelSpec::vocab_size, 1, 1 << 24},
     {"hidden_size", &ModelSpec::hidden_size, 8, 16384, 8},

@@ -1,5 +1,5 @@
-// A model as plain data, made in Python (cpmcu/models) from a checkpoint's config.
-// Field names are Hugging Face's, so that grep works across languages.
+// A model as plain data, built in Python (cpmcu/models) from a checkpoint's config. Field names are
+// Hugging Face's, so one search finds them in both languages.
 #pragma once
 
 #include <map>
@@ -11,7 +11,7 @@
 
 namespace cpmcu {
 
-// One block of a layer: a registered kind, and where it differs from the numbers of the model.
+// One block of a layer: a registered kind, and parameters that override the model's numbers.
 struct BlockSpec {
   std::string kind;
   Params params{};
@@ -46,7 +46,7 @@ struct ModelSpec {
     auto it = linear_overrides.find(module);
     return it == linear_overrides.end() ? linear_method : it->second;
   }
-  // Does an override ask for a method that is not dense?
+  // Whether an override names a method that is not dense.
   bool quantises(const std::string& module) const {
     auto it = linear_overrides.find(module);
     return it != linear_overrides.end() && it->second != "dense";
@@ -54,7 +54,7 @@ struct ModelSpec {
   LayerSpec layer(int index) const {
     return layers.empty() ? LayerSpec{{"attention"}, {"mlp"}} : layers[static_cast<size_t>(index)];
   }
-  // Throws if the numbers cannot belong to a model that this engine runs.
+  // Throws if the engine cannot run a model of these numbers.
   void check_validity(bool cuda) const;
 };
 

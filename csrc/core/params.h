@@ -1,7 +1,7 @@
-// Named parameters of open sets: what a block or a drafter takes beyond the common fields.
+// Named parameters of a block or a drafter, beyond the fields that all kinds share.
 //
-// A kind reads its parameters by name and type, with defaults. `check_known` refuses other names,
-// so that a misspelt one is an error instead of a default.
+// A kind reads its parameters by name and type, with defaults. `check_known` rejects unknown names,
+// so a misspelt name is an error.
 #pragma once
 
 #include <cstdint>
@@ -26,7 +26,7 @@ class Params {
   int integer(const std::string& name, int or_else) const;
   float number(const std::string& name, float or_else) const;
   std::string text(const std::string& name, const std::string& or_else) const;
-  std::vector<int> integers(const std::string& name) const;  // not given: none
+  std::vector<int> integers(const std::string& name) const;  // default: an empty list
   std::vector<float> numbers(const std::string& name, const std::vector<float>& or_else) const;
 
   void set(const std::string& name, ParamValue value) { values_[name] = std::move(value); }

@@ -7,11 +7,11 @@
 namespace cpmcu {
 
 void load_plugin(const std::string& path) {
-  // Python loads extensions privately; the plugin needs this one's symbols, so make them global.
+  // Python loads extensions with local symbols. The plugin needs them, so this makes them global.
   Dl_info self{};
   const bool found = dladdr(reinterpret_cast<const void*>(&load_plugin), &self) != 0;
   CHECK_STATE(found && dlopen(self.dli_fname, RTLD_NOW | RTLD_NOLOAD | RTLD_GLOBAL) != nullptr,
-              "the engine cannot find itself to link {} with it", path);
+              "the engine's own library was not found, so {} cannot be linked with it", path);
   CHECK(dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL) != nullptr, "plugin {} cannot be loaded: {}",
         path, dlerror());
 }

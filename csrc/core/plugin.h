@@ -1,8 +1,8 @@
 // Linear methods, blocks and drafters from outside the package.
 //
-// A plugin is a shared library compiled against csrc/ with the same REGISTER_* lines as the files
-// in the tree; loading it runs them. It is not linked with the engine: it finds the engine's
-// symbols in the extension that is already loaded.
+// A plugin is a shared library, compiled against csrc/ with the same REGISTER_* lines as the files
+// of the engine. Loading it runs these registrations. It is not linked with the engine: it uses the
+// symbols of the extension that is already loaded.
 #pragma once
 
 #include <string>

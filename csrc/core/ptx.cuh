@@ -1,4 +1,4 @@
-// PTX instructions, one wrapper each; the comment says when to use it.
+// One wrapper for each PTX instruction. The comments say when to use it.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -11,15 +11,15 @@
 
 namespace cpmcu::ptx {
 
-// Waits until every kernel before this one in the stream is done and its writes are visible.
-// In every kernel, in every thread (core/launch.h says why, and what may be done before).
+// Waits until all earlier kernels of the stream are complete and their writes are visible. Every
+// thread of every kernel calls it (core/launch.h has the contract).
 __device__ __forceinline__ void pdl_wait() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-// Lets the next kernel of the stream start its prologue. As early as shared memory allows.
+// Lets the next kernel of the stream start its prologue. Call it as early as shared memory allows.
 __device__ __forceinline__ void pdl_launch() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" :::);
@@ -30,8 +30,8 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// 16 bytes from global to shared memory without registers; zeros when !valid.
-// Here and below a uint32_t is a shared_address(): sums of it fold into the instruction.
+// Copies 16 bytes from global to shared memory without registers; if !valid, writes zeros.
+// Here and below a uint32_t address is a shared_address(). Offsets fold into the instruction.
 __device__ __forceinline__ void cp_async16(uint32_t shared, const void* global, bool valid = true) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global),
                "r"(valid ? 16 : 0)
@@ -41,20 +41,20 @@ __device__ __forceinline__ void cp_async16(void* shared, const void* global, boo
   cp_async16(shared_address(shared), global, valid);
 }
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" :::); }
-// Waits until at most kPending of this thread's groups are unfinished.
+// Waits until at most kPending of this thread's cp.async groups are unfinished.
 template <int kPending>
 __device__ __forceinline__ void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// For load_stream16: what is read under this policy leaves L2 first.
+// For load_stream16: L2 evicts lines read under this policy first.
 __device__ __forceinline__ uint64_t evict_first_policy() {
   uint64_t policy;
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   return policy;
 }
 
-// 16 bytes that are read once, past L1. For weights.
+// Loads 16 bytes that are read once, without allocating in L1. For weights.
 __device__ __forceinline__ uint4 load_stream16(const void* global, uint64_t policy) {
   uint4 v;
   asm volatile("ld.global.nc.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
@@ -63,9 +63,9 @@ __device__ __forceinline__ uint4 load_stream16(const void* global, uint64_t poli
   return v;
 }
 
-// Whether this is the thread that its warp, which is here as a whole, chooses. Then the compiler
-// knows that it is alone; what threads of a warp do with barriers it else has them do one after
-// another, in a loop around each instruction.
+// True in one thread of the warp; all 32 threads must call it. The compiler then knows that one
+// thread is active. Otherwise it wraps each mbarrier instruction in a loop over the threads of the
+// warp.
 __device__ __forceinline__ bool is_elected() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   uint32_t elected;
@@ -77,12 +77,12 @@ __device__ __forceinline__ bool is_elected() {
 #endif
 }
 
-// ---- mbarriers: a phase ends when all expected arrivals and bytes are there
+// ---- mbarriers: a phase completes after all expected arrivals and bytes
 
 __device__ __forceinline__ void mbarrier_init(uint32_t barrier, int arrivals) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
-// Makes initialised barriers visible to the copy engine; then a block barrier.
+// Makes initialised barriers visible to the copy engine (TMA). A CTA barrier must follow.
 __device__ __forceinline__ void mbarrier_init_fence() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -92,11 +92,11 @@ __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
   asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(barrier)
                : "memory");
 }
-// This thread's cp.asyncs so far arrive when they are done; counts as one of the arrivals.
+// Arrives when all earlier cp.async copies of this thread are complete; counts as one arrival.
 __device__ __forceinline__ void mbarrier_arrive_cp_async(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
 }
-// Waits for the end of the phase of this parity; phases alternate from 0.
+// Waits until the phase of this parity completes. The first phase has parity 0.
 __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, int parity) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile(
@@ -115,7 +115,7 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, int parity) {
 #endif
 }
 
-// Whether the phase of this parity has ended.
+// Whether the phase of this parity is complete.
 __device__ __forceinline__ bool mbarrier_has_ended(uint32_t barrier, int parity) {
   uint32_t ended;
   asm volatile(
@@ -127,8 +127,8 @@ __device__ __forceinline__ bool mbarrier_has_ended(uint32_t barrier, int parity)
       : "memory");
   return ended != 0;
 }
-// Whether it has ended, which may wait for a moment. Asked early, the answer is there when it is
-// needed. Where nobody `asks` it is no.
+// Whether the phase of this parity is complete; may suspend the thread briefly. An early call hides
+// the latency of the test. If !asks, returns false without testing.
 __device__ __forceinline__ bool mbarrier_try_wait(uint32_t barrier, int parity, bool asks) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   uint32_t ended;
@@ -146,8 +146,8 @@ __device__ __forceinline__ bool mbarrier_try_wait(uint32_t barrier, int parity, 
   return asks && mbarrier_has_ended(barrier, parity);
 #endif
 }
-// What is left to wait for after mbarrier_try_wait. Without a branch that the compiler sees: it
-// would no longer know what is the same in all lanes.
+// Waits unless an earlier mbarrier_try_wait returned true. The branch is inside the assembly: a
+// branch that the compiler sees would lose the knowledge of warp-uniform values.
 __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, int parity, bool has_ended) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile(
@@ -165,15 +165,15 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, int parity, bool
 }
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-// Arrives and expects that many bytes more of bulk copies in this phase.
+// Arrives, and adds `bytes` to the bytes that the phase expects from bulk copies.
 __device__ __forceinline__ void mbarrier_expect_bytes(uint32_t barrier, int bytes) {
   asm volatile(
       "{ .reg .b64 state; mbarrier.arrive.expect_tx.shared.b64 state, [%0], %1; }" ::"r"(barrier),
       "r"(bytes)
       : "memory");
 }
-// A contiguous piece (16-byte aligned, a multiple of 16 bytes) by the copy engine, issued by one
-// thread; counts on the barrier. For weights: whole blocks, no registers.
+// Bulk copy of contiguous memory (16-byte aligned, a multiple of 16 bytes) by the copy engine. One
+// thread issues it; its bytes count on the barrier. For weights: one copy for each weight block.
 __device__ __forceinline__ void bulk_copy(uint32_t shared, const void* global, int bytes,
                                           uint32_t barrier, uint64_t policy) {
   asm volatile(
@@ -183,23 +183,25 @@ __device__ __forceinline__ void bulk_copy(uint32_t shared, const void* global, i
       : "memory");
 }
 
-// ---- between the blocks of a kernel, all of which run at the same time
+// ---- between the CTAs of a kernel, all of which are co-resident
 
-// Counts `count`: all that this thread wrote, or that a barrier told it of, comes before.
+// Adds `count` with release semantics: earlier writes of this thread, and writes that it observed
+// through a barrier, become visible first.
 __device__ __forceinline__ void add_release(uint32_t* counter, uint32_t count = 1) {
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(counter), "r"(count) : "memory");
 }
-// What came before the counts that are seen here is visible after.
+// Loads with acquire semantics: the writes released before the observed count are visible
+// afterwards.
 __device__ __forceinline__ uint32_t load_acquire(const uint32_t* counter) {
   uint32_t v;
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(counter) : "memory");
   return v;
 }
-// Lets the copy engine see what load_acquire made visible to this thread.
+// Makes writes that load_acquire made visible to this thread visible to the copy engine.
 __device__ __forceinline__ void copy_engine_fence() {
   asm volatile("fence.proxy.async.global;" ::: "memory");
 }
-// 16 bytes that say by themselves whether they have come: no order with anything else.
+// 16 bytes whose value shows whether they have arrived. Not ordered with other accesses.
 __device__ __forceinline__ void store_relaxed16(void* to, const float (&v)[4]) {
   asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(v[0]),
                "f"(v[1]), "f"(v[2]), "f"(v[3])
@@ -216,28 +218,30 @@ __device__ __forceinline__ uint4 load_relaxed16(const void* from) {
 
 // ---- clusters
 
-// First half of a barrier of the cluster: this block's mbarriers are initialised (after
-// mbarrier_init_fence).
+// Arrives at the cluster barrier: the mbarriers of this CTA are initialised. Call
+// mbarrier_init_fence before it.
 __device__ __forceinline__ void cluster_arrive() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
-// Second half: those of all its blocks are.
+// Waits at the cluster barrier: the mbarriers of all its CTAs are initialised.
 __device__ __forceinline__ void cluster_wait() {
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
-// Where block `rank` of the cluster has what this block has at `shared`.
+// The address in CTA `rank` of the cluster that corresponds to `shared` in this CTA.
 __device__ __forceinline__ uint32_t cluster_address(uint32_t shared, int rank) {
   uint32_t address;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared), "r"(rank));
   return address;
 }
-// As mbarrier_arrive, at a cluster_address(), by who has read what may be written anew. NOTE: not
-// for what was written: with release semantics for the cluster it would be a device-wide fence.
+// As mbarrier_arrive, at a cluster_address(). A consumer calls it after its reads, so the buffer
+// may be overwritten. NOTE: it does not publish writes; cluster-scope release would be a
+// device-wide fence.
 __device__ __forceinline__ void mbarrier_arrive_cluster(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
-// 16 bytes into another block of the cluster; they count on its barrier, so nobody waits but the
-// receiver and no fence is needed. Both are cluster_address()es of the same rank.
+// Stores 16 bytes to another CTA of the cluster (DSMEM). The bytes count on the receiver's barrier,
+// so only the receiver waits and no fence is needed. Both addresses are cluster_address()es of one
+// rank.
 __device__ __forceinline__ void store_cluster16(uint32_t to, const float (&v)[4],
                                                 uint32_t barrier) {
   asm volatile(
@@ -248,40 +252,40 @@ __device__ __forceinline__ void store_cluster16(uint32_t to, const float (&v)[4]
 }
 #endif
 
-// The compiler takes v as it is: it does not compute it again, nor conclude anything from how it
-// was computed. For values that a loop is to keep, and loops that are not to become divisions.
+// Hides from the compiler how v was computed: it neither recomputes v nor simplifies with it. For
+// values that must stay in registers across a loop, and for loops that must not become divisions.
 __device__ __forceinline__ void opaque(uint32_t& v) { asm volatile("" : "+r"(v)); }
 __device__ __forceinline__ void opaque(int& v) { asm volatile("" : "+r"(v)); }
 __device__ __forceinline__ void opaque(const char*& v) { asm volatile("" : "+l"(v)); }
 
-// Of a clock that all multiprocessors share.
+// A clock that all SMs share.
 __device__ __forceinline__ unsigned long long global_nanoseconds() {
   unsigned long long now;
   asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now)::"memory");
   return now;
 }
 
-// How many multiprocessors there are, or a few more: numbers that none has count, too.
-__device__ __forceinline__ unsigned num_multiprocessors() {
+// The number of SM ids, at least the number of SMs: some ids may be unused.
+__device__ __forceinline__ unsigned num_sms() {
   unsigned number;
   asm("mov.u32 %0, %nsmid;" : "=r"(number));
   return number;
 }
 
-// The number of a thread's warp, and the compiler knows that it is that of the whole warp.
+// The warp index of this thread, as a value that the compiler knows to be warp-uniform.
 __device__ __forceinline__ int uniform_warp() {
   return __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);
 }
 
-// (v & mask) | bits in one instruction. For numbers made of bits.
+// (v & mask) | bits in one instruction. For building floating-point numbers from bits.
 __device__ __forceinline__ uint32_t masked_or(uint32_t v, uint32_t mask, uint32_t bits) {
   uint32_t out;
   asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(out) : "r"(v), "r"(mask), "r"(bits));
   return out;
 }
 
-// From and to shared memory by address, for buffers that the copy engine or other blocks fill:
-// never moved or kept.
+// Shared memory accesses by address, for buffers that the copy engine or other CTAs fill. They are
+// volatile: the compiler neither moves nor caches them.
 __device__ __forceinline__ uint4 load_shared16(uint32_t shared) {
   uint4 v;
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -310,7 +314,7 @@ __device__ __forceinline__ int load_shared_byte(uint32_t shared) {
   return static_cast<int>(v);
 }
 
-// Four 8x8 matrices of 16-bit elements from shared memory into fragments.
+// Loads four 8x8 matrices of 16-bit elements from shared memory into fragments.
 __device__ __forceinline__ void ldmatrix4(uint32_t (&r)[4], uint32_t shared) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -329,7 +333,7 @@ __device__ __forceinline__ void ldmatrix4_trans(uint32_t (&r)[4], const void* sh
 }
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-// The other way of ldmatrix4_trans.
+// The inverse of ldmatrix4_trans.
 __device__ __forceinline__ void stmatrix4_trans(uint32_t shared, const uint32_t (&r)[4]) {
   asm volatile(
       "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared),
@@ -359,20 +363,20 @@ __device__ __forceinline__ void mma_16x8x16<__nv_bfloat16>(float (&d)[4], const 
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// 2^x to about two units in the last place; exactly 1 at 0 and 0 at -inf. For softmax.
+// 2^x with an error of about 2 ulp; exactly 1 at 0 and 0 at -inf. For softmax.
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
-// A barrier of the first kThreads threads of the block; 0 is __syncthreads.
+// A barrier of kThreads threads of the CTA. Barrier 0 is the one of __syncthreads.
 template <int kBarrier, int kThreads>
 __device__ __forceinline__ void named_barrier() {
   asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "n"(kThreads) : "memory");
 }
 
-// The registers of each thread of this warpgroup from here on; all its warps say so. (9.0a)
+// Sets the registers of each thread of the warpgroup; all its warps must execute it. (9.0a)
 template <int kCount>
 __device__ __forceinline__ void give_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));
@@ -381,22 +385,23 @@ template <int kCount>
 __device__ __forceinline__ void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount));
 }
-// Fetches the 128 bytes around it to L2.
+// Prefetches the 128-byte line of `at` to L2.
 __device__ __forceinline__ void prefetch_l2(const void* at) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
 }
-// Fetches a CUtensorMap before it is needed.
+// Prefetches a CUtensorMap.
 __device__ __forceinline__ void prefetch_map(const void* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-// ---- wgmma: products of a warpgroup that run asynchronously
+// ---- wgmma: asynchronous matrix multiplication by a warpgroup
 
-// Lets wgmma, and the copy engine, see this thread's writes to shared memory.
+// Makes this thread's writes to shared memory visible to wgmma and the copy engine.
 __device__ __forceinline__ void shared_copy_fence() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
-// A box of a two-dimensional tensor, as its CUtensorMap says; x counts elements, y rows.
+// Copies a box of a two-dimensional tensor. The CUtensorMap has its size; x counts elements, y
+// rows.
 __device__ __forceinline__ void tensor_copy(uint32_t shared, const void* map, int x, int y,
                                             uint32_t barrier) {
   asm volatile(
@@ -406,7 +411,7 @@ __device__ __forceinline__ void tensor_copy(uint32_t shared, const void* map, in
       : "memory");
 }
 
-// The same under a policy for L2.
+// The same with an L2 policy.
 __device__ __forceinline__ void tensor_copy(uint32_t shared, const void* map, int x, int y,
                                             uint32_t barrier, uint64_t policy) {
   asm volatile(
@@ -416,18 +421,18 @@ __device__ __forceinline__ void tensor_copy(uint32_t shared, const void* map, in
       : "memory");
 }
 
-// The same for all blocks of the cluster whose bits `blocks` has: to where each has `shared` and
-// `barrier`.
+// The same, multicast to each CTA of the cluster whose bit is set in `cta_mask`. `shared` and
+// `barrier` are at the same offset in each CTA.
 __device__ __forceinline__ void tensor_multicast(uint32_t shared, const void* map, int x, int y,
-                                                 uint32_t barrier, uint16_t blocks) {
+                                                 uint32_t barrier, uint16_t cta_mask) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
       ".multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(shared),
-      "l"(map), "r"(x), "r"(y), "r"(barrier), "h"(blocks)
+      "l"(map), "r"(x), "r"(y), "r"(barrier), "h"(cta_mask)
       : "memory");
 }
 
-// Of a tensor of four dimensions, from x of the first and y of the last on.
+// The same for a tensor of four dimensions; x is the coordinate in the first, y in the last.
 __device__ __forceinline__ void tensor_copy4(uint32_t shared, const void* map, int x, int y,
                                              uint32_t barrier) {
   asm volatile(
@@ -437,7 +442,7 @@ __device__ __forceinline__ void tensor_copy4(uint32_t shared, const void* map, i
       : "memory");
 }
 
-// Before a wgmma whose registers were written by other instructions.
+// Required before a wgmma whose registers were written by other instructions.
 __device__ __forceinline__ void wgmma_fence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
@@ -449,23 +454,24 @@ template <int kPending>
 __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
-// Where a chunk of 16 bytes of a row lies in panels of [kRows][128 bytes] whose chunks are swizzled
-// within 8 rows, as the copy engine writes and wgmma reads them; in units of which a chunk has
-// kUnits. Eight rows' chunks of one number are in eight different bank groups.
+// The offset of a 16-byte chunk of a row in panels [kRows][128 bytes] with 128-byte swizzle, which
+// the copy engine writes and wgmma reads. A chunk has kUnits units; the offset is in units. Chunks
+// of the same index in 8 consecutive rows are in 8 different bank groups.
 template <int kRows, int kUnits = 16>
 __device__ __forceinline__ constexpr int swizzled_chunk(int row, int chunk) {
   return chunk / 8 * (kRows * 8 * kUnits) + row * (8 * kUnits) + (chunk % 8 ^ row % 8) * kUnits;
 }
-// Such a panel in shared memory, 1024-byte aligned. By whole warps: all lanes say the same, but the
-// compiler has to be told, else it moves every descriptor to uniform registers by itself.
+// The descriptor of such a panel in shared memory, 1024-byte aligned. All lanes of the warp must
+// call it with the same address. The shuffle tells the compiler so; without it, it moves every
+// descriptor to uniform registers separately.
 __device__ __forceinline__ uint64_t wgmma_descriptor_swizzle128(uint32_t shared) {
   shared = __shfl_sync(0xffffffffu, shared, 0);
   const uint64_t stride = 1024 / 16;  // from 8 rows to the next 8
   return uint64_t{1} << 62 | stride << 32 | uint64_t{1} << 16 | (shared & 0x3FFFF) >> 4;
 }
 
-// Lets the host, which sees the value, see all that this thread wrote before, or that a barrier of
-// the block told it of.
+// Stores with system-scope release semantics. A host thread that reads the value also sees earlier
+// writes of this thread, and writes that it observed through a CTA barrier.
 __device__ __forceinline__ void store_release_system(volatile uint64_t* to, uint64_t value) {
   asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(to), "l"(value) : "memory");
 }

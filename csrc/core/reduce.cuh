@@ -1,4 +1,5 @@
-// Sums and maxima over a warp and over a block, in a fixed order: the same bits every time.
+// Sums and maxima over a warp and over a CTA. The order is fixed, so results are bitwise
+// reproducible.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -16,10 +17,10 @@ __device__ __forceinline__ T warp_reduce(T value, Op op) {
   return value;
 }
 
-// The result reaches every thread. kThreads is the block size; `scratch` holds 32 values of T.
+// Every thread gets the result. kThreads is the CTA size; `scratch` holds 32 values of T.
 template <int kThreads, typename T, typename Op>
 __device__ __forceinline__ T block_reduce(T value, T identity, T* scratch, Op op) {
-  static_assert(kThreads % 32 == 0 && kThreads <= 1024, "a block is 1 to 32 whole warps");
+  static_assert(kThreads % 32 == 0 && kThreads <= 1024, "a CTA is 1 to 32 whole warps");
   constexpr int kWarps = kThreads / 32;
   value = warp_reduce(value, op);
   if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = value;

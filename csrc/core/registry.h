@@ -1,4 +1,4 @@
-// Open sets by name: linear methods, blocks, drafters register themselves from their own file.
+// Registries by name. Each linear method, block and drafter registers itself in its own file.
 #pragma once
 
 #include <functional>
@@ -12,7 +12,7 @@
 
 namespace cpmcu {
 
-// Factories of `Base`, each made with `Args...`, by name.
+// Maps names to factories, which create a `Base` from `Args...`.
 template <typename Base, typename... Args>
 class Registry {
  public:
@@ -22,7 +22,7 @@ class Registry {
     std::string file;
   };
 
-  // Function-local, so that registration order between files does not matter.
+  // Function-local, so the order in which files register does not matter.
   static Registry& instance() {
     static Registry registry;
     return registry;

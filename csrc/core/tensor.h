@@ -1,7 +1,7 @@
 // A view of memory: pointer, element type and up to four dimensions, always contiguous.
 //
-// Type-erased, so that layers, model and engine are plain C++ and only kernels are templates.
-// It owns nothing: memory belongs to the arena (core/arena.h).
+// It is type-erased, so layers, model and engine are plain C++ and only kernels are templates. It
+// owns no memory; the arena does (core/arena.h).
 #pragma once
 
 #include <array>
@@ -21,7 +21,7 @@ class Tensor {
   Tensor() = default;
   Tensor(void* data, DType dtype, std::initializer_list<int64_t> shape)
       : data_(data), dtype_(dtype), num_dims_(static_cast<int>(shape.size())) {
-    CHECK_STATE(num_dims_ <= kMaxDims, "a tensor has {} dimensions, more than 4", num_dims_);
+    CHECK_STATE(num_dims_ <= kMaxDims, "a tensor has {} dimensions, expected at most 4", num_dims_);
     int i = 0;
     for (int64_t size : shape) shape_[i++] = size;
   }

@@ -1,12 +1,12 @@
-// Stamps of a clock in kernels, to see what a layer waits for (scripts/trace_layer.py). Only in
-// builds with CPMCU_TRACE=1; of others it changes no instruction.
+// Timestamps in kernels, to measure where a layer waits (scripts/trace_layer.py). They exist only
+// in builds with CPMCU_TRACE=1; other builds have the same instructions as without them.
 //
-// TRACED_FILE("name"), once in a file of kernels, makes the rings and the class Trace:
-//   Trace trace;      // at the beginning of a kernel: stamps place 0
-//   trace.stamp(1);   // place 1
-//   trace.end();      // a launch that does not come here leaves no trace
-// The first thread of a block stamps, so only what it waits for is seen. Of launches that overlap
-// others of their file (chains of more than 64 rows) nothing can be said.
+// TRACED_FILE("name"), once in a kernel file, defines the rings and the class Trace:
+//   Trace trace;      // at the start of a kernel: timestamp 0
+//   trace.stamp(1);   // timestamp 1
+//   trace.end();      // a launch that does not reach this is not recorded
+// Thread 0 of each CTA takes the timestamps, so only its own waits are visible. If two launches of
+// the same file overlap (M > 64), their timestamps are not valid.
 #pragma once
 
 #include "core/trace.h"
@@ -14,22 +14,22 @@
 #ifdef CPMCU_TRACE
 #include "core/ptx.cuh"
 
-#define TRACED_FILE(name)                                           \
-  static __device__ TraceRing trace_rings[TraceRing::kBlocks];      \
-  [[maybe_unused]] static const bool kIsTraced =                    \
-      (traced_files().push_back({name, &trace_rings}), true);       \
-  struct Trace : BlockTrace {                                       \
-    __device__ __forceinline__ Trace() : BlockTrace(trace_rings) {} \
+#define TRACED_FILE(name)                                         \
+  static __device__ TraceRing trace_rings[TraceRing::kCtas];      \
+  [[maybe_unused]] static const bool kIsTraced =                  \
+      (traced_files().push_back({name, &trace_rings}), true);     \
+  struct Trace : CtaTrace {                                       \
+    __device__ __forceinline__ Trace() : CtaTrace(trace_rings) {} \
   }
 
 namespace cpmcu {
 
-class BlockTrace {
+class CtaTrace {
  public:
-  __device__ __forceinline__ explicit BlockTrace(TraceRing* rings) {
-    const unsigned block = blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z);
-    if (threadIdx.x != 0 || block >= TraceRing::kBlocks) return;
-    ring_ = rings + block;
+  __device__ __forceinline__ explicit CtaTrace(TraceRing* rings) {
+    const unsigned cta = blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z);
+    if (threadIdx.x != 0 || cta >= TraceRing::kCtas) return;
+    ring_ = rings + cta;
     stamps_ = ring_->nanoseconds[ring_->count % TraceRing::kLaunches];
     for (int i = 0; i < TraceRing::kStamps; ++i) stamps_[i] = 0;
     stamp(0);

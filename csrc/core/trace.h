@@ -1,5 +1,4 @@
-// What kernels stamped of a clock (core/trace.cuh), for the host. Only in builds with
-// CPMCU_TRACE=1.
+// The timestamps of kernels (core/trace.cuh), for the host. Only in builds with CPMCU_TRACE=1.
 #pragma once
 
 #ifdef CPMCU_TRACE
@@ -8,16 +7,16 @@
 
 namespace cpmcu {
 
-// What a block of threads stamped in the last launches of its file's kernels.
+// The timestamps of one CTA in the last launches of its file's kernels.
 struct TraceRing {
-  static constexpr int kBlocks = 512, kLaunches = 64, kStamps = 16;
-  unsigned long long count;  // of launches; the next is in place count % kLaunches
-  unsigned long long nanoseconds[kLaunches][kStamps];  // 0: not passed
+  static constexpr int kCtas = 512, kLaunches = 64, kStamps = 16;
+  unsigned long long count;  // launches so far; the next uses index count % kLaunches
+  unsigned long long nanoseconds[kLaunches][kStamps];  // 0: not reached
 };
 
 struct TracedFile {
   std::string name;
-  const void* rings;  // symbol of TraceRing[kBlocks]
+  const void* rings;  // symbol of TraceRing[kCtas]
 };
 
 inline std::vector<TracedFile>& traced_files() {

@@ -1,4 +1,4 @@
-// Vectors of 16-bit elements as 16-byte loads, and conversion to and from float32.
+// Vector loads and stores of up to 16 bytes, and conversion to and from float32.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -29,7 +29,7 @@ __device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float x) {
   return __float2bfloat16_rn(x);
 }
 
-// Two floats rounded and packed into one register, the first in the low half.
+// Rounds two floats to T and packs them into one register, the first in the low half.
 template <typename T>
 __device__ __forceinline__ uint32_t pack2(float low, float high);
 template <>
@@ -43,7 +43,7 @@ __device__ __forceinline__ uint32_t pack2<__nv_bfloat16>(float low, float high) 
   return *reinterpret_cast<const uint32_t*>(&v);
 }
 
-// kN elements that are loaded and stored together; kN * sizeof(T) is at most 16 bytes.
+// kN elements, loaded and stored with one instruction; kN * sizeof(T) is at most 16 bytes.
 template <typename T, int kN>
 struct alignas(kN * sizeof(T)) Vec {
   T v[kN];

@@ -21,8 +21,8 @@
 namespace cpmcu {
 namespace {
 
-constexpr int64_t kBlockBytes = 8 << 20;
-constexpr int64_t kPartBytes = 1 << 18;  // of a block: is in a cache still when it is looked at
+constexpr int64_t kChunkBytes = 8 << 20;
+constexpr int64_t kPartBytes = 1 << 18;  // of a chunk: still in the cache when it is checked
 constexpr int kNumReaders = 8;
 
 std::string text_of(const std::vector<int64_t>& shape) {
@@ -37,7 +37,7 @@ int64_t elements_of(const std::vector<int64_t>& shape) {
   return n;
 }
 
-// Number `index` of tensor `name` is NaN or infinite.
+// Throws the error for number `index` of tensor `name`, which is NaN or infinite.
 [[noreturn]] void refuse(const std::string& name, DType dtype, const std::vector<int64_t>& shape,
                          const void* number, int64_t index) {
   float value = 0;
@@ -52,7 +52,7 @@ int64_t elements_of(const std::vector<int64_t>& shape) {
                      name, what, text_of(place)));
 }
 
-// Throws if one of the numbers `first` .. of tensor `name` is NaN or infinite.
+// Throws if one of `count` numbers of tensor `name`, starting at index `first`, is NaN or infinite.
 void check_finite(const std::string& name, DType dtype, const std::vector<int64_t>& shape,
                   const void* numbers, int64_t first, int64_t count) {
   const int64_t found = find_not_finite(dtype, numbers, count);
@@ -61,7 +61,7 @@ void check_finite(const std::string& name, DType dtype, const std::vector<int64_
   refuse(name, dtype, shape, number, first + found);
 }
 
-// The same of tensors that lie on a CUDA device as they are in the file.
+// The same check for the tensors that were copied to a CUDA device without conversion.
 void check_finite_on_device(const Context& ctx, WeightTable& table,
                             const std::vector<FileEntry>& entries) {
   std::vector<const FileEntry*> copied;
@@ -76,7 +76,7 @@ void check_finite_on_device(const Context& ctx, WeightTable& table,
   for (size_t i = 0; i < found.size(); ++i) {
     if (found[i] < 0) continue;
     const int64_t size = size_of(numbers[i].dtype);
-    float number = 0;  // room for one of any dtype
+    float number = 0;  // holds one number of any dtype
     copy_to_host(ctx.device, &number, static_cast<const char*>(numbers[i].data) + found[i] * size,
                  size, ctx.stream);
     synchronize(ctx.device, ctx.stream);
@@ -84,21 +84,21 @@ void check_finite_on_device(const Context& ctx, WeightTable& table,
   }
 }
 
-// From finite numbers. Throws where one of tensor `name` becomes infinite.
+// Converts finite numbers. Throws if a number of tensor `name` becomes infinite.
 void convert(const std::string& name, void* out, DType to, const void* in, DType from,
              int64_t count) {
   dispatch_host_dtype(from, [&](auto in_type) {
     dispatch_host_dtype(to, [&](auto out_type) {
       const auto* source = static_cast<const decltype(in_type)*>(in);
       auto* target = static_cast<decltype(out_type)*>(out);
-      // To look at each result takes twice as long.
-      float largest = 0, its_size = 0;
+      // Only the largest magnitude is checked: checking each result would take twice as long.
+      float largest = 0, largest_magnitude = 0;
       for (int64_t i = 0; i < count; ++i) {
-        const float value = to_float(source[i]), size = std::fabs(value);
+        const float value = to_float(source[i]), magnitude = std::fabs(value);
         target[i] = from_float<decltype(out_type)>(value);
-        const bool is_larger = size > its_size;
+        const bool is_larger = magnitude > largest_magnitude;
         largest = is_larger ? value : largest;
-        its_size = is_larger ? size : its_size;
+        largest_magnitude = is_larger ? magnitude : largest_magnitude;
       }
       CHECK(std::isfinite(to_float(from_float<decltype(out_type)>(largest))),
             "tensor \"{}\" holds {}, which is beyond {}: load it as bfloat16 or float32", name,
@@ -107,7 +107,7 @@ void convert(const std::string& name, void* out, DType to, const void* in, DType
   });
 }
 
-// A file that is read at offsets by several threads.
+// A file that several threads read at different offsets.
 class File {
  public:
   explicit File(const std::string& path) : path_(path), fd_(::open(path.c_str(), O_RDONLY)) {
@@ -134,11 +134,11 @@ class File {
   int fd_;
 };
 
-// A part of one tensor that a reader takes at a time.
-struct Block {
+// The part of one tensor that a reader reads at a time.
+struct Chunk {
   const FileEntry* entry;
   Tensor destination;
-  int64_t first;  // element
+  int64_t first;  // index of the first element
   int64_t count;
 };
 
@@ -186,35 +186,35 @@ class WeightLoader::Reader {
   Reader(const Reader&) = delete;
   Reader& operator=(const Reader&) = delete;
 
-  void load(const File& file, const Block& block) {
-    const DType from = block.entry->dtype, to = block.destination.dtype();
-    char* destination = block.destination.as<char>() + block.first * size_of(to);
+  void load(const File& file, const Chunk& chunk) {
+    const DType from = chunk.entry->dtype, to = chunk.destination.dtype();
+    char* destination = chunk.destination.as<char>() + chunk.first * size_of(to);
     if (!device_.is_cuda() && from == to) {
-      read(file, block, destination);
+      read(file, chunk, destination);
       return;
     }
-    if (raw_ == nullptr) raw_ = static_cast<char*>(allocate_pinned(device_, kBlockBytes));
+    if (raw_ == nullptr) raw_ = static_cast<char*>(allocate_pinned(device_, kChunkBytes));
     const char* source = raw_;
     if (from == to) {  // checked on the device
       const int64_t size = size_of(from);
-      file.read(raw_, block.entry->offset + block.first * size, block.count * size);
+      file.read(raw_, chunk.entry->offset + chunk.first * size, chunk.count * size);
     } else {
-      read(file, block, raw_);
-      converted_.resize(static_cast<size_t>(block.count * size_of(to)));
-      convert(block.entry->name, converted_.data(), to, raw_, from, block.count);
+      read(file, chunk, raw_);
+      converted_.resize(static_cast<size_t>(chunk.count * size_of(to)));
+      convert(chunk.entry->name, converted_.data(), to, raw_, from, chunk.count);
       source = converted_.data();
     }
-    copy_to_device(device_, destination, source, block.count * size_of(to), stream_);
-    synchronize(device_, stream_);  // before raw_ is used again; the other readers overlap
+    copy_to_device(device_, destination, source, chunk.count * size_of(to), stream_);
+    synchronize(device_, stream_);  // before raw_ is reused; the other readers overlap
   }
 
  private:
-  // In parts, each of which is checked at once.
-  static void read(const File& file, const Block& block, char* out) {
-    const FileEntry& entry = *block.entry;
+  // Reads a chunk in parts and checks each part while it is in the cache.
+  static void read(const File& file, const Chunk& chunk, char* out) {
+    const FileEntry& entry = *chunk.entry;
     const int64_t size = size_of(entry.dtype), step = kPartBytes / size;
-    for (int64_t done = 0; done < block.count; done += step) {
-      const int64_t first = block.first + done, count = std::min(step, block.count - done);
+    for (int64_t done = 0; done < chunk.count; done += step) {
+      const int64_t first = chunk.first + done, count = std::min(step, chunk.count - done);
       char* part = out + done * size;
       file.read(part, entry.offset + first * size, count * size);
       check_finite(entry.name, entry.dtype, entry.shape, part, first, count);
@@ -238,7 +238,7 @@ void WeightLoader::load_file(WeightTable& table, const std::string& path,
                              const std::vector<FileEntry>& entries,
                              const std::function<void(int64_t)>& progress) {
   const File file(path);
-  std::vector<Block> blocks;
+  std::vector<Chunk> chunks;
   for (const FileEntry& entry : entries) {
     const WeightTable::Entry& target = table.find(entry.name, entry.dtype, entry.shape);
     const int64_t count = elements_of(entry.shape);
@@ -246,9 +246,9 @@ void WeightLoader::load_file(WeightTable& table, const std::string& path,
           "tensor \"{}\" in {} has {} bytes, its shape {} and dtype {} need {}", entry.name, path,
           entry.num_bytes, text_of(entry.shape), name_of(entry.dtype),
           count * size_of(entry.dtype));
-    const int64_t step = kBlockBytes / size_of(entry.dtype);
+    const int64_t step = kChunkBytes / size_of(entry.dtype);
     for (int64_t first = 0; first < count; first += step) {
-      blocks.push_back({&entry, target.destination, first, std::min(step, count - first)});
+      chunks.push_back({&entry, target.destination, first, std::min(step, count - first)});
     }
   }
 
@@ -258,15 +258,15 @@ void WeightLoader::load_file(WeightTable& table, const std::string& path,
   std::exception_ptr error;
   std::mutex mutex;
   std::condition_variable finished;
-  const int num_readers = static_cast<int>(std::min<size_t>(kNumReaders, blocks.size()));
+  const int num_readers = static_cast<int>(std::min<size_t>(kNumReaders, chunks.size()));
   int running = num_readers;
 
-  const auto read_blocks = [&](Reader& reader) {
+  const auto read_chunks = [&](Reader& reader) {
     try {
       set_device(ctx_.device);
-      for (size_t i; !failed && (i = next++) < blocks.size();) {
-        reader.load(file, blocks[i]);
-        done_bytes += blocks[i].count * size_of(blocks[i].entry->dtype);
+      for (size_t i; !failed && (i = next++) < chunks.size();) {
+        reader.load(file, chunks[i]);
+        done_bytes += chunks[i].count * size_of(chunks[i].entry->dtype);
       }
     } catch (...) {
       const std::lock_guard lock(mutex);
@@ -279,7 +279,7 @@ void WeightLoader::load_file(WeightTable& table, const std::string& path,
   };
   std::vector<std::jthread> readers;
   for (int i = 0; i < num_readers; ++i) {
-    readers.emplace_back(read_blocks, std::ref(*readers_[static_cast<size_t>(i)]));
+    readers.emplace_back(read_chunks, std::ref(*readers_[static_cast<size_t>(i)]));
   }
 
   std::unique_lock lock(mutex);
@@ -287,7 +287,7 @@ void WeightLoader::load_file(WeightTable& table, const std::string& path,
     lock.unlock();
     try {
       if (progress) progress(done_bytes);
-    } catch (...) {  // e.g. Ctrl-C in Python: stop the readers, then pass it on
+    } catch (...) {  // e.g. Ctrl-C in Python: stop the readers, then rethrow
       failed = true;
       for (std::jthread& reader : readers) reader.join();
       throw;

@@ -1,4 +1,4 @@
-// From a checkpoint's tensors to their places in device memory: an exact-name table and a streaming
+// Loads the tensors of a checkpoint: a table from exact names to device memory, and a streaming
 // loader.
 #pragma once
 
@@ -22,17 +22,17 @@ class WeightTable {
   };
 
   void add(const std::string& name, const Tensor& destination, bool required = true);
-  // Checks the name, the shape and that the dtype can become the destination's.
+  // Throws if the name is unknown, the shape differs, or the dtype cannot be converted.
   Entry& find(const std::string& name, DType dtype, const std::vector<int64_t>& shape);
   const std::map<std::string, Entry>& entries() const { return entries_; }
-  // Throws, naming the required tensors that were not loaded.
+  // Throws if required tensors were not loaded; the message names them.
   void check_complete() const;
 
  private:
   std::map<std::string, Entry> entries_;
 };
 
-// One tensor's bytes in a file.
+// The location of one tensor in a file.
 struct FileEntry {
   std::string name;
   DType dtype = DType::kF32;
@@ -41,19 +41,19 @@ struct FileEntry {
   int64_t num_bytes = 0;
 };
 
-// Streams tensors into place: several threads read blocks into pinned memory, look for NaN and
-// infinities, convert where the dtypes differ, and copy to the device, so that disk, conversion and
-// PCIe overlap and no second copy of the model is ever in host memory.
+// Streams tensors to the device. Several threads read chunks of them into pinned memory, reject NaN
+// and infinities, convert the dtype if necessary, and copy to the device. So disk reads, conversion
+// and PCIe copies overlap, and host memory never holds a copy of the model.
 class WeightLoader {
  public:
   explicit WeightLoader(const Context& ctx);
   ~WeightLoader();
 
-  // `progress` is called on the calling thread with the bytes done. On an error none of the entries
-  // counts as loaded.
+  // Calls `progress` on the calling thread with the bytes done. If an error occurs, none of the
+  // entries counts as loaded.
   void load_file(WeightTable& table, const std::string& path, const std::vector<FileEntry>& entries,
                  const std::function<void(int64_t)>& progress);
-  // One tensor that is in host memory already.
+  // Loads one tensor from host memory.
   void load_array(WeightTable& table, const std::string& name, DType dtype,
                   const std::vector<int64_t>& shape, const void* data);
 

@@ -1,5 +1,5 @@
-// wgmma's products of 64 rows, one wrapper for each place of the left operand (core/ptx.cuh has
-// what waits for them).
+// wgmma instructions with m = 64: one wrapper for a left operand in registers, one for shared
+// memory. core/ptx.cuh has the fences and waits.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -10,7 +10,7 @@
 
 namespace cpmcu::ptx {
 
-// The registers of 64 rows' sums by columns: as text, and as operands.
+// The accumulator registers of 64 rows by number of columns: as text, and as operands.
 #define SUMS_32 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}"
 #define SUMS_64                                                                            \
   "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, " \
@@ -39,19 +39,19 @@ namespace cpmcu::ptx {
       GROUP(23), GROUP(24), GROUP(25), GROUP(26), GROUP(27), GROUP(28), GROUP(29), GROUP(30), \
       GROUP(31)
 
-// The left operand from registers, operands a0 to a3; the rows of x are operand x, whether to add
-// to the sums is operand add, whether x is transposed operand turned.
-#define PRODUCT(columns, type, a0, a1, a2, a3, x, add, turned)                       \
+// Left operand in registers. The arguments are operand numbers: a0 to a3 the left operand, x the
+// descriptor of x, `add` the accumulate flag, `transposed` the flag that x is transposed.
+#define WGMMA(columns, type, a0, a1, a2, a3, x, add, transposed)                     \
   asm volatile("{ .reg .pred p; setp.ne.b32 p, %" add                                \
                ", 0;\n"                                                              \
                "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." type "." type \
                " " SUMS_##columns ", {%" a0 ", %" a1 ", %" a2 ", %" a3 "}, %" x      \
-                                  ", p, 1, 1, %" turned "; }"                        \
+                                  ", p, 1, 1, %" transposed "; }"                    \
                : GROUPS_##columns                                                    \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x_rows),            \
                  "r"(static_cast<int>(accumulate)), "n"(static_cast<int>(kTransposed)))
-// From shared memory, operand a.
-#define SHARED_PRODUCT(columns, type, a, x, add)                                     \
+// Left operand in shared memory: operand number a.
+#define WGMMA_SHARED(columns, type, a, x, add)                                       \
   asm volatile("{ .reg .pred p; setp.ne.b32 p, %" add                                \
                ", 0;\n"                                                              \
                "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." type "." type \
@@ -59,9 +59,10 @@ namespace cpmcu::ptx {
                : GROUPS_##columns                                                    \
                : "l"(a_rows), "l"(x_rows), "r"(static_cast<int>(accumulate)))
 
-// d (+)= a x^T: a 64x16 in registers (16 rows a warp, as in mma_16x8x16), x 8 kGroups x 16 in
-// shared memory, d 64 x 8 kGroups float32, as in mma_16x8x16 for each 8 columns. !accumulate: d is
-// not read. kTransposed: 16 rows of 64 in shared memory are x^T (kGroups is 8).
+// d (+)= a x^T. If !accumulate, d is overwritten.
+//   a  64 x 16 in registers, 16 rows for each warp, as in mma_16x8x16
+//   x  8 kGroups x 16 in shared memory; if kTransposed, shared memory holds x^T [16, 64] (kGroups
+//   8) d  64 x 8 kGroups float32, as in mma_16x8x16 for each 8 columns
 template <typename T, int kGroups, bool kTransposed = false>
 __device__ __forceinline__ void wgmma_64xNx16(float (&d)[kGroups][4], const uint32_t (&a)[4],
                                               uint64_t x_rows, bool accumulate) {
@@ -69,42 +70,42 @@ __device__ __forceinline__ void wgmma_64xNx16(float (&d)[kGroups][4], const uint
   static_assert(!kTransposed || kGroups == 8, "rows of 64");
   constexpr bool kHalf = std::is_same_v<T, __half>;
   if constexpr (kGroups == 4 && kHalf) {
-    PRODUCT(32, "f16", "16", "17", "18", "19", "20", "21", "22");
+    WGMMA(32, "f16", "16", "17", "18", "19", "20", "21", "22");
   } else if constexpr (kGroups == 4) {
-    PRODUCT(32, "bf16", "16", "17", "18", "19", "20", "21", "22");
+    WGMMA(32, "bf16", "16", "17", "18", "19", "20", "21", "22");
   } else if constexpr (kGroups == 8 && kHalf) {
-    PRODUCT(64, "f16", "32", "33", "34", "35", "36", "37", "38");
+    WGMMA(64, "f16", "32", "33", "34", "35", "36", "37", "38");
   } else if constexpr (kGroups == 8) {
-    PRODUCT(64, "bf16", "32", "33", "34", "35", "36", "37", "38");
+    WGMMA(64, "bf16", "32", "33", "34", "35", "36", "37", "38");
   } else if constexpr (kHalf) {
-    PRODUCT(128, "f16", "64", "65", "66", "67", "68", "69", "70");
+    WGMMA(128, "f16", "64", "65", "66", "67", "68", "69", "70");
   } else {
-    PRODUCT(128, "bf16", "64", "65", "66", "67", "68", "69", "70");
+    WGMMA(128, "bf16", "64", "65", "66", "67", "68", "69", "70");
   }
 }
-// The same with the 64 rows of a in shared memory, too; 64, 128 or 256 columns.
+// The same with a [64, 16] in shared memory; 64, 128 or 256 columns.
 template <typename T, int kGroups>
 __device__ __forceinline__ void wgmma_64xNx16(float (&d)[kGroups][4], uint64_t a_rows,
                                               uint64_t x_rows, bool accumulate) {
   static_assert(kGroups == 8 || kGroups == 16 || kGroups == 32, "64, 128 or 256 columns");
   constexpr bool kHalf = std::is_same_v<T, __half>;
   if constexpr (kGroups == 8 && kHalf) {
-    SHARED_PRODUCT(64, "f16", "32", "33", "34");
+    WGMMA_SHARED(64, "f16", "32", "33", "34");
   } else if constexpr (kGroups == 8) {
-    SHARED_PRODUCT(64, "bf16", "32", "33", "34");
+    WGMMA_SHARED(64, "bf16", "32", "33", "34");
   } else if constexpr (kGroups == 16 && kHalf) {
-    SHARED_PRODUCT(128, "f16", "64", "65", "66");
+    WGMMA_SHARED(128, "f16", "64", "65", "66");
   } else if constexpr (kGroups == 16) {
-    SHARED_PRODUCT(128, "bf16", "64", "65", "66");
+    WGMMA_SHARED(128, "bf16", "64", "65", "66");
   } else if constexpr (kHalf) {
-    SHARED_PRODUCT(256, "f16", "128", "129", "130");
+    WGMMA_SHARED(256, "f16", "128", "129", "130");
   } else {
-    SHARED_PRODUCT(256, "bf16", "128", "129", "130");
+    WGMMA_SHARED(256, "bf16", "128", "129", "130");
   }
 }
 
-#undef SHARED_PRODUCT
-#undef PRODUCT
+#undef WGMMA_SHARED
+#undef WGMMA
 #undef GROUPS_256
 #undef GROUPS_128
 #undef GROUPS_64

@@ -83,12 +83,12 @@ void ResultRing::bind(const Context& ctx, const Arena& arena, int ring_size, int
   device_ = ctx.device;
   sink_.ring_size = ring_size;
   sink_.max_seqs = max_seqs;
-  sink_.ticket = arena.array<uint64_t>(ticket_id_);
+  sink_.step_counter = arena.array<uint64_t>(ticket_id_);
   const int64_t bytes = static_cast<int64_t>(sizeof(SlotResult)) * ring_size * max_seqs;
   sink_.results = static_cast<SlotResult*>(allocate_pinned(ctx.device, bytes));
   sink_.done = static_cast<volatile uint64_t*>(allocate_pinned(ctx.device, sizeof(uint64_t)));
   *sink_.done = 0;
-  fill_bytes(ctx.device, sink_.ticket, 0, sizeof(uint64_t), ctx.stream);
+  fill_bytes(ctx.device, sink_.step_counter, 0, sizeof(uint64_t), ctx.stream);
 }
 
 void ResultRing::wait(const Context& ctx, uint64_t step) const {

@@ -278,18 +278,20 @@ void bind_steps(EngineClass& engine) {
       .def(
           "prefill",
           [](Engine& e, const std::vector<std::tuple<int, std::vector<int>, bool>>& items,
-             const std::vector<int>& mask_rows, const std::optional<Words>& words) {
+             const std::vector<int>& mask_rows, const std::optional<Words>& words,
+             bool skip_draft) {
             const TokenMasks masks = words ? token_masks(e, mask_rows, *words) : TokenMasks{};
             const py::gil_scoped_release released;
-            e.prefill(prefill_items(items), masks);
+            e.prefill(prefill_items(items), masks, nullptr, skip_draft);
           },
           py::arg("items"), py::arg("mask_rows") = std::vector<int>{},
-          py::arg("masks") = py::none(),
+          py::arg("masks") = py::none(), py::arg("skip_draft") = false,
           R"(One step over prompt chunks: (slot, token ids, last chunk of its prompt?).
 
           At most chunk_length tokens in all. A last chunk samples the first token; with `masks`
           [M, ceil(V / 32)] the i-th of those that do so only one that mask mask_rows[i] allows
-          (-1: any).)")
+          (-1: any). `skip_draft`: the drafter does not read the chunks; its later drafts of these
+          sequences are worse, which changes no token.)")
       .def("prefill_logprobs", &prefill_logprobs, py::arg("slot"), py::arg("ids"),
            py::arg("targets"), py::arg("num_top"), NoGil(),
            R"(A prefill step of one chunk that is not the last of its prompt, and waits for it.

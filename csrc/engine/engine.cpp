@@ -77,7 +77,7 @@ std::vector<Engine::SlotOutput> Engine::collect() {
 // ---- prompts
 
 void Engine::prefill(const std::vector<PrefillItem>& items, const TokenMasks& masks,
-                     const WriteLogits& write) {
+                     const WriteLogits& write, bool skip_draft) {
   int num_rows = 0;
   std::vector<int> slots, sampled_slots;
   CHECK(!items.empty() && static_cast<int>(items.size()) <= config_.max_num_seqs,
@@ -93,8 +93,8 @@ void Engine::prefill(const std::vector<PrefillItem>& items, const TokenMasks& ma
     if (item.last) sampled_slots.push_back(item.slot);
   }
   check_distinct(slots);
-  CHECK(num_rows <= limits_.max_rows, "a prefill step of {} tokens, the chunk length is {}",
-        num_rows, limits_.max_rows);
+  CHECK(num_rows <= limits_.max_tokens, "a prefill step of {} tokens, the chunk length is {}",
+        num_rows, limits_.max_tokens);
   begin_step();
   const int num_sampled = static_cast<int>(sampled_slots.size());
   const bool masked = !masks.rows.empty();
@@ -102,10 +102,10 @@ void Engine::prefill(const std::vector<PrefillItem>& items, const TokenMasks& ma
   std::vector<int> lengths;
   for (const Slot& slot : slots_) lengths.push_back(slot.length);
   Carver host(prefill_block_.host(num_steps_));
-  PrefillInputs::layout(host, limits_.max_rows, config_.max_num_seqs)
+  PrefillInputs::layout(host, limits_.max_tokens, config_.max_num_seqs)
       .fill(items, lengths, step_.max_path());
   prefill_block_.upload(ctx_, num_steps_);
-  run_prefill(items, num_sampled, masked, write);
+  run_prefill(items, num_sampled, masked, write, skip_draft);
   for (const PrefillItem& item : items) {
     Slot& slot = slots_[static_cast<size_t>(item.slot)];
     slot.length += static_cast<int>(item.ids.size());
@@ -115,7 +115,7 @@ void Engine::prefill(const std::vector<PrefillItem>& items, const TokenMasks& ma
 }
 
 void Engine::run_prefill(const std::vector<PrefillItem>& items, int num_sampled, bool masked,
-                         const WriteLogits& write) {
+                         const WriteLogits& write, bool skip_draft) {
   const PrefillInputs& inputs = prefill_inputs_;
   const Step step = prefill_step(items);
   const Tensor hidden = model_.forward(ctx_, step);
@@ -130,11 +130,11 @@ void Engine::run_prefill(const std::vector<PrefillItem>& items, int num_sampled,
     const Slot& slot = slots_[static_cast<size_t>(item.slot)];
     return slot.length > slot.num_shared;
   });
-  step_.draft_prompt(ctx_, step, continues, inputs.last_rows, inputs.slot_rows);
+  step_.draft_prompt(ctx_, step, continues, skip_draft, inputs.last_rows, inputs.slot_rows);
   finish_step(ctx_, {.seq_slots = inputs.seq_slots,
                      .seq_token_begin = inputs.seq_token_begin,
                      .num_seqs = step.tokens.num_seqs,
-                     .num_rows = step.tokens.num_tokens,
+                     .num_tokens = step.tokens.num_tokens,
                      .ids = inputs.ids,
                      .token_seqs = inputs.token_seqs,
                      .sampled_seqs = inputs.sampled_seqs,

@@ -92,9 +92,10 @@ class Engine {
   // write(first_row, rows, logits [rows, V]) for consecutive rows of a step, on the host.
   using WriteLogits = std::function<void(int, int, const float*)>;
   // `masks`: of the sequences that draw a token, in order. With `write`, also reads every row's
-  // logits back, and so waits for the device.
+  // logits back, and so waits for the device. `skip_draft`: the drafter does not read the chunks,
+  // so its later drafts of these sequences are worse; that changes no token.
   void prefill(const std::vector<PrefillItem>& items, const TokenMasks& masks = {},
-               const WriteLogits& write = nullptr);
+               const WriteLogits& write = nullptr, bool skip_draft = false);
   // `shape`: how much the step drafts, at most (and by default) what the DrafterSpec says. It never
   // changes what is emitted.
   void decode(const std::vector<int>& slots, std::optional<DraftShape> shape = {});
@@ -114,7 +115,7 @@ class Engine {
   const RuntimeConfig& config() const { return config_; }
   const ModelSpec& spec() const { return spec_; }
   int max_model_len() const { return max_tokens_; }
-  int chunk_length() const { return limits_.max_rows; }
+  int chunk_length() const { return limits_.max_tokens; }
   int num_pages() const { return states_.num_pages() - num_idle_pages_; }
   int num_free_pages() const { return states_.num_unowned(); }
   // Most tokens that a decode step emits for a sequence.
@@ -155,7 +156,7 @@ class Engine {
   GraphRunner::Key key_of(const SpeculativeStep::Batch& batch, GraphRunner::Part part) const;
   void upload_masks(const TokenMasks& masks, int num_rows);
   void run_prefill(const std::vector<PrefillItem>& items, int num_sampled, bool masked,
-                   const WriteLogits& write);
+                   const WriteLogits& write, bool skip_draft);
   Step prefill_step(const std::vector<PrefillItem>& items) const;
   void read_logits(const Tensor& hidden, const WriteLogits& write);
   int padded_seqs(int num_seqs) const;

@@ -113,23 +113,23 @@ void Engine::plan_memory() {
 void Engine::plan_buffers(int max_tokens) {
   const int seqs = config_.max_num_seqs, slots = seqs + (idle_slot_ < 0 ? 0 : 1);
   const int decode_tokens = seqs * step_.largest().tree_size;
-  limits_ = {.max_rows = std::max(std::min(config_.chunk_length, max_tokens), decode_tokens),
+  limits_ = {.max_tokens = std::max(std::min(config_.chunk_length, max_tokens), decode_tokens),
              .max_decode_tokens = decode_tokens,
              .max_kv = max_tokens + step_.lookahead(),
              .compute_capability = ctx_.compute_capability};
-  model_.tap(step_.needs().layers);
+  model_.keep_aux_hidden(step_.needs().layers);
   model_.plan(plan_, state_, limits_, std::max(kMaxSkinnyRows, decode_tokens),
               std::max(kMaxSkinnyRows, std::min(kMaxLogitRows, decode_tokens)));
   sampler_.plan(plan_, slots, decode_tokens, spec_.vocab_size, max_tokens);
   step_.plan(plan_, {.max_seqs = seqs,
                      .max_slots = slots,
-                     .max_prompt_tokens = limits_.max_rows,
+                     .max_prompt_tokens = limits_.max_tokens,
                      .max_tokens = max_tokens,
                      .max_kv = limits_.max_kv,
                      .compute_capability = ctx_.compute_capability});
   states_.plan_slots(plan_, slots, limits_.max_kv);
   Carver counter;
-  PrefillInputs::layout(counter, limits_.max_rows, seqs);
+  PrefillInputs::layout(counter, limits_.max_tokens, seqs);
   prefill_block_.plan(plan_, "prefill_inputs", counter.num_bytes());
   decode_block_.plan(plan_, "decode_inputs", int64_t{4} * seqs);
   ring_.plan(plan_);
@@ -148,7 +148,7 @@ void Engine::bind() {
   prefill_block_.bind(ctx_, *arena_, kMaxInFlight);
   decode_block_.bind(ctx_, *arena_, kMaxInFlight);
   Carver device(prefill_block_.device());
-  prefill_inputs_ = PrefillInputs::layout(device, limits_.max_rows, seqs);
+  prefill_inputs_ = PrefillInputs::layout(device, limits_.max_tokens, seqs);
   ring_.bind(ctx_, *arena_, kMaxInFlight, seqs);
   last_rows_ = arena_->tensor(last_rows_id_, spec_.dtype, {seqs, spec_.hidden_size});
   slots_.resize(static_cast<size_t>(seqs));

@@ -1,5 +1,4 @@
-// C.ceilings(device): what the machine can do at best, measured now, for benchmarks to compare
-// with.
+// C.ceilings(device): measures the bandwidths of the machine, as ceilings for benchmarks.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -16,7 +15,7 @@ namespace {
 
 constexpr int kRepeats = 7;
 
-// Bytes per second: the median of several runs of `work`, which moves `bytes`.
+// Bytes per second: the median of kRepeats runs of `work`, which moves `bytes`.
 template <typename Work>
 double rate(const Context& ctx, double bytes, const Work& work) {
   std::vector<double> rates;
@@ -26,13 +25,13 @@ double rate(const Context& ctx, double bytes, const Work& work) {
     work();
     synchronize(ctx.device, ctx.stream);
     const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - begin;
-    if (i > 0) rates.push_back(bytes / seconds.count());  // the first one warms up
+    if (i > 0) rates.push_back(bytes / seconds.count());  // the first run is the warm-up
   }
   std::nth_element(rates.begin(), rates.begin() + kRepeats / 2, rates.end());
   return rates[kRepeats / 2];
 }
 
-// Device memory that goes away with it.
+// Owns device memory.
 struct Buffer {
   Buffer(Device d, int64_t bytes) : device(d), data(allocate(d, bytes)) {}
   ~Buffer() { release(device, data); }
@@ -47,7 +46,7 @@ std::map<std::string, double> ceilings(const std::string& device, int index) {
   const int64_t bytes = ctx.device.is_cuda() ? int64_t{4} << 30 : int64_t{1} << 28;
   std::map<std::string, double> rates;
   {
-    const Buffer memory(ctx.device, bytes), sums(ctx.device, 4 * kStreamReadBlocks);
+    const Buffer memory(ctx.device, bytes), sums(ctx.device, 4 * kStreamReadCtas);
     // Random-looking content: constant memory reads faster.
     std::vector<uint32_t> noise(1 << 22);
     uint32_t state = 1;
@@ -58,7 +57,7 @@ std::map<std::string, double> ceilings(const std::string& device, int index) {
                      ctx.stream);
     }
     const StreamReadParams params{.in = Tensor(memory.data, DType::kI32, {bytes / 4}),
-                                  .out = Tensor(sums.data, DType::kI32, {kStreamReadBlocks})};
+                                  .out = Tensor(sums.data, DType::kI32, {kStreamReadCtas})};
     rates["read_bytes_per_second"] =
         rate(ctx, static_cast<double>(bytes), [&] { stream_read(ctx, params); });
     const int64_t part = bytes / 4;

@@ -1,8 +1,8 @@
-// C.ops: every kernel by itself, for tests and benchmarks. Nothing in the package uses it.
+// C.ops: every op as a Python function, for tests and benchmarks. The package does not use it.
 //
-// Memory is an Array, filled with 0xFF bytes (NaN) when made, so that what a kernel forgot to write
-// shows. bfloat16 travels as uint16, C structs as uint8 with the last dimension their bytes; the
-// matching numpy types are attributes (slot_sampling_dtype, ...).
+// Memory is an Array. A new Array is filled with 0xFF bytes (NaN), so a value that a kernel failed
+// to write is visible. bfloat16 is passed as uint16. C structs are passed as uint8, with their
+// bytes as the last dimension; the matching numpy types are attributes (slot_sampling_dtype, ...).
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -30,7 +30,7 @@ namespace {
 // ---- context, memory, graphs
 
 #ifdef CPMCU_WITH_CUDA
-// The ops that a callable runs, captured once.
+// The ops that a callable runs, captured as a CUDA graph.
 class Graph {
  public:
   Graph(SharedContext context, const py::function& body) : context_(std::move(context)) {
@@ -77,25 +77,27 @@ class Graph {
 #endif
 
 void bind_memory(py::module_& m) {
-  py::class_<OpsContext, SharedContext> context(m, "Context", "A device and a stream of its own.");
+  py::class_<OpsContext, SharedContext> context(m, "Context", "A device and its own stream.");
   context
       .def(py::init<const std::string&, int, const std::vector<std::string>&>(), "device"_a = "cpu",
            "index"_a = 0, "cublas_paths"_a = std::vector<std::string>{})
       .def("synchronize", &OpsContext::wait, "Waits for all work on the stream.")
       .def_property_readonly(
           "has_cublas", [](const OpsContext& c) { return c.ctx.cublas != nullptr; },
-          "Was cuBLASLt found?");
-  py::class_<Array, SharedArray>(m, "Array", "Device memory with a shape, poisoned when made.")
+          "True if cuBLASLt was loaded.");
+  py::class_<Array, SharedArray>(m, "Array",
+                                 "Device memory with a shape, filled with 0xFF bytes (NaN).")
       .def(py::init<SharedContext, const std::vector<int64_t>&, const std::string&, bool>(),
            "ctx"_a, "shape"_a, "dtype"_a, "pinned"_a = false)
-      .def("copy_from", &Array::copy_from, "source"_a, "Copies a numpy array of the same size in.")
-      .def("numpy", &Array::numpy, "Waits, and copies the content into a new numpy array.")
+      .def("copy_from", &Array::copy_from, "source"_a,
+           "Copies a numpy array of the same dtype and size into the array.")
+      .def("numpy", &Array::numpy, "Waits for the stream and returns the content as a numpy array.")
       .def_property_readonly("shape", &Array::shape)
       .def_property_readonly("dtype", &Array::dtype);
 #ifdef CPMCU_WITH_CUDA
   py::class_<Graph>(m, "Graph", "A captured CUDA graph.")
       .def("replay", &Graph::replay, "times"_a = 1,
-           "Launches it `times` times, waits, and returns milliseconds in all.");
+           "Launches the graph `times` times, waits, and returns the total in milliseconds.");
   context.def(
       "graph",
       [](SharedContext c, const py::function& body) { return std::make_unique<Graph>(c, body); },
@@ -117,12 +119,12 @@ void bind_shared_params(py::module_& m) {
       .def(py::init([](int num_tokens, int num_seqs, int max_seq_tokens, int max_kv,
                        SharedArray positions, SharedArray token_seqs, SharedArray seq_slots,
                        SharedArray seq_token_begin, SharedArray slot_lengths,
-                       SharedArray page_table, SharedArray ancestor_masks, int first_row) {
+                       SharedArray page_table, SharedArray ancestor_masks, int first_token) {
              CHECK(page_table->shape().size() == 2, "page_table must be [slots, max_pages]");
              return OpsTokens{{.num_tokens = num_tokens,
                                .num_seqs = num_seqs,
                                .max_seq_tokens = max_seq_tokens,
-                               .first_row = first_row,
+                               .first_token = first_token,
                                .max_kv = max_kv,
                                .positions = ints(positions),
                                .token_seqs = ints(token_seqs),
@@ -137,9 +139,10 @@ void bind_shared_params(py::module_& m) {
            }),
            py::kw_only(), "num_tokens"_a, "num_seqs"_a, "max_seq_tokens"_a, "max_kv"_a,
            "positions"_a, "token_seqs"_a, "seq_slots"_a, "seq_token_begin"_a, "slot_lengths"_a,
-           "page_table"_a, "ancestor_masks"_a = SharedArray(), "first_row"_a = 0);
+           "page_table"_a, "ancestor_masks"_a = SharedArray(), "first_token"_a = 0);
 
-  py::class_<OpsAccepted>(m, "Accepted", "What a step accepted; see csrc/kernels/step/step_ops.h.")
+  py::class_<OpsAccepted>(m, "Accepted",
+                          "Accepted tokens of each slot; see csrc/kernels/step/step_ops.h.")
       .def(py::init([](SharedArray ids, SharedArray paths, SharedArray counts) {
              return OpsAccepted{{.max_path = static_cast<int>(tensor_of(paths).size(1)),
                                  .ids = ints(ids),
@@ -148,17 +151,17 @@ void bind_shared_params(py::module_& m) {
                                 {ids, paths, counts}};
            }),
            py::kw_only(), "ids"_a, "paths"_a, "counts"_a);
-  py::class_<OpsSink>(m, "ResultSink", "Where results go; see csrc/kernels/step/step_ops.h.")
-      .def(py::init([](SharedArray results, int ring_size, int max_seqs, SharedArray ticket,
+  py::class_<OpsSink>(m, "ResultSink", "Ring of step results; see csrc/kernels/step/step_ops.h.")
+      .def(py::init([](SharedArray results, int ring_size, int max_seqs, SharedArray step_counter,
                        SharedArray done) {
              return OpsSink{{.results = structs<SlotResult>(results),
                              .ring_size = ring_size,
                              .max_seqs = max_seqs,
-                             .ticket = words(ticket),
+                             .step_counter = words(step_counter),
                              .done = words(done)},
-                            {results, ticket, done}};
+                            {results, step_counter, done}};
            }),
-           py::kw_only(), "results"_a, "ring_size"_a, "max_seqs"_a, "ticket"_a, "done"_a);
+           py::kw_only(), "results"_a, "ring_size"_a, "max_seqs"_a, "step_counter"_a, "done"_a);
   py::class_<OpsState>(m, "SlotState", "Per-slot state; see csrc/kernels/step/step_ops.h.")
       .def(py::init([](SharedArray lengths, SharedArray next_tokens, SharedArray counts,
                        int vocab_size, SharedArray history, const OpsAccepted& accepted,
@@ -193,7 +196,7 @@ void bind_shared_params(py::module_& m) {
 
 // ---- layers
 
-// The first `width` columns of a matrix, and the elements between its rows; 0: all of it.
+// The first `width` columns of a matrix, and its row stride. If width is 0: the matrix and 0.
 std::pair<Tensor, int64_t> part_of(const SharedArray& array, int64_t width) {
   const Tensor whole = tensor_of(array);
   if (width == 0) return {whole, 0};
@@ -209,7 +212,8 @@ void bind_layer_ops(py::module_& m) {
         embedding(c.ctx, {tensor, tensor_of(table), ints(ids), scale, stride});
       },
       "ctx"_a, "out"_a, "table"_a, "ids"_a, "scale"_a = 1.f, "out_width"_a = 0,
-      "csrc/kernels/layer/embedding.h; out_width: only the first columns of `out` are the output.");
+      "csrc/kernels/layer/embedding.h. out_width: the output is the first out_width columns of "
+      "`out`.");
   m.def(
       "rms_norm",
       [](const OpsContext& c, SharedArray out, SharedArray x, SharedArray weight, float eps,
@@ -219,13 +223,14 @@ void bind_layer_ops(py::module_& m) {
       },
       "ctx"_a, "out"_a, "x"_a, "weight"_a, "eps"_a = 1e-6f, "out_width"_a = 0,
       "index"_a = SharedArray(),
-      "csrc/kernels/layer/rms_norm.h; out_width: only the first columns of `out` are the output.");
+      "csrc/kernels/layer/rms_norm.h. out_width: the output is the first out_width columns of "
+      "`out`.");
   m.def(
       "silu_mul",
-      [](const OpsContext& c, SharedArray out, SharedArray x, bool by_eights) {
-        silu_mul(c.ctx, {tensor_of(out), tensor_of(x), by_eights});
+      [](const OpsContext& c, SharedArray out, SharedArray x, bool interleaved) {
+        silu_mul(c.ctx, {tensor_of(out), tensor_of(x), interleaved});
       },
-      "ctx"_a, "out"_a, "x"_a, "by_eights"_a = false, "csrc/kernels/layer/silu_mul.h");
+      "ctx"_a, "out"_a, "x"_a, "interleaved"_a = false, "csrc/kernels/layer/silu_mul.h");
   m.def(
       "gather_rows",
       [](const OpsContext& c, SharedArray out, SharedArray x, SharedArray index,
@@ -235,8 +240,8 @@ void bind_layer_ops(py::module_& m) {
       },
       "ctx"_a, "out"_a, "x"_a, "index"_a, "out_index"_a = SharedArray(), "num_rows"_a = 0,
       "out_width"_a = 0,
-      "csrc/kernels/layer/gather_rows.h; out_width: only the first columns of `out` are the "
-      "output.");
+      "csrc/kernels/layer/gather_rows.h. out_width: the output is the first out_width columns of "
+      "`out`.");
   py::class_<QkvLayout>(m, "QkvLayout", "See csrc/kernels/layer/qkv_layout.h.")
       .def(py::init([](int row, int q_head, int k, int v) { return QkvLayout{row, q_head, k, v}; }),
            py::kw_only(), "row"_a, "q_head"_a, "k"_a, "v"_a);
@@ -284,7 +289,7 @@ void bind_layer_ops(py::module_& m) {
           op(c.ctx, {tensor, tensor_of(x), tensor_of(w), alpha, beta, stride});
         },
         "ctx"_a, "y"_a, "x"_a, "w"_a, "alpha"_a = 1.f, "beta"_a = 0.f, "y_width"_a = 0,
-        "csrc/kernels/gemm/gemm.h; y_width: only the first columns of `y` are the output.");
+        "csrc/kernels/gemm/gemm.h. y_width: the output is the first y_width columns of `y`.");
   };
   bind_gemm("skinny_gemm", skinny_gemm);
   bind_gemm("large_gemm", large_gemm);
@@ -331,11 +336,11 @@ void bind_attention_ops(py::module_& m) {
   bind_attention("attention_prefill", attention_prefill);
   bind_attention("attention_decode", attention_decode);
   bind_attention("attention_splits", attention_splits);
-  m.def("attention_scratch_floats", &attention_scratch_floats, "num_rows"_a, "num_heads"_a,
-        "head_dim"_a, "max_kv"_a, "Size of attention_decode's scratch.");
+  m.def("attention_scratch_floats", &attention_scratch_floats, "num_tokens"_a, "num_heads"_a,
+        "head_dim"_a, "max_kv"_a, "Number of float32 elements of the scratch of attention_decode.");
 }
 
-// ---- the step around the layers
+// ---- sampling and the state of slots
 
 void bind_step_ops(py::module_& m) {
   m.def(
@@ -372,7 +377,7 @@ void bind_step_ops(py::module_& m) {
         finish_step(c.ctx, {.seq_slots = ints(seq_slots),
                             .seq_token_begin = ints(seq_token_begin),
                             .num_seqs = num_seqs,
-                            .num_rows = static_cast<int>(tensor_of(ids).size(0)),
+                            .num_tokens = static_cast<int>(tensor_of(ids).size(0)),
                             .ids = ints(ids),
                             .token_seqs = ints(token_seqs),
                             .sampled_seqs = ints(sampled_seqs),
@@ -399,7 +404,7 @@ void bind_step_ops(py::module_& m) {
 }  // namespace
 
 void bind_ops(py::module_& m) {
-  py::module_ ops = m.def_submodule("ops", "Kernels by themselves, for tests and benchmarks.");
+  py::module_ ops = m.def_submodule("ops", "Every op by itself, for tests and benchmarks.");
   bind_memory(ops);
   bind_shared_params(ops);
   bind_layer_ops(ops);

@@ -1,4 +1,4 @@
-// What the bindings of ops share: a context, device memory with a shape, per-slot state.
+// Shared parts of the op bindings: a context, device memory with a shape, per-slot state.
 #pragma once
 
 #include <pybind11/numpy.h>
@@ -41,7 +41,7 @@ class OpsContext {
 };
 using SharedContext = std::shared_ptr<OpsContext>;
 
-// Device memory with a shape; `pinned`: host memory that the device can write.
+// Device memory with a shape. `pinned`: host memory that the device can write.
 class Array {
  public:
   Array(SharedContext context, const std::vector<int64_t>& shape, const std::string& dtype,
@@ -49,7 +49,7 @@ class Array {
       : context_(std::move(context)), shape_(shape), dtype_(parse_dtype(dtype)), pinned_(pinned) {
     num_bytes_ = size_of(dtype_);
     for (int64_t size : shape_) {
-      CHECK(size >= 0, "an array cannot have a dimension of {}", size);
+      CHECK(size >= 0, "an array has a dimension of {}, expected 0 or more", size);
       num_bytes_ *= size;
     }
     const Device device = context_->ctx.device;
@@ -66,11 +66,12 @@ class Array {
 
   void copy_from(const pybind11::array& source) {
     CHECK(source.dtype().is(numpy_dtype()) || source.dtype().equal(numpy_dtype()),
-          "the source is {}, the array {}", std::string(pybind11::str(source.dtype())),
-          name_of(dtype_));
-    CHECK(source.nbytes() == num_bytes_, "the source has {} bytes, the array {}", source.nbytes(),
-          num_bytes_);
-    CHECK(source.flags() & pybind11::array::c_style, "the source is not contiguous");
+          "the source is {}, expected {} like the array",
+          std::string(pybind11::str(source.dtype())), name_of(dtype_));
+    CHECK(source.nbytes() == num_bytes_, "the source has {} bytes, expected {} like the array",
+          source.nbytes(), num_bytes_);
+    CHECK(source.flags() & pybind11::array::c_style,
+          "the source is not contiguous, expected a C-contiguous array");
     copy_to_device(context_->ctx.device, data_, source.data(), num_bytes_, context_->ctx.stream);
     context_->wait();
   }
@@ -98,10 +99,10 @@ class Array {
         break;
     }
     throw Error(ErrorKind::kInvalid,
-                format("an op takes 1 to 4 dimensions, not {}", shape_.size()));
+                format("an array of an op has {} dimensions, expected 1 to 4", shape_.size()));
   }
 
-  // The data as T*, for what is no Tensor in an op's parameters.
+  // The data as T*, for parameters that are not a Tensor.
   template <typename T>
   T* as(DType expected) const {
     CHECK(dtype_ == expected, "an array is {}, expected {}", name_of(dtype_), name_of(expected));
@@ -148,7 +149,7 @@ inline uint64_t* words(const SharedArray& array) {
 template <typename Params>
 struct OpsParams {
   Params params;
-  std::vector<SharedArray> arrays;  // that they need to stay
+  std::vector<SharedArray> arrays;  // keeps the memory of `params` alive
 };
 using OpsAccepted = OpsParams<Accepted>;
 using OpsSink = OpsParams<ResultSink>;

@@ -1,4 +1,4 @@
-// C.trace(): what kernels stamped (core/trace.cuh). Only in builds with CPMCU_TRACE=1.
+// C.trace(): the time stamps of kernels (core/trace.cuh). Only in builds with CPMCU_TRACE=1.
 #include "bindings.h"
 #include "core/trace.h"
 
@@ -23,7 +23,7 @@ std::map<std::string, pybind11::array> trace() {
   std::map<std::string, pybind11::array> rings;
   cudaError_t error = cudaDeviceSynchronize();
   for (const TracedFile& file : traced_files()) {
-    pybind11::array_t<Stamp> all({static_cast<int>(TraceRing::kBlocks), kWidth});
+    pybind11::array_t<Stamp> all({static_cast<int>(TraceRing::kCtas), kWidth});
     if (error == cudaSuccess) {
       error = cudaMemcpyFromSymbol(all.mutable_data(), file.rings, all.nbytes());
     }
@@ -38,9 +38,10 @@ std::map<std::string, pybind11::array> trace() {
 
 void bind_trace([[maybe_unused]] pybind11::module_& m) {
 #ifdef CPMCU_TRACE
-  m.def("trace", &trace,
-        "Stamps by file: uint64 [blocks, 1 + launches * 16], a count of launches and the "
-        "nanoseconds of the last 64 of them, that of count c in place c % 64.");
+  m.def(
+      "trace", &trace,
+      "Time stamps by file: uint64 [CTAs, 1 + launches * 16]. Element 0 is the number of launches. "
+      "The stamps of launch c, in nanoseconds, are at place c % 64 of the last 64 launches.");
 #endif
 }
 

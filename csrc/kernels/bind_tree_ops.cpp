@@ -1,4 +1,5 @@
-// C.ops of speculation (kernels/tree/tree.h): one call an op, fields by their names.
+// C.ops of token trees (kernels/tree/tree.h). One function for each op, with the names of the
+// fields.
 #include <pybind11/stl.h>
 
 #include "kernels/bind_ops.h"
@@ -27,7 +28,7 @@ int size_of_dim(const SharedArray& array, int dim) {
 }
 
 void bind_tree_params(py::module_& m) {
-  py::class_<OpsTrees>(m, "TokenTrees", "One tree a sequence; see csrc/kernels/tree/tree.h.")
+  py::class_<OpsTrees>(m, "TokenTrees", "One tree for each sequence; see csrc/kernels/tree/tree.h.")
       .def(py::init([](SharedArray tokens, SharedArray parents, SharedArray depths,
                        SharedArray masks, SharedArray token_ids, SharedArray token_positions,
                        SharedArray token_slots, SharedArray token_seqs,
@@ -49,9 +50,9 @@ void bind_tree_params(py::module_& m) {
            py::kw_only(), "tokens"_a, "parents"_a, "depths"_a, "masks"_a, "token_ids"_a,
            "token_positions"_a, "token_slots"_a, "token_seqs"_a, "seq_token_begin"_a);
 
-  py::class_<OpsBeam>(m, "DraftBeam", "The growth of trees; see csrc/kernels/tree/tree.h.")
+  py::class_<OpsBeam>(m, "DraftBeam", "State of the growth of trees; see csrc/kernels/tree/tree.h.")
       .def(py::init([](int num_seqs, int topk, int depth, SharedArray scores, SharedArray tokens,
-                       SharedArray level_candidates, SharedArray row_scores,
+                       SharedArray level_candidates, SharedArray token_scores,
                        SharedArray ancestor_masks, SharedArray token_ids, SharedArray token_parents,
                        SharedArray token_positions, SharedArray token_seqs,
                        SharedArray seq_token_begin) {
@@ -62,18 +63,18 @@ void bind_tree_params(py::module_& m) {
                   .scores = floats(scores),
                   .tokens = ints(tokens),
                   .level_candidates = ints(level_candidates),
-                  .row_scores = floats(row_scores),
+                  .token_scores = floats(token_scores),
                   .ancestor_masks = words(ancestor_masks),
                   .token_ids = ints(token_ids),
                   .token_parents = ints(token_parents),
                   .token_positions = ints(token_positions),
                   .token_seqs = ints(token_seqs),
                   .seq_token_begin = ints(seq_token_begin)},
-                 {scores, tokens, level_candidates, row_scores, ancestor_masks, token_ids,
+                 {scores, tokens, level_candidates, token_scores, ancestor_masks, token_ids,
                   token_parents, token_positions, token_seqs, seq_token_begin}};
            }),
            py::kw_only(), "num_seqs"_a, "topk"_a, "depth"_a, "scores"_a, "tokens"_a,
-           "level_candidates"_a, "row_scores"_a, "ancestor_masks"_a, "token_ids"_a,
+           "level_candidates"_a, "token_scores"_a, "ancestor_masks"_a, "token_ids"_a,
            "token_parents"_a, "token_positions"_a, "token_seqs"_a, "seq_token_begin"_a);
 
   py::class_<OpsDraft>(m, "Draft", "Drafted tokens of each sequence; see csrc/kernels/tree/tree.h.")
@@ -160,13 +161,15 @@ void bind_growth(py::module_& m) {
          SharedArray seq_slots, SharedArray seq_token_begin, SharedArray lengths,
          const std::vector<SharedArray>& first, SharedArray first_lengths,
          const std::vector<SharedArray>& rest, SharedArray num_shared) {
-        const auto rows = [](const std::vector<SharedArray>& arrays) -> ShiftPromptParams::Rows {
-          CHECK(arrays.size() == 5, "shift_prompt: {} arrays of rows, expected 5", arrays.size());
+        const auto launch_of =
+            [](const std::vector<SharedArray>& arrays) -> ShiftPromptParams::Launch {
+          CHECK(arrays.size() == 5, "shift_prompt: {} arrays for a launch, expected 5",
+                arrays.size());
           return {ints(arrays[0]), ints(arrays[1]), ints(arrays[2]), ints(arrays[3]),
                   ints(arrays[4])};
         };
         shift_prompt(c.ctx, {.num_seqs = size_of_dim(seq_slots, 0),
-                             .num_rows = size_of_dim(ids, 0),
+                             .num_tokens = size_of_dim(ids, 0),
                              .max_path = max_path,
                              .ids = ints(ids),
                              .token_seqs = ints(token_seqs),
@@ -174,9 +177,9 @@ void bind_growth(py::module_& m) {
                              .seq_token_begin = ints(seq_token_begin),
                              .lengths = ints(lengths),
                              .num_shared = ints(num_shared),
-                             .first = rows(first),
+                             .first = launch_of(first),
                              .first_lengths = ints(first_lengths),
-                             .rest = rows(rest)});
+                             .rest = launch_of(rest)});
       },
       "ctx"_a, py::kw_only(), "max_path"_a, "ids"_a, "token_seqs"_a, "seq_slots"_a,
       "seq_token_begin"_a, "lengths"_a, "first"_a, "first_lengths"_a, "rest"_a,

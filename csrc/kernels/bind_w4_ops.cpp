@@ -1,5 +1,5 @@
-// C.ops of 4-bit weights (kernels/gemm/w4a16.h). A weight is its blocks, an array of bytes, with
-// the numbers that say what they hold.
+// C.ops of 4-bit weights (kernels/gemm/w4a16.h) and of the fused layer. A Python W4Weight is an
+// array of bytes with the weight blocks, and the numbers that describe them.
 #include <pybind11/stl.h>
 
 #include "kernels/bind_ops.h"
@@ -18,19 +18,19 @@ struct OpsWeight {
 
 struct OpsFusedGemm {
   FusedGemm gemm;
-  std::vector<SharedArray> arrays;  // that it needs to stay
+  std::vector<SharedArray> arrays;  // keeps the memory alive
 };
 
 }  // namespace
 
 void bind_w4_ops(py::module_& m) {
   py::class_<OpsWeight>(m, "W4Weight", "4-bit weights; see csrc/kernels/gemm/w4a16.h.")
-      .def(py::init([](SharedArray blocks, int64_t n, int64_t k, int digits, bool zero_points,
-                       const std::string& scale_dtype, bool gated) {
+      .def(py::init([](SharedArray blocks, int64_t n, int64_t k, int nibble_planes,
+                       bool zero_points, const std::string& scale_dtype, bool gated) {
              OpsWeight made{{.blocks = blocks->as<uint8_t>(DType::kU8),
                              .n = n,
                              .k = k,
-                             .digits = digits,
+                             .nibble_planes = nibble_planes,
                              .zero_points = zero_points,
                              .scale_dtype = parse_dtype(scale_dtype),
                              .gated = gated},
@@ -40,7 +40,7 @@ void bind_w4_ops(py::module_& m) {
                    made.weight.num_bytes());
              return made;
            }),
-           "blocks"_a, py::kw_only(), "n"_a, "k"_a, "digits"_a = 1, "zero_points"_a = false,
+           "blocks"_a, py::kw_only(), "n"_a, "k"_a, "nibble_planes"_a = 1, "zero_points"_a = false,
            "scale_dtype"_a = "float16", "gated"_a = false);
   m.def(
       "w4_pack",
@@ -94,7 +94,7 @@ void bind_w4_ops(py::module_& m) {
     gemm.norm_eps = norm_eps;
     return OpsFusedGemm{gemm, {y, x, std::move(weights), scratch, normed, norm_weight}};
   };
-  py::class_<OpsFusedGemm>(m, "FusedGemm", "A product of fused_layer.")
+  py::class_<OpsFusedGemm>(m, "FusedGemm", "A GEMM of fused_layer.")
       .def(py::init([make](SharedArray y, SharedArray x, const OpsWeight& w, float alpha,
                            float beta, SharedArray scratch, SharedArray normed,
                            SharedArray norm_weight, float norm_eps) {

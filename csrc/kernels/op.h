@@ -1,8 +1,8 @@
 // An op is one struct of parameters and two implementations: cuda::x (x.cu) and cpu::x (cpu/x.cpp).
 //
-// REGISTER_OP(x, XParams) declares both and defines x(ctx, params), which picks by ctx.device.
-// All ops are graph-safe: they never allocate and never wait; what changes between replays of a
-// graph (lengths, positions, ids, masks) they read from device memory.
+// REGISTER_OP(x, XParams) declares both implementations and defines x(ctx, params), which selects
+// one by ctx.device. All ops are graph-safe: they never allocate and never wait. Values that change
+// between replays of a graph (lengths, positions, ids, masks) are read from device memory.
 #pragma once
 
 #include "core/context.h"

@@ -1,6 +1,6 @@
-// Reads memory as fast as it can be read, to know what other kernels can hope for.
+// stream_read: measures the memory bandwidth that other kernels can reach.
 //
-// Roofline: it is the roofline. Each thread keeps eight 16-byte loads in flight.
+// Roofline: this kernel is the roofline. Each thread keeps eight 16-byte loads in flight.
 #include "core/launch.h"
 #include "core/ptx.cuh"
 #include "kernels/stream_read.h"
@@ -37,8 +37,8 @@ __global__ void __launch_bounds__(kThreads)
 void stream_read(const Context& ctx, const StreamReadParams& params) {
   CHECK(params.in.num_bytes() % 16 == 0, "{} bytes, expected a multiple of 16",
         params.in.num_bytes());
-  fill_bytes(ctx.device, params.out.data(), 0, int64_t{4} * kStreamReadBlocks, ctx.stream);
-  launch(ctx, stream_read_kernel, dim3(kStreamReadBlocks), dim3(kThreads), 0,
+  fill_bytes(ctx.device, params.out.data(), 0, int64_t{4} * kStreamReadCtas, ctx.stream);
+  launch(ctx, stream_read_kernel, dim3(kStreamReadCtas), dim3(kThreads), 0,
          params.out.as<uint32_t>(), params.in.as<const uint4>(), params.in.num_bytes() / 16);
 }
 

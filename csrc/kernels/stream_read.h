@@ -1,5 +1,5 @@
-// out[block] = a checksum of the words that the block read: reads `in` once, as fast as memory
-// gives it. The ceiling that benchmarks compare with.
+// stream_read: out[CTA] = a checksum of the words that the CTA read. It reads `in` once at the full
+// memory bandwidth. Benchmarks use its rate as the ceiling.
 #pragma once
 
 #include "kernels/op.h"
@@ -7,10 +7,10 @@
 namespace cpmcu {
 
 struct StreamReadParams {
-  Tensor in;   // any, a multiple of 16 bytes long
-  Tensor out;  // [kStreamReadBlocks] int32
+  Tensor in;   // any shape; a multiple of 16 bytes
+  Tensor out;  // [kStreamReadCtas] int32
 };
-constexpr int kStreamReadBlocks = 132 * 16;
+constexpr int kStreamReadCtas = 132 * 16;
 
 REGISTER_OP(stream_read, StreamReadParams)
 

@@ -13,7 +13,7 @@
 namespace cpmcu {
 namespace {
 
-// The numbers of one attention block: the model's, where the block has none of its own.
+// The sizes of one attention block. A parameter of the block overrides the model's number.
 struct AttentionShape {
   int num_heads, num_kv_heads, head_dim, window;
   bool qkv_bias, qk_norm;
@@ -32,7 +32,7 @@ struct AttentionShape {
                        {"num_attention_heads", "num_key_value_heads", "head_dim", "window",
                         "qkv_bias", "qk_norm", "rope_inv_freq", "rope_attention_scaling"});
     CHECK(num_kv_heads >= 1 && num_heads >= num_kv_heads && num_heads % num_kv_heads == 0,
-          "an attention block has {} heads and {} key heads, expected a multiple of them",
+          "an attention block has {} heads and {} key heads, expected a multiple of the key heads",
           num_heads, num_kv_heads);
     CHECK(head_dim >= 8 && head_dim % 8 == 0, "head_dim is {}, expected a positive multiple of 8",
           head_dim);
@@ -91,18 +91,18 @@ class AttentionBlock : public Block {
           inv_freq.size(), shape_.head_dim / 2);
     const bool has_own = params_.values().contains("rope_inv_freq");
     rotary_.plan(plan, (has_own ? prefix_ : scope_) + "rotary.inv_freq", inv_freq);
-    qkv_id_ = plan.add_scratch("attention.qkv", bytes * limits.max_rows * shape_.qkv_size(),
+    qkv_id_ = plan.add_scratch("attention.qkv", bytes * limits.max_tokens * shape_.qkv_size(),
                                phase_ + 1, phase_ + 2);
-    out_id_ = plan.add_scratch("attention.out", bytes * limits.max_rows * shape_.q_size(),
+    out_id_ = plan.add_scratch("attention.out", bytes * limits.max_tokens * shape_.q_size(),
                                phase_ + 2, phase_ + 3);
     if (limits.is_cuda()) {
       partial_floats_ =
-          attention_scratch_floats(std::min(limits.max_decode_tokens, kMaxScratchRows),
+          attention_scratch_floats(std::min(limits.max_decode_tokens, kMaxScratchTokens),
                                    shape_.num_heads, shape_.head_dim, limits.max_kv);
     }
     partial_id_ =
         plan.add_scratch("attention.partials", 4 * partial_floats_, phase_ + 2, phase_ + 2);
-    max_rows_ = limits.max_rows;
+    max_tokens_ = limits.max_tokens;
   }
 
   void bind(const Arena& arena, const ModelState& state) override {
@@ -116,8 +116,8 @@ class AttentionBlock : public Block {
     keys_ = state.paged(keys_id_);
     values_ = state.paged(values_id_);
     rotary_.bind(arena);
-    qkv_buffer_ = arena.tensor(qkv_id_, spec_.dtype, {max_rows_, shape_.qkv_size()});
-    out_buffer_ = arena.tensor(out_id_, spec_.dtype, {max_rows_, shape_.q_size()});
+    qkv_buffer_ = arena.tensor(qkv_id_, spec_.dtype, {max_tokens_, shape_.qkv_size()});
+    out_buffer_ = arena.tensor(out_id_, spec_.dtype, {max_tokens_, shape_.q_size()});
     partials_ = arena.tensor(partial_id_, DType::kF32, {partial_floats_});
   }
 
@@ -179,7 +179,7 @@ class AttentionBlock : public Block {
                                  .scratch = partials_};
     if (step.phase == Phase::kPrefill) {
       attention_prefill(ctx, params);
-    } else if (step.tokens.num_tokens > kMaxScratchRows) {
+    } else if (step.tokens.num_tokens > kMaxScratchTokens) {
       decode_in_groups(ctx, params);
     } else if (queue == nullptr) {
       attention_decode(ctx, params);
@@ -191,13 +191,15 @@ class AttentionBlock : public Block {
   }
 
  private:
-  // Sequences share the scratch group by group, so its size does not grow with their number.
+  // Groups of sequences run one after another and reuse the scratch, so its size does not grow with
+  // the number of sequences.
   static void decode_in_groups(const Context& ctx, const AttentionParams& all) {
     const StepTokens& tokens = all.tokens;
     const int seq_rows = tokens.num_tokens / tokens.num_seqs;
-    CHECK_STATE(seq_rows * tokens.num_seqs == tokens.num_tokens && seq_rows <= kMaxScratchRows,
-                "a decode step of {} tokens of {} sequences", tokens.num_tokens, tokens.num_seqs);
-    const int group = kMaxScratchRows / seq_rows;
+    CHECK_STATE(seq_rows * tokens.num_seqs == tokens.num_tokens && seq_rows <= kMaxScratchTokens,
+                "a decode step has {} tokens of {} sequences, expected equally many of each",
+                tokens.num_tokens, tokens.num_seqs);
+    const int group = kMaxScratchTokens / seq_rows;
     for (int seq = 0; seq < tokens.num_seqs; seq += group) {
       const int count = std::min(group, tokens.num_seqs - seq), first = seq * seq_rows;
       AttentionParams params = all;
@@ -218,7 +220,7 @@ class AttentionBlock : public Block {
   ModelState::PagedId keys_id_, values_id_;
   MemoryPlan::Id bias_id_ = 0, q_norm_id_ = 0, k_norm_id_ = 0, qkv_id_ = 0, out_id_ = 0,
                  partial_id_ = 0;
-  int64_t max_rows_ = 0, partial_floats_ = 0;
+  int64_t max_tokens_ = 0, partial_floats_ = 0;
   Tensor keys_, values_;  // [pages, Hkv, 64, D]
   Tensor bias_, q_norm_, k_norm_, qkv_buffer_, out_buffer_, partials_;
 };

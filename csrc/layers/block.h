@@ -1,6 +1,6 @@
-// A block is a part of a layer: attention, an MLP, later others. It owns its weights, asks for its
-// workspace, and declares the state that it keeps of a sequence. A kind of block is one file that
-// ends in REGISTER_BLOCK("name", Class); a model names it in its spec.
+// A block is a part of a layer, such as attention or an MLP. It owns its weights, plans its scratch
+// memory, and declares the state that it keeps for each sequence. A kind of block is one file that
+// ends in REGISTER_BLOCK("name", Class); a model names the kind in its spec.
 #pragma once
 
 #include <memory>
@@ -18,11 +18,11 @@ namespace cpmcu {
 
 struct BlockConfig {
   const ModelSpec& spec;
-  Params params{};          // of this block, instead of the spec's numbers
+  Params params{};          // of this block; they override the numbers of `spec`
   std::string prefix;       // of checkpoint names: "model.layers.3."
-  std::string scope;        // of scratch that belongs to one model: "" or "draft."
+  std::string scope;        // prefix of scratch that belongs to one model: "" or "draft."
   int in_features = 0;      // width of x; 0: hidden_size
-  Timeline phase = kMixer;  // kMixer or kMlp: when the block's scratch is alive
+  Timeline phase = kMixer;  // first phase of the block's scratch: kMixer or kMlp
 };
 
 class Block {
@@ -32,15 +32,15 @@ class Block {
   virtual void bind(const Arena& arena, const ModelState& state) = 0;
   virtual void list_tensors(WeightTable& table) = 0;
   virtual void finish_loading(const Context& ctx) = 0;
-  // Name of the checkpoint's norm in front of the block, without ".weight".
+  // Checkpoint name of the norm before the block, without ".weight".
   virtual std::string norm_name() const = 0;
-  // hidden [T, H] += residual_scale * block(x [T, H]); x is the normed hidden. A prefill accepts
-  // all tokens; after a decode step of the target `commit` names the accepted ones.
+  // hidden [T, H] += residual_scale * block(x [T, H]); x is `hidden` after the norm. All tokens of
+  // a prefill are accepted. After a decode step of the target, `commit` names the accepted tokens.
   virtual void forward(const Context& ctx, const Step& step, const Tensor& hidden,
                        const Tensor& x) const = 0;
-  // After a decode step of the target: updates the state that `ModelState::commit` does not move,
-  // per-slot tensors and planes with fewer rows than tokens. Not called for a draft's blocks.
-  // Graph-safe.
+  // After a decode step of the target: updates the state that `ModelState::commit` does not move.
+  // This is per-slot tensors, and planes with fewer rows than tokens. Not called for the blocks of
+  // a draft. Graph-safe.
   virtual void commit(const Context&, const Step&, const Accepted&) const {}
 };
 

@@ -35,16 +35,16 @@ class MlpBlock : public Block {
     down_->plan(plan, limits);
     const int64_t row_bytes = int64_t{width_} * size_of(spec_.dtype);
     gate_up_id_ =
-        plan.add_scratch("mlp.gate_up", 2 * row_bytes * limits.max_rows, phase_ + 1, phase_ + 2);
-    act_id_ = plan.add_scratch("mlp.act", row_bytes * limits.max_rows, phase_ + 1, phase_ + 3);
-    max_rows_ = limits.max_rows;
+        plan.add_scratch("mlp.gate_up", 2 * row_bytes * limits.max_tokens, phase_ + 1, phase_ + 2);
+    act_id_ = plan.add_scratch("mlp.act", row_bytes * limits.max_tokens, phase_ + 1, phase_ + 3);
+    max_tokens_ = limits.max_tokens;
   }
 
   void bind(const Arena& arena, const ModelState&) override {
     gate_up_->bind(arena);
     down_->bind(arena);
-    gate_up_buffer_ = arena.tensor(gate_up_id_, spec_.dtype, {max_rows_, 2 * width_});
-    act_buffer_ = arena.tensor(act_id_, spec_.dtype, {max_rows_, width_});
+    gate_up_buffer_ = arena.tensor(gate_up_id_, spec_.dtype, {max_tokens_, 2 * width_});
+    act_buffer_ = arena.tensor(act_id_, spec_.dtype, {max_tokens_, width_});
   }
 
   void list_tensors(WeightTable& table) override {
@@ -74,7 +74,7 @@ class MlpBlock : public Block {
   Timeline phase_;
   std::unique_ptr<LinearMethod> gate_up_, down_;
   MemoryPlan::Id gate_up_id_ = 0, act_id_ = 0;
-  int64_t max_rows_ = 0;
+  int64_t max_tokens_ = 0;
   Tensor gate_up_buffer_, act_buffer_;
 };
 

@@ -1,4 +1,4 @@
-// Rotary frequencies on the device. They come from the spec, not from the checkpoint.
+// Rotary frequencies in device memory. They come from the spec, not from the checkpoint.
 #pragma once
 
 #include <string>
@@ -12,7 +12,7 @@ namespace cpmcu {
 
 class RotaryTable {
  public:
-  // Tables of one name are one buffer, so layers that agree share it.
+  // Tables of the same name share one buffer.
   void plan(MemoryPlan& plan, const std::string& name, std::vector<float> inv_freq) {
     inv_freq_ = std::move(inv_freq);
     id_ = plan.add_scratch(name, num_bytes(), 0, kLoad);

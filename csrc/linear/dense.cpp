@@ -62,7 +62,7 @@ class DenseLinear : public LinearMethod {
   int64_t fused_bytes_ = 0;
   MemoryPlan::Id weight_id_ = 0, fused_id_ = 0;
   Tensor weight_;
-  Tensor fused_memory_;  // of fused_layer, one for all matrices
+  Tensor fused_memory_;  // fused_layer's, shared by all matrices
 };
 
 REGISTER_LINEAR("dense", DenseLinear);

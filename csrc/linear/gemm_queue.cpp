@@ -6,16 +6,16 @@
 namespace cpmcu {
 
 bool GemmQueue::push(const FusedGemm& gemm, const Tensor& memory) {
-  if (gemm.w4.digits != 1 || gemm.y.dtype() != gemm.x.dtype()) return false;
+  if (gemm.w4.nibble_planes != 1 || gemm.y.dtype() != gemm.x.dtype()) return false;
   if (!gemms_.empty()) {
     const FusedGemm& first = gemms_.front();
     const bool alike = first.x.size(0) == gemm.x.size(0) && first.x.dtype() == gemm.x.dtype() &&
                        first.is_dense() == gemm.is_dense() &&
                        first.w4.zero_points == gemm.w4.zero_points;
-    // Who waits for the rows of y wants them as they are now.
+    // A queued callback reads y: flush before y is overwritten.
     if (!alike || gemms_.size() == kMaxFusedGemms || (!after_.empty() && gemm.beta != 0)) flush();
   }
-  // What waits is for a product that reads it, or for none.
+  // A queued norm or attention is fused only if the new GEMM reads its output.
   const auto is_for_other = [&](const Tensor& out) {
     return !out.empty() && out.data() != gemm.x.data();
   };
@@ -40,7 +40,7 @@ void GemmQueue::note(const W4Weight& weight) {
   (*order_)[next_++] = weight;
 }
 
-// What the next launch will begin with, if all is as it was.
+// The first weights of the next launch, if it is the same as in the previous pass.
 std::vector<W4Weight> GemmQueue::following() const {
   if (order_ == nullptr) return {};
   const auto from = order_->begin() + static_cast<std::ptrdiff_t>(next_);

@@ -1,9 +1,9 @@
-// Products that follow one another become one launch (kernels/gemm/fused_layer.h).
+// Collects successive GEMMs into one fused layer launch (kernels/gemm/fused_layer.h).
 //
 // A forward pass runs its layers with the queue's context. Linear methods, the norms between them,
-// attention_combine before and rotary_kv behind them leave their work here; whatever else is
-// launched flushes it first. So layers need not know what becomes one launch, and where the kernel
-// does not run the context is the plain one.
+// attention_combine before them and rotary_kv after them are queued here. Any other launch flushes
+// the queue first. So layers need not know which launches are fused. If the fused kernel does not
+// run, the context has no queue.
 #pragma once
 
 #include <functional>
@@ -17,8 +17,8 @@ namespace cpmcu {
 
 class GemmQueue final : public PendingLaunches {
  public:
-  // Of a pass that decodes; others have too many rows. `order`: where 4-bit products are noted as
-  // they come, and so those of an earlier pass say what follows; null: nowhere.
+  // Queues only in a decode pass; other passes have too many rows. `order`: records 4-bit weights
+  // in launch order, so that the next pass can look up the weights that follow; null: no record.
   GemmQueue(const Context& ctx, Phase phase, std::vector<W4Weight>* order = nullptr)
       : plain_(ctx), queued_(ctx), order_(order) {
     if (phase == Phase::kDecode && fused_layer_runs(ctx)) queued_.pending = this;
@@ -27,21 +27,23 @@ class GemmQueue final : public PendingLaunches {
   GemmQueue(const GemmQueue&) = delete;
   GemmQueue& operator=(const GemmQueue&) = delete;
 
-  // The queue of a forward pass; null: its context has none.
+  // The queue of a context; null: none.
   static GemmQueue* of(const Context& ctx) { return dynamic_cast<GemmQueue*>(ctx.pending); }
 
   const Context& context() const { return queued_; }
 
-  // Whether the product was taken; `memory` is that of fused_layer.
+  // The push functions queue an op and return whether it was accepted.
+  //
+  // A GEMM; `memory` is FusedLayerParams::memory.
   bool push(const FusedGemm& gemm, const Tensor& memory);
-  // Whether the norm was taken: it follows the product that wrote its x.
+  // A norm: accepted if its x is y of the last GEMM.
   bool push(const RmsNormParams& norm);
-  // Takes attention_combine, for the product that reads its `out`.
+  // attention_combine, for the GEMM that reads its `out`. Always accepted.
   void push(const AttentionParams& attention);
-  // Whether it was taken: it follows the product that wrote its qkv. Nothing can follow it.
+  // rotary_kv: accepted if its qkv is y of the last GEMM. Nothing can follow it.
   bool push(const RotaryKvParams& rotary);
-  // Runs `launch`, which reads the residual stream, once what waits has been launched. It must not
-  // flush the queue itself: products are chained alike whoever looks at their results.
+  // Runs `launch`, which reads the residual stream, after the queued launches. It must not flush
+  // the queue: GEMMs are fused alike whether or not their results are read.
   void then(std::function<void()> launch);
   void flush() override;
 
@@ -52,11 +54,11 @@ class GemmQueue final : public PendingLaunches {
   const Context& plain_;
   Context queued_;
   std::vector<W4Weight>* order_;
-  size_t next_ = 0;  // in order_
+  size_t next_ = 0;  // index in order_
   std::vector<FusedGemm> gemms_;
-  RmsNormParams norm_;         // behind the last gemm, until a product reads it; empty: none
-  RotaryKvParams rotary_;      // behind the last gemm
-  AttentionParams attention_;  // before the first
+  RmsNormParams norm_;         // after the last GEMM, until a GEMM reads it; empty: none
+  RotaryKvParams rotary_;      // after the last GEMM
+  AttentionParams attention_;  // before the first GEMM
   std::vector<std::function<void()>> after_;
   Tensor memory_;
 };

@@ -1,7 +1,7 @@
-// Quantisation is how y = alpha * x W^T + beta * y is stored and computed.
+// A linear method: how y = alpha * x W^T + beta * y is stored and computed (the quantisation).
 //
-// No layer, model or drafter asks which method it has. A method is one file here that ends in
-// REGISTER_LINEAR("name", Class), and one in cpmcu/quant.
+// Layers, models and drafters do not depend on the method. A method is one file here that ends in
+// REGISTER_LINEAR("name", Class), and one file in cpmcu/quant.
 #pragma once
 
 #include <map>
@@ -29,9 +29,10 @@ struct LinearConfig {
   int64_t in_features = 0;
   DType dtype = DType::kBF16;
   std::map<std::string, int> options;
-  std::string name{};       // of the stack, such as "….qkv_proj"; empty: the only part's
-  bool has_tensors = true;  // in the checkpoint; false: `load_rows` brings the weights
-  bool gated = false;       // the parts are gate and up of an MLP; `forward_gated` alone is called
+  std::string name{};  // name of the stack, such as "….qkv_proj"; empty: the only part's name
+  // whether the checkpoint has the weights; false: `load_rows` brings them
+  bool has_tensors = true;
+  bool gated = false;  // the parts are gate and up of an MLP; only `forward_gated` is called
 
   int64_t out_features() const {
     int64_t sum = 0;
@@ -41,7 +42,7 @@ struct LinearConfig {
   const std::string& stacked_name() const { return name.empty() ? parts.front().name : name; }
 };
 
-// The parts as rows of one dense weight [N, K], under their names in the checkpoint.
+// Lists the parts as rows of one dense weight [N, K], under their names in the checkpoint.
 inline void list_rows(WeightTable& table, const std::vector<LinearPart>& parts,
                       const Tensor& weight) {
   int64_t row = 0;
@@ -57,20 +58,20 @@ class LinearMethod {
   virtual void plan(MemoryPlan& plan, const StepLimits& limits) = 0;
   virtual void bind(const Arena& arena) = 0;
   virtual void list_tensors(WeightTable& table) = 0;
-  // Once all tensors are there: repack them into the kernel's layout. Default: nothing to do.
+  // Called once all tensors are loaded: repacks them into the kernel's layout. Default: nothing.
   virtual void finish_loading(const Context&) {}
-  // Instead of tensors and finish_loading: row i is row index[i] (null: i) of dense rows [R, K] in
-  // the model's dtype, index in device memory.
+  // Replaces tensors and finish_loading: row i is row index[i] (null: i) of dense rows [R, K] in
+  // the model's dtype; index is in device memory.
   virtual void load_rows(const Context&, const Tensor&, const int*) {
-    CHECK_STATE(false, "a linear method that takes no dense rows was asked to");
+    CHECK_STATE(false, "load_rows was called on a linear method that takes no dense rows");
   }
-  // The weights [N, K] if they are dense; until the first step also those that a method quantised
-  // itself. Else empty.
+  // The dense weights [N, K]. Until the first step also the dense rows of a method that quantises
+  // at load. Else empty.
   virtual Tensor dense_weight() const { return {}; }
   // y [M, N] = alpha * x [M, K] W^T + beta * y; y has x's dtype or float32.
   virtual void forward(const Context& ctx, Phase phase, const Tensor& y, const Tensor& x,
                        float alpha, float beta) const = 0;
-  // out [M, N / 2] = silu(x gate^T) * x up^T; `gate_up` [M, N] is room for the products.
+  // out [M, N / 2] = silu(x gate^T) * x up^T; `gate_up` [M, N] is scratch.
   virtual void forward_gated(const Context& ctx, Phase phase, const Tensor& out,
                              const Tensor& gate_up, const Tensor& x) const {
     forward(ctx, phase, gate_up, x, 1, 0);
@@ -80,7 +81,7 @@ class LinearMethod {
 
 using LinearRegistry = Registry<LinearMethod, const LinearConfig&>;
 
-// The method that `method` names, checked against the known ones.
+// Makes the method named `method`; throws if the name is unknown.
 inline std::unique_ptr<LinearMethod> make_linear(const std::string& method,
                                                  const LinearConfig& config) {
   return LinearRegistry::instance().create("linear method", method, config);

@@ -8,7 +8,7 @@
 namespace cpmcu {
 namespace {
 
-constexpr int64_t kSliceBytes = 64 << 20;  // of dequantised rows
+constexpr int64_t kSliceBytes = 64 << 20;  // bytes of dequantised rows
 
 }  // namespace
 
@@ -24,7 +24,7 @@ void W4Matrix::plan(MemoryPlan& plan, const std::string& name, DType dtype,
   blocks_id_ = plan.add(name, "weights", std::max(weight_.num_bytes(), min_bytes));
   if (limits.is_cuda()) {
     kept_rows_ = has_prompt_gemm(limits.compute_capability) ? 0 : slice_rows();
-    scratch_floats_ = w4_scratch_floats(weight_, limits.max_rows);
+    scratch_floats_ = w4_scratch_floats(weight_, limits.max_tokens);
     fused_bytes_ = fused_layer_bytes(limits.max_decode_tokens);
   }
   slice_id_ =
@@ -72,7 +72,7 @@ void W4Matrix::forward_gated(const Context& ctx, Phase phase, const Tensor& out,
                              const Tensor& gate_up, const Tensor& x) const {
   if (!multiplies_slices(ctx, phase)) return multiply(ctx, out, x, 1, 0);
   forward(ctx, phase, gate_up, x, 1, 0);
-  silu_mul(ctx, {.out = out, .x = gate_up, .by_eights = true});
+  silu_mul(ctx, {.out = out, .x = gate_up, .interleaved = true});
 }
 
 }  // namespace cpmcu

@@ -1,5 +1,5 @@
-// A 4-bit (or, of two digits, 8-bit) matrix in the engine's blocks, and the product with it: what
-// the linear methods of 4-bit weights have in common.
+// A 4-bit matrix (two nibble planes: 8-bit) in the engine's packed layout, and its GEMM. Shared by
+// the linear methods of 4-bit weights.
 #pragma once
 
 #include <string>
@@ -13,18 +13,17 @@ class W4Matrix {
  public:
   explicit W4Matrix(const W4Weight& weight) : weight_(weight) {}
 
-  // `min_bytes`: what the buffer of the blocks has to hold at load.
+  // `min_bytes`: minimum size of the weight buffer, for the checkpoint's tensors at load.
   void plan(MemoryPlan& plan, const std::string& name, DType dtype, const StepLimits& limits,
             int64_t min_bytes = 0);
   void bind(const Arena& arena);
-  // Before the first step.
+  // Called before the first step.
   void prepare(const Context& ctx) { fused_layer_prepare(ctx, fused_memory_); }
 
   const W4Weight& weight() const { return weight_; }
 
-  // As LinearMethod::forward. Where w4_gemm is slow with many rows and there is a library for large
-  // products, prefill multiplies dequantised slices of W; a row's bits follow from N and K there as
-  // well.
+  // As LinearMethod::forward. If w4_gemm is slow with many rows and cuBLASLt is loaded, prefill
+  // multiplies dequantised slices of W. A row's bits still depend on N and K only.
   void forward(const Context& ctx, Phase phase, const Tensor& y, const Tensor& x, float alpha,
                float beta) const;
   // As LinearMethod::forward_gated; the weight is gated.
@@ -41,9 +40,9 @@ class W4Matrix {
   DType dtype_ = DType::kBF16;
   int64_t kept_rows_ = 0, scratch_floats_ = 0, fused_bytes_ = 0;
   MemoryPlan::Id blocks_id_ = 0, slice_id_ = 0, scratch_id_ = 0, fused_id_ = 0;
-  Tensor slice_;         // [slice_rows, K], where prefill needs it
+  Tensor slice_;         // [slice_rows, K]; empty unless prefill dequantises
   Tensor scratch_;       // of w4_gemm
-  Tensor fused_memory_;  // of fused_layer, one for all matrices
+  Tensor fused_memory_;  // fused_layer's, shared by all matrices
 };
 
 }  // namespace cpmcu

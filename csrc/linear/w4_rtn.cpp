@@ -1,20 +1,21 @@
-// Dense rows rounded to the nearest of 15 or 239 levels at load: "w4_rtn" and "w8_rtn".
+// Linear methods "w4_rtn" and "w8_rtn": dense rows rounded to the nearest of 15 or 239 levels at
+// load.
 //
-// For heads: what a checkpoint does not quantise. The dense rows are in scratch until the first
+// Used for heads, which checkpoints do not quantise. The dense rows stay in scratch until the first
 // step.
 #include "linear/w4_matrix.h"
 
 namespace cpmcu {
 namespace {
 
-template <int kDigits>
+template <int kNibblePlanes>
 class RoundedLinear : public LinearMethod {
  public:
   explicit RoundedLinear(const LinearConfig& config)
       : config_(config),
         matrix_({.n = config.out_features(),
                  .k = config.in_features,
-                 .digits = kDigits,
+                 .nibble_planes = kNibblePlanes,
                  .scale_dtype = config.dtype == DType::kBF16 ? DType::kBF16 : DType::kF16}) {}
 
   void plan(MemoryPlan& plan, const StepLimits& limits) override {

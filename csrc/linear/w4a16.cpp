@@ -1,9 +1,9 @@
-// 4-bit weights of GPTQ, AWQ, compressed-tensors and CPM.cu's Marlin files: "w4a16".
+// Linear method "w4a16": 4-bit weights of GPTQ, AWQ, compressed-tensors and CPM.cu's Marlin files.
 //
-// A checkpoint's tensors are streamed as they are into the buffer that will hold the blocks, and
-// repacked on the device once all are there. Options: "format" (W4Format), "group_size" (128 or
-// -1), "zero_points", "bfloat16_scales", and "fused": the parts are one tensor under the stacked
-// name.
+// A checkpoint's tensors are streamed unchanged into the buffer that will hold the weight blocks.
+// Once all are loaded, the device repacks them. Options: "format" (W4Format), "group_size" (128 or
+// -1), "zero_points", "bfloat16_scales", and "fused" (the parts are one tensor under the stacked
+// name).
 #include "kernels/gemm/w4a16.h"
 
 #include "linear/w4_matrix.h"
@@ -97,7 +97,7 @@ class W4A16Linear : public LinearMethod {
     }
   }
 
-  // The scratch is every layer's: the stream orders their copies.
+  // All layers share the scratch; the stream orders their copies.
   void finish_loading(const Context& ctx) override {
     copy_on_device(ctx.device, load_, matrix_.weight().blocks, raw_bytes_, ctx.stream);
     for (const Part& part : parts_) {
@@ -132,7 +132,7 @@ class W4A16Linear : public LinearMethod {
     std::string name;
     int64_t first_row = 0, n = 0;
     Shape q_shape{}, scales_shape{}, zeros_shape{};
-    int64_t q_at = 0, scales_at = 0, zeros_at = 0;  // bytes in the buffer
+    int64_t q_at = 0, scales_at = 0, zeros_at = 0;  // byte offsets in the buffer
   };
 
   static Tensor view(char* at, DType dtype, const Shape& shape) {
@@ -151,7 +151,7 @@ class W4A16Linear : public LinearMethod {
   std::string name_;
   DType dtype_;
   W4Format format_;
-  bool by_row_;  // tensors are [N, ...]
+  bool by_row_;  // the tensors are [N, ...]
   W4Matrix matrix_;
   std::vector<Part> parts_;
   int64_t raw_bytes_ = 0;

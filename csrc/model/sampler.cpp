@@ -7,8 +7,8 @@
 namespace cpmcu {
 
 Sampler::~Sampler() {
-  if (mirror_ != nullptr) release_pinned(device_, mirror_);
-  if (mask_mirror_ != nullptr) release_pinned(device_, mask_mirror_);
+  if (sampling_staging_ != nullptr) release_pinned(device_, sampling_staging_);
+  if (mask_staging_ != nullptr) release_pinned(device_, mask_staging_);
 }
 
 void Sampler::plan(MemoryPlan& plan, int num_slots, int max_rows, int vocab_size,
@@ -36,14 +36,14 @@ void Sampler::bind(const Context& ctx, const Arena& arena) {
   logprobs_ = arena.array<TokenLogprobs>(logprobs_id_);
   ids_ = arena.array<int>(ids_id_);
   const int64_t bytes = static_cast<int64_t>(sizeof(SlotSampling)) * num_slots_;
-  mirror_ = static_cast<SlotSampling*>(allocate_pinned(ctx.device, bytes));
+  sampling_staging_ = static_cast<SlotSampling*>(allocate_pinned(ctx.device, bytes));
   mask_rows_ = arena.array<int>(masks_id_);
-  mask_mirror_ = static_cast<int*>(allocate_pinned(ctx.device, 4 * num_mask_ints(max_rows_)));
+  mask_staging_ = static_cast<int*>(allocate_pinned(ctx.device, 4 * num_mask_ints(max_rows_)));
 }
 
 void Sampler::check(const SamplingConfig& config) const {
   CHECK(config.temperature >= 0 && std::isfinite(config.temperature),
-        "temperature is {}, expected a number of at least 0", config.temperature);
+        "temperature is {}, expected a finite number of at least 0", config.temperature);
   CHECK(config.top_p > 0 && config.top_p <= 1, "top_p is {}, expected above 0 and at most 1",
         config.top_p);
   CHECK(config.min_p >= 0 && config.min_p <= 1, "min_p is {}, expected 0 to 1", config.min_p);
@@ -51,14 +51,14 @@ void Sampler::check(const SamplingConfig& config) const {
   CHECK(config.repetition_penalty > 0 && std::isfinite(config.repetition_penalty),
         "repetition_penalty is {}, expected above 0", config.repetition_penalty);
   CHECK(std::isfinite(config.presence_penalty) && std::isfinite(config.frequency_penalty),
-        "presence_penalty {} and frequency_penalty {} must be finite", config.presence_penalty,
-        config.frequency_penalty);
+        "presence_penalty is {} and frequency_penalty {}, expected finite numbers",
+        config.presence_penalty, config.frequency_penalty);
   CHECK(config.logprobs >= -1 && config.logprobs <= kMaxLogprobs,
         "logprobs is {}, expected -1 (none) to {}", config.logprobs, kMaxLogprobs);
   for (const auto& [id, value] : config.logit_bias) {
-    CHECK(id >= 0 && id < vocab_size_, "logit_bias names token {}, the vocabulary has {}", id,
-          vocab_size_);
-    CHECK(!std::isnan(value), "logit_bias of token {} is not a number", id);
+    CHECK(id >= 0 && id < vocab_size_, "logit_bias names token {}, expected 0 to {}", id,
+          vocab_size_ - 1);
+    CHECK(!std::isnan(value), "logit_bias of token {} is NaN, expected a number", id);
   }
 }
 
@@ -69,21 +69,23 @@ void Sampler::reset(const Context& ctx, const SlotState& state, int slot,
   const bool use_penalties = config.repetition_penalty != 1 || config.presence_penalty != 0 ||
                              config.frequency_penalty != 0;
   const bool use_bias = !config.logit_bias.empty();
-  mirror_[slot] = {.temperature = config.temperature,
-                   .top_p = config.top_p,
-                   .min_p = config.min_p,
-                   .top_k = config.top_k,
-                   .seed = config.seed,
-                   .stream = config.stream,
-                   .repetition_penalty = config.repetition_penalty,
-                   .presence_penalty = config.presence_penalty,
-                   .frequency_penalty = config.frequency_penalty,
-                   .use_penalties = use_penalties,
-                   .use_bias = use_bias,
-                   .num_logprobs = config.logprobs};
-  copy_to_device(ctx.device, sampling_ + slot, mirror_ + slot, sizeof(SlotSampling), ctx.stream);
+  sampling_staging_[slot] = {.temperature = config.temperature,
+                             .top_p = config.top_p,
+                             .min_p = config.min_p,
+                             .top_k = config.top_k,
+                             .seed = config.seed,
+                             .stream = config.stream,
+                             .repetition_penalty = config.repetition_penalty,
+                             .presence_penalty = config.presence_penalty,
+                             .frequency_penalty = config.frequency_penalty,
+                             .use_penalties = use_penalties,
+                             .use_bias = use_bias,
+                             .num_logprobs = config.logprobs};
+  copy_to_device(ctx.device, sampling_ + slot, sampling_staging_ + slot, sizeof(SlotSampling),
+                 ctx.stream);
   const int num_ids = use_penalties ? static_cast<int>(ids.size()) : 0;
-  CHECK_STATE(num_ids <= max_model_len_, "{} ids of history, room for {}", num_ids, max_model_len_);
+  CHECK_STATE(num_ids <= max_model_len_, "a history has {} ids, expected at most {}", num_ids,
+              max_model_len_);
   copy_to_device(ctx.device, ids_, ids.data(), int64_t{4} * num_ids, ctx.stream);
   reset_slot(ctx, {.slot = slot,
                    .state = state,
@@ -98,21 +100,25 @@ void Sampler::reset(const Context& ctx, const SlotState& state, int slot,
     copy_to_device(ctx.device, bias_ + int64_t{slot} * vocab_size_, bias.data(),
                    int64_t{4} * vocab_size_, ctx.stream);
   }
-  if (num_ids > 0 || use_bias) synchronize(ctx.device, ctx.stream);  // they lie in pageable memory
+  if (num_ids > 0 || use_bias)
+    synchronize(ctx.device, ctx.stream);  // ids and bias are in pageable memory
 }
 
 void Sampler::upload_masks(const Context& ctx, const TokenMasks& masks, int num_rows) {
   CHECK(static_cast<int>(masks.rows.size()) == num_rows,
-        "masks are given for {} rows, the step has {}", masks.rows.size(), num_rows);
-  CHECK(masks.num_masks <= num_rows, "{} masks are given for {} rows", masks.num_masks, num_rows);
+        "masks are given for {} rows, expected the {} rows of the step", masks.rows.size(),
+        num_rows);
+  CHECK(masks.num_masks <= num_rows,
+        "{} masks are given, expected at most one for each of the {} rows", masks.num_masks,
+        num_rows);
   for (int index : masks.rows) {
-    CHECK(index >= -1 && index < masks.num_masks, "a row has mask {}, but there are {}", index,
+    CHECK(index >= -1 && index < masks.num_masks, "a row names mask {}, there are {} masks", index,
           masks.num_masks);
   }
-  std::copy(masks.rows.begin(), masks.rows.end(), mask_mirror_);
+  std::copy(masks.rows.begin(), masks.rows.end(), mask_staging_);
   const int64_t num_ints = num_mask_ints(masks.num_masks);
-  std::memcpy(mask_mirror_ + max_rows_, masks.words, 4 * (num_ints - max_rows_));
-  copy_to_device(ctx.device, mask_rows_, mask_mirror_, 4 * num_ints, ctx.stream);
+  std::memcpy(mask_staging_ + max_rows_, masks.words, 4 * (num_ints - max_rows_));
+  copy_to_device(ctx.device, mask_rows_, mask_staging_, 4 * num_ints, ctx.stream);
 }
 
 void Sampler::draw(const Context& ctx, const Tensor& logits, const int* token_slots,

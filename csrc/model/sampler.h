@@ -1,4 +1,4 @@
-// Per-slot sampling state on the device, and the draw.
+// Per-slot sampling parameters and masks in device memory, and the draw.
 #pragma once
 
 #include <utility>
@@ -11,7 +11,7 @@
 
 namespace cpmcu {
 
-// One sequence's sampling parameters; kernels/sampling/sample.h says what they mean.
+// Sampling parameters of one sequence; kernels/sampling/sample.h defines them.
 struct SamplingConfig {
   float temperature = 0;
   float top_p = 1;
@@ -24,12 +24,13 @@ struct SamplingConfig {
   float frequency_penalty = 0;
   std::vector<std::pair<int, float>> logit_bias;
   int logprobs = -1;
-  // Where the device ends the sequence; used with a drafter (the host finds the same stops later).
+  // Where the device ends the sequence. Used with a drafter; the host finds the same stops later.
   std::vector<int> stop_ids;
   int max_tokens = 1 << 30;
 };
 
-// What the rows of a step may draw, in host memory: row r the tokens of mask rows[r], -1: all.
+// The tokens that each row of a step may draw, in host memory. Row r uses mask rows[r]; -1: no
+// mask.
 struct TokenMasks {
   std::vector<int> rows;            // [R]; empty: no row has a mask
   const uint32_t* words = nullptr;  // [M, num_mask_words(V)]
@@ -43,20 +44,19 @@ class Sampler {
   void plan(MemoryPlan& plan, int num_slots, int max_rows, int vocab_size, int max_model_len);
   void bind(const Context& ctx, const Arena& arena);
 
-  // A new sequence in `slot`: its parameters, and what it has said so far (for penalties):
-  // `ids`, of which the first `num_prompt` are the prompt. Throws for parameters out of range.
-  // The keys and values of the first `num_cached` are there already.
-  // Waits for the device only where the sequence uses penalties or a bias.
+  // Starts a sequence in `slot`. `ids` are its tokens so far, for penalties; the first `num_prompt`
+  // are the prompt, and the keys and values of the first `num_cached` exist. Throws if a parameter
+  // is out of range. Waits for the device only if the sequence uses penalties or a bias.
   void reset(const Context& ctx, const SlotState& state, int slot, const SamplingConfig& config,
              const std::vector<int>& ids, int num_prompt, int num_cached = 0);
 
-  // Uploads the masks of the next masked draw, of `num_rows` rows. What was uploaded before must
-  // have been read.
+  // Uploads the masks of the next masked draw, of `num_rows` rows. The device must have read the
+  // masks of the previous upload.
   void upload_masks(const Context& ctx, const TokenMasks& masks, int num_rows);
 
-  // Draws tokens()[first_row + r] from logits [R, V], row r of slot token_slots[r] at
-  // token_positions[r]. Rows of `trees` are their nodes, from that of `first_row` on: a root.
-  // Graph-safe.
+  // Draws tokens()[first_row + r] from row r of logits [R, V]. Row r belongs to slot token_slots[r]
+  // and position token_positions[r]. If `trees` is given, row r is node first_row + r of the trees,
+  // and node first_row is a root. Graph-safe.
   void draw(const Context& ctx, const Tensor& logits, const int* token_slots,
             const int* token_positions, const TokenTrees* trees, bool masked,
             int first_row = 0) const;
@@ -68,7 +68,7 @@ class Sampler {
 
  private:
   void check(const SamplingConfig& config) const;
-  int64_t num_mask_ints(int num_masks) const {  // mask_rows_ and what is behind it
+  int64_t num_mask_ints(int num_masks) const {  // mask_rows_ and the masks behind it
     return max_rows_ + int64_t{num_masks} * num_mask_words(vocab_size_);
   }
 
@@ -76,15 +76,15 @@ class Sampler {
   int num_slots_ = 0, max_rows_ = 0, vocab_size_ = 0, max_model_len_ = 0;
   MemoryPlan::Id sampling_id_ = 0, counts_id_ = 0, bias_id_ = 0, tokens_id_ = 0, logprobs_id_ = 0,
                  ids_id_ = 0, masks_id_ = 0;
-  SlotSampling* sampling_ = nullptr;   // [slots]
-  SlotSampling* mirror_ = nullptr;     // the same in pinned memory
-  int* counts_ = nullptr;              // [slots, V]
-  float* bias_ = nullptr;              // [slots, V]
-  int* tokens_ = nullptr;              // [R]
-  TokenLogprobs* logprobs_ = nullptr;  // [R]
-  int* ids_ = nullptr;                 // [max_model_len] staging for reset
-  int* mask_rows_ = nullptr;           // [R], and behind it masks [R, num_mask_words(V)]
-  int* mask_mirror_ = nullptr;         // the same in pinned memory
+  SlotSampling* sampling_ = nullptr;          // [slots]
+  SlotSampling* sampling_staging_ = nullptr;  // [slots] pinned staging buffer
+  int* counts_ = nullptr;                     // [slots, V]
+  float* bias_ = nullptr;                     // [slots, V]
+  int* tokens_ = nullptr;                     // [R]
+  TokenLogprobs* logprobs_ = nullptr;         // [R]
+  int* ids_ = nullptr;                        // [max_model_len] token history, for reset
+  int* mask_rows_ = nullptr;                  // [R], then the masks [R, num_mask_words(V)]
+  int* mask_staging_ = nullptr;               // its pinned staging buffer
 };
 
 }  // namespace cpmcu

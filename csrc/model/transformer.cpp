@@ -24,7 +24,7 @@ Transformer::Transformer(const ModelSpec& spec, std::string prefix, int window)
     }
   }
   const std::string head = prefix_ + "lm_head";
-  // A tied head has a method of its own only if it is a quantised copy of the table.
+  // A tied head has its own linear method only if it is a quantised copy of the table.
   if (!spec.tie_word_embeddings || spec.quantises(head)) {
     head_ = make_linear(spec.linear_method_of(head), {.parts = {{head, spec.vocab_size}},
                                                       .in_features = spec.hidden_size,
@@ -37,7 +37,7 @@ Transformer::Transformer(const ModelSpec& spec, std::string prefix, int window)
 void Transformer::plan(MemoryPlan& plan, ModelState& state, const StepLimits& limits,
                        int max_head_rows, int max_logit_rows) {
   const int64_t row_bytes = int64_t{spec_.hidden_size} * size_of(spec_.dtype);
-  max_rows_ = limits.max_rows;
+  max_tokens_ = limits.max_tokens;
   max_head_rows_ = max_head_rows;
   max_logit_rows_ = max_logit_rows;
   embed_id_ = plan.add(prefix_ + "model.embed_tokens", "weights", spec_.vocab_size * row_bytes);
@@ -47,11 +47,11 @@ void Transformer::plan(MemoryPlan& plan, ModelState& state, const StepLimits& li
   }
   final_norm_.plan(plan);
   if (head_) head_->plan(plan, limits);
-  hidden_id_ = plan.add_scratch("hidden", max_rows_ * row_bytes, kEmbed, kHead);
-  normed_id_ = plan.add_scratch("normed", max_rows_ * row_bytes, kMixer, kMlp + 1);
-  taps_id_ = plan.add_scratch(prefix_ + "taps",
-                              max_rows_ * row_bytes * static_cast<int64_t>(tapped_layers_.size()),
-                              0, kSample);
+  hidden_id_ = plan.add_scratch("hidden", max_tokens_ * row_bytes, kEmbed, kHead);
+  normed_id_ = plan.add_scratch("normed", max_tokens_ * row_bytes, kMixer, kMlp + 1);
+  aux_hidden_id_ = plan.add_scratch(
+      prefix_ + "aux_hidden",
+      max_tokens_ * row_bytes * static_cast<int64_t>(aux_hidden_layers_.size()), 0, kSample);
   head_in_id_ = plan.add_scratch("head_in", max_head_rows_ * row_bytes, kFinalNorm, kSample);
   logits_id_ =
       plan.add_scratch("logits", int64_t{4} * max_logit_rows_ * spec_.vocab_size, kHead, kSample);
@@ -66,10 +66,11 @@ void Transformer::bind(const Arena& arena, const ModelState& state) {
   }
   final_norm_.bind(arena);
   if (head_) head_->bind(arena);
-  hidden_ = arena.tensor(hidden_id_, spec_.dtype, {max_rows_, hidden});
-  normed_ = arena.tensor(normed_id_, spec_.dtype, {max_rows_, hidden});
-  taps_ = arena.tensor(taps_id_, spec_.dtype,
-                       {max_rows_, static_cast<int64_t>(tapped_layers_.size()) * hidden});
+  hidden_ = arena.tensor(hidden_id_, spec_.dtype, {max_tokens_, hidden});
+  normed_ = arena.tensor(normed_id_, spec_.dtype, {max_tokens_, hidden});
+  aux_hidden_ =
+      arena.tensor(aux_hidden_id_, spec_.dtype,
+                   {max_tokens_, static_cast<int64_t>(aux_hidden_layers_.size()) * hidden});
   head_in_ = arena.tensor(head_in_id_, spec_.dtype, {max_head_rows_, hidden});
   logits_ = arena.tensor(logits_id_, DType::kF32, {max_logit_rows_, spec_.vocab_size});
 }
@@ -94,17 +95,17 @@ Tensor Transformer::forward(const Context& ctx, const Step& step) const {
   const Tensor hidden = hidden_.rows(0, step.tokens.num_tokens);
   const Tensor normed = normed_.rows(0, step.tokens.num_tokens);
   embedding(ctx, {.out = hidden, .table = embed_, .ids = step.ids, .scale = spec_.embed_scale});
-  GemmQueue products(ctx, step.phase, &gemm_order_);
+  GemmQueue gemms(ctx, step.phase, &gemm_order_);
   int layer = -1;
   for (const Sublayer& sublayer : sublayers_) {
     if (sublayer.layer != layer) {
       layer = sublayer.layer;
-      products.then([=, this, &ctx] { copy_taps(ctx, layer, hidden); });
+      gemms.then([=, this, &ctx] { copy_aux_hidden(ctx, layer, hidden); });
     }
-    sublayer.norm.forward(products.context(), normed, hidden);
-    sublayer.block->forward(products.context(), step, hidden, normed);
+    sublayer.norm.forward(gemms.context(), normed, hidden);
+    sublayer.block->forward(gemms.context(), step, hidden, normed);
   }
-  products.flush();
+  gemms.flush();
   return hidden;
 }
 
@@ -112,13 +113,13 @@ void Transformer::commit(const Context& ctx, const Step& step, const Accepted& a
   for (const Sublayer& sublayer : sublayers_) sublayer.block->commit(ctx, step, accepted);
 }
 
-void Transformer::copy_taps(const Context& ctx, int layer, const Tensor& hidden) const {
-  for (size_t i = 0; i < tapped_layers_.size(); ++i) {
-    if (tapped_layers_[i] != layer) continue;
+void Transformer::copy_aux_hidden(const Context& ctx, int layer, const Tensor& hidden) const {
+  for (size_t i = 0; i < aux_hidden_layers_.size(); ++i) {
+    if (aux_hidden_layers_[i] != layer) continue;
     const Tensor columns(
-        taps_.as<char>() + static_cast<int64_t>(i) * spec_.hidden_size * size_of(spec_.dtype),
+        aux_hidden_.as<char>() + static_cast<int64_t>(i) * spec_.hidden_size * size_of(spec_.dtype),
         spec_.dtype, {hidden.size(0), spec_.hidden_size});
-    gather_rows(ctx, {.out = columns, .x = hidden, .out_stride = taps_.size(1)});
+    gather_rows(ctx, {.out = columns, .x = hidden, .out_stride = aux_hidden_.size(1)});
   }
 }
 
@@ -130,7 +131,7 @@ Tensor Transformer::head(const Context& ctx, const Tensor& rows, int first_row) 
   return logits;
 }
 
-// The head counts as decoding in every phase: a row's logits never depend on the other rows.
+// The head uses the decode kernels in every phase: a row's logits never depend on the other rows.
 void Transformer::project(const Context& ctx, const Tensor& logits, const Tensor& normed,
                           float scale) const {
   if (head_) {

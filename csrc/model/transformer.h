@@ -1,5 +1,5 @@
-// The one forward pass: embed, blocks, norm, head. It walks the spec's blocks and knows none of
-// them.
+// The forward pass: embedding, blocks, final norm, head. It runs the blocks that the spec lists and
+// has no code for a particular kind of block.
 #pragma once
 
 #include <memory>
@@ -14,51 +14,52 @@ namespace cpmcu {
 
 class Transformer {
  public:
-  // `prefix` goes before every checkpoint name. `window`: what attention blocks see that say
-  // nothing themselves; 0: all.
+  // `prefix` precedes every checkpoint name. `window`: default window of the attention blocks; 0:
+  // no window.
   explicit Transformer(const ModelSpec& spec, std::string prefix = "", int window = 0);
 
-  // What a drafter wants to see of every row: the residual stream entering these layers, side by
-  // side, [T, layers * H]. Before `plan`.
-  void tap(std::vector<int> layers) { tapped_layers_ = std::move(layers); }
+  // Makes `forward` keep the auxiliary hidden states of a drafter: the residual stream entering
+  // each of these layers, concatenated to [T, layers * H]. Call it before `plan`.
+  void keep_aux_hidden(std::vector<int> layers) { aux_hidden_layers_ = std::move(layers); }
 
-  // `max_head_rows`: rows whose hidden states `head` keeps; `max_logit_rows`: of one call.
+  // `max_head_rows`: rows of `final_hidden`; `max_logit_rows`: rows of one call of `head`.
   void plan(MemoryPlan& plan, ModelState& state, const StepLimits& limits, int max_head_rows,
             int max_logit_rows);
   void bind(const Arena& arena, const ModelState& state);
   void list_tensors(WeightTable& table);
   void finish_loading(const Context& ctx);
 
-  // Embeds the step's ids and runs all layers; their keys and values go into the state.
+  // Embeds the step's ids and runs all layers, which write their keys and values to the state.
   // Returns the residual stream [T, H] before the final norm.
   Tensor forward(const Context& ctx, const Step& step) const;
-  // After a decode step: every block commits what was accepted.
+  // After a decode step: every block commits the accepted tokens.
   void commit(const Context& ctx, const Step& step, const Accepted& accepted) const;
-  // Logits [R, V] float32 of rows [R, H] of the residual stream, R <= max_logit_rows. Their final
-  // hidden states are kept as rows first_row, first_row + 1, … of `final_hidden`.
+  // Returns logits [R, V] float32 of `rows` [R, H] of the residual stream, R <= max_logit_rows. The
+  // rows after the final norm become rows first_row, first_row + 1, … of `final_hidden`.
   Tensor head(const Context& ctx, const Tensor& rows, int first_row = 0) const;
   // logits [R, V] float32 = scale * normed [R, H] times the head.
   void project(const Context& ctx, const Tensor& logits, const Tensor& normed, float scale) const;
-  // What `forward` returned last, [T, H].
-  Tensor hidden(int num_rows) const { return hidden_.rows(0, num_rows); }
-  // Hidden states after the final norm, as `head` kept them, [R, H].
+  // The last result of `forward`, [T, H].
+  Tensor hidden(int num_tokens) const { return hidden_.rows(0, num_tokens); }
+  // Hidden states after the final norm, written by `head`, [R, H].
   Tensor final_hidden(int num_rows) const { return head_in_.rows(0, num_rows); }
   int max_logit_rows() const { return static_cast<int>(logits_.size(0)); }
-  // What `head` wrote last, [R, V].
+  // The last result of `head`, [R, V].
   Tensor logits(int num_rows) const { return logits_.rows(0, num_rows); }
-  // Writes rows [T, H] of the residual stream after the final norm to out.
+  // out [T, H] = final norm of rows [T, H] of the residual stream.
   void final_norm(const Context& ctx, const Tensor& out, const Tensor& rows) const {
     final_norm_.forward(ctx, out, rows);
   }
-  Tensor tapped(int num_rows) const { return taps_.rows(0, num_rows); }  // [T, layers * H]
-  const Tensor& embedding_table() const { return embed_; }               // [V, H]
-  // [V, H] until the first step; empty if the checkpoint has the head quantised.
+  // The auxiliary hidden states of the last `forward`, [T, layers * H].
+  Tensor aux_hidden(int num_tokens) const { return aux_hidden_.rows(0, num_tokens); }
+  const Tensor& embedding_table() const { return embed_; }  // [V, H]
+  // [V, H], valid until the first step; empty if the checkpoint's head is quantised.
   Tensor head_weight() const {
     return head_ && !spec_.tie_word_embeddings ? head_->dense_weight() : embed_;
   }
 
  private:
-  void copy_taps(const Context& ctx, int layer, const Tensor& hidden) const;
+  void copy_aux_hidden(const Context& ctx, int layer, const Tensor& hidden) const;
 
   struct Sublayer {
     int layer;
@@ -68,19 +69,19 @@ class Transformer {
 
   const ModelSpec& spec_;
   std::string prefix_;
-  std::vector<int> tapped_layers_;
+  std::vector<int> aux_hidden_layers_;
   std::vector<Sublayer> sublayers_;
   RmsNorm final_norm_;
-  std::unique_ptr<LinearMethod> head_;  // null: tied, the embedding table serves
-  MemoryPlan::Id embed_id_ = 0, hidden_id_ = 0, normed_id_ = 0, taps_id_ = 0, head_in_id_ = 0,
+  std::unique_ptr<LinearMethod> head_;  // null: tied to the embedding table
+  MemoryPlan::Id embed_id_ = 0, hidden_id_ = 0, normed_id_ = 0, aux_hidden_id_ = 0, head_in_id_ = 0,
                  logits_id_ = 0;
-  int64_t max_rows_ = 0, max_head_rows_ = 0, max_logit_rows_ = 0;
-  Tensor embed_;    // [V, H]
-  Tensor hidden_;   // [T, H]
-  Tensor normed_;   // [T, H]
-  Tensor taps_;     // [T, layers * H]
-  Tensor head_in_;  // [head rows, H]
-  Tensor logits_;   // [R, V] float32
+  int64_t max_tokens_ = 0, max_head_rows_ = 0, max_logit_rows_ = 0;
+  Tensor embed_;       // [V, H]
+  Tensor hidden_;      // [T, H]
+  Tensor normed_;      // [T, H]
+  Tensor aux_hidden_;  // [T, layers * H]
+  Tensor head_in_;     // [head rows, H]
+  Tensor logits_;      // [R, V] float32
 
   mutable std::vector<W4Weight> gemm_order_;  // see GemmQueue
 };

@@ -8,16 +8,18 @@ namespace cpmcu {
 
 BeamDrafter::BeamDrafter(const DrafterSpec& spec, const ModelSpec& target)
     : spec_(spec), target_(target), vocab_ids_(spec.options.integers("vocab_ids")) {
-  CHECK(spec_.model.has_value(), "a draft of kind {} has no model", spec_.method);
+  CHECK(spec_.model.has_value(), "the drafter \"{}\" has no model, expected the draft's own layers",
+        spec_.method);
   for (int id : vocab_ids_) {
     CHECK(id >= 0 && id < target.vocab_size,
-          "the draft vocabulary names token {}, the target has {}", id, target.vocab_size);
+          "the draft vocabulary names token {}, the target's vocabulary has {}", id,
+          target.vocab_size);
   }
 }
 
 StepLimits BeamDrafter::step_limits() const {
   const int decode_tokens = limits_.max_seqs * std::max(max_path(), spec_.topk);
-  return {.max_rows = std::max(limits_.max_prompt_tokens, decode_tokens),
+  return {.max_tokens = std::max(limits_.max_prompt_tokens, decode_tokens),
           .max_decode_tokens = decode_tokens,
           .max_kv = limits_.max_kv,
           .compute_capability = limits_.compute_capability};
@@ -44,7 +46,7 @@ void BeamDrafter::layout(Carver& carver) {
            .scores = carver.take<float>(b * candidates),
            .tokens = ints(b * candidates),
            .level_candidates = ints(b * spec_.depth * k),
-           .row_scores = carver.take<float>(b * k),
+           .token_scores = carver.take<float>(b * k),
            .ancestor_masks = carver.take<uint64_t>(b * k),
            .token_ids = ints(b * k),
            .token_parents = ints(b * k),
@@ -61,10 +63,10 @@ void BeamDrafter::layout(Carver& carver) {
   positions_ = ints(b * path);
   token_seqs_ = ints(b * path);
   hidden_rows_ = ints(b * path);
-  row_begin_ = ints(b + 1);
+  seq_token_begin_ = ints(b + 1);
   last_rows_ = ints(b);
   if (!shifted()) return;
-  const auto rows = [&](int64_t count) -> ShiftPromptParams::Rows {
+  const auto rows = [&](int64_t count) -> ShiftPromptParams::Launch {
     return {.ids = ints(count),
             .positions = ints(count),
             .token_seqs = ints(count),
@@ -95,13 +97,13 @@ void BeamDrafter::finish_loading(const Context& ctx, const TargetParts&) {
 void BeamDrafter::prefill(const Context& ctx, const DraftPrompt& prompt) {
   if (shifted()) return prefill_shifted(ctx, prompt);
   forward(ctx, {.phase = Phase::kPrefill, .ids = prompt.ids, .tokens = prompt.tokens},
-          {.x = pick(prompt.hidden)}, Source::kTarget);
+          {.x = select_hidden(prompt.hidden)}, Source::kTarget);
 }
 
 void BeamDrafter::prefill_shifted(const Context& ctx, const DraftPrompt& prompt) {
   ShiftPromptParams shift = shift_;
   shift.num_seqs = prompt.tokens.num_seqs;
-  shift.num_rows = prompt.tokens.num_tokens;
+  shift.num_tokens = prompt.tokens.num_tokens;
   shift.ids = prompt.ids;
   shift.token_seqs = prompt.tokens.token_seqs;
   shift.seq_slots = prompt.tokens.seq_slots;
@@ -109,34 +111,36 @@ void BeamDrafter::prefill_shifted(const Context& ctx, const DraftPrompt& prompt)
   shift.lengths = prompt.tokens.slot_lengths;
   shift.num_shared = prompt.num_shared;
   shift_prompt(ctx, shift);
-  const auto run = [&](const ShiftPromptParams::Rows& shifted, int num_rows, int max_seq_tokens,
+  const auto run = [&](const ShiftPromptParams::Launch& shifted, int num_tokens, int max_seq_tokens,
                        const int* lengths, const Tensor& hidden) {
-    if (num_rows == 0) return;
+    if (num_tokens == 0) return;
     StepTokens tokens = prompt.tokens;
-    tokens.num_tokens = num_rows;
+    tokens.num_tokens = num_tokens;
     tokens.max_seq_tokens = max_seq_tokens;
     tokens.positions = shifted.positions;
     tokens.token_seqs = shifted.token_seqs;
     tokens.seq_token_begin = shifted.seq_token_begin;
     tokens.slot_lengths = lengths;
-    // The other tokens of one sequence lie in order.
+    // If there is one sequence, the hidden states of the chunk are in order already.
     const bool in_order = shift.num_seqs == 1 && lengths == shift.lengths;
     forward(ctx, {.phase = Phase::kPrefill, .ids = shifted.ids, .tokens = tokens},
-            {.x = in_order ? hidden.rows(0, num_rows) : hidden,
+            {.x = in_order ? hidden.rows(0, num_tokens) : hidden,
              .index = in_order ? nullptr : shifted.hidden_rows},
             Source::kTarget);
   };
   if (prompt.continues) {
-    run(shift.first, shift.num_seqs, 1, shift.first_lengths, pick(prompt.accepted));
+    run(shift.first, shift.num_seqs, 1, shift.first_lengths, select_hidden(prompt.accepted));
   }
-  run(shift.rest, shift.num_rows - shift.num_seqs, prompt.tokens.max_seq_tokens, shift.lengths,
-      pick(prompt.hidden));
+  run(shift.rest, shift.num_tokens - shift.num_seqs, prompt.tokens.max_seq_tokens, shift.lengths,
+      select_hidden(prompt.hidden));
 }
 
 // ---- drafting
 
-// Runs the tokens that the last step accepted. Returns the hidden state of each sequence's last.
-Tensor BeamDrafter::catch_up(const Context& ctx, const DraftBatch& batch, StepTokens tokens) {
+// Runs the draft over the tokens that the last step accepted. Returns the hidden state of the last
+// one of each sequence.
+Tensor BeamDrafter::process_accepted(const Context& ctx, const DraftBatch& batch,
+                                     StepTokens tokens) {
   begin_draft(ctx, {.seq_slots = batch.seq_slots,
                     .num_seqs = batch.num_seqs,
                     .lengths = batch.slots.lengths,
@@ -147,16 +151,16 @@ Tensor BeamDrafter::catch_up(const Context& ctx, const DraftBatch& batch, StepTo
                     .positions = positions_,
                     .token_seqs = token_seqs_,
                     .hidden_rows = hidden_rows_,
-                    .seq_token_begin = row_begin_,
+                    .seq_token_begin = seq_token_begin_,
                     .last_rows = last_rows_});
   tokens.num_tokens = batch.num_seqs * max_path();
   tokens.max_seq_tokens = max_path();
   tokens.positions = positions_;
   tokens.token_seqs = token_seqs_;
-  tokens.seq_token_begin = row_begin_;
+  tokens.seq_token_begin = seq_token_begin_;
   const Tensor hidden =
       forward(ctx, {.phase = Phase::kDecode, .ids = ids_, .tokens = tokens},
-              {.x = pick(batch.accepted), .index = hidden_rows_}, Source::kTarget);
+              {.x = select_hidden(batch.accepted), .index = hidden_rows_}, Source::kTarget);
   const Tensor last = last_hidden_.rows(0, batch.num_seqs);
   gather_rows(ctx, {.out = last, .x = hidden, .index = last_rows_});
   return last;
@@ -170,7 +174,7 @@ Draft BeamDrafter::propose(const Context& ctx, const DraftBatch& batch) {
                     .slot_lengths = draft_lengths_,
                     .page_table = batch.page_table,
                     .max_pages = batch.max_pages};
-  Tensor hidden = catch_up(ctx, batch, tokens);
+  Tensor hidden = process_accepted(ctx, batch, tokens);
 
   DraftBeam beam = beam_;
   beam.num_seqs = b;
@@ -198,7 +202,7 @@ Draft BeamDrafter::propose(const Context& ctx, const DraftBatch& batch) {
   tokens.seq_token_begin = beam.seq_token_begin;
   tokens.ancestor_masks = beam.ancestor_masks;
   for (int level = 1; level < batch.shape.depth; ++level) {
-    tokens.first_row = (level - 1) * k;
+    tokens.first_token = (level - 1) * k;
     const Step step{.phase = Phase::kDecode, .ids = beam.token_ids, .tokens = tokens};
     hidden = forward(ctx, step, {.x = hidden, .index = beam.token_parents}, Source::kRecycled);
     expand(level);

@@ -1,9 +1,9 @@
-// A drafter that is a network: it catches up with what was accepted, then grows a tree level by
-// level. EAGLE heads and small language models differ only in how they make hidden states from ids
-// and the target's hidden states (`forward`), and logits from hidden states (`head`).
+// A drafter that is a network. It processes the accepted tokens, then grows a tree level by level
+// (beam search). EAGLE heads and small language models differ in two functions only: `forward` maps
+// ids and the target's hidden states to hidden states, `head` maps hidden states to logits.
 //
-// Its attention finds stale or no keys for the tokens of steps that drafted nothing. That costs
-// acceptance for a while, never text.
+// If a step drafts nothing, the draft's KV entries of its tokens are stale or missing. Acceptance
+// drops for a while; the text does not change.
 #pragma once
 
 #include "core/carver.h"
@@ -22,25 +22,26 @@ class BeamDrafter : public Drafter {
   Draft propose(const Context& ctx, const DraftBatch& batch) override;
 
  protected:
-  // Where a row's second input comes from.
+  // Where the hidden state of a token comes from: the target, or the draft's own last level.
   enum class Source { kTarget, kRecycled };
 
-  // Row t of a step reads x[index[t]]; without an index x[t].
+  // Token t of a step reads x[index[t]]; without an index x[t].
   struct HiddenRows {
     Tensor x;  // [*, F] from the target, [*, H] recycled
     const int* index = nullptr;
   };
 
-  // Hidden states [R, H] of rows. Written where `bind` said; valid through `head` and, as recycled
-  // ones, in the next call.
+  // Returns the hidden states [T, H] of the step's tokens, in a buffer of the draft. They are valid
+  // in `head` and, as recycled states, in the next call.
   virtual Tensor forward(const Context& ctx, const Step& step, const HiddenRows& hidden,
                          Source source) = 0;
-  // Logits [R, draft vocabulary] float32.
+  // Returns logits [T, draft vocabulary] float32.
   virtual Tensor head(const Context& ctx, const Tensor& hidden) = 0;
-  // EAGLE's row t holds the hidden state of token t and the id of token t + 1.
+  // Whether entry t of the draft combines the hidden state of token t with the id of token t + 1
+  // (EAGLE).
   virtual bool shifted() const = 0;
-  // Which of the target's hidden states it reads.
-  virtual Tensor pick(const HiddenStates&) const { return {}; }
+  // The hidden states of the target that this drafter reads.
+  virtual Tensor select_hidden(const HiddenStates&) const { return {}; }
 
   const ModelSpec& model() const { return *spec_.model; }  // the draft's own layers
   ModelState& state() { return *state_; }
@@ -50,12 +51,12 @@ class BeamDrafter : public Drafter {
 
   const DrafterSpec spec_;
   const ModelSpec& target_;
-  const std::vector<int> vocab_ids_;  // draft id -> target id (FR-Spec, d2t); empty: the same
+  const std::vector<int> vocab_ids_;  // draft id -> target id (FR-Spec, d2t); empty: identity
   DraftLimits limits_;
 
  private:
   void prefill_shifted(const Context& ctx, const DraftPrompt& prompt);
-  Tensor catch_up(const Context& ctx, const DraftBatch& batch, StepTokens tokens);
+  Tensor process_accepted(const Context& ctx, const DraftBatch& batch, StepTokens tokens);
   void layout(Carver& carver);
 
   ModelState* state_ = nullptr;
@@ -65,12 +66,12 @@ class BeamDrafter : public Drafter {
   Draft draft_;
   int* topk_tokens_ = nullptr;
   float* topk_logprobs_ = nullptr;
-  int* draft_lengths_ = nullptr;  // [slots] tokens in the draft's cache
+  int* draft_lengths_ = nullptr;  // [slots] entries in the draft's KV cache
   int *ids_ = nullptr, *positions_ = nullptr, *token_seqs_ = nullptr, *hidden_rows_ = nullptr,
-      *row_begin_ = nullptr, *last_rows_ = nullptr;  // of the rows that catch up
+      *seq_token_begin_ = nullptr, *last_rows_ = nullptr;  // of the accepted tokens
   ShiftPromptParams shift_;
-  int* id_map_ = nullptr;  // [draft vocabulary]; null: the same ids
-  Tensor last_hidden_;     // [max_seqs, H]: of the rows that the tree continues
+  int* id_map_ = nullptr;  // [draft vocabulary]; null: identity
+  Tensor last_hidden_;     // [max_seqs, H] of each sequence's last accepted token
 };
 
 }  // namespace cpmcu

@@ -41,7 +41,7 @@ void DraftHead::finish_loading(const Context& ctx, const TargetParts& target) {
     return;
   }
   CHECK(!target.head_weight.empty(),
-        "the draft takes rows of the target's lm_head, which the checkpoint stores quantised; "
+        "the draft copies rows of the target's lm_head, which the checkpoint stores quantised; "
         "expected a dense lm_head");
   if (vocab_ids_.empty()) {
     linear_->load_rows(ctx, target.head_weight, nullptr);

@@ -7,12 +7,12 @@ void DrafterSpec::check_validity() const {
         kMaxDraftDepth);
   CHECK(topk >= 1 && topk <= kMaxTopk, "the draft's top-k is {}, expected 1 to {}", topk, kMaxTopk);
   CHECK(topk * (depth - 1) <= kMaxTreeSize,
-        "top-k {} x (depth {} - 1) makes {} draft rows, the tree masks hold {}", topk, depth,
-        topk * (depth - 1), kMaxTreeSize);
+        "top-k {} x (depth {} - 1) is {} drafted tokens, the tree masks hold at most {}", topk,
+        depth, topk * (depth - 1), kMaxTreeSize);
   CHECK(tree_size >= 1 && tree_size <= kMaxTreeSize, "the tree size is {}, expected 1 to {}",
         tree_size, kMaxTreeSize);
   CHECK(tree_size - 1 <= num_candidates(topk, depth),
-        "a tree of {} nodes needs {} candidates, top-k {} and depth {} make {}", tree_size,
+        "a tree of {} nodes needs {} candidates, top-k {} and depth {} yield {}", tree_size,
         tree_size - 1, topk, depth, num_candidates(topk, depth));
 }
 

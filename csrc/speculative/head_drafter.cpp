@@ -6,8 +6,9 @@ HeadDrafter::HeadDrafter(const DrafterSpec& spec, const ModelSpec& target, const
                          int64_t fc_inputs)
     : BeamDrafter(spec, target), head_(spec_, vocab_ids_, target) {
   const ModelSpec& model = this->model();
-  CHECK(model.hidden_size == target.hidden_size, "the {} head has hidden_size {}, the target {}",
-        kind, model.hidden_size, target.hidden_size);
+  CHECK(model.hidden_size == target.hidden_size,
+        "the {} head has hidden_size {}, expected the target's {}", kind, model.hidden_size,
+        target.hidden_size);
   const std::string fc = spec_.scope + "fc";
   fc_ = make_linear(model.linear_method_of(fc), {.parts = {{fc, model.hidden_size}},
                                                  .in_features = fc_inputs,
@@ -38,12 +39,12 @@ RmsNorm* HeadDrafter::add_norm(const std::string& name) {
 void HeadDrafter::plan(MemoryPlan& plan, StateCache& states, const DraftLimits& limits) {
   BeamDrafter::plan(plan, states, limits);
   const StepLimits step = step_limits();
-  max_rows_ = step.max_rows;
+  max_tokens_ = step.max_tokens;
   fc_->plan(plan, step);
   for (const auto& block : blocks_) block->plan(plan, state(), step);
   for (const auto& norm : norms_) norm->plan(plan);
   head_.plan(plan, step);
-  const int64_t bytes = max_rows_ * width() * size_of(model().dtype);
+  const int64_t bytes = max_tokens_ * width() * size_of(model().dtype);
   both_id_ = plan.add_scratch(spec_.scope + "concat", 2 * bytes, 0, kMixer + 1);
   hidden_id_ = plan.add_scratch(spec_.scope + "hidden", bytes, 0, kSample);
   normed_id_ = plan.add_scratch(spec_.scope + "normed", bytes, 0, kSample);
@@ -56,9 +57,9 @@ void HeadDrafter::bind(const Arena& arena) {
   for (const auto& norm : norms_) norm->bind(arena);
   head_.bind(arena);
   const DType dtype = model().dtype;
-  both_ = arena.tensor(both_id_, dtype, {max_rows_, 2 * width()});
-  hidden_ = arena.tensor(hidden_id_, dtype, {max_rows_, width()});
-  normed_ = arena.tensor(normed_id_, dtype, {max_rows_, width()});
+  both_ = arena.tensor(both_id_, dtype, {max_tokens_, 2 * width()});
+  hidden_ = arena.tensor(hidden_id_, dtype, {max_tokens_, width()});
+  normed_ = arena.tensor(normed_id_, dtype, {max_tokens_, width()});
 }
 
 void HeadDrafter::list_tensors(WeightTable& table) {
@@ -76,9 +77,9 @@ void HeadDrafter::finish_loading(const Context& ctx, const TargetParts& target) 
   head_.finish_loading(ctx, target);
 }
 
-Tensor HeadDrafter::half(int rows, int64_t first_column) const {
+Tensor HeadDrafter::half(int num_tokens, int64_t first_column) const {
   return Tensor(both_.as<char>() + first_column * size_of(both_.dtype()), both_.dtype(),
-                {rows, width()});
+                {num_tokens, width()});
 }
 
 }  // namespace cpmcu

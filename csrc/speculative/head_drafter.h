@@ -1,6 +1,6 @@
-// A head of the EAGLE family: fc of the target's hidden states, decoder blocks, logits. It owns
-// their parts and the buffers. A drafter adds its norms and layers, and says how they are put
-// together (`forward`, `head`).
+// A head of the EAGLE family: an fc layer over the target's hidden states, decoder blocks, and an
+// output head. This class owns these parts and their buffers. A derived drafter adds norms and
+// layers, and connects them in `forward` and `head`.
 #pragma once
 
 #include <memory>
@@ -28,35 +28,36 @@ class HeadDrafter : public BeamDrafter {
     Block* mlp;
   };
 
-  // `kind` is for messages; fc has `fc_inputs` columns.
+  // `kind` appears in messages; fc has `fc_inputs` input columns.
   HeadDrafter(const DrafterSpec& spec, const ModelSpec& target, const std::string& kind,
               int64_t fc_inputs);
 
-  // Attention of `in_features` columns (0: hidden_size) and an MLP. In the constructor.
+  // Adds attention with `in_features` input columns (0: hidden_size) and an MLP. Call it in the
+  // constructor.
   Layer add_layer(const std::string& prefix, int in_features = 0);
   RmsNorm* add_norm(const std::string& name);
 
   bool shifted() const override { return true; }
 
-  // Buffers of a step, [rows, H] each; left and right are the halves of `both` [rows, 2 H].
-  Tensor hidden(int rows) const { return hidden_.rows(0, rows); }
-  Tensor normed(int rows) const { return normed_.rows(0, rows); }
-  Tensor both(int rows) const { return both_.rows(0, rows); }
-  Tensor left(int rows) const { return half(rows, 0); }
-  Tensor right(int rows) const { return half(rows, width()); }
+  // Buffers of a step, [T, H] each; left and right are the halves of `both` [T, 2 H].
+  Tensor hidden(int num_tokens) const { return hidden_.rows(0, num_tokens); }
+  Tensor normed(int num_tokens) const { return normed_.rows(0, num_tokens); }
+  Tensor both(int num_tokens) const { return both_.rows(0, num_tokens); }
+  Tensor left(int num_tokens) const { return half(num_tokens, 0); }
+  Tensor right(int num_tokens) const { return half(num_tokens, width()); }
   int64_t width() const { return model().hidden_size; }  // H
-  int64_t max_rows() const { return max_rows_; }
+  int64_t max_tokens() const { return max_tokens_; }
 
   std::unique_ptr<LinearMethod> fc_;
   DraftHead head_;
   Tensor embedding_table_;
 
  private:
-  Tensor half(int rows, int64_t first_column) const;
+  Tensor half(int num_tokens, int64_t first_column) const;
 
   std::vector<std::unique_ptr<Block>> blocks_;
   std::vector<std::unique_ptr<RmsNorm>> norms_;
-  int64_t max_rows_ = 0;
+  int64_t max_tokens_ = 0;
   MemoryPlan::Id both_id_ = 0, hidden_id_ = 0, normed_id_ = 0;
   Tensor both_, hidden_, normed_;
 };

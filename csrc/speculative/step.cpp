@@ -1,4 +1,4 @@
-// The page to read first: one step, verbs only. The functions below prepare its arguments.
+// One speculative step: propose, verify, accept. The functions at the end build the arguments.
 #include "speculative/step.h"
 
 #include <algorithm>
@@ -9,16 +9,7 @@ namespace cpmcu {
 
 void SpeculativeStep::propose(const Context& ctx, const Batch& batch) {
   Draft draft;
-  if (batch.shape.depth > 0) {
-    draft = drafter_->propose(ctx, {.num_seqs = batch.num_seqs,
-                                    .shape = batch.shape,
-                                    .seq_slots = batch.seq_slots,
-                                    .max_kv = batch.max_kv,
-                                    .page_table = target_.states.page_table(),
-                                    .max_pages = target_.states.max_pages(),
-                                    .slots = slots_,
-                                    .accepted = accepted_});
-  }
+  if (batch.shape.depth > 0) draft = drafter_->propose(ctx, draft_batch(batch));
   tree_build(
       ctx,
       {.draft = draft, .trees = trees_of(batch), .seq_slots = batch.seq_slots, .slots = slots_});
@@ -43,16 +34,16 @@ void SpeculativeStep::accept(const Context& ctx, const Batch& batch, bool masked
   commit(ctx, batch);
 }
 
-// Draws a token at each node. If the logits of all nodes do not fit, head and sampler run in parts
+// Draws a token at each node. If the logits of all nodes do not fit, head and sampler run on groups
 // of whole trees.
 void SpeculativeStep::draw(const Context& ctx, const Batch& batch, bool masked) {
   const TokenTrees trees = trees_of(batch);
-  const int num_rows = batch.num_rows(), num_nodes = trees.num_nodes;
-  const Tensor hidden = target_.model.hidden(num_rows);
-  const int most =
-      logits_fit(batch) ? num_rows : target_.model.max_logit_rows() / num_nodes * num_nodes;
-  for (int row = 0; row < num_rows; row += most) {
-    const int count = std::min(most, num_rows - row);
+  const int num_tokens = batch.num_tokens(), num_nodes = trees.num_nodes;
+  const Tensor hidden = target_.model.hidden(num_tokens);
+  const int group_size =
+      logits_fit(batch) ? num_tokens : target_.model.max_logit_rows() / num_nodes * num_nodes;
+  for (int row = 0; row < num_tokens; row += group_size) {
+    const int count = std::min(group_size, num_tokens - row);
     const Tensor logits = logits_fit(batch) ? target_.model.logits(count)
                                             : target_.model.head(ctx, hidden.rows(row, count), row);
     target_.sampler.draw(ctx, logits, trees.token_slots + row, trees.token_positions + row, &trees,
@@ -60,10 +51,10 @@ void SpeculativeStep::draw(const Context& ctx, const Batch& batch, bool masked) 
   }
 }
 
-// Moves the rows and hidden states of accepted nodes into place; then each block commits the rest
-// of its state.
+// Moves the KV entries and hidden states of accepted nodes into place. Then each block commits the
+// rest of its state.
 void SpeculativeStep::commit(const Context& ctx, const Batch& batch) {
-  const int num_rows = batch.num_rows();
+  const int num_tokens = batch.num_tokens();
   KeepAcceptedParams keep{.page_table = target_.states.page_table(),
                           .max_pages = target_.states.max_pages(),
                           .num_seqs = batch.num_seqs,
@@ -72,12 +63,12 @@ void SpeculativeStep::commit(const Context& ctx, const Batch& batch) {
                           .lengths = slots_.lengths,
                           .accepted = slots_.accepted};
   if (needs_.final) {
-    keep.hidden = target_.model.final_hidden(num_rows);
+    keep.hidden = target_.model.final_hidden(num_tokens);
     keep.accepted_hidden = accepted_.final;
   }
   target_.state.commit(ctx, keep);
   if (!needs_.layers.empty()) {
-    keep.hidden = target_.model.tapped(num_rows);
+    keep.hidden = target_.model.aux_hidden(num_tokens);
     keep.accepted_hidden = accepted_.layers;
     keep_accepted(ctx, keep);
   }
@@ -86,7 +77,7 @@ void SpeculativeStep::commit(const Context& ctx, const Batch& batch) {
 
 // ---- prompts and sequences
 
-void SpeculativeStep::draft_prompt(const Context& ctx, const Step& step, bool continues,
+void SpeculativeStep::draft_prompt(const Context& ctx, const Step& step, bool continues, bool skip,
                                    const int* last_rows, const int* slot_rows) {
   if (!drafter_) return;
   DraftPrompt prompt{.tokens = step.tokens,
@@ -94,29 +85,29 @@ void SpeculativeStep::draft_prompt(const Context& ctx, const Step& step, bool co
                      .continues = continues,
                      .num_shared = slots_.num_shared,
                      .accepted = accepted_};
-  const int num_rows = step.tokens.num_tokens;
+  const int num_tokens = step.tokens.num_tokens;
   if (needs_.final) {
-    prompt.hidden.final = final_.rows(0, num_rows);
-    target_.model.final_norm(ctx, prompt.hidden.final, target_.model.hidden(num_rows));
+    prompt.hidden.final = final_.rows(0, num_tokens);
+    target_.model.final_norm(ctx, prompt.hidden.final, target_.model.hidden(num_tokens));
   }
-  if (!needs_.layers.empty()) prompt.hidden.layers = target_.model.tapped(num_rows);
-  drafter_->prefill(ctx, prompt);
-  const auto keep = [&](const Tensor& kept, const Tensor& hidden) {
+  if (!needs_.layers.empty()) prompt.hidden.layers = target_.model.aux_hidden(num_tokens);
+  if (!skip) drafter_->prefill(ctx, prompt);
+  const auto keep_last = [&](const Tensor& accepted, const Tensor& hidden) {
     if (hidden.empty()) return;
-    gather_rows(ctx, {.out = kept,
+    gather_rows(ctx, {.out = accepted,
                       .x = hidden,
                       .index = last_rows,
                       .out_index = slot_rows,
                       .num_rows = step.tokens.num_seqs});
   };
-  keep(accepted_.final, prompt.hidden.final);
-  keep(accepted_.layers, prompt.hidden.layers);
+  keep_last(accepted_.final, prompt.hidden.final);
+  keep_last(accepted_.layers, prompt.hidden.layers);
 }
 
 void SpeculativeStep::reset(const Context& ctx, int slot, const SlotStop& stop,
                             const std::vector<int>& cached) {
-  stops_mirror_[slot] = stop;
-  copy_to_device(ctx.device, stops_ + slot, stops_mirror_ + slot, sizeof(SlotStop), ctx.stream);
+  stops_staging_[slot] = stop;
+  copy_to_device(ctx.device, stops_ + slot, stops_staging_ + slot, sizeof(SlotStop), ctx.stream);
   if (!drafter_ || cached.empty()) return;
   copy_to_device(ctx.device, slots_.history + int64_t{slot} * slots_.max_len, cached.data(),
                  static_cast<int64_t>(4 * cached.size()), ctx.stream);
@@ -125,17 +116,17 @@ void SpeculativeStep::reset(const Context& ctx, int slot, const SlotStop& stop,
 
 void SpeculativeStep::publish_trees(const Context& ctx, const Batch& batch) {
   if (!drafter_) return;
-  const int count = batch.num_rows();
-  copy_to_host(ctx.device, trees_mirror_, trees_.tokens, int64_t{4} * count, ctx.stream);
-  copy_to_host(ctx.device, trees_mirror_ + count, trees_.parents, int64_t{4} * count, ctx.stream);
+  const int count = batch.num_tokens();
+  copy_to_host(ctx.device, trees_staging_, trees_.tokens, int64_t{4} * count, ctx.stream);
+  copy_to_host(ctx.device, trees_staging_ + count, trees_.parents, int64_t{4} * count, ctx.stream);
   trees_ready_->record(ctx.stream);
 }
 
 std::vector<SpeculativeStep::DraftedTree> SpeculativeStep::read_trees(const Batch& batch) const {
   if (!drafter_) return std::vector<DraftedTree>(batch.num_seqs, {.tokens = {0}, .parents = {-1}});
   trees_ready_->wait();
-  const int num_nodes = batch.shape.tree_size, count = batch.num_rows();
-  const int *tokens = trees_mirror_, *parents = trees_mirror_ + count;
+  const int num_nodes = batch.shape.tree_size, count = batch.num_tokens();
+  const int *tokens = trees_staging_, *parents = trees_staging_ + count;
   std::vector<DraftedTree> trees;
   for (int node = 0; node < count; node += num_nodes) {
     trees.push_back({.tokens = {tokens + node, tokens + node + num_nodes},
@@ -145,6 +136,17 @@ std::vector<SpeculativeStep::DraftedTree> SpeculativeStep::read_trees(const Batc
 }
 
 // ---- arguments
+
+DraftBatch SpeculativeStep::draft_batch(const Batch& batch) const {
+  return {.num_seqs = batch.num_seqs,
+          .shape = batch.shape,
+          .seq_slots = batch.seq_slots,
+          .max_kv = batch.max_kv,
+          .page_table = target_.states.page_table(),
+          .max_pages = target_.states.max_pages(),
+          .slots = slots_,
+          .accepted = accepted_};
+}
 
 TokenTrees SpeculativeStep::trees_of(const Batch& batch) const {
   TokenTrees trees = trees_;
@@ -158,7 +160,7 @@ Step SpeculativeStep::verify_step(const Batch& batch) const {
   Step step{.phase = Phase::kDecode,
             .ids = trees_.token_ids,
             .verify = num_nodes > 1,
-            .tokens = {.num_tokens = batch.num_rows(),
+            .tokens = {.num_tokens = batch.num_tokens(),
                        .num_seqs = batch.num_seqs,
                        .max_seq_tokens = num_nodes,
                        .max_kv = batch.max_kv,
@@ -185,8 +187,9 @@ void SpeculativeStep::check_shape(const DraftShape& shape) const {
         "a decode step of depth {} and {} nodes, expected a depth of 0 to {} and 1 to {} nodes",
         shape.depth, shape.tree_size, largest_.depth, largest_.tree_size);
   const int nodes = shape.depth == 0 ? 1 : 1 + num_candidates(spec_->topk, shape.depth);
-  CHECK(shape.tree_size <= nodes, "a decode step of depth {} and {} nodes, but it drafts only {}",
-        shape.depth, shape.tree_size, nodes - 1);
+  CHECK(shape.tree_size <= nodes,
+        "a decode step of depth {} and {} nodes, but it drafts at most {} tokens", shape.depth,
+        shape.tree_size, nodes - 1);
 }
 
 }  // namespace cpmcu

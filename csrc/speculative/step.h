@@ -1,13 +1,15 @@
-// The speculative step: propose, verify, accept. A step without a drafter is plain decoding: the
-// tree is the root alone.
+// The speculative step: propose, verify, accept. Without a drafter it is plain decoding: each tree
+// is its root alone.
 //
-// A drafter proposes a draft for each sequence; the step makes trees of them. The target runs over
-// all nodes, the sampler draws a token at each, and drafted tokens that agree with the draws are
-// accepted. The step enqueues all of it and waits for nothing: lengths, counts and trees are device
-// memory, so the launches of a step can be one CUDA graph.
+//   propose   the drafter returns a draft for each sequence; the step builds a token tree from it
+//   verify    the target runs over all nodes of all trees
+//   accept    the sampler draws a token at each node and accepts drafted tokens that equal it
 //
-// The step owns the per-slot state of its target's sequences. The engine has one step; a drafter
-// that drafts with a drafter of its own has another.
+// The step only enqueues launches. Lengths, counts and trees are in device memory, so the launches
+// of a step can be captured in one CUDA graph.
+//
+// The step owns the per-slot state of the target's sequences. The engine has one step. A drafter
+// that drafts speculatively itself has another.
 #pragma once
 
 #include <optional>
@@ -24,8 +26,8 @@ namespace cpmcu {
 struct Target {
   const ModelSpec& spec;
   Transformer& model;
-  ModelState& state;   // of the model
-  StateCache& states;  // the cache that `state` is part of
+  ModelState& state;   // the model's state
+  StateCache& states;  // the cache that contains `state`
   Sampler& sampler;
 };
 
@@ -33,7 +35,7 @@ struct SpeculativeStepLimits {
   int max_seqs = 0;           // sequences of one step
   int max_slots = 0;          // sequence slots
   int max_prompt_tokens = 0;  // tokens of a prompt chunk
-  int max_tokens = 0;         // of a sequence
+  int max_tokens = 0;         // tokens of a sequence
   int max_kv = 0;             // as in StepLimits
   int compute_capability = 0;
 };
@@ -43,13 +45,13 @@ class SpeculativeStep {
   // The sequences of one step.
   struct Batch {
     int num_seqs = 0;
-    int max_kv = 0;  // upper bound of any length, nodes included
+    int max_kv = 0;  // upper bound of any sequence length, tree nodes included
     DraftShape shape;
     const int* seq_slots = nullptr;  // [B] device
-    int num_rows() const { return num_seqs * shape.tree_size; }
+    int num_tokens() const { return num_seqs * shape.tree_size; }
   };
-  // Node 0 is the root, whose token has been emitted. Unused nodes hold token -1. Without a
-  // drafter the root's token is not read back: it is 0.
+  // Node 0 is the root: the last emitted token. Unused nodes hold token -1. Without a drafter the
+  // root's token is not copied to the host; it is reported as 0.
   struct DraftedTree {
     std::vector<int> tokens{}, parents{};  // [N]
   };
@@ -58,15 +60,16 @@ class SpeculativeStep {
   SpeculativeStep(const Target& target, const DrafterSpec* spec);
   ~SpeculativeStep();
 
-  const HiddenNeeds& needs() const { return needs_; }  // of the drafter
+  const HiddenNeeds& needs() const { return needs_; }  // the drafter's
 
   // ---- sizes
   DraftShape largest() const { return largest_; }
-  int max_path() const { return largest_.depth + 1; }  // tokens that a step emits, at most
-  // Tokens beyond its own that a sequence holds during a step: the tree that is verified, and in
-  // the draft's cache the tokens that catch up and the levels of the tree.
+  int max_path() const { return largest_.depth + 1; }  // most tokens that a step emits
+  // KV entries beyond its length that a sequence needs during a step. In the target's cache they
+  // hold the tree; in the draft's cache they hold the accepted tokens and the levels of the tree.
   int lookahead() const;
-  // Throws for a shape that is larger than `largest` or that its depth cannot fill.
+  // Throws if the shape is larger than `largest`, or if its depth yields too few candidates for its
+  // tree size.
   void check_shape(const DraftShape& shape) const;
 
   // ---- set-up
@@ -78,32 +81,35 @@ class SpeculativeStep {
   // ---- the step. Graph-safe
   void propose(const Context& ctx, const Batch& batch);
   void verify(const Context& ctx, const Batch& batch);
-  // Draws, accepts, publishes to `sink`. `masked`: with the masks that the sampler has.
+  // Draws, accepts, and publishes the results to `sink`. `masked`: apply the sampler's masks.
   void accept(const Context& ctx, const Batch& batch, bool masked, const ResultSink& sink);
 
-  // The trees of a step between `propose` and `accept`, for the host.
+  // Copies the trees of a step to the host. Call it between `propose` and `accept`.
   void publish_trees(const Context& ctx, const Batch& batch);
-  std::vector<DraftedTree> read_trees(const Batch& batch) const;  // waits for the draft
+  std::vector<DraftedTree> read_trees(const Batch& batch) const;  // waits for the copy
 
   // ---- sequences and prompts
   const SlotState& slots() const { return slots_; }
-  // A sequence begins in `slot` and ends by `stop`. `cached`: its first tokens, which are cached.
+  // Starts a sequence in `slot`. `stop` says when it ends. `cached` are its first tokens, whose
+  // keys and values exist.
   void reset(const Context& ctx, int slot, const SlotStop& stop,
              const std::vector<int>& cached = {});
-  // After the target's pass over a prompt chunk: the drafter sees the chunk. `continues`: some
-  // sequence has tokens before its chunk. `last_rows` [B], on the device: the last row of each
-  // sequence; `slot_rows` [B]: slot (D + 1).
-  void draft_prompt(const Context& ctx, const Step& step, bool continues, const int* last_rows,
-                    const int* slot_rows);
+  // Runs the drafter over a prompt chunk, after the target's pass over it. `continues`: some
+  // sequence has tokens before its chunk. In device memory: `last_rows` [B], the last row of each
+  // sequence; `slot_rows` [B], the row slot (D + 1) of the accepted hidden states.
+  // `skip`: the drafter sees the chunk's last token only.
+  void draft_prompt(const Context& ctx, const Step& step, bool continues, bool skip,
+                    const int* last_rows, const int* slot_rows);
 
  private:
   void layout(Carver& carver);
+  DraftBatch draft_batch(const Batch& batch) const;
   TokenTrees trees_of(const Batch& batch) const;
   Step verify_step(const Batch& batch) const;
   void draw(const Context& ctx, const Batch& batch, bool masked);
   void commit(const Context& ctx, const Batch& batch);
   bool logits_fit(const Batch& batch) const {
-    return batch.num_rows() <= target_.model.max_logit_rows();
+    return batch.num_tokens() <= target_.model.max_logit_rows();
   }
 
   Target target_;
@@ -116,10 +122,10 @@ class SpeculativeStep {
                  accepted_layers_id_ = 0;
   SlotState slots_;
   TokenTrees trees_;
-  SlotStop* stops_ = nullptr;         // [slots]
-  SlotStop* stops_mirror_ = nullptr;  // pinned
-  int* trees_mirror_ = nullptr;       // pinned: tokens and parents, [2, B N]
-  std::optional<Event> trees_ready_;  // in the mirror
+  SlotStop* stops_ = nullptr;          // [slots]
+  SlotStop* stops_staging_ = nullptr;  // pinned
+  int* trees_staging_ = nullptr;       // pinned: tokens and parents, [2, B N]
+  std::optional<Event> trees_ready_;   // trees_staging_ is filled
   Device device_;
   Tensor final_;           // [T, H] of a prompt chunk
   HiddenStates accepted_;  // [slots * (D + 1), …]

@@ -1,4 +1,4 @@
-// How a speculative step comes to be: its drafter, its memory.
+// Construction of a speculative step: the drafter, the memory.
 #include "speculative/step.h"
 
 namespace cpmcu {
@@ -12,8 +12,8 @@ SpeculativeStep::SpeculativeStep(const Target& target, const DrafterSpec* spec) 
 }
 
 SpeculativeStep::~SpeculativeStep() {
-  if (stops_mirror_ != nullptr) release_pinned(device_, stops_mirror_);
-  if (trees_mirror_ != nullptr) release_pinned(device_, trees_mirror_);
+  if (stops_staging_ != nullptr) release_pinned(device_, stops_staging_);
+  if (trees_staging_ != nullptr) release_pinned(device_, trees_staging_);
 }
 
 void SpeculativeStep::layout(Carver& carver) {
@@ -49,14 +49,15 @@ void SpeculativeStep::plan(MemoryPlan& plan, const SpeculativeStepLimits& limits
   history_id_ =
       plan.add("step.history", "state", int64_t{4} * limits.max_slots * limits.max_tokens);
   const int64_t row_bytes = int64_t{target_.spec.hidden_size} * size_of(target_.spec.dtype);
-  const int64_t kept = int64_t{limits.max_slots} * max_path();
+  const int64_t accepted_rows = int64_t{limits.max_slots} * max_path();
   if (needs_.final) {
     final_id_ = plan.add_scratch("final_hidden", limits.max_prompt_tokens * row_bytes, 0, kSample);
-    accepted_final_id_ = plan.add("step.accepted_final", "state", kept * row_bytes);
+    accepted_final_id_ = plan.add("step.accepted_final", "state", accepted_rows * row_bytes);
   }
   if (!needs_.layers.empty()) {
-    accepted_layers_id_ = plan.add("step.accepted_layers", "state",
-                                   kept * row_bytes * static_cast<int64_t>(needs_.layers.size()));
+    accepted_layers_id_ =
+        plan.add("step.accepted_layers", "state",
+                 accepted_rows * row_bytes * static_cast<int64_t>(needs_.layers.size()));
   }
   drafter_->plan(plan, target_.states,
                  {.max_seqs = limits.max_seqs,
@@ -75,17 +76,19 @@ void SpeculativeStep::bind(const Context& ctx, const Arena& arena) {
   fill_bytes(ctx.device, buffer, 0, carver.num_bytes(), ctx.stream);
   slots_.counts = target_.sampler.counts();
   const auto bytes = static_cast<int64_t>(sizeof(SlotStop)) * limits_.max_slots;
-  stops_mirror_ = static_cast<SlotStop*>(allocate_pinned(ctx.device, bytes));
+  stops_staging_ = static_cast<SlotStop*>(allocate_pinned(ctx.device, bytes));
   const int64_t nodes = int64_t{limits_.max_seqs} * largest_.tree_size;
-  trees_mirror_ = static_cast<int*>(allocate_pinned(ctx.device, 2 * 4 * nodes));
+  trees_staging_ = static_cast<int*>(allocate_pinned(ctx.device, 2 * 4 * nodes));
   trees_ready_.emplace(ctx.device);
   if (!drafter_) return;
   slots_.history = arena.array<int>(history_id_);
   const DType dtype = target_.spec.dtype;
-  const int64_t width = target_.spec.hidden_size, kept = int64_t{limits_.max_slots} * max_path();
-  // Tokens beyond those that were accepted are masked, but NaN would stay in the draft's cache.
+  const int64_t width = target_.spec.hidden_size;
+  const int64_t accepted_rows = int64_t{limits_.max_slots} * max_path();
+  // Rows beyond the accepted tokens are padding. Attention masks them, but NaN in them would reach
+  // the draft's KV cache.
   const auto cleared = [&](MemoryPlan::Id id, int64_t columns) {
-    const Tensor tensor = arena.tensor(id, dtype, {kept, columns});
+    const Tensor tensor = arena.tensor(id, dtype, {accepted_rows, columns});
     fill_bytes(ctx.device, tensor.data(), 0, tensor.num_bytes(), ctx.stream);
     return tensor;
   };

@@ -1,13 +1,12 @@
 """Times attention_decode and attention_prefill on the GPU: one line per shape.
 
-Decode is timed against memory: every launch reads another sequence's cache, so that nothing is in
-L2 from the launch before, as between the layers of a model, and a graph has as many launches as a
-model has layers: what begins and ends a graph is paid once a step. The roofline is the read
-bandwidth that this very run reaches on 1 GiB (the better of skinny_gemm's weights and silu_mul).
-Prefill is timed in TFLOP/s over the entries that the causal mask leaves.
+Decode is limited by memory. Every launch reads another sequence's cache, so the L2 cache is cold,
+as between the layers of a model. A CUDA graph has as many launches as a model has layers, so the
+cost of a graph launch is paid once a step. The roofline is the read bandwidth of this run on 1 GiB
+(the higher of skinny_gemm and silu_mul). Prefill is timed in TFLOP/s over the unmasked entries.
 
-Decode is timed for one row, for 32 rows of a chain, and for a tree of 32 that is verified
-(by_position), whose rows must have the bits of plain decoding.
+Decode is timed for one token, for a chain of 32 tokens, and for the verification of a tree of 32
+tokens (by_position), whose outputs must be bit-identical to plain decoding.
 
     python scripts/bench/bench_attention.py [--dtype bfloat16] [--json]
 """
@@ -32,13 +31,13 @@ DECODE_CELLS = [1024, 8192, 32768, 131072]
 DECODE_ROWS = [(1, False), (32, False), (32, True)]  # and whether they are a tree
 PROMPTS = [2048, 8192, 32768]
 CHUNK = 2048
-COLD_BYTES = 256 << 20  # caches read before one is read again; L2 is far smaller
+COLD_BYTES = 256 << 20  # bytes read between two reads of a cache; larger than L2
 MAX_COPIES = 64
-LAUNCHES = 32  # in one graph, at least
+LAUNCHES = 32  # at least, in one graph
 
 
 def raw(ctx: Any, values: Any, pinned: bool = False) -> Any:
-    """Integers as they are, or C structs as bytes."""
+    """Copies integers or C structs (as bytes) to the device."""
     source = np.ascontiguousarray(values)
     if source.dtype.fields:
         source = source.view(np.uint8).reshape(*source.shape, source.dtype.itemsize)
@@ -52,7 +51,7 @@ def put(ctx: Any, values: Any) -> Any:
 
 
 def tree_masks(count: int) -> list[int]:
-    """Ancestor masks of a random tree."""
+    """Returns the ancestor masks of a random tree."""
     rng = np.random.default_rng(0)
     masks = [1]
     for node in range(1, count):
@@ -61,7 +60,7 @@ def tree_masks(count: int) -> list[int]:
 
 
 def normal(ctx: Any, shape: list[int], dtype: str) -> Any:
-    """Normally distributed numbers; a block of them repeats, which no kernel notices."""
+    """Returns normally distributed numbers. One block of them is repeated."""
     size = int(np.prod(shape))
     block = np.random.default_rng(0).standard_normal(min(size, 1 << 20)).astype(np.float32)
     if dtype == "bfloat16":
@@ -74,8 +73,8 @@ def normal(ctx: Any, shape: list[int], dtype: str) -> Any:
 
 
 def microseconds(ctx: Any, body: Callable[[], None], launches: int = 1) -> float:
-    """Time of one of the `launches` in body(): the best of five runs of a graph."""
-    body()  # errors show here, not inside a capture
+    """Returns the time of one of the `launches` in body(): the best of five graph runs."""
+    body()  # an error is raised here, not within a capture
     ctx.synchronize()
     graph = ctx.graph(body)
     once = graph.replay(2) / 2
@@ -95,7 +94,7 @@ def read_bandwidth(ctx: Any, dtype: str) -> float:
 
 
 class Shape:
-    """Sequences of `entries` entries, `rows` of them this step's, each with pages of its own."""
+    """Sequences of `entries` KV entries, `rows` of them of this step. No page is shared."""
 
     def __init__(
         self, ctx: Any, heads: tuple[int, int], entries: int, rows: int, copies: int, dtype: str
@@ -110,7 +109,7 @@ class Shape:
         self.qkv = normal(ctx, [rows, columns], dtype)
         self.out = ops.Array(ctx, [rows, self.num_heads * HEAD_DIM], dtype)
         floats = ops.attention_scratch_floats(
-            num_rows=rows, num_heads=self.num_heads, head_dim=HEAD_DIM, max_kv=entries
+            num_tokens=rows, num_heads=self.num_heads, head_dim=HEAD_DIM, max_kv=entries
         )
         self.scratch = ops.Array(ctx, [floats if rows <= PAGE else 1], "float32")
 
@@ -171,7 +170,7 @@ def decode(
 
 def prefill(ctx: Any, heads: tuple[int, int], prompt: int, dtype: str) -> dict[str, float]:
     shape = Shape(ctx, heads, prompt, CHUNK, 1, dtype)
-    # Lengths are device memory: each chunk has rows of its own, the q of all is the same.
+    # Lengths are in device memory: each chunk has its own tokens; q is the same for all chunks.
     chunks = [shape.rows(0, 1, begin, CHUNK) for begin in range(0, prompt, CHUNK)]
 
     def body() -> None:

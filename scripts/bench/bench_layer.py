@@ -1,10 +1,12 @@
-"""Times decoder layers as a step of an 8B model runs them: attention, and a chain of products.
+"""Times decoder layers as a step of an 8B model runs them: attention and the fused layer kernel.
 
-A graph has all layers of a model, each with a cache of its own, and weights of which there is more
-than 1 GB: attention's splits over what qkv left, then o, gate and up, down and the next layer's qkv
-as one launch, with the norms, the combination of attention's results before it and rotary behind
-it. One line for each number of rows and entries: one row is plain decoding, more are a tree that is
-verified. The floor is a layer's weights and entries over the read bandwidth that this run reaches.
+A graph has all layers of a model. Each layer has its own KV cache, and there is more than 1 GB of
+weights. A layer is two launches: attention_splits, then fused_layer, which combines the splits and
+runs o, gate and up, down and the next layer's qkv, with the norms and rotary_kv.
+
+Prints one line for each number of rows and KV entries. One row is plain decoding; more rows are a
+tree to verify. The floor is the bytes of a layer's weights and KV entries over the read bandwidth
+measured in this run.
 
     python scripts/bench/bench_layer.py [--bits 4,16] [--rows 1,8,32] [--contexts 1024] [--json]
 """
@@ -25,11 +27,11 @@ from cpmcu import C
 
 ops = C.ops
 HEADS = {"MiniCPM4-8B": (32, 2), "Llama-3.1-8B": (32, 8)}  # query heads, KV heads
-PRODUCTS = ("qkv", "o", "gate_up", "down")
+GEMMS = ("qkv", "o", "gate_up", "down")
 LAYERS = 32
 ROWS = [1, 8, 16, 32, 64]
 CONTEXTS = [1024, 8192]
-ALPHA = 0.05  # of what a layer adds, so that many passes stay finite
+ALPHA = 0.05  # scale of a layer's output, so that many passes stay finite
 
 
 class Stack:
@@ -46,19 +48,17 @@ class Stack:
                 return dense_weights(ctx, *self.shapes[name], copies, dtype)
             return weights(ctx, *self.shapes[name], copies, gated=name == "gate_up")
 
-        self.weights = [
-            dict(zip(PRODUCTS, each)) for each in zip(*(made(name) for name in PRODUCTS))
-        ]
+        self.weights = [dict(zip(GEMMS, each)) for each in zip(*(made(name) for name in GEMMS))]
         self.norm = rows_of(ctx, 1, self.shapes["o"][0], dtype)
-        turns = 10000.0 ** (-np.arange(0, HEAD_DIM, 2) / HEAD_DIM)
-        self.inv_freq = raw(ctx, turns.astype(np.float32))
+        inv_freq = 10000.0 ** (-np.arange(0, HEAD_DIM, 2) / HEAD_DIM)
+        self.inv_freq = raw(ctx, inv_freq.astype(np.float32))
 
     def bytes_of_layer(self, entries: int) -> float:
-        products = sum(bytes_of(self.shapes[name], self.bits) for name in PRODUCTS)
-        return products + 2 * 2 * entries * HEADS[self.model][1] * HEAD_DIM
+        gemm_bytes = sum(bytes_of(self.shapes[name], self.bits) for name in GEMMS)
+        return gemm_bytes + 2 * 2 * entries * HEADS[self.model][1] * HEAD_DIM
 
     def pass_of(self, count: int, length: int) -> Any:
-        """A function that launches all layers for `count` rows behind `length` entries."""
+        """A function that launches all layers for `count` rows after `length` KV entries."""
         ctx, dtype, shapes = self.ctx, self.dtype, self.shapes
         hidden_size, width = shapes["o"][0], shapes["down"][1]
         memory = ops.Array(ctx, [max(1, ops.fused_layer_bytes(count))], "uint8")
@@ -110,9 +110,11 @@ class Stack:
         ]
 
         def run() -> None:
-            for each, chain, turn, after in launches:
-                ops.attention_splits(ctx, each)
-                ops.fused_layer(ctx, chain, memory, rotary=turn, attention=each, following=after)
+            for attended, layer_gemms, rotated, after in launches:
+                ops.attention_splits(ctx, attended)
+                ops.fused_layer(
+                    ctx, layer_gemms, memory, rotary=rotated, attention=attended, following=after
+                )
 
         return run
 
@@ -130,8 +132,10 @@ def main() -> None:
     parser.add_argument("--model", choices=list(SHAPES), help="default: each")
     parser.add_argument("--bits", type=numbers, default=[4, 16], help="4, 16 or both")
     parser.add_argument("--rows", type=numbers, default=ROWS, help="comma list, each 1 to 64")
-    parser.add_argument("--contexts", type=numbers, default=CONTEXTS, help="comma list of entries")
-    parser.add_argument("--layers", type=int, default=LAYERS, help="in a pass")
+    parser.add_argument(
+        "--contexts", type=numbers, default=CONTEXTS, help="comma list of KV entries"
+    )
+    parser.add_argument("--layers", type=int, default=LAYERS, help="layers of a pass")
     parser.add_argument("--dtype", default="float16", choices=["float16", "bfloat16"])
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     args = parser.parse_args()
@@ -152,8 +156,8 @@ def main() -> None:
                     floor = stack.bytes_of_layer(entries) / peak / 1e3
                     result = {"us": us, "floor_us": floor, "roofline": floor / us}
                     name = {"model": model, "bits": bits, "rows": count, "entries": entries}
-                    line = f"{model:13} {bits:2} bits, context {entries:6}, rows {count:2} {us:8.2f} µs"
-                    line += f" | {floor / us:6.1%} of bandwidth"
+                    line = f"{model:13} {bits:2} bits, context {entries:6}, rows {count:2}"
+                    line += f" {us:8.2f} µs | {floor / us:6.1%} of bandwidth"
                     line += f" | {us / first:.2f} times that of {args.rows[0]}"
                     sys.stdout.write((json.dumps(name | result) if args.json else line) + "\n")
                     sys.stdout.flush()

@@ -1,13 +1,18 @@
-"""Times decode steps whose tokens are masked, beside those that are not.
+"""Times decode steps with and without token masks.
 
-Three kinds of step of one sequence: launched ahead, as without a grammar; the same one by one; and
-in two halves with a mask for every node, which is what a grammar asks for. The masks allow all and
-are made before, so what is seen is the engine's share: the split, the upload, the masked sampler.
-What llguidance takes is in `Timings.grammar_s`, and runs beside the target's forward pass.
+The three kinds of step of one sequence are:
+
+* ahead: the step is launched before the previous one ends, as without a grammar
+* one by one: the same steps without launching ahead
+* masked: two launches per step with a mask for every tree node, as with a grammar
+
+The masks allow all tokens and are made before. So the difference is the engine's cost: the split of
+the step, the upload, the masked sampler. llguidance's time is in `Timings.grammar_s`; it overlaps
+the target's forward pass.
 
     python scripts/bench/bench_masked.py [--contexts 1024] [--decode 64] [--json] [engine's flags]
 
-Without a model it takes the one that ships, and its draft. The engine runs without a prefix cache.
+The default is the shipped model with its draft. The engine runs without a prefix cache.
 """
 
 from __future__ import annotations
@@ -32,7 +37,7 @@ from cpmcu.loading.loader import choose_device, load_model
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What is measured."""
+    """Flags of the benchmark."""
 
     contexts: str = option("256", "context lengths in tokens, separated by commas")
     decode: int = option(32, "steps of one timed window")
@@ -42,7 +47,7 @@ class Options:
 def milliseconds(
     engine: Any, ids: list[int], steps: int, run: Callable[[Any, int, int], None]
 ) -> list[float]:
-    """Of a step, for each window."""
+    """Returns the time of a step in each window."""
     from cpmcu import C
 
     total = len(ids) + 1 + (WARM_UP + WINDOWS * steps) * engine.tokens_per_step
@@ -79,7 +84,7 @@ def one_by_one(engine: Any, slot: int, steps: int) -> None:
 
 
 def masked(vocab_size: int) -> Callable[[Any, int, int], None]:
-    masks: dict[int, Any] = {}  # number of nodes -> masks of them
+    masks: dict[int, Any] = {}  # number of nodes -> their masks
 
     def run(engine: Any, slot: int, steps: int) -> None:
         for _ in range(steps):

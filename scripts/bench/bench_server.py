@@ -1,14 +1,13 @@
-"""Times what HTTP adds to a streamed token, and the tokens/s of several clients together.
+"""Times the overhead of HTTP per streamed token, and the tokens/s of several clients.
 
     python scripts/bench/bench_server.py [--model DIR] [--draft-model-path DIR] [--device cpu] ...
 
-Takes the flags of the engine and of speculation, as `python -m cpmcu.server` does; with a draft
-everything is measured with and without it. The server runs in this process, so that `LLM.stream`
-and the server's stream take turns on one engine; the clients are another process. Prompts are token
-ids, and each event carries its own (`return_token_ids`), so a tokenizer that does not fit the model
-does no harm. What a kept-alive connection takes is measured apart: clients keep theirs, and a
-packet that waits for an acknowledgement is seen only there. The prefix cache is off, so that every
-prompt is computed. Prints Markdown tables.
+Takes the flags of the engine and of speculation, like `python -m cpmcu.server`. With a draft,
+everything is measured with and without it. The server runs in this process, so `LLM.stream` and the
+server's stream alternate on one engine. The clients are another process. Prompts and events have
+token ids (`return_token_ids`), so the tokenizer need not fit the model. A keep-alive connection is
+measured separately: only there a packet may be delayed by a missing acknowledgement (Nagle's
+algorithm). The prefix cache is off. Prints Markdown tables.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ PROMPT = '"""Reads a table of numbers from a file and prints its columns."""\n\n
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Stream:
-    """One streamed request: when each burst of tokens came, in seconds after it was sent."""
+    """One streamed request: the arrival of each burst of tokens, in seconds after sending."""
 
     times: list[float]
     bursts: list[list[int]]
@@ -50,19 +49,19 @@ class Stream:
 
     @property
     def seconds_per_token(self) -> float:
-        """From the first burst to the last, over the tokens that came after the first burst."""
+        """Seconds from the first burst to the last, per token after the first burst."""
         return (self.times[-1] - self.times[0]) / (len(self.tokens) - len(self.bursts[0]))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Comparison:
-    """LLM.stream and the server in turns; medians, in seconds, and half the middle half's width."""
+    """LLM.stream and the server, alternating: medians in seconds, half the interquartile range."""
 
-    direct: float  # a token
+    direct: float  # seconds per token
     served: float
     overhead: float
     spread: float
-    direct_first: float  # until the first token
+    direct_first: float  # seconds to the first token
     served_first: float
     tokens_per_event: float
 
@@ -71,11 +70,11 @@ class Comparison:
 class KeptAlive:
     """Medians of requests over one connection, in seconds."""
 
-    health: float  # GET /health, whole
-    one_token: float  # POST of one token, whole
-    direct_first: float  # LLM.stream's first token, in turns with the next
-    first: float  # first streamed content
-    above: float  # of the two, pair by pair
+    health: float  # GET /health, whole request
+    one_token: float  # POST for one token, whole request
+    direct_first: float  # first token of LLM.stream, alternating with `first`
+    first: float  # first streamed content of the server
+    above: float  # median difference of these pairs
 
 
 # ---- the clients' process
@@ -99,7 +98,7 @@ def stream_over_http(
     num_tokens: int,
     connection: http.client.HTTPConnection | None = None,
 ) -> Stream:
-    """One request to /v1/completions, over a new connection if none is given."""
+    """Sends a request to /v1/completions, over a new connection by default."""
     body = {"prompt": prompt, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True}
     body |= {"stream": True, "return_token_ids": True}
     used = connection or connect(port)
@@ -112,7 +111,7 @@ def stream_over_http(
     if connection is None:
         used.close()
     bursts = []
-    for _, line in events:  # afterwards, so that reading JSON is not timed
+    for _, line in events:  # afterwards, so that JSON parsing is not timed
         event = json.loads(line.removeprefix(b"data: "))
         if "choices" not in event:
             raise RuntimeError(f"the server answered with {event}")
@@ -122,11 +121,11 @@ def stream_over_http(
     return Stream([seconds for seconds, _ in events], bursts)
 
 
-_kept: http.client.HTTPConnection | None = None  # the connection that this process keeps
+_kept: http.client.HTTPConnection | None = None  # the keep-alive connection of this process
 
 
 def over_kept(port: int, what: str, prompt: list[int], num_tokens: int) -> float:
-    """Seconds of a request over the kept connection: "health", "one_token", "first" content."""
+    """Times a request over the keep-alive connection: "health", "one_token" or "first" content."""
     global _kept
     if _kept is None:
         _kept = connect(port)
@@ -142,7 +141,7 @@ def over_kept(port: int, what: str, prompt: list[int], num_tokens: int) -> float
 
 
 def crowd(port: int, prompts: list[list[int]], num_tokens: int) -> float:
-    """Tokens/s of one client a prompt, all at once, from the first request to the last token."""
+    """Returns tokens/s of concurrent clients, one a prompt, from first request to last token."""
     with ThreadPoolExecutor(len(prompts)) as pool:
         begin = time.perf_counter()
         jobs = [pool.submit(stream_over_http, port, prompt, num_tokens) for prompt in prompts]
@@ -155,7 +154,7 @@ def crowd(port: int, prompts: list[list[int]], num_tokens: int) -> float:
 
 @contextlib.contextmanager
 def serving(config: EngineConfig) -> Iterator[tuple[LLM, int]]:
-    """(the engine, the port on which it is served), as `python -m cpmcu.server` would."""
+    """Starts a server as `python -m cpmcu.server` does. Returns (engine, port)."""
     from cpmcu.serving import runtime
     from cpmcu.serving.config import ServerConfig
     from cpmcu.serving.service import Service
@@ -188,13 +187,13 @@ def stream_directly(llm: LLM, prompt: list[int], num_tokens: int) -> Stream:
 def compare(
     llm: LLM, port: int, clients: Executor, prompt: list[int], num_tokens: int, repeats: int
 ) -> Comparison:
-    """The same request both ways in turns, after one of each to warm up."""
+    """Alternates the same request between both ways, after one warm-up each."""
     pairs = []
     for _ in range(repeats + 1):
         direct = stream_directly(llm, prompt, num_tokens)
         served = clients.submit(stream_over_http, port, prompt, num_tokens).result()
         if direct.tokens != served.tokens:
-            raise RuntimeError("the server's tokens are not those of LLM.stream")
+            raise RuntimeError("the server's tokens differ from those of LLM.stream")
         pairs.append((direct, served))
     del pairs[0]
     differences = [b.seconds_per_token - a.seconds_per_token for a, b in pairs]
@@ -213,7 +212,7 @@ def compare(
 def compare_kept(
     llm: LLM, port: int, clients: Executor, prompt: list[int], repeats: int
 ) -> KeptAlive:
-    """Requests over one connection, after one of each to warm up."""
+    """Times requests over one connection, after one warm-up each."""
 
     def kept(what: str) -> float:
         return clients.submit(over_kept, port, what, prompt, 8).result()
@@ -234,7 +233,7 @@ def compare_kept(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Found:
-    """What was measured with one kind of speculation."""
+    """Measurements with one kind of speculation."""
 
     compared: Comparison
     kept: KeptAlive
@@ -252,7 +251,7 @@ def measure(config: EngineConfig, args: argparse.Namespace) -> Found:
         for count in args.clients:
             prompts = [ids[i % len(ids) :] + ids[: i % len(ids)] for i in range(count)]
             crowds = [clients.submit(crowd, port, prompts, args.num_tokens) for _ in range(3)]
-            # The first is the first with this batch size, which some kernels are chosen for.
+            # The first run selects kernels for this batch size, so it is not counted.
             speeds.append(statistics.mean(each.result() for each in crowds[1:]))
     return Found(compared, kept, speeds)
 

@@ -1,12 +1,13 @@
 """Times w4_gemm and fused_layer on the GPU at the shapes of 8B models: a line for each row count.
 
-Single products first, with lm_head's in 16 bits, then what follows attention up to the next layer's
-qkv, norms included, as separate launches and as one, with weights of 4 bits and of 16. Every launch
-reads another copy of the weights, of which there is more than 1 GB, so that nothing is in L2 from
-the launch before; launches are replayed as one graph. The roofline is the read bandwidth that this
-very run reaches. Where torch is installed, the same products in float16 through its cuBLAS are
-timed likewise, and the geometric mean of a layer's ratios is printed for each number of rows. The
-4-bit products of a layer are also timed with a prompt's rows, and their TFLOP/s printed.
+First come single GEMMs, with lm_head in 16 bits. Then come the GEMMs of a layer (o, gate and up,
+down, the next qkv) with their norms, as separate launches and as one, in 4 bits and in 16.
+
+Launches are replayed as one graph. Each launch reads another copy of the weights (more than 1 GB in
+all), so no weights are in L2. The roofline is the read bandwidth measured in this run. If torch is
+installed, its cuBLAS is timed on the same GEMMs in float16, and the geometric mean of a layer's
+ratios is printed for each number of rows. The 4-bit GEMMs are also timed with the rows of a prompt,
+in TFLOP/s.
 
     python scripts/bench/bench_w4.py [--dtype float16] [--json]
 """
@@ -51,7 +52,7 @@ def microseconds(replay: Callable[[], float], launches: int) -> float:
 def weights(ctx: Any, n: int, k: int, copies: int, gated: bool = False) -> list[Any]:
     """Random 4-bit weights, one after another in memory."""
     rng = np.random.default_rng(n + k)
-    rows = min(n, 256)  # repeated downwards, which no kernel notices
+    rows = min(n, 256)  # repeated along N; no kernel depends on the values
     q = rng.integers(0, 16, (k, rows), np.uint8)
     scales = rng.uniform(0.005, 0.02, (k // 128, rows)).astype(np.float16)
     block = pack_blocks(q, scales)
@@ -70,7 +71,7 @@ def dense_weights(ctx: Any, n: int, k: int, copies: int, dtype: str) -> list[Any
 
 
 def rows_of(ctx: Any, m: int, k: int, dtype: str, scale: float = 1) -> Any:
-    """Random [m, k]; the first 256 rows repeat, which no kernel notices."""
+    """Random [m, k]; the first 256 rows repeat. No kernel depends on the values."""
     array = ops.Array(ctx, [m, k], dtype)
     values = np.random.default_rng(m).standard_normal((min(m, 256), k)).astype(np.float32) * scale
     values = np.resize(values, (m, k))
@@ -95,7 +96,7 @@ def time_gemm(
             for weight in each:
                 gemm(ctx, y, x, weight)
 
-        body()  # errors show here, not inside a capture
+        body()  # raises errors here, not inside a capture
         ctx.synchronize()
         graph = ctx.graph(body)
         times[m] = microseconds(lambda graph=graph: graph.replay(1), copies)
@@ -103,7 +104,7 @@ def time_gemm(
 
 
 class Layer:
-    """o, norm, gate and up, down, norm and the next qkv for m rows, of 4 or 16 bits."""
+    """o, norm, gate and up, down, norm and the next qkv for m rows, in 4 or 16 bits."""
 
     def __init__(
         self, ctx: Any, m: int, layers: dict[str, tuple[int, int]], dtype: str, bits: int
@@ -121,7 +122,7 @@ class Layer:
             ops.Array(ctx, [m, n], dtype) for n in (hidden, width, qkv, 2 * width)
         )
 
-    def chained(self, o: Any, gate_up: Any, down: Any, qkv: Any) -> None:
+    def fused(self, o: Any, gate_up: Any, down: Any, qkv: Any) -> None:
         norm = {"normed": self.normed, "norm_weight": self.norm}
         gate = {"gated": True, "scratch": self.gate_up} if self.bits == 16 else {}
         gemms = [
@@ -132,7 +133,7 @@ class Layer:
         ]
         ops.fused_layer(self.ctx, gemms, self.memory)
 
-    def apart(self, o: Any, gate_up: Any, down: Any, qkv: Any) -> None:
+    def separate(self, o: Any, gate_up: Any, down: Any, qkv: Any) -> None:
         gemm = ops.skinny_gemm if self.bits == 16 else ops.w4_gemm
         gemm(self.ctx, self.residual, self.x, o, beta=0.5)
         ops.rms_norm(self.ctx, self.normed, self.residual, self.norm, 1e-5)
@@ -147,7 +148,7 @@ class Layer:
 
 
 def bytes_of(shape: tuple[int, int], bits: int) -> float:
-    """Of a matrix [N, K]; scales included."""
+    """Bytes of a matrix [N, K], with scales."""
     n, k = shape
     return n * k * 2 if bits == 16 else n * k / 2 * (1 + 2 / 64)
 
@@ -155,7 +156,7 @@ def bytes_of(shape: tuple[int, int], bits: int) -> float:
 def time_layer(
     ctx: Any, layers: dict[str, tuple[int, int]], dtype: str, bits: int
 ) -> dict[int, tuple[float, float]]:
-    """Microseconds by rows, as one launch and apart."""
+    """Microseconds by rows, as one launch and as separate launches."""
     copies = math.ceil(COLD_BYTES / sum(bytes_of(shape, bits) for shape in layers.values()))
     names = ("o", "gate_up", "down", "qkv")
     if bits == 16:
@@ -176,12 +177,12 @@ def time_layer(
             graph = ctx.graph(body)
             return microseconds(lambda: graph.replay(1), copies)
 
-        times[m] = time(layer.chained), time(layer.apart)
+        times[m] = time(layer.fused), time(layer.separate)
     return times
 
 
 def time_cublas(n: int, k: int, row_counts: list[int]) -> dict[int, float]:
-    """Microseconds by rows of the float16 product by torch; empty without torch and a GPU."""
+    """Microseconds by rows of the float16 GEMM by torch; empty without torch and a GPU."""
     try:
         import torch
     except ImportError:
@@ -228,8 +229,8 @@ def main() -> None:
     for model, layers in SHAPES.items():
         ratios: dict[int, list[float]] = {m: [] for m in ROWS + PROMPT_ROWS}
         growth = []
-        products = [(layer, shape, 4) for layer, shape in layers.items()]
-        for layer, (n, k), bits in [*products, ("lm_head", HEADS[model], 16)]:
+        gemms = [(layer, shape, 4) for layer, shape in layers.items()]
+        for layer, (n, k), bits in [*gemms, ("lm_head", HEADS[model], 16)]:
             row_counts = ROWS + PROMPT_ROWS if bits == 4 else ROWS
             ours = time_gemm(ctx, n, k, args.dtype, bits, row_counts)
             cublas = time_cublas(n, k, row_counts)
@@ -257,13 +258,18 @@ def main() -> None:
         for bits in (4, 16):
             times = time_layer(ctx, layers, args.dtype, bits)
             num_bytes = sum(bytes_of(shape, bits) for shape in layers.values())
-            for m, (us, apart) in times.items():
-                result = {"us": us, "gbps": num_bytes / us / 1e3, "apart_us": apart}
+            for m, (us, separate) in times.items():
+                result = {
+                    "us": us,
+                    "gbps": num_bytes / us / 1e3,
+                    "separate_us": separate,
+                    "apart_us": separate,
+                }
                 result["roofline"] = result["gbps"] / peak
-                name = {"model": model, "layer": f"chain {bits}", "m": m, "dtype": args.dtype}
+                name = {"model": model, "layer": f"fused {bits}", "m": m, "dtype": args.dtype}
                 line = f"{model:13} {name['layer']:8} M {m:4} {us:8.2f} µs"
                 line += f" | {result['gbps']:5.0f} GB/s | {result['roofline']:6.1%} of bandwidth"
-                line += f" | {apart:.2f} µs launch by launch"
+                line += f" | {separate:.2f} µs as separate launches"
                 sys.stdout.write((json.dumps(name | result) if args.json else line) + "\n")
         if args.json:
             continue

@@ -3,24 +3,24 @@
     python -m scripts.synthetic --preset minicpm4-8b --out DIR
 
 The result is an ordinary Hugging Face directory: config.json, generation_config.json,
-model.safetensors (or shards with an index), and a tokenizer. Weights are normal, never zero, and
-scaled so that activations stay finite: matrices have a standard deviation of 1/sqrt(fan_in),
-those that end a residual branch are smaller, norm weights are near 1. The values of a tensor
-depend on the seed, its name and the kind of device alone. So two runs on one kind of device write
-equal files, and a model with fewer layers has the same first layers.
+model.safetensors (or shards with an index), and a tokenizer. Weights are normally distributed,
+never zero, and scaled so that activations stay finite. A matrix has standard deviation
+1/sqrt(fan_in), the last matrix of a residual branch a smaller one; norm weights are near 1. The
+values of a tensor depend only on the seed, its name and the kind of device. So two runs on one kind
+of device write equal files, and a model with fewer layers has the same first layers.
 
-Tensors are made one at a time, with torch on a GPU where there is one and with numpy otherwise,
-and stream to disk: an 8B model never lies in memory as a whole.
+Each tensor is generated and written before the next one (with torch on a GPU if present, else
+with numpy), so an 8B model is never in memory as a whole.
 
-Presets whose names end in -eagle or -eagle3 are draft heads. Beside their weights lies
-token_counts.npy, counts of tokens as of natural text, from which FR-Spec takes the most frequent.
+Presets whose names end in -eagle or -eagle3 are draft heads. Their directories also have
+token_counts.npy: token frequencies like those of natural text, for FR-Spec.
 
     python -m scripts.synthetic --preset minicpm4-8b --acceptance 0.8 --out DIR --draft-out DIR2
 
-writes a target and a draft of it whose acceptance is known (acceptance.py).
+writes a target and a draft with synthetic acceptance (acceptance.py).
 
---quant gptq, and --draft-quant gptq for the draft, store the layers' projections (and a head's fc)
-in 4 bits with groups of 128: random bits, and scales that give them the same spread.
+--quant gptq (--draft-quant gptq for the draft) stores the layers' projections and a head's fc in
+4 bits with groups of 128: random bits, with scales that give the same standard deviation.
 
 To add a model, add a row to PRESETS (presets.py). To add another kind of tensor, write a Fill
 (tensors.py).
@@ -42,7 +42,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 
 def parse_override(text: str) -> tuple[str, Any]:
-    """KEY=VALUE, the value as JSON or else as a plain string."""
+    """Parses KEY=VALUE. The value is JSON or, if it is not valid JSON, a string."""
     key, separator, value = text.partition("=")
     if not separator or not key:
         raise argparse.ArgumentTypeError(f"{text!r} is not of the form KEY=VALUE")
@@ -59,31 +59,31 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--preset", required=True, help=f"one of {', '.join(PRESETS)}")
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument("--dtype", choices=DTYPES, help="default: bfloat16, with --quant float16")
-    parser.add_argument("--quant", choices=["gptq"], help="store projections in 4 bits")
-    parser.add_argument("--draft-quant", choices=["gptq"], help="the same of the draft")
+    parser.add_argument("--quant", choices=["gptq"], help="store projections in 4 bits (GPTQ)")
+    parser.add_argument("--draft-quant", choices=["gptq"], help="the same for the draft")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--shard-size-gb", type=float, default=5.0)
-    parser.add_argument("--num-hidden-layers", type=int, help="fewer or more layers than the model")
+    parser.add_argument("--num-hidden-layers", type=int, help="default: the model's")
     parser.add_argument(
         "--set",
         type=parse_override,
         action="append",
         default=[],
         metavar="KEY=JSON",
-        help="another value for any key of config.json; shapes follow it",
+        help="replace a value of config.json; shapes follow it",
     )
     parser.add_argument(
         "--acceptance",
         type=float,
         metavar="P",
-        help="write a target whose text is known and, with --draft-out, an EAGLE head of which "
-        "each drafted step is accepted with probability P",
+        help="synthetic acceptance: the target's text is known, and each token of the EAGLE head "
+        "in --draft-out is accepted with probability P",
     )
     parser.add_argument("--draft-out", type=Path, help="folder of the draft")
     parser.add_argument(
         "--draft-vocab-size",
         type=int,
-        help="tokens that the draft knows (default: 32768, at most half of all)",
+        help="size of the draft vocabulary (default: 32768, at most half of all tokens)",
     )
     parser.add_argument("--tokenizer", type=Path, help="copy tokenizer files from this folder")
     parser.add_argument("--device", default="auto", help="auto, cpu (numpy), cuda, cuda:1 …")
@@ -118,7 +118,7 @@ def main(argv: list[str] | None = None) -> None:
         )
         jobs = [(target, args.out, args.quant), (draft, args.draft_out, args.draft_quant)]
         overrides = {}
-        for _, out, _ in jobs:  # before the long work
+        for _, out, _ in jobs:  # checked before the tensors are generated
             check_out(out, args.force, args.tokenizer)
         check_apart(args.out, args.draft_out)
     for preset, out, quant in jobs:

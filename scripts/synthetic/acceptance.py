@@ -1,13 +1,13 @@
 """Pairs of target and draft with synthetic acceptance: text and acceptance are known in advance.
 
 The pair runs through the real kernels at true shapes. Tokens c_0, c_1, ... are a random cycle
-through the drafted vocabulary. The residual stream of a token is (nearly) its embedding, a random
-unit vector. The row of the target's head for c_(i+1) is the vector of c_i. Random vectors are
-nearly orthogonal, so the target says c_(i+1) after c_i. A token outside the cycle has the embedding
-of a token inside.
+through the draft vocabulary. The residual stream of a token is nearly its embedding, a random unit
+vector. Row c_(i+1) of the target's head is the embedding of c_i. Random vectors are nearly
+orthogonal, so the target predicts c_(i+1) after c_i. A token outside the cycle has the embedding
+of a token of the cycle.
 
 The draft passes the embedding on and has a copy of the head. In the copy, a seeded fraction 1 - P
-of the rows are exchanged: after those tokens the draft is sure of a wrong token. A drafted token is
+of the rows is permuted: after those tokens the draft predicts a wrong token. A draft token is
 accepted with probability P, independently of the others. A speculative step of depth D emits
 1 + P + ... + P^D tokens on average.
 """
@@ -32,24 +32,24 @@ from scripts.synthetic.presets import Preset
 from scripts.synthetic.sources import CHUNK, Array, Source, encode
 from scripts.synthetic.tensors import Config, Fill, TensorSpec, matrix, normal, tensor_seed, vectors
 
-TOP_LOGIT = 30.0  # of the right token; the others' are near 0
-BRANCHES = 0.1  # size of all residual branches together, beside the embedding's 1
+TOP_LOGIT = 30.0  # logit of the predicted token; other logits are near 0
+BRANCHES = 0.1  # norm of all residual branches together; the embedding has norm 1
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """The vector of each row of the tables, and the token after each token."""
+    """The index of the unit vector in each row of the tables, and the successor of each token."""
 
     next_token: Array  # [V] the target's next token
     drafted: Array  # [Vd] target ids, ascending: the cycle
-    accepted: Array  # [V] does the draft say the same?
+    accepted: Array  # [V] true: the draft predicts the same token
     embed_rows: Array  # [V]
     head_rows: Array  # [V]
     draft_rows: Array  # [Vd]
 
 
 def lay_out(config: Config, seed: int, acceptance: float, draft_vocab: int) -> Pair:
-    """The cycle and the rows of a pair. Raises SystemExit for impossible numbers."""
+    """Builds the cycle and the rows of a pair. Raises SystemExit for sizes out of range."""
     vocab = config["vocab_size"]
     most = vocab - len(special_ids(config))
     if not 0.0 <= acceptance <= 1.0:
@@ -68,7 +68,9 @@ def lay_out(config: Config, seed: int, acceptance: float, draft_vocab: int) -> P
     next_token[order] = np.roll(order, -1)
     next_token = next_token[embed_rows]
     wrong = rng.permutation(drafted)[: round((1 - acceptance) * draft_vocab)]
-    wrong = wrong if wrong.size != 1 else rng.permutation(drafted)[:2]  # one alone stays right
+    wrong = (
+        wrong if wrong.size != 1 else rng.permutation(drafted)[:2]
+    )  # two rows can be exchanged, one cannot
     accepted = ~np.isin(embed_rows, wrong)
     draft_rows = head_rows.copy()
     draft_rows[next_token[wrong]] = np.roll(wrong, 1)
@@ -104,13 +106,13 @@ def draft_tensors(
 
 
 def head_scale(config: Config) -> float:
-    """Length of the head's rows that makes the logit of the right token TOP_LOGIT."""
+    """Returns the norm of the head's rows that gives the predicted token TOP_LOGIT."""
     hidden = config["hidden_size"]
     return TOP_LOGIT / math.sqrt(hidden) / (config.get("dim_model_base", hidden) / hidden)
 
 
 def quiet(spec: TensorSpec, config: Config) -> TensorSpec:
-    """The same tensor, so small that the residual stream stays nearly as it is."""
+    """Returns the tensor scaled down, so that it hardly changes the residual stream."""
     if spec.name.endswith("norm.weight") or "input_norm" in spec.name:
         return TensorSpec(spec.name, spec.shape, normal(0.0, mean=1.0))
     if spec.name.endswith(("o_proj.weight", "down_proj.weight")):
@@ -120,7 +122,7 @@ def quiet(spec: TensorSpec, config: Config) -> TensorSpec:
 
 
 def pass_left_half(hidden: int) -> Fill:
-    """[I | 0] for an input [embedding | feature], with a little noise: zeros would run faster."""
+    """[I | 0] for the input [embedding | hidden state], plus noise: zeros would run faster."""
 
     def fill(source: Source, seed: int, count: int, dtype: str) -> Iterator[Array]:
         noise = 0.01 / math.sqrt(2 * hidden)
@@ -137,7 +139,7 @@ def pass_left_half(hidden: int) -> Fill:
 
 
 def pass_left_half_in_4_bits(hidden: int) -> Iterator[TensorSpec]:
-    """[I | 0] as above: the group with the one has scale 1/7 and zeros, the others are noise."""
+    """[I | 0] in 4 bits: the group of the one has scale 1/7 and zeros; other groups are noise."""
     noise = 0.01 / math.sqrt(2 * hidden) / LEVELS_STD
     k = np.arange(hidden)
 
@@ -166,7 +168,7 @@ def pair_presets(
     draft_vocab: int,
     draft_quant: str | None = None,
 ) -> tuple[Preset, Preset]:
-    """Presets of the target and the draft; `config` is the target's, overrides applied."""
+    """Returns the presets of target and draft. `config`: the target's, with overrides applied."""
     config = config | {"tie_word_embeddings": False}
     pair = lay_out(config, seed, acceptance, draft_vocab)
     target = replace(preset, config=config, tensors=lambda c: target_tensors(c, seed, pair))

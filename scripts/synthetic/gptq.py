@@ -1,4 +1,4 @@
-"""Projections in 4 bits, as GPTQ stores them."""
+"""Random 4-bit projections in GPTQ's format."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from scripts.synthetic.sources import Array, Source
 from scripts.synthetic.tensors import Config, Fill, TensorSpec, normal, stored
 
 GROUP_SIZE = 128
-LEVELS_STD = math.sqrt(10.5)  # of q - 8, see Source.words
+LEVELS_STD = math.sqrt(10.5)  # standard deviation of q - 8, see Source.words
 QUANTIZATION_CONFIG: Config = {
     "quant_method": "gptq",
     "bits": 4,
@@ -25,21 +25,21 @@ QUANTIZATION_CONFIG: Config = {
 
 
 def quantised(specs: Iterable[TensorSpec]) -> Iterator[TensorSpec]:
-    """The same model with projections and fc in 4 bits; everything else as it is."""
+    """Returns the model with projections and fc in 4 bits and all other tensors unchanged."""
     for spec in specs:
         module = spec.name.removesuffix(".weight")
         if not module.endswith(("_proj", "fc")) or module == spec.name:
             yield spec
             continue
         if spec.std == 0:
-            raise SystemExit(f"{spec.name} has no 4-bit form")
+            raise SystemExit(f"{spec.name} cannot be stored in 4 bits")
         yield from gptq_tensors(module, *spec.shape, words(), spec.std / LEVELS_STD)
 
 
 def gptq_tensors(
     module: str, rows: int, columns: int, q: Fill, scale: float, scales: Fill | None = None
 ) -> Iterator[TensorSpec]:
-    """A layer [columns -> rows]: w = (q - 8) * scale."""
+    """The tensors of one projection [columns -> rows]: w = (q - 8) * scale."""
     if columns % GROUP_SIZE or rows % 8:
         raise SystemExit(
             f"{module} is [{columns} -> {rows}], but 4-bit weights need multiples of {GROUP_SIZE} "

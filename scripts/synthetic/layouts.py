@@ -1,4 +1,4 @@
-"""Which tensors a model or a draft head has, in forward order."""
+"""Lists the tensors of a model or a draft head in forward order."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from scripts.synthetic.tensors import (
 def attention_tensors(
     config: Config, prefix: str, columns: int, branch: float
 ) -> Iterator[TensorSpec]:
-    """Projections of attention over inputs of `columns`."""
+    """The projections of one attention layer whose inputs have `columns` elements."""
     hidden, kind = config["hidden_size"], config["model_type"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     head_dim = config.get("head_dim") or hidden // heads
@@ -49,12 +49,12 @@ def decoder_tensors(config: Config) -> Iterator[TensorSpec]:
     layers = config["num_hidden_layers"]
     scale_emb = config.get("scale_emb", 1.0)
     tied = config["tie_word_embeddings"]
-    # A tied table is also the head: without a scale on its input it must be small.
+    # A tied table is also the head. If the head's input is not scaled, the table must be small.
     small = tied and "dim_model_base" not in config
     embed_std = 2 / math.sqrt(hidden) if small else 1 / scale_emb
     yield TensorSpec("model.embed_tokens.weight", (vocab, hidden), normal(embed_std))
 
-    # MiniCPM scales residual branches by itself; elsewhere the weights must.
+    # MiniCPM scales its residual branches. For other models the weights are scaled.
     branch = 0.5 if "scale_depth" in config else 1 / math.sqrt(2 * layers)
     for index in range(layers):
         prefix = f"model.layers.{index}."
@@ -64,15 +64,15 @@ def decoder_tensors(config: Config) -> Iterator[TensorSpec]:
         yield from mlp_tensors(config, f"{prefix}mlp.", branch)
     yield norm("model.norm.weight", hidden)
     if not tied:
-        # The scale on the head's input is undone, so that logits have a spread of about 2.
+        # Undoes the scale of the head's input, so that logits have a standard deviation of about 2.
         head_scale = config.get("dim_model_base", hidden) / hidden
         yield matrix("lm_head.weight", vocab, hidden, 2 / head_scale)
 
 
 def eagle_tensors(config: Config) -> Iterator[TensorSpec]:
-    """An EAGLE head: the original layout, or with its three more norms that of MiniCPM4.
+    """An EAGLE head in the original layout, or in that of MiniCPM4, which has three more norms.
 
-    Real files also hold the target's embedding table, which no program reads.
+    Published files also have the target's embedding table, which no engine reads.
     """
     hidden, minicpm4 = config["hidden_size"], config["model_type"] == "minicpm"
     if minicpm4:
@@ -89,7 +89,7 @@ def eagle_tensors(config: Config) -> Iterator[TensorSpec]:
 
 
 def eagle3_tensors(config: Config) -> Iterator[TensorSpec]:
-    """An EAGLE-3 head, which drafts the most frequent tokens of `token_counts`."""
+    """An EAGLE-3 head whose draft vocabulary is the most frequent tokens of `token_counts`."""
     hidden, vocab = config["hidden_size"], config["vocab_size"]
     drafted = np.sort(most_frequent(config, config["draft_vocab_size"]))
     yield from draft_vocabulary(drafted, vocab)
@@ -104,27 +104,27 @@ def eagle3_tensors(config: Config) -> Iterator[TensorSpec]:
 
 
 def draft_vocabulary(drafted: Array, vocab: int) -> Iterator[TensorSpec]:
-    """d2t [Vd] and t2d [V]: target id = draft id + d2t[draft id]; t2d says which are drafted."""
+    """d2t [Vd]: target id = draft id + d2t[draft id]. t2d [V]: true in the draft vocabulary."""
     offsets = drafted.astype(np.int64) - np.arange(drafted.size)
     yield TensorSpec("d2t", (drafted.size,), stored(offsets), "int64")
     yield TensorSpec("t2d", (vocab,), stored(np.isin(np.arange(vocab), drafted)), "bool")
 
 
 def token_counts(vocab: int) -> Array:
-    """How often each token occurs, by Zipf's law, frequent and rare ids mixed."""
+    """Returns token counts that follow Zipf's law, in random order of ids."""
     ranks = np.random.default_rng(tensor_seed(0, "token_counts")).permutation(vocab)
     return (10**9 // (ranks + 1)).astype(np.int64)
 
 
 def most_frequent(config: Config, count: int) -> Array:
-    """The most frequent tokens, the special ones left out."""
+    """Returns the most frequent tokens without special tokens."""
     counts = token_counts(config["vocab_size"])
     counts[sorted(special_ids(config))] = -1
     return np.argsort(-counts, kind="stable")[:count]
 
 
 def special_ids(config: Config) -> set[int]:
-    """The ids that begin, end and fill."""
+    """The BOS, EOS and padding ids."""
     found: set[int] = set()
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
         ids = config.get(key)

@@ -12,13 +12,13 @@ from scripts.synthetic.tensors import Config, TensorSpec
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """One row: what the checkpoint is, and the function that lists its tensors."""
+    """One row: the configuration of a checkpoint and the function that lists its tensors."""
 
     config: Config
     generation: Config
     tensors: Callable[[Config], Iterable[TensorSpec]] = decoder_tensors
-    files: dict[str, bytes] = field(default_factory=dict)  # written beside the weights as they are
-    draft: bool = False  # token_counts.npy beside it, no tokenizer, no generation_config.json
+    files: dict[str, bytes] = field(default_factory=dict)  # further files, written unchanged
+    draft: bool = False  # has token_counts.npy, but no tokenizer and no generation_config.json
 
 
 # LongRoPE factors published with MiniCPM4, head_dim 128 and 64; long and short are equal.
@@ -258,7 +258,7 @@ PRESETS: dict[str, Preset] = {
         TINY_GENERATION,
     ),
     "tiny-qwen2": Preset(qwen(2, **TINY), TINY_GENERATION),
-    # Heads wider than H / Hq, and tied embeddings.
+    # head_dim is larger than H / Hq; embeddings are tied.
     "tiny-qwen3": Preset(qwen(3, **TINY, head_dim=128, tie_word_embeddings=True), TINY_GENERATION),
     "tiny-minicpm": Preset(minicpm(**TINY, dim_model_base=64), TINY_GENERATION),
     "minicpm4-8b-eagle": Preset(

@@ -1,4 +1,4 @@
-"""Where the numbers of a tensor come from: numpy, or torch on a GPU."""
+"""Random number sources of tensors: numpy, or torch on a GPU."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from cpmcu.loading.tensors import STORAGE_DTYPES
 
 Array = npt.NDArray[Any]
 
-CHUNK = 1 << 24  # elements made at a time
+CHUNK = 1 << 24  # elements of a chunk
 
 
 class Source(Protocol):
-    """Makes the elements of one tensor from a seed, in chunks of the storage dtype.
+    """Generates the elements of a tensor from a seed, in chunks of the storage dtype.
 
-    A chunk is valid until the next one is made.
+    A chunk is valid until the next one is generated.
     """
 
     def normal(
@@ -28,13 +28,13 @@ class Source(Protocol):
     def vectors(
         self, seed: int, count: int, index: Array, columns: int, scale: float, dtype: str
     ) -> Iterator[Array]:
-        """Row i is `scale` times number index[i] of the `count` unit vectors of this seed."""
+        """Row i is `scale` times unit vector index[i] of the `count` vectors of this seed."""
 
     def words(self, seed: int, count: int) -> Iterator[Array]:
-        """int32 words of eight q. Each q is the sum of two numbers from 0 to 7, and 1.
+        """Generates int32 words of eight q. Each q is 1 plus the sum of two integers from 0 to 7.
 
-        The mean of q is 8, so weights have mean 0. A bias that all rows share would grow from
-        layer to layer.
+        The mean of q is 8, so weights have mean 0. Otherwise a bias common to all rows would grow
+        from layer to layer.
         """
 
 
@@ -70,15 +70,15 @@ class NumpySource:
 
 
 class TorchSource:
-    """The same on a GPU. Its numbers differ from numpy's."""
+    """Generates the elements on a GPU. The numbers differ from numpy's."""
 
     def __init__(self, device: str) -> None:
-        import torch  # optional: only GPU machines need it here
+        import torch  # optional: needed only on a GPU
 
         self.torch = torch
         self.device = torch.device(device)
         self.name = torch.cuda.get_device_name(self.device)
-        self.host: Any = None  # one pinned staging buffer, made for the largest chunk
+        self.host: Any = None  # pinned staging buffer of the largest chunk
 
     def normal(self, seed: int, count: int, mean: float, std: float, dtype: str) -> Iterator[Array]:
         torch = self.torch
@@ -115,7 +115,7 @@ class TorchSource:
             yield self.staged(made, "int32")
 
     def staged(self, values: Any, dtype: str) -> Array:
-        """A tensor of the GPU in host memory; valid until the next call."""
+        """Copies a GPU tensor to the staging buffer. The result is valid until the next call."""
         data = values.view(self.torch.uint8)
         if self.host is None:
             self.host = self.torch.empty(CHUNK * 4, dtype=self.torch.uint8, pin_memory=True)
@@ -125,20 +125,20 @@ class TorchSource:
 
 
 def encode(values: Array, dtype: str) -> Array:
-    """fp32 values as they are stored."""
+    """Converts fp32 values to the storage dtype."""
     if dtype == "bfloat16":
         return round_to_bfloat16(values)
     return values.astype(np.float16) if dtype == "float16" else values
 
 
 def round_to_bfloat16(values: Array) -> Array:
-    """The upper 16 bits of finite fp32 values, rounded to nearest even, as uint16."""
+    """Converts finite fp32 values to bf16 bits (uint16), rounding to nearest even."""
     bits = values.view(np.uint32)
     return ((bits + (((bits >> 16) & 1) + np.uint32(0x7FFF))) >> 16).astype(np.uint16)
 
 
 def make_source(device: str) -> Source:
-    """`device` is auto, cpu, or a torch device such as cuda:0."""
+    """Returns the source for `device`: auto, cpu, or a torch device such as cuda:0."""
     if device == "cpu":
         return NumpySource()
     try:

@@ -1,4 +1,4 @@
-"""Tensors to be written: name, shape, and a fill that makes the values."""
+"""Tensor descriptions: name, shape, and a fill that generates the values."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def normal(std: float, mean: float = 0.0) -> Fill:
 
 
 def stored(values: Array) -> Fill:
-    """Exactly these values, of the storage dtype."""
+    """A fill with the given values, which have the storage dtype."""
 
     def fill(source: Source, seed: int, count: int, dtype: str) -> Iterator[Array]:
         yield np.ascontiguousarray(values).reshape(-1)
@@ -33,9 +33,9 @@ def stored(values: Array) -> Fill:
 
 
 def vectors(seed: int, index: Array, config: Config, scale: float) -> Fill:
-    """Row i is `scale` times number index[i] of a table of unit vectors, one for each token."""
+    """A fill whose row i is `scale` times unit vector index[i] of a table of one a token."""
     size, columns = config["vocab_size"], config["hidden_size"]
-    table = tensor_seed(seed, "planted")  # another name would give another checkpoint
+    table = tensor_seed(seed, "planted")  # the name is part of the seed: do not rename
 
     def fill(source: Source, seed: int, count: int, dtype: str) -> Iterator[Array]:
         return source.vectors(table, size, index, columns, scale, dtype)
@@ -49,7 +49,7 @@ class TensorSpec:
     shape: tuple[int, ...]
     fill: Fill
     dtype: str | None = None  # None: the run's dtype
-    std: float = 0.0  # of a matrix that can be quantised; 0: not quantisable
+    std: float = 0.0  # standard deviation of a quantisable matrix; 0: not quantisable
 
     @property
     def count(self) -> int:
@@ -57,7 +57,7 @@ class TensorSpec:
 
 
 def matrix(name: str, rows: int, columns: int, gain: float = 1.0) -> TensorSpec:
-    """y = x W^T with W [rows, columns] keeps the size of x times `gain`."""
+    """A matrix W [rows, columns] for which y = x W^T has the RMS of x times `gain`."""
     std = gain / math.sqrt(columns)
     return TensorSpec(name, (rows, columns), normal(std), std=std)
 

@@ -1,4 +1,4 @@
-"""Writes a checkpoint directory: configuration, tokenizer and weights."""
+"""Writes a checkpoint directory: configuration, tokenizer, weights."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def new_tensor(spec: TensorSpec, dtype: str, seed: int, source: Source) -> NewTe
 
 
 def shard(tensors: Iterable[NewTensor], limit: int) -> list[list[NewTensor]]:
-    """Fill files of at most `limit` bytes in order. A tensor above the limit has its own file."""
+    """Splits tensors in order into files of `limit` bytes. A larger tensor gets its own file."""
     shards: list[list[NewTensor]] = [[]]
     used = 0
     for tensor in tensors:
@@ -63,14 +63,14 @@ def shard(tensors: Iterable[NewTensor], limit: int) -> list[list[NewTensor]]:
 
 
 class Progress:
-    """One line on a terminal, rewritten; otherwise silent until the end."""
+    """Progress as one rewritten line on a terminal; no output elsewhere."""
 
     def __init__(self, total: int) -> None:
         self.total, self.done, self.begin = total, 0, time.perf_counter()
         self.live = sys.stderr.isatty()
 
     def of_file(self) -> Callable[[int], None]:
-        """A function that takes the bytes of the next file written so far."""
+        """Returns a callback for the bytes written so far of the next file."""
         before = self.done
 
         def update(done: int) -> None:
@@ -89,7 +89,7 @@ class Progress:
 
 
 def write_weights(tensors: Iterable[NewTensor], directory: Path, shard_bytes: int) -> Progress:
-    """Write model.safetensors, or shards and their index."""
+    """Writes model.safetensors, or shards and their index."""
     shards = shard(tensors, shard_bytes)
     total = sum(tensor.meta.nbytes for part in shards for tensor in part)
     progress = Progress(total)
@@ -114,14 +114,14 @@ def write_json(path: Path, content: Config) -> None:
 
 def copy_tokenizer(source: Path, destination: Path) -> None:
     if not (source / "tokenizer.json").is_file() and not (source / "tokenizer.model").is_file():
-        raise SystemExit(f"{source} holds neither tokenizer.json nor tokenizer.model")
+        raise SystemExit(f"{source} has neither tokenizer.json nor tokenizer.model")
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, destination / name)
 
 
 def check_config(config: Config) -> None:
-    """SystemExit for sizes and scales that no tensor can be made of."""
+    """Raises SystemExit for invalid sizes and scales."""
     for key in (*SIZES, *SCALES):
         value, kind = config.get(key, 1), int if key in SIZES else (int, float)
         if key == "head_dim" and value is None:  # hidden_size / num_attention_heads
@@ -143,7 +143,7 @@ def check_apart(out: Path, draft_out: Path) -> None:
     out, draft_out = out.expanduser().resolve(), draft_out.expanduser().resolve()
     if out.is_relative_to(draft_out) or draft_out.is_relative_to(out):
         raise SystemExit(
-            f"--out {out} and --draft-out {draft_out} must be two folders, side by side"
+            f"--out {out} and --draft-out {draft_out} must be two folders, neither inside the other"
         )
 
 
@@ -160,9 +160,9 @@ def write_checkpoint(
     force: bool = False,
     quant: str | None = None,
 ) -> Progress:
-    """Write the whole directory beside its place, then move it there.
+    """Writes the directory under a temporary name next to `out`, then renames it.
 
-    `quant` "gptq": projections in 4 bits, unless the preset's own tensors have them so already.
+    `quant` "gptq": stores projections in 4 bits, if the preset's own tensors are not.
     """
     config = {**preset.config, **(overrides or {}), "torch_dtype": dtype}
     if quant:

@@ -1,9 +1,9 @@
-"""Let a model continue beginnings of a text, and save what it wrote: data for draft heads.
+"""Generates text with a target model from beginnings of a text: training data of draft heads.
 
     python scripts/train/continue_text.py --target DIR --text FOLDER --out tokens.npy
 
-A draft head meets the target's own text at run time, not the corpus. The file holds token ids,
-int32 [sequences, length], and goes to `train_eagle.py --generated`.
+At run time a draft head reads the target's own text, not the corpus. The file has token ids, int32
+[sequences, length], for `train_eagle.py --generated`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from transformers import Cache
 
 
 def nucleus(logits: Tensor, top_p: float) -> Tensor:
-    """Logits [B, V] without the tokens after the first that together hold `top_p`."""
+    """Masks logits [B, V] outside the likeliest tokens whose probabilities sum to `top_p`."""
     probabilities, order = torch.softmax(logits, dim=-1).sort(-1, descending=True)
     before = probabilities.cumsum(-1) - probabilities
     dropped = torch.zeros_like(before, dtype=torch.bool).scatter(-1, order, before >= top_p)
@@ -42,11 +42,11 @@ def continue_prompts(
     top_p: float = 1.0,
     repetition_penalty: float = 1.0,
 ) -> Tensor:
-    """prompts [B, P] -> [B, P + count]; row i is sampled at temperatures[i % len], 0 = greedy.
+    """Extends prompts [B, P] to [B, P + count]. Sequence i has temperatures[i % len]; 0: greedy.
 
-    The largest of logits / temperature + Gumbel noise is a sample at that temperature. Tokens
-    that the row already holds have positive logits divided, negative ones multiplied, by
-    `repetition_penalty`.
+    The argmax of logits / temperature + Gumbel noise is a sample at that temperature. For tokens
+    already in the sequence, `repetition_penalty` divides positive logits and multiplies negative
+    ones.
     """
     device = target.device
     generator = torch.Generator(device).manual_seed(seed)
@@ -78,19 +78,19 @@ def continue_prompts(
 
 
 def eos_id(directory: Path) -> int | None:
-    """The first end-of-sequence id of a model's config.json."""
+    """Returns the first end-of-sequence id of a model's config.json."""
     eos = json.loads((directory / "config.json").read_text(encoding="utf-8")).get("eos_token_id")
     return eos[0] if isinstance(eos, list) else eos
 
 
 def add_target_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of everything that reads a target and a text."""
+    """Adds the flags of programs that read a target and a text."""
     add_corpus_arguments(parser)
     parser.add_argument("--target", type=Path, required=True, help="folder of the target model")
     parser.add_argument(
         "--special-text",
         action="store_true",
-        help="text that spells a special token is that token (chats already rendered)",
+        help="parse special tokens in the text (for rendered chats)",
     )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument(
@@ -112,9 +112,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add_target_arguments(parser)
     parser.add_argument("--out", type=Path, required=True, help=".npy file to write")
-    parser.add_argument("--tokens", type=int, default=1_000_000, help="tokens in the file, about")
+    parser.add_argument(
+        "--tokens", type=int, default=1_000_000, help="approximate number of tokens in the file"
+    )
     parser.add_argument("--length", type=int, default=1024, help="tokens per sequence")
-    parser.add_argument("--prompt-tokens", type=int, default=32, help="of which from the text")
+    parser.add_argument(
+        "--prompt-tokens", type=int, default=32, help="tokens of each sequence taken from the text"
+    )
     parser.add_argument("--batch-size", type=int, default=512)
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.6, 0.8, 1.0])
     parser.add_argument("--seed", type=int, default=0)

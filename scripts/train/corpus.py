@@ -1,7 +1,7 @@
-"""Text corpora: walk folders, drop duplicates, split by content, pack into one token stream.
+"""Text corpora: reads folders, drops duplicates, splits by content, packs a token stream.
 
-Everything is decided by file content, never by walk order or time: the same folder gives the
-same split and, with the same seed, the same stream.
+The result depends on the contents of the files only, not on their order or time. The same folder
+gives the same split and, with the same seed, the same stream.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ IM_END_ID = 4
 
 @dataclass(frozen=True, slots=True)
 class TextFormat:
-    """How documents become tokens; the defaults are the tokenizer of this recipe."""
+    """Special tokens of the token stream. The defaults are those of this recipe's tokenizer."""
 
-    bos: int | None = BOS_ID  # before every document; None: nothing
-    eos: int | None = EOS_ID  # after it
+    bos: int | None = BOS_ID  # before every document; None: no token
+    eos: int | None = EOS_ID  # after every document; None: no token
     im_start: int | None = IM_START_ID  # ChatML turns; None: no chat examples
     im_end: int | None = IM_END_ID
-    special_text: bool = False  # text that spells a special token is that token
+    special_text: bool = False  # parse special tokens in the text
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, eos: int | None, special_text: bool = False) -> TextFormat:
-        """Read off any tokenizer. `eos` comes from the model's config.json."""
+        """Reads the special tokens of any tokenizer. `eos`: that of the model's config.json."""
         plain = tokenizer.encode("x", add_special_tokens=False).ids
         framed = tokenizer.encode("x").ids
         bos = framed[0] if framed[:1] != plain[:1] else None
@@ -53,15 +53,15 @@ class TextFormat:
         return cls(bos, eos, im_start, im_end, special_text)
 
     def frame(self, ids: Sequence[int]) -> list[int]:
-        """A document's tokens between BOS and EOS."""
+        """Returns a document's tokens with BOS before and EOS after them."""
         head = [] if self.bos is None else [self.bos]
         return [*head, *ids, *([] if self.eos is None else [self.eos])]
 
 
 RECIPE_FORMAT = TextFormat()
 
-# A paragraph starts at an unindented line that follows an empty one: in source code that is a
-# top-level definition, in prose a paragraph.
+# A paragraph starts at an unindented line after an empty line. In source code this is a top-level
+# definition.
 _PARAGRAPH = re.compile(r"(?<=\n\n)(?=\S)")
 
 
@@ -80,11 +80,11 @@ def read_corpus(
     exclude: Sequence[str] = (),
     max_kib: int = 512,
 ) -> list[Document]:
-    """Read every UTF-8 text file under `folders` once, sorted by content digest.
+    """Reads the UTF-8 text files under `folders`, sorted by content digest.
 
-    `exclude` holds shell patterns for single path components ("site-packages", "*_pb2.py").
-    Files that are empty, larger than `max_kib`, not UTF-8, or equal to an earlier one are left
-    out. An empty `extensions` accepts every file name.
+    `exclude`: shell patterns of single path components ("site-packages", "*_pb2.py"). Skips files
+    that are empty, larger than `max_kib`, not UTF-8, or equal to an earlier one. Empty
+    `extensions` accept every file name.
     """
     seen: dict[str, Document] = {}
     for folder in folders:
@@ -113,7 +113,7 @@ def read_corpus(
 def split(
     documents: Iterable[Document], validation_permille: int = 20
 ) -> tuple[list[Document], list[Document]]:
-    """(train, validation): a file belongs to one side because of its digest alone."""
+    """Returns (train, validation). The side of a file depends only on its digest."""
     train: list[Document] = []
     validation: list[Document] = []
     for document in documents:
@@ -123,17 +123,17 @@ def split(
 
 
 def pieces(text: str, rng: random.Random, keep: float = 0.4) -> list[str]:
-    """Cut a text at some of its paragraph starts, each with probability `keep`."""
+    """Cuts a text at paragraph starts, at each with probability `keep`."""
     starts = [match.start() for match in _PARAGRAPH.finditer(text) if rng.random() < keep]
     bounds = [0, *starts, len(text)]
     return [text[a:b].rstrip("\n") + "\n" for a, b in pairwise(bounds) if b > a]
 
 
 def cuts(text: str, rng: random.Random, mean_length: int = 160) -> list[str]:
-    """Cut a text at random characters.
+    """Cuts a text at random characters.
 
-    The parts are tokenised apart, so the model meets the token boundaries that a prompt has
-    when it stops anywhere: after a space, or in the middle of a word.
+    The parts are tokenised separately. So the model learns token boundaries of prompts that end
+    after a space or within a word.
     """
     parts = []
     start = 0
@@ -145,12 +145,12 @@ def cuts(text: str, rng: random.Random, mean_length: int = 160) -> list[str]:
 
 
 def chat_examples(document: Document) -> Iterator[tuple[str, str]]:
-    """(user, assistant) pairs from documented Python functions: docstring -> source."""
+    """Yields (user, assistant) pairs from documented Python functions: docstring -> source."""
     if not document.name.endswith(".py"):
         return
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # sources that use doubtful escapes
+            warnings.simplefilter("ignore")  # about invalid escapes in the sources
             tree = ast.parse(document.text)
     except (SyntaxError, ValueError, RecursionError):
         return
@@ -167,7 +167,7 @@ def chat_examples(document: Document) -> Iterator[tuple[str, str]]:
 def encode(
     tokenizer: Tokenizer, texts: Sequence[str], special_text: bool = False
 ) -> list[list[int]]:
-    """Token ids without BOS; text that spells a special token stays text unless `special_text`."""
+    """Returns token ids without BOS. Special tokens are parsed only if `special_text`."""
     previous = tokenizer.encode_special_tokens
     tokenizer.encode_special_tokens = not special_text
     try:
@@ -179,9 +179,9 @@ def encode(
 
 @dataclass(frozen=True, slots=True)
 class TokenStream:
-    """Documents back to back, each as BOS, its tokens, EOS."""
+    """Concatenated documents, each as BOS, its tokens, EOS."""
 
-    ids: np.ndarray  # [T] uint16, or uint32 where the vocabulary needs it
+    ids: np.ndarray  # [T] uint16, or uint32 for a vocabulary above 65536
     starts: np.ndarray  # [documents] int64, position of each BOS
 
     @classmethod
@@ -200,7 +200,7 @@ class TokenStream:
 def plain_stream(
     tokenizer: Tokenizer, documents: Sequence[Document], form: TextFormat = RECIPE_FORMAT
 ) -> TokenStream:
-    """Whole files, in digest order: what validation loss is measured on."""
+    """Returns the stream of whole files in digest order, for the validation loss."""
     encoded = encode(tokenizer, [document.text for document in documents], form.special_text)
     return TokenStream.pack([form.frame(ids) for ids in encoded])
 
@@ -212,10 +212,10 @@ def training_stream(
     pieces_share: float = 1.0,
     form: TextFormat = RECIPE_FORMAT,
 ) -> TokenStream:
-    """Whole files, then the same text as short documents, then chat examples, shuffled.
+    """Returns the shuffled stream of whole files, short documents of them, and chat examples.
 
-    The short documents make a bare `def name(` after BOS an ordinary beginning. `pieces_share`
-    is the share of files that appear in short form too.
+    Because of the short documents, the model has seen `def name(` directly after BOS.
+    `pieces_share`: the share of files that are also cut into short documents.
     """
     rng = random.Random(seed)
     encoded = encode(tokenizer, [document.text for document in documents], form.special_text)
@@ -228,7 +228,7 @@ def training_stream(
         if rng.random() >= pieces_share:
             continue
         for piece in pieces(document.text, rng):
-            # Two in three short documents keep the ordinary tokenisation.
+            # One in three short documents is cut at random characters.
             cut = cuts(piece, rng) if rng.random() < 1 / 3 else [piece]
             parts.extend(cut)
             part_of.extend([count] * len(cut))
@@ -255,14 +255,16 @@ def training_stream(
 
 
 def add_corpus_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags that select a corpus, shared by the tokenizer and the model trainer."""
+    """Adds the flags that select a corpus."""
     group = parser.add_argument_group("corpus")
     folders = {"type": Path, "nargs": "+", "required": True, "help": "folders of text"}
     group.add_argument("--corpus", "--text", dest="corpus", **folders)
     group.add_argument("--extensions", nargs="*", default=[".py"], help="file name endings to read")
     group.add_argument("--exclude", nargs="*", default=[], help="patterns of path components")
-    group.add_argument("--max-kib", type=int, default=512, help="leave out larger files")
-    group.add_argument("--validation-permille", type=int, default=20, help="files held out")
+    group.add_argument("--max-kib", type=int, default=512, help="skip larger files")
+    group.add_argument(
+        "--validation-permille", type=int, default=20, help="share of files held out, in permille"
+    )
 
 
 def corpus_from_arguments(args: argparse.Namespace) -> tuple[list[Document], list[Document]]:

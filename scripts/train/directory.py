@@ -1,4 +1,4 @@
-"""Where a recipe writes: flags that say it, and a look before the long work begins."""
+"""The flags --out and --overwrite, and their check before the long work begins."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from cpmcu.convert.output import check_destination
 def add_out_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument(
-        "--overwrite", action="store_true", help="replace what a run before has written there"
+        "--overwrite", action="store_true", help="replace the files of a previous run"
     )
 
 
 def check_out(args: argparse.Namespace, *sources: Path | None, holds: str = "config.json") -> None:
-    """SystemExit if --out is not empty and may not be replaced, or holds what is read."""
+    """Raises SystemExit if --out is not empty and must be kept, or overlaps an input folder."""
     read = [source for source in (*args.corpus, *sources) if source is not None]
     try:
         check_destination(args.out, read, overwrite=args.overwrite, holds=holds)

@@ -1,9 +1,9 @@
-"""Draft heads of the EAGLE family, of transformers' layers: forward pass, training pass, files.
+"""Draft heads of the EAGLE family, built of transformers' layers: forward, training, files.
 
-A draft head guesses the tokens after the next one from what the target has just computed. Row t
-reads the target's hidden state h of position t and the embedding e of token t + 1 (the token that
-the target chose there), stands at rotary position t, and predicts token t + 2. To go on, row
-t + 1 reads the head's own output of row t in place of a hidden state.
+A draft head predicts tokens after the next one from the target's hidden states. Row t reads the
+target's hidden state h at position t and the embedding e of token t + 1, which the target has
+chosen. It has rotary position t and predicts token t + 2. The next draft token comes from row
+t + 1, which reads the head's own output of row t in place of a hidden state.
 
     eagle2   x = fc [norm1(e) | norm2(h)]           h = the target's final-norm output
              x = x + s * attention(norm(x));  x = x + s * mlp(norm(x))
@@ -43,10 +43,10 @@ from cpmcu.convert.output import new_directory
 
 
 def aux_layers(num_layers: int) -> tuple[int, int, int]:
-    """The layers (counted from 0) whose input an EAGLE-3 head reads.
+    """Returns the layers (counted from 0) whose inputs are the auxiliary hidden states of EAGLE-3.
 
-    2, L/2 and L - 3, as every engine assumes by default. Where these are not three layers in
-    ascending order (L < 7), the last three; the file then says so.
+    They are 2, L/2 and L - 3, the default of other engines. If these are not ascending (L < 7),
+    the last three layers are used, and the file names them.
     """
     if num_layers < 3:
         raise ValueError(f"EAGLE-3 reads three layers and the target has {num_layers}")
@@ -57,11 +57,11 @@ def aux_layers(num_layers: int) -> tuple[int, int, int]:
 
 
 class Head(nn.Module):
-    """What the two kinds share. Parameter names are the tensor names of the checkpoint."""
+    """Base of the two kinds of head. Parameter names are the tensor names of the checkpoint."""
 
     kind = ""
     scaled = False  # the MiniCPM layout of eagle2
-    feature_layers: tuple[int, ...] = ()
+    aux_layers: tuple[int, ...] = ()
 
     def __init__(self, target: Config, residual_scale: float = 1.0, **shape: int) -> None:
         """`target`: the target's config.json.
@@ -78,7 +78,7 @@ class Head(nn.Module):
         return next(self.parameters()).device
 
     def start(self, target: Output) -> Tensor:
-        """The hidden state that the first step reads, [B, T, H], from the target's output."""
+        """Returns the first step's input hidden state [B, T, H] from the target's output."""
         raise NotImplementedError
 
     def step(
@@ -90,32 +90,32 @@ class Head(nn.Module):
         mask: Tensor | None = None,
         past: Cache | None = None,
     ) -> tuple[Tensor, Cache]:
-        """One pass: embedding and hidden [B, T, H] -> the recycled hidden, and `past` grown.
+        """Maps embedding and hidden [B, T, H] to the recycled hidden state, and appends to `past`.
 
-        Without a mask attention is causal. A mask [T, S + T] is boolean, true = visible.
+        Without a mask attention is causal. A mask [T, S + T] is boolean; true: visible.
         """
         raise NotImplementedError
 
     def logits(self, x: Tensor, target: Target) -> Tensor:
-        """[B, T, V], or [B, T, Vd] for a head with its own vocabulary."""
+        """Returns logits [B, T, V], or [B, T, Vd] for a head with a draft vocabulary."""
         raise NotImplementedError
 
     def to_target(self, index: Tensor) -> Tensor:
-        """Token ids of the target from indices into the logits."""
+        """Converts indices of the logits to the target's token ids."""
         return index
 
     def in_draft_vocabulary(self, values: Tensor) -> Tensor:
-        """Columns of the target's vocabulary [..., V] that the logits have."""
+        """Selects the columns of [..., V] that are in the head's vocabulary."""
         return values
 
     def unroll(
         self, hidden: Tensor, embeddings: Tensor, cos: Tensor, sin: Tensor, steps: int
     ) -> list[Tensor]:
-        """All rows of a known text through `steps` steps at once; one [B, T, H] per step.
+        """Runs `steps` steps for all rows of a known text; returns one [B, T, H] per step.
 
-        Row p of step s belongs to the chain that began at row p - s: it reads row p - 1 of step
-        s - 1, and attends to step 0 up to row p - s, then to one row of each later step, as the
-        chain itself would. Rows p < s of step s belong to no chain.
+        Row p of step s belongs to the chain that began at row p - s. It reads row p - 1 of step
+        s - 1. It attends to step 0 up to row p - s, then to one row of each later step, like a
+        chain in an engine. Rows p < s of step s belong to no chain.
         """
         rows = torch.arange(hidden.shape[1], device=hidden.device)
         lag = rows[:, None] - rows[None, :]  # [T, T], query row minus key row
@@ -137,7 +137,7 @@ class Head(nn.Module):
                 parameter.data.copy_(values / math.sqrt(parameter.shape[1]))
 
     def architecture(self) -> dict[str, Any]:
-        """The keys of config.json that tell this kind from others."""
+        """Returns the keys of config.json that identify this kind of head."""
         raise NotImplementedError
 
     def to_hf(self) -> dict[str, Any]:
@@ -164,7 +164,7 @@ class Head(nn.Module):
 def attend(
     layer: nn.Module, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, past: Cache
 ) -> Any:
-    """`layer`, a decoder layer or an attention of transformers, as `Head.step` calls it."""
+    """Calls `layer`, a decoder layer or an attention of transformers, for `Head.step`."""
     return layer(
         x,
         position_embeddings=(cos, sin),
@@ -225,14 +225,14 @@ class Eagle2(Head):
             "dim_model_base": self.target["dim_model_base"],
             "scale_depth": self.target["scale_depth"],
             "scale_emb": float(self.target["scale_emb"]),
-            # Engines that take the residual scale from here get scale_depth / sqrt(L + 1) too.
+            # Engines that read the residual scale from this key also get scale_depth / sqrt(L + 1).
             "mup_denominator": self.target["num_hidden_layers"] + 1,
             "tie_word_embeddings": self.target.get("tie_word_embeddings", False),
         }
 
 
 class MidLayer(GraniteDecoderLayer):
-    """A Llama layer whose attention reads the embedding and the hidden state side by side."""
+    """A Llama layer whose attention reads the concatenated embedding and hidden state."""
 
     def __init__(self, config: GraniteConfig) -> None:
         super().__init__(config, layer_idx=0)
@@ -247,13 +247,13 @@ class Eagle3(Head):
     kind = "eagle3"
 
     def __init__(self, target: Config, draft_tokens: Iterable[int], **shape: int) -> None:
-        """`draft_tokens`: the target's ids in the draft vocabulary, ascending."""
+        """`draft_tokens`: the target's token ids in the draft vocabulary, ascending."""
         super().__init__(target, **shape)
         size = self.config.hidden_size
         ids = torch.as_tensor(list(draft_tokens), dtype=torch.int64)
         if not bool((ids.diff() > 0).all()):
             raise ValueError("the draft vocabulary must be in ascending order, without repeats")
-        self.feature_layers = aux_layers(target["num_hidden_layers"])
+        self.aux_layers = aux_layers(target["num_hidden_layers"])
         self.fc = nn.Linear(3 * size, size, bias=False)
         self.midlayer = MidLayer(self.config)
         self.norm = GraniteRMSNorm(size, self.config.rms_norm_eps)
@@ -269,7 +269,7 @@ class Eagle3(Head):
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
     def start(self, target: Output) -> Tensor:
-        return self.fc(torch.cat(target.features, dim=-1))
+        return self.fc(torch.cat(target.aux_hidden, dim=-1))
 
     def step(
         self,
@@ -297,7 +297,7 @@ class Eagle3(Head):
 
     @torch.no_grad()
     def copy_head(self, target: Target) -> None:
-        """Begin with the target's own head and final norm."""
+        """Copies the target's head and final norm as initial weights."""
         rows = target.model.lm_head.weight[self.draft_tokens.to(target.device)]
         self.lm_head.weight.copy_(rows.float() * target.head_scale)
         self.norm.weight.copy_(target.model.model.norm.weight)
@@ -308,7 +308,7 @@ class Eagle3(Head):
             "architectures": ["LlamaForCausalLMEagle3"],
             "model_type": "llama",
             "draft_vocab_size": len(self.d2t),
-            "eagle_aux_hidden_state_layer_ids": list(self.feature_layers),
+            "eagle_aux_hidden_state_layer_ids": list(self.aux_layers),
             **({} if scale == 1 else {"scale_emb": scale}),
             "tie_word_embeddings": False,
         }
@@ -320,9 +320,9 @@ class Eagle3(Head):
 def write_head(
     head: Head, destination: Path, card: str, extra: dict[str, Any], counts: np.ndarray | None
 ) -> None:
-    """Write config.json, model.safetensors (bf16), the card, and token_counts.npy if given.
+    """Writes config.json, model.safetensors (bf16), the card, and token_counts.npy if given.
 
-    The embedding, and for eagle2 the output head, are the target's and are not stored.
+    The target's embedding (and for eagle2 its output head) is not stored.
     """
     state = {}
     for name, value in head.state_dict().items():
@@ -341,7 +341,7 @@ def write_head(
 
 
 def load_head(directory: Path | str, target: Target) -> Head | None:
-    """Load an EAGLE head in float32, dense or in 4 bits; None if the directory holds none."""
+    """Loads a dense or 4-bit EAGLE head in float32. None: the directory is not an EAGLE head."""
     directory = Path(directory)
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     state = read_state(directory)
@@ -355,7 +355,7 @@ def load_head(directory: Path | str, target: Target) -> Head | None:
     if "d2t" in state:
         offsets = state["d2t"]
         head = Eagle3(target.source, (offsets + torch.arange(len(offsets))).tolist(), **shape)
-        head.feature_layers = tuple(config["eagle_aux_hidden_state_layer_ids"])
+        head.aux_layers = tuple(config["eagle_aux_hidden_state_layer_ids"])
     else:
         head = Eagle2(target.source, **shape)
     state = {k: v.float() if v.is_floating_point() else v for k, v in state.items()}

@@ -1,14 +1,14 @@
-"""4-bit weights: rounding by GPTQ, and how a checkpoint holds them.
+"""4-bit weights: rounding by GPTQ, and the tensors of a GPTQ checkpoint.
 
 A matrix W [N, K] becomes integers q in 0..15 and one scale for each `group` inputs of a row (the
 last group may be shorter): w = (q - 8) * scale. GPTQ (Frantar et al., arXiv:2210.17323) rounds one
-column after the other and adds what a column lost to those that are still to come, so that the
-layer's outputs X W^T change least. It knows the inputs X by H = X^T X.
+column after another. It compensates the rounding error of a column in the later columns, so that
+the layer's outputs X W^T change least. The inputs X enter as H = X^T X.
 
-Two choices of ours. Scales are chosen from the weights before any column is rounded, so columns
-can go in the order of falling diag(H) while a group is still `group` neighbours: this is what
-files call desc_act false, static_groups true. And a scale is a number that float16 and bfloat16
-both have, so it stays what it was in engines that keep scales in the type of the activations.
+This file makes two choices. Scales are fixed before any column is rounded. So columns are rounded
+in order of descending diag(H), while a group stays `group` adjacent columns (desc_act false,
+static_groups true). A scale is representable in float16 and in bfloat16, so engines that store
+scales in the type of the activations do not round it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from cpmcu.quant.packing import pack_gptq, pack_gptq_zeros, unpack_gptq, unpack_
 
 LOWEST, HIGHEST = -8, 7
 SUFFIXES = ("qweight", "qzeros", "scales", "g_idx")
-_SMALLEST_SCALE = 2.0**-14  # float16 has fewer digits below
+_SMALLEST_SCALE = 2.0**-14  # the smallest normal float16
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Quantized:
         return ((self.q.float() - 8) * scales).T.contiguous()
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a GPTQ checkpoint stores, by suffix. Raises ValueError if N or K is no 8n."""
+        """Returns GPTQ's tensors by suffix. Raises ValueError unless 8 divides N and K."""
         inputs = torch.arange(len(self.q), dtype=torch.int32)
         zeros = np.full(self.scales.shape, 8, np.uint8)
         return {
@@ -57,9 +57,10 @@ class Quantized:
 def dequantize_state(
     state: Mapping[str, Tensor], quantization_config: Mapping[str, Any]
 ) -> dict[str, Tensor]:
-    """A GPTQ checkpoint's tensors as those of a dense one: NAME.qweight and so on -> NAME.weight.
+    """Converts a GPTQ checkpoint's tensors (NAME.qweight and others) to dense NAME.weight.
 
-    float32 [N, K]; other tensors stay. Raises ValueError for anything but 4 bits in GPTQ's form.
+    A weight is float32 [N, K]. Other tensors are unchanged. Raises ValueError for any other
+    quantisation than GPTQ with 4 bits.
     """
     method, bits = quantization_config.get("quant_method"), quantization_config.get("bits")
     form = stored_format(quantization_config)
@@ -92,21 +93,21 @@ def num_groups(inputs: int, group: int) -> int:
 
 
 def _scale(values: Tensor) -> Tensor:
-    """The nearest float32 that is also a bfloat16 and a normal float16, never 0."""
+    """Rounds to a value that is both a bfloat16 and a normal float16, and not 0."""
     return values.clamp_min(_SMALLEST_SCALE).to(torch.bfloat16).float()
 
 
 def peak_scales(weight: Tensor, group: int) -> Tensor:
-    """[G, N]: the largest magnitude of the group becomes 7."""
+    """Returns scales [G, N] that map the largest magnitude of each group to 7."""
     parts = weight.split(group, dim=1)
     return torch.stack([_scale(part.abs().amax(1) / HIGHEST) for part in parts])
 
 
 def best_scales(weight: Tensor, group: int, importance: Tensor | None = None) -> Tensor:
-    """[G, N]: of peak / 7 to peak / 14 the scale with the least squared error of rounding.
+    """Returns scales [G, N] from peak / 7 to peak / 14 with the least squared rounding error.
 
-    Smaller scales clip the largest weights and give the others finer steps. `importance` [K]
-    weighs the inputs.
+    A smaller scale clips the largest weights and gives the others finer steps. `importance` [K]:
+    weights of the inputs in the error.
     """
     chosen = []
     start = 0
@@ -134,7 +135,7 @@ def _levels(values: Tensor, scales: Tensor) -> Tensor:
 
 
 def round_to_nearest(weight: Tensor, group: int, scales: Tensor | None = None) -> Quantized:
-    """W [N, K] rounded weight by weight; `scales` [G, N], by default those of `peak_scales`."""
+    """Rounds each weight of W [N, K] to nearest. `scales` [G, N]: default `peak_scales`."""
     weight = weight.detach().float()
     scales = peak_scales(weight, group) if scales is None else scales
     wide = scales.repeat_interleave(group, dim=0)[: weight.shape[1]]
@@ -145,10 +146,10 @@ def round_to_nearest(weight: Tensor, group: int, scales: Tensor | None = None) -
 def gptq(
     weight: Tensor, gram: Tensor, group: int, damping: float = 0.01, block: int = 128
 ) -> Quantized:
-    """W [N, K] rounded so that X W^T changes little, given gram = X^T X [K, K].
+    """Rounds W [N, K] so that X W^T changes little, given gram = X^T X [K, K].
 
-    `damping`, a share of the mean of diag(gram), is added to the diagonal. Columns are updated
-    at once within a block of `block` and once for all later ones.
+    `damping` times the mean of diag(gram) is added to the diagonal. A rounding error is
+    compensated at once within its block of `block` columns, and after the block in later columns.
     """
     rows, inputs = weight.shape
     if gram.shape != (inputs, inputs):
@@ -160,7 +161,7 @@ def gptq(
     group_of = order // group
     factor = _inverse_factor(gram[order][:, order]).float()
 
-    left = weight[:, order]  # what the columns still to be rounded should become
+    left = weight[:, order]  # targets of the columns not yet rounded
     q = torch.empty(inputs, rows, dtype=torch.uint8, device=weight.device)
     for begin in range(0, inputs, block):
         end = min(begin + block, inputs)
@@ -177,13 +178,13 @@ def gptq(
 
 
 def _damped(gram: Tensor, damping: float) -> Tensor:
-    """An input that is always 0 gets a diagonal too, and so is rounded to nearest."""
+    """Adds damping. An input that is always 0 gets a diagonal too: it is rounded to nearest."""
     mean = gram.diagonal().mean()
     return gram + torch.eye(len(gram)).to(gram) * (damping * mean if mean > 0 else 1.0)
 
 
 def _inverse_factor(gram: Tensor) -> Tensor:
-    """The upper Cholesky factor of gram^-1."""
+    """Returns the upper Cholesky factor of gram^-1."""
     lower = torch.linalg.cholesky(gram)
     return torch.linalg.cholesky(torch.cholesky_inverse(lower), upper=True)
 

@@ -1,12 +1,12 @@
-"""How many tokens of a draft's greedy chain a target accepts, on held-out text.
+"""Measures how many tokens of a draft's greedy chain a target accepts, on held-out text.
 
     python scripts/train/measure_acceptance.py --target DIR --draft DIR --text FOLDER
 
-Prompts are beginnings and insides of held-out files; the target continues them by itself, greedily
-and at some temperatures. A drafted token is accepted if it is the token that the target emitted
-there, which is what an engine does that draws the target's tokens with a position-keyed generator.
-So one pass over each finished text gives the chain of every position, and walking through the
-text gives the mean accept length (tokens per target forward, the target's own token included).
+Prompts are beginnings and inner parts of held-out files. The target continues them without a
+draft, greedily and at several temperatures. A draft token is accepted if the target emitted the
+same token there. An engine whose sampling is keyed by position accepts the same tokens. So one
+pass over a finished text gives the chain of every position. A walk through the text gives the mean
+accept length (tokens per forward pass of the target, including the target's own token).
 
 `--draft` is an EAGLE head that `train_eagle.py` wrote, or a language model.
 """
@@ -30,11 +30,10 @@ from torch import Tensor
 
 @torch.no_grad()
 def chain_matches(draft: Head | Target, target: Target, ids: Tensor, depth: int) -> Tensor:
-    """[B, T - 1 - depth, depth] of bool for ids [B, T]: does drafted token i equal the text's?
+    """Compares draft tokens with ids [B, T]: returns bool [B, T - 1 - depth, depth].
 
-    Entry (b, t, i) is about the chain that starts when tokens up to t + 1 are known, and its
-    token t + 2 + i. It holds given that the chain's earlier tokens matched, which is the only
-    case in which it is looked at.
+    Entry (b, t, i) belongs to the chain that starts when tokens up to t + 1 are known, and to its
+    token t + 2 + i. The entry is valid only if the chain's earlier tokens matched.
     """
     count = ids.shape[1] - 1 - depth
     columns = []
@@ -43,7 +42,7 @@ def chain_matches(draft: Head | Target, target: Target, ids: Tensor, depth: int)
         hits = best[:, 1:-1] == ids[:, 2:]
         columns = [hits[:, i : i + count] for i in range(depth)]
     else:
-        output = target(ids[:, :-1], feature_layers=draft.feature_layers, with_logits=False)
+        output = target(ids[:, :-1], aux_layers=draft.aux_layers, with_logits=False)
         cos, sin = target.rope(0, ids.shape[1] - 1)
         embeddings = target.embed(ids[:, 1:])
         steps = draft.unroll(draft.start(output), embeddings, cos, sin, depth)
@@ -56,10 +55,10 @@ def chain_matches(draft: Head | Target, target: Target, ids: Tensor, depth: int)
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """Over all positions: `at_depth[i]`, the share of chains whose first i + 1 tokens matched."""
+    """Acceptance over all positions. `at_depth[i]`: share of chains with i + 1 matching tokens."""
 
     at_depth: list[float]
-    mean_length: float  # of walks with chains of `chain` tokens, the target's token included
+    mean_length: float  # mean accept length with chains of `chain` tokens
     chain: int
     tokens: int
 
@@ -74,7 +73,7 @@ class Acceptance:
 def acceptance(
     matches: Tensor, lengths: Sequence[int], prompt_tokens: int, chain: int
 ) -> Acceptance:
-    """From `chain_matches`; `lengths[b]` tokens of text b count, its prompt included."""
+    """Computes it from `chain_matches`. `lengths[b]`: tokens of text b, with its prompt."""
     depth = matches.shape[-1]
     runs = matches.long().cumprod(-1)  # [B, roots, depth]
     accepted = runs[..., :chain].sum(-1).tolist()
@@ -93,7 +92,7 @@ def acceptance(
             emitted += step
             at += step
     if not roots:
-        raise SystemExit("the continuations are too short to measure anything")
+        raise SystemExit("the continuations are too short for a measurement")
     return Acceptance((shares / roots).tolist(), emitted / cycles, chain, roots)
 
 
@@ -105,7 +104,7 @@ def held_out_prompts(
     prompt_tokens: int,
     seed: int,
 ) -> Tensor:
-    """[prompts, prompt_tokens]: of each file its beginning, then places inside it."""
+    """Returns [prompts, prompt_tokens]: the beginning of each file, then places inside it."""
     rng = random.Random(seed)
     texts = encode(tokenizer, [document.text for document in documents], form.special_text)
     framed = [form.frame(ids) for ids in texts]
@@ -154,7 +153,7 @@ def load_draft(directory: Path, target: Target) -> Head | Target:
         return head
     draft = load_pretrained(directory, str(target.device))
     if draft.vocab_size != target.vocab_size:
-        raise SystemExit(f"{directory} has another vocabulary than the target")
+        raise SystemExit(f"{directory} has a different vocabulary than the target")
     return draft
 
 
@@ -163,13 +162,13 @@ def main() -> None:
     add_target_arguments(parser)
     parser.add_argument("--draft", type=Path, nargs="+", required=True)
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.7, 0.8])
-    parser.add_argument("--top-p", type=float, default=1.0, help="of the target's sampling")
+    parser.add_argument("--top-p", type=float, default=1.0, help="top-p of the target's sampling")
     parser.add_argument("--repetition-penalty", type=float, default=1.0, help="likewise")
     parser.add_argument("--prompts", type=int, default=96)
     parser.add_argument("--prompt-tokens", type=int, default=48)
     parser.add_argument("--new-tokens", type=int, default=160)
     parser.add_argument("--depth", type=int, default=5, help="report acceptance to this depth")
-    parser.add_argument("--chain", type=int, default=4, help="drafted tokens per cycle")
+    parser.add_argument("--chain", type=int, default=4, help="draft tokens per speculative step")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     args.target_dtype = args.target_dtype or "float32"

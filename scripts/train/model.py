@@ -1,6 +1,6 @@
-"""Language models of transformers, as the recipe loads, reads and trains them.
+"""Loads and trains language models of transformers.
 
-transformers has no MiniCPM, but its Granite computes the same: a Llama with four scales.
+transformers has no MiniCPM. Its Granite, a Llama with four scales, computes the same function.
 
     x = scale_emb * embed[ids]
     x = x + residual_scale * attention(norm(x))      residual_scale = scale_depth / sqrt(L)
@@ -36,7 +36,7 @@ from transformers import (
 from transformers.utils import logging
 
 FAMILIES = ("llama", "mistral", "minicpm", "qwen2", "qwen3")
-# Keys of config.json that mean the same in every family.
+# Keys of config.json with the same meaning in every family.
 SHARED = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim"),
     *("num_attention_heads", "num_key_value_heads", "rms_norm_eps", "max_position_embeddings"),
@@ -46,7 +46,7 @@ Config = dict[str, Any]
 
 
 def minicpm_config(**shape: Any) -> Config:
-    """The config.json of a MiniCPM model that this recipe trains; `shape` overrides its keys."""
+    """Returns the config.json of this recipe's MiniCPM model. `shape` overrides keys."""
     return {
         "architectures": ["MiniCPMForCausalLM"],
         "model_type": "minicpm",
@@ -79,7 +79,7 @@ def minicpm_config(**shape: Any) -> Config:
 
 
 def granite_config(config: Config, residual_scale: float) -> GraniteConfig:
-    """A Granite of the shape and scales of a config.json, whatever its family."""
+    """Returns a Granite configuration with the shape and scales of a config.json of any family."""
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     head_dim = config.get("head_dim") or hidden // heads
     kept = {name: config[name] for name in SHARED if config.get(name) is not None}
@@ -96,7 +96,7 @@ def granite_config(config: Config, residual_scale: float) -> GraniteConfig:
 
 
 def transformers_config(config: Config) -> PreTrainedConfig:
-    """What transformers builds for a config.json of the Llama, MiniCPM, Qwen2 or Qwen3 family."""
+    """Returns transformers' configuration for a config.json of a supported family."""
     kind = config.get("model_type", "llama")
     if kind not in FAMILIES:
         raise ValueError(f"model_type is {kind!r}, expected one of {', '.join(FAMILIES)}")
@@ -107,21 +107,21 @@ def transformers_config(config: Config) -> PreTrainedConfig:
     return AutoConfig.for_model(kind, **{k: v for k, v in config.items() if k != "model_type"})
 
 
-# ---- what a draft reads of its target
+# ---- inputs of a draft from its target
 
 
 @dataclass(slots=True)
 class Output:
-    """What one forward pass leaves behind; draft heads are trained on `hidden` or `features`."""
+    """The results of one forward pass. Draft heads read `hidden` or `aux_hidden`."""
 
     logits: Tensor | None  # [B, T, V]
     hidden: Tensor  # [B, T, H] after the final norm
-    features: list[Tensor]  # residual stream entering each requested layer, [B, T, H] each
+    aux_hidden: list[Tensor]  # residual stream entering each requested layer, [B, T, H] each
     cache: Cache
 
 
 class Target:
-    """A model of transformers with the config.json that it was made from."""
+    """A model of transformers with its config.json."""
 
     def __init__(self, model: PreTrainedModel, source: Config) -> None:
         self.model, self.source = model, source
@@ -155,7 +155,7 @@ class Target:
         return self.model.lm_head(hidden) * self.head_scale
 
     def rope(self, start: int, count: int) -> tuple[Tensor, Tensor]:
-        """cos and sin, [1, T, D], of positions start .. start + count - 1."""
+        """Returns cos and sin, [1, T, D], of positions start .. start + count - 1."""
         positions = torch.arange(start, start + count, device=self.device)[None]
         like = self.model.get_input_embeddings().weight[:0]
         return self.model.model.rotary_emb(like, position_ids=positions)
@@ -164,20 +164,20 @@ class Target:
         self,
         ids: Tensor,
         past: Cache | None = None,
-        feature_layers: Sequence[int] = (),
+        aux_layers: Sequence[int] = (),
         with_logits: bool = True,
     ) -> Output:
-        """ids [B, T]; `past` continues earlier tokens."""
+        """Runs ids [B, T]. `past`: the keys and values of earlier tokens."""
         output = self.model.model(
             input_ids=ids,
             past_key_values=past,
             use_cache=True,
-            output_hidden_states=bool(feature_layers),
+            output_hidden_states=bool(aux_layers),
         )
         hidden = output.last_hidden_state
-        features = [output.hidden_states[layer] for layer in feature_layers]
+        aux_hidden = [output.hidden_states[layer] for layer in aux_layers]
         logits = self.head(hidden) if with_logits else None
-        return Output(logits, hidden, features, output.past_key_values)
+        return Output(logits, hidden, aux_hidden, output.past_key_values)
 
     def loss(self, ids: Tensor, targets: Tensor) -> Tensor:
         """Mean next-token cross-entropy, in nats."""
@@ -189,7 +189,7 @@ class Target:
 
 
 def read_state(directory: Path) -> dict[str, Tensor]:
-    """The tensors of one or several safetensors files; 4-bit ones of GPTQ as float32 weights."""
+    """Reads the tensors of all safetensors files. GPTQ's 4-bit weights become float32."""
     state: dict[str, Tensor] = {}
     for path in sorted(directory.glob("*.safetensors")):
         state |= load_file(path)
@@ -204,12 +204,12 @@ def read_state(directory: Path) -> dict[str, Tensor]:
 def load_pretrained(
     directory: Path | str, device: str = "cpu", dtype: torch.dtype = torch.float32
 ) -> Target:
-    """Load a Hugging Face directory, as `read_state` reads it; nothing of it is trained."""
+    """Loads a Hugging Face directory with `read_state`. Its parameters are frozen."""
     directory = Path(directory)
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     config.pop("quantization_config", None)
     state = read_state(directory)
-    # A checkpoint that says nothing about tying and has no head is tied.
+    # A checkpoint without tie_word_embeddings and without a head is tied.
     if "lm_head.weight" not in state:
         config["tie_word_embeddings"] = True
     state = {k: v for k, v in state.items() if not k.endswith("rotary_emb.inv_freq")}
@@ -222,9 +222,9 @@ def load_pretrained(
 
 
 def new_minicpm(config: Config, seed: int, dropout: float = 0.0) -> Target:
-    """A MiniCPM model before training; in training, `dropout` is that of each residual branch.
+    """Creates a MiniCPM model for training. `dropout` applies to each residual branch.
 
-    Matrices ~ N(0, 1/fan_in); embeddings so that the scaled ones have unit variance.
+    Matrices ~ N(0, 1/fan_in). Scaled embeddings have unit variance.
     """
     model = GraniteForCausalLM(transformers_config(config))
     generator = torch.Generator().manual_seed(seed)

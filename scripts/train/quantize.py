@@ -1,13 +1,13 @@
-"""Quantise a model, or the EAGLE head of a model, to 4 bits: a GPTQ checkpoint of either.
+"""Quantises a model or its EAGLE head to 4 bits and writes a GPTQ checkpoint.
 
     python scripts/train/quantize.py --target DIR --text FOLDER --out DIR-w4
     python scripts/train/quantize.py --target DIR-w4 --draft HEAD --text FOLDER --out HEAD-w4
 
-The linear layers get 4 bits; embedding, output head, norms and biases stay as they are. They are
-done in the order in which they compute, each for the inputs that it gets from those already
-quantised. The inputs come from windows of the training files; held-out files are only measured
-on. A head is calibrated on what it will read: hidden states of the target given (so give the
-quantised one) and, from the second step of a chain on, its own.
+Linear layers get 4 bits. Embedding, output head, norms and biases are unchanged. The layers are
+quantised in forward order, each with the inputs that the quantised earlier layers produce. The
+inputs come from windows of the training files; held-out files are only for evaluation. A head is
+calibrated on the hidden states of --target (so pass the quantised one) and, from the second step
+of a chain on, on its own outputs.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from trainer import Batches, TrainConfig, evaluate
 
 from cpmcu.convert.output import new_directory
 
-# Matrices of a layer that read the same input, in the order in which they compute.
+# Matrices of a layer in forward order, grouped by common input.
 STAGES = (
     ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     ("self_attn.o_proj",),
@@ -48,7 +48,7 @@ Batch = Callable[[], object]  # one forward pass over some of the calibration te
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    group_size: int = 128  # -1: all inputs of an output share one scale
+    group_size: int = 128  # -1: one scale for all inputs of an output
     damping: float = 0.01
 
     def group(self, linear: nn.Linear) -> int:
@@ -71,10 +71,10 @@ class Settings:
 
 
 def collect_gram(linear: nn.Linear, batches: Iterable[Batch]) -> Tensor:
-    """X^T X [K, K] in float64 of what `linear` reads in all batches.
+    """Returns X^T X [K, K] in float64 over the inputs X of `linear` in all batches.
 
-    In the i-th call within a batch the first i rows are left out: with `Head.unroll`, the only
-    one that calls a layer again, they belong to no chain.
+    Only `Head.unroll` calls a layer several times in a batch. In its i-th call the first i rows
+    belong to no chain and are skipped.
     """
     gram = torch.zeros(linear.in_features, linear.in_features, dtype=torch.float64)
     gram = gram.to(linear.weight.device)
@@ -100,7 +100,7 @@ def collect_gram(linear: nn.Linear, batches: Iterable[Batch]) -> Tensor:
 def quantize_stage(
     linears: Mapping[str, nn.Linear], batches: Iterable[Batch], settings: Settings
 ) -> dict[str, Quantized]:
-    """Quantise matrices that read the same input, in place. `linears` by checkpoint name."""
+    """Quantises matrices with a common input, in place. `linears`: by checkpoint name."""
     gram = collect_gram(next(iter(linears.values())), batches)
     done = {}
     for name, linear in linears.items():
@@ -120,7 +120,7 @@ def _stages(layer: nn.Module, prefix: str) -> Iterator[dict[str, nn.Linear]]:
 def quantize_model(
     model: Target, ids: Tensor, settings: Settings, batch_size: int = 4
 ) -> dict[str, Quantized]:
-    """Quantise every layer of `model` in place. ids [windows, T]: the calibration text."""
+    """Quantises every layer of `model` in place. ids [windows, T]: the calibration text."""
     rope = model.rope(0, ids.shape[1])
     parts = [model.embed(part.to(model.device)) for part in ids.split(batch_size)]
     done: dict[str, Quantized] = {}
@@ -141,13 +141,13 @@ def quantize_head(
     depth: int = 5,
     batch_size: int = 4,
 ) -> dict[str, Quantized]:
-    """Quantise an EAGLE head in place, all but its own output head. ids [windows, T].
+    """Quantises an EAGLE head in place, without its output head. ids [windows, T].
 
-    Calibrated on chains of `depth` steps that begin at every token of the text.
+    The calibration runs chains of `depth` steps from every token of the text.
     """
 
     def batch(part: Tensor) -> None:
-        output = target(part[:, :-1], feature_layers=head.feature_layers, with_logits=False)
+        output = target(part[:, :-1], aux_layers=head.aux_layers, with_logits=False)
         cos, sin = target.rope(0, part.shape[1] - 1)
         head.unroll(head.start(output), target.embed(part[:, 1:]), cos, sin, depth)
 
@@ -162,7 +162,7 @@ def quantize_head(
 
 @torch.no_grad()
 def round_model(model: Target, settings: Settings) -> None:
-    """Round every layer to nearest, in place: what GPTQ is compared with."""
+    """Rounds every layer to nearest, in place: the baseline of GPTQ."""
     for layer in model.layers:
         for linears in _stages(layer, ""):
             for linear in linears.values():
@@ -174,7 +174,7 @@ def round_model(model: Target, settings: Settings) -> None:
 
 
 def check_shapes(module: nn.Module, settings: Settings) -> None:
-    """Raises SystemExit for a matrix that the format cannot hold."""
+    """Raises SystemExit if the format cannot store a matrix."""
     stages = {name.rpartition(".")[2] for names in STAGES for name in names} | {"fc"}
     for name, linear in module.named_modules():
         if not isinstance(linear, nn.Linear) or name.rpartition(".")[2] not in stages:
@@ -199,7 +199,7 @@ def write_quantized(
     settings: Settings,
     card: str,
 ) -> None:
-    """`source` with the matrices of `done` in 4 bits. Other tensors and files are copied."""
+    """Writes `source` with the matrices of `done` in 4 bits. Copies other tensors and files."""
     state = read_state(source)
     for name, matrix in done.items():
         del state[f"{name}.weight"]
@@ -245,11 +245,13 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--group-size", type=int, choices=(128, -1), default=128, help="inputs per scale; -1: all"
     )
-    parser.add_argument("--damping", type=float, default=0.01, help="share of the mean of diag(H)")
-    parser.add_argument("--windows", type=int, default=32, help="of the calibration text")
+    parser.add_argument(
+        "--damping", type=float, default=0.01, help="added to diag(H), times its mean"
+    )
+    parser.add_argument("--windows", type=int, default=32, help="windows of calibration text")
     parser.add_argument("--seq-len", type=int, default=2048, help="tokens of a window")
     parser.add_argument("--depth", type=int, default=5, help="steps of the head's chains")
-    parser.add_argument("--seed", type=int, default=0, help="of the choice of windows")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the choice of windows")
     parser.add_argument("--corpus-note", default="", help="one sentence on the data, for the card")
     args = parser.parse_args()
     args.target_dtype = args.target_dtype or "float32"
@@ -261,7 +263,7 @@ def main() -> None:
     source = args.draft or args.target
     check_out(args, args.target, args.draft)
     if "quantization_config" in json.loads((source / "config.json").read_text(encoding="utf-8")):
-        raise SystemExit(f"{source} is quantised already, expected the original")
+        raise SystemExit(f"{source} is already quantised, expected the original")
     torch.set_float32_matmul_precision("highest")
     target, tokenizer, form = load_target(args)
     documents, held_out = corpus_from_arguments(args)
@@ -274,13 +276,13 @@ def main() -> None:
     if args.draft:
         head = load_head(args.draft, target)
         if head is None:
-            raise SystemExit(f"{args.draft} holds no EAGLE head; give a draft model as --target")
+            raise SystemExit(f"{args.draft} is not an EAGLE head; pass a draft model as --target")
         check_shapes(head, settings)
         done = quantize_head(head, target, ids, settings, args.depth)
         what = f",\n  chains of {args.depth} steps on `{args.target.resolve().name}`"
         text = card(name, original, what, corpus, args, "")
         write_quantized(source, args.out, done, settings, text)
-        print(f"written to {args.out}; measure_acceptance.py says what it is worth")
+        print(f"written to {args.out}; measure its acceptance with measure_acceptance.py")
         return
 
     check_shapes(target.model, settings)

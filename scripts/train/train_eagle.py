@@ -1,10 +1,10 @@
-"""Train an EAGLE head for a target model on folders of text, with features from the target.
+"""Trains an EAGLE head of a target model on folders of text.
 
     python scripts/train/train_eagle.py --target DIR --text FOLDER --out DIR --kind eagle2
 
-The head learns the target's own next-token distribution, at every position of the text and for
-`--depth` steps: from the second step on it reads its own outputs, as it will in an engine. The
-destination is written whenever the held-out loss has improved, each time as a whole.
+At every position of the text the head learns the target's next-token distribution, for `--depth`
+steps. From the second step on it reads its own outputs, as in an engine. If the held-out loss
+improves, the whole destination is written again.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ DEFAULTS = TrainConfig(
 
 
 class Distillation(nn.Module):
-    """The head in training. Only its own parameters are among `parameters()`."""
+    """The head in training. `parameters()` has only the head's own parameters."""
 
     def __init__(
         self,
@@ -47,34 +47,34 @@ class Distillation(nn.Module):
         step_weight: float = 0.8,
         feature_weight: float = 0.0,
     ) -> None:
-        """Step s weighs step_weight^s; feature_weight is for smooth L1 to the target's hidden."""
+        """Step s has weight step_weight^s. feature_weight: of smooth L1 to the hidden state."""
         super().__init__()
         if feature_weight and head.kind != "eagle2":
             raise ValueError("only an eagle2 head imitates the target's hidden states")
         self.head = head
-        self.frozen = (target,)  # in a tuple, so that it is no submodule
+        self.frozen = (target,)  # a tuple, so that it is not a submodule
         self.depth = depth
         self.step_weight = step_weight
         self.feature_weight = feature_weight
 
     def loss(self, ids: Tensor, targets: Tensor) -> Tensor:
-        """ids and targets [B, T], targets one token later.
+        """Returns the loss of ids and targets [B, T]; targets are one token later.
 
         Row p predicts token p + 2, so its label is the target's distribution at p + 1. The loss
-        of a step is the mean cross-entropy to that distribution; with a draft vocabulary the
-        tokens outside it add nothing, so that a row counts as much as it can be accepted.
+        of a step is the mean cross-entropy to that distribution. Tokens outside the draft
+        vocabulary add 0, so a row has the weight of the probability that can be accepted.
         """
         (target,), head = self.frozen, self.head
         whole = torch.cat((ids, targets[:, -1:]), dim=1)  # [B, T + 1]
         with torch.no_grad():
-            output = target(whole, feature_layers=head.feature_layers)
+            output = target(whole, aux_layers=head.aux_layers)
             wanted = torch.softmax(output.logits[:, 1:].float(), dim=-1)
             wanted = head.in_draft_vocabulary(wanted)
             later = output.hidden[:, 1:]
             now = replace(
                 output,
                 hidden=output.hidden[:, :-1],
-                features=[feature[:, :-1] for feature in output.features],
+                aux_hidden=[state[:, :-1] for state in output.aux_hidden],
             )
             cos, sin = target.rope(0, ids.shape[1])
             embeddings = target.embed(whole[:, 1:])
@@ -94,7 +94,7 @@ class Distillation(nn.Module):
 
 
 def draft_vocabulary(counts: np.ndarray, size: int) -> list[int]:
-    """The `size` most frequent tokens (ties to the smaller id), in ascending order."""
+    """Returns the `size` most frequent tokens (ties: the smaller id) in ascending order."""
     order = np.argsort(-counts, kind="stable")
     return sorted(order[:size].tolist())
 
@@ -102,7 +102,7 @@ def draft_vocabulary(counts: np.ndarray, size: int) -> list[int]:
 def build_head(
     kind: str, target: Target, counts: np.ndarray, draft_vocab_size: int, seed: int, **shape: int
 ) -> Head:
-    """A head before training."""
+    """Creates a head for training."""
     if kind == "eagle2":
         head: Head = Eagle2(target.source, **shape)
         head.initialise(seed)
@@ -130,7 +130,7 @@ def card(
         "eagle3": "EAGLE-3 head",
     }[head.kind]
     if isinstance(head, Eagle3):
-        layers = ", ".join(map(str, head.feature_layers))
+        layers = ", ".join(map(str, head.aux_layers))
         detail = (
             f"It reads the residual stream entering layers {layers} (counted from 0) of the\n"
             f"target and has a draft vocabulary of {len(head.d2t)} tokens."
@@ -173,10 +173,10 @@ def parse_arguments() -> argparse.Namespace:
     add_out_arguments(parser)
     parser.add_argument("--kind", choices=("eagle2", "eagle3"), default="eagle2")
     parser.add_argument(
-        "--generated", type=Path, help="token file of continue_text.py, trained on as well"
+        "--generated", type=Path, help="token file of continue_text.py, added to the training text"
     )
     parser.add_argument("--corpus-note", default="", help="one sentence on the data, for the card")
-    parser.add_argument("--depth", type=int, default=5, help="steps that training unrolls")
+    parser.add_argument("--depth", type=int, default=5, help="steps of the unrolled training")
     parser.add_argument("--step-weight", type=float, default=0.8, help="loss of step s: this^s")
     parser.add_argument(
         "--feature-weight", type=float, default=0.0, help="smooth L1 to the hidden states (eagle2)"
@@ -238,7 +238,7 @@ def main() -> None:
     parameters = sum(p.numel() for p in head.parameters())
     print(f"{args.kind}: {parameters / 1e6:.2f} M parameters on {hardware}", flush=True)
 
-    # A home directory or a temporary one is nobody's business: the card names the folder only.
+    # The card names the last folder only: the whole path may be private.
     target_name = args.target.resolve().name
     corpus = args.corpus_note or f"{len(train_documents)} text files."
     eos = {} if form.eos is None else {"eos_token_id": form.eos}
@@ -269,7 +269,7 @@ def main() -> None:
         return
     torch.set_float32_matmul_precision("highest")
     target.model.float()
-    final = load_head(args.out, target)  # the best one, as rounded in the file
+    final = load_head(args.out, target)  # the best head, as stored in bf16
     assert final is not None
     prompts = held_out_prompts(tokenizer, held_out, form, 96, 48, config.seed)
     results = {}

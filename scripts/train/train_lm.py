@@ -1,9 +1,9 @@
-"""Train a small MiniCPM language model on a folder of text and write a Hugging Face directory.
+"""Trains a small MiniCPM language model on a folder of text and writes a Hugging Face directory.
 
     python scripts/train/train_lm.py --corpus FOLDER --tokenizer DIR --out DIR --max-minutes 5
 
-The destination is written whenever the held-out loss has improved, each time as a whole, so an
-interrupted run leaves the best model so far.
+If the held-out loss improves, the whole destination is written again. So an interrupted run leaves
+the best model so far.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_ma
 
 
 def write_model(model: Target, tokenizer_dir: Path, destination: Path, card: str) -> None:
-    """Write a complete Hugging Face directory, bf16 weights."""
+    """Writes a complete Hugging Face directory with bf16 weights."""
     state = {
         name: value.detach().to("cpu", torch.bfloat16).contiguous()
         for name, value in model.model.state_dict().items()
@@ -118,11 +118,18 @@ def print_samples(model: Target, tokenizer: Tokenizer, prompts: list[str], count
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add_corpus_arguments(parser)
-    parser.add_argument("--pieces-share", type=float, default=1.0, help="files also cut in pieces")
+    parser.add_argument(
+        "--pieces-share",
+        type=float,
+        default=1.0,
+        help="share of files that are also cut into short documents",
+    )
     parser.add_argument("--corpus-note", default="", help="one sentence on the data, for the card")
     parser.add_argument("--tokenizer", type=Path, required=True, help="folder with the tokenizer")
     add_out_arguments(parser)
-    parser.add_argument("--prompt", action="append", default=[], help="complete this at the end")
+    parser.add_argument(
+        "--prompt", action="append", default=[], help="prompt to complete at the end; repeatable"
+    )
     parser.add_argument("--sample-tokens", type=int, default=120)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
 
@@ -142,7 +149,7 @@ def parse_arguments() -> argparse.Namespace:
         default = minicpm_config()[name]
         flag = f"--{name.replace('_', '-')}"
         shape.add_argument(flag, type=type(default), default=default)
-    shape.add_argument("--dropout", type=float, default=0.0, help="of each residual branch")
+    shape.add_argument("--dropout", type=float, default=0.0, help="dropout of each residual branch")
 
     run = parser.add_argument_group("training")
     defaults = TrainConfig()

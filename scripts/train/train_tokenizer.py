@@ -1,10 +1,10 @@
-"""Train a byte-level BPE tokenizer on a folder of text and write it in Hugging Face's format.
+"""Trains a byte-level BPE tokenizer on a folder of text and writes it in Hugging Face's format.
 
     python scripts/train/train_tokenizer.py --corpus FOLDER --out DIR
 
-Byte-level BPE has a token for each of the 256 bytes, so any text survives a round trip. Words
-take at most one leading space or punctuation mark; line breaks and runs of spaces are tokens of
-their own, so a word at the start of a line is the same token at every indentation.
+Byte-level BPE has a token for each of the 256 bytes, so it can represent any text. A word includes
+at most one leading space or punctuation mark. Line breaks and runs of spaces are separate tokens,
+so a word at the start of a line is the same token at every indentation.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ SPLIT_PATTERN = "|".join(
     )
 )
 
-# ChatML without BOS: the tokenizer's post-processor adds BOS to every encoded text, rendered
-# conversations included, so the template must not print it a second time.
+# ChatML. The tokenizer's post-processor adds BOS to encoded texts, so a rendered conversation is
+# encoded without special tokens: the template writes BOS itself.
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}"
@@ -48,7 +48,7 @@ CHAT_TEMPLATE = (
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """A tokenizer of exactly `vocab_size` tokens, given enough text."""
+    """Trains a tokenizer of `vocab_size` tokens; of fewer if the text is too short."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -72,7 +72,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def write_tokenizer(tokenizer: Tokenizer, directory: Path, max_length: int = 2048) -> None:
-    """Write tokenizer.json, tokenizer_config.json and special_tokens_map.json."""
+    """Writes tokenizer.json, tokenizer_config.json and special_tokens_map.json."""
     tokenizer.save(str(directory / "tokenizer.json"))
     added = {
         str(index): {

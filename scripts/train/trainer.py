@@ -1,6 +1,6 @@
-"""Training over windows of a token stream, with transformers' Trainer: batches, schedule, report.
+"""Training over windows of a token stream with transformers' Trainer: batches, schedule, report.
 
-A model is anything with parameters; its loss is a function of inputs and targets, [B, T] each.
+A model is a module with parameters. Its loss is a function of inputs and targets, [B, T] each.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from transformers import (
 @dataclass(frozen=True, slots=True)
 class TrainConfig:
     steps: int = 4000
-    max_minutes: float = math.inf  # the schedule ends at `steps` or here, whichever comes first
+    max_minutes: float = math.inf  # the schedule ends at `steps` or at this time
     batch_size: int = 32  # windows per step
     seq_len: int = 2048
     learning_rate: float = 3e-3
@@ -48,9 +48,9 @@ class TrainConfig:
 
 
 class Batches(IterableDataset):
-    """Batches of random windows of a token stream; half of them begin at the start of a document.
+    """Batches of random windows of a token stream. Half of the windows begin at a document.
 
-    A batch has `input_ids` and `labels`, [batch_size, seq_len] each, labels one token later.
+    A batch has `input_ids` and `labels`, [batch_size, seq_len] each. Labels are one token later.
     """
 
     def __init__(self, stream: TokenStream, config: TrainConfig, device: torch.device) -> None:
@@ -68,7 +68,7 @@ class Batches(IterableDataset):
         self.generator = torch.Generator(device).manual_seed(config.seed)
 
     def next(self) -> tuple[Tensor, Tensor]:
-        """Inputs and targets, [batch_size, seq_len] each."""
+        """Returns inputs and targets, [batch_size, seq_len] each."""
         count, device = self.config.batch_size, self.ids.device
         anywhere = torch.randint(self.last + 1, (count,), generator=self.generator, device=device)
         pick = torch.randint(len(self.starts), (count,), generator=self.generator, device=device)
@@ -97,7 +97,7 @@ def evaluate(
     batch_size: int,
     device: torch.device,
 ) -> float:
-    """Mean loss in nats per token over consecutive windows of the whole stream."""
+    """Returns the mean loss in nats per token over consecutive windows of the whole stream."""
     ids = torch.from_numpy(stream.ids.astype(np.int64))
     total, count = 0.0, 0
     step = seq_len * batch_size
@@ -120,7 +120,7 @@ def evaluate(
 
 @dataclass(slots=True)
 class Report:
-    """What the model card states."""
+    """Measurements of a run for the model card."""
 
     best_validation_loss: float = math.inf
     steps: int = 0
@@ -134,7 +134,7 @@ class Report:
 
 
 def stop_on_signals() -> Callable[[], bool]:
-    """Whether SIGINT or SIGTERM came since this was called; the second one ends the process."""
+    """Returns a function that is true after SIGINT or SIGTERM. A second signal ends the process."""
     stopped = False
 
     def stop(number: int, frame: object) -> None:
@@ -149,7 +149,7 @@ def stop_on_signals() -> Callable[[], bool]:
 
 
 class Schedule:
-    """How far a run is, 0 to 1, by steps or by the clock, and the learning rate there."""
+    """The progress of a run, 0 to 1, by steps or by time, and the learning rate there."""
 
     def __init__(self, config: TrainConfig) -> None:
         self.config, self.begin = config, time.perf_counter()
@@ -162,7 +162,7 @@ class Schedule:
         return max(step / self.config.steps, self.minutes / self.config.max_minutes)
 
     def factor(self, step: int) -> float:
-        """Of the peak rate: linear warm-up, then a cosine over the share that is done."""
+        """Returns the factor of the peak rate: linear warm-up, then a cosine of the progress."""
         config = self.config
         warm = min((step + 1) / max(config.warmup_steps, 1), 1.0)
         low = config.final_learning_rate / config.learning_rate
@@ -171,7 +171,7 @@ class Schedule:
 
 
 class Reporter(TrainerCallback):
-    """Ends a run by the clock or a signal, and keeps the best model."""
+    """Ends a run after its time or a signal, and saves the best model."""
 
     def __init__(
         self,
@@ -224,7 +224,7 @@ class Reporter(TrainerCallback):
 
 
 class WindowTrainer(Trainer):
-    """transformers' Trainer over `Batches`, evaluated on every token of a held-out stream."""
+    """transformers' Trainer over `Batches`. Evaluation covers every token of a held-out stream."""
 
     def __init__(
         self,
@@ -263,7 +263,7 @@ class WindowTrainer(Trainer):
 
 
 def make_optimizer(model: nn.Module, config: TrainConfig, fused: bool) -> torch.optim.AdamW:
-    """AdamW; norm weights and biases are not decayed."""
+    """Returns AdamW without weight decay of norm weights and biases."""
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in trained if p.dim() >= 2], "weight_decay": config.weight_decay},
@@ -281,9 +281,10 @@ def train(
     save: Callable[[Report], None] = lambda report: None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Report:
-    """Train `model` in place on `loss` of inputs and targets.
+    """Trains `model` in place on `loss` of inputs and targets.
 
-    `save` is called after every improvement of the validation loss, or once at the end.
+    `save` is called after every improvement of the validation loss, or once at the end without
+    validation.
     """
     device = next(model.parameters()).device
     on_gpu = device.type == "cuda"

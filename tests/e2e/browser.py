@@ -1,4 +1,4 @@
-"""The chat page in a browser, as tests use it."""
+"""Drives the chat page in a browser."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.e2e.harness import Server
 
 DESKTOP, PHONE = (1280, 800), (390, 844)
 ANSWERS = "article[aria-label='The model']"
-# Keeps what the page asks for, and lets a test add to it.
+# Records the page's requests. A test can add fields to them.
 _RECORD = """
 window.asked = []; window.extra = arguments[0]; const before = window.fetch;
 window.fetch = (path, options = {}) => {
@@ -25,7 +25,7 @@ window.fetch = (path, options = {}) => {
 
 
 class Page:
-    """The page of one server, as somebody finds it who comes for the first time."""
+    """The page of one server, with empty browser storage."""
 
     def __init__(self, driver: Any, server: Server, size: tuple[int, int] = DESKTOP) -> None:
         self.driver = driver
@@ -36,11 +36,11 @@ class Page:
         driver.execute_cdp_cmd("Storage.clearDataForOrigin", kept)
         driver.get(server.url + "/")
         driver.execute_script("sessionStorage.clear()")
-        driver.get_log("browser")  # forgets it
+        driver.get_log("browser")  # clears the log
         self.reload()
 
     def resize(self, size: tuple[int, int]) -> None:
-        """Makes the tab a desktop's or a phone's."""
+        """Emulates a desktop or a phone."""
         phone = size == PHONE
         metrics = {"width": size[0], "height": size[1], "deviceScaleFactor": 1, "mobile": phone}
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
@@ -64,7 +64,7 @@ class Page:
         found[-1].click()
 
     def texts(self, selector: str) -> list[str]:
-        # Not element.text, which is what can be seen, with white space gone.
+        # element.text has only visible text with white space removed.
         script = "return [...document.querySelectorAll(arguments[0])].map((e) => e.textContent)"
         return [text.replace("\u00a0", " ") for text in self.run(script, selector)]
 
@@ -79,7 +79,7 @@ class Page:
         self.wait(lambda: self.find("#model").text != "cpmcu")
 
     def type(self, text: str) -> None:
-        # ChromeDriver cannot type what is outside the basic plane; the rest goes by key.
+        # ChromeDriver cannot type characters outside the basic plane.
         self.find("#prompt").send_keys(text)
 
     def prompt(self) -> str:
@@ -102,11 +102,11 @@ class Page:
         return self.run("return window.asked")
 
     def contents(self) -> list[str]:
-        """The messages' texts in the last request."""
+        """Returns the texts of the messages in the last request."""
         return [message["content"] for message in self.asked()[-1]["messages"]]
 
     def answered(self, count: int) -> list[str]:
-        """The model's texts, once there are `count` and the last has ended."""
+        """Waits for `count` answers and the end of the last one. Returns their texts."""
         self.wait(lambda: len(self.texts(ANSWERS)) == count)
         self.wait(lambda: not self.texts(".busy"))
         return self.texts(f"{ANSWERS} > .text")
@@ -123,7 +123,7 @@ class Page:
         return [e["message"] for e in entries if e["level"] in ("WARNING", "SEVERE")]
 
     def contrast(self, selector: str) -> float:
-        """WCAG's contrast ratio of an element's text and what is behind it."""
+        """Returns WCAG's contrast ratio of an element's text and its background."""
         colours = self.run(
             """
             let element = document.querySelector(arguments[0]);

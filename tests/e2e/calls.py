@@ -1,4 +1,4 @@
-"""What tests of the HTTP API share: paths, bodies, a key, and the form of an error."""
+"""Shared by tests of the HTTP API: paths, bodies, a key, and the check of an error."""
 
 from __future__ import annotations
 

@@ -21,8 +21,8 @@ SCRIPTS = {
     "**really**.",
     "broken": 'Hm <tool_call>{"name": add}</tool_call> no.',
 }
-# The comment shows the server which tags this model writes, and the page that it can do without
-# thinking. A conversation is just its texts.
+# The template's comment names the model's tags and the enable_thinking variable. A conversation is
+# rendered as its concatenated texts.
 TEMPLATE = (
     "{# <think> </think> <tool_call> enable_thinking #}"
     "{% for message in messages %}{{ message.content }}{% endfor %}{{ suffix }}"
@@ -31,14 +31,14 @@ TEMPLATE = (
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[Server]:
-    """The shipped model with its EAGLE head, which drafts in every cycle."""
+    """The shipped model with its EAGLE head, which drafts in every speculative step."""
     with start("--chunk-length", "64", "--spec-auto", "no") as running:
         yield running
 
 
 @pytest.fixture(scope="session")
 def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A model that tells SCRIPTS, drafted by itself: every burst is as long as can be."""
+    """A model that answers with SCRIPTS and is its own draft: all draft tokens are accepted."""
     directory = write_scripted(tmp_path_factory.mktemp("scripted"), SCRIPTS, TEMPLATE)
     draft = ("--draft-model-path", str(directory), "--spec-num-iter", "4")
     draft += ("--spec-topk-per-iter", "1", "--spec-tree-size", "5")

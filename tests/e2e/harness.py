@@ -1,4 +1,4 @@
-"""A real server process, and a model that says what a test wants."""
+"""A real server process, and a model with scripted answers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Server:
-    """A running server; `log` is what it has written so far."""
+    """A running server. `log`: its log so far."""
 
     def __init__(self, process: subprocess.Popen[bytes], log_path: Path, port: int) -> None:
         self.process = process
@@ -55,17 +55,17 @@ class Server:
         return httpx.get(self.url + path, headers=headers, timeout=60)
 
     def metric(self, name: str, **headers: str) -> float:
-        """The sum of a metric over its labels."""
+        """Returns the sum of a metric over its labels."""
         text = self.get("/metrics", **headers).text
         found = re.findall(rf"^{re.escape(name)}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)
         assert found, f"{name} is not among the metrics"
         return sum(map(float, found))
 
     def wait_idle(self, seconds: float = 10.0, **headers: str) -> float:
-        """Waits until no slot is taken; returns how long that took."""
+        """Waits until no slot is in use. Returns the waiting time in seconds."""
         start = time.monotonic()
         while self.metric("vllm:num_requests_running", **headers):
-            assert time.monotonic() - start < seconds, "slots are still taken"
+            assert time.monotonic() - start < seconds, "slots are still in use"
             time.sleep(0.02)
         return time.monotonic() - start
 
@@ -118,26 +118,25 @@ def _wait_ready(server: Server) -> None:
     raise AssertionError(f"the server does not get ready: {server.log}")
 
 
-# ---- a model that says what a test wants
+# ---- a model with scripted answers
 
 EOS = 2
 SPECIAL = ("<unk>", "<s>", "</s>")
 
 
 def cue(name: str) -> str:
-    """The special token after which the model tells script `name`."""
+    """Returns the special token that starts script `name`."""
     return f"<|{name}|>"
 
 
 def write_scripted(
     directory: Path, scripts: Mapping[str, str], template: str, special: Sequence[str] = ()
 ) -> Path:
-    """A Llama checkpoint that goes on after `cue(name)` with `scripts[name]` and then ends.
+    """Writes a Llama checkpoint that continues `cue(name)` with `scripts[name]` and then ends.
 
-    Its layers add nothing, so the next token follows from the last one alone: the row of the head
-    that belongs to a token's successor is that token's embedding. So no token may occur twice; a
-    text is cut into pieces of 1 to 4 bytes that were not used before, mostly inside characters.
-    What is in `special` is a special token.
+    Its layers add nothing, so the last token alone determines the next one: the head's row of a
+    token's successor is that token's embedding. So no token may occur twice. A text is cut into
+    unused pieces of 1 to 4 bytes, mostly within characters. `special`: texts of special tokens.
     """
     letters = {byte: letter for letter, byte in byte_letters().items()}
     vocab = {token: i for i, token in enumerate(SPECIAL)}
@@ -186,7 +185,7 @@ def write_scripted(
 
 
 def _cut(text: bytes, used: set[bytes]) -> list[bytes] | None:
-    """`text` in pieces, none of which is in `used`, which they are added to; None if impossible."""
+    """Cuts `text` into pieces not in `used` and adds them to it; None if impossible."""
     if not text:
         return []
     for length in range(1, len(text) + 1):

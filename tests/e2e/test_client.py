@@ -1,4 +1,4 @@
-"""Every field with the official client, against the shipped model and its EAGLE head."""
+"""All request fields with the official client, on the shipped model with its EAGLE head."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def client(server):
 
 @pytest.fixture(scope="module")
 def llm():
-    """The same model in this process, without speculation: what the server has to say."""
+    """The same model in this process, without speculation: the expected answers."""
     speculation = {"no_speculation": True}
     with LLM(device="cpu", num_threads=1, speculative_config=speculation) as llm:
         yield llm
@@ -67,8 +67,8 @@ def test_models(client):
     ],
     ids=["greedy", "sampled", "filters", "repetition", "penalties", "bias"],
 )
-def test_the_server_says_what_the_engine_says(client, llm, fields):
-    """With speculation and over HTTP, the same text as without either."""
+def test_server_texts_equal_engine_texts(client, llm, fields):
+    """The text over HTTP with speculation equals that of LLM without it."""
     known = {**fields, **fields.get("extra_body", {})}
     known.pop("extra_body", None)
     if "logit_bias" in known:
@@ -153,7 +153,7 @@ def test_several_prompts_and_token_ids(client, server):
     reply = complete(client, [ids, ids], max_tokens=6, temperature=0)
     assert [choice.text for choice in reply.choices] == [text, text]
     assert reply.usage.prompt_tokens == 2 * len(ids)
-    # An empty text is a prompt if the tokenizer begins each with a token of its own.
+    # An empty text is a valid prompt if the tokenizer adds BOS.
     empty = complete(client, "", max_tokens=6, temperature=0).choices[0].text
     reply = complete(client, ["", ""], max_tokens=6, temperature=0)
     assert [choice.text for choice in reply.choices] == [empty, empty]
@@ -161,7 +161,7 @@ def test_several_prompts_and_token_ids(client, server):
 
 @pytest.mark.parametrize("echo", [False, True])
 def test_token_ids_of_a_stream_are_those_of_the_whole(client, server, echo):
-    """The prompt's come with the first chunk of each choice, and only there."""
+    """Only the first chunk of each choice has the prompt's log-probabilities."""
     more = {"max_tokens": 5, "temperature": 0, "n": 2, "extra_body": {"return_token_ids": True}}
     ids = server.post("/tokenize", {"prompt": PROMPT}).json()["tokens"]
     prompts = {0: [], 1: []}
@@ -194,7 +194,7 @@ def test_stops(client):
 
 
 def test_end_of_sequence(client):
-    """The bias makes the model end at once; ignore_eos makes it go on."""
+    """The bias makes the model end at once; ignore_eos prevents that."""
     fields = {"max_tokens": 5, "temperature": 0, "logit_bias": {"2": 100}}
     choice = complete(client, **fields).choices[0]
     assert (choice.text, choice.finish_reason, choice.stop_reason) == ("", "stop", None)
@@ -206,7 +206,7 @@ def test_end_of_sequence(client):
 
 def test_chat_logprobs(client):
     fields = {"max_tokens": 12, "temperature": 0, "logprobs": True, "top_logprobs": 3}
-    fields["extra_body"] = {"repetition_penalty": 1.0}  # so that the likeliest is the one taken
+    fields["extra_body"] = {"repetition_penalty": 1.0}  # so the likeliest token is the chosen one
     choice = chat(client, **fields).choices[0]
     entries = choice.logprobs.content
     assert len(entries) == 12
@@ -227,7 +227,7 @@ def test_chat_logprobs(client):
 
 
 def test_echo_gives_the_logprobs_of_the_prompt(client, llm):
-    """What lm-eval asks for: the prompt's log-likelihoods, over several chunks of prefill."""
+    """lm-eval's request: the prompt's log-likelihoods, over several chunks of prefill."""
     text = "import os\n\n\ndef walk(path):\n    for name in os.listdir(path):\n" * 25
     ids = llm.tokenize(text)
     assert len(ids) > 2 * CHUNK
@@ -263,7 +263,7 @@ def test_echo_gives_the_logprobs_of_the_prompt(client, llm):
     scored = complete(client, text, echo=True, logprobs=0, **fields)
     assert scored.choices[0].text == text + plain.choices[0].text
     spec = [reply.metrics["speculative_decoding"] for reply in (plain, scored)]
-    assert spec[0] == spec[1]  # the draft has read the prompt all the same
+    assert spec[0] == spec[1]  # the draft has processed the whole prompt
     one = complete(client, [[5]], echo=True, max_tokens=0, logprobs=1).choices[0].logprobs
     assert one.token_logprobs == [None]
 
@@ -315,7 +315,7 @@ def test_progress_of_a_long_prompt(client):
 
 
 def test_raw_stream(server):
-    """The bytes on the wire: events, the last one [DONE], the request's id in the header."""
+    """The bytes of a stream: events, [DONE] at the end, the request's id in the header."""
     body = {"messages": CHAT, "max_tokens": 3, "stream": True}
     reply = server.post("/v1/chat/completions", body, **{"X-Request-Id": "me-17"})
     assert reply.headers["content-type"].startswith("text/event-stream")
@@ -330,8 +330,8 @@ def test_raw_stream(server):
     assert re.fullmatch("[0-9a-f]{32}", reply.headers["x-request-id"])
 
 
-def test_seeds_do_not_depend_on_company(server):
-    """The same request alone, and among eight others."""
+def test_seeds_do_not_depend_on_the_batch(server):
+    """A request gives the same text alone and in a batch of nine."""
     client = server.async_client()
     prompts = ["class Stack:\n", "import re\n", "def main():\n    ", "# Sort\n", "x = [", "try:\n"]
     prompts += ["for i in range(", "with open(", PROMPT]
@@ -384,7 +384,7 @@ def test_64_clients(server):
 
 @pytest.mark.parametrize("name", ["README.md", "docs/server.md"])
 def test_the_programs_of_the_documents(server, name):
-    """The openai and curl examples, against this server."""
+    """The openai and curl examples run against this server."""
     text = (ROOT / name).read_text("utf-8").replace("http://localhost:8000", server.url)
     programs = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     (program,) = [body for body in programs if "import OpenAI" in body]

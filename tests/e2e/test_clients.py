@@ -1,4 +1,4 @@
-"""Client libraries as their users write with them: what they send is understood, all of it.
+"""Client libraries with their usual programs: the server accepts all their requests.
 
 Each is skipped where it is missing (`pip install 'cpmcu[clients]'`; `npm install openai`).
 """
@@ -17,7 +17,9 @@ import pytest
 from annotated_types import Ge, Le
 from pydantic import BaseModel, ConfigDict, Field
 
-os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # it asks the network when imported
+os.environ.setdefault(
+    "LITELLM_LOCAL_MODEL_COST_MAP", "True"
+)  # otherwise litellm uses the network at import
 
 MODEL = "tiny-python-minicpm"
 ASK = [{"role": "user", "content": "name = "}]
@@ -35,7 +37,7 @@ class Point(BaseModel):
     side: Side
 
 
-# A model of this size loses itself in white space.
+# A model of this size may generate white space without end.
 COMPACT = {"x-guidance": {"whitespace_flexible": False}}
 
 
@@ -133,7 +135,7 @@ def agent(server):
 
 
 def test_pydantic_ai(agent):
-    """Its output types are tools, of which one must be called."""
+    """pydantic-ai's output types are tools, of which one must be called."""
     assert isinstance(agent(Line).run_sync("name = ").output, Line)
     assert isinstance(agent([Line, Dot]).run_sync("name = ").output, (Line, Dot))
     assert isinstance(agent(Drawing).run_sync("name = ").output, Drawing)
@@ -236,7 +238,7 @@ const parameters = JSON.parse(process.argv[4]);
 
 
 def node_modules() -> str | None:
-    """Where node finds the package `openai`; None if it does not."""
+    """Returns the folder of npm's `openai` package; None if it is not installed."""
     node = shutil.which("node")
     if node is None:
         return None

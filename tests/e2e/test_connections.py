@@ -1,4 +1,4 @@
-"""Connections by themselves: socket options, keep-alive, and requests that arrive slowly."""
+"""Connections: socket options, keep-alive, and slow requests."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def read_reply(connection: socket.socket) -> tuple[bytes, bytes]:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
-def test_nothing_waits_for_acknowledgements(host):
+def test_replies_do_not_wait_for_acknowledgements(host):
     """Nagle's algorithm would hold back the second packet of a reply for 40 ms."""
     if host == "::1" and not socket.has_ipv6:
         pytest.skip("needs IPv6")
@@ -94,7 +94,7 @@ def test_late_headers_are_refused(impatient):
 
 
 def test_headers_that_never_end_are_refused(impatient):
-    """Each line comes in time, but the limit is for all of them."""
+    """The limit applies to all headers together, not to each line."""
     begin = time.monotonic()
     with connect(impatient) as connection:
         connection.sendall(b"GET /version HTTP/1.1\r\n")
@@ -106,7 +106,7 @@ def test_headers_that_never_end_are_refused(impatient):
 
 
 def test_a_connection_without_a_request_is_closed(impatient):
-    """A browser opens such ahead of time; a response would be taken for that of its request."""
+    """A browser opens idle connections. An unsolicited response would answer its next request."""
     with connect(impatient) as connection:
         assert connection.recv(1) == b""
 
@@ -133,8 +133,8 @@ def test_a_late_body_is_refused(impatient):
         assert connection.recv(1) == b""
 
 
-def test_a_body_that_nobody_waits_for_does_not_hold_the_connection(impatient):
-    """The answer comes before the body, whose sender goes on slowly."""
+def test_an_unread_body_does_not_hold_the_connection(impatient):
+    """The answer precedes the body, whose sender continues slowly."""
     begin = time.monotonic()
     with connect(impatient) as connection:
         connection.sendall(b"POST /nowhere HTTP/1.1\r\nHost: x\r\nContent-Length: 100000\r\n\r\n")

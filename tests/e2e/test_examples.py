@@ -1,4 +1,4 @@
-"""The examples run, and the ones that need a model that is not here are right as far as they go."""
+"""The examples run. Those that need another model are checked without it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EXAMPLES = ROOT / "examples"
 
 
 def run(name: str, *arguments: str, status: int = 0, **environment: str) -> str:
-    """What an example prints."""
+    """Runs an example and returns its output."""
     environment = {
         **os.environ,
         "PYTHONPATH": python_path(ROOT),
@@ -97,7 +97,7 @@ def test_a_long_prompt_repeats_sources_if_it_must():
 @pytest.mark.parametrize("eagle", ["yes", "no"])
 @pytest.mark.parametrize("what", ["generate", "serve"])
 def test_minicpm4_flags_are_cpmcus(monkeypatch, what, quant, eagle):
-    """Each switch becomes flags that the program takes, and what follows is passed on."""
+    """Each switch becomes valid flags; further arguments are passed on."""
     seen: list[list[str]] = []
     monkeypatch.setattr(runpy, "run_module", lambda *_, **__: seen.append([*sys.argv]))
     switches = ["--apply_quant", quant, f"--apply-eagle={eagle}", "--apply-eagle-quant", quant]

@@ -1,4 +1,4 @@
-"""Some recipes of scripts/fuzz_checkpoints.py, and that it would see what is wrong."""
+"""Runs some recipes of scripts/fuzz_checkpoints.py, and checks that it detects failures."""
 
 from __future__ import annotations
 
@@ -68,6 +68,8 @@ def test_a_recipe_is_always_the_same(fuzzer: ModuleType, tmp_path: Path) -> None
         (ValueError("something is empty"), "names no file"),
     ],
 )
-def test_what_is_wrong(fuzzer: ModuleType, tmp_path: Path, error: Exception, wrong: str) -> None:
+def test_failures_are_detected(
+    fuzzer: ModuleType, tmp_path: Path, error: Exception, wrong: str
+) -> None:
     found = fuzzer.fault(error, tmp_path)
     assert wrong in found and bool(found) == bool(wrong)

@@ -1,4 +1,4 @@
-"""The server on a GPU: the same tokens as `LLM`, streamed or not, alone or in company."""
+"""The server on a GPU gives the tokens of `LLM`, streamed or not, alone or in a batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Long texts and large bodies: refused early, and worked on where nobody else waits for them."""
+"""Long texts and large bodies are refused early or processed without delaying other requests."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def resident_mib(server: Server) -> float:
     return int(found[1]) / 1024
 
 
-def test_a_hopeless_text_is_refused_by_its_length(server):
+def test_a_text_above_the_context_is_refused_by_its_length(server):
     chat = {"messages": [{"role": "user", "content": MILLION * 3}]}
     for path, body, field in (
         ("/v1/completions", {"prompt": MILLION * 3}, "prompt"),
@@ -49,7 +49,7 @@ def test_a_hopeless_text_is_refused_by_its_length(server):
 
 
 def test_others_go_on_while_a_long_text_is_tokenised(server):
-    """Streams get their tokens, and /health its answers: no gap is near as long as that takes."""
+    """Streams and /health are not blocked meanwhile: all gaps are short."""
     begin = threading.Event()
     ended = threading.Event()
     times: list[float] = []
@@ -89,7 +89,7 @@ def test_others_go_on_while_a_long_text_is_tokenised(server):
 
 
 def test_a_client_that_leaves_while_its_long_text_waits(server):
-    """Its text is forgotten, not tokenised in its turn."""
+    """If the client disconnects, its queued text is dropped and not tokenised."""
     before = server.log.count("/tokenize 499")
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         long = pool.submit(server.post, "/tokenize", {"prompt": MILLION * 2})
@@ -103,7 +103,7 @@ def test_a_client_that_leaves_while_its_long_text_waits(server):
         assert long.result().status_code == 200
 
 
-def test_memory_of_long_texts_is_given_back(server):
+def test_memory_of_long_texts_is_returned_to_the_system(server):
     server.post("/tokenize", {"prompt": MILLION[:1000]})
     before = resident_mib(server)
     assert server.post("/tokenize", {"prompt": MILLION * 2}).status_code == 200
@@ -141,7 +141,7 @@ def test_a_body_of_too_many_values_is_not_parsed(server, body, message):
         assert refused(reply, 413)["message"] == f"The request body has more than {message}."
 
 
-def test_signs_in_a_text_are_no_values(server):
+def test_punctuation_in_a_string_is_not_counted(server):
     text = '[{"a": 1}, "b"],' * 40_000
     assert server.post("/tokenize", {"prompt": text}).status_code == 200
     call = {"function": {"name": "f", "arguments": json.dumps([1] * 100_000)}}
@@ -151,7 +151,7 @@ def test_signs_in_a_text_are_no_values(server):
 
 
 def test_only_the_first_wrong_element_is_looked_for(server):
-    """A list of as many complaints as elements would take seconds to write."""
+    """Validation stops at the first error: one error per element would take seconds."""
     for prompt in ([7] * 200_000 + ["x"], ["x"] * 200_000 + [7]):
         error = refused(server.post("/v1/completions", {"prompt": prompt}), 400)
         assert error["param"] == "prompt"
@@ -165,7 +165,7 @@ def test_only_the_first_wrong_element_is_looked_for(server):
 
 
 def test_a_long_response_is_written_whole(server):
-    """It is written in pieces, on another thread."""
+    """A long response is serialised in pieces on another thread."""
     body = {"prompt": ["x = 1\n", "y"], "max_tokens": 40, "logprobs": 3, "return_token_ids": True}
     found = server.post("/v1/completions", {**body, "temperature": 0, "ignore_eos": True}).json()
     assert [len(choice["token_ids"]) for choice in found["choices"]] == [40, 40]

@@ -1,4 +1,4 @@
-"""The chat page: what it is served with, and answers, settings, keys and errors in a browser."""
+"""The chat page: response headers, and answers, settings, keys and errors in a browser."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_conversation(driver, scripted):
     page.type(cue("story") + "\n")
     assert page.answered(1) == [STORY]
     tokens, speed, accepted, first = page.texts(".answer .numbers")[0].split(" · ")
-    # Drafted by itself with four tokens ahead: five a step, but for the end.
+    # The model is its own draft of four tokens: five tokens a step, except the last step.
     assert re.fullmatch(r"\d+ tokens", tokens)
     assert re.fullmatch(r"\d+(\.\d)? tokens/s", speed)
     assert 4 < float(re.fullmatch(r"mean accept length (\d\.\d\d)", accepted)[1]) <= 5
@@ -225,7 +225,7 @@ def test_a_refusal_is_shown_as_one_and_loses_nothing(driver, limited):
     assert page.find("#notice").get_attribute("role") == "alert"
     assert page.prompt() == words
     assert not page.texts(".turn")
-    # Also together with what was typed meanwhile.
+    # The text typed meanwhile is kept too.
     page.run("window.fetch = () => new Promise((done, fail) => { window.fail = fail; })")
     page.find("#send").click()
     page.wait(lambda: page.prompt() == "")
@@ -236,7 +236,7 @@ def test_a_refusal_is_shown_as_one_and_loses_nothing(driver, limited):
 
 
 def test_an_error_within_an_answer_is_shown_with_it(driver, scripted):
-    """What came before it stays, and the reason too, after a reload as well."""
+    """The text before the error and its reason remain, also after a reload."""
     page = Page(driver, scripted)
     page.ready()
     said = "The server failed to answer this request; its log says why."
@@ -316,7 +316,7 @@ def test_enter_on_a_phone_begins_a_line(driver, scripted):
 
 
 def test_it_waits_for_the_model(driver):
-    """Opened while the server is still loading, it gets ready by itself."""
+    """A page opened while the server loads becomes ready by itself."""
     with start(ready=False) as server:
         page = Page(driver, server)
         page.ready()
@@ -324,7 +324,7 @@ def test_it_waits_for_the_model(driver):
 
 
 def test_a_server_that_is_lost_and_comes_back(driver):
-    """What arrived stays, and the page finds the server again by itself."""
+    """The received text remains, and the page reconnects by itself."""
     with start() as server:
         page = Page(driver, server)
         page.ready()

@@ -144,7 +144,7 @@ def test_an_edited_message_begins_a_branch(driver, scripted):
     assert page.find(".editor textarea").get_property("value") == "b" + cue("think")
 
 
-def test_an_edited_answer_is_what_the_model_is_told(driver, scripted):
+def test_an_edited_answer_is_sent_to_the_model(driver, scripted):
     page = ready(driver, scripted)
     page.type(cue("think") + "\n")
     page.answered(1)

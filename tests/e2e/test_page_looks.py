@@ -1,4 +1,4 @@
-"""The chat page's looks on a desktop and on a phone, its themes, and its keyboard."""
+"""Layout of the chat page on a desktop and a phone, themes, and keyboard."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ return seen.map((e) => {
 
 
 def wanted(driver, scheme: str) -> None:
-    """What the system prefers."""
+    """Sets the system's preferences."""
     feature = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
     driver.execute_cdp_cmd("Emulation.setEmulatedMedia", feature)
 

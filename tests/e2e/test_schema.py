@@ -1,4 +1,4 @@
-"""Requests made from the server's own OpenAPI schema: whatever comes, the answer is as promised."""
+"""Requests generated from the OpenAPI schema: every answer conforms to the schema."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ OPERATIONS = (
     "post /reset_prefix_cache",
 )
 KEY = {"Authorization": "Bearer first"}
-# No coverage phase: it tries hundreds of combinations of each operation.
+# Without the coverage phase, which tries hundreds of combinations of each operation.
 CONFIG = SchemathesisConfig.from_dict({"phases": {"coverage": {"enabled": False}}})
 
 
@@ -46,7 +46,7 @@ def api(limited):
 
 
 def modes(operation: str) -> list[GenerationMode]:
-    """Requests that keep to the schema, and where there can be others, those too."""
+    """Valid requests and, if the schema excludes any, invalid ones."""
     return list(GenerationMode) if operation.startswith("post") else [GenerationMode.POSITIVE]
 
 

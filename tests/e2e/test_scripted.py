@@ -1,4 +1,4 @@
-"""Texts known in advance: characters split over tokens, stop strings, thinking, tool calls."""
+"""Scripted texts: characters split over tokens, stop strings, reasoning, tool calls."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def streamed(scripted: Server, script: str, **fields):
             for call in delta.tool_calls or []:
                 assert call.index not in calls
                 calls[call.index] = (call.function.name, json.loads(call.function.arguments))
-            assert finish is None, "something came after the finish reason"
+            assert finish is None, "a chunk follows the finish reason"
             finish = choice.finish_reason
     return content, reasoning, calls, finish, pieces
 
@@ -46,7 +46,7 @@ def test_characters_split_over_tokens(scripted):
 
 
 def test_every_length_of_a_split_text(scripted):
-    """Whatever the last token, streamed and whole texts are the same."""
+    """Streamed and whole texts are equal for every last token."""
     for limit in range(1, 40, 3):
         whole = ask(scripted, "story", max_tokens=limit, extra_body={"return_token_ids": True})
         text = whole.choices[0].message.content
@@ -83,7 +83,7 @@ def test_stop_strings_across_bursts(scripted, stop):
 
 
 def test_bursts_are_full(scripted):
-    """The draft is the model itself, so that these tests are about bursts of five tokens."""
+    """The model is its own draft, so these tests have bursts of five tokens."""
     reply = ask(scripted, "story", extra_body={"return_metrics": True})
     found = reply.metrics["speculative_decoding"]
     assert found["draft_acceptance_rate"] > 0.9
@@ -91,7 +91,7 @@ def test_bursts_are_full(scripted):
     assert reply.metrics["speculate_metrics"]["average_accept_length"] > 4.5
 
 
-def test_thinking_is_told_from_the_answer(scripted):
+def test_reasoning_is_separated_from_content(scripted):
     message = ask(scripted, "think").choices[0].message
     assert message.reasoning_content == message.reasoning == "So, 🤔 two\nand two."
     assert message.content == "Four, 四."
@@ -133,7 +133,7 @@ FORCED = [
 
 
 @pytest.mark.parametrize("fields", FORCED, ids=["named", "required"])
-def test_thinking_before_a_call_that_must_be(scripted, fields):
+def test_reasoning_before_a_forced_call(scripted, fields):
     choice = ask(scripted, "think", **fields).choices[0]
     assert choice.message.reasoning_content == "So, 🤔 two\nand two."
     (call,) = choice.message.tool_calls
@@ -149,7 +149,7 @@ def test_thinking_before_a_call_that_must_be(scripted, fields):
     assert choice.message.reasoning_content.startswith(cut.message.reasoning_content)
 
 
-def test_thinking_before_an_answer_with_a_form(scripted):
+def test_reasoning_before_structured_output(scripted):
     body = {"guided_regex": "[a-z]{2}!"}
     message = ask(scripted, "think", extra_body=body).choices[0].message
     assert message.reasoning_content == "So, 🤔 two\nand two."
@@ -164,7 +164,7 @@ def test_thinking_before_an_answer_with_a_form(scripted):
 
 
 @pytest.mark.parametrize("begun", ["<think>\nOh, ", "<think>\n\n</think>\n\n"])
-def test_thinking_that_the_prompt_began_or_closed_and_a_form(scripted, begun):
+def test_reasoning_begun_or_closed_by_the_prompt_and_a_grammar(scripted, begun):
     reply = scripted.client().chat.completions.create(
         model="scripted",
         messages=[{"role": "assistant", "content": begun + cue("muse")}],
@@ -211,7 +211,7 @@ def test_one_call_only(scripted):
     assert [call.function.name for call in choice.message.tool_calls] == ["add"]
 
 
-def test_what_is_no_call_is_text(scripted):
+def test_text_that_is_not_a_call_is_content(scripted):
     choice = ask(scripted, "broken", tools=TOOLS).choices[0]
     assert (choice.message.content, choice.finish_reason) == (SCRIPTS["broken"], "stop")
     content, _, calls, finish, _ = streamed(scripted, "broken", tools=TOOLS)
@@ -220,7 +220,7 @@ def test_what_is_no_call_is_text(scripted):
 
 @pytest.mark.parametrize("prompt", [cue("tell"), "<think>"])
 def test_tags_that_are_special_tokens(special, prompt):
-    """Also where the prompt ends with the tag. Other special tokens are left out as ever."""
+    """Also if the prompt ends with the tag. Other special tokens are omitted as usual."""
     messages = [{"role": "user", "content": prompt}]
 
     def told(**fields) -> tuple[str, str, list[str]]:

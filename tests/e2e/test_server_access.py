@@ -67,7 +67,7 @@ def test_no_origins_by_default(server):
 
 
 def test_a_body_is_not_read_without_a_key(limited):
-    """The answer comes before the body does."""
+    """The server answers before the body arrives."""
     with socket.create_connection(("127.0.0.1", limited.port), timeout=10) as connection:
         head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n"
         connection.sendall(head.encode())

@@ -1,4 +1,4 @@
-"""Clients that leave, and prompts that are read while others get tokens."""
+"""Disconnecting clients, and prefill of a prompt while other requests get tokens."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_client_that_leaves_a_whole_response_frees_its_slot(server):
 
 @pytest.mark.parametrize("scored", [False, True])
 def test_a_client_that_leaves_during_prefill_frees_its_slot(server, scored):
-    """It leaves at the first chunk of many; the prompt is never read to its end."""
+    """The client disconnects at the first chunk of prefill, which then stops."""
     body = {"prompt": [[7 + i % 4000 for i in range(1950)]] * 4, "max_tokens": 40, "stream": True}
     body |= {"return_progress": True, "echo": scored, "logprobs": 1 if scored else None}
     read = server.metric("vllm:prompt_tokens_total")
@@ -59,7 +59,7 @@ def test_a_client_that_leaves_during_prefill_frees_its_slot(server, scored):
 
 
 def test_a_client_that_leaves_the_queue(server):
-    """Waiting requests go as well as running ones."""
+    """A disconnect ends waiting and running requests."""
     body = {"prompt": ["x = 1\n"] * 40, "max_tokens": 1900, "ignore_eos": True}
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(server.url + "/v1/completions", json=body, timeout=0.5)
@@ -68,7 +68,7 @@ def test_a_client_that_leaves_the_queue(server):
 
 
 def test_a_long_prompt_does_not_stop_the_others(server):
-    """While one prompt is read in chunks, another request goes on getting tokens."""
+    """During the chunked prefill of a prompt, another request continues to get tokens."""
     events: list[tuple[float, str]] = []
 
     def decode() -> None:

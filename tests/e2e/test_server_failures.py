@@ -1,4 +1,4 @@
-"""Errors inside the server: what a client is told, what the log says, and the request after."""
+"""Errors inside the server: the client's message, the log, and the next request."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.e2e.calls import CHAT, HELLO, error_of
 
 
 def test_an_engine_that_is_broken(monkeypatch):
-    """/health says so at once, and requests get a 503."""
+    """/health reports the failure at once, and requests get a 503."""
     from cpmcu.config import EngineConfig
     from cpmcu.serving.app import create_app
     from cpmcu.serving.config import ServerConfig
@@ -44,7 +44,7 @@ def test_an_engine_that_is_broken(monkeypatch):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_step_that_fails(monkeypatch, caplog, stream):
-    """Requests in work get an error that says nothing, and the next one is answered."""
+    """Running requests get an error without details, and the next one is answered."""
     from cpmcu.config import EngineConfig
     from cpmcu.serving.app import create_app
     from cpmcu.serving.config import ServerConfig
@@ -90,7 +90,7 @@ def test_a_step_that_fails(monkeypatch, caplog, stream):
 
 
 def test_a_request_that_fails_once_it_is_queued_is_ended(monkeypatch):
-    """Nobody would listen to it."""
+    """A queued request that fails in the route is removed from the engine."""
     from cpmcu.config import EngineConfig
     from cpmcu.serving.app import create_app
     from cpmcu.serving.config import ServerConfig
@@ -117,8 +117,8 @@ def test_a_request_that_fails_once_it_is_queued_is_ended(monkeypatch):
     service.close()
 
 
-def test_an_error_inside_is_not_told(monkeypatch):
-    """A 500 says nothing about itself, and the log says all."""
+def test_internal_errors_have_no_details(monkeypatch):
+    """A 500 has no details; the log has them all."""
     from cpmcu.config import EngineConfig
     from cpmcu.serving.app import create_app
     from cpmcu.serving.config import ServerConfig

@@ -26,7 +26,7 @@ def test_a_prompt_that_is_too_long(limited):
 
 @pytest.mark.parametrize("depth", [300, 900])
 def test_deep_bodies(limited, depth):
-    """Values nested so deeply that Python's recursion may end are no server error."""
+    """Values nested beyond Python's recursion limit are not a server error."""
     value: object = "x"
     for _ in range(depth):
         value = {"a": value}
@@ -64,7 +64,7 @@ def test_huge_bodies(limited):
 
 @contextlib.contextmanager
 def begun(server, body):
-    """A stream of completions, from its first line to its last."""
+    """Runs a stream of completions within the block."""
     url = server.url + "/v1/completions"
     body = {**body, "stream": True}
     with httpx.stream("POST", url, json=body, headers=FIRST, timeout=60) as reply:
@@ -76,7 +76,7 @@ def begun(server, body):
 
 
 def test_a_full_queue(limited):
-    """Four outputs are in work; a fifth is refused and comes through later."""
+    """While four outputs are running, a fifth is refused; later it is accepted."""
     with begun(limited, {"prompt": ["x"] * 4, "max_tokens": 120, "ignore_eos": True}):
         reply = limited.post("/v1/completions", {"prompt": "x", "max_tokens": 1}, **FIRST)
         error = error_of(reply, 429)

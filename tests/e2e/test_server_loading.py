@@ -17,7 +17,7 @@ def test_the_socket_opens_before_the_model_is_loaded(server):
 
 
 def test_loading(tmp_path):
-    """503 with Retry-After from everything that needs the model, until it is there."""
+    """Until the model is loaded, all endpoints that need it answer 503 with Retry-After."""
     from cpmcu.config import EngineConfig
     from cpmcu.serving.app import create_app
     from cpmcu.serving.config import ServerConfig

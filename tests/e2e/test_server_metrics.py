@@ -24,7 +24,7 @@ def test_log_lines_are_json(limited):
 
 
 def test_names_of_metrics(server):
-    """What vLLM's dashboards and its benchmark look for."""
+    """The metrics that vLLM's dashboards and benchmark read."""
     server.post("/v1/completions", {"prompt": "x = 1\n", "max_tokens": 20, "ignore_eos": True})
     for name in (
         "vllm:num_requests_running",

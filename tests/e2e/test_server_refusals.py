@@ -1,4 +1,4 @@
-"""Requests that are refused, what the error says, and fields that are taken and ignored."""
+"""Refused requests with their error messages, and fields that are accepted and ignored."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_refused_fields_are_named(limited, fields, param):
         ),
     ],
 )
-def test_sentences_say_what_was_found(limited, path, fields, message):
+def test_errors_name_the_value_found(limited, path, fields, message):
     error = error_of(limited.post(path, fields, **FIRST), 400)
     assert error["message"] == message
     assert error["param"] == message.split()[0]
@@ -159,7 +159,7 @@ def test_sentences_say_what_was_found(limited, path, fields, message):
     ],
     ids=range(9),
 )
-def test_harmless_fields_are_taken(limited, fields):
+def test_harmless_fields_are_accepted(limited, fields):
     reply = limited.post(CHAT, {**HELLO, "max_tokens": 2, **fields}, **FIRST)
     assert reply.status_code == 200, reply.text
 

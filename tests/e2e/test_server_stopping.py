@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C, at any time of the server's life."""
+"""SIGTERM and Ctrl-C while the server starts, runs and stops."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.python_path import python_path
 
 
 def stream_until_end(server: Server, tokens: int, begun: threading.Event) -> tuple[str, bool]:
-    """(last finish reason, was there a [DONE]?) of a stream that is read to its end."""
+    """Reads a stream to its end. Returns (last finish reason, whether it had a [DONE])."""
     body = {"prompt": "x", "max_tokens": tokens, "ignore_eos": True, "stream": True}
     reason, done = "", False
     with httpx.stream("POST", server.url + "/v1/completions", json=body, timeout=60) as reply:
@@ -36,7 +36,7 @@ def stream_until_end(server: Server, tokens: int, begun: threading.Event) -> tup
     ("seconds", "tokens", "reason"), [("30", 150, "length"), ("0.3", 1900, "abort")]
 )
 def test_stopping(seconds, tokens, reason):
-    """Requests in work end by themselves, or at the deadline, and then the process does."""
+    """Running requests finish or are aborted at the deadline; then the process ends."""
     with start("--shutdown-timeout", seconds) as server:
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
             begun = threading.Event()
@@ -59,7 +59,7 @@ def stop_at_once(server: Server) -> int:
 
 
 def test_a_second_ctrl_c():
-    """Requests in work are ended at once, streamed or not."""
+    """Running requests are aborted at once, streamed or not."""
     body = {"prompt": "x", "max_tokens": 1900, "ignore_eos": True}
     with start("--shutdown-timeout", "60") as server:
         with concurrent.futures.ThreadPoolExecutor(2) as pool:
@@ -76,7 +76,7 @@ def test_a_second_ctrl_c():
 
 
 def test_stopping_before_a_body_has_come():
-    """A request that does not generate yet gets an error like all others."""
+    """A request whose body is incomplete gets an error in the usual format."""
     with start() as server:
         with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
             head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n"
@@ -92,7 +92,7 @@ def test_stopping_before_a_body_has_come():
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_stopping_while_the_program_starts(number, tmp_path):
-    """A signal, and a Ctrl-C after it, while a library is imported."""
+    """A signal and then Ctrl-C during the import of a library."""
     path = tmp_path / "fastapi.py"
     path.write_text(
         "import os, signal, time\n"
@@ -106,7 +106,7 @@ def test_stopping_while_the_program_starts(number, tmp_path):
 
 
 def test_stopping_while_the_model_loads():
-    """The process ends at once, whatever the loading thread is doing."""
+    """The process ends at once while the loading thread is running."""
     with start(ready=False) as server:
         began = time.monotonic()
         assert server.stop() == 0

@@ -1,4 +1,4 @@
-"""A soak test of seconds, so that the long one can be trusted to start, to check and to end."""
+"""A soak test of a few seconds: the program starts, checks and ends."""
 
 from __future__ import annotations
 

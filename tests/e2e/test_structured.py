@@ -1,4 +1,4 @@
-"""Structured output over HTTP: it parses, it validates, and is the same with and without drafts."""
+"""Structured output over HTTP parses, validates, and is equal with and without drafts."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def tool(name: str, **properties: dict) -> dict:
 TOOLS = [tool("count", n={"type": "integer", "maximum": 99, "minimum": 0}), tool("stop")]
 
 
-def test_calls_that_must_be(client):
+def test_forced_calls(client):
     for fields in ({"parallel_tool_calls": False}, {"stream": True, "parallel_tool_calls": False}):
         reply = ask(client, tools=TOOLS, tool_choice="required", **fields)
         if fields.get("stream"):
@@ -101,7 +101,7 @@ def test_calls_that_must_be(client):
     assert 0 <= json.loads(call.function.arguments)["n"] <= 99
 
 
-PAIR = {  # as pydantic writes models within models, and one that holds itself
+PAIR = {  # pydantic's schema of nested models and of a recursive model
     "type": "object",
     "properties": {"left": {"$ref": "#/$defs/Side"}, "rest": {"$ref": "#/definitions/Rest"}},
     "required": ["left", "rest"],
@@ -116,7 +116,7 @@ def pair_tool(name: str, **changes: object) -> dict:
 
 
 def test_schemas_of_tools_that_refer_to_themselves(client, server):
-    """Each schema keeps its own root, whatever stands around it."""
+    """Each schema keeps its own root within a composed grammar."""
     body = {"prompt": "n", "add_special_tokens": False}
     (n,) = server.post("/tokenize", body).json()["tokens"]
     ends = {str(n): 50}  # null, and not one more of itself
@@ -156,7 +156,7 @@ def test_a_json_object_is_an_object_whatever_its_schema_leaves_open(client, sche
 
 
 def test_a_grammar_that_fails_later_ends_its_request_with_a_sentence(client, server):
-    """Its limits show only after many tokens: no traceback, and others go on."""
+    """The grammar exceeds its limits only after many tokens: other requests continue."""
     body = {"guided_regex": "(x|y){40}((a{0,100}){0,100}){50,100}"}
     for stream in (False, True):
         with pytest.raises(openai.APIError) as error:
@@ -207,6 +207,6 @@ def test_a_grammar_that_fails_later_ends_its_request_with_a_sentence(client, ser
         ({"extra_body": {"guided_json": {"type": "object", "not": {"x": 1}}}}, "json schema"),
     ],
 )
-def test_grammars_that_cannot_be(client, fields, message):
+def test_invalid_grammars_are_refused(client, fields, message):
     with pytest.raises(openai.BadRequestError, match=message):
         ask(client, **fields)

@@ -1,4 +1,4 @@
-"""What clients of vLLM send and read: fields, flags and metrics beyond OpenAI's."""
+"""vLLM's fields, flags and metrics beyond OpenAI's."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def chat(client, messages=CHAT, **body):
 
 @pytest.mark.parametrize("fields", [{"temperature": 0}, {"temperature": 1.0, "seed": 3}])
 def test_min_tokens_masks_the_end(client, plain, fields):
-    """Also with speculation, which gives the same tokens as without."""
+    """Speculation gives the same tokens as plain decoding."""
     eager = {"logit_bias": {2: 30.0}, "max_tokens": 40, **fields}  # 2 is </s>
     counts = []
     for least in (0, 1, 7, 23, 40):
@@ -131,7 +131,7 @@ def test_prompt_logprobs_of_a_chat(client):
 
 
 def test_logprobs_without_alternatives(client):
-    """0 asks for the chosen tokens alone: completions have them as top_logprobs, too."""
+    """0 requests the chosen tokens only. Completions also have them as top_logprobs."""
     found = complete(client, logprobs=0).choices[0].logprobs
     pairs = zip(found.tokens, found.token_logprobs)
     assert found.top_logprobs == [{token: value} for token, value in pairs]
@@ -155,8 +155,8 @@ def test_tokens_as_token_ids(client):
     assert text == choice.message.content
 
 
-def test_tokens_that_spell_alike_stay_apart(scripted):
-    """Parts of characters are no text: OpenAI writes their bytes, and none hides another."""
+def test_tokens_with_equal_text_have_distinct_names(scripted):
+    """Tokens that are parts of characters are written as bytes, each under a unique name."""
     reply = scripted.client().completions.create(
         model="scripted", prompt="<|story|>", temperature=0, max_tokens=60, logprobs=20
     )
@@ -182,7 +182,7 @@ def test_usage_in_streams(client, behind_a_proxy, ask):
     *chunks, last = ask(client, stream=True, stream_options={"include_usage": True})
     assert [chunk.usage for chunk in chunks] == [None] * len(chunks)
     assert (last.choices, last.usage.completion_tokens) == ([], 8)
-    # In every chunk, what has come with the chunks so far.
+    # Every chunk has the usage up to this chunk.
     for stream in (
         ask(client, stream=True, n=2, stream_options={"include_usage": True, **continuous}),
         ask(behind_a_proxy.client("k"), stream=True, n=2),
@@ -195,7 +195,7 @@ def test_usage_in_streams(client, behind_a_proxy, ask):
 
 
 def is_told(choice) -> bool:
-    """Has a chunk more than the role?"""
+    """True if a chunk has more than the role."""
     return not hasattr(choice, "delta") or not choice.delta.role
 
 
@@ -211,7 +211,7 @@ def test_echo_in_a_chat(client):
     chunks = list(chat(client, messages, echo=True, stream=True, **body))
     assert "".join(c.choices[0].delta.content or "" for c in chunks) == "class A" + rest
     assert chunks[0].choices[0].delta.role == "assistant"
-    # The last message is the user's: there is nothing to go before the answer.
+    # The last message is the user's, so echo prepends nothing.
     assert (
         chat(client, echo=True).choices[0].message.content
         == chat(client).choices[0].message.content
@@ -250,9 +250,9 @@ def test_allowed_tools(scripted, client):
         chat(client, tools=tools, tool_choice=choice("auto", wrong))
 
 
-def test_why_there_is_no_suffix(client):
+def test_the_refusal_of_suffix_gives_the_reason(client):
     with pytest.raises(
-        openai.BadRequestError, match=r"suffix is not supported .*: the model goes on"
+        openai.BadRequestError, match=r"suffix is not supported .*: the model can continue"
     ):
         complete(client, suffix="x")
 
@@ -260,7 +260,7 @@ def test_why_there_is_no_suffix(client):
 # ---- the server
 
 
-def test_the_tokenizer_in_vllms_form(server, scripted):
+def test_tokenizer_endpoints_follow_vllm(server, scripted):
     found = server.post("/tokenize", {"prompt": "x =\n 1", "return_token_strs": True}).json()
     assert "".join(found["token_strs"]).startswith("<s>")
     assert any("Ġ" in piece or "Ċ" in piece for piece in found["token_strs"])
@@ -272,8 +272,8 @@ def test_the_tokenizer_in_vllms_form(server, scripted):
     assert scripted.get("/tokenizer_info").json()["tokenizer_class"] == "PreTrainedTokenizerFast"
 
 
-def test_a_path_of_the_proxys(behind_a_proxy):
-    """The proxy may leave its path in a request or take it off."""
+def test_root_path_of_a_proxy(behind_a_proxy):
+    """The proxy may keep or remove its path prefix."""
     key = {"Authorization": "Bearer k"}
     for root in ("", "/llm/a"):
         url = behind_a_proxy.url + root
@@ -295,7 +295,7 @@ def test_metrics_of_steps_and_of_the_cache(server, client):
     usage = complete(client, max_tokens=9, prompt=PROMPT * 3).usage
     server.wait_idle()
     tokens = server.metric("vllm:iteration_tokens_total_sum") - before
-    # What a step drew beyond the limit counts, as the step had it.
+    # Tokens that a step generated beyond the limit are counted.
     assert usage.total_tokens <= tokens <= usage.total_tokens + 4
     assert 2 <= server.metric("vllm:iteration_tokens_total_count") - steps <= 10
     text = server.get("/metrics").text

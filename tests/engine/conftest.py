@@ -1,4 +1,4 @@
-"""Fixtures that several files of engine tests share."""
+"""Fixtures of the engine tests."""
 
 from __future__ import annotations
 

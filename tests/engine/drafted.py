@@ -1,4 +1,4 @@
-"""Targets, drafts, trees, samplings and prompts for tests of speculation, and a driver."""
+"""Targets, drafts, tree shapes, samplings and prompts for speculation tests, and a driver."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ TREES: dict[str, dict[str, int]] = {
 
 TREE_NAMES = ["chain", "narrow"] if SMALL else list(TREES)
 
-# Drafts in 4 bits, of targets in 4 bits: kind -> the dense draft, its layout, the target's.
+# 4-bit drafts of 4-bit targets: kind -> dense draft, draft layout, target layout.
 W4_DRAFTS = {
     "eagle_w4": ("eagle_bias", "gptq", "gptq"),
     "minicpm_eagle_w4": ("minicpm_eagle", "marlin", "marlin"),
@@ -56,11 +56,11 @@ SOME_DRAFTS = DRAFTS
 
 if SMALL:
     DRAFTS = ["minicpm_eagle", "eagle3", "model", "ngram", "eagle_w4"]
-    SOME_DRAFTS = DRAFTS[:-1]  # 4 bits are slow under a sanitizer
+    SOME_DRAFTS = DRAFTS[:-1]  # 4-bit drafts are slow under a sanitizer
 
 
 class Models:
-    """Targets, drafts and the engines made of them, on one device."""
+    """Targets, drafts and their engines, on one device."""
 
     def __init__(self, root: Path, device: str) -> None:
         self.root, self.device = root, device
@@ -70,7 +70,7 @@ class Models:
         self._plain: dict[str, Any] = {}
 
     def target(self, family: str) -> TinyCheckpoint:
-        """`family` may end in "_" and a layout of 4-bit weights."""
+        """A suffix "_layout" of `family` names a layout of 4-bit weights."""
         if family not in self._targets:
             name, _, layout = family.partition("_")
             made = write_tiny(
@@ -123,7 +123,7 @@ class Models:
         return self.engine(family, {"draft_model_path": draft, **tree}, **config)
 
     def plain(self, family: str, ids: list[int], count: int, **fields: Any) -> list[int]:
-        """What the target says without a drafter."""
+        """The tokens of the target without a drafter."""
         key = (family, tuple(ids), repr(fields))
         known = self.expected.get(key, [])
         if len(known) < count:
@@ -134,15 +134,16 @@ class Models:
 
 
 class Drive:
-    """Runs sequences to their ends on an engine, as the runner does."""
+    """Runs sequences to completion on an engine, as the runner does."""
 
     def __init__(
         self,
         engine: Any,
         ahead: int = 1,
         shapes: Callable[[], tuple[int, int] | None] = lambda: None,
+        skips: Callable[[], bool] = lambda: False,  # does the draft skip a prompt's chunk?
     ) -> None:
-        self.engine, self.ahead, self.shapes = engine, ahead, shapes
+        self.engine, self.ahead, self.shapes, self.skips = engine, ahead, shapes, skips
         self.emitted: list[int] = []  # tokens of each decode step of the last sequence
 
     def start(self, ids: list[int], chunk: int = 0, **fields: Any) -> tuple[int, int]:
@@ -154,7 +155,8 @@ class Drive:
         chunk = chunk or engine.chunk_length
         outputs = []
         for begin in range(0, len(ids), chunk):
-            engine.prefill([(slot, ids[begin : begin + chunk], begin + chunk >= len(ids))])
+            part = (slot, ids[begin : begin + chunk], begin + chunk >= len(ids))
+            engine.prefill([part], skip_draft=self.skips())
             outputs = engine.collect()
         return slot, outputs[0].tokens[0]
 
@@ -192,12 +194,12 @@ PROMPTS = [random_ids(length, VOCAB, seed=length) for length in (1, 2, 63, 64, 6
 
 SEVERAL = PROMPTS[::3] if SMALL else PROMPTS
 
-COUNT = 20 if SMALL else 66  # tokens, over the end of a page from most prompts
+COUNT = 20 if SMALL else 66  # tokens; most prompts then cross a page boundary
 
 
 @contextlib.contextmanager
 def memory_full_of(byte: int) -> Iterator[None]:
-    """What the C library's malloc hands out is filled with `byte`, not with zeros by chance."""
+    """Makes malloc fill new memory with `byte`."""
     perturb, libc = -6, ctypes.CDLL(None)
     libc.mallopt(perturb, byte ^ 0xFF)
     try:

@@ -1,4 +1,4 @@
-"""Small engines for tests, driven step by step."""
+"""Small engines that tests drive step by step."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def prefill(engine: C.Engine, slot: int, ids: Sequence[int], chunk: int) -> int:
 def generate(
     engine: C.Engine, ids: Sequence[int], count: int, *, chunk: int = 0, **fields: Any
 ) -> list[int]:
-    """`count` tokens after a prompt, one sequence alone."""
+    """Generates `count` tokens after a prompt, with one sequence in the engine."""
     slot = engine.add_sequence(sampling(**fields), list(ids))
     tokens = [prefill(engine, slot, ids, chunk or engine.chunk_length)]
     while len(tokens) < count:

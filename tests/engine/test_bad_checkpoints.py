@@ -1,4 +1,4 @@
-"""Damaged and absurd checkpoints against the real engine: one clear error, and life goes on."""
+"""Damaged and invalid checkpoints on the real engine: one clear error; the engine stays usable."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DTYPES = ("float32", "float16", "bfloat16")
 
 @pytest.fixture
 def good(tmp_path: Path) -> Iterator[TinyCheckpoint]:
-    """A good checkpoint, which must still load after the test has damaged a copy."""
+    """A valid checkpoint. It must still load after the test has damaged a copy."""
     tiny = write_tiny(tmp_path / "good")
     yield tiny
     reference = NumpyModel(tiny.fields(), tiny.weights).logits([1, 2, 3])
@@ -60,7 +60,7 @@ def test_truncated_file(bad: Path, keep: int) -> None:
     assert str(path) in message and ("truncated" in message or "expected at least 8" in message)
 
 
-def test_file_that_shrinks_after_it_was_checked(bad: Path) -> None:
+def test_file_truncated_after_the_check(bad: Path) -> None:
     write_tiny(bad)
     path = bad / "model.safetensors"
 
@@ -108,7 +108,7 @@ def test_a_number_beyond_the_dtype(bad: Path) -> None:
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize(("stored", "dtype"), [*zip(DTYPES, DTYPES), ("float16", "bfloat16")])
 def test_a_number_that_is_not_finite(bad: Path, value: float, stored: str, dtype: str) -> None:
-    """Whether the numbers are converted or not, wherever one is."""
+    """With and without conversion, at any position of the tensor."""
     weights = random_weights(tiny_config("llama"))
     for name, place in (
         ("model.embed_tokens.weight", (202, 63)),
@@ -123,7 +123,7 @@ def test_a_number_that_is_not_finite(bad: Path, value: float, stored: str, dtype
         assert message.startswith(str(bad / "model.safetensors"))
 
 
-def test_the_largest_numbers_are_finite(bad: Path) -> None:
+def test_largest_finite_numbers_load(bad: Path) -> None:
     weights = random_weights(tiny_config("llama"))
     for dtype, largest in (("float32", 3.4e38), ("bfloat16", 3.38e38), ("float16", 65504.0)):
         weights["model.norm.weight"][:4] = [largest, -largest, 1e-40, -0.0]
@@ -133,7 +133,7 @@ def test_the_largest_numbers_are_finite(bad: Path) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_number_that_is_not_finite_in_a_large_tensor(bad: Path, device: str) -> None:
-    """Of several blocks that are read by several threads; on a GPU it looks at them itself."""
+    """The tensor has several chunks, which several threads read. A GPU checks them itself."""
     config = {"vocab_size": 20_000, "hidden_size": 512, "num_hidden_layers": 1}
     weights = random_weights(tiny_config("llama", **config))
     for row, column in ((19_999, 511), (12_345, 67), (8192, 0)):
@@ -180,8 +180,8 @@ def test_ids_of_end_tokens_outside_the_vocabulary(bad: Path, file: str, ids: Any
 @pytest.mark.parametrize(
     "fields", [{"temperature": "warm"}, {"top_p": 2.0}, {"top_k": 1.5}, {"min_p": [1]}]
 )
-def test_sampling_that_cannot_be(bad: Path, fields: dict[str, Any]) -> None:
-    """It would be the default of every request."""
+def test_invalid_default_sampling(bad: Path, fields: dict[str, Any]) -> None:
+    """The values would be the defaults of every request."""
     write_tiny(bad)
     (bad / "generation_config.json").write_text(json.dumps(fields))
     message = complaint(bad)
@@ -250,8 +250,8 @@ def test_config_of_another_model(bad: Path) -> None:
     assert "6 tensors do not fit" in message and "9 tensors are missing" in message
 
 
-def test_engine_refuses_too(good: TinyCheckpoint) -> None:
-    """The loader checks first; the engine does not rely on it."""
+def test_engine_repeats_the_checks(good: TinyCheckpoint) -> None:
+    """The engine repeats the checks of the loader."""
     spec = C.ModelSpec(**good.fields().to_kwargs(), dtype="float32", linear_method="dense")
     config = C.RuntimeConfig(device="cpu", max_num_seqs=1, chunk_length=16, memory_limit=0.5)
     engine = C.Engine(spec, config)
@@ -273,7 +273,7 @@ def test_unknown_devices_are_refused(good: TinyCheckpoint) -> None:
         C.Engine(spec, C.RuntimeConfig(device="tpu", max_num_seqs=1, chunk_length=16))
 
 
-def test_unused_tensors_do_no_harm(bad: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unused_tensors_are_ignored(bad: Path, caplog: pytest.LogCaptureFixture) -> None:
     weights = random_weights(tiny_config("llama"))
     weights["model.extra.weight"] = np.ones((3, 5), np.float32)
     tiny = write_tiny(bad, weights=weights)

@@ -1,4 +1,4 @@
-"""Converted checkpoints compute what the originals do: the same tokens from the same engine."""
+"""Converted checkpoints yield the same tokens as the originals on the same engine."""
 
 from __future__ import annotations
 
@@ -48,11 +48,13 @@ def test_same_tokens(
         prompts = [random_ids(count, 203, seed=count) for count in (1, 13, 70)]
         tokens.append([generate(engine, ids, 24, seed=1, temperature=1.0) for ids in prompts])
     assert tokens[0] == tokens[1]
-    assert len({token for run in tokens[0] for token in run}) > 12  # it is not all one token
+    assert (
+        len({token for run in tokens[0] for token in run}) > 12
+    )  # the tokens are not all the same
 
 
 def accepted(target: Path, draft: Path) -> list[int]:
-    """Tokens of each step of a chain of three: what the draft said is in it."""
+    """The tokens of each step with a chain of three. They depend on the draft."""
     engine = make_engine(
         target,
         max_num_seqs=1,
@@ -77,7 +79,7 @@ def accepted(target: Path, draft: Path) -> list[int]:
     ("family", "write"), [("minicpm", write_gptq_eagle), ("llama", write_gptq_eagle3)]
 )
 def test_same_drafts(tmp_path: Path, family: str, write: Any) -> None:
-    """Of so few tokens many are guessed right by chance; which ones tells the drafts apart."""
+    """Some drafted tokens are right by chance. Which ones depends on the draft."""
     sizes = {**SIZES_OF_HEADS, "vocab_size": VOCAB, "num_hidden_layers": 4}
     write_tiny(tmp_path / "target", family, **sizes)
     counts = []
@@ -92,9 +94,9 @@ def test_same_drafts(tmp_path: Path, family: str, write: Any) -> None:
 
 @pytest.mark.slow
 def test_shipped_pair(tmp_path: Path) -> None:
-    """The 4-bit model and head that ship: the same text, and as much of it drafted.
+    """The shipped 4-bit model and head: the same text and the same number of drafted tokens.
 
-    In trees of one shape: which shapes are chosen depends on how long steps take.
+    The tree shape is fixed: an adaptive shape would depend on the duration of steps.
     """
     from cpmcu import LLM, SamplingParams
 

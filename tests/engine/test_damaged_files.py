@@ -1,4 +1,4 @@
-"""Damaged files about text, and of a draft: one sentence that names the file."""
+"""Damaged tokenizer, config and draft files: the error is one sentence that names the file."""
 
 from __future__ import annotations
 
@@ -54,7 +54,10 @@ def load(directory: Path, **fields: Any) -> LLM:
 def complaint(directory: Path) -> str:
     with pytest.raises((ValueError, FileNotFoundError)) as error:
         load(directory).close()
-    assert type(error.value) in (ValueError, FileNotFoundError)  # of no library
+    assert type(error.value) in (
+        ValueError,
+        FileNotFoundError,
+    )  # not an exception class of a library
     message = str(error.value)
     assert message.isprintable() and len(message) < 1000
     return message
@@ -65,7 +68,7 @@ def change(path: Path, how: Callable[[Any], Any]) -> None:
     path.write_text(json.dumps(how(value) or value), "utf-8")
 
 
-def test_the_copy_is_good(copy: Path) -> None:
+def test_undamaged_copy_loads(copy: Path) -> None:
     with load(copy) as llm:
         assert llm.generate("a")[0].outputs
 
@@ -95,8 +98,8 @@ def test_tokenizer_config(copy: Path, fields: dict[str, Any], key: str) -> None:
 
 
 @pytest.mark.parametrize("token", [" ", "<nothing>"])
-def test_a_post_processor_with_a_token_that_is_not_there(copy: Path, token: str) -> None:
-    """The library panics, when loading or with the first text."""
+def test_post_processor_with_an_unknown_token(copy: Path, token: str) -> None:
+    """The tokenizers library panics at load or at the first text."""
     processor = {
         "type": "TemplateProcessing",
         "single": [{"SpecialToken": {"id": token, "type_id": 0}}],
@@ -174,7 +177,7 @@ def test_counts_of_tokens(copy: Path, old: bytes, new: bytes) -> None:
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json"])
 @pytest.mark.parametrize("kind", ["pipe", "directory", "link to nothing", "link to itself"])
-def test_what_is_no_file(copy: Path, name: str, kind: str) -> None:
+def test_path_that_is_not_a_file(copy: Path, name: str, kind: str) -> None:
     path = copy / "target" / name
     path.unlink()
     match kind:
@@ -189,10 +192,8 @@ def test_what_is_no_file(copy: Path, name: str, kind: str) -> None:
     assert name in complaint(copy)
 
 
-def test_an_end_token_that_the_model_does_not_have(
-    copy: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """It can be no output, so that the model still works."""
+def test_end_token_outside_the_vocabulary(copy: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The model cannot output the token, so it still works."""
     vocab_size = byte_level().get_vocab_size()
     change(copy / "target" / "tokenizer.json", lambda value: _with_token(value, vocab_size))
     change(copy / "target" / "tokenizer_config.json", lambda value: value | {"eos_token": "<end>"})

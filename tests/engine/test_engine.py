@@ -1,4 +1,4 @@
-"""The engine's promises: chunks, pages, batches and launch-ahead never change a sequence."""
+"""Chunk length, pages, batches and launch-ahead never change the tokens of a sequence."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_chunk_length_does_not_change_logits(directory: Path, device: str) -> No
 
 @pytest.mark.parametrize("length", [62, 63, 64, 65])
 def test_decode_agrees_with_prefill_across_pages(engine, length: int) -> None:
-    """Greedy decoding picks what one pass over the whole text would pick, up to near-ties."""
+    """Greedy decoding draws the argmax of one pass over the whole text, up to near-ties."""
     ids = random_ids(length, VOCAB, seed=7)
     tokens = generate(engine, ids, 70)
     logits = prompt_logits(engine, ids + tokens[:-1])[length - 1 :]
@@ -70,14 +70,14 @@ def test_batch_of_unequal_lengths_equals_each_alone(engine, fields: dict) -> Non
     slots = [engine.add_sequence(sampling(**fields), ids) for ids in prompts]
     for slot, ids in zip(slots, prompts, strict=True):
         assert engine.reserve(slot, len(ids) + 30)
-    # Two prompts of unequal length in one prefill step, the others by themselves.
+    # Two prompts of unequal length share a prefill step; the others are prefilled alone.
     engine.prefill([(slots[0], prompts[0], True), (slots[1], prompts[1], True)])
     first = {output.slot: output.tokens for output in engine.collect()}
     engine.prefill([(slots[2], prompts[2], True), (slots[3], prompts[3], True)])
     first |= {output.slot: output.tokens for output in engine.collect()}
     tokens = [first[slot] for slot in slots]
     for step in range(29):
-        engine.decode(slots[: 4 if step < 20 else 3])  # the batch shrinks on the way
+        engine.decode(slots[: 4 if step < 20 else 3])  # the batch shrinks during the run
         for output in engine.collect():
             tokens[slots.index(output.slot)] += output.tokens
     for slot in slots:
@@ -122,7 +122,7 @@ def test_penalties_count_the_prompt_and_the_output(engine) -> None:
 
 
 def test_resumed_sequence_keeps_its_counts(engine) -> None:
-    """Prefilling prompt and output again, told apart, continues as if nothing had happened."""
+    """After a prefill of prompt and output, marked as such, the sequence continues unchanged."""
     ids = random_ids(20, VOCAB)
     fields = {"temperature": 0.7, "seed": 9, "frequency_penalty": 2.0, "repetition_penalty": 1.5}
     expected = generate(engine, ids, 40, **fields)
@@ -155,7 +155,7 @@ def test_logprobs_match_prompt_logits(engine) -> None:
 @pytest.mark.parametrize("chunk", [1, 7, 64, 128])
 @pytest.mark.parametrize("length", [2, 17, 64, 130])
 def test_logprobs_of_a_prompt(engine, length: int, chunk: int) -> None:
-    """They are those of the prompt's logits, and the sequence goes on as if nobody had asked."""
+    """They equal those of the prompt's logits, and the later tokens do not change."""
     ids = random_ids(length, VOCAB, seed=length)
     expected = generate(engine, ids, 10)
     slot = engine.add_sequence(sampling(), ids)
@@ -184,7 +184,7 @@ def test_logprobs_of_a_prompt(engine, length: int, chunk: int) -> None:
     np.testing.assert_allclose([f[2] for f in found], logprobs[rows[:, None], best], atol=1e-4)
 
 
-def test_logprobs_of_a_prompt_refuse_what_is_wrong(engine) -> None:
+def test_logprobs_of_a_prompt_reject_invalid_calls(engine) -> None:
     slot = engine.add_sequence(sampling(), [1, 2])
     assert engine.reserve(slot, 10)
     for targets, top, message in (
@@ -198,7 +198,7 @@ def test_logprobs_of_a_prompt_refuse_what_is_wrong(engine) -> None:
     assert len(generate(engine, [1, 2, 3], 3)) == 3  # and nothing is lost
 
 
-def test_generation_up_to_the_last_cell_and_past_it(directory: Path, device: str) -> None:
+def test_generation_to_the_last_kv_entry_and_beyond(directory: Path, device: str) -> None:
     engine = make_engine(directory, device, max_model_len=100, max_num_seqs=1)
     ids = random_ids(90, VOCAB)
     slot = engine.add_sequence(sampling(), ids)
@@ -212,10 +212,10 @@ def test_generation_up_to_the_last_cell_and_past_it(directory: Path, device: str
     with pytest.raises(ValueError, match="101 tokens were asked for, the engine holds 100"):
         engine.reserve(slot, 101)
     engine.release(slot)
-    assert len(generate(engine, ids, 11)) == 11  # the engine lives on
+    assert len(generate(engine, ids, 11)) == 11  # the engine is still usable
 
 
-def test_pages_are_taken_and_given_back(directory: Path, device: str) -> None:
+def test_pages_are_reserved_and_released(directory: Path, device: str) -> None:
     engine = make_engine(directory, device, max_model_len=256, max_num_seqs=2)
     assert engine.num_pages == 2 * 256 // PAGE
     slots = [engine.add_sequence(sampling(), [1]) for _ in range(2)]
@@ -251,7 +251,7 @@ def test_pages_are_taken_and_given_back(directory: Path, device: str) -> None:
         (lambda e: e.release(2), "slot 2 holds no sequence"),
     ],
 )
-def test_wrong_calls_say_what_is_wrong(engine, call, message: str) -> None:
+def test_invalid_calls_name_the_error(engine, call, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call(engine)
     assert len(generate(engine, [1, 2, 3], 3)) == 3  # and nothing is lost
@@ -276,7 +276,7 @@ def test_a_slot_twice_in_a_step_is_refused(engine) -> None:
 
 
 def test_a_prompt_chunk_behind_a_decode_step_in_flight_is_refused(engine) -> None:
-    """The host does not know yet at which position the chunk begins."""
+    """The host does not yet know the position of the chunk."""
     slot = engine.add_sequence(sampling(), [1])
     assert engine.reserve(slot, 10)
     engine.prefill([(slot, [1], True)])
@@ -295,7 +295,7 @@ def test_decode_before_prefill_is_refused(engine) -> None:
     engine.reserve(slot, 10)
     with pytest.raises(ValueError, match="decodes before its prompt was prefilled"):
         engine.decode([slot])
-    engine.prefill([(slot, [1], False)])  # nothing is drawn: no token to go on from
+    engine.prefill([(slot, [1], False)])  # no token is drawn, so decoding has no root
     assert engine.collect() == []
     with pytest.raises(ValueError, match="decodes before its prompt was prefilled"):
         engine.decode([slot])
@@ -304,13 +304,13 @@ def test_decode_before_prefill_is_refused(engine) -> None:
 
 @pytest.mark.gpu
 def test_greedy_text_is_the_same_on_cpu_and_cuda() -> None:
-    """On the shipped model, where the best token leads by more than rounding."""
+    """On the shipped model, the margin of the best token exceeds rounding errors."""
     engines = [make_engine(SHIPPED, device, max_model_len=512) for device in ("cpu", "cuda")]
     prompts = [random_ids(n, 4096, seed=n) for n in (1, 5, 64, 200)]
     for ids in prompts:
         cpu, cuda = (generate(engine, ids, 60) for engine in engines)
         split = next((i for i, (a, b) in enumerate(zip(cpu, cuda, strict=True)) if a != b), None)
-        if split is not None:  # only a near-tie may part them
+        if split is not None:  # they may differ only after a near-tie
             logits = prompt_logits(engines[0], ids + cpu[:split])[-1]
             assert abs(logits[cpu[split]] - logits[cuda[split]]) < 0.05
 
@@ -329,7 +329,7 @@ def test_graphs_change_nothing(directory: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.alone
-def test_ten_engines_leave_no_device_memory_behind(directory: Path) -> None:
+def test_ten_engines_leak_no_device_memory(directory: Path) -> None:
     from cpmcu import C
 
     def one_life() -> None:
@@ -339,11 +339,11 @@ def test_ten_engines_leave_no_device_memory_behind(directory: Path) -> None:
 
     one_life()  # loads the CUDA context, kernels and cuBLASLt once
     lost = []
-    for _ in range(4):  # another process may take memory meanwhile; a leak shows every time
+    for _ in range(4):  # another process may allocate memory meanwhile; a leak shows each time
         before = C.device_info(0)["free_bytes"]
         for _ in range(10):
             one_life()
         lost.append(before - C.device_info(0)["free_bytes"])
         if lost[-1] < 8 << 20:
             return
-    pytest.fail(f"bytes lost by ten engines, four times: {lost}")
+    pytest.fail(f"ten engines leaked device memory in each of four runs, in bytes: {lost}")

@@ -1,7 +1,7 @@
 """Logits of whole prompts against float32 references, for every family, shape and RoPE kind.
 
 transformers is the reference of Llama, Mistral, Qwen2 and Qwen3; MiniCPM is checked against a
-Llama with the scales folded into its weights. The numpy model stands in where torch is missing.
+Llama with the scales folded into its weights. Without torch the numpy model is the reference.
 """
 
 from __future__ import annotations
@@ -224,7 +224,7 @@ def test_dtype(family: str, dtype: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_conversion_while_loading(dtype: str, tmp_path: Path) -> None:
     tiny = write_tiny(tmp_path / "exact", "llama", dtype=dtype)
-    write_tiny(tmp_path / "float32", "llama", weights=tiny.weights)  # the same values, wider
+    write_tiny(tmp_path / "float32", "llama", weights=tiny.weights)  # the same values in float32
     ids = random_ids(203, 40)
     exact = engine_logits(tmp_path / "exact", ids)
     np.testing.assert_array_equal(engine_logits(tmp_path / "float32", ids, dtype=dtype), exact)

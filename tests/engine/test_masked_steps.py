@@ -1,6 +1,6 @@
-"""Decode steps whose tokens are masked: the same tokens with any drafter as without one.
+"""Decode steps with token masks: every drafter yields the same tokens as plain decoding.
 
-The masks here depend on the tokens so far, as a grammar's do, but are made of random numbers.
+As with a grammar, the masks depend on the tokens so far. They are random.
 """
 
 from __future__ import annotations
@@ -38,8 +38,10 @@ def masked_models(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Mode
 
 
 def allowed(tokens: list[int]) -> np.ndarray:
-    """[V] bool: what may follow an output. After every third token half of the vocabulary or
-    more, else a few tokens, never none."""
+    """[V] bool: the tokens that may follow an output.
+
+    After every third token it allows at least half of the vocabulary, else a few tokens.
+    """
     rng = np.random.default_rng([len(tokens), *tokens[-4:]])
     share = 0.9 if len(tokens) % 3 else rng.choice([0.02, 0.5])
     may = rng.random(VOCAB) < share
@@ -53,7 +55,7 @@ def packed(may: np.ndarray) -> np.ndarray:
 
 
 class Output:
-    """A sequence on an engine, with masks or without."""
+    """A sequence on an engine, with or without masks."""
 
     def __init__(self, engine: Any, ids: list[int], count: int, masked: bool, **fields: Any):
         from cpmcu import C
@@ -65,7 +67,7 @@ class Output:
         assert engine.reserve(self.slot, len(ids))
 
     def masks(self, tokens: list[int], parents: list[int]) -> list[np.ndarray | None]:
-        """Of the nodes of a tree."""
+        """The masks of the nodes of a tree."""
         if not self.masked:
             return [None] * len(tokens)
         paths: list[list[int] | None] = [self.tokens]
@@ -94,7 +96,7 @@ def pack(masks: list[np.ndarray | None]) -> tuple[list[int], np.ndarray]:
 
 
 def run(engine: Any, outputs: list[Output], shapes: Sequence[tuple[int, int]] = ()) -> None:
-    """Prefills in one step, then decodes until all have their tokens; `shapes`: of masked steps."""
+    """Prefills in one step, then decodes all outputs; masked steps cycle through `shapes`."""
     turns = itertools.cycle(shapes or [None])
     masks = [mask for output in outputs for mask in output.masks([0], [-1])]
     engine.prefill([(output.slot, output.ids, True) for output in outputs], *pack(masks))
@@ -136,7 +138,7 @@ def test_same_tokens(masked_models: Models, kind: str) -> None:
         ids = PROMPTS[i]
         expected = one(plain, ids, count, **fields).tokens
         assert one(drafted, ids, count, **fields).tokens[:count] == expected
-        # Masks have changed the output; without them it is what it was.
+        # The masks changed the output. Without masks it is that of plain decoding.
         unmasked = models.plain(family, ids, count, **fields)
         assert unmasked != expected
         assert Drive(drafted).one(ids, count, **fields) == unmasked
@@ -150,9 +152,7 @@ def test_drafts_are_accepted_under_masks(masked_models: Models) -> None:
 
 
 @pytest.mark.parametrize("kind", [None, "noisy", "eagle", "eagle3", "ngram"])
-def test_several_sequences_of_which_some_have_masks(
-    masked_models: Models, kind: str | None
-) -> None:
+def test_masked_and_unmasked_sequences_together(masked_models: Models, kind: str | None) -> None:
     models = masked_models
     config = {"max_num_seqs": 4}
     engine = (
@@ -188,8 +188,8 @@ def test_the_context_ends_under_masks(masked_models: Models, kind: str) -> None:
     assert len(expected) == count
 
 
-def test_greedy_tokens_are_the_likeliest_that_are_allowed(tmp_path: Path) -> None:
-    """Against the logits themselves, on the CPU, where prefill and decoding agree closely."""
+def test_greedy_token_is_the_likeliest_allowed_one(tmp_path: Path) -> None:
+    """Compared with the logits, on the CPU, where prefill and decoding agree closely."""
     models = Models(tmp_path, "cpu")
     engine = models.engine("llama", None)
     ids = PROMPTS[2]
@@ -201,11 +201,13 @@ def test_greedy_tokens_are_the_likeliest_that_are_allowed(tmp_path: Path) -> Non
         assert z[token] >= np.where(may, z, -np.inf).max() - 1e-4
 
 
-# ---- halves, and what is checked
+# ---- open masked steps, and checks
 
 
 @pytest.mark.parametrize("kind", [None, "eagle"])
-def test_a_half_that_is_abandoned_changes_nothing(masked_models: Models, kind: str | None) -> None:
+def test_abandoned_open_masked_step_changes_nothing(
+    masked_models: Models, kind: str | None
+) -> None:
     models = masked_models
     engine = (
         models.engine("llama", None)
@@ -241,11 +243,11 @@ def test_masks_are_checked(masked_models: Models) -> None:
         ValueError, match=f"{NUM_WORDS + 1} words a row, expected 2 and {NUM_WORDS}"
     ):
         engine.prefill([item], [0], np.zeros((1, NUM_WORDS + 1), np.uint32))
-    with pytest.raises(ValueError, match="masks are given for 2 rows, the step has 1"):
+    with pytest.raises(ValueError, match="masks are given for 2 rows, expected the 1 rows"):
         engine.prefill([item], [0, -1], words)
-    with pytest.raises(ValueError, match="a row has mask 1, but there are 1"):
+    with pytest.raises(ValueError, match="a row names mask 1, there are 1 masks"):
         engine.prefill([item], [1], words)
-    with pytest.raises(ValueError, match="2 masks are given for 1 rows"):
+    with pytest.raises(ValueError, match="2 masks are given, expected at most one for each"):
         engine.prefill([item], [1], np.concatenate([words, words]))
     with pytest.raises(TypeError):
         engine.prefill([item], [0], words.astype(np.float64))

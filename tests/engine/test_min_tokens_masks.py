@@ -1,4 +1,4 @@
-"""min_tokens through LLM: no end before it, and with any drafter the same tokens as without."""
+"""min_tokens through LLM: no output ends earlier, and no drafter changes a token."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.engine.test_structured_output import DRAFTS, PROMPTS, SAMPLINGS, load
 pytestmark = pytest.mark.slow
 
 EOS = 2
-# The end is what the model would draw at once, and mostly.
+# Without min_tokens the model would usually draw the end token first.
 EAGER = {"logit_bias": {EOS: 20.0}, "max_tokens": 40, "ignore_eos": False}
 CASES = [
     (PROMPTS[i % 3], SamplingParams(**{**fields, **EAGER, **more}))
@@ -25,7 +25,7 @@ CASES = [
         {"min_tokens": 17, "grammar": Grammar.regex("[a-z ]+")},
         {"min_tokens": 17, "grammar": Grammar.choice(["yes", "no"])},
         {"min_tokens": 11, "stop_token_ids": [203, 282], "stop": ["e"]},
-        {"max_tokens": 20, "logit_bias": None},  # others, which are launched ahead
+        {"max_tokens": 20, "logit_bias": None},  # these are launched ahead
     )
 ]
 
@@ -37,12 +37,12 @@ def device(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def expected(device: str) -> list[Any]:
-    """Every case alone, without speculation."""
+    """Each case alone, without speculation."""
     with load(device, {"no_speculation": True}) as llm:
         return [shown(llm.generate(prompt, params)) for prompt, params in CASES]
 
 
-def test_no_end_before(expected: list[Any]) -> None:
+def test_no_end_before_min_tokens(expected: list[Any]) -> None:
     for (_, params), ((tokens, text, reason, _, _),) in zip(CASES, expected):
         if params.grammar == Grammar.choice(["yes", "no"]):
             assert text in ("yes", "no") and reason == "stop"

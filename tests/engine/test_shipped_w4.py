@@ -1,5 +1,4 @@
-"""The shipped 4-bit model and its 4-bit draft: nearly as good as the original, and the same text
-with and without speculation."""
+"""The shipped 4-bit model and 4-bit draft: perplexity, text with and without speculation."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from tests.engine.harness import DEVICES, SHIPPED
 from tests.reference.engines import extension_or_skip, prompt_logits
 
 extension_or_skip()
-pytestmark = pytest.mark.slow  # 4 bits under a sanitizer: test_w4.py, test_spec_exact.py
+pytestmark = pytest.mark.slow  # sanitizer runs cover 4 bits in test_w4.py and test_spec_exact.py
 
 NAME = "tiny-python-minicpm-w4"
 DRAFT = "tiny-python-eagle2-w4"
@@ -46,7 +45,7 @@ def loss(llm: LLM, texts: list[list[int]]) -> float:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_perplexity_is_near_the_originals(device: str) -> None:
-    """At most 4 % above it, on texts of this repository, which neither has seen."""
+    """At most 4 % higher, on files of this repository that neither model was trained on."""
     plain = {"no_speculation": True}
     with load(str(SHIPPED), device, speculative_config=plain) as original:
         paths = [Path(__file__).with_name(name) for name in TEXTS]
@@ -66,9 +65,9 @@ def weight_bytes(llm: LLM) -> int:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)
 def test_the_draft_changes_no_text(device: str, params: SamplingParams) -> None:
-    """The draft is the one that ships for the model: nobody names it.
+    """The draft is the default draft of the shipped model.
 
-    In trees of one shape: which shapes are chosen depends on how long steps take.
+    The tree shape is fixed: an adaptive shape would depend on the duration of steps.
     """
     with load(NAME, device, speculative_config={"no_speculation": True}) as plain:
         expected = [output.outputs[0].token_ids for output in plain.generate(PROMPTS, params)]

@@ -1,4 +1,4 @@
-"""What a speculative cycle must not do: allocate, or wait for the device."""
+"""A speculative step neither allocates memory nor waits for the device."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ PROMPT = [1, 300, 301, 302, 303, 304]
 @pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("graph", [True, False])
-def test_a_cycle_neither_allocates_nor_waits(graph: bool, device: str) -> None:
-    """Beyond the host's look at mapped memory: no allocation, no synchronisation of the device."""
+def test_step_neither_allocates_nor_waits(graph: bool, device: str) -> None:
+    """The host only polls mapped memory: no allocation, no device synchronisation."""
     engine = make_engine(
         SHIPPED,
         device,
@@ -26,7 +26,7 @@ def test_a_cycle_neither_allocates_nor_waits(graph: bool, device: str) -> None:
             draft_model_path=EAGLE2, spec_num_iter=4, spec_topk_per_iter=4, spec_tree_size=12
         ),
     )
-    generate(engine, PROMPT, 20)  # graphs are captured, algorithms chosen
+    generate(engine, PROMPT, 20)  # captures the graphs and selects the GEMM algorithms
     slot = engine.add_sequence(sampling(temperature=0.7, seed=1), PROMPT)
     assert engine.reserve(slot, 900)
     engine.prefill([(slot, PROMPT, True)])

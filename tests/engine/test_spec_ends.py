@@ -1,4 +1,4 @@
-"""Speculation where a sequence ends, stops, or goes on in another slot."""
+"""Speculation when a sequence stops, reaches a limit, or resumes in another slot."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ extension_or_skip()
 
 
 @pytest.mark.parametrize("kind", ["itself", "noisy", "eagle", "ngram"])
-def test_stop_inside_a_run(models: Models, kind: str) -> None:
+def test_stop_id_inside_an_accepted_path(models: Models, kind: str) -> None:
     drive = Drive(models.drafted(kind, "llama", TREES["wide"]), ahead=2)
     for ids in PROMPTS[: 1 if SMALL else 4]:
         expected = models.plain("llama", ids, 40)
         for at in range(1, 14):
             stop = expected[at]
-            if stop == expected[0]:  # the first token is the host's
+            if stop == expected[0]:  # the host handles the first token
                 continue
             end = expected.index(stop) + 1
             assert (
@@ -44,7 +44,7 @@ def _first(tokens: list[int], token: int) -> int:
 
 
 @pytest.mark.parametrize("kind", ["itself", "eagle3"])
-def test_limit_inside_a_run(models: Models, kind: str) -> None:
+def test_token_limit_inside_an_accepted_path(models: Models, kind: str) -> None:
     drive = Drive(models.drafted(kind, "llama", TREES["wide"]), ahead=2)
     ids = PROMPTS[2]
     for count in range(1, 14):
@@ -73,7 +73,7 @@ def test_a_slot_that_ended_emits_nothing_more(models: Models) -> None:
     engine.release(slot)
 
 
-def test_a_slot_used_again_forgets(models: Models) -> None:
+def test_reused_slot_has_no_old_state(models: Models) -> None:
     drive = Drive(models.drafted("itself", "llama", TREES["narrow"]), ahead=2)
     first = drive.one(PROMPTS[6], 40), drive.emitted
     drive.one(PROMPTS[2], 50)
@@ -81,9 +81,11 @@ def test_a_slot_used_again_forgets(models: Models) -> None:
 
 
 def test_a_resumed_sequence_goes_on(models: Models) -> None:
-    """One that lost its pages reads its own output as a prompt: on the CPU nobody sees that. CUDA
-    rounds prompts and steps differently, so there it goes on as plain decoding that lost its pages
-    at the same place."""
+    """A sequence that lost its pages prefills its own output.
+
+    On the CPU this does not change its tokens. On CUDA prefill and decode round differently, so the
+    expected tokens are those of plain decoding that lost its pages at the same token.
+    """
     from cpmcu import C
 
     ids, fields = PROMPTS[4], SAMPLINGS["all"]

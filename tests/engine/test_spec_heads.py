@@ -47,7 +47,7 @@ def test_frspec(models: Models, kind: str, quant: str) -> None:
 @pytest.mark.parametrize("quant", ["w8"] if SMALL else ["w8", "w4"])
 @pytest.mark.parametrize("kind", ["itself", "eagle", "eagle3"])
 def test_a_quantised_draft_head(models: Models, kind: str, quant: str) -> None:
-    """The target's head rounded, or the draft's own."""
+    """The quantised head is the target's, or the draft's own."""
     draft = str(models.draft(kind, "llama"))
     speculation = {"draft_model_path": draft, "draft_head_quant": quant, **TREES["narrow"]}
     drive = Drive(models.engine("llama", speculation))
@@ -55,20 +55,20 @@ def test_a_quantised_draft_head(models: Models, kind: str, quant: str) -> None:
         fields = list(SAMPLINGS.values())[i]
         assert drive.one(ids, 40, **fields) == models.plain("llama", ids, 40, **fields)
         if kind == "itself" and quant == "w8" and not fields:
-            assert len(drive.emitted) < 20  # and it is nearly as good
+            assert len(drive.emitted) < 20  # acceptance stays nearly the same
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", ["eagle_bias", "minicpm_eagle", "minicpm_eagle_hf", "eagle3", "model"]
 )
-def test_a_quantised_draft_drafts_what_it_stands_for(models: Models, kind: str) -> None:
-    """In every layout the same steps as each other, and in float32 as its dense twin."""
+def test_quantised_draft_equals_its_dequantised_draft(models: Models, kind: str) -> None:
+    """All layouts yield the same steps. In float32 they are those of the dequantised draft."""
     family = f"{family_of(kind)}_gptq"
     target = models.target(family)
     dense = write_draft(models.root / f"{kind}-dense", kind, target, dtype=models.dtype)
     weights = quantise(dense.weights)
-    ids = PROMPTS[5 if kind.startswith("minicpm") else 4]  # where some of the drafts are right
+    ids = PROMPTS[5 if kind.startswith("minicpm") else 4]  # some drafted tokens are right
     layouts = ["marlin", {"eagle_bias": "gptq", "eagle3": "awq"}.get(kind, "compressed")]
     layouts += ["dense"] if models.dtype == "float32" else []
     seen = []
@@ -85,7 +85,7 @@ def test_a_quantised_draft_drafts_what_it_stands_for(models: Models, kind: str) 
 @pytest.mark.parametrize("kind", ["itself", "eagle", "eagle with FR-Spec"])
 @pytest.mark.parametrize("family", ["llama"] if SMALL else ["llama", "llama_gptq"])
 def test_a_quantised_target_head(models: Models, kind: str, family: str) -> None:
-    """lm_head_quant changes the text, and drafts follow it."""
+    """lm_head_quant changes the text, and speculation yields the changed text."""
     import numpy as np
 
     kind, _, frspec = kind.partition(" with ")
@@ -105,7 +105,7 @@ def test_a_quantised_target_head(models: Models, kind: str, family: str) -> None
 
 @pytest.mark.parametrize("kind", ["eagle"] if SMALL else ["eagle", "eagle3", "model"])
 def test_a_target_head_stored_quantised(models: Models, tmp_path: Path, kind: str) -> None:
-    """A quantised draft with default options shares it, or has its own."""
+    """A quantised draft with default options shares the target's head or has its own."""
     from cpmcu.config import EngineConfig, SpeculativeConfig
     from cpmcu.loading.loader import load_model
 

@@ -1,4 +1,4 @@
-"""Speculation through LLM: texts, stops, counts, pages that run out, metrics."""
+"""Speculation through LLM: texts, stops, token counts, preemption, metrics."""
 
 from __future__ import annotations
 
@@ -69,7 +69,15 @@ def shown(outputs: list[Any]) -> list[Any]:
     ]
 
 
-def test_everything_as_without(plain: LLM, llm: LLM) -> None:
+def test_steps_at_load_leave_no_trace(llm: LLM) -> None:
+    load = llm.engine_load()
+    assert (load.running, load.waiting, load.kv_cache_usage, load.preemptions) == (0, 0, 0, 0)
+    assert load.step_tokens.total == 0
+    assert llm.call_engine(lambda engine: engine.counters["steps"]) > 0
+    assert llm.call_engine(lambda engine: engine.num_free_pages == engine.num_pages)
+
+
+def test_outputs_equal_those_without_speculation(plain: LLM, llm: LLM) -> None:
     tokens = plain.generate(PROMPTS[0], GREEDY)[0].outputs[0]
     stops = [
         {"stop_token_ids": [tokens.token_ids[7]]},

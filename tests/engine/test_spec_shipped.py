@@ -1,4 +1,4 @@
-"""The drafts that ship with the package, on Python code."""
+"""The drafts of the package, on Python code."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def shipped_engine(device: str, speculation: dict[str, Any], dtype: str = "auto"
 
 @pytest.fixture(scope="module")
 def python_texts(device: str) -> list[tuple[list[int], dict[str, Any], list[int]]]:
-    """13 beginnings of Python code, how to sample, and the 200 tokens without speculation."""
+    """13 prompts of Python code, sampling parameters, and 200 tokens without speculation."""
     from cpmcu.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.from_directory(SHIPPED)
@@ -60,7 +60,10 @@ def python_texts(device: str) -> list[tuple[list[int], dict[str, Any], list[int]
 
 
 def test_an_eagle_head_after_a_short_draft_and_plain_steps(device: str) -> None:
-    """No matter what the memory of its features held: of 0x7f a float16 would be a NaN."""
+    """The result must not depend on uninitialised memory of the auxiliary hidden states.
+
+    The memory is filled with bytes 0x7f, which are NaN in float16.
+    """
     from cpmcu.tokenizer import Tokenizer
 
     ids = Tokenizer.from_directory(SHIPPED).encode(
@@ -79,7 +82,7 @@ def test_an_eagle_head_after_a_short_draft_and_plain_steps(device: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SHIPPED_DRAFTS)
 def test_the_shipped_drafts(device: str, python_texts: Any, name: str) -> None:
-    """13 beginnings of Python code and 200 tokens for each draft; most accept two a step."""
+    """13 prompts of Python code and 200 tokens for each draft; most accept two tokens a step."""
     if name != "ngram" and not (SHIPPED.parent / name / "model.safetensors").is_file():
         pytest.skip(f"{name} is not there")
     draft: dict[str, Any] = {"method": "ngram"}
@@ -89,7 +92,7 @@ def test_the_shipped_drafts(device: str, python_texts: Any, name: str) -> None:
     emitted: list[int] = []
     for ids, fields, expected in python_texts:
         tokens = drafted.one(ids, 200, **fields)
-        # Without a drafter the device does not look at stop ids.
+        # Without a drafter the device does not check stop ids.
         assert tokens == expected[: len(tokens)]
         assert len(tokens) == 200 or tokens[-1] in fields["stop_ids"]
         emitted += drafted.emitted

@@ -1,4 +1,4 @@
-"""Pages and per-slot state of many sequences: each gets the tokens that it gets alone."""
+"""Pages and per-slot state of many sequences: each yields the tokens that it yields alone."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from tests.reference.engines import extension_or_skip
 extension_or_skip()
 
 PAGE = 64
-FEW = {"max_num_seqs": 2, "max_model_len": 2 * PAGE}  # two pages a sequence, and look-ahead
+FEW = {"max_num_seqs": 2, "max_model_len": 2 * PAGE}  # two pages for each sequence, and look-ahead
 
 
 def take_all_pages(engine: Any) -> list[int]:
-    """Starts sequences in all slots, each with all the pages that it may have."""
+    """Starts a sequence in each slot, with the maximum number of pages."""
     slots = []
     for ids in PROMPTS[: engine.max_num_seqs]:
         slot, _ = start(engine, ids, max_tokens=100)
@@ -46,7 +46,7 @@ def test_pages_of_a_step_in_flight_are_waited_for(models: Models, kind: str | No
     for slot in slots:
         engine.release(slot)
     ids, fields = PROMPTS[2], SAMPLINGS["seeded"]
-    # These pages were read a moment ago, by steps that nobody has collected.
+    # Steps that are not yet collected may still read these pages.
     (tokens,) = together(engine, [(ids, 40, fields)])
     assert tokens == models.plain("llama", ids, 40, **fields)
 
@@ -66,7 +66,7 @@ def test_free_pages_after_a_release_in_flight(models: Models, kind: str | None) 
 
 
 def test_forty_sequences_with_trees(models: Models) -> None:
-    """320 tokens in a step: logits and attention of it go in parts."""
+    """A step of 320 tokens: head and attention run on groups of it."""
     num_seqs, tree = (40, {"spec_num_iter": 3, "spec_topk_per_iter": 3, "spec_tree_size": 8})
     engine = models.drafted("noisy", "llama", tree, max_num_seqs=num_seqs)
     names = ["greedy", "seeded", "all"]
@@ -78,7 +78,7 @@ def test_forty_sequences_with_trees(models: Models) -> None:
 
 @pytest.mark.parametrize("kind", [None, "noisy", "ngram"])
 def test_steps_of_one_to_nine_sequences(models: Models, kind: str | None) -> None:
-    """On CUDA some of them are padded."""
+    """On CUDA some of these batch sizes are padded."""
     engine = engine_of(models, kind, max_num_seqs=9)
     names = list(SAMPLINGS)
     jobs = [
@@ -98,8 +98,8 @@ def test_steps_of_one_to_nine_sequences(models: Models, kind: str | None) -> Non
 
 
 @pytest.mark.parametrize("kind", [None, *SOME_DRAFTS])
-def test_an_abandoned_masked_step_leaves_no_trace(models: Models, kind: str | None) -> None:
-    """Neither in the tokens nor in how many of the drafts are accepted."""
+def test_abandoned_open_masked_step_changes_no_state(models: Models, kind: str | None) -> None:
+    """It changes neither the tokens nor the number of accepted drafted tokens."""
     engine = engine_of(models, kind, max_num_seqs=2)
     jobs = [(PROMPTS[i], 12 if SMALL else 30, SAMPLINGS[n]) for i, n in ((1, "greedy"), (4, "all"))]
     rng = random.Random(str(kind))
@@ -118,7 +118,7 @@ def test_an_abandoned_masked_step_leaves_no_trace(models: Models, kind: str | No
 
 # ---- helpers
 
-Job = tuple[list[int], int, dict[str, Any]]  # prompt, number of tokens, how to sample
+Job = tuple[list[int], int, dict[str, Any]]  # prompt, number of tokens, sampling parameters
 
 
 def engine_of(models: Models, kind: str | None, **config: Any) -> Any:
@@ -128,7 +128,7 @@ def engine_of(models: Models, kind: str | None, **config: Any) -> Any:
 
 
 def start(engine: Any, ids: list[int], **fields: Any) -> tuple[int, int]:
-    """Prefills a prompt of one chunk; returns its slot and the first token."""
+    """Prefills a prompt of one chunk; returns the slot and the first token."""
     slot = engine.add_sequence(sampling(**fields), ids)
     assert engine.reserve(slot, len(ids))
     engine.prefill([(slot, ids, True)])
@@ -137,7 +137,7 @@ def start(engine: Any, ids: list[int], **fields: Any) -> tuple[int, int]:
 
 
 def last_outputs(engine: Any) -> Any:
-    """Of the newest step; older ones are of sequences that are gone."""
+    """The results of the newest step. Older steps are of released sequences."""
     while engine.in_flight() > 1:
         assert engine.collect() == []
     return engine.collect()
@@ -150,9 +150,9 @@ def together(
     before: Callable[[list[int]], None] = lambda slots: None,
     steps: list[int] | None = None,
 ) -> list[list[int]]:
-    """Tokens of each job. `choose`: which of the running jobs are in a step, and in which order.
+    """The tokens of each job. `choose` selects and orders the running jobs of a step.
 
-    `before` is called before each step, with its slots; `steps` gets the tokens of each.
+    `before` is called before each step with its slots. `steps` receives the tokens of each step.
     """
     slots, tokens = [], []
     for ids, count, fields in jobs:

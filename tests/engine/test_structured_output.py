@@ -1,5 +1,4 @@
-"""Structured output through LLM: it has the form that was asked for, and speculation changes no
-token of it."""
+"""Structured output through LLM: it matches the grammar, and speculation changes no token."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 from test_llm_engine import FewerPages  # noqa: E402
 
 extension_or_skip()
-pytestmark = pytest.mark.slow  # masks under a sanitizer: test_masked_steps.py
+pytestmark = pytest.mark.slow  # sanitizer runs cover masks in test_masked_steps.py
 
 SHAPE = {"spec_num_iter": 4, "spec_topk_per_iter": 4, "spec_tree_size": 16}
 DRAFTS: dict[str, dict[str, Any]] = {
@@ -102,7 +101,7 @@ def plain(device: str) -> Iterator[LLM]:
 
 @pytest.fixture(scope="module")
 def expected(plain: LLM) -> list[Any]:
-    """Every case alone, without speculation."""
+    """Each case alone, without speculation."""
     return [shown(plain.generate(prompt, params)) for prompt, params in CASES]
 
 
@@ -130,7 +129,7 @@ def check_form(grammar: Grammar | None, text: str, finish_reason: str) -> None:
         json.loads(re.sub(r"[a-z]+", '"name"', text))
 
 
-def test_the_form(expected: list[Any]) -> None:
+def test_outputs_match_the_grammar(expected: list[Any]) -> None:
     finished = set()
     for (_, params), ((_, text, finish_reason, _, _),) in zip(CASES, expected):
         check_form(params.grammar, text, finish_reason)
@@ -141,7 +140,7 @@ def test_the_form(expected: list[Any]) -> None:
 
 @pytest.mark.parametrize("kind", DRAFTS)
 def test_speculation_changes_no_token(device: str, expected: list[Any], kind: str) -> None:
-    """All cases at once in five slots, so that outputs with and without a grammar share steps."""
+    """All cases at once in five slots, so outputs with and without a grammar share steps."""
     prompts, params = zip(*CASES)
     with load(device, DRAFTS[kind]) as llm:
         outputs = llm.generate(prompts, params)
@@ -163,8 +162,8 @@ def test_together_without_speculation(plain: LLM, expected: list[Any]) -> None:
         assert (output.timings.grammar_s > 0) == (p.grammar is not None)
 
 
-def test_always_of_the_form(device: str) -> None:
-    """Hot samples, which without a grammar would be anything."""
+def test_hot_samples_match_the_grammar(device: str) -> None:
+    """At a high temperature, output without a grammar would be random."""
     with load(device, DRAFTS["eagle2"]) as llm:
         for name in ("schema", "regex", "choice"):
             params = [
@@ -204,7 +203,7 @@ def test_streams_choices_and_stops(device: str, plain: LLM) -> None:
 
 
 def test_pages_run_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sequence that is computed again goes on in its grammar where it was."""
+    """A preempted sequence keeps its grammar state."""
     from cpmcu.loading.loader import load_model
 
     def load_with_fewer_pages(*arguments: Any, **options: Any) -> Any:
@@ -235,7 +234,7 @@ def test_errors_come_before_anything_runs(plain: LLM) -> None:
     assert plain.call_engine(lambda engine: engine.counters["steps"]) == steps
 
 
-def test_a_bias_cannot_break_the_form(plain: LLM) -> None:
+def test_logit_bias_cannot_violate_the_grammar(plain: LLM) -> None:
     allowed = [plain.tokenizer.encode(text, add_special_tokens=False)[0] for text in "ab"]
     params = SamplingParams(
         grammar=Grammar.regex("[ab]"),

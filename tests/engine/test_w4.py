@@ -1,4 +1,4 @@
-"""4-bit checkpoints in every layout: the same bits as each other, close to what they stand for."""
+"""4-bit checkpoints: all layouts yield the same bits, close to those of the dequantised weights."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ def check_layouts(
     root: Path, tiny: TinyCheckpoint, layouts: tuple[str, ...], device: str, **settings: Any
 ) -> None:
     weights = quantise(tiny.weights, **settings)
-    twin = write_w4(root / "twin", tiny.config, weights, "dense")
-    expected = logits(twin, device)
-    said = None
+    dequantised = write_w4(root / "dequantised", tiny.config, weights, "dense")
+    expected = logits(dequantised, device)
+    first = None
     for layout in layouts:
         found = logits(write_w4(root / layout, tiny.config, weights, layout), device)
         assert_close(found, expected, tolerance(device))
-        assert said is None or np.array_equal(found, said), layout
-        said = found
+        assert first is None or np.array_equal(found, first), layout
+        first = found
 
 
 @on_devices
@@ -80,7 +80,7 @@ def test_bfloat16_scales(tmp_path: Path, device: str) -> None:
 def test_16_bit_activations(tmp_path: Path, device: str, dtype: str) -> None:
     tiny = dense(tmp_path, "llama")
     weights = quantise(tiny.weights)
-    expected = logits(write_w4(tmp_path / "twin", tiny.config, weights, "dense"), "cpu")
+    expected = logits(write_w4(tmp_path / "dequantised", tiny.config, weights, "dense"), "cpu")
     directory = write_w4(tmp_path / "gptq", tiny.config, weights, "gptq")
     assert_close(logits(directory, device, dtype=dtype), expected, LOGITS[dtype])
 
@@ -88,7 +88,7 @@ def test_16_bit_activations(tmp_path: Path, device: str, dtype: str) -> None:
 @on_devices
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_dense_layers_among_quantised_ones(tmp_path: Path, device: str, layout: str) -> None:
-    """A whole layer, a stack and a single projection that were left alone."""
+    """A layer, a fused projection and a single projection stay dense."""
     tiny = dense(tmp_path, "qwen3", num_hidden_layers=3)
     kept = ("layers.0.mlp.gate_proj", "layers.0.mlp.up_proj", "layers.2.self_attn.o_proj")
     kept += tuple(f"layers.1.{name}" for name in ("self_attn.o_proj", "mlp.down_proj"))
@@ -113,7 +113,7 @@ def test_chunks_change_no_bit(tmp_path: Path, device: str) -> None:
 
 @on_devices
 def test_names_of_the_file(tmp_path: Path, device: str) -> None:
-    """CPM.cu's converter and loader have a name each, and take it before model.safetensors."""
+    """CPM.cu's converter and loader use two file names. Both precede model.safetensors."""
     tiny = dense(tmp_path, "llama", num_hidden_layers=1)
     weights = quantise(tiny.weights)
     expected = logits(write_w4(tmp_path / "a", tiny.config, weights, "marlin"), device)
@@ -124,7 +124,7 @@ def test_names_of_the_file(tmp_path: Path, device: str) -> None:
         assert np.array_equal(logits(tmp_path / name, device), expected)
 
 
-# ---- heads rounded at load
+# ---- heads quantised at load
 
 
 @on_devices
@@ -153,7 +153,7 @@ def test_lm_head_quant_of_a_quantised_head(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_is_missing_or_wrong_is_named(tmp_path: Path, layout: str) -> None:
+def test_error_names_the_missing_or_invalid_tensor(tmp_path: Path, layout: str) -> None:
     tiny = dense(tmp_path, "llama")
     weights = quantise(tiny.weights, has_zeros=layout == "awq")
     module = "model.layers.1.self_attn.o_proj"
@@ -183,7 +183,7 @@ def test_what_is_missing_or_wrong_is_named(tmp_path: Path, layout: str) -> None:
         logits(directory, "cpu")
 
 
-def test_a_bias_of_zeros_is_passed_over(tmp_path: Path) -> None:
+def test_zero_bias_is_ignored(tmp_path: Path) -> None:
     tiny = dense(tmp_path, "llama")
     weights = quantise(tiny.weights)
     zeros = {"model.layers.0.mlp.down_proj.bias": np.zeros(256, np.float16)}
@@ -192,7 +192,7 @@ def test_a_bias_of_zeros_is_passed_over(tmp_path: Path) -> None:
     assert np.array_equal(logits(directory, "cpu"), logits(plain, "cpu"))
 
 
-def test_indices_and_zero_points_must_be_what_the_config_says(tmp_path: Path) -> None:
+def test_indices_and_zero_points_must_match_the_config(tmp_path: Path) -> None:
     tiny = dense(tmp_path, "llama")
     weights = quantise(tiny.weights)
     module = "model.layers.1.mlp.down_proj"
@@ -209,21 +209,21 @@ def test_indices_and_zero_points_must_be_what_the_config_says(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("layout", ["gptq", "marlin"])
-def test_plain_steps_say_what_the_twin_says(tmp_path: Path, layout: str) -> None:
+def test_plain_steps_equal_those_of_dequantised_weights(tmp_path: Path, layout: str) -> None:
     tiny = dense(tmp_path, "llama")
     weights = quantise(tiny.weights)
-    said = []
+    outputs = []
     for name in (layout, "dense"):
         engine = make_engine(
             write_w4(tmp_path / name, tiny.config, weights, name), **settings_of("cpu")
         )
-        said.append(generate(engine, IDS[:40], 30))
-    assert said[0] == said[1]
+        outputs.append(generate(engine, IDS[:40], 30))
+    assert outputs[0] == outputs[1]
 
 
 @on_devices
 def test_two_engines_at_the_same_time(tmp_path: Path, device: str) -> None:
-    """Kernels that need the whole device must not wait for one another's."""
+    """Kernels whose CTAs must all be co-resident must not deadlock with those of another engine."""
     tiny = dense(tmp_path, "llama")
     directory = write_w4(tmp_path / "gptq", tiny.config, quantise(tiny.weights), "gptq")
     engines = [make_engine(directory, **settings_of(device), chunk_length=256) for _ in range(2)]

@@ -13,7 +13,7 @@ from tests.reference import ops as reference
 
 @dataclass
 class Case:
-    """Inputs of attention. Cells that no row sees hold NaN: they must not count."""
+    """Inputs of attention. Entries that no token sees hold NaN, so using one is visible."""
 
     step: Step
     num_heads: int
@@ -23,7 +23,7 @@ class Case:
     seed: int = 0
     window: int = 0
     by_position: bool = False
-    gated: bool = False  # something of the size of a head lies behind each query head
+    gated: bool = False  # a gate of the size of a head follows each query head
 
     def __post_init__(self) -> None:
         step, dim = self.step, self.head_dim
@@ -31,7 +31,7 @@ class Case:
         columns = (self.num_heads + 2 * self.num_kv_heads) * dim
         self.scale = dim**-0.5
         self.qkv = rounded(rng.standard_normal((step.num_rows, columns)) * 1.5, self.dtype)
-        # [entries, Hkv, D] of each sequence; the same numbers whatever the step's shape.
+        # [entries, Hkv, D] of each sequence. The values do not depend on the shape of the step.
         self.k, self.v = (
             [
                 rounded(
@@ -52,7 +52,7 @@ class Case:
         for seq, values in enumerate(entries):
             page, entry = self.step.where(seq, np.arange(len(values)))
             cache[page, :, entry] = encode(values, self.dtype)
-            # Whole pages before all rows' windows may be gone.
+            # Pages before the windows of all tokens may be missing.
             outside = self.step.lengths[seq] + 1 - self.window if self.window else 0
             for first in range(0, outside - 63, 64):
                 cache[self.step.where(seq, first)[0]] = encode(np.nan, self.dtype)
@@ -66,7 +66,7 @@ class Case:
         return array
 
     def put(self, device: str) -> tuple[Any, Any, Any, Any]:
-        """qkv, the cache and the rows."""
+        """qkv, the caches and the tokens of the step."""
         k, v = (self.put_raw(device, self.cache(entries)) for entries in (self.k, self.v))
         qkv = self.qkv
         if self.gated:
@@ -80,11 +80,11 @@ class Case:
         return self.launch(name, device, *self.put(device))
 
     def params(self, device: str, qkv: Any, k: Any, v: Any, rows: Any) -> tuple[Any, Any]:
-        """What an op is given, and its `out`."""
+        """The parameters of an op, and its `out`."""
         num_rows = qkv.shape[0]
         out = empty(device, [num_rows, self.num_heads * self.head_dim], self.dtype)
         floats = ops.attention_scratch_floats(
-            num_rows=num_rows, num_heads=self.num_heads, head_dim=self.head_dim,
+            num_tokens=num_rows, num_heads=self.num_heads, head_dim=self.head_dim,
             max_kv=self.step.max_kv,
         )  # fmt: skip
         more = {}
@@ -108,7 +108,7 @@ class Case:
         return out
 
     def entries(self, row: int) -> np.ndarray:
-        """The entries that a row sees."""
+        """The entries that token `row` sees."""
         entries, own = self.step.visible(row), int(self.step.token_entries[row])
         if not self.by_position:
             return reference.in_window(entries, own, self.window)

@@ -47,11 +47,11 @@ class Slots:
         for stop in self.stops:
             stop["num_stop_ids"] = rng.integers(4)
             stop["stop_ids"] = rng.integers(50, 60, size=16)
-            stop["stop_ids"][stop["num_stop_ids"] :] = 1  # not among them
+            stop["stop_ids"][stop["num_stop_ids"] :] = 1  # unused: must not end a path
             if stop["num_stop_ids"]:
                 stop["stop_ids"][rng.integers(stop["num_stop_ids"])] = STOP_ID
         self.results = empty_structs(device, [RING, max_seqs], ops.slot_result_dtype, pinned=True)
-        self.ticket = put_raw(device, np.zeros(1, np.uint64))
+        self.step_counter = put_raw(device, np.zeros(1, np.uint64))
         self.done = put_raw(device, np.zeros(1, np.uint64), pinned=True)
 
     def put_all(self) -> None:
@@ -65,7 +65,7 @@ class Slots:
 
 
 class Cycle:
-    """One acceptance: runs it, and applies the reference to the host's copy of the slots."""
+    """Runs one acceptance, and applies the reference to the host's copy of the slots."""
 
     def __init__(self, slots: Slots, seq_slots: np.ndarray, contents, rng) -> None:
         self.slots, self.seq_slots, self.contents = slots, seq_slots, contents
@@ -80,7 +80,7 @@ class Cycle:
 
     @staticmethod
     def draw(tree: reference.Tree, rng) -> list[int]:
-        """Mostly the token of some child, so that long runs are accepted."""
+        """Draws the token of a child most of the time, so accepted paths are long."""
         drawn = []
         likely = rng.choice([0.3, 0.8, 1.0])
         for node in range(len(tree.tokens)):
@@ -95,7 +95,7 @@ class Cycle:
         s.put_all()
         num_seqs = len(self.seq_slots)
         accepted = {name: s.arrays[f"accepted_{name}"] for name in ("ids", "paths", "counts")}
-        before = int(s.ticket.numpy()[0])
+        before = int(s.step_counter.numpy()[0])
         ops.accept_tree(
             context(d), trees=Trees(d, num_seqs, self.num_nodes, self.contents).op,
             drawn=put_ints(d, self.drawn),
@@ -108,15 +108,15 @@ class Cycle:
             ),
             stops=s.stop_array,
             sink=ops.ResultSink(
-                results=s.results, ring_size=RING, max_seqs=s.max_seqs, ticket=s.ticket,
+                results=s.results, ring_size=RING, max_seqs=s.max_seqs, step_counter=s.step_counter,
                 done=s.done,
             ),
         )  # fmt: skip
-        assert (int(s.ticket.numpy()[0]), int(s.done.numpy()[0])) == (before + 1, before + 1)
+        assert (int(s.step_counter.numpy()[0]), int(s.done.numpy()[0])) == (before + 1, before + 1)
         self.results = get_structs(s.results, ops.slot_result_dtype)[before % RING]
 
     def check(self) -> list[int]:
-        """Returns how many tokens each sequence emitted."""
+        """Returns the number of emitted tokens of each sequence."""
         lengths = []
         for seq, slot in enumerate(self.seq_slots):
             found = self.apply(seq, int(slot))
@@ -191,8 +191,8 @@ def test_accept(device: str, num_nodes: int, kind: str) -> None:
 
 @on_devices
 @pytest.mark.parametrize("max_tokens", range(1, 8))
-def test_limits_end_a_run(device: str, max_tokens: int) -> None:
-    """A chain of 5 drafts that are all right; the limit or a stop id is reached in it, or not."""
+def test_limits_end_a_path(device: str, max_tokens: int) -> None:
+    """All 5 drafted tokens of a chain match. A limit or a stop id may end the path earlier."""
     rng = np.random.default_rng(0)
     for stop_at in [None, 0, 5] if SMALL else [None, *range(6)]:
         slots = Slots(device, 1, 1, 6, rng)
@@ -214,8 +214,8 @@ def test_limits_end_a_run(device: str, max_tokens: int) -> None:
 
 
 @on_devices
-def test_no_token_ends_a_run(device: str) -> None:
-    """Also where unused nodes, which hold -1, hang below the root."""
+def test_no_token_ends_a_path(device: str) -> None:
+    """Also if the root has unused nodes, whose token is -1 too."""
     rng = np.random.default_rng(0)
     for place in range(4):
         slots = Slots(device, 1, 1, 6, rng)
@@ -234,7 +234,7 @@ def test_no_token_ends_a_run(device: str) -> None:
 
 @on_devices
 def test_without_history_and_ring(device: str) -> None:
-    """A step whose results nobody reads on the host, and that keeps no history."""
+    """A step that publishes no results and stores no history."""
     tree = reference.chain(1, [2, 3])
     lengths, next_tokens = put_ints(device, [5]), put_ints(device, [1])
     stops = np.zeros(1, ops.slot_stop_dtype)
@@ -272,14 +272,14 @@ def test_keep_accepted(
     for max_emitted in (1, 2, 5, 9, 64):
         slots = rng.permutation(num_slots)[:4]
         pages = rng.permutation(num_slots * max_pages).reshape(num_slots, max_pages)
-        before = rng.integers(2, 140, size=num_slots)  # lengths, near the ends of pages too
+        before = rng.integers(2, 140, size=num_slots)  # lengths, some near the end of a page
         num_emitted = rng.integers(0, max_emitted + 1, size=4)
         num_emitted[0] = max_emitted
         paths = np.full((4, max_emitted), -1)
         for path, num in zip(paths, num_emitted):
             inner = np.sort(rng.permutation(63)[: max(num - 1, 0)]) + 1
             path[:num] = [0, *inner][:num]
-        paths[1, : num_emitted[1]] = np.arange(num_emitted[1])  # all in place
+        paths[1, : num_emitted[1]] = np.arange(num_emitted[1])  # no entry has to move
         shape = (num_layers * 2, pages.size, num_heads * PAGE * head_dim)
         content = rng.integers(-99, 99, size=shape).astype(dtype)
         pool = put_raw(device, content)
@@ -314,14 +314,14 @@ def test_keep_accepted(
 
 
 def accepted_of(device: str, paths: np.ndarray, counts: np.ndarray):
-    """Paths [slots, max] and counts [slots]; ids do not matter."""
+    """Paths [slots, max] and counts [slots]. The op ignores the ids."""
     paths = put_ints(device, paths)
     return ops.Accepted(ids=paths, paths=paths, counts=put_ints(device, counts))
 
 
 @on_devices
 def test_hidden_state_of_a_root(device: str) -> None:
-    """A tree of the root alone has a hidden state to keep, and no keys to move."""
+    """A tree with only a root has a hidden state to copy, and no entries to move."""
     pool, row = np.arange(2 * 64 * 8).reshape(2, 1, 512), np.arange(8)
     array = put_raw(device, pool.astype("float16"))
     kept = put_raw(device, np.zeros((6, 8), "float16"))
@@ -347,7 +347,7 @@ def test_keep_accepted_checks_its_tensors(device: str) -> None:
     with pytest.raises(ValueError, match="the pool is"):
         ops.keep_accepted(context(device), pool=empty(device, (2, 3, 100), "float16"), **arguments)
     with pytest.raises(
-        ValueError, match=r"hidden states are float16 \[1, 8\], kept float16 \[1, 16\]"
+        ValueError, match=r"hidden is float16 \[1, 8\], accepted_hidden is float16 \[1, 16\]"
     ):
         ops.keep_accepted(
             context(device), pool=empty(device, (2, 3, 512), "float16"),

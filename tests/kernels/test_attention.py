@@ -46,7 +46,9 @@ def test_heads(device: str, dtype: str, name: str, heads: tuple[int, int, int]) 
 @on_devices_and_dtypes
 @pytest.mark.parametrize("heads", [(4, 2, 128), (7, 1, 64), (4, 1, 256)])
 @pytest.mark.parametrize("name", [DECODE, PREFILL])
-def test_query_heads_apart(device: str, dtype: str, name: str, heads: tuple[int, int, int]) -> None:
+def test_gates_between_query_heads(
+    device: str, dtype: str, name: str, heads: tuple[int, int, int]
+) -> None:
     step = Step(lengths=[0, 63, 300], counts=[1, 60, 3])
     Case(step, *heads, dtype, gated=True).check(name, device)
 
@@ -96,7 +98,7 @@ def test_prefill_chunks(device: str, dtype: str, lengths: list[int], counts: lis
 @on_devices_and_dtypes
 def test_large_scores(device: str, dtype: str) -> None:
     case = Case(Step(lengths=[150, 3], counts=[2, 2]), 4, 2, 64, dtype)
-    case.scale = 8.0  # one entry takes all the weight, and exp would overflow unguarded
+    case.scale = 8.0  # one entry has all the weight; exp of the plain score overflows
     case.check(DECODE, device)
     case.check(PREFILL, device)
 
@@ -149,7 +151,7 @@ def deep_tree(size: int) -> np.ndarray:
 
 
 def one_sequence(case: Case, seq: int, rows: Sequence[int]) -> Case:
-    """A step of some of a sequence's rows, the last ones of a chain; earlier rows are cached."""
+    """A step with the last tokens of a chain. The earlier tokens are cached."""
     step = case.step
     first = int(step.in_seq[rows[0]])
     alone = Step(lengths=[step.lengths[seq] + first], counts=[len(rows)], seed=77)
@@ -164,7 +166,7 @@ LENGTHS = [0, 65, 700] if SMALL else [0, 65, 127, 700, 4200]
 
 @on_devices_and_dtypes
 @pytest.mark.parametrize("heads", [(4, 2, 128), (7, 1, 64)])
-def test_decode_rows_do_not_depend_on_the_batch(
+def test_decode_tokens_do_not_depend_on_the_batch(
     device: str, dtype: str, heads: tuple[int, int, int]
 ) -> None:
     counts = [1, 7, 64, 13, 2][: len(LENGTHS)]
@@ -177,16 +179,16 @@ def test_decode_rows_do_not_depend_on_the_batch(
         assert np.array_equal(alone, together[begin : begin + count]), f"sequence {seq}"
         for row in {rows[0], rows[count // 2], rows[-1]}:
             single = one_sequence(case, seq, [row]).run(DECODE, device).numpy()
-            assert np.array_equal(single[0], together[row]), f"row {row} of sequence {seq}"
+            assert np.array_equal(single[0], together[row]), f"token {row} of sequence {seq}"
 
 
 @on_devices_and_cuda_dtypes
 @pytest.mark.parametrize("heads", sizes((4, 1, 64), (3, 1, 128), (2, 1, 256)))
 @pytest.mark.parametrize("count", sizes(1, 9, small=1))
-def test_decode_does_not_depend_on_how_blocks_share_the_cells(
+def test_decode_does_not_depend_on_split_ranges(
     device: str, dtype: str, count: int, heads: tuple[int, int, int]
 ) -> None:
-    """A sequence alone has many blocks, one of many sequences few. So has one of many rows."""
+    """One sequence with one token has many CTA split ranges. Many sequences or tokens have few."""
     lengths = [300] if SMALL else [9001, 33800, 3000]
     num_rows = [count] * len(lengths) + [1] * 9
     case = Case(Step(lengths=[*lengths, *range(9)], counts=num_rows), *heads, dtype)
@@ -197,13 +199,13 @@ def test_decode_does_not_depend_on_how_blocks_share_the_cells(
         assert np.array_equal(alone, together[list(rows)]), f"sequence {seq}"
         for row in {rows[0], rows[-1]}:
             single = one_sequence(case, seq, [row]).run(DECODE, device).numpy()
-            assert np.array_equal(single[0], together[row]), f"row {row} of sequence {seq}"
+            assert np.array_equal(single[0], together[row]), f"token {row} of sequence {seq}"
 
 
 @on_devices_and_dtypes
 @pytest.mark.parametrize("window", sizes(5000, 200, small=1))
 @pytest.mark.parametrize("count", sizes(1, 9, small=1))
-def test_windows_of_long_contexts_do_not_depend_on_how_blocks_share_the_cells(
+def test_windows_of_long_contexts_do_not_depend_on_split_ranges(
     device: str, dtype: str, count: int, window: int
 ) -> None:
     lengths = [300, 200] if SMALL else [9001, 33830]
@@ -215,7 +217,7 @@ def test_windows_of_long_contexts_do_not_depend_on_how_blocks_share_the_cells(
             single = one_sequence(case, seq, [row])
             single.window = window
             same = np.array_equal(single.run(DECODE, device).numpy()[0], together[row])
-            assert same, f"row {row} of sequence {seq}"
+            assert same, f"token {row} of sequence {seq}"
 
 
 @on_devices_and_dtypes
@@ -228,7 +230,7 @@ def test_a_chain_of_masks_equals_causal(device: str, dtype: str) -> None:
 
 
 @on_devices_and_dtypes
-def test_a_tree_row_does_not_depend_on_later_rows(device: str, dtype: str) -> None:
+def test_a_tree_token_does_not_depend_on_later_tokens(device: str, dtype: str) -> None:
     masks = random_tree(np.random.default_rng(1), 60)
     case = Case(Step(lengths=[333], counts=[60], masks=[masks]), 8, 2, 128, dtype)
     whole = case.run(DECODE, device).numpy()
@@ -236,7 +238,7 @@ def test_a_tree_row_does_not_depend_on_later_rows(device: str, dtype: str) -> No
         part = Case(Step(lengths=[333], counts=[count], masks=[masks[:count]]), 8, 2, 128, dtype)
         part.qkv = case.qkv[:count]
         part.k, part.v = [case.k[0][: 333 + count]], [case.v[0][: 333 + count]]
-        assert np.array_equal(part.run(DECODE, device).numpy(), whole[:count]), f"{count} rows"
+        assert np.array_equal(part.run(DECODE, device).numpy(), whole[:count]), f"{count} tokens"
 
 
 @on_devices_and_dtypes
@@ -251,7 +253,7 @@ def test_decode_does_not_depend_on_max_kv(device: str, dtype: str) -> None:
 @on_devices_and_dtypes
 @pytest.mark.parametrize("heads", [(4, 2, 64), (2, 1, 128)])
 @pytest.mark.parametrize("length", [0, 700])
-def test_prefill_rows_do_not_depend_on_the_chunk(
+def test_prefill_tokens_do_not_depend_on_the_chunk(
     device: str, dtype: str, heads: tuple[int, int, int], length: int
 ) -> None:
     case = Case(Step(lengths=[length], counts=[300]), *heads, dtype)
@@ -260,13 +262,13 @@ def test_prefill_rows_do_not_depend_on_the_chunk(
         edges = [0, *cuts, 300]
         for begin, end in pairwise(edges):
             part = one_sequence(case, 0, range(begin, end)).run(PREFILL, device).numpy()
-            assert np.array_equal(part, whole[begin:end]), f"rows {begin} to {end}"
+            assert np.array_equal(part, whole[begin:end]), f"tokens {begin} to {end}"
 
 
 @on_devices_and_dtypes
 @pytest.mark.parametrize("window", [7, 130])
 @pytest.mark.parametrize("name", [DECODE, PREFILL])
-def test_rows_with_a_window_do_not_depend_on_the_step(
+def test_tokens_with_a_window_do_not_depend_on_the_step(
     device: str, dtype: str, name: str, window: int
 ) -> None:
     case = Case(Step(lengths=[100, 4200], counts=[64, 64]), 4, 2, 64, dtype, window=window)
@@ -277,11 +279,11 @@ def test_rows_with_a_window_do_not_depend_on_the_step(
             part = one_sequence(case, seq, rows)
             part.window = window
             same = np.array_equal(part.run(name, device).numpy(), together[list(rows)])
-            assert same, f"rows {first} to {last} of sequence {seq}"
+            assert same, f"tokens {first} to {last} of sequence {seq}"
 
 
 def level_rows(step: Step, device: str, begin: int, end: int) -> tuple[np.ndarray, Any]:
-    """Rows begin to end of every sequence as a launch: which of the step's rows, and how."""
+    """A launch with tokens [begin, end) of every sequence. Returns their rows and StepTokens."""
     index = np.concatenate([first + np.arange(begin, end) for first in step.begins[:-1]])
     slot_lengths = np.full(step.num_slots, 12345)
     slot_lengths[step.slots] = step.lengths
@@ -294,7 +296,7 @@ def level_rows(step: Step, device: str, begin: int, end: int) -> tuple[np.ndarra
         token_seqs=put_ints(device, step.token_seqs[index]), seq_slots=put_ints(device, step.slots),
         seq_token_begin=put_ints(device, np.arange(len(step.lengths) + 1) * (end - begin)),
         slot_lengths=put_ints(device, slot_lengths), page_table=put_ints(device, step.page_table),
-        ancestor_masks=masks, first_row=begin,
+        ancestor_masks=masks, first_token=begin,
     )  # fmt: skip
     return index, rows
 
@@ -313,7 +315,7 @@ def test_levels_equal_one_launch(
     inv_freq = put(device, 100.0 ** -np.linspace(0, 1, case.head_dim // 2))
 
     def run(edges: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """With the keys and values of each level written by rotary_kv."""
+        """rotary_kv writes the keys and values of each level."""
         k, v = (
             case.put_raw(device, case.cache([x[:n] for x, n in zip(entries, lengths)]))
             for entries in (case.k, case.v)
@@ -335,7 +337,7 @@ def test_levels_equal_one_launch(
 
 
 def as_plain_decoding(case: Case, nodes: Sequence[int]) -> Case:
-    """Each node of a tree as a sequence of its own: its ancestors cached, in order, and one row."""
+    """Each tree node as a sequence of one token. Its ancestors are cached in the order of depth."""
     step = case.step
     lengths, keys, values = [], [], []
     for row in nodes:
@@ -356,11 +358,11 @@ def check_by_position(device: str, case: Case, nodes: Sequence[int]) -> None:
         some = list(nodes[first : first + 32])
         plain = as_plain_decoding(case, some).run(DECODE, device).numpy()
         wrong = [int(row) for row, bits in zip(some, plain) if not np.array_equal(tree[row], bits)]
-        assert not wrong, f"rows {wrong}"
+        assert not wrong, f"tokens {wrong}"
 
 
 def trees(counts: list[int]) -> list[np.ndarray]:
-    """Bushy and deep ones."""
+    """Wide trees and deep trees."""
     rng = np.random.default_rng(len(counts))
     return [deep_tree(n) if i % 2 else random_tree(rng, n) for i, n in enumerate(counts)]
 
@@ -376,7 +378,7 @@ def test_tree_nodes_equal_plain_decoding(
 ) -> None:
     lengths = [127, 0, 128] if SMALL else [0, 1, 63, 64, 100, 127, 128, 129, 300]
     counts = [max(1, size - seq % 3) for seq in range(len(lengths))]
-    extra = 5000 if size == 12 else 0  # of max_kv
+    extra = 5000 if size == 12 else 0  # added to max_kv
     step = Step(lengths=lengths, counts=counts, masks=trees(counts), extra_kv=extra)
     rows = range(0, step.num_rows, 1 if size < 33 else 5)
     check_by_position(device, Case(step, *heads, dtype), rows)
@@ -423,7 +425,7 @@ def test_tree_nodes_with_a_window_equal_plain_decoding(
 def test_many_trees_equal_plain_decoding(
     device: str, dtype: str, lengths: list[int], size: int, head_dim: int, window: int
 ) -> None:
-    """Where trees are so many, or large, that a block has runs of splits, it sums them itself."""
+    """With many or large trees, attention_splits sums each split group itself."""
     counts = [size] * len(lengths)
     step = Step(lengths=lengths, counts=counts, masks=trees(counts))
     ends = (0, 1, size // 2 - 1, size - 2, size - 1)
@@ -435,35 +437,36 @@ def test_many_trees_equal_plain_decoding(
 
 
 @on_devices
-def test_decode_takes_up_to_64_rows_of_a_sequence(device: str) -> None:
+def test_decode_takes_up_to_64_tokens_of_a_sequence(device: str) -> None:
     with pytest.raises(ValueError, match="65"):
         Case(Step(lengths=[0], counts=[65]), 1, 1, 64, "float16").run(DECODE, device)
 
 
 @on_devices
 @pytest.mark.parametrize("name", [DECODE, PREFILL])
-def test_heads_must_divide(device: str, name: str) -> None:
+def test_query_heads_must_be_a_multiple_of_kv_heads(device: str, name: str) -> None:
     with pytest.raises(ValueError, match="5"):
         Case(Step(lengths=[0], counts=[1]), 5, 2, 64, "float16").run(name, device)
 
 
 @on_devices
 @pytest.mark.parametrize("name", [DECODE, PREFILL])
-def test_windows_are_not_negative(device: str, name: str) -> None:
+def test_negative_windows_are_refused(device: str, name: str) -> None:
     with pytest.raises(ValueError, match="-3"):
         Case(Step(lengths=[0], counts=[1]), 1, 1, 64, "float16", window=-3).run(name, device)
 
 
 @on_devices
 @pytest.mark.parametrize("name", [DECODE, PREFILL])
-def test_masks_have_64_bits(device: str, name: str) -> None:
+def test_masks_allow_up_to_64_tokens(device: str, name: str) -> None:
     step = Step(lengths=[0], counts=[64], masks=[chain_masks(64)])
     case = Case(step, 1, 1, 64, "float16")
     rows = ops.StepTokens(
         num_tokens=60, num_seqs=1, max_seq_tokens=60, max_kv=65,
-        positions=put_ints(device, [0] * 60), token_seqs=put_ints(device, [0] * 60), seq_slots=put_ints(device, step.slots),
+        positions=put_ints(device, [0] * 60), token_seqs=put_ints(device, [0] * 60),
+        seq_slots=put_ints(device, step.slots),
         seq_token_begin=put_ints(device, [0, 60]), slot_lengths=put_ints(device, [0] * 3),
-        page_table=put_ints(device, step.page_table), first_row=5,
+        page_table=put_ints(device, step.page_table), first_token=5,
         ancestor_masks=put_raw(device, chain_masks(60)),
     )  # fmt: skip
     k, v = (case.put_raw(device, case.cache(entries)) for entries in (case.k, case.v))

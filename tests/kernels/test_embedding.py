@@ -56,7 +56,7 @@ def test_dtypes_must_agree(device: str) -> None:
 
 
 @on_devices_and_dtypes
-def test_the_left_columns_of_a_wider_matrix(device: str, dtype: str) -> None:
+def test_output_into_the_first_columns_of_a_wider_matrix(device: str, dtype: str) -> None:
     table, ids = put(device, np.arange(5 * 16).reshape(5, 16), dtype), put_ints(device, [4, 0, 2])
     out, narrow = put(device, np.full((3, 40), -1.0), dtype), empty(device, [3, 16], dtype)
     ops.embedding(context(device), out, table, ids, 0.5, out_width=16)

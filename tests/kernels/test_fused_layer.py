@@ -1,4 +1,4 @@
-"""Runs of products as one launch: every gemm, whatever the batch, launch after launch."""
+"""fused_layer: each GEMM of a decoder layer, any batch, and launch after launch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.reference import ops as reference
 from tests.tolerances import KERNELS, assert_close
 
 EPS = 1e-5
-# What attention gives, the hidden size, the intermediate size, what attention takes.
+# Width of attention's output, hidden size, intermediate size, width of qkv.
 SHAPES = sizes(
     (16, 8, 8, 5), (200, 264, 136, 257), (128, 520, 1000, 776), (512, 1152, 2560, 1536),
     (4096, 1024, 384, 256), (264, 128, 17152, 34000),
@@ -41,7 +41,7 @@ SHAPES = sizes(
 
 @dataclass
 class Dense:
-    """Random weights of 16 bits; `values` [N, K]."""
+    """Random 16-bit weights; `values` [N, K]."""
 
     k: int
     n: int
@@ -57,7 +57,7 @@ class Dense:
         return put(device, self.values, self.dtype)
 
     def gemm(self, y: Any, x: Any, weight: Any, rows: int, device: str, **given: Any) -> Any:
-        """`scratch`: for what serves where the kernel does not run."""
+        """`scratch`: only for the fallback without the fused kernel."""
         if self.gated:
             given["scratch"] = empty(device, [rows, self.n], self.dtype)
         return ops.FusedGemm(y, x, weight, gated=self.gated, **given)
@@ -69,8 +69,8 @@ class FourBits(Weights):
 
 
 @dataclass
-class Link:
-    """y [M, N] += or = alpha * x W^T; `norm`: the next gemm reads y's rows RMS-normed."""
+class Gemm:
+    """y [M, N] = alpha * x W^T + beta * y; with `norm`, the next GEMM reads y RMS-normed."""
 
     weights: FourBits | Dense
     alpha: float = 1
@@ -93,7 +93,7 @@ def norm_of(rows: Floats, weight: Floats) -> Floats:
 
 
 class Layer:
-    """o, gate and up, down, and qkv of the next layer."""
+    """The GEMMs o, gate and up, down, and qkv of the next layer."""
 
     def __init__(self, shape: tuple[int, ...], dtype: str, bits: int = 4, **kind: Any) -> None:
         self.dtype = dtype
@@ -102,10 +102,10 @@ class Layer:
         rng = np.random.default_rng(sum(shape))
         norms = [rounded(rng.uniform(0.5, 1.5, hidden), dtype) for _ in range(2)]
         self.gemms = [
-            Link(make(attention, hidden, seed=1), 0.7, 1, norms[0]),
-            Link(make(hidden, 2 * intermediate, gated=True, seed=2)),
-            Link(make(intermediate, hidden, seed=3), 1.5, 1, norms[1]),
-            Link(make(hidden, qkv, seed=4)),
+            Gemm(make(attention, hidden, seed=1), 0.7, 1, norms[0]),
+            Gemm(make(hidden, 2 * intermediate, gated=True, seed=2)),
+            Gemm(make(intermediate, hidden, seed=3), 1.5, 1, norms[1]),
+            Gemm(make(hidden, qkv, seed=4)),
         ]
 
     def put(self, device: str) -> None:
@@ -123,9 +123,12 @@ class Layer:
         attention: Any = None,
         following: int = 0,
     ) -> list[Floats]:
-        """The first `count` gemms; what each of them wrote last, y of the first being `residual`
-        before. `rotary` makes what follows, of the last y; x may be the `out` of `attention`. The
-        launch behind it is said to begin with as many gemms as are `following`."""
+        """Runs the first `count` GEMMs and returns y of each.
+
+        y of the first GEMM is `residual` before the launch. `rotary` makes the rotary_kv params
+        from the last y. x may be the `out` of `attention`. The first `following` weights are
+        announced as those of the next launch.
+        """
         m, dtype, device = x.shape[0], self.dtype, self.device
         residuals = put(device, residual, dtype)
         normed = empty(device, residual.shape, dtype)
@@ -163,9 +166,9 @@ on_bits = pytest.mark.parametrize("bits", [4, 16])
 @on_bits
 @pytest.mark.parametrize("m", sizes(1, 13, 32, 7, 61, 130))
 @pytest.mark.parametrize("shape", SHAPES)
-def test_every_link(device: str, dtype: str, shape: tuple[int, ...], m: int, bits: int) -> None:
+def test_each_gemm(device: str, dtype: str, shape: tuple[int, ...], m: int, bits: int) -> None:
     if device == "cpu" and max(shape) > 10_000:
-        pytest.skip("more tiles than multiprocessors: nothing to a chain of ops one by one")
+        pytest.skip("more tiles than SMs: a case of the fused kernel only")
     layer = Layer(shape, dtype, bits, scale_dtype="bfloat16" if dtype == "bfloat16" else "float16")
     layer.put(device)
     x, residual = inputs(m, shape, dtype)
@@ -173,7 +176,7 @@ def test_every_link(device: str, dtype: str, shape: tuple[int, ...], m: int, bit
     for count, gemm in enumerate(layer.gemms, 1):
         y = layer.run(start, residual_before, count)[-1]
         assert_close(y, gemm.reference(x, residual), KERNELS["normed_gemm"][dtype])
-        # The next gemm is held against what this one made.
+        # The reference of the next GEMM starts from this result.
         x = y if gemm.norm is None else norm_of(y, gemm.norm)
         residual = y if gemm.beta else residual
 
@@ -217,8 +220,10 @@ def test_rows_do_not_depend_on_the_others(
 
 @on_devices_and_cuda_dtypes
 @pytest.mark.parametrize("shape", SHAPES[:5])
-def test_what_follows_changes_no_bit(device: str, dtype: str, shape: tuple[int, ...]) -> None:
-    """Its weights may be fetched ahead, also by chains of fewer blocks than are fetched."""
+def test_prefetch_of_following_weights_changes_no_bit(
+    device: str, dtype: str, shape: tuple[int, ...]
+) -> None:
+    """The kernel may prefetch them, even if its own GEMMs have fewer weight blocks."""
     layer = Layer(shape, dtype)
     layer.put(device)
     x, residual = inputs(1, shape, dtype)
@@ -237,10 +242,10 @@ def test_what_follows_changes_no_bit(device: str, dtype: str, shape: tuple[int, 
     sizes(((4, 2, 64), True), ((7, 1, 64), False), ((16, 2, 128), False), ((3, 1, 128), True),
           ((2, 1, 256), False), ((8, 8, 256), True), ((140, 1, 128), True)),
 )  # fmt: skip
-def test_rotary_behind_the_last_link(
+def test_rotary_kv_after_the_last_gemm(
     device: str, dtype: str, heads: tuple[int, int, int], bias: bool, m: int, bits: int
 ) -> None:
-    """The bits of rotary_kv by itself, in the cache as well."""
+    """qkv and the KV cache have the bits of a separate rotary_kv."""
     num_heads, num_kv, dim = heads
     width = (num_heads + 2 * num_kv) * dim
     layer = Layer((136, 264, 200, width), dtype, bits)
@@ -254,7 +259,7 @@ def test_rotary_behind_the_last_link(
         np.random.default_rng(2).standard_normal((2, step.num_pages, num_kv, 64, dim)), dtype
     )
 
-    def run(chained: bool) -> list[Floats]:
+    def run(fused: bool) -> list[Floats]:
         k, v = (put(device, part, dtype) for part in cache)
 
         def rotary(qkv: Any) -> Any:
@@ -264,7 +269,7 @@ def test_rotary_behind_the_last_link(
                 num_heads=num_heads, num_kv_heads=num_kv, head_dim=dim, tokens=step.rows(device),
             )  # fmt: skip
 
-        if chained:
+        if fused:
             qkv = layer.run(x, residual, 4, rotary)[-1]
         else:
             stored = put(device, layer.run(x, residual, 4)[-1], dtype)
@@ -272,8 +277,8 @@ def test_rotary_behind_the_last_link(
             qkv = get(stored)
         return [qkv[:, : num_heads * dim], get(k), get(v)]
 
-    for chained, alone in zip(run(True), run(False)):
-        assert np.array_equal(chained, alone)
+    for fused, separate in zip(run(True), run(False)):
+        assert np.array_equal(fused, separate)
 
 
 @on_devices_and_cuda_dtypes
@@ -283,10 +288,10 @@ def test_rotary_behind_the_last_link(
     sizes(((4, 2, 64), 264), ((32, 2, 128), 1024), ((14, 2, 64), 520), ((8, 1, 256), 776),
           ((9, 1, 128), 17152)),
 )  # fmt: skip
-def test_attention_before_the_first_link(
+def test_attention_splits_before_the_first_gemm(
     device: str, dtype: str, heads: tuple[int, int, int], hidden: int, bits: int
 ) -> None:
-    """The bits of a chain whose x attention has combined by itself."""
+    """All outputs have the bits of a launch whose x attention_decode has combined."""
     layer = Layer((heads[0] * heads[2], hidden, 72, 136), dtype, bits)
     layer.put(device)
     ctx = context(device)
@@ -315,10 +320,12 @@ def test_attention_before_the_first_link(
 
 @on_devices
 @on_bits
-# The second has products of 64, 48, 48 and 128 parts: blocks that have one in the first and third.
+# In the second shape the GEMMs have 64, 48, 48 and 128 active CTAs: the set of active CTAs changes.
 @pytest.mark.parametrize("shape", sizes((200, 264, 136, 257), (4096, 2048, 768, 4096)))
-def test_launches_leave_nothing_behind(device: str, shape: tuple[int, ...], bits: int) -> None:
-    """Chains of any length, rows and shape, one after the other in one memory."""
+def test_launches_do_not_affect_later_launches(
+    device: str, shape: tuple[int, ...], bits: int
+) -> None:
+    """Launches of any number of GEMMs, rows and shapes share one memory."""
     shapes = [shape, (520, 1032, 264, 72)]
     layers = [Layer(s, "float16", bits) for s in shapes]
     for layer in layers:
@@ -342,9 +349,9 @@ def test_launches_leave_nothing_behind(device: str, shape: tuple[int, ...], bits
 @pytest.mark.gpu
 @on_bits
 @pytest.mark.parametrize("m", [1, 9, 17, 24, 40, 57])
-def test_memory_is_as_large_as_it_has_to_be(m: int, bits: int) -> None:
-    """A product in which every block of threads has a part leaves alone what lies behind."""
-    device = "cuda"  # on the CPU nothing uses it
+def test_kernel_stays_within_its_memory(m: int, bits: int) -> None:
+    """A GEMM with a part for every CTA does not write beyond fused_layer_bytes."""
+    device = "cuda"  # the CPU does not use the memory
     shape = (1024, 4096, 64, 8)
     layer = Layer(shape, "float16", bits)
     layer.put(device)
@@ -364,7 +371,7 @@ def test_memory_is_as_large_as_it_has_to_be(m: int, bits: int) -> None:
 
 @on_devices_and_dtypes
 @on_bits
-def test_not_a_number_stays_in_its_row(device: str, dtype: str, bits: int) -> None:
+def test_nan_stays_in_its_row(device: str, dtype: str, bits: int) -> None:
     shape = (264, 136, 200, 520)
     layer = Layer(shape, dtype, bits)
     layer.put(device)
@@ -380,8 +387,8 @@ def test_not_a_number_stays_in_its_row(device: str, dtype: str, bits: int) -> No
 @on_devices_and_dtypes
 @on_bits
 @pytest.mark.parametrize("size", [3e-3, 3e3])
-def test_small_and_large_rows_are_normed(device: str, dtype: str, size: float, bits: int) -> None:
-    """Rows are normed by their root mean square, whatever it is."""
+def test_norm_of_small_and_large_rows(device: str, dtype: str, size: float, bits: int) -> None:
+    """The norm is right for root mean squares far from 1."""
     shape = (264, 136, 200, 520)
     layer = Layer(shape, dtype, bits)
     layer.put(device)
@@ -393,7 +400,7 @@ def test_small_and_large_rows_are_normed(device: str, dtype: str, size: float, b
 
 
 @on_devices
-def test_bad_chains(device: str) -> None:
+def test_bad_params_are_refused(device: str) -> None:
     shape = (16, 8, 8, 5)
     layer = Layer(shape, "float16")
     layer.put(device)
@@ -403,7 +410,9 @@ def test_bad_chains(device: str) -> None:
         ops.fused_layer(ctx, [], layer.memory)
     y, weight = put(device, residual, "float16"), layer.stored[0]
     gemm = ops.FusedGemm(y, put(device, x, "float16"), weight, normed=y, norm_weight=y)
-    with pytest.raises(ValueError, match=r"the norm behind gemm 0 is of .* the next gemm reads it"):
+    with pytest.raises(
+        ValueError, match=r"the norm after gemm 0 has rows .* a next gemm that reads it"
+    ):
         ops.fused_layer(ctx, [gemm], layer.memory)
     other = ops.FusedGemm(y, put(device, x[:1], "float16"), weight)
     with pytest.raises(ValueError, match="does not fit"):
@@ -418,7 +427,7 @@ def test_bad_chains(device: str) -> None:
     narrow = ops.FusedGemm(y, put(device, x[:, :8], "float16"), dense)
     with pytest.raises(ValueError, match="does not fit"):
         ops.fused_layer(ctx, [narrow], layer.memory)
-    with pytest.raises(ValueError, match="3 products follow, expected up to 2"):
+    with pytest.raises(ValueError, match="3 weights follow, expected up to 2"):
         ops.fused_layer(ctx, [fine], layer.memory, following=layer.stored[:3])
     step = Step(lengths=[0], counts=[2])
     cache = put(device, np.zeros((step.num_pages, 1, 64, 64)), "float16")
@@ -426,7 +435,7 @@ def test_bad_chains(device: str) -> None:
         qkv=y, k_cache=cache, v_cache=cache, inv_freq=put(device, inv_freq_of(64)), num_heads=1,
         num_kv_heads=1, head_dim=64, tokens=step.rows(device), q_norm=put(device, np.ones(64)),
     )  # fmt: skip
-    with pytest.raises(ValueError, match="2 rows of 64 dimensions does not fit behind a gemm"):
+    with pytest.raises(ValueError, match="2 tokens with head_dim 64 does not fit after a gemm"):
         ops.fused_layer(ctx, [fine], layer.memory, rotary)
     if device == "cuda":
         with pytest.raises(ValueError, match="5 bytes of memory, expected"):

@@ -29,7 +29,7 @@ def test_gather_rows(device: str, dtype: str, num_out: int, num_in: int, width: 
 
 
 @on_devices_and_dtypes
-def test_rows_are_left_out_and_placed(device: str, dtype: str) -> None:
+def test_skipped_rows_and_output_index(device: str, dtype: str) -> None:
     x = put(device, np.arange(7 * 16).reshape(7, 16), dtype)
     content = put(device, np.full((6, 24), -1.0), dtype).numpy()
     out = put(device, np.full((6, 24), -1.0), dtype)

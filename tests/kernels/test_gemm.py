@@ -75,7 +75,7 @@ def test_alpha_and_beta(
     y = rounded(np.random.default_rng(5).standard_normal((19, 72)), out)
 
     def run(device: str) -> np.ndarray:
-        # With beta 0, y is not read: it may hold NaN.
+        # If beta is 0, y is not read, so it may hold NaN.
         result = put(device, y, out) if beta else empty(device, [19, 72], out)
         x_array, w_array = put(device, x, dtype), put(device, w, dtype)
         getattr(ops, name)(context(device), result, x_array, w_array, alpha=alpha, beta=beta)
@@ -88,7 +88,7 @@ def test_alpha_and_beta(
 @pytest.mark.parametrize("name", ["skinny_gemm", "large_gemm"])
 @pytest.mark.parametrize("beta", [0.0, 0.5])
 @pytest.mark.parametrize(("m", "n"), sizes((1, 72), (19, 72), (130, 72), (67, 17001)))
-def test_columns_of_wider_rows(
+def test_y_as_columns_of_wider_rows(
     device: str, dtype: str, name: str, beta: float, m: int, n: int
 ) -> None:
     x, w = inputs(m, n, 264, dtype)
@@ -112,7 +112,7 @@ def test_skinny_rows_do_not_depend_on_the_others(device: str, dtype: str, n: int
     x, w = inputs(64, n, k, dtype)
     full = multiply(ops.skinny_gemm, device, x, w, dtype, "float32").numpy()
     for m in (1, 2, 3, 5, 7, 8, 9, 11, 13, 16, 17, 23, 31, 32, 33, 47, 48, 61, 63):
-        begin = 64 - m  # not the rows' places in the batch either
+        begin = 64 - m  # the rows' positions in the batch change too
         part = multiply(ops.skinny_gemm, device, x[begin:], w, dtype, "float32").numpy()
         assert np.array_equal(part, full[begin:]), f"{m} rows"
 
@@ -147,7 +147,7 @@ def test_gated_gemm(device: str, dtype: str, m: int, width: int, k: int) -> None
         ops.gated_gemm(context(device), out, rows, weight, scratch)
         return out
 
-    # Where it takes two kernels both products are rounded before they are multiplied.
+    # The two-kernel path rounds gate and up before SiLU and the multiplication.
     expected = reference.silu_mul(x @ w.T)
     check(lambda on: get(multiplied(on, 0, m)), device, expected, "normed_gemm", dtype)
     whole = multiplied(device, 0, m).numpy()
@@ -173,7 +173,7 @@ def test_infinities_and_nan_stay_in_their_row(device: str, dtype: str) -> None:
     assert np.isfinite(y[0]).all() and np.isnan(y[1]).all() and np.isinf(y[2]).all()
 
 
-def test_subnormal_float16_weights_count() -> None:
+def test_subnormal_float16_weights_are_not_flushed() -> None:
     x, w = np.full((1, 16), 1024.0), np.full((1, 16), 2.0**-24)
     y = get(multiply(ops.skinny_gemm, "cpu", x, w, "float16", "float32"))
     assert y.item() == 2.0**-10
@@ -186,7 +186,7 @@ def test_subnormal_float16_weights_count() -> None:
     [
         ((2, 16), (3, 24), (2, 3), ("float16",) * 3),  # K differs
         ((2, 16), (3, 16), (2, 4), ("float16",) * 3),  # N differs
-        ((2, 12), (3, 12), (2, 3), ("float16",) * 3),  # K is no multiple of 8
+        ((2, 12), (3, 12), (2, 3), ("float16",) * 3),  # K is not a multiple of 8
         ((2, 16), (3, 16), (2, 3), ("float16", "bfloat16", "float16")),
         ((2, 16), (3, 16), (2, 3), ("float16", "float16", "bfloat16")),
     ],

@@ -8,7 +8,7 @@ from tests.reference import tree as reference
 
 
 class Texts:
-    """Histories of several slots, each with a root and the beginning of a chain."""
+    """Histories of several slots, each with a root and the given part of a chain."""
 
     def __init__(self, rng: np.random.Generator, num_seqs: int, max_len: int, vocab: int) -> None:
         num_slots = num_seqs + 2
@@ -70,7 +70,7 @@ def test_long_texts(device: str, length: int) -> None:
 
 
 @on_devices
-def test_a_loop_goes_on(device: str) -> None:
+def test_a_repeating_text_is_continued(device: str) -> None:
     texts = Texts(np.random.default_rng(0), 1, 8, 10)
     texts.history[:], texts.lengths[:], texts.roots[:] = [1, 2, 3, 1, 2, 3, 1, 2], 8, 3
     assert texts.run(device, np.zeros((1, 7), int), 0, 1, 4).tolist() == [[1, 2, 3, 1, 2, 3, 1]]
@@ -83,5 +83,5 @@ def test_limits(device: str) -> None:
         texts.run(device, np.zeros((1, 2), int), 0, 3, 2)
     with pytest.raises(ValueError, match="1 to 33"):
         texts.run(device, np.zeros((1, 2), int), 0, 1, 33)
-    with pytest.raises(ValueError, match="a chain of 2 tokens, 3 given"):
+    with pytest.raises(ValueError, match="a chain of 2 tokens, of which 3 are given"):
         texts.run(device, np.zeros((1, 2), int), 3, 1, 4)

@@ -27,7 +27,7 @@ from tests.reference import ops as reference
 def test_rms_norm(device: str, dtype: str, num_rows: int, width: int, eps: float) -> None:
     rng = np.random.default_rng(width)
     x = rounded(rng.standard_normal((num_rows, width)) * 3, dtype)
-    x[0] *= 0.0625  # where eps counts
+    x[0] *= 0.0625  # small, so that eps matters
     weight = rounded(rng.standard_normal(width), dtype)
 
     def run(device: str) -> np.ndarray:
@@ -68,7 +68,7 @@ def test_dtypes_must_agree(device: str) -> None:
 
 
 @on_devices_and_dtypes
-def test_the_left_columns_of_a_wider_matrix(device: str, dtype: str) -> None:
+def test_output_into_the_first_columns_of_a_wider_matrix(device: str, dtype: str) -> None:
     x = put(device, np.random.default_rng(2).standard_normal((5, 1000)), dtype)
     weight = put(device, np.ones(1000), dtype)
     out, narrow = put(device, np.full((5, 2000), -1.0), dtype), empty(device, [5, 1000], dtype)
@@ -79,7 +79,7 @@ def test_the_left_columns_of_a_wider_matrix(device: str, dtype: str) -> None:
 
 
 @on_devices_and_dtypes
-def test_chosen_rows(device: str, dtype: str) -> None:
+def test_indexed_rows(device: str, dtype: str) -> None:
     x = put(device, np.random.default_rng(3).standard_normal((5, 1000)), dtype)
     weight = put(device, np.ones(1000), dtype)
     chosen, all_rows = empty(device, [7, 1000], dtype), empty(device, [5, 1000], dtype)

@@ -29,7 +29,7 @@ def check_step(
     bias: bool = False, norm: bool = False, scaling: float = 1.0, eps: float = 1e-6,
     rotary_dim: int = 0, spread: bool = False,
 ) -> None:  # fmt: skip
-    """`spread`: another tensor of the size of a head lies behind each query head."""
+    """`spread`: a gate of the size of a head follows each query head."""
     num_heads, num_kv, dim = heads
     columns = (num_heads + 2 * num_kv) * dim
     rng = np.random.default_rng(3)
@@ -124,7 +124,7 @@ def spread_out(qkv: np.ndarray, gates: np.ndarray) -> np.ndarray:
     [((4, 2, 128), 32), ((2, 1, 256), 64), ((3, 1, 64), 16), ((2, 2, 128), 112)],
 )
 @pytest.mark.parametrize("spread", [False, True])
-def test_part_of_a_head_is_rotated(
+def test_rotary_dim_below_head_dim(
     device: str, dtype: str, heads: Any, rotary_dim: int, spread: bool
 ) -> None:
     step = Step(lengths=[0, 63, 130], counts=[3, 2, 5])
@@ -148,7 +148,7 @@ def test_rotary_dim_must_fit(device: str, rotary_dim: int) -> None:
 
 
 @on_devices_and_dtypes
-def test_tree_positions_differ_from_cells(device: str, dtype: str) -> None:
+def test_tree_positions_differ_from_entries(device: str, dtype: str) -> None:
     rng = np.random.default_rng(0)
     masks = [random_tree(rng, 33), random_tree(rng, 12)]
     step = Step(lengths=[60, 7], counts=[33, 12], masks=masks)

@@ -25,7 +25,7 @@ DEFAULTS = {"top_p": 1, "repetition_penalty": 1, "num_logprobs": -1}
 
 
 def slots_of(*fields: dict[str, Any]) -> np.ndarray:
-    """One element of slot_sampling_dtype for each slot; greedy unless told otherwise."""
+    """One element of slot_sampling_dtype for each slot. The default is greedy."""
     slots = np.zeros(len(fields), ops.slot_sampling_dtype)
     for slot, values in zip(slots, fields):
         for name, value in {**DEFAULTS, **values}.items():
@@ -44,7 +44,7 @@ def sample(
     mask_rows: Sequence[int] | np.ndarray | None = None,
     masks: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens and logprobs of the rows; without token_slots, all rows are slot 0's."""
+    """Tokens and logprobs of the rows. Without token_slots, all rows belong to slot 0."""
     num_rows = len(logits)
     tokens = empty(device, [num_rows], "int32")
     logprobs = empty_structs(device, [num_rows], ops.token_logprobs_dtype)
@@ -100,7 +100,7 @@ def test_greedy_ties_go_to_the_lower_id(device: str, vocab_size: int) -> None:
 def test_logits_that_are_not_finite_draw_no_token(
     device: str, temperature: float, vocab_size: int
 ) -> None:
-    """NaN and +inf anywhere in a row; -inf only in all of it."""
+    """NaN or +inf at any place of a row; -inf only in the whole row."""
     fields = {"temperature": temperature, "top_p": 0.9, "num_logprobs": 3}
     slots = slots_of(fields, {**fields, "use_penalties": 1, "use_bias": 1})
     counts, bias = penalty_state(2, vocab_size)
@@ -169,7 +169,7 @@ def with_defaults(fields: dict[str, Any]) -> dict[str, Any]:
     ],
 )
 def test_reference_philox(counter: list[int], key: list[int], expected: str) -> None:
-    """The known answers that the paper's authors publish."""
+    """The known answers of the paper's authors."""
     words = reference.philox(counter, key)
     assert " ".join(f"{int(word):08x}" for word in words) == expected
 
@@ -187,7 +187,7 @@ def test_draws_what_the_reference_draws(
     tokens, _ = sample(device, logits, slots, positions=positions)
     for row, token in enumerate(tokens):
         scores = reference.draw_scores(logits[row], slots[0], int(positions[row]))
-        # Scores this close may change places by float32 rounding.
+        # Float32 rounding may swap scores that are this close.
         assert scores[token] >= scores.max() - 1e-4, f"row {row}"
 
 
@@ -326,14 +326,14 @@ def test_a_token_may_be_forbidden_by_bias(device: str) -> None:
 
 
 def packed(allowed: np.ndarray) -> np.ndarray:
-    """Masks [M, ceil(V / 32)] of allowed tokens [M, V]; the bits behind the vocabulary are set."""
+    """Masks [M, ceil(V / 32)] of allowed tokens [M, V]. Bits beyond the vocabulary are set."""
     padding = -allowed.shape[1] % 32
     bits = np.pad(allowed, ((0, 0), (0, padding)), constant_values=True)
     return np.packbits(bits, axis=1, bitorder="little").view("<u4")
 
 
 def random_masks(num_masks: int, vocab_size: int, seed: int = 3) -> np.ndarray:
-    """Allowed tokens [M, V]: of the first mask one, of the last all, of the others some."""
+    """Allowed tokens [M, V]. The first mask allows one, the last all, the others some."""
     rng = np.random.default_rng(seed)
     shares = np.linspace(0.02, 0.98, num_masks)
     allowed = rng.random((num_masks, vocab_size)) < shares[:, None]
@@ -353,7 +353,7 @@ MASKED: list[dict[str, Any]] = [
 @on_devices
 @pytest.mark.parametrize("vocab_size", VOCABS)
 def test_masks(device: str, vocab_size: int) -> None:
-    """A masked row draws exactly what it draws where the other logits are -inf."""
+    """A masked row draws the same token as a row whose other logits are -inf."""
     slots = slots_of(*MASKED)
     num_rows = len(slots)
     counts, bias = penalty_state(num_rows, vocab_size)
@@ -377,8 +377,8 @@ def test_masks(device: str, vocab_size: int) -> None:
 
 @on_devices
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_mask_of_nothing_draws_the_first_token(device: str, temperature: float) -> None:
-    """As where all logits are -inf: the same on every device, and harmless."""
+def test_an_empty_mask_draws_the_first_token(device: str, temperature: float) -> None:
+    """The same as with all logits at -inf, on every device."""
     masks = np.zeros((1, 4), np.uint32)
     slots = slots_of({"temperature": temperature, "top_p": 0.9})
     logits = random_logits(2, 100)
@@ -429,8 +429,8 @@ def test_cuda_draws_what_the_cpu_draws_with_masks(vocab_size: int) -> None:
 
 
 @on_devices
-def test_rows_do_not_depend_on_their_number(device: str) -> None:
-    """On a GPU, more blocks share a row where there are few rows."""
+def test_rows_do_not_depend_on_the_number_of_rows(device: str) -> None:
+    """On a GPU, a row has more CTAs if there are few rows."""
     logits = np.random.default_rng(5).normal(0, 3, (70, 5003)).astype(np.float32)
     fields = {"temperature": 0.8, "top_p": 0.9, "top_k": 50, "seed": 3, "num_logprobs": 4}
     slots = slots_of(fields)
@@ -467,7 +467,7 @@ def test_logprobs(device: str, vocab_size: int, temperature: float) -> None:
 
 
 @on_devices
-def test_logprobs_of_ties_come_by_id(device: str) -> None:
+def test_equal_logprobs_are_ordered_by_id(device: str) -> None:
     z = np.array([[0, 3, 1, 3, 1, 1, -np.inf, -np.inf, 3, 1.0]])
     _, logprobs = sample(device, z, slots_of({"num_logprobs": 9}))
     assert logprobs[0]["top_ids"][:9].tolist() == [1, 3, 8, 2, 4, 5, 9, 0, 6]
@@ -475,7 +475,7 @@ def test_logprobs_of_ties_come_by_id(device: str) -> None:
 
 
 @on_devices
-def test_logprobs_are_left_alone_where_not_asked_for(device: str) -> None:
+def test_logprobs_are_not_written_without_a_request(device: str) -> None:
     slots = slots_of({"num_logprobs": 1}, {})
     _, logprobs = sample(device, random_logits(2, 64), slots, token_slots=[1, 0])
     assert np.isnan(logprobs[0]["logprob"]) and logprobs[0]["top_ids"][0] == -1
@@ -486,8 +486,8 @@ def test_logprobs_are_left_alone_where_not_asked_for(device: str) -> None:
 
 
 @on_devices
-def test_rows_that_name_masks_need_masks(device: str) -> None:
-    with pytest.raises(ValueError, match="there are none"):
+def test_mask_rows_need_masks(device: str) -> None:
+    with pytest.raises(ValueError, match="masks"):
         sample(device, random_logits(1, 8), slots_of({}), mask_rows=[0])
 
 

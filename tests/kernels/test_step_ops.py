@@ -39,7 +39,7 @@ class State:
 
 
 class Finisher:
-    """finish_step with a ring of 2 entries for up to 3 sequences."""
+    """finish_step with a ring of 2 steps of up to 3 sequences."""
 
     def __init__(self, device: str) -> None:
         self.device, self.state = device, State(device)
@@ -48,7 +48,7 @@ class Finisher:
         sampling["num_logprobs"] = [-1, 0, 20, -1, -1]
         self.sampling = put_raw(device, sampling)
         self.results = empty_structs(device, [2, 3], ops.slot_result_dtype, pinned=True)
-        self.ticket = put_raw(device, np.zeros(1, np.uint64))
+        self.step_counter = put_raw(device, np.zeros(1, np.uint64))
         self.done = put_raw(device, np.zeros(1, np.uint64), pinned=True)
         logprobs = np.zeros(3, ops.token_logprobs_dtype)
         logprobs["logprob"] = [-0.5, -1.5, -2.5]
@@ -70,15 +70,16 @@ class Finisher:
             tokens=put_ints(d, tokens or [0]), logprobs=put_raw(d, self.logprobs),
             sampling=self.sampling, state=self.state.op,
             sink=ops.ResultSink(
-                results=self.results, ring_size=2, max_seqs=3, ticket=self.ticket, done=self.done,
+                results=self.results, ring_size=2, max_seqs=3,
+                step_counter=self.step_counter, done=self.done,
             ),
         )  # fmt: skip
 
     def entry(self, index: int) -> Any:
         return get_structs(self.results, ops.slot_result_dtype)[index]
 
-    def tickets(self) -> tuple[int, int]:
-        return int(self.ticket.numpy()[0]), int(self.done.numpy()[0])
+    def counters(self) -> tuple[int, int]:
+        return int(self.step_counter.numpy()[0]), int(self.done.numpy()[0])
 
 
 @on_devices
@@ -93,8 +94,8 @@ def test_finish_step_updates_the_slots(device: str) -> None:
 
 
 @on_devices
-def test_finish_step_keeps_what_a_draft_needs(device: str) -> None:
-    """The history up to its end, and drawn tokens as what was accepted: no node drew them."""
+def test_finish_step_writes_history_and_accepted_tokens(device: str) -> None:
+    """History stops at its end. A drawn token is accepted with path -1: no node drew it."""
     step = Finisher(device)
     step.finish(slots=[2, 0, 3], rows=[1, 7, 100], sampled=[0, 1], tokens=[9, 10])
     history = np.full((SLOTS, MAX_LEN), -1)
@@ -108,7 +109,7 @@ def test_finish_step_keeps_what_a_draft_needs(device: str) -> None:
 
 
 @on_devices
-def test_finish_step_counts_only_for_penalties(device: str) -> None:
+def test_finish_step_counts_tokens_only_for_penalties(device: str) -> None:
     step = Finisher(device)
     for _ in range(3):
         step.finish(slots=[0, 1], rows=[1, 1], sampled=[0, 1], tokens=[4, 4])
@@ -131,10 +132,10 @@ def test_finish_step_goes_round_the_ring(device: str) -> None:
     step = Finisher(device)
     for n in range(1, 6):
         step.finish(slots=[n % SLOTS], rows=[1], sampled=[0], tokens=[n])
-        assert step.tickets() == (n, n)
+        assert step.counters() == (n, n)
         entry = step.entry((n - 1) % 2)[0]
         assert (entry["slot"], entry["num_tokens"], entry["tokens"][0]) == (n % SLOTS, 1, n)
-        if n > 1:  # the step before is still there
+        if n > 1:  # the ring still holds the step before
             assert step.entry(n % 2)[0]["tokens"][0] == n - 1
 
 
@@ -142,14 +143,14 @@ def test_finish_step_goes_round_the_ring(device: str) -> None:
 def test_finish_step_without_a_drawn_token(device: str) -> None:
     step = Finisher(device)
     step.finish(slots=[1], rows=[64], sampled=[], tokens=[])
-    assert step.tickets() == (1, 1)
+    assert step.counters() == (1, 1)
     assert step.state.lengths.numpy()[1] == 84
     assert step.state.next_tokens.numpy()[1] == 2
     assert step.entry(0)[0]["slot"] == -1  # untouched
 
 
 @on_devices
-def test_finish_step_copies_logprobs_where_asked(device: str) -> None:
+def test_finish_step_copies_logprobs_if_the_slot_asks(device: str) -> None:
     step = Finisher(device)
     step.finish(slots=[1, 2, 3], rows=[1, 1, 1], sampled=[0, 1, 2], tokens=[0, 1, 2])
     one, two, three = (result["logprobs"][0] for result in step.entry(0))
@@ -157,7 +158,7 @@ def test_finish_step_copies_logprobs_where_asked(device: str) -> None:
     assert two["logprob"] == -1.5
     assert two["top_ids"].tolist() == list(range(20))
     assert two["top_logprobs"].tolist() == [-float(i) for i in range(20)]
-    assert np.isnan(three["logprob"])  # not asked for: untouched
+    assert np.isnan(three["logprob"])  # not requested: untouched
 
 
 @on_devices

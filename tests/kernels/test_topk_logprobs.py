@@ -19,7 +19,7 @@ def run(
 
 
 def check(device: str, logits: np.ndarray, topk: int) -> None:
-    """Against a stable sort in float64; logits are what float32 can hold."""
+    """Compares with a stable sort in float64. The logits are float32 values."""
     logits = logits.astype(np.float32).astype(np.float64)
     tokens, logprobs = run(device, logits, topk)
     z = np.where(np.isnan(logits), -np.inf, logits)
@@ -30,7 +30,7 @@ def check(device: str, logits: np.ndarray, topk: int) -> None:
         shifted = np.where(z == maximum, 0, z - maximum)
         expected = shifted - np.log(np.exp(shifted).sum(1, keepdims=True))
     expected = np.take_along_axis(np.where(z == -np.inf, -np.inf, expected), order, 1)
-    logprobs = np.where(logprobs < -1e38, -np.inf, logprobs)  # as far below an infinite logit
+    logprobs = np.where(logprobs < -1e38, -np.inf, logprobs)  # the distance to an infinite logit
     finite = np.isfinite(expected)
     assert np.array_equal(logprobs[~finite], expected[~finite])
     error = np.abs(logprobs[finite] - expected[finite])
@@ -70,7 +70,7 @@ def test_ties_go_to_the_lower_id(device: str, vocab_size: int) -> None:
 @on_devices
 @pytest.mark.parametrize("vocab_size", sizes(5002, 65538, 131072, small=1))
 def test_values_that_cluster(device: str, vocab_size: int) -> None:
-    """Most of the large values belong to few threads."""
+    """A few threads have most of the large values."""
     rng = np.random.default_rng(0)
     logits = rng.standard_normal((4, vocab_size))
     token = np.arange(vocab_size)

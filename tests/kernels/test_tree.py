@@ -25,7 +25,7 @@ def num_candidates(topk: int, depth: int) -> int:
 
 
 class Beam:
-    """The draft's growth of several sequences, on a device and as the reference."""
+    """The growth of several sequences' trees, on a device and in the reference."""
 
     def __init__(self, device: str, num_seqs: int, topk: int, depth: int, seed: int = 0) -> None:
         self.device, self.num_seqs, self.topk, self.depth = device, num_seqs, topk, depth
@@ -40,7 +40,7 @@ class Beam:
             "scores": empty(device, (num_seqs, count)),
             "tokens": empty(device, (num_seqs, count), "int32"),
             "level_candidates": empty(device, (num_seqs, depth, topk), "int32"),
-            "row_scores": empty(device, rows),
+            "token_scores": empty(device, rows),
             "ancestor_masks": empty(device, rows, "uint64"),
             "seq_token_begin": empty(device, [num_seqs + 1], "int32"),
         }
@@ -50,7 +50,7 @@ class Beam:
         self.growths = [reference.Growth(topk) for _ in range(num_seqs)]
 
     def expand(self, level: int, coarse: bool) -> None:
-        """With `coarse` log-probabilities, many of them equal."""
+        """Adds a level. If `coarse`, many log-probabilities are equal."""
         shape = (self.num_seqs, 1 if level == 0 else self.topk, self.topk)
         logprobs = -self.rng.exponential(2, shape)
         if coarse:
@@ -77,7 +77,7 @@ class Beam:
         for seq, growth in enumerate(self.growths):
             rows = growth.levels[level]
             assert got["level_candidates"][seq, level].tolist() == [c.index for c in rows]
-            assert got["row_scores"][seq].tolist() == [c.score for c in rows]
+            assert got["token_scores"][seq].tolist() == [c.score for c in rows]
             assert got["ancestor_masks"][seq].tolist() == [growth.ancestor_mask(c) for c in rows]
             assert got["token_ids"][seq].tolist() == [c.token for c in rows]
             parents = [seq * self.topk + c.parent.row if c.parent else seq for c in rows]
@@ -117,7 +117,7 @@ def slot_state(device: str, lengths: Any, next_tokens: Any) -> Any:
 
 
 class Trees:
-    """One tree a sequence; empty, or holding `contents`, whose rows nobody has written."""
+    """One tree for each sequence: empty, or with `contents` but without the step's tokens."""
 
     def __init__(
         self, device: str, num_seqs: int, num_nodes: int,
@@ -138,7 +138,7 @@ class Trees:
         self.op = ops.TokenTrees(**self.arrays, **self.rows)
 
     def check_rows(self, slots: Any, lengths: Any) -> None:
-        """That the rows are those of the nodes."""
+        """Checks that the tokens of the step match the nodes."""
         trees = {name: array.numpy() for name, array in self.arrays.items()}
         rows = {name: array.numpy() for name, array in self.rows.items()}
         num_seqs, num_nodes = trees["tokens"].shape
@@ -160,7 +160,7 @@ class Trees:
 @on_devices
 @pytest.mark.parametrize("coarse", [False, True])
 @pytest.mark.parametrize("topk", sizes(*range(1, 33)))
-def test_growth_and_choice(device: str, topk: int, coarse: bool) -> None:
+def test_growth_and_selection(device: str, topk: int, coarse: bool) -> None:
     for depth in [1, 3] if SMALL else [*range(1, 9), 16]:
         if topk * (depth - 1) > 64:
             continue
@@ -180,8 +180,8 @@ def test_growth_and_choice(device: str, topk: int, coarse: bool) -> None:
 
 
 @on_devices
-def test_a_chosen_child_without_its_parent(device: str) -> None:
-    """No growth makes such scores, but numbers that are none may: the child hangs on the root."""
+def test_a_selected_child_without_its_parent(device: str) -> None:
+    """Only invalid scores (NaN) can cause this. The root becomes the parent of the child."""
     beam = Beam(device, num_seqs=2, topk=4, depth=2)
     for level in range(2):
         beam.expand(level, False)
@@ -207,7 +207,7 @@ def test_all_scores_equal(device: str) -> None:
 
 
 class ZeroRng:
-    """Log-probabilities of 0, tokens as they come."""
+    """Log-probabilities of 0, tokens in ascending order."""
 
     def __init__(self, rng: np.random.Generator) -> None:
         self.integers = rng.integers
@@ -257,7 +257,7 @@ def build_trees(device: str, trees: Trees, slots: Any, lengths: Any, roots: Any,
 @on_devices
 @pytest.mark.parametrize("num_nodes", NUM_NODES)
 def test_trees_of_drafts(device: str, num_nodes: int) -> None:
-    """What hangs below an unused token is unused; a draft may have fewer tokens than the tree."""
+    """Descendants of an unused token are unused. A draft may have fewer tokens than the tree."""
     rng = np.random.default_rng(num_nodes)
     num_seqs, num_tokens = 20, rng.integers(0, num_nodes)
     slots, lengths = rng.permutation(30)[:num_seqs], rng.integers(1000, size=30)
@@ -283,7 +283,7 @@ def test_trees_of_drafts(device: str, num_nodes: int) -> None:
 
 
 @on_devices
-def test_a_draft_larger_than_its_tree(device: str) -> None:
+def test_a_draft_larger_than_its_tree_is_refused(device: str) -> None:
     tokens = put_ints(device, [[1, 2, 3]])
     with pytest.raises(ValueError, match="a draft of 3 tokens for trees of 3 nodes"):
         build_trees(device, Trees(device, 1, 3), [0], [1], [1], tokens=tokens)
@@ -324,7 +324,7 @@ def test_begin_draft(device: str, shifted: bool) -> None:
 @on_devices
 @pytest.mark.parametrize("counts", [[1], [5], [300], [1, 1, 2, 9, 1], [257, 3, 600]])
 def test_shift_prompt(device: str, counts: list[int]) -> None:
-    """Row t of the draft holds the hidden state of token t and the id of token t + 1."""
+    """Entry t of the draft takes the hidden state of token t and the id of token t + 1."""
     rng = np.random.default_rng(sum(counts))
     num_seqs, num_rows, max_path = len(counts), sum(counts), 3
     slots = rng.permutation(num_seqs + 2)[:num_seqs]
@@ -363,14 +363,14 @@ def test_shift_prompt(device: str, counts: list[int]) -> None:
     assert rest[4].numpy().tolist() == (begin - np.arange(num_seqs + 1)).tolist()
 
 
-# ---- sampling the rows of trees
+# ---- sampling at tree nodes
 
 
 @on_devices
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("vocab_size", sizes(7, 1000, 32770, small=2))
 def test_penalties_and_masks_on_trees(device: str, vocab_size: int, temperature: float) -> None:
-    """A row draws what plain sampling draws once the tokens on its path have been emitted."""
+    """A node draws the same token as plain sampling after the tokens on its path were emitted."""
     num_nodes, max_depth = (12, 4) if SMALL or vocab_size > 10000 else (60, 8)
     rng = np.random.default_rng(vocab_size)
     slots = slots_of(*({**f, "temperature": temperature, "seed": 5} for f in PENALTIES))
@@ -401,7 +401,7 @@ def test_penalties_and_masks_on_trees(device: str, vocab_size: int, temperature:
         tree_masks=trees.arrays["masks"], tree_size=num_nodes, **masks,
     )  # fmt: skip
 
-    # Plain sampling: a slot for every row.
+    # Plain sampling: one slot for each node.
     row_counts = counts[token_slots].copy()
     for row, row_count in enumerate(row_counts):
         tree = contents[row // num_nodes]

@@ -1,4 +1,4 @@
-"""4-bit weights: every file layout packed, quantised, dequantised and multiplied."""
+"""4-bit weights: w4_pack of each file layout, w4_quantize, w4_dequantize and w4_gemm."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_gated_gemm(device: str, dtype: str, has_zeros: bool, shape: tuple[int, 
 
 
 @on_devices
-def test_gated_weights_take_no_alpha_and_have_whole_eights(device: str) -> None:
+def test_gated_weights_need_alpha_1_and_a_multiple_of_16_rows(device: str) -> None:
     weights = Weights(128, 32, gated=True)
     with pytest.raises(ValueError, match="alpha 2"):
         multiply(device, np.ones((1, 128)), weights.put(device), 16, "float16", "float16", alpha=2)
@@ -124,7 +124,7 @@ def test_alpha_and_beta(device: str, dtype: str, alpha: float, beta: float, out:
     y = rounded(np.random.default_rng(5).standard_normal((19, 72)), out)
 
     def run(device: str) -> npt.NDArray[np.float64]:
-        # With beta 0, y is not read: it may hold NaN.
+        # If beta is 0, y is not read, so it may hold NaN.
         result = put(device, y, out) if beta else empty(device, [19, 72], out)
         weight = weights.put(device)
         ops.w4_gemm(
@@ -150,7 +150,7 @@ def test_rows_do_not_depend_on_the_others(
     weight, x = Weights(k, n, has_zeros=has_zeros).put(device), random_x(64, k, dtype)
     full = multiply(device, x, weight, n, dtype, "float32").numpy()
     for m in (1, 2, 3, 5, 7, 8, 9, 11, 13, 16, 17, 23, 31, 32, 33, 47, 48, 61, 63):
-        begin = 64 - m  # not the rows' places in the batch either
+        begin = 64 - m  # the rows' positions in the batch change too
         part = multiply(device, x[begin:], weight, n, dtype, "float32").numpy()
         assert np.array_equal(part, full[begin:]), f"{m} rows"
     more = multiply(device, np.concatenate([x[:1], x]), weight, n, dtype, "float32").numpy()
@@ -166,8 +166,8 @@ def test_rows_do_not_depend_on_the_others(
         (257, 17168, 264), (1025, 320, 264), (66, 112, 136), (2100, 32, 128), (80, 1040, 1000),
     ),
 )  # fmt: skip
-def test_rows_of_prompts(device: str, dtype: str, kind: str, shape: tuple[int, int, int]) -> None:
-    # Of more than 64 rows, which have a kernel of their own: right, and to the bit what 64 give.
+def test_more_than_64_rows(device: str, dtype: str, kind: str, shape: tuple[int, int, int]) -> None:
+    """The kernel for more than 64 rows is right and gives the bits of blocks of 64 rows."""
     m, n, k = shape
     weights = Weights(k, n, has_zeros=kind == "zeros", gated=kind == "gated")
     x, width = random_x(m, k, dtype), n // 2 if weights.gated else n
@@ -176,7 +176,7 @@ def test_rows_of_prompts(device: str, dtype: str, kind: str, shape: tuple[int, i
 
     def multiplied(device: str, begin: int, end: int) -> Any:
         weight = weights.put(device)
-        # Nothing of a gated y is read: it may hold NaN.
+        # A gated y is not read, so it may hold NaN.
         rows = y[begin:end] if scale else np.full((end - begin, width), np.nan)
         result, scratch = put(device, rows, dtype), scratch_of(device, weight, end - begin)
         given = put(device, x[begin:end], dtype)
@@ -190,7 +190,7 @@ def test_rows_of_prompts(device: str, dtype: str, kind: str, shape: tuple[int, i
     for begin in range(0, m, 64):
         part = multiplied(device, begin, min(begin + 64, m)).numpy()
         assert np.array_equal(part, whole[begin : begin + 64]), f"rows from {begin}"
-    # Nor does a row depend on its place.
+    # A row's bits do not depend on its position either.
     later = multiplied(device, 1, m).numpy()
     assert np.array_equal(later, whole[1:])
 
@@ -198,8 +198,10 @@ def test_rows_of_prompts(device: str, dtype: str, kind: str, shape: tuple[int, i
 @on_devices_and_dtypes
 @pytest.mark.parametrize("m", sizes(1, 16, 64, 7, 17))
 def test_each_launch_reads_what_the_one_before_wrote(device: str, dtype: str, m: int) -> None:
-    # In a graph, where launches overlap: blocks of the next are there while those of one multiply.
-    # K is cut into 2 and into 8 slices, of more blocks than a ring holds then.
+    """Launches overlap in a graph: CTAs of the next start while those of one multiply.
+
+    K is cut into 2 and into 8 slices, which have more k blocks than a CTA has stages.
+    """
     widths = [256, 8192 if device == "cuda" else 512]
     weights = [Weights(widths[i], widths[1 - i]).put(device) for i in range(2)]
     scratch = [scratch_of(device, weight, m) for weight in weights]
@@ -240,7 +242,7 @@ def test_infinities_and_nan_stay_in_their_row(device: str, dtype: str, has_zeros
 
 
 def stored(weights: Weights, name: str, q: U8, group: slice, columns: slice) -> dict[str, Any]:
-    """Arrays of a checkpoint that hold part of the weights."""
+    """The arrays of a checkpoint with a part of the weights."""
     scales = weights.scales if weights.channel_wise else weights.scales[group]
     zeros = weights.zeros
     if zeros is not None:
@@ -286,7 +288,9 @@ def put_part(device: str, weights: Weights, arrays: dict[str, Any]) -> dict[str,
 )
 def test_pack(device: str, name: str, k: int, n: int, has_zeros: bool, channel_wise: bool) -> None:
     if name == "marlin" and (has_zeros or (channel_wise and k <= 128)):
-        pytest.skip("Marlin files have no zero points, nor channels that a group covers")
+        pytest.skip(
+            "Marlin files have no zero points, and no channel-wise scales if K is at most 128"
+        )
     scale_dtype = "bfloat16" if n % 128 else "float16"
     weights = Weights(k, n, scale_dtype, channel_wise, has_zeros)
     blocks, weight = weights.empty(device)
@@ -299,7 +303,7 @@ def test_pack(device: str, name: str, k: int, n: int, has_zeros: bool, channel_w
 @pytest.mark.parametrize("has_zeros", [False, True])
 @pytest.mark.parametrize("name", FORMATS)
 def test_pack_in_parts(device: str, name: str, has_zeros: bool) -> None:
-    """Rows and halves of K in parts, as q, k and v, and EAGLE's fc."""
+    """Parts of rows (q, k and v) and parts of K (EAGLE's fc)."""
     if name == "marlin" and has_zeros:
         pytest.skip("Marlin files have no zero points")
     weights = Weights(400, 64 + 192 + 320, has_zeros=has_zeros)
@@ -320,7 +324,7 @@ def test_pack_in_parts(device: str, name: str, has_zeros: bool) -> None:
 @pytest.mark.parametrize("has_zeros", [False, True])
 @pytest.mark.parametrize("name", FORMATS)
 def test_pack_gated(device: str, name: str, has_zeros: bool, fused: bool) -> None:
-    """Gate and up, or both as one tensor; 320 rows each, so that they end inside blocks."""
+    """Gate and up as two tensors or one; 320 rows each, so they end inside weight blocks."""
     if name == "marlin" and has_zeros:
         pytest.skip("Marlin files have no zero points")
     weights = Weights(400, 640, has_zeros=has_zeros, gated=True)
@@ -335,7 +339,7 @@ def test_pack_gated(device: str, name: str, has_zeros: bool, fused: bool) -> Non
 
 @on_devices
 def test_gptq_zero_points_wrap(device: str) -> None:
-    """Version 1 holds z - 1, so 15 stands for 0."""
+    """GPTQ version 1 stores z - 1, so a stored 15 means 0."""
     weights = Weights(128, 16, has_zeros=True)
     assert weights.zeros is not None
     weights.zeros[:] = np.arange(16)
@@ -365,40 +369,40 @@ def test_dequantize(
 
 @on_devices_and_dtypes
 @pytest.mark.parametrize("scale_dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("digits", [1, 2])
+@pytest.mark.parametrize("nibble_planes", [1, 2])
 @pytest.mark.parametrize(("n", "k"), sizes((1, 8), (257, 200), (64, 1024), (300, 72)))
 @pytest.mark.parametrize("indexed", [False, True])
 def test_quantize(
-    device: str, dtype: str, scale_dtype: str, digits: int, n: int, k: int, indexed: bool
+    device: str, dtype: str, scale_dtype: str, nibble_planes: int, n: int, k: int, indexed: bool
 ) -> None:
     rng = np.random.default_rng(n)
     x = rng.standard_normal((n + 5 if indexed else n, k)) * rng.uniform(0.01, 2, (1, k))
     x[0] = 0
     x = rounded(x, dtype)
     index = rng.permutation(len(x))[:n] if indexed else np.arange(n)
-    blocks = empty(device, [-(-n // 256), digits * -(-k // 128), 16896], "uint8")
-    weight = ops.W4Weight(blocks, n=n, k=k, digits=digits, scale_dtype=scale_dtype)
+    blocks = empty(device, [-(-n // 256), nibble_planes * -(-k // 128), 16896], "uint8")
+    weight = ops.W4Weight(blocks, n=n, k=k, nibble_planes=nibble_planes, scale_dtype=scale_dtype)
     put_index = put_ints(device, index) if indexed else None
     ops.w4_quantize(context(device), weight, put(device, x, dtype), put_index)
     out = empty(device, [n, k], dtype)
     ops.w4_dequantize(context(device), out, weight)
     got, wanted = get(out), x[index]
-    levels = 7 if digits == 1 else 119
+    levels = 7 if nibble_planes == 1 else 119
     scale_error = {"float16": 2.0**-11, "bfloat16": 2.0**-8}[scale_dtype]
     for begin in range(0, k, 128):
         part = slice(begin, begin + 128)
         largest = np.abs(wanted[:, part]).max(axis=1, keepdims=True)
         step = largest / levels
-        # Half a level, what rounding of the scale takes from the largest, and of the result.
+        # Half a level, the error of the rounded scale at the largest value, and that of the result.
         rounding = {"float32": 0, "float16": 2.0**-11, "bfloat16": 2.0**-8}[dtype]
         most = step * 0.501 * (1 + scale_error) + largest * (scale_error + rounding) + 1e-6
         assert (np.abs(got[:, part] - wanted[:, part]) <= most).all()
-    # What lies beyond N and K is nothing.
+    # The padding beyond N and K has q 8 and scale 0.
     raw = blocks.numpy()
-    half = digits * -(-k // 128) // digits
-    for digit in range(digits):
+    half = nibble_planes * -(-k // 128) // nibble_planes
+    for plane in range(nibble_planes):
         q, scales, _ = layouts.unpack_blocks(
-            np.ascontiguousarray(raw[:, digit * half : (digit + 1) * half]),
+            np.ascontiguousarray(raw[:, plane * half : (plane + 1) * half]),
             128 * half,
             256 * len(raw),
             np.uint16,
@@ -408,14 +412,14 @@ def test_quantize(
 
 @on_devices_and_dtypes
 @pytest.mark.parametrize("shape", sizes((1, 1, 128), (5, 257, 200), (33, 40, 1000), (64, 300, 72)))
-def test_eight_bits_multiply(device: str, dtype: str, shape: tuple[int, int, int]) -> None:
+def test_eight_bit_gemm(device: str, dtype: str, shape: tuple[int, int, int]) -> None:
     m, n, k = shape
     x = random_x(m, k, dtype)
     w = rounded(np.random.default_rng(n).standard_normal((n, k)) / np.sqrt(k), dtype)
 
     def run(device: str) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
         blocks = empty(device, [-(-n // 256), 2 * -(-k // 128), 16896], "uint8")
-        weight = ops.W4Weight(blocks, n=n, k=k, digits=2)
+        weight = ops.W4Weight(blocks, n=n, k=k, nibble_planes=2)
         ops.w4_quantize(context(device), weight, put(device, w, dtype))
         out = empty(device, [n, k], "float32" if device == "cpu" else dtype)
         ops.w4_dequantize(context(device), out, weight)
@@ -426,7 +430,7 @@ def test_eight_bits_multiply(device: str, dtype: str, shape: tuple[int, int, int
     check(lambda device: run(device)[0], device, x @ values.T, "gemm", "float32")
 
 
-# ---- what does not fit
+# ---- refused shapes and dtypes
 
 
 @on_devices
@@ -450,7 +454,7 @@ def test_gemm_shapes_and_dtypes_must_agree(
 
 
 @on_devices
-def test_k_must_be_whole_vectors(device: str) -> None:
+def test_k_must_be_a_multiple_of_8(device: str) -> None:
     weight = Weights(132, 8).put(device)
     x, y = empty(device, [1, 132], "float16"), empty(device, [1, 8], "float16")
     with pytest.raises(ValueError, match="multiple of 8"):
@@ -491,8 +495,8 @@ def test_quantize_and_dequantize_shapes_must_agree(device: str) -> None:
             ops.w4_dequantize(ctx, empty(device, shape, "float16"), weight, first)
     with pytest.raises(ValueError, match="bytes"):
         ops.W4Weight(empty(device, [16895], "uint8"), n=1, k=128)
-    with pytest.raises(ValueError, match="digits"):
+    with pytest.raises(ValueError, match="nibble planes"):
         blocks = empty(device, [3 * 16896], "uint8")
         ops.w4_quantize(
-            ctx, ops.W4Weight(blocks, n=1, k=8, digits=3), empty(device, [1, 8], "float16")
+            ctx, ops.W4Weight(blocks, n=1, k=8, nibble_planes=3), empty(device, [1, 8], "float16")
         )

@@ -1,4 +1,4 @@
-"""What kernel tests share: devices and dtypes, arrays, comparison, and the rows of a step."""
+"""Shared parts of the kernel tests: devices, dtypes, arrays, comparison, tokens of a step."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ on_devices_and_dtypes = pytest.mark.parametrize(
     [("cpu", dtype) for dtype in ("float32", "float16", "bfloat16")]
     + [pytest.param("cuda", dtype, marks=GPU) for dtype in ("float16", "bfloat16")],
 )
-# For what takes the CPU long and differs there in nothing but how numbers are stored.
+# For tests that are slow on the CPU, where dtypes differ only in the storage of numbers.
 on_devices_and_cuda_dtypes = pytest.mark.parametrize(
     ("device", "dtype"),
     [("cpu", "float32")]
@@ -42,7 +42,7 @@ on_devices_and_cuda_dtypes = pytest.mark.parametrize(
 
 
 def sizes(*all_sizes: Any, small: int = 3) -> Sequence[Any]:
-    """All of them, or the first few under a sanitizer."""
+    """All sizes, or the first `small` under a sanitizer."""
     return all_sizes[:small] if SMALL else all_sizes
 
 
@@ -57,7 +57,7 @@ def context(device: str) -> Any:
 
 
 def encode(values: npt.ArrayLike, dtype: str) -> npt.NDArray[Any]:
-    """float64 rounded (to nearest even) to what travels for `dtype`; bfloat16 is uint16."""
+    """Rounds float64 to `dtype` (to nearest even). bfloat16 is returned as uint16."""
     if dtype != "bfloat16":
         return np.ascontiguousarray(np.asarray(values, np.float64).astype(dtype))
     bits = np.ascontiguousarray(np.asarray(values, np.float32)).view(np.uint32)
@@ -73,12 +73,12 @@ def decode(array: npt.NDArray[Any], dtype: str) -> Floats:
 
 
 def rounded(values: npt.ArrayLike, dtype: str) -> Floats:
-    """The values that `dtype` can hold, as float64."""
+    """Rounds to `dtype` and returns float64."""
     return decode(encode(values, dtype), dtype)
 
 
 def put(device: str, values: npt.ArrayLike, dtype: str = "float32", pinned: bool = False) -> Any:
-    """Real numbers as an Array."""
+    """An Array with real numbers."""
     source = encode(values, dtype)
     array = ops.Array(context(device), list(source.shape), dtype, pinned)
     array.copy_from(source)
@@ -86,7 +86,7 @@ def put(device: str, values: npt.ArrayLike, dtype: str = "float32", pinned: bool
 
 
 def put_raw(device: str, source: npt.NDArray[Any], pinned: bool = False) -> Any:
-    """Integers, or C structs as bytes."""
+    """An Array with integers, or with C structs as bytes."""
     source = np.ascontiguousarray(source)
     if source.dtype.fields:
         source = source.view(np.uint8).reshape(*source.shape, source.dtype.itemsize)
@@ -100,7 +100,7 @@ def put_ints(device: str, values: npt.ArrayLike) -> Any:
 
 
 def empty(device: str, shape: Sequence[int], dtype: str = "float32") -> Any:
-    """All bytes 0xFF."""
+    """A new Array, with all bytes 0xFF."""
     return ops.Array(context(device), list(shape), dtype)
 
 
@@ -109,7 +109,7 @@ def empty_structs(device: str, shape: Sequence[int], dtype: Any, pinned: bool = 
 
 
 def get(array: Any) -> Floats:
-    """The content as real numbers."""
+    """The content as float64."""
     return decode(array.numpy(), array.dtype)
 
 
@@ -121,7 +121,7 @@ def get_structs(array: Any, dtype: Any) -> npt.NDArray[Any]:
 def check(
     run: Callable[[str], Floats], device: str, reference: Floats, kind: str, dtype: str
 ) -> None:
-    """run(device) against float64; on CUDA also against the CPU kernel."""
+    """Compares run(device) with float64 values. On CUDA also with the CPU kernel."""
     tolerance = KERNELS[kind][dtype]
     result = run(device)
     assert_close(result, reference, tolerance)
@@ -134,11 +134,11 @@ def check(
 
 @dataclass
 class Step:
-    """Rows of several sequences, with their pages dealt out at random."""
+    """The tokens of a step of several sequences, with pages at random places."""
 
     lengths: list[int]  # cached tokens of each sequence
-    counts: list[int]  # rows of each sequence
-    masks: list[npt.NDArray[np.uint64]] | None = None  # per sequence, else causal
+    counts: list[int]  # tokens of each sequence in the step
+    masks: list[npt.NDArray[np.uint64]] | None = None  # for each sequence; None: causal
     seed: int = 0
     extra_kv: int = 0  # added to max_kv
 
@@ -166,14 +166,14 @@ class Step:
         self.max_kv = max(self.ends) + self.extra_kv
 
     def visible(self, row: int) -> npt.NDArray[np.int64]:
-        """The entries that a row sees."""
+        """The entries that token `row` of the step sees."""
         seq, j = self.token_seqs[row], int(self.in_seq[row])
         length = self.lengths[seq]
         bits = (1 << (j + 1)) - 1 if self.masks is None else int(self.masks[seq][j])
         return np.array([*range(length), *(length + i for i in range(j + 1) if bits >> i & 1)])
 
     def where(self, seq: int, entries: Any) -> tuple[Any, Any]:
-        """Page and entry in the page of a sequence's entries."""
+        """Page, and place in the page, of entries of a sequence."""
         entries = np.asarray(entries)
         return self.page_table[self.slots[seq], entries // PAGE], entries % PAGE
 
@@ -203,7 +203,7 @@ def inv_freq_of(head_dim: int, theta: float = 1e4) -> npt.NDArray[np.float32]:
 
 
 def random_tree(rng: np.random.Generator, size: int) -> npt.NDArray[np.uint64]:
-    """Ancestor masks of a random tree: a row sees itself and its ancestors."""
+    """Ancestor masks of a random tree: a token sees itself and its ancestors."""
     masks = [1]
     for i in range(1, size):
         masks.append(masks[int(rng.integers(i))] | 1 << i)

@@ -17,7 +17,7 @@ U8 = npt.NDArray[np.uint8]
 
 @dataclass
 class Weights:
-    """Random 4-bit weights; `values` [N, K] are what they mean."""
+    """Random 4-bit weights; `values` [N, K] are dequantised."""
 
     k: int
     n: int
@@ -43,9 +43,9 @@ class Weights:
     @property
     def blocks(self) -> U8:
         tensors = (self.q, self.scales, self.zeros)
-        if self.gated:  # eight columns of the first half, eight of the second
-            by_eights = np.arange(self.n).reshape(2, -1, 8).swapaxes(0, 1).ravel()
-            tensors = tuple(t if t is None else t[:, by_eights] for t in tensors)
+        if self.gated:  # interleave eight columns of gate and of up
+            interleaved = np.arange(self.n).reshape(2, -1, 8).swapaxes(0, 1).ravel()
+            tensors = tuple(t if t is None else t[:, interleaved] for t in tensors)
         return packing.pack_blocks(*tensors)
 
     def empty(self, device: str) -> Any:

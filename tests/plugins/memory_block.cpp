@@ -1,11 +1,11 @@
-// A kind of layer from outside the package, with state of its own: "memory". CPU and float32 only.
-// Compiled by tests/unit/test_extension_points.py.
+// A plugin that adds a kind of block with its own state: "memory". CPU and float32 only. Compiled
+// by tests/unit/test_extension_points.py.
 //
 // Token t with the normed input x[t] adds gain * (m[t] + s[t]) to the residual stream:
-//   m[t] = decay * m[parent of t] + x[t]     a per-slot tensor, along accepted tokens only
-//   s[t] = the sums of x over pages          a paged plane with one row for each page
-// s[t] takes the pages before the one before t's: they are full and committed, whatever the chunk,
-// the tree (of depth below 64) or the step.
+//   m[t] = decay * m[parent of t] + x[t]     a per-slot tensor; accepted tokens only
+//   s[t] = sum of x over earlier pages       a paged plane with one row for each page
+// s[t] omits the page of t and the page before it. All other earlier pages are full and committed,
+// for every chunk length and every tree of depth below 64.
 #include <cstring>
 
 #include "layers/block.h"
@@ -26,16 +26,16 @@ class MemoryBlock : public Block {
     state_id_ = state.add_slot({.name = prefix_ + "memory", .shape = {width()}});
     sums_id_ = state.add_paged(
         {.rows_per_page = 1, .width = static_cast<int>(width()), .dtype = DType::kF32});
-    max_rows_ = limits.max_rows;
-    // Until `commit`, so it is no scratch.
-    rows_id_ = plan.add(prefix_ + "memory.rows", "state", 2 * 4 * max_rows_ * width());
+    max_tokens_ = limits.max_tokens;
+    // `commit` reads it after the step, so it is not scratch.
+    rows_id_ = plan.add(prefix_ + "memory.rows", "state", 2 * 4 * max_tokens_ * width());
   }
   void bind(const Arena& arena, const ModelState& state) override {
     gain_ = arena.tensor(gain_id_, DType::kF32, {width()});
     memory_ = state.per_slot(state_id_);
     sums_ = state.paged(sums_id_);
     memories_ = arena.array<float>(rows_id_);
-    inputs_ = memories_ + max_rows_ * width();
+    inputs_ = memories_ + max_tokens_ * width();
   }
   void list_tensors(WeightTable& table) override { table.add(prefix_ + "memory.gain", gain_); }
   void finish_loading(const Context&) override {}
@@ -94,7 +94,7 @@ class MemoryBlock : public Block {
   const ModelSpec& spec_;
   std::string prefix_;
   float decay_;
-  int64_t max_rows_ = 0;
+  int64_t max_tokens_ = 0;
   MemoryPlan::Id gain_id_ = 0, rows_id_ = 0;
   ModelState::SlotId state_id_;
   ModelState::PagedId sums_id_;

@@ -1,5 +1,5 @@
-// A drafter made of two others from outside the package: a tree with the drafts of both side by
-// side. It knows neither. Compiled by tests/unit/test_extension_points.py; CPU only.
+// A plugin drafter that combines two others: its tree holds both drafts below one root. It does not
+// depend on their kinds. Compiled by tests/unit/test_extension_points.py; CPU only.
 #include <algorithm>
 
 #include "speculative/drafter.h"
@@ -11,7 +11,7 @@ using namespace cpmcu;
 class PairDrafter : public Drafter {
  public:
   PairDrafter(const DrafterSpec& spec, const ModelSpec& target) : spec_(spec) {
-    CHECK(spec_.parts.size() == 2, "a drafter of two has {} parts", spec_.parts.size());
+    CHECK(spec_.parts.size() == 2, "a pair drafter has {} parts, expected 2", spec_.parts.size());
     for (const DrafterSpec& part : spec_.parts) parts_.push_back(make_drafter(part, target));
   }
 
@@ -37,7 +37,7 @@ class PairDrafter : public Drafter {
   }
 
   Draft propose(const Context& ctx, const DraftBatch& batch) override {
-    CHECK(!ctx.device.is_cuda(), "the drafter of two runs on the CPU only");
+    CHECK(!ctx.device.is_cuda(), "the pair drafter runs on the CPU only");
     const int num_tokens = batch.num_tokens();
     std::fill_n(tokens_, batch.num_seqs * num_tokens, -1);
     std::fill_n(parents_, batch.num_seqs * num_tokens, 0);

@@ -1,5 +1,5 @@
-// A drafter from outside the package: it proposes the last token again and again. Compiled by
-// tests/unit/test_extension_points.py as a plugin, and explained in docs/adding_drafter.md.
+// A plugin drafter that proposes the last token at every position. Compiled by
+// tests/unit/test_extension_points.py and explained in docs/adding_drafter.md.
 #include "speculative/drafter.h"
 
 namespace {
@@ -11,9 +11,9 @@ class RepeatDrafter : public Drafter {
   RepeatDrafter(const DrafterSpec& spec, const ModelSpec&) : spec_(spec) {}
 
   void plan(MemoryPlan& plan, StateCache&, const DraftLimits& limits) override {
-    fused_id_ = plan.add("repeat.chain", "state", int64_t{4} * limits.max_seqs * spec_.depth);
+    chain_id_ = plan.add("repeat.chain", "state", int64_t{4} * limits.max_seqs * spec_.depth);
   }
-  void bind(const Arena& arena) override { chain_ = arena.array<int>(fused_id_); }
+  void bind(const Arena& arena) override { chain_ = arena.array<int>(chain_id_); }
 
   Draft propose(const Context& ctx, const DraftBatch& batch) override {
     CHECK(!ctx.device.is_cuda(), "the repeat drafter runs on the CPU only");
@@ -27,7 +27,7 @@ class RepeatDrafter : public Drafter {
 
  private:
   const DrafterSpec spec_;
-  MemoryPlan::Id fused_id_ = 0;
+  MemoryPlan::Id chain_id_ = 0;
   int* chain_ = nullptr;  // [B, M]
 };
 

@@ -1,5 +1,5 @@
-// A quantisation from outside the package: weights in {-1, 0, 1}, four to a byte, one float32 scale
-// per row. Compiled by tests/unit/test_extension_points.py as a plugin; CPU only, obvious, slow.
+// A plugin that adds a quantisation: weights in {-1, 0, 1}, four to a byte, one float32 scale for
+// each row. Compiled by tests/unit/test_extension_points.py; CPU only, simple and slow.
 #include "core/half.h"
 #include "linear/linear.h"
 

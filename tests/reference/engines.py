@@ -1,4 +1,4 @@
-"""Engines for tests: the extension or a skip, and tiny checkpoints loaded into it."""
+"""Engines for tests: loads the extension or skips, and loads tiny checkpoints."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def extension_or_skip() -> Any:
 
 
 def load_tiny(directory: Path, **config: Any) -> LoadedModel:
-    """Loads a directory with settings for small models; on the CPU unless told otherwise."""
+    """Loads a directory with settings for small models; the default device is the CPU."""
     settings: dict[str, Any] = {
         "device": "cpu",
         "memory_limit": 0.5,
@@ -56,7 +56,7 @@ def engine_logits(directory: Path, ids: Sequence[int], **config: Any) -> npt.NDA
 
 
 def random_ids(vocab_size: int, length: int, seed: int = 1) -> list[int]:
-    """Token ids with the first and the last of the vocabulary among them."""
+    """Random token ids that include the first and the last of the vocabulary."""
     ids = np.random.default_rng(seed).integers(0, vocab_size, length)
     ids[: length // 2 : 7] = vocab_size - 1
     return [int(i) for i in ids]

@@ -1,4 +1,4 @@
-"""A stand-in for cpmcu.C that holds weights and computes nothing, to test loading without it."""
+"""A fake cpmcu.C that stores weights and computes nothing, for tests of loading."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cpmcu.loading.tensors import STORAGE_DTYPES
 
 
 class FakeEngine:
-    """Knows which tensors it wants, and keeps the bytes that it gets in `loaded`."""
+    """Lists the expected tensors, and keeps the loaded bytes in `loaded`."""
 
     def __init__(self, spec: Any, config: Any) -> None:
         self.spec, self.config = spec, config
@@ -76,7 +76,7 @@ class FakeEngine:
 
 
 def fake_extension(num_devices: int = 0) -> Any:
-    """What `cpmcu._extension.load` would return."""
+    """The fake result of `cpmcu._extension.load`."""
     return SimpleNamespace(
         device_count=lambda: num_devices,
         ModelSpec=SimpleNamespace,

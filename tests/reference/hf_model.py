@@ -1,4 +1,4 @@
-"""Logits from `transformers` in float32: the oracle of the model families."""
+"""Logits from `transformers` in float32: the reference of the model families."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def hf_logits(config: Mapping[str, Any], weights: Mapping[str, Array], ids: Sequ
     }
     keys = {k: v for k, v in config.items() if k not in ("torch_dtype", "model_type")}
     hf_config = classes[config["model_type"]](**keys, attn_implementation="eager")
-    # NOTE: on several threads torch's first call in a process is now and then wrong by 6e-5.
+    # NOTE: with several threads, torch's first call in a process sometimes has an error of 6e-5.
     torch.set_num_threads(1)
     model = transformers.AutoModelForCausalLM.from_config(hf_config).float().eval()
     state = {name: torch.from_numpy(np.array(array)) for name, array in weights.items()}
@@ -38,12 +38,14 @@ def hf_logits(config: Mapping[str, Any], weights: Mapping[str, Array], ids: Sequ
 def fold_minicpm(
     config: Mapping[str, Any], weights: Mapping[str, Array]
 ) -> tuple[dict[str, Any], dict[str, Array]]:
-    """The Llama (config, weights) that computes what a MiniCPM does: the scales go into weights."""
+    """(config, weights) of the Llama equal to a MiniCPM: its scales are folded into weights."""
     residual = config["scale_depth"] / np.sqrt(config["num_hidden_layers"])
     logit = config["dim_model_base"] / config["hidden_size"]
     folded = {name: np.array(array, np.float64) for name, array in weights.items()}
     head = folded.get("lm_head.weight", folded["model.embed_tokens.weight"])
-    folded["lm_head.weight"] = head * logit  # before the table is scaled: a tied head is not
+    folded["lm_head.weight"] = (
+        head * logit
+    )  # before the table is scaled, because a tied head is not scaled
     folded["model.embed_tokens.weight"] = folded["model.embed_tokens.weight"] * config["scale_emb"]
     for name in folded:
         if name.endswith(("o_proj.weight", "down_proj.weight")):

@@ -1,14 +1,14 @@
-"""EAGLE-2 and EAGLE-3 draft heads in numpy, slow and obvious: the oracle of the drafters' tests.
+"""EAGLE-2 and EAGLE-3 draft heads in plain numpy: the reference of the drafters' tests.
 
     target = NumpyTarget(fields, weights)              # weights of a Hugging Face checkpoint
-    hidden, features = target.states(ids, layers)      # what the heads read
+    hidden, aux_hidden = target.states(ids, layers)    # the input of the heads
     head = NumpyEagle2(target, load_file(draft / "model.safetensors"))
     logits, recycled = head.prefill(hidden[:-1], ids[1:])
 
-Row t of a head reads the target's state of position t and token t + 1, stands at rotary position
-t, and predicts token t + 2. A head remembers its rows; `prefill` and `extend` append rows that
-read the target's states, `step` appends one row that reads a recycled hidden, and `keep`
-forgets rows from the end. Everything is float32 unless the target is made with another dtype.
+Row t of a head reads the target's state of position t and token t + 1. Its rotary position is t.
+It predicts token t + 2. A head keeps its rows. `prefill` and `extend` append rows that read the
+target's states. `step` appends one row that reads a recycled state. `keep` removes rows from the
+end. The dtype is that of the target, by default float32.
 """
 
 from __future__ import annotations
@@ -89,9 +89,9 @@ class NumpyTarget:
         visible = positions[:, None] >= positions[None, :]
         scale = self.dtype(fields.residual_scale)
         x = self.embed(ids)
-        features = {}
+        aux_hidden = {}
         for layer in range(fields.num_hidden_layers):
-            features[layer] = x
+            aux_hidden[layer] = x
             prefix = f"model.layers.{layer}."
             normed = rms_norm(x, weights[prefix + "input_layernorm.weight"], fields.rms_norm_eps)
             heads = {}
@@ -113,11 +113,11 @@ class NumpyTarget:
             )
             x = x + scale * swiglu(normed, weights, prefix + "mlp.")
         hidden = rms_norm(x, weights["model.norm.weight"], fields.rms_norm_eps)
-        return hidden, [features[layer] for layer in layers]
+        return hidden, [aux_hidden[layer] for layer in layers]
 
 
 class NumpyHead:
-    """Remembers keys and values of its rows; row t stands at position t."""
+    """Keeps the keys and values of its rows; row t has position t."""
 
     def __init__(self, target: NumpyTarget, weights: Mapping[str, Array], head_dim: int) -> None:
         self.target = target
@@ -131,33 +131,33 @@ class NumpyHead:
         self.rows: list[tuple[Array, Array]] = []  # keys and values [Hkv, D] of each row
 
     def prefill(self, states: Any, next_ids: Sequence[int]) -> tuple[Array, Array]:
-        """Forget everything, then `extend`."""
+        """Removes all rows, then calls `extend`."""
         self.keep(0)
         return self.extend(states, next_ids)
 
     def extend(self, states: Any, next_ids: Sequence[int]) -> tuple[Array, Array]:
-        """Append rows that read the target's states: (logits [T, V or Vd], recycled [T, H]).
+        """Appends rows that read the target's states: (logits [T, V or Vd], recycled [T, H]).
 
-        `states` is [T, H] for EAGLE-2, three of them for EAGLE-3; next_ids[t] is the token after
-        the one that states[t] belongs to.
+        `states` is [T, H] for EAGLE-2 and three such arrays for EAGLE-3. next_ids[t] is the token
+        that follows the token of states[t].
         """
         return self._run(self._start(states), next_ids)
 
     def step(self, recycled: Array, next_id: int) -> tuple[Array, Array]:
-        """Append one row that reads a recycled hidden [H]: (logits [V or Vd], recycled [H])."""
+        """Appends one row that reads a recycled state [H]: (logits [V or Vd], recycled [H])."""
         logits, hidden = self._run(recycled[None], [next_id])
         return logits[0], hidden[0]
 
     def keep(self, count: int) -> None:
-        """Forget all rows but the first `count`."""
+        """Removes all rows but the first `count`."""
         del self.rows[count:]
 
     def token(self, index: int) -> int:
-        """The target's token id of an index into the logits."""
+        """The target's token id for an index into the logits."""
         return index
 
     def chain(self, recycled: Array, logits: Array, depth: int) -> list[int]:
-        """The greedy chain after a row; its rows are forgotten again."""
+        """The greedy chain after a row. Its rows are removed at the end."""
         before = len(self.rows)
         tokens = [self.token(int(logits.argmax()))]
         while len(tokens) < depth:
@@ -202,7 +202,7 @@ class NumpyHead:
 
 
 class NumpyEagle2(NumpyHead):
-    """EAGLE / EAGLE-2. With input norms it is the MiniCPM4 layout, which scales residuals too."""
+    """EAGLE and EAGLE-2. Input norms mean the MiniCPM4 layout, which also scales residuals."""
 
     def __init__(
         self,
@@ -240,8 +240,8 @@ class NumpyEagle3(NumpyHead):
     """EAGLE-3, with its own output head over a draft vocabulary."""
 
     def _start(self, states: Any) -> Array:
-        features = [np.asarray(feature, self.target.dtype) for feature in states]
-        return np.concatenate(features, -1) @ self.weights["fc.weight"].T
+        aux_hidden = [np.asarray(state, self.target.dtype) for state in states]
+        return np.concatenate(aux_hidden, -1) @ self.weights["fc.weight"].T
 
     def _layer(self, embedding: Array, hidden: Array) -> Array:
         normed = [

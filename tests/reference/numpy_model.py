@@ -1,6 +1,6 @@
-"""A transformer in numpy, slow and obvious: the oracle of tests that run without torch.
+"""A transformer in plain numpy: the reference of tests that run without torch.
 
-Everything that a ModelSpec can say is here: grouped-query attention, rotary embedding with any
+It supports all fields of a ModelSpec: grouped-query attention, rotary embedding with any
 inverse frequencies, RMSNorm on q and k heads, a bias on q, k and v, muP scales, a tied head.
 Weights have the names and shapes of a Hugging Face Llama checkpoint.
 """
@@ -47,7 +47,7 @@ class NumpyModel:
         return hidden @ head.T
 
     def greedy(self, prompt: Sequence[int], num_tokens: int) -> list[int]:
-        """The tokens that greedy decoding appends; the whole sequence is run for each."""
+        """The tokens that greedy decoding appends. It runs the whole sequence for each token."""
         ids = list(prompt)
         for _ in range(num_tokens):
             ids.append(int(self.logits(ids)[-1].argmax()))

@@ -1,4 +1,4 @@
-"""Every kernel as obvious float64 numpy: what csrc/kernels/*.h say, without their rounding."""
+"""Each kernel in plain float64 numpy, without the rounding of csrc/kernels."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def silu_mul(x: F64) -> F64:
 
 
 def gemm(x: F64, w: F64, alpha: float, beta: float, y: F64) -> F64:
-    product = alpha * (x @ w.T)
-    return product if beta == 0 else product + beta * y
+    y_new = alpha * (x @ w.T)
+    return y_new if beta == 0 else y_new + beta * y
 
 
 def w4_weights(q: npt.NDArray[np.uint8], scales: F64, zeros: Ints | None = None) -> F64:
@@ -46,7 +46,7 @@ def w4_weights(q: npt.NDArray[np.uint8], scales: F64, zeros: Ints | None = None)
 def rope(x: F64, position: int, inv_freq: npt.NDArray[np.float32], scaling: float) -> F64:
     """x [..., D], of which the first 2 * len(inv_freq) elements are rotated.
 
-    The angle is a float32 product, as in the models this is compared with.
+    The angle is computed in float32, as in the reference models.
     """
     angle = (np.float32(position) * inv_freq).astype(np.float64)
     cos, sin = np.cos(angle) * scaling, np.sin(angle) * scaling
@@ -55,7 +55,7 @@ def rope(x: F64, position: int, inv_freq: npt.NDArray[np.float32], scaling: floa
 
 
 def in_window(entries: Ints, own: int, window: int) -> Ints:
-    """Those of a row's entries that its window leaves; 0: all."""
+    """The entries of a token that lie in its window; window 0: all entries."""
     return entries if window == 0 else entries[entries > own - window]
 
 
@@ -85,8 +85,8 @@ def adjusted(logits: F64, s: Any, counts: Ints | None, bias: F64 | None) -> F64:
     return z
 
 
-def kept(z: F64, s: Any) -> npt.NDArray[np.bool_]:
-    """Which tokens top-k, top-p and min-p leave."""
+def passing(z: F64, s: Any) -> npt.NDArray[np.bool_]:
+    """The tokens that pass top-k, top-p and min-p."""
     temperature, keep = float(s["temperature"]), np.isfinite(z)
     if 0 < s["top_k"] < len(z):
         keep &= z >= np.sort(z)[-s["top_k"]]
@@ -103,8 +103,8 @@ def kept(z: F64, s: Any) -> npt.NDArray[np.bool_]:
 
 
 def distribution(z: F64, s: Any) -> F64:
-    """Probabilities of the tokens that may be drawn."""
-    p = np.where(kept(z, s), np.exp((z - z.max()) / float(s["temperature"])), 0)
+    """The probabilities of the tokens that pass the filters."""
+    p = np.where(passing(z, s), np.exp((z - z.max()) / float(s["temperature"])), 0)
     return p / p.sum()
 
 
@@ -126,7 +126,7 @@ def philox(counter: Sequence[Any], key: Sequence[Any]) -> list[npt.NDArray[np.ui
 
 
 def gumbels(vocab_size: int, seed: int, stream: int, position: int) -> F64:
-    """The noise that each token gets when the token for `position` is drawn."""
+    """The Gumbel noise of each token in the draw for `position`."""
     groups = np.arange((vocab_size + 3) // 4)
     words = philox([groups, position, stream, 0], [seed & 0xFFFFFFFF, seed >> 32])
     flat = np.stack(np.broadcast_arrays(*words), axis=1).reshape(-1)[:vocab_size]
@@ -135,10 +135,10 @@ def gumbels(vocab_size: int, seed: int, stream: int, position: int) -> F64:
 
 
 def draw_scores(z: F64, s: Any, row_position: int) -> F64:
-    """The largest one's token is drawn; -inf where the filters forbid it."""
+    """The scores of the draw: the largest one is drawn, filtered tokens have -inf."""
     noise = gumbels(len(z), int(s["seed"]), int(s["stream"]), row_position + 1)
     with np.errstate(invalid="ignore"):
-        return np.where(kept(z, s), (z - z.max()) / float(s["temperature"]) + noise, -np.inf)
+        return np.where(passing(z, s), (z - z.max()) / float(s["temperature"]) + noise, -np.inf)
 
 
 def log_softmax(logits: F64) -> F64:

@@ -1,4 +1,4 @@
-"""4-bit layouts that the package itself never packs or unpacks in numpy, as closed forms.
+"""Closed forms of the 4-bit layouts that the package never packs or unpacks in numpy.
 
 The conventions are those of `cpmcu.quant.packing`: q is uint8 [K, N], z uint8 [G, N], and nibble i
 of an int32 word is its bits [4i, 4i + 4).
@@ -73,7 +73,7 @@ def unpack_compressed_zeros(zero_point: I32, n: int) -> U8:
     return np.ascontiguousarray(unpack_compressed(np.ascontiguousarray(zero_point.T), n).T)
 
 
-# ---- inverses of what the package packs
+# ---- inverses of the packing functions of the package
 
 
 def unpack_marlin(qweight: I32) -> U8:

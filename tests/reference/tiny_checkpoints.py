@@ -1,4 +1,4 @@
-"""Writes tiny random checkpoints of every model family, as Hugging Face directories.
+"""Writes tiny random checkpoints of each model family as Hugging Face directories.
 
 tiny = write_tiny(tmp_path, "qwen2", num_hidden_layers=3, shards=2, dtype="bfloat16")
 tiny.directory, tiny.config, tiny.weights   # weights: float32, rounded as in the files
@@ -30,7 +30,7 @@ ARCHITECTURES = {
 FAMILIES = tuple(ARCHITECTURES)
 
 BASE_CONFIG: dict[str, Any] = {
-    "vocab_size": 203,  # a prime near no tile
+    "vocab_size": 203,  # a prime that is not close to a tile size
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_hidden_layers": 2,
@@ -52,14 +52,14 @@ _CODES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 @dataclass(frozen=True, slots=True)
 class TinyCheckpoint:
-    """`weights` are what the files hold, as float32."""
+    """`weights` are the values of the files as float32."""
 
     directory: Path
     config: dict[str, Any]
     weights: dict[str, Array]
 
     def fields(self, options: BuildOptions | None = None) -> SpecFields:
-        """What the package makes of the config."""
+        """The spec fields that the package reads from the config."""
         options = options or BuildOptions(has_lm_head="lm_head.weight" in self.weights)
         return find_model(self.config).build(self.config, options)
 
@@ -80,7 +80,7 @@ def tiny_config(family: str, dtype: str = "float32", **overrides: Any) -> dict[s
 
 
 def random_weights(config: Mapping[str, Any], seed: int = 0) -> dict[str, Array]:
-    """float32 weights of a config, of a size that keeps activations near 1."""
+    """float32 weights of a config, scaled so that activations stay near 1."""
     rng = np.random.default_rng(seed)
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     heads = config["num_attention_heads"]
@@ -126,7 +126,7 @@ def write_tiny(
     weights: Mapping[str, Array] | None = None,
     **overrides: Any,
 ) -> TinyCheckpoint:
-    """Writes config.json, generation_config.json and safetensors; random unless given weights."""
+    """Writes config.json, generation_config.json and safetensors. By default weights are random."""
     directory.mkdir(parents=True, exist_ok=True)
     config = tiny_config(family, dtype, **overrides)
     if weights is None:

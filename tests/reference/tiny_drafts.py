@@ -1,4 +1,4 @@
-"""Writes tiny random drafts for a tiny target, in every format that the package reads.
+"""Writes tiny random drafts for a tiny target, in each format that the package reads.
 
 target = write_tiny(tmp_path / "target", "llama")
 draft = write_draft(tmp_path / "draft", "eagle3", target)
@@ -99,7 +99,7 @@ def eagle_bias(target: TinyCheckpoint, seed: int) -> tuple[dict[str, Any], Weigh
 
 
 def minicpm_eagle(target: TinyCheckpoint, seed: int) -> tuple[dict[str, Any], Weights]:
-    """MiniCPM4's format as CPM.cu names it."""
+    """MiniCPM4's format with the names of CPM.cu."""
     config, weights = eagle(target, seed)
     hidden = target.config["hidden_size"]
     weights["layers.0.input_layernorm.weight"] = _layer(target, seed)["input_layernorm.weight"]
@@ -109,7 +109,7 @@ def minicpm_eagle(target: TinyCheckpoint, seed: int) -> tuple[dict[str, Any], We
 
 
 def minicpm_eagle_hf(target: TinyCheckpoint, seed: int) -> tuple[dict[str, Any], Weights]:
-    """MiniCPM4's format as Hugging Face has it, with copies of the target's tables."""
+    """MiniCPM4's format on Hugging Face, with copies of the target's tables."""
     _, native = minicpm_eagle(target, seed)
     weights = {
         "model." + name.replace("layers.", "eagle_layers."): array for name, array in native.items()
@@ -121,7 +121,7 @@ def minicpm_eagle_hf(target: TinyCheckpoint, seed: int) -> tuple[dict[str, Any],
 
 
 def eagle3(target: TinyCheckpoint, seed: int) -> tuple[dict[str, Any], Weights]:
-    """EAGLE-3 with a draft vocabulary of half the target's and a head of its own."""
+    """EAGLE-3 with its own head and half of the target's vocabulary."""
     hidden, vocab = target.config["hidden_size"], target.config["vocab_size"]
     size = vocab // 2
     chosen = np.sort(np.random.default_rng(seed).choice(vocab, size, replace=False))
@@ -142,7 +142,7 @@ def eagle3(target: TinyCheckpoint, seed: int) -> tuple[dict[str, Any], Weights]:
 
 
 def eagle3_shared(target: TinyCheckpoint, seed: int) -> tuple[dict[str, Any], Weights]:
-    """EAGLE-3 that shares the target's head and vocabulary; 3.1's recycled state."""
+    """EAGLE-3 with the target's head and vocabulary and the recycled state of 3.1."""
     config, weights = eagle3(target, seed)
     for name in ("d2t", "t2d", "lm_head.weight"):
         del weights[name]
@@ -156,12 +156,12 @@ def model(target: TinyCheckpoint, seed: int) -> tuple[dict[str, Any], Weights]:
 
 
 def itself(target: TinyCheckpoint, seed: int) -> tuple[dict[str, Any], Weights]:
-    """The target."""
+    """The target itself."""
     return dict(target.config), dict(target.weights)
 
 
 def noisy(target: TinyCheckpoint, seed: int) -> tuple[dict[str, Any], Weights]:
-    """The target with noise on every weight: some of its drafts are right."""
+    """The target with noise on every weight: some drafted tokens are right."""
     rng = np.random.default_rng(seed)
     weights = {
         name: (array + 0.12 * array.std() * rng.standard_normal(array.shape)).astype(np.float32)

@@ -3,7 +3,7 @@
 tiny = write_gptq(tmp_path, "qwen2", group_size=128, shards=2)
 tiny.directory, tiny.config, tiny.tensors, tiny.linears   # linears: module -> q, scales
 
-Packed here by the format's definition, word by word, not by the package's functions.
+The packing follows the definition of the format and uses no function of the package.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.reference.tiny_checkpoints import random_weights, tiny_config, to_bit
 
 Array = npt.NDArray[Any]
 
-# Heads of 32 whose k and v have 32 outputs together with q's 128: no part fills a tile alone.
+# Heads of 32: q has 128 outputs, k and v have 32 each, so no part alone fills a tile.
 SIZES: dict[str, Any] = {
     "vocab_size": 203,
     "hidden_size": 128,
@@ -35,7 +35,7 @@ _CODES = {"float16": "F16", "uint16": "BF16", "int32": "I32", "int64": "I64", "b
 
 @dataclass(frozen=True, slots=True)
 class TinyGptq:
-    """`tensors`: the file's (bfloat16 as uint16); `linears`: module -> q [K, N], scales [G, N]."""
+    """`tensors`: of the file (bfloat16 as uint16); `linears`: module -> q [K, N], scales [G, N]."""
 
     directory: Path
     config: dict[str, Any]
@@ -66,7 +66,7 @@ def write_gptq_eagle(
     hidden_size: int = 128,
     **settings: Any,
 ) -> TinyGptq:
-    """A MiniCPM4 EAGLE head as QAT leaves it: names with `model.`, a quantised fc."""
+    """A MiniCPM4 EAGLE head from QAT: names begin with `model.`, and fc is quantised."""
     config, weights = _head("minicpm", 2, vocab_size, seed, hidden_size)
     for name in ("model.input_norm1.weight", "model.input_norm2.weight"):
         norm = np.random.default_rng(len(name)).uniform(0.5, 1.5, hidden_size)
@@ -77,7 +77,7 @@ def write_gptq_eagle(
 def write_gptq_eagle3(
     directory: Path, vocab_size: int = 203, seed: int = 0, **settings: Any
 ) -> TinyGptq:
-    """An EAGLE-3 head that drafts every other token."""
+    """An EAGLE-3 head whose draft vocabulary is every second token."""
     config, weights = _head("llama", 3, vocab_size, seed)
     drafted = vocab_size // 2
     config |= {"draft_vocab_size": drafted, "architectures": ["LlamaForCausalLMEagle3"]}
@@ -123,7 +123,7 @@ def write(
     dtype: str,
     quant: Mapping[str, Any] | None,
 ) -> TinyGptq:
-    """Quantises all layers' projections and `fc`, rounding to the nearest of 16 levels."""
+    """Quantises the projections of all layers and `fc` to the nearest of 16 levels."""
     settings = {
         "quant_method": "gptq",
         "bits": 4,
@@ -179,7 +179,7 @@ def words(values: Array) -> Array:
 def save(
     directory: Path, config: Mapping[str, Any], tensors: Mapping[str, Array], shards: int = 1
 ) -> None:
-    """config.json and the tensors, every n-th of them in the same of `shards` files."""
+    """Writes config.json and the tensors, distributed over `shards` files in turn."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config))
     names = list(tensors)

@@ -1,9 +1,9 @@
-"""Writes a tiny checkpoint with linear layers of 4 bits, in every layout that the package reads.
+"""Writes a tiny checkpoint with 4-bit linear layers, in each layout that the package reads.
 
 tiny = write_tiny(tmp_path / "dense", "qwen2")
 weights = quantise(tiny.weights)                     # the same numbers in every layout
 write_w4(tmp_path / "awq", tiny.config, weights, "awq")
-write_w4(tmp_path / "twin", tiny.config, weights, "dense")
+write_w4(tmp_path / "dequantised", tiny.config, weights, "dense")
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.reference.tiny_checkpoints import Array, from_bits, to_bits
 
 LAYOUTS = ("gptq", "gptq_v2", "awq", "compressed", "marlin")
 STACKS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-# Sizes that every layout takes. K of down_proj and N of gate_up_proj are not whole blocks.
+# Sizes valid in all layouts. K of down_proj and N of gate_up_proj are no block multiples.
 SIZES: dict[str, Any] = {
     "hidden_size": 256,
     "intermediate_size": 352,
@@ -52,7 +52,7 @@ class Linear:
 
 @dataclass(frozen=True, slots=True)
 class W4Weights:
-    """What stays dense, by tensor, and what is quantised, by module."""
+    """Dense tensors by name, and quantised modules by name."""
 
     dense: dict[str, Array]
     linears: dict[str, Linear]
@@ -67,7 +67,7 @@ def quantise(
     extra: tuple[str, ...] = (),
     keep: tuple[str, ...] = (),
 ) -> W4Weights:
-    """Rounds projections, `fc` and the modules called `extra`, but for those that end in `keep`."""
+    """Quantises projections, `fc` and modules named in `extra`, except names that end in `keep`."""
     dense: dict[str, Array] = {}
     linears: dict[str, Linear] = {}
     for name, weight in weights.items():
@@ -110,7 +110,7 @@ def write_w4(
     drop: tuple[str, ...] = (),
     change: Mapping[str, Array] | None = None,
 ) -> Path:
-    """config.json and one file; "dense" is the dequantised twin in float32.
+    """Writes config.json and one file; layout "dense" is the dequantised weights in float32.
 
     `quant` changes quantization_config, `drop` and `change` the tensors.
     """
@@ -122,8 +122,8 @@ def write_w4(
             tensors[name] = array, array.dtype.name
             continue
         bits = to_bits(array, dtype)
-        twin = layout == "dense"
-        tensors[name] = (from_bits(bits, dtype), "float32") if twin else (bits, dtype)
+        dequantised = layout == "dense"
+        tensors[name] = (from_bits(bits, dtype), "float32") if dequantised else (bits, dtype)
     linears = weights.linears
     if layout == "marlin":
         linears = _stacked(linears)
@@ -153,7 +153,7 @@ def _group_size(weights: W4Weights) -> int:
 
 
 def _stacked(linears: Mapping[str, Linear]) -> dict[str, Linear]:
-    """q, k, v and gate, up side by side."""
+    """Concatenates q, k, v and gate, up."""
     made: dict[str, Linear] = {}
     for module, linear in linears.items():
         prefix, _, leaf = module.rpartition(".")
@@ -249,7 +249,7 @@ def _config(layout: str, group_size: int, has_zeros: bool) -> dict[str, Any]:
             "ignore": ["lm_head"],
             "kv_cache_scheme": None,
         }
-    # CPM.cu's converter leaves GPTQ's config as it is.
+    # CPM.cu's converter does not change GPTQ's config.
     return {
         "quant_method": "gptq",
         "bits": 4,

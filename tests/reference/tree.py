@@ -1,4 +1,4 @@
-"""Token trees as objects: what csrc/kernels/tree/tree.h says, one sequence at a time, slowly."""
+"""Token trees as objects: the reference of csrc/kernels/tree/tree.h, one sequence at a time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Candidate:
     token: int
     score: np.float32  # cumulative log-probability
     parent: Candidate | None
-    row: int = -1  # its row in its level's draft step, if it was chosen
+    row: int = -1  # its index in its level's draft step, if selected
 
     @property
     def ancestors(self) -> list[Candidate]:
@@ -39,7 +39,7 @@ def best(candidates: Sequence[Candidate], count: int) -> list[Candidate]:
 
 @dataclass
 class Growth:
-    """All candidates, and the rows chosen at each level."""
+    """All candidates, and the selected ones of each level."""
 
     topk: int
     candidates: list[Candidate] = field(default_factory=list)
@@ -60,7 +60,7 @@ class Growth:
             candidate.row = row
 
     def ancestor_mask(self, candidate: Candidate) -> int:
-        """Bits of the candidate's row and those of its ancestors; only 64 fit."""
+        """The mask bits of the candidate and its ancestors; a mask has 64 bits."""
         chain = [*candidate.ancestors, candidate]
         bits = sum(1 << (level * self.topk + c.row) for level, c in enumerate(chain))
         return bits & (2**64 - 1)
@@ -68,7 +68,7 @@ class Growth:
 
 @dataclass
 class Tree:
-    """As arrays, node 0 is the root."""
+    """The tree as arrays; node 0 is the root."""
 
     tokens: list[int]
     parents: list[int]
@@ -93,7 +93,7 @@ def build(growth: Growth, root: int, num_nodes: int) -> Tree:
 
 
 def chain(root: int, tokens: Sequence[int]) -> Tree:
-    """Tokens after a negative one are unused, and so is that."""
+    """A negative token and all tokens after it are unused."""
     end = next((i for i, token in enumerate(tokens) if token < 0), len(tokens))
     unused = len(tokens) - end
     return Tree(
@@ -129,7 +129,7 @@ class Acceptance:
 def accept(
     tree: Tree, drawn: Sequence[int], stop_ids: Sequence[int], max_tokens: int, node: int = 0
 ) -> Acceptance:
-    """From `node` downwards."""
+    """Starts at `node`."""
     token = drawn[node]
     if token in stop_ids or token < 0 or max_tokens <= 1:  # -1: no token
         return Acceptance([node], [token], True)
@@ -141,7 +141,7 @@ def accept(
 
 
 def compact(entries: npt.NDArray[Any], length: int, path: Sequence[int]) -> npt.NDArray[Any]:
-    """entries [entries, ...] of one sequence with `length` cached tokens before the step."""
+    """Moves the KV entries of the accepted nodes; `length` tokens were cached before the step."""
     kept = entries[[length + node for node in path]]
     moved = entries.copy()
     moved[length : length + len(path)] = kept

@@ -1,4 +1,4 @@
-"""Fixtures that several files of unit tests share."""
+"""Fixtures shared by several files of unit tests."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from tests.reference.tiny_checkpoints import TinyCheckpoint, write_tiny
 
-# Files that train, compile plugins, or run programs: `make test-unit` leaves them out.
+# Files that train, compile plugins or run programs. `make test-unit` skips them.
 SLOW = (
     "test_bench",
     "test_extension_points",

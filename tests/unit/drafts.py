@@ -1,4 +1,4 @@
-"""Drafts that are opened against a target, and the names of their tensors in the engine."""
+"""Opens drafts for a target and lists the engine's names of their tensors."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def engine_names(loaded: LoadedDraft) -> set[str]:
 
 
 def spec_of(loaded: LoadedDraft) -> Any:
-    """Its fields, and its options beside them."""
+    """The fields of a DrafterSpec, with its options as attributes."""
     extension = SimpleNamespace(ModelSpec=SimpleNamespace, DrafterSpec=SimpleNamespace)
     spec = loaded.spec(extension, "float32")
     return SimpleNamespace(**vars(spec), **spec.options)

@@ -1,8 +1,8 @@
 """An engine without a model: it emits a scripted stream of tokens, under C.Engine's contract.
 
-It checks what its caller does: chunk sizes, reserved pages, slots, the number of steps in flight.
-The token at absolute position p of a sequence is `script(prompt_key, p)`, which depends on nothing
-else, as a real engine's seeded choice does.
+It checks its caller: chunk sizes, reserved pages, slots, the number of steps in flight. The token
+at position p of a sequence is `script(prompt_key, p)`. Like the seeded sampling of a real engine,
+it depends on nothing else.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ PAGE_SIZE = 4
 
 
 def sampling(key: int = 0, stop_ids: Sequence[int] = (), max_tokens: int = 1 << 30):
-    """What a test gives as SamplingConfig; `key` chooses the script's stream."""
+    """A stand-in for SamplingConfig. `key` selects the stream of the script."""
     return SimpleNamespace(key=key, stop_ids=list(stop_ids), max_tokens=max_tokens)
 
 
@@ -37,8 +37,8 @@ class _Slot:
 class FakeEngine:
     """See the module's docstring.
 
-    `burst` tokens come out of each decode step, as of a drafter whose drafts are all accepted; with
-    `device_stops` the engine ends sequences by itself, and a step may emit 0 tokens after that.
+    Each decode step emits `burst` tokens, like a drafter whose drafts are all accepted. If
+    `device_stops` is set, the engine ends sequences itself, and later steps emit 0 tokens.
     """
 
     def __init__(
@@ -67,10 +67,11 @@ class FakeEngine:
         self.steps: deque[list[tuple[int, _Slot, list[int], bool]]] = deque()
         self.log: list[tuple[str, object]] = []
         self.shapes: list[tuple[int, int] | None] = []  # of decode steps
+        self.skipped_drafts: list[bool] = []  # of prefill steps
         self.fail_on: dict[str, Exception] = {}  # method -> exception, raised once
         self.most_in_flight = 0
-        self.half_done: list[int] = []  # slots of a masked step that has begun
-        self.half_burst = 0  # and what it may emit
+        self.open_masked: list[int] = []  # slots of the open masked step
+        self.open_burst = 0  # most tokens that it may emit
         self._thread: int | None = None
 
     def _called(self, method: str, detail: object = None) -> None:
@@ -99,7 +100,7 @@ class FakeEngine:
 
     def release(self, slot: int) -> None:
         self._called("release", slot)
-        self.half_done = []
+        self.open_masked = []
         self.num_free_pages += self.slots.pop(slot).pages
 
     def reserve(self, slot: int, num_tokens: int) -> bool:
@@ -118,7 +119,9 @@ class FakeEngine:
         items: Sequence[tuple[int, Sequence[int], bool]],
         mask_rows: Sequence[int] = (),
         masks: Any = (),
+        skip_draft: bool = False,
     ) -> None:
+        self.skipped_drafts.append(skip_draft)
         self._called("prefill", [(slot, len(ids), last) for slot, ids, last in items])
         if mask_rows:
             self._check_masks(mask_rows, masks, sum(last for _, _, last in items))
@@ -151,24 +154,24 @@ class FakeEngine:
     def begin_masked(
         self, slots: Sequence[int], shape: tuple[int, int] | None = None
     ) -> list[tuple[list[int], list[int]]]:
-        """A chain of the tokens that the step would emit, but for the last."""
+        """A chain of all tokens that the step would emit, except the last."""
         self._called("begin_masked", list(slots))
         self.shapes.append(shape)
-        self.half_done = list(slots)
-        self.half_burst = self.burst if shape is None else shape[0] + 1
+        self.open_masked = list(slots)
+        self.open_burst = self.burst if shape is None else shape[0] + 1
         trees = []
         for state in (self.slots[slot] for slot in slots):
-            last = self.half_burst - 1
+            last = self.open_burst - 1
             drafted = [self.script(state.key, state.position + i) for i in range(last)]
             trees.append(([-7, *drafted], list(range(-1, last))))
         return trees
 
     def end_masked(self, mask_rows: Sequence[int], masks: Any) -> None:
         self._called("end_masked", list(mask_rows))
-        assert self.half_done, "no masked step has begun"
-        self._check_masks(mask_rows, masks, len(self.half_done) * self.half_burst)
-        self._decode(self.half_done, self.half_burst)
-        self.half_done = []
+        assert self.open_masked, "no masked step has begun"
+        self._check_masks(mask_rows, masks, len(self.open_masked) * self.open_burst)
+        self._decode(self.open_masked, self.open_burst)
+        self.open_masked = []
 
     @staticmethod
     def _check_masks(rows: Sequence[int], masks: Any, num_rows: int) -> None:
@@ -181,7 +184,7 @@ class FakeEngine:
             state = self.slots[slot]
             assert state.position, "decode before the prompt was read"
             tokens = self._emit(state, burst)
-            # Keys and values of every token but the newest.
+            # KV entries of every token except the newest.
             needed = min(state.position - 1, self.max_model_len)
             assert needed <= state.pages * PAGE_SIZE, "a step wrote past its pages"
             emitted.append((slot, state, tokens, state.finished))
@@ -194,7 +197,7 @@ class FakeEngine:
             state.position += 1
             state.left -= 1
             ends = tokens[-1] in state.stop_ids or state.left == 0
-            # The first token comes from the prompt's step, which does not look at it.
+            # The first token comes from prefill, which does not check the mask.
             state.finished = self.device_stops and ends and state.position > state.read + 1
         return tokens
 

@@ -1,4 +1,4 @@
-"""An LLM whose engine tells one story, for tests of everything around the engine."""
+"""An LLM whose fake engine always generates one story, for tests of the code around it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STORY = "the quick brown 🙂 fox, 你好 jumps over the lazy dog. "
 
 
 class StoryEngine(FakeEngine):
-    """Tells the same story, whatever the prompt."""
+    """Generates the same story for every prompt."""
 
     def __init__(self, **options: object) -> None:
         ids = byte_level().encode(STORY * 50).ids
@@ -30,12 +30,12 @@ class StoryEngine(FakeEngine):
 
 
 def told(prompt_length: int, count: int) -> list[int]:
-    """The story's tokens after a prompt of that length."""
+    """Returns the story's tokens after a prompt of the given length."""
     return byte_level().encode(STORY * 50).ids[prompt_length : prompt_length + count]
 
 
 class Stage:
-    """Puts a fake extension and loader in place; `engines` are weak references to those made."""
+    """Installs a fake extension and loader. `engines`: weak references to the engines made."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
         self.directory = directory
@@ -59,7 +59,7 @@ class Stage:
         tokenizer_config: dict[str, object] | None = None,
         **options: object,
     ) -> None:
-        """What the next load gives; `options` are the engine's."""
+        """Prepares the result of the next load. `options`: of the engine."""
         write_directory(self.directory, byte_level(), **(tokenizer_config or {}))
         self.loaded = {"options": {"max_model_len": 200, **options}, "config": generation_config}
 

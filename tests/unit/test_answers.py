@@ -1,4 +1,4 @@
-"""Reasoning and tool calls: the same parts, however the text is cut into pieces."""
+"""Reasoning and tool calls are parsed to the same parts for every division into pieces."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def pieces(text: str, cuts: list[int]) -> list[str]:
 
 
 def parsed(parser: AnswerParser, parts: list[str]) -> tuple[str, str, list[tuple[str, object]]]:
-    """(reasoning, content, calls) of a text that comes in parts."""
+    """Parses a text in pieces. Returns (reasoning, content, calls)."""
     thought, content, calls = "", "", []
     for i, part in enumerate(parts):
         found = parser.push(part, final=i == len(parts) - 1)

@@ -1,4 +1,4 @@
-"""python -m cpmcu.bench: what it takes, and that it measures the shipped model."""
+"""python -m cpmcu.bench: its flags and errors, and a run on the shipped model."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def test_wrong_flags(flags: list[str], message: str, capsys: pytest.CaptureFixtu
     assert message in capsys.readouterr().err
 
 
-def test_no_room(capsys: pytest.CaptureFixture[str]) -> None:
-    """Told before the context that fits is measured: each takes windows of 10 000 steps."""
+def test_no_room_for_a_context(capsys: pytest.CaptureFixture[str]) -> None:
+    """The error precedes the measurement of the fitting context, with windows of 10 000 steps."""
     extension_or_skip()
     flags = ["--device", "cpu", "--max-model-len", "1024", "--contexts", "64,1000"]
     assert main([*flags, "--decode", "10000"]) == 1
     error = capsys.readouterr().err
-    assert "a context of 1000 tokens was asked for, expected at most 958" in error
+    assert "the context has 1000 tokens, expected at most 958" in error
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_no_room(capsys: pytest.CaptureFixture[str]) -> None:
         (ImportError("the module is missing"), 1, "error: the module is missing\n"),
     ],
 )
-def test_how_it_ends(
+def test_exit_status(
     error: BaseException,
     status: int,
     message: str,
@@ -62,8 +62,8 @@ def test_how_it_ends(
     assert capsys.readouterr().err == message
 
 
-def test_windows_are_as_long_as_there_is_room(capsys: pytest.CaptureFixture[str]) -> None:
-    """As with no flags at all: the shipped model and its head, shapes chosen, 1024 tokens."""
+def test_windows_shrink_to_the_free_context(capsys: pytest.CaptureFixture[str]) -> None:
+    """The defaults: the shipped model and its head, chosen shapes, 1024 tokens."""
     extension_or_skip()
     flags = ["--device", "cpu", "--max-model-len", "1120", "--contexts", "1024", "--json"]
     assert main([*flags, "--num-threads", "2"]) == 0

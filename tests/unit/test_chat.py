@@ -1,4 +1,4 @@
-"""A conversation in the terminal: messages, commands, and what the model gets to see."""
+"""A conversation in the terminal: messages, commands, and the prompts that the model gets."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def stage(monkeypatch, tmp_path):
 
 
 class Talk:
-    """Chats by typed messages; an exception in their place is raised."""
+    """Runs a chat with typed messages. An exception in the list is raised instead."""
 
     def __init__(self, stage, monkeypatch):
         stage.prepare(tokenizer_config=TEMPLATE)
@@ -121,12 +121,12 @@ def test_save(talk, capsys, tmp_path, monkeypatch):
     assert (tmp_path / "taken").read_text() == "precious"
     assert len(list(tmp_path.glob("chat-*.json"))) == 1
     shown = capsys.readouterr().err
-    assert "taken is there already, expected a new file" in shown
+    assert "taken exists, expected a new file" in shown
     assert "no/dir: No such file or directory" in shown
 
 
 def test_ctrl_c_while_waiting(talk, capsys, monkeypatch):
-    assert talk("one", KeyboardInterrupt()) == 130  # nobody types
+    assert talk("one", KeyboardInterrupt()) == 130  # stdin is not a terminal
     monkeypatch.setattr(cli.Display, "asks", True)
     assert talk("one", KeyboardInterrupt(), "two") == 0
     assert len(talk.seen[-1]) == 3
@@ -146,7 +146,7 @@ def test_a_second_ctrl_c_does_not_end_the_chat(talk, monkeypatch):
     assert [messages[-1]["content"] for messages in talk.seen] == ["one", "two", "three"]
 
 
-def test_an_answer_that_ctrl_c_ends_before_it_begins_is_forgotten(talk, monkeypatch):
+def test_an_answer_stopped_before_its_first_text_is_dropped(talk, monkeypatch):
     stream = LLM.stream
 
     def interrupted(self, ids, *arguments, **options):
@@ -203,7 +203,7 @@ def test_chat_with_the_shipped_model_through_a_pipe():
 
 
 @needs_engine
-def test_a_reader_of_a_chat_that_leaves_is_no_error():
+def test_a_closed_pipe_is_no_error():
     command = f"{sys.executable} -m cpmcu chat --device cpu --num-generate 50"
     result = subprocess.run(
         f"(printf 'a\\nb\\nc\\nd\\n' | {command}; echo status $? >&2) | head -1",

@@ -1,4 +1,4 @@
-"""Chat templates: the helpers they rely on, and clear errors."""
+"""Chat templates: helper functions and error messages."""
 
 from __future__ import annotations
 
@@ -66,11 +66,11 @@ def test_documents_are_none_unless_given():
 
 
 @pytest.mark.parametrize("content", [None, [{"type": "text", "text": "x"}]])
-def test_values_that_are_none_are_left_out(content):
+def test_keys_with_value_none_are_dropped(content):
     message = {"role": "assistant", "content": content, "tool_calls": None}
     source = "{{ messages[0].content }}{{ messages[0].tool_calls is defined }}"
     assert render(source, [message]) == ("x" if content else "") + "False"
-    assert "tool_calls" in message  # the caller's stays as it is
+    assert "tool_calls" in message  # the caller's message is unchanged
 
 
 def test_a_refusal_is_one_sentence():
@@ -90,7 +90,7 @@ def test_a_refusal_is_one_sentence():
         "{{ none + 'x' }}",
     ],
 )
-def test_anything_that_fails_is_a_template_error(source):
+def test_every_failure_is_a_template_error(source):
     with pytest.raises(ChatTemplateError, match="the chat template failed"):
         render(source)
 
@@ -136,11 +136,11 @@ def test_several_templates(tmp_path):
     (folder / "tool_use.jinja").unlink()
     (folder / "default.jinja").write_text("default file")
     named = {"default": "plain", "tool_use": "tools"}
-    assert load(chat_template=named) == ["default file"] * 2  # files win, all of them
+    assert load(chat_template=named) == ["default file"] * 2  # files override the config
 
 
 @pytest.mark.parametrize("found", [5, ["x"], [{"name": "default"}], {"default": None}, [5, {}]])
-def test_what_is_no_template(found, tmp_path):
+def test_values_that_are_not_templates(found, tmp_path):
     directory = write_directory(tmp_path, byte_level(), chat_template=found)
     with pytest.raises(ChatTemplateError, match=r"tokenizer_config.json: chat_template is .*text"):
         ChatTemplate.from_directory(directory, Tokenizer.from_directory(directory))

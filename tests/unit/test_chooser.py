@@ -116,6 +116,59 @@ def test_no_hundred_tokens_are_slow_on_a_cpu(num_seqs: int) -> None:
             assert engine.outcome.seconds - begin <= ALLOWED * plain + first_plain
 
 
+# ---- with the step times of a warm-up
+
+
+WARM_UP = [PLAIN] * 3 + [SMALL] * 3 + [PLAIN] * 3
+
+
+def warmed(world: World, seed: int) -> Engine:
+    engine = Engine(world, chooser(), seed)
+    engine.warm_up(WARM_UP)
+    return engine
+
+
+def warm_slowdown(world: World, tokens: int, seed: int) -> float:
+    outcome = warmed(world, seed).run(tokens)
+    return outcome.seconds / (outcome.tokens * world.seconds(PLAIN, 1))
+
+
+@pytest.mark.parametrize("first", [1.0, 9.0])
+@pytest.mark.parametrize("rate", [0.02, 0.8, 1.0])
+def test_no_draft_is_tried_where_none_can_pay(rate: float, first: float) -> None:
+    """However slow its first use is. The smallest draft takes 2.9 plain steps and emits two."""
+    world = dataclasses.replace(
+        accepting(CPU, rate),
+        seconds=lambda shape, seqs: measured_cpu(shape, seqs) + 0.4 * (shape != PLAIN),
+        slow_first=(first, 0.3),
+    )
+    for seed in range(8):
+        engine = warmed(world, seed)
+        assert not engine.policy.may_pay(1)
+        assert set(engine.run(100).shapes) == {PLAIN}
+
+
+@pytest.mark.parametrize("world", WORLDS.values(), ids=WORLDS)
+@pytest.mark.parametrize("rate", [0.0, 0.4, 0.8])
+def test_the_first_tokens_after_a_warm_up(world: World, rate: float) -> None:
+    for seed in range(8):
+        assert warm_slowdown(accepting(world, rate), 100, seed) <= ALLOWED
+
+
+def test_without_a_warm_up_any_draft_may_pay() -> None:
+    choice = chooser()
+    assert choice.may_pay(1)
+    choice.expect(PLAIN, 1, 1.0)
+    assert choice.may_pay(1)
+
+
+@pytest.mark.parametrize("world", [GPU, FLAT_GPU], ids=["gpu", "flat"])
+def test_the_first_request_gains_sooner_after_a_warm_up(world: World) -> None:
+    assert all(warmed(world, seed).policy.may_pay(1) for seed in range(8))
+    cold = statistics.median(slowdown(world, chooser(), 100, seed=seed) for seed in range(20))
+    assert statistics.median(warm_slowdown(world, 100, seed) for seed in range(20)) < cold
+
+
 # ---- and fast where drafting pays
 
 

@@ -1,4 +1,4 @@
-"""The command line as a user meets it: a process, its output and its exit status."""
+"""The command line as a process: output and exit status."""
 
 from __future__ import annotations
 
@@ -149,8 +149,8 @@ def test_plain_table():
     ["rich.console.Console.push_render_hook", "rich.live.Live.start", "rich.console.Console.line"],
 )
 def test_ctrl_c_leaves_the_cursor(place, monkeypatch, capsys):
-    """Wherever a bar is interrupted when it appears and when it goes."""
-    monkeypatch.setenv("FORCE_COLOR", "1")  # rich then takes stderr for a terminal
+    """Ctrl-C while a progress bar appears or disappears."""
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich then treats stderr as a terminal
     monkeypatch.setenv("TERM", "xterm")
     owner, _, name = place.rpartition(".")
     found = getattr(pkgutil.resolve_name(owner), name)
@@ -186,7 +186,7 @@ def test_a_run(stage, capsys):
     assert cli.main(arguments) == 0
     streamed = capsys.readouterr()
     assert streamed.out.strip() in STORY
-    assert "has no chat template: the prompt goes in as it is" in streamed.err
+    assert "has no chat template: the prompt is used unchanged" in streamed.err
     assert "loading story: 10.00 of 10.00 MB" in streamed.err
     *_, last = streamed.err.splitlines()
     assert re.fullmatch(
@@ -225,7 +225,7 @@ def test_plan(stage, capsys):
 
 
 def interrupt_after(pieces: int):
-    """A Display.text that is interrupted as Ctrl-C does it."""
+    """A Display.text that raises KeyboardInterrupt after `pieces` calls."""
     count = iter(range(pieces))
 
     def text(self: object, piece: str) -> None:
@@ -280,7 +280,7 @@ def test_memory_plan():
 
 
 @needs_engine
-def test_a_reader_that_leaves_is_no_error():
+def test_a_closed_pipe_is_no_error():
     command = f"{sys.executable} -m cpmcu.cli --device cpu --num-generate 300 --ignore-eos"
     result = subprocess.run(
         f"({command}; echo status $? >&2) | head -c 20",

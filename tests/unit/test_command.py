@@ -1,4 +1,4 @@
-"""`cpmcu` and `python -m cpmcu`: verbs, help, version, and the words that are no flags."""
+"""`cpmcu` and `python -m cpmcu`: verbs, help, version, positional arguments."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
 
 @pytest.fixture
 def printed(capsys, monkeypatch):
-    """What a program prints that ends at once, in this process and in so many columns."""
+    """Runs a program in this process with a terminal width; returns its output."""
 
     def call(form: tuple[str, ...], *arguments: str, columns: int = 80) -> str:
         monkeypatch.setenv("COLUMNS", str(columns))
@@ -71,7 +71,7 @@ def printed(capsys, monkeypatch):
 
 @contextlib.contextmanager
 def signals_kept() -> Iterator[None]:
-    """The server's program takes them."""
+    """Restores signal handlers, which the server replaces."""
     kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield
     for number, handler in kept.items():
@@ -128,7 +128,7 @@ def test_version(form, printed):
     assert printed(form, "--version") == f"cpmcu {__version__}\n"
 
 
-def test_both_ways_to_start_it():
+def test_both_ways_to_start_the_program():
     result = run("cpmcu", "--version")
     assert (result.returncode, result.stdout) == (0, f"cpmcu {__version__}\n")
     assert run("cpmcu", "chat", "--help").stdout.startswith("usage: cpmcu chat [MODEL] [PROMPT]")
@@ -192,7 +192,7 @@ def test_every_flag_is_in_both_forms():
         assert flags(program.make_parser(verb)) == flags(program.make_parser())
 
 
-def test_switches_leave_the_words_behind_them_alone():
+def test_a_switch_does_not_consume_the_next_argument():
     parser = cli.make_parser("run")
     parsed = parser.parse_args(["--no-speculation", "m", "--stats", "no", "--cuda_graph", "p q"])
     assert parsed.plain_words == ["m", "p q"]
@@ -202,7 +202,7 @@ def test_switches_leave_the_words_behind_them_alone():
     assert parser.parse_args(["- a list"]).plain_words == ["- a list"]
 
 
-def test_which_word_is_the_model(tmp_path, monkeypatch):
+def test_positional_arguments_that_are_models(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "with-config").mkdir()
     (tmp_path / "with-config" / "config.json").write_text("{}")
@@ -236,7 +236,7 @@ def test_ctrl_c_while_a_program_is_imported(tmp_path):
 
 
 @needs_engine
-def test_serve_takes_the_model_as_a_word():
+def test_serve_takes_a_positional_model():
     pytest.importorskip("uvicorn")
     command = [sys.executable, "-m", "cpmcu", "serve", "tiny-python-minicpm-w4"]
     process = subprocess.Popen(
@@ -260,7 +260,7 @@ def test_serve_takes_the_model_as_a_word():
 
 
 @needs_engine
-def test_bench_takes_the_model_as_a_word():
+def test_bench_takes_a_positional_model():
     flags = ("--device", "cpu", "--contexts", "16", "--decode", "2", "--no-speculation")
     result = run("cpmcu", "bench", "tiny-python-minicpm-w4", *flags)
     assert result.returncode == 0, result.stderr

@@ -1,4 +1,4 @@
-"""Grammars put together (tool calls, thinking first), and grammars that are too large."""
+"""Composed grammars (tool calls, reasoning before the answer) and grammars that are too large."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def compiler(tokenizer: Tokenizer) -> GrammarCompiler:
 
 
 def accepts(compiler: GrammarCompiler, grammar: Grammar, *parts: str | int) -> bool:
-    """Does the grammar accept the whole text? Tokens may stand between its parts."""
+    """Does the grammar accept the whole text? `parts`: texts and single token ids."""
     state = compiler.start(grammar)
     matcher = state._matcher
     tokens: list[int] = []
@@ -70,7 +70,7 @@ def accepts(compiler: GrammarCompiler, grammar: Grammar, *parts: str | int) -> b
         ("[]", False),
     ],
 )
-def test_calls(compiler, text: str, fits: bool | int):
+def test_tool_calls(compiler, text: str, fits: bool | int):
     tools = {"f": TREE, '@tool_0"': OTHER}
     assert accepts(compiler, of_calls(tools, several=True), text) == bool(fits)
     assert accepts(compiler, of_calls(tools, several=False), text) == (fits is True)
@@ -78,7 +78,7 @@ def test_calls(compiler, text: str, fits: bool | int):
         json.loads(text)
 
 
-def test_the_tool_whose_schema_is_wrong_is_named(compiler):
+def test_the_error_names_the_tool_with_the_invalid_schema(compiler):
     wrong = of_calls({"f": TREE, "g": {"$ref": "#/$defs/none"}}, several=True)
     for grammar in (wrong, after_thinking(wrong, TAGS, (None, None), begun=True)):
         with pytest.raises(ValueError, match=r"^the json schema of tool_1 cannot be used: .*none"):
@@ -108,7 +108,7 @@ def test_thinking_in_text(compiler, text: str, begun: bool, fits: bool):
 
 
 def form(kind: object, name: str, required: bool = True) -> dict:
-    """As pydantic writes a model with a literal field."""
+    """The schema that pydantic writes for a model with a literal field."""
     properties = {"kind": {"const": kind, "type": "string"}, name: {"type": "integer"}}
     fields = ["kind", name] if required else [name]
     frame = {"required": fields, "additionalProperties": False}
@@ -116,13 +116,13 @@ def form(kind: object, name: str, required: bool = True) -> dict:
 
 
 def union(*forms: object) -> dict:
-    """References to the forms, of which one must fit."""
+    """A `oneOf` of references to the forms."""
     places = [{"$ref": f"#/$defs/f{i}"} for i in range(len(forms))]
     defs = {f"f{i}": each for i, each in enumerate(forms)}
     return {"oneOf": places, "$defs": defs, "x-guidance": COMPACT}
 
 
-def test_alternatives_that_exclude_each_other(compiler):
+def test_mutually_exclusive_alternatives(compiler):
     told = union(form("circle", "radius"), form("square", "side"), {"type": "null"})
     for grammar, frame in (
         (Grammar.json_schema(told), "%s"),
@@ -146,8 +146,8 @@ def test_alternatives_that_exclude_each_other(compiler):
     ],
     ids=["same", "optional", "number", "enum", "anything", "wrong"],
 )
-def test_alternatives_that_may_both_fit(compiler, forms):
-    """What exactly one of them allows is not what one of them allows: refused, not bent."""
+def test_overlapping_alternatives(compiler, forms):
+    """`oneOf` is not equivalent to `anyOf` here, so the schema is refused."""
     with pytest.raises(ValueError, match=r"^the json schema cannot be used: .*(oneOf|Expected)"):
         compiler.start(Grammar.json_schema(union(*forms)))
 
@@ -164,7 +164,7 @@ def test_thinking_in_tokens(compiler, tokenizer):
     assert not accepts(compiler, begun, "yes")
 
 
-def test_a_composed_grammar_is_two_texts_as_well():
+def test_a_composed_grammar_serialises_as_two_texts():
     grammar = Grammar.composed(
         "start: @a @b", {"a": Grammar.regex("x"), "b": Grammar.choice(["y"])}
     )
@@ -190,7 +190,7 @@ def test_a_composed_grammar_is_two_texts_as_well():
         ('{"start": "start: @a", "parts": {"a": ["regex", ""]}}', "the source of a regex grammar"),
     ],
 )
-def test_sentences(source: str, message: str):
+def test_error_messages(source: str, message: str):
     with pytest.raises(ValueError, match=message):
         Grammar("composed", source)
 
@@ -212,7 +212,7 @@ def test_parts_of_the_same_name(compiler):
     ],
     ids=lambda grammar: grammar.source[:20],
 )
-def test_repetitions_that_are_too_large(compiler, grammar: Grammar):
+def test_excessive_repetitions(compiler, grammar: Grammar):
     with pytest.raises(ValueError, match=r"^the [a-z ]+ cannot be used: .*(forces|too|Too)"):
         compiler.start(grammar)
 
@@ -229,12 +229,12 @@ def test_repetitions_that_are_too_large(compiler, grammar: Grammar):
     ],
     ids=lambda grammar: grammar.source[:20],
 )
-def test_large_grammars_that_can_be_used(compiler, grammar: Grammar):
+def test_large_usable_grammars(compiler, grammar: Grammar):
     assert compiler.start(grammar).masks([0], [-1])
 
 
-def test_a_grammar_that_becomes_too_complex_says_so(compiler, tokenizer):
-    """Its error is of the request that has it, and no other grammar's trouble."""
+def test_a_grammar_that_becomes_too_complex_fails_its_request(compiler, tokenizer):
+    """The error fails only the request with this grammar."""
     grammar = Grammar.regex("(x|y){40}((a{0,100}){0,100}){50,100}")
     state = compiler.start(grammar)
     rng = np.random.default_rng(0)

@@ -1,4 +1,4 @@
-"""GPTQ into Marlin: the documented bytes, every tensor, and what is refused."""
+"""GPTQ to Marlin: the documented bytes, every tensor, and refusals."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FUSED = {"self_attn.qkv_proj": ("q", "k", "v"), "mlp.gate_up_proj": ("gate", "up
 
 
 def marlin_words(q: Array) -> Array:
-    """The layout's definition, one nibble of one word of a tile at a time, all tiles at once."""
+    """The definition of the layout: a loop over words and nibbles, for all tiles at once."""
     k, n = q.shape
     tiles = q.reshape(k // 16, 16, n // 64, 64).astype(np.uint32)
     words = np.zeros((k // 16, n // 64, 128), np.uint32)
@@ -156,7 +156,7 @@ def test_eagle3(tmp_path: Path) -> None:
         (write_gptq_eagle3, "midlayer.", "model.layers.0."),
     ],
 )
-def test_other_names_of_heads(tmp_path: Path, write: Any, before: str, after: str) -> None:
+def test_other_naming_schemes_of_heads(tmp_path: Path, write: Any, before: str, after: str) -> None:
     tiny = write(tmp_path / "in")
     gptq_to_marlin(str(tmp_path / "in"), tmp_path / "out")
     renamed = {name.replace(before, after): array for name, array in tiny.tensors.items()}
@@ -166,14 +166,14 @@ def test_other_names_of_heads(tmp_path: Path, write: Any, before: str, after: st
 
 
 def test_several_bands(tmp_path: Path) -> None:
-    """More inputs than are unpacked at a time, and a last band that is shorter."""
+    """More inputs than one band, and a shorter last band."""
     tiny = write_gptq(tmp_path / "in", intermediate_size=640, num_hidden_layers=1)
     gptq_to_marlin(str(tmp_path / "in"), tmp_path / "out")
     assert_same(read(tmp_path / "out"), expected(tiny, 128, str))
 
 
 def test_dense_layers_stay(tmp_path: Path) -> None:
-    """A layer that was left out of quantisation keeps its tensors."""
+    """An unquantised layer keeps its tensors."""
     tiny = write_gptq(tmp_path / "in", quant={"dynamic": {"-:model.layers.0.*": {}}})
     tensors = {n: a for n, a in tiny.tensors.items() if "layers.0." not in n}
     shapes = layer_shapes(head_fields(tiny.config, None), "model.layers.0.", 128)
@@ -189,7 +189,7 @@ def test_dense_layers_stay(tmp_path: Path) -> None:
 
 
 def test_without_zeros_and_indices(tmp_path: Path) -> None:
-    """Files that leave out what a symmetric layout implies."""
+    """Files without the zero points and group indices that a symmetric layout implies."""
     tiny = write_gptq(tmp_path / "in")
     kept = {n: a for n, a in tiny.tensors.items() if not n.endswith((".qzeros", ".g_idx"))}
     save(tmp_path / "in", tiny.config, kept)
@@ -198,7 +198,7 @@ def test_without_zeros_and_indices(tmp_path: Path) -> None:
 
 
 def test_config_of_older_programs(tmp_path: Path) -> None:
-    """quantize_config.json becomes quantization_config, and is not copied."""
+    """quantize_config.json becomes quantization_config and is not copied."""
     tiny = write_gptq(tmp_path / "in")
     config = dict(tiny.config)
     old = {"bits": 4, "group_size": 128, "sym": True, "desc_act": False}
@@ -212,7 +212,7 @@ def test_config_of_older_programs(tmp_path: Path) -> None:
 
 
 def test_file_is_a_safetensors_file(tmp_path: Path) -> None:
-    """As the format's own library sees it."""
+    """The safetensors library reads the output."""
     tiny = write_gptq(tmp_path / "in", "qwen2", vocab_size=7)
     gptq_to_marlin(str(tmp_path / "in"), tmp_path / "out")
     path = tmp_path / "out" / "model_gptq.safetensors"
@@ -226,7 +226,7 @@ def test_file_is_a_safetensors_file(tmp_path: Path) -> None:
 
 
 def test_memory_is_bounded(tmp_path: Path, monkeypatch: Any) -> None:
-    """A layer of 8 Mi weights, 256 Ki of which are unpacked at a time, and small ones."""
+    """A layer of 8 Mi weights, of which 256 Ki are unpacked at a time, and small layers."""
     monkeypatch.setattr(f"{gptq_to_marlin.__module__}.check_complete", lambda *arguments: None)
     tiny = write_gptq(tmp_path / "in", num_hidden_layers=1)
     rng = np.random.default_rng(0)
@@ -244,7 +244,7 @@ def test_memory_is_bounded(tmp_path: Path, monkeypatch: Any) -> None:
     assert peak < 4 << 20
 
 
-# ---- what is refused
+# ---- refusals
 
 DOWN = "model.layers.1.mlp.down_proj"
 
@@ -334,7 +334,7 @@ def quantised_head(tiny: TinyGptq) -> None:
         ),
         (more_layers, "9 tensors are missing that config.json asks for: model.layers.2.self_attn"),
         (wider_mlp, r"gate_proj.weight has shape \[256, 128\], expected \[384, 128\]"),
-        (changed_tensor(f"{DOWN}.qweight", None), "down_proj.qzeros is there without a qweight"),
+        (changed_tensor(f"{DOWN}.qweight", None), "down_proj.qzeros is present without a qweight"),
         (
             changed_tensor(f"{DOWN}.scales", np.ones((2, 128), np.int32)),
             r"down_proj.scales is int32 \[2, 128\], expected float16",
@@ -378,7 +378,7 @@ def test_refusals(
         (write_gptq_eagle3, "norm.weight"),
     ],
 )
-def test_heads_that_lack_something(tmp_path: Path, write: Any, name: str) -> None:
+def test_heads_with_missing_tensors(tmp_path: Path, write: Any, name: str) -> None:
     tiny = write(tmp_path / "in")
     tensors = {found: array for found, array in tiny.tensors.items() if not found.startswith(name)}
     save(tmp_path / "in", tiny.config, tensors)
@@ -387,7 +387,7 @@ def test_heads_that_lack_something(tmp_path: Path, write: Any, name: str) -> Non
         gptq_to_marlin(str(tmp_path / "in"), tmp_path / "out")
 
 
-def test_heads_of_another_shape(tmp_path: Path) -> None:
+def test_heads_with_wrong_shapes(tmp_path: Path) -> None:
     tiny = write_gptq_eagle3(tmp_path / "in")
     tiny.config["num_key_value_heads"] = 2
     save(tmp_path / "in", tiny.config, tiny.tensors)
@@ -395,14 +395,14 @@ def test_heads_of_another_shape(tmp_path: Path) -> None:
         gptq_to_marlin(str(tmp_path / "in"), tmp_path / "out")
 
 
-def test_channels_of_few_inputs(tmp_path: Path) -> None:
-    """Which cpmcu could not load: shapes do not tell in which order the scales are."""
+def test_channel_wise_layers_with_few_inputs(tmp_path: Path) -> None:
+    """cpmcu could not load them: the shapes do not determine the order of the scales."""
     write_gptq(tmp_path / "in", group_size=-1)
     with pytest.raises(ValueError, match="q_proj has 128 inputs with group_size -1, expected more"):
         gptq_to_marlin(str(tmp_path / "in"), tmp_path / "out")
 
 
-def test_sizes_that_no_tile_fits(tmp_path: Path) -> None:
+def test_sizes_that_do_not_fit_tiles(tmp_path: Path) -> None:
     write_gptq(tmp_path / "in", num_key_value_heads=2, head_dim=24, num_attention_heads=16)
     with pytest.raises(ValueError, match="qkv_proj has 480 outputs, expected a multiple of 64"):
         gptq_to_marlin(str(tmp_path / "in"), tmp_path / "out")
@@ -415,7 +415,7 @@ def test_channel_wise_eagle(tmp_path: Path) -> None:
 
 
 def test_script(tmp_path: Path) -> None:
-    """CPM.cu's name and flags do the same, from anywhere."""
+    """The script with CPM.cu's name and flags gives the same output from any directory."""
     write_gptq(tmp_path / "in", num_hidden_layers=1)
     gptq_to_marlin(str(tmp_path / "in"), tmp_path / "out")
     script = [sys.executable, str(ROOT / "scripts" / "gptq2marlin.py")]

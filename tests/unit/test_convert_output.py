@@ -1,4 +1,4 @@
-"""Conversions write all or nothing, copy what lies beside the weights, and say what is wrong."""
+"""Output of conversions: atomic writes, copies of small files, error messages."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_interruption_when_progress_starts(tmp_path: Path, source: Path) -> None
 
 
 def test_killed_program_leaves_no_destination(tmp_path: Path) -> None:
-    """Even a program that could not clean up after itself."""
+    """A killed program cannot clean up."""
     write_tiny(tmp_path / "in", "minicpm", vocab_size=200003)
     command = [sys.executable, "-m", "cpmcu.convert", "minicpm-to-llama"]
     environment = {**os.environ, "PYTHONPATH": python_path(ROOT)}
@@ -111,15 +111,15 @@ def test_ctrl_c(tmp_path: Path, source: Path, monkeypatch: Any, capsys: Any) -> 
     progress = Interrupting(KeyboardInterrupt)
     monkeypatch.setattr(Display, "load_progress", lambda self, verb: progress)
     assert main(["gptq-to-marlin", "--src", str(source), "--dst", str(tmp_path / "out")]) == 130
-    assert capsys.readouterr().err == f"stopped: {tmp_path / 'out'} is as it was\n"
+    assert capsys.readouterr().err == f"stopped: {tmp_path / 'out'} is unchanged\n"
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
 @pytest.mark.parametrize("error", [OSError("no"), KeyboardInterrupt()])
-def test_once_it_is_in_place_it_is_written(
+def test_errors_after_the_rename_do_not_fail_the_conversion(
     tmp_path: Path, source: Path, monkeypatch: Any, capsys: Any, caplog: Any, error: BaseException
 ) -> None:
-    """Whatever happens to what it replaced."""
+    """A failure to remove the replaced directory is only logged."""
     destination = tmp_path / "out"
     gptq_to_marlin(str(source), destination)
     (destination / "old.txt").write_text("old")
@@ -139,7 +139,7 @@ def test_once_it_is_in_place_it_is_written(
     assert (left / "old.txt").exists() and not (destination / "old.txt").exists()
 
 
-def test_rename_that_fails(tmp_path: Path, source: Path, monkeypatch: Any) -> None:
+def test_failing_rename(tmp_path: Path, source: Path, monkeypatch: Any) -> None:
     destination = tmp_path / "out"
     gptq_to_marlin(str(source), destination)
     before, rename = snapshot(destination), Path.rename
@@ -156,7 +156,7 @@ def test_rename_that_fails(tmp_path: Path, source: Path, monkeypatch: Any) -> No
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
 
 
-def test_all_is_on_the_disk(tmp_path: Path, source: Path, monkeypatch: Any) -> None:
+def test_all_files_are_flushed(tmp_path: Path, source: Path, monkeypatch: Any) -> None:
     (source / "tokenizer.json").write_text("{}")
     flushed, sync = set(), os.fsync
 
@@ -173,7 +173,7 @@ def test_all_is_on_the_disk(tmp_path: Path, source: Path, monkeypatch: Any) -> N
 def test_overwrite(tmp_path: Path, source: Path) -> None:
     destination = tmp_path / "out"
     destination.mkdir()
-    gptq_to_marlin(str(source), destination)  # an empty directory is as good as none
+    gptq_to_marlin(str(source), destination)  # an empty directory counts as absent
     (destination / "old.txt").write_text("old")
     with pytest.raises(ValueError, match=r"out is not empty, expected a new directory"):
         gptq_to_marlin(str(source), destination)
@@ -191,7 +191,7 @@ def test_a_link_to_a_directory_stays_one(tmp_path: Path, source: Path) -> None:
     assert (tmp_path / "out").is_symlink() and (tmp_path / "out" / "config.json").is_file()
 
 
-def test_destinations_that_are_refused(tmp_path: Path, source: Path, monkeypatch: Any) -> None:
+def test_refused_destinations(tmp_path: Path, source: Path, monkeypatch: Any) -> None:
     (tmp_path / "file").write_text("text")
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "diary.txt").write_text("dear diary")
@@ -249,7 +249,7 @@ def test_small_files_are_copied(tmp_path: Path) -> None:
     assert (folders[0] / "tools.jinja").read_text() == "tools"
 
 
-def test_a_link_that_leads_nowhere(tmp_path: Path, source: Path) -> None:
+def test_a_dangling_link(tmp_path: Path, source: Path) -> None:
     (source / "tokenizer.json").symlink_to("/no/such/blob")
     with pytest.raises(FileNotFoundError, match=r"tokenizer.json: is a link to /no/such/blob, whi"):
         gptq_to_marlin(str(source), tmp_path / "out")
@@ -312,7 +312,7 @@ def test_writer(tmp_path: Path) -> None:
     ("chunk", "message"),
     [(np.zeros(3, np.int32), "made 12 bytes, planned 8"), (np.zeros(2), "made float64, planned")],
 )
-def test_writer_checks_what_it_gets(tmp_path: Path, chunk: Any, message: str) -> None:
+def test_writer_checks_chunks(tmp_path: Path, chunk: Any, message: str) -> None:
     def chunks() -> Iterator[Any]:
         yield chunk
 
@@ -344,7 +344,7 @@ def test_wrong_flags(arguments: list[str], message: str, capsys: Any) -> None:
     assert message in text and text.count("\n") == 1
 
 
-def test_source_that_is_not_there(tmp_path: Path, capsys: Any) -> None:
+def test_missing_source(tmp_path: Path, capsys: Any) -> None:
     arguments = ["--src", str(tmp_path / "nothing"), "--dst", str(tmp_path / "out")]
     assert main(["minicpm-to-llama", *arguments]) == 1
     assert "nothing' is neither a directory nor a Hugging Face repo id" in capsys.readouterr().err

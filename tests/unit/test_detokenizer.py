@@ -1,4 +1,4 @@
-"""Streamed text equals text decoded at once, and never holds half a character."""
+"""Streamed text equals text decoded at once and holds no incomplete character."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cpmcu.engine.detokenizer import REPLACEMENT, Detokenizer
 
 
 def stream(tokenizer, prompt, ids, cuts=()):
-    """The pieces that come out when `ids` arrive in bursts cut at `cuts`; one by one by default."""
+    """The pieces of text if `ids` arrive in bursts split at `cuts`; default: one by one."""
     detokenizer = Detokenizer(tokenizer.decode, prompt)
     edges = sorted({0, len(ids), *(cuts or range(len(ids)))})
     pieces = [detokenizer.push(ids[a:b]) for a, b in itertools.pairwise(edges)]
@@ -29,13 +29,13 @@ cuts = st.lists(st.integers(0, 60), max_size=8)
 
 @given(text=texts, cuts=cuts)
 @pytest.mark.parametrize("make", [byte_level, byte_fallback])
-def test_text_comes_out_as_it_went_in(make, text, cuts):
+def test_streamed_text_equals_the_input(make, text, cuts):
     tokenizer = make()
     prompt = tokenizer.encode("the").ids
     ids = tokenizer.encode("the" + text).ids[len(prompt) :]
     whole = tokenizer.decode(prompt + ids)
     if not whole.startswith("the") or tokenizer.encode("the" + text).ids[: len(prompt)] != prompt:
-        return  # the text's start merged with the prompt
+        return  # the beginning of the text merged with the prompt
     pieces = stream(tokenizer, prompt, ids, [c for c in cuts if c < len(ids)])
     assert "".join(pieces) == text
     assert not any(REPLACEMENT in piece for piece in pieces)
@@ -44,7 +44,7 @@ def test_text_comes_out_as_it_went_in(make, text, cuts):
 @settings(max_examples=300)
 @given(data=st.data(), cuts=cuts)
 def test_any_bytes_give_the_one_shot_text(data, cuts):
-    """Byte-level tokens in any order, special ones among them: garbage, decoded the same."""
+    """Byte-level and special tokens in any order, also invalid UTF-8, decode the same."""
     tokenizer = byte_level()
     ids = data.draw(st.lists(st.integers(0, tokenizer.get_vocab_size() - 1), max_size=50))
     pieces = stream(tokenizer, [], ids, [c for c in cuts if c < len(ids)])
@@ -81,7 +81,7 @@ def test_leading_space_of_the_first_token_is_kept_after_a_prompt():
 
 
 @pytest.mark.parametrize("make", [byte_level, byte_fallback])
-def test_a_character_that_the_prompt_left_open_comes_out_whole(make):
+def test_a_character_begun_in_the_prompt_is_emitted_whole(make):
     tokenizer = make()
     if make is byte_level:
         ids = [tokenizer.token_to_id(c) for c in ("ð", "Ł", "ļ", "Ģ")]  # bytes f0 9f 9a 80
@@ -93,7 +93,7 @@ def test_a_character_that_the_prompt_left_open_comes_out_whole(make):
 @pytest.mark.parametrize("prompt", ["🙂🙂", "a🙂🙂", "a你🙂", "你你🙂", "é🙂🙂🙂", "🙂" * 30])
 @pytest.mark.parametrize("make", [byte_level, byte_fallback])
 def test_a_prompt_that_ends_in_bytes(make, prompt):
-    """However many of them are looked at, none of a character is cut off."""
+    """The window never begins within a character."""
     tokenizer = make()
     output = tokenizer.encode("a🙂好").ids[len(tokenizer.encode("a").ids) :]
     assert "".join(stream(tokenizer, tokenizer.encode(prompt).ids, output)) == "🙂好"
@@ -107,14 +107,16 @@ def test_a_prompt_that_ends_in_many_special_tokens():
         assert "".join(stream(tokenizer, prompt, [hello])) == " hello"
 
 
-def test_unfinished_character_comes_out_at_the_end_only():
+def test_incomplete_character_is_emitted_only_at_the_end():
     tokenizer = byte_level()
     ids = tokenizer.encode("a").ids + [tokenizer.token_to_id("ð")]
     assert stream(tokenizer, [], ids) == ["a", "", REPLACEMENT]
-    assert stream(tokenizer, ids, []) == [""]  # the prompt's own is not output
+    assert stream(tokenizer, ids, []) == [
+        ""
+    ]  # the incomplete character of the prompt is not output
 
 
-def test_text_before_an_unfinished_character_is_not_held_back():
+def test_text_before_an_incomplete_character_is_not_held_back():
     tokenizer = byte_level()
     detokenizer = Detokenizer(tokenizer.decode)
     open_byte = tokenizer.token_to_id("ð")
@@ -142,7 +144,7 @@ def test_cost_of_a_token_does_not_grow():
 
 
 def test_cost_of_special_tokens_does_not_grow():
-    """And what comes after many of them is no garbage."""
+    """The text after many special tokens is still correct."""
     tokenizer = byte_level()
     detokenizer = Detokenizer(tokenizer.decode, tokenizer.encode("a").ids)
     special = tokenizer.token_to_id(SPECIAL[0])
@@ -165,7 +167,7 @@ def test_replacement_characters_of_the_prompt_are_not_output(make, tail):
     assert stream(tokenizer, prompt, []) == [""]
 
 
-def test_garbage_without_end_is_given_out():
+def test_endless_invalid_bytes_are_emitted():
     tokenizer = byte_level()
     detokenizer = Detokenizer(tokenizer.decode)
     token = tokenizer.token_to_id("ð")

@@ -156,7 +156,9 @@ def run_python(document: Path, folder: Path) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["README.md", "docs/adding_model.md", "docs/converting.md"])
+@pytest.mark.parametrize(
+    "name", ["README.md", "docs/start.md", "docs/adding_model.md", "docs/converting.md"]
+)
 def test_programs_run(name: str, tmp_path: Path) -> None:
     assert run_python(ROOT / name, tmp_path).strip()
 

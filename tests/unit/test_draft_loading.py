@@ -1,4 +1,4 @@
-"""Which draft is loaded by default, and how target and draft are loaded together."""
+"""The default draft, and loading of target and draft."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_the_shipped_draft(
 
 @pytest.mark.parametrize("suffix", ["", "-w4"])
 def test_shipped_pairs(suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Found through links and relative paths, not by a name alone, and only if it is there."""
+    """A shipped pair is found through links and relative paths, not by name alone."""
     target = ASSETS / f"tiny-python-minicpm{suffix}"
     draft = ASSETS / f"tiny-python-eagle2{suffix}"
     assert shipped_draft(target) == draft
@@ -68,11 +68,11 @@ def test_shipped_pairs(suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert shipped_draft(tmp_path / target.name) is None
     assert shipped_draft(draft) is None
     monkeypatch.setattr(config, "ASSETS", tmp_path)
-    assert shipped_draft(tmp_path / target.name) is None  # has no such draft
+    assert shipped_draft(tmp_path / target.name) is None  # no shipped draft here
 
 
 class DraftingEngine(fakes.FakeEngine):
-    """A FakeEngine that also wants the draft's tensors."""
+    """A FakeEngine that also expects the draft's tensors."""
 
     def __init__(self, spec: Any, config: Any, draft: Any = None) -> None:
         self.draft = draft
@@ -116,10 +116,10 @@ def test_both_checkpoints_are_loaded(
     assert "converting 12 tensors to float32 while loading: 12 from float16" in caplog.text
 
 
-def test_rope_of_a_draft_where_memory_shortens_sequences(
+def test_rope_of_a_draft_if_memory_limits_the_length(
     target: TinyCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """longrope has other factors for what holds no more than the original length."""
+    """longrope has other factors if the maximum length is at most the original length."""
     rope = {"rope_type": "longrope", "original_max_position_embeddings": 128}
     rope |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
     draft = write_draft(tmp_path / "d", "model", target, rope_scaling=rope).directory
@@ -131,7 +131,7 @@ def test_rope_of_a_draft_where_memory_shortens_sequences(
     assert load(target, draft, monkeypatch).draft.model.rope_inv_freq == short.rope_inv_freq
 
 
-def test_a_damaged_draft_is_refused_before_anything_is_loaded(
+def test_a_damaged_draft_is_refused_before_weights_are_loaded(
     target: TinyCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loads: list[str] = []

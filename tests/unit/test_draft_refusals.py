@@ -23,7 +23,7 @@ from tests.unit.drafts import opened, refused, spec_of, write_w4_draft
         ("eagle", {"scale_emb": 1}, "scale_emb is 1, expected 12, the target's"),
         ("minicpm_eagle", {"dim_model_base": 32}, "dim_model_base is 32, expected 16"),
         ("minicpm_eagle_hf", {"scale_depth": 1.0}, "scale_depth is 1.0, expected 1.4"),
-        ("minicpm_eagle", {"drop": ("input_norm2.weight",)}, "input_norm1.weight is there alone"),
+        ("minicpm_eagle", {"drop": ("input_norm2.weight",)}, "input_norm1.weight is present alone"),
         ("eagle3", {"hidden_size": 32}, "hidden_size is 32, expected 64"),
         ("eagle3", {"vocab_size": 99}, "vocab_size is 99, expected 203"),
         ("eagle3", {"norm_before_fc": True}, "variant with norm_before_fc is not supported yet"),
@@ -108,8 +108,8 @@ def test_wrong_pairs(
 def test_wrong_kinds(target: TinyCheckpoint, tmp_path: Path) -> None:
     eagle = write_draft(tmp_path / "e", "eagle", target).directory
     eagle3 = write_draft(tmp_path / "3", "eagle3", target).directory
-    assert "the draft is eagle, but eagle3 was asked for" in refused(target, eagle, use_eagle3=True)
-    assert "the draft is eagle3, but eagle was" in refused(target, eagle3, method="eagle")
+    assert "the draft is eagle, expected eagle3" in refused(target, eagle, use_eagle3=True)
+    assert "the draft is eagle3, expected eagle" in refused(target, eagle3, method="eagle")
     assert "use_eagle3 is no" in refused(target, eagle3, use_eagle3=False)
     assert "method is 'medusa', expected auto or one of: eagle, eagle3, model, ngram" in refused(
         target, eagle, method="medusa"
@@ -121,7 +121,7 @@ def test_wrong_kinds(target: TinyCheckpoint, tmp_path: Path) -> None:
 
 
 def test_a_target_that_stores_its_head_quantised(tmp_path: Path) -> None:
-    """Drafts share it as it is, or have a head of their own."""
+    """A draft uses the quantised head unchanged, or has its own head."""
     target = write_tiny(tmp_path / "target", "llama", **SIZES | {"num_hidden_layers": 3})
 
     def head(kind: str, **options: Any) -> str:
@@ -167,7 +167,7 @@ def test_a_target_that_stores_its_head_quantised(tmp_path: Path) -> None:
         ("minicpm_eagle_hf", "model.eagle_layers.0.self_attn.o_proj.bias", (64,)),
     ],
 )
-def test_tensors_that_a_head_does_not_have_here(
+def test_unknown_tensors_of_a_head(
     target: TinyCheckpoint, tmp_path: Path, kind: str, name: str, shape: tuple[int, ...]
 ) -> None:
     plain = opened(target, write_draft(tmp_path / "p", kind, target).directory)

@@ -1,4 +1,4 @@
-"""The rotary embedding of a draft: its own, or the target's where it states none."""
+"""RoPE of a draft: its own, or the target's if its config has no RoPE keys."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from tests.unit.drafts import opened
 
 
 def test_rope_of_another_head_dim(tmp_path: Path) -> None:
-    """It is the target's, of which the original length may be at the top of config.json.
+    """The target's RoPE; its original length may be a top-level key of config.json.
 
-    So it is if the head states none of its own.
+    The same holds if the head's config has no RoPE keys.
     """
     scaling = {"rope_type": "yarn", "factor": 4.0}
     target = write_tiny(
@@ -67,10 +67,10 @@ def rope_of(target: TinyCheckpoint, draft: Path, **options: Any) -> tuple[tuple[
         ({"rope_scaling": LLAMA3}, {ORIGINAL: 100}),
     ],
 )
-def test_rope_of_a_head_that_states_it(
+def test_rope_of_a_head_with_rope_keys(
     tmp_path: Path, kind: str, stated: dict[str, Any], expected: dict[str, Any]
 ) -> None:
-    """It is the head's own, with the target's lengths where it states none."""
+    """The head's own RoPE, with the target's lengths if the head has no length keys."""
     scaling = {"rope_type": "linear", "factor": 2.0}
     target = write_tiny(
         *(tmp_path / "target", "minicpm"),
@@ -97,7 +97,7 @@ def test_rope_of_a_head_that_states_it(
         ("eagle3", "minicpm", "layers.0.", 10000.0),
     ],
 )
-def test_rope_of_a_head_that_states_none(
+def test_rope_of_a_head_without_rope_keys(
     tmp_path: Path, kind: str, family: str, layer: str, theta: float
 ) -> None:
     target = write_tiny(tmp_path / "t", family, num_hidden_layers=3, rope_theta=20000.0)
@@ -114,8 +114,8 @@ def test_rope_of_a_head_that_states_none(
     assert rope_of(target, draft.directory) == (tuple(rope.inv_freq.tolist()), 1.0)
 
 
-def test_rope_that_is_stated_as_the_target_states_it(tmp_path: Path) -> None:
-    """What options make of the target's is the head's too."""
+def test_rope_keys_equal_to_those_of_the_target(tmp_path: Path) -> None:
+    """Options that change the target's RoPE also change the head's."""
     target = write_tiny(tmp_path / "t", "minicpm", head_dim=128)
     draft = write_draft(tmp_path / "d", "minicpm_eagle_hf", target)
     options = BuildOptions(minicpm4_yarn=True)

@@ -1,4 +1,4 @@
-"""What the engine is told about a draft: options, layers of features, rows of the head."""
+"""The DrafterSpec of a draft: options, layers of auxiliary hidden states, rows of the head."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def test_minicpm_spec(
     assert spec.model.residual_scale == pytest.approx(1.4 / math.sqrt(32))
     metas = {name: TensorMeta(name, "float32", ()) for name in NAMES[kind]}
     with caplog.at_level(logging.INFO), pytest.raises(ValueError, match="do not fit"):
-        loaded.plan_load(metas, list(metas))  # of wrong shapes
-    assert "embed_tokens.weight is not read: the target's is used" in caplog.text
+        loaded.plan_load(metas, list(metas))  # wrong shapes
+    assert "embed_tokens.weight is not read: the target's tensor is used" in caplog.text
     if kind == "minicpm_eagle_hf":
         assert "model.norm.weight is not read" in caplog.text
         assert "lm_head.weight is not read" in caplog.text
@@ -83,9 +83,7 @@ def test_eagle3_spec(target: TinyCheckpoint, tmp_path: Path) -> None:
     assert spec.norm_output and not spec.own_head
 
 
-def test_norm_output_is_read_where_the_other_flags_are(
-    target: TinyCheckpoint, tmp_path: Path
-) -> None:
+def test_norm_output_may_be_in_eagle_config(target: TinyCheckpoint, tmp_path: Path) -> None:
     def norm_output(**change: Any) -> Any:
         draft = write_draft(tmp_path / "d", "eagle3", target, **change)
         return spec_of(opened(target, draft.directory)).norm_output
@@ -105,7 +103,7 @@ def test_norm_output_is_read_where_the_other_flags_are(
         (True, [5, 3, 1], [5, 3, 1]),
     ],
 )
-def test_features_that_are_given_as_outputs(
+def test_aux_hidden_layers_given_as_outputs(
     tmp_path: Path,
     nested: bool,
     ids: list[int],
@@ -122,8 +120,8 @@ def test_features_that_are_given_as_outputs(
     assert said == (ids != inputs)
 
 
-def test_rows_that_a_remap_chose(target: TinyCheckpoint, tmp_path: Path) -> None:
-    """They are rows of the target's lm_head, which FR-Spec takes from there."""
+def test_rows_selected_by_a_remap(target: TinyCheckpoint, tmp_path: Path) -> None:
+    """They are rows of the target's lm_head, which FR-Spec selects."""
     rows = {"token_id_remap": np.arange(7), "lm_head.weight": np.ones((7, 64))}
     loaded = opened(
         target, write_draft(tmp_path / "d", "minicpm_eagle", target, extra=rows).directory

@@ -1,7 +1,7 @@
-"""Models, a quantisation, a block and drafters from outside the package; nothing in it is edited.
+"""Models, a quantisation scheme, a block and drafters registered from outside the package.
 
-A model is one decorated function. The others are one C++ file each (in tests/plugins, compiled
-here as plugins); a quantisation and a drafter have a Python class, too.
+A model is one decorated function. Each other part is one C++ file in tests/plugins, compiled here
+as a plugin. A quantisation scheme and a drafter also have a Python class.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ VOCAB = 96
 
 @register_model("ToyForCausalLM")
 def build_toy(config: Mapping[str, Any], options: BuildOptions) -> SpecFields:
-    """A Llama whose config calls the width `dim`."""
+    """A Llama whose config has `dim` instead of `hidden_size`."""
     renamed = dict(config)
     renamed["hidden_size"] = renamed.pop("dim")
     return read_spec(renamed, options)
@@ -56,7 +56,7 @@ def build_toy(config: Mapping[str, Any], options: BuildOptions) -> SpecFields:
 
 @register_quant("toy_ternary")
 class Ternary:
-    """Codes 0, 1, 2 for -1, 0, 1 as int8 `weight_codes`, and a scale a row; packed at load."""
+    """int8 `weight_codes` 0, 1, 2 for -1, 0, 1, and one scale per row; packed at load time."""
 
     def matches(self, quant_config: Mapping[str, Any], tensors: Mapping[str, TensorMeta]) -> bool:
         return quant_config.get("quant_method") == "toy_ternary"
@@ -95,7 +95,7 @@ def write_model(directory: Path, config: dict[str, Any], weights: Mapping[str, A
 
 @register_drafter("repeat")
 class Repeat:
-    """The last token, again and again."""
+    """Drafts repetitions of the last token."""
 
     has_checkpoint = False
 
@@ -110,7 +110,7 @@ class Repeat:
 
 @register_drafter("pair")
 class Pair:
-    """The last token again and again, and what n-gram look-up finds, side by side in a tree."""
+    """Drafts a tree with two branches: repetitions of the last token, and n-gram look-up."""
 
     has_checkpoint = False
 
@@ -125,7 +125,7 @@ class Pair:
 
 @register_model("MixedForCausalLM")
 def build_mixed(config: Mapping[str, Any], options: BuildOptions) -> SpecFields:
-    """Layers that differ in kind, window, rotary width, heads and width of the MLP."""
+    """Layers with different kinds, windows, rotary widths, heads and MLP widths."""
     fields = read_spec(config, options)
     narrow = {"num_key_value_heads": 1, "rope_inv_freq": list(fields.rope_inv_freq[:2])}
     layers = (
@@ -260,7 +260,7 @@ def test_drafter_from_outside(tmp_path: Path, repeat_plugin: None) -> None:
 def test_a_drafter_of_another_kinds_files_is_found_by_name_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A drafter that adds to a draft model leaves the draft model to be found from the files."""
+    """Without a name, the files of a draft model select the plain draft model."""
     monkeypatch.setattr(registry, "_drafters", dict(registry._drafters))
 
     @register_drafter("model_and_more")
@@ -281,7 +281,7 @@ PAIR = SpeculativeConfig(
 
 
 def test_a_drafter_made_of_two(tmp_path: Path, pair_plugin: None) -> None:
-    """Each alone is right at times, and the tree holds both."""
+    """The tree holds the drafts of both parts, and each part has accepted tokens."""
     config = tiny_config("llama", vocab_size=VOCAB)
     model = write_model(tmp_path / "model", config, random_weights(config))
     plain, pair = make_engine(model), make_engine(model, speculative_config=PAIR)
@@ -294,13 +294,13 @@ def test_a_drafter_made_of_two(tmp_path: Path, pair_plugin: None) -> None:
     ((tokens, parents),) = pair.begin_masked([slot])
     assert tokens[1:5] == [tokens[0]] * 4  # repeated
     assert parents[:5] == [-1, 0, 1, 2, 3]
-    assert parents[5] == 0  # n-gram look-up begins at the root again
+    assert parents[5] == 0  # the n-gram branch begins at the root
     pair.release(slot)
 
 
 @pytest.mark.parametrize("draft", ["pair", "repeat"])
 def test_layers_of_different_kinds(mixed_model: Path, pair_plugin: None, draft: str) -> None:
-    """State of its own: speculation, chunks and neighbours change no token."""
+    """A block with its own state: speculation, chunks and other sequences change no token."""
     speculation = replace(PAIR, method=draft, spec_topk_per_iter=2 if draft == "pair" else None)
     if draft == "repeat":
         speculation = SpeculativeConfig(method=draft, spec_num_iter=4, spec_auto=False)
@@ -314,8 +314,8 @@ def test_layers_of_different_kinds(mixed_model: Path, pair_plugin: None, draft: 
         steps = drafted.counters["steps"]
         assert generate(drafted, ids, 60, **fields)[:60] == expected
         taken += drafted.counters["steps"] - steps
-    assert taken < 3 * 60  # something was accepted
-    # The slot's state is zero for the next sequence, and neighbours do not matter.
+    assert taken < 3 * 60  # some drafted tokens were accepted
+    # The slot's state is reset for the next sequence, and other sequences do not change it.
     slots = [drafted.add_sequence(sampling(), ids[n:]) for n in range(3)]
     texts = [[prefill(drafted, slot, ids[n:], 64)] for n, slot in enumerate(slots)]
     for _ in range(20):
@@ -332,7 +332,7 @@ def test_layers_of_different_kinds(mixed_model: Path, pair_plugin: None, draft: 
 def test_a_prefix_with_state_of_its_own(
     mixed_model: Path, pair_plugin: None, draft: str, tmp_path: Path
 ) -> None:
-    """A prefix is as long as its last checkpoint of per-slot state; host memory and disk keep it."""
+    """A prefix ends at a checkpoint of per-slot state. Host memory and disk keep both."""
     speculation = SpeculativeConfig(no_speculation=True)
     if draft == "pair":
         speculation = replace(PAIR, spec_topk_per_iter=2)
@@ -364,7 +364,7 @@ def test_a_prefix_with_state_of_its_own(
 
 
 def test_a_model_pays_only_for_the_state_of_its_blocks(mixed_model: Path) -> None:
-    """Keys and values of three layers out of four, and a row for each page of two."""
+    """KV entries of three layers of four, and one row per page for two layers."""
     engine = make_engine(mixed_model)
     pages = sum(row["bytes"] for row in engine.memory_plan() if row["group"] == "kv")
     config = json.loads((mixed_model / "config.json").read_text())

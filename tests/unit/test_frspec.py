@@ -1,4 +1,4 @@
-"""FR-Spec: which rows of the target's head a draft gets."""
+"""FR-Spec: the rows of the target's lm_head that a draft uses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.unit.drafts import opened, refused, spec_of
 
 def frspec(target: TinyCheckpoint, draft: Path, path: Path | None = None, size: int = 0) -> Any:
     options = {"frspec_path": path and str(path), "frspec_vocab_size": size}
-    options["spec_topk_per_iter"] = 3  # of which there are enough
+    options["spec_topk_per_iter"] = 3  # enough tokens for this topk
     return spec_of(opened(target, draft, **options)).vocab_ids
 
 
@@ -27,7 +27,13 @@ def test_counts(target: TinyCheckpoint, tmp_path: Path) -> None:
     np.save(draft / "token_counts.npy", counts)
     assert frspec(target, draft, size=5) == [0, 1, 2, 3, 4]
     np.save(draft / "token_counts.npy", np.arange(203))
-    assert frspec(target, draft, size=5) == [202, 201, 200, 199, 2]  # eos for the least frequent
+    assert frspec(target, draft, size=5) == [
+        202,
+        201,
+        200,
+        199,
+        2,
+    ]  # eos replaces the least frequent token
     np.save(draft / "token_counts.npy", np.arange(190))  # the model's vocabulary is padded
     assert frspec(target, draft, size=3) == [189, 188, 2]
     assert "must be 1 to 203" in refused(target, draft, frspec_path=str(draft / "token_counts.npy"))
@@ -64,7 +70,7 @@ def test_torch_index(target: TinyCheckpoint, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "most"), [({}, 8), ({"spec_auto": False}, 10), ({"spec_topk_per_iter": 3}, 3)]
 )
-def test_fewer_tokens_than_a_level_takes(
+def test_fewer_tokens_than_topk(
     target: TinyCheckpoint, tmp_path: Path, options: dict[str, Any], most: int
 ) -> None:
     plain = write_draft(tmp_path / "plain", "eagle", target).directory

@@ -1,4 +1,4 @@
-"""scripts/gen_fr_index.py: counts, indices, tokenizers that add BOS, and what can be wrong."""
+"""scripts/gen_fr_index.py: counts, indices, tokenizers that add BOS, and errors."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_counts_do_not_depend_on_bos(tmp_path: Path, corpus: Path, tokenizer, ad
     bos = mine.bos_token_id
     assert bos is not None and counts[bos] == 0
     lines = sum(len(mine.encode(TEXT, add_special_tokens=False)) for _ in range(4))
-    assert abs(counts.sum() - lines) < 0.01 * lines  # texts are encoded whole
+    assert abs(counts.sum() - lines) < 0.01 * lines  # whole texts are encoded
     ids = frequent_ids(out, 16, 500, mine.eos_token_ids)
     assert len(set(ids)) == 16 and set(mine.eos_token_ids) <= set(ids)
     best = np.argsort(-counts, kind="stable")
@@ -89,7 +89,7 @@ def test_limit_and_files(tmp_path: Path, corpus: Path) -> None:
     ("arguments", "message"),
     [
         (["--vocab-size", "900"], "--vocab-size is 900, expected 1 to 398"),
-        (["--text", "nothing/here"], "nothing/here is not there"),
+        (["--text", "nothing/here"], "nothing/here does not exist"),
         (["--tokenizer", "nothing"], "no tokenizer"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Grammars: as data, compiled for tokenizers, and followed token by token and over trees."""
+"""Grammars as data, their compilation, and masks for sequences and trees of tokens."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ GRAMMARS = [
 # ---- as data
 
 
-def test_a_grammar_is_two_texts():
+def test_a_grammar_serialises_as_two_texts():
     assert Grammar.json_object() == Grammar("json_schema", '{"type": "object"}')
     assert Grammar.json_schema(SCHEMA).source == json.dumps(SCHEMA)
     assert Grammar.json_schema(json.dumps(SCHEMA)) == Grammar.json_schema(SCHEMA)
@@ -81,7 +81,7 @@ def test_one_clear_sentence(make, message):
         make()
 
 
-# ---- compiled
+# ---- compilation
 
 
 def read(directory, backend=byte_level, **config) -> Tokenizer:
@@ -124,8 +124,8 @@ def compiler(tokenizer: Tokenizer) -> GrammarCompiler:
         ),
     ],
 )
-def test_what_cannot_be_used(compiler: GrammarCompiler, grammar: Grammar, message: str):
-    for _ in range(2):  # nothing half-made is kept
+def test_unusable_grammars(compiler: GrammarCompiler, grammar: Grammar, message: str):
+    for _ in range(2):  # the cache holds no failed grammar
         with pytest.raises(ValueError, match=message) as caught:
             compiler.start(grammar)
         assert "\n" not in str(caught.value) and len(str(caught.value)) < 700
@@ -137,14 +137,14 @@ def test_without_the_package(tokenizer: Tokenizer, monkeypatch):
         GrammarCompiler(tokenizer, tokenizer.vocab_size)
 
 
-def test_more_grammars_than_are_kept(compiler: GrammarCompiler):
+def test_more_grammars_than_the_cache_holds(compiler: GrammarCompiler):
     for i in range(200):
         state = compiler.start(Grammar.choice([f"{i}"]))
         assert len(compiler._compiled) <= 64
         assert [chr(c) for c in first_bytes(state, compiler)] == [str(i)[0]]
 
 
-# ---- followed
+# ---- masks
 
 
 def unpack(mask: np.ndarray) -> np.ndarray:
@@ -161,7 +161,7 @@ def first_bytes(state: GrammarState, compiler: GrammarCompiler) -> set[int]:
 
 
 def walk(state: GrammarState, rng: np.random.Generator, eos: set[int], length: int) -> list[int]:
-    """A random output, ended by an end-of-sequence token where there is nothing else."""
+    """A random output; it ends if only end-of-sequence tokens are allowed."""
     tokens: list[int] = []
     while len(tokens) < length and not state.stopped:
         may = [t for t in allowed(state) if t not in eos] or allowed(state)
@@ -171,9 +171,11 @@ def walk(state: GrammarState, rng: np.random.Generator, eos: set[int], length: i
 
 
 @pytest.mark.parametrize("grammar", GRAMMARS, ids=lambda g: g.source[:12])
-def test_masks_are_what_is_accepted(compiler: GrammarCompiler, tokenizer, grammar: Grammar):
-    """A token's bit is set if and only if the output may go on with it; but where the text is
-    forced, only the tokens it usually has are allowed."""
+def test_masks_are_the_accepted_tokens(compiler: GrammarCompiler, tokenizer, grammar: Grammar):
+    """The bit of a token is set if and only if the grammar accepts the token.
+
+    Exception: if the grammar forces the text, only its usual tokenisation is allowed.
+    """
     rng, eos = np.random.default_rng(0), set(tokenizer.eos_token_ids)
     for _ in range(3):
         state = compiler.start(grammar)
@@ -195,8 +197,10 @@ def test_masks_are_what_is_accepted(compiler: GrammarCompiler, tokenizer, gramma
 
 
 @pytest.mark.parametrize("grammar", GRAMMARS, ids=lambda g: g.source[:12])
-def test_trees_are_walked_as_their_paths(compiler: GrammarCompiler, tokenizer, grammar: Grammar):
-    """Node by node the mask of a state that took the same tokens one by one."""
+def test_masks_of_a_tree_equal_those_of_its_paths(
+    compiler: GrammarCompiler, tokenizer, grammar: Grammar
+):
+    """The mask of a node equals that of a state after the tokens of the node's path."""
     rng, eos = np.random.default_rng(1), set(tokenizer.eos_token_ids)
     for _ in range(4):
         state, so_far = compiler.start(grammar), []
@@ -215,7 +219,7 @@ def test_trees_are_walked_as_their_paths(compiler: GrammarCompiler, tokenizer, g
             parents.append(parent)
         before = allowed(state)
         masks = state.masks(tokens, parents)
-        assert allowed(state) == before  # the walk leaves no trace
+        assert allowed(state) == before  # masks() does not change the state
         for node in range(len(tokens)):
             path = so_far + path_to(tokens, parents, node)
             if taken(compiler, grammar, path):
@@ -236,7 +240,7 @@ def after(compiler: GrammarCompiler, grammar: Grammar, path: list[int]) -> Gramm
 
 
 def taken(compiler: GrammarCompiler, grammar: Grammar, path: list[int]) -> bool:
-    """Does every token of the path have its bit, and may something follow?"""
+    """Are all tokens of the path allowed, and may another token follow?"""
     state = compiler.start(grammar)
     for token in path:
         if state.stopped or token not in allowed(state):
@@ -245,7 +249,7 @@ def taken(compiler: GrammarCompiler, grammar: Grammar, path: list[int]) -> bool:
     return not state.stopped
 
 
-def test_outputs_belong_to_the_grammar(compiler: GrammarCompiler, tokenizer: Tokenizer):
+def test_outputs_match_the_grammar(compiler: GrammarCompiler, tokenizer: Tokenizer):
     import jsonschema
 
     rng, eos = np.random.default_rng(2), set(tokenizer.eos_token_ids)
@@ -263,7 +267,7 @@ def test_outputs_belong_to_the_grammar(compiler: GrammarCompiler, tokenizer: Tok
     assert seen <= {"yes", "no", "no.", "(maybe)*"} and len(seen) >= 3
 
 
-def test_choices_of_any_letters(compiler: GrammarCompiler, tokenizer: Tokenizer):
+def test_choices_with_any_characters(compiler: GrammarCompiler, tokenizer: Tokenizer):
     letters = [*map(chr, range(1, 256)), "\u2028", "\ufeff", "你", "🙂"]
     choices = [f"a{letter}" for letter in letters]
     grammar = Grammar.choice(choices)
@@ -277,10 +281,10 @@ def test_choices_of_any_letters(compiler: GrammarCompiler, tokenizer: Tokenizer)
 
 @pytest.mark.parametrize("text", ["<s>", "a<|im_end|>b", "<html><s>x</s></html>", "</s>", "<unk>"])
 @pytest.mark.parametrize("kind", ["choice", "regex", "lark", "json"])
-def test_text_that_reads_like_a_special_token(
+def test_text_that_looks_like_a_special_token(
     compiler: GrammarCompiler, tokenizer: Tokenizer, text: str, kind: str
 ):
-    """It is text, spelt with other tokens."""
+    """The grammar matches it as ordinary text with other tokens."""
     grammar = {
         "choice": Grammar.choice([text]),
         "regex": Grammar.regex(text.replace("|", "[|]")),
@@ -319,8 +323,8 @@ def test_a_lark_grammar_may_name_special_tokens(compiler: GrammarCompiler, token
         compiler.start(Grammar.lark("start: <|nothing|>"))
 
 
-def test_the_end(compiler: GrammarCompiler, tokenizer: Tokenizer):
-    """An end-of-sequence token where the grammar accepts, and only there."""
+def test_end_of_sequence_tokens(compiler: GrammarCompiler, tokenizer: Tokenizer):
+    """An end-of-sequence token is allowed exactly where the grammar accepts."""
     (eos,) = tokenizer.eos_token_ids
     state = compiler.start(Grammar.regex("ab?"))
     assert eos not in allowed(state)
@@ -333,7 +337,7 @@ def test_the_end(compiler: GrammarCompiler, tokenizer: Tokenizer):
     ended = after(compiler, Grammar.regex("ab?"), [a, eos])
     assert ended.stopped and ended.masks([0], [-1]) == {}
     state.accept(b)
-    assert state.stopped  # nothing can follow: no end-of-sequence token is waited for
+    assert state.stopped  # no token may follow, so the output ends without an end-of-sequence token
     with pytest.raises(RuntimeError):
         state.accept(b)
 
@@ -344,7 +348,7 @@ def text_of(compiler: GrammarCompiler, token: int) -> str:
 
 @pytest.mark.parametrize("extra", [-5, 0, 1, 100])
 def test_vocabularies_of_another_size(tmp_path, extra: int):
-    """The model's may have more tokens than the tokenizer's, or fewer."""
+    """The model's vocabulary may be larger or smaller than the tokenizer's."""
     tokenizer = read(tmp_path)
     vocab_size = tokenizer.vocab_size + extra
     state = GrammarCompiler(tokenizer, vocab_size).start(Grammar.regex("(.|\n)*"))

@@ -1,4 +1,4 @@
-"""`import cpmcu` is cheap and pulls in nothing heavy."""
+"""`import cpmcu` is fast and imports no heavy module."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ print(seconds, *({heavy} & set(sys.modules)))
 
 
 def measure(module: str, runs: int) -> tuple[float, set[str]]:
-    """Seconds of the fastest import in a fresh process, and the heavy modules it loaded."""
+    """(Seconds of the fastest import in a new process, heavy modules that it loaded)."""
     best, heavy = float("inf"), set()
     for _ in range(runs):
         program = PROGRAM.format(module=module, heavy=HEAVY)

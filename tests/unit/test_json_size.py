@@ -1,4 +1,4 @@
-"""How many values JSON has, told before it is parsed."""
+"""ValueCounter counts the values of JSON without parsing it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def separators(value: Any) -> int:
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(value=VALUES, ascii_only=st.booleans(), cuts=st.lists(st.integers(0, 200), max_size=6))
 def test_signs_in_texts_do_not_count(value: Any, ascii_only: bool, cuts: list[int]) -> None:
-    """However the JSON is cut into pieces."""
+    """The counts are equal for every division into pieces."""
     data = json.dumps(value, ensure_ascii=ascii_only).encode()
     ends = sorted(min(cut, len(data)) for cut in cuts)
     pieces = [data[a:b] for a, b in zip([0, *ends], [*ends, len(data)])]
@@ -56,6 +56,6 @@ def test_signs_in_texts_do_not_count(value: Any, ascii_only: bool, cuts: list[in
 @pytest.mark.parametrize(
     "piece", [b'"' + b'\\"' * 500_000, b'"' * 1_000_001, b"\\" * 1_000_000, b'"\\' * 500_000]
 )
-def test_odd_bytes_take_no_longer(piece: bytes) -> None:
-    """An expression that looks at them again and again would never come to an end."""
+def test_quotes_and_backslashes_take_linear_time(piece: bytes) -> None:
+    """The time is linear in the number of backslashes and quotes."""
     counted([piece, piece])

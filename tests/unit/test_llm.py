@@ -1,4 +1,4 @@
-"""LLM around a scripted engine: prompts, defaults, streams, conversations, clean ends."""
+"""LLM with a fake engine: prompts, defaults, streams, conversations, shutdown."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_prefill_progress(make):
         assert heard == [(8, 20), (16, 20), (20, 20)]
 
 
-def test_callbacks_cannot_wait_for_the_engine(make):
+def test_waiting_for_the_engine_in_a_callback_is_refused(make):
     with make() as llm:
         calls = [
             lambda done, total: llm.call_engine(lambda engine: engine.slots),
@@ -158,17 +158,19 @@ def test_callbacks_cannot_wait_for_the_engine(make):
                     heard.append(str(error))
 
             list(llm.stream([5, 6, 7], SamplingParams(max_tokens=2), on_prefill=on_prefill))
-            assert heard == ["the engine cannot be waited for in a callback, which it runs itself"]
+            assert heard == [
+                "a callback cannot wait for the engine, since the engine thread runs it"
+            ]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork.*:DeprecationWarning")
-def test_a_forked_process_is_told_to_load_again(make):
+def test_a_forked_process_cannot_use_the_engine(make):
     with make() as llm:
         read, write = os.pipe()
         child = os.fork()
         if child == 0:
-            signal.alarm(30)  # ends it if it hangs
+            signal.alarm(30)  # ends the child if it hangs
             try:
                 llm.generate("x", SamplingParams(max_tokens=1))
             except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""LLM and CLI on the real engine, with a tiny random model on the CPU."""
+"""LLM and CLI on the C++ engine, with a tiny random model on the CPU."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ SAMPLED = SamplingParams(max_tokens=40, ignore_eos=True, temperature=1.0, top_p=
 
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED])
-def test_together_as_alone(llm, params):
+def test_a_batch_gives_the_texts_of_single_prompts(llm, params):
     together = llm.generate(PROMPTS, params)
     alone = [llm.generate(prompt, params)[0] for prompt in PROMPTS]
     assert ids(together) == ids(alone)
@@ -58,7 +58,7 @@ def test_together_as_alone(llm, params):
     assert all(len(tokens) == 40 for tokens in ids(together))
 
 
-def test_streamed_as_at_once(llm):
+def test_streamed_text_equals_generated_text(llm):
     chunks = list(llm.stream(PROMPTS[2], SAMPLED))
     whole = llm.generate(PROMPTS[2], SAMPLED)[0]
     assert "".join(chunk.text for chunk in chunks) == whole.text
@@ -104,7 +104,7 @@ def test_logit_bias_and_ban(llm):
 
 
 class FewerPages:
-    """An engine that has no more than `num_pages` pages."""
+    """An engine with at most `num_pages` pages."""
 
     def __init__(self, engine, num_pages: int) -> None:
         self._engine, self.num_pages = engine, num_pages
@@ -140,7 +140,7 @@ class FewerPages:
     [{}, {"frequency_penalty": 1.5, "presence_penalty": 0.5, "repetition_penalty": 1.3}],
 )
 def test_pages_run_out_and_no_text_changes(model, monkeypatch, penalties):
-    """Sequences that are preempted and computed again say what they would have said."""
+    """Preempted and recomputed sequences have unchanged texts."""
     params = SamplingParams(
         max_tokens=300, ignore_eos=True, temperature=1.0, top_p=0.9, seed=3, **penalties
     )
@@ -170,14 +170,14 @@ def test_the_tokenizer_is_read_before_the_weights(model, tmp_path):
         LLM(str(directory), **SETTINGS, progress=Progress())
 
 
-def test_a_cpu_keeps_no_memory_for_kernels_of_a_gpu():
+def test_the_cpu_plan_has_no_buffers_of_cuda_kernels():
     with LLM(str(ASSETS / "tiny-python-minicpm-w4"), **SETTINGS) as llm:
         sizes = {row["name"]: row["bytes"] for row in llm.memory_plan()}
     for name in ("attention.partials", "w4.dequantized", "w4.partials", "fused_layer"):
         assert sizes[name] == 0
 
 
-def test_a_context_beyond_what_integers_count(model):
+def test_a_context_beyond_the_integer_range(model):
     with pytest.raises(ValueError, match="max_model_len is 2147483647, expected 1 to 1073741824"):
         LLM(str(model), **SETTINGS, max_model_len=2**31 - 1)
 

@@ -1,4 +1,4 @@
-"""Loading with a stand-in for the extension: every byte arrives, once, under the right name."""
+"""Loading with a fake extension: each tensor is loaded once under the engine's name."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_torch_files(tmp_path: Path, dtype: str, shards: int) -> None:
         for name, array in tiny.weights.items()
     }
     names = list(state)
-    state[names[0]] = torch._neg_view(-state[names[0]].detach())  # whose sign is yet to change
+    state[names[0]] = torch._neg_view(-state[names[0]].detach())  # a lazy negation
     files = [f"pytorch_model-{i}.bin" for i in range(shards)] if shards > 1 else ["any.bin"]
     weight_map = {}
     for i, file in enumerate(files):
@@ -122,7 +122,7 @@ def test_tied_head_that_the_file_repeats(tmp_path: Path, caplog: pytest.LogCaptu
     assert "1 tensors are not used: lm_head.weight (tie_word_embeddings is true" in caplog.text
 
 
-def test_silent_config_and_no_head_is_tied(tmp_path: Path) -> None:
+def test_missing_key_and_missing_head_mean_tied(tmp_path: Path) -> None:
     write_tiny(tmp_path, tie_word_embeddings=True)
     config = tiny_config("llama", tie_word_embeddings=None)
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -145,7 +145,7 @@ def test_unused_tensors_are_named_once(tmp_path: Path, caplog: pytest.LogCapture
 # ---- dtypes and devices
 
 
-def test_conversion_is_never_silent(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_conversion_of_dtypes_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tiny = write_tiny(tmp_path, dtype="bfloat16")
     model = load(tmp_path, dtype="float16")
     assert model.spec.dtype == "float16"
@@ -189,7 +189,7 @@ def test_device_auto(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert load(tmp_path).engine.config.device == "cuda"  # type: ignore[attr-defined]
 
 
-def test_device_asked_for_by_name(tmp_path: Path) -> None:
+def test_unavailable_device(tmp_path: Path) -> None:
     write_tiny(tmp_path)
     with pytest.raises(RuntimeError, match="device is 'cuda' but no CUDA device was found"):
         load(tmp_path, device="cuda")
@@ -203,16 +203,16 @@ def test_runtime_config_is_passed_on(tmp_path: Path) -> None:
     assert config.num_threads == 2 and config.memory_limit == 0.9
 
 
-def test_context_beyond_the_model_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_context_beyond_the_model_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     write_tiny(tmp_path)
     load(tmp_path, max_model_len=1000)
     assert "max_model_len is 1000 but config.json has max_position_embeddings 512" in caplog.text
 
 
-def test_rope_of_an_engine_that_memory_shortens(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """longrope has other factors for what holds no more than the original length."""
+def test_rope_if_memory_limits_the_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """longrope has other factors if the maximum length is at most the original length."""
     rope = {"rope_type": "longrope", "original_max_position_embeddings": 128}
     rope |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
     write_tiny(tmp_path, rope_scaling=rope)
@@ -237,7 +237,7 @@ def test_rope_of_an_engine_that_memory_shortens(
     assert loaded.spec.rope_inv_freq == short.spec.rope_inv_freq
     assert loaded.engine.spec.rope_inv_freq == short.spec.rope_inv_freq  # type: ignore[attr-defined]
     assert loaded.engine.max_model_len == 100 and Shortened.num_made == 1
-    # It is not asked for what it was found to hold: there may be a little less memory now.
+    # max_model_len stays 0: the free memory may have become smaller since planning.
     assert loaded.engine.config.max_model_len == 0  # type: ignore[attr-defined]
 
 
@@ -291,7 +291,7 @@ def test_scheme_from_outside_repacks(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     @register_quant("halved")
     class Halved:
-        """Stores twice the embedding in two tensors."""
+        """Stores the doubled embedding table in two tensors."""
 
         def matches(self, quant_config: Any, tensors: Any) -> bool:
             return quant_config.get("quant_method") == "halved"

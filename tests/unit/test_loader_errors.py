@@ -1,4 +1,4 @@
-"""What can be wrong before and while a checkpoint is fitted to a model: one sentence each."""
+"""Errors before and during the planning of a load: one sentence each."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_shipped_models_have_names(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert shipped.is_absolute() and (shipped / "model.safetensors").is_file()
     monkeypatch.chdir(tmp_path)
     (tmp_path / name).mkdir()
-    assert resolve_model(name) == Path(name)  # a directory here comes first
+    assert resolve_model(name) == Path(name)  # an existing directory takes precedence
     with pytest.raises(ValueError, match=r"revision is 'v1' but .* is a local directory"):
         resolve_model("tiny-python-minicpm", "v1")
 
@@ -124,7 +124,7 @@ def test_torch_files_are_fetched_only_without_safetensors(
     assert len(asked) == 5
 
 
-def test_templates_in_a_folder_are_fetched_but_no_other_weights(
+def test_of_subfolders_only_templates_are_fetched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = pytest.importorskip("huggingface_hub")
@@ -168,7 +168,7 @@ def test_no_weights(tmp_path: Path) -> None:
     assert "has no weights" in message and "model.safetensors.index.json" in message
 
 
-def test_several_candidates(tmp_path: Path) -> None:
+def test_ambiguous_weights(tmp_path: Path) -> None:
     write_tiny(tmp_path)
     (tmp_path / "model.safetensors").rename(tmp_path / "a.safetensors")
     (tmp_path / "b.safetensors").write_bytes((tmp_path / "a.safetensors").read_bytes())
@@ -178,11 +178,11 @@ def test_several_candidates(tmp_path: Path) -> None:
     assert open_checkpoint(tmp_path).tensors
 
 
-def test_usual_names_come_before_others(tmp_path: Path) -> None:
+def test_standard_names_take_precedence(tmp_path: Path) -> None:
     write_tiny(tmp_path)
     whole = tmp_path / "model.safetensors"
     expected = open_checkpoint(tmp_path).tensors
-    # As transformers leaves it when a model is saved in shards and then as a whole.
+    # transformers leaves both if a model is saved in shards and then as a single file.
     index = {
         "metadata": {},
         "weight_map": dict.fromkeys(expected, "model-00001-of-00002.safetensors"),
@@ -195,7 +195,7 @@ def test_usual_names_come_before_others(tmp_path: Path) -> None:
     assert open_checkpoint(tmp_path).tensors.keys() == expected.keys()
 
 
-def test_safetensors_come_before_torch_files_but_for_adapters(tmp_path: Path) -> None:
+def test_safetensors_take_precedence_over_torch_files(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch", reason="writes a torch file")
     torch.save({"a": torch.zeros(2)}, tmp_path / "pytorch_model.bin")
     (tmp_path / "adapter.safetensors").write_bytes(b"damaged")
@@ -285,7 +285,7 @@ def test_unknown_quantisation(tmp_path: Path, config: dict[str, Any], name: str)
     assert f"is quantised with {name}, which is not supported" in message and "dense" in message
 
 
-def test_quantised_tensors_without_a_word_in_the_config(tmp_path: Path) -> None:
+def test_quantised_tensors_without_quantization_config(tmp_path: Path) -> None:
     weights = random_weights(tiny_config("llama"))
     weights["model.layers.0.mlp.up_proj.weight_packed"] = np.ones((8, 96), np.int32)
     write_tiny(tmp_path, weights=weights)
@@ -332,16 +332,14 @@ def test_fused_tensor_of_wrong_size(tmp_path: Path) -> None:
     assert "qkv_proj.weight has shape [96, 64], expected 128 rows" in complaint(tmp_path)
 
 
-def test_fused_and_split_at_once(tmp_path: Path) -> None:
+def test_fused_and_split_tensors_together(tmp_path: Path) -> None:
     weights = random_weights(tiny_config("llama"))
     weights["model.layers.0.self_attn.qkv_proj.weight"] = np.ones((128, 64), np.float32)
     write_tiny(tmp_path, weights=weights)
     assert "q_proj.weight is given twice" in complaint(tmp_path)
 
 
-def test_nothing_is_loaded_before_all_is_checked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_checks_precede_the_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_tiny(tmp_path)
     weights = random_weights(tiny_config("llama"))
     weights["lm_head.weight"] = np.ones((3, 3), np.float32)

@@ -19,7 +19,7 @@ ALIGNMENT = 256
 
 
 def check_plan(rows: list[dict[str, Any]], total: int) -> None:
-    """Quadratic and obvious."""
+    """Compares all pairs of buffers."""
 
     def meet(a: dict[str, Any], b: dict[str, Any]) -> bool:
         forever = a["first"] < 0 or b["first"] < 0
@@ -86,15 +86,15 @@ def test_engine_plan_is_sound(chunk_length: int) -> None:
     assert {row["group"] for row in rows} == {"weights", "state", "kv", "scratch"}
 
 
-def test_what_does_not_fit_is_said_with_numbers(tmp_path: Path) -> None:
+def test_a_model_that_does_not_fit_is_refused_with_sizes(tmp_path: Path) -> None:
     write_tiny(tmp_path, "llama", max_position_embeddings=1 << 26)
     with pytest.raises(MemoryError, match=r"does not fit: \d+ MiB of weights.* MiB too much"):
         make_engine(tmp_path, max_model_len=1 << 26, memory_limit=0.01)
     engine = make_engine(tmp_path, max_num_seqs=1, memory_limit=0.05, max_model_len=0)
-    assert 64 <= engine.max_model_len < 1 << 26  # without a wish it takes what fits
+    assert 64 <= engine.max_model_len < 1 << 26  # the default is the length that fits
 
 
-def test_a_plan_says_how_many_tokens_fit_without_memory(tmp_path: Path) -> None:
+def test_planned_model_len_allocates_no_memory(tmp_path: Path) -> None:
     from cpmcu import C
 
     write_tiny(tmp_path, "llama", max_position_embeddings=1 << 26)
@@ -105,7 +105,7 @@ def test_a_plan_says_how_many_tokens_fit_without_memory(tmp_path: Path) -> None:
         before = loaded.engine.counters["allocations"]
         planned = C.Engine.planned_model_len(*settings)
         assert loaded.engine.counters["allocations"] == before
-        # Where memory decides, other programs take some and give it back meanwhile.
+        # If memory is the limit, other programs may change the free memory meanwhile.
         tolerance = 0 if config.max_model_len else 0.5
         assert planned == pytest.approx(loaded.engine.max_model_len, rel=tolerance)
     assert planned < 1 << 26

@@ -1,4 +1,4 @@
-"""min_tokens: what cannot be drawn, on which nodes, and that steps run ahead afterwards."""
+"""min_tokens: masks, masked nodes, and launching ahead after the minimum."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def allowed(mask: np.ndarray, vocab_size: int) -> set[int]:
 
 
 @pytest.mark.parametrize("vocab_size", [31, 32, 70])
-def test_the_mask_lacks_the_ends(vocab_size: int):
+def test_the_mask_excludes_the_end_tokens(vocab_size: int):
     masks = MinTokens(1, [2, 30, 500], vocab_size).masks(0, [-1])
     assert allowed(masks[0], vocab_size) == set(range(vocab_size)) - {2, 30}
     assert masks[0].dtype == np.uint32
@@ -42,34 +42,34 @@ def test_the_mask_lacks_the_ends(vocab_size: int):
     ],
 )
 def test_nodes_are_masked_by_their_depth(num_tokens: int, parents: list[int], nodes: set[int]):
-    """What is drawn at a node of depth d is the output's token number num_tokens + d."""
+    """The token sampled at a node of depth d is token number num_tokens + d of the output."""
     assert MinTokens(8, [0], 40).masks(num_tokens, parents).keys() == nodes
 
 
 def test_with_a_grammar():
     free, end, both = (np.array([word], np.uint32) for word in (0b110, 0b001, 0b011))
     least = MinTokens(2, [0], 32)
-    grammar = {0: both, 1: end, 2: both}  # node 3 cannot be reached
+    grammar = {0: both, 1: end, 2: both}  # node 3 is unreachable
     masks = least.masks(0, [-1, 0, 1, 0], grammar)
     assert {node: int(mask[0]) for node, mask in masks.items()} == {0: 0b010, 1: 0b001, 2: 0b011}
     assert least.masks(0, [-1], {0: free})[0] == free
 
 
 @pytest.mark.parametrize("burst", [1, 3])
-def test_masked_steps_and_then_steps_ahead(start, burst: int):
+def test_steps_are_launched_ahead_after_the_minimum(start, burst: int):
     engine = FakeEngine(script, burst=burst)
     runner = start(engine)
     job = Job(max_tokens=60, min_tokens=MinTokens(10, [EOS], 100))
     runner.submit(job.request)
     assert job.wait().token_ids == job.expected(60)
     rows = [detail for method, detail in engine.log if method == "end_masked"]
-    assert len(rows) == -(-9 // burst)  # the first token is the prompt's
+    assert len(rows) == -(-9 // burst)  # the first token comes from prefill
     assert sum(row >= 0 for step in rows for row in step) == 9
     assert any(method == "decode" for method, _ in engine.log)
     assert engine.most_in_flight == 2
 
 
-def test_without_an_end_there_is_nothing_to_mask(start):
+def test_without_end_tokens_no_step_is_masked(start):
     engine = FakeEngine(script)
     job = Job(max_tokens=20, min_tokens=MinTokens(10, [], 100))
     start(engine).submit(job.request)
@@ -78,7 +78,7 @@ def test_without_an_end_there_is_nothing_to_mask(start):
 
 
 @pytest.mark.parametrize("burst", [1, 4])
-def test_stop_strings_count_from_then_on(start, burst: int):
+def test_stop_strings_match_after_the_minimum(start, burst: int):
     runner = start(FakeEngine(script, burst=burst))
     whole = Job(max_tokens=30)
     runner.submit(whole.request)

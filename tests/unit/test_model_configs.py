@@ -1,4 +1,4 @@
-"""config.json -> SpecFields: the numbers of real models, and one sentence for absurd ones."""
+"""config.json -> SpecFields: values of real models, and errors for values out of range."""
 
 from __future__ import annotations
 
@@ -212,7 +212,7 @@ def test_new_transformers_spelling() -> None:
 
 
 @pytest.mark.parametrize("has_lm_head", [False, True])
-def test_a_silent_config_leaves_tying_to_the_file(has_lm_head: bool) -> None:
+def test_without_the_key_the_file_decides_tying(has_lm_head: bool) -> None:
     config = tiny_config("llama")
     del config["tie_word_embeddings"]
     assert build(config, has_lm_head=has_lm_head).tie_word_embeddings is not has_lm_head
@@ -230,7 +230,7 @@ def test_missing_kv_heads_are_as_many_as_heads() -> None:
     assert build(config).num_key_value_heads == 4
 
 
-def test_longrope_follows_the_length_that_the_engine_holds() -> None:
+def test_longrope_follows_the_maximum_length_of_the_engine() -> None:
     scaling = {
         "rope_type": "longrope",
         "short_factor": [1.0] * 64,
@@ -259,7 +259,7 @@ def test_minicpm4_yarn_keeps_factors_of_the_checkpoint(caplog: pytest.LogCapture
     }
     config = MINICPM4_8B | {"rope_scaling": own}
     assert build(config, minicpm4_yarn=True) == build(config)
-    assert "factors of its own" in caplog.text
+    assert "has other factors" in caplog.text
 
 
 def test_minicpm4_yarn_needs_the_heads_of_the_8b() -> None:
@@ -267,13 +267,13 @@ def test_minicpm4_yarn_needs_the_heads_of_the_8b() -> None:
         build(MINICPM4_05B, minicpm4_yarn=True)
 
 
-def test_sparse_config_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_sparse_config_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         build(MINICPM4_8B)
     assert "sparse_config is ignored" in caplog.text
 
 
-def test_a_window_as_long_as_the_context_changes_nothing() -> None:
+def test_a_window_as_long_as_the_context_is_dropped() -> None:
     config = MISTRAL_7B_V03 | {"sliding_window": 4096}
     assert build(config, max_model_len=4096) == build(MISTRAL_7B_V03)
     assert build(QWEN25_7B | {"use_sliding_window": True}) == build(QWEN25_7B)
@@ -290,12 +290,12 @@ def test_layers_without_a_window() -> None:
 
 
 def windows(fields: SpecFields) -> list[int]:
-    """Of each layer's attention; 0: none."""
+    """The window of each layer's attention; 0: no window."""
     return [layer[0][1].get("window", 0) for layer in fields.layers]
 
 
 def test_layers_with_a_window() -> None:
-    """Of all layers, from one layer on, or as layer_types says; 4096 where nothing says."""
+    """All layers, layers from one index on, or those of layer_types. The default is 4096."""
     assert windows(build(tiny_config("mistral", sliding_window=64))) == [64, 64]
     window = {"use_sliding_window": True, "sliding_window": 64}
     for family in ("qwen2", "qwen3"):
@@ -304,7 +304,7 @@ def test_layers_with_a_window() -> None:
     config = tiny_config("mistral", sliding_window=64, layer_types=kinds)
     assert windows(build(config)) == [64, 0]
     long = {"max_position_embeddings": 8192}
-    config = tiny_config("mistral", sliding_window=None, **long)  # takes the key out
+    config = tiny_config("mistral", sliding_window=None, **long)  # removes the key
     assert windows(build(config)) == [4096, 4096]
     config = tiny_config("qwen3", use_sliding_window=True, max_window_layers=0, **long)
     assert windows(build(config)) == [4096, 4096]

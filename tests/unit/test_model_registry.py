@@ -1,4 +1,4 @@
-"""The registry of model families: scanning, unknown names, registering from outside."""
+"""The registry of model families: scanning, unknown names, registration from outside."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_unknown_architecture_is_named_with_the_supported() -> None:
 
 
 @pytest.mark.parametrize("found", [None, [], "LlamaForCausalLM", [3]])
-def test_absurd_architectures(found: object) -> None:
+def test_invalid_architectures(found: object) -> None:
     with pytest.raises(ValueError, match=r"architectures is .* expected a list"):
         find_model({"architectures": found})
 
@@ -67,7 +67,7 @@ def test_first_known_architecture_wins() -> None:
     assert find_model({"architectures": ["X", "Qwen3ForCausalLM"]}).build.__name__ == "build_qwen3"
 
 
-def test_refuses_a_second_owner() -> None:
+def test_refuses_a_second_function() -> None:
     with pytest.raises(ValueError, match=r"'LlamaForCausalLM' is registered twice: .*llama\.py"):
         register_model("LlamaForCausalLM")(build_toy)
 
@@ -77,7 +77,7 @@ def test_the_same_function_may_register_again() -> None:
     register_model("OutsiderForCausalLM")(build_toy)
 
 
-def test_needs_a_name() -> None:
+def test_needs_an_architecture() -> None:
     with pytest.raises(ValueError, match="at least one architecture"):
         register_model()
 

@@ -1,4 +1,4 @@
-"""The numpy oracle against transformers, so that tests without torch may trust it."""
+"""The numpy oracle compared with transformers; tests without torch use the oracle."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""4-bit layouts against loops over their closed forms, element by element, and round trips."""
+"""4-bit layouts: comparison with loops over single elements, and round trips."""
 
 from __future__ import annotations
 
@@ -182,6 +182,6 @@ def test_blocks(k: int, n: int, has_zeros: bool, channel_wise: bool, seed: int) 
         lambda: p.pack_blocks(np.zeros((300, 8), np.uint8), np.zeros((2, 8), np.float16)),
     ],
 )
-def test_refuses_what_does_not_fit(call: Callable[[], object]) -> None:
+def test_refuses_sizes_that_do_not_fit(call: Callable[[], object]) -> None:
     with pytest.raises(ValueError, match="expected"):
         call()

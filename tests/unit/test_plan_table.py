@@ -1,4 +1,4 @@
-"""The memory plan as `cpmcu plan` shows it."""
+"""The table of `cpmcu plan`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `python -m cpmcu.bench --plot` draws."""
+"""The plots of `python -m cpmcu.bench --plot`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RESULT: dict[str, Any] = {
         {"context": 8192, "step_ms": 2.5, "floor_ms": 2.0},
     ],
 }
-CYCLES = {
+SPECULATION = {
     "rows": [
         {"context": 1024, "tokens_per_s": 740.0, "mean_accept_length": 3.5},
         {"context": 8192, "tokens_per_s": 510.0, "mean_accept_length": 2.5},
@@ -52,19 +52,19 @@ def test_tokens_per_second_against_context():
 
 
 def test_speculation_is_another_line():
-    figure = draw(RESULT | {"speculation": CYCLES}, [])
-    assert lines_of(figure)["speculation, 3.00 tokens a cycle"] == ([1024, 8192], [740.0, 510.0])
+    figure = draw(RESULT | {"speculation": SPECULATION}, [])
+    assert lines_of(figure)["speculation, 3.00 tokens a step"] == ([1024, 8192], [740.0, 510.0])
 
 
 def test_chosen_shapes_are_another_line():
-    figure = draw(RESULT | {"speculation": CYCLES | {"chosen": CHOSEN}}, [])
+    figure = draw(RESULT | {"speculation": SPECULATION | {"chosen": CHOSEN}}, [])
     lines = lines_of(figure)
     assert lines["speculation, shapes chosen in each step"] == ([1024, 8192], [900.0, 700.0])
     assert len(lines) == 4
 
 
 def test_one_context_has_a_floor_too():
-    """A line through one point would not be seen."""
+    """A curve through one point would be invisible."""
     figure = draw(RESULT | {"rows": RESULT["rows"][:1]}, [])
     lines = lines_of(figure)
     floor = figure.axes[0].get_lines()[list(lines).index("floor of plain decoding")]
@@ -85,7 +85,7 @@ def test_kernels_are_bars():
 
 def test_png(tmp_path: Path):
     path = tmp_path / "picture.png"
-    save(RESULT | {"speculation": CYCLES}, [("o", 0.5)] * 80, path)
+    save(RESULT | {"speculation": SPECULATION}, [("o", 0.5)] * 80, path)
     assert path.read_bytes().startswith(PNG)
 
 
@@ -113,7 +113,9 @@ def test_other_files_are_refused(tmp_path: Path, text: str, message: str):
         read_kernels(tmp_path / "x")
 
 
-def test_what_cannot_be_drawn_is_said_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_wrong_plot_files_are_refused_before_measuring(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     check_plot(tmp_path / "x.PNG")
     with pytest.raises(ValueError, match=r"x\.pdf, expected a file that ends in \.png"):
         check_plot(tmp_path / "x.pdf")

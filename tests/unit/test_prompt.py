@@ -1,4 +1,4 @@
-"""Where the prompt comes from: flags, a file, and what is piped in."""
+"""Sources of the prompt: flags, a file, and piped input."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ print(repr(read_prompt(file, text, lambda note: print(note, file=sys.stderr), ap
 def prompt(
     stdin: object, *, file: str = "", text: str = ""
 ) -> tuple[str | None, subprocess.CompletedProcess[str]]:
-    """What `read_prompt` makes of a file, a text, and stdin."""
+    """The result of `read_prompt` for a file, a text and stdin."""
     given = {"input": stdin} if isinstance(stdin, str) else {"stdin": stdin}
     command = [sys.executable, "-c", PROGRAM, file, text]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, **given)
     return (None if done.returncode else eval(done.stdout)), done
 
 
-def test_what_is_piped_is_the_prompt_or_follows_it(tmp_path):
+def test_piped_input_is_the_prompt_or_is_appended(tmp_path):
     path = tmp_path / "question"
     path.write_text("Explain:\n")
     assert prompt("import os\n")[0] == "import os"
@@ -52,7 +52,7 @@ def test_nothing_is_piped():
 
 
 @pytest.mark.parametrize("file", ["-", ""])
-def test_a_pipe_that_stays_silent_is_told(file):
+def test_waiting_for_a_silent_pipe_is_reported(file):
     reader, writer = os.pipe()
     command = [sys.executable, "-c", PROGRAM, file, ""]
     process = subprocess.Popen(
@@ -75,7 +75,7 @@ def test_errors(tmp_path):
 
 
 @needs_engine
-def test_the_model_gets_what_is_piped():
+def test_piped_input_reaches_the_model():
     flags = ("--device", "cpu", "--num-generate", "30", "--temperature", "0")
     text = 'class Stack:\n    """A stack."""\n\n    def push(self, item):'
     piped = run(*flags, stdin=text)

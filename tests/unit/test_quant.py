@@ -1,4 +1,4 @@
-"""Quantisation schemes: what is recognised, which modules stay dense, and every refusal."""
+"""Quantisation schemes: recognition, dense modules, and refusals."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_recognised(tiny: TinyCheckpoint, tmp_path: Path, layout: str, group_siz
 
 
 @pytest.mark.parametrize("layout", ["gptq", "gptq_v2", "compressed"])
-def test_zero_points_are_read_where_there_are_some(
+def test_zero_points_are_loaded_if_present(
     tiny: TinyCheckpoint, tmp_path: Path, layout: str
 ) -> None:
     weights = quantise(tiny.weights, has_zeros=True, scale_dtype="bfloat16")
@@ -64,9 +64,7 @@ def test_zero_points_are_read_where_there_are_some(
     assert options["zero_points"] == 1 and options["bfloat16_scales"] == 1
 
 
-def test_gptq_that_does_not_say_whether_it_is_symmetric(
-    tiny: TinyCheckpoint, tmp_path: Path
-) -> None:
+def test_gptq_without_sym_loads_zero_points(tiny: TinyCheckpoint, tmp_path: Path) -> None:
     directory = write_w4(tmp_path, tiny.config, quantise(tiny.weights), "gptq", quant={"sym": None})
     assert plan(directory).linear_options["zero_points"] == 1
 
@@ -79,17 +77,19 @@ def test_the_newer_name_of_the_format(tiny: TinyCheckpoint, tmp_path: Path, layo
     assert plan(new).linear_options == plan(old).linear_options
 
 
-def test_act_order_of_channels_changes_nothing(tiny: TinyCheckpoint, tmp_path: Path) -> None:
+def test_desc_act_has_no_effect_on_channel_wise_scales(
+    tiny: TinyCheckpoint, tmp_path: Path
+) -> None:
     weights = quantise(tiny.weights, group_size=-1)
     directory = write_w4(tmp_path, tiny.config, weights, "gptq", quant={"desc_act": True})
     assert plan(directory).linear_options["group_size"] == -1
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_marlin_is_known_by_its_shapes_alone(
+def test_marlin_is_recognised_by_shapes_alone(
     tiny: TinyCheckpoint, tmp_path: Path, layout: str
 ) -> None:
-    """CPM.cu's converter copies config.json, and a head's may have no quantization_config."""
+    """CPM.cu's converter copies config.json; that of a head may have no quantization_config."""
     directory = write_w4(tmp_path, tiny.config, quantise(tiny.weights), layout)
     checkpoint = open_checkpoint(directory)
     metas = {name: stored.meta for name, stored in checkpoint.tensors.items()}
@@ -116,14 +116,16 @@ def test_modules_with_plain_weights_stay_dense(
 
 
 @pytest.mark.parametrize("layout", ["gptq", "awq", "compressed"])
-def test_a_stack_is_quantised_as_a_whole(tiny: TinyCheckpoint, tmp_path: Path, layout: str) -> None:
+def test_a_fused_projection_is_quantised_as_a_whole(
+    tiny: TinyCheckpoint, tmp_path: Path, layout: str
+) -> None:
     weights = quantise(tiny.weights, keep=("layers.0.self_attn.k_proj",))
     directory = write_w4(tmp_path, tiny.config, weights, layout)
     with pytest.raises(ValueError, match=r"k_proj is dense and .*q_proj is quantised, expected"):
         plan(directory)
 
 
-def test_a_quantised_lm_head_is_one(tiny: TinyCheckpoint, tmp_path: Path) -> None:
+def test_a_quantised_lm_head_stays_quantised(tiny: TinyCheckpoint, tmp_path: Path) -> None:
     big = write_tiny(tmp_path / "dense", "llama", vocab_size=208, **SIZES)
     weights = quantise(big.weights, extra=("lm_head",))
     found = plan(write_w4(tmp_path / "w4", big.config, weights, "gptq"))
@@ -137,7 +139,7 @@ def transform(*locations: str) -> dict[str, Any]:
     return {"config_groups": {"R": {"type": "hadamard", "apply": places}}}
 
 
-def test_transforms_that_the_weights_hold_are_none(tiny: TinyCheckpoint, tmp_path: Path) -> None:
+def test_transforms_of_weights_are_accepted(tiny: TinyCheckpoint, tmp_path: Path) -> None:
     merged = {"transform_config": transform("weight_input", "weight_output")}
     assert plan(write_w4(tmp_path, tiny.config, quantise(tiny.weights), "compressed", quant=merged))
 
@@ -168,7 +170,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"config_groups": {"a": {"weights": [4], "format": "pack-quantized"}}},
         r"weights is \[4\], expected an object",
     ),
-    ("compressed", {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme is there"),
+    ("compressed", {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme is present"),
     ("compressed", {"sparsity_config": {"format": "sparse-24"}}, "sparsity is 'sparse-24'"),
     ("compressed", {"transform_config": transform("input")}, "has the location 'input', expected"),
     ("compressed", {"transform_config": transform("weight_input", "output")}, "location 'output'"),
@@ -233,7 +235,7 @@ REFUSED_VALUES: list[tuple[str, str, Any, str]] = [
 def test_refused_values(
     tiny: TinyCheckpoint, tmp_path: Path, layout: str, name: str, change: Any, message: str
 ) -> None:
-    """What is looked at before anything is loaded."""
+    """Checks of tensor contents before the load."""
     weights = quantise(tiny.weights)
     good = open_checkpoint(write_w4(tmp_path / "good", tiny.config, weights, layout))
     plan(good.directory)
@@ -243,7 +245,7 @@ def test_refused_values(
         plan(bad)
 
 
-def test_marlin_that_says_what_is_implied(tiny: TinyCheckpoint, tmp_path: Path) -> None:
+def test_marlin_with_redundant_tensors(tiny: TinyCheckpoint, tmp_path: Path) -> None:
     change = {
         f"{FUSED}.g_idx": (np.arange(256) // 128).astype(np.int32),
         f"{FUSED}.qzeros": np.full((2, 88), 0x77777777, np.int32),
@@ -278,7 +280,7 @@ def test_refused_compressed_weights(
 def test_refused_compressed_activations_and_groups(tiny: TinyCheckpoint, tmp_path: Path) -> None:
     weights = quantise(tiny.weights)
     for groups, message in (
-        ({"a": group({}, input_activations={"num_bits": 8})}, "input_activations is there"),
+        ({"a": group({}, input_activations={"num_bits": 8})}, "input_activations is present"),
         ({"a": group({}), "b": group({"group_size": -1})}, "config_groups differ"),
         ({"a": group({}, format="float-quantized")}, "format is 'float-quantized'"),
     ):

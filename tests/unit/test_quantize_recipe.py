@@ -1,4 +1,4 @@
-"""The 4-bit recipe: scales, GPTQ against its definition, what is calibrated on what, and files."""
+"""The 4-bit recipe: scales, GPTQ against its definition, calibration inputs, and files."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_gptq_follows_its_definition(
 def test_gptq_errs_less_than_rounding_to_nearest(
     recipe: SimpleNamespace, rows: int, inputs: int
 ) -> None:
-    """On correlated inputs; where there is one input there is nothing to gain but the scale."""
+    """GPTQ beats rounding to nearest on correlated inputs; a single input gains by scale only."""
     gptq = recipe.gptq
     weight, gram = correlated(rows, inputs, seed=1)
     error = gptq.output_error(weight, gptq.gptq(weight, gram, 128).dequantize(), gram)
@@ -104,7 +104,7 @@ def test_gptq_errs_less_than_rounding_to_nearest(
 
 @pytest.mark.parametrize(("rows", "inputs"), SHAPES)
 @pytest.mark.parametrize("group", [128, 1000])
-def test_weights_that_four_bits_can_hold_stay(
+def test_weights_representable_in_4_bits_are_unchanged(
     recipe: SimpleNamespace, rows: int, inputs: int, group: int
 ) -> None:
     import torch
@@ -222,9 +222,7 @@ def test_tensors_of_a_checkpoint(
 
 
 @pytest.mark.parametrize(("rows", "inputs"), [(7, 16), (16, 13)])
-def test_words_that_are_not_full_are_refused(
-    recipe: SimpleNamespace, rows: int, inputs: int
-) -> None:
+def test_partial_words_are_refused(recipe: SimpleNamespace, rows: int, inputs: int) -> None:
     result = recipe.gptq.round_to_nearest(correlated(rows, inputs)[0], 128)
     with pytest.raises(ValueError, match="expected a multiple of 8"):
         result.tensors()
@@ -281,7 +279,7 @@ def test_a_model_and_its_files(recipe: SimpleNamespace, tmp_path: Path, family: 
     assert 0 < gptq_error < nearest_error
 
 
-def test_a_layer_is_calibrated_on_what_quantised_ones_give(
+def test_a_layer_is_calibrated_on_outputs_of_quantised_layers(
     recipe: SimpleNamespace, tmp_path: Path
 ) -> None:
     """Of layer 1: o_proj, after its own q, k and v; and the order of batches is no matter."""
@@ -332,7 +330,7 @@ def test_a_head_and_its_files(
         assert torch.equal(loaded.state_dict()[name], tensor), name
 
 
-def test_rows_of_no_chain_are_left_out(recipe: SimpleNamespace) -> None:
+def test_rows_of_no_chain_are_skipped(recipe: SimpleNamespace) -> None:
     """The i-th call of a batch drops its first i rows."""
     import torch
 
@@ -364,7 +362,7 @@ def test_shapes_that_do_not_fit_are_refused(recipe: SimpleNamespace, tmp_path: P
 
 @pytest.mark.parametrize("name", ["tiny-python-minicpm", "tiny-python-eagle2"])
 def test_shipped_twins(recipe: SimpleNamespace, name: str) -> None:
-    """All is as in the original but its linear layers, and those are near; other files equal."""
+    """Linear layers are close to the original; other tensors and files are equal."""
     import torch
 
     original, twin = ASSETS / name, ASSETS / f"{name}-w4"

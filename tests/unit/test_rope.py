@@ -1,4 +1,4 @@
-"""RoPE parameters against those of transformers, for every kind and both spellings."""
+"""RoPE parameters compared with transformers, for all kinds and both spellings."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def assert_same(config: dict[str, Any], max_length: int) -> None:
     rope = rope_from_config(config, HEAD_DIM, max_length)
     inv_freq, attention_scaling = reference(config, max_length)
     assert rope.inv_freq.dtype == np.float32 and rope.inv_freq.shape == (HEAD_DIM // 2,)
-    # Two units in the last place of float32.
+    # Tolerance: two units in the last place of float32.
     np.testing.assert_allclose(rope.inv_freq, inv_freq, rtol=2.5e-7, atol=0)
     assert rope.attention_scaling == pytest.approx(attention_scaling, rel=1e-12)
 
@@ -156,7 +156,7 @@ def test_theta_defaults_to_ten_thousand() -> None:
     np.testing.assert_allclose(inv_freq, expected, rtol=3e-7)
 
 
-def test_longrope_chooses_by_the_longest_sequence() -> None:
+def test_longrope_chooses_by_the_maximum_length() -> None:
     config = old_config(SCALINGS["longrope"])
     up_to_original = rope_from_config(config, HEAD_DIM, 32768)
     beyond = rope_from_config(config, HEAD_DIM, 32769)

@@ -1,4 +1,4 @@
-"""The generate loop against an engine that checks its contract."""
+"""The generate loop with a fake engine that checks its caller."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def decode(ids: list[int]) -> str:
 
 
 class Job:
-    """A request and what it emitted."""
+    """A request and the chunks that it emitted."""
 
     def __init__(self, prompt_length: int = 3, max_tokens: int = 10, key: int = 0, **options):
         self.items: queue.SimpleQueue = queue.SimpleQueue()
@@ -103,7 +103,7 @@ def test_one_request(start):
     assert runner.call(lambda e: (e.num_free_pages, e.slots)) == (engine.num_pages, {})
 
 
-def test_steps_are_not_wasted_at_the_token_limit(start):
+def test_no_step_is_launched_beyond_the_token_limit(start):
     engine = FakeEngine(script)
     runner = start(engine)
     job = Job(max_tokens=5)
@@ -122,7 +122,7 @@ def test_eos_drops_the_steps_in_flight(start, launch_ahead):
     assert output.token_ids == [*job.expected(4), EOS]
     assert output.text == decode(job.expected(4))
     assert (output.finish_reason, output.stop_reason) == ("stop", None)
-    runner.submit(again.request)  # takes the same slot
+    runner.submit(again.request)  # gets the same slot
     assert again.wait().token_ids == again.expected(2)
 
 
@@ -143,7 +143,7 @@ def test_stop_string_and_stop_token(start):
 
 
 @pytest.mark.parametrize("burst", [2, 5])
-def test_bursts_are_cut_where_the_output_ends(start, burst):
+def test_bursts_are_cut_at_the_end_of_the_output(start, burst):
     engine = FakeEngine(script, burst=burst)
     runner = start(engine)
     jobs = [Job(max_tokens=n, key=n) for n in range(1, 14)]
@@ -154,7 +154,7 @@ def test_bursts_are_cut_where_the_output_ends(start, burst):
 
 @pytest.mark.parametrize("launch_ahead", [1, 2, 4])
 @pytest.mark.parametrize("burst", [2, 5])
-def test_bursts_that_the_device_ends(start, burst, launch_ahead):
+def test_bursts_ended_by_the_device(start, burst, launch_ahead):
     def ends(key: int, position: int) -> int:
         return EOS if key % 2 and position == 3 + key else script(key, position)
 
@@ -178,10 +178,10 @@ def test_bursts_that_the_device_ends(start, burst, launch_ahead):
     assert runner.call(lambda e: (e.num_free_pages, e.slots)) == (engine.num_pages, {})
 
 
-def test_a_slot_that_the_device_ended_is_released_without_tokens(start):
+def test_a_slot_ended_by_the_device_is_released_without_tokens(start):
     engine = FakeEngine(script, burst=3, device_stops=True)
     runner = start(engine)
-    job = Job(max_tokens=50, device_tokens=7)  # the host knows of no reason
+    job = Job(max_tokens=50, device_tokens=7)  # the host sees no reason to stop
     runner.submit(job.request)
     output = job.wait()
     assert output.token_ids == job.expected(7)
@@ -223,7 +223,7 @@ def test_tokens_beyond_a_stop_string_are_counted_as_accepted(start):
 
 
 def test_a_prompt_waits_for_pages_beyond_its_tokens(start):
-    """The engine takes pages for drafts as well: a prompt that does not fit now fits later."""
+    """Drafts need pages, too. A prompt that does not fit now may fit later."""
     engine = FakeEngine(script, num_pages=8, burst=3)
     reserve, extra = engine.reserve, 8
 
@@ -298,7 +298,7 @@ def test_cancel_during_prefill_ends_it_within_a_chunk(start):
 @pytest.mark.parametrize("num_top", [0, 2])
 @pytest.mark.parametrize("prompt_length", [1, 2, 8, 9, 17, 24])
 def test_logprobs_of_a_prompt(start, prompt_length, num_top):
-    """Each token but the first gets one, whatever the chunks; other prompts go on beside it."""
+    """Each token except the first gets a log-probability; other prompts continue meanwhile."""
     runner = start(FakeEngine(script, chunk_length=8))
     job = Job(prompt_length=prompt_length, prompt_logprobs=num_top)
     others = [Job(prompt_length=11, key=i) for i in (1, 2)]
@@ -324,7 +324,7 @@ def test_logprobs_of_a_prompt_survive_preemption(start):
     assert runner.load().preemptions > 0
 
 
-def test_load(start):
+def test_utilisation(start):
     engine = FakeEngine(script, step_seconds=0.001, max_num_seqs=1)
     runner = start(engine)
     assert dataclasses.astuple(runner.load())[:6] == (0, 0, 0.0, 0, engine.num_pages, PAGE_SIZE)
@@ -337,9 +337,11 @@ def test_load(start):
     assert 0 < load.kv_cache_usage < 0.5
     for job in jobs:
         job.wait()
-    runner.call(lambda e: None)  # a turn after the last
+    runner.call(lambda e: None)  # one iteration after the last step
     assert runner.load().kv_cache_usage == 0
-    steps = runner.load().step_tokens  # 2 prompts of 3 tokens, each with its first; then one each
+    steps = (
+        runner.load().step_tokens
+    )  # 2 prompts of 3 tokens and their first tokens, then 1 token each
     assert (steps.total, steps.counts[:3]) == (6 + 205, [203, 2, 0])
 
 
@@ -355,14 +357,14 @@ def test_preemption_changes_no_text(start):
     assert engine.num_free_pages == 12
     added = [detail for method, detail in engine.log if method == "add_sequence"]
     assert len(added) > 4
-    assert all(prompt == 6 for prompt, _ in added)  # the output so far is told apart from it
+    assert all(prompt == 6 for prompt, _ in added)  # the output so far is passed separately
     assert any(generated > 0 for _, generated in added)
 
 
-def test_alone_and_out_of_pages(start, caplog):
+def test_a_single_sequence_out_of_pages_ends(start, caplog):
     engine = FakeEngine(script, num_pages=10)
     runner = start(engine)
-    engine.num_free_pages = 3  # as if something else held the others
+    engine.num_free_pages = 3  # as if another program used the others
     job = Job(prompt_length=5, max_tokens=20)
     with caplog.at_level(logging.WARNING, "cpmcu"):
         runner.submit(job.request)
@@ -378,7 +380,7 @@ def test_a_request_longer_than_the_context_is_refused(start):
         runner.submit(Job(prompt_length=5, max_tokens=8).request)
 
 
-def test_up_to_the_last_token_of_the_context(start):
+def test_output_up_to_the_last_token_of_the_context(start):
     for launch_ahead in (1, 2, 3):
         engine = FakeEngine(script, num_pages=4, max_model_len=15, launch_ahead=launch_ahead)
         runner = start(engine)
@@ -388,7 +390,7 @@ def test_up_to_the_last_token_of_the_context(start):
 
 
 @pytest.mark.parametrize("method", ["prefill", "decode", "collect", "reserve"])
-def test_an_engine_error_fails_requests_and_the_engine_goes_on(start, method):
+def test_an_engine_error_fails_requests_and_the_engine_continues(start, method):
     engine = FakeEngine(script)
     runner = start(engine)
     engine.fail_on[method] = RuntimeError("device says no")

@@ -1,4 +1,4 @@
-"""The generate loop where the engine has no token to give."""
+"""The generate loop if the engine cannot sample a token."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["start"]
 @pytest.mark.parametrize("burst", [1, 3])
 @pytest.mark.parametrize("first", [0, 1, 7])
 def test_logits_that_are_not_finite_fail_their_request_alone(start, caplog, first, burst):
-    """The engine emits -1 where it has no token."""
+    """The engine emits -1 in place of such a token."""
     bad, good = Job(max_tokens=20, key=1), Job(max_tokens=20, key=2)
     position = len(bad.prompt) + first
     engine = FakeEngine(

@@ -1,4 +1,4 @@
-"""The generate loop with grammars: masks of the current state, and who waits for whom."""
+"""The generate loop with grammars: masks of the current state, and waiting for steps."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ __all__ = ["start"]
 
 
 class FakeGrammar:
-    """Knows what the engine will emit, and checks that the loop follows it."""
+    """A grammar that knows the tokens of the fake engine and checks the calls of the loop."""
 
     def __init__(self, expected: list[int], stops_after: int = 1 << 30) -> None:
         self.expected, self.stops_after = expected, stops_after
         self.num_accepted = self.num_masks = 0
         self.stopped = False
         self.seconds = 0.0
-        self.fail_at: int | None = None  # masks are asked for after so many tokens
+        self.fail_at: int | None = None  # number of tokens after which masks() raises
 
     def accept(self, token: int) -> None:
         assert not self.stopped
@@ -31,7 +31,7 @@ class FakeGrammar:
             raise RuntimeError("too complex")
         assert not self.stopped
         assert parents == list(range(-1, len(tokens) - 1))
-        # Of a state that is behind, the draft would not be what comes next.
+        # If the state lagged behind, the draft would differ from the next tokens.
         ahead = self.expected[self.num_accepted :][: len(tokens) - 1]
         assert tokens[1 : 1 + len(ahead)] == ahead
         self.num_masks += len(tokens)
@@ -63,14 +63,14 @@ def test_masks_of_the_current_state(start, burst: int, launch_ahead: int):
     assert runner.call(lambda e: (e.num_free_pages, e.slots)) == (engine.num_pages, {})
 
 
-def test_steps_without_a_grammar_run_ahead(start):
+def test_steps_without_a_grammar_are_launched_ahead(start):
     engine = FakeEngine(script, step_seconds=0.001)
     runner = start(engine)
     free, short = Job(max_tokens=200), held(1, 5)
     runner.submit(free.request, short.request)
     short.wait()
     masked = [method for method, _ in engine.log].count("begin_masked")
-    assert masked == 4  # the first token is the prompt's
+    assert masked == 4  # the first token comes from prefill
     engine.most_in_flight = 0
     assert free.wait().token_ids == free.expected(200)
     assert [method for method, _ in engine.log].count("begin_masked") == masked
@@ -88,7 +88,7 @@ def test_the_end_of_the_grammar_ends_the_output(start, burst: int):
         output = job.wait()
         assert output.token_ids == job.expected(n)
         assert (output.finish_reason, output.stop_reason) == ("stop", None)
-    last = held(9, 6, stops_after=6)  # at the token limit it is complete all the same
+    last = held(9, 6, stops_after=6)  # complete exactly at the token limit
     runner.submit(last.request)
     assert last.wait().finish_reason == "stop"
     cut = held(9, 6, stops_after=7)
@@ -130,7 +130,7 @@ def test_a_grammar_that_fails_ends_its_request_alone(start, fail_at: int):
     assert runner.call(lambda e: (e.num_free_pages, e.slots)) == (engine.num_pages, {})
 
 
-def test_a_token_that_the_grammar_refuses_ends_its_request_alone(start):
+def test_a_token_refused_by_the_grammar_fails_its_request_alone(start):
     runner = start(FakeEngine(script))
     bad, good = held(1), held(2)
 
@@ -145,7 +145,7 @@ def test_a_token_that_the_grammar_refuses_ends_its_request_alone(start):
 
 
 @pytest.mark.parametrize("method", ["begin_masked", "end_masked"])
-def test_an_engine_error_in_either_half(start, method: str):
+def test_an_engine_error_in_begin_or_end_masked(start, method: str):
     engine = FakeEngine(script)
     runner = start(engine)
     engine.fail_on[method] = RuntimeError("device says no")
@@ -168,7 +168,7 @@ def test_cancel(start):
     assert other.wait().token_ids == other.expected(30)
 
 
-def test_eos_ends_as_ever(start):
+def test_eos_ends_the_output(start):
     engine = FakeEngine(lambda k, p: EOS if p == 7 else script(k, p))
     runner = start(engine)
     job = held(1, 50)
@@ -180,8 +180,8 @@ def test_eos_ends_as_ever(start):
     assert (output.finish_reason, output.stop_reason) == ("stop", None)
 
 
-def test_a_prompt_in_chunks_lets_others_run_ahead(start):
-    """Only from its first token on does a sequence with a grammar hold the others to one step."""
+def test_during_its_prefill_others_are_launched_ahead(start):
+    """A sequence with a grammar limits launching ahead only after its first token."""
     engine = FakeEngine(script, step_seconds=0.0005)
     runner = start(engine)
     free = Job(max_tokens=100)

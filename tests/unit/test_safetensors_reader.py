@@ -1,4 +1,4 @@
-"""The safetensors reader: what it reads, and one sentence for each kind of damage."""
+"""The safetensors reader: valid files, and one sentence for each kind of damage."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_noise_is_a_value_error(tmp_path_factory: pytest.TempPathFactory, noise:
 
 @settings(max_examples=200, deadline=None)
 @given(st.integers(0, 10_000), st.integers(0, 255))
-def test_one_wrong_byte_is_read_or_told(
+def test_one_wrong_byte_is_read_or_refused(
     tmp_path_factory: pytest.TempPathFactory, position: int, value: int
 ) -> None:
     path = tmp_path_factory.mktemp("file") / "model.safetensors"
@@ -109,7 +109,9 @@ def test_one_wrong_byte_is_read_or_told(
 
 @settings(max_examples=50, deadline=None)
 @given(st.integers(0, 10_000))
-def test_every_truncation_is_told(tmp_path_factory: pytest.TempPathFactory, position: int) -> None:
+def test_every_truncation_is_refused(
+    tmp_path_factory: pytest.TempPathFactory, position: int
+) -> None:
     path = tmp_path_factory.mktemp("file") / "model.safetensors"
     write_safetensors(path, {"a": np.ones((3, 4), np.float32), "b": np.ones(5, np.float32)})
     content = path.read_bytes()
@@ -117,7 +119,7 @@ def test_every_truncation_is_told(tmp_path_factory: pytest.TempPathFactory, posi
     assert "truncated" in complaint(path) or path.stat().st_size < 8
 
 
-def test_bfloat16_comes_as_its_bits(tmp_path: Path) -> None:
+def test_bfloat16_is_read_as_bits(tmp_path: Path) -> None:
     values = np.array([1.0, -2.5, 3.1415926, 1e-20], np.float32)
     write_safetensors(tmp_path / "model.safetensors", {"a": values}, "bfloat16")
     found = open_safetensors(tmp_path / "model.safetensors").read("a")
@@ -125,7 +127,7 @@ def test_bfloat16_comes_as_its_bits(tmp_path: Path) -> None:
     np.testing.assert_allclose(from_bits(found, "bfloat16"), values, rtol=2**-8)
 
 
-def test_tensors_come_in_the_order_of_their_bytes(tmp_path: Path) -> None:
+def test_tensors_are_in_byte_order(tmp_path: Path) -> None:
     header = {"b": entry(8, 12, [1]), "a": entry(0, 8, [2]), "empty": entry(8, 8, [0, 7])}
     path = write(tmp_path / "x.safetensors", header, bytes(12))
     assert list(read_header(path)) == ["a", "empty", "b"]
@@ -140,7 +142,7 @@ def test_too_short_for_a_header_length(tmp_path: Path) -> None:
     assert "is 2 bytes long, expected at least 8" in complaint(path)
 
 
-def test_absurd_header_length(tmp_path: Path) -> None:
+def test_excessive_header_length(tmp_path: Path) -> None:
     message = complaint(write(tmp_path / "x.safetensors", {}, length=2**63))
     assert "9223372036854775808" in message and "at most 100000000" in message
 
@@ -217,7 +219,7 @@ def test_missing_shard(tmp_path: Path) -> None:
     assert "1 of 3 files are missing: model-00002-of-00003.safetensors" in str(error.value)
 
 
-def test_tensor_that_its_shard_lacks(tmp_path: Path) -> None:
+def test_tensor_missing_in_its_shard(tmp_path: Path) -> None:
     write_tiny(tmp_path, shards=2)
 
     def add(index: dict[str, Any]) -> None:
@@ -228,7 +230,7 @@ def test_tensor_that_its_shard_lacks(tmp_path: Path) -> None:
         open_checkpoint(tmp_path)
 
 
-def test_tensor_that_the_index_lacks(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_tensor_missing_in_the_index(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write_tiny(tmp_path, shards=2)
     damage_index(tmp_path, lambda index: index["weight_map"].pop("model.norm.weight"))
     assert "model.norm.weight" not in open_checkpoint(tmp_path).tensors
@@ -256,9 +258,9 @@ def test_a_name_twice_in_the_index(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json", "any.bin"])
-def test_what_is_no_file(tmp_path: Path, name: str) -> None:
+def test_paths_that_are_not_files(tmp_path: Path, name: str) -> None:
     (tmp_path / name).symlink_to("/no/such/blob")
-    with pytest.raises(FileNotFoundError, match=f"{name}: is a link to /no/such/blob, which is no"):
+    with pytest.raises(FileNotFoundError, match=f"{name}: is a link to /no/such/blob, which is mi"):
         open_checkpoint(tmp_path)
     (tmp_path / name).unlink()
     (tmp_path / name).mkdir()

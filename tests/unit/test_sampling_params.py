@@ -1,4 +1,4 @@
-"""SamplingParams: validation, defaults, and the extension's form."""
+"""SamplingParams: validation, defaults, conversion to the extension's type."""
 
 from __future__ import annotations
 
@@ -70,19 +70,19 @@ def test_one_clear_sentence(fields, message):
         SamplingParams(**fields)
 
 
-def test_stop_is_a_text_or_several():
+def test_stop_is_a_text_or_a_list():
     assert SamplingParams(stop="ab").stop_strings == ("ab",)
     assert SamplingParams(stop=["a", "b"]).stop_strings == ("a", "b")
     assert SamplingParams().stop_strings == ()
 
 
-def test_none_is_no_stop():
+def test_none_means_no_stop():
     params = SamplingParams(stop=None, stop_token_ids=None)
     assert (params.stop_strings, params.stop_token_ids) == ((), ())
     assert params == SamplingParams()
 
 
-def test_any_integers_become_pythons():
+def test_integer_types_become_int():
     params = SamplingParams(
         max_tokens=np.int64(3), stop_token_ids=np.array([4, 5]), logit_bias={np.int64(6): 1.0}
     )
@@ -131,7 +131,7 @@ def test_engine_form(monkeypatch):
         to_engine(resolved({}, logit_bias={100: 1.0}), 0, 100)
 
 
-def test_the_limit_of_logprobs_is_the_extension_s():
+def test_the_limit_of_logprobs_equals_the_extensions():
     try:
         from cpmcu import C
     except ImportError:

@@ -1,4 +1,4 @@
-"""What scripts say before they do anything, where a package that they need is missing."""
+"""The messages of scripts if a required package is missing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MISSING = ("httpx", "uvicorn", "fastapi", "torch", "matplotlib")
 
 
 def run_without_packages(script: str, *flags: str) -> subprocess.CompletedProcess[str]:
-    """Runs a script where MISSING cannot be imported."""
+    """Runs a script with the import of MISSING blocked."""
     code = "import runpy, sys; sys.modules.update(dict.fromkeys(sys.argv[1].split(',')));"
     code += "sys.argv = sys.argv[2:]; runpy.run_path(sys.argv[0], run_name='__main__')"
     return subprocess.run(

@@ -1,4 +1,4 @@
-"""Parts of the server that need no server: bytes of tokens, flags, prompts of conversations."""
+"""Parts of the server without a server: bytes of tokens, flags, prompts of conversations."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def test_bytes_of_tokens_join_to_the_text(make, tmp_path):
     assert joined.removeprefix(" ") == text
     assert any("\ufffd" in texts.text_of(token) for token in ids)
     end = tokenizer.id_of("</s>")
-    assert (texts.text_of(end), texts.is_shown(end)) == ("</s>", False)
-    assert all(texts.is_shown(token) for token in ids)
+    assert (texts.text_of(end), texts.is_special(end)) == ("</s>", True)
+    assert not any(texts.is_special(token) for token in ids)
     assert texts.bytes_of(tokenizer.vocab_size + 5) == b""
 
 
 def test_no_two_of_the_likeliest_tokens_share_a_name(tmp_path):
-    """The chosen one has the plain name, so that its number is found under it."""
+    """The chosen token has the plain name, so clients find its log-probability under it."""
     tokenizer = Tokenizer.from_directory(write_directory(tmp_path, byte_fallback()))
     letter, byte = tokenizer.id_of("a"), tokenizer.id_of("<0x61>")
     half, other = tokenizer.id_of("<0xE4>"), tokenizer.id_of("<0xBD>")
@@ -121,7 +121,7 @@ def test_every_field_of_the_configuration_is_a_flag():
         ("root_path", "/llm/", "root_path is '/llm/'"),
     ],
 )
-def test_configurations_that_cannot_be(field, value, message):
+def test_invalid_configurations_are_refused(field, value, message):
     with pytest.raises(ValueError, match=message):
         ServerConfig(**{field: value})
 
@@ -193,7 +193,7 @@ MARKED = (
     "last", ["end", "im", "|", "s", "user", "", None, "import os\n    ", " a "]
 )
 def test_a_last_message_that_goes_on(cut, last):
-    """The prompt ends with what the template makes of it, and without what closes its turn."""
+    """The prompt ends with the rendered last message, without the end of its turn."""
     template = ChatTemplate(MARKED.replace("CUT", cut), {})
     messages = [chat.ChatMessage(role="user", content="end of user")]
     messages.append(chat.ChatMessage(role="assistant", content=last))
@@ -222,7 +222,7 @@ def test_a_last_message_that_cannot_go_on(content, message):
 
 @pytest.mark.parametrize("started", [False, True])
 def test_a_request_that_is_cut_off(started, caplog):
-    """The task of a request is cancelled when the server stops: a 503, if it is not too late."""
+    """If the stopping server cancels a request that has no response yet, it gets a 503."""
     sent = []
 
     async def app(scope, receive, send):
@@ -242,11 +242,11 @@ def test_a_request_that_is_cut_off(started, caplog):
 
     asyncio.run(run())
     assert [message.get("status") for message in sent] == ([200] if started else [503, None])
-    assert "cut off" in caplog.text and "Traceback" not in caplog.text
+    assert "request cancelled" in caplog.text and "Traceback" not in caplog.text
 
 
 def test_a_route_is_added_by_adding_a_file(tmp_path, monkeypatch):
-    """Also from outside the package; paths in PUBLIC need no key."""
+    """A router of another package works too; paths in PUBLIC need no key."""
     (tmp_path / "extra.py").write_text(
         "from fastapi import APIRouter\n"
         "router = APIRouter()\n"

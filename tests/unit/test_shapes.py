@@ -1,4 +1,4 @@
-"""Which shapes of trees are offered."""
+"""The tree shapes to choose from."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def test_shapes():
     assert shapes_of(4, 2, 15) == [(0, 1), (1, 2), (2, 7), (4, 8), (4, 15)]
 
 
-def test_the_engine_takes_every_shape() -> None:
-    """As Engine::check_shape asks: within the largest, and no more nodes than are drafted."""
+def test_the_engine_accepts_every_shape() -> None:
+    """Engine::check_shape requires: within the largest shape, at most as many nodes as drafted."""
     for depth, topk in itertools.product(range(1, 17), range(1, 33)):
         for tree_size in range(2, min(64, 1 + topk + (depth - 1) * topk**2) + 1):
             shapes = shapes_of(depth, topk, tree_size)

@@ -1,4 +1,4 @@
-"""SpeculativeConfig: flags, vLLM's JSON, and trees that cannot be."""
+"""SpeculativeConfig: flags, vLLM's JSON, and impossible tree shapes."""
 
 from __future__ import annotations
 

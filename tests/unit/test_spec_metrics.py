@@ -1,4 +1,4 @@
-"""Acceptance in vLLM's and FastDeploy's words."""
+"""Acceptance metrics under vLLM's and FastDeploy's names."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_vllm_fields():
     assert 1 + sum(metrics.acceptance_per_position) == pytest.approx(12 / 5)
 
 
-def test_steps_that_drafted_less():
+def test_steps_with_fewer_drafted_tokens():
     counter = AcceptanceCounter(4)
     for emitted, drafted in ((2, 1), (5, 4), (1, 2)):
         counter.add(emitted, drafted)

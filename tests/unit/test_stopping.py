@@ -1,4 +1,4 @@
-"""Stop strings are found wherever they fall, however the text is divided."""
+"""Stop strings are found at every position and for every division of the text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cpmcu.engine.stopping import Finish, StopStrings, StopTokens
 
 
 def cut(text: str, stops: list[str]) -> tuple[str, str | None]:
-    """The slow definition: the shortest beginning of `text` that ends in a stop string."""
+    """Reference: cuts the shortest prefix of `text` that ends in a stop string."""
     for end in range(len(text) + 1):
         found = [stop for stop in stops if text[:end].endswith(stop)]
         if found:
@@ -42,7 +42,7 @@ def test_streamed_text_is_the_text_cut_at_the_first_stop(pieces, data):
     stops = data.draw(st.lists(letters, max_size=4))
     text, stop, given_out = stream(pieces, stops)
     assert (text, stop) == cut("".join(pieces), stops)
-    for i in range(len(given_out)):  # nothing that was given out had to be taken back
+    for i in range(len(given_out)):  # returned text is never retracted
         assert text.startswith("".join(given_out[: i + 1]))
 
 
@@ -52,8 +52,8 @@ def test_streamed_text_is_the_text_cut_at_the_first_stop(pieces, data):
     late=st.lists(st.text(st.sampled_from("ab好"), max_size=4), max_size=6),
     stops=st.lists(letters, min_size=1, max_size=3),
 )
-def test_stops_that_end_early_do_not_count(early, late, stops):
-    """One that begins early and ends late does."""
+def test_stop_strings_that_end_early_do_not_match(early, late, stops):
+    """A stop string that begins early and ends late matches."""
     matcher, found, stop = StopStrings(stops), [], None
     for piece in early:
         text, stop = matcher.push(piece, stops=False)
@@ -92,16 +92,16 @@ def test_with_a_tokenizer_in_front(text, data):
         (["aaab"], ["aab"], ("a", "aab")),
         (["a", "a", "a", "b"], ["aab"], ("a", "aab")),
         (["abc"], ["abcd", "bc"], ("a", "bc")),  # the one that is complete first
-        (["abc"], ["c", "bc"], ("a", "bc")),  # the longest of those
+        (["abc"], ["c", "bc"], ("a", "bc")),  # the longest of these
         (["abc"], [], ("abc", None)),
-        (["ab"], ["abc"], ("ab", None)),  # held back, then given out
+        (["ab"], ["abc"], ("ab", None)),  # held back, then returned
     ],
 )
 def test_cases(pieces, stops, expected):
     assert stream(pieces, stops)[:2] == expected
 
 
-def test_only_what_may_become_a_stop_is_held_back():
+def test_only_a_prefix_of_a_stop_string_is_held_back():
     matcher = StopStrings(["</s>", "\n\n"])
     assert matcher.push("one<") == ("one", None)
     assert matcher.push("/b") == ("</b", None)

@@ -1,4 +1,4 @@
-"""cpmcu/C.pyi and limits.py are what scripts/generate_stubs.py makes of the extension."""
+"""cpmcu/C.pyi and limits.py equal the output of scripts/generate_stubs.py."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ def generator() -> ModuleType:
     return module
 
 
-def test_what_is_generated_is_up_to_date(generator: ModuleType) -> None:
+def test_generated_files_are_up_to_date(generator: ModuleType) -> None:
     for path, text in generator.texts().items():
         lines = path.read_text().splitlines(), text.splitlines()
         changes = "\n".join(difflib.unified_diff(*lines, path.name, "new", lineterm="", n=1))
         assert not changes, f"run `make stubs` after a build:\n{changes}"
 
 
-def test_every_function_says_what_it_does_and_takes() -> None:
-    """No argument without a name, nothing without a type, no method without a docstring."""
+def test_every_function_has_types_and_a_docstring() -> None:
+    """Every argument has a name, every value a type, every method a docstring."""
     found = 0
     for node in ast.walk(ast.parse(STUB.read_text())):
         if not isinstance(node, ast.FunctionDef):

@@ -1,4 +1,4 @@
-"""Pairs with synthetic acceptance say their text and reach their acceptance on the CPU engine."""
+"""Pairs with synthetic acceptance emit their text and reach their acceptance on the CPU."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from scripts.synthetic.writer import DEFAULT_TOKENIZER, copy_tokenizer
 from tests.engine.harness import sampling
 from tests.unit.test_synthetic_checkpoint import read_tensors, write
 
-DEPTH, CYCLES, PROMPT = 4, 300, [5, 900, 17]
-ROOM = len(PROMPT) + 1 + CYCLES * (DEPTH + 1)
+DEPTH, STEPS, PROMPT = 4, 300, [5, 900, 17]
+ROOM = len(PROMPT) + 1 + STEPS * (DEPTH + 1)
 SMALL = {
     "vocab_size": 2048,
     "hidden_size": 128,
@@ -52,7 +52,7 @@ def load(target: Path, draft: Path | None, **speculation: Any) -> LoadedModel:
 
 
 def expected_length(acceptance: float) -> tuple[float, float]:
-    """Mean and standard deviation of the tokens that a cycle emits."""
+    """Mean and standard deviation of the tokens per speculative step."""
     lengths = np.arange(1, DEPTH + 2)
     at_least = acceptance ** np.arange(DEPTH + 1)
     share = at_least - np.append(at_least[1:], 0)
@@ -72,7 +72,7 @@ def pair(
 
 
 @pytest.mark.parametrize("topk, tree_size", [(1, 5), (8, 32)])
-def test_text_and_acceptance_are_as_laid_out(
+def test_text_and_acceptance_follow_the_plan(
     pair: tuple[float, Path, Path], topk: int, tree_size: int
 ) -> None:
     acceptance, target, draft = pair
@@ -87,7 +87,7 @@ def test_text_and_acceptance_are_as_laid_out(
     assert engine.reserve(slot, ROOM)
     engine.prefill([(slot, PROMPT, True)])
     tokens, lengths = engine.collect()[0].tokens, []
-    for _ in range(CYCLES):
+    for _ in range(STEPS):
         engine.decode([slot])
         emitted = engine.collect()[0].tokens
         tokens += emitted
@@ -98,8 +98,8 @@ def test_text_and_acceptance_are_as_laid_out(
     previous = [PROMPT[-1], *tokens[:-1]]
     assert tokens == laid.next_token[previous].tolist()
     mean, deviation = expected_length(acceptance)
-    assert abs(np.mean(lengths) - mean) <= 3 * deviation / np.sqrt(CYCLES)
-    if topk == 1:  # each step is as the plan of it says
+    assert abs(np.mean(lengths) - mean) <= 3 * deviation / np.sqrt(STEPS)
+    if topk == 1:  # each step accepts the planned number of tokens
         at = 0
         for length in lengths:
             agreed = laid.accepted[tokens[at : at + DEPTH]].tolist()
@@ -107,7 +107,7 @@ def test_text_and_acceptance_are_as_laid_out(
             at += length
 
 
-def test_the_cycle_passes_each_drafted_token_once() -> None:
+def test_the_token_cycle_visits_each_drafted_token_once() -> None:
     config = {**PRESETS["tiny-minicpm"].config, **SMALL}
     laid = lay_out(config, 0, 0.75, 512)
     token, seen = int(laid.drafted[0]), []
@@ -154,12 +154,14 @@ def test_eagle_head_with_its_own_vocabulary(tmp_path: Path) -> None:
         load(target, draft)
 
 
-def test_bench_reports_cycles(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_reports_speculative_steps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     target, draft = write_pair(tmp_path, "tiny-minicpm", 1.0)
     copy_tokenizer(DEFAULT_TOKENIZER, target)
     flags = ["--model", str(target), "--device", "cpu", "--contexts", "32", "--decode", "2"]
     flags += ["--draft-model-path", str(draft), "--spec-num-iter", "4", "--max-num-seqs", "1"]
-    capsys.readouterr()  # what the writer said
+    capsys.readouterr()  # discards the writer's output
     assert bench.main([*flags, "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     speculation = result["speculation"]
@@ -167,7 +169,7 @@ def test_bench_reports_cycles(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     (plain,), (row,) = result["rows"], speculation["rows"]
     assert row["context"] == plain["context"] == 32
     assert row["cycle_ratio"] == pytest.approx(row["cycle_ms"] / plain["step_ms"])
-    assert row["mean_accept_length"] == pytest.approx(5, abs=0.5)  # the last cycle is cut short
+    assert row["mean_accept_length"] == pytest.approx(5, abs=0.5)  # the last step is cut short
     assert list(row["tokens_per_s_at_accept_length"]) == ["1", "2", "3", "4", "5", "6"]
     assert "| T, ms |" in bench.table(result)
     assert speculation["chosen"] == [] and "chosen" not in bench.table(result)

@@ -166,11 +166,17 @@ def test_bad_preset_lists_the_known_ones(tmp_path: Path) -> None:
         (["--set", "scale_emb=x"], "scale_emb is 'x', but must be a positive number"),
         (["--num-hidden-layers", "0"], "num_hidden_layers is 0, but must be"),
         (["--shard-size-gb", "-1"], "--shard-size-gb is -1.0, but must be above 0"),
-        (["--acceptance", "1", "--draft-out", "model"], "must be two folders, side by side"),
-        (["--acceptance", "1", "--draft-out", "model/draft"], "must be two folders, side by side"),
+        (
+            ["--acceptance", "1", "--draft-out", "model"],
+            "must be two folders, neither inside the other",
+        ),
+        (
+            ["--acceptance", "1", "--draft-out", "model/draft"],
+            "must be two folders, neither inside the other",
+        ),
     ],
 )
-def test_flags_of_which_nothing_can_be_made(
+def test_invalid_flags_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str], message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""What a chat template may take: time, memory, and the size of what it writes."""
+"""Limits of chat templates: time, memory, and size of the output."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def render(source: str, messages=USER, /, **variables) -> str:
 
 
 def refusal(source: str, messages=USER) -> str:
-    """The sentence; what leads to it takes little time and memory."""
+    """The error message; the rendering must use little time and memory."""
     before, begin = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.thread_time()
     with pytest.raises(ChatTemplateError) as error:
         render(source, messages)
@@ -63,7 +63,7 @@ def refusal(source: str, messages=USER) -> str:
 )
 def test_size(source: str) -> None:
     message = refusal(source)
-    assert "it makes more than" in message or "it has to do with more than" in message
+    assert "it makes more than" in message or "it processes more than" in message
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_the_file_is_named(tmp_path) -> None:
         ChatTemplate.from_directory(directory, tokenizer)
 
 
-def test_a_message_that_is_long_is_not_repeated() -> None:
+def test_a_long_message_is_cut() -> None:
     with pytest.raises(ChatTemplateError) as error:
         render("x", [json.loads('{"content": "' + "x" * 100_000 + '"}')])
     assert len(str(error.value)) < 200

@@ -31,7 +31,7 @@ LONG = (
 
 
 class Terminal:
-    """`cpmcu` with the shipped model in a terminal of its own; `state` has the history."""
+    """Starts `cpmcu` with the shipped model in a pseudoterminal. `state`: folder of the history."""
 
     def __init__(self, state: Path) -> None:
         self._state = state
@@ -47,7 +47,7 @@ class Terminal:
             dimensions=(24, columns),
             encoding="utf-8",
             timeout=60,
-            # The tests may run where Ctrl-C is ignored, as in a shell's background.
+            # Ctrl-C may be ignored in the test process, as in a shell's background job.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         self._started.append(process)
@@ -71,7 +71,7 @@ def terminal(tmp_path):
 
 
 def status(process: pexpect.spawn) -> int:
-    """The exit status; what was shown is in `process.before`."""
+    """Waits for the exit status. `process.before` has the output."""
     process.expect(pexpect.EOF)
     process.close()
     assert process.signalstatus is None
@@ -79,7 +79,7 @@ def status(process: pexpect.spawn) -> int:
 
 
 def ready(process: pexpect.spawn) -> None:
-    """Waits until prompt_toolkit reads keys; before that the terminal has Ctrl-D for itself."""
+    """Waits until prompt_toolkit reads keys. Before that the terminal handles Ctrl-D itself."""
     pytest.importorskip("prompt_toolkit")
     process.expect_exact("\x1b[?2004h")
 

@@ -1,4 +1,4 @@
-"""Long texts: what their length alone says of their tokens, and that nothing else changes."""
+"""Bounds on the tokens of long texts from their length, and encoding of long texts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.unit.tokenizers_for_tests import TEXT, byte_fallback, byte_level, wri
 
 
 def changed(tokenizer: tokenizers.Tokenizer, **parts: Any) -> tokenizers.Tokenizer:
-    """A copy with other parts."""
+    """A copy of the tokenizer with other parts."""
     copy = tokenizers.Tokenizer.from_str(tokenizer.to_str())
     for name, part in parts.items():
         setattr(copy, name, part)
@@ -59,12 +59,12 @@ def test_longest_token():
         tokenizers.Tokenizer(models.Unigram([("<unk>", 0.0), ("a", -1.0)], 0)),
     ],
 )
-def test_where_length_says_nothing(tokenizer):
-    """A stage, or an added token, may swallow any number of characters."""
+def test_tokenizers_without_a_bound(tokenizer):
+    """A stage or an added token may absorb any number of characters."""
     assert longest_token(tokenizer) is None
 
 
-MARKS = "\u0313\u0300\u0345"  # NFC makes one letter of alpha and these
+MARKS = "\u0313\u0300\u0345"  # NFC merges alpha and these marks into one letter
 HARD = st.sampled_from([*TEXT, " " * 30, "the", "hello", "α" + MARKS, "<s>", "각"])
 
 
@@ -77,7 +77,7 @@ HARD = st.sampled_from([*TEXT, " " * 30, "the", "hello", "α" + MARKS, "<s>", "�
         changed(byte_fallback(), normalizer=None, pre_tokenizer=pre_tokenizers.Metaspace()),
     ],
 )
-def test_no_text_has_fewer_tokens(tokenizer):
+def test_the_bound_holds(tokenizer):
     longest = longest_token(tokenizer)
     assert longest is not None
 
@@ -92,7 +92,7 @@ def test_no_text_has_fewer_tokens(tokenizer):
 @pytest.mark.parametrize("make", [byte_level, byte_fallback])
 @pytest.mark.parametrize("config", [{}, {"add_bos_token": True}])
 def test_long_texts_have_the_same_tokens(tmp_path, make, config):
-    """They go through another function of the library, and in pieces."""
+    """Long texts use another function of the library and are converted in pieces."""
     words = TEXT.split(" ")
     rng = random.Random(1)
     text = " ".join(rng.choices(words, k=45_000))
@@ -108,7 +108,7 @@ def test_long_texts_have_the_same_tokens(tmp_path, make, config):
         tokenizer.encode(text, max_length=len(ids) - 1)
 
 
-def test_a_hopeless_text_is_not_tokenised(tmp_path, monkeypatch):
+def test_a_text_that_is_too_long_is_not_tokenised(tmp_path, monkeypatch):
     tokenizer = Tokenizer.from_directory(write_directory(tmp_path, byte_level()))
     longest = longest_token(byte_level())
     monkeypatch.setattr(tokenizer._backend, "encode", None)

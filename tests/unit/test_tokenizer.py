@@ -24,7 +24,7 @@ def test_round_trip_and_special_tokens(tmp_path):
     assert tokenizer.decode(marked, skip_special_tokens=False) == "<|im_start|>a"
 
 
-def test_half_a_surrogate_pair_is_no_text(tmp_path):
+def test_half_a_surrogate_pair_is_refused(tmp_path):
     tokenizer = Tokenizer.from_directory(write_directory(tmp_path, byte_level()))
     with pytest.raises(ValueError, match=r"the prompt holds '\\ud83d', half of a surrogate pair"):
         tokenizer.encode("a\ud83d")
@@ -39,7 +39,7 @@ def test_bos_follows_the_configuration(tmp_path, add, first):
 
 
 def framed(path, post: str, **config) -> list[str]:
-    """The pieces of "a" by a file whose post-processor is `post`."""
+    """The tokens of "a" with the post-processor `post`."""
     tokenizer = tokenizers.Tokenizer.from_str(byte_level().to_str())
     special = [(name, tokenizer.token_to_id(name)) for name in ("<s>", "</s>")]
     tokenizer.post_processor = TemplateProcessing(single=post, special_tokens=special)
@@ -61,7 +61,7 @@ def framed(path, post: str, **config) -> list[str]:
         ("$A", {"add_bos_token": True}, ["<s>", "a"]),
     ],
 )
-def test_the_configuration_decides_for_a_side_that_it_names(tmp_path, post, config, pieces):
+def test_the_configuration_overrides_the_side_that_it_names(tmp_path, post, config, pieces):
     assert framed(tmp_path, post, **config) == pieces
 
 
@@ -76,7 +76,7 @@ def test_special_tokens_of_an_older_file(tmp_path):
 
 
 @pytest.mark.parametrize("place", ["tokenizer_config.json", "added_tokens.json"])
-def test_tokens_that_are_stated_beside_the_file(tmp_path, place):
+def test_added_tokens_in_other_files(tmp_path, place):
     size, config = byte_level().get_vocab_size(), {}
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     if place == "tokenizer_config.json":
@@ -101,15 +101,15 @@ def test_tokens_that_are_stated_beside_the_file(tmp_path, place):
         Tokenizer.from_directory(tmp_path)
 
 
-def test_a_special_token_that_the_file_has_as_text(tmp_path):
-    """What tokenizer_config.json calls the end of sequence is one token, and not shown."""
+def test_a_special_token_that_is_text_in_tokenizer_json(tmp_path):
+    """The end of sequence in tokenizer_config.json is one special token."""
     tokenizer = Tokenizer.from_directory(write_directory(tmp_path, byte_level(), eos_token="he"))
     ids = tokenizer.encode("a he")
     assert ids[-1] == byte_level().token_to_id("he") and ids[-1] in tokenizer.eos_token_ids
     assert tokenizer.decode(ids) == "a "
 
 
-def test_what_the_file_says_of_special_tokens_stays(tmp_path):
+def test_properties_of_special_tokens_in_the_file_stay(tmp_path):
     tokenizer = tokenizers.Tokenizer.from_str(byte_level().to_str())
     data = json.loads(tokenizer.to_str())
     for token in data["added_tokens"]:
@@ -121,13 +121,13 @@ def test_what_the_file_says_of_special_tokens_stays(tmp_path):
     assert read.encode("a </s> b") == expected
 
 
-def test_special_tokens_are_split_if_asked_for(tmp_path):
+def test_split_special_tokens(tmp_path):
     directory = write_directory(tmp_path, byte_level(), split_special_tokens=True)
     assert len(Tokenizer.from_directory(directory).encode("</s>")) > 1
 
 
 def test_through_transformers(tmp_path):
-    """Without tokenizer.json: special tokens are those of the class; unknown ones have no id."""
+    """Without tokenizer.json, special tokens come from the class; unknown tokens have no id."""
     pytest.importorskip("transformers", reason="reads these files")
     vocab = {"<unk>": 0, "<s>": 1, "</s>": 2, "a": 3, "b": 4, "ab": 5}
     (tmp_path / "vocab.json").write_text(json.dumps(vocab))
@@ -165,7 +165,7 @@ def test_errors(tmp_path, monkeypatch):
         Tokenizer.from_directory(tmp_path)
 
 
-def test_ends_of_sequences_are_ids(tmp_path):
+def test_end_of_sequence_ids_are_checked(tmp_path):
     write_directory(tmp_path, byte_level())
     (tmp_path / "config.json").write_text('{"eos_token_id": 2.0}')
     with pytest.raises(ValueError, match=r"config\.json: eos_token_id is 2\.0, expected an"):

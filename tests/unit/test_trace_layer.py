@@ -33,8 +33,8 @@ def rings(
     return all_rings
 
 
-def chain(block: int, launch: int) -> list[int]:
-    """Done 50 us after the one before; the last of a pass has three products."""
+def fused_layer(block: int, launch: int) -> list[int]:
+    """Done 50 us after the one before; the last of a pass has three GEMMs."""
     begin = 10**9 + launch * PERIOD
     passed = [begin + 3000 * place + 8 * block for place in range(14)]
     if launch % LAYERS == LAYERS - 1:
@@ -49,7 +49,7 @@ def attention(block: int, launch: int) -> list[int]:
     return [begin + block, begin + 1000, begin + 2000, begin + 5000]
 
 
-def test_layers_are_told_by_the_chains_between_them() -> None:
+def test_fused_layer_launches_delimit_layers() -> None:
     spec = importlib.util.spec_from_file_location("trace_layer", SCRIPT)
     assert spec is not None and spec.loader is not None
     script = importlib.util.module_from_spec(spec)
@@ -57,7 +57,7 @@ def test_layers_are_told_by_the_chains_between_them() -> None:
     spec.loader.exec_module(script)
     found = script.by_layer(
         {
-            "chain": rings(132, 100, chain),
+            "fused_layer": rings(132, 100, fused_layer),
             "attention": rings(18, 100, attention),
             "rotary_kv": rings(0, 0, attention),
         }
@@ -68,9 +68,9 @@ def test_layers_are_told_by_the_chains_between_them() -> None:
     first, median, last = np.median(np.array(found["attention is done"]), axis=0)
     assert first == median == last == (PERIOD - 8000 + 5000 - done) / 1000
     expected = [(PERIOD + 6000 + 8 * block - done) / 1000 for block in (0, 65.5, 131)]
-    layers = np.array(found["x is there: o"])
+    layers = np.array(found["x has arrived: o"])
     assert np.allclose(np.median(layers, axis=0), expected)
-    # Of 63 pairs of launches those with a chain of three products are left out.
+    # Of 63 pairs of launches, those with a launch of three GEMMs are left out.
     assert len(layers) == 63 - 2 * 2
 
 
@@ -78,4 +78,4 @@ def test_a_build_without_stamps_is_refused() -> None:
     run = subprocess.run([sys.executable, SCRIPT], capture_output=True, text=True)
     if run.returncode != 2:
         pytest.skip("this build stamps the clock")
-    assert "stamps no clock" in run.stderr
+    assert "has no trace" in run.stderr

@@ -86,7 +86,7 @@ def test_aux_layers(recipe: SimpleNamespace) -> None:
 def test_unrolled_training_pass_equals_chains_one_by_one(
     recipe: SimpleNamespace, tmp_path: Path, family: str, kind: str
 ) -> None:
-    """And the numpy oracle computes the same chains."""
+    """The numpy oracle computes the same chains."""
     import torch
 
     depth, count = 4, 11
@@ -95,7 +95,7 @@ def test_unrolled_training_pass_equals_chains_one_by_one(
     ids = random_ids(count + 1)
     whole = torch.tensor([ids])
     with torch.no_grad():
-        output = target(whole[:, :-1], feature_layers=head.feature_layers)
+        output = target(whole[:, :-1], aux_layers=head.aux_layers)
         cos, sin = target.rope(0, count)
         embeddings = target.embed(whole[:, 1:])
         start = head.start(output)
@@ -117,13 +117,13 @@ def test_unrolled_training_pass_equals_chains_one_by_one(
                 assert (hidden - unrolled[step][:, row]).abs().max() < 1e-4
 
     oracle = numpy_head(tiny, head)
-    states, features = oracle.target.states(ids[:-1], head.feature_layers)
-    logits, recycled = oracle.prefill(features if kind == "eagle3" else states, ids[1:])
+    states, aux_hidden = oracle.target.states(ids[:-1], head.aux_layers)
+    logits, recycled = oracle.prefill(aux_hidden if kind == "eagle3" else states, ids[1:])
     expected = head.logits(unrolled[0], target)[0].detach().numpy()
     np.testing.assert_allclose(logits, expected, atol=1e-3)
     for root in (0, 3, count - depth):
         oracle.keep(0)
-        inputs = [f[: root + 1] for f in features] if kind == "eagle3" else states[: root + 1]
+        inputs = [f[: root + 1] for f in aux_hidden] if kind == "eagle3" else states[: root + 1]
         recycled = oracle.prefill(inputs, ids[1 : root + 2])[1][-1]
         for step in range(1, depth):
             logits, recycled = oracle.step(recycled, ids[root + step + 1])
@@ -213,7 +213,7 @@ def test_a_few_steps_lower_the_loss_and_files_are_as_specified(
 
     loaded = recipe.drafts.load_head(out, target)
     x = torch.randn(1, 5, HIDDEN)
-    assert loaded.feature_layers == head.feature_layers
+    assert loaded.aux_layers == head.aux_layers
     with torch.no_grad():
         difference = loaded.logits(x, target) - head.logits(x, target)
     assert difference.abs().max() < 0.1  # bf16 rounding of the weights
@@ -227,7 +227,7 @@ def test_draft_vocabulary_holds_the_most_frequent_tokens(recipe: SimpleNamespace
 def test_acceptance_of_the_target_by_itself_is_complete(
     recipe: SimpleNamespace, tmp_path: Path
 ) -> None:
-    """A greedy text is its writer's own chain everywhere."""
+    """A greedy text equals its model's own chain at every position."""
     _, target = tiny_target(recipe, tmp_path, "llama")
     import torch
 
@@ -237,7 +237,7 @@ def test_acceptance_of_the_target_by_itself_is_complete(
     assert result.mean_length == 5.0 and result.chain == 4
 
 
-def test_walk_counts_tokens_of_whole_cycles(recipe: SimpleNamespace) -> None:
+def test_walk_counts_tokens_of_whole_speculative_steps(recipe: SimpleNamespace) -> None:
     import torch
 
     matches = torch.zeros(1, 10, 3, dtype=torch.bool)
@@ -273,7 +273,7 @@ def test_sampling_of_the_generated_text(recipe: SimpleNamespace, tmp_path: Path)
     ids = recipe.continue_text.continue_prompts(
         target, prompts, 30, [0.0], seed=0, repetition_penalty=1e6
     )[0].tolist()
-    assert len(set(ids)) == len(set(random_ids(5))) + 30  # nothing is said twice
+    assert len(set(ids)) == len(set(random_ids(5))) + 30  # no token is repeated
 
 
 def test_text_formats(recipe: SimpleNamespace) -> None:

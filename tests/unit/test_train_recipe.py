@@ -60,7 +60,7 @@ def test_special_tokens_and_bos(tokenizer) -> None:
         assert tokenizer.token_to_id(token) == index
     with_bos = tokenizer.encode("import os").ids
     assert with_bos == [1, *tokenizer.encode("import os", add_special_tokens=False).ids]
-    assert tokenizer.decode(with_bos) == "import os"  # no prefix space comes or goes
+    assert tokenizer.decode(with_bos) == "import os"  # no prefix space is added or removed
 
 
 @pytest.mark.parametrize("width", [4, 8, 12, 16])
@@ -162,7 +162,7 @@ def test_five_steps_lower_the_loss_and_the_directory_loads(
         ("quantize", ["--target", "x", "--draft", "model"], "model", "is or holds the source"),
     ],
 )
-def test_what_is_there_is_kept(
+def test_existing_files_are_kept(
     recipe: SimpleNamespace,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -171,7 +171,7 @@ def test_what_is_there_is_kept(
     out: str,
     message: str,
 ) -> None:
-    """Said before anything is read: of these only the directories are there."""
+    """Checked before any file is read: only the directories exist."""
     for name in ("mine", "model", "text"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "diary.txt").write_text("dear diary")
@@ -189,14 +189,14 @@ def test_cached_decoding_equals_one_pass(recipe: SimpleNamespace) -> None:
     model = recipe.model.load_pretrained(SHIPPED)
     ids = torch.randint(5, 4096, (1, 48), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        whole = model(ids, feature_layers=(1, 3))
+        whole = model(ids, aux_layers=(1, 3))
         past, parts = None, []
         for chunk in ids.split([20, 1, 27], dim=1):
             output = model(chunk, past)
             past = output.cache
             parts.append(output.logits)
     assert (torch.cat(parts, dim=1) - whole.logits).abs().max() < 1e-4
-    assert len(whole.features) == 2 and whole.features[0].shape == whole.hidden.shape
+    assert len(whole.aux_hidden) == 2 and whole.aux_hidden[0].shape == whole.hidden.shape
 
 
 def test_shipped_model_completes_python(recipe: SimpleNamespace, tokenizer) -> None:

@@ -1,4 +1,4 @@
-"""Small tokenizers of the kinds that checkpoints have, made without any download."""
+"""Small tokenizers of common kinds, made without a download."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SPECIAL = ("<s>", "</s>", "<|im_start|>", "<|im_end|>")
 
 @functools.cache
 def byte_level() -> Tokenizer:
-    """As GPT-2, Llama 3, Qwen: tokens are pieces of UTF-8, which may end inside a character."""
+    """As in GPT-2, Llama 3, Qwen: a token is a piece of UTF-8 and may end inside a character."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -35,7 +35,7 @@ def byte_level() -> Tokenizer:
 
 @functools.cache
 def byte_fallback() -> Tokenizer:
-    """As Llama 2 and MiniCPM: spaces are ▁, unknown characters are spelt byte by byte."""
+    """As in Llama 2 and MiniCPM: a space is ▁, unknown characters are byte tokens."""
     pieces = ["<unk>", *SPECIAL, *(f"<0x{i:02X}>" for i in range(256)), "▁"]
     pieces += sorted({c for c in TEXT if c.isascii() and not c.isspace()}) + ["你", "é"]
     merges = [("h", "e"), ("l", "l"), ("he", "ll"), ("▁", "t"), ("▁t", "he"), ("hell", "o")]
@@ -59,7 +59,7 @@ def byte_fallback() -> Tokenizer:
 
 
 def write_directory(path: Path, tokenizer: Tokenizer, **config: object) -> Path:
-    """A checkpoint directory with just a tokenizer in it."""
+    """A checkpoint directory with only a tokenizer."""
     path.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(path / "tokenizer.json"))
     fields = {"bos_token": "<s>", "eos_token": {"content": "</s>", "special": True}, **config}

@@ -23,6 +23,7 @@ class Policy(Protocol):
     """What is tested: cpmcu.engine.chooser.ShapeChooser, or a fixed shape."""
 
     def choose(self, num_seqs: int) -> Shape: ...
+    def expect(self, shape: Shape, num_seqs: int, seconds: float) -> None: ...
     def observe(
         self, shape: Shape, num_seqs: int, seconds: float, emitted: Sequence[int]
     ) -> None: ...
@@ -37,6 +38,8 @@ class Fixed:
 
     def choose(self, num_seqs: int) -> Shape:
         return self.shape
+
+    def expect(self, shape: Shape, num_seqs: int, seconds: float) -> None: ...
 
     def observe(
         self, shape: Shape, num_seqs: int, seconds: float, emitted: Sequence[int]
@@ -122,6 +125,14 @@ class Engine:
         self._uses: dict[tuple[Shape, int], int] = {}
         self._in_flight: deque[Shape] = deque()
         self.start(num_seqs)
+
+    def warm_up(self, shapes: Sequence[Shape]) -> None:
+        """Steps of one sequence that is no request's: their time and tokens do not count."""
+        for shape in shapes:
+            use = self._uses[shape, 1] = self._uses.get((shape, 1), 0) + 1
+            slow = self.world.slow_first[use - 1 : use]
+            seconds = self.world.seconds(shape, 1) + sum(slow)
+            self.policy.expect(shape, 1, seconds * math.exp(self.rng.gauss(0, self.world.jitter)))
 
     def start(self, num_seqs: int) -> None:
         """New sequences take the place of the old ones."""

@@ -178,6 +178,18 @@ class DiskStore:
 
         After False, the buffers hold anything. A damaged or foreign file is removed.
         """
+        found, has_state = self.read_found(key, parent, tokens, into, state)
+        return found and (state is None or has_state)
+
+    def read_found(
+        self,
+        key: bytes,
+        parent: bytes,
+        tokens: bytes,
+        into: memoryview,
+        state: memoryview | None,
+    ) -> tuple[bool, bool]:
+        """As `read`, for a page that is of use without its state: (page?, state?)."""
         page = _bytes_of(into, self._page_bytes, "into")
         if state is not None:
             state = _bytes_of(state, self._state_bytes, "state")
@@ -195,21 +207,21 @@ class DiskStore:
                 os.close(fd)
         except FileNotFoundError:
             self._forget(key)
-            return False
+            return False, False
         except BadPageFileError as error:
             self._discard(key, str(error))
-            return False
+            return False, False
         except OSError as error:
             if error.errno == errno.EIO:
                 self._discard(key, sentence(error))
             else:
                 self._reading_failed(path, error)
-            return False
+            return False, False
         with self._lock:
             if generation == self._generation:
                 self._set(key, _Entry(size, used, has_state))
         self._evict()  # another process may have written it
-        return state is None or has_state
+        return True, state is not None and has_state
 
     def remove_all(self) -> None:
         """Removes all pages of this fingerprint, those of other processes too."""

@@ -32,7 +32,7 @@ class _Read:
     entry: Entry
     block: int
     state: int
-    done: Future[bool]
+    done: Future[tuple[bool, bool]]  # is the page there, and its state?
 
 
 class DiskTier:
@@ -97,9 +97,7 @@ class DiskTier:
         block = self._take_block()
         if block < 0:
             return False
-        state = -1
-        if self._states.limit > 0:
-            state = self._states.take()
+        state = self._states.take()  # -1 where sequences have no state of their own
         entry = self._index.add(key, parent, tokens)
         if entry is None:
             self._host.give(block)
@@ -111,7 +109,7 @@ class DiskTier:
         view = self._host.view(block)
         state_view = self._states.view(state) if state >= 0 else None
         done = self._threads.submit(
-            self._store.read, key, digest_of(parent), tokens, view, state_view
+            self._store.read_found, key, digest_of(parent), tokens, view, state_view
         )
         self._reads[key] = _Read(entry, block, state, done)
         return True
@@ -123,14 +121,16 @@ class DiskTier:
             del self._reads[key]
             entry = read.entry
             entry.locks -= 1
-            good = read.done.exception() is None and read.done.result()
-            if good and entry.alive and entry.block < 0:
+            good, has_state = (False, False) if read.done.exception() else read.done.result()
+            fits = good and entry.alive and entry.block < 0
+            if fits:
                 self._index.set_block(entry, read.block)
-                entry.state = read.state
                 self.num_read += 1
-                continue
-            self._host.give(read.block)
-            if read.state >= 0:
+            else:
+                self._host.give(read.block)
+            if fits and has_state and entry.state < 0:
+                entry.state = read.state
+            elif read.state >= 0:
                 self._states.give(read.state)
             if not good and entry.alive:
                 entry.on_disk = False

@@ -12,13 +12,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SLAB_BYTES = 128 << 20
+SLABS_AHEAD = 3  # free ones: a long prompt can move 1 GB of older pages within 0.5 s
 
 
 class HostTier:
     """Blocks of one size, up to `limit_bytes`. Used by the engine thread only.
 
-    Page-locking memory takes about 0.4 s a GB, so a thread takes the next slab before it is needed.
-    On a CPU the engine takes it at once.
+    Page-locking memory takes about 0.4 s a GB, so a thread takes slabs before they are needed.
     """
 
     def __init__(self, engine: C.Engine, block_bytes: int, limit_bytes: int) -> None:
@@ -29,7 +29,7 @@ class HostTier:
         self._free: list[int] = []
         self._num_blocks = 0
         self._grower: threading.Thread | None = None
-        self._waits = engine.launch_ahead == 1  # nothing is gained by another thread
+        self._in_threads = engine.launch_ahead > 1  # on a CPU, a slab takes no time
         if self.limit > 0:
             from cpmcu import C
 
@@ -47,8 +47,11 @@ class HostTier:
         return self._num_blocks - len(self._free)
 
     def take(self) -> int:
-        """A free block, or -1."""
+        """A free block, or -1. Waits for a slab that a thread is taking."""
         self.grow()
+        if not self._free and self._grower is not None:
+            self._grower.join()
+            self.grow()
         return self._free.pop() if self._free else -1
 
     def give(self, block: int) -> None:
@@ -66,16 +69,17 @@ class HostTier:
         found = min(self._blocks.num_blocks, self.limit)
         self._free.extend(range(self._num_blocks, found))
         self._num_blocks = max(self._num_blocks, found)
-        few = len(self._free) <= self._per_slab // 2
-        running = self._grower is not None and self._grower.is_alive()
-        if not few or running or self._num_blocks >= self.limit:
+        if self._grower is not None and not self._grower.is_alive():
+            self._grower = None
+        enough = len(self._free) > SLABS_AHEAD * self._per_slab
+        if enough or self._grower is not None or self._num_blocks >= self.limit:
             return
-        if self._waits and not self._free:
-            self._take_slab()
-            self.grow()
-        elif not self._waits:
+        if self._in_threads:
             self._grower = threading.Thread(target=self._take_slab, name="cpmcu-host", daemon=True)
             self._grower.start()
+        elif not self._free:
+            self._take_slab()
+            self.grow()
 
     def close(self) -> None:
         """Gives the memory back. No copy may be under way."""

@@ -1,24 +1,24 @@
 "use strict";
-// One answer in progress: the server's stream is written into a turn, and the turn is saved on the way.
+// One answer in progress: writes the server's stream into a turn and saves the turn meanwhile.
 
 const running = new Map();  // id of a conversation -> its Answering
 const SAVE_EVERY = 500;     // ms
-let leaving = false;        // is the page being closed, or loaded again?
+let leaving = false;        // true while the page is being closed or reloaded
 
 class Answering {
-  /** `changed` is called when the turn has something new to show. */
+  /** `changed` is called when the turn's content has changed. */
   constructor(conversation, turn, changed) {
     Object.assign(this, { conversation, turn, changed });
     this.controller = new AbortController();
     this.tokensBefore = turn.numbers?.tokens ?? 0;  // of the part that "Go on" continues
-    this.came = false;     // has a token arrived?
-    this.progress = "";    // while the prompt is read
+    this.came = false;     // true once a token has arrived
+    this.progress = "";    // text shown during prefill
     this.refusal = null;
   }
 
   stop() { this.controller.abort(); }
 
-  /** Runs to the end. An error becomes the turn's `problem`, or `refusal` if no token arrived. */
+  /** Runs until the answer ends. An error becomes the turn's `problem`, or `refusal` if no token arrived. */
   async run() {
     const { conversation, turn } = this;
     const before = { ...turn };
@@ -32,7 +32,7 @@ class Answering {
       for await (const event of events(reply)) this.take(event);
       if (turn.end === "running") turn.end = "stop";
     } catch (error) {
-      if (leaving) return;  // the browser cuts the stream itself
+      if (leaving) return;  // the browser has closed the stream
       if (error.name === "AbortError") turn.end = "stopped";
       else if (!(error instanceof Refusal)) throw error;
       else if (this.came) Object.assign(turn, { end: "failed", problem: error.message });
@@ -84,7 +84,7 @@ class Answering {
   }
 }
 
-/** [path, body] of the request for a turn's text, or for more of it. */
+/** Returns [path, body] of the request for a turn's text, or for its continuation. */
 function request(conversation, turn) {
   const body = {
     stream: true, return_metrics: true, return_progress: true,
@@ -113,7 +113,7 @@ const ENDS = {
   failed: "broken off", edited: "edited",
 };
 
-/** The line of numbers below an answer. */
+/** Returns the line of numbers below an answer. */
 function sentenceOf(turn, answering) {
   const { tokens, speed, accepted, wait } = turn.numbers ?? {};
   if (answering && !answering.came) return answering.progress || "waiting for the server";
@@ -128,7 +128,7 @@ function sentenceOf(turn, answering) {
   return parts.join("\u00a0· ");
 }
 
-/** The sentence for screen readers when an answer ends. */
+/** Returns the sentence for screen readers at the end of an answer. */
 function endOf(turn) {
   if (turn.end === "failed") return `The answer broke off: ${turn.problem}`;
   if (turn.end === "stopped") return "The answer was stopped.";

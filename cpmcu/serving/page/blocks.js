@@ -1,6 +1,6 @@
 "use strict";
-// Markdown as blocks: {kind, from, to, make, ...} of lines from..to-1; `make` gives the element.
-// Left out: HTML, code by indentation, and addresses that are defined elsewhere.
+// Parses Markdown to blocks: {kind, from, to, make, ...} of lines from..to-1; `make` returns the element.
+// Not supported: HTML, indented code, and link reference definitions.
 
 const FENCE = /^([ \t]*)(`{3,}|~{3,})[ \t]*([^`]*)$/;
 const HEADING = /^ {0,3}(#{1,6})(?=[ \t]|$)/;
@@ -9,11 +9,11 @@ const RULE = /^ {0,3}([-*_])[ \t]*(?:\1[ \t]*){2,}$/;
 const QUOTE = /^ {0,3}> ?/;
 const MARKER = /^([ \t]*)([-+*]|\d{1,9}[.)])(?:([ \t]+)(.*))?$/;
 const COLUMNS = /^[ \t]*\|?[ \t]*:?-+:?[ \t]*(?:\|[ \t]*:?-+:?[ \t]*)*\|?[ \t]*$/;
-const DEEPEST = 10;  // lists and quotes within each other
+const DEEPEST = 10;  // nesting depth of lists and quotes
 
 const isBlank = (line) => !line.trim();
 
-/** The blocks of some lines. */
+/** Returns the blocks of lines. */
 function blocksOf(lines, depth = 0) {
   const found = [];
   for (let at = 0; at < lines.length;) {
@@ -27,14 +27,14 @@ function blocksOf(lines, depth = 0) {
   return found;
 }
 
-/** Does a line end the paragraph before it? */
+/** True if a line ends the paragraph before it. */
 function interrupts(line) {
   if (FENCE.test(line) || HEADING.test(line) || RULE.test(line) || QUOTE.test(line)) return true;
   const marker = MARKER.exec(line);
   return Boolean(marker?.[4]) && (!/\d/.test(marker[2]) || parseInt(marker[2]) === 1);
 }
 
-/** Columns of the white space that a line begins with. */
+/** Returns the width in columns of a line's leading white space. */
 function indentOf(line) {
   let columns = 0;
   for (const sign of line) {
@@ -45,7 +45,7 @@ function indentOf(line) {
   return columns;
 }
 
-/** A line without up to so many columns at its begin. */
+/** Removes up to a number of columns of a line's leading white space. */
 function dedent(line, columns) {
   const indent = indentOf(line);
   return " ".repeat(Math.max(0, indent - columns)) + line.replace(/^[ \t]+/, "");
@@ -75,7 +75,7 @@ function readHeading(lines, from) {
   return { kind: "heading", to: from + 1, make: () => headingElement(found[1].length, text) };
 }
 
-/** The page's own heading is h1. */
+/** Headings start at h2: the page's own heading is h1. */
 function headingElement(level, text) {
   const element = make(`h${Math.min(6, level + 1)}`, { class: `level-${level}` });
   element.append(...inlineNodes(text.trim()));
@@ -99,7 +99,7 @@ function elementsOf(lines, depth) { return blocksOf(lines, depth).map((block) =>
 function readList(lines, from, depth) {
   const first = MARKER.exec(lines[from]);
   if (!first) return null;
-  const kind = first[2].slice(-1);  // another sign begins another list
+  const kind = first[2].slice(-1);  // another marker begins another list
   const items = [];
   let loose = false;
   let at = from;
@@ -118,7 +118,7 @@ function readList(lines, from, depth) {
   return { kind: "list", to, make: () => listElement(first[2], items, loose, depth) };
 }
 
-/** The lines of one item. Models often indent less than CommonMark wants: two columns do. */
+/** Returns the lines of one list item. Two columns of indentation suffice: models often use fewer than CommonMark. */
 function readItem(lines, from, [, indent, sign, gap = " ", rest = ""]) {
   const base = indentOf(indent);
   const offset = base + sign.length + (rest && gap.length <= 4 ? gap.length : 1);
@@ -131,7 +131,7 @@ function readItem(lines, from, [, indent, sign, gap = " ", rest = ""]) {
     if (next === lines.length) break;
     const columns = indentOf(lines[next]);
     if (columns < base + 2) {
-      // A paragraph may go on without being indented.
+      // A paragraph may continue without indentation.
       if (next > to || MARKER.test(lines[next]) || interrupts(lines[next])) break;
       if (isBlank(inside.at(-1))) break;
     }
@@ -211,7 +211,7 @@ function readParagraph(lines, from) {
   return { kind: "paragraph", to, make: () => make("p", {}, ...inlineNodes(text)) };
 }
 
-/** Code with its language and a button. What scrolls can have the focus: keys scroll it. */
+/** Code with its language and a copy button. It is focusable, so that keys can scroll it. */
 function codeElement(language, text) {
   const code = make("code", {}, text);
   const button = make("button", { type: "button", class: "icon", "aria-label": "Copy code", title: "Copy code" });

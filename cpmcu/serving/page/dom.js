@@ -1,9 +1,9 @@
 "use strict";
-// Helpers to make elements. Texts go in as text nodes, never as HTML.
+// Helpers that create elements. Text becomes text nodes, never HTML.
 
 const $ = (id) => document.getElementById(id);
 
-/** A new element. `attributes` are set as they are; `children` are nodes or texts. */
+/** Creates an element. `attributes` are set unchanged; `children` are nodes or strings. */
 function make(name, attributes = {}, ...children) {
   const element = document.createElement(name);
   for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
@@ -11,10 +11,10 @@ function make(name, attributes = {}, ...children) {
   return element;
 }
 
-/** A copy of a drawing in index.html's template. */
+/** Copies an icon of index.html's template. */
 function icon(name) { return $("icons").content.querySelector(`.${name}`).cloneNode(true); }
 
-/** A button that is only a drawing; `label` is its name and its tooltip. */
+/** Creates a button with an icon; `label` is its name and its tooltip. */
 function iconButton(name, label, act) {
   const button = make("button", { type: "button", class: "icon", "aria-label": label, title: label });
   button.append(icon(name));
@@ -22,16 +22,16 @@ function iconButton(name, label, act) {
   return button;
 }
 
-/** Gives screen readers a sentence. */
+/** Announces a sentence to screen readers. */
 function say(text) { $("state").textContent = text; }
 
-/** Shows a sentence above the message field, until the next one or "". */
+/** Shows a sentence above the message field until the next call; "" hides it. */
 function tell(text, action = null) {
   $("notice").replaceChildren(text, ...(action ? [action] : []));
   $("notice").hidden = !text;
 }
 
-/** Copies a text, and shows on the button that it did. */
+/** Copies a text and shows the success on the button. */
 async function copy(text, button) {
   let done = true;
   try { await navigator.clipboard.writeText(text); } catch { done = copyBySelection(text); }
@@ -50,7 +50,7 @@ async function copy(text, button) {
   }, 1500);
 }
 
-/** Where the page does not come by HTTPS or from localhost, browsers have no other way. */
+/** Copies without the clipboard API, which browsers offer only for HTTPS and localhost. */
 function copyBySelection(text) {
   const focused = document.activeElement;
   const field = make("textarea", { class: "unseen", "aria-hidden": "true" });
@@ -63,7 +63,7 @@ function copyBySelection(text) {
   return done;
 }
 
-/** Calls `act` at most once a frame, however often it is asked to. */
+/** Returns a function that calls `act` at most once a frame. */
 function perFrame(act) {
   let frame = 0;
   return () => { frame ||= requestAnimationFrame(() => { frame = 0; act(); }); };

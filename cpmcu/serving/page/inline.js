@@ -1,6 +1,6 @@
 "use strict";
 // Markdown inside a paragraph: emphasis, code, links and line breaks, as DOM nodes.
-// Text of the model becomes text nodes only. HTML in it is shown as it was written.
+// The model's text becomes text nodes only. HTML in it is shown as text.
 
 const RUN = /[^\\`*_~[\]!<&\n$h]+/y;
 const URL_RUN = /https?:\/\/[^\s<>"'`|\\^{}]{1,2000}/y;
@@ -8,17 +8,17 @@ const AUTOLINK = /<(https?:\/\/[^\s<>]*)>/y;
 const LINE_BREAK = /<br\s*\/?>/iy;
 const ENTITY = /&(amp|lt|gt|quot|apos|nbsp|#39);/y;
 const ENTITIES = { amp: "&", lt: "<", gt: ">", quot: '"', apos: "'", nbsp: "\u00a0", "#39": "'" };
-// (address "title"), behind the text of a link
+// (address "title") after the text of a link
 const TARGET = /\(\s?(?:<([^<>\n]*)>|((?:[^\s()\\]|\\.|\((?:[^\s()\\]|\\.)*\))*))(?:\s(?:"[^"]*"|'[^']*'|\([^()]*\)))?\s?\)/y;
 const PUNCTUATION = /[\p{P}\p{S}]/u;
-// Languages without spaces: a letter beside a mark is as good as a space.
+// Scripts without spaces: a letter next to a mark counts as a space.
 const SPACELESS = /[\p{sc=Han}\p{sc=Hiragana}\p{sc=Katakana}\p{sc=Hangul}]/u;
-const MOST_PIECES = 5000;  // of a paragraph; with more, marks stay as they are
+const MOST_PIECES = 5000;  // of a paragraph; if there are more, marks stay text
 
-/** The nodes of a paragraph's text. */
+/** Returns the nodes of a paragraph's text. */
 function inlineNodes(text) { return new Inline(text).nodes(); }
 
-/** An address that a link may have, or null: http and https only. */
+/** Returns the address if a link may have it (http and https only), else null. */
 function webAddress(text) {
   let url;
   try { url = new URL(text); } catch { return null; }
@@ -36,9 +36,9 @@ class Inline {
     this.text = text;
     this.at = 0;
     this.pieces = [];     // {node}, or a run of marks: {mark, count, whole, opens, closes}
-    this.plain = "";      // read, and not yet a piece
+    this.plain = "";      // text read but not yet a piece
     this.brackets = [];   // pieces that are an open [ or ![
-    this.missing = new Set();  // ends that do not come any more
+    this.missing = new Set();  // end marks that do not occur in the rest
   }
 
   nodes() {
@@ -70,7 +70,7 @@ class Inline {
     }
   }
 
-  /** The match of a sticky pattern here, behind which reading goes on; or null. */
+  /** Matches a sticky pattern here and advances past it. Returns the match or null. */
   match(pattern) {
     pattern.lastIndex = this.at;
     const found = pattern.exec(this.text);
@@ -93,7 +93,7 @@ class Inline {
     this.pieces.push({ node });
   }
 
-  /** Where `end` comes next, or -1. Each end that does not come is searched for once. */
+  /** Returns the next position of `end`, or -1. A missing end mark is searched for only once. */
   search(end, from) {
     if (this.missing.has(end)) return -1;
     const found = this.text.indexOf(end, from);
@@ -110,7 +110,7 @@ class Inline {
     this.take(1);
   }
 
-  /** A formula is shown as it is written: nothing in it is Markdown. */
+  /** Shows a formula as text: it is not parsed as Markdown. */
   formula(begin, end) {
     const found = this.search(end, this.at + begin.length);
     if (found < 0) return false;
@@ -162,7 +162,7 @@ class Inline {
   newline() {
     this.plain = this.plain.trimEnd();
     this.push(make("br"));
-    this.plain += this.match(/\n([ \t]*)/y)[1]; // code without a fence shows its indentation
+    this.plain += this.match(/\n([ \t]*)/y)[1]; // keeps the indentation of unfenced code
   }
 
   marks() {
@@ -176,7 +176,7 @@ class Inline {
     }));
     const opening = !right.space && (!right.sign || left.space || left.sign || left.free);
     const closing = !left.space && (!left.sign || right.space || right.sign || right.free);
-    const within = mark === "_";  // of a word: snake_case
+    const within = mark === "_";  // within a word: snake_case
     this.flush();
     this.pieces.push({
       mark, count, whole: count,
@@ -210,7 +210,7 @@ class Inline {
   }
 }
 
-/** Makes runs of marks emphasis, as CommonMark pairs them, and gives the nodes. */
+/** Converts runs of marks to emphasis by CommonMark's rules. Returns the nodes. */
 function nodesOf(pieces) {
   const none = {};  // kind of mark -> no opener before this piece
   for (let c = 0; c < pieces.length && pieces.length < MOST_PIECES; c++) {

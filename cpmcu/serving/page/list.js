@@ -3,7 +3,7 @@
 
 const narrow = matchMedia("(max-width: 52rem)");
 
-/** Makes the list anew. `renaming`: the conversation whose title is being typed. */
+/** Rebuilds the list. `renaming`: the conversation whose title is being edited. */
 function showList(renaming = null) {
   const focused = $("list").contains(document.activeElement);
   if (focused && !renaming && document.activeElement.matches("input")) return;
@@ -58,7 +58,7 @@ function titleField(chat) {
   return field;
 }
 
-/** Deletes a conversation; a button brings it back. */
+/** Deletes a conversation and shows a button that restores it. */
 function deleteChat(chat) {
   running.get(chat.id)?.stop();
   keepDraft();
@@ -74,10 +74,10 @@ function deleteChat(chat) {
     showList();
   });
   tell(`“${chat.name}” was deleted.`, undo);
-  if (narrow.matches) showSide(false);  // the notice is behind it
+  if (narrow.matches) showSide(false);  // the list would cover the notice
 }
 
-/** Opens or closes the side. On a narrow page it lies over the rest, which is then out of reach. */
+/** Opens or closes the side. On a narrow page it covers the rest, which is then inert. */
 function showSide(open) {
   document.body.classList.toggle("no-side", !open);
   $("side").inert = !open;

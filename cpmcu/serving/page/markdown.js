@@ -1,17 +1,17 @@
 "use strict";
-// Markdown that grows: complete blocks stay, only the last block is rendered again.
+// Growing Markdown: complete blocks stay, only the last block is rendered again.
 
 class Markdown {
-  /** Shows text in `root`; `settled` gets the text of each block that is complete. */
+  /** Renders into `root`. `settled` is called with the text of each complete block. */
   constructor(root, settled = () => {}) {
     this.root = root;
     this.settled = settled;
     this.text = "";
-    this.done = 0;    // characters whose blocks are complete
-    this.open = [];   // blocks behind them: {source, kind, node, code}
+    this.done = 0;    // characters of complete blocks
+    this.open = [];   // blocks after them: {source, kind, node, code}
   }
 
-  /** Shows `text`, which is quickest if it only got longer. */
+  /** Shows `text`. Fast if `text` extends the previous text. */
   show(text) {
     if (!text.startsWith(this.text)) {
       this.root.replaceChildren();
@@ -30,13 +30,13 @@ class Markdown {
     this.settle(lines, blocks);
   }
 
-  /** The element of a block: the one that is there, if it can be kept. */
+  /** Returns the element of a block, reusing the existing one if possible. */
   node(block, source, old) {
     if (old?.source === source) return old.node;
     if (block.kind === "code" && old?.kind === "code" && block.code.startsWith(old.code)) {
       const label = old.node.querySelector(".code-head span");
       label.textContent = block.language || "text";
-      // Selection and scroll position stay where they are.
+      // Preserves the selection and the scroll position.
       old.node.querySelector("code").append(block.code.slice(old.code.length));
       return old.node;
     }
@@ -46,8 +46,8 @@ class Markdown {
     return node;
   }
 
-  /** Lets complete blocks go. Where the last one begins may depend on the last line (a table's second
-   * line makes a table), which may not be complete. */
+  /** Removes complete blocks from `open`. The last line may be incomplete, and the start of the last
+   * block may depend on it (the second line of a table makes it a table). */
   settle(lines, blocks) {
     const last = blocks.at(-1);
     const kept = last && last.from >= lines.length - 2 ? 2 : 1;
@@ -58,7 +58,7 @@ class Markdown {
     for (const block of this.open.splice(0, count)) this.settled(textOf(block));
   }
 
-  /** Gives `settled` what is left: no more text comes. */
+  /** Ends the text: calls `settled` with the rest. */
   end() {
     for (const block of this.open) this.settled(textOf(block));
   }

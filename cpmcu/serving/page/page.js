@@ -1,16 +1,16 @@
 "use strict";
-// The page as a whole: connection, open conversation, actions, keyboard.
+// The whole page: connection, open conversation, actions, keyboard.
 
 const model = { name: "", chats: true, thinks: false };
-let current = null;   // the conversation that is shown
-let views = [];       // of its turns
+let current = null;   // the open conversation
+let views = [];       // views of its turns
 let draftTimer = 0;
 let connecting = false;
 let saidOfServer = "";
 
 // ---- the server
 
-/** Waits until the server answers, and learns what it serves. */
+/** Waits until the server answers, then reads its model's properties. */
 async function connect() {
   if (connecting) return;
   connecting = true;
@@ -27,7 +27,7 @@ async function connect() {
     if (error.status === 401) return askForKey();
     return tellOfServer(error.message);
   }
-  const free = [document.body, $("key")].includes(document.activeElement);  // nobody types elsewhere
+  const free = [document.body, $("key")].includes(document.activeElement);  // no other field has the focus
   $("key-form").hidden = true;
   if ($("notice").textContent === saidOfServer) tell("");
   $("model").textContent = document.title = model.name;
@@ -37,7 +37,7 @@ async function connect() {
   if (free) toPrompt();
 }
 
-/** Shows a sentence that is no longer true once the server answers. */
+/** Shows a sentence until the server answers. */
 function tellOfServer(text) {
   saidOfServer = text;
   tell(text);
@@ -50,7 +50,7 @@ function askForKey() {
   $("key").focus();
 }
 
-// ---- the conversation that is shown
+// ---- the open conversation
 
 function openChat(conversation) {
   keepDraft();
@@ -66,7 +66,7 @@ function openChat(conversation) {
   $("to-end").hidden = true;
 }
 
-/** Shows the turns of the current conversation; those that are there stay. */
+/** Shows the turns of the current conversation, reusing existing views. */
 function showChat() {
   const turns = current.path().filter((turn) => current.mode === "chat" || turn.role === "assistant");
   const same = turns.findIndex((turn, i) => views[i]?.turn !== turn);
@@ -103,10 +103,10 @@ function showRunning() {
   fit($("prompt"));
 }
 
-/** Lets the message field have the focus, unless a keyboard would then cover the page. */
+/** Focuses the message field, unless an on-screen keyboard would then cover the page. */
 function toPrompt() { if (!touch.matches) $("prompt").focus(); }
 
-/** Does the page show the end of the conversation? Then it follows what is added. */
+/** True if the end of the conversation is visible. The page then scrolls with new text. */
 function atEnd() {
   const log = $("log");
   return log.scrollHeight - log.scrollTop - log.clientHeight < 60;
@@ -116,7 +116,7 @@ function toEnd() { $("log").scrollTop = $("log").scrollHeight; }
 
 // ---- answers
 
-/** Lets the model write an answer. Gives the Refusal if nothing came of it. */
+/** Generates an answer. Returns the Refusal if the server refused. */
 async function answer(conversation, turn) {
   tell("");
   $("live").replaceChildren();
@@ -142,7 +142,7 @@ async function answer(conversation, turn) {
 }
 
 function finish(conversation, turn, refusal) {
-  if (chats.all.has(conversation.id)) chats.save(conversation);  // unless it was deleted meanwhile
+  if (chats.all.has(conversation.id)) chats.save(conversation);  // skipped if it was deleted meanwhile
   if (conversation === current) {
     const follows = atEnd();
     showChat();
@@ -152,7 +152,7 @@ function finish(conversation, turn, refusal) {
   if (spoken === turn) spoken = null;
   showList();
   if (!refusal) return say(endOf(turn));
-  say("");  // the notice is read out
+  say("");  // screen readers read the notice
   tell(refusal.message);
   if (refusal.status === 401) askForKey();
   if (refusal.status === 0) {
@@ -161,7 +161,7 @@ function finish(conversation, turn, refusal) {
   }
 }
 
-/** Sends a text. If the server refuses it, the conversation is as before. */
+/** Sends a text. If the server refuses it, the conversation is unchanged. */
 async function askWith(conversation, parent, text) {
   const asked = conversation.add(parent, { role: "user", text });
   const turn = conversation.add(asked, { role: "assistant" });
@@ -184,7 +184,7 @@ async function send() {
   undo(conversation);
 }
 
-/** Asks again with an edited message, beside the former one. */
+/** Sends an edited message as a new branch. */
 async function resend(turn, text) {
   const conversation = current;
   const former = conversation.leaf;
@@ -205,17 +205,17 @@ async function regenerate(turn) {
   undo(conversation);
 }
 
-/** Lets the model go on with an answer that ended early. */
+/** Continues an answer that ended early. */
 function goOn(turn) { answer(current, turn); }
 
-/** Puts another text in an answer's place, beside the former one. */
+/** Adds an edited answer as a new branch. */
 function replace(turn, text) {
   current.add(current.turn(turn.parent), { role: "assistant", text, end: "edited", model: turn.model });
   chats.save(current);
   showChat();
 }
 
-/** Shows and keeps a conversation after a request that came to nothing. */
+/** Shows and stores a conversation after a refused request. */
 function undo(conversation) {
   chats.save(conversation);
   showList();
@@ -238,7 +238,7 @@ function startNew() {
   toPrompt();
 }
 
-/** Keeps what is in the message field. */
+/** Stores the text of the message field. */
 function keepDraft() {
   clearTimeout(draftTimer);
   draftTimer = 0;
@@ -276,7 +276,7 @@ for (const button of $("modes").children) {
     toPrompt();
   });
 }
-// A keyboard or a longer message leaves less room for the conversation: its end stays in sight.
+// If a keyboard or a longer message reduces the room of the conversation, its end stays visible.
 let staysAtEnd = true;
 $("log").addEventListener("scroll", () => { staysAtEnd = $("to-end").hidden = atEnd(); });
 new ResizeObserver(() => { if (staysAtEnd) toEnd(); }).observe($("log"));
@@ -298,7 +298,7 @@ document.addEventListener("keydown", (event) => {
   if (event.key === "?") $("keys").showModal();
 });
 
-// Changes by other tabs. A conversation with an answer in progress takes in their turns.
+// Changes by other tabs. A conversation with an answer in progress merges their turns.
 addEventListener("storage", ({ key, newValue }) => {
   if (!key?.startsWith(CHAT)) return;
   const before = chats.all.get(key.slice(CHAT.length));
@@ -317,7 +317,7 @@ addEventListener("storage", ({ key, newValue }) => {
   showList();
 });
 
-// A page that is closed or put aside keeps what arrived.
+// If the page is closed or hidden, the text so far is stored.
 function keepAll() {
   keepDraft();
   for (const each of running.values()) each.save();
@@ -329,7 +329,7 @@ addEventListener("pagehide", () => {
 });
 addEventListener("pageshow", () => { leaving = false; });
 
-// Browsers that lay the keyboard over the page tell only so how much of it is left.
+// If the keyboard covers the page, only the visual viewport has the remaining height.
 visualViewport?.addEventListener("resize", () => {
   const covered = visualViewport.scale === 1 && innerHeight - visualViewport.height > 100;
   document.body.style.height = covered ? `${visualViewport.height}px` : "";

@@ -1,7 +1,7 @@
 "use strict";
-// Requests to the server, and its stream of events.
+// Requests to the server, and its event stream.
 
-/** A request that failed: the server's sentence, or a sentence about the connection. */
+/** The error of a failed request: the server's message, or a message about the connection. */
 class Refusal extends Error {
   constructor(status, text) {
     super(text);
@@ -14,7 +14,7 @@ const apiKey = {
   set: (key) => session.set("cpmcu.key", key || null),
 };
 
-/** The server's reply. Throws Refusal, or AbortError. */
+/** Sends a request and returns the reply. Throws Refusal or AbortError. */
 async function ask(path, body, signal) {
   const headers = {};
   if (apiKey.get()) headers.Authorization = `Bearer ${apiKey.get()}`;
@@ -34,7 +34,7 @@ async function ask(path, body, signal) {
   throw new Refusal(reply.status, said || `The server answered with status ${reply.status}.`);
 }
 
-/** The events of a streamed reply. Throws Refusal if it has an error or breaks off, or AbortError. */
+/** Yields the events of a streamed reply. Throws Refusal on an error event or a lost connection, or AbortError. */
 async function* events(reply) {
   const reader = reply.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
@@ -63,7 +63,7 @@ function eventOf(data) {
   return event;
 }
 
-/** The state of a server that does not answer requests yet; null once it does. */
+/** Returns a sentence about a server that is not ready; null if it is ready. */
 async function notReady() {
   const health = await fetch("health").catch(() => null);
   if (health?.ok) return null;
@@ -72,7 +72,7 @@ async function notReady() {
   return state ? `The server says: ${state}.` : "The server cannot be reached.";
 }
 
-/** {name, chats, thinks} of the model. Throws Refusal. */
+/** Returns {name, chats, thinks} of the model. Throws Refusal. */
 async function describeModel() {
   const model = (await (await ask("v1/models")).json()).data[0];
   const template = (await (await ask("tokenizer_info")).json()).chat_template ?? "";

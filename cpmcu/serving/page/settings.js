@@ -1,7 +1,7 @@
 "use strict";
-// Settings: the system prompt, sampling, and how the page looks. All are kept in this browser.
+// Settings: the system prompt, sampling, theme. They are stored in this browser.
 
-const COMPLETED = 512;  // most new tokens of a text, unless told; the server's own default is 16
+const COMPLETED = 512;  // default max_tokens of a text; the server's own default is 16
 
 const settings = {
   values: { system: "", temperature: "", top_p: "", top_k: "", seed: "", max_tokens: "", thinking: "", theme: "" },
@@ -11,7 +11,7 @@ const settings = {
     for (const name in this.values) this.values[name] = String(this.values[name] ?? "");
   },
 
-  /** The fields of a request. What is empty is the model's own. */
+  /** Returns the fields of a request. An empty setting is omitted: the model's default applies. */
   sampling(mode) {
     const found = {};
     for (const name of ["temperature", "top_p", "top_k", "seed", "max_tokens"]) {
@@ -31,7 +31,7 @@ function showSettings() {
   $("settings").showModal();
 }
 
-/** Takes what was typed, or says what is wrong with it. */
+/** Saves the entered values, or shows the first invalid one. */
 function takeSettings() {
   const wrong = fieldsOf().find((field) => !field.validity.valid);
   if (wrong) {

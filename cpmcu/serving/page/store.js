@@ -1,16 +1,16 @@
 "use strict";
-// Data kept in this browser. Local storage has conversations and settings; the session storage of
-// the tab has the API key and the id of the open conversation.
+// Data stored in this browser. Local storage has conversations and settings. The tab's session
+// storage has the API key and the id of the open conversation.
 
 const CHAT = "cpmcu.chat.";
 
-/** A storage that may be full, or forbidden. */
+/** A storage that may be full or disabled. */
 class Kept {
   constructor(name) { this.name = name; }
 
   get(key) { try { return window[this.name].getItem(key); } catch { return null; } }
 
-  /** Sets or, with null, removes; says if that worked. */
+  /** Sets a value; null removes it. Returns true if it succeeded. */
   set(key, value) {
     try {
       if (value === null) window[this.name].removeItem(key);
@@ -25,7 +25,7 @@ class Kept {
 const local = new Kept("localStorage");
 const session = new Kept("sessionStorage");
 
-/** A new name for a conversation or a turn. crypto.randomUUID needs HTTPS or localhost. */
+/** Returns a new id of a conversation or a turn. crypto.randomUUID needs HTTPS or localhost. */
 function newId() {
   return Array.from(crypto.getRandomValues(new Uint8Array(8)), (b) => b.toString(16).padStart(2, "0")).join("");
 }
@@ -38,11 +38,11 @@ class Conversation {
     Object.assign(this, { id, mode, title, updated, turns, leaf, draft });
   }
 
-  /** A kept conversation; null if that is not one. */
+  /** Parses a stored conversation; null if the text is not one. */
   static read(text) {
     let data = null;
     try { data = JSON.parse(text); } catch { /* not ours */ }
-    const before = new Set([null]);  // a turn comes behind its parent
+    const before = new Set([null]);  // a turn follows its parent
     const isTurn = (turn) => {
       if (typeof turn?.id !== "string" || typeof turn.text !== "string" || !before.has(turn.parent)) return false;
       return before.add(turn.id);
@@ -54,7 +54,7 @@ class Conversation {
 
   get isEmpty() { return !this.turns.length && !this.draft; }
 
-  /** The title that was given, else how it begins. */
+  /** The title given by the user, else the beginning of the conversation. */
   get name() {
     const begin = (this.turns[0]?.text || this.draft).trim().split("\n", 1)[0];
     return this.title || begin.slice(0, 80) || "New conversation";
@@ -62,24 +62,24 @@ class Conversation {
 
   turn(id) { return this.turns.find((turn) => turn.id === id); }
 
-  /** The turns from the first one to the leaf, or to the turn given. */
+  /** Returns the turns from the first one to the leaf, or to the given turn. */
   path(end = this.turn(this.leaf)) {
     const found = [];
     for (let turn = end; turn && !found.includes(turn); turn = this.turn(turn.parent)) found.unshift(turn);
     return found;
   }
 
-  /** Turns in the same place, this one included. */
+  /** Returns the siblings of a turn, including the turn. */
   siblings(turn) { return this.turns.filter((each) => each.parent === turn.parent); }
 
-  /** What can be shown in a turn's place. A text's beginning and what follows are one there. */
+  /** Returns the alternatives of a turn. For a text, beginning and continuation are one alternative. */
   versions(turn) {
     if (this.mode === "chat" || turn.role === "user") return this.siblings(turn);
     const begins = this.siblings(this.turn(turn.parent)).map(({ id }) => id);
     return this.turns.filter((each) => begins.includes(each.parent));
   }
 
-  /** Adds a turn behind `parent`, and shows it. */
+  /** Adds a turn after `parent` and shows it. */
   add(parent, fields) {
     const turn = { id: newId(), parent: parent?.id ?? null, text: "", ...fields };
     this.turns.push(turn);
@@ -88,7 +88,7 @@ class Conversation {
     return turn;
   }
 
-  /** Takes a turn without followers away, and shows its place's last one, or its parent. */
+  /** Removes a turn without children and shows its last sibling or its parent. */
   remove(turn) {
     this.turns = this.turns.filter((each) => each !== turn);
     const other = this.siblings(turn).at(-1);
@@ -96,13 +96,13 @@ class Conversation {
     else this.leaf = turn.parent;
   }
 
-  /** Shows the branch of a turn, up to its newest end. */
+  /** Shows the branch of a turn, up to its newest leaf. */
   show(turn) {
     for (let next = turn; next; next = this.turns.findLast((each) => each.parent === this.leaf)) this.leaf = next.id;
   }
 }
 
-/** The conversations, as kept here and changed by other tabs. */
+/** The stored conversations, including changes by other tabs. */
 const chats = {
   all: new Map(),
 
@@ -115,7 +115,7 @@ const chats = {
 
   sorted() { return [...this.all.values()].sort((a, b) => b.updated - a.updated); },
 
-  /** Keeps a conversation, or lets go of an empty one. */
+  /** Stores a conversation, or removes an empty one. */
   save(conversation) {
     const { id, isEmpty } = conversation;
     const isNew = !this.all.has(id);
@@ -133,7 +133,7 @@ const chats = {
     local.set(CHAT + conversation.id, null);
   },
 
-  /** Takes over what another tab wrote: gives the conversation, null if it was deleted. */
+  /** Applies another tab's change. Returns the conversation; null if it was deleted. */
   take(key, text) {
     const found = text === null ? null : Conversation.read(text);
     if (found) this.all.set(found.id, found);

@@ -1,5 +1,5 @@
 "use strict";
-// The theme, before anything is shown: the system's, unless the settings name one.
+// Sets the theme before the first paint: that of the settings, else the system's.
 
 function showTheme(name) {
   if (name) document.documentElement.dataset.theme = name;

@@ -22,7 +22,7 @@ class TurnView {
     this.update();
   }
 
-  /** Gives screen readers the rest of an answer that has ended. */
+  /** Announces the rest of a finished answer to screen readers. */
   end() {
     if (this.markdown) this.markdown.end();
     else if (this.turn === spoken) hear(this.turn.text);
@@ -35,7 +35,7 @@ class TurnView {
     return found?.turn === this.turn ? found : null;
   }
 
-  /** Shows the turn as it is now. */
+  /** Shows the turn's current content. */
   update() {
     const { turn } = this;
     if (this.markdown) this.markdown.show(turn.text);
@@ -71,7 +71,7 @@ class TurnView {
     else shown.data = thought;
   }
 
-  /** The buttons. One may have the focus, so they are replaced only when they change. */
+  /** Shows the buttons. One may have the focus, so they are replaced only if they change. */
   showActions() {
     const { conversation, turn } = this;
     const free = !running.has(conversation.id);
@@ -104,11 +104,11 @@ class TurnView {
     return [step("Previous version", "left", alike[place - 1]), count, step("Next version", "right", alike[place + 1])];
   }
 
-  /** Puts a field in the text's place; `text`: what it holds, if not the text itself. */
+  /** Replaces the text by an edit field. `text`: the field's initial value, if not the text. */
   edit(text = null) {
     if (this.element.classList.contains("edited")) return;
     const { conversation, turn } = this;
-    const changed = conversation.mode === "complete" ? this.given : turn;  // what is edited
+    const changed = conversation.mode === "complete" ? this.given : turn;  // the edited turn
     const whole = changed === turn ? turn.text : changed.text + turn.text;
     const sends = changed.role === "user";
     const field = make("textarea", { "aria-label": "Edited text", rows: 1 });
@@ -136,12 +136,12 @@ class TurnView {
   }
 }
 
-let spoken = null;  // the turn that screen readers hear
+let spoken = null;  // the turn that is announced to screen readers
 
-/** Gives screen readers a piece of the answer in progress. */
+/** Announces a piece of the answer in progress to screen readers. */
 function hear(text) { if (text.trim()) $("live").append(make("p", {}, text)); }
 
-/** Gives a field the height of its text. */
+/** Sets a field's height to that of its text. */
 function fit(field) {
   field.style.height = "auto";
   field.style.height = `${field.scrollHeight + 2}px`;
@@ -149,7 +149,7 @@ function fit(field) {
 
 const touch = matchMedia("(hover: none) and (pointer: coarse)");
 
-/** Does a key send? Enter in a chat, unless on a touch screen; Ctrl+Enter or Cmd+Enter anywhere. */
+/** True if a key event sends: Enter in a chat without touch screen; Ctrl+Enter or Cmd+Enter always. */
 function sendsNow(event, mode) {
   if (event.key !== "Enter" || event.isComposing || event.keyCode === 229) return false;
   if (event.ctrlKey || event.metaKey) return true;

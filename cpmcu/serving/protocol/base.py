@@ -1,4 +1,4 @@
-"""What requests share: strict types, the sampling fields, and what is done with other fields."""
+"""Base of all requests: strict types, sampling fields, and the check of other fields."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_STOP_LENGTH = 1024
 MAX_BIASES = 4096
 MAX_SALT_LENGTH = 1024
 
-# Fields that would change the output and are not supported -> values at which they do nothing.
+# Unsupported fields that change the output -> their neutral values, which are accepted.
 REFUSED: dict[str, tuple[Any, ...]] = {
     "allowed_token_ids": ([],),
     "audio": (),
@@ -69,7 +69,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
     "xtc_probability": (0, 0.0),
 }
-# Fields that cannot change the output here: nothing is said about them.
+# Fields that cannot change the output here. They are ignored without a log line.
 IGNORED = {
     "cache_prompt",
     "metadata",
@@ -83,7 +83,7 @@ IGNORED = {
     "user",
     "verbosity",
 }
-_REASONS = {"suffix": "the model goes on with a text, and cannot fill a gap in one"}
+_REASONS = {"suffix": "the model can continue a text but not fill a gap in it"}
 
 _logged: set[str] = set()
 
@@ -91,33 +91,33 @@ T = TypeVar("T")
 
 
 class _FailFast(FailFast):
-    """One that may be part of a union, whose members must have hashes."""
+    """Makes the validator usable in a union, whose members must have hashes."""
 
     __hash__ = object.__hash__
 
 
-# A list whose first wrong element is the only one that is looked for: there may be many.
+# A list whose validation stops at the first wrong element: a body may have many.
 Items = Annotated[list[T], _FailFast()]
 
 
 class ApiModel(BaseModel):
-    """Strict types: no number from a text, no text from a number."""
+    """Strict types: a string is not converted to a number, nor a number to a string."""
 
     model_config = ConfigDict(strict=True, protected_namespaces=())
 
 
 class RequestModel(ApiModel):
-    """A request; fields beyond the declared ones are kept for `check_extra`."""
+    """A request. Undeclared fields are stored for `check_extra`."""
 
     model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
 
     def check_extra(self) -> None:
-        """Logs unknown fields once. Raises ApiError (400) for one that would change the output."""
+        """Logs unknown fields once. Raises ApiError (400) for a field that changes the output."""
         for name, value in (self.model_extra or {}).items():
             if name in IGNORED or value is None:
                 continue
             if name in REFUSED:
-                # bool is int in Python, but true is not 1 in JSON.
+                # In Python True == 1; in JSON true is not 1.
                 neutral = any(
                     value == each and isinstance(value, bool) == isinstance(each, bool)
                     for each in REFUSED[name]
@@ -128,17 +128,15 @@ class RequestModel(ApiModel):
                     raise refused(name, f"{name} is not supported by this server{why}.")
             elif name not in _logged and len(_logged) < 1000:
                 _logged.add(name)
-                logger.warning("requests have a field %.64r, which is unknown and ignored", name)
+                logger.warning("unknown request field %.64r is ignored", name)
 
 
 class StreamOptions(RequestModel):
-    """Options of a streamed response."""
+    """Options of a stream."""
 
-    include_usage: bool | None = Field(
-        False, description="End the stream with a chunk that has the usage"
-    )
+    include_usage: bool | None = Field(False, description="Send usage in a last chunk")
     continuous_usage_stats: bool | None = Field(
-        False, description="With include_usage: usage so far in every chunk"
+        False, description="With include_usage: send the usage so far in every chunk"
     )
 
 
@@ -152,23 +150,23 @@ class JsonSchema(RequestModel):
 
 
 class ResponseFormat(RequestModel):
-    """What the answer has to look like."""
+    """OpenAI's format of the answer."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
     schema_: dict[str, Any] | bool | None = Field(
-        None, alias="schema", description="llama.cpp's place for the schema"
+        None, alias="schema", description="The schema, in llama.cpp's place"
     )
 
     @property
     def schema_given(self) -> dict[str, Any] | bool | None:
-        """The schema, wherever it stands."""
+        """The schema, from either place."""
         named = None if self.json_schema is None else self.json_schema.schema_
         return self.schema_ if named is None else named
 
 
 class StructuredOutputs(RequestModel):
-    """What the answer has to look like, as vLLM has it."""
+    """vLLM's constraint of the answer."""
 
     json_: dict[str, Any] | str | None = Field(None, alias="json")
     regex: str | None = None
@@ -177,14 +175,14 @@ class StructuredOutputs(RequestModel):
     json_object: bool | None = None
 
     def fields(self) -> dict[str, Any]:
-        """Kind of the grammar -> its source, None where there is none."""
+        """Kind of the grammar -> its source, or None."""
         found: dict[str, Any] = {"json": self.json_, "regex": self.regex}
         found |= {"choice": self.choice, "grammar": self.grammar}
         return found | {"json_object": self.json_object or None}
 
 
 def _few_biases(value: Any) -> Any:
-    """Looks at their number before each is looked at."""
+    """Checks the number of entries before each entry is validated."""
     if isinstance(value, dict) and len(value) > MAX_BIASES:
         raise ValueError(f"should have at most {MAX_BIASES} token ids")
     return value
@@ -193,17 +191,17 @@ def _few_biases(value: Any) -> Any:
 class GenerationRequest(RequestModel):
     """The fields that chat and text completions share."""
 
-    model: str | None = Field(None, description="One of /v1/models; may be left out")
+    model: str | None = Field(None, description="An id of /v1/models; optional")
     temperature: float | None = Field(
-        None, ge=0, description="0 is greedy; default: generation_config.json's, else 0"
+        None, ge=0, description="0: greedy; default: value of generation_config.json, else 0"
     )
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1, description="0 or -1: all tokens")
     min_p: float | None = Field(None, ge=0, le=1)
     seed: int | None = Field(None, ge=-(1 << 63), lt=SEED_LIMIT, description="64 bits")
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
-    best_of: int | None = Field(None, ge=1, description="Only the value of n")
-    min_tokens: int | None = Field(None, ge=0, description="No end and no stop before")
+    best_of: int | None = Field(None, ge=1, description="Must equal n")
+    min_tokens: int | None = Field(None, ge=0, description="Least tokens of an output")
     stop: str | Items[str] | None = None
     stop_token_ids: Items[int] | None = None
     ignore_eos: bool = False
@@ -215,10 +213,13 @@ class GenerationRequest(RequestModel):
     )
     skip_special_tokens: bool = True
     prompt_logprobs: int | None = Field(
-        None, ge=0, le=MAX_LOGPROBS, description="Of the prompt's tokens, and so many likeliest"
+        None,
+        ge=0,
+        le=MAX_LOGPROBS,
+        description="Log-probabilities of the prompt, with this many likeliest tokens each",
     )
     return_tokens_as_token_ids: bool | None = Field(
-        None, description="Log-probabilities name tokens token_id:N"
+        None, description="Name the tokens of log-probabilities token_id:N"
     )
     stream: bool | None = False
     stream_options: StreamOptions | None = None
@@ -235,31 +236,31 @@ class GenerationRequest(RequestModel):
         description="Cached prompts are shared only with requests of the same salt",
     )
     return_metrics: bool | None = Field(
-        None, description="Add `metrics`: acceptance of drafts, and timings"
+        None, description="Add `metrics`: draft acceptance and timings"
     )
     return_progress: bool = Field(
-        False, description="Streamed: add chunks with `prompt_progress` while the prompt is read"
+        False, description="In a stream: send chunks with `prompt_progress` during prefill"
     )
-    return_token_ids: bool = Field(False, description="Add token ids to the choices")
+    return_token_ids: bool = Field(False, description="Add the token ids of each choice")
 
     @property
     def num_choices(self) -> int:
-        """Outputs for each prompt."""
+        """Number of outputs of each prompt."""
         return self.n or 1
 
     @property
     def include_usage(self) -> bool:
-        """Does a stream's request ask for the usage at its end?"""
+        """True if the stream must end with a usage chunk."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
     def continuous_usage(self) -> bool:
-        """Shall each chunk have the usage so far?"""
+        """True if each chunk must have the usage so far."""
         options = self.stream_options
         return self.include_usage and options is not None and bool(options.continuous_usage_stats)
 
     def check_stream(self) -> None:
-        """Raises ApiError (400) for fields that do not go with `stream`, or only with it."""
+        """Raises ApiError (400) for fields that exclude `stream` or need it."""
         if self.stream and self.prompt_logprobs:
             raise refused("prompt_logprobs", "prompt_logprobs are not given in a stream.")
         if self.stream_options is None:
@@ -281,12 +282,12 @@ class GenerationRequest(RequestModel):
         return guided or formatted
 
     def sampling_fields(self) -> dict[str, Any]:
-        """Arguments of SamplingParams, but for the number of tokens and the logprobs.
+        """Returns the arguments of SamplingParams, without max_tokens and logprobs.
 
-        Raises ApiError (400) for what the model's types cannot tell.
+        Raises ApiError (400) for errors that the types of the fields do not catch.
         """
         if self.best_of not in (None, self.num_choices):
-            raise refused("best_of", "best_of is not supported, unless it equals n.")
+            raise refused("best_of", "best_of is not supported unless it equals n.")
         return {
             "temperature": self.temperature,
             "top_p": self.top_p,
@@ -332,19 +333,19 @@ class GenerationRequest(RequestModel):
 
 
 class PromptLogprob(ApiModel):
-    """What vLLM says of a token that could stand at a place of the prompt."""
+    """vLLM's entry for one candidate token at one position of the prompt."""
 
     logprob: float
-    rank: int | None = Field(description="1: the likeliest; null: beyond those asked for")
+    rank: int | None = Field(description="1: the likeliest; null: beyond the number requested")
     decoded_token: str
 
 
-# By token id, the prompt's own token first; null for the first token.
+# One entry a prompt token: token id -> score, the prompt's own token first. First entry: null.
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
 class ErrorInfo(ApiModel):
-    """What went wrong."""
+    """The description of an error."""
 
     message: str
     type: str
@@ -353,7 +354,7 @@ class ErrorInfo(ApiModel):
 
 
 class ErrorResponse(ApiModel):
-    """An error in OpenAI's shape."""
+    """An error in OpenAI's format."""
 
     error: ErrorInfo
 
@@ -365,7 +366,7 @@ class PromptTokensDetails(ApiModel):
 
 
 class UsageInfo(ApiModel):
-    """Token counts; the prompt counts once, whatever n."""
+    """Token counts. The prompt is counted once for any n."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -374,7 +375,7 @@ class UsageInfo(ApiModel):
 
 
 ERRORS: dict[int | str, dict[str, Any]] = {
-    400: {"model": ErrorResponse, "description": "The request cannot be answered as it is"},
+    400: {"model": ErrorResponse, "description": "The request is invalid"},
     401: {"model": ErrorResponse, "description": "No valid API key"},
     404: {"model": ErrorResponse, "description": "No such model"},
     408: {"model": ErrorResponse, "description": "The body did not arrive in time"},

@@ -21,21 +21,21 @@ from cpmcu.serving.protocol.base import (
 
 
 class ContentPart(RequestModel):
-    """A part of a message. Only texts are understood."""
+    """A part of a message. Only text is supported."""
 
     type: str
     text: str | None = None
 
 
 class FunctionText(RequestModel):
-    """A called function; `arguments` is JSON."""
+    """A function call. `arguments` is JSON as a string."""
 
     name: str
     arguments: str = "{}"
 
 
 class ToolCallPart(RequestModel):
-    """A call in an assistant's message."""
+    """A tool call in an assistant message."""
 
     id: str | None = None
     type: Literal["function"] = "function"
@@ -43,7 +43,7 @@ class ToolCallPart(RequestModel):
 
 
 class ChatMessage(RequestModel):
-    """A message; further fields go to the chat template."""
+    """A message. The chat template gets its other fields too."""
 
     role: str = Field(min_length=1, max_length=64)
     content: str | Items[ContentPart] | None = None
@@ -54,7 +54,7 @@ class ChatMessage(RequestModel):
     reasoning: str | None = None
 
     def texts(self) -> Sequence[str]:
-        """The texts of the message."""
+        """All texts of the message."""
         parts = self.content if isinstance(self.content, list) else []
         found = [self.content] if isinstance(self.content, str) else [part.text for part in parts]
         found += [self.reasoning_content, self.reasoning]
@@ -62,7 +62,7 @@ class ChatMessage(RequestModel):
         return [text for text in found if text]
 
     def to_template(self) -> dict[str, Any]:
-        """The message as chat templates know it: arguments of calls are objects, not texts."""
+        """The message as chat templates expect it: the arguments of calls are objects."""
         message = self.model_dump(exclude_none=True)
         message.setdefault("content", "")
         if self.reasoning is not None:
@@ -72,7 +72,7 @@ class ChatMessage(RequestModel):
                 arguments = call["function"]["arguments"] or "{}"
                 call["function"]["arguments"] = strict_json.read(arguments)
             except ValueError:
-                continue  # the template shows it as it is
+                continue  # the template gets the string
         return message
 
 
@@ -82,7 +82,7 @@ def text_length(messages: Sequence[ChatMessage]) -> int:
 
 
 class FunctionSpec(RequestModel):
-    """A function that the model may call."""
+    """Name and parameters of a function."""
 
     name: str = Field(min_length=1, max_length=64)
     description: str | None = None
@@ -104,28 +104,28 @@ class NamedFunction(RequestModel):
 
 
 class NamedTool(RequestModel):
-    """The tool that must be called."""
+    """A tool_choice that forces a call of one function."""
 
     type: Literal["function"]
     function: NamedFunction
 
 
 class AllowedFunctions(RequestModel):
-    """Tools that may be called, of those given."""
+    """The subset of tools that may be called."""
 
     mode: Literal["auto", "required"]
     tools: list[NamedTool] = Field(min_length=1, max_length=512)
 
 
 class AllowedTools(RequestModel):
-    """OpenAI's way to leave tools in the request that may not be called."""
+    """OpenAI's tool_choice that restricts calls to a subset of tools."""
 
     type: Literal["allowed_tools"]
     allowed_tools: AllowedFunctions
 
 
 def _switch(value: Any) -> Any:
-    """0 and 1, which clients that take it for /v1/completions' number send, as JSON's booleans."""
+    """Converts 0 and 1 to booleans: some clients send a number, as for /v1/completions."""
     return bool(value) if type(value) is int and value in (0, 1) else value
 
 
@@ -133,30 +133,28 @@ class ChatRequest(GenerationRequest):
     """A conversation to answer."""
 
     messages: Items[ChatMessage] = Field(min_length=1)
-    max_tokens: int | None = Field(None, ge=1, description="Default: until the context is full")
-    max_completion_tokens: int | None = Field(None, ge=1, description="The same, and wins")
+    max_tokens: int | None = Field(None, ge=1, description="Default: up to the context length")
+    max_completion_tokens: int | None = Field(None, ge=1, description="Overrides max_tokens")
     logprobs: Annotated[bool | None, BeforeValidator(_switch)] = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     tools: Items[Tool] | None = Field(None, max_length=512)
     tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None = None
-    parallel_tool_calls: bool | None = Field(
-        None, description="false: only the first call is given"
-    )
+    parallel_tool_calls: bool | None = Field(None, description="false: return only the first call")
     chat_template_kwargs: dict[str, Any] | None = Field(
-        None, description="Variables for the chat template, such as enable_thinking"
+        None, description="Variables of the chat template, such as enable_thinking"
     )
-    reasoning_effort: str | None = Field(None, description="Given to the chat template")
+    reasoning_effort: str | None = Field(None, description="Passed to the chat template")
     add_generation_prompt: bool = True
-    continue_final_message: bool = Field(False, description="Go on with the last message")
-    add_special_tokens: bool = Field(False, description="Beyond those the chat template writes")
-    separate_reasoning: bool = Field(True, description="Split thinking from the answer")
-    include_reasoning: bool = Field(True, description="false: leave the thinking out")
+    continue_final_message: bool = Field(False, description="Continue the last message")
+    add_special_tokens: bool = Field(False, description="Encode the prompt with BOS")
+    separate_reasoning: bool = Field(True, description="Return reasoning apart from content")
+    include_reasoning: bool = Field(True, description="false: omit the reasoning")
     echo: bool | None = Field(
-        False, description="Begin with the last message, if it is of the same role as the answer"
+        False, description="Prepend the last message if its role is that of the answer"
     )
 
     def check(self) -> None:
-        """Raises ApiError (400) for fields that do not go together."""
+        """Raises ApiError (400) for an invalid combination of fields."""
         self.check_extra()
         self.check_stream()
         if self.top_logprobs and not self.logprobs:
@@ -209,12 +207,12 @@ class ChatRequest(GenerationRequest):
 
     @property
     def token_limit(self) -> int | None:
-        """Most tokens of an answer."""
+        """Most tokens of an answer; None: up to the context length."""
         return self.max_completion_tokens or self.max_tokens
 
     @property
     def tools_wanted(self) -> list[Tool]:
-        """The tools that the model hears of."""
+        """The tools in the prompt."""
         tools = self.tools or []
         if isinstance(self.tool_choice, AllowedTools):
             allowed = {tool.function.name for tool in self.tool_choice.allowed_tools.tools}
@@ -223,16 +221,17 @@ class ChatRequest(GenerationRequest):
 
     @property
     def must_call(self) -> bool:
-        """Must the answer be calls of any of the tools?"""
+        """True if the answer must be tool calls."""
         if isinstance(self.tool_choice, AllowedTools):
             return self.tool_choice.allowed_tools.mode == "required"
         return self.tool_choice == "required"
 
     @property
     def echoed(self) -> str:
-        """What the answer begins with: the text of the last message, if it is to be echoed.
+        """The text prepended to the answer: the last message's if `echo` applies, else "".
 
-        vLLM's rule: the answer's role is "assistant", unless the template writes no prompt for it.
+        vLLM's rule: the answer's role is "assistant" if add_generation_prompt is set. Otherwise it
+        is the role of the last message.
         """
         last = self.messages[-1]
         if not self.echo or (self.add_generation_prompt and last.role != "assistant"):
@@ -243,7 +242,7 @@ class ChatRequest(GenerationRequest):
 
 
 class TopLogprob(ApiModel):
-    """A token that could have been."""
+    """A likely token at one position of the answer."""
 
     token: str
     logprob: float

@@ -24,13 +24,13 @@ class CompletionRequest(GenerationRequest):
 
     prompt: Prompts = Field(description="A text, token ids, or a list of either")
     max_tokens: int | None = Field(16, ge=0, description="0 needs echo")
-    max_completion_tokens: int | None = Field(None, ge=1, description="The same, and wins")
-    echo: bool | None = Field(False, description="Begin with the prompt")
+    max_completion_tokens: int | None = Field(None, ge=1, description="Overrides max_tokens")
+    echo: bool | None = Field(False, description="Prepend the prompt")
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     add_special_tokens: bool = True
 
     def check(self) -> None:
-        """Raises ApiError (400) for fields that do not go together."""
+        """Raises ApiError (400) for an invalid combination of fields."""
         self.check_extra()
         self.check_stream()
         if self.token_limit == 0 and not self.echo:
@@ -44,17 +44,17 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def token_limit(self) -> int | None:
-        """Most new tokens; None: until the context is full."""
+        """Most new tokens; None: up to the context length."""
         return self.max_completion_tokens or self.max_tokens
 
     @property
     def prompt_length(self) -> int:
-        """Characters of all texts and token ids of all lists, together."""
+        """Total characters and token ids of all prompts."""
         prompts = self.prompts()
         return sum(map(len, prompts))
 
     def prompts(self) -> list[str] | list[list[int]]:
-        """The prompts, one or several, as a list."""
+        """The prompts as a list."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         if isinstance(self.prompt[0], int):
@@ -63,7 +63,7 @@ class CompletionRequest(GenerationRequest):
 
 
 class CompletionLogprobs(ApiModel):
-    """Log-probabilities, one entry a token; null for the first token of an echoed prompt."""
+    """Log-probabilities, one entry a token. The first token of an echoed prompt has null."""
 
     tokens: list[str]
     token_logprobs: list[float | None]

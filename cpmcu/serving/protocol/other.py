@@ -1,4 +1,4 @@
-"""Models, tokens, health, version."""
+"""Messages of /v1/models, /tokenize, /detokenize, /tokenizer_info, /health and /version."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cpmcu.serving.protocol.chat import ChatMessage, Tool, text_length
 
 
 class ModelInfo(ApiModel):
-    """A model that can be asked."""
+    """A served model."""
 
     id: str
     object: Literal["model"] = "model"
@@ -23,14 +23,14 @@ class ModelInfo(ApiModel):
 
 
 class ModelList(ApiModel):
-    """All of them: one model, under each of its names."""
+    """The served model under each of its names."""
 
     object: Literal["list"] = "list"
     data: list[ModelInfo]
 
 
 class TokenizeRequest(RequestModel):
-    """A text or a conversation, to be turned into tokens."""
+    """A text or a conversation to tokenize."""
 
     model: str | None = None
     prompt: str | None = None
@@ -43,7 +43,7 @@ class TokenizeRequest(RequestModel):
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = Field(
-        False, description="Add token_strs: the tokens as the vocabulary spells them"
+        False, description="Add token_strs: the tokens' spellings in the vocabulary"
     )
 
     @property
@@ -52,7 +52,7 @@ class TokenizeRequest(RequestModel):
         return len(self.prompt or "") + text_length(self.messages or [])
 
     def check(self) -> None:
-        """Raises ApiError (400) unless there is exactly one of prompt and messages."""
+        """Raises ApiError (400) unless exactly one of prompt and messages is given."""
         self.check_extra()
         if (self.prompt is None) == (self.messages is None):
             raise ApiError(400, "Give either prompt or messages.", param="prompt")
@@ -68,7 +68,7 @@ class TokenizeResponse(ApiModel):
 
 
 class DetokenizeRequest(RequestModel):
-    """Tokens, to be turned into text; special tokens are shown."""
+    """Tokens to convert to text. The text includes special tokens."""
 
     model: str | None = None
     tokens: Items[int]
@@ -81,9 +81,9 @@ class DetokenizeResponse(ApiModel):
 
 
 class TokenizerInfo(ApiModel):
-    """What a client needs to know of the tokenizer; lm-eval uses it instead of a local one.
+    """The tokenizer's configuration. lm-eval uses it instead of a local tokenizer.
 
-    It has the other members of tokenizer_config.json, too.
+    The object also has the other members of tokenizer_config.json.
     """
 
     model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())

@@ -9,6 +9,6 @@ from types import ModuleType
 
 
 def modules() -> Iterator[ModuleType]:
-    """All modules of this package, by name."""
+    """Yields the modules of this package in order of name."""
     for info in sorted(pkgutil.iter_modules(__path__), key=lambda info: info.name):
         yield importlib.import_module(f"{__name__}.{info.name}")

@@ -44,7 +44,7 @@ from cpmcu.tokenizer import Tokenizer
 
 router = APIRouter(tags=["generation"])
 
-_BARE = 3  # members of a streamed choice that says nothing
+_BARE = 3  # members of a streamed choice without content
 
 
 @router.post(
@@ -65,7 +65,7 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Job:
-    """A request as the engine gets it, and how its outputs are read."""
+    """The engine's requests and the parsers of their outputs."""
 
     generation: Generation
     new_parser: Callable[[], AnswerParser]
@@ -73,7 +73,7 @@ class _Job:
 
 
 def _prepare(service: Service, body: ChatRequest, loop: asyncio.AbstractEventLoop) -> _Job:
-    """Template, tokens, parameters: everything that takes time, off the event loop."""
+    """Renders, tokenizes and checks a request. Slow, so it runs off the event loop."""
     model = service.model
     messages = checked(body.messages, service.config)
     variables = dict(body.chat_template_kwargs or {})
@@ -133,19 +133,19 @@ def _prepare(service: Service, body: ChatRequest, loop: asyncio.AbstractEventLoo
         loop,
         prompt_field="messages",
         progress=body.return_progress,
-        kept=_special(model.llm.tokenizer, in_use),
+        keep_special_tokens=_special(model.llm.tokenizer, in_use),
     )
     return _Job(generation, new_parser, model.token_texts)
 
 
 def _special(tokenizer: Tokenizer, tags: Sequence[str | None]) -> list[int]:
-    """The special tokens among tags: texts leave them out, unless told to keep them."""
+    """Returns the special tokens among tags. The output text must keep them."""
     ids = {tokenizer.id_of(tag) for tag in tags if tag}
-    return [token for token in ids if token is not None and not tokenizer.is_shown(token)]
+    return [token for token in ids if token is not None and tokenizer.is_special(token)]
 
 
 def _forced(body: ChatRequest) -> Grammar | None:
-    """The grammar of a request that must call a tool; None if it need not."""
+    """Returns the grammar of a forced tool call; None if no call is forced."""
     anything: dict[str, Any] = {"type": "object"}
     schemas = {t.function.name: t.function.parameters or anything for t in body.tools_wanted}
     if isinstance(body.tool_choice, NamedTool):
@@ -162,10 +162,10 @@ def _with_thinking(
     prompt: str,
     body: ChatRequest,
 ) -> tuple[Grammar, tuple[str, str] | None]:
-    """A grammar that lets the model think first, and the tags; or the grammar alone, and None.
+    """Returns (grammar with optional reasoning, tags), or (`answer`, None) without reasoning.
 
-    The model does not think where the prompt has closed its thinking, where it goes on with an
-    answer that has begun, and where nobody would see it.
+    Reasoning is not allowed in three cases: the prompt has closed it; the answer continues a
+    message that has no open reasoning; include_reasoning is false.
     """
     begun = is_open(prompt, tags, continues=body.continue_final_message)
     closed = prompt.rstrip().endswith(tags[1]) or (body.continue_final_message and not begun)
@@ -177,7 +177,7 @@ def _with_thinking(
 
 
 class _Chat:
-    """Writes the response to a chat request."""
+    """Formats the response to a chat request."""
 
     def __init__(self, reply: Reply, body: ChatRequest, job: _Job) -> None:
         self._reply = reply
@@ -185,7 +185,7 @@ class _Chat:
         self._job = job
 
     def whole(self, outputs: Sequence[CompletionOutput]) -> ChatResponse:
-        """The response in one piece."""
+        """Returns the response as one object."""
         reply, generation = self._reply, self._job.generation
         return ChatResponse(
             id=reply.id,
@@ -227,17 +227,17 @@ class _Chat:
         )
 
     async def events(self) -> AsyncIterator[bytes]:
-        """The response as a stream."""
+        """Yields the events of the stream."""
         reply, generation = self._reply, self._job.generation
         parsers = [self._job.new_parser() for _ in generation.requests]
         num_calls = [0] * len(parsers)
         begun = [False] * len(parsers)
-        tokens = 0  # of all choices, up to this chunk
+        tokens = 0  # of all choices, including this chunk
         async for index, item in generation.items():
             if isinstance(item, PrefillProgress):
                 yield reply.progress(item)
                 continue
-            if not begun[index]:  # not earlier: clients take it for the first token's time
+            if not begun[index]:  # not earlier: clients time the first token by it
                 begun[index] = True
                 first = _delta(index, {"role": "assistant", "content": ""})
                 usage = reply.usage_so_far(generation, tokens)
@@ -253,14 +253,14 @@ class _Chat:
                 choice["finish_reason"] = _finish_reason(item.finish_reason, parsers[index])
                 choice["stop_reason"] = item.stop_reason
             elif not choice["delta"] and len(choice) == _BARE:
-                continue  # text that is held back, and nothing else to tell
+                continue  # the text is held back, and the chunk has no other content
             yield reply.chunk([choice], **reply.usage_so_far(generation, tokens))
         last = reply.last(generation, reply.usage(generation))
         if last is not None:
             yield last
 
     def _prompt(self) -> dict[str, Any]:
-        """The member of a choice's first chunk that has the prompt, if it is wanted."""
+        """Returns the prompt's members of a choice's first chunk, as requested."""
         if not self._body.return_token_ids:
             return {}
         return {"prompt_token_ids": self._job.generation.prompts[0]}

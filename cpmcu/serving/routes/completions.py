@@ -47,7 +47,7 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Job:
-    """A request as the engine gets it."""
+    """The engine's requests and the texts of their prompts."""
 
     generation: Generation
     model: Model
@@ -55,7 +55,7 @@ class _Job:
 
 
 def _prepare(service: Service, body: CompletionRequest, loop: asyncio.AbstractEventLoop) -> _Job:
-    """Tokens and parameters, off the event loop."""
+    """Tokenizes and checks a request. Slow, so it runs off the event loop."""
     model = service.model
     tokenizer, max_length = model.llm.tokenizer, model.llm.max_length
     ids: list[list[int]] = []
@@ -84,7 +84,7 @@ def _prepare(service: Service, body: CompletionRequest, loop: asyncio.AbstractEv
 
 
 class _Completion:
-    """Writes the response to a completion request."""
+    """Formats the response to a completion request."""
 
     def __init__(self, reply: Reply, body: CompletionRequest, job: _Job) -> None:
         self._reply = reply
@@ -103,7 +103,7 @@ class _Completion:
         ]
 
     def whole(self, outputs: Sequence[CompletionOutput]) -> CompletionResponse:
-        """The response in one piece."""
+        """Returns the response as one object."""
         reply = self._reply
         return CompletionResponse(
             id=reply.id,
@@ -116,7 +116,7 @@ class _Completion:
 
     @property
     def _only_echo(self) -> bool:
-        """One token was drawn, since the engine always draws one, but none is wanted."""
+        """True if max_tokens is 0. The engine still samples one token, which is dropped."""
         return self._body.token_limit == 0
 
     def _choice(self, number: int, output: CompletionOutput) -> CompletionChoice:
@@ -140,10 +140,10 @@ class _Completion:
         )
 
     async def events(self) -> AsyncIterator[bytes]:
-        """The response as a stream."""
+        """Yields the events of the stream."""
         reply, generation = self._reply, self._job.generation
         begun = [False] * len(generation.requests)
-        tokens = 0  # of all choices, up to this chunk
+        tokens = 0  # of all choices, including this chunk
         async for number, item in generation.items():
             if isinstance(item, PrefillProgress):
                 yield reply.progress(item)
@@ -184,7 +184,7 @@ class _Completion:
         return self._job.generation.prompts[number // self._body.num_choices]
 
     def _echo(self, number: int) -> tuple[str, list[Scored]]:
-        """The prompt's text and log-probabilities, if they are wanted."""
+        """Returns the prompt's text and log-probabilities if `echo` and `logprobs` request them."""
         if not self._body.echo:
             return "", []
         text = self._job.prompt_texts[number // self._body.num_choices]
@@ -193,7 +193,7 @@ class _Completion:
         return text, list(zip(self._prompt(number), self._scores(number)))
 
     def _scores(self, number: int) -> Sequence[TokenLogprobs | None]:
-        """The log-probabilities of the prompt, which the first choice's request has computed."""
+        """Returns the prompt's log-probabilities. Only the first choice's request computes them."""
         n = self._body.num_choices
         return self._job.generation.requests[number // n * n].prompt_logprobs
 

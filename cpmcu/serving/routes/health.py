@@ -15,8 +15,7 @@ PUBLIC = ("/health",)
 
 @router.get("/health", response_model=Health, responses={503: {"model": Health}})
 async def health(request: Request) -> JSONResponse:
-    """200 when requests are answered; 503 while the model loads, after an engine failure from
-    which it cannot recover, and when the server stops."""
+    """200 if the server is ready. 503 while it loads or stops, and after the engine failed."""
     state = service_of(request).state
     status = "ok" if state == "ready" else state
     body = {"status": status, "model_loaded": state != "loading"}

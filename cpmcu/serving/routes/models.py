@@ -13,14 +13,14 @@ router = APIRouter(tags=["models"])
 
 @router.get("/v1/models", responses={503: ERRORS[503]})
 async def models(request: Request) -> ModelList:
-    """The model that is served, under each of its names."""
+    """The served model under each of its names."""
     service = service_of(request)
     return ModelList(data=[_info(request, name) for name in service.names])
 
 
 @router.get("/v1/models/{name:path}", responses={404: ERRORS[404], 503: ERRORS[503]})
 async def model(request: Request, name: str) -> ModelInfo:
-    """One of the names."""
+    """The served model under one of its names."""
     service = service_of(request)
     service.check_model(name)
     return _info(request, name)

@@ -1,4 +1,4 @@
-"""/: a page to chat with the model, for people."""
+"""/: the chat page."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fastapi import APIRouter
 from fastapi.responses import HTMLResponse
 
 router = APIRouter()
-PUBLIC = ("/",)  # it holds nothing secret, and is where a key is typed in
+PUBLIC = ("/",)  # the page has no secrets; the user enters the API key on it
 
 _FOLDER = Path(__file__).parents[1] / "page"
 _STYLE = re.compile(r'<link rel="stylesheet" href="([\w-]+\.css)">')
@@ -24,14 +24,15 @@ _POLICY = (
 
 @router.get("/", include_in_schema=False)
 async def page() -> HTMLResponse:
-    """The page. It talks to nothing but this server."""
+    """The chat page. It connects to no other server."""
     return HTMLResponse(_TEXT, headers=_HEADERS)
 
 
 def _assemble() -> tuple[str, str]:
-    """index.html with its styles and scripts inside, and the policy that lets no others run.
+    """Returns index.html with inlined styles and scripts, and its Content-Security-Policy.
 
-    Nothing on the page can be made from a text as HTML or as a script (Trusted Types).
+    The policy allows no other scripts and styles. Trusted Types forbid HTML and scripts made
+    from strings.
     """
     sources: dict[str, list[str]] = {"script": [], "style": []}
 

@@ -31,7 +31,7 @@ router = APIRouter(
 
 @router.post("/tokenize", response_model=TokenizeResponse)
 async def tokenize(body: TokenizeRequest, request: Request) -> Response:
-    """The tokens of a text, or of a conversation as the chat template writes it."""
+    """The tokens of a text, or of a conversation rendered by the chat template."""
     service = service_of(request)
     body.check()
     service.check_model(body.model)
@@ -40,7 +40,7 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
 
 @router.post("/detokenize")
 async def detokenize(body: DetokenizeRequest, request: Request) -> DetokenizeResponse:
-    """The text of tokens; special tokens are shown."""
+    """The text of tokens, including special tokens."""
     service = service_of(request)
     body.check_extra()
     service.check_model(body.model)
@@ -53,7 +53,7 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> DetokenizeRes
 
 @router.get("/tokenizer_info")
 async def tokenizer_info(request: Request) -> TokenizerInfo:
-    """What tokenizer_config.json says, the names of special tokens and the chat template."""
+    """The members of tokenizer_config.json, the special tokens and the chat template."""
     model = service_of(request).model
     tokenizer = model.llm.tokenizer
     stated = {name: value for name, value in tokenizer.config.items() if _is_json(value)}
@@ -66,7 +66,7 @@ async def tokenizer_info(request: Request) -> TokenizerInfo:
     return TokenizerInfo(**{**stated, **own})
 
 
-# What transformers takes for a tokenizer.json whose files name no class.
+# The class that transformers uses if tokenizer_config.json names none.
 _CLASS = "PreTrainedTokenizerFast"
 
 
@@ -79,7 +79,7 @@ def _is_json(value: Any) -> bool:
 
 
 def check_ids(tokens: list[int], vocab_size: int) -> None:
-    """Raises ApiError (400) for an id outside the vocabulary."""
+    """Raises ApiError (400) for a token id outside the vocabulary."""
     wrong = next((token for token in tokens if not 0 <= token < vocab_size), None)
     if wrong is not None:
         raise ApiError(

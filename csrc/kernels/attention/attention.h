@@ -1,14 +1,18 @@
-// Attention of a step's rows over the paged KV cache (their own keys are already in it).
+// Attention of a step's tokens over the paged KV cache. The cache already holds the tokens' own
+// keys and values.
 //
-// out[t, h] = sum_c softmax_c(scale * q[t, h] . k[c, h / group]) v[c, h / group], c over the
-// entries that row t sees (kernels/step/step_tokens.h).
+//   out[t, h] = sum_c softmax_c(scale * q[t, h] . k[c, h / group]) v[c, h / group]
 //
-// Two kernels. `attention_prefill`: many rows of a sequence, tiles of keys visited in the order of
-// their absolute position, so that a row's bits do not depend on the chunk it came in.
-// `attention_decode`: up to 64 rows of a sequence; the rows of all query heads of a KV head are
-// packed into tiles, keys are taken in units of 32 and splits at fixed absolute positions
-// (split_begin), partial results are combined in the order of the splits: a row's bits do not
-// depend on the number of rows, on how blocks share the splits, nor on max_kv.
+// c runs over the KV entries that token t sees (kernels/step/step_tokens.h). group = Hq / Hkv.
+//
+//   op                 tokens of a sequence  schedule
+//   attention_prefill  any number            A CTA visits KV tiles in ascending entry order.
+//   attention_decode   1..64                 KV tiles of 32 entries, splits at fixed entries
+//                                            (split_begin), combined in ascending order.
+//
+// Contract: the bits of a token's result depend only on the entries that it sees and on their
+// absolute positions. They do not depend on the prefill chunk, on the number of tokens, on the
+// assignment of splits to CTAs, or on max_kv.
 #pragma once
 
 #include "kernels/layer/qkv_layout.h"
@@ -19,7 +23,7 @@ namespace cpmcu {
 
 struct AttentionParams {
   Tensor out;  // [T, Hq * D]
-  Tensor qkv;  // [T, columns of the layout]; only q is read, after RoPE
+  Tensor qkv;  // [T, columns of the layout]; only q, after RoPE, is read
   QkvLayout layout{};
   Tensor k_cache;  // [pages, Hkv, 64, D]
   Tensor v_cache;  // [pages, Hkv, 64, D]
@@ -27,22 +31,23 @@ struct AttentionParams {
   int num_heads = 0;
   int num_kv_heads = 0;
   int head_dim = 0;
-  // 0: all entries; else a row sees only the last `window` entries up to its own (entry > own -
-  // window, where own = L + first_row + row; by_position: own = L + depth).
+  // 0: no window. Otherwise a token also needs entry > own - window to see an entry. own is the
+  // token's own entry, L + first_token + j. If by_position, own is its position, L + depth.
   int window = 0;
-  // For trees that are verified (ancestor_masks set, first_row 0): each row's arithmetic is that of
-  // plain decoding at its position. The entries of its ancestors, found through its mask, are taken
-  // in the order of their depth as entries L, L + 1, …: so a row of an accepted path has the bits
-  // that it would have had without speculation. Needs tokens.ancestor_masks, and that a row's
-  // position is L + depth. Cells below L are shared by all rows, but for up to 31 before the tree.
+  // Verification of trees: the arithmetic of a token equals that of plain decoding at its position.
+  // The entries of the token's ancestors are taken in the order of depth, as if they were entries
+  // L, L + 1, ... Therefore a token of an accepted path has the same bits as without speculation.
+  // Requires ancestor_masks, first_token = 0, and positions = L + depth. All tokens share the KV
+  // tiles that end at or below L.
   bool by_position = false;
   StepTokens tokens;
-  Tensor scratch;  // attention_decode: float32, at least attention_scratch_floats(...) long
+  Tensor scratch;  // attention_decode: float32, at least attention_scratch_floats(...) elements
 };
 
 REGISTER_OP(attention_prefill, AttentionParams)
-// The two halves of attention_decode: the splits write partial results to scratch, and `out` itself
-// for rows that have one split only; the others are then combined. On the CPU the first does all.
+// The two halves of attention_decode. attention_splits writes the partial results of the splits to
+// scratch. For a token with only one split it writes `out` directly. attention_combine combines the
+// other tokens. On the CPU, attention_splits does all the work.
 REGISTER_OP(attention_splits, AttentionParams)
 REGISTER_OP(attention_combine, AttentionParams)
 
@@ -53,9 +58,15 @@ inline void attention_decode(const Context& ctx, const AttentionParams& params) 
 
 // ---- the fixed splits of attention_decode
 
-// Split i covers entries [split_begin(i), split_begin(i + 1)): 64 splits of 128 entries (up to
-// 8192), 96 of 256 (up to 32768), then of 1024 each. So short contexts spread over many
-// multiprocessors, and long ones need few partials. All are whole numbers of 128 entries.
+// Split i covers the entries [split_begin(i), split_begin(i + 1)).
+//
+//   splits  entries of a split  up to entry
+//   0..63   128                 8192
+//   64..159 256                 32768
+//   160..   1024                no limit
+//
+// Short splits spread short contexts over many SMs. Long splits limit the number of partial results
+// of long contexts.
 #ifdef __CUDACC__
 __host__ __device__
 #endif
@@ -63,7 +74,7 @@ __host__ __device__
   if (split <= 64) return split * 128;
   return split <= 160 ? 8192 + (split - 64) * 256 : 32768 + (split - 160) * 1024;
 }
-// Number of splits that cover `num_entries` entries.
+// Number of splits that cover the first `num_entries` entries.
 #ifdef __CUDACC__
 __host__ __device__
 #endif
@@ -73,12 +84,14 @@ __host__ __device__
                               : 160 + (num_entries - 32768 + 1023) / 1024;
 }
 
-// Tokens of one launch, so that scratch does not grow with the number of sequences.
-constexpr int kMaxScratchRows = 256;
+// Maximum tokens of one launch. It bounds scratch for any number of sequences.
+constexpr int kMaxScratchTokens = 256;
 
-// Partial results: per split and packed row D accumulators, a reference and a sum.
-constexpr int64_t attention_scratch_floats(int num_rows, int num_heads, int head_dim, int max_kv) {
-  return static_cast<int64_t>(num_splits(max_kv)) * num_rows * num_heads * (head_dim + 2);
+// Size of the partial results: D accumulators, a row maximum and a sum for each split, token and
+// query head.
+constexpr int64_t attention_scratch_floats(int num_tokens, int num_heads, int head_dim,
+                                           int max_kv) {
+  return static_cast<int64_t>(num_splits(max_kv)) * num_tokens * num_heads * (head_dim + 2);
 }
 
 }  // namespace cpmcu

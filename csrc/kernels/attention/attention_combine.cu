@@ -1,7 +1,18 @@
-// The partial results of splits become rows of `out`.
+// attention_combine: combines the partial results of the splits of each token.
 //
-// Bound: latency for few rows, which have all splits loaded at once; else the partial results,
-// which are read once from L2. How they are added up is laid down in decode.cuh.
+//   out[t, h] = sum_s acc[s] 2^(M[s] - M) / sum_s L[s] 2^(M[s] - M),  M = max_s M[s]
+//
+// Roofline: the partial results are read once from L2. With few tokens, latency dominates; a CTA
+// then loads all splits at once.
+//
+// Schedule of a CTA (a part of the dimensions of one token and query head):
+//   1. Each thread loads eight splits of four dimensions.
+//   2. All warps load the states (M, L) of all splits and compute M and the sum.
+//   3. Each thread adds its splits; the sums of eight splits meet in shared memory and are added in
+//      order. decode.cuh defines the order.
+//
+// Surprising: a missing split adds exactly 0. Therefore neither max_splits nor the number of CTAs
+// of a row (kParts) changes a bit of the result.
 #include "core/dispatch.h"
 #include "core/launch.h"
 #include "kernels/attention/combine.cuh"
@@ -9,12 +20,12 @@
 namespace cpmcu::cuda {
 namespace {
 
-// kSplitsTogether splits, and four of the dimensions of a row of a head.
+// kSplitsTogether splits of four dimensions of a token and query head.
 struct SplitParts {
   float part[kSplitsTogether][4];
 
-  // acc: of the row of the head. Splits that do not exist, or are summed with their run, get
-  // another's part, and will not count.
+  // acc: the accumulators of the token and head. A missing or merged split loads another split's
+  // values; its weight is 0.
   __device__ __forceinline__ void load(const float* acc, int64_t acc_stride, int at,
                                        const RowSplits& splits) {
 #pragma unroll
@@ -24,58 +35,60 @@ struct SplitParts {
           *reinterpret_cast<const float4*>(acc + splits.partial(s) * acc_stride);
     }
   }
-  // Part times weight, split by split, and then the runs; `states` are their splits'.
+  // Adds part * weight in the order of splits, then of split groups. `states` are those of the
+  // splits.
   __device__ __forceinline__ void add_up(float (&sum)[4], const float2* states,
-                                         float reference) const {
+                                         float row_max) const {
 #pragma unroll
-    for (int run = 0; run < kRunsTogether; ++run) {
-      float run_sum[4] = {};
+    for (int group = 0; group < kGroupsTogether; ++group) {
+      float group_sum[4] = {};
 #pragma unroll
-      for (int i = run * kSplitsOfRun; i < (run + 1) * kSplitsOfRun; ++i) {
-        const float weight = weight_of(states[i].x, reference);
+      for (int i = group * kSplitsPerGroup; i < (group + 1) * kSplitsPerGroup; ++i) {
+        const float weight = weight_of(states[i].x, row_max);
 #pragma unroll
-        for (int j = 0; j < 4; ++j) run_sum[j] = __fmaf_rn(part[i][j], weight, run_sum[j]);
+        for (int j = 0; j < 4; ++j) group_sum[j] = __fmaf_rn(part[i][j], weight, group_sum[j]);
       }
 #pragma unroll
-      for (int j = 0; j < 4; ++j) sum[j] = run == 0 ? run_sum[j] : __fadd_rn(sum[j], run_sum[j]);
+      for (int j = 0; j < 4; ++j)
+        sum[j] = group == 0 ? group_sum[j] : __fadd_rn(sum[j], group_sum[j]);
     }
   }
 };
 
-// By a warp: reference and sum of a row of a head. states: of the splits of num_runs runs, with
-// nothing for those that do not exist.
-__device__ __forceinline__ float2 reference_and_sum(const float2* states, int num_runs) {
+// The row maximum and sum of a token and head, by one warp. `states` has num_groups split groups; a
+// missing split has the state (-inf, 0).
+__device__ __forceinline__ float2 row_max_and_sum(const float2* states, int num_groups) {
   const int lane = threadIdx.x % 32;
-  float reference = kMinusInfinity;
-  for (int s = lane; s < num_runs * kSplitsOfRun; s += 32) {
-    reference = fmaxf(reference, states[s].x);
+  float row_max = kMinusInfinity;
+  for (int s = lane; s < num_groups * kSplitsPerGroup; s += 32) {
+    row_max = fmaxf(row_max, states[s].x);
   }
-  reference = warp_reduce(reference, Max{});
+  row_max = warp_reduce(row_max, Max{});
   float sum = 0;
-  for (int first = 0; first < num_runs; first += 32) {
-    const int run = first + lane;
-    float run_sum = 0;
+  for (int first = 0; first < num_groups; first += 32) {
+    const int group = first + lane;
+    float group_sum = 0;
 #pragma unroll
-    for (int s = run * kSplitsOfRun; s < (run + 1) * kSplitsOfRun && run < num_runs; ++s) {
-      run_sum = __fmaf_rn(states[s].y, weight_of(states[s].x, reference), run_sum);
+    for (int s = group * kSplitsPerGroup; s < (group + 1) * kSplitsPerGroup && group < num_groups;
+         ++s) {
+      group_sum = __fmaf_rn(states[s].y, weight_of(states[s].x, row_max), group_sum);
     }
-    sum = add_runs(sum, run_sum, true);
+    sum = add_split_groups(sum, group_sum, true);
   }
-  return make_float2(reference, sum_of_runs(sum, true));
+  return make_float2(row_max, sum_of_split_groups(sum, true));
 }
 
-// Block: one row of one query head, and of its dimensions 1 / kParts. A thread owns four dimensions
-// and every kGroups-th SplitParts; their sums are added in order. Splits that do not exist would
-// add 0, so their number does not matter, nor does kParts.
+// A CTA has one token, one query head and 1 / kParts of the dimensions. A thread has four
+// dimensions and every kGroups-th SplitParts. The sums of the SplitParts are added in order.
 template <typename T, int kDim_, int kParts_, int kThreads_>
 struct CombineConfig {
   using Element = T;
   static constexpr int kDim = kDim_;
-  static constexpr int kParts = kParts_;  // more where rows are too few to fill the chip
+  static constexpr int kParts = kParts_;  // more than 1 if tokens are too few to fill all SMs
   static constexpr int kColumns = kDim / 4 / kParts;
   static constexpr int kThreads = kThreads_;
   static constexpr int kGroups = kThreads / kColumns;
-  static constexpr int kSums = 32;  // of which the sums find room
+  static constexpr int kSums = 32;  // SplitParts whose sums fit shared memory
 };
 
 template <typename Config>
@@ -85,9 +98,9 @@ __global__ void __launch_bounds__(Config::kThreads)
   using T = typename Config::Element;
   constexpr int kDim = Config::kDim;
   __shared__ float4 sums[Config::kSums][Config::kColumns];
-  extern __shared__ float2 states[];  // reference and sum of all splits of the row
+  extern __shared__ float2 states[];  // row maximum and sum of each split
 
-  ptx::pdl_launch();  // before the wait: the next kernel waits for this one in any case
+  ptx::pdl_launch();  // early: the next kernel waits for this one anyway
   const RowSplits splits(args, blockIdx.y);
   const int head = static_cast<int>(blockIdx.x) / Config::kParts;
   const int64_t row = static_cast<int64_t>(blockIdx.y) * args.num_heads + head;
@@ -98,7 +111,7 @@ __global__ void __launch_bounds__(Config::kThreads)
   const float* acc = partials.acc + row * kDim + column;
   const float2* row_states = partials.states + row;
   ptx::pdl_wait();
-  if (splits.count == 1) return;  // written already
+  if (splits.count == 1) return;  // attention_splits wrote the result
 
   const int num_sums = (splits.count + kSplitsTogether - 1) / kSplitsTogether;
   const int num_states = num_sums * kSplitsTogether;
@@ -110,20 +123,20 @@ __global__ void __launch_bounds__(Config::kThreads)
     parts.load(acc, partials.num_rows * kDim, at, splits);
   };
   load_parts();
-  // By all warps, while that is on its way: each split's once.
+  // The states of all splits, while the loads of the parts are in flight.
   for (int s = static_cast<int>(threadIdx.x); s < num_states; s += Config::kThreads) {
     const bool is_there = splits.has(s) && splits.partial(s) == s;
     states[s] = is_there ? row_states[s * partials.num_rows] : make_float2(kMinusInfinity, 0);
   }
   __syncthreads();
-  const auto [reference, sum] = reference_and_sum(states, num_sums * kRunsTogether);
+  const auto [row_max, sum] = row_max_and_sum(states, num_sums * kGroupsTogether);
 
   float total[4] = {};
   for (int first_sum = 0; first_sum < num_sums; first_sum += Config::kSums) {
     const int end_sum = min(first_sum + Config::kSums, num_sums);
     for (; at < end_sum; at += Config::kGroups, load_parts()) {
       float part_sum[4];
-      parts.add_up(part_sum, states + at * kSplitsTogether, reference);
+      parts.add_up(part_sum, states + at * kSplitsTogether, row_max);
       sums[at - first_sum][thread_column] = {part_sum[0], part_sum[1], part_sum[2], part_sum[3]};
     }
     __syncthreads();
@@ -159,7 +172,7 @@ void launch_combine(const Context& ctx, const AttentionParams& params, bool befo
     launch(ctx, kernel, dim3(params.num_heads * Config::kParts, num_rows), Config::kThreads, bytes,
            make_decode_args<T>(ctx, params), max_splits);
   };
-  // Few rows have all splits loaded at once.
+  // If tokens are few, a CTA loads all splits at once.
   using Few = CombineConfig<T, kDim, 4, 128>;
   if (params.num_heads * num_rows >= ctx.sm_count) {
     combine(CombineConfig<T, kDim, 1, 128>{});
@@ -172,9 +185,8 @@ void launch_combine(const Context& ctx, const AttentionParams& params, bool befo
   }
 }
 
-// Graph-safe: yes. Reads on the device: positions, if by_position or of one row; each row's
-// sequence, slots, row ranges and lengths, of several rows that are several sequences' or not by
-// position.
+// Graph-safe. Reads from the device: positions, or token_seqs, seq_slots, seq_token_begin and
+// slot_lengths (see RowSplits).
 void combine_splits(const Context& ctx, const AttentionParams& params, bool before_fused_layer) {
   if (params.tokens.num_tokens == 0 || num_splits(params.tokens.max_kv) == 1) return;
   dispatch_half(params.qkv.dtype(), [&](auto element) {

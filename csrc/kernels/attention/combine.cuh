@@ -1,5 +1,5 @@
-// How partial results of splits become rows of `out`: what attention_combine shares with a chain of
-// products that reads `out`. The order of additions is laid down in decode.cuh.
+// Combination of the partial results of splits: the parts that attention_combine shares with the
+// fused layer kernel, which reads `out`. decode.cuh defines the order of the additions.
 #pragma once
 
 #include <climits>
@@ -9,19 +9,19 @@
 
 namespace cpmcu::cuda {
 
-// Up to so many splits are combined by a chain of products however few the rows: those of one row
-// in each of its blocks anew.
+// Up to this number of splits, the fused layer kernel combines them itself, whatever the number of
+// tokens. For one token, each of its CTAs repeats the combination.
 constexpr int kMaxCombinedSplits = 64;
 
-// attention_combine, when a chain of products is next: in fewer and larger blocks, beside which
-// that finds room on more multiprocessors.
+// attention_combine for the case that the fused layer kernel is next. It uses fewer and larger
+// CTAs, so the next kernel finds room on more SMs.
 void attention_combine_before_fused_layer(const Context& ctx, const AttentionParams& params);
 
-// Where the partial results lie in scratch.
+// The partial results in scratch.
 struct Partials {
-  float* acc;      // [splits, T * Hq, D], by dimension_at()
-  float2* states;  // [splits, T * Hq]: reference and sum
-  int64_t num_rows;
+  float* acc;        // [splits, T * Hq, D], by dimension_at()
+  float2* states;    // [splits, T * Hq]: row maximum and sum
+  int64_t num_rows;  // T * Hq
 
   __device__ Partials(float* scratch, int num_splits, int num_rows_, int head_dim)
       : acc(scratch),
@@ -29,23 +29,25 @@ struct Partials {
         num_rows(num_rows_) {}
 };
 
-// Which dimension of its row stands in a place of acc: those of an mma tile that a thread has lie
-// together, so that it writes 16 bytes at a time.
+// The dimension at a place of an acc row. The dimensions that one thread holds of an mma tile are
+// adjacent, so the thread writes 16 bytes at a time.
 __device__ constexpr int dimension_at(int place) {
   return place / 16 * 16 + place / 2 % 2 * 8 + place / 4 % 4 * 2 + place % 2;
 }
 
-// So many splits in order, from a multiple on, are a run, and are summed first. Then the runs of so
-// many splits are, in order, and then these sums.
-constexpr int kLog2SplitsOfRun = 2, kSplitsOfRun = 1 << kLog2SplitsOfRun;
-constexpr int kSplitsTogether = 8, kRunsTogether = kSplitsTogether / kSplitsOfRun;
+// Order of additions: kSplitsPerGroup consecutive splits form a split group and are summed first.
+// The groups of kSplitsTogether splits are summed next, in order. These sums are added last, in
+// order.
+constexpr int kLog2SplitsPerGroup = 2, kSplitsPerGroup = 1 << kLog2SplitsPerGroup;
+constexpr int kSplitsTogether = 8, kGroupsTogether = kSplitsTogether / kSplitsPerGroup;
 
-// The number of splits of a sequence from which on attention of a tree sums runs itself and
-// leaves them where the run's first split has its place; kNever: it does not.
-constexpr int kNever = INT_MAX;
+// merges_from() is a number of splits. If a sequence of a verified tree has at least as many,
+// attention_splits sums each split group itself and writes the sum in the place of the group's
+// first split. kNeverMerge: it never does.
+constexpr int kNeverMerge = INT_MAX;
 int merges_from(const Context& ctx, const AttentionParams& params);
 
-// make_args for attention_decode and whoever combines what it left.
+// make_args() for attention_decode and for kernels that combine its partial results.
 template <typename T>
 AttentionArgs<T> make_decode_args(const Context& ctx, const AttentionParams& params) {
   AttentionArgs<T> args = make_args<T>(params);
@@ -53,9 +55,9 @@ AttentionArgs<T> make_decode_args(const Context& ctx, const AttentionParams& par
   return args;
 }
 
-// The splits of a row: [begin, count). Those before are outside of its window and may be missing.
-// Where attention has summed runs, only the first split of each has a partial result: that of split
-// i << shift for all i.
+// The splits [begin, count) of a token. Splits before `begin` are outside its window and may be
+// missing. If split groups are merged (shift > 0), only the first split of each group has a partial
+// result.
 struct RowSplits {
   int begin, count, shift;
 
@@ -64,43 +66,43 @@ struct RowSplits {
     const StepTokens& tokens = args.tokens;
     int own, end, last;
     if (tokens.num_tokens == 1 || (args.by_position && tokens.num_seqs == 1)) {
-      own = tokens.positions[row];  // two loads at once instead of three, one by one
+      own = tokens.positions[row];  // two independent loads instead of a sequence of three
       end = own + 1;
       last = tokens.positions[0] + tokens.num_tokens;
     } else {
       const Sequence seq = load_sequence(tokens, tokens.token_seqs[row]);
-      own = args.by_position ? tokens.positions[row] : seq.first_entry + row - seq.row_begin;
+      own = args.by_position ? tokens.positions[row] : seq.first_entry + row - seq.token_begin;
       last = seq.end();
       end = args.by_position ? own + 1 : last;
     }
-    shift = num_splits(last) >= args.merge_from ? kLog2SplitsOfRun : 0;
+    shift = num_splits(last) >= args.merge_from ? kLog2SplitsPerGroup : 0;
     begin = (num_splits(window_begin(own, args.window) + 1) - 1) >> shift << shift;
     count = num_splits(end);
   }
-  // Which split's partial result this one is in.
+  // The split whose partial result contains `split`.
   __device__ __forceinline__ int partial(int split) const { return split >> shift << shift; }
   __device__ __forceinline__ bool has(int split) const { return split >= begin && split < count; }
 };
 
-// The sum of probabilities of a row of a head: of a run, then of every eighth run, then of these by
-// pairs. add_runs: a lane adds `part`, of one of 32 splits or, where attention has summed them,
-// runs.
-__device__ __forceinline__ float add_runs(float sum, float part, bool are_summed) {
+// The sum of the probabilities of a token and query head. Order: the splits of a group, every
+// eighth group, then a tree reduction. add_split_groups: each lane adds `part`, the weighted sum of
+// one of 32 splits. If split groups are merged (are_merged), it is the sum of one of 32 groups.
+__device__ __forceinline__ float add_split_groups(float sum, float part, bool are_merged) {
   const int lane = threadIdx.x % 32;
   const auto of_lane = [&](int i) { return __shfl_sync(0xffffffffu, part, i); };
-  constexpr int kRuns = 32 / kSplitsOfRun;
-  float run = are_summed ? sum : 0;
+  constexpr int kGroupsOfLanes = 32 / kSplitsPerGroup;
+  float group = are_merged ? sum : 0;
 #pragma unroll
-  for (int i = 0; i < kSplitsOfRun; ++i) {
-    run = __fadd_rn(
-        run, of_lane(are_summed ? lane % kRuns + i * kRuns : lane - lane % kSplitsOfRun + i));
+  for (int i = 0; i < kSplitsPerGroup; ++i) {
+    group = __fadd_rn(group, of_lane(are_merged ? lane % kGroupsOfLanes + i * kGroupsOfLanes
+                                                : lane - lane % kSplitsPerGroup + i));
   }
-  return are_summed ? run : __fadd_rn(sum, run);
+  return are_merged ? group : __fadd_rn(sum, group);
 }
-__device__ __forceinline__ float sum_of_runs(float sum, bool are_summed) {
-  const int apart = are_summed ? 1 : kSplitsOfRun;  // lanes with neighbouring runs
+__device__ __forceinline__ float sum_of_split_groups(float sum, bool are_merged) {
+  const int apart = are_merged ? 1 : kSplitsPerGroup;  // distance of lanes with adjacent groups
 #pragma unroll
-  for (int i = 1; i < 32 / kSplitsOfRun; i *= 2) {
+  for (int i = 1; i < 32 / kSplitsPerGroup; i *= 2) {
     sum = __fadd_rn(sum, __shfl_xor_sync(0xffffffffu, sum, i * apart));
   }
   return sum;

@@ -1,19 +1,22 @@
-// What the kernels of attention_decode share: the arithmetic, and which entries and rows a block
-// has.
+// Shared parts of the attention_decode kernels: the arithmetic, and the assignment of query rows
+// and entries to CTAs.
 //
-// The rows * group query rows of a KV head are packed: row p stands for (row p / group, query head
-// p % group). The arithmetic of a row is laid down by the absolute positions of its entries alone:
+// The query rows of a KV head (one for each token and query head) are packed. Packed row p is token
+// p / group and query head p % group. The absolute positions of the entries that a row sees define
+// the arithmetic of the row, in four levels:
 //
-//   unit, 32 entries:  m = max score rounded up, l = sum 2^(s - m), acc = sum 2^(s - m) v
-//   split, 4+ units: M' = max(M, m), A = A 2^(M - M') + acc 2^(m - M'), L likewise, unit by unit
-//   run, 4 splits:   likewise, split by split
-//   all runs:        out = sum A[r] 2^(M[r] - M) / sum L[r] 2^(M[r] - M)   (attention_combine.cu)
+//   KV tile      32 entries   m = max score rounded up, l = sum 2^(s - m), acc = sum 2^(s - m) v
+//   split        4+ KV tiles  M' = max(M, m), A = A 2^(M - M') + acc 2^(m - M'), L likewise
+//   split group  4 splits     as a split, split by split
+//   row          all groups   out = sum A[g] 2^(M[g] - M) / sum L[g] 2^(M[g] - M)
 //
-// (scores s in base 2; each begins from nothing.) A part that a row does not see leaves its state
-// as it was. The references m and M are whole numbers, so all factors are exact (tiles.cuh), and a
-// run may be summed before M is known or after.
+// attention_combine.cu computes the last level. s are scores in base 2. Each level starts from the
+// empty state (M = -inf, L = 0, A = 0). A part without visible entries leaves the state unchanged.
+// The row maxima m and M are integers, so all rescaling is exact (tiles.cuh). Therefore a split
+// group may be summed before or after M is known.
 //
-// Scratch (Partials): acc [splits, T, Hq, D], D by dimension_at(), then (M, L) [splits, T, Hq, 2].
+// Scratch (Partials): acc [splits, T, Hq, D] in the order of dimension_at(), then (M, L)
+// [splits, T, Hq, 2].
 #pragma once
 
 #include "core/trace.cuh"
@@ -24,17 +27,17 @@ namespace {
 
 TRACED_FILE("attention");
 
-constexpr int kUnit = 32;  // entries
-constexpr int kUnitTiles = kUnit / 8;
-constexpr int kWarpRows = 16;  // packed rows of one mma tile
+constexpr int kKvTile = 32;             // entries
+constexpr int kKvTileN8 = kKvTile / 8;  // mma columns of 8 entries
+constexpr int kWarpRows = 16;           // packed rows of an m16 tile
 
-// The packed rows [first, first + kRows) of one KV head of a sequence.
+// The packed rows [first, first + num_rows) of one KV head of a sequence.
 struct Chunk {
   Sequence seq;
   int kv_head;
-  int group;  // query heads of a KV head
-  int first;
-  int num_packed;  // of the sequence
+  int group;       // query heads of a KV head
+  int first;       // packed row
+  int num_packed;  // packed rows of the sequence
 
   template <typename T>
   __device__ __forceinline__ Chunk(const AttentionArgs<T>& args, int num_chunks, int num_rows)
@@ -42,20 +45,20 @@ struct Chunk {
         kv_head(static_cast<int>(blockIdx.x) / num_chunks),
         group(args.num_heads / args.num_kv_heads),
         first(static_cast<int>(blockIdx.x) % num_chunks * num_rows),
-        num_packed(seq.num_rows * group) {}
+        num_packed(seq.num_tokens * group) {}
 
-  // The row of the sequence that packed row p of the chunk belongs to.
-  __device__ __forceinline__ int row_of(int p) const { return (first + p) / group; }
+  // The token of the sequence that packed row p of the chunk belongs to.
+  __device__ __forceinline__ int token_of(int p) const { return (first + p) / group; }
 };
 
-// The splits that a block does, and their entries.
-struct Range {
-  int split;  // the first
+// The CTA split range: consecutive splits, and their entries.
+struct SplitRange {
+  int split;  // the first split
   int entry_begin;
   int entry_end;
 };
 
-// The page that `entry` of a sequence lies in; any if it has no such entry.
+// The page of `entry` of a sequence. An arbitrary page if the sequence has no such entry.
 __device__ __forceinline__ int page_of(const StepTokens& tokens, int slot, int entry) {
   const int index = entry / kPageSize;
   return index < tokens.max_pages
@@ -63,7 +66,7 @@ __device__ __forceinline__ int page_of(const StepTokens& tokens, int slot, int e
              : 0;
 }
 
-// Where `entry` lies in its cache, in elements.
+// Offset of `entry` in the cache, in elements.
 template <int kDim, typename T>
 __device__ __forceinline__ int64_t entry_offset(const AttentionArgs<T>& args, int64_t page,
                                                 int kv_head, int entry) {
@@ -71,33 +74,37 @@ __device__ __forceinline__ int64_t entry_offset(const AttentionArgs<T>& args, in
 }
 
 template <typename T>
-__device__ __forceinline__ bool merges_runs(const AttentionArgs<T>& args, const Sequence& seq) {
+__device__ __forceinline__ bool merges_split_groups(const AttentionArgs<T>& args,
+                                                    const Sequence& seq) {
   return num_splits(seq.end()) >= args.merge_from;
 }
 
-// Ranges run from the last, which may have a tree, to the first.
-__device__ __forceinline__ int range_index() { return gridDim.y - 1 - blockIdx.y; }
+// The last range, which may contain a tree, has blockIdx.y = 0, so it starts first.
+__device__ __forceinline__ int split_range_index() { return gridDim.y - 1 - blockIdx.y; }
 
-// Which splits this block does. Split s belongs to the range in whose share of the entries it
-// begins; where runs are merged, those of a run to one range. Empty where entry_begin >= entry_end.
-// look_up(entry) looks up the pages from a entry on; for split_begin(range_index()) it is done:
-// where each split has a range of its own, the page table then need not wait for the sequence's
-// length.
+// The CTA split range of this CTA. The entries are divided evenly among the ranges; a split belongs
+// to the range in which it begins. If split groups are merged, a range has whole groups. The range
+// is empty if entry_begin >= entry_end.
+//
+// look_up(entry) loads the page numbers from `entry` on. The caller has called
+// look_up(split_begin(split_range_index())). If each split has its own range, that call is enough:
+// the page numbers are then loaded without waiting for the sequence's length.
 template <typename T, typename LookUp>
-__device__ __forceinline__ Range range_of_block(const AttentionArgs<T>& args, const Sequence& seq,
-                                                int max_splits, bool merges, LookUp look_up) {
-  const int num_ranges = gridDim.y, index = range_index();
-  Range range{.split = index, .entry_begin = split_begin(index)};
+__device__ __forceinline__ SplitRange split_range_of_cta(const AttentionArgs<T>& args,
+                                                         const Sequence& seq, int max_splits,
+                                                         bool merges, LookUp look_up) {
+  const int num_split_ranges = gridDim.y, index = split_range_index();
+  SplitRange range{.split = index, .entry_begin = split_begin(index)};
   int split_end = index + 1;
-  if (num_ranges < max_splits) {
+  if (num_split_ranges < max_splits) {
     constexpr int kStep = split_begin(1);
     const int seen = window_begin(seq.first_entry, args.window);
     const unsigned steps = (seq.end() - seen + kStep - 1) / kStep;
-    const int runs_mask = merges ? kSplitsOfRun - 1 : 0;
+    const int group_mask = merges ? kSplitsPerGroup - 1 : 0;
     auto begin_of = [&](int i) {
-      if (i == 0) return (num_splits(seen + 1) - 1) & ~runs_mask;
-      const int share = static_cast<int>(i * steps / num_ranges) * kStep;
-      return (num_splits(min(seen + share, seq.end())) + runs_mask) & ~runs_mask;
+      if (i == 0) return (num_splits(seen + 1) - 1) & ~group_mask;
+      const int offset = static_cast<int>(i * steps / num_split_ranges) * kStep;
+      return (num_splits(min(seen + offset, seq.end())) + group_mask) & ~group_mask;
     };
     range.split = begin_of(index);
     range.entry_begin = split_begin(range.split);
@@ -105,7 +112,7 @@ __device__ __forceinline__ Range range_of_block(const AttentionArgs<T>& args, co
     look_up(range.entry_begin);
   }
   range.entry_end = min(split_begin(split_end), seq.end());
-  if (args.window > 0) {  // leave out pages that no row sees
+  if (args.window > 0) {  // skip pages outside all windows
     const int begin = window_begin(seq.first_entry, args.window) / kPageSize * kPageSize;
     if (range.entry_begin < begin) {
       range.entry_begin = begin;
@@ -116,52 +123,53 @@ __device__ __forceinline__ Range range_of_block(const AttentionArgs<T>& args, co
   return range;
 }
 
-// What a block has to know of its packed rows, in shared memory: looked up by a thread each before
-// the step's queries are there.
+// Properties of the CTA's packed rows, in shared memory. One thread computes those of one row while
+// the queries are not there yet.
 template <int kRows>
 struct PackedRows {
-  uint64_t masks[kRows];  // what they see
+  uint64_t masks[kRows];  // visible entries of the step
   int window_begins[kRows];
-  int window_end;      // from here on every row sees all entries, up to those that masks tell of
-  int rows[kRows];     // of the sequence, that they belong to
-  int ends[kRows];     // by position: so many entries they see, in the order of their positions
-  int queries[kRows];  // where they begin in qkv; -1: there is no such row
-  int outs[kRows];     // which rows of [T * Hq, D] they become,
-  int counts[kRows];   // of how many splits; 0: none
+  int window_end;      // the windows of all rows include the entries from here on
+  int tokens[kRows];   // token of the sequence that the row belongs to
+  int ends[kRows];     // by_position: number of visible entries, without the window
+  int queries[kRows];  // offset of the row's query in qkv; -1: the row does not exist
+  int outs[kRows];     // row of out as [T * Hq, D]
+  int counts[kRows];   // number of splits; 0: the row does not exist
 
   template <bool kByPosition, int kDim, typename T>
   __device__ __forceinline__ void load(const AttentionArgs<T>& args, const Chunk& chunk) {
     const int p = threadIdx.x;
     if (p >= kRows) return;
     const Sequence& seq = chunk.seq;
-    const int row = chunk.row_of(p);
+    const int token = chunk.token_of(p);
     const bool exists = chunk.first + p < chunk.num_packed;
-    const int head = chunk.kv_head * chunk.group + chunk.first + p - row * chunk.group;
-    queries[p] = exists ? (seq.row_begin + row) * args.qkv_row + head * args.q_head : -1;
-    outs[p] = (seq.row_begin + row) * args.num_heads + head;
-    const uint64_t mask = row >= seq.num_rows ? 0
+    const int head = chunk.kv_head * chunk.group + chunk.first + p - token * chunk.group;
+    queries[p] = exists ? (seq.token_begin + token) * args.qkv_row + head * args.q_head : -1;
+    outs[p] = (seq.token_begin + token) * args.num_heads + head;
+    const uint64_t mask = token >= seq.num_tokens ? 0
                           : args.tokens.ancestor_masks == nullptr
-                              ? first_entries(row + 1)
-                              : args.tokens.ancestor_masks[seq.row_begin + row];
+                              ? first_entries(token + 1)
+                              : args.tokens.ancestor_masks[seq.token_begin + token];
     masks[p] = mask;
     const int end = kByPosition ? seq.length + __popcll(mask) : seq.end();
-    if (kByPosition) rows[p] = row, ends[p] = end;
+    if (kByPosition) tokens[p] = token, ends[p] = end;
     counts[p] = exists ? num_splits(end) : 0;
     if (args.window > 0) {
-      const int own = kByPosition ? end - 1 : seq.first_entry + row;
+      const int own = kByPosition ? end - 1 : seq.first_entry + token;
       window_begins[p] = window_begin(own, args.window);
       if (p == 0) window_end = window_begin(seq.end() - 1, args.window);
     }
   }
 
-  // Hides entries from `entry` on, as many as there are scores, from the 16 rows `row` on that do
-  // not see them.
-  template <int kUnits, typename T>
-  __device__ __forceinline__ void hide(float (&scores)[kUnits][1][kUnitTiles][4],
+  // Sets the scores of entries that a row does not see to -inf, for the packed rows [row, row + 16)
+  // and the entries [entry, entry + kKvTiles * kKvTile).
+  template <int kKvTiles, typename T>
+  __device__ __forceinline__ void hide(float (&scores)[kKvTiles][1][kKvTileN8][4],
                                        const AttentionArgs<T>& args, const Sequence& seq, int row,
                                        int entry) const {
-    static_assert(kUnits * kUnit <= 64, "a word has 64 bits");
-    if (entry + kUnits * kUnit <= seq.length && (args.window == 0 || entry >= window_end)) return;
+    static_assert(kKvTiles * kKvTile <= 64, "a word has 64 bits");
+    if (entry + kKvTiles * kKvTile <= seq.length && (args.window == 0 || entry >= window_end))
+      return;
     uint64_t sees[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -170,19 +178,19 @@ struct PackedRows {
       if (args.window > 0) sees[half] &= ~first_entries(window_begins[p] - entry);
     }
 #pragma unroll
-    for (int unit = 0; unit < kUnits; ++unit) {
-      const uint32_t of_unit[2] = {static_cast<uint32_t>(sees[0] >> unit * kUnit),
-                                   static_cast<uint32_t>(sees[1] >> unit * kUnit)};
-      mask_scores(scores[unit][0], of_unit);
+    for (int tile = 0; tile < kKvTiles; ++tile) {
+      const uint32_t tile_sees[2] = {static_cast<uint32_t>(sees[0] >> tile * kKvTile),
+                                     static_cast<uint32_t>(sees[1] >> tile * kKvTile)};
+      mask_scores(scores[tile][0], tile_sees);
     }
   }
 };
 
-// Copies the queries of packed rows, as rows of D.
+// Copies the queries of packed rows into a tile with rows of D elements.
 template <int kThreads, typename T, int kRows, int kDim>
 struct QueryCopy {
   static constexpr int kChunks = kDim / 8, kCopies = kRows * kChunks / kThreads;
-  static_assert(kRows * kChunks % kThreads == 0, "every thread copies as many chunks");
+  static_assert(kRows * kChunks % kThreads == 0, "all threads copy the same number of chunks");
   int from[kCopies];
 
   __device__ __forceinline__ void look_up(const PackedRows<kRows>& packed) {
@@ -198,7 +206,8 @@ struct QueryCopy {
       ptx::cp_async16(tile.address(at / kChunks, c), qkv + max(from[i], 0) + c * 8, from[i] >= 0);
     }
   }
-  // Now, for who may not wait for the copies that run already.
+  // A synchronous copy. It is used if waiting for the asynchronous copies would also wait for keys
+  // and values.
   __device__ __forceinline__ void copy(SwizzledTile<T, kRows, kDim>& tile, const T* qkv) const {
     Vec<T, 8> chunks[kCopies] = {};
 #pragma unroll
@@ -214,44 +223,45 @@ struct QueryCopy {
   }
 };
 
-// ---- the arithmetic, of 16 packed rows
+// ---- the arithmetic of 16 packed rows
 
-struct UnitState {
-  float reference[2];
+struct SoftmaxState {
+  float row_max[2];
   float sum[2];
 };
 
-// Turns the scores of a unit into probabilities.
-__device__ __forceinline__ UnitState softmax_of_unit(float (&scores)[kUnitTiles][4],
-                                                     float scale_log2) {
-  UnitState unit;
+// Replaces the scores of a KV tile by probabilities. Returns their row maxima and sums.
+__device__ __forceinline__ SoftmaxState softmax_of_kv_tile(float (&scores)[kKvTileN8][4],
+                                                           float scale_log2) {
+  SoftmaxState tile;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    unit.reference[half] = reference_of(scores, half, scale_log2);
-    unit.sum[half] = quad_sum(to_probabilities(scores, half, unit.reference[half], scale_log2));
+    tile.row_max[half] = rounded_row_max(scores, half, scale_log2);
+    tile.sum[half] = quad_sum(to_probabilities(scores, half, tile.row_max[half], scale_log2));
   }
-  return unit;
+  return tile;
 }
 
-// The probabilities of a unit as operands A.
+// The probabilities of a KV tile as operands A.
 template <typename T>
-__device__ __forceinline__ void pack_unit(uint32_t (&a)[kUnitTiles / 2][4],
-                                          const float (&p)[kUnitTiles][4]) {
+__device__ __forceinline__ void pack_kv_tile(uint32_t (&a)[kKvTileN8 / 2][4],
+                                             const float (&p)[kKvTileN8][4]) {
 #pragma unroll
-  for (int k16 = 0; k16 < kUnitTiles / 2; ++k16) pack_fragment_a<T>(a[k16], p, k16);
+  for (int k16 = 0; k16 < kKvTileN8 / 2; ++k16) pack_fragment_a<T>(a[k16], p, k16);
 }
 
-// The probabilities of a unit times its values: use(n16, acc) takes 16 dimensions at a time.
+// Multiplies the probabilities of a KV tile by its values. use(n16, acc) receives 16 dimensions at
+// a time.
 template <typename T, int kDim, typename LoadValues, typename Use>
-__device__ __forceinline__ void multiply_unit_values(const float (&p)[kUnitTiles][4],
-                                                     LoadValues load_values, Use use) {
-  uint32_t a[kUnitTiles / 2][4];
-  pack_unit<T>(a, p);
+__device__ __forceinline__ void multiply_kv_tile_values(const float (&p)[kKvTileN8][4],
+                                                        LoadValues load_values, Use use) {
+  uint32_t a[kKvTileN8 / 2][4];
+  pack_kv_tile<T>(a, p);
 #pragma unroll
   for (int n16 = 0; n16 < kDim / 16; ++n16) {
     float acc[2][4] = {};
 #pragma unroll
-    for (int k16 = 0; k16 < kUnitTiles / 2; ++k16) {
+    for (int k16 = 0; k16 < kKvTileN8 / 2; ++k16) {
       uint32_t v[4];
       load_values(v, k16, n16);
       ptx::mma_16x8x16<T>(acc[0], a[k16], v[0], v[1]);
@@ -261,27 +271,27 @@ __device__ __forceinline__ void multiply_unit_values(const float (&p)[kUnitTiles
   }
 }
 
-// Adds a unit, a split, to the state of a split, a run, all but its acc: that of the whole has to
-// be multiplied by `factor`, and the part's by `weight`.
+// Adds `part` to `whole`: a KV tile to a split, or a split to a split group. Updates the row maxima
+// and sums only. The caller must add acc: whole.acc * factor + part.acc * weight.
 template <typename State, typename Part>
 __device__ __forceinline__ void weigh(State& whole, const Part& part, float (&factor)[2],
                                       float (&weight)[2]) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const float reference = fmaxf(whole.reference[half], part.reference[half]);
-    factor[half] = weight_of(whole.reference[half], reference);
-    weight[half] = weight_of(part.reference[half], reference);
-    whole.reference[half] = reference;
+    const float row_max = fmaxf(whole.row_max[half], part.row_max[half]);
+    factor[half] = weight_of(whole.row_max[half], row_max);
+    weight[half] = weight_of(part.row_max[half], row_max);
+    whole.row_max[half] = row_max;
     whole.sum[half] =
         __fmaf_rn(part.sum[half], weight[half], __fmul_rn(whole.sum[half], factor[half]));
   }
 }
-// weigh(), and the split's acc multiplied.
+// weigh(), and the multiplication of the split's acc by its factor.
 template <int kColumns>
-__device__ __forceinline__ void begin_unit(RowTile<kColumns>& split, const UnitState& unit,
-                                           float (&weight)[2]) {
+__device__ __forceinline__ void begin_kv_tile(RowTile<kColumns>& split, const SoftmaxState& tile,
+                                              float (&weight)[2]) {
   float factor[2];
-  weigh(split, unit, factor, weight);
+  weigh(split, tile, factor, weight);
   if (is_not_one(factor)) split.multiply(factor);
 }
 __device__ __forceinline__ void add_weighted(float (&to)[4], const float (&acc)[4],
@@ -290,31 +300,33 @@ __device__ __forceinline__ void add_weighted(float (&to)[4], const float (&acc)[
   for (int i = 0; i < 4; ++i) to[i] = __fmaf_rn(acc[i], weight[i / 2], to[i]);
 }
 
-// Makes of a split's state that of its run; load_acc(n): acc[n] of the splits before.
+// Adds the group's earlier splits (`before`) to a split's state, which becomes the state of the
+// group. load_acc(n) loads acc[n] of the earlier splits.
 template <int kColumns, typename LoadAcc>
-__device__ __forceinline__ void add_to_run(RowTile<kColumns>& state, const UnitState& before,
-                                           LoadAcc load_acc) {
-  UnitState run = before;
+__device__ __forceinline__ void add_to_split_group(RowTile<kColumns>& state,
+                                                   const SoftmaxState& before, LoadAcc load_acc) {
+  SoftmaxState group = before;
   float factor[2], weight[2];
-  weigh(run, state, factor, weight);
+  weigh(group, state, factor, weight);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    state.reference[half] = run.reference[half], state.sum[half] = run.sum[half];
+    state.row_max[half] = group.row_max[half], state.sum[half] = group.sum[half];
   }
 #pragma unroll
   for (int n = 0; n < kColumns / 8; ++n) {
     const float4 acc = load_acc(n);
-    const float of_run[4] = {acc.x, acc.y, acc.z, acc.w};
+    const float group_acc[4] = {acc.x, acc.y, acc.z, acc.w};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       state.acc[n][i] =
-          __fmaf_rn(state.acc[n][i], weight[i / 2], __fmul_rn(of_run[i], factor[i / 2]));
+          __fmaf_rn(state.acc[n][i], weight[i / 2], __fmul_rn(group_acc[i], factor[i / 2]));
     }
   }
 }
 
-// Writes dimensions [column, column + kColumns) of the 16 rows `row` on at the end of a split: to
-// `out` where the row has no other split, and so needs no second kernel.
+// Writes the dimensions [column, column + kColumns) of the packed rows [row, row + 16) at the end
+// of a split. If the row has one split, they are final and go to `out`. Otherwise they go to
+// scratch.
 template <int kDim, typename T, int kRows, int kColumns>
 __device__ __forceinline__ void write_split(const AttentionArgs<T>& args,
                                             const PackedRows<kRows>& packed,
@@ -324,7 +336,7 @@ __device__ __forceinline__ void write_split(const AttentionArgs<T>& args,
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int p = row + half * 8 + lane / 4, count = packed.counts[p];
-    if (split >= count) continue;  // it sees no entry from here on
+    if (split >= count) continue;  // the row sees no entry of this split
     const int64_t t = packed.outs[p];
     if (count == 1) {
       const float inverse = inverse_of(state.sum[half]);
@@ -346,7 +358,7 @@ __device__ __forceinline__ void write_split(const AttentionArgs<T>& args,
                         state.acc[n + 1][2 * half], state.acc[n + 1][2 * half + 1]);
       }
       if (column == 0 && lane % 4 == 0) {
-        all.states[index] = make_float2(state.reference[half], state.sum[half]);
+        all.states[index] = make_float2(state.row_max[half], state.sum[half]);
       }
     }
   }

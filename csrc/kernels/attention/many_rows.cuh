@@ -1,24 +1,28 @@
-// Attention of many rows, a tree's above all: a block has 64 packed rows, and its warps share them.
+// attention_decode for more than 16 packed rows of a KV head, and for verified trees. A CTA has 64
+// packed rows (32 if D = 256). Its warps share the rows: each has an m16 tile.
 //
-// Each warp does 16 rows and all units, one after another, with the state of the split in
-// registers. Nothing is merged between warps. Bound: on Hopper a warp's own time between two
-// products: a tile of 64 entries takes each of two blocks of an SM 2 us, of which the tensor cores
-// need 0.6, and half the reads from L2 change nothing (wgmma reads a tile from shared memory once
-// for four warps). Before, the fragments of K and V, of which every warp needs all: 16 KiB for 64
-// mma. Blocks of a KV head that run side by side (blockIdx.x) find the entries in L2.
+// Roofline: a warp's own latency between two GEMMs. A stage tile (64 entries) takes 2 us in each of
+// two CTAs of an SM on Hopper; the tensor cores need 0.6 us of them. With mma.sync, shared memory
+// limits: each warp reads all fragments of K and V, 16 KiB for 64 mma. With wgmma, four warps share
+// one read. CTAs of a KV head run side by side (blockIdx.x) and find the entries in L2.
 //
-// by_position: units that end before the tree are shared by its rows. The others, one or a few, are
-// done for each row of the tree in turn, the others masked: the tree lies in shared memory, and
-// ldmatrix takes an address from each lane, so a row's ancestors are read in the order of their
-// depth as if they lay where plain decoding has them. It is the same code on the same numbers, so
-// the bits are the same.
+// Schedule: a warp takes all KV tiles of the CTA's split range in order and keeps the state of the
+// split in registers. Warps never exchange states.
 //
-// Surprising: from about half a run a range on (merge_from) the states of a run's splits are summed
-// here, in the place of a stage, instead of being written and read again by the combine kernel: of
-// 32 rows of 32 heads a split's are half a megabyte.
+//   shared tiles  below the tree: one stage tile at a time, for all tokens
+//   tree tiles    by_position only: all tiles of the tree stay in shared memory. For each token
+//                 of the tree, the warp reads the token's ancestors in the order of depth. Rows of
+//                 other tokens are masked.
 //
-// Length of attention_many_rows_kernel: its steps are functions (many_rows_steps.cuh). What is left
-// is the CTA's work range, the stages and the loop, which share all scalars.
+// ldmatrix takes one address from each lane, so the ancestors are read without a copy. Their
+// numbers and order are those of plain decoding, so the bits are the same.
+//
+// Surprising: if a range has about half a split group or more (merge_from), the CTA sums the splits
+// of each group itself and uses a stage for the sum. This saves writing and reading partial
+// results: half a megabyte for each split of 32 tokens of 32 heads.
+//
+// Length of attention_many_rows_kernel: its phases are functions (many_rows_steps.cuh). The rest is
+// the CTA's split range, the stages and the main loop, which share all scalars.
 #pragma once
 
 #include "kernels/attention/many_rows_steps.cuh"
@@ -26,20 +30,19 @@
 namespace cpmcu::cuda {
 namespace {
 
-// Grid: (chunks * KV heads, ranges, B).
+// Grid: (chunks of packed rows * KV heads, split ranges, B).
 template <typename Config, bool kByPosition>
-__global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
+__global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     attention_many_rows_kernel(const __grid_constant__ AttentionArgs<typename Config::Element> args,
                                int num_chunks, int max_splits) {
   using T = typename Config::Element;
   using Smem = ManyRowsSmem<Config>;
-  using Cells = typename Smem::Cells;
+  using StageTile = typename Smem::StageTile;
   constexpr int kDim = Config::kDim;
-  constexpr int kCells = Config::kCells;
-  // wgmma where it exists and a warpgroup has 64 rows. It adds up as mma.sync does, to the bit.
-  // NOTE: for trees only, whose own entries are mma.sync's: where nothing else reads the queries
-  // ptxas 13.0 puts probabilities into their registers (D = 64), though the next tile wants them
-  // again.
+  constexpr int kStageEntries = Config::kStageEntries;
+  // wgmma is used if a warpgroup has 64 rows. Its sums have the same bits as those of mma.sync.
+  // NOTE: only for trees, whose own entries use mma.sync. If nothing else reads the queries, ptxas
+  // 13.0 overwrites their registers with probabilities (D = 64), although the next tile needs them.
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   constexpr bool kWgmma = kByPosition && Config::kColumnWarps == 1;
 #else
@@ -50,33 +53,33 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   Trace trace;
 
   const int slot = args.tokens.seq_slots[static_cast<int>(blockIdx.z)];
-  int pages[Config::kStages];  // of the first tiles
+  int pages[Config::kStages];  // pages of the first tiles
   auto look_up = [&](int entry) {
 #pragma unroll
     for (int i = 0; i < Config::kStages; ++i) {
-      pages[i] = page_of(args.tokens, slot, entry + i * kCells);
+      pages[i] = page_of(args.tokens, slot, entry + i * kStageEntries);
     }
   };
-  look_up(split_begin(range_index()));
+  look_up(split_begin(split_range_index()));
   const Chunk chunk(args, num_chunks, Config::kRows);
   const Sequence& seq = chunk.seq;
-  const bool merges = Config::kMerges && kByPosition && merges_runs(args, seq);
-  const Range range = range_of_block(args, seq, max_splits, merges, look_up);
+  const bool merges = Config::kMerges && kByPosition && merges_split_groups(args, seq);
+  const SplitRange range = split_range_of_cta(args, seq, max_splits, merges, look_up);
   if (range.entry_begin >= range.entry_end || chunk.first >= chunk.num_packed) {
     ptx::pdl_wait();
     return;
   }
 
-  // Tiles that all rows see alike, and then, if the range reaches that far, those that hold the
-  // tree as a whole, though it may begin before the range or go on behind it.
-  int first_entry = range.entry_begin;  // of the first tile
-  int num_tiles = (range.entry_end - range.entry_begin + kCells - 1) / kCells;
+  // First the shared tiles, which lie below the tree. If the range reaches the tree, all tiles of
+  // the tree follow, even those outside the range.
+  int first_entry = range.entry_begin;  // first entry of the first tile
+  int num_tiles = (range.entry_end - range.entry_begin + kStageEntries - 1) / kStageEntries;
   int num_shared = num_tiles;
-  const int tree_entry =
-      kByPosition ? seq.length / kCells * kCells : 0;  // of the tree's first tile
+  // First entry of the tree's tiles.
+  const int tree_entry = kByPosition ? seq.length / kStageEntries * kStageEntries : 0;
   const bool meets_tree = kByPosition && range.entry_end > tree_entry;
   if (meets_tree) {
-    num_shared = max(tree_entry - range.entry_begin, 0) / kCells;
+    num_shared = max(tree_entry - range.entry_begin, 0) / kStageEntries;
     num_tiles = num_shared + Config::kTreeTiles;
     if (tree_entry < first_entry) {
       first_entry = tree_entry;
@@ -86,7 +89,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
 
   const int lane = threadIdx.x % 32;
   const int warp = ptx::uniform_warp();
-  const int warp_row = warp / Config::kColumnWarps * kWarpRows;  // within the chunk
+  const int warp_row = warp / Config::kColumnWarps * kWarpRows;  // row within the chunk
   const int column = warp % Config::kColumnWarps * Config::kColumns;
   const bool warp_has_rows = chunk.first + warp_row < chunk.num_packed;
 
@@ -99,8 +102,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   };
 
   auto fetch_first = [&](int tile, bool old) {
-    const int entry = first_entry + tile * kCells;
-    if (tile < num_tiles && (entry + kCells <= seq.first_entry) == old) {
+    const int entry = first_entry + tile * kStageEntries;
+    if (tile < num_tiles && (entry + kStageEntries <= seq.first_entry) == old) {
       fetch_entries(tile, entry, pages[tile]);
     }
   };
@@ -112,7 +115,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
     load_fragment_a(queries[k16], smem.queries(), warp_row, k16);
   }
 
-  RowTile<Config::kColumns> state;  // of the split
+  RowTile<Config::kColumns> state;  // state of the split
   state.clear();
 
   auto attend = [&](int tile, int entry) {
@@ -121,60 +124,60 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   };
 
   int split = range.split, split_end = split_begin(split + 1);
-  UnitState run;  // of the splits of the run before this one
-  bool run_has_splits = false;
-  // If it has no entries from `entry` on.
+  SoftmaxState group_state;  // row maxima and sums of the group's earlier splits
+  bool group_has_splits = false;
+  // Ends the split if it has no entries from `entry` on: merges or writes its state.
   auto end_split = [&](int entry) {
     if (entry < min(split_end, range.entry_end)) return;
     if (merges) {
-      const bool goes_on = (split + 1) % kSplitsOfRun != 0 && entry < range.entry_end;
-      merge_split<Config>(smem, state, run, run_has_splits, goes_on);
+      const bool goes_on = (split + 1) % kSplitsPerGroup != 0 && entry < range.entry_end;
+      merge_split<Config>(smem, state, group_state, group_has_splits, goes_on);
     }
-    if (warp_has_rows && !run_has_splits) {
-      const int place = merges ? split / kSplitsOfRun * kSplitsOfRun : split;
+    if (warp_has_rows && !group_has_splits) {
+      const int place = merges ? split / kSplitsPerGroup * kSplitsPerGroup : split;
       write_split<kDim>(args, smem.packed, state, warp_row, column, place, max_splits);
     }
     split_end = split_begin(++split + 1);
     state.clear();
   };
 
-  // So many tiles are on their way behind the one that is multiplied. The first stages are full.
+  // Number of tiles in flight behind the current one. All stages but the last are full.
   const int num_ahead = Config::kStages - 1 - merges;
   int entry = range.entry_begin, tile = 0, next_page = pages[Config::kStages - 1];
-  [[maybe_unused]] bool has_tree = false;  // in shared memory
+  [[maybe_unused]] bool has_tree = false;  // the tree's tiles are in shared memory
 #pragma unroll 1
   while (true) {
-    if (tile < num_shared) {
+    if (tile < num_shared) {  // a shared tile: wait, start the next copy, multiply
       if (merges && tile > 0) {
         ptx::cp_async_wait<std::max(Config::kStages - 3, 0)>();
       } else {
         ptx::cp_async_wait<Config::kStages - 2>();
       }
       if constexpr (kWgmma) ptx::shared_copy_fence();
-      __syncthreads();  // this tile is here, and everyone is done with the one before
+      __syncthreads();  // this tile has arrived; all warps are done with the previous one
       const int next = tile + num_ahead;
       if (next >= Config::kStages - 1 && next < num_tiles) {
-        fetch_entries(next, entry + num_ahead * kCells, next_page);
+        fetch_entries(next, entry + num_ahead * kStageEntries, next_page);
       }
-      next_page = page_of(args.tokens, slot, entry + (num_ahead + 1) * kCells);
+      next_page = page_of(args.tokens, slot, entry + (num_ahead + 1) * kStageEntries);
       ptx::cp_async_commit();
       if (kWgmma || warp_has_rows) attend(tile, entry);
       ++tile;
-      entry += kCells;
-    } else if (meets_tree && entry < range.entry_end) {
+      entry += kStageEntries;
+    } else if (meets_tree && entry < range.entry_end) {  // a KV tile of the tree
       if (!has_tree) {
         await_tree<Config>(smem, num_shared, num_ahead,
                            [&](int tile, int entry) { fetch_entries(tile, entry, next_page); });
         has_tree = true;
       }
       if (warp_has_rows) {
-        each_tree_row<Config>(smem, warp_row, entry, [&](int p) {
-          attend_alone<Config>(state, smem, args, queries, lane, warp, warp_row, column, entry, p,
-                               [&](int i) ->
-                               typename Smem::Stage& { return stage_of(num_shared + i); });
+        for_each_tree_token<Config>(smem, warp_row, entry, [&](int p) {
+          attend_tree_token<Config>(
+              state, smem, args, queries, lane, warp, warp_row, column, entry, p,
+              [&](int i) -> typename Smem::Stage& { return stage_of(num_shared + i); });
         });
       }
-      entry += kUnit;
+      entry += kKvTile;
     } else {
       break;
     }

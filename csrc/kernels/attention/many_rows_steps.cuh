@@ -1,8 +1,10 @@
-// The steps of attention of many rows (many_rows.cuh): what a CTA has in shared memory, and one
-// function for each thing that its warps do with a tile, a unit, a tree or a run.
+// The phases of many_rows.cuh: the shared memory of a CTA, and one function for each phase.
 //
-// NOTE: functions take scalars by value and callables by reference. By value, a callable changes
-// the registers that ptxas 13.0 gives to the loop.
+// A stage tile is one pipeline stage of keys or values: 64 entries, which are two KV tiles (one if
+// D = 256).
+//
+// NOTE: functions take scalars by value and callables by reference. A callable by value changes the
+// registers that ptxas 13.0 assigns to the main loop.
 #pragma once
 
 #include "kernels/attention/decode.cuh"
@@ -14,61 +16,64 @@ template <typename T, int kDim_>
 struct ManyRowsConfig {
   using Element = T;
   static constexpr int kDim = kDim_;
-  static constexpr int kColumns = kDim <= 128 ? kDim : 128;  // of the output, that a warp adds up
+  static constexpr int kColumns = kDim <= 128 ? kDim : 128;  // output dimensions of a warp
   static constexpr int kColumnWarps = kDim / kColumns;       // warps that share rows
   static constexpr int kWarps = 4;
   static constexpr int kThreads = kWarps * 32;
-  static constexpr int kRows = kWarps / kColumnWarps * kWarpRows;  // 64, 32 for D = 256
-  static constexpr int kCells = kDim <= 128 ? 64 : 32;             // of a tile
+  static constexpr int kRows = kWarps / kColumnWarps * kWarpRows;  // 64; 32 if D = 256
+  static constexpr int kStageEntries = kDim <= 128 ? 64 : 32;      // entries of a stage tile
   static constexpr int kStages = kDim == 64 ? 4 : 3;
-  static constexpr int kBlocks = 2;                             // on one SM
-  static constexpr int kTreeTiles = kMaxTreeSize / kCells + 1;  // a tree may begin anywhere in one
-  static constexpr bool kMerges = kDim <= 128;  // runs, in the place of the last stage
-  static_assert(kTreeTiles <= kStages - kMerges, "a tree is in shared memory as a whole");
-  static_assert(kPageSize % kCells == 0, "a tile of entries lies in one page");
+  static constexpr int kCtasPerSm = 2;
+  // A tree may begin anywhere in a tile.
+  static constexpr int kTreeTiles = kMaxTreeSize / kStageEntries + 1;
+  static constexpr bool kMerges = kDim <= 128;  // merging of split groups; uses the last stage
+  static_assert(kTreeTiles <= kStages - kMerges, "the whole tree must fit shared memory");
+  static_assert(kPageSize % kStageEntries == 0, "a stage tile must lie in one page");
 };
 
 template <typename Config>
 struct ManyRowsSmem {
   using T = typename Config::Element;
-  using Cells = SwizzledTile<T, Config::kCells, Config::kDim>;
+  using StageTile = SwizzledTile<T, Config::kStageEntries, Config::kDim>;
   struct Stage {
-    Cells keys, values;
+    StageTile keys, values;
   };
   using Queries = SwizzledTile<T, Config::kRows, Config::kDim>;
-  static_assert(sizeof(Queries) <= sizeof(Stage), "the queries come through a stage");
+  static_assert(sizeof(Queries) <= sizeof(Stage), "the queries must fit a stage");
   Stage stages[Config::kStages];
   PackedRows<Config::kRows> packed;
-  Chunk chunk;                                         // for the tree
-  uint8_t paths[Config::kThreads / 32][kMaxTreeSize];  // of a warp's row: its ancestors in order
+  Chunk chunk;  // used by the tree phase
+  uint8_t paths[Config::kThreads / 32]
+               [kMaxTreeSize];  // for each warp: the ancestors of a token in order
 
-  // In the stage that is filled last.
+  // The queries use the stage that is filled last.
   __device__ __forceinline__ Queries& queries() {
     return reinterpret_cast<Queries&>(stages[Config::kStages - 1]);
   }
-  // What this thread has of the run before the present split, where runs are merged: eight
-  // dimensions after another. The last stage is then none.
-  using Run = float4[Config::kColumns / 8][Config::kThreads];
-  static_assert(!Config::kMerges || sizeof(Run) <= sizeof(Stage));
-  __device__ __forceinline__ float4& of_run(int n) {
-    return reinterpret_cast<Run&>(stages[Config::kStages - 1])[n][threadIdx.x];
+  // This thread's acc of the group's earlier splits, eight dimensions at a time. If split groups
+  // are merged, it occupies the last stage.
+  using GroupAcc = float4[Config::kColumns / 8][Config::kThreads];
+  static_assert(!Config::kMerges || sizeof(GroupAcc) <= sizeof(Stage));
+  __device__ __forceinline__ float4& group_acc(int n) {
+    return reinterpret_cast<GroupAcc&>(stages[Config::kStages - 1])[n][threadIdx.x];
   }
 };
 
-// A tile of 64 entries by wgmma, which reads keys and values once for the 64 rows of four warps:
-// those of the entries' units one after another, as mma.sync would. hide(scores) as of PackedRows.
+// Adds a stage tile of 64 entries to the split by wgmma, which reads keys and values once for the
+// 64 rows of four warps. KV tiles are added one after the other, as with mma.sync. hide(scores) is
+// PackedRows::hide.
 template <typename T, int kDim, typename Hide>
 __device__ __forceinline__ void add_tile(RowTile<kDim>& state,
                                          const SwizzledTile<T, 64, kDim>& keys,
                                          const SwizzledTile<T, 64, kDim>& values,
                                          const uint32_t (&queries)[kDim / 16][4], float scale_log2,
                                          Hide hide) {
-  constexpr int kUnits = 64 / kUnit, kPanels = kDim / 64;  // of 64 dimensions
-  using Cells = SwizzledTile<T, 64, kDim>;
-  constexpr int kPanel = Cells::kPanelBytes / 16, kRow = Cells::kRowBytes / 16;
+  constexpr int kKvTiles = 64 / kKvTile, kPanels = kDim / 64;  // panels of 64 dimensions
+  using StageTile = SwizzledTile<T, 64, kDim>;
+  constexpr int kPanel = StageTile::kPanelBytes / 16, kRow = StageTile::kRowBytes / 16;
   const uint64_t key_rows = ptx::wgmma_descriptor_swizzle128(keys.address(0, 0));
   const uint64_t value_rows = ptx::wgmma_descriptor_swizzle128(values.address(0, 0));
-  float all[kUnits * kUnitTiles][4];
+  float all[kKvTiles * kKvTileN8][4];
   ptx::wgmma_fence();
 #pragma unroll
   for (int k16 = 0; k16 < kDim / 16; ++k16) {
@@ -76,58 +81,58 @@ __device__ __forceinline__ void add_tile(RowTile<kDim>& state,
   }
   ptx::wgmma_commit();
   ptx::wgmma_wait<0>();
-  float scores[kUnits][1][kUnitTiles][4];
+  float scores[kKvTiles][1][kKvTileN8][4];
 #pragma unroll
-  for (int n = 0; n < kUnits * kUnitTiles; ++n) {
+  for (int n = 0; n < kKvTiles * kKvTileN8; ++n) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) scores[n / kUnitTiles][0][n % kUnitTiles][i] = all[n][i];
+    for (int i = 0; i < 4; ++i) scores[n / kKvTileN8][0][n % kKvTileN8][i] = all[n][i];
   }
   hide(scores);
 
-  // The probabilities of all units first, so that there is something to do while one waits; then a
-  // panel's products run while those of the one before are added.
-  UnitState sums[kUnits];
-  uint32_t p[kUnits][kUnitTiles / 2][4];
+  // Phase 1: probabilities of all KV tiles. Phase 2: values. While one GEMM over a panel runs, the
+  // results of the previous one are added.
+  SoftmaxState sums[kKvTiles];
+  uint32_t p[kKvTiles][kKvTileN8 / 2][4];
 #pragma unroll
-  for (int unit = 0; unit < kUnits; ++unit) {
-    sums[unit] = softmax_of_unit(scores[unit][0], scale_log2);
-    pack_unit<T>(p[unit], scores[unit][0]);
+  for (int kv_tile = 0; kv_tile < kKvTiles; ++kv_tile) {
+    sums[kv_tile] = softmax_of_kv_tile(scores[kv_tile][0], scale_log2);
+    pack_kv_tile<T>(p[kv_tile], scores[kv_tile][0]);
   }
   float acc[2][8][4];
   const auto multiply = [&](int i) {
-    const int unit = i / kPanels, panel = i % kPanels;
+    const int kv_tile = i / kPanels, panel = i % kPanels;
     ptx::wgmma_fence();
 #pragma unroll
-    for (int k16 = 0; k16 < kUnitTiles / 2; ++k16) {
-      const uint64_t rows = value_rows + panel * kPanel + (unit * kUnit + k16 * 16) * kRow;
-      ptx::wgmma_64xNx16<T, 8, true>(acc[i % 2], p[unit][k16], rows, k16 > 0);
+    for (int k16 = 0; k16 < kKvTileN8 / 2; ++k16) {
+      const uint64_t rows = value_rows + panel * kPanel + (kv_tile * kKvTile + k16 * 16) * kRow;
+      ptx::wgmma_64xNx16<T, 8, true>(acc[i % 2], p[kv_tile][k16], rows, k16 > 0);
     }
     ptx::wgmma_commit();
   };
   multiply(0);
   multiply(1);
-  constexpr int kProducts = kUnits * kPanels;
+  constexpr int kGemms = kKvTiles * kPanels;
   float factor[2], weight[2];
 #pragma unroll
-  for (int i = 0; i < kProducts; ++i) {
-    const int unit = i / kPanels, panel = i % kPanels;
-    if (panel == 0) weigh(state, sums[unit], factor, weight);
-    i + 1 < kProducts ? ptx::wgmma_wait<1>() : ptx::wgmma_wait<0>();
+  for (int i = 0; i < kGemms; ++i) {
+    const int kv_tile = i / kPanels, panel = i % kPanels;
+    if (panel == 0) weigh(state, sums[kv_tile], factor, weight);
+    i + 1 < kGemms ? ptx::wgmma_wait<1>() : ptx::wgmma_wait<0>();
     if (is_not_one(factor)) state.template multiply<8>(factor, panel * 8);
 #pragma unroll
     for (int n = 0; n < 8; ++n) add_weighted(state.acc[panel * 8 + n], acc[i % 2][n], weight);
-    if (i + 2 < kProducts) multiply(i + 2);
+    if (i + 2 < kGemms) multiply(i + 2);
   }
 }
 
-// Adds a unit to the split: its scores, and its values from dimension `column` on.
+// Adds a KV tile to the split: its scores, and its values from dimension `column` on.
 template <typename T, int kColumns, typename LoadValues>
-__device__ __forceinline__ void add_unit(RowTile<kColumns>& state, float (&scores)[kUnitTiles][4],
-                                         float scale_log2, int column, LoadValues load_values) {
-  const UnitState unit = softmax_of_unit(scores, scale_log2);
+__device__ __forceinline__ void add_kv_tile(RowTile<kColumns>& state, float (&scores)[kKvTileN8][4],
+                                            float scale_log2, int column, LoadValues load_values) {
+  const SoftmaxState kv_tile = softmax_of_kv_tile(scores, scale_log2);
   float weight[2];
-  begin_unit(state, unit, weight);
-  multiply_unit_values<T, kColumns>(
+  begin_kv_tile(state, kv_tile, weight);
+  multiply_kv_tile_values<T, kColumns>(
       scores, [&](uint32_t (&v)[4], int k16, int n16) { load_values(v, k16, column / 16 + n16); },
       [&](int n16, const float (&acc)[2][4]) {
 #pragma unroll
@@ -135,31 +140,31 @@ __device__ __forceinline__ void add_unit(RowTile<kColumns>& state, float (&score
       });
 }
 
-// Where the unit from `entry` on lies for a row of the tree: the entries before the tree, and then
-// the row's ancestors in order.
+// The shared-memory addresses of the KV tile from `entry` on, for one token of the tree. The tile
+// holds entries before the tree, then the token's ancestors in order.
 template <typename Config>
-struct AncestorCells {
-  uint32_t key[kUnit / 16], value[kUnit / 16];  // a lane's addresses for ldmatrix
+struct AncestorEntries {
+  uint32_t key[kKvTile / 16], value[kKvTile / 16];  // a lane's addresses for ldmatrix
 
-  // Of packed row p. address_of(entry): of a entry's keys.
+  // For the token of packed row p. address_of(entry) is the address of an entry's keys.
   template <typename AddressOf>
-  __device__ __forceinline__ AncestorCells(const ManyRowsSmem<Config>& smem,
-                                           uint8_t (&path)[kMaxTreeSize], int lane, int entry,
-                                           int p, int length, AddressOf address_of) {
+  __device__ __forceinline__ AncestorEntries(const ManyRowsSmem<Config>& smem,
+                                             uint8_t (&path)[kMaxTreeSize], int lane, int entry,
+                                             int p, int length, AddressOf address_of) {
     const uint64_t mask = smem.packed.masks[p];
     const uint32_t low = static_cast<uint32_t>(mask), high = static_cast<uint32_t>(mask >> 32);
     const uint32_t before = (1u << lane) - 1;
-    __syncwarp();  // the row before has been looked up
+    __syncwarp();  // the previous token's path is no longer read
     if (low >> lane & 1) path[__popc(low & before)] = lane;
     if (high >> lane & 1) path[__popc(low) + __popc(high & before)] = 32 + lane;
     __syncwarp();
     const int position = entry + lane;
     const int from = position < length                ? position
                      : position < smem.packed.ends[p] ? length + path[position - length]
-                                                      : length;  // any: it is masked
+                                                      : length;  // arbitrary: masked
     const uint32_t lane_entry = address_of(from);
 #pragma unroll
-    for (int i = 0; i < kUnit / 16; ++i) {
+    for (int i = 0; i < kKvTile / 16; ++i) {
       key[i] = __shfl_sync(0xffffffffu, lane_entry, i * 16 + lane / 16 * 8 + lane % 8) ^
                (lane / 8 % 2 * 16);
       value[i] = (__shfl_sync(0xffffffffu, lane_entry, i * 16 + lane % 16) +
@@ -169,8 +174,8 @@ struct AncestorCells {
   }
 };
 
-// Which of the entries that AncestorCells names each of a lane's rows sees: those of p's tree row,
-// or, of entries before the tree, all.
+// The entries of AncestorEntries that each of a lane's rows sees. If `all`, these are entries
+// before the tree, and every row sees them. Otherwise only rows of p's token see them.
 template <typename Config>
 __device__ __forceinline__ void look_up_seen(uint32_t (&sees)[2], const ManyRowsSmem<Config>& smem,
                                              const AttentionArgs<typename Config::Element>& args,
@@ -179,30 +184,31 @@ __device__ __forceinline__ void look_up_seen(uint32_t (&sees)[2], const ManyRows
   for (int half = 0; half < 2; ++half) {
     const int own = warp_row + half * 8 + lane / 4;
     const int num_entries = smem.packed.ends[own] - entry;
-    const bool any = num_entries > 0 && (all || smem.packed.rows[own] == smem.packed.rows[p]);
-    sees[half] = any ? ~0u >> max(kUnit - num_entries, 0) : 0;
+    const bool any = num_entries > 0 && (all || smem.packed.tokens[own] == smem.packed.tokens[p]);
+    sees[half] = any ? ~0u >> max(kKvTile - num_entries, 0) : 0;
     if (args.window > 0) {
       sees[half] &= ~static_cast<uint32_t>(first_entries(smem.packed.window_begins[own] - entry));
     }
   }
 }
 
-// Keeps a split's state as that of the run before the next split.
+// Stores a split's state as that of the group's splits so far.
 template <typename Config>
-__device__ __forceinline__ void park_run(ManyRowsSmem<Config>& smem, UnitState& run,
-                                         const RowTile<Config::kColumns>& state) {
+__device__ __forceinline__ void park_split_group(ManyRowsSmem<Config>& smem,
+                                                 SoftmaxState& group_state,
+                                                 const RowTile<Config::kColumns>& state) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    run.reference[half] = state.reference[half], run.sum[half] = state.sum[half];
+    group_state.row_max[half] = state.row_max[half], group_state.sum[half] = state.sum[half];
   }
 #pragma unroll
   for (int n = 0; n < Config::kColumns / 8; ++n) {
     const float (&acc)[4] = state.acc[n];
-    smem.of_run(n) = make_float4(acc[0], acc[1], acc[2], acc[3]);
+    smem.group_acc(n) = make_float4(acc[0], acc[1], acc[2], acc[3]);
   }
 }
 
-// Adds the entries of a tile, from `entry` on, to the state of a warp's rows.
+// Adds a stage tile, whose first entry is `entry`, to the states of a warp's rows.
 template <typename Config, bool kWgmma>
 __device__ __forceinline__ void attend_tile(RowTile<Config::kColumns>& state,
                                             typename ManyRowsSmem<Config>::Stage& stage,
@@ -216,37 +222,37 @@ __device__ __forceinline__ void attend_tile(RowTile<Config::kColumns>& state,
     add_tile<T>(state, stage.keys, stage.values, queries, args.scale_log2,
                 [&](auto& scores) { smem.packed.hide(scores, args, seq, warp_row, entry); });
   } else {
-    constexpr int kUnits = Config::kCells / kUnit;
-    float scores[kUnits][1][kUnitTiles][4];
+    constexpr int kKvTiles = Config::kStageEntries / kKvTile;
+    float scores[kKvTiles][1][kKvTileN8][4];
 #pragma unroll
-    for (int unit = 0; unit < kUnits; ++unit) {
-      multiply_keys<T>(scores[unit], stage.keys, unit * kUnit, [&](uint32_t (&q)[1][4], int k16) {
+    for (int kv_tile = 0; kv_tile < kKvTiles; ++kv_tile) {
+      multiply_keys<T>(scores[kv_tile], stage.keys, kv_tile * kKvTile,
+                       [&](uint32_t (&q)[1][4], int k16) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) q[0][i] = queries[k16][i];
-      });
+                         for (int i = 0; i < 4; ++i) q[0][i] = queries[k16][i];
+                       });
     }
     smem.packed.hide(scores, args, seq, warp_row, entry);
 #pragma unroll
-    for (int unit = 0; unit < kUnits; ++unit) {
-      add_unit<T>(state, scores[unit][0], args.scale_log2, column,
-                  [&](uint32_t (&v)[4], int k16, int n16) {
-                    load_fragment_values(v, stage.values, unit * kUnit + k16 * 16, n16);
-                  });
+    for (int kv_tile = 0; kv_tile < kKvTiles; ++kv_tile) {
+      add_kv_tile<T>(state, scores[kv_tile][0], args.scale_log2, column,
+                     [&](uint32_t (&v)[4], int k16, int n16) {
+                       load_fragment_values(v, stage.values, kv_tile * kKvTile + k16 * 16, n16);
+                     });
     }
   }
 }
 
-// Adds the unit of `entries` to the state of those of a warp's rows that see it as packed row p
-// does.
+// Adds the KV tile of `entries` to the states of the rows that see it (look_up_seen).
 template <typename Config>
 __device__ __forceinline__ void attend_ancestors(
-    RowTile<Config::kColumns>& state, const AncestorCells<Config>& entries,
+    RowTile<Config::kColumns>& state, const AncestorEntries<Config>& entries,
     const ManyRowsSmem<Config>& smem, const AttentionArgs<typename Config::Element>& args,
     const uint32_t (&queries)[Config::kDim / 16][4], int lane, int entry, int p, int warp_row,
     int column, bool all) {
   using T = typename Config::Element;
-  using Cells = typename ManyRowsSmem<Config>::Cells;
-  float scores[1][kUnitTiles][4];
+  using StageTile = typename ManyRowsSmem<Config>::StageTile;
+  float scores[1][kKvTileN8][4];
   multiply_keys<T, Config::kDim>(
       scores,
       [&](uint32_t (&q)[1][4], int k16) {
@@ -254,17 +260,18 @@ __device__ __forceinline__ void attend_ancestors(
         for (int i = 0; i < 4; ++i) q[0][i] = queries[k16][i];
       },
       [&](uint32_t (&k)[4], int n16, int k16) {
-        ptx::ldmatrix4(k, Cells::further(entries.key[n16], k16 * 2));
+        ptx::ldmatrix4(k, StageTile::further(entries.key[n16], k16 * 2));
       });
   uint32_t sees[2];
   look_up_seen<Config>(sees, smem, args, lane, entry, p, warp_row, all);
   mask_scores(scores[0], sees);
-  add_unit<T>(state, scores[0], args.scale_log2, column, [&](uint32_t (&v)[4], int k16, int n16) {
-    ptx::ldmatrix4_trans(v, Cells::further(entries.value[k16], n16 * 2));
-  });
+  add_kv_tile<T>(state, scores[0], args.scale_log2, column,
+                 [&](uint32_t (&v)[4], int k16, int n16) {
+                   ptx::ldmatrix4_trans(v, StageTile::further(entries.value[k16], n16 * 2));
+                 });
 }
 
-// Starts copying a tile of entries, from `entry` on, which lies in one page.
+// Starts the copy of a stage tile from `entry` on. The tile lies in one page.
 template <typename Config>
 __device__ __forceinline__ void fetch_stage(typename ManyRowsSmem<Config>::Stage& stage,
                                             const AttentionArgs<typename Config::Element>& args,
@@ -275,45 +282,46 @@ __device__ __forceinline__ void fetch_stage(typename ManyRowsSmem<Config>::Stage
                                seq.end() - entry);
 }
 
-// Adds the unit from `entry` on for the row of the tree that packed row p belongs to. It sees the
-// entries before the tree and then its ancestors in order. If the unit ends before the tree, for
-// all rows. tree_stage(i): tile i of those that hold the tree.
+// Adds the KV tile from `entry` on for the tree token of packed row p: entries before the tree,
+// then the token's ancestors in order. If the tile ends before the tree, it is added for all rows.
+// tree_stage(i) is the stage of tile i of the tree.
 template <typename Config, typename TreeStage>
-__device__ __forceinline__ void attend_alone(RowTile<Config::kColumns>& state,
-                                             ManyRowsSmem<Config>& smem,
-                                             const AttentionArgs<typename Config::Element>& args,
-                                             const uint32_t (&queries)[Config::kDim / 16][4],
-                                             int lane, int warp, int warp_row, int column,
-                                             int entry, int p, TreeStage tree_stage) {
-  constexpr int kCells = Config::kCells;
-  const int length = smem.chunk.seq.length;  // the main loop leaves no registers for it
-  const int tree_entry = length / kCells * kCells;
-  const bool all = entry + kUnit <= length;
+__device__ __forceinline__ void attend_tree_token(
+    RowTile<Config::kColumns>& state, ManyRowsSmem<Config>& smem,
+    const AttentionArgs<typename Config::Element>& args,
+    const uint32_t (&queries)[Config::kDim / 16][4], int lane, int warp, int warp_row, int column,
+    int entry, int p, TreeStage tree_stage) {
+  constexpr int kStageEntries = Config::kStageEntries;
+  const int length =
+      smem.chunk.seq.length;  // from shared memory: saves a register of the main loop
+  const int tree_entry = length / kStageEntries * kStageEntries;
+  const bool all = entry + kKvTile <= length;
   auto& path = smem.paths[warp];
-  const AncestorCells<Config> entries(smem, path, lane, entry, p, length, [&](int from) {
-    return tree_stage((from - tree_entry) / kCells).keys.address((from - tree_entry) % kCells, 0);
+  const AncestorEntries<Config> entries(smem, path, lane, entry, p, length, [&](int from) {
+    return tree_stage((from - tree_entry) / kStageEntries)
+        .keys.address((from - tree_entry) % kStageEntries, 0);
   });
   attend_ancestors<Config>(state, entries, smem, args, queries, lane, entry, p, warp_row, column,
                            all);
 }
 
-// The unit from `entry` on, in the tree's tiles, for all rows of the warp: attend(p) for each row
-// of the tree, p its first packed row.
+// Calls attend(p) for each tree token of the warp's rows, for the KV tile from `entry` on. p is the
+// token's first packed row. If the tile ends before the tree, one call serves all tokens.
 template <typename Config, typename Attend>
-__device__ __forceinline__ void each_tree_row(const ManyRowsSmem<Config>& smem, int warp_row,
-                                              int entry, Attend attend) {
+__device__ __forceinline__ void for_each_tree_token(const ManyRowsSmem<Config>& smem, int warp_row,
+                                                    int entry, Attend attend) {
   const Chunk& chunk = smem.chunk;
   const int end = min(warp_row + kWarpRows, chunk.num_packed - chunk.first);
-  for (int p = warp_row; p < end; p = (smem.packed.rows[p] + 1) * chunk.group - chunk.first) {
+  for (int p = warp_row; p < end; p = (smem.packed.tokens[p] + 1) * chunk.group - chunk.first) {
     if (entry >= smem.packed.ends[p]) continue;
     attend(p);
-    if (entry + kUnit <= chunk.seq.length) return;
+    if (entry + kKvTile <= chunk.seq.length) return;
   }
 }
 
-// Fills all stages but the last, and the last with queries. fetch_first(tile, old) starts copying a
-// tile if it has entries of earlier steps alone, or (old = false) if it has others: those of
-// earlier steps need not wait for this one's (core/launch.h).
+// Fills all stages but the last, which receives the queries. fetch_first(tile, old) starts the copy
+// of a tile. With old = true it copies only tiles whose entries are all of earlier steps. These do
+// not wait for the previous kernel (core/launch.h). With old = false it copies the others.
 template <typename Config, bool kByPosition, typename FetchFirst>
 __device__ __forceinline__ void fetch_before_loop(
     ManyRowsSmem<Config>& smem, const AttentionArgs<typename Config::Element>& args,
@@ -339,26 +347,28 @@ __device__ __forceinline__ void fetch_before_loop(
   __syncthreads();
 }
 
-// Makes of a split's state that of its run, and keeps it aside if the run goes on.
+// Merges the group's earlier splits into a split's state. If the group goes on, stores the state.
 template <typename Config>
 __device__ __forceinline__ void merge_split(ManyRowsSmem<Config>& smem,
-                                            RowTile<Config::kColumns>& state, UnitState& run,
-                                            bool& run_has_splits, bool goes_on) {
-  if (run_has_splits) add_to_run(state, run, [&](int n) { return smem.of_run(n); });
-  run_has_splits = goes_on;
-  if (run_has_splits) park_run<Config>(smem, run, state);
+                                            RowTile<Config::kColumns>& state,
+                                            SoftmaxState& group_state, bool& group_has_splits,
+                                            bool goes_on) {
+  if (group_has_splits)
+    add_to_split_group(state, group_state, [&](int n) { return smem.group_acc(n); });
+  group_has_splits = goes_on;
+  if (group_has_splits) park_split_group<Config>(smem, group_state, state);
 }
 
-// Until the tree's tiles are there. The last of them may have waited for a stage.
+// Waits for the tree's tiles. The copy of the last one may still need a free stage.
 template <typename Config, typename Fetch>
 __device__ __forceinline__ void await_tree(const ManyRowsSmem<Config>& smem, int num_shared,
                                            int num_ahead, const Fetch& fetch) {
-  constexpr int kCells = Config::kCells;
+  constexpr int kStageEntries = Config::kStageEntries;
   const int last = num_shared + Config::kTreeTiles - 1;
   if (Config::kTreeTiles > num_ahead && last >= Config::kStages - 1) {
     __syncthreads();
-    const int tree_entry = smem.chunk.seq.length / kCells * kCells;
-    fetch(last, tree_entry + (Config::kTreeTiles - 1) * kCells);
+    const int tree_entry = smem.chunk.seq.length / kStageEntries * kStageEntries;
+    fetch(last, tree_entry + (Config::kTreeTiles - 1) * kStageEntries);
     ptx::cp_async_commit();
   }
   ptx::cp_async_wait<0>();

@@ -1,20 +1,21 @@
-// What the attention kernels share: tiles in shared memory, their fragments for mma.m16n8k16, and
-// the online softmax of 16 query rows of a warp.
+// Shared parts of the attention kernels: tiles in shared memory, their fragments for mma.m16n8k16,
+// and the online softmax of the 16 query rows of a warp. A query row is one query head of one
+// token.
 //
-// Probabilities are 2^(score - reference), with scores in base 2. A row's reference is its maximum
-// rounded up to a whole number: then the factors that bring sums to another reference are powers of
-// two, and exact. What a sum becomes depends on the order of its terms alone, not on the references
-// on the way (as long as nothing is 2^-100 of the rest, where float32 ends).
+// Softmax: probabilities are 2^(score - M), with scores in base 2. The row maximum M is rounded up
+// to an integer. Therefore all rescaling factors are powers of two, and rescaling is exact. A sum
+// depends only on the order of its terms, not on the row maxima during the summation. (Exception:
+// terms below 2^-100 of the sum, which underflow in float32.)
 //
-// A warp holds 16 query rows: lane / 4 and lane / 4 + 8 are the two rows ("halves") of a lane, its
-// columns of each 8-wide tile are 2 * (lane % 4) and the next.
+// Fragments: a warp holds 16 query rows. A lane has two of them ("halves"), lane / 4 and
+// lane / 4 + 8. Of each 8 columns it has the columns 2 * (lane % 4) and 2 * (lane % 4) + 1.
 //
-// Tiles are panels of 64 columns (ptx::swizzled_chunk): ldmatrix reads eight rows without
-// conflicts, and wgmma reads the panels as they are.
+// Tiles: panels of 64 columns (ptx::swizzled_chunk). ldmatrix reads eight rows of a panel without
+// bank conflicts. wgmma reads the panels in place.
 //
-// The bits of a row depend on its own entries only. So every step rounds explicitly (fmaf,
-// __fmul_rn), and entries that a row does not see leave its state exactly as it was: their
-// probability is 0, the maximum stays, and the rescale factor is 2^0 = 1.
+// Exactness: the bits of a query row depend only on the entries that it sees. Every operation
+// rounds explicitly (__fmaf_rn, __fmul_rn). An entry that the row does not see leaves the row's
+// state unchanged: its probability is 0, the row maximum stays, and the rescaling factor is 1.
 #pragma once
 
 #include "core/check.h"
@@ -27,7 +28,7 @@ namespace cpmcu::cuda {
 
 constexpr float kMinusInfinity = -__builtin_huge_valf();
 
-// ---- what a kernel is given
+// ---- kernel arguments
 
 template <typename T>
 struct AttentionArgs {
@@ -39,44 +40,45 @@ struct AttentionArgs {
   float scale_log2;  // scale * log2(e): softmax in base 2
   int num_heads;     // Hq
   int num_kv_heads;  // Hkv
-  int qkv_row;       // elements of a row of qkv
-  int q_head;        // from one query head to the next
+  int qkv_row;       // elements from one row of qkv to the next
+  int q_head;        // elements from one query head to the next
   int window;
   bool by_position;
-  int merge_from;  // attention_decode only: make_decode_args of combine.cuh
+  int merge_from;  // attention_decode only: see merges_from() of combine.cuh
   StepTokens tokens;
 };
 
 struct Sequence {
   int slot;
-  int row_begin;  // its first row among T
-  int num_rows;
-  int length;       // entries that come before those which masks, or causality, tell of
-  int first_entry;  // of its first row
-  __device__ int end() const { return first_entry + num_rows; }
+  int token_begin;  // first token of the sequence among T
+  int num_tokens;
+  int length;       // all tokens see the entries below; masks or causality decide on the others
+  int first_entry;  // entry of the first token
+  __device__ int end() const { return first_entry + num_tokens; }
 };
 
 __device__ __forceinline__ Sequence load_sequence(const StepTokens& tokens, int seq) {
   Sequence s;
   s.slot = tokens.seq_slots[seq];
-  s.row_begin = tokens.seq_token_begin[seq];
-  s.num_rows = tokens.seq_token_begin[seq + 1] - s.row_begin;
+  s.token_begin = tokens.seq_token_begin[seq];
+  s.num_tokens = tokens.seq_token_begin[seq + 1] - s.token_begin;
   const int cached = tokens.slot_lengths[s.slot];
-  s.first_entry = cached + tokens.first_row;
+  s.first_entry = cached + tokens.first_token;
   s.length = tokens.ancestor_masks == nullptr ? s.first_entry : cached;
   return s;
 }
 
-// The first entry that a row sees whose own is `own`.
+// The first entry in the window of a token whose own entry is `own`.
 __device__ __forceinline__ int window_begin(int own, int window) {
   return window > 0 ? max(own + 1 - window, 0) : 0;
 }
 
-// Checks what both kernels ask of their parameters.
+// Checks the parameters that both ops have in common.
 inline void check_attention(const AttentionParams& p, const char* op) {
   const StepTokens& tokens = p.tokens;
   CHECK(p.num_kv_heads > 0 && p.num_heads % p.num_kv_heads == 0,
-        "{}: {} query heads do not divide over {} KV heads", op, p.num_heads, p.num_kv_heads);
+        "{}: {} query heads, expected a multiple of the {} KV heads", op, p.num_heads,
+        p.num_kv_heads);
   const int q_columns = p.num_heads * p.head_dim;
   const QkvLayout layout = resolved(p.layout, p.num_heads, p.num_kv_heads, p.head_dim);
   CHECK(p.out.num_dims() == 2 && p.out.size(0) >= tokens.num_tokens && p.out.size(1) == q_columns,
@@ -84,7 +86,7 @@ inline void check_attention(const AttentionParams& p, const char* op) {
   CHECK(p.qkv.num_dims() == 2 && p.qkv.size(0) >= tokens.num_tokens && p.qkv.size(1) == layout.row,
         "{}: qkv is {}, expected [{}, {}]", op, p.qkv.shape_text(), tokens.num_tokens, layout.row);
   CHECK(layout.row % 8 == 0 && layout.q_head % 8 == 0,
-        "{}: rows of {} elements and query heads {} apart, expected multiples of 8", op, layout.row,
+        "{}: row stride {} and query head stride {}, expected multiples of 8", op, layout.row,
         layout.q_head);
   for (const Tensor* cache : {&p.k_cache, &p.v_cache}) {
     CHECK(cache->num_dims() == 4 && cache->size(1) == p.num_kv_heads &&
@@ -93,19 +95,20 @@ inline void check_attention(const AttentionParams& p, const char* op) {
           p.num_kv_heads, kPageSize, p.head_dim);
   }
   for (const Tensor* other : {&p.out, &p.k_cache, &p.v_cache}) {
-    CHECK(other->dtype() == p.qkv.dtype(), "{}: {} beside a qkv of {}", op, name_of(other->dtype()),
-          name_of(p.qkv.dtype()));
+    CHECK(other->dtype() == p.qkv.dtype(), "{}: a tensor is {}, expected {} like qkv", op,
+          name_of(other->dtype()), name_of(p.qkv.dtype()));
   }
-  CHECK(p.scale > 0, "{}: scale {} is not positive", op, p.scale);
-  CHECK(p.window >= 0, "{}: window {} is negative", op, p.window);
-  CHECK(tokens.first_row >= 0, "{}: first_row {} is negative", op, tokens.first_row);
-  CHECK(
-      tokens.ancestor_masks == nullptr || tokens.first_row + tokens.max_seq_tokens <= kMaxTreeSize,
-      "{}: a sequence with masks may have up to {} rows, not {}", op, kMaxTreeSize,
-      tokens.first_row + tokens.max_seq_tokens);
+  CHECK(p.scale > 0, "{}: scale is {}, expected a positive number", op, p.scale);
+  CHECK(p.window >= 0, "{}: window is {}, expected 0 or more", op, p.window);
+  CHECK(tokens.first_token >= 0, "{}: first_token is {}, expected 0 or more", op,
+        tokens.first_token);
+  CHECK(tokens.ancestor_masks == nullptr ||
+            tokens.first_token + tokens.max_seq_tokens <= kMaxTreeSize,
+        "{}: a sequence with masks may have up to {} tokens, not {}", op, kMaxTreeSize,
+        tokens.first_token + tokens.max_seq_tokens);
   CHECK_STATE(tokens.num_seqs > 0 && tokens.max_seq_tokens > 0 && tokens.max_kv > 0,
-              "{}: {} sequences of up to {} rows and {} entries", op, tokens.num_seqs,
-              tokens.max_seq_tokens, tokens.max_kv);
+              "{}: {} sequences of up to {} tokens and {} entries, expected more than 0 of each",
+              op, tokens.num_seqs, tokens.max_seq_tokens, tokens.max_kv);
 }
 
 template <typename T>
@@ -134,7 +137,7 @@ struct alignas(128) SwizzledTile {
   static constexpr int kRows = kRows_;
   static constexpr int kDim = kDim_;
   static constexpr int kRowBytes = 128, kPanelBytes = kRows * kRowBytes;
-  static_assert(kDim % 64 == 0, "a row must hold whole groups of eight chunks");
+  static_assert(kDim % 64 == 0, "a row must be a multiple of 64 elements");
 
   __device__ __forceinline__ T* chunk(int row, int c) {
     return data + ptx::swizzled_chunk<kRows, 8>(row, c);
@@ -142,13 +145,13 @@ struct alignas(128) SwizzledTile {
   __device__ __forceinline__ uint32_t address(int row, int c) const {
     return ptx::shared_address(data) + ptx::swizzled_chunk<kRows>(row, c);
   }
-  // Of the address of a row's chunk 0 or 1, that of the chunk `c`, even, further on.
+  // Given the address of chunk i of a row, i in 0..1: the address of chunk i + c, for an even c.
   static __device__ __forceinline__ uint32_t further(uint32_t address, int c) {
     return (address ^ (c % 8 * 16)) + c / 8 * kPanelBytes;
   }
-  // address(row + lane_row, c + lane_chunk) where row is a multiple of 8, c is even and lane_chunk
-  // is 0 or 1. Of a lane's address only three bits change with c: so the unrolled loops over row
-  // and c need one register and immediates.
+  // address(row + lane_row, c + lane_chunk). row is a multiple of 8, c is even, lane_chunk is 0 or
+  // 1. c changes only three bits of a lane's address within a panel. Therefore unrolled loops over
+  // row and c need one register and immediates.
   __device__ __forceinline__ uint32_t address(int row, int lane_row, int c, int lane_chunk) const {
     return further(address(lane_row, lane_chunk), c) + row * kRowBytes;
   }
@@ -156,21 +159,22 @@ struct alignas(128) SwizzledTile {
   T data[kRows * kDim];
 };
 
-// Starts copying rows [0, num_valid) from global memory; the tile's other rows become zeros. By
-// kThreads threads, of which this is number `thread`.
+// Starts the copy of rows [0, num_valid) from global memory. The other rows of the tile become
+// zero. kThreads threads take part; `thread` is the number of this thread.
 template <int kThreads, typename T, int kRows, int kDim>
 __device__ __forceinline__ void fetch_tile(SwizzledTile<T, kRows, kDim>& tile, const T* source,
                                            int64_t row_stride, int num_valid, unsigned thread) {
   constexpr int kChunks = kDim / 8;
-  constexpr int kStep = kThreads / kChunks;  // rows copied at a time
+  constexpr int kStep = kThreads / kChunks;  // rows of one iteration
   static_assert(kThreads % kChunks == 0 && kRows % kStep == 0,
-                "every thread copies as many chunks");
+                "all threads copy the same number of chunks");
   const int first = static_cast<int>(thread / kChunks);
   const int c = static_cast<int>(thread % kChunks);
   source += first * row_stride + c * 8;
 #pragma unroll
   for (int row = 0; row < kRows; row += kStep) {
-    // Rows that are 8 apart are swizzled alike: few addresses, the rest are immediates.
+    // Rows at a distance of 8 have the same swizzle. Few addresses need registers; the others are
+    // immediates.
     const uint32_t to = tile.address(first + row % 8, c) + row / 8 * 8 * tile.kRowBytes;
     ptx::cp_async16(to, source + row * row_stride, first + row < num_valid);
   }
@@ -181,7 +185,7 @@ __device__ __forceinline__ void fetch_tile(SwizzledTile<T, kRows, kDim>& tile, c
   fetch_tile<kThreads>(tile, source, row_stride, num_valid, threadIdx.x);
 }
 
-// Rows [row, row + 16) and columns [16 * k16, + 16) as the operand A of an mma.
+// Rows [row, row + 16) and columns [16 * k16, 16 * k16 + 16) as operand A of an mma.
 template <typename T, int kRows, int kDim>
 __device__ __forceinline__ void load_fragment_a(uint32_t (&r)[4],
                                                 SwizzledTile<T, kRows, kDim>& tile, int row,
@@ -190,8 +194,8 @@ __device__ __forceinline__ void load_fragment_a(uint32_t (&r)[4],
   ptx::ldmatrix4(r, tile.address(row, lane % 16, k16 * 2, lane / 16));
 }
 
-// Keys: entries [entry, entry + 16) as columns, dimensions [16 * k16, + 16) as the summed index.
-// r[0], r[1] are the operand B for the first eight entries, r[2], r[3] for the others.
+// Keys: operand B with entries [entry, entry + 16) as columns and dimensions [16 * k16, 16 * k16 +
+// 16) as the summed index. r[0], r[1]: the first eight entries. r[2], r[3]: the other eight.
 template <typename T, int kRows, int kDim>
 __device__ __forceinline__ void load_fragment_keys(uint32_t (&r)[4],
                                                    SwizzledTile<T, kRows, kDim>& tile, int entry,
@@ -200,8 +204,9 @@ __device__ __forceinline__ void load_fragment_keys(uint32_t (&r)[4],
   ptx::ldmatrix4(r, tile.address(entry, lane / 16 * 8 + lane % 8, k16 * 2, lane / 8 % 2));
 }
 
-// Values: dimensions [16 * n16, + 16) as columns, entries [entry, entry + 16) as the summed index.
-// r[0], r[1] are the operand B for the first eight dimensions, r[2], r[3] for the others.
+// Values: operand B with dimensions [16 * n16, 16 * n16 + 16) as columns and entries
+// [entry, entry + 16) as the summed index. r[0], r[1]: the first eight dimensions. r[2], r[3]: the
+// other eight.
 template <typename T, int kRows, int kDim>
 __device__ __forceinline__ void load_fragment_values(uint32_t (&r)[4],
                                                      SwizzledTile<T, kRows, kDim>& tile, int entry,
@@ -210,9 +215,9 @@ __device__ __forceinline__ void load_fragment_values(uint32_t (&r)[4],
   ptx::ldmatrix4_trans(r, tile.address(entry, lane % 16, n16 * 2, lane / 16));
 }
 
-// ---- 16 query rows of a warp
+// ---- softmax state of 16 query rows of a warp
 
-// Over the four lanes that share a row.
+// Sum over the four lanes that share a query row.
 __device__ __forceinline__ float quad_sum(float v) {
   v += __shfl_xor_sync(0xffffffffu, v, 1);
   return v + __shfl_xor_sync(0xffffffffu, v, 2);
@@ -220,14 +225,14 @@ __device__ __forceinline__ float quad_sum(float v) {
 
 template <int kDim>
 struct RowTile {
-  float reference[2];      // of the entries so far; -inf: none seen yet
-  float sum[2];            // of this lane's probabilities
-  float acc[kDim / 8][4];  // of probability * value
+  float row_max[2];        // rounded up; -inf: no entry seen yet
+  float sum[2];            // this lane's part of the sum of probabilities
+  float acc[kDim / 8][4];  // sums of probability * value
 
   __device__ __forceinline__ void clear() {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      reference[half] = kMinusInfinity;
+      row_max[half] = kMinusInfinity;
       sum[half] = 0;
     }
 #pragma unroll
@@ -237,7 +242,7 @@ struct RowTile {
     }
   }
 
-  // kTiles times eight dimensions.
+  // Multiplies the dimensions [8 * first, 8 * (first + kTiles)) by `factor`.
   template <int kTiles = kDim / 8>
   __device__ __forceinline__ void multiply(const float (&factor)[2], int first = 0) {
 #pragma unroll
@@ -255,14 +260,15 @@ struct RowTile {
   }
 };
 
-// 2^(reference - other): the weight of a state with `reference` in one with `other`, no smaller.
-__device__ __forceinline__ float weight_of(float reference, float other) {
-  // Also for -inf, and -inf - -inf: 0. The sum's last bits are those of an exponent.
-  const float exponent = fmaxf(reference - other, -127.0f) + (0x1.8p23f + 127);
+// 2^(row_max - other), for other >= row_max: rescales a state from `row_max` to `other`.
+__device__ __forceinline__ float weight_of(float row_max, float other) {
+  // -inf and -inf - -inf give 0. The low bits of `exponent` are the exponent field of the result.
+  const float exponent = fmaxf(row_max - other, -127.0f) + (0x1.8p23f + 127);
   return __int_as_float(__float_as_int(exponent) << 23);
 }
 
-// acc / sum; a row that saw nothing gives 0. Adding 0 turns -0 into 0, as the sum over splits does.
+// acc / sum, or 0 for a row that saw no entry. Adding 0 turns -0 into 0, as the sum over splits
+// does.
 __device__ __forceinline__ float normalised(float acc, float inverse_sum) {
   return __fmul_rn(__fadd_rn(acc, 0.0f), inverse_sum);
 }
@@ -270,8 +276,8 @@ __device__ __forceinline__ float inverse_of(float sum) {
   return sum == 0.0f ? 0.0f : __fdiv_rn(1.0f, sum);
 }
 
-// scores = q keys^T for kTiles * 8 entries; load_q(q, k16) gives the rows' fragments, load_keys(k,
-// n16, k16) those of 16 entries as load_fragment_keys does.
+// scores = q keys^T for kTiles * 8 entries. load_q(q, k16) loads the fragments of the query rows.
+// load_keys(k, n16, k16) loads those of 16 entries, in the layout of load_fragment_keys.
 template <typename T, int kDim, int kRowTiles, int kTiles, typename LoadQ, typename LoadKeys>
 __device__ __forceinline__ void multiply_keys(float (&scores)[kRowTiles][kTiles][4], LoadQ load_q,
                                               LoadKeys load_keys) {
@@ -300,7 +306,7 @@ __device__ __forceinline__ void multiply_keys(float (&scores)[kRowTiles][kTiles]
   }
 }
 
-// The same for the entries of a tile from `entry` on.
+// The same, with entries [entry, entry + 8 * kTiles) of a tile in shared memory.
 template <typename T, int kRowTiles, int kTiles, int kRows, int kDim, typename LoadQ>
 __device__ __forceinline__ void multiply_keys(float (&scores)[kRowTiles][kTiles][4],
                                               SwizzledTile<T, kRows, kDim>& keys, int entry,
@@ -310,8 +316,8 @@ __device__ __forceinline__ void multiply_keys(float (&scores)[kRowTiles][kTiles]
   });
 }
 
-// Scores of entries that a row does not see become -inf: bit i of sees[half] stands for entry i of
-// the kTiles * 8 entries.
+// Sets the scores of entries that a query row does not see to -inf. Bit i of sees[half] stands for
+// entry i of the kTiles * 8 entries.
 template <typename Word, int kTiles>
 __device__ __forceinline__ void mask_scores(float (&scores)[kTiles][4], const Word (&sees)[2]) {
   static_assert(kTiles <= sizeof(Word), "a word has a bit for each entry");
@@ -326,10 +332,11 @@ __device__ __forceinline__ void mask_scores(float (&scores)[kTiles][4], const Wo
   }
 }
 
-// The reference that a row's scores ask for; `half` says which of the lane's two rows.
+// The maximum of a query row's scores in base 2, rounded up to an integer. `half` selects one of
+// the lane's two rows.
 template <int kTiles>
-__device__ __forceinline__ float reference_of(const float (&scores)[kTiles][4], int half,
-                                              float scale_log2) {
+__device__ __forceinline__ float rounded_row_max(const float (&scores)[kTiles][4], int half,
+                                                 float scale_log2) {
   float max = kMinusInfinity;
 #pragma unroll
   for (int n = 0; n < kTiles; ++n) {
@@ -340,11 +347,12 @@ __device__ __forceinline__ float reference_of(const float (&scores)[kTiles][4], 
   return ceilf(__fmul_rn(max, scale_log2));
 }
 
-// Turns a row's scores into probabilities relative to `reference`; the sum of this lane's.
+// Replaces the scores of a query row by probabilities relative to `row_max`. Returns the sum of
+// this lane's probabilities.
 template <int kTiles>
 __device__ __forceinline__ float to_probabilities(float (&scores)[kTiles][4], int half,
-                                                  float reference, float scale_log2) {
-  const float offset = reference == kMinusInfinity ? 0.0f : reference;
+                                                  float row_max, float scale_log2) {
+  const float offset = row_max == kMinusInfinity ? 0.0f : row_max;
   float sum = 0;
 #pragma unroll
   for (int n = 0; n < kTiles; ++n) {
@@ -357,26 +365,26 @@ __device__ __forceinline__ float to_probabilities(float (&scores)[kTiles][4], in
   return sum;
 }
 
-// Whether any lane has to multiply by it: by 1 changes no bit, so skipping that does not either.
+// True if a factor of any lane is not 1. Multiplying by 1 changes no bit and may be skipped.
 __device__ __forceinline__ bool is_not_one(const float (&factor)[2]) {
   return __any_sync(0xffffffffu, factor[0] != 1.0f || factor[1] != 1.0f);
 }
 
-// Turns scores into probabilities relative to the rows' new reference and adds them to the rows'
-// sums; `factor` is what the rows' acc has still to be multiplied by.
+// Updates the row maxima, replaces the scores by probabilities, and adds these to the sums. The
+// caller must multiply rows.acc by `factor`.
 template <int kTiles, int kDim>
 __device__ __forceinline__ void add_scores(RowTile<kDim>& rows, float (&scores)[kTiles][4],
                                            float scale_log2, float (&factor)[2]) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const float reference = fmaxf(rows.reference[half], reference_of(scores, half, scale_log2));
-    factor[half] = weight_of(rows.reference[half], reference);
-    rows.reference[half] = reference;
-    const float sum = to_probabilities(scores, half, reference, scale_log2);
+    const float row_max = fmaxf(rows.row_max[half], rounded_row_max(scores, half, scale_log2));
+    factor[half] = weight_of(rows.row_max[half], row_max);
+    rows.row_max[half] = row_max;
+    const float sum = to_probabilities(scores, half, row_max, scale_log2);
     rows.sum[half] = __fmaf_rn(rows.sum[half], factor[half], sum);
   }
 }
-// The same, acc included.
+// add_scores(), and the multiplication of rows.acc.
 template <int kTiles, int kDim>
 __device__ __forceinline__ void softmax_step(RowTile<kDim>& rows, float (&scores)[kTiles][4],
                                              float scale_log2) {
@@ -385,7 +393,7 @@ __device__ __forceinline__ void softmax_step(RowTile<kDim>& rows, float (&scores
   if (is_not_one(factor)) rows.multiply(factor);
 }
 
-// Of probabilities, those of 16 entries as the operand A of an mma.
+// The probabilities of 16 entries as operand A of an mma.
 template <typename T, int kTiles>
 __device__ __forceinline__ void pack_fragment_a(uint32_t (&a)[4], const float (&p)[kTiles][4],
                                                 int k16) {
@@ -395,8 +403,8 @@ __device__ __forceinline__ void pack_fragment_a(uint32_t (&a)[4], const float (&
   a[3] = pack2<T>(p[2 * k16 + 1][2], p[2 * k16 + 1][3]);
 }
 
-// rows.acc += probabilities * values, for kTiles * 8 entries; load_values(v, k16, n16) gives the
-// fragments of 16 entries as load_fragment_values does.
+// rows.acc += probabilities * values for kTiles * 8 entries. load_values(v, k16, n16) loads the
+// fragments of 16 entries, in the layout of load_fragment_values.
 template <typename T, int kRowTiles, int kTiles, int kDim, typename LoadValues>
 __device__ __forceinline__ void multiply_values(RowTile<kDim> (&rows)[kRowTiles],
                                                 const float (&p)[kRowTiles][kTiles][4],
@@ -419,7 +427,7 @@ __device__ __forceinline__ void multiply_values(RowTile<kDim> (&rows)[kRowTiles]
   }
 }
 
-// The same for the entries of a tile from `entry` on.
+// The same, with entries [entry, entry + 8 * kTiles) of a tile in shared memory.
 template <typename T, int kRowTiles, int kTiles, int kRows, int kDim>
 __device__ __forceinline__ void multiply_values(RowTile<kDim> (&rows)[kRowTiles],
                                                 const float (&p)[kRowTiles][kTiles][4],
@@ -429,7 +437,7 @@ __device__ __forceinline__ void multiply_values(RowTile<kDim> (&rows)[kRowTiles]
   });
 }
 
-// ---- visibility, as words of one bit for each of the 64 entries from `entry` on
+// ---- visibility: words with one bit for each of the 64 entries from `entry` on
 
 // The first `num_entries` entries.
 __device__ __forceinline__ uint64_t first_entries(int num_entries) {
@@ -437,7 +445,8 @@ __device__ __forceinline__ uint64_t first_entries(int num_entries) {
   return num_entries >= 64 ? ~uint64_t{0} : (uint64_t{1} << num_entries) - 1;
 }
 
-// Cells below `length`, and those that the mask names: its bit i stands for entry length + i.
+// The entries below `length` and those that the mask names. Bit i of the mask is entry
+// length + i.
 __device__ __forceinline__ uint64_t seen_entries(uint64_t mask, int length, int entry) {
   const int shift = length - entry;
   if (shift >= 64) return ~uint64_t{0};

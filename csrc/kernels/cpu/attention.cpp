@@ -1,8 +1,8 @@
-// One pass over the pages of a sequence with a running maximum and sum. Prefill and decode are the
-// same maths: a row's order of additions depends on the entries it sees and on nothing else.
+// One pass over the pages of a sequence with a running maximum and sum. Prefill and decode use the
+// same code: the order of additions of a token depends only on the KV entries that it sees.
 //
-// by_position: pages with entries of the tree are copied together first, each entry to where plain
-// decoding would have it; from there on nothing differs.
+// If by_position is set, pages with entries of the tree are gathered first. Each entry is copied to
+// its position in plain decoding; the rest of the computation is the same.
 #include "kernels/attention/attention.h"
 
 #include <algorithm>
@@ -22,10 +22,10 @@ constexpr float kInfinity = std::numeric_limits<float>::infinity();
 // Bits [0, n) for any n.
 uint64_t low_bits(int n) { return n <= 0 ? 0 : n >= 64 ? ~uint64_t{0} : (uint64_t{1} << n) - 1; }
 
-// Which of the 64 entries from `first` on the row sees: those below `length`, and among the next
-// ones those in `mask`, whose bit 0 is entry `length`.
+// The visible ones of the 64 entries from `first` on, as bits: entries below `length`, and the
+// entries of `mask`, whose bit 0 is entry `length`.
 uint64_t visible_entries(int first, int length, uint64_t mask) {
-  const int shift = length - first;  // where bit 0 of the mask lies in this page
+  const int shift = length - first;  // position of mask bit 0 in this page
   const uint64_t from_step = shift >= 64   ? 0
                              : shift >= 0  ? mask << shift
                              : shift > -64 ? mask >> -shift
@@ -33,8 +33,8 @@ uint64_t visible_entries(int first, int length, uint64_t mask) {
   return low_bits(shift) | from_step;
 }
 
-// Copies the page of `entries` entries from `first` on: those from `length` on are the row's
-// ancestors.
+// Copies entries [first, first + num_entries) to `page`. Entries from `length` on are the ancestors
+// in `mask`, in order.
 template <typename T>
 void gather_page(const Tensor& cache, const StepTokens& tokens, int slot, int first,
                  int num_entries, int length, uint64_t mask, int kv_head, T* page) {
@@ -50,7 +50,7 @@ void gather_page(const Tensor& cache, const StepTokens& tokens, int slot, int fi
   }
 }
 
-// The running softmax of one row and head.
+// The running softmax of one token and head.
 template <typename T>
 class Softmax {
  public:
@@ -70,10 +70,11 @@ class Softmax {
       score *= scale_;
       maximum = std::max(maximum, score);
     }
-    // Sums of a page are added to the rest at once, which rounds less over long sequences.
+    // The sums of a page are added to the totals once, which reduces rounding errors in long
+    // sequences.
     float page_total = 0;
     std::fill(page_sum_, page_sum_ + head_dim_, 0.f);
-    // Hidden entries are skipped, not weighted with 0: their values may be infinite.
+    // Masked entries are skipped, not weighted with 0, because their values may be infinite.
     for (uint64_t rest = visible; rest != 0;) {
       const int begin = std::countr_zero(rest);
       const int end = begin + std::countr_one(rest >> begin);
@@ -95,7 +96,7 @@ class Softmax {
   const float* q_;
   float scale_;
   int head_dim_;
-  float* sum_;       // [D], relative to maximum_
+  float* sum_;       // [D], scaled by exp(-maximum_)
   float* page_sum_;  // [D]
   float maximum_ = -kInfinity;
   float total_ = 0;
@@ -112,15 +113,15 @@ void check(const AttentionParams& p) {
         p.num_heads * p.head_dim);
   CHECK(p.k_cache.dtype() == p.qkv.dtype() && p.v_cache.dtype() == p.qkv.dtype() &&
             p.out.dtype() == p.qkv.dtype(),
-        "attention: qkv is {}, the cache {} and {}, out {}; they must agree",
+        "attention: qkv is {}, the cache {} and {}, out {}; expected one dtype",
         name_of(p.qkv.dtype()), name_of(p.k_cache.dtype()), name_of(p.v_cache.dtype()),
         name_of(p.out.dtype()));
-  CHECK(p.window >= 0, "attention: window {} is negative", p.window);
-  CHECK(p.tokens.first_row >= 0, "attention: first_row {} is negative", p.tokens.first_row);
+  CHECK(p.window >= 0, "attention: window is {}, expected at least 0", p.window);
+  CHECK(p.tokens.first_token >= 0, "attention: first_token {} is negative", p.tokens.first_token);
   CHECK(p.tokens.ancestor_masks == nullptr ||
-            p.tokens.first_row + p.tokens.max_seq_tokens <= kMaxTreeSize,
+            p.tokens.first_token + p.tokens.max_seq_tokens <= kMaxTreeSize,
         "attention: a sequence with masks may have up to {} rows, not {}", kMaxTreeSize,
-        p.tokens.first_row + p.tokens.max_seq_tokens);
+        p.tokens.first_token + p.tokens.max_seq_tokens);
 }
 
 void attention(const AttentionParams& p) {
@@ -138,8 +139,8 @@ void attention(const AttentionParams& p) {
         const int cached = tokens.slot_lengths[slot], kv_head = h / group;
         const uint64_t ancestor_mask =
             tokens.ancestor_masks == nullptr ? 0 : tokens.ancestor_masks[row];
-        const int own =
-            cached + (p.by_position ? std::popcount(ancestor_mask) - 1 : tokens.first_row + in_seq);
+        const int own = cached + (p.by_position ? std::popcount(ancestor_mask) - 1
+                                                : tokens.first_token + in_seq);
         // A causal row sees one stretch of entries; a mask names the entries from `length` on.
         const bool causal = tokens.ancestor_masks == nullptr || p.by_position;
         const int length = causal ? own + 1 : cached;
@@ -150,8 +151,8 @@ void attention(const AttentionParams& p) {
         thread_local std::vector<float> q, buffer;
         thread_local std::vector<T> k_page, v_page;
         const T* q_head = p.qkv.as<T>() + row * p.qkv.size(1) + h * layout.q_head;
-        buffer.resize(2 * head_dim);
-        Softmax<T> softmax(dot_operand(q_head, 1, head_dim, q), p.scale, head_dim, buffer.data());
+        Softmax<T> softmax(dot_operand(q_head, 1, head_dim, q), p.scale, head_dim,
+                           aligned_floats(2 * head_dim, buffer));
         for (int first = begin / kPageSize * kPageSize; first < end; first += kPageSize) {
           const uint64_t visible = visible_entries(first, length, mask) & ~low_bits(begin - first);
           if (p.by_position && first + kPageSize > cached) {
@@ -186,9 +187,9 @@ void attention_splits(const Context&, const AttentionParams& params) {
         "attention_decode: a sequence may have up to {} rows, not {}", kMaxTreeSize,
         params.tokens.max_seq_tokens);
   CHECK(!params.by_position ||
-            (params.tokens.ancestor_masks != nullptr && params.tokens.first_row == 0),
-        "attention_decode: by_position needs masks and a step in one launch, not first_row {}",
-        params.tokens.first_row);
+            (params.tokens.ancestor_masks != nullptr && params.tokens.first_token == 0),
+        "attention_decode: by_position needs masks and a step in one launch, not first_token {}",
+        params.tokens.first_token);
   attention(params);
 }
 

@@ -1,4 +1,5 @@
-// Blocks of 16 weight rows, read once and multiplied with up to 64 rows of x while in cache.
+// Reads tiles of 16 rows of w once and multiplies each with up to 64 rows of x while it is in
+// cache.
 #include "kernels/gemm/gemm.h"
 
 #include <algorithm>
@@ -10,8 +11,8 @@
 namespace cpmcu::cpu {
 namespace {
 
-constexpr int64_t kBlockRows = 64;     // of x
-constexpr int64_t kBlockColumns = 16;  // of y, rows of w
+constexpr int64_t kTileRows = 64;     // of x
+constexpr int64_t kTileColumns = 16;  // of y, rows of w
 
 template <typename T, typename Y>
 void multiply(const GemmParams& p) {
@@ -22,17 +23,17 @@ void multiply(const GemmParams& p) {
   const T* w = p.w.as<T>();
   Y* y = p.y.as<Y>();
 #pragma omp parallel for collapse(2) if (m * n * k > 65536)
-  for (int64_t row_begin = 0; row_begin < m; row_begin += kBlockRows) {
-    for (int64_t begin = 0; begin < n; begin += kBlockColumns) {
-      const int64_t count = std::min(kBlockColumns, n - begin);
-      const int64_t num_rows = std::min(kBlockRows, m - row_begin);
-      float products[kBlockRows][kBlockColumns];
-      dot_rows(x + row_begin * k, num_rows, w + begin * k, count, k, products[0], kBlockColumns);
+  for (int64_t row_begin = 0; row_begin < m; row_begin += kTileRows) {
+    for (int64_t begin = 0; begin < n; begin += kTileColumns) {
+      const int64_t count = std::min(kTileColumns, n - begin);
+      const int64_t num_rows = std::min(kTileRows, m - row_begin);
+      float sums[kTileRows][kTileColumns];
+      dot_rows(x + row_begin * k, num_rows, w + begin * k, count, k, sums[0], kTileColumns);
       for (int64_t row = 0; row < num_rows; ++row) {
         Y* out = y + (row_begin + row) * y_stride + begin;
         for (int64_t i = 0; i < count; ++i) {
-          const float product = p.alpha * products[row][i];
-          out[i] = from_float<Y>(p.beta == 0 ? product : product + p.beta * to_float(out[i]));
+          const float value = p.alpha * sums[row][i];
+          out[i] = from_float<Y>(p.beta == 0 ? value : value + p.beta * to_float(out[i]));
         }
       }
     }

@@ -5,7 +5,7 @@
 namespace cpmcu::cpu {
 namespace {
 
-// Sources lie behind their destinations and nodes ascend along a path, so in order nothing is lost.
+// Nodes ascend along a path and path[j] >= j. So copying in the order of j overwrites no source.
 void move_rows(const KeepAcceptedParams& p) {
   const int64_t row_bytes = p.width * size_of(p.pool.dtype());
   const int64_t plane_bytes = p.pool.size(1) * p.pool.size(2) * size_of(p.pool.dtype());

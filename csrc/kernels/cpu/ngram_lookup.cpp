@@ -18,7 +18,7 @@ void ngram_lookup(const Context&, const NgramLookupParams& p) {
     text.push_back(p.next_tokens[slot]);
     text.insert(text.end(), chain, chain + p.first);
     const int size = static_cast<int>(text.size());
-    // The longest n-gram that ends both at an `end` and the text; of equals the latest.
+    // The longest n-gram that ends both at `end` and at the end of the text; ties go to the latest.
     int best = p.min_ngram - 1, best_end = 0;
     for (int end = size - 1; end > 0 && best < p.max_ngram; --end) {
       int n = 0;

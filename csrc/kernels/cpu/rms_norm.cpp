@@ -9,7 +9,7 @@ namespace cpmcu::cpu {
 void rms_norm(const Context&, const RmsNormParams& p) {
   const int64_t num_rows = p.out.size(0), width = p.x.size(1);
   CHECK(p.out.dtype() == p.x.dtype() && p.weight.dtype() == p.x.dtype(),
-        "rms_norm: x is {}, weight {}, out {}; they must agree", name_of(p.x.dtype()),
+        "rms_norm: x is {}, weight {}, out {}; expected one dtype", name_of(p.x.dtype()),
         name_of(p.weight.dtype()), name_of(p.out.dtype()));
   CHECK((p.index || p.x.size(0) == num_rows) && p.out.size(1) == width &&
             p.weight.num_elements() == width,

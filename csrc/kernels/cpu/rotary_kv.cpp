@@ -49,7 +49,7 @@ void rotary_kv(const Context&, const RotaryKvParams& p) {
     for (int row = 0; row < tokens.num_tokens; ++row) {
       const int seq = tokens.token_seqs[row], slot = tokens.seq_slots[seq];
       const int entry =
-          tokens.slot_lengths[slot] + tokens.first_row + row - tokens.seq_token_begin[seq];
+          tokens.slot_lengths[slot] + tokens.first_token + row - tokens.seq_token_begin[seq];
       thread_local std::vector<float> scratch;
       scratch.resize(2 * head_dim);
       float* head = scratch.data();
@@ -60,7 +60,7 @@ void rotary_kv(const Context&, const RotaryKvParams& p) {
         cosines[i] = std::cos(angle) * p.attention_scaling;
         sines[i] = std::sin(angle) * p.attention_scaling;
       }
-      // Heads lie q, k, v.
+      // The heads are ordered q, k, v.
       for (int h = 0; h < num_qk_heads + p.num_kv_heads; ++h) {
         const bool is_q = h < p.num_heads, is_v = h >= num_qk_heads;
         const int column = is_q   ? h * layout.q_head

@@ -1,4 +1,4 @@
-// The stages of kernels/sampling/sample.h one after the other, for one row at a time.
+// Runs the stages of kernels/sampling/sample.h on one row of logits at a time.
 #include "kernels/sampling/sample.h"
 
 #include <algorithm>
@@ -17,7 +17,7 @@ namespace {
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr float kMaxGumbel = 16.7f;  // above -log(-log(u)) for the largest u
 
-// Is no logit NaN or +inf?
+// Whether no logit is NaN or +inf.
 bool is_sound(const float* z, int vocab_size) {
   int num_wrong = 0;
   for (int i = 0; i < vocab_size; ++i) num_wrong += z[i] < kInfinity ? 0 : 1;
@@ -58,7 +58,7 @@ void penalize(float* z, int vocab_size, const int* counts, const SlotSampling& s
   }
 }
 
-// The counts as though the tokens on the row's path in its tree had been emitted.
+// The token counts, plus the tokens on the path from the root to this node.
 const int* counts_on_path(const SampleParams& p, int row, const int* counts) {
   thread_local std::vector<int> sum;
   const int64_t vocab_size = p.logits.size(1);
@@ -78,17 +78,17 @@ void apply_mask(float* z, int vocab_size, const uint32_t* mask) {
   }
 }
 
-// Logarithm of the probability relative to the most likely token, which may be infinite.
+// Log-probability minus that of the most likely token. `maximum` may be infinite.
 float score_of(float z, float maximum, float temperature) {
   return z == maximum ? 0 : (z - maximum) / temperature;
 }
 
-// That probability in units of 2^-40.
+// The same probability ratio in units of 2^-40.
 uint64_t mass(float z, float maximum, float temperature) {
   return std::llround(std::exp(score_of(z, maximum, temperature)) * 0x1p40f);
 }
 
-// The smallest logit that top-k and top-p keep.
+// The smallest logit that passes top-k and top-p.
 float keep_from(const float* z, int vocab_size, float maximum, const SlotSampling& s) {
   const bool use_top_k = s.top_k > 0 && s.top_k < vocab_size, use_top_p = s.top_p < 1;
   if (!use_top_k && !use_top_p) return -kInfinity;
@@ -118,8 +118,8 @@ float keep_from(const float* z, int vocab_size, float maximum, const SlotSamplin
   return least;
 }
 
-// The token with the largest z / T + gumbel among those kept; maximum / T, the same for all, is
-// left out.
+// The token with the largest z / T + gumbel that passes the filters. All scores omit the constant
+// maximum / T.
 int draw(const float* z, int vocab_size, float maximum, int position, const SlotSampling& s) {
   const float least = keep_from(z, vocab_size, maximum, s);
   const float least_score = s.min_p > 0 ? std::log(s.min_p) : -kInfinity;
@@ -147,7 +147,7 @@ int draw(const float* z, int vocab_size, float maximum, int position, const Slot
 }  // namespace
 
 void sample(const Context&, const SampleParams& p) {
-  CHECK(p.logits.dtype() == DType::kF32, "sample: logits are {}, not float32",
+  CHECK(p.logits.dtype() == DType::kF32, "sample: logits are {}, expected float32",
         name_of(p.logits.dtype()));
   CHECK(!p.tree_tokens || (p.tree_masks && p.tree_size >= 1 && p.tree_size <= kMaxTreeSize),
         "sample: trees of {} nodes, expected 1 to {} and their masks", p.tree_size, kMaxTreeSize);

@@ -11,7 +11,8 @@ void silu_mul(const Context&, const SiluMulParams& p) {
   CHECK(p.out.dtype() == p.x.dtype() && p.x.size(0) == num_rows && p.x.size(1) == 2 * width,
         "silu_mul: x is {} {}, out {} {}; expected twice as many columns in x",
         name_of(p.x.dtype()), p.x.shape_text(), name_of(p.out.dtype()), p.out.shape_text());
-  CHECK(!p.by_eights || width % 8 == 0, "silu_mul: {} columns by eights", width);
+  CHECK(!p.interleaved || width % 8 == 0,
+        "silu_mul: interleaved with {} columns, expected a multiple of 8", width);
   dispatch_host_dtype(p.x.dtype(), [&](auto t) {
     using T = decltype(t);
 #pragma omp parallel for if (num_rows * width > 16384)
@@ -19,8 +20,8 @@ void silu_mul(const Context&, const SiluMulParams& p) {
       const T* x = p.x.as<T>() + row * 2 * width;
       T* out = p.out.as<T>() + row * width;
       for (int64_t i = 0; i < width; ++i) {
-        const int64_t gate = p.by_eights ? i + i / 8 * 8 : i;
-        const int64_t up = p.by_eights ? gate + 8 : width + i;
+        const int64_t gate = p.interleaved ? i + i / 8 * 8 : i;
+        const int64_t up = p.interleaved ? gate + 8 : width + i;
         const float a = to_float(x[gate]);
         out[i] = from_float<T>(a / (1 + std::exp(-a)) * to_float(x[up]));
       }

@@ -1,6 +1,6 @@
-// See simd.h. Dot products in GNU vectors, four rows of x by two of w, so that what is loaded and
-// unpacked serves several sums; the rest in plain loops that g++ vectorises where `omp simd` allows
-// it. One clone per instruction set: AVX-512, AVX2 with FMA, the baseline.
+// See simd.h. Dot products use GNU vectors and tiles of 4 rows of x by 2 rows of w, so each loaded
+// vector serves several sums. The other loops are plain; g++ vectorises them. There is one clone
+// for each instruction set: AVX-512, AVX2 with FMA, the baseline.
 #include "kernels/cpu/simd.h"
 
 #include <algorithm>
@@ -9,7 +9,7 @@
 
 #pragma GCC diagnostic ignored "-Wpsabi"  // vectors are passed to functions that are inlined
 
-// A clone is picked by a resolver that runs before the sanitizers are ready, hence not under them.
+// A resolver picks the clone before the sanitizers are ready, so sanitizer builds have no clones.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && \
     !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
 #define CPMCU_CLONES                           \
@@ -24,8 +24,7 @@ namespace {
 
 inline float widen(float x) { return x; }
 inline float widen(bf16 x) { return to_float(x); }
-// Without multiplying subnormals, which core/half.h does: x86 is some hundred cycles slower on
-// those.
+// Unlike core/half.h it multiplies no subnormals, which take some hundred cycles on x86.
 inline float widen(fp16 x) {
   const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000u) << 16;
   const uint32_t magnitude = static_cast<uint32_t>(x.bits & 0x7fffu) << 13;
@@ -36,8 +35,8 @@ inline float widen(fp16 x) {
   return std::bit_cast<float>(bits | sign);
 }
 
-// A sum over k is kept in sixteen lanes that are added in halves. So its order is said here and not
-// by the compiler, and any tiling gives the same bits.
+// A sum over k has 16 lanes, which are added pairwise at the end. The code fixes this order, so
+// every tiling gives the same bits.
 using Lanes = float __attribute__((vector_size(64)));
 using Words = uint32_t __attribute__((vector_size(64)));
 constexpr int kLanes = 16;
@@ -48,7 +47,7 @@ template <typename V>
   std::memcpy(&v, from, sizeof(v));
   return v;
 }
-// As widen(fp16), of the low halves.
+// As widen(fp16), for the low 16 bits of each word.
 [[gnu::always_inline]] inline Lanes widen_fp16(Words bits) {
   const Words sign = (bits & 0x8000u) << 16, magnitude = (bits & 0x7fffu) << 13;
   const Words inf_or_nan = reinterpret_cast<Words>(magnitude >= 0x0f800000u) & 0x38000000u;
@@ -59,8 +58,7 @@ template <typename V>
                                  (~is_small & normal) | sign);
 }
 
-// What lies in 64 bytes: 16 floats, or 32 halves, the even ones first (and dot_operand has x so
-// too).
+// Loads 64 bytes: 16 floats, or 32 16-bit numbers with the even ones first, as in dot_operand.
 [[gnu::always_inline]] inline void load_lanes(const float* w, Lanes (&out)[1]) {
   out[0] = load_vector<Lanes>(w);
 }
@@ -87,7 +85,7 @@ template <typename V>
 template <int kX, int kW, typename T>
 [[gnu::always_inline]] inline void dot_tile(const float* x, const T* const* w, int64_t length,
                                             float (*out)[kW]) {
-  constexpr int kVectors = 4 / sizeof(T);  // of 64 bytes of w
+  constexpr int kVectors = 4 / sizeof(T);  // in 64 bytes of w
   Lanes sums[kX][kW] = {};
   int64_t k = 0;
   for (; k + kVectors * kLanes <= length; k += kVectors * kLanes) {
@@ -109,7 +107,7 @@ template <int kX, int kW, typename T>
   }
 }
 
-// kX rows of x, kW of w at a time; where fewer of w are left the last one is repeated.
+// kX rows of x by kW rows of w at a time. If fewer rows of w are left, the last one is repeated.
 template <int kX, int kW, typename T>
 [[gnu::always_inline]] inline void dot_strip(const float* x, const T* w, int64_t num_rows,
                                              int64_t length, float* out, int64_t out_stride) {
@@ -151,8 +149,9 @@ template <typename T>
   }
 }
 
-// Eight rows g, each 16 words: lane j of them is q = j / 4, half a step j / 2 % 2, tile j % 2.
-// Nibble i is row 16 tile + 8 (i % 2) + g, and k belongs to x's vector i / 2 (see w4_fragments).
+// There are 8 rows g of 16 words. Word j of a row has quad j / 4, half step j / 2 % 2 and m16 tile
+// j % 2. Nibble i of it is of weight row 16 tile + 8 (i % 2) + g and of vector i / 2 of x (see
+// w4_fragments).
 [[gnu::always_inline]] inline void add_w4_strip_of(const uint32_t* __restrict__ words,
                                                    const float* __restrict__ scales,
                                                    const float* __restrict__ x, int64_t x_stride,

@@ -1,7 +1,8 @@
-// The hot loops of the CPU back end, compiled for several instruction sets and picked at load time.
+// The hot loops of the CPU back end, compiled for several instruction sets; one is selected at load
+// time.
 //
-// Every sum is in the same order, whatever the number of rows: so a result depends on its own row
-// and on `length` alone. Rows are `length` elements apart; sums are float32.
+// The order of each sum does not depend on the number of rows. So a result depends only on its own
+// row and on `length`. Rows are `length` elements apart; sums are float32.
 #pragma once
 
 #include <cstdint>
@@ -11,16 +12,26 @@
 
 namespace cpmcu::cpu {
 
-// Rows of x for dot_rows with w of the same type, float32: itself, or converted into `buffer`,
-// where of every 32 numbers the even ones come first, because so 16-bit w is unpacked.
+// `count` numbers in `buffer` that begin at a cache line: loads across two lines are slower.
+inline float* aligned_floats(int64_t count, std::vector<float>& buffer) {
+  constexpr size_t kLine = 64;
+  const size_t needed = static_cast<size_t>(count) + kLine / sizeof(float);
+  if (buffer.size() < needed) buffer.resize(needed);
+  const size_t past = reinterpret_cast<uintptr_t>(buffer.data()) % kLine;
+  return buffer.data() + (kLine - past) % kLine / sizeof(float);
+}
+
+// The rows of x as dot_rows reads them, for w of the same type. float32 rows stay as they are.
+// 16-bit rows are converted to float32 in `buffer`; of each 32 numbers the even ones come first,
+// which is the order in which dot_rows unpacks w.
 inline const float* dot_operand(const float* x, int64_t, int64_t, std::vector<float>&) { return x; }
 template <typename T>
 const float* dot_operand(const T* x, int64_t num_x, int64_t length, std::vector<float>& buffer) {
-  if (static_cast<int64_t>(buffer.size()) < num_x * length) buffer.resize(num_x * length);
+  float* rows = aligned_floats(num_x * length, buffer);
   const int64_t whole = length / 32 * 32;
   for (int64_t m = 0; m < num_x; ++m) {
     const T* from = x + m * length;
-    float* to = buffer.data() + m * length;
+    float* to = rows + m * length;
     for (int64_t k = 0; k < whole; k += 32) {
       for (int i = 0; i < 16; ++i) {
         to[k + i] = to_float(from[k + 2 * i]);
@@ -29,9 +40,9 @@ const float* dot_operand(const T* x, int64_t num_x, int64_t length, std::vector<
     }
     for (int64_t k = whole; k < length; ++k) to[k] = to_float(from[k]);
   }
-  return buffer.data();
+  return rows;
 }
-// out[m, n] = sum_k x[m, k] * w[n, k], x a dot_operand; rows of out are `out_stride` elements
+// out[m, n] = sum_k x[m, k] * w[n, k]. x is a dot_operand; rows of out are `out_stride` elements
 // apart.
 void dot_rows(const float* x, int64_t num_x, const float* w, int64_t num_rows, int64_t length,
               float* out, int64_t out_stride);
@@ -40,26 +51,25 @@ void dot_rows(const float* x, int64_t num_x, const fp16* w, int64_t num_rows, in
 void dot_rows(const float* x, int64_t num_x, const bf16* w, int64_t num_rows, int64_t length,
               float* out, int64_t out_stride);
 
-// sum[k] += p[n] * w[n, k], n in order
+// sum[k] += sum over n of p[n] * w[n, k], in the order of n.
 void add_scaled_rows(const float* p, const float* w, int64_t num_rows, int64_t length, float* sum);
 void add_scaled_rows(const float* p, const fp16* w, int64_t num_rows, int64_t length, float* sum);
 void add_scaled_rows(const float* p, const bf16* w, int64_t num_rows, int64_t length, float* sum);
 
-// A strip is 32 rows of a block of 4-bit weights, 512 words (kernels/gemm/w4a16.h), and its sums
-// are kept as the fragments have them: kW4StripSums floats, of which w4_strip_row adds those of a
-// row.
+// A strip is 32 rows of a 4-bit weight block, 512 words (kernels/gemm/w4a16.h). Its accumulators
+// are kW4StripSums floats in fragment order; w4_strip_row adds those of one row.
 constexpr int kW4StripRows = 32;
 constexpr int kW4StripSums = 256;
-constexpr int kW4FragmentFloats = 256;  // of one row of x and 128 k
-// x [k], zeros up to 128, in the order in which add_w4_strip reads it.
+constexpr int kW4FragmentFloats = 256;  // one row of x, 128 k
+// Writes x [k], padded with zeros to 128, in the order in which add_w4_strip reads it.
 void w4_fragments(const float* x, int64_t k, float* out);
-// sums[m] += scale[row] * sum over k of (q - 8) * x[m, k] for the 128 k of a strip. x[m] are
-// `x_stride` floats apart; scales [32] by rows.
+// sums[m] += scale[row] * sum over k of (q - 8) * x[m, k], for the 128 k of a strip. Rows x[m] are
+// `x_stride` floats apart; scales [32] are one for each row.
 void add_w4_strip(const uint32_t* words, const float* scales, const float* x, int64_t x_stride,
                   int64_t num_x, float* sums);
 float w4_strip_row(const float* sums, int row);
 
-// `x` as float32: itself, or converted into `buffer`.
+// `x` as float32: unchanged if it is float32, else converted in `buffer`.
 inline const float* as_floats(const float* x, int64_t, std::vector<float>&) { return x; }
 template <typename T>
 const float* as_floats(const T* x, int64_t count, std::vector<float>& buffer) {

@@ -8,7 +8,7 @@ namespace cpmcu::cpu {
 void finish_step(const Context&, const FinishStepParams& p) {
   const SlotState& state = p.state;
   if (state.history != nullptr) {
-    for (int row = 0; row < p.num_rows; ++row) {
+    for (int row = 0; row < p.num_tokens; ++row) {
       const int seq = p.token_seqs[row], slot = p.seq_slots[seq];
       const int at = state.lengths[slot] + row - p.seq_token_begin[seq];
       if (at < state.max_len) state.history[int64_t{slot} * state.max_len + at] = p.ids[row];
@@ -17,7 +17,8 @@ void finish_step(const Context&, const FinishStepParams& p) {
   for (int seq = 0; seq < p.num_seqs; ++seq) {
     state.lengths[p.seq_slots[seq]] += p.seq_token_begin[seq + 1] - p.seq_token_begin[seq];
   }
-  SlotResult* results = p.sink.results + (*p.sink.ticket % p.sink.ring_size) * p.sink.max_seqs;
+  SlotResult* results =
+      p.sink.results + (*p.sink.step_counter % p.sink.ring_size) * p.sink.max_seqs;
   for (int r = 0; r < p.num_sampled; ++r) {
     const int slot = p.seq_slots[p.sampled_seqs[r]], token = p.tokens[r];
     state.next_tokens[slot] = token;
@@ -35,8 +36,8 @@ void finish_step(const Context&, const FinishStepParams& p) {
     if (p.sampling[slot].num_logprobs >= 0) results[r].logprobs[0] = p.logprobs[r];
   }
   std::atomic_thread_fence(std::memory_order_release);
-  *p.sink.ticket += 1;
-  *p.sink.done = *p.sink.ticket;
+  *p.sink.step_counter += 1;
+  *p.sink.done = *p.sink.step_counter;
 }
 
 void reset_slot(const Context&, const ResetSlotParams& p) {

@@ -12,7 +12,7 @@ namespace {
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr float kLargest = std::numeric_limits<float>::max();
 
-// The largest finite numbers stand for the infinities, so that no difference is a NaN.
+// Infinities are replaced by the largest finite numbers, so no difference is NaN.
 float finite(float z) { return std::isnan(z) ? -kLargest : std::clamp(z, -kLargest, kLargest); }
 
 }  // namespace

@@ -1,5 +1,4 @@
-// The draft's side of a tree: levels of candidates, and the choice of the nodes
-// (kernels/tree/tree.h).
+// Growth of draft trees: levels of candidates, and the selection of nodes (kernels/tree/tree.h).
 #include <algorithm>
 #include <numeric>
 #include <vector>
@@ -9,7 +8,7 @@
 namespace cpmcu::cpu {
 namespace {
 
-// The indices of the `wanted` largest scores, the largest first, ties to the lower index.
+// The indices of the `wanted` largest scores in descending order; ties go to the lower index.
 std::vector<int> best_of(const float* scores, int count, int wanted) {
   std::vector<int> order(count);
   std::iota(order.begin(), order.end(), 0);
@@ -22,7 +21,7 @@ std::vector<int> best_of(const float* scores, int count, int wanted) {
 
 uint64_t bit(int i) { return uint64_t{1} << i; }
 
-// The rows that verify a sequence's tree.
+// Fills the step tokens that verify a sequence's tree.
 void write_rows(const TokenTrees& trees, int seq, int slot, int length) {
   if (seq == 0) trees.seq_token_begin[0] = 0;
   for (int row = seq * trees.num_nodes; row < (seq + 1) * trees.num_nodes; ++row) {
@@ -48,10 +47,10 @@ void tree_expand(const Context&, const TreeExpandParams& p) {
     if (level == 0) p.draft_lengths[slot] += std::max(p.accepted_counts[slot], 1);
     float* scores = beam.scores + seq * num_all + first;
     int* tokens = beam.tokens + seq * num_all + first;
-    float* row_scores = beam.row_scores + seq * k;
+    float* token_scores = beam.token_scores + seq * k;
     uint64_t* ancestor_masks = beam.ancestor_masks + seq * k;
     for (int c = 0; c < num_new; ++c) {
-      scores[c] = (level == 0 ? 0 : row_scores[c / k]) + p.topk_logprobs[seq * num_new + c];
+      scores[c] = (level == 0 ? 0 : token_scores[c / k]) + p.topk_logprobs[seq * num_new + c];
       tokens[c] = p.topk_tokens[seq * num_new + c];
     }
     std::vector<int> chosen(k);
@@ -64,9 +63,10 @@ void tree_expand(const Context&, const TreeExpandParams& p) {
     for (int r = 0; r < k; ++r) {
       const int c = chosen[r], row = seq * k + r, own_bit = level * k + r;
       beam.level_candidates[(seq * beam.depth + level) * k + r] = first + c;
-      row_scores[r] = scores[c];
+      token_scores[r] = scores[c];
       ancestor_masks[r] = level == 0 ? 0 : old_masks[c / k];
-      if (own_bit < kMaxTreeSize) ancestor_masks[r] |= bit(own_bit);  // the last level is never run
+      if (own_bit < kMaxTreeSize)
+        ancestor_masks[r] |= bit(own_bit);  // the draft never runs the last level
       beam.token_ids[row] = tokens[c];
       beam.token_parents[row] = level == 0 ? seq : seq * k + c / k;
       beam.token_positions[row] = p.draft_lengths[slot] + level;

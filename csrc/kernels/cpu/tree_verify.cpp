@@ -1,4 +1,4 @@
-// The target's side of a tree: acceptance, and what the draft runs next (kernels/tree/tree.h).
+// Acceptance of draft trees, and the tokens that the draft processes next (kernels/tree/tree.h).
 #include <algorithm>
 #include <atomic>
 
@@ -12,7 +12,7 @@ bool is_stop(const SlotStop& stop, int token) {
   return std::find(stop.stop_ids, end, token) != end;
 }
 
-// The node's child that holds the token, or -1.
+// The child of the node that holds the token, or -1.
 int child_of(const TokenTrees& trees, int seq, int node, int token) {
   for (int i = 1; i < trees.num_nodes; ++i) {
     const int at = seq * trees.num_nodes + i;
@@ -28,8 +28,8 @@ void accept_tree(const Context&, const AcceptTreeParams& p) {
   const SlotState& state = p.state;
   const int num_nodes = p.trees.num_nodes, max_path = state.accepted.max_path;
   SlotResult* results = nullptr;
-  if (p.sink.ticket != nullptr) {
-    results = p.sink.results + (*p.sink.ticket % p.sink.ring_size) * p.sink.max_seqs;
+  if (p.sink.step_counter != nullptr) {
+    results = p.sink.results + (*p.sink.step_counter % p.sink.ring_size) * p.sink.max_seqs;
   }
   for (int seq = 0; seq < p.trees.num_seqs; ++seq) {
     const int slot = p.seq_slots[seq];
@@ -75,8 +75,8 @@ void accept_tree(const Context&, const AcceptTreeParams& p) {
   }
   if (results == nullptr) return;
   std::atomic_thread_fence(std::memory_order_release);
-  *p.sink.ticket += 1;
-  *p.sink.done = *p.sink.ticket;
+  *p.sink.step_counter += 1;
+  *p.sink.done = *p.sink.step_counter;
 }
 
 void begin_draft(const Context&, const BeginDraftParams& p) {

@@ -1,4 +1,5 @@
-// Strips of 32 rows, each unpacked once and multiplied with up to 64 rows of x while in cache.
+// Unpacks each strip of 32 weight rows once and multiplies it with up to 64 rows of x while in
+// cache.
 #include "kernels/gemm/w4a16.h"
 
 #include <algorithm>
@@ -11,7 +12,7 @@ namespace cpmcu::cpu {
 namespace {
 
 constexpr int64_t kMaxRows = 64;  // of x at a time
-constexpr int kScalesAt = 16384;  // byte of a block
+constexpr int kScalesAt = 16384;  // byte offset in a block
 constexpr int kZerosAt = kScalesAt + 2 * kW4BlockRows;
 
 uint8_t* block_of(const W4Weight& w, int64_t row_block, int64_t k_block) {
@@ -20,7 +21,7 @@ uint8_t* block_of(const W4Weight& w, int64_t row_block, int64_t k_block) {
 
 using BlockQ = uint8_t[kW4BlockRows][kW4BlockK];
 
-// Rows [begin, end) of a block; what else its words hold stays.
+// Writes rows [begin, end) of a block. Nibbles of other rows in the same words keep their values.
 void write_q(uint8_t* block, const BlockQ& q, int begin, int end) {
   auto* words = reinterpret_cast<uint32_t*>(block);
   for (int row = begin; row < end; ++row) {
@@ -68,7 +69,7 @@ uint32_t nibble(const Tensor& words, int64_t word, int64_t i) {
 
 constexpr int kAwqPlace[8] = {0, 4, 1, 5, 2, 6, 3, 7};  // nibble of column n % 8
 
-// q of row n and k of the part.
+// q of the part at row n and column k.
 template <W4Format kFormat>
 uint32_t stored_q(const W4PackParams& p, int64_t n, int64_t k) {
   switch (kFormat) {
@@ -88,7 +89,7 @@ uint32_t stored_q(const W4PackParams& p, int64_t n, int64_t k) {
   return 8;
 }
 
-// Rows [begin, end) of a block, the part's from n on and k on; 8 beyond it.
+// Reads rows [begin, end) of a block from row n and column k of the part. Beyond the part q is 8.
 template <W4Format kFormat>
 void read_q(const W4PackParams& p, int64_t n, int64_t k, int begin, int end, BlockQ& q) {
   const int64_t num_k = std::min<int64_t>(kW4BlockK, p.k - k);
@@ -135,10 +136,10 @@ uint8_t stored_zero(const W4PackParams& p, int64_t n, int64_t group) {
 template <typename T, typename Y>
 void multiply(const W4GemmParams& p) {
   const W4Weight& w = p.w;
-  const int64_t m = p.x.size(0), k_blocks = w.k_blocks() / w.digits;
+  const int64_t m = p.x.size(0), k_blocks = w.k_blocks() / w.nibble_planes;
   thread_local std::vector<float> buffer, fragment_buffer, sum_buffer;
   const float* x = as_floats(p.x.as<T>(), m * w.k, buffer);
-  // [M][block][fragments], and the sum of each block's x if zero points ask for it.
+  // [M][block][fragments], and the sum of x over each block, for zero points.
   fragment_buffer.resize(static_cast<size_t>(m * k_blocks * kW4FragmentFloats));
   sum_buffer.resize(static_cast<size_t>(m * k_blocks));
   float* fragments = fragment_buffer.data();
@@ -227,7 +228,7 @@ void w4_pack(const Context&, const W4PackParams& p) {
       const int64_t first_row = row_block * kW4BlockRows;
       const int64_t group = groups == 1 ? 0 : k_block - first_k_block;
       const int64_t k = (k_block - first_k_block) * kW4BlockK;
-      // Rows [begin, end) of the block are the part's from n on.
+      // Packs rows [begin, end) of the block from the part's rows n, n + 1, ….
       const auto pack_rows = [&](int begin, int end, int64_t n) {
         for (int row = begin; row < end; ++row) {
           const int64_t own = n + row - begin;
@@ -259,15 +260,15 @@ void w4_pack(const Context&, const W4PackParams& p) {
 void w4_quantize(const Context&, const W4QuantizeParams& p) {
   check_w4_quantize(p);
   const W4Weight& w = p.w;
-  const int64_t k_blocks = w.k_blocks() / w.digits;
-  const int most = w.digits == 1 ? 7 : 119;
+  const int64_t k_blocks = w.k_blocks() / w.nibble_planes;
+  const int most = w.nibble_planes == 1 ? 7 : 119;
   dispatch_host_dtype(p.x.dtype(), [&](auto t) {
     const auto* x = p.x.as<decltype(t)>();
 #pragma omp parallel for collapse(2)
     for (int64_t row_block = 0; row_block < w.row_blocks(); ++row_block) {
       for (int64_t k_block = 0; k_block < k_blocks; ++k_block) {
         uint8_t* high = block_of(w, row_block, k_block);  // of one digit: the only one
-        uint8_t* low = block_of(w, row_block, k_block + (w.digits - 1) * k_blocks);
+        uint8_t* low = block_of(w, row_block, k_block + (w.nibble_planes - 1) * k_blocks);
         thread_local BlockQ high_q, low_q;
         const int64_t first_k = k_block * kW4BlockK;
         const int64_t count = std::min<int64_t>(kW4BlockK, w.k - first_k);
@@ -282,18 +283,18 @@ void w4_quantize(const Context&, const W4QuantizeParams& p) {
           const uint16_t bits = bits_of(w.scale_dtype, largest / static_cast<float>(most));
           const float scale = float_of(w.scale_dtype, bits);
           reinterpret_cast<uint16_t*>(low + kScalesAt)[row] = bits;
-          if (w.digits == 2) {
+          if (w.nibble_planes == 2) {
             reinterpret_cast<uint16_t*>(high + kScalesAt)[row] = bits_of(w.scale_dtype, 16 * scale);
           }
           for (int i = 0; i < kW4BlockK; ++i) {
             const float level = scale == 0 ? 0 : std::nearbyint(values[i] / scale);
             const int q = std::clamp(static_cast<int>(level), -most, most);
-            const int digits = w.digits == 1 ? q + 8 : q + 136;  // q = 16 (h - 8) + l - 8
-            high_q[row][i] = static_cast<uint8_t>(digits / 16);
-            low_q[row][i] = static_cast<uint8_t>(digits % 16);
+            const int biased = w.nibble_planes == 1 ? q + 8 : q + 136;  // q = 16 (h - 8) + l - 8
+            high_q[row][i] = static_cast<uint8_t>(biased / 16);
+            low_q[row][i] = static_cast<uint8_t>(biased % 16);
           }
         }
-        if (w.digits == 2) write_q(high, high_q, 0, kW4BlockRows);
+        if (w.nibble_planes == 2) write_q(high, high_q, 0, kW4BlockRows);
         write_q(low, low_q, 0, kW4BlockRows);
       }
     }
@@ -303,7 +304,7 @@ void w4_quantize(const Context&, const W4QuantizeParams& p) {
 void w4_dequantize(const Context&, const W4DequantizeParams& p) {
   check_w4_dequantize(p);
   const W4Weight& w = p.w;
-  const int64_t k_blocks = w.k_blocks() / w.digits;
+  const int64_t k_blocks = w.k_blocks() / w.nibble_planes;
   dispatch_host_dtype(p.out.dtype(), [&](auto t) {
     using T = decltype(t);
     T* out = p.out.as<T>();
@@ -316,7 +317,7 @@ void w4_dequantize(const Context&, const W4DequantizeParams& p) {
         const uint8_t* high = block_of(w, n / kW4BlockRows, k / kW4BlockK);
         int q = nibble_of(high, row, in_block) - zero_of(w, high, row);
         float scale = scale_of(w, high, row);
-        if (w.digits == 2) {
+        if (w.nibble_planes == 2) {
           const uint8_t* low = block_of(w, n / kW4BlockRows, k / kW4BlockK + k_blocks);
           q = 16 * q + nibble_of(low, row, in_block) - 8;
           scale = scale_of(w, low, row);

@@ -12,7 +12,7 @@ namespace cpmcu {
 
 namespace {
 
-// The few declarations of cublasLt.h that are needed; the header is not there at build time.
+// Declarations of cublasLt.h, which need not be installed at build time.
 using Handle = void*;
 using Opaque = void*;
 using Status = int;
@@ -94,7 +94,7 @@ int type_of(DType dtype) {
   throw Error(ErrorKind::kRuntime, format("cuBLASLt is not used with {}", name_of(dtype)));
 }
 
-// y^T = W x^T in the library's column-major terms: A = W [N, K] as [K, N]^T, B = x^T, C = y^T.
+// In column-major terms y^T = W x^T: A = W [N, K] as [K, N]^T, B = x^T, C = y^T.
 class Problem {
  public:
   Problem(const Api& api, DType dtype, DType out, int64_t m, int64_t n, int64_t k, int64_t y_stride)
@@ -139,7 +139,7 @@ struct CublasLt::Impl {
   ~Impl() {
     if (handle != nullptr) api.destroy(handle);
     release(device, workspace);
-    // NOTE: the library stays loaded: unloading CUDA libraries while a context lives is not safe.
+    // NOTE: the library stays loaded: unloading a CUDA library while a context exists is not safe.
   }
 
   // The first algorithm without split-K that the heuristic proposes for many rows.

@@ -1,8 +1,8 @@
-// cuBLASLt, loaded at run time: the engine gemms no CUDA library but the runtime.
+// cuBLASLt, loaded at run time, so that the engine links no CUDA library but the runtime.
 //
-// One algorithm is chosen per (N, K, dtype), by the library's heuristic for 2048 rows and without
-// split-K, and then used for every number of rows: so a row's bits do not depend on the chunk it is
-// in. Its workspace is part of the class and allocated once.
+// One algorithm is chosen for each (N, K, y stride, dtypes) and used for every M: the first without
+// split-K that the heuristic proposes for 2048 rows. So a row's bits do not depend on the chunk it
+// is in. The workspace is allocated once.
 #pragma once
 
 #include <map>
@@ -17,7 +17,7 @@ namespace cpmcu {
 
 class CublasLt : public GemmLibrary {
  public:
-  // Looks in `paths`, then where the loader looks. Null if it is not found (or on the CPU).
+  // Searches `paths`, then the loader's directories. Null if not found, or on the CPU.
   static std::unique_ptr<CublasLt> load(const Context& ctx, const std::vector<std::string>& paths);
   ~CublasLt() override;
   CublasLt(const CublasLt&) = delete;

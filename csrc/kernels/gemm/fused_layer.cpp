@@ -17,7 +17,7 @@ int64_t fused_layer_bytes([[maybe_unused]] int64_t max_rows) {
 #ifdef CPMCU_SM90
   const int64_t groups = row_groups(max_rows);
   return kFusedStateBytes +
-         kFusedSumBytes * (groups <= kMaxToldGroups ? groups : kMaxToldGroups + groups);
+         kFusedSumBytes * (groups <= kMaxFlaggedGroups ? groups : kMaxFlaggedGroups + groups);
 #else
   return 0;
 #endif
@@ -48,7 +48,6 @@ bool can_follow(const FusedGemm& last, const RotaryKvParams& rotary) {
 
 namespace {
 
-// What both kinds of weights are asked for.
 void check_gemm(const FusedGemm& gemm) {
   if (!gemm.is_dense()) {
     return check_w4_gemm(
@@ -66,37 +65,38 @@ void check_gemm(const FusedGemm& gemm) {
 void check_fused_layer(const FusedLayerParams& p) {
   CHECK(!p.gemms.empty() && p.gemms.size() <= kMaxFusedGemms,
         "fused_layer: {} gemms, expected 1 to {}", p.gemms.size(), kMaxFusedGemms);
-  CHECK(p.following.size() <= kMaxFollowing, "fused_layer: {} products follow, expected up to {}",
+  CHECK(p.following.size() <= kMaxFollowing, "fused_layer: {} weights follow, expected up to {}",
         p.following.size(), kMaxFollowing);
   const FusedGemm& first = p.gemms.front();
   for (size_t i = 0; i < p.gemms.size(); ++i) {
     const FusedGemm& gemm = p.gemms[i];
     check_gemm(gemm);
-    CHECK(gemm.y.dtype() == gemm.x.dtype() && gemm.w4.digits == 1 &&
+    CHECK(gemm.y.dtype() == gemm.x.dtype() && gemm.w4.nibble_planes == 1 &&
               gemm.x.size(0) == first.x.size(0) && gemm.x.dtype() == first.x.dtype() &&
               gemm.is_dense() == first.is_dense(),
-          "fused_layer: gemm {} has {} rows of {}, y of {}, {} digits and W of {} bits; expected "
-          "the rows, the dtype and the bits of the first, and one digit",
-          i, gemm.x.size(0), name_of(gemm.x.dtype()), name_of(gemm.y.dtype()), gemm.w4.digits,
-          gemm.is_dense() ? 16 : 4);
+          "fused_layer: gemm {} has {} rows of {}, y of {}, {} nibble planes and W of {} bits; "
+          "expected "
+          "the rows, the dtype and the bits of the first gemm, and one nibble plane",
+          i, gemm.x.size(0), name_of(gemm.x.dtype()), name_of(gemm.y.dtype()),
+          gemm.w4.nibble_planes, gemm.is_dense() ? 16 : 4);
     if (gemm.normed.empty()) continue;
     CHECK(
         !gemm.is_gated() && gemm.normed.num_elements() == gemm.y.num_elements() &&
             gemm.norm_weight.num_elements() == gemm.out_features() && i + 1 < p.gemms.size() &&
             p.gemms[i + 1].x.data() == gemm.normed.data(),
-        "fused_layer: the norm behind gemm {} is of {} and of {} weights; expected the rows of y, "
-        "N weights, and that the next gemm reads it",
+        "fused_layer: the norm after gemm {} has rows {} and weights {}; expected the shape of y, "
+        "N weights, and a next gemm that reads it",
         i, gemm.normed.shape_text(), gemm.norm_weight.shape_text());
   }
   const Tensor& attended = p.attention.out;
   CHECK(attended.empty() ||
             (attended.data() == first.x.data() && p.attention.tokens.num_tokens == first.x.size(0)),
-        "fused_layer: attention of {} rows is not what the first gemm reads, {}",
+        "fused_layer: attention of {} tokens does not write x of the first gemm, {}",
         p.attention.tokens.num_tokens, first.x.shape_text());
   if (p.rotary.qkv.empty()) return;
   const FusedGemm& last = p.gemms.back();
   CHECK(can_follow(last, p.rotary),
-        "fused_layer: rotary_kv of {} rows of {} dimensions does not fit behind a gemm of y {}",
+        "fused_layer: rotary_kv of {} tokens with head_dim {} does not fit after a gemm of y {}",
         p.rotary.tokens.num_tokens, p.rotary.head_dim, last.y.shape_text());
 }
 

@@ -1,72 +1,70 @@
-// A run of dependent products as one kernel (fused_layer.h), for Hopper, 1 to 64 rows.
+// Fused layer kernel for Hopper, 1 to 64 rows: y_i = alpha_i * x_i W_i^T + beta_i * y_i for up to
+// four dependent GEMMs of a decoder layer (fused_layer.h), with the norms between them, the
+// combination of attention splits before them, and RoPE with the KV write after them.
 //
-// Roofline: all W of the run are read once, at 3 TB/s 41 us in 4 bits and 155 us in 16 bits for a
-// layer of MiniCPM4-8B. Launched one by one 4-bit products take 50 us at one row and 16-bit
-// products 207, because memory rests while a launch ends, the next begins and its x arrives.
+// Roofline: all W are read once. A layer of MiniCPM4-8B takes 41 us (4 bits) or 155 us (16 bits) at
+// 3 TB/s. As separate launches the GEMMs take 50 and 207 us at one row, because memory is idle
+// while a launch ends, the next one begins and its x arrives.
 //
-// The surprising decision: no launch, but a barrier of the whole grid between two products. It
-// costs as much as a launch does; yet a warp that has nothing to do with it goes on fetching, and
-// when x is there the ring in shared memory is full of weights that were read meanwhile.
+// Schedule: one persistent CTA per SM.
+//   producer thread 0 | W tiles of GEMM 0, 1, 2, 3 -> pipeline stages; never waits for x
+//   producer thread 1 | waits for the grid barrier of GEMM i, then x tiles -> the same stages
+//   prefetch warp     | one row only: W tiles further ahead -> L2 (prefetch.cuh)
+//   8 consumer warps  | mma over K -> partial sums to global memory -> sum of the slices in order
+//                     | -> epilogue -> arrive at the grid barrier of GEMM i + 1
+// A GEMM has tiles of 256 rows of W. If there are fewer tiles than CTAs, K is cut into slices. The
+// order of additions depends on N and K only, so a row has the same bits whatever the batch.
 //
-// Work: one block of threads on each multiprocessor, all alive until the end. Eight warps multiply,
-// 4 bits as in w4a16_multiply.cuh and 16 bits as they are, one thread feeds weights and another
-// rows of x; of one row a warp fetches weights to L2 ahead of both (chain/ahead.cuh). A product has
-// tiles of 256 rows of W, and slices of K where tiles are few, so that every block has something.
-// Sums of slices go through global memory: pieces of 16 bytes in a place that holds NaNs of a kind
-// that no instruction makes, so that a piece says itself whether it has come, and nobody counts or
-// fences. The receiver puts the NaNs back. Of more than 16 rows there are so many pieces that
-// counting the blocks that have sent theirs is quicker than looking at each. A block adds up the
-// slices of its rows in order, so a row has the same bits whatever else is in the batch.
+// The surprising decision: a grid barrier replaces the launch between two GEMMs. It costs as much
+// as a launch, but weights keep loading during it. When x arrives, the pipeline is full.
 //
-// Norms: the block that finishes a row of y also writes y times the weights of the norm, and adds
-// its squares to a sum in integers, whose order does not matter. The next product multiplies what
-// was written and divides its own sums by the root of the mean square, once a row.
+// Partial sums: each 16-byte fragment is its own ready flag. The buffer holds NaNs that no
+// instruction produces (kNotReady). The receiver polls until none is left, adds, and restores them;
+// there is no fence and no counter. For more than 16 rows there are too many fragments to poll, so
+// CTAs count arrivals instead.
+// Norms: the epilogue of y also writes y * norm_weight, and adds y^2 to an integer sum, whose order
+// does not matter. The next GEMM reads y * norm_weight and divides its sums by the root mean
+// square. RoPE, up to 16 rows: an epilogue tile holds both elements of each rotated pair.
 //
-// Attention, whose partial results wait to be combined: of one row (and with 4 bits) each block
-// combines what its slice of the first product reads; else all blocks together, with a barrier
-// behind it; or a launch before, where a warp would go through many splits alone.
+// Code outside the main loop runs once or a few times in a launch, from a cold instruction cache at
+// two to three cycles an instruction. So there is little of it, and loads that do not need x are
+// issued before x arrives.
 //
-// Rotary, of up to 16 rows: who adds up the last product does so for both elements that RoPE turns
-// against each other, bias and all, and writes keys and values to the cache.
-//
-// Little code: but for the multiplying loop everything runs once or a few times in a launch, and
-// instructions that did not run lately come at two to three cycles each. What can be known before x
-// comes is looked up and computed before it comes.
-//
-// Length of fused_layer_kernel: the loop over gemms and tiles shares its scalars with the product
-// of a tile, the wait for other slices and the epilogue. As functions of their own these three
-// change the machine code, which is measured as it is.
+// Length of fused_layer_kernel: the loop over GEMMs and tiles shares its scalars with the main
+// loop, the wait for other slices and the epilogue. As separate functions these three change the
+// machine code, which is measured as it is.
 #include "kernels/gemm/fused_layer.h"
 
 #include "core/trace.cuh"
-#include "kernels/gemm/fused_layer/ahead.cuh"
 #include "kernels/gemm/fused_layer/combine.cuh"
-#include "kernels/gemm/fused_layer/gemms.cuh"
-#include "kernels/gemm/fused_layer/items.cuh"
+#include "kernels/gemm/fused_layer/epilogue.cuh"
+#include "kernels/gemm/fused_layer/mainloops.cuh"
+#include "kernels/gemm/fused_layer/prefetch.cuh"
 #include "kernels/gemm/tensor_map.cuh"
 
 namespace cpmcu::cuda {
 namespace {
 
-using namespace chain;
+using namespace fused;
 
-TRACED_FILE("chain");
+TRACED_FILE("fused_layer");
 
-// One feeds weights, one rows, one fetches ahead of both. Registers of 16 rows and more do not fit
-// beside feeding warps of equal share; a whole warpgroup gives up its own.
+// Producer warps: one for weights, one for x, one for the L2 prefetch. From 16 rows on, the
+// consumers need more registers than an equal share, so a whole warpgroup gives up its own.
 template <int kGroups>
-constexpr int kFeedingWarps = kGroups >= 2 ? 4 : 3;
+constexpr int kProducerWarps = kGroups >= 2 ? 4 : 3;
 
-// With more than 16 rows a layer took up to 4 us longer so than with a launch of rotary_kv.
+// For more than 16 rows a layer was up to 4 us slower than with a separate launch of rotary_kv.
 constexpr int kMaxRotatedGroups = 2;
 
-// Initialises the barriers of a CTA, by all its warps: each barrier takes one 30 to 40 cycles.
-template <typename Product>
-__device__ __forceinline__ void init_barriers(const Ring<Product>& ring, int warp, int* num_fed) {
-  using Ring = Ring<Product>;
+// Initialises the barriers of the CTA. All warps share the work: a barrier costs 30 to 40 cycles.
+template <typename Mainloop>
+__device__ __forceinline__ void init_barriers(const Ring<Mainloop>& ring, int warp,
+                                              int* num_loaded) {
+  using Ring = Ring<Mainloop>;
   if (ptx::is_elected()) {
 #pragma unroll 1
-    for (int i = warp; i < Ring::kStages; i += kWarps + kFeedingWarps<Product::kGroups>) {
+    for (int i = warp; i < Ring::kStages; i += kWarps + kProducerWarps<Mainloop::kGroups>) {
       const Stage mine = ring.stage(i);
       ptx::mbarrier_init(ring.weights_in(mine), 1);
       ptx::mbarrier_init(ring.rows_in(mine), 1);
@@ -74,7 +72,7 @@ __device__ __forceinline__ void init_barriers(const Ring<Product>& ring, int war
     }
     if (warp < kMaxFusedGemms) ptx::mbarrier_init(ring.x_in(warp), 1);
     if (warp == kWarps - 1) {
-      *num_fed = 0;
+      *num_loaded = 0;
       ptx::mbarrier_init(ring.combined(), kWarps);
       ptx::mbarrier_init(ring.bases_read(), 1);
     }
@@ -82,41 +80,45 @@ __device__ __forceinline__ void init_barriers(const Ring<Product>& ring, int war
   }
 }
 
-// The warps that do not multiply: a thread feeds weights, another rows of x, a warp fetches ahead.
-template <typename Product>
-__device__ __forceinline__ void feed(const FusedLayerArgs& args, const Ring<Product>& ring,
-                                     int warp, int* num_fed) {
+// The producer warps.
+template <typename Mainloop>
+__device__ __forceinline__ void produce(const FusedLayerArgs& args, const Ring<Mainloop>& ring,
+                                        int warp, int* num_loaded) {
   if (threadIdx.x == kThreads) {
-    feed_weights(args, ring, num_fed);
+    produce_weights(args, ring, num_loaded);
   } else if (threadIdx.x == kThreads + 32) {
-    feed_rows(args, ring);
+    produce_rows(args, ring);
   } else {
-    if constexpr (Product::kAhead > 0) {
-      if (warp == kWarps + 2 && args.pace > 0) fetch_ahead<Product>(args, num_fed);
+    if constexpr (Mainloop::kPrefetchBlocks > 0) {
+      if (warp == kWarps + 2 && args.prefetch_cycles > 0) {
+        prefetch_weights<Mainloop>(args, num_loaded);
+      }
     }
     ptx::pdl_wait();
   }
 }
 
-// A CTA that has no part in a gemm arrives behind it at once: it has nothing to wait for.
-template <typename Product>
+// A CTA without a part in GEMM i arrives at its grid barrier at once.
+template <typename Mainloop>
 __device__ __forceinline__ void arrive_without_part(const FusedLayerArgs& args,
-                                                    const Ring<Product>& ring, uint32_t& turn) {
-  if (static_cast<int>(blockIdx.x) >= args.min_units) {
-    ptx::opaque(turn);  // read, by all warps, before block 0 may change it
+                                                    const Ring<Mainloop>& ring,
+                                                    uint32_t& launch_parity) {
+  if (static_cast<int>(blockIdx.x) >= args.min_active_ctas) {
+    ptx::opaque(launch_parity);  // all warps read it before CTA 0 may change it
     ptx::named_barrier<1, kThreads>();
     ptx::mbarrier_wait(ring.bases_read(), 0);
     for (int i = 0; i + 1 < args.num_gemms && threadIdx.x == 0; ++i) {
-      if (static_cast<int>(blockIdx.x) >= args.gemms[i].units) {
+      if (static_cast<int>(blockIdx.x) >= args.gemms[i].active_ctas) {
         ptx::add_release(args.state->arrived[i + 1]);
       }
     }
   }
 }
 
-// Sends a warp's sums to the CTA that adds up their slab, kPieces 16-byte pieces a slice.
-template <int kPieces, int kGroups>
-__device__ __forceinline__ void send_sums(const float (&sums)[2][kGroups][4], char* pieces,
+// Stores the partial sums of a warp tile for the CTA that adds its slices. A slice has kFragments
+// fragments of 16 bytes.
+template <int kFragments, int kGroups>
+__device__ __forceinline__ void send_sums(const float (&sums)[2][kGroups][4], char* fragments,
                                           int slice, int warp, int q2, int m) {
 #pragma unroll
   for (int group = 0; group < kGroups; ++group) {
@@ -124,58 +126,59 @@ __device__ __forceinline__ void send_sums(const float (&sums)[2][kGroups][4], ch
 #pragma unroll
       for (int t = 0; t < 2; ++t) {
         ptx::store_relaxed16(
-            pieces + (slice * kPieces + ((warp * kGroups + group) * 2 + t) * 32) * 16,
+            fragments + (slice * kFragments + ((warp * kGroups + group) * 2 + t) * 32) * 16,
             sums[t][group]);
       }
     }
   }
 }
 
-template <typename Product>
-__global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<Product::kGroups>, 1)
-    fused_layer_kernel(const __grid_constant__ FusedLayerArgs args,
-                       const __grid_constant__ AttentionArgs<typename Product::Element> attention) {
-  using T = typename Product::Element;
-  using Ring = Ring<Product>;
-  constexpr int kGroups = Product::kGroups;
-  constexpr bool kCounts = kGroups > kMaxToldGroups;  // the blocks that have sent their sums
+template <typename Mainloop>
+__global__ void __launch_bounds__(kThreads + 32 * kProducerWarps<Mainloop::kGroups>, 1)
+    fused_layer_kernel(
+        const __grid_constant__ FusedLayerArgs args,
+        const __grid_constant__ AttentionArgs<typename Mainloop::Element> attention) {
+  using T = typename Mainloop::Element;
+  using Ring = Ring<Mainloop>;
+  constexpr int kGroups = Mainloop::kGroups;
+  constexpr bool kCountsArrivals = kGroups > kMaxFlaggedGroups;
   extern __shared__ __align__(1024) char shared[];
   __shared__ __align__(8) uint64_t barriers[Ring::kBarriers];
   __shared__ float row_scales[8 * kGroups];
-  __shared__ int num_fed;
+  __shared__ int num_loaded;
   const int warp = ptx::uniform_warp(), lane = threadIdx.x % 32;
   Ring ring{ptx::shared_address(shared), ptx::shared_address(barriers)};
-  ptx::opaque(ring.data);  // computed once
+  ptx::opaque(ring.data);  // so it is computed once
   ptx::opaque(ring.barriers);
   Stage stage = ring.stage(0);
 
   Trace trace;
 
   ptx::pdl_launch();
-  init_barriers(ring, warp, &num_fed);
+  init_barriers(ring, warp, &num_loaded);
   __syncthreads();
   if (warp >= kWarps) {
-    if constexpr (kFeedingWarps<kGroups> == 4) ptx::give_registers<kFeedingRegisters>();
-    feed(args, ring, warp, &num_fed);
+    if constexpr (kProducerWarps<kGroups> == 4) ptx::give_registers<kProducerRegisters>();
+    produce(args, ring, warp, &num_loaded);
     return;
   }
-  if constexpr (kFeedingWarps<kGroups> == 4) ptx::take_registers<kMultiplyingRegisters>();
-  if (args.combines == Combines::kTogether) {
+  if constexpr (kProducerWarps<kGroups> == 4) ptx::take_registers<kConsumerRegisters>();
+  if (args.combine_mode == CombineMode::kGridWide) {
     args.head_dim == 64 ? combine_rows<2>(args, attention, ring.combined())
                         : combine_rows<4>(args, attention, ring.combined());
   }
-  if constexpr (Product::kCombines) {
-    if (args.combines == Combines::kEachItsSlice &&
-        static_cast<int>(blockIdx.x) < args.gemms[0].units) {
+  if constexpr (Mainloop::kCombinesSlice) {
+    if (args.combine_mode == CombineMode::kPerCtaSlice &&
+        static_cast<int>(blockIdx.x) < args.gemms[0].active_ctas) {
       combine_slice(shared, ring, args, attention);
     }
   }
   ptx::pdl_wait();
   trace.stamp(1);
-  uint32_t turn = __ldcg(&args.state->launches) % 2;
-  arrive_without_part(args, ring, turn);
+  uint32_t launch_parity = __ldcg(&args.state->launches) % 2;
+  arrive_without_part(args, ring, launch_parity);
   if (blockIdx.x == 0) {
-    ExactSum* next = args.state->squares[turn ^ 1][0];
+    ExactSum* next = args.state->squares[launch_parity ^ 1][0];
 #pragma unroll 1
     for (int i = threadIdx.x; i < kMaxFusedGemms * kMaxRows; i += kThreads) next[i] = {0, 0};
   }
@@ -183,59 +186,62 @@ __global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<Product::kGroups
   const int g = lane / 4, q2 = lane % 4 * 2;
 #pragma unroll 1
   for (int i = 0; i < args.num_gemms; ++i) {
-    const Link& gemm = args.gemms[i];
-    if (static_cast<int>(blockIdx.x) >= gemm.units) continue;
-    const Share share(gemm);
-    const Product product(gemm);
+    const GemmArgs& gemm = args.gemms[i];
+    if (static_cast<int>(blockIdx.x) >= gemm.active_ctas) continue;
+    const CtaRange range(gemm);
+    const Mainloop mainloop(gemm);
     T* const y = static_cast<T*>(gemm.y);
-    const bool alone = gemm.slices == 1 && gemm.gated;  // sums go to y as they are
-    const bool rotated = kGroups <= kMaxRotatedGroups && gemm.apart > 1;
-    // The slabs (32 rows of W each) of a tile whose sums this block adds up.
-    const int slice = share.slice;
-    const int first_slab = gemm.over_slices(kWarps * slice + gemm.slices - 1);
-    const int num_items =
-        (gemm.over_slices(kWarps * (slice + 1) + gemm.slices - 1) - first_slab) * kGroups;
+    const bool alone = gemm.slices == 1 && gemm.gated;  // no slices to add: the sums are final
+    const bool rotated = kGroups <= kMaxRotatedGroups && gemm.rope_pair_stride > 1;
+    // The warp tiles (32 rows of W each) whose slices this CTA adds.
+    const int slice = range.slice;
+    const int first_warp_tile = gemm.over_slices(kWarps * slice + gemm.slices - 1);
+    const int num_epilogue_tiles =
+        (gemm.over_slices(kWarps * (slice + 1) + gemm.slices - 1) - first_warp_tile) * kGroups;
 #pragma unroll 1
-    for (int tile = share.tile; tile < gemm.tiles; tile += gridDim.x) {
+    for (int tile = range.tile; tile < gemm.tiles; tile += gridDim.x) {
       const int n0 = tile * kW4BlockRows;
-      Items<T, kGroups> items{args, gemm, y, n0, first_slab, rotated, g, q2};
-      if (rotated && warp < num_items) items.load_turns(warp);
-      if (kGroups < 8 && !alone && warp < num_items) items.load_weights(warp);
-      ptx::mbarrier_wait(ring.rows_in(stage), stage.parity);  // so the gemms before have arrived
-      if (threadIdx.x == 0 && tile == share.tile) {
+      EpilogueTiles<T, kGroups> epilogue{args, gemm, y, n0, first_warp_tile, rotated, g, q2};
+      if (rotated && warp < num_epilogue_tiles) epilogue.load_rotations(warp);
+      if (kGroups < 8 && !alone && warp < num_epilogue_tiles) epilogue.load_weights(warp);
+      // Wait for x. Once it is here, all GEMMs before are complete.
+      ptx::mbarrier_wait(ring.rows_in(stage), stage.parity);
+      if (threadIdx.x == 0 && tile == range.tile) {
         ptx::mbarrier_arrive(ring.x_in(i));
         trace.stamp(3 * i + 2);
       }
-      // What the count of sums will be when all have come: read before ours are in it.
+      // The value of the counter once all slices have arrived; read before this CTA adds its own.
       [[maybe_unused]] uint32_t all_summed = 0;
-      if (kCounts && gemm.slices > 1 && threadIdx.x == 0) {
+      if (kCountsArrivals && gemm.slices > 1 && threadIdx.x == 0) {
         all_summed = (__ldcg(args.state->summed[i][tile]) / kSummed + 1) * kSummed;
       }
       ExactSum squares_of_x{};
       const auto prefetch = [&] {
         if (gemm.inv_size != 0 && threadIdx.x < args.m) {
-          const ExactSum& sum = args.state->squares[turn][i - 1][threadIdx.x];
+          const ExactSum& sum = args.state->squares[launch_parity][i - 1][threadIdx.x];
           squares_of_x = {__ldcg(&sum.high), __ldcg(&sum.low)};
         }
-        if (!alone && warp < num_items) items.load_old(warp);
+        if (!alone && warp < num_epilogue_tiles) epilogue.load_old(warp);
       };
-      if constexpr (kGroups < 8) prefetch();  // else there are too few registers
+      if constexpr (kGroups < 8) prefetch();  // kGroups 8: too few registers, see below
 
+      // Main loop over this CTA's k blocks of the tile.
       float sums[2][kGroups][4] = {};
       ptx::mbarrier_wait(ring.weights_in(stage), stage.parity);
-      for (int left = share.end - share.begin;;) {
+      for (int left = range.end - range.begin;;) {
         const Stage current = stage;
         ring.advance(stage);
         bool has_rows, has_weights;
-        const auto ask = [&] {
-          const bool asks = left > 1;  // not for what follows from these sums: asking may wait
-          has_rows = ptx::mbarrier_try_wait(ring.rows_in(stage), stage.parity, asks);
-          has_weights = ptx::mbarrier_try_wait(ring.weights_in(stage), stage.parity, asks);
+        const auto poll = [&] {
+          // Not for the next GEMM: a poll may suspend the warp.
+          const bool polls = left > 1;
+          has_rows = ptx::mbarrier_try_wait(ring.rows_in(stage), stage.parity, polls);
+          has_weights = ptx::mbarrier_try_wait(ring.weights_in(stage), stage.parity, polls);
         };
-        // By each lane: costs no more than one for its warp, and racecheck, which does not always
-        // know that a warp was together before one arrived for it, sees that it is right.
+        // Every lane arrives. That costs no more than one arrival a warp, and racecheck can follow
+        // it.
         const auto release = [&] { ptx::mbarrier_arrive(ring.done(current)); };
-        product.add_block(sums, current.rows, current.weights, ask, release);
+        mainloop.accumulate_block(sums, current.rows, current.weights, poll, release);
         if (--left == 0) break;
         ptx::mbarrier_wait(ring.rows_in(stage), stage.parity, has_rows);
         ptx::mbarrier_wait(ring.weights_in(stage), stage.parity, has_weights);
@@ -244,8 +250,9 @@ __global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<Product::kGroups
       trace.stamp(3 * i + 3);
       if constexpr (kGroups == 8) {
         prefetch();
-        if (!alone && warp < num_items) items.load_weights(warp);
+        if (!alone && warp < num_epilogue_tiles) epilogue.load_weights(warp);
       }
+      // Scales: alpha, and the norm of x.
       if (threadIdx.x < 8 * kGroups) {
         float scale = gemm.alpha;
         if (gemm.inv_size != 0) {
@@ -260,13 +267,13 @@ __global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<Product::kGroups
         continue;
       }
 
-      // Sums go to the block that owns their slab, if only this one.
-      constexpr int kPieces = kWarps * kGroups * 2 * 32;  // of a unit
-      const int first_unit = gemm.slices == 1 ? blockIdx.x : blockIdx.x - slice;
-      char* const pieces = args.pieces + (int64_t{first_unit} * kPieces + lane) * 16;
-      send_sums<kPieces>(sums, pieces, slice, warp, q2, args.m);
-      ptx::named_barrier<1, kThreads>();  // row_scales
-      if (kCounts && gemm.slices > 1) {
+      // Partial sums go to the CTA that owns their warp tile, even if it is this one.
+      constexpr int kFragments = kWarps * kGroups * 2 * 32;  // of a CTA
+      const int first_cta = gemm.slices == 1 ? blockIdx.x : blockIdx.x - slice;
+      char* const fragments = args.fragments + (int64_t{first_cta} * kFragments + lane) * 16;
+      send_sums<kFragments>(sums, fragments, slice, warp, q2, args.m);
+      ptx::named_barrier<1, kThreads>();  // row_scales are complete
+      if (kCountsArrivals && gemm.slices > 1) {
         if (threadIdx.x == 0) {
           uint32_t* const summed = args.state->summed[i][tile];
           ptx::add_release(summed, slice == 0 ? kSummed - gemm.slices + 1 : 1);
@@ -275,21 +282,24 @@ __global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<Product::kGroups
         }
         ptx::named_barrier<1, kThreads>();
       }
+      // Epilogue: one tile a warp.
 #pragma unroll 1
-      for (int item = warp; item < num_items; item += kWarps) {
-        if (kGroups > 1 && item != warp) items.load_weights(item), items.load_old(item);
-        const auto place = items.place_of(item);
+      for (int epilogue_tile = warp; epilogue_tile < num_epilogue_tiles; epilogue_tile += kWarps) {
+        if (kGroups > 1 && epilogue_tile != warp) {
+          epilogue.load_weights(epilogue_tile), epilogue.load_old(epilogue_tile);
+        }
+        const auto place = epilogue.place_of(epilogue_tile);
         float sum[2][4] = {};
-        items.template add_slices<kCounts>(sum, place, pieces, kPieces);
+        epilogue.template add_slices<kCountsArrivals>(sum, place, fragments, kFragments);
         __syncwarp();
         if (rotated) {
-          items.store_turned(place, sum, row_scales);
+          epilogue.store_rotated(place, sum, row_scales);
           continue;
         }
         float squares[2] = {};
-        items.store(place, sum, row_scales, squares);
+        epilogue.store(place, sum, row_scales, squares);
         if (gemm.normed == nullptr) continue;
-        items.add_squares(place.row, squares, args.state->squares[turn][i]);
+        epilogue.add_squares(place.row, squares, args.state->squares[launch_parity][i]);
       }
       ptx::named_barrier<1, kThreads>();
     }
@@ -299,31 +309,31 @@ __global__ void __launch_bounds__(kThreads + 32 * kFeedingWarps<Product::kGroups
     }
   }
   trace.end();
-  if (Product::kAhead > 0 && threadIdx.x == 0) atomicAdd(&num_fed, kOver);
-  // Block 0 has a part in every gemm, so here all blocks have arrived behind all others, and have
-  // read both before.
+  if (Mainloop::kPrefetchBlocks > 0 && threadIdx.x == 0) atomicAdd(&num_loaded, kNoMoreLoads);
+  // CTA 0 has a part in every GEMM. So here all CTAs have arrived at all grid barriers, and have
+  // read `bases` and `launches` before that.
   if (blockIdx.x == 0 && threadIdx.x == 0) {
-    if (args.combines == Combines::kTogether) args.state->bases[0] += gridDim.x;
+    if (args.combine_mode == CombineMode::kGridWide) args.state->bases[0] += gridDim.x;
     for (int i = 1; i < args.num_gemms; ++i) args.state->bases[i] += gridDim.x;
     if (args.num_gemms > 1) ++args.state->launches;
   }
 }
 
-// Slices as many as find a block of threads each.
-void share_out(Blocks& of, int n, int blocks) {
+// Cuts K into as many slices as there are CTAs for.
+void divide_work(WeightBlocks& of, int n, int num_ctas) {
   of.tiles = (n + kW4BlockRows - 1) / kW4BlockRows;
-  of.slices = std::clamp(blocks / of.tiles, 1, std::min(kWarps, of.k_blocks));
+  of.slices = std::clamp(num_ctas / of.tiles, 1, std::min(kWarps, of.k_blocks));
   of.slice_blocks = of.k_blocks / of.slices;
   of.longer_slices = of.k_blocks % of.slices;
   of.one_over_slices = (1 << 16) / of.slices + 1;
-  of.units = std::min(of.tiles * of.slices, blocks);
+  of.active_ctas = std::min(of.tiles * of.slices, num_ctas);
 }
 
-void set_blocks(Blocks& of, const W4Weight& w, int blocks) {
+void set_weight_blocks(WeightBlocks& of, const W4Weight& w, int num_ctas) {
   of.blocks = static_cast<const char*>(w.blocks);
   of.k_blocks = static_cast<int>(w.k_blocks());
   of.block_bytes = static_cast<int>(w.block_bytes());
-  share_out(of, static_cast<int>(w.n), blocks);
+  divide_work(of, static_cast<int>(w.n), num_ctas);
 }
 
 Rotary make_rotary(const RotaryKvParams& from) {
@@ -337,24 +347,24 @@ Rotary make_rotary(const RotaryKvParams& from) {
           .tokens = from.tokens};
 }
 
-Link make_fused_gemm(const FusedGemm& from, const FusedGemm* before, const Tensor& y,
-                     const Tensor& x, const Tensor& normed, int groups, int blocks) {
+GemmArgs make_gemm_args(const FusedGemm& from, const FusedGemm* before, const Tensor& y,
+                        const Tensor& x, const Tensor& normed, int groups, int num_ctas) {
   const int k = static_cast<int>(x.size(1)), n = static_cast<int>(from.stored_rows());
-  Link gemm{.x_map = make_map(x.data(), static_cast<int>(x.size(0)), k, x.dtype(), 8 * groups),
-            .y = y.data(),
-            .normed = normed.empty() ? nullptr : normed.data(),
-            .norm_weight = normed.empty() ? nullptr : from.norm_weight.data(),
-            .alpha = from.alpha,
-            .beta = from.beta,
-            .n = n,
-            .gated = from.is_gated()};
+  GemmArgs gemm{.x_map = make_map(x.data(), static_cast<int>(x.size(0)), k, x.dtype(), 8 * groups),
+                .y = y.data(),
+                .normed = normed.empty() ? nullptr : normed.data(),
+                .norm_weight = normed.empty() ? nullptr : from.norm_weight.data(),
+                .alpha = from.alpha,
+                .beta = from.beta,
+                .n = n,
+                .gated = from.is_gated()};
   if (from.is_dense()) {
-    using Product = SixteenBits<__half, 1>;
-    gemm.w_map = make_map(from.w.data(), n, k, x.dtype(), Product::kBoxRows);
-    gemm.k_blocks = (k + Product::kBlockK - 1) / Product::kBlockK;
-    share_out(gemm, n, blocks);
+    using Mainloop = DenseMainloop<__half, 1>;
+    gemm.w_map = make_map(from.w.data(), n, k, x.dtype(), Mainloop::kBoxRows);
+    gemm.k_blocks = (k + Mainloop::kBlockK - 1) / Mainloop::kBlockK;
+    divide_work(gemm, n, num_ctas);
   } else {
-    set_blocks(gemm, from.w4, blocks);
+    set_weight_blocks(gemm, from.w4, num_ctas);
     gemm.bf16_scales = from.w4.scale_dtype == DType::kBF16;
   }
   if (before != nullptr && !before->normed.empty()) {
@@ -364,27 +374,28 @@ Link make_fused_gemm(const FusedGemm& from, const FusedGemm* before, const Tenso
   return gemm;
 }
 
-Combines who_combines(const FusedLayerParams& p, const Link& first, int blocks) {
+CombineMode combine_mode_of(const FusedLayerParams& p, const GemmArgs& first, int num_ctas) {
   const int rows = p.attention.tokens.num_tokens, count = num_splits(p.attention.tokens.max_kv);
-  if (rows == 0 || count == 1) return Combines::kNobody;
+  if (rows == 0 || count == 1) return CombineMode::kNone;
   const bool is_short = count <= kMaxCombinedSplits;
-  // NOTE: of two gemms, not: a block would count without the thread that reads the counters' bases,
-  // which then could come behind block 0, which changes them.
+  // NOTE: not for two GEMMs. A CTA could then arrive before its producer thread has read `bases`,
+  // which CTA 0 changes at the end.
   if (rows == 1 && is_short && !p.gemms.front().is_dense() && p.gemms.size() != 2 &&
-      first.tiles <= blocks &&
-      first.slice_blocks + (first.longer_slices > 0) <= kMaxCombinedBlocks) {
-    return Combines::kEachItsSlice;
+      first.tiles <= num_ctas &&
+      first.slice_blocks + (first.longer_slices > 0) <= kMaxCombinedKBlocks) {
+    return CombineMode::kPerCtaSlice;
   }
-  // One warp goes through all splits of a head: where there are many they should be busy.
-  const bool is_busy = rows * p.attention.num_heads >= blocks * kWarps / 2;
-  return is_short || is_busy ? Combines::kTogether : Combines::kNobody;
+  // A warp goes through all splits of a head. If there are many splits, most warps must have work.
+  const bool is_busy = rows * p.attention.num_heads >= num_ctas * kWarps / 2;
+  return is_short || is_busy ? CombineMode::kGridWide : CombineMode::kNone;
 }
 
-// Of one row alone: of more, multiplying is the bound, and what comes ahead is in the way. Nor
-// where nobody says what follows (52.0 us a layer instead of 51.3: memory rests most between two
-// launches), or where a layer's keys and values take a fifth of L2 (2 us more at 16384 entries of 2
-// heads). 5 % more than memory gives at its best keeps it busy.
-int pace_ahead(const Context& ctx, const FusedLayerParams& p) {
+// Cycles between two L2 prefetches of a CTA; 0: no prefetch. Only one row prefetches: with more
+// rows the main loop is the bound, and prefetches delay other loads. There is no prefetch in two
+// more cases: no weights follow (52.0 us a layer instead of 51.3: memory is most idle between
+// launches), or a layer's KV entries take a fifth of L2 (2 us more at 16384 entries of 2 heads). A
+// rate 5 % above the peak of memory keeps it busy.
+int prefetch_cycles_of(const Context& ctx, const FusedLayerParams& p) {
   const AttentionParams& attention = p.attention;
   const int64_t entries = attention.window > 0 ? std::min(attention.window, attention.tokens.max_kv)
                                                : attention.tokens.max_kv;
@@ -398,24 +409,24 @@ int pace_ahead(const Context& ctx, const FusedLayerParams& p) {
                           ctx.bytes_per_cycle);
 }
 
-template <typename Product>
+template <typename Mainloop>
 void launch_fused_layer(const Context& ctx, FusedLayerArgs args, const AttentionParams& attention,
-                        int blocks) {
-  using Ring = Ring<Product>;
-  const auto kernel = fused_layer_kernel<Product>;
-  static_assert(Product::kInFlight < Ring::kStages, "what lands has a stage of its own");
-  static_assert(!Product::kCombines || kMaxCombinedBlocks <= Ring::kStages);
-  for (Link& gemm : args.gemms) gemm.alpha /= Product::kScale;
+                        int num_ctas) {
+  using Ring = Ring<Mainloop>;
+  const auto kernel = fused_layer_kernel<Mainloop>;
+  static_assert(Mainloop::kInFlight < Ring::kStages, "every load in flight has its own stage");
+  static_assert(!Mainloop::kCombinesSlice || kMaxCombinedKBlocks <= Ring::kStages);
+  for (GemmArgs& gemm : args.gemms) gemm.alpha /= Mainloop::kScale;
   allow_shared_bytes(kernel, Ring::kBytes);
-  launch(ctx, kernel, dim3(blocks), dim3(kThreads + 32 * kFeedingWarps<Product::kGroups>),
-         Ring::kBytes, args, make_decode_args<typename Product::Element>(ctx, attention));
+  launch(ctx, kernel, dim3(num_ctas), dim3(kThreads + 32 * kProducerWarps<Mainloop::kGroups>),
+         Ring::kBytes, args, make_decode_args<typename Mainloop::Element>(ctx, attention));
 }
 
 template <typename Mma, typename T, int kGroups>
-void launch_four_bits(const Context& ctx, const FusedLayerArgs& args,
-                      const AttentionParams& attention, int blocks, bool zeros) {
-  zeros ? launch_fused_layer<FourBits<Mma, T, kGroups, true>>(ctx, args, attention, blocks)
-        : launch_fused_layer<FourBits<Mma, T, kGroups, false>>(ctx, args, attention, blocks);
+void launch_w4(const Context& ctx, const FusedLayerArgs& args, const AttentionParams& attention,
+               int num_ctas, bool zeros) {
+  zeros ? launch_fused_layer<W4Mainloop<Mma, T, kGroups, true>>(ctx, args, attention, num_ctas)
+        : launch_fused_layer<W4Mainloop<Mma, T, kGroups, false>>(ctx, args, attention, num_ctas);
 }
 
 }  // namespace
@@ -431,44 +442,46 @@ void fused_layer_sm90(const Context& ctx, const FusedLayerParams& p) {
   CHECK(p.memory.num_bytes() >= fused_layer_bytes(num_rows),
         "fused_layer: {} bytes of memory, expected {} for {} rows", p.memory.num_bytes(),
         fused_layer_bytes(num_rows), num_rows);
-  const int blocks = std::min(ctx.sm_count, kMaxFusedCtas);
+  const int num_ctas = std::min(ctx.sm_count, kMaxFusedCtas);
   if (has_rotary) check_rotary_kv(p.rotary);
   bool zeros = false, rotates = false;
   for (const FusedGemm& gemm : p.gemms) zeros |= gemm.w4.zero_points;
   for (int64_t row = 0; row < num_rows; row += kMaxRows) {
     const int64_t m = std::min<int64_t>(kMaxRows, num_rows - row);
     const int groups = row_groups(m);
-    FusedLayerArgs args{.state = p.memory.as<FusedState>(),
-                        .pieces = p.memory.as<char>() + kFusedStateBytes +
-                                  (groups > kMaxToldGroups ? kMaxToldGroups * kFusedSumBytes : 0),
-                        .num_gemms = static_cast<int>(p.gemms.size()),
-                        .m = static_cast<int>(m),
-                        .min_units = blocks,
-                        .num_following = static_cast<int>(p.following.size()),
-                        .pace = pace_ahead(ctx, p)};
+    FusedLayerArgs args{
+        .state = p.memory.as<FusedState>(),
+        .fragments = p.memory.as<char>() + kFusedStateBytes +
+                     (groups > kMaxFlaggedGroups ? kMaxFlaggedGroups * kFusedSumBytes : 0),
+        .num_gemms = static_cast<int>(p.gemms.size()),
+        .m = static_cast<int>(m),
+        .min_active_ctas = num_ctas,
+        .num_following = static_cast<int>(p.following.size()),
+        .prefetch_cycles = prefetch_cycles_of(ctx, p)};
     for (size_t i = 0; i < p.following.size(); ++i) {
-      set_blocks(args.following[i], p.following[i], blocks);
+      set_weight_blocks(args.following[i], p.following[i], num_ctas);
     }
     for (size_t i = 0; i < p.gemms.size(); ++i) {
       const FusedGemm& gemm = p.gemms[i];
       const Tensor normed = gemm.normed.empty() ? Tensor() : gemm.normed.rows(row, m);
-      args.gemms[i] = make_fused_gemm(gemm, i > 0 ? &p.gemms[i - 1] : nullptr, gemm.y.rows(row, m),
-                                      gemm.x.rows(row, m), normed, groups, blocks);
-      if (i + 1 < p.gemms.size()) args.min_units = std::min(args.min_units, args.gemms[i].units);
+      args.gemms[i] = make_gemm_args(gemm, i > 0 ? &p.gemms[i - 1] : nullptr, gemm.y.rows(row, m),
+                                     gemm.x.rows(row, m), normed, groups, num_ctas);
+      if (i + 1 < p.gemms.size())
+        args.min_active_ctas = std::min(args.min_active_ctas, args.gemms[i].active_ctas);
     }
     if (has_attention && row == 0) {
-      args.combines = who_combines(p, args.gemms[0], blocks);
+      args.combine_mode = combine_mode_of(p, args.gemms[0], num_ctas);
       args.max_splits = num_splits(p.attention.tokens.max_kv);
       args.head_dim = p.attention.head_dim;
-      if (args.combines == Combines::kNobody)
+      if (args.combine_mode == CombineMode::kNone)
         attention_combine_before_fused_layer(ctx, p.attention);
     }
-    Link& last = args.gemms[p.gemms.size() - 1];
-    // An item for each warp at most: what they have to know of rows is looked up before x comes.
+    GemmArgs& last = args.gemms[p.gemms.size() - 1];
+    // At most one epilogue tile a warp: its positions and KV entries are loaded before x arrives.
     rotates = has_rotary && num_rows <= 8 * kMaxRotatedGroups && (groups == 1 || last.slices > 1);
     if (rotates) {
       args.rotary = make_rotary(p.rotary);
-      last.apart = p.rotary.head_dim / 32;
+      last.rope_pair_stride = p.rotary.head_dim / 32;
     }
     dispatch_half(p.gemms.front().x.dtype(), [&](auto t) {
       using T = decltype(t);
@@ -476,8 +489,8 @@ void fused_layer_sm90(const Context& ctx, const FusedLayerParams& p) {
         constexpr int kGroups = decltype(constant)::value;
         using Mma = std::conditional_t<kGroups <= 2, MmaSync, WgmmaOf<kGroups == 8 ? 1 : 2>>;
         p.gemms.front().is_dense()
-            ? launch_fused_layer<SixteenBits<T, kGroups>>(ctx, args, p.attention, blocks)
-            : launch_four_bits<Mma, T, kGroups>(ctx, args, p.attention, blocks, zeros);
+            ? launch_fused_layer<DenseMainloop<T, kGroups>>(ctx, args, p.attention, num_ctas)
+            : launch_w4<Mma, T, kGroups>(ctx, args, p.attention, num_ctas, zeros);
       });
     });
   }

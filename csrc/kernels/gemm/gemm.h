@@ -1,10 +1,11 @@
 // y = alpha * x W^T + beta * y, float32 accumulation, W row-major [N, K].
 //
-// `skinny_gemm` (1..64 rows; more go in blocks of 64): streams W once; the order in which a row's
-// products are added depends on N and K only, so a row's bits are the same whatever the number of
-// rows. `large_gemm`: a prompt's rows, likewise: on Hopper by a kernel of its own (y of x's dtype,
-// N a multiple of 8), else by cuBLASLt where it was found (one algorithm per N, K, whatever the
-// rows), or skinny_gemm over blocks of 64 rows.
+// `skinny_gemm`: 1 to 64 rows; more rows go in blocks of 64. W is read once. The order of additions
+// depends on N and K only, so a row's bits do not depend on the number of rows.
+//
+// `large_gemm`: rows of a prompt, with the same property. On Hopper it is a kernel of this engine
+// (y of x's dtype, N a multiple of 8). Otherwise it is cuBLASLt with one algorithm per N and K, or
+// skinny_gemm if there is no cuBLASLt.
 #pragma once
 
 #include <algorithm>
@@ -16,8 +17,7 @@ namespace cpmcu {
 
 constexpr int kMaxSkinnyRows = 64;
 
-// Whether a prompt's rows have kernels of our own, large_gemm's and w4_gemm's, as quick as a
-// library.
+// Whether large_gemm and w4_gemm have fast kernels of this engine for the rows of a prompt.
 inline bool has_prompt_gemm([[maybe_unused]] int compute_capability) {
 #ifdef CPMCU_SM90
   return compute_capability == 90;
@@ -26,7 +26,7 @@ inline bool has_prompt_gemm([[maybe_unused]] int compute_capability) {
 #endif
 }
 
-// Groups of 8 rows of x, 1, 2, 4 or 8, that the kernel for so many rows, 64 at most, has room for.
+// The number of groups of 8 rows (1, 2, 4 or 8) of the kernel that handles `rows`, up to 64.
 constexpr int row_groups(int64_t rows) {
   return static_cast<int>(
       std::bit_ceil(static_cast<uint64_t>(std::clamp<int64_t>(rows, 1, kMaxSkinnyRows) + 7) / 8));
@@ -38,10 +38,9 @@ struct GemmParams {
   Tensor w;  // [N, K], dtype of x
   float alpha = 1;
   float beta = 0;        // 0: y is not read
-  int64_t y_stride = 0;  // elements between rows of y, which is part of wider rows; 0: N
+  int64_t y_stride = 0;  // elements between rows of y; 0: N
 };
 
-// Both back ends check the same.
 inline void check_gemm(const GemmParams& p) {
   CHECK(p.x.num_dims() == 2 && p.w.num_dims() == 2 && p.y.num_dims() == 2 &&
             p.w.size(1) == p.x.size(1) && p.y.size(0) == p.x.size(0) && p.y.size(1) == p.w.size(0),
@@ -57,19 +56,19 @@ inline void check_gemm(const GemmParams& p) {
         name_of(p.y.dtype()), name_of(p.x.dtype()), name_of(p.w.dtype()));
 }
 
-// out = silu(x gate^T) * (x up^T) of a prompt's rows, W stacks gate and up; a row's bits do not
-// depend on the others. As large_gemm: one kernel on Hopper (I a multiple of 8), elsewhere
-// large_gemm and silu_mul.
+// out = silu(x gate^T) * (x up^T) for rows of a prompt; W stacks gate and up. A row's bits do not
+// depend on other rows. On Hopper it is one kernel (I a multiple of 8), elsewhere large_gemm and
+// silu_mul.
 struct GatedGemmParams {
   Tensor out;      // [M, I]
   Tensor x;        // [M, K], K a multiple of 8
-  Tensor w;        // [2 I, K]; all three of one dtype
-  Tensor scratch;  // [M, 2 I], of that dtype, where it takes two kernels
+  Tensor w;        // [2 I, K]; out, x and w have one dtype
+  Tensor scratch;  // [M, 2 I], same dtype; used by the two-kernel path
 };
 
 inline void check_gated_gemm(const GatedGemmParams& p) {
-  const GemmParams product{.y = p.scratch, .x = p.x, .w = p.w};
-  check_gemm(product);
+  const GemmParams gemm{.y = p.scratch, .x = p.x, .w = p.w};
+  check_gemm(gemm);
   CHECK(p.out.num_dims() == 2 && p.out.size(0) == p.x.size(0) && 2 * p.out.size(1) == p.w.size(0) &&
             p.out.dtype() == p.x.dtype() && p.scratch.dtype() == p.x.dtype(),
         "gated_gemm: out is {} {} and scratch {}, expected {} [{}, {}]", name_of(p.out.dtype()),

@@ -1,4 +1,4 @@
-// Which kernel multiplies a prompt's rows.
+// Selects the kernel for rows of a prompt.
 #ifdef CPMCU_WITH_CUDA
 #include "kernels/gemm/gemm.h"
 #include "kernels/layer/silu_mul.h"
@@ -6,14 +6,14 @@
 namespace cpmcu::cuda {
 
 #ifdef CPMCU_SM90
-// large_gemm_sm90.cu. Of a gated W, y is [M, N / 2].
+// large_gemm_sm90.cu. If gated, y is [M, N / 2].
 void large_gemm_sm90(const Context& ctx, const GemmParams& params, bool gated);
 #endif
 
 void large_gemm(const Context& ctx, const GemmParams& params) {
   check_gemm(params);
 #ifdef CPMCU_SM90
-  // Which writes 16 bytes of a row at a time. Nothing here may depend on the number of rows.
+  // It writes 16 bytes of a row at a time. The choice must not depend on M.
   if (has_prompt_gemm(ctx.compute_capability) && params.y.dtype() == params.x.dtype() &&
       params.w.size(0) % 8 == 0 && params.y_stride % 8 == 0) {
     return large_gemm_sm90(ctx, params, false);

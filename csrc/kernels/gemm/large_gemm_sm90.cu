@@ -1,21 +1,23 @@
-// large_gemm on Hopper: y [M, N] = alpha * x [M, K] W [N, K]^T + beta * y of any number of rows;
-// and gated_gemm: y [M, N / 2] = silu(x gate^T) * (x up^T), W stacks both.
+// large_gemm on Hopper: y [M, N] = alpha * x [M, K] W [N, K]^T + beta * y for any M; gated_gemm: y
+// [M, N / 2] = silu(x gate^T) * (x up^T), W stacks gate and up.
 //
-// Roofline: 2 M N K operations beside 2 N K bytes of W, which are the more up to some 300 rows: a
-// layer of MiniCPM4-8B takes 0.16 ms for its weights and, at 2048 rows, 1.4 ms at 680 TFLOP/s.
+// Roofline: 2 M N K operations and 2 N K bytes of W; below about 300 rows the bytes dominate. A
+// layer of MiniCPM4-8B takes 0.16 ms for its weights, and 1.4 ms for 2048 rows at 680 TFLOP/s.
 //
-// The surprising decision: no sum is ever cut. An output is added up in one accumulator over all of
-// K, 16 k at a time, whatever the tile that it lies in. So its bits do not depend on M, tiles may
-// be as large as M asks for, and a prompt of a few rows need not be multiplied as if it had 2048,
-// as with a library whose algorithm is chosen once for all M.
+// Schedule: persistent clusters of two CTAs, which go from tile to tile.
+//             CTA 0: 128 rows of W   CTA 1: 128 rows of W
+//   x rows        half ----multicast---- half          256, 128 or 64 rows a tile
+//   producer      TMA, 64 k a stage: W of this CTA, x for both CTAs
+//   2 warpgroups  wgmma of 64 rows of W x all rows of x; sums -> shared memory -> y
+//   (large_tiles.cuh)
+// The rows of y are columns of the accumulator, so the epilogue transposes them in shared memory.
+// For a gated W, TMA interleaves eight rows of gate and eight of up, so both sums of an output are
+// in one thread.
 //
-// Work: two blocks of threads, a cluster, have 128 rows of W each and share 256, 128 or 64 rows of
-// x, of which each brings half to both (multicast). Both operands go through a ring in shared
-// memory, 64 k a stage. Two warpgroups multiply 64 rows of W each by all the rows of x; a third
-// feeds. Clusters go from tile to tile, so the ring is full when a tile begins. y's rows are
-// columns of the sums and are turned in shared memory (large_tiles.cuh). Of a gated W the copy
-// engine brings eight rows of gate and eight of up by turns, so both sums of an output meet in one
-// thread.
+// The surprising decision: K is never split. One accumulator adds all of K, 16 k at a time,
+// whatever the tile. So the bits do not depend on M, and the tile size is free to follow M. A
+// library whose algorithm is chosen once for all M multiplies a prompt of a few rows as if it had
+// 2048.
 #include "core/dispatch.h"
 #include "core/launch.h"
 #include "kernels/gemm/gemm.h"
@@ -30,24 +32,24 @@ struct LargeArgs {
   TensorMap x_map, w_map;
   void* y;
   int64_t y_stride;
-  int m, n, k_blocks;  // of 64 k
+  int m, n, k_blocks;  // k blocks of 64
   LargeTiles tiles;
   float alpha, beta;
   bool gated;
 };
 
-constexpr int kStageK = 64, kWRows = 128;  // of W, of a block
-// Of x, a tile has 8 kGroups rows; of these at most 128 leave at a time.
+constexpr int kStageK = 64, kWRows = 128;  // rows of W of a CTA
+// A tile has 8 kGroups rows of x; the epilogue stores at most 128 of them at a time.
 template <int kGroups>
 constexpr int kOutGroups = kGroups < 16 ? kGroups : 16;
 template <int kGroups>
 using DenseRing =
     LargeRing<8 * kGroups * 128, kWRows * 128, 8 * kOutGroups<kGroups> * kLargeRowBytes>;
 
-// Feeds the ring of block `rank` of a cluster, by one thread.
+// Producer thread of CTA `rank` of a cluster.
 template <int kGroups>
-__device__ __forceinline__ void feed(const LargeArgs& args, const DenseRing<kGroups>& ring,
-                                     int rank) {
+__device__ __forceinline__ void produce(const LargeArgs& args, const DenseRing<kGroups>& ring,
+                                        int rank) {
   using Ring = DenseRing<kGroups>;
   constexpr int kHalfRows = 4 * kGroups;
   ptx::prefetch_map(&args.x_map);
@@ -67,7 +69,8 @@ __device__ __forceinline__ void feed(const LargeArgs& args, const DenseRing<kGro
       } else {
         ptx::tensor_copy(ring.weights(stage), &args.w_map, k, w_row, ring.full(stage));
       }
-      if (k_block == 0 && tile == args.tiles.first()) ptx::pdl_wait();  // every cluster has a tile
+      // x is read from here on. Every cluster has a tile.
+      if (k_block == 0 && tile == args.tiles.first()) ptx::pdl_wait();
       ptx::tensor_multicast(ring.rows(stage) + rank * kHalfRows * 128, &args.x_map, k, x_row,
                             ring.full(stage), 0b11);
       Ring::advance(stage, parity);
@@ -98,7 +101,8 @@ __global__ void __launch_bounds__(kLargeThreads, 1)
 #pragma unroll 1
     for (int tile = args.tiles.first(); tile < args.tiles.count(); tile += args.tiles.step()) {
       float sums[kGroups][4];
-      int before = 0;  // the stage that is multiplied last
+      // Main loop. A stage is released once the next stage's wgmma group is issued.
+      int before = 0;  // the stage of the wgmma group still in flight
 #pragma unroll 1
       for (int k_block = 0; k_block < args.k_blocks; ++k_block) {
         ptx::mbarrier_wait(ring.full(stage), parity);
@@ -107,7 +111,8 @@ __global__ void __launch_bounds__(kLargeThreads, 1)
         const uint64_t x = ptx::wgmma_descriptor_swizzle128(ring.rows(stage));
         ptx::wgmma_fence();
 #pragma unroll
-        for (int step = 0; step < kStageK / 16; ++step) {  // 32 bytes, in units of 16
+        // 16 k are 32 bytes; descriptors count 16
+        for (int step = 0; step < kStageK / 16; ++step) {
           ptx::wgmma_64xNx16<T, kGroups>(sums, w + step * 2, x + step * 2, k_block + step > 0);
         }
         ptx::wgmma_commit();
@@ -120,6 +125,7 @@ __global__ void __launch_bounds__(kLargeThreads, 1)
       ring.release(before, peer_empty);
       const auto at = args.tiles.place(tile);
       const int column = (2 * at.w + rank) * kWRows + warpgroup * 64;
+      // Epilogue, kAtOnce groups at a time.
       constexpr int kAtOnce = kOutGroups<kGroups>;
 #pragma unroll
       for (int group = 0; group < kGroups; group += kAtOnce) {
@@ -134,7 +140,7 @@ __global__ void __launch_bounds__(kLargeThreads, 1)
       }
     }
   };
-  run_large(ring, [&] { feed<kGroups>(args, ring, rank); }, multiply);
+  run_large(ring, [&] { produce<kGroups>(args, ring, rank); }, multiply);
 }
 
 // ---- launchers
@@ -153,9 +159,9 @@ void launch_large(const Context& ctx, const GemmParams& p, LargeArgs args) {
   launch_cluster(ctx, 2, kernel, dim3(2 * clusters), dim3(kLargeThreads), Ring::kBytes, args);
 }
 
-// The rows of x of a tile that should be quickest, by what a tile takes beside one of 256 rows:
-// half and a quarter, and more for rows of W that are read as often (estimates; no bit of y
-// changes).
+// The tile size in rows of x with the least estimated time. Times are relative to a tile of 256
+// rows; a smaller tile reads rows of W as often, so it costs more than its share. The choice
+// changes no bit.
 int rows_of_tile(const Context& ctx, const LargeArgs& args) {
   constexpr std::pair<int, double> kTimes[] = {{256, 1}, {128, 0.56}, {64, 0.36}};
   int best = 0;

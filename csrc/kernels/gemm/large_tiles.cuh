@@ -1,5 +1,5 @@
-// What products of many rows of x share on Hopper: a ring in shared memory, what the warpgroups of
-// a block do, the order of tiles, and how y leaves, whose rows are columns of the sums.
+// Shared by the Hopper GEMMs of many rows: the pipeline, the roles of warpgroups, the order of
+// tiles, and the transposing epilogue.
 #pragma once
 
 #include "core/ptx.cuh"
@@ -9,8 +9,8 @@
 namespace cpmcu::cuda {
 namespace {
 
-// Of a block of threads: stages of rows of x and of W, all rows first, and behind them what each of
-// two warpgroups needs for its sums or y.
+// Shared memory of a CTA: rows of x of all stages, then W of all stages, then kOutBytes for the
+// epilogue of each of two warpgroups.
 template <int kXBytes, int kWBytes, int kOutBytes>
 struct LargeRing {
   static constexpr int kStages = (kRingBytes - 2 * kOutBytes) / (kXBytes + kWBytes);
@@ -20,7 +20,7 @@ struct LargeRing {
 
   __device__ __forceinline__ LargeRing(const void* data, const void* barriers)
       : data(ptx::shared_address(data)), barriers(ptx::shared_address(barriers)) {
-    ptx::opaque(this->data);  // computed once
+    ptx::opaque(this->data);  // so it is computed once
     ptx::opaque(this->barriers);
   }
   __device__ __forceinline__ uint32_t rows(int stage) const { return data + stage * kXBytes; }
@@ -30,15 +30,15 @@ struct LargeRing {
   __device__ __forceinline__ uint32_t out(int warpgroup) const {
     return weights(kStages) + warpgroup * kOutBytes;
   }
-  // Whether all of a stage has come; whether all warps of both blocks of the cluster are done with
-  // it.
+  // full: the data of a stage has arrived. empty: all warps of both CTAs are done with it.
   __device__ __forceinline__ uint32_t full(int stage) const { return barriers + 8 * stage; }
   __device__ __forceinline__ uint32_t empty(int stage) const { return full(kStages + stage); }
 
   static __device__ __forceinline__ void advance(int& stage, int& parity) {
     if (++stage == kStages) stage = 0, parity ^= 1;
   }
-  // By a warp that is done with a stage. `peer_empty`: empty(0) of the other block.
+  // Called by each consumer warp when it is done with a stage. `peer_empty`: empty(0) of the other
+  // CTA.
   __device__ __forceinline__ void release(int stage, uint32_t peer_empty) const {
     __syncwarp();
     if (threadIdx.x % 32 == 0) {
@@ -48,11 +48,11 @@ struct LargeRing {
   }
 };
 
-// A block of a cluster of two, three warpgroups: a thread of the third calls `feed`, which waits
-// for the kernels before by itself; the others call `multiply` when those are done.
+// Runs a CTA of a cluster of two. One thread of the third warpgroup calls `produce`, which waits
+// for earlier kernels itself. The other two warpgroups wait for them and call `multiply`.
 constexpr int kLargeThreads = kThreads + 128;
 template <typename Ring, typename F, typename G>
-__device__ __forceinline__ void run_large(const Ring& ring, F feed, G multiply) {
+__device__ __forceinline__ void run_large(const Ring& ring, F produce, G multiply) {
   ptx::pdl_launch();
   if (threadIdx.x == 0) {
     for (int i = 0; i < Ring::kStages; ++i) {
@@ -65,23 +65,22 @@ __device__ __forceinline__ void run_large(const Ring& ring, F feed, G multiply) 
   ptx::cluster_arrive();
   ptx::cluster_wait();
   if (ptx::uniform_warp() >= kWarps) {
-    ptx::give_registers<kFeedingRegisters>();
-    threadIdx.x == kThreads ? feed() : ptx::pdl_wait();
+    ptx::give_registers<kProducerRegisters>();
+    threadIdx.x == kThreads ? produce() : ptx::pdl_wait();
     __syncwarp();
   } else {
-    ptx::take_registers<kMultiplyingRegisters>();
+    ptx::take_registers<kConsumerRegisters>();
     ptx::pdl_wait();
     multiply();
   }
-  ptx::cluster_arrive();  // or the other block's copies and arrivals find nobody
+  ptx::cluster_arrive();  // the other CTA's copies and arrivals may still target this CTA
   ptx::cluster_wait();
 }
 
-// The tiles of a cluster of two blocks, one after another: of x up to kTogether tiles, which stay
-// in L2, for each of W.
+// The order of a cluster's tiles: for each tile of W up to kTogether tiles of x, which stay in L2.
 struct LargeTiles {
   static constexpr int kTogether = 16;
-  int of_w, of_x;  // how many there are
+  int of_w, of_x;  // number of tiles
 
   struct Place {
     int w, x;
@@ -98,12 +97,12 @@ struct LargeTiles {
   }
 };
 
-// The threads of one of two warpgroups that multiply.
+// Barrier of the threads of one consumer warpgroup.
 __device__ __forceinline__ void meet(int warpgroup) {
   warpgroup == 0 ? ptx::named_barrier<1, 128>() : ptx::named_barrier<2, 128>();
 }
 
-// Two values that pack2<T> packed.
+// The inverse of pack2<T>.
 template <typename T>
 __device__ __forceinline__ float2 unpack2(uint32_t v) {
   if constexpr (std::is_same_v<T, __half>) {
@@ -113,25 +112,23 @@ __device__ __forceinline__ float2 unpack2(uint32_t v) {
   }
 }
 
-constexpr int kLargeRowBytes = 128;  // of shared memory, for up to 64 columns of a row of y
+constexpr int kLargeRowBytes = 128;  // shared memory of a row of y: up to 64 columns
 
-// Writes y from a warpgroup's sums of 64 rows of W and 8 kGroups rows of x, as wgmma leaves them: a
-// warp has 16 rows of W. By way of `shared`, of which each of those rows of x takes kLargeRowBytes,
-// so that 16 bytes of a row leave at a time. All threads of the warpgroup meet before it is written
-// and after it was read.
+// Stores a warpgroup's wgmma sums of 64 rows of W x 8 kGroups rows of x. The sums pass through
+// `shared` (kLargeRowBytes for each row of x), so that each lane stores 16 bytes of a row of y. All
+// threads of the warpgroup synchronise before `shared` is written and after it is read.
 template <typename T>
 struct LargeOut {
   T* y;  // [m, width], rows `stride` apart, a multiple of 8; as is width
   int width;
   int64_t stride;
   int m;
-  bool reads;  // y as it was
+  bool reads;  // whether update() needs the old y
 
   __device__ __forceinline__ LargeOut(void* y, int width, int64_t stride, int m, bool reads)
       : y(static_cast<T*>(y)), width(width), stride(stride), m(m), reads(reads) {}
 
-  // y = update(sum, y as it was, or 0) of rows of x from first_row on and columns from
-  // first_column.
+  // y = update(sum, old y or 0), for rows of x from first_row and columns from first_column.
   template <int kGroups, typename F>
   __device__ __forceinline__ void store(const float (&sums)[kGroups][4], uint32_t shared,
                                         int warpgroup, int first_row, int first_column,
@@ -161,7 +158,8 @@ struct LargeOut {
                   [](uint32_t at, uint4* y) { *y = ptx::load_shared16(at); });
     meet(warpgroup);
   }
-  // The same of a gated W, whose rows are gate's and up's by turns of eight: y = value(gate, up).
+  // The same for a gated W, whose stored rows interleave eight of gate and eight of up: y =
+  // value(gate, up).
   template <int kGroups, typename F>
   __device__ __forceinline__ void store_gated(const float (&sums)[kGroups][4], uint32_t shared,
                                               int warpgroup, int first_row, int first_column,
@@ -186,7 +184,7 @@ struct LargeOut {
   }
 
  private:
-  // f(where 8 columns of a row lie in shared memory, and in y) for those of this thread.
+  // Calls f(address in shared memory, address in y) for this thread's chunks of 8 columns.
   template <int kChunks, typename F>
   __device__ __forceinline__ void each_chunk(uint32_t shared, int num_rows, int first_row,
                                              int first_column, F f) const {

@@ -1,19 +1,20 @@
-// y [M, N] = alpha * x [M, K] W [N, K]^T + beta * y for 1 to 64 rows.
+// y [M, N] = alpha * x [M, K] W [N, K]^T + beta * y for 1 to 64 rows, 16-bit W.
 //
-// Roofline: W is read once, 2 N K bytes; at 3 TB/s a 4096 x 4096 matrix takes 11 us. Everything
-// else (x, y, the products) hides behind that stream as long as enough of it is in flight: about 40
-// KB per SM. So weights go straight from memory into mma fragments, 16 bytes a load, no shared
-// memory.
+// Roofline: W is read once, 2 N K bytes; at 3 TB/s a 4096 x 4096 matrix takes 11 us. x, y and the
+// mma hide behind that stream if about 40 KB per SM are in flight.
 //
-// The surprising decision: the fragments are "wrong" and it does not matter. A lane loads 8
-// consecutive k of its row, and feeds them to mma.m16n8k16 as if they were the k that the fragment
-// layout wants; x is loaded in the same order, so the products pair up and only their order within
-// the sum differs. That order is the same for every M, which is what batch invariance needs.
+// Schedule: a CTA owns 16 * kTiles rows of W.
+//   8 warps   warp w takes k chunks w, w + 8, ... of 64 k, straight from memory into mma fragments
+//             (16-byte loads, no shared memory), and refills a fragment right after its use
+//   epilogue  the warps' sums are added in warp order through shared memory
+// Nothing of this depends on M, so a row of y has the same bits whatever the batch; kTiles only
+// moves rows of W between CTAs. On Hopper a W of very many rows goes to skinny_gemm_sm90.cu
+// instead.
 //
-// Work: a block owns 16 * kTiles rows of W. Its 8 warps take chunks of 64 k in turn; their partial
-// sums are added in the order of the warps. None of this depends on M, so a row of y has the same
-// bits whatever else is in the batch (kTiles only moves rows of W between blocks). On Hopper a W of
-// very many rows goes to skinny_gemm_sm90.cu instead.
+// The surprising decision: the fragments have the "wrong" k. A lane loads 8 consecutive k of its
+// row and passes them to mma.m16n8k16 as if they were the k of the fragment layout. x is loaded in
+// the same order, so products pair up and only the order of additions differs. That order is the
+// same for every M.
 #include "core/launch.h"
 #include "core/ptx.cuh"
 #include "core/vec.cuh"
@@ -24,11 +25,11 @@ namespace {
 
 constexpr int kWarps = 8;
 constexpr int kThreads = 32 * kWarps;
-constexpr int kChunk = 64;  // k of one warp at a time
+constexpr int kChunk = 64;  // k of a warp's chunk
 
 using Args = SkinnyArgs;
 
-// 64 k of 16 rows of W, as one lane holds them: rows g and g + 8, two runs of 8 k each.
+// A lane's part of 16 rows of W x 64 k: rows g and g + 8, two times 8 consecutive k each.
 struct WeightFragment {
   uint4 v[2][2];  // [row half][k half]
 };
@@ -41,9 +42,9 @@ __device__ __forceinline__ uint32_t word(const uint4& v, int i) {
 
 template <typename T,    // __half or __nv_bfloat16
           typename Out,  // T or float
-          int kTiles,    // tiles of 16 rows of W per block
+          int kTiles,    // m16 tiles of W per CTA
           int kGroups,   // groups of 8 rows of x: M <= 8 * kGroups
-          int kUnroll,   // chunks loaded at a time
+          int kUnroll,   // chunks in flight per warp
           int kMinBlocks>
 __global__ void __launch_bounds__(kThreads, kMinBlocks) skinny_gemm_kernel(const Args args) {
   __shared__ float partial[kWarps][8 * kGroups][16 + 1];
@@ -54,7 +55,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) skinny_gemm_kernel(const
   const T* w = static_cast<const T*>(args.w);
   const uint64_t policy = ptx::evict_first_policy();
 
-  // This lane's first element of W and of x; other tiles and groups are a fixed stride away.
+  // The lane's first element of W and of x; other tiles and groups are a fixed stride away.
   const T* w_lane = w + static_cast<int64_t>(n0 + g) * args.k + q * 8;
   const T* x_lane = x + static_cast<int64_t>(g) * args.k + q * 8;
   const int64_t stride = int64_t{8} * args.k;
@@ -94,9 +95,10 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) skinny_gemm_kernel(const
       }
     }
   };
-  load_step(warp * kChunk);  // weights do not depend on the kernels before
+  load_step(warp * kChunk);  // W does not depend on earlier kernels
   ptx::pdl_wait();
 
+  // Main loop over this warp's chunks.
   float sums[kTiles][kGroups][4] = {};
   for (int k0 = warp * kChunk; k0 < args.k; k0 += kUnroll * kWarps * kChunk) {
 #pragma unroll
@@ -121,7 +123,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) skinny_gemm_kernel(const
           }
         }
       }
-      // Refill what was just used: the loads fly while the other chunks are multiplied.
+      // Refill the fragment just used: its loads are in flight while other chunks are multiplied.
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
         load_weights(weights[u][tile], tile, k0 + (kUnroll + u) * kWarps * kChunk);
@@ -129,10 +131,11 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) skinny_gemm_kernel(const
     }
   }
 
+  // Epilogue: add the warps' sums in order.
   Out* y = static_cast<Out*>(args.y);
 #pragma unroll
   for (int tile = 0; tile < kTiles; ++tile) {
-    if (tile > 0) __syncthreads();  // partial is read by all
+    if (tile > 0) __syncthreads();  // all threads have read `partial`
 #pragma unroll
     for (int group = 0; group < kGroups; ++group) {
 #pragma unroll
@@ -164,7 +167,7 @@ void launch_skinny(const Context& ctx, const Args& args) {
          dim3((args.n + rows - 1) / rows), dim3(kThreads), 0, args);
 }
 
-// Up to 64 rows. More rows per block of x want more rows of W per block, or x is read too often.
+// Up to 64 rows. The more rows of x, the more rows of W per CTA, or x is read too often.
 template <typename T, typename Out>
 void skinny_block(const Context& ctx, const Args& args) {
   if (args.m <= 8) return launch_skinny<T, Out, 1, 1, 2, 3>(ctx, args);

@@ -1,4 +1,4 @@
-// What the kernels of skinny_gemm (gemm.h) know of up to 64 rows of x.
+// Shared by the kernels of skinny_gemm (gemm.h), for up to 64 rows of x.
 #pragma once
 
 #include "kernels/gemm/gemm.h"
@@ -14,7 +14,8 @@ struct SkinnyArgs {
   float alpha, beta;
 };
 
-// W of so many rows goes to tall_gemm_sm90, whatever M is: each multiprocessor has a whole tile.
+// Whether W has enough rows for tall_gemm_sm90: at least a tile of 128 for each SM. Independent of
+// M.
 inline bool is_tall(const Context& ctx, int64_t n) { return n >= 128 * int64_t{ctx.sm_count}; }
 void tall_gemm_sm90(const Context& ctx, DType x, DType y, const SkinnyArgs& args);
 

@@ -1,22 +1,23 @@
-// skinny_gemm on Hopper for a W of very many rows, as lm_head is.
+// skinny_gemm on Hopper for a W of very many rows (lm_head): y [M, N] = alpha * x W^T + beta * y, M
+// up to 64.
 //
-// Roofline: W is read once, 2 N K bytes: MiniCPM4's lm_head, 0.6 GB, takes 197 us at 3.05 TB/s.
-// Blocks of 16 rows that come and go, as in skinny_gemm.cu, take 204 at one row (254 in a step) and
-// 256 at 32. With this kernel a step is 54 us shorter.
+// Roofline: W is read once, 2 N K bytes. MiniCPM4's lm_head, 0.6 GB, takes 197 us at 3.05 TB/s.
+// With the short-lived CTAs of skinny_gemm.cu it takes 204 us at one row (254 in a step) and 256 us
+// at 32 rows. This kernel makes a step 54 us shorter.
 //
-// The surprising decision: the rows of W are shared out before they are cut. Each multiprocessor
-// gets as many, in one piece, to 16 rows, and cuts them into tiles of up to 128 of its own size,
-// with a map for the copy engine that brings just that many. Tiles of a fixed size leave some
-// multiprocessors with one more than others: of MiniCPM4's 73448 rows in tiles of 128 two thirds of
-// an H100 would rest for the last of five rounds.
+// Schedule: one CTA per SM.
+//   producer thread 0  TMA: 64 k of a tile of W -> a stage
+//   producer thread 1  TMA: 64 k of all rows of x -> the same stage
+//   8 consumer warps   mma.sync, 16 rows of W each; a sum goes through k in order, whatever M
 //
-// Work: one block of threads on each multiprocessor. Eight warps multiply 16 rows of a tile each,
-// with mma.sync, one thread feeds a ring in shared memory with 64 k of a tile at a time, and
-// another with as many of all rows of x. A sum goes through k in order, whatever M is.
+// The surprising decision: rows of W are divided among SMs before they are cut into tiles. Each SM
+// gets one contiguous range (a multiple of 16 rows) and cuts it into equal tiles of up to 128 rows,
+// through a tensor map of that size. With fixed tiles of 128 of MiniCPM4's 73448 rows, two thirds
+// of an H100 would be idle in the last of five rounds.
 #include "core/dispatch.h"
 #include "core/launch.h"
 #include "core/vec.cuh"
-#include "kernels/gemm/sixteen_bits.cuh"
+#include "kernels/gemm/dense_mma.cuh"
 #include "kernels/gemm/skinny_gemm.h"
 #include "kernels/gemm/tensor_map.cuh"
 
@@ -24,24 +25,25 @@ namespace cpmcu::cuda {
 namespace {
 
 constexpr int kTileRows = 16 * kWarps;
-constexpr int kFeedingThread = kThreads, kRowsThread = kThreads + 32;
+constexpr int kWeightProducerThread = kThreads, kRowProducerThread = kThreads + 32;
 
 struct TallArgs {
-  TensorMap x_map, tile_map, last_map;  // boxes of 64 k
-  void* y;                              // [M, N]
+  // 64 k a box; tile_map: all tiles of a CTA but the last, last_map: the last
+  TensorMap x_map, tile_map, last_map;
+  void* y;  // [M, N]
   int m, n, k_blocks;
-  int block_rows;            // of W, a multiple of 16
-  int tile_rows, last_rows;  // of all tiles of a block but the last, and of that
+  int cta_rows;              // rows of W of a CTA, a multiple of 16
+  int tile_rows, last_rows;  // rows of W of a tile
   int64_t y_stride;
   float alpha, beta;
 };
 
-// Stages of rows of x and a tile's rows behind them, and the barriers that say that either are
-// there, or that all warps are done with both.
+// Stages of rows of x and, behind them, a tile of W. Barriers: rows_in and weights_in (data has
+// arrived), done (all consumer warps are done with the stage).
 template <int kGroups>
 struct TallRing {
-  static constexpr int kXBytes = 8 * kGroups * kSixteenRowBytes;
-  static constexpr int kStageBytes = kXBytes + kTileRows * kSixteenRowBytes;
+  static constexpr int kXBytes = 8 * kGroups * kDenseRowBytes;
+  static constexpr int kStageBytes = kXBytes + kTileRows * kDenseRowBytes;
   static constexpr int kStages = kRingBytes / kStageBytes;
   uint32_t data, barriers;
   int stage = 0, parity = 0;
@@ -56,14 +58,14 @@ struct TallRing {
   }
 };
 
-// f(first row of W, number of rows) for the tiles of this block of threads.
+// Calls f(first row of W, number of rows) for each tile of this CTA.
 template <typename F>
 __device__ __forceinline__ void each_tile(const TallArgs& args, F f) {
-  const int begin = blockIdx.x * args.block_rows;
-  const int end = min(begin + args.block_rows, args.n);
+  const int begin = blockIdx.x * args.cta_rows;
+  const int end = min(begin + args.cta_rows, args.n);
 #pragma unroll 1
   for (int row = begin; row < end; row += args.tile_rows) {
-    f(row, row + args.last_rows == begin + args.block_rows ? args.last_rows : args.tile_rows);
+    f(row, row + args.last_rows == begin + args.cta_rows ? args.last_rows : args.tile_rows);
   }
 }
 
@@ -77,7 +79,7 @@ __global__ void __launch_bounds__(kThreads + 64, 1)
   Ring ring{ptx::shared_address(shared), ptx::shared_address(barriers)};
 
   ptx::pdl_launch();
-  if (ptx::is_elected()) {  // by all warps: each barrier takes one 30 to 40 cycles
+  if (ptx::is_elected()) {  // all warps share the work: a barrier costs 30 to 40 cycles
 #pragma unroll 1
     for (int i = warp; i < Ring::kStages; i += kThreads / 32 + 2) {
       const Ring mine{ring.data, ring.barriers, i};
@@ -88,33 +90,36 @@ __global__ void __launch_bounds__(kThreads + 64, 1)
     ptx::mbarrier_init_fence();
   }
   __syncthreads();
-  if (threadIdx.x == kFeedingThread) {
+  // Weight producer.
+  if (threadIdx.x == kWeightProducerThread) {
     const uint64_t policy = ptx::evict_first_policy();
     each_tile(args, [&](int row, int rows) {
       const TensorMap* map = rows == args.tile_rows ? &args.tile_map : &args.last_map;
 #pragma unroll 1
       for (int k_block = 0; k_block < args.k_blocks; ++k_block, ring.next()) {
         ptx::mbarrier_wait(ring.done(), ring.parity ^ 1);
-        ptx::mbarrier_expect_bytes(ring.weights_in(), rows * kSixteenRowBytes);
-        ptx::tensor_copy(ring.weights(), map, k_block * kSixteenK, row, ring.weights_in(), policy);
+        ptx::mbarrier_expect_bytes(ring.weights_in(), rows * kDenseRowBytes);
+        ptx::tensor_copy(ring.weights(), map, k_block * kDenseK, row, ring.weights_in(), policy);
       }
     });
   }
   ptx::pdl_wait();
-  if (threadIdx.x == kRowsThread) {
+  // Row producer.
+  if (threadIdx.x == kRowProducerThread) {
     each_tile(args, [&](int, int) {
 #pragma unroll 1
       for (int k_block = 0; k_block < args.k_blocks; ++k_block, ring.next()) {
         ptx::mbarrier_wait(ring.done(), ring.parity ^ 1);
         ptx::mbarrier_expect_bytes(ring.rows_in(), Ring::kXBytes);
-        ptx::tensor_copy(ring.rows(), &args.x_map, k_block * kSixteenK, 0, ring.rows_in());
+        ptx::tensor_copy(ring.rows(), &args.x_map, k_block * kDenseK, 0, ring.rows_in());
       }
     });
   }
   if (warp >= kWarps) return;
 
+  // Consumers: main loop over K, then the epilogue, for each tile.
   const LaneRows<kGroups> lane_rows;
-  const uint32_t lane_weights = sixteen_bits_offset(warp * 16 + lane % 16);
+  const uint32_t lane_weights = dense_row_offset(warp * 16 + lane % 16);
   Out* const y = static_cast<Out*>(args.y);
   each_tile(args, [&](int first, int rows) {
     const bool has_rows = warp * 16 < rows;
@@ -124,7 +129,7 @@ __global__ void __launch_bounds__(kThreads + 64, 1)
       ptx::mbarrier_wait(ring.rows_in(), ring.parity);
       ptx::mbarrier_wait(ring.weights_in(), ring.parity);
       if (has_rows) {
-        add_sixteen_bits<T, 1, kGroups>(sums, ring.rows(), {ring.weights() + lane_weights},
+        accumulate_dense<T, 1, kGroups>(sums, ring.rows(), {ring.weights() + lane_weights},
                                         lane_rows);
       }
       ptx::mbarrier_arrive(ring.done());
@@ -149,7 +154,7 @@ void launch_tall(const Context& ctx, const TallArgs& args) {
   constexpr int kBytes = Ring::kStages * Ring::kStageBytes;
   const auto kernel = tall_gemm_kernel<T, Out, kGroups>;
   allow_shared_bytes(kernel, kBytes);
-  launch(ctx, kernel, dim3((args.n + args.block_rows - 1) / args.block_rows), dim3(kThreads + 64),
+  launch(ctx, kernel, dim3((args.n + args.cta_rows - 1) / args.cta_rows), dim3(kThreads + 64),
          kBytes, args);
 }
 
@@ -158,18 +163,18 @@ void launch_tall(const Context& ctx, const TallArgs& args) {
 void tall_gemm_sm90(const Context& ctx, DType x, DType y, const SkinnyArgs& args) {
   const int groups = row_groups(args.m);
   const auto up_to_16 = [](int rows) { return (rows + 15) / 16 * 16; };
-  const int block_rows = up_to_16((args.n + ctx.sm_count - 1) / ctx.sm_count);
-  const int tiles = (block_rows + kTileRows - 1) / kTileRows;
-  const int tile_rows = up_to_16((block_rows + tiles - 1) / tiles);
-  const int last_rows = block_rows - (tiles - 1) * tile_rows;
+  const int cta_rows = up_to_16((args.n + ctx.sm_count - 1) / ctx.sm_count);
+  const int tiles = (cta_rows + kTileRows - 1) / kTileRows;
+  const int tile_rows = up_to_16((cta_rows + tiles - 1) / tiles);
+  const int last_rows = cta_rows - (tiles - 1) * tile_rows;
   const TallArgs tall{.x_map = make_map(args.x, args.m, args.k, x, 8 * groups),
                       .tile_map = make_map(args.w, args.n, args.k, x, tile_rows),
                       .last_map = make_map(args.w, args.n, args.k, x, last_rows),
                       .y = args.y,
                       .m = args.m,
                       .n = args.n,
-                      .k_blocks = (args.k + kSixteenK - 1) / kSixteenK,
-                      .block_rows = block_rows,
+                      .k_blocks = (args.k + kDenseK - 1) / kDenseK,
+                      .cta_rows = cta_rows,
                       .tile_rows = tile_rows,
                       .last_rows = last_rows,
                       .y_stride = args.y_stride,

@@ -1,4 +1,4 @@
-// How Hopper's copy engine finds rows of x, or of a W of 16 bits.
+// TMA tensor maps of x and of 16-bit W.
 #pragma once
 
 #include <cuda.h>
@@ -12,8 +12,8 @@
 namespace cpmcu::cuda {
 namespace {
 
-// The map of 16-bit elements of which the copy engine brings boxes whose rows are 128 bytes.
-// `sizes` and `box` from the innermost dimension on, `strides` in bytes from the second on.
+// A map of 16-bit elements whose boxes have rows of 128 bytes. `sizes` and `box` start with the
+// innermost dimension; `strides` are bytes, from the second dimension on.
 inline TensorMap make_map(const void* from, DType dtype, int dimensions, const cuuint64_t* sizes,
                           const cuuint64_t* strides, const cuuint32_t* box) {
   using Encode =
@@ -25,8 +25,9 @@ inline TensorMap make_map(const void* from, DType dtype, int dimensions, const c
     cudaDriverEntryPointQueryResult result{};
     CHECK_CUDA(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000,
                                                 cudaEnableDefault, &result));
-    CHECK(result == cudaDriverEntryPointSuccess,
-          "the CUDA driver has no cuTensorMapEncodeTiled, expected driver 12.0 or newer");
+    CHECK(
+        result == cudaDriverEntryPointSuccess,
+        "the CUDA driver has no cuTensorMapEncodeTiled, expected a driver for CUDA 12.0 or newer");
     return reinterpret_cast<Encode>(function);
   }();
   CUtensorMap map;
@@ -37,21 +38,22 @@ inline TensorMap make_map(const void* from, DType dtype, int dimensions, const c
       dimensions, const_cast<void*>(from), sizes, strides, box, steps,
       CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
       CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  CHECK(status == CUDA_SUCCESS, "cuTensorMapEncodeTiled fails with {} for rows of {}",
+  CHECK(status == CUDA_SUCCESS, "cuTensorMapEncodeTiled failed with {} for rows of {} elements",
         static_cast<int>(status), sizes[0]);
   TensorMap out;
   static_assert(sizeof(out) == sizeof(map));
   std::memcpy(&out, &map, sizeof(map));
   return out;
 }
-// Of rows [m, K]: 64 k of `box_rows` at a time.
+// For rows [m, K]: boxes of box_rows x 64 k.
 inline TensorMap make_map(const void* x, int m, int k, DType dtype, int box_rows) {
   const cuuint64_t sizes[] = {static_cast<cuuint64_t>(k), static_cast<cuuint64_t>(m)};
   const cuuint64_t strides[] = {2 * sizes[0]};
   const cuuint32_t box[] = {64, static_cast<cuuint32_t>(box_rows)};
   return make_map(x, dtype, 2, sizes, strides, box);
 }
-// Of a W [n, K] that stacks gate and up: 64 k of `box_rows`, by turns eight rows of gate and of up.
+// For a W [n, K] that stacks gate and up: boxes of box_rows x 64 k that interleave eight rows of
+// gate and eight of up.
 inline TensorMap make_gated_map(const void* w, int n, int k, DType dtype, int box_rows) {
   const auto row_bytes = 2 * static_cast<cuuint64_t>(k);
   const auto half = static_cast<cuuint64_t>(n) / 2;

@@ -1,24 +1,24 @@
-// 4-bit weights with 16-bit activations: how they are packed, and y = alpha * x W^T + beta * y.
+// 4-bit weights with 16-bit activations: the packed layout, and y = alpha * x W^T + beta * y.
 //
-// W [N, K] is stored as blocks of 256 rows x 128 k, [ceil(N / 256)][ceil(K / 128)], each in one
-// piece, so that a block is one bulk copy and holds all that its product needs:
-//   16384 bytes  q, 4 bits each, in the order of the tensor core's fragments (see w4_nibble)
+// W [N, K] is stored as weight blocks of 256 rows x 128 k, [ceil(N / 256)][ceil(K / 128)]. A weight
+// block is contiguous, so one bulk copy brings all that its multiplication needs:
+//   16384 bytes  q, 4 bits each, in the order of mma fragments (w4_nibble)
 //     512 bytes  scales [256], float16 or bfloat16: one for the 128 k of a row
-//     256 bytes  zero points [256], uint8; only if W has them
-// w = (q - z) * scale, z = 8 without zero points. Rows and k beyond N and K have scale 0, q = z
-// = 8. Channel-wise scales are repeated in every block.
+//     256 bytes  zero points [256], uint8; only if W has zero points
+// w = (q - z) * scale; z = 8 if there are no zero points. Rows beyond N and k beyond K have scale 0
+// and q = z = 8. Channel-wise scales are repeated in every weight block.
 //
-// Eight bits are two digits of four: with `digits` 2, W is stored as a matrix [N, 2K] whose first K
-// columns hold the high digits under 16 times the scale and the rest the low digits, and the
-// kernel reads x twice. w = (16 (h - 8) + (l - 8)) * scale covers [-136, 119].
+// An 8-bit W has two nibble planes (`nibble_planes` 2). It is stored as a matrix [N, 2K]: the first
+// K columns hold the high nibbles with 16 times the scale, the others the low nibbles. The kernel
+// reads x twice. w = (16 (h - 8) + (l - 8)) * scale covers [-136, 119].
 //
-// A gated W stacks the gate and up projections of an MLP, N / 2 rows each, and stores them by
-// turns, eight rows of gate and eight of up, so that both sums of an output meet in one thread:
-// then y [M, N / 2] = silu(x gate^T) * x up^T.
+// A gated W stacks the gate and up projections of an MLP, N / 2 rows each. It is stored
+// interleaved: eight rows of gate, eight rows of up. So one thread has both sums of an output, and
+// y [M, N / 2] = silu(x gate^T) * x up^T.
 //
-// `w4_gemm`: the order in which a row's products are added depends on N and K only, so a row's bits
-// are the same whatever the number of rows. More than 64 rows have a kernel of their own on Hopper;
-// else they go in blocks of 64.
+// `w4_gemm`: the order of additions depends on N and K only, so a row's bits do not depend on the
+// number of rows. More than 64 rows have a kernel of their own on Hopper; elsewhere they go in
+// blocks of 64 rows.
 #pragma once
 
 #include <algorithm>
@@ -34,7 +34,7 @@ struct W4Weight {
   void* blocks = nullptr;
   int64_t n = 0;
   int64_t k = 0;
-  int digits = 1;
+  int nibble_planes = 1;
   bool zero_points = false;
   DType scale_dtype = DType::kF16;  // or kBF16
   bool gated = false;
@@ -42,12 +42,11 @@ struct W4Weight {
   int64_t out_features() const { return gated ? n / 2 : n; }
   int64_t block_bytes() const { return 16384 + 512 + (zero_points ? 256 : 0); }
   int64_t row_blocks() const { return (n + kW4BlockRows - 1) / kW4BlockRows; }
-  int64_t k_blocks() const { return digits * ((k + kW4BlockK - 1) / kW4BlockK); }
+  int64_t k_blocks() const { return nibble_planes * ((k + kW4BlockK - 1) / kW4BlockK); }
   int64_t num_bytes() const { return row_blocks() * k_blocks() * block_bytes(); }
-  // Into how many slices the CUDA kernel cuts K when there are too few row blocks to fill a large
-  // chip: as many as there are places for clusters of that size on an H100, whose clusters lie
-  // within groups of 10 to 18 multiprocessors. Part of the order of additions, so it depends on
-  // nothing else.
+  // Slices of K in the CUDA kernel, used if there are too few row blocks to fill a large chip. The
+  // limits are the clusters of each size that fit an H100, whose clusters lie within groups of 10
+  // to 18 SMs. The slices are part of the order of additions, so they depend on nothing else.
   int slices() const {
     constexpr int kClusters[] = {0, 132, 66, 42, 30, 22, 16, 14, 14};
     for (int slices = 8; slices > 1; --slices) {
@@ -57,9 +56,9 @@ struct W4Weight {
   }
 };
 
-// Where q of (row, k) of a block lies: bits [shift, shift + 4) of the little-endian 32-bit word
-// `word` of the block. A warp owns 32 rows; a lane's 16 bytes are the A fragments of
-// mma.m16n8k16 for two tiles of 16 rows at two steps of 16 k.
+// The place of q of (row, k) in a weight block: bits [shift, shift + 4) of the little-endian 32-bit
+// word `word`. A warp owns 32 rows. The 16 bytes of a lane are the A fragments of mma.m16n8k16 of
+// two m16 tiles and two k steps of 16.
 struct W4Nibble {
   int word;
   int shift;
@@ -71,32 +70,31 @@ constexpr W4Nibble w4_nibble(int row, int k) {
   return {512 * warp + 128 * (step / 2) + 4 * lane + 2 * (step % 2) + tile, 4 * (reg + 4 * odd)};
 }
 
-// The row of a checkpoint's stacked gate and up, N in all, that is stored as row `row`.
+// The row of a checkpoint's stacked gate and up (N rows) that is stored as row `row`.
 constexpr int64_t w4_gated_row(int64_t n, int64_t row) {
   return row < n ? row / 8 % 2 * (n / 2) + row / 16 * 8 + row % 8 : row;
 }
 
-// The layouts of checkpoints. G: groups of scales along K (1: channel-wise). Nibble i of a word is
-// its bits [4i, 4i + 4).
+// Layouts of checkpoints. G: groups of scales along K (1: channel-wise). Nibble i of a word is its
+// bits [4i, 4i + 4).
 enum class W4Format : int {
   kGptq,  // qweight [K/8, N]: nibble i is k = 8 row + i; scales [G, N]; qzeros [G, N/8] hold z - 1
   kGptqV2,      // the same, qzeros hold z
   kAwq,         // qweight [K, N/8]: nibble i is n = 8 column + {0, 2, 4, 6, 1, 3, 5, 7}[i]; qzeros
                 // [G, N/8] likewise; scales [G, N]
   kCompressed,  // weight_packed [N, K/8]: nibble i is k = 8 column + i, holding w + 8;
-                // weight_scale [N, G]; zero points [N/8, G]: nibble i is n = 8 row + i, holding z +
-                // 8
+                // weight_scale [N, G]; zero points [N/8, G]: nibble i is n = 8 row + i, holds z + 8
   kMarlin,      // tiles of 16 k x 64 n [K/16, 2N], scales [G, N] permuted, channel-wise scales
-                // otherwise (G = 1 and K > 128): docs/kernels/w4a16.md
+                // otherwise (G = 1 and K > 128): docs/kernels/w4a16_files.md
 };
 
-// Packs one part of W: rows [first_row, first_row + n) and k [first_k, first_k + k) from a
-// checkpoint's tensors, where rows count as in the checkpoint. The part that reaches row N (or K)
-// also fills the rows (k) beyond.
+// Packs a part of W, rows [first_row, first_row + n) and k [first_k, first_k + k), from a
+// checkpoint's tensors. Rows count in the checkpoint's order. The part that reaches row N (or K)
+// also fills the padding beyond.
 struct W4PackParams {
   W4Weight w;
   W4Format format = W4Format::kGptq;
-  Tensor q;       // int32, as the format says
+  Tensor q;       // int32, shape by format
   Tensor scales;  // w.scale_dtype
   Tensor zeros;   // int32; empty if W has no zero points
   int64_t first_row = 0;
@@ -105,16 +103,16 @@ struct W4PackParams {
   int64_t k = 0;  // first_k and k are multiples of 128 unless the part reaches K
 };
 
-// Rounds dense rows to the nearest of 15 (two digits: 239) levels, one scale for 128 k of a row:
-// the largest magnitude / 7 (/ 119). w has no zero points. Row i of W is row index[i] of x if there
-// is an index.
+// Quantises dense rows to 15 levels (two nibble planes: 239), with one scale for 128 k of a row:
+// the largest magnitude / 7 (/ 119). w has no zero points. If there is an index, row i of W is row
+// index[i] of x.
 struct W4QuantizeParams {
   W4Weight w;
   Tensor x;                    // [rows, K] float16, bfloat16 (or float32 on the CPU)
   const int* index = nullptr;  // [N] on the device
 };
 
-// Rows [first_row, first_row + out.size(0)) of W as they are stored and multiply: (q - z) * scale,
+// Dequantises rows [first_row, first_row + out.size(0)) of W in stored order: (q - z) * scale,
 // rounded once.
 struct W4DequantizeParams {
   Tensor out;  // [n, K]
@@ -126,10 +124,9 @@ struct W4GemmParams {
   Tensor y;  // [M, N] (gated: [M, N / 2]), dtype of x, or float32
   Tensor x;  // [M, K], K a multiple of 8
   W4Weight w;
-  float alpha = 1;   // of x W^T; a gated W has none, and no beta
-  float beta = 0;    // 0: y is not read
-  Tensor scratch{};  // [w4_scratch_floats] float32; used before compute capability 9.0, and
-                     // from 12.0 on
+  float alpha = 1;   // 1 if gated
+  float beta = 0;    // 0: y is not read; 0 if gated
+  Tensor scratch{};  // [w4_scratch_floats] float32; compute capability below 9.0 or from 12.0
 };
 
 inline int64_t w4_scratch_floats(const W4Weight& w, int64_t max_rows) {
@@ -137,12 +134,13 @@ inline int64_t w4_scratch_floats(const W4Weight& w, int64_t max_rows) {
 }
 
 inline void check_w4_weight(const W4Weight& w) {
-  CHECK(w.blocks != nullptr && w.n > 0 && w.k > 0 && (w.digits == 1 || w.digits == 2),
-        "a 4-bit W is [{}, {}] of {} digits, expected memory, a size, and 1 or 2 digits", w.n, w.k,
-        w.digits);
+  CHECK(w.blocks != nullptr && w.n > 0 && w.k > 0 && (w.nibble_planes == 1 || w.nibble_planes == 2),
+        "a 4-bit W is [{}, {}] of {} nibble planes, expected memory, a size, and 1 or 2 planes",
+        w.n, w.k, w.nibble_planes);
   CHECK(w.scale_dtype == DType::kF16 || w.scale_dtype == DType::kBF16,
         "the scales of a 4-bit W are {}, expected float16 or bfloat16", name_of(w.scale_dtype));
-  CHECK(w.digits == 1 || !w.zero_points, "a 4-bit W of two digits has no zero points");
+  CHECK(w.nibble_planes == 1 || !w.zero_points,
+        "a 4-bit W of two nibble planes has zero points, expected none");
   CHECK(!w.gated || w.n % 16 == 0, "a gated 4-bit W has {} rows, expected a multiple of 16", w.n);
 }
 
@@ -160,7 +158,6 @@ inline void check_w4_gemm(const W4GemmParams& p) {
         name_of(p.y.dtype()), name_of(p.x.dtype()));
 }
 
-// q, scales or zeros of a part.
 inline void check_w4_part(const char* name, const Tensor& tensor, DType dtype, int64_t rows,
                           int64_t columns) {
   CHECK(tensor.num_dims() == 2 && tensor.size(0) == rows && tensor.size(1) == columns &&
@@ -171,10 +168,10 @@ inline void check_w4_part(const char* name, const Tensor& tensor, DType dtype, i
 
 inline void check_w4_pack(const W4PackParams& p) {
   check_w4_weight(p.w);
-  CHECK(p.w.digits == 1 && p.n > 0 && p.k > 0 && p.first_row >= 0 && p.first_k >= 0 &&
+  CHECK(p.w.nibble_planes == 1 && p.n > 0 && p.k > 0 && p.first_row >= 0 && p.first_k >= 0 &&
             p.first_row + p.n <= p.w.n && p.first_k + p.k <= p.w.k,
-        "w4_pack: rows {} + {} and k {} + {} are not part of a one-digit W [{}, {}]", p.first_row,
-        p.n, p.first_k, p.k, p.w.n, p.w.k);
+        "w4_pack: rows {} + {} and k {} + {} are no part of a W [{}, {}] of one nibble plane",
+        p.first_row, p.n, p.first_k, p.k, p.w.n, p.w.k);
   CHECK(p.first_k % kW4BlockK == 0 && (p.k % kW4BlockK == 0 || p.first_k + p.k == p.w.k),
         "w4_pack: a part has k {} + {}, expected multiples of {} or the end of {}", p.first_k, p.k,
         kW4BlockK, p.w.k);

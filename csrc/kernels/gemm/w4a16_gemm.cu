@@ -1,4 +1,4 @@
-// w4_gemm for every architecture; the kernel is in w4a16_kernel.cuh.
+// w4_gemm: selects a kernel for the architecture and M. The general kernel is in w4a16_kernel.cuh.
 #include "kernels/gemm/w4a16_kernel.cuh"
 
 namespace cpmcu::cuda {
@@ -22,7 +22,7 @@ void w4_gemm(const Context& ctx, const W4GemmParams& params) {
             .k = static_cast<int>(w.k),
             .tiles = static_cast<int>(w.row_blocks()),
             .k_blocks = static_cast<int>(w.k_blocks()),
-            .blocks_of_digit = static_cast<int>(w.k_blocks() / w.digits),
+            .plane_k_blocks = static_cast<int>(w.k_blocks() / w.nibble_planes),
             .block_bytes = static_cast<int>(w.block_bytes()),
             .slices = w.slices(),
             .bf16_scales = w.scale_dtype == DType::kBF16,
@@ -32,7 +32,7 @@ void w4_gemm(const Context& ctx, const W4GemmParams& params) {
             .beta = params.beta};
   const int64_t m = params.x.size(0);
 #ifdef CPMCU_SM90
-  // Which writes 16 bytes of a row at a time.
+  // The kernel for many rows writes 16 bytes of a row at a time.
   const bool fits = params.y.dtype() == params.x.dtype() && w.out_features() % 8 == 0;
   if (ctx.compute_capability == 90 && m > kMaxRows && fits) {
     args.y = params.y.data();

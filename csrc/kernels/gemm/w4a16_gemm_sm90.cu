@@ -1,7 +1,7 @@
-// w4_gemm on Hopper: rows of x by tensor maps, and its asynchronous tensor core instructions from
-// 17 rows on; for fewer, mma.sync is quicker. NOTE: both add up the 16 products of a step in the
-// same way, so a row has the same bits (tests/kernels/test_w4a16.py). The kernel is in
-// w4a16_kernel.cuh.
+// w4_gemm on Hopper, 1 to 64 rows: the kernel of w4a16_kernel.cuh with rows of x by TMA. It
+// multiplies with mma.sync up to 16 rows, where it is faster, and with wgmma from 17 rows on. NOTE:
+// both add the 16 products of a k step alike, so a row has the same bits
+// (tests/kernels/test_w4a16.py).
 #include "kernels/gemm/tensor_map.cuh"
 #include "kernels/gemm/w4a16_kernel.cuh"
 #include "kernels/gemm/w4a16_wgmma.cuh"
@@ -9,7 +9,7 @@
 namespace cpmcu::cuda {
 namespace {
 
-struct MappedMmaSync : MmaSync {  // with rows of x by a tensor map
+struct MappedMmaSync : MmaSync {  // rows of x by TMA
   static constexpr bool kTensorMap = true;
 };
 template <int kGroups>

@@ -1,24 +1,21 @@
-// y [M, N] = alpha * x [M, K] W [N, K]^T + beta * y with W in 4 bits (w4a16.h), 1 to 64 rows.
+// y [M, N] = alpha * x [M, K] W [N, K]^T + beta * y with 4-bit W (w4a16.h), 1 to 64 rows.
 //
-// Roofline: W is read once, N K / 2 bytes and 3 % of scales; at 3 TB/s 4096 x 4096 takes 2.9 us and
-// 32768 x 4096 takes 23 us. The products hide behind that stream up to M = 32, and at M = 64 take
-// as long as it does.
+// Roofline: W is read once, N K / 2 bytes and 3 % of scales. At 3 TB/s 4096 x 4096 takes 2.9 us and
+// 32768 x 4096 takes 23 us. The mma work hides behind that stream up to M = 32; at M = 64 it takes
+// as long.
 //
-// The surprising decision: scales never touch the weights. q - 8 is exact in 16 bits, so the tensor
-// cores add up exact integers times x for the 128 k of a group, and one float32 product per sum and
-// group applies the scale. That is cheaper than scaling every weight, and no weight is rounded.
+// Schedule: a CTA owns 256 rows of W and a slice of K.
+//   producer warp     weight blocks (16.9 KB, one bulk copy each) -> stages, before x is there;
+//                     rows of x by TMA, or cp.async before Hopper, once earlier kernels are done
+//   8 consumer warps  32 rows of W each: unpack to exact integers, mma over 128 k, scale in float32
+//   slices of K       cluster: a CTA sends the sums of an m16 tile to its owner (st.async), and the
+//                     owner adds them in order; without clusters: global memory, a second kernel
+// Launches of up to 16 rows overlap (kOverlaps). Slices depend on N and K only, and rows of x are
+// columns of the products, so a row of y has the same bits whatever the batch.
 //
-// Work: a block of threads owns 256 rows of W and a slice of K; each of eight warps multiplies 32
-// rows, and one more feeds a ring in shared memory: a packed block (16.9 KB, contiguous) is one
-// bulk copy, the rows of x come by a tensor map or, before Hopper, by cp.async. (Eight warps that
-// took turns to feed lost 10 % from 16 rows on: while one does, the others of its warpgroup wait.)
-// Weights do not depend on earlier kernels, so they are on their way before those end, as many as x
-// does not have to wait behind; of up to 16 rows launches overlap for it. Where there are too few
-// tiles of 256 rows for the chip, K is cut into slices, which a cluster adds up in order: a block
-// sends the sums of 16 rows to the block that owns them, as asynchronous stores that count on a
-// barrier there (before compute capability 9.0 and from 12.0 on: through global memory, with a
-// second kernel). Slices depend on N and K only and the rows of x are columns of the products, so a
-// row of y has the same bits whatever else is in the batch.
+// The surprising decision: scales never touch the weights. q - z is exact in 16 bits, so the tensor
+// cores add exact integers times x over the 128 k of a group, and one float32 multiply-add per sum
+// and group applies the scale. That is cheaper than scaling every weight, and no weight is rounded.
 #pragma once
 
 #include <climits>
@@ -32,21 +29,21 @@ namespace {
 
 // ---- kernels
 
-// Sums of 64 rows want more registers than an equal share.
+// Sums of 64 rows need more than an equal share of registers.
 template <typename Mma, int kGroups>
 constexpr bool kMovesRegisters = Mma::kTensorMap && kGroups == 8;
 template <typename Mma, int kGroups>
 constexpr int kAllThreads = kThreads + (kMovesRegisters<Mma, kGroups> ? 128 : 32);
 
-// Launches of up to 16 rows that cut K into slices overlap: while the blocks of one multiply what
-// is left and add up their slices, those of the next fill their rings. So a multiprocessor has room
-// for two blocks, but never for two of one launch, for which all others would wait: launches take
-// turns to have more than half of the shared memory, or of the registers, by warps that do nothing
-// (up to kMaxThreads, enough from 49 registers a thread on). Sums of more rows leave no registers
-// for another block.
+// Launches of up to 16 rows that cut K into slices overlap: while one launch multiplies its last
+// blocks and adds its slices, the next one fills its stages. So an SM has room for two CTAs, but
+// never for two of one launch, because all other CTAs would wait for those two. Therefore,
+// successive launches alternate between more than half of an SM's shared memory and more than half
+// of its registers. The latter is reached with idle warps (up to kMaxThreads, enough from 49
+// registers a thread on). Sums of more rows leave no registers for a second CTA.
 template <int kGroups>
 constexpr bool kOverlaps = kGroups <= 2;
-constexpr int kMoreShared = 116 * 1024, kLessShared = 108 * 1024;  // both fit into 228 KB
+constexpr int kMoreShared = 116 * 1024, kLessShared = 108 * 1024;  // bytes; both fit into 228 KB
 template <typename Mma, int kGroups>
 constexpr int kMaxThreads = kOverlaps<kGroups> ? 640 : kAllThreads<Mma, kGroups>;
 
@@ -62,22 +59,23 @@ __global__ void __launch_bounds__(kMaxThreads<Mma, kGroups>, 1)
   const Ring ring(shared, barriers, args.stages);
   const int slice = blockIdx.x;
 #ifdef CPMCU_W4_CLUSTERS
-  const Inbox<T, kGroups> inbox{ring.stage(args.stages).rows, ring.barriers + 8 * Ring::kBarriers,
-                                slice, lane};
+  const SliceReceiver<T, kGroups> receiver{ring.stage(args.stages).rows,
+                                           ring.barriers + 8 * Ring::kBarriers, slice, lane};
 #endif
   const int first_tile = blockIdx.y, tile_step = gridDim.y;
   const int first_block = slice * args.slice_blocks + min(slice, args.longer_slices);
   const int blocks_of_tile = args.slice_blocks + (slice < args.longer_slices);
 
+  // Barriers.
   const auto init = [&](int i) {
-    // One arrival announces the bytes of bulk copies, the others are lanes that copy rows.
+    // One arrival announces the bytes of bulk copies; without TMA, 32 lanes that copy rows arrive
+    // too.
     const auto mine = ring.stage(i);
     ptx::mbarrier_init(mine.full, Mma::kTensorMap ? 1 : 33);
     ptx::mbarrier_init(mine.empty(), kWarps * kArrivals<kGroups>);
   };
-  // Each barrier takes a warp 30 to 40 cycles, so all warps share them. Not of up to 8 rows, whose
-  // blocks begin early enough: the sooner they ask, the more they are in the way of the launch
-  // before.
+  // All warps share the initialisation, because a barrier costs 30 to 40 cycles. Up to 8 rows one
+  // warp does it: its CTAs begin early enough, and earlier loads would delay the launch before.
   if constexpr (kGroups == 1) {
     if (threadIdx.x < args.stages) {
       init(threadIdx.x);
@@ -89,17 +87,18 @@ __global__ void __launch_bounds__(kMaxThreads<Mma, kGroups>, 1)
     ptx::mbarrier_init_fence();
   }
 #ifdef CPMCU_W4_CLUSTERS
-  if (args.slices > 1 && threadIdx.x == kThreads - 1) inbox.open(args);
+  if (args.slices > 1 && threadIdx.x == kThreads - 1) receiver.open(args);
 #endif
   __syncthreads();
 #ifdef CPMCU_W4_CLUSTERS
   if (args.slices > 1) ptx::cluster_arrive();
 #endif
 
+  // Producer.
   if (warp >= kWarps) {
-    if constexpr (kMovesRegisters<Mma, kGroups>) ptx::give_registers<kFeedingRegisters>();
+    if constexpr (kMovesRegisters<Mma, kGroups>) ptx::give_registers<kProducerRegisters>();
     if (warp == kWarps) {
-      feed<Mma>(args, ring, first_tile, tile_step, first_block, blocks_of_tile);
+      produce<Mma>(args, ring, first_tile, tile_step, first_block, blocks_of_tile);
     } else {
       ptx::pdl_wait();
     }
@@ -108,7 +107,8 @@ __global__ void __launch_bounds__(kMaxThreads<Mma, kGroups>, 1)
 #endif
     return;
   }
-  if constexpr (kMovesRegisters<Mma, kGroups>) ptx::take_registers<kMultiplyingRegisters>();
+  // Consumers.
+  if constexpr (kMovesRegisters<Mma, kGroups>) ptx::take_registers<kConsumerRegisters>();
   ptx::pdl_wait();
 
   const typename Mma::template LaneRows<kGroups> lane_rows;
@@ -116,35 +116,37 @@ __global__ void __launch_bounds__(kMaxThreads<Mma, kGroups>, 1)
   auto stage = ring.stage(0);
   for (int tile = first_tile; tile < args.tiles; tile += tile_step) {
     float sums[2][kGroups][4] = {};
+    // Main loop over the k blocks of the slice.
     ptx::mbarrier_wait(stage.full, stage.parity);
     for (int left = blocks_of_tile;;) {
       const auto current = stage;
       ring.advance(stage);
       bool is_full;
-      const auto ask = [&] {
+      const auto poll = [&] {
         is_full = ptx::mbarrier_try_wait(stage.full, stage.parity, left > 1);
       };
       const auto release = [&] { arrive<kGroups>(current.empty()); };
-      add_block<Mma, T, kGroups, kZeros>(sums, current.rows, current.weights(), lane_rows,
-                                         lane_weights, args.bf16_scales, ask, release);
+      accumulate_block<Mma, T, kGroups, kZeros>(sums, current.rows, current.weights(), lane_rows,
+                                                lane_weights, args.bf16_scales, poll, release);
       if (--left == 0) break;
       ptx::mbarrier_wait(stage.full, stage.parity, is_full);
     }
 
+    // Epilogue: y, or partial sums of the slice.
     const int n0 = tile * kW4BlockRows;
     if (args.slices == 1) {
       store_sums<T>(args, sums, n0);
       continue;
     }
 #ifdef CPMCU_W4_CLUSTERS
-    inbox.add_up(args, sums, warp, n0);
+    receiver.add_up(args, sums, warp, n0);
 #else
     store_partials(args, sums, slice, n0 + warp * 32 + lane / 4);
 #endif
   }
 }
 
-// Adds up the slices where there are no clusters.
+// Adds the slices if there are no clusters.
 template <typename T>
 __global__ void __launch_bounds__(256) w4_add_slices_kernel(const __grid_constant__ Args args) {
   ptx::pdl_launch();
@@ -163,13 +165,14 @@ __global__ void __launch_bounds__(256) w4_add_slices_kernel(const __grid_constan
 
 // ---- launchers
 
-// Whether this launch has more registers, not more shared memory: every second of a context's.
+// Whether this launch takes more than half of the registers, not of the shared memory: every second
+// launch of a context.
 bool takes_registers(const Context& ctx) {
   return ctx.overlapping_launches != nullptr && (*ctx.overlapping_launches)++ % 2 == 1;
 }
 
-// How many threads make a block take more than half of a multiprocessor's registers and leave
-// enough for one of `threads`; if none do, more than a block may have.
+// The number of threads with which a CTA takes more than half of an SM's registers and leaves
+// enough for a CTA of `threads`. INT_MAX if there is none.
 template <typename Kernel>
 int threads_of_most_registers(Kernel kernel, int threads) {
   constexpr int kRegisters = 64 * 1024;
@@ -189,13 +192,12 @@ void launch_w4_kernel(const Context& ctx, Args args) {
   args.slice_blocks = args.k_blocks / args.slices;
   args.longer_slices = args.k_blocks % args.slices;
   for (int i = 0; i <= args.slices; ++i) {
-    args.first_part[i] = static_cast<uint8_t>((kParts * i + args.slices - 1) / args.slices);
+    args.first_m16_tile[i] = static_cast<uint8_t>((kM16Tiles * i + args.slices - 1) / args.slices);
   }
   const bool sends = clusters && args.slices > 1;
-  const int parts = (kParts + args.slices - 1) / args.slices;  // at most
-  const int inbox_bytes = sends ? args.slices * parts * kGroups * kGroupBytes : 0;
-  // One block takes nearly all of a multiprocessor's shared memory; GeForce cards have 99 KB for
-  // one.
+  const int max_m16_tiles = (kM16Tiles + args.slices - 1) / args.slices;  // of a CTA
+  const int receive_bytes = sends ? args.slices * max_m16_tiles * kGroups * kGroupBytes : 0;
+  // A CTA takes nearly all shared memory of an SM. GeForce cards have 99 KB for a CTA.
   int threads = kAllThreads<Mma, kGroups>, shared_bytes = clusters ? kRingBytes : 98 * 1024;
   allow_shared_bytes(kernel, shared_bytes);
   if constexpr (kOverlaps<kGroups>) {
@@ -206,16 +208,17 @@ void launch_w4_kernel(const Context& ctx, Args args) {
       shared_bytes = more ? kLessShared : kMoreShared;
     }
   }
-  args.stages = std::min(kMaxStages, (shared_bytes - inbox_bytes) / kStageBytes);
-  // The more rows, the longer x takes and the less should be in front of it. Where K is not cut
-  // there is more to read than to wait for, up to 32 rows.
-  args.asked = args.stages;
-  args.ahead = 0;
+  args.stages = std::min(kMaxStages, (shared_bytes - receive_bytes) / kStageBytes);
+  // Loads before x arrives. The more rows, the longer x takes, and the fewer weights should be
+  // queued before it. If K is not cut, up to 32 rows, the weights take longer than x, so all stages
+  // are filled.
+  args.early_stages = args.stages;
+  args.early_l2_blocks = 0;
   if (sends) {
-    if (kGroups > 1) args.asked = kGroups == 2 ? 3 : 1;
-    args.ahead = kGroups == 2 ? 2 : 1;
+    if (kGroups > 1) args.early_stages = kGroups == 2 ? 3 : 1;
+    args.early_l2_blocks = kGroups == 2 ? 2 : 1;
   } else if (clusters && kGroups == 8) {
-    args.asked = 2;
+    args.early_stages = 2;
   }
   args.rounds = args.slices > 1 ? 1 : (args.tiles + ctx.sm_count - 1) / ctx.sm_count;
   const int tile_blocks = (args.tiles + args.rounds - 1) / args.rounds;
@@ -234,7 +237,7 @@ void launch_w4(const Context& ctx, const Args& args) {
         : launch_w4_kernel<Mma, T, kGroups, false>(ctx, args);
 }
 
-// MmaOf<kGroups>: how the kernel with room for so many groups of 8 rows multiplies.
+// MmaOf<kGroups>: the multiplication policy of the kernel for kGroups groups of 8 rows.
 template <template <int> typename MmaOf>
 void launch_w4_rows(const Context& ctx, DType dtype, const Args& args) {
   dispatch_half(dtype, [&](auto t) {

@@ -1,22 +1,22 @@
-// w4_gemm of more rows than a decode step has, for Hopper: prefill with weights in 4 bits.
+// w4_gemm on Hopper for more rows than a decode step has: y = alpha * x W^T + beta * y, 4-bit W,
+// any M.
 //
-// Roofline: 2 M N K operations. At M = 2048 a layer of MiniCPM4-8B has 0.97 TFLOP, 1.4 ms at the
-// 680 TFLOP/s that cuBLAS reaches in float16; its 124 MB of weights, read once, take 0.04.
+// Roofline: 2 M N K operations. At M = 2048 a layer of MiniCPM4-8B has 0.97 TFLOP: 1.4 ms at the
+// 680 TFLOP/s that cuBLAS reaches in float16. Its 124 MB of weights take 0.04 ms. The kernel
+// reaches 74 % of the peak: beside each wgmma (64 tensor core cycles) a warp issues 8 instructions
+// to unpack and 8 to scale.
 //
-// The surprising decision: y has the bits that w4_gemm's other kernels give, whatever M is. q - z
-// times x is added up exactly as there: 16 k in an instruction, eight of those for a group, the sum
-// of a group times its scale in float32, groups and slices of K in order. So prompts may be cut
-// into chunks of any length, and nothing is dequantised to memory, which alone took longer than 256
-// rows take now.
+// Schedule: persistent clusters of two CTAs; a tile is 256 rows of W x 128 (or 64) rows of x.
+//                  CTA 0: rows 0-127 of W   CTA 1: rows 128-255 of W
+//   producer       its half of a weight block; half of the rows of x, multicast to both CTAs
+//   2 warpgroups   unpack 64 rows of W in registers, wgmma, scale into float32 sums
+//   slices of K    the sum of the slices before waits in shared memory
+//   epilogue       the rows of y are columns of the sums; transposed in shared memory
 //
-// Work: two blocks of threads, a cluster, have a tile of 256 rows of W and 128 (or 64) of x: half
-// of each packed block each, and of the rows of x half is brought by each, to both, since L2 has
-// not the bandwidth to give them twice. A block's two warpgroups multiply 64 rows of W each, which
-// they unpack in registers, by the rows of x in shared memory; a third feeds. Clusters go from tile
-// to tile, so the ring is full when a tile begins. Where K is cut into slices, the sum of those
-// before waits in shared memory. y goes through shared memory, too: its rows are columns of the
-// sums. Two accumulators of 128 columns fit into registers, so scales cost a product in 16 of the
-// tensor cores' cycles and unpacking one in 8: that, not memory, is what is left (74 % of peak).
+// The surprising decision: y has the bits of w4_gemm's other kernels, whatever M. The order of
+// additions is theirs: 16 k an instruction, eight instructions a group, the group's sum times its
+// scale in float32, groups and slices in order. So a prompt may be cut into chunks of any length.
+// Nothing is dequantised to memory, which alone took longer than 256 rows take now.
 #include "core/dispatch.h"
 #include "core/launch.h"
 #include "kernels/gemm/large_tiles.cuh"
@@ -27,19 +27,19 @@
 namespace cpmcu::cuda {
 namespace {
 
-// Of half of a packed block, 128 rows of W, beside which there is room for zero points.
+// Half of a weight block, 128 rows of W, with room for zero points.
 constexpr int kHalfRows = kW4BlockRows / 2, kHalfWords = kScaleOffset / 2;
 constexpr int kHalfScales = 2 * kHalfRows, kHalfZeros = kHalfRows;
 constexpr int kHalfBytes = kHalfWords + 512;
 static_assert(kHalfScales + kHalfZeros <= 512);
 
-// Of tiles of 8 kGroups rows of x. Behind the stages are a warpgroup's float32 sums while slices
-// are multiplied, and then rows of y.
+// Tiles have 8 kGroups rows of x. The area behind the stages holds a warpgroup's float32 sums
+// between slices, and then rows of y.
 template <int kGroups>
 struct W4LargeRing : LargeRing<8 * kGroups * kRowBytes, kHalfBytes, kGroups * 128 * 16> {
   using Base = LargeRing<8 * kGroups * kRowBytes, kHalfBytes, kGroups * 128 * 16>;
   using Base::Base;
-  static constexpr int kRows = 8 * kGroups;  // of x
+  static constexpr int kRows = 8 * kGroups;  // rows of x of a tile
   static constexpr int kXBytes = kRows * kRowBytes;
   static_assert(kRows * kLargeRowBytes <= kGroups * 128 * 16);
 
@@ -48,16 +48,16 @@ struct W4LargeRing : LargeRing<8 * kGroups * kRowBytes, kHalfBytes, kGroups * 12
   __device__ __forceinline__ uint32_t zeros(int stage) const { return scales(stage) + kHalfScales; }
 };
 
-// Feeds the ring of block `rank` of a cluster, by one thread: its half of packed blocks, and half
-// of the rows of x for both. The first weights come before x is there.
+// Producer thread of CTA `rank` of a cluster: its half of weight blocks, and half of the rows of x
+// for both CTAs. The first weights are loaded before x is there.
 template <bool kZeros, int kGroups>
-__device__ __forceinline__ void feed_large(const Args& args, const W4LargeRing<kGroups>& ring,
-                                           const LargeTiles& tiles, int rank) {
+__device__ __forceinline__ void produce_large(const Args& args, const W4LargeRing<kGroups>& ring,
+                                              const LargeTiles& tiles, int rank) {
   using Ring = W4LargeRing<kGroups>;
   constexpr int kXRows = Ring::kRows / 2;
   constexpr int kComes = kHalfWords + kHalfScales + (kZeros ? kHalfZeros : 0);
   const uint64_t policy = ptx::evict_first_policy();
-  const auto feed_weights = [&](int stage, int tile, int k_block) {
+  const auto produce_weights = [&](int stage, int tile, int k_block) {
     const char* block = args.blocks + (int64_t{tile} * args.k_blocks + k_block) * args.block_bytes;
     const auto copy = [&](uint32_t to, int offset, int bytes) {
       ptx::bulk_copy(to, block + offset + rank * bytes, bytes, ring.full(stage), policy);
@@ -67,8 +67,8 @@ __device__ __forceinline__ void feed_large(const Args& args, const W4LargeRing<k
     copy(ring.scales(stage), kScaleOffset, kHalfScales);
     if constexpr (kZeros) copy(ring.zeros(stage), kZeroOffset, kHalfZeros);
   };
-  const auto feed_rows = [&](int stage, int tile, int k_block) {
-    if (k_block >= args.blocks_of_digit) k_block -= args.blocks_of_digit;
+  const auto produce_rows = [&](int stage, int tile, int k_block) {
+    if (k_block >= args.plane_k_blocks) k_block -= args.plane_k_blocks;
     const uint32_t to = ring.rows(stage) + rank * kXRows * 128;
 #pragma unroll
     for (int panel = 0; panel < 2; ++panel) {
@@ -81,9 +81,9 @@ __device__ __forceinline__ void feed_large(const Args& args, const W4LargeRing<k
   ptx::prefetch_map(&args.x_map);
   const auto first = tiles.place(tiles.first());
   const int early = min(args.k_blocks, Ring::kStages);
-  for (int i = 0; i < early; ++i) feed_weights(i, first.w, i);
+  for (int i = 0; i < early; ++i) produce_weights(i, first.w, i);
   ptx::pdl_wait();
-  for (int i = 0; i < early; ++i) feed_rows(i, first.x, i);
+  for (int i = 0; i < early; ++i) produce_rows(i, first.x, i);
   int stage = early % Ring::kStages, parity = early / Ring::kStages;
 #pragma unroll 1
   for (int tile = tiles.first(); tile < tiles.count(); tile += tiles.step()) {
@@ -91,15 +91,15 @@ __device__ __forceinline__ void feed_large(const Args& args, const W4LargeRing<k
 #pragma unroll 1
     for (int k_block = tile == tiles.first() ? early : 0; k_block < args.k_blocks; ++k_block) {
       ptx::mbarrier_wait(ring.empty(stage), parity ^ 1);
-      feed_weights(stage, at.w, k_block);
-      feed_rows(stage, at.x, k_block);
+      produce_weights(stage, at.w, k_block);
+      produce_rows(stage, at.x, k_block);
       Ring::advance(stage, parity);
     }
   }
 }
 
-// Adds to `sums` those that lie in shared memory, as a block of w4_gemm's clusters adds up slices;
-// unless this is the last slice, leaves them there and clears them.
+// Adds the sums in shared memory to `sums`, in the order in which a cluster of w4_gemm adds slices.
+// Unless this is the last slice, stores the result there and clears `sums`.
 template <int kGroups>
 __device__ __forceinline__ void add_slice(float (&sums)[kGroups][4], uint32_t shared, bool first,
                                           bool last) {
@@ -132,10 +132,10 @@ __global__ void __launch_bounds__(kLargeThreads, 1)
   const Ring ring(shared, barriers);
   const LargeTiles tiles{args.tiles, x_tiles};
   const int warp = ptx::uniform_warp(), lane = threadIdx.x % 32, rank = blockIdx.x % 2;
-  // A warp's 16 of the warpgroup's 64 rows of W are one of the two tiles of a slab.
-  const int warpgroup = warp / 4, slab = warp / 2;
+  // The warp's 16 rows of W are one m16 tile of a warp tile.
+  const int warpgroup = warp / 4, warp_tile = warp / 2;
   const bool second = warp % 2 != 0;
-  const int row = slab * kSlabRows + second * 16 + lane / 4;
+  const int row = warp_tile * kWarpTileRows + second * 16 + lane / 4;
 
   const auto multiply = [&] {
     const uint32_t peer_empty = ptx::cluster_address(ring.empty(0), rank ^ 1);
@@ -146,6 +146,7 @@ __global__ void __launch_bounds__(kLargeThreads, 1)
       int slice = 0, left_of_slice = args.slice_blocks + (args.longer_slices > 0);
 #pragma unroll 1
       for (int left = args.k_blocks; left > 0; --left) {
+        // Scales and offsets of this lane's two rows.
         ptx::mbarrier_wait(ring.full(stage), parity);
         float scale[2];
         int zero[2] = {8, 8};
@@ -157,10 +158,11 @@ __global__ void __launch_bounds__(kLargeThreads, 1)
           }
         }
         const uint32_t low = low_offset<T>(zero[0]), high = high_offset<T>(zero[1], zero[0]);
+        // Unpack and multiply 128 k.
         uint32_t words[4][2];
 #pragma unroll
         for (int pair = 0; pair < 4; ++pair) {
-          const uint4 both = ptx::load_shared16(ring.words(stage) + slab * kSlabBytes +
+          const uint4 both = ptx::load_shared16(ring.words(stage) + warp_tile * kWarpTileBytes +
                                                 pair * kPairBytes + lane * 16);
           words[pair][0] = second ? both.y : both.x;
           words[pair][1] = second ? both.w : both.z;
@@ -199,7 +201,7 @@ __global__ void __launch_bounds__(kLargeThreads, 1)
       }
     }
   };
-  run_large(ring, [&] { feed_large<kZeros>(args, ring, tiles, rank); }, multiply);
+  run_large(ring, [&] { produce_large<kZeros>(args, ring, tiles, rank); }, multiply);
 }
 
 // ---- launchers
@@ -219,8 +221,8 @@ void launch_large(const Context& ctx, DType dtype, Args args) {
                  x_tiles);
 }
 
-// Microseconds of a product in tiles of so many rows of x, and by the other kernels, 64 rows a
-// pass, as an H100 takes them: which is quicker changes no bit of y.
+// Estimated microseconds on an H100: of this kernel with tiles of `rows` rows of x, and of the
+// other kernels with 64 rows a pass. The choice changes no bit of y.
 double time_of_tiles(const Context& ctx, const Args& args, int rows) {
   const int clusters = ctx.sm_count / 2, tiles = args.tiles * ((args.m + rows - 1) / rows);
   return 3 + (rows == 64 ? 0.55 : 0.8) * args.k_blocks * ((tiles + clusters - 1) / clusters);
@@ -233,7 +235,7 @@ double time_of_passes(const Args& args) {
 
 }  // namespace
 
-// Returns whether it has launched the product: not if the others are quicker.
+// Returns whether it launched the GEMM; false if the other kernels are faster.
 bool w4_gemm_large_sm90(const Context& ctx, DType dtype, const void* of) {
   const Args& args = *static_cast<const Args*>(of);
   const double by_64 = time_of_tiles(ctx, args, 64), by_128 = time_of_tiles(ctx, args, 128);

@@ -1,7 +1,7 @@
-// How a warp multiplies a packed block of 4-bit weights (w4a16.h) in shared memory by rows of x.
+// A warp's product of a weight block (w4a16.h) in shared memory with rows of x.
 //
-// Scales never touch the weights: q - z is exact in 16 bits, so the tensor cores add up exact
-// integers times x for the 128 k of a group, and one float32 product per sum and group applies the
+// Scales never touch the weights. q - z is exact in 16 bits, so the tensor cores add exact integers
+// times x over the 128 k of a group, and one float32 multiply-add per sum and group applies the
 // scale.
 #pragma once
 
@@ -15,9 +15,9 @@
 namespace cpmcu::cuda {
 namespace {
 
-constexpr int kRowBytes = 2 * kW4BlockK;  // of x in a stage
+constexpr int kRowBytes = 2 * kW4BlockK;  // bytes of a row of x in a stage
 
-// 128 k of all rows of x as two panels of 64 k (ptx::swizzled_chunk). By one thread.
+// Copies 128 k of all rows of x as two panels of 64 k (ptx::swizzled_chunk). By one thread.
 template <int kGroups>
 __device__ __forceinline__ void copy_rows(uint32_t to, const TensorMap* map, int k_block,
                                           uint32_t barrier) {
@@ -25,8 +25,8 @@ __device__ __forceinline__ void copy_rows(uint32_t to, const TensorMap* map, int
   ptx::tensor_copy(to + 8 * kGroups * 128, map, k_block * kW4BlockK + 64, 0, barrier);
 }
 
-// Eight q of one word as the A fragment of 16 rows x 16 k, times kUnpackedScale. `low` and `high`
-// hold what turns the biased numbers of rows g and g + 8 into q - z, exactly.
+// Unpacks the eight q of a word to an A fragment of 16 rows x 16 k, times kUnpackedScale. `low` and
+// `high` hold the constants that turn the biased numbers of rows g and g + 8 into q - z, exactly.
 template <typename T>
 __device__ __forceinline__ void unpack(uint32_t (&a)[4], uint32_t word, uint32_t low,
                                        uint32_t high);
@@ -40,9 +40,9 @@ __device__ __forceinline__ uint32_t bits_of(__nv_bfloat162 v) {
   return *reinterpret_cast<uint32_t*>(&v);
 }
 
-// float16: 0x6400 | b is 1024 + b, of all eight bits of a byte: r + 16 s, of rows g and g + 8. With
-// s alone, and zero points z of r and y of s, 1024 + r + 16 s - (1024 + 16 s + z) is r - z, and a
-// sixteenth of the second number less 64 + z / 16 + y is s - y, all exactly.
+// float16: 0x6400 | b is the number 1024 + b. A byte b holds q of row g (r) and of row g + 8 (s),
+// so it is 1024 + r + 16 s; let z and y be their zero points. Subtracting 1024 + 16 s + z leaves r
+// - z. (1024 + 16 s + z) / 16 - (64 + z / 16 + y) is s - y. All steps are exact.
 template <>
 __device__ __forceinline__ void unpack<__half>(uint32_t (&a)[4], uint32_t word, uint32_t low,
                                                uint32_t high) {
@@ -55,8 +55,8 @@ __device__ __forceinline__ void unpack<__half>(uint32_t (&a)[4], uint32_t word, 
   split(a[0], a[1], ptx::masked_or(word, 0x00FF00FF, 0x64006400));
   split(a[2], a[3], __byte_perm(word, 0x64006400, 0x5351));
 }
-// bfloat16: 0x4300 | q is 128 + q. 16 q has no room beside it, but alone it is a number too: q
-// 2^-129, because numbers go on evenly below the smallest normal one.
+// bfloat16: 0x4300 | q is the number 128 + q. The mantissa has no room for 16 q beside it. But the
+// bits of 16 q alone are the subnormal number q 2^-129, so one multiply-add with 2^127 is exact.
 template <>
 __device__ __forceinline__ void unpack<__nv_bfloat16>(uint32_t (&a)[4], uint32_t word, uint32_t low,
                                                       uint32_t high) {
@@ -70,7 +70,7 @@ __device__ __forceinline__ void unpack<__nv_bfloat16>(uint32_t (&a)[4], uint32_t
   a[2] = multiply(ptx::masked_or(next, 0x000F000F, 0x43004300), kQuarter, low);
   a[3] = multiply(next & 0x00F000F0, kTwoTo127, high);
 }
-// Unpacked numbers are this times q - z.
+// Factor of unpacked numbers: (q - z) * kUnpackedScale.
 template <typename T>
 constexpr float kUnpackedScale = std::is_same_v<T, __half> ? 1 : 0.25f;
 
@@ -79,7 +79,7 @@ __device__ __forceinline__ uint32_t low_offset(int zero) {
   if constexpr (std::is_same_v<T, __half>) return 0x64006400 | zero | zero << 16;
   return pack2<T>(-0.25f * (128 + zero), -0.25f * (128 + zero));
 }
-// `low_zero`: of the row 8 before.
+// `low_zero`: the zero point of the row 8 before.
 template <typename T>
 __device__ __forceinline__ uint32_t high_offset(int zero, int low_zero) {
   const float offset = std::is_same_v<T, __half> ? -(64 + zero + low_zero / 16.0f) : -0.25f * zero;
@@ -91,10 +91,10 @@ __device__ __forceinline__ float load_scale(uint32_t shared, bool bf16) {
   return bf16 ? __uint_as_float(uint32_t{bits} << 16) : __half2float(__ushort_as_half(bits));
 }
 
-// How a warp multiplies a packed block in shared memory by the rows of x beside it.
+// Multiplication policy with mma.sync: a weight block by the rows of x of the same stage.
 struct MmaSync {
   static constexpr bool kTensorMap = false;
-  static constexpr int kTiles = 2;  // of 16 rows, at a time
+  static constexpr int kTiles = 2;  // m16 tiles at a time
 
   template <int kGroups>
   using LaneRows = cuda::LaneRows<kGroups>;
@@ -105,7 +105,7 @@ struct MmaSync {
                                                   const LaneRows<kGroups>& lane_rows,
                                                   const uint32_t (&low)[2],
                                                   const uint32_t (&high)[2], F meanwhile) {
-    // Words and rows of x of two steps of 16 k, loaded while the steps before are multiplied.
+    // Words and rows of x of two k steps, loaded while the two steps before are multiplied.
     uint4 words[2];
     uint32_t b[2][2][kGroups][2];
     const auto fetch = [&](int pair) {
@@ -158,14 +158,14 @@ struct MmaSync {
   }
 };
 
-// Where a lane finds what it reads of a packed block: 16 bytes of q, and the scale of the first of
-// its four rows, 8 apart.
+// The lane's offsets in a weight block: 16 bytes of q, and the scale of the first of its four rows,
+// which are 8 apart.
 struct LaneWeights {
-  uint32_t words = threadIdx.x / 32 * kSlabBytes + threadIdx.x % 32 * 16;
-  uint32_t scale = kScaleOffset + 2 * (threadIdx.x / 32 * kSlabRows + threadIdx.x % 32 / 4);
+  uint32_t words = threadIdx.x / 32 * kWarpTileBytes + threadIdx.x % 32 * 16;
+  uint32_t scale = kScaleOffset + 2 * (threadIdx.x / 32 * kWarpTileRows + threadIdx.x % 32 / 4);
 
   __device__ __forceinline__ LaneWeights() {
-    ptx::opaque(words);  // or they are computed again for every block
+    ptx::opaque(words);  // so they are not recomputed for every block
     ptx::opaque(scale);
   }
   __device__ __forceinline__ uint32_t zero() const {
@@ -173,15 +173,14 @@ struct LaneWeights {
   }
 };
 
-// sums += the rows of x times the 32 rows of a packed block that are this warp's, both in shared
-// memory. Calls `ask` when the last products are under way; each lane calls `release` when it has
-// read its part.
+// sums += rows of x times this warp's 32 rows of a weight block, both in shared memory. Calls
+// `poll` when the last mma instructions are issued. Each lane calls `release` after its last read
+// of the stage.
 template <typename Mma, typename T, int kGroups, bool kZeros, typename F, typename G>
-__device__ __forceinline__ void add_block(float (&sums)[2][kGroups][4], uint32_t rows,
-                                          uint32_t block,
-                                          const typename Mma::template LaneRows<kGroups>& lane_rows,
-                                          const LaneWeights& lane, bool bf16_scales, F ask,
-                                          G release) {
+__device__ __forceinline__ void accumulate_block(
+    float (&sums)[2][kGroups][4], uint32_t rows, uint32_t block,
+    const typename Mma::template LaneRows<kGroups>& lane_rows, const LaneWeights& lane,
+    bool bf16_scales, F poll, G release) {
   float scale[2][2];
   uint32_t low[2] = {low_offset<T>(8), low_offset<T>(8)};
   uint32_t high[2] = {high_offset<T>(8, 8), high_offset<T>(8, 8)};
@@ -205,7 +204,7 @@ __device__ __forceinline__ void add_block(float (&sums)[2][kGroups][4], uint32_t
     const bool is_last = first + Mma::kTiles == 2;
     Mma::template multiply<T, kGroups>(part, first, block + lane.words, rows, lane_rows, low, high,
                                        [&] {
-                                         if (is_last) ask();
+                                         if (is_last) poll();
                                        });
     if (is_last) release();
 #pragma unroll

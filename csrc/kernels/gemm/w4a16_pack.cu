@@ -1,11 +1,15 @@
-// Into and out of the packed layout of w4a16.h: from checkpoints' layouts, from dense rows, back to
-// dense rows.
+// Conversion to and from the packed layout of w4a16.h: from checkpoints' layouts, from dense rows,
+// and back to dense rows.
 //
-// Roofline: bytes read plus bytes written, all at load time but for w4_dequantize, which serves
-// prefill: 2 bytes written for each half byte read. The surprising decision: packing gathers its
-// nibbles one by one. Every source word is read up to eight times, from L1; an 8B model takes
-// milliseconds, less than its way over the bus, and one function per format is all there is to get
-// right.
+// Roofline: bytes read plus bytes written. All of it runs at load, except w4_dequantize, which
+// serves prefill: 2 bytes written for each half byte read.
+//
+// Schedule: w4_pack: a CTA a weight block, a thread a word. w4_quantize: a CTA 16 rows of a k
+// block, a warp a row. w4_dequantize: a warp a warp tile, described at the kernel.
+//
+// The surprising decision: packing gathers its nibbles one by one. Each source word is read up to
+// eight times, from L1. An 8B model takes milliseconds, less than its transfer over the bus, and
+// there is one simple function per format.
 #include "core/launch.h"
 #include "core/ptx.cuh"
 #include "core/vec.cuh"
@@ -20,14 +24,14 @@ struct PackArgs {
   char* blocks;
   const uint32_t* q;
   const uint16_t* scales;
-  const uint32_t* zeros;  // null: W has none
+  const uint32_t* zeros;  // null: no zero points
   W4Format format;
-  int words;                    // of q's second dimension
-  int groups;                   // of scales
-  bool by_channel;              // Marlin permutes the scales of channels in another way
+  int words;                    // int32 words in q's second dimension
+  int groups;                   // groups of scales
+  bool by_channel;              // Marlin has another permutation of channel-wise scales
   int n, k;                     // of the part
   int gated_rows;               // N of a gated W, else 0
-  int first_row_block;          // to look at
+  int first_row_block;          // the first of the grid
   int first_row, end_row;       // rows to write
   int first_k_block, k_blocks;  // of W
   int64_t block_bytes;
@@ -78,19 +82,19 @@ __device__ __forceinline__ int zero_of(const PackArgs& p, int n, int group) {
   }
 }
 
-// The inverse of w4_nibble: row and k of nibble i of a word.
+// Row and k of nibble `nibble` of word `word`: the inverse of w4_nibble.
 struct Place {
   int row, k;
 };
 __device__ __forceinline__ Place place_of(int word, int nibble) {
   const int lane = word / 4 % 32, step = word / 128 % 4 * 2 + word / 2 % 2;
-  const int row = word / 512 * kSlabRows + word % 2 * 16 + nibble % 2 * 8 + lane / 4;
+  const int row = word / 512 * kWarpTileRows + word % 2 * 16 + nibble % 2 * 8 + lane / 4;
   return {row, 16 * step + nibble / 2 % 2 * 8 + lane % 4 * 2 + nibble / 4};
 }
 
 // ---- kernels
 
-// One block of W: blockIdx.x along K, blockIdx.y along the rows of the part.
+// Packs a weight block; blockIdx.x along K, blockIdx.y along the rows of the part.
 __global__ void __launch_bounds__(kThreads) w4_pack_kernel(const __grid_constant__ PackArgs p) {
   ptx::pdl_launch();
   ptx::pdl_wait();
@@ -102,8 +106,8 @@ __global__ void __launch_bounds__(kThreads) w4_pack_kernel(const __grid_constant
   };
   char* block = p.blocks + (static_cast<int64_t>(row_block) * p.k_blocks + k_block) * p.block_bytes;
   uint32_t* words = reinterpret_cast<uint32_t*>(block);
-  // A word holds rows of two parts where a part does not begin at a multiple of 16: keep the
-  // others.
+  // If a part does not begin at a multiple of 16, a word holds rows of two parts: keep the other's
+  // bits.
   for (int word = threadIdx.x; word < kScaleOffset / 4; word += kThreads) {
     uint32_t bits = 0, mask = 0;
     for (int i = 0; i < 8; ++i) {
@@ -130,12 +134,12 @@ struct QuantizeArgs {
   char* blocks;
   const void* x;     // [rows, K]
   const int* index;  // [N] or null
-  int n, k, k_blocks, digits;
+  int n, k, k_blocks, nibble_planes;
   int64_t block_bytes;
   bool bf16_scales;
 };
 
-// 16 rows of one k block; blockIdx.x along K (of one digit), blockIdx.y along N.
+// Quantises 16 rows of a k block; blockIdx.x along K (of one nibble plane), blockIdx.y along N.
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
     w4_quantize_kernel(const __grid_constant__ QuantizeArgs p) {
@@ -145,9 +149,9 @@ __global__ void __launch_bounds__(kThreads)
   __shared__ int8_t level[kRows][kW4BlockK];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int row_block = blockIdx.y / (kW4BlockRows / kRows);
-  const int first = blockIdx.y % (kW4BlockRows / kRows) * kRows;  // row within the block
-  const auto block_of = [&](int digit) {
-    const int k_block = digit * (p.k_blocks / p.digits) + blockIdx.x;
+  const int first = blockIdx.y % (kW4BlockRows / kRows) * kRows;  // row within the weight block
+  const auto block_of = [&](int plane) {
+    const int k_block = plane * (p.k_blocks / p.nibble_planes) + blockIdx.x;
     return p.blocks + (static_cast<int64_t>(row_block) * p.k_blocks + k_block) * p.block_bytes;
   };
   for (int i = warp; i < kRows; i += kThreads / 32) {
@@ -162,7 +166,7 @@ __global__ void __launch_bounds__(kThreads)
     for (int offset = 16; offset > 0; offset /= 2) {
       largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFF, largest, offset));
     }
-    const int top = p.digits == 1 ? 7 : 119;
+    const int top = p.nibble_planes == 1 ? 7 : 119;
     const float exact = largest / static_cast<float>(top);
     const float scale = p.bf16_scales ? to_float(from_float<__nv_bfloat16>(exact))
                                       : to_float(from_float<__half>(exact));
@@ -171,39 +175,39 @@ __global__ void __launch_bounds__(kThreads)
       level[i][j * 32 + lane] = static_cast<int8_t>(
           fminf(fmaxf(steps, static_cast<float>(-top)), static_cast<float>(top)));
     }
-    if (lane < p.digits) {
-      const float of_digit = lane < p.digits - 1 ? 16 * scale : scale;
+    if (lane < p.nibble_planes) {
+      const float plane_scale = lane < p.nibble_planes - 1 ? 16 * scale : scale;
       uint16_t* scales = reinterpret_cast<uint16_t*>(block_of(lane) + kScaleOffset);
-      const __half half = from_float<__half>(of_digit);
-      const __nv_bfloat16 bf16 = from_float<__nv_bfloat16>(of_digit);
+      const __half half = from_float<__half>(plane_scale);
+      const __nv_bfloat16 bf16 = from_float<__nv_bfloat16>(plane_scale);
       scales[first + i] = p.bf16_scales ? *reinterpret_cast<const uint16_t*>(&bf16)
                                         : *reinterpret_cast<const uint16_t*>(&half);
     }
   }
   __syncthreads();
-  // The 256 words of these rows are every other one of their warp's 512.
-  const int tile = first / 16 % 2, word = first / kSlabRows * 512 + threadIdx.x * 2 + tile;
-  for (int digit = 0; digit < p.digits; ++digit) {
+  // These rows have 256 words: every other one of the 512 of their warp tile.
+  const int tile = first / 16 % 2, word = first / kWarpTileRows * 512 + threadIdx.x * 2 + tile;
+  for (int plane = 0; plane < p.nibble_planes; ++plane) {
     uint32_t bits = 0;
     for (int i = 0; i < 8; ++i) {
       const Place at = place_of(word, i);
       const int value = level[at.row - first][at.k], high = (value + 8) >> 4;
-      const int q = p.digits == 1 ? value : digit == 0 ? high : value - 16 * high;
+      const int q = p.nibble_planes == 1 ? value : plane == 0 ? high : value - 16 * high;
       bits |= static_cast<uint32_t>(q + 8) << (4 * i);
     }
-    reinterpret_cast<uint32_t*>(block_of(digit))[word] = bits;
+    reinterpret_cast<uint32_t*>(block_of(plane))[word] = bits;
   }
 }
 
 struct DequantizeArgs {
   void* out;  // [rows, K]
   const char* blocks;
-  int first_row, rows, k, k_blocks, digits;
+  int first_row, rows, k, k_blocks, nibble_planes;
   int64_t block_bytes;
   bool zero_points, bf16_scales;
 };
 
-// A quad's lanes each have a word of four chunks of 16 bytes; afterwards lane q has chunk q.
+// Transposes a quad: each lane has a word of four 16-byte chunks; afterwards lane q has chunk q.
 __device__ __forceinline__ void transpose_quad(uint32_t (&v)[4]) {
 #pragma unroll
   for (int mask = 1; mask < 4; mask *= 2) {
@@ -211,7 +215,7 @@ __device__ __forceinline__ void transpose_quad(uint32_t (&v)[4]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       if ((i & mask) != 0) continue;
-      // Words i of upper lanes for words i + mask of lower ones.
+      // Exchange words i of upper lanes with words i + mask of lower lanes.
       const uint32_t given = upper ? v[i] : v[i + mask];
       const uint32_t taken = __shfl_xor_sync(0xffffffffu, given, mask);
       (upper ? v[i] : v[i + mask]) = taken;
@@ -219,70 +223,71 @@ __device__ __forceinline__ void transpose_quad(uint32_t (&v)[4]) {
   }
 }
 
-// A warp turns 32 rows of one k block into dense ones: it reads the fragments of its lanes, 512
-// bytes at a time, and a quad of lanes hands 64 bytes of a row around until each has 16 in a piece.
+// A warp dequantises a warp tile of a k block. It reads the fragments of its lanes, 512 bytes at a
+// time. The lanes of a quad exchange 64 bytes of a row until each has 16 contiguous bytes.
 // blockIdx.x along K, blockIdx.y along N.
-template <typename T, bool kTwoDigits>
+template <typename T, bool kTwoPlanes>
 __global__ void __launch_bounds__(kThreads)
     w4_dequantize_kernel(const __grid_constant__ DequantizeArgs p) {
   ptx::pdl_launch();
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
-  static_assert(kThreads == 32 * kSlabs, "a warp for each slab");
-  const int slab = p.first_row / kSlabRows + static_cast<int>(blockIdx.y) * kSlabs + warp;
-  if (slab * kSlabRows >= p.first_row + p.rows) {
+  static_assert(kThreads == 32 * kWarpTiles, "a warp for each warp tile");
+  const int warp_tile =
+      p.first_row / kWarpTileRows + static_cast<int>(blockIdx.y) * kWarpTiles + warp;
+  if (warp_tile * kWarpTileRows >= p.first_row + p.rows) {
     ptx::pdl_wait();
     return;
   }
-  const auto block_of = [&](int digit) {
-    const int k_block = digit * (p.k_blocks / p.digits) + static_cast<int>(blockIdx.x);
-    return p.blocks + (int64_t{slab / kSlabs} * p.k_blocks + k_block) * p.block_bytes;
+  const auto block_of = [&](int plane) {
+    const int k_block = plane * (p.k_blocks / p.nibble_planes) + static_cast<int>(blockIdx.x);
+    return p.blocks + (int64_t{warp_tile / kWarpTiles} * p.k_blocks + k_block) * p.block_bytes;
   };
-  const char* block = block_of(p.digits - 1);
-  const int at = slab % kSlabs * kSlabBytes + lane * 16;
-  uint4 words[4], high_words[4];  // of two steps of 16 k
+  const char* block = block_of(p.nibble_planes - 1);
+  const int at = warp_tile % kWarpTiles * kWarpTileBytes + lane * 16;
+  uint4 words[4], high_words[4];  // two k steps each
 #pragma unroll
   for (int pair = 0; pair < 4; ++pair) {
     words[pair] = *reinterpret_cast<const uint4*>(block + at + pair * kPairBytes);
-    if constexpr (kTwoDigits) {
+    if constexpr (kTwoPlanes) {
       high_words[pair] = *reinterpret_cast<const uint4*>(block_of(0) + at + pair * kPairBytes);
     }
   }
-  float scales[4];  // of rows g, g + 8, ...
+  float scales[4];  // rows g, g + 8, g + 16, g + 24
   int zeros[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const int row = slab % kSlabs * kSlabRows + i * 8 + g;
+    const int row = warp_tile % kWarpTiles * kWarpTileRows + i * 8 + g;
     const uint16_t* stored = reinterpret_cast<const uint16_t*>(block + kScaleOffset) + row;
     scales[i] = p.bf16_scales ? to_float(*reinterpret_cast<const __nv_bfloat16*>(stored))
                               : to_float(*reinterpret_cast<const __half*>(stored));
     zeros[i] = p.zero_points ? static_cast<uint8_t>(block[kZeroOffset + row]) : 8;
   }
-  ptx::pdl_wait();  // `out` may still be read
+  ptx::pdl_wait();  // earlier kernels may still read `out`
 #pragma unroll
   for (int pair = 0; pair < 4; ++pair) {
     const int k = static_cast<int>(blockIdx.x) * kW4BlockK + pair * 32 + q * 8;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      uint32_t chunks[4];  // this lane's two k of each
+      uint32_t chunks[4];  // this lane's two k of each chunk
 #pragma unroll
-      for (int c = 0; c < 4; ++c) {  // w4_nibble: step c / 2 of the pair, half c % 2 of its k
+      for (int c = 0; c < 4; ++c) {  // chunk c: step c / 2 of the pair, k half c % 2
         const int shift = 4 * (i % 2 + 2 * (c % 2));
         float value[2];
 #pragma unroll
         for (int odd = 0; odd < 2; ++odd) {
-          int digits =
+          int level =
               static_cast<int>(word_of(words[pair], c / 2, i / 2) >> (shift + 16 * odd) & 15) -
               zeros[i];
-          if constexpr (kTwoDigits) {
+          if constexpr (kTwoPlanes) {
             const uint32_t high = word_of(high_words[pair], c / 2, i / 2);
-            digits += 16 * (static_cast<int>(high >> (shift + 16 * odd) & 15) - 8);
+            level += 16 * (static_cast<int>(high >> (shift + 16 * odd) & 15) - 8);
           }
-          value[odd] = static_cast<float>(digits) * scales[i];
+          value[odd] = static_cast<float>(level) * scales[i];
         }
         chunks[c] = pack2<T>(value[0], value[1]);
       }
       transpose_quad(chunks);
-      const int row = slab * kSlabRows + i * 8 + g - p.first_row;
+      const int row = warp_tile * kWarpTileRows + i * 8 + g - p.first_row;
       if (row < 0 || row >= p.rows || k >= p.k) continue;
       *reinterpret_cast<uint4*>(static_cast<T*>(p.out) + int64_t{row} * p.k + k) =
           make_uint4(chunks[0], chunks[1], chunks[2], chunks[3]);
@@ -299,7 +304,7 @@ void w4_pack(const Context& ctx, const W4PackParams& params) {
   const W4Weight& w = params.w;
   const bool last_rows = params.first_row + params.n == w.n;
   const int64_t end_row = last_rows ? w.row_blocks() * kW4BlockRows : params.first_row + params.n;
-  // The rows of a part of a gated W are everywhere.
+  // The rows of a part of a gated W lie in all row blocks.
   const int64_t first_row_block = w.gated ? 0 : params.first_row / kW4BlockRows;
   const int64_t end_row_block =
       w.gated ? w.row_blocks() : (end_row + kW4BlockRows - 1) / kW4BlockRows;
@@ -337,10 +342,10 @@ void w4_quantize(const Context& ctx, const W4QuantizeParams& params) {
                           .n = static_cast<int>(w.n),
                           .k = static_cast<int>(w.k),
                           .k_blocks = static_cast<int>(w.k_blocks()),
-                          .digits = w.digits,
+                          .nibble_planes = w.nibble_planes,
                           .block_bytes = w.block_bytes(),
                           .bf16_scales = w.scale_dtype == DType::kBF16};
-  const dim3 grid(static_cast<unsigned>(w.k_blocks() / w.digits),
+  const dim3 grid(static_cast<unsigned>(w.k_blocks() / w.nibble_planes),
                   static_cast<unsigned>(w.row_blocks() * (kW4BlockRows / 16)));
   dispatch_half(params.x.dtype(), [&](auto t) {
     launch(ctx, w4_quantize_kernel<decltype(t)>, grid, dim3(kThreads), 0, args);
@@ -357,17 +362,18 @@ void w4_dequantize(const Context& ctx, const W4DequantizeParams& params) {
                             .rows = static_cast<int>(rows),
                             .k = static_cast<int>(w.k),
                             .k_blocks = static_cast<int>(w.k_blocks()),
-                            .digits = w.digits,
+                            .nibble_planes = w.nibble_planes,
                             .block_bytes = w.block_bytes(),
                             .zero_points = w.zero_points,
                             .bf16_scales = w.scale_dtype == DType::kBF16};
-  const int64_t slabs =
-      (params.first_row + rows + kSlabRows - 1) / kSlabRows - params.first_row / kSlabRows;
-  const dim3 grid(static_cast<unsigned>(w.k_blocks() / w.digits),
-                  static_cast<unsigned>((slabs + kSlabs - 1) / kSlabs));
+  const int64_t warp_tiles = (params.first_row + rows + kWarpTileRows - 1) / kWarpTileRows -
+                             params.first_row / kWarpTileRows;
+  const dim3 grid(static_cast<unsigned>(w.k_blocks() / w.nibble_planes),
+                  static_cast<unsigned>((warp_tiles + kWarpTiles - 1) / kWarpTiles));
   dispatch_half(params.out.dtype(), [&](auto t) {
     using T = decltype(t);
-    launch(ctx, w.digits == 2 ? w4_dequantize_kernel<T, true> : w4_dequantize_kernel<T, false>,
+    launch(ctx,
+           w.nibble_planes == 2 ? w4_dequantize_kernel<T, true> : w4_dequantize_kernel<T, false>,
            grid, dim3(kThreads), 0, args);
   });
 }

@@ -11,24 +11,24 @@ namespace {
 constexpr int kMaxStages = 12;
 constexpr int kBlockBytes = 17 * 1024;  // room for a block with zero points; keeps x aligned
 
-// Stages in shared memory, of rows of x and a packed block behind them, and the barriers that say
-// that both are there, or that all warps are done with them.
+// Stages in shared memory: rows of x, then a weight block. Barriers: full (both have arrived),
+// empty (all consumer warps are done with the stage).
 template <int kGroups>
 struct W4Ring {
   static constexpr int kXBytes = 8 * kGroups * kRowBytes, kStageBytes = kXBytes + kBlockBytes;
   static constexpr int kBarriers = 2 * kMaxStages;
   uint32_t data, barriers;
-  uint32_t end;  // of the barriers of the stages that there are
+  uint32_t end;  // end of the barriers in use
 
   __device__ __forceinline__ W4Ring(const void* data, const void* barriers, int stages)
       : data(ptx::shared_address(data)), barriers(ptx::shared_address(barriers)) {
     end = this->barriers + 8 * stages;
-    ptx::opaque(this->data);  // computed once
+    ptx::opaque(this->data);  // so it is computed once
     ptx::opaque(this->barriers);
     ptx::opaque(end);
   }
 
-  // Where a stage and its barriers lie, and the parity of their phase.
+  // Addresses of a stage and its barriers, and the phase parity.
   struct Stage {
     uint32_t rows, full;
     int parity;
@@ -46,30 +46,32 @@ struct W4Ring {
   }
 };
 
-// How many blocks a block of threads has still to ask for when those of the next launch may begin.
-// Earlier those are in the way of these; later memory rests.
+// Loads still outstanding when this CTA triggers the next kernel (PDL). If the trigger is too
+// early, the next kernel's loads compete with these; if too late, memory is idle.
 template <int kGroups>
-constexpr int kLeftToAskFor = kGroups == 1 ? 3 : 0;
+constexpr int kLoadsLeftAtTrigger = kGroups == 1 ? 3 : 0;
 
-// Feeds the ring, by one warp: weights as soon as there is room, rows of x when the kernels before
-// are done, and no more weights than `asked` before that, behind which rows would wait. Those that
-// follow are brought to L2. `first_block` and the following are of each tile.
+// Producer warp. It loads weights into every free stage, and rows of x once earlier kernels are
+// done. Before that it loads at most early_stages stages of weights, because rows of x queue behind
+// them, and prefetches the next early_l2_blocks to L2. k blocks [first_block, first_block +
+// blocks_of_tile) of each tile.
 template <typename Mma, int kGroups>
-__device__ __forceinline__ void feed(const Args& args, const W4Ring<kGroups>& ring, int first_tile,
-                                     int tile_step, int first_block, int blocks_of_tile) {
+__device__ __forceinline__ void produce(const Args& args, const W4Ring<kGroups>& ring,
+                                        int first_tile, int tile_step, int first_block,
+                                        int blocks_of_tile) {
   const int lane = threadIdx.x % 32, end = first_block + blocks_of_tile;
   const int num_tiles = args.rounds - (first_tile + (args.rounds - 1) * tile_step >= args.tiles);
   const int num_iterations = num_tiles * blocks_of_tile;
   const uint64_t policy = ptx::evict_first_policy();
-  int left = num_iterations;  // blocks to ask for
-  if (left <= kLeftToAskFor<kGroups>) ptx::pdl_launch();
-  int tile = first_tile, weights_block = first_block, rows_block = first_block;  // what comes next
+  int left = num_iterations;  // weight blocks not yet requested
+  if (left <= kLoadsLeftAtTrigger<kGroups>) ptx::pdl_launch();
+  int tile = first_tile, weights_block = first_block, rows_block = first_block;  // the next loads
 
   using Stage = typename W4Ring<kGroups>::Stage;
   const auto next_weights = [&] {
     return args.blocks + (int64_t{tile} * args.k_blocks + weights_block) * args.block_bytes;
   };
-  const auto feed_weights = [&](const Stage& stage) {
+  const auto produce_weights = [&](const Stage& stage) {
     const uint32_t full = stage.full, to = stage.weights();
     const char* from = next_weights();
 #if __CUDA_ARCH__ >= 900
@@ -84,12 +86,12 @@ __device__ __forceinline__ void feed(const Args& args, const W4Ring<kGroups>& ri
     if (lane == 0) ptx::mbarrier_arrive(full);
 #endif
     if (++weights_block == end) weights_block = first_block, tile += tile_step;
-    if (--left == kLeftToAskFor<kGroups>) ptx::pdl_launch();
+    if (--left == kLoadsLeftAtTrigger<kGroups>) ptx::pdl_launch();
   };
-  const auto feed_rows = [&](const Stage& stage) {
+  const auto produce_rows = [&](const Stage& stage) {
     const uint32_t full = stage.full, to = stage.rows;
     int k_block = rows_block;
-    if (k_block >= args.blocks_of_digit) k_block -= args.blocks_of_digit;
+    if (k_block >= args.plane_k_blocks) k_block -= args.plane_k_blocks;
     if constexpr (Mma::kTensorMap) {
       if (lane == 0) copy_rows<kGroups>(to, &args.x_map, k_block, full);
     } else {
@@ -106,28 +108,29 @@ __device__ __forceinline__ void feed(const Args& args, const W4Ring<kGroups>& ri
   };
 
   if constexpr (Mma::kTensorMap) ptx::prefetch_map(&args.x_map);
-  const int first = min(args.stages, num_iterations), asked = min(args.asked, first);
+  const int first = min(args.stages, num_iterations), early_stages = min(args.early_stages, first);
 #pragma unroll 1
-  for (int i = 0; i < asked; ++i) feed_weights(ring.stage(i));
+  for (int i = 0; i < early_stages; ++i) produce_weights(ring.stage(i));
   const char* ahead = next_weights();
-  const int ahead_bytes = left == 0 ? 0 : min(args.ahead, end - weights_block) * args.block_bytes;
+  const int ahead_bytes =
+      left == 0 ? 0 : min(args.early_l2_blocks, end - weights_block) * args.block_bytes;
 #pragma unroll 1
   for (int byte = lane * 128; byte < ahead_bytes; byte += 32 * 128) ptx::prefetch_l2(ahead + byte);
   ptx::pdl_wait();
 #pragma unroll 1
   for (int i = 0; i < first; ++i) {
-    if (i >= asked) feed_weights(ring.stage(i));
-    feed_rows(ring.stage(i));
+    if (i >= early_stages) produce_weights(ring.stage(i));
+    produce_rows(ring.stage(i));
   }
   Stage stage = ring.stage(0);
 #pragma unroll 1
   for (int i = first; i < num_iterations; ++i) {
     ptx::mbarrier_wait(stage.empty(), stage.parity);
-    feed_weights(stage);
-    feed_rows(stage);
+    produce_weights(stage);
+    produce_rows(stage);
     ring.advance(stage);
   }
-  if constexpr (!Mma::kTensorMap) {  // nothing is on its way when the warp ends
+  if constexpr (!Mma::kTensorMap) {  // no copies in flight when the warp ends
     ptx::cp_async_commit();
     ptx::cp_async_wait<0>();
   }

@@ -1,4 +1,4 @@
-// What becomes of the sums of a block of threads of w4_gemm: slices are added up, and y is written.
+// Epilogue of w4_gemm: adds the slices of K and writes y.
 #pragma once
 
 #include "core/ptx.cuh"
@@ -10,11 +10,11 @@
 namespace cpmcu::cuda {
 namespace {
 
-constexpr int kParts = 2 * kWarps;    // of 16 rows, of a block
-constexpr int kGroupBytes = 32 * 16;  // of a part's sums of 8 rows of x: 16 a lane
+constexpr int kM16Tiles = 2 * kWarps;  // m16 tiles of a weight block
+constexpr int kGroupBytes = 32 * 16;   // sums of an m16 tile x 8 rows of x: 16 bytes a lane
 
-// Whether code of this compute capability adds up slices in clusters. Rings and inboxes want more
-// shared memory than the 99 KB that a block has on GeForce cards, from 12.0 on too.
+// Whether code of this compute capability adds slices in clusters. The stages and the DSMEM receive
+// buffer need more shared memory than the 99 KB of a CTA on GeForce cards, also from 12.0 on.
 constexpr bool has_clusters(int capability) { return capability >= 90 && capability < 120; }
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200
 #define CPMCU_W4_CLUSTERS
@@ -25,25 +25,26 @@ struct Args {
   void* y;             // [M, N], T or float32; gated: [M, N / 2]
   const void* x;       // [M, K]
   const char* blocks;  // [tiles][k_blocks]
-  float* partials;     // [slices, M, N]; null where clusters add up
+  float* partials;     // null with clusters
   int m, n, k;
-  int tiles;            // of 256 rows
-  int rounds;           // tiles of a block of threads; some have one less
-  int k_blocks;         // of 128 k, all digits together
-  int blocks_of_digit;  // x starts again after these
+  int tiles;           // tiles of 256 rows
+  int rounds;          // tiles of a CTA; some CTAs have one less
+  int k_blocks;        // k blocks of 128, all nibble planes
+  int plane_k_blocks;  // k blocks of a nibble plane; x restarts after each plane
   int block_bytes;
   int slices;
-  int slice_blocks, longer_slices;  // k blocks of a slice, and how many slices have one more
-  uint8_t first_part[9];            // see Inbox
+  int slice_blocks, longer_slices;  // k blocks of a slice; slices with one more
+  uint8_t first_m16_tile[9];        // see SliceReceiver
   int stages;
-  int asked, ahead;  // blocks, while x has not come: on their way, and brought to L2 besides
+  // Weight blocks requested before x arrives: to stages, and further ones to L2.
+  int early_stages, early_l2_blocks;
   bool bf16_scales, float_out, gated;
   float alpha, beta;
 };
 
-// How often a warp arrives at a barrier of the multiplying warps: once, or each lane by itself,
-// which makes small matrices 2 % quicker with 32 and 64 rows and up to 6 % slower with fewer.
-// NOTE: of a warp that arrives once racecheck reports what it does not know to have come before.
+// Arrivals of a consumer warp at a barrier: one a warp, or one a lane. One a lane makes small
+// matrices 2 % faster at 32 and 64 rows, and up to 6 % slower at fewer. NOTE: with one a warp,
+// racecheck reports accesses before the arrival that it cannot order.
 template <int kGroups>
 constexpr int kArrivals = kGroups <= 2 ? 1 : 32;
 template <int kGroups>
@@ -52,13 +53,13 @@ __device__ __forceinline__ void arrive(uint32_t barrier) {
   if (kArrivals<kGroups> > 1 || threadIdx.x % 32 == 0) ptx::mbarrier_arrive(barrier);
 }
 
-// ---- from sums to y
+// ---- epilogue
 //
-// NOTE: an epilogue runs once in a launch, and its time is that of fetching its instructions: at 32
-// rows a general one takes 3 us more than one that knows what it writes. So what y is, is asked
-// once, outside the loops.
+// NOTE: an epilogue runs once a launch, and its time is that of fetching its instructions. At 32
+// rows a general epilogue takes 3 us more than one specialised for the type of y. So the type is
+// tested once, outside the loops.
 
-// alpha * value + beta * old; args.alpha has the factor of unpacked numbers in it.
+// alpha * value + beta * old; args.alpha includes 1 / kUnpackedScale.
 __device__ __forceinline__ float updated(const Args& args, float value, float old) {
   value = __fmul_rn(args.alpha, value);
   return args.beta == 0 ? value : __fmaf_rn(args.beta, old, value);
@@ -68,7 +69,7 @@ __device__ __forceinline__ float gated_value(const Args& args, float gate, float
   return silu(gate) * __fmul_rn(args.alpha, up);
 }
 
-// One output: of a gated W, of stored rows n and n + 8, else of n alone.
+// Stores one output: from stored rows n and n + 8 of a gated W, else from n alone.
 template <typename T>
 __device__ __forceinline__ void store_value(const Args& args, int row, int n, float sum,
                                             float sum_8) {
@@ -95,7 +96,8 @@ __device__ __forceinline__ void store_pair(const Args& args, int row, int n, flo
   if (!args.gated) store_value<T>(args, row, n + 8, sum_8, 0);
 }
 
-// The sums of a lane: rows 8 group + 2q, + 1 of x, and stored rows n, n + 8, n + 16, n + 24 of W.
+// Stores a lane's sums of a whole tile: rows 8 group + 2q, + 1 of x, and stored rows n, n + 8, n +
+// 16, n + 24 of W.
 template <typename Y, bool kGated, int kGroups>
 __device__ __forceinline__ void store_whole(const Args& args, const float (&sums)[2][kGroups][4],
                                             int n) {
@@ -122,8 +124,8 @@ __device__ __forceinline__ void store_whole(const Args& args, const float (&sums
     }
   }
 }
-// f(row of x, stored row n of W, its sum, that of n + 8) for the sums of a lane, the same; `n` is
-// the first.
+// Calls f(row of x, stored row n of W, its sum, the sum of n + 8) for the lane's sums; `n` is its
+// first.
 template <int kGroups, typename F>
 __device__ __forceinline__ void each_pair(const float (&sums)[2][kGroups][4], int n, F f) {
 #pragma unroll
@@ -151,36 +153,40 @@ __device__ __forceinline__ void store_sums(const Args& args, const float (&sums)
 // ---- slices
 
 #ifdef CPMCU_W4_CLUSTERS
-// Where a block of a cluster gets the sums that it adds up, [slices][parts][kGroups][lanes] of 16
-// bytes behind its ring. A part is one of a warp's two tiles of 16 rows; block r of the cluster, of
-// slice r, owns [first_part[r], first_part[r + 1]). A block has one tile of 256 rows then.
+// The DSMEM receive buffer of a CTA of a cluster, behind its stages: [slices][m16
+// tiles][kGroups][lanes] of 16 bytes. CTA r of the cluster multiplies slice r and adds m16 tiles
+// [first_m16_tile[r], first_m16_tile[r + 1]). With slices, a CTA has one tile of 256 rows.
 template <typename T, int kGroups>
-struct Inbox {
-  static constexpr int kPieces = kGroups * 32;  // of a part: a lane's sums of a group
-  uint32_t pieces, received;
-  int slice, lane;  // this block's, this thread's
+struct SliceReceiver {
+  // Fragments of an m16 tile. A fragment has a lane's sums of a row group.
+  static constexpr int kFragments = kGroups * 32;
+  uint32_t fragments, received;
+  int slice, lane;  // of this CTA; of this thread
 
   // By one thread.
   __device__ __forceinline__ void open(const Args& args) const {
-    const int parts = args.first_part[slice + 1] - args.first_part[slice];
-    ptx::mbarrier_init(received, 1 + kArrivals<kGroups> * parts);  // this thread, this block's sums
-    ptx::mbarrier_expect_bytes(received, (args.slices - 1) * parts * 8 * ((args.m + 1) / 2) * 16);
+    const int m16_tiles = args.first_m16_tile[slice + 1] - args.first_m16_tile[slice];
+    // Arrivals: this thread, and this CTA's own sums.
+    ptx::mbarrier_init(received, 1 + kArrivals<kGroups> * m16_tiles);
+    ptx::mbarrier_expect_bytes(received,
+                               (args.slices - 1) * m16_tiles * 8 * ((args.m + 1) / 2) * 16);
     ptx::mbarrier_init_fence();
   }
 
-  // Sends the sums of a multiplying warp, adds up what has come and writes y.
+  // Sends a consumer warp's sums to their owners, adds the received ones and writes y.
   __device__ __forceinline__ void add_up(const Args& args, const float (&sums)[2][kGroups][4],
                                          int warp, int n0) const {
     const int g = lane / 4, q = lane % 4;
-    const int my_first = args.first_part[slice];
-    const int my_parts = args.first_part[slice + 1] - my_first;
+    const int my_first = args.first_m16_tile[slice];
+    const int my_tiles = args.first_m16_tile[slice + 1] - my_first;
     ptx::cluster_wait();
 #pragma unroll
     for (int t = 0; t < 2; ++t) {
-      const int part = warp * 2 + t, owner = part * args.slices / kParts;
-      const int its_first = args.first_part[owner];
-      const int its_parts = args.first_part[owner + 1] - its_first;
-      const uint32_t box = pieces + ((slice * its_parts + part - its_first) * kPieces + lane) * 16;
+      const int m16_tile = warp * 2 + t, owner = m16_tile * args.slices / kM16Tiles;
+      const int its_first = args.first_m16_tile[owner];
+      const int its_tiles = args.first_m16_tile[owner + 1] - its_first;
+      const uint32_t box =
+          fragments + ((slice * its_tiles + m16_tile - its_first) * kFragments + lane) * 16;
       const auto each_group = [&](auto store) {
 #pragma unroll
         for (int group = 0; group < kGroups; ++group) {
@@ -191,18 +197,19 @@ struct Inbox {
         each_group([&](int at, const auto& sum) { ptx::store_shared16(box + at, sum); });
         arrive<kGroups>(received);
       } else {
-        const uint32_t outbox = ptx::cluster_address(box, owner);
+        const uint32_t remote_box = ptx::cluster_address(box, owner);
         const uint32_t sent = ptx::cluster_address(received, owner);
-        each_group([&](int at, const auto& sum) { ptx::store_cluster16(outbox + at, sum, sent); });
+        each_group(
+            [&](int at, const auto& sum) { ptx::store_cluster16(remote_box + at, sum, sent); });
       }
     }
 #pragma unroll 1
-    for (int piece = threadIdx.x; piece < my_parts * kPieces; piece += kThreads) {
-      const int row = piece / 32 % kGroups * 8 + q * 2;
-      const int n = n0 + (my_first + piece / kPieces) * 16 + g;
+    for (int fragment = threadIdx.x; fragment < my_tiles * kFragments; fragment += kThreads) {
+      const int row = fragment / 32 % kGroups * 8 + q * 2;
+      const int n = n0 + (my_first + fragment / kFragments) * 16 + g;
       T* const y = static_cast<T*>(args.y) + int64_t{row} * args.n + n;
       const bool whole = n0 + kW4BlockRows <= args.n && !args.float_out && !args.gated;
-      float old[4] = {};  // loaded while the sums are on their way
+      float old[4] = {};  // loaded while sums are in flight
       if (whole && args.beta != 0) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -213,7 +220,8 @@ struct Inbox {
       if (row >= args.m) continue;
       float sum[4] = {};
       for (int from = 0; from < args.slices; ++from) {
-        const uint4 v = ptx::load_shared16(pieces + (from * my_parts * kPieces + piece) * 16);
+        const uint4 v =
+            ptx::load_shared16(fragments + (from * my_tiles * kFragments + fragment) * 16);
         sum[0] += __uint_as_float(v.x), sum[1] += __uint_as_float(v.y);
         sum[2] += __uint_as_float(v.z), sum[3] += __uint_as_float(v.w);
       }
@@ -229,11 +237,11 @@ struct Inbox {
         store_pair<T>(args, row + 1, n, sum[1], sum[3]);
       }
     }
-    ptx::mbarrier_wait(received, 0);  // until then others write into this block's memory
+    ptx::mbarrier_wait(received, 0);  // other CTAs write to this CTA's memory until then
   }
 };
 #else
-// For w4_add_slices_kernel; `n` is the first stored row of W of a lane.
+// Stores partial sums for w4_add_slices_kernel; `n` is the lane's first stored row of W.
 template <int kGroups>
 __device__ __forceinline__ void store_partials(const Args& args, const float (&sums)[2][kGroups][4],
                                                int slice, int n) {

@@ -1,8 +1,8 @@
-// How Hopper multiplies packed blocks: wgmma.
+// Multiplication policy with wgmma (Hopper).
 //
-// wgmma reads the rows of x from shared memory by itself, for all columns in one instruction. So a
-// warp spends its issue slots on unpacking alone, and 64 rows cost hardly more than one. W,
-// unpacked in registers, is the left operand.
+// wgmma reads rows of x from shared memory, all columns in one instruction. So a warp spends its
+// issue slots on unpacking alone, and 64 rows cost hardly more than one. W, unpacked in registers,
+// is the left operand.
 #pragma once
 
 #include "kernels/gemm/w4a16_multiply.cuh"
@@ -10,26 +10,25 @@
 namespace cpmcu::cuda {
 namespace {
 
-// kTilesAtOnce: of 16 rows a warp, 1 or 2 at a time. One takes half of the registers for sums of a
-// block.
+// kTilesAtOnce: m16 tiles of a warp at a time, 1 or 2. One tile halves the registers for a block's
+// sums.
 template <int kTilesAtOnce>
 struct WgmmaOf {
   static constexpr bool kTensorMap = true;
   static constexpr int kTiles = kTilesAtOnce;
 
   template <int kGroups>
-  struct LaneRows {};  // wgmma reads the rows by itself
+  struct LaneRows {};  // wgmma reads rows of x itself
 
-  // part = the fragments of 128 k times the rows of x: unpack_to(a, pair, step, i) gives that of
-  // step `step` of 16 k of pair `pair` of steps, and of tile i. Calls `meanwhile` when all is under
-  // way.
+  // part = fragments of 128 k times rows of x. unpack_to(a, pair, step, i) makes the fragment of k
+  // step `step` of the pair `pair` of steps, and of m16 tile i. Calls `meanwhile` when all wgmma
+  // are issued.
   template <typename T, int kGroups, typename Unpack, typename F>
   static __device__ __forceinline__ void multiply_fragments(float (&part)[kTiles][kGroups][4],
                                                             uint32_t rows, Unpack unpack_to,
                                                             F meanwhile) {
     const uint64_t descriptor = ptx::wgmma_descriptor_swizzle128(rows);
-    // The fragments of one pair of steps are unpacked while those of the pair before are
-    // multiplied.
+    // A pair of steps is unpacked while the pair before is multiplied.
     uint32_t a[2][2][kTiles][4];
 #pragma unroll
     for (int pair = 0; pair < 4; ++pair) {
@@ -39,7 +38,7 @@ struct WgmmaOf {
 #pragma unroll
         for (int i = 0; i < kTiles; ++i) unpack_to(fragments[step][i], pair, step, i);
       }
-      // 16 k are 32 bytes, in units of 16.
+      // 16 k are 32 bytes; descriptors count 16.
       const uint64_t x = descriptor + pair / 2 * (8 * kGroups * 128 / 16) + pair % 2 * 4;
       ptx::wgmma_fence();
 #pragma unroll
@@ -57,7 +56,8 @@ struct WgmmaOf {
     ptx::wgmma_wait<0>();
   }
 
-  // Tiles first_tile, ... of the warp's. Calls `meanwhile` when all is under way.
+  // Multiplies the warp's m16 tiles from first_tile on. Calls `meanwhile` when all wgmma are
+  // issued.
   template <typename T, int kGroups, typename F>
   static __device__ __forceinline__ void multiply(float (&part)[kTiles][kGroups][4], int first_tile,
                                                   uint32_t weights, uint32_t rows,

@@ -1,5 +1,5 @@
-// What the products of up to 64 rows of x share, whatever the weights: eight warps multiply, and
-// the rows of x come through a ring in shared memory.
+// Shared by the GEMMs of up to 64 rows of x: eight consumer warps, and rows of x that pass through
+// a pipeline in shared memory.
 #pragma once
 
 #include "core/ptx.cuh"
@@ -11,21 +11,19 @@ namespace {
 constexpr int kWarps = 8;
 constexpr int kThreads = 32 * kWarps;
 constexpr int kMaxRows = kMaxSkinnyRows;
-constexpr int kRingBytes = 226 * 1024;  // on Hopper, of the 227 KB that a block may have
+constexpr int kRingBytes = 226 * 1024;  // Hopper: of the 227 KB that a CTA may have
 
-// Where the multiplying warps want more registers than an equal share, on Hopper a whole warpgroup
-// feeds and gives up its own: so many are left to its threads, and to those of the others.
-constexpr int kFeedingRegisters = 40, kMultiplyingRegisters = 232;
+// On Hopper, consumer warps that need more than an equal share of registers take them from a whole
+// producer warpgroup. Registers per thread of both:
+constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 
-// A CUtensorMap: how the copy engine finds rows (tensor_map.cuh makes one).
-struct alignas(64) TensorMap {
+struct alignas(64) TensorMap {  // a CUtensorMap, made by tensor_map.cuh
   uint64_t opaque[16];
 };
 
-// Where a lane finds its row of x for ldmatrix, in a stage: lane l gives the address of row l % 8
-// of matrix l / 8, and a matrix is 8 rows of x and 8 k. With one group the four matrices are 32
-// k, else 16 rows and 16 k. Entry i is for chunks from 2 i on; chunks 8 to 15 are the second
-// panel.
+// The lane's ldmatrix address in a stage's rows of x. Lane l gives the address of row l % 8 of
+// matrix l / 8; a matrix has 8 rows and 8 k. With one group the four matrices cover 32 k, else 16
+// rows x 16 k. Entry i is for 16-byte chunks from 2 i on; chunks 8 to 15 are in the second panel.
 template <int kGroups>
 struct LaneRows {
   uint32_t offsets[4];
@@ -37,7 +35,7 @@ struct LaneRows {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       offsets[i] = row * 128 + (((2 * i) ^ chunk ^ (lane & 7)) << 4);
-      ptx::opaque(offsets[i]);  // or they are computed again for every stage
+      ptx::opaque(offsets[i]);  // so it is not recomputed for every stage
     }
   }
   __device__ __forceinline__ uint32_t at(int chunk) const {

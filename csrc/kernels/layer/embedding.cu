@@ -1,8 +1,11 @@
-// Token embeddings: out[t] = table[ids[t]] * scale, product in float32, rounded once.
+// embedding: out[t] = table[ids[t]] * scale, in float32, rounded once.
 //
-// One thread moves 8 elements (16 bytes); a block is 128 such threads of one row. Bound: 4 bytes a
-// element against memory bandwidth; for one row it is the latency of two dependent loads, so a row
-// is spread over several blocks rather than looped over by one.
+// Roofline: 4 bytes an element of HBM traffic. For one token: the latency of two dependent loads.
+//
+// Schedule: one thread moves 8 elements (16 bytes). A CTA has 128 such threads, all of one row.
+//
+// Surprising: a row is spread over several CTAs, because a loop in one CTA would add latency for
+// one token.
 #include "kernels/layer/embedding.h"
 
 #include "core/launch.h"
@@ -27,7 +30,7 @@ struct EmbeddingArgs {
 
 // ---- kernels
 
-// Grid: (T, blocks of a row).
+// Grid: (T, CTAs of a row).
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
     embedding_kernel(const __grid_constant__ EmbeddingArgs args) {
@@ -55,8 +58,8 @@ void embedding(const Context& ctx, const EmbeddingParams& p) {
   check_rows("embedding", "out", p.out);
   check_rows("embedding", "table", p.table);
   CHECK(p.table.dtype() == p.out.dtype() && p.table.size(1) == p.out.size(1),
-        "embedding: the table is {} {} but the output {} {}", name_of(p.table.dtype()),
-        p.table.shape_text(), name_of(p.out.dtype()), p.out.shape_text());
+        "embedding: table is {} {}, out is {} {}, expected the same dtype and width",
+        name_of(p.table.dtype()), p.table.shape_text(), name_of(p.out.dtype()), p.out.shape_text());
   check_stride("embedding", p.out_stride, p.out.size(1));
   if (p.out.size(0) == 0) return;
   const int num_vectors = static_cast<int>(p.out.size(1) / 8);

@@ -1,8 +1,9 @@
-// Copies chosen rows: out[out_index[r]] = x[index[r]].
+// gather_rows: out[out_index[r]] = x[index[r]].
 //
-// One thread moves 16 bytes, whatever the dtype; a block is 128 such threads of one row. Bound:
-// twice the copied bytes against memory bandwidth; for a few rows the latency of two dependent
+// Roofline: twice the copied bytes of HBM traffic. For few rows: the latency of two dependent
 // loads.
+//
+// Schedule: one thread moves 16 bytes of any dtype. A CTA has 128 such threads, all of one row.
 #include "kernels/layer/gather_rows.h"
 
 #include "core/launch.h"
@@ -25,7 +26,7 @@ struct GatherArgs {
   int64_t out_stride;    // in vectors
 };
 
-// Grid: (R, blocks of a row).
+// Grid: (R, CTAs of a row).
 __global__ void __launch_bounds__(kThreads)
     gather_rows_kernel(const __grid_constant__ GatherArgs args) {
   ptx::pdl_launch();
@@ -46,15 +47,17 @@ __global__ void __launch_bounds__(kThreads)
 void gather_rows(const Context& ctx, const GatherRowsParams& p) {
   CHECK(p.x.num_dims() == 2 && p.out.num_dims() == 2 && p.x.dtype() == p.out.dtype() &&
             p.x.size(1) == p.out.size(1),
-        "gather_rows: the input is {} {} but the output {} {}", name_of(p.x.dtype()),
-        p.x.shape_text(), name_of(p.out.dtype()), p.out.shape_text());
+        "gather_rows: x is {} {}, out is {} {}, expected the same dtype and width",
+        name_of(p.x.dtype()), p.x.shape_text(), name_of(p.out.dtype()), p.out.shape_text());
   const int64_t row_bytes = p.x.size(1) * size_of(p.x.dtype());
   CHECK(row_bytes > 0 && row_bytes % 16 == 0 && is_aligned16(p.x.data()) &&
             is_aligned16(p.out.data()),
-        "gather_rows: rows of {} bytes, expected aligned multiples of 16", row_bytes);
+        "gather_rows: rows have {} bytes, expected a multiple of 16, aligned to 16 bytes",
+        row_bytes);
   const int64_t stride_bytes = p.out_stride * size_of(p.x.dtype());
   CHECK(stride_bytes % 16 == 0 && (stride_bytes == 0 || stride_bytes >= row_bytes),
-        "gather_rows: rows of {} bytes at a stride of {} bytes, expected a multiple of 16",
+        "gather_rows: rows have {} bytes and a stride of {} bytes, expected a multiple of "
+        "16 that is no less than a row",
         row_bytes, stride_bytes);
   const int64_t num_rows = p.num_rows ? p.num_rows : p.out.size(0);
   if (num_rows == 0) return;

@@ -1,4 +1,4 @@
-// out[out_index[r]] = x[index[r]], for each r with index[r] >= 0
+// out[out_index[r]] = x[index[r]] for each r with index[r] >= 0.
 #pragma once
 
 #include "kernels/op.h"
@@ -6,11 +6,11 @@
 namespace cpmcu {
 
 struct GatherRowsParams {
-  Tensor out;                      // [R', H], or with out_stride
+  Tensor out;                      // [R', H]; rows at a distance of out_stride
   Tensor x;                        // [T, H], same dtype
   const int* index = nullptr;      // [R] on the device; null: 0..R-1
   const int* out_index = nullptr;  // [R] on the device; null: 0..R-1
-  int num_rows = 0;                // R; 0: rows of out
+  int num_rows = 0;                // R; 0: the number of rows of out
   int64_t out_stride = 0;          // elements between rows of out; 0: H
 };
 

@@ -1,12 +1,15 @@
-// out[t] = x[t] / sqrt(mean(x[t]^2) + eps) * weight, all in float32, rounded once.
+// rms_norm: out[t] = x[t] / sqrt(mean(x[t]^2) + eps) * weight, in float32, rounded once.
 //
-// One block a row: the row stays in registers (8 or 16 elements a thread), one block_reduce, one
-// store. Bound: 4 bytes an element for many rows; for one row it is the latency of one load, one
-// reduction and one store, hence as many threads as the row has 16-byte vectors, and the weights
-// are in registers before the row arrives.
+// Roofline: 4 bytes an element of HBM traffic. For one row: the latency of one load, one reduction
+// and one store.
 //
-// Block size and elements of a thread follow from H alone, so a row has the same bits in every
-// batch.
+// Schedule: one CTA for each row.
+//   1. Load the weights into registers, before the row arrives (PDL).
+//   2. Load the row into registers, 8 or 16 elements a thread.
+//   3. Reduce the sum of squares over the CTA, scale, store.
+//
+// Surprising: the CTA size and the elements of a thread depend only on H. Therefore the bits of a
+// row do not depend on the batch.
 #include "kernels/layer/rms_norm.h"
 
 #include "core/launch.h"
@@ -19,12 +22,12 @@ namespace cpmcu::cuda {
 namespace {
 
 constexpr int kMaxThreads = 1024;
-constexpr int kMaxVectors = 2;  // of 8 elements in a thread: H up to 16384
+constexpr int kMaxVectors = 2;  // vectors of 8 elements in a thread: H up to 16384
 
 // ---- kernels
 
-// Grid: T. `width` is H, at most kThreads * kVectors * 8. `out` may be `x`, if its rows are as
-// near and there is no index.
+// Grid: T. `width` is H, at most kThreads * kVectors * 8. `out` may alias `x` if both have the same
+// stride and there is no index.
 template <typename T, int kThreads, int kVectors>
 __global__ void __launch_bounds__(kThreads)
     rms_norm_kernel(T* out, const T* x, const int* index, const T* __restrict__ weight, int width,
@@ -66,7 +69,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// The smallest block, of at least 64 threads, that holds one vector a thread.
+// The smallest CTA of at least 64 threads with one vector for each thread.
 int threads_for(int num_vectors) {
   int threads = 64;
   while (threads < num_vectors && threads < kMaxThreads) threads *= 2;
@@ -83,11 +86,12 @@ void rms_norm(const Context& ctx, const RmsNormParams& p) {
   check_rows("rms_norm", "out", p.out);
   CHECK(p.out.dtype() == p.x.dtype() && (p.index || p.out.size(0) == p.x.size(0)) &&
             p.out.size(1) == p.x.size(1),
-        "rms_norm: x is {} {}, out {} {}", name_of(p.x.dtype()), p.x.shape_text(),
-        name_of(p.out.dtype()), p.out.shape_text());
+        "rms_norm: x is {} {}, out is {} {}, expected the same dtype and shape",
+        name_of(p.x.dtype()), p.x.shape_text(), name_of(p.out.dtype()), p.out.shape_text());
   check_vector("rms_norm", "weight", p.weight, p.x.dtype(), p.x.size(1));
   const int width = static_cast<int>(p.x.size(1));
-  CHECK(width <= kMaxThreads * kMaxVectors * 8, "rms_norm: rows of {} elements, at most {}", width,
+  CHECK(width <= kMaxThreads * kMaxVectors * 8,
+        "rms_norm: rows have {} elements, expected at most {}", width,
         kMaxThreads * kMaxVectors * 8);
   check_stride("rms_norm", p.out_stride, width);
   if (p.out.size(0) == 0) return;
@@ -104,7 +108,7 @@ void rms_norm(const Context& ctx, const RmsNormParams& p) {
       run(rms_norm_kernel<T, kMaxThreads, kMaxVectors>);
       return;
     }
-    dispatch_int<64, 128, 256, 512, 1024>("rms_norm: block size", threads, [&](auto size) {
+    dispatch_int<64, 128, 256, 512, 1024>("rms_norm: CTA size", threads, [&](auto size) {
       run(rms_norm_kernel<T, decltype(size)::value, 1>);
     });
   });

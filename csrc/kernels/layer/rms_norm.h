@@ -1,6 +1,8 @@
-// out[t] = x[t] / sqrt(mean(x[t]^2) + eps) * weight, sums in float32. With an index, x[index[t]].
+// out[t] = x[t] / sqrt(mean(x[t]^2) + eps) * weight, with sums in float32. With an index,
+// x[index[t]] replaces x[t].
 //
-// Residual adds are not here: they ride on the beta of the linear layer before (linear/linear.h).
+// Residual additions are not part of this op: the beta of the preceding linear layer does them
+// (linear/linear.h).
 #pragma once
 
 #include "kernels/op.h"

@@ -1,8 +1,8 @@
-// The arithmetic of rotary_kv.h, for kernels that do it: the same bits in all of them.
+// The arithmetic of rotary_kv.h. All kernels that use it produce the same bits.
 //
-// Sines and cosines: the float32 angle (up to 131072 and beyond) is reduced to half turns in
-// float64, three operations, and goes to sincospif. sincosf would do the same reduction in a slow
-// path with an array in local memory.
+// Sine and cosine: the float32 angle (131072 and more) is reduced to half turns in float64 by three
+// operations, then sincospif is called. sincosf would do the reduction in a slow path with an array
+// in local memory.
 #pragma once
 
 #include "kernels/launch_checks.h"
@@ -14,7 +14,7 @@ struct Rotation {
   float cosine, sine;
 };
 
-// Right for any float32 angle whose number of half turns is below 2^31.
+// Valid for any float32 angle of less than 2^31 half turns.
 __device__ __forceinline__ Rotation rotation_by(float angle, float attention_scaling) {
   constexpr double kHalfTurns = 0.31830988618379067;  // 1 / pi
   const double turns = static_cast<double>(angle) * kHalfTurns;
@@ -24,7 +24,7 @@ __device__ __forceinline__ Rotation rotation_by(float angle, float attention_sca
           .sine = __fmul_rn(by.sine, attention_scaling)};
 }
 
-// Elements i and i + R / 2 of a head.
+// Rotates the pair of elements i and i + R / 2 of a head.
 __device__ __forceinline__ void rotate(float& low, float& high, const Rotation& by) {
   const float old_low = low;
   low = __fmaf_rn(low, by.cosine, -__fmul_rn(high, by.sine));
@@ -38,11 +38,12 @@ inline void check_rotary_kv(const RotaryKvParams& p) {
   CHECK(p.qkv.size(0) >= p.tokens.num_tokens && p.qkv.size(1) == layout.row,
         "rotary_kv: qkv is {}, expected {} rows of {} columns", p.qkv.shape_text(),
         p.tokens.num_tokens, layout.row);
-  CHECK(layout.row % 8 == 0 && layout.q_head % 8 == 0 && layout.k % 8 == 0 && layout.v % 8 == 0 &&
-            layout.end(p.num_kv_heads, p.head_dim) <= layout.row,
-        "rotary_kv: query heads {} apart, keys at {} and values at {} of {} columns, expected "
-        "multiples of 8 within the row",
-        layout.q_head, layout.k, layout.v, layout.row);
+  CHECK(
+      layout.row % 8 == 0 && layout.q_head % 8 == 0 && layout.k % 8 == 0 && layout.v % 8 == 0 &&
+          layout.end(p.num_kv_heads, p.head_dim) <= layout.row,
+      "rotary_kv: query head stride {}, keys at column {} and values at column {} of {}, expected "
+      "multiples of 8 within the row",
+      layout.q_head, layout.k, layout.v, layout.row);
   CHECK(rotary_dim_of(p) % 16 == 0 && rotary_dim_of(p) <= p.head_dim,
         "rotary_kv: {} of {} elements are rotated, expected a multiple of 16 up to head_dim",
         rotary_dim_of(p), p.head_dim);
@@ -58,7 +59,7 @@ inline void check_rotary_kv(const RotaryKvParams& p) {
           cache.shape_text(), name_of(dtype), p.num_kv_heads, kPageSize, p.head_dim);
   }
   CHECK(p.inv_freq != nullptr && is_aligned16(p.inv_freq),
-        "rotary_kv: inv_freq is missing or not aligned to 16 bytes");
+        "rotary_kv: inv_freq is null or unaligned, expected an address aligned to 16 bytes");
 }
 
 }  // namespace cpmcu::cuda

@@ -1,14 +1,17 @@
-// Bias, per-head RMSNorm, RoPE and the write into the paged cache, in one pass over qkv.
+// rotary_kv: bias, per-head RMSNorm, RoPE and the write into the paged cache, in one pass over qkv.
+// qkv is [T, columns]; a page of the cache is [Hkv, 64, D].
 //
-// qkv is [T, columns], a page of the cache [Hkv, 64, D]. A group of D / 16 lanes holds one head:
-// each lane 8 elements of the lower half of R and the 8 that RoPE pairs with them in the upper, so
-// that the rotation needs no exchange and memory moves 16 bytes at a time. Everything between the
-// load and the store is float32, rounded once.
+// Roofline: 4 bytes an element of qkv of HBM traffic. For one token: the latency of the dependent
+// loads sequence -> slot -> length -> page.
 //
-// Bound: 4 bytes an element of qkv against memory bandwidth; for one row the latency of the
-// dependent loads sequence -> slot -> length -> page. Sines and cosines are made once for all heads
-// of a block; with many rows a group walks over several heads of its row. The arithmetic of a head
-// is the same either way.
+// Schedule: a group of D / 16 lanes handles one head.
+//   1. The CTA computes sine and cosine once for all its heads.
+//   2. Each lane loads 8 elements of the lower half of R and the 8 that RoPE pairs with them.
+//   3. Bias, norm and rotation in float32, without an exchange between lanes except the norm's sum.
+//   4. One rounding; stores of 16 bytes to qkv (q) or to the cache (k, v).
+//
+// Surprising: with many tokens, a group loops over several heads of its token. The arithmetic of a
+// head does not change.
 #include "kernels/layer/rotary.cuh"
 
 #include <algorithm>
@@ -43,14 +46,14 @@ struct RotaryKvArgs {
   StepTokens tokens;
 };
 
-// One lane's part of a head: two times 8 elements. The first R / 16 lanes hold elements that RoPE
-// pairs: 8 lane on of each half of R. The others hold 16 neighbours that it leaves alone.
+// A lane's part of a head: two vectors of 8 elements. In the first R / 16 lanes, RoPE pairs the
+// elements of the two vectors. The other lanes have 16 adjacent elements that are not rotated.
 struct HeadPart {
   float low[8];
   float high[8];
 };
 
-// Where a lane's elements begin.
+// The first elements of a lane's two vectors within the head.
 struct PartPlace {
   int low, high;
   bool rotates;
@@ -97,7 +100,7 @@ __device__ __forceinline__ void add(HeadPart& x, const HeadPart& bias) {
   }
 }
 
-// RMSNorm over the head, whose kLanes lanes are those of `group_mask`.
+// RMSNorm over a head. The lanes of the head are those of `group_mask`.
 template <int kLanes>
 __device__ __forceinline__ void normalize(HeadPart& x, const HeadPart& weight, float eps,
                                           uint32_t group_mask) {
@@ -121,13 +124,13 @@ __device__ __forceinline__ void rotate_part(HeadPart& x, const Rotation (&by)[8]
   for (int i = 0; i < 8; ++i) rotate(x.low[i], x.high[i], by[i]);
 }
 
-// Grid: (T, parts of a row's heads). Heads lie q, k, v.
+// Grid: (T, CTAs of a token). Heads are numbered q, k, v.
 template <typename T, int kDim>
 __global__ void __launch_bounds__(kThreads)
     rotary_kv_kernel(const __grid_constant__ RotaryKvArgs<T> args) {
   constexpr int kLanes = kDim / 16;
   constexpr int kGroups = kThreads / kLanes;
-  static_assert(kLanes <= 32 && 32 % kLanes == 0, "a head lies within one warp");
+  static_assert(kLanes <= 32 && 32 % kLanes == 0, "a head must lie within one warp");
   Trace trace;
   ptx::pdl_launch();
   const int lane = threadIdx.x % kLanes;
@@ -139,7 +142,7 @@ __global__ void __launch_bounds__(kThreads)
   const int seq = tokens.token_seqs[row];
   const int slot = tokens.seq_slots[seq];
   const int entry =
-      tokens.slot_lengths[slot] + tokens.first_row + row - tokens.seq_token_begin[seq];
+      tokens.slot_lengths[slot] + tokens.first_token + row - tokens.seq_token_begin[seq];
 
   const int num_qk_heads = args.num_heads + args.num_kv_heads;
   const int num_all_heads = num_qk_heads + args.num_kv_heads;
@@ -154,7 +157,7 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
   for (int i = 0; i < 8; ++i) rotations[i] = shared[at.rotates ? at.low + i : i];
 
-  ptx::pdl_wait();  // up to here only what was complete before this pass was read
+  ptx::pdl_wait();  // the reads before this line need no result of the previous kernel
   trace.stamp(1);
 
   T* qkv_row = args.qkv + int64_t{row} * args.layout.row;
@@ -215,10 +218,11 @@ void rotary_kv(const Context& ctx, const RotaryKvParams& p) {
   dispatch_int<64, 128, 256>("rotary_kv: head_dim", p.head_dim, [&](auto dim) {
     constexpr int kDim = decltype(dim)::value;
     constexpr int kGroups = kThreads / (kDim / 16);
-    // Few rows: a group for each head. Many: as few blocks a row as still fill the device.
-    const int blocks_of_heads = (p.num_heads + 2 * p.num_kv_heads + kGroups - 1) / kGroups;
-    const int blocks_to_fill = (ctx.sm_count * 16 + num_rows - 1) / num_rows;
-    const dim3 grid(num_rows, std::min(blocks_of_heads, blocks_to_fill));
+    // Few tokens: one group for each head. Many tokens: the fewest CTAs a token that still fill the
+    // GPU.
+    const int ctas_of_heads = (p.num_heads + 2 * p.num_kv_heads + kGroups - 1) / kGroups;
+    const int ctas_to_fill = (ctx.sm_count * 16 + num_rows - 1) / num_rows;
+    const dim3 grid(num_rows, std::min(ctas_of_heads, ctas_to_fill));
     dispatch_half(p.qkv.dtype(), [&](auto t) {
       using T = decltype(t);
       launch(ctx, rotary_kv_kernel<T, kDim>, grid, dim3(kThreads), 0, make_args<T>(p));

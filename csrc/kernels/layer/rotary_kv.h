@@ -1,9 +1,12 @@
-// Everything between the qkv product and attention: bias, per-head RMSNorm of q and k, RoPE of q
-// and k, and the write of k and v into the paged cache. q is written back in place.
+// The op between the qkv GEMM and attention: bias, per-head RMSNorm of q and k, RoPE of q and k,
+// and the write of k and v into the paged cache. q is rewritten in place.
 //
-// RoPE rotates the halves of the first R elements of a head (NeoX style): with a = position *
-// inv_freq[i], c = cos(a) * scaling, s = sin(a) * scaling: (x[i], x[i + R/2]) -> (x[i] c - x[i+R/2]
-// s, x[i+R/2] c + x[i] s), in float32. Elements from R on stay.
+// RoPE rotates pairs of the first R elements of a head (NeoX style), in float32. With
+// a = position * inv_freq[i], c = cos(a) * attention_scaling, s = sin(a) * attention_scaling:
+//
+//   x[i], x[i + R / 2] -> x[i] c - x[i + R / 2] s, x[i + R / 2] c + x[i] s
+//
+// Elements from R on are not rotated.
 #pragma once
 
 #include "kernels/layer/qkv_layout.h"
@@ -13,11 +16,11 @@
 namespace cpmcu {
 
 struct RotaryKvParams {
-  Tensor qkv;  // [T, columns of the layout]; q part rewritten in place
+  Tensor qkv;  // [T, columns of the layout]; q is rewritten in place
   QkvLayout layout{};
-  Tensor bias;    // [(Hq + 2 Hkv) * D] or empty
-  Tensor q_norm;  // [D] or empty
-  Tensor k_norm;  // [D] or empty
+  Tensor bias;    // [(Hq + 2 Hkv) * D]; may be empty
+  Tensor q_norm;  // [D]; may be empty
+  Tensor k_norm;  // [D]; may be empty
   float norm_eps = 1e-6f;
   const float* inv_freq = nullptr;  // [R / 2] on the device
   int rotary_dim = 0;               // R; 0: D

@@ -6,9 +6,9 @@
 namespace cpmcu {
 
 struct SiluMulParams {
-  Tensor out;              // [T, I]
-  Tensor x;                // [T, 2 I]: gate, then up
-  bool by_eights = false;  // instead, eight columns of gate and eight of up by turns
+  Tensor out;                // [T, I]
+  Tensor x;                  // [T, 2 I]: gate, then up
+  bool interleaved = false;  // gate and up are interleaved in groups of eight columns
 };
 
 REGISTER_OP(silu_mul, SiluMulParams)

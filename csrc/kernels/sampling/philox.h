@@ -1,6 +1,5 @@
-// Philox-4x32-10: four random 32-bit words from a counter and a key, the same on host and device.
-//
-// Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
+// Philox-4x32-10: four random 32-bit words from a counter and a key. Host and device results are
+// equal.
 #pragma once
 
 #include <cstdint>
@@ -34,13 +33,13 @@ CPMCU_HOST_DEVICE inline Philox4 philox(Philox4 counter, uint64_t key) {
   return {{c0, c1, c2, c3}};
 }
 
-// Uniform in [2^-24, 1 - 2^-24]: the middle of one of 2^23 equal intervals. With 24 bits the last
-// middle would not fit float32 and round to 1, whose Gumbel value is infinite.
+// Uniform in [2^-24, 1 - 2^-24]: the centre of one of 2^23 equal intervals. With 24 bits, the last
+// centre would round to 1 in float32, and its Gumbel value would be infinite.
 CPMCU_HOST_DEVICE inline float uniform_from(uint32_t word) {
   return (static_cast<float>(word >> 9) + 0.5f) * 0x1p-23f;
 }
 
-// The four words that tokens 4 i .. 4 i + 3 use, i = token / 4, drawn for `position`.
+// The random words of tokens 4 i .. 4 i + 3 at `position`, i = token / 4.
 CPMCU_HOST_DEVICE inline Philox4 sampling_words(uint64_t seed, uint32_t stream, int position,
                                                 int token) {
   return philox({{static_cast<uint32_t>(token) / 4, static_cast<uint32_t>(position), stream, 0}},

@@ -1,21 +1,21 @@
-// From logits to tokens by the parameters of each row's slot (contract: kernels/sampling/sample.h).
+// sample: draws one token for each row of logits (contract: kernels/sampling/sample.h).
 //
-// A row belongs to a team of blocks: on sm_90 and later a cluster of up to 4, as there is room,
-// that exchanges partial results through distributed shared memory; before, one block. Each thread
-// sees the same tokens in every pass, four neighbours at a time (they share one Philox counter).
-// Adjusted logits are never stored: each pass makes them anew from the logits, counts and bias,
-// which a team of 4 has in L1 after the first pass. So the logits stay raw, and logprobs of them
-// can be made at any time.
+// Roofline: the logits are read once from L2, 4 bytes a token. Then the latency of the passes
+// counts: one if greedy; otherwise maximum (1), top-k (3), top-p (3) and draw (1).
 //
-// Bound: 4 bytes a token, once from L2; after that the latency of the passes. Greedy: one pass.
-// Drawing: the maximum, three passes for top-k, three for top-p, the draw.
+// Schedule: a team of CTAs handles one row. On sm_90 and later it is a cluster of up to 4 CTAs that
+// exchange partial results through distributed shared memory; on older GPUs it is one CTA. In every
+// pass a thread sees the same tokens, four adjacent ones at a time. These share one Philox counter.
 //
 // Top-k and top-p are the same search: the largest logit such that the tokens from it upwards weigh
-// at least a target, where a token weighs 1 or its probability in units of 2^-40. It is a radix
-// select, 11 + 11 + 10 bits, over an order-preserving integer image of the logits. Weights are
-// summed as integers, so neither the order of atomics nor the size of the team changes a result.
-// Shared memory has no 64-bit add in hardware: a bin is two words, and whoever overflows the low
-// one carries.
+// at least a target. A token weighs 1 (top-k), or its probability in units of 2^-40 (top-p). The
+// search is a radix select (11 + 11 + 10 bits) over an order-preserving integer image of the
+// logits. Weights are integers, so neither the order of atomics nor the team size changes a result.
+// Shared memory has no 64-bit atomic add: a bin is two words, and an overflow of the low word
+// carries.
+//
+// Surprising: adjusted logits are never stored. Each pass recomputes them from logits, counts and
+// bias, which are in L1 after the first pass. The logits stay raw for the log-probabilities.
 #include "kernels/sampling/sample.h"
 
 #include <limits>
@@ -37,7 +37,7 @@ constexpr int kBins = 2048;
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr float kMaxGumbel = 16.7f;            // above -log(-log(u)) for the largest u
 constexpr uint64_t kNotFinite = ~uint64_t{0};  // above the key of every logit, +inf included
-static_assert(kBins == 2 * kThreads, "a thread sums two bins");
+static_assert(kBins == 2 * kThreads, "each thread sums two bins");
 
 struct SampleArgs {
   const float* logits;           // [R, V]
@@ -57,20 +57,20 @@ struct SampleArgs {
 };
 
 struct Histogram {
-  uint32_t low[kBins];  // of the sum of weights
+  uint32_t low[kBins];  // low words of the sums of weights
   uint32_t high[kBins];
 };
 
 struct ReduceSmem {
   uint64_t scratch[32];
-  uint64_t partials[2][kMaxTeamBlocks];
+  uint64_t partials[2][kMaxTeamCtas];
 };
 
 struct Smem {
   ReduceSmem reduce;
   Histogram histograms[2];
   uint64_t warp_weights[32];
-  int path[kMaxTreeSize];  // tokens drafted on the way to the row
+  int path[kMaxTreeSize];  // tokens drafted between the root and the row
   int num_path;
   uint64_t rest;
   uint32_t digit;
@@ -78,12 +78,12 @@ struct Smem {
 
 // ---- probabilities
 
-// Logarithm of the probability relative to the most likely token, which may be infinite.
+// Log-probability relative to the most likely token, whose logit may be infinite.
 __device__ __forceinline__ float score_of(float z, float maximum, float temperature) {
   return z == maximum ? 0.0f : (z - maximum) / temperature;
 }
 
-// That probability in units of 2^-40.
+// The relative probability in units of 2^-40.
 __device__ __forceinline__ uint64_t mass_of(float z, float maximum, float temperature) {
   return static_cast<uint64_t>(llroundf(expf(score_of(z, maximum, temperature)) * 0x1p40f));
 }
@@ -94,7 +94,7 @@ __device__ __forceinline__ float gumbel_of(uint32_t word) {
 
 // ---- kernels
 
-// What one thread does for one row. Every thread of the team calls every method.
+// The work of one thread for one row. Every thread of the team calls every method.
 template <bool kAligned,  // rows of logits, counts and bias start at multiples of 16 bytes
           int kTeam>
 struct RowSampler {
@@ -107,7 +107,7 @@ struct RowSampler {
   const int* counts;               // [V]
   const float* bias;               // [V]
   const uint32_t* mask = nullptr;  // [num_mask_words(V)] or null
-  int turn = 0;                    // which of two exchange buffers is free
+  int buffer = 0;                  // which of the two exchange buffers is free
 
   __device__ RowSampler(const SampleArgs& args, Smem& smem, int row)
       : args(args), s(args.sampling[args.token_slots[row]]), smem(smem) {
@@ -120,7 +120,7 @@ struct RowSampler {
     if (s.use_penalties) find_path(row);
   }
 
-  // The root is no draft: it has been emitted and counted.
+  // The drafted tokens from the root to the row. The root itself is emitted and counted already.
   __device__ void find_path(int row) {
     const uint64_t path = args.tree_tokens ? args.tree_masks[row] & ~uint64_t{1} : 0;
     if (threadIdx.x < kMaxTreeSize && path >> threadIdx.x & 1) {
@@ -131,7 +131,7 @@ struct RowSampler {
     __syncthreads();
   }
 
-  // Four neighbours of a row from memory; `padding` behind its end.
+  // Four adjacent elements of a row from memory; `padding` after the end of the row.
   template <typename T, typename T4>
   __device__ __forceinline__ void load4(T (&v)[4], const T* row, int token, T padding) const {
     if constexpr (kAligned) {
@@ -143,7 +143,7 @@ struct RowSampler {
     }
   }
 
-  // Explicit roundings: every pass has to see the same bits.
+  // Operations round explicitly, because all passes must compute the same bits.
   __device__ __forceinline__ void penalize(float (&z)[4], int token) const {
     int count[4];
     load4<int, int4>(count, counts, token, 0);
@@ -173,7 +173,7 @@ struct RowSampler {
     for (int i = 0; i < 4; ++i) z[i] = __fadd_rn(z[i], b[i]);
   }
 
-  // The four bits lie in one word.
+  // The bits of four tokens lie in one word.
   __device__ __forceinline__ void apply_mask(float (&z)[4], int token) const {
     const uint32_t allowed = mask[token / 32] >> (token % 32);
 #pragma unroll
@@ -184,13 +184,12 @@ struct RowSampler {
     __device__ void operator()(const float (&)[4]) const {}
   };
 
-  // f(token, z) for this thread's tokens token .. token + 3 in ascending order, token % 4 == 0,
-  // after of_raw(z) of the logits before they are adjusted.
-  // Behind the end of the row z is -inf. A raw logit that is NaN becomes +inf: find_maximum refuses
-  // the row, and no later pass sees one.
+  // Calls of_raw(z) with the raw logits, then f(token, z), for this thread's groups of four tokens
+  // in ascending order. After the end of the row z is -inf. A raw NaN becomes +inf: find_maximum
+  // then refuses the row.
   template <bool kAdjusted, typename F, typename OfRaw = Nothing>
   __device__ __forceinline__ void for_each_four(F f, OfRaw of_raw = {}) const {
-    constexpr int kStep = 4 * Team::kBlocks;
+    constexpr int kStep = 4 * Team::kCtas;
     constexpr int kBatch = kAdjusted ? 1 : 4;  // loads in flight: the first pass reads from L2
     const int part = (args.vocab_size + kStep - 1) / kStep * 4;
     const int begin = blockIdx.x * part;
@@ -217,15 +216,15 @@ struct RowSampler {
     }
   }
 
-  // Over the team; the result reaches every thread. 0 changes nothing.
+  // Reduction over the team. All threads receive the result. 0 is the neutral element.
   template <typename Op>
   __device__ uint64_t team_reduce(uint64_t value, Op op) {
     value = block_reduce<kThreads>(value, uint64_t{0}, smem.reduce.scratch, op);
-    uint64_t* partials = smem.reduce.partials[turn ^= 1];
-    if (threadIdx.x < Team::kBlocks) Team::shared_of(threadIdx.x, partials)[blockIdx.x] = value;
+    uint64_t* partials = smem.reduce.partials[buffer ^= 1];
+    if (threadIdx.x < Team::kCtas) Team::shared_of(threadIdx.x, partials)[blockIdx.x] = value;
     Team::sync();
     value = partials[0];
-    for (int rank = 1; rank < Team::kBlocks; ++rank) value = op(value, partials[rank]);
+    for (int rank = 1; rank < Team::kCtas; ++rank) value = op(value, partials[rank]);
     return value;
   }
 
@@ -233,7 +232,7 @@ struct RowSampler {
   template <bool kAdjusted>
   __device__ uint64_t find_maximum() {
     float maximum = -kInfinity, raw_maximum = -kInfinity;
-    int best = 0;  // also where all logits are -inf
+    int best = 0;  // also if all logits are -inf
     for_each_four<kAdjusted>(
         [&](int token, const float (&z)[4]) {
 #pragma unroll
@@ -249,7 +248,7 @@ struct RowSampler {
     return team_reduce(is_finite ? key_of(maximum, best) : kNotFinite, Max{});
   }
 
-  // The largest of the raw logits whose key is below `bound`, as a key.
+  // The largest key below `bound` among the keys of the raw logits.
   __device__ uint64_t find_next(uint64_t bound) {
     uint64_t best = 0;
     for_each_four<false>([&](int token, const float (&z)[4]) {
@@ -271,7 +270,7 @@ struct RowSampler {
     if (high != 0) atomicAdd(&histogram.high[bin], high);
   }
 
-  // The sum of `value` over this thread and those before it; `total` over the block.
+  // Inclusive prefix sum of `value` over the CTA's threads. `total` is the sum over the CTA.
   __device__ uint64_t scan(uint64_t value, uint64_t& total) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 #pragma unroll
@@ -287,13 +286,13 @@ struct RowSampler {
   }
 
   // The largest logit such that the tokens from it upwards weigh at least target_of(total weight).
-  // weight_of(z) is 0 for tokens that do not take part; some token weighs more.
+  // weight_of(z) is 0 for excluded tokens. At least one token weighs more than 0.
   template <typename WeightOf, typename TargetOf>
   __device__ float select(WeightOf weight_of, TargetOf target_of) {
     uint32_t prefix = 0;  // the digits found so far
-    uint64_t target = 0;  // what tokens that begin with the prefix still have to weigh
+    uint64_t target = 0;  // remaining weight, from tokens whose image begins with the prefix
     for (int shift = 21; shift >= 0; shift = shift == 21 ? 10 : shift - 10) {
-      Histogram& histogram = smem.histograms[turn ^= 1];
+      Histogram& histogram = smem.histograms[buffer ^= 1];
       for (int bin = threadIdx.x; bin < kBins; bin += kThreads) {
         histogram.low[bin] = 0;
         histogram.high[bin] = 0;
@@ -312,10 +311,10 @@ struct RowSampler {
       });
       Team::sync();
 
-      // Thread t has the bins 2047 - 2 t and 2046 - 2 t of all blocks: from the largest downwards.
+      // Thread t reads the bins 2047 - 2 t and 2046 - 2 t of all CTAs, so bins descend with t.
       const int lower_bin = kBins - 2 - 2 * threadIdx.x;
       uint64_t lower = 0, upper = 0;
-      for (int rank = 0; rank < Team::kBlocks; ++rank) {
+      for (int rank = 0; rank < Team::kCtas; ++rank) {
         const Histogram* part = Team::shared_of(rank, &histogram);
         const uint2 low = *reinterpret_cast<const uint2*>(&part->low[lower_bin]);
         const uint2 high = *reinterpret_cast<const uint2*>(&part->high[lower_bin]);
@@ -338,7 +337,7 @@ struct RowSampler {
     return unordered(prefix);
   }
 
-  // The smallest logit that top-k and top-p keep.
+  // The smallest logit that passes top-k and top-p.
   __device__ float keep_from(float maximum) {
     float least = -kInfinity;
     if (s.top_k > 0 && s.top_k < args.vocab_size) {
@@ -356,8 +355,8 @@ struct RowSampler {
     return least;
   }
 
-  // The token with the largest z / T + gumbel among those kept. The most likely token is always
-  // kept, so its value is a bar below which no other is worth its random numbers.
+  // The token with the largest z / T + gumbel among those that pass the filters. The most likely
+  // token always passes. Tokens that cannot exceed its value need no random numbers.
   __device__ int draw(uint64_t maximum_key, int position) {
     const float maximum = value_of(maximum_key);
     const float least = keep_from(maximum);
@@ -394,7 +393,7 @@ struct RowSampler {
     return token_of(team_reduce(best, Max{}));
   }
 
-  // The token or kNoToken, which every thread returns.
+  // The drawn token or kNoToken, in all threads.
   __device__ int choose(int position) {
     const bool adjusted = s.use_penalties || s.use_bias || mask != nullptr;
     const uint64_t key = adjusted ? find_maximum<true>() : find_maximum<false>();
@@ -404,7 +403,7 @@ struct RowSampler {
     return draw(key, position);
   }
 
-  // Of the raw logits, which are finite or -inf. Called by all, written by one thread.
+  // Writes log-probabilities of the raw logits (finite or -inf). One thread writes them.
   __device__ void write_logprobs(int token, TokenLogprobs& out) {
     uint64_t key = find_maximum<false>();
     const float maximum = value_of(key);
@@ -430,15 +429,15 @@ struct RowSampler {
   }
 };
 
-// Grid: (kTeam, R), a team is a cluster. Without clusters the first block of a row does all of it.
+// Grid: (kTeam, R). Without clusters, the first CTA of a row does all the work.
 template <bool kAligned, int kTeam>
 __global__ void __launch_bounds__(kThreads) sample_kernel(const __grid_constant__ SampleArgs args) {
   using Team = TeamOf<kTeam>;
   __shared__ Smem smem;
   ptx::pdl_launch();
   ptx::pdl_wait();
-  if (blockIdx.x >= Team::kBlocks) return;
-  Team::sync();  // a block's shared memory may be written once the block runs
+  if (blockIdx.x >= Team::kCtas) return;
+  Team::sync();  // other CTAs may write to a CTA's shared memory only after it has started
 
   const int row = blockIdx.y;
   RowSampler<kAligned, kTeam> sampler(args, smem, row);
@@ -459,8 +458,8 @@ void sample(const Context& ctx, const SampleParams& p) {
         "sample: logits are {} {}, expected float32 [rows, vocabulary]", name_of(p.logits.dtype()),
         p.logits.shape_text());
   CHECK(!p.tree_tokens || (p.tree_masks && p.tree_size >= 1 && p.tree_size <= kMaxTreeSize),
-        "sample: trees of {} nodes, expected 1 to {} and their masks", p.tree_size, kMaxTreeSize);
-  CHECK(!p.mask_rows || p.masks, "sample: rows name masks, but there are none");
+        "sample: trees of {} nodes, expected 1 to {} and tree_masks", p.tree_size, kMaxTreeSize);
+  CHECK(!p.mask_rows || p.masks, "sample: mask_rows is set, masks is null; expected both");
   if (p.logits.size(0) == 0) return;
   const int vocab_size = static_cast<int>(p.logits.size(1));
   const SampleArgs args{.logits = p.logits.as<float>(),
@@ -485,8 +484,8 @@ void sample(const Context& ctx, const SampleParams& p) {
     launch_cluster(ctx, team.value, kernel, dim3(team.value, p.logits.size(0)), dim3(kThreads), 0,
                    args);
   };
-  // A CTA takes an SM; a row without room waits for a whole draw. Clusters of four leave SMs free
-  // (30 of 33 groups run on an H100), pairs fill them.
+  // A CTA occupies an SM, so a row without a free SM waits for a whole draw. Clusters of four leave
+  // SMs unused (30 of 33 clusters run at a time on an H100); pairs fill all SMs.
   const int64_t rows = p.logits.size(0);
   if (rows * 4 <= ctx.sm_count * 9 / 10) {
     launch_team(std::integral_constant<int, 4>{});

@@ -1,14 +1,18 @@
-// The k most likely tokens of each row (kernels/tree/tree.h), by a team of blocks as in sample.cu.
+// topk_logprobs: the k most likely tokens of each row (contract: kernels/tree/tree.h).
 //
-// Bound: 4 bytes a token, once from L2. Each thread finds the best of its tokens and the sum of
-// their exponentials in one pass. The k-th best of the warps' best has at least k tokens not below
-// it, and only threads whose best is not below it look again: a list of k and a few, ranked by
-// counting. Each block gives its k best to the first, which ranks those of all. Where fewer than k
-// warps have tokens the search is among the threads' best (binary, by counting votes of the block),
-// and where values cluster so that the list overflows it is among tokens.
+// Roofline: 4 bytes a token, read once from L2.
 //
-// The order is that of the logits. Infinities count as the largest finite numbers, so that no
-// difference is a NaN. Sums are in a fixed order that follows from V alone.
+// Schedule: a team of CTAs handles one row, as in sample.cu.
+//   1. Each thread finds its largest logit and its sum of exponentials in one pass.
+//   2. The bound is the k-th largest of the warps' maxima. At least k tokens are >= the bound.
+//   3. Only threads whose maximum is >= the bound read their tokens again. They list the tokens
+//      that are >= the bound.
+//   4. The list is ranked by counting. The first CTA ranks the k best of all CTAs.
+// If fewer than k warps have tokens, the bound is the k-th largest of the threads' maxima (a binary
+// search by CTA-wide votes). If the list overflows, the bound is searched among the tokens.
+//
+// Surprising: infinities count as the largest finite numbers, so no difference is NaN. Sums have a
+// fixed order, which depends only on V.
 #include <limits>
 
 #include "core/launch.h"
@@ -23,12 +27,12 @@ namespace {
 
 constexpr int kThreads = 512;
 constexpr int kBatch = 4;       // loads in flight
-constexpr int kListSize = 256;  // tokens of a block that are ranked
+constexpr int kListSize = 256;  // maximum tokens that a CTA ranks
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr float kLargest = std::numeric_limits<float>::max();
 constexpr float kLog2E = 1.4426950408889634f;
-static_assert(kMaxTeamBlocks * kMaxTopk <= kThreads, "a thread ranks one of the blocks' best");
-static_assert(kMaxTopk <= kListSize, "the list holds the best of a block");
+static_assert(kMaxTeamCtas * kMaxTopk <= kThreads, "each thread ranks one token");
+static_assert(kMaxTopk <= kListSize, "the list must hold the k best of a CTA");
 
 struct TopkArgs {
   const float* logits;  // [R, V]
@@ -41,9 +45,9 @@ struct TopkArgs {
 
 struct Smem {
   uint64_t list[kListSize];
-  uint64_t best[kMaxTeamBlocks * kMaxTopk];  // in the first block: of each block
-  float maxima[kMaxTeamBlocks];              // in the first block: of each block
-  float sums[kMaxTeamBlocks];                // in the first block: of each block
+  uint64_t best[kMaxTeamCtas * kMaxTopk];  // in the first CTA: the k best of each CTA
+  float maxima[kMaxTeamCtas];              // in the first CTA: the maximum of each CTA
+  float sums[kMaxTeamCtas];                // in the first CTA: the sum of each CTA
   uint64_t warp_best[kThreads / 32];
   float scratch[32];
   int count_scratch[32];
@@ -54,11 +58,11 @@ struct Smem {
 
 __device__ __forceinline__ float finite(float z) { return fminf(fmaxf(z, -kLargest), kLargest); }
 
-// f(token, z) for batches of this thread's tokens in ascending order: z[4 j .. 4 j + 3] are token +
-// j * kThreads * 4 onwards. Behind the end of the row z is -inf.
+// Calls f(first, z) for batches of this thread's tokens in ascending order. z[4 j .. 4 j + 3] are
+// the logits of tokens first + j * kThreads * 4 onwards. After the end of the row z is -inf.
 template <bool kAligned, typename F>
 __device__ __forceinline__ void for_each_batch(const float* logits, int vocab_size, F f) {
-  constexpr int kStep = 4 * Team::kBlocks;
+  constexpr int kStep = 4 * Team::kCtas;
   const int part = (vocab_size + kStep - 1) / kStep * 4;
   const int begin = blockIdx.x * part, end = min(begin + part, vocab_size);
   for (int first = begin + threadIdx.x * 4; first < end; first += kBatch * kThreads * 4) {
@@ -84,7 +88,7 @@ __device__ __forceinline__ void for_each_batch(const float* logits, int vocab_si
   }
 }
 
-// f(key) for each of this thread's tokens.
+// Calls f(key) for each of this thread's tokens.
 template <bool kAligned, typename F>
 __device__ __forceinline__ void for_each_key(const float* logits, int vocab_size, F f) {
   for_each_batch<kAligned>(logits, vocab_size, [&](int first, const float (&z)[kBatch* 4]) {
@@ -95,7 +99,7 @@ __device__ __forceinline__ void for_each_key(const float* logits, int vocab_size
   });
 }
 
-// The `wanted`-th best of the warps' best, 0 where there are fewer; by every warp.
+// The `wanted`-th largest of the warps' maxima, or 0 if there are fewer. All warps compute it.
 __device__ __forceinline__ uint64_t best_of_warps(const uint64_t* best, int wanted) {
   constexpr int kWarps = kThreads / 32;
   const uint64_t mine = best[threadIdx.x % kWarps];
@@ -106,19 +110,19 @@ __device__ __forceinline__ uint64_t best_of_warps(const uint64_t* best, int want
   return found == 0 ? 0 : __shfl_sync(0xffffffffu, mine, __ffs(found) - 1);
 }
 
-// Grid: (kMaxTeamBlocks, R). Without clusters the first block of a row does all of it.
+// Grid: (kMaxTeamCtas, R). Without clusters, the first CTA of a row does all the work.
 template <bool kAligned>
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-__global__ void __launch_bounds__(kThreads) __cluster_dims__(kMaxTeamBlocks, 1, 1)
+__global__ void __launch_bounds__(kThreads) __cluster_dims__(kMaxTeamCtas, 1, 1)
 #else
 __global__ void __launch_bounds__(kThreads)
 #endif
     topk_logprobs_kernel(const __grid_constant__ TopkArgs args) {
   __shared__ Smem smem;
   ptx::pdl_launch();
-  Team::sync();  // a block's shared memory may be written once the block runs
+  Team::sync();  // other CTAs may write to a CTA's shared memory only after it has started
   ptx::pdl_wait();
-  if (blockIdx.x >= Team::kBlocks) return;
+  if (blockIdx.x >= Team::kCtas) return;
 
   const int topk = args.topk, thread = threadIdx.x;
   const float* logits = args.logits + int64_t{blockIdx.y} * args.vocab_size;
@@ -138,11 +142,12 @@ __global__ void __launch_bounds__(kThreads)
   const uint64_t key = has_tokens ? key_of(maximum, likeliest) : 0;
   const uint64_t warp_best = warp_reduce(key, Max{});
   if (thread % 32 == 0) smem.warp_best[thread / 32] = warp_best;  // read after the next barrier
-  const float block_maximum = block_reduce<kThreads>(maximum, -kInfinity, smem.scratch, Max{});
-  sum = has_tokens ? sum * ptx::exp2_approx((maximum - block_maximum) * kLog2E) : 0.0f;
-  const float block_sum = block_reduce<kThreads>(sum, 0.0f, smem.scratch, Sum{});
+  const float cta_maximum = block_reduce<kThreads>(maximum, -kInfinity, smem.scratch, Max{});
+  sum = has_tokens ? sum * ptx::exp2_approx((maximum - cta_maximum) * kLog2E) : 0.0f;
+  const float cta_sum = block_reduce<kThreads>(sum, 0.0f, smem.scratch, Sum{});
 
-  // Where there are fewer than k threads with tokens, all their tokens are listed.
+  // Lists the tokens >= cut. If fewer than k threads have tokens, cut is 0 and all tokens are
+  // listed.
   const auto list_from = [&](uint64_t cut) {
     if (thread == 0) smem.list_size = 0;
     __syncthreads();
@@ -171,33 +176,33 @@ __global__ void __launch_bounds__(kThreads)
     }));
   }
 
-  // The order in the list is that of chance, the ranks are not.
-  Smem& first_block = *Team::shared_of(0, &smem);
+  // The order of the list depends on thread timing; the ranks do not.
+  Smem& first_cta = *Team::shared_of(0, &smem);
   const int list_size = smem.list_size;
   if (thread < list_size) {
     const uint64_t mine = smem.list[thread];
     int rank = 0;
     for (int i = 0; i < list_size; ++i) rank += smem.list[i] > mine ? 1 : 0;
-    if (rank < topk) first_block.best[blockIdx.x * topk + rank] = mine;
+    if (rank < topk) first_cta.best[blockIdx.x * topk + rank] = mine;
   } else if (thread < topk) {
-    first_block.best[blockIdx.x * topk + thread] = 0;
+    first_cta.best[blockIdx.x * topk + thread] = 0;
   }
   if (thread == 0) {
-    first_block.maxima[blockIdx.x] = block_maximum;
-    first_block.sums[blockIdx.x] = block_sum;
+    first_cta.maxima[blockIdx.x] = cta_maximum;
+    first_cta.sums[blockIdx.x] = cta_sum;
   }
   Team::sync();
 
-  constexpr int kBlocks = Team::kBlocks;
-  if (blockIdx.x != 0 || thread >= kBlocks * topk) return;
+  constexpr int kCtas = Team::kCtas;
+  if (blockIdx.x != 0 || thread >= kCtas * topk) return;
   const uint64_t mine = smem.best[thread];
   int rank = 0;
-  for (int i = 0; i < kBlocks * topk; ++i) rank += smem.best[i] > mine ? 1 : 0;
+  for (int i = 0; i < kCtas * topk; ++i) rank += smem.best[i] > mine ? 1 : 0;
   if (mine == 0 || rank >= topk) return;
   float row_maximum = smem.maxima[0];
-  for (int i = 1; i < kBlocks; ++i) row_maximum = fmaxf(row_maximum, smem.maxima[i]);
+  for (int i = 1; i < kCtas; ++i) row_maximum = fmaxf(row_maximum, smem.maxima[i]);
   float row_sum = 0;
-  for (int i = 0; i < kBlocks; ++i) {
+  for (int i = 0; i < kCtas; ++i) {
     row_sum += smem.sums[i] * ptx::exp2_approx((smem.maxima[i] - row_maximum) * kLog2E);
   }
   const float z = value_of(mine);
@@ -222,7 +227,7 @@ void topk_logprobs(const Context& ctx, const TopkLogprobsParams& p) {
                       .topk = p.topk};
   const bool aligned = args.vocab_size % 4 == 0 && is_aligned16(args.logits);
   const auto kernel = aligned ? topk_logprobs_kernel<true> : topk_logprobs_kernel<false>;
-  launch(ctx, kernel, dim3(kMaxTeamBlocks, p.logits.size(0)), dim3(kThreads), 0, args);
+  launch(ctx, kernel, dim3(kMaxTeamCtas, p.logits.size(0)), dim3(kThreads), 0, args);
 }
 
 }  // namespace cpmcu::cuda

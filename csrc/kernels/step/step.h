@@ -5,29 +5,31 @@
 
 namespace cpmcu {
 
-// Which kernels a step uses. A row's bits depend on the phase, never on the number of rows.
+// Selects the kernels of a step. The bits of a token's results depend on the phase, never on the
+// number of tokens.
 enum class Phase { kPrefill, kDecode };
 
 struct Step {
   Phase phase = Phase::kDecode;
   const int* ids = nullptr;  // [T] on the device
-  bool verify = false;       // the rows are token trees whose bits must be those of plain decoding
+  bool verify = false;  // token trees; the results must equal those of plain decoding bit for bit
   StepTokens tokens;
 };
 
 // Upper bounds that size buffers.
 struct StepLimits {
-  int max_rows = 0;            // rows of a step: T
-  int max_decode_tokens = 0;   // rows of a decode step
+  int max_tokens = 0;          // of a step: T
+  int max_decode_tokens = 0;   // of a decode step
   int max_kv = 0;              // tokens of a sequence, those of a step in flight included
   int compute_capability = 0;  // as in Context
 
-  // Else what only kernels of a GPU use is not planned.
+  // False: buffers that only GPU kernels use are not planned.
   bool is_cuda() const { return compute_capability > 0; }
 };
 
-// Phases of a forward step, for lifetimes of scratch (core/arena.h). A block has four in a row:
-// norm, in, core, out. kLoad is before the first step: scratch of loading meets none of the others.
+// Points in time of a forward step. They give the lifetimes of scratch memory (core/arena.h).
+// A block uses four consecutive points: norm, in, core, out. kLoad is the loading of weights,
+// before the first step; its scratch is never alive together with scratch of a step.
 enum Timeline : int {
   kEmbed = 0,
   kMixer = 1,

@@ -1,9 +1,10 @@
-// The small kernels around a prefill: finish_step, reset_slot (kernels/step/step_ops.h).
+// finish_step and reset_slot (kernels/step/step_ops.h).
 //
-// Each moves a few KB at most, so the cost is launch latency. finish_step is one CTA and writes
-// results straight into mapped host memory. After a barrier one thread raises `*done` by a store
-// that releases to the system all that it has seen, so a host that sees the new ticket sees all
-// results.
+// Roofline: each kernel moves a few KB at most, so launch latency is the cost.
+//
+// finish_step is one CTA. It writes results directly into mapped host memory. After a barrier, one
+// thread sets `*done` by a release store with system scope. If the host reads the new value, all
+// results of the step are visible to the host.
 #include "kernels/step/step_ops.h"
 
 #include "core/launch.h"
@@ -16,7 +17,7 @@ constexpr int kThreads = 256;
 
 // ---- kernels
 
-// One warp writes a result: lane 0 the token, the lanes together the logprobs.
+// One warp writes one result. Lane 0 writes the token; all lanes write the log-probabilities.
 __device__ void publish(const FinishStepParams& p, int sample, SlotResult& result, int lane) {
   const int slot = p.seq_slots[p.sampled_seqs[sample]];
   const int num_logprobs = p.sampling[slot].num_logprobs;
@@ -44,21 +45,21 @@ __device__ void publish(const FinishStepParams& p, int sample, SlotResult& resul
     to.top_logprobs[lane] = from.top_logprobs[lane];
   }
 }
-static_assert(kMaxLogprobs <= 32, "a lane copies at most one of the most likely tokens");
+static_assert(kMaxLogprobs <= 32, "a lane copies at most one of the top tokens");
 
 __global__ void __launch_bounds__(kThreads)
     finish_step_kernel(const __grid_constant__ FinishStepParams p) {
   ptx::pdl_launch();
   ptx::pdl_wait();
-  const uint64_t ticket = *p.sink.ticket;
-  SlotResult* results = p.sink.results + (ticket % p.sink.ring_size) * p.sink.max_seqs;
+  const uint64_t num_steps = *p.sink.step_counter;
+  SlotResult* results = p.sink.results + (num_steps % p.sink.ring_size) * p.sink.max_seqs;
   if (p.state.history != nullptr) {
-    for (int row = threadIdx.x; row < p.num_rows; row += kThreads) {
+    for (int row = threadIdx.x; row < p.num_tokens; row += kThreads) {
       const int seq = p.token_seqs[row], slot = p.seq_slots[seq];
       const int at = p.state.lengths[slot] + row - p.seq_token_begin[seq];
       if (at < p.state.max_len) p.state.history[int64_t{slot} * p.state.max_len + at] = p.ids[row];
     }
-    __syncthreads();  // the lengths were read
+    __syncthreads();  // all threads have read the old lengths
   }
   for (int seq = threadIdx.x; seq < p.num_seqs; seq += kThreads) {
     p.state.lengths[p.seq_slots[seq]] += p.seq_token_begin[seq + 1] - p.seq_token_begin[seq];
@@ -68,8 +69,8 @@ __global__ void __launch_bounds__(kThreads)
   }
   __syncthreads();
   if (threadIdx.x == 0) {
-    *p.sink.ticket = ticket + 1;
-    ptx::store_release_system(p.sink.done, ticket + 1);
+    *p.sink.step_counter = num_steps + 1;
+    ptx::store_release_system(p.sink.done, num_steps + 1);
   }
 }
 
@@ -84,7 +85,7 @@ __global__ void __launch_bounds__(kThreads)
   if (num_shared != nullptr) *num_shared = num_cached;
 }
 
-// Ids repeat, hence atomics; on integers, so the order does not matter.
+// Ids may repeat, so the updates are atomic. Integer sums do not depend on the order.
 __global__ void __launch_bounds__(kThreads)
     mark_history_kernel(int* counts, int vocab_size, const int* ids, int num_ids, int num_prompt) {
   ptx::pdl_launch();
@@ -100,33 +101,37 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-dim3 blocks_for(int count) { return dim3((count + kThreads - 1) / kThreads); }
+dim3 ctas_for(int count) { return dim3((count + kThreads - 1) / kThreads); }
 
 }  // namespace
 
 // ---- launchers
 
-// Graph-safe; reads from the device: ticket, seq_slots, seq_token_begin, sampled_seqs, sampling.
+// Graph-safe; reads from the device: step_counter, seq_slots, seq_token_begin, sampled_seqs,
+// sampling.
 void finish_step(const Context& ctx, const FinishStepParams& p) {
-  CHECK(p.sink.ring_size > 0 && p.num_sampled >= 0 && p.num_sampled <= p.sink.max_seqs &&
-            p.num_sampled <= p.num_seqs,
-        "finish_step: {} results of {} sequences, a ring of {} times {}", p.num_sampled, p.num_seqs,
-        p.sink.ring_size, p.sink.max_seqs);
+  CHECK(
+      p.sink.ring_size > 0 && p.num_sampled >= 0 && p.num_sampled <= p.sink.max_seqs &&
+          p.num_sampled <= p.num_seqs,
+      "finish_step: {} results of {} sequences do not fit a ring of {} steps with {} results each",
+      p.num_sampled, p.num_seqs, p.sink.ring_size, p.sink.max_seqs);
   launch(ctx, finish_step_kernel, dim3(1), dim3(kThreads), 0, p);
 }
 
-// Graph-safe, but for one slot: the host gives the slot and the number of ids.
+// Not graph-safe: the slot and the number of ids are host values.
 void reset_slot(const Context& ctx, const ResetSlotParams& p) {
-  CHECK(p.num_prompt >= 0 && p.num_prompt <= p.num_ids && p.state.vocab_size > 0,
-        "reset_slot: {} prompt ids of {}, a vocabulary of {}", p.num_prompt, p.num_ids,
-        p.state.vocab_size);
+  CHECK(
+      p.num_prompt >= 0 && p.num_prompt <= p.num_ids && p.state.vocab_size > 0,
+      "reset_slot: {} prompt ids of {} ids and a vocabulary of {}, expected 0 <= prompt ids <= ids "
+      "and a positive vocabulary",
+      p.num_prompt, p.num_ids, p.state.vocab_size);
   const int vocab_size = p.state.vocab_size;
   int* counts = p.state.counts + int64_t{p.slot} * vocab_size;
-  launch(ctx, clear_slot_kernel, blocks_for(vocab_size), dim3(kThreads), 0, counts, vocab_size,
+  launch(ctx, clear_slot_kernel, ctas_for(vocab_size), dim3(kThreads), 0, counts, vocab_size,
          p.state.lengths + p.slot,
          p.state.num_shared == nullptr ? nullptr : p.state.num_shared + p.slot, p.num_cached);
   if (p.num_ids == 0) return;
-  launch(ctx, mark_history_kernel, blocks_for(p.num_ids), dim3(kThreads), 0, counts, vocab_size,
+  launch(ctx, mark_history_kernel, ctas_for(p.num_ids), dim3(kThreads), 0, counts, vocab_size,
          p.ids, p.num_ids, p.num_prompt);
 }
 

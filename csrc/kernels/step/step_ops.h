@@ -1,4 +1,4 @@
-// The small kernels around a step: its inputs from the slots' state, and its results back into it.
+// Per-slot state on the device, the results of a step, and the small ops that update both.
 #pragma once
 
 #include "kernels/op.h"
@@ -7,13 +7,16 @@
 
 namespace cpmcu {
 
-// What the last step accepted of each slot. A drafter reads it to catch up, a block to commit.
+// The tokens that the last step accepted in each slot. A drafter reads them to process the accepted
+// tokens; a block reads them to commit its state.
 //
-// After a decode step that emitted n tokens: counts = n, ids[j] the j-th of them, paths[j] the
-// node (row of the slot's tree) that drew it. After a prefill that drew a token: counts = 1,
-// ids[0] = the token, paths[0] = -1, since a prefill has no nodes. Paths are -1 beyond their end.
+//   after                          counts  ids[j]             paths[j]
+//   a decode step, n tokens        n       j-th token         tree node that drew the token
+//   a prefill that drew a token    1       ids[0]: the token  -1: a prefill has no tree
+//
+// Unused elements of paths are -1.
 struct Accepted {
-  int max_path = 0;       // D + 1: longest path, root included
+  int max_path = 0;       // D + 1: longest path, including the root
   int* ids = nullptr;     // [slots, max_path]
   int* paths = nullptr;   // [slots, max_path]
   int* counts = nullptr;  // [slots]
@@ -21,48 +24,53 @@ struct Accepted {
 
 // Per-slot state in device memory.
 struct SlotState {
-  int* lengths = nullptr;      // [slots] cached tokens
-  int* next_tokens = nullptr;  // [slots] emitted, not yet cached
-  int* num_shared = nullptr;   // [slots] tokens at its begin whose pages it shares; null: none
-  int* counts = nullptr;       // [slots, V] times emitted, plus kPromptBit; null: not kept
-  int* history = nullptr;      // [slots, max_len] the cached tokens, or null: not kept
+  int* lengths = nullptr;      // [slots] number of cached tokens
+  int* next_tokens = nullptr;  // [slots] last emitted token, not yet cached
+  int* num_shared = nullptr;   // [slots] first tokens that lie in shared pages; null: none
+  int* counts = nullptr;       // [slots, V] times emitted, plus kPromptBit; null: not stored
+  int* history = nullptr;      // [slots, max_len] the cached tokens; null: not stored
   int max_len = 0;
   int vocab_size = 0;
   Accepted accepted;
 };
 
-// One sequence's part of a step's result, in host memory that the device writes.
+// The result of a step for one sequence, in mapped host memory.
 struct SlotResult {
   int slot = 0;
   int num_tokens = 0;
-  int finished = 0;  // the device ended the sequence (kernels/tree/tree.h)
+  int finished = 0;  // the sequence ended on the device (SlotStop of kernels/tree/tree.h)
   int tokens[kMaxTreeSize] = {};
   TokenLogprobs logprobs[kMaxTreeSize] = {};
 };
 
-// Where a step leaves its results: result r of the step in results[(old *ticket % ring_size) *
-// max_seqs + r]. Then `*ticket` grows by one, and `*done` is set to it with system scope. So step
-// n, from 1, leaves its results in entry (n - 1) % ring_size, and the host polls for `*done` >= n.
+// The ring that receives the results of steps. Steps are counted from 1.
+//
+// Step n writes result r to results[((n - 1) % ring_size) * max_seqs + r]. It then sets
+// `*step_counter` to n, and `*done` to n by a release store with system scope. The host polls for
+// `*done` >= n.
 struct ResultSink {
   SlotResult* results = nullptr;  // mapped host memory, [ring_size, max_seqs]
   int ring_size = 1;
   int max_seqs = 1;
-  uint64_t* ticket = nullptr;         // device memory; null: the step publishes nothing
+  // Number of published steps, in device memory. Null: the step publishes nothing.
+  uint64_t* step_counter = nullptr;
   volatile uint64_t* done = nullptr;  // mapped host memory
 };
 
-// After a prefill: history gets the rows' ids, lengths[slot] += its rows. A drawn token becomes
-// next_tokens[slot] and accepted, is counted (if the slot uses penalties and it is not kNoToken),
-// and is published: result r is that of sampled_seqs[r]. logprobs[0] is copied only where the slot
-// asks for it.
+// Updates the state of the slots after a prefill:
+//   * The ids of the step are appended to history. lengths[slot] grows by the slot's tokens.
+//   * A drawn token becomes next_tokens[slot] and the slot's accepted token.
+//   * If the slot uses penalties and the drawn token is not kNoToken, counts is incremented.
+//   * Result r, of sequence sampled_seqs[r], is published. If the slot asks for log-probabilities,
+//     logprobs[0] is written.
 struct FinishStepParams {
   const int* seq_slots = nullptr;        // [B]
   const int* seq_token_begin = nullptr;  // [B + 1]
   int num_seqs = 0;
-  int num_rows = 0;                         // T
+  int num_tokens = 0;                       // T
   const int* ids = nullptr;                 // [T]
   const int* token_seqs = nullptr;          // [T]
-  const int* sampled_seqs = nullptr;        // [R] indices into B of the sequences that drew a token
+  const int* sampled_seqs = nullptr;        // [R] sequences (0..B-1) that drew a token
   int num_sampled = 0;                      // R
   const int* tokens = nullptr;              // [R]
   const TokenLogprobs* logprobs = nullptr;  // [R]
@@ -72,8 +80,9 @@ struct FinishStepParams {
 };
 REGISTER_OP(finish_step, FinishStepParams)
 
-// A new sequence in a slot: lengths = num_shared = `num_cached`, counts cleared, then prompt ids
-// marked with kPromptBit and generated ids counted.
+// Starts a new sequence in a slot. Sets lengths and num_shared to `num_cached` and clears
+// counts. Then marks the prompt ids
+// with kPromptBit and counts the generated ids.
 struct ResetSlotParams {
   int slot = 0;
   SlotState state;

@@ -1,13 +1,17 @@
-// The rows of one forward step: a row is one token of one sequence. All arrays are device memory.
+// The tokens of one forward step. All arrays are device memory.
 //
-// T rows belong to B sequences, the rows of a sequence lie together. Row j of a sequence with L
-// cached tokens has its key in entry L + j of that sequence; its position is L + j in a chain and
-// L + depth in a tree: RoPE's, and the entry of a row that is alone in a launch. It sees entries
-// below L and, of the entries of this step, those its mask names: bit i of ancestor_masks stands
-// for row i of the same sequence, itself included. Without masks it sees rows 0..j (causal).
+// A step has T tokens of B sequences. The tokens of one sequence are contiguous. Let L be the
+// number of cached tokens of a sequence before the step. For token j of this sequence:
 //
-// The levels of a draft tree are launches of one step: rows j of a later launch are rows
-// first_row + j of the step (entry L + first_row + j, bit first_row + j).
+//   KV entry    L + j.
+//   position    L + j in a chain, L + depth in a tree. RoPE uses the position. If a launch has only
+//               one token, its position must equal its KV entry.
+//   visibility  All entries below L, and the entries of this step that its mask names. Bit i of
+//               ancestor_masks is token i of the same sequence; a token's own bit is set. Without
+//               masks, token j sees tokens 0..j (causal).
+//
+// One step may take several launches, one for each level of a draft tree. Token j of a launch is
+// then token first_token + j of the step: KV entry L + first_token + j, bit first_token + j.
 #pragma once
 
 #include <cstdint>
@@ -15,40 +19,41 @@
 namespace cpmcu {
 
 constexpr int kPageSize = 64;     // tokens of one KV page
-constexpr int kMaxTreeSize = 64;  // rows of one sequence in a decode step: bits of a mask
+constexpr int kMaxTreeSize = 64;  // tokens of one sequence in a decode step: bits of a mask
 
 struct StepTokens {
-  int num_tokens = 0;                    // T
-  int num_seqs = 0;                      // B
-  int max_seq_tokens = 0;                // upper bound of one sequence's rows
-  int first_row = 0;                     // of this launch in each sequence's step
-  int max_kv = 0;                        // upper bound of any L + rows: sizes grids, never results
-  const int* positions = nullptr;        // [T]
-  const int* token_seqs = nullptr;       // [T] index into the B sequences
-  const int* seq_slots = nullptr;        // [B]
-  const int* seq_token_begin = nullptr;  // [B + 1] first row of each sequence
-  const int* slot_lengths = nullptr;     // [slots] L, cached tokens before this step
+  int num_tokens = 0;               // T
+  int num_seqs = 0;                 // B
+  int max_seq_tokens = 0;           // upper bound of the tokens of one sequence
+  int first_token = 0;              // of this launch, within each sequence's step
+  int max_kv = 0;                   // upper bound of L + tokens: affects grid sizes, never results
+  const int* positions = nullptr;   // [T]
+  const int* token_seqs = nullptr;  // [T] index into the B sequences
+  const int* seq_slots = nullptr;   // [B]
+  const int* seq_token_begin = nullptr;      // [B + 1] first token of each sequence
+  const int* slot_lengths = nullptr;         // [slots] L, cached tokens before this step
   const uint64_t* ancestor_masks = nullptr;  // [T], null: causal
-  // [T] row of the same sequence that comes before; of the first -1. Null: the row above.
+  // [T] parent, as the number of a token within its sequence; -1 for the first token. Null: the
+  // parent is the token before.
   const int* token_parents = nullptr;
-  const int* page_table = nullptr;  // [slots, max_pages] page of each 64 entries
+  const int* page_table = nullptr;  // [slots, max_pages] page number of each 64 entries
   int max_pages = 0;
 };
 
-// Sequences [first, first + count) of a step in which all have equally many rows.
+// Sequences [first, first + count) of a step whose sequences all have the same number of tokens.
 inline StepTokens sequences_of(const StepTokens& tokens, int first, int count) {
-  const int seq_rows = tokens.num_tokens / tokens.num_seqs, row = first * seq_rows;
-  StepTokens part = tokens;  // token_seqs and seq_token_begin count from 0 in both
+  const int seq_tokens = tokens.num_tokens / tokens.num_seqs, token = first * seq_tokens;
+  StepTokens part = tokens;  // token_seqs and seq_token_begin start at 0 in the part too
   part.num_seqs = count;
-  part.num_tokens = count * seq_rows;
-  part.positions += row;
+  part.num_tokens = count * seq_tokens;
+  part.positions += token;
   part.seq_slots += first;
-  if (part.ancestor_masks != nullptr) part.ancestor_masks += row;
-  if (part.token_parents != nullptr) part.token_parents += row;
+  if (part.ancestor_masks != nullptr) part.ancestor_masks += token;
+  if (part.token_parents != nullptr) part.token_parents += token;
   return part;
 }
 
-// Where entry `entry` of a slot lies in a layer's cache [pages, Hkv, 64, D], in elements.
+// Offset in elements of KV entry `entry` of a slot in a layer's cache [pages, Hkv, 64, D].
 #ifdef __CUDACC__
 __host__ __device__
 #endif

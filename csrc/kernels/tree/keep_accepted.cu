@@ -1,9 +1,13 @@
-// Moves what accepted nodes leave into place (kernels/tree/tree.h).
+// keep_accepted: moves the entries and hidden states of accepted nodes to their final places
+// (kernels/tree/tree.h).
 //
-// A CTA moves one head of one plane of one sequence, a thread 16 bytes of a row. Nodes ascend along
-// a path and never lie before their place. So a CTA reads all rows of a round before it writes any.
-// Behind these CTAs, a CTA copies a part of one row of hidden states. Bound: twice the moved bytes;
-// in practice the latency of four dependent loads.
+// Roofline: twice the moved bytes. In practice, the latency of four dependent loads.
+//
+// Schedule: a CTA moves the entries of one head of one plane of one sequence. A thread moves 16
+// bytes. Other CTAs copy the hidden states, each a part of one row.
+//
+// Surprising: the move is in place. The nodes of a path ascend, so place j of the path has a node
+// >= j. A CTA therefore only has to read all entries of a round before it writes any.
 #include "core/launch.h"
 #include "core/ptx.cuh"
 #include "kernels/launch_checks.h"
@@ -22,24 +26,24 @@ struct KeepArgs {
   Accepted accepted;
   int64_t plane_vectors;
   int num_heads;
-  int row_vectors;  // 16-byte vectors of a row
+  int row_vectors;  // 16-byte vectors of an entry of one head
   int max_pages;
   int num_nodes;
-  int num_row_blocks;      // planes * heads
+  int num_row_ctas;        // planes * heads
   const uint4* hidden;     // [B N, vectors]
   uint4* accepted_hidden;  // [slots (D + 1), vectors]
   int hidden_vectors;      // 16-byte vectors of a row of hidden states
-  int hidden_blocks;       // of such a row
+  int hidden_ctas;         // CTAs of such a row
 };
 
 // ---- kernels
 
-// Block `block` of the rows of one sequence.
-__device__ void move_rows(const KeepArgs& args, int seq, int block) {
+// CTA `cta` of the entries of one sequence.
+__device__ void move_rows(const KeepArgs& args, int seq, int cta) {
   const int slot = args.seq_slots[seq], num = args.accepted.counts[slot];
   if (num <= 1) return;
   const int start = args.lengths[slot] - num;
-  const int plane = block / args.num_heads, head = block % args.num_heads;
+  const int plane = cta / args.num_heads, head = cta % args.num_heads;
   const int* path = args.accepted.paths + slot * args.accepted.max_path;
   uint4* rows = args.pool + plane * args.plane_vectors;
   const auto vector_of = [&](int row, int vector) {
@@ -60,10 +64,10 @@ __device__ void move_rows(const KeepArgs& args, int seq, int block) {
   }
 }
 
-// Block `block` of the hidden states of one sequence.
-__device__ void copy_hidden(const KeepArgs& args, int seq, int block) {
-  const int j = block / args.hidden_blocks;
-  const int vector = block % args.hidden_blocks * kThreads + threadIdx.x;
+// CTA `cta` of the hidden states of one sequence.
+__device__ void copy_hidden(const KeepArgs& args, int seq, int cta) {
+  const int j = cta / args.hidden_ctas;
+  const int vector = cta % args.hidden_ctas * kThreads + threadIdx.x;
   const int64_t kept = args.seq_slots[seq] * args.accepted.max_path + j;
   const int node = args.accepted.paths[kept];
   if (node < 0 || vector >= args.hidden_vectors) return;
@@ -72,16 +76,16 @@ __device__ void copy_hidden(const KeepArgs& args, int seq, int block) {
       args.hidden[row * args.hidden_vectors + vector];
 }
 
-// Grid: (row blocks + hidden blocks, B).
+// Grid: (CTAs of entries + CTAs of hidden states, B).
 __global__ void __launch_bounds__(kThreads)
     keep_accepted_kernel(const __grid_constant__ KeepArgs args) {
   ptx::pdl_launch();
   ptx::pdl_wait();
-  const int seq = blockIdx.y, block = blockIdx.x;
-  if (block < args.num_row_blocks) {
-    move_rows(args, seq, block);
+  const int seq = blockIdx.y, cta = blockIdx.x;
+  if (cta < args.num_row_ctas) {
+    move_rows(args, seq, cta);
   } else {
-    copy_hidden(args, seq, block - args.num_row_blocks);
+    copy_hidden(args, seq, cta - args.num_row_ctas);
   }
 }
 
@@ -100,26 +104,29 @@ void keep_accepted(const Context& ctx, const KeepAcceptedParams& p) {
                 .num_heads = p.num_heads,
                 .max_pages = p.max_pages,
                 .num_nodes = p.num_nodes};
-  // A root alone stays where it is.
+  // A tree with only a root needs no move.
   if (p.num_nodes > 1 && !p.pool.empty()) {
     const int64_t row_bytes = p.width * size_of(p.pool.dtype());
     CHECK(row_bytes % 16 == 0 && is_aligned16(p.pool.data()),
-          "keep_accepted: rows of {} bytes, expected aligned multiples of 16", row_bytes);
+          "keep_accepted: entries have {} bytes, expected a multiple of 16, aligned to 16 bytes",
+          row_bytes);
     args.row_vectors = static_cast<int>(row_bytes / 16);
     args.plane_vectors = p.pool.size(1) * p.num_heads * kPageSize * args.row_vectors;
-    args.num_row_blocks = static_cast<int>(p.pool.size(0)) * p.num_heads;
+    args.num_row_ctas = static_cast<int>(p.pool.size(0)) * p.num_heads;
   }
   if (!p.hidden.empty()) {
     const int64_t row_bytes = p.hidden.size(1) * size_of(p.hidden.dtype());
     CHECK(row_bytes % 16 == 0 && is_aligned16(p.hidden.data()) &&
               is_aligned16(p.accepted_hidden.data()),
-          "keep_accepted: hidden states of {} bytes, expected aligned multiples of 16", row_bytes);
+          "keep_accepted: hidden states have {} bytes, expected a multiple of 16, aligned to 16 "
+          "bytes",
+          row_bytes);
     args.hidden = p.hidden.as<uint4>();
     args.accepted_hidden = p.accepted_hidden.as<uint4>();
     args.hidden_vectors = static_cast<int>(row_bytes / 16);
-    args.hidden_blocks = (args.hidden_vectors + kThreads - 1) / kThreads;
+    args.hidden_ctas = (args.hidden_vectors + kThreads - 1) / kThreads;
   }
-  const dim3 grid(args.num_row_blocks + p.accepted.max_path * args.hidden_blocks, p.num_seqs);
+  const dim3 grid(args.num_row_ctas + p.accepted.max_path * args.hidden_ctas, p.num_seqs);
   if (grid.x == 0 || grid.y == 0) return;
   launch(ctx, keep_accepted_kernel, grid, dim3(kThreads), 0, args);
 }

@@ -1,8 +1,12 @@
-// Prompt look-up (kernels/tree/tree.h): one block a sequence.
+// ngram_lookup: prompt look-up (kernels/tree/tree.h). One CTA for each sequence.
 //
-// Each thread measures, for its places in the text, how many tokens before the place equal the last
-// tokens of the text; the longest and then latest place wins. So one pass over the text does all
-// lengths of n-grams. Bound: 4 bytes a token from L2 by one SM, a few microseconds at 32 K tokens.
+// Roofline: 4 bytes a token from L2 by one SM, a few microseconds for 32K tokens.
+//
+// Schedule: each thread visits places of the text. At each place it counts how many tokens before
+// the place equal the last tokens of the text. A reduction selects the longest match, then the
+// latest.
+//
+// Surprising: one pass over the text serves all n-gram lengths.
 #include "core/launch.h"
 #include "core/ptx.cuh"
 #include "core/reduce.cuh"
@@ -20,7 +24,7 @@ constexpr int kBatch = 8;  // loads in flight
 __global__ void __launch_bounds__(kThreads)
     ngram_lookup_kernel(const __grid_constant__ NgramLookupParams p) {
   __shared__ uint64_t scratch[32];
-  __shared__ int tail[kMaxNgram];  // tail[i]: the token i before the last
+  __shared__ int tail[kMaxNgram];  // tail[i]: the token i places before the last
   ptx::pdl_launch();
   ptx::pdl_wait();
   const int seq = blockIdx.x, thread = threadIdx.x;
@@ -32,12 +36,12 @@ __global__ void __launch_bounds__(kThreads)
     return i < length ? history[i] : i == length ? p.next_tokens[slot] : chain[i - length - 1];
   };
 
-  bool has_gap = false;  // what was drafted before ends early
+  bool has_gap = false;  // the given part of the chain has an unused token
   for (int i = thread; i < p.first; i += kThreads) has_gap = has_gap || chain[i] < 0;
   if (thread < min(p.max_ngram, size)) tail[thread] = token_at(size - 1 - thread);
   has_gap = __syncthreads_or(has_gap);
 
-  // Of the places `end`, that n tokens before it match: n above, end below.
+  // A match of n tokens before `end` has the key (n, end): n in the upper word, end in the lower.
   uint64_t best = 0;
   const int last = tail[0];
   for (int first = thread; first < size - 1; first += kBatch * kThreads) {

@@ -1,13 +1,16 @@
 // Token trees on the device: growth, selection, verification.
 //
-// Dynamic trees as in EAGLE-2 (Li et al., arXiv:2406.16858): the draft's k best continuations of
-// each of the k best nodes of a level are candidates; at the end the N - 1 best candidates of all
-// levels by cumulative log-probability, and the root, are the tree. All sums in float32; ties go to
-// the lower candidate index, so a parent always precedes its children.
+// Dynamic trees as in EAGLE-2 (Li et al., arXiv:2406.16858). Each level has k nodes that the draft
+// model runs. The k best continuations of each node are candidates. The k best candidates are the
+// nodes of the next level. After D levels, the root and the N - 1 best candidates of all levels
+// form the tree.
 //
-// Candidates of a sequence are numbered: 0..k-1 the first level (continuations of the root), then
-// for level s = 1..D-1: k + (s - 1) k^2 + r k + c, the c-th continuation of row r of the level
-// before.
+// The score of a candidate is its cumulative log-probability, summed in float32. If two scores are
+// equal, the lower candidate index wins. Therefore a parent always precedes its children.
+//
+//   level       candidate index            meaning
+//   0           c                          c-th continuation of the root, c < k
+//   s = 1..D-1  k + (s - 1) k^2 + r k + c  c-th continuation of node r of level s - 1
 #pragma once
 
 #include "kernels/op.h"
@@ -23,109 +26,119 @@ constexpr int kMaxNgram = 32;
 
 constexpr int num_candidates(int topk, int depth) { return topk + (depth - 1) * topk * topk; }
 
-// A tree for each of B sequences, and the rows that verify it. Node 0 is the root: the token
-// emitted but not cached. Unused nodes hold token -1 and hang below the root. Node i of sequence b
-// is row b N + i, at position lengths[slot] + depth.
+// One tree for each of B sequences, and the step that verifies the trees. Node 0 is the root: the
+// last emitted token, which is not cached yet. An unused node has token -1 and the root as parent.
+// Node i of sequence b is token b N + i of the step, at position lengths[slot] + depth.
 struct TokenTrees {
   int num_seqs = 0;                // B
-  int num_nodes = 0;               // N, root included
+  int num_nodes = 0;               // N, including the root
   int* tokens = nullptr;           // [B, N]
-  int* parents = nullptr;          // [B, N]; of the root: -1
+  int* parents = nullptr;          // [B, N]; -1 for the root
   int* depths = nullptr;           // [B, N]
-  uint64_t* masks = nullptr;       // [B, N] ancestors and self
-  int* token_ids = nullptr;        // [B, N] the tokens; of unused nodes 0
+  uint64_t* masks = nullptr;       // [B, N] bit i: node i is an ancestor or the node itself
+  int* token_ids = nullptr;        // [B, N] as tokens, but 0 for unused nodes
   int* token_positions = nullptr;  // [B, N]
   int* token_slots = nullptr;      // [B, N]
   int* token_seqs = nullptr;       // [B, N]
   int* seq_token_begin = nullptr;  // [B + 1]
 };
 
-// The k largest log-probabilities (float32 log-softmax of the row) of each row and their tokens,
-// best first, ties to the lower id. NaN counts as -inf.
+// The k largest log-probabilities of each row (float32 log-softmax) and their tokens, in descending
+// order. If two are equal, the lower id comes first. NaN counts as -inf.
 struct TopkLogprobsParams {
   Tensor logits;                // [R, V] float32
   int topk = 0;                 // k <= kMaxTopk
-  const int* id_map = nullptr;  // [V] draft id -> target id, or null
-  int* tokens = nullptr;        // [R, k] out, mapped
+  const int* id_map = nullptr;  // [V] draft id -> target id; null: ids are equal
+  int* tokens = nullptr;        // [R, k] out, target ids
   float* logprobs = nullptr;    // [R, k] out
 };
 REGISTER_OP(topk_logprobs, TopkLogprobsParams)
 
-// What growth remembers of each sequence, and the k rows that the draft runs next.
+// State of the growth of each sequence's tree, and the k nodes that the draft model runs next.
 struct DraftBeam {
   int num_seqs = 0;                    // B
   int topk = 0;                        // k
   int depth = 0;                       // D levels; k (D - 1) <= 64
-  float* scores = nullptr;             // [B, num_candidates] cumulative log-probability
+  float* scores = nullptr;             // [B, num_candidates] cumulative log-probabilities
   int* tokens = nullptr;               // [B, num_candidates]
-  int* level_candidates = nullptr;     // [B, D, k] candidate that row r of level s is
-  float* row_scores = nullptr;         // [B, k] of the current level's rows
-  uint64_t* ancestor_masks = nullptr;  // [B, k] bit (s k + r): row r of level s
-  int* token_ids = nullptr;            // [B, k] their tokens
-  int* token_parents = nullptr;    // [B, k] index into the draft's last rows of each row's parent
+  int* level_candidates = nullptr;     // [B, D, k] candidate index of node r of level s
+  float* token_scores = nullptr;       // [B, k] scores of the current level's nodes
+  uint64_t* ancestor_masks = nullptr;  // [B, k] bit s k + r: node r of level s
+  int* token_ids = nullptr;            // [B, k] tokens of the current level's nodes
+  int* token_parents = nullptr;    // [B, k] row of each node's parent in the draft's last launch
   int* token_positions = nullptr;  // [B, k] draft length + level
   int* token_seqs = nullptr;       // [B, k]
   int* seq_token_begin = nullptr;  // [B + 1]
 };
 
-// Adds level `level` from the top-k of the draft's last rows (level 0: one row a sequence; later:
-// k) and chooses the rows of the next draft step: at level 0 all k candidates, later the k best of
-// k^2. token_parents: level 0: the sequence b; later: b k + r. At level 0 the draft has caught up:
-// draft_lengths[slot] += max(accepted counts[slot], 1).
+// Adds level `level` to the beam and chooses the k nodes of the next draft launch. The top-k of the
+// previous draft launch are the candidates. A sequence has R rows in that launch.
+//
+//   level     R  new candidates  chosen nodes  token_parents
+//   0         1  k               all k         b
+//   1..D - 1  k  k^2             the k best    b k + r
+//
+// Level 0 follows the launch that processed the accepted tokens. Level 0 therefore adds
+// max(accepted_counts[slot], 1) to draft_lengths[slot].
 struct TreeExpandParams {
   DraftBeam beam;
   int level = 0;
-  const int* topk_tokens = nullptr;      // [B * rows, k]
-  const float* topk_logprobs = nullptr;  // [B * rows, k]
+  const int* topk_tokens = nullptr;      // [B R, k]
+  const float* topk_logprobs = nullptr;  // [B R, k]
   const int* seq_slots = nullptr;        // [B]
   const int* accepted_counts = nullptr;  // [slots]
   int* draft_lengths = nullptr;          // [slots]
 };
 REGISTER_OP(tree_expand, TreeExpandParams)
 
-// A draft: the nodes of each sequence's tree below the root, parents before their children.
+// A draft: the nodes of each sequence's tree without the root. Parents precede their children.
 struct Draft {
-  int num_tokens = 0;       // M of each sequence
-  int* tokens = nullptr;    // [B, M]; -1: unused, and so is what hangs below it
-  int* parents = nullptr;   // [B, M] node: 0 the root, i + 1 token i. Null: a chain
-  float* scores = nullptr;  // [B, M] log-probability of the path down to it. Null: not known
+  int num_tokens = 0;       // M, of each sequence
+  int* tokens = nullptr;    // [B, M]; -1: the node and its descendants are unused
+  int* parents = nullptr;   // [B, M] node number: 0 is the root, i + 1 is token i. Null: a chain
+  float* scores = nullptr;  // [B, M] log-probability of the path from the root. Null: unknown
 };
 
-// The draft of all candidates: the M best. M <= num_candidates.
+// Selects the M best candidates of all levels as the draft. M <= num_candidates.
 struct DraftSelectParams {
   DraftBeam beam;
-  Draft draft;  // out; of beam.num_seqs sequences
+  Draft draft;  // out, of beam.num_seqs sequences
 };
 REGISTER_OP(draft_select, DraftSelectParams)
 
-// Makes trees of drafts, M < N. Without a draft (M = 0) each tree is its root.
+// Builds trees from drafts, M < N. If M = 0, each tree is only its root.
 struct TreeBuildParams {
   Draft draft;
   TokenTrees trees;                // out
   const int* seq_slots = nullptr;  // [B]
-  SlotState slots;                 // next_tokens are the roots
+  SlotState slots;                 // next_tokens gives the roots
 };
 REGISTER_OP(tree_build, TreeBuildParams)
 
 constexpr int kMaxStopIds = 16;
 
-// When a sequence ends on the device.
+// The conditions that end a sequence on the device.
 struct SlotStop {
-  int stop_ids[kMaxStopIds] = {};  // end after emitting one of them
+  int stop_ids[kMaxStopIds] = {};  // the sequence ends after one of these tokens
   int num_stop_ids = 0;
-  int max_tokens = 0;  // tokens still to emit; counts down
+  int max_tokens = 0;  // tokens that may still be emitted
   int finished = 0;
 };
 
-// Walks each tree from the root: at a node take the token drawn there; it is emitted; if a child of
-// the node holds it, go there, else stop (target-match acceptance). The walk ends early after a
-// stop id, the last token allowed, or kNoToken, which is emitted too but not counted. Then, of the
-// slot: lengths += emitted, next_tokens = last emitted, history, counts (if it uses penalties),
-// accepted, stop.max_tokens, stop.finished. Result b of the step is that of sequence b. A slot that
-// is finished emits nothing: its accepted count is 0, nothing else of it changes.
+// Accepts a path of each tree by target match. The walk starts at the root. At each node it emits
+// the token drawn there. If a child of the node has this token, the walk goes on at the child;
+// otherwise it ends. The walk also ends after a stop id, after the last allowed token, and after
+// kNoToken. kNoToken is emitted but never counted.
+//
+// The walk then updates the slot: lengths += number of emitted tokens, next_tokens = last emitted
+// token, history, accepted, stop.max_tokens, stop.finished, and counts if the slot uses penalties.
+// Result b of the step belongs to sequence b.
+//
+// If the slot is finished already, no token is emitted: its accepted count becomes 0 and the rest
+// of its state stays unchanged.
 struct AcceptTreeParams {
   TokenTrees trees;
-  const int* drawn = nullptr;               // [B N] token drawn at each node
+  const int* drawn = nullptr;               // [B N] the token drawn at each node
   const TokenLogprobs* logprobs = nullptr;  // [B N]
   const int* seq_slots = nullptr;           // [B]
   const SlotSampling* sampling = nullptr;   // [slots]
@@ -135,82 +148,92 @@ struct AcceptTreeParams {
 };
 REGISTER_OP(accept_tree, AcceptTreeParams)
 
-// Moves what accepted nodes leave into place. Of planes with a row for each token: row L + paths[j]
-// to row L + j, j = 1 .. counts - 1, where L = lengths - counts (rows in place stay). Of hidden
-// states that a drafter reads: row b N + paths[j] to accepted_hidden row slot (D + 1) + j.
+// Moves the entries and hidden states of accepted nodes to their final places. With
+// L = lengths - counts:
+//
+//   data           from            to                                       j
+//   entries        L + paths[j]    L + j                                    1 .. counts - 1
+//   hidden states  b N + paths[j]  row slot (D + 1) + j of accepted_hidden  0 .. counts - 1
 struct KeepAcceptedParams {
-  Tensor pool{};      // [planes, pages, heads * 64 * width], or empty
-  int num_heads = 0;  // of a page
-  int width = 0;
+  Tensor pool{};                    // [planes, pages, heads * 64 * width]; may be empty
+  int num_heads = 0;                // of a page
+  int width = 0;                    // elements of an entry of one head
   const int* page_table = nullptr;  // [slots, max_pages]
   int max_pages = 0;
   int num_seqs = 0;
   int num_nodes = 0;               // N
   const int* seq_slots = nullptr;  // [B]
-  const int* lengths = nullptr;    // [slots], after acceptance
+  const int* lengths = nullptr;    // [slots] after acceptance
   Accepted accepted;
-  Tensor hidden{};           // [B N, F], or empty
+  Tensor hidden{};           // [B N, F]; may be empty
   Tensor accepted_hidden{};  // [slots (D + 1), F]
 };
 REGISTER_OP(keep_accepted, KeepAcceptedParams)
 
-// Rows with which a draft catches up: row j of sequence b is accepted id j, rows from counts[slot]
-// on are padding (their keys are overwritten later, no row before them sees them). With n =
-// max(counts[slot], 1) the draft has draft_lengths[slot] = lengths[slot] - n tokens before, one
-// more if it is not shifted; row j is at position draft_lengths[slot] + j.
+// Prepares the draft launch that processes the accepted tokens. Every sequence has D + 1 tokens in
+// this launch. Token j is accepted id j at position draft_lengths[slot] + j. Tokens from
+// counts[slot] on are padding: no earlier token sees them, and later launches overwrite their KV
+// entries.
+//
+// Let n = max(counts[slot], 1). draft_lengths[slot] is lengths[slot] - n if the draft is shifted,
+// and lengths[slot] - n + 1 otherwise.
 struct BeginDraftParams {
   const int* seq_slots = nullptr;  // [B]
   int num_seqs = 0;
-  const int* lengths = nullptr;  // [slots] tokens that the target has cached
+  const int* lengths = nullptr;  // [slots] tokens that the target model has cached
   Accepted accepted;
-  bool shifted = false;            // row t of the draft holds the id of token t + 1
-  int* draft_lengths = nullptr;    // [slots] out
+  bool shifted = false;            // entry t of the draft belongs to the id of token t + 1
+  int* draft_lengths = nullptr;    // [slots] out, tokens that the draft has cached
   int* ids = nullptr;              // [B, D + 1] out
   int* positions = nullptr;        // [B, D + 1] out
   int* token_seqs = nullptr;       // [B, D + 1] out
-  int* hidden_rows = nullptr;      // [B, D + 1] out: slot (D + 1) + j
+  int* hidden_rows = nullptr;      // [B, D + 1] out: row of accepted_hidden, slot (D + 1) + j
   int* seq_token_begin = nullptr;  // [B + 1] out
-  int* last_rows = nullptr;        // [B] out: b (D + 1) + n - 1
+  int* last_rows = nullptr;        // [B] out: the last accepted token, b (D + 1) + n - 1
 };
 REGISTER_OP(begin_draft, BeginDraftParams)
 
-// Rows of a shifted draft for a prompt chunk, in two launches. Row t of the draft holds the hidden
-// state of token t and the id of token t + 1. So the first id of a chunk belongs to the last token
-// of the chunk before: launch one has this row of each sequence, launch two the others.
-// A chunk that begins a prompt, or follows its shared pages, has no such row. Its row of launch one
-// goes where the draft writes the chunk's first token later, never into a shared page.
+// Prepares the two launches of a shifted draft for a prompt chunk. Entry t of a shifted draft takes
+// the hidden state of token t and the id of token t + 1. Therefore the first id of a chunk belongs
+// to the last token of the chunk before.
+//
+//   launch  tokens of a sequence                  hidden states
+//   first   1: the last token of the chunk before accepted_hidden, row slot (D + 1)
+//   rest    all tokens of the chunk but its last  the chunk's
+//
+// If the chunk begins a prompt or follows shared pages, the sequence has no chunk before it. The
+// launch `first` then writes the entry that `rest` or a later step overwrites, never a shared page.
 struct ShiftPromptParams {
   int num_seqs = 0;                      // B
-  int num_rows = 0;                      // T
+  int num_tokens = 0;                    // T
   int max_path = 0;                      // D + 1
   const int* ids = nullptr;              // [T]
   const int* token_seqs = nullptr;       // [T]
   const int* seq_slots = nullptr;        // [B]
   const int* seq_token_begin = nullptr;  // [B + 1]
-  const int* lengths = nullptr;          // [slots] tokens cached before the chunk
-  const int* num_shared = nullptr;       // [slots] as in SlotState; null: none
-  struct Rows {
+  const int* lengths = nullptr;     // [slots] tokens that the target model cached before the chunk
+  const int* num_shared = nullptr;  // [slots] as in SlotState; null: none
+  struct Launch {
     int* ids = nullptr;              // [T]
     int* positions = nullptr;        // [T]
     int* token_seqs = nullptr;       // [T]
     int* hidden_rows = nullptr;      // [T]
     int* seq_token_begin = nullptr;  // [B + 1]
   };
-  // B rows; hidden_rows: slot (D + 1) in accepted_hidden.
-  Rows first;
-  int* first_lengths = nullptr;  // [slots] tokens that the draft has cached before them
-  // T - B rows, before which the draft has cached `lengths`; hidden_rows: of the chunk.
-  Rows rest;
+  Launch first;                  // out, B tokens
+  int* first_lengths = nullptr;  // [slots] out, tokens that the draft cached before `first`
+  Launch rest;  // out, T - B tokens; the draft has cached `lengths` tokens before them
 };
 REGISTER_OP(shift_prompt, ShiftPromptParams)
 
-// Prompt look-up (Saxena 2023): the tokens after the latest earlier occurrence of the last n tokens
-// of history + root + already drafted chain, n from max_ngram down to min_ngram, none found: -1.
-// Writes chain[b, first .. num_tokens) and reads chain[b, 0 .. first) as drafted by someone else.
+// Prompt look-up (Saxena 2023). The text is history, root, and chain[b, 0 .. first), which another
+// drafter wrote. The op looks for the last n tokens of the text at an earlier place, with the
+// largest n in min_ngram..max_ngram. If several places match, the latest is taken. The tokens after
+// this place become chain[b, first .. num_tokens). If no place matches, they are -1.
 struct NgramLookupParams {
   const int* seq_slots = nullptr;  // [B]
   int num_seqs = 0;
-  const int* history = nullptr;  // [slots, max_len] tokens cached so far
+  const int* history = nullptr;  // [slots, max_len] cached tokens
   int max_len = 0;
   const int* lengths = nullptr;      // [slots]
   const int* next_tokens = nullptr;  // [slots]

@@ -1,10 +1,15 @@
-// The draft's side of a tree: levels of candidates, and the choice of the nodes
-// (kernels/tree/tree.h).
+// tree_expand, draft_select and tree_build (kernels/tree/tree.h). One CTA for each sequence.
 //
-// One block a sequence. The best of up to 2080 candidates: each thread holds a few as integer keys,
-// a binary search by votes of the block finds where the best begin (about 20 barriers), and the at
-// most 63 found are ranked by counting; up to 64 candidates are ranked at once. Latency-bound, a
-// few microseconds.
+// Roofline: latency, a few microseconds.
+//
+// Schedule of a selection among up to 2080 candidates:
+//   1. Each thread holds a few candidates as integer keys.
+//   2. A binary search by CTA-wide votes finds the smallest selected key (about 20 barriers).
+//   3. The selected keys (at most 63) are ranked by counting larger keys.
+// With at most 64 candidates, step 3 ranks all of them directly.
+//
+// Surprising: keys are distinct integers in the order of the scores, so the selection is exact and
+// does not depend on the order of threads.
 #include "core/launch.h"
 #include "core/ptx.cuh"
 #include "kernels/sampling/best.cuh"
@@ -22,7 +27,7 @@ constexpr int keys_of_thread(int num_keys) { return (num_keys + kThreads - 1) / 
 
 struct Ranking {
   uint64_t found[kMaxTreeSize];
-  uint64_t best[kMaxTreeSize];  // the best first
+  uint64_t best[kMaxTreeSize];  // in descending order
   int num_found;
 };
 
@@ -30,7 +35,7 @@ struct Ranking {
 
 __device__ __forceinline__ uint64_t bit(int i) { return uint64_t{1} << i; }
 
-// A node, and the row that verifies it.
+// Writes a node and the token of the step that verifies it.
 __device__ void write_node(const TokenTrees& trees, int seq, int node, int token, int parent,
                            int depth, uint64_t mask, int slot, int length) {
   const int row = seq * trees.num_nodes + node;
@@ -46,7 +51,7 @@ __device__ void write_node(const TokenTrees& trees, int seq, int node, int token
   if (node == 0) trees.seq_token_begin[seq + 1] = row + trees.num_nodes;
 }
 
-// Ranks the `wanted` best of num_keys >= wanted distinct keys; thread t has t, t + kThreads, …
+// Ranks the `wanted` largest of num_keys distinct keys. Thread t holds keys t, t + kThreads, ...
 template <int kKeys>
 __device__ void rank_best(const uint64_t (&keys)[kKeys], int num_keys, int wanted,
                           Ranking& ranking) {
@@ -107,7 +112,7 @@ __global__ void __launch_bounds__(kThreads)
   for (int i = 0; i < kKeys; ++i) {
     const int candidate = i * kThreads + threadIdx.x;
     if (candidate >= num_new) break;
-    const float parent_score = level == 0 ? 0.0f : beam.row_scores[seq * k + candidate / k];
+    const float parent_score = level == 0 ? 0.0f : beam.token_scores[seq * k + candidate / k];
     const float score = parent_score + p.topk_logprobs[seq * num_new + candidate];
     scores[candidate] = score;
     tokens[candidate] = p.topk_tokens[seq * num_new + candidate];
@@ -115,7 +120,7 @@ __global__ void __launch_bounds__(kThreads)
   }
   if (level > 0) rank_best(keys, num_new, k, ranking);
 
-  // Several threads read the rows as parents, and the lengths, before they are replaced.
+  // Several threads read the old nodes (as parents) and the old length before they are overwritten.
   const bool has_row = threadIdx.x < k;
   const int r = threadIdx.x, row = seq * k + r;
   const int chosen = !has_row ? 0 : level == 0 ? r : token_of(ranking.best[r]);
@@ -124,9 +129,9 @@ __global__ void __launch_bounds__(kThreads)
   __syncthreads();
   if (has_row) {
     const int own_bit = level * k + r;
-    if (own_bit < kMaxTreeSize) mask |= bit(own_bit);  // the last level is never run
+    if (own_bit < kMaxTreeSize) mask |= bit(own_bit);  // the draft model never runs the last level
     beam.level_candidates[(seq * beam.depth + level) * k + r] = first + chosen;
-    beam.row_scores[row] = scores[chosen];
+    beam.token_scores[row] = scores[chosen];
     beam.ancestor_masks[row] = mask;
     beam.token_ids[row] = tokens[chosen];
     beam.token_parents[row] = level == 0 ? seq : parent_row;
@@ -144,7 +149,7 @@ __global__ void __launch_bounds__(kThreads)
 __global__ void __launch_bounds__(kThreads)
     draft_select_kernel(const __grid_constant__ DraftSelectParams p) {
   __shared__ Ranking ranking;
-  __shared__ uint8_t node_of[kMaxCandidates];  // of candidates that were chosen
+  __shared__ uint8_t node_of[kMaxCandidates];  // node number of each selected candidate
   ptx::pdl_launch();
   ptx::pdl_wait();
   const DraftBeam& beam = p.beam;
@@ -158,7 +163,7 @@ __global__ void __launch_bounds__(kThreads)
     const int candidate = i * kThreads + threadIdx.x;
     if (candidate >= num_all) break;
     keys[i] = key_of(beam.scores[all_begin + candidate], candidate);
-    node_of[candidate] = 0;  // scores that no growth makes may choose a child and not its parent
+    node_of[candidate] = 0;  // invalid scores may select a child without its parent: use the root
   }
   __syncthreads();
   if (num_tokens > 0) rank_best(keys, num_all, num_tokens, ranking);
@@ -180,7 +185,7 @@ __global__ void __launch_bounds__(kThreads)
   p.draft.scores[at] = beam.scores[all_begin + candidate];
 }
 
-// Grid: B; a thread a node.
+// Grid: B. One thread for each node.
 __global__ void __launch_bounds__(kMaxTreeSize)
     tree_build_kernel(const __grid_constant__ TreeBuildParams p) {
   __shared__ int tokens[kMaxTreeSize], parents[kMaxTreeSize];
@@ -198,7 +203,7 @@ __global__ void __launch_bounds__(kMaxTreeSize)
   __syncthreads();
   if (node >= num_nodes) return;
 
-  // A node is used if all nodes up to the root are.
+  // A node is used if it and all its ancestors have tokens.
   bool is_used = node == 0 || token >= 0;
   uint64_t mask = bit(node) | 1;
   for (int up = parent; is_used && up > 0; up = parents[up]) {

@@ -1,8 +1,10 @@
-// The target's side of a tree: acceptance, and what the draft runs next (kernels/tree/tree.h).
+// accept_tree, begin_draft and shift_prompt (kernels/tree/tree.h).
 //
-// Latency-bound. Acceptance is one CTA, because it publishes for all sequences. A warp walks one
-// tree; each lane holds two nodes, so that a step of the walk is two votes. Publication as in
-// step_ops.cu.
+// Roofline: latency.
+//
+// Schedule of accept_tree: one CTA, because it publishes the results of all sequences. One warp
+// walks one tree. Each lane holds two nodes, so a step of the walk takes two votes. Results are
+// published as in step_ops.cu.
 #include "core/launch.h"
 #include "core/ptx.cuh"
 #include "kernels/tree/tree_checks.h"
@@ -18,20 +20,20 @@ static_assert(kMaxStopIds <= 32 && kMaxLogprobs <= 32, "a lane has at most one o
 
 // ---- kernels
 
-// What a walk found, in shared memory of its warp.
+// The result of a walk, in shared memory of its warp.
 struct Walk {
   int path[kMaxTreeSize];
   int emitted[kMaxTreeSize];
 };
 
-// The element of node `node` of two that each lane holds.
+// The value of node `node`. Each lane holds the values of nodes lane and 32 + lane.
 __device__ __forceinline__ int of_node(const int (&values)[2], int node) {
   const int low = __shfl_sync(kAllLanes, values[0], node % 32);
   const int high = __shfl_sync(kAllLanes, values[1], node % 32);
   return node < 32 ? low : high;
 }
 
-// Fills `walk`; returns the number of tokens emitted and whether the sequence has ended.
+// Fills `walk` and returns the number of emitted tokens. `finished`: the sequence has ended.
 __device__ int walk_tree(const AcceptTreeParams& p, int seq, const SlotStop& stop, int lane,
                          Walk& walk, bool& finished) {
   int tokens[2], parents[2], drawn[2];
@@ -70,7 +72,7 @@ __device__ void publish_logprobs(const TokenLogprobs& from, TokenLogprobs& to, i
   }
 }
 
-// One warp does one sequence. `result` is null where nothing is published.
+// One warp handles one sequence. `result` is null if nothing is published.
 __device__ void accept_one(const AcceptTreeParams& p, int seq, SlotResult* result, Walk& walk,
                            int lane) {
   const int slot = p.seq_slots[seq], max_path = p.state.accepted.max_path;
@@ -93,7 +95,7 @@ __device__ void accept_one(const AcceptTreeParams& p, int seq, SlotResult* resul
       p.state.history[int64_t{slot} * p.state.max_len + length + j] =
           j == 0 ? root : walk.emitted[j - 1];
     }
-    // A path may repeat a token, hence the atomic; of integers, so the order does not matter.
+    // A path may repeat a token, so the update is atomic. Integer sums do not depend on the order.
     if (counts_tokens && token != kNoToken)
       atomicAdd(p.state.counts + int64_t{slot} * p.state.vocab_size + token, 1);
   }
@@ -116,7 +118,7 @@ __device__ void accept_one(const AcceptTreeParams& p, int seq, SlotResult* resul
       stop.finished = finished ? 1 : 0;
     }
   }
-  __syncwarp();  // the walk's memory may be used again
+  __syncwarp();  // before the next walk overwrites `walk`
 }
 
 // Grid: 1.
@@ -125,9 +127,9 @@ __global__ void __launch_bounds__(kAcceptWarps * 32)
   __shared__ Walk walks[kAcceptWarps];
   ptx::pdl_launch();
   ptx::pdl_wait();
-  const bool publishes = p.sink.ticket != nullptr;
-  const uint64_t ticket = publishes ? *p.sink.ticket : 0;
-  SlotResult* results = p.sink.results + (ticket % p.sink.ring_size) * p.sink.max_seqs;
+  const bool publishes = p.sink.step_counter != nullptr;
+  const uint64_t num_steps = publishes ? *p.sink.step_counter : 0;
+  SlotResult* results = p.sink.results + (num_steps % p.sink.ring_size) * p.sink.max_seqs;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   for (int seq = warp; seq < p.trees.num_seqs; seq += kAcceptWarps) {
     accept_one(p, seq, publishes ? results + seq : nullptr, walks[warp], lane);
@@ -135,8 +137,8 @@ __global__ void __launch_bounds__(kAcceptWarps * 32)
   if (!publishes) return;
   __syncthreads();
   if (threadIdx.x == 0) {
-    *p.sink.ticket = ticket + 1;
-    ptx::store_release_system(p.sink.done, ticket + 1);
+    *p.sink.step_counter = num_steps + 1;
+    ptx::store_release_system(p.sink.done, num_steps + 1);
   }
 }
 
@@ -161,14 +163,15 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// A thread a row of the chunk; the thread of a sequence's first row writes what it has one of.
+// One thread for each token of the chunk. The thread of a sequence's first token writes the values
+// that exist once for each sequence.
 __global__ void __launch_bounds__(kThreads)
     shift_prompt_kernel(const __grid_constant__ ShiftPromptParams p) {
   ptx::pdl_launch();
   ptx::pdl_wait();
   const int row = blockIdx.x * kThreads + threadIdx.x;
   if (row == 0) p.first.seq_token_begin[0] = p.rest.seq_token_begin[0] = 0;
-  if (row >= p.num_rows) return;
+  if (row >= p.num_tokens) return;
   const int seq = p.token_seqs[row], slot = p.seq_slots[seq];
   const int begin = p.seq_token_begin[seq], start = p.lengths[slot];
   if (row > begin) {
@@ -190,13 +193,13 @@ __global__ void __launch_bounds__(kThreads)
   p.rest.seq_token_begin[seq + 1] = end - seq - 1;
 }
 
-dim3 blocks_for(int count) { return dim3((count + kThreads - 1) / kThreads); }
+dim3 ctas_for(int count) { return dim3((count + kThreads - 1) / kThreads); }
 
 }  // namespace
 
 // ---- launchers
 
-// Graph-safe; reads from the device: all but the sizes. Publishes even without a sequence.
+// Graph-safe; reads from the device: all but the sizes. Publishes even if there are no sequences.
 void accept_tree(const Context& ctx, const AcceptTreeParams& p) {
   check_accept(p);
   launch(ctx, accept_tree_kernel, dim3(1), dim3(kAcceptWarps * 32), 0, p);
@@ -205,14 +208,13 @@ void accept_tree(const Context& ctx, const AcceptTreeParams& p) {
 // Graph-safe; reads from the device: seq_slots, lengths, accepted.
 void begin_draft(const Context& ctx, const BeginDraftParams& p) {
   if (p.num_seqs == 0) return;
-  launch(ctx, begin_draft_kernel, blocks_for(p.num_seqs * p.accepted.max_path), dim3(kThreads), 0,
-         p);
+  launch(ctx, begin_draft_kernel, ctas_for(p.num_seqs * p.accepted.max_path), dim3(kThreads), 0, p);
 }
 
 // Graph-safe; reads from the device: ids, token_seqs, seq_slots, seq_token_begin, lengths.
 void shift_prompt(const Context& ctx, const ShiftPromptParams& p) {
-  if (p.num_rows == 0) return;
-  launch(ctx, shift_prompt_kernel, blocks_for(p.num_rows), dim3(kThreads), 0, p);
+  if (p.num_tokens == 0) return;
+  launch(ctx, shift_prompt_kernel, ctas_for(p.num_tokens), dim3(kThreads), 0, p);
 }
 
 }  // namespace cpmcu::cuda

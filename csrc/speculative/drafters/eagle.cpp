@@ -1,10 +1,10 @@
 // EAGLE and EAGLE-2 heads, and MiniCPM4's variant of them: "eagle".
 //
-//   x = fc [embedding(id) | feature] (+ bias), each RMS-normed first in MiniCPM4's variant
+//   x = fc [embedding(id) | aux_hidden] (+ bias), each RMS-normed first in MiniCPM4's variant
 //   hidden = decoder layer(x); logits = the target's lm_head of hidden
 //
-// `feature` is the target's final hidden state of the token before; of a drafted token it is the
-// hidden state that the draft made of its parent.
+// `aux_hidden` is the target's final hidden state of the preceding token. For a drafted token it is
+// the draft's hidden state of the parent token.
 // Sources: Li et al., arXiv:2401.15077 and arXiv:2406.16858.
 #include "kernels/layer/embedding.h"
 #include "kernels/layer/gather_rows.h"
@@ -23,12 +23,12 @@ class EagleDrafter : public HeadDrafter {
                                                 "attention_norm", "fc_bias"});
     if (spec_.options.flag("input_norms", false)) {
       embed_norm_ = add_norm(spec_.scope + "input_norm1");
-      feature_norm_ = add_norm(spec_.scope + "input_norm2");
+      aux_hidden_norm_ = add_norm(spec_.scope + "input_norm2");
     }
     const bool first_has_norm = spec_.options.flag("attention_norm", false);
     for (int i = 0; i < model().num_hidden_layers; ++i) {
       const std::string prefix = spec_.scope + "layers." + std::to_string(i) + ".";
-      // The original heads have no norm in front of the first layer's attention.
+      // The original heads have no norm before the first layer's attention.
       const bool has_norm = i > 0 || first_has_norm;
       layers_.push_back(
           {.blocks = add_layer(prefix),
@@ -43,7 +43,7 @@ class EagleDrafter : public HeadDrafter {
     HeadDrafter::plan(plan, states, limits);
     if (!has_bias_) return;
     bias_id_ = plan.add(spec_.scope + "fc.bias", "weights", width() * size_of(model().dtype));
-    zeros_id_ = plan.add(spec_.scope + "zeros", "state", 4 * max_rows());
+    zeros_id_ = plan.add(spec_.scope + "zeros", "state", 4 * max_tokens());
   }
   void bind(const Arena& arena) override {
     HeadDrafter::bind(arena);
@@ -57,39 +57,42 @@ class EagleDrafter : public HeadDrafter {
   }
   void finish_loading(const Context& ctx, const TargetParts& target) override {
     HeadDrafter::finish_loading(ctx, target);
-    if (has_bias_) fill_bytes(ctx.device, zeros_, 0, 4 * max_rows(), ctx.stream);
+    if (has_bias_) fill_bytes(ctx.device, zeros_, 0, 4 * max_tokens(), ctx.stream);
   }
 
  protected:
-  Tensor pick(const HiddenStates& states) const override { return states.final; }
+  Tensor select_hidden(const HiddenStates& states) const override { return states.final; }
 
-  Tensor forward(const Context& ctx, const Step& step, const HiddenRows& feature, Source) override {
-    const int rows = step.tokens.num_tokens;
-    const Tensor hidden = this->hidden(rows), normed = this->normed(rows);
-    embedding(ctx, {.out = embed_norm_ ? normed : left(rows),
+  Tensor forward(const Context& ctx, const Step& step, const HiddenRows& aux_hidden,
+                 Source) override {
+    const int num_tokens = step.tokens.num_tokens;
+    const Tensor hidden = this->hidden(num_tokens), normed = this->normed(num_tokens);
+    embedding(ctx, {.out = embed_norm_ ? normed : left(num_tokens),
                     .table = embedding_table_,
                     .ids = step.ids,
                     .scale = model().embed_scale,
                     .out_stride = embed_norm_ ? width() : 2 * width()});
     if (embed_norm_) {
-      embed_norm_->forward(ctx, left(rows), normed, 2 * width());
-      feature_norm_->forward(ctx, right(rows), feature.x, 2 * width(), feature.index);
+      embed_norm_->forward(ctx, left(num_tokens), normed, 2 * width());
+      aux_hidden_norm_->forward(ctx, right(num_tokens), aux_hidden.x, 2 * width(),
+                                aux_hidden.index);
     } else {
-      gather_rows(
-          ctx,
-          {.out = right(rows), .x = feature.x, .index = feature.index, .out_stride = 2 * width()});
+      gather_rows(ctx, {.out = right(num_tokens),
+                        .x = aux_hidden.x,
+                        .index = aux_hidden.index,
+                        .out_stride = 2 * width()});
     }
     if (has_bias_) gather_rows(ctx, {.out = hidden, .x = bias_, .index = zeros_});
-    GemmQueue products(ctx, step.phase);
-    const Context& queued = products.context();
-    fc_->forward(queued, step.phase, hidden, both(rows), 1, has_bias_ ? 1 : 0);
+    GemmQueue gemms(ctx, step.phase);
+    const Context& queued = gemms.context();
+    fc_->forward(queued, step.phase, hidden, both(num_tokens), 1, has_bias_ ? 1 : 0);
     for (const auto& [blocks, attention_norm, mlp_norm] : layers_) {
       if (attention_norm) attention_norm->forward(queued, normed, hidden);
       blocks.attention->forward(queued, step, hidden, attention_norm ? normed : hidden);
       mlp_norm->forward(queued, normed, hidden);
       blocks.mlp->forward(queued, step, hidden, normed);
     }
-    products.flush();
+    gemms.flush();
     return hidden;
   }
 
@@ -105,7 +108,7 @@ class EagleDrafter : public HeadDrafter {
   };
 
   bool has_bias_;  // of fc
-  RmsNorm *embed_norm_ = nullptr, *feature_norm_ = nullptr;
+  RmsNorm *embed_norm_ = nullptr, *aux_hidden_norm_ = nullptr;
   std::vector<NormedLayer> layers_;
   MemoryPlan::Id bias_id_ = 0, zeros_id_ = 0;
   int* zeros_ = nullptr;

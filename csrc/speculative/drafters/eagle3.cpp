@@ -1,10 +1,10 @@
 // EAGLE-3 and 3.1 heads: "eagle3".
 //
-//   h = fc [hidden of layer 1 | layer 2 | layer 3] of the target, or the recycled hidden state
-//   one layer whose attention reads [norm(embedding(id)) | norm(h)]; the residual stream is h
+//   h = fc [aux_hidden of 3 target layers], or for a drafted token the parent's recycled state
+//   hidden = one layer: attention reads [norm(embedding(id)) | norm(h)], the residual stream is h
 //   logits = own lm_head of norm(hidden), over a draft vocabulary
 //
-// The recycled state is the layer's output, in 3.1 (norm_output) after the final norm.
+// The recycled state is `hidden`; in EAGLE-3.1 (norm_output) it is norm(hidden).
 // Source: Li et al., arXiv:2503.01840.
 #include "kernels/layer/embedding.h"
 #include "kernels/layer/gather_rows.h"
@@ -27,10 +27,11 @@ class Eagle3Drafter : public HeadDrafter {
         final_norm_(add_norm(spec_.scope + "norm")) {
     spec_.options.check_known("an EAGLE-3 head",
                               {"window", "vocab_ids", "own_head", "target_layers", "norm_output"});
-    CHECK(!target_layers_.empty(), "the EAGLE-3 head names no target layers");
+    CHECK(!target_layers_.empty(),
+          "the EAGLE-3 head has no target_layers, expected at least one layer");
     for (int layer : target_layers_) {
       CHECK(layer >= 0 && layer < target.num_hidden_layers,
-            "the draft wants the input of layer {}, the target has {}", layer,
+            "the draft reads the input of target layer {}, the target has {} layers", layer,
             target.num_hidden_layers);
     }
   }
@@ -40,51 +41,51 @@ class Eagle3Drafter : public HeadDrafter {
   void plan(MemoryPlan& plan, StateCache& states, const DraftLimits& limits) override {
     HeadDrafter::plan(plan, states, limits);
     const int64_t element = size_of(model().dtype);
-    num_gathered_ = max_rows();
+    num_gathered_ = max_tokens();
     num_recycled_ = int64_t{limits.max_seqs} * spec_.topk;
     gathered_id_ = plan.add_scratch(
         spec_.scope + "gathered", num_gathered_ * num_inputs(spec_, target_) * element, 0, kSample);
-    turn_id_ = plan.add_scratch(spec_.scope + "turn_hidden", num_recycled_ * width() * element, 0,
-                                kSample);
+    alternate_id_ = plan.add_scratch(spec_.scope + "alternate_hidden",
+                                     num_recycled_ * width() * element, 0, kSample);
   }
   void bind(const Arena& arena) override {
     HeadDrafter::bind(arena);
     const DType dtype = model().dtype;
     gathered_ = arena.tensor(gathered_id_, dtype, {num_gathered_, num_inputs(spec_, target_)});
-    turn_hidden_ = arena.tensor(turn_id_, dtype, {num_recycled_, width()});
+    alternate_hidden_ = arena.tensor(alternate_id_, dtype, {num_recycled_, width()});
   }
 
  protected:
-  Tensor pick(const HiddenStates& states) const override { return states.layers; }
+  Tensor select_hidden(const HiddenStates& states) const override { return states.layers; }
 
   Tensor forward(const Context& ctx, const Step& step, const HiddenRows& given,
                  Source source) override {
-    const int rows = step.tokens.num_tokens;
-    const Tensor normed = this->normed(rows);
-    Tensor hidden = this->hidden(rows);
+    const int num_tokens = step.tokens.num_tokens;
+    const Tensor normed = this->normed(num_tokens);
+    Tensor hidden = this->hidden(num_tokens);
     if (source == Source::kTarget) {
       Tensor x = given.x;
       if (given.index) {
-        x = gathered_.rows(0, rows);
+        x = gathered_.rows(0, num_tokens);
         gather_rows(ctx, {.out = x, .x = given.x, .index = given.index});
       }
       fc_->forward(ctx, step.phase, hidden, x, 1, 0);
     } else {
-      // Rows change places, so they cannot stay where they are.
-      if (given.x.data() == hidden.data()) hidden = turn_hidden_.rows(0, rows);
+      // The gather permutes rows, so its input and output must be different buffers.
+      if (given.x.data() == hidden.data()) hidden = alternate_hidden_.rows(0, num_tokens);
       gather_rows(ctx, {.out = hidden, .x = given.x, .index = given.index});
     }
     embedding(
         ctx,
         {.out = normed, .table = embedding_table_, .ids = step.ids, .scale = model().embed_scale});
-    embed_norm_->forward(ctx, left(rows), normed, 2 * width());
-    hidden_norm_->forward(ctx, right(rows), hidden, 2 * width());
-    GemmQueue products(ctx, step.phase);
-    const Context& queued = products.context();
-    layer_.attention->forward(queued, step, hidden, both(rows));
+    embed_norm_->forward(ctx, left(num_tokens), normed, 2 * width());
+    hidden_norm_->forward(ctx, right(num_tokens), hidden, 2 * width());
+    GemmQueue gemms(ctx, step.phase);
+    const Context& queued = gemms.context();
+    layer_.attention->forward(queued, step, hidden, both(num_tokens));
     mlp_norm_->forward(queued, normed, hidden);
     layer_.mlp->forward(queued, step, hidden, normed);
-    products.flush();
+    gemms.flush();
     if (!norm_output_) return hidden;
     final_norm_->forward(ctx, normed, hidden);
     return normed;
@@ -98,19 +99,19 @@ class Eagle3Drafter : public HeadDrafter {
   }
 
  private:
-  // Columns of fc.
+  // Input columns of fc.
   static int num_inputs(const DrafterSpec& spec, const ModelSpec& target) {
     return static_cast<int>(spec.options.integers("target_layers").size()) * target.hidden_size;
   }
 
   const std::vector<int> target_layers_;
-  const bool norm_output_;  // EAGLE-3.1: the recycled hidden state is the normed one
+  const bool norm_output_;  // EAGLE-3.1: the recycled state is normed
   Layer layer_;
   RmsNorm *embed_norm_, *hidden_norm_, *mlp_norm_, *final_norm_;
-  MemoryPlan::Id gathered_id_ = 0, turn_id_ = 0;
+  MemoryPlan::Id gathered_id_ = 0, alternate_id_ = 0;
   int64_t num_gathered_ = 0, num_recycled_ = 0;
-  Tensor gathered_;     // [rows, layers * H]
-  Tensor turn_hidden_;  // [max_seqs * k, H]: of every other level
+  Tensor gathered_;          // [T, layers * H]
+  Tensor alternate_hidden_;  // [max_seqs * k, H] for every second level
 };
 
 REGISTER_DRAFTER("eagle3", Eagle3Drafter);

@@ -1,5 +1,5 @@
-// A small language model that shares the target's tokenizer: "model". A chain with top-k 1, a tree
-// otherwise.
+// A small language model with the target's tokenizer: "model". If top-k is 1 it drafts a chain,
+// otherwise a tree.
 #include <optional>
 
 #include "model/transformer.h"

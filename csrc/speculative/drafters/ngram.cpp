@@ -1,4 +1,5 @@
-// Prompt look-up: what followed the last tokens when they occurred before: "ngram". No weights.
+// Prompt look-up: "ngram". It finds an earlier occurrence of the last n tokens and proposes the
+// tokens that followed it. It has no weights.
 #include <algorithm>
 
 #include "speculative/drafter.h"
@@ -15,14 +16,13 @@ class NgramDrafter : public Drafter {
         scope_(spec.scope) {
     spec.options.check_known("n-gram look-up", {"min_ngram", "max_ngram"});
     CHECK(min_ngram_ >= 1 && min_ngram_ <= max_ngram_ && max_ngram_ <= kMaxNgram,
-          "n-grams of {} to {} tokens were asked for, expected 1 to {}", min_ngram_, max_ngram_,
-          kMaxNgram);
+          "n-grams have {} to {} tokens, expected 1 to {}", min_ngram_, max_ngram_, kMaxNgram);
   }
 
   void plan(MemoryPlan& plan, StateCache&, const DraftLimits& limits) override {
-    fused_id_ = plan.add(scope_ + "chain", "state", int64_t{4} * limits.max_seqs * depth_);
+    chain_id_ = plan.add(scope_ + "chain", "state", int64_t{4} * limits.max_seqs * depth_);
   }
-  void bind(const Arena& arena) override { chain_ = arena.array<int>(fused_id_); }
+  void bind(const Arena& arena) override { chain_ = arena.array<int>(chain_id_); }
 
   Draft propose(const Context& ctx, const DraftBatch& batch) override {
     const int num_tokens = std::min(batch.num_tokens(), depth_);
@@ -43,7 +43,7 @@ class NgramDrafter : public Drafter {
  private:
   const int depth_, min_ngram_, max_ngram_;
   const std::string scope_;
-  MemoryPlan::Id fused_id_ = 0;
+  MemoryPlan::Id chain_id_ = 0;
   int* chain_ = nullptr;  // [B, M]
 };
 

@@ -1,17 +1,17 @@
-// What the parts of a chain of products (fused_layer_sm90.cu) know of it, and of each other.
+// Arguments and persistent state of the fused layer kernel (fused_layer_sm90.cu).
 #pragma once
 
 #include "kernels/attention/tiles.cuh"
 #include "kernels/gemm/fused_layer.h"
 #include "kernels/gemm/w4a16_multiply.cuh"
 
-namespace cpmcu::cuda::chain {
+namespace cpmcu::cuda::fused {
 
-constexpr uint32_t kNotYet = 0xFFFFFFFF;  // NaN; instructions make 0x7FFFFFFF
+constexpr uint32_t kNotReady = 0xFFFFFFFF;  // a NaN; instructions produce 0x7FFFFFFF only
 
-// A sum that does not depend on the order of its terms: in units of 2^-8, and what is left of a
-// term then in units of 2^-48. Up to 2^56, which is far beyond what a norm is asked for.
-struct alignas(128) ExactSum {  // a cache line, or additions to neighbours wait for each other
+// A sum that does not depend on the order of its terms. A term is split into units of 2^-8 and a
+// remainder in units of 2^-48. The limit of 2^56 is far beyond any sum of squares of a norm.
+struct alignas(128) ExactSum {  // a cache line each, so that atomics on neighbours do not serialise
   unsigned long long high, low;
 
   __device__ __forceinline__ void add(float term) {
@@ -24,48 +24,50 @@ struct alignas(128) ExactSum {  // a cache line, or additions to neighbours wait
   }
 };
 
-constexpr uint32_t kSummed = 64;  // no fewer than slices; divides 2^32
+constexpr uint32_t kSummed = 64;  // at least the number of slices; divides 2^32
 
-// What launches leave to the next one. Zero at first.
+// State kept from launch to launch. Zero at first.
 struct FusedState {
-  // Of blocks that are done with what gemm i reads; a cache line each. Ever growing.
+  // Grid barrier i: CTAs that have completed all that GEMM i reads. One cache line each. Never
+  // reset.
   uint32_t arrived[kMaxFusedGemms][32];
-  uint32_t bases[kMaxFusedGemms];  // `arrived` before this launch
+  uint32_t bases[kMaxFusedGemms];  // value of `arrived` before this launch
   uint32_t launches;
-  ExactSum squares[2][kMaxFusedGemms][kMaxRows];  // by turns: one half is used, the other zeroed
-  // Of many rows, the blocks whose sums of a tile have come; a cache line each. A launch that
-  // counts comes from one multiple of kSummed to the next, whatever its slices.
+  // Double-buffered: one half is in use, the other is zeroed.
+  ExactSum squares[2][kMaxFusedGemms][kMaxRows];
+  // More than 16 rows: CTAs whose partial sums of a tile have arrived. One cache line each. A
+  // launch moves a counter from one multiple of kSummed to the next, whatever its number of slices.
   uint32_t summed[kMaxFusedGemms][kMaxFusedCtas][32];
 };
 static_assert(sizeof(FusedState) <= kFusedStateBytes);
 
-// The blocks of W of a product, and how blocks of threads share them out.
-struct Blocks {
-  const char* blocks;   // [tiles][k_blocks] if W has 4 bits
-  int tiles, k_blocks;  // tiles of 256 rows; a block has as many k as its product says
+// The weight blocks of a GEMM, and how they are divided among CTAs.
+struct WeightBlocks {
+  const char* blocks;   // [tiles][k_blocks], 4-bit W only
+  int tiles, k_blocks;  // tiles of 256 rows; k blocks of Mainloop's size
   int block_bytes;
   int slices, slice_blocks, longer_slices;
-  int one_over_slices;  // in units of 2^-16, rounded up: divides small numbers
-  int units;            // blocks of threads that have something to do
+  int one_over_slices;  // 1 / slices in units of 2^-16, rounded up: divides small numbers
+  int active_ctas;      // CTAs with a part in the GEMM
 
   __device__ __forceinline__ int over_slices(int v) const { return v * one_over_slices >> 16; }
 };
 
-struct alignas(64) Link : Blocks {
-  TensorMap x_map, w_map;   // of W if it has 16 bits
+struct alignas(64) GemmArgs : WeightBlocks {
+  TensorMap x_map, w_map;   // w_map: 16-bit W only
   void* y;                  // [M, N]; gated: [M, N / 2]
   void* normed;             // [M, N]; null: no norm
   const void* norm_weight;  // [N]
   float alpha, beta;
-  float inv_size, eps;  // of the norm that x is owed; inv_size 0: none
+  float inv_size, eps;  // of the norm of x; inv_size 0: no norm
   int n;
-  // Between the two times 16 stored rows that are added up together, in 16s: 1, or half a head if
-  // rotary_kv follows.
-  int apart = 1;
+  // Distance in m16 tiles between the two m16 tiles of an epilogue tile. 1, or half a head if
+  // rotary_kv follows, so that a lane holds both elements of a rotated pair.
+  int rope_pair_stride = 1;
   bool bf16_scales, gated;
 };
 
-// rotary_kv behind the last gemm.
+// rotary_kv after the last GEMM.
 struct Rotary {
   void* k_cache;
   void* v_cache;
@@ -76,36 +78,35 @@ struct Rotary {
   StepTokens tokens;
 };
 
-// Who combines what attention left, so that the first gemm can read it.
-enum class Combines {
-  kNobody,
-  kEachItsSlice,  // of one row, straight into the ring: the same columns in several blocks
-  kTogether,      // all blocks, to memory, and wait for one another
+// How attention splits are combined before the first GEMM.
+enum class CombineMode {
+  kNone,         // no splits, or a launch before combines them
+  kPerCtaSlice,  // one row: each CTA combines its slice of x, straight into its stages
+  kGridWide,     // all CTAs share the work; x goes through memory and a grid barrier
 };
 
 struct FusedLayerArgs {
-  Link gemms[kMaxFusedGemms];
+  GemmArgs gemms[kMaxFusedGemms];
   Rotary rotary;
   FusedState* state;
-  char* pieces;  // [units][slabs][groups][tiles of 16 rows][lanes] of 16 bytes
+  char* fragments;  // [CTAs][warp tiles][row groups][m16 tiles][lanes] of 16 bytes
   int num_gemms, m;
-  int min_units;  // of all gemms but the last
-  Combines combines;
+  int min_active_ctas;  // minimum over all GEMMs but the last
+  CombineMode combine_mode;
   int max_splits, head_dim;  // of attention
-  Blocks following[kMaxFollowing];
+  WeightBlocks following[kMaxFollowing];
   int num_following;
-  int pace;  // cycles in which a block of threads fetches one ahead; 0: none
+  int prefetch_cycles;  // cycles between two L2 prefetches of a CTA; 0: no prefetch
 };
 
-// Of kEachItsSlice, in blocks of k; each has a stage.
-constexpr int kMaxCombinedBlocks = 8;
+// Limit of kPerCtaSlice in k blocks; each takes a stage.
+constexpr int kMaxCombinedKBlocks = 8;
 
-// What a block of threads multiplies of a gemm: packed blocks [begin, end) of the tiles `tile`,
-// tile + gridDim.x, ...
-struct Share {
+// The work range of a CTA in a GEMM: k blocks [begin, end) of tiles `tile`, tile + gridDim.x, ...
+struct CtaRange {
   int tile, slice, begin, end;
 
-  __device__ __forceinline__ explicit Share(const Blocks& of) {
+  __device__ __forceinline__ explicit CtaRange(const WeightBlocks& of) {
     const int b = blockIdx.x;
     tile = of.over_slices(b);
     slice = b - tile * of.slices;
@@ -114,4 +115,4 @@ struct Share {
   }
 };
 
-}  // namespace cpmcu::cuda::chain
+}  // namespace cpmcu::cuda::fused

@@ -1,37 +1,41 @@
-// The ring in shared memory through which all W of a chain come, and the threads that feed it.
+// The pipeline in shared memory that carries all W and x of the fused layer kernel, and its two
+// producer threads.
 #pragma once
 
 #include "kernels/gemm/fused_layer/args.cuh"
 
-namespace cpmcu::cuda::chain {
+namespace cpmcu::cuda::fused {
 
-// A place in the ring: where its rows, its weights and the first of its barriers lie, and the
-// parity of their phase. Addresses go on by addition: computed from a number they were a tenth of
-// the instructions of a block.
+// A stage: addresses of its rows, its weights and its first barrier, and the phase parity.
+// Addresses advance by addition; computed from an index they were a tenth of the instructions of a
+// k block.
 struct Stage {
   uint32_t rows, weights, barrier;
   int parity;
 };
 
-// f(tile, k block) for the packed blocks of this block of threads.
+// Calls f(tile, k block) for the work range of this CTA.
 template <typename F>
-__device__ __forceinline__ void each_block(const Blocks& of, F f) {
-  if (static_cast<int>(blockIdx.x) >= of.units) return;
-  const Share share(of);
+__device__ __forceinline__ void each_block(const WeightBlocks& of, F f) {
+  if (static_cast<int>(blockIdx.x) >= of.active_ctas) return;
+  const CtaRange range(of);
 #pragma unroll 1
-  for (int tile = share.tile; tile < of.tiles; tile += gridDim.x) {
+  for (int tile = range.tile; tile < of.tiles; tile += gridDim.x) {
 #pragma unroll 1
-    for (int k_block = share.begin; k_block < share.end; ++k_block) f(tile, k_block);
+    for (int k_block = range.begin; k_block < range.end; ++k_block) f(tile, k_block);
   }
 }
 
-// The ring in shared memory: as many stages of rows of x and a block of W as there is room for, all
-// rows first, and the barriers that say that weights, or rows, are there, or that all warps are
-// done with both; that the first rows of a gemm have come; that all warps have combined theirs; and
-// that this block has read what block 0 changes in the end.
-template <typename Product>
+// As many stages as fit: rows of x of all stages first, then their weight blocks. Barriers:
+//   weights_in  a stage's weights have arrived
+//   rows_in     a stage's rows of x have arrived
+//   done        all consumer warps are done with a stage
+//   x_in        the first rows of a GEMM have arrived
+//   combined    all warps have combined their share of x
+//   bases_read  the producer has read what CTA 0 changes at the end
+template <typename Mainloop>
 struct Ring {
-  static constexpr int kStageBytes = Product::kRowsBytes + Product::kWeightBytes;
+  static constexpr int kStageBytes = Mainloop::kRowsBytes + Mainloop::kWeightBytes;
   static constexpr int kStages = kRingBytes / kStageBytes;
   static constexpr int kBytes = kStages * kStageBytes;
   static constexpr int kBarriers = 3 * kStages + kMaxFusedGemms + 2;
@@ -39,14 +43,14 @@ struct Ring {
   uint32_t data, barriers;
 
   __device__ __forceinline__ Stage stage(int index) const {
-    return {.rows = data + index * Product::kRowsBytes,
-            .weights = data + kStages * Product::kRowsBytes + index * Product::kWeightBytes,
+    return {.rows = data + index * Mainloop::kRowsBytes,
+            .weights = data + kStages * Mainloop::kRowsBytes + index * Mainloop::kWeightBytes,
             .barrier = barriers + 8 * index,
             .parity = 0};
   }
   __device__ __forceinline__ void advance(Stage& at) const {
-    at.rows += Product::kRowsBytes;
-    at.weights += Product::kWeightBytes;
+    at.rows += Mainloop::kRowsBytes;
+    at.weights += Mainloop::kWeightBytes;
     at.barrier += 8;
     if (at.barrier == barriers + 8 * kStages) {
       const int parity = at.parity ^ 1;
@@ -70,38 +74,38 @@ struct Ring {
   __device__ __forceinline__ uint32_t bases_read() const { return combined() + 8; }
 };
 
-// Feeds the ring with weights as soon as there is room, by one thread. What is for a gemm whose x
-// has not come yet comes block by block, so as not to stand in the way of sums, counters and rows
-// that others wait for: once the ring has been full, or from the beginning on if blocks combine
+// Weight producer, one thread: loads into every free stage. Until x of a GEMM has arrived, it keeps
+// one load in flight only, so that partial sums, counters and x of other CTAs do not queue behind
+// weights. The first fill of the pipeline is exempt, unless all CTAs combine attention splits
 // together.
-template <typename Product>
-__device__ __forceinline__ void feed_weights(const FusedLayerArgs& args, const Ring<Product>& ring,
-                                             int* num_fed) {
+template <typename Mainloop>
+__device__ __forceinline__ void produce_weights(const FusedLayerArgs& args,
+                                                const Ring<Mainloop>& ring, int* num_loaded) {
   const uint64_t policy = ptx::evict_first_policy();
   for (int i = 0; i < args.num_gemms; ++i) {
     if (args.gemms[i].blocks == nullptr) ptx::prefetch_map(&args.gemms[i].w_map);
   }
   Stage stage = ring.stage(0), landing = stage;
   int in_flight = 0;
-  bool fills = args.combines != Combines::kTogether;
+  bool fills = args.combine_mode != CombineMode::kGridWide;
 #pragma unroll 1
   for (int i = 0; i < args.num_gemms; ++i) {
-    const Link& gemm = args.gemms[i];
-    if (static_cast<int>(blockIdx.x) >= gemm.units) continue;
-    const Share share(gemm);
+    const GemmArgs& gemm = args.gemms[i];
+    if (static_cast<int>(blockIdx.x) >= gemm.active_ctas) continue;
+    const CtaRange range(gemm);
     const uint32_t x_in = ring.x_in(i);
-    const int tiles = gemm.tiles, blocks_of_tile = share.end - share.begin;
+    const int tiles = gemm.tiles, blocks_of_tile = range.end - range.begin;
     bool has_x = false;
-    typename Product::Source source(gemm, share.tile, share.begin);
+    typename Mainloop::Source source(gemm, range.tile, range.begin);
 #pragma unroll 1
-    for (int tile = share.tile; tile < tiles; tile += gridDim.x) {
-      if (tile != share.tile) source = typename Product::Source(gemm, tile, share.begin);
+    for (int tile = range.tile; tile < tiles; tile += gridDim.x) {
+      if (tile != range.tile) source = typename Mainloop::Source(gemm, tile, range.begin);
 #pragma unroll 1
       for (int left = blocks_of_tile; left > 0; --left) {
-        // A cycle from landing to asking counts: what can be done before is.
+        // Everything possible precedes this wait: latency from arrival to the next load counts.
         ptx::mbarrier_wait(ring.done(stage), stage.parity ^ 1);
         if (!has_x) has_x = ptx::mbarrier_has_ended(x_in, 0);
-        const int limit = has_x || fills ? Product::kInFlight : 1;
+        const int limit = has_x || fills ? Mainloop::kInFlight : 1;
 #pragma unroll 1
         for (; in_flight >= limit; --in_flight) {
           ptx::mbarrier_wait(ring.weights_in(landing), landing.parity);
@@ -109,7 +113,7 @@ __device__ __forceinline__ void feed_weights(const FusedLayerArgs& args, const R
         }
         ++in_flight;
         source.fetch(stage.weights, ring.weights_in(stage), policy);
-        if constexpr (Product::kAhead > 0) atomicAdd(num_fed, 1);
+        if constexpr (Mainloop::kPrefetchBlocks > 0) atomicAdd(num_loaded, 1);
         source.next();
         ring.advance(stage);
         fills = fills && stage.parity == 0;
@@ -119,42 +123,43 @@ __device__ __forceinline__ void feed_weights(const FusedLayerArgs& args, const R
   ptx::pdl_wait();
 }
 
-// Feeds it with rows of x once all blocks are done with the gemms before, by another.
-template <typename Product>
-__device__ __forceinline__ void feed_rows(const FusedLayerArgs& args, const Ring<Product>& ring) {
+// Row producer, one thread: loads x of a GEMM once all CTAs have arrived at its grid barrier.
+template <typename Mainloop>
+__device__ __forceinline__ void produce_rows(const FusedLayerArgs& args,
+                                             const Ring<Mainloop>& ring) {
   for (int i = 0; i < args.num_gemms; ++i) ptx::prefetch_map(&args.gemms[i].x_map);
   ptx::pdl_wait();
-  // Read before this block arrives anywhere, so before they change: arrivals behind a gemm follow
-  // from its x, those of who has no part in a gemm wait for it.
+  // Read before this CTA arrives at any grid barrier, so before CTA 0 changes it: arrivals after a
+  // GEMM follow its x, and CTAs without a part wait for bases_read.
   static_assert(kMaxFusedGemms == 4);
   const uint4 bases = __ldcg(reinterpret_cast<const uint4*>(args.state->bases));
   ptx::mbarrier_arrive(ring.bases_read());
-  if (args.combines == Combines::kTogether) {
+  if (args.combine_mode == CombineMode::kGridWide) {
     ptx::mbarrier_wait(ring.combined(), 0);
     ptx::add_release(args.state->arrived[0]);
   }
   Stage stage = ring.stage(0);
 #pragma unroll 1
   for (int i = 0; i < args.num_gemms; ++i) {
-    const Link& gemm = args.gemms[i];
-    if ((i > 0 || args.combines == Combines::kTogether) &&
-        static_cast<int>(blockIdx.x) < gemm.units) {
+    const GemmArgs& gemm = args.gemms[i];
+    if ((i > 0 || args.combine_mode == CombineMode::kGridWide) &&
+        static_cast<int>(blockIdx.x) < gemm.active_ctas) {
       const uint32_t base = i == 0 ? bases.x : i == 1 ? bases.y : i == 2 ? bases.z : bases.w;
       while (ptx::load_acquire(args.state->arrived[i]) != base + gridDim.x) {
       }
       ptx::copy_engine_fence();
     }
-    // Rows that blocks have combined themselves are not waited for: they may be multiplied already,
-    // and then a barrier would be asked for a phase that ends only with what this thread brings.
-    const bool brings = i > 0 || args.combines != Combines::kEachItsSlice;
+    // If each CTA combines its slice of x, the stages of GEMM 0 are skipped. Their rows may already
+    // be consumed, and then the wait would be for a phase that only this thread can complete.
+    const bool brings = i > 0 || args.combine_mode != CombineMode::kPerCtaSlice;
     each_block(gemm, [&](int, int k_block) {
       if (brings) {
         ptx::mbarrier_wait(ring.done(stage), stage.parity ^ 1);
-        Product::fetch_rows(stage.rows, gemm, k_block, ring.rows_in(stage));
+        Mainloop::fetch_rows(stage.rows, gemm, k_block, ring.rows_in(stage));
       }
       ring.advance(stage);
     });
   }
 }
 
-}  // namespace cpmcu::cuda::chain
+}  // namespace cpmcu::cuda::fused

@@ -1,4 +1,4 @@
-// How a warp multiplies 16-bit weights that the copy engine brought, with mma.sync.
+// A warp's product of 16-bit weights in shared memory, with mma.sync.
 #pragma once
 
 #include "kernels/gemm/x_rows.cuh"
@@ -6,23 +6,24 @@
 namespace cpmcu::cuda {
 namespace {
 
-constexpr int kSixteenK = 64, kSixteenRowBytes = 2 * kSixteenK;  // of a row in a stage
+// k of a stage, and bytes of its rows.
+constexpr int kDenseK = 64, kDenseRowBytes = 2 * kDenseK;
 
-// sums += 8 kGroups rows of x times 16 kTiles rows of W, 64 k of each: rows of 128 bytes in shared
-// memory whose 16-byte chunks are swizzled within 8 rows, as make_map's boxes are. `weights`: the
-// lane's row for ldmatrix, of each tile, with its first or second 8 k.
+// sums += 8 kGroups rows of x times 16 kTiles rows of W, 64 k. Rows have 128 bytes in shared memory
+// and their 16-byte chunks are swizzled within 8 rows, as make_map's boxes are. `weights`: the
+// lane's ldmatrix row in each m16 tile, first or second 8 k.
 template <typename T, int kTiles, int kGroups>
-__device__ __forceinline__ void add_sixteen_bits(float (&sums)[kTiles][kGroups][4], uint32_t rows,
+__device__ __forceinline__ void accumulate_dense(float (&sums)[kTiles][kGroups][4], uint32_t rows,
                                                  const uint32_t (&weights)[kTiles],
                                                  const LaneRows<kGroups>& lane_rows) {
-  uint32_t x[2][kGroups][2];  // of two steps of 16 k
+  uint32_t x[2][kGroups][2];  // two k steps of 16
 #pragma unroll
-  for (int step = 0; step < kSixteenK / 16; ++step) {
+  for (int step = 0; step < kDenseK / 16; ++step) {
     uint32_t r[4];
     if (kGroups > 1) {
 #pragma unroll
       for (int group = 0; group < kGroups; group += 2) {
-        ptx::ldmatrix4(r, rows + lane_rows.at(step * 2) + group * 8 * kSixteenRowBytes);
+        ptx::ldmatrix4(r, rows + lane_rows.at(step * 2) + group * 8 * kDenseRowBytes);
         x[step % 2][group][0] = r[0], x[step % 2][group][1] = r[1];
         x[step % 2][(group + 1) % kGroups][0] = r[2], x[step % 2][(group + 1) % kGroups][1] = r[3];
       }
@@ -42,10 +43,10 @@ __device__ __forceinline__ void add_sixteen_bits(float (&sums)[kTiles][kGroups][
   }
 }
 
-// Where a lane's row for ldmatrix lies, `row` rows of a stage beyond its first.
-__device__ __forceinline__ uint32_t sixteen_bits_offset(int row) {
+// Byte offset of the lane's ldmatrix row, if it is row `row` of a stage.
+__device__ __forceinline__ uint32_t dense_row_offset(int row) {
   const int lane = threadIdx.x % 32;
-  return row * kSixteenRowBytes + ((lane / 16 ^ lane % 8) << 4);
+  return row * kDenseRowBytes + ((lane / 16 ^ lane % 8) << 4);
 }
 
 }  // namespace

@@ -1,12 +1,12 @@
-"""Times what a speculative step does beside the forward passes: one line per op.
+"""Times the kernels of a speculative step beside the forward passes: one line per op.
 
-One sequence of MiniCPM4-8B with an EAGLE head: depth 4, top-k 8, tree 32, 32768 draft rows.
-A graph holds each op many times in a row; the microseconds are those of one launch. An op whose
-shape depends on the level is timed once for each shape. Logits and keys lie in L2, where the
-kernel before leaves them in a step, too. The accepted path is the worst: every token of it moves,
-in 32 layers.
+One sequence of MiniCPM4-8B with an EAGLE head: depth 4, top-k 8, tree 32, 32768 draft tokens.
+A CUDA graph holds each op several times; the time is that of one launch in microseconds. If the
+shape of an op depends on the level, each shape is timed. Logits and keys are in L2, as after the
+preceding kernel of a step. The accepted path is the worst case: each of its tokens moves in 32
+layers.
 
-    python scripts/bench/bench_cycle.py [--dtype bfloat16] [--json] [--device cpu]
+    python scripts/bench/bench_step.py [--dtype bfloat16] [--json] [--device cpu]
 
 The CPU is timed without graphs; its figures say only that the program runs.
 """
@@ -35,8 +35,8 @@ PATH = DEPTH + 1  # tokens that the step accepts
 LENGTH, MAX_LEN = 1024, 8192
 CANDIDATES = TOPK + (DEPTH - 1) * TOPK * TOPK
 BUDGET_US = 80.0
-HISTORY = 1 << 20  # tokens: every launch of accept_tree adds some
-LAUNCHES = 20  # in one graph
+HISTORY = 1 << 20  # tokens; each launch of accept_tree appends up to PATH
+LAUNCHES = 20  # per graph
 
 
 class Step:
@@ -90,13 +90,13 @@ class Step:
             topk=TOPK,
             depth=DEPTH,
             scores=ops.Array(self.ctx, [1, CANDIDATES], "float32"),
-            row_scores=ops.Array(self.ctx, [1, TOPK], "float32"),
+            token_scores=ops.Array(self.ctx, [1, TOPK], "float32"),
             ancestor_masks=ops.Array(self.ctx, [1, TOPK], "uint64"),
             **arrays,
         )
 
     def make_worst_tree(self) -> None:
-        """The last nodes are the path, all others hang below the root and are wrong."""
+        """The last nodes are the accepted path; all others are rejected children of the root."""
         path = [0, *range(NODES - DEPTH, NODES)]
         tokens, drawn = np.arange(NODES) + 100, np.full(NODES, 9)
         parents, depths = np.zeros(NODES, int), np.ones(NODES, int)
@@ -118,7 +118,7 @@ class Step:
         self.worst_path = put(self.ctx, [path])
 
     def make_state(self) -> None:
-        """Of slot 0, as though the step before had accepted the worst path, too."""
+        """State of slot 0 after a step that also accepted the worst path."""
         self.lengths, self.after = put(self.ctx, [LENGTH]), put(self.ctx, [LENGTH + PATH])
         self.accepted_counts = put(self.ctx, [PATH])
         self.accepted = ops.Accepted(
@@ -154,7 +154,7 @@ class Step:
             results=raw(ctx, np.zeros([8, 1], ops.slot_result_dtype), pinned=True),
             ring_size=8,
             max_seqs=1,
-            ticket=raw(ctx, np.zeros(1, np.uint64)),
+            step_counter=raw(ctx, np.zeros(1, np.uint64)),
             done=raw(ctx, np.zeros(1, np.uint64), pinned=True),
         )
 
@@ -200,7 +200,7 @@ class Step:
         )
 
     def grow(self) -> None:
-        """Every level once, so that `select` finds all candidates."""
+        """Expands each level once: `select` needs all candidates."""
         self.topk(1)
         self.expand(0)
         self.topk(TOPK)
@@ -262,7 +262,7 @@ class Step:
 
 
 def ops_of(step: Step) -> list[tuple[str, int, Callable[[], None]]]:
-    """(name, launches a step, op) in the order of a step; 0: only to compare."""
+    """(name, launches per step, op) in the order of a step; 0 launches: for comparison only."""
     return [
         ("begin_draft", 1, step.begin_draft),
         ("gather last hidden, 1 row", 1, step.gather_last),
@@ -315,7 +315,7 @@ def main() -> None:
     total = 0.0
     for name, count, body in ops_of(step):
         if name == "draft_select":
-            step.grow()  # a level timed by itself has left the others behind
+            step.grow()  # timing a single level has advanced that level alone
         us = time_of(ctx, args.device, body)
         report(name, count, us)
         total += count * us

@@ -1,4 +1,4 @@
-// What becomes of sums: scale, residual, norm, SiLU or rotary.
+// Epilogue of one element: scale, residual, norm, SiLU or RoPE.
 #pragma once
 
 #include <type_traits>
@@ -7,15 +7,16 @@
 #include "kernels/layer/rotary.cuh"
 #include "kernels/layer/silu.cuh"
 
-namespace cpmcu::cuda::chain {
+namespace cpmcu::cuda::fused {
 
-// One output, after alpha, beta and the norm that x was owed. Returns what is stored.
+// Applies alpha, beta and the norm of x. Returns the value to store.
 template <typename T>
-__device__ __forceinline__ T finished(const Link& gemm, float scale, float sum, T old) {
+__device__ __forceinline__ T finished(const GemmArgs& gemm, float scale, float sum, T old) {
   const float value = __fmul_rn(scale, sum);
   return from_float<T>(gemm.beta == 0 ? value : __fmaf_rn(gemm.beta, to_float(old), value));
 }
-// Not infinite: before it is divided by the root of the mean square it may be large.
+// Clamps to the largest finite value: y * norm_weight is stored before the division by the root
+// mean square, so it may be large.
 template <typename T>
 __device__ __forceinline__ T bounded(float v) {
   constexpr float kMax = std::is_same_v<T, __half> ? 65504.0f : 3.38e38f;
@@ -23,18 +24,18 @@ __device__ __forceinline__ T bounded(float v) {
 }
 __device__ __forceinline__ float silu_product(float gate, float up) { return silu(gate) * up; }
 
-// What rotary_kv needs to know of a row and of elements `dim`, dim + 8 of a head and those half a
-// head behind them.
-struct Turn {
+// Angles and KV entry of one token, for elements `dim`, dim + 8 and their partners half a head
+// further.
+struct TokenRotation {
   Rotation rotations[2];
   int entry;  // [pages, 64]
 
-  // What it reads was complete before the pass.
+  // Reads only what was complete before the pass.
   __device__ __forceinline__ void load(const Rotary& rotary, int row, int dim, bool is_value) {
     const StepTokens& tokens = rotary.tokens;
     const int seq = tokens.token_seqs[row], slot = tokens.seq_slots[seq];
     const int in_slot =
-        tokens.slot_lengths[slot] + tokens.first_row + row - tokens.seq_token_begin[seq];
+        tokens.slot_lengths[slot] + tokens.first_token + row - tokens.seq_token_begin[seq];
     const int64_t page = int64_t{slot} * tokens.max_pages + in_slot / kPageSize;
     entry = tokens.page_table[page] * kPageSize + in_slot % kPageSize;
     if (is_value) return;
@@ -47,10 +48,10 @@ struct Turn {
   }
 };
 
-// Sums of whole rows of a gated W, as they are: a lane's of rows q2, q2 + 1 of each 8 of x, m in
-// all, and of stored rows n, n + 8, n + 16, n + 24 of W; n is g beyond a multiple of 32.
+// Stores SiLU(gate) * up from sums over all of K. A lane has rows q2, q2 + 1 of each 8 rows of x, m
+// in all, and stored rows n, n + 8, n + 16, n + 24 of W; n mod 32 is g.
 template <typename T, int kGroups>
-__device__ __forceinline__ void store_gated(const Link& gemm, T* y,
+__device__ __forceinline__ void store_gated(const GemmArgs& gemm, T* y,
                                             const float (&sums)[2][kGroups][4],
                                             const float* row_scales, int m, int n, int g, int q2) {
   const int columns = gemm.n / 2;
@@ -72,22 +73,22 @@ __device__ __forceinline__ void store_gated(const Link& gemm, T* y,
   }
 }
 
-// Of a row of what rotary_kv follows elements n, n + 8 and those half a head behind them, turned,
-// to y or to the cache. `weight`: their biases; the row's sums are [t][j] and [t][j + 2].
+// Rotates elements n, n + 8 of one token with their partners half a head further, and stores them
+// to y or to the KV cache. `weight`: biases. Sums are [t][j] and [t][j + 2].
 template <typename T>
-__device__ __forceinline__ void store_turned(const Link& gemm, const Rotary& rotary,
-                                             const Turn& turn, const T (&weight)[2][2],
-                                             const float (&sum)[2][4], int j, float scale, int n,
-                                             T* y) {
-  const int dims = gemm.apart * 32, head = n / dims, dim = n % dims;
+__device__ __forceinline__ void store_rotated(const GemmArgs& gemm, const Rotary& rotary,
+                                              const TokenRotation& token, const T (&weight)[2][2],
+                                              const float (&sum)[2][4], int j, float scale, int n,
+                                              T* y) {
+  const int dims = gemm.rope_pair_stride * 32, head = n / dims, dim = n % dims;
   const int kv_head = head - rotary.num_heads;
   const bool is_value = kv_head >= rotary.num_kv_heads;
   T* to = y + n;
   if (kv_head >= 0) {
-    const int64_t page = turn.entry / kPageSize;
+    const int64_t page = token.entry / kPageSize;
     const int64_t at = page * rotary.num_kv_heads + kv_head % rotary.num_kv_heads;
     to = static_cast<T*>(is_value ? rotary.v_cache : rotary.k_cache) +
-         (at * kPageSize + turn.entry % kPageSize) * dims + dim;
+         (at * kPageSize + token.entry % kPageSize) * dims + dim;
   }
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -97,10 +98,10 @@ __device__ __forceinline__ void store_turned(const Link& gemm, const Rotary& rot
       x[t] = to_float(finished(gemm, scale, sum[t][half * 2 + j], T()));
       if (rotary.bias != nullptr) x[t] += to_float(weight[t][half]);
     }
-    if (!is_value) rotate(x[0], x[1], turn.rotations[half]);
+    if (!is_value) rotate(x[0], x[1], token.rotations[half]);
     to[half * 8] = from_float<T>(x[0]);
     to[dims / 2 + half * 8] = from_float<T>(x[1]);
   }
 }
 
-}  // namespace cpmcu::cuda::chain
+}  // namespace cpmcu::cuda::fused

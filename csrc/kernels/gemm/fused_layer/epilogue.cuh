@@ -1,0 +1,178 @@
+// Epilogue of the fused layer kernel: adds the slices of K and writes y, one epilogue tile a warp.
+#pragma once
+
+#include "kernels/gemm/fused_layer/outputs.cuh"
+
+namespace cpmcu::cuda::fused {
+
+// An epilogue tile has two m16 tiles (16 stored rows of W each) and 8 rows of x. A lane has rows
+// row, row + 1 and stored rows n, n + 8 of both m16 tiles. Inputs other than sums (old y, norm
+// weights, bias, angles) are loaded before x arrives.
+template <typename T, int kGroups>
+struct EpilogueTiles {
+  const FusedLayerArgs& args;
+  const GemmArgs& gemm;
+  T* y;
+  int n0;               // first stored row of the GEMM tile
+  int first_warp_tile;  // first warp tile that this CTA owns
+  bool rotated;
+  int g, q2;  // the lane's stored row within 8, and its row of x
+  T old[2][2][2], weight[2][2];
+  TokenRotation rotations[2];
+
+  // The first m16 tile of an epilogue tile.
+  __device__ __forceinline__ int first_m16_tile(int epilogue_tile) const {
+    const int warp_tile = first_warp_tile + epilogue_tile / kGroups;
+    return 2 * warp_tile - (warp_tile & (gemm.rope_pair_stride - 1));
+  }
+  struct Place {
+    int epilogue_tile, m16_tile, row, n;
+  };
+  __device__ __forceinline__ Place place_of(int epilogue_tile) const {
+    const int m16_tile = first_m16_tile(epilogue_tile);
+    return {epilogue_tile, m16_tile, epilogue_tile % kGroups * 8 + q2, n0 + m16_tile * 16 + g};
+  }
+
+  __device__ __forceinline__ void load_weights(int epilogue_tile) {
+    const T* weights = static_cast<const T*>(rotated ? args.rotary.bias : gemm.norm_weight);
+    if (weights == nullptr) return;
+    const int n = place_of(epilogue_tile).n;
+#pragma unroll
+    for (int t = 0; t < 2; ++t) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int at = n + t * gemm.rope_pair_stride * 16 + half * 8;
+        if (at < gemm.n) weight[t][half] = weights[at];
+      }
+    }
+  }
+  __device__ __forceinline__ void load_old(int epilogue_tile) {
+    if (gemm.beta == 0) return;
+    const auto [_, m16_tile, row, n] = place_of(epilogue_tile);
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      if (row + j >= args.m) continue;
+      const T* from = y + int64_t{row + j} * gemm.n + n;
+#pragma unroll
+      for (int t = 0; t < 2; ++t) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          if (n + t * 16 + half * 8 < gemm.n) old[t][half][j] = from[t * 16 + half * 8];
+        }
+      }
+    }
+  }
+  __device__ __forceinline__ void load_rotations(int epilogue_tile) {
+    const auto [_, m16_tile, row, n] = place_of(epilogue_tile);
+    const int dims = gemm.rope_pair_stride * 32;
+    const bool is_value = n / dims >= args.rotary.num_heads + args.rotary.num_kv_heads;
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      if (row + j < args.m) rotations[j].load(args.rotary, row + j, n % dims, is_value);
+    }
+  }
+
+  // Adds the slices of an epilogue tile in order. `fragments`: those of the first slice; each slice
+  // has num_fragments. If arrivals are not counted, polls until all are ready and restores
+  // kNotReady.
+  template <bool kCounted>
+  __device__ __forceinline__ void add_slices(float (&sum)[2][4], const Place& at, char* fragments,
+                                             int num_fragments) const {
+    if (at.row >= args.m) return;
+    const auto fragments_of = [&](int t) {
+      const int m16_tile = at.m16_tile + t * gemm.rope_pair_stride;
+      return fragments +
+             ((m16_tile / 2 * kGroups + at.epilogue_tile % kGroups) * 2 + m16_tile % 2) * 512;
+    };
+    char* const from[2] = {fragments_of(0), fragments_of(1)};
+    uint4 v[8][2];
+    const auto each = [&](auto f) {
+#pragma unroll
+      for (int s = 0; s < 8; ++s) {
+#pragma unroll
+        for (int t = 0; t < 2; ++t) {
+          if (s < gemm.slices) f(v[s][t], t, from[t] + s * num_fragments * 16);
+        }
+      }
+    };
+    bool missing;
+    do {
+      missing = false;
+      each([&](uint4& fragment, int, const char* from) { fragment = ptx::load_relaxed16(from); });
+      if constexpr (!kCounted) {
+        each([&](const uint4& fragment, int, char*) {
+          missing |= fragment.x == kNotReady || fragment.y == kNotReady ||
+                     fragment.z == kNotReady || fragment.w == kNotReady;
+        });
+      }
+    } while (missing);
+    each([&](const uint4& fragment, int t, char* from) {
+      sum[t][0] += __uint_as_float(fragment.x), sum[t][1] += __uint_as_float(fragment.y);
+      sum[t][2] += __uint_as_float(fragment.z), sum[t][3] += __uint_as_float(fragment.w);
+      if constexpr (!kCounted) {
+        *reinterpret_cast<uint4*>(from) = make_uint4(kNotReady, kNotReady, kNotReady, kNotReady);
+      }
+    });
+  }
+
+  __device__ __forceinline__ void store_rotated(const Place& at, const float (&sum)[2][4],
+                                                const float* row_scales) const {
+    const auto [_, m16_tile, row, n] = at;
+    if (n >= gemm.n) return;
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      if (row + j >= args.m) continue;
+      fused::store_rotated(gemm, args.rotary, rotations[j], weight, sum, j, row_scales[row + j], n,
+                           y + int64_t{row + j} * gemm.n);
+    }
+  }
+  // Stores y; if a norm follows, also y * norm_weight, and adds the squares of both rows.
+  __device__ __forceinline__ void store(const Place& place, const float (&sum)[2][4],
+                                        const float* row_scales, float (&squares)[2]) const {
+    const auto [_, m16_tile, row, n] = place;
+    const int left = gemm.n - n;
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      if (row + j >= args.m) continue;
+      const float scale = row_scales[row + j];
+      if (gemm.gated) {
+        T* to = y + int64_t{row + j} * (gemm.n / 2) + n / 16 * 8 + g;
+#pragma unroll
+        for (int t = 0; t < 2; ++t) {
+          if (t * 16 >= left) continue;
+          to[t * 8] = from_float<T>(
+              silu_product(__fmul_rn(scale, sum[t][j]), __fmul_rn(scale, sum[t][j + 2])));
+        }
+        continue;
+      }
+      const int64_t at = int64_t{row + j} * gemm.n + n;
+      T* const to = y + at;
+      T* const normed = static_cast<T*>(gemm.normed) + at;
+#pragma unroll
+      for (int t = 0; t < 2; ++t) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          if (t * 16 + half * 8 >= left) continue;
+          const T value = finished(gemm, scale, sum[t][half * 2 + j], old[t][half][j]);
+          to[t * 16 + half * 8] = value;
+          if (gemm.normed != nullptr) {
+            normed[t * 16 + half * 8] = bounded<T>(to_float(value) * to_float(weight[t][half]));
+            squares[j] += to_float(value) * to_float(value);
+          }
+        }
+      }
+    }
+  }
+  __device__ __forceinline__ void add_squares(int row, const float (&squares)[2],
+                                              ExactSum* of_rows) const {
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      float v = squares[j];
+#pragma unroll
+      for (int mask = 4; mask < 32; mask *= 2) v += __shfl_xor_sync(0xffffffffu, v, mask);
+      if (g == 0 && row + j < args.m) of_rows[row + j].add(v);
+    }
+  }
+};
+
+}  // namespace cpmcu::cuda::fused

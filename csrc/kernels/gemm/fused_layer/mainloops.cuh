@@ -1,0 +1,129 @@
+// Mainloops of the fused layer kernel: how a tile of W is loaded into a stage and multiplied.
+#pragma once
+
+#include "kernels/gemm/dense_mma.cuh"
+#include "kernels/gemm/fused_layer/args.cuh"
+#include "kernels/gemm/w4a16_wgmma.cuh"
+
+namespace cpmcu::cuda::fused {
+
+// 4-bit W: a weight block of 256 rows x 128 k is one bulk copy; rows of x [8 kGroups] lie beside
+// it.
+template <typename Mma, typename T, int kGroups_, bool kZeros>
+struct W4Mainloop {
+  using Element = T;
+  static constexpr int kGroups = kGroups_;
+  static constexpr int kRowsBytes = 8 * kGroups * kRowBytes;
+  static constexpr int kWeightBytes = kZeros ? kZeroOffset + kW4BlockRows : kZeroOffset;
+  static constexpr float kScale = kUnpackedScale<T>;  // factor in the sums
+  // Weight blocks in flight per SM. Two keep memory busy. More of them divide bandwidth less evenly
+  // among SMs, and x, partial sums and counters queue behind them: 52 instead of 56 us a layer at
+  // one row. From 32 rows on the consumers are the bound, and more is better.
+  static constexpr int kInFlight = kGroups <= 2 ? 2 : kGroups == 4 ? 3 : 5;
+
+  // Weight blocks prefetched to L2, one row only (prefetch.cuh): 18 MB.
+  static constexpr int kPrefetchBlocks = kGroups == 1 ? 8 : 0;
+
+  // Whether each CTA may combine its slice of x: one row only.
+  static constexpr bool kCombinesSlice = kGroups == 1;
+
+  typename Mma::template LaneRows<kGroups> lane_rows;
+  LaneWeights lane_weights;
+  uint32_t bf16_scales;
+
+  __device__ __forceinline__ explicit W4Mainloop(const GemmArgs& gemm)
+      : bf16_scales(gemm.bf16_scales) {
+    ptx::opaque(bf16_scales);  // so it is not reloaded for every block
+  }
+
+  // Byte offset of element k of row 0 in a stage; see copy_rows.
+  static __device__ __forceinline__ int row_offset(int k) { return k / 64 * 1024 + k % 64 * 2; }
+
+  struct Source {
+    const char* from;
+    int bytes;
+
+    __device__ __forceinline__ Source(const GemmArgs& gemm, int tile, int k_block)
+        : from(gemm.blocks + (int64_t{tile} * gemm.k_blocks + k_block) * gemm.block_bytes),
+          bytes(gemm.block_bytes) {
+      ptx::opaque(from);  // so it is computed before the wait
+    }
+    __device__ __forceinline__ void next() { from += bytes; }
+    __device__ __forceinline__ void fetch(uint32_t to, uint32_t barrier, uint64_t policy) const {
+      ptx::mbarrier_expect_bytes(barrier, bytes);
+      ptx::bulk_copy(to, from, bytes, barrier, policy);
+    }
+  };
+  static __device__ __forceinline__ void fetch_rows(uint32_t to, const GemmArgs& gemm, int k_block,
+                                                    uint32_t barrier) {
+    ptx::mbarrier_expect_bytes(barrier, kRowsBytes);
+    copy_rows<kGroups>(to, &gemm.x_map, k_block, barrier);
+  }
+  template <typename F, typename G>
+  __device__ __forceinline__ void accumulate_block(float (&sums)[2][kGroups][4], uint32_t rows,
+                                                   uint32_t weights, F poll, G release) const {
+    cuda::accumulate_block<Mma, T, kGroups, kZeros>(sums, rows, weights, lane_rows, lane_weights,
+                                                    bf16_scales != 0, poll, release);
+  }
+};
+
+// 16-bit W: 256 rows x 64 k as two boxes of 128 rows. Rows have 128 bytes; TMA swizzles their
+// 16-byte chunks within 8 rows. A gated W has 128 rows of gate and the matching 128 of up; ldmatrix
+// addresses interleave them by eight, as 4-bit blocks store them. Up to 64 rows multiplying hides
+// behind memory.
+template <typename T, int kGroups_>
+struct DenseMainloop {
+  using Element = T;
+  static constexpr int kGroups = kGroups_;
+  static constexpr bool kCombinesSlice = false;
+  static constexpr int kBlockK = kDenseK, kBoxRows = kW4BlockRows / 2;
+  static constexpr int kRowsBytes = 8 * kGroups * kDenseRowBytes;
+  static constexpr int kWeightBytes = kW4BlockRows * kDenseRowBytes;
+  static constexpr float kScale = 1;
+  static constexpr int kInFlight = 2, kPrefetchBlocks = 0;
+
+  LaneRows<kGroups> lane_rows;
+  uint32_t lane_weights[2];  // the lane's ldmatrix row in both m16 tiles: first or second 8 k
+
+  __device__ __forceinline__ explicit DenseMainloop(const GemmArgs& gemm) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int t = 0; t < 2; ++t) {
+      const int row = threadIdx.x / 32 * 32 + t * 16 + lane % 16;
+      const int at = gemm.gated ? row / 8 % 2 * kBoxRows + row / 16 * 8 + row % 8 : row;
+      lane_weights[t] = dense_row_offset(at);
+    }
+  }
+
+  struct Source {
+    const TensorMap* map;
+    int k, row, second;  // first rows of both boxes
+
+    __device__ __forceinline__ Source(const GemmArgs& gemm, int tile, int k_block)
+        : map(&gemm.w_map),
+          k(k_block * kBlockK),
+          row(tile * (gemm.gated ? kBoxRows : kW4BlockRows)),
+          second(row + (gemm.gated ? gemm.n / 2 : kBoxRows)) {}
+    __device__ __forceinline__ void next() { k += kBlockK; }
+    __device__ __forceinline__ void fetch(uint32_t to, uint32_t barrier, uint64_t policy) const {
+      ptx::mbarrier_expect_bytes(barrier, kWeightBytes);
+      ptx::tensor_copy(to, map, k, row, barrier, policy);
+      ptx::tensor_copy(to + kWeightBytes / 2, map, k, second, barrier, policy);
+    }
+  };
+  static __device__ __forceinline__ void fetch_rows(uint32_t to, const GemmArgs& gemm, int k_block,
+                                                    uint32_t barrier) {
+    ptx::mbarrier_expect_bytes(barrier, kRowsBytes);
+    ptx::tensor_copy(to, &gemm.x_map, k_block * kBlockK, 0, barrier);
+  }
+  template <typename F, typename G>
+  __device__ __forceinline__ void accumulate_block(float (&sums)[2][kGroups][4], uint32_t rows,
+                                                   uint32_t weights, F poll, G release) const {
+    accumulate_dense<T>(sums, rows, {weights + lane_weights[0], weights + lane_weights[1]},
+                        lane_rows);
+    poll();
+    release();
+  }
+};
+
+}  // namespace cpmcu::cuda::fused
