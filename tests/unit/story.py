@@ -43,7 +43,7 @@ class Stage:
         self.loaded: dict[str, object] = {}
         extension = SimpleNamespace(
             PAGE_SIZE=PAGE_SIZE,
-            SamplingConfig=lambda **fields: SimpleNamespace(key=fields["stream"], **fields),
+            SamplingConfig=lambda **fields: SimpleNamespace(key=fields.get("stream", 0), **fields),
         )
         monkeypatch.setitem(sys.modules, "cpmcu.C", extension)
         monkeypatch.setitem(vars(cpmcu), "C", extension)

@@ -127,8 +127,9 @@ def test_invalid_configurations_are_refused(field, value, message):
 
 
 def test_the_document_names_everything():
-    """docs/server.md has every endpoint, field (taken or refused), limit, metric and flag."""
-    text = (ROOT / "docs" / "server.md").read_text("utf-8")
+    """The documents have every endpoint, field (taken or refused), limit, metric and flag."""
+    names = ("server.md", "prefix_cache.md")
+    text = "".join((ROOT / "docs" / name).read_text("utf-8") for name in names)
     text = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
     named = set(re.findall(r"[\w/{}:-]+", " ".join(re.findall(r"`([^`]+)`", text))))
     fields = {*chat.ChatRequest.model_fields, *completion.CompletionRequest.model_fields}
