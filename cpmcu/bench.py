@@ -9,6 +9,8 @@ verifies and accepts. Its time depends on the tree's shape, not on the accepted 
 therefore (mean accept length) / (time of a step); whole requests check it. If each step chooses its
 shape (no shape is given, or --spec-auto yes), a third load measures requests of that kind.
 
+The prefix cache is off, so that no prompt is found in it.
+
 Exit status: 0; 1 for an error (one sentence; CPMCU_DEBUG=1 shows the traceback); 2 for wrong flags;
 130 after Ctrl-C.
 """
@@ -35,7 +37,13 @@ from cpmcu.config import (
     option,
     shipped_model,
 )
-from cpmcu.engine_flags import MODEL_WORD, engine_config, named_model
+from cpmcu.engine_flags import (
+    MODEL_WORD,
+    add_engine_flags,
+    engine_config,
+    named_model,
+    without_hits,
+)
 from cpmcu.errors import INTERRUPTED, forget_interrupt, reader_left, sentence
 from cpmcu.flags import FOOTER, FlagParser, add_flags, from_flags
 
@@ -102,12 +110,14 @@ def run(config: EngineConfig, options: BenchOptions) -> dict[str, Any]:
     from cpmcu import C
     from cpmcu.loading.loader import choose_device
 
+    config = dataclasses.replace(config, prefix_cache=False)
     device = choose_device(config.device)
     ceilings = C.ceilings(device, config.device_index)
     result = {
         "device": describe_device(device, config.device_index),
         "build": json.loads(C.build_info_json),
         "cuda_graph": config.cuda_graph,
+        "prefix_cache": config.prefix_cache,
         "read_GB_per_s": ceilings["read_bytes_per_second"] / 1e9,
         "host_to_device_GB_per_s": ceilings["host_to_device_bytes_per_second"] / 1e9,
     }
@@ -208,12 +218,11 @@ def make_parser(verb: str | None = None) -> FlagParser:
         words=MODEL_WORD if verb else None,
         description="Measures loading, prefill and decoding, and compares a decode step with the "
         "time to read its bytes at the device's bandwidth. With a draft, also measures "
-        "speculative decoding.",
+        "speculative decoding. The prefix cache is off.",
         epilog=FOOTER,
     )
     add_flags(parser, BenchOptions, "benchmark")
-    add_flags(parser, EngineConfig, "engine")
-    add_flags(parser, SpeculativeConfig, "speculative decoding")
+    add_engine_flags(parser, {"prefix_cache": False}, "engine")
     return parser
 
 
@@ -224,7 +233,7 @@ def main(arguments: list[str] | None = None, verb: str | None = None) -> int:
     try:
         flags.model = named_model(flags)
         options = from_flags(BenchOptions, flags)
-        config = engine_config(flags)
+        config = without_hits(engine_config(flags), flags)
         kernels = _kernels(options)
     except (ValueError, OSError) as error:
         parser.error(parser.named(sentence(error)))

@@ -22,6 +22,8 @@ SPEC_METRICS = ("none", "summary", "detailed")
 HEAD_QUANTS = ("none", "w8", "w4")
 DRAFT_HEAD_QUANTS = ("auto", *HEAD_QUANTS)
 
+PREFIX_CACHE = "prefix cache"  # a group of flags
+
 INT_MAX = (1 << 31) - 1
 
 # As in csrc/kernels/tree/tree.h.
@@ -44,11 +46,13 @@ def option(
     choices: tuple[str, ...] | None = None,
     metavar: str | None = None,
     brief: str | None = None,
+    group: str | None = None,
 ) -> Any:
     """A dataclass field that can become a command-line flag.
 
     `flags` replaces the flag derived from the field's name; an empty tuple means no flag. `brief`
     is the flag's line in `--help`. A flag without `brief` is explained by `--help-all` only.
+    `group`: title of the flag's group in the help, if it is not the dataclass's.
     """
     metadata = {
         "help": help,
@@ -56,6 +60,7 @@ def option(
         "choices": choices,
         "metavar": metavar,
         "brief": brief,
+        "group": group,
     }
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -373,22 +378,34 @@ class EngineConfig:
     cuda_graph: bool = option(True, "replay decode steps as CUDA graphs")
     num_threads: int = option(0, "threads of the CPU back end; 0: one per core")
     prefix_cache: bool = option(
-        True, "keep the keys and values of prompts for later prompts that begin alike"
+        True,
+        "keep the keys and values of prompts for later prompts that begin alike; changes no text",
+        flags=("--prefix-cache", "--enable-prefix-caching"),
+        brief="no: compute each prompt from its first token",
+        group=PREFIX_CACHE,
     )
     prefix_cache_decoded: bool = option(
         False,
         "keep those of generated tokens, too; a later prompt with them may then differ in its "
         "last bits from what an engine without a cache computes",
+        group=PREFIX_CACHE,
     )
     prefix_cache_host_gb: float | None = option(
         None,
         "host memory for pages that leave the GPU, in GB (default: 8, or a quarter of what is "
         "free if that is less; 0 on a CPU)",
+        group=PREFIX_CACHE,
     )
     prefix_cache_dir: str | None = option(
-        None, "folder that keeps pages across restarts", metavar="PATH"
+        None,
+        "folder that keeps pages across restarts; its files hold the tokens of prompts",
+        metavar="PATH",
+        brief="folder that keeps prompts across restarts",
+        group=PREFIX_CACHE,
     )
-    prefix_cache_disk_gb: float = option(64.0, "most that the folder may hold, in GB")
+    prefix_cache_disk_gb: float = option(
+        64.0, "most that the folder may hold, in GB", group=PREFIX_CACHE
+    )
     minicpm4_yarn: bool = option(
         False, "replace the checkpoint's RoPE scaling with MiniCPM4's factors for long contexts"
     )

@@ -41,10 +41,21 @@ class _ModelType(argparse.Action):
             )
 
 
-def add_engine_flags(parser: FlagParser, defaults: Mapping[str, Any] | None = None) -> None:
+def add_engine_flags(
+    parser: FlagParser,
+    defaults: Mapping[str, Any] | None = None,
+    title: str = "model and engine",
+) -> None:
     """Adds the flags of EngineConfig and SpeculativeConfig. `defaults`: see `add_flags`."""
-    add_flags(parser, EngineConfig, "model and engine", defaults)
+    add_flags(parser, EngineConfig, title, defaults)
     add_flags(parser, SpeculativeConfig, "speculative decoding")
+    parser.add_argument(  # vLLM's spelling of --prefix-cache no
+        "--no-enable-prefix-caching",
+        dest="prefix_cache",
+        action="store_const",
+        const=False,
+        help=argparse.SUPPRESS,
+    )
     for flag in _LATER:
         parser.add_argument(flag, nargs="?", action=_NotYet, help=argparse.SUPPRESS)
     parser.add_argument("--model-type", action=_ModelType, help=argparse.SUPPRESS)
@@ -64,6 +75,16 @@ def named_model(parsed: argparse.Namespace) -> str | None:
 def engine_config(parsed: argparse.Namespace) -> EngineConfig:
     """The engine's configuration. Raises ValueError for a value out of range."""
     return from_flags(EngineConfig, parsed, speculative_config=_speculation(parsed))
+
+
+def without_hits(config: EngineConfig, parsed: argparse.Namespace) -> EngineConfig:
+    """The configuration for a measurement or comparison that the prefix cache would spoil.
+
+    Raises ValueError if the cache was asked for.
+    """
+    if parsed.prefix_cache:
+        raise ValueError("prefix_cache is yes, but this program computes every prompt: expected no")
+    return dataclasses.replace(config, prefix_cache=False)
 
 
 def _speculation(parsed: argparse.Namespace) -> SpeculativeConfig:

@@ -183,16 +183,20 @@ def add_flags(
     """Adds one flag for each field of the dataclass `config` whose metadata allows it.
 
     `defaults`: field -> default shown in the help, if the program replaces the field's own default.
+    A field whose metadata has a `group` is listed under that title.
     """
     defaults = defaults or {}
-    group = parser.add_argument_group(title)
+    groups = {title: parser.add_argument_group(title)}
     hints = typing.get_type_hints(config)
     for field in dataclasses.fields(config):
         flags = field.metadata.get("flags")
         if flags is None:
             flags = ("--" + field.name.replace("_", "-"),)
         if flags:
-            group.add_argument(
+            own = field.metadata.get("group") or title
+            if own not in groups:
+                groups[own] = parser.add_argument_group(own)
+            groups[own].add_argument(
                 *flags, dest=field.name, **_argument(field, hints[field.name], defaults)
             )
             if field.metadata.get("brief"):

@@ -56,9 +56,14 @@ class Timings:
         return self.queue_s + self.prefill_s
 
     @property
+    def computed_tokens(self) -> int:
+        """Tokens of the prompt that were not cached."""
+        return self.prompt_tokens - self.cached_tokens
+
+    @property
     def prompt_tokens_per_s(self) -> float:
-        """Prompt tokens per second of prefill; 0 if no time was measured."""
-        return self.prompt_tokens / self.prefill_s if self.prefill_s > 0 else 0.0
+        """Computed prompt tokens per second of prefill; 0 if no time was measured."""
+        return self.computed_tokens / self.prefill_s if self.prefill_s > 0 else 0.0
 
     @property
     def decode_tokens_per_s(self) -> float:

@@ -149,6 +149,7 @@ class SamplingParams:
         for token, bias in (self.logit_bias or {}).items():
             _in_range("a logit_bias token id", token, 0, math.inf)
             _in_range(f"the logit_bias of token {token}", bias, -math.inf, math.inf)
+        _check_salt(self.cache_salt)
         truth("ignore_eos", self.ignore_eos)
         truth("skip_special_tokens", self.skip_special_tokens)
         if self.grammar is not None and not isinstance(self.grammar, Grammar):
@@ -245,6 +246,16 @@ def to_engine(
         stop_ids=list(dict.fromkeys(token for token in stop_ids if token < vocab_size)),
         max_tokens=max_tokens,
     )
+
+
+def _check_salt(value: str) -> None:
+    """Raises ValueError for a `cache_salt` that no key can be made of."""
+    if not isinstance(value, str):
+        raise ValueError(f"cache_salt is {shown(value)}, but must be a text")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise ValueError("cache_salt holds half a surrogate pair, but must be Unicode") from None
 
 
 def _in_range(

@@ -5,6 +5,8 @@
 Generates with and without the draft: greedy and sampled, several sequences at a time and one alone,
 with CUDA graphs and (for some prompts) without. If a token differs, prints the first difference of
 each text and exits with status 1.
+
+The prefix cache is off, so each run computes every prompt.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import numpy as np
 
 from cpmcu import LLM, SamplingParams
 from cpmcu.config import EngineConfig, SpeculativeConfig, option
-from cpmcu.engine_flags import add_engine_flags, engine_config
+from cpmcu.engine_flags import add_engine_flags, engine_config, without_hits
 from cpmcu.flags import FlagParser, add_flags, from_flags
 
 
@@ -73,11 +75,12 @@ def first_difference(a: list[int], b: list[int]) -> int | None:
 def main() -> int:
     """Returns the exit status."""
     parser = FlagParser(prog="python scripts/check_exactness.py", description=__doc__)
-    add_engine_flags(parser)
+    add_engine_flags(parser, {"prefix_cache": False})
     add_flags(parser, Options, "comparison")
     flags = parser.parse_args()
     try:
-        options, drafted = from_flags(Options, flags), engine_config(flags)
+        options = from_flags(Options, flags)
+        drafted = without_hits(engine_config(flags), flags)
     except ValueError as error:
         parser.error(str(error))
     none = SpeculativeConfig(no_speculation=True)

@@ -1,12 +1,17 @@
 """Runs a server under random requests and disconnects, and checks its state afterwards.
 
-    python scripts/soak.py [--clients 16] [--duration 600] [flags of python -m cpmcu.server]
+    python scripts/soak.py [--clients 16] [--duration 600] [--shared-prefixes 24] [server's flags]
 
 Each client sends one request after another: chat or completion, streamed or whole, prompts from one
 token to most of the context, all kinds of parameters, some of them invalid. A client disconnects
 from every third request before its end. Afterwards the checks are: no slot and no KV page is in
 use, the log has no error, memory has not grown by more than noise, and a fixed request gives the
 same text as before. If all checks pass, the exit status is 0.
+
+The prefix cache has 0.25 GB of host memory, unless --prefix-cache-host-gb is given. A larger tier
+still fills up during the run, which looks like growth. With --shared-prefixes N, most prompts begin
+with a part of one of N prefixes, some of them under a salt. Three checks are added: some prompts
+were cached, texts are the same after a reset of the cache, and no page is cached after the reset.
 """
 
 from __future__ import annotations
@@ -40,6 +45,7 @@ WORDS = (*SOURCE.split(), "naïve", "你好，世界", "🙂", "👩‍👩‍�
 FIXED = {"prompt": "def mean(values):\n", "max_tokens": 80, "temperature": 0.9, "seed": 7}
 TOO_LONG = 100_000  # tokens, more than a soaked model's context
 PATIENCE = 600.0  # seconds
+HOST_GB = "0.25"
 
 Kind = tuple[str, dict[str, Any], int]  # path, body, expected status
 
@@ -80,6 +86,35 @@ def parameters(rng: random.Random, context: int) -> dict[str, Any]:
     return body
 
 
+def prefix(number: int, context: int) -> list[int]:
+    """Token ids: the first half, at most, of many prompts. Pairs of prefixes begin alike."""
+    rng = random.Random(number // 2)
+    length = rng.randrange(context // 8, context // 2)
+    ids = [rng.randrange(5, 4000) for _ in range(length)]
+    return ids if number % 2 else ids[: length // 2] + ids[length // 2 :][::-1]
+
+
+def share_prefix(rng: random.Random, context: int, num_prefixes: int, kind: Kind) -> Kind:
+    """The request with a beginning that others have, too."""
+    path, body, status = kind
+    number = rng.randrange(num_prefixes)
+    if status != 200:
+        return kind
+    if rng.random() < 0.2:
+        body |= {"cache_salt": f"salt {rng.randrange(2)}"}
+    if "messages" in body:
+        system = text(random.Random(number), min(context // 32, 200))
+        return (
+            path,
+            body | {"messages": [{"role": "system", "content": system}, *body["messages"]]},
+            200,
+        )
+    ids = prefix(number, context)
+    ids = ids[: rng.randrange(1, len(ids) + 1)] if rng.random() < 0.5 else ids
+    tail = [rng.randrange(5, 4000) for _ in range(int(2 ** rng.uniform(0, 6)))]
+    return path, body | {"prompt": ids + tail}, 200
+
+
 def make_request(rng: random.Random, context: int) -> Kind:
     body = parameters(rng, context)
     length = int(2 ** rng.uniform(0, 6)) if rng.random() < 0.7 else rng.randrange(1, context - 200)
@@ -113,9 +148,10 @@ def make_request(rng: random.Random, context: int) -> Kind:
 class Soak:
     """The clients of one run and their counters."""
 
-    def __init__(self, url: str, context: int, seed: int) -> None:
+    def __init__(self, url: str, context: int, seed: int, num_prefixes: int) -> None:
         self.url = url
         self.context = context
+        self.num_prefixes = num_prefixes
         self.seed = seed
         self.counts: collections.Counter[str] = collections.Counter()
         self.failures: list[str] = []
@@ -145,7 +181,10 @@ class Soak:
     async def _client(self, http: httpx.AsyncClient, number: int, end: float) -> None:
         rng = random.Random(self.seed * 1000 + number)
         while time.monotonic() < end:
-            path, body, expected = make_request(rng, self.context)
+            kind = make_request(rng, self.context)
+            if self.num_prefixes and rng.random() < 0.8:
+                kind = share_prefix(rng, self.context, self.num_prefixes, kind)
+            path, body, expected = kind
             leaves = rng.random() < 1 / 3
             patience = rng.uniform(0, 1.5) ** 2 if leaves else PATIENCE
             try:
@@ -195,6 +234,7 @@ class Watched:
     def __init__(self, flags: list[str], log_path: Path) -> None:
         self.log_path = log_path
         command = [sys.executable, "-m", "cpmcu.server", "--port", "0", "--log-format", "json"]
+        command += ["--prefix-cache-host-gb", HOST_GB]
         with log_path.open("wb") as log:
             self.process = subprocess.Popen([*command, *flags], stdout=log, stderr=log)
         self.url = ""
@@ -273,10 +313,29 @@ async def drive(server: Watched, soak: Soak, clients: int, duration: float) -> N
         watch.cancel()
 
 
-def fixed_text(url: str) -> str:
-    reply = httpx.post(url + "/v1/completions", json=FIXED, timeout=120)
+def text_of(url: str, body: dict[str, Any]) -> str:
+    reply = httpx.post(url + "/v1/completions", json=body, timeout=120)
     reply.raise_for_status()
     return str(reply.json()["choices"][0]["text"])
+
+
+def check_shared(server: Watched, context: int, num_prefixes: int) -> dict[str, float]:
+    """What has to be zero of the prefix cache, once nobody asks for anything."""
+    bodies = [
+        {"prompt": [*prefix(i, context), 5], "max_tokens": 16, "temperature": 0, "ignore_eos": True}
+        for i in range(num_prefixes)
+    ]
+    cached = [text_of(server.url, body) for body in bodies]
+    httpx.post(server.url + "/reset_prefix_cache", timeout=60).raise_for_status()
+    busy = settle(server)
+    left = {"pages cached after a reset": server.metric("cpmcu:prefix_cache_pages")}
+    left["share of the pages taken after a reset"] = busy["kv_cache_usage_perc"]
+    fresh = []
+    for body in bodies:  # they begin alike
+        httpx.post(server.url + "/reset_prefix_cache", timeout=60).raise_for_status()
+        fresh.append(text_of(server.url, body))
+    left["texts that differ after a reset"] = sum(a != b for a, b in zip(cached, fresh))
+    return left
 
 
 def settle(server: Watched, seconds: float = 10.0) -> dict[str, float]:
@@ -292,6 +351,9 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--duration", type=float, default=600, help="seconds")
     parser.add_argument("--seed", type=int, default=0, help="seed of the requests")
+    parser.add_argument(
+        "--shared-prefixes", type=int, default=0, help="prefixes that most prompts share"
+    )
     parser.add_argument(
         "--max-growth-mib", type=float, default=16, help="memory growth allowed in the second half"
     )
@@ -311,14 +373,19 @@ def main() -> int:
 
 def soak_and_check(server: Watched, args: argparse.Namespace) -> int:
     server.wait_ready()
-    before = fixed_text(server.url)
+    before = text_of(server.url, FIXED)
     context = httpx.get(server.url + "/v1/models").json()["data"][0]["max_model_len"]
-    soak = Soak(server.url, context, args.seed)
+    soak = Soak(server.url, context, args.seed, args.shared_prefixes)
     asyncio.run(drive(server, soak, args.clients, args.duration))
     busy = settle(server)
     outputs = server.metric("vllm:request_success_total")
     tokens = server.metric("vllm:generation_tokens_total")
-    same = fixed_text(server.url) == before
+    same = text_of(server.url, FIXED) == before
+    queries = server.metric("vllm:prefix_cache_queries_total")
+    hits = server.metric("vllm:prefix_cache_hits_total")
+    evicted = server.metric("cpmcu:prefix_cache_evicted_pages_total")
+    if args.shared_prefixes:
+        busy |= check_shared(server, context, args.shared_prefixes)
     memory = server.tenths()
     growth = memory[-1] - memory[4]
     status = server.stop()
@@ -328,6 +395,8 @@ def soak_and_check(server: Watched, args: argparse.Namespace) -> int:
     rows += [
         ("outputs that ended", f"{outputs:.0f}"),
         ("generated tokens", f"{tokens:.0f}"),
+        ("prompt tokens looked up, found cached", f"{queries:.0f}, {hits:.0f}"),
+        ("pages that left the device", f"{evicted:.0f}"),
         ("memory in each tenth of the time, MiB", " ".join(f"{mib:.0f}" for mib in memory)),
         ("growth from the fifth to the last, MiB", f"{growth:+.1f}"),
         *((f"{name} at the end", f"{value:g}") for name, value in busy.items()),
@@ -341,6 +410,7 @@ def soak_and_check(server: Watched, args: argparse.Namespace) -> int:
     for line in (soak.failures + complaints)[:20]:
         sys.stdout.write(line + "\n")
     bad = bool(soak.failures or complaints or any(busy.values()) or status or not same)
+    bad = bad or (args.shared_prefixes > 0 and hits == 0)
     return int(bad or growth > args.max_growth_mib)
 
 

@@ -107,7 +107,8 @@ def metrics_of(outputs: Sequence[CompletionOutput]) -> dict[str, Any]:
         # Names of llama.cpp.
         "timings": {
             "queue_ms": 1e3 * timings.queue_s,
-            "prompt_n": timings.prompt_tokens,
+            "cache_n": timings.cached_tokens,
+            "prompt_n": timings.computed_tokens,
             "prompt_ms": 1e3 * timings.prefill_s,
             "prompt_per_second": timings.prompt_tokens_per_s,
             "predicted_n": timings.output_tokens,

@@ -66,6 +66,11 @@ class ServerConfig:
         choices=TOOL_PARSERS,
         brief="notation of the model's tool calls",
     )
+    keep_billing_header: bool = option(
+        False,
+        "keep a first line of the system message that starts with x-anthropic-billing-header:; it "
+        "differs in each request, so nothing behind it would be found in the prefix cache",
+    )
     return_metrics: bool = option(
         False, "add metrics to every response, also without return_metrics in the request"
     )

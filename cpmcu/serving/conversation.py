@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,13 +12,19 @@ from cpmcu.chat_template import ChatTemplate, ChatTemplateError, joined
 from cpmcu.serving.config import ServerConfig
 from cpmcu.serving.errors import ApiError
 from cpmcu.serving.limits import check_text, check_values
-from cpmcu.serving.protocol.chat import ChatMessage, Tool
+from cpmcu.serving.protocol.chat import ChatMessage, ContentPart, Tool
 
+logger = logging.getLogger(__name__)
+
+_BILLING_HEADER = "x-anthropic-billing-header:"
 _OWN = {"messages", "tools", "add_generation_prompt"}  # set here; a request cannot override them
 
 
-def check_messages(messages: Sequence[ChatMessage], config: ServerConfig) -> None:
-    """Raises ApiError (400) if there are too many messages or their text is too long."""
+def checked(messages: Sequence[ChatMessage], config: ServerConfig) -> list[ChatMessage]:
+    """Returns the messages for the template.
+
+    Raises ApiError (400) if there are too many messages or their text is too long.
+    """
     if len(messages) > config.max_messages:
         raise ApiError(
             400,
@@ -29,6 +37,41 @@ def check_messages(messages: Sequence[ChatMessage], config: ServerConfig) -> Non
             check_text(text, f"messages[{i}].content", config.max_text_length)
         for call in message.tool_calls or []:
             check_values(call.function.arguments, f"messages[{i}].tool_calls")
+    return list(messages) if config.keep_billing_header else without_billing_header(messages)
+
+
+def without_billing_header(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """The messages without a billing header, which some clients put before the system's text.
+
+    It is the first line of the first system message, and differs in each request. A text part that
+    has nothing else is left out, too.
+    """
+    found = list(messages)
+    at = next((i for i, message in enumerate(found) if message.role == "system"), None)
+    if at is None:
+        return found
+    content = found[at].content
+    parts = content if isinstance(content, list) else []
+    text = content if isinstance(content, str) else parts[0].text if parts else None
+    if text is None or not text.startswith(_BILLING_HEADER):
+        return found
+    _tell_of_billing_header()
+    rest = text.partition("\n")[2]
+    left: str | list[ContentPart] = rest
+    if parts:
+        first = [parts[0].model_copy(update={"text": rest})] if rest else []
+        left = [*first, *parts[1:]]
+    found[at] = found[at].model_copy(update={"content": left})
+    return found
+
+
+@functools.cache  # once
+def _tell_of_billing_header() -> None:
+    logger.info(
+        "the system line %s is left out: it differs in each request, so that no prompt would be "
+        "found in the prefix cache (--keep-billing-header keeps it)",
+        _BILLING_HEADER,
+    )
 
 
 def render(

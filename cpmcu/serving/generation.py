@@ -24,9 +24,13 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PrefillProgress:
-    """Progress of one prompt: `processed` of `total` tokens are in the KV cache."""
+    """Progress of one prompt: `processed` of `total` tokens are in the KV cache.
+
+    `cached` of them were found in the prefix cache.
+    """
 
     prompt_index: int
+    cached: int
     processed: int
     total: int
     seconds: float
@@ -84,6 +88,11 @@ class Generation:
         """Tokens of all outputs generated so far."""
         return sum(len(request.tokens) for request in self.requests)
 
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that were found in the prefix cache; each prompt counts once."""
+        return sum(request.cached_tokens or 0 for request in self.requests[:: self.params.n])
+
     def start(self) -> None:
         """Queues the requests; see Service.submit."""
         service = self._service
@@ -139,8 +148,9 @@ class Generation:
     def _reporter(self, prompt_index: int) -> Callable[[int, int], None]:
         def report(done: int, total: int) -> None:
             seconds = time.perf_counter() - self._created
-            item = PrefillProgress(prompt_index, done, total, seconds)
-            self._deliver(prompt_index * self.params.n, item)
+            number = prompt_index * self.params.n
+            cached = self.requests[number].cached_tokens or 0
+            self._deliver(number, PrefillProgress(prompt_index, cached, done, total, seconds))
 
         return report
 

@@ -14,6 +14,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
+from cpmcu.engine.prefix.cache import CacheCounters
 from cpmcu.engine.runner import EngineLoad
 from cpmcu.engine.step_tokens import EDGES, StepTokens
 from cpmcu.outputs import CompletionOutput
@@ -40,6 +41,12 @@ _HISTOGRAMS = (
     ("generation", "request_generation_tokens", "Generated tokens of an output.", _TOKENS),
     ("max_tokens", "request_params_max_tokens", "max_tokens of a request.", _TOKENS),
     ("n", "request_params_n", "n of a request.", _CHOICES),
+    (
+        "computed",
+        "request_prefill_kv_computed_tokens",
+        "Prompt tokens of an output that were not cached.",
+        _TOKENS,
+    ),
 )
 _COUNTERS = (
     ("prompt_tokens", "prompt_tokens", "Prompt tokens processed."),
@@ -125,6 +132,7 @@ class Metrics:
         if timings.output_tokens:
             if output.index == 0:
                 self._counters["prompt_tokens"].inc(timings.prompt_tokens)
+            observe["computed"].observe(timings.computed_tokens)
             observe["ttft"].observe(timings.time_to_first_token_s)
             observe["e2e"].observe(timings.time_to_first_token_s + timings.decode_s)
             observe["queue"].observe(timings.queue_s)
@@ -178,12 +186,43 @@ class _OfEngine(Collector):
         preemptions.add_metric(self._values, load.preemptions)
         yield preemptions
         yield self._steps(load.step_tokens)
+        yield from self._prefix_cache(load.prefix_cache or CacheCounters())
         cache = self._cache_config()
         if cache:
             names = [*self._names, *cache]
             info = GaugeMetricFamily("vllm:cache_config_info", "The KV cache.", labels=names)
             info.add_metric([*self._values, *cache.values()], 1)
             yield info
+
+    def _prefix_cache(self, cache: CacheCounters) -> Iterator[Any]:
+        counters = (
+            ("vllm:prefix_cache_queries", "Prompt tokens looked up.", cache.queries),
+            ("vllm:prefix_cache_hits", "Of these, tokens that were cached.", cache.hits),
+            (
+                "cpmcu:prefix_cache_host_hits",
+                "Of the hits, tokens that came from host memory.",
+                cache.host_hits,
+            ),
+            (
+                "cpmcu:prefix_cache_disk_hits",
+                "Tokens that were read from disk, to host memory.",
+                cache.disk_hits,
+            ),
+            ("cpmcu:prefix_cache_evicted_pages", "Pages that left the device.", cache.evicted),
+        )
+        for name, text, value in counters:
+            counter = CounterMetricFamily(name, text, labels=self._names)
+            counter.add_metric(self._values, value)
+            yield counter
+        pages = GaugeMetricFamily(
+            "cpmcu:prefix_cache_pages",
+            "Cached pages now, used or idle; one may lie in several tiers.",
+            labels=[*self._names, "tier"],
+        )
+        tiers = {"device": cache.pages, "host": cache.host_pages, "disk": cache.disk_pages}
+        for tier, count in tiers.items():
+            pages.add_metric([*self._values, tier], count)
+        yield pages
 
     def _steps(self, steps: StepTokens) -> HistogramMetricFamily:
         counts = itertools.accumulate(steps.counts)

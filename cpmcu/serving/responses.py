@@ -15,7 +15,12 @@ from cpmcu.outputs import CompletionOutput
 from cpmcu.serving.answers import metrics_of
 from cpmcu.serving.errors import client_left
 from cpmcu.serving.generation import Generation, PrefillProgress
-from cpmcu.serving.protocol.base import ApiModel, GenerationRequest, UsageInfo
+from cpmcu.serving.protocol.base import (
+    ApiModel,
+    GenerationRequest,
+    PromptTokensDetails,
+    UsageInfo,
+)
 from cpmcu.serving.service import Service
 from cpmcu.serving.sse import EventStream, disconnected, to_json
 
@@ -53,7 +58,10 @@ class Reply:
         if tokens is None:
             tokens = generation.num_tokens
         return UsageInfo(
-            prompt_tokens=prompt, completion_tokens=tokens, total_tokens=prompt + tokens
+            prompt_tokens=prompt,
+            completion_tokens=tokens,
+            total_tokens=prompt + tokens,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=generation.cached_tokens),
         )
 
     def usage_so_far(self, generation: Generation, tokens: int) -> dict[str, Any]:
@@ -78,7 +86,7 @@ class Reply:
         """Returns an event with the progress of prefill (llama.cpp's `prompt_progress`)."""
         progress = {
             "total": item.total,
-            "cache": 0,
+            "cache": item.cached,
             "processed": item.processed,
             "time_ms": round(1e3 * item.seconds),
         }

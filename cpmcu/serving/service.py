@@ -209,7 +209,18 @@ class Service:
         except RuntimeError as error:
             self._running.discard(generation)
             logger.error("the engine takes no more requests: %s", error)
-            raise ApiError(503, "The engine has stopped.", code="engine_stopped") from error
+            raise _engine_stopped() from error
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets all cached prompts; waits for the engine. Raises ApiError (503) if there is none.
+
+        From any thread but the event loop's.
+        """
+        model = self.model
+        try:
+            model.llm.reset_prefix_cache()
+        except RuntimeError as error:
+            raise _engine_stopped() from error
 
     def done(self, generation: Generation) -> None:
         """Removes a finished request and logs it."""
@@ -217,11 +228,12 @@ class Service:
         ends = [request.finish for request in generation.requests]
         fields = {
             "prompt_tokens": sum(map(len, generation.prompts)),
+            "cached_tokens": generation.cached_tokens,
             "completion_tokens": sum(len(request.tokens) for request in generation.requests),
             "finish_reasons": ",".join("error" if end is None else end.reason for end in ends),
         }
         logger.info(
-            "%d prompt tokens, %d new ones: %s",
+            "%d prompt tokens, %d of them cached, %d new ones: %s",
             *fields.values(),
             extra={"fields": fields, "request_id": generation.request_id},
         )
@@ -240,5 +252,10 @@ class Service:
             "num_gpu_blocks": load.num_pages,
             "cache_dtype": llm.spec.dtype,
             "gpu_memory_utilization": llm.config.memory_limit,
+            "enable_prefix_caching": llm.config.prefix_cache,
         }
         return {name: str(value) for name, value in found.items()}
+
+
+def _engine_stopped() -> ApiError:
+    return ApiError(503, "The engine has stopped.", code="engine_stopped")

@@ -27,6 +27,8 @@ def summary_line(result: RequestOutput, *, sampled: bool) -> str:
     timings, output = result.timings, result.outputs[0]
     count = len(output.token_ids)
     parts = [f"{count} token{'s' * (count != 1)}"]
+    if timings.cached_tokens:
+        parts.append(f"{timings.cached_tokens:,} of {timings.prompt_tokens:,} prompt tokens cached")
     if timings.decode_tokens_per_s:
         parts.append(f"{timings.decode_tokens_per_s:.1f} tokens/s")
     parts.append(f"first after {timings.time_to_first_token_s:.3f} s")
@@ -45,7 +47,7 @@ def summary_sections(result: RequestOutput) -> list[Section]:
     timings, output = result.timings, result.outputs[0]
     decoded = max(0, timings.output_tokens - 1)
     rows = [
-        ("prefill", timings.prompt_tokens, timings.prefill_s, timings.prompt_tokens_per_s),
+        ("prefill", timings.computed_tokens, timings.prefill_s, timings.prompt_tokens_per_s),
         ("decode", decoded, timings.decode_s, timings.decode_tokens_per_s),
     ]
     cells = [
@@ -54,6 +56,8 @@ def summary_sections(result: RequestOutput) -> list[Section]:
     closing = (
         f"{len(output.token_ids)} tokens, finish reason {output.finish_reason}, seed {result.seed}"
     )
+    if timings.cached_tokens:
+        closing += f", {timings.cached_tokens:,} of {timings.prompt_tokens:,} prompt tokens cached"
     sections = [Section(("", "tokens", "seconds", "tokens/s"), cells, closing)]
     metrics = output.spec_decode_metrics
     if metrics is not None and metrics.num_spec_steps:

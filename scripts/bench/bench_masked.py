@@ -12,7 +12,7 @@ the target's forward pass.
 
     python scripts/bench/bench_masked.py [--contexts 1024] [--decode 64] [--json] [engine's flags]
 
-The default is the shipped model with its draft.
+The default is the shipped model with its draft. The engine runs without a prefix cache.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ import numpy as np
 
 from cpmcu.bench import describe_device
 from cpmcu.benchmarks.decoding import WARM_UP, WINDOWS, random_prompt
-from cpmcu.config import EngineConfig, SpeculativeConfig, option, shipped_model
-from cpmcu.engine_flags import engine_config
+from cpmcu.config import option, shipped_model
+from cpmcu.engine_flags import add_engine_flags, engine_config, without_hits
 from cpmcu.flags import FlagParser, add_flags, from_flags
 from cpmcu.loading.loader import choose_device, load_model
 
@@ -100,12 +100,11 @@ def masked(vocab_size: int) -> Callable[[Any, int, int], None]:
 
 def main() -> int:
     parser = FlagParser(description=__doc__)
-    add_flags(parser, EngineConfig, "engine")
-    add_flags(parser, SpeculativeConfig, "speculative decoding")
+    add_engine_flags(parser, {"prefix_cache": False}, "engine")
     add_flags(parser, Options, "benchmark")
     flags = parser.parse_args()
     options = from_flags(Options, flags)
-    config = engine_config(flags)
+    config = without_hits(engine_config(flags), flags)
     loaded = load_model(config.model or str(shipped_model()), config=config)
     vocab_size = int(loaded.spec.vocab_size)
     kinds = {"ahead": ahead, "one by one": one_by_one, "masked": masked(vocab_size)}

@@ -7,7 +7,7 @@ everything is measured with and without it. The server runs in this process, so 
 server's stream alternate on one engine. The clients are another process. Prompts and events have
 token ids (`return_token_ids`), so the tokenizer need not fit the model. A keep-alive connection is
 measured separately: only there a packet may be delayed by a missing acknowledgement (Nagle's
-algorithm). Prints Markdown tables.
+algorithm). The prefix cache is off. Prints Markdown tables.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from typing import Any
 from cpmcu import LLM, SamplingParams
 from cpmcu.benchmarks.speculation import has_draft
 from cpmcu.config import EngineConfig
-from cpmcu.engine_flags import add_engine_flags, engine_config
+from cpmcu.engine_flags import add_engine_flags, engine_config, without_hits
 from cpmcu.flags import FlagParser
 
 PROMPT = '"""Reads a table of numbers from a file and prints its columns."""\n\nimport sys\n'
@@ -296,10 +296,10 @@ def main() -> None:
     group.add_argument(
         "--clients", type=client_counts, default=[1, 2, 4, 8], help="comma list, for tokens/s"
     )
-    add_engine_flags(parser)
+    add_engine_flags(parser, {"prefix_cache": False})
     args = parser.parse_args()
     try:
-        config = engine_config(args)
+        config = without_hits(engine_config(args), args)
     except ValueError as error:
         parser.error(str(error))
 

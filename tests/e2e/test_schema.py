@@ -33,6 +33,7 @@ OPERATIONS = (
     "get /health",
     "get /version",
     "get /metrics",
+    "post /reset_prefix_cache",
 )
 KEY = {"Authorization": "Bearer first"}
 # Without the coverage phase, which tries hundreds of combinations of each operation.

@@ -81,6 +81,7 @@ def test_a_long_prompt_does_not_stop_the_others(server):
     def prefill() -> None:
         prompt = [7 + i % 4000 for i in range(1950)]
         body = {"prompt": prompt, "max_tokens": 1, "stream": True, "return_progress": True}
+        body["cache_salt"] = "no other request's"
         with httpx.stream("POST", server.url + "/v1/completions", json=body, timeout=60) as reply:
             for line in reply.iter_lines():
                 if "prompt_progress" in line:

@@ -43,12 +43,14 @@ class Stage:
         self.loaded: dict[str, object] = {}
         extension = SimpleNamespace(
             PAGE_SIZE=PAGE_SIZE,
-            SamplingConfig=lambda **fields: SimpleNamespace(key=fields["stream"], **fields),
+            SamplingConfig=lambda **fields: SimpleNamespace(key=fields.get("stream", 0), **fields),
         )
         monkeypatch.setitem(sys.modules, "cpmcu.C", extension)
         monkeypatch.setitem(vars(cpmcu), "C", extension)
         loader = SimpleNamespace(load_model=self._load)
         monkeypatch.setitem(sys.modules, "cpmcu.loading.loader", loader)
+        uncached = SimpleNamespace(make_prefix_cache=lambda loaded, config: None)
+        monkeypatch.setitem(sys.modules, "cpmcu.engine.prefix.make", uncached)
 
     def prepare(
         self,

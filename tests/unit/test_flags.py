@@ -9,6 +9,7 @@ import pytest
 
 from cpmcu.cli import make_parser
 from cpmcu.config import EngineConfig, option
+from cpmcu.engine_flags import engine_config, without_hits
 from cpmcu.flags import FlagParser, add_flags, from_flags
 from cpmcu.sampling import SamplingParams
 
@@ -127,6 +128,32 @@ def test_messages_name_the_flag_that_was_typed(arguments, message, named):
     parser = make_parser()
     parser.parse_args(arguments)
     assert parser.named(message) == named
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("", True),
+        ("--prefix-cache no", False),
+        ("--prefix_cache=no", False),
+        ("--enable-prefix-caching", True),
+        ("--no-enable-prefix-caching", False),
+        ("--no_enable_prefix_caching --enable_prefix_caching", True),
+    ],
+)
+def test_spellings_of_the_prefix_cache(words, expected):
+    config = from_flags(EngineConfig, make_parser().parse_args(words.split()))
+    assert config.prefix_cache is expected
+
+
+def test_measurements_are_without_the_prefix_cache():
+    parser = make_parser()
+    for words in ("", "--prefix-cache no"):
+        parsed = parser.parse_args(words.split())
+        assert not without_hits(engine_config(parsed), parsed).prefix_cache
+    parsed = parser.parse_args(["--prefix-cache"])
+    with pytest.raises(ValueError, match="prefix_cache is yes"):
+        without_hits(engine_config(parsed), parsed)
 
 
 def test_engine_config_is_checked():

@@ -24,7 +24,7 @@ ORDER = [
     "engine",
     "loading",
     "convert",
-    "llm",
+    "llm engine.prefix.make",
     "answering benchmarks chat serving",
     "bench cli server",
     "__main__",

@@ -54,6 +54,8 @@ from cpmcu.sampling import MAX_LOGPROBS, SamplingParams, to_engine
         ({"logit_bias": {1.5: 1}}, "a logit_bias token id is 1.5, but must be an integer"),
         ({"logit_bias": {1: None}}, "the logit_bias of token 1 is None, but must be a number"),
         ({"logit_bias": [1]}, r"logit_bias is \[1\], but must map token ids to numbers"),
+        ({"cache_salt": 5}, "cache_salt is 5, but must be a text"),
+        ({"cache_salt": "\ud800"}, "cache_salt holds half a surrogate pair"),
         ({"ignore_eos": "no"}, "ignore_eos is 'no', but must be True or False"),
         ({"skip_special_tokens": 0}, "skip_special_tokens is 0, but must be True or False"),
         ({"temperature": 10**400}, r"temperature is 10{60}\.\.\., but must be a finite number"),

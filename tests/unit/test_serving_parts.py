@@ -127,8 +127,9 @@ def test_invalid_configurations_are_refused(field, value, message):
 
 
 def test_the_document_names_everything():
-    """docs/server.md has every endpoint, field (taken or refused), limit, metric and flag."""
-    text = (ROOT / "docs" / "server.md").read_text("utf-8")
+    """The documents have every endpoint, field (taken or refused), limit, metric and flag."""
+    names = ("server.md", "prefix_cache.md")
+    text = "".join((ROOT / "docs" / name).read_text("utf-8") for name in names)
     text = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
     named = set(re.findall(r"[\w/{}:-]+", " ".join(re.findall(r"`([^`]+)`", text))))
     fields = {*chat.ChatRequest.model_fields, *completion.CompletionRequest.model_fields}
@@ -136,12 +137,12 @@ def test_the_document_names_everything():
     assert not fields - named
     assert not {f"--{f.name.replace('_', '-')}" for f in dataclasses.fields(ServerConfig)} - named
     limits = {base.MAX_CHOICES, base.MAX_LOGPROBS, base.MAX_STOPS, base.MAX_STOP_LENGTH}
-    limits |= {base.MAX_BIASES}
+    limits |= {base.MAX_BIASES, base.MAX_SALT_LENGTH}
     assert not limits - set(map(int, re.findall(r"\b\d+\b", text)))
     service = Service(EngineConfig(device="cpu"), ServerConfig())
     assert not set(create_app(service).openapi()["paths"]) - named
     shown = re.findall(
-        r"^# TYPE (vllm:\w+) (\w+)$", service.metrics.render().decode(), re.MULTILINE
+        r"^# TYPE ((?:vllm|cpmcu):\w+) (\w+)$", service.metrics.render().decode(), re.MULTILINE
     )
     found = {name for name, kind in shown if not name.endswith("_created")}
     assert not found - named

@@ -19,6 +19,7 @@ MAX_LOGPROBS = 20
 MAX_STOPS = 64
 MAX_STOP_LENGTH = 1024
 MAX_BIASES = 4096
+MAX_SALT_LENGTH = 1024
 
 # Unsupported fields that change the output -> their neutral values, which are accepted.
 REFUSED: dict[str, tuple[Any, ...]] = {
@@ -71,7 +72,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 # Fields that cannot change the output here. They are ignored without a log line.
 IGNORED = {
     "cache_prompt",
-    "cache_salt",
     "metadata",
     "prediction",
     "prompt_cache_key",
@@ -229,6 +229,12 @@ class GenerationRequest(RequestModel):
     guided_regex: str | None = None
     guided_choice: Items[str] | None = None
     guided_grammar: str | None = None
+    cache_salt: str | None = Field(
+        None,
+        min_length=1,
+        max_length=MAX_SALT_LENGTH,
+        description="Cached prompts are shared only with requests of the same salt",
+    )
     return_metrics: bool | None = Field(
         None, description="Add `metrics`: draft acceptance and timings"
     )
@@ -298,6 +304,7 @@ class GenerationRequest(RequestModel):
             "frequency_penalty": self.frequency_penalty or 0.0,
             "logit_bias": self._bias(),
             "skip_special_tokens": self.skip_special_tokens,
+            "cache_salt": self.cache_salt or "",
             "grammar": self._grammar(),
         }
 
@@ -353,7 +360,7 @@ class ErrorResponse(ApiModel):
 
 
 class PromptTokensDetails(ApiModel):
-    """Prompt tokens whose KV entries were reused."""
+    """Prompt tokens that were found in the prefix cache."""
 
     cached_tokens: int = 0
 

@@ -20,7 +20,7 @@ from cpmcu.serving.answers import (
     Part,
     metrics_of,
 )
-from cpmcu.serving.conversation import check_messages, render
+from cpmcu.serving.conversation import checked, render
 from cpmcu.serving.errors import refused
 from cpmcu.serving.generation import Generation, PrefillProgress, encode, sampling_params
 from cpmcu.serving.logprobs import LOWEST, by_id, of_prompt
@@ -75,13 +75,13 @@ class _Job:
 def _prepare(service: Service, body: ChatRequest, loop: asyncio.AbstractEventLoop) -> _Job:
     """Renders, tokenizes and checks a request. Slow, so it runs off the event loop."""
     model = service.model
-    check_messages(body.messages, service.config)
+    messages = checked(body.messages, service.config)
     variables = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         variables.setdefault("reasoning_effort", body.reasoning_effort)
     prompt = render(
         model.template,
-        body.messages,
+        messages,
         tools=body.tools_wanted,
         variables=variables,
         add_generation_prompt=body.add_generation_prompt,

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from cpmcu.serving import strict_json
-from cpmcu.serving.conversation import check_messages, render
+from cpmcu.serving.conversation import checked, render
 from cpmcu.serving.errors import ApiError
 from cpmcu.serving.generation import encode
 from cpmcu.serving.limits import check_text
@@ -97,10 +97,10 @@ def _tokenize(service: Service, body: TokenizeRequest) -> Response:
         text, field, special = body.prompt, "prompt", body.add_special_tokens is not False
     else:
         assert body.messages is not None
-        check_messages(body.messages, service.config)
+        messages = checked(body.messages, service.config)
         text = render(
             model.template,
-            body.messages,
+            messages,
             tools=body.tools or [],
             variables=body.chat_template_kwargs or {},
             add_generation_prompt=body.add_generation_prompt,
