@@ -253,6 +253,9 @@ def device_count() -> int:
 def device_info(index: int) -> dict[str, typing.Any]:
     """name, compute_capability, total_bytes, free_bytes, sm_count, driver_version."""
 
+def first_outside(ids: typing.Any, vocab_size: int) -> int:
+    """Place of the first token id below 0 or from vocab_size on; -1: there is none."""
+
 def registered() -> dict[str, dict[str, str]]:
     """What is registered: kind ("linear", "block", "drafter") -> name -> source file."""
 

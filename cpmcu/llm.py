@@ -203,7 +203,7 @@ class LLM:
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
         ids = listed("a prompt", prompt, "a text or a list of token ids")
-        if all(type(token) is int for token in ids):
+        if set(map(type, ids)) <= {int}:
             return ids
         return [integer("a token id of a prompt", token) for token in ids]
 
@@ -250,10 +250,13 @@ class LLM:
                 f"{self.max_length}"
             )
         vocab_size = int(self.spec.vocab_size)
-        if min(prompt) < 0 or max(prompt) >= vocab_size:
-            outside = next(token for token in prompt if not 0 <= token < vocab_size)
+        from cpmcu import C
+
+        outside = C.first_outside(prompt, vocab_size)
+        if outside >= 0:
             raise ValueError(
-                f"the prompt has token id {outside}, but the vocabulary has {vocab_size} tokens"
+                f"the prompt has token id {prompt[outside]}, but the vocabulary has {vocab_size} "
+                "tokens"
             )
         room = self.max_length - len(prompt)
         limit = min(room, params.max_tokens or room)

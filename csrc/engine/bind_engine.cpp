@@ -378,6 +378,16 @@ DeviceFacts device_facts(int index) {
                   "sm_count"_a = info.sm_count, "driver_version"_a = info.driver_version);
 }
 
+// A prompt of 30,000 tokens is checked before it starts, so no vector is made of the list.
+int64_t first_outside(const py::object& ids, int64_t vocab_size) {
+  for (py::ssize_t i = 0; i < PySequence_Fast_GET_SIZE(ids.ptr()); ++i) {
+    const int64_t id = PyLong_AsLongLong(PySequence_Fast_GET_ITEM(ids.ptr(), i));
+    PyErr_Clear();  // of a number beyond 64 bits, which is outside as -1 is
+    if (id < 0 || id >= vocab_size) return i;
+  }
+  return -1;
+}
+
 using SourceFiles = std::map<std::string, std::string>;
 
 std::map<std::string, SourceFiles> registered() {
@@ -406,6 +416,16 @@ void bind_engine(py::module_& m) {
         "Number of CUDA devices that the driver shows; 0 without a driver or a CUDA build.");
   m.def("device_info", &device_facts, py::arg("index"),
         "name, compute_capability, total_bytes, free_bytes, sm_count, driver_version.");
+  m.def(
+      "first_outside",
+      [](const py::object& ids, int64_t vocab_size) {
+        const py::object fast = py::reinterpret_steal<py::object>(
+            PySequence_Fast(ids.ptr(), "token ids must be a sequence"));
+        if (!fast) throw py::error_already_set();
+        return first_outside(fast, vocab_size);
+      },
+      py::arg("ids"), py::arg("vocab_size"),
+      "Place of the first token id below 0 or from vocab_size on; -1: there is none.");
   m.def("registered", &registered,
         "What is registered: kind (\"linear\", \"block\", \"drafter\") -> name -> source file.");
   m.def("load_plugin", &load_plugin, py::arg("path"),

@@ -85,6 +85,7 @@ class PrefixCache:
         self._states = HostTier(engine, engine.slot_bytes, host_bytes // 4)
         self._disk = disk
         if disk is not None:
+            self._host.grow()  # a first request may find its pages on disk
             disk.bind(engine, self._index, self._host, self._states, self._take_block)
         self.counters = CacheCounters()
 
@@ -335,7 +336,7 @@ class PrefixCache:
     def snapshot(self) -> CacheCounters:
         """The counters, and the pages of each tier now."""
         self.counters.host_pages = self._host.num_used
-        self.counters.pages = sum(entry.page >= 0 for entry in self._index)
+        self.counters.pages = self._index.num_pages
         if self._disk is not None:
             self.counters.disk_pages = self._disk.num_pages
             self.counters.disk_hits = self._disk.num_read * self._page_size

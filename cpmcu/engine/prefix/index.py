@@ -42,6 +42,7 @@ class PrefixIndex:
         self._entries: dict[bytes, Entry] = {}
         self._idle_pages: OrderedDict[bytes, Entry] = OrderedDict()  # the oldest first
         self._blocks: OrderedDict[bytes, Entry] = OrderedDict()
+        self.num_pages = 0  # device pages of living entries
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -108,6 +109,8 @@ class PrefixIndex:
 
     def set_page(self, entry: Entry, page: int) -> None:
         """The entry's bytes lie in a device page now; -1: no longer."""
+        if entry.alive:
+            self.num_pages += (page >= 0) - (entry.page >= 0)
         entry.page = page
         if page < 0:
             self._idle_pages.pop(entry.key, None)
@@ -149,6 +152,7 @@ class PrefixIndex:
         for found in removed:
             removed.extend(found.children)
             found.children.clear()
+            self.num_pages -= found.alive and found.page >= 0
             found.alive = False
             if self._entries.get(found.key) is found:
                 del self._entries[found.key]
