@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-DISK_PAUSE = 0.0005  # seconds between two looks at what the disk has done
+DISK_PAUSE = 0.002  # seconds between two looks at what the disk has done
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -241,7 +241,7 @@ class Runner:
             self._cache_busy = self._cache.tick(self._launched, self._taken)
             self._cache_counters = self._cache.snapshot()
             if self._cache_busy and not self._in_flight:
-                time.sleep(DISK_PAUSE)
+                self._cache.wait(DISK_PAUSE)
 
     @property
     def _live(self) -> C.Engine:

@@ -183,6 +183,8 @@ class Scheduler:
         """The request's keys and what is cached of them. Scores need every token computed."""
         if self._cache is None:
             return None, []
+        if request.lookup is not None and self._cache.is_reading(request.lookup):
+            return request.lookup, []  # it waits in any case
         if request.lookup is None:
             request.lookup = self._cache.prefix_of(tokens, request.cache_salt)
         if request.num_prompt_logprobs is not None and not request.tokens:
@@ -193,6 +195,8 @@ class Scheduler:
         """Will more of the request's prefix be cached soon?"""
         if prefix is None or self._cache is None:
             return False
+        if self._cache.is_reading(prefix):
+            return True
         return self._cache.must_wait(prefix, matched, num_tokens)
 
     def _num_spare(self) -> int:

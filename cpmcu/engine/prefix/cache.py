@@ -308,6 +308,15 @@ class PrefixCache:
             self._index.set_block(entry, block)
         return bool(blocks)
 
+    def wait(self, seconds: float) -> None:
+        """While no step runs: waits for the disk's reads, at most so long."""
+        if self._disk is not None:
+            self._disk.wait(seconds)
+
+    def is_reading(self, prefix: Prefix) -> bool:
+        """Are pages of this prefix on their way from disk?"""
+        return self._disk is not None and self._disk.is_reading(prefix.reading or [])
+
     def reset(self) -> None:
         """Forgets everything, on disk too. Running sequences keep their pages."""
         for entry in self._index:

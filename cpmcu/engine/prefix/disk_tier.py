@@ -10,6 +10,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import logging
+import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -45,6 +47,8 @@ class DiskTier:
         self._copies: deque[tuple[Entry, int]] = deque()  # and the steps launched before the copy
         self._writes: deque[tuple[Entry, Future[bool]]] = deque()
         self._reads: dict[bytes, _Read] = {}
+        self._finished: deque[bytes] = deque()  # keys whose read is done; filled by the threads
+        self._none_reading = threading.Event()  # set once no read is under way
         self.num_read = 0  # pages
 
     def bind(
@@ -112,13 +116,25 @@ class DiskTier:
             self._store.read_found, key, digest_of(parent), tokens, view, state_view
         )
         self._reads[key] = _Read(entry, block, state, done)
+        self._none_reading.clear()
+        done.add_done_callback(lambda _: self._note_finished(key))
         return True
 
+    def _note_finished(self, key: bytes) -> None:
+        self._finished.append(key)
+        if len(self._finished) >= len(self._reads):
+            self._none_reading.set()
+
+    def wait(self, seconds: float) -> None:
+        """Waits until all reads under way are done, at most so long."""
+        if self._reads:
+            self._none_reading.wait(seconds)
+        else:
+            time.sleep(seconds)
+
     def _finish_reads(self) -> None:
-        for key, read in list(self._reads.items()):
-            if not read.done.done():
-                continue
-            del self._reads[key]
+        while self._finished:
+            read = self._reads.pop(self._finished.popleft())
             entry = read.entry
             entry.locks -= 1
             good, has_state = (False, False) if read.done.exception() else read.done.result()
