@@ -246,6 +246,7 @@ class SlotOutput:
 PAGE_SIZE: int
 MAX_TREE_SIZE: int
 MAX_LOGPROBS: int
+MAX_TOKEN_ID: int
 
 def device_count() -> int:
     """Number of CUDA devices that the driver shows; 0 without a driver or a CUDA build."""
@@ -253,8 +254,11 @@ def device_count() -> int:
 def device_info(index: int) -> dict[str, typing.Any]:
     """name, compute_capability, total_bytes, free_bytes, sm_count, driver_version."""
 
-def first_outside(ids: typing.Any, vocab_size: int) -> int:
-    """Place of the first token id below 0 or from vocab_size on; -1: there is none."""
+def first_outside(ids: list[int], vocab_size: int) -> int:
+    """Place of the first item that is no int from 0 to vocab_size - 1; -1: there is none."""
+
+def token_bytes(ids: list[int]) -> bytes:
+    """Token ids as little-endian int32. ValueError for items that first_outside finds."""
 
 def registered() -> dict[str, dict[str, str]]:
     """What is registered: kind ("linear", "block", "drafter") -> name -> source file."""
@@ -308,7 +312,7 @@ class Engine:
     def add_sequence(
         self,
         sampling: SamplingConfig,
-        prompt: collections.abc.Sequence[int],
+        prompt: list[int],
         generated: collections.abc.Sequence[int] = [],
         pages: collections.abc.Sequence[int] = [],
         num_cached: int = 0,

@@ -203,7 +203,9 @@ class LLM:
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
         ids = listed("a prompt", prompt, "a text or a list of token ids")
-        if set(map(type, ids)) <= {int}:
+        from cpmcu import C
+
+        if C.first_outside(ids, C.MAX_TOKEN_ID) < 0:
             return ids
         return [integer("a token id of a prompt", token) for token in ids]
 
@@ -252,7 +254,7 @@ class LLM:
         vocab_size = int(self.spec.vocab_size)
         from cpmcu import C
 
-        outside = C.first_outside(prompt, vocab_size)
+        outside = C.first_outside(list(prompt), vocab_size)
         if outside >= 0:
             raise ValueError(
                 f"the prompt has token id {prompt[outside]}, but the vocabulary has {vocab_size} "

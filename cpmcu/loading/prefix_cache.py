@@ -6,6 +6,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import xxhash
+
 from cpmcu.engine.prefix.cache import PrefixCache
 
 if TYPE_CHECKING:
@@ -60,7 +62,7 @@ def _disk(loaded: LoadedModel, config: EngineConfig) -> DiskTier:
         directories.append(loaded.draft_directory)
     is_cuda = engine.launch_ahead > 1
     parts = {
-        "build": C.build_info_json,
+        "build": xxhash.xxh3_128_hexdigest(Path(C.__file__).read_bytes()),
         "device": C.device_info(config.device_index)["name"] if is_cuda else "cpu",
         "dtype": spec.dtype,
         "rope": [spec.rope_attention_scaling, *spec.rope_inv_freq],

@@ -5,6 +5,7 @@
 #include <pybind11/stl.h>
 
 #include <cstring>
+#include <limits>
 
 #include "bindings.h"
 #include "core/plugin.h"
@@ -183,6 +184,36 @@ void bind_outputs(py::module_& m) {
           "Log-probabilities of `top_ids`.");
 }
 
+using IdList = py::typing::List<int>;
+
+// Prompts have tens of thousands of ids: these functions read a list in one pass, without a caster
+// for each item.
+int64_t first_outside(const IdList& ids, int64_t vocab_size) {
+  for (py::ssize_t i = 0; i < PyList_GET_SIZE(ids.ptr()); ++i) {
+    PyObject* item = PyList_GET_ITEM(ids.ptr(), i);
+    int overflow = 0;
+    const int64_t id = PyLong_CheckExact(item) ? PyLong_AsLongLongAndOverflow(item, &overflow) : -1;
+    if (overflow != 0 || id < 0 || id >= vocab_size) return i;
+  }
+  return -1;
+}
+
+std::vector<int> to_ids(const IdList& list) {
+  const int64_t outside = first_outside(list, int64_t{1} << 31);
+  CHECK(outside < 0, "item {} of the ids is no token id", outside);
+  std::vector<int> ids;
+  ids.reserve(static_cast<size_t>(PyList_GET_SIZE(list.ptr())));
+  for (py::ssize_t i = 0; i < PyList_GET_SIZE(list.ptr()); ++i) {
+    ids.push_back(static_cast<int>(PyLong_AsLong(PyList_GET_ITEM(list.ptr(), i))));
+  }
+  return ids;
+}
+
+py::bytes token_bytes(const IdList& list) {
+  const std::vector<int> ids = to_ids(list);
+  return {reinterpret_cast<const char*>(ids.data()), sizeof(int) * ids.size()};
+}
+
 using EngineClass = py::class_<Engine>;
 using NoGil = py::call_guard<py::gil_scoped_release>;
 
@@ -210,15 +241,16 @@ void bind_sequences(EngineClass& engine) {
   engine
       .def(
           "add_sequence",
-          [](Engine& e, const SamplingConfig& sampling, const std::vector<int>& prompt,
+          [](Engine& e, const SamplingConfig& sampling, const IdList& prompt,
              const std::vector<int>& generated, const std::vector<int>& pages, int num_cached) {
-            std::vector<int> ids = prompt;
+            std::vector<int> ids = to_ids(prompt);
             ids.insert(ids.end(), generated.begin(), generated.end());
+            const py::gil_scoped_release released;
             return e.add_sequence(sampling, ids, static_cast<int>(prompt.size()),
                                   {.pages = pages, .num_tokens = num_cached});
           },
           py::arg("sampling"), py::arg("prompt"), py::arg("generated") = std::vector<int>{},
-          py::arg("pages") = std::vector<int>{}, py::arg("num_cached") = 0, NoGil(),
+          py::arg("pages") = std::vector<int>{}, py::arg("num_cached") = 0,
           R"(Takes a free slot for a sequence (resets its state). RuntimeError if none is free.
 
           `prompt` and what was `generated` before (when a sequence is resumed) are for penalties
@@ -378,16 +410,6 @@ DeviceFacts device_facts(int index) {
                   "sm_count"_a = info.sm_count, "driver_version"_a = info.driver_version);
 }
 
-// A prompt of 30,000 tokens is checked before it starts, so no vector is made of the list.
-int64_t first_outside(const py::object& ids, int64_t vocab_size) {
-  for (py::ssize_t i = 0; i < PySequence_Fast_GET_SIZE(ids.ptr()); ++i) {
-    const int64_t id = PyLong_AsLongLong(PySequence_Fast_GET_ITEM(ids.ptr(), i));
-    PyErr_Clear();  // of a number beyond 64 bits, which is outside as -1 is
-    if (id < 0 || id >= vocab_size) return i;
-  }
-  return -1;
-}
-
 using SourceFiles = std::map<std::string, std::string>;
 
 std::map<std::string, SourceFiles> registered() {
@@ -412,20 +434,15 @@ void bind_engine(py::module_& m) {
   m.attr("PAGE_SIZE") = kPageSize;
   m.attr("MAX_TREE_SIZE") = kMaxTreeSize;
   m.attr("MAX_LOGPROBS") = kMaxLogprobs;
+  m.attr("MAX_TOKEN_ID") = std::numeric_limits<int>::max();
   m.def("device_count", &device_count,
         "Number of CUDA devices that the driver shows; 0 without a driver or a CUDA build.");
   m.def("device_info", &device_facts, py::arg("index"),
         "name, compute_capability, total_bytes, free_bytes, sm_count, driver_version.");
-  m.def(
-      "first_outside",
-      [](const py::object& ids, int64_t vocab_size) {
-        const py::object fast = py::reinterpret_steal<py::object>(
-            PySequence_Fast(ids.ptr(), "token ids must be a sequence"));
-        if (!fast) throw py::error_already_set();
-        return first_outside(fast, vocab_size);
-      },
-      py::arg("ids"), py::arg("vocab_size"),
-      "Place of the first token id below 0 or from vocab_size on; -1: there is none.");
+  m.def("first_outside", &first_outside, py::arg("ids"), py::arg("vocab_size"),
+        "Place of the first item that is no int from 0 to vocab_size - 1; -1: there is none.");
+  m.def("token_bytes", &token_bytes, py::arg("ids"),
+        "Token ids as little-endian int32. ValueError for items that first_outside finds.");
   m.def("registered", &registered,
         "What is registered: kind (\"linear\", \"block\", \"drafter\") -> name -> source file.");
   m.def("load_plugin", &load_plugin, py::arg("path"),

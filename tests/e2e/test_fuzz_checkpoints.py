@@ -60,8 +60,8 @@ def test_a_recipe_is_always_the_same(fuzzer: ModuleType, tmp_path: Path) -> None
     [
         (ValueError("{directory}/config.json: is empty"), ""),
         (MemoryError("the model needs 1 TB"), ""),
-        (KeyError("config.json"), "no kind of refusal"),
-        (UnicodeDecodeError("utf-8", b"", 0, 1, "config.json"), "no kind of refusal"),
+        (KeyError("config.json"), "not a type of refusal"),
+        (UnicodeDecodeError("utf-8", b"", 0, 1, "config.json"), "not a type of refusal"),
         (ValueError("config.json: is\nempty"), "not one line"),
         (ValueError(""), "not one line"),
         (ValueError("config.json: " + "x" * 3000), "characters"),

@@ -18,6 +18,12 @@ from cpmcu import LLM
 STORY = "the quick brown 🙂 fox, 你好 jumps over the lazy dog. "
 
 
+def first_outside(ids: list[object], vocab_size: int) -> int:
+    """As in the extension."""
+    bad = (i for i, item in enumerate(ids) if type(item) is not int or not 0 <= item < vocab_size)
+    return next(bad, -1)
+
+
 class StoryEngine(FakeEngine):
     """Generates the same story for every prompt."""
 
@@ -43,6 +49,8 @@ class Stage:
         self.loaded: dict[str, object] = {}
         extension = SimpleNamespace(
             PAGE_SIZE=PAGE_SIZE,
+            MAX_TOKEN_ID=(1 << 31) - 1,
+            first_outside=first_outside,
             SamplingConfig=lambda **fields: SimpleNamespace(key=fields.get("stream", 0), **fields),
         )
         monkeypatch.setitem(sys.modules, "cpmcu.C", extension)
@@ -50,7 +58,7 @@ class Stage:
         loader = SimpleNamespace(load_model=self._load)
         monkeypatch.setitem(sys.modules, "cpmcu.loading.loader", loader)
         uncached = SimpleNamespace(make_prefix_cache=lambda loaded, config: None)
-        monkeypatch.setitem(sys.modules, "cpmcu.engine.prefix.make", uncached)
+        monkeypatch.setitem(sys.modules, "cpmcu.loading.prefix_cache", uncached)
 
     def prepare(
         self,

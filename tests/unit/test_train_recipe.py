@@ -155,7 +155,12 @@ def test_five_steps_lower_the_loss_and_the_directory_loads(
     [
         ("train_tokenizer", [], "mine", "mine is not empty, expected a new directory .--overwrite"),
         ("train_tokenizer", ["--overwrite"], "mine", "mine holds files but no tokenizer.json"),
-        ("train_tokenizer", [], "text/out", "is inside the source .*text, expected a place outs"),
+        (
+            "train_tokenizer",
+            [],
+            "text/out",
+            "is inside the source .*text, expected a directory outs",
+        ),
         ("train_lm", ["--tokenizer", "model"], "model", "model is or holds the source"),
         ("train_eagle", ["--target", "model", "--overwrite"], ".", "is or holds the source"),
         ("quantize", ["--target", "model"], "mine", "mine is not empty, expected a new directory"),

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from cpmcu.engine.prefix.host import HostTier
@@ -101,10 +100,12 @@ class PrefixCache:
         """Pages that can be evicted."""
         return self._index.num_idle_pages
 
-    def prefix_of(self, tokens: Sequence[int], salt: str) -> Prefix:
+    def prefix_of(self, tokens: list[int], salt: str) -> Prefix:
         """The keys of a sequence that begins with `tokens`."""
+        from cpmcu import C
+
         root = root_key(self._seed, salt, self._hash)
-        return Prefix(page_keys(tokens, self._page_size, root, self._hash))
+        return Prefix(page_keys(C.token_bytes(tokens), self._page_size, root, self._hash))
 
     def match(self, prefix: Prefix, num_tokens: int) -> list[Entry]:
         """The cached pages of a prompt, which computes its last token at least.
@@ -290,7 +291,7 @@ class PrefixCache:
         """
         if self._host.limit == 0 or not self._pages_are_scarce:
             return False
-        entries = self._index.oldest_unsaved(self._engine.num_pages // 2, SAVED_AT_ONCE)
+        entries = self._index.oldest_unsaved(SAVED_AT_ONCE)
         blocks: list[int] = []
         for _ in entries:
             oldest = self._index.oldest_block()

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-NUM_THREADS = 4
+NUM_THREADS = 8
 MOST_WRITES = 32  # pages on their way to disk
 
 

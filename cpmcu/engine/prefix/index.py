@@ -134,10 +134,10 @@ class PrefixIndex:
             found.append(entry)
         return found
 
-    def oldest_unsaved(self, among: int, count: int) -> list[Entry]:
-        """Up to `count` of the `among` oldest idle entries that have no host block."""
-        oldest = itertools.islice(self._idle_pages.values(), among)
-        return list(itertools.islice((entry for entry in oldest if entry.block < 0), count))
+    def oldest_unsaved(self, count: int) -> list[Entry]:
+        """Up to `count` idle entries that have no host block, the oldest first."""
+        unsaved = (entry for entry in self._idle_pages.values() if entry.block < 0)
+        return list(itertools.islice(unsaved, count))
 
     def oldest_block(self) -> Entry | None:
         """The oldest entry whose host block nobody needs at the moment."""

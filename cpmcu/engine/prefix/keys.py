@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import xxhash
 
@@ -13,24 +11,16 @@ Hash = Callable[[bytes], bytes]  # 16 bytes
 xxh3_128: Hash = xxhash.xxh3_128_digest
 
 
-def token_bytes(tokens: Sequence[int]) -> bytes:
-    """Token ids as little-endian int32."""
-    ids = array("i", tokens)
-    if sys.byteorder == "big":
-        ids.byteswap()
-    return ids.tobytes()
-
-
 def root_key(seed: str, salt: str, hash_bytes: Hash = xxh3_128) -> bytes:
     """The key before the first page. Prefixes of other models or other salts are never shared."""
     return hash_bytes(f"{len(seed)}:{seed}{salt}".encode())
 
 
 def page_keys(
-    tokens: Sequence[int], page_size: int, root: bytes, hash_bytes: Hash = xxh3_128
+    data: bytes, page_size: int, root: bytes, hash_bytes: Hash = xxh3_128
 ) -> list[tuple[bytes, bytes]]:
-    """(key, token ids as bytes) of each full page of `tokens`, in order."""
-    data, width = token_bytes(tokens), 4 * page_size
+    """(key, token ids) of each full page, in order. `data` has token ids as 4 bytes each."""
+    width = 4 * page_size
     keys: list[tuple[bytes, bytes]] = []
     key = root
     for begin in range(0, len(data) - width + 1, width):
