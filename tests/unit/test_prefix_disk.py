@@ -250,3 +250,15 @@ def test_readers_and_writers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
         assert store.num_bytes == sum(
             (tmp_path / FINGERPRINT / name).stat().st_size for name in names(tmp_path)
         )
+
+
+def test_a_write_from_before_all_pages_were_removed_leaves_nothing(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    before = store.generation
+    store.remove_all()
+    key, parent, tokens = identity(1)
+    data = pattern(1, PAGE)
+    assert not store.write(key, parent, tokens, data, generation=before)
+    assert names(tmp_path) == set()
+    assert store.write(key, parent, tokens, data, generation=store.generation)
+    assert read(store, 1)
