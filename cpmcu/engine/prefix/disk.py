@@ -245,6 +245,8 @@ class DiskStore:
             left = [
                 p for p in (Path(f.path) for _, f in _page_files(self._folder)) if not _remove(p)
             ]
+        except FileNotFoundError:  # somebody removed the folder
+            return
         except OSError as error:
             logger.warning("%s: pages cannot be removed: %s", self._folder, sentence(error))
             return
