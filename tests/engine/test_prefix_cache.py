@@ -206,6 +206,77 @@ def test_a_restart_finds_the_pages_on_disk(models: Models, tmp_path: Any) -> Non
             assert job.request.cached_tokens == (256 if restart else 0)
 
 
+def test_a_reset_stops_pages_on_their_way_to_disk(models: Models, tmp_path: Any) -> None:
+    engine = models.engine("llama", None)
+    store = DiskStore(tmp_path, "2" * 32, engine.page_bytes, 1 << 30)
+    disk = DiskTier(store)
+    with running(engine, host_bytes=8 * engine.page_bytes, disk=disk) as (runner, cache):
+        job = Job(random_ids(300, VOCAB, seed=6), 4)
+        runner.submit(job.request)
+        job.wait()
+
+        def reset(_: Any) -> None:
+            while disk.tick(0, 0) or disk._writes:
+                pass
+            assert store.num_pages == 4
+            store.remove_all()
+            for entry in cache._index:
+                entry.on_disk = False
+                disk.wants(entry)
+            assert disk.tick(5, 3)  # the steps that wrote the pages run: copies are under way
+            cache.reset()
+            while disk.tick(5, 5) or disk._writes:
+                pass
+            assert store.num_pages == 0
+            assert cache._host.num_used == 0
+
+        runner.call(reset)
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+
+def test_what_is_only_on_disk_takes_no_memory(models: Models, tmp_path: Any) -> None:
+    engine = models.engine("llama", None, max_num_seqs=1, max_model_len=256)
+    disk = DiskTier(DiskStore(tmp_path, "3" * 32, engine.page_bytes, 1 << 30))
+    with running(engine, host_bytes=2 * engine.page_bytes, disk=disk) as (runner, cache):
+        prompts = [random_ids(200, VOCAB, seed=i) for i in range(12)]
+        for ids in prompts + prompts[:3]:
+            job = Job(ids, 4)
+            runner.submit(job.request)
+            assert job.wait() == models.plain("llama", ids, 4)
+        assert cache.counters.evicted > 0
+        assert len(cache._index) <= engine.num_pages + 2
+
+
+def test_reading_takes_no_host_memory_from_the_pages_before(models: Models, tmp_path: Any) -> None:
+    engine = models.engine("llama", None)
+    store = DiskStore(tmp_path, "4" * 32, engine.page_bytes, 1 << 30)
+    ids = random_ids(129, VOCAB, seed=8)
+    disk = DiskTier(store)
+    with running(engine, host_bytes=engine.page_bytes, disk=disk) as (runner, cache):
+
+        def look_up(_: Any) -> None:
+            prefix = cache.prefix_of(ids, "")
+            (key, tokens), second = prefix.keys
+            first = cache._index.add(key, None, tokens)
+            assert first is not None
+            store.write(second[0], bytes(16), second[1], memoryview(bytes(engine.page_bytes)))
+            cache._index.set_block(first, cache._host.take())
+            matched = cache.match(prefix, len(ids))
+            assert matched == [first]
+            assert not cache.must_wait(prefix, matched, len(ids))  # there is no block to read into
+            assert cache.match(prefix, len(ids)) == [first]
+            # If it is not a prompt's own page, its block is taken; nothing follows it then.
+            assert disk.begin_reading([second], first) == []
+            assert not first.alive and len(cache._index) == 0
+
+        runner.call(look_up)
+        for _ in range(2):
+            job = Job(ids, 4)
+            runner.submit(job.request)
+            assert job.wait() == models.plain("llama", ids, 4)
+        assert job.request.cached_tokens == 128
+
+
 def running_kept(engine: Any, **options: Any) -> Any:
     """As `running`, but what is on disk stays there."""
     import contextlib

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -250,3 +251,26 @@ def test_readers_and_writers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
         assert store.num_bytes == sum(
             (tmp_path / FINGERPRINT / name).stat().st_size for name in names(tmp_path)
         )
+
+
+def test_a_write_from_before_all_pages_were_removed_leaves_nothing(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    before = store.generation
+    store.remove_all()
+    key, parent, tokens = identity(1)
+    data = pattern(1, PAGE)
+    assert not store.write(key, parent, tokens, data, generation=before)
+    assert names(tmp_path) == set()
+    assert store.write(key, parent, tokens, data, generation=store.generation)
+    assert read(store, 1)
+
+
+def test_a_folder_that_is_gone_has_no_pages_to_remove(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = open_store(tmp_path)
+    assert write(store, 1)
+    shutil.rmtree(tmp_path / FINGERPRINT)
+    store.remove_all()
+    assert store.num_pages == 0 and not warnings(caplog)
+    assert write(store, 1) and read(store, 1)

@@ -137,8 +137,11 @@ class PrefixCache:
         if self._disk is None:
             return False
         if prefix.reading is None:
-            parent = matched[-1] if matched else None
-            prefix.reading = self._disk.begin_reading(behind, parent)
+            for entry in matched:
+                entry.locks += 1  # reading takes no host memory from them
+            prefix.reading = self._disk.begin_reading(behind, matched[-1] if matched else None)
+            for entry in matched:
+                entry.locks -= 1
         return self._disk.is_reading(prefix.reading)
 
     def num_new_pages(self, matched: list[Entry], num_tokens: int) -> int:
@@ -279,8 +282,7 @@ class PrefixCache:
             self._index.set_page(entry, -1)
         self._engine.drop_pages(dropped)
         for entry in entries:
-            if entry.alive and entry.block < 0 and not entry.on_disk:
-                self._give_back(self._index.remove(entry))
+            self._forget_empty(entry)
         self.counters.evicted += len(dropped)
         return len(dropped)
 
@@ -371,9 +373,18 @@ class PrefixCache:
             return -1
         block = entry.block
         self._index.set_block(entry, -1)
-        if entry.page < 0 and not entry.on_disk and entry.users == 0:
-            self._give_back(self._index.remove(entry))
+        self._forget_empty(entry)
         return block
+
+    def _forget_empty(self, entry: Entry | None) -> None:
+        """Forgets an entry without bytes that nobody uses. The disk finds its pages by their keys,
+        so an entry that is only there is kept just for those behind it.
+        """
+        while entry is not None and entry.alive and not entry.users and not entry.locks:
+            if entry.page >= 0 or entry.block >= 0 or (entry.on_disk and entry.children):
+                return
+            self._give_back(self._index.remove(entry))
+            entry = entry.parent
 
     def _take_state(self) -> int:
         block = self._states.take()

@@ -117,6 +117,11 @@ class DiskStore:
     def num_bytes(self) -> int:
         return self._num_bytes
 
+    @property
+    def generation(self) -> int:
+        """How often all pages were removed."""
+        return self._generation
+
     def write(
         self,
         key: bytes,
@@ -124,8 +129,14 @@ class DiskStore:
         tokens: bytes,
         data: memoryview,
         state: memoryview | None = None,
+        generation: int | None = None,
     ) -> bool:
-        """Writes a page, and removes the least recently used ones beyond the limit. Is it there?"""
+        """Writes a page, and removes the least recently used ones beyond the limit. Is it there?
+
+        It is not if all pages were removed after `generation`, the present one by default.
+        """
+        if generation is None:
+            generation = self._generation
         page = _bytes_of(data, self._page_bytes, "data")
         if state is not None:
             state = _bytes_of(state, self._state_bytes, "state")
@@ -139,7 +150,8 @@ class DiskStore:
         if size > self._limit_bytes:
             return False
         with self._lock:
-            generation = self._generation
+            if generation != self._generation:
+                return False
             self._reserved += size
         written, used = False, 0
         try:
@@ -233,6 +245,8 @@ class DiskStore:
             left = [
                 p for p in (Path(f.path) for _, f in _page_files(self._folder)) if not _remove(p)
             ]
+        except FileNotFoundError:  # somebody removed the folder
+            return
         except OSError as error:
             logger.warning("%s: pages cannot be removed: %s", self._folder, sentence(error))
             return

@@ -101,6 +101,9 @@ class DiskTier:
         block = self._take_block()
         if block < 0:
             return False
+        if parent is not None and not parent.alive:  # the block was the parent's
+            self._host.give(block)
+            return False
         state = self._states.take()  # -1 where sequences have no state of their own
         entry = self._index.add(key, parent, tokens)
         if entry is None:
@@ -185,7 +188,11 @@ class DiskTier:
         if idle and self._copies:
             self._engine.wait_for_copies()
         while self._copies and (idle or self._copies[0][1] < collected):
-            self._begin_write(self._copies.popleft()[0])
+            entry = self._copies.popleft()[0]
+            if entry.alive:
+                self._begin_write(entry)
+            else:
+                self._unlock(entry)
         return bool(self._copies or self._reads or (self._wanted and not self._writes))
 
     def _begin_copies(self, launched: int) -> None:
@@ -211,17 +218,29 @@ class DiskTier:
         state = self._states.view(entry.state) if entry.state >= 0 else None
         view = self._host.view(entry.block)
         parent = digest_of(entry.parent)
-        done = self._threads.submit(self._store.write, entry.key, parent, entry.tokens, view, state)
+        done = self._threads.submit(
+            self._store.write,
+            entry.key,
+            parent,
+            entry.tokens,
+            view,
+            state,
+            generation=self._store.generation,
+        )
         self._writes.append((entry, done))
 
     def _finish_writes(self) -> None:
         for entry, done in [write for write in self._writes if write[1].done()]:
             self._writes.remove((entry, done))
-            entry.locks -= 1
             entry.on_disk = done.exception() is None and done.result()
-            if not entry.alive and entry.locks == 0 and entry.block >= 0 and entry.users == 0:
-                self._host.give(entry.block)
-                entry.block = -1
+            self._unlock(entry)
+
+    def _unlock(self, entry: Entry) -> None:
+        """An entry is on its way to disk no longer."""
+        entry.locks -= 1
+        if not entry.alive and entry.locks == 0 and entry.block >= 0 and entry.users == 0:
+            self._host.give(entry.block)
+            entry.block = -1
 
     # ---- the end
 
