@@ -461,9 +461,9 @@ template <int kRows, int kUnits = 16>
 __device__ __forceinline__ constexpr int swizzled_chunk(int row, int chunk) {
   return chunk / 8 * (kRows * 8 * kUnits) + row * (8 * kUnits) + (chunk % 8 ^ row % 8) * kUnits;
 }
-// The descriptor of such a panel in shared memory, 1024-byte aligned. All lanes of the warp must
-// call it with the same address. The shuffle tells the compiler so; without it, it moves every
-// descriptor to uniform registers separately.
+// The wgmma descriptor of a swizzled panel in shared memory, 1024-byte aligned. All lanes of the
+// warp must pass the same address. The shuffle makes the address uniform for the compiler. Without
+// the shuffle, the compiler moves every descriptor to uniform registers separately.
 __device__ __forceinline__ uint64_t wgmma_descriptor_swizzle128(uint32_t shared) {
   shared = __shfl_sync(0xffffffffu, shared, 0);
   const uint64_t stride = 1024 / 16;  // from 8 rows to the next 8

@@ -352,7 +352,10 @@ class PrefixCache:
             self._pending.pop(key, None)
 
     def _take_block(self) -> int:
-        """A host block, if need be that of the oldest page there; -1: there is none."""
+        """Returns a host block.
+
+        If none is free, the oldest page on the host loses its block. -1: none left.
+        """
         block = self._host.take()
         if block >= 0 or self._host.limit == 0:
             return block
@@ -376,7 +379,7 @@ class PrefixCache:
         return -1
 
     def _give_back(self, removed: list[Entry]) -> None:
-        """Frees what entries held that the index has no more. Used ones keep their pages."""
+        """Frees the pages, host blocks and states of entries that left the index, unless in use."""
         free = [entry for entry in removed if entry.users == 0]
         self._engine.drop_pages([entry.page for entry in free if entry.page >= 0])
         for entry in free:
