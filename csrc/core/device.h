@@ -54,8 +54,9 @@ void release(Device device, void* data) noexcept;
 // Page-locked host memory that the device can access at the same address.
 void* allocate_pinned(Device device, int64_t bytes);
 void release_pinned(Device device, void* data) noexcept;
-// The same for large buffers. The system finds the pages before the driver locks them, so other
-// threads can launch kernels meanwhile. The device reaches them by copies only.
+// The same for large buffers. The operating system allocates the pages before the driver locks
+// them, so other threads can launch kernels meanwhile. Kernels cannot access this memory; it is for
+// copies only.
 void* allocate_pinned_large(Device device, int64_t bytes);
 void release_pinned_large(Device device, void* data) noexcept;
 

@@ -1,4 +1,4 @@
-// Python bindings of the engine, of what it takes and of what it returns.
+// Python bindings of the engine, its arguments and its results.
 #include <pybind11/functional.h>
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
@@ -378,7 +378,8 @@ DeviceFacts device_facts(int index) {
                   "sm_count"_a = info.sm_count, "driver_version"_a = info.driver_version);
 }
 
-// A prompt of 30,000 tokens is checked before it starts, so no vector is made of the list.
+// The index of the first id outside the vocabulary, or -1. A prompt may have 30,000 tokens, so the
+// list is read in place and not copied to a vector.
 int64_t first_outside(const py::object& ids, int64_t vocab_size) {
   for (py::ssize_t i = 0; i < PySequence_Fast_GET_SIZE(ids.ptr()); ++i) {
     const int64_t id = PyLong_AsLongLong(PySequence_Fast_GET_ITEM(ids.ptr(), i));

@@ -95,7 +95,7 @@ def test_a_useless_draft_costs_next_to_nothing_later(world: World) -> None:
 
 @pytest.mark.parametrize("num_seqs", [1, 4, 16])
 def test_short_requests_come_and_go(num_seqs: int) -> None:
-    """Each that begins makes what is known of the text count less, also while trials are run."""
+    """A new request makes earlier acceptance count less, also while the chooser tries shapes."""
     world = dataclasses.replace(CPU, request=20)
     for seed in range(4):
         engine = Engine(world, chooser(), seed, num_seqs)

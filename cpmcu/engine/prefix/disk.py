@@ -174,9 +174,12 @@ class DiskStore:
         into: memoryview,
         state: memoryview | None = None,
     ) -> bool:
-        """Fills `into`, and `state` unless it is None, if the page is there with all that is asked.
+        """Reads a page into `into`, and its state into `state` unless None.
 
-        After False, the buffers hold anything. A damaged or foreign file is removed.
+        True if all of it was found.
+
+        After False, the contents of the buffers are undefined. A damaged or foreign file is
+        removed.
         """
         found, has_state = self.read_found(key, parent, tokens, into, state)
         return found and (state is None or has_state)
@@ -189,7 +192,10 @@ class DiskStore:
         into: memoryview,
         state: memoryview | None,
     ) -> tuple[bool, bool]:
-        """As `read`, for a page that is of use without its state: (page?, state?)."""
+        """Reads a page as `read` does, and its state if the file has it:
+
+        (page found, state found).
+        """
         page = _bytes_of(into, self._page_bytes, "into")
         if state is not None:
             state = _bytes_of(state, self._state_bytes, "state")
