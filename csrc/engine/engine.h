@@ -63,10 +63,11 @@ class Engine {
                   const void* data);
   void finish_loading();
 
-  // ---- sequences `ids`: the tokens of the sequence so far. The first `num_prompt` are the prompt;
-  // penalties count prompt and generated tokens separately. `cached`: the prefix whose state
-  // exists; prefill starts behind it. `reserve` takes the pages beyond `cached.pages`, and
-  // `load_pages` fills them.
+  // ---- sequences
+  // `ids`: the tokens of the sequence so far. The first `num_prompt` are the prompt; penalties
+  // count prompt and generated tokens separately.
+  // `cached`: the prefix whose state exists; prefill starts behind it. `reserve` takes the pages
+  // beyond `cached.pages`, and `load_pages` fills them.
   int add_sequence(const SamplingConfig& sampling, const std::vector<int>& ids, int num_prompt,
                    const CachedPrefix& cached = {});
   void release(int slot);

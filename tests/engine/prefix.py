@@ -54,7 +54,10 @@ class Job:
 
 
 class Watched(PrefixCache):
-    """A prefix cache that remembers the bytes of published pages: nobody may change them."""
+    """A prefix cache that records the bytes of published pages.
+
+    Tests check that no step changes them.
+    """
 
     def __init__(self, engine: Any, **options: Any) -> None:
         from cpmcu import C

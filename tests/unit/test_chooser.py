@@ -136,7 +136,10 @@ def warm_slowdown(world: World, tokens: int, seed: int) -> float:
 @pytest.mark.parametrize("first", [1.0, 9.0])
 @pytest.mark.parametrize("rate", [0.02, 0.8, 1.0])
 def test_no_draft_is_tried_where_none_can_pay(rate: float, first: float) -> None:
-    """However slow its first use is. The smallest draft takes 2.9 plain steps and emits two."""
+    """No draft is tried, however slow a first use is.
+
+    The smallest draft takes 2.9 plain steps and emits two tokens.
+    """
     world = dataclasses.replace(
         accepting(CPU, rate),
         seconds=lambda shape, seqs: measured_cpu(shape, seqs) + 0.4 * (shape != PLAIN),

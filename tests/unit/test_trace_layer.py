@@ -34,7 +34,10 @@ def rings(
 
 
 def fused_layer(block: int, launch: int) -> list[int]:
-    """Done 50 us after the one before; the last of a pass has three GEMMs."""
+    """Timestamps of a fused layer launch that ends 50 us after the previous one.
+
+    The last launch of a pass has three GEMMs.
+    """
     begin = 10**9 + launch * PERIOD
     passed = [begin + 3000 * place + 8 * block for place in range(14)]
     if launch % LAYERS == LAYERS - 1:

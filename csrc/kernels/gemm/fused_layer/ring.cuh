@@ -32,7 +32,7 @@ __device__ __forceinline__ void each_block(const WeightBlocks& of, F f) {
 //   done        all consumer warps are done with a stage
 //   x_in        the first rows of a GEMM have arrived
 //   combined    all warps have combined their share of x
-//   bases_read  the producer has read what CTA 0 changes at the end
+//   bases_read  the producer has read `bases`, which CTA 0 changes at the end
 template <typename Mainloop>
 struct Ring {
   static constexpr int kStageBytes = Mainloop::kRowsBytes + Mainloop::kWeightBytes;
