@@ -5,13 +5,13 @@ from __future__ import annotations
 import hypothesis
 import pytest
 
-# How long an example takes depends on the machine and on what else runs there.
+# The time of an example depends on the machine and its load.
 hypothesis.settings.register_profile("cpmcu", deadline=None)
 hypothesis.settings.load_profile("cpmcu")
 
 
 def _no_gpu() -> str | None:
-    """Why tests marked `gpu` cannot run, or None."""
+    """The reason why tests marked `gpu` cannot run; None if they can."""
     try:
         from cpmcu import C
     except ImportError as error:

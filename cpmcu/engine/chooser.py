@@ -72,9 +72,9 @@ class ShapeChooser:
         self._times.add(shape, num_seqs, seconds)
 
     def may_pay(self, num_seqs: int) -> bool:
-        """Could some shape be the best for a text of which every drafted token is accepted?
+        """Could a shape beat the plain step if every drafted token were accepted?
 
-        True as long as no draft was timed.
+        True until a draft has been timed.
         """
         plain = self._times.plain(num_seqs)
         if plain is None:
@@ -134,7 +134,10 @@ class ShapeChooser:
             self._plan.left = 0
 
     def _gives_up(self, shape: Shape, gain: float, emitted: Sequence[int]) -> bool:
-        """Have best shapes lost so much that the text must have changed? Then it is forgotten."""
+        """Returns whether the best shapes lost so much time that the text has changed.
+
+        Then forgets it.
+        """
         if self._lost == 0:
             self._losing = []
         self._losing.append((shape, emitted))

@@ -183,7 +183,7 @@ class PrefixCache:
         self.counters.host_hits += len(missing) * self._page_size
 
     def checkpoint(self, prefix: Prefix, slot: int, num_tokens: int) -> None:
-        """Keeps the slot's per-slot state as it is behind `num_tokens`, a multiple of a page."""
+        """Saves the per-slot tensors after `num_tokens` tokens, a multiple of the page size."""
         index = num_tokens // self._page_size
         if not self.has_states or index == 0 or index in prefix.states:
             return

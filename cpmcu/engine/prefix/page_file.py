@@ -67,8 +67,9 @@ def read_page(
 ) -> tuple[int, bool]:
     """Fills `page`, and `state` unless it is None.
 
-    Returns the file's size and whether it has a state. Raises OSError and BadPageFileError; the
-    contents of the buffers are then undefined.
+    Returns the file's size and whether it has a state. If a state is wanted and the file has none,
+    nothing is filled. Raises OSError and BadPageFileError; the contents of the buffers are then
+    undefined.
     """
     found = os.fstat(fd)
     if not stat.S_ISREG(found.st_mode):
