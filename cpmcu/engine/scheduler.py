@@ -238,8 +238,10 @@ class Scheduler:
         return step if step.sequences else None
 
     def _whole_pages(self, sequence: Sequence, take: int, rest: int) -> int:
-        """Tokens of a chunk. If prefixes need checkpoints of state, chunks end with pages, and the
-        last page's end is one of them.
+        """Number of tokens of a chunk.
+
+        If prefixes need checkpoints of state, a chunk ends at the end of a page, and the end of the
+        last full page ends a chunk.
         """
         if sequence.prefix is None or self._cache is None or not self._cache.has_states:
             return take

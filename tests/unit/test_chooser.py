@@ -1,4 +1,4 @@
-"""How much is drafted: simulated engines, of which step times and acceptance are known."""
+"""The chooser of shapes on simulated engines, whose step times and acceptance are known."""
 
 from __future__ import annotations
 
@@ -79,7 +79,8 @@ def test_any_world(rate, tree_gain, extra, growth, slow_first, seed, num_seqs) -
     world = World(seconds, constant(rate), tree_gain, slow_first)
     engine = Engine(world, chooser(), seed, num_seqs)
     first = engine.run(100)
-    # First uses of shapes are slow in ways that nothing predicts: of two shapes at the most.
+    # The first use of a shape is slow, and no measurement predicts it. At most two shapes are
+    # charged.
     allowance = 0.05 * 100 * world.seconds(PLAIN, num_seqs) + 2 * sum(slow_first)
     assert first.seconds <= first.tokens / num_seqs * world.seconds(PLAIN, num_seqs) + allowance
 
@@ -234,7 +235,7 @@ def test_the_text_changes_and_so_does_the_choice() -> None:
 
 
 def test_a_draft_that_fails_is_given_up_at_once() -> None:
-    """Within the first hundred tokens that are hard to guess."""
+    """A draft that fails is given up within the first 100 tokens that are hard to guess."""
     lost = []
     for seed in range(10):
         world = dataclasses.replace(GPU, acceptance=switching(0.9, 0.02, every=600))
@@ -247,7 +248,7 @@ def test_a_draft_that_fails_is_given_up_at_once() -> None:
 
 
 def test_the_machine_becomes_busy() -> None:
-    """Other processes slow plain steps and cycles down alike: nothing is to be changed for long."""
+    """Other processes slow all steps down equally, so the choice must not change for long."""
     speed = [1.0]
     world = dataclasses.replace(FLAT_GPU, seconds=lambda s, n: speed[0] * gpu()(s, n))
     engine = Engine(world, chooser(), 5)
@@ -281,7 +282,7 @@ def test_a_single_shape() -> None:
 
 
 def test_steps_that_are_never_observed() -> None:
-    """An engine step failed: what was in flight is dropped."""
+    """If an engine step fails, the chooser drops the steps in flight."""
     engine = Engine(GPU, chooser(), 1)
     engine.run(400)
     for _ in range(7):

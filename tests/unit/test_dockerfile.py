@@ -1,4 +1,7 @@
-"""The Dockerfile without an engine: what it copies is there, and what it runs is ours."""
+"""Checks the Dockerfile without Docker:
+
+the copied files exist, and the commands are those of this package.
+"""
 
 from __future__ import annotations
 

@@ -477,7 +477,8 @@ void fused_layer_sm90(const Context& ctx, const FusedLayerParams& p) {
         attention_combine_before_fused_layer(ctx, p.attention);
     }
     GemmArgs& last = args.gemms[p.gemms.size() - 1];
-    // At most one epilogue tile a warp: its positions and KV entries are loaded before x arrives.
+    // RoPE is fused only if a warp has at most one epilogue tile. The positions and KV entries of
+    // that tile are loaded before x arrives.
     rotates = has_rotary && num_rows <= 8 * kMaxRotatedGroups && (groups == 1 || last.slices > 1);
     if (rotates) {
       args.rotary = make_rotary(p.rotary);
