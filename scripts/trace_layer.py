@@ -1,6 +1,6 @@
-"""Traces a decoder layer:
+"""Traces the kernels of a decoder layer.
 
-the times at which the CTAs of its kernels start, finish pdl_wait and end.
+The trace has the times at which the CTAs of the layer's kernels start, finish pdl_wait and end.
 
     CPMCU_TRACE=1 python setup.py build_ext --inplace
     python scripts/trace_layer.py --model DIR [--context 1024] [--draft-model-path DRAFT ...]

@@ -70,7 +70,7 @@ def test_the_first_tokens_of_a_process(world: World, rate: float, num_seqs: int)
     num_seqs=st.sampled_from([1, 3, 16]),
 )
 def test_any_world(rate, tree_gain, extra, growth, slow_first, seed, num_seqs) -> None:
-    """The smallest draft costs `extra` plain steps beside the step, larger ones more."""
+    """The smallest draft adds the time of `extra` plain steps; larger drafts add more."""
 
     def seconds(shape: Shape, seqs: int) -> float:
         drafted = extra * growth ** (SHAPES.index(shape) - 1) if shape != PLAIN else 0.0
@@ -199,7 +199,7 @@ def test_the_first_request_already_gains() -> None:
 
 
 def test_another_conversation_begins_with_what_is_known() -> None:
-    """A hundred tokens of the tenth request take hardly longer than with the best fixed shape."""
+    """100 tokens of the tenth request take hardly longer than with the best fixed shape."""
     world = dataclasses.replace(GPU, request=100)
     _, best = best_fixed(world, 1000)
     shares = []

@@ -30,7 +30,7 @@ def arguments(name: str) -> list[str]:
 
 
 def ignored(path: str) -> bool:
-    """Does .dockerignore leave out `path`? The last line that fits it or a folder of it decides."""
+    """Does .dockerignore leave out `path`? The last matching line decides."""
     result = False
     for line in (ROOT / ".dockerignore").read_text().splitlines():
         pattern = line.lstrip("!").removeprefix("**/")

@@ -111,7 +111,7 @@ def switching(*values: float, every: int) -> Callable[[int], float]:
 
 
 def width_exponent(world: World, shape: Shape) -> float:
-    """Tries that a level of the tree has, as an exponent of the chance that all are wrong."""
+    """Alternatives per level of the tree, as an exponent of the chance that all are wrong."""
     levels, nodes = shape
     return 1 + world.tree_gain * math.log2(max(1.0, (nodes - 1) / max(1, levels)))
 
