@@ -1,4 +1,4 @@
-"""Shared by all tests: GPU tests are skipped where there is no GPU."""
+"""Shared by all tests. Without a GPU, GPU tests are skipped."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from cpmcu.engine.shapes import Shape
 
 WINDOW = 32  # samples that a mean remembers
-FADING = 0.99  # of what is remembered, a step
+FADING = 0.99  # factor on the weight of earlier samples, per step
 PRIOR = 2.0  # samples that the acceptance of all shapes counts as, beside a shape's own
 HOPE = 2.0  # samples, all accepted, that hope adds
 

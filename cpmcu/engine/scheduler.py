@@ -180,7 +180,10 @@ class Scheduler:
         self.release(sequence)
 
     def _look_up(self, request: Request, tokens: list[int]) -> tuple[Prefix | None, list[Entry]]:
-        """The request's keys and what is cached of them. Scores need every token computed."""
+        """The request's keys and its cached pages.
+
+        If prompt scores are requested, no page is reused.
+        """
         if self._cache is None:
             return None, []
         if request.lookup is None:
@@ -207,7 +210,7 @@ class Scheduler:
         return self._cache.num_new_pages(matched, num_tokens)
 
     def _reserve(self, slot: int, num_tokens: int) -> bool:
-        """Takes pages for a slot; cached pages that nobody uses make room."""
+        """Takes pages for a slot. If too few are free, evicts idle pages of the cache."""
         while not self._engine.reserve(slot, num_tokens):
             if self._cache is None or not self._cache.make_room(slot, num_tokens):
                 return False

@@ -51,7 +51,7 @@ class StepTimes:
         self._steps = 0
 
     def add(self, shape: Shape, num_seqs: int, seconds: float) -> None:
-        """A step took so long."""
+        """Records the time of one step."""
         self._steps += 1
         times = self._by_seqs.setdefault(num_seqs, {}).setdefault(shape, _Times())
         times.add(seconds, self._steps, plain=shape == PLAIN)

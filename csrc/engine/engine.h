@@ -1,7 +1,7 @@
 // One model on one device: load, prefill, decode, release.
 //
 // Not thread-safe: one thread drives it. Steps are enqueued and collected separately, so that the
-// host can launch ahead: results come back through mapped memory, in the order of the steps.
+// host can launch ahead: the device writes results to mapped memory, in the order of the steps.
 #pragma once
 
 #include <deque>
@@ -129,12 +129,12 @@ class Engine {
  private:
   struct Slot {
     bool used = false;
-    bool has_root = false;    // its last prefill drew a token, which decoding goes on from
+    bool has_root = false;    // its last prefill drew the token that decoding starts from
     uint64_t generation = 0;  // tells a slot's owners apart in steps in flight
     int num_logprobs = -1;
     int num_shared = 0;        // tokens that were cached when it began
     int length = 0;            // tokens cached, as of the steps that were collected
-    int in_flight_tokens = 0;  // at most so many more once the steps in flight are done
+    int in_flight_tokens = 0;  // most tokens that the steps in flight may add
   };
   struct StepInFlight {
     uint64_t number = 0;

@@ -73,7 +73,7 @@ void GraphRunner::run(const Key& key, const std::function<void()>& launches) {
   try {
     launch(key, launches);
   } catch (...) {
-    cudaStreamSynchronize(stream);  // what was launched before has no event to be waited for
+    cudaStreamSynchronize(stream);  // no event marks the end of the launches so far
     throw;
   }
   if (turn.done == nullptr) {

@@ -188,7 +188,7 @@ class Engine:
 
 
 def run(world: World, policy: Policy, tokens: int, *, num_seqs: int = 1, seed: int = 0) -> Outcome:
-    """Decodes so many tokens of each sequence."""
+    """Decodes `tokens` tokens of each sequence."""
     return Engine(world, policy, seed, num_seqs).run(tokens)
 
 
