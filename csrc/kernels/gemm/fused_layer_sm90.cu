@@ -391,10 +391,9 @@ CombineMode combine_mode_of(const FusedLayerParams& p, const GemmArgs& first, in
 }
 
 // Cycles between two L2 prefetches of a CTA; 0: no prefetch. There is no prefetch in three cases.
-// With more than one row, the main loop is the bottleneck, and prefetches delay other loads. If the
-// next launch's weights are not known, a prefetch costs time: 52.0 instead of 51.3 us a layer. If a
-// layer's KV entries take a fifth of L2, a prefetch costs 2 us at 16384 entries of 2 heads. A rate
-// 5 % above the peak of memory keeps memory busy.
+// With more than one row, the main loop is the bottleneck, and prefetches delay other loads. If no
+// weights follow, a prefetch costs 0.7 us a layer. If a layer's KV entries take a fifth of L2, it
+// costs 2 us at 16384 entries of 2 heads. A rate 5 % above the peak keeps memory busy.
 int prefetch_cycles_of(const Context& ctx, const FusedLayerParams& p) {
   const AttentionParams& attention = p.attention;
   const int64_t entries = attention.window > 0 ? std::min(attention.window, attention.tokens.max_kv)

@@ -10,8 +10,8 @@
 //   8 consumer warps  32 rows of W each: unpack to exact integers, mma over 128 k, scale in float32
 //   slices of K       cluster: a CTA sends the sums of an m16 tile to its owner (st.async), and the
 //                     owner adds them in order; without clusters: global memory, a second kernel
-// Launches of up to 16 rows overlap (kOverlaps). Slices depend on N and K only, and rows of x are
-// columns of the products, so a row of y has the same bits whatever the batch.
+// Launches of up to 16 rows overlap (kOverlaps). Slices depend on N and K only, and an mma computes
+// each row of x separately. So a row of y has the same bits for every M.
 //
 // The surprising decision: scales never touch the weights. q - z is exact in 16 bits, so the tensor
 // cores sum (q - z) * x over the 128 k of a group. One float32 multiply-add per sum and group
