@@ -87,7 +87,10 @@ def parameters(rng: random.Random, context: int) -> dict[str, Any]:
 
 
 def prefix(number: int, context: int) -> list[int]:
-    """Token ids: the first half, at most, of many prompts. Pairs of prefixes begin alike."""
+    """Token ids:
+
+    the first half, at most, of many prompts. The two prefixes of a pair have a common beginning.
+    """
     rng = random.Random(number // 2)
     length = rng.randrange(context // 8, context // 2)
     ids = [rng.randrange(5, 4000) for _ in range(length)]
@@ -95,7 +98,7 @@ def prefix(number: int, context: int) -> list[int]:
 
 
 def share_prefix(rng: random.Random, context: int, num_prefixes: int, kind: Kind) -> Kind:
-    """The request with a beginning that others have, too."""
+    """Adds a prefix that other requests have, too."""
     path, body, status = kind
     number = rng.randrange(num_prefixes)
     if status != 200:
@@ -320,7 +323,7 @@ def text_of(url: str, body: dict[str, Any]) -> str:
 
 
 def check_shared(server: Watched, context: int, num_prefixes: int) -> dict[str, float]:
-    """What has to be zero of the prefix cache, once nobody asks for anything."""
+    """Checks the prefix cache after all requests. Returns counts that must be zero."""
     bodies = [
         {"prompt": [*prefix(i, context), 5], "max_tokens": 16, "temperature": 0, "ignore_eos": True}
         for i in range(num_prefixes)

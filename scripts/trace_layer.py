@@ -1,12 +1,14 @@
-"""Traces a decoder layer: when the CTAs of its kernels begin, have waited, and are done.
+"""Traces the kernels of a decoder layer.
+
+The trace has the times at which the CTAs of the layer's kernels start, finish pdl_wait and end.
 
     CPMCU_TRACE=1 python setup.py build_ext --inplace
     python scripts/trace_layer.py --model DIR [--context 1024] [--draft-model-path DRAFT ...]
 
 Takes the flags of the engine and of speculation, as `python -m cpmcu.cli` does. With a draft, the
-traced layers are the target's in verification. Prints microseconds after the last CTA completed the
-layer before, for the first CTA, the median CTA and the last CTA; each is the median over layers.
-Needs Hopper, where a layer's GEMMs are one kernel (docs/kernels/fused_layer.md).
+traced layers are the target's in verification. Prints microseconds after the last CTA of the
+previous layer is done, for the first, the median and the last CTA. Each number is the median over
+layers. Needs Hopper, where a layer's GEMMs are one kernel (docs/kernels/fused_layer.md).
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
-"""Shared by all tests: GPU tests are skipped where there is no GPU."""
+"""Shared by all tests. Without a GPU, GPU tests are skipped."""
 
 from __future__ import annotations
 
 import hypothesis
 import pytest
 
-# How long an example takes depends on the machine and on what else runs there.
+# The time of an example depends on the machine and its load.
 hypothesis.settings.register_profile("cpmcu", deadline=None)
 hypothesis.settings.load_profile("cpmcu")
 
 
 def _no_gpu() -> str | None:
-    """Why tests marked `gpu` cannot run, or None."""
+    """The reason why tests marked `gpu` cannot run; None if they can."""
     try:
         from cpmcu import C
     except ImportError as error:

@@ -1,13 +1,14 @@
-"""Chooses how much each speculative step drafts: what emits the most tokens a second, as measured.
+"""Chooses the shape of each speculative step: the one with the most tokens a second, as measured.
 
-A step may draft up to what the engine was made for, less, or nothing (a plain step). Which pays
-depends on the text, the draft, the machine and the number of sequences. So steps are timed, tokens
-are counted, and shapes are tried, the small ones first. What trials lose is paid from a *budget*,
-counted in plain steps: it begins at a few, earns a small share of all time and of what drafting
-gains, and holds no more than a few. So a useless draft costs START_BUDGET + 100 TIME_SHARE plain
-steps over the first 100 tokens, and what a trial takes longer than predicted.
+A step may draft with the engine's whole shape, with a smaller shape, or not at all (a plain step).
+The best shape depends on the text, the draft, the machine and the number of sequences. So the
+chooser times steps, counts tokens and tries shapes, small ones first. A *budget*, counted in plain
+steps, pays for the time that trials lose. It starts with a few plain steps, earns a small share of
+all time and of the time that drafting saves, and is limited to a few. In the first 100 tokens a
+useless draft costs START_BUDGET + 100 TIME_SHARE plain steps, plus the time by which trials exceed
+their prediction.
 
-The choice changes no token: any shape emits what plain decoding would.
+The choice changes no token: every shape emits the tokens of plain decoding.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ MARGIN = 1.02  # by which a trial must promise to be faster
 REVIEW = 4  # drafted steps that a plan holds: making one takes as long as some kernels
 PLAIN_REVIEW = 12  # plain steps: they are the shortest
 RETRIED = 500  # steps after which a shape is tried again without a promise
-LOST_STEPS = 3.0  # plain steps behind plain decoding, after which what is known is forgotten
+LOST_STEPS = 3.0  # loss against plain decoding, in plain steps, after which samples are dropped
 NEW_TEXT = 3  # samples that older texts count as
 HOPELESS = 0.9  # of plain decoding's tokens a second: a shape that can have no more never pays
 _LONGEST = 10.0  # plain steps: what a longer step took was not its own doing
@@ -48,7 +49,7 @@ class _Plan:
 
 
 class ShapeChooser:
-    """Chooses from `shapes`, the plain step among them.
+    """Chooses from `shapes`, which include the plain step.
 
     Used by one thread. Steps may be chosen before those in flight are observed.
     """
@@ -64,13 +65,16 @@ class ShapeChooser:
         self._losing: list[tuple[Shape, Sequence[int]]] = []  # the steps that lost them
 
     def expect(self, shape: Shape, num_seqs: int, seconds: float) -> None:
-        """A step of no request took so long: what it emitted says nothing of any text."""
+        """Records the time of a warm-up step.
+
+        Its tokens belong to no request and are not counted.
+        """
         self._times.add(shape, num_seqs, seconds)
 
     def may_pay(self, num_seqs: int) -> bool:
-        """Could some shape be the best for a text of which every drafted token is accepted?
+        """Could a shape beat the plain step if every drafted token were accepted?
 
-        True as long as no draft was timed.
+        True until a draft has been timed.
         """
         plain = self._times.plain(num_seqs)
         if plain is None:
@@ -82,7 +86,7 @@ class ShapeChooser:
         )
 
     def choose(self, num_seqs: int) -> Shape:
-        """The shape of the next step, of so many sequences."""
+        """The shape of the next step, which has `num_seqs` sequences."""
         plan = self._plan
         if plan is None or plan.left <= 0 or plan.num_seqs != num_seqs:
             plan = self._plan = self._make_plan(num_seqs)
@@ -97,7 +101,7 @@ class ShapeChooser:
         return plan.best
 
     def observe(self, shape: Shape, num_seqs: int, seconds: float, emitted: Sequence[int]) -> None:
-        """A step took so long and emitted so many tokens for each of its running sequences."""
+        """Records the time of a step. `emitted`: its tokens for each running sequence."""
         self._times.add(shape, num_seqs, seconds)
         if emitted:
             self._tokens.add(shape, emitted)
@@ -123,14 +127,17 @@ class ShapeChooser:
         self._budget = min(self._budget + earned, MOST_BUDGET)
 
     def forget_text(self) -> None:
-        """A new sequence has begun: what was accepted says less about it."""
+        """A new sequence begins: earlier acceptance gets less weight."""
         self._tokens.forget(NEW_TEXT)
         self._lost = 0.0
         if self._plan is not None:
             self._plan.left = 0
 
     def _gives_up(self, shape: Shape, gain: float, emitted: Sequence[int]) -> bool:
-        """Have best shapes lost so much that the text must have changed? Then it is forgotten."""
+        """Returns whether the best shapes lost so much time that the text has changed.
+
+        Then forgets it.
+        """
         if self._lost == 0:
             self._losing = []
         self._losing.append((shape, emitted))
@@ -143,7 +150,7 @@ class ShapeChooser:
         return False
 
     def _make_plan(self, num_seqs: int) -> _Plan | None:
-        """None before it is known how long a plain step takes."""
+        """None until a plain step has been timed."""
         plain = self._times.plain(num_seqs)
         if plain is None or not self._times.knows_plain(num_seqs):
             return None

@@ -1,4 +1,4 @@
-"""How many tokens a step of each shape emits: what is expected, and what may be hoped for."""
+"""Tokens that a step of each shape emits: the expected number, and an optimistic estimate."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from cpmcu.engine.shapes import Shape
 
 WINDOW = 32  # samples that a mean remembers
-FADING = 0.99  # of what is remembered, a step
+FADING = 0.99  # factor on the weight of earlier samples, per step
 PRIOR = 2.0  # samples that the acceptance of all shapes counts as, beside a shape's own
 HOPE = 2.0  # samples, all accepted, that hope adds
 
@@ -29,7 +29,10 @@ class _Mean:
 
 
 class EmittedTokens:
-    """Tokens of a sequence and step, by shape. Shapes share one rate of acceptance as a prior."""
+    """Emitted tokens per sequence and step, by shape.
+
+    All shapes share one acceptance rate as a prior.
+    """
 
     def __init__(self) -> None:
         self._means: dict[Shape, _Mean] = {}
@@ -37,7 +40,7 @@ class EmittedTokens:
         self._steps = 0
 
     def add(self, shape: Shape, emitted: Sequence[int]) -> None:
-        """A step emitted so many tokens for each of its sequences."""
+        """Records the number of tokens that a step emitted for each of its sequences."""
         self._steps += 1
         self._accepted *= FADING
         self._rejected *= FADING
@@ -51,14 +54,17 @@ class EmittedTokens:
         return self._mixed(shape, _run_length(rate, shape[0]), PRIOR)
 
     def hoped(self, shape: Shape) -> float:
-        """Tokens that a step may well emit: the more, the less is known."""
+        """An optimistic number of tokens of a step: higher for shapes with fewer samples."""
         rate = (self._accepted + HOPE) / (self._accepted + self._rejected + HOPE)
         if shape[1] - 1 > shape[0]:  # a tree has several tries at a level
             rate = 1 - (1 - rate) ** 2
         return self._mixed(shape, _run_length(rate, shape[0]), HOPE)
 
     def forget(self, samples: float, kept: Sequence[tuple[Shape, Sequence[int]]] = ()) -> None:
-        """Lets what is known count as at most so many samples; then learns the steps `kept`."""
+        """Limits the weight of earlier steps to `samples` samples.
+
+        Then adds the steps in `kept`.
+        """
         for mean in self._means.values():
             mean.count, mean.step = min(mean.faded(self._steps), samples), self._steps
         drafted = self._accepted + self._rejected
@@ -84,5 +90,5 @@ class EmittedTokens:
 
 
 def _run_length(rate: float, depth: int) -> float:
-    """Tokens of a step if each of `depth` drafted ones is accepted at this rate."""
+    """Expected tokens of a step with `depth` drafted tokens, each accepted at this rate."""
     return sum(rate**i for i in range(depth + 1))

@@ -123,8 +123,8 @@ class Runner:
     def warm_up(self, sampling: C.SamplingConfig) -> None:
         """Runs the slow first steps before the first request; see warm_up.py.
 
-        Requests, outputs and metrics do not show it. An engine that fails at it is left to fail
-        again where a request hears of it.
+        Requests, outputs and metrics do not show it. An error here is ignored: it recurs at the
+        first request, which reports it.
         """
 
         def run(engine: C.Engine) -> None:

@@ -180,7 +180,10 @@ class Scheduler:
         self.release(sequence)
 
     def _look_up(self, request: Request, tokens: list[int]) -> tuple[Prefix | None, list[Entry]]:
-        """The request's keys and what is cached of them. Scores need every token computed."""
+        """The request's keys and its cached pages.
+
+        If prompt scores are requested, no page is reused.
+        """
         if self._cache is None:
             return None, []
         if request.lookup is not None and self._cache.is_reading(request.lookup):
@@ -211,7 +214,7 @@ class Scheduler:
         return self._cache.num_new_pages(matched, num_tokens)
 
     def _reserve(self, slot: int, num_tokens: int) -> bool:
-        """Takes pages for a slot; cached pages that nobody uses make room."""
+        """Takes pages for a slot. If too few are free, evicts idle pages of the cache."""
         while not self._engine.reserve(slot, num_tokens):
             if self._cache is None or not self._cache.make_room(slot, num_tokens):
                 return False
@@ -242,8 +245,10 @@ class Scheduler:
         return step if step.sequences else None
 
     def _whole_pages(self, sequence: Sequence, take: int, rest: int) -> int:
-        """Tokens of a chunk. If prefixes need checkpoints of state, chunks end with pages, and the
-        last page's end is one of them.
+        """Number of tokens of a chunk.
+
+        If prefixes need checkpoints of state, a chunk ends at the end of a page, and the end of the
+        last full page ends a chunk.
         """
         if sequence.prefix is None or self._cache is None or not self._cache.has_states:
             return take

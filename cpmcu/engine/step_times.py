@@ -1,7 +1,8 @@
-"""How long steps take, by shape and number of sequences: measured, or bounded by what was measured.
+"""Times of steps by shape and number of sequences: measured, or bounded by measured times.
 
-A step that drafts takes a plain step's time and an *extra*. The extra of an untried shape lies
-between two bounds: on a GPU it grows with the drafted levels, on a CPU with levels and nodes.
+A step that drafts takes the time of a plain step and an *extra* time. For an untried shape, two
+bounds limit the extra time: on a GPU it grows with the drafted levels, on a CPU with levels and
+nodes.
 """
 
 from __future__ import annotations
@@ -34,20 +35,23 @@ class _Times:
         self.recent.append(seconds)
         self.last = step
         self.least = min(self.recent)
-        # Other processes only ever slow a step down. Of a plain step the fastest counts: taken for
-        # slower than it is, it would make a useless draft look good.
+        # Other processes can only slow a step down. For the plain step the fastest time counts: if
+        # plain steps seemed slower, a useless draft would look good.
         self.typical = self.least if plain else sorted(self.recent)[len(self.recent) // 4]
 
 
 class StepTimes:
-    """Seconds of steps. A time that nothing is known of is a plain step's for each node."""
+    """Seconds of steps.
+
+    Without any measurement, a step is assumed to take one plain step per node.
+    """
 
     def __init__(self) -> None:
         self._by_seqs: dict[int, dict[Shape, _Times]] = {}
         self._steps = 0
 
     def add(self, shape: Shape, num_seqs: int, seconds: float) -> None:
-        """A step took so long."""
+        """Records the time of one step."""
         self._steps += 1
         times = self._by_seqs.setdefault(num_seqs, {}).setdefault(shape, _Times())
         times.add(seconds, self._steps, plain=shape == PLAIN)
@@ -64,7 +68,7 @@ class StepTimes:
         return self._steps - times.last if times else self._steps
 
     def knows_plain(self, num_seqs: int) -> bool:
-        """Is it known how long a plain step takes: by itself, or of another number of sequences?"""
+        """Has a plain step been timed, with this or another number of sequences?"""
         times = self._find(PLAIN, num_seqs)
         if times is None:
             return self.plain(num_seqs) is not None
@@ -74,7 +78,7 @@ class StepTimes:
         return second <= AGREEING * fastest or len(times.recent) >= MOST_FIRST_PLAIN
 
     def plain(self, num_seqs: int) -> float | None:
-        """Seconds of a plain step; None if there was none of any number of sequences."""
+        """Seconds of a plain step; None if no plain step has been timed."""
         times = self._find(PLAIN, num_seqs)
         if times is None:
             timed = [n for n, known in self._by_seqs.items() if PLAIN in known]
@@ -83,7 +87,7 @@ class StepTimes:
         return None if times is None else times.typical
 
     def bounds(self, shape: Shape, num_seqs: int) -> tuple[float, float]:
-        """Between what the seconds of a step lie; the second is what is expected of it.
+        """Lower bound and expected value of the seconds of a step.
 
         Raises ValueError before the first plain step.
         """
@@ -99,7 +103,8 @@ class StepTimes:
         if len(own.recent) >= TRUSTED and age <= STALE:
             if age <= OLD:
                 return own.typical, own.typical
-            # What made plain steps slower since, another process or a longer text, does so here.
+            # If plain steps became slower since (another process, a longer text), this shape did,
+            # too.
             slower = max(1.0, plain / own.plain) if own.plain else 1.0
             return own.least * slower, own.typical * slower
         low, high = self._predict(shape, num_seqs, plain)
@@ -115,7 +120,10 @@ class StepTimes:
         return min(known, key=lambda n: max(n / num_seqs, num_seqs / n), default=None)
 
     def _predict(self, shape: Shape, num_seqs: int, plain: float) -> tuple[float, float]:
-        """From the largest shape within this one that was timed, else the smallest beyond."""
+        """Bounds from the largest timed shape within this one.
+
+        If there is none, the smallest timed shape beyond it is used.
+        """
         drafted = {
             n: [other for other in known if other != PLAIN and (other, n) != (shape, num_seqs)]
             for n, known in self._by_seqs.items()

@@ -1,8 +1,8 @@
-"""The first steps of an engine, run before the first request on a sequence that nobody sees.
+"""Runs the first steps of an engine on a hidden sequence, before the first request.
 
-First steps are slow: weights are touched, kernels are loaded, graphs are captured. Here no request
-waits for them. Their times also tell the chooser of shapes whether any draft can pay on this
-machine. If none can, none is tried, and the draft reads no prompt.
+First steps are slow: weights are touched, kernels are loaded, graphs are captured. So no request
+has to wait for them. Their times also tell the chooser of shapes whether any draft can pay on this
+machine. If no draft can pay, no draft is tried, and the draft does not process prompts.
 """
 
 from __future__ import annotations

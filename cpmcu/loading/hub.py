@@ -62,7 +62,8 @@ def resolve_files(repo_id: str, patterns: Sequence[str]) -> Path:
 
 
 def _download(repo_id: str, revision: str | None, only: Sequence[str] | None = None) -> Path:
-    # Imported here because it is slow and a local directory does not need it.
+    # The import is here because huggingface_hub loads slowly, and a local directory does not need
+    # it.
     try:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import (

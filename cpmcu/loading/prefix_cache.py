@@ -20,7 +20,7 @@ STAGING_BYTES = 256 << 20  # host memory that a disk needs
 
 
 def make_prefix_cache(loaded: LoadedModel, config: EngineConfig) -> PrefixCache | None:
-    """None if the configuration wants none. Raises ValueError for a folder that cannot be used."""
+    """None if the configuration disables the cache. Raises ValueError for an unusable folder."""
     from cpmcu import C
 
     if not config.prefix_cache:

@@ -17,7 +17,7 @@ Scored = tuple[int, TokenLogprobs | None]  # (token id, its score; None for the 
 
 
 def scored(entries: Sequence[TokenLogprobs] | None) -> list[Scored]:
-    """Converts an output's entries to the input of `Logprobs.write`."""
+    """Returns (token id, log-probabilities) for each token of an output."""
     return [(entry.token_id, entry) for entry in entries or ()]
 
 

@@ -1,7 +1,7 @@
 // Divides one buffer into consecutive arrays. Without a buffer a Carver only counts bytes.
 //
-// A layout is one function over a Carver. It runs once to count the bytes and once to assign the
-// arrays, so size and assignment always agree.
+// A layout is one function over a Carver. The function runs once to count the bytes and once to
+// assign the arrays, so size and assignment always agree.
 #pragma once
 
 #include <cstddef>

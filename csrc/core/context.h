@@ -38,8 +38,8 @@ struct Context {
   bool is_shared = false;         // kernels of other processes run at the same time (MPS)
   GemmLibrary* cublas = nullptr;  // null: not found; the engine's own GEMM serves every M
   PendingLaunches* pending = nullptr;  // null: no launch is deferred
-  // Counts the launches of this stream that the next launch may overlap. Two consecutive ones use
-  // different shapes (kernels/gemm/w4a16_kernel.cuh). Null: all use the first shape.
+  // Counts the overlapping launches of this stream. Two consecutive ones use different launch
+  // shapes (kernels/gemm/w4a16_kernel.cuh). Null: all use the first shape.
   uint32_t* overlapping_launches = nullptr;
 };
 

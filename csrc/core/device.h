@@ -54,8 +54,9 @@ void release(Device device, void* data) noexcept;
 // Page-locked host memory that the device can access at the same address.
 void* allocate_pinned(Device device, int64_t bytes);
 void release_pinned(Device device, void* data) noexcept;
-// The same for large buffers. The system finds the pages before the driver locks them, so other
-// threads can launch kernels meanwhile. The device reaches them by copies only.
+// Large page-locked buffers for copies. The operating system allocates the pages before the driver
+// locks them, so other threads can launch kernels meanwhile. Kernels cannot access this memory; it
+// is for copies only.
 void* allocate_pinned_large(Device device, int64_t bytes);
 void release_pinned_large(Device device, void* data) noexcept;
 
@@ -67,7 +68,7 @@ struct DeviceCounters {
 };
 DeviceCounters device_counters();
 
-// Ordered on `stream`. Host memory should be pinned, or the copy may wait.
+// Copies in the order of `stream`. If the host memory is not pinned, the call may block.
 void copy_to_device(Device device, void* dst, const void* src, int64_t bytes, Stream stream);
 void copy_to_host(Device device, void* dst, const void* src, int64_t bytes, Stream stream);
 // `height` runs of `width` bytes, `dst_pitch` and `src_pitch` bytes apart; one side is pinned

@@ -19,7 +19,8 @@ struct DeviceNumbers {
   const void* data = nullptr;
   int64_t count = 0;
 };
-// The same index for each of several tensors on a CUDA device. Waits for the device once.
+// The index of the first number that is not finite, for each of several tensors on a CUDA device.
+// Waits for the device once.
 std::vector<int64_t> find_not_finite_on_device(const Context& ctx,
                                                const std::vector<DeviceNumbers>& tensors);
 

@@ -7,7 +7,8 @@
 namespace cpmcu {
 
 void load_plugin(const std::string& path) {
-  // Python loads extensions with local symbols. The plugin needs them, so this makes them global.
+  // Python loads extensions with local symbols. The plugin needs the symbols of this extension, so
+  // they are made global here.
   Dl_info self{};
   const bool found = dladdr(reinterpret_cast<const void*>(&load_plugin), &self) != 0;
   CHECK_STATE(found && dlopen(self.dli_fname, RTLD_NOW | RTLD_NOLOAD | RTLD_GLOBAL) != nullptr,

@@ -30,8 +30,8 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// Copies 16 bytes from global to shared memory without registers; if !valid, writes zeros.
-// Here and below a uint32_t address is a shared_address(). Offsets fold into the instruction.
+// Copies 16 bytes from global to shared memory without registers; if !valid, writes zeros. In this
+// file, a uint32_t address is a shared_address(). Constant offsets become part of the instruction.
 __device__ __forceinline__ void cp_async16(uint32_t shared, const void* global, bool valid = true) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global),
                "r"(valid ? 16 : 0)
@@ -146,8 +146,8 @@ __device__ __forceinline__ bool mbarrier_try_wait(uint32_t barrier, int parity, 
   return asks && mbarrier_has_ended(barrier, parity);
 #endif
 }
-// Waits unless an earlier mbarrier_try_wait returned true. The branch is inside the assembly: a
-// branch that the compiler sees would lose the knowledge of warp-uniform values.
+// Waits unless an earlier mbarrier_try_wait returned true. The branch is inside the assembly. With
+// a branch in C++, the compiler would no longer know which values are warp-uniform.
 __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, int parity, bool has_ended) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile(
@@ -421,8 +421,8 @@ __device__ __forceinline__ void tensor_copy(uint32_t shared, const void* map, in
       : "memory");
 }
 
-// The same, multicast to each CTA of the cluster whose bit is set in `cta_mask`. `shared` and
-// `barrier` are at the same offset in each CTA.
+// Like tensor_copy, but multicast to each CTA of the cluster whose bit is set in `cta_mask`.
+// `shared` and `barrier` are at the same offset in each CTA.
 __device__ __forceinline__ void tensor_multicast(uint32_t shared, const void* map, int x, int y,
                                                  uint32_t barrier, uint16_t cta_mask) {
   asm volatile(
@@ -432,7 +432,8 @@ __device__ __forceinline__ void tensor_multicast(uint32_t shared, const void* ma
       : "memory");
 }
 
-// The same for a tensor of four dimensions; x is the coordinate in the first, y in the last.
+// Like tensor_copy, for a tensor of four dimensions; x is the coordinate in the first, y in the
+// last.
 __device__ __forceinline__ void tensor_copy4(uint32_t shared, const void* map, int x, int y,
                                              uint32_t barrier) {
   asm volatile(
@@ -461,9 +462,9 @@ template <int kRows, int kUnits = 16>
 __device__ __forceinline__ constexpr int swizzled_chunk(int row, int chunk) {
   return chunk / 8 * (kRows * 8 * kUnits) + row * (8 * kUnits) + (chunk % 8 ^ row % 8) * kUnits;
 }
-// The descriptor of such a panel in shared memory, 1024-byte aligned. All lanes of the warp must
-// call it with the same address. The shuffle tells the compiler so; without it, it moves every
-// descriptor to uniform registers separately.
+// The wgmma descriptor of a swizzled panel in shared memory, 1024-byte aligned. All lanes of the
+// warp must pass the same address. The shuffle makes the address uniform for the compiler. Without
+// the shuffle, the compiler moves every descriptor to uniform registers separately.
 __device__ __forceinline__ uint64_t wgmma_descriptor_swizzle128(uint32_t shared) {
   shared = __shfl_sync(0xffffffffu, shared, 0);
   const uint64_t stride = 1024 / 16;  // from 8 rows to the next 8

@@ -61,7 +61,7 @@ void check_finite(const std::string& name, DType dtype, const std::vector<int64_
   refuse(name, dtype, shape, number, first + found);
 }
 
-// The same check for the tensors that were copied to a CUDA device without conversion.
+// Checks the tensors that were copied to a CUDA device without conversion, as check_finite does.
 void check_finite_on_device(const Context& ctx, WeightTable& table,
                             const std::vector<FileEntry>& entries) {
   std::vector<const FileEntry*> copied;

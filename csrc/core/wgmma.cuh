@@ -83,7 +83,7 @@ __device__ __forceinline__ void wgmma_64xNx16(float (&d)[kGroups][4], const uint
     WGMMA(128, "bf16", "64", "65", "66", "67", "68", "69", "70");
   }
 }
-// The same with a [64, 16] in shared memory; 64, 128 or 256 columns.
+// d (+)= a x^T with a [64, 16] in shared memory; 64, 128 or 256 columns.
 template <typename T, int kGroups>
 __device__ __forceinline__ void wgmma_64xNx16(float (&d)[kGroups][4], uint64_t a_rows,
                                               uint64_t x_rows, bool accumulate) {

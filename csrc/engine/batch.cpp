@@ -92,8 +92,8 @@ void ResultRing::bind(const Context& ctx, const Arena& arena, int ring_size, int
 }
 
 void ResultRing::wait(const Context& ctx, uint64_t step) const {
-  // Spinning keeps the latency at a few microseconds; now and then the stream is asked, because a
-  // step that failed never gets done.
+  // Spinning keeps the latency at a few microseconds. A failed step never sets `done`, so the loop
+  // also queries the stream now and then.
   for (int spins = 0; *sink_.done <= step; ++spins) {
     if (spins % 4096 == 4095) {
       const bool idle = query(ctx.device, ctx.stream);

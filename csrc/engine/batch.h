@@ -1,4 +1,4 @@
-// Inputs that the host gives a step, and the ring of its results.
+// Inputs that the host uploads for a step, and the ring of results.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +19,7 @@ struct PrefillItem {
   bool last = false;  // of its prompt: a token is drawn after it
 };
 
-// Inputs of a prefill step of B sequences and T tokens, R of which draw a token.
+// Inputs of a prefill step of B sequences and T tokens. R of the sequences draw a token.
 struct PrefillInputs {
   int *ids, *positions, *token_seqs;       // [T]
   int *seq_slots, *seq_token_begin;        // [B], [B + 1]
@@ -33,8 +33,8 @@ struct PrefillInputs {
             int max_path) const;
 };
 
-// A block of inputs that the host fills: a pinned copy for each step in flight, and one on the
-// device, ordered by the stream.
+// A block of inputs: one pinned staging buffer for each step in flight, and one copy on the device.
+// Uploads are ordered by the stream.
 class StagedBlock {
  public:
   ~StagedBlock();
@@ -54,7 +54,8 @@ class StagedBlock {
   char* device_block_ = nullptr;
 };
 
-// Results of the steps in flight, in host memory that the device writes; nothing is copied back.
+// Results of the steps in flight. The device writes them to mapped host memory, so nothing is
+// copied back.
 class ResultRing {
  public:
   ~ResultRing();

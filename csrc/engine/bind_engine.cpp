@@ -1,4 +1,4 @@
-// Python bindings of the engine, of what it takes and of what it returns.
+// Python bindings of the engine, its arguments and its results.
 #include <pybind11/functional.h>
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>

@@ -1,4 +1,4 @@
-// Python bindings of what is planned and counted on the host: MemoryPlan, PagePool.
+// Python bindings of MemoryPlan and PagePool, which work on the host only.
 #include "engine/bind_memory.h"
 
 #include "bindings.h"

@@ -1,5 +1,5 @@
-// Steps and sequences as the host drives them. The step itself is speculative/step.cpp: read it
-// first.
+// The interface of steps and sequences to the host. Read speculative/step.cpp first: it is the step
+// itself.
 #include "engine/engine.h"
 
 #include <algorithm>
@@ -174,7 +174,7 @@ int Engine::add_sequence(const SamplingConfig& sampling, const std::vector<int>&
   sampler_.reset(ctx_, step_.slots(), slot, sampling, ids, num_prompt, cached.num_tokens);
   states_.reset(ctx_, slot);
   states_.share(ctx_, slot, cached.pages);
-  // The last token is emitted, but not cached. Prefill emits the first.
+  // The last token of a sequence needs no KV entry (+ 1). Prefill emits the first token (- 1).
   const int room = max_tokens_ - static_cast<int>(ids.size()) + 1;
   SlotStop stop{.max_tokens = std::min(sampling.max_tokens, room) - 1};
   for (int id : sampling.stop_ids) {  // the host sees to those beyond the table
@@ -213,7 +213,7 @@ bool Engine::reserve(int slot, int num_tokens) {
   return states_.reserve(ctx_, slot, num_entries);
 }
 
-// ---- the prefix cache: pages that outlive their sequence
+// ---- the prefix cache: pages that stay after their sequence ends
 
 std::vector<int> Engine::slot_pages(int slot) const {
   check_slot(slot);

@@ -1,7 +1,7 @@
 // One model on one device: load, prefill, decode, release.
 //
 // Not thread-safe: one thread drives it. Steps are enqueued and collected separately, so that the
-// host can launch ahead: results come back through mapped memory, in the order of the steps.
+// host can launch ahead: the device writes results to mapped memory, in the order of the steps.
 #pragma once
 
 #include <deque>
@@ -22,7 +22,8 @@
 
 namespace cpmcu {
 
-// The first tokens of a sequence that are cached: whole pages, the first of which it shares.
+// The cached prefix of a sequence: whole pages. `pages` are the first of them, which the sequence
+// shares.
 struct CachedPrefix {
   std::vector<int> pages{};
   int num_tokens = 0;
@@ -49,7 +50,8 @@ class Engine {
   ~Engine();
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
-  // `max_model_len` of an engine made of the same now, without its memory. Throws as above.
+  // `max_model_len` that an engine with these arguments would have now. Allocates no memory. Throws
+  // as the constructor does.
   static int planned_model_len(const ModelSpec& spec, const RuntimeConfig& config,
                                const std::optional<DrafterSpec>& draft = std::nullopt);
 
@@ -62,22 +64,23 @@ class Engine {
   void finish_loading();
 
   // ---- sequences
-  // `ids` is what the sequence has said so far, of which the first `num_prompt` are the prompt
-  // (penalties tell them apart).
-  // `cached`: its first tokens whose state is there; prefill goes on behind them. The pages beyond
-  // `cached.pages` are taken by `reserve` and filled by `load_pages`.
+  // `ids`: the tokens of the sequence so far. The first `num_prompt` are the prompt; penalties
+  // count prompt and generated tokens separately.
+  // `cached`: the prefix whose state exists; prefill starts behind it. `reserve` takes the pages
+  // beyond `cached.pages`, and `load_pages` fills them.
   int add_sequence(const SamplingConfig& sampling, const std::vector<int>& ids, int num_prompt,
                    const CachedPrefix& cached = {});
   void release(int slot);
-  // Grows the slot to hold `num_tokens`; false if too few pages are free. Waits for the steps in
-  // flight if they are the last that read the pages it needs.
+  // Grows the slot to hold `num_tokens`; false if too few pages are free. If only steps in flight
+  // still read the needed pages, waits for these steps.
   bool reserve(int slot, int num_tokens);
 
-  // ---- the prefix cache, an owner of pages beside the slots
+  // ---- the prefix cache, which owns pages as slots do
   std::vector<int> slot_pages(int slot) const;
   void hold_pages(const std::vector<int>& pages);  // one more owner of each
   void drop_pages(const std::vector<int>& pages);  // one owner less
-  // Copies of pages, and of a slot's per-slot tensors, in stream order behind the steps so far.
+  // Copy pages, or the per-slot tensors of a slot. The stream orders the copies after all steps
+  // enqueued so far.
   void save_pages(const std::vector<int>& pages, const HostBlocks& to,
                   const std::vector<int>& blocks);
   void load_pages(const std::vector<int>& pages, const HostBlocks& from,
@@ -91,18 +94,18 @@ class Engine {
   // ---- steps
   // write(first_row, rows, logits [rows, V]) for consecutive rows of a step, on the host.
   using WriteLogits = std::function<void(int, int, const float*)>;
-  // `masks`: of the sequences that draw a token, in order. With `write`, also reads every row's
-  // logits back, and so waits for the device. `skip_draft`: the drafter does not read the chunks,
-  // so its later drafts of these sequences are worse; that changes no token.
+  // `masks`: one for each sequence that draws a token, in order. `write`: receives the logits of
+  // every row; the call then waits for the device. `skip_draft`: the drafter does not process the
+  // chunks. Later drafts of these sequences are worse, but no emitted token changes.
   void prefill(const std::vector<PrefillItem>& items, const TokenMasks& masks = {},
                const WriteLogits& write = nullptr, bool skip_draft = false);
-  // `shape`: how much the step drafts, at most (and by default) what the DrafterSpec says. It never
-  // changes what is emitted.
+  // `shape`: the shape of the draft, at most that of the DrafterSpec, which is the default. It
+  // changes no emitted token.
   void decode(const std::vector<int>& slots, std::optional<DraftShape> shape = {});
-  // The same in two halves, for sequences whose tokens are masked: which tokens a node of the tree
-  // may draw depends on those before it, and only the host can tell. `begin_masked` returns a tree
-  // of each slot while the forward pass over it runs; `end_masked` takes masks of their nodes,
-  // draws and accepts. Another step, or a release, between the two abandons the first.
+  // A decode step in two halves, for sequences with token masks. The mask of a node depends on the
+  // tokens before it, and only the host can compute it. `begin_masked` returns the tree of each
+  // slot while the forward pass runs. `end_masked` takes the masks of the nodes, draws and accepts.
+  // Another step or a release between the halves abandons the open step.
   std::vector<DraftedTree> begin_masked(const std::vector<int>& slots,
                                         std::optional<DraftShape> shape = {});
   void end_masked(const TokenMasks& masks);
@@ -126,12 +129,12 @@ class Engine {
  private:
   struct Slot {
     bool used = false;
-    bool has_root = false;    // its last prefill drew a token, which decoding goes on from
+    bool has_root = false;    // its last prefill drew the token that decoding starts from
     uint64_t generation = 0;  // tells a slot's owners apart in steps in flight
     int num_logprobs = -1;
     int num_shared = 0;        // tokens that were cached when it began
     int length = 0;            // tokens cached, as of the steps that were collected
-    int in_flight_tokens = 0;  // at most so many more once the steps in flight are done
+    int in_flight_tokens = 0;  // most tokens that the steps in flight may add
   };
   struct StepInFlight {
     uint64_t number = 0;
@@ -174,8 +177,8 @@ class Engine {
   std::unique_ptr<CublasLt> cublas_;
   StepLimits limits_;
   int max_tokens_ = 0;  // of one sequence
-  // Pads a step to one of few numbers of sequences. It holds no sequence and emits nothing.
-  // -1: steps are not padded.
+  // The slot that pads a step to one of few numbers of sequences. It holds no sequence and emits
+  // nothing. -1: steps are not padded.
   int idle_slot_ = -1;
   int num_idle_pages_ = 0;
   MemoryPlan plan_;

@@ -1,4 +1,4 @@
-// How an engine comes to be: memory planned, allocated, carved; weights loaded.
+// Construction of an engine: plans and allocates memory, divides it into buffers, loads weights.
 #include <algorithm>
 
 #include "engine/engine.h"
@@ -8,7 +8,7 @@ namespace cpmcu {
 namespace {
 
 constexpr int kMaxTokens = 1 << 30;  // of a sequence, so that what is added to them stays an int
-// Tokens whose logits are made at once; a step with more makes them in parts.
+// Maximum tokens of one launch of the head. A step with more tokens computes its logits in parts.
 constexpr int kMaxLogitRows = 256;
 
 int pages_for(int num_entries) { return (num_entries + kPageSize - 1) / kPageSize; }
@@ -60,7 +60,8 @@ Engine::~Engine() {
   loader_.reset();
 }
 
-// Everything but the pages is sized by the limits; pages take what the memory limit leaves.
+// The limits of the config size all buffers except the pages. Pages take the rest of the memory
+// limit.
 void Engine::plan_memory() {
   CHECK(config_.memory_limit > 0 && config_.memory_limit <= 1,
         "memory_limit is {}, expected above 0 and at most 1", config_.memory_limit);

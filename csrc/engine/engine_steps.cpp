@@ -76,13 +76,13 @@ int Engine::padded_seqs(int num_seqs) const {
   return std::min(count == kSeqCounts.end() ? num_seqs : *count, config_.max_num_seqs);
 }
 
-// Waits first: steps in flight may still upload masks from the same pinned memory.
+// Waits for the steps in flight first: they may still upload masks from the same pinned memory.
 void Engine::upload_masks(const TokenMasks& masks, int num_rows) {
   if (!in_flight_.empty()) ring_.wait(ctx_, in_flight_.back().number);
   sampler_.upload_masks(ctx_, masks, num_rows);
 }
 
-// A bound of the slot's length once the steps in flight are done.
+// An upper bound of the slot's length after the steps in flight.
 int Engine::length_bound(int slot) const {
   const Slot& state = slots_[static_cast<size_t>(slot)];
   return std::min(state.length + state.in_flight_tokens, max_tokens_);
@@ -112,7 +112,7 @@ Step Engine::prefill_step(const std::vector<PrefillItem>& items) const {
                      .max_pages = states_.max_pages()}};
 }
 
-// Graphs are kept per power of two of the longest sequence, from 1024 up.
+// A graph serves lengths up to a power of two of KV entries, at least 1024.
 int Engine::kv_bucket(int num_tokens) const {
   int bucket = 1024;
   while (bucket < num_tokens) bucket *= 2;

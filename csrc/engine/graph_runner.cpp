@@ -28,7 +28,7 @@ cudaGraphExec_t capture(cudaStream_t stream, const std::function<void()>& launch
   return executable;
 }
 
-// Whose turn a device has; kept until the process ends.
+// The GraphRunner that ran last on a device. Kept until the process ends.
 struct Turn {
   std::mutex mutex;
   const GraphRunner* owner = nullptr;
@@ -53,14 +53,14 @@ void GraphRunner::drop_oldest() {
   const auto oldest = std::min_element(
       graphs_.begin(), graphs_.end(),
       [](const auto& a, const auto& b) { return a.second.last_use < b.second.last_use; });
-  // A graph in flight is freed once it is done.
+  // CUDA frees a graph in flight only after its run.
   if (oldest->second.graph != nullptr) {
     CHECK_CUDA(cudaGraphExecDestroy(static_cast<cudaGraphExec_t>(oldest->second.graph)));
   }
   graphs_.erase(oldest);
 }
 
-// The next run on the device waits for the last, if that was another engine's.
+// If another engine ran last on the device, this run waits for the end of that run.
 void GraphRunner::run(const Key& key, const std::function<void()>& launches) {
   if (!ctx_.device.is_cuda()) return launches();
   Turn& turn = turn_of(ctx_.device.index);
@@ -73,7 +73,7 @@ void GraphRunner::run(const Key& key, const std::function<void()>& launches) {
   try {
     launch(key, launches);
   } catch (...) {
-    cudaStreamSynchronize(stream);  // what was launched before has no event to be waited for
+    cudaStreamSynchronize(stream);  // no event marks the end of the launches so far
     throw;
   }
   if (turn.done == nullptr) {

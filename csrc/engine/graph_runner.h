@@ -1,12 +1,12 @@
-// Runs a step's launches as one CUDA graph, captured lazily and kept by key. The least recently
-// used graph goes when there are too many.
+// Runs a step's launches as one CUDA graph, captured lazily and kept by key. Beyond a maximum
+// number, the least recently used graph is deleted.
 //
-// The first run of a key is eager (nothing is captured for a shape that occurs once, and every
-// kernel is loaded before a capture), the second captures, later ones replay. A graph stays valid
-// while a sequence grows, because lengths, positions and ids are device data; the key holds only
-// what changes launch shapes.
+// The first run of a key is eager: it loads every kernel, and a shape that occurs once needs no
+// graph. The second run is captured, later runs replay the graph. The key holds only values that
+// change launch shapes. Lengths, positions and ids are in device memory, so a graph stays valid
+// while a sequence grows.
 //
-// Engines of a process that share a device take turns there, a run each: some kernels need the
+// If engines of a process share a device, only one of them runs at a time: some kernels need the
 // whole device (kernels/gemm/fused_layer.h).
 #pragma once
 

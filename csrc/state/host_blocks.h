@@ -1,7 +1,7 @@
 // Pinned host memory in blocks of one size, taken from the system in segments.
 //
-// The prefix cache keeps pages and per-slot state there once the device has no room for them.
-// Copies to and from a block are ordered by the stream, so a block may be written again at once.
+// The prefix cache moves pages and per-slot tensors there if device memory is short. The stream
+// orders the copies to and from a block, so a block may be reused at once.
 #pragma once
 
 #include <cstdint>
@@ -19,8 +19,8 @@ class HostBlocks {
   HostBlocks(const HostBlocks&) = delete;
   HostBlocks& operator=(const HostBlocks&) = delete;
 
-  // One segment more; returns the number of blocks. Any thread may call it while others use blocks.
-  // Throws Error(kMemory).
+  // Allocates another segment. Returns the number of blocks. Any thread may call it while others
+  // use blocks. Throws Error(kMemory).
   int grow();
   int num_blocks() const;
   int64_t block_bytes() const { return block_bytes_; }

@@ -61,7 +61,7 @@ void ModelState::bind(const Context& ctx, const Arena& arena) {
   for (Group& group : groups_) {
     group.memory = arena.tensor(group.id, group.plane.dtype,
                                 {group.count, num_pages_, group.plane.page_elements()});
-    // CUDA kernels read whole tiles and weigh rows that are not seen with 0; NaN would stay NaN.
+    // CUDA kernels read whole tiles and multiply invisible rows by 0, which would not remove NaN.
     if (ctx.device.is_cuda() || has_gaps_) {
       fill_bytes(ctx.device, group.memory.data(), 0, group.memory.num_bytes(), ctx.stream);
     }
@@ -102,7 +102,8 @@ void ModelState::reset(const Context& ctx, int slot) const {
   }
 }
 
-// A page of a group is one run of bytes in each plane. In host memory the runs lie together.
+// A page of a group is one contiguous range of bytes in each plane. In host memory the ranges are
+// adjacent.
 void ModelState::save_page(const Context& ctx, int page, char* host) const {
   for (const Group& group : groups_) {
     const int64_t width = group.plane.page_bytes();

@@ -1,4 +1,4 @@
-// What one model keeps of its sequences on the device: paged planes and per-slot tensors.
+// The state of one model's sequences on the device: paged planes and per-slot tensors.
 //
 // A block declares its state in `plan` and keeps the handles. A paged plane has 1 to 64 rows for
 // each page of 64 tokens: 64 for keys or values, fewer if a row summarises several tokens. All

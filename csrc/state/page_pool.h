@@ -1,7 +1,7 @@
-// Numbers of pages, with reference counts. Host only: the memory is StateCache's.
+// Page numbers with reference counts, on the host. StateCache owns the memory of the pages.
 //
-// A page has 0 or more owners. Once the last owner is gone, the page stays out of use until the
-// last step that may read it is done: such a page is retiring.
+// A page has 0 or more owners. Without owners, a page is *retiring* until the last step that may
+// read it is done. Then it is free.
 #pragma once
 
 #include <cstdint>
@@ -20,13 +20,14 @@ class PagePool {
   int num_retiring() const { return static_cast<int>(retiring_.size()); }
   int num_owners(int page) const;
 
-  // A page with one owner. Throws Error(kRuntime) if none is free.
+  // Takes a free page, which then has one owner. Throws Error(kRuntime) if no page is free.
   int take();
-  // One more owner of a page that has one already.
+  // Adds an owner to a page that has at least one.
   void share(int page);
-  // One owner less. `num_steps`: the steps that were launched until now; they may read the page.
+  // Removes an owner of a page. `num_steps`: the number of steps launched so far, which may read
+  // the page.
   void release(int page, uint64_t num_steps);
-  // `num_done` steps are done: pages that retired before them are free.
+  // Frees the pages that only the first `num_done` steps may read.
   void retire(uint64_t num_done);
 
  private:

@@ -21,7 +21,8 @@ class StateCache {
   StateCache(const StateCache&) = delete;
   StateCache& operator=(const StateCache&) = delete;
 
-  // The state of one model; lives as long as the cache. Before memory is planned.
+  // Adds the state of one model, which lives as long as the cache. Call it before memory is
+  // planned.
   ModelState& add_model(const std::string& scope, bool has_gaps = false);
 
   // `max_entries`: tokens of a slot, those of a step in flight included.
@@ -35,7 +36,7 @@ class StateCache {
   int max_pages() const { return max_pages_; }      // of one slot
   int num_pages() const { return pool_.num_pages(); }
   int num_retiring() const { return pool_.num_retiring(); }
-  // Pages without an owner; of these `num_retiring` are still read.
+  // Pages without an owner. Steps in flight may still read `num_retiring` of them.
   int num_unowned() const { return pool_.num_free() + pool_.num_retiring(); }
   // Tokens that the slot's pages hold.
   int capacity(int slot) const { return static_cast<int>(pages_of(slot).size()) * kPageSize; }
@@ -44,11 +45,12 @@ class StateCache {
   // ---- verbs
   // Grows the slot to hold `num_entries` tokens; false, and nothing taken, if too few are free.
   bool reserve(const Context& ctx, int slot, int num_entries);
-  // An empty slot begins with pages that have an owner already. It must never write to them.
+  // Gives an empty slot its first pages, which other owners share. The slot must never write to
+  // them.
   void share(const Context& ctx, int slot, const std::vector<int>& pages);
   // Gives the slot's pages back; `num_steps` as in PagePool.
   void release(int slot, uint64_t num_steps);
-  // One more owner of pages, and one less: the prefix cache is an owner beside the slots.
+  // Add or remove an owner of pages other than a slot, such as the prefix cache.
   void hold(const std::vector<int>& pages);
   void drop(const std::vector<int>& pages, uint64_t num_steps);
   // Copies to and from pinned memory, in stream order: a page of all models, a slot's tensors.

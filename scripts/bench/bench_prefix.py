@@ -5,11 +5,11 @@
 The floor is a prefill chunk of the same new tokens behind a context that is in place. Each row of
 the table has the time to the first token, from the call to the first chunk, as a median:
 
-    device, host, disk   the context lies there; what the bus or the disk would take is beside it
+    device, host, disk   the place of the context; beside it the time of the bus or the disk alone
     without a cache      the whole prompt is computed
 
-Below it stand the time of a prompt that misses, with the cache and without, and with a draft the
-accepted tokens a step of a second turn, with the cache and without.
+Two more results follow, each with and without the cache: the time of a prompt that misses, and with
+a draft the accepted tokens per step of a second turn.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Bench:
         return first
 
     def floor(self, length: int, repeats: int) -> float:
-        """Seconds of a chunk of NEW tokens behind `length`, with everything in place."""
+        """Seconds of a chunk of NEW tokens after `length` tokens whose pages are on the device."""
 
         def measure(engine: Any) -> float:
             from cpmcu import C
@@ -128,7 +128,7 @@ class Bench:
 
 
 def disk_rate(directory: Path) -> float:
-    """Bytes a second that eight threads read from the cache's files, checking nothing."""
+    """Bytes per second of eight threads that read the cache's files without checks."""
     files = sorted(directory.rglob("*.safetensors"))
 
     def read(path: Path) -> int:
@@ -205,7 +205,7 @@ def second_turn(args: argparse.Namespace, length: int, folder: Path) -> list[str
 
 
 def misses(args: argparse.Namespace) -> None:
-    """A prompt of new tokens, with the cache and without, in turns."""
+    """Times prompts of new tokens, alternately with and without the cache."""
     length = min(8192, max(args.contexts))
     with_cache, without = Bench(args, memory_limit=0.3), Bench(args, prefix_cache=False)
     times: dict[bool, list[float]] = {True: [], False: []}
@@ -221,7 +221,7 @@ def misses(args: argparse.Namespace) -> None:
 
 
 def acceptance(args: argparse.Namespace) -> None:
-    """Tokens a decode step of a second turn, with the cache and without."""
+    """Tokens per decode step of a second turn, with and without the cache."""
     for cached in (True, False):
         bench = Bench(args, prefix_cache=cached, memory_limit=0.3)
         params = SamplingParams(max_tokens=512, ignore_eos=True)

@@ -187,7 +187,7 @@ def stream_directly(llm: LLM, prompt: list[int], num_tokens: int) -> Stream:
 def compare(
     llm: LLM, port: int, clients: Executor, prompt: list[int], num_tokens: int, repeats: int
 ) -> Comparison:
-    """Alternates the same request between both ways, after one warm-up each."""
+    """Sends one request alternately to LLM.stream and over HTTP, after one warm-up of each."""
     pairs = []
     for _ in range(repeats + 1):
         direct = stream_directly(llm, prompt, num_tokens)
@@ -212,7 +212,7 @@ def compare(
 def compare_kept(
     llm: LLM, port: int, clients: Executor, prompt: list[int], repeats: int
 ) -> KeptAlive:
-    """Times requests over one connection, after one warm-up each."""
+    """Times requests over one kept-alive connection, after a warm-up."""
 
     def kept(what: str) -> float:
         return clients.submit(over_kept, port, what, prompt, 8).result()

@@ -118,7 +118,7 @@ class Step:
         self.worst_path = put(self.ctx, [path])
 
     def make_state(self) -> None:
-        """State of slot 0 after a step that also accepted the worst path."""
+        """Makes the state of slot 0 as if the last step had accepted the path of the worst tree."""
         self.lengths, self.after = put(self.ctx, [LENGTH]), put(self.ctx, [LENGTH + PATH])
         self.accepted_counts = put(self.ctx, [PATH])
         self.accepted = ops.Accepted(

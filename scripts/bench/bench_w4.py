@@ -44,7 +44,7 @@ RUNS = 9
 
 
 def microseconds(replay: Callable[[], float], launches: int) -> float:
-    """Median time of a launch; replay() returns the milliseconds of all."""
+    """Median time of one launch. replay() returns the milliseconds of all launches."""
     replay()
     return float(np.median([replay() for _ in range(RUNS)])) * 1e3 / launches
 

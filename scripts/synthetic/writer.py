@@ -162,7 +162,7 @@ def write_checkpoint(
 ) -> Progress:
     """Writes the directory under a temporary name next to `out`, then renames it.
 
-    `quant` "gptq": stores projections in 4 bits, if the preset's own tensors are not.
+    `quant` "gptq": stores projections in 4 bits, unless the preset stores them in 4 bits itself.
     """
     config = {**preset.config, **(overrides or {}), "torch_dtype": dtype}
     if quant:

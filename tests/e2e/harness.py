@@ -134,9 +134,10 @@ def write_scripted(
 ) -> Path:
     """Writes a Llama checkpoint that continues `cue(name)` with `scripts[name]` and then ends.
 
-    Its layers add nothing, so the last token alone determines the next one: the head's row of a
-    token's successor is that token's embedding. So no token may occur twice. A text is cut into
-    unused pieces of 1 to 4 bytes, mostly within characters. `special`: texts of special tokens.
+    The layers add nothing to the residual stream, so the last token alone determines the next one.
+    If token b follows token a, row b of the head is the embedding of a. No token may occur twice.
+    So each text is cut into pieces of 1 to 4 bytes that no other text uses. `special`: texts of
+    special tokens.
     """
     letters = {byte: letter for letter, byte in byte_letters().items()}
     vocab = {token: i for i, token in enumerate(SPECIAL)}

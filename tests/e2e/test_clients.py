@@ -73,7 +73,7 @@ class Square(BaseModel):
 
 
 class Drawing(BaseModel):
-    """One form of two: its schema has oneOf and a discriminator."""
+    """A circle or a square: the schema has oneOf and a discriminator."""
 
     model_config = ConfigDict(extra="forbid", json_schema_extra=COMPACT)
 

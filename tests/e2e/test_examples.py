@@ -118,7 +118,7 @@ def test_minicpm4_says_that_nothing_is_sparse():
 
 
 def test_all_compile(tmp_path):
-    """ray_serve_app.py too, whose package is not among those for tests."""
+    """All examples compile, including ray_serve_app.py, whose package the tests do not install."""
     for path in EXAMPLES.glob("*.py"):
         py_compile.compile(str(path), str(tmp_path / f"{path.stem}.pyc"), doraise=True)
 

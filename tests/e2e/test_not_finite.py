@@ -24,9 +24,10 @@ SENTENCE = "logits for token 6 of the output are not finite"  # "abcde" comes be
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """It tells "good" to its end; of "bad" one token's hidden state meets a huge row of the head.
+    """The script "good" ends normally.
 
-    That token alone has something in the last dimension.
+    In "bad", the hidden state of one token is multiplied by a huge row of the head. Only that token
+    is not zero in the last dimension.
     """
     scripts = {"bad": TEXT, "good": TEXT.upper()}
     directory = write_scripted(tmp_path_factory.mktemp("overflows"), scripts, TEMPLATE)

@@ -273,7 +273,10 @@ def test_tabs_share_conversations(driver, scripted):
 
 
 def test_the_format_of_a_stored_conversation(driver, scripted):
-    """One entry a conversation: its turns as a tree, by parent."""
+    """Each stored conversation is one entry.
+
+    Its turns form a tree, in which each turn names its parent.
+    """
     page = ready(driver, scripted)
     page.type(cue("story") + "\n")
     page.answered(1)

@@ -27,7 +27,9 @@ def wanted(driver, scheme: str) -> None:
 
 
 def look(page: Page, picture: str, size: tuple[int, int], names: bool = False) -> None:
-    """Nothing is cut off or too small to be touched; `names`: and controls have names.
+    """Checks that no element is cut off or too small to touch.
+
+    `names`: also checks that controls have names.
 
     With CPMCU_SCREENSHOTS=DIR, pictures go there.
     """
@@ -166,7 +168,7 @@ def test_keys(driver, scripted):
 
 
 def test_the_order_of_the_focus(driver, scripted):
-    """List, head, conversation, message field, as they are seen."""
+    """The focus moves in the order of the layout: list, head, conversation, message field."""
     from selenium.webdriver.common.keys import Keys
 
     page = Page(driver, scripted)

@@ -1,4 +1,4 @@
-"""How the chat page shows Markdown: as elements made one by one, whole or while it comes."""
+"""Markdown on the chat page: rendered to elements, as a whole text or while it streams."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def page(driver, scripted):
 
 
 def shown(page: Page, *texts: str) -> str:
-    """The HTML of a text, given step by step, without what code blocks have around the code."""
+    """The HTML of a text that arrives in steps. Omits the frame of code blocks."""
     html = page.run(SHOW, list(texts))
     html = re.sub(
         r'<div class="code-head"><span>(.*?)</span><button.*?</button></div>', r"[\1]", html
@@ -171,7 +171,7 @@ def test_html_of_the_model_is_text(page):
 
 
 def test_any_text_is_the_same_in_pieces(page):
-    """Random texts, of what makes blocks and emphasis, come to the same in whatever pieces."""
+    """Random texts of Markdown marks give the same HTML for every division into pieces."""
     signs = ["# ", "- ", "1. ", "> ", "```", "\n", "\n\n", "  ", "|", "|-|\n", "*", "**", "_", "`"]
     signs += [
         "a",
@@ -196,7 +196,7 @@ def test_any_text_is_the_same_in_pieces(page):
 
 
 def test_code_that_grows_keeps_its_element(page):
-    """So that selections and scroll positions in it stay."""
+    """The element of a growing code block stays, so its selection and scroll position stay, too."""
     same = page.run(
         """
         const root = make("div");
@@ -226,7 +226,7 @@ def test_code_that_grows_keeps_its_element(page):
     ids=lambda text: repr(text[:9]),
 )
 def test_texts_made_to_be_slow_are_shown(page, text):
-    """Nothing takes forever, and nothing nests without end."""
+    """Time and depth of nesting are bounded for hostile texts."""
     page.driver.set_script_timeout(10)
     depth = page.run(
         """

@@ -154,7 +154,7 @@ def test_reasoning_before_structured_output(scripted):
     message = ask(scripted, "think", extra_body=body).choices[0].message
     assert message.reasoning_content == "So, 🤔 two\nand two."
     assert re.fullmatch("[a-z]{2}!", message.content)
-    # A model that does not think, and requests that have no place for it.
+    # The template has no reasoning tags, or the request leaves no place for reasoning.
     assert re.fullmatch(
         "[a-z]{2}!", ask(scripted, "story", extra_body=body).choices[0].message.content
     )
@@ -220,7 +220,10 @@ def test_text_that_is_not_a_call_is_content(scripted):
 
 @pytest.mark.parametrize("prompt", [cue("tell"), "<think>"])
 def test_tags_that_are_special_tokens(special, prompt):
-    """Also if the prompt ends with the tag. Other special tokens are omitted as usual."""
+    """Tags are recognised even if they are special tokens or end the prompt.
+
+    Other special tokens are omitted.
+    """
     messages = [{"role": "user", "content": prompt}]
 
     def told(**fields) -> tuple[str, str, list[str]]:

@@ -54,7 +54,10 @@ class Job:
 
 
 class Watched(PrefixCache):
-    """A prefix cache that remembers the bytes of published pages: nobody may change them."""
+    """A prefix cache that records the bytes of published pages.
+
+    Tests check that no step changes them.
+    """
 
     def __init__(self, engine: Any, **options: Any) -> None:
         from cpmcu import C
@@ -77,7 +80,7 @@ class Watched(PrefixCache):
                 self._sums[entry.page] = (entry, self._sum(entry.page))
 
     def check(self) -> int:
-        """Compares all pages that are still cached with what was published. Returns how many."""
+        """Compares all cached pages with their published bytes. Returns the number of pages."""
         count = 0
         for page, (entry, expected) in list(self._sums.items()):
             if entry.page == page and entry.alive:
@@ -88,7 +91,7 @@ class Watched(PrefixCache):
 
 @contextmanager
 def running(engine: Any, **options: Any) -> Iterator[tuple[Runner, Watched]]:
-    """A runner with a watched cache; at the end all pages must be accounted for."""
+    """A runner with a watched cache. At the end, checks that no page is lost."""
     cache = Watched(engine, **options)
     runner = Runner(engine, page_size=PAGE, cache=cache)
     try:

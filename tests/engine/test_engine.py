@@ -155,7 +155,10 @@ def test_logprobs_match_prompt_logits(engine) -> None:
 @pytest.mark.parametrize("chunk", [1, 7, 64, 128])
 @pytest.mark.parametrize("length", [2, 17, 64, 130])
 def test_logprobs_of_a_prompt(engine, length: int, chunk: int) -> None:
-    """They equal those of the prompt's logits, and the later tokens do not change."""
+    """The log-probabilities are those of the prompt's logits.
+
+    Requesting them changes no later token.
+    """
     ids = random_ids(length, VOCAB, seed=length)
     expected = generate(engine, ids, 10)
     slot = engine.add_sequence(sampling(), ids)

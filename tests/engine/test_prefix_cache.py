@@ -1,4 +1,4 @@
-"""With the prefix cache the tokens are those of an engine without one, whatever happens."""
+"""With the prefix cache, every request gets the tokens of an engine without a cache."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_any_prompts_in_any_order(models: Models, kind: str, tiers: str, tmp_pat
 
 
 def test_when_pages_run_out(models: Models) -> None:
-    """Preempted sequences find their pages again, or compute them again."""
+    """Preempted sequences find their pages in the cache or compute them again."""
     engine = models.engine("llama", None, max_num_seqs=4, max_model_len=256)
     with running(engine, host_bytes=4 * engine.page_bytes) as (runner, cache):
         prompts = [
@@ -278,7 +278,7 @@ def test_reading_takes_no_host_memory_from_the_pages_before(models: Models, tmp_
 
 
 def running_kept(engine: Any, **options: Any) -> Any:
-    """As `running`, but what is on disk stays there."""
+    """Like `running`, but the pages on disk stay there."""
     import contextlib
 
     from cpmcu.engine.prefix.cache import PrefixCache

@@ -83,8 +83,8 @@ def test_reused_slot_has_no_old_state(models: Models) -> None:
 def test_a_resumed_sequence_goes_on(models: Models) -> None:
     """A sequence that lost its pages prefills its own output.
 
-    On the CPU this does not change its tokens. On CUDA prefill and decode round differently, so the
-    expected tokens are those of plain decoding that lost its pages at the same token.
+    On the CPU this does not change its tokens. On CUDA, prefill and decode round differently. So
+    the expected tokens come from plain decoding that lost its pages at the same token.
     """
     from cpmcu import C
 

@@ -82,7 +82,10 @@ def test_an_eagle_head_after_a_short_draft_and_plain_steps(device: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SHIPPED_DRAFTS)
 def test_the_shipped_drafts(device: str, python_texts: Any, name: str) -> None:
-    """13 prompts of Python code and 200 tokens for each draft; most accept two tokens a step."""
+    """Generates 200 tokens for 13 prompts of Python code with each draft.
+
+    Most drafts get two tokens a step accepted.
+    """
     if name != "ngram" and not (SHIPPED.parent / name / "model.safetensors").is_file():
         pytest.skip(f"{name} is not there")
     draft: dict[str, Any] = {"method": "ngram"}

@@ -46,7 +46,7 @@ class Growth:
     levels: list[list[Candidate]] = field(default_factory=list)
 
     def expand(self, tokens: Ints, logprobs: npt.NDArray[np.float32]) -> None:
-        """tokens, logprobs: [rows of the level before, or 1; k]."""
+        """tokens, logprobs: [rows of the previous level (level 0: one), k]."""
         parents = self.levels[-1] if self.levels else [None]
         new = []
         for parent, row_tokens, row_logprobs in zip(parents, tokens, logprobs):

@@ -1,4 +1,4 @@
-"""Pages for the tests of the prefix cache on disk: what is written, what is read."""
+"""Writes and reads test pages of the prefix cache on disk."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def write(store: DiskStore, number: int, *, state: bool = False) -> bool:
 
 
 def read(store: DiskStore, number: int, *, state: bool = False) -> bool:
-    """Is the page there? If so with the right bytes."""
+    """Is the page in the store? If so, checks its bytes."""
     page, extra = np.zeros(PAGE, np.uint8), np.zeros(STATE, np.uint8)
     found = store.read(*identity(number), memoryview(page), memoryview(extra) if state else None)
     if found:

@@ -1,4 +1,4 @@
-"""How much is drafted: simulated engines, of which step times and acceptance are known."""
+"""The chooser of shapes on simulated engines, whose step times and acceptance are known."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_the_first_tokens_of_a_process(world: World, rate: float, num_seqs: int)
     num_seqs=st.sampled_from([1, 3, 16]),
 )
 def test_any_world(rate, tree_gain, extra, growth, slow_first, seed, num_seqs) -> None:
-    """The smallest draft costs `extra` plain steps beside the step, larger ones more."""
+    """The smallest draft adds the time of `extra` plain steps; larger drafts add more."""
 
     def seconds(shape: Shape, seqs: int) -> float:
         drafted = extra * growth ** (SHAPES.index(shape) - 1) if shape != PLAIN else 0.0
@@ -79,7 +79,8 @@ def test_any_world(rate, tree_gain, extra, growth, slow_first, seed, num_seqs) -
     world = World(seconds, constant(rate), tree_gain, slow_first)
     engine = Engine(world, chooser(), seed, num_seqs)
     first = engine.run(100)
-    # First uses of shapes are slow in ways that nothing predicts: of two shapes at the most.
+    # The first use of a shape is slow, and no measurement predicts it. At most two shapes are
+    # charged.
     allowance = 0.05 * 100 * world.seconds(PLAIN, num_seqs) + 2 * sum(slow_first)
     assert first.seconds <= first.tokens / num_seqs * world.seconds(PLAIN, num_seqs) + allowance
 
@@ -95,7 +96,7 @@ def test_a_useless_draft_costs_next_to_nothing_later(world: World) -> None:
 
 @pytest.mark.parametrize("num_seqs", [1, 4, 16])
 def test_short_requests_come_and_go(num_seqs: int) -> None:
-    """Each that begins makes what is known of the text count less, also while trials are run."""
+    """A new request makes earlier acceptance count less, also while the chooser tries shapes."""
     world = dataclasses.replace(CPU, request=20)
     for seed in range(4):
         engine = Engine(world, chooser(), seed, num_seqs)
@@ -136,7 +137,10 @@ def warm_slowdown(world: World, tokens: int, seed: int) -> float:
 @pytest.mark.parametrize("first", [1.0, 9.0])
 @pytest.mark.parametrize("rate", [0.02, 0.8, 1.0])
 def test_no_draft_is_tried_where_none_can_pay(rate: float, first: float) -> None:
-    """However slow its first use is. The smallest draft takes 2.9 plain steps and emits two."""
+    """No draft is tried, however slow a first use is.
+
+    The smallest draft takes 2.9 plain steps and emits two tokens.
+    """
     world = dataclasses.replace(
         accepting(CPU, rate),
         seconds=lambda shape, seqs: measured_cpu(shape, seqs) + 0.4 * (shape != PLAIN),
@@ -195,7 +199,7 @@ def test_the_first_request_already_gains() -> None:
 
 
 def test_another_conversation_begins_with_what_is_known() -> None:
-    """A hundred tokens of the tenth request take hardly longer than with the best fixed shape."""
+    """100 tokens of the tenth request take hardly longer than with the best fixed shape."""
     world = dataclasses.replace(GPU, request=100)
     _, best = best_fixed(world, 1000)
     shares = []
@@ -231,7 +235,7 @@ def test_the_text_changes_and_so_does_the_choice() -> None:
 
 
 def test_a_draft_that_fails_is_given_up_at_once() -> None:
-    """Within the first hundred tokens that are hard to guess."""
+    """A draft that fails is given up within the first 100 tokens that are hard to guess."""
     lost = []
     for seed in range(10):
         world = dataclasses.replace(GPU, acceptance=switching(0.9, 0.02, every=600))
@@ -244,7 +248,7 @@ def test_a_draft_that_fails_is_given_up_at_once() -> None:
 
 
 def test_the_machine_becomes_busy() -> None:
-    """Other processes slow plain steps and cycles down alike: nothing is to be changed for long."""
+    """Other processes slow all steps down equally, so the choice must not change for long."""
     speed = [1.0]
     world = dataclasses.replace(FLAT_GPU, seconds=lambda s, n: speed[0] * gpu()(s, n))
     engine = Engine(world, chooser(), 5)
@@ -278,7 +282,7 @@ def test_a_single_shape() -> None:
 
 
 def test_steps_that_are_never_observed() -> None:
-    """An engine step failed: what was in flight is dropped."""
+    """If an engine step fails, the chooser drops the steps in flight."""
     engine = Engine(GPU, chooser(), 1)
     engine.run(400)
     for _ in range(7):

@@ -1,4 +1,7 @@
-"""The Dockerfile without an engine: what it copies is there, and what it runs is ours."""
+"""Checks the Dockerfile without Docker:
+
+the copied files exist, and the commands are those of this package.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ def arguments(name: str) -> list[str]:
 
 
 def ignored(path: str) -> bool:
-    """Does .dockerignore leave out `path`? The last line that fits it or a folder of it decides."""
+    """Does .dockerignore leave out `path`? The last matching line decides."""
     result = False
     for line in (ROOT / ".dockerignore").read_text().splitlines():
         pattern = line.lstrip("!").removeprefix("**/")

@@ -1,4 +1,4 @@
-"""The documents say what is: links, paths and flags exist, and the programs in them run."""
+"""The documents are correct: links, paths and flags exist, and their programs run."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def blocks(document: Path, language: str) -> list[str]:
 
 
 def spans(document: Path) -> list[str]:
-    """What stands in single backticks outside fenced blocks."""
+    """The texts in single backticks outside fenced blocks."""
     return _SPAN.findall(_FENCE.sub("", document.read_text()))
 
 
@@ -98,7 +98,7 @@ PARSERS = {
 
 
 def commands(document: Path) -> list[list[str]]:
-    """Program and words of each command of ours in backticks or in a shell block."""
+    """Program and words of each cpmcu command in backticks or in a shell block."""
     lines = [line for body in blocks(document, "bash") for line in body.splitlines()]
     found = []
     for text in [*lines, *spans(document)]:
@@ -112,7 +112,7 @@ def commands(document: Path) -> list[list[str]]:
 
 
 def _words(text: str) -> list[str]:
-    """The words of a command, without what the shell takes for itself."""
+    """The words of a command, without redirections and other shell syntax."""
     words = shlex.split(text, comments=True)
     return words[: words.index("<")] if "<" in words else words
 
@@ -137,7 +137,7 @@ def test_flags_exist(document: Path) -> None:
 def run_python(document: Path, folder: Path) -> str:
     """Runs the Python blocks of a document as one program in `folder`; returns its output.
 
-    Those that talk to a server are left to tests/e2e.
+    Blocks that need a server are tested in tests/e2e.
     """
     program = folder / f"{document.stem}.py"
     bodies = [body for body in blocks(document, "python") if "import OpenAI" not in body]

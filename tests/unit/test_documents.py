@@ -1,4 +1,4 @@
-"""Documents have a length that is read, and source and documents use the field's words."""
+"""Documents have a limited length. Source and documents use the field's terms."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_the_glossary_is_alphabetical() -> None:
 
 
 def checked_files() -> Iterator[Path]:
-    """Source, and the documents that state what holds now."""
+    """Source files, and the documents about the current state (not the notebook)."""
     yield ROOT / "README.md"
     for folder, suffixes in (
         (ROOT / "csrc", (".h", ".cpp", ".cu", ".cuh", ".md")),

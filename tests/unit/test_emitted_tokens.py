@@ -1,4 +1,4 @@
-"""What is expected of a shape, and what may be hoped for."""
+"""Expected and optimistic numbers of tokens of a shape."""
 
 from __future__ import annotations
 

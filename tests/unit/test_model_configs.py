@@ -295,7 +295,10 @@ def windows(fields: SpecFields) -> list[int]:
 
 
 def test_layers_with_a_window() -> None:
-    """All layers, layers from one index on, or those of layer_types. The default is 4096."""
+    """The window applies to all layers, to layers from an index on, or by layer_types.
+
+    Default: 4096.
+    """
     assert windows(build(tiny_config("mistral", sliding_window=64))) == [64, 64]
     window = {"use_sliding_window": True, "sliding_window": 64}
     for family in ("qwen2", "qwen3"):

@@ -1,4 +1,4 @@
-"""Pages of the prefix cache on disk: the right bytes or none, whatever happens to the files."""
+"""Damaged files of the prefix cache: a read returns the right bytes or nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pages of the prefix cache on disk: what is written is read, within the limit."""
+"""Pages of the prefix cache on disk: written pages are read back, within the size limit."""
 
 from __future__ import annotations
 

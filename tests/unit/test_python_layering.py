@@ -8,8 +8,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 
-# From the bottom to the top. A module belongs to its longest name here, and may import modules of
-# its own line and of lines above it in this list. Imports for type checkers count as well.
+# Layers, the lowest first. A module belongs to the longest prefix of its name in this list. It may
+# import modules of its own layer and of layers listed before. Imports for type checkers count as
+# well.
 ORDER = [
     "C __version__ _extension checks errors environment exiting flag_help spec_metrics",
     "config flags grammar outputs",

@@ -85,7 +85,8 @@ def test_gptq_follows_its_definition(
     for block in (1, 128, 7):
         result = recipe.gptq.gptq(weight, gram, group, damping=0.05, block=block)
         assert result.scales.float().equal(scales)
-        # A tie that float32 breaks the other way moves a level, and columns after it, by one.
+        # If float32 breaks a tie the other way, this level changes by one, and so may later
+        # columns.
         assert (result.q != expected).float().mean() <= 0.01
 
 
@@ -156,7 +157,7 @@ def test_scales_are_the_same_in_float16_and_bfloat16(recipe: SimpleNamespace) ->
 
 
 def test_best_scales_err_least(recipe: SimpleNamespace) -> None:
-    """Against every scale of the range, tried one by one on one group."""
+    """Compares with every scale of the range on one group."""
     import torch
 
     weight, gram = correlated(6, 64)
@@ -282,7 +283,10 @@ def test_a_model_and_its_files(recipe: SimpleNamespace, tmp_path: Path, family: 
 def test_a_layer_is_calibrated_on_outputs_of_quantised_layers(
     recipe: SimpleNamespace, tmp_path: Path
 ) -> None:
-    """Of layer 1: o_proj, after its own q, k and v; and the order of batches is no matter."""
+    """Checks o_proj of layer 1, which follows its quantised q, k and v.
+
+    The order of batches has no effect.
+    """
     model, ids = tiny(recipe, tmp_path, "minicpm"), calibration()
     settings = recipe.quantize.Settings(group_size=-1)
     done = recipe.quantize.quantize_model(model, ids, settings, batch_size=4)

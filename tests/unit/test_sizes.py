@@ -1,8 +1,8 @@
 """A C++ file has at most 500 lines and a function at most 120, unless the file's header says why.
 
-The header is the comment that a file begins with. `Length of NAME: REASON` in it permits a longer
-function of that name, `Length of this file: REASON` a longer file. A permission that nothing needs
-any more has to go.
+The header is the comment at the start of a file. `Length of NAME: REASON` in it permits a longer
+function of that name, `Length of this file: REASON` a longer file. An unused permission is an
+error.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pytest
 CSRC = Path(__file__).parents[2] / "csrc"
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 500, 120
 
-# Comments, directives, and constants in which a brace or a bracket may stand.
+# Comments, directives, and constants that may contain a brace or a bracket.
 NO_CODE = re.compile(
     r'//[^\n]*|/\*.*?\*/|^[ \t]*#(?:\\\n|[^\n])*|R"(\w*)\(.*?\)\1"'
     r"|\"(?:\\.|[^\"\\\n])*\"|(?<![0-9A-Fa-f])'(?:\\.|[^'\\\n])+'",
@@ -48,12 +48,12 @@ class Function:
 
 
 def without_comments(text: str) -> str:
-    """The code alone, each line in its place."""
+    """The text without comments. Line numbers stay the same."""
     return NO_CODE.sub(lambda match: "\n" * match[0].count("\n"), text)
 
 
 def functions_of(text: str) -> Iterator[Function]:
-    """The functions that a namespace or a class defines. A lambda belongs to its function."""
+    """The functions defined in a namespace or a class. A lambda counts as part of its function."""
     code = without_comments(text)
     start = 0  # of the declaration that is read
     brackets = braces = 0  # open: of a declaration; of a body or an initializer
@@ -79,7 +79,7 @@ def functions_of(text: str) -> Iterator[Function]:
             start, name = at + 1, None
         elif sign != ";":
             braces += {"{": 1, "}": -1}[sign]
-            # Behind a member's initializer comes another, or the body of the constructor.
+            # After a member's initializer comes another initializer or the body of the constructor.
             if braces == 0 and not re.match(r"\s*[,{]", code[at + 1 :]):
                 if name is not None:
                     begin = start + len(code[start:at]) - len(code[start:at].lstrip())

@@ -1,4 +1,4 @@
-"""Step times: measured, and bounded by those of other shapes and numbers of sequences."""
+"""Step times: measured ones, and bounds from other shapes and other numbers of sequences."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_spikes_do_not_count():
 @pytest.mark.parametrize("seconds", [gpu(), gpu(0.1, 0.01), cpu(), cpu(0.2, 0.2)])
 @pytest.mark.parametrize("num_seqs", [1, 4, 16])
 def test_bounds_hold_the_true_time(seconds, num_seqs: int) -> None:
-    """Of every larger shape from one that was timed, and of more sequences from one."""
+    """Bounds for every larger shape from one timed shape, and for more sequences from one."""
     for known in SHAPES[1:]:
         times = timed(*[(s, 1, seconds(s, 1)) for s in (PLAIN, known) for _ in range(8)])
         times.add(PLAIN, num_seqs, seconds(PLAIN, num_seqs))

@@ -22,7 +22,7 @@ LAYERS = 32
 def rings(
     blocks: int, launches: int, stamps: Callable[[int, int], Sequence[int]]
 ) -> npt.NDArray[np.uint64]:
-    """What the blocks left that stamp stamps(block, launch)."""
+    """The trace rings of CTAs whose timestamps are stamps(block, launch)."""
     all_rings = np.zeros((512, 1 + 64 * 16), np.uint64)
     for block in range(blocks):
         all_rings[block, 0] = launches
@@ -34,7 +34,10 @@ def rings(
 
 
 def fused_layer(block: int, launch: int) -> list[int]:
-    """Done 50 us after the one before; the last of a pass has three GEMMs."""
+    """Timestamps of a fused layer launch that ends 50 us after the previous one.
+
+    The last launch of a pass has three GEMMs.
+    """
     begin = 10**9 + launch * PERIOD
     passed = [begin + 3000 * place + 8 * block for place in range(14)]
     if launch % LAYERS == LAYERS - 1:
@@ -63,7 +66,7 @@ def test_fused_layer_launches_delimit_layers() -> None:
         }
     )
     assert "rotary begins" not in found
-    # Done with the layer before: 39 us and a block's share after its launch.
+    # The previous layer is done 39 us, plus an offset for each block, after its launch.
     done = 39_000 + 125 * 8
     first, median, last = np.median(np.array(found["attention is done"]), axis=0)
     assert first == median == last == (PERIOD - 8000 + 5000 - done) / 1000

@@ -1,4 +1,4 @@
-"""The steps before the first request: they leave nothing but their times."""
+"""Warm-up steps before the first request leave only their times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Responses that are written piece by piece have the bytes' meaning of the whole."""
+"""A response that is serialised in pieces equals the response serialised at once."""
 
 import json
 

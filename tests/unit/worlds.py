@@ -1,7 +1,7 @@
 """Simulated engines for the chooser of shapes: step times and acceptance are known exactly.
 
-A `World` says how long a step takes and how likely a drafted token is accepted. `run` decodes in it
-with a policy and adds up the true seconds. The policy sees noisy ones, as from a real clock.
+A `World` defines the time of a step and the acceptance rate. `run` decodes with a policy and adds
+up the true times. The policy sees noisy times, as from a real clock.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ RECOVERY = 0.6  # a drafted step keeps this share of what plain steps cost in ac
 
 
 class Policy(Protocol):
-    """What is tested: cpmcu.engine.chooser.ShapeChooser, or a fixed shape."""
+    """The tested policy: cpmcu.engine.chooser.ShapeChooser, or a fixed shape."""
 
     def choose(self, num_seqs: int) -> Shape: ...
     def expect(self, shape: Shape, num_seqs: int, seconds: float) -> None: ...
@@ -86,7 +86,7 @@ def gpu(level: float = 0.06, row: float = 0.005, free: int = 1) -> Callable[[Sha
 
 
 def cpu(row: float = 0.45, level: float = 0.8) -> Callable[[Shape, int], float]:
-    """Every row costs, and so does every row of the draft."""
+    """Time grows with every row, and with every row of the draft."""
 
     def seconds(shape: Shape, num_seqs: int) -> float:
         levels, nodes = shape
@@ -96,7 +96,7 @@ def cpu(row: float = 0.45, level: float = 0.8) -> Callable[[Shape, int], float]:
 
 
 def measured_cpu(shape: Shape, num_seqs: int) -> float:
-    """The shipped model's on two cores: 0.42 ms a plain step."""
+    """Measured times of the shipped model on two cores: 0.42 ms a plain step."""
     table = {PLAIN: 1.0, (1, 2): 2.5, (2, 8): 7.9, (4, 8): 12.6, (4, 24): 26.0}
     return num_seqs * table[shape]
 
@@ -106,12 +106,12 @@ def constant(value: float) -> Callable[[int], float]:
 
 
 def switching(*values: float, every: int) -> Callable[[int], float]:
-    """Texts that are easy and hard to guess in turn."""
+    """Acceptance of a text that alternates between easy and hard parts."""
     return lambda position: values[position // every % len(values)]
 
 
 def width_exponent(world: World, shape: Shape) -> float:
-    """Tries that a level of the tree has, as an exponent of the chance that all are wrong."""
+    """Alternatives per level of the tree, as an exponent of the chance that all are wrong."""
     levels, nodes = shape
     return 1 + world.tree_gain * math.log2(max(1.0, (nodes - 1) / max(1, levels)))
 
@@ -127,7 +127,10 @@ class Engine:
         self.start(num_seqs)
 
     def warm_up(self, shapes: Sequence[Shape]) -> None:
-        """Steps of one sequence that is no request's: their time and tokens do not count."""
+        """Warm-up steps, whose sequence belongs to no request.
+
+        Their time and tokens do not count.
+        """
         for shape in shapes:
             use = self._uses[shape, 1] = self._uses.get((shape, 1), 0) + 1
             slow = self.world.slow_first[use - 1 : use]
@@ -141,7 +144,7 @@ class Engine:
         self._left = [self.world.request * (i + 1) // num_seqs for i in range(num_seqs)]
 
     def run(self, tokens: int) -> Outcome:
-        """Until each sequence has emitted so many more, on average."""
+        """Runs until each sequence has emitted `tokens` more tokens on average."""
         end = self.outcome.tokens + tokens * self.num_seqs
         while self.outcome.tokens < end:
             while len(self._in_flight) < self.world.launch_ahead:
@@ -185,14 +188,14 @@ class Engine:
 
 
 def run(world: World, policy: Policy, tokens: int, *, num_seqs: int = 1, seed: int = 0) -> Outcome:
-    """Decodes so many tokens of each sequence."""
+    """Decodes `tokens` tokens of each sequence."""
     return Engine(world, policy, seed, num_seqs).run(tokens)
 
 
 def slowdown(
     world: World, policy: Policy, tokens: int, *, num_seqs: int = 1, seed: int = 0
 ) -> float:
-    """Seconds of a run over those of plain steps for as many tokens."""
+    """Time of a run divided by the time of plain steps for the same number of tokens."""
     outcome = run(world, policy, tokens, num_seqs=num_seqs, seed=seed)
     steps = outcome.tokens / num_seqs
     plain = steps * world.seconds(PLAIN, num_seqs) + sum(world.slow_first)
@@ -200,7 +203,7 @@ def slowdown(
 
 
 def best_fixed(world: World, tokens: int, *, num_seqs: int = 1) -> tuple[Shape, float]:
-    """The shape that is fastest if every step has it, and its seconds a token."""
+    """The fastest shape if all steps use the same shape, and its seconds per token."""
     rates = {}
     for shape in SHAPES:
         outcome = run(world, Fixed(shape), tokens, num_seqs=num_seqs)

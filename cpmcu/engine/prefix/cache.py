@@ -1,12 +1,11 @@
-"""The prefix cache as the engine thread uses it: match, begin, publish, release, evict.
+"""The prefix cache, as the engine thread uses it: match, begin, publish, release, evict.
 
-A page is published once prefill has written all its tokens and the sequence has gone beyond it.
-From then on nobody writes to it, so a sequence that shares it computes what it would have computed
-alone, bit for bit. Pages that decoding wrote differ in the last bits; they are published only with
-`decoded`.
+A page is published once prefill has written all its tokens and the sequence has gone beyond it. No
+step writes to a published page. So a sequence that shares it gets the same bits as without the
+cache. Pages that decoding wrote differ in the last bits; they are published only with `decoded`.
 
-Pages that no sequence uses lie in order of their last use. If memory is short, the oldest move to
-host memory, or are forgotten. Copies are ordered by the stream, so nobody waits for them.
+Pages that no sequence uses are ordered by their last use. If memory is short, the oldest pages move
+to host memory or are dropped. The stream orders the copies, so no thread waits for them.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ SAVED_AT_ONCE = 8  # pages: a request that comes meanwhile waits for them
 
 @dataclasses.dataclass(slots=True)
 class CacheCounters:
-    """What the cache has done since start, in tokens and pages."""
+    """Counters of the cache since its start, in tokens and pages."""
 
     queries: int = 0  # prompt tokens that were looked up
     hits: int = 0  # of these, tokens that were cached
@@ -46,7 +45,7 @@ class CacheCounters:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Prefix:
-    """What a sequence has to do with the cache."""
+    """The state of one sequence in the cache."""
 
     keys: list[tuple[bytes, bytes]]  # of all full pages of its tokens, (key, token ids)
     entries: list[Entry] = dataclasses.field(default_factory=list)  # in order, from the first page
@@ -92,7 +91,7 @@ class PrefixCache:
 
     @property
     def has_states(self) -> bool:
-        """Does a prefix need a checkpoint of per-slot state beside its pages?"""
+        """Does a prefix need a checkpoint of per-slot tensors in addition to its pages?"""
         return self._engine.slot_bytes > 0
 
     @property
@@ -108,9 +107,10 @@ class PrefixCache:
         return Prefix(page_keys(C.token_bytes(tokens), self._page_size, root, self._hash))
 
     def match(self, prefix: Prefix, num_tokens: int) -> list[Entry]:
-        """The cached pages of a prompt, which computes its last token at least.
+        """The cached pages of a prompt.
 
-        From the first page that is not on the device on, pages come from host memory.
+        Its last token is always computed, so the page of that token is left out. Pages from the
+        first one that is not on the device on are copied from host memory.
         """
         most = (num_tokens - 1) // self._page_size
         found = self._index.match(prefix.keys[:most])
@@ -125,8 +125,9 @@ class PrefixCache:
         return found[:usable]
 
     def must_wait(self, prefix: Prefix, matched: list[Entry], num_tokens: int) -> bool:
-        """Will a page behind `matched` be there soon: computed by a running sequence, or read from
-        disk? If the disk has it, reading begins.
+        """Will the page behind `matched` be cached soon?
+
+        It is if a running sequence computes it, or if the disk has it; this starts to read it.
         """
         most = (num_tokens - 1) // self._page_size
         behind = prefix.keys[len(matched) : most]
@@ -145,14 +146,17 @@ class PrefixCache:
         return self._disk.is_reading(prefix.reading)
 
     def num_new_pages(self, matched: list[Entry], num_tokens: int) -> int:
-        """Pages that must be taken, free or idle, for a sequence that begins with `matched`."""
+        """Number of pages, free or idle, that a sequence beginning with `matched` must take."""
         in_use = sum(entry.users > 0 and entry.page >= 0 for entry in matched)
         return -(-num_tokens // self._page_size) - in_use
 
     # ---- a sequence's life
 
     def begin(self, prefix: Prefix, matched: list[Entry], num_tokens: int) -> tuple[list[int], int]:
-        """A sequence begins with `matched`. Returns its shared pages and its cached tokens."""
+        """Starts a sequence with the entries `matched`.
+
+        Returns its shared pages and the number of its cached tokens.
+        """
         self._index.use(matched)
         prefix.entries = list(matched)
         prefix.num_cached = len(matched) * self._page_size
@@ -163,9 +167,9 @@ class PrefixCache:
         return [entry.page for entry in matched if entry.page >= 0], prefix.num_cached
 
     def restore(self, prefix: Prefix, slot: int, num_tokens: int) -> None:
-        """Fills the slot's pages with what lies in host memory, for a prompt of `num_tokens`.
+        """Copies cached pages from host memory to the slot's pages.
 
-        The slot holds its pages.
+        `num_tokens`: length of the prompt. The slot has its pages already.
         """
         missing = [entry for entry in prefix.entries if entry.page < 0]
         if missing:
@@ -183,7 +187,7 @@ class PrefixCache:
         self.counters.host_hits += len(missing) * self._page_size
 
     def checkpoint(self, prefix: Prefix, slot: int, num_tokens: int) -> None:
-        """Keeps the slot's per-slot state as it is behind `num_tokens`, a multiple of a page."""
+        """Saves the per-slot tensors after `num_tokens` tokens, a multiple of the page size."""
         index = num_tokens // self._page_size
         if not self.has_states or index == 0 or index in prefix.states:
             return
@@ -193,9 +197,10 @@ class PrefixCache:
             prefix.states[index] = block
 
     def publish(self, prefix: Prefix, slot: int, num_written: int, *, ended: bool = False) -> None:
-        """Prefill has written `num_written` tokens of the slot.
+        """Publishes the pages of the first `num_written` tokens, which prefill has written.
 
-        The last page is left out while the sequence runs: its draft may have to write there.
+        While the sequence runs, its last page is not published, because the draft may still write
+        there.
         """
         count = min(num_written if ended else num_written - 1, len(prefix.keys) * self._page_size)
         count //= self._page_size
@@ -234,7 +239,10 @@ class PrefixCache:
             self._host.grow()
 
     def end(self, prefix: Prefix, slot: int, num_read: int, request: Request) -> None:
-        """The sequence ends; prefill has read `num_read` tokens. Before its slot is released."""
+        """Ends a sequence of which prefill has read `num_read` tokens.
+
+        Call it before the slot is released.
+        """
         if self._decoded and not self.has_states and num_read >= len(request.prompt):
             tokens = (request.prompt + request.tokens)[:-1]  # the last is not in the cache
             prefix.keys = self.prefix_of(tokens, request.cache_salt).keys
@@ -258,12 +266,15 @@ class PrefixCache:
         return 2 * self._engine.num_free_pages < self._engine.num_pages
 
     def make_room(self, slot: int, num_tokens: int) -> bool:
-        """Evicts pages so that the slot may hold `num_tokens`. False: there is none to evict."""
+        """Evicts pages so that the slot may hold `num_tokens` tokens.
+
+        False: no page can be evicted.
+        """
         held = len(self._engine.slot_pages(slot)) + self._engine.num_free_pages
         return self.evict(max(EVICTED_AT_ONCE, -(-num_tokens // self._page_size) - held)) > 0
 
     def evict(self, count: int = EVICTED_AT_ONCE) -> int:
-        """Takes up to `count` idle pages from the cache. Returns how many."""
+        """Evicts up to `count` idle pages. Returns their number."""
         entries = self._index.oldest_pages(count)
         saved = [entry for entry in entries if entry.block < 0]
         blocks: list[int] = []
@@ -287,9 +298,9 @@ class PrefixCache:
         return len(dropped)
 
     def _save_ahead(self) -> bool:
-        """While no step runs and pages are scarce, copies the oldest pages to host memory.
+        """Copies the oldest pages to host memory while no step runs and pages are scarce.
 
-        Evicting them takes no copy later. Returns whether it copied some.
+        Their eviction then needs no copy. Returns whether a page was copied.
         """
         if self._host.limit == 0 or not self._pages_are_scarce:
             return False
@@ -329,7 +340,7 @@ class PrefixCache:
             self._disk.reset()
 
     def tick(self, launched: int, collected: int) -> bool:
-        """Goes on with copies beside the steps, of which `launched` and `collected` are counted.
+        """Advances the copies that run beside the steps. `launched`, `collected`: numbers of steps.
 
         True: it must be called again soon.
         """
@@ -339,7 +350,7 @@ class PrefixCache:
         return busy
 
     def close(self) -> None:
-        """Writes to disk what is not there yet, and gives host memory back."""
+        """Writes the pages that are not on disk yet, and frees the host memory."""
         if self._disk is not None:
             self._disk.close()
         self._host.close()
@@ -364,7 +375,10 @@ class PrefixCache:
             self._pending.pop(key, None)
 
     def _take_block(self) -> int:
-        """A host block, if need be that of the oldest page there; -1: there is none."""
+        """Returns a host block.
+
+        If none is free, the oldest page on the host loses its block. -1: none left.
+        """
         block = self._host.take()
         if block >= 0 or self._host.limit == 0:
             return block
@@ -397,7 +411,7 @@ class PrefixCache:
         return -1
 
     def _give_back(self, removed: list[Entry]) -> None:
-        """Frees what entries held that the index has no more. Used ones keep their pages."""
+        """Frees the pages, host blocks and states of entries that left the index, unless in use."""
         free = [entry for entry in removed if entry.users == 0]
         self._engine.drop_pages([entry.page for entry in free if entry.page >= 0])
         for entry in free:

@@ -1,12 +1,12 @@
 """KV pages on disk: the last tier of the prefix cache, which a restart finds again.
 
-A file has a whole page or does not exist: it is written under a hidden name and then renamed. What
-is read is used only after its header and its checksum were compared. Files hold the tokens of
-prompts, so only the user who wrote them may read them. Other processes may use the folder as well:
-what is known of it here may be out of date, and reading finds out.
+A file is written under a hidden name and then renamed, so it always holds a whole page. A page is
+used only after its header and checksum have been compared. Files hold the tokens of prompts, so
+only the user who wrote them may read them. Other processes may use the same folder. The entries in
+memory may therefore be out of date; a failed read corrects them.
 
-The limit is for the directory. Every model and build has a folder of its own, so folders that
-nobody uses any more would fill the disk: their files take part in eviction, and in nothing else.
+The limit applies to the whole directory. Every model and build has its own folder in it. Files in
+folders of other models are evicted like the own ones, so unused folders do not fill the disk.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ class _OtherFile:
 class DiskStore:
     """KV pages on disk: a file a page, by key. All methods may be called from several threads.
 
-    Buffers are C-contiguous. The lock is for bookkeeping: nothing is read or written under it.
+    Buffers are C-contiguous. The lock protects the bookkeeping only; no file is read or written
+    under it.
     """
 
     def __init__(
@@ -131,9 +132,10 @@ class DiskStore:
         state: memoryview | None = None,
         generation: int | None = None,
     ) -> bool:
-        """Writes a page, and removes the least recently used ones beyond the limit. Is it there?
+        """Writes a page and removes the least recently used pages beyond the limit.
 
-        It is not if all pages were removed after `generation`, the present one by default.
+        True if the page is on disk. False also if all pages were removed after `generation`, which
+        is the present one by default.
         """
         if generation is None:
             generation = self._generation
@@ -186,9 +188,12 @@ class DiskStore:
         into: memoryview,
         state: memoryview | None = None,
     ) -> bool:
-        """Fills `into`, and `state` unless it is None, if the page is there with all that is asked.
+        """Reads a page into `into`, and its state into `state` unless None.
 
-        After False, the buffers hold anything. A damaged or foreign file is removed.
+        True if all of it was found.
+
+        After False, the contents of the buffers are undefined. A damaged or foreign file is
+        removed.
         """
         found, has_state = self.read_found(key, parent, tokens, into, state)
         return found and (state is None or has_state)
@@ -201,7 +206,10 @@ class DiskStore:
         into: memoryview,
         state: memoryview | None,
     ) -> tuple[bool, bool]:
-        """As `read`, for a page that is of use without its state: (page?, state?)."""
+        """Reads a page as `read` does, and its state if the file has it:
+
+        (page found, state found).
+        """
         page = _bytes_of(into, self._page_bytes, "into")
         if state is not None:
             state = _bytes_of(state, self._state_bytes, "state")
@@ -236,7 +244,7 @@ class DiskStore:
         return True, state is not None and has_state
 
     def remove_all(self) -> None:
-        """Removes all pages of this fingerprint, those of other processes too."""
+        """Removes all pages of this fingerprint, including those that other processes wrote."""
         with self._lock:
             self._generation += 1
             self._entries = OrderedDict()
@@ -256,7 +264,7 @@ class DiskStore:
     # ---- bookkeeping
 
     def _now(self) -> int:
-        """The time, later than at any call before: files keep the order of their use."""
+        """The time, later than at every earlier call. So files keep the order of their use."""
         with self._lock:
             self._last_time = max(time.time_ns(), self._last_time + 1)
             return self._last_time
@@ -274,7 +282,7 @@ class DiskStore:
                 self._num_bytes -= entry.size
 
     def _touch(self, key: bytes, *, needs_state: bool) -> bool:
-        """Is the page there? If so it was used now."""
+        """Is the page on disk? If so, marks it as used now."""
         entry = self._entries.get(key)
         if entry is None or (needs_state and not entry.has_state):
             return False
@@ -294,7 +302,7 @@ class DiskStore:
         return True
 
     def _evict(self) -> None:
-        """Removes the least recently used files until what is being written has room."""
+        """Removes the least recently used files until the files being written have room."""
         paths = []
         with self._lock:
             while self._num_bytes + self._others_bytes + self._reserved > self._limit_bytes:
@@ -333,7 +341,10 @@ class DiskStore:
         _remove(path)
 
     def _open_temporary(self, key: bytes) -> tuple[Path, int]:
-        """A new file, locked: the lock ends with the process, and tells that nobody writes it."""
+        """Creates and locks a temporary file.
+
+        The lock ends with the process, so an unlocked file has no writer.
+        """
         path = self._folder / f".{key.hex()}.{secrets.token_hex(8)}.tmp"
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         with contextlib.suppress(OSError):  # a file system without locks keeps what was left over
@@ -341,7 +352,7 @@ class DiskStore:
         return path, fd
 
     def _write_file(self, name: PageName, page: memoryview, state: memoryview | None) -> int:
-        """When the file got its name, which is the time of its first use."""
+        """Writes a page file. Returns the time of its renaming, which counts as its first use."""
         temporary, fd = self._open_temporary(name.key)
         try:
             write_page(fd, name, page, state)
@@ -356,7 +367,7 @@ class DiskStore:
         return used
 
     def _look(self) -> None:
-        """Takes over what is in the folder. Raises OSError."""
+        """Adds the files that the folder holds already. Raises OSError."""
         self._look_again = time.monotonic() + LOOK_SECONDS
         start = self._now()
         generation = self._generation
@@ -435,7 +446,7 @@ def _bytes_of(buffer: memoryview, size: int, name: str) -> memoryview:
 
 
 def _page_files(folder: Path) -> Iterator[tuple[bytes, os.DirEntry[str]]]:
-    """Key and file of each page, by the names alone; removes what dead processes left."""
+    """Key and file of each page, from the file names. Removes temporary files of dead processes."""
     with os.scandir(folder) as files:
         for file in files:
             if match := _PAGE_FILE.fullmatch(file.name):

@@ -1,8 +1,8 @@
-"""Moves pages between host memory and disk, on threads of its own.
+"""Moves pages between host memory and disk, on its own threads.
 
-Every published page goes to disk: into a host block behind the steps that wrote it, and from there
-by a thread once the copy is done. A page that is asked for goes the other way. The engine thread
-never waits for the disk.
+Every published page goes to disk. The stream copies it to a host block after the steps that wrote
+it; once the copy is done, a thread writes the block to disk. Requested pages go the other way. The
+engine thread never waits for the disk.
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ class _Read:
 
 
 class DiskTier:
-    """Used by the engine thread only; its own threads touch the store and host blocks."""
+    """The disk tier.
+
+    Only the engine thread calls it; its own threads access the store and host blocks.
+    """
 
     def __init__(self, store: DiskStore) -> None:
         self._store = store
@@ -59,7 +62,7 @@ class DiskTier:
         states: HostTier,
         take_block: Callable[[], int],
     ) -> None:
-        """What the tier works with. Before anything else."""
+        """Sets the objects that the tier works with. Call it before all other methods."""
         self._engine, self._index = engine, index
         self._host, self._states, self._take_block = host, states, take_block
 
@@ -157,7 +160,10 @@ class DiskTier:
                     self._drop(entry)
 
     def _drop(self, entry: Entry) -> None:
-        """Forgets an entry that has no bytes. Those behind it are being read, or are as empty."""
+        """Drops an entry without data.
+
+        The entries behind it are being read or have no data either.
+        """
         for removed in self._index.remove(entry):
             if removed.block >= 0 and removed.locks == 0:
                 self._host.give(removed.block)
@@ -177,7 +183,7 @@ class DiskTier:
             self._wanted.append(entry)
 
     def tick(self, launched: int, collected: int) -> bool:
-        """Goes on with reading and writing, `launched` and `collected` steps after the start.
+        """Advances reads and writes. `launched`, `collected`: numbers of steps since the start.
 
         True while it must be called again soon.
         """
@@ -250,7 +256,7 @@ class DiskTier:
         self._store.remove_all()
 
     def close(self) -> None:
-        """Writes what is still to be written, and waits for it."""
+        """Writes the remaining pages and waits for the writes."""
         while self.tick(0, 0) or self._writes:
             for _, done in list(self._writes):
                 done.exception()
@@ -260,7 +266,7 @@ class DiskTier:
 
 
 def digest_of(entry: Entry | None) -> bytes:
-    """BLAKE2b-128 of all tokens up to the entry's last, by a chain over pages; b"" of none."""
+    """BLAKE2b-128 of all tokens up to the end of the entry, chained over pages. b"" for None."""
     missing: list[Entry] = []
     while entry is not None and not entry.digest:
         missing.append(entry)

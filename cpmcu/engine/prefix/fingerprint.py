@@ -1,13 +1,13 @@
-"""Which model, build and device KV pages belong to, as the name of a folder.
+"""The fingerprint of model, build and device that KV pages belong to; it names their folder.
 
-Pages are right for one model only: other weights give other keys and values for the same tokens.
-Weights of 16 GB cannot be read at every start, so their contents are sampled. Of each weight file
-there are the name, the size, the header, 64 blocks of 4 KB at even distances and, in safetensors
-files, one block from the middle of every tensor. Training moves nearly all values of the tensors
-that it trains, so a fine-tune of equal shapes differs in the blocks of those tensors.
+Pages are valid for one model only, because other weights give other keys and values for the same
+tokens. Weights of 16 GB cannot be read at every start, so their contents are sampled. Of each
+weight file there are the name, the size, the header, 64 blocks of 4 KB at even distances and, in
+safetensors files, one block from the middle of every tensor. Training moves nearly all values of
+the tensors that it trains, so a fine-tune of equal shapes differs in the blocks of those tensors.
 
-What this cannot tell: an edit of single values or rows between the blocks, made in place or by a
-tool that writes all else as it was. Whoever edits weights so removes the folder of the cache.
+The fingerprint misses an edit of single values or rows between the blocks. After such an edit,
+remove the folder of the cache.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ _MAX_HEADER_BYTES = 16 << 20
 def model_fingerprint(paths: Sequence[Path], parts: Mapping[str, object]) -> str:
     """32 hex digits for the contents of checkpoint directories (target, draft) and for `parts`.
 
-    `parts` has what else decides a page's bytes (dtype, device, build, quantisation, rope), as
-    JSON values. Where a directory is does not matter. A path may be a single file, too. Raises
-    OSError for a file that cannot be read and TypeError for a part that is no JSON value.
+    `parts` are the other properties that determine a page's bytes (dtype, device, build,
+    quantisation, rope), as JSON values. The place of a directory does not matter. A path may be a
+    single file, too. Raises OSError for a file that cannot be read and TypeError for a part that is
+    no JSON value.
     """
     text = json.dumps(parts, sort_keys=True, separators=(",", ":"))
     fields = [_VERSION, text.encode(), b"%d" % len(paths)]
@@ -52,7 +53,7 @@ def _files_of(directory: Path) -> Iterator[Path]:
 
 
 def _digest(fields: Sequence[bytes]) -> bytes:
-    """Of the fields and their lengths: no two lists of fields look alike."""
+    """Hashes the fields and their lengths, so different lists of fields give different digests."""
     digest = hashlib.blake2b(digest_size=16)
     for field in fields:
         digest.update(struct.pack("<Q", len(field)))
@@ -89,7 +90,10 @@ def _read(fd: int, offset: int, size: int) -> bytes:
 
 
 def _safetensors_header(fd: int, size: int) -> tuple[bytes, list[int]]:
-    """The header, and where in the file each tensor has its middle. Damage gives fewer of both."""
+    """The header, and the file offset of the middle of each tensor.
+
+    A damaged file gives fewer of both.
+    """
     prefix = _read(fd, 0, 8)
     length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
     raw = _read(fd, 8, min(length, size, _MAX_HEADER_BYTES))

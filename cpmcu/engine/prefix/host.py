@@ -1,4 +1,4 @@
-"""Pinned host memory of the prefix cache: blocks that are handed out, and segments behind them."""
+"""Pinned host memory of the prefix cache: blocks for pages, taken from larger segments."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ GROWER_PAUSE = 0.005  # seconds between two looks at what the thread has taken
 class HostTier:
     """Blocks of one size, up to `limit_bytes`. Used by the engine thread only.
 
-    Page-locking memory takes about 0.4 s a GB, so a thread takes segments before they are needed.
+    Page-locking memory takes about 0.4 s per GB, so a thread allocates segments before they are
+    needed.
     """
 
     def __init__(self, engine: C.Engine, block_bytes: int, limit_bytes: int) -> None:
@@ -38,7 +39,7 @@ class HostTier:
 
     @property
     def blocks(self) -> C.HostBlocks:
-        """The memory. Only where `limit` is above 0."""
+        """The host memory. Valid only if `limit` is above 0."""
         assert self._blocks is not None
         return self._blocks
 
@@ -53,7 +54,7 @@ class HostTier:
         return bool(self._free) or self._num_blocks < self.limit
 
     def take(self) -> int:
-        """A free block, or -1. Waits for a segment that a thread is taking."""
+        """A free block, or -1. Waits if a thread is allocating a segment."""
         self.grow()
         while not self._free and self._grower is not None:
             self._grower.join(GROWER_PAUSE)
@@ -69,7 +70,7 @@ class HostTier:
         return self.blocks.view(block)
 
     def grow(self) -> None:
-        """Sees to it that blocks will be free: asks for segments once few are."""
+        """Requests another segment if few blocks are free."""
         if self._blocks is None:
             return
         if self._grower is not None and not self._grower.is_alive():
@@ -90,7 +91,7 @@ class HostTier:
             self.grow()
 
     def close(self) -> None:
-        """Gives the memory back. No copy may be under way."""
+        """Frees the memory. No copy may be in progress."""
         if self._grower is not None:
             self._grower.join()
         self._blocks = None

@@ -1,8 +1,8 @@
-"""Which pages the cache has, where they lie, and which of them go first. No device, no threads.
+"""The index of cached pages: their places and the order of eviction. Uses no device and no threads.
 
-An entry is a full page of tokens behind its parent, the page before it. The entry's bytes may lie
-on the device (`page`), in host memory (`block`) and on disk at the same time. The index finds an
-entry by its key, then compares token ids and parent: equal keys of unequal prefixes never match.
+An entry is a full page of tokens; its parent is the page before it. The entry's bytes may lie on
+the device (`page`), in host memory (`block`) and on disk at the same time. The index finds an entry
+by its key, then compares token ids and parent: equal keys of unequal prefixes never match.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Entry:
 
 
 class PrefixIndex:
-    """Entries by key, and the order in which idle ones lose their place.
+    """Entries by key, and the order in which idle entries are evicted.
 
     The last page of a prefix counts as older than the pages before it, so prefixes shrink from
     their end.
@@ -75,7 +75,10 @@ class PrefixIndex:
         return found
 
     def add(self, key: bytes, parent: Entry | None, tokens: bytes) -> Entry | None:
-        """The entry of these tokens, made if need be. None: other tokens have the key."""
+        """The entry of these tokens; a new one if there is none.
+
+        None: other tokens have the same key.
+        """
         entry = self.find(key, parent, tokens)
         if entry is None and key not in self._entries:
             entry = Entry(key, parent, tokens)
@@ -85,14 +88,16 @@ class PrefixIndex:
         return entry
 
     def use(self, entries: Iterable[Entry]) -> None:
-        """A sequence uses these entries: their pages are not idle."""
+        """Marks the entries as used by one more sequence; their pages are not idle."""
         for entry in entries:
             entry.users += 1
             self._idle_pages.pop(entry.key, None)
 
     def unuse(self, entries: list[Entry]) -> list[Entry]:
-        """A sequence uses `entries` no longer. Returns those that the index has dropped meanwhile
-        and nobody uses: their pages are to be given back.
+        """Ends the use of `entries` by a sequence.
+
+        Returns entries that left the index meanwhile and have no user; the caller frees their
+        pages.
         """
         dropped: list[Entry] = []
         for entry in reversed(entries):  # the last page becomes the oldest
@@ -108,7 +113,7 @@ class PrefixIndex:
         return dropped
 
     def set_page(self, entry: Entry, page: int) -> None:
-        """The entry's bytes lie in a device page now; -1: no longer."""
+        """Sets the device page that holds the entry's data; -1: none."""
         if entry.alive:
             self.num_pages += (page >= 0) - (entry.page >= 0)
         entry.page = page
@@ -118,7 +123,7 @@ class PrefixIndex:
             self._idle_pages[entry.key] = entry
 
     def set_block(self, entry: Entry, block: int) -> None:
-        """The entry's bytes lie in a host block now; -1: no longer."""
+        """Sets the host block that holds the entry's data; -1: none."""
         entry.block = block
         if block < 0:
             self._blocks.pop(entry.key, None)
@@ -140,14 +145,14 @@ class PrefixIndex:
         return list(itertools.islice(unsaved, count))
 
     def oldest_block(self) -> Entry | None:
-        """The oldest entry whose host block nobody needs at the moment."""
+        """The oldest entry whose host block is not in use."""
         for entry in self._blocks.values():
             if entry.locks == 0 and (entry.users == 0 or entry.page >= 0):
                 return entry
         return None
 
     def remove(self, entry: Entry) -> list[Entry]:
-        """Forgets an entry and all that follow it. Returns them, the entry first."""
+        """Removes an entry and all entries that follow it. Returns them, the entry first."""
         removed = [entry]
         for found in removed:
             removed.extend(found.children)

@@ -1,8 +1,8 @@
 """The file of one KV page: safetensors with the tensor "page" and, at times, the tensor "state".
 
-The header is written and read here, and the bytes go straight between the disk and the caller's
-buffers. The safetensors library copies them on both ways. It also maps files: there a disk error
-while the bytes are copied kills the process (SIGBUS), here it is an OSError.
+This module writes and reads the header itself, and transfers data directly between the disk and the
+caller's buffers. The safetensors library would copy the data. It also maps files, so a disk error
+would kill the process (SIGBUS) instead of raising an OSError.
 """
 
 from __future__ import annotations
@@ -26,12 +26,15 @@ _DIGEST = "0" * 32  # as long as any, for the length of a header
 
 
 class BadPageFileError(ValueError):
-    """A file that is damaged, or not the page that was asked for."""
+    """A page file is damaged or holds another page."""
 
 
 @dataclass(frozen=True, slots=True)
 class PageName:
-    """Whose page it is: each part is in the header, and read again before the page is used."""
+    """The identity of a page.
+
+    The header holds each part, and each part is compared before the page is used.
+    """
 
     fingerprint: str
     key: bytes
@@ -49,7 +52,7 @@ class PageName:
 
 
 def write_page(fd: int, name: PageName, page: memoryview, state: memoryview | None) -> int:
-    """Writes the whole file; the bytes written. Raises OSError."""
+    """Writes the whole file. Returns the number of bytes. Raises OSError."""
     parts = [page] if state is None else [page, state]
     digests = [xxhash.xxh3_128_hexdigest(part) for part in parts]
     buffers = [memoryview(_header(name, [len(part) for part in parts], digests)), *parts]
@@ -62,10 +65,11 @@ def write_page(fd: int, name: PageName, page: memoryview, state: memoryview | No
 def read_page(
     fd: int, name: PageName, page: memoryview, state: memoryview | None, state_bytes: int
 ) -> tuple[int, bool]:
-    """Fills `page` and, unless it is None, `state`; the file's size, and whether it has a state.
+    """Fills `page`, and `state` unless it is None.
 
-    If a state is wanted and the file has none, nothing is filled. Raises OSError and
-    BadPageFileError; after them, the buffers hold anything.
+    Returns the file's size and whether it has a state. If a state is wanted and the file has none,
+    nothing is filled. Raises OSError and BadPageFileError; the contents of the buffers are then
+    undefined.
     """
     found = os.fstat(fd)
     if not stat.S_ISREG(found.st_mode):
@@ -111,7 +115,7 @@ def _header(name: PageName, sizes: Sequence[int], digests: Sequence[str]) -> byt
 
 
 def _check_header(raw: bytearray, name: PageName, sizes: Sequence[int]) -> list[str]:
-    """The checksum of each tensor by a header that is as it must be."""
+    """Checks the header and returns the checksum of each tensor."""
     (length,) = struct.unpack_from("<Q", raw)
     if length != len(raw) - 8:
         raise BadPageFileError(f"header length is {length}, expected {len(raw) - 8}")
@@ -165,6 +169,6 @@ def _after(buffers: Sequence[memoryview], count: int) -> list[memoryview]:
 
 
 def _read_ahead(fd: int, size: int) -> None:
-    """Asks for the whole file at once: the disk then reads while the first bytes are hashed."""
+    """Requests the whole file from the disk, which then reads while the first bytes are hashed."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(fd, 0, size, os.POSIX_FADV_WILLNEED)

@@ -175,7 +175,7 @@ class StructuredOutputs(RequestModel):
     json_object: bool | None = None
 
     def fields(self) -> dict[str, Any]:
-        """Kind of the grammar -> its source, or None."""
+        """Maps each kind of grammar to its source; None if the request does not use that kind."""
         found: dict[str, Any] = {"json": self.json_, "regex": self.regex}
         found |= {"choice": self.choice, "grammar": self.grammar}
         return found | {"json_object": self.json_object or None}

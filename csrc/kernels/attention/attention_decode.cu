@@ -46,8 +46,8 @@ struct DecodeGrid {
     return {num_chunks, std::clamp(num_split_ranges, 1, max_splits), max_splits};
   }
   // Minimum number of splits for merging split groups: half a group for each range. Some CTAs are
-  // then idle, but the combination gains more than that. Longer splits need more: 3/4 of a group
-  // beyond 8192 entries, a whole group beyond 32768.
+  // then idle, but the faster combination saves more time. Longer splits need a higher minimum: 3/4
+  // of a group beyond 8192 entries, a whole group beyond 32768.
   int merge_from() const {
     const int whole = num_split_ranges * kSplitsPerGroup;
     int splits = whole / 2;

@@ -75,7 +75,7 @@ struct PrefillCta {
   const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
   const int warp_row = cta_row + warp * Config::kWarpRows;
-  // Entries that every row of this warp sees, and those that some row of it may see.
+  // Entries that every row of this warp sees, and entries that at least one of its rows may see.
   const int seen_by_first = seq.length + warp_row + 1;  // without masks
   const int full_entries = masks == nullptr ? seen_by_first : seq.length;
   const int warp_entries =

@@ -41,9 +41,9 @@ __device__ constexpr int dimension_at(int place) {
 constexpr int kLog2SplitsPerGroup = 2, kSplitsPerGroup = 1 << kLog2SplitsPerGroup;
 constexpr int kSplitsTogether = 8, kGroupsTogether = kSplitsTogether / kSplitsPerGroup;
 
-// merges_from() is a number of splits. If a sequence of a verified tree has at least as many,
-// attention_splits sums each split group itself and writes the sum in the place of the group's
-// first split. kNeverMerge: it never does.
+// merges_from() is a number of splits. If a sequence of a verified tree has at least as many
+// splits, attention_splits sums each split group itself. It writes the sum in the place of the
+// group's first split. kNeverMerge: attention_splits never sums groups.
 constexpr int kNeverMerge = INT_MAX;
 int merges_from(const Context& ctx, const AttentionParams& params);
 

@@ -286,7 +286,7 @@ __device__ __forceinline__ void weigh(State& whole, const Part& part, float (&fa
         __fmaf_rn(part.sum[half], weight[half], __fmul_rn(whole.sum[half], factor[half]));
   }
 }
-// weigh(), and the multiplication of the split's acc by its factor.
+// Calls weigh() and multiplies the split's acc by its factor.
 template <int kColumns>
 __device__ __forceinline__ void begin_kv_tile(RowTile<kColumns>& split, const SoftmaxState& tile,
                                               float (&weight)[2]) {

@@ -151,8 +151,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     ptx::cp_async_commit();
   };
 
-  // Entries of earlier steps do not wait for the previous kernel (core/launch.h). The queries use
-  // the second key buffer of the last warp until they are in registers.
+  // KV entries of earlier steps are loaded without waiting for the previous kernel (core/launch.h).
+  // The queries use the second key buffer of the last warp until they are in registers.
   const int first = round_entry + warp * kKvTile, second = first + Config::kRoundEntries;
   const bool is_old = (exists(second) ? second : first) + kKvTile <= seq.first_entry;
   // If there are more CTAs than SMs, keys and values are loaded one after the other. The

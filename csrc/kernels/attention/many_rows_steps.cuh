@@ -192,7 +192,7 @@ __device__ __forceinline__ void look_up_seen(uint32_t (&sees)[2], const ManyRows
   }
 }
 
-// Stores a split's state as that of the group's splits so far.
+// Stores a split's state, which now includes all splits of the group so far.
 template <typename Config>
 __device__ __forceinline__ void park_split_group(ManyRowsSmem<Config>& smem,
                                                  SoftmaxState& group_state,
@@ -347,7 +347,8 @@ __device__ __forceinline__ void fetch_before_loop(
   __syncthreads();
 }
 
-// Merges the group's earlier splits into a split's state. If the group goes on, stores the state.
+// Merges the group's earlier splits into a split's state. If the group has more splits, stores the
+// state.
 template <typename Config>
 __device__ __forceinline__ void merge_split(ManyRowsSmem<Config>& smem,
                                             RowTile<Config::kColumns>& state,

@@ -306,7 +306,7 @@ __device__ __forceinline__ void multiply_keys(float (&scores)[kRowTiles][kTiles]
   }
 }
 
-// The same, with entries [entry, entry + 8 * kTiles) of a tile in shared memory.
+// The same sums, for entries [entry, entry + 8 * kTiles) of a tile in shared memory.
 template <typename T, int kRowTiles, int kTiles, int kRows, int kDim, typename LoadQ>
 __device__ __forceinline__ void multiply_keys(float (&scores)[kRowTiles][kTiles][4],
                                               SwizzledTile<T, kRows, kDim>& keys, int entry,
@@ -427,7 +427,7 @@ __device__ __forceinline__ void multiply_values(RowTile<kDim> (&rows)[kRowTiles]
   }
 }
 
-// The same, with entries [entry, entry + 8 * kTiles) of a tile in shared memory.
+// The same sums, for entries [entry, entry + 8 * kTiles) of a tile in shared memory.
 template <typename T, int kRowTiles, int kTiles, int kRows, int kDim>
 __device__ __forceinline__ void multiply_values(RowTile<kDim> (&rows)[kRowTiles],
                                                 const float (&p)[kRowTiles][kTiles][4],

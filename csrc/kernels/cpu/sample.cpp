@@ -83,7 +83,7 @@ float score_of(float z, float maximum, float temperature) {
   return z == maximum ? 0 : (z - maximum) / temperature;
 }
 
-// The same probability ratio in units of 2^-40.
+// The probability relative to the most likely token, in units of 2^-40.
 uint64_t mass(float z, float maximum, float temperature) {
   return std::llround(std::exp(score_of(z, maximum, temperature)) * 0x1p40f);
 }

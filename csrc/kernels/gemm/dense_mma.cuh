@@ -1,4 +1,4 @@
-// A warp's product of 16-bit weights in shared memory, with mma.sync.
+// Multiplication of 16-bit weights in shared memory by one warp, with mma.sync.
 #pragma once
 
 #include "kernels/gemm/x_rows.cuh"

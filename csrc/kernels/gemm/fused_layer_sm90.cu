@@ -31,8 +31,8 @@
 // issued before x arrives.
 //
 // Length of fused_layer_kernel: the loop over GEMMs and tiles shares its scalars with the main
-// loop, the wait for other slices and the epilogue. As separate functions these three change the
-// machine code, which is measured as it is.
+// loop, the wait for other slices and the epilogue. As separate functions, these three would change
+// machine code that has been tuned by measurement.
 #include "kernels/gemm/fused_layer.h"
 
 #include "core/trace.cuh"
@@ -233,13 +233,13 @@ __global__ void __launch_bounds__(kThreads + 32 * kProducerWarps<Mainloop::kGrou
         ring.advance(stage);
         bool has_rows, has_weights;
         const auto poll = [&] {
-          // Not for the next GEMM: a poll may suspend the warp.
+          // Do not poll for the next GEMM: a poll may suspend the warp.
           const bool polls = left > 1;
           has_rows = ptx::mbarrier_try_wait(ring.rows_in(stage), stage.parity, polls);
           has_weights = ptx::mbarrier_try_wait(ring.weights_in(stage), stage.parity, polls);
         };
-        // Every lane arrives. That costs no more than one arrival a warp, and racecheck can follow
-        // it.
+        // Every lane arrives. That costs no more than one arrival of the warp, and
+        // compute-sanitizer's racecheck understands it.
         const auto release = [&] { ptx::mbarrier_arrive(ring.done(current)); };
         mainloop.accumulate_block(sums, current.rows, current.weights, poll, release);
         if (--left == 0) break;
@@ -378,8 +378,8 @@ CombineMode combine_mode_of(const FusedLayerParams& p, const GemmArgs& first, in
   const int rows = p.attention.tokens.num_tokens, count = num_splits(p.attention.tokens.max_kv);
   if (rows == 0 || count == 1) return CombineMode::kNone;
   const bool is_short = count <= kMaxCombinedSplits;
-  // NOTE: not for two GEMMs. A CTA could then arrive before its producer thread has read `bases`,
-  // which CTA 0 changes at the end.
+  // NOTE: kPerCtaSlice is not valid for two GEMMs. A CTA could then arrive before its producer
+  // thread has read `bases`, which CTA 0 changes at the end.
   if (rows == 1 && is_short && !p.gemms.front().is_dense() && p.gemms.size() != 2 &&
       first.tiles <= num_ctas &&
       first.slice_blocks + (first.longer_slices > 0) <= kMaxCombinedKBlocks) {
@@ -390,11 +390,10 @@ CombineMode combine_mode_of(const FusedLayerParams& p, const GemmArgs& first, in
   return is_short || is_busy ? CombineMode::kGridWide : CombineMode::kNone;
 }
 
-// Cycles between two L2 prefetches of a CTA; 0: no prefetch. Only one row prefetches: with more
-// rows the main loop is the bound, and prefetches delay other loads. There is no prefetch in two
-// more cases: no weights follow (52.0 us a layer instead of 51.3: memory is most idle between
-// launches), or a layer's KV entries take a fifth of L2 (2 us more at 16384 entries of 2 heads). A
-// rate 5 % above the peak of memory keeps it busy.
+// Cycles between two L2 prefetches of a CTA; 0: no prefetch. There is no prefetch in three cases.
+// With more than one row, the main loop is the bottleneck, and prefetches delay other loads. If no
+// weights follow, a prefetch costs 0.7 us a layer. If a layer's KV entries take a fifth of L2, it
+// costs 2 us at 16384 entries of 2 heads. A rate 5 % above the peak keeps memory busy.
 int prefetch_cycles_of(const Context& ctx, const FusedLayerParams& p) {
   const AttentionParams& attention = p.attention;
   const int64_t entries = attention.window > 0 ? std::min(attention.window, attention.tokens.max_kv)
@@ -477,7 +476,8 @@ void fused_layer_sm90(const Context& ctx, const FusedLayerParams& p) {
         attention_combine_before_fused_layer(ctx, p.attention);
     }
     GemmArgs& last = args.gemms[p.gemms.size() - 1];
-    // At most one epilogue tile a warp: its positions and KV entries are loaded before x arrives.
+    // RoPE is fused only if a warp has at most one epilogue tile. The positions and KV entries of
+    // that tile are loaded before x arrives.
     rotates = has_rotary && num_rows <= 8 * kMaxRotatedGroups && (groups == 1 || last.slices > 1);
     if (rotates) {
       args.rotary = make_rotary(p.rotary);

@@ -16,8 +16,7 @@
 //
 // The surprising decision: K is never split. One accumulator adds all of K, 16 k at a time,
 // whatever the tile. So the bits do not depend on M, and the tile size is free to follow M. A
-// library whose algorithm is chosen once for all M multiplies a prompt of a few rows as if it had
-// 2048.
+// library with one algorithm for all M would multiply a prompt of a few rows as if it had 2048.
 #include "core/dispatch.h"
 #include "core/launch.h"
 #include "kernels/gemm/gemm.h"
@@ -160,8 +159,8 @@ void launch_large(const Context& ctx, const GemmParams& p, LargeArgs args) {
 }
 
 // The tile size in rows of x with the least estimated time. Times are relative to a tile of 256
-// rows; a smaller tile reads rows of W as often, so it costs more than its share. The choice
-// changes no bit.
+// rows; a smaller tile also reads all of its rows of W, so its time is more than proportional. The
+// choice changes no bit.
 int rows_of_tile(const Context& ctx, const LargeArgs& args) {
   constexpr std::pair<int, double> kTimes[] = {{256, 1}, {128, 0.56}, {64, 0.36}};
   int best = 0;

@@ -84,8 +84,8 @@ enum class W4Format : int {
                 // [G, N/8] likewise; scales [G, N]
   kCompressed,  // weight_packed [N, K/8]: nibble i is k = 8 column + i, holding w + 8;
                 // weight_scale [N, G]; zero points [N/8, G]: nibble i is n = 8 row + i, holds z + 8
-  kMarlin,      // tiles of 16 k x 64 n [K/16, 2N], scales [G, N] permuted, channel-wise scales
-                // otherwise (G = 1 and K > 128): docs/kernels/w4a16_files.md
+  kMarlin,      // tiles of 16 k x 64 n [K/16, 2N]; scales [G, N], permuted; channel-wise scales
+                // (G = 1, K > 128) have another permutation (docs/kernels/w4a16_files.md)
 };
 
 // Packs a part of W, rows [first_row, first_row + n) and k [first_k, first_k + k), from a

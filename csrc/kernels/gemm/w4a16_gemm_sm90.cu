@@ -1,6 +1,6 @@
 // w4_gemm on Hopper, 1 to 64 rows: the kernel of w4a16_kernel.cuh with rows of x by TMA. It
 // multiplies with mma.sync up to 16 rows, where it is faster, and with wgmma from 17 rows on. NOTE:
-// both add the 16 products of a k step alike, so a row has the same bits
+// both add the 16 terms of a k step in the same order, so a row has the same bits
 // (tests/kernels/test_w4a16.py).
 #include "kernels/gemm/tensor_map.cuh"
 #include "kernels/gemm/w4a16_kernel.cuh"

@@ -10,12 +10,12 @@
 //   8 consumer warps  32 rows of W each: unpack to exact integers, mma over 128 k, scale in float32
 //   slices of K       cluster: a CTA sends the sums of an m16 tile to its owner (st.async), and the
 //                     owner adds them in order; without clusters: global memory, a second kernel
-// Launches of up to 16 rows overlap (kOverlaps). Slices depend on N and K only, and rows of x are
-// columns of the products, so a row of y has the same bits whatever the batch.
+// Launches of up to 16 rows overlap (kOverlaps). Slices depend on N and K only, and an mma computes
+// each row of x separately. So a row of y has the same bits for every M.
 //
 // The surprising decision: scales never touch the weights. q - z is exact in 16 bits, so the tensor
-// cores add exact integers times x over the 128 k of a group, and one float32 multiply-add per sum
-// and group applies the scale. That is cheaper than scaling every weight, and no weight is rounded.
+// cores sum (q - z) * x over the 128 k of a group. One float32 multiply-add per sum and group
+// applies the scale. That is cheaper than scaling every weight, and no weight is rounded.
 #pragma once
 
 #include <climits>
@@ -36,11 +36,11 @@ template <typename Mma, int kGroups>
 constexpr int kAllThreads = kThreads + (kMovesRegisters<Mma, kGroups> ? 128 : 32);
 
 // Launches of up to 16 rows that cut K into slices overlap: while one launch multiplies its last
-// blocks and adds its slices, the next one fills its stages. So an SM has room for two CTAs, but
-// never for two of one launch, because all other CTAs would wait for those two. Therefore,
-// successive launches alternate between more than half of an SM's shared memory and more than half
-// of its registers. The latter is reached with idle warps (up to kMaxThreads, enough from 49
-// registers a thread on). Sums of more rows leave no registers for a second CTA.
+// blocks and adds its slices, the next one fills its stages. So an SM can hold two CTAs of
+// successive launches. It must not hold two CTAs of one launch, because all other CTAs would wait
+// for those two. Therefore one launch takes more than half of an SM's shared memory, and the next
+// more than half of its registers. Idle warps take the registers (up to kMaxThreads, enough from 49
+// registers a thread on). Above 16 rows, the sums leave no registers for a second CTA.
 template <int kGroups>
 constexpr bool kOverlaps = kGroups <= 2;
 constexpr int kMoreShared = 116 * 1024, kLessShared = 108 * 1024;  // bytes; both fit into 228 KB
@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(kMaxThreads<Mma, kGroups>, 1)
     ptx::mbarrier_init(mine.empty(), kWarps * kArrivals<kGroups>);
   };
   // All warps share the initialisation, because a barrier costs 30 to 40 cycles. Up to 8 rows one
-  // warp does it: its CTAs begin early enough, and earlier loads would delay the launch before.
+  // warp does it. These CTAs start early enough, and earlier loads would delay the previous launch.
   if constexpr (kGroups == 1) {
     if (threadIdx.x < args.stages) {
       init(threadIdx.x);
@@ -209,9 +209,9 @@ void launch_w4_kernel(const Context& ctx, Args args) {
     }
   }
   args.stages = std::min(kMaxStages, (shared_bytes - receive_bytes) / kStageBytes);
-  // Loads before x arrives. The more rows, the longer x takes, and the fewer weights should be
-  // queued before it. If K is not cut, up to 32 rows, the weights take longer than x, so all stages
-  // are filled.
+  // Loads before x arrives. With more rows, loading x takes longer, so fewer weights may be queued
+  // before it. If K is not cut, up to 32 rows, the weights take longer than x, so all stages are
+  // filled.
   args.early_stages = args.stages;
   args.early_l2_blocks = 0;
   if (sends) {

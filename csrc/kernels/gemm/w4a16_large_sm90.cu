@@ -14,9 +14,10 @@
 //   epilogue       the rows of y are columns of the sums; transposed in shared memory
 //
 // The surprising decision: y has the bits of w4_gemm's other kernels, whatever M. The order of
-// additions is theirs: 16 k an instruction, eight instructions a group, the group's sum times its
-// scale in float32, groups and slices in order. So a prompt may be cut into chunks of any length.
-// Nothing is dequantised to memory, which alone took longer than 256 rows take now.
+// additions is the same: 16 k in an instruction, eight instructions in a group, the group's sum
+// times its scale in float32, then groups and slices in order. So a prompt may be cut into chunks
+// of any length. No weight is dequantised to memory: that step alone took longer than this kernel
+// takes for 256 rows.
 #include "core/dispatch.h"
 #include "core/launch.h"
 #include "kernels/gemm/large_tiles.cuh"

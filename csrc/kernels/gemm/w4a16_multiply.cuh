@@ -1,8 +1,7 @@
-// A warp's product of a weight block (w4a16.h) in shared memory with rows of x.
+// Multiplication of a weight block (w4a16.h) in shared memory with rows of x, by one warp.
 //
-// Scales never touch the weights. q - z is exact in 16 bits, so the tensor cores add exact integers
-// times x over the 128 k of a group, and one float32 multiply-add per sum and group applies the
-// scale.
+// Scales never touch the weights. q - z is exact in 16 bits, so the tensor cores sum (q - z) * x
+// over the 128 k of a group. One float32 multiply-add per sum and group applies the scale.
 #pragma once
 
 #include <type_traits>
@@ -105,7 +104,8 @@ struct MmaSync {
                                                   const LaneRows<kGroups>& lane_rows,
                                                   const uint32_t (&low)[2],
                                                   const uint32_t (&high)[2], F meanwhile) {
-    // Words and rows of x of two k steps, loaded while the two steps before are multiplied.
+    // Words and rows of x of two k steps. They are loaded while the previous two k steps are
+    // multiplied.
     uint4 words[2];
     uint32_t b[2][2][kGroups][2];
     const auto fetch = [&](int pair) {

@@ -4,8 +4,9 @@
 // Roofline: bytes read plus bytes written. All of it runs at load, except w4_dequantize, which
 // serves prefill: 2 bytes written for each half byte read.
 //
-// Schedule: w4_pack: a CTA a weight block, a thread a word. w4_quantize: a CTA 16 rows of a k
-// block, a warp a row. w4_dequantize: a warp a warp tile, described at the kernel.
+// Schedule: In w4_pack a CTA packs a weight block and a thread a word. In w4_quantize a CTA has 16
+// rows of a k block and a warp a row. In w4_dequantize a warp has a warp tile; the kernel's comment
+// describes it.
 //
 // The surprising decision: packing gathers its nibbles one by one. Each source word is read up to
 // eight times, from L1. An 8B model takes milliseconds, less than its transfer over the bus, and

@@ -126,7 +126,7 @@ struct SlotStop {
 };
 
 // Accepts a path of each tree by target match. The walk starts at the root. At each node it emits
-// the token drawn there. If a child of the node has this token, the walk goes on at the child;
+// the token drawn there. If a child of the node has this token, the walk continues at the child;
 // otherwise it ends. The walk also ends after a stop id, after the last allowed token, and after
 // kNoToken. kNoToken is emitted but never counted.
 //

@@ -135,7 +135,8 @@ __device__ __forceinline__ void combine_slice(char* shared, const Ring<Mainloop>
   }
 }
 
-// Writes this CTA's share of x of all tokens. Each consumer warp arrives at `combined`.
+// Combines and writes this CTA's part of x for all tokens. Each consumer warp arrives at
+// `combined`.
 template <int kWidth, typename T>
 __device__ __forceinline__ void combine_rows(const FusedLayerArgs& args,
                                              const AttentionArgs<T>& attention, uint32_t combined) {

@@ -73,8 +73,8 @@ struct EpilogueTiles {
   }
 
   // Adds the slices of an epilogue tile in order. `fragments`: those of the first slice; each slice
-  // has num_fragments. If arrivals are not counted, polls until all are ready and restores
-  // kNotReady.
+  // has num_fragments. If arrivals are not counted, polls until all fragments are ready, then
+  // restores kNotReady in the buffer.
   template <bool kCounted>
   __device__ __forceinline__ void add_slices(float (&sum)[2][4], const Place& at, char* fragments,
                                              int num_fragments) const {

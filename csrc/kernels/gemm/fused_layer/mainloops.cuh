@@ -7,8 +7,8 @@
 
 namespace cpmcu::cuda::fused {
 
-// 4-bit W: a weight block of 256 rows x 128 k is one bulk copy; rows of x [8 kGroups] lie beside
-// it.
+// 4-bit W: one bulk copy loads a weight block of 256 rows x 128 k. The same stage holds 8 kGroups
+// rows of x.
 template <typename Mma, typename T, int kGroups_, bool kZeros>
 struct W4Mainloop {
   using Element = T;
@@ -16,12 +16,12 @@ struct W4Mainloop {
   static constexpr int kRowsBytes = 8 * kGroups * kRowBytes;
   static constexpr int kWeightBytes = kZeros ? kZeroOffset + kW4BlockRows : kZeroOffset;
   static constexpr float kScale = kUnpackedScale<T>;  // factor in the sums
-  // Weight blocks in flight per SM. Two keep memory busy. More of them divide bandwidth less evenly
-  // among SMs, and x, partial sums and counters queue behind them: 52 instead of 56 us a layer at
-  // one row. From 32 rows on the consumers are the bound, and more is better.
+  // Weight blocks in flight per SM. Two keep memory busy. With more, SMs share the bandwidth less
+  // evenly, and x, partial sums and counters queue behind weights. The limit saves 4 of 56 us a
+  // layer at one row. From 32 rows on the consumers are the bottleneck, and more blocks are better.
   static constexpr int kInFlight = kGroups <= 2 ? 2 : kGroups == 4 ? 3 : 5;
 
-  // Weight blocks prefetched to L2, one row only (prefetch.cuh): 18 MB.
+  // Weight blocks that each CTA prefetches to L2 (prefetch.cuh), 18 MB in all. One row only.
   static constexpr int kPrefetchBlocks = kGroups == 1 ? 8 : 0;
 
   // Whether each CTA may combine its slice of x: one row only.
@@ -68,9 +68,9 @@ struct W4Mainloop {
 };
 
 // 16-bit W: 256 rows x 64 k as two boxes of 128 rows. Rows have 128 bytes; TMA swizzles their
-// 16-byte chunks within 8 rows. A gated W has 128 rows of gate and the matching 128 of up; ldmatrix
-// addresses interleave them by eight, as 4-bit blocks store them. Up to 64 rows multiplying hides
-// behind memory.
+// 16-byte chunks within 8 rows. A gated W has 128 rows of gate and the matching 128 of up. The
+// ldmatrix addresses interleave them by eight, as 4-bit blocks store them. Up to 64 rows, the loads
+// of W take longer than the multiplication.
 template <typename T, int kGroups_>
 struct DenseMainloop {
   using Element = T;

@@ -30,7 +30,7 @@ struct TokenRotation {
   Rotation rotations[2];
   int entry;  // [pages, 64]
 
-  // Reads only what was complete before the pass.
+  // Reads only data that were complete before the pass.
   __device__ __forceinline__ void load(const Rotary& rotary, int row, int dim, bool is_value) {
     const StepTokens& tokens = rotary.tokens;
     const int seq = tokens.token_seqs[row], slot = tokens.seq_slots[seq];

@@ -7,7 +7,7 @@
 namespace cpmcu::cuda::fused {
 
 // A stage: addresses of its rows, its weights and its first barrier, and the phase parity.
-// Addresses advance by addition; computed from an index they were a tenth of the instructions of a
+// Addresses advance by addition; computing them from an index took a tenth of the instructions of a
 // k block.
 struct Stage {
   uint32_t rows, weights, barrier;
@@ -32,7 +32,7 @@ __device__ __forceinline__ void each_block(const WeightBlocks& of, F f) {
 //   done        all consumer warps are done with a stage
 //   x_in        the first rows of a GEMM have arrived
 //   combined    all warps have combined their share of x
-//   bases_read  the producer has read what CTA 0 changes at the end
+//   bases_read  the producer has read `bases`, which CTA 0 changes at the end
 template <typename Mainloop>
 struct Ring {
   static constexpr int kStageBytes = Mainloop::kRowsBytes + Mainloop::kWeightBytes;
@@ -76,8 +76,8 @@ struct Ring {
 
 // Weight producer, one thread: loads into every free stage. Until x of a GEMM has arrived, it keeps
 // one load in flight only, so that partial sums, counters and x of other CTAs do not queue behind
-// weights. The first fill of the pipeline is exempt, unless all CTAs combine attention splits
-// together.
+// weights. The first fill of the pipeline is exempt, unless all CTAs share the combination of
+// attention splits.
 template <typename Mainloop>
 __device__ __forceinline__ void produce_weights(const FusedLayerArgs& args,
                                                 const Ring<Mainloop>& ring, int* num_loaded) {
@@ -102,7 +102,8 @@ __device__ __forceinline__ void produce_weights(const FusedLayerArgs& args,
       if (tile != range.tile) source = typename Mainloop::Source(gemm, tile, range.begin);
 #pragma unroll 1
       for (int left = blocks_of_tile; left > 0; --left) {
-        // Everything possible precedes this wait: latency from arrival to the next load counts.
+        // All address computations precede this wait, to shorten the time from arrival to the next
+        // load.
         ptx::mbarrier_wait(ring.done(stage), stage.parity ^ 1);
         if (!has_x) has_x = ptx::mbarrier_has_ended(x_in, 0);
         const int limit = has_x || fills ? Mainloop::kInFlight : 1;
@@ -129,8 +130,9 @@ __device__ __forceinline__ void produce_rows(const FusedLayerArgs& args,
                                              const Ring<Mainloop>& ring) {
   for (int i = 0; i < args.num_gemms; ++i) ptx::prefetch_map(&args.gemms[i].x_map);
   ptx::pdl_wait();
-  // Read before this CTA arrives at any grid barrier, so before CTA 0 changes it: arrivals after a
-  // GEMM follow its x, and CTAs without a part wait for bases_read.
+  // This thread reads `bases` before this CTA arrives at any grid barrier, and so before CTA 0
+  // changes it. A CTA with a part in a GEMM arrives only after its x. A CTA without a part waits
+  // for bases_read.
   static_assert(kMaxFusedGemms == 4);
   const uint4 bases = __ldcg(reinterpret_cast<const uint4*>(args.state->bases));
   ptx::mbarrier_arrive(ring.bases_read());
@@ -150,7 +152,7 @@ __device__ __forceinline__ void produce_rows(const FusedLayerArgs& args,
       ptx::copy_engine_fence();
     }
     // If each CTA combines its slice of x, the stages of GEMM 0 are skipped. Their rows may already
-    // be consumed, and then the wait would be for a phase that only this thread can complete.
+    // be consumed. The wait would then be for a phase that only this thread can complete.
     const bool brings = i > 0 || args.combine_mode != CombineMode::kPerCtaSlice;
     each_block(gemm, [&](int, int k_block) {
       if (brings) {
