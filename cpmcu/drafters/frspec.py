@@ -56,7 +56,7 @@ def keep_eos(ids: list[int], eos_ids: Sequence[int]) -> list[int]:
 
 
 def most_frequent(counts: npt.NDArray[np.int64], num_tokens: int) -> Ids:
-    """The tokens with the highest counts. Of equal counts, the lower id comes first."""
+    """The tokens with the highest counts. If two counts are equal, the lower id comes first."""
     order: Ids = np.argsort(-counts, kind="stable")[:num_tokens].astype(np.int64)
     return order
 

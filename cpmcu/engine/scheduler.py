@@ -198,8 +198,6 @@ class Scheduler:
         """Will more of the request's prefix be cached soon?"""
         if prefix is None or self._cache is None:
             return False
-        if self._cache.is_reading(prefix):
-            return True
         return self._cache.must_wait(prefix, matched, num_tokens)
 
     def _num_spare(self) -> int:

@@ -11,7 +11,6 @@ to host memory or are dropped. The stream orders the copies, so no thread waits 
 from __future__ import annotations
 
 import dataclasses
-import logging
 from typing import TYPE_CHECKING
 
 from cpmcu.engine.prefix.host import HostTier
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
     from cpmcu.engine.prefix.disk_tier import DiskTier
     from cpmcu.engine.request import Request
 
-logger = logging.getLogger(__name__)
 
 EVICTED_AT_ONCE = 8  # pages: evicting waits for the steps in flight
 SAVED_AT_ONCE = 8  # pages: a request that comes meanwhile waits for them
@@ -84,7 +82,14 @@ class PrefixCache:
         self._disk = disk
         if disk is not None:
             self._host.grow()  # a first request may find its pages on disk
-            disk.bind(engine, self._index, self._host, self._states, self._take_block)
+            disk.bind(
+                engine,
+                self._index,
+                self._host,
+                self._states,
+                self._take_block,
+                self._forget_empty,
+            )
         self.counters = CacheCounters()
 
     # ---- what the scheduler asks
@@ -129,6 +134,8 @@ class PrefixCache:
 
         It is if a running sequence computes it, or if the disk has it; this starts to read it.
         """
+        if self.is_reading(prefix):
+            return True
         most = (num_tokens - 1) // self._page_size
         behind = prefix.keys[len(matched) : most]
         if not behind:
@@ -276,18 +283,7 @@ class PrefixCache:
     def evict(self, count: int = EVICTED_AT_ONCE) -> int:
         """Evicts up to `count` idle pages. Returns their number."""
         entries = self._index.oldest_pages(count)
-        saved = [entry for entry in entries if entry.block < 0]
-        blocks: list[int] = []
-        for _ in saved:
-            block = self._take_block()
-            if block < 0:
-                break
-            blocks.append(block)
-        if blocks:
-            pages = [entry.page for entry in saved[: len(blocks)]]
-            self._engine.save_pages(pages, self._host.blocks, blocks)
-        for entry, block in zip(saved, blocks):
-            self._index.set_block(entry, block)
+        self._save([entry for entry in entries if entry.block < 0])
         dropped = [entry.page for entry in entries]
         for entry in entries:
             self._index.set_page(entry, -1)
@@ -304,22 +300,28 @@ class PrefixCache:
         """
         if self._host.limit == 0 or not self._pages_are_scarce:
             return False
-        entries = self._index.oldest_unsaved(SAVED_AT_ONCE)
+        return self._save(self._index.oldest_unsaved(SAVED_AT_ONCE), spare_saved=True) > 0
+
+    def _save(self, entries: list[Entry], *, spare_saved: bool = False) -> int:
+        """Copies pages to host blocks while there are blocks. Returns the number of copies.
+
+        `spare_saved`: no page that is on the device as well loses its block.
+        """
         blocks: list[int] = []
-        for _ in entries:
+        while len(blocks) < len(entries):
             oldest = self._index.oldest_block()
-            if not self._host.has_room and (oldest is None or oldest.page >= 0):
-                break  # the block would come from a page that is saved ahead, too
+            if spare_saved and not self._host.has_room and (oldest is None or oldest.page >= 0):
+                break
             block = self._take_block()
             if block < 0:
                 break
             blocks.append(block)
-        pages = [entry.page for entry in entries[: len(blocks)]]
-        if blocks:
-            self._engine.save_pages(pages, self._host.blocks, blocks)
-        for entry, block in zip(entries, blocks):
+        saved = entries[: len(blocks)]
+        if saved:
+            self._engine.save_pages([entry.page for entry in saved], self._host.blocks, blocks)
+        for entry, block in zip(saved, blocks):
             self._index.set_block(entry, block)
-        return bool(blocks)
+        return len(saved)
 
     def wait(self, seconds: float) -> None:
         """While no step runs: waits for the disk's reads, at most so long."""

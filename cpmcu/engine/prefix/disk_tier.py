@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import logging
 import threading
 import time
 from collections import deque
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
     from cpmcu.engine.prefix.host import HostTier
     from cpmcu.engine.prefix.index import Entry, PrefixIndex
 
-logger = logging.getLogger(__name__)
 
 NUM_THREADS = 8
 MOST_WRITES = 32  # pages on their way to disk
@@ -61,10 +59,12 @@ class DiskTier:
         host: HostTier,
         states: HostTier,
         take_block: Callable[[], int],
+        forget_empty: Callable[[Entry], None],
     ) -> None:
         """Sets the objects that the tier works with. Call it before all other methods."""
         self._engine, self._index = engine, index
-        self._host, self._states, self._take_block = host, states, take_block
+        self._host, self._states = host, states
+        self._take_block, self._forget_empty = take_block, forget_empty
 
     @property
     def num_pages(self) -> int:
@@ -156,24 +156,7 @@ class DiskTier:
                 self._states.give(read.state)
             if not good and entry.alive:
                 entry.on_disk = False
-                if entry.page < 0 and entry.block < 0 and entry.users == 0:
-                    self._drop(entry)
-
-    def _drop(self, entry: Entry) -> None:
-        """Drops an entry without data.
-
-        The entries behind it are being read or have no data either.
-        """
-        for removed in self._index.remove(entry):
-            if removed.block >= 0 and removed.locks == 0:
-                self._host.give(removed.block)
-                removed.block = -1
-            if removed.page >= 0 and removed.users == 0:
-                self._engine.drop_pages([removed.page])
-                removed.page = -1
-            if removed.state >= 0 and removed.users == 0:
-                self._states.give(removed.state)
-                removed.state = -1
+                self._forget_empty(entry)
 
     # ---- writing
 
