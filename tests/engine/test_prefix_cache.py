@@ -317,7 +317,7 @@ def test_no_host_memory_is_taken_ahead_while_a_disk_is_read(
         assert tier._grower is None
     assert len(blocks) == 2 * host.SEGMENTS_AHEAD
     blocks.append(tier.take())
-    assert sorted(blocks) == list(range(len(blocks)))
+    assert len(set(blocks)) == 2 * host.SEGMENTS_AHEAD + 1 and -1 not in blocks
     tier.close()
 
 
