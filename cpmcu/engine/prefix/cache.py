@@ -51,6 +51,7 @@ class Prefix:
     pending_begin: int = 0  # its pages whose keys are pending: it will publish them
     pending_end: int = 0
     reading: list[bytes] | None = None  # keys that are read from disk for it; None: not asked yet
+    epoch: int = 0  # number of resets before it began
     collided: bool = False  # another prefix has the next key: nothing more is published
     states: dict[int, int] = dataclasses.field(default_factory=dict)  # pages -> host block
 
@@ -75,6 +76,7 @@ class PrefixCache:
         self._decoded = decoded
         self._hash = hash_bytes
         self._index = PrefixIndex()
+        self._epoch = 0  # number of resets
         self._pending: dict[bytes, int] = {}  # keys that running sequences will publish
         self._host = HostTier(engine, engine.page_bytes, host_bytes)
         # Checkpoints of per-slot state get a share of host memory of their own.
@@ -167,6 +169,7 @@ class PrefixCache:
         self._index.use(matched)
         prefix.entries = list(matched)
         prefix.num_cached = len(matched) * self._page_size
+        prefix.epoch = self._epoch
         most = (num_tokens - 1) // self._page_size
         prefix.pending_begin, prefix.pending_end = len(matched), max(len(matched), most)
         for key, _ in prefix.keys[len(matched) : most]:
@@ -211,7 +214,7 @@ class PrefixCache:
         """
         count = min(num_written if ended else num_written - 1, len(prefix.keys) * self._page_size)
         count //= self._page_size
-        if count <= len(prefix.entries) or prefix.collided:
+        if count <= len(prefix.entries) or prefix.collided or prefix.epoch != self._epoch:
             return
         pages = self._engine.slot_pages(slot)
         held: list[int] = []
@@ -259,8 +262,9 @@ class PrefixCache:
 
     def release(self, prefix: Prefix) -> None:
         """The sequence uses the cache no longer."""
-        for key, _ in prefix.keys[prefix.pending_begin : prefix.pending_end]:
-            self._forget_pending(key)
+        if prefix.epoch == self._epoch:
+            for key, _ in prefix.keys[prefix.pending_begin : prefix.pending_end]:
+                self._forget_pending(key)
         prefix.pending_end = 0
         for block in prefix.states.values():
             self._states.give(block)
@@ -333,7 +337,8 @@ class PrefixCache:
         return self._disk is not None and self._disk.is_reading(prefix.reading or [])
 
     def reset(self) -> None:
-        """Forgets everything, on disk too. Running sequences keep their pages."""
+        """Forgets everything, on disk too. Running sequences keep their pages, unpublished."""
+        self._epoch += 1
         for entry in self._index:
             if entry.alive and entry.parent is None:
                 self._give_back(self._index.remove(entry))
