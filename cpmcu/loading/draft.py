@@ -262,6 +262,8 @@ def _find(
         return method, drafter
     if files is None:
         raise ValueError(f"method {expected} needs weights, expected draft_model_path")
+    if _is_in_target(drafter):  # its plan says what is missing
+        return method, drafter
     return find_drafter(files, method)
 
 

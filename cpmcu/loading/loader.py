@@ -32,9 +32,9 @@ from cpmcu.loading.index import read_json
 from cpmcu.loading.plan import LoadPlan, Placement, engine_overrides, plan_load
 from cpmcu.loading.progress import LoadProgress, LogProgress, log_conversion, log_unused
 from cpmcu.loading.tensors import FLOAT_DTYPES, Checkpoint, TensorMeta
-from cpmcu.models.common import BuildOptions
+from cpmcu.models.common import BuildOptions, SpecFields
 from cpmcu.models.reader import language_config
-from cpmcu.models.registry import find_model
+from cpmcu.models.registry import ModelFamily, find_model
 from cpmcu.quant.registry import QuantPlan, plan_quant
 from cpmcu.sampling import SamplingParams
 from cpmcu.tokenizer import eos_ids
@@ -96,9 +96,7 @@ def load_model(
         fields = family.build(hf_config, options)
         # A vision tower or a draft head in the same files is not the target's.
         metas = {name: meta for name, meta in metas.items() if family.names(name, fields)}
-        quant = plan_quant(hf_config, metas)
-        overrides = engine_overrides(quant.linear_overrides, family.names, fields)
-        quant = replace(quant, linear_overrides=overrides)
+        quant = plan_target_quant(hf_config, metas, family, fields)
     if config.max_model_len > fields.max_position_embeddings:
         logger.warning(
             "max_model_len is %d but config.json has max_position_embeddings %d: text beyond it "
@@ -180,6 +178,18 @@ def load_model(
         shapes,
         draft.files.checkpoint.directory if draft and draft.files else None,
     )
+
+
+def plan_target_quant(
+    hf_config: Mapping[str, Any],
+    tensors: Mapping[str, TensorMeta],
+    family: ModelFamily,
+    fields: SpecFields,
+) -> QuantPlan:
+    """The plan of the target's tensors, with the engine's names of modules."""
+    quant = plan_quant(hf_config, tensors)
+    overrides = engine_overrides(quant.linear_overrides, family.names, fields)
+    return replace(quant, linear_overrides=overrides)
 
 
 def with_head(quant: QuantPlan, bits: str) -> dict[str, str]:
