@@ -37,6 +37,8 @@ class ModelSpec:
     "The projections q, k and v have a bias."
     qk_norm: bool
     "RMSNorm of each q and k head."
+    zero_centred_norms: bool
+    "Norms multiply by 1 + weight."
     embed_scale: float
     "The embedding's output is multiplied by it."
     residual_scale: float

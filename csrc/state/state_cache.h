@@ -29,7 +29,7 @@ class StateCache {
   void plan_slots(MemoryPlan& plan, int num_slots, int max_entries);
   void plan_pages(MemoryPlan& plan, int num_pages);
   int64_t page_bytes() const;  // of one page in all planes of all models
-  int64_t slot_bytes() const;  // of one slot in all per-slot tensors of all models
+  int64_t slot_bytes() const;  // of one slot, as in ModelState, of all models
   void bind(const Context& ctx, const Arena& arena);
 
   const int* page_table() const { return table_; }  // [slots, max_pages] device
