@@ -25,7 +25,7 @@ from cpmcu.quant.registry import DENSE, plan_quant, quantised_tensors
 PREFIX = "mtp."
 _NUM_LAYERS = "mtp_num_hidden_layers"
 _NORMS = {"pre_fc_norm_embedding": "input_norm1", "pre_fc_norm_hidden": "input_norm2"}
-_REQUIRED = (
+MODULES = (
     "fc",
     *_NORMS,
     "norm",
@@ -88,12 +88,12 @@ def _check_tensors(tensors: Tensors) -> None:
             "(some quantised exports drop it; draft_model_path may name another export)"
         )
     modules = {name.removeprefix(PREFIX).rpartition(".")[0] for name in tensors}
-    if missing := [PREFIX + module for module in _REQUIRED if module not in modules]:
+    if missing := [PREFIX + module for module in MODULES if module not in modules]:
         raise ValueError(
             f"the MTP head has no {list_names(missing)}, expected one dense layer with all its "
             "tensors"
         )
-    if others := sorted(PREFIX + module for module in modules - set(_REQUIRED)):
+    if others := sorted(PREFIX + module for module in modules - set(MODULES)):
         raise ValueError(
             f"the MTP head has {list_names(others)}, expected the tensors of one dense layer alone"
         )
