@@ -38,8 +38,15 @@ class LoadPlan:
     placements: list[Placement]
     repacks: list[Repack]
     unused: dict[str, str]  # name in the checkpoint -> reason
-    conversions: dict[str, int]  # dtype in the checkpoint -> number of tensors
+    conversions: dict[tuple[str, str], int]  # dtype in the file, in the engine -> tensors
     total_bytes: int  # to read from the checkpoint's files
+
+    def conversions_to(self, dtype: str) -> dict[str, int]:
+        """Dtype in the file -> number of tensors that are converted to `dtype`.
+
+        A model of 16 bits keeps some small tensors in float32, whatever their dtype in the file is.
+        """
+        return {found: count for (found, to), count in self.conversions.items() if to == dtype}
 
 
 def plan_load(
@@ -57,7 +64,7 @@ def plan_load(
     """
     problems: list[str] = []
     unused: dict[str, str] = {}
-    conversions: Counter[str] = Counter()
+    conversions: Counter[tuple[str, str]] = Counter()
     provided: set[str] = set()
     total_bytes = 0
     skipped = {name for repack in quant.repacks for name in repack.inputs} | set(quant.ignored)
@@ -70,8 +77,9 @@ def plan_load(
         if problem is not None:
             problems.append(problem)
             return False
-        if target.dtype != expected[target.name].dtype:
-            conversions[target.dtype] += 1
+        wanted = expected[target.name].dtype
+        if target.dtype != wanted:
+            conversions[target.dtype, wanted] += 1
         return True
 
     placements = []
@@ -96,6 +104,18 @@ def plan_load(
         except ValueError as error:
             raise ValueError(f"{checkpoint.directory}: {error}") from error
     return LoadPlan(placements, list(quant.repacks), unused, dict(conversions), total_bytes)
+
+
+def engine_overrides(
+    overrides: Mapping[str, str], names: NameMap, fields: SpecFields
+) -> dict[str, str]:
+    """Linear methods by the checkpoint's names of modules -> by the engine's names."""
+    found = {}
+    for module, method in overrides.items():
+        # Any leaf except "weight": the name map splits weights of fused projections.
+        for piece in names(f"{module}.scales", fields):
+            found[piece.name.removesuffix(".scales")] = method
+    return found
 
 
 def _place(

@@ -64,13 +64,13 @@ class NumpyModel:
         return projected.reshape(len(x), num_heads, self.fields.head_dim)  # [T, heads, D]
 
     def _rotate(self, x: Array) -> Array:
-        half = self.fields.head_dim // 2
         inv_freq = np.asarray(self.fields.rope_inv_freq, self.dtype)
+        half = inv_freq.size
         angles = np.arange(len(x), dtype=self.dtype)[:, None, None] * inv_freq
         cos = np.cos(angles) * self.fields.rope_attention_scaling
         sin = np.sin(angles) * self.fields.rope_attention_scaling
-        left, right = x[..., :half], x[..., half:]
-        return np.concatenate([left * cos - right * sin, right * cos + left * sin], -1)
+        left, right, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+        return np.concatenate([left * cos - right * sin, right * cos + left * sin, rest], -1)
 
     def _attention(self, x: Array, prefix: str) -> Array:
         fields = self.fields

@@ -1,5 +1,7 @@
 """Writes tiny random checkpoints of each model family as Hugging Face directories.
 
+FAMILIES are those with attention in every layer, HYBRIDS those with gated delta nets.
+
 tiny = write_tiny(tmp_path, "qwen2", num_hidden_layers=3, shards=2, dtype="bfloat16")
 tiny.directory, tiny.config, tiny.weights   # weights: float32, rounded as in the files
 """
@@ -16,7 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from cpmcu.models.common import BuildOptions, SpecFields
+from cpmcu.models.reader import language_config
 from cpmcu.models.registry import find_model
+from tests.reference.tiny_hybrid import HYBRIDS, MODEL_TYPES, hybrid_config, hybrid_weights
 
 Array = npt.NDArray[Any]
 
@@ -66,6 +70,8 @@ class TinyCheckpoint:
 
 def tiny_config(family: str, dtype: str = "float32", **overrides: Any) -> dict[str, Any]:
     """A config.json; an override of None removes the key."""
+    if family in HYBRIDS:
+        return hybrid_config(family, dtype, BASE_CONFIG, overrides)
     architecture, model_type = ARCHITECTURES[family]
     config = {"architectures": [architecture], "model_type": model_type, "torch_dtype": dtype}
     config |= BASE_CONFIG | (MINICPM_SCALES if family == "minicpm" else {})
@@ -81,6 +87,8 @@ def tiny_config(family: str, dtype: str = "float32", **overrides: Any) -> dict[s
 
 def random_weights(config: Mapping[str, Any], seed: int = 0) -> dict[str, Array]:
     """float32 weights of a config, scaled so that activations stay near 1."""
+    if config["model_type"] in MODEL_TYPES:
+        return hybrid_weights(config, seed)
     rng = np.random.default_rng(seed)
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     heads = config["num_attention_heads"]
@@ -132,7 +140,7 @@ def write_tiny(
     if weights is None:
         weights = random_weights(config, seed)
     (directory / "config.json").write_text(json.dumps(config, indent=2))
-    generation = {"eos_token_id": [min(2, config["vocab_size"] - 1)]}
+    generation = {"eos_token_id": [min(2, language_config(config)["vocab_size"] - 1)]}
     (directory / "generation_config.json").write_text(json.dumps(generation))
     names = list(weights)
     if shards == 1:

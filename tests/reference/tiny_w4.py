@@ -18,7 +18,7 @@ import numpy as np
 
 from cpmcu.quant import packing
 from tests.reference import packing as layouts
-from tests.reference.tiny_checkpoints import Array, from_bits, to_bits
+from tests.reference.tiny_checkpoints import Array, TinyCheckpoint, from_bits, to_bits, write_tiny
 
 LAYOUTS = ("gptq", "gptq_v2", "awq", "compressed", "marlin")
 STACKS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -145,6 +145,40 @@ def write_w4(
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [2]}))
     _write(directory / file, tensors)
     return directory
+
+
+HYBRID_SIZES: dict[str, Any] = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "head_dim": 64,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "mtp_num_hidden_layers": 1,
+}
+HYBRID_DENSE = ("in_proj_a", "in_proj_b", "in_proj_ba", "mtp")  # as in published files
+
+
+def write_hybrid_w4(
+    directory: Path,
+    family: str,
+    layout: str,
+    dense: tuple[str, ...] = HYBRID_DENSE,
+    quant: Mapping[str, Any] | None = None,
+    **overrides: Any,
+) -> TinyCheckpoint:
+    """Writes DIR/dense and DIR/w4, a model of gated delta nets. Returns the dense weights of w4.
+
+    `dense`: parts of the names of modules that stay dense, besides `in_proj_a` and `in_proj_b`.
+    """
+    tiny = write_tiny(directory / "dense", family, **{**HYBRID_SIZES, **overrides})
+    modules = [name.removesuffix(".weight") for name in tiny.weights]
+    taken = [module for module in modules if ".in_proj_" in module]
+    kept = [m for m in modules if set(m.split(".")) & {*dense, *HYBRID_DENSE[:3]} or m in dense]
+    weights = quantise(tiny.weights, extra=tuple(taken), keep=tuple(kept))
+    write_w4(directory / "w4", tiny.config, weights, layout, quant=quant)
+    linears = {f"{module}.weight": linear.dense for module, linear in weights.linears.items()}
+    return TinyCheckpoint(directory / "w4", tiny.config, {**weights.dense, **linears})
 
 
 def _group_size(weights: W4Weights) -> int:
