@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from cpmcu.checks import check_filled, integer, number, shown, truth
+from cpmcu.speculation_keys import read_keys
 
 DTYPES = ("auto", "float16", "bfloat16", "float32")
 DEVICES = ("auto", "cpu", "cuda")
 SPEC_METRICS = ("none", "summary", "detailed")
 HEAD_QUANTS = ("none", "w8", "w4")
 DRAFT_HEAD_QUANTS = ("auto", *HEAD_QUANTS)
+FILLS = ("ngram",)
 
 PREFIX_CACHE = "prefix cache"  # a group of flags
 
@@ -113,15 +115,8 @@ HEAD_SHAPE = TreeShape(depth=2, topk=10, tree_size=12)
 CHOSEN_SHAPE = TreeShape(depth=4, topk=8, tree_size=32)  # largest shape if each step chooses
 SHIPPED_SHAPE = TreeShape(depth=4, topk=8, tree_size=24)
 CHAIN_DEPTH = 4
-
-# vLLM's key of --speculative-config -> field of SpeculativeConfig
-_VLLM_KEYS = {
-    "method": "method",
-    "model": "draft_model_path",
-    "num_speculative_tokens": "spec_num_iter",
-    "prompt_lookup_max": "prompt_lookup_max",
-    "prompt_lookup_min": "prompt_lookup_min",
-}
+FILL_DEPTH = 9  # of the longest path if the context fills drafts
+MODEL_STEPS = 4  # of these, tokens that the drafter drafts
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,8 +188,22 @@ class SpeculativeConfig:
         "quantised and the target's lm_head is not, else none",
         choices=DRAFT_HEAD_QUANTS,
     )
+    fill: str | None = option(
+        None,
+        "ngram: a path from the prompt and output joins each draft, weighted by how often such "
+        "paths were right; changes no text",
+        flags=("--spec-fill",),
+        choices=FILLS,
+    )
+    num_model_steps: int | None = option(
+        None,
+        f"with --spec-fill: tokens of a path that the drafter drafts (default: {MODEL_STEPS})",
+        flags=("--spec-model-steps",),
+    )
     prompt_lookup_min: int | None = option(None, "n-gram: shortest match (default: 1)")
-    prompt_lookup_max: int | None = option(None, "n-gram: longest match (default: 4)")
+    prompt_lookup_max: int | None = option(
+        None, "n-gram: longest match (default: 4; with --spec-fill: 16)"
+    )
     per_request_spec_decode_metrics: str = option(
         "summary", "acceptance in each result; detailed: also per step", choices=SPEC_METRICS
     )
@@ -203,7 +212,7 @@ class SpeculativeConfig:
         for name in ("draft_model_path", "frspec_path"):
             check_filled(name, getattr(self, name), "a directory, file or Hugging Face id")
         counts = ("spec_num_iter", "spec_topk_per_iter", "spec_tree_size")
-        for name in (*counts, "prompt_lookup_min", "prompt_lookup_max"):
+        for name in (*counts, "num_model_steps", "prompt_lookup_min", "prompt_lookup_max"):
             if getattr(self, name) is not None:
                 _whole(name, getattr(self, name), 1)
         if self.spec_window_size is not None:
@@ -224,12 +233,32 @@ class SpeculativeConfig:
                 f"prompt_lookup_min is {self.ngram_range[0]}, but must be at most "
                 f"prompt_lookup_max, which is {self.ngram_range[1]}"
             )
+        self._check_fill()
         self.shape(chain=self.method == "ngram")  # raises for an impossible shape
+
+    def _check_fill(self) -> None:
+        steps, longest = self.num_model_steps, self.spec_num_iter
+        if self.fill is not None:
+            _one_of("fill", self.fill, FILLS)
+            if self.method == self.fill:
+                raise ValueError(
+                    f"fill and method are both {self.fill!r}, expected the method of another draft"
+                )
+        elif steps is not None and steps != longest:
+            raise ValueError(
+                f"num_model_steps is {steps} without a fill, but must equal spec_num_iter, which "
+                f"is {longest}"
+            )
+        if steps is not None and longest is not None and steps > longest:
+            raise ValueError(
+                f"num_model_steps is {steps}, but must be at most spec_num_iter, which is {longest}"
+            )
 
     @property
     def ngram_range(self) -> tuple[int, int]:
         """Shortest and longest match of n-gram look-up, in tokens."""
-        longest = self.prompt_lookup_max or max(4, self.prompt_lookup_min or 0)
+        most = 4 if self.fill is None else 16
+        longest = self.prompt_lookup_max or max(most, self.prompt_lookup_min or 0)
         return self.prompt_lookup_min or 1, longest
 
     @property
@@ -247,6 +276,9 @@ class SpeculativeConfig:
         if chain:
             return self._chain()
         depth = self.spec_num_iter or defaults.depth
+        if self.fill is not None and self.spec_num_iter is None:
+            width = self.spec_topk_per_iter or defaults.topk
+            depth = max(depth, min(FILL_DEPTH, 1 + MAX_TREE_SIZE // width))
         if depth > MAX_DRAFT_DEPTH:
             raise ValueError(f"spec_num_iter is {depth}, but must be at most {MAX_DRAFT_DEPTH}")
         most = min(MAX_DRAFT_TOPK, MAX_TREE_SIZE // max(1, depth - 1))
@@ -270,7 +302,7 @@ class SpeculativeConfig:
         return TreeShape(depth, topk, size)
 
     def _chain(self) -> TreeShape:
-        depth = self.spec_num_iter or CHAIN_DEPTH
+        depth = self.spec_num_iter or (CHAIN_DEPTH if self.fill is None else FILL_DEPTH)
         if depth > MAX_DRAFT_DEPTH:
             raise ValueError(f"spec_num_iter is {depth}, but must be at most {MAX_DRAFT_DEPTH}")
         for name, value in (("spec_topk_per_iter", 1), ("spec_tree_size", depth + 1)):
@@ -284,7 +316,7 @@ class SpeculativeConfig:
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> SpeculativeConfig:
         """Reads a mapping with vLLM's keys or field names. Raises ValueError for other keys."""
-        return cls(**_speculative_fields(values))
+        return cls(**read_keys(values, typing.get_type_hints(cls)))
 
     @classmethod
     def from_json(cls, text: str, **flags: Any) -> SpeculativeConfig:
@@ -298,39 +330,11 @@ class SpeculativeConfig:
             raise ValueError(f"speculative_config is not JSON: {error}") from error
         if not isinstance(values, dict):
             raise ValueError(f"speculative_config is {text}, expected a JSON object")
-        fields = _speculative_fields(values)
+        fields = read_keys(values, typing.get_type_hints(cls))
         twice = sorted(fields.keys() & flags.keys())
         if twice:
             raise ValueError(f"speculative_config also sets {', '.join(twice)}: give it once")
         return cls(**fields, **flags)
-
-
-def _speculative_fields(values: Mapping[str, Any]) -> dict[str, Any]:
-    names = {field.name for field in dataclasses.fields(SpeculativeConfig)}
-    unknown = [key for key in values if key not in _VLLM_KEYS and key not in names]
-    if unknown:
-        raise ValueError(
-            f"speculative_config has {', '.join(map(repr, unknown))}, expected only "
-            f"{', '.join(_VLLM_KEYS)} or fields of SpeculativeConfig"
-        )
-    fields = {_VLLM_KEYS.get(key, key): value for key, value in values.items()}
-    for name, value in fields.items():
-        _check_type(name, value)
-    tokens = values.get("num_speculative_tokens")
-    if tokens is not None:  # vLLM's drafts have no branches
-        fields.setdefault("spec_topk_per_iter", 1)
-        if fields["spec_topk_per_iter"] == 1:
-            fields.setdefault("spec_tree_size", tokens + 1)
-    return fields
-
-
-def _check_type(name: str, value: Any) -> None:
-    """Raises ValueError unless the value is None or has the type of SpeculativeConfig's field."""
-    hint = typing.get_type_hints(SpeculativeConfig)[name]
-    (wanted,) = (kind for kind in typing.get_args(hint) or (hint,) if kind is not type(None))
-    right = isinstance(value, wanted) and isinstance(value, bool) == (wanted is bool)
-    if value is not None and not right:
-        raise ValueError(f"speculative_config: {name} is {value!r}, expected {wanted.__name__}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -412,9 +416,9 @@ class EngineConfig:
     )
     speculative_config: str | SpeculativeConfig | None = option(  # noqa: RUF009
         None,
-        'speculation as JSON with vLLM\'s keys: {"method": "eagle|eagle3|mtp|ngram|draft_model", '
-        '"model": PATH, "num_speculative_tokens": N, "prompt_lookup_max": N, '
-        '"prompt_lookup_min": N}',
+        "speculation as JSON with keys of vLLM and FastDeploy: "
+        '{"method": "eagle|eagle3|mtp|ngram|draft_model", "model": PATH, '
+        '"num_speculative_tokens": N, "prompt_lookup_max": N, "prompt_lookup_min": N}',
         metavar="JSON",
     )
 

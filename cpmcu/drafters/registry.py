@@ -73,6 +73,7 @@ class DraftPlan:
     # Parts of a combined drafter: (name in C++, plan). The fields above describe the tensors of
     # the part with weights.
     parts: tuple[tuple[str, DraftPlan], ...] = ()
+    depth: int | None = None  # of a part: tokens of its longest path; None: as the whole draft
     quant: QuantPlan = DENSE  # of the draft's layers
 
 

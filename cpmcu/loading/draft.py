@@ -14,9 +14,11 @@ from cpmcu.config import (
     SHIPPED_SHAPE,
     SpeculativeConfig,
     TreeShape,
+    num_candidates,
     shipped_draft,
 )
 from cpmcu.drafters import frspec
+from cpmcu.drafters.fill import fill_plan
 from cpmcu.drafters.registry import (
     Drafter,
     DraftFiles,
@@ -64,7 +66,7 @@ class LoadedDraft:
         return self._spec(extension, dtype, self.method, self.plan)
 
     def _spec(self, extension: Any, dtype: str, method: str, plan: DraftPlan) -> C.DrafterSpec:
-        options, more = dict(plan.options), {}
+        shape, options, more = self._shape_of(plan), dict(plan.options), {}
         if plan.parts:
             more["parts"] = [
                 self._spec(extension, dtype, part, its_plan) for part, its_plan in plan.parts
@@ -83,13 +85,20 @@ class LoadedDraft:
             )
         made: C.DrafterSpec = extension.DrafterSpec(
             method=method,
-            depth=self.shape.depth,
-            topk=self.shape.topk,
-            tree_size=self.shape.tree_size,
+            depth=shape.depth,
+            topk=shape.topk,
+            tree_size=shape.tree_size,
             options=options,
             **more,
         )
         return made
+
+    def _shape_of(self, plan: DraftPlan) -> TreeShape:
+        whole = self.shape
+        if plan.depth is None or plan.depth >= whole.depth:
+            return whole
+        most = 1 + num_candidates(whole.topk, plan.depth)
+        return TreeShape(plan.depth, whole.topk, min(whole.tree_size, most))
 
     def _overrides(self, fields: SpecFields) -> dict[str, str]:
         """Engine's module name -> linear method. The head gets the configured method."""
@@ -175,6 +184,8 @@ def open_draft(
         if files is None or str(files.directory) in str(error):
             raise
         raise ValueError(f"{files.directory}: {error}") from error
+    if speculation.fill is not None:
+        method, plan = fill_plan(method, plan, speculation)
     return LoadedDraft(method, plan, shape, window, vocab_ids, files, head_quant)
 
 
@@ -232,7 +243,7 @@ def _check_unused_options(speculation: SpeculativeConfig) -> None:
             "frspec_path or frspec_vocab_size is given without a draft, expected draft_model_path "
             "too"
         )
-    names = ("spec_num_iter", "spec_topk_per_iter", "spec_tree_size", "spec_window_size")
+    names = ("spec_num_iter", "spec_topk_per_iter", "spec_tree_size", "spec_window_size", "fill")
     idle = [name for name in names if getattr(speculation, name) is not None]
     if idle:
         logger.warning("%s has no effect: no draft is given", ", ".join(idle))

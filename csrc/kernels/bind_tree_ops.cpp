@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 
 #include "kernels/bind_ops.h"
+#include "kernels/tree/draft_fill.h"
 #include "kernels/tree/tree.h"
 
 namespace py = pybind11;
@@ -89,6 +90,8 @@ void bind_tree_params(py::module_& m) {
 
   PYBIND11_NUMPY_DTYPE(SlotStop, stop_ids, num_stop_ids, max_tokens, finished);
   m.attr("slot_stop_dtype") = py::dtype::of<SlotStop>();
+  PYBIND11_NUMPY_DTYPE(FillPath, length, first, match, num_tokens, tokens);
+  m.attr("fill_path_dtype") = py::dtype::of<FillPath>();
 }
 
 void bind_growth(py::module_& m) {
@@ -204,6 +207,40 @@ void bind_growth(py::module_& m) {
       "min_ngram"_a = 1, "max_ngram"_a = 4, "chain"_a, "first"_a = 0, "csrc/kernels/tree/tree.h");
 }
 
+void bind_fill(py::module_& m) {
+  m.def(
+      "draft_fill",
+      [](const OpsContext& c, SharedArray seq_slots, const OpsState& state, const OpsDraft& draft,
+         int max_depth, int min_ngram, int max_ngram, SharedArray hits, SharedArray trials,
+         SharedArray paths, const OpsDraft& filled) {
+        draft_fill(c.ctx, {.num_seqs = size_of_dim(seq_slots, 0),
+                           .seq_slots = ints(seq_slots),
+                           .slots = state.state,
+                           .draft = draft.params,
+                           .max_depth = max_depth,
+                           .min_ngram = min_ngram,
+                           .max_ngram = max_ngram,
+                           .rates = {.hits = floats(hits), .trials = floats(trials)},
+                           .paths = structs<FillPath>(paths),
+                           .filled = filled.params});
+      },
+      "ctx"_a, py::kw_only(), "seq_slots"_a, "state"_a, "draft"_a, "max_depth"_a, "min_ngram"_a = 1,
+      "max_ngram"_a = 4, "hits"_a, "trials"_a, "paths"_a, "filled"_a,
+      "csrc/kernels/tree/draft_fill.h");
+  m.def(
+      "fill_observe",
+      [](const OpsContext& c, SharedArray seq_slots, const OpsState& state, SharedArray paths,
+         SharedArray hits, SharedArray trials) {
+        fill_observe(c.ctx, {.num_seqs = size_of_dim(seq_slots, 0),
+                             .seq_slots = ints(seq_slots),
+                             .slots = state.state,
+                             .paths = structs<FillPath>(paths),
+                             .rates = {.hits = floats(hits), .trials = floats(trials)}});
+      },
+      "ctx"_a, py::kw_only(), "seq_slots"_a, "state"_a, "paths"_a, "hits"_a, "trials"_a,
+      "csrc/kernels/tree/draft_fill.h");
+}
+
 void bind_verification(py::module_& m) {
   m.def(
       "accept_tree",
@@ -249,6 +286,7 @@ void bind_verification(py::module_& m) {
 void bind_tree_ops(py::module_& ops) {
   bind_tree_params(ops);
   bind_growth(ops);
+  bind_fill(ops);
   bind_verification(ops);
 }
 

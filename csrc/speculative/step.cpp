@@ -179,7 +179,10 @@ Step SpeculativeStep::verify_step(const Batch& batch) const {
 
 int SpeculativeStep::lookahead() const {
   if (!spec_) return 0;
-  return std::max(spec_->tree_size, spec_->depth + 1 + spec_->topk * (spec_->depth - 1));
+  const auto levels = [](const DrafterSpec& spec) { return spec.topk * (spec.depth - 1); };
+  int most = spec_->parts.empty() ? levels(*spec_) : 0;
+  for (const DrafterSpec& part : spec_->parts) most = std::max(most, levels(part));
+  return std::max(spec_->tree_size, spec_->depth + 1 + most);
 }
 
 void SpeculativeStep::check_shape(const DraftShape& shape) const {

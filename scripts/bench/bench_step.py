@@ -25,6 +25,7 @@ import numpy as np
 from bench_attention import microseconds, normal, put, raw
 
 from cpmcu import C
+from cpmcu.config import MAX_NGRAM
 
 ops = C.ops
 PAGE = C.PAGE_SIZE
@@ -33,6 +34,7 @@ LAYERS, KV_HEADS, HEAD_DIM = 32, 2, 128
 DEPTH, TOPK, NODES = 4, 8, 32
 PATH = DEPTH + 1  # tokens that the step accepts
 LENGTH, MAX_LEN = 1024, 8192
+FILL_LENGTH, FILL_DEPTH = 32768, 9  # text and longest path of a filled draft
 CANDIDATES = TOPK + (DEPTH - 1) * TOPK * TOPK
 BUDGET_US = 80.0
 HISTORY = 1 << 20  # tokens; each launch of accept_tree appends up to PATH
@@ -66,6 +68,7 @@ class Step:
         self.make_worst_tree()
         self.make_state()
         self.make_sampling()
+        self.make_fill()
         self.make_draft_rows()
         pages = MAX_LEN // PAGE
         self.pool = normal(ctx, [2 * LAYERS, pages, KV_HEADS * PAGE * HEAD_DIM], dtype)
@@ -158,6 +161,26 @@ class Step:
             done=raw(ctx, np.zeros(1, np.uint64), pinned=True),
         )
 
+    def make_fill(self) -> None:
+        """Makes a text of random tokens, and the arrays of a filled draft."""
+        self.long_text = ops.SlotState(
+            lengths=put(self.ctx, [FILL_LENGTH]),
+            next_tokens=put(self.ctx, [7]),
+            counts=put(self.ctx, np.zeros([1, 1])),
+            vocab_size=1,
+            history=put(self.ctx, np.random.default_rng(1).integers(VOCAB, size=[1, FILL_LENGTH])),
+            accepted=self.accepted,
+        )
+        self.fill_paths = raw(self.ctx, np.zeros(1, ops.fill_path_dtype))
+        self.rates = {
+            name: ops.Array(self.ctx, [MAX_NGRAM + 1], "float32") for name in ("hits", "trials")
+        }
+        self.filled = ops.Draft(
+            tokens=ops.Array(self.ctx, [1, NODES - 1], "int32"),
+            parents=ops.Array(self.ctx, [1, NODES - 1], "int32"),
+            scores=ops.Array(self.ctx, [1, NODES - 1], "float32"),
+        )
+
     def make_draft_rows(self) -> None:
         names = ("ids", "positions", "token_seqs", "hidden_rows")
         arrays = {name: put(self.ctx, np.zeros([1, PATH])) for name in names}
@@ -209,6 +232,29 @@ class Step:
 
     def select(self) -> None:
         ops.draft_select(self.ctx, beam=self.beam, draft=self.draft)
+
+    def observe(self) -> None:
+        ops.fill_observe(
+            self.ctx,
+            seq_slots=self.slots,
+            state=self.long_text,
+            paths=self.fill_paths,
+            **self.rates,
+        )
+
+    def fill(self) -> None:
+        ops.draft_fill(
+            self.ctx,
+            seq_slots=self.slots,
+            state=self.long_text,
+            draft=self.draft,
+            max_depth=FILL_DEPTH,
+            min_ngram=1,
+            max_ngram=16,
+            paths=self.fill_paths,
+            filled=self.filled,
+            **self.rates,
+        )
 
     def build(self) -> None:
         ops.tree_build(
@@ -271,6 +317,8 @@ def ops_of(step: Step) -> list[tuple[str, int, Callable[[], None]]]:
         (f"topk_logprobs, {TOPK} rows", DEPTH - 1, lambda: step.topk(TOPK)),
         (f"tree_expand, {TOPK} rows", DEPTH - 1, lambda: step.expand(1)),
         ("draft_select", 1, step.select),
+        ("fill_observe", 0, step.observe),
+        (f"draft_fill, {FILL_LENGTH} tokens of text", 0, step.fill),
         ("tree_build", 1, step.build),
         (f"sample, {NODES} rows, greedy", 1, lambda: step.sample(step.greedy)),
         (f"sample, {NODES} rows, T, top-k, top-p", 0, lambda: step.sample(step.drawing)),

@@ -50,12 +50,14 @@ W4_DRAFTS = {
     "eagle3_w4": ("eagle3", "compressed", "awq"),
 }
 
-DRAFTS = [*KINDS, "ngram", *W4_DRAFTS]
+FILL = "_filled"  # suffix of a kind whose drafts the context fills
+
+DRAFTS = [*KINDS, "ngram", *W4_DRAFTS, "minicpm_eagle_filled", "model_filled"]
 
 SOME_DRAFTS = DRAFTS
 
 if SMALL:
-    DRAFTS = ["minicpm_eagle", "eagle3", "model", "ngram", "eagle_w4"]
+    DRAFTS = ["minicpm_eagle", "eagle3", "model_filled", "ngram", "eagle_w4"]
     SOME_DRAFTS = DRAFTS[:-1]  # 4-bit drafts are slow under a sanitizer
 
 
@@ -88,6 +90,7 @@ class Models:
         return self._targets[family]
 
     def draft(self, kind: str, family: str) -> Path:
+        kind = kind.removesuffix(FILL)
         directory = self.root / f"{family}-{kind}"
         if directory.is_dir():
             return directory
@@ -115,10 +118,13 @@ class Models:
             ),
         ).engine
 
-    def drafted(self, kind: str, family: str, tree: dict[str, int], **config: Any) -> Any:
+    def drafted(self, kind: str, family: str, tree: dict[str, Any], **config: Any) -> Any:
         if kind == "ngram":
             tree = {"spec_num_iter": tree["spec_num_iter"]}
             return self.engine(family, {"method": "ngram", **tree}, **config)
+        if kind.endswith(FILL):
+            steps = max(1, tree["spec_num_iter"] - 1)
+            tree = {**tree, "fill": "ngram", "num_model_steps": steps}
         draft = str(self.draft(kind, family))
         return self.engine(family, {"draft_model_path": draft, **tree}, **config)
 

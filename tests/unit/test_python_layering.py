@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 # well.
 ORDER = [
     "C __version__ _extension checks errors environment exiting flag_help spec_metrics",
-    "config flags grammar outputs",
+    "config flags grammar outputs speculation_keys",
     # Files of a checkpoint: names, shapes and bytes of tensors.
     "loading.checkpoint loading.hub loading.index loading.progress loading.safetensors "
     "loading.tensors loading.torch_files",

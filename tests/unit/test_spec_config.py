@@ -8,6 +8,7 @@ import pytest
 
 from cpmcu.cli import _configs, make_parser
 from cpmcu.config import (
+    CHOSEN_SHAPE,
     MAX_TREE_SIZE,
     SHIPPED_SHAPE,
     EngineConfig,
@@ -64,6 +65,30 @@ def test_json():
     assert SpeculativeConfig.from_mapping({"model": "d", "spec_tree_size": 8}).spec_tree_size == 8
 
 
+def test_fill():
+    config = from_command_line("--draft-model-path", "d", "--spec-fill", "ngram")
+    assert config == SpeculativeConfig(draft_model_path="d", fill="ngram")
+    assert config.chooses_shapes and config.ngram_range == (1, 16)
+    assert config.shape(defaults=CHOSEN_SHAPE) == TreeShape(9, 8, 32)
+    assert SpeculativeConfig(fill="ngram", spec_topk_per_iter=16).shape() == TreeShape(5, 16, 12)
+    assert SpeculativeConfig(fill="ngram", spec_num_iter=3).shape().depth == 3
+    assert SpeculativeConfig(fill="ngram").shape(chain=True) == TreeShape(9, 1, 10)
+
+
+def test_fastdeploys_hybrid_form():
+    text = (
+        '{"method": "mtp", "mtp_strategy": "with_ngram", "num_model_steps": 3, '
+        '"num_speculative_tokens": 5, "max_ngram_size": 6, "min_ngram_size": 2}'
+    )
+    config = from_command_line("--speculative-config", text)
+    assert (config.method, config.fill, config.num_model_steps) == ("mtp", "ngram", 3)
+    assert config.shape() == TreeShape(5, 1, 6) and config.ngram_range == (2, 6)
+    plain = from_command_line("--speculative-config", text.replace("with_ngram", "default").replace(
+        '"num_model_steps": 3', '"num_model_steps": 5'
+    ))  # fmt: skip
+    assert plain.fill is None
+
+
 def test_json_round_trip_through_asdict():
     config = EngineConfig(speculative_config=SpeculativeConfig(draft_model_path="d"))
     fields = dataclasses.asdict(config)["speculative_config"]
@@ -82,6 +107,16 @@ def test_json_round_trip_through_asdict():
         ('{"prompt_lookup_min": 5, "prompt_lookup_max": 2}', "prompt_lookup_min is 5"),
         ('{"prompt_lookup_max": 33}', "prompt_lookup_max is 33, but must be at most 32"),
         ('{"prompt_lookup_min": 40}', "prompt_lookup_max is 40, but must be at most 32"),
+        ('{"mtp_strategy": "hybrid"}', "mtp_strategy is 'hybrid', expected one of: default, with"),
+        ('{"mtp_strategy": 1}', "mtp_strategy is 1, expected one of"),
+        ('{"fill": "suffix"}', "fill is 'suffix', but must be one of ngram"),
+        ('{"mtp_strategy": "default", "fill": "ngram"}', "also sets fill by fill: give it once"),
+        ('{"method": "ngram", "fill": "ngram"}', "fill and method are both 'ngram', expected the"),
+        ('{"num_model_steps": 3}', "num_model_steps is 3 without a fill, but must equal"),
+        (
+            '{"fill": "ngram", "num_model_steps": 6, "num_speculative_tokens": 5}',
+            "num_model_steps is 6, but must be at most spec_num_iter, which is 5",
+        ),
     ],
 )
 def test_wrong_json(text, message):
