@@ -179,7 +179,7 @@ class DiskTier:
             else:
                 self._host.give(read.block)
             if fits and has_state and entry.state < 0:
-                entry.state = read.state
+                self._index.set_state(entry, read.state)
             elif read.state >= 0:
                 self._states.give(read.state)
             if not good and entry.alive:
