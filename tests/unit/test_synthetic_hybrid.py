@@ -1,4 +1,4 @@
-"""Synthetic checkpoints with gated delta nets: shapes, 4-bit form, and the MTP head's acceptance."""
+"""Synthetic checkpoints with gated delta nets: shapes, 4-bit form, acceptance of the MTP head."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_tables_of_an_mtp_head_with_synthetic_acceptance(acceptance: float, tmp_
 
 def test_flags_of_a_model_with_an_mtp_head(tmp_path: Path) -> None:
     out = tmp_path / "model"
-    with pytest.raises(SystemExit, match="the draft of tiny-qwen3.5 is its MTP head"):
+    with pytest.raises(SystemExit, match=r"the draft of tiny-qwen3\.5 is its MTP head"):
         write("tiny-qwen3.5", out, "--acceptance", "0.5", "--draft-out", str(tmp_path / "draft"))
     with pytest.raises(SystemExit, match="--draft-quant is for the draft in --draft-out"):
         write("tiny-qwen3.5", out, "--acceptance", "0.5", "--draft-quant", "gptq")
