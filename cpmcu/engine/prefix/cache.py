@@ -99,6 +99,7 @@ class PrefixCache:
                 self._host,
                 self._states,
                 self._take_block,
+                lambda: self._take_state(Prefix([]), at_end=True),
                 self._forget_empty,
             )
         self.counters = CacheCounters()
