@@ -50,6 +50,8 @@ class StateCache {
   void share(const Context& ctx, int slot, const std::vector<int>& pages);
   // Gives the slot's pages back; `num_steps` as in PagePool.
   void release(int slot, uint64_t num_steps);
+  // Up to `most` free pages, each with one owner other than a slot.
+  std::vector<int> take(int most);
   // Add or remove an owner of pages other than a slot, such as the prefix cache.
   void hold(const std::vector<int>& pages);
   void drop(const std::vector<int>& pages, uint64_t num_steps);

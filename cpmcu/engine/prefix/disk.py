@@ -166,6 +166,9 @@ class DiskStore:
                 self._make_folder()
                 used = self._write_file(name, page, state)
             written = True
+        except IsADirectoryError as error:  # in the file's place: other pages can be written
+            self._complain(f"{self._path(key)}: cannot be written: {sentence(error)}")
+            return False
         except OSError as error:
             self._writing_failed(error)
             return False
@@ -235,7 +238,7 @@ class DiskStore:
             if error.errno == errno.EIO:
                 self._discard(key, sentence(error))
             else:
-                self._reading_failed(path, error)
+                self._complain(f"{path}: cannot be read: {sentence(error)}")
             return False, False
         with self._lock:
             if generation == self._generation:
@@ -303,7 +306,7 @@ class DiskStore:
 
     def _evict(self) -> None:
         """Removes the least recently used files until the files being written have room."""
-        paths = []
+        paths: list[str | Path] = []
         with self._lock:
             while self._num_bytes + self._others_bytes + self._reserved > self._limit_bytes:
                 first = next(iter(self._entries.items()), None)
@@ -322,8 +325,8 @@ class DiskStore:
 
     # ---- files
 
-    def _path(self, key: bytes) -> Path:
-        return self._folder / f"{key.hex()}.safetensors"
+    def _path(self, key: bytes) -> str:
+        return f"{self._folder}/{key.hex()}.safetensors"
 
     def _make_folder(self) -> None:
         self._folder.parent.mkdir(parents=True, exist_ok=True)
@@ -409,14 +412,15 @@ class DiskStore:
         end = "the file is removed" if _remove(path) else "the file cannot be removed"
         logger.warning("prefix cache: %s: %s; %s", path, what, end)
 
-    def _reading_failed(self, path: Path, error: OSError) -> None:
+    def _complain(self, what: str) -> None:
+        """Logs what is wrong with one file, at most once in PAUSE_SECONDS."""
         with self._lock:
             now = time.monotonic()
             told = now < self._complain_again
             if not told:
                 self._complain_again = now + PAUSE_SECONDS
         if not told:
-            logger.warning("prefix cache: %s: cannot be read: %s", path, sentence(error))
+            logger.warning("prefix cache: %s", what)
 
     def _writing_failed(self, error: OSError) -> None:
         with self._lock:
@@ -463,7 +467,7 @@ def _status(file: os.DirEntry[str]) -> os.stat_result | None:
     return None
 
 
-def _remove(path: Path) -> bool:
+def _remove(path: str | Path) -> bool:
     """Is the file gone?"""
     try:
         os.unlink(path)

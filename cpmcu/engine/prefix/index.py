@@ -42,6 +42,9 @@ class PrefixIndex:
         self._entries: dict[bytes, Entry] = {}
         self._idle_pages: OrderedDict[bytes, Entry] = OrderedDict()  # the oldest first
         self._blocks: OrderedDict[bytes, Entry] = OrderedDict()
+        # Entries with a state: those within prompts are evicted before those at a prompt's end.
+        self._inner_states: OrderedDict[bytes, Entry] = OrderedDict()
+        self._end_states: OrderedDict[bytes, Entry] = OrderedDict()
         self.num_pages = 0  # device pages of living entries
 
     def __len__(self) -> int:
@@ -110,6 +113,10 @@ class PrefixIndex:
                 self._idle_pages[entry.key] = entry
             if entry.alive and entry.block >= 0:
                 self._blocks.move_to_end(entry.key)
+        for entry in entries:  # the last state becomes the newest
+            for states in (self._inner_states, self._end_states):
+                if entry.key in states:
+                    states.move_to_end(entry.key)
         return dropped
 
     def set_page(self, entry: Entry, page: int) -> None:
@@ -129,6 +136,25 @@ class PrefixIndex:
             self._blocks.pop(entry.key, None)
         else:
             self._blocks[entry.key] = entry
+
+    def set_state(self, entry: Entry, state: int, *, at_end: bool = False) -> None:
+        """Sets the host block of the entry's per-slot state; -1: none.
+
+        `at_end`: a longer prompt is likely to begin here, as at the end of a prompt.
+        """
+        entry.state = state
+        self._inner_states.pop(entry.key, None)
+        self._end_states.pop(entry.key, None)
+        if state >= 0 and entry.alive:
+            (self._end_states if at_end else self._inner_states)[entry.key] = entry
+
+    def oldest_state(self) -> Entry | None:
+        """The entry whose state goes first. None: all states are in use."""
+        for states in (self._inner_states, self._end_states):
+            for entry in states.values():
+                if entry.users == 0 and entry.locks == 0:
+                    return entry
+        return None
 
     def oldest_pages(self, count: int) -> list[Entry]:
         """Up to `count` idle entries with device pages, the oldest first."""
@@ -163,6 +189,8 @@ class PrefixIndex:
                 del self._entries[found.key]
                 self._idle_pages.pop(found.key, None)
                 self._blocks.pop(found.key, None)
+                self._inner_states.pop(found.key, None)
+                self._end_states.pop(found.key, None)
         if entry.parent is not None:
             entry.parent.children.discard(entry)
         return removed
