@@ -26,8 +26,8 @@ from tests.reference.tiny_drafts import write_draft
 
 extension_or_skip()
 
-FAMILIES = ["qwen3_5"] if SMALL else ["qwen3_5", "qwen3_next"]
 KINDS = ["mtp", "ngram", "model"]
+CASES = [*(("qwen3_5", kind) for kind in KINDS), *([] if SMALL else [("qwen3_next", "mtp")])]
 SOME = PROMPTS[::2]
 
 
@@ -44,18 +44,18 @@ def drafted(models: Models, kind: str, family: str, tree: dict[str, int], **conf
 
 
 @pytest.mark.parametrize("tree", ["chain", "root", "wide", "full"])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "kind"), CASES)
 def test_same_tokens(models: Models, family: str, kind: str, tree: str) -> None:
     drive = Drive(drafted(models, kind, family, TREES[tree]), ahead=2)
     for i, ids in enumerate(SOME):
         fields = list(SAMPLINGS.values())[(i + list(TREES).index(tree)) % len(SAMPLINGS)]
-        assert drive.one(ids, 66, **fields) == models.plain(family, ids, 66, **fields), len(ids)
+        assert drive.one(ids, 40, **fields) == models.plain(family, ids, 40, **fields), len(ids)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_same_tokens_after_fifty_prompts(models: Models, family: str) -> None:
+def test_same_tokens_after_fifty_prompts(models: Models) -> None:
     """A small vocabulary, so that many drafted tokens are accepted. Greedy and sampled."""
+    family = "qwen3_5"
+    models.target(family)  # skips the test where the target cannot run
     small = write_tiny(
         models.root / f"{family}-small",
         family,
@@ -63,7 +63,6 @@ def test_same_tokens_after_fifty_prompts(models: Models, family: str) -> None:
         max_position_embeddings=CONTEXT,
         mtp_num_hidden_layers=1,
     )
-    models.target(family)  # skips the test where the target cannot run
     models._targets[f"{family}-small"] = small
     plain = Drive(models.engine(f"{family}-small", None))
     drives = [
@@ -72,11 +71,11 @@ def test_same_tokens_after_fifty_prompts(models: Models, family: str) -> None:
     ]
     lengths: set[int] = set()
     for seed in range(50):
-        ids = random_ids(1 + 3 * seed, 11, seed)
+        ids = random_ids(1 + 2 * seed, 11, seed)
         fields = {} if seed % 2 else {"temperature": 0.9, "seed": seed}
-        expected = plain.one(ids, 30, **fields)
+        expected = plain.one(ids, 24, **fields)
         for drive in drives:
-            assert drive.one(ids, 30, **fields) == expected, seed
+            assert drive.one(ids, 24, **fields) == expected, seed
             lengths |= set(drive.emitted[:-1])
     assert {1, 2, 3, 4} <= lengths
 
