@@ -59,6 +59,12 @@ class LoadedDraft:
     files: DraftFiles | None
     head_quant: str = "auto"  # effective draft_head_quant
 
+    @property
+    def title(self) -> str:
+        """The draft's name for a user."""
+        assert self.files is not None
+        return f"{self.files.directory.name} ({self.method})"
+
     def spec(self, extension: Any, dtype: str) -> C.DrafterSpec:
         """The engine's specification of the drafter."""
         return self._spec(extension, dtype, self.method, self.plan)

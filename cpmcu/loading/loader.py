@@ -154,16 +154,16 @@ def load_model(
             plan = plan_load(checkpoint, fields, family.names, quant, expected, required)
         log_unused(plan.unused)
         log_conversion(plan.conversions_to(dtype), dtype, reason)
-        loads = [(checkpoint, plan)]
+        loads = [(checkpoint, plan, directory.name)]
         if draft and draft.files:
             draft_plan = draft.plan_load(*_expected(engine, lambda name: name.startswith(PREFIX)))
             if draft_plan is not None:
                 log_unused(draft_plan.unused)
                 log_conversion(draft_plan.conversions_to(dtype), dtype, "as the target")
-                loads.append((draft.files.checkpoint, draft_plan))
+                loads.append((draft.files.checkpoint, draft_plan, draft.title))
         before_tensors(directory)
-        for each, its_plan in loads:
-            load_tensors(engine, each, its_plan, each.directory.name, progress or LogProgress())
+        for each, its_plan, title in loads:
+            load_tensors(engine, each, its_plan, title, progress or LogProgress())
         engine.finish_loading()
     shapes: tuple[tuple[int, int], ...] = ()
     if draft and config.speculation.chooses_shapes:

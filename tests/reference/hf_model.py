@@ -52,7 +52,7 @@ def hf_states(
     missing, unexpected = model.load_state_dict(state, strict=False)
     assert not unexpected and all(name.startswith("model.visual.") for name in missing), missing
     with torch.no_grad():
-        outputs = model(torch.tensor([list(ids)]), output_hidden_states=True)
+        outputs = model(torch.tensor([list(ids)]), output_hidden_states=True, use_cache=False)
     return outputs.logits[0].numpy(), outputs.hidden_states[-1][0].numpy()
 
 
