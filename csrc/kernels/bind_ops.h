@@ -165,5 +165,6 @@ using OpsAttention = OpsParams<AttentionParams>;
 
 void bind_tree_ops(pybind11::module_& ops);  // bind_tree_ops.cpp
 void bind_w4_ops(pybind11::module_& ops);    // bind_w4_ops.cpp
+void bind_moe_ops(pybind11::module_& ops);   // bind_moe_ops.cpp
 
 }  // namespace cpmcu
