@@ -8,11 +8,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tests.reference.tiny_checkpoints import fuse_experts
+
 Array = npt.NDArray[Any]
 
 
 def hf_logits(config: Mapping[str, Any], weights: Mapping[str, Array], ids: Sequence[int]) -> Array:
-    """[T, V], float32, for a config.json and float32 weights of Llama, Mistral, Qwen2 or Qwen3."""
+    """[T, V], float32, for a config.json and float32 weights of all families but MiniCPM."""
     import torch
     import transformers
 
@@ -21,12 +23,14 @@ def hf_logits(config: Mapping[str, Any], weights: Mapping[str, Array], ids: Sequ
         "mistral": transformers.MistralConfig,
         "qwen2": transformers.Qwen2Config,
         "qwen3": transformers.Qwen3Config,
+        "qwen3_moe": transformers.Qwen3MoeConfig,
     }
     keys = {k: v for k, v in config.items() if k not in ("torch_dtype", "model_type")}
     hf_config = classes[config["model_type"]](**keys, attn_implementation="eager")
     # NOTE: with several threads, torch's first call in a process sometimes has an error of 6e-5.
     torch.set_num_threads(1)
     model = transformers.AutoModelForCausalLM.from_config(hf_config).float().eval()
+    weights = fuse_experts(config, weights)
     state = {name: torch.from_numpy(np.array(array)) for name, array in weights.items()}
     if hf_config.tie_word_embeddings:
         state["lm_head.weight"] = state["model.embed_tokens.weight"]
