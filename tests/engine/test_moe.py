@@ -1,4 +1,4 @@
-"""Qwen3-MoE: logits against transformers, and tokens that depend on nothing but their own text."""
+"""Mixtures of experts: logits against transformers, and tokens that depend on nothing but their own text."""
 
 from __future__ import annotations
 
@@ -50,6 +50,29 @@ def test_config(name: str, tmp_path: Path) -> None:
     tiny = write_moe(tmp_path, seed=len(name), **CONFIGS[name])
     ids = random_ids(203, 70)
     assert_close(engine_logits(tmp_path, ids), hf_reference(tiny, ids), LOGITS["float32"])
+
+
+SHARED: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "renormalised": {"norm_topk_prob": True},
+    "wide": {"shared_expert_intermediate_size": 264},
+    "dense layers": {"num_hidden_layers": 3, "mlp_only_layers": [1]},
+    "no bias": {"qkv_bias": False},
+}
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_shared_expert(name: str, tmp_path: Path) -> None:
+    config = {"norm_topk_prob": False} | SHARED[name]
+    tiny = write_tiny(tmp_path / "made", "qwen2moe", **config)
+    weights = tiny.weights
+    if name == "no bias":
+        weights = without(weights, ".bias")
+    tiny = write_tiny(tmp_path / "files", "qwen2moe", weights=weights, **config)
+    ids = random_ids(203, 70)
+    logits = engine_logits(tmp_path / "files", ids, chunk_length=33)
+    assert_close(logits, hf_reference(tiny, ids), LOGITS["float32"])
+    assert_close(logits, NumpyModel(tiny.fields(), weights).logits(ids), LOGITS["float32"])
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 13, 31, 64])
@@ -209,13 +232,22 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 PROMPTS = [random_ids(160, length, seed=length) for length in (1, 65, 130)]
 
 
-@pytest.mark.parametrize("tree", ["chain", "narrow", "full"])
-@pytest.mark.parametrize("kind", ["ngram", "noisy", "eagle3", "itself"])
-def test_speculation_changes_no_token(models: Models, kind: str, tree: str) -> None:
-    drive = Drive(models.drafted(kind, FAMILY, TREES[tree]), ahead=2)
+@pytest.mark.parametrize(
+    ("family", "kind", "tree"),
+    [
+        *((FAMILY, kind, tree) for kind in ("noisy", "eagle3") for tree in ("chain", "full")),
+        (FAMILY, "ngram", "chain"),
+        (FAMILY, "itself", "narrow"),
+        ("qwen2moe", "noisy", "full"),
+        ("qwen3moe_gptq", "noisy", "narrow"),
+        ("qwen2moe_awq", "ngram", "chain"),
+    ],
+)
+def test_speculation_changes_no_token(models: Models, family: str, kind: str, tree: str) -> None:
+    drive = Drive(models.drafted(kind, family, TREES[tree]), ahead=2)
     for ids, name in zip(PROMPTS, SAMPLINGS):
         fields = SAMPLINGS[name]
-        assert drive.one(ids, 40, **fields) == models.plain(FAMILY, ids, 40, **fields), name
+        assert drive.one(ids, 40, **fields) == models.plain(family, ids, 40, **fields), name
 
 
 def test_other_sequences_change_no_token(models: Models) -> None:

@@ -23,6 +23,7 @@ def hf_logits(config: Mapping[str, Any], weights: Mapping[str, Array], ids: Sequ
         "mistral": transformers.MistralConfig,
         "qwen2": transformers.Qwen2Config,
         "qwen3": transformers.Qwen3Config,
+        "qwen2_moe": transformers.Qwen2MoeConfig,
         "qwen3_moe": transformers.Qwen3MoeConfig,
     }
     keys = {k: v for k, v in config.items() if k not in ("torch_dtype", "model_type")}

@@ -2,7 +2,7 @@
 
 It supports all fields of a ModelSpec: grouped-query attention, rotary embedding with any
 inverse frequencies, RMSNorm on q and k heads, a bias on q, k and v, muP scales, a tied head, and
-experts without a shared one.
+experts.
 Weights have the names and shapes of a Hugging Face Llama checkpoint.
 """
 
@@ -104,6 +104,9 @@ class NumpyModel:
         for t, row in enumerate(x):
             for expert, weight in zip(experts[t], weights[t]):
                 result[t] += weight * self._mlp(row[None], f"{prefix}experts.{expert}.")[0]
+        if blocks["moe"].get("shared_intermediate_size"):
+            gate = x @ self.weights[prefix + "shared_expert_gate.weight"].T
+            result += self._mlp(x, prefix + "shared_expert.") / (1 + np.exp(-gate))
         return result
 
     def _mlp(self, x: Array, prefix: str) -> Array:

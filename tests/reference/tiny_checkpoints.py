@@ -27,6 +27,7 @@ ARCHITECTURES = {
     "qwen3": ("Qwen3ForCausalLM", "qwen3"),
     "minicpm": ("MiniCPMForCausalLM", "minicpm"),
     "qwen3moe": ("Qwen3MoeForCausalLM", "qwen3_moe"),
+    "qwen2moe": ("Qwen2MoeForCausalLM", "qwen2_moe"),
 }
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "minicpm")  # dense
 
@@ -76,7 +77,8 @@ def tiny_config(family: str, dtype: str = "float32", **overrides: Any) -> dict[s
     architecture, model_type = ARCHITECTURES[family]
     config = {"architectures": [architecture], "model_type": model_type, "torch_dtype": dtype}
     config |= BASE_CONFIG | (MINICPM_SCALES if family == "minicpm" else {})
-    config |= EXPERTS if family == "qwen3moe" else {}
+    config |= EXPERTS if family.endswith("moe") else {}
+    config |= {"shared_expert_intermediate_size": 56} if family == "qwen2moe" else {}
     if family == "mistral":
         config["sliding_window"] = None
     if "hidden_size" in overrides or "num_attention_heads" in overrides:
@@ -109,18 +111,21 @@ def random_weights(config: Mapping[str, Any], seed: int = 0) -> dict[str, Array]
         weights[prefix + "input_layernorm.weight"] = norm(hidden)
         for part, rows in (("q", q_size), ("k", kv_size), ("v", kv_size)):
             weights[f"{prefix}self_attn.{part}_proj.weight"] = matrix(rows, hidden)
-            if model_type == "qwen2":
+            if model_type in ("qwen2", "qwen2_moe"):
                 weights[f"{prefix}self_attn.{part}_proj.bias"] = norm(rows) - 1
             if model_type in ("qwen3", "qwen3_moe") and part != "v":
                 weights[f"{prefix}self_attn.{part}_norm.weight"] = norm(head_dim)
         weights[prefix + "self_attn.o_proj.weight"] = matrix(hidden, q_size)
         weights[prefix + "post_attention_layernorm.weight"] = norm(hidden)
-        modules, width = ["mlp."], inner
+        modules = {"mlp.": inner}
         if has_experts(config, layer):
             weights[prefix + "mlp.gate.weight"] = 3 * matrix(config["num_experts"], hidden)
-            modules = [f"mlp.experts.{expert}." for expert in range(config["num_experts"])]
-            width = config["moe_intermediate_size"]
-        for module in modules:
+            experts = [f"mlp.experts.{expert}." for expert in range(config["num_experts"])]
+            modules = dict.fromkeys(experts, config["moe_intermediate_size"])
+            if shared_width := config.get("shared_expert_intermediate_size"):
+                weights[prefix + "mlp.shared_expert_gate.weight"] = 3 * matrix(1, hidden)
+                modules["mlp.shared_expert."] = shared_width
+        for module, width in modules.items():
             weights[f"{prefix}{module}gate_proj.weight"] = matrix(width, hidden)
             weights[f"{prefix}{module}up_proj.weight"] = matrix(width, hidden)
             weights[f"{prefix}{module}down_proj.weight"] = matrix(hidden, width)
