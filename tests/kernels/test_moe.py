@@ -9,6 +9,7 @@ import numpy.typing as npt
 import pytest
 
 from tests.kernels.util import (
+    GPU,
     check,
     context,
     empty,
@@ -351,6 +352,37 @@ def test_combine(
     )
     last = combined(device, num_tokens - 1, num_tokens).numpy()
     assert np.array_equal(last, combined(device, 0, num_tokens).numpy()[-1:])
+
+
+@GPU
+@pytest.mark.parametrize("num_tokens", [1, 5, 64])
+def test_a_graph_follows_the_router(num_tokens: int) -> None:
+    """A captured graph is replayed with other logits: the experts are chosen on the device."""
+    device, num_experts, top_k, n, k = "cuda", 16, 3, 64, 72
+    x, w = expert_inputs(num_tokens, num_experts, n, k, "bfloat16")
+    rows, weights = put(device, x, "bfloat16"), put(device, w, "bfloat16")
+    logits = put(device, random_logits(num_tokens, num_experts))
+    routing = ops.Routing(
+        context(device), num_tokens=num_tokens, num_experts=num_experts, top_k=top_k
+    )
+    y = empty(device, [num_tokens * top_k, n])
+    hidden = empty(device, [num_tokens, n], "bfloat16")
+
+    def body() -> None:
+        ops.moe_route(context(device), routing, logits, renormalise=True)
+        ops.expert_gemm(context(device), y, rows, weights, routing, pairs_per_x=top_k)
+        ops.moe_combine(context(device), hidden, y, routing)
+
+    graph = context(device).graph(body)
+    for seed in range(3):
+        scores = np.random.default_rng(seed).standard_normal((num_tokens, num_experts))
+        logits.copy_from(scores.astype(np.float32))
+        hidden.copy_from(np.zeros((num_tokens, n), np.uint16))
+        graph.replay()
+        experts, share = reference.route(scores.astype(np.float32).astype(float), top_k, True)
+        pairs = reference.expert_gemm(x, w, experts.reshape(-1), top_k, False)
+        expected = np.einsum("tk,tkn->tn", share, pairs.reshape(num_tokens, top_k, n))
+        assert_close(get(hidden), expected, KERNELS["gemm"]["bfloat16"])
 
 
 @on_devices
