@@ -1,4 +1,4 @@
-"""Mixtures of experts: logits against transformers, and tokens that depend on nothing but their own text."""
+"""Mixtures of experts: logits against transformers, and texts that depend on no other text."""
 
 from __future__ import annotations
 
