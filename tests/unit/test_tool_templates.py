@@ -100,7 +100,7 @@ def same(value: Any) -> str:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(calls=CALLS, cuts=st.lists(st.integers(0, 500), max_size=8), before=st.booleans())
 def test_the_parser_reads_what_the_template_writes(family, calls, cuts, before):
     name, end, has_content, several = FAMILIES[family]
