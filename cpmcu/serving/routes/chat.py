@@ -10,18 +10,11 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from cpmcu.grammar import Grammar
 from cpmcu.outputs import CompletionOutput, StreamChunk, TokenLogprobs
-from cpmcu.serving import grammar, sse
-from cpmcu.serving.answers import (
-    AnswerParser,
-    CallParser,
-    ForcedCalls,
-    Part,
-    metrics_of,
-)
+from cpmcu.serving import sse
+from cpmcu.serving.answer_plan import plan_answer
+from cpmcu.serving.answers import AnswerParser, Part, metrics_of
 from cpmcu.serving.conversation import checked, render
-from cpmcu.serving.errors import refused
 from cpmcu.serving.generation import Generation, PrefillProgress, encode, sampling_params
 from cpmcu.serving.logprobs import LOWEST, by_id, of_prompt
 from cpmcu.serving.protocol.base import ERRORS
@@ -31,16 +24,12 @@ from cpmcu.serving.protocol.chat import (
     ChatRequest,
     ChatResponse,
     ChoiceLogprobs,
-    NamedTool,
     TokenLogprob,
     ToolCallPart,
 )
-from cpmcu.serving.reasoning import ReasoningSplitter, is_open
 from cpmcu.serving.responses import Reply, answer, service_of
 from cpmcu.serving.service import Service
 from cpmcu.serving.token_text import TokenTexts
-from cpmcu.serving.tools import ToolParser
-from cpmcu.tokenizer import Tokenizer
 
 router = APIRouter(tags=["generation"])
 
@@ -95,31 +84,8 @@ def _prepare(service: Service, body: ChatRequest, loop: asyncio.AbstractEventLoo
         max_length=model.llm.max_length,
     )
     fields = body.sampling_fields()
-    forced = _forced(body)
-    if forced is not None and fields["grammar"] is not None:
-        raise refused(
-            "tool_choice", "A forced tool_choice and structured output exclude each other."
-        )
-    fields["grammar"] = forced or fields["grammar"]
-    notation = model.tool_notation if body.tools_wanted and not forced else None
-    tags = model.reasoning_tags if body.separate_reasoning else None
-    if tags is not None and fields["grammar"] is not None:
-        fields["grammar"], tags = _with_thinking(
-            fields["grammar"], tags, model.llm.tokenizer, prompt, body
-        )
-    in_use = [*(tags or ()), *((notation.begin, notation.end) if notation else ())]
-
-    def new_parser() -> AnswerParser:
-        splitter = None
-        if tags is not None:
-            inside = is_open(prompt, tags, continues=body.continue_final_message)
-            splitter = ReasoningSplitter(tags, inside=inside)
-        calls: CallParser | None = None if notation is None else ToolParser(notation)
-        if forced:
-            named = body.tool_choice if isinstance(body.tool_choice, NamedTool) else None
-            calls = ForcedCalls(named.function.name if named else None)
-        return AnswerParser(splitter, calls, only_one_call=body.parallel_tool_calls is False)
-
+    plan = plan_answer(model, body, prompt, fields["grammar"])
+    fields["grammar"] = plan.grammar
     params = sampling_params(
         max_tokens=body.token_limit,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
@@ -133,47 +99,9 @@ def _prepare(service: Service, body: ChatRequest, loop: asyncio.AbstractEventLoo
         loop,
         prompt_field="messages",
         progress=body.return_progress,
-        keep_special_tokens=_special(model.llm.tokenizer, in_use),
+        keep_special_tokens=plan.special_tokens,
     )
-    return _Job(generation, new_parser, model.token_texts)
-
-
-def _special(tokenizer: Tokenizer, tags: Sequence[str | None]) -> list[int]:
-    """Returns the special tokens among tags. The output text must keep them."""
-    ids = {tokenizer.id_of(tag) for tag in tags if tag}
-    return [token for token in ids if token is not None and tokenizer.is_special(token)]
-
-
-def _forced(body: ChatRequest) -> Grammar | None:
-    """Returns the grammar of a forced tool call; None if no call is forced."""
-    anything: dict[str, Any] = {"type": "object"}
-    schemas = {t.function.name: t.function.parameters or anything for t in body.tools_wanted}
-    if isinstance(body.tool_choice, NamedTool):
-        return grammar.of_arguments(schemas[body.tool_choice.function.name])
-    if body.must_call:
-        return grammar.of_calls(schemas, several=body.parallel_tool_calls is not False)
-    return None
-
-
-def _with_thinking(
-    answer: Grammar,
-    tags: tuple[str, str],
-    tokenizer: Tokenizer,
-    prompt: str,
-    body: ChatRequest,
-) -> tuple[Grammar, tuple[str, str] | None]:
-    """Returns (grammar with optional reasoning, tags), or (`answer`, None) without reasoning.
-
-    Reasoning is not allowed in three cases: the prompt has closed it; the answer continues a
-    message that has no open reasoning; include_reasoning is false.
-    """
-    begun = is_open(prompt, tags, continues=body.continue_final_message)
-    closed = prompt.rstrip().endswith(tags[1]) or (body.continue_final_message and not begun)
-    if closed or not body.include_reasoning:
-        return answer, None
-    ids = [tokenizer.encode(tag, add_special_tokens=False) for tag in tags]
-    begin, end = (found[0] if len(found) == 1 else None for found in ids)
-    return grammar.after_thinking(answer, tags, (begin, end), begun=begun), tags
+    return _Job(generation, plan.new_parser, model.token_texts)
 
 
 class _Chat:
@@ -230,7 +158,6 @@ class _Chat:
         """Yields the events of the stream."""
         reply, generation = self._reply, self._job.generation
         parsers = [self._job.new_parser() for _ in generation.requests]
-        num_calls = [0] * len(parsers)
         begun = [False] * len(parsers)
         tokens = 0  # of all choices, including this chunk
         async for index, item in generation.items():
@@ -246,8 +173,7 @@ class _Chat:
                     yield reply.chunk([_delta(index, {"content": self._body.echoed})], **usage)
             tokens += len(item.token_ids)
             part = parsers[index].push(item.text, final=item.finish_reason is not None)
-            choice = _delta(index, self._fields(part, num_calls[index]))
-            num_calls[index] += len(part.calls)
+            choice = _delta(index, self._fields(part))
             self._add_details(choice, item)
             if item.finish_reason is not None:
                 choice["finish_reason"] = _finish_reason(item.finish_reason, parsers[index])
@@ -265,16 +191,14 @@ class _Chat:
             return {}
         return {"prompt_token_ids": self._job.generation.prompts[0]}
 
-    def _fields(self, part: Part, calls_before: int) -> dict[str, Any]:
+    def _fields(self, part: Part) -> dict[str, Any]:
         fields: dict[str, Any] = {}
         if part.reasoning and self._body.include_reasoning:
             fields |= {"reasoning_content": part.reasoning, "reasoning": part.reasoning}
         if part.content:
             fields["content"] = part.content
-        if part.calls:
-            fields["tool_calls"] = [
-                {"index": calls_before + i, **call.to_dict()} for i, call in enumerate(part.calls)
-            ]
+        if part.deltas:
+            fields["tool_calls"] = [delta.to_dict() for delta in part.deltas]
         return fields
 
     def _add_details(self, choice: dict[str, Any], item: StreamChunk) -> None:
