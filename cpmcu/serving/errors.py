@@ -52,6 +52,14 @@ class ApiError(Exception):
         """Returns the error as a JSON object."""
         return error_body(self.status, str(self), param=self.param, code=self.code)
 
+    def renamed(self, names: Mapping[str, str]) -> ApiError:
+        """Returns the error with the field's name in another interface."""
+        name = names.get(self.param or "")
+        if name is None:
+            return self
+        message = str(self).replace(self.param or "", name)
+        return ApiError(self.status, message, param=name, code=self.code, headers=self.headers)
+
     def response(self) -> JSONResponse:
         """Returns the error as an HTTP response."""
         return JSONResponse(self.body(), self.status, self.headers)
@@ -148,7 +156,10 @@ _FORMS = {
     "list[str]": "a list of texts",
     "list[int]": "a list of token ids",
     "list[list[int]]": "a list of lists of token ids",
+    "list[ItemPart]": 'a list of parts like {"type": "input_text", "text": "a"}',
     "list[ContentPart]": 'a list of parts like {"type": "text", "text": "a"}',
+    "list[InputItem]": 'a list of items like {"role": "user", "content": "a"}',
+    "ToolChoice": 'an object like {"type": "function", "name": "f"}',
     "NamedTool": 'an object like {"type": "function", "function": {"name": "f"}}',
     "AllowedTools": 'an object like {"type": "allowed_tools", "allowed_tools": {...}}',
 }

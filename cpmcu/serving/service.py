@@ -17,6 +17,7 @@ from cpmcu.serving import reasoning, tools
 from cpmcu.serving.config import ServerConfig
 from cpmcu.serving.errors import ApiError, server_stopping
 from cpmcu.serving.metrics import Metrics
+from cpmcu.serving.response_store import ResponseStore
 from cpmcu.serving.token_text import TokenTexts
 from cpmcu.serving.workers import Workers
 
@@ -77,6 +78,7 @@ class Service:
         self.workers = Workers()
         self._stopping = False
         self._running: set[Generation] = set()
+        self.responses = ResponseStore(config.response_store)
 
     # ---- life
 

@@ -1,0 +1,179 @@
+"""Output items of /v1/responses: built from pieces of an answer, with the events that tell of them.
+
+A response has one answer. Its reasoning, text and calls become items in the order of arrival.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from cpmcu.outputs import TokenLogprobs
+from cpmcu.serving.answers import Part
+from cpmcu.serving.logprobs import entries
+from cpmcu.serving.response_items import seal
+from cpmcu.serving.token_text import TokenTexts
+from cpmcu.serving.tools import ToolCall
+
+Event = dict[str, Any]
+
+
+class ResponseOutput:
+    """The output items of one response.
+
+    `seal_reasoning`: reasoning items have `encrypted_content`. `texts`: None without
+    log-probabilities.
+    """
+
+    def __init__(self, *, seal_reasoning: bool, texts: TokenTexts | None) -> None:
+        self._seal = seal_reasoning
+        self._texts = texts
+        self._items: list[dict[str, Any]] = []
+        self._open: _TextItem | None = None
+        self._blank = ""  # white space that becomes text if more text follows
+        self._scores: list[dict[str, Any]] = []  # log-probabilities of text that is held back
+
+    def items(self) -> list[dict[str, Any]]:
+        """The items so far."""
+        opened = self._open
+        if opened is None:
+            return self._items
+        return [*self._items[:-1], opened.item("in_progress", self._seal)]
+
+    @property
+    def reasoning(self) -> str:
+        """All reasoning so far."""
+        found = [item for item in self.items() if item["type"] == "reasoning"]
+        return "".join(part["text"] for item in found for part in item["content"])
+
+    def add(self, part: Part, scores: Sequence[TokenLogprobs] | None = None) -> Iterator[Event]:
+        """Adds a piece of the answer, and the log-probabilities of its tokens."""
+        if self._texts is not None:
+            texts = self._texts
+            shown = [score for score in scores or () if not texts.is_special(score.token_id)]
+            self._scores += entries(texts, shown)
+        if part.reasoning:
+            self._scores.clear()
+            yield from self._add_text("reasoning", part.reasoning)
+        if part.content:
+            yield from self._add_content(part.content)
+        for call in part.calls:
+            self._blank = ""
+            self._scores.clear()
+            yield from self._close("completed")
+            yield from self._add_call(call)
+
+    def end(self, status: str) -> Iterator[Event]:
+        """Ends the last item. A completed answer without text and calls gets an empty text."""
+        silent = not any(item["type"] != "reasoning" for item in self._items)
+        if silent and (self._blank or status == "completed"):
+            yield from self._add_text("message", self._blank)
+        yield from self._close(status)
+
+    def _add_content(self, text: str) -> Iterator[Event]:
+        text, self._blank = self._blank + text, ""
+        writing = self._open is not None and self._open.kind == "message"
+        if not writing and not text.strip():
+            self._blank = text
+            return
+        yield from self._add_text("message", text)
+
+    def _add_text(self, kind: str, text: str) -> Iterator[Event]:
+        if self._open is None or self._open.kind != kind:
+            yield from self._close("completed")
+            opened = self._open = _TextItem(kind, len(self._items))
+            self._items.append(opened.item("in_progress", False))
+            yield self._event("output_item.added", item={**self._items[-1], "content": []})
+            yield self._event("content_part.added", part=opened.part("", []))
+        opened = self._open
+        scores, self._scores = self._scores, []
+        opened.pieces.append(text)
+        opened.scores += scores
+        if text:
+            more = {"logprobs": scores} if kind == "message" else {}
+            yield self._event(f"{opened.text_kind}.delta", delta=text, **more)
+
+    def _close(self, status: str) -> Iterator[Event]:
+        opened = self._open
+        if opened is None:
+            return
+        item = self._items[-1] = opened.item(status, self._seal)
+        part = item["content"][0]
+        more = {"logprobs": opened.scores} if opened.kind == "message" else {}
+        yield self._event(f"{opened.text_kind}.done", text=part["text"], **more)
+        yield self._event("content_part.done", part=part)
+        yield {
+            "type": "response.output_item.done",
+            "output_index": opened.index,
+            "item": item,
+        }
+        self._open = None
+
+    def _event(self, kind: str, **fields: Any) -> Event:
+        opened = self._open
+        assert opened is not None
+        place: dict[str, Any] = {"output_index": opened.index}
+        if kind != "output_item.added":
+            place |= {"item_id": opened.id, "content_index": 0}
+        return {"type": f"response.{kind}", **place, **fields}
+
+    def _add_call(self, call: ToolCall) -> Iterator[Event]:
+        item = {
+            "id": f"fc_{uuid.uuid4().hex}",
+            "type": "function_call",
+            "status": "completed",
+            "call_id": call.id,
+            "name": call.name,
+            "arguments": call.arguments,
+        }
+        index = len(self._items)
+        self._items.append(item)
+        place = {"output_index": index, "item_id": item["id"]}
+        begun = {**item, "status": "in_progress", "arguments": ""}
+        yield {"type": "response.output_item.added", "output_index": index, "item": begun}
+        kind = "response.function_call_arguments"
+        yield {"type": f"{kind}.delta", **place, "delta": call.arguments}
+        yield {"type": f"{kind}.done", **place, "name": call.name, "arguments": call.arguments}
+        yield {"type": "response.output_item.done", "output_index": index, "item": item}
+
+
+class _TextItem:
+    """An item that receives text: a message or reasoning."""
+
+    def __init__(self, kind: str, index: int) -> None:
+        self.kind = kind
+        self.index = index
+        self.id = f"{'msg' if kind == 'message' else 'rs'}_{uuid.uuid4().hex}"
+        self.text_kind = "output_text" if kind == "message" else "reasoning_text"
+        self.pieces: list[str] = []
+        self.scores: list[dict[str, Any]] = []
+
+    def part(self, text: str, scores: list[dict[str, Any]]) -> dict[str, Any]:
+        """The content part with `text`."""
+        part: dict[str, Any] = {"type": self.text_kind, "text": text}
+        return {**part, "annotations": [], "logprobs": scores} if self.kind == "message" else part
+
+    def item(self, status: str, sealed: bool) -> dict[str, Any]:
+        """The item with its text so far."""
+        text = "".join(self.pieces)
+        item = {"id": self.id, "type": self.kind, "status": status}
+        content = [self.part(text, self.scores)]
+        if self.kind == "message":
+            return {**item, "role": "assistant", "content": content}
+        secret = {"encrypted_content": seal(text)} if sealed else {}
+        return {**item, "summary": [], "content": content, **secret}
+
+
+def count_tokens(texts: TokenTexts, tokens: Sequence[int], text: str) -> int:
+    """Returns the number of tokens of an output up to the end of `text`; 0 for no text."""
+    if not text:
+        return 0
+    sought = text.encode()
+    pieces = [texts.bytes_of(token) for token in tokens]
+    left = max(b"".join(pieces).find(sought), 0) + len(sought)
+    for count, piece in enumerate(pieces, 1):
+        left -= len(piece)
+        if left <= 0:
+            return count
+    return len(pieces)
