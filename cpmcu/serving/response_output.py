@@ -32,7 +32,7 @@ class ResponseOutput:
         self._items: list[dict[str, Any]] = []
         self._open: _TextItem | None = None
         self._blank = ""  # white space that becomes text if more text follows
-        self._scores: list[dict[str, Any]] = []  # log-probabilities of text that is held back
+        self._scores: list[dict[str, Any]] = []  # log-probabilities of tokens without an item yet
 
     def items(self) -> list[dict[str, Any]]:
         """The items so far."""
@@ -54,13 +54,11 @@ class ResponseOutput:
             shown = [score for score in scores or () if not texts.is_special(score.token_id)]
             self._scores += entries(texts, shown)
         if part.reasoning:
-            self._scores.clear()
             yield from self._add_text("reasoning", part.reasoning)
         if part.content:
             yield from self._add_content(part.content)
         for call in part.calls:
             self._blank = ""
-            self._scores.clear()
             yield from self._close("completed")
             yield from self._add_call(call)
 
@@ -87,12 +85,30 @@ class ResponseOutput:
             yield self._event("output_item.added", item={**self._items[-1], "content": []})
             yield self._event("content_part.added", part=opened.part("", []))
         opened = self._open
-        scores, self._scores = self._scores, []
+        scores = self._take_scores(text)
         opened.pieces.append(text)
         opened.scores += scores
         if text:
             more = {"logprobs": scores} if kind == "message" else {}
             yield self._event(f"{opened.text_kind}.delta", delta=text, **more)
+
+    def _take_scores(self, text: str) -> list[dict[str, Any]]:
+        """Removes the tokens up to the end of `text`, and returns those that it consists of.
+
+        Text of tags and calls is in no item, so its tokens are skipped.
+        """
+        spans, end = [], 0
+        for score in self._scores:
+            spans.append((end, end + len(score["bytes"]), score))
+            end = spans[-1][1]
+        sought = text.encode()
+        begin = b"".join(bytes(score["bytes"]) for score in self._scores).rfind(sought)
+        if begin < 0:  # it has half a character, which ends the output
+            taken, self._scores = self._scores, []
+            return taken
+        until = begin + len(sought)
+        self._scores = [score for first, _, score in spans if first >= until]
+        return [score for first, last, score in spans if last > begin and first < until]
 
     def _close(self, status: str) -> Iterator[Event]:
         opened = self._open

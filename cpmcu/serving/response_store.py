@@ -82,7 +82,7 @@ class ResponseStore:
         """Returns a response. Raises ApiError (404) if it is not here."""
         stored = self._found.get(id)
         if stored is None:
-            raise self._unknown(id, "response", "response_id", 404)
+            raise self._unknown(f"There is no response {id[:64]!r}", "response_id", 404)
         return stored
 
     def previous(self, id: str) -> Stored:
@@ -90,7 +90,7 @@ class ResponseStore:
         field = "previous_response_id"
         stored = self._found.get(id)
         if stored is None:
-            raise self._unknown(id, "response", field, 400)
+            raise self._unknown(f"{field} is {id[:64]!r}, which is not", field, 400)
         if stored.run is not None:
             raise ApiError(
                 400, f"{field} is {id!r}, which has not ended.", param=field, code="invalid_value"
@@ -101,7 +101,7 @@ class ResponseStore:
         """Returns an output item of a stored response. Raises ApiError (400)."""
         found = self._outputs.get(id)
         if found is None:
-            raise self._unknown(id, "item", f"{place}.id", 400)
+            raise self._unknown(f"{place}.id is {id[:64]!r}, which is not", f"{place}.id", 400)
         return found
 
     def forget(self, id: str) -> None:
@@ -112,12 +112,11 @@ class ResponseStore:
             for item in stored.output:
                 self._outputs.pop(item.id or "", None)
 
-    def _unknown(self, id: str, what: str, param: str, status: int) -> ApiError:
-        kept = f"keeps the last {self.limit}" if self.limit else "keeps none"
+    def _unknown(self, what: str, param: str, status: int) -> ApiError:
+        kept = f"the last {self.limit} responses" if self.limit else "no responses"
         return ApiError(
             status,
-            f"There is no {what} {id[:64]!r} here: this server {kept} stored responses "
-            "(--response-store).",
+            f"{what} here: this server keeps {kept} (--response-store).",
             param=param,
-            code=f"{what}_not_found",
+            code="response_not_found",
         )
