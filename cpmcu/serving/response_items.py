@@ -120,7 +120,7 @@ class _Conversation:
 
     def _message(self, place: str, item: InputItem) -> None:
         if item.role is None:
-            raise _missing(place, "role")
+            raise missing(place, "role")
         content = _content(item.content, f"{place}.content")
         if item.role == "assistant":
             turn = self._turn
@@ -141,7 +141,7 @@ class _Conversation:
             ("input" if item.kind == "custom_tool_call" else "arguments", arguments),
         ):
             if value is None:
-                raise _missing(place, name)
+                raise missing(place, name)
         turn = self._turn or self._open(place)
         function = FunctionText(name=item.name or "", arguments=arguments or "{}")
         turn.tool_calls = [
@@ -152,7 +152,7 @@ class _Conversation:
 
     def _result(self, place: str, item: InputItem) -> None:
         if item.call_id is None:
-            raise _missing(place, "call_id")
+            raise missing(place, "call_id")
         if item.call_id not in self._calls:
             raise ApiError(
                 400,
@@ -189,7 +189,8 @@ _HANDLERS: dict[str, Callable[[_Conversation, str, InputItem], None]] = {
 }
 
 
-def _missing(place: str, name: str) -> ApiError:
+def missing(place: str, name: str) -> ApiError:
+    """Returns a 400 for a member that an item or a tool needs."""
     param = f"{place}.{name}"
     return ApiError(400, f"{param} is missing.", param=param, code="invalid_value")
 
@@ -262,7 +263,7 @@ def functions_of(tools: Sequence[ToolSpec] | None) -> list[Tool]:
             _tell_of_skipped(tool.type[:64])
             continue
         if tool.name is None:
-            raise _missing(f"tools[{i}]", "name")
+            raise missing(f"tools[{i}]", "name")
         function = FunctionSpec(
             name=tool.name,
             description=tool.description,
@@ -286,12 +287,12 @@ def _tool_choice(
         return choice
     if choice.type == "function":
         if choice.name is None:
-            raise _missing("tool_choice", "name")
+            raise missing("tool_choice", "name")
         return NamedTool(type="function", function=NamedFunction(name=choice.name))
     if choice.type == "allowed_tools":
         for name in ("mode", "tools"):
             if not getattr(choice, name):
-                raise _missing("tool_choice", name)
+                raise missing("tool_choice", name)
         named = [
             NamedTool(type="function", function=NamedFunction(name=tool.name or ""))
             for tool in choice.tools or []

@@ -50,6 +50,7 @@ class ResponseRun:
         self._status = "in_progress"
         self._error: dict[str, Any] | None = None
         self._completed_at: int | None = None
+        self._final: dict[str, Any] | None = None  # the response object, once it has ended
         self._cancelled = False
         self._ended = False
         self._number = 0  # of the next event
@@ -152,6 +153,8 @@ class ResponseRun:
 
     def response(self) -> dict[str, Any]:
         """Returns the response object as it is now."""
+        if self._final is not None:
+            return self._final
         running = self._status == "in_progress"
         cut = {"reason": "max_output_tokens"} if self._status == "incomplete" else None
         found = {
@@ -166,6 +169,8 @@ class ResponseRun:
         request = self.generation.requests[0]
         if self._wants_metrics and request.finish is not None:
             found["metrics"] = metrics_of([request.output()])
+        if not running:
+            self._final = found
         return found
 
     def _usage(self) -> dict[str, Any]:

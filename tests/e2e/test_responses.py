@@ -237,6 +237,8 @@ def test_metrics_are_given_if_asked_for(scripted):
         ({"input": [{"role": "robot", "content": "a"}]}, "input[0].role"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].id"),
+        ({"input": [{"id": "x"}]}, "input[0].id"),
+        ({"input": [{"type": "item_reference"}]}, "input[0].id"),
         ({"input": "a", "max_output_tokens": 0}, "max_output_tokens"),
         ({"input": "a", "tool_choice": "perhaps"}, "tool_choice"),
         ({"input": "a", "previous_response_id": "resp_x"}, "previous_response_id"),

@@ -8,12 +8,15 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+import os
+import subprocess
 
 import httpx
 import openai
 import pytest
 from pydantic import BaseModel, ConfigDict
 
+from tests.e2e.calls import node_modules
 from tests.e2e.conftest import SCRIPTS
 from tests.e2e.harness import cue
 
@@ -236,3 +239,54 @@ def test_pydantic_ai(scripted):
     assert result.usage.requests == 2
     thinking = agent.run_sync(cue("think")).all_messages()[-1]
     assert [part.part_kind for part in thinking.parts] == ["thinking", "text"]
+
+
+# ---- node
+
+PROGRAM = """
+const { generateText, streamText, stepCountIs, tool } = require("ai");
+const { createOpenAI } = require("@ai-sdk/openai");
+const { z } = require("zod");
+const [url, call, think, story] = process.argv.slice(2);
+const model = createOpenAI({ baseURL: url, apiKey: "none" }).responses("scripted");
+const tools = {
+  add: tool({ inputSchema: z.object({ a: z.number(), b: z.string() }), execute: async () => "1" }),
+  sub: tool({ inputSchema: z.object({}), execute: async () => story }),
+};
+(async () => {
+  const found = {};
+  const ask = { model, temperature: 0 };
+  const agent = { ...ask, tools, stopWhen: stepCountIs(3) };
+  found.agent = (await generateText({ ...agent, prompt: call })).text;
+  const stream = streamText({ ...ask, prompt: think });
+  found.streamed = "";
+  for await (const piece of stream.textStream) found.streamed += piece;
+  // The answer goes back as references to stored items.
+  const messages = [{ role: "user", content: think }, ...(await stream.response).messages,
+                    { role: "user", content: story }];
+  found.second = (await generateText({ ...ask, messages })).text;
+  found.reason = (await generateText({ ...ask, prompt: think, maxOutputTokens: 5 })).finishReason;
+  console.log(JSON.stringify(found));
+})();
+"""
+
+
+def test_ai_sdk(scripted, tmp_path):
+    modules = node_modules("ai", "@ai-sdk/openai", "zod")
+    program = tmp_path / "client.js"
+    program.write_text(PROGRAM)
+    cues = [cue(name) for name in ("call", "think", "story")]
+    done = subprocess.run(
+        ["node", str(program), f"{scripted.url}/v1", *cues],
+        env={**os.environ, "NODE_PATH": modules},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {
+        "agent": SCRIPTS["story"],
+        "streamed": "Four, 四.",
+        "second": SCRIPTS["story"],
+        "reason": "length",
+    }

@@ -182,6 +182,7 @@ def test_other_fields():
 REFUSED = [
     ([{"type": "web_search_call", "id": "w"}], "input[0].type", "'web_search_call' item"),
     ([{"type": "message", "content": "a"}], "input[0].role", "is missing"),
+    ([{}], "input[0].role", "is missing"),
     ([{"role": "user"}], "input[0].content", "is missing"),
     ([USER, {**CALL, "arguments": None}], "input[1].arguments", "is missing"),
     ([USER, {**CALL, "name": None}], "input[1].name", "is missing"),

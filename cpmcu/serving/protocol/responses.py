@@ -56,7 +56,7 @@ class InputItem(RequestModel):
     call_id, output. A reasoning item: content, encrypted_content or summary. An item_reference: id.
     """
 
-    type: str | None = Field(None, description="Default: message")
+    type: str | None = Field(None, description="Default: message, or item_reference for an id")
     id: str | None = None
     role: Literal["user", "assistant", "system", "developer"] | None = None
     content: str | Items[ItemPart] | None = None
@@ -70,10 +70,9 @@ class InputItem(RequestModel):
 
     @property
     def kind(self) -> str:
-        """The type."""
-        if self.type is None:
-            return "message" if self.role is not None else "item_reference"
-        return self.type
+        """The type. Clients may leave it out for messages and for references."""
+        named = self.id is not None and self.role is None and self.content is None
+        return self.type or ("item_reference" if named else "message")
 
     @property
     def length(self) -> int:

@@ -14,7 +14,7 @@ from cpmcu.serving.errors import ApiError, refused
 from cpmcu.serving.protocol.base import ERRORS
 from cpmcu.serving.protocol.response_object import DeletedResponse, ItemList, ResponseObject
 from cpmcu.serving.protocol.responses import InputItem, ResponsesRequest
-from cpmcu.serving.response_items import Placed, to_chat
+from cpmcu.serving.response_items import Placed, missing, to_chat
 from cpmcu.serving.response_run import ResponseRun
 from cpmcu.serving.response_store import Stored
 from cpmcu.serving.responses import answer, service_of
@@ -82,7 +82,9 @@ def _items(body: ResponsesRequest, service: Service) -> tuple[list[Placed], list
     new = [(f"input[{i}]", item) for i, item in enumerate(body.items)]
     for i, (place, item) in enumerate(new):
         if item.kind == "item_reference":
-            new[i] = (place, service.responses.output(item.id or "", place))
+            if item.id is None:
+                raise missing(place, "id")
+            new[i] = (place, service.responses.output(item.id, place))
     return before, new
 
 
