@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Mapping, Set
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field
 
@@ -111,16 +112,19 @@ class RequestModel(ApiModel):
 
     model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
 
+    ignored_fields: ClassVar[Set[str]] = IGNORED
+    refused_fields: ClassVar[Mapping[str, tuple[Any, ...]]] = REFUSED
+
     def check_extra(self) -> None:
         """Logs unknown fields once. Raises ApiError (400) for a field that changes the output."""
         for name, value in (self.model_extra or {}).items():
-            if name in IGNORED or value is None:
+            if name in self.ignored_fields or value is None:
                 continue
-            if name in REFUSED:
+            if name in self.refused_fields:
                 # In Python True == 1; in JSON true is not 1.
                 neutral = any(
                     value == each and isinstance(value, bool) == isinstance(each, bool)
-                    for each in REFUSED[name]
+                    for each in self.refused_fields[name]
                 )
                 if not neutral:
                     reason = _REASONS.get(name)

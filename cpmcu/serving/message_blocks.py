@@ -1,0 +1,112 @@
+"""Writes an answer as the content blocks of /v1/messages, in a stream or as one list."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from cpmcu.serving import strict_json
+from cpmcu.serving.answers import Part
+from cpmcu.serving.tools import ToolCall
+
+# Anthropic signs thinking blocks and checks the signature in later turns. This server does not, but
+# some clients drop or rewrite a block whose signature is empty.
+UNSIGNED = "unsigned"
+
+Event = dict[str, Any]
+
+
+class BlockWriter:
+    """Converts the parts of an answer to events that start, extend and stop content blocks.
+
+    A block ends where one of another type begins. `hide_thinking`: thinking blocks have no text.
+    """
+
+    def __init__(self, *, hide_thinking: bool = False) -> None:
+        self._hide_thinking = hide_thinking
+        self._index = -1  # of the last block
+        self._open: str | None = None  # type of the open block
+        self._blank = ""  # white space that may turn out to be the gap before a call
+
+    def push(self, part: Part, *, final: bool = False) -> Iterator[Event]:
+        """Yields the events that `part` adds. `final`: the answer ends with it."""
+        if part.reasoning:
+            yield from self._thinking(part.reasoning)
+        yield from self._text(part.content)
+        for call in part.calls:
+            yield from self._call(call)
+        if not final:
+            return
+        if self._blank and self._index < 0:
+            yield from self._extend("text", {"text": ""}, "text_delta", text=self._blank)
+        yield from self._stop()
+
+    def _thinking(self, thought: str) -> Iterator[Event]:
+        if self._hide_thinking:
+            thought = ""
+        start = {"thinking": "", "signature": ""}
+        yield from self._extend("thinking", start, "thinking_delta", thinking=thought)
+
+    def _text(self, text: str) -> Iterator[Event]:
+        text = self._blank + text
+        self._blank = ""
+        if self._open != "text" and not text.strip():
+            self._blank = text
+        elif text:
+            yield from self._extend("text", {"text": ""}, "text_delta", text=text)
+
+    def _call(self, call: ToolCall) -> Iterator[Event]:
+        if _arguments(call) is None:  # the output was cut off within the call
+            yield from self._text(call.arguments)
+            return
+        self._blank = ""
+        yield from self._stop()
+        start = {"id": call.id, "name": call.name, "input": {}}
+        delta = {"partial_json": call.arguments}
+        yield from self._extend("tool_use", start, "input_json_delta", **delta)
+        yield from self._stop()
+
+    def _extend(self, kind: str, start: Event, delta: str, **fields: str) -> Iterator[Event]:
+        """Yields a delta of a block of type `kind`, and the start of the block if it is new."""
+        if self._open != kind:
+            yield from self._stop()
+            self._index, self._open = self._index + 1, kind
+            yield self._event("start", content_block={"type": kind, **start})
+        if any(fields.values()):
+            yield self._event("delta", delta={"type": delta, **fields})
+
+    def _stop(self) -> Iterator[Event]:
+        kind, self._open = self._open, None
+        if kind == "thinking":
+            yield self._event("delta", delta={"type": "signature_delta", "signature": UNSIGNED})
+        if kind is not None:
+            yield self._event("stop")
+
+    def _event(self, what: str, **fields: Any) -> Event:
+        return {"type": f"content_block_{what}", "index": self._index, **fields}
+
+
+def blocks_of(part: Part, *, hide_thinking: bool = False) -> list[Event]:
+    """Returns the content blocks of a whole answer: those that its events build."""
+    blocks: list[Event] = []
+    for event in BlockWriter(hide_thinking=hide_thinking).push(part, final=True):
+        if event["type"] == "content_block_start":
+            blocks.append(event["content_block"])
+        elif event["type"] == "content_block_delta":
+            delta: dict[str, str] = event["delta"]
+            kind = delta.pop("type")
+            if kind == "input_json_delta":
+                blocks[-1]["input"] = strict_json.read(delta["partial_json"])
+            else:
+                for name, text in delta.items():
+                    blocks[-1][name] += text
+    return blocks
+
+
+def _arguments(call: ToolCall) -> dict[str, Any] | None:
+    """Returns the arguments of a call; None if they are not a JSON object."""
+    try:
+        value = strict_json.read(call.arguments)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
