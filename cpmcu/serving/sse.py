@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import logging
 import time
@@ -40,12 +41,22 @@ def event(value: Any) -> bytes:
     return f"data: {to_json(value)}\n\n".encode()
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ending:
+    """How an interface ends a stream: `failed` returns the events of an error; `last` follows."""
+
+    failed: Callable[[ApiError], bytes]
+    last: bytes
+
+
+CHUNKS = Ending(lambda error: event(error.body()), DONE)
+
+
 class EventStream(Response):
     """Sends `events`, and a comment after `ping_interval` seconds without an event.
 
     If the client disconnects or the server stops this response, `cancel` is called at once. An
-    exception of `events` becomes an error event; only an ApiError's text is sent. The stream ends
-    with [DONE].
+    exception of `events` becomes an error event; only an ApiError's text is sent.
     """
 
     media_type = "text/event-stream"
@@ -56,12 +67,14 @@ class EventStream(Response):
         *,
         cancel: Callable[[], None],
         ping_interval: float,
+        ending: Ending = CHUNKS,
     ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._events = events
         self._cancel = cancel
         self._ping_interval = ping_interval
+        self._ending = ending
         self._sent = time.monotonic()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -101,11 +114,12 @@ class EventStream(Response):
             async for block in self._events:
                 yield block
         except ApiError as error:
-            yield event(error.body())
+            yield self._ending.failed(error)
         except Exception:
             logger.exception("a stream failed")
-            yield event(internal_error().body())
-        yield DONE
+            yield self._ending.failed(internal_error())
+        if self._ending.last:
+            yield self._ending.last
 
 
 async def disconnected(receive: Receive) -> None:
