@@ -7,6 +7,13 @@ from typing import Any
 
 from cpmcu.serving import strict_json
 from cpmcu.serving.answers import Part
+from cpmcu.serving.protocol.messages import (
+    OutputBlock,
+    TextBlock,
+    ThinkingBlock,
+    ThinkingShown,
+    ToolUseBlock,
+)
 from cpmcu.serving.tools import ToolCall
 
 # Anthropic signs thinking blocks and checks the signature in later turns. This server does not, but
@@ -15,22 +22,28 @@ UNSIGNED = "unsigned"
 
 Event = dict[str, Any]
 
+_BLOCKS: dict[str, type[OutputBlock]] = {
+    "text": TextBlock,
+    "thinking": ThinkingBlock,
+    "tool_use": ToolUseBlock,
+}
+
 
 class BlockWriter:
     """Converts the parts of an answer to events that start, extend and stop content blocks.
 
-    A block ends where one of another type begins. `hide_thinking`: thinking blocks have no text.
+    A block ends where one of another type begins.
     """
 
-    def __init__(self, *, hide_thinking: bool = False) -> None:
-        self._hide_thinking = hide_thinking
+    def __init__(self, thinking_shown: ThinkingShown = "whole") -> None:
+        self._thinking_shown = thinking_shown
         self._index = -1  # of the last block
         self._open: str | None = None  # type of the open block
         self._blank = ""  # white space that may turn out to be the gap before a call
 
     def push(self, part: Part, *, final: bool = False) -> Iterator[Event]:
         """Yields the events that `part` adds. `final`: the answer ends with it."""
-        if part.reasoning:
+        if part.reasoning and self._thinking_shown != "none":
             yield from self._thinking(part.reasoning)
         yield from self._text(part.content)
         for call in part.calls:
@@ -42,7 +55,7 @@ class BlockWriter:
         yield from self._stop()
 
     def _thinking(self, thought: str) -> Iterator[Event]:
-        if self._hide_thinking:
+        if self._thinking_shown == "empty":
             thought = ""
         start = {"thinking": "", "signature": ""}
         yield from self._extend("thinking", start, "thinking_delta", thinking=thought)
@@ -86,10 +99,10 @@ class BlockWriter:
         return {"type": f"content_block_{what}", "index": self._index, **fields}
 
 
-def blocks_of(part: Part, *, hide_thinking: bool = False) -> list[Event]:
+def blocks_of(part: Part, thinking_shown: ThinkingShown = "whole") -> list[OutputBlock]:
     """Returns the content blocks of a whole answer: those that its events build."""
     blocks: list[Event] = []
-    for event in BlockWriter(hide_thinking=hide_thinking).push(part, final=True):
+    for event in BlockWriter(thinking_shown).push(part, final=True):
         if event["type"] == "content_block_start":
             blocks.append(event["content_block"])
         elif event["type"] == "content_block_delta":
@@ -100,7 +113,7 @@ def blocks_of(part: Part, *, hide_thinking: bool = False) -> list[Event]:
             else:
                 for name, text in delta.items():
                     blocks[-1][name] += text
-    return blocks
+    return [_BLOCKS[block["type"]](**block) for block in blocks]
 
 
 def _arguments(call: ToolCall) -> dict[str, Any] | None:

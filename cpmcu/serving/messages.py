@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from cpmcu.serving import strict_json
-from cpmcu.serving.config import ServerConfig
+from cpmcu.serving.conversation import Origin
 from cpmcu.serving.errors import ApiError, refused
-from cpmcu.serving.limits import check_text
-from cpmcu.serving.protocol.base import JsonSchema, ResponseFormat
+from cpmcu.serving.protocol.base import JsonSchema, ResponseFormat, SamplingRequest
 from cpmcu.serving.protocol.chat import (
     ChatMessage,
     ChatRequest,
@@ -39,19 +38,19 @@ _TYPES = {
 
 
 def to_chat(
-    body: CountRequest, config: ServerConfig, *, later_system: Literal["system", "user"] = "system"
-) -> ChatRequest:
+    body: CountRequest, *, later_system: Literal["system", "user"] = "system"
+) -> tuple[ChatRequest, Origin]:
     """Returns the chat request whose prompt and answer are those of `body`.
 
     `later_system`: the role of system messages that do not begin the conversation. Raises ApiError
     (400) for a block that is malformed or not supported.
     """
-    turns = _Turns(config.max_text_length, later_system)
+    turns = _Turns(later_system)
     if body.system:
         turns.add("system", body.system, "system")
     for i, message in enumerate(body.messages):
         turns.add(message.role, message.content, f"messages[{i}].content")
-    messages = turns.messages()
+    messages, origin = turns.messages()
     continued = body.messages[-1].role == "assistant"
     if continued and messages[-1].tool_calls:
         raise _invalid(
@@ -62,11 +61,12 @@ def to_chat(
     fields |= _tool_fields(body) | _thinking_fields(body)
     if isinstance(body, MessagesRequest):
         fields |= _sampling_fields(body)
-    return ChatRequest(**fields)
+    found = ChatRequest(**fields)
+    found.check()
+    return found, origin
 
 
 def _sampling_fields(body: MessagesRequest) -> dict[str, Any]:
-    names = ("stream", "temperature", "top_p", "top_k", "min_p", "seed", "cache_salt")
     form = body.output_format
     if body.output_config is not None and body.output_config.format is not None:
         form = body.output_config.format
@@ -74,10 +74,12 @@ def _sampling_fields(body: MessagesRequest) -> dict[str, Any]:
     if form is not None:
         schema = JsonSchema(schema=form.schema_)
         response_format = ResponseFormat(type="json_schema", json_schema=schema, schema=None)
+    stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
     return {
-        **{name: getattr(body, name) for name in (*names, "return_metrics")},
+        **{name: getattr(body, name) for name in SamplingRequest.model_fields},
         "max_tokens": max(body.max_tokens, 1),
-        "stop": body.stop_sequences,
+        "stop": [*(body.stop_sequences or []), *stops],
+        "stream": body.stream,
         "response_format": response_format,
     }
 
@@ -131,6 +133,7 @@ class _Turn:
     """A message of the chat. Adjacent blocks of one role form one turn."""
 
     role: str
+    place: str  # of its first block in the request
     texts: list[str] = dataclasses.field(default_factory=list)
     thoughts: list[str] = dataclasses.field(default_factory=list)
     calls: list[ToolCallPart] = dataclasses.field(default_factory=list)
@@ -144,7 +147,7 @@ class _Turn:
         return ChatMessage(
             role=self.role,
             content=content,
-            reasoning_content="\n".join(self.thoughts) or None,
+            reasoning_content="\n".join(filter(None, self.thoughts)) or None,
             tool_calls=self.calls or None,
             **self.more,
         )
@@ -153,15 +156,15 @@ class _Turn:
 class _Turns:
     """Collects content blocks as messages of the chat."""
 
-    def __init__(self, max_text_length: int, later_system: str) -> None:
-        self._max_text_length = max_text_length
+    def __init__(self, later_system: str) -> None:
         self._later_system = later_system
         self._turns: list[_Turn] = []
         self._names: dict[str, str] = {}  # id of a call -> the tool's name
 
-    def messages(self) -> list[ChatMessage]:
-        """Returns all messages."""
-        return [turn.message() for turn in self._turns]
+    def messages(self) -> tuple[list[ChatMessage], Origin]:
+        """Returns all messages, and their places in the request."""
+        places = [turn.place for turn in self._turns]
+        return [turn.message() for turn in self._turns], Origin("messages", places)
 
     def add(self, role: str, content: str | Sequence[Block], path: str) -> None:
         """Adds a message's content, which is at `path` of the request."""
@@ -170,32 +173,31 @@ class _Turns:
         else:
             known = _TYPES[role]
         if isinstance(content, str):
-            self._turn(role).texts.append(self._checked(content, path))
+            self._turn(role, path).texts.append(content)
             return
         if not content:
-            self._turn(role)
+            self._turn(role, path)
         for j, block in enumerate(content):
-            self._add_block(role, block, f"{path}[{j}]", known)
+            if block.type not in known:
+                raise _unknown(f"{path}[{j}]", block.type, known)
+            self._add_block(role, block, f"{path}[{j}]")
 
-    def _add_block(self, role: str, block: Block, path: str, known: Sequence[str]) -> None:
-        if block.type not in known:
-            raise _unknown(path, block.type, known)
-        if block.type == "text":
-            text = self._required(block.text, f"{path}.text")
-            self._turn(role).texts.append(self._checked(text, f"{path}.text"))
-        elif block.type == "thinking":
-            text = self._required(block.thinking, f"{path}.thinking")
-            self._turn(role).thoughts += [self._checked(text, f"{path}.thinking")] if text else []
-        elif block.type == "redacted_thinking":  # encrypted by the server that thought it
-            self._turn(role)
-        elif block.type == "tool_use":
-            self._add_call(block, path)
-        else:
+    def _add_block(self, role: str, block: Block, path: str) -> None:
+        if block.type == "tool_result":
             self._add_result(block, path)
+            return
+        turn = self._turn(role, path)
+        if block.type == "text":
+            turn.texts.append(_required(block.text, f"{path}.text"))
+        elif block.type == "thinking":
+            turn.thoughts.append(_required(block.thinking, f"{path}.thinking"))
+        elif block.type == "tool_use":
+            turn.calls.append(self._call(block, path))
+        # redacted_thinking is left out: only the server that encrypted it can read it.
 
-    def _add_call(self, block: Block, path: str) -> None:
-        call_id = self._required(block.id, f"{path}.id")
-        name = self._required(block.name, f"{path}.name")
+    def _call(self, block: Block, path: str) -> ToolCallPart:
+        call_id = _required(block.id, f"{path}.id")
+        name = _required(block.name, f"{path}.name")
         if block.input is None:
             raise _invalid(f"{path}.input", f"{path}.input is missing.")
         try:
@@ -203,42 +205,40 @@ class _Turns:
         except ValueError as error:
             raise _invalid(f"{path}.input", f"{path}.input is not valid: {error}.") from error
         self._names[call_id] = name
-        function = FunctionText(name=name, arguments=self._checked(arguments, f"{path}.input"))
-        self._turn("assistant").calls.append(ToolCallPart(id=call_id, function=function))
+        return ToolCallPart(id=call_id, function=FunctionText(name=name, arguments=arguments))
 
     def _add_result(self, block: Block, path: str) -> None:
-        call_id = self._required(block.tool_use_id, f"{path}.tool_use_id")
+        call_id = _required(block.tool_use_id, f"{path}.tool_use_id")
         content = block.content or ""
         if isinstance(content, str):
-            texts = [self._checked(content, f"{path}.content")]
+            texts = [content]
         else:
-            texts = [self._result(part, f"{path}.content[{k}]") for k, part in enumerate(content)]
+            texts = [_result(part, f"{path}.content[{k}]") for k, part in enumerate(content)]
         if block.is_error:
-            texts[:1] = [f"Error: {text}" for text in texts[:1] or [""]]
+            texts[0] = f"Error: {texts[0]}"
         more = {"tool_call_id": call_id, "name": self._names.get(call_id)}
-        self._turns.append(_Turn("tool", texts, more=more))
+        self._turns.append(_Turn("tool", path, texts, more=more))
 
-    def _result(self, part: ResultBlock, path: str) -> str:
-        if part.type == "text":
-            return self._checked(self._required(part.text, f"{path}.text"), f"{path}.text")
-        if part.type == "tool_reference":  # the prompt describes every tool anyway
-            return self._required(part.tool_name, f"{path}.tool_name")
-        raise _unknown(path, part.type, ("text", "tool_reference"))
-
-    def _turn(self, role: str) -> _Turn:
+    def _turn(self, role: str, place: str) -> _Turn:
+        """Returns the last turn if it has this role, else a new one."""
         if not self._turns or self._turns[-1].role != role:
-            self._turns.append(_Turn(role))
+            self._turns.append(_Turn(role, place))
         return self._turns[-1]
 
-    def _checked(self, text: str, path: str) -> str:
-        check_text(text, path, self._max_text_length)
-        return text
 
-    @staticmethod
-    def _required(value: str | None, path: str) -> str:
-        if value is None:
-            raise _invalid(path, f"{path} is missing.")
-        return value
+def _result(part: ResultBlock, path: str) -> str:
+    """Returns the text of a part of a tool's result."""
+    if part.type == "text":
+        return _required(part.text, f"{path}.text")
+    if part.type == "tool_reference":  # the prompt describes every tool anyway
+        return _required(part.tool_name, f"{path}.tool_name")
+    raise _unknown(path, part.type, ("text", "tool_reference"))
+
+
+def _required(value: str | None, path: str) -> str:
+    if value is None:
+        raise _invalid(path, f"{path} is missing.")
+    return value
 
 
 def _unknown(path: str, found: str, known: Sequence[str]) -> ApiError:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from cpmcu.serving.answers import AnswerParser, ForcedCalls, Part
 from cpmcu.serving.message_blocks import BlockWriter, blocks_of
+from cpmcu.serving.protocol.messages import ThinkingShown
 from cpmcu.serving.reasoning import ReasoningSplitter
 from cpmcu.serving.tools import NOTATIONS, ToolCall, ToolParser
 
@@ -56,10 +57,16 @@ def built(events: list[dict]) -> list[dict]:
     return blocks
 
 
-def streamed(text: str, cuts: list[int], forced: str | None = None, **options) -> list[dict]:
+def whole(part: Part, shown: ThinkingShown = "whole") -> list[dict]:
+    return [block.model_dump() for block in blocks_of(part, shown)]
+
+
+def streamed(
+    text: str, cuts: list[int], forced: str | None = None, shown: ThinkingShown = "whole"
+) -> list[dict]:
     edges = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
     pieces = [text[a:b] for a, b in itertools.pairwise(edges)] or [""]
-    source, writer, events = parser(forced), BlockWriter(**options), []
+    source, writer, events = parser(forced), BlockWriter(shown), []
     for i, piece in enumerate(pieces):
         final = i == len(pieces) - 1
         events += writer.push(source.push(piece, final=final), final=final)
@@ -94,7 +101,7 @@ THOUGHT = ("thinking", "Hm.", "unsigned")
 @settings(max_examples=25, deadline=None)
 @given(cuts=st.lists(st.integers(0, 200), max_size=12))
 def test_a_stream_builds_the_blocks_of_the_whole(text, blocks, cuts):
-    assert plain(blocks_of(parser().push(text, final=True))) == blocks
+    assert plain(whole(parser().push(text, final=True))) == blocks
     assert plain(streamed(text, cuts)) == blocks
 
 
@@ -104,11 +111,14 @@ def test_text_after_a_call_is_a_block_of_its_own(cuts):
 
 
 @pytest.mark.parametrize("cuts", [[], [3, 9, 12]])
-def test_hidden_thinking_is_an_empty_block(cuts):
+@pytest.mark.parametrize(
+    ("shown", "first"), [("empty", [("thinking", "", "unsigned")]), ("none", [])]
+)
+def test_hidden_thinking(shown, first, cuts):
     text = "<think>Hm, well.</think>So."
-    blocks = [("thinking", "", "unsigned"), ("text", "So.")]
-    assert plain(streamed(text, cuts, hide_thinking=True)) == blocks
-    assert plain(blocks_of(parser().push(text, final=True), hide_thinking=True)) == blocks
+    blocks = [*first, ("text", "So.")]
+    assert plain(streamed(text, cuts, shown=shown)) == blocks
+    assert plain(whole(parser().push(text, final=True), shown)) == blocks
 
 
 @pytest.mark.parametrize("cuts", [[], [1, 4]])
@@ -116,11 +126,11 @@ def test_a_forced_call_that_was_cut_off_is_text(cuts):
     assert plain(streamed('{"a": 1}', cuts, "add")) == [("tool_use", "add", {"a": 1})]
     for text in ('{"a": ', "3", '{"a": NaN}'):
         assert plain(streamed(text, cuts, "add")) == [("text", text)]
-        assert plain(blocks_of(parser("add").push(text, final=True))) == [("text", text)]
+        assert plain(whole(parser("add").push(text, final=True))) == [("text", text)]
 
 
 def test_calls_keep_the_ids_of_the_parser():
     call = ToolCall("f", "{}", "abc")
-    assert blocks_of(Part("", "", [call])) == [
+    assert whole(Part("", "", [call])) == [
         {"type": "tool_use", "id": "abc", "name": "f", "input": {}}
     ]

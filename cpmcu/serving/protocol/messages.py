@@ -7,17 +7,16 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from cpmcu.sampling import SEED_LIMIT
 from cpmcu.serving.errors import refused
 from cpmcu.serving.protocol.base import (
     IGNORED,
-    MAX_SALT_LENGTH,
     MAX_STOP_LENGTH,
     MAX_STOPS,
     REFUSED,
     ApiModel,
     Items,
     RequestModel,
+    SamplingRequest,
 )
 from cpmcu.serving.protocol.chat import MAX_TOOLS, ChatRequest, FunctionName
 
@@ -42,6 +41,18 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 }
 
 
+# Thinking blocks of a response have their text, are empty, or are left out.
+ThinkingShown = Literal["whole", "empty", "none"]
+
+
+class ResultBlock(RequestModel):
+    """A content block of a tool's result."""
+
+    type: str
+    text: str | None = None
+    tool_name: str | None = None
+
+
 class Block(RequestModel):
     """A content block of a message. Its type decides which other members count."""
 
@@ -54,14 +65,6 @@ class Block(RequestModel):
     tool_use_id: str | None = None
     content: str | Items[ResultBlock] | None = None
     is_error: bool | None = None
-
-
-class ResultBlock(RequestModel):
-    """A content block of a tool's result."""
-
-    type: str
-    text: str | None = None
-    tool_name: str | None = None
 
 
 class InputMessage(RequestModel):
@@ -159,7 +162,7 @@ class CountRequest(RequestModel):
         return sum(map(len, self.texts()))
 
 
-class MessagesRequest(CountRequest):
+class MessagesRequest(CountRequest, SamplingRequest):
     """A conversation to answer."""
 
     max_tokens: int = Field(ge=0, description="0: only put the prompt into the prefix cache")
@@ -167,15 +170,17 @@ class MessagesRequest(CountRequest):
         None, max_length=MAX_STOPS
     )
     stream: bool | None = False
-    temperature: float | None = Field(None, ge=0)
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1)
-    min_p: float | None = Field(None, ge=0, le=1)
-    seed: int | None = Field(None, ge=-(1 << 63), lt=SEED_LIMIT, description="64 bits")
-    cache_salt: str | None = Field(None, min_length=1, max_length=MAX_SALT_LENGTH)
     return_metrics: bool | None = Field(
         None, description="Add `metrics`: draft acceptance and timings"
     )
+
+    @property
+    def thinking_shown(self) -> ThinkingShown:
+        """How much of the reasoning the response has."""
+        if self.thinking is None or self.thinking.type != "disabled":
+            omitted = self.thinking is not None and self.thinking.display == "omitted"
+            return "empty" if omitted else "whole"
+        return "none"
 
 
 class TextBlock(ApiModel):
