@@ -188,6 +188,8 @@ _FORMS = {
     "list[int]": "a list of token ids",
     "list[list[int]]": "a list of lists of token ids",
     "list[ContentPart]": 'a list of parts like {"type": "text", "text": "a"}',
+    "list[Block]": 'a list of blocks like {"type": "text", "text": "a"}',
+    "list[ResultBlock]": 'a list of blocks like {"type": "text", "text": "a"}',
     "NamedTool": 'an object like {"type": "function", "function": {"name": "f"}}',
     "AllowedTools": 'an object like {"type": "allowed_tools", "allowed_tools": {...}}',
 }

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
+from collections.abc import Iterator, Mapping
 
 import httpx
+
+from tests.e2e.harness import Server
 
 FIRST = {"Authorization": "Bearer first"}
 
@@ -21,6 +25,19 @@ def error_of(reply: httpx.Response, status: int) -> dict[str, str | None]:
     assert set(error) == {"message", "type", "param", "code"}
     assert "Traceback" not in error["message"]
     return error
+
+
+@contextlib.contextmanager
+def begun(server: Server, body: Mapping[str, object]) -> Iterator[None]:
+    """Runs a stream of completions within the block, with the key of `limited`."""
+    url = server.url + "/v1/completions"
+    body = {**body, "stream": True}
+    with httpx.stream("POST", url, json=body, headers=FIRST, timeout=60) as reply:
+        lines = reply.iter_lines()
+        next(lines)  # the first of many: its slots are taken, or will be before others are
+        yield
+        assert reply.status_code == 200
+        assert "data: [DONE]" in lines
 
 
 def run_server(*flags: str, **environment: str) -> subprocess.CompletedProcess[str]:

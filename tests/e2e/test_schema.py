@@ -25,6 +25,8 @@ CHECKS = [
 OPERATIONS = (
     "post /v1/chat/completions",
     "post /v1/completions",
+    "post /v1/messages",
+    "post /v1/messages/count_tokens",
     "get /v1/models",
     "get /v1/models/{name}",
     "post /tokenize",

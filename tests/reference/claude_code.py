@@ -16,11 +16,12 @@ HEADERS = {
     "x-app": "cli",
 }
 PATH = "/v1/messages?beta=true"
-TOOLS = (
+_NAMES = (
     "Agent Bash CronCreate CronDelete CronList Edit EnterWorktree ExitWorktree NotebookEdit Read "
     "ReportFindings ScheduleWakeup SendMessage Skill TaskCreate TaskGet TaskList TaskOutput "
     "TaskStop TaskUpdate WebFetch WebSearch Workflow Write mcp__files__list_directory"
-).split()
+)
+TOOLS = _NAMES.split()
 EPHEMERAL = {"cache_control": {"type": "ephemeral"}}
 
 
