@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import httpx
+import pytest
 
 from tests.e2e.harness import Server
 
@@ -44,3 +47,16 @@ def run_server(*flags: str, **environment: str) -> subprocess.CompletedProcess[s
     command = [sys.executable, "-m", "cpmcu.server", *flags]
     environment = {**os.environ, **environment}
     return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+
+
+def node_modules(*packages: str) -> str:
+    """Returns the folder of npm's packages; skips the test if node has not all of these."""
+    places = [os.environ.get("NODE_PATH", "")]
+    if shutil.which("node") and shutil.which("npm"):
+        done = subprocess.run(["npm", "root", "-g"], capture_output=True, text=True)
+        places.append(done.stdout.strip())
+        for place in filter(None, places):
+            if all((Path(place) / package).is_dir() for package in packages):
+                return place
+    names = " ".join(packages)
+    pytest.skip(f"node has not the packages {names}: npm install -g {names}, or set NODE_PATH")

@@ -83,7 +83,7 @@ class InputTool(RequestModel):
     input_schema: dict[str, Any] | None = None
 
 
-class ToolChoice(RequestModel):
+class ToolUseChoice(RequestModel):
     """How the model uses the tools."""
 
     type: Literal["auto", "any", "tool", "none"]
@@ -122,7 +122,7 @@ class CountRequest(RequestModel):
     messages: Items[InputMessage] = Field(min_length=1)
     system: str | Items[Block] | None = None
     tools: Items[InputTool] | None = Field(None, max_length=MAX_TOOLS)
-    tool_choice: ToolChoice | None = None
+    tool_choice: ToolUseChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     output_format: JsonFormat | None = Field(None, description="Old name: output_config.format")
