@@ -30,7 +30,7 @@ from cpmcu.serving.protocol.messages import (
 )
 
 # Role of a message -> the types of its blocks.
-_TYPES = {
+BLOCK_TYPES = {
     "user": ("text", "tool_result"),
     "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
     "system": ("text",),
@@ -169,9 +169,9 @@ class _Turns:
     def add(self, role: str, content: str | Sequence[Block], path: str) -> None:
         """Adds a message's content, which is at `path` of the request."""
         if role == "system" and any(turn.role != "system" for turn in self._turns):
-            role, known = self._later_system, _TYPES["system"]
+            role, known = self._later_system, BLOCK_TYPES["system"]
         else:
-            known = _TYPES[role]
+            known = BLOCK_TYPES[role]
         if isinstance(content, str):
             self._turn(role, path).texts.append(content)
             return

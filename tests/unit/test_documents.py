@@ -17,6 +17,7 @@ MOST_WORDS = {
     "docs/benchmarks.md": 2500,
     "docs/speculation.md": 2000,
     "docs/prefix_cache.md": 700,
+    "docs/messages.md": 1000,
     **dict.fromkeys(
         [
             "docs/architecture.md",

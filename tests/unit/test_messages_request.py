@@ -3,14 +3,31 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
+from typing import get_args
 
 import pytest
 from pydantic import ValidationError
 
 from cpmcu.serving.errors import ApiError
-from cpmcu.serving.messages import to_chat
-from cpmcu.serving.protocol.chat import ChatRequest
-from cpmcu.serving.protocol.messages import CountRequest, MessagesRequest
+from cpmcu.serving.messages import BLOCK_TYPES, to_chat
+from cpmcu.serving.protocol import base
+from cpmcu.serving.protocol.chat import MAX_TOOLS, ChatRequest
+from cpmcu.serving.protocol.messages import (
+    UNSUPPORTED,
+    WITHOUT_EFFECT,
+    Block,
+    CountRequest,
+    InputTool,
+    MessagesRequest,
+    MessagesUsage,
+    OutputConfig,
+    ResultBlock,
+    StopReason,
+    Thinking,
+    ToolUseChoice,
+)
 
 HI = [{"role": "user", "content": "Hi."}]
 
@@ -224,6 +241,23 @@ def test_claude_codes_other_fields_have_no_effect(caplog):
     fields = {"metadata": {"user_id": "u"}, "service_tier": "auto", "mcp_servers": []}
     assert chat(context_management={"edits": edits}, **fields) == chat()
     assert not caplog.records
+
+
+def test_the_document_names_everything():
+    text = (Path(__file__).parents[2] / "docs" / "messages.md").read_text("utf-8")
+    text = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    named = set(re.findall(r"[\w/-]+", " ".join(re.findall(r"`([^`]+)`", text))))
+    fields = MessagesRequest.model_fields.keys() | WITHOUT_EFFECT | UNSUPPORTED.keys()
+    kinds = {kind for kinds in BLOCK_TYPES.values() for kind in kinds}
+    for model in (Block, ResultBlock, InputTool, ToolUseChoice, Thinking, OutputConfig):
+        fields |= model.model_fields.keys() - {"text", "thinking"}
+    fields |= MessagesUsage.model_fields.keys() | {"stop_reason", "stop_sequence"}
+    assert not (fields | kinds) - named
+    reasons = set(get_args(StopReason)) | set(get_args(Thinking.model_fields["type"].annotation))
+    reasons |= set(get_args(ToolUseChoice.model_fields["type"].annotation))
+    assert not reasons - set(re.findall(r'"(\w+)"', text))
+    limits = {base.MAX_STOPS, base.MAX_STOP_LENGTH, MAX_TOOLS}
+    assert not limits - set(map(int, re.findall(r"\b\d+\b", text)))
 
 
 # ---- refusals
