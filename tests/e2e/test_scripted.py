@@ -29,10 +29,13 @@ def streamed(scripted: Server, script: str, **fields):
             reasoning += getattr(delta, "reasoning_content", None) or ""
             pieces.append(delta.content or "")
             for call in delta.tool_calls or []:
-                assert call.index not in calls
-                calls[call.index] = (call.function.name, json.loads(call.function.arguments))
+                assert (call.index in calls) == (call.id is None) == (call.function.name is None)
+                name, arguments = calls.get(call.index, (call.function.name, ""))
+                calls[call.index] = (name, arguments + call.function.arguments)
+                pieces.append(call.function.arguments)
             assert finish is None, "a chunk follows the finish reason"
             finish = choice.finish_reason
+    calls = {index: (name, json.loads(given)) for index, (name, given) in calls.items()}
     return content, reasoning, calls, finish, pieces
 
 

@@ -26,9 +26,10 @@ from cpmcu.serving.errors import ApiError
 from cpmcu.serving.logprobs import Logprobs
 from cpmcu.serving.logs import RequestLog
 from cpmcu.serving.protocol import base, chat, completion
+from cpmcu.serving.reasoning_parsers.think import ThinkParser
 from cpmcu.serving.service import Service
 from cpmcu.serving.token_text import TokenTexts
-from cpmcu.serving.tools import NOTATIONS
+from cpmcu.serving.tool_parsers.registry import find_tool_format
 from cpmcu.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -119,6 +120,8 @@ def test_every_field_of_the_configuration_is_a_flag():
         ("cors_origin", ("http://x/y",), "cors_origin"),
         ("root_path", "llm", "root_path is 'llm', but must begin with / and not end with one"),
         ("root_path", "/llm/", "root_path is '/llm/'"),
+        ("tool_call_parser", "qwen", "tool_call_parser is 'qwen', but must be auto, none or one"),
+        ("reasoning_parser", "", "reasoning_parser is '', but must be auto, none or one of: deeps"),
     ],
 )
 def test_invalid_configurations_are_refused(field, value, message):
@@ -160,8 +163,8 @@ def test_a_model_under_other_names_with_another_template(tmp_path):
         service.load()
         model = service.model
         assert model.template.render([{"role": "user", "content": "x"}]).startswith("<s>x")
-        assert model.reasoning_tags == ("<think>", "</think>")
-        assert model.tool_notation is NOTATIONS["minicpm4"]
+        assert model.reasoning_parser is ThinkParser
+        assert model.tool_format is find_tool_format("minicpm4", None)
         assert service.names == names
         service.check_model("b")
         with pytest.raises(ApiError, match="not served here") as caught:
