@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from cpmcu.serving import strict_json
@@ -14,13 +15,15 @@ from cpmcu.serving.protocol.messages import (
     ThinkingShown,
     ToolUseBlock,
 )
-from cpmcu.serving.tools import ToolCall
+from cpmcu.serving.tool_parsers.calls import CallDelta, ToolCall
 
 # Anthropic signs thinking blocks and checks the signature in later turns. This server does not, but
 # some clients drop or rewrite a block whose signature is empty.
 UNSIGNED = "unsigned"
 
 Event = dict[str, Any]
+
+_INPUT = "input_json_delta"
 
 _BLOCKS: dict[str, type[OutputBlock]] = {
     "text": TextBlock,
@@ -32,22 +35,35 @@ _BLOCKS: dict[str, type[OutputBlock]] = {
 class BlockWriter:
     """Converts the parts of an answer to events that start, extend and stop content blocks.
 
-    A block ends where one of another type begins.
+    A block ends where one of another type begins. The input of a call is sent once it is complete;
+    that of a tool in `eager` as it comes, so it may turn out not to be JSON.
     """
 
-    def __init__(self, thinking_shown: ThinkingShown = "whole") -> None:
+    def __init__(
+        self, thinking_shown: ThinkingShown = "whole", eager: Collection[str] = ()
+    ) -> None:
         self._thinking_shown = thinking_shown
+        self._eager = eager
+        self._sends_deltas = False  # the open call's tool is in `eager`
         self._index = -1  # of the last block
         self._open: str | None = None  # type of the open block
         self._blank = ""  # white space that may turn out to be the gap before a call
 
     def push(self, part: Part, *, final: bool = False) -> Iterator[Event]:
         """Yields the events that `part` adds. `final`: the answer ends with it."""
+        calls, deltas = deque(part.calls), deque(part.deltas)
         if part.reasoning and self._thinking_shown != "none":
             yield from self._thinking(part.reasoning)
+        if self._open == "tool_use":  # the call goes on, or ends before the content
+            if deltas and deltas[0].id is None:
+                yield from self._input(deltas.popleft())
+            if calls:
+                yield from self._end_call(calls.popleft())
         yield from self._text(part.content)
-        for call in part.calls:
-            yield from self._call(call)
+        for delta in deltas:
+            yield from self._begin_call(delta)
+            if calls:
+                yield from self._end_call(calls.popleft())
         if not final:
             return
         if self._blank and self._index < 0:
@@ -68,15 +84,21 @@ class BlockWriter:
         elif text:
             yield from self._extend("text", {"text": ""}, "text_delta", text=text)
 
-    def _call(self, call: ToolCall) -> Iterator[Event]:
-        if _arguments(call) is None:  # the output was cut off within the call
-            yield from self._text(call.arguments)
-            return
+    def _begin_call(self, delta: CallDelta) -> Iterator[Event]:
         self._blank = ""
+        self._sends_deltas = delta.name in self._eager
         yield from self._stop()
-        start = {"id": call.id, "name": call.name, "input": {}}
-        delta = {"partial_json": call.arguments}
-        yield from self._extend("tool_use", start, "input_json_delta", **delta)
+        start: Event = {"id": delta.id, "name": delta.name, "input": {}}
+        yield from self._extend("tool_use", start, _INPUT, partial_json="")
+        yield from self._input(delta)
+
+    def _input(self, delta: CallDelta) -> Iterator[Event]:
+        if self._sends_deltas:
+            yield from self._extend("tool_use", {}, _INPUT, partial_json=delta.arguments)
+
+    def _end_call(self, call: ToolCall) -> Iterator[Event]:
+        if not self._sends_deltas:
+            yield from self._extend("tool_use", {}, _INPUT, partial_json=_checked(call.arguments))
         yield from self._stop()
 
     def _extend(self, kind: str, start: Event, delta: str, **fields: str) -> Iterator[Event]:
@@ -108,7 +130,7 @@ def blocks_of(part: Part, thinking_shown: ThinkingShown = "whole") -> list[Outpu
         elif event["type"] == "content_block_delta":
             delta: dict[str, str] = event["delta"]
             kind = delta.pop("type")
-            if kind == "input_json_delta":
+            if kind == _INPUT:
                 blocks[-1]["input"] = strict_json.read(delta["partial_json"])
             else:
                 for name, text in delta.items():
@@ -116,10 +138,14 @@ def blocks_of(part: Part, thinking_shown: ThinkingShown = "whole") -> list[Outpu
     return [_BLOCKS[block["type"]](**block) for block in blocks]
 
 
-def _arguments(call: ToolCall) -> dict[str, Any] | None:
-    """Returns the arguments of a call; None if they are not a JSON object."""
+def _checked(arguments: str) -> str:
+    """Returns arguments that are a JSON object. Those that are not become a member of one.
+
+    That is Anthropic's convention, so the tool refuses the input, and the model sees why.
+    """
     try:
-        value = strict_json.read(call.arguments)
+        if isinstance(strict_json.read(arguments), dict):
+            return arguments
     except ValueError:
-        return None
-    return value if isinstance(value, dict) else None
+        pass
+    return strict_json.write({"INVALID_JSON": arguments})

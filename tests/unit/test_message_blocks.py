@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 
 import pytest
+from answer_pieces import pieces
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cpmcu.serving.answers import AnswerParser, ForcedCalls, Part
+from cpmcu.serving.answers import AnswerParser
 from cpmcu.serving.message_blocks import BlockWriter, blocks_of
 from cpmcu.serving.protocol.messages import ThinkingShown
-from cpmcu.serving.reasoning import ReasoningSplitter
-from cpmcu.serving.tools import NOTATIONS, ToolCall, ToolParser
+from cpmcu.serving.reasoning_parsers.think import ThinkParser
+from cpmcu.serving.tool_parsers.forced import ForcedCalls
+from cpmcu.serving.tool_parsers.hermes import HermesParser
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "你"}}\n</tool_call>'
 
@@ -27,8 +28,7 @@ MEMBERS = {"text": ("text",), "thinking": ("thinking", "signature"), "tool_use":
 
 
 def parser(forced: str | None = None) -> AnswerParser:
-    calls = ForcedCalls(forced) if forced else ToolParser(NOTATIONS["hermes"])
-    return AnswerParser(ReasoningSplitter(("<think>", "</think>")), calls)
+    return AnswerParser(ThinkParser(), ForcedCalls(forced) if forced else HermesParser({}))
 
 
 def built(events: list[dict]) -> list[dict]:
@@ -57,20 +57,23 @@ def built(events: list[dict]) -> list[dict]:
     return blocks
 
 
-def whole(part: Part, shown: ThinkingShown = "whole") -> list[dict]:
+def whole(text: str, forced: str | None = None, shown: ThinkingShown = "whole") -> list[dict]:
+    part = parser(forced).push(text, final=True)
     return [block.model_dump() for block in blocks_of(part, shown)]
 
 
-def streamed(
-    text: str, cuts: list[int], forced: str | None = None, shown: ThinkingShown = "whole"
-) -> list[dict]:
-    edges = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
-    pieces = [text[a:b] for a, b in itertools.pairwise(edges)] or [""]
-    source, writer, events = parser(forced), BlockWriter(shown), []
-    for i, piece in enumerate(pieces):
-        final = i == len(pieces) - 1
-        events += writer.push(source.push(piece, final=final), final=final)
-    return built(events)
+def events(text: str, cuts: list[int], forced: str | None = None, *options) -> list[dict]:
+    """The events of a text that comes in pieces. `options`: of BlockWriter."""
+    source, writer, found = parser(forced), BlockWriter(*options), []
+    parts = pieces(text, cuts)
+    for i, piece in enumerate(parts):
+        final = i == len(parts) - 1
+        found += writer.push(source.push(piece, final=final), final=final)
+    return found
+
+
+def streamed(text: str, cuts: list[int], forced: str | None = None, *options) -> list[dict]:
+    return built(events(text, cuts, forced, *options))
 
 
 def plain(blocks: list[dict]) -> list[tuple]:
@@ -101,8 +104,9 @@ THOUGHT = ("thinking", "Hm.", "unsigned")
 @settings(max_examples=25, deadline=None)
 @given(cuts=st.lists(st.integers(0, 200), max_size=12))
 def test_a_stream_builds_the_blocks_of_the_whole(text, blocks, cuts):
-    assert plain(whole(parser().push(text, final=True))) == blocks
+    assert plain(whole(text)) == blocks
     assert plain(streamed(text, cuts)) == blocks
+    assert plain(streamed(text, cuts, None, "whole", {"add"})) == blocks
 
 
 @pytest.mark.parametrize("cuts", [[], [1, 5, 60]])
@@ -117,20 +121,31 @@ def test_text_after_a_call_is_a_block_of_its_own(cuts):
 def test_hidden_thinking(shown, first, cuts):
     text = "<think>Hm, well.</think>So."
     blocks = [*first, ("text", "So.")]
-    assert plain(streamed(text, cuts, shown=shown)) == blocks
-    assert plain(whole(parser().push(text, final=True), shown)) == blocks
+    assert plain(streamed(text, cuts, None, shown)) == blocks
+    assert plain(whole(text, None, shown)) == blocks
 
 
 @pytest.mark.parametrize("cuts", [[], [1, 4]])
-def test_a_forced_call_that_was_cut_off_is_text(cuts):
-    assert plain(streamed('{"a": 1}', cuts, "add")) == [("tool_use", "add", {"a": 1})]
-    for text in ('{"a": ', "3", '{"a": NaN}'):
-        assert plain(streamed(text, cuts, "add")) == [("text", text)]
-        assert plain(whole(parser("add").push(text, final=True))) == [("text", text)]
+@pytest.mark.parametrize("arguments", ['{"a": ', "3", '{"a": NaN}', '{"a": "\n"}'])
+def test_arguments_that_are_no_json_object(arguments, cuts):
+    """Anthropic's convention for them. So the tool refuses the input, and the model sees why."""
+    blocks = [("tool_use", "add", {"INVALID_JSON": arguments})]
+    assert plain(streamed(arguments, cuts, "add")) == plain(whole(arguments, "add")) == blocks
+    deltas = [event.get("delta", {}) for event in events(arguments, cuts, "add", "whole", {"add"})]
+    assert "".join(delta.get("partial_json", "") for delta in deltas) == arguments
 
 
-def test_calls_keep_the_ids_of_the_parser():
-    call = ToolCall("f", "{}", "abc")
-    assert whole(Part("", "", [call])) == [
-        {"type": "tool_use", "id": "abc", "name": "f", "input": {}}
-    ]
+def test_a_call_begins_before_it_is_complete():
+    """Its input comes in one piece, or, if the tool wants it, as it is generated."""
+    cuts = [*range(len(CALL))]
+    for eager, most in (((), 1), (("sub",), 1), (("add",), 99)):
+        found = events(CALL, cuts, None, "whole", eager)
+        (start, *deltas, stop) = found
+        assert (start["content_block"]["name"], stop["type"]) == ("add", "content_block_stop")
+        assert 0 < len(deltas) <= most
+        assert (len(deltas) > 5) == (most > 1)
+
+
+def test_calls_have_different_ids():
+    first, second = whole(CALL + CALL)
+    assert first["id"] != second["id"]

@@ -81,6 +81,9 @@ class InputTool(RequestModel):
     type: str | None = None
     description: str | None = None
     input_schema: dict[str, Any] | None = None
+    eager_input_streaming: bool | None = Field(
+        None, description="Stream the input as it comes, even if it turns out not to be JSON"
+    )
 
 
 class ToolUseChoice(RequestModel):
@@ -173,6 +176,11 @@ class MessagesRequest(CountRequest, SamplingRequest):
     return_metrics: bool | None = Field(
         None, description="Add `metrics`: draft acceptance and timings"
     )
+
+    @property
+    def eager_tools(self) -> set[str]:
+        """Names of the tools whose input is streamed as it comes."""
+        return {tool.name for tool in self.tools or [] if tool.eager_input_streaming}
 
     @property
     def thinking_shown(self) -> ThinkingShown:

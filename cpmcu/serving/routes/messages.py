@@ -136,7 +136,8 @@ class _Reply:
 
     async def events(self) -> AsyncIterator[bytes]:
         """Yields the events of the stream."""
-        parser, writer = self._job.new_parser(), BlockWriter(self._body.thinking_shown)
+        parser = self._job.new_parser()
+        writer = BlockWriter(self._body.thinking_shown, self._body.eager_tools)
         begun = False
         async for _, item in self._job.generation.items():
             if isinstance(item, PrefillProgress):
