@@ -43,30 +43,34 @@ def plan_answer(
             "tool_choice", "A forced tool_choice and structured output exclude each other."
         )
     whole = forced or structure
-    tools = body.tools_wanted
+    tools = {tool.function.name: tool.function.parameters or {} for tool in body.tools_wanted}
     calls = model.tool_format if tools and not forced else None
+    tokenizer = model.llm.tokenizer
+    begins = calls.make(tools).begins() if calls and structure else ()
+    if calls is not None and structure is not None and begins:  # the model may call or answer
+        tags = {tag: _token_of(tokenizer, tag) for tag in calls.tags}
+        whole = grammar.or_calls(structure, begins, tags)
     thinking = model.reasoning_parser
     begun = thinking is not None and thinking.is_open(prompt, continues=body.continue_final_message)
     if thinking is not None and whole is not None:
         if not _may_think(thinking, prompt, body, begun=begun):
             thinking = None
         else:
-            whole = _after_thinking(whole, thinking, model.llm.tokenizer, begun=begun)
+            whole = _after_thinking(whole, thinking, tokenizer, begun=begun)
     if not body.separate_reasoning and not forced:
         thinking = None
-    schemas = {tool.function.name: tool.function.parameters or {} for tool in tools}
     named = body.tool_choice.function.name if isinstance(body.tool_choice, NamedTool) else None
 
     def new_parser() -> AnswerParser:
-        parser = ForcedCalls(named) if forced else calls.make(schemas) if calls else None
+        parser = ForcedCalls(named) if forced else calls.make(tools) if calls else None
         return AnswerParser(
             None if thinking is None else thinking(inside=begun),
             parser,
             only_one_call=body.parallel_tool_calls is False,
         )
 
-    tags = [*((thinking.begin, thinking.end) if thinking else ()), *(calls.tags if calls else ())]
-    return AnswerPlan(whole, _special(model.llm.tokenizer, tags), new_parser)
+    in_use = (*((thinking.begin, thinking.end) if thinking else ()), *(calls.tags if calls else ()))
+    return AnswerPlan(whole, _special(tokenizer, in_use), new_parser)
 
 
 def _special(tokenizer: Tokenizer, tags: Sequence[str]) -> list[int]:
@@ -106,6 +110,11 @@ def _after_thinking(
 ) -> Grammar:
     """Returns the grammar of reasoning and then `answer`."""
     tags = (parser.begin, parser.end)
-    ids = [tokenizer.encode(tag, add_special_tokens=False) for tag in tags]
-    begin, end = (found[0] if len(found) == 1 else None for found in ids)
-    return grammar.after_thinking(answer, tags, (begin, end), begun=begun)
+    tokens = (_token_of(tokenizer, parser.begin), _token_of(tokenizer, parser.end))
+    return grammar.after_thinking(answer, tags, tokens, begun=begun)
+
+
+def _token_of(tokenizer: Tokenizer, tag: str) -> int | None:
+    """Returns the token that a tag is; None if it has several."""
+    ids = tokenizer.encode(tag, add_special_tokens=False)
+    return ids[0] if len(ids) == 1 else None

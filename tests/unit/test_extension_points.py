@@ -422,6 +422,8 @@ def test_a_broken_plugin_is_an_error(tmp_path: Path) -> None:
 class ArrowParser(ToolParser):
     """A call is a line: ->call NAME {...}."""
 
+    first_tag = "->call "
+
     def parse(self) -> Steps[None]:
         while (yield from self.content_until("->call ")) is not None:
             name = yield from self.name_until(" ")

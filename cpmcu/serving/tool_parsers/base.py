@@ -12,7 +12,7 @@ import dataclasses
 import json
 import re
 from collections.abc import Callable, Generator, Sequence
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 from cpmcu.serving import strict_json
 from cpmcu.serving.tags import held_back
@@ -41,6 +41,8 @@ class ToolParser(abc.ABC):
     Text that is not a call is content, unchanged, but white space after a call is removed.
     """
 
+    first_tag: ClassVar[str] = ""  # with which a call begins; "": calls have no such tag
+
     def __init__(self, tools: Tools) -> None:
         self.tools = tools
         self.num_calls = 0  # calls that have begun
@@ -58,6 +60,10 @@ class ToolParser(abc.ABC):
     @abc.abstractmethod
     def parse(self) -> Steps[None]:
         """Parses an answer. The text after its return is content."""
+
+    def begins(self) -> tuple[str, ...]:
+        """The texts with which a call begins. Without any, an answer with a form has no calls."""
+        return (self.first_tag,) if self.first_tag else ()
 
     def push(self, text: str, *, final: bool = False) -> Found:
         """Returns what `text` adds. If `final`, the text held back is returned too."""

@@ -14,6 +14,7 @@ class HermesParser(JsonCallParser):
     """Parses JSON calls between tags, usually one in each pair of tags."""
 
     bare = True
+    first_tag = _BEGIN
 
     def parse(self) -> Steps[None]:
         """Parses an answer."""

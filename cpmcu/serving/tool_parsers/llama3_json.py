@@ -5,6 +5,7 @@ Several such objects have semicolons between them. <|python_tag|> may come first
 
 from __future__ import annotations
 
+from cpmcu.serving import strict_json
 from cpmcu.serving.tool_parsers.base import Steps
 from cpmcu.serving.tool_parsers.json_call import JsonCallParser
 from cpmcu.serving.tool_parsers.registry import register_tool_parser
@@ -18,6 +19,10 @@ class Llama3JsonParser(JsonCallParser):
     """Parses an answer that begins with a call. Without tags, only names of tools are calls."""
 
     known_only = True
+
+    def begins(self) -> tuple[str, ...]:
+        """The first members of calls: an answer with a form may begin with a bracket, too."""
+        return tuple(f'{{"name": {strict_json.write(name)}, ' for name in self.tools)
 
     def parse(self) -> Steps[None]:
         """Parses an answer."""

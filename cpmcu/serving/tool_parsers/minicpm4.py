@@ -22,6 +22,8 @@ _JSON_WORDS = {"true": True, "false": False, "null": None}
 class MiniCpm4Parser(ToolParser):
     """Parses Python calls. They are complete before they are returned."""
 
+    first_tag = _BEGIN
+
     def parse(self) -> Steps[None]:
         """Parses an answer."""
         while (yield from self.content_until(_BEGIN)) is not None:

@@ -32,6 +32,8 @@ _ENTITIES = {"&quot;": '"', "&apos;": "'"}
 class MiniCpm5Parser(XmlCallParser):
     """Parses such calls."""
 
+    first_tag = _FUNCTION
+
     def parse(self) -> Steps[None]:
         """Parses an answer."""
         while (yield from self.content_until(_FUNCTION)) is not None:

@@ -24,6 +24,7 @@ class MistralParser(JsonCallParser):
     """Parses both notations."""
 
     bare = True
+    first_tag = _BEGIN
 
     def new_id(self) -> str:
         """Returns an id that Mistral's templates accept."""

@@ -33,6 +33,8 @@ _ENDS = (
 class Qwen3CoderParser(XmlCallParser):
     """Parses such calls. If <tool_call> is left out, only names of tools are calls."""
 
+    first_tag = _BEGIN
+
     def parse(self) -> Steps[None]:
         """Parses an answer."""
         while (tag := (yield from self.content_until(_BEGIN, _FUNCTION))) is not None:
