@@ -12,12 +12,12 @@ from typing import Any
 
 from cpmcu.grammar import Grammar
 from cpmcu.serving import grammar
-from cpmcu.serving.answers import AnswerParser, CallParser, ForcedCalls
+from cpmcu.serving.answers import AnswerParser
 from cpmcu.serving.errors import refused
 from cpmcu.serving.protocol.chat import ChatRequest, NamedTool
-from cpmcu.serving.reasoning import ReasoningSplitter, is_open
+from cpmcu.serving.reasoning_parsers.base import ReasoningParser
 from cpmcu.serving.service import Model
-from cpmcu.serving.tools import ToolParser
+from cpmcu.serving.tool_parsers.forced import ForcedCalls
 from cpmcu.tokenizer import Tokenizer
 
 
@@ -43,29 +43,39 @@ def plan_answer(
             "tool_choice", "A forced tool_choice and structured output exclude each other."
         )
     whole = forced or structure
-    notation = model.tool_notation if body.tools_wanted and not forced else None
-    tags = model.reasoning_tags if body.separate_reasoning else None
-    if tags is not None and whole is not None:
-        whole, tags = _with_thinking(whole, tags, model.llm.tokenizer, prompt, body)
-    in_use = [*(tags or ()), *((notation.begin, notation.end) if notation else ())]
+    tools = {tool.function.name: tool.function.parameters or {} for tool in body.tools_wanted}
+    calls = model.tool_format if tools and not forced else None
+    tokenizer = model.llm.tokenizer
+    begins = calls.make(tools).begins() if calls and structure else ()
+    if calls is not None and structure is not None and begins:  # the model may call or answer
+        tags = {tag: _token_of(tokenizer, tag) for tag in calls.tags}
+        whole = grammar.or_calls(structure, begins, tags)
+    thinking = model.reasoning_parser
+    begun = thinking is not None and thinking.is_open(prompt, continues=body.continue_final_message)
+    if thinking is not None and whole is not None:
+        if not _may_think(thinking, prompt, body, begun=begun):
+            thinking = None
+        else:
+            whole = _after_thinking(whole, thinking, tokenizer, begun=begun)
+    if not body.separate_reasoning and not forced:
+        thinking = None
+    named = body.tool_choice.function.name if isinstance(body.tool_choice, NamedTool) else None
 
     def new_parser() -> AnswerParser:
-        splitter = None
-        if tags is not None:
-            inside = is_open(prompt, tags, continues=body.continue_final_message)
-            splitter = ReasoningSplitter(tags, inside=inside)
-        calls: CallParser | None = None if notation is None else ToolParser(notation)
-        if forced:
-            named = body.tool_choice if isinstance(body.tool_choice, NamedTool) else None
-            calls = ForcedCalls(named.function.name if named else None)
-        return AnswerParser(splitter, calls, only_one_call=body.parallel_tool_calls is False)
+        parser = ForcedCalls(named) if forced else calls.make(tools) if calls else None
+        return AnswerParser(
+            None if thinking is None else thinking(inside=begun),
+            parser,
+            only_one_call=body.parallel_tool_calls is False,
+        )
 
-    return AnswerPlan(whole, _special(model.llm.tokenizer, in_use), new_parser)
+    in_use = (*((thinking.begin, thinking.end) if thinking else ()), *(calls.tags if calls else ()))
+    return AnswerPlan(whole, _special(tokenizer, in_use), new_parser)
 
 
-def _special(tokenizer: Tokenizer, tags: Sequence[str | None]) -> list[int]:
+def _special(tokenizer: Tokenizer, tags: Sequence[str]) -> list[int]:
     """Returns the special tokens among tags. The output text must keep them."""
-    ids = {tokenizer.id_of(tag) for tag in tags if tag}
+    ids = {tokenizer.id_of(tag) for tag in tags}
     return [token for token in ids if token is not None and tokenizer.is_special(token)]
 
 
@@ -80,22 +90,31 @@ def _forced(body: ChatRequest) -> Grammar | None:
     return None
 
 
-def _with_thinking(
-    answer: Grammar,
-    tags: tuple[str, str],
-    tokenizer: Tokenizer,
-    prompt: str,
-    body: ChatRequest,
-) -> tuple[Grammar, tuple[str, str] | None]:
-    """Returns (grammar with optional reasoning, tags), or (`answer`, None) without reasoning.
+def _may_think(
+    parser: type[ReasoningParser], prompt: str, body: ChatRequest, *, begun: bool
+) -> bool:
+    """False if a grammar must begin at once.
 
-    Reasoning is not allowed in three cases: the prompt has closed it; the answer continues a
-    message that has no open reasoning; include_reasoning is false.
+    The prompt has closed the reasoning, or the answer continues a message without open reasoning,
+    or the request wants reasoning within the content and the prompt has not begun any.
     """
-    begun = is_open(prompt, tags, continues=body.continue_final_message)
-    closed = prompt.rstrip().endswith(tags[1]) or (body.continue_final_message and not begun)
-    if closed or not body.include_reasoning:
-        return answer, None
-    ids = [tokenizer.encode(tag, add_special_tokens=False) for tag in tags]
-    begin, end = (found[0] if len(found) == 1 else None for found in ids)
-    return grammar.after_thinking(answer, tags, (begin, end), begun=begun), tags
+    return begun or not (
+        prompt.rstrip().endswith(parser.end)
+        or body.continue_final_message
+        or not body.separate_reasoning
+    )
+
+
+def _after_thinking(
+    answer: Grammar, parser: type[ReasoningParser], tokenizer: Tokenizer, *, begun: bool
+) -> Grammar:
+    """Returns the grammar of reasoning and then `answer`."""
+    tags = (parser.begin, parser.end)
+    tokens = (_token_of(tokenizer, parser.begin), _token_of(tokenizer, parser.end))
+    return grammar.after_thinking(answer, tags, tokens, begun=begun)
+
+
+def _token_of(tokenizer: Tokenizer, tag: str) -> int | None:
+    """Returns the token that a tag is; None if it has several."""
+    ids = tokenizer.encode(tag, add_special_tokens=False)
+    return ids[0] if len(ids) == 1 else None

@@ -39,19 +39,7 @@ def prepare(
     `origin`: the client's names of the messages, for errors.
     """
     model = service.model
-    messages = checked(body.messages, service.config, origin)
-    variables = dict(body.chat_template_kwargs or {})
-    if body.reasoning_effort is not None:
-        variables.setdefault("reasoning_effort", body.reasoning_effort)
-    prompt = render(
-        model.template,
-        messages,
-        tools=body.tools_wanted,
-        variables=variables,
-        add_generation_prompt=body.add_generation_prompt,
-        continue_final_message=body.continue_final_message,
-        origin=origin,
-    )
+    prompt = prompt_text(service, body, origin)
     ids = encode(
         model.llm.tokenizer,
         prompt,
@@ -78,3 +66,19 @@ def prepare(
         keep_special_tokens=plan.special_tokens,
     )
     return ChatJob(generation, plan.new_parser, model.token_texts)
+
+
+def prompt_text(service: Service, body: ChatRequest, origin: Origin = IN_MESSAGES) -> str:
+    """Returns the rendered conversation of a request."""
+    variables = dict(body.chat_template_kwargs or {})
+    if body.reasoning_effort is not None:
+        variables.setdefault("reasoning_effort", body.reasoning_effort)
+    return render(
+        service.model.template,
+        checked(body.messages, service.config, origin),
+        tools=body.tools_wanted,
+        variables=variables,
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+        origin=origin,
+    )

@@ -13,13 +13,13 @@ from pathlib import Path
 
 from cpmcu.checks import check_filled
 from cpmcu.config import option
+from cpmcu.serving.reasoning_parsers.registry import find_reasoning_parser
+from cpmcu.serving.tool_parsers.registry import find_tool_format
 
 logger = logging.getLogger(__name__)
 
 LOG_FORMATS = ("text", "json")
 LOG_LEVELS = ("debug", "info", "warning", "error")
-REASONING_PARSERS = ("auto", "none", "think")
-TOOL_PARSERS = ("auto", "none", "hermes", "llama3_json", "minicpm4")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,14 +56,16 @@ class ServerConfig:
     )
     reasoning_parser: str = option(
         "auto",
-        "parser that separates reasoning from content; auto: chosen from the chat template",
-        choices=REASONING_PARSERS,
+        "parser that separates reasoning from content; auto: chosen from the chat template; none: "
+        "no parser; cpmcu list prints the names",
+        metavar="NAME",
         brief="parser that separates reasoning from content",
     )
     tool_call_parser: str = option(
         "auto",
-        "notation of the model's tool calls; auto: chosen from the chat template",
-        choices=TOOL_PARSERS,
+        "notation of the model's tool calls; auto: chosen from the chat template; none: calls stay "
+        "text; cpmcu list prints the names",
+        metavar="NAME",
         brief="notation of the model's tool calls",
     )
     keep_billing_header: bool = option(
@@ -120,6 +122,8 @@ class ServerConfig:
         check_filled("chat_template", self.chat_template, "a file")
         for name in self.served_model_name:
             check_filled("served_model_name", name, "a name")
+        find_reasoning_parser(self.reasoning_parser, None)
+        find_tool_format(self.tool_call_parser, None)
         if not 0 <= self.port < 65536:
             raise ValueError(f"port is {self.port}, but must be 0 to 65535")
         for name in ("queue", "body_mib", "body_values", "messages", "text_length"):

@@ -6,15 +6,17 @@ A response has one answer. Its reasoning, text and calls become items in the ord
 from __future__ import annotations
 
 import uuid
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from cpmcu.outputs import TokenLogprobs
+from cpmcu.serving import strict_json
 from cpmcu.serving.answers import Part
 from cpmcu.serving.logprobs import entries
 from cpmcu.serving.response_items import seal
 from cpmcu.serving.token_text import TokenTexts
-from cpmcu.serving.tools import ToolCall
+from cpmcu.serving.tool_parsers.calls import CallDelta
 
 Event = dict[str, Any]
 
@@ -30,7 +32,8 @@ class ResponseOutput:
         self._seal = seal_reasoning
         self._texts = texts
         self._items: list[dict[str, Any]] = []
-        self._open: _TextItem | None = None
+        self._open: _TextItem | _Call | None = None
+        self._num_calls = 0  # calls that are complete
         self._blank = ""  # white space that becomes text if more text follows
         self._scores: list[dict[str, Any]] = []  # log-probabilities of tokens without an item yet
 
@@ -55,12 +58,17 @@ class ResponseOutput:
             self._scores += entries(texts, shown)
         if part.reasoning:
             yield from self._add_text("reasoning", part.reasoning)
+        deltas = deque(part.deltas)
+        if deltas and deltas[0].id is None:  # the open call goes on before anything else
+            yield from self._add_to_call(deltas.popleft())
         if part.content:
             yield from self._add_content(part.content)
-        for call in part.calls:
-            self._blank = ""
+        for delta in deltas:
+            yield from self._add_to_call(delta)
+        self._num_calls += len(part.calls)
+        opened = self._open
+        if isinstance(opened, _Call) and opened.number < self._num_calls and opened.is_whole():
             yield from self._close("completed")
-            yield from self._add_call(call)
 
     def end(self, status: str) -> Iterator[Event]:
         """Ends the last item. A completed answer without text and calls gets an empty text."""
@@ -71,20 +79,20 @@ class ResponseOutput:
 
     def _add_content(self, text: str) -> Iterator[Event]:
         text, self._blank = self._blank + text, ""
-        writing = self._open is not None and self._open.kind == "message"
+        writing = isinstance(self._open, _TextItem) and self._open.kind == "message"
         if not writing and not text.strip():
             self._blank = text
             return
         yield from self._add_text("message", text)
 
     def _add_text(self, kind: str, text: str) -> Iterator[Event]:
-        if self._open is None or self._open.kind != kind:
+        opened = self._open
+        if not isinstance(opened, _TextItem) or opened.kind != kind:
             yield from self._close("completed")
             opened = self._open = _TextItem(kind, len(self._items))
             self._items.append(opened.item("in_progress", False))
             yield self._event("output_item.added", item={**self._items[-1], "content": []})
             yield self._event("content_part.added", part=opened.part("", []))
-        opened = self._open
         scores = self._take_scores(text)
         opened.pieces.append(text)
         opened.scores += scores
@@ -114,44 +122,42 @@ class ResponseOutput:
         opened = self._open
         if opened is None:
             return
+        if isinstance(opened, _Call) and opened.is_whole():
+            status = "completed"
         item = self._items[-1] = opened.item(status, self._seal)
-        part = item["content"][0]
-        more = {"logprobs": opened.scores} if opened.kind == "message" else {}
-        yield self._event(f"{opened.text_kind}.done", text=part["text"], **more)
-        yield self._event("content_part.done", part=part)
-        yield {
-            "type": "response.output_item.done",
-            "output_index": opened.index,
-            "item": item,
-        }
+        if isinstance(opened, _Call):
+            more = {"name": item["name"], "arguments": item["arguments"]}
+            yield self._event("function_call_arguments.done", **more)
+        else:
+            part = item["content"][0]
+            more = {"logprobs": opened.scores} if opened.kind == "message" else {}
+            yield self._event(f"{opened.text_kind}.done", text=part["text"], **more)
+            yield self._event("content_part.done", part=part)
+        yield self._event("output_item.done", item=item)
         self._open = None
 
     def _event(self, kind: str, **fields: Any) -> Event:
+        """Returns an event of the open item."""
         opened = self._open
         assert opened is not None
         place: dict[str, Any] = {"output_index": opened.index}
-        if kind != "output_item.added":
-            place |= {"item_id": opened.id, "content_index": 0}
+        if not kind.startswith("output_item"):
+            place["item_id"] = opened.id
+            if isinstance(opened, _TextItem):
+                place["content_index"] = 0
         return {"type": f"response.{kind}", **place, **fields}
 
-    def _add_call(self, call: ToolCall) -> Iterator[Event]:
-        item = {
-            "id": f"fc_{uuid.uuid4().hex}",
-            "type": "function_call",
-            "status": "completed",
-            "call_id": call.id,
-            "name": call.name,
-            "arguments": call.arguments,
-        }
-        index = len(self._items)
-        self._items.append(item)
-        place = {"output_index": index, "item_id": item["id"]}
-        begun = {**item, "status": "in_progress", "arguments": ""}
-        yield {"type": "response.output_item.added", "output_index": index, "item": begun}
-        kind = "response.function_call_arguments"
-        yield {"type": f"{kind}.delta", **place, "delta": call.arguments}
-        yield {"type": f"{kind}.done", **place, "name": call.name, "arguments": call.arguments}
-        yield {"type": "response.output_item.done", "output_index": index, "item": item}
+    def _add_to_call(self, delta: CallDelta) -> Iterator[Event]:
+        if delta.id is not None:
+            self._blank = ""
+            yield from self._close("completed")
+            opened = self._open = _Call(delta, len(self._items))
+            self._items.append(opened.item("in_progress", False))
+            yield self._event("output_item.added", item=self._items[-1])
+        assert isinstance(self._open, _Call)
+        if delta.arguments:
+            self._open.pieces.append(delta.arguments)
+            yield self._event("function_call_arguments.delta", delta=delta.arguments)
 
 
 class _TextItem:
@@ -179,6 +185,36 @@ class _TextItem:
             return {**item, "role": "assistant", "content": content}
         secret = {"encrypted_content": seal(text)} if sealed else {}
         return {**item, "summary": [], "content": content, **secret}
+
+
+class _Call:
+    """A call that receives its arguments."""
+
+    def __init__(self, begin: CallDelta, index: int) -> None:
+        self.number = begin.index
+        self.index = index
+        self.id = f"fc_{uuid.uuid4().hex}"
+        self.pieces: list[str] = []
+        self._call_id, self._name = begin.id, begin.name
+
+    def is_whole(self) -> bool:
+        """Are the arguments JSON? They are not if the output was cut off."""
+        try:
+            strict_json.read("".join(self.pieces))
+        except ValueError:
+            return False
+        return True
+
+    def item(self, status: str, sealed: bool) -> dict[str, Any]:
+        """The item with its arguments so far."""
+        return {
+            "id": self.id,
+            "type": "function_call",
+            "status": status,
+            "call_id": self._call_id,
+            "name": self._name,
+            "arguments": "".join(self.pieces),
+        }
 
 
 def count_tokens(texts: TokenTexts, tokens: Sequence[int], text: str) -> int:

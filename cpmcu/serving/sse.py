@@ -43,17 +43,21 @@ def event(value: Any) -> bytes:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ending:
-    """How an interface ends a stream: `failed` returns the events of an error; `last` follows."""
+    """How an interface ends a stream: `failed` returns the events of an error; `last` follows.
+
+    `ping` is sent during silence.
+    """
 
     failed: Callable[[ApiError], bytes]
     last: bytes
+    ping: bytes = _PING
 
 
 CHUNKS = Ending(lambda error: event(error.body()), DONE)
 
 
 class EventStream(Response):
-    """Sends `events`, and a comment after `ping_interval` seconds without an event.
+    """Sends `events`, and the ending's ping after `ping_interval` seconds without an event.
 
     If the client disconnects or the server stops this response, `cancel` is called at once. An
     exception of `events` becomes an error event; only an ApiError's text is sent.
@@ -107,7 +111,7 @@ class EventStream(Response):
                 await asyncio.sleep(left)
                 continue
             self._sent = time.monotonic()
-            await send({"type": "http.response.body", "body": _PING, "more_body": True})
+            await send({"type": "http.response.body", "body": self._ending.ping, "more_body": True})
 
     async def _blocks(self) -> AsyncIterator[bytes]:
         try:

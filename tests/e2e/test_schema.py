@@ -30,6 +30,8 @@ OPERATIONS = (
     "delete /v1/responses/{response_id}",
     "post /v1/responses/{response_id}/cancel",
     "get /v1/responses/{response_id}/input_items",
+    "post /v1/messages",
+    "post /v1/messages/count_tokens",
     "get /v1/models",
     "get /v1/models/{name}",
     "post /tokenize",

@@ -18,6 +18,9 @@ MOST_WORDS = {
     "docs/benchmarks.md": 2500,
     "docs/speculation.md": 2000,
     "docs/prefix_cache.md": 700,
+    "docs/messages.md": 1000,
+    "docs/tools.md": 900,
+    "docs/adding_parser.md": 800,
     **dict.fromkeys(
         [
             "docs/architecture.md",

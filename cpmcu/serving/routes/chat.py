@@ -108,7 +108,6 @@ class _Chat:
         """Yields the events of the stream."""
         reply, generation = self._reply, self._job.generation
         parsers = [self._job.new_parser() for _ in generation.requests]
-        num_calls = [0] * len(parsers)
         begun = [False] * len(parsers)
         tokens = 0  # of all choices, including this chunk
         async for index, item in generation.items():
@@ -124,8 +123,7 @@ class _Chat:
                     yield reply.chunk([_delta(index, {"content": self._body.echoed})], **usage)
             tokens += len(item.token_ids)
             part = parsers[index].push(item.text, final=item.finish_reason is not None)
-            choice = _delta(index, self._fields(part, num_calls[index]))
-            num_calls[index] += len(part.calls)
+            choice = _delta(index, self._fields(part))
             self._add_details(choice, item)
             if item.finish_reason is not None:
                 choice["finish_reason"] = _finish_reason(item.finish_reason, parsers[index])
@@ -143,16 +141,14 @@ class _Chat:
             return {}
         return {"prompt_token_ids": self._job.generation.prompts[0]}
 
-    def _fields(self, part: Part, calls_before: int) -> dict[str, Any]:
+    def _fields(self, part: Part) -> dict[str, Any]:
         fields: dict[str, Any] = {}
         if part.reasoning and self._body.include_reasoning:
             fields |= {"reasoning_content": part.reasoning, "reasoning": part.reasoning}
         if part.content:
             fields["content"] = part.content
-        if part.calls:
-            fields["tool_calls"] = [
-                {"index": calls_before + i, **call.to_dict()} for i, call in enumerate(part.calls)
-            ]
+        if part.deltas:
+            fields["tool_calls"] = [delta.to_dict() for delta in part.deltas]
         return fields
 
     def _add_details(self, choice: dict[str, Any], item: StreamChunk) -> None:
