@@ -219,7 +219,9 @@ class ResponsesRequest(SamplingRequest):
 
     def _check_schemas(self) -> None:
         """Raises ApiError (400) for a schema that the response could not repeat."""
-        schemas: list[tuple[str, Any]] = [(f"tools[{i}].parameters", t.parameters) for i, t in enumerate(self.tools or [])]
+        schemas: list[tuple[str, Any]] = [
+            (f"tools[{i}].parameters", tool.parameters) for i, tool in enumerate(self.tools or [])
+        ]
         if self.text is not None and self.text.format is not None:
             schemas.append(("text.format.schema", self.text.format.schema_))
         for place, schema in schemas:
