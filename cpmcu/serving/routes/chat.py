@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -12,11 +11,10 @@ from fastapi.responses import Response
 
 from cpmcu.outputs import CompletionOutput, StreamChunk, TokenLogprobs
 from cpmcu.serving import sse
-from cpmcu.serving.answer_plan import plan_answer
 from cpmcu.serving.answers import AnswerParser, Part, metrics_of
-from cpmcu.serving.conversation import checked, render
-from cpmcu.serving.generation import Generation, PrefillProgress, encode, sampling_params
-from cpmcu.serving.logprobs import LOWEST, by_id, of_prompt
+from cpmcu.serving.chat_job import ChatJob, prepare
+from cpmcu.serving.generation import PrefillProgress
+from cpmcu.serving.logprobs import entries, of_prompt
 from cpmcu.serving.protocol.base import ERRORS
 from cpmcu.serving.protocol.chat import (
     AnswerMessage,
@@ -27,9 +25,7 @@ from cpmcu.serving.protocol.chat import (
     TokenLogprob,
     ToolCallPart,
 )
-from cpmcu.serving.responses import Reply, answer, service_of
-from cpmcu.serving.service import Service
-from cpmcu.serving.token_text import TokenTexts
+from cpmcu.serving.responses import Reply, answer, service_of, written
 
 router = APIRouter(tags=["generation"])
 
@@ -47,67 +43,21 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     body.check()
     service.check_model(body.model)
     loop = asyncio.get_running_loop()
-    job = await service.workers.run(request, body.text_length, _prepare, service, body, loop)
+    job = await service.workers.run(request, body.text_length, prepare, service, body, loop)
     chat = _Chat(Reply(body, service, "chatcmpl", "chat.completion.chunk"), body, job)
-    return await answer(request, job.generation, body, chat.events, chat.whole)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Job:
-    """The engine's requests and the parsers of their outputs."""
-
-    generation: Generation
-    new_parser: Callable[[], AnswerParser]
-    texts: TokenTexts
-
-
-def _prepare(service: Service, body: ChatRequest, loop: asyncio.AbstractEventLoop) -> _Job:
-    """Renders, tokenizes and checks a request. Slow, so it runs off the event loop."""
-    model = service.model
-    messages = checked(body.messages, service.config)
-    variables = dict(body.chat_template_kwargs or {})
-    if body.reasoning_effort is not None:
-        variables.setdefault("reasoning_effort", body.reasoning_effort)
-    prompt = render(
-        model.template,
-        messages,
-        tools=body.tools_wanted,
-        variables=variables,
-        add_generation_prompt=body.add_generation_prompt,
-        continue_final_message=body.continue_final_message,
+    return await answer(
+        request,
+        job.generation,
+        body.stream,
+        chat.events,
+        lambda outputs: written(chat.whole(outputs)),
     )
-    ids = encode(
-        model.llm.tokenizer,
-        prompt,
-        "messages",
-        special=body.add_special_tokens,
-        max_length=model.llm.max_length,
-    )
-    fields = body.sampling_fields()
-    plan = plan_answer(model, body, prompt, fields["grammar"])
-    fields["grammar"] = plan.grammar
-    params = sampling_params(
-        max_tokens=body.token_limit,
-        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        prompt_logprobs=body.prompt_logprobs,
-        **fields,
-    )
-    generation = Generation(
-        service,
-        [ids],
-        params,
-        loop,
-        prompt_field="messages",
-        progress=body.return_progress,
-        keep_special_tokens=plan.special_tokens,
-    )
-    return _Job(generation, plan.new_parser, model.token_texts)
 
 
 class _Chat:
     """Formats the response to a chat request."""
 
-    def __init__(self, reply: Reply, body: ChatRequest, job: _Job) -> None:
+    def __init__(self, reply: Reply, body: ChatRequest, job: ChatJob) -> None:
         self._reply = reply
         self._body = body
         self._job = job
@@ -143,8 +93,8 @@ class _Chat:
         )
         logprobs = None
         if output.logprobs is not None:
-            entries = [TokenLogprob(**entry) for entry in self._logprobs(output.logprobs)]
-            logprobs = ChoiceLogprobs(content=entries)
+            found = [TokenLogprob(**entry) for entry in self._logprobs(output.logprobs)]
+            logprobs = ChoiceLogprobs(content=found)
         return ChatChoice(
             index=output.index,
             message=message,
@@ -207,23 +157,9 @@ class _Chat:
         if self._body.return_token_ids:
             choice["token_ids"] = item.token_ids
 
-    def _logprobs(self, entries: Sequence[TokenLogprobs]) -> list[dict[str, Any]]:
-        return [
-            {
-                **self._entry(entry.token_id, entry.logprob),
-                "top_logprobs": [self._entry(*top) for top in entry.top],
-            }
-            for entry in entries
-        ]
-
-    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        texts = self._job.texts
-        as_ids = self._body.return_tokens_as_token_ids
-        return {
-            "token": by_id(token) if as_ids else texts.text_of(token),
-            "logprob": max(logprob, LOWEST),
-            "bytes": list(texts.bytes_of(token)),
-        }
+    def _logprobs(self, scores: Sequence[TokenLogprobs]) -> list[dict[str, Any]]:
+        as_ids = bool(self._body.return_tokens_as_token_ids)
+        return entries(self._job.texts, scores, as_ids=as_ids)
 
 
 def _delta(index: int, fields: dict[str, Any]) -> dict[str, Any]:
