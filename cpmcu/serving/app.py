@@ -50,7 +50,7 @@ def create_app(service: Service) -> FastAPI:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(config.cors_origin),
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],  # OpenAI's client sends a dozen headers of its own
             expose_headers=["X-Request-Id"],
         )

@@ -73,6 +73,12 @@ class ServerConfig:
         "keep a first line of the system message that starts with x-anthropic-billing-header:; it "
         "differs in each request, so nothing behind it would be found in the prefix cache",
     )
+    response_store: int = option(
+        256,
+        "number of ended responses of /v1/responses that are kept in memory; 0: none, so that "
+        "previous_response_id and GET /v1/responses/ID are not possible",
+        metavar="N",
+    )
     return_metrics: bool = option(
         False, "add metrics to every response, also without return_metrics in the request"
     )
@@ -124,6 +130,8 @@ class ServerConfig:
             name = f"max_{name}"
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, but must be at least 1")
+        if self.response_store < 0:
+            raise ValueError(f"response_store is {self.response_store}, but must be at least 0")
         for name in ("header_timeout", "body_timeout", "shutdown_timeout", "ping_interval"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ValueError(f"{name} is {getattr(self, name)}, but must be above 0 seconds")

@@ -64,6 +64,14 @@ class ApiError(Exception):
         """Returns the error as a JSON object."""
         return error_body(self.status, str(self), param=self.param, code=self.code)
 
+    def renamed(self, names: Mapping[str, str]) -> ApiError:
+        """Returns the error with the field's name in another interface."""
+        name = names.get(self.param or "")
+        if name is None:
+            return self
+        message = str(self).replace(self.param or "", name)
+        return ApiError(self.status, message, param=name, code=self.code, headers=self.headers)
+
     def response(self, path: str) -> JSONResponse:
         """Returns the error as an HTTP response in the format of the interface at `path`."""
         ours = path == _MESSAGES or path.startswith(f"{_MESSAGES}/")
@@ -156,7 +164,8 @@ def _invalid_json() -> ApiError:
 
 def _from_validation(error: RequestValidationError) -> ApiError:
     """Returns the first validation error of a body as one sentence that names the field."""
-    first = error.errors()[0]
+    errors = _innermost(error.errors())
+    first = errors[0]
     if first["type"] == "json_invalid":
         return _invalid_json()
     loc = [part for part in first["loc"] if part not in ("body", "query", "path")]
@@ -168,7 +177,7 @@ def _from_validation(error: RequestValidationError) -> ApiError:
             f"{first['msg']}."
         )
         return ApiError(400, message, code="invalid_body")
-    forms = _forms(error.errors(), path)
+    forms = _forms(errors, path)
     found = _shown(first["input"])
     if first["type"] == "missing" and path == loc:
         message = f"{param} is missing."
@@ -187,15 +196,37 @@ _FORMS = {
     "list[str]": "a list of texts",
     "list[int]": "a list of token ids",
     "list[list[int]]": "a list of lists of token ids",
+    "list[ItemPart]": 'a list of parts like {"type": "input_text", "text": "a"}',
     "list[ContentPart]": 'a list of parts like {"type": "text", "text": "a"}',
+    "list[InputItem]": 'a list of items like {"role": "user", "content": "a"}',
+    "ToolChoice": 'an object like {"type": "function", "name": "f"}',
     "list[Block]": 'a list of blocks like {"type": "text", "text": "a"}',
     "list[ResultBlock]": 'a list of blocks like {"type": "text", "text": "a"}',
     "NamedTool": 'an object like {"type": "function", "function": {"name": "f"}}',
     "AllowedTools": 'an object like {"type": "allowed_tools", "allowed_tools": {...}}',
 }
+_LISTS = ("list[InputItem]", "list[ItemPart]")  # lists whose elements' errors are told
 _SHOWN_LENGTH = 64
 _repr = reprlib.Repr()
 _repr.maxstring = _repr.maxother = _repr.maxlong = _SHOWN_LENGTH
+
+
+def _innermost(errors: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Returns the errors within the elements of lists of objects, if there are any.
+
+    A union of a text and such a list has errors of both. The list's name is removed from the place.
+    """
+
+    def depth(error: Mapping[str, Any]) -> int:
+        return sum(part in _LISTS for part in error["loc"][:-1])
+
+    deepest = max(map(depth, errors))
+    found: list[Mapping[str, Any]] = []
+    for error in errors:
+        if depth(error) == deepest:
+            *outer, last = error["loc"]
+            found.append({**error, "loc": [p for p in outer if p not in _LISTS] + [last]})
+    return found
 
 
 def _is_field(part: int | str) -> bool:

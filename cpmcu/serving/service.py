@@ -18,6 +18,7 @@ from cpmcu.serving.errors import ApiError, server_stopping
 from cpmcu.serving.metrics import Metrics
 from cpmcu.serving.reasoning_parsers.base import ReasoningParser
 from cpmcu.serving.reasoning_parsers.registry import find_reasoning_parser
+from cpmcu.serving.response_store import ResponseStore
 from cpmcu.serving.token_text import TokenTexts
 from cpmcu.serving.tool_parsers.registry import ToolFormat, find_tool_format
 from cpmcu.serving.workers import Workers
@@ -79,6 +80,7 @@ class Service:
         self.workers = Workers()
         self._stopping = False
         self._running: set[Generation] = set()
+        self.responses = ResponseStore(config.response_store)
 
     # ---- life
 

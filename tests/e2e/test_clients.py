@@ -16,6 +16,8 @@ from annotated_types import Ge, Le
 from pydantic import BaseModel, ConfigDict, Field
 
 from tests.e2e.calls import node_modules
+from tests.e2e.conftest import SCRIPTS
+from tests.e2e.harness import cue
 
 os.environ.setdefault(
     "LITELLM_LOCAL_MODEL_COST_MAP", "True"
@@ -198,6 +200,21 @@ def test_litellm(server, provider):
         more = {"min_tokens": 5, "guided_regex": "[a-z]+", "max_tokens": 9}
         reply = litellm.completion(**{**fields, **more})
         assert 5 <= reply.usage.completion_tokens <= 9
+
+
+def test_litellm_responses(scripted):
+    litellm = pytest.importorskip("litellm")
+    fields = {
+        "model": "openai/scripted",
+        "api_base": f"{scripted.url}/v1",
+        "api_key": "none",
+        "input": cue("story"),
+        "temperature": 0,
+    }
+    reply = litellm.responses(**fields)
+    assert reply.output[0].content[0].text == SCRIPTS["story"]
+    events = list(litellm.responses(stream=True, **fields))
+    assert events[-1].response.output[0].content[0].text == SCRIPTS["story"]
 
 
 # ---- node

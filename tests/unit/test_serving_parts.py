@@ -25,7 +25,7 @@ from cpmcu.serving.conversation import render
 from cpmcu.serving.errors import ApiError
 from cpmcu.serving.logprobs import Logprobs
 from cpmcu.serving.logs import RequestLog
-from cpmcu.serving.protocol import base, chat, completion
+from cpmcu.serving.protocol import base, chat, completion, responses
 from cpmcu.serving.reasoning_parsers.think import ThinkParser
 from cpmcu.serving.service import Service
 from cpmcu.serving.token_text import TokenTexts
@@ -131,12 +131,14 @@ def test_invalid_configurations_are_refused(field, value, message):
 
 def test_the_document_names_everything():
     """The documents have every endpoint, field (taken or refused), limit, metric and flag."""
-    names = ("server.md", "prefix_cache.md")
+    names = ("server.md", "responses.md", "prefix_cache.md")
     text = "".join((ROOT / "docs" / name).read_text("utf-8") for name in names)
     text = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
     named = set(re.findall(r"[\w/{}:-]+", " ".join(re.findall(r"`([^`]+)`", text))))
     fields = {*chat.ChatRequest.model_fields, *completion.CompletionRequest.model_fields}
     fields |= base.REFUSED.keys() | base.IGNORED
+    asked = responses.ResponsesRequest
+    fields |= {*asked.model_fields, *asked.refused_fields, *asked.ignored_fields}
     assert not fields - named
     assert not {f"--{f.name.replace('_', '-')}" for f in dataclasses.fields(ServerConfig)} - named
     limits = {base.MAX_CHOICES, base.MAX_LOGPROBS, base.MAX_STOPS, base.MAX_STOP_LENGTH}

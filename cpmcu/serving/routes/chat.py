@@ -14,7 +14,7 @@ from cpmcu.serving import sse
 from cpmcu.serving.answers import AnswerParser, Part, metrics_of
 from cpmcu.serving.chat_job import ChatJob, prepare
 from cpmcu.serving.generation import PrefillProgress
-from cpmcu.serving.logprobs import LOWEST, by_id, of_prompt
+from cpmcu.serving.logprobs import entries, of_prompt
 from cpmcu.serving.protocol.base import ERRORS
 from cpmcu.serving.protocol.chat import (
     AnswerMessage,
@@ -93,8 +93,8 @@ class _Chat:
         )
         logprobs = None
         if output.logprobs is not None:
-            entries = [TokenLogprob(**entry) for entry in self._logprobs(output.logprobs)]
-            logprobs = ChoiceLogprobs(content=entries)
+            found = [TokenLogprob(**entry) for entry in self._logprobs(output.logprobs)]
+            logprobs = ChoiceLogprobs(content=found)
         return ChatChoice(
             index=output.index,
             message=message,
@@ -157,23 +157,9 @@ class _Chat:
         if self._body.return_token_ids:
             choice["token_ids"] = item.token_ids
 
-    def _logprobs(self, entries: Sequence[TokenLogprobs]) -> list[dict[str, Any]]:
-        return [
-            {
-                **self._entry(entry.token_id, entry.logprob),
-                "top_logprobs": [self._entry(*top) for top in entry.top],
-            }
-            for entry in entries
-        ]
-
-    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        texts = self._job.texts
-        as_ids = self._body.return_tokens_as_token_ids
-        return {
-            "token": by_id(token) if as_ids else texts.text_of(token),
-            "logprob": max(logprob, LOWEST),
-            "bytes": list(texts.bytes_of(token)),
-        }
+    def _logprobs(self, scores: Sequence[TokenLogprobs]) -> list[dict[str, Any]]:
+        as_ids = bool(self._body.return_tokens_as_token_ids)
+        return entries(self._job.texts, scores, as_ids=as_ids)
 
 
 def _delta(index: int, fields: dict[str, Any]) -> dict[str, Any]:
