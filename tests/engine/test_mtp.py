@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cpmcu import bench
 from cpmcu.config import EngineConfig, SpeculativeConfig
 from cpmcu.loading.loader import LoadedModel, load_model
 from scripts.synthetic.acceptance import lay_out
@@ -117,3 +118,14 @@ def test_frspec_with_synthetic_acceptance(tmp_path: Path) -> None:
     drive = Drive(loaded.engine)
     drive.one([5], 61)
     assert np.mean(drive.emitted) > 2.7  # the eos ids take the places of two tokens
+
+
+def test_bench_measures_the_head(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a flag, as the head drafts by default."""
+    target = write("tiny-qwen3.5", tmp_path / "target", "--acceptance", "1", "--dtype", "float32")
+    capsys.readouterr()  # discards the writer's output
+    flags = ["--model", str(target), "--device", "cpu", "--contexts", "32", "--decode", "2"]
+    assert bench.main([*flags, "--max-num-seqs", "1", "--json"]) == 0
+    speculation = json.loads(capsys.readouterr().out)["speculation"]
+    (row,) = speculation["rows"]
+    assert row["mean_accept_length"] == pytest.approx(5, abs=0.5)  # the last step is cut short
