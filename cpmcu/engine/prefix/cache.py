@@ -57,6 +57,11 @@ class Prefix:
     collided: bool = False  # another prefix has the next key: nothing more is published
     states: dict[int, int] = dataclasses.field(default_factory=dict)  # pages -> host block
 
+    @property
+    def ends(self) -> tuple[int, int]:
+        """Pages after which another prompt is likely to go on: where prompts branched, the end."""
+        return self.known, self.pending_end
+
 
 class PrefixCache:
     """Used by the engine thread only."""
@@ -94,6 +99,7 @@ class PrefixCache:
                 self._host,
                 self._states,
                 self._take_block,
+                lambda: self._take_state(Prefix([]), at_end=True),
                 self._forget_empty,
             )
         self.counters = CacheCounters()
@@ -206,7 +212,7 @@ class PrefixCache:
         index = num_tokens // self._page_size
         if not self.has_states or index == 0 or index in prefix.states:
             return
-        block = self._take_state()
+        block = self._take_state(prefix, at_end=index in prefix.ends)
         if block >= 0:
             self._engine.save_slot(slot, self._states.blocks, block)
             prefix.states[index] = block
@@ -260,8 +266,7 @@ class PrefixCache:
                 self._index.set_page(entry, pages[i])
             state = prefix.states.pop(i + 1, -1)
             if state >= 0 and entry.state < 0:
-                at_end = i + 1 in (prefix.known, prefix.pending_end)
-                self._index.set_state(entry, state, at_end=at_end)
+                self._index.set_state(entry, state, at_end=i + 1 in prefix.ends)
             elif state >= 0:
                 self._states.give(state)
             if self._disk is not None:
@@ -430,9 +435,19 @@ class PrefixCache:
             self._give_back(self._index.remove(entry))
             entry = entry.parent
 
-    def _take_state(self) -> int:
+    def _take_state(self, prefix: Prefix, *, at_end: bool) -> int:
+        """A host block for a checkpoint of `prefix`; -1: none left.
+
+        A checkpoint at the end of a prompt may take the block of one within the same prompt.
+        """
         block = self._states.take()
-        entry = self._index.oldest_state() if block < 0 else None
+        if block >= 0:
+            return block
+        if at_end:
+            inner = [pages for pages in prefix.states if pages not in prefix.ends]
+            if inner:
+                return prefix.states.pop(inner[0])
+        entry = self._index.oldest_state(prefix.entries, at_end=at_end)
         if entry is not None:
             block = entry.state
             self._index.set_state(entry, -1)

@@ -148,13 +148,19 @@ class PrefixIndex:
         if state >= 0 and entry.alive:
             (self._end_states if at_end else self._inner_states)[entry.key] = entry
 
-    def oldest_state(self) -> Entry | None:
-        """The entry whose state goes first. None: all states are in use."""
-        for states in (self._inner_states, self._end_states):
-            for entry in states.values():
-                if entry.users == 0 and entry.locks == 0:
-                    return entry
-        return None
+    def oldest_state(self, own: Iterable[Entry], *, at_end: bool) -> Entry | None:
+        """The entry whose state goes first. None: all are in use, or more valuable.
+
+        `at_end`: a state at the end of a prompt asks for the room. It may replace those within its
+        prompt, whose entries are `own`, and the oldest of its kind.
+        """
+        idle = (e for e in self._inner_states.values() if e.users == 0 and e.locks == 0)
+        found = next(idle, None)
+        if found is None and at_end:
+            mine = (e for e in own if e.users == 1 and e.locks == 0 and e.key in self._inner_states)
+            ends = (e for e in self._end_states.values() if e.users == 0 and e.locks == 0)
+            found = next(itertools.chain(mine, ends), None)
+        return found
 
     def oldest_pages(self, count: int) -> list[Entry]:
         """Up to `count` idle entries with device pages, the oldest first."""
