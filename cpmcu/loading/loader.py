@@ -57,7 +57,7 @@ class LoadedModel:
     spec: C.ModelSpec
     draft: C.DrafterSpec | None = None
     shapes: tuple[tuple[int, int], ...] = ()  # tree shapes to choose from; empty: fixed shape
-    draft_directory: Path | None = None  # of a draft with weights
+    draft_directory: Path | None = None  # of a draft with weights in other files
 
 
 @one_sentence()
@@ -168,6 +168,7 @@ def load_model(
     shapes: tuple[tuple[int, int], ...] = ()
     if draft and config.speculation.chooses_shapes:
         shapes = tuple(shapes_of(draft.shape.depth, draft.shape.topk, draft.shape.tree_size))
+    files = draft.files if draft else None
     return LoadedModel(
         engine,
         directory,
@@ -176,7 +177,7 @@ def load_model(
         spec,
         drafter[0] if drafter else None,
         shapes,
-        draft.files.checkpoint.directory if draft and draft.files else None,
+        files.directory if files and files.checkpoint is not checkpoint else None,
     )
 
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from cpmcu.models.common import BuildOptions, SpecFields, read_spec
+from cpmcu.models.limits import MODEL_LIMITS
 from cpmcu.models.names import Piece, canonical_names
 from cpmcu.models.reader import ConfigReader
 from cpmcu.models.registry import register_model
@@ -21,6 +22,7 @@ Params = Mapping[str, Any]
 DEFAULTS = {"head_dim": 256, "partial_rotary_factor": 0.25}
 DEFAULT_INTERVAL = 4  # layers from one full attention to the next
 DEFAULT_EXPERTS = 512
+MAX_HEADS = MODEL_LIMITS["num_attention_heads"][1]
 CONV_KERNEL = 4  # kConvTaps of csrc/kernels/delta_net/gated_delta_net.h
 _KINDS = ("linear_attention", "full_attention")
 _NOT_OF_THE_TARGET = ("mtp.", "model.visual.", "visual.")
@@ -80,8 +82,8 @@ def _refuse_cuda(options: BuildOptions) -> None:
 
 def _delta_net(reader: ConfigReader, fused_projections: bool) -> Params:
     """The parameters of the block `gated_delta_net`."""
-    num_key_heads = reader.positive_int("linear_num_key_heads", default=16)
-    num_value_heads = reader.positive_int("linear_num_value_heads", default=32)
+    num_key_heads = reader.positive_int("linear_num_key_heads", default=16, most=MAX_HEADS)
+    num_value_heads = reader.positive_int("linear_num_value_heads", default=32, most=MAX_HEADS)
     if num_value_heads % num_key_heads:
         raise reader.fail(
             "linear_num_value_heads", f"a multiple of linear_num_key_heads={num_key_heads}"

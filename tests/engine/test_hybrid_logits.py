@@ -93,6 +93,16 @@ def test_length(length: int, tmp_path: Path) -> None:
     assert_close(engine_logits(tmp_path, ids), reference(tiny, ids), LOGITS_HYBRID["float32"])
 
 
+@pytest.mark.slow
+def test_a_long_prompt_does_not_drift(tmp_path: Path) -> None:
+    tiny = write_tiny(tmp_path, "qwen3_5", max_position_embeddings=16384)
+    ids = random_ids(203, 8192)
+    found, expected = engine_logits(tmp_path, ids), reference(tiny, ids)
+    for begin in (0, 4096, 8192 - 256):
+        part = slice(begin, begin + 256)
+        assert_close(found[part], expected[part], LOGITS_HYBRID["float32"])
+
+
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next"])
 def test_chunks_change_no_bit(family: str, tmp_path: Path) -> None:
     write_tiny(tmp_path, family)

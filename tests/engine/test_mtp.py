@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cpmcu import bench
+from cpmcu.benchmarks.decoding import step_bytes
 from cpmcu.config import EngineConfig, SpeculativeConfig
 from cpmcu.loading.loader import LoadedModel, load_model
 from scripts.synthetic.acceptance import lay_out
@@ -117,3 +119,30 @@ def test_frspec_with_synthetic_acceptance(tmp_path: Path) -> None:
     drive = Drive(loaded.engine)
     drive.one([5], 61)
     assert np.mean(drive.emitted) > 2.7  # the eos ids take the places of two tokens
+
+
+def test_bench_measures_the_head(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a flag, as the head drafts by default."""
+    target = write("tiny-qwen3.5", tmp_path / "target", "--acceptance", "1", "--dtype", "float32")
+    capsys.readouterr()  # discards the writer's output
+    flags = ["--model", str(target), "--device", "cpu", "--contexts", "32", "--decode", "2"]
+    assert bench.main([*flags, "--max-num-seqs", "1", "--json"]) == 0
+    speculation = json.loads(capsys.readouterr().out)["speculation"]
+    (row,) = speculation["rows"]
+    assert row["mean_accept_length"] == pytest.approx(5, abs=0.5)  # the last step is cut short
+
+
+def test_the_floor_of_a_step_counts_states_twice(tmp_path: Path) -> None:
+    """Keys and values are those of the attention layers alone."""
+    found = []
+    for kind in ("linear_attention", "full_attention"):
+        kinds = ["full_attention", kind]
+        keys = {"layer_types": kinds, "num_hidden_layers": 2, "dtype": "bfloat16"}
+        write_tiny(tmp_path / kind, "qwen3_5", vocab_size=64, **keys)
+        loaded = load(tmp_path / kind, no_speculation=True)
+        rows = loaded.engine.memory_plan()
+        of_weights = sum(row["bytes"] for row in rows if row["group"] == "weights")
+        of_weights -= 64 * 64 * 2  # the embedding table
+        found.append(step_bytes(loaded.engine, loaded.spec, 100) - of_weights)
+    of_a_layer = 100 * 2 * 2 * 16 * 2  # keys and values of 2 heads
+    assert found == [of_a_layer + 2 * 4 * 6 * 16 * 24, 2 * of_a_layer]

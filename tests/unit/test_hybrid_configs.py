@@ -177,6 +177,7 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"linear_conv_kernel_dim": 3}, ["linear_conv_kernel_dim is 3", "4, the only width"]),
     ({"linear_num_value_heads": 3}, ["linear_num_value_heads is 3", "linear_num_key_heads=2"]),
     ({"linear_num_key_heads": 0}, ["linear_num_key_heads is 0", "positive"]),
+    ({"linear_num_value_heads": 2**20}, ["linear_num_value_heads is 1048576", "at most 1024"]),
     ({"linear_value_head_dim": 20}, ["linear_value_head_dim is 20", "a multiple of 8"]),
     ({"linear_key_head_dim": 512}, ["linear_key_head_dim is 512", "at most 256"]),
     ({"full_attention_interval": 0}, ["full_attention_interval is 0"]),
