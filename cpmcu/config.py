@@ -128,9 +128,9 @@ _VLLM_KEYS = {
 class SpeculativeConfig:
     """The drafter and the shape of its trees.
 
-    If no draft is named, a shipped model uses its shipped draft, and a model with an MTP head that
-    head; other models do not speculate.
-    Raises ValueError for a value out of range and for an impossible tree shape.
+    If no draft is named, a shipped model uses its shipped draft, and a model with an MTP head uses
+    that head. Other models do not speculate. Raises ValueError for a value out of range and for an
+    impossible tree shape.
     """
 
     draft_model_path: str | None = option(
@@ -176,7 +176,7 @@ class SpeculativeConfig:
     spec_window_size: int | None = option(
         None,
         "most recent KV entries that a draft head's attention sees (each tree node has one entry); "
-        "0: all (default: 1024; draft model: 0)",
+        "0: all (default: 1024; draft model: 0; an MTP head sees all)",
     )
     frspec_path: str | None = option(
         None,
@@ -189,8 +189,8 @@ class SpeculativeConfig:
     )
     draft_head_quant: str = option(
         "auto",
-        "quantise the draft's lm_head at load time; changes no text; auto: w4 if the draft is "
-        "quantised and the target's lm_head is not, else none",
+        "quantise the draft's lm_head at load time; changes no text; auto: w4 if the draft (or the "
+        "target of an MTP head) is quantised and the target's lm_head is not, else none",
         choices=DRAFT_HEAD_QUANTS,
     )
     prompt_lookup_min: int | None = option(None, "n-gram: shortest match (default: 1)")
