@@ -5,11 +5,11 @@ from __future__ import annotations
 import base64
 import binascii
 import functools
+import json
 import logging
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from cpmcu.serving import strict_json
 from cpmcu.serving.conversation import Origin
 from cpmcu.serving.errors import ApiError, refused
 from cpmcu.serving.protocol.base import SamplingRequest
@@ -219,7 +219,7 @@ def _text_of(message: ChatMessage) -> str:
 
 def _as_arguments(text: str) -> str:
     """The input of a custom tool, as arguments of a function."""
-    return strict_json.write({"input": text})
+    return json.dumps({"input": text})
 
 
 # ---- reasoning

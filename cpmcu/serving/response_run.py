@@ -20,7 +20,7 @@ from cpmcu.serving.protocol.responses import SEALED_REASONING, ResponsesRequest
 from cpmcu.serving.response_items import functions_of
 from cpmcu.serving.response_output import Event, ResponseOutput, count_tokens
 from cpmcu.serving.service import Service
-from cpmcu.serving.sse import to_json
+from cpmcu.serving.sse import encoded
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class ResponseRun:
         """Returns the response as one object. May run on another thread than the event loop's."""
         for _ in self._take(outputs[0]):
             pass
-        return Response(to_json(self.response()), media_type="application/json")
+        return Response(encoded(self.response()), media_type="application/json")
 
     def start_in_background(self) -> None:
         """Starts the response, which ends without a client."""
@@ -191,7 +191,7 @@ class ResponseRun:
     def _bytes(self, event: Event) -> bytes:
         numbered = {"type": event["type"], "sequence_number": self._number, **event}
         self._number += 1
-        return f"event: {event['type']}\ndata: {to_json(numbered)}\n\n".encode()
+        return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), encoded(numbered))
 
     def _fixed(self, service: Service) -> dict[str, Any]:
         """The members that do not change."""

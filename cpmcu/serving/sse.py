@@ -36,6 +36,11 @@ _PING = b": ping\n\n"
 to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
 
 
+def encoded(value: Any) -> bytes:
+    """Returns `value` as JSON. Half a surrogate pair is written as its escape."""
+    return to_json(value).encode("utf-8", "backslashreplace")
+
+
 def event(value: Any) -> bytes:
     """Returns one event with `value` as JSON."""
     return f"data: {to_json(value)}\n\n".encode()

@@ -6,6 +6,7 @@ import itertools
 import json
 import re
 
+import httpx
 import openai
 import pytest
 from openai.types.responses import Response
@@ -250,6 +251,23 @@ def test_bad_requests(server, body, param):
     for more in ({}, {"stream": True}):
         error = error_of(server.post(PATH, {**body, **more}), 400)
         assert error["param"] == param and param.split("[")[0] in error["message"]
+
+
+def test_half_a_surrogate_pair(server):
+    """Where it is not part of the prompt, the response repeats it."""
+
+    def post(body):
+        headers = {"Content-Type": "application/json"}
+        content = json.dumps({"max_output_tokens": 1, **body})
+        return httpx.post(server.url + PATH, content=content, headers=headers, timeout=30)
+
+    half = {"input": "x", "metadata": {"a": "\ud800"}}
+    for body in (half, {**half, "stream": True}, {"input": "x", "user": "\ud800"}):
+        reply = post(body)
+        assert reply.status_code == 200 and "\\ud800" in reply.text
+    call = {"type": "custom_tool_call", "call_id": "c", "name": "f", "input": "\ud800"}
+    assert post({"input": [call]}).status_code in (200, 400)
+    error_of(post({"input": "\ud800"}), 400)
 
 
 def test_texts_that_are_too_long(limited):

@@ -215,6 +215,11 @@ def test_bad_items(items, param, message):
         ({"prompt": {"id": "p"}}, "prompt", "not supported"),
         ({"n": 2}, "n", "not supported"),
         ({"truncation": "auto"}, "truncation", "refused"),
+        (
+            {"tools": [{"type": "f", "parameters": {"a": float("nan")}}]},
+            "tools[0].parameters",
+            "is not JSON",
+        ),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema", "is missing"),
         ({"background": True, "stream": True}, "background", "exclude each other"),
         ({"background": True, "store": False}, "background", "needs store"),

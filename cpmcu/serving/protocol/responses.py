@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence, Set
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from cpmcu.serving.errors import ApiError, refused
 from cpmcu.serving.protocol.base import (
     IGNORED,
     MAX_LOGPROBS,
     REFUSED,
+    ApiModel,
     Items,
     JsonSchema,
-    RequestModel,
     ResponseFormat,
     SamplingRequest,
 )
+from cpmcu.serving.protocol.chat import MAX_TOOLS, FunctionName
 
 LOGPROBS = "message.output_text.logprobs"
 SEALED_REASONING = "reasoning.encrypted_content"
@@ -36,7 +38,13 @@ _OTHER_NAMES = {
 }
 
 
-class ItemPart(RequestModel):
+class Member(ApiModel):
+    """A part of the request. Undeclared members are ignored."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
+
+
+class ItemPart(Member):
     """A part of an item's content. Only text is supported."""
 
     type: str
@@ -49,7 +57,7 @@ class ItemPart(RequestModel):
         return self.refusal if self.type == "refusal" else self.text
 
 
-class InputItem(RequestModel):
+class InputItem(Member):
     """An item of a conversation. Its type decides which members it needs.
 
     A message: role, content. A function_call: call_id, name, arguments. A function_call_output:
@@ -83,26 +91,26 @@ class InputItem(RequestModel):
         return sum(len(text) for text in (*plain, *parts) if isinstance(text, str))
 
 
-class ToolSpec(RequestModel):
+class ToolSpec(Member):
     """A tool. Only functions are used."""
 
     type: str
-    name: str | None = Field(None, min_length=1, max_length=64)
+    name: FunctionName | None = None
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
-class ToolChoice(RequestModel):
+class ToolChoice(Member):
     """A tool_choice that names a function, or the functions that are allowed."""
 
     type: str
     name: str | None = None
     mode: Literal["auto", "required"] | None = None
-    tools: list[ToolSpec] | None = Field(None, max_length=512)
+    tools: list[ToolSpec] | None = Field(None, max_length=MAX_TOOLS)
 
 
-class TextFormat(RequestModel):
+class TextFormat(Member):
     """The format of the answer's text."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -112,14 +120,14 @@ class TextFormat(RequestModel):
     strict: bool | None = None
 
 
-class TextOptions(RequestModel):
+class TextOptions(Member):
     """Options of the answer's text."""
 
     format: TextFormat | None = None
     verbosity: str | None = Field(None, description="Without effect")
 
 
-class ReasoningOptions(RequestModel):
+class ReasoningOptions(Member):
     """Options of the reasoning."""
 
     effort: str | None = Field(None, description='Passed to the chat template; "none": no thinking')
@@ -158,7 +166,7 @@ class ResponsesRequest(SamplingRequest):
     stream: bool | None = False
     stream_options: dict[str, Any] | None = Field(None, description="Without effect")
     include: Items[str] | None = None
-    tools: Items[ToolSpec] | None = Field(None, max_length=512)
+    tools: Items[ToolSpec] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = Field(None, description="false: return only the first call")
     max_tool_calls: int | None = Field(None, description="Without effect: of built-in tools")
@@ -187,6 +195,7 @@ class ResponsesRequest(SamplingRequest):
                     f"in /v1/responses it is {_OTHER_NAMES[name]}.",
                 )
         self.check_extra()
+        self._check_schemas()
         if self.truncation == "auto":
             raise refused(
                 "truncation",
@@ -207,6 +216,21 @@ class ResponsesRequest(SamplingRequest):
             )
         if self.background and not self.wants_store:
             raise refused("background", "background needs store: true.")
+
+    def _check_schemas(self) -> None:
+        """Raises ApiError (400) for a schema that the response could not repeat."""
+        schemas: list[tuple[str, Any]] = [
+            (f"tools[{i}].parameters", tool.parameters) for i, tool in enumerate(self.tools or [])
+        ]
+        if self.text is not None and self.text.format is not None:
+            schemas.append(("text.format.schema", self.text.format.schema_))
+        for place, schema in schemas:
+            try:
+                json.dumps(schema, allow_nan=False)
+            except (ValueError, RecursionError) as error:
+                raise ApiError(
+                    400, f"{place} is not JSON: {error}.", param=place, code="invalid_value"
+                ) from error
 
     @property
     def wants_store(self) -> bool:

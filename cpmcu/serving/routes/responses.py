@@ -100,7 +100,7 @@ def _prepare(
 
 
 def _written(value: Any) -> Response:
-    return Response(sse.to_json(value), media_type="application/json")
+    return Response(sse.encoded(value), media_type="application/json")
 
 
 @router.get("/v1/responses/{response_id}", response_model=ResponseObject, responses=_STORED)
