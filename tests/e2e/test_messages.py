@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from typing import Literal
 
 import anthropic
 import httpx
 import pytest
 from anthropic.types import Message
+from pydantic import BaseModel, ConfigDict
 
 from tests.e2e.conftest import SCRIPTS
 from tests.e2e.harness import Server, cue, start
@@ -323,3 +325,40 @@ def test_a_template_that_refuses_later_system_messages(tmp_path):
             ]
             == count
         )
+
+
+def test_the_clients_runner_of_tools(scripted):
+    """The beta interface, whose path has a query, calls Python functions until the model ends."""
+    called = []
+
+    @anthropic.beta_tool
+    def add(a: int, b: str) -> str:
+        """Adds."""
+        called.append((a, b))
+        return cue("story")
+
+    @anthropic.beta_tool
+    def sub() -> str:
+        """Subtracts."""
+        called.append(())
+        return cue("story")
+
+    runner = client(scripted).beta.messages.tool_runner(
+        model="scripted",
+        max_tokens=200,
+        messages=[{"role": "user", "content": cue("call")}],
+        tools=[add, sub],
+        extra_body=GREEDY,
+    )
+    assert runner.until_done().content[0].text == SCRIPTS["story"]
+    assert called == [(1, "你"), ()]
+
+
+def test_the_client_parses_an_answer(server):
+    class Step(BaseModel):
+        side: Literal["left", "right"]
+        model_config = ConfigDict(json_schema_extra={"x-guidance": {"whitespace_flexible": False}})
+
+    fields = fields_of("x = ", max_tokens=100)
+    message = client(server).messages.parse(output_format=Step, **fields)
+    assert isinstance(message.parsed_output, Step)

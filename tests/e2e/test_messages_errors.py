@@ -42,6 +42,7 @@ def test_keys(limited):
     with pytest.raises(anthropic.AuthenticationError, match="x-api-key: KEY"):
         client(limited, api_key="third").messages.create(**fields)
     error_of(limited.post(PATH, HI), 401, "authentication_error")
+    assert httpx.head(limited.url).status_code == 200  # Claude Code's first request
     assert limited.get("/v1/models", **KEY).status_code == 200
     both = {"Authorization": "Bearer wrong", **KEY}
     assert limited.get("/v1/models", **both).status_code == 200
