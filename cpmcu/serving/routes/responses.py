@@ -176,13 +176,19 @@ async def input_items(
 
 
 def _listed(response_id: str, index: int, item: InputItem) -> dict[str, Any]:
-    """Returns an item with an id, and a message with a list of parts."""
+    """Returns an item with the members that clients expect: id, status, lists of parts."""
     found = {
         "id": f"item_{index}_{response_id}",
+        "status": "completed",
         **item.model_dump(exclude_none=True),
         "type": item.kind,
     }
-    if item.kind == "message" and isinstance(item.content, str):
-        kind = "output_text" if item.role == "assistant" else "input_text"
+    if item.kind != "message":
+        return found
+    answer = item.role == "assistant"
+    if isinstance(item.content, str):
+        kind = "output_text" if answer else "input_text"
         found["content"] = [{"type": kind, "text": item.content}]
+    if answer:
+        found["content"] = [{**part, "annotations": []} for part in found["content"]]
     return found
