@@ -337,6 +337,7 @@ def load_tensors(
                 array = checkpoint.read(placement.source)
                 rows = placement.target.shape[0] if placement.target.shape else 0
                 if array.shape != placement.target.shape:
+                    array = array.reshape(-1, *placement.target.shape[1:])
                     array = array[placement.first_row : placement.first_row + rows]
                 with about(placement.path):
                     engine.load_tensor(placement.target.name, array, placement.target.dtype)

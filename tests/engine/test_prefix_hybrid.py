@@ -44,11 +44,11 @@ def run(runner: Any, prompt: list[int], count: int = 8) -> tuple[list[int], int]
 
 def test_a_second_turn_begins_at_the_last_full_page(model: Path, plain: Any) -> None:
     with running(make_engine(model, chunk_length=128)) as (runner, _):
-        prompt = random_ids(300, VOCAB)
+        prompt, known = random_ids(300, VOCAB), 0
         for turn in range(3):
             answer, cached = run(runner, prompt)
             assert answer == generate(plain, prompt, 8)[:8]
-            assert cached == (0 if turn == 0 else known)
+            assert cached == known
             known = (len(prompt) - 1) // PAGE * PAGE
             prompt = prompt + answer + random_ids(70, VOCAB, seed=turn)
 

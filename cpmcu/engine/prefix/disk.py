@@ -383,7 +383,7 @@ class DiskStore:
         for key, file in _page_files(self._folder):
             if status := _status(file):
                 whole = self._page_bytes + self._state_bytes
-                has_state = 0 < self._state_bytes and status.st_size > whole
+                has_state = self._state_bytes > 0 and status.st_size > whole
                 found[key] = _Entry(status.st_size, min(status.st_mtime_ns, start), has_state)
         others = sorted(self._other_files(), key=lambda file: file.used)
         with self._lock:
