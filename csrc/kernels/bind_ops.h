@@ -160,10 +160,17 @@ struct OpsState {
   std::vector<SharedArray> arrays, accepted_arrays;
 };
 
+// StepTokens and the arrays that it points to.
+struct OpsTokens {
+  StepTokens tokens;
+  std::vector<SharedArray> arrays;
+};
+
 using OpsRotary = OpsParams<RotaryKvParams>;
 using OpsAttention = OpsParams<AttentionParams>;
 
-void bind_tree_ops(pybind11::module_& ops);  // bind_tree_ops.cpp
-void bind_w4_ops(pybind11::module_& ops);    // bind_w4_ops.cpp
+void bind_sparse_ops(pybind11::module_& ops);  // bind_sparse_ops.cpp
+void bind_tree_ops(pybind11::module_& ops);    // bind_tree_ops.cpp
+void bind_w4_ops(pybind11::module_& ops);      // bind_w4_ops.cpp
 
 }  // namespace cpmcu
