@@ -34,6 +34,7 @@ from cpmcu.loading.progress import LoadProgress, LogProgress, log_conversion, lo
 from cpmcu.loading.tensors import FLOAT_DTYPES, Checkpoint, TensorMeta
 from cpmcu.models.common import BuildOptions
 from cpmcu.models.registry import find_model
+from cpmcu.models.sparse import check_sparse_options
 from cpmcu.quant.registry import QuantPlan, plan_quant
 from cpmcu.sampling import SamplingParams
 from cpmcu.tokenizer import eos_ids
@@ -92,9 +93,11 @@ def load_model(
         max_model_len=config.max_model_len,
         has_lm_head=any(name.startswith("lm_head.") for name in metas),
         minicpm4_yarn=config.minicpm4_yarn,
+        sparse=config,
     )
     with about(directory):
         fields = family.build(hf_config, options)
+        check_sparse_options(config, fields)
     if config.max_model_len > fields.max_position_embeddings:
         logger.warning(
             "max_model_len is %d but config.json has max_position_embeddings %d: text beyond it "
