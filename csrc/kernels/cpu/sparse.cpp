@@ -46,63 +46,79 @@ void compress(const CompressKeysParams& p, int slot, int head, int begin, int en
   }
 }
 
-// The scores of the blocks [begin, end) for one query and KV head.
+// The scores of the blocks between for one query and KV head.
 template <typename T>
 class BlockScores {
  public:
   BlockScores(const SelectBlocksParams& p, int row, int slot, int kv_head)
       : p_(p),
-        row_(row),
         kv_head_(kv_head),
-        pages_(p.tokens.page_table + int64_t{slot} * p.tokens.max_pages) {}
+        group_(p.num_heads / p.num_kv_heads),
+        pages_(p.tokens.page_table + int64_t{slot} * p.tokens.max_pages) {
+    const QkvLayout layout = resolved(p.layout, p.num_heads, p.num_kv_heads, p.head_dim);
+    for (int h = 0; h < group_; ++h) {
+      const T* head =
+          p.qkv.as<T>() + int64_t{row} * layout.row + int64_t{kv_head * group_ + h} * layout.q_head;
+      heads_.insert(heads_.end(), head, head + p.head_dim);
+    }
+    queries_ = dot_operand(heads_.data(), group_, p.head_dim, buffer_);
+  }
 
-  const std::vector<float>& of(const QueryBlocks& blocks) {
-    fine_.assign(blocks.fine_end(), 0);
-    const int group = p_.num_heads / p_.num_kv_heads;
-    for (int h = kv_head_ * group; h < (kv_head_ + 1) * group; ++h) add_head(h, blocks);
-    scores_.clear();
+  // Element i is the score of block init_end + i.
+  std::vector<float> of(const QueryBlocks& blocks) {
+    const std::vector<float> f = fine_sums(blocks);
+    std::vector<float> scores;
     for (int block = blocks.init_end; block < blocks.window_begin; ++block) {
-      // fine[0] does not exist. A query in block q does not see the rows from fine_end on.
-      const int begin = std::max(kFineRows * block, 1);
+      const int begin = std::max(kFineRows * block, 1);  // fine[0] does not exist
       const int end = std::min(kFineRows * (block + 1) + 1, blocks.fine_end());
       float best = 0;  // also for NaN
-      for (int r = begin; r < end; ++r) best = std::max(best, fine_[r]);
-      scores_.push_back(best);
+      for (int r = begin; r < end; ++r) best = std::max(best, f[r]);
+      scores.push_back(best);
     }
-    return scores_;
+    return scores;
   }
 
  private:
-  // Adds the probabilities of one head to those of the fine rows.
-  void add_head(int head, const QueryBlocks& blocks) {
-    const QkvLayout layout = resolved(p_.layout, p_.num_heads, p_.num_kv_heads, p_.head_dim);
-    const T* from = p_.qkv.as<T>() + int64_t{row_} * layout.row + head * layout.q_head;
-    const float* q = dot_operand(from, 1, p_.head_dim, query_);
-    const int end = blocks.coarse_end();
-    products_.resize(static_cast<size_t>(kFineRows) * end);
-    for (int page = 1; page < end; ++page) multiply(q, p_.keys.coarse, page, &products_[page]);
-    float maximum = -std::numeric_limits<float>::infinity(), total = 0;
-    for (int r = 1; r < end; ++r) maximum = std::max(maximum, products_[r] * p_.scale);
-    for (int r = 1; r < end; ++r) total += std::exp(products_[r] * p_.scale - maximum);
-    for (int page = 0; page < end; ++page) {
-      multiply(q, p_.keys.fine, page, &products_[static_cast<size_t>(kFineRows) * page]);
+  // f of the fine rows.
+  std::vector<float> fine_sums(const QueryBlocks& blocks) {
+    const int num_fine = blocks.fine_end(), num_coarse = blocks.coarse_end();
+    std::vector<float> maxima, totals, f(num_fine, 0.f);
+    multiply(p_.keys.coarse, num_coarse);
+    for (int h = 0; h < group_; ++h) {
+      const float* s = products_.data() + int64_t{h} * num_coarse;
+      float maximum = -std::numeric_limits<float>::infinity(), total = 0;
+      for (int r = 1; r < num_coarse; ++r) maximum = std::max(maximum, s[r] * p_.scale);
+      for (int r = 1; r < num_coarse; ++r) total += std::exp(s[r] * p_.scale - maximum);
+      maxima.push_back(maximum);
+      totals.push_back(total);
     }
-    for (int r = 1; r < blocks.fine_end(); ++r) {
-      fine_[r] += std::exp(products_[r] * p_.scale - maximum) / total;
+    multiply(p_.keys.fine, num_coarse);
+    for (int h = 0; h < group_; ++h) {
+      const float* s = products_.data() + int64_t{h} * num_fine;
+      for (int r = 1; r < num_fine; ++r) {
+        f[r] += std::exp(s[r] * p_.scale - maxima[h]) / totals[h];
+      }
     }
+    return f;
   }
-  // out[i] = q . row i of the page
-  void multiply(const float* q, const Tensor& keys, int page, float* out) const {
-    const int64_t rows = keys.size(2);
-    const T* of_page =
-        keys.as<T>() + (int64_t{pages_[page]} * p_.num_kv_heads + kv_head_) * rows * p_.head_dim;
-    dot_rows(q, 1, of_page, rows, p_.head_dim, out, rows);
+  // products_[h, r] = head h . row r, for the rows of the first `num_pages` pages.
+  void multiply(const Tensor& keys, int num_pages) {
+    const int64_t rows = keys.size(2), num_rows = rows * num_pages;
+    products_.resize(static_cast<size_t>(group_ * num_rows));
+    for (int page = 0; page < num_pages; ++page) {
+      const T* of_page =
+          keys.as<T>() + (int64_t{pages_[page]} * p_.num_kv_heads + kv_head_) * rows * p_.head_dim;
+      dot_rows(queries_, group_, of_page, rows, p_.head_dim, products_.data() + page * rows,
+               num_rows);
+    }
   }
 
   const SelectBlocksParams& p_;
-  int row_, kv_head_;
+  int kv_head_, group_;
   const int* pages_;  // of the slot
-  std::vector<float> query_, products_, fine_, scores_;
+  std::vector<T> heads_;
+  const float* queries_ = nullptr;  // dot_operand of heads_
+  std::vector<float> buffer_, products_;
 };
 
 void set_bits(uint64_t* words, int begin, int end) {
