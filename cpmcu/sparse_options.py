@@ -8,6 +8,7 @@ from cpmcu.checks import integer, truth
 from cpmcu.options import option
 
 BLOCK = 64  # tokens that are chosen together: those of a page
+MOST = (1 << 31) - 1
 _GROUP = "sparse attention"
 _AS_TRAINED = "(default: as the checkpoint says)"
 
@@ -50,19 +51,17 @@ class SparseOptions:
     def __post_init__(self) -> None:
         if self.apply_sparse is not None:
             truth("apply_sparse", self.apply_sparse)
-        for name, least in (("sink_window_size", 0), ("block_window_size", 2 * BLOCK)):
+        for name, least, unit in (
+            ("sink_window_size", 0, BLOCK),
+            ("block_window_size", 2 * BLOCK, BLOCK),
+            ("sparse_topk_k", 1, 1),
+            ("sparse_switch", 0, 1),
+        ):
             value = getattr(self, name)
-            if value is None:
+            if value is None or (least <= integer(name, value) <= MOST and value % unit == 0):
                 continue
-            if integer(name, value) < least or value % BLOCK:
-                raise ValueError(
-                    f"{name} is {value}, but must be a number of tokens: a multiple of {BLOCK}, at "
-                    f"least {least}"
-                )
-        for name, least in (("sparse_topk_k", 1), ("sparse_switch", 0)):
-            value = getattr(self, name)
-            if value is not None and integer(name, value) < least:
-                raise ValueError(f"{name} is {value}, but must be at least {least}")
+            tokens = f"a number of tokens, a multiple of {unit}, " if unit > 1 else ""
+            raise ValueError(f"{name} is {value}, but must be {tokens}from {least} to {MOST}")
 
     @property
     def changes(self) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any
 from cpmcu.checks import shown
 from cpmcu.models.common import BuildOptions, SpecFields
 from cpmcu.models.reader import ConfigReader
-from cpmcu.sparse_options import BLOCK, SparseOptions
+from cpmcu.sparse_options import BLOCK, MOST, SparseOptions
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,6 @@ _FIXED: dict[str, Any] = {
 }
 _DEFAULTS = {"init_blocks": 1, "window_size": 2048, "topk": 64, "dense_len": 8192}
 _LEAST = {"init_blocks": 0, "window_size": 2 * BLOCK, "topk": 1, "dense_len": 0}
-_INT_MAX = 2**31 - 1
 
 
 def with_sparse_attention(
@@ -109,6 +108,6 @@ def _number(reader: ConfigReader, key: str) -> int:
     value = reader.config.get(key, _DEFAULTS[key])
     if isinstance(value, bool) or not isinstance(value, int):
         raise reader.fail(key, "an integer")
-    if not _LEAST[key] <= value <= _INT_MAX:
-        raise reader.fail(key, f"an integer of at least {_LEAST[key]}")
+    if not _LEAST[key] <= value <= MOST:
+        raise reader.fail(key, f"an integer from {_LEAST[key]} to {MOST}")
     return value

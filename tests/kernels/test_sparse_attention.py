@@ -21,6 +21,7 @@ from tests.kernels.util import (
     on_devices,
     on_devices_and_cuda_dtypes,
     on_devices_and_dtypes,
+    ops,
     sizes,
 )
 from tests.reference import sparse as reference
@@ -178,6 +179,9 @@ def test_any_rule(lengths: list[int], count: int, group: int, rule: Rule, seed: 
     step = Step(lengths=lengths, counts=[count] * len(lengths), seed=seed)
     case = SparseCase(step, 2 * group, 2, 16, "float32", seed=seed, rule=rule)
     check_blocks(case, "cpu")
+    found = case.blocks("cpu")
+    num_splits = found.reshape(*found.shape[:2], -1, 2).any(axis=3).sum(axis=2)
+    assert num_splits.max() <= ops.max_selected_splits(**vars(rule), max_kv=step.max_kv)
 
 
 @on_devices_and_cuda_dtypes

@@ -82,8 +82,8 @@ def selected_blocks(
     chosen[:, max(0, own + 1 - rule.window_size // BLOCK) :] = True
     between = candidates(position, rule)
     count = rule.topk - rule.init_blocks
-    if len(between) <= count:
-        chosen[:, between.start : between.stop] = True
+    if count == 0 or len(between) <= count:  # no scores are needed
+        chosen[:, between.start : between.stop] = count > 0
         return chosen
     scores = block_scores(q, fine, coarse, position, scale)[:, between.start : between.stop]
     for head, of_head in enumerate(scores):

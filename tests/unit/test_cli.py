@@ -53,7 +53,7 @@ needs_engine = pytest.mark.skipif(
         ),
         (["--speculative-config", '{"methud": "ngram"}'], "--speculative-config has 'methud'"),
         (["--speculative-config", "ngram"], "--speculative-config is not JSON"),
-        (["--sparse-topk-k", "0"], "--sparse-topk-k is 0, but must be at least 1"),
+        (["--sparse-topk-k", "0"], "--sparse-topk-k is 0, but must be from 1"),
         (["--block-window-size", "8"], "--block-window-size is 8, but must be a number of tokens"),
         (["--sink-window-size", "1"], "--sink-window-size is 1, but must be a number of tokens"),
         (["--use-compress-lse", "no"], "--use-compress-lse cannot be no"),

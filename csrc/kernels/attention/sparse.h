@@ -89,12 +89,12 @@ REGISTER_OP(select_blocks, SelectBlocksParams)
 
 // Bounds the splits of attention_decode that contain a block of one token (attention.h).
 constexpr int max_selected_splits(const SparseRule& rule, int max_kv) {
-  constexpr int kSplit = 2 * kPageSize;
-  const int all = (max_kv + kSplit - 1) / kSplit;
-  const int dense = (rule.dense_len + kSplit - 1) / kSplit;
-  const int64_t sparse = int64_t{rule.topk} + rule.window_size / kSplit + 1;
+  constexpr int64_t kSplit = 2 * kPageSize;
+  const int64_t all = (max_kv + kSplit - 1) / kSplit;
+  const int64_t dense = (rule.dense_len + kSplit - 1) / kSplit;
+  const int64_t sparse = rule.topk + rule.window_size / kSplit + 1;
   const int64_t most = sparse > dense ? sparse : dense;
-  return most < all ? static_cast<int>(most) : all;
+  return static_cast<int>(most < all ? most : all);
 }
 
 // ---- shared by the back ends
