@@ -1,4 +1,4 @@
-"""Lists registered models, quantisation schemes, drafters and C++ parts with their files."""
+"""Lists registered models, quantisation schemes, drafters, parsers, C++ parts, and their files."""
 
 from __future__ import annotations
 
@@ -10,6 +10,12 @@ _REGISTRIES = (
     ("model", "cpmcu.models.registry", "registered_models"),
     ("quantisation", "cpmcu.quant.registry", "registered_quants"),
     ("drafter", "cpmcu.drafters.registry", "registered_drafters"),
+    ("tool parser", "cpmcu.serving.tool_parsers.registry", "registered_tool_parsers"),
+    (
+        "reasoning parser",
+        "cpmcu.serving.reasoning_parsers.registry",
+        "registered_reasoning_parsers",
+    ),
 )
 
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import statistics
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cpmcu import C
 
 WINDOWS = 5
 WARM_UP = 8  # steps
+_EXPERTS = re.compile(r"model\.layers\.(?P<layer>\d+)\.mlp\.experts\.")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -47,15 +49,35 @@ class Timing:
 
 
 def step_bytes(engine: C.Engine, spec: C.ModelSpec, context: int) -> int:
-    """Bytes that a decode step reads with `context` cached tokens."""
+    """Bytes that a decode step of one token must move with `context` cached tokens.
+
+    It reads weights, keys and values. It reads and writes the states of gated delta nets.
+    """
     rows = engine.memory_plan()
-    weights = sum(row["bytes"] for row in rows if row["group"] == "weights")
+    weights = sum(
+        row["bytes"] * _active_share(row["name"], spec) for row in rows if row["group"] == "weights"
+    )
     if not spec.tie_word_embeddings:
         weights -= next(row["bytes"] for row in rows if row["name"] == "model.embed_tokens")
     page_bytes = next(row["bytes"] for row in rows if row["group"] == "kv") // engine.num_pages
+    blocks: list[Any] = [block for layer in spec.layers for block in layer]
+    states = sum(
+        4 * params["num_value_heads"] * params["key_head_dim"] * params["value_head_dim"]
+        for kind, params in blocks
+        if kind == "gated_delta_net"
+    )
     from cpmcu import C
 
-    return int(weights + context * page_bytes // C.PAGE_SIZE)
+    return int(weights + context * page_bytes // C.PAGE_SIZE + 2 * states)
+
+
+def _active_share(buffer: str, spec: C.ModelSpec) -> float:
+    """The part of a weight buffer that one token reads: its own experts among all."""
+    found = _EXPERTS.match(buffer)
+    if found is None:
+        return 1.0
+    params: dict[str, Any] = dict(spec.layers[int(found["layer"])])["moe"]
+    return float(params["top_k"] / params["num_experts"])
 
 
 def random_prompt(vocab_size: int, context: int) -> list[int]:

@@ -26,7 +26,7 @@ def one_of_is_any_of(source: str) -> bool:
         return False
     try:
         return all(
-            _exclusive(_resolved(one, root), _resolved(other, root), root)
+            _exclusive(resolved(one, root), resolved(other, root), root)
             for alternatives in found
             for one, other in itertools.combinations(alternatives, 2)
         )
@@ -46,7 +46,7 @@ def _one_ofs(root: Any) -> Iterator[list[Any]]:
                 yield node["oneOf"]
 
 
-def _resolved(schema: Any, root: Any) -> Mapping[str, Any]:
+def resolved(schema: Any, root: Any) -> Mapping[str, Any]:
     """The schema, or the target of its `$ref` within `root`; {} if there is no target."""
     for _ in range(_MAX_REFS):
         if not isinstance(schema, Mapping):
@@ -74,7 +74,7 @@ def _exclusive(one: Mapping[str, Any], other: Mapping[str, Any], root: Any) -> b
 def _property(schema: Mapping[str, Any], name: str, root: Any) -> set[str] | None:
     properties = schema.get("properties")
     stated = properties.get(name) if isinstance(properties, Mapping) else None
-    return _values(_resolved(stated, root))
+    return _values(resolved(stated, root))
 
 
 def _apart(one: set[str] | None, other: set[str] | None) -> bool:

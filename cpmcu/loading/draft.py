@@ -34,9 +34,10 @@ from cpmcu.loading.index import read_json
 from cpmcu.loading.plan import MAX_LISTED, LoadPlan, engine_overrides, plan_load
 from cpmcu.loading.progress import list_names
 from cpmcu.loading.tensors import Checkpoint, TensorMeta
-from cpmcu.models.common import SpecFields
+from cpmcu.models.common import BuildOptions, SpecFields
 from cpmcu.models.names import Piece
 from cpmcu.models.reader import language_config
+from cpmcu.models.registry import find_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -60,6 +61,12 @@ class LoadedDraft:
     vocab_ids: list[int]  # of FR-Spec; empty: those of the plan
     files: DraftFiles | None
     head_quant: str = "auto"  # effective draft_head_quant
+
+    @property
+    def title(self) -> str:
+        """The draft's name for a user."""
+        assert self.files is not None
+        return f"{self.files.directory.name} ({self.method})"
 
     def spec(self, extension: Any, dtype: str) -> C.DrafterSpec:
         """The engine's specification of the drafter."""
@@ -187,6 +194,16 @@ def open_draft(
     if speculation.fill is not None:
         method, plan = fill_plan(method, plan, speculation)
     return LoadedDraft(method, plan, shape, window, vocab_ids, files, head_quant)
+
+
+def drafts_by_default(directory: Path) -> bool:
+    """Does the model in `directory` have a draft if none is named?"""
+    if shipped_draft(directory) is not None:
+        return True
+    config = language_config(read_json(directory / "config.json"))
+    fields = find_model(config).build(config, BuildOptions())
+    target = TargetModel(config, fields, checkpoint=open_checkpoint(directory))
+    return _own_head(directory, target, SpeculativeConfig()) is not None
 
 
 def _is_in_target(drafter: Drafter) -> bool:

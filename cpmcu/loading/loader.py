@@ -35,6 +35,7 @@ from cpmcu.loading.tensors import FLOAT_DTYPES, Checkpoint, TensorMeta
 from cpmcu.models.common import BuildOptions, SpecFields
 from cpmcu.models.reader import language_config
 from cpmcu.models.registry import ModelFamily, find_model
+from cpmcu.models.sparse import check_sparse_options
 from cpmcu.quant.registry import QuantPlan, plan_quant
 from cpmcu.sampling import SamplingParams
 from cpmcu.tokenizer import eos_ids
@@ -57,7 +58,7 @@ class LoadedModel:
     spec: C.ModelSpec
     draft: C.DrafterSpec | None = None
     shapes: tuple[tuple[int, int], ...] = ()  # tree shapes to choose from; empty: fixed shape
-    draft_directory: Path | None = None  # of a draft with weights
+    draft_directory: Path | None = None  # of a draft with weights in other files
 
 
 @one_sentence()
@@ -91,12 +92,14 @@ def load_model(
         max_model_len=config.max_model_len,
         has_lm_head=any(name.startswith("lm_head.") for name in metas),
         minicpm4_yarn=config.minicpm4_yarn,
+        sparse=config,
     )
     with about(directory):
         fields = family.build(hf_config, options)
         # A vision tower or a draft head in the same files is not the target's.
         metas = {name: meta for name, meta in metas.items() if family.names(name, fields)}
         quant = plan_target_quant(hf_config, metas, family, fields)
+        check_sparse_options(config, fields)
     if config.max_model_len > fields.max_position_embeddings:
         logger.warning(
             "max_model_len is %d but config.json has max_position_embeddings %d: text beyond it "
@@ -154,20 +157,21 @@ def load_model(
             plan = plan_load(checkpoint, fields, family.names, quant, expected, required)
         log_unused(plan.unused)
         log_conversion(plan.conversions_to(dtype), dtype, reason)
-        loads = [(checkpoint, plan)]
+        loads = [(checkpoint, plan, directory.name)]
         if draft and draft.files:
             draft_plan = draft.plan_load(*_expected(engine, lambda name: name.startswith(PREFIX)))
             if draft_plan is not None:
                 log_unused(draft_plan.unused)
                 log_conversion(draft_plan.conversions_to(dtype), dtype, "as the target")
-                loads.append((draft.files.checkpoint, draft_plan))
+                loads.append((draft.files.checkpoint, draft_plan, draft.title))
         before_tensors(directory)
-        for each, its_plan in loads:
-            load_tensors(engine, each, its_plan, each.directory.name, progress or LogProgress())
+        for each, its_plan, title in loads:
+            load_tensors(engine, each, its_plan, title, progress or LogProgress())
         engine.finish_loading()
     shapes: tuple[tuple[int, int], ...] = ()
     if draft and config.speculation.chooses_shapes:
         shapes = tuple(shapes_of(draft.shape.depth, draft.shape.topk, draft.shape.tree_size))
+    files = draft.files if draft else None
     return LoadedModel(
         engine,
         directory,
@@ -176,7 +180,7 @@ def load_model(
         spec,
         drafter[0] if drafter else None,
         shapes,
-        draft.files.checkpoint.directory if draft and draft.files else None,
+        files.directory if files and files.checkpoint is not checkpoint else None,
     )
 
 
@@ -336,6 +340,7 @@ def load_tensors(
                 array = checkpoint.read(placement.source)
                 rows = placement.target.shape[0] if placement.target.shape else 0
                 if array.shape != placement.target.shape:
+                    array = array.reshape(-1, *placement.target.shape[1:])
                     array = array[placement.first_row : placement.first_row + rows]
                 with about(placement.path):
                     engine.load_tensor(placement.target.name, array, placement.target.dtype)

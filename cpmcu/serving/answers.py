@@ -4,95 +4,75 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from cpmcu.outputs import CompletionOutput
-from cpmcu.serving import strict_json
-from cpmcu.serving.reasoning import ReasoningSplitter
-from cpmcu.serving.tools import ToolCall
+from cpmcu.serving.reasoning_parsers.base import ReasoningParser
+from cpmcu.serving.tool_parsers.base import ToolParser
+from cpmcu.serving.tool_parsers.calls import CallDelta, ToolCall
 from cpmcu.spec_metrics import SpecDecodeMetrics
-
-
-class CallParser(Protocol):
-    """Extracts tool calls from a stream of text."""
-
-    num_calls: int
-
-    def push(self, text: str, *, final: bool = False) -> tuple[str, list[ToolCall]]:
-        """Parses the next piece of text; returns the (content, calls) that it completes."""
-
-
-class ForcedCalls:
-    """Parses text that a grammar constrained to tool calls.
-
-    The text is the arguments of `function`, or, if `function` is None, a JSON list of calls.
-    """
-
-    def __init__(self, function: str | None) -> None:
-        self._function = function
-        self._pieces: list[str] = []
-        self.num_calls = 0
-
-    def push(self, text: str, *, final: bool = False) -> tuple[str, list[ToolCall]]:
-        """Returns the calls once the text is complete. Text cut off within a call is content."""
-        self._pieces.append(text)
-        if not final:
-            return "", []
-        whole = "".join(self._pieces)
-        if not whole:  # the answer was cut off within its reasoning
-            return "", []
-        if self._function is not None:
-            calls = [ToolCall(self._function, whole)]
-        else:
-            try:
-                calls = [
-                    ToolCall(call["name"], strict_json.write(call["parameters"]))
-                    for call in strict_json.read(whole)
-                ]
-            except (ValueError, TypeError, KeyError):
-                return whole, []
-        self.num_calls = len(calls)
-        return "", calls
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Part:
-    """The reasoning, content and calls that one piece of text adds to an answer."""
+    """The reasoning, content and calls that one piece of text adds to an answer.
+
+    `deltas` has the parts of calls as they come, `calls` the calls that this piece completes. A
+    stream passes on `deltas`, a whole response `calls`.
+    """
 
     reasoning: str
     content: str
-    calls: Sequence[ToolCall]
+    calls: Sequence[ToolCall] = ()
+    deltas: Sequence[CallDelta] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.reasoning or self.content or self.calls)
+        return bool(self.reasoning or self.content or self.calls or self.deltas)
 
 
 class AnswerParser:
-    """Splits the text of one choice, which arrives in pieces of any size."""
+    """Splits the text of one choice, which arrives in pieces of any size.
+
+    Some models call a tool without ending their reasoning. If an answer ends within its reasoning,
+    right after a call, the call counts too. The notation of calls must have a first tag.
+    """
 
     def __init__(
         self,
-        splitter: ReasoningSplitter | None,
-        calls: CallParser | None,
+        reasoning: ReasoningParser | None,
+        calls: ToolParser | None,
         *,
         only_one_call: bool = False,
     ) -> None:
-        self._splitter = splitter
+        self._reasoning = reasoning
         self._calls = calls
         self._only_one = only_one_call
+        self._num_complete = 0
+        self._thoughts: list[str] = []
 
     def push(self, text: str, *, final: bool = False) -> Part:
         """Returns the part that `text` adds. If `final`, the text held back is returned too."""
         thought, content = "", text
-        if self._splitter is not None:
-            thought, content = self._splitter.push(text, final=final)
+        if self._reasoning is not None:
+            thought, content = self._reasoning.push(text, final=final)
         if self._calls is None:
-            return Part(thought, content, ())
-        before = self._calls.num_calls
-        content, calls = self._calls.push(content, final=final)
+            return Part(thought, content)
+        self._thoughts.append(thought)
+        inside = self._reasoning is not None and self._reasoning.inside
+        if final and inside and self._calls.first_tag:
+            found = self._calls.push("".join(self._thoughts), final=True)
+            if not self._calls.ends_with_call:
+                self._calls = None
+                return Part(thought, "")
+            found = dataclasses.replace(found, content="")
+        else:
+            found = self._calls.push(content, final=final)
+        calls, deltas = found.calls, found.deltas
         if self._only_one:
-            calls = calls[: max(0, 1 - before)]
-        return Part(thought, content, calls)
+            calls = calls[: max(0, 1 - self._num_complete)]
+            deltas = [delta for delta in deltas if delta.index == 0]
+        self._num_complete += len(calls)
+        return Part(thought, found.content, calls, deltas)
 
     @property
     def has_calls(self) -> bool:

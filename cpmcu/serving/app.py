@@ -50,7 +50,7 @@ def create_app(service: Service) -> FastAPI:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(config.cors_origin),
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],  # OpenAI's client sends a dozen headers of its own
             expose_headers=["X-Request-Id"],
         )
@@ -69,18 +69,22 @@ def _openapi(app: FastAPI, public: Collection[str] | None, root_path: str) -> di
     """
     if app.openapi_schema is None:
         schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
-        bearer = {"bearer": {"type": "http", "scheme": "bearer"}}
+        schemes = {
+            "bearer": {"type": "http", "scheme": "bearer"},
+            "key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+        }
         if root_path:
             schema["servers"] = [{"url": root_path}]
-        schema["components"]["securitySchemes"] = bearer
+        schema["components"]["securitySchemes"] = schemes
         for path, operations in schema["paths"].items():
             for operation in operations.values():
                 operation["responses"].pop("422", None)
                 if public is not None and path not in public:
-                    operation["security"] = [{"bearer": []}]
-                    operation["responses"]["401"] = {
+                    operation["security"] = [{name: []} for name in schemes]
+                    missing = {
                         "description": ERRORS[401]["description"],
                         "content": {"application/json": {"schema": {"$ref": _ERROR}}},
                     }
+                    operation["responses"].setdefault("401", missing)
         app.openapi_schema = schema
     return app.openapi_schema

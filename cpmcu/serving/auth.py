@@ -1,4 +1,4 @@
-"""API keys: `Authorization: Bearer KEY`, compared in constant time."""
+"""API keys: `Authorization: Bearer KEY` or `x-api-key: KEY`, compared in constant time."""
 
 from __future__ import annotations
 
@@ -27,15 +27,17 @@ class Authentication:
             return
         error = ApiError(
             401,
-            "A valid API key is needed: Authorization: Bearer KEY.",
+            "A valid API key is needed: Authorization: Bearer KEY, or x-api-key: KEY.",
             code="invalid_api_key",
             headers={"WWW-Authenticate": "Bearer"},
         )
-        await error.response()(scope, receive, send)
+        await error.response(scope["path"])(scope, receive, send)
 
     def _known(self, scope: Scope) -> bool:
-        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        scheme, _, key = given.partition(b" ")
+        headers = dict(reversed(scope["headers"]))  # of several, the first counts
+        scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+        given = [key.strip() if scheme.lower() == b"bearer" else b""]
+        given.append(headers.get(b"x-api-key", b"").strip())
         # All keys are compared, so the response time does not reveal a partial match.
-        matches = [hmac.compare_digest(key.strip(), known) for known in self._keys]
-        return scheme.lower() == b"bearer" and any(matches)
+        matches = [hmac.compare_digest(key, known) for key in given for known in self._keys]
+        return any(matches)

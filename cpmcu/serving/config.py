@@ -13,13 +13,13 @@ from pathlib import Path
 
 from cpmcu.checks import check_filled
 from cpmcu.config import option
+from cpmcu.serving.reasoning_parsers.registry import find_reasoning_parser
+from cpmcu.serving.tool_parsers.registry import find_tool_format
 
 logger = logging.getLogger(__name__)
 
 LOG_FORMATS = ("text", "json")
 LOG_LEVELS = ("debug", "info", "warning", "error")
-REASONING_PARSERS = ("auto", "none", "think")
-TOOL_PARSERS = ("auto", "none", "hermes", "llama3_json", "minicpm4")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,20 +56,28 @@ class ServerConfig:
     )
     reasoning_parser: str = option(
         "auto",
-        "parser that separates reasoning from content; auto: chosen from the chat template",
-        choices=REASONING_PARSERS,
+        "parser that separates reasoning from content; auto: chosen from the chat template; none: "
+        "no parser; cpmcu list prints the names",
+        metavar="NAME",
         brief="parser that separates reasoning from content",
     )
     tool_call_parser: str = option(
         "auto",
-        "notation of the model's tool calls; auto: chosen from the chat template",
-        choices=TOOL_PARSERS,
+        "notation of the model's tool calls; auto: chosen from the chat template; none: calls stay "
+        "text; cpmcu list prints the names",
+        metavar="NAME",
         brief="notation of the model's tool calls",
     )
     keep_billing_header: bool = option(
         False,
         "keep a first line of the system message that starts with x-anthropic-billing-header:; it "
         "differs in each request, so nothing behind it would be found in the prefix cache",
+    )
+    response_store: int = option(
+        256,
+        "number of ended responses of /v1/responses that are kept in memory; 0: none, so that "
+        "previous_response_id and GET /v1/responses/ID are not possible",
+        metavar="N",
     )
     return_metrics: bool = option(
         False, "add metrics to every response, also without return_metrics in the request"
@@ -114,12 +122,16 @@ class ServerConfig:
         check_filled("chat_template", self.chat_template, "a file")
         for name in self.served_model_name:
             check_filled("served_model_name", name, "a name")
+        find_reasoning_parser(self.reasoning_parser, None)
+        find_tool_format(self.tool_call_parser, None)
         if not 0 <= self.port < 65536:
             raise ValueError(f"port is {self.port}, but must be 0 to 65535")
         for name in ("queue", "body_mib", "body_values", "messages", "text_length"):
             name = f"max_{name}"
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, but must be at least 1")
+        if self.response_store < 0:
+            raise ValueError(f"response_store is {self.response_store}, but must be at least 0")
         for name in ("header_timeout", "body_timeout", "shutdown_timeout", "ping_interval"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ValueError(f"{name} is {getattr(self, name)}, but must be above 0 seconds")

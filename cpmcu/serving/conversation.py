@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import uuid
@@ -20,7 +21,27 @@ _BILLING_HEADER = "x-anthropic-billing-header:"
 _OWN = {"messages", "tools", "add_generation_prompt"}  # set here; a request cannot override them
 
 
-def checked(messages: Sequence[ChatMessage], config: ServerConfig) -> list[ChatMessage]:
+@dataclasses.dataclass(frozen=True, slots=True)
+class Origin:
+    """Where the messages of a conversation come from, for errors.
+
+    `field`: the request's field. `places`: the place of each message; none: messages[i].
+    """
+
+    field: str = "messages"
+    places: Sequence[str] = ()
+
+    def place(self, index: int, member: str) -> str:
+        """The place of a message's member, such as messages[0].content."""
+        return self.places[index] if self.places else f"{self.field}[{index}].{member}"
+
+
+IN_MESSAGES = Origin()
+
+
+def checked(
+    messages: Sequence[ChatMessage], config: ServerConfig, origin: Origin = IN_MESSAGES
+) -> list[ChatMessage]:
     """Returns the messages for the template.
 
     Raises ApiError (400) if there are too many messages or their text is too long.
@@ -29,14 +50,14 @@ def checked(messages: Sequence[ChatMessage], config: ServerConfig) -> list[ChatM
         raise ApiError(
             400,
             f"There are {len(messages)} messages, but at most {config.max_messages} are allowed.",
-            param="messages",
+            param=origin.field,
             code="too_many_messages",
         )
     for i, message in enumerate(messages):
         for text in message.texts():
-            check_text(text, f"messages[{i}].content", config.max_text_length)
+            check_text(text, origin.place(i, "content"), config.max_text_length)
         for call in message.tool_calls or []:
-            check_values(call.function.arguments, f"messages[{i}].tool_calls")
+            check_values(call.function.arguments, origin.place(i, "tool_calls"))
     return list(messages) if config.keep_billing_header else without_billing_header(messages)
 
 
@@ -82,6 +103,7 @@ def render(
     variables: Mapping[str, Any],
     add_generation_prompt: bool,
     continue_final_message: bool,
+    origin: Origin = IN_MESSAGES,
 ) -> str:
     """Returns the prompt's text with special tokens. Raises ApiError (400) if rendering fails."""
     if template is None:
@@ -94,12 +116,34 @@ def render(
     plain = [message.to_template() for message in messages]
     fields: dict[str, Any] = {k: v for k, v in variables.items() if k not in _OWN}
     fields["tools"] = [tool.model_dump(exclude_none=True) for tool in tools] or None
-    try:
+
+    def rendered() -> str:
         if continue_final_message:
             return _continued(template, plain, fields)
         return template.render(plain, add_generation_prompt=add_generation_prompt, **fields)
+
+    try:
+        try:
+            return rendered()
+        except ChatTemplateError:
+            if not _wrap_texts(plain):
+                raise
+            return rendered()
     except ChatTemplateError as error:
-        raise ApiError(400, f"{error}.", param="messages", code="chat_template_error") from error
+        raise ApiError(400, f"{error}.", param=origin.field, code="chat_template_error") from error
+
+
+def _wrap_texts(messages: Sequence[dict[str, Any]]) -> bool:
+    """Makes an object of arguments that are a text. False: there are none.
+
+    The arguments of a call that was cut off are no JSON. Templates that list each argument refuse
+    them, and the conversation could not go on.
+    """
+    functions = [call["function"] for each in messages for call in each.get("tool_calls", [])]
+    texts = [function for function in functions if not isinstance(function["arguments"], dict)]
+    for function in texts:
+        function["arguments"] = {"arguments": function["arguments"]}
+    return bool(texts)
 
 
 def _continued(

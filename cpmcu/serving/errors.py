@@ -1,4 +1,4 @@
-"""Errors in OpenAI's format: {"error": {message, type, param, code}}."""
+"""Errors in OpenAI's format, and in Anthropic's for the paths of /v1/messages."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
+from cpmcu.serving.request_id import request_id
+
 CLIENT_LEFT = 499  # nginx's status for a request whose client disconnected
 
 _TYPES = {
@@ -24,6 +26,16 @@ _TYPES = {
     413: "invalid_request_error",
     429: "rate_limit_error",
     503: "service_unavailable_error",
+}
+
+_MESSAGES = "/v1/messages"
+# Anthropic's types; other statuses below 500: invalid_request_error, from 500: api_error.
+_MESSAGES_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
 }
 
 
@@ -52,18 +64,52 @@ class ApiError(Exception):
         """Returns the error as a JSON object."""
         return error_body(self.status, str(self), param=self.param, code=self.code)
 
-    def response(self) -> JSONResponse:
-        """Returns the error as an HTTP response."""
-        return JSONResponse(self.body(), self.status, self.headers)
+    def renamed(self, names: Mapping[str, str]) -> ApiError:
+        """Returns the error with the field's name in another interface."""
+        name = names.get(self.param or "")
+        if name is None:
+            return self
+        message = str(self).replace(self.param or "", name)
+        return ApiError(self.status, message, param=name, code=self.code, headers=self.headers)
+
+    def response(self, path: str) -> JSONResponse:
+        """Returns the error as an HTTP response in the format of the interface at `path`."""
+        ours = path == _MESSAGES or path.startswith(f"{_MESSAGES}/")
+        body = self.messages_body() if ours else self.body()
+        return JSONResponse(body, self.status, self.headers)
+
+    def messages_body(self) -> dict[str, Any]:
+        """Returns the error as a JSON object in Anthropic's format."""
+        message = _printable(str(self))
+        if self.code == "context_length_exceeded":
+            message = _prompt_too_long(message)
+        other = "invalid_request_error" if self.status < 500 else "api_error"
+        kind = _MESSAGES_TYPES.get(self.status, other)
+        error = {"type": kind, "message": message}
+        return {"type": "error", "error": error, "request_id": request_id.get()}
 
 
 def error_body(
     status: int, message: str, *, param: str | None = None, code: str | None = None
 ) -> dict[str, Any]:
-    """Returns an error as a JSON object. Half a surrogate pair is written as its escape."""
-    message = message.encode("utf-8", "backslashreplace").decode()
+    """Returns an error as a JSON object in OpenAI's format."""
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    return {"error": {"message": _printable(message), "type": kind, "param": param, "code": code}}
+
+
+def _printable(message: str) -> str:
+    """Returns a message with half a surrogate pair as its escape."""
+    return message.encode("utf-8", "backslashreplace").decode()
+
+
+def _prompt_too_long(message: str) -> str:
+    """Returns Anthropic's sentence, by which clients know that they must shorten the prompt."""
+    numbers = re.search(r"(\d+) tokens, but prompt and output together can have (\d+)", message)
+    if numbers is None:
+        return f"prompt is too long: {message}"
+    return "prompt is too long: {} tokens > {} maximum, prompt and output together.".format(
+        *numbers.groups()
+    )
 
 
 def internal_error() -> ApiError:
@@ -87,15 +133,15 @@ def refused(param: str, message: str) -> ApiError:
 
 
 def add_handlers(app: FastAPI) -> None:
-    """Makes `app` answer every error in OpenAI's format."""
+    """Makes `app` answer every error in the format of its interface."""
 
     @app.exception_handler(ApiError)
     async def api_error(request: Request, error: ApiError) -> JSONResponse:
-        return error.response()
+        return error.response(request.scope["path"])
 
     @app.exception_handler(RequestValidationError)
     async def validation_error(request: Request, error: RequestValidationError) -> JSONResponse:
-        return _from_validation(error).response()
+        return _from_validation(error).response(request.scope["path"])
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> JSONResponse:
@@ -105,10 +151,11 @@ def add_handlers(app: FastAPI) -> None:
             message = f"{request.url.path} does not take {request.method}."
         elif error.status_code == 400 and isinstance(error.__cause__, (ValueError, RecursionError)):
             # FastAPI raises this for a body that is not UTF-8 or is nested too deeply.
-            return _invalid_json().response()
+            return _invalid_json().response(request.scope["path"])
         else:
             message = str(error.detail)
-        return ApiError(error.status_code, message, headers=error.headers).response()
+        found = ApiError(error.status_code, message, headers=error.headers)
+        return found.response(request.scope["path"])
 
 
 def _invalid_json() -> ApiError:
@@ -117,7 +164,8 @@ def _invalid_json() -> ApiError:
 
 def _from_validation(error: RequestValidationError) -> ApiError:
     """Returns the first validation error of a body as one sentence that names the field."""
-    first = error.errors()[0]
+    errors = _innermost(error.errors())
+    first = errors[0]
     if first["type"] == "json_invalid":
         return _invalid_json()
     loc = [part for part in first["loc"] if part not in ("body", "query", "path")]
@@ -129,7 +177,7 @@ def _from_validation(error: RequestValidationError) -> ApiError:
             f"{first['msg']}."
         )
         return ApiError(400, message, code="invalid_body")
-    forms = _forms(error.errors(), path)
+    forms = _forms(errors, path)
     found = _shown(first["input"])
     if first["type"] == "missing" and path == loc:
         message = f"{param} is missing."
@@ -148,13 +196,38 @@ _FORMS = {
     "list[str]": "a list of texts",
     "list[int]": "a list of token ids",
     "list[list[int]]": "a list of lists of token ids",
+    "list[ItemPart]": 'a list of parts like {"type": "input_text", "text": "a"}',
     "list[ContentPart]": 'a list of parts like {"type": "text", "text": "a"}',
+    "list[InputItem]": 'a list of items like {"role": "user", "content": "a"}',
+    "ToolChoice": 'an object like {"type": "function", "name": "f"}',
+    "list[Block]": 'a list of blocks like {"type": "text", "text": "a"}',
+    "list[ResultBlock]": 'a list of blocks like {"type": "text", "text": "a"}',
     "NamedTool": 'an object like {"type": "function", "function": {"name": "f"}}',
     "AllowedTools": 'an object like {"type": "allowed_tools", "allowed_tools": {...}}',
 }
+# Lists whose elements' errors are told.
+_LISTS = ("list[InputItem]", "list[ItemPart]", "list[Block]", "list[ResultBlock]")
 _SHOWN_LENGTH = 64
 _repr = reprlib.Repr()
 _repr.maxstring = _repr.maxother = _repr.maxlong = _SHOWN_LENGTH
+
+
+def _innermost(errors: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Returns the errors within the elements of lists of objects, if there are any.
+
+    A union of a text and such a list has errors of both. The list's name is removed from the place.
+    """
+
+    def depth(error: Mapping[str, Any]) -> int:
+        return sum(part in _LISTS for part in error["loc"][:-1])
+
+    deepest = max(map(depth, errors))
+    found: list[Mapping[str, Any]] = []
+    for error in errors:
+        if depth(error) == deepest:
+            *outer, last = error["loc"]
+            found.append({**error, "loc": [p for p in outer if p not in _LISTS] + [last]})
+    return found
 
 
 def _is_field(part: int | str) -> bool:

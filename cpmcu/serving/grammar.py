@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cpmcu.grammar import Grammar
@@ -115,6 +115,19 @@ def of_calls(tools: dict[str, dict[str, Any]], *, several: bool) -> Grammar:
     return make("tool_choice", Grammar.composed, start, parts)
 
 
+def or_calls(answer: Grammar, begins: Sequence[str], tags: Mapping[str, int | None]) -> Grammar:
+    """Returns `answer`, or text that begins with a tool call.
+
+    `begins`: the texts with which a call begins. `tags`: the tags of the notation -> token id; None
+    for a tag of several tokens. The text of a call is free, as without a grammar.
+    """
+    first = " | ".join(_terminal(begin, tags.get(begin)) for begin in begins)
+    tokens = [_terminal(tag, token) for tag, token in tags.items() if token is not None]
+    rest = f"TEXT? (({' | '.join(tokens)}) TEXT?)*" if tokens else "TEXT?"
+    start = f"start: @form | calls\ncalls: ({first}) {rest}\nTEXT: /(?s:.+)/"
+    return Grammar.composed(start, {"form": answer})
+
+
 def after_thinking(
     answer: Grammar, tags: tuple[str, str], tokens: tuple[int | None, int | None], *, begun: bool
 ) -> Grammar:
@@ -123,10 +136,7 @@ def after_thinking(
     `tokens`: the tags' token ids; None for a tag of several tokens. `begun`: the prompt ends
     within reasoning, so the reasoning must end before the answer.
     """
-    begin, end = (
-        json.dumps(tag, ensure_ascii=False) if token is None else f"<[{token}]>"
-        for tag, token in zip(tags, tokens)
-    )
+    begin, end = map(_terminal, tags, tokens)
     if tokens[1] is None:
         thought = f"thought[suffix={end}]: /(?s:.*)/"
         lead = r"thought /\s{0,4}/"
@@ -135,3 +145,8 @@ def after_thinking(
         lead = rf"thought {end} /\s{{0,4}}/"
     lead = lead if begun else f"({begin} {lead})?"
     return Grammar.composed(f"start: {lead} @answer\n{thought}", {"answer": answer})
+
+
+def _terminal(tag: str, token: int | None) -> str:
+    """Returns a tag in Lark's notation."""
+    return json.dumps(tag, ensure_ascii=False) if token is None else f"<[{token}]>"

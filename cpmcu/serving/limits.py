@@ -39,7 +39,7 @@ class BodyLimit:
         length = next((v for name, v in scope["headers"] if name == b"content-length"), b"")
         if length.isdigit() and int(length) > self._max_bytes:
             error = self._too_large(self._max_bytes, "bytes")
-            await ApiError(413, error.detail).response()(scope, receive, send)
+            await ApiError(413, error.detail).response(scope["path"])(scope, receive, send)
             return
         deadline = time.monotonic() + self._seconds
         counter = None if length.isdigit() and int(length) <= _SMALL else ValueCounter()

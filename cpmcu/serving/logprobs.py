@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
+from typing import Any
 
 from cpmcu.outputs import TokenLogprobs
 from cpmcu.serving.protocol.base import PromptLogprob, PromptLogprobs
@@ -53,6 +54,27 @@ def of_prompt(
             }
         )
     return found
+
+
+def entries(
+    texts: TokenTexts, scores: Sequence[TokenLogprobs], *, as_ids: bool = False
+) -> list[dict[str, Any]]:
+    """Returns the tokens of an answer as /v1/chat/completions and /v1/responses have them."""
+
+    def entry(token: int, logprob: float) -> dict[str, Any]:
+        return {
+            "token": by_id(token) if as_ids else texts.text_of(token),
+            "logprob": max(logprob, LOWEST),
+            "bytes": list(texts.bytes_of(token)),
+        }
+
+    return [
+        {
+            **entry(score.token_id, score.logprob),
+            "top_logprobs": [entry(*top) for top in score.top],
+        }
+        for score in scores
+    ]
 
 
 class Logprobs:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import json
 import logging
 import re
@@ -14,11 +13,11 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cpmcu.serving.errors import internal_error, server_stopping
+from cpmcu.serving.request_id import request_id
 
 logger = logging.getLogger(__name__)
 
-request_id: contextvars.ContextVar[str] = contextvars.ContextVar("request_id", default="-")
-
+_ID_HEADERS = (b"x-request-id", b"request-id")
 _SANE_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -62,8 +61,9 @@ class RequestLog:
     """ASGI middleware: assigns a request id, logs each request, and hides exceptions.
 
     The id is the client's `x-request-id` if it is printable, else a new one. The response has it
-    in the same header. An uncaught exception is logged and answered with a 500 without details.
-    A request that the stopping server cancels gets a 503.
+    in the same header and in `request-id`, which is Anthropic's name. An uncaught exception is
+    logged and answered with a 500 without details. A request that the stopping server cancels gets
+    a 503.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -85,7 +85,8 @@ class RequestLog:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                headers = [*message.get("headers", []), (b"x-request-id", name.encode("ascii"))]
+                own = [(header, name.encode("ascii")) for header in _ID_HEADERS]
+                headers = [*message.get("headers", []), *own]
                 message = {**message, "headers": headers}
             await send(message)
 
@@ -94,11 +95,11 @@ class RequestLog:
         except asyncio.CancelledError:
             logger.warning("request cancelled: the server is stopping")
             if not status:
-                await server_stopping().response()(scope, receive, with_id)
+                await server_stopping().response(scope["path"])(scope, receive, with_id)
         except Exception:
             logger.exception("the request failed")
             if not status:
-                await internal_error().response()(scope, receive, with_id)
+                await internal_error().response(scope["path"])(scope, receive, with_id)
         finally:
             self._line(scope, status, time.perf_counter() - start)
             request_id.reset(token)

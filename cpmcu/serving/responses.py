@@ -22,7 +22,7 @@ from cpmcu.serving.protocol.base import (
     UsageInfo,
 )
 from cpmcu.serving.service import Service
-from cpmcu.serving.sse import EventStream, disconnected, to_json
+from cpmcu.serving.sse import CHUNKS, Ending, EventStream, disconnected, to_json
 
 _MANY_TOKENS = 4096  # a longer response is serialised on another thread than the event loop's
 _PIECE = 1 << 13  # numbers or strings serialised in one call
@@ -138,15 +138,22 @@ def _plain(value: Any) -> Any:
 async def answer(
     request: Request,
     generation: Generation,
-    body: GenerationRequest,
+    stream: bool | None,
     events: Callable[[], AsyncIterator[bytes]],
-    whole: Callable[[Sequence[CompletionOutput]], ApiModel],
+    whole: Callable[[Sequence[CompletionOutput]], Response],
+    *,
+    ending: Ending = CHUNKS,
+    cancel: Callable[[], None] | None = None,
 ) -> Response:
-    """Runs a request and answers it as a stream or at once. A disconnect cancels it."""
+    """Runs a request and answers it as a stream or at once. A disconnect cancels it.
+
+    `whole` may run on another thread. `cancel` (default: the generation's) is called at the end.
+    """
+    cancel = generation.cancel if cancel is None else cancel
     generation.start()
-    if body.stream:
+    if stream:
         interval = service_of(request).config.ping_interval
-        return EventStream(events(), cancel=generation.cancel, ping_interval=interval)
+        return EventStream(events(), cancel=cancel, ping_interval=interval, ending=ending)
     work = asyncio.ensure_future(generation.outputs())
     watch = asyncio.ensure_future(disconnected(request.receive))
     try:
@@ -157,9 +164,9 @@ async def answer(
         params = generation.params
         plain = params.logprobs is None and params.prompt_logprobs is None
         if plain and generation.num_tokens < _MANY_TOKENS:
-            return written(whole(outputs))
-        return await asyncio.to_thread(lambda: written(whole(outputs)))
+            return whole(outputs)
+        return await asyncio.to_thread(whole, outputs)
     finally:
-        generation.cancel()
+        cancel()
         watch.cancel()
         work.cancel()

@@ -13,11 +13,14 @@ from cpmcu.config import EngineConfig, shipped_model
 from cpmcu.engine.runner import EngineLoad
 from cpmcu.llm import LLM
 from cpmcu.loading.progress import LogProgress
-from cpmcu.serving import reasoning, tools
 from cpmcu.serving.config import ServerConfig
 from cpmcu.serving.errors import ApiError, server_stopping
 from cpmcu.serving.metrics import Metrics
+from cpmcu.serving.reasoning_parsers.base import ReasoningParser
+from cpmcu.serving.reasoning_parsers.registry import find_reasoning_parser
+from cpmcu.serving.response_store import ResponseStore
 from cpmcu.serving.token_text import TokenTexts
+from cpmcu.serving.tool_parsers.registry import ToolFormat, find_tool_format
 from cpmcu.serving.workers import Workers
 
 if TYPE_CHECKING:
@@ -55,8 +58,8 @@ class Model:
 
     llm: LLM
     template: ChatTemplate | None
-    reasoning_tags: tuple[str, str] | None
-    tool_notation: tools.Notation | None
+    reasoning_parser: type[ReasoningParser] | None
+    tool_format: ToolFormat | None
     token_texts: TokenTexts
 
 
@@ -77,6 +80,7 @@ class Service:
         self.workers = Workers()
         self._stopping = False
         self._running: set[Generation] = set()
+        self.responses = ResponseStore(config.response_store)
 
     # ---- life
 
@@ -100,8 +104,8 @@ class Service:
             self._model = Model(
                 llm,
                 template,
-                reasoning.tags_of(source, config.reasoning_parser),
-                tools.notation_of(tool_source, config.tool_call_parser),
+                find_reasoning_parser(config.reasoning_parser, source),
+                find_tool_format(config.tool_call_parser, tool_source),
                 TokenTexts(llm.tokenizer),
             )
         except Exception:

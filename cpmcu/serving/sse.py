@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import logging
 import time
@@ -35,17 +36,36 @@ _PING = b": ping\n\n"
 to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
 
 
+def encoded(value: Any) -> bytes:
+    """Returns `value` as JSON. Half a surrogate pair is written as its escape."""
+    return to_json(value).encode("utf-8", "backslashreplace")
+
+
 def event(value: Any) -> bytes:
     """Returns one event with `value` as JSON."""
     return f"data: {to_json(value)}\n\n".encode()
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ending:
+    """How an interface ends a stream: `failed` returns the events of an error; `last` follows.
+
+    `ping` is sent during silence.
+    """
+
+    failed: Callable[[ApiError], bytes]
+    last: bytes
+    ping: bytes = _PING
+
+
+CHUNKS = Ending(lambda error: event(error.body()), DONE)
+
+
 class EventStream(Response):
-    """Sends `events`, and a comment after `ping_interval` seconds without an event.
+    """Sends `events`, and the ending's ping after `ping_interval` seconds without an event.
 
     If the client disconnects or the server stops this response, `cancel` is called at once. An
-    exception of `events` becomes an error event; only an ApiError's text is sent. The stream ends
-    with [DONE].
+    exception of `events` becomes an error event; only an ApiError's text is sent.
     """
 
     media_type = "text/event-stream"
@@ -56,12 +76,14 @@ class EventStream(Response):
         *,
         cancel: Callable[[], None],
         ping_interval: float,
+        ending: Ending = CHUNKS,
     ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._events = events
         self._cancel = cancel
         self._ping_interval = ping_interval
+        self._ending = ending
         self._sent = time.monotonic()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -94,18 +116,19 @@ class EventStream(Response):
                 await asyncio.sleep(left)
                 continue
             self._sent = time.monotonic()
-            await send({"type": "http.response.body", "body": _PING, "more_body": True})
+            await send({"type": "http.response.body", "body": self._ending.ping, "more_body": True})
 
     async def _blocks(self) -> AsyncIterator[bytes]:
         try:
             async for block in self._events:
                 yield block
         except ApiError as error:
-            yield event(error.body())
+            yield self._ending.failed(error)
         except Exception:
             logger.exception("a stream failed")
-            yield event(internal_error().body())
-        yield DONE
+            yield self._ending.failed(internal_error())
+        if self._ending.last:
+            yield self._ending.last
 
 
 async def disconnected(receive: Receive) -> None:

@@ -159,6 +159,17 @@ def hybrid(**keys: Any) -> Config:
     }
 
 
+def qwen_moe(**keys: Any) -> Config:
+    experts = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "norm_topk_prob": True,
+    }
+    return qwen(3, **experts, **keys)
+
+
 def generation(bos: int, eos: list[int], pad: int | None = None, **keys: Any) -> Config:
     config: Config = {"bos_token_id": bos, "eos_token_id": eos}
     if pad is not None:
@@ -224,6 +235,18 @@ MINICPM4_8B = {
     "rope_scaling": longrope(LONGROPE_128, 32768),
 }
 
+QWEN3 = {
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "num_attention_heads": 32,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "vocab_size": 151936,
+}
+QWEN3_GENERATION = generation(
+    151643, [151645, 151643], pad=151643, do_sample=True, temperature=0.6, top_k=20, top_p=0.95
+)
+
 PRESETS: dict[str, Preset] = {
     "minicpm4-8b": Preset(
         minicpm(**MINICPM4_8B, num_hidden_layers=32),
@@ -249,26 +272,26 @@ PRESETS: dict[str, Preset] = {
     "qwen3-8b": Preset(
         qwen(
             3,
-            bos_token_id=151643,
-            eos_token_id=151645,
+            **QWEN3,
             hidden_size=4096,
             num_hidden_layers=36,
-            num_attention_heads=32,
             num_key_value_heads=8,
-            head_dim=128,
             intermediate_size=12288,
-            max_position_embeddings=40960,
-            vocab_size=151936,
         ),
-        generation(
-            151643,
-            [151645, 151643],
-            pad=151643,
-            do_sample=True,
-            temperature=0.6,
-            top_k=20,
-            top_p=0.95,
+        QWEN3_GENERATION,
+    ),
+    "qwen3-30b-a3b": Preset(
+        qwen_moe(
+            **QWEN3,
+            hidden_size=2048,
+            num_hidden_layers=48,
+            num_key_value_heads=4,
+            intermediate_size=6144,
+            moe_intermediate_size=768,
+            num_experts=128,
+            num_experts_per_tok=8,
         ),
+        QWEN3_GENERATION,
     ),
     "qwen2.5-7b": Preset(
         qwen(
@@ -347,6 +370,12 @@ PRESETS: dict[str, Preset] = {
     "tiny-qwen2": Preset(qwen(2, **TINY), TINY_GENERATION),
     # head_dim is larger than H / Hq; embeddings are tied.
     "tiny-qwen3": Preset(qwen(3, **TINY, head_dim=128, tie_word_embeddings=True), TINY_GENERATION),
+    "tiny-qwen3-moe": Preset(
+        qwen_moe(
+            **TINY, head_dim=64, moe_intermediate_size=128, num_experts=16, num_experts_per_tok=4
+        ),
+        TINY_GENERATION,
+    ),
     "tiny-minicpm": Preset(minicpm(**TINY, dim_model_base=64), TINY_GENERATION),
     "tiny-qwen3.5": Preset(hybrid(**TINY_HYBRID), TINY_GENERATION, hybrid_tensors),
     "tiny-qwen3.5-vl": Preset(

@@ -130,14 +130,18 @@ def cue(name: str) -> str:
 
 
 def write_scripted(
-    directory: Path, scripts: Mapping[str, str], template: str, special: Sequence[str] = ()
+    directory: Path,
+    scripts: Mapping[str, str],
+    template: str,
+    special: Sequence[str] = (),
+    **members: object,
 ) -> Path:
     """Writes a Llama checkpoint that continues `cue(name)` with `scripts[name]` and then ends.
 
     The layers add nothing to the residual stream, so the last token alone determines the next one.
     If token b follows token a, row b of the head is the embedding of a. No token may occur twice.
     So each text is cut into pieces of 1 to 4 bytes that no other text uses. `special`: texts of
-    special tokens.
+    special tokens. `members`: further ones of config.json.
     """
     letters = {byte: letter for letter, byte in byte_letters().items()}
     vocab = {token: i for i, token in enumerate(SPECIAL)}
@@ -166,7 +170,7 @@ def write_scripted(
             for token in (*SPECIAL, *map(cue, cues), *special)
         ]
     )
-    size = {"vocab_size": len(vocab), "hidden_size": 128, "num_hidden_layers": 1}
+    size = {"vocab_size": len(vocab), "hidden_size": 128, "num_hidden_layers": 1, **members}
     config = tiny_config("llama", **size)
     weights = random_weights(config)
     embedding = np.random.default_rng(0).standard_normal((len(vocab), 128)).astype(np.float32)

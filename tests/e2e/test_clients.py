@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
-from pathlib import Path
 from typing import Annotated, Literal
 
 import openai
 import pytest
 from annotated_types import Ge, Le
 from pydantic import BaseModel, ConfigDict, Field
+
+from tests.e2e.calls import node_modules
+from tests.e2e.conftest import SCRIPTS
+from tests.e2e.harness import cue
 
 os.environ.setdefault(
     "LITELLM_LOCAL_MODEL_COST_MAP", "True"
@@ -200,6 +202,21 @@ def test_litellm(server, provider):
         assert 5 <= reply.usage.completion_tokens <= 9
 
 
+def test_litellm_responses(scripted):
+    litellm = pytest.importorskip("litellm")
+    fields = {
+        "model": "openai/scripted",
+        "api_base": f"{scripted.url}/v1",
+        "api_key": "none",
+        "input": cue("story"),
+        "temperature": 0,
+    }
+    reply = litellm.responses(**fields)
+    assert reply.output[0].content[0].text == SCRIPTS["story"]
+    events = list(litellm.responses(stream=True, **fields))
+    assert events[-1].response.output[0].content[0].text == SCRIPTS["story"]
+
+
 # ---- node
 
 PROGRAM = """
@@ -237,23 +254,9 @@ const parameters = JSON.parse(process.argv[4]);
 """
 
 
-def node_modules() -> str | None:
-    """Returns the folder of npm's `openai` package; None if it is not installed."""
-    node = shutil.which("node")
-    if node is None:
-        return None
-    places = [os.environ.get("NODE_PATH", "")]
-    if shutil.which("npm"):
-        done = subprocess.run(["npm", "root", "-g"], capture_output=True, text=True)
-        places.append(done.stdout.strip())
-    return next((place for place in places if place and (Path(place) / "openai").is_dir()), None)
-
-
 def test_node(server, tmp_path):
     """The `openai` package of npm: whole, streamed, a tool with $ref, an error."""
-    modules = node_modules()
-    if modules is None:
-        pytest.skip("node has no package openai: npm install -g openai, or set NODE_PATH")
+    modules = node_modules("openai")
     program = tmp_path / "client.js"
     program.write_text(PROGRAM)
     schema = json.dumps(Line.model_json_schema())

@@ -25,6 +25,13 @@ CHECKS = [
 OPERATIONS = (
     "post /v1/chat/completions",
     "post /v1/completions",
+    "post /v1/responses",
+    "get /v1/responses/{response_id}",
+    "delete /v1/responses/{response_id}",
+    "post /v1/responses/{response_id}/cancel",
+    "get /v1/responses/{response_id}/input_items",
+    "post /v1/messages",
+    "post /v1/messages/count_tokens",
     "get /v1/models",
     "get /v1/models/{name}",
     "post /tokenize",

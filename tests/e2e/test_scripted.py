@@ -8,7 +8,7 @@ import re
 import pytest
 
 from tests.e2e.conftest import SCRIPTS, TEMPLATE
-from tests.e2e.harness import Server, cue
+from tests.e2e.harness import Server, cue, start, write_scripted
 
 
 def ask(scripted: Server, script: str, **fields):
@@ -29,10 +29,13 @@ def streamed(scripted: Server, script: str, **fields):
             reasoning += getattr(delta, "reasoning_content", None) or ""
             pieces.append(delta.content or "")
             for call in delta.tool_calls or []:
-                assert call.index not in calls
-                calls[call.index] = (call.function.name, json.loads(call.function.arguments))
+                assert (call.index in calls) == (call.id is None) == (call.function.name is None)
+                name, arguments = calls.get(call.index, (call.function.name, ""))
+                calls[call.index] = (name, arguments + call.function.arguments)
+                pieces.append(call.function.arguments)
             assert finish is None, "a chunk follows the finish reason"
             finish = choice.finish_reason
+    calls = {index: (name, json.loads(given)) for index, (name, given) in calls.items()}
     return content, reasoning, calls, finish, pieces
 
 
@@ -163,6 +166,26 @@ def test_reasoning_before_structured_output(scripted):
         assert re.fullmatch("[a-z]{2}!", message.content) and message.reasoning_content is None
 
 
+def test_hidden_reasoning_that_the_prompt_began(scripted):
+    """The grammar waits for its end, also if the client does not want to see it."""
+
+    def told(**fields) -> tuple[str, str | None]:
+        body = {"continue_final_message": True, "guided_regex": "[A-Z][a-z]{2}", **fields}
+        messages = [{"role": "assistant", "content": "<think>\nOh, " + cue("muse")}]
+        reply = scripted.client().chat.completions.create(
+            model="scripted", messages=messages, temperature=0, extra_body=body
+        )
+        message = reply.choices[0].message
+        return message.content, message.reasoning_content
+
+    content, reasoning = told()
+    assert reasoning == "Quite a while…"
+    assert told(include_reasoning=False) == (content, None)
+    raw, reasoning = told(separate_reasoning=False)
+    assert raw.startswith("Quite a while…\n</think>\n") and raw.endswith(content)
+    assert reasoning is None
+
+
 @pytest.mark.parametrize("begun", ["<think>\nOh, ", "<think>\n\n</think>\n\n"])
 def test_reasoning_begun_or_closed_by_the_prompt_and_a_grammar(scripted, begun):
     reply = scripted.client().chat.completions.create(
@@ -211,6 +234,15 @@ def test_one_call_only(scripted):
     assert [call.function.name for call in choice.message.tool_calls] == ["add"]
 
 
+def test_a_form_beside_tools(scripted):
+    """The model may call a tool. If it answers, the answer has the form."""
+    body = {"guided_regex": "[a-z]{2}!"}
+    for script in ("story", "think"):
+        choice = ask(scripted, script, tools=TOOLS, extra_body=body).choices[0]
+        assert re.fullmatch("[a-z]{2}!", choice.message.content) and not choice.message.tool_calls
+    assert choice.message.reasoning_content == "So, 🤔 two\nand two."
+
+
 def test_text_that_is_not_a_call_is_content(scripted):
     choice = ask(scripted, "broken", tools=TOOLS).choices[0]
     assert (choice.message.content, choice.finish_reason) == (SCRIPTS["broken"], "stop")
@@ -239,6 +271,30 @@ def test_tags_that_are_special_tokens(special, prompt):
     assert told(separate_reasoning=False) == (None, "So, two.Ok." + call, [])
     shown = told(tools=tools, skip_special_tokens=False)
     assert shown == ("So, two.", "Ok<|other|>.", ["f"])
+
+
+def test_tags_that_are_parts_of_tags(tmp_path):
+    """MiniCPM5's tokens include <function and <param, without the end of the tag.
+
+    The call may also stand in place of an answer with a form.
+    """
+    tags = ("<function", "</function>", "<param", "</param>")
+    script = '<function name="f"><param name="s">5</param></function>'
+    template = TEMPLATE.replace("<tool_call>", '<function name="f"><param name="s">')
+    directory = write_scripted(tmp_path, {"tell": script}, template, tags)
+    schema = {"type": "object", "properties": {"s": {"type": "string"}}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    with start("--model", str(directory), "--served-model-name", "scripted") as server:
+        for body in ({}, {"guided_regex": "[0-9]"}):
+            choice = ask(server, "tell", tools=tools, extra_body=body).choices[0]
+            (found,) = choice.message.tool_calls
+            assert (found.function.name, found.function.arguments) == ("f", '{"s": "5"}')
+            assert (choice.message.content, choice.finish_reason) == (None, "tool_calls")
+            calls = streamed(server, "tell", tools=tools, extra_body=body)[2]
+            assert calls == {0: ("f", {"s": "5"})}
+        for fields in ({}, {"tools": tools, "tool_choice": "none"}):
+            message = ask(server, "tell", extra_body=body, **fields).choices[0].message
+            assert re.fullmatch("[0-9]", message.content) and not message.tool_calls
 
 
 def test_conversation_with_calls_and_results(scripted):

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import httpx
 import pytest
 
-from tests.e2e.calls import CHAT, FIRST, HELLO, error_of
+from tests.e2e.calls import CHAT, FIRST, HELLO, begun, error_of
 
 
 def test_a_prompt_that_is_too_long(limited):
@@ -60,19 +58,6 @@ def test_huge_bodies(limited):
 
     reply = httpx.post(limited.url + "/v1/completions", content=chunks(), headers=headers)
     error_of(reply, 413)
-
-
-@contextlib.contextmanager
-def begun(server, body):
-    """Runs a stream of completions within the block."""
-    url = server.url + "/v1/completions"
-    body = {**body, "stream": True}
-    with httpx.stream("POST", url, json=body, headers=FIRST, timeout=60) as reply:
-        lines = reply.iter_lines()
-        next(lines)  # the first of many: its slots are taken, or will be before others are
-        yield
-        assert reply.status_code == 200
-        assert "data: [DONE]" in lines
 
 
 def test_a_full_queue(limited):

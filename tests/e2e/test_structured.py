@@ -85,7 +85,10 @@ def test_forced_calls(client):
         reply = ask(client, tools=TOOLS, tool_choice="required", **fields)
         if fields.get("stream"):
             chunks = [chunk.choices[0] for chunk in reply]
-            (calls,) = [c.delta.tool_calls for c in chunks if c.delta.tool_calls]
+            deltas = [c.delta.tool_calls[0] for c in chunks if c.delta.tool_calls]
+            calls = deltas[:1]
+            for delta in deltas[1:]:
+                calls[0].function.arguments += delta.function.arguments
             assert not any(chunk.delta.content for chunk in chunks)
             finish = chunks[-1].finish_reason
         else:

@@ -16,6 +16,7 @@ pytest.importorskip("llguidance")
 jsonschema = pytest.importorskip("jsonschema")
 
 from cpmcu import LLM, Grammar, SamplingParams  # noqa: E402
+from cpmcu.serving.grammar import after_thinking  # noqa: E402
 from tests.engine.harness import SHIPPED  # noqa: E402
 from tests.reference.engines import extension_or_skip  # noqa: E402
 
@@ -160,6 +161,41 @@ def test_together_without_speculation(plain: LLM, expected: list[Any]) -> None:
     assert [shown([output]) for output in outputs] == expected
     for (_, p), output in zip(CASES, outputs):
         assert (output.timings.grammar_s > 0) == (p.grammar is not None)
+
+
+THOUGHT = ("def", "return")  # tags that the shipped model writes by itself
+THINKING_PROMPTS = ["def read(path):\n", "def fib(n):\n    if n < 2:\n", "def size(self):\n    "]
+
+
+@pytest.mark.parametrize("as_token", [False, True])
+def test_a_grammar_after_reasoning(device: str, plain: LLM, as_token: bool) -> None:
+    """Greedy reasoning has the tokens of an output without a grammar. A draft changes no token."""
+    end = plain.tokenizer.id_of("return") if as_token else None
+    answer = Grammar.regex(r"[a-z]{2,5}\([a-z]{0,3}\)")
+    grammar = after_thinking(answer, THOUGHT, (None, end), begun=True)
+    held = [
+        SamplingParams(grammar=grammar, max_tokens=60, **{**fields, "seed": seed})
+        for seed, fields in enumerate((SAMPLINGS["greedy"], SAMPLINGS["seeded"], SAMPLINGS["all"]))
+        for _ in THINKING_PROMPTS
+    ]
+    prompts = THINKING_PROMPTS * 3
+    expected = plain.generate(prompts, held)
+    finished = 0
+    for prompt, params, output in zip(prompts, held, expected):
+        reasoning, tag, text = output.text.partition(THOUGHT[1])
+        if output.outputs[0].finish_reason == "stop":
+            assert re.fullmatch(r"\s{0,4}[a-z]{2,5}\([a-z]{0,3}\)", text)
+            finished += 1
+        if params.temperature == 0:
+            free = plain.generate(prompt, dataclasses.replace(params, grammar=None))[0]
+            assert free.text.startswith(reasoning + tag)
+    assert finished >= 4
+    for kind in ("eagle2", "ngram"):
+        with load(device, DRAFTS[kind]) as llm:
+            outputs = llm.generate(prompts, held)
+        assert shown(outputs) == shown(expected)
+        metrics = [output.outputs[0].spec_decode_metrics for output in outputs]
+        assert sum(m.num_accepted_draft_tokens for m in metrics if m is not None) > 20
 
 
 def test_hot_samples_match_the_grammar(device: str) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tests.reference.tiny_checkpoints import fuse_experts
+
 Array = npt.NDArray[Any]
 
 
@@ -31,11 +33,15 @@ def hf_states(
         "qwen3_next": transformers.Qwen3NextConfig,
         "qwen3_5_text": transformers.Qwen3_5TextConfig,
         "qwen3_5": transformers.Qwen3_5Config,
+        "qwen3_5_moe_text": transformers.Qwen3_5MoeTextConfig,
+        "qwen2_moe": transformers.Qwen2MoeConfig,
+        "qwen3_moe": transformers.Qwen3MoeConfig,
     }
     keys = {k: v for k, v in config.items() if k not in ("torch_dtype", "model_type")}
     hf_config = classes[config["model_type"]](**keys, attn_implementation="eager")
     # NOTE: with several threads, torch's first call in a process sometimes has an error of 6e-5.
     torch.set_num_threads(1)
+    weights = fuse_experts(config, weights)
     has_vision = config["model_type"] == "qwen3_5"
     auto = transformers.AutoModelForImageTextToText if has_vision else None
     auto = auto or transformers.AutoModelForCausalLM
@@ -52,7 +58,7 @@ def hf_states(
     missing, unexpected = model.load_state_dict(state, strict=False)
     assert not unexpected and all(name.startswith("model.visual.") for name in missing), missing
     with torch.no_grad():
-        outputs = model(torch.tensor([list(ids)]), output_hidden_states=True)
+        outputs = model(torch.tensor([list(ids)]), output_hidden_states=True, use_cache=False)
     return outputs.logits[0].numpy(), outputs.hidden_states[-1][0].numpy()
 
 

@@ -1,7 +1,8 @@
 """A transformer in plain numpy: the reference of tests that run without torch.
 
 It supports all fields of a ModelSpec: grouped-query attention, rotary embedding with any
-inverse frequencies, RMSNorm on q and k heads, a bias on q, k and v, muP scales, a tied head.
+inverse frequencies, RMSNorm on q and k heads, a bias on q, k and v, muP scales, a tied head,
+experts and sparse attention.
 Weights have the names and shapes of a Hugging Face Llama checkpoint.
 """
 
@@ -14,6 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from cpmcu.models.common import SpecFields
+from tests.reference import sparse
+from tests.reference.ops import route
 
 Array = npt.NDArray[Any]
 
@@ -39,9 +42,12 @@ class NumpyModel:
         for layer in range(fields.num_hidden_layers):
             prefix = f"model.layers.{layer}."
             normed = self._norm(hidden, weights[prefix + "input_layernorm.weight"])
-            hidden = hidden + self._attention(normed, prefix) * fields.residual_scale
+            blocks = dict(fields.layers[layer]) if fields.layers else {}
+            rule = blocks.get("sparse_attention")
+            attended = self._attention(normed, prefix, rule and sparse.Rule(**rule))
+            hidden = hidden + attended * fields.residual_scale
             normed = self._norm(hidden, weights[prefix + "post_attention_layernorm.weight"])
-            hidden = hidden + self._mlp(normed, prefix) * fields.residual_scale
+            hidden = hidden + self._mlp_or_experts(normed, layer) * fields.residual_scale
         hidden = self._norm(hidden, weights["model.norm.weight"]) * fields.logit_scale
         head = embedding if fields.tie_word_embeddings else weights["lm_head.weight"]
         return hidden @ head.T
@@ -72,7 +78,7 @@ class NumpyModel:
         left, right, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
         return np.concatenate([left * cos - right * sin, right * cos + left * sin, rest], -1)
 
-    def _attention(self, x: Array, prefix: str) -> Array:
+    def _attention(self, x: Array, prefix: str, rule: sparse.Rule | None) -> Array:
         fields = self.fields
         q = self._heads(x, prefix, "q", fields.num_attention_heads)
         k = self._heads(x, prefix, "k", fields.num_key_value_heads)
@@ -81,6 +87,10 @@ class NumpyModel:
             q = self._norm(q, self.weights[prefix + "self_attn.q_norm.weight"])
             k = self._norm(k, self.weights[prefix + "self_attn.k_norm.weight"])
         q, k = self._rotate(q), self._rotate(k)
+        projection = self.weights[prefix + "self_attn.o_proj.weight"].T
+        if rule is not None:
+            out = sparse.attention(q, k, v, rule, fields.head_dim**-0.5)
+            return out.reshape(len(x), -1) @ projection
         group = fields.num_attention_heads // fields.num_key_value_heads
         future = np.triu(np.ones((len(x), len(x)), bool), 1)
         outputs = []
@@ -89,9 +99,25 @@ class NumpyModel:
             scores = np.where(future, -np.inf, scores)
             weights = np.exp(scores - scores.max(-1, keepdims=True))
             outputs.append(weights / weights.sum(-1, keepdims=True) @ v[:, head // group])
-        return np.concatenate(outputs, -1) @ self.weights[prefix + "self_attn.o_proj.weight"].T
+        return np.concatenate(outputs, -1) @ projection
+
+    def _mlp_or_experts(self, x: Array, layer: int) -> Array:
+        prefix = f"model.layers.{layer}.mlp."
+        blocks = dict(self.fields.layers[layer]) if self.fields.layers else {}
+        if "moe" not in blocks:
+            return self._mlp(x, prefix)
+        scores = x @ self.weights[prefix + "gate.weight"].T
+        experts, weights = route(scores, blocks["moe"]["top_k"], blocks["moe"]["norm_topk_prob"])
+        result = np.zeros_like(x)
+        for t, row in enumerate(x):
+            for expert, weight in zip(experts[t], weights[t]):
+                result[t] += weight * self._mlp(row[None], f"{prefix}experts.{expert}.")[0]
+        if blocks["moe"].get("shared_intermediate_size"):
+            gate = x @ self.weights[prefix + "shared_expert_gate.weight"].T
+            result += self._mlp(x, prefix + "shared_expert.") / (1 + np.exp(-gate))
+        return result
 
     def _mlp(self, x: Array, prefix: str) -> Array:
-        gate = x @ self.weights[prefix + "mlp.gate_proj.weight"].T
-        up = x @ self.weights[prefix + "mlp.up_proj.weight"].T
-        return (gate / (1 + np.exp(-gate)) * up) @ self.weights[prefix + "mlp.down_proj.weight"].T
+        gate = x @ self.weights[prefix + "gate_proj.weight"].T
+        up = x @ self.weights[prefix + "up_proj.weight"].T
+        return (gate / (1 + np.exp(-gate)) * up) @ self.weights[prefix + "down_proj.weight"].T

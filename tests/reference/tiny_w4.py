@@ -159,26 +159,32 @@ HYBRID_SIZES: dict[str, Any] = {
 HYBRID_DENSE = ("in_proj_a", "in_proj_b", "in_proj_ba", "mtp")  # as in published files
 
 
+def quantise_hybrid(
+    weights: Mapping[str, Array], dense: tuple[str, ...] = HYBRID_DENSE, **settings: Any
+) -> W4Weights:
+    """Quantises a model of gated delta nets, except modules with a part of their name in `dense`.
+
+    A module may also be named as a whole. `in_proj_a` and `in_proj_b` always stay dense.
+    """
+    modules = [name.removesuffix(".weight") for name in weights]
+    taken = tuple(module for module in modules if ".in_proj_" in module)
+    parts = {*dense, *HYBRID_DENSE[:3]}
+    kept = tuple(m for m in modules if set(m.split(".")) & parts or m in dense)
+    return quantise(weights, extra=taken, keep=kept, **settings)
+
+
 def write_hybrid_w4(
     directory: Path,
     family: str,
     layout: str,
     dense: tuple[str, ...] = HYBRID_DENSE,
     quant: Mapping[str, Any] | None = None,
-    **overrides: Any,
 ) -> TinyCheckpoint:
-    """Writes DIR/dense and DIR/w4, a model of gated delta nets. Returns the dense weights of w4.
-
-    `dense`: parts of the names of modules that stay dense, besides `in_proj_a` and `in_proj_b`.
-    """
-    tiny = write_tiny(directory / "dense", family, **{**HYBRID_SIZES, **overrides})
-    modules = [name.removesuffix(".weight") for name in tiny.weights]
-    taken = [module for module in modules if ".in_proj_" in module]
-    kept = [m for m in modules if set(m.split(".")) & {*dense, *HYBRID_DENSE[:3]} or m in dense]
-    weights = quantise(tiny.weights, extra=tuple(taken), keep=tuple(kept))
+    """Writes a tiny 4-bit model of gated delta nets with an MTP head."""
+    tiny = write_tiny(directory / "dense", family, **HYBRID_SIZES)
+    weights = quantise_hybrid(tiny.weights, dense)
     write_w4(directory / "w4", tiny.config, weights, layout, quant=quant)
-    linears = {f"{module}.weight": linear.dense for module, linear in weights.linears.items()}
-    return TinyCheckpoint(directory / "w4", tiny.config, {**weights.dense, **linears})
+    return TinyCheckpoint(directory / "w4", tiny.config, tiny.weights)
 
 
 def _group_size(weights: W4Weights) -> int:

@@ -11,7 +11,7 @@ from tokenizers_for_tests import byte_fallback, byte_level, write_directory
 
 from cpmcu import Grammar
 from cpmcu.grammar import GrammarError
-from cpmcu.serving.grammar import after_thinking, of_calls
+from cpmcu.serving.grammar import after_thinking, of_calls, or_calls
 from cpmcu.tokenizer import Tokenizer
 
 pytest.importorskip("llguidance")
@@ -162,6 +162,40 @@ def test_thinking_in_tokens(compiler, tokenizer):
     begun = after_thinking(Grammar.choice(["yes", "no"]), TAGS, (begin, end), begun=True)
     assert accepts(compiler, begun, "so", end, "yes")
     assert not accepts(compiler, begun, "yes")
+
+
+CALL = '<tool_call>\n{"name": "f"}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("text", "fits"),
+    [
+        ("12", True),
+        (CALL, True),
+        (f"{CALL}\n{CALL}", True),
+        ("<tool_call>", True),
+        ("12 <tool_call>", False),
+        ("so 12", False),
+        ("<tool", False),
+        ("", False),
+    ],
+)
+def test_an_answer_or_calls(compiler, text: str, fits: bool):
+    tags = {"<tool_call>": None, "</tool_call>": None}
+    grammar = or_calls(Grammar.regex("[0-9]+"), ("<tool_call>",), tags)
+    assert accepts(compiler, grammar, text) == fits
+    thinking = after_thinking(grammar, TAGS, (None, None), begun=True)
+    assert accepts(compiler, thinking, f"hm</think>\n\n{text}") == fits
+    assert not accepts(compiler, thinking, text)
+
+
+def test_an_answer_or_calls_between_tokens(compiler, tokenizer):
+    begin, end = (tokenizer.id_of(name) for name in ("<|im_start|>", "<|im_end|>"))
+    grammar = or_calls(Grammar.regex("[0-9]+"), ("<a>", "<c>"), {"<a>": begin, "</a>": end})
+    for parts in (["12"], [begin, "f()", end], [begin, "f", end, "\n", begin, end], ["<c>f"]):
+        assert accepts(compiler, grammar, *parts)
+    for parts in ([end, "f"], ["f", begin], ["12", begin], ["<a>f"]):
+        assert not accepts(compiler, grammar, *parts)
 
 
 def test_a_composed_grammar_serialises_as_two_texts():

@@ -171,6 +171,13 @@ def test_the_grammar_example_runs(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+def test_the_parser_example_runs(tmp_path: Path) -> None:
+    printed = run_python(ROOT / "docs" / "adding_parser.md", tmp_path).splitlines()
+    assert printed[1].startswith("'add' 'Now\\n' []")
+    assert "'name': 'add', 'arguments': '{\"a\"'" in printed[2]
+    assert printed[-1] == "'' 'Done.' []"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "plugin", "printed"),

@@ -1,7 +1,8 @@
-"""Models, a quantisation scheme, a block and drafters registered from outside the package.
+"""Models, a quantisation scheme, a block, drafters and parsers registered from outside the package.
 
-A model is one decorated function. Each other part is one C++ file in tests/plugins, compiled here
-as a plugin. A quantisation scheme and a drafter also have a Python class.
+A model is one decorated function, a parser of answers one decorated class. Each other part is one
+C++ file in tests/plugins, compiled here as a plugin. A quantisation scheme and a drafter also have
+a Python class.
 """
 
 from __future__ import annotations
@@ -37,6 +38,20 @@ from cpmcu.loading.tensors import TensorMeta
 from cpmcu.models.common import BuildOptions, SpecFields, read_spec
 from cpmcu.models.registry import register_model, registered_models
 from cpmcu.quant.registry import QuantPlan, Repack, register_quant, registered_quants
+from cpmcu.serving.answers import AnswerParser
+from cpmcu.serving.config import ServerConfig
+from cpmcu.serving.reasoning_parsers.base import ReasoningParser
+from cpmcu.serving.reasoning_parsers.registry import (
+    find_reasoning_parser,
+    register_reasoning_parser,
+    registered_reasoning_parsers,
+)
+from cpmcu.serving.tool_parsers.base import Steps, ToolParser
+from cpmcu.serving.tool_parsers.registry import (
+    find_tool_format,
+    register_tool_parser,
+    registered_tool_parsers,
+)
 from tests.engine.harness import generate, make_engine, prefill, random_ids, sampling
 from tests.engine.prefix import Job, running
 from tests.reference.engines import prompt_logits
@@ -401,3 +416,69 @@ def test_a_broken_plugin_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "broken.so").write_bytes(b"not a library")
     with pytest.raises(ValueError, match=r"broken\.so cannot be loaded"):
         C.load_plugin(str(tmp_path / "broken.so"))
+
+
+@register_tool_parser("toy_arrow", signs=("->call ",), tags=("->call ",))
+class ArrowParser(ToolParser):
+    """A call is a line: ->call NAME {...}."""
+
+    first_tag = "->call "
+
+    def parse(self) -> Steps[None]:
+        while (yield from self.content_until("->call ")) is not None:
+            name = yield from self.name_until(" ")
+            if name is None or (yield from self.peek()) != "{":
+                self.content(f"->call {name or ''}")
+                continue
+            self.begin_call(name)
+            yield from self.json_rest(self.arguments, "\n")
+            self.end_call()
+
+
+@register_reasoning_parser("toy_notes")
+class NotesParser(ReasoningParser):
+    """Reasoning stands in notes."""
+
+    begin, end = "<notes>", "</notes>"
+
+
+def test_parsers_from_outside() -> None:
+    """They are found by name and by the chat template, and parse text in pieces of any size."""
+    assert registered_tool_parsers()["toy_arrow"] == __file__
+    assert registered_reasoning_parsers()["toy_notes"] == __file__
+    config = ServerConfig(tool_call_parser="toy_arrow", reasoning_parser="toy_notes")
+    template = "Think in <notes></notes>. Call with ->call NAME {}"
+    for tool_name, reasoning_name in (
+        ("auto", "auto"),
+        (config.tool_call_parser, config.reasoning_parser),
+    ):
+        tools = find_tool_format(tool_name, template)
+        reasoning = find_reasoning_parser(reasoning_name, template)
+        assert tools is not None and reasoning is NotesParser
+        text = '<notes>add</notes>Now\n->call add {"a": [1]}\n->call mul {}\nDone.'
+        for size in (1, 3, len(text)):
+            parser = AnswerParser(reasoning(), tools.make({}))
+            parts = [
+                parser.push(text[at : at + size], final=at + size >= len(text))
+                for at in range(0, len(text), size)
+            ]
+            assert "".join(part.reasoning for part in parts) == "add"
+            assert "".join(part.content for part in parts) == "Now\nDone."
+            calls = [(call.name, call.arguments) for part in parts for call in part.calls]
+            assert calls == [("add", '{"a": [1]}'), ("mul", "{}")]
+
+
+@pytest.mark.parametrize(
+    ("register", "message"),
+    [
+        (lambda kind: register_tool_parser("hermes")(kind), "'hermes' is registered twice: by .*h"),
+        (lambda kind: register_tool_parser("auto")(kind), "a tool parser is named 'auto'"),
+        (lambda kind: register_reasoning_parser("think")(kind), "'think' is registered twice: by"),
+        (lambda kind: register_reasoning_parser("none")(kind), "is named none, but must have"),
+    ],
+)
+def test_names_of_parsers_that_are_taken(register: Any, message: str) -> None:
+    registered_tool_parsers()
+    registered_reasoning_parsers()
+    with pytest.raises(ValueError, match=message):
+        register(type("Another", (), {}))

@@ -25,10 +25,11 @@ from cpmcu.serving.conversation import render
 from cpmcu.serving.errors import ApiError
 from cpmcu.serving.logprobs import Logprobs
 from cpmcu.serving.logs import RequestLog
-from cpmcu.serving.protocol import base, chat, completion
+from cpmcu.serving.protocol import base, chat, completion, responses
+from cpmcu.serving.reasoning_parsers.think import ThinkParser
 from cpmcu.serving.service import Service
 from cpmcu.serving.token_text import TokenTexts
-from cpmcu.serving.tools import NOTATIONS
+from cpmcu.serving.tool_parsers.registry import find_tool_format
 from cpmcu.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -119,6 +120,8 @@ def test_every_field_of_the_configuration_is_a_flag():
         ("cors_origin", ("http://x/y",), "cors_origin"),
         ("root_path", "llm", "root_path is 'llm', but must begin with / and not end with one"),
         ("root_path", "/llm/", "root_path is '/llm/'"),
+        ("tool_call_parser", "qwen", "tool_call_parser is 'qwen', but must be auto, none or one"),
+        ("reasoning_parser", "", "reasoning_parser is '', but must be auto, none or one of: deeps"),
     ],
 )
 def test_invalid_configurations_are_refused(field, value, message):
@@ -128,12 +131,14 @@ def test_invalid_configurations_are_refused(field, value, message):
 
 def test_the_document_names_everything():
     """The documents have every endpoint, field (taken or refused), limit, metric and flag."""
-    names = ("server.md", "prefix_cache.md")
+    names = ("server.md", "responses.md", "prefix_cache.md")
     text = "".join((ROOT / "docs" / name).read_text("utf-8") for name in names)
     text = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
     named = set(re.findall(r"[\w/{}:-]+", " ".join(re.findall(r"`([^`]+)`", text))))
     fields = {*chat.ChatRequest.model_fields, *completion.CompletionRequest.model_fields}
     fields |= base.REFUSED.keys() | base.IGNORED
+    asked = responses.ResponsesRequest
+    fields |= {*asked.model_fields, *asked.refused_fields, *asked.ignored_fields}
     assert not fields - named
     assert not {f"--{f.name.replace('_', '-')}" for f in dataclasses.fields(ServerConfig)} - named
     limits = {base.MAX_CHOICES, base.MAX_LOGPROBS, base.MAX_STOPS, base.MAX_STOP_LENGTH}
@@ -160,8 +165,8 @@ def test_a_model_under_other_names_with_another_template(tmp_path):
         service.load()
         model = service.model
         assert model.template.render([{"role": "user", "content": "x"}]).startswith("<s>x")
-        assert model.reasoning_tags == ("<think>", "</think>")
-        assert model.tool_notation is NOTATIONS["minicpm4"]
+        assert model.reasoning_parser is ThinkParser
+        assert model.tool_format is find_tool_format("minicpm4", None)
         assert service.names == names
         service.check_model("b")
         with pytest.raises(ApiError, match="not served here") as caught:

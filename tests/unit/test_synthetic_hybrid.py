@@ -1,4 +1,4 @@
-"""Synthetic checkpoints with gated delta nets: shapes, 4-bit form, and the MTP head's acceptance."""
+"""Synthetic checkpoints with gated delta nets: shapes, 4-bit form, acceptance of the MTP head."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cpmcu.drafters.mtp import MODULES
+from cpmcu.drafters.mtp import DENSE_MODULES
 from cpmcu.loading.checkpoint import open_checkpoint
 from cpmcu.loading.index import read_json
 from cpmcu.models.common import BuildOptions
@@ -51,7 +51,7 @@ def test_tensors_fit_the_config(preset: str, tmp_path: Path) -> None:
     assert ("lm_head.weight" in shapes) == (preset != "tiny-qwen3.5-vl")
     assert any(name.startswith("model.visual.") for name in tensors) == (preset[-2:] == "vl")
     heads = {name[4:].rpartition(".")[0] for name in tensors if name.startswith("mtp.")}
-    assert heads == set(MODULES)
+    assert heads == set(DENSE_MODULES)
     for name, (_, _, values) in tensors.items():
         assert np.isfinite(values).all() and values.std() > 0, name
         if "norm" in name and ".visual." not in name:
@@ -119,7 +119,7 @@ def test_tables_of_an_mtp_head_with_synthetic_acceptance(acceptance: float, tmp_
 
 def test_flags_of_a_model_with_an_mtp_head(tmp_path: Path) -> None:
     out = tmp_path / "model"
-    with pytest.raises(SystemExit, match="the draft of tiny-qwen3.5 is its MTP head"):
+    with pytest.raises(SystemExit, match=r"the draft of tiny-qwen3\.5 is its MTP head"):
         write("tiny-qwen3.5", out, "--acceptance", "0.5", "--draft-out", str(tmp_path / "draft"))
     with pytest.raises(SystemExit, match="--draft-quant is for the draft in --draft-out"):
         write("tiny-qwen3.5", out, "--acceptance", "0.5", "--draft-quant", "gptq")

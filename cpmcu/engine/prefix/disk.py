@@ -49,7 +49,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 class _Entry:
     size: int
     used: int  # time.time_ns()
-    has_state: bool = False  # also if it is not known, for files of before
+    has_state: bool = False  # of files of before: told from the size
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +109,11 @@ class DiskStore:
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._entries  # one operation of a dict: needs no lock
+
+    def may_have_state(self, key: bytes) -> bool:
+        """Has the file of this page a state, as far as is known?"""
+        entry = self._entries.get(key)
+        return entry is not None and entry.has_state
 
     @property
     def num_pages(self) -> int:
@@ -377,7 +382,9 @@ class DiskStore:
         found: dict[bytes, _Entry] = {}
         for key, file in _page_files(self._folder):
             if status := _status(file):
-                found[key] = _Entry(status.st_size, min(status.st_mtime_ns, start))
+                whole = self._page_bytes + self._state_bytes
+                has_state = self._state_bytes > 0 and status.st_size > whole
+                found[key] = _Entry(status.st_size, min(status.st_mtime_ns, start), has_state)
         others = sorted(self._other_files(), key=lambda file: file.used)
         with self._lock:
             if generation != self._generation:
@@ -387,7 +394,6 @@ class DiskStore:
                     found[key] = known
                 elif key in found and found[key].size == known.size:
                     found[key].used = max(found[key].used, known.used)
-                    found[key].has_state = known.has_state
             self._entries = OrderedDict(sorted(found.items(), key=lambda item: item[1].used))
             self._num_bytes = sum(entry.size for entry in found.values())
             self._others = deque(others)

@@ -67,12 +67,14 @@ class DiskTier:
         host: HostTier,
         states: HostTier,
         take_block: Callable[[], int],
+        take_state: Callable[[], int],
         forget_empty: Callable[[Entry], None],
     ) -> None:
         """Sets the objects that the tier works with. Call it before all other methods."""
         self._engine, self._index = engine, index
         self._host, self._states = host, states
-        self._take_block, self._forget_empty = take_block, forget_empty
+        self._take_block, self._take_state = take_block, take_state
+        self._forget_empty = forget_empty
 
     @property
     def num_pages(self) -> int:
@@ -90,6 +92,7 @@ class DiskTier:
         """
         found: list[bytes] = []
         task: list[_Read] = []
+        keys, last = self._usable(keys)
         for key, tokens in keys:
             entry = self._index.find(key, parent, tokens)
             if key in self._reads:
@@ -99,7 +102,7 @@ class DiskTier:
             elif entry is None or (entry.page < 0 and entry.block < 0):
                 if key not in self._store:
                     break
-                read = self._prepare(key, parent, tokens)
+                read = self._prepare(key, parent, tokens, needs_state=key == last)
                 if read is None:
                     break
                 self._reads[key] = read
@@ -115,11 +118,30 @@ class DiskTier:
             self._threads.submit(self._read_pages, task)
         return found
 
+    def _usable(
+        self, keys: Sequence[tuple[bytes, bytes]]
+    ) -> tuple[Sequence[tuple[bytes, bytes]], bytes]:
+        """The keys that are worth reading, and the key whose state is read.
+
+        If sequences have a state of their own, a prefix ends at a page with a state.
+        """
+        if self._states.block_bytes == 0:
+            return keys, b""
+        last = -1
+        for i, (key, _) in enumerate(keys):
+            if key not in self._store:
+                break
+            if self._store.may_have_state(key):
+                last = i
+        return keys[: last + 1], keys[last][0] if last >= 0 else b""
+
     def is_reading(self, keys: Sequence[bytes]) -> bool:
         """Is one of these keys still being read?"""
         return any(key in self._reads for key in keys)
 
-    def _prepare(self, key: bytes, parent: Entry | None, tokens: bytes) -> _Read | None:
+    def _prepare(
+        self, key: bytes, parent: Entry | None, tokens: bytes, *, needs_state: bool
+    ) -> _Read | None:
         """Takes the memory for a page and an entry for it. None: there is no memory."""
         if self._engine.has_copies:  # a copy may still use a block that the read would fill
             self._engine.wait_for_copies()
@@ -130,7 +152,7 @@ class DiskTier:
         if parent is not None and not parent.alive:  # the block was the parent's
             self._host.give(block)
             return None
-        state = self._states.take()  # -1 where sequences have no state of their own
+        state = self._take_state() if needs_state else -1
         entry = self._index.add(key, parent, tokens)
         if entry is None:
             self._host.give(block)
@@ -179,7 +201,7 @@ class DiskTier:
             else:
                 self._host.give(read.block)
             if fits and has_state and entry.state < 0:
-                entry.state = read.state
+                self._index.set_state(entry, read.state)
             elif read.state >= 0:
                 self._states.give(read.state)
             if not good and entry.alive:

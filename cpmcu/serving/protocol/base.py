@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Mapping, Set
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field
 
@@ -111,16 +112,19 @@ class RequestModel(ApiModel):
 
     model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
 
+    ignored_fields: ClassVar[Set[str]] = IGNORED
+    refused_fields: ClassVar[Mapping[str, tuple[Any, ...]]] = REFUSED
+
     def check_extra(self) -> None:
         """Logs unknown fields once. Raises ApiError (400) for a field that changes the output."""
         for name, value in (self.model_extra or {}).items():
-            if name in IGNORED or value is None:
+            if name in self.ignored_fields or value is None:
                 continue
-            if name in REFUSED:
+            if name in self.refused_fields:
                 # In Python True == 1; in JSON true is not 1.
                 neutral = any(
                     value == each and isinstance(value, bool) == isinstance(each, bool)
-                    for each in REFUSED[name]
+                    for each in self.refused_fields[name]
                 )
                 if not neutral:
                     reason = _REASONS.get(name)
@@ -188,8 +192,8 @@ def _few_biases(value: Any) -> Any:
     return value
 
 
-class GenerationRequest(RequestModel):
-    """The fields that chat and text completions share."""
+class SamplingRequest(RequestModel):
+    """The fields that choose the tokens of an output."""
 
     model: str | None = Field(None, description="An id of /v1/models; optional")
     temperature: float | None = Field(
@@ -199,8 +203,6 @@ class GenerationRequest(RequestModel):
     top_k: int | None = Field(None, ge=-1, description="0 or -1: all tokens")
     min_p: float | None = Field(None, ge=0, le=1)
     seed: int | None = Field(None, ge=-(1 << 63), lt=SEED_LIMIT, description="64 bits")
-    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
-    best_of: int | None = Field(None, ge=1, description="Must equal n")
     min_tokens: int | None = Field(None, ge=0, description="Least tokens of an output")
     stop: str | Items[str] | None = None
     stop_token_ids: Items[int] | None = None
@@ -211,6 +213,19 @@ class GenerationRequest(RequestModel):
     logit_bias: Annotated[dict[str, float] | None, BeforeValidator(_few_biases)] = Field(
         None, description="Token id -> bias"
     )
+    cache_salt: str | None = Field(
+        None,
+        min_length=1,
+        max_length=MAX_SALT_LENGTH,
+        description="Cached prompts are shared only with requests of the same salt",
+    )
+
+
+class GenerationRequest(SamplingRequest):
+    """The fields that chat and text completions share."""
+
+    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
+    best_of: int | None = Field(None, ge=1, description="Must equal n")
     skip_special_tokens: bool = True
     prompt_logprobs: int | None = Field(
         None,
@@ -229,12 +244,6 @@ class GenerationRequest(RequestModel):
     guided_regex: str | None = None
     guided_choice: Items[str] | None = None
     guided_grammar: str | None = None
-    cache_salt: str | None = Field(
-        None,
-        min_length=1,
-        max_length=MAX_SALT_LENGTH,
-        description="Cached prompts are shared only with requests of the same salt",
-    )
     return_metrics: bool | None = Field(
         None, description="Add `metrics`: draft acceptance and timings"
     )

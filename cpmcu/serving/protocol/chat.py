@@ -81,10 +81,14 @@ def text_length(messages: Sequence[ChatMessage]) -> int:
     return sum(len(text) for message in messages for text in message.texts())
 
 
+MAX_TOOLS = 512
+FunctionName = Annotated[str, Field(min_length=1, max_length=128)]
+
+
 class FunctionSpec(RequestModel):
     """Name and parameters of a function."""
 
-    name: str = Field(min_length=1, max_length=64)
+    name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -114,7 +118,7 @@ class AllowedFunctions(RequestModel):
     """The subset of tools that may be called."""
 
     mode: Literal["auto", "required"]
-    tools: list[NamedTool] = Field(min_length=1, max_length=512)
+    tools: list[NamedTool] = Field(min_length=1, max_length=MAX_TOOLS)
 
 
 class AllowedTools(RequestModel):
@@ -137,7 +141,7 @@ class ChatRequest(GenerationRequest):
     max_completion_tokens: int | None = Field(None, ge=1, description="Overrides max_tokens")
     logprobs: Annotated[bool | None, BeforeValidator(_switch)] = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    tools: Items[Tool] | None = Field(None, max_length=512)
+    tools: Items[Tool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None = None
     parallel_tool_calls: bool | None = Field(None, description="false: return only the first call")
     chat_template_kwargs: dict[str, Any] | None = Field(

@@ -9,6 +9,7 @@ from pydantic import ConfigDict, Field
 from cpmcu.serving.errors import ApiError
 from cpmcu.serving.protocol.base import ApiModel, Items, RequestModel
 from cpmcu.serving.protocol.chat import ChatMessage, Tool, text_length
+from cpmcu.serving.protocol.codex import CodexModel
 
 
 class ModelInfo(ApiModel):
@@ -27,6 +28,7 @@ class ModelList(ApiModel):
 
     object: Literal["list"] = "list"
     data: list[ModelInfo]
+    models: list[CodexModel] = Field(description="The same names, as Codex reads them")
 
 
 class TokenizeRequest(RequestModel):

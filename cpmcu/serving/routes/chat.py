@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from cpmcu.grammar import Grammar
 from cpmcu.outputs import CompletionOutput, StreamChunk, TokenLogprobs
-from cpmcu.serving import grammar, sse
-from cpmcu.serving.answers import (
-    AnswerParser,
-    CallParser,
-    ForcedCalls,
-    Part,
-    metrics_of,
-)
-from cpmcu.serving.conversation import checked, render
-from cpmcu.serving.errors import refused
-from cpmcu.serving.generation import Generation, PrefillProgress, encode, sampling_params
-from cpmcu.serving.logprobs import LOWEST, by_id, of_prompt
+from cpmcu.serving import sse
+from cpmcu.serving.answers import AnswerParser, Part, metrics_of
+from cpmcu.serving.chat_job import ChatJob, prepare
+from cpmcu.serving.generation import PrefillProgress
+from cpmcu.serving.logprobs import entries, of_prompt
 from cpmcu.serving.protocol.base import ERRORS
 from cpmcu.serving.protocol.chat import (
     AnswerMessage,
@@ -31,16 +22,10 @@ from cpmcu.serving.protocol.chat import (
     ChatRequest,
     ChatResponse,
     ChoiceLogprobs,
-    NamedTool,
     TokenLogprob,
     ToolCallPart,
 )
-from cpmcu.serving.reasoning import ReasoningSplitter, is_open
-from cpmcu.serving.responses import Reply, answer, service_of
-from cpmcu.serving.service import Service
-from cpmcu.serving.token_text import TokenTexts
-from cpmcu.serving.tools import ToolParser
-from cpmcu.tokenizer import Tokenizer
+from cpmcu.serving.responses import Reply, answer, service_of, written
 
 router = APIRouter(tags=["generation"])
 
@@ -58,128 +43,21 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     body.check()
     service.check_model(body.model)
     loop = asyncio.get_running_loop()
-    job = await service.workers.run(request, body.text_length, _prepare, service, body, loop)
+    job = await service.workers.run(request, body.text_length, prepare, service, body, loop)
     chat = _Chat(Reply(body, service, "chatcmpl", "chat.completion.chunk"), body, job)
-    return await answer(request, job.generation, body, chat.events, chat.whole)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Job:
-    """The engine's requests and the parsers of their outputs."""
-
-    generation: Generation
-    new_parser: Callable[[], AnswerParser]
-    texts: TokenTexts
-
-
-def _prepare(service: Service, body: ChatRequest, loop: asyncio.AbstractEventLoop) -> _Job:
-    """Renders, tokenizes and checks a request. Slow, so it runs off the event loop."""
-    model = service.model
-    messages = checked(body.messages, service.config)
-    variables = dict(body.chat_template_kwargs or {})
-    if body.reasoning_effort is not None:
-        variables.setdefault("reasoning_effort", body.reasoning_effort)
-    prompt = render(
-        model.template,
-        messages,
-        tools=body.tools_wanted,
-        variables=variables,
-        add_generation_prompt=body.add_generation_prompt,
-        continue_final_message=body.continue_final_message,
+    return await answer(
+        request,
+        job.generation,
+        body.stream,
+        chat.events,
+        lambda outputs: written(chat.whole(outputs)),
     )
-    ids = encode(
-        model.llm.tokenizer,
-        prompt,
-        "messages",
-        special=body.add_special_tokens,
-        max_length=model.llm.max_length,
-    )
-    fields = body.sampling_fields()
-    forced = _forced(body)
-    if forced is not None and fields["grammar"] is not None:
-        raise refused(
-            "tool_choice", "A forced tool_choice and structured output exclude each other."
-        )
-    fields["grammar"] = forced or fields["grammar"]
-    notation = model.tool_notation if body.tools_wanted and not forced else None
-    tags = model.reasoning_tags if body.separate_reasoning else None
-    if tags is not None and fields["grammar"] is not None:
-        fields["grammar"], tags = _with_thinking(
-            fields["grammar"], tags, model.llm.tokenizer, prompt, body
-        )
-    in_use = [*(tags or ()), *((notation.begin, notation.end) if notation else ())]
-
-    def new_parser() -> AnswerParser:
-        splitter = None
-        if tags is not None:
-            inside = is_open(prompt, tags, continues=body.continue_final_message)
-            splitter = ReasoningSplitter(tags, inside=inside)
-        calls: CallParser | None = None if notation is None else ToolParser(notation)
-        if forced:
-            named = body.tool_choice if isinstance(body.tool_choice, NamedTool) else None
-            calls = ForcedCalls(named.function.name if named else None)
-        return AnswerParser(splitter, calls, only_one_call=body.parallel_tool_calls is False)
-
-    params = sampling_params(
-        max_tokens=body.token_limit,
-        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        prompt_logprobs=body.prompt_logprobs,
-        **fields,
-    )
-    generation = Generation(
-        service,
-        [ids],
-        params,
-        loop,
-        prompt_field="messages",
-        progress=body.return_progress,
-        keep_special_tokens=_special(model.llm.tokenizer, in_use),
-    )
-    return _Job(generation, new_parser, model.token_texts)
-
-
-def _special(tokenizer: Tokenizer, tags: Sequence[str | None]) -> list[int]:
-    """Returns the special tokens among tags. The output text must keep them."""
-    ids = {tokenizer.id_of(tag) for tag in tags if tag}
-    return [token for token in ids if token is not None and tokenizer.is_special(token)]
-
-
-def _forced(body: ChatRequest) -> Grammar | None:
-    """Returns the grammar of a forced tool call; None if no call is forced."""
-    anything: dict[str, Any] = {"type": "object"}
-    schemas = {t.function.name: t.function.parameters or anything for t in body.tools_wanted}
-    if isinstance(body.tool_choice, NamedTool):
-        return grammar.of_arguments(schemas[body.tool_choice.function.name])
-    if body.must_call:
-        return grammar.of_calls(schemas, several=body.parallel_tool_calls is not False)
-    return None
-
-
-def _with_thinking(
-    answer: Grammar,
-    tags: tuple[str, str],
-    tokenizer: Tokenizer,
-    prompt: str,
-    body: ChatRequest,
-) -> tuple[Grammar, tuple[str, str] | None]:
-    """Returns (grammar with optional reasoning, tags), or (`answer`, None) without reasoning.
-
-    Reasoning is not allowed in three cases: the prompt has closed it; the answer continues a
-    message that has no open reasoning; include_reasoning is false.
-    """
-    begun = is_open(prompt, tags, continues=body.continue_final_message)
-    closed = prompt.rstrip().endswith(tags[1]) or (body.continue_final_message and not begun)
-    if closed or not body.include_reasoning:
-        return answer, None
-    ids = [tokenizer.encode(tag, add_special_tokens=False) for tag in tags]
-    begin, end = (found[0] if len(found) == 1 else None for found in ids)
-    return grammar.after_thinking(answer, tags, (begin, end), begun=begun), tags
 
 
 class _Chat:
     """Formats the response to a chat request."""
 
-    def __init__(self, reply: Reply, body: ChatRequest, job: _Job) -> None:
+    def __init__(self, reply: Reply, body: ChatRequest, job: ChatJob) -> None:
         self._reply = reply
         self._body = body
         self._job = job
@@ -215,8 +93,8 @@ class _Chat:
         )
         logprobs = None
         if output.logprobs is not None:
-            entries = [TokenLogprob(**entry) for entry in self._logprobs(output.logprobs)]
-            logprobs = ChoiceLogprobs(content=entries)
+            found = [TokenLogprob(**entry) for entry in self._logprobs(output.logprobs)]
+            logprobs = ChoiceLogprobs(content=found)
         return ChatChoice(
             index=output.index,
             message=message,
@@ -230,7 +108,6 @@ class _Chat:
         """Yields the events of the stream."""
         reply, generation = self._reply, self._job.generation
         parsers = [self._job.new_parser() for _ in generation.requests]
-        num_calls = [0] * len(parsers)
         begun = [False] * len(parsers)
         tokens = 0  # of all choices, including this chunk
         async for index, item in generation.items():
@@ -246,8 +123,7 @@ class _Chat:
                     yield reply.chunk([_delta(index, {"content": self._body.echoed})], **usage)
             tokens += len(item.token_ids)
             part = parsers[index].push(item.text, final=item.finish_reason is not None)
-            choice = _delta(index, self._fields(part, num_calls[index]))
-            num_calls[index] += len(part.calls)
+            choice = _delta(index, self._fields(part))
             self._add_details(choice, item)
             if item.finish_reason is not None:
                 choice["finish_reason"] = _finish_reason(item.finish_reason, parsers[index])
@@ -265,16 +141,14 @@ class _Chat:
             return {}
         return {"prompt_token_ids": self._job.generation.prompts[0]}
 
-    def _fields(self, part: Part, calls_before: int) -> dict[str, Any]:
+    def _fields(self, part: Part) -> dict[str, Any]:
         fields: dict[str, Any] = {}
         if part.reasoning and self._body.include_reasoning:
             fields |= {"reasoning_content": part.reasoning, "reasoning": part.reasoning}
         if part.content:
             fields["content"] = part.content
-        if part.calls:
-            fields["tool_calls"] = [
-                {"index": calls_before + i, **call.to_dict()} for i, call in enumerate(part.calls)
-            ]
+        if part.deltas:
+            fields["tool_calls"] = [delta.to_dict() for delta in part.deltas]
         return fields
 
     def _add_details(self, choice: dict[str, Any], item: StreamChunk) -> None:
@@ -283,23 +157,9 @@ class _Chat:
         if self._body.return_token_ids:
             choice["token_ids"] = item.token_ids
 
-    def _logprobs(self, entries: Sequence[TokenLogprobs]) -> list[dict[str, Any]]:
-        return [
-            {
-                **self._entry(entry.token_id, entry.logprob),
-                "top_logprobs": [self._entry(*top) for top in entry.top],
-            }
-            for entry in entries
-        ]
-
-    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        texts = self._job.texts
-        as_ids = self._body.return_tokens_as_token_ids
-        return {
-            "token": by_id(token) if as_ids else texts.text_of(token),
-            "logprob": max(logprob, LOWEST),
-            "bytes": list(texts.bytes_of(token)),
-        }
+    def _logprobs(self, scores: Sequence[TokenLogprobs]) -> list[dict[str, Any]]:
+        as_ids = bool(self._body.return_tokens_as_token_ids)
+        return entries(self._job.texts, scores, as_ids=as_ids)
 
 
 def _delta(index: int, fields: dict[str, Any]) -> dict[str, Any]:

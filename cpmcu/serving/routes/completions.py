@@ -22,7 +22,7 @@ from cpmcu.serving.protocol.completion import (
     CompletionRequest,
     CompletionResponse,
 )
-from cpmcu.serving.responses import Reply, answer, service_of
+from cpmcu.serving.responses import Reply, answer, service_of, written
 from cpmcu.serving.service import Model, Service
 
 router = APIRouter(tags=["generation"])
@@ -42,7 +42,13 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     job = await service.workers.run(request, body.prompt_length, _prepare, service, body, loop)
     reply = Reply(body, service, "cmpl", "text_completion")
     completion = _Completion(reply, body, job)
-    return await answer(request, job.generation, body, completion.events, completion.whole)
+    return await answer(
+        request,
+        job.generation,
+        body.stream,
+        completion.events,
+        lambda outputs: written(completion.whole(outputs)),
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 
 from cpmcu.serving.protocol.base import ERRORS
+from cpmcu.serving.protocol.codex import codex_model
 from cpmcu.serving.protocol.other import ModelInfo, ModelList
 from cpmcu.serving.responses import service_of
 
@@ -15,7 +16,11 @@ router = APIRouter(tags=["models"])
 async def models(request: Request) -> ModelList:
     """The served model under each of its names."""
     service = service_of(request)
-    return ModelList(data=[_info(request, name) for name in service.names])
+    max_length = service.model.llm.max_length
+    return ModelList(
+        data=[_info(request, name) for name in service.names],
+        models=[codex_model(name, max_length, i) for i, name in enumerate(service.names)],
+    )
 
 
 @router.get("/v1/models/{name:path}", responses={404: ERRORS[404], 503: ERRORS[503]})

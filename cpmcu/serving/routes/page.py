@@ -22,9 +22,9 @@ _POLICY = (
 )
 
 
-@router.get("/", include_in_schema=False)
+@router.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
 async def page() -> HTMLResponse:
-    """The chat page. It connects to no other server."""
+    """The chat page. It connects to no other server. Claude Code asks for its head first."""
     return HTMLResponse(_TEXT, headers=_HEADERS)
 
 

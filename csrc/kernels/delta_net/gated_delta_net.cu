@@ -122,13 +122,13 @@ __device__ __forceinline__ void convolve(float (&to)[kN], const T* x0, const T* 
 }
 
 template <typename T, int kN>
-__device__ __forceinline__ void load_taps(float (&w)[kN][kConvTaps], const T* __restrict__ conv,
-                                          int channel) {
+__device__ __forceinline__ void load_filters(float (&w)[kN][kConvTaps], const T* __restrict__ conv,
+                                             int channel) {
 #pragma unroll
   for (int i = 0; i < kN; ++i) {
-    const Vec<T, kConvTaps> taps = load<T, kConvTaps>(conv + int64_t{channel + i} * kConvTaps);
+    const Vec<T, kConvTaps> filters = load<T, kConvTaps>(conv + int64_t{channel + i} * kConvTaps);
 #pragma unroll
-    for (int t = 0; t < kConvTaps; ++t) w[i][t] = to_float(taps[t]);
+    for (int t = 0; t < kConvTaps; ++t) w[i][t] = to_float(filters[t]);
   }
 }
 
@@ -224,30 +224,6 @@ struct Columns {
   }
 };
 
-// ---- cluster
-
-// Arrives at the cluster barrier; earlier writes of this thread become visible to those that wait.
-__device__ __forceinline__ void cluster_arrive() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-#endif
-}
-__device__ __forceinline__ void cluster_wait() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-#endif
-}
-// Stores to the same address of shared memory in CTA `rank` of the cluster.
-__device__ __forceinline__ void store_to_cta(float* to, int rank, float value) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile(
-      "{ .reg .u32 at; mapa.shared::cluster.u32 at, %0, %1; "
-      "st.shared::cluster.f32 [at], %2; }" ::"r"(ptx::shared_address(to)),
-      "r"(rank), "f"(value)
-      : "memory");
-#endif
-}
-
 // ---- one CTA
 
 template <typename T, int kSplit>
@@ -287,26 +263,26 @@ struct Head {
             row + column(args.layout.v, kDim) + part * kWidth};
   }
 
-  // Taps of the lane's channels: 4 of q, 4 of k, kV of v.
-  struct Taps {
+  // Convolution weights of the lane's channels: 4 of q, 4 of k, kV of v.
+  struct Filters {
     float q[4][kConvTaps], k[4][kConvTaps], v[kV][kConvTaps];
   };
-  __device__ __forceinline__ void load(Taps& taps) const {
+  __device__ __forceinline__ void load(Filters& filters) const {
     const int keys = args.num_key_heads * kDim;
-    load_taps(taps.q, args.conv, key_head * kDim + lane * 4);
-    load_taps(taps.k, args.conv, keys + key_head * kDim + lane * 4);
-    load_taps(taps.v, args.conv, 2 * keys + head * kDim + part * kWidth + lane * kV);
+    load_filters(filters.q, args.conv, key_head * kDim + lane * 4);
+    load_filters(filters.k, args.conv, keys + key_head * kDim + lane * 4);
+    load_filters(filters.v, args.conv, 2 * keys + head * kDim + part * kWidth + lane * kV);
   }
 
   // Writes q, k, v and the gates of a token to row `row` of shared memory. `raw`: the three tokens
   // before and the token itself.
   __device__ __forceinline__ void prepare(int row, const Raw<T> (&raw)[kConvTaps], T b, T a,
-                                          const Taps& taps) const {
+                                          const Filters& filters) const {
     float q[4], k[4], v[kV];
     const int c = lane * 4, cv = lane * kV;
-    convolve(q, raw[0].q + c, raw[1].q + c, raw[2].q + c, raw[3].q + c, taps.q);
-    convolve(k, raw[0].k + c, raw[1].k + c, raw[2].k + c, raw[3].k + c, taps.k);
-    convolve(v, raw[0].v + cv, raw[1].v + cv, raw[2].v + cv, raw[3].v + cv, taps.v);
+    convolve(q, raw[0].q + c, raw[1].q + c, raw[2].q + c, raw[3].q + c, filters.q);
+    convolve(k, raw[0].k + c, raw[1].k + c, raw[2].k + c, raw[3].k + c, filters.k);
+    convolve(v, raw[0].v + cv, raw[1].v + cv, raw[2].v + cv, raw[3].v + cv, filters.v);
     normalise(q, 0.08838834764831845f);  // 128^-1/2
     normalise(k, 1);
     *reinterpret_cast<float4*>(shared.q + row * kDim + c) = make_float4(q[0], q[1], q[2], q[3]);
@@ -371,12 +347,12 @@ struct Head {
   }
 
   // Updates S and the window by `count` accepted tokens. All threads call it.
-  __device__ void fold(Columns& columns, int count, const Taps& taps) const {
+  __device__ void fold(Columns& columns, int count, const Filters& filters) const {
     const int* const nodes = path();
     const auto raw = [&](int i) { return i < 0 ? in_window(kWindow + i) : in_pending(nodes[i]); };
     for (int i = warp; i < count; i += kWarps) {
       const T* const gates = pending(nodes[i]) + kRawWidth;
-      prepare(i, {raw(i - 3), raw(i - 2), raw(i - 1), raw(i)}, gates[0], gates[1], taps);
+      prepare(i, {raw(i - 3), raw(i - 2), raw(i - 1), raw(i)}, gates[0], gates[1], filters);
     }
     __syncthreads();
     for (int i = 0; i < count; ++i) update(columns, i);
@@ -398,14 +374,14 @@ struct Head {
       sum = warp_sum(sum);
       float* const mine = squares + part * args.max_rows + row;
       if constexpr (kSplit > 1) {
-        if (lane < kSplit) store_to_cta(mine, lane, sum);
+        if (lane < kSplit) ptx::store_to_cta(mine, lane, sum);
       } else {
         if (lane == 0) *mine = sum;
       }
     }
     if constexpr (kSplit > 1) {
-      cluster_arrive();
-      cluster_wait();
+      ptx::cluster_arrive_release();
+      ptx::cluster_wait_acquire();
     } else {
       __syncthreads();
     }
@@ -445,7 +421,8 @@ __global__ void __launch_bounds__(32 * kHeadWarps / kSplit)
   const int first = tokens.seq_token_begin[seq];
   const int count = tokens.seq_token_begin[seq + 1] - first;
   if (count == 0) return;
-  if constexpr (kSplit > 1) cluster_arrive();  // this CTA runs, so others may write to it
+  if constexpr (kSplit > 1)
+    ptx::cluster_arrive_release();  // this CTA runs, so others may write to it
   const int length = tokens.slot_lengths[slot];
   const int group = args.num_value_heads / args.num_key_heads;
   const Cta cta{.args = args,
@@ -462,8 +439,8 @@ __global__ void __launch_bounds__(32 * kHeadWarps / kSplit)
       args.state + (cta.at * kHeadWarps + cta.part * Cta::kWarps + cta.warp) * kDim * kTile;
   Columns state;
   state.load_from(tile, cta.lane);
-  typename Cta::Taps taps;
-  cta.load(taps);
+  typename Cta::Filters filters;
+  cta.load(filters);
   T* const window = args.window + cta.at * kWindow * kRawWidth;
   cta.each_column([&](int from, int to) {
 #pragma unroll
@@ -483,11 +460,11 @@ __global__ void __launch_bounds__(32 * kHeadWarps / kSplit)
     shared.ancestors[threadIdx.x] = nodes;
   }
   if (num_accepted > 0) {
-    cta.fold(state, num_accepted, taps);
+    cta.fold(state, num_accepted, filters);
     if (!kCommits) state.store_to(tile, cta.lane);
   }
 
-  if constexpr (kSplit > 1) cluster_wait();
+  if constexpr (kSplit > 1) ptx::cluster_wait_acquire();
   ptx::pdl_wait();  // all reads above are of data that earlier passes wrote
   const auto raw = [&](int i) { return i < 0 ? cta.in_window(kWindow + i) : cta.in_step(i); };
   // The token before token i; before the first token come -1, -2, … of the window.
@@ -499,7 +476,7 @@ __global__ void __launch_bounds__(32 * kHeadWarps / kSplit)
       const int i = begin + row, x2 = before(i), x1 = before(x2), x0 = before(x1);
       const T* const ba = args.ba + int64_t{first + i} * args.layout.ba_row;
       cta.prepare(row, {raw(x0), raw(x1), raw(x2), raw(i)}, ba[cta.column(args.layout.b, 1)],
-                  ba[cta.column(args.layout.a, 1)], taps);
+                  ba[cta.column(args.layout.a, 1)], filters);
     }
     __syncthreads();
     if constexpr (kCommits) {

@@ -1,0 +1,120 @@
+"""Plans an answer: the grammar that constrains it, and the parsers of its text.
+
+Every route that answers a conversation uses this module, so reasoning and tool calls mean the same
+on each of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from cpmcu.grammar import Grammar
+from cpmcu.serving import grammar
+from cpmcu.serving.answers import AnswerParser
+from cpmcu.serving.errors import refused
+from cpmcu.serving.protocol.chat import ChatRequest, NamedTool
+from cpmcu.serving.reasoning_parsers.base import ReasoningParser
+from cpmcu.serving.service import Model
+from cpmcu.serving.tool_parsers.forced import ForcedCalls
+from cpmcu.tokenizer import Tokenizer
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AnswerPlan:
+    """The grammar and the parsers of an answer."""
+
+    grammar: Grammar | None  # of the whole output, reasoning included
+    special_tokens: list[int]  # of tags that the output text must keep
+    new_parser: Callable[[], AnswerParser]  # one parser for each choice
+
+
+def plan_answer(
+    model: Model, body: ChatRequest, prompt: str, structure: Grammar | None
+) -> AnswerPlan:
+    """Returns the plan of the answer to `prompt`, the rendered conversation of `body`.
+
+    `structure` is the grammar that the request asks for. Raises ApiError (400).
+    """
+    forced = _forced(body)
+    if forced is not None and structure is not None:
+        raise refused(
+            "tool_choice", "A forced tool_choice and structured output exclude each other."
+        )
+    whole = forced or structure
+    tools = {tool.function.name: tool.function.parameters or {} for tool in body.tools_wanted}
+    calls = model.tool_format if tools and not forced else None
+    tokenizer = model.llm.tokenizer
+    begins = calls.make(tools).begins() if calls and structure else ()
+    if calls is not None and structure is not None and begins:  # the model may call or answer
+        tags = {tag: _token_of(tokenizer, tag) for tag in calls.tags}
+        whole = grammar.or_calls(structure, begins, tags)
+    thinking = model.reasoning_parser
+    begun = thinking is not None and thinking.is_open(prompt, continues=body.continue_final_message)
+    if thinking is not None and whole is not None:
+        if not _may_think(thinking, prompt, body, begun=begun):
+            thinking = None
+        else:
+            whole = _after_thinking(whole, thinking, tokenizer, begun=begun)
+    if not body.separate_reasoning and not forced:
+        thinking = None
+    named = body.tool_choice.function.name if isinstance(body.tool_choice, NamedTool) else None
+
+    def new_parser() -> AnswerParser:
+        parser = ForcedCalls(named) if forced else calls.make(tools) if calls else None
+        return AnswerParser(
+            None if thinking is None else thinking(inside=begun),
+            parser,
+            only_one_call=body.parallel_tool_calls is False,
+        )
+
+    in_use = (*((thinking.begin, thinking.end) if thinking else ()), *(calls.tags if calls else ()))
+    return AnswerPlan(whole, _special(tokenizer, in_use), new_parser)
+
+
+def _special(tokenizer: Tokenizer, tags: Sequence[str]) -> list[int]:
+    """Returns the special tokens among tags. The output text must keep them."""
+    ids = {tokenizer.id_of(tag) for tag in tags}
+    return [token for token in ids if token is not None and tokenizer.is_special(token)]
+
+
+def _forced(body: ChatRequest) -> Grammar | None:
+    """Returns the grammar of a forced tool call; None if no call is forced."""
+    anything: dict[str, Any] = {"type": "object"}
+    schemas = {t.function.name: t.function.parameters or anything for t in body.tools_wanted}
+    if isinstance(body.tool_choice, NamedTool):
+        return grammar.of_arguments(schemas[body.tool_choice.function.name])
+    if body.must_call:
+        return grammar.of_calls(schemas, several=body.parallel_tool_calls is not False)
+    return None
+
+
+def _may_think(
+    parser: type[ReasoningParser], prompt: str, body: ChatRequest, *, begun: bool
+) -> bool:
+    """False if a grammar must begin at once.
+
+    The prompt has closed the reasoning, or the answer continues a message without open reasoning,
+    or the request wants reasoning within the content and the prompt has not begun any.
+    """
+    return begun or not (
+        prompt.rstrip().endswith(parser.end)
+        or body.continue_final_message
+        or not body.separate_reasoning
+    )
+
+
+def _after_thinking(
+    answer: Grammar, parser: type[ReasoningParser], tokenizer: Tokenizer, *, begun: bool
+) -> Grammar:
+    """Returns the grammar of reasoning and then `answer`."""
+    tags = (parser.begin, parser.end)
+    tokens = (_token_of(tokenizer, parser.begin), _token_of(tokenizer, parser.end))
+    return grammar.after_thinking(answer, tags, tokens, begun=begun)
+
+
+def _token_of(tokenizer: Tokenizer, tag: str) -> int | None:
+    """Returns the token that a tag is; None if it has several."""
+    ids = tokenizer.encode(tag, add_special_tokens=False)
+    return ids[0] if len(ids) == 1 else None

@@ -1,0 +1,84 @@
+"""From a conversation to the engine's request and the parsers of its outputs.
+
+Every endpoint that answers a conversation translates its request to a ChatRequest and calls
+`prepare`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable
+
+from cpmcu.serving.answer_plan import plan_answer
+from cpmcu.serving.answers import AnswerParser
+from cpmcu.serving.conversation import IN_MESSAGES, Origin, checked, render
+from cpmcu.serving.generation import Generation, encode, sampling_params
+from cpmcu.serving.protocol.chat import ChatRequest
+from cpmcu.serving.service import Service
+from cpmcu.serving.token_text import TokenTexts
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ChatJob:
+    """The engine's requests and the parsers of their outputs."""
+
+    generation: Generation
+    new_parser: Callable[[], AnswerParser]
+    texts: TokenTexts
+
+
+def prepare(
+    service: Service,
+    body: ChatRequest,
+    loop: asyncio.AbstractEventLoop,
+    origin: Origin = IN_MESSAGES,
+) -> ChatJob:
+    """Renders, tokenizes and checks a request. Slow, so it runs off the event loop.
+
+    `origin`: the client's names of the messages, for errors.
+    """
+    model = service.model
+    prompt = prompt_text(service, body, origin)
+    ids = encode(
+        model.llm.tokenizer,
+        prompt,
+        origin.field,
+        special=body.add_special_tokens,
+        max_length=model.llm.max_length,
+    )
+    fields = body.sampling_fields()
+    plan = plan_answer(model, body, prompt, fields.pop("grammar"))
+    params = sampling_params(
+        max_tokens=body.token_limit,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        prompt_logprobs=body.prompt_logprobs,
+        grammar=plan.grammar,
+        **fields,
+    )
+    generation = Generation(
+        service,
+        [ids],
+        params,
+        loop,
+        prompt_field=origin.field,
+        progress=body.return_progress,
+        keep_special_tokens=plan.special_tokens,
+    )
+    return ChatJob(generation, plan.new_parser, model.token_texts)
+
+
+def prompt_text(service: Service, body: ChatRequest, origin: Origin = IN_MESSAGES) -> str:
+    """Returns the rendered conversation of a request."""
+    variables = dict(body.chat_template_kwargs or {})
+    if body.reasoning_effort is not None:
+        variables.setdefault("reasoning_effort", body.reasoning_effort)
+    return render(
+        service.model.template,
+        checked(body.messages, service.config, origin),
+        tools=body.tools_wanted,
+        variables=variables,
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+        origin=origin,
+    )

@@ -1,0 +1,1 @@
+"""Parsers that separate reasoning from content, one file for each pair of tags."""
