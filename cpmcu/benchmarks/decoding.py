@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import statistics
 import time
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
 
 WINDOWS = 5
 WARM_UP = 8  # steps
+_EXPERTS = re.compile(r"model\.layers\.(?P<layer>\d+)\.mlp\.experts\.")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -47,12 +49,14 @@ class Timing:
 
 
 def step_bytes(engine: C.Engine, spec: C.ModelSpec, context: int) -> int:
-    """Bytes that a decode step must move with `context` cached tokens.
+    """Bytes that a decode step of one token must move with `context` cached tokens.
 
     It reads weights, keys and values. It reads and writes the states of gated delta nets.
     """
     rows = engine.memory_plan()
-    weights = sum(row["bytes"] for row in rows if row["group"] == "weights")
+    weights = sum(
+        row["bytes"] * _active_share(row["name"], spec) for row in rows if row["group"] == "weights"
+    )
     if not spec.tie_word_embeddings:
         weights -= next(row["bytes"] for row in rows if row["name"] == "model.embed_tokens")
     page_bytes = next(row["bytes"] for row in rows if row["group"] == "kv") // engine.num_pages
@@ -65,6 +69,15 @@ def step_bytes(engine: C.Engine, spec: C.ModelSpec, context: int) -> int:
     from cpmcu import C
 
     return int(weights + context * page_bytes // C.PAGE_SIZE + 2 * states)
+
+
+def _active_share(buffer: str, spec: C.ModelSpec) -> float:
+    """The part of a weight buffer that one token reads: its own experts among all."""
+    found = _EXPERTS.match(buffer)
+    if found is None:
+        return 1.0
+    params: dict[str, Any] = dict(spec.layers[int(found["layer"])])["moe"]
+    return float(params["top_k"] / params["num_experts"])
 
 
 def random_prompt(vocab_size: int, context: int) -> list[int]:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from cpmcu.benchmarks.decoding import WINDOWS, Row, measure, random_prompt
 from cpmcu.config import EngineConfig, SpeculativeConfig, shipped_model
-from cpmcu.loading.draft import drafts_by_default
 from cpmcu.loading.hub import resolve_model
 
 if TYPE_CHECKING:
@@ -96,6 +95,8 @@ def has_draft(config: EngineConfig) -> bool:
     if named or speculation.use_eagle3:
         return True
     target = shipped_model() if config.model is None else resolve_model(config.model)
+    from cpmcu.loading.draft import drafts_by_default  # imports numpy: not for --help
+
     return drafts_by_default(target)
 
 

@@ -18,7 +18,8 @@ from cpmcu.drafters.heads import check_vocabulary
 from cpmcu.drafters.registry import DraftFiles, DraftPlan, TargetModel, Tensors, register_drafter
 from cpmcu.loading.progress import list_names
 from cpmcu.models.common import SpecFields
-from cpmcu.models.names import Piece, canonical_names
+from cpmcu.models.experts import expert_names
+from cpmcu.models.names import Piece
 from cpmcu.models.reader import ConfigReader
 from cpmcu.quant.registry import DENSE, plan_quant, quantised_tensors
 
@@ -32,7 +33,14 @@ MODULES = (
     *(f"layers.0.{name}" for name in ("input_layernorm", "post_attention_layernorm")),
     *(f"layers.0.self_attn.{part}" for part in ("q_proj", "k_proj", "v_proj", "o_proj")),
     *(f"layers.0.self_attn.{part}" for part in ("q_norm", "k_norm")),
-    *(f"layers.0.mlp.{part}" for part in ("gate_proj", "up_proj", "down_proj")),
+)
+_EXPERTS = "layers.0.mlp.experts"
+_MLP_PARTS = ("gate_proj", "up_proj", "down_proj")
+DENSE_MODULES = (*MODULES, *(f"layers.0.mlp.{part}" for part in _MLP_PARTS))
+EXPERT_MODULES = (
+    *MODULES,
+    *("layers.0.mlp.gate", _EXPERTS, "layers.0.mlp.shared_expert_gate"),
+    *(f"layers.0.mlp.shared_expert.{part}" for part in _MLP_PARTS),
 )
 
 
@@ -53,7 +61,7 @@ class Mtp:
     ) -> DraftPlan:
         assert draft is not None
         tensors = {name: meta for name, meta in draft.tensors.items() if name.startswith(PREFIX)}
-        _check_tensors(tensors)
+        mlp = _check_tensors(tensors)
         ConfigReader(draft.config).refuse(
             "mtp_use_dedicated_embeddings", "the MTP head uses the target's embedding table"
         )
@@ -63,12 +71,15 @@ class Mtp:
                 "Qwen3.5"
             )
         check_vocabulary(draft, target)
+        block = _block(target, mlp)
+        if mlp == "moe" and not block[1]:
+            raise ValueError("the MTP head has experts, expected a target that has experts, too")
         quant = plan_quant(draft.config, tensors) if quantised_tensors(tensors) else DENSE
         return DraftPlan(
             fields=replace(
                 target.fields,
                 num_hidden_layers=1,
-                layers=((_attention(target), ("mlp", {})),),
+                layers=((_block(target, "attention"), block),),
                 tie_word_embeddings=False,
             ),
             names=_engine_names,
@@ -80,33 +91,43 @@ class Mtp:
         )
 
 
-def _check_tensors(tensors: Tensors) -> None:
-    """Raises ValueError unless the tensors are those of a head with one dense layer."""
+def _check_tensors(tensors: Tensors) -> str:
+    """The kind of the head's second block, "mlp" or "moe".
+
+    Raises ValueError unless the tensors are those of a head with one layer.
+    """
     if not tensors:
         raise ValueError(
             "no tensor's name begins with mtp., expected the MTP head of Qwen3-Next or Qwen3.5 "
             "(some quantised exports drop it; draft_model_path may name another export)"
         )
-    modules = {name.removeprefix(PREFIX).rpartition(".")[0] for name in tensors}
-    if missing := [PREFIX + module for module in MODULES if module not in modules]:
+    modules = {_module_of(name) for name in tensors}
+    wanted = EXPERT_MODULES if _EXPERTS in modules else DENSE_MODULES
+    if missing := [PREFIX + module for module in wanted if module not in modules]:
         raise ValueError(
-            f"the MTP head has no {list_names(missing)}, expected one dense layer with all its "
-            "tensors"
+            f"the MTP head has no {list_names(missing)}, expected one layer with all its tensors"
         )
-    if others := sorted(PREFIX + module for module in modules - set(MODULES)):
+    if others := sorted(PREFIX + module for module in modules - set(wanted)):
         raise ValueError(
-            f"the MTP head has {list_names(others)}, expected the tensors of one dense layer alone"
+            f"the MTP head has {list_names(others)}, expected the tensors of one layer alone"
         )
+    return "moe" if _EXPERTS in modules else "mlp"
 
 
-def _attention(target: TargetModel) -> tuple[str, Mapping[str, Any]]:
-    """The attention block of the target's layers."""
+def _module_of(name: str) -> str:
+    """The module of a tensor; all experts are one module."""
+    rest = name.removeprefix(PREFIX)
+    return _EXPERTS if rest.startswith(_EXPERTS + ".") else rest.rpartition(".")[0]
+
+
+def _block(target: TargetModel, kind: str) -> tuple[str, Mapping[str, Any]]:
+    """The first block of this kind in the target's layers."""
     blocks = (block for layer in target.fields.layers for block in layer)
-    return next((block for block in blocks if block[0] == "attention"), ("attention", {}))
+    return next((block for block in blocks if block[0] == kind), (kind, {}))
 
 
 def _engine_names(name: str, fields: SpecFields) -> Sequence[Piece]:
     if not name.startswith(PREFIX):
         return ()
     module, dot, rest = name.removeprefix(PREFIX).partition(".")
-    return canonical_names(f"draft.{_NORMS.get(module, module)}{dot}{rest}", fields)
+    return expert_names(f"draft.{_NORMS.get(module, module)}{dot}{rest}", fields)

@@ -10,6 +10,7 @@ from cpmcu.models.experts import (
     expert_layers,
     expert_names,
     read_experts,
+    read_shared_expert,
     refuse_cuda,
     with_experts,
 )
@@ -27,8 +28,4 @@ def build_qwen2_moe(config: Mapping[str, Any], options: BuildOptions) -> SpecFie
     layers = expert_layers(reader, fields.num_hidden_layers)
     if not layers:
         return fields
-    shared_width = reader.positive_int("shared_expert_intermediate_size")
-    if shared_width % 8:
-        raise reader.fail("shared_expert_intermediate_size", "a multiple of 8")
-    params = read_experts(reader) | {"shared_intermediate_size": shared_width}
-    return with_experts(fields, layers, params)
+    return with_experts(fields, layers, read_experts(reader) | read_shared_expert(reader))

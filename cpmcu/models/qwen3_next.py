@@ -11,8 +11,15 @@ from dataclasses import replace
 from typing import Any
 
 from cpmcu.models.common import BuildOptions, SpecFields, read_spec
+from cpmcu.models.experts import (
+    expert_layers,
+    expert_names,
+    read_experts,
+    read_shared_expert,
+    with_experts,
+)
 from cpmcu.models.limits import MODEL_LIMITS
-from cpmcu.models.names import Piece, canonical_names
+from cpmcu.models.names import Piece
 from cpmcu.models.reader import ConfigReader
 from cpmcu.models.registry import register_model
 
@@ -32,21 +39,30 @@ def hybrid_names(name: str, fields: SpecFields) -> Sequence[Piece]:
     """Llama's names, `model.language_model.` as `model.`; not the MTP head and the vision tower."""
     if name.startswith(_NOT_OF_THE_TARGET):
         return ()
-    return canonical_names(name.replace("model.language_model.", "model.", 1), fields)
+    return expert_names(name.replace("model.language_model.", "model.", 1), fields)
 
 
 @register_model("Qwen3NextForCausalLM", names=hybrid_names)
 def build_qwen3_next(config: Mapping[str, Any], options: BuildOptions) -> SpecFields:
     """Raises ValueError for a config that the engine cannot run."""
-    config = {"num_experts": DEFAULT_EXPERTS, **config}
-    _refuse_experts(config)
-    return build_hybrid(config, options, fused_projections=True)
+    config = {"num_experts": DEFAULT_EXPERTS, "norm_topk_prob": True, **config}
+    fields = build_hybrid(config, options, fused_projections=True)
+    reader = ConfigReader(config)
+    layers = expert_layers(reader, fields.num_hidden_layers) if config["num_experts"] else []
+    return with_all_experts(fields, reader, layers)
+
+
+def with_all_experts(fields: SpecFields, reader: ConfigReader, layers: Sequence[int]) -> SpecFields:
+    """The fields with experts, one of them shared by all tokens, in these layers."""
+    if not layers:
+        return fields
+    return with_experts(fields, layers, read_experts(reader) | read_shared_expert(reader))
 
 
 def build_hybrid(
     config: Mapping[str, Any], options: BuildOptions, *, fused_projections: bool
 ) -> SpecFields:
-    """The fields of a dense model of gated delta nets and gated attention.
+    """The fields of a model of gated delta nets and gated attention, with an MLP in each layer.
 
     `fused_projections`: a delta net has the matrices `in_proj_qkvz` and `in_proj_ba`. Raises
     ValueError for a config that the engine cannot run.
@@ -123,19 +139,3 @@ def _layer_kinds(reader: ConfigReader, num_layers: int) -> list[str]:
             f"{' or '.join(_KINDS)}"
         )
     return kinds
-
-
-def _refuse_experts(config: Mapping[str, Any]) -> None:
-    """Raises ValueError if a layer has experts instead of an MLP."""
-    reader = ConfigReader(config)
-    dense = config.get("mlp_only_layers") or []
-    if not isinstance(dense, list):
-        raise reader.fail("mlp_only_layers", "a list of layers")
-    step = reader.positive_int("decoder_sparse_step", default=1)
-    num_layers = reader.positive_int("num_hidden_layers", most=1024)
-    sparse = [i for i in range(num_layers) if i not in dense and (i + 1) % step == 0]
-    if config.get("num_experts") and sparse:
-        raise ValueError(
-            f"{reader.where}: num_experts is {config['num_experts']} in layer {sparse[0]}, "
-            "expected an MLP in every layer: mixture of experts is not supported yet"
-        )

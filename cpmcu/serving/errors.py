@@ -205,7 +205,8 @@ _FORMS = {
     "NamedTool": 'an object like {"type": "function", "function": {"name": "f"}}',
     "AllowedTools": 'an object like {"type": "allowed_tools", "allowed_tools": {...}}',
 }
-_LISTS = ("list[InputItem]", "list[ItemPart]")  # lists whose elements' errors are told
+# Lists whose elements' errors are told.
+_LISTS = ("list[InputItem]", "list[ItemPart]", "list[Block]", "list[ResultBlock]")
 _SHOWN_LENGTH = 64
 _repr = reprlib.Repr()
 _repr.maxstring = _repr.maxother = _repr.maxlong = _SHOWN_LENGTH

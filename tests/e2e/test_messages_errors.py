@@ -76,6 +76,10 @@ def test_a_prompt_that_is_too_long(limited):
     assert message == "messages[0].content has 2001 characters, but may have at most 2000."
 
 
+def user(block: dict) -> dict:
+    return {"messages": [{"role": "user", "content": [block]}]}
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -84,6 +88,13 @@ def test_a_prompt_that_is_too_long(limited):
         ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role is 'tool', but"),
         ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content is 3, but must be"),
         ({"messages": [{"role": "user"}]}, "messages[0].content is missing."),
+        (user({"text": "a"}), "messages[0].content[0].type is missing."),
+        (user({"type": "text", "text": 3}), "messages[0].content[0].text is 3, but must be a v"),
+        (
+            user({"type": "tool_result", "tool_use_id": "1", "content": [{"type": 3}]}),
+            "messages[0].content[0].content[0].type is 3, but must be a valid string.",
+        ),
+        (user({"type": "tool_result", "content": 3}), "messages[0].content[0].content is 3, but"),
         ({"stop_sequences": "a"}, "stop_sequences is 'a', but must be a valid list."),
         ({"system": 3}, "system is 3, but must be a text or a list of blocks like {"),
         ({"tool_choice": "auto"}, "tool_choice is 'auto', but must be"),

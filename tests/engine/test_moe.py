@@ -292,6 +292,18 @@ def test_sampled_logits_of_a_decode_step_match_prefill(models: Models) -> None:
     assert logits[len(ids) - 1 : -1].argmax(axis=1).tolist() == tokens
 
 
+def test_floor_counts_the_experts_of_one_token(tmp_path: Path) -> None:
+    from cpmcu.benchmarks.decoding import step_bytes
+
+    def floor_of(top_k: int) -> int:
+        write_moe(tmp_path, num_experts_per_tok=top_k)
+        loaded = load_tiny(tmp_path)
+        return step_bytes(loaded.engine, loaded.spec, 64)
+
+    expert = 2 * 3 * 40 * 64 * 4  # layers, matrices, sizes, bytes of a number
+    assert floor_of(6) - floor_of(2) == 4 * expert
+
+
 # ---- CUDA against the CPU
 
 

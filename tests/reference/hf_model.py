@@ -33,6 +33,7 @@ def hf_states(
         "qwen3_next": transformers.Qwen3NextConfig,
         "qwen3_5_text": transformers.Qwen3_5TextConfig,
         "qwen3_5": transformers.Qwen3_5Config,
+        "qwen3_5_moe_text": transformers.Qwen3_5MoeTextConfig,
         "qwen2_moe": transformers.Qwen2MoeConfig,
         "qwen3_moe": transformers.Qwen3MoeConfig,
     }

@@ -151,6 +151,8 @@ def has_experts(config: Mapping[str, Any], layer: int) -> bool:
 def fuse_experts(config: Mapping[str, Any], weights: Mapping[str, Array]) -> dict[str, Array]:
     """The weights with the experts of each layer as `gate_up_proj` and `down_proj`."""
     fused = dict(weights)
+    if "num_experts" not in config:
+        return fused
     for layer in range(config["num_hidden_layers"]):
         if not has_experts(config, layer):
             continue

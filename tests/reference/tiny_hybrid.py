@@ -22,7 +22,14 @@ from cpmcu.models.reader import language_config
 Array = npt.NDArray[Any]
 
 HYBRIDS = ("qwen3_5", "qwen3_5_vl", "qwen3_next")
-MODEL_TYPES = ("qwen3_5", "qwen3_5_text", "qwen3_next")
+MODEL_TYPES = ("qwen3_5", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
+EXPERTS: dict[str, Any] = {  # overrides for layers with experts
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 40,
+    "shared_expert_intermediate_size": 56,
+    "mlp_only_layers": [],
+}
 
 SIZES: dict[str, Any] = {
     "num_hidden_layers": 4,
@@ -69,6 +76,9 @@ def hybrid_config(
         text.setdefault("mlp_only_layers", list(range(text["num_hidden_layers"])))
     else:
         text |= {"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text"}
+        if "num_experts" in text:
+            text |= {"architectures": ["Qwen3_5MoeForCausalLM"], "model_type": "qwen3_5_moe_text"}
+            del text["intermediate_size"], text["mlp_only_layers"]
     text = {key: value for key, value in text.items() if value is not None or key not in overrides}
     if family != "qwen3_5_vl":
         return text
@@ -135,24 +145,42 @@ class _Weights:
         self.vector(f"{prefix}norm.weight", 0.5, 1.5, value_dim)
         self.matrix(f"{prefix}out_proj.weight", hidden, values)
 
-    def layer(self, prefix: str, full_attention: bool) -> None:
-        hidden, inner = self.config["hidden_size"], self.config["intermediate_size"]
+    def mlp(self, prefix: str, width: int) -> None:
+        hidden = self.config["hidden_size"]
+        self.matrix(f"{prefix}gate_proj.weight", width, hidden)
+        self.matrix(f"{prefix}up_proj.weight", width, hidden)
+        self.matrix(f"{prefix}down_proj.weight", hidden, width)
+
+    def experts(self, prefix: str) -> None:
+        config, hidden = self.config, self.config["hidden_size"]
+        self.matrix(f"{prefix}gate.weight", config["num_experts"], hidden)
+        self.matrix(f"{prefix}shared_expert_gate.weight", 1, hidden)
+        for name in ("gate", "shared_expert_gate"):
+            self.made[f"{prefix}{name}.weight"] *= 3
+        for expert in range(config["num_experts"]):
+            self.mlp(f"{prefix}experts.{expert}.", config["moe_intermediate_size"])
+        self.mlp(f"{prefix}shared_expert.", config["shared_expert_intermediate_size"])
+
+    def layer(self, prefix: str, full_attention: bool, has_experts: bool) -> None:
+        hidden = self.config["hidden_size"]
         self.norm(f"{prefix}input_layernorm", hidden)
         if full_attention:
             self.attention(f"{prefix}self_attn.")
         else:
             self.delta_net(f"{prefix}linear_attn.")
         self.norm(f"{prefix}post_attention_layernorm", hidden)
-        self.matrix(f"{prefix}mlp.gate_proj.weight", inner, hidden)
-        self.matrix(f"{prefix}mlp.up_proj.weight", inner, hidden)
-        self.matrix(f"{prefix}mlp.down_proj.weight", hidden, inner)
+        if has_experts:
+            self.experts(f"{prefix}mlp.")
+        else:
+            self.mlp(f"{prefix}mlp.", self.config["intermediate_size"])
 
     def mtp(self) -> None:
         hidden = self.config["hidden_size"]
         for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
             self.norm(f"mtp.{name}", hidden)
         self.matrix("mtp.fc.weight", hidden, 2 * hidden)
-        self.layer("mtp.layers.0.", full_attention=True)
+        has_experts = bool(self.config.get("num_experts"))
+        self.layer("mtp.layers.0.", full_attention=True, has_experts=has_experts)
 
 
 def hybrid_weights(config: Mapping[str, Any], seed: int = 0) -> dict[str, Array]:
@@ -167,7 +195,8 @@ def hybrid_weights(config: Mapping[str, Any], seed: int = 0) -> dict[str, Array]
         full = (layer + 1) % text["full_attention_interval"] == 0
         if kinds is not None:
             full = kinds[layer] == "full_attention"
-        made.layer(f"model.layers.{layer}.", full)
+        dense = layer in text.get("mlp_only_layers", ())
+        made.layer(f"model.layers.{layer}.", full, "num_experts" in text and not dense)
     made.norm("model.norm", hidden)
     if not text.get("tie_word_embeddings"):
         made.matrix("lm_head.weight", vocab, hidden)

@@ -128,7 +128,7 @@ def test_models(
 
 
 def test_experts_are_refused(tmp_path: Path) -> None:
-    write_gptq(tmp_path / "in", "qwen3moe")
+    write_gptq(tmp_path / "in", "qwen3moe", moe_intermediate_size=128)
     with pytest.raises(ValueError, match=r"experts.0.gate_proj is of an expert, expected a dense"):
         gptq_to_marlin(str(tmp_path / "in"), tmp_path / "out")
     assert not (tmp_path / "out").exists()

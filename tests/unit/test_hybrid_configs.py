@@ -11,6 +11,7 @@ from cpmcu.models.common import BuildOptions, SpecFields
 from cpmcu.models.reader import language_config
 from cpmcu.models.registry import find_model
 from tests.reference.tiny_checkpoints import tiny_config
+from tests.reference.tiny_hybrid import EXPERTS as SOME_EXPERTS
 from tests.reference.tiny_hybrid import HYBRIDS
 
 TEXT_27B: dict[str, Any] = {
@@ -186,15 +187,14 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"partial_rotary_factor": 3, "rope_parameters": None}, ["partial_rotary_factor is 3"]),
 ]
 EXPERTS: list[tuple[str, dict[str, Any], list[str]]] = [
-    ("qwen3_next", {"mlp_only_layers": [0, 1, 3]}, ["num_experts is 512 in layer 2", "MLP"]),
-    ("qwen3_next", {"mlp_only_layers": [], "num_experts": 8}, ["num_experts is 8 in layer 0"]),
+    ("qwen3_next", {"mlp_only_layers": [0, 1, 3]}, ["num_experts_per_tok is missing"]),
     (
         "qwen3_next",
-        {"mlp_only_layers": [], "decoder_sparse_step": 2},
-        ["num_experts is 512 in layer 1"],
+        {**SOME_EXPERTS, "shared_expert_intermediate_size": 20},
+        ["shared_expert_intermediate_size is 20", "a multiple of 8"],
     ),
-    ("qwen3_next", {"mlp_only_layers": 7}, ["mlp_only_layers is 7", "a list of layers"]),
-    ("qwen3_5", {"num_experts": 8}, ["num_experts is 8", "0"]),
+    ("qwen3_next", {"mlp_only_layers": 7}, ["mlp_only_layers is 7", "a list of layer"]),
+    ("qwen3_5", {**SOME_EXPERTS, "num_experts_per_tok": 7}, ["at most num_experts=6"]),
 ]
 
 

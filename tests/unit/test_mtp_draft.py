@@ -17,7 +17,7 @@ from cpmcu.loading.tensors import TensorMeta
 from cpmcu.models.reader import language_config
 from tests.reference.numpy_drafts import NumpyMtp, NumpyTarget
 from tests.reference.tiny_checkpoints import TinyCheckpoint, write_tiny
-from tests.reference.tiny_hybrid import HYBRIDS
+from tests.reference.tiny_hybrid import EXPERTS, HYBRIDS
 from tests.reference.tiny_w4 import write_hybrid_w4
 from tests.unit.drafts import LAYER, engine_names, opened, refused, spec_of
 
@@ -136,11 +136,14 @@ def test_heads_that_do_not_fit(
     qwen: TinyCheckpoint, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     part = without_mtp(qwen, tmp_path / "part", "mtp.layers.0.mlp.up_proj")
-    assert "no mtp.layers.0.mlp.up_proj, expected one dense" in refused(part, None, method="mtp")
+    assert "no mtp.layers.0.mlp.up_proj, expected one layer" in refused(part, None, method="mtp")
     more = qwen.weights | {"mtp.layers.0.mlp.experts.0.up_proj.weight": np.ones((8, 8))}
     sparse = write_tiny(tmp_path / "m", "qwen3_5", weights=more, mtp_num_hidden_layers=1)
     message = refused(sparse, None, method="mtp")
-    assert "the MTP head has mtp.layers.0.mlp.experts.0.up_proj, expected" in message
+    assert "the MTP head has no mtp.layers.0.mlp.gate, " in message
+    experts = write_tiny(tmp_path / "x", "qwen3_5", mtp_num_hidden_layers=1, **EXPERTS)
+    message = refused(qwen, experts.directory, method="mtp")
+    assert "the MTP head has experts, expected a target that has experts, too" in message
     own = write_tiny(
         tmp_path / "e",
         "qwen3_5",

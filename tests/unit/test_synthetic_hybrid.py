@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cpmcu.drafters.mtp import MODULES
+from cpmcu.drafters.mtp import DENSE_MODULES
 from cpmcu.loading.checkpoint import open_checkpoint
 from cpmcu.loading.index import read_json
 from cpmcu.models.common import BuildOptions
@@ -51,7 +51,7 @@ def test_tensors_fit_the_config(preset: str, tmp_path: Path) -> None:
     assert ("lm_head.weight" in shapes) == (preset != "tiny-qwen3.5-vl")
     assert any(name.startswith("model.visual.") for name in tensors) == (preset[-2:] == "vl")
     heads = {name[4:].rpartition(".")[0] for name in tensors if name.startswith("mtp.")}
-    assert heads == set(MODULES)
+    assert heads == set(DENSE_MODULES)
     for name, (_, _, values) in tensors.items():
         assert np.isfinite(values).all() and values.std() > 0, name
         if "norm" in name and ".visual." not in name:
