@@ -151,6 +151,12 @@ struct OpsParams {
   Params params;
   std::vector<SharedArray> arrays;  // keeps the memory of `params` alive
 };
+// StepTokens and the arrays that it points to.
+struct OpsTokens {
+  StepTokens tokens;
+  std::vector<SharedArray> arrays;
+};
+
 using OpsAccepted = OpsParams<Accepted>;
 using OpsSink = OpsParams<ResultSink>;
 
@@ -158,12 +164,6 @@ using OpsSink = OpsParams<ResultSink>;
 struct OpsState {
   SlotState state;
   std::vector<SharedArray> arrays, accepted_arrays;
-};
-
-// StepTokens and the arrays that it points to.
-struct OpsTokens {
-  StepTokens tokens;
-  std::vector<SharedArray> arrays;
 };
 
 using OpsRotary = OpsParams<RotaryKvParams>;
