@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
+from cpmcu.models import qwen2_moe, qwen3_moe
 from tests.engine.drafted import Models
 from tests.engine.harness import DEVICES
 
@@ -16,3 +19,12 @@ def device(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory, device: str) -> Models:
     return Models(tmp_path_factory.mktemp("spec"), device)
+
+
+@pytest.fixture(scope="module")
+def experts_on_cuda() -> Iterator[None]:
+    """Lifts the refusal of device cuda. To be deleted together with `refuse_cuda`."""
+    with pytest.MonkeyPatch.context() as patch:
+        for family in (qwen2_moe, qwen3_moe):
+            patch.setattr(family, "refuse_cuda", lambda options: None)
+        yield
