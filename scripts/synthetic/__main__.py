@@ -22,6 +22,9 @@ writes a target and a draft with synthetic acceptance (acceptance.py).
 --quant gptq (--draft-quant gptq for the draft) stores the layers' projections and a head's fc in
 4 bits with groups of 128: random bits, with scales that give the same standard deviation.
 
+The experts of qwen3-30b-a3b are chosen about equally often. With --set common_experts=2 nearly
+every token chooses experts 0 and 1, a quarter of its eight, so neighbours share them.
+
 To add a model, add a row to PRESETS (presets.py). To add another kind of tensor, write a Fill
 (tensors.py).
 """
