@@ -37,6 +37,8 @@ class ModelSpec:
     "The projections q, k and v have a bias."
     qk_norm: bool
     "RMSNorm of each q and k head."
+    zero_centred_norms: bool
+    "Norms multiply by 1 + weight."
     embed_scale: float
     "The embedding's output is multiplied by it."
     residual_scale: float
@@ -335,6 +337,9 @@ class Engine:
     def slot_pages(self, slot: int) -> list[int]:
         """The pages of a slot, in order."""
 
+    def take_pages(self, most: int) -> list[int]:
+        """Up to `most` free pages, each with one owner; `drop_pages` gives them back."""
+
     def hold_pages(self, pages: collections.abc.Sequence[int]) -> None:
         """One more owner of pages that have one."""
 
@@ -365,6 +370,10 @@ class Engine:
 
     def wait_for_copies(self) -> None:
         """Waits for all copies and steps that were enqueued."""
+
+    @property
+    def has_copies(self) -> bool:
+        """Were copies enqueued since the last wait for them?"""
 
     @property
     def page_bytes(self) -> int:

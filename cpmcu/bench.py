@@ -1,8 +1,9 @@
 """`cpmcu bench`, `python -m cpmcu.bench`: speed of loading, prefill and decoding.
 
 The floor of a decode step is its bytes divided by the read bandwidth measured in the same run. Its
-bytes are the weights without the embedding table, and the keys and values of the context. Prompts
-are random tokens. Times are medians of windows of steps with launches ahead, after a warm-up.
+bytes are the weights without the embedding table, the keys and values of the context, and twice the
+states of gated delta nets, which are read and written. Prompts are random tokens. Times are medians
+of windows of steps with launches ahead, after a warm-up.
 
 If there is a draft, the model is loaded a second time, with the draft. A speculative step drafts,
 verifies and accepts. Its time depends on the tree's shape, not on the accepted tokens. Tokens/s is

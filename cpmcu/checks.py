@@ -20,8 +20,9 @@ def shown(value: object, limit: int = 64) -> str:
 
 def one_line(text: object, limit: int = 300) -> str:
     """A foreign message as one line of printable characters, cut to `limit` characters."""
-    line = " ".join(str(text).split())
-    line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in line[: limit + 1])
+    line = " ".join(str(text).split())[: limit + 1]
+    if not line.isprintable():
+        line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
     return line if len(line) <= limit else f"{line[: limit - 3]}..."
 
 

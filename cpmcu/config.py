@@ -128,7 +128,8 @@ _VLLM_KEYS = {
 class SpeculativeConfig:
     """The drafter and the shape of its trees.
 
-    If no draft is named, a shipped model uses its shipped draft; other models do not speculate.
+    If no draft is named, a shipped model uses its shipped draft, and a model with an MTP head that
+    head; other models do not speculate.
     Raises ValueError for a value out of range and for an impossible tree shape.
     """
 
@@ -411,7 +412,7 @@ class EngineConfig:
     )
     speculative_config: str | SpeculativeConfig | None = option(  # noqa: RUF009
         None,
-        'speculation as JSON with vLLM\'s keys: {"method": "eagle|eagle3|ngram|draft_model", '
+        'speculation as JSON with vLLM\'s keys: {"method": "eagle|eagle3|mtp|ngram|draft_model", '
         '"model": PATH, "num_speculative_tokens": N, "prompt_lookup_max": N, '
         '"prompt_lookup_min": N}',
         metavar="JSON",

@@ -57,6 +57,7 @@ def write_bases(root: Path) -> list[Path]:
         ("qwen2", "qwen2", "model", {"shards": 2, "dtype": "float16"}),
         ("minicpm", "minicpm", "minicpm_eagle", {}),
         ("qwen3", "qwen3", "", {"tie_word_embeddings": True}),
+        ("qwen3_5", "qwen3_5", "", {"mtp_num_hidden_layers": 1, "dtype": "bfloat16"}),
     ):
         target = write_tiny(new(name), family, vocab_size=vocab, **settings)
         _write_texts(target.directory, byte_fallback() if name == "minicpm" else byte_level())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cpmcu import C
@@ -47,15 +47,24 @@ class Timing:
 
 
 def step_bytes(engine: C.Engine, spec: C.ModelSpec, context: int) -> int:
-    """Bytes that a decode step reads with `context` cached tokens."""
+    """Bytes that a decode step must move with `context` cached tokens.
+
+    It reads weights, keys and values. It reads and writes the states of gated delta nets.
+    """
     rows = engine.memory_plan()
     weights = sum(row["bytes"] for row in rows if row["group"] == "weights")
     if not spec.tie_word_embeddings:
         weights -= next(row["bytes"] for row in rows if row["name"] == "model.embed_tokens")
     page_bytes = next(row["bytes"] for row in rows if row["group"] == "kv") // engine.num_pages
+    blocks: list[Any] = [block for layer in spec.layers for block in layer]
+    states = sum(
+        4 * params["num_value_heads"] * params["key_head_dim"] * params["value_head_dim"]
+        for kind, params in blocks
+        if kind == "gated_delta_net"
+    )
     from cpmcu import C
 
-    return int(weights + context * page_bytes // C.PAGE_SIZE)
+    return int(weights + context * page_bytes // C.PAGE_SIZE + 2 * states)
 
 
 def random_prompt(vocab_size: int, context: int) -> list[int]:

@@ -9,7 +9,8 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from cpmcu.benchmarks.decoding import WINDOWS, Row, measure, random_prompt
-from cpmcu.config import EngineConfig, SpeculativeConfig, shipped_draft, shipped_model
+from cpmcu.config import EngineConfig, SpeculativeConfig, shipped_model
+from cpmcu.loading.draft import drafts_by_default
 from cpmcu.loading.hub import resolve_model
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ def has_draft(config: EngineConfig) -> bool:
     if named or speculation.use_eagle3:
         return True
     target = shipped_model() if config.model is None else resolve_model(config.model)
-    return shipped_draft(target) is not None
+    return drafts_by_default(target)
 
 
 def run_speculation(config: EngineConfig, rows: list[Row], steps: int) -> dict[str, Any]:

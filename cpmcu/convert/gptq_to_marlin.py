@@ -146,6 +146,11 @@ def _plan(config: Mapping[str, Any], checkpoint: Checkpoint, quant: _Format) -> 
     names = _names(checkpoint)
     metas = {name: stored.meta for name, stored in checkpoint.tensors.items()}
     modules = quantised_modules(metas, ".qweight")
+    if experts := [module for module in modules if ".experts." in module]:
+        raise ValueError(
+            f"{checkpoint.directory}: {experts[0]} is of an expert, expected a dense model (a "
+            "mixture of experts is loaded as it is)"
+        )
     linears = {module: _check_linear(checkpoint, module, quant) for module in modules}
     used = {f"{module}.{part}" for module in modules for part in _PARTS}
     tensors: list[NewTensor] = []

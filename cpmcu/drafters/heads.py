@@ -26,6 +26,7 @@ EMBEDDING = "model.embed_tokens.weight"
 COMPARED_ROWS = 16  # per table
 ROUNDING = 0.01  # relative distance of rows; rounding to a supported dtype changes less
 _ORIGINAL = "original_max_position_embeddings"
+_PARTIAL = "partial_rotary_factor"
 _ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
 _LENGTH_KEYS = ("max_position_embeddings", _ORIGINAL)
 _SCALES = ("scale_emb", "scale_depth", "dim_model_base")
@@ -40,7 +41,9 @@ def head_fields(
     ValueError if the head has another hidden size than the target or a bias in its MLP.
     """
     ConfigReader(draft.config).refuse("mlp_bias", "a bias in the MLP is not supported")
-    config = {k: v for k, v in draft.config.items() if k not in _ROPE_KEYS + _LENGTH_KEYS}
+    config = {
+        k: v for k, v in draft.config.items() if k not in (*_ROPE_KEYS, *_LENGTH_KEYS, _PARTIAL)
+    }
     config |= {k: target.config[k] for k in _LENGTH_KEYS if k in target.config}
     config |= {"vocab_size": target.fields.vocab_size, "tie_word_embeddings": False}
     config.setdefault("rms_norm_eps", target.fields.rms_norm_eps)
@@ -76,6 +79,8 @@ def _own_rope(draft: DraftFiles, target: TargetModel) -> dict[str, Any]:
         for key in _LENGTH_KEYS
         if config.get(key) is not None
     }
+    if draft.config.get(_PARTIAL) is not None:
+        rope[_PARTIAL] = draft.config[_PARTIAL]
     if _ORIGINAL in rope_parameters(rope) and draft.config.get(_ORIGINAL) is None:
         lengths.pop(_ORIGINAL, None)  # else it would override the head's
     return lengths | rope

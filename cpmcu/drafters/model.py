@@ -27,10 +27,11 @@ class DraftModel:
 
     def matches(self, config: Mapping[str, Any], tensors: Tensors) -> bool:
         of_heads = ("fc.weight", "fc.qweight", "hidden_norm.weight")
+        names = {name.replace("model.language_model.", "model.", 1) for name in tensors}
         return (
-            "model.embed_tokens.weight" in tensors
-            and any(name.startswith("model.layers.0.") for name in tensors)
-            and not any(name.endswith(of_heads) for name in tensors)
+            "model.embed_tokens.weight" in names
+            and any(name.startswith("model.layers.0.") for name in names)
+            and not any(name.endswith(of_heads) and not _is_left_out(name) for name in names)
         )
 
     def plan(
@@ -50,6 +51,11 @@ class DraftModel:
                 f"{target.fields.vocab_size}, the target's: they must share the tokenizer"
             )
 
+        if any(kind == "gated_delta_net" for layer in fields.layers for kind, _ in layer):
+            raise ValueError(
+                "config.json: the draft has gated delta nets, expected a draft of attention layers "
+                "alone: a draft with a recurrent state is not supported yet"
+            )
         if target.checkpoint is not None:
             _compare_tokenizers(draft.directory, target.checkpoint.directory)
 
@@ -61,8 +67,14 @@ class DraftModel:
         tied = {}
         if fields.tie_word_embeddings and "lm_head.weight" in draft.tensors:
             tied["lm_head.weight"] = "tie_word_embeddings is true: the head is the embedding table"
-        quant = plan_quant(draft.config, draft.tensors)
+        own = {name: meta for name, meta in draft.tensors.items() if family.names(name, fields)}
+        quant = plan_quant(draft.config, own)
         return DraftPlan(fields=fields, names=names, ignored=tied, quant=quant)
+
+
+def _is_left_out(name: str) -> bool:
+    """Is a tensor a model's own draft head, or of its vision tower?"""
+    return name.startswith(("mtp.", "model.visual.", "visual."))
 
 
 def _compare_tokenizers(draft: Path, target: Path) -> None:

@@ -25,7 +25,8 @@ from cpmcu.quant.registry import DENSE, QuantPlan
 
 Tensors = Mapping[str, TensorMeta]
 
-_ALIASES = {"draft_model": "model"}  # vLLM's name -> registered name
+# vLLM's name -> registered name
+_ALIASES = {"draft_model": "model", "qwen3_next_mtp": "mtp", "qwen3_5_mtp": "mtp"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,7 @@ class TargetModel:
     device: str = "cpu"
     max_model_len: int = 0  # most tokens of a sequence; 0: the model's own limit
     eos_ids: tuple[int, ...] = ()  # of the checkpoint's configs
+    quantised: bool = False  # the checkpoint stores quantised layers
     quantised_head: bool = False  # the checkpoint stores lm_head quantised
     checkpoint: Checkpoint | None = None  # for comparing tensors; None: assume equal tensors
 
@@ -64,7 +66,8 @@ class DraftPlan:
     ignored: Mapping[str, str] = field(default_factory=dict)  # unneeded tensor -> reason
     refuses_unknown: bool = False  # a tensor that is neither used nor in `ignored` is an error
     shares_head: bool = False  # uses the target's lm_head, so FR-Spec can select rows
-    window: int = 0  # default of spec_window_size
+    quantises_head: bool = False  # draft_head_quant auto is w4, even if the draft is dense
+    window: int | None = 0  # default of spec_window_size; None: the draft has no window
     chain: bool = False  # drafts have no branches
     options: Mapping[str, Any] = field(default_factory=dict)  # options of the C++ drafter
     # Parts of a combined drafter: (name in C++, plan). The fields above describe the tensors of
@@ -78,6 +81,9 @@ class Drafter(Protocol):
 
     A class with `only_by_name = True` is used only if --spec-method names it. A drafter that
     extends the drafts of another kind needs this, because both kinds have the same files.
+
+    A class with `in_target = True` is a head in the target's own checkpoint. It drafts by default,
+    and `draft_model_path` may name another directory with such a head.
     """
 
     has_checkpoint: bool

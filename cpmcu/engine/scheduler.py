@@ -226,7 +226,7 @@ class Scheduler:
             take = min(room, rest)
             if take == 0:
                 continue
-            take = self._whole_pages(sequence, take, rest)
+            take = self._chunk_of(sequence, take)
             if take == 0:
                 break  # the rest of this step is less than a page
             if rest > 1 and sequence.wants_scores:
@@ -242,22 +242,13 @@ class Scheduler:
             step.chunks.append((sequence.slot, chunk, take == rest))
         return step if step.sequences else None
 
-    def _whole_pages(self, sequence: Sequence, take: int, rest: int) -> int:
-        """Number of tokens of a chunk.
-
-        If prefixes need checkpoints of state, a chunk ends at the end of a page, and the end of the
-        last full page ends a chunk.
-        """
-        if sequence.prefix is None or self._cache is None or not self._cache.has_states:
+    def _chunk_of(self, sequence: Sequence, take: int) -> int:
+        """Number of tokens of a chunk, at most `take`: the cache may want it to end earlier."""
+        if sequence.prefix is None or self._cache is None:
             return take
-        size = self._page_size
-        if self._engine.chunk_length < size:
-            return take
-        end = sequence.sent + take
-        if take == rest:
-            before = (end - 1) // size * size  # a checkpoint that a longer prompt can use
-            return before - sequence.sent if before > sequence.sent else take
-        return max(0, end // size * size - sequence.sent)
+        begin = sequence.sent
+        end = self._cache.chunk_end(sequence.prefix, begin, begin + take, len(sequence.tokens))
+        return end - begin
 
     def _score(self, sequence: Sequence, take: int) -> Step:
         """A separate step for a chunk whose next tokens' log-probabilities are requested."""

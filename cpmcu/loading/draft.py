@@ -24,15 +24,18 @@ from cpmcu.drafters.registry import (
     TargetModel,
     find_drafter,
     get_drafter,
+    registered_drafters,
 )
 from cpmcu.loading.checkpoint import open_checkpoint
 from cpmcu.loading.hub import resolve_files, resolve_model
 from cpmcu.loading.index import read_json
-from cpmcu.loading.plan import MAX_LISTED, LoadPlan, plan_load
+from cpmcu.loading.plan import MAX_LISTED, LoadPlan, engine_overrides, plan_load
 from cpmcu.loading.progress import list_names
 from cpmcu.loading.tensors import Checkpoint, TensorMeta
-from cpmcu.models.common import SpecFields
+from cpmcu.models.common import BuildOptions, SpecFields
 from cpmcu.models.names import Piece
+from cpmcu.models.reader import language_config
+from cpmcu.models.registry import find_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -52,10 +55,16 @@ class LoadedDraft:
     method: str  # name of the C++ drafter
     plan: DraftPlan
     shape: TreeShape
-    window: int
+    window: int | None  # None: the drafter has no such option
     vocab_ids: list[int]  # of FR-Spec; empty: those of the plan
     files: DraftFiles | None
     head_quant: str = "auto"  # effective draft_head_quant
+
+    @property
+    def title(self) -> str:
+        """The draft's name for a user."""
+        assert self.files is not None
+        return f"{self.files.directory.name} ({self.method})"
 
     def spec(self, extension: Any, dtype: str) -> C.DrafterSpec:
         """The engine's specification of the drafter."""
@@ -68,7 +77,8 @@ class LoadedDraft:
                 self._spec(extension, dtype, part, its_plan) for part, its_plan in plan.parts
             ]
         elif plan.fields is not None:
-            options["window"] = self.window
+            if self.window is not None:
+                options["window"] = self.window
             if self.vocab_ids:
                 options["vocab_ids"] = self.vocab_ids
             more["model"] = extension.ModelSpec(
@@ -90,16 +100,13 @@ class LoadedDraft:
 
     def _overrides(self, fields: SpecFields) -> dict[str, str]:
         """Engine's module name -> linear method. The head gets the configured method."""
-        overrides = {}
-        for module, method in self.plan.quant.linear_overrides.items():
-            # Any leaf except "weight": the name map splits weights of fused projections.
-            pieces = self.plan.names(f"{module}.scales", fields)
-            for piece in pieces:
-                overrides[piece.name.removesuffix(".scales")] = method
+        overrides = engine_overrides(self.plan.quant.linear_overrides, self.plan.names, fields)
         quantised = self.plan.quant.linear_method != "dense"
-        if quantised and HEAD not in overrides:  # the file stores the head quantised
-            return overrides
-        bits = ("w4" if quantised else "none") if self.head_quant == "auto" else self.head_quant
+        if quantised and HEAD not in overrides and not self.plan.shares_head:
+            return overrides  # the file stores the head quantised
+        bits = self.head_quant
+        if bits == "auto":
+            bits = "w4" if quantised or self.plan.quantises_head else "none"
         return overrides | {HEAD: "dense" if bits == "none" else f"{bits}_rtn"}
 
     def plan_load(
@@ -142,22 +149,26 @@ def _is_zero_bias(checkpoint: Checkpoint, name: str) -> bool:
 def open_draft(
     speculation: SpeculativeConfig, directory: Path, target: TargetModel
 ) -> LoadedDraft | None:
-    """The configured draft, or the shipped draft of a shipped model in `directory`.
+    """The configured draft, else the shipped draft of a shipped model, else the target's own head.
 
     Returns None without a draft. Raises FileNotFoundError for missing files. Raises ValueError, in
     one sentence, for a draft that does not fit its target and for an impossible tree shape.
     """
     source = speculation.draft_model_path
+    expected = "eagle3" if speculation.use_eagle3 else speculation.method
     shipped = None
-    if source is None and speculation.method == "auto":
+    if not speculation.no_speculation and not _asks(speculation):
         shipped = shipped_draft(directory)
-    if speculation.no_speculation or not (shipped or _asks(speculation)):
+        if shipped is None:
+            expected = _own_head(directory, target, speculation) or expected
+    if speculation.no_speculation or (source is None and not shipped and expected == "auto"):
         _check_unused_options(speculation)
         return None
-    expected = "eagle3" if speculation.use_eagle3 else speculation.method
     if shipped:
         source = str(shipped)
     files = None if source is None else _open_files(source)
+    if files is None and expected != "auto" and _is_in_target(get_drafter(expected)[1]):
+        files = _files_of(directory, target)
     try:
         method, drafter = _find(files, expected, speculation)
         plan = drafter.plan(files, target, speculation)
@@ -166,13 +177,59 @@ def open_draft(
         head_quant = _head_quant(speculation, plan, target)
         vocab_ids = _frspec_ids(speculation, method, plan, files, target)
         _check_width(shape, vocab_ids or plan.options.get("vocab_ids", ()))
+        window = _window(speculation, method, plan)
     except ValueError as error:
         if files is None or str(files.directory) in str(error):
             raise
         raise ValueError(f"{files.directory}: {error}") from error
-    window = speculation.spec_window_size
-    window = plan.window if window is None else window
     return LoadedDraft(method, plan, shape, window, vocab_ids, files, head_quant)
+
+
+def drafts_by_default(directory: Path) -> bool:
+    """Does the model in `directory` have a draft if none is named?"""
+    if shipped_draft(directory) is not None:
+        return True
+    config = language_config(read_json(directory / "config.json"))
+    fields = find_model(config).build(config, BuildOptions())
+    target = TargetModel(config, fields, checkpoint=open_checkpoint(directory))
+    return _own_head(directory, target, SpeculativeConfig()) is not None
+
+
+def _is_in_target(drafter: Drafter) -> bool:
+    return getattr(drafter, "in_target", False)
+
+
+def _files_of(directory: Path, target: TargetModel) -> DraftFiles | None:
+    """The target's checkpoint as that of a draft."""
+    if target.checkpoint is None:
+        return None
+    return DraftFiles(directory, target.config, target.checkpoint)
+
+
+def _own_head(directory: Path, target: TargetModel, speculation: SpeculativeConfig) -> str | None:
+    """The method of a draft head in the target's checkpoint. Warns if there is one without use."""
+    files = _files_of(directory, target)
+    if files is None:
+        return None
+    for name in registered_drafters():
+        _, drafter = get_drafter(name)
+        if _is_in_target(drafter) and drafter.matches(files.config, files.tensors):
+            try:
+                drafter.plan(files, target, speculation)
+            except ValueError as error:
+                logger.warning("%s: nothing is drafted: %s", directory.name, error)
+                return None
+            return name
+    return None
+
+
+def _window(speculation: SpeculativeConfig, method: str, plan: DraftPlan) -> int | None:
+    given = speculation.spec_window_size
+    if plan.window is not None:
+        return plan.window if given is None else given
+    if given:
+        raise ValueError(f"spec_window_size is {given}, expected none for a draft of kind {method}")
+    return None
 
 
 def _asks(speculation: SpeculativeConfig) -> bool:
@@ -203,7 +260,7 @@ def _open_files(model: str) -> DraftFiles:
     path = directory / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"{directory}: has no config.json, expected a draft's directory")
-    return DraftFiles(directory, read_json(path), open_checkpoint(directory))
+    return DraftFiles(directory, language_config(read_json(path)), open_checkpoint(directory))
 
 
 def _find(
@@ -222,6 +279,8 @@ def _find(
         return method, drafter
     if files is None:
         raise ValueError(f"method {expected} needs weights, expected draft_model_path")
+    if _is_in_target(drafter):  # its plan says what is missing
+        return method, drafter
     return find_drafter(files, method)
 
 

@@ -29,11 +29,12 @@ from cpmcu.loading.cublas import cublas_paths
 from cpmcu.loading.draft import PREFIX, open_draft
 from cpmcu.loading.hub import resolve_model
 from cpmcu.loading.index import read_json
-from cpmcu.loading.plan import LoadPlan, Placement, plan_load
+from cpmcu.loading.plan import LoadPlan, Placement, engine_overrides, plan_load
 from cpmcu.loading.progress import LoadProgress, LogProgress, log_conversion, log_unused
 from cpmcu.loading.tensors import FLOAT_DTYPES, Checkpoint, TensorMeta
-from cpmcu.models.common import BuildOptions
-from cpmcu.models.registry import find_model
+from cpmcu.models.common import BuildOptions, SpecFields
+from cpmcu.models.reader import language_config
+from cpmcu.models.registry import ModelFamily, find_model
 from cpmcu.quant.registry import QuantPlan, plan_quant
 from cpmcu.sampling import SamplingParams
 from cpmcu.tokenizer import eos_ids
@@ -56,7 +57,7 @@ class LoadedModel:
     spec: C.ModelSpec
     draft: C.DrafterSpec | None = None
     shapes: tuple[tuple[int, int], ...] = ()  # tree shapes to choose from; empty: fixed shape
-    draft_directory: Path | None = None  # of a draft with weights
+    draft_directory: Path | None = None  # of a draft with weights in other files
 
 
 @one_sentence()
@@ -85,8 +86,6 @@ def load_model(
     device = choose_device(config.device)
     checkpoint = open_checkpoint(directory)
     metas = {name: stored.meta for name, stored in checkpoint.tensors.items()}
-    with about(directory):
-        quant = plan_quant(hf_config, metas)
     options = BuildOptions(
         device=device,
         max_model_len=config.max_model_len,
@@ -95,6 +94,9 @@ def load_model(
     )
     with about(directory):
         fields = family.build(hf_config, options)
+        # A vision tower or a draft head in the same files is not the target's.
+        metas = {name: meta for name, meta in metas.items() if family.names(name, fields)}
+        quant = plan_target_quant(hf_config, metas, family, fields)
     if config.max_model_len > fields.max_position_embeddings:
         logger.warning(
             "max_model_len is %d but config.json has max_position_embeddings %d: text beyond it "
@@ -114,6 +116,7 @@ def load_model(
         device,
         config.max_model_len,
         eos,
+        quantised=quant.linear_method != "dense",
         quantised_head=_stored_head(quant) != "dense",
         checkpoint=checkpoint,
     )
@@ -150,21 +153,22 @@ def load_model(
         with about(directory):
             plan = plan_load(checkpoint, fields, family.names, quant, expected, required)
         log_unused(plan.unused)
-        log_conversion(plan.conversions, dtype, reason)
-        loads = [(checkpoint, plan)]
+        log_conversion(plan.conversions_to(dtype), dtype, reason)
+        loads = [(checkpoint, plan, directory.name)]
         if draft and draft.files:
             draft_plan = draft.plan_load(*_expected(engine, lambda name: name.startswith(PREFIX)))
             if draft_plan is not None:
                 log_unused(draft_plan.unused)
-                log_conversion(draft_plan.conversions, dtype, "as the target")
-                loads.append((draft.files.checkpoint, draft_plan))
+                log_conversion(draft_plan.conversions_to(dtype), dtype, "as the target")
+                loads.append((draft.files.checkpoint, draft_plan, draft.title))
         before_tensors(directory)
-        for each, its_plan in loads:
-            load_tensors(engine, each, its_plan, each.directory.name, progress or LogProgress())
+        for each, its_plan, title in loads:
+            load_tensors(engine, each, its_plan, title, progress or LogProgress())
         engine.finish_loading()
     shapes: tuple[tuple[int, int], ...] = ()
     if draft and config.speculation.chooses_shapes:
         shapes = tuple(shapes_of(draft.shape.depth, draft.shape.topk, draft.shape.tree_size))
+    files = draft.files if draft else None
     return LoadedModel(
         engine,
         directory,
@@ -173,8 +177,20 @@ def load_model(
         spec,
         drafter[0] if drafter else None,
         shapes,
-        draft.files.checkpoint.directory if draft and draft.files else None,
+        files.directory if files and files.checkpoint is not checkpoint else None,
     )
+
+
+def plan_target_quant(
+    hf_config: Mapping[str, Any],
+    tensors: Mapping[str, TensorMeta],
+    family: ModelFamily,
+    fields: SpecFields,
+) -> QuantPlan:
+    """The plan of the target's tensors, with the engine's names of modules."""
+    quant = plan_quant(hf_config, tensors)
+    overrides = engine_overrides(quant.linear_overrides, family.names, fields)
+    return replace(quant, linear_overrides=overrides)
 
 
 def with_head(quant: QuantPlan, bits: str) -> dict[str, str]:
@@ -209,13 +225,16 @@ def _expected(
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """config.json of a model directory. Raises FileNotFoundError or ValueError."""
+    """config.json of a model directory, with its `text_config` at the top level.
+
+    Raises FileNotFoundError or ValueError.
+    """
     path = directory / "config.json"
     if not path.is_file():
         raise FileNotFoundError(
             f"{directory}: has no config.json, expected a model directory in Hugging Face format"
         )
-    return read_json(path)
+    return language_config(read_json(path))
 
 
 def choose_device(device: str) -> str:
@@ -318,6 +337,7 @@ def load_tensors(
                 array = checkpoint.read(placement.source)
                 rows = placement.target.shape[0] if placement.target.shape else 0
                 if array.shape != placement.target.shape:
+                    array = array.reshape(-1, *placement.target.shape[1:])
                     array = array[placement.first_row : placement.first_row + rows]
                 with about(placement.path):
                     engine.load_tensor(placement.target.name, array, placement.target.dtype)

@@ -6,6 +6,7 @@ is loaded in part.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -38,8 +39,15 @@ class LoadPlan:
     placements: list[Placement]
     repacks: list[Repack]
     unused: dict[str, str]  # name in the checkpoint -> reason
-    conversions: dict[str, int]  # dtype in the checkpoint -> number of tensors
+    conversions: dict[tuple[str, str], int]  # dtype in the file, in the engine -> tensors
     total_bytes: int  # to read from the checkpoint's files
+
+    def conversions_to(self, dtype: str) -> dict[str, int]:
+        """Dtype in the file -> number of tensors that are converted to `dtype`.
+
+        A model of 16 bits keeps some small tensors in float32, whatever their dtype in the file is.
+        """
+        return {found: count for (found, to), count in self.conversions.items() if to == dtype}
 
 
 def plan_load(
@@ -57,7 +65,7 @@ def plan_load(
     """
     problems: list[str] = []
     unused: dict[str, str] = {}
-    conversions: Counter[str] = Counter()
+    conversions: Counter[tuple[str, str]] = Counter()
     provided: set[str] = set()
     total_bytes = 0
     skipped = {name for repack in quant.repacks for name in repack.inputs} | set(quant.ignored)
@@ -70,8 +78,9 @@ def plan_load(
         if problem is not None:
             problems.append(problem)
             return False
-        if target.dtype != expected[target.name].dtype:
-            conversions[target.dtype] += 1
+        wanted = expected[target.name].dtype
+        if target.dtype != wanted:
+            conversions[target.dtype, wanted] += 1
         return True
 
     placements = []
@@ -98,6 +107,18 @@ def plan_load(
     return LoadPlan(placements, list(quant.repacks), unused, dict(conversions), total_bytes)
 
 
+def engine_overrides(
+    overrides: Mapping[str, str], names: NameMap, fields: SpecFields
+) -> dict[str, str]:
+    """Linear methods by the checkpoint's names of modules -> by the engine's names."""
+    found = {}
+    for module, method in overrides.items():
+        # Any leaf except "weight": the name map splits weights of fused projections.
+        for piece in names(f"{module}.scales", fields):
+            found[piece.name.removesuffix(".scales")] = method
+    return found
+
+
 def _place(
     checkpoint: Checkpoint,
     fields: SpecFields,
@@ -112,27 +133,34 @@ def _place(
         meta = stored.meta
         pieces = names(name, fields)
         whole = len(pieces) == 1 and pieces[0].first_row == 0 and pieces[0].num_rows is None
+        row_dims = len(pieces[0].leading) or 1 if pieces else 1
         if pieces and not whole:
             total_rows = sum(piece.num_rows or 0 for piece in pieces)
-            if not meta.shape or meta.shape[0] != total_rows:
+            leading = pieces[0].leading or (total_rows,)
+            if meta.shape[:row_dims] != leading:
+                parts = [piece.name for piece in pieces]
                 problems.append(
-                    f"{name} has shape {list(meta.shape)}, expected {total_rows} rows (together "
-                    f"{', '.join(piece.name for piece in pieces)})"
+                    f"{name} has shape {list(meta.shape)}, expected {_rows_text(leading)} "
+                    f"(together {list_names(parts, MAX_LISTED)})"
                 )
                 continue
         if meta.dtype not in STORAGE_DTYPES:
             unused[name] = f"dtype {meta.dtype} is unknown"
             continue
-        row_elements = meta.num_elements // meta.shape[0] if meta.shape and meta.shape[0] else 0
+        row_elements = math.prod(meta.shape[row_dims:]) if meta.num_elements else 0
         for piece in pieces:
             shape = meta.shape
             if piece.num_rows is not None:
-                shape = (piece.num_rows, *meta.shape[1:])
+                shape = (piece.num_rows, *meta.shape[row_dims:])
             offset = stored.offset
             if offset is not None:
                 offset += piece.first_row * row_elements * itemsize(meta.dtype)
             target = TensorMeta(piece.name, meta.dtype, shape)
             yield Placement(name, target, piece.first_row, stored.path, offset)
+
+
+def _rows_text(leading: tuple[int, ...]) -> str:
+    return f"{leading[0]} rows" if len(leading) == 1 else f"[{', '.join(map(str, leading))}, ...]"
 
 
 def _mismatch(found: TensorMeta, expected: TensorMeta) -> str | None:

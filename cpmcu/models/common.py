@@ -44,6 +44,7 @@ class SpecFields:
     rope_attention_scaling: float = 1.0
     qkv_bias: bool = False
     qk_norm: bool = False
+    zero_centred_norms: bool = False  # RMSNorm multiplies by 1 + weight
     embed_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0

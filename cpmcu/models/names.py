@@ -17,11 +17,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A range of rows (first dimension) of a checkpoint tensor, with the engine's name."""
+    """A range of rows of a checkpoint tensor, with the engine's name."""
 
     name: str
     first_row: int = 0
     num_rows: int | None = None  # None: to the end
+    # Sizes of the dimensions that together count the rows; empty: the first dimension counts them.
+    leading: tuple[int, ...] = ()
 
 
 NameMap = Callable[[str, "SpecFields"], Sequence[Piece]]

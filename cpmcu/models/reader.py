@@ -8,6 +8,25 @@ from typing import Any
 
 from cpmcu.checks import shown
 
+# Keys that apply to the whole model, whatever `text_config` says.
+_OF_THE_WHOLE = ("architectures", "tie_word_embeddings", "quantization_config")
+
+
+def language_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json with the keys of its `text_config` at the top level.
+
+    Models with vision keep the keys of their language model there. Keys of the whole model precede.
+    Raises ValueError if `text_config` is not an object.
+    """
+    text = config.get("text_config")
+    if text is None:
+        return dict(config)
+    if not isinstance(text, dict):
+        raise ConfigReader(config).fail("text_config", "an object")
+    whole = {key: config[key] for key in _OF_THE_WHOLE if config.get(key) is not None}
+    rest = {key: value for key, value in config.items() if key != "text_config"}
+    return rest | text | whole
+
 
 class ConfigReader:
     """Reads numbers and flags from a parsed config.json. All methods raise ValueError."""

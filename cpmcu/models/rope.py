@@ -8,6 +8,9 @@ NOTE: longrope has two lists of factors, for short and for long sequences. The l
 per engine from the maximum length of a sequence, not from the current length. Cached keys and new
 queries must be rotated with the same list. If the maximum length is at most
 original_max_position_embeddings, the engine uses the short list.
+
+NOTE: M-RoPE (`mrope_section`, Qwen's models with vision) gives each section of the frequencies its
+own position: time, height or width. All three are equal for text, so it is plain RoPE here.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ Float32Array = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """kind: as in the config; inv_freq: float32 [head_dim / 2] in radians per token."""
+    """kind: as in the config; inv_freq: float32 [rotary_dim / 2] in radians per token."""
 
     kind: str
     inv_freq: Float32Array
@@ -41,9 +44,9 @@ class _Request:
     """Inputs of a kind of RoPE; lengths in tokens."""
 
     params: ConfigReader  # the rope_scaling / rope_parameters dict
-    pos_freqs: Float32Array  # theta^(2j / head_dim), [head_dim / 2]
+    pos_freqs: Float32Array  # theta^(2j / rotary_dim), [rotary_dim / 2]
     theta: float
-    head_dim: int
+    rotary_dim: int  # elements of a head that are rotated
     max_positions: int
     original_length: int
     max_length: int
@@ -52,13 +55,13 @@ class _Request:
 def rope_from_config(config: Mapping[str, Any], head_dim: int, max_length: int) -> Rope:
     """Reads `rope_theta` with `rope_scaling`, or `rope_parameters`, of a config.json.
 
+    `partial_rotary_factor` is the share of a head's elements, from the first on, that is rotated.
     `max_length`: maximum length of a sequence in tokens (for longrope). Raises ValueError for an
     unsupported kind, a missing key or a value out of range.
     """
     top = ConfigReader(config)
     params = ConfigReader(rope_parameters(config), f"{top.where}: {_key(config)}")
-    _refuse_partial(top)
-    _refuse_partial(params)
+    rotary_dim = _rotary_dim(top, params, head_dim)
     kind = params.config.get("rope_type") or params.config.get("type") or "default"
     if kind == "dynamic":
         raise ValueError(
@@ -85,11 +88,11 @@ def rope_from_config(config: Mapping[str, Any], head_dim: int, max_length: int) 
             f"{params.where}: original_max_position_embeddings is {original_length}, expected 2 "
             "or more tokens"
         )
-    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+    exponents = np.arange(0, rotary_dim, 2, dtype=np.float32) / np.float32(rotary_dim)
     with np.errstate(all="ignore"):  # the results are checked below
         pos_freqs = np.power(np.float32(theta), exponents, dtype=np.float32)
         request = _Request(
-            params, pos_freqs, theta, head_dim, max_positions, original_length, max_length
+            params, pos_freqs, theta, rotary_dim, max_positions, original_length, max_length
         )
         inv_freq, attention_scaling = _KINDS[kind](request)
         inv_freq = inv_freq.astype(np.float32)
@@ -124,9 +127,14 @@ def _key(config: Mapping[str, Any]) -> str:
     return "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
 
 
-def _refuse_partial(reader: ConfigReader) -> None:
-    if reader.positive_float("partial_rotary_factor", default=1.0) != 1.0:
-        raise reader.fail("partial_rotary_factor", "1: rotating part of a head is not supported")
+def _rotary_dim(top: ConfigReader, params: ConfigReader, head_dim: int) -> int:
+    """Elements of a head that are rotated."""
+    key = "partial_rotary_factor"
+    reader = params if params.config.get(key) is not None else top
+    rotary_dim = int(head_dim * reader.positive_float(key, default=1.0))
+    if not 2 <= rotary_dim <= head_dim or rotary_dim % 2:
+        raise reader.fail(key, f"an even number, 2 to head_dim={head_dim}, of rotated elements")
+    return rotary_dim
 
 
 def _default(request: _Request) -> tuple[Float32Array, float]:
@@ -156,7 +164,7 @@ def _llama3(request: _Request) -> tuple[Float32Array, float]:
 
 
 def _yarn(request: _Request) -> tuple[Float32Array, float]:
-    params, head_dim = request.params, request.head_dim
+    params, rotary_dim = request.params, request.rotary_dim
     factor = params.positive_float(
         "factor", default=request.max_positions / request.original_length
     )
@@ -170,15 +178,15 @@ def _yarn(request: _Request) -> tuple[Float32Array, float]:
     def pair_with_rotations(times: float) -> float:
         # Index of the pair that completes `times` rotations within the original length.
         length = request.original_length / (times * 2 * math.pi)
-        return head_dim * math.log(length) / (2 * math.log(request.theta))
+        return rotary_dim * math.log(length) / (2 * math.log(request.theta))
 
     first, last = pair_with_rotations(fast), pair_with_rotations(slow)
     if params.flag("truncate", default="truncate" not in params.config):  # null means false
         first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, head_dim - 1)
+    first, last = max(first, 0), min(last, rotary_dim - 1)
     if first == last:
         last += 0.001
-    pairs = np.arange(head_dim // 2, dtype=np.float32)
+    pairs = np.arange(rotary_dim // 2, dtype=np.float32)
     ramp = np.clip((pairs - np.float32(first)) / np.float32(last - first), 0, 1)
     keep = np.float32(1) - ramp  # 1: as trained, 0: interpolated
     interpolated = np.float32(1) / (np.float32(factor) * request.pos_freqs)
@@ -202,8 +210,8 @@ def _yarn_attention_scaling(params: ConfigReader, factor: float) -> float:
 
 def _longrope(request: _Request) -> tuple[Float32Array, float]:
     params, original = request.params, request.original_length
-    short = _factors(params, "short_factor", request.head_dim)
-    long = _factors(params, "long_factor", request.head_dim)
+    short = _factors(params, "short_factor", request.rotary_dim)
+    long = _factors(params, "long_factor", request.rotary_dim)
     factors = long if request.max_length > original else short
     inv_freq = np.float32(1) / (factors * request.pos_freqs)
     if params.config.get("attention_factor") is not None:
@@ -214,12 +222,12 @@ def _longrope(request: _Request) -> tuple[Float32Array, float]:
     return inv_freq, math.sqrt(1 + math.log(factor) / math.log(original))
 
 
-def _factors(params: ConfigReader, key: str, head_dim: int) -> Float32Array:
+def _factors(params: ConfigReader, key: str, rotary_dim: int) -> Float32Array:
     values = params.config.get(key)
-    expected = f"a list of head_dim / 2 = {head_dim // 2} positive numbers"
+    expected = f"a list of rotary_dim / 2 = {rotary_dim // 2} positive numbers"
     if not isinstance(values, list):
         raise params.fail(key, expected)
-    if len(values) != head_dim // 2:
+    if len(values) != rotary_dim // 2:
         raise ValueError(f"{params.where}: {key} has {len(values)} entries, expected {expected}")
     for value in values:
         number = isinstance(value, int | float) and not isinstance(value, bool)

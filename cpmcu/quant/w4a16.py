@@ -19,14 +19,18 @@ from cpmcu.quant.registry import QuantPlan, Read, Repack
 GROUP_SIZE = 128
 CHANNEL_WISE = -1
 
+# One matrix of the engine -> its parts in a checkpoint.
 _STACKS = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
+    "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"),
+    "in_proj_ba": ("in_proj_b", "in_proj_a"),
 }
 _STACK_OF = {part: stack for stack, parts in _STACKS.items() for part in parts}
-_LINEARS = {*_STACK_OF, *_STACKS, "o_proj", "down_proj", "lm_head", "fc"}
+_FUSED = ("qkv_proj", "gate_up_proj")  # stored as one matrix by CPM.cu
+_LINEARS = {*_STACK_OF, *_STACKS, "o_proj", "out_proj", "down_proj", "lm_head", "fc"}
 # Projections without a bias in all supported models.
-_NO_BIAS = ("o_proj", "gate_proj", "up_proj", "down_proj", "gate_up_proj")
+_NO_BIAS = ("o_proj", "out_proj", "gate_proj", "up_proj", "down_proj", "gate_up_proj")
 
 
 class Format(enum.IntEnum):
@@ -79,7 +83,7 @@ def plan_w4(
         "group_size": group_size,
         "zero_points": int(zero_points),
         "bfloat16_scales": int(dtypes == {"bfloat16"}),
-        "fused": int(any(_leaf(module) in _STACKS for module in modules)),
+        "fused": int(any(_leaf(module) in _FUSED for module in modules)),
     }
     return QuantPlan(
         scheme=scheme,

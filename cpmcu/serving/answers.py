@@ -31,7 +31,11 @@ class Part:
 
 
 class AnswerParser:
-    """Splits the text of one choice, which arrives in pieces of any size."""
+    """Splits the text of one choice, which arrives in pieces of any size.
+
+    Some models call a tool without ending their reasoning. If an answer ends within its reasoning,
+    right after a call, the call counts too. The notation of calls must have a first tag.
+    """
 
     def __init__(
         self,
@@ -44,6 +48,7 @@ class AnswerParser:
         self._calls = calls
         self._only_one = only_one_call
         self._num_complete = 0
+        self._thoughts: list[str] = []
 
     def push(self, text: str, *, final: bool = False) -> Part:
         """Returns the part that `text` adds. If `final`, the text held back is returned too."""
@@ -52,7 +57,16 @@ class AnswerParser:
             thought, content = self._reasoning.push(text, final=final)
         if self._calls is None:
             return Part(thought, content)
-        found = self._calls.push(content, final=final)
+        self._thoughts.append(thought)
+        inside = self._reasoning is not None and self._reasoning.inside
+        if final and inside and self._calls.first_tag:
+            found = self._calls.push("".join(self._thoughts), final=True)
+            if not self._calls.ends_with_call:
+                self._calls = None
+                return Part(thought, "")
+            found = dataclasses.replace(found, content="")
+        else:
+            found = self._calls.push(content, final=final)
         calls, deltas = found.calls, found.deltas
         if self._only_one:
             calls = calls[: max(0, 1 - self._num_complete)]

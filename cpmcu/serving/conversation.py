@@ -116,12 +116,34 @@ def render(
     plain = [message.to_template() for message in messages]
     fields: dict[str, Any] = {k: v for k, v in variables.items() if k not in _OWN}
     fields["tools"] = [tool.model_dump(exclude_none=True) for tool in tools] or None
-    try:
+
+    def rendered() -> str:
         if continue_final_message:
             return _continued(template, plain, fields)
         return template.render(plain, add_generation_prompt=add_generation_prompt, **fields)
+
+    try:
+        try:
+            return rendered()
+        except ChatTemplateError:
+            if not _wrap_texts(plain):
+                raise
+            return rendered()
     except ChatTemplateError as error:
         raise ApiError(400, f"{error}.", param=origin.field, code="chat_template_error") from error
+
+
+def _wrap_texts(messages: Sequence[dict[str, Any]]) -> bool:
+    """Makes an object of arguments that are a text. False: there are none.
+
+    The arguments of a call that was cut off are no JSON. Templates that list each argument refuse
+    them, and the conversation could not go on.
+    """
+    functions = [call["function"] for each in messages for call in each.get("tool_calls", [])]
+    texts = [function for function in functions if not isinstance(function["arguments"], dict)]
+    for function in texts:
+        function["arguments"] = {"arguments": function["arguments"]}
+    return bool(texts)
 
 
 def _continued(

@@ -31,10 +31,11 @@ struct ModelSpec {
   std::vector<float> rope_inv_freq;  // [rotary width / 2], at most head_dim / 2
   float rope_attention_scaling = 1;  // multiplies cos and sin
   bool qkv_bias = false;
-  bool qk_norm = false;      // RMSNorm of each q and k head
-  float embed_scale = 1;     // embedding output
-  float residual_scale = 1;  // each block's output before the residual add
-  float logit_scale = 1;     // the head's input
+  bool qk_norm = false;             // RMSNorm of each q and k head
+  bool zero_centred_norms = false;  // norms multiply by 1 + weight
+  float embed_scale = 1;            // embedding output
+  float residual_scale = 1;         // each block's output before the residual add
+  float logit_scale = 1;            // the head's input
   bool tie_word_embeddings = false;
   DType dtype = DType::kBF16;
   std::vector<LayerSpec> layers;  // empty: {"attention", "mlp"} each
@@ -42,6 +43,7 @@ struct ModelSpec {
   std::map<std::string, std::string> linear_overrides;  // module name -> method
   std::map<std::string, int> linear_options;            // e.g. group_size
 
+  float norm_offset() const { return zero_centred_norms ? 1.0f : 0.0f; }
   const std::string& linear_method_of(const std::string& module) const {
     auto it = linear_overrides.find(module);
     return it == linear_overrides.end() ? linear_method : it->second;

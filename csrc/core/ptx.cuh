@@ -218,8 +218,7 @@ __device__ __forceinline__ uint4 load_relaxed16(const void* from) {
 
 // ---- clusters
 
-// Arrives at the cluster barrier: the mbarriers of this CTA are initialised. Call
-// mbarrier_init_fence before it.
+// Arrives at the cluster barrier. Call mbarrier_init_fence before it.
 __device__ __forceinline__ void cluster_arrive() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
@@ -233,9 +232,8 @@ __device__ __forceinline__ uint32_t cluster_address(uint32_t shared, int rank) {
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared), "r"(rank));
   return address;
 }
-// As mbarrier_arrive, at a cluster_address(). A consumer calls it after its reads, so the buffer
-// may be overwritten. NOTE: it does not publish writes; cluster-scope release would be a
-// device-wide fence.
+// As mbarrier_arrive, at a cluster_address(). A consumer calls it after its reads. NOTE: it does
+// not publish writes; cluster-scope release would be a device-wide fence.
 __device__ __forceinline__ void mbarrier_arrive_cluster(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
@@ -251,6 +249,28 @@ __device__ __forceinline__ void store_cluster16(uint32_t to, const float (&v)[4]
       : "memory");
 }
 #endif
+
+// The cluster barrier: writes before the arrival, to DSMEM too, are visible after the wait.
+__device__ __forceinline__ void cluster_arrive_release() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void cluster_wait_acquire() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+// Stores `value` to the place of `to` in the shared memory of CTA `rank` of the cluster.
+__device__ __forceinline__ void store_to_cta(float* to, int rank, float value) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{ .reg .u32 at; mapa.shared::cluster.u32 at, %0, %1; st.shared::cluster.f32 [at], %2; }" ::
+          "r"(shared_address(to)),
+      "r"(rank), "f"(value)
+      : "memory");
+#endif
+}
 
 // Hides from the compiler how v was computed: it neither recomputes v nor simplifies with it. For
 // values that must stay in registers across a loop, and for loops that must not become divisions.

@@ -285,6 +285,8 @@ void bind_host_blocks(py::module_& m) {
 
 void bind_prefix(EngineClass& engine) {
   engine.def("slot_pages", &Engine::slot_pages, py::arg("slot"), "The pages of a slot, in order.")
+      .def("take_pages", &Engine::take_pages, py::arg("most"), NoGil(),
+           "Up to `most` free pages, each with one owner; `drop_pages` gives them back.")
       .def("hold_pages", &Engine::hold_pages, py::arg("pages"), NoGil(),
            "One more owner of pages that have one.")
       .def("drop_pages", &Engine::drop_pages, py::arg("pages"), NoGil(), "One owner less.")
@@ -299,6 +301,8 @@ void bind_prefix(EngineClass& engine) {
            NoGil(), "The other way round.")
       .def("wait_for_copies", &Engine::wait_for_copies, NoGil(),
            "Waits for all copies and steps that were enqueued.")
+      .def_property_readonly("has_copies", &Engine::has_copies,
+                             "Were copies enqueued since the last wait for them?")
       .def_property_readonly("page_bytes", &Engine::page_bytes,
                              "Bytes of one page in all models' planes.")
       .def_property_readonly("slot_bytes", &Engine::slot_bytes,

@@ -84,6 +84,8 @@ void bind_model_spec(py::module_& m) {
                      "Cos and sin are multiplied by it.")
       .def_readwrite("qkv_bias", &ModelSpec::qkv_bias, "The projections q, k and v have a bias.")
       .def_readwrite("qk_norm", &ModelSpec::qk_norm, "RMSNorm of each q and k head.")
+      .def_readwrite("zero_centred_norms", &ModelSpec::zero_centred_norms,
+                     "Norms multiply by 1 + weight.")
       .def_readwrite("embed_scale", &ModelSpec::embed_scale,
                      "The embedding's output is multiplied by it.")
       .def_readwrite("residual_scale", &ModelSpec::residual_scale,

@@ -220,6 +220,11 @@ std::vector<int> Engine::slot_pages(int slot) const {
   return states_.pages_of(slot);
 }
 
+std::vector<int> Engine::take_pages(int most) {
+  states_.retire(ring_.num_done());
+  return states_.take(most);
+}
+
 void Engine::hold_pages(const std::vector<int>& pages) { states_.hold(pages); }
 
 void Engine::drop_pages(const std::vector<int>& pages) {
@@ -231,6 +236,7 @@ void Engine::save_pages(const std::vector<int>& pages, const HostBlocks& to,
                         const std::vector<int>& blocks) {
   check_copy(to.block_bytes(), states_.page_bytes(), pages.size(), blocks.size());
   set_device(ctx_.device);
+  has_copies_ = true;
   for (size_t i = 0; i < pages.size(); ++i) {
     states_.save_page(ctx_, pages[i], to.block(blocks[i]));
   }
@@ -240,6 +246,7 @@ void Engine::load_pages(const std::vector<int>& pages, const HostBlocks& from,
                         const std::vector<int>& blocks) {
   check_copy(from.block_bytes(), states_.page_bytes(), pages.size(), blocks.size());
   set_device(ctx_.device);
+  has_copies_ = true;
   for (size_t i = 0; i < pages.size(); ++i) {
     states_.load_page(ctx_, pages[i], from.block(blocks[i]));
   }
@@ -249,6 +256,7 @@ void Engine::save_slot(int slot, const HostBlocks& to, int block) {
   check_slot(slot);
   check_copy(to.block_bytes(), states_.slot_bytes(), 1, 1);
   set_device(ctx_.device);
+  has_copies_ = true;
   states_.save_slot(ctx_, slot, to.block(block));
 }
 
@@ -256,12 +264,14 @@ void Engine::load_slot(int slot, const HostBlocks& from, int block) {
   check_slot(slot);
   check_copy(from.block_bytes(), states_.slot_bytes(), 1, 1);
   set_device(ctx_.device);
+  has_copies_ = true;
   states_.load_slot(ctx_, slot, from.block(block));
 }
 
 void Engine::wait_for_copies() {
   set_device(ctx_.device);
   synchronize(ctx_.device, ctx_.stream);
+  has_copies_ = false;
 }
 
 void Engine::check_copy(int64_t block_bytes, int64_t bytes, size_t num_from, size_t num_to) {

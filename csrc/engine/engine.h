@@ -77,6 +77,7 @@ class Engine {
 
   // ---- the prefix cache, which owns pages as slots do
   std::vector<int> slot_pages(int slot) const;
+  std::vector<int> take_pages(int most);           // up to `most` free pages, each with one owner
   void hold_pages(const std::vector<int>& pages);  // one more owner of each
   void drop_pages(const std::vector<int>& pages);  // one owner less
   // Copy pages, or the per-slot tensors of a slot. The stream orders the copies after all steps
@@ -88,6 +89,8 @@ class Engine {
   void save_slot(int slot, const HostBlocks& to, int block);
   void load_slot(int slot, const HostBlocks& from, int block);
   void wait_for_copies();  // and for all steps in flight
+  // Were copies enqueued since the last wait? If so, only the stream may touch their blocks.
+  bool has_copies() const { return has_copies_; }
   int64_t page_bytes() const { return states_.page_bytes(); }
   int64_t slot_bytes() const { return states_.slot_bytes(); }
 
@@ -203,6 +206,7 @@ class Engine {
   std::deque<StepInFlight> in_flight_;
   uint64_t num_steps_ = 0;
   int64_t num_waits_ = 0;
+  bool has_copies_ = false;
   bool ready_ = false;
 };
 

@@ -116,6 +116,7 @@ void Engine::plan_buffers(int max_tokens) {
   const int decode_tokens = seqs * step_.largest().tree_size;
   limits_ = {.max_tokens = std::max(std::min(config_.chunk_length, max_tokens), decode_tokens),
              .max_decode_tokens = decode_tokens,
+             .max_tree_size = step_.largest().tree_size,
              .max_kv = max_tokens + step_.lookahead(),
              .compute_capability = ctx_.compute_capability};
   model_.keep_aux_hidden(step_.needs().layers);

@@ -109,7 +109,8 @@ Step Engine::prefill_step(const std::vector<PrefillItem>& items) const {
                      .seq_token_begin = inputs.seq_token_begin,
                      .slot_lengths = step_.slots().lengths,
                      .page_table = states_.page_table(),
-                     .max_pages = states_.max_pages()}};
+                     .max_pages = states_.max_pages()},
+          .accepted = step_.slots().accepted};
 }
 
 // A graph serves lengths up to a power of two of KV entries, at least 1024.

@@ -17,6 +17,7 @@
 #include "kernels/layer/gather_rows.h"
 #include "kernels/layer/rms_norm.h"
 #include "kernels/layer/rotary_kv.h"
+#include "kernels/layer/sigmoid_gate.h"
 #include "kernels/layer/silu_mul.h"
 #include "kernels/sampling/sample.h"
 #include "kernels/step/step_ops.h"
@@ -107,39 +108,36 @@ void bind_memory(py::module_& m) {
 
 // ---- parameters shared by ops
 
-// StepTokens and the arrays that it points to.
-struct OpsTokens {
-  StepTokens tokens;
-  std::vector<SharedArray> arrays;
-};
-
 void bind_shared_params(py::module_& m) {
   py::class_<OpsTokens>(m, "StepTokens",
                         "The tokens of a step; see csrc/kernels/step/step_tokens.h.")
-      .def(py::init([](int num_tokens, int num_seqs, int max_seq_tokens, int max_kv,
-                       SharedArray positions, SharedArray token_seqs, SharedArray seq_slots,
-                       SharedArray seq_token_begin, SharedArray slot_lengths,
-                       SharedArray page_table, SharedArray ancestor_masks, int first_token) {
-             CHECK(page_table->shape().size() == 2, "page_table must be [slots, max_pages]");
-             return OpsTokens{{.num_tokens = num_tokens,
-                               .num_seqs = num_seqs,
-                               .max_seq_tokens = max_seq_tokens,
-                               .first_token = first_token,
-                               .max_kv = max_kv,
-                               .positions = ints(positions),
-                               .token_seqs = ints(token_seqs),
-                               .seq_slots = ints(seq_slots),
-                               .seq_token_begin = ints(seq_token_begin),
-                               .slot_lengths = ints(slot_lengths),
-                               .ancestor_masks = words(ancestor_masks),
-                               .page_table = ints(page_table),
-                               .max_pages = static_cast<int>(page_table->shape()[1])},
-                              {positions, token_seqs, seq_slots, seq_token_begin, slot_lengths,
-                               page_table, ancestor_masks}};
-           }),
-           py::kw_only(), "num_tokens"_a, "num_seqs"_a, "max_seq_tokens"_a, "max_kv"_a,
-           "positions"_a, "token_seqs"_a, "seq_slots"_a, "seq_token_begin"_a, "slot_lengths"_a,
-           "page_table"_a, "ancestor_masks"_a = SharedArray(), "first_token"_a = 0);
+      .def(
+          py::init([](int num_tokens, int num_seqs, int max_seq_tokens, int max_kv,
+                      SharedArray positions, SharedArray token_seqs, SharedArray seq_slots,
+                      SharedArray seq_token_begin, SharedArray slot_lengths, SharedArray page_table,
+                      SharedArray ancestor_masks, int first_token, SharedArray token_parents) {
+            CHECK(page_table->shape().size() == 2, "page_table must be [slots, max_pages]");
+            return OpsTokens{{.num_tokens = num_tokens,
+                              .num_seqs = num_seqs,
+                              .max_seq_tokens = max_seq_tokens,
+                              .first_token = first_token,
+                              .max_kv = max_kv,
+                              .positions = ints(positions),
+                              .token_seqs = ints(token_seqs),
+                              .seq_slots = ints(seq_slots),
+                              .seq_token_begin = ints(seq_token_begin),
+                              .slot_lengths = ints(slot_lengths),
+                              .ancestor_masks = words(ancestor_masks),
+                              .token_parents = ints(token_parents),
+                              .page_table = ints(page_table),
+                              .max_pages = static_cast<int>(page_table->shape()[1])},
+                             {positions, token_seqs, seq_slots, seq_token_begin, slot_lengths,
+                              page_table, ancestor_masks, token_parents}};
+          }),
+          py::kw_only(), "num_tokens"_a, "num_seqs"_a, "max_seq_tokens"_a, "max_kv"_a,
+          "positions"_a, "token_seqs"_a, "seq_slots"_a, "seq_token_begin"_a, "slot_lengths"_a,
+          "page_table"_a, "ancestor_masks"_a = SharedArray(), "first_token"_a = 0,
+          "token_parents"_a = SharedArray());
 
   py::class_<OpsAccepted>(m, "Accepted",
                           "Accepted tokens of each slot; see csrc/kernels/step/step_ops.h.")
@@ -217,12 +215,13 @@ void bind_layer_ops(py::module_& m) {
   m.def(
       "rms_norm",
       [](const OpsContext& c, SharedArray out, SharedArray x, SharedArray weight, float eps,
-         int64_t out_width, SharedArray index) {
+         int64_t out_width, SharedArray index, float weight_offset) {
         const auto [tensor, stride] = part_of(out, out_width);
-        rms_norm(c.ctx, {tensor, tensor_of(x), tensor_of(weight), eps, stride, ints(index)});
+        rms_norm(c.ctx, {tensor, tensor_of(x), tensor_of(weight), eps, stride, ints(index),
+                         weight_offset});
       },
       "ctx"_a, "out"_a, "x"_a, "weight"_a, "eps"_a = 1e-6f, "out_width"_a = 0,
-      "index"_a = SharedArray(),
+      "index"_a = SharedArray(), "weight_offset"_a = 0.f,
       "csrc/kernels/layer/rms_norm.h. out_width: the output is the first out_width columns of "
       "`out`.");
   m.def(
@@ -231,6 +230,14 @@ void bind_layer_ops(py::module_& m) {
         silu_mul(c.ctx, {tensor_of(out), tensor_of(x), interleaved});
       },
       "ctx"_a, "out"_a, "x"_a, "interleaved"_a = false, "csrc/kernels/layer/silu_mul.h");
+  m.def(
+      "sigmoid_gate",
+      [](const OpsContext& c, SharedArray x, SharedArray gates, int head_dim, int first,
+         int stride) {
+        sigmoid_gate(c.ctx, {tensor_of(x), tensor_of(gates), head_dim, first, stride});
+      },
+      "ctx"_a, py::kw_only(), "x"_a, "gates"_a, "head_dim"_a, "first"_a, "stride"_a,
+      "csrc/kernels/layer/sigmoid_gate.h");
   m.def(
       "gather_rows",
       [](const OpsContext& c, SharedArray out, SharedArray x, SharedArray index,
@@ -250,13 +257,14 @@ void bind_layer_ops(py::module_& m) {
                        float norm_eps, SharedArray inv_freq, float attention_scaling,
                        SharedArray k_cache, SharedArray v_cache, int num_heads, int num_kv_heads,
                        int head_dim, const OpsTokens& tokens, int rotary_dim,
-                       const QkvLayout& layout) {
+                       const QkvLayout& layout, float norm_offset) {
              OpsRotary made{{.qkv = tensor_of(qkv),
                              .layout = layout,
                              .bias = tensor_of(bias),
                              .q_norm = tensor_of(q_norm),
                              .k_norm = tensor_of(k_norm),
                              .norm_eps = norm_eps,
+                             .norm_offset = norm_offset,
                              .inv_freq = floats(inv_freq),
                              .rotary_dim = rotary_dim,
                              .attention_scaling = attention_scaling,
@@ -274,7 +282,8 @@ void bind_layer_ops(py::module_& m) {
            py::kw_only(), "qkv"_a, "bias"_a = SharedArray(), "q_norm"_a = SharedArray(),
            "k_norm"_a = SharedArray(), "norm_eps"_a = 1e-6f, "inv_freq"_a,
            "attention_scaling"_a = 1.f, "k_cache"_a, "v_cache"_a, "num_heads"_a, "num_kv_heads"_a,
-           "head_dim"_a, "tokens"_a, "rotary_dim"_a = 0, "layout"_a = QkvLayout());
+           "head_dim"_a, "tokens"_a, "rotary_dim"_a = 0, "layout"_a = QkvLayout(),
+           "norm_offset"_a = 0.f);
   m.def(
       "rotary_kv",
       [](const OpsContext& c, const OpsRotary& rotary) { rotary_kv(c.ctx, rotary.params); },
@@ -409,9 +418,11 @@ void bind_ops(py::module_& m) {
   bind_shared_params(ops);
   bind_layer_ops(ops);
   bind_attention_ops(ops);
+  bind_delta_net_ops(ops);
   bind_step_ops(ops);
   bind_tree_ops(ops);
   bind_w4_ops(ops);
+  bind_moe_ops(ops);
 }
 
 }  // namespace cpmcu

@@ -151,6 +151,12 @@ struct OpsParams {
   Params params;
   std::vector<SharedArray> arrays;  // keeps the memory of `params` alive
 };
+// StepTokens and the arrays that it points to.
+struct OpsTokens {
+  StepTokens tokens;
+  std::vector<SharedArray> arrays;
+};
+
 using OpsAccepted = OpsParams<Accepted>;
 using OpsSink = OpsParams<ResultSink>;
 
@@ -163,7 +169,9 @@ struct OpsState {
 using OpsRotary = OpsParams<RotaryKvParams>;
 using OpsAttention = OpsParams<AttentionParams>;
 
-void bind_tree_ops(pybind11::module_& ops);  // bind_tree_ops.cpp
-void bind_w4_ops(pybind11::module_& ops);    // bind_w4_ops.cpp
+void bind_delta_net_ops(pybind11::module_& ops);  // bind_delta_net_ops.cpp
+void bind_moe_ops(pybind11::module_& ops);        // bind_moe_ops.cpp
+void bind_tree_ops(pybind11::module_& ops);       // bind_tree_ops.cpp
+void bind_w4_ops(pybind11::module_& ops);         // bind_w4_ops.cpp
 
 }  // namespace cpmcu

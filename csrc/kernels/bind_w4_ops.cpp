@@ -86,34 +86,38 @@ void bind_w4_ops(py::module_& m) {
       "csrc/kernels/gemm/w4a16.h");
   const auto make = [](FusedGemm gemm, const SharedArray& y, const SharedArray& x,
                        SharedArray weights, float alpha, float beta, const SharedArray& scratch,
-                       const SharedArray& normed, const SharedArray& norm_weight, float norm_eps) {
+                       const SharedArray& normed, const SharedArray& norm_weight, float norm_eps,
+                       float norm_offset) {
     gemm.y = tensor_of(y), gemm.x = tensor_of(x);
     gemm.alpha = alpha, gemm.beta = beta;
     gemm.scratch = tensor_of(scratch);
     gemm.normed = tensor_of(normed), gemm.norm_weight = tensor_of(norm_weight);
-    gemm.norm_eps = norm_eps;
+    gemm.norm_eps = norm_eps, gemm.norm_offset = norm_offset;
     return OpsFusedGemm{gemm, {y, x, std::move(weights), scratch, normed, norm_weight}};
   };
   py::class_<OpsFusedGemm>(m, "FusedGemm", "A GEMM of fused_layer.")
       .def(py::init([make](SharedArray y, SharedArray x, const OpsWeight& w, float alpha,
                            float beta, SharedArray scratch, SharedArray normed,
-                           SharedArray norm_weight, float norm_eps) {
+                           SharedArray norm_weight, float norm_eps, float norm_offset) {
              FusedGemm gemm;
              gemm.w4 = w.weight;
-             return make(gemm, y, x, w.blocks, alpha, beta, scratch, normed, norm_weight, norm_eps);
+             return make(gemm, y, x, w.blocks, alpha, beta, scratch, normed, norm_weight, norm_eps,
+                         norm_offset);
            }),
            "y"_a, "x"_a, "w"_a, "alpha"_a = 1.f, "beta"_a = 0.f, "scratch"_a = SharedArray(),
-           "normed"_a = SharedArray(), "norm_weight"_a = SharedArray(), "norm_eps"_a = 1e-5f)
+           "normed"_a = SharedArray(), "norm_weight"_a = SharedArray(), "norm_eps"_a = 1e-5f,
+           "norm_offset"_a = 0.f)
       .def(py::init([make](SharedArray y, SharedArray x, SharedArray w, bool gated, float alpha,
                            float beta, SharedArray scratch, SharedArray normed,
-                           SharedArray norm_weight, float norm_eps) {
+                           SharedArray norm_weight, float norm_eps, float norm_offset) {
              FusedGemm gemm;
              gemm.w = tensor_of(w), gemm.gated = gated;
-             return make(gemm, y, x, w, alpha, beta, scratch, normed, norm_weight, norm_eps);
+             return make(gemm, y, x, w, alpha, beta, scratch, normed, norm_weight, norm_eps,
+                         norm_offset);
            }),
            "y"_a, "x"_a, "w"_a, "gated"_a = false, "alpha"_a = 1.f, "beta"_a = 0.f,
            "scratch"_a = SharedArray(), "normed"_a = SharedArray(), "norm_weight"_a = SharedArray(),
-           "norm_eps"_a = 1e-5f);
+           "norm_eps"_a = 1e-5f, "norm_offset"_a = 0.f);
   m.def(
       "fused_layer_prepare",
       [](const OpsContext& c, SharedArray memory) {

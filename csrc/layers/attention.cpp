@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "kernels/layer/rotary_kv.h"
+#include "kernels/layer/sigmoid_gate.h"
 #include "layers/block.h"
 #include "layers/rotary.h"
 #include "linear/gemm_queue.h"
@@ -16,7 +17,7 @@ namespace {
 // The sizes of one attention block. A parameter of the block overrides the model's number.
 struct AttentionShape {
   int num_heads, num_kv_heads, head_dim, window;
-  bool qkv_bias, qk_norm;
+  bool qkv_bias, qk_norm, output_gate;
   float rope_attention_scaling;
 
   AttentionShape(const ModelSpec& spec, const Params& params)
@@ -26,22 +27,33 @@ struct AttentionShape {
         window(params.integer("window", 0)),
         qkv_bias(params.flag("qkv_bias", spec.qkv_bias)),
         qk_norm(params.flag("qk_norm", spec.qk_norm)),
+        output_gate(params.flag("output_gate", false)),
         rope_attention_scaling(
             params.number("rope_attention_scaling", spec.rope_attention_scaling)) {
-    params.check_known("an attention block",
-                       {"num_attention_heads", "num_key_value_heads", "head_dim", "window",
-                        "qkv_bias", "qk_norm", "rope_inv_freq", "rope_attention_scaling"});
+    params.check_known(
+        "an attention block",
+        {"num_attention_heads", "num_key_value_heads", "head_dim", "window", "qkv_bias", "qk_norm",
+         "output_gate", "rope_inv_freq", "rope_attention_scaling"});
     CHECK(num_kv_heads >= 1 && num_heads >= num_kv_heads && num_heads % num_kv_heads == 0,
           "an attention block has {} heads and {} key heads, expected a multiple of the key heads",
           num_heads, num_kv_heads);
     CHECK(head_dim >= 8 && head_dim % 8 == 0, "head_dim is {}, expected a positive multiple of 8",
           head_dim);
+    CHECK(!(output_gate && qkv_bias),
+          "an attention block has an output gate and a bias, expected one of them");
     CHECK(window >= 0, "an attention block has a window of {}, expected at least 0", window);
   }
 
   int64_t q_size() const { return int64_t{num_heads} * head_dim; }
   int64_t kv_size() const { return int64_t{num_kv_heads} * head_dim; }
-  int64_t qkv_size() const { return q_size() + 2 * kv_size(); }
+  // Rows of q_proj: with an output gate, each query head is followed by its gate.
+  int64_t q_rows() const { return (output_gate ? 2 : 1) * q_size(); }
+  int64_t qkv_size() const { return q_rows() + 2 * kv_size(); }
+  QkvLayout layout() const {
+    if (!output_gate) return {};
+    const auto k = static_cast<int>(q_rows()), kv = static_cast<int>(kv_size());
+    return {.row = k + 2 * kv, .q_head = 2 * head_dim, .k = k, .v = k + kv};
+  }
 };
 
 class AttentionBlock : public Block {
@@ -53,7 +65,7 @@ class AttentionBlock : public Block {
         prefix_(config.prefix),
         scope_(config.scope),
         phase_(config.phase) {
-    const int64_t q = shape_.q_size(), kv = shape_.kv_size();
+    const int64_t q = shape_.q_rows(), kv = shape_.kv_size();
     const std::string attn = prefix_ + "self_attn.";
     qkv_ =
         make_linear(spec_.linear_method_of(attn + "qkv_proj"),
@@ -64,7 +76,7 @@ class AttentionBlock : public Block {
                      .name = attn + "qkv_proj"});
     out_ = make_linear(spec_.linear_method_of(attn + "o_proj"),
                        {.parts = {{attn + "o_proj", spec_.hidden_size}},
-                        .in_features = q,
+                        .in_features = shape_.q_size(),
                         .dtype = spec_.dtype,
                         .options = spec_.linear_options});
   }
@@ -150,10 +162,12 @@ class AttentionBlock : public Block {
     const Tensor out = out_buffer_.rows(0, step.tokens.num_tokens);
     qkv_->forward(ctx, step.phase, qkv, x, 1, 0);
     const RotaryKvParams rotary{.qkv = qkv,
+                                .layout = shape_.layout(),
                                 .bias = bias_,
                                 .q_norm = q_norm_,
                                 .k_norm = k_norm_,
                                 .norm_eps = spec_.rms_norm_eps,
+                                .norm_offset = spec_.norm_offset(),
                                 .inv_freq = rotary_.inv_freq(),
                                 .rotary_dim = rotary_.width(),
                                 .attention_scaling = shape_.rope_attention_scaling,
@@ -167,6 +181,7 @@ class AttentionBlock : public Block {
     if (queue == nullptr || !queue->push(rotary)) rotary_kv(ctx, rotary);
     const AttentionParams params{.out = out,
                                  .qkv = qkv,
+                                 .layout = shape_.layout(),
                                  .k_cache = keys_,
                                  .v_cache = values_,
                                  .scale = 1 / std::sqrt(static_cast<float>(shape_.head_dim)),
@@ -181,11 +196,18 @@ class AttentionBlock : public Block {
       attention_prefill(ctx, params);
     } else if (step.tokens.num_tokens > kMaxScratchTokens) {
       decode_in_groups(ctx, params);
-    } else if (queue == nullptr) {
+    } else if (queue == nullptr || shape_.output_gate) {
       attention_decode(ctx, params);
     } else {
       attention_splits(ctx, params);
       queue->push(params);
+    }
+    if (shape_.output_gate) {
+      sigmoid_gate(ctx, {.x = out,
+                         .gates = qkv,
+                         .head_dim = shape_.head_dim,
+                         .first = shape_.head_dim,
+                         .stride = 2 * shape_.head_dim});
     }
     out_->forward(ctx, step.phase, hidden, out, spec_.residual_scale, 1);
   }

@@ -34,7 +34,8 @@ class Block {
   virtual void finish_loading(const Context& ctx) = 0;
   // Checkpoint name of the norm before the block, without ".weight".
   virtual std::string norm_name() const = 0;
-  // hidden [T, H] += residual_scale * block(x [T, H]); x is `hidden` after the norm. All tokens of
+  // hidden [T, H] += residual_scale * block(x [T, H]); x is `hidden` after the norm. If more than
+  // one linear layer reads x, `ctx.pending` is flushed first (linear/gemm_queue.h). All tokens of
   // a prefill are accepted. After a decode step of the target, `commit` names the accepted tokens.
   virtual void forward(const Context& ctx, const Step& step, const Tensor& hidden,
                        const Tensor& x) const = 0;

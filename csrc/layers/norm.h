@@ -27,7 +27,8 @@ class RmsNorm {
                              .weight = weight_,
                              .eps = spec_->rms_norm_eps,
                              .out_stride = out_stride,
-                             .index = index};
+                             .index = index,
+                             .weight_offset = spec_->norm_offset()};
     GemmQueue* const queue = GemmQueue::of(ctx);
     if (queue == nullptr || !queue->push(norm)) rms_norm(ctx, norm);
   }

@@ -26,6 +26,7 @@ bool GemmQueue::push(const FusedGemm& gemm, const Tensor& memory) {
   if (!norm_.out.empty()) {
     FusedGemm& last = gemms_.back();
     last.normed = norm_.out, last.norm_weight = norm_.weight, last.norm_eps = norm_.eps;
+    last.norm_offset = norm_.weight_offset;
     norm_ = {};
   }
   gemms_.push_back(gemm);

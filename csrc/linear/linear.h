@@ -28,7 +28,7 @@ struct LinearConfig {
   std::vector<LinearPart> parts;
   int64_t in_features = 0;
   DType dtype = DType::kBF16;
-  std::map<std::string, int> options;
+  std::map<std::string, int> options{};
   std::string name{};  // name of the stack, such as "….qkv_proj"; empty: the only part's name
   // whether the checkpoint has the weights; false: `load_rows` brings them
   bool has_tensors = true;

@@ -16,18 +16,23 @@ HeadDrafter::HeadDrafter(const DrafterSpec& spec, const ModelSpec& target, const
                                                  .options = model.linear_options});
 }
 
-HeadDrafter::Layer HeadDrafter::add_layer(const std::string& prefix, int in_features) {
+HeadDrafter::Layer HeadDrafter::add_layer(const std::string& prefix, int in_features,
+                                          const LayerSpec& layer) {
+  CHECK(layer.size() == 2, "a layer of a draft head has {} blocks, expected 2", layer.size());
   BlockConfig attention{.spec = model(),
+                        .params = layer[0].params,
                         .prefix = prefix,
                         .scope = spec_.scope,
                         .in_features = in_features,
                         .phase = kMixer};
-  BlockConfig mlp = attention;
   attention.params.set("window", int64_t{spec_.options.integer("window", 0)});
-  mlp.in_features = 0;
-  mlp.phase = kMlp;
-  blocks_.push_back(BlockRegistry::instance().create("block", "attention", attention));
-  blocks_.push_back(BlockRegistry::instance().create("block", "mlp", mlp));
+  const BlockConfig mlp{.spec = model(),
+                        .params = layer[1].params,
+                        .prefix = prefix,
+                        .scope = spec_.scope,
+                        .phase = kMlp};
+  blocks_.push_back(BlockRegistry::instance().create("block", layer[0].kind, attention));
+  blocks_.push_back(BlockRegistry::instance().create("block", layer[1].kind, mlp));
   return {.attention = blocks_.end()[-2].get(), .mlp = blocks_.back().get()};
 }
 

@@ -32,9 +32,10 @@ class HeadDrafter : public BeamDrafter {
   HeadDrafter(const DrafterSpec& spec, const ModelSpec& target, const std::string& kind,
               int64_t fc_inputs);
 
-  // Adds attention with `in_features` input columns (0: hidden_size) and an MLP. Call it in the
-  // constructor.
-  Layer add_layer(const std::string& prefix, int in_features = 0);
+  // Adds the two blocks of `layer`; the first has `in_features` input columns (0: hidden_size).
+  // Call it in the constructor.
+  Layer add_layer(const std::string& prefix, int in_features = 0,
+                  const LayerSpec& layer = {{"attention"}, {"mlp"}});
   RmsNorm* add_norm(const std::string& name);
 
   bool shifted() const override { return true; }

@@ -171,7 +171,8 @@ Step SpeculativeStep::verify_step(const Batch& batch) const {
                        .slot_lengths = slots_.lengths,
                        .token_parents = trees_.parents,
                        .page_table = target_.states.page_table(),
-                       .max_pages = target_.states.max_pages()}};
+                       .max_pages = target_.states.max_pages()},
+            .accepted = slots_.accepted};
   if (step.verify) step.tokens.ancestor_masks = trees_.masks;
   return step;
 }

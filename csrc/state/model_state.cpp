@@ -38,7 +38,9 @@ int64_t ModelState::page_bytes() const {
 
 int64_t ModelState::slot_bytes() const {
   int64_t bytes = 0;
-  for (const Slots& slots : slots_) bytes += slots.tensor.num_bytes();
+  for (const Slots& slots : slots_) {
+    if (!slots.tensor.transient) bytes += slots.tensor.num_bytes();
+  }
   return bytes;
 }
 
@@ -97,6 +99,7 @@ Tensor ModelState::per_slot(SlotId id) const {
 
 void ModelState::reset(const Context& ctx, int slot) const {
   for (const Slots& slots : slots_) {
+    if (slots.tensor.transient) continue;
     const int64_t bytes = slots.tensor.num_bytes();
     fill_bytes(ctx.device, slots.memory + slot * bytes, 0, bytes, ctx.stream);
   }
@@ -136,6 +139,7 @@ void ModelState::load_page(const Context& ctx, int page, const char* host) const
 
 void ModelState::save_slot(const Context& ctx, int slot, char* host) const {
   for (const Slots& slots : slots_) {
+    if (slots.tensor.transient) continue;
     const int64_t bytes = slots.tensor.num_bytes();
     copy_to_host(ctx.device, host, slots.memory + slot * bytes, bytes, ctx.stream);
     host += bytes;
@@ -144,6 +148,7 @@ void ModelState::save_slot(const Context& ctx, int slot, char* host) const {
 
 void ModelState::load_slot(const Context& ctx, int slot, const char* host) const {
   for (const Slots& slots : slots_) {
+    if (slots.tensor.transient) continue;
     const int64_t bytes = slots.tensor.num_bytes();
     copy_to_device(ctx.device, slots.memory + slot * bytes, host, bytes, ctx.stream);
     host += bytes;

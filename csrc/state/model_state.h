@@ -32,6 +32,9 @@ struct SlotTensor {
   std::string name;            // in the memory plan
   std::vector<int64_t> shape;  // of one slot, up to 3 dimensions
   DType dtype = DType::kF32;
+  // Not part of a checkpoint, and not cleared for a new sequence: another tensor says whether the
+  // content counts.
+  bool transient = false;
 
   int64_t num_bytes() const;  // of one slot
 };
@@ -55,7 +58,7 @@ class ModelState {
   SlotId add_slot(const SlotTensor& tensor);
 
   int64_t page_bytes() const;  // of one page in all planes
-  int64_t slot_bytes() const;  // of one slot in all per-slot tensors
+  int64_t slot_bytes() const;  // of one slot in all per-slot tensors that are not transient
   void plan_slots(MemoryPlan& plan, int num_slots);
   void plan_pages(MemoryPlan& plan, int num_pages);
   void bind(const Context& ctx, const Arena& arena);
@@ -65,12 +68,13 @@ class ModelState {
   Tensor per_slot(SlotId id) const;  // [slots, shape…]
 
   // ---- verbs
-  // A new sequence in `slot`: its per-slot tensors are zero. In stream order.
+  // A new sequence in `slot`: its per-slot tensors become zero. In stream order.
   void reset(const Context& ctx, int slot) const;
   // Copies a page of all planes to or from pinned memory [page_bytes]. In stream order.
   void save_page(const Context& ctx, int page, char* host) const;
   void load_page(const Context& ctx, int page, const char* host) const;
   // Copies a slot's per-slot tensors to or from pinned memory [slot_bytes]. In stream order.
+  // Transient tensors are left out.
   void save_slot(const Context& ctx, int slot, char* host) const;
   void load_slot(const Context& ctx, int slot, const char* host) const;
   // After acceptance: rows of accepted tokens move into place in every per-token plane.

@@ -88,6 +88,12 @@ void StateCache::release(int slot, uint64_t num_steps) {
   pages.clear();
 }
 
+std::vector<int> StateCache::take(int most) {
+  std::vector<int> pages;
+  for (int i = std::min(most, pool_.num_free()); i > 0; --i) pages.push_back(pool_.take());
+  return pages;
+}
+
 void StateCache::hold(const std::vector<int>& pages) {
   for (int page : pages) pool_.share(page);
 }

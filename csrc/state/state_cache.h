@@ -29,7 +29,7 @@ class StateCache {
   void plan_slots(MemoryPlan& plan, int num_slots, int max_entries);
   void plan_pages(MemoryPlan& plan, int num_pages);
   int64_t page_bytes() const;  // of one page in all planes of all models
-  int64_t slot_bytes() const;  // of one slot in all per-slot tensors of all models
+  int64_t slot_bytes() const;  // of one slot, as in ModelState, of all models
   void bind(const Context& ctx, const Arena& arena);
 
   const int* page_table() const { return table_; }  // [slots, max_pages] device
@@ -50,6 +50,8 @@ class StateCache {
   void share(const Context& ctx, int slot, const std::vector<int>& pages);
   // Gives the slot's pages back; `num_steps` as in PagePool.
   void release(int slot, uint64_t num_steps);
+  // Up to `most` free pages, each with one owner other than a slot.
+  std::vector<int> take(int most);
   // Add or remove an owner of pages other than a slot, such as the prefix cache.
   void hold(const std::vector<int>& pages);
   void drop(const std::vector<int>& pages, uint64_t num_steps);

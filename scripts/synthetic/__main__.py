@@ -12,15 +12,20 @@ of device write equal files, and a model with fewer layers has the same first la
 Each tensor is generated and written before the next one (with torch on a GPU if present, else
 with numpy), so an 8B model is never in memory as a whole.
 
-Presets whose names end in -eagle or -eagle3 are draft heads. Their directories also have
-token_counts.npy: token frequencies like those of natural text, for FR-Spec.
+Presets whose names end in -eagle or -eagle3 are draft heads. Their directories and those of models
+with an MTP head also have token_counts.npy: token frequencies like those of natural text, for
+FR-Spec.
 
     python -m scripts.synthetic --preset minicpm4-8b --acceptance 0.8 --out DIR --draft-out DIR2
 
-writes a target and a draft with synthetic acceptance (acceptance.py).
+writes a target and a draft with synthetic acceptance (acceptance.py). The draft of a preset with an
+MTP head is that head (mtp_acceptance.py):
+
+    python -m scripts.synthetic --preset qwen3.5-9b --acceptance 0.8 --out DIR
 
 --quant gptq (--draft-quant gptq for the draft) stores the layers' projections and a head's fc in
-4 bits with groups of 128: random bits, with scales that give the same standard deviation.
+4 bits with groups of 128: random bits, with scales that give the same standard deviation. An MTP
+head and the projections that published files leave dense stay dense.
 
 To add a model, add a row to PRESETS (presets.py). To add another kind of tensor, write a Fill
 (tensors.py).
@@ -31,11 +36,14 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from scripts.synthetic.acceptance import pair_presets
-from scripts.synthetic.presets import PRESETS
+from scripts.synthetic.mtp_acceptance import mtp_preset
+from scripts.synthetic.presets import PRESETS, Preset
+from scripts.synthetic.tensors import Config
 from scripts.synthetic.writer import check_apart, check_config, check_out, write_checkpoint
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -77,7 +85,7 @@ def make_parser() -> argparse.ArgumentParser:
         type=float,
         metavar="P",
         help="synthetic acceptance: the target's text is known, and each token of the EAGLE head "
-        "in --draft-out is accepted with probability P",
+        "in --draft-out, or of the MTP head, is accepted with probability P",
     )
     parser.add_argument("--draft-out", type=Path, help="folder of the draft")
     parser.add_argument(
@@ -91,36 +99,46 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def list_jobs(args: argparse.Namespace, config: Config) -> list[tuple[Preset, Path, str | None]]:
+    """(Preset, folder, 4-bit format) of each checkpoint to write. `config`: with overrides.
+
+    Raises SystemExit for flags that do not go together.
+    """
+    preset = PRESETS[args.preset]
+    has_mtp = bool(config.get("mtp_num_hidden_layers"))
+    if has_mtp and args.draft_out is not None:
+        raise SystemExit(f"--draft-out: the draft of {args.preset} is its MTP head, in --out")
+    if not has_mtp and (args.acceptance is None) != (args.draft_out is None):
+        raise SystemExit("--acceptance and --draft-out go together: give both or neither")
+    if args.draft_quant and args.draft_out is None:
+        raise SystemExit("--draft-quant is for the draft in --draft-out; use --quant")
+    if args.acceptance is None:
+        return [(replace(preset, config=config), args.out, args.quant)]
+    if preset.draft:
+        raise SystemExit(f"--acceptance needs a target, but {args.preset} is a draft")
+    draft_vocab = args.draft_vocab_size or min(32768, config["vocab_size"] // 2)
+    pair = (preset, config, args.seed, args.acceptance, draft_vocab)
+    if has_mtp:
+        return [(mtp_preset(*pair), args.out, args.quant)]
+    target, draft = pair_presets(*pair, args.draft_quant)
+    check_apart(args.out, args.draft_out)
+    return [(target, args.out, args.quant), (draft, args.draft_out, args.draft_quant)]
+
+
 def main(argv: list[str] | None = None) -> None:
     args = make_parser().parse_args(argv)
     if args.preset not in PRESETS:
         raise SystemExit(f"unknown preset {args.preset!r}; known: {', '.join(PRESETS)}")
-    overrides = dict(args.set)
+    config = {**PRESETS[args.preset].config, **dict(args.set)}
     if args.num_hidden_layers is not None:
-        overrides["num_hidden_layers"] = args.num_hidden_layers
-    check_config({**PRESETS[args.preset].config, **overrides})
+        config["num_hidden_layers"] = args.num_hidden_layers
+    check_config(config)
     if not 0 < args.shard_size_gb < math.inf:
         raise SystemExit(f"--shard-size-gb is {args.shard_size_gb}, but must be above 0")
-    jobs = [(PRESETS[args.preset], args.out, args.quant)]
-    if (args.acceptance is None) != (args.draft_out is None):
-        raise SystemExit("--acceptance and --draft-out go together: give both or neither")
-    if args.draft_quant and args.acceptance is None:
-        raise SystemExit("--draft-quant is for the draft of --acceptance; use --quant")
+    jobs = list_jobs(args, config)
+    for _, out, _ in jobs:  # checked before the tensors are generated
+        check_out(out, args.force, args.tokenizer)
     dtype = args.dtype or ("float16" if args.quant else "bfloat16")
-    if args.acceptance is not None:
-        preset = PRESETS[args.preset]
-        if preset.draft:
-            raise SystemExit(f"--acceptance needs a target, but {args.preset} is a draft")
-        config = {**preset.config, **overrides}
-        draft_vocab = args.draft_vocab_size or min(32768, config["vocab_size"] // 2)
-        target, draft = pair_presets(
-            preset, config, args.seed, args.acceptance, draft_vocab, args.draft_quant
-        )
-        jobs = [(target, args.out, args.quant), (draft, args.draft_out, args.draft_quant)]
-        overrides = {}
-        for _, out, _ in jobs:  # checked before the tensors are generated
-            check_out(out, args.force, args.tokenizer)
-        check_apart(args.out, args.draft_out)
     for preset, out, quant in jobs:
         progress = write_checkpoint(
             preset,
@@ -128,7 +146,6 @@ def main(argv: list[str] | None = None) -> None:
             dtype=dtype,
             seed=args.seed,
             shard_bytes=int(args.shard_size_gb * 1e9),
-            overrides=overrides,
             tokenizer=args.tokenizer,
             device=args.device,
             force=args.force,

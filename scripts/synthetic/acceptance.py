@@ -15,7 +15,7 @@ accepted with probability P, independently of the others. A speculative step of 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -121,11 +121,15 @@ def quiet(spec: TensorSpec, config: Config) -> TensorSpec:
     return spec
 
 
-def pass_left_half(hidden: int) -> Fill:
-    """[I | 0] for the input [embedding | hidden state], plus noise: zeros would run faster."""
+def pass_left_half(hidden: int, last: Callable[[Source], Array] | None = None) -> Fill:
+    """[I | 0] for the input [embedding | hidden state], plus noise: zeros would run faster.
+
+    `last` [H] is added to the column of the embedding's last element.
+    """
 
     def fill(source: Source, seed: int, count: int, dtype: str) -> Iterator[Array]:
         noise = 0.01 / math.sqrt(2 * hidden)
+        added = last(source) if last else np.zeros(hidden, np.float32)
         for begin in range(0, hidden, step := max(1, CHUNK // (2 * hidden))):
             rows = min(step, hidden - begin)
             values = np.random.default_rng([seed, begin]).standard_normal(
@@ -133,6 +137,7 @@ def pass_left_half(hidden: int) -> Fill:
             )
             values *= np.float32(noise)
             values[np.arange(rows), np.arange(begin, begin + rows)] += 1
+            values[:, hidden - 1] += added[begin : begin + rows]
             yield encode(values.ravel(), dtype)
 
     return fill

@@ -24,16 +24,39 @@ QUANTIZATION_CONFIG: Config = {
 }
 
 
+# As in published files of models with gated delta nets: small or sensitive modules stay dense.
+DENSE_OF_HYBRIDS = ("in_proj_a", "in_proj_b", "in_proj_ba")
+MTP = "mtp."
+
+
+def quantisation_config(config: Config) -> Config:
+    """The quantization_config of a model."""
+    if "linear_num_key_heads" not in config:
+        return QUANTIZATION_CONFIG
+    rules = [f"-:.*{module}$" for module in DENSE_OF_HYBRIDS] + ["-:^mtp.*"]
+    return QUANTIZATION_CONFIG | {"dynamic": {rule: {} for rule in rules}}
+
+
 def quantised(specs: Iterable[TensorSpec]) -> Iterator[TensorSpec]:
-    """Returns the model with projections and fc in 4 bits and all other tensors unchanged."""
+    """Returns the model with projections and fc in 4 bits and all other tensors unchanged.
+
+    An MTP head stays dense.
+    """
     for spec in specs:
         module = spec.name.removesuffix(".weight")
-        if not module.endswith(("_proj", "fc")) or module == spec.name:
+        if module == spec.name or not _is_quantised(module):
             yield spec
             continue
         if spec.std == 0:
             raise SystemExit(f"{spec.name} cannot be stored in 4 bits")
         yield from gptq_tensors(module, *spec.shape, words(), spec.std / LEVELS_STD)
+
+
+def _is_quantised(module: str) -> bool:
+    leaf = module.rpartition(".")[2]
+    if leaf in DENSE_OF_HYBRIDS or module.startswith(MTP):
+        return False
+    return leaf.endswith("_proj") or leaf == "fc" or leaf.startswith("in_proj_")
 
 
 def gptq_tensors(

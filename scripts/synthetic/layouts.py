@@ -30,21 +30,38 @@ def attention_tensors(
         yield matrix(f"{prefix}{name}_proj.weight", rows * head_dim, columns)
         if kind == "qwen2":
             yield TensorSpec(f"{prefix}{name}_proj.bias", (rows * head_dim,), normal(0.1))
-    if kind == "qwen3":
+    if kind in ("qwen3", "qwen3_moe"):
         yield norm(f"{prefix}q_norm.weight", head_dim)
         yield norm(f"{prefix}k_norm.weight", head_dim)
     yield matrix(f"{prefix}o_proj.weight", hidden, heads * head_dim, branch)
 
 
-def mlp_tensors(config: Config, prefix: str, branch: float) -> Iterator[TensorSpec]:
-    hidden, intermediate = config["hidden_size"], config["intermediate_size"]
+def mlp_tensors(
+    config: Config, prefix: str, branch: float, width: str = "intermediate_size"
+) -> Iterator[TensorSpec]:
+    """`width` is the key of the width in the config."""
+    hidden, intermediate = config["hidden_size"], config[width]
     yield matrix(f"{prefix}gate_proj.weight", intermediate, hidden)
     yield matrix(f"{prefix}up_proj.weight", intermediate, hidden)
     yield matrix(f"{prefix}down_proj.weight", hidden, intermediate, branch)
 
 
+def has_experts(config: Config, layer: int) -> bool:
+    step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers", ())
+    return "num_experts" in config and (layer + 1) % step == 0 and layer not in dense
+
+
+def expert_tensors(config: Config, prefix: str, branch: float) -> Iterator[TensorSpec]:
+    """A router and its experts. Random scores choose all experts about equally often."""
+    yield matrix(f"{prefix}gate.weight", config["num_experts"], config["hidden_size"], 2)
+    for expert in range(config["num_experts"]):
+        yield from mlp_tensors(
+            config, f"{prefix}experts.{expert}.", branch, "moe_intermediate_size"
+        )
+
+
 def decoder_tensors(config: Config) -> Iterator[TensorSpec]:
-    """The tensors of a dense Llama, MiniCPM, Qwen2 or Qwen3 model, in forward order."""
+    """The tensors of a Llama, MiniCPM, Qwen2, Qwen3 or Qwen3-MoE model, in forward order."""
     hidden, vocab = config["hidden_size"], config["vocab_size"]
     layers = config["num_hidden_layers"]
     scale_emb = config.get("scale_emb", 1.0)
@@ -61,7 +78,8 @@ def decoder_tensors(config: Config) -> Iterator[TensorSpec]:
         yield norm(f"{prefix}input_layernorm.weight", hidden)
         yield from attention_tensors(config, f"{prefix}self_attn.", hidden, branch)
         yield norm(f"{prefix}post_attention_layernorm.weight", hidden)
-        yield from mlp_tensors(config, f"{prefix}mlp.", branch)
+        of_layer = expert_tensors if has_experts(config, index) else mlp_tensors
+        yield from of_layer(config, f"{prefix}mlp.", branch)
     yield norm("model.norm.weight", hidden)
     if not tied:
         # Undoes the scale of the head's input, so that logits have a standard deviation of about 2.

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from scripts.synthetic.hybrid import hybrid_tensors
 from scripts.synthetic.layouts import decoder_tensors, eagle3_tensors, eagle_tensors
 from scripts.synthetic.tensors import Config, TensorSpec
 
@@ -19,6 +20,7 @@ class Preset:
     tensors: Callable[[Config], Iterable[TensorSpec]] = decoder_tensors
     files: dict[str, bytes] = field(default_factory=dict)  # further files, written unchanged
     draft: bool = False  # has token_counts.npy, but no tokenizer and no generation_config.json
+    with_vision: bool = False  # written as the language model of a model with vision
 
 
 # LongRoPE factors published with MiniCPM4, head_dim 128 and 64; long and short are equal.
@@ -123,6 +125,51 @@ def qwen(version: int, **keys: Any) -> Config:
     return config | keys
 
 
+def hybrid(**keys: Any) -> Config:
+    """Qwen3.5: three gated delta nets to one attention."""
+    return {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "attention_bias": False,
+        "attn_output_gate": True,
+        "eos_token_id": 248044,
+        "full_attention_interval": 4,
+        "head_dim": 256,
+        "hidden_act": "silu",
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_value_head_dim": 128,
+        "mamba_ssm_dtype": "float32",
+        "max_position_embeddings": 262144,
+        "mtp_num_hidden_layers": 1,
+        "mtp_use_dedicated_embeddings": False,
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {
+            "mrope_interleaved": True,
+            "mrope_section": [11, 11, 10],
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 10000000,
+            "rope_type": "default",
+        },
+        "tie_word_embeddings": False,
+        "vocab_size": 248320,
+        **keys,
+    }
+
+
+def qwen_moe(**keys: Any) -> Config:
+    experts = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "norm_topk_prob": True,
+    }
+    return qwen(3, **experts, **keys)
+
+
 def generation(bos: int, eos: list[int], pad: int | None = None, **keys: Any) -> Config:
     config: Config = {"bos_token_id": bos, "eos_token_id": eos}
     if pad is not None:
@@ -143,6 +190,23 @@ TINY = {
     "pad_token_id": 0,
 }
 TINY_GENERATION = generation(1, [2, 4], pad=0)
+TINY_HYBRID = {
+    **TINY,
+    "num_hidden_layers": 4,
+    "head_dim": 64,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+}
+QWEN35_GENERATION: Config = {
+    "eos_token_id": [248046, 248044],
+    "pad_token_id": 248044,
+    "do_sample": True,
+    "temperature": 0.6,
+    "top_k": 20,
+    "top_p": 0.95,
+}
 
 LLAMA_8B = {
     "bos_token_id": 128000,
@@ -171,6 +235,18 @@ MINICPM4_8B = {
     "rope_scaling": longrope(LONGROPE_128, 32768),
 }
 
+QWEN3 = {
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "num_attention_heads": 32,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "vocab_size": 151936,
+}
+QWEN3_GENERATION = generation(
+    151643, [151645, 151643], pad=151643, do_sample=True, temperature=0.6, top_k=20, top_p=0.95
+)
+
 PRESETS: dict[str, Preset] = {
     "minicpm4-8b": Preset(
         minicpm(**MINICPM4_8B, num_hidden_layers=32),
@@ -196,26 +272,26 @@ PRESETS: dict[str, Preset] = {
     "qwen3-8b": Preset(
         qwen(
             3,
-            bos_token_id=151643,
-            eos_token_id=151645,
+            **QWEN3,
             hidden_size=4096,
             num_hidden_layers=36,
-            num_attention_heads=32,
             num_key_value_heads=8,
-            head_dim=128,
             intermediate_size=12288,
-            max_position_embeddings=40960,
-            vocab_size=151936,
         ),
-        generation(
-            151643,
-            [151645, 151643],
-            pad=151643,
-            do_sample=True,
-            temperature=0.6,
-            top_k=20,
-            top_p=0.95,
+        QWEN3_GENERATION,
+    ),
+    "qwen3-30b-a3b": Preset(
+        qwen_moe(
+            **QWEN3,
+            hidden_size=2048,
+            num_hidden_layers=48,
+            num_key_value_heads=4,
+            intermediate_size=6144,
+            moe_intermediate_size=768,
+            num_experts=128,
+            num_experts_per_tok=8,
         ),
+        QWEN3_GENERATION,
     ),
     "qwen2.5-7b": Preset(
         qwen(
@@ -242,6 +318,40 @@ PRESETS: dict[str, Preset] = {
             top_p=0.8,
         ),
     ),
+    "qwen3.5-4b": Preset(
+        hybrid(
+            hidden_size=2560,
+            num_hidden_layers=32,
+            intermediate_size=9216,
+            num_attention_heads=16,
+            linear_num_value_heads=32,
+            tie_word_embeddings=True,
+        ),
+        QWEN35_GENERATION,
+        hybrid_tensors,
+    ),
+    "qwen3.5-9b": Preset(
+        hybrid(
+            hidden_size=4096,
+            num_hidden_layers=32,
+            intermediate_size=12288,
+            num_attention_heads=16,
+            linear_num_value_heads=32,
+        ),
+        QWEN35_GENERATION,
+        hybrid_tensors,
+    ),
+    "qwen3.5-27b": Preset(
+        hybrid(
+            hidden_size=5120,
+            num_hidden_layers=64,
+            intermediate_size=17408,
+            num_attention_heads=24,
+            linear_num_value_heads=48,
+        ),
+        QWEN35_GENERATION,
+        hybrid_tensors,
+    ),
     "tiny-llama": Preset(
         llama(
             **TINY,
@@ -260,7 +370,31 @@ PRESETS: dict[str, Preset] = {
     "tiny-qwen2": Preset(qwen(2, **TINY), TINY_GENERATION),
     # head_dim is larger than H / Hq; embeddings are tied.
     "tiny-qwen3": Preset(qwen(3, **TINY, head_dim=128, tie_word_embeddings=True), TINY_GENERATION),
+    "tiny-qwen3-moe": Preset(
+        qwen_moe(
+            **TINY, head_dim=64, moe_intermediate_size=128, num_experts=16, num_experts_per_tok=4
+        ),
+        TINY_GENERATION,
+    ),
     "tiny-minicpm": Preset(minicpm(**TINY, dim_model_base=64), TINY_GENERATION),
+    "tiny-qwen3.5": Preset(hybrid(**TINY_HYBRID), TINY_GENERATION, hybrid_tensors),
+    "tiny-qwen3.5-vl": Preset(
+        hybrid(**TINY_HYBRID, tie_word_embeddings=True),
+        TINY_GENERATION,
+        hybrid_tensors,
+        with_vision=True,
+    ),
+    # Each layer has an MLP, while published models have experts.
+    "tiny-qwen3-next": Preset(
+        hybrid(
+            **TINY_HYBRID,
+            architectures=["Qwen3NextForCausalLM"],
+            model_type="qwen3_next",
+            mlp_only_layers=[0, 1, 2, 3],
+        ),
+        TINY_GENERATION,
+        hybrid_tensors,
+    ),
     "minicpm4-8b-eagle": Preset(
         minicpm(**MINICPM4_8B, num_hidden_layers=1), {}, eagle_tensors, draft=True
     ),

@@ -14,7 +14,8 @@ import numpy as np
 
 from cpmcu.convert.output import NewTensor, check_destination, new_directory, write_safetensors
 from cpmcu.loading.tensors import TensorMeta
-from scripts.synthetic.gptq import QUANTIZATION_CONFIG, quantised
+from scripts.synthetic.gptq import quantisation_config, quantised
+from scripts.synthetic.hybrid import wrapped_config, wrapped_tensors
 from scripts.synthetic.layouts import token_counts
 from scripts.synthetic.presets import Preset
 from scripts.synthetic.sources import Source, make_source
@@ -35,6 +36,8 @@ TOKENIZER_FILES = (
 SIZES = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim"),
     *("num_attention_heads", "num_key_value_heads", "draft_vocab_size"),
+    *("linear_num_key_heads", "linear_num_value_heads", "linear_conv_kernel_dim"),
+    *("linear_key_head_dim", "linear_value_head_dim", "full_attention_interval"),
 )
 SCALES = ("scale_emb", "scale_depth", "dim_model_base")
 
@@ -154,7 +157,6 @@ def write_checkpoint(
     dtype: str = "bfloat16",
     seed: int = 0,
     shard_bytes: int = 5_000_000_000,
-    overrides: Config | None = None,
     tokenizer: Path | None = None,
     device: str = "auto",
     force: bool = False,
@@ -164,9 +166,9 @@ def write_checkpoint(
 
     `quant` "gptq": stores projections in 4 bits, unless the preset stores them in 4 bits itself.
     """
-    config = {**preset.config, **(overrides or {}), "torch_dtype": dtype}
+    config = {**preset.config, "torch_dtype": dtype}
     if quant:
-        config["quantization_config"] = QUANTIZATION_CONFIG
+        config["quantization_config"] = quantisation_config(config)
     if preset.draft:
         tokenizer = None
     elif tokenizer is None and config["vocab_size"] >= 4096 and DEFAULT_TOKENIZER.is_dir():
@@ -174,10 +176,12 @@ def write_checkpoint(
     check_out(out, force, tokenizer)
     source = make_source(device)
     with new_directory(out) as directory:
-        write_json(directory / "config.json", config)
-        if preset.draft:
+        write_json(
+            directory / "config.json", wrapped_config(config) if preset.with_vision else config
+        )
+        if preset.draft or config.get("mtp_num_hidden_layers"):
             np.save(directory / "token_counts.npy", token_counts(config["vocab_size"]))
-        else:
+        if not preset.draft:
             write_json(directory / "generation_config.json", preset.generation)
         for name, content in preset.files.items():
             (directory / name).write_bytes(content)
@@ -186,5 +190,7 @@ def write_checkpoint(
         specs = list(preset.tensors(config))
         if quant and not any(spec.name.endswith(".qweight") for spec in specs):
             specs = list(quantised(specs))
+        if preset.with_vision:
+            specs = list(wrapped_tensors(specs))
         tensors = [new_tensor(spec, dtype, seed, source) for spec in specs]
         return write_weights(tensors, directory, shard_bytes)

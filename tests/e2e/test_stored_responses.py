@@ -147,6 +147,8 @@ def test_input_items(few):
         ("user", "b"),
     ]
     assert len({item.id for item in found}) == 3
+    assert found[1].id == first["output"][0]["id"]
+    assert (found[1].status, found[1].content[0].annotations) == ("completed", [])
     down = client.responses.input_items.list(second["id"])
     assert [item.id for item in down] == [item.id for item in reversed(found)]
     assert error_of(few.get(f"{PATH}/{second['id']}/input_items?limit=0"), 400)["param"] == "limit"

@@ -8,9 +8,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.engine.harness import SMALL, random_ids
 from tests.reference.tiny_checkpoints import TinyCheckpoint, write_tiny
 from tests.reference.tiny_drafts import KINDS, write_draft
+from tests.reference.tiny_hybrid import HYBRIDS
 from tests.reference.tiny_w4 import quantise, write_w4
 
 VOCAB = 160
@@ -72,6 +75,9 @@ class Models:
     def target(self, family: str) -> TinyCheckpoint:
         """A suffix "_layout" of `family` names a layout of 4-bit weights."""
         if family not in self._targets:
+            if family in HYBRIDS:
+                self._targets[family] = self._hybrid(family)
+                return self._targets[family]
             name, _, layout = family.partition("_")
             made = write_tiny(
                 self.root / family,
@@ -86,6 +92,19 @@ class Models:
                 write_w4(made.directory, made.config, quantise(made.weights), layout)
             self._targets[family] = made
         return self._targets[family]
+
+    def _hybrid(self, family: str) -> TinyCheckpoint:
+        """A model of gated delta nets with an MTP head."""
+        if self.device == "cuda":
+            pytest.skip("CUDA is refused for models with gated delta nets")
+        return write_tiny(
+            self.root / family,
+            family,
+            dtype=self.dtype,
+            vocab_size=VOCAB,
+            max_position_embeddings=CONTEXT,
+            mtp_num_hidden_layers=1,
+        )
 
     def draft(self, kind: str, family: str) -> Path:
         directory = self.root / f"{family}-{kind}"
@@ -119,6 +138,8 @@ class Models:
         if kind == "ngram":
             tree = {"spec_num_iter": tree["spec_num_iter"]}
             return self.engine(family, {"method": "ngram", **tree}, **config)
+        if kind == "mtp":
+            return self.engine(family, {"method": "mtp", **tree}, **config)
         draft = str(self.draft(kind, family))
         return self.engine(family, {"draft_model_path": draft, **tree}, **config)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from cpmcu.engine.prefix import host
 from cpmcu.engine.prefix.disk import DiskStore
 from cpmcu.engine.prefix.disk_tier import DiskTier
 from tests.engine.drafted import COUNT, SAMPLINGS, SOME_DRAFTS, TREES, VOCAB, Models, family_of
@@ -196,7 +197,7 @@ def test_decoded_pages_are_published_if_asked_for(models: Models) -> None:
 def test_a_restart_finds_the_pages_on_disk(models: Models, tmp_path: Any) -> None:
     ids = random_ids(300, VOCAB, seed=6)
     for restart in range(3):
-        engine = models.engine("llama", None)
+        engine = models.engine("llama", None, max_num_seqs=4)
         store = DiskStore(tmp_path, "1" * 32, engine.page_bytes, 1 << 30)
         cache_options = {"host_bytes": 8 * engine.page_bytes, "disk": DiskTier(store)}
         with running_kept(engine, **cache_options) as runner:
@@ -204,6 +205,9 @@ def test_a_restart_finds_the_pages_on_disk(models: Models, tmp_path: Any) -> Non
             runner.submit(job.request)
             assert job.wait() == models.plain("llama", ids, 8)
             assert job.request.cached_tokens == (256 if restart else 0)
+            counters = runner.load().prefix_cache
+            assert counters.disk_hits == (256 if restart else 0)
+            assert counters.host_hits == 0  # the pages went on to the device at once
 
 
 def test_a_reset_stops_pages_on_their_way_to_disk(models: Models, tmp_path: Any) -> None:
@@ -232,6 +236,25 @@ def test_a_reset_stops_pages_on_their_way_to_disk(models: Models, tmp_path: Any)
 
         runner.call(reset)
     assert not list(tmp_path.rglob("*.safetensors"))
+
+
+def test_a_sequence_that_runs_during_a_reset_publishes_nothing(models: Models) -> None:
+    engine = models.engine("llama", None, max_num_seqs=2, chunk_length=32)
+    ids = random_ids(300, VOCAB, seed=6)
+    with running(engine) as (runner, cache):
+        publish = cache.publish
+
+        def reset_first(*args: Any, **options: Any) -> None:
+            cache.publish = publish  # type: ignore[method-assign]
+            cache.reset()
+            publish(*args, **options)
+
+        cache.publish = reset_first  # type: ignore[method-assign]
+        for known in (0, 0, 256):
+            job = Job(ids, 8)
+            runner.submit(job.request)
+            assert job.wait() == models.plain("llama", ids, 8)
+            assert job.request.cached_tokens == known
 
 
 def test_what_is_only_on_disk_takes_no_memory(models: Models, tmp_path: Any) -> None:
@@ -275,6 +298,27 @@ def test_reading_takes_no_host_memory_from_the_pages_before(models: Models, tmp_
             runner.submit(job.request)
             assert job.wait() == models.plain("llama", ids, 4)
         assert job.request.cached_tokens == 128
+
+
+def test_no_host_memory_is_taken_ahead_while_a_disk_is_read(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = models.engine("llama", None)
+    monkeypatch.setattr(host, "SEGMENT_BYTES", 2 * engine.page_bytes)
+    tier = host.HostTier(engine, engine.page_bytes, 40 * engine.page_bytes)
+    tier._in_threads = True  # as on a GPU
+    tier.is_calm = True
+    blocks = [tier.take()]  # if no block is free, memory is taken in any case
+    while tier._grower is not None:
+        tier._grower.join()
+        tier.grow()
+    while tier._free:
+        blocks.append(tier.take())
+        assert tier._grower is None
+    assert len(blocks) == 2 * host.SEGMENTS_AHEAD
+    blocks.append(tier.take())
+    assert len(set(blocks)) == 2 * host.SEGMENTS_AHEAD + 1 and -1 not in blocks
+    tier.close()
 
 
 def running_kept(engine: Any, **options: Any) -> Any:

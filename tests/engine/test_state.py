@@ -65,6 +65,34 @@ def test_free_pages_after_a_release_in_flight(models: Models, kind: str | None) 
     assert engine.num_free_pages == engine.num_pages
 
 
+def test_pages_without_a_slot(models: Models) -> None:
+    engine = engine_of(models, None, **FEW)
+    assert engine.take_pages(0) == []
+    first = engine.take_pages(1)
+    rest = engine.take_pages(1000)
+    assert len({*first, *rest}) == engine.num_pages and engine.num_free_pages == 0
+    assert engine.take_pages(3) == []
+    engine.drop_pages(first + rest)
+    assert engine.num_free_pages == engine.num_pages
+    take_all_pages(engine)
+
+
+def test_copies_are_known_until_they_are_waited_for(models: Models) -> None:
+    from cpmcu import C
+
+    engine = engine_of(models, None, **FEW)
+    blocks = C.HostBlocks(engine, engine.page_bytes, 1)
+    blocks.grow()
+    (page,) = engine.take_pages(1)
+    assert not engine.has_copies
+    for copy in (engine.save_pages, engine.load_pages):
+        copy([page], blocks, [0])
+        assert engine.has_copies
+        engine.wait_for_copies()
+        assert not engine.has_copies
+    engine.drop_pages([page])
+
+
 def test_forty_sequences_with_trees(models: Models) -> None:
     """A step of 320 tokens: head and attention run on groups of it."""
     num_seqs, tree = (40, {"spec_num_iter": 3, "spec_topk_per_iter": 3, "spec_tree_size": 8})

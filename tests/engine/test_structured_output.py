@@ -190,8 +190,8 @@ def test_a_grammar_after_reasoning(device: str, plain: LLM, as_token: bool) -> N
             free = plain.generate(prompt, dataclasses.replace(params, grammar=None))[0]
             assert free.text.startswith(reasoning + tag)
     assert finished >= 4
-    for draft in DRAFTS.values():
-        with load(device, draft) as llm:
+    for kind in ("eagle2", "ngram"):
+        with load(device, DRAFTS[kind]) as llm:
             outputs = llm.generate(prompts, held)
         assert shown(outputs) == shown(expected)
         metrics = [output.outputs[0].spec_decode_metrics for output in outputs]

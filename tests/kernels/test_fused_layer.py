@@ -96,7 +96,7 @@ class Layer:
     """The GEMMs o, gate and up, down, and qkv of the next layer."""
 
     def __init__(self, shape: tuple[int, ...], dtype: str, bits: int = 4, **kind: Any) -> None:
-        self.dtype = dtype
+        self.dtype, self.norm_offset = dtype, 0.0
         make = partial(Dense, dtype=dtype) if bits == 16 else partial(FourBits, **kind)
         attention, hidden, intermediate, qkv = shape
         rng = np.random.default_rng(sum(shape))
@@ -138,8 +138,10 @@ class Layer:
             y = residuals if gemm.beta else empty(device, [m, gemm.width], dtype)
             norm: dict[str, Any] = {}
             if gemm.norm is not None and i + 1 < count:
-                norm_weight = put(device, gemm.norm, dtype)
-                norm = {"normed": normed, "norm_weight": norm_weight, "norm_eps": EPS}
+                norm = {
+                    "normed": normed, "norm_eps": EPS, "norm_offset": self.norm_offset,
+                    "norm_weight": put(device, gemm.norm - self.norm_offset, dtype),
+                }  # fmt: skip
             gemms.append(
                 gemm.weights.gemm(
                     y, taken, weight, m, device, alpha=gemm.alpha, beta=gemm.beta, **norm
@@ -197,6 +199,22 @@ def test_kinds_of_scales(device: str, dtype: str, kind: dict[str, Any]) -> None:
     )  # fmt: skip
     attended = layer.run(x, residual, 1)[0]
     assert_close(hidden, layer.gemms[2].reference(act, attended), KERNELS["normed_gemm"][dtype])
+
+
+@on_devices_and_cuda_dtypes
+@on_bits
+def test_zero_centred_norms(device: str, dtype: str, bits: int) -> None:
+    shape = (264, 136, 200, 520)
+    plain, centred = Layer(shape, dtype, bits), Layer(shape, dtype, bits)
+    for layer in (plain, centred):
+        layer.put(device)
+        for gemm in layer.gemms:
+            if gemm.norm is not None:  # 1 + w and w are exact in 16 bits
+                gemm.norm = rounded(np.round(gemm.norm * 64) / 64, "float16")
+    centred.norm_offset = 1.0
+    x, residual = inputs(5, shape, dtype)
+    for one, other in zip(plain.run(x, residual, 4), centred.run(x, residual, 4)):
+        assert np.array_equal(one, other)
 
 
 @on_devices_and_cuda_dtypes

@@ -41,6 +41,21 @@ def test_rms_norm(device: str, dtype: str, num_rows: int, width: int, eps: float
 
 
 @on_devices_and_dtypes
+def test_zero_centred_weights(device: str, dtype: str) -> None:
+    rng = np.random.default_rng(4)
+    x = rounded(rng.standard_normal((3, 136)), dtype)
+    weight = rounded(rng.standard_normal(136) / 16, dtype)
+
+    def run(device: str) -> np.ndarray:
+        out = empty(device, [3, 136], dtype)
+        arrays = put(device, x, dtype), put(device, weight, dtype)
+        ops.rms_norm(context(device), out, *arrays, eps=1e-6, weight_offset=1)
+        return get(out)
+
+    check(run, device, reference.rms_norm(x, 1 + weight, 1e-6), "exact_inputs", dtype)
+
+
+@on_devices_and_dtypes
 def test_a_row_of_zeros_stays_zero(device: str, dtype: str) -> None:
     out = empty(device, [1, 64], dtype)
     zeros, weight = put(device, np.zeros((1, 64)), dtype), put(device, np.ones(64), dtype)

@@ -27,7 +27,7 @@ HEADS = sizes((1, 1, 64), (4, 2, 128), (7, 1, 64), (16, 2, 128), (2, 2, 256), (3
 def check_step(
     device: str, dtype: str, step: Step, heads: tuple[int, int, int], *,
     bias: bool = False, norm: bool = False, scaling: float = 1.0, eps: float = 1e-6,
-    rotary_dim: int = 0, spread: bool = False,
+    rotary_dim: int = 0, spread: bool = False, norm_offset: float = 0,
 ) -> None:  # fmt: skip
     """`spread`: a gate of the size of a head follows each query head."""
     num_heads, num_kv, dim = heads
@@ -47,7 +47,7 @@ def check_step(
     heads_in = (qkv if biases is None else qkv + biases).reshape(step.num_rows, -1, dim)
     q, k, v = np.split(heads_in, [num_heads, num_heads + num_kv], axis=1)
     if q_norm is not None and k_norm is not None:
-        q, k = reference.rms_norm(q, q_norm, eps), reference.rms_norm(k, k_norm, eps)
+        q, k = (reference.rms_norm(x, norm_offset + w, eps) for x, w in ((q, q_norm), (k, k_norm)))
     new_qkv, new_k, new_v = qkv.copy(), k_before.copy(), v_before.copy()
     for row in range(step.num_rows):
         position = int(step.positions[row])
@@ -75,9 +75,9 @@ def check_step(
         rotary = ops.RotaryKv(
             qkv=arrays[0], k_cache=arrays[1], v_cache=arrays[2], bias=optional(biases),
             q_norm=optional(q_norm), k_norm=optional(k_norm), norm_eps=eps,
-            inv_freq=put(device, inv_freq), attention_scaling=scaling, num_heads=num_heads,
-            num_kv_heads=num_kv, head_dim=dim, tokens=step.rows(device), rotary_dim=rotary_dim,
-            **layout,
+            norm_offset=norm_offset, inv_freq=put(device, inv_freq), attention_scaling=scaling,
+            num_heads=num_heads, num_kv_heads=num_kv, head_dim=dim, tokens=step.rows(device),
+            rotary_dim=rotary_dim, **layout,
         )  # fmt: skip
         ops.rotary_kv(context(device), rotary)
         return [get(array) for array in arrays]
@@ -108,6 +108,12 @@ def test_heads(device: str, dtype: str, heads: Any, bias: bool, norm: bool) -> N
 def test_all_together(device: str, dtype: str) -> None:
     step = Step(lengths=[5, 1], counts=[1, 64])
     check_step(device, dtype, step, (4, 2, 64), bias=True, norm=True, scaling=1.19, eps=1e-5)
+
+
+@on_devices_and_dtypes
+def test_zero_centred_norms(device: str, dtype: str) -> None:
+    step = Step(lengths=[5, 1], counts=[1, 3])
+    check_step(device, dtype, step, (4, 2, 64), norm=True, norm_offset=1)
 
 
 def spread_out(qkv: np.ndarray, gates: np.ndarray) -> np.ndarray:

@@ -8,11 +8,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tests.reference.tiny_checkpoints import fuse_experts
+
 Array = npt.NDArray[Any]
 
 
 def hf_logits(config: Mapping[str, Any], weights: Mapping[str, Array], ids: Sequence[int]) -> Array:
-    """[T, V], float32, for a config.json and float32 weights of Llama, Mistral, Qwen2 or Qwen3."""
+    """[T, V], float32, for a config.json and float32 weights of any family except MiniCPM."""
+    return hf_states(config, weights, ids)[0]
+
+
+def hf_states(
+    config: Mapping[str, Any], weights: Mapping[str, Array], ids: Sequence[int]
+) -> tuple[Array, Array]:
+    """(logits [T, V], hidden states after the final norm [T, H]), float32."""
     import torch
     import transformers
 
@@ -21,18 +30,35 @@ def hf_logits(config: Mapping[str, Any], weights: Mapping[str, Array], ids: Sequ
         "mistral": transformers.MistralConfig,
         "qwen2": transformers.Qwen2Config,
         "qwen3": transformers.Qwen3Config,
+        "qwen3_next": transformers.Qwen3NextConfig,
+        "qwen3_5_text": transformers.Qwen3_5TextConfig,
+        "qwen3_5": transformers.Qwen3_5Config,
+        "qwen2_moe": transformers.Qwen2MoeConfig,
+        "qwen3_moe": transformers.Qwen3MoeConfig,
     }
     keys = {k: v for k, v in config.items() if k not in ("torch_dtype", "model_type")}
     hf_config = classes[config["model_type"]](**keys, attn_implementation="eager")
     # NOTE: with several threads, torch's first call in a process sometimes has an error of 6e-5.
     torch.set_num_threads(1)
-    model = transformers.AutoModelForCausalLM.from_config(hf_config).float().eval()
-    state = {name: torch.from_numpy(np.array(array)) for name, array in weights.items()}
+    weights = fuse_experts(config, weights)
+    has_vision = config["model_type"] == "qwen3_5"
+    auto = transformers.AutoModelForImageTextToText if has_vision else None
+    auto = auto or transformers.AutoModelForCausalLM
+    model = auto.from_config(hf_config).float().eval()
+    state = {
+        name: torch.from_numpy(np.array(array))
+        for name, array in weights.items()
+        if not name.startswith(("mtp.", "model.visual."))
+    }
     if hf_config.tie_word_embeddings:
-        state["lm_head.weight"] = state["model.embed_tokens.weight"]
-    model.load_state_dict(state, strict=True)
+        prefix = "model.language_model." if has_vision else "model."
+        state["lm_head.weight"] = state[f"{prefix}embed_tokens.weight"]
+    # The tower of a model with vision keeps its own random weights, which text does not use.
+    missing, unexpected = model.load_state_dict(state, strict=False)
+    assert not unexpected and all(name.startswith("model.visual.") for name in missing), missing
     with torch.no_grad():
-        return model(torch.tensor([list(ids)])).logits[0].numpy()
+        outputs = model(torch.tensor([list(ids)]), output_hidden_states=True, use_cache=False)
+    return outputs.logits[0].numpy(), outputs.hidden_states[-1][0].numpy()
 
 
 def fold_minicpm(

@@ -1,4 +1,4 @@
-"""EAGLE-2 and EAGLE-3 draft heads in plain numpy: the reference of the drafters' tests.
+"""EAGLE-2, EAGLE-3 and MTP draft heads in plain numpy: the reference of the drafters' tests.
 
     target = NumpyTarget(fields, weights)              # weights of a Hugging Face checkpoint
     hidden, aux_hidden = target.states(ids, layers)    # the input of the heads
@@ -29,14 +29,14 @@ def rms_norm(x: Array, weight: Array, eps: float) -> Array:
 
 
 def rotate(x: Array, positions: Array, fields: SpecFields) -> Array:
-    """Rotate pairs (i, i + D/2) of x [T, heads, D]."""
-    half = x.shape[-1] // 2
+    """Rotate pairs (i, i + R/2) of the first R elements of x [T, heads, D]."""
     inv_freq = np.asarray(fields.rope_inv_freq, x.dtype)
+    half = inv_freq.size
     angles = positions.astype(x.dtype)[:, None, None] * inv_freq
     cos = np.cos(angles) * x.dtype.type(fields.rope_attention_scaling)
     sin = np.sin(angles) * x.dtype.type(fields.rope_attention_scaling)
-    left, right = x[..., :half], x[..., half:]
-    return np.concatenate([left * cos - right * sin, right * cos + left * sin], -1)
+    left, right, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return np.concatenate([left * cos - right * sin, right * cos + left * sin, rest], -1)
 
 
 def attend(q: Array, k: Array, v: Array, visible: Array) -> Array:
@@ -138,8 +138,8 @@ class NumpyHead:
     def extend(self, states: Any, next_ids: Sequence[int]) -> tuple[Array, Array]:
         """Appends rows that read the target's states: (logits [T, V or Vd], recycled [T, H]).
 
-        `states` is [T, H] for EAGLE-2 and three such arrays for EAGLE-3. next_ids[t] is the token
-        that follows the token of states[t].
+        `states` is [T, H] for EAGLE-2 and MTP, and three such arrays for EAGLE-3. next_ids[t] is
+        the token that follows the token of states[t].
         """
         return self._run(self._start(states), next_ids)
 
@@ -257,3 +257,48 @@ class NumpyEagle3(NumpyHead):
 
     def token(self, index: int) -> int:
         return index + int(self.weights["d2t"][index])
+
+
+class NumpyMtp(NumpyHead):
+    """The MTP head of Qwen3-Next and Qwen3.5; `weights` have the names `mtp.*`.
+
+    Norms multiply by 1 + weight. The output of `mtp.norm` makes the logits and is recycled.
+    """
+
+    def _start(self, states: Any) -> Array:
+        return np.asarray(states, self.target.dtype)
+
+    def _layer(self, embedding: Array, hidden: Array) -> Array:
+        normed = [
+            self._norm(embedding, "mtp.pre_fc_norm_embedding.weight"),
+            self._norm(hidden, "mtp.pre_fc_norm_hidden.weight"),
+        ]
+        x = np.concatenate(normed, -1) @ self.weights["mtp.fc.weight"].T
+        normed_x = self._norm(x, "mtp.layers.0.input_layernorm.weight")
+        x = x + self._attention(normed_x, "mtp.layers.0.self_attn.")
+        normed_x = self._norm(x, "mtp.layers.0.post_attention_layernorm.weight")
+        x = x + swiglu(normed_x, self.weights, "mtp.layers.0.mlp.")
+        return self._norm(x, "mtp.norm.weight")
+
+    def _logits(self, x: Array) -> Array:
+        return self.target.head(x)
+
+    def _norm(self, x: Array, name: str) -> Array:
+        return rms_norm(x, 1 + self.weights[name], self.eps)
+
+    def _attention(self, x: Array, prefix: str) -> Array:
+        first, fields = len(self.rows), self.target.fields
+        positions = np.arange(first, first + len(x))
+        q, gate = np.split(self._heads(x, prefix, "q", 2 * self.head_dim), 2, -1)
+        k = self._norm(self._heads(x, prefix, "k", self.head_dim), f"{prefix}k_norm.weight")
+        q = rotate(self._norm(q, f"{prefix}q_norm.weight"), positions, fields)
+        v = self._heads(x, prefix, "v", self.head_dim)
+        self.rows.extend(zip(rotate(k, positions, fields), v))
+        keys, values = (np.stack([row[i] for row in self.rows]) for i in range(2))
+        visible = positions[:, None] >= np.arange(len(self.rows))[None, :]
+        out = attend(q, keys, values, visible) / (1 + np.exp(-gate.reshape(len(x), -1)))
+        return out @ self.weights[f"{prefix}o_proj.weight"].T
+
+    def _heads(self, x: Array, prefix: str, part: str, width: int) -> Array:
+        """[T, heads, width]"""
+        return (x @ self.weights[f"{prefix}{part}_proj.weight"].T).reshape(len(x), -1, width)

@@ -1,7 +1,8 @@
 """A transformer in plain numpy: the reference of tests that run without torch.
 
 It supports all fields of a ModelSpec: grouped-query attention, rotary embedding with any
-inverse frequencies, RMSNorm on q and k heads, a bias on q, k and v, muP scales, a tied head.
+inverse frequencies, RMSNorm on q and k heads, a bias on q, k and v, muP scales, a tied head, and
+experts.
 Weights have the names and shapes of a Hugging Face Llama checkpoint.
 """
 
@@ -14,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cpmcu.models.common import SpecFields
+from tests.reference.ops import route
 
 Array = npt.NDArray[Any]
 
@@ -41,7 +43,7 @@ class NumpyModel:
             normed = self._norm(hidden, weights[prefix + "input_layernorm.weight"])
             hidden = hidden + self._attention(normed, prefix) * fields.residual_scale
             normed = self._norm(hidden, weights[prefix + "post_attention_layernorm.weight"])
-            hidden = hidden + self._mlp(normed, prefix) * fields.residual_scale
+            hidden = hidden + self._mlp_or_experts(normed, layer) * fields.residual_scale
         hidden = self._norm(hidden, weights["model.norm.weight"]) * fields.logit_scale
         head = embedding if fields.tie_word_embeddings else weights["lm_head.weight"]
         return hidden @ head.T
@@ -64,13 +66,13 @@ class NumpyModel:
         return projected.reshape(len(x), num_heads, self.fields.head_dim)  # [T, heads, D]
 
     def _rotate(self, x: Array) -> Array:
-        half = self.fields.head_dim // 2
         inv_freq = np.asarray(self.fields.rope_inv_freq, self.dtype)
+        half = inv_freq.size
         angles = np.arange(len(x), dtype=self.dtype)[:, None, None] * inv_freq
         cos = np.cos(angles) * self.fields.rope_attention_scaling
         sin = np.sin(angles) * self.fields.rope_attention_scaling
-        left, right = x[..., :half], x[..., half:]
-        return np.concatenate([left * cos - right * sin, right * cos + left * sin], -1)
+        left, right, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+        return np.concatenate([left * cos - right * sin, right * cos + left * sin, rest], -1)
 
     def _attention(self, x: Array, prefix: str) -> Array:
         fields = self.fields
@@ -91,7 +93,23 @@ class NumpyModel:
             outputs.append(weights / weights.sum(-1, keepdims=True) @ v[:, head // group])
         return np.concatenate(outputs, -1) @ self.weights[prefix + "self_attn.o_proj.weight"].T
 
+    def _mlp_or_experts(self, x: Array, layer: int) -> Array:
+        prefix = f"model.layers.{layer}.mlp."
+        blocks = dict(self.fields.layers[layer]) if self.fields.layers else {}
+        if "moe" not in blocks:
+            return self._mlp(x, prefix)
+        scores = x @ self.weights[prefix + "gate.weight"].T
+        experts, weights = route(scores, blocks["moe"]["top_k"], blocks["moe"]["norm_topk_prob"])
+        result = np.zeros_like(x)
+        for t, row in enumerate(x):
+            for expert, weight in zip(experts[t], weights[t]):
+                result[t] += weight * self._mlp(row[None], f"{prefix}experts.{expert}.")[0]
+        if blocks["moe"].get("shared_intermediate_size"):
+            gate = x @ self.weights[prefix + "shared_expert_gate.weight"].T
+            result += self._mlp(x, prefix + "shared_expert.") / (1 + np.exp(-gate))
+        return result
+
     def _mlp(self, x: Array, prefix: str) -> Array:
-        gate = x @ self.weights[prefix + "mlp.gate_proj.weight"].T
-        up = x @ self.weights[prefix + "mlp.up_proj.weight"].T
-        return (gate / (1 + np.exp(-gate)) * up) @ self.weights[prefix + "mlp.down_proj.weight"].T
+        gate = x @ self.weights[prefix + "gate_proj.weight"].T
+        up = x @ self.weights[prefix + "up_proj.weight"].T
+        return (gate / (1 + np.exp(-gate)) * up) @ self.weights[prefix + "down_proj.weight"].T

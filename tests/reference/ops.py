@@ -43,6 +43,21 @@ def w4_weights(q: npt.NDArray[np.uint8], scales: F64, zeros: Ints | None = None)
     return ((q.astype(np.int64) - z) * scales[group]).T
 
 
+def route(logits: F64, top_k: int, renormalise: bool) -> tuple[Ints, F64]:
+    """Experts [T, k] by rank, of equal logits the lower one first, and their weights [T, k]."""
+    p = np.exp(logits - logits.max(axis=1, keepdims=True))
+    p /= p.sum(axis=1, keepdims=True)
+    experts = np.argsort(-logits, axis=1, kind="stable")[:, :top_k]
+    weights = np.take_along_axis(p, experts, axis=1)
+    return experts, weights / weights.sum(axis=1, keepdims=True) if renormalise else weights
+
+
+def expert_gemm(x: F64, w: F64, experts: Ints, pairs_per_x: int, gated: bool) -> F64:
+    """x [P / pairs_per_x, K], w [E, N, K]: row p is x[p / pairs_per_x] times w[experts[p]]."""
+    y = np.stack([w[expert] @ x[p // pairs_per_x] for p, expert in enumerate(experts)])
+    return silu_mul(y) if gated else y
+
+
 def rope(x: F64, position: int, inv_freq: npt.NDArray[np.float32], scaling: float) -> F64:
     """x [..., D], of which the first 2 * len(inv_freq) elements are rotated.
 

@@ -1,5 +1,7 @@
 """Writes tiny random checkpoints of each model family as Hugging Face directories.
 
+FAMILIES are those with attention in every layer, HYBRIDS those with gated delta nets.
+
 tiny = write_tiny(tmp_path, "qwen2", num_hidden_layers=3, shards=2, dtype="bfloat16")
 tiny.directory, tiny.config, tiny.weights   # weights: float32, rounded as in the files
 """
@@ -16,7 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from cpmcu.models.common import BuildOptions, SpecFields
+from cpmcu.models.reader import language_config
 from cpmcu.models.registry import find_model
+from tests.reference.tiny_hybrid import HYBRIDS, MODEL_TYPES, hybrid_config, hybrid_weights
 
 Array = npt.NDArray[Any]
 
@@ -26,8 +30,10 @@ ARCHITECTURES = {
     "qwen2": ("Qwen2ForCausalLM", "qwen2"),
     "qwen3": ("Qwen3ForCausalLM", "qwen3"),
     "minicpm": ("MiniCPMForCausalLM", "minicpm"),
+    "qwen3moe": ("Qwen3MoeForCausalLM", "qwen3_moe"),
+    "qwen2moe": ("Qwen2MoeForCausalLM", "qwen2_moe"),
 }
-FAMILIES = tuple(ARCHITECTURES)
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "minicpm")  # dense
 
 BASE_CONFIG: dict[str, Any] = {
     "vocab_size": 203,  # a prime that is not close to a tile size
@@ -44,6 +50,12 @@ BASE_CONFIG: dict[str, Any] = {
     "tie_word_embeddings": False,
     "bos_token_id": 1,
     "eos_token_id": 2,
+}
+EXPERTS = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 40,
+    "norm_topk_prob": True,
 }
 MINICPM_SCALES = {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 16}
 
@@ -66,9 +78,13 @@ class TinyCheckpoint:
 
 def tiny_config(family: str, dtype: str = "float32", **overrides: Any) -> dict[str, Any]:
     """A config.json; an override of None removes the key."""
+    if family in HYBRIDS:
+        return hybrid_config(family, dtype, BASE_CONFIG, overrides)
     architecture, model_type = ARCHITECTURES[family]
     config = {"architectures": [architecture], "model_type": model_type, "torch_dtype": dtype}
     config |= BASE_CONFIG | (MINICPM_SCALES if family == "minicpm" else {})
+    config |= EXPERTS if family.endswith("moe") else {}
+    config |= {"shared_expert_intermediate_size": 56} if family == "qwen2moe" else {}
     if family == "mistral":
         config["sliding_window"] = None
     if "hidden_size" in overrides or "num_attention_heads" in overrides:
@@ -81,6 +97,8 @@ def tiny_config(family: str, dtype: str = "float32", **overrides: Any) -> dict[s
 
 def random_weights(config: Mapping[str, Any], seed: int = 0) -> dict[str, Array]:
     """float32 weights of a config, scaled so that activations stay near 1."""
+    if config["model_type"] in MODEL_TYPES:
+        return hybrid_weights(config, seed)
     rng = np.random.default_rng(seed)
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     heads = config["num_attention_heads"]
@@ -101,19 +119,51 @@ def random_weights(config: Mapping[str, Any], seed: int = 0) -> dict[str, Array]
         weights[prefix + "input_layernorm.weight"] = norm(hidden)
         for part, rows in (("q", q_size), ("k", kv_size), ("v", kv_size)):
             weights[f"{prefix}self_attn.{part}_proj.weight"] = matrix(rows, hidden)
-            if model_type == "qwen2":
+            if model_type in ("qwen2", "qwen2_moe"):
                 weights[f"{prefix}self_attn.{part}_proj.bias"] = norm(rows) - 1
-            if model_type == "qwen3" and part != "v":
+            if model_type in ("qwen3", "qwen3_moe") and part != "v":
                 weights[f"{prefix}self_attn.{part}_norm.weight"] = norm(head_dim)
         weights[prefix + "self_attn.o_proj.weight"] = matrix(hidden, q_size)
         weights[prefix + "post_attention_layernorm.weight"] = norm(hidden)
-        weights[prefix + "mlp.gate_proj.weight"] = matrix(inner, hidden)
-        weights[prefix + "mlp.up_proj.weight"] = matrix(inner, hidden)
-        weights[prefix + "mlp.down_proj.weight"] = matrix(hidden, inner)
+        modules = {"mlp.": inner}
+        if has_experts(config, layer):
+            weights[prefix + "mlp.gate.weight"] = 3 * matrix(config["num_experts"], hidden)
+            experts = [f"mlp.experts.{expert}." for expert in range(config["num_experts"])]
+            modules = dict.fromkeys(experts, config["moe_intermediate_size"])
+            if shared_width := config.get("shared_expert_intermediate_size"):
+                weights[prefix + "mlp.shared_expert_gate.weight"] = 3 * matrix(1, hidden)
+                modules["mlp.shared_expert."] = shared_width
+        for module, width in modules.items():
+            weights[f"{prefix}{module}gate_proj.weight"] = matrix(width, hidden)
+            weights[f"{prefix}{module}up_proj.weight"] = matrix(width, hidden)
+            weights[f"{prefix}{module}down_proj.weight"] = matrix(hidden, width)
     weights["model.norm.weight"] = norm(hidden)
     if not config.get("tie_word_embeddings"):
         weights["lm_head.weight"] = matrix(config["vocab_size"], hidden)
     return weights
+
+
+def has_experts(config: Mapping[str, Any], layer: int) -> bool:
+    step, dense = config.get("decoder_sparse_step") or 1, config.get("mlp_only_layers") or ()
+    return "num_experts" in config and (layer + 1) % step == 0 and layer not in dense
+
+
+def fuse_experts(config: Mapping[str, Any], weights: Mapping[str, Array]) -> dict[str, Array]:
+    """The weights with the experts of each layer as `gate_up_proj` and `down_proj`."""
+    fused = dict(weights)
+    for layer in range(config["num_hidden_layers"]):
+        if not has_experts(config, layer):
+            continue
+        prefix = f"model.layers.{layer}.mlp.experts."
+        stacks = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
+        for name, parts in stacks.items():
+            fused[prefix + name] = np.stack(
+                [
+                    np.concatenate([fused.pop(f"{prefix}{i}.{part}_proj.weight") for part in parts])
+                    for i in range(config["num_experts"])
+                ]
+            )
+    return fused
 
 
 def write_tiny(
@@ -132,7 +182,7 @@ def write_tiny(
     if weights is None:
         weights = random_weights(config, seed)
     (directory / "config.json").write_text(json.dumps(config, indent=2))
-    generation = {"eos_token_id": [min(2, config["vocab_size"] - 1)]}
+    generation = {"eos_token_id": [min(2, language_config(config)["vocab_size"] - 1)]}
     (directory / "generation_config.json").write_text(json.dumps(generation))
     names = list(weights)
     if shards == 1:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from tests.reference.tiny_checkpoints import (
+    EXPERTS,
     MINICPM_SCALES,
     Array,
     TinyCheckpoint,
@@ -52,17 +53,20 @@ def write_draft(
 
 
 def _head_config(target: TinyCheckpoint, architecture: str) -> dict[str, Any]:
-    return {
-        **target.config,
-        "architectures": [architecture],
-        "num_hidden_layers": 1,
-        "tie_word_embeddings": False,
-    }
+    return _dense_config(target) | {"architectures": [architecture]}
+
+
+def _dense_config(target: TinyCheckpoint) -> dict[str, Any]:
+    """The target's config with one layer; a head has no experts."""
+    config = {key: value for key, value in target.config.items() if key not in EXPERTS}
+    if config["model_type"].endswith("_moe"):
+        config["model_type"] = "llama"
+    return {**config, "num_hidden_layers": 1, "tie_word_embeddings": False}
 
 
 def _layer(target: TinyCheckpoint, seed: int) -> Weights:
     """One layer's tensors, `self_attn.q_proj.weight` and so on."""
-    config = {**target.config, "num_hidden_layers": 1, "tie_word_embeddings": False}
+    config = _dense_config(target)
     prefix = "model.layers.0."
     weights = random_weights(config, seed)
     return {name.removeprefix(prefix): w for name, w in weights.items() if name.startswith(prefix)}

@@ -18,7 +18,7 @@ import numpy as np
 
 from cpmcu.quant import packing
 from tests.reference import packing as layouts
-from tests.reference.tiny_checkpoints import Array, from_bits, to_bits
+from tests.reference.tiny_checkpoints import Array, TinyCheckpoint, from_bits, to_bits, write_tiny
 
 LAYOUTS = ("gptq", "gptq_v2", "awq", "compressed", "marlin")
 STACKS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -145,6 +145,46 @@ def write_w4(
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [2]}))
     _write(directory / file, tensors)
     return directory
+
+
+HYBRID_SIZES: dict[str, Any] = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "head_dim": 64,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "mtp_num_hidden_layers": 1,
+}
+HYBRID_DENSE = ("in_proj_a", "in_proj_b", "in_proj_ba", "mtp")  # as in published files
+
+
+def quantise_hybrid(
+    weights: Mapping[str, Array], dense: tuple[str, ...] = HYBRID_DENSE, **settings: Any
+) -> W4Weights:
+    """Quantises a model of gated delta nets, except modules with a part of their name in `dense`.
+
+    A module may also be named as a whole. `in_proj_a` and `in_proj_b` always stay dense.
+    """
+    modules = [name.removesuffix(".weight") for name in weights]
+    taken = tuple(module for module in modules if ".in_proj_" in module)
+    parts = {*dense, *HYBRID_DENSE[:3]}
+    kept = tuple(m for m in modules if set(m.split(".")) & parts or m in dense)
+    return quantise(weights, extra=taken, keep=kept, **settings)
+
+
+def write_hybrid_w4(
+    directory: Path,
+    family: str,
+    layout: str,
+    dense: tuple[str, ...] = HYBRID_DENSE,
+    quant: Mapping[str, Any] | None = None,
+) -> TinyCheckpoint:
+    """Writes a tiny 4-bit model of gated delta nets with an MTP head."""
+    tiny = write_tiny(directory / "dense", family, **HYBRID_SIZES)
+    weights = quantise_hybrid(tiny.weights, dense)
+    write_w4(directory / "w4", tiny.config, weights, layout, quant=quant)
+    return TinyCheckpoint(directory / "w4", tiny.config, tiny.weights)
 
 
 def _group_size(weights: W4Weights) -> int:

@@ -76,6 +76,23 @@ def test_thinking_then_calling(cuts):
     assert found == ("I may <tool_call>{}</tool_call>.", "", [F])
 
 
+@pytest.mark.parametrize(
+    ("text", "calls"),
+    [
+        (f"I shall call.\n{HERMES}", [F]),
+        (f"{HERMES}\n{HERMES}\n", [F, F]),
+        (f"I may write {HERMES}, but", []),
+        ("no call", []),
+        ("", []),
+    ],
+)
+@settings(max_examples=10)
+@given(cuts=st.lists(st.integers(0, 200), max_size=5))
+def test_a_call_at_the_end_of_reasoning_that_did_not_end(text, calls, cuts):
+    parser = AnswerParser(ThinkParser(inside=True), HermesParser({}))
+    assert parsed(parser, pieces(text, cuts)) == (text.rstrip(), "", calls)
+
+
 @given(cuts=st.lists(st.integers(0, 200), max_size=5))
 def test_only_one_call(cuts):
     parser = AnswerParser(None, HermesParser({}), only_one_call=True)

@@ -127,6 +127,13 @@ def test_models(
     assert config == {**tiny.config, "quantization_config": stated}
 
 
+def test_experts_are_refused(tmp_path: Path) -> None:
+    write_gptq(tmp_path / "in", "qwen3moe")
+    with pytest.raises(ValueError, match=r"experts.0.gate_proj is of an expert, expected a dense"):
+        gptq_to_marlin(str(tmp_path / "in"), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("shards", [1, 2])
 def test_eagle(tmp_path: Path, shards: int) -> None:
     tiny = write_gptq_eagle(tmp_path / "in", shards=shards)

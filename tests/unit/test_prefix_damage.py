@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import os
 import random
@@ -108,6 +109,37 @@ def test_another_page_at_the_place_is_refused(
     expected = ["key is", "parent is", "holds other tokens"][part]
     assert expected in line
     assert stored[2].hex()[:32] not in line  # a prompt is not for the log
+
+
+def test_a_header_may_be_spelled_in_another_way(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = open_store(tmp_path)
+    write(store, 1)
+    path = file_of(tmp_path, 1)
+    raw = path.read_bytes()
+    begin = 8 + struct.unpack("<Q", raw[:8])[0]
+    content = json.loads(raw[8:begin])
+    text = json.dumps(dict(reversed(content.items()))).encode().ljust(begin - 8)
+    path.write_bytes(raw[:8] + text + raw[begin:])
+    assert read(store, 1) and not warnings(caplog)
+    path.write_bytes(raw[:8] + text + raw[begin:-1] + b"\0")
+    assert not read(store, 1)
+    (line,) = warnings(caplog)
+    assert "checksum of the page" in line
+
+
+def test_a_directory_in_place_of_a_file_stops_no_other_page(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = open_store(tmp_path)
+    file_of(tmp_path, 1).mkdir()
+    assert not write(store, 1) and not write(store, 1)
+    (line,) = warnings(caplog)
+    assert f"{file_of(tmp_path, 1)}: cannot be written: " in line
+    assert write(store, 2) and read(store, 2)
+    assert store.num_bytes == FILE
+    assert names(tmp_path) == {file_of(tmp_path, number).name for number in (1, 2)}
 
 
 def test_another_fingerprint_has_another_folder(tmp_path: Path) -> None:

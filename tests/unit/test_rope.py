@@ -189,7 +189,16 @@ def test_longrope_chooses_by_the_maximum_length() -> None:
             {**SCALINGS["longrope"], "short_factor": [0.0] * 32},
             ["short_factor contains 0.0", "positive"],
         ),
-        ({"rope_type": "default", "partial_rotary_factor": 0.5}, ["partial_rotary_factor is 0.5"]),
+        (
+            {"rope_type": "default", "partial_rotary_factor": 1.5},
+            ["partial_rotary_factor is 1.5", "an even number, 2 to head_dim=64"],
+        ),
+        ({"rope_type": "default", "partial_rotary_factor": 0.05}, ["factor is 0.05", "even"]),
+        ({"rope_type": "default", "partial_rotary_factor": -1}, ["factor is -1", "positive"]),
+        (
+            {**SCALINGS["longrope"], "partial_rotary_factor": 0.5},
+            ["short_factor has 32 entries", "rotary_dim / 2 = 16"],
+        ),
         ({"full_attention": {"rope_type": "default"}}, ["full_attention", "one set"]),
         ({"rope_type": "default", "rope_theta": 0}, ["rope_theta is 0", "positive"]),
     ],
@@ -201,6 +210,35 @@ def test_refuses(scaling: dict[str, Any], words: list[str]) -> None:
         assert word in str(error.value)
 
 
-def test_refuses_partial_rotation_at_top_level() -> None:
-    with pytest.raises(ValueError, match=r"partial_rotary_factor is 0\.25"):
-        rope_from_config(old_config(None, partial_rotary_factor=0.25), HEAD_DIM, 1)
+@pytest.mark.parametrize("factor", [0.25, 0.5, 0.75])
+@pytest.mark.parametrize("name", SCALINGS)
+def test_rotation_of_a_part_of_each_head(name: str, factor: float) -> None:
+    """The frequencies are those of a head with as many elements as are rotated."""
+    part = int(factor * HEAD_DIM)
+    scaling = {
+        key: value[: part // 2] if isinstance(value, list) else value
+        for key, value in SCALINGS[name].items()
+    }
+    config = old_config(scaling, partial_rotary_factor=factor)
+    rope = rope_from_config(config, HEAD_DIM, 131072)
+    assert rope.inv_freq.shape == (part // 2,)
+    smaller = old_config(scaling) | {"hidden_size": 4 * part}
+    inv_freq, attention_scaling = reference(smaller, 131072)
+    # llama3 subtracts nearly equal numbers between its two wavelengths.
+    np.testing.assert_allclose(rope.inv_freq, inv_freq, rtol=1e-6, atol=0)
+    assert rope.attention_scaling == pytest.approx(attention_scaling, rel=1e-12)
+
+
+def test_the_factor_in_rope_parameters_precedes_that_of_the_config() -> None:
+    config = old_config(None, partial_rotary_factor=0.5)
+    nested = {"rope_parameters": {"rope_theta": 500000.0, "partial_rotary_factor": 0.25}}
+    assert rope_from_config(config, HEAD_DIM, 1).inv_freq.size == 16
+    assert rope_from_config(config | nested, HEAD_DIM, 1).inv_freq.size == 8
+
+
+def test_sections_of_mrope_change_nothing_for_text() -> None:
+    plain = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
+    sections = plain | {"mrope_interleaved": True, "mrope_section": [3, 3, 2]}
+    expected = rope_from_config({"rope_parameters": plain}, HEAD_DIM, 64)
+    found = rope_from_config({"rope_parameters": sections}, HEAD_DIM, 64)
+    np.testing.assert_array_equal(found.inv_freq, expected.inv_freq)

@@ -13,7 +13,7 @@ from scripts.synthetic.presets import PRESETS
 from scripts.synthetic.sources import round_to_bfloat16
 
 ROOT = Path(__file__).resolve().parents[2]
-TINY = ["tiny-llama", "tiny-qwen2", "tiny-qwen3", "tiny-minicpm"]
+TINY = ["tiny-llama", "tiny-qwen2", "tiny-qwen3", "tiny-qwen3-moe", "tiny-minicpm"]
 
 
 def write(preset: str, out: Path, *flags: str) -> Path:
@@ -61,16 +61,21 @@ def test_shapes_match_config_and_values_are_sane(preset: str, tmp_path: Path) ->
         "model.layers.1.self_attn.k_proj.weight": [kv, hidden],
         "model.layers.1.self_attn.v_proj.weight": [kv, hidden],
         "model.layers.1.self_attn.o_proj.weight": [hidden, q],
-        "model.layers.1.mlp.gate_proj.weight": [config["intermediate_size"], hidden],
-        "model.layers.1.mlp.down_proj.weight": [hidden, config["intermediate_size"]],
     }
+    module, width = "model.layers.1.mlp.", config["intermediate_size"]
+    if "num_experts" in config:
+        expected[module + "gate.weight"] = [config["num_experts"], hidden]
+        module += f"experts.{config['num_experts'] - 1}."
+        width = config["moe_intermediate_size"]
+    expected[module + "gate_proj.weight"] = [width, hidden]
+    expected[module + "down_proj.weight"] = [hidden, width]
     for name, shape in expected.items():
         assert tensors[name][1] == shape, name
     assert ("lm_head.weight" in tensors) == (not config["tie_word_embeddings"])
     has_bias = "model.layers.0.self_attn.q_proj.bias" in tensors
     assert has_bias == (config["model_type"] == "qwen2")
     has_qk_norm = "model.layers.0.self_attn.q_norm.weight" in tensors
-    assert has_qk_norm == (config["model_type"] == "qwen3")
+    assert has_qk_norm == (config["model_type"] in ("qwen3", "qwen3_moe"))
     for name, (dtype, _, values) in tensors.items():
         assert dtype == "BF16"
         assert np.isfinite(values).all(), name
@@ -200,6 +205,7 @@ def test_tokenizer_is_copied_by_default(tmp_path: Path) -> None:
         ("minicpm4-0.5b", 0.434),
         ("llama3.1-8b", 8.03),
         ("qwen3-8b", 8.19),
+        ("qwen3-30b-a3b", 30.5),
         ("qwen2.5-7b", 7.62),
     ],
 )

@@ -208,7 +208,7 @@ def parser_of(notation: str) -> AnswerParser:
 
 
 @pytest.mark.parametrize(("notation", "text", "content", "calls"), CALLS)
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(cuts=st.lists(st.integers(0, 200), max_size=12))
 @example(cuts=list(range(400)))
 def test_calls_and_content(notation, text, content, calls, cuts):
@@ -216,7 +216,7 @@ def test_calls_and_content(notation, text, content, calls, cuts):
 
 
 @pytest.mark.parametrize(("notation", "arguments", "text"), RAW)
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(cuts=st.lists(st.integers(0, 200), max_size=12))
 def test_arguments_that_are_no_json(notation, arguments, text, cuts):
     """A call that has begun in a stream cannot be taken back."""
@@ -232,7 +232,7 @@ PARTS = [*FRAGMENTS.split(), "\n", " ", ' name="']
 
 
 @pytest.mark.parametrize("notation", list(NO_CALLS))
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(
     parts=st.lists(st.sampled_from(PARTS), max_size=14),
     cuts=st.lists(st.integers(0, 200), max_size=8),
@@ -282,12 +282,12 @@ def test_a_long_call_takes_no_more_time_per_token(notation):
         "minicpm4": f'{BEGIN}f(a="',
     }
     ends = {"qwen3_coder": "</parameter></function>", "minicpm4": f'"){END}'}
-    num_words = 50_000
+    num_words = 20_000
     parts = [begins.get(notation, begin), *["word "] * num_words, ends.get(notation, '"}}')]
     parser = parser_of(notation)
     start = time.process_time()
     found = parsed(parser, parts)
-    assert time.process_time() - start < 3
+    assert time.process_time() - start < 2
     assert found == ("", "", [("f", {"a": "word " * num_words})])
 
 

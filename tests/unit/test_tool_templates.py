@@ -100,7 +100,7 @@ def same(value: Any) -> str:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(calls=CALLS, cuts=st.lists(st.integers(0, 500), max_size=8), before=st.booleans())
 def test_the_parser_reads_what_the_template_writes(family, calls, cuts, before):
     name, end, has_content, several = FAMILIES[family]
@@ -184,3 +184,13 @@ def test_whether_the_prompt_begins_to_think(family, enable_thinking, opened, clo
     assert thinking is not None
     assert thinking.is_open(prompt) == opened
     assert prompt.rstrip().endswith(thinking.end) == closed
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("arguments", ['{"path": "cut o', "[1]", "5", ""])
+def test_a_conversation_goes_on_after_a_malformed_call(family, arguments):
+    message = as_message([("f2", {})])
+    message["tool_calls"][0]["function"]["arguments"] = arguments
+    text = answer_text(getattr(family_templates, family), message, FAMILIES[family][1])
+    assert "f2" in text
+    assert arguments in text.replace('\\"', '"')

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 
 EVICTED_AT_ONCE = 8  # pages: evicting waits for the steps in flight
+FEWEST_STATES = 8  # checkpoints of per-slot state
 SAVED_AT_ONCE = 8  # pages: a request that comes meanwhile waits for them
 
 
@@ -48,11 +49,18 @@ class Prefix:
     keys: list[tuple[bytes, bytes]]  # of all full pages of its tokens, (key, token ids)
     entries: list[Entry] = dataclasses.field(default_factory=list)  # in order, from the first page
     num_cached: int = 0  # tokens that it found cached
+    known: int = 0  # pages that it found cached, those behind the last checkpoint included
     pending_begin: int = 0  # its pages whose keys are pending: it will publish them
     pending_end: int = 0
     reading: list[bytes] | None = None  # keys that are read from disk for it; None: not asked yet
+    epoch: int = 0  # number of resets before it began
     collided: bool = False  # another prefix has the next key: nothing more is published
     states: dict[int, int] = dataclasses.field(default_factory=dict)  # pages -> host block
+
+    @property
+    def ends(self) -> tuple[int, int]:
+        """Pages after which another prompt is likely to go on: where prompts branched, the end."""
+        return self.known, self.pending_end
 
 
 class PrefixCache:
@@ -75,10 +83,13 @@ class PrefixCache:
         self._decoded = decoded
         self._hash = hash_bytes
         self._index = PrefixIndex()
+        self._epoch = 0  # number of resets
         self._pending: dict[bytes, int] = {}  # keys that running sequences will publish
-        self._host = HostTier(engine, engine.page_bytes, host_bytes)
-        # Checkpoints of per-slot state get a share of host memory of their own.
-        self._states = HostTier(engine, engine.slot_bytes, host_bytes // 4)
+        # Checkpoints of per-slot state get half of the host memory, and room for a few in any case.
+        half = host_bytes // 2 if self.has_states else 0
+        self._host = HostTier(engine, engine.page_bytes, host_bytes - half)
+        state_bytes = max(half, FEWEST_STATES * engine.slot_bytes)
+        self._states = HostTier(engine, engine.slot_bytes, state_bytes)
         self._disk = disk
         if disk is not None:
             self._host.grow()  # a first request may find its pages on disk
@@ -88,6 +99,7 @@ class PrefixCache:
                 self._host,
                 self._states,
                 self._take_block,
+                lambda: self._take_state(Prefix([]), at_end=True),
                 self._forget_empty,
             )
         self.counters = CacheCounters()
@@ -124,6 +136,7 @@ class PrefixCache:
             usable += 1
         while usable < len(found) and found[usable].page < 0 <= found[usable].block:
             usable += 1
+        prefix.known = usable
         if self.has_states:
             while usable > 0 and found[usable - 1].state < 0:
                 usable -= 1
@@ -167,6 +180,7 @@ class PrefixCache:
         self._index.use(matched)
         prefix.entries = list(matched)
         prefix.num_cached = len(matched) * self._page_size
+        prefix.epoch = self._epoch
         most = (num_tokens - 1) // self._page_size
         prefix.pending_begin, prefix.pending_end = len(matched), max(len(matched), most)
         for key, _ in prefix.keys[len(matched) : most]:
@@ -198,10 +212,27 @@ class PrefixCache:
         index = num_tokens // self._page_size
         if not self.has_states or index == 0 or index in prefix.states:
             return
-        block = self._take_state()
+        block = self._take_state(prefix, at_end=index in prefix.ends)
         if block >= 0:
             self._engine.save_slot(slot, self._states.blocks, block)
             prefix.states[index] = block
+
+    def chunk_end(self, prefix: Prefix, begin: int, end: int, num_tokens: int) -> int:
+        """Where a chunk of tokens [begin, end) ends, of a prompt of `num_tokens`.
+
+        Chunks end with pages, so that their states are checkpoints. The last full page ends a
+        chunk: a longer prompt can begin there. The last page that was known before ends a chunk,
+        too: prompts branch there. Returns `begin` if no full page fits.
+        """
+        size = self._page_size
+        if not self.has_states or self._engine.chunk_length < size:
+            return end
+        if begin < prefix.known * size < end:
+            return prefix.known * size
+        last = (num_tokens - 1) // size * size
+        if end == num_tokens:
+            return last if begin < last else end
+        return max(begin, end // size * size)
 
     def publish(self, prefix: Prefix, slot: int, num_written: int, *, ended: bool = False) -> None:
         """Publishes the pages of the first `num_written` tokens, which prefill has written.
@@ -211,7 +242,7 @@ class PrefixCache:
         """
         count = min(num_written if ended else num_written - 1, len(prefix.keys) * self._page_size)
         count //= self._page_size
-        if count <= len(prefix.entries) or prefix.collided:
+        if count <= len(prefix.entries) or prefix.collided or prefix.epoch != self._epoch:
             return
         pages = self._engine.slot_pages(slot)
         held: list[int] = []
@@ -235,7 +266,7 @@ class PrefixCache:
                 self._index.set_page(entry, pages[i])
             state = prefix.states.pop(i + 1, -1)
             if state >= 0 and entry.state < 0:
-                entry.state = state
+                self._index.set_state(entry, state, at_end=i + 1 in prefix.ends)
             elif state >= 0:
                 self._states.give(state)
             if self._disk is not None:
@@ -259,8 +290,9 @@ class PrefixCache:
 
     def release(self, prefix: Prefix) -> None:
         """The sequence uses the cache no longer."""
-        for key, _ in prefix.keys[prefix.pending_begin : prefix.pending_end]:
-            self._forget_pending(key)
+        if prefix.epoch == self._epoch:
+            for key, _ in prefix.keys[prefix.pending_begin : prefix.pending_end]:
+                self._forget_pending(key)
         prefix.pending_end = 0
         for block in prefix.states.values():
             self._states.give(block)
@@ -333,7 +365,8 @@ class PrefixCache:
         return self._disk is not None and self._disk.is_reading(prefix.reading or [])
 
     def reset(self) -> None:
-        """Forgets everything, on disk too. Running sequences keep their pages."""
+        """Forgets everything, on disk too. Running sequences keep their pages, unpublished."""
+        self._epoch += 1
         for entry in self._index:
             if entry.alive and entry.parent is None:
                 self._give_back(self._index.remove(entry))
@@ -402,15 +435,23 @@ class PrefixCache:
             self._give_back(self._index.remove(entry))
             entry = entry.parent
 
-    def _take_state(self) -> int:
+    def _take_state(self, prefix: Prefix, *, at_end: bool) -> int:
+        """A host block for a checkpoint of `prefix`; -1: none left.
+
+        A checkpoint at the end of a prompt may take the block of one within the same prompt.
+        """
         block = self._states.take()
         if block >= 0:
             return block
-        for entry in self._index:  # in order of age
-            if entry.state >= 0 and entry.users == 0:
-                block, entry.state = entry.state, -1
-                return block
-        return -1
+        if at_end:
+            inner = [pages for pages in prefix.states if pages not in prefix.ends]
+            if inner:
+                return prefix.states.pop(inner[0])
+        entry = self._index.oldest_state(prefix.entries, at_end=at_end)
+        if entry is not None:
+            block = entry.state
+            self._index.set_state(entry, -1)
+        return block
 
     def _give_back(self, removed: list[Entry]) -> None:
         """Frees the pages, host blocks and states of entries that left the index, unless in use."""
@@ -423,4 +464,4 @@ class PrefixCache:
                 entry.block = -1
             if entry.state >= 0:
                 self._states.give(entry.state)
-                entry.state = -1
+                self._index.set_state(entry, -1)

@@ -49,7 +49,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 class _Entry:
     size: int
     used: int  # time.time_ns()
-    has_state: bool = False  # also if it is not known, for files of before
+    has_state: bool = False  # of files of before: told from the size
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +110,11 @@ class DiskStore:
     def __contains__(self, key: bytes) -> bool:
         return key in self._entries  # one operation of a dict: needs no lock
 
+    def may_have_state(self, key: bytes) -> bool:
+        """Has the file of this page a state, as far as is known?"""
+        entry = self._entries.get(key)
+        return entry is not None and entry.has_state
+
     @property
     def num_pages(self) -> int:
         return len(self._entries)
@@ -166,6 +171,9 @@ class DiskStore:
                 self._make_folder()
                 used = self._write_file(name, page, state)
             written = True
+        except IsADirectoryError as error:  # in the file's place: other pages can be written
+            self._complain(f"{self._path(key)}: cannot be written: {sentence(error)}")
+            return False
         except OSError as error:
             self._writing_failed(error)
             return False
@@ -235,7 +243,7 @@ class DiskStore:
             if error.errno == errno.EIO:
                 self._discard(key, sentence(error))
             else:
-                self._reading_failed(path, error)
+                self._complain(f"{path}: cannot be read: {sentence(error)}")
             return False, False
         with self._lock:
             if generation == self._generation:
@@ -303,7 +311,7 @@ class DiskStore:
 
     def _evict(self) -> None:
         """Removes the least recently used files until the files being written have room."""
-        paths = []
+        paths: list[str | Path] = []
         with self._lock:
             while self._num_bytes + self._others_bytes + self._reserved > self._limit_bytes:
                 first = next(iter(self._entries.items()), None)
@@ -322,8 +330,8 @@ class DiskStore:
 
     # ---- files
 
-    def _path(self, key: bytes) -> Path:
-        return self._folder / f"{key.hex()}.safetensors"
+    def _path(self, key: bytes) -> str:
+        return f"{self._folder}/{key.hex()}.safetensors"
 
     def _make_folder(self) -> None:
         self._folder.parent.mkdir(parents=True, exist_ok=True)
@@ -374,7 +382,9 @@ class DiskStore:
         found: dict[bytes, _Entry] = {}
         for key, file in _page_files(self._folder):
             if status := _status(file):
-                found[key] = _Entry(status.st_size, min(status.st_mtime_ns, start))
+                whole = self._page_bytes + self._state_bytes
+                has_state = self._state_bytes > 0 and status.st_size > whole
+                found[key] = _Entry(status.st_size, min(status.st_mtime_ns, start), has_state)
         others = sorted(self._other_files(), key=lambda file: file.used)
         with self._lock:
             if generation != self._generation:
@@ -384,7 +394,6 @@ class DiskStore:
                     found[key] = known
                 elif key in found and found[key].size == known.size:
                     found[key].used = max(found[key].used, known.used)
-                    found[key].has_state = known.has_state
             self._entries = OrderedDict(sorted(found.items(), key=lambda item: item[1].used))
             self._num_bytes = sum(entry.size for entry in found.values())
             self._others = deque(others)
@@ -409,14 +418,15 @@ class DiskStore:
         end = "the file is removed" if _remove(path) else "the file cannot be removed"
         logger.warning("prefix cache: %s: %s; %s", path, what, end)
 
-    def _reading_failed(self, path: Path, error: OSError) -> None:
+    def _complain(self, what: str) -> None:
+        """Logs what is wrong with one file, at most once in PAUSE_SECONDS."""
         with self._lock:
             now = time.monotonic()
             told = now < self._complain_again
             if not told:
                 self._complain_again = now + PAUSE_SECONDS
         if not told:
-            logger.warning("prefix cache: %s: cannot be read: %s", path, sentence(error))
+            logger.warning("prefix cache: %s", what)
 
     def _writing_failed(self, error: OSError) -> None:
         with self._lock:
@@ -463,7 +473,7 @@ def _status(file: os.DirEntry[str]) -> os.stat_result | None:
     return None
 
 
-def _remove(path: Path) -> bool:
+def _remove(path: str | Path) -> bool:
     """Is the file gone?"""
     try:
         os.unlink(path)

@@ -1,14 +1,16 @@
 """Moves pages between host memory and disk, on its own threads.
 
 Every published page goes to disk. The stream copies it to a host block after the steps that wrote
-it; once the copy is done, a thread writes the block to disk. Requested pages go the other way. The
-engine thread never waits for the disk.
+it; once the copy is done, a thread writes the block to disk. Requested pages go the other way. If
+the device has free pages, the first are copied there while later ones are read. The engine thread
+never waits for the disk.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
+import logging
 import threading
 import time
 from collections import deque
@@ -22,17 +24,21 @@ if TYPE_CHECKING:
     from cpmcu.engine.prefix.host import HostTier
     from cpmcu.engine.prefix.index import Entry, PrefixIndex
 
+logger = logging.getLogger(__name__)
 
 NUM_THREADS = 8
+PAGES_A_TASK = 4  # that a thread reads before it looks for work again
 MOST_WRITES = 32  # pages on their way to disk
+FREE_PAGES = 8  # of the device that pages from disk leave to running sequences
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Read:
     entry: Entry
+    parent: bytes  # digest of the pages before it
     block: int
     state: int
-    done: Future[tuple[bool, bool]]  # is the page there, and its state?
+    found: tuple[bool, bool] = (False, False)  # the page, and its state
 
 
 class DiskTier:
@@ -48,8 +54,10 @@ class DiskTier:
         self._copies: deque[tuple[Entry, int]] = deque()  # and the steps launched before the copy
         self._writes: deque[tuple[Entry, Future[bool]]] = deque()
         self._reads: dict[bytes, _Read] = {}
-        self._finished: deque[bytes] = deque()  # keys whose read is done; filled by the threads
-        self._none_reading = threading.Event()  # set once no read is under way
+        self._finished: deque[_Read] = deque()  # reads that are done; filled by the threads
+        self._arriving: deque[Entry] = deque()  # whose read began, in order
+        self._loaded: list[Entry] = []  # of these, copied to the device since it was empty
+        self._all_read = threading.Event()  # set once all reads under way are done
         self.num_read = 0  # pages
 
     def bind(
@@ -59,12 +67,14 @@ class DiskTier:
         host: HostTier,
         states: HostTier,
         take_block: Callable[[], int],
+        take_state: Callable[[], int],
         forget_empty: Callable[[Entry], None],
     ) -> None:
         """Sets the objects that the tier works with. Call it before all other methods."""
         self._engine, self._index = engine, index
         self._host, self._states = host, states
-        self._take_block, self._forget_empty = take_block, forget_empty
+        self._take_block, self._take_state = take_block, take_state
+        self._forget_empty = forget_empty
 
     @property
     def num_pages(self) -> int:
@@ -81,6 +91,8 @@ class DiskTier:
         Returns the keys that are being read.
         """
         found: list[bytes] = []
+        task: list[_Read] = []
+        keys, last = self._usable(keys)
         for key, tokens in keys:
             entry = self._index.find(key, parent, tokens)
             if key in self._reads:
@@ -88,62 +100,100 @@ class DiskTier:
                     break
                 found.append(key)
             elif entry is None or (entry.page < 0 and entry.block < 0):
-                if key not in self._store or not self._begin_read(key, parent, tokens):
+                if key not in self._store:
                     break
+                read = self._prepare(key, parent, tokens, needs_state=key == last)
+                if read is None:
+                    break
+                self._reads[key] = read
                 found.append(key)
-            parent = self._index.find(key, parent, tokens)
-            if parent is None:
-                break
+                task.append(read)
+                self._arriving.append(read.entry)
+                entry = read.entry
+            if len(task) == PAGES_A_TASK:
+                self._threads.submit(self._read_pages, task)
+                task = []
+            parent = entry
+        if task:
+            self._threads.submit(self._read_pages, task)
         return found
+
+    def _usable(
+        self, keys: Sequence[tuple[bytes, bytes]]
+    ) -> tuple[Sequence[tuple[bytes, bytes]], bytes]:
+        """The keys that are worth reading, and the key whose state is read.
+
+        If sequences have a state of their own, a prefix ends at a page with a state.
+        """
+        if self._states.block_bytes == 0:
+            return keys, b""
+        last = -1
+        for i, (key, _) in enumerate(keys):
+            if key not in self._store:
+                break
+            if self._store.may_have_state(key):
+                last = i
+        return keys[: last + 1], keys[last][0] if last >= 0 else b""
 
     def is_reading(self, keys: Sequence[bytes]) -> bool:
         """Is one of these keys still being read?"""
         return any(key in self._reads for key in keys)
 
-    def _begin_read(self, key: bytes, parent: Entry | None, tokens: bytes) -> bool:
+    def _prepare(
+        self, key: bytes, parent: Entry | None, tokens: bytes, *, needs_state: bool
+    ) -> _Read | None:
+        """Takes the memory for a page and an entry for it. None: there is no memory."""
+        if self._engine.has_copies:  # a copy may still use a block that the read would fill
+            self._engine.wait_for_copies()
+        self._host.is_calm = True
         block = self._take_block()
         if block < 0:
-            return False
+            return None
         if parent is not None and not parent.alive:  # the block was the parent's
             self._host.give(block)
-            return False
-        state = self._states.take()  # -1 where sequences have no state of their own
+            return None
+        state = self._take_state() if needs_state else -1
         entry = self._index.add(key, parent, tokens)
         if entry is None:
             self._host.give(block)
             if state >= 0:
                 self._states.give(state)
-            return False
+            return None
         entry.on_disk = True
         entry.locks += 1
-        view = self._host.view(block)
-        state_view = self._states.view(state) if state >= 0 else None
-        done = self._threads.submit(
-            self._store.read_found, key, digest_of(parent), tokens, view, state_view
-        )
-        self._reads[key] = _Read(entry, block, state, done)
-        self._none_reading.clear()
-        done.add_done_callback(lambda _: self._note_finished(key))
-        return True
+        return _Read(entry, digest_of(parent), block, state)
 
-    def _note_finished(self, key: bytes) -> None:
-        self._finished.append(key)
+    def _read_pages(self, reads: list[_Read]) -> None:
+        """Runs in a thread."""
+        for read in reads:
+            entry = read.entry
+            page = self._host.view(read.block)
+            state = self._states.view(read.state) if read.state >= 0 else None
+            try:
+                read.found = self._store.read_found(
+                    entry.key, read.parent, entry.tokens, page, state
+                )
+            except Exception:  # a bug, since the store returns False for what a disk can do
+                logger.exception("prefix cache: a page could not be read")
+            self._finished.append(read)
         if len(self._finished) >= len(self._reads):
-            self._none_reading.set()
+            self._all_read.set()
 
     def wait(self, seconds: float) -> None:
         """Waits until all reads under way are done, at most so long."""
         if self._reads:
-            self._none_reading.wait(seconds)
+            self._all_read.wait(seconds)
+            self._all_read.clear()
         else:
             time.sleep(seconds)
 
     def _finish_reads(self) -> None:
         while self._finished:
-            read = self._reads.pop(self._finished.popleft())
+            read = self._finished.popleft()
             entry = read.entry
+            del self._reads[entry.key]
             entry.locks -= 1
-            good, has_state = (False, False) if read.done.exception() else read.done.result()
+            good, has_state = read.found
             fits = good and entry.alive and entry.block < 0
             if fits:
                 self._index.set_block(entry, read.block)
@@ -151,12 +201,39 @@ class DiskTier:
             else:
                 self._host.give(read.block)
             if fits and has_state and entry.state < 0:
-                entry.state = read.state
+                self._index.set_state(entry, read.state)
             elif read.state >= 0:
                 self._states.give(read.state)
             if not good and entry.alive:
                 entry.on_disk = False
                 self._forget_empty(entry)
+        self._host.is_calm = bool(self._reads)
+
+    def _load_early(self) -> None:
+        """Copies pages that were read to free pages of the device, each behind its parent."""
+        ready: dict[Entry, None] = {}  # in order
+        while self._arriving and self._arriving[0].key not in self._reads:
+            entry = self._arriving.popleft()
+            parent = entry.parent
+            if (
+                entry.alive
+                and entry.page < 0 <= entry.block
+                and (parent is None or parent.page >= 0 or parent in ready)
+            ):
+                ready[entry] = None
+        wanted = min(len(ready), self._engine.num_free_pages - FREE_PAGES)
+        if wanted > 0:
+            pages = self._engine.take_pages(wanted)  # fewer while steps may still read free pages
+            loaded = list(ready)[: len(pages)]
+            self._engine.load_pages(pages, self._host.blocks, [entry.block for entry in loaded])
+            for entry, page in zip(loaded, pages):
+                self._index.set_page(entry, page)
+            self._loaded += loaded
+        if not self._arriving and self._loaded:  # the last page becomes the oldest
+            alive = [entry for entry in self._loaded if entry.alive]
+            self._index.use(alive)
+            self._index.unuse(alive)
+            self._loaded.clear()
 
     # ---- writing
 
@@ -171,6 +248,7 @@ class DiskTier:
         True while it must be called again soon.
         """
         self._finish_reads()
+        self._load_early()
         self._finish_writes()
         self._begin_copies(launched)
         idle = launched == collected
@@ -240,11 +318,12 @@ class DiskTier:
 
     def close(self) -> None:
         """Writes the remaining pages and waits for the writes."""
+        self._arriving.clear()
         while self.tick(0, 0) or self._writes:
             for _, done in list(self._writes):
                 done.exception()
-            for read in list(self._reads.values()):
-                read.done.exception()
+            if self._reads:
+                self.wait(0.1)
         self._threads.shutdown()
 
 

@@ -31,6 +31,7 @@ class HostTier:
         self._free: list[int] = []
         self._num_blocks = 0
         self._grower: threading.Thread | None = None
+        self.is_calm = False  # no memory is taken ahead: it would slow down what fills blocks now
         self._in_threads = engine.launch_ahead > 1  # on a CPU, a segment takes no time
         if self.limit > 0:
             from cpmcu import C
@@ -78,6 +79,8 @@ class HostTier:
         found = min(self._blocks.num_blocks, self.limit)
         self._free.extend(range(self._num_blocks, found))
         self._num_blocks = max(self._num_blocks, found)
+        if self.is_calm and self._free:
+            return
         missing = SEGMENTS_AHEAD - len(self._free) // self._per_segment
         if missing <= 0 or self._grower is not None or self._num_blocks >= self.limit:
             return

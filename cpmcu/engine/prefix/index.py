@@ -42,6 +42,9 @@ class PrefixIndex:
         self._entries: dict[bytes, Entry] = {}
         self._idle_pages: OrderedDict[bytes, Entry] = OrderedDict()  # the oldest first
         self._blocks: OrderedDict[bytes, Entry] = OrderedDict()
+        # Entries with a state: those within prompts are evicted before those at a prompt's end.
+        self._inner_states: OrderedDict[bytes, Entry] = OrderedDict()
+        self._end_states: OrderedDict[bytes, Entry] = OrderedDict()
         self.num_pages = 0  # device pages of living entries
 
     def __len__(self) -> int:
@@ -110,6 +113,10 @@ class PrefixIndex:
                 self._idle_pages[entry.key] = entry
             if entry.alive and entry.block >= 0:
                 self._blocks.move_to_end(entry.key)
+        for entry in entries:  # the last state becomes the newest
+            for states in (self._inner_states, self._end_states):
+                if entry.key in states:
+                    states.move_to_end(entry.key)
         return dropped
 
     def set_page(self, entry: Entry, page: int) -> None:
@@ -129,6 +136,31 @@ class PrefixIndex:
             self._blocks.pop(entry.key, None)
         else:
             self._blocks[entry.key] = entry
+
+    def set_state(self, entry: Entry, state: int, *, at_end: bool = False) -> None:
+        """Sets the host block of the entry's per-slot state; -1: none.
+
+        `at_end`: a longer prompt is likely to begin here, as at the end of a prompt.
+        """
+        entry.state = state
+        self._inner_states.pop(entry.key, None)
+        self._end_states.pop(entry.key, None)
+        if state >= 0 and entry.alive:
+            (self._end_states if at_end else self._inner_states)[entry.key] = entry
+
+    def oldest_state(self, own: Iterable[Entry], *, at_end: bool) -> Entry | None:
+        """The entry whose state goes first. None: all are in use, or more valuable.
+
+        `at_end`: a state at the end of a prompt asks for the room. It may replace those within its
+        prompt, whose entries are `own`, and the oldest of its kind.
+        """
+        idle = (e for e in self._inner_states.values() if e.users == 0 and e.locks == 0)
+        found = next(idle, None)
+        if found is None and at_end:
+            mine = (e for e in own if e.users == 1 and e.locks == 0 and e.key in self._inner_states)
+            ends = (e for e in self._end_states.values() if e.users == 0 and e.locks == 0)
+            found = next(itertools.chain(mine, ends), None)
+        return found
 
     def oldest_pages(self, count: int) -> list[Entry]:
         """Up to `count` idle entries with device pages, the oldest first."""
@@ -163,6 +195,8 @@ class PrefixIndex:
                 del self._entries[found.key]
                 self._idle_pages.pop(found.key, None)
                 self._blocks.pop(found.key, None)
+                self._inner_states.pop(found.key, None)
+                self._end_states.pop(found.key, None)
         if entry.parent is not None:
             entry.parent.children.discard(entry)
         return removed

@@ -7,6 +7,7 @@ would kill the process (SIGBUS) instead of raising an OSError.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import stat
@@ -21,8 +22,8 @@ from cpmcu.checks import shown
 
 FORMAT = "cpmcu prefix page 1"
 _ALIGNMENT = 4096  # of the first tensor in the file: whole pages of the page cache are copied
-_CHUNK = 1 << 20  # bytes that are read and then hashed, while they are in the core's cache
-_DIGEST = "0" * 32  # as long as any, for the length of a header
+_TENSORS = ("page", "state")
+_DIGEST = "0" * 32  # as long as any digest or fingerprint, for the length of a header
 
 
 class BadPageFileError(ValueError):
@@ -79,43 +80,60 @@ def read_page(
     if size != plain and not has_state:
         either = f" or {file_bytes(name, [len(page), state_bytes])}" if state_bytes else ""
         raise BadPageFileError(f"is {size} bytes long, expected {plain}{either}")
-    _read_ahead(fd, size)
+    parts = [page] if state is None else [page, state] if has_state else []
     sizes = [len(page), state_bytes] if has_state else [len(page)]
     raw = bytearray(size - sum(sizes))
-    _fill(fd, memoryview(raw), 0)
-    digests = _check_header(raw, name, sizes)
-    if state is not None and not has_state:
-        return size, False
-    _fill_verified(fd, page, len(raw), "page", digests[0])
-    if has_state and state is not None:
-        _fill_verified(fd, state, len(raw) + len(page), "state", digests[1])
+    _read_ahead(fd, size)
+    _fill(fd, [memoryview(raw), *parts])
+    digests = [xxhash.xxh3_128_hexdigest(part) for part in parts]
+    if len(digests) < len(sizes) or raw != _header(name, sizes, digests):
+        _check_header(raw, name, sizes, digests)
     return size, has_state
 
 
 def file_bytes(name: PageName, sizes: Sequence[int]) -> int:
     """The size of a file whose tensors have `sizes` bytes."""
+    return _file_bytes(len(name.tokens), tuple(sizes))
+
+
+@functools.lru_cache
+def _file_bytes(token_bytes: int, sizes: tuple[int, ...]) -> int:
+    name = PageName(_DIGEST, bytes(16), bytes(16), bytes(token_bytes))
     return len(_header(name, sizes, [_DIGEST] * len(sizes))) + sum(sizes)
 
 
 def _tensors(sizes: Sequence[int]) -> dict[str, Any]:
     tensors, begin = {}, 0
-    for tensor, size in zip(("page", "state"), sizes):
+    for tensor, size in zip(_TENSORS, sizes):
         tensors[tensor] = {"dtype": "U8", "shape": [size], "data_offsets": [begin, begin + size]}
         begin += size
     return tensors
 
 
-def _header(name: PageName, sizes: Sequence[int], digests: Sequence[str]) -> bytes:
+@functools.lru_cache
+def _template(sizes: tuple[int, ...]) -> str:
+    """The text of a header, with a place for each value that differs between pages."""
     tensors = _tensors(sizes)
-    checksums = {f"{tensor}_xxh3_128": digest for tensor, digest in zip(tensors, digests)}
-    content = {"__metadata__": {**name.metadata(), **checksums}, **tensors}
-    text = json.dumps(content, separators=(",", ":")).encode()
+    checksums = {f"{tensor}_xxh3_128": f"%({tensor})s" for tensor in tensors}
+    values = {field: f"%({field})s" for field in ("fingerprint", "key", "parent", "tokens")}
+    content = {"__metadata__": {"format": FORMAT, **values, **checksums}, **tensors}
+    return json.dumps(content, separators=(",", ":"))
+
+
+def _header(name: PageName, sizes: Sequence[int], digests: Sequence[str]) -> bytes:
+    values = {**name.metadata(), **dict(zip(_TENSORS, digests))}
+    text = (_template(tuple(sizes)) % values).encode()
     padded = text + b" " * (-(8 + len(text)) % _ALIGNMENT)  # the format allows spaces at the end
     return struct.pack("<Q", len(padded)) + padded
 
 
-def _check_header(raw: bytearray, name: PageName, sizes: Sequence[int]) -> list[str]:
-    """Checks the header and returns the checksum of each tensor."""
+def _check_header(
+    raw: bytearray, name: PageName, sizes: Sequence[int], digests: Sequence[str]
+) -> None:
+    """Raises BadPageFileError if the header says something else than that of a page's own file.
+
+    The order of its fields and spaces do not matter. `digests`: of the tensors that were read.
+    """
     (length,) = struct.unpack_from("<Q", raw)
     if length != len(raw) - 8:
         raise BadPageFileError(f"header length is {length}, expected {len(raw) - 8}")
@@ -133,28 +151,23 @@ def _check_header(raw: bytearray, name: PageName, sizes: Sequence[int]) -> list[
         if field == "tokens":  # somebody's prompt, which is not for the log
             raise BadPageFileError("holds other tokens than those that were asked for")
         raise BadPageFileError(f"{field} is {shown(metadata.get(field))}, expected {shown(value)}")
-    return [str(metadata.get(f"{tensor}_xxh3_128")) for tensor in expected]
+    for tensor, digest in zip(expected, digests):
+        stated = metadata.get(f"{tensor}_xxh3_128")
+        if digest != stated:
+            raise BadPageFileError(
+                f"checksum of the {tensor} is {digest}, expected {shown(stated)}"
+            )
 
 
-def _fill_verified(fd: int, buffer: memoryview, offset: int, tensor: str, digest: str) -> None:
-    checksum = xxhash.xxh3_128()
-    for begin in range(0, len(buffer), _CHUNK):
-        part = buffer[begin : begin + _CHUNK]
-        _fill(fd, part, offset + begin)
-        checksum.update(part)
-    if checksum.hexdigest() != digest:
-        raise BadPageFileError(
-            f"checksum of the {tensor} is {checksum.hexdigest()}, expected {shown(digest)}"
-        )
-
-
-def _fill(fd: int, buffer: memoryview, offset: int) -> None:
+def _fill(fd: int, buffers: list[memoryview]) -> None:
+    """Reads the file from its beginning into the buffers."""
     done = 0
-    while done < len(buffer):
-        count = os.preadv(fd, [buffer[done:]], offset + done)
+    while buffers:
+        count = os.preadv(fd, buffers, done)
         if not count:
-            raise BadPageFileError(f"ends at byte {offset + done}, expected more")
+            raise BadPageFileError(f"ends at byte {done}, expected more")
         done += count
+        buffers = _after(buffers, count)
 
 
 def _after(buffers: Sequence[memoryview], count: int) -> list[memoryview]:

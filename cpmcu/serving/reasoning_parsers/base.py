@@ -22,6 +22,11 @@ class ReasoningParser:
         self._trim = inside  # remove white space at the start of the next part
         self._held = ""
 
+    @property
+    def inside(self) -> bool:
+        """True if the text so far ends within reasoning."""
+        return self._state == "reasoning"
+
     @classmethod
     def is_open(cls, prompt: str, *, continues: bool = False) -> bool:
         """True if the prompt ends within reasoning: no end tag and no text follows the begin tag.

@@ -22,7 +22,10 @@ from cpmcu.serving.service import Service
 
 router = APIRouter(tags=["generation"])
 
-_STORED: dict[int | str, dict[str, Any]] = {404: {**ERRORS[404], "description": "No such response"}}
+_STORED: dict[int | str, dict[str, Any]] = {
+    400: ERRORS[400],
+    404: {**ERRORS[404], "description": "No such response"},
+}
 # Field of /v1/chat/completions in errors -> the field here.
 _NAMES = {"response_format": "text.format", "max_tokens": "max_output_tokens"}
 
@@ -67,7 +70,7 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
             ending=ending,
             cancel=run.end,
         )
-    except ApiError:  # the client does not learn the id
+    except BaseException:  # the client does not learn the id
         run.end()
         service.responses.forget(run.id)
         raise
@@ -125,7 +128,7 @@ async def delete_response(response_id: str, request: Request) -> DeletedResponse
 @router.post(
     "/v1/responses/{response_id}/cancel",
     response_model=ResponseObject,
-    responses={**_STORED, 400: ERRORS[400]},
+    responses=_STORED,
 )
 async def cancel_response(response_id: str, request: Request) -> Response:
     """Cancels a response that runs."""
@@ -145,7 +148,7 @@ async def cancel_response(response_id: str, request: Request) -> Response:
 @router.get(
     "/v1/responses/{response_id}/input_items",
     response_model=ItemList,
-    responses={**_STORED, 400: ERRORS[400]},
+    responses=_STORED,
 )
 async def input_items(
     response_id: str,
@@ -173,13 +176,19 @@ async def input_items(
 
 
 def _listed(response_id: str, index: int, item: InputItem) -> dict[str, Any]:
-    """Returns an item with an id, and a message with a list of parts."""
+    """Returns an item with the members that clients expect: id, status, lists of parts."""
     found = {
         "id": f"item_{index}_{response_id}",
+        "status": "completed",
         **item.model_dump(exclude_none=True),
         "type": item.kind,
     }
-    if item.kind == "message" and isinstance(item.content, str):
-        kind = "output_text" if item.role == "assistant" else "input_text"
+    if item.kind != "message":
+        return found
+    answer = item.role == "assistant"
+    if isinstance(item.content, str):
+        kind = "output_text" if answer else "input_text"
         found["content"] = [{"type": kind, "text": item.content}]
+    if answer:
+        found["content"] = [{**part, "annotations": []} for part in found["content"]]
     return found

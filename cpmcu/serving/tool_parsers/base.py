@@ -65,6 +65,11 @@ class ToolParser(abc.ABC):
         """The texts with which a call begins. Without any, an answer with a form has no calls."""
         return (self.first_tag,) if self.first_tag else ()
 
+    @property
+    def ends_with_call(self) -> bool:
+        """True if at most white space followed the last call."""
+        return self._after_call
+
     def push(self, text: str, *, final: bool = False) -> Found:
         """Returns what `text` adds. If `final`, the text held back is returned too."""
         used = self._at if self._mark is None else self._mark

@@ -1,4 +1,7 @@
-"""hermes (Hermes, Qwen2.5, Qwen3): <tool_call>{"name": ..., "arguments": {...}}</tool_call>."""
+"""hermes (Hermes, Qwen2.5, Qwen3, Qwen3-Next): JSON in tags.
+
+<tool_call>{"name": ..., "arguments": {...}}</tool_call>
+"""
 
 from __future__ import annotations
 

@@ -66,22 +66,23 @@ class JsonCallParser(ToolParser):
 
     def _head(self) -> Steps[str | None]:
         """Reads up to the first bracket of the arguments. None: the object has another order."""
-        key = name = None
-        for sign in ("{", ","):
-            if not (yield from self.literal(sign)):
-                return None
-            yield from self.space()
-            key = yield from self.json_string()
-            if key != "name" if sign == "{" else key not in _KEYS:
-                return None
-            yield from self.space()
-            if not (yield from self.literal(":")):
-                return None
-            yield from self.space()
-            if sign == "{":
-                name = yield from self.json_string()
-                yield from self.space()
+        if not (yield from self.literal("{")) or (yield from self._key()) != "name":
+            return None
+        name = yield from self.json_string()
+        yield from self.space()
+        if not (yield from self.literal(",")) or (yield from self._key()) not in _KEYS:
+            return None
         return name if (yield from self.peek()) == "{" else None
+
+    def _key(self) -> Steps[str | None]:
+        """Reads the key of a member, the colon, and white space around them."""
+        yield from self.space()
+        key = yield from self.json_string()
+        yield from self.space()
+        if not (yield from self.literal(":")):
+            return None
+        yield from self.space()
+        return key
 
     def _is_tool(self, name: str) -> bool:
         return not self.known_only or not self.tools or name in self.tools

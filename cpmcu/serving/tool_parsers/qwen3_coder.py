@@ -1,4 +1,4 @@
-"""qwen3_coder (Qwen3-Coder, Qwen3-Next, Qwen3.5 and later): an element for each parameter.
+"""qwen3_coder (Qwen3-Coder, Qwen3.5 and later): an element for each parameter.
 
     <tool_call>
     <function=NAME>

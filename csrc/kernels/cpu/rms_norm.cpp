@@ -28,7 +28,7 @@ void rms_norm(const Context&, const RmsNormParams& p) {
       for (int64_t i = 0; i < width; ++i) sum += to_float(x[i]) * to_float(x[i]);
       const float scale = 1 / std::sqrt(sum / width + p.eps);
       for (int64_t i = 0; i < width; ++i) {
-        out[i] = from_float<T>(to_float(x[i]) * scale * to_float(weight[i]));
+        out[i] = from_float<T>(to_float(x[i]) * scale * (to_float(weight[i]) + p.weight_offset));
       }
     }
   });

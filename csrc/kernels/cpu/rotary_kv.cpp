@@ -8,13 +8,13 @@
 namespace cpmcu::cpu {
 namespace {
 
-void normalize(float* x, const Tensor& weight, float eps, int head_dim) {
+void normalize(float* x, const Tensor& weight, float offset, float eps, int head_dim) {
   float sum = 0;
   for (int i = 0; i < head_dim; ++i) sum += x[i] * x[i];
   const float scale = 1 / std::sqrt(sum / head_dim + eps);
   dispatch_host_dtype(weight.dtype(), [&](auto t) {
     using T = decltype(t);
-    for (int i = 0; i < head_dim; ++i) x[i] *= scale * to_float(weight.as<T>()[i]);
+    for (int i = 0; i < head_dim; ++i) x[i] *= scale * (to_float(weight.as<T>()[i]) + offset);
   });
 }
 
@@ -72,7 +72,7 @@ void rotary_kv(const Context&, const RotaryKvParams& p) {
           if (!p.bias.empty()) head[i] += to_float(p.bias.as<T>()[h * head_dim + i]);
         }
         const Tensor& norm = is_q ? p.q_norm : p.k_norm;
-        if (!is_v && !norm.empty()) normalize(head, norm, p.norm_eps, head_dim);
+        if (!is_v && !norm.empty()) normalize(head, norm, p.norm_offset, p.norm_eps, head_dim);
         if (!is_v) rotate(head, cosines, sines, half);
 
         T* out = in;

@@ -128,8 +128,11 @@ void fused_layer(const Context& ctx, const FusedLayerParams& params) {
   for (const FusedGemm& gemm : params.gemms) {
     multiply(ctx, gemm);
     if (gemm.normed.empty()) continue;
-    rms_norm(ctx,
-             {.out = gemm.normed, .x = gemm.y, .weight = gemm.norm_weight, .eps = gemm.norm_eps});
+    rms_norm(ctx, {.out = gemm.normed,
+                   .x = gemm.y,
+                   .weight = gemm.norm_weight,
+                   .eps = gemm.norm_eps,
+                   .weight_offset = gemm.norm_offset});
   }
   if (!params.rotary.qkv.empty()) rotary_kv(ctx, params.rotary);
 }

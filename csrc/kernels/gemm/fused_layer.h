@@ -47,6 +47,7 @@ struct FusedGemm {
   Tensor normed{};       // [M, N]; empty: no norm
   Tensor norm_weight{};  // [N]
   float norm_eps = 0;
+  float norm_offset = 0;  // added to norm_weight
 
   bool is_dense() const { return !w.empty(); }
   bool is_gated() const { return is_dense() ? gated : w4.gated; }

@@ -27,8 +27,7 @@
 // square. RoPE, up to 16 rows: an epilogue tile holds both elements of each rotated pair.
 //
 // Code outside the main loop runs once or a few times in a launch, from a cold instruction cache at
-// two to three cycles an instruction. So there is little of it, and loads that do not need x are
-// issued before x arrives.
+// two to three cycles an instruction. So loads that do not need x are issued before x arrives.
 //
 // Length of fused_layer_kernel: the loop over GEMMs and tiles shares its scalars with the main
 // loop, the wait for other slices and the epilogue. As separate functions, these three would change
@@ -354,6 +353,7 @@ GemmArgs make_gemm_args(const FusedGemm& from, const FusedGemm* before, const Te
                 .y = y.data(),
                 .normed = normed.empty() ? nullptr : normed.data(),
                 .norm_weight = normed.empty() ? nullptr : from.norm_weight.data(),
+                .norm_offset = from.norm_offset,
                 .alpha = from.alpha,
                 .beta = from.beta,
                 .n = n,

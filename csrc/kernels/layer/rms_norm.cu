@@ -1,4 +1,4 @@
-// rms_norm: out[t] = x[t] / sqrt(mean(x[t]^2) + eps) * weight, in float32, rounded once.
+// rms_norm: out[t] = x[t] / sqrt(mean(x[t]^2) + eps) * (weight + offset), in float32, rounded once.
 //
 // Roofline: 4 bytes an element of HBM traffic. For one row: the latency of one load, one reduction
 // and one store.
@@ -31,7 +31,7 @@ constexpr int kMaxVectors = 2;  // vectors of 8 elements in a thread: H up to 16
 template <typename T, int kThreads, int kVectors>
 __global__ void __launch_bounds__(kThreads)
     rms_norm_kernel(T* out, const T* x, const int* index, const T* __restrict__ weight, int width,
-                    int64_t out_stride, float eps) {
+                    int64_t out_stride, float eps, float weight_offset) {
   __shared__ float scratch[32];
   ptx::pdl_launch();
   const auto column_of = [](int vector) { return (vector * kThreads + threadIdx.x) * 8; };
@@ -64,7 +64,9 @@ __global__ void __launch_bounds__(kThreads)
     if (column_of(i) >= width) break;
     Vec16<T> v;
 #pragma unroll
-    for (int j = 0; j < 8; ++j) v[j] = from_float<T>(values[i][j] * scale * to_float(w[i][j]));
+    for (int j = 0; j < 8; ++j) {
+      v[j] = from_float<T>(values[i][j] * scale * (to_float(w[i][j]) + weight_offset));
+    }
     store(out + out_begin + column_of(i), v);
   }
 }
@@ -102,7 +104,7 @@ void rms_norm(const Context& ctx, const RmsNormParams& p) {
     using T = decltype(t);
     const auto run = [&](auto kernel) {
       launch(ctx, kernel, grid, dim3(threads), 0, p.out.as<T>(), p.x.as<T>(), p.index,
-             p.weight.as<T>(), width, out_stride, p.eps);
+             p.weight.as<T>(), width, out_stride, p.eps, p.weight_offset);
     };
     if (width > kMaxThreads * 8) {
       run(rms_norm_kernel<T, kMaxThreads, kMaxVectors>);

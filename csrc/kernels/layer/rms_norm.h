@@ -1,4 +1,4 @@
-// out[t] = x[t] / sqrt(mean(x[t]^2) + eps) * weight, with sums in float32. With an index,
+// out[t] = x[t] / sqrt(mean(x[t]^2) + eps) * (weight + offset), in float32. With an index,
 // x[index[t]] replaces x[t].
 //
 // Residual additions are not part of this op: the beta of the preceding linear layer does them
@@ -16,6 +16,7 @@ struct RmsNormParams {
   float eps = 1e-6f;
   int64_t out_stride = 0;      // elements between rows of out; 0: H
   const int* index = nullptr;  // [T] on the device; null: 0..T-1
+  float weight_offset = 0;     // 1: the weights are zero-centred
 };
 
 REGISTER_OP(rms_norm, RmsNormParams)

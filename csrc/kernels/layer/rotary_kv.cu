@@ -38,6 +38,7 @@ struct RotaryKvArgs {
   T* k_cache;             // [pages, Hkv, 64, D]
   T* v_cache;             // [pages, Hkv, 64, D]
   float norm_eps;
+  float norm_offset;
   float attention_scaling;
   int num_heads;     // Hq
   int num_kv_heads;  // Hkv
@@ -102,8 +103,8 @@ __device__ __forceinline__ void add(HeadPart& x, const HeadPart& bias) {
 
 // RMSNorm over a head. The lanes of the head are those of `group_mask`.
 template <int kLanes>
-__device__ __forceinline__ void normalize(HeadPart& x, const HeadPart& weight, float eps,
-                                          uint32_t group_mask) {
+__device__ __forceinline__ void normalize(HeadPart& x, const HeadPart& weight, float offset,
+                                          float eps, uint32_t group_mask) {
   float sum = 0;
 #pragma unroll
   for (int i = 0; i < 8; ++i) sum += x.low[i] * x.low[i] + x.high[i] * x.high[i];
@@ -114,8 +115,8 @@ __device__ __forceinline__ void normalize(HeadPart& x, const HeadPart& weight, f
   const float scale = rsqrtf(sum / (kLanes * 16) + eps);
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    x.low[i] *= scale * weight.low[i];
-    x.high[i] *= scale * weight.high[i];
+    x.low[i] *= scale * (weight.low[i] + offset);
+    x.high[i] *= scale * (weight.high[i] + offset);
   }
 }
 
@@ -170,7 +171,7 @@ __global__ void __launch_bounds__(kThreads)
     if (args.bias != nullptr) add(x, load_part(args.bias + head * kDim, at));
     const T* norm = is_q ? args.q_norm : args.k_norm;
     if (!is_v && norm != nullptr) {
-      normalize<kLanes>(x, load_part(norm, at), args.norm_eps, group_mask);
+      normalize<kLanes>(x, load_part(norm, at), args.norm_offset, args.norm_eps, group_mask);
     }
     if (!is_v && at.rotates) rotate_part(x, rotations);
 
@@ -197,6 +198,7 @@ RotaryKvArgs<T> make_args(const RotaryKvParams& p) {
           .k_cache = p.k_cache.as<T>(),
           .v_cache = p.v_cache.as<T>(),
           .norm_eps = p.norm_eps,
+          .norm_offset = p.norm_offset,
           .attention_scaling = p.attention_scaling,
           .num_heads = p.num_heads,
           .num_kv_heads = p.num_kv_heads,

@@ -22,6 +22,7 @@ struct RotaryKvParams {
   Tensor q_norm;  // [D]; may be empty
   Tensor k_norm;  // [D]; may be empty
   float norm_eps = 1e-6f;
+  float norm_offset = 0;            // added to the weights of both norms
   const float* inv_freq = nullptr;  // [R / 2] on the device
   int rotary_dim = 0;               // R; 0: D
   float attention_scaling = 1;

@@ -1,6 +1,7 @@
 // One forward step as the layers see it.
 #pragma once
 
+#include "kernels/step/accepted.h"
 #include "kernels/step/step_tokens.h"
 
 namespace cpmcu {
@@ -14,12 +15,14 @@ struct Step {
   const int* ids = nullptr;  // [T] on the device
   bool verify = false;  // token trees; the results must equal those of plain decoding bit for bit
   StepTokens tokens;
+  Accepted accepted{};  // of each slot's last step; empty for a draft's own steps
 };
 
 // Upper bounds that size buffers.
 struct StepLimits {
   int max_tokens = 0;          // of a step: T
   int max_decode_tokens = 0;   // of a decode step
+  int max_tree_size = 1;       // of one sequence in a decode step
   int max_kv = 0;              // tokens of a sequence, those of a step in flight included
   int compute_capability = 0;  // as in Context
 

@@ -126,7 +126,8 @@ struct EpilogueTiles {
                            y + int64_t{row + j} * gemm.n);
     }
   }
-  // Stores y; if a norm follows, also y * norm_weight, and adds the squares of both rows.
+  // Stores y; if a norm follows, also y * (norm_weight + norm_offset), and adds the squares of both
+  // rows.
   __device__ __forceinline__ void store(const Place& place, const float (&sum)[2][4],
                                         const float* row_scales, float (&squares)[2]) const {
     const auto [_, m16_tile, row, n] = place;
@@ -156,7 +157,8 @@ struct EpilogueTiles {
           const T value = finished(gemm, scale, sum[t][half * 2 + j], old[t][half][j]);
           to[t * 16 + half * 8] = value;
           if (gemm.normed != nullptr) {
-            normed[t * 16 + half * 8] = bounded<T>(to_float(value) * to_float(weight[t][half]));
+            normed[t * 16 + half * 8] =
+                bounded<T>(to_float(value) * (to_float(weight[t][half]) + gemm.norm_offset));
             squares[j] += to_float(value) * to_float(value);
           }
         }

@@ -1,0 +1,34 @@
+"""Qwen1.5-MoE and Qwen2-MoE: Qwen2 with experts, one of them shared by all tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from cpmcu.models.common import BuildOptions, SpecFields, read_spec
+from cpmcu.models.experts import (
+    expert_layers,
+    expert_names,
+    read_experts,
+    refuse_cuda,
+    with_experts,
+)
+from cpmcu.models.reader import ConfigReader
+from cpmcu.models.registry import register_model
+
+
+@register_model("Qwen2MoeForCausalLM", names=expert_names)
+def build_qwen2_moe(config: Mapping[str, Any], options: BuildOptions) -> SpecFields:
+    """Raises ValueError for a config that the engine cannot run."""
+    refuse_cuda(options)
+    reader = ConfigReader(config)
+    reader.refuse("use_sliding_window", "no published model of the family has a window")
+    fields = read_spec(config, options, qkv_bias=reader.flag("qkv_bias", default=True))
+    layers = expert_layers(reader, fields.num_hidden_layers)
+    if not layers:
+        return fields
+    shared_width = reader.positive_int("shared_expert_intermediate_size")
+    if shared_width % 8:
+        raise reader.fail("shared_expert_intermediate_size", "a multiple of 8")
+    params = read_experts(reader) | {"shared_intermediate_size": shared_width}
+    return with_experts(fields, layers, params)

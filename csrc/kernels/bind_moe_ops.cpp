@@ -1,0 +1,112 @@
+// C.ops of the mixture of experts (kernels/moe). A Python Routing owns its arrays.
+#include <pybind11/stl.h>
+
+#include "kernels/bind_ops.h"
+#include "kernels/moe/expert_gemm.h"
+#include "kernels/moe/moe_combine.h"
+
+namespace py = pybind11;
+using namespace pybind11::literals;
+
+namespace cpmcu {
+namespace {
+
+struct OpsRouting {
+  Routing routing;
+  SharedArray experts, weights, pairs, offsets, active, num_active;
+};
+
+ExpertRows rows_of(SharedArray y, SharedArray x, int pairs_per_x, const OpsRouting& routing) {
+  return {
+      .y = tensor_of(y), .x = tensor_of(x), .pairs_per_x = pairs_per_x, .routing = routing.routing};
+}
+
+}  // namespace
+
+void bind_moe_ops(py::module_& m) {
+  py::class_<OpsRouting>(m, "Routing", "The experts of tokens; see csrc/kernels/moe/moe_route.h.")
+      .def(py::init([](SharedContext c, int64_t num_tokens, int num_experts, int top_k) {
+             const auto array = [&](int64_t count, const char* dtype) {
+               return std::make_shared<Array>(c, std::vector<int64_t>{count}, dtype, false);
+             };
+             const int64_t num_pairs = num_tokens * top_k;
+             OpsRouting made{{.num_experts = num_experts, .top_k = top_k},
+                             array(num_pairs, "int32"),
+                             array(num_pairs, "float32"),
+                             array(num_pairs, "int32"),
+                             array(num_experts + 1, "int32"),
+                             array(num_experts, "int32"),
+                             array(1, "int32")};
+             made.routing.experts = ints(made.experts);
+             made.routing.weights = floats(made.weights);
+             made.routing.pairs = ints(made.pairs);
+             made.routing.offsets = ints(made.offsets);
+             made.routing.active = ints(made.active);
+             made.routing.num_active = ints(made.num_active);
+             return made;
+           }),
+           "ctx"_a, py::kw_only(), "num_tokens"_a, "num_experts"_a, "top_k"_a)
+      .def_readonly("experts", &OpsRouting::experts)
+      .def_readonly("weights", &OpsRouting::weights)
+      .def_readonly("pairs", &OpsRouting::pairs)
+      .def_readonly("offsets", &OpsRouting::offsets)
+      .def_readonly("active", &OpsRouting::active)
+      .def_readonly("num_active", &OpsRouting::num_active);
+  m.def(
+      "moe_route",
+      [](const OpsContext& c, const OpsRouting& routing, SharedArray logits, bool renormalise) {
+        moe_route(
+            c.ctx,
+            {.logits = tensor_of(logits), .renormalise = renormalise, .routing = routing.routing});
+      },
+      "ctx"_a, "routing"_a, "logits"_a, py::kw_only(), "renormalise"_a,
+      "csrc/kernels/moe/moe_route.h");
+  m.def(
+      "expert_gemm",
+      [](const OpsContext& c, SharedArray y, SharedArray x, SharedArray w,
+         const OpsRouting& routing, int pairs_per_x, bool gated) {
+        expert_gemm(
+            c.ctx,
+            {.rows = rows_of(y, x, pairs_per_x, routing), .w = tensor_of(w), .gated = gated});
+      },
+      "ctx"_a, "y"_a, "x"_a, "w"_a, "routing"_a, py::kw_only(), "pairs_per_x"_a = 1,
+      "gated"_a = false, "csrc/kernels/moe/expert_gemm.h");
+  m.def(
+      "w4_expert_gemm",
+      [](const OpsContext& c, SharedArray y, SharedArray x, SharedArray blocks,
+         const OpsRouting& routing, int pairs_per_x, int64_t n, int64_t k, bool zero_points,
+         const std::string& scale_dtype, bool gated) {
+        const W4Weight w{.blocks = blocks->as<uint8_t>(DType::kU8),
+                         .n = n,
+                         .k = k,
+                         .zero_points = zero_points,
+                         .scale_dtype = parse_dtype(scale_dtype),
+                         .gated = gated};
+        const Tensor all = blocks->tensor();
+        CHECK(all.num_dims() == 2 && all.size(0) == routing.routing.num_experts,
+              "the blocks are {}, expected [{} experts, bytes]", all.shape_text(),
+              routing.routing.num_experts);
+        w4_expert_gemm(
+            c.ctx, {.rows = rows_of(y, x, pairs_per_x, routing), .w = w, .stride = all.size(1)});
+      },
+      "ctx"_a, "y"_a, "x"_a, "blocks"_a, "routing"_a, py::kw_only(), "pairs_per_x"_a = 1, "n"_a,
+      "k"_a, "zero_points"_a = false, "scale_dtype"_a = "float16", "gated"_a = false,
+      "csrc/kernels/moe/expert_gemm.h. blocks: [experts, bytes]");
+  m.def(
+      "moe_combine",
+      [](const OpsContext& c, SharedArray hidden, SharedArray y, const OpsRouting& routing,
+         SharedArray shared, SharedArray shared_gate, int64_t gate_column, float scale) {
+        moe_combine(c.ctx, {.hidden = tensor_of(hidden),
+                            .y = tensor_of(y),
+                            .routing = routing.routing,
+                            .shared = tensor_of(shared),
+                            .shared_gate = tensor_of(shared_gate),
+                            .gate_column = gate_column,
+                            .scale = scale});
+      },
+      "ctx"_a, "hidden"_a, "y"_a, "routing"_a, py::kw_only(), "shared"_a = SharedArray(),
+      "shared_gate"_a = SharedArray(), "gate_column"_a = 0, "scale"_a = 1.f,
+      "csrc/kernels/moe/moe_combine.h");
+}
+
+}  // namespace cpmcu

@@ -1,0 +1,71 @@
+// GEMMs with the weights of each pair's expert, for the pairs of moe_route:
+//   y[p] = x[row of p] W[expert of p]^T, or silu(x gate^T) * (x up^T) if W stacks gate and up.
+//
+// `expert_gemm` has weights of 16 bits (32 on the CPU), `w4_expert_gemm` has 4-bit weights in the
+// blocks of kernels/gemm/w4a16.h. The order of additions depends on N and K only, so a pair's bits
+// do not depend on the other pairs. Which experts are read is decided on the device.
+#pragma once
+
+#include "kernels/gemm/w4a16.h"
+#include "kernels/moe/moe_route.h"
+
+namespace cpmcu {
+
+struct ExpertRows {
+  Tensor y;  // [P, N], gated [P, N / 2]; dtype of x, or float32
+  Tensor x;  // [P / pairs_per_x, K], K a multiple of 8
+  int pairs_per_x =
+      1;            // pair p reads row p / pairs_per_x: k for rows of tokens, 1 for rows of pairs
+  Routing routing;  // of the P pairs
+};
+
+struct ExpertGemmParams {
+  ExpertRows rows;
+  Tensor w;  // [E, N, K], dtype of x
+  bool gated = false;
+};
+
+struct W4ExpertGemmParams {
+  ExpertRows rows;
+  W4Weight w;          // of expert 0
+  int64_t stride = 0;  // bytes from one expert's blocks to the next
+};
+
+inline void check_expert_rows(const char* op, const ExpertRows& rows, int64_t width, int64_t k) {
+  check_routing(rows.routing);
+  CHECK(rows.x.num_dims() == 2 && rows.y.num_dims() == 2 && rows.pairs_per_x >= 1 &&
+            rows.y.size(0) == rows.x.size(0) * rows.pairs_per_x && rows.x.size(1) == k &&
+            rows.y.size(1) == width && rows.y.size(0) % rows.routing.top_k == 0,
+        "{}: y {} = x {} with {} pairs a row does not fit experts of {} inputs and {} outputs", op,
+        rows.y.shape_text(), rows.x.shape_text(), rows.pairs_per_x, k, width);
+  CHECK(k % 8 == 0 && width % 8 == 0, "{}: an expert is [{}, {}], expected multiples of 8", op,
+        width, k);
+  CHECK(is_floating(rows.x.dtype()) &&
+            (rows.y.dtype() == rows.x.dtype() || rows.y.dtype() == DType::kF32),
+        "{}: y is {} and x {}; expected one floating dtype, y may be float32", op,
+        name_of(rows.y.dtype()), name_of(rows.x.dtype()));
+}
+
+inline void check_expert_gemm(const ExpertGemmParams& p) {
+  CHECK(p.w.num_dims() == 3 && p.w.size(0) == p.rows.routing.num_experts &&
+            p.w.dtype() == p.rows.x.dtype() && (!p.gated || p.w.size(1) % 16 == 0),
+        "expert_gemm: w is {} {}, expected {} of {} experts", name_of(p.w.dtype()),
+        p.w.shape_text(), name_of(p.rows.x.dtype()), p.rows.routing.num_experts);
+  check_expert_rows("expert_gemm", p.rows, p.w.size(1) / (p.gated ? 2 : 1), p.w.size(2));
+}
+
+inline void check_w4_expert_gemm(const W4ExpertGemmParams& p) {
+  check_w4_weight(p.w);
+  CHECK(p.w.nibble_planes == 1, "w4_expert_gemm: W has {} nibble planes, expected 1",
+        p.w.nibble_planes);
+  CHECK(p.stride >= p.w.num_bytes() && p.stride % 16 == 0,
+        "w4_expert_gemm: experts of {} bytes are {} bytes apart, expected a multiple of 16 that is "
+        "no less",
+        p.w.num_bytes(), p.stride);
+  check_expert_rows("w4_expert_gemm", p.rows, p.w.out_features(), p.w.k);
+}
+
+REGISTER_OP(expert_gemm, ExpertGemmParams)
+REGISTER_OP(w4_expert_gemm, W4ExpertGemmParams)
+
+}  // namespace cpmcu

@@ -1,0 +1,21 @@
+// The tokens that a step accepted, in device memory.
+#pragma once
+
+namespace cpmcu {
+
+// The tokens that the last step accepted in each slot. A drafter reads them to process the accepted
+// tokens; a block reads them to commit its state.
+//
+//   after                          counts  ids[j]             paths[j]
+//   a decode step, n tokens        n       j-th token         tree node that drew the token
+//   a prefill that drew a token    1       ids[0]: the token  -1: a prefill has no tree
+//
+// Unused elements of paths are -1.
+struct Accepted {
+  int max_path = 0;       // D + 1: longest path, including the root
+  int* ids = nullptr;     // [slots, max_path]
+  int* paths = nullptr;   // [slots, max_path]
+  int* counts = nullptr;  // [slots]
+};
+
+}  // namespace cpmcu

@@ -1,0 +1,201 @@
+// Mixture of experts: "moe". A router chooses top_k experts for each token; each is a gated MLP.
+//
+//   y = sum over the chosen experts of weight * down(silu(gate(x)) * up(x)) + sigmoid(g x) *
+//   shared(x)
+//
+// The shared expert is optional. The router and g are one GEMM in float32.
+#include <algorithm>
+
+#include "kernels/gemm/gemm.h"
+#include "kernels/moe/moe_combine.h"
+#include "layers/block.h"
+#include "linear/experts.h"
+
+namespace cpmcu {
+namespace {
+
+// A larger step runs in groups of tokens, so that scratch does not grow with it.
+constexpr int64_t kGroupTokens = 1024;
+
+struct MoeShape {
+  int num_experts, top_k, width, shared_width;
+  bool renormalise;
+
+  MoeShape(const ModelSpec& spec, const Params& params)
+      : num_experts(params.integer("num_experts", 0)),
+        top_k(params.integer("top_k", 0)),
+        width(params.integer("intermediate_size", spec.intermediate_size)),
+        shared_width(params.integer("shared_intermediate_size", 0)),
+        renormalise(params.flag("norm_topk_prob", true)) {
+    params.check_known("a moe block", {"num_experts", "top_k", "intermediate_size",
+                                       "shared_intermediate_size", "norm_topk_prob"});
+    check_routing({.num_experts = num_experts, .top_k = top_k});
+    CHECK(width >= 8 && width % 8 == 0,
+          "a moe block has an intermediate_size of {}, expected a positive multiple of 8", width);
+    CHECK(shared_width >= 0 && shared_width % 8 == 0,
+          "a moe block has a shared_intermediate_size of {}, expected 0 or a multiple of 8",
+          shared_width);
+  }
+
+  int router_rows() const { return num_experts + (shared_width > 0 ? 1 : 0); }
+};
+
+class MoeBlock : public Block {
+ public:
+  explicit MoeBlock(const BlockConfig& config)
+      : spec_(config.spec),
+        shape_(spec_, config.params),
+        mlp_(config.prefix + "mlp."),
+        norm_name_(config.prefix + "post_attention_layernorm"),
+        phase_(config.phase) {
+    routing_.num_experts = shape_.num_experts;
+    routing_.top_k = shape_.top_k;
+    const int hidden = spec_.hidden_size;
+    gate_up_ = experts({.parts = {{"gate_proj", shape_.width}, {"up_proj", shape_.width}},
+                        .in_features = hidden,
+                        .name = "gate_up_proj",
+                        .gated = true});
+    down_ = experts({.parts = {{"down_proj", hidden}}, .in_features = shape_.width});
+    if (shape_.shared_width == 0) return;
+    const std::string shared = mlp_ + "shared_expert.";
+    shared_gate_up_ =
+        linear(shared + "gate_up_proj", {.parts = {{shared + "gate_proj", shape_.shared_width},
+                                                   {shared + "up_proj", shape_.shared_width}},
+                                         .in_features = hidden,
+                                         .name = shared + "gate_up_proj",
+                                         .gated = true});
+    shared_down_ = linear(shared + "down_proj", {.parts = {{shared + "down_proj", hidden}},
+                                                 .in_features = shape_.shared_width});
+  }
+
+  void plan(MemoryPlan& plan, ModelState&, const StepLimits& limits) override {
+    max_tokens_ = std::min<int64_t>(limits.max_tokens, kGroupTokens);
+    const int64_t bytes = size_of(spec_.dtype), hidden = spec_.hidden_size;
+    const int64_t num_pairs = max_tokens_ * shape_.top_k;
+    gate_up_->plan(plan);
+    down_->plan(plan);
+    router_id_ = plan.add(mlp_ + "gate", "weights", bytes * shape_.router_rows() * hidden);
+    logits_id_ = plan.add_scratch("moe.logits", 4 * max_tokens_ * shape_.router_rows(), phase_ + 1,
+                                  phase_ + 3);
+    routing_id_ = plan.add_scratch("moe.routing", carved_bytes([&](Carver& carver) {
+                                     Routing(routing_).layout(carver, max_tokens_);
+                                   }),
+                                   phase_ + 1, phase_ + 3);
+    act_id_ = plan.add_scratch("moe.act", bytes * num_pairs * shape_.width, phase_ + 1, phase_ + 3);
+    out_id_ = plan.add_scratch("moe.out", 4 * num_pairs * hidden, phase_ + 1, phase_ + 3);
+    if (shared_down_ == nullptr) return;
+    shared_gate_up_->plan(plan, limits);
+    shared_down_->plan(plan, limits);
+    shared_act_id_ = plan.add_scratch("moe.shared_act", bytes * max_tokens_ * shape_.shared_width,
+                                      phase_ + 1, phase_ + 3);
+    shared_both_id_ =
+        plan.add_scratch("moe.shared_gate_up", 2 * bytes * max_tokens_ * shape_.shared_width,
+                         phase_ + 1, phase_ + 3);
+    shared_out_id_ =
+        plan.add_scratch("moe.shared_out", 4 * max_tokens_ * hidden, phase_ + 1, phase_ + 3);
+  }
+
+  void bind(const Arena& arena, const ModelState&) override {
+    const int64_t hidden = spec_.hidden_size, num_pairs = max_tokens_ * shape_.top_k;
+    gate_up_->bind(arena);
+    down_->bind(arena);
+    router_ = arena.tensor(router_id_, spec_.dtype, {shape_.router_rows(), hidden});
+    logits_ = arena.tensor(logits_id_, DType::kF32, {max_tokens_, shape_.router_rows()});
+    Carver carver(arena.array<char>(routing_id_));
+    routing_.layout(carver, max_tokens_);
+    act_ = arena.tensor(act_id_, spec_.dtype, {num_pairs, shape_.width});
+    out_ = arena.tensor(out_id_, DType::kF32, {num_pairs, hidden});
+    if (shared_down_ == nullptr) return;
+    shared_gate_up_->bind(arena);
+    shared_down_->bind(arena);
+    shared_act_ = arena.tensor(shared_act_id_, spec_.dtype, {max_tokens_, shape_.shared_width});
+    shared_both_ =
+        arena.tensor(shared_both_id_, spec_.dtype, {max_tokens_, 2 * shape_.shared_width});
+    shared_out_ = arena.tensor(shared_out_id_, DType::kF32, {max_tokens_, hidden});
+  }
+
+  void list_tensors(WeightTable& table) override {
+    table.add(mlp_ + "gate.weight", router_.rows(0, shape_.num_experts));
+    gate_up_->list_tensors(table);
+    down_->list_tensors(table);
+    if (shared_down_ == nullptr) return;
+    table.add(mlp_ + "shared_expert_gate.weight", router_.rows(shape_.num_experts, 1));
+    shared_gate_up_->list_tensors(table);
+    shared_down_->list_tensors(table);
+  }
+
+  void finish_loading(const Context& ctx) override {
+    gate_up_->finish_loading(ctx);
+    down_->finish_loading(ctx);
+    if (shared_down_ == nullptr) return;
+    shared_gate_up_->finish_loading(ctx);
+    shared_down_->finish_loading(ctx);
+  }
+
+  std::string norm_name() const override { return norm_name_; }
+
+  void forward(const Context& ctx, const Step& step, const Tensor& hidden,
+               const Tensor& x) const override {
+    for (int64_t first = 0; first < step.tokens.num_tokens; first += kGroupTokens) {
+      const int64_t count = std::min(kGroupTokens, step.tokens.num_tokens - first);
+      forward_group(ctx, step.phase, hidden.rows(first, count), x.rows(first, count));
+    }
+  }
+
+ private:
+  // The experts' part of the checkpoint is that of expert 0: all experts of a layer are alike.
+  std::unique_ptr<ExpertLinear> experts(LinearConfig expert) const {
+    expert.dtype = spec_.dtype;
+    expert.options = spec_.linear_options;
+    const ExpertsConfig config{
+        .prefix = mlp_ + "experts.", .expert = expert, .num_experts = shape_.num_experts};
+    return make_experts(spec_.linear_method_of(config.prefix_of(0) + expert.stacked_name()),
+                        config);
+  }
+
+  std::unique_ptr<LinearMethod> linear(const std::string& module, LinearConfig config) const {
+    config.dtype = spec_.dtype;
+    config.options = spec_.linear_options;
+    return make_linear(spec_.linear_method_of(module), config);
+  }
+
+  void forward_group(const Context& ctx, Phase phase, const Tensor& hidden, const Tensor& x) const {
+    const int64_t num_tokens = x.size(0), num_pairs = num_tokens * shape_.top_k;
+    const Tensor logits = logits_.rows(0, num_tokens), act = act_.rows(0, num_pairs);
+    const Tensor out = out_.rows(0, num_pairs);
+    // In every phase the same kernel: a token's experts do not depend on the phase's kernels.
+    skinny_gemm(ctx, {.y = logits, .x = x, .w = router_});
+    moe_route(ctx, {.logits = logits, .renormalise = shape_.renormalise, .routing = routing_});
+    gate_up_->forward(ctx, {.y = act, .x = x, .pairs_per_x = shape_.top_k, .routing = routing_});
+    down_->forward(ctx, {.y = out, .x = act, .routing = routing_});
+    MoeCombineParams sum{
+        .hidden = hidden, .y = out, .routing = routing_, .scale = spec_.residual_scale};
+    if (shared_down_ != nullptr) {
+      const Tensor shared_act = shared_act_.rows(0, num_tokens);
+      shared_gate_up_->forward_gated(ctx, phase, shared_act, shared_both_.rows(0, num_tokens), x);
+      sum.shared = shared_out_.rows(0, num_tokens);
+      shared_down_->forward(ctx, phase, sum.shared, shared_act, 1, 0);
+      sum.shared_gate = logits;
+      sum.gate_column = shape_.num_experts;
+    }
+    moe_combine(ctx, sum);
+  }
+
+  const ModelSpec& spec_;
+  const MoeShape shape_;
+  std::string mlp_, norm_name_;
+  Timeline phase_;
+  std::unique_ptr<ExpertLinear> gate_up_, down_;
+  std::unique_ptr<LinearMethod> shared_gate_up_, shared_down_;  // null: no shared expert
+  Routing routing_;
+  MemoryPlan::Id router_id_ = 0, logits_id_ = 0, routing_id_ = 0, act_id_ = 0, out_id_ = 0,
+                 shared_act_id_ = 0, shared_both_id_ = 0, shared_out_id_ = 0;
+  int64_t max_tokens_ = 0;
+  Tensor router_;  // [E, H]; with a shared expert, its gate is one more row
+  Tensor logits_, act_, out_, shared_act_, shared_both_, shared_out_;
+};
+
+REGISTER_BLOCK("moe", MoeBlock);
+
+}  // namespace
+}  // namespace cpmcu

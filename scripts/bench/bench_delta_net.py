@@ -1,0 +1,139 @@
+"""Times gated_delta_net on the GPU: one line per shape.
+
+Every launch works on another slot's state, so the L2 cache is cold, as between the layers of a
+model. A CUDA graph has as many launches as needed for that.
+
+| case | what a launch does |
+|---|---|
+| token | one token of a prompt: S is read, updated and written, as in a plain decode step |
+| chain, tree | nodes of a decode step without accepted tokens to add: S is read only |
+| prompt | a chunk of 2,048 tokens of one sequence |
+
+The share of the roofline is the bytes of S over the read bandwidth of this run; for prompts the
+time of a token is printed instead.
+
+    python scripts/bench/bench_delta_net.py [--heads 32,48] [--dtype bfloat16] [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from typing import Any
+
+import numpy as np
+from bench_attention import COLD_BYTES, microseconds, normal, put, raw, read_bandwidth
+
+from cpmcu import C
+
+ops = C.ops
+DIM = 128
+KEY_HEADS = 16
+MOST_NODES = 64
+CHUNK = 2048
+
+
+class Layer:
+    """A layer's weights, and the states of enough slots to leave the L2 cache."""
+
+    def __init__(self, ctx: Any, heads: int, dtype: str) -> None:
+        self.ctx, self.heads, self.dtype = ctx, heads, dtype
+        self.state_bytes = heads * DIM * DIM * 4
+        self.slots = min(64, math.ceil(COLD_BYTES / self.state_bytes))
+        channels = (2 * KEY_HEADS + heads) * DIM
+        slots, width = self.slots, 3 * DIM
+        self.row = channels + heads * DIM
+        self.shared = {
+            "num_key_heads": KEY_HEADS, "num_value_heads": heads, "key_dim": DIM,
+            "value_dim": DIM, "conv_weight": normal(ctx, [channels, 4], dtype),
+            "a_log": raw(ctx, np.zeros(heads, np.float32)),
+            "dt_bias": raw(ctx, np.zeros(heads, np.float32)),
+            "norm_weight": normal(ctx, [DIM], dtype),
+            "state": raw(ctx, np.zeros((slots, heads, DIM // 8, DIM * 8), np.float32)),
+            "window": normal(ctx, [slots, heads, 3, width], dtype),
+            "pending": normal(ctx, [slots, heads, MOST_NODES, width + 8], dtype),
+            "folded": put(ctx, np.zeros((slots, heads))),
+        }  # fmt: skip
+
+    def launch_of(self, slot: int, parents: list[int] | None, count: int) -> Any:
+        """A function that runs `count` tokens of a slot; `parents`: as nodes of a decode step."""
+        ctx = self.ctx
+        tokens = ops.StepTokens(
+            num_tokens=count, num_seqs=1, max_seq_tokens=count, max_kv=CHUNK,
+            positions=put(ctx, range(count)), token_seqs=put(ctx, [0] * count),
+            seq_slots=put(ctx, [slot]), seq_token_begin=put(ctx, [0, count]),
+            slot_lengths=put(ctx, [0] * self.slots), page_table=put(ctx, [[0]] * self.slots),
+            token_parents=None if parents is None else put(ctx, parents),
+        )  # fmt: skip
+        qkvz = normal(ctx, [count, self.row], self.dtype)
+        ba = normal(ctx, [count, 2 * self.heads], self.dtype)
+        out = ops.Array(ctx, [count, self.heads * DIM], self.dtype)
+
+        def run() -> None:
+            ops.gated_delta_net(
+                ctx, out=out, qkvz=qkvz, ba=ba, commits=parents is None, tokens=tokens,
+                **self.shared,
+            )  # fmt: skip
+
+        return run
+
+    def time(self, parents: list[int] | None, count: int) -> float:
+        """Microseconds of a launch."""
+        slots = 1 if count >= CHUNK else self.slots
+        launches = [self.launch_of(slot, parents, count) for slot in range(slots)]
+
+        def body() -> None:
+            for launch in launches:
+                launch()
+
+        return microseconds(self.ctx, body, slots)
+
+
+def tree(count: int) -> list[int]:
+    """Parents of a tree with two branches at each node."""
+    return [(node - 1) // 2 for node in range(count)]
+
+
+CASES: list[tuple[str, list[int] | None, int]] = [
+    ("token", None, 1),
+    ("chain", [-1], 1),
+    ("chain", [node - 1 for node in range(4)], 4),
+    ("tree", [-1, *tree(16)[1:]], 16),
+    ("tree", [-1, *tree(64)[1:]], 64),
+    ("prompt", None, CHUNK),
+]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--heads", default="32,48", help="value heads of a layer")
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16"])
+    parser.add_argument("--json", action="store_true", help="one JSON object per line")
+    args = parser.parse_args()
+    if not C.device_count():
+        sys.exit("bench_delta_net.py: no CUDA device was found, expected one")
+    ctx = ops.Context("cuda")
+    bandwidth = read_bandwidth(ctx, args.dtype)
+    print(f"{C.device_info(0)['name']}: {bandwidth:.0f} GB/s", file=sys.stderr)
+    for heads in map(int, args.heads.split(",")):
+        layer = Layer(ctx, heads, args.dtype)
+        for case, parents, count in CASES:
+            time = layer.time(parents, count)
+            moved = layer.state_bytes * (2 if parents is None else 1)
+            floor = moved / bandwidth / 1e3
+            line: dict[str, Any] = {"heads": heads, "case": case, "tokens": count, "us": time}
+            if case == "prompt":
+                line["us_a_token"] = time / count
+            else:
+                line["roofline"] = floor / time
+            if args.json:
+                print(json.dumps(line))
+                continue
+            share = f"{time / count:.3f} us a token" if case == "prompt" else f"{floor / time:.0%}"
+            print(f"{heads} heads  {case:6} {count:5} tokens  {time:9.2f} us  {share}")
+
+
+if __name__ == "__main__":
+    main()
