@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from cpmcu.checks import check_filled, integer, number, shown, truth
+from cpmcu.options import option as option
+from cpmcu.sparse_options import SparseOptions
 
 DTYPES = ("auto", "float16", "bfloat16", "float32")
 DEVICES = ("auto", "cpu", "cuda")
@@ -36,33 +38,6 @@ _MODEL_HELP = (
     "local directory, Hugging Face repository id, or a shipped model: tiny-python-minicpm "
     "(default; small, completes Python code) or tiny-python-minicpm-w4 (the same in 4 bits)"
 )
-
-
-def option(
-    default: Any,
-    help: str,
-    *,
-    flags: tuple[str, ...] | None = None,
-    choices: tuple[str, ...] | None = None,
-    metavar: str | None = None,
-    brief: str | None = None,
-    group: str | None = None,
-) -> Any:
-    """A dataclass field that can become a command-line flag.
-
-    `flags` replaces the flag derived from the field's name; an empty tuple means no flag. `brief`
-    is the flag's line in `--help`. A flag without `brief` is explained by `--help-all` only.
-    `group`: title of the flag's group in the help, if it is not the dataclass's.
-    """
-    metadata = {
-        "help": help,
-        "flags": flags,
-        "choices": choices,
-        "metavar": metavar,
-        "brief": brief,
-        "group": group,
-    }
-    return dataclasses.field(default=default, metadata=metadata)
 
 
 ASSETS = Path(__file__).parent / "assets"
@@ -334,7 +309,7 @@ def _check_type(name: str, value: Any) -> None:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class EngineConfig:
+class EngineConfig(SparseOptions):
     """Options for loading and running a model. Raises ValueError for a value out of range."""
 
     model: str | None = option(
@@ -458,6 +433,7 @@ class EngineConfig:
             _size("prefix_cache_host_gb", self.prefix_cache_host_gb)
         _size("prefix_cache_disk_gb", self.prefix_cache_disk_gb)
         truth("minicpm4_yarn", self.minicpm4_yarn)
+        SparseOptions.__post_init__(self)
 
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -9,26 +9,19 @@ from typing import Any
 
 from cpmcu.checks import shown
 from cpmcu.config import EngineConfig, SpeculativeConfig
-from cpmcu.flags import FlagParser, add_flags, from_flags
+from cpmcu.flags import FlagParser, add_flags, from_flags, parse_bool
 
 MODEL_WORD = {"MODEL": "same as --model-path (default: a shipped model)"}
 
-_SPARSE = "sparse attention"
-_LATER = {  # flag of CPM.cu -> its feature, which is not implemented
-    "--sink-window-size": _SPARSE,
-    "--block-window-size": _SPARSE,
-    "--sparse-topk-k": _SPARSE,
-    "--sparse-switch": _SPARSE,
-    "--use-compress-lse": _SPARSE,
-}
 
-
-class _NotYet(argparse.Action):
-    """Rejects a flag of a feature that is not implemented."""
+class _CompressLse(argparse.Action):
+    """Accepts only yes, CPM.cu's default."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
-        flag = self.option_strings[0]
-        parser.error(f"{flag} needs {_LATER[flag]}, which this version of cpmcu does not have yet")
+        if not values:
+            parser.error(
+                "--use-compress-lse cannot be no: scores are normalised over the coarse keys"
+            )
 
 
 class _ModelType(argparse.Action):
@@ -56,8 +49,14 @@ def add_engine_flags(
         const=False,
         help=argparse.SUPPRESS,
     )
-    for flag in _LATER:
-        parser.add_argument(flag, nargs="?", action=_NotYet, help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--use-compress-lse",
+        nargs="?",
+        const=True,
+        type=parse_bool,
+        action=_CompressLse,
+        help=argparse.SUPPRESS,
+    )
     parser.add_argument("--model-type", action=_ModelType, help=argparse.SUPPRESS)
 
 

@@ -4,8 +4,8 @@
     python examples/minicpm4.py serve --apply-eagle-quant no --port 8000
 
 --apply-quant, --apply-eagle and --apply-eagle-quant are on unless switched off; other flags are
-those of `python -m cpmcu.cli` and `python -m cpmcu.server`. Nothing is sparse: --apply-sparse,
-which CPM.cu has on, is refused, since cpmcu has no sparse attention yet.
+those of `python -m cpmcu.cli` and `python -m cpmcu.server`. One of them is --apply-sparse, which
+CPM.cu has on; cpmcu has sparse attention on the CPU only.
 """
 
 import argparse
@@ -32,14 +32,11 @@ def flags(args: argparse.Namespace) -> list[str]:
 def main() -> None:
     parser = FlagParser(prog="minicpm4.py", description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=["generate", "serve"])
-    switches = {"apply-quant": True, "apply-eagle": True, "apply-eagle-quant": True}
-    for name, default in {"apply-sparse": False, **switches, "minicpm4-yarn": True}.items():
+    for name in ("apply-quant", "apply-eagle", "apply-eagle-quant", "minicpm4-yarn"):
         parser.add_argument(
-            f"--{name}", type=parse_bool, nargs="?", const=True, default=default, metavar="yes|no"
+            f"--{name}", type=parse_bool, nargs="?", const=True, default=True, metavar="yes|no"
         )
     args, rest = parser.parse_known_args()
-    if args.apply_sparse:
-        parser.error("--apply-sparse needs sparse attention, which cpmcu does not have yet")
     program = "cpmcu.cli" if args.what == "generate" else "cpmcu.server"
     sys.argv = [program, *flags(args), *rest]
     runpy.run_module(program, run_name="__main__", alter_sys=True)

@@ -35,6 +35,7 @@ from cpmcu.loading.tensors import FLOAT_DTYPES, Checkpoint, TensorMeta
 from cpmcu.models.common import BuildOptions, SpecFields
 from cpmcu.models.reader import language_config
 from cpmcu.models.registry import ModelFamily, find_model
+from cpmcu.models.sparse import check_sparse_options
 from cpmcu.quant.registry import QuantPlan, plan_quant
 from cpmcu.sampling import SamplingParams
 from cpmcu.tokenizer import eos_ids
@@ -91,12 +92,14 @@ def load_model(
         max_model_len=config.max_model_len,
         has_lm_head=any(name.startswith("lm_head.") for name in metas),
         minicpm4_yarn=config.minicpm4_yarn,
+        sparse=config,
     )
     with about(directory):
         fields = family.build(hf_config, options)
         # A vision tower or a draft head in the same files is not the target's.
         metas = {name: meta for name, meta in metas.items() if family.names(name, fields)}
         quant = plan_target_quant(hf_config, metas, family, fields)
+        check_sparse_options(config, fields)
     if config.max_model_len > fields.max_position_embeddings:
         logger.warning(
             "max_model_len is %d but config.json has max_position_embeddings %d: text beyond it "

@@ -13,6 +13,7 @@ from typing import Any
 from cpmcu.models.limits import CUDA_HEAD_DIMS, MODEL_LIMITS
 from cpmcu.models.reader import ConfigReader
 from cpmcu.models.rope import rope_from_config
+from cpmcu.sparse_options import SparseOptions
 
 DEFAULT_WINDOW = 4096  # transformers' default for Mistral and Qwen
 
@@ -25,6 +26,7 @@ class BuildOptions:
     max_model_len: int = 0  # most tokens of a sequence; 0: the model's own limit
     has_lm_head: bool = True  # does the checkpoint hold lm_head.weight?
     minicpm4_yarn: bool = False  # use the published 128K LongRoPE factors of MiniCPM4
+    sparse: SparseOptions | None = None  # None: all attention is dense, as in a draft
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""MiniCPM 1 and 2, MiniCPM4 and 4.1 with dense attention: Llama with muP scales.
+"""MiniCPM 1 and 2, MiniCPM4 and 4.1: Llama with muP scales, and sparse attention if it is wanted.
 
 Embeddings are multiplied by scale_emb, the output of each attention and MLP by
 scale_depth / sqrt(num_hidden_layers), and the head's input by dim_model_base / hidden_size.
@@ -16,6 +16,7 @@ from cpmcu.models.minicpm4_factors import EXTENDED_LENGTH, LONGROPE_FACTORS, ORI
 from cpmcu.models.reader import ConfigReader
 from cpmcu.models.registry import register_model
 from cpmcu.models.rope import rope_parameters
+from cpmcu.models.sparse import with_sparse_attention
 
 logger = logging.getLogger(__name__)
 
@@ -27,18 +28,17 @@ def build_minicpm(config: Mapping[str, Any], options: BuildOptions) -> SpecField
     reader.refuse("attention_bias", "a bias on all four attention projections is not supported")
     if config.get("num_experts"):
         raise reader.fail("num_experts", "0: mixture-of-experts layers are not supported")
-    if config.get("sparse_config"):
-        logger.info("sparse_config is ignored: dense attention is exact at every length")
     if options.minicpm4_yarn:
         config = extend_context(config)
     num_layers = reader.positive_int("num_hidden_layers")
-    return read_spec(
+    fields = read_spec(
         config,
         options,
         embed_scale=reader.positive_float("scale_emb"),
         residual_scale=reader.positive_float("scale_depth") / math.sqrt(num_layers),
         logit_scale=(reader.positive_float("dim_model_base") / reader.positive_int("hidden_size")),
     )
+    return with_sparse_attention(fields, config, options)
 
 
 def extend_context(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -315,7 +315,8 @@ void bind_attention_ops(py::module_& m) {
       .def(py::init([](SharedArray out, SharedArray qkv, SharedArray k_cache, SharedArray v_cache,
                        float scale, int num_heads, int num_kv_heads, int head_dim,
                        const OpsTokens& tokens, SharedArray scratch, int window, bool by_position,
-                       const QkvLayout& layout) {
+                       const QkvLayout& layout, SharedArray selection, int dense_len,
+                       int max_splits) {
              OpsAttention made{{.out = tensor_of(out),
                                 .qkv = tensor_of(qkv),
                                 .layout = layout,
@@ -327,15 +328,20 @@ void bind_attention_ops(py::module_& m) {
                                 .head_dim = head_dim,
                                 .window = window,
                                 .by_position = by_position,
+                                .selection = {.words = tensor_of(selection),
+                                              .dense_len = dense_len,
+                                              .max_splits = max_splits},
                                 .tokens = tokens.tokens,
                                 .scratch = tensor_of(scratch)},
                                tokens.arrays};
-             made.arrays.insert(made.arrays.end(), {out, qkv, k_cache, v_cache, scratch});
+             made.arrays.insert(made.arrays.end(),
+                                {out, qkv, k_cache, v_cache, scratch, selection});
              return made;
            }),
            py::kw_only(), "out"_a, "qkv"_a, "k_cache"_a, "v_cache"_a, "scale"_a, "num_heads"_a,
            "num_kv_heads"_a, "head_dim"_a, "tokens"_a, "scratch"_a = SharedArray(), "window"_a = 0,
-           "by_position"_a = false, "layout"_a = QkvLayout());
+           "by_position"_a = false, "layout"_a = QkvLayout(), "selection"_a = SharedArray(),
+           "dense_len"_a = 0, "max_splits"_a = 0);
   const auto bind_attention = [&m](const char* name,
                                    void (*op)(const Context&, const AttentionParams&)) {
     m.def(
@@ -345,6 +351,8 @@ void bind_attention_ops(py::module_& m) {
   bind_attention("attention_prefill", attention_prefill);
   bind_attention("attention_decode", attention_decode);
   bind_attention("attention_splits", attention_splits);
+  m.def("sparse_scratch_floats", &sparse_scratch_floats, "num_tokens"_a, "num_heads"_a,
+        "head_dim"_a, "max_splits"_a, "The same for attention with a selection.");
   m.def("attention_scratch_floats", &attention_scratch_floats, "num_tokens"_a, "num_heads"_a,
         "head_dim"_a, "max_kv"_a, "Number of float32 elements of the scratch of attention_decode.");
 }
@@ -419,6 +427,7 @@ void bind_ops(py::module_& m) {
   bind_layer_ops(ops);
   bind_attention_ops(ops);
   bind_delta_net_ops(ops);
+  bind_sparse_ops(ops);
   bind_step_ops(ops);
   bind_tree_ops(ops);
   bind_w4_ops(ops);

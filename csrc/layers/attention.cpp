@@ -1,13 +1,17 @@
-// Grouped-query attention with rotary positions over the paged KV cache: "attention".
+// Grouped-query attention with rotary positions over the paged KV cache: "attention", and
+// "sparse_attention", which chooses blocks of keys.
 #include "kernels/attention/attention.h"
 
 #include <algorithm>
 #include <cmath>
+#include <optional>
+#include <utility>
 
 #include "kernels/layer/rotary_kv.h"
 #include "kernels/layer/sigmoid_gate.h"
 #include "layers/block.h"
 #include "layers/rotary.h"
+#include "layers/sparse_keys.h"
 #include "linear/gemm_queue.h"
 #include "linear/linear.h"
 
@@ -58,13 +62,18 @@ struct AttentionShape {
 
 class AttentionBlock : public Block {
  public:
-  explicit AttentionBlock(const BlockConfig& config)
+  explicit AttentionBlock(const BlockConfig& config) : AttentionBlock(config, {}) {}
+  // `sparse`: all attention is dense without it.
+  AttentionBlock(const BlockConfig& config, std::optional<SparseKeys> sparse)
       : spec_(config.spec),
-        params_(config.params),
+        params_(sparse ? SparseKeys::without_rule(config.params) : config.params),
         shape_(spec_, params_),
         prefix_(config.prefix),
         scope_(config.scope),
-        phase_(config.phase) {
+        phase_(config.phase),
+        sparse_(std::move(sparse)) {
+    CHECK(!sparse_ || shape_.window == 0,
+          "a sparse_attention block has a window of {}, expected none", shape_.window);
     const int64_t q = shape_.q_rows(), kv = shape_.kv_size();
     const std::string attn = prefix_ + "self_attn.";
     qkv_ =
@@ -97,6 +106,7 @@ class AttentionBlock : public Block {
         .num_heads = shape_.num_kv_heads, .width = shape_.head_dim, .dtype = spec_.dtype};
     keys_id_ = state.add_paged(plane);
     values_id_ = state.add_paged(plane);
+    if (sparse_) sparse_->plan(plan, state, limits, plane, static_cast<Timeline>(phase_ + 2));
     const std::vector<float> inv_freq = params_.numbers("rope_inv_freq", spec_.rope_inv_freq);
     CHECK(!inv_freq.empty() && static_cast<int>(inv_freq.size()) <= shape_.head_dim / 2,
           "an attention block has {} rotary frequencies, expected 1 to head_dim / 2 = {}",
@@ -111,6 +121,12 @@ class AttentionBlock : public Block {
       partial_floats_ =
           attention_scratch_floats(std::min(limits.max_decode_tokens, kMaxScratchTokens),
                                    shape_.num_heads, shape_.head_dim, limits.max_kv);
+      if (sparse_) {
+        partial_floats_ =
+            std::max(partial_floats_,
+                     sparse_->scratch_floats(std::min(limits.max_decode_tokens, kMaxScratchTokens),
+                                             shape_.num_heads, shape_.head_dim, limits.max_kv));
+      }
     }
     partial_id_ =
         plan.add_scratch("attention.partials", 4 * partial_floats_, phase_ + 2, phase_ + 2);
@@ -127,6 +143,7 @@ class AttentionBlock : public Block {
     }
     keys_ = state.paged(keys_id_);
     values_ = state.paged(values_id_);
+    if (sparse_) sparse_->bind(arena, state);
     rotary_.bind(arena);
     qkv_buffer_ = arena.tensor(qkv_id_, spec_.dtype, {max_tokens_, shape_.qkv_size()});
     out_buffer_ = arena.tensor(out_id_, spec_.dtype, {max_tokens_, shape_.q_size()});
@@ -179,6 +196,8 @@ class AttentionBlock : public Block {
                                 .tokens = step.tokens};
     GemmQueue* const queue = GemmQueue::of(ctx);
     if (queue == nullptr || !queue->push(rotary)) rotary_kv(ctx, rotary);
+    if (sparse_ && step.phase == Phase::kPrefill) sparse_->compress(ctx, keys_, step.tokens);
+    const BlockSelection blocks = sparse_ ? sparse_->select(ctx, rotary) : BlockSelection();
     const AttentionParams params{.out = out,
                                  .qkv = qkv,
                                  .layout = shape_.layout(),
@@ -190,13 +209,14 @@ class AttentionBlock : public Block {
                                  .head_dim = shape_.head_dim,
                                  .window = shape_.window,
                                  .by_position = step.verify,
+                                 .selection = blocks,
                                  .tokens = step.tokens,
                                  .scratch = partials_};
     if (step.phase == Phase::kPrefill) {
       attention_prefill(ctx, params);
     } else if (step.tokens.num_tokens > kMaxScratchTokens) {
       decode_in_groups(ctx, params);
-    } else if (queue == nullptr || shape_.output_gate) {
+    } else if (queue == nullptr || shape_.output_gate || !params.selection.empty()) {
       attention_decode(ctx, params);
     } else {
       attention_splits(ctx, params);
@@ -210,6 +230,10 @@ class AttentionBlock : public Block {
                          .stride = 2 * shape_.head_dim});
     }
     out_->forward(ctx, step.phase, hidden, out, spec_.residual_scale, 1);
+  }
+
+  void commit(const Context& ctx, const Step& step, const Accepted& accepted) const override {
+    if (sparse_) sparse_->compress(ctx, keys_, step.tokens, accepted.counts);
   }
 
  private:
@@ -228,6 +252,9 @@ class AttentionBlock : public Block {
       params.out = all.out.rows(first, count * seq_rows);
       params.qkv = all.qkv.rows(first, count * seq_rows);
       params.tokens = sequences_of(tokens, seq, count);
+      if (!all.selection.empty()) {
+        params.selection.words = all.selection.words.rows(first, count * seq_rows);
+      }
       attention_decode(ctx, params);
     }
   }
@@ -237,6 +264,7 @@ class AttentionBlock : public Block {
   const AttentionShape shape_;
   std::string prefix_, scope_;
   Timeline phase_;
+  std::optional<SparseKeys> sparse_;
   std::unique_ptr<LinearMethod> qkv_, out_;
   RotaryTable rotary_;
   ModelState::PagedId keys_id_, values_id_;
@@ -247,7 +275,14 @@ class AttentionBlock : public Block {
   Tensor bias_, q_norm_, k_norm_, qkv_buffer_, out_buffer_, partials_;
 };
 
+class SparseAttentionBlock : public AttentionBlock {
+ public:
+  explicit SparseAttentionBlock(const BlockConfig& config)
+      : AttentionBlock(config, SparseKeys(config.params)) {}
+};
+
 REGISTER_BLOCK("attention", AttentionBlock);
+REGISTER_BLOCK("sparse_attention", SparseAttentionBlock);
 
 }  // namespace
 }  // namespace cpmcu

@@ -101,7 +101,7 @@ def test_minicpm4_flags_are_cpmcus(monkeypatch, what, quant, eagle):
     seen: list[list[str]] = []
     monkeypatch.setattr(runpy, "run_module", lambda *_, **__: seen.append([*sys.argv]))
     switches = ["--apply_quant", quant, f"--apply-eagle={eagle}", "--apply-eagle-quant", quant]
-    monkeypatch.setattr(sys, "argv", ["minicpm4.py", what, *switches, "--memory-limit", "0.5"])
+    monkeypatch.setattr(sys, "argv", ["minicpm4.py", what, *switches, "--apply-sparse", "no"])
     runpy.run_path(str(EXAMPLES / "minicpm4.py"), run_name="__main__")
     (program, *flags) = seen[0]
     assert program == {"generate": "cpmcu.cli", "serve": "cpmcu.server"}[what]
@@ -109,12 +109,7 @@ def test_minicpm4_flags_are_cpmcus(monkeypatch, what, quant, eagle):
     assert parsed.model == "openbmb/MiniCPM4-8B" + "-marlin-cpmcu" * (quant == "yes")
     assert (parsed.draft_model_path is not None) == (eagle == "yes")
     assert (parsed.draft_model_path or "").endswith("-QAT-cpmcu") == (quant == eagle == "yes")
-    assert (parsed.minicpm4_yarn, parsed.memory_limit) == (True, 0.5)
-
-
-def test_minicpm4_says_that_nothing_is_sparse():
-    said = run("minicpm4", "serve", "--apply-sparse", status=2)
-    assert "--apply-sparse needs sparse attention, which cpmcu does not have yet" in said
+    assert (parsed.minicpm4_yarn, parsed.apply_sparse) == (True, False)
 
 
 def test_all_compile(tmp_path):

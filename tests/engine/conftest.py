@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 from tests.engine.drafted import Models
 from tests.engine.harness import DEVICES
+from tests.engine.sparse import sparse_models as make_sparse_models
 
 
 @pytest.fixture(scope="module", params=DEVICES)
@@ -16,3 +19,9 @@ def device(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory, device: str) -> Models:
     return Models(tmp_path_factory.mktemp("spec"), device)
+
+
+@pytest.fixture(scope="module")
+def sparse_models(tmp_path_factory: pytest.TempPathFactory, device: str) -> Iterator[Models]:
+    with make_sparse_models(tmp_path_factory.mktemp("sparse"), device) as models:
+        yield models

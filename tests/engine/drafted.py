@@ -8,9 +8,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from tests.engine.harness import SMALL, random_ids
 from tests.reference.engines import skip_if_refused
-from tests.reference.tiny_checkpoints import TinyCheckpoint, write_tiny
+from tests.reference.tiny_checkpoints import (
+    TinyCheckpoint,
+    random_weights,
+    tiny_config,
+    write_tiny,
+)
 from tests.reference.tiny_drafts import KINDS, write_draft
 from tests.reference.tiny_hybrid import CUDA_SIZES, HYBRIDS
 from tests.reference.tiny_w4 import quantise, write_w4
@@ -62,9 +69,14 @@ if SMALL:
 
 
 class Models:
-    """Targets, drafts and their engines, on one device."""
+    """Targets, drafts and their engines, on one device.
 
-    def __init__(self, root: Path, device: str) -> None:
+    `changes`: to the targets' config.json. `query_scale`: multiplies the targets' queries.
+    """
+
+    def __init__(self, root: Path, device: str, query_scale: float = 1.0, **changes: Any) -> None:
+        self.query_scale = query_scale
+        self.changes = {"max_position_embeddings": CONTEXT, **changes}
         self.root, self.device = root, device
         self.dtype = "bfloat16" if device == "cuda" else "float32"
         self.expected: dict[Any, list[int]] = {}
@@ -77,15 +89,17 @@ class Models:
             if family in HYBRIDS:
                 return self.hybrid(family, family)
             name, _, layout = family.partition("_")
-            made = write_tiny(
-                self.root / family,
-                name,
-                dtype=self.dtype,
-                vocab_size=VOCAB,
-                num_hidden_layers=3,
-                max_position_embeddings=CONTEXT,
+            fields = {
+                "vocab_size": VOCAB,
+                "num_hidden_layers": 3,
+                **self.changes,
                 **({"hidden_size": 128, "head_dim": 64} if layout else {"head_dim": 64}),
-            )
+            }
+            weights = random_weights(tiny_config(name, self.dtype, **fields))
+            for key in weights:
+                if key.endswith("q_proj.weight"):
+                    weights[key] *= np.float32(self.query_scale)
+            made = write_tiny(self.root / family, name, dtype=self.dtype, weights=weights, **fields)
             if layout:
                 write_w4(made.directory, made.config, quantise(made.weights), layout)
             self._targets[family] = made

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ class Case:
     window: int = 0
     by_position: bool = False
     gated: bool = False  # a gate of the size of a head follows each query head
+    selecting: dict[str, Any] = field(default_factory=dict)  # arguments for sparse attention
 
     def __post_init__(self) -> None:
         step, dim = self.step, self.head_dim
@@ -87,6 +88,9 @@ class Case:
             num_tokens=num_rows, num_heads=self.num_heads, head_dim=self.head_dim,
             max_kv=self.step.max_kv,
         )  # fmt: skip
+        if "max_splits" in self.selecting:
+            splits = self.selecting["max_splits"]
+            floats = ops.sparse_scratch_floats(num_rows, self.num_heads, self.head_dim, splits)
         more = {}
         if self.gated:
             k_begin = 2 * self.num_heads * self.head_dim
@@ -98,7 +102,7 @@ class Case:
             out=out, qkv=qkv, k_cache=k, v_cache=v, scale=self.scale, num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, tokens=rows,
             scratch=empty(device, [floats]), window=self.window, by_position=self.by_position,
-            **more,
+            **self.selecting, **more,
         )  # fmt: skip
         return attention, out
 

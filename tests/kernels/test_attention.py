@@ -13,6 +13,7 @@ from tests.kernels.util import (
     Step,
     chain_masks,
     context,
+    deep_tree,
     encode,
     on_devices,
     on_devices_and_cuda_dtypes,
@@ -139,15 +140,6 @@ def test_by_position(device: str, dtype: str, window: int) -> None:
 
 
 # ---- bit for bit
-
-
-def deep_tree(size: int) -> np.ndarray:
-    """Ancestor masks of a tree whose longest path has about half the nodes."""
-    rng = np.random.default_rng(size)
-    masks = [1]
-    for i in range(1, size):
-        masks.append(masks[max(0, i - 1 - int(rng.integers(3)))] | 1 << i)
-    return np.array(masks, np.uint64)
 
 
 def one_sequence(case: Case, seq: int, rows: Sequence[int]) -> Case:

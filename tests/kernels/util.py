@@ -210,5 +210,14 @@ def random_tree(rng: np.random.Generator, size: int) -> npt.NDArray[np.uint64]:
     return np.array(masks, np.uint64)
 
 
+def deep_tree(size: int) -> npt.NDArray[np.uint64]:
+    """Ancestor masks of a tree whose longest path has about half the nodes."""
+    rng = np.random.default_rng(size)
+    masks = [1]
+    for i in range(1, size):
+        masks.append(masks[max(0, i - 1 - int(rng.integers(3)))] | 1 << i)
+    return np.array(masks, np.uint64)
+
+
 def chain_masks(size: int) -> npt.NDArray[np.uint64]:
     return np.array([(1 << (i + 1)) - 1 for i in range(size)], np.uint64)

@@ -1,8 +1,8 @@
 """A transformer in plain numpy: the reference of tests that run without torch.
 
 It supports all fields of a ModelSpec: grouped-query attention, rotary embedding with any
-inverse frequencies, RMSNorm on q and k heads, a bias on q, k and v, muP scales, a tied head, and
-experts.
+inverse frequencies, RMSNorm on q and k heads, a bias on q, k and v, muP scales, a tied head,
+experts and sparse attention.
 Weights have the names and shapes of a Hugging Face Llama checkpoint.
 """
 
@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cpmcu.models.common import SpecFields
+from tests.reference import sparse
 from tests.reference.ops import route
 
 Array = npt.NDArray[Any]
@@ -41,7 +42,10 @@ class NumpyModel:
         for layer in range(fields.num_hidden_layers):
             prefix = f"model.layers.{layer}."
             normed = self._norm(hidden, weights[prefix + "input_layernorm.weight"])
-            hidden = hidden + self._attention(normed, prefix) * fields.residual_scale
+            blocks = dict(fields.layers[layer]) if fields.layers else {}
+            rule = blocks.get("sparse_attention")
+            attended = self._attention(normed, prefix, rule and sparse.Rule(**rule))
+            hidden = hidden + attended * fields.residual_scale
             normed = self._norm(hidden, weights[prefix + "post_attention_layernorm.weight"])
             hidden = hidden + self._mlp_or_experts(normed, layer) * fields.residual_scale
         hidden = self._norm(hidden, weights["model.norm.weight"]) * fields.logit_scale
@@ -74,7 +78,7 @@ class NumpyModel:
         left, right, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
         return np.concatenate([left * cos - right * sin, right * cos + left * sin, rest], -1)
 
-    def _attention(self, x: Array, prefix: str) -> Array:
+    def _attention(self, x: Array, prefix: str, rule: sparse.Rule | None) -> Array:
         fields = self.fields
         q = self._heads(x, prefix, "q", fields.num_attention_heads)
         k = self._heads(x, prefix, "k", fields.num_key_value_heads)
@@ -83,6 +87,10 @@ class NumpyModel:
             q = self._norm(q, self.weights[prefix + "self_attn.q_norm.weight"])
             k = self._norm(k, self.weights[prefix + "self_attn.k_norm.weight"])
         q, k = self._rotate(q), self._rotate(k)
+        projection = self.weights[prefix + "self_attn.o_proj.weight"].T
+        if rule is not None:
+            out = sparse.attention(q, k, v, rule, fields.head_dim**-0.5)
+            return out.reshape(len(x), -1) @ projection
         group = fields.num_attention_heads // fields.num_key_value_heads
         future = np.triu(np.ones((len(x), len(x)), bool), 1)
         outputs = []
@@ -91,7 +99,7 @@ class NumpyModel:
             scores = np.where(future, -np.inf, scores)
             weights = np.exp(scores - scores.max(-1, keepdims=True))
             outputs.append(weights / weights.sum(-1, keepdims=True) @ v[:, head // group])
-        return np.concatenate(outputs, -1) @ self.weights[prefix + "self_attn.o_proj.weight"].T
+        return np.concatenate(outputs, -1) @ projection
 
     def _mlp_or_experts(self, x: Array, layer: int) -> Array:
         prefix = f"model.layers.{layer}.mlp."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from typing import Any
 
@@ -265,12 +264,6 @@ def test_minicpm4_yarn_keeps_factors_of_the_checkpoint(caplog: pytest.LogCapture
 def test_minicpm4_yarn_needs_the_heads_of_the_8b() -> None:
     with pytest.raises(ValueError, match=r"head_dim 128, config\.json has head_dim 64"):
         build(MINICPM4_05B, minicpm4_yarn=True)
-
-
-def test_sparse_config_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO):
-        build(MINICPM4_8B)
-    assert "sparse_config is ignored" in caplog.text
 
 
 def test_a_window_as_long_as_the_context_is_dropped() -> None:

@@ -12,8 +12,8 @@ ROOT = Path(__file__).parents[2]
 # import modules of its own layer and of layers listed before. Imports for type checkers count as
 # well.
 ORDER = [
-    "C __version__ _extension checks errors environment exiting flag_help spec_metrics",
-    "config flags grammar outputs",
+    "C __version__ _extension checks errors environment exiting flag_help options spec_metrics",
+    "config flags grammar outputs sparse_options",
     # Files of a checkpoint: names, shapes and bytes of tensors.
     "loading.checkpoint loading.hub loading.index loading.progress loading.safetensors "
     "loading.tensors loading.torch_files",

@@ -21,6 +21,18 @@
 
 namespace cpmcu {
 
+// The blocks of 64 entries that each token sees, chosen by select_blocks
+// (kernels/attention/sparse.h). Requires positions = own, no window, and by_position if there are
+// masks. The arithmetic of a token that sees all blocks is that of dense attention if its entry is
+// below kMaxDenseEntries.
+struct BlockSelection {
+  Tensor words;        // [T, Hkv, words] uint64, bit b is block b; empty: all tokens see all blocks
+  int dense_len = 0;   // tokens at lower positions see all blocks, as in dense attention
+  int max_splits = 0;  // attention_decode: bounds the splits of a token (max_selected_splits)
+
+  bool empty() const { return words.empty(); }
+};
+
 struct AttentionParams {
   Tensor out;  // [T, Hq * D]
   Tensor qkv;  // [T, columns of the layout]; only q, after RoPE, is read
@@ -40,6 +52,7 @@ struct AttentionParams {
   // Requires ancestor_masks, first_token = 0, and positions = L + depth. All tokens share the KV
   // tiles that end at or below L.
   bool by_position = false;
+  BlockSelection selection{};
   StepTokens tokens;
   Tensor scratch;  // attention_decode: float32, at least attention_scratch_floats(...) elements
 };
@@ -84,6 +97,10 @@ __host__ __device__
                               : 160 + (num_entries - 32768 + 1023) / 1024;
 }
 
+// With a BlockSelection, a split is 128 entries everywhere, and a token has only the splits in
+// which it sees a block. Up to this number of entries, the splits of dense attention are the same.
+constexpr int kMaxDenseEntries = 8192;
+
 // Maximum tokens of one launch. It bounds scratch for any number of sequences.
 constexpr int kMaxScratchTokens = 256;
 
@@ -92,6 +109,11 @@ constexpr int kMaxScratchTokens = 256;
 constexpr int64_t attention_scratch_floats(int num_tokens, int num_heads, int head_dim,
                                            int max_kv) {
   return static_cast<int64_t>(num_splits(max_kv)) * num_tokens * num_heads * (head_dim + 2);
+}
+// The same with a BlockSelection.
+constexpr int64_t sparse_scratch_floats(int num_tokens, int num_heads, int head_dim,
+                                        int max_splits) {
+  return static_cast<int64_t>(max_splits) * num_tokens * num_heads * (head_dim + 2);
 }
 
 }  // namespace cpmcu

@@ -16,6 +16,7 @@
 #include "core/dispatch.h"
 #include "core/launch.h"
 #include "kernels/attention/combine.cuh"
+#include "kernels/attention/selected_splits.cuh"
 
 namespace cpmcu::cuda {
 namespace {
@@ -26,8 +27,9 @@ struct SplitParts {
 
   // acc: the accumulators of the token and head. A missing or merged split loads another split's
   // values; its weight is 0.
+  template <typename Splits>
   __device__ __forceinline__ void load(const float* acc, int64_t acc_stride, int at,
-                                       const RowSplits& splits) {
+                                       const Splits& splits) {
 #pragma unroll
     for (int i = 0; i < kSplitsTogether; ++i) {
       const int s = ::min(::max(at * kSplitsTogether + i, splits.begin), splits.count - 1);
@@ -91,7 +93,7 @@ struct CombineConfig {
   static constexpr int kSums = 32;  // SplitParts whose sums fit shared memory
 };
 
-template <typename Config>
+template <typename Config, typename Splits>
 __global__ void __launch_bounds__(Config::kThreads)
     attention_combine_kernel(const __grid_constant__ AttentionArgs<typename Config::Element> args,
                              int max_splits) {
@@ -101,7 +103,9 @@ __global__ void __launch_bounds__(Config::kThreads)
   extern __shared__ float2 states[];  // row maximum and sum of each split
 
   ptx::pdl_launch();  // early: the next kernel waits for this one anyway
-  const RowSplits splits(args, blockIdx.y);
+  if constexpr (!Splits::kIsOld) ptx::pdl_wait();
+  // NOTE: before `head`. In the other order, ptxas 13.0 gives the kernel fewer registers.
+  const Splits splits(args, blockIdx.y, static_cast<int>(blockIdx.x) / Config::kParts);
   const int head = static_cast<int>(blockIdx.x) / Config::kParts;
   const int64_t row = static_cast<int64_t>(blockIdx.y) * args.num_heads + head;
   const int thread_column = static_cast<int>(threadIdx.x) % Config::kColumns;
@@ -111,7 +115,7 @@ __global__ void __launch_bounds__(Config::kThreads)
   const float* acc = partials.acc + row * kDim + column;
   const float2* row_states = partials.states + row;
   ptx::pdl_wait();
-  if (splits.count == 1) return;  // attention_splits wrote the result
+  if (Splits::kSkipsOne && splits.count == 1) return;  // attention_splits wrote the result
 
   const int num_sums = (splits.count + kSplitsTogether - 1) / kSplitsTogether;
   const int num_states = num_sums * kSplitsTogether;
@@ -160,12 +164,13 @@ __global__ void __launch_bounds__(Config::kThreads)
 
 // ---- launchers
 
-template <typename T, int kDim>
-void launch_combine(const Context& ctx, const AttentionParams& params, bool before_fused_layer) {
-  const int num_rows = params.tokens.num_tokens, max_splits = num_splits(params.tokens.max_kv);
+template <typename T, int kDim, typename Splits>
+void launch_combine(const Context& ctx, const AttentionParams& params, int max_splits,
+                    bool before_fused_layer) {
+  const int num_rows = params.tokens.num_tokens;
   const auto combine = [&](auto config) {
     using Config = decltype(config);
-    const auto kernel = attention_combine_kernel<Config>;
+    const auto kernel = attention_combine_kernel<Config, Splits>;
     const int sums = (max_splits + kSplitsTogether - 1) / kSplitsTogether;
     const size_t bytes = sums * kSplitsTogether * sizeof(float2);
     allow_shared_bytes(kernel, bytes + Config::kSums * Config::kColumns * sizeof(float4));
@@ -188,10 +193,19 @@ void launch_combine(const Context& ctx, const AttentionParams& params, bool befo
 // Graph-safe. Reads from the device: positions, or token_seqs, seq_slots, seq_token_begin and
 // slot_lengths (see RowSplits).
 void combine_splits(const Context& ctx, const AttentionParams& params, bool before_fused_layer) {
-  if (params.tokens.num_tokens == 0 || num_splits(params.tokens.max_kv) == 1) return;
+  const int max_splits = num_splits(params.tokens.max_kv);
+  if (params.tokens.num_tokens == 0 || (params.selection.empty() && max_splits == 1)) return;
   dispatch_half(params.qkv.dtype(), [&](auto element) {
+    using T = decltype(element);
+    if (!params.selection.empty()) {
+      dispatch_int<64, 128>("attention_combine: head_dim", params.head_dim, [&](auto dim) {
+        launch_combine<T, dim.value, SelectedSplits>(ctx, params, params.selection.max_splits,
+                                                     before_fused_layer);
+      });
+      return;
+    }
     dispatch_int<64, 128, 256>("attention_combine: head_dim", params.head_dim, [&](auto dim) {
-      launch_combine<decltype(element), dim.value>(ctx, params, before_fused_layer);
+      launch_combine<T, dim.value, RowSplits>(ctx, params, max_splits, before_fused_layer);
     });
   });
 }

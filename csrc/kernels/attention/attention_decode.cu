@@ -18,6 +18,7 @@
 #include "core/dispatch.h"
 #include "kernels/attention/few_rows.cuh"
 #include "kernels/attention/many_rows.cuh"
+#include "kernels/attention/selected_splits.cuh"
 
 namespace cpmcu::cuda {
 namespace {
@@ -112,6 +113,7 @@ void attention_splits(const Context& ctx, const AttentionParams& params) {
   CHECK(!params.by_position || (tokens.ancestor_masks != nullptr && tokens.first_token == 0),
         "attention_decode: by_position needs ancestor_masks and first_token 0; first_token is {}",
         tokens.first_token);
+  if (!params.selection.empty()) return sparse_decode(ctx, params);
   const int64_t needed =
       attention_scratch_floats(tokens.num_tokens, params.num_heads, params.head_dim, tokens.max_kv);
   CHECK(num_splits(tokens.max_kv) == 1 ||

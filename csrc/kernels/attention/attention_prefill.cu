@@ -22,6 +22,7 @@
 // window, the CTA skips tiles before the window of its first row, because they would not change the
 // state.
 #include "core/dispatch.h"
+#include "kernels/attention/selected_splits.cuh"
 #include "kernels/attention/tiles.cuh"
 
 namespace cpmcu::cuda {
@@ -188,7 +189,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinCtas)
   ptx::pdl_launch();
   const Sequence seq = load_sequence(args.tokens, blockIdx.z);
   const int cta_row = static_cast<int>(gridDim.y - 1 - blockIdx.y) * Config::kRows;
-  if (cta_row >= seq.num_tokens) return;
+  if (cta_row >= seq.num_tokens || seq.first_entry + cta_row >= args.end_position) return;
   const PrefillCta<Config> cta{args, smem, seq, cta_row};
 
   RowTile<Config::kDim> rows[Config::kRowTiles];
@@ -244,6 +245,12 @@ void attention_prefill(const Context& ctx, const AttentionParams& params) {
   CHECK(
       !params.by_position,
       "attention_prefill: by_position is set, expected false (only attention_decode supports it)");
+  if (!params.selection.empty()) {
+    AttentionParams dense = params;  // only tokens below dense_len
+    dense.selection.words = {};
+    if (dense.selection.dense_len > 0) cuda::attention_prefill(ctx, dense);
+    return sparse_prefill(ctx, params);
+  }
 #ifdef CPMCU_SM90
   if (ctx.compute_capability == 90 && params.head_dim == 128 && params.window == 0 &&
       params.tokens.ancestor_masks == nullptr) {

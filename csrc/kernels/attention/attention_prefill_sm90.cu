@@ -315,7 +315,7 @@ __global__ void __launch_bounds__(HopperPrefill<T>::kThreads, 1)
   ptx::pdl_launch();
   const Sequence seq = load_sequence(args.tokens, blockIdx.z);
   const int cta_row = static_cast<int>(gridDim.y - 1 - blockIdx.y) * Config::kRows;
-  if (cta_row >= seq.num_tokens) return;
+  if (cta_row >= seq.num_tokens || seq.first_entry + cta_row >= args.end_position) return;
   const PrefillCta<T> cta{args, smem, seq, cta_row};
 
   if (warp >= Config::kConsumerThreads / 32) {

@@ -18,6 +18,8 @@
 // state unchanged: its probability is 0, the row maximum stays, and the rescaling factor is 1.
 #pragma once
 
+#include <climits>
+
 #include "core/check.h"
 #include "core/launch.h"
 #include "core/ptx.cuh"
@@ -46,6 +48,9 @@ struct AttentionArgs {
   bool by_position;
   int merge_from;  // attention_decode only: see merges_from() of combine.cuh
   StepTokens tokens;
+  const uint64_t* selection;  // [T, Hkv, selection_words]; null: all tokens see all blocks
+  int selection_words;
+  int end_position;  // attention_prefill: results of tokens from here on are not needed
 };
 
 struct Sequence {
@@ -127,7 +132,10 @@ AttentionArgs<T> make_args(const AttentionParams& p) {
           .q_head = layout.q_head,
           .window = p.window,
           .by_position = p.by_position,
-          .tokens = p.tokens};
+          .tokens = p.tokens,
+          .selection = p.selection.words.as<const uint64_t>(),
+          .selection_words = p.selection.empty() ? 0 : static_cast<int>(p.selection.words.size(2)),
+          .end_position = p.selection.dense_len > 0 ? p.selection.dense_len : INT_MAX};
 }
 
 // ---- tiles

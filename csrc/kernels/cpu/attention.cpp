@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "kernels/attention/sparse_checks.h"
 #include "kernels/cpu/simd.h"
 
 namespace cpmcu::cpu {
@@ -117,6 +118,7 @@ void check(const AttentionParams& p) {
         name_of(p.qkv.dtype()), name_of(p.k_cache.dtype()), name_of(p.v_cache.dtype()),
         name_of(p.out.dtype()));
   CHECK(p.window >= 0, "attention: window is {}, expected at least 0", p.window);
+  check_selection(p);
   CHECK(p.tokens.first_token >= 0, "attention: first_token {} is negative", p.tokens.first_token);
   CHECK(p.tokens.ancestor_masks == nullptr ||
             p.tokens.first_token + p.tokens.max_seq_tokens <= kMaxTreeSize,
@@ -148,6 +150,12 @@ void attention(const AttentionParams& p) {
         const int end = length + std::bit_width(mask);
         const int begin = p.window > 0 ? std::max(own + 1 - p.window, 0) : 0;
 
+        const uint64_t* blocks =
+            p.selection.empty()
+                ? nullptr
+                : p.selection.words.as<uint64_t>() +
+                      (int64_t{row} * p.num_kv_heads + kv_head) * p.selection.words.size(2);
+
         thread_local std::vector<float> q, buffer;
         thread_local std::vector<T> k_page, v_page;
         const T* q_head = p.qkv.as<T>() + row * p.qkv.size(1) + h * layout.q_head;
@@ -155,6 +163,8 @@ void attention(const AttentionParams& p) {
                            aligned_floats(2 * head_dim, buffer));
         for (int first = begin / kPageSize * kPageSize; first < end; first += kPageSize) {
           const uint64_t visible = visible_entries(first, length, mask) & ~low_bits(begin - first);
+          if (blocks != nullptr && (blocks[first / 4096] >> first / kPageSize % 64 & 1) == 0)
+            continue;
           if (p.by_position && first + kPageSize > cached) {
             const int num_entries = std::min(kPageSize, end - first);
             for (auto [cache, page] : {std::pair{&p.k_cache, &k_page}, {&p.v_cache, &v_page}}) {

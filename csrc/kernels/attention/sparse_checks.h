@@ -1,0 +1,67 @@
+// What both back ends of the ops of sparse.h share: checks, and the tokens to compress.
+#pragma once
+
+#include "kernels/attention/attention.h"
+#include "kernels/attention/sparse.h"
+
+namespace cpmcu {
+
+inline void check_keys(const CompressedKeys& keys, const Tensor& like, int num_kv_heads,
+                       int head_dim, const char* op) {
+  const auto fits = [&](const Tensor& rows, int64_t count) {
+    return rows.num_dims() == 4 && rows.dtype() == like.dtype() && rows.size(1) == num_kv_heads &&
+           rows.size(2) == count && rows.size(3) == head_dim;
+  };
+  CHECK(fits(keys.fine, kFineRows) && fits(keys.coarse, 1),
+        "{}: compressed keys {} and {}, expected [pages, {}, {}, {}] and [pages, {}, 1, {}] of {}",
+        op, keys.fine.shape_text(), keys.coarse.shape_text(), num_kv_heads, kFineRows, head_dim,
+        num_kv_heads, head_dim, name_of(like.dtype()));
+}
+
+inline void check_compress(const CompressKeysParams& p) {
+  CHECK(p.k_cache.num_dims() == 4 && p.k_cache.size(2) == kPageSize,
+        "compress_keys: k_cache is {}, expected [pages, heads, {}, head_dim]",
+        p.k_cache.shape_text(), kPageSize);
+  check_keys(p.keys, p.k_cache, static_cast<int>(p.k_cache.size(1)),
+             static_cast<int>(p.k_cache.size(3)), "compress_keys");
+  CHECK(p.tokens.first_token == 0, "compress_keys: first_token is {}, expected 0",
+        p.tokens.first_token);
+}
+
+inline void check_select(const SelectBlocksParams& p) {
+  check_rule(p.rule);
+  CHECK(p.num_kv_heads > 0 && p.num_heads % p.num_kv_heads == 0,
+        "select_blocks: {} query heads, expected a multiple of the {} KV heads", p.num_heads,
+        p.num_kv_heads);
+  const int64_t words = selection_words(p.tokens.max_kv);
+  CHECK(p.selection.num_dims() == 3 && p.selection.dtype() == DType::kU64 &&
+            p.selection.size(0) >= p.tokens.num_tokens && p.selection.size(1) == p.num_kv_heads &&
+            p.selection.size(2) >= words,
+        "select_blocks: selection is {} of {}, expected [{}, {}, {}] of uint64",
+        p.selection.shape_text(), name_of(p.selection.dtype()), p.tokens.num_tokens, p.num_kv_heads,
+        words);
+  const QkvLayout layout = resolved(p.layout, p.num_heads, p.num_kv_heads, p.head_dim);
+  CHECK(
+      p.qkv.num_dims() == 2 && p.qkv.size(0) >= p.tokens.num_tokens && p.qkv.size(1) == layout.row,
+      "select_blocks: qkv is {}, expected [{}, {}]", p.qkv.shape_text(), p.tokens.num_tokens,
+      layout.row);
+  check_keys(p.keys, p.qkv, p.num_kv_heads, p.head_dim, "select_blocks");
+}
+
+// Of both attention ops.
+inline void check_selection(const AttentionParams& p) {
+  if (p.selection.empty()) return;
+  const Tensor& words = p.selection.words;
+  CHECK(words.num_dims() == 3 && words.dtype() == DType::kU64 &&
+            words.size(0) >= p.tokens.num_tokens && words.size(1) == p.num_kv_heads &&
+            words.size(2) >= selection_words(p.tokens.max_kv),
+        "attention: selection is {} of {}, expected [{}, {}, {}] of uint64", words.shape_text(),
+        name_of(words.dtype()), p.tokens.num_tokens, p.num_kv_heads,
+        selection_words(p.tokens.max_kv));
+  CHECK(p.window == 0 && p.tokens.first_token == 0 &&
+            (p.tokens.ancestor_masks == nullptr || p.by_position),
+        "attention: a selection with a window of {}, first_token {} or masks without by_position",
+        p.window, p.tokens.first_token);
+}
+
+}  // namespace cpmcu

@@ -1,0 +1,54 @@
+// C.ops of sparse attention (kernels/attention/sparse.h).
+#include "kernels/attention/sparse.h"
+#include "kernels/bind_ops.h"
+
+namespace py = pybind11;
+using namespace pybind11::literals;
+
+namespace cpmcu {
+
+void bind_sparse_ops(py::module_& m) {
+  m.def(
+      "compress_keys",
+      [](const OpsContext& c, SharedArray k_cache, SharedArray fine, SharedArray coarse,
+         const OpsTokens& tokens, SharedArray accepted_counts) {
+        compress_keys(c.ctx, {.k_cache = tensor_of(k_cache),
+                              .keys = {.fine = tensor_of(fine), .coarse = tensor_of(coarse)},
+                              .accepted_counts = ints(accepted_counts),
+                              .tokens = tokens.tokens});
+      },
+      "ctx"_a, py::kw_only(), "k_cache"_a, "fine"_a, "coarse"_a, "tokens"_a,
+      "accepted_counts"_a = SharedArray(), "csrc/kernels/attention/sparse.h");
+  m.def(
+      "select_blocks",
+      [](const OpsContext& c, SharedArray selection, SharedArray qkv, SharedArray fine,
+         SharedArray coarse, float scale, int num_heads, int num_kv_heads, int head_dim,
+         const OpsTokens& tokens, int init_blocks, int window_size, int topk, int dense_len) {
+        select_blocks(c.ctx, {.selection = tensor_of(selection),
+                              .qkv = tensor_of(qkv),
+                              .keys = {.fine = tensor_of(fine), .coarse = tensor_of(coarse)},
+                              .scale = scale,
+                              .num_heads = num_heads,
+                              .num_kv_heads = num_kv_heads,
+                              .head_dim = head_dim,
+                              .rule = {.init_blocks = init_blocks,
+                                       .window_size = window_size,
+                                       .topk = topk,
+                                       .dense_len = dense_len},
+                              .tokens = tokens.tokens});
+      },
+      "ctx"_a, py::kw_only(), "selection"_a, "qkv"_a, "fine"_a, "coarse"_a, "scale"_a,
+      "num_heads"_a, "num_kv_heads"_a, "head_dim"_a, "tokens"_a, "init_blocks"_a, "window_size"_a,
+      "topk"_a, "dense_len"_a, "csrc/kernels/attention/sparse.h");
+  m.def(
+      "max_selected_splits",
+      [](int init_blocks, int window_size, int topk, int dense_len, int max_kv) {
+        return max_selected_splits({init_blocks, window_size, topk, dense_len}, max_kv);
+      },
+      py::kw_only(), "init_blocks"_a, "window_size"_a, "topk"_a, "dense_len"_a, "max_kv"_a,
+      "csrc/kernels/attention/sparse.h");
+  m.def("selection_words", &selection_words, "max_kv"_a,
+        "Number of uint64 words of a token and KV head in the selection of select_blocks.");
+}
+
+}  // namespace cpmcu

@@ -1,0 +1,77 @@
+#include "layers/sparse_keys.h"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <string_view>
+
+namespace cpmcu {
+
+SparseKeys::SparseKeys(const Params& params)
+    : rule_{.init_blocks = params.integer("init_blocks", SparseRule().init_blocks),
+            .window_size = params.integer("window_size", SparseRule().window_size),
+            .topk = params.integer("topk", SparseRule().topk),
+            .dense_len = params.integer("dense_len", SparseRule().dense_len)} {
+  check_rule(rule_);
+}
+
+Params SparseKeys::without_rule(const Params& params) {
+  constexpr std::array<std::string_view, 4> kNames{"init_blocks", "window_size", "topk",
+                                                   "dense_len"};
+  Params rest;
+  for (const auto& [name, value] : params.values()) {
+    if (std::find(kNames.begin(), kNames.end(), name) == kNames.end()) rest.set(name, value);
+  }
+  return rest;
+}
+
+void SparseKeys::plan(MemoryPlan& plan, ModelState& state, const StepLimits& limits,
+                      const PagedPlane& keys, Timeline phase) {
+  PagedPlane plane = keys;
+  plane.rows_per_page = kFineRows;
+  fine_id_ = state.add_paged(plane);
+  plane.rows_per_page = 1;
+  coarse_id_ = state.add_paged(plane);
+  max_tokens_ = limits.max_tokens;
+  num_kv_heads_ = keys.num_heads;
+  num_words_ = selection_words(limits.max_kv);
+  selection_id_ = plan.add_scratch("attention.selection",
+                                   8 * max_tokens_ * num_kv_heads_ * num_words_, phase, phase);
+}
+
+void SparseKeys::bind(const Arena& arena, const ModelState& state) {
+  keys_ = {.fine = state.paged(fine_id_), .coarse = state.paged(coarse_id_)};
+  selection_ = arena.tensor(selection_id_, DType::kU64, {max_tokens_, num_kv_heads_, num_words_});
+}
+
+void SparseKeys::compress(const Context& ctx, const Tensor& keys, const StepTokens& tokens,
+                          const int* accepted_counts) const {
+  compress_keys(
+      ctx, {.k_cache = keys, .keys = keys_, .accepted_counts = accepted_counts, .tokens = tokens});
+}
+
+int64_t SparseKeys::scratch_floats(int num_tokens, int num_heads, int head_dim, int max_kv) const {
+  return sparse_scratch_floats(num_tokens, num_heads, head_dim, max_selected_splits(rule_, max_kv));
+}
+
+BlockSelection SparseKeys::select(const Context& ctx, const RotaryKvParams& rotary) const {
+  const StepTokens& tokens = rotary.tokens;
+  // Beyond kMaxDenseEntries, dense attention has other splits and so other bits.
+  if (tokens.max_kv <= std::min(rule_.dense_len, kMaxDenseEntries)) return {};
+  const Tensor selection = selection_.rows(0, tokens.num_tokens);
+  select_blocks(ctx, {.selection = selection,
+                      .qkv = rotary.qkv,
+                      .layout = rotary.layout,
+                      .keys = keys_,
+                      .scale = 1 / std::sqrt(static_cast<float>(rotary.head_dim)),
+                      .num_heads = rotary.num_heads,
+                      .num_kv_heads = rotary.num_kv_heads,
+                      .head_dim = rotary.head_dim,
+                      .rule = rule_,
+                      .tokens = tokens});
+  return {.words = selection,
+          .dense_len = rule_.dense_len,
+          .max_splits = max_selected_splits(rule_, tokens.max_kv)};
+}
+
+}  // namespace cpmcu

@@ -1,0 +1,47 @@
+// What sparse attention adds to an attention block (kernels/attention/sparse.h): the rule, the
+// compressed keys in the pages, and the blocks that the tokens of a step attend to.
+#pragma once
+
+#include <string>
+
+#include "core/arena.h"
+#include "core/params.h"
+#include "kernels/attention/attention.h"
+#include "kernels/attention/sparse.h"
+#include "kernels/layer/rotary_kv.h"
+#include "kernels/step/step.h"
+#include "state/model_state.h"
+
+namespace cpmcu {
+
+class SparseKeys {
+ public:
+  // The rule's numbers are parameters of the block: init_blocks, window_size, topk, dense_len.
+  explicit SparseKeys(const Params& params);
+  // The other parameters of the block.
+  static Params without_rule(const Params& params);
+
+  // `keys`: the plane of the keys. `phase`: when attention runs.
+  void plan(MemoryPlan& plan, ModelState& state, const StepLimits& limits, const PagedPlane& keys,
+            Timeline phase);
+  void bind(const Arena& arena, const ModelState& state);
+
+  // Compresses the keys of a prefill step, or of the accepted tokens of a decode step.
+  void compress(const Context& ctx, const Tensor& keys, const StepTokens& tokens,
+                const int* accepted_counts = nullptr) const;
+  // Elements of the scratch of attention_decode.
+  int64_t scratch_floats(int num_tokens, int num_heads, int head_dim, int max_kv) const;
+  // The blocks of each token; empty if all tokens of the step are dense. `rotary`: the op that
+  // rotated the queries.
+  BlockSelection select(const Context& ctx, const RotaryKvParams& rotary) const;
+
+ private:
+  SparseRule rule_;
+  ModelState::PagedId fine_id_, coarse_id_;
+  MemoryPlan::Id selection_id_ = 0;
+  int64_t max_tokens_ = 0, num_kv_heads_ = 0, num_words_ = 0;
+  CompressedKeys keys_;
+  Tensor selection_;  // [T, Hkv, words]
+};
+
+}  // namespace cpmcu

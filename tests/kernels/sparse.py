@@ -1,0 +1,96 @@
+"""Inputs of sparse attention for kernel tests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from tests.kernels.attention import Case
+from tests.kernels.util import PAGE, Step, context, decode, empty, encode, ops, put_ints
+from tests.reference.sparse import COARSE, FINE, Rule, compress
+
+SMALL_RULE = Rule(init_blocks=1, window_size=128, topk=3, dense_len=300)
+
+
+@dataclass
+class SparseCase(Case):
+    """A step with compressed keys, too; those that no token may read are NaN."""
+
+    rule: Rule = field(default=SMALL_RULE)
+
+    def compressed(self, seq: int) -> tuple[np.ndarray, np.ndarray]:
+        """Fine and coarse keys [spans, Hkv, D] of the cached and new tokens, as they are stored."""
+        keys = (compress(self.k[seq], spans) for spans in (FINE, COARSE))
+        fine, coarse = (decode(encode(each, self.dtype), self.dtype) for each in keys)
+        return fine, coarse
+
+    def planes(self) -> tuple[np.ndarray, np.ndarray]:
+        """Raw [pages, Hkv, 4, D] and [pages, Hkv, 1, D]."""
+        nan = encode(np.nan, self.dtype)
+        shape = (self.step.num_pages, self.num_kv_heads, 4, self.head_dim)
+        fine, coarse = np.full(shape, nan), np.full((*shape[:2], 1, shape[3]), nan)
+        for seq in range(len(self.step.lengths)):
+            rows, pages = self.compressed(seq)
+            last = int(self.step.positions[self.step.token_seqs == seq].max())
+            num_pages = max(0, last // PAGE - 1)  # a query in block q reads pages up to q - 2
+            for i, row in enumerate(rows[: max(0, 4 * num_pages - 1)], 1):
+                fine[self.step.where(seq, i * 16)[0], :, i % 4] = encode(row, self.dtype)
+            for i, row in enumerate(pages[: max(0, num_pages - 1)], 1):
+                coarse[self.step.where(seq, i * PAGE)[0], :, 0] = encode(row, self.dtype)
+        return fine, coarse
+
+    def select(self, device: str, qkv: Any, rows: Any) -> Any:
+        """The selection [T, Hkv, words] of select_blocks."""
+        fine, coarse = (self.put_raw(device, plane) for plane in self.planes())
+        words = ops.selection_words(self.step.max_kv)
+        selection = empty(device, [self.step.num_rows, self.num_kv_heads, words], "uint64")
+        ops.select_blocks(
+            context(device), selection=selection, qkv=qkv, fine=fine, coarse=coarse,
+            scale=self.scale, num_heads=self.num_heads, num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim, tokens=rows, **vars(self.rule),
+        )  # fmt: skip
+        return selection
+
+    def blocks(self, device: str) -> np.ndarray:
+        """bool [T, Hkv, words * 64] of select_blocks."""
+        qkv, _, _, rows = self.put(device)
+        return as_bools(self.select(device, qkv, rows).numpy())
+
+    def params(self, device: str, qkv: Any, k: Any, v: Any, rows: Any) -> tuple[Any, Any]:
+        self.selecting = {
+            "selection": self.select(device, qkv, rows),
+            "dense_len": self.rule.dense_len,
+            "max_splits": ops.max_selected_splits(**vars(self.rule), max_kv=self.step.max_kv),
+        }
+        return super().params(device, qkv, k, v, rows)
+
+
+def as_bools(words: np.ndarray) -> np.ndarray:
+    bits = words[..., None] >> np.arange(64, dtype=np.uint64) & np.uint64(1)
+    return bits.astype(bool).reshape(*words.shape[:-1], -1)
+
+
+def compressed_on(device: str, case: SparseCase, counts: list[int] | None) -> Any:
+    """Runs compress_keys. `counts`: accepted tokens of each sequence; None: a prefill step."""
+    step = case.step
+    k = case.put_raw(device, case.cache(case.k))
+    shape = [step.num_pages, case.num_kv_heads, 4, case.head_dim]
+    planes = [empty(device, [*shape[:2], rows, shape[3]], case.dtype) for rows in (4, 1)]
+    accepted = None
+    if counts is not None:
+        per_slot = np.zeros(step.num_slots, np.int32)
+        per_slot[step.slots] = counts
+        accepted = put_ints(device, per_slot)
+    ops.compress_keys(
+        context(device), k_cache=k, fine=planes[0], coarse=planes[1], tokens=step.rows(device),
+        accepted_counts=accepted,
+    )  # fmt: skip
+    return [decode(plane.numpy(), case.dtype) for plane in planes]
+
+
+def step_after(lengths: list[int], counts: list[int]) -> Step:
+    """A decode step as `commit` sees it: the lengths include the accepted tokens."""
+    after = [length + count for length, count in zip(lengths, counts)]
+    return Step(lengths=after, counts=[max(counts)] * len(lengths))
