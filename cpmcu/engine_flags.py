@@ -10,6 +10,7 @@ from typing import Any
 from cpmcu.checks import shown
 from cpmcu.config import EngineConfig, SpeculativeConfig
 from cpmcu.flags import FlagParser, add_flags, from_flags, parse_bool
+from cpmcu.sparse_options import SparseOptions
 
 MODEL_WORD = {"MODEL": "same as --model-path (default: a shipped model)"}
 
@@ -41,6 +42,7 @@ def add_engine_flags(
 ) -> None:
     """Adds the flags of EngineConfig and SpeculativeConfig. `defaults`: see `add_flags`."""
     add_flags(parser, EngineConfig, title, defaults)
+    parser.hide(*(field.name for field in dataclasses.fields(SparseOptions)))  # for one family
     add_flags(parser, SpeculativeConfig, "speculative decoding")
     parser.add_argument(  # vLLM's spelling of --prefix-cache no
         "--no-enable-prefix-caching",

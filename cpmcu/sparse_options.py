@@ -24,7 +24,6 @@ class SparseOptions:
         None,
         "sparse attention of MiniCPM4 for long contexts; no: dense attention (default: yes if "
         "config.json has sparse_config and the device is the CPU)",
-        brief="no: dense attention for MiniCPM4",
         group=_GROUP,
     )
     sink_window_size: int | None = option(

@@ -8,15 +8,16 @@ from typing import Any
 
 from cpmcu.checks import shown
 
-# Keys that apply to the whole model, whatever `text_config` says.
+# Keys of the top level that precede those of `text_config`.
 _OF_THE_WHOLE = ("architectures", "tie_word_embeddings", "quantization_config")
 
 
 def language_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """A config.json with the keys of its `text_config` at the top level.
 
-    Models with vision keep the keys of their language model there. Keys of the whole model precede.
-    Raises ValueError if `text_config` is not an object.
+    Models with vision keep the keys of their language model there. If a key is in both places, that
+    of `text_config` counts, except for _OF_THE_WHOLE. Raises ValueError if `text_config` is not an
+    object.
     """
     text = config.get("text_config")
     if text is None:

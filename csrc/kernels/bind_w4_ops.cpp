@@ -88,8 +88,7 @@ void bind_w4_ops(py::module_& m) {
                        SharedArray weights, float alpha, float beta, const SharedArray& scratch,
                        const SharedArray& normed, const SharedArray& norm_weight, float norm_eps,
                        float norm_offset) {
-    gemm.y = tensor_of(y), gemm.x = tensor_of(x);
-    gemm.alpha = alpha, gemm.beta = beta;
+    gemm.y = tensor_of(y), gemm.x = tensor_of(x), gemm.alpha = alpha, gemm.beta = beta;
     gemm.scratch = tensor_of(scratch);
     gemm.normed = tensor_of(normed), gemm.norm_weight = tensor_of(norm_weight);
     gemm.norm_eps = norm_eps, gemm.norm_offset = norm_offset;

@@ -27,6 +27,9 @@ Params SparseKeys::without_rule(const Params& params) {
 
 void SparseKeys::plan(MemoryPlan& plan, ModelState& state, const StepLimits& limits,
                       const PagedPlane& keys, Timeline phase) {
+  CHECK(!limits.is_cuda() || limits.max_kv <= kMaxSparseEntries,
+        "sparse attention on CUDA holds up to {} tokens of a sequence, not {}: lower max_model_len",
+        kMaxSparseEntries, limits.max_kv);
   PagedPlane plane = keys;
   plane.rows_per_page = kFineRows;
   fine_id_ = state.add_paged(plane);

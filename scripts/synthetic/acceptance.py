@@ -174,6 +174,8 @@ def pair_presets(
     draft_quant: str | None = None,
 ) -> tuple[Preset, Preset]:
     """Returns the presets of target and draft. `config`: the target's, with overrides applied."""
+    if config.get("common_experts"):
+        raise SystemExit("common_experts needs embeddings with a mean, which --acceptance replaces")
     config = config | {"tie_word_embeddings": False}
     pair = lay_out(config, seed, acceptance, draft_vocab)
     target = replace(preset, config=config, tensors=lambda c: target_tensors(c, seed, pair))

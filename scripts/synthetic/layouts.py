@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
@@ -14,9 +15,12 @@ from scripts.synthetic.tensors import (
     matrix,
     norm,
     normal,
+    normal_with_raised_start,
     stored,
     tensor_seed,
 )
+
+COMMON_SCORE = 48.0  # of a common expert, times the mean of the normed hidden state
 
 
 def attention_tensors(
@@ -52,8 +56,18 @@ def has_experts(config: Config, layer: int) -> bool:
 
 
 def expert_tensors(config: Config, prefix: str, branch: float) -> Iterator[TensorSpec]:
-    """A router and its experts. Random scores choose all experts about equally often."""
-    yield matrix(f"{prefix}gate.weight", config["num_experts"], config["hidden_size"], 2)
+    """A router and its experts.
+
+    Random scores choose all experts about equally often. With `common_experts` in the config, so
+    many experts have higher scores, because embeddings have a mean, and nearly every token chooses
+    them.
+    """
+    hidden, common = config["hidden_size"], config.get("common_experts", 0)
+    router = matrix(f"{prefix}gate.weight", config["num_experts"], hidden, 2)
+    if common:
+        raised = normal_with_raised_start(router.std, COMMON_SCORE / hidden, common * hidden)
+        router = replace(router, fill=raised)
+    yield router
     for expert in range(config["num_experts"]):
         yield from mlp_tensors(
             config, f"{prefix}experts.{expert}.", branch, "moe_intermediate_size"
@@ -69,7 +83,8 @@ def decoder_tensors(config: Config) -> Iterator[TensorSpec]:
     # A tied table is also the head. If the head's input is not scaled, the table must be small.
     small = tied and "dim_model_base" not in config
     embed_std = 2 / math.sqrt(hidden) if small else 1 / scale_emb
-    yield TensorSpec("model.embed_tokens.weight", (vocab, hidden), normal(embed_std))
+    mean = embed_std / 4 if config.get("common_experts") else 0.0
+    yield TensorSpec("model.embed_tokens.weight", (vocab, hidden), normal(embed_std, mean))
 
     # MiniCPM scales its residual branches. For other models the weights are scaled.
     branch = 0.5 if "scale_depth" in config else 1 / math.sqrt(2 * layers)

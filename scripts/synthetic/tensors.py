@@ -23,6 +23,16 @@ def normal(std: float, mean: float = 0.0) -> Fill:
     return fill
 
 
+def normal_with_raised_start(std: float, mean: float, num_raised: int) -> Fill:
+    """A fill whose first `num_raised` values have this mean; the others have mean 0."""
+
+    def fill(source: Source, seed: int, count: int, dtype: str) -> Iterator[Array]:
+        yield from source.normal(seed, num_raised, mean, std, dtype)
+        yield from source.normal(seed + 1, count - num_raised, 0.0, std, dtype)
+
+    return fill
+
+
 def stored(values: Array) -> Fill:
     """A fill with the given values, which have the storage dtype."""
 

@@ -67,6 +67,8 @@ QUESTIONS = {
     "cut": ("story", {"max_output_tokens": 9}),
     "one token": ("story", {"max_output_tokens": 1}),
     "cut in reasoning": ("think", {"max_output_tokens": 9}),
+    "cut in a call": ("call", {"tools": TOOLS, "max_output_tokens": 28}),
+    "cut in a forced call": ("think", {**NAMED, "max_output_tokens": 27}),
     "log-probabilities": ("think", {"include": ["message.output_text.logprobs"]}),
 }
 
@@ -136,6 +138,16 @@ def test_incomplete_responses(scripted):
     assert reply.output[0].status == "incomplete"
     (item,) = ask(scripted, "think", max_output_tokens=9).output
     assert (item.type, item.status) == ("reasoning", "incomplete")
+    for name in ("cut in a call", "cut in a forced call"):
+        script, fields = QUESTIONS[name]
+        before, call = ask(scripted, script, **fields).output
+        assert (before.status, call.type, call.status) == (
+            "completed",
+            "function_call",
+            "incomplete",
+        )
+        with pytest.raises(ValueError):
+            json.loads(call.arguments)
 
 
 def test_log_probabilities(scripted):

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
 from tests.engine.harness import SMALL, random_ids
+from tests.reference.engines import skip_if_refused
 from tests.reference.tiny_checkpoints import (
     TinyCheckpoint,
     random_weights,
@@ -19,7 +19,7 @@ from tests.reference.tiny_checkpoints import (
     write_tiny,
 )
 from tests.reference.tiny_drafts import KINDS, write_draft
-from tests.reference.tiny_hybrid import HYBRIDS
+from tests.reference.tiny_hybrid import CUDA_SIZES, HYBRIDS
 from tests.reference.tiny_w4 import quantise, write_w4
 
 VOCAB = 160
@@ -89,8 +89,7 @@ class Models:
         """A suffix "_layout" of `family` names a layout of 4-bit weights."""
         if family not in self._targets:
             if family in HYBRIDS:
-                self._targets[family] = self._hybrid(family)
-                return self._targets[family]
+                return self.hybrid(family, family)
             name, _, layout = family.partition("_")
             fields = {
                 "vocab_size": VOCAB,
@@ -108,18 +107,18 @@ class Models:
             self._targets[family] = made
         return self._targets[family]
 
-    def _hybrid(self, family: str) -> TinyCheckpoint:
-        """A model of gated delta nets with an MTP head."""
-        if self.device == "cuda":
-            pytest.skip("CUDA is refused for models with gated delta nets")
-        return write_tiny(
-            self.root / family,
-            family,
-            dtype=self.dtype,
-            vocab_size=VOCAB,
-            max_position_embeddings=CONTEXT,
-            mtp_num_hidden_layers=1,
-        )
+    def hybrid(self, name: str, family: str, **overrides: Any) -> TinyCheckpoint:
+        """Adds a target `name`: a model of gated delta nets, by default with an MTP head.
+
+        Skips the test if the device cannot run it.
+        """
+        sizes: dict[str, Any] = {"vocab_size": VOCAB, "max_position_embeddings": CONTEXT}
+        sizes |= CUDA_SIZES if self.device == "cuda" else {}
+        sizes |= {"mtp_num_hidden_layers": 1, **overrides}
+        made = write_tiny(self.root / name, family, dtype=self.dtype, **sizes)
+        skip_if_refused(made, self.device)
+        self._targets[name] = made
+        return made
 
     def draft(self, kind: str, family: str) -> Path:
         kind = kind.removesuffix(FILL)

@@ -15,10 +15,11 @@ from tests.reference.engines import (
     load_tiny,
     prompt_logits,
     random_ids,
+    skip_if_refused,
 )
 from tests.reference.hf_model import hf_logits
 from tests.reference.tiny_checkpoints import TinyCheckpoint, write_tiny
-from tests.reference.tiny_hybrid import HYBRIDS
+from tests.reference.tiny_hybrid import CUDA_SIZES, HYBRIDS
 from tests.reference.tiny_w4 import HYBRID_DENSE, HYBRID_SIZES, quantise_hybrid, write_w4
 from tests.tolerances import LOGITS_HYBRID, assert_close
 
@@ -173,3 +174,16 @@ def test_4_bits_in_the_mlps_alone(tmp_path: Path) -> None:
         for layout in ("gptq", "dense")
     )
     assert_close(found, expected, LOGITS_HYBRID["float32"])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_cuda(family: str, dtype: str, tmp_path: Path) -> None:
+    tiny = write_tiny(tmp_path, family, dtype=dtype, **CUDA_SIZES)
+    skip_if_refused(tiny, "cuda")
+    ids = random_ids(203, LENGTH)
+    on_cpu = engine_logits(tmp_path, ids)
+    for chunk_length in (16, 256):
+        logits = engine_logits(tmp_path, ids, device="cuda", chunk_length=chunk_length)
+        assert_close(logits, on_cpu, LOGITS_HYBRID[dtype])

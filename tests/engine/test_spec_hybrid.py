@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -54,19 +53,10 @@ def test_same_tokens(models: Models, family: str, kind: str, tree: str) -> None:
 
 def test_same_tokens_after_fifty_prompts(models: Models) -> None:
     """A small vocabulary, so that many drafted tokens are accepted. Greedy and sampled."""
-    family = "qwen3_5"
-    models.target(family)  # skips the test where the target cannot run
-    small = write_tiny(
-        models.root / f"{family}-small",
-        family,
-        vocab_size=11,
-        max_position_embeddings=CONTEXT,
-        mtp_num_hidden_layers=1,
-    )
-    models._targets[f"{family}-small"] = small
-    plain = Drive(models.engine(f"{family}-small", None))
+    models.hybrid("small", "qwen3_5", vocab_size=11)
+    plain = Drive(models.engine("small", None))
     drives = [
-        Drive(models.engine(f"{family}-small", {"method": "mtp", **TREES[tree]}), ahead=2)
+        Drive(models.engine("small", {"method": "mtp", **TREES[tree]}), ahead=2)
         for tree in ("chain", "wide")
     ]
     lengths: set[int] = set()
@@ -162,13 +152,11 @@ def test_the_wrapper_with_vision_is_the_same_model(models: Models) -> None:
         assert drive.one(ids, 40) == models.plain("qwen3_5", ids, 40)
 
 
-def test_a_head_of_another_export(models: Models, tmp_path: Path) -> None:
+def test_a_head_of_another_export(models: Models) -> None:
     """Some exports drop the head; it may be read from another directory."""
     whole = models.target("qwen3_5")
     weights = {name: w for name, w in whole.weights.items() if not name.startswith("mtp.")}
-    models._targets["bare"] = write_tiny(
-        tmp_path, "qwen3_5", weights=weights, vocab_size=VOCAB, max_position_embeddings=CONTEXT
-    )
+    models.hybrid("bare", "qwen3_5", weights=weights, mtp_num_hidden_layers=0)
     speculation = {"method": "mtp", "draft_model_path": str(whole.directory), **TREES["chain"]}
     drive = Drive(models.engine("bare", speculation))
     inside = Drive(models.drafted("mtp", "qwen3_5", TREES["chain"]))

@@ -33,6 +33,7 @@ class NumpyModel:
         self.fields = fields
         self.weights = {name: np.asarray(array, dtype) for name, array in weights.items()}
         self.dtype = dtype
+        self.chosen: list[Array] = []  # [T, k] experts of each layer with experts, in order of runs
 
     def logits(self, ids: Sequence[int]) -> Array:
         """[T, V] for the whole sequence at once."""
@@ -108,6 +109,7 @@ class NumpyModel:
             return self._mlp(x, prefix)
         scores = x @ self.weights[prefix + "gate.weight"].T
         experts, weights = route(scores, blocks["moe"]["top_k"], blocks["moe"]["norm_topk_prob"])
+        self.chosen.append(experts)
         result = np.zeros_like(x)
         for t, row in enumerate(x):
             for expert, weight in zip(experts[t], weights[t]):

@@ -82,8 +82,10 @@ def selected_blocks(
     chosen[:, max(0, own + 1 - rule.window_size // BLOCK) :] = True
     between = candidates(position, rule)
     count = rule.topk - rule.init_blocks
-    if count == 0 or len(between) <= count:  # no scores are needed
-        chosen[:, between.start : between.stop] = count > 0
+    if count == 0:
+        return chosen
+    if len(between) <= count:
+        chosen[:, list(between)] = True
         return chosen
     scores = block_scores(q, fine, coarse, position, scale)[:, between.start : between.stop]
     for head, of_head in enumerate(scores):

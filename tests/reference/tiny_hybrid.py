@@ -41,6 +41,14 @@ SIZES: dict[str, Any] = {
     "linear_conv_kernel_dim": 4,
     "full_attention_interval": 4,
 }
+# Sizes that CUDA can run.
+CUDA_SIZES: dict[str, Any] = {
+    "head_dim": 64,
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+}
 ROPE: dict[str, Any] = {
     "rope_type": "default",
     "rope_theta": 10000.0,

@@ -68,7 +68,7 @@ class Tier(DiskTier):
         engine: Any = self.engine
         host: Any = self.host
         none: Any = Host(0)
-        self.bind(engine, self.index, host, none, host.take, lambda entry: None)
+        self.bind(engine, self.index, host, none, host.take, none.take, lambda entry: None)
         chain: Entry | None = None
         for number, (key, tokens) in enumerate(self.keys, 1):
             self._store.write(key, digest_of(chain), tokens, pattern(number, PAGE))

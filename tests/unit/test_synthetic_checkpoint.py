@@ -8,9 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from cpmcu.models.common import BuildOptions
+from cpmcu.models.registry import find_model
 from scripts.synthetic.__main__ import main
 from scripts.synthetic.presets import PRESETS
 from scripts.synthetic.sources import round_to_bfloat16
+from tests.reference.numpy_model import NumpyModel
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ["tiny-llama", "tiny-qwen2", "tiny-qwen3", "tiny-qwen3-moe", "tiny-minicpm"]
@@ -196,6 +199,35 @@ def test_tokenizer_is_copied_by_default(tmp_path: Path) -> None:
     assert (out / "tokenizer.json").read_bytes() == shipped.read_bytes()
     out = write("tiny-llama", tmp_path / "small", "--set", "vocab_size=512")
     assert not (out / "tokenizer.json").exists()
+
+
+@pytest.mark.parametrize(("common", "least", "most"), [(0, 0.3, 0.8), (2, 2.0, 2.7)])
+def test_experts_that_neighbours_share(
+    common: int, least: float, most: float, tmp_path: Path
+) -> None:
+    """Of 8 experts of a token among 128, the expected overlap of random choices is 0.5."""
+    sizes = {
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 8,
+        "common_experts": common,
+    }
+    flags = [text for key, value in sizes.items() for text in ("--set", f"{key}={value}")]
+    out = write("tiny-qwen3-moe", tmp_path / "model", *flags)
+    config = json.loads((out / "config.json").read_text())
+    tensors = read_tensors(out / "model.safetensors")
+    weights = {name: values.reshape(shape) for name, (_, shape, values) in tensors.items()}
+    model = NumpyModel(find_model(config).build(config, BuildOptions()), weights)
+    model.logits(list(range(3, 43)))
+    for experts in model.chosen:
+        shared = [len({*a} & {*b}) for a, b in zip(experts.tolist(), experts[1:].tolist())]
+        assert least < np.mean(shared) < most
+
+
+def test_common_experts_need_their_embeddings(tmp_path: Path) -> None:
+    flags = ("--set", "common_experts=1", "--acceptance", "0.8", "--draft-out", str(tmp_path / "d"))
+    with pytest.raises(SystemExit, match="common_experts needs embeddings with a mean"):
+        write("tiny-qwen3-moe", tmp_path / "t", *flags)
 
 
 @pytest.mark.parametrize(

@@ -110,6 +110,11 @@ class DiskStore:
     def __contains__(self, key: bytes) -> bool:
         return key in self._entries  # one operation of a dict: needs no lock
 
+    @property
+    def has_states(self) -> bool:
+        """Have sequences a state of their own, beside pages?"""
+        return self._state_bytes > 0
+
     def may_have_state(self, key: bytes) -> bool:
         """Has the file of this page a state, as far as is known?"""
         entry = self._entries.get(key)

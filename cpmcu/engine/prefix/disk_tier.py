@@ -125,7 +125,7 @@ class DiskTier:
 
         If sequences have a state of their own, a prefix ends at a page with a state.
         """
-        if self._states.block_bytes == 0:
+        if not self._store.has_states:
             return keys, b""
         last = -1
         for i, (key, _) in enumerate(keys):

@@ -28,7 +28,6 @@ constexpr int kWarps = 4, kThreads = kWarps * 32;
 constexpr int kTileKeys = 32;  // compressed keys of a warp's tile
 constexpr int kHeads = 16;     // query heads of an mma
 constexpr int kBlockBits = 14;
-constexpr int kMaxSelectEntries = 1 << 18;  // shared memory holds f of so many tokens
 
 template <typename T>
 struct SelectArgs {
@@ -309,13 +308,13 @@ void launch_select(const Context& ctx, const SelectBlocksParams& p) {
 void select_blocks(const Context& ctx, const SelectBlocksParams& p) {
   check_select(p);
   if (p.tokens.num_tokens == 0) return;
-  static_assert(sizeof(SelectSmem<__half, 128>) + sizeof(float) * kMaxSelectEntries / kFineStride <=
+  static_assert(sizeof(SelectSmem<__half, 128>) + sizeof(float) * kMaxSparseEntries / kFineStride <=
                     99 * 1024,
                 "sm_86 and sm_89 have 99 KiB for a CTA");
-  static_assert(kMaxSelectEntries / kPageSize <= 1 << kBlockBits, "a block must fit its bits");
-  CHECK(p.tokens.max_kv <= kMaxSelectEntries,
+  static_assert(kMaxSparseEntries / kPageSize <= 1 << kBlockBits, "a block must fit its bits");
+  CHECK(p.tokens.max_kv <= kMaxSparseEntries,
         "select_blocks: a sequence of up to {} tokens, expected at most {} on CUDA",
-        p.tokens.max_kv, kMaxSelectEntries);
+        p.tokens.max_kv, kMaxSparseEntries);
   dispatch_half(p.qkv.dtype(), [&](auto element) {
     dispatch_int<64, 128>("select_blocks: head_dim", p.head_dim,
                           [&](auto dim) { launch_select<decltype(element), dim.value>(ctx, p); });

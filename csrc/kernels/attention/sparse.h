@@ -35,6 +35,9 @@ constexpr int kFineStride = 16, kFineTokens = 32;
 constexpr int kFineRows = kPageSize / kFineStride;  // of a page
 constexpr int kCoarseTokens = 128;
 
+// Most tokens of a sequence on CUDA: the shared memory of select_blocks holds their scores.
+constexpr int kMaxSparseEntries = 1 << 18;
+
 struct SparseRule {
   int init_blocks = 1;     // at most topk
   int window_size = 2048;  // tokens: a multiple of 64, at least 128

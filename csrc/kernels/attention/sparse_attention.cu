@@ -28,8 +28,8 @@
 namespace cpmcu::cuda {
 namespace {
 
-constexpr int kMaxWords = 64;  // of a selection: 256K entries
-constexpr int kBlocks = 2;     // of a split
+constexpr int kMaxWords = selection_words(kMaxSparseEntries);
+constexpr int kBlocks = 2;  // of a split
 
 enum class Mode { kChain, kTree, kPrefill };
 

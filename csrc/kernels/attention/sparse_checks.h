@@ -1,4 +1,4 @@
-// What both back ends of the ops of sparse.h share: checks, and the tokens to compress.
+// The checks of sparse attention that both back ends share.
 #pragma once
 
 #include "kernels/attention/attention.h"
@@ -28,18 +28,22 @@ inline void check_compress(const CompressKeysParams& p) {
         p.tokens.first_token);
 }
 
+inline void check_words(const Tensor& words, const StepTokens& tokens, int num_kv_heads,
+                        const char* op) {
+  const int64_t needed = selection_words(tokens.max_kv);
+  CHECK(words.num_dims() == 3 && words.dtype() == DType::kU64 &&
+            words.size(0) >= tokens.num_tokens && words.size(1) == num_kv_heads &&
+            words.size(2) >= needed,
+        "{}: selection is {} of {}, expected [{}, {}, {}] of uint64", op, words.shape_text(),
+        name_of(words.dtype()), tokens.num_tokens, num_kv_heads, needed);
+}
+
 inline void check_select(const SelectBlocksParams& p) {
   check_rule(p.rule);
   CHECK(p.num_kv_heads > 0 && p.num_heads % p.num_kv_heads == 0,
         "select_blocks: {} query heads, expected a multiple of the {} KV heads", p.num_heads,
         p.num_kv_heads);
-  const int64_t words = selection_words(p.tokens.max_kv);
-  CHECK(p.selection.num_dims() == 3 && p.selection.dtype() == DType::kU64 &&
-            p.selection.size(0) >= p.tokens.num_tokens && p.selection.size(1) == p.num_kv_heads &&
-            p.selection.size(2) >= words,
-        "select_blocks: selection is {} of {}, expected [{}, {}, {}] of uint64",
-        p.selection.shape_text(), name_of(p.selection.dtype()), p.tokens.num_tokens, p.num_kv_heads,
-        words);
+  check_words(p.selection, p.tokens, p.num_kv_heads, "select_blocks");
   const QkvLayout layout = resolved(p.layout, p.num_heads, p.num_kv_heads, p.head_dim);
   CHECK(
       p.qkv.num_dims() == 2 && p.qkv.size(0) >= p.tokens.num_tokens && p.qkv.size(1) == layout.row,
@@ -51,13 +55,7 @@ inline void check_select(const SelectBlocksParams& p) {
 // Of both attention ops.
 inline void check_selection(const AttentionParams& p) {
   if (p.selection.empty()) return;
-  const Tensor& words = p.selection.words;
-  CHECK(words.num_dims() == 3 && words.dtype() == DType::kU64 &&
-            words.size(0) >= p.tokens.num_tokens && words.size(1) == p.num_kv_heads &&
-            words.size(2) >= selection_words(p.tokens.max_kv),
-        "attention: selection is {} of {}, expected [{}, {}, {}] of uint64", words.shape_text(),
-        name_of(words.dtype()), p.tokens.num_tokens, p.num_kv_heads,
-        selection_words(p.tokens.max_kv));
+  check_words(p.selection.words, p.tokens, p.num_kv_heads, "attention");
   CHECK(p.window == 0 && p.tokens.first_token == 0 &&
             (p.tokens.ancestor_masks == nullptr || p.by_position),
         "attention: a selection with a window of {}, first_token {} or masks without by_position",
