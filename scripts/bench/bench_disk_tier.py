@@ -63,7 +63,7 @@ class Bench:
         free = list(range(len(self.keys)))
         none = HostTier(self.engine, 0, 0)
         device: Any = NoDevice()
-        tier.bind(device, PrefixIndex(), self.host, none, free.pop, lambda entry: None)
+        tier.bind(device, PrefixIndex(), self.host, none, free.pop, none.take, lambda entry: None)
         return tier
 
     def write(self) -> float:
