@@ -69,6 +69,9 @@ class GatedDeltaNetBlock : public Block {
   }
 
   void plan(MemoryPlan& plan, ModelState& state, const StepLimits& limits) override {
+    CHECK(!limits.is_cuda() || (shape_.key_dim == 128 && shape_.value_dim == 128),
+          "a gated_delta_net block has heads of {} and {} columns, expected 128 on CUDA",
+          shape_.key_dim, shape_.value_dim);
     qkvz_->plan(plan, limits);
     ba_->plan(plan, limits);
     out_->plan(plan, limits);
