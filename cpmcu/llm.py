@@ -42,6 +42,32 @@ logger = logging.getLogger(__name__)
 Prompt = str | list[int]
 
 
+def _config_of(model: str | None, options: dict[str, Any]) -> EngineConfig:
+    """The configuration of LLM's arguments: fields of EngineConfig and of SpeculativeConfig.
+
+    Raises TypeError for other names, ValueError for a field that is given twice.
+    """
+    draft = options.pop("speculative_config", None)
+    names = [field.name for field in dataclasses.fields(SpeculativeConfig)]
+    given = {name: options.pop(name) for name in names if name in options}
+    if isinstance(draft, Mapping):
+        draft = SpeculativeConfig.from_mapping(draft)
+    if given and draft is not None:
+        raise ValueError(
+            f"{', '.join(given)} and speculative_config are given, expected one of them: "
+            "speculative_config takes all options of a draft"
+        )
+    if given:
+        draft = SpeculativeConfig(**given)
+    known = {field.name for field in dataclasses.fields(EngineConfig)}
+    if unknown := sorted(options.keys() - known):
+        raise TypeError(
+            f"LLM got the argument {unknown[0]!r}, expected a flag of `cpmcu run --help-all`, such "
+            "as max_num_seqs"
+        )
+    return EngineConfig(model=model, speculative_config=draft, **options)
+
+
 class LLM:
     """A loaded model. `close` it, or use it as a context manager, to free its memory at once.
 
@@ -65,12 +91,7 @@ class LLM:
         before_weights: Callable[[LLM], None] | None = None,
         **options: Any,
     ) -> None:
-        draft = options.pop("speculative_config", None)
-        if isinstance(draft, Mapping):
-            draft = SpeculativeConfig.from_mapping(draft)
-        self.config = EngineConfig(
-            model=None if model is None else str(model), speculative_config=draft, **options
-        )
+        self.config = _config_of(None if model is None else str(model), options)
         directory = shipped_model()
         if self.config.model is None and not directory.is_dir():
             raise FileNotFoundError(

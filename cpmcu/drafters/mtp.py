@@ -62,6 +62,8 @@ class Mtp:
         assert draft is not None
         tensors = {name: meta for name, meta in draft.tensors.items() if name.startswith(PREFIX)}
         mlp = _check_tensors(tensors)
+        if draft.config.get(_NUM_LAYERS) not in (None, 0, 1):
+            raise ConfigReader(draft.config).fail(_NUM_LAYERS, "1, the only depth of an MTP head")
         ConfigReader(draft.config).refuse(
             "mtp_use_dedicated_embeddings", "the MTP head uses the target's embedding table"
         )

@@ -113,6 +113,16 @@ def test_wrong_options_are_one_sentence(options, message):
         LLM(**options)
 
 
+def test_options_of_a_draft_are_arguments_too(make):
+    make.prepare()
+    with LLM(str(make.directory), no_speculation=True) as llm:
+        assert llm.config.speculation.no_speculation
+    with pytest.raises(ValueError, match="no_speculation and speculative_config are given"):
+        LLM(no_speculation=True, speculative_config={"no_speculation": True})
+    with pytest.raises(TypeError, match="LLM got the argument 'max_num_seq', expected a flag"):
+        LLM(max_num_seq=3)
+
+
 def test_an_array_is_a_list_of_ids(make):
     with make() as llm:
         (output,) = llm.generate(np.array([5, 6, 7]), SamplingParams(max_tokens=1))
