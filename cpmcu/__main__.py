@@ -20,7 +20,7 @@ from cpmcu import __version__
 _VERBS = {
     "run": "complete or answer a prompt",
     "chat": "hold a conversation in the terminal",
-    "serve": "serve a model over OpenAI's HTTP interface, with a chat page",
+    "serve": "serve a model over OpenAI's and Anthropic's HTTP interfaces",
     "bench": "measure loading, prefill and decoding against the hardware",
     "convert": "turn a checkpoint into another form",
     "plan": "show the use of device memory",

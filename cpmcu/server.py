@@ -50,7 +50,7 @@ def make_parser(verb: str | None = None) -> FlagParser:
         prog=f"cpmcu {verb}" if verb else "cpmcu.server",
         usage=None if verb else "python -m cpmcu.server [flags]",
         words=MODEL_WORD if verb else None,
-        description="Serves a language model over OpenAI's HTTP interface.",
+        description="Serves a language model over OpenAI's and Anthropic's HTTP interfaces.",
         epilog=FOOTER,
     )
     add_flags(parser, ServerConfig, "server")

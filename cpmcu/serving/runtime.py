@@ -79,6 +79,12 @@ def make_server(service: Service) -> Server:
     return Server(uvicorn_config, service)
 
 
+_TRY = (
+    "/v1/chat/completions -H 'Content-Type: application/json' "
+    """-d '{"messages": [{"role": "user", "content": "Hello"}]}'"""
+)
+
+
 def listen(host: str, port: int) -> socket.socket:
     """Returns a listening socket and logs its address. Raises OSError if listening fails."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -92,7 +98,9 @@ def listen(host: str, port: int) -> socket.socket:
         listener.close()
         raise OSError(f"cannot listen on {host} port {port}: {error.strerror}") from error
     shown = f"[{host}]" if family == socket.AF_INET6 else host
-    logger.info("listening on http://%s:%d", shown, listener.getsockname()[1])
+    address = f"http://{shown}:{listener.getsockname()[1]}"
+    logger.info("listening on %s", address)
+    logger.info("to try: curl %s%s", address, _TRY)
     return listener
 
 

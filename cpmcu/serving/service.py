@@ -112,11 +112,13 @@ class Service:
             llm.close()
             raise
         logger.info(
-            "%s is ready after %.1f s: %d slots, at most %d tokens a sequence",
+            "%s is ready after %.1f s: %d slots, at most %d tokens a sequence, %s, %.2f GB",
             self.names[0],
             time.perf_counter() - start,
             llm.config.max_num_seqs,
             llm.max_length,
+            f"draft {llm.draft_spec.method}" if llm.draft_spec else "no draft",
+            sum(row["bytes"] for row in llm.memory_plan()) / 1e9,
         )
 
     def _own_template(self) -> str | None:

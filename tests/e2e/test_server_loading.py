@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import shlex
+import subprocess
 
 import httpx
 
@@ -13,7 +16,15 @@ def test_the_socket_opens_before_the_model_is_loaded(server):
     lines = server.log.splitlines()
     listening = next(i for i, line in enumerate(lines) if "listening on" in line)
     assert listening < next(i for i, line in enumerate(lines) if ": loading tiny-python" in line)
-    assert any("is ready after" in line for line in lines)
+    (ready,) = [line for line in lines if "is ready after" in line]
+    assert "draft eagle, " in ready and ready.endswith(" GB")
+
+
+def test_the_log_names_a_command_to_try(server):
+    (line,) = [line for line in server.log.splitlines() if "to try: " in line]
+    command = shlex.split(line.partition("to try: ")[2])
+    done = subprocess.run([*command, "--silent"], capture_output=True, text=True, timeout=60)
+    assert json.loads(done.stdout)["choices"][0]["message"]["role"] == "assistant"
 
 
 def test_loading(tmp_path):

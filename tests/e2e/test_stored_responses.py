@@ -151,7 +151,9 @@ def test_input_items(few):
     assert (found[1].status, found[1].content[0].annotations) == ("completed", [])
     down = client.responses.input_items.list(second["id"])
     assert [item.id for item in down] == [item.id for item in reversed(found)]
-    assert error_of(few.get(f"{PATH}/{second['id']}/input_items?limit=0"), 400)["param"] == "limit"
+    for query, param in (("limit=0", "limit"), ("after=zz", "after")):
+        reply = few.get(f"{PATH}/{second['id']}/input_items?{query}")
+        assert error_of(reply, 400)["param"] == param
 
 
 # ---- cancel

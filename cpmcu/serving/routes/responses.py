@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import Response
 
+from cpmcu.checks import shown
 from cpmcu.serving import sse
 from cpmcu.serving.chat_job import ChatJob, prepare
 from cpmcu.serving.errors import ApiError, refused
@@ -163,7 +164,11 @@ async def input_items(
     if order == "desc":
         items.reverse()
     ids = [item["id"] for item in items]
-    begin = ids.index(after) + 1 if after in ids else 0
+    if after is not None and after not in ids:
+        raise ApiError(
+            400, f"after is {shown(after)}, expected the id of an input item.", param="after"
+        )
+    begin = 0 if after is None else ids.index(after) + 1
     page = items[begin : begin + limit]
     found = {
         "object": "list",
