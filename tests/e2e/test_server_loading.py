@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import shlex
+import shutil
 import subprocess
 
 import httpx
+import pytest
 
 from tests.e2e.calls import CHAT, HELLO, error_of, run_server
 
@@ -20,6 +22,7 @@ def test_the_socket_opens_before_the_model_is_loaded(server):
     assert "draft eagle, " in ready and ready.endswith(" GB")
 
 
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is missing")
 def test_the_log_names_a_command_to_try(server):
     (line,) = [line for line in server.log.splitlines() if "to try: " in line]
     command = shlex.split(line.partition("to try: ")[2])
