@@ -47,14 +47,6 @@ def read_experts(reader: ConfigReader) -> dict[str, Any]:
     }
 
 
-def read_shared_expert(reader: ConfigReader) -> dict[str, Any]:
-    """The parameter of a moe block for an expert that all tokens share. Raises ValueError."""
-    width = reader.positive_int("shared_expert_intermediate_size")
-    if width % 8:
-        raise reader.fail("shared_expert_intermediate_size", "a multiple of 8")
-    return {"shared_intermediate_size": width}
-
-
 def expert_layers(reader: ConfigReader, num_layers: int) -> list[int]:
     """The layers with experts: each `decoder_sparse_step`-th, except `mlp_only_layers`."""
     step = reader.positive_int("decoder_sparse_step", default=1)
@@ -74,6 +66,22 @@ def with_experts(
         for i, of in enumerate(blocks)
     )
     return replace(fields, layers=changed)
+
+
+def with_shared_expert(
+    fields: SpecFields, reader: ConfigReader, layers: Collection[int]
+) -> SpecFields:
+    """The fields with experts, one of them shared by all tokens, in these layers.
+
+    Raises ValueError.
+    """
+    if not layers:
+        return fields
+    params = read_experts(reader)
+    width = reader.positive_int("shared_expert_intermediate_size")
+    if width % 8:
+        raise reader.fail("shared_expert_intermediate_size", "a multiple of 8")
+    return with_experts(fields, layers, params | {"shared_intermediate_size": width})
 
 
 def expert_names(name: str, fields: SpecFields) -> Sequence[Piece]:

@@ -9,10 +9,8 @@ from cpmcu.models.common import BuildOptions, SpecFields, read_spec
 from cpmcu.models.experts import (
     expert_layers,
     expert_names,
-    read_experts,
-    read_shared_expert,
     refuse_cuda,
-    with_experts,
+    with_shared_expert,
 )
 from cpmcu.models.reader import ConfigReader
 from cpmcu.models.registry import register_model
@@ -25,7 +23,4 @@ def build_qwen2_moe(config: Mapping[str, Any], options: BuildOptions) -> SpecFie
     reader = ConfigReader(config)
     reader.refuse("use_sliding_window", "no published model of the family has a window")
     fields = read_spec(config, options, qkv_bias=reader.flag("qkv_bias", default=True))
-    layers = expert_layers(reader, fields.num_hidden_layers)
-    if not layers:
-        return fields
-    return with_experts(fields, layers, read_experts(reader) | read_shared_expert(reader))
+    return with_shared_expert(fields, reader, expert_layers(reader, fields.num_hidden_layers))

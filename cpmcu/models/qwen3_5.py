@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from cpmcu.models.common import BuildOptions, SpecFields
-from cpmcu.models.qwen3_next import build_hybrid, hybrid_names, with_all_experts
+from cpmcu.models.experts import with_shared_expert
+from cpmcu.models.qwen3_next import build_hybrid, hybrid_names
 from cpmcu.models.reader import ConfigReader, language_config
 from cpmcu.models.registry import register_model
 
@@ -34,7 +35,7 @@ def build_qwen3_5_moe(config: Mapping[str, Any], options: BuildOptions) -> SpecF
     reader = ConfigReader({**config, "norm_topk_prob": True})
     width = reader.positive_int("moe_intermediate_size")
     fields = _build({"intermediate_size": width, **config}, options)
-    return with_all_experts(fields, reader, range(fields.num_hidden_layers))
+    return with_shared_expert(fields, reader, range(fields.num_hidden_layers))
 
 
 def _build(config: Mapping[str, Any], options: BuildOptions) -> SpecFields:

@@ -14,9 +14,7 @@ from cpmcu.models.common import BuildOptions, SpecFields, read_spec
 from cpmcu.models.experts import (
     expert_layers,
     expert_names,
-    read_experts,
-    read_shared_expert,
-    with_experts,
+    with_shared_expert,
 )
 from cpmcu.models.limits import MODEL_LIMITS
 from cpmcu.models.names import Piece
@@ -49,14 +47,7 @@ def build_qwen3_next(config: Mapping[str, Any], options: BuildOptions) -> SpecFi
     fields = build_hybrid(config, options, fused_projections=True)
     reader = ConfigReader(config)
     layers = expert_layers(reader, fields.num_hidden_layers) if config["num_experts"] else []
-    return with_all_experts(fields, reader, layers)
-
-
-def with_all_experts(fields: SpecFields, reader: ConfigReader, layers: Sequence[int]) -> SpecFields:
-    """The fields with experts, one of them shared by all tokens, in these layers."""
-    if not layers:
-        return fields
-    return with_experts(fields, layers, read_experts(reader) | read_shared_expert(reader))
+    return with_shared_expert(fields, reader, layers)
 
 
 def build_hybrid(
