@@ -1,11 +1,14 @@
-// EAGLE and EAGLE-2 heads, and MiniCPM4's variant of them: "eagle".
+// EAGLE and EAGLE-2 heads, and MiniCPM4's variant of them: "eagle". The multi-token prediction head
+// of Qwen3-Next and Qwen3.5, one module that runs once for each level: "mtp".
 //
-//   x = fc [embedding(id) | aux_hidden] (+ bias), each RMS-normed first in MiniCPM4's variant
+//   x = fc [embedding(id) | aux_hidden] (+ bias)
 //   hidden = decoder layer(x); logits = the target's lm_head of hidden
+//
+// MiniCPM4's variant and "mtp" RMS-norm both halves of fc's input. "mtp" also norms `hidden`.
 //
 // `aux_hidden` is the target's final hidden state of the preceding token. For a drafted token it is
 // the draft's hidden state of the parent token.
-// Sources: Li et al., arXiv:2401.15077 and arXiv:2406.16858.
+// Sources: Li et al., arXiv:2401.15077 and arXiv:2406.16858; DeepSeek-AI, arXiv:2412.19437, 2.2.
 #include "kernels/layer/embedding.h"
 #include "kernels/layer/gather_rows.h"
 #include "linear/gemm_queue.h"
@@ -17,24 +20,11 @@ namespace {
 class EagleDrafter : public HeadDrafter {
  public:
   EagleDrafter(const DrafterSpec& spec, const ModelSpec& target)
-      : HeadDrafter(spec, target, "EAGLE", 2 * spec.model->hidden_size),
-        has_bias_(spec.options.flag("fc_bias", false)) {
+      : EagleDrafter(spec, target, "EAGLE",
+                     {.input = spec.options.flag("input_norms", false),
+                      .first_attention = spec.options.flag("attention_norm", false)}) {
     spec_.options.check_known("an EAGLE head", {"window", "vocab_ids", "own_head", "input_norms",
                                                 "attention_norm", "fc_bias"});
-    if (spec_.options.flag("input_norms", false)) {
-      embed_norm_ = add_norm(spec_.scope + "input_norm1");
-      aux_hidden_norm_ = add_norm(spec_.scope + "input_norm2");
-    }
-    const bool first_has_norm = spec_.options.flag("attention_norm", false);
-    for (int i = 0; i < model().num_hidden_layers; ++i) {
-      const std::string prefix = spec_.scope + "layers." + std::to_string(i) + ".";
-      // The original heads have no norm before the first layer's attention.
-      const bool has_norm = i > 0 || first_has_norm;
-      layers_.push_back(
-          {.blocks = add_layer(prefix),
-           .attention_norm = has_norm ? add_norm(prefix + "input_layernorm") : nullptr,
-           .mlp_norm = add_norm(prefix + "post_attention_layernorm")});
-    }
   }
 
   HiddenNeeds needs() const override { return {.final = true}; }
@@ -61,6 +51,32 @@ class EagleDrafter : public HeadDrafter {
   }
 
  protected:
+  // Norms that not every kind of head has.
+  struct Norms {
+    bool input = false;            // of both halves of fc's input
+    bool first_attention = false;  // before the first layer's attention
+    bool final = false;            // of the result
+  };
+
+  EagleDrafter(const DrafterSpec& spec, const ModelSpec& target, const std::string& kind,
+               const Norms& norms)
+      : HeadDrafter(spec, target, kind, 2 * spec.model->hidden_size),
+        has_bias_(spec.options.flag("fc_bias", false)) {
+    if (norms.input) {
+      embed_norm_ = add_norm(spec_.scope + "input_norm1");
+      aux_hidden_norm_ = add_norm(spec_.scope + "input_norm2");
+    }
+    for (int i = 0; i < model().num_hidden_layers; ++i) {
+      const std::string prefix = spec_.scope + "layers." + std::to_string(i) + ".";
+      const bool has_norm = i > 0 || norms.first_attention;
+      layers_.push_back(
+          {.blocks = add_layer(prefix, 0, model().layer(i)),
+           .attention_norm = has_norm ? add_norm(prefix + "input_layernorm") : nullptr,
+           .mlp_norm = add_norm(prefix + "post_attention_layernorm")});
+    }
+    if (norms.final) final_norm_ = add_norm(spec_.scope + "norm");
+  }
+
   Tensor select_hidden(const HiddenStates& states) const override { return states.final; }
 
   Tensor forward(const Context& ctx, const Step& step, const HiddenRows& aux_hidden,
@@ -93,6 +109,7 @@ class EagleDrafter : public HeadDrafter {
       blocks.mlp->forward(queued, step, hidden, normed);
     }
     gemms.flush();
+    if (final_norm_) final_norm_->forward(ctx, hidden, hidden);
     return hidden;
   }
 
@@ -108,14 +125,25 @@ class EagleDrafter : public HeadDrafter {
   };
 
   bool has_bias_;  // of fc
-  RmsNorm *embed_norm_ = nullptr, *aux_hidden_norm_ = nullptr;
+  RmsNorm *embed_norm_ = nullptr, *aux_hidden_norm_ = nullptr, *final_norm_ = nullptr;
   std::vector<NormedLayer> layers_;
   MemoryPlan::Id bias_id_ = 0, zeros_id_ = 0;
   int* zeros_ = nullptr;
   Tensor bias_;
 };
 
+class MtpDrafter : public EagleDrafter {
+ public:
+  MtpDrafter(const DrafterSpec& spec, const ModelSpec& target)
+      : EagleDrafter(spec, target, "MTP", {.input = true, .first_attention = true, .final = true}) {
+    spec_.options.check_known("an MTP head", {"vocab_ids"});
+    CHECK(model().num_hidden_layers == 1, "an MTP head has {} layers, expected 1",
+          model().num_hidden_layers);
+  }
+};
+
 REGISTER_DRAFTER("eagle", EagleDrafter);
+REGISTER_DRAFTER("mtp", MtpDrafter);
 
 }  // namespace
 }  // namespace cpmcu
