@@ -222,10 +222,6 @@ __device__ __forceinline__ uint4 load_relaxed16(const void* from) {
 __device__ __forceinline__ void cluster_arrive() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
-// Waits at the cluster barrier: the mbarriers of all its CTAs are initialised.
-__device__ __forceinline__ void cluster_wait() {
-  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
 // The address in CTA `rank` of the cluster that corresponds to `shared` in this CTA.
 __device__ __forceinline__ uint32_t cluster_address(uint32_t shared, int rank) {
   uint32_t address;
@@ -250,13 +246,14 @@ __device__ __forceinline__ void store_cluster16(uint32_t to, const float (&v)[4]
 }
 #endif
 
-// The cluster barrier: writes before the arrival, to DSMEM too, are visible after the wait.
+// Arrives at the cluster barrier. Earlier writes, to DSMEM too, are visible after the wait.
 __device__ __forceinline__ void cluster_arrive_release() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 #endif
 }
-__device__ __forceinline__ void cluster_wait_acquire() {
+// Waits at the cluster barrier: all CTAs of the cluster have arrived.
+__device__ __forceinline__ void cluster_wait() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 #endif

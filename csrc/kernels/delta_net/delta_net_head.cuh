@@ -356,7 +356,7 @@ struct Head {
     }
     if constexpr (kSplit > 1) {
       ptx::cluster_arrive_release();
-      ptx::cluster_wait_acquire();
+      ptx::cluster_wait();
     } else {
       __syncthreads();
     }

@@ -86,7 +86,7 @@ __global__ void __launch_bounds__(32 * kHeadWarps / kSplit)
     if (!kCommits) state.store_to(tile, cta.lane);
   }
 
-  if constexpr (kSplit > 1) ptx::cluster_wait_acquire();
+  if constexpr (kSplit > 1) ptx::cluster_wait();
   ptx::pdl_wait();  // all reads above are of data that earlier passes wrote
   const auto raw = [&](int i) { return i < 0 ? cta.in_window(kWindow + i) : cta.in_step(i); };
   // The token before token i; before the first token come -1, -2, … of the window.
