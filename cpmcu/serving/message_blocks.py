@@ -139,9 +139,9 @@ def blocks_of(part: Part, thinking_shown: ThinkingShown = "whole") -> list[Outpu
 
 
 def _checked(arguments: str) -> str:
-    """Returns arguments that are a JSON object. Those that are not become a member of one.
+    """Returns `arguments` if they are a JSON object, else an object that holds them as text.
 
-    That is Anthropic's convention, so the tool refuses the input, and the model sees why.
+    Anthropic's interface has this convention: the tool refuses the input, and the model sees why.
     """
     try:
         if isinstance(strict_json.read(arguments), dict):

@@ -1,5 +1,5 @@
-// What sparse attention adds to an attention block (kernels/attention/sparse.h): the rule, the
-// compressed keys in the pages, and the blocks that the tokens of a step attend to.
+// The parts of a sparse attention block that dense attention does not have: the rule, the
+// compressed keys in the pages, the chosen blocks of a step's tokens (kernels/attention/sparse.h).
 #pragma once
 
 #include <string>

@@ -21,7 +21,7 @@ struct ExpertsConfig {
   LinearConfig expert;  // names are those within an expert: "gate_proj"
   int num_experts = 0;
 
-  // Of expert `index`: "model.layers.3.mlp.experts.7."
+  // Name prefix of the tensors of expert `index`: "model.layers.3.mlp.experts.7."
   std::string prefix_of(int index) const { return prefix + std::to_string(index) + "."; }
 };
 

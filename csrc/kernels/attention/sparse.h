@@ -1,7 +1,8 @@
 // Block-sparse attention after InfLLM-v2: compressed keys, and the choice of blocks for a query. A
 // block is the 64 tokens of a page. attention.h attends to the chosen blocks.
 //
-// Compressed keys are means of keys after RoPE. Those that end in a page lie in that page:
+// Compressed keys are means of keys after RoPE. A compressed key lies in the page of its last
+// token:
 //
 //   key        tokens                rows a page  row of page b
 //   fine[r]    16 (r - 1) .. + 31    4            r = 4 b .. 4 b + 3
@@ -112,8 +113,8 @@ constexpr NewTokens new_tokens(const StepTokens& tokens, const int* accepted_cou
   return {length, length + tokens.seq_token_begin[seq + 1] - tokens.seq_token_begin[seq]};
 }
 
-// What a query attends to without scores: the blocks [0, init_end) and [window_begin, own].
-// `count` of the blocks between them are chosen by score.
+// The blocks of a query. It always attends to the blocks [0, init_end) and [window_begin, own].
+// Scores choose `count` of the blocks between them.
 struct QueryBlocks {
   int own, init_end, window_begin, count;
 

@@ -52,7 +52,7 @@ inline void check_select(const SelectBlocksParams& p) {
   check_keys(p.keys, p.qkv, p.num_kv_heads, p.head_dim, "select_blocks");
 }
 
-// Of both attention ops.
+// Checks the selection of attention_prefill and attention_splits.
 inline void check_selection(const AttentionParams& p) {
   if (p.selection.empty()) return;
   check_words(p.selection.words, p.tokens, p.num_kv_heads, "attention");

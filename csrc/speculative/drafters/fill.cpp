@@ -78,7 +78,7 @@ class FillDrafter : public Drafter {
   }
 
  private:
-  // What the other drafter drafts in a step of this shape.
+  // The shape of the other drafter's draft in a step of this shape.
   DraftShape part_shape(const DraftShape& shape) const {
     const DrafterSpec& part = spec_.parts[0];
     const int depth = std::min(shape.depth, part.depth);
