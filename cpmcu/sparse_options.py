@@ -23,7 +23,7 @@ class SparseOptions:
     apply_sparse: bool | None = option(
         None,
         "sparse attention of MiniCPM4 for long contexts; no: dense attention (default: yes if "
-        "config.json has sparse_config and the device is the CPU)",
+        "config.json has sparse_config)",
         group=_GROUP,
     )
     sink_window_size: int | None = option(

@@ -12,20 +12,11 @@ from dataclasses import replace
 from typing import Any
 
 from cpmcu.checks import shown
-from cpmcu.models.common import BuildOptions, SpecFields
+from cpmcu.models.common import SpecFields
 from cpmcu.models.names import Piece, canonical_names
 from cpmcu.models.reader import ConfigReader
 
 _EXPERTS = re.compile(r"^(?P<experts>.*\blayers\.(?P<layer>\d+)\.mlp\.experts\.)(?P<rest>.+)$")
-
-
-def refuse_cuda(options: BuildOptions) -> None:
-    """Raises ValueError on CUDA, where the kernels of experts were not run yet."""
-    if options.device == "cuda":
-        raise ValueError(
-            "config.json: the model is a mixture of experts, which runs on the CPU only, expected "
-            "device 'cpu'"
-        )
 
 
 def read_experts(reader: ConfigReader) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from cpmcu.models.common import BuildOptions, SpecFields, read_spec
 from cpmcu.models.experts import (
     expert_layers,
     expert_names,
-    refuse_cuda,
     with_shared_expert,
 )
 from cpmcu.models.reader import ConfigReader
@@ -19,7 +18,6 @@ from cpmcu.models.registry import register_model
 @register_model("Qwen2MoeForCausalLM", names=expert_names)
 def build_qwen2_moe(config: Mapping[str, Any], options: BuildOptions) -> SpecFields:
     """Raises ValueError for a config that the engine cannot run."""
-    refuse_cuda(options)
     reader = ConfigReader(config)
     reader.refuse("use_sliding_window", "no published model of the family has a window")
     fields = read_spec(config, options, qkv_bias=reader.flag("qkv_bias", default=True))

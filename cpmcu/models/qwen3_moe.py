@@ -10,7 +10,6 @@ from cpmcu.models.experts import (
     expert_layers,
     expert_names,
     read_experts,
-    refuse_cuda,
     with_experts,
 )
 from cpmcu.models.reader import ConfigReader
@@ -20,7 +19,6 @@ from cpmcu.models.registry import register_model
 @register_model("Qwen3MoeForCausalLM", names=expert_names)
 def build_qwen3_moe(config: Mapping[str, Any], options: BuildOptions) -> SpecFields:
     """Raises ValueError for a config that the engine cannot run."""
-    refuse_cuda(options)
     reader = ConfigReader(config)
     reader.refuse("attention_bias", "a bias on all four attention projections is not supported")
     fields = read_spec(config, options, qk_norm=True)

@@ -16,10 +16,6 @@ logger = logging.getLogger(__name__)
 
 KIND = "sparse_attention"  # of the block
 
-# No GPU has run the kernels yet. Once the tests of sparse attention (tests/kernels, tests/engine)
-# pass on one, delete this set and its only use.
-UNVERIFIED_DEVICES = {"cuda"}
-
 # Published for MiniCPM4 and MiniCPM4.1. The engine has only these sizes of compressed keys.
 _FIXED: dict[str, Any] = {
     "kernel_size": 32,
@@ -41,7 +37,7 @@ def with_sparse_attention(
     stated, wanted = config.get("sparse_config"), options.sparse
     if stated is not None and not isinstance(stated, dict):
         raise ConfigReader(config).fail("sparse_config", "a mapping")
-    if wanted is None or not _applies(wanted, stated, options.device):
+    if wanted is None or not _applies(wanted, stated):
         if stated:
             logger.info("sparse_config is ignored: dense attention is exact at every length")
         return fields
@@ -66,14 +62,7 @@ def check_sparse_options(options: SparseOptions, fields: SpecFields) -> None:
         logger.warning("%s has no effect: attention is dense", ", ".join(options.changes))
 
 
-def _applies(wanted: SparseOptions, stated: Any, device: str) -> bool:
-    if device in UNVERIFIED_DEVICES:
-        if wanted.apply_sparse:
-            raise ValueError(
-                f"apply_sparse is yes, but sparse attention is not verified on device {device} "
-                "yet: pass --apply-sparse no"
-            )
-        return False
+def _applies(wanted: SparseOptions, stated: Any) -> bool:
     return bool(stated) if wanted.apply_sparse is None else wanted.apply_sparse
 
 

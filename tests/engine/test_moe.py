@@ -16,7 +16,6 @@ from tests.reference.tiny_checkpoints import TinyCheckpoint, fuse_experts, write
 from tests.tolerances import LOGITS, LOGITS_CUDA, assert_close
 
 extension_or_skip()
-pytestmark = pytest.mark.usefixtures("experts_on_cuda")
 
 FAMILY = "qwen3moe"
 

@@ -15,7 +15,6 @@ from tests.reference.tiny_checkpoints import TinyCheckpoint, write_tiny
 from tests.reference.tiny_w4 import SIZES, quantise, write_w4
 
 extension_or_skip()
-pytestmark = pytest.mark.usefixtures("experts_on_cuda")
 
 LAYOUTS = ("gptq", "gptq_v2", "awq", "compressed")
 # Neither is a multiple of a weight block. All experts are chosen: rounding changes no choice.

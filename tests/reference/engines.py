@@ -13,8 +13,6 @@ import pytest
 from cpmcu import _extension
 from cpmcu.config import EngineConfig
 from cpmcu.loading.loader import LoadedModel, load_model
-from cpmcu.models.common import BuildOptions
-from tests.reference.tiny_checkpoints import TinyCheckpoint
 
 
 def extension_or_skip() -> Any:
@@ -23,14 +21,6 @@ def extension_or_skip() -> Any:
         return _extension.load()
     except ImportError as error:
         pytest.skip(str(error), allow_module_level=True)
-
-
-def skip_if_refused(tiny: TinyCheckpoint, device: str) -> None:
-    """Skips a test whose model is refused on this device, with the reason."""
-    try:
-        tiny.fields(BuildOptions(device=device))
-    except ValueError as error:
-        pytest.skip(str(error))
 
 
 def load_tiny(directory: Path, **config: Any) -> LoadedModel:
