@@ -1,86 +1,12 @@
-// The parts of gated_delta_net.cu that work on one value head: shared memory, convolution, norms and
-// gates, the window, the gated norm of outputs. The file gated_delta_net.cu explains the schedule.
+// The parts of gated_delta_net.cu that work on one value head: convolution, norms and gates, the
+// window, the gated norm of outputs. The file gated_delta_net.cu explains the schedule.
 #pragma once
 
 #include "core/ptx.cuh"
 #include "core/vec.cuh"
-#include "kernels/delta_net/delta_net_columns.cuh"
-#include "kernels/delta_net/delta_net_tree.cuh"
+#include "kernels/delta_net/delta_net_memory.cuh"
 
 namespace cpmcu::cuda::delta_net {
-
-constexpr int kWindow = kConvTaps - 1;
-constexpr int kRawWidth = 3 * kDim;
-constexpr int kPendingWidth = kRawWidth + 8;
-
-// Rows of shared memory.
-struct Capacity {
-  int rows;     // tokens that are prepared
-  int outputs;  // tokens whose o is kept
-  int squares;  // sums of squares of o from each CTA of the head
-  int copies;   // of S, for a tree
-};
-
-template <typename T>
-struct DeltaArgs {
-  T* out;         // [T, Hv * 128]
-  const T* qkvz;  // [T, row of the layout]
-  const T* ba;    // [T, row of the layout]
-  const T* conv;  // [channels, 4]
-  const float* a_log;
-  const float* dt_bias;
-  const T* norm;  // [128]
-  float eps;
-  float* state;  // [slots, Hv, 16, 128 * 8]
-  T* window;     // [slots, Hv, 3, 384]
-  T* pending;    // [slots, Hv, pending_rows, 392]
-  int* folded;   // [slots, Hv]
-  Accepted accepted;
-  DeltaLayout layout;
-  int num_key_heads, num_value_heads;
-  int pending_rows;
-  Capacity capacity;
-  StepTokens tokens;
-};
-
-// The share of a head that a CTA computes, and its shared memory.
-template <typename T, int kSplit>
-struct Shared {
-  static constexpr int kWidth = kDim / kSplit;            // columns of v
-  static constexpr int kWindowWidth = 2 * kDim + kWidth;  // q, k and these columns
-
-  TreePlan* tree;
-  float4* gates;   // [rows] decay, beta, k^T q
-  float* keys;     // [rows, 2, kKeyFloats] q and k
-  float* v;        // [rows, kWidth]
-  float* o;        // [outputs, kWidth]
-  float* copies;   // [copies, warps, kTileFloats]
-  float* squares;  // [kSplit, squares]
-  T* window;       // [3, kWindowWidth] raw tokens before the step
-
-  __device__ __forceinline__ Shared(char* memory, const Capacity& capacity) {
-    const auto take = [&](int bytes) {
-      char* const at = memory;
-      memory += bytes;
-      return at;
-    };
-    const auto floats = [&](int count) { return reinterpret_cast<float*>(take(count * 4)); };
-    tree = reinterpret_cast<TreePlan*>(take(sizeof(TreePlan)));
-    gates = reinterpret_cast<float4*>(take(capacity.rows * sizeof(float4)));
-    keys = floats(capacity.rows * 2 * kKeyFloats);
-    v = floats(capacity.rows * kWidth);
-    o = floats(capacity.outputs * kWidth);
-    copies = floats(capacity.copies * kDim * kWidth);
-    squares = floats(kSplit * capacity.squares);
-    window = reinterpret_cast<T*>(memory);
-  }
-  static int64_t num_bytes(const Capacity& capacity) {
-    const int64_t floats = capacity.rows * (4 + 2 * kKeyFloats + kWidth) +
-                           capacity.outputs * kWidth + capacity.copies * kDim * kWidth +
-                           kSplit * capacity.squares;
-    return sizeof(TreePlan) + floats * sizeof(float) + kWindow * kWindowWidth * sizeof(T);
-  }
-};
 
 // Addresses of q, k and v of a raw token; v begins at the CTA's columns.
 template <typename T>
@@ -101,8 +27,16 @@ __device__ __forceinline__ void convolve(float (&to)[kN], const Vec<T, kN>& x0,
     sum = __fmaf_rn(w[i][1], to_float(x1[i]), sum);
     sum = __fmaf_rn(w[i][2], to_float(x2[i]), sum);
     sum = __fmaf_rn(w[i][3], to_float(x3[i]), sum);
-    to[i] = to_float(from_float<T>(__fmul_rn(sum, sigmoid(sum))));
+    to[i] = __fmul_rn(sum, sigmoid(sum));
   }
+  // Pairs round in one instruction.
+#pragma unroll
+  for (int i = 0; i + 1 < kN; i += 2) {
+    const uint32_t pair = pack2<T>(to[i], to[i + 1]);
+    to[i] = to_float(reinterpret_cast<const T*>(&pair)[0]);
+    to[i + 1] = to_float(reinterpret_cast<const T*>(&pair)[1]);
+  }
+  if constexpr (kN % 2 != 0) to[kN - 1] = to_float(from_float<T>(to[kN - 1]));
 }
 
 template <typename T, int kN>
@@ -134,8 +68,8 @@ template <typename T, int kSplit, bool kCommits>
 struct Head {
   using Memory = Shared<T, kSplit>;
   static constexpr int kWidth = Memory::kWidth;
-  static constexpr int kV = kWidth / 32;               // channels of v in a lane
-  static constexpr int kWarps = kHeadWarps / kSplit;   // that own columns of S
+  static constexpr int kV = kWidth / 32;                    // channels of v in a lane
+  static constexpr int kWarps = kHeadWarps / kSplit;        // that own columns of S
   static constexpr bool kSpecial = kCommits && kSplit > 1;  // four more warps prepare tokens
   static constexpr int kProducers = kSpecial ? 4 : kWarps;
   static constexpr int kFirstProducer = kSpecial ? kWarps : 0;
@@ -147,16 +81,44 @@ struct Head {
   static constexpr int kTokenLanes = kWidth / 4;
   static constexpr int kTokens = 32 / kTokenLanes;
 
+  // Columns of the head's projections.
+  struct Places {
+    int q, k, v, z, b, a;  // v and z: of the CTA's columns
+  };
+
   const DeltaArgs<T>& args;
   Memory& shared;
-  int part, head, key_head, first, slot;
+  int part, head, key_head, slot;
   int64_t at;  // of the slot's head
   int warp, lane;
+  Places places;
+  // The first token of the sequence.
+  const T *qkvz, *ba;
+  T* out;
 
-  __device__ __forceinline__ int column(const HeadColumns& of, int width) const {
+  __device__ __forceinline__ Head(const DeltaArgs<T>& args, Memory& shared, int head, int slot,
+                                  int first_token)
+      : args(args), shared(shared), part(blockIdx.x % kSplit), head(head), slot(slot) {
     const int group = args.num_value_heads / args.num_key_heads;
-    return of.first + key_head * of.stride + head % group * width;
+    key_head = head / group;
+    const int in_group = head - key_head * group;
+    const auto column = [&](const HeadColumns& of, int width) {
+      return of.first + key_head * of.stride + in_group * width;
+    };
+    at = int64_t{slot} * args.num_value_heads + head;
+    warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const DeltaLayout& layout = args.layout;
+    places = {layout.q.first + key_head * layout.q.stride,
+              layout.k.first + key_head * layout.k.stride,
+              column(layout.v, kDim) + part * kWidth,
+              column(layout.z, kDim) + part * kWidth,
+              column(layout.b, 1),
+              column(layout.a, 1)};
+    qkvz = args.qkvz + int64_t{first_token} * layout.qkvz_row;
+    ba = args.ba + int64_t{first_token} * layout.ba_row;
+    out = args.out + (int64_t{first_token} * args.num_value_heads + head) * kDim + part * kWidth;
   }
+
   __device__ __forceinline__ T* pending(int node) const {
     return args.pending + (at * args.pending_rows + node) * kPendingWidth;
   }
@@ -169,16 +131,17 @@ struct Head {
     return {row, row + kDim, row + 2 * kDim + part * kWidth};
   }
   // Token i of the step's sequence.
+  __device__ __forceinline__ const T* row_of(int i) const {
+    return qkvz + int64_t{i} * args.layout.qkvz_row;
+  }
   __device__ __forceinline__ Raw<T> in_step(int i) const {
-    const T* const row = args.qkvz + int64_t{first + i} * args.layout.qkvz_row;
-    return {row + args.layout.q.first + key_head * args.layout.q.stride,
-            row + args.layout.k.first + key_head * args.layout.k.stride,
-            row + column(args.layout.v, kDim) + part * kWidth};
+    const T* const row = row_of(i);
+    return {row + places.q, row + places.k, row + places.v};
   }
   // b and a of a token of the step.
   __device__ __forceinline__ Vec<T, 2> gates_in_step(int i) const {
-    const T* const ba = args.ba + int64_t{first + i} * args.layout.ba_row;
-    return {ba[column(args.layout.b, 1)], ba[column(args.layout.a, 1)]};
+    const T* const row = ba + int64_t{i} * args.layout.ba_row;
+    return {row[places.b], row[places.a]};
   }
   __device__ __forceinline__ const float* keys(int row) const {
     return shared.keys + row * 2 * kKeyFloats;
@@ -290,12 +253,24 @@ struct Head {
     for (int i = (warp - kFirstProducer) * kRun; i < count; i += kProducers * kRun) {
       Vec<T, 4> q[kRun + kWindow], k[kRun + kWindow];
       Vec<T, kV> v[kRun + kWindow];
-#pragma unroll
-      for (int t = 0; t < kRun + kWindow; ++t) {
-        const Raw<T> from = raw(begin + min(i + t - kWindow, count - 1));
+      const auto load_token = [&](int t, const Raw<T>& from) {
         q[t] = load<T, 4>(from.q + lane * 4);
         k[t] = load<T, 4>(from.k + lane * 4);
         v[t] = load<T, kV>(from.v + lane * kV);
+      };
+      if (begin + i >= kWindow) {
+        Raw<T> from = in_step(begin + i - kWindow);
+#pragma unroll
+        for (int t = 0; t < kRun + kWindow; ++t) {
+          load_token(t, from);
+          const int64_t step = i + t + 1 - kWindow < count ? args.layout.qkvz_row : 0;
+          from.q += step, from.k += step, from.v += step;
+        }
+      } else {
+#pragma unroll
+        for (int t = 0; t < kRun + kWindow; ++t) {
+          load_token(t, raw(begin + min(i + t - kWindow, count - 1)));
+        }
       }
 #pragma unroll
       for (int t = 0; t < kRun; ++t) {
@@ -395,23 +370,45 @@ struct Head {
     });
   }
 
-  // ---- outputs: norm * o / rms(o) * silu(z)
-
-  // A barrier of the CTAs of the head.
-  static __device__ __forceinline__ void barrier() {
-    if constexpr (kSplit > 1) {
-      ptx::cluster_arrive_release();
-      ptx::cluster_wait();
-    } else {
-      __syncthreads();
-    }
-  }
   __device__ __forceinline__ const float* outputs(int row) const {
     return shared.o + row * kWidth + lane % kTokenLanes * 4;
   }
-  // Sends the CTA's sum of squares of o in row `row` to place `place` in each CTA of the head. All
-  // lanes call it; `is_row`: o is there.
-  __device__ __forceinline__ void send_squares(int row, int place, bool is_row) const {
+  // ---- the exchange of sums of squares between the CTAs of the head
+
+  __device__ __forceinline__ uint32_t barrier(int exchange) const {
+    return ptx::shared_address(shared.barriers + exchange);
+  }
+  __device__ __forceinline__ void init_barriers() const {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+    if constexpr (kSplit > 1) {
+      if (threadIdx.x != 0) return;
+      for (int i = 0; i < kExchanges; ++i) ptx::mbarrier_init(barrier(i), 1);
+      ptx::mbarrier_init_fence();
+    }
+#endif
+  }
+  // All CTAs of the head have initialised their barriers and have read what they share: the window
+  // and the pending tokens in global memory. NOTE: it does not publish writes.
+  static __device__ __forceinline__ void meet() {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+    if constexpr (kSplit > 1) {
+      ptx::cluster_arrive();
+      ptx::cluster_wait();
+    }
+#endif
+  }
+  // One thread says how many tokens the exchange has, a multiple of 4.
+  __device__ __forceinline__ void expect_squares(int exchange, int tokens) const {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+    if constexpr (kSplit > 1) {
+      ptx::mbarrier_expect_bytes(barrier(exchange), kSplit * tokens * sizeof(float));
+    }
+#endif
+  }
+  // Sends the CTA's sums of squares of the warp's tokens to each CTA of the head. All lanes call
+  // it. `row`: of the lane's token; `is_row`: o is there. `place`: of the warp's first token.
+  __device__ __forceinline__ void send_squares(int exchange, int row, bool is_row,
+                                               int place) const {
     float sum[1] = {};
     if (is_row) {
       const float4 o = *reinterpret_cast<const float4*>(outputs(row));
@@ -420,16 +417,34 @@ struct Head {
     sum_lanes<kTokenLanes>(sum);
     float* const to = shared.squares + part * args.capacity.squares + place;
     if constexpr (kSplit > 1) {
-      const int rank = lane % kTokenLanes;
-      if (is_row && rank < kSplit) ptx::store_to_cta(to, rank, sum[0]);
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+      static_assert(kTokens == 4, "a warp sends 16 bytes");
+      float sums[kTokens];
+#pragma unroll
+      for (int i = 0; i < kTokens; ++i) {
+        sums[i] = __shfl_sync(0xffffffffu, sum[0], i * kTokenLanes);
+      }
+      if (lane < kSplit) {
+        ptx::store_cluster16(ptx::cluster_address(ptx::shared_address(to), lane), sums,
+                             ptx::cluster_address(barrier(exchange), lane));
+      }
+#endif
     } else {
-      if (is_row && lane % kTokenLanes == 0) *to = sum[0];
+      if (is_row && lane == 0) *to = sum[0];
     }
   }
+  __device__ __forceinline__ void wait_for_squares(int exchange, int parity) const {
+    if constexpr (kSplit > 1) {
+      ptx::mbarrier_wait(barrier(exchange), parity);
+    } else if constexpr (!kCommits) {
+      __syncthreads();
+    }
+  }
+
+  // ---- outputs: norm * o / rms(o) * silu(z)
+
   __device__ __forceinline__ Vec<T, 4> load_z(int i) const {
-    const T* const row = args.qkvz + int64_t{first + i} * args.layout.qkvz_row;
-    const int c = part * kWidth + lane % kTokenLanes * 4;
-    return load<T, 4>(row + column(args.layout.z, kDim) + c);
+    return load<T, 4>(row_of(i) + places.z + lane % kTokenLanes * 4);
   }
   // Writes the lane's columns of token i, whose o is in row `row`.
   __device__ __forceinline__ void write_output(int i, int row, int place, const Vec<T, 4>& z,
@@ -446,13 +461,10 @@ struct Head {
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
       const float gate = to_float(z[c]);
-      out[c] = from_float<T>(__fmul_rn(__fmul_rn(w.norm[c], __fmul_rn(o[c], scale)),
-                                       __fmul_rn(gate, sigmoid(gate))));
+      out[c] = from_float<T>(
+          __fmul_rn(__fmul_rn(w.norm[c], __fmul_rn(o[c], scale)), __fmul_rn(gate, sigmoid(gate))));
     }
-    const int64_t token = first + i;
-    store(args.out + (token * args.num_value_heads + head) * kDim + part * kWidth +
-              lane % kTokenLanes * 4,
-          out);
+    store(this->out + int64_t{i} * args.num_value_heads * kDim + lane % kTokenLanes * 4, out);
   }
 };
 

@@ -19,9 +19,9 @@ struct Visit {
   static constexpr uint8_t kNone = 255;
 
   uint8_t node;
-  uint8_t base;   // the node whose copy it starts from; kNone: S before the step
-  uint8_t from;   // the slot of that copy; kFollows: it follows the node before it
-  uint8_t to;     // the slot that keeps its own S, or kNone
+  uint8_t base;  // the node whose copy it starts from; kNone: S before the step
+  uint8_t from;  // the slot of that copy; kFollows: it follows the node before it
+  uint8_t to;    // the slot that keeps its own S, or kNone
   static constexpr uint8_t kFollows = 254;
 };
 
@@ -30,7 +30,8 @@ struct TreePlan {
   uint64_t ancestors[kMaxTreeSize];  // of each node, itself included
   int parents[kMaxTreeSize];
   int sizes[kMaxTreeSize];   // nodes of the subtree
-  int places[kMaxTreeSize];  // 1 + nodes of the siblings' subtrees that come before; bit 16: not last
+  int places[kMaxTreeSize];  // 1 + nodes of the siblings' subtrees that come before; bit 16: not
+                             // last
   int slots[kMaxTreeSize];   // slot of the node's copy, or kNone
   Visit visits[kMaxTreeSize];
 

@@ -65,24 +65,30 @@ __device__ __forceinline__ void run_prompt(const Cta& cta, Columns& state, const
       const int at = row + pass * kStride;
       if (ended >= 0 && at < rows_of(ended)) z[pass] = cta.load_z(ended * kStage + at);
     }
+    if (summed >= 0 && summed < stages) {
+      const int exchange = summed % kExchanges;
+      if (producer == 0 && cta.lane == 0) cta.expect_squares(exchange, kStage);
+#pragma unroll
+      for (int pass = 0; pass < kPasses; ++pass) {
+        const int at = row + pass * kStride;
+        cta.send_squares(exchange, summed % 3 * kStage + at, at < rows_of(summed),
+                         exchange * kStage + producer * kTokens + pass * kStride);
+      }
+    }
     if (stage + 1 < stages) prepare(stage + 1);
     if (stage == 0) {  // no later stage reads the window
       const int thread = static_cast<int>(threadIdx.x) - 32 * Cta::kFirstProducer;
       cta.move_window(count, raw, thread, 32 * Cta::kProducers);
       cta.store_window(thread, 32 * Cta::kProducers);
     }
-    if (summed >= 0 && summed < stages) {
-#pragma unroll
-      for (int pass = 0; pass < kPasses; ++pass) {
-        const int at = row + pass * kStride;
-        cta.send_squares(summed % 3 * kStage + at, summed % 2 * kStage + at, at < rows_of(summed));
-      }
-    }
+    if (ended < 0) return;
+    const int exchange = ended % kExchanges;
+    cta.wait_for_squares(exchange, ended / kExchanges % 2);
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
       const int at = row + pass * kStride;
-      if (ended >= 0 && at < rows_of(ended)) {
-        cta.write_output(ended * kStage + at, ended % 3 * kStage + at, ended % 2 * kStage + at,
+      if (at < rows_of(ended)) {
+        cta.write_output(ended * kStage + at, ended % 3 * kStage + at, exchange * kStage + at,
                          z[pass], weights);
       }
     }
@@ -100,9 +106,8 @@ __device__ __forceinline__ void run_prompt(const Cta& cta, Columns& state, const
     if (stage == stages - 1) state.store_to(cta.tile(), cta.lane);
   };
   const auto run_stages = [&](auto&& body) {
-    Cta::barrier();
     for (int stage = 0; stage < stages + 2; ++stage) {
-      if (stage > 0) Cta::barrier();
+      __syncthreads();
       body(stage);
     }
   };
@@ -130,8 +135,7 @@ __device__ __forceinline__ void run_nodes(const Cta& cta, Columns& state, const 
   auto z = cta.load_z(min(mine, count - 1));
   TreePlan& tree = *cta.shared.tree;
   cta.template prepare<true>(
-      count, weights,
-      [&](int i) { return i < 0 ? cta.in_window(kWindow + i) : cta.in_step(i); },
+      count, weights, [&](int i) { return i < 0 ? cta.in_window(kWindow + i) : cta.in_step(i); },
       [&](int i) { return i < 0 ? i - 1 : tree.parents[i]; },
       [&](int i) { return cta.gates_in_step(i); });
   __syncthreads();
@@ -160,11 +164,13 @@ __device__ __forceinline__ void run_nodes(const Cta& cta, Columns& state, const 
     visit = next_visit;
     token = next;
   }
+  if (threadIdx.x == 0) cta.expect_squares(0, (count + 3) / 4 * 4);
   __syncthreads();
-  for (int row = mine; row - mine % Cta::kTokens < count; row += kStride) {
-    cta.send_squares(row, row, row < count);
+  const int first = cta.warp * Cta::kTokens;
+  for (int row = first; row < count; row += kStride) {
+    cta.send_squares(0, row + mine - first, row + mine - first < count, row);
   }
-  Cta::barrier();
+  cta.wait_for_squares(0, 0);
   for (int row = mine; row < count; row += kStride) {
     const auto of_row = z;
     z = cta.load_z(min(row + kStride, count - 1));
@@ -187,17 +193,8 @@ __global__ void __launch_bounds__(Head<T, kSplit, kCommits>::kThreads, kSplit > 
   const int count = tokens.seq_token_begin[seq + 1] - first;
   if (count == 0) return;
   const int length = tokens.slot_lengths[slot];
-  const int group = args.num_value_heads / args.num_key_heads;
-  const Cta cta{.args = args,
-                .shared = shared,
-                .part = static_cast<int>(blockIdx.x % kSplit),
-                .head = head,
-                .key_head = head / group,
-                .first = first,
-                .slot = slot,
-                .at = int64_t{slot} * args.num_value_heads + head,
-                .warp = static_cast<int>(threadIdx.x / 32),
-                .lane = static_cast<int>(threadIdx.x % 32)};
+  const Cta cta(args, shared, head, slot, first);
+  cta.init_barriers();
   Columns state;
   if (cta.warp < Cta::kWarps) state.load_from(cta.tile(), cta.lane);
   typename Cta::Weights weights;
@@ -215,9 +212,7 @@ __global__ void __launch_bounds__(Head<T, kSplit, kCommits>::kThreads, kSplit > 
     cta.fold(state, num_accepted, weights);
     if (!kCommits) state.store_to(cta.tile(), cta.lane);
   }
-  // All CTAs of the head have read its window and its pending tokens, and they run: others may
-  // write to their shared memory.
-  Cta::barrier();
+  Cta::meet();
   if (!kCommits && num_accepted > 0) cta.store_window(threadIdx.x, Cta::kThreads);
   ptx::pdl_wait();  // all reads above are of data that earlier passes wrote
   if constexpr (kCommits) {
@@ -234,7 +229,7 @@ Capacity capacity_of(const Context& ctx, const GatedDeltaNetParams& p) {
   using Cta = Head<T, kSplit, kCommits>;
   const int max_path = p.accepted.max_path;
   if (kCommits) {
-    return {std::max(2 * Cta::kStage, max_path), 3 * Cta::kStage, 2 * Cta::kStage, 0};
+    return {std::max(2 * Cta::kStage, max_path), 3 * Cta::kStage, kExchanges * Cta::kStage, 0};
   }
   const int nodes = p.tokens.max_seq_tokens;
   Capacity capacity{std::max(nodes, max_path), nodes, (nodes + 3) / 4 * 4, 0};
