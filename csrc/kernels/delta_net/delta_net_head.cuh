@@ -126,10 +126,6 @@ struct Head {
     const T* const row = shared.window + place * Memory::kWindowWidth;
     return {row, row + kDim, row + 2 * kDim};
   }
-  __device__ __forceinline__ Raw<T> in_pending(int node) const {
-    const T* const row = pending(node);
-    return {row, row + kDim, row + 2 * kDim + part * kWidth};
-  }
   // Token i of the step's sequence.
   __device__ __forceinline__ const T* row_of(int i) const {
     return qkvz + int64_t{i} * args.layout.qkvz_row;
@@ -206,39 +202,69 @@ struct Head {
     shared.gates[row].y = sigmoid(to_float(ba[0]));
   }
 
-  // Prepares `count` tokens, by all warps. raw(i), gates(i): of token i. before(i): the token
-  // before it; tokens -1, -2, … are in the window. kKeeps: stores the raw tokens as pending ones.
-  template <bool kKeeps, typename GetRaw, typename GetBefore, typename GetGates>
-  __device__ __forceinline__ void prepare(int count, const Weights& w, GetRaw&& raw,
-                                          GetBefore&& before, GetGates&& gates) const {
+  // The tokens that `prepare` reads: the step's or the accepted ones. Both use the same code, so
+  // that a step finds it in the instruction cache.
+  struct Source {
+    const T *rows, *gates;
+    int row, gates_row;  // elements
+    Places places;
+    const int* nodes;    // the pending token of each accepted one
+    const int* parents;  // of the step's tokens
+    bool is_step;
+
+    __device__ __forceinline__ int node(int i) const { return is_step ? i : nodes[i]; }
+    // The token before token i. Tokens -1, -2, … are in the window.
+    __device__ __forceinline__ int before(int i) const {
+      return is_step && i >= 0 ? parents[i] : i - 1;
+    }
+  };
+  __device__ __forceinline__ Source source(bool is_step) const {
+    if (is_step) {
+      return {qkvz,   ba,      args.layout.qkvz_row, args.layout.ba_row,
+              places, nullptr, shared.tree->parents, true};
+    }
+    const Places in_pending{0, kDim, 2 * kDim + part * kWidth, 0, kRawWidth, kRawWidth + 1};
+    return {pending(0), pending(0), kPendingWidth, kPendingWidth,
+            in_pending, path(),     nullptr,       false};
+  }
+  __device__ __forceinline__ Raw<T> raw(const Source& from, int i) const {
+    if (i < 0) return in_window(kWindow + i);
+    const T* const row = from.rows + int64_t{from.node(i)} * from.row;
+    return {row + from.places.q, row + from.places.k, row + from.places.v};
+  }
+
+  // Prepares `count` tokens, by all warps. Stores the step's raw tokens as pending ones.
+  __device__ __forceinline__ void prepare(int count, const Weights& w, const Source& from) const {
     const int token = kThreads - 1 - static_cast<int>(threadIdx.x);
     if (token < count) {
-      const Vec<T, 2> ba = gates(token);
+      const T* const row = from.gates + int64_t{from.node(token)} * from.gates_row;
+      const Vec<T, 2> ba{row[from.places.b], row[from.places.a]};
       prepare_gates(token, ba, w);
-      if (kKeeps && part == 0) store(pending(token) + kRawWidth, ba);
+      if (from.is_step && part == 0) store(pending(token) + kRawWidth, ba);
     }
+#pragma unroll 1
     for (int unit = warp; unit < 2 * count; unit += kThreads / 32) {
       const int i = unit < count ? unit : unit - count;
-      const int x2 = before(i), x1 = before(x2), x0 = before(x1);
-      const Raw<T> from[kConvTaps] = {raw(x0), raw(x1), raw(x2), raw(i)};
+      const int x2 = from.before(i), x1 = from.before(x2), x0 = from.before(x1);
+      const Raw<T> raws[kConvTaps] = {raw(from, x0), raw(from, x1), raw(from, x2), raw(from, i)};
       if (unit < count) {
         Vec<T, 4> q[kConvTaps], k[kConvTaps];
 #pragma unroll
         for (int t = 0; t < kConvTaps; ++t) {
-          q[t] = load<T, 4>(from[t].q + lane * 4);
-          k[t] = load<T, 4>(from[t].k + lane * 4);
+          q[t] = load<T, 4>(raws[t].q + lane * 4);
+          k[t] = load<T, 4>(raws[t].k + lane * 4);
         }
         prepare_keys(i, q, k, w);
-        if (kKeeps && part == 0) {
+        if (from.is_step && part == 0) {
           store(pending(i) + lane * 4, q[3]);
           store(pending(i) + kDim + lane * 4, k[3]);
         }
       } else {
         Vec<T, kV> v[kConvTaps];
 #pragma unroll
-        for (int t = 0; t < kConvTaps; ++t) v[t] = load<T, kV>(from[t].v + lane * kV);
+        for (int t = 0; t < kConvTaps; ++t) v[t] = load<T, kV>(raws[t].v + lane * kV);
         prepare_value(i, v, w);
-        if (kKeeps) store(pending(i) + 2 * kDim + part * kWidth + lane * kV, v[3]);
+        if (from.is_step) store(pending(i) + 2 * kDim + part * kWidth + lane * kV, v[3]);
       }
     }
   }
@@ -310,27 +336,13 @@ struct Head {
     return args.accepted.paths + int64_t{slot} * args.accepted.max_path;
   }
 
-  // Updates S and the window by `count` accepted tokens. All threads call it.
-  __device__ void fold(Columns& columns, int count, const Weights& w) const {
-    const int* const nodes = path();
-    const auto raw = [&](int i) { return i < 0 ? in_window(kWindow + i) : in_pending(nodes[i]); };
-    prepare<false>(
-        count, w, raw, [](int i) { return i - 1; },
-        [&](int i) { return load<T, 2>(pending(nodes[i]) + kRawWidth); });
-    __syncthreads();
-    if (warp < kWarps) {
-      for (int i = 0; i < count; ++i) columns.step<false>(operands(i), lane);
-    }
-    move_window(count, raw, threadIdx.x, kThreads);
-    __syncthreads();
-  }
-
   // ---- the window
 
   // Calls f(column of a raw token in global memory, column in `window`) for the CTA's columns. The
   // columns of q and k belong to all CTAs of the head.
   template <typename F>
   __device__ __forceinline__ void each_column(int thread, int num_threads, F&& f) const {
+#pragma unroll 1
     for (int c = thread; c < Memory::kWindowWidth; c += num_threads) {
       f(c < 2 * kDim ? c : c + part * kWidth, c);
     }

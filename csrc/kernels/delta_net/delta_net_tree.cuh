@@ -49,6 +49,7 @@ struct TreePlan {
     __syncthreads();
     int size = 0, children = 0, before = 0, later = 0;
     if (is_node) {
+#pragma unroll 2
       for (int i = 0; i < count; ++i) {
         size += static_cast<int>(ancestors[i] >> node & 1);
         children += parents[i] == node;
@@ -57,6 +58,7 @@ struct TreePlan {
     }
     __syncthreads();
     if (is_node) {
+#pragma unroll 2
       for (int i = 0; i < count; ++i) {
         if (parents[i] != parent || i == node) continue;
         const bool is_before = sizes[i] < size || (sizes[i] == size && i < node);

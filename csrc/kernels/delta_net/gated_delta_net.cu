@@ -44,7 +44,7 @@ using namespace delta_net;
 // All tokens are added to S. `count`: tokens of the sequence.
 template <typename Cta, typename Weights>
 __device__ __forceinline__ void run_prompt(const Cta& cta, Columns& state, const Weights& weights,
-                                           int count) {
+                                           int count, int num_accepted) {
   constexpr int kStage = Cta::kStage, kTokens = Cta::kTokens;
   constexpr int kStride = Cta::kProducers * kTokens;  // tokens whose outputs are written at once
   constexpr int kPasses = kStage / kStride;
@@ -56,6 +56,19 @@ __device__ __forceinline__ void run_prompt(const Cta& cta, Columns& state, const
     cta.prepare_stage(stage * kStage, rows_of(stage), stage % 2 * kStage, weights, raw);
   };
   const int stages = (count + kStage - 1) / kStage;
+  if (num_accepted > 0) {
+    const auto source = cta.source(false);
+    cta.prepare(num_accepted, weights, source);
+    __syncthreads();
+    if (cta.warp < Cta::kWarps) {
+      for (int i = 0; i < num_accepted; ++i) state.step<false>(cta.operands(i), cta.lane);
+    }
+    cta.move_window(
+        num_accepted, [&](int i) { return cta.raw(source, i); }, threadIdx.x, Cta::kThreads);
+    __syncthreads();
+  }
+  Cta::meet();
+  ptx::pdl_wait();  // all reads above are of data that earlier passes wrote
   const auto produce = [&](int stage) {
     const int ended = stage - 2, summed = stage - 1;
     const int row = producer * kTokens + cta.lane / Cta::kTokenLanes;
@@ -100,7 +113,7 @@ __device__ __forceinline__ void run_prompt(const Cta& cta, Columns& state, const
 #pragma unroll 2
     for (int row = 0; row < rows; ++row) {
       const Operands next = cta.operands(begin + min(row + 1, rows - 1));
-      cta.store_output(stage % 3 * kStage + row, state.template step<true>(token, cta.lane));
+      cta.store_output(stage % 3 * kStage + row, state.step<true>(token, cta.lane));
       token = next;
     }
     if (stage == stages - 1) state.store_to(cta.tile(), cta.lane);
@@ -126,51 +139,74 @@ __device__ __forceinline__ void run_prompt(const Cta& cta, Columns& state, const
   }
 }
 
-// The nodes of a decode step. S is left alone; the raw tokens become the pending ones.
+// Adds the accepted tokens to S and stores it. Then computes the nodes of a decode step; their raw
+// tokens become the pending ones. Both passes run the same code: the second finds it in the
+// instruction cache. The first pass is without outputs.
 template <typename Cta, typename Weights>
-__device__ __forceinline__ void run_nodes(const Cta& cta, Columns& state, const Weights& weights,
-                                          int count) {
+__device__ __forceinline__ void run_step(const Cta& cta, Columns& state, const Weights& weights,
+                                         int count, int num_accepted) {
   constexpr int kStride = Cta::kWarps * Cta::kTokens;
-  const int mine = cta.warp * Cta::kTokens + cta.lane / Cta::kTokenLanes;
-  auto z = cta.load_z(min(mine, count - 1));
+  const int first = cta.warp * Cta::kTokens, mine = first + cta.lane / Cta::kTokenLanes;
   TreePlan& tree = *cta.shared.tree;
-  cta.template prepare<true>(
-      count, weights, [&](int i) { return i < 0 ? cta.in_window(kWindow + i) : cta.in_step(i); },
-      [&](int i) { return i < 0 ? i - 1 : tree.parents[i]; },
-      [&](int i) { return cta.gates_in_step(i); });
-  __syncthreads();
   const bool is_tree = cta.args.tokens.token_parents != nullptr;
-  const auto visit_of = [&](int i) {
-    return is_tree ? tree.visits[i]
-                   : Visit{static_cast<uint8_t>(i), Visit::kNone, Visit::kFollows, Visit::kNone};
-  };
-  Visit visit = visit_of(0);
-  Operands token = cta.operands(visit.node);
-  for (int i = 0; i < count; ++i) {
-    const Visit next_visit = visit_of(min(i + 1, count - 1));
-    const Operands next = cta.operands(next_visit.node);
-    if (visit.from != Visit::kFollows) {
-      if (visit.from == Visit::kNone) {
-        state.load_from(cta.tile(), cta.lane);
-      } else {
-        state.restore(cta.copy(visit.from), cta.lane);
-      }
-      for (uint64_t nodes = tree.replayed(visit); nodes != 0; nodes &= nodes - 1) {
-        state.step<false>(cta.operands(__ffsll(static_cast<long long>(nodes)) - 1), cta.lane);
-      }
+  decltype(cta.load_z(0)) z;
+  int pass = num_accepted > 0 ? 0 : 1;
+#pragma unroll 1
+  for (; pass < 2; ++pass) {
+    ptx::opaque(pass);
+    const bool is_step = pass != 0;
+    const int rows = is_step ? count : num_accepted;
+    if (is_step) {
+      Cta::meet();
+      if (num_accepted > 0) cta.store_window(threadIdx.x, Cta::kThreads);
+      ptx::pdl_wait();  // all reads before are of data that earlier passes wrote
+      z = cta.load_z(min(mine, count - 1));
     }
-    cta.store_output(visit.node, state.step<true>(token, cta.lane));
-    if (visit.to != Visit::kNone) state.save(cta.copy(visit.to), cta.lane);
-    visit = next_visit;
-    token = next;
+    const auto source = cta.source(is_step);
+    cta.prepare(rows, weights, source);
+    __syncthreads();
+    const auto visit_of = [&](int i) {
+      return is_step && is_tree
+                 ? tree.visits[i]
+                 : Visit{static_cast<uint8_t>(i), Visit::kNone, Visit::kFollows, Visit::kNone};
+    };
+    Visit visit = visit_of(0);
+    Operands token = cta.operands(visit.node);
+#pragma unroll 1
+    for (int i = 0; i < rows; ++i) {
+      const Visit next_visit = visit_of(min(i + 1, rows - 1));
+      const Operands next = cta.operands(next_visit.node);
+      if (visit.from != Visit::kFollows) {
+        if (visit.from == Visit::kNone) {
+          state.load_from(cta.tile(), cta.lane);
+        } else {
+          state.restore(cta.copy(visit.from), cta.lane);
+        }
+#pragma unroll 1
+        for (uint64_t nodes = tree.replayed(visit); nodes != 0; nodes &= nodes - 1) {
+          state.step<false>(cta.operands(__ffsll(static_cast<long long>(nodes)) - 1), cta.lane);
+        }
+      }
+      const float o = state.step<true>(token, cta.lane);
+      if (is_step) cta.store_output(visit.node, o);
+      if (visit.to != Visit::kNone) state.save(cta.copy(visit.to), cta.lane);
+      visit = next_visit;
+      token = next;
+    }
+    if (!is_step) {
+      state.store_to(cta.tile(), cta.lane);
+      cta.move_window(rows, [&](int i) { return cta.raw(source, i); }, threadIdx.x, Cta::kThreads);
+      __syncthreads();
+    }
   }
   if (threadIdx.x == 0) cta.expect_squares(0, (count + 3) / 4 * 4);
   __syncthreads();
-  const int first = cta.warp * Cta::kTokens;
+#pragma unroll 1
   for (int row = first; row < count; row += kStride) {
     cta.send_squares(0, row + mine - first, row + mine - first < count, row);
   }
   cta.wait_for_squares(0, 0);
+#pragma unroll 1
   for (int row = mine; row < count; row += kStride) {
     const auto of_row = z;
     z = cta.load_z(min(row + kStride, count - 1));
@@ -208,17 +244,10 @@ __global__ void __launch_bounds__(Head<T, kSplit, kCommits>::kThreads, kSplit > 
   const int num_accepted = cta.num_accepted(length);
   __syncthreads();
   if (is_tree) shared.tree->order(count, args.capacity.copies);
-  if (num_accepted > 0) {
-    cta.fold(state, num_accepted, weights);
-    if (!kCommits) state.store_to(cta.tile(), cta.lane);
-  }
-  Cta::meet();
-  if (!kCommits && num_accepted > 0) cta.store_window(threadIdx.x, Cta::kThreads);
-  ptx::pdl_wait();  // all reads above are of data that earlier passes wrote
   if constexpr (kCommits) {
-    run_prompt(cta, state, weights, count);
+    run_prompt(cta, state, weights, count, num_accepted);
   } else {
-    run_nodes(cta, state, weights, count);
+    run_step(cta, state, weights, count, num_accepted);
   }
   if (cta.part == 0 && threadIdx.x == 0) args.folded[cta.at] = kCommits ? length + count : length;
 }
