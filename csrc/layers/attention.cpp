@@ -106,7 +106,10 @@ class AttentionBlock : public Block {
         .num_heads = shape_.num_kv_heads, .width = shape_.head_dim, .dtype = spec_.dtype};
     keys_id_ = state.add_paged(plane);
     values_id_ = state.add_paged(plane);
-    if (sparse_) sparse_->plan(plan, state, limits, plane, static_cast<Timeline>(phase_ + 2));
+    if (sparse_) {
+      sparse_->plan(plan, state, limits, plane, shape_.num_heads,
+                    static_cast<Timeline>(phase_ + 2));
+    }
     const std::vector<float> inv_freq = params_.numbers("rope_inv_freq", spec_.rope_inv_freq);
     CHECK(!inv_freq.empty() && static_cast<int>(inv_freq.size()) <= shape_.head_dim / 2,
           "an attention block has {} rotary frequencies, expected 1 to head_dim / 2 = {}",
@@ -196,8 +199,10 @@ class AttentionBlock : public Block {
                                 .tokens = step.tokens};
     GemmQueue* const queue = GemmQueue::of(ctx);
     if (queue == nullptr || !queue->push(rotary)) rotary_kv(ctx, rotary);
-    if (sparse_ && step.phase == Phase::kPrefill) sparse_->compress(ctx, keys_, step.tokens);
-    const BlockSelection blocks = sparse_ ? sparse_->select(ctx, rotary) : BlockSelection();
+    const bool is_prefill = step.phase == Phase::kPrefill;
+    if (sparse_ && is_prefill) sparse_->compress(ctx, keys_, step.tokens);
+    const BlockSelection blocks =
+        sparse_ ? sparse_->select(ctx, rotary, !is_prefill) : BlockSelection();
     const AttentionParams params{.out = out,
                                  .qkv = qkv,
                                  .layout = shape_.layout(),
@@ -212,7 +217,7 @@ class AttentionBlock : public Block {
                                  .selection = blocks,
                                  .tokens = step.tokens,
                                  .scratch = partials_};
-    if (step.phase == Phase::kPrefill) {
+    if (is_prefill) {
       attention_prefill(ctx, params);
     } else if (step.tokens.num_tokens > kMaxScratchTokens) {
       decode_in_groups(ctx, params);
