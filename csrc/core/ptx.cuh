@@ -40,6 +40,13 @@ __device__ __forceinline__ void cp_async16(uint32_t shared, const void* global, 
 __device__ __forceinline__ void cp_async16(void* shared, const void* global, bool valid = true) {
   cp_async16(shared_address(shared), global, valid);
 }
+// The same for the first `num_bytes` of 16; the others become zero.
+__device__ __forceinline__ void cp_async16_first(uint32_t shared, const void* global,
+                                                 int num_bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global),
+               "r"(num_bytes)
+               : "memory");
+}
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" :::); }
 // Waits until at most kPending of this thread's cp.async groups are unfinished.
 template <int kPending>
