@@ -19,6 +19,7 @@ from tests.engine.harness import SMALL, make_engine, random_ids
 from tests.engine.prefix import Job, running
 from tests.reference.engines import extension_or_skip, prompt_logits
 from tests.reference.tiny_checkpoints import write_tiny
+from tests.reference.tiny_w4 import quantise, write_w4
 
 extension_or_skip()
 
@@ -173,6 +174,17 @@ def test_scales_of_checkpoints_are_not_read(
     (line,) = [text for text in caplog.messages if "k_scale" in text]
     assert "4 tensors are not used" in line
     assert "an fp8 KV cache computes the scale of each token" in line
+
+
+def test_a_stated_kv_cache_scheme_is_not_used(
+    fp8_models: Models, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = fp8_models.target("llama_compressed")
+    stated = {"kv_cache_scheme": {"num_bits": 8, "type": "float"}}
+    directory = write_w4(tmp_path, made.config, quantise(made.weights), "compressed", quant=stated)
+    with caplog.at_level(logging.INFO):
+        make_engine(directory, fp8_models.device)
+    assert len([text for text in caplog.messages if "kv_cache_scheme is not used" in text]) == 1
 
 
 def test_what_cannot_have_one(tmp_path: Path, sparse_models: Models) -> None:

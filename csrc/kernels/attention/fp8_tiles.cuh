@@ -107,9 +107,9 @@ __device__ __forceinline__ void fetch_cache(Fp8Tile<T, kRows, kDim>& tile,
   }
   if (thread < kRows / 4) {
     const int row = static_cast<int>(thread) * 4;
-    ptx::cp_async16_first(ptx::shared_address(tile.scales + row),
-                          (keys ? args.k_scales : args.v_scales) + offset / kDim + row,
-                          min(max(num_valid - row, 0), 4) * 4);
+    ptx::cp_async_first(ptx::shared_address(tile.scales + row),
+                        (keys ? args.k_scales : args.v_scales) + offset / kDim + row,
+                        min(max(num_valid - row, 0), 4) * 4);
   }
 }
 

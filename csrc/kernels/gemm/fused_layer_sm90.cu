@@ -478,9 +478,7 @@ void fused_layer_sm90(const Context& ctx, const FusedLayerParams& p) {
     GemmArgs& last = args.gemms[p.gemms.size() - 1];
     // RoPE is fused only if a warp has at most one epilogue tile. The positions and KV entries of
     // that tile are loaded before x arrives.
-    // An fp8 cache needs the maximum of a head, which several warps have.
-    rotates = has_rotary && p.rotary.k_scales.empty() && num_rows <= 8 * kMaxRotatedGroups &&
-              (groups == 1 || last.slices > 1);
+    rotates = has_rotary && num_rows <= 8 * kMaxRotatedGroups && (groups == 1 || last.slices > 1);
     if (rotates) {
       args.rotary = make_rotary(p.rotary);
       last.rope_pair_stride = p.rotary.head_dim / 32;
