@@ -306,6 +306,15 @@ void bind_layer_ops(py::module_& m) {
   bind_gemm("skinny_gemm", skinny_gemm);
   bind_gemm("large_gemm", large_gemm);
   m.def(
+      "normed_gemm",
+      [](const OpsContext& c, SharedArray y, SharedArray x, SharedArray w, SharedArray norm_weight,
+         float norm_eps, float norm_offset) {
+        normed_gemm(c.ctx, {tensor_of(y), tensor_of(x), tensor_of(w), tensor_of(norm_weight),
+                            norm_eps, norm_offset});
+      },
+      "ctx"_a, "y"_a, "x"_a, "w"_a, "norm_weight"_a, "norm_eps"_a = 1e-6f, "norm_offset"_a = 0.f,
+      "csrc/kernels/gemm/gemm.h");
+  m.def(
       "gated_gemm",
       [](const OpsContext& c, SharedArray out, SharedArray x, SharedArray w, SharedArray scratch) {
         gated_gemm(c.ctx, {tensor_of(out), tensor_of(x), tensor_of(w), tensor_of(scratch)});
