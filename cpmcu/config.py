@@ -355,13 +355,23 @@ class EngineConfig(SparseOptions):
         "share of the memory free at start that the engine may use, in (0, 1]",
         brief="share of the free memory to use (default: 0.9)",
     )
-    chunk_length: int = option(2048, "most prompt tokens of one prefill step")
+    chunk_length: int = option(
+        2048,
+        "most prompt tokens of one prefill pass, which several prompts may share",
+        flags=("--chunk-length", "--max-num-batched-tokens"),
+    )
+    max_prefill_ms: float = option(
+        40.0,
+        "most milliseconds of a prefill pass while other sequences decode: their outputs pause so "
+        "long. Less makes streams smoother and prompts slower. Judged from recent passes; a pass "
+        "has at least 64 tokens",
+    )
     max_model_len: int = option(
         0,
         "most tokens of one sequence, prompt and output; 0: the model's own limit",
         brief="most tokens of prompt and output together",
     )
-    max_num_seqs: int = option(8, "most sequences that run concurrently")
+    max_num_seqs: int = option(8, "most sequences that run concurrently, up to 256")
     cuda_graph: bool = option(True, "replay decode steps as CUDA graphs")
     num_threads: int = option(0, "threads of the CPU back end; 0: one per core")
     prefix_cache: bool = option(
@@ -433,6 +443,11 @@ class EngineConfig(SparseOptions):
                 "memory"
             )
         _whole("chunk_length", self.chunk_length, 1)
+        if not 0.0 < number("max_prefill_ms", self.max_prefill_ms) < math.inf:
+            raise ValueError(
+                f"max_prefill_ms is {self.max_prefill_ms}, but must be a number of milliseconds "
+                "above 0"
+            )
         _whole("max_num_seqs", self.max_num_seqs, 1)
         _whole("max_model_len", self.max_model_len, 0)
         _whole("num_threads", self.num_threads, 0)
