@@ -3,8 +3,9 @@
 //
 // Roofline: S is read and written once a step, 128 KiB for each value head. 32 heads take 2.6 us at
 // 3.2 TB/s. A prompt is bound by the instructions of the recurrence. Each element of S takes four
-// floating-point operations a token: 124 clock cycles for 32 heads on 132 SMs. The kernel issues 195 of
-// the recurrence and 65 of the preparation for each scheduler and token: about 0.15 us.
+// floating-point operations a token: 124 clock cycles for 32 heads on 132 SMs. The kernel issues
+// 195 instructions of the recurrence and 65 of the preparation for each scheduler and token: about
+// 0.15 us.
 //
 // Schedule: a value head of a sequence is a cluster of four CTAs on Hopper, else one CTA. A warp
 // owns 8 columns of S in its registers (delta_net_columns.cuh).
