@@ -36,8 +36,9 @@ struct ExpertArgs {
   float alpha;               // multiplies the sums
 };
 
+// From L2: before the wait, L1 may hold the span of the layer before.
 __device__ __forceinline__ ExpertSpan span_of(const ExpertArgs& args) {
-  const int4 v = *reinterpret_cast<const int4*>(args.spans + blockIdx.y);
+  const int4 v = __ldcg(reinterpret_cast<const int4*>(args.spans + blockIdx.y));
   return {v.x, v.y, v.z, v.w};
 }
 

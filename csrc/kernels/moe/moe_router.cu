@@ -238,7 +238,8 @@ void moe_router(const Context& ctx, const MoeRouterParams& p) {
   if (num_tokens == 0) return;
   const bool has_norm = !p.norm.out.empty();
   const bool norms = has_norm && num_tokens <= kNormedRows && k <= kMaxNormed &&
-                     p.norm.index == nullptr && p.norm.out_stride == 0;
+                     p.norm.index == nullptr && p.norm.out_stride == 0 &&
+                     p.norm.x.data() != p.x.data();  // CTAs read all rows while others write
   if (has_norm && !norms) cuda::rms_norm(ctx, p.norm);
   if (num_tokens > kFewTokens) {
     cuda::skinny_gemm(ctx, {.y = p.logits, .x = p.x, .w = p.w});
