@@ -332,7 +332,7 @@ class Runner:
                 sequence.read += len(chunk)
                 sequence.request.prefilled(sequence.read)
             sequence.in_flight -= emits
-            if sequence not in self._scheduler.active:  # it ended while this step was in flight
+            if sequence.released:  # it ended while this step was in flight
                 continue
             if self._cache is not None and sequence.prefix is not None and step.chunks is not None:
                 self._cache.publish(sequence.prefix, sequence.slot, sequence.read)
@@ -436,6 +436,8 @@ class Runner:
 
 def _logprobs(output: C.SlotOutput) -> list[TokenLogprobs]:
     """Log-probabilities of one slot's tokens; empty if not requested."""
+    if not output.logprobs:
+        return []
     tops = zip(output.top_ids, output.top_logprobs)
     pairs = [tuple(zip(ids, values)) for ids, values in tops]
     pairs += [()] * (len(output.logprobs) - len(pairs))

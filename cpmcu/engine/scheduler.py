@@ -48,6 +48,7 @@ class Sequence:
     read: int = 0  # tokens of completed prefill steps, cached ones included
     in_flight: int = 0  # launched steps that will emit tokens of this sequence
     prefix: Prefix | None = None  # with a prefix cache
+    released: bool = False  # it holds the slot no longer
 
     @property
     def rest(self) -> int:
@@ -152,6 +153,7 @@ class Scheduler:
     def release(self, sequence: Sequence) -> None:
         """Gives a sequence's slot and pages back."""
         self.active.remove(sequence)
+        sequence.released = True
         self._blocked = self._full = False
         if self._cache is not None and sequence.prefix is not None:
             self._cache.end(sequence.prefix, sequence.slot, sequence.read, sequence.request)
