@@ -69,6 +69,13 @@ def check_sorted(routing: Any, experts: npt.NDArray[np.int64], num_experts: int)
     counts = np.bincount(flat, minlength=num_experts)
     assert np.array_equal(routing.offsets.numpy(), np.concatenate([[0], np.cumsum(counts)]))
     active = np.flatnonzero(counts)
+    spans = np.zeros((min(num_experts, len(flat)), 3), np.int64)
+    spans[: len(active), 0] = active
+    spans[: len(active), 1] = (np.cumsum(counts) - counts)[active]
+    spans[: len(active), 2] = counts[active]
+    got = routing.spans.numpy().reshape(-1, 4)[: len(spans), :3]
+    assert np.array_equal(got[:, 2], spans[:, 2])
+    assert np.array_equal(got[: len(active)], spans[: len(active)])
     assert routing.num_active.numpy().item() == len(active)
     assert np.array_equal(routing.active.numpy()[: len(active)], active)
 
@@ -126,6 +133,63 @@ def test_a_token_is_routed_alone(
 def test_routers_are_checked(device: str, num_experts: int, top_k: int) -> None:
     with pytest.raises(ValueError, match="expected"):
         route(device, random_logits(2, 4), num_experts, top_k, True)
+
+
+# ---- the router in one launch
+
+# tokens, experts, top_k, further rows of W, H
+ROUTERS = sizes(
+    (1, 128, 8, 0, 2048), (8, 128, 8, 1, 2048), (1, 8, 2, 0, 8), (3, 17, 3, 1, 136),
+    (7, 512, 10, 1, 264), (9, 61, 5, 0, 520), (64, 128, 8, 1, 1032), (5, 1024, 32, 0, 72),
+    (2, 16, 4, 0, 4096), (2, 16, 4, 0, 4104), (70, 20, 3, 1, 72),
+)  # fmt: skip
+
+
+@on_devices_and_dtypes
+@pytest.mark.parametrize("has_norm", [False, True])
+@pytest.mark.parametrize(("num_tokens", "num_experts", "top_k", "further", "width"), ROUTERS)
+def test_router_has_the_bits_of_its_parts(
+    device: str,
+    dtype: str,
+    has_norm: bool,
+    num_tokens: int,
+    num_experts: int,
+    top_k: int,
+    further: int,
+    width: int,
+) -> None:
+    """As rms_norm, skinny_gemm and moe_route, twice: the counter is ready for the next launch."""
+    rng = np.random.default_rng(width + num_tokens)
+    ctx, rows = context(device), num_experts + further
+    given = rounded(rng.standard_normal((num_tokens, width)), dtype)
+    w = put(device, rounded(rng.standard_normal((rows, width)) / np.sqrt(width), dtype), dtype)
+    norm_weight = put(device, rounded(rng.standard_normal(width), dtype), dtype)
+    hidden, x = put(device, given, dtype), put(device, given, dtype)
+    arrivals = put_raw(device, np.zeros(1, np.int32))
+    for tokens in (num_tokens, num_tokens // 2 + 1):
+        part = put(device, given[:tokens], dtype)
+        expected_x = put(device, given[:tokens], dtype)
+        if has_norm:
+            ops.rms_norm(ctx, expected_x, part, norm_weight, eps=1e-5, weight_offset=1.0)
+        expected = empty(device, [tokens, rows])
+        ops.skinny_gemm(ctx, expected, expected_x, w)
+        plain = ops.Routing(ctx, num_tokens=tokens, num_experts=num_experts, top_k=top_k)
+        ops.moe_route(ctx, plain, expected, renormalise=True)
+        hidden, x = put(device, given[:tokens], dtype), put(device, given[:tokens], dtype)
+        norm = {}
+        if has_norm:
+            x = empty(device, [tokens, width], dtype)
+            norm = {
+                "norm_x": hidden, "norm_weight": norm_weight, "norm_eps": 1e-5, "norm_offset": 1.0
+            }  # fmt: skip
+        logits = empty(device, [tokens, rows])
+        routing = ops.Routing(ctx, num_tokens=tokens, num_experts=num_experts, top_k=top_k)
+        ops.moe_router(ctx, logits, x, w, routing, arrivals=arrivals, renormalise=True, **norm)
+        assert np.array_equal(x.numpy(), expected_x.numpy())
+        assert np.array_equal(logits.numpy(), expected.numpy())
+        assert np.array_equal(routing.weights.numpy(), plain.weights.numpy())
+        check_sorted(routing, plain.experts.numpy().astype(np.int64), num_experts)
+        assert arrivals.numpy().item() == 0
 
 
 # ---- grouped GEMMs
@@ -294,8 +358,10 @@ def test_w4_expert_gemm(
 
 
 @on_devices_and_dtypes
-def test_a_w4_pair_does_not_depend_on_the_others(device: str, dtype: str) -> None:
-    num_experts, top_k, n, k = 5, 2, 272, 264
+@pytest.mark.parametrize("k", sizes(264, 2048, 4736))
+def test_a_w4_pair_does_not_depend_on_the_others(device: str, dtype: str, k: int) -> None:
+    """One, two and more k blocks for each warp, which fit its stages or do not."""
+    num_experts, top_k, n = 5, 2, 272
     _, w = w4_experts(device, num_experts, n, k)
     x, _ = expert_inputs(100, 1, 8, k, dtype)
     logits = random_logits(100, num_experts)
@@ -352,6 +418,27 @@ def test_combine(
     )
     last = combined(device, num_tokens - 1, num_tokens).numpy()
     assert np.array_equal(last, combined(device, 0, num_tokens).numpy()[-1:])
+
+
+@on_devices_and_dtypes
+@pytest.mark.parametrize(("num_tokens", "width"), sizes((1, 2048), (5, 72), (64, 520), (2, 8200)))
+def test_combine_and_norm(device: str, dtype: str, num_tokens: int, width: int) -> None:
+    """The norm in the launch has the bits of rms_norm after it."""
+    rng = np.random.default_rng(width)
+    top_k, ctx = 3, context(device)
+    hidden = rounded(rng.standard_normal((num_tokens, width)), dtype)
+    weight = put(device, rounded(rng.standard_normal(width), dtype), dtype)
+    y = put(device, rng.standard_normal((num_tokens * top_k, width)), "float32")
+    routing = route(device, random_logits(num_tokens, 12), 12, top_k, True)
+    apart, expected = put(device, hidden, dtype), empty(device, [num_tokens, width], dtype)
+    ops.moe_combine(ctx, apart, y, routing)
+    ops.rms_norm(ctx, expected, apart, weight, eps=1e-5, weight_offset=1.0)
+    fused, normed = put(device, hidden, dtype), empty(device, [num_tokens, width], dtype)
+    ops.moe_combine(
+        ctx, fused, y, routing, normed=normed, norm_weight=weight, norm_eps=1e-5, norm_offset=1.0
+    )
+    assert np.array_equal(fused.numpy(), apart.numpy())
+    assert np.array_equal(normed.numpy(), expected.numpy())
 
 
 @GPU

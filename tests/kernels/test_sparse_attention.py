@@ -186,8 +186,8 @@ def test_any_rule(lengths: list[int], count: int, group: int, rule: Rule, seed: 
 
 @on_devices_and_cuda_dtypes
 def test_the_choice_does_not_depend_on_other_tokens(device: str, dtype: str) -> None:
-    lengths = [290, 700, 1100]
-    case = SparseCase(Step(lengths=lengths, counts=[64, 1, 33]), *HEADS, dtype)
+    lengths = [290, 700, 1100, 900]
+    case = SparseCase(Step(lengths=lengths, counts=[64, 1, 33, 300]), *HEADS, dtype)
     together = case.blocks(device)
     for seq, begin in enumerate(case.step.begins[:-1]):
         for row in {int(begin), int(case.step.begins[seq + 1]) - 1}:
