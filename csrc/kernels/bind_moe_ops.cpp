@@ -5,6 +5,7 @@
 #include "kernels/moe/expert_gemm.h"
 #include "kernels/moe/moe_combine.h"
 #include "kernels/moe/moe_router.h"
+#include "kernels/moe/sorted_gemm.h"
 
 namespace py = pybind11;
 using namespace pybind11::literals;
@@ -34,6 +35,59 @@ RmsNormParams norm_of(SharedArray out, SharedArray x, SharedArray weight, float 
           .weight = tensor_of(weight),
           .eps = eps,
           .weight_offset = offset};
+}
+
+SortedRows sorted_rows_of(SharedArray y, SharedArray x, const OpsRouting& routing, bool sorted_y) {
+  return {.y = tensor_of(y), .x = tensor_of(x), .routing = routing.routing, .sorted_y = sorted_y};
+}
+
+// blocks: [experts, bytes]
+W4Weight w4_experts_of(SharedArray blocks, const OpsRouting& routing, int64_t n, int64_t k,
+                       bool zero_points, const std::string& scale_dtype, bool gated) {
+  const Tensor all = blocks->tensor();
+  CHECK(all.num_dims() == 2 && all.size(0) == routing.routing.num_experts,
+        "the blocks are {}, expected [{} experts, bytes]", all.shape_text(),
+        routing.routing.num_experts);
+  return {.blocks = blocks->as<uint8_t>(DType::kU8),
+          .n = n,
+          .k = k,
+          .zero_points = zero_points,
+          .scale_dtype = parse_dtype(scale_dtype),
+          .gated = gated};
+}
+
+void bind_sorted_gemms(py::module_& m) {
+  m.def("has_sorted_gemm", [](const OpsContext& c) { return has_sorted_gemm(c.ctx); }, "ctx"_a);
+  m.def(
+      "gather_pairs",
+      [](const OpsContext& c, SharedArray sorted, SharedArray x, const OpsRouting& routing) {
+        gather_pairs(c.ctx,
+                     {.sorted = tensor_of(sorted), .x = tensor_of(x), .routing = routing.routing});
+      },
+      "ctx"_a, "sorted"_a, "x"_a, "routing"_a, "csrc/kernels/moe/sorted_gemm.h");
+  m.def(
+      "sorted_gemm",
+      [](const OpsContext& c, SharedArray y, SharedArray x, SharedArray w,
+         const OpsRouting& routing, bool sorted_y, bool gated) {
+        sorted_gemm(
+            c.ctx,
+            {.rows = sorted_rows_of(y, x, routing, sorted_y), .w = tensor_of(w), .gated = gated});
+      },
+      "ctx"_a, "y"_a, "x"_a, "w"_a, "routing"_a, py::kw_only(), "sorted_y"_a = false,
+      "gated"_a = false, "csrc/kernels/moe/sorted_gemm.h");
+  m.def(
+      "w4_sorted_gemm",
+      [](const OpsContext& c, SharedArray y, SharedArray x, SharedArray blocks,
+         const OpsRouting& routing, bool sorted_y, int64_t n, int64_t k, bool zero_points,
+         const std::string& scale_dtype, bool gated) {
+        w4_sorted_gemm(c.ctx,
+                       {.rows = sorted_rows_of(y, x, routing, sorted_y),
+                        .w = w4_experts_of(blocks, routing, n, k, zero_points, scale_dtype, gated),
+                        .stride = blocks->tensor().size(1)});
+      },
+      "ctx"_a, "y"_a, "x"_a, "blocks"_a, "routing"_a, py::kw_only(), "sorted_y"_a = false, "n"_a,
+      "k"_a, "zero_points"_a = false, "scale_dtype"_a = "float16", "gated"_a = false,
+      "csrc/kernels/moe/sorted_gemm.h. blocks: [experts, bytes]");
 }
 
 }  // namespace
@@ -111,23 +165,15 @@ void bind_moe_ops(py::module_& m) {
       [](const OpsContext& c, SharedArray y, SharedArray x, SharedArray blocks,
          const OpsRouting& routing, int pairs_per_x, int64_t n, int64_t k, bool zero_points,
          const std::string& scale_dtype, bool gated, bool routing_is_complete) {
-        const W4Weight w{.blocks = blocks->as<uint8_t>(DType::kU8),
-                         .n = n,
-                         .k = k,
-                         .zero_points = zero_points,
-                         .scale_dtype = parse_dtype(scale_dtype),
-                         .gated = gated};
-        const Tensor all = blocks->tensor();
-        CHECK(all.num_dims() == 2 && all.size(0) == routing.routing.num_experts,
-              "the blocks are {}, expected [{} experts, bytes]", all.shape_text(),
-              routing.routing.num_experts);
-        w4_expert_gemm(c.ctx, {.rows = rows_of(y, x, pairs_per_x, routing, routing_is_complete),
-                               .w = w,
-                               .stride = all.size(1)});
+        w4_expert_gemm(c.ctx,
+                       {.rows = rows_of(y, x, pairs_per_x, routing, routing_is_complete),
+                        .w = w4_experts_of(blocks, routing, n, k, zero_points, scale_dtype, gated),
+                        .stride = blocks->tensor().size(1)});
       },
       "ctx"_a, "y"_a, "x"_a, "blocks"_a, "routing"_a, py::kw_only(), "pairs_per_x"_a = 1, "n"_a,
       "k"_a, "zero_points"_a = false, "scale_dtype"_a = "float16", "gated"_a = false,
       "routing_is_complete"_a = false, "csrc/kernels/moe/expert_gemm.h. blocks: [experts, bytes]");
+  bind_sorted_gemms(m);
   m.def(
       "moe_combine",
       [](const OpsContext& c, SharedArray hidden, SharedArray y, const OpsRouting& routing,

@@ -16,7 +16,7 @@ namespace cpmcu {
 namespace {
 
 // A larger step runs in groups of tokens, so that scratch does not grow with it.
-constexpr int64_t kGroupTokens = 1024;
+constexpr int64_t kGroupTokens = 2048;
 
 struct MoeShape {
   int num_experts, top_k, width, shared_width;
@@ -186,10 +186,24 @@ class MoeBlock : public Block {
       sum.shared_gate = logits;
       sum.gate_column = shape_.num_experts;
     }
-    gate_up_->forward(ctx, {.y = act, .x = x, .pairs_per_x = shape_.top_k, .routing = routing_});
-    // No launch may come between these two.
-    down_->forward(ctx, {.y = out, .x = act, .routing = routing_, .routing_is_complete = true});
+    multiply(ctx, phase, out, act, x);
     queue != nullptr ? queue->push(sum) : moe_combine(ctx, sum);
+  }
+
+  // out = down of the experts of each pair; act is scratch.
+  void multiply(const Context& ctx, Phase phase, const Tensor& out, const Tensor& act,
+                const Tensor& x) const {
+    if (phase == Phase::kDecode || !has_sorted_gemm(ctx)) {
+      gate_up_->forward(ctx, {.y = act, .x = x, .pairs_per_x = shape_.top_k, .routing = routing_});
+      // No launch may come between these two.
+      down_->forward(ctx, {.y = out, .x = act, .routing = routing_, .routing_is_complete = true});
+      return;
+    }
+    // The memory of `out` is free until the down projection writes it.
+    const Tensor sorted(out.data(), x.dtype(), {out.size(0), x.size(1)});
+    gather_pairs(ctx, {.sorted = sorted, .x = x, .routing = routing_});
+    gate_up_->forward_sorted(ctx, {.y = act, .x = sorted, .routing = routing_, .sorted_y = true});
+    down_->forward_sorted(ctx, {.y = out, .x = act, .routing = routing_});
   }
 
   const ModelSpec& spec_;

@@ -12,7 +12,7 @@
 //
 // The surprising decision: every CTA of the second kernel reads all pairs. So no CTA waits for
 // another, no float and no order depends on atomics, and the pairs are the same in every run. P is
-// at most 32 K.
+// at most 64 K.
 #include "core/dispatch.h"
 #include "core/launch.h"
 #include "core/ptx.cuh"
