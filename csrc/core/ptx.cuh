@@ -256,26 +256,10 @@ __device__ __forceinline__ void store_cluster16(uint32_t to, const float (&v)[4]
 }
 #endif
 
-// Arrives at the cluster barrier. Earlier writes, to DSMEM too, are visible after the wait.
-__device__ __forceinline__ void cluster_arrive_release() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-#endif
-}
 // Waits at the cluster barrier: all CTAs of the cluster have arrived.
 __device__ __forceinline__ void cluster_wait() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-#endif
-}
-// Stores `value` to the place of `to` in the shared memory of CTA `rank` of the cluster.
-__device__ __forceinline__ void store_to_cta(float* to, int rank, float value) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile(
-      "{ .reg .u32 at; mapa.shared::cluster.u32 at, %0, %1; st.shared::cluster.f32 [at], %2; }" ::
-          "r"(shared_address(to)),
-      "r"(rank), "f"(value)
-      : "memory");
 #endif
 }
 
