@@ -58,6 +58,21 @@ __device__ __forceinline__ void wait_for_copies(int pending) {
   }
 }
 
+// Copies a warp tile of a weight block to a stage, asynchronously. By a warp.
+template <bool kZeros>
+__device__ __forceinline__ void copy_warp_tile(Stage* stage, const char* block, int tile) {
+  const int lane = threadIdx.x % 32, row = tile * kWarpTileRows;
+  const uint32_t to = ptx::shared_address(stage) + lane * 16;
+  const char* words = block + tile * kWarpTileBytes + lane * 16;
+#pragma unroll
+  for (int i = 0; i < kWarpTileBytes; i += 512) ptx::cp_async16(to + i, words + i);
+  if (lane < 4) {
+    ptx::cp_async16(to + kWarpTileBytes, block + kScaleOffset + row * 2 + lane * 16);
+  } else if (kZeros && lane < 6) {
+    ptx::cp_async16(to + kWarpTileBytes, block + kZeroOffset + row + (lane - 4) * 16);
+  }
+}
+
 // ---- kernels
 
 template <typename T,   // __half or __nv_bfloat16
@@ -81,24 +96,11 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks<kGroups>)
   const char* const blocks =
       args.w + span.expert * args.stride +
       static_cast<int64_t>(tile / kWarpTiles) * all.k_blocks * all.block_bytes;
-  const uint64_t policy = ptx::evict_first_policy();
 
   int loads = 0, load_stage = 0, load_block = split;  // the next load
   const auto load_next = [&] {
     const char* block = blocks + static_cast<int64_t>(load_block) * all.block_bytes;
-    const char* words = block + tile % kWarpTiles * kWarpTileBytes;
-    const uint32_t to = ptx::shared_address(stages + load_stage);
-#pragma unroll
-    for (int i = 0; i < kWarpTileBytes / 512; ++i) {
-      const int at = (i * 32 + lane) * 16;
-      ptx::cp_async_stream16(to + at, words + at, policy);
-    }
-    const int row = tile % kWarpTiles * kWarpTileRows;
-    if (lane < 4) {
-      ptx::cp_async16(to + kWarpTileBytes + lane * 16, block + kScaleOffset + row * 2 + lane * 16);
-    } else if (kZeros && lane < 6) {
-      ptx::cp_async16(to + kWarpTileBytes + lane * 16, block + kZeroOffset + row + (lane - 4) * 16);
-    }
+    copy_warp_tile<kZeros>(stages + load_stage, block, tile % kWarpTiles);
     ptx::cp_async_commit();
     ++loads;
     if (++load_stage == all.stages) load_stage = 0;
