@@ -204,6 +204,52 @@ __device__ __forceinline__ float sum_over_heads(const float (&f)[kWarpKeys / 8][
   return __shfl_sync(0xffffffffu, sum, (lane & 24) | (lane & 1) << 2 | (lane >> 1 & 3));
 }
 
+// f of key `lane`, over 16 heads: 2^(score - normaliser), summed.
+__device__ __forceinline__ float sum_of_powers(const float (&scores)[kWarpKeys / 8][4],
+                                               const float (&normalisers)[kHeads],
+                                               float scale_log2) {
+  const int head = static_cast<int>(threadIdx.x) % 32 / 4;
+  const auto power = [&](float score, float normaliser) {
+    return ptx::exp2_approx(__fmaf_rn(score, scale_log2, -normaliser));
+  };
+  const float low = normalisers[head], high = normalisers[head + 8];
+  float f[kWarpKeys / 8][2];
+#pragma unroll
+  for (int n = 0; n < kWarpKeys / 8; ++n) {
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      f[n][c] = __fadd_rn(power(scores[n][c], low), power(scores[n][2 + c], high));
+    }
+  }
+  return sum_over_heads(f);
+}
+
+// Writes the scores of the eight blocks from `block` on; `f` is that of the warp's key `lane`.
+__device__ __forceinline__ void write_scores(const BlockScores& out, int64_t row, int block,
+                                             float f) {
+  const int lane = threadIdx.x % 32;
+  float best = fmaxf(f, __shfl_xor_sync(0xffffffffu, f, 1));
+  best = fmaxf(best, __shfl_xor_sync(0xffffffffu, best, 2));
+  const float next = __shfl_down_sync(0xffffffffu, f, kFineRows);
+  if (lane + kFineRows < 32) best = fmaxf(best, next);
+  if (lane % kFineRows == 0) out.scores_of(row)[block + lane / kFineRows] = best;
+  if (lane == 0) out.firsts_of(row)[block / kTileBlocks] = f;
+}
+
+// The part of an item's head: the states of the four warps, in order.
+template <typename Config>
+__device__ __forceinline__ float2 part_of(ScoreSmem<Config>& smem, int item, int head) {
+  float row_max = kMinusInfinity, sum = 0;
+#pragma unroll
+  for (int w = 0; w < Config::kWarps; ++w) row_max = fmaxf(row_max, smem.states()[item][w][head].x);
+#pragma unroll
+  for (int w = 0; w < Config::kWarps; ++w) {
+    const float2 state = smem.states()[item][w][head];
+    sum = __fmaf_rn(state.y, weight_of(state.x, row_max), sum);
+  }
+  return make_float2(row_max, sum);
+}
+
 // ---- kernels
 
 // Grid: (tiles of 128 keys, Hkv, B * groups of tokens).
@@ -285,30 +331,12 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     const uint32_t sees = static_cast<uint32_t>(first_entries(smem.key_ends[item] - warp_key)) &
                           ~(warp_key == 0 ? 1u : 0u);
     if constexpr (kIsFine) {
-      float f[kWarpKeys / 8][2];
-      const float* normalisers = smem.normalisers[item];
-      const float low = -normalisers[lane / 4], high = -normalisers[lane / 4 + 8];
-#pragma unroll
-      for (int n = 0; n < kWarpKeys / 8; ++n) {
-#pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          f[n][c] =
-              __fadd_rn(ptx::exp2_approx(__fmaf_rn(scores[0][n][c], args.scale_log2, low)),
-                        ptx::exp2_approx(__fmaf_rn(scores[0][n][2 + c], args.scale_log2, high)));
-        }
-      }
-      const float sum = sum_over_heads(f);
+      const float sum = sum_of_powers(scores[0], smem.normalisers[item], args.scale_log2);
       const int head_tile = item % num_head_tiles;
       total = head_tile == 0 ? sum : __fadd_rn(total, sum);
       if (head_tile + 1 < num_head_tiles) continue;
-      const float mine = (sees >> lane & 1) != 0 ? fmaxf(total, 0.0f) : 0.0f;  // NaN becomes 0
-      float best = fmaxf(mine, __shfl_xor_sync(0xffffffffu, mine, 1));
-      best = fmaxf(best, __shfl_xor_sync(0xffffffffu, best, 2));
-      const float next = __shfl_down_sync(0xffffffffu, mine, kFineRows);
-      if (lane + kFineRows < 32) best = fmaxf(best, next);
-      const int block = warp_key / kFineRows;
-      if (lane % kFineRows == 0) args.out.scores_of(row_of(item))[block + lane / kFineRows] = best;
-      if (lane == 0) args.out.firsts_of(row_of(item))[block / kTileBlocks] = mine;
+      const float f = (sees >> lane & 1) != 0 ? fmaxf(total, 0.0f) : 0.0f;  // NaN becomes 0
+      write_scores(args.out, row_of(item), warp_key / kFineRows, f);
     } else {
       const uint32_t both[2] = {sees, sees};
       mask_scores(scores[0], both);
@@ -326,18 +354,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     __syncthreads();
     for (int i = static_cast<int>(threadIdx.x); i < num_items * kHeads; i += Config::kThreads) {
       const int item = i / kHeads, head = item % num_head_tiles * kHeads + i % kHeads;
-      float row_max = kMinusInfinity, sum = 0;
-#pragma unroll
-      for (int w = 0; w < Config::kWarps; ++w) {
-        row_max = fmaxf(row_max, smem.states()[item][w][i % kHeads].x);
-      }
-#pragma unroll
-      for (int w = 0; w < Config::kWarps; ++w) {
-        const float2 state = smem.states()[item][w][i % kHeads];
-        sum = __fmaf_rn(state.y, weight_of(state.x, row_max), sum);
-      }
       args.out.parts_of(row_of(item))[blockIdx.x * args.out.num_heads + head] =
-          make_float2(row_max, sum);
+          part_of<Config>(smem, item, i % kHeads);
     }
   }
 }
