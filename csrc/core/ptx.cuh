@@ -43,13 +43,6 @@ __device__ __forceinline__ void cp_async16(uint32_t shared, const void* global, 
 __device__ __forceinline__ void cp_async16(void* shared, const void* global, bool valid = true) {
   cp_async16(shared_address(shared), global, valid);
 }
-// The same under an L2 policy. For weights, which are read once.
-__device__ __forceinline__ void cp_async_stream16(uint32_t shared, const void* global,
-                                                  uint64_t policy) {
-  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(shared),
-               "l"(global), "l"(policy)
-               : "memory");
-}
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" :::); }
 // Waits until at most kPending of this thread's cp.async groups are unfinished.
 template <int kPending>
