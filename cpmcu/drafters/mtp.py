@@ -148,7 +148,7 @@ def _check_tensors(tensors: Tensors, target: TargetModel) -> str:
     """
     if not tensors:
         raise ValueError(
-            f"no tensor's name begins with {describe(target)}, expected MTP modules "
+            f"no tensor's name begins with {describe(target)}, expected the MTP head "
             "(some quantised exports drop it; draft_model_path may name another export)"
         )
     modules = {_module_of(name) for name in tensors}
