@@ -49,6 +49,8 @@ class ModelSpec:
     "The head is the embedding table."
     dtype: str
     '"float16" | "bfloat16" | "float32" (CPU only): weights and activations.'
+    fp8_kv_cache: bool
+    "Keys and values are cached as e4m3 with a scale for each token and KV head."
     layers: list[list[tuple[str, dict[str, bool | int | float | str | list[int] | list[float]]]]]
     "Of each layer its blocks: kind, where it differs from other fields. Empty: attention, mlp."
     linear_method: str

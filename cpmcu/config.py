@@ -22,6 +22,7 @@ from cpmcu.speculation_keys import read_keys
 DTYPES = ("auto", "float16", "bfloat16", "float32")
 DEVICES = ("auto", "cpu", "cuda")
 SPEC_METRICS = ("none", "summary", "detailed")
+KV_CACHE_DTYPES = ("auto", "fp8_e4m3")
 HEAD_QUANTS = ("none", "w8", "w4")
 DRAFT_HEAD_QUANTS = ("auto", *HEAD_QUANTS)
 FILLS = ("ngram",)
@@ -347,18 +348,34 @@ class EngineConfig(SparseOptions):
         "text",
         choices=HEAD_QUANTS,
     )
+    kv_cache_dtype: str = option(
+        "auto",
+        "LOSSY: fp8_e4m3 keeps keys and values in 8 bits, for speed and twice the context; changes "
+        "the text; auto: in dtype. Drafts keep theirs in dtype",
+        choices=KV_CACHE_DTYPES,
+    )
     memory_limit: float = option(
         0.9,
         "share of the memory free at start that the engine may use, in (0, 1]",
         brief="share of the free memory to use (default: 0.9)",
     )
-    chunk_length: int = option(2048, "most prompt tokens of one prefill step")
+    chunk_length: int = option(
+        2048,
+        "most prompt tokens of one prefill pass, which several prompts may share",
+        flags=("--chunk-length", "--max-num-batched-tokens"),
+    )
+    max_prefill_ms: float = option(
+        40.0,
+        "most milliseconds of a prefill pass while other sequences decode: their outputs pause so "
+        "long. Less makes streams smoother and prompts slower. Judged from recent passes; a pass "
+        "has at least 64 tokens",
+    )
     max_model_len: int = option(
         0,
         "most tokens of one sequence, prompt and output; 0: the model's own limit",
         brief="most tokens of prompt and output together",
     )
-    max_num_seqs: int = option(8, "most sequences that run concurrently")
+    max_num_seqs: int = option(8, "most sequences that run concurrently, up to 256")
     cuda_graph: bool = option(True, "replay decode steps as CUDA graphs")
     num_threads: int = option(0, "threads of the CPU back end; 0: one per core")
     prefix_cache: bool = option(
@@ -423,12 +440,18 @@ class EngineConfig(SparseOptions):
         _one_of("device", self.device, DEVICES)
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("lm_head_quant", self.lm_head_quant, HEAD_QUANTS)
+        _one_of("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         if not 0.0 < number("memory_limit", self.memory_limit) <= 1.0:
             raise ValueError(
                 f"memory_limit is {self.memory_limit!r}, but must be a share in (0, 1] of the free "
                 "memory"
             )
         _whole("chunk_length", self.chunk_length, 1)
+        if not 0.0 < number("max_prefill_ms", self.max_prefill_ms) < math.inf:
+            raise ValueError(
+                f"max_prefill_ms is {self.max_prefill_ms}, but must be a number of milliseconds "
+                "above 0"
+            )
         _whole("max_num_seqs", self.max_num_seqs, 1)
         _whole("max_model_len", self.max_model_len, 0)
         _whole("num_threads", self.num_threads, 0)

@@ -125,6 +125,7 @@ class LLM:
             page_size=C.PAGE_SIZE,
             shapes=loaded.shapes,
             cache=make_prefix_cache(loaded, self.config),
+            prefill_seconds=self.config.max_prefill_ms / 1000,
         )
         # Also runs at interpreter exit, and when the last reference to the LLM goes.
         self._finalizer = weakref.finalize(self, self._runner.close)

@@ -12,6 +12,11 @@ The prefix cache has 0.25 GB of host memory, unless --prefix-cache-host-gb is gi
 still fills up during the run, which looks like growth. With --shared-prefixes N, most prompts begin
 with a part of one of N prefixes, some of them under a salt. Three checks are added: some prompts
 were cached, texts are the same after a reset of the cache, and no page is cached after the reset.
+
+With --agents, the clients are agents instead: conversations with one of four system messages, with
+tools, calls and their results, over chat, messages and responses. Sixty-four of them:
+
+    python scripts/soak.py --agents --clients 64 --max-num-seqs 64 --max-queue 512
 """
 
 from __future__ import annotations
@@ -145,14 +150,76 @@ def make_request(rng: random.Random, context: int) -> Kind:
     return "/v1/completions", body | {"prompt": prompt}, 200
 
 
+# ---- agents
+
+TOOLS = {
+    "read_file": {"type": "object", "properties": {"path": {"type": "string"}}},
+    "run": {"type": "object", "properties": {"command": {"type": "string"}}},
+}
+ENDS = {  # in the last event of a stream
+    "/v1/messages": ('"message_stop"',),
+    "/v1/responses": ('"response.completed"', '"response.incomplete"'),
+}
+NUM_PROGRAMS = 4  # agents with one system message
+
+
+def agent_request(rng: random.Random, context: int) -> Kind:
+    """A turn of an agent. Turns of one program and interface begin alike."""
+    path = rng.choice(["/v1/chat/completions", *ENDS])
+    program = rng.randrange(NUM_PROGRAMS)
+    session = random.Random(f"{program} {rng.randrange(8)}")
+    words = max(4, context // 64)
+    system, question = text(random.Random(program), words), text(session, words // 4)
+    rounds = [
+        (f"call_{i}", session.choice(sorted(TOOLS)), text(session, words // 8))
+        for i in range(rng.randrange(4))
+    ]
+    body: dict[str, Any] = {"stream": rng.random() < 0.7, "temperature": rng.choice([0, 1.0])}
+    length = int(2 ** rng.uniform(2, 6))
+    forced = importlib.util.find_spec("llguidance") and rng.random() < 0.3
+    if path == "/v1/messages":
+        turns: list[dict[str, Any]] = [{"role": "user", "content": question}]
+        for name, tool, result in rounds:
+            use = {"type": "tool_use", "id": name, "name": tool, "input": {"path": "x"}}
+            found = {"type": "tool_result", "tool_use_id": name, "content": result}
+            turns += [{"role": "assistant", "content": [use]}, {"role": "user", "content": [found]}]
+        body |= {"system": system, "messages": turns, "max_tokens": length}
+        body["tools"] = [{"name": n, "input_schema": s} for n, s in TOOLS.items()]
+        body |= {"tool_choice": {"type": "any"}} if forced else {}
+        return path, body, 200
+    body |= {"tool_choice": "required"} if forced else {}
+    functions = [{"name": name, "parameters": schema} for name, schema in TOOLS.items()]
+    if path == "/v1/responses":
+        items: list[dict[str, Any]] = [{"role": "user", "content": question}]
+        for name, tool, result in rounds:
+            call = {"call_id": name, "name": tool, "arguments": '{"path": "x"}'}
+            items.append({"type": "function_call", **call})
+            items.append({"type": "function_call_output", "call_id": name, "output": result})
+        body |= {"instructions": system, "input": items, "store": rng.random() < 0.3}
+        body |= {"tools": [{"type": "function", **f} for f in functions]}
+        return path, body | {"max_output_tokens": length}, 200
+    messages: list[dict[str, Any]] = [{"role": "system", "content": system}]
+    messages.append({"role": "user", "content": question})
+    for name, tool, result in rounds:
+        function = {"name": tool, "arguments": '{"path": "x"}'}
+        call = {"id": name, "type": "function", "function": function}
+        messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
+        messages.append({"role": "tool", "tool_call_id": name, "content": result})
+    body |= {"messages": messages, "max_tokens": length}
+    return path, body | {"tools": [{"type": "function", "function": f} for f in functions]}, 200
+
+
 # ---- clients
 
 
 class Soak:
     """The clients of one run and their counters."""
 
-    def __init__(self, url: str, context: int, seed: int, num_prefixes: int) -> None:
+    def __init__(
+        self, url: str, context: int, seed: int, num_prefixes: int, *, agents: bool = False
+    ) -> None:
         self.url = url
+        self.make_request = agent_request if agents else make_request
         self.context = context
         self.num_prefixes = num_prefixes
         self.seed = seed
@@ -184,7 +251,7 @@ class Soak:
     async def _client(self, http: httpx.AsyncClient, number: int, end: float) -> None:
         rng = random.Random(self.seed * 1000 + number)
         while time.monotonic() < end:
-            kind = make_request(rng, self.context)
+            kind = self.make_request(rng, self.context)
             if self.num_prefixes and rng.random() < 0.8:
                 kind = share_prefix(rng, self.context, self.num_prefixes, kind)
             path, body, expected = kind
@@ -219,7 +286,7 @@ class Soak:
                     self.counts["events"] += 1
                     if line.startswith('data: {"error"'):
                         self.failures.append(f"{line[:200]}: {shown(body)}")
-            if body["stream"] and last != "data: [DONE]":
+            if body["stream"] and not any(end in last for end in ENDS.get(path, ("data: [DONE]",))):
                 self.failures.append(f"a stream ended with {last[:100]!r}: {shown(body)}")
             self.counts["answered to the end"] += 1
 
@@ -357,6 +424,7 @@ def main() -> int:
     parser.add_argument(
         "--shared-prefixes", type=int, default=0, help="prefixes that most prompts share"
     )
+    parser.add_argument("--agents", action="store_true", help="clients with tools")
     parser.add_argument(
         "--max-growth-mib", type=float, default=16, help="memory growth allowed in the second half"
     )
@@ -378,7 +446,7 @@ def soak_and_check(server: Watched, args: argparse.Namespace) -> int:
     server.wait_ready()
     before = text_of(server.url, FIXED)
     context = httpx.get(server.url + "/v1/models").json()["data"][0]["max_model_len"]
-    soak = Soak(server.url, context, args.seed, args.shared_prefixes)
+    soak = Soak(server.url, context, args.seed, args.shared_prefixes, agents=args.agents)
     asyncio.run(drive(server, soak, args.clients, args.duration))
     busy = settle(server)
     outputs = server.metric("vllm:request_success_total")

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 WINDOWS = 5
 WARM_UP = 8  # steps
+SPARSE = "sparse_attention"  # kind of a block
 _EXPERTS = re.compile(r"model\.layers\.(?P<layer>\d+)\.mlp\.experts\.")
 
 
@@ -51,7 +52,8 @@ class Timing:
 def step_bytes(engine: C.Engine, spec: C.ModelSpec, context: int) -> int:
     """Bytes that a decode step of one token must move with `context` cached tokens.
 
-    It reads weights, keys and values. It reads and writes the states of gated delta nets.
+    It reads weights, keys and values; with sparse attention the chosen blocks and the compressed
+    keys. It reads and writes the states of gated delta nets.
     """
     rows = engine.memory_plan()
     weights = sum(
@@ -59,7 +61,9 @@ def step_bytes(engine: C.Engine, spec: C.ModelSpec, context: int) -> int:
     )
     if not spec.tie_word_embeddings:
         weights -= next(row["bytes"] for row in rows if row["name"] == "model.embed_tokens")
-    page_bytes = next(row["bytes"] for row in rows if row["group"] == "kv") // engine.num_pages
+    planes = [row["bytes"] for row in rows if row["group"] == "kv"]
+    num_planes = 2 if spec.fp8_kv_cache else 1  # keys and values; their scales
+    page_bytes = sum(planes[:num_planes]) // engine.num_pages
     blocks: list[Any] = [block for layer in spec.layers for block in layer]
     states = sum(
         4 * params["num_value_heads"] * params["key_head_dim"] * params["value_head_dim"]
@@ -68,7 +72,28 @@ def step_bytes(engine: C.Engine, spec: C.ModelSpec, context: int) -> int:
     )
     from cpmcu import C
 
-    return int(weights + context * page_bytes // C.PAGE_SIZE + 2 * states)
+    saved = sum(_saved_bytes(params, spec, context) for kind, params in blocks if kind == SPARSE)
+    return int(weights + context * page_bytes // C.PAGE_SIZE - saved + 2 * states)
+
+
+def _saved_bytes(params: dict[str, Any], spec: C.ModelSpec, context: int) -> int:
+    """Keys and values that a sparse layer skips at position `context`, less what it reads instead.
+
+    These are four fine compressed keys and a coarse one of each page before the last two.
+    """
+    from cpmcu import C
+
+    heads = params.get("num_key_value_heads", spec.num_key_value_heads)
+    row = heads * params.get("head_dim", spec.head_dim) * (4 if spec.dtype == "float32" else 2)
+    page, own = C.PAGE_SIZE, context // C.PAGE_SIZE
+    window_begin = own + 1 - params["window_size"] // page
+    if context < params["dense_len"] or window_begin <= 0:
+        return 0
+    best = params["topk"] - params["init_blocks"]
+    skipped = window_begin - min(params["init_blocks"], window_begin) - best  # blocks
+    if skipped <= 0:
+        return 0
+    return int(row * (2 * page * skipped - (5 * (own - 1) if best > 0 else 0)))
 
 
 def _active_share(buffer: str, spec: C.ModelSpec) -> float:

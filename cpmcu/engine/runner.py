@@ -64,7 +64,9 @@ class Runner:
         page_size: int,
         shapes: PySequence[Shape] = (),
         cache: PrefixCache | None = None,
+        prefill_seconds: float = 0.04,
     ) -> None:
+        """`prefill_seconds`: most time of a prefill pass while other sequences decode."""
         self._engine: C.Engine | None = engine
         self._chooser = ShapeChooser(shapes) if shapes else None
         self._collected = 0.0  # time.perf_counter() at the end of the last step
@@ -73,7 +75,9 @@ class Runner:
         self._cache_busy = False  # it must be called again soon
         self._cache_counters: CacheCounters | None = None if cache is None else CacheCounters()
         self._launched = self._taken = 0  # steps, and of these collected ones
-        self._scheduler = Scheduler(engine, page_size, engine.tokens_per_step, cache)
+        self._scheduler = Scheduler(
+            engine, page_size, engine.tokens_per_step, cache, prefill_seconds
+        )
         self.max_length = self._scheduler.max_length
         self.num_pages = engine.num_pages
         self._page_size = page_size
@@ -250,6 +254,9 @@ class Runner:
 
     def _launch(self, step: Step) -> None:
         slots = [sequence.slot for sequence in step.sequences]
+        if self._chooser is not None and step.chunks is None:
+            step.shape = self._chooser.choose(len(slots))
+        step.launched = time.perf_counter()
         if step.targets is not None:
             self._score(step, step.targets)
         elif step.chunks is not None:
@@ -262,15 +269,11 @@ class Runner:
             else:
                 self._live.prefill(step.chunks, skip_draft=skip)
             self._checkpoint(step)
+        elif any(sequence.request.is_masked for sequence in step.sequences):
+            trees = self._live.begin_masked(slots, step.shape)
+            self._live.end_masked(*self._masks(step.sequences, trees))
         else:
-            if self._chooser is not None:
-                step.shape = self._chooser.choose(len(slots))
-                step.launched = time.perf_counter()
-            if any(sequence.request.is_masked for sequence in step.sequences):
-                trees = self._live.begin_masked(slots, step.shape)
-                self._live.end_masked(*self._masks(step.sequences, trees))
-            else:
-                self._live.decode(slots, step.shape)
+            self._live.decode(slots, step.shape)
         self._in_flight.append(step)
         self._launched += 1
 
@@ -329,7 +332,7 @@ class Runner:
                 sequence.read += len(chunk)
                 sequence.request.prefilled(sequence.read)
             sequence.in_flight -= emits
-            if sequence not in self._scheduler.active:  # it ended while this step was in flight
+            if sequence.released:  # it ended while this step was in flight
                 continue
             if self._cache is not None and sequence.prefix is not None and step.chunks is not None:
                 self._cache.publish(sequence.prefix, sequence.slot, sequence.read)
@@ -340,10 +343,14 @@ class Runner:
 
     def _observe(self, step: Step, outputs: dict[int, C.SlotOutput]) -> None:
         before, self._collected = self._collected, time.perf_counter()
+        # The step began after the end of the preceding one.
+        seconds = self._collected - max(step.launched, before)
+        if step.chunks is not None:
+            num_tokens = sum(len(chunk) for _, chunk, _ in step.chunks)
+            self._scheduler.pass_times.observe(num_tokens, seconds)
         if self._chooser is None:
             return
-        if step.shape is not None:  # the step began after the end of the preceding one
-            seconds = self._collected - max(step.launched, before)
+        if step.shape is not None:
             emitted = [len(output.tokens) for output in outputs.values() if output.tokens]
             self._chooser.observe(step.shape, len(step.sequences), seconds, emitted)
         elif step.chunks is not None and any(last for _, _, last in step.chunks):
@@ -429,6 +436,8 @@ class Runner:
 
 def _logprobs(output: C.SlotOutput) -> list[TokenLogprobs]:
     """Log-probabilities of one slot's tokens; empty if not requested."""
+    if not output.logprobs:
+        return []
     tops = zip(output.top_ids, output.top_logprobs)
     pairs = [tuple(zip(ids, values)) for ids, values in tops]
     pairs += [()] * (len(output.logprobs) - len(pairs))

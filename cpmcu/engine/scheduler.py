@@ -1,9 +1,15 @@
-"""Schedules requests in order of arrival, within the engine's slots and pages.
+"""Schedules requests within the engine's slots and pages.
 
-Prompts are read in chunks. Chunks alternate with decode steps, so a long prompt does not stall
-running sequences. Pages are reserved ahead for the steps in flight. A mask of a grammar or of
-`min_tokens` depends on all earlier tokens. If a sequence is masked, a decode step with it therefore
-waits until no other step of the sequence is in flight.
+Slots and pages are given in order of arrival. Only requests whose prefix is being computed are
+passed over. Prompts are read in chunks, and share passes (`prompt_passes.py`): a long prompt delays
+the first token of a shorter one by the passes in flight alone, which are two at most. Passes
+alternate with decode steps, and are short beside decoding sequences. So a long prompt does not
+stall them. A pass has no decode rows: decode steps have kernels of their own, so one pass with both
+would read the weights twice as well.
+
+Pages are reserved ahead for the steps in flight. A mask of a grammar or of `min_tokens` depends on
+all earlier tokens. If a sequence is masked, a decode step with it therefore waits until no other
+step of the sequence is in flight.
 
 If pages run out, the newest sequence is preempted: it releases its pages and is recomputed later.
 Sampling is keyed by (seed, stream, position), so preemption does not change the text.
@@ -12,12 +18,14 @@ Sampling is keyed by (seed, stream, position), so preemption does not change the
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 from collections import deque
 from typing import TYPE_CHECKING
 
 from cpmcu.engine.prefix.cache import Prefix, PrefixCache
 from cpmcu.engine.prefix.index import Entry
+from cpmcu.engine.prompt_passes import PassTimes, divide
 from cpmcu.engine.request import Request
 from cpmcu.engine.shapes import Shape
 
@@ -25,6 +33,8 @@ if TYPE_CHECKING:
     from cpmcu import C
 
 logger = logging.getLogger(__name__)
+
+MOST_PASSED_OVER = 256  # requests that wait for their prefix while later ones are admitted
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -38,6 +48,12 @@ class Sequence:
     read: int = 0  # tokens of completed prefill steps, cached ones included
     in_flight: int = 0  # launched steps that will emit tokens of this sequence
     prefix: Prefix | None = None  # with a prefix cache
+    released: bool = False  # it holds the slot no longer
+
+    @property
+    def rest(self) -> int:
+        """Tokens to prefill that no launched step reads."""
+        return len(self.tokens) - self.sent
 
     @property
     def wants_scores(self) -> bool:
@@ -65,15 +81,18 @@ class Scheduler:
         page_size: int,
         tokens_per_step: int = 1,
         cache: PrefixCache | None = None,
+        prefill_seconds: float = 0.04,
     ) -> None:
         self._engine = engine
         self._cache = cache
+        self.pass_times = PassTimes(prefill_seconds)
         self._page_size = page_size
         self._tokens_per_step = tokens_per_step  # most tokens that a decode step can emit
         self._blocked = False  # a running sequence waits for pages
         self._full = False  # the next request waits for pages
         self.num_preemptions = 0
         self._prefill_next = True
+        self._score_next = True
         self.waiting: deque[Request] = deque()
         self.active: list[Sequence] = []  # in order of admission
 
@@ -101,33 +120,20 @@ class Scheduler:
             self.waiting.remove(request)
 
     def admit(self) -> None:
-        """Gives slots and pages to waiting requests, in order, while slots and pages last."""
-        while self.waiting and not self._blocked and not self._full:
-            request = self.waiting[0]
-            tokens = request.prompt + request.tokens
-            if len(self.active) >= self._engine.max_num_seqs:
+        """Gives slots and pages to waiting requests while these last."""
+        for request in list(itertools.islice(self.waiting, MOST_PASSED_OVER)):
+            if self._blocked or self._full or len(self.active) >= self._engine.max_num_seqs:
                 return
+            tokens = request.prompt + request.tokens
+            if self._still_waits(request):
+                continue
             prefix, matched = self._look_up(request, tokens)
             if self._must_wait(prefix, matched, len(tokens)):
-                return
+                continue
             if self.active and self._pages_of(matched, len(tokens)) > self._num_spare() - 1:
                 return
-            self.waiting.popleft()
-            request.lookup = None
-            pages: list[int] = []
-            cached = 0
-            if prefix is not None and self._cache is not None:
-                pages, cached = self._cache.begin(prefix, matched, len(tokens))
-            try:
-                slot = self._engine.add_sequence(
-                    request.sampling, request.prompt, request.tokens, pages, cached
-                )
-            except Exception as error:  # caused by this request alone
-                if prefix is not None and self._cache is not None:
-                    self._cache.release(prefix)
-                request.fail(error)
-                continue
-            self._start(Sequence(request, slot, tokens, cached, cached, prefix=prefix))
+            self.waiting.remove(request)
+            self._begin(request, tokens, prefix, matched)
 
     def next_step(self, *, idle: bool) -> Step | None:
         """The next step to launch, or None. `idle`: no step is in flight."""
@@ -147,6 +153,7 @@ class Scheduler:
     def release(self, sequence: Sequence) -> None:
         """Gives a sequence's slot and pages back."""
         self.active.remove(sequence)
+        sequence.released = True
         self._blocked = self._full = False
         if self._cache is not None and sequence.prefix is not None:
             self._cache.end(sequence.prefix, sequence.slot, sequence.read, sequence.request)
@@ -157,6 +164,25 @@ class Scheduler:
         self.waiting.clear()
         self.active.clear()
         del self._engine
+
+    def _begin(
+        self, request: Request, tokens: list[int], prefix: Prefix | None, matched: list[Entry]
+    ) -> None:
+        request.lookup = None
+        pages: list[int] = []
+        cached = 0
+        if prefix is not None and self._cache is not None:
+            pages, cached = self._cache.begin(prefix, matched, len(tokens))
+        try:
+            slot = self._engine.add_sequence(
+                request.sampling, request.prompt, request.tokens, pages, cached
+            )
+        except Exception as error:  # caused by this request alone
+            if prefix is not None and self._cache is not None:
+                self._cache.release(prefix)
+            request.fail(error)
+            return
+        self._start(Sequence(request, slot, tokens, cached, cached, prefix=prefix))
 
     def _start(self, sequence: Sequence) -> None:
         self.active.append(sequence)
@@ -186,13 +212,17 @@ class Scheduler:
         """
         if self._cache is None:
             return None, []
-        if request.lookup is not None and self._cache.is_reading(request.lookup):
-            return request.lookup, []  # it waits in any case
         if request.lookup is None:
             request.lookup = self._cache.prefix_of(tokens, request.cache_salt)
         if request.num_prompt_logprobs is not None and not request.tokens:
             return request.lookup, []
         return request.lookup, self._cache.match(request.lookup, len(tokens))
+
+    def _still_waits(self, request: Request) -> bool:
+        """A cheap check for a request that had to wait when it was last looked up."""
+        if self._cache is None or request.lookup is None:
+            return False
+        return self._cache.still_waits(request.lookup)
 
     def _must_wait(self, prefix: Prefix | None, matched: list[Entry], num_tokens: int) -> bool:
         """Will more of the request's prefix be cached soon?"""
@@ -219,28 +249,39 @@ class Scheduler:
         return True
 
     def _prefill(self) -> Step | None:
-        room = self._engine.chunk_length
-        step = Step([], [])
-        for sequence in self.active:
-            rest = len(sequence.tokens) - sequence.sent
-            take = min(room, rest)
+        unread = [sequence for sequence in self.active if sequence.rest > 0]
+        scored = [s for s in unread if s.rest > 1 and s.wants_scores]
+        others = [s for s in unread if s not in scored]
+        room = self._room()
+        if scored and (self._score_next or not others):  # passes alternate between the two kinds
+            self._score_next = False
+            sequence = min(scored, key=lambda s: s.rest)
+            return self._score(sequence, min(room, sequence.rest - 1))
+        self._score_next = True
+        chunks: list[tuple[int, list[int], bool]] = []
+        step = Step([], chunks)
+        for sequence, share in zip(others, divide([s.rest for s in others], room, self._unit)):
+            take = self._chunk_of(sequence, share) if share > 0 else 0
             if take == 0:
                 continue
-            take = self._chunk_of(sequence, take)
-            if take == 0:
-                break  # the rest of this step is less than a page
-            if rest > 1 and sequence.wants_scores:
-                if step.sequences:
-                    break
-                return self._score(sequence, min(room, rest - 1))
             chunk = sequence.tokens[sequence.sent : sequence.sent + take]
             sequence.sent += take
-            sequence.in_flight += take == rest
-            room -= take
+            sequence.in_flight += sequence.rest == 0
             step.sequences.append(sequence)
-            assert step.chunks is not None
-            step.chunks.append((sequence.slot, chunk, take == rest))
+            chunks.append((sequence.slot, chunk, sequence.rest == 0))
         return step if step.sequences else None
+
+    def _room(self) -> int:
+        """Most tokens of the next prefill pass."""
+        most = self._engine.chunk_length
+        decoding = any(s.rest == 0 and self._may_decode(s) for s in self.active)
+        return min(most, self.pass_times.room()) if decoding else most
+
+    @property
+    def _unit(self) -> int:
+        """Chunks have whole units of tokens, except the last one of a prompt."""
+        pages = self._cache is not None and self._cache.has_states
+        return self._page_size if pages and self._engine.chunk_length >= self._page_size else 1
 
     def _chunk_of(self, sequence: Sequence, take: int) -> int:
         """Number of tokens of a chunk, at most `take`: the cache may want it to end earlier."""
@@ -263,8 +304,7 @@ class Scheduler:
         if any(sequence.request.is_masked and sequence.in_flight for sequence in self.active):
             return None
         for sequence in self.active:
-            launched = len(sequence.request.tokens) + sequence.in_flight  # lower bound on tokens
-            if sequence.sent < len(sequence.tokens) or launched >= sequence.request.max_tokens:
+            if sequence.rest > 0 or not self._may_decode(sequence):
                 continue
             if self._reserve(sequence.slot, self._needed(sequence)):
                 ready.append(sequence)
@@ -273,6 +313,12 @@ class Scheduler:
         for sequence in ready:
             sequence.in_flight += 1
         return Step(ready) if ready else None
+
+    @staticmethod
+    def _may_decode(sequence: Sequence) -> bool:
+        """May the launched steps leave it with fewer tokens than its maximum?"""
+        launched = len(sequence.request.tokens) + sequence.in_flight  # lower bound on tokens
+        return launched < sequence.request.max_tokens
 
     def _needed(self, sequence: Sequence) -> int:
         """KV entries that the slot must hold after one more decode step."""

@@ -35,7 +35,7 @@ from cpmcu.loading.tensors import FLOAT_DTYPES, Checkpoint, TensorMeta
 from cpmcu.models.common import BuildOptions, SpecFields
 from cpmcu.models.reader import language_config
 from cpmcu.models.registry import ModelFamily, find_model
-from cpmcu.models.sparse import check_sparse_options
+from cpmcu.models.sparse import check_sparse_options, is_sparse
 from cpmcu.quant.registry import QuantPlan, plan_quant
 from cpmcu.sampling import SamplingParams
 from cpmcu.tokenizer import eos_ids
@@ -100,6 +100,7 @@ def load_model(
         metas = {name: meta for name, meta in metas.items() if family.names(name, fields)}
         quant = plan_target_quant(hf_config, metas, family, fields)
         check_sparse_options(config, fields)
+        check_kv_cache_dtype(config.kv_cache_dtype, fields)
     if config.max_model_len > fields.max_position_embeddings:
         logger.warning(
             "max_model_len is %d but config.json has max_position_embeddings %d: text beyond it "
@@ -133,6 +134,7 @@ def load_model(
         spec = extension.ModelSpec(
             **fields.to_kwargs(),
             dtype=dtype,
+            fp8_kv_cache=config.kv_cache_dtype != "auto",
             linear_method=quant.linear_method,
             linear_options=quant.linear_options,
             linear_overrides=with_head(quant, config.lm_head_quant),
@@ -212,6 +214,20 @@ def with_head(quant: QuantPlan, bits: str) -> dict[str, str]:
             "'none'"
         )
     return overrides | {"lm_head": f"{bits}_rtn"}
+
+
+def check_kv_cache_dtype(dtype: str, fields: SpecFields) -> None:
+    """Raises ValueError if the model's attention cannot read a KV cache of this dtype."""
+    if dtype != "auto" and is_sparse(fields):
+        raise ValueError(
+            f"kv_cache_dtype is {dtype!r}, but sparse attention reads 16 bits, expected 'auto' or "
+            "apply_sparse no"
+        )
+    if dtype != "auto" and fields.head_dim % 16:
+        raise ValueError(
+            f"kv_cache_dtype is {dtype!r}, but head_dim is {fields.head_dim}, expected 'auto' or a "
+            "head_dim that is a multiple of 16"
+        )
 
 
 def _stored_head(quant: QuantPlan) -> str:

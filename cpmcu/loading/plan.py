@@ -177,6 +177,8 @@ def _mismatch(found: TensorMeta, expected: TensorMeta) -> str | None:
 def _why_unused(name: str, fields: SpecFields) -> str:
     if name == "lm_head.weight" and fields.tie_word_embeddings:
         return "tie_word_embeddings is true: the head is the embedding table"
+    if name.endswith((".k_scale", ".v_scale")):
+        return "an fp8 KV cache computes the scale of each token"
     return "not part of this model"
 
 

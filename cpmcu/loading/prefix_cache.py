@@ -65,6 +65,7 @@ def _disk(loaded: LoadedModel, config: EngineConfig) -> DiskTier:
         "build": xxhash.xxh3_128_hexdigest(Path(C.__file__).read_bytes()),
         "device": C.device_info(config.device_index)["name"] if is_cuda else "cpu",
         "dtype": spec.dtype,
+        "fp8_kv_cache": spec.fp8_kv_cache,
         "layers": spec.layers,  # flags change the rule of sparse attention
         "rope": [spec.rope_attention_scaling, *spec.rope_inv_freq],
         "linear": [spec.linear_method, spec.linear_options, spec.linear_overrides],

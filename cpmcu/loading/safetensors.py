@@ -130,29 +130,30 @@ def _parse_json(path: Path, raw: bytes) -> Sequence[tuple[str, Any]]:
     return list(header.items())
 
 
-def _parse_entry(path: Path, full_name: str, entry: Any, data_start: int) -> StoredTensor:
-    name = brief(full_name)
+def _parse_entry(path: Path, name: str, entry: Any, data_start: int) -> StoredTensor:
     if not isinstance(entry, dict):
-        raise ValueError(f"{path}: header of {name} is {shown(entry)}, expected an object")
+        raise ValueError(f"{path}: header of {brief(name)} is {shown(entry)}, expected an object")
     code: Any = entry.get("dtype")
     shape: Any = entry.get("shape")
     offsets: Any = entry.get("data_offsets")
     if not isinstance(code, str) or code not in _DTYPES:
         raise ValueError(
-            f"{path}: dtype of {name} is {shown(code)}, expected one of {', '.join(_DTYPES)}"
+            f"{path}: dtype of {brief(name)} is {shown(code)}, expected one of {', '.join(_DTYPES)}"
         )
     if not _is_int_list(shape):
-        raise ValueError(f"{path}: shape of {name} is {shown(shape)}, expected integers from 0 up")
+        raise ValueError(
+            f"{path}: shape of {brief(name)} is {shown(shape)}, expected integers from 0 up"
+        )
     if not _is_int_list(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise ValueError(
-            f"{path}: data_offsets of {name} is {shown(offsets)}, expected [begin, end] with "
-            "0 <= begin <= end"
+            f"{path}: data_offsets of {brief(name)} is {shown(offsets)}, expected [begin, end] "
+            "with 0 <= begin <= end"
         )
-    meta = TensorMeta(full_name, _DTYPES[code], tuple(shape))
+    meta = TensorMeta(name, _DTYPES[code], tuple(shape))
     if offsets[1] - offsets[0] != meta.nbytes:
         raise ValueError(
-            f"{path}: {name} takes {offsets[1] - offsets[0]} bytes, expected {meta.nbytes} for "
-            f"{meta.dtype} of shape {shown(shape)}"
+            f"{path}: {brief(name)} takes {offsets[1] - offsets[0]} bytes, expected {meta.nbytes} "
+            f"for {meta.dtype} of shape {shown(shape)}"
         )
     return StoredTensor(meta, path, data_start + offsets[0])
 
@@ -162,17 +163,17 @@ def _check_layout(
 ) -> None:
     end, before = data_start, "the header"
     for stored in tensors:
-        begin, name = stored.offset or 0, brief(stored.meta.name)
+        begin, name = stored.offset or 0, stored.meta.name
         if begin != end:
             what = "overlaps" if begin < end else "leaves a hole after"
             raise ValueError(
-                f"{path}: {name} {what} {before}: it begins at data byte {begin - data_start}, "
-                f"expected {end - data_start}"
+                f"{path}: {brief(name)} {what} {brief(before)}: it begins at data byte "
+                f"{begin - data_start}, expected {end - data_start}"
             )
         end, before = begin + stored.meta.nbytes, name
         if end > file_bytes:
             raise ValueError(
-                f"{path}: {name} ends at byte {end} but the file has {file_bytes} bytes, "
+                f"{path}: {brief(name)} ends at byte {end} but the file has {file_bytes} bytes, "
                 "expected all tensors inside: the file is truncated"
             )
     if end != file_bytes:

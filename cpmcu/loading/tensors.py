@@ -32,6 +32,7 @@ STORAGE_DTYPES: dict[str, type[np.generic]] = {
     "int64": np.int64,
     "float64": np.float64,
 }
+_ITEM_BYTES = {name: np.dtype(kind).itemsize for name, kind in STORAGE_DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,6 @@ class Checkpoint(Protocol):
 
 def itemsize(dtype: str) -> int:
     """Bytes of one element. Raises ValueError for a dtype that is not in STORAGE_DTYPES."""
-    if dtype not in STORAGE_DTYPES:
+    if dtype not in _ITEM_BYTES:
         raise ValueError(f"dtype {dtype} is unknown, expected one of {', '.join(STORAGE_DTYPES)}")
-    return np.dtype(STORAGE_DTYPES[dtype]).itemsize
+    return _ITEM_BYTES[dtype]

@@ -6,6 +6,7 @@ optionally `weight_zero_point` int32 [N / 8, G].
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,6 +22,8 @@ from cpmcu.quant.w4a16 import (
     plan_w4,
     quantised_modules,
 )
+
+logger = logging.getLogger(__name__)
 
 _FORMAT = "pack-quantized"
 _IN_ORDER = (None, False, "weight", "static")  # values of actorder that keep groups in order of K
@@ -50,7 +53,9 @@ class CompressedTensors:
                 )
             _check_group(scheme)
         if quant.get("kv_cache_scheme"):
-            raise ValueError("quantization_config: kv_cache_scheme is present, expected none")
+            logger.info(
+                "kv_cache_scheme is not used: --kv-cache-dtype chooses the dtype"
+            )
         _refuse_transforms(quant)
         sparsity = _object(quant, "sparsity_config").get("format", "dense")
         if sparsity != "dense":

@@ -48,7 +48,8 @@ def prepare(
         max_length=model.llm.max_length,
     )
     fields = body.sampling_fields()
-    plan = plan_answer(model, body, prompt, fields.pop("grammar"))
+    grammar = fields.pop("grammar")
+    plan = plan_answer(model, body, prompt, grammar)
     params = sampling_params(
         max_tokens=body.token_limit,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
@@ -62,6 +63,7 @@ def prepare(
         params,
         loop,
         prompt_field=origin.field,
+        grammar_field="tools" if grammar is None else body.grammar_field,
         progress=body.return_progress,
         keep_special_tokens=plan.special_tokens,
     )

@@ -85,7 +85,9 @@ class ApiError(Exception):
             message = _prompt_too_long(message)
         other = "invalid_request_error" if self.status < 500 else "api_error"
         kind = _MESSAGES_TYPES.get(self.status, other)
-        error = {"type": kind, "message": message}
+        error: dict[str, Any] = {"type": kind, "message": message}
+        if self.code == "thread_not_found":  # clients then send all messages
+            error["details"] = {"error_code": self.code}
         return {"type": "error", "error": error, "request_id": request_id.get()}
 
 
@@ -104,12 +106,13 @@ def _printable(message: str) -> str:
 
 def _prompt_too_long(message: str) -> str:
     """Returns Anthropic's sentence, by which clients know that they must shorten the prompt."""
-    numbers = re.search(r"(\d+) tokens, but prompt and output together can have (\d+)", message)
+    pattern = r"(at least )?(\d+) tokens, but prompt and output together can have (\d+)"
+    numbers = re.search(pattern, message)
     if numbers is None:
         return f"prompt is too long: {message}"
-    return "prompt is too long: {} tokens > {} maximum, prompt and output together.".format(
-        *numbers.groups()
-    )
+    bound, tokens, most = numbers.groups()
+    end = f"; it has {bound}{tokens} tokens" if bound else ""  # clients read both numbers
+    return f"prompt is too long: {tokens} tokens > {most} maximum, prompt and output together{end}."
 
 
 def internal_error() -> ApiError:

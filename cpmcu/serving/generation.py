@@ -44,7 +44,7 @@ class Generation:
 
     The outputs are numbered through: choice c of prompt p is p * n + c. Raises ApiError (400) for
     a prompt, which came in the request's field `prompt_field`, or parameters that the engine
-    refuses. `keep_special_tokens`: see LLM.prepare.
+    refuses. `grammar_field`: where a grammar came from. `keep_special_tokens`: see LLM.prepare.
     """
 
     def __init__(
@@ -55,6 +55,7 @@ class Generation:
         loop: asyncio.AbstractEventLoop,
         *,
         prompt_field: str = "prompt",
+        grammar_field: str | None = None,
         progress: bool = False,
         keep_special_tokens: Sequence[int] = (),
     ) -> None:
@@ -79,7 +80,7 @@ class Generation:
                     prompt, resolved, emit, on_prefill, keep_special_tokens
                 )
             except ValueError as error:
-                raise bad_value(error, prompt_field) from error
+                raise bad_value(error, prompt_field, grammar_field) from error
         self.left = len(self.requests)
         self._times: list[float | None] = [None] * self.left
 
@@ -223,10 +224,12 @@ def _answered(error: Exception) -> Exception:
     return bad_value(error) if isinstance(error, ValueError) else error
 
 
-def bad_value(error: ValueError, prompt_field: str = "prompt") -> ApiError:
+def bad_value(
+    error: ValueError, prompt_field: str = "prompt", grammar_field: str | None = None
+) -> ApiError:
     """Returns a 400 with the message of SamplingParams, LLM.prepare or a tokenizer.
 
-    The error's `param` is the request field that the message names.
+    The error's `param` is the request field that the message names: `grammar_field` for a grammar.
     """
     message = str(error)
     if message.startswith("the prompt"):
@@ -236,6 +239,8 @@ def bad_value(error: ValueError, prompt_field: str = "prompt") -> ApiError:
     # "temperature is ...", "stop_token_ids[0] is ...", "the logit_bias of ...", "the regex ..."
     first = [word.partition("[")[0] for word in message.split()[:2]]
     field = next((word for word in first if word in _FIELDS), None)
+    if field is None and " cannot be used: " in message:  # "the json schema cannot be used: ..."
+        field = grammar_field
     if message.startswith(("the ", "a ")):
         message = message[0].upper() + message[1:]
     return ApiError(400, f"{message}.", param=field, code="invalid_value")

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from cpmcu.checks import shown
 from cpmcu.serving import strict_json
 from cpmcu.serving.conversation import Origin
 from cpmcu.serving.errors import ApiError, refused
@@ -99,6 +100,15 @@ def _thinking_fields(body: CountRequest) -> dict[str, Any]:
 
 def _tool_fields(body: CountRequest) -> dict[str, Any]:
     tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools or [])]
+    places: dict[str, int] = {}
+    for i, tool in enumerate(tools):
+        first = places.setdefault(tool.function.name, i)
+        if first != i:
+            raise _invalid(
+                f"tools[{i}].name",
+                f"tools[{i}].name is {shown(tool.function.name)}, but tools[{first}] has this "
+                "name, too.",
+            )
     choice = body.tool_choice
     if choice is None:
         return {"tools": tools}
@@ -214,9 +224,15 @@ class _Turns:
             texts = [content]
         else:
             texts = [_result(part, f"{path}.content[{k}]") for k, part in enumerate(content)]
+        if call_id not in self._names:
+            raise _invalid(
+                f"{path}.tool_use_id",
+                f"{path}.tool_use_id is {shown(call_id)}, but no tool_use block before it has "
+                "this id.",
+            )
         if block.is_error:
             texts[0] = f"Error: {texts[0]}"
-        more = {"tool_call_id": call_id, "name": self._names.get(call_id)}
+        more = {"tool_call_id": call_id, "name": self._names[call_id]}
         self._turns.append(_Turn("tool", path, texts, more=more))
 
     def _turn(self, role: str, place: str) -> _Turn:

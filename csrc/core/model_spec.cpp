@@ -33,6 +33,8 @@ void ModelSpec::check_validity(bool cuda) const {
         "layers lists {} layers, num_hidden_layers is {}", layers.size(), num_hidden_layers);
   CHECK(is_floating(dtype), "the model's dtype is {}, expected float32, float16 or bfloat16",
         name_of(dtype));
+  CHECK(!fp8_kv_cache || head_dim % 16 == 0,
+        "head_dim is {}, expected a multiple of 16 for an fp8 KV cache", head_dim);
   if (cuda) {
     CHECK(dtype != DType::kF32, "float32 models run on the CPU only; choose bfloat16 or float16");
     CHECK(std::ranges::find(kCudaHeadDims, head_dim) != std::end(kCudaHeadDims),

@@ -38,6 +38,7 @@ struct ModelSpec {
   float logit_scale = 1;            // the head's input
   bool tie_word_embeddings = false;
   DType dtype = DType::kBF16;
+  bool fp8_kv_cache = false;      // keys and values as e4m3 with a scale for each token and KV head
   std::vector<LayerSpec> layers;  // empty: {"attention", "mlp"} each
   std::string linear_method = "dense";
   std::map<std::string, std::string> linear_overrides;  // module name -> method

@@ -30,15 +30,25 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// Copies 16 bytes from global to shared memory without registers; if !valid, writes zeros. In this
-// file, a uint32_t address is a shared_address(). Constant offsets become part of the instruction.
-__device__ __forceinline__ void cp_async16(uint32_t shared, const void* global, bool valid = true) {
+// Copies 16 bytes from global to shared memory without registers; all after `bytes` become zero. In
+// this file, a uint32_t address is a shared_address(). Constant offsets are part of an instruction.
+__device__ __forceinline__ void cp_async_first(uint32_t shared, const void* global, int bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global),
-               "r"(valid ? 16 : 0)
+               "r"(bytes)
                : "memory");
+}
+__device__ __forceinline__ void cp_async16(uint32_t shared, const void* global, bool valid = true) {
+  cp_async_first(shared, global, valid ? 16 : 0);
 }
 __device__ __forceinline__ void cp_async16(void* shared, const void* global, bool valid = true) {
   cp_async16(shared_address(shared), global, valid);
+}
+// The same under an L2 policy. For weights, which are read once.
+__device__ __forceinline__ void cp_async_stream16(uint32_t shared, const void* global,
+                                                  uint64_t policy) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(shared),
+               "l"(global), "l"(policy)
+               : "memory");
 }
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" :::); }
 // Waits until at most kPending of this thread's cp.async groups are unfinished.
@@ -246,26 +256,10 @@ __device__ __forceinline__ void store_cluster16(uint32_t to, const float (&v)[4]
 }
 #endif
 
-// Arrives at the cluster barrier. Earlier writes, to DSMEM too, are visible after the wait.
-__device__ __forceinline__ void cluster_arrive_release() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-#endif
-}
 // Waits at the cluster barrier: all CTAs of the cluster have arrived.
 __device__ __forceinline__ void cluster_wait() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-#endif
-}
-// Stores `value` to the place of `to` in the shared memory of CTA `rank` of the cluster.
-__device__ __forceinline__ void store_to_cta(float* to, int rank, float value) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile(
-      "{ .reg .u32 at; mapa.shared::cluster.u32 at, %0, %1; st.shared::cluster.f32 [at], %2; }" ::
-          "r"(shared_address(to)),
-      "r"(rank), "f"(value)
-      : "memory");
 #endif
 }
 

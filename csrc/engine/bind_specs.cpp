@@ -98,6 +98,8 @@ void bind_model_spec(py::module_& m) {
           "dtype", [](const ModelSpec& spec) { return std::string(name_of(spec.dtype)); },
           [](ModelSpec& spec, const std::string& name) { spec.dtype = parse_dtype(name); },
           "\"float16\" | \"bfloat16\" | \"float32\" (CPU only): weights and activations.")
+      .def_readwrite("fp8_kv_cache", &ModelSpec::fp8_kv_cache,
+                     "Keys and values are cached as e4m3 with a scale for each token and KV head.")
       .def_property("layers", &layers_of, &set_layers,
                     "Of each layer its blocks: kind, where it differs from other fields. Empty: "
                     "attention, mlp.")

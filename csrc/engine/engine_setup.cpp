@@ -66,8 +66,8 @@ void Engine::plan_memory() {
   CHECK(config_.memory_limit > 0 && config_.memory_limit <= 1,
         "memory_limit is {}, expected above 0 and at most 1", config_.memory_limit);
   CHECK(config_.chunk_length >= 1, "chunk_length is {}, expected at least 1", config_.chunk_length);
-  CHECK(config_.max_num_seqs >= 1 && config_.max_num_seqs <= kMaxSkinnyRows,
-        "max_num_seqs is {}, expected 1 to {}", config_.max_num_seqs, kMaxSkinnyRows);
+  CHECK(config_.max_num_seqs >= 1 && config_.max_num_seqs <= kMaxSeqs,
+        "max_num_seqs is {}, expected 1 to {}", config_.max_num_seqs, kMaxSeqs);
   CHECK(config_.max_model_len >= 0 && config_.max_model_len <= kMaxTokens,
         "max_model_len is {}, expected 1 to {}, or 0 for the model's", config_.max_model_len,
         kMaxTokens);

@@ -4,6 +4,8 @@
 #include "kernels/bind_ops.h"
 #include "kernels/moe/expert_gemm.h"
 #include "kernels/moe/moe_combine.h"
+#include "kernels/moe/moe_router.h"
+#include "kernels/moe/sorted_gemm.h"
 
 namespace py = pybind11;
 using namespace pybind11::literals;
@@ -13,12 +15,79 @@ namespace {
 
 struct OpsRouting {
   Routing routing;
-  SharedArray experts, weights, pairs, offsets, active, num_active;
+  SharedArray experts, weights, pairs, offsets, active, num_active, spans;
 };
 
-ExpertRows rows_of(SharedArray y, SharedArray x, int pairs_per_x, const OpsRouting& routing) {
-  return {
-      .y = tensor_of(y), .x = tensor_of(x), .pairs_per_x = pairs_per_x, .routing = routing.routing};
+ExpertRows rows_of(SharedArray y, SharedArray x, int pairs_per_x, const OpsRouting& routing,
+                   bool routing_is_complete) {
+  return {.y = tensor_of(y),
+          .x = tensor_of(x),
+          .pairs_per_x = pairs_per_x,
+          .routing = routing.routing,
+          .routing_is_complete = routing_is_complete};
+}
+
+// A norm of x to `out`; empty: none.
+RmsNormParams norm_of(SharedArray out, SharedArray x, SharedArray weight, float eps, float offset) {
+  if (weight == nullptr) return {};
+  return {.out = tensor_of(out),
+          .x = tensor_of(x),
+          .weight = tensor_of(weight),
+          .eps = eps,
+          .weight_offset = offset};
+}
+
+SortedRows sorted_rows_of(SharedArray y, SharedArray x, const OpsRouting& routing, bool sorted_y) {
+  return {.y = tensor_of(y), .x = tensor_of(x), .routing = routing.routing, .sorted_y = sorted_y};
+}
+
+// blocks: [experts, bytes]
+W4Weight w4_experts_of(SharedArray blocks, const OpsRouting& routing, int64_t n, int64_t k,
+                       bool zero_points, const std::string& scale_dtype, bool gated) {
+  const Tensor all = blocks->tensor();
+  CHECK(all.num_dims() == 2 && all.size(0) == routing.routing.num_experts,
+        "the blocks are {}, expected [{} experts, bytes]", all.shape_text(),
+        routing.routing.num_experts);
+  return {.blocks = blocks->as<uint8_t>(DType::kU8),
+          .n = n,
+          .k = k,
+          .zero_points = zero_points,
+          .scale_dtype = parse_dtype(scale_dtype),
+          .gated = gated};
+}
+
+void bind_sorted_gemms(py::module_& m) {
+  m.def("has_sorted_gemm", [](const OpsContext& c) { return has_sorted_gemm(c.ctx); }, "ctx"_a);
+  m.def(
+      "gather_pairs",
+      [](const OpsContext& c, SharedArray sorted, SharedArray x, const OpsRouting& routing) {
+        gather_pairs(c.ctx,
+                     {.sorted = tensor_of(sorted), .x = tensor_of(x), .routing = routing.routing});
+      },
+      "ctx"_a, "sorted"_a, "x"_a, "routing"_a, "csrc/kernels/moe/sorted_gemm.h");
+  m.def(
+      "sorted_gemm",
+      [](const OpsContext& c, SharedArray y, SharedArray x, SharedArray w,
+         const OpsRouting& routing, bool sorted_y, bool gated) {
+        sorted_gemm(
+            c.ctx,
+            {.rows = sorted_rows_of(y, x, routing, sorted_y), .w = tensor_of(w), .gated = gated});
+      },
+      "ctx"_a, "y"_a, "x"_a, "w"_a, "routing"_a, py::kw_only(), "sorted_y"_a = false,
+      "gated"_a = false, "csrc/kernels/moe/sorted_gemm.h");
+  m.def(
+      "w4_sorted_gemm",
+      [](const OpsContext& c, SharedArray y, SharedArray x, SharedArray blocks,
+         const OpsRouting& routing, bool sorted_y, int64_t n, int64_t k, bool zero_points,
+         const std::string& scale_dtype, bool gated) {
+        w4_sorted_gemm(c.ctx,
+                       {.rows = sorted_rows_of(y, x, routing, sorted_y),
+                        .w = w4_experts_of(blocks, routing, n, k, zero_points, scale_dtype, gated),
+                        .stride = blocks->tensor().size(1)});
+      },
+      "ctx"_a, "y"_a, "x"_a, "blocks"_a, "routing"_a, py::kw_only(), "sorted_y"_a = false, "n"_a,
+      "k"_a, "zero_points"_a = false, "scale_dtype"_a = "float16", "gated"_a = false,
+      "csrc/kernels/moe/sorted_gemm.h. blocks: [experts, bytes]");
 }
 
 }  // namespace
@@ -36,13 +105,15 @@ void bind_moe_ops(py::module_& m) {
                              array(num_pairs, "int32"),
                              array(num_experts + 1, "int32"),
                              array(num_experts, "int32"),
-                             array(1, "int32")};
+                             array(1, "int32"),
+                             array(4 * std::min<int64_t>(num_experts, num_pairs), "int32")};
              made.routing.experts = ints(made.experts);
              made.routing.weights = floats(made.weights);
              made.routing.pairs = ints(made.pairs);
              made.routing.offsets = ints(made.offsets);
              made.routing.active = ints(made.active);
              made.routing.num_active = ints(made.num_active);
+             made.routing.spans = reinterpret_cast<ExpertSpan*>(ints(made.spans));
              return made;
            }),
            "ctx"_a, py::kw_only(), "num_tokens"_a, "num_experts"_a, "top_k"_a)
@@ -51,7 +122,8 @@ void bind_moe_ops(py::module_& m) {
       .def_readonly("pairs", &OpsRouting::pairs)
       .def_readonly("offsets", &OpsRouting::offsets)
       .def_readonly("active", &OpsRouting::active)
-      .def_readonly("num_active", &OpsRouting::num_active);
+      .def_readonly("num_active", &OpsRouting::num_active)
+      .def_readonly("spans", &OpsRouting::spans);
   m.def(
       "moe_route",
       [](const OpsContext& c, const OpsRouting& routing, SharedArray logits, bool renormalise) {
@@ -62,51 +134,64 @@ void bind_moe_ops(py::module_& m) {
       "ctx"_a, "routing"_a, "logits"_a, py::kw_only(), "renormalise"_a,
       "csrc/kernels/moe/moe_route.h");
   m.def(
+      "moe_router",
+      [](const OpsContext& c, SharedArray logits, SharedArray x, SharedArray w,
+         const OpsRouting& routing, SharedArray arrivals, bool renormalise, SharedArray norm_x,
+         SharedArray norm_weight, float norm_eps, float norm_offset) {
+        moe_router(c.ctx, {.logits = tensor_of(logits),
+                           .x = tensor_of(x),
+                           .w = tensor_of(w),
+                           .norm = norm_of(x, norm_x, norm_weight, norm_eps, norm_offset),
+                           .renormalise = renormalise,
+                           .routing = routing.routing,
+                           .arrivals = reinterpret_cast<uint32_t*>(ints(arrivals))});
+      },
+      "ctx"_a, "logits"_a, "x"_a, "w"_a, "routing"_a, py::kw_only(), "arrivals"_a,
+      "renormalise"_a = false, "norm_x"_a = SharedArray(), "norm_weight"_a = SharedArray(),
+      "norm_eps"_a = 1e-6f, "norm_offset"_a = 0.f,
+      "csrc/kernels/moe/moe_router.h. arrivals: [1] int32, zero");
+  m.def(
       "expert_gemm",
       [](const OpsContext& c, SharedArray y, SharedArray x, SharedArray w,
-         const OpsRouting& routing, int pairs_per_x, bool gated) {
-        expert_gemm(
-            c.ctx,
-            {.rows = rows_of(y, x, pairs_per_x, routing), .w = tensor_of(w), .gated = gated});
+         const OpsRouting& routing, int pairs_per_x, bool gated, bool routing_is_complete) {
+        expert_gemm(c.ctx, {.rows = rows_of(y, x, pairs_per_x, routing, routing_is_complete),
+                            .w = tensor_of(w),
+                            .gated = gated});
       },
       "ctx"_a, "y"_a, "x"_a, "w"_a, "routing"_a, py::kw_only(), "pairs_per_x"_a = 1,
-      "gated"_a = false, "csrc/kernels/moe/expert_gemm.h");
+      "gated"_a = false, "routing_is_complete"_a = false, "csrc/kernels/moe/expert_gemm.h");
   m.def(
       "w4_expert_gemm",
       [](const OpsContext& c, SharedArray y, SharedArray x, SharedArray blocks,
          const OpsRouting& routing, int pairs_per_x, int64_t n, int64_t k, bool zero_points,
-         const std::string& scale_dtype, bool gated) {
-        const W4Weight w{.blocks = blocks->as<uint8_t>(DType::kU8),
-                         .n = n,
-                         .k = k,
-                         .zero_points = zero_points,
-                         .scale_dtype = parse_dtype(scale_dtype),
-                         .gated = gated};
-        const Tensor all = blocks->tensor();
-        CHECK(all.num_dims() == 2 && all.size(0) == routing.routing.num_experts,
-              "the blocks are {}, expected [{} experts, bytes]", all.shape_text(),
-              routing.routing.num_experts);
-        w4_expert_gemm(
-            c.ctx, {.rows = rows_of(y, x, pairs_per_x, routing), .w = w, .stride = all.size(1)});
+         const std::string& scale_dtype, bool gated, bool routing_is_complete) {
+        w4_expert_gemm(c.ctx,
+                       {.rows = rows_of(y, x, pairs_per_x, routing, routing_is_complete),
+                        .w = w4_experts_of(blocks, routing, n, k, zero_points, scale_dtype, gated),
+                        .stride = blocks->tensor().size(1)});
       },
       "ctx"_a, "y"_a, "x"_a, "blocks"_a, "routing"_a, py::kw_only(), "pairs_per_x"_a = 1, "n"_a,
       "k"_a, "zero_points"_a = false, "scale_dtype"_a = "float16", "gated"_a = false,
-      "csrc/kernels/moe/expert_gemm.h. blocks: [experts, bytes]");
+      "routing_is_complete"_a = false, "csrc/kernels/moe/expert_gemm.h. blocks: [experts, bytes]");
+  bind_sorted_gemms(m);
   m.def(
       "moe_combine",
       [](const OpsContext& c, SharedArray hidden, SharedArray y, const OpsRouting& routing,
-         SharedArray shared, SharedArray shared_gate, int64_t gate_column, float scale) {
+         SharedArray shared, SharedArray shared_gate, int64_t gate_column, float scale,
+         SharedArray normed, SharedArray norm_weight, float norm_eps, float norm_offset) {
         moe_combine(c.ctx, {.hidden = tensor_of(hidden),
                             .y = tensor_of(y),
                             .routing = routing.routing,
                             .shared = tensor_of(shared),
                             .shared_gate = tensor_of(shared_gate),
                             .gate_column = gate_column,
-                            .scale = scale});
+                            .scale = scale,
+                            .norm = norm_of(normed, hidden, norm_weight, norm_eps, norm_offset)});
       },
       "ctx"_a, "hidden"_a, "y"_a, "routing"_a, py::kw_only(), "shared"_a = SharedArray(),
       "shared_gate"_a = SharedArray(), "gate_column"_a = 0, "scale"_a = 1.f,
-      "csrc/kernels/moe/moe_combine.h");
+      "normed"_a = SharedArray(), "norm_weight"_a = SharedArray(), "norm_eps"_a = 1e-6f,
+      "norm_offset"_a = 0.f, "csrc/kernels/moe/moe_combine.h");
 }
 
 }  // namespace cpmcu

@@ -257,7 +257,8 @@ void bind_layer_ops(py::module_& m) {
                        float norm_eps, SharedArray inv_freq, float attention_scaling,
                        SharedArray k_cache, SharedArray v_cache, int num_heads, int num_kv_heads,
                        int head_dim, const OpsTokens& tokens, int rotary_dim,
-                       const QkvLayout& layout, float norm_offset) {
+                       const QkvLayout& layout, float norm_offset, SharedArray k_scales,
+                       SharedArray v_scales) {
              OpsRotary made{{.qkv = tensor_of(qkv),
                              .layout = layout,
                              .bias = tensor_of(bias),
@@ -270,20 +271,22 @@ void bind_layer_ops(py::module_& m) {
                              .attention_scaling = attention_scaling,
                              .k_cache = tensor_of(k_cache),
                              .v_cache = tensor_of(v_cache),
+                             .k_scales = tensor_of(k_scales),
+                             .v_scales = tensor_of(v_scales),
                              .num_heads = num_heads,
                              .num_kv_heads = num_kv_heads,
                              .head_dim = head_dim,
                              .tokens = tokens.tokens},
                             tokens.arrays};
-             made.arrays.insert(made.arrays.end(),
-                                {qkv, bias, q_norm, k_norm, inv_freq, k_cache, v_cache});
+             made.arrays.insert(made.arrays.end(), {qkv, bias, q_norm, k_norm, inv_freq, k_cache,
+                                                    v_cache, k_scales, v_scales});
              return made;
            }),
            py::kw_only(), "qkv"_a, "bias"_a = SharedArray(), "q_norm"_a = SharedArray(),
            "k_norm"_a = SharedArray(), "norm_eps"_a = 1e-6f, "inv_freq"_a,
            "attention_scaling"_a = 1.f, "k_cache"_a, "v_cache"_a, "num_heads"_a, "num_kv_heads"_a,
            "head_dim"_a, "tokens"_a, "rotary_dim"_a = 0, "layout"_a = QkvLayout(),
-           "norm_offset"_a = 0.f);
+           "norm_offset"_a = 0.f, "k_scales"_a = SharedArray(), "v_scales"_a = SharedArray());
   m.def(
       "rotary_kv",
       [](const OpsContext& c, const OpsRotary& rotary) { rotary_kv(c.ctx, rotary.params); },
@@ -303,6 +306,15 @@ void bind_layer_ops(py::module_& m) {
   bind_gemm("skinny_gemm", skinny_gemm);
   bind_gemm("large_gemm", large_gemm);
   m.def(
+      "normed_gemm",
+      [](const OpsContext& c, SharedArray y, SharedArray x, SharedArray w, SharedArray norm_weight,
+         float norm_eps, float norm_offset) {
+        normed_gemm(c.ctx, {tensor_of(y), tensor_of(x), tensor_of(w), tensor_of(norm_weight),
+                            norm_eps, norm_offset});
+      },
+      "ctx"_a, "y"_a, "x"_a, "w"_a, "norm_weight"_a, "norm_eps"_a = 1e-6f, "norm_offset"_a = 0.f,
+      "csrc/kernels/gemm/gemm.h");
+  m.def(
       "gated_gemm",
       [](const OpsContext& c, SharedArray out, SharedArray x, SharedArray w, SharedArray scratch) {
         gated_gemm(c.ctx, {tensor_of(out), tensor_of(x), tensor_of(w), tensor_of(scratch)});
@@ -316,12 +328,14 @@ void bind_attention_ops(py::module_& m) {
                        float scale, int num_heads, int num_kv_heads, int head_dim,
                        const OpsTokens& tokens, SharedArray scratch, int window, bool by_position,
                        const QkvLayout& layout, SharedArray selection, int dense_len,
-                       int max_splits) {
+                       int max_splits, SharedArray k_scales, SharedArray v_scales) {
              OpsAttention made{{.out = tensor_of(out),
                                 .qkv = tensor_of(qkv),
                                 .layout = layout,
                                 .k_cache = tensor_of(k_cache),
                                 .v_cache = tensor_of(v_cache),
+                                .k_scales = tensor_of(k_scales),
+                                .v_scales = tensor_of(v_scales),
                                 .scale = scale,
                                 .num_heads = num_heads,
                                 .num_kv_heads = num_kv_heads,
@@ -334,14 +348,15 @@ void bind_attention_ops(py::module_& m) {
                                 .tokens = tokens.tokens,
                                 .scratch = tensor_of(scratch)},
                                tokens.arrays};
-             made.arrays.insert(made.arrays.end(),
-                                {out, qkv, k_cache, v_cache, scratch, selection});
+             made.arrays.insert(made.arrays.end(), {out, qkv, k_cache, v_cache, k_scales, v_scales,
+                                                    scratch, selection});
              return made;
            }),
            py::kw_only(), "out"_a, "qkv"_a, "k_cache"_a, "v_cache"_a, "scale"_a, "num_heads"_a,
            "num_kv_heads"_a, "head_dim"_a, "tokens"_a, "scratch"_a = SharedArray(), "window"_a = 0,
            "by_position"_a = false, "layout"_a = QkvLayout(), "selection"_a = SharedArray(),
-           "dense_len"_a = 0, "max_splits"_a = 0);
+           "dense_len"_a = 0, "max_splits"_a = 0, "k_scales"_a = SharedArray(),
+           "v_scales"_a = SharedArray());
   const auto bind_attention = [&m](const char* name,
                                    void (*op)(const Context&, const AttentionParams&)) {
     m.def(

@@ -23,7 +23,8 @@ void bind_sparse_ops(py::module_& m) {
       "select_blocks",
       [](const OpsContext& c, SharedArray selection, SharedArray qkv, SharedArray fine,
          SharedArray coarse, float scale, int num_heads, int num_kv_heads, int head_dim,
-         const OpsTokens& tokens, int init_blocks, int window_size, int topk, int dense_len) {
+         const OpsTokens& tokens, int init_blocks, int window_size, int topk, int dense_len,
+         bool keys_are_old, SharedArray scratch) {
         select_blocks(c.ctx, {.selection = tensor_of(selection),
                               .qkv = tensor_of(qkv),
                               .keys = {.fine = tensor_of(fine), .coarse = tensor_of(coarse)},
@@ -35,11 +36,14 @@ void bind_sparse_ops(py::module_& m) {
                                        .window_size = window_size,
                                        .topk = topk,
                                        .dense_len = dense_len},
-                              .tokens = tokens.tokens});
+                              .keys_are_old = keys_are_old,
+                              .tokens = tokens.tokens,
+                              .scratch = tensor_of(scratch)});
       },
       "ctx"_a, py::kw_only(), "selection"_a, "qkv"_a, "fine"_a, "coarse"_a, "scale"_a,
       "num_heads"_a, "num_kv_heads"_a, "head_dim"_a, "tokens"_a, "init_blocks"_a, "window_size"_a,
-      "topk"_a, "dense_len"_a, "csrc/kernels/attention/sparse.h");
+      "topk"_a, "dense_len"_a, "keys_are_old"_a = false, "scratch"_a = SharedArray(),
+      "csrc/kernels/attention/sparse.h");
   m.def(
       "max_selected_splits",
       [](int init_blocks, int window_size, int topk, int dense_len, int max_kv) {
@@ -47,6 +51,8 @@ void bind_sparse_ops(py::module_& m) {
       },
       py::kw_only(), "init_blocks"_a, "window_size"_a, "topk"_a, "dense_len"_a, "max_kv"_a,
       "csrc/kernels/attention/sparse.h");
+  m.def("select_scratch_floats", &select_scratch_floats, py::kw_only(), "num_tokens"_a,
+        "num_heads"_a, "num_kv_heads"_a, "max_kv"_a, "csrc/kernels/attention/sparse.h");
   m.def("selection_words", &selection_words, "max_kv"_a,
         "Number of uint64 words of a token and KV head in the selection of select_blocks.");
 }

@@ -74,6 +74,10 @@ class AttentionBlock : public Block {
         sparse_(std::move(sparse)) {
     CHECK(!sparse_ || shape_.window == 0,
           "a sparse_attention block has a window of {}, expected none", shape_.window);
+    CHECK(!sparse_ || !spec_.fp8_kv_cache,
+          "a sparse_attention block has an fp8 KV cache, expected a 16-bit one");
+    CHECK(!spec_.fp8_kv_cache || shape_.head_dim % 16 == 0,
+          "head_dim is {}, expected a multiple of 16 for an fp8 KV cache", shape_.head_dim);
     const int64_t q = shape_.q_rows(), kv = shape_.kv_size();
     const std::string attn = prefix_ + "self_attn.";
     qkv_ =
@@ -102,11 +106,20 @@ class AttentionBlock : public Block {
       q_norm_id_ = plan.add(prefix_ + "self_attn.q_norm", "weights", bytes * shape_.head_dim);
       k_norm_id_ = plan.add(prefix_ + "self_attn.k_norm", "weights", bytes * shape_.head_dim);
     }
-    const PagedPlane plane{
-        .num_heads = shape_.num_kv_heads, .width = shape_.head_dim, .dtype = spec_.dtype};
+    const PagedPlane plane{.num_heads = shape_.num_kv_heads,
+                           .width = shape_.head_dim,
+                           .dtype = spec_.fp8_kv_cache ? DType::kU8 : spec_.dtype};
     keys_id_ = state.add_paged(plane);
     values_id_ = state.add_paged(plane);
-    if (sparse_) sparse_->plan(plan, state, limits, plane, static_cast<Timeline>(phase_ + 2));
+    if (spec_.fp8_kv_cache) {
+      const PagedPlane scales{.num_heads = shape_.num_kv_heads, .width = 1, .dtype = DType::kF32};
+      key_scales_id_ = state.add_paged(scales);
+      value_scales_id_ = state.add_paged(scales);
+    }
+    if (sparse_) {
+      sparse_->plan(plan, state, limits, plane, shape_.num_heads,
+                    static_cast<Timeline>(phase_ + 2));
+    }
     const std::vector<float> inv_freq = params_.numbers("rope_inv_freq", spec_.rope_inv_freq);
     CHECK(!inv_freq.empty() && static_cast<int>(inv_freq.size()) <= shape_.head_dim / 2,
           "an attention block has {} rotary frequencies, expected 1 to head_dim / 2 = {}",
@@ -143,6 +156,10 @@ class AttentionBlock : public Block {
     }
     keys_ = state.paged(keys_id_);
     values_ = state.paged(values_id_);
+    if (spec_.fp8_kv_cache) {
+      key_scales_ = state.paged(key_scales_id_);
+      value_scales_ = state.paged(value_scales_id_);
+    }
     if (sparse_) sparse_->bind(arena, state);
     rotary_.bind(arena);
     qkv_buffer_ = arena.tensor(qkv_id_, spec_.dtype, {max_tokens_, shape_.qkv_size()});
@@ -190,19 +207,25 @@ class AttentionBlock : public Block {
                                 .attention_scaling = shape_.rope_attention_scaling,
                                 .k_cache = keys_,
                                 .v_cache = values_,
+                                .k_scales = key_scales_,
+                                .v_scales = value_scales_,
                                 .num_heads = shape_.num_heads,
                                 .num_kv_heads = shape_.num_kv_heads,
                                 .head_dim = shape_.head_dim,
                                 .tokens = step.tokens};
     GemmQueue* const queue = GemmQueue::of(ctx);
     if (queue == nullptr || !queue->push(rotary)) rotary_kv(ctx, rotary);
-    if (sparse_ && step.phase == Phase::kPrefill) sparse_->compress(ctx, keys_, step.tokens);
-    const BlockSelection blocks = sparse_ ? sparse_->select(ctx, rotary) : BlockSelection();
+    const bool is_prefill = step.phase == Phase::kPrefill;
+    if (sparse_ && is_prefill) sparse_->compress(ctx, keys_, step.tokens);
+    const BlockSelection blocks =
+        sparse_ ? sparse_->select(ctx, rotary, !is_prefill) : BlockSelection();
     const AttentionParams params{.out = out,
                                  .qkv = qkv,
                                  .layout = shape_.layout(),
                                  .k_cache = keys_,
                                  .v_cache = values_,
+                                 .k_scales = key_scales_,
+                                 .v_scales = value_scales_,
                                  .scale = 1 / std::sqrt(static_cast<float>(shape_.head_dim)),
                                  .num_heads = shape_.num_heads,
                                  .num_kv_heads = shape_.num_kv_heads,
@@ -212,7 +235,7 @@ class AttentionBlock : public Block {
                                  .selection = blocks,
                                  .tokens = step.tokens,
                                  .scratch = partials_};
-    if (step.phase == Phase::kPrefill) {
+    if (is_prefill) {
       attention_prefill(ctx, params);
     } else if (step.tokens.num_tokens > kMaxScratchTokens) {
       decode_in_groups(ctx, params);
@@ -267,11 +290,12 @@ class AttentionBlock : public Block {
   std::optional<SparseKeys> sparse_;
   std::unique_ptr<LinearMethod> qkv_, out_;
   RotaryTable rotary_;
-  ModelState::PagedId keys_id_, values_id_;
+  ModelState::PagedId keys_id_, values_id_, key_scales_id_, value_scales_id_;
   MemoryPlan::Id bias_id_ = 0, q_norm_id_ = 0, k_norm_id_ = 0, qkv_id_ = 0, out_id_ = 0,
                  partial_id_ = 0;
   int64_t max_tokens_ = 0, partial_floats_ = 0;
-  Tensor keys_, values_;  // [pages, Hkv, 64, D]
+  Tensor keys_, values_;              // [pages, Hkv, 64, D]
+  Tensor key_scales_, value_scales_;  // [pages, Hkv, 64, 1]; empty without an fp8 cache
   Tensor bias_, q_norm_, k_norm_, qkv_buffer_, out_buffer_, partials_;
 };
 

@@ -12,6 +12,7 @@
 #include "core/registry.h"
 #include "core/weights.h"
 #include "kernels/step/step.h"
+#include "layers/norm.h"
 #include "state/model_state.h"
 
 namespace cpmcu {
@@ -34,6 +35,9 @@ class Block {
   virtual void finish_loading(const Context& ctx) = 0;
   // Checkpoint name of the norm before the block, without ".weight".
   virtual std::string norm_name() const = 0;
+  // The norm before the block, for a block that fuses it with a GEMM. Called once, before
+  // `forward`.
+  virtual void set_norm(const RmsNorm&) {}
   // hidden [T, H] += residual_scale * block(x [T, H]); x is `hidden` after the norm. If more than
   // one linear layer reads x, `ctx.pending` is flushed first (linear/gemm_queue.h). All tokens of
   // a prefill are accepted. After a decode step of the target, `commit` names the accepted tokens.

@@ -4,6 +4,7 @@
 // fused_projections (Qwen3-Next's in_proj_qkvz and in_proj_ba).
 #include "kernels/delta_net/gated_delta_net.h"
 
+#include "kernels/gemm/gemm.h"
 #include "layers/block.h"
 #include "linear/linear.h"
 
@@ -65,6 +66,7 @@ class GatedDeltaNetBlock : public Block {
                  fused ? Parts{{"in_proj_ba", 2 * heads}}
                        : Parts{{"in_proj_b", heads}, {"in_proj_a", heads}},
                  hidden);
+    ba_is_dense_ = spec_.linear_method_of(module + "in_proj_ba") == "dense";
     out_ = linear("out_proj", {{"out_proj", hidden}}, values);
   }
 
@@ -138,16 +140,14 @@ class GatedDeltaNetBlock : public Block {
   }
 
   std::string norm_name() const override { return prefix_ + "input_layernorm"; }
+  void set_norm(const RmsNorm& norm) override { norm_before_ = &norm; }
 
   void forward(const Context& ctx, const Step& step, const Tensor& hidden,
                const Tensor& x) const override {
     const int num_tokens = step.tokens.num_tokens;
     const Tensor qkvz = qkvz_buffer_.rows(0, num_tokens), ba = ba_buffer_.rows(0, num_tokens);
     const Tensor out = out_buffer_.rows(0, num_tokens);
-    // Two GEMMs read x, so its norm must not be fused with one of them.
-    if (ctx.pending != nullptr) ctx.pending->flush();
-    ba_->forward(ctx, step.phase, ba, x, 1, 0);
-    qkvz_->forward(ctx, step.phase, qkvz, x, 1, 0);
+    project(ctx, step.phase, qkvz, ba, hidden, x);
     gated_delta_net(ctx, {.out = out,
                           .qkvz = qkvz,
                           .ba = ba,
@@ -169,11 +169,31 @@ class GatedDeltaNetBlock : public Block {
   }
 
  private:
+  // Two GEMMs read the normed x. In a decode step the small one computes the norm again, so that
+  // the large one can be fused with the norm and the GEMMs before it.
+  void project(const Context& ctx, Phase phase, const Tensor& qkvz, const Tensor& ba,
+               const Tensor& hidden, const Tensor& x) const {
+    if (phase == Phase::kPrefill || !ba_is_dense_) {
+      if (ctx.pending != nullptr) ctx.pending->flush();
+      ba_->forward(ctx, phase, ba, x, 1, 0);
+      return qkvz_->forward(ctx, phase, qkvz, x, 1, 0);
+    }
+    qkvz_->forward(ctx, phase, qkvz, x, 1, 0);
+    normed_gemm(ctx, {.y = ba,
+                      .x = hidden,
+                      .w = ba_->dense_weight(),
+                      .norm_weight = norm_before_->weight(),
+                      .norm_eps = spec_.rms_norm_eps,
+                      .norm_offset = spec_.norm_offset()});
+  }
+
   const ModelSpec& spec_;
   const DeltaShape shape_;
   const DeltaLayout layout_;
   std::string prefix_;
   Timeline phase_;
+  const RmsNorm* norm_before_ = nullptr;
+  bool ba_is_dense_ = false;
   std::unique_ptr<LinearMethod> qkvz_, ba_, out_;
   MemoryPlan::Id conv_id_ = 0, gates_id_ = 0, norm_id_ = 0, qkvz_buffer_id_ = 0, ba_buffer_id_ = 0,
                  out_buffer_id_ = 0;

@@ -6,16 +6,17 @@
 // The shared expert is optional. The router and g are one GEMM in float32.
 #include <algorithm>
 
-#include "kernels/gemm/gemm.h"
 #include "kernels/moe/moe_combine.h"
+#include "kernels/moe/moe_router.h"
 #include "layers/block.h"
 #include "linear/experts.h"
+#include "linear/gemm_queue.h"
 
 namespace cpmcu {
 namespace {
 
 // A larger step runs in groups of tokens, so that scratch does not grow with it.
-constexpr int64_t kGroupTokens = 1024;
+constexpr int64_t kGroupTokens = 2048;
 
 struct MoeShape {
   int num_experts, top_k, width, shared_width;
@@ -75,6 +76,7 @@ class MoeBlock : public Block {
     gate_up_->plan(plan);
     down_->plan(plan);
     router_id_ = plan.add(mlp_ + "gate", "weights", bytes * shape_.router_rows() * hidden);
+    arrivals_id_ = plan.add_scratch("moe.arrivals", 4, 0, kLoad);
     logits_id_ = plan.add_scratch("moe.logits", 4 * max_tokens_ * shape_.router_rows(), phase_ + 1,
                                   phase_ + 3);
     routing_id_ = plan.add_scratch("moe.routing", carved_bytes([&](Carver& carver) {
@@ -100,6 +102,7 @@ class MoeBlock : public Block {
     gate_up_->bind(arena);
     down_->bind(arena);
     router_ = arena.tensor(router_id_, spec_.dtype, {shape_.router_rows(), hidden});
+    arrivals_ = arena.array<uint32_t>(arrivals_id_);
     logits_ = arena.tensor(logits_id_, DType::kF32, {max_tokens_, shape_.router_rows()});
     Carver carver(arena.array<char>(routing_id_));
     routing_.layout(carver, max_tokens_);
@@ -125,6 +128,7 @@ class MoeBlock : public Block {
   }
 
   void finish_loading(const Context& ctx) override {
+    fill_bytes(ctx.device, arrivals_, 0, 4, ctx.stream);
     gate_up_->finish_loading(ctx);
     down_->finish_loading(ctx);
     if (shared_down_ == nullptr) return;
@@ -163,11 +167,15 @@ class MoeBlock : public Block {
     const int64_t num_tokens = x.size(0), num_pairs = num_tokens * shape_.top_k;
     const Tensor logits = logits_.rows(0, num_tokens), act = act_.rows(0, num_pairs);
     const Tensor out = out_.rows(0, num_pairs);
-    // In every phase the same kernel: a token's experts do not depend on the phase's kernels.
-    skinny_gemm(ctx, {.y = logits, .x = x, .w = router_});
-    moe_route(ctx, {.logits = logits, .renormalise = shape_.renormalise, .routing = routing_});
-    gate_up_->forward(ctx, {.y = act, .x = x, .pairs_per_x = shape_.top_k, .routing = routing_});
-    down_->forward(ctx, {.y = out, .x = act, .routing = routing_});
+    // In every phase the same order of sums: a token's experts do not depend on the phase.
+    GemmQueue* const queue = GemmQueue::of(ctx);
+    moe_router(ctx, {.logits = logits,
+                     .x = x,
+                     .w = router_,
+                     .norm = queue != nullptr ? queue->take_norm(x) : RmsNormParams(),
+                     .renormalise = shape_.renormalise,
+                     .routing = routing_,
+                     .arrivals = arrivals_});
     MoeCombineParams sum{
         .hidden = hidden, .y = out, .routing = routing_, .scale = spec_.residual_scale};
     if (shared_down_ != nullptr) {
@@ -178,7 +186,24 @@ class MoeBlock : public Block {
       sum.shared_gate = logits;
       sum.gate_column = shape_.num_experts;
     }
-    moe_combine(ctx, sum);
+    multiply(ctx, phase, out, act, x);
+    queue != nullptr ? queue->push(sum) : moe_combine(ctx, sum);
+  }
+
+  // out = down of the experts of each pair; act is scratch.
+  void multiply(const Context& ctx, Phase phase, const Tensor& out, const Tensor& act,
+                const Tensor& x) const {
+    if (phase == Phase::kDecode || !has_sorted_gemm(ctx)) {
+      gate_up_->forward(ctx, {.y = act, .x = x, .pairs_per_x = shape_.top_k, .routing = routing_});
+      // No launch may come between these two.
+      down_->forward(ctx, {.y = out, .x = act, .routing = routing_, .routing_is_complete = true});
+      return;
+    }
+    // The memory of `out` is free until the down projection writes it.
+    const Tensor sorted(out.data(), x.dtype(), {out.size(0), x.size(1)});
+    gather_pairs(ctx, {.sorted = sorted, .x = x, .routing = routing_});
+    gate_up_->forward_sorted(ctx, {.y = act, .x = sorted, .routing = routing_, .sorted_y = true});
+    down_->forward_sorted(ctx, {.y = out, .x = act, .routing = routing_});
   }
 
   const ModelSpec& spec_;
@@ -189,8 +214,9 @@ class MoeBlock : public Block {
   std::unique_ptr<LinearMethod> shared_gate_up_, shared_down_;  // null: no shared expert
   Routing routing_;
   MemoryPlan::Id router_id_ = 0, logits_id_ = 0, routing_id_ = 0, act_id_ = 0, out_id_ = 0,
-                 shared_act_id_ = 0, shared_both_id_ = 0, shared_out_id_ = 0;
+                 shared_act_id_ = 0, shared_both_id_ = 0, shared_out_id_ = 0, arrivals_id_ = 0;
   int64_t max_tokens_ = 0;
+  uint32_t* arrivals_ = nullptr;
   Tensor router_;  // [E, H]; with a shared expert, its gate is one more row
   Tensor logits_, act_, out_, shared_act_, shared_both_, shared_out_;
 };

@@ -18,6 +18,7 @@ class RmsNorm {
   }
   void bind(const Arena& arena) { weight_ = arena.tensor(id_, spec_->dtype, {spec_->hidden_size}); }
   void list_tensors(WeightTable& table) { table.add(name_ + ".weight", weight_); }
+  const Tensor& weight() const { return weight_; }
   // Row r of out = norm of row index[r] of x; `index` is in device memory, null: row r.
   // `out_stride`: elements between rows of out; 0: H.
   void forward(const Context& ctx, const Tensor& out, const Tensor& x, int64_t out_stride = 0,

@@ -26,7 +26,7 @@ Params SparseKeys::without_rule(const Params& params) {
 }
 
 void SparseKeys::plan(MemoryPlan& plan, ModelState& state, const StepLimits& limits,
-                      const PagedPlane& keys, Timeline phase) {
+                      const PagedPlane& keys, int num_heads, Timeline phase) {
   CHECK(!limits.is_cuda() || limits.max_kv <= kMaxSparseEntries,
         "sparse attention on CUDA holds up to {} tokens of a sequence, not {}: lower max_model_len",
         kMaxSparseEntries, limits.max_kv);
@@ -40,11 +40,17 @@ void SparseKeys::plan(MemoryPlan& plan, ModelState& state, const StepLimits& lim
   num_words_ = selection_words(limits.max_kv);
   selection_id_ = plan.add_scratch("attention.selection",
                                    8 * max_tokens_ * num_kv_heads_ * num_words_, phase, phase);
+  if (limits.is_cuda()) {
+    const int num_tokens = static_cast<int>(std::min<int64_t>(max_tokens_, kMaxScoredTokens));
+    score_floats_ = select_scratch_floats(num_tokens, num_heads, keys.num_heads, limits.max_kv);
+  }
+  scores_id_ = plan.add_scratch("attention.block_scores", 4 * score_floats_, phase, phase);
 }
 
 void SparseKeys::bind(const Arena& arena, const ModelState& state) {
   keys_ = {.fine = state.paged(fine_id_), .coarse = state.paged(coarse_id_)};
   selection_ = arena.tensor(selection_id_, DType::kU64, {max_tokens_, num_kv_heads_, num_words_});
+  scores_ = arena.tensor(scores_id_, DType::kF32, {score_floats_});
 }
 
 void SparseKeys::compress(const Context& ctx, const Tensor& keys, const StepTokens& tokens,
@@ -57,7 +63,8 @@ int64_t SparseKeys::scratch_floats(int num_tokens, int num_heads, int head_dim, 
   return sparse_scratch_floats(num_tokens, num_heads, head_dim, max_selected_splits(rule_, max_kv));
 }
 
-BlockSelection SparseKeys::select(const Context& ctx, const RotaryKvParams& rotary) const {
+BlockSelection SparseKeys::select(const Context& ctx, const RotaryKvParams& rotary,
+                                  bool keys_are_old) const {
   const StepTokens& tokens = rotary.tokens;
   // Beyond kMaxDenseEntries, dense attention has other splits and so other bits.
   if (tokens.max_kv <= std::min(rule_.dense_len, kMaxDenseEntries)) return {};
@@ -71,7 +78,9 @@ BlockSelection SparseKeys::select(const Context& ctx, const RotaryKvParams& rota
                       .num_kv_heads = rotary.num_kv_heads,
                       .head_dim = rotary.head_dim,
                       .rule = rule_,
-                      .tokens = tokens});
+                      .keys_are_old = keys_are_old,
+                      .tokens = tokens,
+                      .scratch = scores_});
   return {.words = selection,
           .dense_len = rule_.dense_len,
           .max_splits = max_selected_splits(rule_, tokens.max_kv)};

@@ -23,7 +23,7 @@ class SparseKeys {
 
   // `keys`: the plane of the keys. `phase`: when attention runs.
   void plan(MemoryPlan& plan, ModelState& state, const StepLimits& limits, const PagedPlane& keys,
-            Timeline phase);
+            int num_heads, Timeline phase);
   void bind(const Arena& arena, const ModelState& state);
 
   // Compresses the keys of a prefill step, or of the accepted tokens of a decode step.
@@ -32,16 +32,17 @@ class SparseKeys {
   // Elements of the scratch of attention_decode.
   int64_t scratch_floats(int num_tokens, int num_heads, int head_dim, int max_kv) const;
   // The blocks of each token; empty if all tokens of the step are dense. `rotary`: the op that
-  // rotated the queries.
-  BlockSelection select(const Context& ctx, const RotaryKvParams& rotary) const;
+  // rotated the queries. keys_are_old: see SelectBlocksParams.
+  BlockSelection select(const Context& ctx, const RotaryKvParams& rotary, bool keys_are_old) const;
 
  private:
   SparseRule rule_;
   ModelState::PagedId fine_id_, coarse_id_;
-  MemoryPlan::Id selection_id_ = 0;
-  int64_t max_tokens_ = 0, num_kv_heads_ = 0, num_words_ = 0;
+  MemoryPlan::Id selection_id_ = 0, scores_id_ = 0;
+  int64_t max_tokens_ = 0, num_kv_heads_ = 0, num_words_ = 0, score_floats_ = 0;
   CompressedKeys keys_;
   Tensor selection_;  // [T, Hkv, words]
+  Tensor scores_;     // scratch of select_blocks
 };
 
 }  // namespace cpmcu

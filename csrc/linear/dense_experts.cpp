@@ -32,6 +32,9 @@ class DenseExperts : public ExpertLinear {
   void forward(const Context& ctx, const ExpertRows& rows) const override {
     expert_gemm(ctx, {.rows = rows, .w = weight_, .gated = config_.expert.gated});
   }
+  void forward_sorted(const Context& ctx, const SortedRows& rows) const override {
+    sorted_gemm(ctx, {.rows = rows, .w = weight_, .gated = config_.expert.gated});
+  }
 
  private:
   ExpertsConfig config_;

@@ -11,7 +11,7 @@
 #include "core/arena.h"
 #include "core/registry.h"
 #include "core/weights.h"
-#include "kernels/moe/expert_gemm.h"
+#include "kernels/moe/sorted_gemm.h"
 #include "linear/linear.h"
 
 namespace cpmcu {
@@ -34,6 +34,8 @@ class ExpertLinear {
   virtual void finish_loading(const Context&) {}
   // As expert_gemm; gated if the config is.
   virtual void forward(const Context& ctx, const ExpertRows& rows) const = 0;
+  // As sorted_gemm, for the rows of a prompt. Called only if has_sorted_gemm.
+  virtual void forward_sorted(const Context& ctx, const SortedRows& rows) const = 0;
 };
 
 using ExpertRegistry = Registry<ExpertLinear, const ExpertsConfig&>;

@@ -7,6 +7,7 @@ namespace cpmcu {
 
 bool GemmQueue::push(const FusedGemm& gemm, const Tensor& memory) {
   if (gemm.w4.nibble_planes != 1 || gemm.y.dtype() != gemm.x.dtype()) return false;
+  if (!combine_.hidden.empty()) flush();
   if (!gemms_.empty()) {
     const FusedGemm& first = gemms_.front();
     const bool alike = first.x.size(0) == gemm.x.size(0) && first.x.dtype() == gemm.x.dtype() &&
@@ -49,6 +50,12 @@ std::vector<W4Weight> GemmQueue::following() const {
 }
 
 bool GemmQueue::push(const RmsNormParams& norm) {
+  if (!combine_.hidden.empty()) {
+    if (combine_.hidden.data() != norm.x.data() || norm.out_stride != 0 || norm.index) return false;
+    combine_.norm = norm;
+    flush();
+    return true;
+  }
   if (gemms_.empty() || !norm_.out.empty() || !rotary_.qkv.empty() || norm.out_stride != 0 ||
       norm.index) {
     return false;
@@ -66,6 +73,18 @@ void GemmQueue::push(const AttentionParams& attention) {
   attention_ = attention;
 }
 
+void GemmQueue::push(const MoeCombineParams& combine) {
+  flush();
+  combine_ = combine;
+}
+
+RmsNormParams GemmQueue::take_norm(const Tensor& x) {
+  if (norm_.out.empty() || norm_.out.data() != x.data()) return {};
+  const RmsNormParams norm = std::exchange(norm_, {});
+  flush();
+  return norm;
+}
+
 bool GemmQueue::push(const RotaryKvParams& rotary) {
   if (gemms_.empty() || !norm_.out.empty() || !can_follow(gemms_.back(), rotary)) return false;
   rotary_ = rotary;
@@ -73,10 +92,15 @@ bool GemmQueue::push(const RotaryKvParams& rotary) {
 }
 
 void GemmQueue::then(std::function<void()> launch) {
-  gemms_.empty() ? launch() : after_.push_back(std::move(launch));
+  gemms_.empty() && combine_.hidden.empty() ? launch() : after_.push_back(std::move(launch));
 }
 
 void GemmQueue::flush() {
+  if (!combine_.hidden.empty()) {
+    moe_combine(plain_, std::exchange(combine_, {}));
+    for (const auto& launch : std::exchange(after_, {})) launch();
+    return;
+  }
   const AttentionParams attention = std::exchange(attention_, {});
   if (gemms_.empty()) {
     if (!attention.out.empty()) attention_combine(plain_, attention);

@@ -11,6 +11,7 @@
 
 #include "kernels/gemm/fused_layer.h"
 #include "kernels/layer/rms_norm.h"
+#include "kernels/moe/moe_combine.h"
 #include "kernels/step/step.h"
 
 namespace cpmcu {
@@ -36,8 +37,12 @@ class GemmQueue final : public PendingLaunches {
   //
   // A GEMM; `memory` is FusedLayerParams::memory.
   bool push(const FusedGemm& gemm, const Tensor& memory);
-  // A norm: accepted if its x is y of the last GEMM.
+  // A norm: accepted if its x is y of the last GEMM, or `hidden` of the last moe_combine.
   bool push(const RmsNormParams& norm);
+  // moe_combine, for the norm that reads its `hidden`. Always accepted.
+  void push(const MoeCombineParams& combine);
+  // Takes back the queued norm whose output is x, and runs what is before it. Empty: there is none.
+  RmsNormParams take_norm(const Tensor& x);
   // attention_combine, for the GEMM that reads its `out`. Always accepted.
   void push(const AttentionParams& attention);
   // rotary_kv: accepted if its qkv is y of the last GEMM. Nothing can follow it.
@@ -59,6 +64,7 @@ class GemmQueue final : public PendingLaunches {
   RmsNormParams norm_;         // after the last GEMM, until a GEMM reads it; empty: none
   RotaryKvParams rotary_;      // after the last GEMM
   AttentionParams attention_;  // before the first GEMM
+  MoeCombineParams combine_;   // alone in the queue; hidden empty: none
   std::vector<std::function<void()>> after_;
   Tensor memory_;
 };

@@ -52,6 +52,9 @@ class W4Experts : public ExpertLinear {
   void forward(const Context& ctx, const ExpertRows& rows) const override {
     w4_expert_gemm(ctx, {.rows = rows, .w = weight_, .stride = stride_});
   }
+  void forward_sorted(const Context& ctx, const SortedRows& rows) const override {
+    w4_sorted_gemm(ctx, {.rows = rows, .w = weight_, .stride = stride_});
+  }
 
  private:
   W4Weight of(int index) const {

@@ -63,6 +63,7 @@ void Transformer::bind(const Arena& arena, const ModelState& state) {
   for (Sublayer& sublayer : sublayers_) {
     sublayer.norm.bind(arena);
     sublayer.block->bind(arena, state);
+    sublayer.block->set_norm(sublayer.norm);
   }
   final_norm_.bind(arena);
   if (head_) head_->bind(arena);

@@ -5,9 +5,12 @@ model. A CUDA graph has as many launches as needed for that.
 
 | case | what a launch does |
 |---|---|
-| token | one token of a prompt: S is read, updated and written, as in a plain decode step |
-| chain, tree | nodes of a decode step without accepted tokens to add: S is read only |
+| token | one token of a prompt: S is read, updated and written |
+| chain, tree | nodes of a decode step. Accepted tokens of the step before are added to S first; \
+without them S is read only |
 | prompt | a chunk of 2,048 tokens of one sequence |
+
+A plain decode step is a chain of one node with one accepted token.
 
 The share of the roofline is the bytes of S over the read bandwidth of this run; for prompts the
 time of a token is printed instead.
@@ -57,52 +60,71 @@ class Layer:
             "folded": put(ctx, np.zeros((slots, heads))),
         }  # fmt: skip
 
-    def launch_of(self, slot: int, parents: list[int] | None, count: int) -> Any:
-        """A function that runs `count` tokens of a slot; `parents`: as nodes of a decode step."""
+    def launch_of(
+        self, slot: int, parents: list[int] | None, count: int, length: int, accepted: int
+    ) -> Any:
+        """A function that runs `count` tokens of a slot of `length` tokens.
+
+        `parents`: as nodes of a decode step. `accepted`: tokens of the step before.
+        """
         ctx = self.ctx
         tokens = ops.StepTokens(
             num_tokens=count, num_seqs=1, max_seq_tokens=count, max_kv=CHUNK,
             positions=put(ctx, range(count)), token_seqs=put(ctx, [0] * count),
             seq_slots=put(ctx, [slot]), seq_token_begin=put(ctx, [0, count]),
-            slot_lengths=put(ctx, [0] * self.slots), page_table=put(ctx, [[0]] * self.slots),
+            slot_lengths=put(ctx, [length] * self.slots), page_table=put(ctx, [[0]] * self.slots),
             token_parents=None if parents is None else put(ctx, parents),
         )  # fmt: skip
         qkvz = normal(ctx, [count, self.row], self.dtype)
         ba = normal(ctx, [count, 2 * self.heads], self.dtype)
         out = ops.Array(ctx, [count, self.heads * DIM], self.dtype)
+        paths = put(ctx, [[*range(accepted)] or [-1]] * self.slots)
+        counts = put(ctx, [accepted] * self.slots)
 
         def run() -> None:
             ops.gated_delta_net(
                 ctx, out=out, qkvz=qkvz, ba=ba, commits=parents is None, tokens=tokens,
-                **self.shared,
+                accepted=ops.Accepted(ids=paths, paths=paths, counts=counts), **self.shared,
             )  # fmt: skip
 
         return run
 
-    def time(self, parents: list[int] | None, count: int) -> float:
+    def time(self, parents: list[int] | None, count: int, accepted: int) -> float:
         """Microseconds of a launch."""
-        slots = 1 if count >= CHUNK else self.slots
-        launches = [self.launch_of(slot, parents, count) for slot in range(slots)]
+        slots = range(1 if count >= CHUNK else self.slots)
+        launches = [self.launch_of(slot, parents, count, accepted, accepted) for slot in slots]
+        # A step adds the accepted tokens to S once. A token of a prompt that ends at length 0 makes
+        # them unknown to S again; its time is subtracted.
+        resets = [self.launch_of(slot, None, 1, -1, 0) for slot in slots] if accepted else []
 
-        def body() -> None:
-            for launch in launches:
-                launch()
+        def microseconds_of(bodies: list[Any]) -> float:
+            def body() -> None:
+                for launch in bodies:
+                    launch()
 
-        return microseconds(self.ctx, body, slots)
+            return microseconds(self.ctx, body, len(slots))
+
+        alone = microseconds_of(resets) if accepted else 0
+        return microseconds_of(launches + resets) - alone
 
 
 def tree(count: int) -> list[int]:
     """Parents of a tree with two branches at each node."""
-    return [(node - 1) // 2 for node in range(count)]
+    return [(node + 1) // 2 - 1 for node in range(count)]
 
 
-CASES: list[tuple[str, list[int] | None, int]] = [
-    ("token", None, 1),
-    ("chain", [-1], 1),
-    ("chain", [node - 1 for node in range(4)], 4),
-    ("tree", [-1, *tree(16)[1:]], 16),
-    ("tree", [-1, *tree(64)[1:]], 64),
-    ("prompt", None, CHUNK),
+# Case, parents, tokens, accepted tokens.
+CASES: list[tuple[str, list[int] | None, int, int]] = [
+    ("token", None, 1, 0),
+    ("chain", [-1], 1, 0),
+    ("chain", [-1], 1, 1),
+    ("chain", [node - 1 for node in range(4)], 4, 0),
+    ("chain", [node - 1 for node in range(4)], 4, 4),
+    ("tree", tree(16), 16, 0),
+    ("tree", tree(16), 16, 4),
+    ("tree", tree(32), 32, 4),
+    ("tree", tree(64), 64, 0),
+    ("prompt", None, CHUNK, 0),
 ]
 
 
@@ -119,11 +141,13 @@ def main() -> None:
     print(f"{C.device_info(0)['name']}: {bandwidth:.0f} GB/s", file=sys.stderr)
     for heads in map(int, args.heads.split(",")):
         layer = Layer(ctx, heads, args.dtype)
-        for case, parents, count in CASES:
-            time = layer.time(parents, count)
-            moved = layer.state_bytes * (2 if parents is None else 1)
+        for case, parents, count, accepted in CASES:
+            time = layer.time(parents, count, accepted)
+            moved = layer.state_bytes * (2 if parents is None or accepted else 1)
             floor = moved / bandwidth / 1e3
-            line: dict[str, Any] = {"heads": heads, "case": case, "tokens": count, "us": time}
+            line: dict[str, Any] = {
+                "heads": heads, "case": case, "tokens": count, "accepted": accepted, "us": time,
+            }  # fmt: skip
             if case == "prompt":
                 line["us_a_token"] = time / count
             else:
@@ -132,7 +156,8 @@ def main() -> None:
                 print(json.dumps(line))
                 continue
             share = f"{time / count:.3f} us a token" if case == "prompt" else f"{floor / time:.0%}"
-            print(f"{heads} heads  {case:6} {count:5} tokens  {time:9.2f} us  {share}")
+            tokens = f"{count:5} tokens, {accepted} accepted"
+            print(f"{heads} heads  {case:6} {tokens}  {time:9.2f} us  {share}")
 
 
 if __name__ == "__main__":

@@ -27,8 +27,9 @@ MTP head is that head (mtp_acceptance.py):
 4 bits with groups of 128: random bits, with scales that give the same standard deviation. An MTP
 head and the projections that published files leave dense stay dense.
 
-The experts of qwen3-30b-a3b are chosen about equally often. With --set common_experts=2 nearly
-every token chooses experts 0 and 1, a quarter of its eight, so neighbours share them.
+The experts of qwen3-30b-a3b and qwen3.5-35b-a3b are chosen about equally often. With --set
+common_experts=2 nearly every token chooses experts 0 and 1, a quarter of its eight, so neighbours
+share them.
 
 To add a model, add a row to PRESETS (presets.py). To add another kind of tensor, write a Fill
 (tensors.py).

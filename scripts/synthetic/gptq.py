@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Iterator
 
@@ -69,13 +70,19 @@ def gptq_tensors(
             "and 8"
         )
     groups = columns // GROUP_SIZE
-    zeros = np.full(groups * rows // 8, 0x77777777, np.int32)  # z - 1
-    order = np.arange(columns, dtype=np.int32) // GROUP_SIZE
+    zeros, order = _zeros_and_order(rows, columns)
     scales = scales or normal(0.05 * scale, mean=scale)
     yield TensorSpec(f"{module}.qweight", (columns // 8, rows), q, "int32")
     yield TensorSpec(f"{module}.qzeros", (groups, rows // 8), stored(zeros), "int32")
     yield TensorSpec(f"{module}.scales", (groups, rows), scales, "float16")
     yield TensorSpec(f"{module}.g_idx", (columns,), stored(order), "int32")
+
+
+@functools.cache
+def _zeros_and_order(rows: int, columns: int) -> tuple[Array, Array]:
+    """qzeros (z - 1) and g_idx. A model with experts has tens of thousands of equal ones."""
+    zeros = np.full(columns // GROUP_SIZE * rows // 8, 0x77777777, np.int32)
+    return zeros, np.arange(columns, dtype=np.int32) // GROUP_SIZE
 
 
 def words() -> Fill:

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from scripts.synthetic.layouts import embedding, expert_tensors, has_experts, mlp_tensors
 from scripts.synthetic.sources import Array, Source, encode
 from scripts.synthetic.tensors import Config, Fill, TensorSpec, matrix, norm, normal
 
@@ -67,32 +68,41 @@ def gated_attention_tensors(config: Config, prefix: str, branch: float) -> Itera
     yield matrix(f"{prefix}o_proj.weight", hidden, heads * head_dim, branch)
 
 
+def shared_expert_tensors(config: Config, prefix: str, branch: float) -> Iterator[TensorSpec]:
+    """The expert of all tokens and its gate."""
+    width = "shared_expert_intermediate_size"
+    yield from mlp_tensors(config, f"{prefix}shared_expert.", branch, width)
+    yield matrix(f"{prefix}shared_expert_gate.weight", 1, config["hidden_size"])
+
+
 def layer_tensors(
-    config: Config, prefix: str, full_attention: bool, branch: float
+    config: Config, prefix: str, full_attention: bool, branch: float, experts: bool
 ) -> Iterator[TensorSpec]:
-    hidden, intermediate = config["hidden_size"], config["intermediate_size"]
+    hidden, mlp = config["hidden_size"], f"{prefix}mlp."
     yield zero_centred_norm(f"{prefix}input_layernorm.weight", hidden)
     if full_attention:
         yield from gated_attention_tensors(config, f"{prefix}self_attn.", branch)
     else:
         yield from delta_net_tensors(config, f"{prefix}linear_attn.", branch)
     yield zero_centred_norm(f"{prefix}post_attention_layernorm.weight", hidden)
-    yield matrix(f"{prefix}mlp.gate_proj.weight", intermediate, hidden)
-    yield matrix(f"{prefix}mlp.up_proj.weight", intermediate, hidden)
-    yield matrix(f"{prefix}mlp.down_proj.weight", hidden, intermediate, branch)
+    if experts:
+        yield from expert_tensors(config, mlp, branch)
+        yield from shared_expert_tensors(config, mlp, branch)
+    else:
+        yield from mlp_tensors(config, mlp, branch)
 
 
 def hybrid_tensors(config: Config) -> Iterator[TensorSpec]:
-    """The tensors of a dense model of gated delta nets and attention, and its MTP head."""
+    """The tensors of a model of gated delta nets and attention, and of its MTP head."""
     hidden, vocab = config["hidden_size"], config["vocab_size"]
     layers, interval = config["num_hidden_layers"], config["full_attention_interval"]
     tied = config["tie_word_embeddings"]
-    embed_std = 2 / math.sqrt(hidden) if tied else 1.0  # a tied table is also the head
-    yield TensorSpec("model.embed_tokens.weight", (vocab, hidden), normal(embed_std))
+    yield embedding(config, 2 / math.sqrt(hidden) if tied else 1.0)  # a tied table is also the head
     branch = 1 / math.sqrt(2 * layers)
     for index in range(layers):
         full_attention = (index + 1) % interval == 0
-        yield from layer_tensors(config, f"model.layers.{index}.", full_attention, branch)
+        experts = has_experts(config, index)
+        yield from layer_tensors(config, f"model.layers.{index}.", full_attention, branch, experts)
     yield zero_centred_norm("model.norm.weight", hidden)
     if not tied:
         yield matrix("lm_head.weight", vocab, hidden, 2)
@@ -105,7 +115,7 @@ def mtp_tensors(config: Config) -> Iterator[TensorSpec]:
     yield zero_centred_norm("mtp.pre_fc_norm_embedding.weight", hidden)
     yield zero_centred_norm("mtp.pre_fc_norm_hidden.weight", hidden)
     yield matrix("mtp.fc.weight", hidden, 2 * hidden)
-    yield from layer_tensors(config, "mtp.layers.0.", True, 0.5)
+    yield from layer_tensors(config, "mtp.layers.0.", True, 0.5, "num_experts" in config)
     yield zero_centred_norm("mtp.norm.weight", hidden)
 
 

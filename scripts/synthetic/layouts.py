@@ -50,6 +50,13 @@ def mlp_tensors(
     yield matrix(f"{prefix}down_proj.weight", hidden, intermediate, branch)
 
 
+def embedding(config: Config, std: float) -> TensorSpec:
+    """The embedding table. Its elements have a mean if some experts are common."""
+    mean = std / 4 if config.get("common_experts") else 0.0
+    shape = (config["vocab_size"], config["hidden_size"])
+    return TensorSpec("model.embed_tokens.weight", shape, normal(std, mean))
+
+
 def has_experts(config: Config, layer: int) -> bool:
     step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers", ())
     return "num_experts" in config and (layer + 1) % step == 0 and layer not in dense
@@ -83,8 +90,7 @@ def decoder_tensors(config: Config) -> Iterator[TensorSpec]:
     # A tied table is also the head. If the head's input is not scaled, the table must be small.
     small = tied and "dim_model_base" not in config
     embed_std = 2 / math.sqrt(hidden) if small else 1 / scale_emb
-    mean = embed_std / 4 if config.get("common_experts") else 0.0
-    yield TensorSpec("model.embed_tokens.weight", (vocab, hidden), normal(embed_std, mean))
+    yield embedding(config, embed_std)
 
     # MiniCPM scales its residual branches. For other models the weights are scaled.
     branch = 0.5 if "scale_depth" in config else 1 / math.sqrt(2 * layers)

@@ -5,6 +5,9 @@ permuted lm_head. Instead, the last element of an embedding marks the tokens aft
 is wrong; it is zero in all other rows and in lm_head. `mtp.fc` passes the embedding on, and adds a
 multiple of one token's vector to it if the mark is there. So the head predicts the successor of
 that token after each marked token, and the target's token after all others.
+
+With `common_experts`, another element has one value in all embeddings and is zero in lm_head.
+Routers give common experts higher scores by it.
 """
 
 from __future__ import annotations
@@ -21,7 +24,12 @@ from scripts.synthetic.presets import Preset
 from scripts.synthetic.sources import Array, Source, encode
 from scripts.synthetic.tensors import Config, Fill, TensorSpec, matrix, normal, vectors
 
-MARK = 4.0  # the last element of a marked embedding; the others have a root mean square of 1
+# The last element of a marked embedding, and the one before it with common experts. The other
+# elements have a root mean square of 1.
+MARK = 4.0
+
+ROUTER = "mlp.gate.weight"
+COMMON_SCORE = 12.0  # of a common expert; the standard deviation of a score is 2
 
 
 def mtp_preset(
@@ -43,9 +51,14 @@ def mtp_pair_tensors(config: Config, seed: int, pair: Pair) -> Iterator[TensorSp
 
     def add_guess(source: Source) -> Array:
         (row,) = guessed(source, 0, hidden, "float32")
-        return np.append(row[: hidden - 1], np.float32(0))
+        row = row.copy()
+        row[-marks.shape[1] :] = 0
+        return row
 
-    marks = np.where(pair.accepted, 0.0, MARK)
+    marks = np.where(pair.accepted, 0.0, MARK)[:, None]
+    common = config.get("common_experts", 0)
+    if common:
+        marks = np.column_stack([np.full(len(marks), MARK), marks])
     fills = {
         "model.embed_tokens.weight": with_last(
             vectors(seed, pair.embed_rows, config, scale), marks, hidden
@@ -57,18 +70,27 @@ def mtp_pair_tensors(config: Config, seed: int, pair: Pair) -> Iterator[TensorSp
     }
     for spec in hybrid_tensors(config):
         fill = fills.get(spec.name)
+        if common and spec.name.endswith(ROUTER):
+            fill = with_last(normal(spec.std), common_scores(spec.shape[0], common), hidden)
         yield TensorSpec(spec.name, spec.shape, fill) if fill else quiet(spec, config)
 
 
+def common_scores(num_experts: int, common: int) -> Array:
+    """The last two columns of a router."""
+    columns = np.zeros((num_experts, 2))
+    columns[:common, 0] = COMMON_SCORE / MARK
+    return columns
+
+
 def with_last(fill: Fill, last: Array, columns: int) -> Fill:
-    """The fill of a matrix [rows, columns] with `last` [rows] as its last column."""
+    """The fill of a matrix [rows, columns] with `last` [rows, n] as its last columns."""
 
     def replaced(source: Source, seed: int, count: int, dtype: str) -> Iterator[Array]:
         begin = 0
         for chunk in fill(source, seed, count, dtype):
             rows = chunk.reshape(-1, columns)
             values = last[begin : begin + len(rows)].astype(np.float32)
-            rows[:, -1] = encode(values, dtype)
+            rows[:, -last.shape[1] :] = encode(values, dtype)
             begin += len(rows)
             yield rows.ravel()
 

@@ -159,6 +159,17 @@ def hybrid(**keys: Any) -> Config:
     }
 
 
+def hybrid_moe(**keys: Any) -> Config:
+    """Qwen3.5 with experts in every layer and in its MTP head, and no other MLPs."""
+    experts = {
+        "architectures": ["Qwen3_5MoeForCausalLM"],
+        "model_type": "qwen3_5_moe_text",
+        "num_experts_per_tok": 8,
+        "num_key_value_heads": 2,
+    }
+    return hybrid(**experts | keys)
+
+
 def qwen_moe(**keys: Any) -> Config:
     experts = {
         "architectures": ["Qwen3MoeForCausalLM"],
@@ -352,6 +363,19 @@ PRESETS: dict[str, Preset] = {
         QWEN35_GENERATION,
         hybrid_tensors,
     ),
+    "qwen3.5-35b-a3b": Preset(
+        hybrid_moe(
+            hidden_size=2048,
+            num_hidden_layers=40,
+            num_attention_heads=16,
+            linear_num_value_heads=32,
+            moe_intermediate_size=512,
+            shared_expert_intermediate_size=512,
+            num_experts=256,
+        ),
+        QWEN35_GENERATION,
+        hybrid_tensors,
+    ),
     "tiny-llama": Preset(
         llama(
             **TINY,
@@ -378,6 +402,17 @@ PRESETS: dict[str, Preset] = {
     ),
     "tiny-minicpm": Preset(minicpm(**TINY, dim_model_base=64), TINY_GENERATION),
     "tiny-qwen3.5": Preset(hybrid(**TINY_HYBRID), TINY_GENERATION, hybrid_tensors),
+    "tiny-qwen3.5-moe": Preset(
+        hybrid_moe(
+            **{key: value for key, value in TINY_HYBRID.items() if key != "intermediate_size"},
+            moe_intermediate_size=128,
+            shared_expert_intermediate_size=128,
+            num_experts=16,
+            num_experts_per_tok=4,
+        ),
+        TINY_GENERATION,
+        hybrid_tensors,
+    ),
     "tiny-qwen3.5-vl": Preset(
         hybrid(**TINY_HYBRID, tie_word_embeddings=True),
         TINY_GENERATION,

@@ -38,6 +38,8 @@ SIZES = (
     *("num_attention_heads", "num_key_value_heads", "draft_vocab_size"),
     *("linear_num_key_heads", "linear_num_value_heads", "linear_conv_kernel_dim"),
     *("linear_key_head_dim", "linear_value_head_dim", "full_attention_interval"),
+    *("num_experts", "num_experts_per_tok", "moe_intermediate_size"),
+    "shared_expert_intermediate_size",
 )
 SCALES = ("scale_emb", "scale_depth", "dim_model_base")
 

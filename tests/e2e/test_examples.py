@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
 import py_compile
 import runpy
 import subprocess
 import sys
+import types
 
 import pytest
 
@@ -112,8 +115,72 @@ def test_minicpm4_flags_are_cpmcus(monkeypatch, what, quant, eagle):
     assert (parsed.minicpm4_yarn, parsed.apply_sparse) == (True, False)
 
 
+class _Bound:
+    """Stands for Ray's deployments: keeps what they are made of."""
+
+    def __init__(self, target=None, **options) -> None:
+        self.target, self.options = target, options
+
+    def __call__(self, target):
+        return _Bound(target, **self.options)
+
+    def bind(self, *arguments):
+        return self.target, self.options, arguments
+
+
+def _agents_example(monkeypatch) -> dict:
+    config = types.ModuleType("ray.serve.config")
+    config.RequestRouterConfig = dict
+    serve = types.ModuleType("ray.serve")
+    serve.deployment, serve.ingress = _Bound, lambda app: lambda target: target
+    ray = types.ModuleType("ray")
+    ray.serve = serve
+    for module in (ray, serve, config):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    return runpy.run_path(str(EXAMPLES / "ray_serve_agents.py"))
+
+
+def test_ray_serve_for_agents(monkeypatch):
+    """Without Ray: what it is asked for, and the way of a request through a replica."""
+    example = _agents_example(monkeypatch)
+    _, options, ((replica, made, (engine,)),) = example["build"]({"device": "cpu", "replicas": "3"})
+    assert (options["name"], made["num_replicas"], engine.device) == ("ingress", 3, "cpu")
+    router = made["request_router_config"]
+    assert router["request_router_class"].endswith("llm.request_router.PrefixCacheAffinityRouter")
+    one, two = (
+        example["prompt_of"](
+            json.dumps({"messages": [{"content": "Hello"}, word], "n": n}).encode()
+        )
+        for n, word in enumerate("ab")
+    )
+    assert one[:-3] == two[:-3] and one != two
+    assert example["prompt_of"](b"{") == example["prompt_of"](b"[]") == ""
+    ended = []
+
+    async def app(scope, receive, send):
+        body = (await receive())["body"]
+        headers = [(b"x-path", scope["path"].encode())]
+        await send({"type": "http.response.start", "status": 201, "headers": headers})
+        await send({"type": "http.response.body", "body": body, "more_body": True})
+        await send({"type": "http.response.body"})
+        ended.append((await receive())["type"])
+
+    async def ask() -> list:
+        served = replica.__new__(replica)
+        served._app = app
+        asked = example["Asked"]("POST", "/v1/x", b"", [], b"question", "")
+        answer = served.answer(asked)
+        parts = [await answer.__anext__(), await answer.__anext__()]
+        await answer.aclose()  # the client leaves
+        await asyncio.sleep(0)
+        return parts
+
+    assert asyncio.run(ask()) == [(201, [(b"x-path", b"/v1/x")]), b"question"]
+    assert ended == ["http.disconnect"]
+
+
 def test_all_compile(tmp_path):
-    """All examples compile, including ray_serve_app.py, whose package the tests do not install."""
+    """All examples compile, including those with Ray, which the tests do not install."""
     for path in EXAMPLES.glob("*.py"):
         py_compile.compile(str(path), str(tmp_path / f"{path.stem}.pyc"), doraise=True)
 

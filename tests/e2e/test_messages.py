@@ -260,6 +260,16 @@ def events(url: str, body: dict, path: str = PATH, **headers: str) -> list[dict]
     return found
 
 
+def test_the_list_of_models(server):
+    page = client(server).models.list()
+    (model,) = page.data
+    assert (model.type, model.id, model.display_name) == ("model", MODEL, MODEL)
+    assert model.created_at.year >= 2024 and model.created_at.utcoffset() is not None
+    assert (page.has_more, page.first_id, page.last_id) == (False, MODEL, MODEL)
+    assert client(server).models.retrieve(MODEL) == model
+    assert server.get("/v1/models").json()["object"] == "list"  # as OpenAI's without the header
+
+
 def test_a_session_of_claude_code(scripted):
     """Two requests: a question, which is answered with calls, and the results of the calls."""
     body = claude_code.first_request("scripted", "Go.", scale=0)
@@ -352,6 +362,16 @@ def test_the_clients_runner_of_tools(scripted):
     )
     assert runner.until_done().content[0].text == SCRIPTS["story"]
     assert called == [(1, "你"), ()]
+
+
+def test_a_thread_is_not_kept(server):
+    """The client then sends all messages."""
+    thread = {"type": "continue", "previous_message_id": "msg_1"}
+    with pytest.raises(anthropic.NotFoundError, match="keeps no threads: send all") as error:
+        client(server).messages.create(**fields_of("x", extra_body={"thread": thread}))
+    assert error.value.body["error"]["details"] == {"error_code": "thread_not_found"}
+    created = {"thread": {"type": "create"}}
+    assert client(server).messages.create(**fields_of("x", extra_body=created)).usage.output_tokens
 
 
 def test_the_client_parses_an_answer(server):

@@ -107,6 +107,18 @@ def user(block: dict) -> dict:
             "The json schema cannot be used: ",
         ),
         ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema is "),
+        (
+            {
+                "tools": [
+                    {"name": name, "input_schema": {"type": "object"}} for name in ("f", "g", "f")
+                ]
+            },
+            "tools[2].name is 'f', but tools[0] has this name, too.",
+        ),
+        (
+            user({"type": "tool_result", "tool_use_id": "x", "content": "1"}),
+            "messages[0].content[0].tool_use_id is 'x', but no tool_use block before it has this",
+        ),
         ({"n": 2}, "n is a field of /v1/chat/completions"),
         ({"logit_bias": {"x": 1}}, "logit_bias must map token ids to numbers."),
     ],

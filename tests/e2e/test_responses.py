@@ -232,6 +232,7 @@ def test_structured_output(server, scripted):
         400,
     )
     assert "json schema cannot be used" in error["message"]
+    assert error["param"] == "text.format"
 
 
 def test_metrics_are_given_if_asked_for(scripted):

@@ -15,10 +15,10 @@ SMALL = ["--max-model-len", "320", "--max-num-seqs", "4", "--device", "cpu", "--
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("prefixes", ["0", "6"])
+@pytest.mark.parametrize("prefixes", ["0", "6", "agents"])
 def test_soak(prefixes):
     command = [sys.executable, "scripts/soak.py", "--clients", "6", "--duration", "2"]
-    command += ["--shared-prefixes", prefixes]
+    command += ["--agents"] if prefixes == "agents" else ["--shared-prefixes", prefixes]
     done = subprocess.run(
         [*command, "--max-growth-mib", "200", *SMALL],
         cwd=ROOT,
@@ -32,6 +32,6 @@ def test_soak(prefixes):
     assert int(rows["left by the client"]) > 0
     zero = ("num_requests_running at the end", "wrong answers", "warnings and errors in the log")
     assert [rows[name] for name in zero] == ["0", "0", "0"]
-    if prefixes != "0":
+    if prefixes == "6":
         assert rows["pages cached after a reset at the end"] == "0"
         assert rows["texts that differ after a reset at the end"] == "0"

@@ -79,15 +79,22 @@ def test_a_chain_is_that_of_the_numpy_head(family: str, tied: bool, tmp_path: Pa
 
 
 @pytest.mark.parametrize("quant", [(), ("--quant", "gptq")])
-@pytest.mark.parametrize("topk", [1, 4])
-def test_synthetic_acceptance(topk: int, quant: tuple[str, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("preset", "topk"),
+    [("tiny-qwen3.5", 1), ("tiny-qwen3.5", 4), ("tiny-qwen3.5-moe", 1), ("tiny-qwen3.5-moe", 4)],
+)
+def test_synthetic_acceptance(
+    preset: str, topk: int, quant: tuple[str, ...], tmp_path: Path
+) -> None:
     """Each step accepts the planned number of tokens, in trees, too, since wrong ones are sure."""
     sizes = {"vocab_size": 1024, "hidden_size": 128, "intermediate_size": 128}
     flags = [word for key, value in sizes.items() for word in ("--set", f"{key}={value}")]
     flags += ["--acceptance", "0.7", "--draft-vocab-size", "512", *quant]
     if not quant:
         flags += ["--dtype", "float32"]
-    target = write("tiny-qwen3.5", tmp_path / "target", *flags)
+    if preset == "tiny-qwen3.5-moe" and topk == 4:
+        flags += ["--set", "common_experts=2"]
+    target = write(preset, tmp_path / "target", *flags)
     shape = {"spec_num_iter": 4, "spec_topk_per_iter": topk, "spec_tree_size": topk * 2 + 3}
     loaded = load(target, method="mtp", **shape)
     assert loaded.draft is not None and loaded.draft.method == "mtp"

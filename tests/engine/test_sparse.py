@@ -5,6 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from cpmcu.benchmarks.decoding import step_bytes
+from cpmcu.config import EngineConfig, SpeculativeConfig
+from cpmcu.loading.loader import load_model
 from cpmcu.models.common import BuildOptions
 from cpmcu.sparse_options import SparseOptions
 from tests.engine.drafted import SAMPLINGS, VOCAB, Drive, Models
@@ -84,3 +87,21 @@ def test_a_long_output_sees_everything(sparse_models: Models) -> None:
     for count in (250, 300, 365, 430):
         got = drive.one(prompt + tokens[:count], 50, **SAMPLINGS["seeded"])
         assert got == tokens[count : count + 50]
+
+
+def test_the_floor_of_a_step_counts_the_blocks_that_it_reads(sparse_models: Models) -> None:
+    """At token 640, 7 of the 11 blocks are not read; compressed keys of 9 pages are."""
+    loaded = load_model(
+        str(sparse_models.target(FAMILY).directory),
+        config=EngineConfig(
+            device=sparse_models.device,
+            memory_limit=0.2,
+            speculative_config=SpeculativeConfig(no_speculation=True),
+        ),
+    )
+    spec = loaded.spec
+    size = 4 if spec.dtype == "float32" else 2
+    row = len(spec.layers) * spec.num_key_value_heads * spec.head_dim * size  # of all layers
+    weights = step_bytes(loaded.engine, spec, 0)
+    assert step_bytes(loaded.engine, spec, 256) - weights == row * 2 * 256
+    assert step_bytes(loaded.engine, spec, 640) - weights == row * (2 * (640 - 64 * 7) + 5 * 9)

@@ -104,6 +104,24 @@ def test_forty_sequences_with_trees(models: Models) -> None:
     compare(models, "llama", jobs, together(engine, jobs))
 
 
+def test_steps_of_more_than_64_sequences(models: Models) -> None:
+    """GEMMs run on groups of 64 rows. A batch shrinks from 200 sequences to 1."""
+    num_seqs = 70 if SMALL else 200
+    engine = engine_of(models, None, max_num_seqs=num_seqs, max_model_len=2 * PAGE)
+    jobs = [
+        (random_ids(1 + i % 70, VOCAB, seed=i), 2 + i % 23, SAMPLINGS[list(SAMPLINGS)[i % 3]])
+        for i in range(num_seqs)
+    ]
+    steps: list[int] = []
+    compare(models, "llama", jobs, together(engine, jobs, steps=steps))
+    assert steps[0] == num_seqs and sorted(steps, reverse=True) == steps
+
+
+def test_more_than_256_sequences_are_refused(models: Models) -> None:
+    with pytest.raises(ValueError, match="max_num_seqs is 257, expected 1 to 256"):
+        engine_of(models, None, max_num_seqs=257)
+
+
 @pytest.mark.parametrize("kind", [None, "noisy", "ngram"])
 def test_steps_of_one_to_nine_sequences(models: Models, kind: str | None) -> None:
     """On CUDA some of these batch sizes are padded."""

@@ -19,6 +19,7 @@ class SparseCase(Case):
     """A step with compressed keys, too; those that no token may read are NaN."""
 
     rule: Rule = field(default=SMALL_RULE)
+    keys_are_old: bool = True
 
     def compressed(self, seq: int) -> tuple[np.ndarray, np.ndarray]:
         """Fine and coarse keys [spans, Hkv, D] of the cached and new tokens, as they are stored."""
@@ -46,10 +47,15 @@ class SparseCase(Case):
         fine, coarse = (self.put_raw(device, plane) for plane in self.planes())
         words = ops.selection_words(self.step.max_kv)
         selection = empty(device, [self.step.num_rows, self.num_kv_heads, words], "uint64")
+        floats = ops.select_scratch_floats(
+            num_tokens=self.step.num_rows, num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads, max_kv=self.step.max_kv,
+        )  # fmt: skip
         ops.select_blocks(
             context(device), selection=selection, qkv=qkv, fine=fine, coarse=coarse,
             scale=self.scale, num_heads=self.num_heads, num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim, tokens=rows, **vars(self.rule),
+            head_dim=self.head_dim, tokens=rows, scratch=empty(device, [floats], "float32"),
+            keys_are_old=self.keys_are_old, **vars(self.rule),
         )  # fmt: skip
         return selection
 

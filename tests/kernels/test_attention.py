@@ -147,7 +147,7 @@ def one_sequence(case: Case, seq: int, rows: Sequence[int]) -> Case:
     step = case.step
     first = int(step.in_seq[rows[0]])
     alone = Step(lengths=[step.lengths[seq] + first], counts=[len(rows)], seed=77)
-    result = Case(alone, case.num_heads, case.num_kv_heads, case.head_dim, case.dtype)
+    result = type(case)(alone, case.num_heads, case.num_kv_heads, case.head_dim, case.dtype)
     result.qkv = case.qkv[list(rows)]
     result.k, result.v = [case.k[seq][: alone.ends[0]]], [case.v[seq][: alone.ends[0]]]
     return result
@@ -338,7 +338,7 @@ def as_plain_decoding(case: Case, nodes: Sequence[int]) -> Case:
         keys.append(case.k[seq][entries])
         values.append(case.v[seq][entries])
     alone = Step(lengths=lengths, counts=[1] * len(nodes), seed=5)
-    result = Case(alone, case.num_heads, case.num_kv_heads, case.head_dim, case.dtype)
+    result = type(case)(alone, case.num_heads, case.num_kv_heads, case.head_dim, case.dtype)
     result.qkv, result.k, result.v, result.window = case.qkv[list(nodes)], keys, values, case.window
     return result
 

@@ -45,8 +45,9 @@ class Layer:
     """Weights, slots and inputs of a layer on a device. Slot i has a random sequence of tokens."""
 
     def __init__(
-        self, device: str, dtype: str, size: tuple[int, int, int, int], fused: bool = False
-    ) -> None:
+        self, device: str, dtype: str, size: tuple[int, int, int, int], fused: bool = False,
+        max_tree: int = MAX_TREE,
+    ) -> None:  # fmt: skip
         self.device, self.dtype, self.fused, self.num_slots = device, dtype, fused, 4
         rng = np.random.default_rng(7)
         hk, hv, dk, dv = size
@@ -69,7 +70,7 @@ class Layer:
         self.state = {
             "state": put(device, np.zeros((self.num_slots, hv, dv // 8, dk * 8))),
             "window": put(device, np.zeros((self.num_slots, hv, 3, 2 * dk + dv)), dtype),
-            "pending": empty(device, [self.num_slots, hv, MAX_TREE, 2 * dk + dv + 8], dtype),
+            "pending": empty(device, [self.num_slots, hv, max_tree, 2 * dk + dv + 8], dtype),
             "folded": put_ints(device, np.zeros((self.num_slots, hv))),
         }
         self.tokens = [
@@ -77,7 +78,7 @@ class Layer:
             for _ in range(self.num_slots)
         ]
         self.lengths = np.zeros(self.num_slots, np.int64)
-        self.paths = np.full((self.num_slots, MAX_TREE), -1)
+        self.paths = np.full((self.num_slots, max_tree), -1)
         self.counts = np.zeros(self.num_slots, np.int64)
 
     def run(
@@ -205,6 +206,66 @@ def test_trees_equal_plain_decoding(device: str, dtype: str, size: Any) -> None:
         layer.expected(0, sequences[0] + [7])[-1:],
         TOLERANCE[dtype],
     )
+
+
+@on_devices_dtypes_sizes
+def test_prompts_of_all_lengths_continue(device: str, dtype: str, size: Any) -> None:
+    """Lengths around the stages of the kernel, 16 or 32 tokens; then a plain decode step."""
+    whole = Layer(device, dtype, size).prefill([2], [[*range(164)]])[0]
+    assert_close(whole, Layer(device, dtype, size).expected(2, [*range(164)]), TOLERANCE[dtype])
+    for count in (1, 2, 3, 4, 13, 15, 16, 17, 31, 32, 33, 37, 63, 64, 65, 96, 97, 129, 163):
+        layer = Layer(device, dtype, size)
+        outputs = layer.prefill([2], [[*range(count)]])[0]
+        assert np.array_equal(outputs, whole[:count]), f"{count} tokens"
+        after = layer.run([2], [[count]])[0][0]
+        assert np.array_equal(after, whole[count]), f"the token after {count} tokens"
+
+
+# Parents of trees of up to 64 nodes, in breadth order.
+TREES = {
+    "star": [-1] + [0] * 63,
+    "chain": [node - 1 for node in range(64)],
+    "binary": [(node + 1) // 2 - 1 for node in range(64)],
+    "ternary": [-1, *((node - 1) // 3 for node in range(1, 40))],
+    "two chains": [-1, 0, 0, *(node - 2 for node in range(3, 64))],
+    # A leaf beside each node of a chain: first the leaf, or first the chain.
+    "leaves first": [-1, *(max(0, (node - 1) // 2 * 2) for node in range(1, 64))],
+    "leaves last": [-1, *(max(0, (node - 1) // 2 * 2 - 1) for node in range(1, 64))],
+    "one node": [-1],
+    "three nodes": [-1, 0, 0],
+}
+
+
+@pytest.mark.parametrize("shape", TREES)
+@pytest.mark.parametrize(
+    ("device", "size"),
+    [
+        pytest.param("cpu", SIZES[2], id="cpu"),
+        pytest.param("cuda", SIZES[2], id="cuda", marks=GPU),
+        # Two CTAs an SM, so that the kernel has room for fewer copies of S than it would use.
+        pytest.param("cuda", (2, 40, 128, 128), id="cuda, 40 heads", marks=GPU),
+    ],
+)
+def test_wide_and_deep_trees(device: str, size: Any, shape: str) -> None:
+    """Leaves have the bits of a prompt with their path. Then the longest path is accepted."""
+    rng, dtype, parents = np.random.default_rng(3), "bfloat16", TREES[shape]
+    prompt = [*range(5)]
+    nodes = [int(token) for token in rng.integers(200, size=len(parents))]
+    layer = Layer(device, dtype, size, max_tree=64)
+    layer.prefill([1], [prompt])
+    outputs = layer.run([1], [nodes], [parents])[0]
+    leaves = sorted(set(range(len(parents))) - set(parents))
+    chosen = {leaves[0], leaves[-1], *(int(leaf) for leaf in rng.choice(leaves, 6))}
+    for leaf in sorted(chosen):
+        path = path_to(parents, leaf)
+        tokens = prompt + [nodes[node] for node in path]
+        plain = Layer(device, dtype, size).prefill([1], [tokens])[0]
+        assert np.array_equal(outputs[path], plain[len(prompt) :]), f"leaf {leaf}"
+    path = max((path_to(parents, leaf) for leaf in leaves), key=len)
+    tokens = prompt + [nodes[node] for node in path] + [7]
+    layer.accept(1, path)
+    plain = Layer(device, dtype, size).prefill([1], [tokens])[0]
+    assert np.array_equal(layer.run([1], [[7]])[0][0], plain[-1])
 
 
 @on_devices

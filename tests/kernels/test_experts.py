@@ -69,6 +69,13 @@ def check_sorted(routing: Any, experts: npt.NDArray[np.int64], num_experts: int)
     counts = np.bincount(flat, minlength=num_experts)
     assert np.array_equal(routing.offsets.numpy(), np.concatenate([[0], np.cumsum(counts)]))
     active = np.flatnonzero(counts)
+    spans = np.zeros((min(num_experts, len(flat)), 3), np.int64)
+    spans[: len(active), 0] = active
+    spans[: len(active), 1] = (np.cumsum(counts) - counts)[active]
+    spans[: len(active), 2] = counts[active]
+    got = routing.spans.numpy().reshape(-1, 4)[: len(spans), :3]
+    assert np.array_equal(got[:, 2], spans[:, 2])
+    assert np.array_equal(got[: len(active)], spans[: len(active)])
     assert routing.num_active.numpy().item() == len(active)
     assert np.array_equal(routing.active.numpy()[: len(active)], active)
 
@@ -294,8 +301,10 @@ def test_w4_expert_gemm(
 
 
 @on_devices_and_dtypes
-def test_a_w4_pair_does_not_depend_on_the_others(device: str, dtype: str) -> None:
-    num_experts, top_k, n, k = 5, 2, 272, 264
+@pytest.mark.parametrize("k", sizes(264, 2048, 4736))
+def test_a_w4_pair_does_not_depend_on_the_others(device: str, dtype: str, k: int) -> None:
+    """One, two and more k blocks for each warp, which fit its stages or do not."""
+    num_experts, top_k, n = 5, 2, 272
     _, w = w4_experts(device, num_experts, n, k)
     x, _ = expert_inputs(100, 1, 8, k, dtype)
     logits = random_logits(100, num_experts)

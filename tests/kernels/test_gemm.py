@@ -156,6 +156,32 @@ def test_gated_gemm(device: str, dtype: str, m: int, width: int, k: int) -> None
         assert np.array_equal(part, whole[begin:end]), f"rows {begin} to {end}"
 
 
+@on_devices_and_dtypes
+@pytest.mark.parametrize(
+    ("m", "n", "k"),
+    sizes((1, 1, 8), (1, 64, 4096), (5, 33, 264), (13, 96, 5120), (32, 97, 1000), (64, 64, 2560),
+          (70, 24, 136)),
+)  # fmt: skip
+def test_normed_gemm(device: str, dtype: str, m: int, n: int, k: int) -> None:
+    x, w = inputs(m, n, k, dtype)
+    x[0] *= 0.0625  # small, so that eps matters
+    x = rounded(x * 3, dtype)
+    weight = rounded(np.random.default_rng(k).standard_normal(k) / 4, dtype)
+
+    def normed(device: str, begin: int = 0) -> Any:
+        y = empty(device, [m - begin, n], dtype)
+        rows, matrix = put(device, x[begin:], dtype), put(device, w, dtype)
+        norm = put(device, weight, dtype)
+        ops.normed_gemm(context(device), y, rows, matrix, norm, norm_eps=1e-3, norm_offset=1)
+        return y
+
+    expected = reference.rms_norm(x, 1 + weight, 1e-3) @ w.T
+    check(lambda on: get(normed(on)), device, expected, "normed_gemm", dtype)
+    whole = normed(device).numpy()
+    for begin in {0, m // 3, m // 2, m - 1}:
+        assert np.array_equal(normed(device, begin).numpy(), whole[begin:]), f"from row {begin}"
+
+
 @on_devices
 @pytest.mark.parametrize("shape", [(2, 16), (3, 12), (2, 12, 1)])
 def test_gated_shapes_must_agree(device: str, shape: tuple[int, ...]) -> None:

@@ -186,8 +186,8 @@ def test_any_rule(lengths: list[int], count: int, group: int, rule: Rule, seed: 
 
 @on_devices_and_cuda_dtypes
 def test_the_choice_does_not_depend_on_other_tokens(device: str, dtype: str) -> None:
-    lengths = [290, 700, 1100]
-    case = SparseCase(Step(lengths=lengths, counts=[64, 1, 33]), *HEADS, dtype)
+    lengths = [290, 700, 1100, 900]
+    case = SparseCase(Step(lengths=lengths, counts=[64, 1, 33, 300]), *HEADS, dtype)
     together = case.blocks(device)
     for seq, begin in enumerate(case.step.begins[:-1]):
         for row in {int(begin), int(case.step.begins[seq + 1]) - 1}:
@@ -231,6 +231,22 @@ def test_prefill_across_the_switch(device: str, dtype: str) -> None:
 
 
 @on_devices_and_dtypes
+@pytest.mark.parametrize("heads", [HEADS, (16, 1, 128), (7, 1, 128)])
+def test_prefill_bits_do_not_depend_on_the_chunk(
+    device: str, dtype: str, heads: tuple[int, int, int]
+) -> None:
+    """All tokens at once against two chunks, across dense_len and within a page."""
+    together = SparseCase(Step(lengths=[270], counts=[200]), *heads, dtype)
+    found = together.run("attention_prefill", device).numpy()
+    for length, count in ((270, 101), (371, 99)):
+        part = SparseCase(Step(lengths=[length], counts=[count]), *heads, dtype)
+        part.qkv = together.qkv[length - 270 : length - 270 + count]
+        part.k, part.v = ([x[0][: length + count]] for x in (together.k, together.v))
+        bits = part.run("attention_prefill", device).numpy()
+        assert np.array_equal(bits, found[length - 270 : length - 270 + count])
+
+
+@on_devices_and_dtypes
 @pytest.mark.parametrize("size", sizes(12, 33, 64))
 def test_trees(device: str, dtype: str, size: int) -> None:
     step = Step(lengths=[280, 383, 1000], counts=[size] * 3, masks=[deep_tree(size)] * 3)
@@ -239,15 +255,18 @@ def test_trees(device: str, dtype: str, size: int) -> None:
 
 
 @on_devices_and_dtypes
-def test_a_tree_node_has_the_bits_of_plain_decoding(device: str, dtype: str) -> None:
+@pytest.mark.parametrize("heads", sizes(HEADS, (16, 1, 128), small=2))
+def test_a_tree_node_has_the_bits_of_plain_decoding(
+    device: str, dtype: str, heads: tuple[int, int, int]
+) -> None:
     """A chain as a tree, across dense_len and page edges, against one token at a time."""
     for length in (280, 370, 1000):
         step = Step(lengths=[length], counts=[40], masks=[chain_masks(40)])
-        case = SparseCase(step, *HEADS, dtype, by_position=True)
+        case = SparseCase(step, *heads, dtype, by_position=True)
         tree = case.run("attention_decode", device).numpy()
         for row in (0, 1, 19, 20, 39):
             alone = Step(lengths=[length + row], counts=[1])
-            single = SparseCase(alone, *HEADS, dtype)
+            single = SparseCase(alone, *heads, dtype)
             single.qkv = case.qkv[[row]]
             single.k, single.v = ([x[0][: alone.ends[0]]] for x in (case.k, case.v))
             plain = single.run("attention_decode", device).numpy()

@@ -146,6 +146,12 @@ def test_spellings_of_the_prefix_cache(words, expected):
     assert config.prefix_cache is expected
 
 
+def test_the_tokens_of_a_pass_have_vllms_name_too():
+    for flag in ("--chunk-length", "--max-num-batched-tokens", "--max_num_batched_tokens"):
+        config = from_flags(EngineConfig, make_parser().parse_args([flag, "100"]))
+        assert config.chunk_length == 100
+
+
 def test_measurements_are_without_the_prefix_cache():
     parser = make_parser()
     for words in ("", "--prefix-cache no"):
@@ -157,6 +163,8 @@ def test_measurements_are_without_the_prefix_cache():
 
 
 def test_engine_config_is_checked():
-    for fields in ({"memory_limit": 1.5}, {"chunk_length": 0}, {"device": "tpu"}, {"dtype": "x"}):
+    wrong = [{"memory_limit": 1.5}, {"chunk_length": 0}, {"device": "tpu"}, {"dtype": "x"}]
+    wrong += [{"max_prefill_ms": 0}, {"max_prefill_ms": float("inf")}]
+    for fields in wrong:
         with pytest.raises(ValueError, match=next(iter(fields))):
             EngineConfig(**fields)

@@ -208,9 +208,3 @@ def test_refuses(family: str, changes: dict[str, Any], words: list[str]) -> None
     assert "\n" not in message
     for word in ["config.json", "expected", *words]:
         assert word in message
-
-
-@pytest.mark.parametrize("family", HYBRIDS)
-def test_cuda_is_refused_for_now(family: str) -> None:
-    with pytest.raises(ValueError, match="device is 'cuda', expected 'cpu' for a model with gated"):
-        build(tiny_config(family, head_dim=64), device="cuda")

@@ -108,7 +108,7 @@ def test_a_round_of_tools():
                 [
                     result("1", "3", cache_control={"type": "ephemeral"}),
                     result("2", [text("4"), {"type": "tool_reference", "tool_name": "mul"}]),
-                    result("9", is_error=True),
+                    result("2", is_error=True),
                     text("Go on."),
                 ]
             ),
@@ -129,7 +129,7 @@ def test_a_round_of_tools():
     assert found[2:] == [
         {"role": "tool", "tool_call_id": "1", "name": "add", "content": ["3"]},
         {"role": "tool", "tool_call_id": "2", "name": "sub", "content": ["4", "mul"]},
-        {"role": "tool", "tool_call_id": "9", "content": ["Error: "]},
+        {"role": "tool", "tool_call_id": "2", "name": "sub", "content": ["Error: "]},
         {"role": "user", "content": ["Go on."]},
         {"role": "tool", "tool_call_id": "1", "name": "add", "content": ["Error: no", "way"]},
     ]
@@ -308,6 +308,10 @@ BASH = {"type": "bash_20250124", "name": "bash"}
             last(use("1", "add", a=float("nan"))),
             "messages[1].content[0].input is not valid: Out of range float values are not JSON ",
         ),
+        (
+            [*last(use("1", "add")), *user([result("2", "3")])],
+            "messages[2].content[0].tool_use_id is '2', but no tool_use block before it has this ",
+        ),
         (last(use("1", "add")), "The last message has a tool_use block, but no tool_result "),
     ],
 )
@@ -321,6 +325,7 @@ def test_refused_messages(messages, message):
         ({"system": [IMAGE]}, "system[0] has type 'image', but must be text: the model reads "),
         ({"tools": [BASH]}, "tools[0] has type 'bash_20250124', but only tools with an input_s"),
         ({"tools": [{"name": "f"}]}, "tools[0].input_schema is missing."),
+        ({"tools": [TOOL, TOOL]}, "tools[1].name is 'add', but tools[0] has this name, too."),
         ({"tool_choice": {"type": "any"}}, "tool_choice any needs tools."),
         ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice.name is missing."),
         (
@@ -354,3 +359,17 @@ def test_refused_fields(fields, message):
 def test_values_out_of_range(fields):
     with pytest.raises(ValidationError):
         MessagesRequest.model_validate({"max_tokens": 9, "messages": HI, **fields})
+
+
+@pytest.mark.parametrize(
+    ("count", "end"), [("200", "."), ("at least 200", "; it has at least 200 tokens.")]
+)
+def test_a_lower_bound_of_tokens_is_called_so(count, end):
+    error = ApiError(
+        400,
+        f"The prompt has {count} tokens, but prompt and output together can have 128.",
+        code="context_length_exceeded",
+    )
+    message = error.messages_body()["error"]["message"]
+    start = "prompt is too long: 200 tokens > 128 maximum, prompt and output together"
+    assert message == start + end

@@ -170,7 +170,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"config_groups": {"a": {"weights": [4], "format": "pack-quantized"}}},
         r"weights is \[4\], expected an object",
     ),
-    ("compressed", {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme is present"),
     ("compressed", {"sparsity_config": {"format": "sparse-24"}}, "sparsity is 'sparse-24'"),
     ("compressed", {"transform_config": transform("input")}, "has the location 'input', expected"),
     ("compressed", {"transform_config": transform("weight_input", "output")}, "location 'output'"),

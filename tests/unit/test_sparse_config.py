@@ -73,15 +73,6 @@ def test_without_options_all_attention_is_dense(caplog: pytest.LogCaptureFixture
     assert "sparse_config is ignored: dense attention is exact" in caplog.text
 
 
-def test_cuda_is_dense_until_verified(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO):
-        assert build(device="cuda").layers == ()
-    assert "sparse_config is ignored" in caplog.text
-    message = "not verified on device cuda yet: pass --apply-sparse no"
-    with pytest.raises(ValueError, match=message):
-        build(device="cuda", apply_sparse=True)
-
-
 def test_options_without_effect_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     build(None, sparse_topk_k=5, sparse_switch=1)
     assert "sparse_topk_k, sparse_switch has no effect: attention is dense" in caplog.text

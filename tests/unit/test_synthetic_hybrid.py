@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from cpmcu.drafters.mtp import DENSE_MODULES
+from cpmcu.drafters.mtp import DENSE_MODULES, EXPERT_MODULES
 from cpmcu.loading.checkpoint import open_checkpoint
 from cpmcu.loading.index import read_json
 from cpmcu.models.common import BuildOptions
@@ -19,7 +20,8 @@ from scripts.synthetic.acceptance import lay_out
 from scripts.synthetic.presets import PRESETS
 from tests.unit.test_synthetic_checkpoint import read_tensors, write
 
-TINY = ["tiny-qwen3.5", "tiny-qwen3.5-vl", "tiny-qwen3-next"]
+TINY = ["tiny-qwen3.5", "tiny-qwen3.5-vl", "tiny-qwen3-next", "tiny-qwen3.5-moe"]
+PARTS = ("gate", "up", "down")
 
 
 @pytest.mark.parametrize("preset", TINY)
@@ -51,7 +53,16 @@ def test_tensors_fit_the_config(preset: str, tmp_path: Path) -> None:
     assert ("lm_head.weight" in shapes) == (preset != "tiny-qwen3.5-vl")
     assert any(name.startswith("model.visual.") for name in tensors) == (preset[-2:] == "vl")
     heads = {name[4:].rpartition(".")[0] for name in tensors if name.startswith("mtp.")}
-    assert heads == set(DENSE_MODULES)
+    if preset == "tiny-qwen3.5-moe":
+        experts = {f"layers.0.mlp.experts.{e}.{part}_proj" for e in range(16) for part in PARTS}
+        assert heads == {name for name in EXPERT_MODULES if name[-7:] != "experts"} | experts
+        for module in ("model.layers.0.mlp.", "mtp.layers.0.mlp."):
+            assert tensors[f"{module}experts.15.down_proj.weight"][1] == [256, 128]
+            assert tensors[f"{module}shared_expert.up_proj.weight"][1] == [128, 256]
+            assert tensors[f"{module}shared_expert_gate.weight"][1] == [1, 256]
+            assert tensors[f"{module}gate.weight"][1] == [16, 256]
+    else:
+        assert heads == set(DENSE_MODULES)
     for name, (_, _, values) in tensors.items():
         assert np.isfinite(values).all() and values.std() > 0, name
         if "norm" in name and ".visual." not in name:
@@ -77,14 +88,19 @@ def test_4_bits(preset: str, tmp_path: Path) -> None:
     assert plan.verify is not None
     plan.verify(checkpoint.read)
     dense = {module.rpartition(".")[2] for module in plan.linear_overrides}
-    assert dense == {"in_proj_ba", "lm_head"}
+    assert dense - {"gate", "shared_expert_gate"} == {"in_proj_ba", "lm_head"}
     assert "mtp.fc.weight" in checkpoint.tensors
     assert "-:^mtp.*" in config["quantization_config"]["dynamic"]
 
 
 @pytest.mark.parametrize(
     ("preset", "billions", "head"),
-    [("qwen3.5-4b", 4.33, 0.121), ("qwen3.5-9b", 9.20, 0.243), ("qwen3.5-27b", 27.3, 0.425)],
+    [
+        ("qwen3.5-4b", 4.33, 0.121),
+        ("qwen3.5-9b", 9.20, 0.243),
+        ("qwen3.5-27b", 27.3, 0.425),
+        ("qwen3.5-35b-a3b", 35.5, 0.845),
+    ],
 )
 def test_parameter_counts(preset: str, billions: float, head: float) -> None:
     row = PRESETS[preset]
@@ -94,13 +110,25 @@ def test_parameter_counts(preset: str, billions: float, head: float) -> None:
     assert mtp / 1e9 == pytest.approx(head, rel=0.01)
 
 
-@pytest.mark.parametrize("acceptance", [0.0, 0.6, 1.0])
-def test_tables_of_an_mtp_head_with_synthetic_acceptance(acceptance: float, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("preset", "acceptance"),
+    [
+        ("tiny-qwen3.5", 0.0),
+        ("tiny-qwen3.5", 0.6),
+        ("tiny-qwen3.5", 1.0),
+        ("tiny-qwen3.5-moe", 0.6),
+    ],
+)
+def test_tables_of_an_mtp_head_with_synthetic_acceptance(
+    preset: str, acceptance: float, tmp_path: Path
+) -> None:
     """What the head computes from its embedding alone, since hidden states add noise only."""
     sizes = {"vocab_size": 512, "hidden_size": 256, "num_hidden_layers": 1}
     flags = [word for key, value in sizes.items() for word in ("--set", f"{key}={value}")]
     flags += ["--acceptance", str(acceptance), "--dtype", "float32"]
-    out = write("tiny-qwen3.5", tmp_path / "model", *flags)
+    if preset == "tiny-qwen3.5-moe":
+        flags += ["--set", "common_experts=2"]
+    out = write(preset, tmp_path / "model", *flags)
     tensors = read_tensors(out / "model.safetensors")
     matrices = {name: values.reshape(shape) for name, (_, shape, values) in tensors.items()}
     embedding, head = matrices["model.embed_tokens.weight"], matrices["lm_head.weight"]
@@ -115,6 +143,13 @@ def test_tables_of_an_mtp_head_with_synthetic_acceptance(acceptance: float, tmp_
     assert differing.size == 0 or (acceptance == 0 and len(set(pair.embed_rows[differing])) == 1)
     assert found.mean() == pytest.approx(acceptance, abs=0.05)
     assert not head[:, -1].any()
+    if preset == "tiny-qwen3.5-moe":
+        assert not head[:, -2].any()
+        for module in ("model.layers.0.", "mtp.layers.0."):
+            scores = normed @ matrices[f"{module}mlp.gate.weight"].T
+            chosen = np.argsort(-scores, axis=1)[:, :4]
+            overlap = [len({*a} & {*b}) for a, b in itertools.pairwise(chosen)]
+            assert 2.0 < np.mean(overlap) < 2.6  # two common ones, and 4/14 of the two others
 
 
 def test_flags_of_a_model_with_an_mtp_head(tmp_path: Path) -> None:

@@ -11,6 +11,8 @@ to host memory or are dropped. The stream orders the copies, so no thread waits 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections import deque
 from typing import TYPE_CHECKING
 
 from cpmcu.engine.prefix.host import HostTier
@@ -52,6 +54,7 @@ class Prefix:
     known: int = 0  # pages that it found cached, those behind the last checkpoint included
     pending_begin: int = 0  # its pages whose keys are pending: it will publish them
     pending_end: int = 0
+    waits_for: bytes = b""  # key that a running sequence will publish
     reading: list[bytes] | None = None  # keys that are read from disk for it; None: not asked yet
     epoch: int = 0  # number of resets before it began
     collided: bool = False  # another prefix has the next key: nothing more is published
@@ -154,6 +157,8 @@ class PrefixCache:
         if not behind:
             return False
         if behind[0][0] in self._pending:
+            pending = itertools.takewhile(lambda pair: pair[0] in self._pending, behind)
+            prefix.waits_for = deque(pending, maxlen=1)[0][0]
             return True
         if self._disk is None:
             return False
@@ -164,6 +169,10 @@ class PrefixCache:
             for entry in matched:
                 entry.locks -= 1
         return self._disk.is_reading(prefix.reading)
+
+    def still_waits(self, prefix: Prefix) -> bool:
+        """Does the prefix wait for the same pages as when `must_wait` was last asked?"""
+        return prefix.waits_for in self._pending or self.is_reading(prefix)
 
     def num_new_pages(self, matched: list[Entry], num_tokens: int) -> int:
         """Number of pages, free or idle, that a sequence beginning with `matched` must take."""

@@ -278,6 +278,13 @@ class GenerationRequest(SamplingRequest):
         if self.stream_options.model_fields_set and not self.stream:
             raise refused("stream_options", "stream_options need stream: true.")
 
+    @property
+    def grammar_field(self) -> str | None:
+        """The field that a grammar may come from; None: there is none."""
+        names = (*(f"guided_{kind}" for kind in grammar.GUIDED), "structured_outputs")
+        given = (name for name in (*names, "response_format") if getattr(self, name) is not None)
+        return next(given, None)
+
     def _grammar(self) -> Grammar | None:
         sources = {f"guided_{kind}": getattr(self, f"guided_{kind}") for kind in grammar.GUIDED}
         if self.structured_outputs is not None:

@@ -7,7 +7,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from cpmcu.serving.errors import refused
+from cpmcu.checks import shown
+from cpmcu.serving.errors import ApiError, refused
 from cpmcu.serving.protocol.base import (
     IGNORED,
     MAX_STOP_LENGTH,
@@ -118,6 +119,13 @@ class OutputConfig(RequestModel):
     format: JsonFormat | None = None
 
 
+class MessageThread(RequestModel):
+    """A conversation that Anthropic's server keeps; this one keeps none."""
+
+    type: str
+    previous_message_id: str | None = None
+
+
 class CountRequest(RequestModel):
     """A conversation whose tokens are counted: the fields that determine the prompt."""
 
@@ -132,12 +140,26 @@ class CountRequest(RequestModel):
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="Variables of the chat template"
     )
+    thread: MessageThread | None = Field(
+        None, description="create has no effect; continue is a 404, and clients send all messages"
+    )
 
     ignored_fields: ClassVar[Set[str]] = IGNORED | WITHOUT_EFFECT
     refused_fields: ClassVar[Mapping[str, tuple[Any, ...]]] = REFUSED | UNSUPPORTED
 
     def check_extra(self) -> None:
-        """Logs unknown fields once. Raises ApiError (400) for a field that changes the output."""
+        """Logs unknown fields once. Raises ApiError (400) for a field that changes the output.
+
+        404: the request continues a thread, so it has new messages alone.
+        """
+        if self.thread is not None and self.thread.type == "continue":
+            raise ApiError(
+                404,
+                f"thread.previous_message_id is {shown(self.thread.previous_message_id)}, but this "
+                "server keeps no threads: send all messages.",
+                param="thread",
+                code="thread_not_found",
+            )
         own = MessagesRequest.model_fields
         for name, value in (self.model_extra or {}).items():
             if name in ChatRequest.model_fields and name not in own and value is not None:

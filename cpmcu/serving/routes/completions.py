@@ -85,7 +85,14 @@ def _prepare(service: Service, body: CompletionRequest, loop: asyncio.AbstractEv
         prompt_logprobs=_most(body.prompt_logprobs, body.logprobs if body.echo else None),
         **body.sampling_fields(),
     )
-    generation = Generation(service, ids, params, loop, progress=body.return_progress)
+    generation = Generation(
+        service,
+        ids,
+        params,
+        loop,
+        grammar_field=body.grammar_field,
+        progress=body.return_progress,
+    )
     return _Job(generation, model, texts)
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import datetime
+
 from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
 
 from cpmcu.serving.protocol.base import ERRORS
 from cpmcu.serving.protocol.codex import codex_model
@@ -12,22 +15,36 @@ from cpmcu.serving.responses import service_of
 router = APIRouter(tags=["models"])
 
 
-@router.get("/v1/models", responses={503: ERRORS[503]})
-async def models(request: Request) -> ModelList:
-    """The served model under each of its names."""
+@router.get("/v1/models", response_model=ModelList, responses={503: ERRORS[503]})
+async def models(request: Request) -> ModelList | Response:
+    """The served model under each of its names.
+
+    In Anthropic's shape if the request has the header anthropic-version.
+    """
     service = service_of(request)
     max_length = service.model.llm.max_length
+    if _asks_as_anthropic(request):
+        names = service.names
+        data = [_anthropic_info(request, name) for name in names]
+        page = {"data": data, "has_more": False, "first_id": names[0], "last_id": names[-1]}
+        return JSONResponse(page)
     return ModelList(
         data=[_info(request, name) for name in service.names],
         models=[codex_model(name, max_length, i) for i, name in enumerate(service.names)],
     )
 
 
-@router.get("/v1/models/{name:path}", responses={404: ERRORS[404], 503: ERRORS[503]})
-async def model(request: Request, name: str) -> ModelInfo:
-    """The served model under one of its names."""
+@router.get(
+    "/v1/models/{name:path}",
+    response_model=ModelInfo,
+    responses={404: ERRORS[404], 503: ERRORS[503]},
+)
+async def model(request: Request, name: str) -> ModelInfo | Response:
+    """The served model under one of its names, in the shape of /v1/models."""
     service = service_of(request)
     service.check_model(name)
+    if _asks_as_anthropic(request):
+        return JSONResponse(_anthropic_info(request, name))
     return _info(request, name)
 
 
@@ -39,3 +56,17 @@ def _info(request: Request, name: str) -> ModelInfo:
         root=service.root,
         max_model_len=service.model.llm.max_length,
     )
+
+
+def _asks_as_anthropic(request: Request) -> bool:
+    return "anthropic-version" in request.headers
+
+
+def _anthropic_info(request: Request, name: str) -> dict[str, str]:
+    created = datetime.datetime.fromtimestamp(service_of(request).created, datetime.timezone.utc)
+    return {
+        "type": "model",
+        "id": name,
+        "display_name": name,
+        "created_at": created.isoformat().replace("+00:00", "Z"),
+    }

@@ -39,6 +39,10 @@ struct AttentionParams {
   QkvLayout layout{};
   Tensor k_cache;  // [pages, Hkv, 64, D]
   Tensor v_cache;  // [pages, Hkv, 64, D]
+  // [pages, Hkv, 64, 1] float32: the caches are fp8, as in rotary_kv. A key's scale multiplies its
+  // scores, a value's scale its probabilities. Not with a BlockSelection. Empty: as qkv.
+  Tensor k_scales{};
+  Tensor v_scales{};
   float scale = 1;
   int num_heads = 0;
   int num_kv_heads = 0;

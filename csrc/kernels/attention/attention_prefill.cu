@@ -22,15 +22,17 @@
 // window, the CTA skips tiles before the window of its first row, because they would not change the
 // state.
 #include "core/dispatch.h"
+#include "kernels/attention/fp8_tiles.cuh"
 #include "kernels/attention/selected_splits.cuh"
 #include "kernels/attention/tiles.cuh"
 
 namespace cpmcu::cuda {
 namespace {
 
-template <typename T, int kDim_>
+template <typename T, int kDim_, bool kFp8_ = false>
 struct PrefillConfig {
   using Element = T;
+  static constexpr bool kFp8 = kFp8_;
   static constexpr int kDim = kDim_;
   static constexpr int kRowTiles = kDim <= 128 ? 2 : 1;       // m16 tiles of a warp
   static constexpr int kTileEntries = kDim <= 128 ? 64 : 32;  // entries of a KV tile
@@ -45,7 +47,8 @@ struct PrefillConfig {
 
 template <typename Config>
 struct PrefillSmem {
-  using Tile = SwizzledTile<typename Config::Element, Config::kTileEntries, Config::kDim>;
+  using Tile =
+      CacheTile<typename Config::Element, Config::kFp8, Config::kTileEntries, Config::kDim>;
   SwizzledTile<typename Config::Element, Config::kRows, Config::kDim> queries;  // then the output
   Tile keys[Config::kStages];
   Tile values[Config::kStages];
@@ -99,9 +102,10 @@ struct PrefillCta {
     const int64_t offset =
         ((page * args.num_kv_heads + kv_head) * kPageSize + entry % kPageSize) * kDim;
     const int stage = tile % Config::kStages;
-    fetch_tile<Config::kThreads>(smem.keys[stage], args.k_cache + offset, kDim, entry_end - entry);
-    fetch_tile<Config::kThreads>(smem.values[stage], args.v_cache + offset, kDim,
-                                 entry_end - entry);
+    fetch_cache<Config::kThreads>(smem.keys[stage], args, kKeys, offset, entry_end - entry,
+                                  threadIdx.x);
+    fetch_cache<Config::kThreads>(smem.values[stage], args, kValues, offset, entry_end - entry,
+                                  threadIdx.x);
   }
 
   // The first entry in the window of a token of the sequence.
@@ -128,6 +132,8 @@ struct PrefillCta {
         load_fragment_a(q[m], smem.queries, warp * Config::kWarpRows + m * 16, k16);
       }
     });
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) scale_columns<T>(scores[m], smem.keys[stage], 0);
     if (entry + kTileEntries > full_entries ||
         entry < window_of(warp_row + Config::kWarpRows - 1)) {
 #pragma unroll
@@ -140,7 +146,10 @@ struct PrefillCta {
       }
     }
 #pragma unroll
-    for (int m = 0; m < kRowTiles; ++m) softmax_step(rows[m], scores[m], args.scale_log2);
+    for (int m = 0; m < kRowTiles; ++m) {
+      softmax_step(rows[m], scores[m], args.scale_log2);
+      scale_columns<T>(scores[m], smem.values[stage], 0);
+    }
     multiply_values<T>(rows, scores, smem.values[stage], 0);
   }
 
@@ -253,13 +262,15 @@ void attention_prefill(const Context& ctx, const AttentionParams& params) {
   }
 #ifdef CPMCU_SM90
   if (ctx.compute_capability == 90 && params.head_dim == 128 && params.window == 0 &&
-      params.tokens.ancestor_masks == nullptr) {
+      params.tokens.ancestor_masks == nullptr && params.k_scales.empty()) {
     return attention_prefill_sm90(ctx, params);
   }
 #endif
   dispatch_half(params.qkv.dtype(), [&](auto element) {
     dispatch_int<64, 128, 256>("attention_prefill: head_dim", params.head_dim, [&](auto dim) {
-      launch_prefill<PrefillConfig<decltype(element), dim.value>>(ctx, params);
+      using T = decltype(element);
+      params.k_scales.empty() ? launch_prefill<PrefillConfig<T, dim.value, false>>(ctx, params)
+                              : launch_prefill<PrefillConfig<T, dim.value, true>>(ctx, params);
     });
   });
 }

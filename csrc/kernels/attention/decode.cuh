@@ -21,6 +21,7 @@
 
 #include "core/trace.cuh"
 #include "kernels/attention/combine.cuh"
+#include "kernels/attention/fp8_tiles.cuh"
 
 namespace cpmcu::cuda {
 namespace {

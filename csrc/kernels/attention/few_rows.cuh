@@ -22,9 +22,10 @@
 namespace cpmcu::cuda {
 namespace {
 
-template <typename T, int kDim_>
+template <typename T, int kDim_, bool kFp8_ = false>
 struct FewRowsConfig {
   using Element = T;
+  static constexpr bool kFp8 = kFp8_;
   static constexpr int kDim = kDim_;
   static constexpr int kWarps = kDim <= 128 ? 4 : 2;
   static constexpr int kThreads = kWarps * 32;
@@ -39,7 +40,7 @@ template <typename Config>
 struct FewRowsSmem {
   using T = typename Config::Element;
   static constexpr int kDim = Config::kDim;
-  using KvTile = SwizzledTile<T, kKvTile, kDim>;
+  using KvTile = CacheTile<T, Config::kFp8, kKvTile, kDim>;
   union Keys {
     KvTile entries;
     float4 acc[kDim / 8][32];  // probabilities * values of the KV tile; replaces the keys
@@ -48,7 +49,7 @@ struct FewRowsSmem {
     Keys keys[2];       // of this round and the next
     KvTile values;
   };
-  static_assert(sizeof(KvTile) == sizeof(Keys));
+  static_assert(sizeof(KvTile) == sizeof(Keys) || Config::kFp8);
   using Queries = SwizzledTile<T, Config::kRows, kDim>;
   static_assert(sizeof(Queries) <= sizeof(Keys), "the queries must fit a key buffer");
   WarpBuffers warps[Config::kWarps];
@@ -69,23 +70,22 @@ score_kv_tile(float (&scores)[1][1][kKvTileN8][4], const uint32_t (&queries)[Con
 #pragma unroll
                                             for (int j = 0; j < 4; ++j) q[0][j] = queries[k16][j];
                                           });
+  scale_columns<typename Config::Element>(scores[0][0], smem.warps[warp].keys[i].entries, 0);
   smem.packed.hide(scores, args, seq, 0, entry);
   return softmax_of_kv_tile(scores[0][0], args.scale_log2);
 }
 
-// Multiplies the probabilities of a warp's KV tile by its values. The result replaces the keys.
+// Multiplies the probabilities of a warp's KV tile by their scales and values. The result replaces
+// the keys.
 template <typename Config>
-__device__ __forceinline__ void multiply_kv_tile(const float (&probabilities)[kKvTileN8][4],
+__device__ __forceinline__ void multiply_kv_tile(float (&probabilities)[kKvTileN8][4],
                                                  const SoftmaxState& sums,
                                                  FewRowsSmem<Config>& smem, int i, int warp,
                                                  int lane) {
   auto& buffers = smem.warps[warp];
+  scale_columns<typename Config::Element>(probabilities, buffers.values, 0);
   multiply_kv_tile_values<typename Config::Element, Config::kDim>(
-      probabilities,
-      [&](uint32_t (&v)[4], int k16, int n16) {
-        load_fragment_values(v, buffers.values, k16 * 16, n16);
-      },
-      [&](int n16, const float (&acc)[2][4]) {
+      probabilities, values_from(buffers.values, 0), [&](int n16, const float (&acc)[2][4]) {
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
           buffers.keys[i].acc[2 * n16 + n][lane] =
@@ -143,10 +143,10 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
   auto exists = [&](int entry) { return entry >= range.entry_begin && entry < range.entry_end; };
   // Starts the copy of the KV tile from `entry` on, as one cp.async group. If the range has no such
   // tile, the group is empty.
-  auto fetch = [&](auto& tile, const T* cache, int entry, int page) {
+  auto fetch = [&](auto& tile, Operand operand, int entry, int page) {
     if (exists(entry)) {
       const int64_t offset = entry_offset<kDim>(args, page, chunk.kv_head, entry);
-      fetch_tile<32>(tile, cache + offset, kDim, seq.end() - entry, lane);
+      fetch_cache<32>(tile, args, operand, offset, seq.end() - entry, lane);
     }
     ptx::cp_async_commit();
   };
@@ -171,7 +171,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
       trace.stamp(1);
       if (!launches_early) ptx::pdl_launch();
     }
-    if (now) fetch(buffers.keys[0].entries, args.k_cache, first, page);
+    if (now) fetch(buffers.keys[0].entries, kKeys, first, page);
     if (pass == 0) {
       smem.packed.template load<false, kDim>(args, chunk);
       __syncthreads();
@@ -179,9 +179,9 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     }
     if (now) {
       if (one_by_one) ptx::cp_async_wait<0>();
-      fetch(buffers.values, args.v_cache, first, page);
+      fetch(buffers.values, kValues, first, page);
       if (one_by_one) ptx::cp_async_wait<0>();
-      if (!lends_tile) fetch(buffers.keys[1].entries, args.k_cache, second, next_page);
+      if (!lends_tile) fetch(buffers.keys[1].entries, kKeys, second, next_page);
     }
   }
   queries_copy.copy(queries_tile, args.qkv);
@@ -191,7 +191,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
 #pragma unroll
   for (int k16 = 0; k16 < kDim / 16; ++k16) load_fragment_a(queries[k16], queries_tile, 0, k16);
   __syncthreads();
-  if (lends_tile) fetch(buffers.keys[1].entries, args.k_cache, second, next_page);
+  if (lends_tile) fetch(buffers.keys[1].entries, kKeys, second, next_page);
 
   RowTile<Config::kColumns> state;  // state of the split: all rows, this warp's dimensions
   state.clear();
@@ -215,7 +215,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
       multiply_kv_tile<Config>(scores[0][0], sums, smem, i, warp, lane);
     }
     __syncwarp();
-    fetch(buffers.values, args.v_cache, entry + Config::kRoundEntries, page);
+    fetch(buffers.values, kValues, entry + Config::kRoundEntries, page);
     __syncthreads();
 #pragma unroll 1  // small code, as above
     for (int u = 0; u < Config::kWarps; ++u) {
@@ -234,7 +234,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
       }
     }
     __syncthreads();
-    fetch(buffers.keys[i].entries, args.k_cache, entry + 2 * Config::kRoundEntries, next_page);
+    fetch(buffers.keys[i].entries, kKeys, entry + 2 * Config::kRoundEntries, next_page);
     if (round_entry + Config::kRoundEntries >= min(split_end, range.entry_end)) {
       write_split<kDim>(args, smem.packed, state, 0, warp * Config::kColumns, split, max_splits);
       split_end = split_begin(++split + 1);

@@ -37,14 +37,14 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
                                int num_chunks, int max_splits) {
   using T = typename Config::Element;
   using Smem = ManyRowsSmem<Config>;
-  using StageTile = typename Smem::StageTile;
   constexpr int kDim = Config::kDim;
   constexpr int kStageEntries = Config::kStageEntries;
   // wgmma is used if a warpgroup has 64 rows. Its sums have the same bits as those of mma.sync.
-  // NOTE: only for trees, whose own entries use mma.sync. If nothing else reads the queries, ptxas
-  // 13.0 overwrites their registers with probabilities (D = 64), although the next tile needs them.
+  // NOTE: only for trees of 16 bits, whose own entries use mma.sync. If nothing else reads the
+  // queries, ptxas 13.0 overwrites their registers with probabilities (D = 64), although the next
+  // tile needs them.
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  constexpr bool kWgmma = kByPosition && Config::kColumnWarps == 1;
+  constexpr bool kWgmma = kByPosition && Config::kColumnWarps == 1 && !Config::kFp8;
 #else
   constexpr bool kWgmma = false;
 #endif

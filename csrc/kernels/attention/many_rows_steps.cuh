@@ -12,9 +12,10 @@
 namespace cpmcu::cuda {
 namespace {
 
-template <typename T, int kDim_>
+template <typename T, int kDim_, bool kFp8_ = false>
 struct ManyRowsConfig {
   using Element = T;
+  static constexpr bool kFp8 = kFp8_;
   static constexpr int kDim = kDim_;
   static constexpr int kColumns = kDim <= 128 ? kDim : 128;  // output dimensions of a warp
   static constexpr int kColumnWarps = kDim / kColumns;       // warps that share rows
@@ -34,7 +35,7 @@ struct ManyRowsConfig {
 template <typename Config>
 struct ManyRowsSmem {
   using T = typename Config::Element;
-  using StageTile = SwizzledTile<T, Config::kStageEntries, Config::kDim>;
+  using StageTile = CacheTile<T, Config::kFp8, Config::kStageEntries, Config::kDim>;
   struct Stage {
     StageTile keys, values;
   };
@@ -53,8 +54,12 @@ struct ManyRowsSmem {
   // This thread's acc of the group's earlier splits, eight dimensions at a time. If split groups
   // are merged, it occupies the last stage.
   using GroupAcc = float4[Config::kColumns / 8][Config::kThreads];
-  static_assert(!Config::kMerges || sizeof(GroupAcc) <= sizeof(Stage));
+  static_assert(!Config::kMerges || sizeof(GroupAcc) <= sizeof(Stage) || Config::kFp8);
+  // An fp8 stage is too small for it.
+  struct None {};
+  std::conditional_t<Config::kMerges && Config::kFp8, GroupAcc, None> own_group_acc;
   __device__ __forceinline__ float4& group_acc(int n) {
+    if constexpr (Config::kMerges && Config::kFp8) return own_group_acc[n][threadIdx.x];
     return reinterpret_cast<GroupAcc&>(stages[Config::kStages - 1])[n][threadIdx.x];
   }
 };
@@ -125,11 +130,19 @@ __device__ __forceinline__ void add_tile(RowTile<kDim>& state,
   }
 }
 
-// Adds a KV tile to the split: its scores, and its values from dimension `column` on.
-template <typename T, int kColumns, typename LoadValues>
+// Leaves probabilities as they are.
+struct NoScale {
+  __device__ __forceinline__ void operator()(float (&)[kKvTileN8][4]) const {}
+};
+
+// Adds a KV tile to the split: its scores, and its values from dimension `column` on. scale_values
+// multiplies probabilities by the scales of an fp8 cache.
+template <typename T, int kColumns, typename LoadValues, typename ScaleValues = NoScale>
 __device__ __forceinline__ void add_kv_tile(RowTile<kColumns>& state, float (&scores)[kKvTileN8][4],
-                                            float scale_log2, int column, LoadValues load_values) {
+                                            float scale_log2, int column, LoadValues load_values,
+                                            ScaleValues scale_values = {}) {
   const SoftmaxState kv_tile = softmax_of_kv_tile(scores, scale_log2);
+  scale_values(scores);
   float weight[2];
   begin_kv_tile(state, kv_tile, weight);
   multiply_kv_tile_values<T, kColumns>(
@@ -144,13 +157,15 @@ __device__ __forceinline__ void add_kv_tile(RowTile<kColumns>& state, float (&sc
 // holds entries before the tree, then the token's ancestors in order.
 template <typename Config>
 struct AncestorEntries {
+  using StageTile = typename ManyRowsSmem<Config>::StageTile;
   uint32_t key[kKvTile / 16], value[kKvTile / 16];  // a lane's addresses for ldmatrix
+  float key_scale, value_scale;                     // fp8 only: of entry `lane` of the tile
 
-  // For the token of packed row p. address_of(entry) is the address of an entry's keys.
-  template <typename AddressOf>
+  // For the token of packed row p. look_up(entry, use) calls use(stage, row) for an entry's place.
+  template <typename LookUp>
   __device__ __forceinline__ AncestorEntries(const ManyRowsSmem<Config>& smem,
                                              uint8_t (&path)[kMaxTreeSize], int lane, int entry,
-                                             int p, int length, AddressOf address_of) {
+                                             int p, int length, LookUp look_up) {
     const uint64_t mask = smem.packed.masks[p];
     const uint32_t low = static_cast<uint32_t>(mask), high = static_cast<uint32_t>(mask >> 32);
     const uint32_t before = (1u << lane) - 1;
@@ -162,15 +177,54 @@ struct AncestorEntries {
     const int from = position < length                ? position
                      : position < smem.packed.ends[p] ? length + path[position - length]
                                                       : length;  // arbitrary: masked
-    const uint32_t lane_entry = address_of(from);
+    uint32_t lane_entry;
+    look_up(from, [&](const auto& stage, int row) {
+      lane_entry = stage.keys.address(row, 0);
+      if constexpr (Config::kFp8) {
+        key_scale = stage.keys.scales[row], value_scale = stage.values.scales[row];
+      }
+    });
+    if constexpr (Config::kFp8) {
+      key[0] = lane_entry;
+      value[0] = lane_entry + static_cast<uint32_t>(sizeof(StageTile));
+    } else {
 #pragma unroll
-    for (int i = 0; i < kKvTile / 16; ++i) {
-      key[i] = __shfl_sync(0xffffffffu, lane_entry, i * 16 + lane / 16 * 8 + lane % 8) ^
-               (lane / 8 % 2 * 16);
-      value[i] = (__shfl_sync(0xffffffffu, lane_entry, i * 16 + lane % 16) +
-                  static_cast<uint32_t>(sizeof(typename ManyRowsSmem<Config>::Stage) / 2)) ^
-                 (lane / 16 * 16);
+      for (int i = 0; i < kKvTile / 16; ++i) {
+        key[i] = __shfl_sync(0xffffffffu, lane_entry, i * 16 + lane / 16 * 8 + lane % 8) ^
+                 (lane / 8 % 2 * 16);
+        value[i] = (__shfl_sync(0xffffffffu, lane_entry, i * 16 + lane % 16) +
+                    static_cast<uint32_t>(sizeof(StageTile))) ^
+                   (lane / 16 * 16);
+      }
     }
+  }
+
+  // The fragments of keys and of values, as multiply_keys and multiply_kv_tile_values load them.
+  __device__ __forceinline__ auto keys() const {
+    if constexpr (Config::kFp8) {
+      return Fp8Keys<typename Config::Element, StageTile>{key[0], {}};
+    } else {
+      return [this](uint32_t (&k)[4], int n16, int k16) {
+        ptx::ldmatrix4(k, StageTile::further(key[n16], k16 * 2));
+      };
+    }
+  }
+  __device__ __forceinline__ auto values() const {
+    if constexpr (Config::kFp8) {
+      return Fp8Values<typename Config::Element, StageTile>{value[0], {}};
+    } else {
+      return [this](uint32_t (&v)[4], int k16, int n16) {
+        ptx::ldmatrix4_trans(v, StageTile::further(value[k16], n16 * 2));
+      };
+    }
+  }
+  // Multiplies columns by the scales of their entries; `of_lane` is the scale of entry `lane`.
+  __device__ __forceinline__ void scale(float (&x)[kKvTileN8][4], float of_lane) const {
+    scale_columns_by<typename Config::Element>(x, [&](int n) {
+      const int first = n * 8 + static_cast<int>(threadIdx.x) % 4 * 2;
+      return make_float2(__shfl_sync(0xffffffffu, of_lane, first),
+                         __shfl_sync(0xffffffffu, of_lane, first + 1));
+    });
   }
 };
 
@@ -231,13 +285,14 @@ __device__ __forceinline__ void attend_tile(RowTile<Config::kColumns>& state,
 #pragma unroll
                          for (int i = 0; i < 4; ++i) q[0][i] = queries[k16][i];
                        });
+      scale_columns<T>(scores[kv_tile][0], stage.keys, kv_tile * kKvTile);
     }
     smem.packed.hide(scores, args, seq, warp_row, entry);
 #pragma unroll
     for (int kv_tile = 0; kv_tile < kKvTiles; ++kv_tile) {
       add_kv_tile<T>(state, scores[kv_tile][0], args.scale_log2, column,
-                     [&](uint32_t (&v)[4], int k16, int n16) {
-                       load_fragment_values(v, stage.values, kv_tile * kKvTile + k16 * 16, n16);
+                     values_from(stage.values, kv_tile * kKvTile), [&](float (&p)[kKvTileN8][4]) {
+                       scale_columns<T>(p, stage.values, kv_tile * kKvTile);
                      });
     }
   }
@@ -251,7 +306,6 @@ __device__ __forceinline__ void attend_ancestors(
     const uint32_t (&queries)[Config::kDim / 16][4], int lane, int entry, int p, int warp_row,
     int column, bool all) {
   using T = typename Config::Element;
-  using StageTile = typename ManyRowsSmem<Config>::StageTile;
   float scores[1][kKvTileN8][4];
   multiply_keys<T, Config::kDim>(
       scores,
@@ -259,15 +313,14 @@ __device__ __forceinline__ void attend_ancestors(
 #pragma unroll
         for (int i = 0; i < 4; ++i) q[0][i] = queries[k16][i];
       },
-      [&](uint32_t (&k)[4], int n16, int k16) {
-        ptx::ldmatrix4(k, StageTile::further(entries.key[n16], k16 * 2));
-      });
+      entries.keys());
+  if constexpr (Config::kFp8) entries.scale(scores[0], entries.key_scale);
   uint32_t sees[2];
   look_up_seen<Config>(sees, smem, args, lane, entry, p, warp_row, all);
   mask_scores(scores[0], sees);
-  add_kv_tile<T>(state, scores[0], args.scale_log2, column,
-                 [&](uint32_t (&v)[4], int k16, int n16) {
-                   ptx::ldmatrix4_trans(v, StageTile::further(entries.value[k16], n16 * 2));
+  add_kv_tile<T>(state, scores[0], args.scale_log2, column, entries.values(),
+                 [&](float (&p)[kKvTileN8][4]) {
+                   if constexpr (Config::kFp8) entries.scale(p, entries.value_scale);
                  });
 }
 
@@ -277,9 +330,9 @@ __device__ __forceinline__ void fetch_stage(typename ManyRowsSmem<Config>::Stage
                                             const AttentionArgs<typename Config::Element>& args,
                                             const Sequence& seq, int kv_head, int entry, int page) {
   const int64_t offset = entry_offset<Config::kDim>(args, page, kv_head, entry);
-  fetch_tile<Config::kThreads>(stage.keys, args.k_cache + offset, Config::kDim, seq.end() - entry);
-  fetch_tile<Config::kThreads>(stage.values, args.v_cache + offset, Config::kDim,
-                               seq.end() - entry);
+  fetch_cache<Config::kThreads>(stage.keys, args, kKeys, offset, seq.end() - entry, threadIdx.x);
+  fetch_cache<Config::kThreads>(stage.values, args, kValues, offset, seq.end() - entry,
+                                threadIdx.x);
 }
 
 // Adds the KV tile from `entry` on for the tree token of packed row p: entries before the tree,
@@ -297,10 +350,10 @@ __device__ __forceinline__ void attend_tree_token(
   const int tree_entry = length / kStageEntries * kStageEntries;
   const bool all = entry + kKvTile <= length;
   auto& path = smem.paths[warp];
-  const AncestorEntries<Config> entries(smem, path, lane, entry, p, length, [&](int from) {
-    return tree_stage((from - tree_entry) / kStageEntries)
-        .keys.address((from - tree_entry) % kStageEntries, 0);
-  });
+  const AncestorEntries<Config> entries(
+      smem, path, lane, entry, p, length, [&](int from, auto use) {
+        use(tree_stage((from - tree_entry) / kStageEntries), (from - tree_entry) % kStageEntries);
+      });
   attend_ancestors<Config>(state, entries, smem, args, queries, lane, entry, p, warp_row, column,
                            all);
 }

@@ -36,7 +36,8 @@ constexpr int kFineStride = 16, kFineTokens = 32;
 constexpr int kFineRows = kPageSize / kFineStride;  // of a page
 constexpr int kCoarseTokens = 128;
 
-// Most tokens of a sequence on CUDA: the shared memory of select_blocks holds their scores.
+// Most tokens of a sequence on CUDA: the registers of select_blocks hold the scores of their
+// blocks.
 constexpr int kMaxSparseEntries = 1 << 18;
 
 struct SparseRule {
@@ -77,6 +78,29 @@ constexpr int64_t selection_words(int max_kv) {
   return (int64_t{max_kv} + kPageSize * 64 - 1) / (kPageSize * 64);
 }
 
+// The scratch of select_blocks on CUDA, for each token and KV head.
+constexpr int kScorePart = 128;        // coarse keys of a part of a normaliser
+constexpr int kMaxScoredTokens = 256;  // tokens of one launch; more tokens take several launches
+
+struct BlockScoresShape {
+  int num_parts, num_heads, num_blocks;
+
+  static constexpr BlockScoresShape of(int group, int max_kv) {
+    const int num_blocks = static_cast<int>(selection_words(max_kv)) * 64;
+    return {.num_parts = (num_blocks + kScorePart - 1) / kScorePart,
+            .num_heads = (group + 15) / 16 * 16,
+            .num_blocks = num_blocks};
+  }
+  constexpr int64_t floats() const {
+    return 2 * int64_t{num_parts} * num_heads + num_blocks + num_blocks / 8;
+  }
+};
+constexpr int64_t select_scratch_floats(int num_tokens, int num_heads, int num_kv_heads,
+                                        int max_kv) {
+  const int most = num_tokens < kMaxScoredTokens ? num_tokens : kMaxScoredTokens;
+  return BlockScoresShape::of(num_heads / num_kv_heads, max_kv).floats() * most * num_kv_heads;
+}
+
 struct SelectBlocksParams {
   Tensor selection;  // [T, Hkv, words] uint64, out: bit b is block b
   Tensor qkv;        // [T, columns of the layout]; only q, after RoPE, is read
@@ -87,7 +111,11 @@ struct SelectBlocksParams {
   int num_kv_heads = 0;
   int head_dim = 0;
   SparseRule rule;
+  // Earlier passes wrote the compressed keys; a kernel then reads them before the previous kernel
+  // ends (core/launch.h). False in a prefill step.
+  bool keys_are_old = false;
   StepTokens tokens;  // `positions` are the positions of the queries
+  Tensor scratch;     // on CUDA: float32, at least select_scratch_floats(...) elements
 };
 REGISTER_OP(select_blocks, SelectBlocksParams)
 

@@ -28,7 +28,6 @@
 namespace cpmcu::cuda {
 namespace {
 
-constexpr int kMaxWords = selection_words(kMaxSparseEntries);
 constexpr int kBlocks = 2;  // of a split
 
 enum class Mode { kChain, kTree, kPrefill };
@@ -46,30 +45,6 @@ struct SparseSmem {
   ManyRowsSmem<Config> rows;
   uint64_t any[kMaxWords];  // union of the tokens' blocks
 };
-
-// The first block of the union from `block` on; `end` if there is none before it.
-__device__ __forceinline__ int next_block(const uint64_t* any, int block, int end) {
-  while (block < end) {
-    const uint64_t rest = any[block / 64] >> block % 64;
-    if (rest != 0) return min(block + __ffsll(static_cast<long long>(rest)) - 1, end);
-    block = (block / 64 + 1) * 64;
-  }
-  return end;
-}
-
-// The first block of split `index` of the union; the end of the words if there are fewer splits.
-__device__ __forceinline__ int begin_of_split(const uint64_t* any, int num_words, int index) {
-  for (int w = 0; w < num_words; ++w) {
-    uint64_t splits = splits_of(any[w]);
-    const int count = __popcll(splits);
-    if (index < count) {
-      for (; index > 0; --index) splits &= splits - 1;
-      return w * 64 + __ffsll(static_cast<long long>(splits)) - 1;
-    }
-    index -= count;
-  }
-  return num_words * 64;
-}
 
 // The two packed rows of a lane, their selections, and the number of their next split.
 struct LaneRows {
@@ -218,13 +193,13 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
   __syncthreads();
 
   const int num_words = args.selection_words;
-  const int num_splits = splits_before(smem.any, num_words * 64);
+  const int num_splits = count_splits(smem.any, num_words);
   const int range = blockIdx.y, num_ranges = gridDim.y;
   const int first_split = range * num_splits / num_ranges;
   const int end_split = (range + 1) * num_splits / num_ranges;
   if (first_split >= end_split) return;
-  const int begin = begin_of_split(smem.any, num_words, first_split);
-  const int end = begin_of_split(smem.any, num_words, end_split);
+  const int begin = find_split(smem.any, num_words, first_split);
+  const int end = find_split(smem.any, num_words, end_split);
 
   const int lane = threadIdx.x % 32, warp = ptx::uniform_warp();
   const int warp_row = warp * kWarpRows;
@@ -336,12 +311,16 @@ void launch_sparse(const Context& ctx, const AttentionParams& params) {
          params.selection.max_splits, kMode == Mode::kPrefill ? params.selection.dense_len : 0);
 }
 
-template <Mode kMode>
-void launch_mode(const Context& ctx, const AttentionParams& params) {
+void check_selected(const AttentionParams& params) {
   check_selection(params);
   CHECK(params.selection.words.size(2) <= kMaxWords,
         "attention: a sequence of up to {} tokens with a selection, expected at most {} on CUDA",
         params.tokens.max_kv, kMaxWords * 64 * kPageSize);
+}
+
+template <Mode kMode>
+void launch_mode(const Context& ctx, const AttentionParams& params) {
+  check_selected(params);
   dispatch_half(params.qkv.dtype(), [&](auto element) {
     dispatch_int<64, 128>("attention with a selection: head_dim", params.head_dim, [&](auto dim) {
       launch_sparse<decltype(element), dim.value, kMode>(ctx, params);
@@ -361,11 +340,22 @@ void sparse_decode(const Context& ctx, const AttentionParams& params) {
         "attention_decode: scratch is {} {}, expected {} elements of float32 for {} splits",
         params.scratch.shape_text(), name_of(params.scratch.dtype()), needed,
         params.selection.max_splits);
+  const bool one_token = !params.by_position && params.tokens.max_seq_tokens == 1;
+  if (one_token && params.num_heads / params.num_kv_heads <= kWarpRows) {
+    check_selected(params);
+    return sparse_one_token(ctx, params);
+  }
   params.by_position ? launch_mode<Mode::kTree>(ctx, params)
                      : launch_mode<Mode::kChain>(ctx, params);
 }
 
 void sparse_prefill(const Context& ctx, const AttentionParams& params) {
+#ifdef CPMCU_SM90
+  if (ctx.compute_capability == 90 && params.head_dim == 128) {
+    check_selected(params);
+    return sparse_prefill_sm90(ctx, params);
+  }
+#endif
   launch_mode<Mode::kPrefill>(ctx, params);
 }
 

@@ -25,6 +25,7 @@
 #include "core/ptx.cuh"
 #include "core/vec.cuh"
 #include "kernels/attention/attention.h"
+#include "kernels/layer/rotary_kv.h"
 
 namespace cpmcu::cuda {
 
@@ -34,16 +35,18 @@ constexpr float kMinusInfinity = -__builtin_huge_valf();
 
 template <typename T>
 struct AttentionArgs {
-  T* out;            // [T, Hq * D]
-  const T* qkv;      // [T, qkv_row]
-  const T* k_cache;  // [pages, Hkv, 64, D]
-  const T* v_cache;  // [pages, Hkv, 64, D]
-  float* scratch;    // attention_decode only
-  float scale_log2;  // scale * log2(e): softmax in base 2
-  int num_heads;     // Hq
-  int num_kv_heads;  // Hkv
-  int qkv_row;       // elements from one row of qkv to the next
-  int q_head;        // elements from one query head to the next
+  T* out;                 // [T, Hq * D]
+  const T* qkv;           // [T, qkv_row]
+  const T* k_cache;       // [pages, Hkv, 64, D]
+  const T* v_cache;       // [pages, Hkv, 64, D]
+  float* scratch;         // attention_decode only
+  const float* k_scales;  // [pages, Hkv, 64]: the caches hold e4m3 codes; null: T
+  const float* v_scales;  // [pages, Hkv, 64]
+  float scale_log2;       // scale * log2(e): softmax in base 2
+  int num_heads;          // Hq
+  int num_kv_heads;       // Hkv
+  int qkv_row;            // elements from one row of qkv to the next
+  int q_head;             // elements from one query head to the next
   int window;
   bool by_position;
   int merge_from;  // attention_decode only: see merges_from() of combine.cuh
@@ -93,16 +96,12 @@ inline void check_attention(const AttentionParams& p, const char* op) {
   CHECK(layout.row % 8 == 0 && layout.q_head % 8 == 0,
         "{}: row stride {} and query head stride {}, expected multiples of 8", op, layout.row,
         layout.q_head);
-  for (const Tensor* cache : {&p.k_cache, &p.v_cache}) {
-    CHECK(cache->num_dims() == 4 && cache->size(1) == p.num_kv_heads &&
-              cache->size(2) == kPageSize && cache->size(3) == p.head_dim,
-          "{}: the cache is {}, expected [pages, {}, {}, {}]", op, cache->shape_text(),
-          p.num_kv_heads, kPageSize, p.head_dim);
-  }
-  for (const Tensor* other : {&p.out, &p.k_cache, &p.v_cache}) {
-    CHECK(other->dtype() == p.qkv.dtype(), "{}: a tensor is {}, expected {} like qkv", op,
-          name_of(other->dtype()), name_of(p.qkv.dtype()));
-  }
+  CHECK(p.out.dtype() == p.qkv.dtype(), "{}: out is {}, expected {} like qkv", op,
+        name_of(p.out.dtype()), name_of(p.qkv.dtype()));
+  check_kv_cache(op, p.k_cache, p.k_scales, p.qkv.dtype(), p.num_kv_heads, p.head_dim);
+  check_kv_cache(op, p.v_cache, p.v_scales, p.qkv.dtype(), p.num_kv_heads, p.head_dim);
+  CHECK(p.k_scales.empty() || p.selection.empty(),
+        "{}: sparse attention has an fp8 cache, expected {} like qkv", op, name_of(p.qkv.dtype()));
   CHECK(p.scale > 0, "{}: scale is {}, expected a positive number", op, p.scale);
   CHECK(p.window >= 0, "{}: window is {}, expected 0 or more", op, p.window);
   CHECK(tokens.first_token >= 0, "{}: first_token is {}, expected 0 or more", op,
@@ -125,6 +124,8 @@ AttentionArgs<T> make_args(const AttentionParams& p) {
           .k_cache = p.k_cache.as<const T>(),
           .v_cache = p.v_cache.as<const T>(),
           .scratch = p.scratch.as<float>(),
+          .k_scales = p.k_scales.as<const float>(),
+          .v_scales = p.v_scales.as<const float>(),
           .scale_log2 = p.scale * kLog2E,
           .num_heads = p.num_heads,
           .num_kv_heads = p.num_kv_heads,

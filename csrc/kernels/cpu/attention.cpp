@@ -6,14 +6,16 @@
 #include "kernels/attention/attention.h"
 
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <cmath>
 #include <limits>
-#include <utility>
+#include <type_traits>
 #include <vector>
 
 #include "kernels/attention/sparse_checks.h"
 #include "kernels/cpu/simd.h"
+#include "kernels/layer/rotary_kv.h"
 
 namespace cpmcu::cpu {
 namespace {
@@ -34,24 +36,59 @@ uint64_t visible_entries(int first, int length, uint64_t mask) {
   return low_bits(shift) | from_step;
 }
 
-// Copies entries [first, first + num_entries) to `page`. Entries from `length` on are the ancestors
-// in `mask`, in order.
-template <typename T>
-void gather_page(const Tensor& cache, const StepTokens& tokens, int slot, int first,
-                 int num_entries, int length, uint64_t mask, int kv_head, T* page) {
-  const int num_kv_heads = static_cast<int>(cache.size(1));
-  const int head_dim = static_cast<int>(cache.size(3));
+// A KV head's rows of keys or values in the cache.
+class CacheRows {
+ public:
+  CacheRows(const Tensor& cache, const Tensor& scales, const StepTokens& tokens, int slot,
+            int kv_head)
+      : cache_(cache), scales_(scales), tokens_(tokens), slot_(slot), kv_head_(kv_head) {}
+
+  // Copies an entry in the dtype of the cache.
+  template <typename T>
+  void copy(int entry, T* row) const {
+    const T* from = cache_.as<T>() + place(entry) * head_dim();
+    std::copy(from, from + head_dim(), row);
+  }
+  // Copies an entry of an fp8 cache as float32.
+  void dequantise(int entry, float* row) const {
+    const int64_t at = place(entry);
+    const uint8_t* codes = cache_.as<uint8_t>() + at * head_dim();
+    const float scale = scales_.as<float>()[at];
+    for (int i = 0; i < head_dim(); ++i) row[i] = scale * kE4m3Values[codes[fp8_place(i)]];
+  }
+
+ private:
+  static const std::array<float, 256> kE4m3Values;
+
+  int head_dim() const { return static_cast<int>(cache_.size(3)); }
+  int64_t place(int entry) const {
+    return kv_offset(tokens_.page_table, tokens_.max_pages, slot_, entry, kv_head_,
+                     static_cast<int>(cache_.size(1)), 1);
+  }
+
+  const Tensor &cache_, &scales_;
+  const StepTokens& tokens_;
+  int slot_, kv_head_;
+};
+
+const std::array<float, 256> CacheRows::kE4m3Values = [] {
+  std::array<float, 256> values{};
+  for (int code = 0; code < 256; ++code) values[code] = from_e4m3(static_cast<uint8_t>(code));
+  return values;
+}();
+
+// Calls copy(i, entry) for the entries [first, first + num_entries). From `length` on, these are
+// the ancestors in `mask`, in order.
+template <typename Copy>
+void for_each_entry(int first, int num_entries, int length, uint64_t mask, Copy copy) {
   for (int c = first; c < first + num_entries; ++c) {
     uint64_t rest = mask;
     for (int i = length; i < c; ++i) rest &= rest - 1;
-    const int entry = c < length ? c : length + std::countr_zero(rest);
-    const T* from = cache.as<T>() + kv_offset(tokens.page_table, tokens.max_pages, slot, entry,
-                                              kv_head, num_kv_heads, head_dim);
-    page = std::copy(from, from + head_dim, page);
+    copy(c - first, c < length ? c : length + std::countr_zero(rest));
   }
 }
 
-// The running softmax of one token and head.
+// The running softmax of one token and head, over pages of T.
 template <typename T>
 class Softmax {
  public:
@@ -89,8 +126,9 @@ class Softmax {
     for (int i = 0; i < head_dim_; ++i) sum_[i] = sum_[i] * shrink + page_sum_[i];
   }
 
-  void write(T* out) const {
-    for (int i = 0; i < head_dim_; ++i) out[i] = from_float<T>(sum_[i] / total_);
+  template <typename Out>
+  void write(Out* out) const {
+    for (int i = 0; i < head_dim_; ++i) out[i] = from_float<Out>(sum_[i] / total_);
   }
 
  private:
@@ -112,11 +150,10 @@ void check(const AttentionParams& p) {
         "attention: qkv is {} and out {}, expected {} rows of {} and {} columns",
         p.qkv.shape_text(), p.out.shape_text(), p.tokens.num_tokens, num_columns,
         p.num_heads * p.head_dim);
-  CHECK(p.k_cache.dtype() == p.qkv.dtype() && p.v_cache.dtype() == p.qkv.dtype() &&
-            p.out.dtype() == p.qkv.dtype(),
-        "attention: qkv is {}, the cache {} and {}, out {}; expected one dtype",
-        name_of(p.qkv.dtype()), name_of(p.k_cache.dtype()), name_of(p.v_cache.dtype()),
-        name_of(p.out.dtype()));
+  CHECK(p.out.dtype() == p.qkv.dtype(), "attention: qkv is {}, out {}; expected one dtype",
+        name_of(p.qkv.dtype()), name_of(p.out.dtype()));
+  check_kv_cache("attention", p.k_cache, p.k_scales, p.qkv.dtype(), p.num_kv_heads, p.head_dim);
+  check_kv_cache("attention", p.v_cache, p.v_scales, p.qkv.dtype(), p.num_kv_heads, p.head_dim);
   CHECK(p.window >= 0, "attention: window is {}, expected at least 0", p.window);
   check_selection(p);
   CHECK(p.tokens.first_token >= 0, "attention: first_token {} is negative", p.tokens.first_token);
@@ -126,60 +163,96 @@ void check(const AttentionParams& p) {
         p.tokens.first_token + p.tokens.max_seq_tokens);
 }
 
+// The page at `first` in two buffers: dequantised, or with the entries of a tree gathered.
+struct PageCopy {
+  CacheRows keys, values;
+  int head_dim;
+  bool dequantises;
+
+  template <typename Page>
+  void fill(std::vector<Page>& k, std::vector<Page>& v, int first, int num_entries, int length,
+            uint64_t mask) const {
+    k.resize(int64_t{kPageSize} * head_dim);
+    v.resize(int64_t{kPageSize} * head_dim);
+    for_each_entry(first, num_entries, length, mask, [&](int i, int entry) {
+      const int64_t at = int64_t{i} * head_dim;
+      copy_row(keys, entry, k.data() + at);
+      copy_row(values, entry, v.data() + at);
+    });
+  }
+
+ private:
+  template <typename Page>
+  void copy_row(const CacheRows& rows, int entry, Page* row) const {
+    if constexpr (std::is_same_v<Page, float>) {
+      if (dequantises) return rows.dequantise(entry, row);
+    }
+    rows.copy(entry, row);
+  }
+};
+
+// One token and query head. Pages are of T, or dequantised to float32.
+template <typename T, typename Page>
+void attend(const AttentionParams& p, const QkvLayout& layout, int row, int h) {
+  const StepTokens& tokens = p.tokens;
+  const int head_dim = p.head_dim;
+  const int seq = tokens.token_seqs[row], slot = tokens.seq_slots[seq];
+  const int in_seq = row - tokens.seq_token_begin[seq];
+  const int cached = tokens.slot_lengths[slot], kv_head = h / (p.num_heads / p.num_kv_heads);
+  const uint64_t ancestor_mask = tokens.ancestor_masks == nullptr ? 0 : tokens.ancestor_masks[row];
+  const int own =
+      cached + (p.by_position ? std::popcount(ancestor_mask) - 1 : tokens.first_token + in_seq);
+  // A causal row sees one stretch of entries; a mask names the entries from `length` on.
+  const bool causal = tokens.ancestor_masks == nullptr || p.by_position;
+  const int length = causal ? own + 1 : cached;
+  const uint64_t mask = causal ? 0 : ancestor_mask;
+  const int end = length + std::bit_width(mask);
+  const int begin = p.window > 0 ? std::max(own + 1 - p.window, 0) : 0;
+
+  const uint64_t* blocks = p.selection.empty() ? nullptr
+                                               : p.selection.words.as<uint64_t>() +
+                                                     (int64_t{row} * p.num_kv_heads + kv_head) *
+                                                         p.selection.words.size(2);
+
+  thread_local std::vector<float> numbers, q, buffer;
+  thread_local std::vector<Page> k_page, v_page;
+  const T* q_head = p.qkv.as<T>() + row * p.qkv.size(1) + h * layout.q_head;
+  const float* operand;
+  if constexpr (std::is_same_v<T, Page>) {
+    operand = dot_operand(q_head, 1, head_dim, q);
+  } else {
+    operand = as_floats(q_head, head_dim, numbers);
+  }
+  Softmax<Page> softmax(operand, p.scale, head_dim, aligned_floats(2 * head_dim, buffer));
+  const PageCopy pages{CacheRows(p.k_cache, p.k_scales, tokens, slot, kv_head),
+                       CacheRows(p.v_cache, p.v_scales, tokens, slot, kv_head), head_dim,
+                       !p.k_scales.empty()};
+  for (int first = begin / kPageSize * kPageSize; first < end; first += kPageSize) {
+    const uint64_t visible = visible_entries(first, length, mask) & ~low_bits(begin - first);
+    if (blocks != nullptr && (blocks[first / 4096] >> first / kPageSize % 64 & 1) == 0) continue;
+    const bool gathers = p.by_position && first + kPageSize > cached;
+    if (gathers || pages.dequantises) {
+      const int num_entries = std::min(kPageSize, end - first);
+      pages.fill(k_page, v_page, first, num_entries, gathers ? cached : end, ancestor_mask);
+      softmax.add_page(k_page.data(), v_page.data(), visible);
+      continue;
+    }
+    const int64_t offset = kv_offset(tokens.page_table, tokens.max_pages, slot, first, kv_head,
+                                     p.num_kv_heads, head_dim);
+    softmax.add_page(p.k_cache.as<Page>() + offset, p.v_cache.as<Page>() + offset, visible);
+  }
+  softmax.write(p.out.as<T>() + row * p.out.size(1) + h * head_dim);
+}
+
 void attention(const AttentionParams& p) {
   check(p);
-  const StepTokens& tokens = p.tokens;
-  const int head_dim = p.head_dim, group = p.num_heads / p.num_kv_heads;
-  const QkvLayout layout = resolved(p.layout, p.num_heads, p.num_kv_heads, head_dim);
+  const QkvLayout layout = resolved(p.layout, p.num_heads, p.num_kv_heads, p.head_dim);
   dispatch_host_dtype(p.qkv.dtype(), [&](auto t) {
     using T = decltype(t);
 #pragma omp parallel for collapse(2) schedule(dynamic, 4)
-    for (int row = 0; row < tokens.num_tokens; ++row) {
+    for (int row = 0; row < p.tokens.num_tokens; ++row) {
       for (int h = 0; h < p.num_heads; ++h) {
-        const int seq = tokens.token_seqs[row], slot = tokens.seq_slots[seq];
-        const int in_seq = row - tokens.seq_token_begin[seq];
-        const int cached = tokens.slot_lengths[slot], kv_head = h / group;
-        const uint64_t ancestor_mask =
-            tokens.ancestor_masks == nullptr ? 0 : tokens.ancestor_masks[row];
-        const int own = cached + (p.by_position ? std::popcount(ancestor_mask) - 1
-                                                : tokens.first_token + in_seq);
-        // A causal row sees one stretch of entries; a mask names the entries from `length` on.
-        const bool causal = tokens.ancestor_masks == nullptr || p.by_position;
-        const int length = causal ? own + 1 : cached;
-        const uint64_t mask = causal ? 0 : ancestor_mask;
-        const int end = length + std::bit_width(mask);
-        const int begin = p.window > 0 ? std::max(own + 1 - p.window, 0) : 0;
-
-        const uint64_t* blocks =
-            p.selection.empty()
-                ? nullptr
-                : p.selection.words.as<uint64_t>() +
-                      (int64_t{row} * p.num_kv_heads + kv_head) * p.selection.words.size(2);
-
-        thread_local std::vector<float> q, buffer;
-        thread_local std::vector<T> k_page, v_page;
-        const T* q_head = p.qkv.as<T>() + row * p.qkv.size(1) + h * layout.q_head;
-        Softmax<T> softmax(dot_operand(q_head, 1, head_dim, q), p.scale, head_dim,
-                           aligned_floats(2 * head_dim, buffer));
-        for (int first = begin / kPageSize * kPageSize; first < end; first += kPageSize) {
-          const uint64_t visible = visible_entries(first, length, mask) & ~low_bits(begin - first);
-          if (blocks != nullptr && (blocks[first / 4096] >> first / kPageSize % 64 & 1) == 0)
-            continue;
-          if (p.by_position && first + kPageSize > cached) {
-            const int num_entries = std::min(kPageSize, end - first);
-            for (auto [cache, page] : {std::pair{&p.k_cache, &k_page}, {&p.v_cache, &v_page}}) {
-              page->resize(int64_t{kPageSize} * head_dim);
-              gather_page(*cache, tokens, slot, first, num_entries, cached, ancestor_mask, kv_head,
-                          page->data());
-            }
-            softmax.add_page(k_page.data(), v_page.data(), visible);
-            continue;
-          }
-          const int64_t offset = kv_offset(tokens.page_table, tokens.max_pages, slot, first,
-                                           kv_head, p.num_kv_heads, head_dim);
-          softmax.add_page(p.k_cache.as<T>() + offset, p.v_cache.as<T>() + offset, visible);
-        }
-        softmax.write(p.out.as<T>() + row * p.out.size(1) + h * head_dim);
+        p.k_scales.empty() ? attend<T, T>(p, layout, row, h) : attend<T, float>(p, layout, row, h);
       }
     }
   });

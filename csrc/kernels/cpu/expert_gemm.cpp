@@ -1,5 +1,6 @@
 // Runs the dense op for each expert on a copy of its rows.
 #include "kernels/moe/expert_gemm.h"
+#include "kernels/moe/sorted_gemm.h"
 
 #include <cmath>
 #include <cstring>
@@ -10,10 +11,36 @@
 namespace cpmcu::cpu {
 namespace {
 
+// Rows of pairs, some of them sorted by expert.
+struct Rows {
+  Tensor y, x;
+  Routing routing;
+  int pairs_per_x;
+  bool sorted_x, sorted_y;
+
+  Rows(const ExpertRows& rows)
+      : y(rows.y),
+        x(rows.x),
+        routing(rows.routing),
+        pairs_per_x(rows.pairs_per_x),
+        sorted_x(false),
+        sorted_y(false) {}
+  Rows(const SortedRows& rows)
+      : y(rows.y),
+        x(rows.x),
+        routing(rows.routing),
+        pairs_per_x(1),
+        sorted_x(true),
+        sorted_y(rows.sorted_y) {}
+  // Of sorted pair i.
+  int64_t x_row(int64_t i) const { return sorted_x ? i : routing.pairs[i] / pairs_per_x; }
+  int64_t y_row(int64_t i) const { return sorted_y ? i : routing.pairs[i]; }
+};
+
 // Calls multiply(sums [m, width] float32, x [m, K], expert) for each expert with pairs, where x are
 // its m rows, and rounds the sums to y.
 template <typename Multiply>
-void for_each_expert(const ExpertRows& rows, const Multiply& multiply) {
+void for_each_expert(const Rows& rows, const Multiply& multiply) {
   const Routing& routing = rows.routing;
   const int64_t k = rows.x.size(1), width = rows.y.size(1);
   const int64_t row_bytes = k * size_of(rows.x.dtype());
@@ -21,13 +48,11 @@ void for_each_expert(const ExpertRows& rows, const Multiply& multiply) {
   std::vector<float> sums;
   for (int i = 0; i < *routing.num_active; ++i) {
     const int expert = routing.active[i];
-    const int* pairs = routing.pairs + routing.offsets[expert];
-    const int64_t m = routing.offsets[expert + 1] - routing.offsets[expert];
+    const int64_t first = routing.offsets[expert], m = routing.offsets[expert + 1] - first;
     x.resize(static_cast<size_t>(m * row_bytes));
     sums.resize(static_cast<size_t>(m * width));
     for (int64_t j = 0; j < m; ++j) {
-      std::memcpy(x.data() + j * row_bytes,
-                  rows.x.as<char>() + pairs[j] / rows.pairs_per_x * row_bytes,
+      std::memcpy(x.data() + j * row_bytes, rows.x.as<char>() + rows.x_row(first + j) * row_bytes,
                   static_cast<size_t>(row_bytes));
     }
     multiply(Tensor(sums.data(), DType::kF32, {m, width}), Tensor(x.data(), rows.x.dtype(), {m, k}),
@@ -35,22 +60,19 @@ void for_each_expert(const ExpertRows& rows, const Multiply& multiply) {
     dispatch_host_dtype(rows.y.dtype(), [&](auto t) {
       using T = decltype(t);
       for (int64_t j = 0; j < m; ++j) {
-        T* y = rows.y.as<T>() + pairs[j] * width;
+        T* y = rows.y.as<T>() + rows.y_row(first + j) * width;
         for (int64_t n = 0; n < width; ++n) y[n] = from_float<T>(sums[j * width + n]);
       }
     });
   }
 }
 
-}  // namespace
-
-void expert_gemm(const Context& ctx, const ExpertGemmParams& p) {
-  check_expert_gemm(p);
-  const int64_t n = p.w.size(1), k = p.w.size(2);
+void dense(const Context& ctx, const Rows& rows, const Tensor& weights, bool gated) {
+  const int64_t n = weights.size(1), k = weights.size(2);
   std::vector<float> both;  // gate, then up
-  for_each_expert(p.rows, [&](const Tensor& sums, const Tensor& x, int expert) {
-    const Tensor w = p.w.rows(expert, 1).view({n, k});
-    if (!p.gated) return cpu::skinny_gemm(ctx, {.y = sums, .x = x, .w = w});
+  for_each_expert(rows, [&](const Tensor& sums, const Tensor& x, int expert) {
+    const Tensor w = weights.rows(expert, 1).view({n, k});
+    if (!gated) return cpu::skinny_gemm(ctx, {.y = sums, .x = x, .w = w});
     both.resize(static_cast<size_t>(x.size(0) * n));
     cpu::skinny_gemm(ctx, {.y = Tensor(both.data(), DType::kF32, {x.size(0), n}), .x = x, .w = w});
     for (int64_t i = 0; i < sums.num_elements(); ++i) {
@@ -60,13 +82,44 @@ void expert_gemm(const Context& ctx, const ExpertGemmParams& p) {
   });
 }
 
-void w4_expert_gemm(const Context& ctx, const W4ExpertGemmParams& p) {
-  check_w4_expert_gemm(p);
-  for_each_expert(p.rows, [&](const Tensor& sums, const Tensor& x, int expert) {
-    W4Weight w = p.w;
-    w.blocks = static_cast<char*>(w.blocks) + expert * p.stride;
+void in_4_bits(const Context& ctx, const Rows& rows, W4Weight w, int64_t stride) {
+  char* const blocks = static_cast<char*>(w.blocks);
+  for_each_expert(rows, [&](const Tensor& sums, const Tensor& x, int expert) {
+    w.blocks = blocks + expert * stride;
     cpu::w4_gemm(ctx, {.y = sums, .x = x, .w = w});
   });
+}
+
+}  // namespace
+
+void expert_gemm(const Context& ctx, const ExpertGemmParams& p) {
+  check_expert_gemm(p);
+  dense(ctx, p.rows, p.w, p.gated);
+}
+
+void w4_expert_gemm(const Context& ctx, const W4ExpertGemmParams& p) {
+  check_w4_expert_gemm(p);
+  in_4_bits(ctx, p.rows, p.w, p.stride);
+}
+
+void gather_pairs(const Context&, const GatherPairsParams& p) {
+  check_gather_pairs(p);
+  const int64_t row_bytes = p.x.size(1) * size_of(p.x.dtype());
+  for (int64_t i = 0; i < p.sorted.size(0); ++i) {
+    std::memcpy(p.sorted.as<char>() + i * row_bytes,
+                p.x.as<char>() + p.routing.pairs[i] / p.routing.top_k * row_bytes,
+                static_cast<size_t>(row_bytes));
+  }
+}
+
+void sorted_gemm(const Context& ctx, const SortedGemmParams& p) {
+  check_sorted_gemm(p);
+  dense(ctx, p.rows, p.w, p.gated);
+}
+
+void w4_sorted_gemm(const Context& ctx, const W4SortedGemmParams& p) {
+  check_w4_sorted_gemm(p);
+  in_4_bits(ctx, p.rows, p.w, p.stride);
 }
 
 }  // namespace cpmcu::cpu

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "kernels/cpu/simd.h"
+#include "kernels/layer/rms_norm.h"
 #include "kernels/layer/silu_mul.h"
 
 namespace cpmcu::cpu {
@@ -53,6 +54,18 @@ void gemm(const GemmParams& p) {
 void skinny_gemm(const Context&, const GemmParams& params) { gemm(params); }
 
 void large_gemm(const Context&, const GemmParams& params) { gemm(params); }
+
+void normed_gemm(const Context& ctx, const NormedGemmParams& p) {
+  check_normed_gemm(p);
+  std::vector<char> buffer(p.x.num_elements() * size_of(p.x.dtype()));
+  const Tensor normed(buffer.data(), p.x.dtype(), {p.x.size(0), p.x.size(1)});
+  cpu::rms_norm(ctx, {.out = normed,
+                      .x = p.x,
+                      .weight = p.norm_weight,
+                      .eps = p.norm_eps,
+                      .weight_offset = p.norm_offset});
+  gemm({.y = p.y, .x = normed, .w = p.w});
+}
 
 void gated_gemm(const Context& ctx, const GatedGemmParams& p) {
   check_gated_gemm(p);

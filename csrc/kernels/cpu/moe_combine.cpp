@@ -6,7 +6,7 @@
 
 namespace cpmcu::cpu {
 
-void moe_combine(const Context&, const MoeCombineParams& p) {
+void moe_combine(const Context& ctx, const MoeCombineParams& p) {
   check_moe_combine(p);
   const int64_t num_tokens = p.hidden.size(0), width = p.hidden.size(1);
   const int top_k = p.routing.top_k;
@@ -32,6 +32,7 @@ void moe_combine(const Context&, const MoeCombineParams& p) {
       }
     }
   });
+  if (!p.norm.out.empty()) cpu::rms_norm(ctx, p.norm);
 }
 
 }  // namespace cpmcu::cpu

@@ -1,5 +1,6 @@
 #include "kernels/moe/moe_route.h"
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <vector>
@@ -52,9 +53,16 @@ void moe_route(const Context&, const MoeRouteParams& p) {
   *routing.num_active = 0;
   for (int e = 0; e < routing.num_experts; ++e) {
     const auto at = static_cast<size_t>(e);
-    if (next[at + 1] > 0) routing.active[(*routing.num_active)++] = e;
+    const int count = next[at + 1];
+    if (count > 0) {
+      routing.spans[*routing.num_active] = {e, next[at], count, 0};
+      routing.active[(*routing.num_active)++] = e;
+    }
     next[at + 1] += next[at];
     routing.offsets[e] = next[at];
+  }
+  for (int i = *routing.num_active; i < std::min(routing.num_experts, num_pairs); ++i) {
+    routing.spans[i] = {0, 0, 0, 0};
   }
   routing.offsets[routing.num_experts] = num_pairs;
   for (int pair = 0; pair < num_pairs; ++pair) {

@@ -1,5 +1,6 @@
 #include "kernels/layer/rotary_kv.h"
 
+#include <algorithm>
 #include <cmath>
 #include <vector>
 
@@ -26,6 +27,15 @@ void rotate(float* x, const float* cosines, const float* sines, int half) {
   }
 }
 
+// Writes a head's numbers as e4m3 codes and returns their scale.
+float write_fp8(const float* x, int head_dim, uint8_t* codes) {
+  uint32_t max = 0;
+  for (int i = 0; i < head_dim; ++i) max = std::max(max, magnitude_bits(x[i]));
+  const Fp8Scale scale(max);
+  for (int i = 0; i < head_dim; ++i) codes[fp8_place(i)] = to_e4m3(x[i] * scale.inverse);
+  return scale.scale;
+}
+
 }  // namespace
 
 void rotary_kv(const Context&, const RotaryKvParams& p) {
@@ -40,9 +50,9 @@ void rotary_kv(const Context&, const RotaryKvParams& p) {
   CHECK(half >= 1 && 2 * half <= head_dim && rotary_dim_of(p) % 2 == 0,
         "rotary_kv: {} of {} elements are rotated, expected an even number up to head_dim",
         rotary_dim_of(p), head_dim);
-  CHECK(p.k_cache.dtype() == p.qkv.dtype() && p.v_cache.dtype() == p.qkv.dtype(),
-        "rotary_kv: qkv is {} but the cache {} and {}", name_of(p.qkv.dtype()),
-        name_of(p.k_cache.dtype()), name_of(p.v_cache.dtype()));
+  const DType dtype = p.qkv.dtype();
+  check_kv_cache("rotary_kv", p.k_cache, p.k_scales, dtype, p.num_kv_heads, head_dim);
+  check_kv_cache("rotary_kv", p.v_cache, p.v_scales, dtype, p.num_kv_heads, head_dim);
   dispatch_host_dtype(p.qkv.dtype(), [&](auto t) {
     using T = decltype(t);
 #pragma omp parallel for if (int64_t{tokens.num_tokens} * layout.row > 16384)
@@ -78,9 +88,15 @@ void rotary_kv(const Context&, const RotaryKvParams& p) {
         T* out = in;
         if (!is_q) {
           const int kv_head = (h - p.num_heads) % p.num_kv_heads;
-          out = (is_v ? p.v_cache : p.k_cache).as<T>() +
-                kv_offset(tokens.page_table, tokens.max_pages, slot, entry, kv_head, p.num_kv_heads,
-                          head_dim);
+          const Tensor &cache = is_v ? p.v_cache : p.k_cache,
+                       &scales = is_v ? p.v_scales : p.k_scales;
+          const int64_t at = kv_offset(tokens.page_table, tokens.max_pages, slot, entry, kv_head,
+                                       p.num_kv_heads, 1);
+          if (!scales.empty()) {
+            scales.as<float>()[at] = write_fp8(head, head_dim, cache.as<uint8_t>() + at * head_dim);
+            continue;
+          }
+          out = cache.as<T>() + at * head_dim;
         }
         for (int i = 0; i < head_dim; ++i) out[i] = from_float<T>(head[i]);
       }

@@ -1,76 +1,12 @@
-// The parts of gated_delta_net.cu that work on one value head: shared memory, convolution, the
-// columns of S in registers, the gated norm. The file gated_delta_net.cu explains the schedule.
+// The parts of gated_delta_net.cu that work on one value head: convolution, norms and gates, the
+// window, the gated norm of outputs. The file gated_delta_net.cu explains the schedule.
 #pragma once
 
 #include "core/ptx.cuh"
 #include "core/vec.cuh"
-#include "kernels/delta_net/gated_delta_net.h"
+#include "kernels/delta_net/delta_net_memory.cuh"
 
 namespace cpmcu::cuda::delta_net {
-
-constexpr int kDim = 128;  // Dk and Dv
-constexpr int kTile = kDeltaTileWidth;
-constexpr int kWindow = kConvTaps - 1;
-constexpr int kHeadWarps = kDim / kTile;
-constexpr int kPromptRows = 16;   // tokens of a prompt that are prepared at once
-constexpr int kRows = kDim / 32;  // rows of S in a lane: lane, lane + 32, …
-
-template <typename T>
-struct DeltaArgs {
-  T* out;         // [T, Hv * 128]
-  const T* qkvz;  // [T, row of the layout]
-  const T* ba;    // [T, row of the layout]
-  const T* conv;  // [channels, 4]
-  const float* a_log;
-  const float* dt_bias;
-  const T* norm;  // [128]
-  float eps;
-  float* state;  // [slots, Hv, 16, 128 * 8]
-  T* window;     // [slots, Hv, 3, 384]
-  T* pending;    // [slots, Hv, pending_rows, 392]
-  int* folded;   // [slots, Hv]
-  Accepted accepted;
-  DeltaLayout layout;
-  int num_key_heads, num_value_heads;
-  int pending_rows;
-  int max_rows;  // tokens that shared memory holds
-  StepTokens tokens;
-};
-
-constexpr int kRawWidth = 3 * kDim;
-constexpr int kPendingWidth = kRawWidth + 8;
-
-// The share of a head that a CTA computes, and its shared memory.
-template <typename T, int kSplit>
-struct Shared {
-  static constexpr int kWidth = kDim / kSplit;            // columns of v
-  static constexpr int kWindowWidth = 2 * kDim + kWidth;  // q, k and these columns
-
-  float *q, *k, *v, *o, *decay, *beta;  // [rows, 128], [rows, 128], [rows, kWidth] x 2, [rows] x 2
-  float* squares;                       // [2, kSplit, rows] sums of squares of o
-  uint64_t* ancestors;                  // [64] of each node, itself included
-  int* parents;                         // [64]
-  T* window;                            // [3, kWindowWidth] raw tokens before the step
-
-  __device__ __forceinline__ Shared(char* memory, int rows) {
-    const auto take = [&](int count) {
-      float* const at = reinterpret_cast<float*>(memory);
-      memory += count * sizeof(float);
-      return at;
-    };
-    ancestors = reinterpret_cast<uint64_t*>(take(2 * kMaxTreeSize));
-    parents = reinterpret_cast<int*>(take(kMaxTreeSize));
-    q = take(rows * kDim), k = take(rows * kDim);
-    v = take(rows * kWidth), o = take(rows * kWidth);
-    decay = take(rows), beta = take(rows);
-    squares = take(2 * kSplit * rows);
-    window = reinterpret_cast<T*>(memory);
-  }
-  static size_t num_bytes(int rows) {
-    const size_t floats = 3 * kMaxTreeSize + rows * (2 * kDim + 2 * kWidth + 2 + 2 * kSplit);
-    return floats * sizeof(float) + kWindow * kWindowWidth * sizeof(T);
-  }
-};
 
 // Addresses of q, k and v of a raw token; v begins at the CTA's columns.
 template <typename T>
@@ -82,18 +18,25 @@ __device__ __forceinline__ float sigmoid(float x) { return __fdividef(1.0f, 1.0f
 
 // The convolution of kN channels, rounded as the model's dtype. `w`: [kN, 4] of these channels.
 template <typename T, int kN>
-__device__ __forceinline__ void convolve(float (&to)[kN], const T* x0, const T* x1, const T* x2,
-                                         const T* x3, const float (&w)[kN][kConvTaps]) {
-  const Vec<T, kN> v0 = load<T, kN>(x0), v1 = load<T, kN>(x1), v2 = load<T, kN>(x2),
-                   v3 = load<T, kN>(x3);
+__device__ __forceinline__ void convolve(float (&to)[kN], const Vec<T, kN>& x0,
+                                         const Vec<T, kN>& x1, const Vec<T, kN>& x2,
+                                         const Vec<T, kN>& x3, const float (&w)[kN][kConvTaps]) {
 #pragma unroll
   for (int i = 0; i < kN; ++i) {
-    float sum = __fmul_rn(w[i][0], to_float(v0[i]));
-    sum = __fmaf_rn(w[i][1], to_float(v1[i]), sum);
-    sum = __fmaf_rn(w[i][2], to_float(v2[i]), sum);
-    sum = __fmaf_rn(w[i][3], to_float(v3[i]), sum);
-    to[i] = to_float(from_float<T>(__fmul_rn(sum, sigmoid(sum))));
+    float sum = __fmul_rn(w[i][0], to_float(x0[i]));
+    sum = __fmaf_rn(w[i][1], to_float(x1[i]), sum);
+    sum = __fmaf_rn(w[i][2], to_float(x2[i]), sum);
+    sum = __fmaf_rn(w[i][3], to_float(x3[i]), sum);
+    to[i] = __fmul_rn(sum, sigmoid(sum));
   }
+  // Pairs round in one instruction.
+#pragma unroll
+  for (int i = 0; i + 1 < kN; i += 2) {
+    const uint32_t pair = pack2<T>(to[i], to[i + 1]);
+    to[i] = to_float(reinterpret_cast<const T*>(&pair)[0]);
+    to[i + 1] = to_float(reinterpret_cast<const T*>(&pair)[1]);
+  }
+  if constexpr (kN % 2 != 0) to[kN - 1] = to_float(from_float<T>(to[kN - 1]));
 }
 
 template <typename T, int kN>
@@ -107,118 +50,75 @@ __device__ __forceinline__ void load_filters(float (&w)[kN][kConvTaps], const T*
   }
 }
 
-__device__ __forceinline__ float warp_sum(float x) {
+// Sums over kLanes neighbouring lanes, for each of kN numbers.
+template <int kLanes, int kN>
+__device__ __forceinline__ void sum_lanes(float (&x)[kN]) {
 #pragma unroll
-  for (int offset = 16; offset > 0; offset /= 2) {
-    x = __fadd_rn(x, __shfl_xor_sync(0xffffffffu, x, offset));
+  for (int distance = 1; distance < kLanes; distance *= 2) {
+#pragma unroll
+    for (float& each : x) {
+      each = __fadd_rn(each, __shfl_xor_sync(0xffffffffu, each, distance));
+    }
   }
-  return x;
 }
-
-// Divides 128 numbers, 4 in each lane, by their length. `scale` multiplies the result.
-__device__ __forceinline__ void normalise(float (&x)[4], float scale) {
-  float sum = 0;
-#pragma unroll
-  for (float each : x) sum = __fmaf_rn(each, each, sum);
-  const float factor = __fmul_rn(scale, rsqrtf(__fadd_rn(warp_sum(sum), 1e-6f)));
-#pragma unroll
-  for (float& each : x) each = __fmul_rn(each, factor);
-}
-
-// Sums p[c] over the lanes of the warp. Lane l gets the sum of column l / 4.
-__device__ __forceinline__ float sum_of_column(const float (&p)[kTile], int lane) {
-  float a[4], b[2];
-  const bool upper = lane & 16, high = lane & 8, odd = lane & 4;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const float other = __shfl_xor_sync(0xffffffffu, upper ? p[i] : p[i + 4], 16);
-    a[i] = __fadd_rn(upper ? p[i + 4] : p[i], other);
-  }
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const float other = __shfl_xor_sync(0xffffffffu, high ? a[i] : a[i + 2], 8);
-    b[i] = __fadd_rn(high ? a[i + 2] : a[i], other);
-  }
-  float sum = __fadd_rn(odd ? b[1] : b[0], __shfl_xor_sync(0xffffffffu, odd ? b[0] : b[1], 4));
-  sum = __fadd_rn(sum, __shfl_xor_sync(0xffffffffu, sum, 2));
-  return __fadd_rn(sum, __shfl_xor_sync(0xffffffffu, sum, 1));
-}
-
-// One warp's 8 columns of S.
-struct Columns {
-  float s[kRows][kTile];
-
-  __device__ __forceinline__ void load_from(const float* tile, int lane) {
-#pragma unroll
-    for (int j = 0; j < kRows; ++j) {
-      const float4* const at = reinterpret_cast<const float4*>(tile + (lane + 32 * j) * kTile);
-      const float4 low = at[0], high = at[1];
-      s[j][0] = low.x, s[j][1] = low.y, s[j][2] = low.z, s[j][3] = low.w;
-      s[j][4] = high.x, s[j][5] = high.y, s[j][6] = high.z, s[j][7] = high.w;
-    }
-  }
-  __device__ __forceinline__ void store_to(float* tile, int lane) const {
-#pragma unroll
-    for (int j = 0; j < kRows; ++j) {
-      float4* const at = reinterpret_cast<float4*>(tile + (lane + 32 * j) * kTile);
-      at[0] = make_float4(s[j][0], s[j][1], s[j][2], s[j][3]);
-      at[1] = make_float4(s[j][4], s[j][5], s[j][6], s[j][7]);
-    }
-  }
-  // S <- decay S + k (beta (v - decay S^T k))^T; `v`: of the lane's column.
-  __device__ __forceinline__ void update(const float* k_row, float v, float decay, float beta,
-                                         int lane) {
-    float k[kRows], p[kTile] = {};
-#pragma unroll
-    for (int j = 0; j < kRows; ++j) {
-      k[j] = k_row[lane + 32 * j];
-#pragma unroll
-      for (int c = 0; c < kTile; ++c) {
-        s[j][c] = __fmul_rn(s[j][c], decay);
-        p[c] = __fmaf_rn(k[j], s[j][c], p[c]);
-      }
-    }
-    const float delta = __fmul_rn(beta, __fsub_rn(v, sum_of_column(p, lane)));
-#pragma unroll
-    for (int c = 0; c < kTile; ++c) {
-      const float of_column = __shfl_sync(0xffffffffu, delta, 4 * c);
-#pragma unroll
-      for (int j = 0; j < kRows; ++j) s[j][c] = __fmaf_rn(k[j], of_column, s[j][c]);
-    }
-  }
-  // (S^T q) of the lane's column.
-  __device__ __forceinline__ float output(const float* q_row, int lane) const {
-    float p[kTile] = {};
-#pragma unroll
-    for (int j = 0; j < kRows; ++j) {
-      const float q = q_row[lane + 32 * j];
-#pragma unroll
-      for (int c = 0; c < kTile; ++c) p[c] = __fmaf_rn(q, s[j][c], p[c]);
-    }
-    return sum_of_column(p, lane);
-  }
-};
 
 // ---- one CTA
 
-template <typename T, int kSplit>
+template <typename T, int kSplit, bool kCommits>
 struct Head {
   using Memory = Shared<T, kSplit>;
   static constexpr int kWidth = Memory::kWidth;
-  static constexpr int kWarps = kHeadWarps / kSplit;
-  static constexpr int kThreads = 32 * kWarps;
-  static constexpr int kV = kWidth / 32;  // channels of v in a lane
+  static constexpr int kV = kWidth / 32;                    // channels of v in a lane
+  static constexpr int kWarps = kHeadWarps / kSplit;        // that own columns of S
+  static constexpr bool kSpecial = kCommits && kSplit > 1;  // four more warps prepare tokens
+  static constexpr int kProducers = kSpecial ? 4 : kWarps;
+  static constexpr int kFirstProducer = kSpecial ? kWarps : 0;
+  static constexpr int kThreads = 32 * (kFirstProducer + kProducers);
+  // A prompt is processed in stages. A producer prepares kRun neighbouring tokens at once.
+  static constexpr int kStage = kSplit > 1 ? 32 : 16;
+  static constexpr int kRun = kSplit > 1 ? 4 : 1;
+  // Outputs: four columns in a lane, kTokens tokens in a warp.
+  static constexpr int kTokenLanes = kWidth / 4;
+  static constexpr int kTokens = 32 / kTokenLanes;
+
+  // Columns of the head's projections.
+  struct Places {
+    int q, k, v, z, b, a;  // v and z: of the CTA's columns
+  };
 
   const DeltaArgs<T>& args;
   Memory& shared;
-  int part, head, key_head, first, slot;
+  int part, head, key_head, slot;
   int64_t at;  // of the slot's head
   int warp, lane;
+  Places places;
+  // The first token of the sequence.
+  const T *qkvz, *ba;
+  T* out;
 
-  __device__ __forceinline__ int column(const HeadColumns& of, int width) const {
+  __device__ __forceinline__ Head(const DeltaArgs<T>& args, Memory& shared, int head, int slot,
+                                  int first_token)
+      : args(args), shared(shared), part(blockIdx.x % kSplit), head(head), slot(slot) {
     const int group = args.num_value_heads / args.num_key_heads;
-    return of.first + key_head * of.stride + head % group * width;
+    key_head = head / group;
+    const int in_group = head - key_head * group;
+    const auto column = [&](const HeadColumns& of, int width) {
+      return of.first + key_head * of.stride + in_group * width;
+    };
+    at = int64_t{slot} * args.num_value_heads + head;
+    warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const DeltaLayout& layout = args.layout;
+    places = {layout.q.first + key_head * layout.q.stride,
+              layout.k.first + key_head * layout.k.stride,
+              column(layout.v, kDim) + part * kWidth,
+              column(layout.z, kDim) + part * kWidth,
+              column(layout.b, 1),
+              column(layout.a, 1)};
+    qkvz = args.qkvz + int64_t{first_token} * layout.qkvz_row;
+    ba = args.ba + int64_t{first_token} * layout.ba_row;
+    out = args.out + (int64_t{first_token} * args.num_value_heads + head) * kDim + part * kWidth;
   }
+
   __device__ __forceinline__ T* pending(int node) const {
     return args.pending + (at * args.pending_rows + node) * kPendingWidth;
   }
@@ -226,59 +126,202 @@ struct Head {
     const T* const row = shared.window + place * Memory::kWindowWidth;
     return {row, row + kDim, row + 2 * kDim};
   }
-  __device__ __forceinline__ Raw<T> in_pending(int node) const {
-    const T* const row = pending(node);
-    return {row, row + kDim, row + 2 * kDim + part * kWidth};
-  }
   // Token i of the step's sequence.
+  __device__ __forceinline__ const T* row_of(int i) const {
+    return qkvz + int64_t{i} * args.layout.qkvz_row;
+  }
   __device__ __forceinline__ Raw<T> in_step(int i) const {
-    const T* const row = args.qkvz + int64_t{first + i} * args.layout.qkvz_row;
-    return {row + args.layout.q.first + key_head * args.layout.q.stride,
-            row + args.layout.k.first + key_head * args.layout.k.stride,
-            row + column(args.layout.v, kDim) + part * kWidth};
+    const T* const row = row_of(i);
+    return {row + places.q, row + places.k, row + places.v};
+  }
+  // b and a of a token of the step.
+  __device__ __forceinline__ Vec<T, 2> gates_in_step(int i) const {
+    const T* const row = ba + int64_t{i} * args.layout.ba_row;
+    return {row[places.b], row[places.a]};
+  }
+  __device__ __forceinline__ const float* keys(int row) const {
+    return shared.keys + row * 2 * kKeyFloats;
   }
 
-  // Convolution weights of the lane's channels: 4 of q, 4 of k, kV of v.
-  struct Filters {
+  // ---- weights
+
+  struct Weights {
+    // Of the convolution: 4 channels of q, 4 of k, kV of v.
     float q[4][kConvTaps], k[4][kConvTaps], v[kV][kConvTaps];
+    float rate, bias;  // exp(A_log) and dt_bias
+    float norm[4];     // of the lane's columns of the outputs
   };
-  __device__ __forceinline__ void load(Filters& filters) const {
+  __device__ __forceinline__ void load_weights(Weights& w) const {
     const int keys = args.num_key_heads * kDim;
-    load_filters(filters.q, args.conv, key_head * kDim + lane * 4);
-    load_filters(filters.k, args.conv, keys + key_head * kDim + lane * 4);
-    load_filters(filters.v, args.conv, 2 * keys + head * kDim + part * kWidth + lane * kV);
+    load_filters(w.q, args.conv, key_head * kDim + lane * 4);
+    load_filters(w.k, args.conv, keys + key_head * kDim + lane * 4);
+    load_filters(w.v, args.conv, 2 * keys + head * kDim + part * kWidth + lane * kV);
+    w.rate = expf(args.a_log[head]);
+    w.bias = args.dt_bias[head];
+    const auto norm = load<T, 4>(args.norm + part * kWidth + lane % kTokenLanes * 4);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) w.norm[i] = to_float(norm[i]);
   }
 
-  // Writes q, k, v and the gates of a token to row `row` of shared memory. `raw`: the three tokens
-  // before and the token itself.
-  __device__ __forceinline__ void prepare(int row, const Raw<T> (&raw)[kConvTaps], T b, T a,
-                                          const Filters& filters) const {
-    float q[4], k[4], v[kV];
-    const int c = lane * 4, cv = lane * kV;
-    convolve(q, raw[0].q + c, raw[1].q + c, raw[2].q + c, raw[3].q + c, filters.q);
-    convolve(k, raw[0].k + c, raw[1].k + c, raw[2].k + c, raw[3].k + c, filters.k);
-    convolve(v, raw[0].v + cv, raw[1].v + cv, raw[2].v + cv, raw[3].v + cv, filters.v);
-    normalise(q, 0.08838834764831845f);  // 128^-1/2
-    normalise(k, 1);
-    *reinterpret_cast<float4*>(shared.q + row * kDim + c) = make_float4(q[0], q[1], q[2], q[3]);
-    *reinterpret_cast<float4*>(shared.k + row * kDim + c) = make_float4(k[0], k[1], k[2], k[3]);
+  // ---- a token: convolution, norms and gates -> row `row` of shared memory
+
+  // q and k; `x_q`, `x_k`: of the three tokens before and of the token itself.
+  __device__ __forceinline__ void prepare_keys(int row, const Vec<T, 4>* x_q, const Vec<T, 4>* x_k,
+                                               const Weights& w) const {
+    float q[4], k[4], sums[3] = {};
+    convolve(q, x_q[0], x_q[1], x_q[2], x_q[3], w.q);
+    convolve(k, x_k[0], x_k[1], x_k[2], x_k[3], w.k);
 #pragma unroll
-    for (int i = 0; i < kV; ++i) shared.v[row * kWidth + cv + i] = v[i];
-    if (lane == 0) {
-      const float x = __fadd_rn(to_float(a), args.dt_bias[head]);
-      const float softplus = x > 20 ? x : log1pf(expf(x));
-      shared.decay[row] = expf(-__fmul_rn(expf(args.a_log[head]), softplus));
-      shared.beta[row] = sigmoid(to_float(b));
+    for (int i = 0; i < 4; ++i) {
+      sums[0] = __fmaf_rn(q[i], q[i], sums[0]);
+      sums[1] = __fmaf_rn(k[i], k[i], sums[1]);
+      sums[2] = __fmaf_rn(q[i], k[i], sums[2]);
+    }
+    sum_lanes<32>(sums);
+    const float of_q = __fmul_rn(0.08838834764831845f, rsqrtf(__fadd_rn(sums[0], 1e-6f)));
+    const float of_k = rsqrtf(__fadd_rn(sums[1], 1e-6f));
+#pragma unroll
+    for (int i = 0; i < 4; ++i) q[i] = __fmul_rn(q[i], of_q), k[i] = __fmul_rn(k[i], of_k);
+    float* const to = shared.keys + row * 2 * kKeyFloats;
+    store_key(to, q, lane);
+    store_key(to + kKeyFloats, k, lane);
+    if (lane == 0) shared.gates[row].z = __fmul_rn(sums[2], __fmul_rn(of_q, of_k));
+  }
+  __device__ __forceinline__ void prepare_value(int row, const Vec<T, kV>* x,
+                                                const Weights& w) const {
+    float v[kV];
+    convolve(v, x[0], x[1], x[2], x[3], w.v);
+#pragma unroll
+    for (int i = 0; i < kV; ++i) shared.v[row * kWidth + lane * kV + i] = v[i];
+  }
+  __device__ __forceinline__ void prepare_gates(int row, const Vec<T, 2>& ba,
+                                                const Weights& w) const {
+    const float x = __fadd_rn(to_float(ba[1]), w.bias);
+    const float softplus = x > 20 ? x : log1pf(expf(x));
+    shared.gates[row].x = expf(-__fmul_rn(w.rate, softplus));
+    shared.gates[row].y = sigmoid(to_float(ba[0]));
+  }
+
+  // The tokens that `prepare` reads: the step's or the accepted ones. Both use the same code, so
+  // that a step finds it in the instruction cache.
+  struct Source {
+    const T *rows, *gates;
+    int row, gates_row;  // elements
+    Places places;
+    const int* nodes;    // the pending token of each accepted one
+    const int* parents;  // of the step's tokens
+    bool is_step;
+
+    __device__ __forceinline__ int node(int i) const { return is_step ? i : nodes[i]; }
+    // The token before token i. Tokens -1, -2, … are in the window.
+    __device__ __forceinline__ int before(int i) const {
+      return is_step && i >= 0 ? parents[i] : i - 1;
+    }
+  };
+  __device__ __forceinline__ Source source(bool is_step) const {
+    if (is_step) {
+      return {qkvz,   ba,      args.layout.qkvz_row, args.layout.ba_row,
+              places, nullptr, shared.tree->parents, true};
+    }
+    const Places in_pending{0, kDim, 2 * kDim + part * kWidth, 0, kRawWidth, kRawWidth + 1};
+    return {pending(0), pending(0), kPendingWidth, kPendingWidth,
+            in_pending, path(),     nullptr,       false};
+  }
+  __device__ __forceinline__ Raw<T> raw(const Source& from, int i) const {
+    if (i < 0) return in_window(kWindow + i);
+    const T* const row = from.rows + int64_t{from.node(i)} * from.row;
+    return {row + from.places.q, row + from.places.k, row + from.places.v};
+  }
+
+  // Prepares `count` tokens, by all warps. Stores the step's raw tokens as pending ones.
+  __device__ __forceinline__ void prepare(int count, const Weights& w, const Source& from) const {
+    const int token = kThreads - 1 - static_cast<int>(threadIdx.x);
+    if (token < count) {
+      const T* const row = from.gates + int64_t{from.node(token)} * from.gates_row;
+      const Vec<T, 2> ba{row[from.places.b], row[from.places.a]};
+      prepare_gates(token, ba, w);
+      if (from.is_step && part == 0) store(pending(token) + kRawWidth, ba);
+    }
+#pragma unroll 1
+    for (int unit = warp; unit < 2 * count; unit += kThreads / 32) {
+      const int i = unit < count ? unit : unit - count;
+      const int x2 = from.before(i), x1 = from.before(x2), x0 = from.before(x1);
+      const Raw<T> raws[kConvTaps] = {raw(from, x0), raw(from, x1), raw(from, x2), raw(from, i)};
+      if (unit < count) {
+        Vec<T, 4> q[kConvTaps], k[kConvTaps];
+#pragma unroll
+        for (int t = 0; t < kConvTaps; ++t) {
+          q[t] = load<T, 4>(raws[t].q + lane * 4);
+          k[t] = load<T, 4>(raws[t].k + lane * 4);
+        }
+        prepare_keys(i, q, k, w);
+        if (from.is_step && part == 0) {
+          store(pending(i) + lane * 4, q[3]);
+          store(pending(i) + kDim + lane * 4, k[3]);
+        }
+      } else {
+        Vec<T, kV> v[kConvTaps];
+#pragma unroll
+        for (int t = 0; t < kConvTaps; ++t) v[t] = load<T, kV>(raws[t].v + lane * kV);
+        prepare_value(i, v, w);
+        if (from.is_step) store(pending(i) + 2 * kDim + part * kWidth + lane * kV, v[3]);
+      }
     }
   }
 
-  __device__ __forceinline__ void update(Columns& columns, int row) const {
-    columns.update(shared.k + row * kDim, shared.v[row * kWidth + warp * kTile + lane / 4],
-                   shared.decay[row], shared.beta[row], lane);
+  // Prepares tokens begin .. begin + count - 1 of a prompt in rows row, row + 1, …, by the
+  // producers.
+  template <typename GetRaw>
+  __device__ __forceinline__ void prepare_stage(int begin, int count, int row, const Weights& w,
+                                                GetRaw&& raw) const {
+    const int thread = static_cast<int>(threadIdx.x) - 32 * kFirstProducer;
+    if (thread < count) prepare_gates(row + thread, gates_in_step(begin + thread), w);
+    for (int i = (warp - kFirstProducer) * kRun; i < count; i += kProducers * kRun) {
+      Vec<T, 4> q[kRun + kWindow], k[kRun + kWindow];
+      Vec<T, kV> v[kRun + kWindow];
+      const auto load_token = [&](int t, const Raw<T>& from) {
+        q[t] = load<T, 4>(from.q + lane * 4);
+        k[t] = load<T, 4>(from.k + lane * 4);
+        v[t] = load<T, kV>(from.v + lane * kV);
+      };
+      if (begin + i >= kWindow) {
+        Raw<T> from = in_step(begin + i - kWindow);
+#pragma unroll
+        for (int t = 0; t < kRun + kWindow; ++t) {
+          load_token(t, from);
+          const int64_t step = i + t + 1 - kWindow < count ? args.layout.qkvz_row : 0;
+          from.q += step, from.k += step, from.v += step;
+        }
+      } else {
+#pragma unroll
+        for (int t = 0; t < kRun + kWindow; ++t) {
+          load_token(t, raw(begin + min(i + t - kWindow, count - 1)));
+        }
+      }
+#pragma unroll
+      for (int t = 0; t < kRun; ++t) {
+        if (i + t >= count) break;
+        prepare_keys(row + i + t, q + t, k + t, w);
+        prepare_value(row + i + t, v + t, w);
+      }
+    }
   }
-  __device__ __forceinline__ void store_output(const Columns& columns, int row) const {
-    const float o = columns.output(shared.q + row * kDim, lane);
-    if (lane % 4 == 0) shared.o[row * kWidth + warp * kTile + lane / 4] = o;
+
+  // ---- the recurrence
+
+  __device__ __forceinline__ float* tile() const {
+    return args.state + (at * kHeadWarps + part * kWarps + warp) * kTileFloats;
+  }
+  __device__ __forceinline__ float* copy(int index) const {
+    return shared.copies + (index * kWarps + warp) * kTileFloats;
+  }
+  __device__ __forceinline__ Operands operands(int row) const {
+    Operands x;
+    x.load(keys(row), shared.v + row * kWidth + warp * kTile, shared.gates + row, lane);
+    return x;
+  }
+  __device__ __forceinline__ void store_output(int row, float o) const {
+    if (lane % 8 < 2) shared.o[row * kWidth + warp * kTile + lane / 8 * 2 + lane % 8] = o;
   }
 
   // The accepted tokens that S does not contain yet.
@@ -287,132 +330,153 @@ struct Head {
     const int folded = args.folded[at];
     if (accepted.counts == nullptr || folded == length) return 0;
     const int count = accepted.counts[slot];
-    return folded + count == length && count <= args.max_rows && path()[0] >= 0 ? count : 0;
+    return folded + count == length && count <= args.capacity.rows && path()[0] >= 0 ? count : 0;
   }
   __device__ __forceinline__ const int* path() const {
     return args.accepted.paths + int64_t{slot} * args.accepted.max_path;
   }
 
+  // ---- the window
+
   // Calls f(column of a raw token in global memory, column in `window`) for the CTA's columns. The
   // columns of q and k belong to all CTAs of the head.
   template <typename F>
-  __device__ __forceinline__ void each_column(F&& f) const {
-    for (int c = threadIdx.x; c < Memory::kWindowWidth; c += kThreads) {
+  __device__ __forceinline__ void each_column(int thread, int num_threads, F&& f) const {
+#pragma unroll 1
+    for (int c = thread; c < Memory::kWindowWidth; c += num_threads) {
       f(c < 2 * kDim ? c : c + part * kWidth, c);
     }
   }
   // Replaces the window by the last three tokens of the window and `count` tokens that follow it.
   template <typename F>
-  __device__ __forceinline__ void move_window(int count, F&& raw) const {
-    each_column([&](int, int c) {
+  __device__ __forceinline__ void move_window(int count, F&& raw, int thread,
+                                              int num_threads) const {
+    each_column(thread, num_threads, [&](int, int c) {
       T values[kWindow];
 #pragma unroll
       for (int j = 0; j < kWindow; ++j) {
-        const int place = count + j;
-        if (place < kWindow) {
-          values[j] = shared.window[place * Memory::kWindowWidth + c];
-        } else {
-          const Raw<T> from = raw(place - kWindow);
-          values[j] = c < kDim ? from.q[c] : c < 2 * kDim ? from.k[c - kDim] : from.v[c - 2 * kDim];
-        }
+        const Raw<T> from = raw(count + j - kWindow);
+        values[j] = c < kDim ? from.q[c] : c < 2 * kDim ? from.k[c - kDim] : from.v[c - 2 * kDim];
       }
 #pragma unroll
       for (int j = 0; j < kWindow; ++j) shared.window[j * Memory::kWindowWidth + c] = values[j];
     });
   }
-
-  // Updates S and the window by `count` accepted tokens. All threads call it.
-  __device__ void fold(Columns& columns, int count, const Filters& filters) const {
-    const int* const nodes = path();
-    const auto raw = [&](int i) { return i < 0 ? in_window(kWindow + i) : in_pending(nodes[i]); };
-    for (int i = warp; i < count; i += kWarps) {
-      const T* const gates = pending(nodes[i]) + kRawWidth;
-      prepare(i, {raw(i - 3), raw(i - 2), raw(i - 1), raw(i)}, gates[0], gates[1], filters);
-    }
-    __syncthreads();
-    for (int i = 0; i < count; ++i) update(columns, i);
-    move_window(count, raw);
-    __syncthreads();
-  }
-
-  // out = norm * o / rms(o) * silu(z) for `count` tokens from token `begin` on. Rows of shared
-  // memory are tokens; `parity` alternates between calls.
-  __device__ void write_outputs(int begin, int count, int parity) const {
-    float* const squares = shared.squares + parity * kSplit * args.max_rows;
-    for (int row = warp; row < count; row += kWarps) {
-      float sum = 0;
-#pragma unroll
-      for (int i = 0; i < kV; ++i) {
-        const float o = shared.o[row * kWidth + lane + 32 * i];
-        sum = __fmaf_rn(o, o, sum);
-      }
-      sum = warp_sum(sum);
-      float* const mine = squares + part * args.max_rows + row;
-      if constexpr (kSplit > 1) {
-        if (lane < kSplit) ptx::store_to_cta(mine, lane, sum);
-      } else {
-        if (lane == 0) *mine = sum;
-      }
-    }
-    if constexpr (kSplit > 1) {
-      ptx::cluster_arrive_release();
-      ptx::cluster_wait();
-    } else {
-      __syncthreads();
-    }
-    for (int row = warp; row < count; row += kWarps) {
-      float sum = 0;
-#pragma unroll
-      for (int i = 0; i < kSplit; ++i) sum = __fadd_rn(sum, squares[i * args.max_rows + row]);
-      const float scale = rsqrtf(__fmaf_rn(sum, 1.0f / kDim, args.eps));
-      const int64_t token = first + begin + row;
-      const T* const z = args.qkvz + token * args.layout.qkvz_row + column(args.layout.z, kDim);
-      T* const out = args.out + (token * args.num_value_heads + head) * kDim;
-#pragma unroll
-      for (int i = 0; i < kV; ++i) {
-        const int c = part * kWidth + lane + 32 * i;
-        const float gate = to_float(z[c]);
-        const float o = __fmul_rn(shared.o[row * kWidth + lane + 32 * i], scale);
-        out[c] = from_float<T>(
-            __fmul_rn(__fmul_rn(to_float(args.norm[c]), o), __fmul_rn(gate, sigmoid(gate))));
-      }
-    }
-  }
-
-  // Stores the raw projections of the step's nodes, which the next step may fold.
-  __device__ __forceinline__ void store_pending(int count) const {
-    each_column([&](int to, int c) {
-      if (c < 2 * kDim && part != 0) return;
-      for (int i = 0; i < count; ++i) {
-        const Raw<T> from = in_step(i);
-        pending(i)[to] = c < kDim       ? from.q[c]
-                         : c < 2 * kDim ? from.k[c - kDim]
-                                        : from.v[c - 2 * kDim];
-      }
-    });
-    if (part != 0 || threadIdx.x >= count) return;
-    const T* const ba = args.ba + int64_t{first + threadIdx.x} * args.layout.ba_row;
-    T* const gates = pending(threadIdx.x) + kRawWidth;
-    gates[0] = ba[column(args.layout.b, 1)];
-    gates[1] = ba[column(args.layout.a, 1)];
-  }
   __device__ __forceinline__ T* window() const { return args.window + at * kWindow * kRawWidth; }
   __device__ __forceinline__ void load_window() const {
-    each_column([&](int from, int to) {
+    each_column(threadIdx.x, kThreads, [&](int from, int to) {
 #pragma unroll
       for (int j = 0; j < kWindow; ++j) {
         shared.window[j * Memory::kWindowWidth + to] = window()[j * kRawWidth + from];
       }
     });
   }
-  __device__ __forceinline__ void store_window() const {
-    each_column([&](int to, int c) {
+  // After a barrier of the cluster behind load_window: all CTAs of a head read q and k.
+  __device__ __forceinline__ void store_window(int thread, int num_threads) const {
+    each_column(thread, num_threads, [&](int to, int c) {
       if (c < 2 * kDim && part != 0) return;
 #pragma unroll
       for (int j = 0; j < kWindow; ++j) {
         window()[j * kRawWidth + to] = shared.window[j * Memory::kWindowWidth + c];
       }
     });
+  }
+
+  __device__ __forceinline__ const float* outputs(int row) const {
+    return shared.o + row * kWidth + lane % kTokenLanes * 4;
+  }
+  // ---- the exchange of sums of squares between the CTAs of the head
+
+  __device__ __forceinline__ uint32_t barrier(int exchange) const {
+    return ptx::shared_address(shared.barriers + exchange);
+  }
+  __device__ __forceinline__ void init_barriers() const {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+    if constexpr (kSplit > 1) {
+      if (threadIdx.x != 0) return;
+      for (int i = 0; i < kExchanges; ++i) ptx::mbarrier_init(barrier(i), 1);
+      ptx::mbarrier_init_fence();
+    }
+#endif
+  }
+  // All CTAs of the head have initialised their barriers and have read what they share: the window
+  // and the pending tokens in global memory. NOTE: it does not publish writes.
+  static __device__ __forceinline__ void meet() {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+    if constexpr (kSplit > 1) {
+      ptx::cluster_arrive();
+      ptx::cluster_wait();
+    }
+#endif
+  }
+  // One thread says how many tokens the exchange has, a multiple of 4.
+  __device__ __forceinline__ void expect_squares(int exchange, int tokens) const {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+    if constexpr (kSplit > 1) {
+      ptx::mbarrier_expect_bytes(barrier(exchange), kSplit * tokens * sizeof(float));
+    }
+#endif
+  }
+  // Sends the CTA's sums of squares of the warp's tokens to each CTA of the head. All lanes call
+  // it. `row`: of the lane's token; `is_row`: o is there. `place`: of the warp's first token.
+  __device__ __forceinline__ void send_squares(int exchange, int row, bool is_row,
+                                               int place) const {
+    float sum[1] = {};
+    if (is_row) {
+      const float4 o = *reinterpret_cast<const float4*>(outputs(row));
+      sum[0] = __fmaf_rn(o.w, o.w, __fmaf_rn(o.z, o.z, __fmaf_rn(o.y, o.y, __fmul_rn(o.x, o.x))));
+    }
+    sum_lanes<kTokenLanes>(sum);
+    float* const to = shared.squares + part * args.capacity.squares + place;
+    if constexpr (kSplit > 1) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+      static_assert(kTokens == 4, "a warp sends 16 bytes");
+      float sums[kTokens];
+#pragma unroll
+      for (int i = 0; i < kTokens; ++i) {
+        sums[i] = __shfl_sync(0xffffffffu, sum[0], i * kTokenLanes);
+      }
+      if (lane < kSplit) {
+        ptx::store_cluster16(ptx::cluster_address(ptx::shared_address(to), lane), sums,
+                             ptx::cluster_address(barrier(exchange), lane));
+      }
+#endif
+    } else {
+      if (is_row && lane == 0) *to = sum[0];
+    }
+  }
+  __device__ __forceinline__ void wait_for_squares(int exchange, int parity) const {
+    if constexpr (kSplit > 1) {
+      ptx::mbarrier_wait(barrier(exchange), parity);
+    } else if constexpr (!kCommits) {
+      __syncthreads();
+    }
+  }
+
+  // ---- outputs: norm * o / rms(o) * silu(z)
+
+  __device__ __forceinline__ Vec<T, 4> load_z(int i) const {
+    return load<T, 4>(row_of(i) + places.z + lane % kTokenLanes * 4);
+  }
+  // Writes the lane's columns of token i, whose o is in row `row`.
+  __device__ __forceinline__ void write_output(int i, int row, int place, const Vec<T, 4>& z,
+                                               const Weights& w) const {
+    float sum = 0;
+#pragma unroll
+    for (int p = 0; p < kSplit; ++p) {
+      sum = __fadd_rn(sum, shared.squares[p * args.capacity.squares + place]);
+    }
+    const float scale = rsqrtf(__fmaf_rn(sum, 1.0f / kDim, args.eps));
+    const float4 v = *reinterpret_cast<const float4*>(outputs(row));
+    const float o[4] = {v.x, v.y, v.z, v.w};
+    Vec<T, 4> out;
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      const float gate = to_float(z[c]);
+      out[c] = from_float<T>(
+          __fmul_rn(__fmul_rn(w.norm[c], __fmul_rn(o[c], scale)), __fmul_rn(gate, sigmoid(gate))));
+    }
+    store(this->out + int64_t{i} * args.num_value_heads * kDim + lane % kTokenLanes * 4, out);
   }
 };
 

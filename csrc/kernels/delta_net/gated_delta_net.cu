@@ -2,21 +2,27 @@
 // for heads of Dk = Dv = 128.
 //
 // Roofline: S is read and written once a step, 128 KiB for each value head. 32 heads take 2.6 us at
-// 3.2 TB/s. A prompt is bound by the latency of the recurrence: about 150 instructions a token.
+// 3.2 TB/s. A prompt is bound by the instructions of the recurrence. Each element of S takes four
+// floating-point operations a token: 124 clock cycles for 32 heads on 132 SMs. The kernel issues
+// 195 instructions of the recurrence and 65 of the preparation for each scheduler and token: about
+// 0.15 us.
 //
 // Schedule: a value head of a sequence is a cluster of four CTAs on Hopper, else one CTA. A warp
-// owns 8 columns of S, with 4 x 8 numbers in the registers of each lane.
-//   1. Load S and the window. Prepare the accepted tokens of the last step, one warp for each.
-//   2. Update S by them and store it. Until here nothing is read that this pass writes, so the work
-//      overlaps the projection before it.
-//   3. Prepare the step's tokens: convolution, SiLU, norms, gates -> shared memory.
-//   4. Recurrence: each warp by itself, without a barrier. A node that does not follow the node
-//      before it starts again from S and replays its ancestors.
-//   5. Sum of squares over the head (DSMEM), norm, gate, store. Pending tokens and window.
-// A prompt repeats 3 to 5 for every 16 tokens.
+// owns 8 columns of S in its registers (delta_net_columns.cuh).
 //
-// Surprising: a prompt runs the recurrence token by token, not in chunks on tensor cores. It takes
-// a few percent of the prefill's time, and its bits do not depend on chunks.
+// Decode step:
+//   1. Load S, the window and the weights. Add the accepted tokens of the last step to S and store
+//      it. Nothing here needs the projection before it, so the work overlaps that.
+//   2. Prepare the step's tokens: convolution, SiLU, norms, gates -> shared memory.
+//   3. Recurrence: each warp by itself, without a barrier, depth first (delta_net_tree.cuh).
+//   4. Exchange sums of squares over the head (DSMEM), norm, gate, store.
+//
+// Prompt: a pipeline of stages of 32 tokens. While four warps run the recurrence of stage s, four
+// more send the squares of stage s - 1, prepare stage s + 1, and write the outputs of stage s - 2.
+// Without clusters a stage has 16 tokens, and all 16 warps do both in turn.
+//
+// Surprising: a prompt runs the recurrence token by token, not in chunks on tensor cores. Its bits
+// do not depend on chunks, and a prompt has the bits of decoding.
 //
 // All arithmetic that a token's bits depend on uses explicit intrinsics, so that the compiler
 // contracts the two variants of the kernel alike.
@@ -35,138 +41,267 @@ using namespace delta_net;
 
 // ---- kernel
 
+// All tokens are added to S. `count`: tokens of the sequence.
+template <typename Cta, typename Weights>
+__device__ __forceinline__ void run_prompt(const Cta& cta, Columns& state, const Weights& weights,
+                                           int count, int num_accepted) {
+  constexpr int kStage = Cta::kStage, kTokens = Cta::kTokens;
+  constexpr int kStride = Cta::kProducers * kTokens;  // tokens whose outputs are written at once
+  constexpr int kPasses = kStage / kStride;
+  static_assert(kStage % kStride == 0, "outputs of a stage are a whole number of passes");
+  const int producer = cta.warp - Cta::kFirstProducer;
+  const auto raw = [&](int i) { return i < 0 ? cta.in_window(kWindow + i) : cta.in_step(i); };
+  const auto rows_of = [&](int stage) { return min(kStage, count - stage * kStage); };
+  const auto prepare = [&](int stage) {
+    cta.prepare_stage(stage * kStage, rows_of(stage), stage % 2 * kStage, weights, raw);
+  };
+  const int stages = (count + kStage - 1) / kStage;
+  if (num_accepted > 0) {
+    const auto source = cta.source(false);
+    cta.prepare(num_accepted, weights, source);
+    __syncthreads();
+    if (cta.warp < Cta::kWarps) {
+      for (int i = 0; i < num_accepted; ++i) state.step<false>(cta.operands(i), cta.lane);
+    }
+    cta.move_window(
+        num_accepted, [&](int i) { return cta.raw(source, i); }, threadIdx.x, Cta::kThreads);
+    __syncthreads();
+  }
+  Cta::meet();
+  ptx::pdl_wait();  // all reads above are of data that earlier passes wrote
+  const auto produce = [&](int stage) {
+    const int ended = stage - 2, summed = stage - 1;
+    const int row = producer * kTokens + cta.lane / Cta::kTokenLanes;
+    decltype(cta.load_z(0)) z[kPasses];
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass) {
+      const int at = row + pass * kStride;
+      if (ended >= 0 && at < rows_of(ended)) z[pass] = cta.load_z(ended * kStage + at);
+    }
+    if (summed >= 0 && summed < stages) {
+      const int exchange = summed % kExchanges;
+      if (producer == 0 && cta.lane == 0) cta.expect_squares(exchange, kStage);
+#pragma unroll
+      for (int pass = 0; pass < kPasses; ++pass) {
+        const int at = row + pass * kStride;
+        cta.send_squares(exchange, summed % 3 * kStage + at, at < rows_of(summed),
+                         exchange * kStage + producer * kTokens + pass * kStride);
+      }
+    }
+    if (stage + 1 < stages) prepare(stage + 1);
+    if (stage == 0) {  // no later stage reads the window
+      const int thread = static_cast<int>(threadIdx.x) - 32 * Cta::kFirstProducer;
+      cta.move_window(count, raw, thread, 32 * Cta::kProducers);
+      cta.store_window(thread, 32 * Cta::kProducers);
+    }
+    if (ended < 0) return;
+    const int exchange = ended % kExchanges;
+    cta.wait_for_squares(exchange, ended / kExchanges % 2);
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass) {
+      const int at = row + pass * kStride;
+      if (at < rows_of(ended)) {
+        cta.write_output(ended * kStage + at, ended % 3 * kStage + at, exchange * kStage + at,
+                         z[pass], weights);
+      }
+    }
+  };
+  const auto recur = [&](int stage) {
+    if (stage >= stages) return;
+    const int rows = rows_of(stage), begin = stage % 2 * kStage;
+    Operands token = cta.operands(begin);
+#pragma unroll 2
+    for (int row = 0; row < rows; ++row) {
+      const Operands next = cta.operands(begin + min(row + 1, rows - 1));
+      cta.store_output(stage % 3 * kStage + row, state.step<true>(token, cta.lane));
+      token = next;
+    }
+    if (stage == stages - 1) state.store_to(cta.tile(), cta.lane);
+  };
+  const auto run_stages = [&](auto&& body) {
+    for (int stage = 0; stage < stages + 2; ++stage) {
+      __syncthreads();
+      body(stage);
+    }
+  };
+  // The loops of both kinds of warps are apart, so that they do not share registers.
+  if (!Cta::kSpecial) {
+    prepare(0);
+    run_stages([&](int stage) {
+      produce(stage);
+      recur(stage);
+    });
+  } else if (cta.warp >= Cta::kWarps) {
+    prepare(0);
+    run_stages(produce);
+  } else {
+    run_stages(recur);
+  }
+}
+
+// Adds the accepted tokens to S and stores it. Then computes the nodes of a decode step; their raw
+// tokens become the pending ones. Both passes run the same code: the second finds it in the
+// instruction cache. The first pass is without outputs.
+template <typename Cta, typename Weights>
+__device__ __forceinline__ void run_step(const Cta& cta, Columns& state, const Weights& weights,
+                                         int count, int num_accepted) {
+  constexpr int kStride = Cta::kWarps * Cta::kTokens;
+  const int first = cta.warp * Cta::kTokens, mine = first + cta.lane / Cta::kTokenLanes;
+  TreePlan& tree = *cta.shared.tree;
+  const bool is_tree = cta.args.tokens.token_parents != nullptr;
+  decltype(cta.load_z(0)) z;
+  int pass = num_accepted > 0 ? 0 : 1;
+#pragma unroll 1
+  for (; pass < 2; ++pass) {
+    ptx::opaque(pass);
+    const bool is_step = pass != 0;
+    const int rows = is_step ? count : num_accepted;
+    if (is_step) {
+      Cta::meet();
+      if (num_accepted > 0) cta.store_window(threadIdx.x, Cta::kThreads);
+      ptx::pdl_wait();  // all reads before are of data that earlier passes wrote
+      z = cta.load_z(min(mine, count - 1));
+    }
+    const auto source = cta.source(is_step);
+    cta.prepare(rows, weights, source);
+    __syncthreads();
+    const auto visit_of = [&](int i) {
+      return is_step && is_tree
+                 ? tree.visits[i]
+                 : Visit{static_cast<uint8_t>(i), Visit::kNone, Visit::kFollows, Visit::kNone};
+    };
+    Visit visit = visit_of(0);
+    Operands token = cta.operands(visit.node);
+#pragma unroll 1
+    for (int i = 0; i < rows; ++i) {
+      const Visit next_visit = visit_of(min(i + 1, rows - 1));
+      const Operands next = cta.operands(next_visit.node);
+      if (visit.from != Visit::kFollows) {
+        if (visit.from == Visit::kNone) {
+          state.load_from(cta.tile(), cta.lane);
+        } else {
+          state.restore(cta.copy(visit.from), cta.lane);
+        }
+#pragma unroll 1
+        for (uint64_t nodes = tree.replayed(visit); nodes != 0; nodes &= nodes - 1) {
+          state.step<false>(cta.operands(__ffsll(static_cast<long long>(nodes)) - 1), cta.lane);
+        }
+      }
+      const float o = state.step<true>(token, cta.lane);
+      if (is_step) cta.store_output(visit.node, o);
+      if (visit.to != Visit::kNone) state.save(cta.copy(visit.to), cta.lane);
+      visit = next_visit;
+      token = next;
+    }
+    if (!is_step) {
+      state.store_to(cta.tile(), cta.lane);
+      cta.move_window(rows, [&](int i) { return cta.raw(source, i); }, threadIdx.x, Cta::kThreads);
+      __syncthreads();
+    }
+  }
+  if (threadIdx.x == 0) cta.expect_squares(0, (count + 3) / 4 * 4);
+  __syncthreads();
+#pragma unroll 1
+  for (int row = first; row < count; row += kStride) {
+    cta.send_squares(0, row + mine - first, row + mine - first < count, row);
+  }
+  cta.wait_for_squares(0, 0);
+#pragma unroll 1
+  for (int row = mine; row < count; row += kStride) {
+    const auto of_row = z;
+    z = cta.load_z(min(row + kStride, count - 1));
+    cta.write_output(row, row, row, of_row, weights);
+  }
+}
+
 // Grid: sequences * Hv * kSplit; the CTAs of a head are a cluster. kCommits: a prefill.
 template <typename T, int kSplit, bool kCommits>
-__global__ void __launch_bounds__(32 * kHeadWarps / kSplit)
+__global__ void __launch_bounds__(Head<T, kSplit, kCommits>::kThreads, kSplit > 1 ? 2 : 1)
     gated_delta_net_kernel(const __grid_constant__ DeltaArgs<T> args) {
   extern __shared__ __align__(16) char memory[];
-  using Cta = Head<T, kSplit>;
+  using Cta = Head<T, kSplit, kCommits>;
   ptx::pdl_launch();
-  typename Cta::Memory shared(memory, args.max_rows);
+  typename Cta::Memory shared(memory, args.capacity);
   const int unit = blockIdx.x / kSplit, seq = unit / args.num_value_heads;
   const StepTokens& tokens = args.tokens;
   const int head = unit % args.num_value_heads, slot = tokens.seq_slots[seq];
   const int first = tokens.seq_token_begin[seq];
   const int count = tokens.seq_token_begin[seq + 1] - first;
   if (count == 0) return;
-  if constexpr (kSplit > 1)
-    ptx::cluster_arrive_release();  // this CTA runs, so others may write to it
   const int length = tokens.slot_lengths[slot];
-  const int group = args.num_value_heads / args.num_key_heads;
-  const Cta cta{.args = args,
-                .shared = shared,
-                .part = static_cast<int>(blockIdx.x % kSplit),
-                .head = head,
-                .key_head = head / group,
-                .first = first,
-                .slot = slot,
-                .at = int64_t{slot} * args.num_value_heads + head,
-                .warp = static_cast<int>(threadIdx.x / 32),
-                .lane = static_cast<int>(threadIdx.x % 32)};
-  float* const tile =
-      args.state + (cta.at * kHeadWarps + cta.part * Cta::kWarps + cta.warp) * kDim * kTile;
+  const Cta cta(args, shared, head, slot, first);
+  cta.init_barriers();
   Columns state;
-  state.load_from(tile, cta.lane);
-  typename Cta::Filters filters;
-  cta.load(filters);
+  if (cta.warp < Cta::kWarps) state.load_from(cta.tile(), cta.lane);
+  typename Cta::Weights weights;
+  cta.load_weights(weights);
   cta.load_window();
+  const bool is_tree = !kCommits && tokens.token_parents != nullptr;
   if (!kCommits && threadIdx.x < count) {
-    const int j = threadIdx.x;
-    shared.parents[j] = tokens.token_parents == nullptr ? j - 1 : tokens.token_parents[first + j];
+    const int i = threadIdx.x;
+    shared.tree->parents[i] = is_tree ? tokens.token_parents[first + i] : i - 1;
   }
   const int num_accepted = cta.num_accepted(length);
   __syncthreads();
-  if (!kCommits && threadIdx.x < count) {
-    uint64_t nodes = 0;
-    for (int node = threadIdx.x; node >= 0; node = shared.parents[node]) nodes |= 1ull << node;
-    shared.ancestors[threadIdx.x] = nodes;
-  }
-  if (num_accepted > 0) {
-    cta.fold(state, num_accepted, filters);
-    if (!kCommits) state.store_to(tile, cta.lane);
-  }
-
-  if constexpr (kSplit > 1) ptx::cluster_wait();
-  ptx::pdl_wait();  // all reads above are of data that earlier passes wrote
-  const auto raw = [&](int i) { return i < 0 ? cta.in_window(kWindow + i) : cta.in_step(i); };
-  // The token before token i; before the first token come -1, -2, … of the window.
-  const auto before = [&](int i) { return kCommits || i < 0 ? i - 1 : shared.parents[i]; };
-  int parity = 0;
-  for (int begin = 0; begin < count; begin += args.max_rows) {
-    const int rows = min(args.max_rows, count - begin);
-    for (int row = cta.warp; row < rows; row += Cta::kWarps) {
-      const int i = begin + row, x2 = before(i), x1 = before(x2), x0 = before(x1);
-      const T* const ba = args.ba + int64_t{first + i} * args.layout.ba_row;
-      cta.prepare(row, {raw(x0), raw(x1), raw(x2), raw(i)}, ba[cta.column(args.layout.b, 1)],
-                  ba[cta.column(args.layout.a, 1)], filters);
-    }
-    __syncthreads();
-    if constexpr (kCommits) {
-      for (int row = 0; row < rows; ++row) {
-        cta.update(state, row);
-        cta.store_output(state, row);
-      }
-    } else {
-      Columns node = state;
-      for (int row = 0; row < rows; ++row) {
-        if (row > 0 && shared.parents[row] != row - 1) {
-          node = state;
-          uint64_t ancestors = shared.ancestors[row] & ~(1ull << row);
-          for (; ancestors != 0; ancestors &= ancestors - 1) {
-            cta.update(node, __ffsll(static_cast<long long>(ancestors)) - 1);
-          }
-        }
-        cta.update(node, row);
-        cta.store_output(node, row);
-      }
-    }
-    __syncthreads();
-    cta.write_outputs(begin, rows, parity);
-    parity ^= 1;
-  }
-
-  // The barrier in write_outputs has passed: no CTA of the head reads the old state any more.
-  if (kCommits) {
-    cta.move_window(count, raw);
-    state.store_to(tile, cta.lane);
+  if (is_tree) shared.tree->order(count, args.capacity.copies);
+  if constexpr (kCommits) {
+    run_prompt(cta, state, weights, count, num_accepted);
   } else {
-    cta.store_pending(count);
+    run_step(cta, state, weights, count, num_accepted);
   }
-  if (kCommits || num_accepted > 0) cta.store_window();
   if (cta.part == 0 && threadIdx.x == 0) args.folded[cta.at] = kCommits ? length + count : length;
+}
+
+// Rows of shared memory for a step. Copies of S are as many as fit while all CTAs run at once.
+template <typename T, int kSplit, bool kCommits>
+Capacity capacity_of(const Context& ctx, const GatedDeltaNetParams& p) {
+  using Cta = Head<T, kSplit, kCommits>;
+  const int max_path = p.accepted.max_path;
+  if (kCommits) {
+    return {std::max(2 * Cta::kStage, max_path), 3 * Cta::kStage, kExchanges * Cta::kStage, 0};
+  }
+  const int nodes = p.tokens.max_seq_tokens;
+  Capacity capacity{std::max(nodes, max_path), nodes, (nodes + 3) / 4 * 4, 0};
+  if (p.tokens.token_parents == nullptr) return capacity;
+  const int ctas = p.tokens.num_seqs * p.shape.num_value_heads * kSplit;
+  const int64_t on_sm = std::min(2, (ctas + ctx.sm_count - 1) / ctx.sm_count);
+  const auto fits = [&] {
+    return (Cta::Memory::num_bytes(capacity) + 1024) * on_sm <= ctx.sm_shared_bytes;
+  };
+  for (capacity.copies = copies_of(nodes); capacity.copies > 0 && !fits();) --capacity.copies;
+  return capacity;
 }
 
 template <typename T, int kSplit, bool kCommits>
 void run(const Context& ctx, const GatedDeltaNetParams& p) {
-  const DeltaArgs<T> args{
-      .out = p.out.as<T>(),
-      .qkvz = p.qkvz.as<T>(),
-      .ba = p.ba.as<T>(),
-      .conv = p.conv_weight.as<T>(),
-      .a_log = p.a_log.as<float>(),
-      .dt_bias = p.dt_bias.as<float>(),
-      .norm = p.norm_weight.as<T>(),
-      .eps = p.norm_eps,
-      .state = p.state.as<float>(),
-      .window = p.window.as<T>(),
-      .pending = p.pending.as<T>(),
-      .folded = p.folded.as<int>(),
-      .accepted = p.accepted,
-      .layout = p.layout,
-      .num_key_heads = p.shape.num_key_heads,
-      .num_value_heads = p.shape.num_value_heads,
-      .pending_rows = static_cast<int>(p.pending.size(2)),
-      .max_rows = std::max(kCommits ? kPromptRows : p.tokens.max_seq_tokens, p.accepted.max_path),
-      .tokens = p.tokens};
-  const size_t bytes = Shared<T, kSplit>::num_bytes(args.max_rows);
-  CHECK(static_cast<int64_t>(bytes) + 1024 <= ctx.sm_shared_bytes,
+  const DeltaArgs<T> args{.out = p.out.as<T>(),
+                          .qkvz = p.qkvz.as<T>(),
+                          .ba = p.ba.as<T>(),
+                          .conv = p.conv_weight.as<T>(),
+                          .a_log = p.a_log.as<float>(),
+                          .dt_bias = p.dt_bias.as<float>(),
+                          .norm = p.norm_weight.as<T>(),
+                          .eps = p.norm_eps,
+                          .state = p.state.as<float>(),
+                          .window = p.window.as<T>(),
+                          .pending = p.pending.as<T>(),
+                          .folded = p.folded.as<int>(),
+                          .accepted = p.accepted,
+                          .layout = p.layout,
+                          .num_key_heads = p.shape.num_key_heads,
+                          .num_value_heads = p.shape.num_value_heads,
+                          .pending_rows = static_cast<int>(p.pending.size(2)),
+                          .capacity = capacity_of<T, kSplit, kCommits>(ctx, p),
+                          .tokens = p.tokens};
+  const int64_t bytes = Shared<T, kSplit>::num_bytes(args.capacity);
+  CHECK(bytes + 1024 <= ctx.sm_shared_bytes,
         "gated_delta_net: a step of {} tokens a sequence needs {} bytes of shared memory, an SM "
         "has {}; use a smaller draft tree",
-        args.max_rows, bytes, ctx.sm_shared_bytes);
+        args.capacity.rows, bytes, ctx.sm_shared_bytes);
   const auto kernel = gated_delta_net_kernel<T, kSplit, kCommits>;
   allow_shared_bytes(kernel, bytes);
   launch_cluster(ctx, kSplit, kernel, dim3(p.tokens.num_seqs * args.num_value_heads * kSplit),
-                 dim3(32 * kHeadWarps / kSplit), bytes, args);
+                 dim3(Head<T, kSplit, kCommits>::kThreads), bytes, args);
 }
 
 }  // namespace

@@ -42,8 +42,8 @@ bool can_follow(const FusedGemm& last, const RotaryKvParams& rotary) {
   const int dim = rotary.head_dim;
   return rotary.qkv.data() == last.y.data() && rotary.tokens.num_tokens == last.y.size(0) &&
          rotary.layout.is_packed() && rotary_dim_of(rotary) == dim && !last.is_gated() &&
-         last.beta == 0 && rotary.q_norm.empty() && rotary.k_norm.empty() && dim >= 64 &&
-         kW4BlockRows % dim == 0;
+         last.beta == 0 && rotary.k_scales.empty() && rotary.q_norm.empty() &&
+         rotary.k_norm.empty() && dim >= 64 && kW4BlockRows % dim == 0;
 }
 
 namespace {

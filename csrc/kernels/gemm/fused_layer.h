@@ -55,8 +55,8 @@ struct FusedGemm {
   int64_t stored_rows() const { return is_dense() ? w.size(0) : w4.n; }
 };
 
-// Whether rotary_kv may follow a fused layer that ends with `last`: no q/k norm, head_dim 64, 128
-// or 256.
+// Whether rotary_kv may follow a fused layer that ends with `last`: no q/k norm, no fp8 cache,
+// head_dim 64, 128 or 256.
 bool can_follow(const FusedGemm& last, const RotaryKvParams& rotary);
 
 constexpr int kMaxFollowing = 2;

@@ -76,6 +76,28 @@ inline void check_gated_gemm(const GatedGemmParams& p) {
         p.w.size(0) / 2);
 }
 
+// y = RMSNorm(x) W^T for the few rows of a decode step, without a launch for the norm. A row's bits
+// do not depend on other rows. x * (norm_weight + norm_offset) is rounded to the dtype of x, the
+// sum is divided by the root mean square.
+struct NormedGemmParams {
+  Tensor y;            // [M, N]
+  Tensor x;            // [M, K], K a multiple of 8
+  Tensor w;            // [N, K]
+  Tensor norm_weight;  // [K]; all of one dtype
+  float norm_eps = 1e-6f;
+  float norm_offset = 0;  // 1: the weights are zero-centred
+};
+
+inline void check_normed_gemm(const NormedGemmParams& p) {
+  check_gemm({.y = p.y, .x = p.x, .w = p.w});
+  CHECK(p.norm_weight.num_elements() == p.x.size(1) && p.norm_weight.dtype() == p.x.dtype() &&
+            p.y.dtype() == p.x.dtype(),
+        "normed_gemm: y is {}, norm_weight {} {}, expected {} and {} elements",
+        name_of(p.y.dtype()), name_of(p.norm_weight.dtype()), p.norm_weight.shape_text(),
+        name_of(p.x.dtype()), p.x.size(1));
+}
+
+REGISTER_OP(normed_gemm, NormedGemmParams)
 REGISTER_OP(skinny_gemm, GemmParams)
 REGISTER_OP(large_gemm, GemmParams)
 REGISTER_OP(gated_gemm, GatedGemmParams)

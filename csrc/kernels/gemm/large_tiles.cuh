@@ -10,10 +10,10 @@ namespace cpmcu::cuda {
 namespace {
 
 // Shared memory of a CTA: rows of x of all stages, then W of all stages, then kOutBytes for the
-// epilogue of each of two warpgroups.
-template <int kXBytes, int kWBytes, int kOutBytes>
+// epilogue of each of two warpgroups; at most kBudget.
+template <int kXBytes, int kWBytes, int kOutBytes, int kBudget = kRingBytes>
 struct LargeRing {
-  static constexpr int kStages = (kRingBytes - 2 * kOutBytes) / (kXBytes + kWBytes);
+  static constexpr int kStages = (kBudget - 2 * kOutBytes) / (kXBytes + kWBytes);
   static constexpr int kBytes = kStages * (kXBytes + kWBytes) + 2 * kOutBytes;
   static constexpr int kBarriers = 2 * kStages, kStageBytes = kXBytes + kWBytes;
   uint32_t data, barriers;

@@ -15,6 +15,9 @@
 // row and passes them to mma.m16n8k16 as if they were the k of the fragment layout. x is loaded in
 // the same order, so products pair up and only the order of additions differs. That order is the
 // same for every M.
+//
+// normed_gemm: while x is loaded, it is multiplied by the norm weights, and the lanes add its
+// squares. So the norm costs no launch and no pass over x.
 #include "core/launch.h"
 #include "core/ptx.cuh"
 #include "core/vec.cuh"
@@ -38,6 +41,21 @@ __device__ __forceinline__ uint32_t word(const uint4& v, int i) {
   return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
 }
 
+// Multiplies 8 elements of x by the norm weights and adds their squares.
+template <typename T>
+__device__ __forceinline__ void apply_norm(uint4& x, const T* weight, float offset,
+                                           float& squares) {
+  Vec<T, 8> of_x = *reinterpret_cast<const Vec<T, 8>*>(&x);
+  const Vec<T, 8> of_weight = load<T, 8>(weight);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const float value = to_float(of_x[i]);
+    squares = __fmaf_rn(value, value, squares);
+    of_x[i] = from_float<T>(__fmul_rn(value, __fadd_rn(to_float(of_weight[i]), offset)));
+  }
+  x = *reinterpret_cast<const uint4*>(&of_x);
+}
+
 // ---- kernels
 
 template <typename T,    // __half or __nv_bfloat16
@@ -45,9 +63,10 @@ template <typename T,    // __half or __nv_bfloat16
           int kTiles,    // m16 tiles of W per CTA
           int kGroups,   // groups of 8 rows of x: M <= 8 * kGroups
           int kUnroll,   // chunks in flight per warp
-          int kMinBlocks>
+          int kMinBlocks, bool kNormed>
 __global__ void __launch_bounds__(kThreads, kMinBlocks) skinny_gemm_kernel(const Args args) {
   __shared__ float partial[kWarps][8 * kGroups][16 + 1];
+  __shared__ float squares_of[kNormed ? kWarps : 1][8 * kGroups];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int g = lane / 4, q = lane % 4;
   const int n0 = blockIdx.x * 16 * kTiles;
@@ -99,7 +118,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) skinny_gemm_kernel(const
   ptx::pdl_wait();
 
   // Main loop over this warp's chunks.
-  float sums[kTiles][kGroups][4] = {};
+  float sums[kTiles][kGroups][4] = {}, squares[kGroups] = {};
   for (int k0 = warp * kChunk; k0 < args.k; k0 += kUnroll * kWarps * kChunk) {
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
@@ -107,6 +126,16 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) skinny_gemm_kernel(const
       for (int group = 0; group < kGroups; ++group) {
         uint4 rows[2];
         load_rows(rows, group, k0 + u * kWarps * kChunk);
+        if constexpr (kNormed) {
+#pragma unroll
+          for (int run = 0; run < 2; ++run) {
+            const int k = k0 + u * kWarps * kChunk + run * 32 + q * 8;
+            if (k < args.k) {
+              apply_norm(rows[run], static_cast<const T*>(args.norm) + k, args.norm_offset,
+                         squares[group]);
+            }
+          }
+        }
 #pragma unroll
         for (int run = 0; run < 2; ++run) {
 #pragma unroll
@@ -132,6 +161,15 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) skinny_gemm_kernel(const
   }
 
   // Epilogue: add the warps' sums in order.
+  if constexpr (kNormed) {
+#pragma unroll
+    for (int group = 0; group < kGroups; ++group) {
+      float sum = squares[group];
+      sum = __fadd_rn(sum, __shfl_xor_sync(0xffffffffu, sum, 1));
+      sum = __fadd_rn(sum, __shfl_xor_sync(0xffffffffu, sum, 2));
+      if (q == 0) squares_of[warp][group * 8 + g] = sum;
+    }
+  }
   Out* y = static_cast<Out*>(args.y);
 #pragma unroll
   for (int tile = 0; tile < kTiles; ++tile) {
@@ -152,6 +190,12 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) skinny_gemm_kernel(const
       for (int part = 0; part < kWarps; ++part) sum += partial[part][row][i % 16];
       const int64_t at = row * args.y_stride + n;
       float value = args.alpha * sum;
+      if constexpr (kNormed) {
+        float squares_sum = 0;
+#pragma unroll
+        for (int part = 0; part < kWarps; ++part) squares_sum += squares_of[part][row];
+        value = sum * rsqrtf(squares_sum / static_cast<float>(args.k) + args.norm_eps);
+      }
       if (args.beta != 0) value += args.beta * to_float(y[at]);
       y[at] = from_float<Out>(value);
     }
@@ -160,10 +204,11 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) skinny_gemm_kernel(const
 
 // ---- launchers
 
-template <typename T, typename Out, int kTiles, int kGroups, int kUnroll, int kMinBlocks>
+template <typename T, typename Out, int kTiles, int kGroups, int kUnroll, int kMinBlocks,
+          bool kNormed = false>
 void launch_skinny(const Context& ctx, const Args& args) {
   const int rows = 16 * kTiles;
-  launch(ctx, skinny_gemm_kernel<T, Out, kTiles, kGroups, kUnroll, kMinBlocks>,
+  launch(ctx, skinny_gemm_kernel<T, Out, kTiles, kGroups, kUnroll, kMinBlocks, kNormed>,
          dim3((args.n + rows - 1) / rows), dim3(kThreads), 0, args);
 }
 
@@ -177,7 +222,39 @@ void skinny_block(const Context& ctx, const Args& args) {
   return launch_skinny<T, Out, 2, 8, 1, 1>(ctx, args);
 }
 
+// Up to 64 rows of x. N is small: only one tile of W for a CTA, so that all of them are busy.
+template <typename T>
+void normed_block(const Context& ctx, const Args& args) {
+  if (args.m <= 8) return launch_skinny<T, T, 1, 1, 2, 2, true>(ctx, args);
+  if (args.m <= 16) return launch_skinny<T, T, 1, 2, 2, 2, true>(ctx, args);
+  if (args.m <= 32) return launch_skinny<T, T, 1, 4, 1, 1, true>(ctx, args);
+  return launch_skinny<T, T, 1, 8, 1, 1, true>(ctx, args);
+}
+
 }  // namespace
+
+// Graph-safe.
+void normed_gemm(const Context& ctx, const NormedGemmParams& p) {
+  check_normed_gemm(p);
+  const int64_t m = p.x.size(0), n = p.w.size(0);
+  for (int64_t row = 0; row < m; row += kMaxSkinnyRows) {
+    const int64_t rows = std::min<int64_t>(kMaxSkinnyRows, m - row);
+    dispatch_half(p.x.dtype(), [&](auto t) {
+      normed_block<decltype(t)>(ctx, {.y = p.y.rows(row, rows).data(),
+                                      .x = p.x.rows(row, rows).data(),
+                                      .w = p.w.data(),
+                                      .m = static_cast<int>(rows),
+                                      .n = static_cast<int>(n),
+                                      .k = static_cast<int>(p.x.size(1)),
+                                      .y_stride = n,
+                                      .alpha = 1,
+                                      .beta = 0,
+                                      .norm = p.norm_weight.data(),
+                                      .norm_eps = p.norm_eps,
+                                      .norm_offset = p.norm_offset});
+    });
+  }
+}
 
 void skinny_gemm(const Context& ctx, const GemmParams& params) {
   check_gemm(params);

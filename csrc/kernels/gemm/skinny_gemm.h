@@ -12,6 +12,8 @@ struct SkinnyArgs {
   int m, n, k;
   int64_t y_stride;  // elements
   float alpha, beta;
+  const void* norm = nullptr;  // [K], weight of normed_gemm
+  float norm_eps = 0, norm_offset = 0;
 };
 
 // Whether W has enough rows for tall_gemm_sm90: at least a tile of 128 for each SM. Independent of

@@ -52,12 +52,13 @@ inline TensorMap make_map(const void* x, int m, int k, DType dtype, int box_rows
   const cuuint32_t box[] = {64, static_cast<cuuint32_t>(box_rows)};
   return make_map(x, dtype, 2, sizes, strides, box);
 }
-// For a W [n, K] that stacks gate and up: boxes of box_rows x 64 k that interleave eight rows of
-// gate and eight of up.
-inline TensorMap make_gated_map(const void* w, int n, int k, DType dtype, int box_rows) {
+// For `count` W [n, K] that stack gate and up: boxes of box_rows x 64 k that interleave eight rows
+// of gate and eight of up. Matrix i begins at i n / 8 of the last dimension.
+inline TensorMap make_gated_map(const void* w, int n, int k, DType dtype, int box_rows,
+                                int count = 1) {
   const auto row_bytes = 2 * static_cast<cuuint64_t>(k);
   const auto half = static_cast<cuuint64_t>(n) / 2;
-  const cuuint64_t sizes[] = {static_cast<cuuint64_t>(k), 8, 2, half / 8};
+  const cuuint64_t sizes[] = {static_cast<cuuint64_t>(k), 8, 2, (2 * count - 1) * half / 8};
   const cuuint64_t strides[] = {row_bytes, half * row_bytes, 8 * row_bytes};
   const cuuint32_t box[] = {64, 8, 2, static_cast<cuuint32_t>(box_rows) / 16};
   return make_map(w, dtype, 4, sizes, strides, box);

@@ -20,63 +20,30 @@
 // takes for 256 rows.
 #include "core/dispatch.h"
 #include "core/launch.h"
-#include "kernels/gemm/large_tiles.cuh"
 #include "kernels/gemm/tensor_map.cuh"
+#include "kernels/gemm/w4a16_large.cuh"
 #include "kernels/gemm/w4a16_sums.cuh"
-#include "kernels/gemm/w4a16_wgmma.cuh"
 
 namespace cpmcu::cuda {
 namespace {
 
-// Half of a weight block, 128 rows of W, with room for zero points.
-constexpr int kHalfRows = kW4BlockRows / 2, kHalfWords = kScaleOffset / 2;
-constexpr int kHalfScales = 2 * kHalfRows, kHalfZeros = kHalfRows;
-constexpr int kHalfBytes = kHalfWords + 512;
-static_assert(kHalfScales + kHalfZeros <= 512);
-
-// Tiles have 8 kGroups rows of x. The area behind the stages holds a warpgroup's float32 sums
-// between slices, and then rows of y.
+// The area behind the stages holds a warpgroup's float32 sums between slices, and then rows of y.
 template <int kGroups>
-struct W4LargeRing : LargeRing<8 * kGroups * kRowBytes, kHalfBytes, kGroups * 128 * 16> {
-  using Base = LargeRing<8 * kGroups * kRowBytes, kHalfBytes, kGroups * 128 * 16>;
-  using Base::Base;
-  static constexpr int kRows = 8 * kGroups;  // rows of x of a tile
-  static constexpr int kXBytes = kRows * kRowBytes;
-  static_assert(kRows * kLargeRowBytes <= kGroups * 128 * 16);
+using SliceRing = W4LargeRing<kGroups, kGroups * 128 * 16>;
 
-  __device__ __forceinline__ uint32_t words(int stage) const { return Base::weights(stage); }
-  __device__ __forceinline__ uint32_t scales(int stage) const { return words(stage) + kHalfWords; }
-  __device__ __forceinline__ uint32_t zeros(int stage) const { return scales(stage) + kHalfScales; }
-};
-
-// Producer thread of CTA `rank` of a cluster: its half of weight blocks, and half of the rows of x
-// for both CTAs. The first weights are loaded before x is there.
+// Producer thread of CTA `rank` of a cluster. The first weights are loaded before x is there.
 template <bool kZeros, int kGroups>
-__device__ __forceinline__ void produce_large(const Args& args, const W4LargeRing<kGroups>& ring,
+__device__ __forceinline__ void produce_large(const Args& args, const SliceRing<kGroups>& ring,
                                               const LargeTiles& tiles, int rank) {
-  using Ring = W4LargeRing<kGroups>;
-  constexpr int kXRows = Ring::kRows / 2;
-  constexpr int kComes = kHalfWords + kHalfScales + (kZeros ? kHalfZeros : 0);
+  using Ring = SliceRing<kGroups>;
   const uint64_t policy = ptx::evict_first_policy();
   const auto produce_weights = [&](int stage, int tile, int k_block) {
     const char* block = args.blocks + (int64_t{tile} * args.k_blocks + k_block) * args.block_bytes;
-    const auto copy = [&](uint32_t to, int offset, int bytes) {
-      ptx::bulk_copy(to, block + offset + rank * bytes, bytes, ring.full(stage), policy);
-    };
-    ptx::mbarrier_expect_bytes(ring.full(stage), Ring::kXBytes + kComes);
-    copy(ring.words(stage), 0, kHalfWords);
-    copy(ring.scales(stage), kScaleOffset, kHalfScales);
-    if constexpr (kZeros) copy(ring.zeros(stage), kZeroOffset, kHalfZeros);
+    copy_half_block<kZeros>(ring, stage, block, rank, policy);
   };
   const auto produce_rows = [&](int stage, int tile, int k_block) {
     if (k_block >= args.plane_k_blocks) k_block -= args.plane_k_blocks;
-    const uint32_t to = ring.rows(stage) + rank * kXRows * 128;
-#pragma unroll
-    for (int panel = 0; panel < 2; ++panel) {
-      ptx::tensor_multicast(to + panel * Ring::kRows * 128, &args.x_map,
-                            k_block * kW4BlockK + panel * 64, tile * Ring::kRows + rank * kXRows,
-                            ring.full(stage), 0b11);
-    }
+    copy_half_rows(ring, stage, &args.x_map, tile * Ring::kRows, k_block, rank);
   };
 
   ptx::prefetch_map(&args.x_map);
@@ -127,7 +94,7 @@ __device__ __forceinline__ void add_slice(float (&sums)[kGroups][4], uint32_t sh
 template <typename T, int kGroups, bool kZeros>
 __global__ void __launch_bounds__(kLargeThreads, 1)
     w4_large_kernel(const __grid_constant__ Args args, int x_tiles) {
-  using Ring = W4LargeRing<kGroups>;
+  using Ring = SliceRing<kGroups>;
   extern __shared__ __align__(1024) char shared[];
   __shared__ __align__(8) uint64_t barriers[Ring::kBarriers];
   const Ring ring(shared, barriers);
@@ -147,32 +114,14 @@ __global__ void __launch_bounds__(kLargeThreads, 1)
       int slice = 0, left_of_slice = args.slice_blocks + (args.longer_slices > 0);
 #pragma unroll 1
       for (int left = args.k_blocks; left > 0; --left) {
-        // Scales and offsets of this lane's two rows.
         ptx::mbarrier_wait(ring.full(stage), parity);
-        float scale[2];
-        int zero[2] = {8, 8};
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          scale[half] = load_scale(ring.scales(stage) + 2 * (row + half * 8), args.bf16_scales);
-          if constexpr (kZeros) {
-            zero[half] = ptx::load_shared_byte(ring.zeros(stage) + row + half * 8);
-          }
-        }
-        const uint32_t low = low_offset<T>(zero[0]), high = high_offset<T>(zero[1], zero[0]);
-        // Unpack and multiply 128 k.
-        uint32_t words[4][2];
-#pragma unroll
-        for (int pair = 0; pair < 4; ++pair) {
-          const uint4 both = ptx::load_shared16(ring.words(stage) + warp_tile * kWarpTileBytes +
-                                                pair * kPairBytes + lane * 16);
-          words[pair][0] = second ? both.y : both.x;
-          words[pair][1] = second ? both.w : both.z;
-        }
+        HalfBlockFragment<T> w;
+        w.template load<kZeros>(ring, stage, warp_tile, second, row, lane, args.bf16_scales);
         float part[1][kGroups][4];
         WgmmaOf<1>::multiply_fragments<T, kGroups>(
             part, ring.rows(stage),
             [&](uint32_t (&a)[4], int pair, int step, int) {
-              unpack<T>(a, words[pair][step], low, high);
+              unpack<T>(a, w.words[pair][step], w.low, w.high);
             },
             [] {});
         ring.release(stage, peer_empty);
@@ -181,7 +130,7 @@ __global__ void __launch_bounds__(kLargeThreads, 1)
         for (int group = 0; group < kGroups; ++group) {
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
-            sums[group][i] = __fmaf_rn(scale[i / 2], part[0][group][i], sums[group][i]);
+            sums[group][i] = __fmaf_rn(w.scale[i / 2], part[0][group][i], sums[group][i]);
           }
         }
         if (--left_of_slice == 0 && args.slices > 1) {
@@ -209,7 +158,7 @@ __global__ void __launch_bounds__(kLargeThreads, 1)
 
 template <typename T, int kGroups, bool kZeros>
 void launch_large(const Context& ctx, DType dtype, Args args) {
-  using Ring = W4LargeRing<kGroups>;
+  using Ring = SliceRing<kGroups>;
   const auto kernel = w4_large_kernel<T, kGroups, kZeros>;
   const int x_tiles = (args.m + Ring::kRows - 1) / Ring::kRows;
   const int clusters = std::min(ctx.sm_count / 2, args.tiles * x_tiles);

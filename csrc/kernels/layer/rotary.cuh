@@ -51,13 +51,10 @@ inline void check_rotary_kv(const RotaryKvParams& p) {
   if (!p.bias.empty()) check_vector("rotary_kv", "bias", p.bias, dtype, num_columns);
   if (!p.q_norm.empty()) check_vector("rotary_kv", "q_norm", p.q_norm, dtype, p.head_dim);
   if (!p.k_norm.empty()) check_vector("rotary_kv", "k_norm", p.k_norm, dtype, p.head_dim);
-  for (const Tensor& cache : {p.k_cache, p.v_cache}) {
-    CHECK(cache.dtype() == dtype && cache.num_dims() == 4 && cache.size(1) == p.num_kv_heads &&
-              cache.size(2) == kPageSize && cache.size(3) == p.head_dim &&
-              is_aligned16(cache.data()),
-          "rotary_kv: a cache is {} {}, expected {} [pages, {}, {}, {}]", name_of(cache.dtype()),
-          cache.shape_text(), name_of(dtype), p.num_kv_heads, kPageSize, p.head_dim);
-  }
+  check_kv_cache("rotary_kv", p.k_cache, p.k_scales, dtype, p.num_kv_heads, p.head_dim);
+  check_kv_cache("rotary_kv", p.v_cache, p.v_scales, dtype, p.num_kv_heads, p.head_dim);
+  CHECK(is_aligned16(p.k_cache.data()) && is_aligned16(p.v_cache.data()),
+        "rotary_kv: a cache is unaligned, expected an address aligned to 16 bytes");
   CHECK(p.inv_freq != nullptr && is_aligned16(p.inv_freq),
         "rotary_kv: inv_freq is null or unaligned, expected an address aligned to 16 bytes");
 }

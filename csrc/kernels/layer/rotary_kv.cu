@@ -1,5 +1,6 @@
 // rotary_kv: bias, per-head RMSNorm, RoPE and the write into the paged cache, in one pass over qkv.
-// qkv is [T, columns]; a page of the cache is [Hkv, 64, D].
+// qkv is [T, columns]; a page of the cache is [Hkv, 64, D], in T or in e4m3 with scales
+// (fp8_row.h).
 //
 // Roofline: 4 bytes an element of qkv of HBM traffic. For one token: the latency of the dependent
 // loads sequence -> slot -> length -> page.
@@ -37,6 +38,8 @@ struct RotaryKvArgs {
   const float* inv_freq;  // [D / 2]
   T* k_cache;             // [pages, Hkv, 64, D]
   T* v_cache;             // [pages, Hkv, 64, D]
+  float* k_scales;        // [pages, Hkv, 64]: the caches hold e4m3 codes; null: T
+  float* v_scales;        // [pages, Hkv, 64]
   float norm_eps;
   float norm_offset;
   float attention_scaling;
@@ -125,8 +128,34 @@ __device__ __forceinline__ void rotate_part(HeadPart& x, const Rotation (&by)[8]
   for (int i = 0; i < 8; ++i) rotate(x.low[i], x.high[i], by[i]);
 }
 
+// Stores a head as e4m3 codes and their scale. The lanes exchange codes through `row`.
+template <int kLanes>
+__device__ __forceinline__ void store_fp8(uint8_t* codes, float* scale, uint8_t* row,
+                                          const PartPlace& at, const HeadPart& x, int lane,
+                                          uint32_t group_mask) {
+  uint32_t max = 0;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    max = ::max(max, ::max(magnitude_bits(x.low[i]), magnitude_bits(x.high[i])));
+  }
+#pragma unroll
+  for (int offset = kLanes / 2; offset > 0; offset /= 2) {
+    max = ::max(max, __shfl_xor_sync(group_mask, max, offset));
+  }
+  const Fp8Scale by(max);
+  __syncwarp(group_mask);  // the previous row has been read
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    row[fp8_place(at.low + i)] = to_e4m3(__fmul_rn(x.low[i], by.inverse));
+    row[fp8_place(at.high + i)] = to_e4m3(__fmul_rn(x.high[i], by.inverse));
+  }
+  __syncwarp(group_mask);
+  reinterpret_cast<uint4*>(codes)[lane] = reinterpret_cast<const uint4*>(row)[lane];
+  if (lane == 0) *scale = by.scale;
+}
+
 // Grid: (T, CTAs of a token). Heads are numbered q, k, v.
-template <typename T, int kDim>
+template <typename T, int kDim, bool kFp8>
 __global__ void __launch_bounds__(kThreads)
     rotary_kv_kernel(const __grid_constant__ RotaryKvArgs<T> args) {
   constexpr int kLanes = kDim / 16;
@@ -149,6 +178,7 @@ __global__ void __launch_bounds__(kThreads)
   const int num_all_heads = num_qk_heads + args.num_kv_heads;
   const int first_head = blockIdx.y * kGroups + threadIdx.x / kLanes;
   __shared__ alignas(16) Rotation shared[kDim / 2];
+  __shared__ alignas(16) uint8_t fp8_rows[kFp8 ? kGroups : 1][kFp8 ? kDim : 1];
   const float position = static_cast<float>(tokens.positions[row]);
   for (int i = threadIdx.x; i < args.rotary_dim / 2; i += kThreads) {
     shared[i] = rotation_by(position * args.inv_freq[i], args.attention_scaling);
@@ -178,9 +208,16 @@ __global__ void __launch_bounds__(kThreads)
     T* out = qkv_row + column;
     if (!is_q) {
       const int kv_head = is_v ? head - num_qk_heads : head - args.num_heads;
-      out = (is_v ? args.v_cache : args.k_cache) + kv_offset(tokens.page_table, tokens.max_pages,
-                                                             slot, entry, kv_head,
-                                                             args.num_kv_heads, kDim);
+      T* const cache = is_v ? args.v_cache : args.k_cache;
+      const int64_t offset = kv_offset(tokens.page_table, tokens.max_pages, slot, entry, kv_head,
+                                       args.num_kv_heads, kDim);
+      if constexpr (kFp8) {
+        store_fp8<kLanes>(reinterpret_cast<uint8_t*>(cache) + offset,
+                          (is_v ? args.v_scales : args.k_scales) + offset / kDim,
+                          fp8_rows[threadIdx.x / kLanes], at, x, lane, group_mask);
+        continue;
+      }
+      out = cache + offset;
     }
     store_part(out, at, x);
   }
@@ -197,6 +234,8 @@ RotaryKvArgs<T> make_args(const RotaryKvParams& p) {
           .inv_freq = p.inv_freq,
           .k_cache = p.k_cache.as<T>(),
           .v_cache = p.v_cache.as<T>(),
+          .k_scales = p.k_scales.as<float>(),
+          .v_scales = p.v_scales.as<float>(),
           .norm_eps = p.norm_eps,
           .norm_offset = p.norm_offset,
           .attention_scaling = p.attention_scaling,
@@ -227,7 +266,9 @@ void rotary_kv(const Context& ctx, const RotaryKvParams& p) {
     const dim3 grid(num_rows, std::min(ctas_of_heads, ctas_to_fill));
     dispatch_half(p.qkv.dtype(), [&](auto t) {
       using T = decltype(t);
-      launch(ctx, rotary_kv_kernel<T, kDim>, grid, dim3(kThreads), 0, make_args<T>(p));
+      const auto kernel =
+          p.k_scales.empty() ? rotary_kv_kernel<T, kDim, false> : rotary_kv_kernel<T, kDim, true>;
+      launch(ctx, kernel, grid, dim3(kThreads), 0, make_args<T>(p));
     });
   });
 }

@@ -9,6 +9,9 @@
 // Elements from R on are not rotated.
 #pragma once
 
+#include <string_view>
+
+#include "kernels/layer/fp8_row.h"
 #include "kernels/layer/qkv_layout.h"
 #include "kernels/op.h"
 #include "kernels/step/step_tokens.h"
@@ -26,8 +29,12 @@ struct RotaryKvParams {
   const float* inv_freq = nullptr;  // [R / 2] on the device
   int rotary_dim = 0;               // R; 0: D
   float attention_scaling = 1;
-  Tensor k_cache;        // [pages, Hkv, 64, D]
-  Tensor v_cache;        // [pages, Hkv, 64, D]
+  Tensor k_cache;  // [pages, Hkv, 64, D]
+  Tensor v_cache;  // [pages, Hkv, 64, D]
+  // [pages, Hkv, 64, 1] float32: the caches have e4m3 codes as uint8 (kernels/layer/fp8_row.h).
+  // Empty: the caches have the dtype of qkv.
+  Tensor k_scales{};
+  Tensor v_scales{};
   int num_heads = 0;     // Hq
   int num_kv_heads = 0;  // Hkv
   int head_dim = 0;      // D
@@ -36,6 +43,23 @@ struct RotaryKvParams {
 
 inline int rotary_dim_of(const RotaryKvParams& p) {
   return p.rotary_dim > 0 ? p.rotary_dim : p.head_dim;
+}
+
+// Raises an error unless the caches and their scales fit each other and `dtype`, that of qkv.
+inline void check_kv_cache(std::string_view op, const Tensor& cache, const Tensor& scales,
+                           DType dtype, int num_kv_heads, int head_dim) {
+  const DType expected = scales.empty() ? dtype : DType::kU8;
+  CHECK(cache.dtype() == expected && cache.num_dims() == 4 && cache.size(1) == num_kv_heads &&
+            cache.size(2) == kPageSize && cache.size(3) == head_dim,
+        "{}: a cache is {} {}, expected {} [pages, {}, {}, {}]", op, name_of(cache.dtype()),
+        cache.shape_text(), name_of(expected), num_kv_heads, kPageSize, head_dim);
+  if (scales.empty()) return;
+  CHECK(head_dim % 16 == 0, "{}: head_dim is {}, expected a multiple of 16 in an fp8 cache", op,
+        head_dim);
+  CHECK(scales.dtype() == DType::kF32 &&
+            scales.num_elements() == cache.size(0) * num_kv_heads * kPageSize,
+        "{}: the scales of a cache are {} {}, expected float32 [{}, {}, {}, 1]", op,
+        name_of(scales.dtype()), scales.shape_text(), cache.size(0), num_kv_heads, kPageSize);
 }
 
 REGISTER_OP(rotary_kv, RotaryKvParams)

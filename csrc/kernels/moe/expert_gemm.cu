@@ -5,9 +5,9 @@
 //
 // Schedule: a CTA owns 32 rows of W of one expert with pairs.
 //   8 warps   warp w takes k chunks w, w + 8, ... of 64 k, straight from memory into mma fragments,
-//             and multiplies them with up to 64 pairs of the expert
+//             and multiplies them with up to 8 or 32 pairs of the expert
 //   epilogue  expert_tiles.cuh
-// More than 64 pairs read W again, from L2. Nothing depends on the number of pairs but groups that
+// More pairs read W again, from L2. Nothing depends on the number of pairs but groups that
 // are left out, so a pair has the same bits in any company.
 //
 // The surprising decision: as in skinny_gemm.cu, a lane passes 8 consecutive k of its row to the
@@ -36,13 +36,10 @@ template <typename T,   // __half or __nv_bfloat16
           int kUnroll,  // chunks in flight per warp
           int kMinBlocks>
 __global__ void __launch_bounds__(kThreads, kMinBlocks) expert_gemm_kernel(const ExpertArgs args) {
-  ptx::pdl_launch();
-  ptx::pdl_wait();  // the experts are the result of an earlier kernel
-  if (static_cast<int>(blockIdx.y) >= *args.num_active) return;
-  const int expert = args.active[blockIdx.y];
-  const int end = args.offsets[expert + 1];
+  if (!args.routing_is_complete) ptx::pdl_wait();
+  const ExpertSpan span = span_of(args);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
-  const T* w = reinterpret_cast<const T*>(args.w + expert * args.stride) + q * 8;
+  const T* w = reinterpret_cast<const T*>(args.w + span.expert * args.stride) + q * 8;
   const T* x = static_cast<const T*>(args.x) + q * 8;
   const uint64_t policy = ptx::evict_first_policy();
 
@@ -56,7 +53,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) expert_gemm_kernel(const
       const int row =
           args.gated ? in_part + half * args.width : (blockIdx.x * 2 + tile) * 16 + half * 8 + g;
       const bool valid = args.gated ? in_part < args.width : row < args.n;
-      w_rows[tile][half] = valid ? w + int64_t{row} * args.k : nullptr;
+      w_rows[tile][half] = valid && span.count > 0 ? w + int64_t{row} * args.k : nullptr;
     }
   }
 
@@ -74,18 +71,24 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) expert_gemm_kernel(const
     }
   };
 
-  for (int first = args.offsets[expert]; first < end; first += 8 * kGroups) {
-    const PairRows<T, kGroups> rows(args, first, end);
-    WeightFragment weights[kUnroll][2];
-    const auto load_step = [&](int u, int k0) {
+  WeightFragment weights[kUnroll][2];
+  const auto load_step = [&](int u, int k0) {
 #pragma unroll
-      for (int tile = 0; tile < 2; ++tile) {
-        load_weights(weights[u][tile], tile, k0 + u * kWarps * kChunk);
-      }
-    };
+    for (int tile = 0; tile < 2; ++tile) {
+      load_weights(weights[u][tile], tile, k0 + u * kWarps * kChunk);
+    }
+  };
 #pragma unroll
-    for (int u = 0; u < kUnroll; ++u) load_step(u, warp * kChunk);
+  for (int u = 0; u < kUnroll; ++u) load_step(u, warp * kChunk);
+  if (args.routing_is_complete) ptx::pdl_wait();
+  ptx::pdl_launch();
 
+  for (int first = 0; first < span.count; first += 8 * kGroups) {
+    const PairRows<kGroups> rows(args, span, first);
+    if (first > 0) {
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) load_step(u, warp * kChunk);
+    }
     // Main loop over this warp's chunks.
     float sums[2][kGroups][4] = {};
     for (int k0 = warp * kChunk; k0 < args.k; k0 += kUnroll * kWarps * kChunk) {
@@ -122,7 +125,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) expert_gemm_kernel(const
         load_step(u, k0 + kUnroll * kWarps * kChunk);  // in flight while others are multiplied
       }
     }
-    store_pairs<T>(args, rows, sums);
+    store_pairs<T, kGroups>(args, rows, sums);
   }
 }
 
@@ -135,18 +138,16 @@ void expert_gemm(const Context& ctx, const ExpertGemmParams& p) {
   check_expert_gemm(p);
   if (p.rows.y.size(0) == 0) return;
   const int64_t n = p.w.size(1);
-  ExpertArgs args = expert_args("expert_gemm", p.rows, n, p.gated);
+  ExpertArgs args = expert_args("expert_gemm", p.rows, n, kWarps, p.gated);
   CHECK(is_aligned16(p.w.data()), "expert_gemm: w is not aligned to 16 bytes");
   args.w = p.w.as<const char>();
   args.stride = n * p.w.size(2) * size_of(p.w.dtype());
-  const dim3 grid = expert_grid(p.rows, n);
+  const dim3 grid = expert_grid(p.rows, n, kWarps);
   dispatch_half(p.w.dtype(), [&](auto t) {
-    dispatch_groups(p.rows, [&](auto groups) {
-      constexpr int kGroups = decltype(groups)::value;
-      constexpr int kUnroll = kGroups <= 2 ? 2 : 1, kMinBlocks = kGroups <= 4 ? 2 : 1;
-      launch(ctx, expert_gemm_kernel<decltype(t), kGroups, kUnroll, kMinBlocks>, grid,
-             dim3(kThreads), 0, args);
-    });
+    // Few tokens: an expert has few pairs, so one group at a time.
+    p.rows.y.size(0) / p.rows.routing.top_k <= 8
+        ? launch(ctx, expert_gemm_kernel<decltype(t), 1, 2, 2>, grid, dim3(kThreads), 0, args)
+        : launch(ctx, expert_gemm_kernel<decltype(t), 4, 1, 2>, grid, dim3(kThreads), 0, args);
   });
 }
 

@@ -17,6 +17,9 @@ struct ExpertRows {
   int pairs_per_x =
       1;            // pair p reads row p / pairs_per_x: k for rows of tokens, 1 for rows of pairs
   Routing routing;  // of the P pairs
+  // Whether the launch before this one is a GEMM of experts with the same routing: the kernel then
+  // reads the routing, and requests weights, before that launch ends.
+  bool routing_is_complete = false;
 };
 
 struct ExpertGemmParams {

@@ -1,7 +1,12 @@
 // Shared by the GEMMs of experts: which pairs a CTA multiplies, and how its warps' sums become y.
 //
-// A CTA owns 32 rows of one expert's W, two m16 tiles. Its warps share K and add their sums in warp
-// order. If W is gated, rows 0 to 7 of an m16 tile are gate and rows 8 to 15 are up.
+// A warp has 32 rows of one expert's W, two m16 tiles. `splits` warps share the K of these rows,
+// and their sums are added in warp order. If W is gated, rows 0 to 7 of an m16 tile are gate and
+// rows 8 to 15 are up.
+//
+// PDL: the kernels trigger the next launch after their wait. So in the launch that follows
+// directly, the routing is complete before the wait (`routing_is_complete`), and weights are
+// requested there.
 #pragma once
 
 #include "core/launch.h"
@@ -14,7 +19,7 @@
 namespace cpmcu::cuda {
 namespace {
 
-constexpr int kTileRows = 32;  // of W, for a CTA
+constexpr int kTileRows = 32;  // of W, for a warp
 
 struct ExpertArgs {
   const char* w;     // of expert 0
@@ -22,24 +27,31 @@ struct ExpertArgs {
   void* y;           // [P, width]
   const void* x;     // [P / pairs_per_x, K]
   const int* pairs;  // as in Routing
-  const int* offsets;
-  const int* active;
-  const int* num_active;
+  const ExpertSpan* spans;
   int pairs_per_x;
   int n, k, width;  // of W; columns of y
+  int splits;       // warps that share K: 1, 2, 4 or 8
   bool gated, float_out;
-  float alpha;  // multiplies the sums
+  bool routing_is_complete;  // before the wait
+  float alpha;               // multiplies the sums
 };
 
-// Up to 8 kGroups pairs of an expert. Lane (g, q) reads x of pair 8 group + g.
-template <typename T, int kGroups>
+// From L2: before the wait, L1 may hold the span of the layer before.
+__device__ __forceinline__ ExpertSpan span_of(const ExpertArgs& args) {
+  const int4 v = __ldcg(reinterpret_cast<const int4*>(args.spans + blockIdx.y));
+  return {v.x, v.y, v.z, v.w};
+}
+
+// Up to 8 kGroups pairs of an expert, from number `first` of its span on. Lane (g, q) reads x of
+// pair 8 group + g.
+template <int kGroups>
 struct PairRows {
   const int* pairs;
   int count;
   int rows[kGroups];  // element offset in x; -1: no pair
 
-  __device__ __forceinline__ PairRows(const ExpertArgs& args, int first, int end)
-      : pairs(args.pairs + first), count(min(8 * kGroups, end - first)) {
+  __device__ __forceinline__ PairRows(const ExpertArgs& args, const ExpertSpan& span, int first)
+      : pairs(args.pairs + span.begin + first), count(min(8 * kGroups, span.count - first)) {
     const int g = threadIdx.x % 32 / 4;
 #pragma unroll
     for (int group = 0; group < kGroups; ++group) {
@@ -64,47 +76,52 @@ __device__ __forceinline__ void store_y(const ExpertArgs& args, int pair, int co
 
 // Adds the warps' sums and writes y. All threads of the CTA call it.
 template <typename T, int kGroups>
-__device__ __forceinline__ void store_pairs(const ExpertArgs& args,
-                                            const PairRows<T, kGroups>& rows,
+__device__ __forceinline__ void store_pairs(const ExpertArgs& args, const PairRows<kGroups>& rows,
                                             const float (&sums)[2][kGroups][4]) {
-  __shared__ float partial[kWarps][8 * kGroups][16 + 1];
+  __shared__ float partial[kWarps][8 * kGroups][kTileRows + 1];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
-  const auto sum_of = [&](int pair, int row) {
-    float sum = 0;
-#pragma unroll
-    for (int part = 0; part < kWarps; ++part) sum += partial[part][pair][row];
-    return args.alpha * sum;
-  };
+  __syncthreads();  // all threads have read `partial`
 #pragma unroll
   for (int tile = 0; tile < 2; ++tile) {
-    __syncthreads();  // all threads have read `partial`
 #pragma unroll
     for (int group = 0; group < kGroups; ++group) {
       if (!rows.has(group)) continue;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        partial[warp][group * 8 + q * 2 + i % 2][g + i / 2 * 8] = sums[tile][group][i];
+        partial[warp][group * 8 + q * 2 + i % 2][tile * 16 + g + i / 2 * 8] = sums[tile][group][i];
       }
     }
-    __syncthreads();
+  }
+  __syncthreads();
+  const int tiles = kWarps / args.splits, per_tile = args.gated ? 16 : 32;
+  const int columns = tiles * per_tile;  // of y, from this CTA
+#pragma unroll 1
+  for (int i = threadIdx.x; i < columns * rows.count; i += kThreads) {
+    const int pair = i / columns, column = i % columns, tile = column / per_tile;
+    const auto sum_of = [&](int row) {
+      const int first = tile * args.splits;
+      float sum = 0;
+#pragma unroll
+      for (int part = 0; part < kWarps; ++part) {
+        if (part < args.splits) sum += partial[first + part][pair][row];
+      }
+      return args.alpha * sum;
+    };
+    const int in_tile = column % per_tile;
+    float value;
     if (args.gated) {
-      const int first = (blockIdx.x * 2 + tile) * 8;
-      for (int i = threadIdx.x; i < 8 * rows.count; i += kThreads) {
-        const float gate = sum_of(i / 8, i % 8), up = sum_of(i / 8, i % 8 + 8);
-        store_y<T>(args, rows.pairs[i / 8], first + i % 8, silu(gate) * up);
-      }
+      const int row = in_tile / 8 * 16 + in_tile % 8;
+      value = silu(sum_of(row)) * sum_of(row + 8);
     } else {
-      const int first = (blockIdx.x * 2 + tile) * 16;
-      for (int i = threadIdx.x; i < 16 * rows.count; i += kThreads) {
-        store_y<T>(args, rows.pairs[i / 16], first + i % 16, sum_of(i / 16, i % 16));
-      }
+      value = sum_of(in_tile);
     }
+    store_y<T>(args, rows.pairs[pair], blockIdx.x * columns + column, value);
   }
 }
 
 // ---- launchers
 
-ExpertArgs expert_args(const char* op, const ExpertRows& rows, int64_t n, bool gated) {
+ExpertArgs expert_args(const char* op, const ExpertRows& rows, int64_t n, int splits, bool gated) {
   check_rows(op, "x", rows.x);
   CHECK(rows.x.num_elements() <= INT32_MAX, "{}: x {} has more than 2^31 - 1 numbers", op,
         rows.x.shape_text());
@@ -113,29 +130,23 @@ ExpertArgs expert_args(const char* op, const ExpertRows& rows, int64_t n, bool g
           .y = rows.y.data(),
           .x = rows.x.data(),
           .pairs = rows.routing.pairs,
-          .offsets = rows.routing.offsets,
-          .active = rows.routing.active,
-          .num_active = rows.routing.num_active,
+          .spans = rows.routing.spans,
           .pairs_per_x = rows.pairs_per_x,
           .n = static_cast<int>(n),
           .k = static_cast<int>(rows.x.size(1)),
           .width = static_cast<int>(rows.y.size(1)),
+          .splits = splits,
           .gated = gated,
           .float_out = rows.y.dtype() == DType::kF32,
+          .routing_is_complete = rows.routing_is_complete,
           .alpha = 1};
 }
 
-// Grid: (tiles of W, experts that may have pairs). The CTAs of experts without pairs end at once.
-dim3 expert_grid(const ExpertRows& rows, int64_t n) {
-  return dim3((n + kTileRows - 1) / kTileRows,
+// Grid: (CTAs of W, experts that may have pairs). The CTAs of experts without pairs end at once.
+dim3 expert_grid(const ExpertRows& rows, int64_t n, int splits) {
+  const int64_t cta_rows = kTileRows * (kWarps / splits);
+  return dim3((n + cta_rows - 1) / cta_rows,
               std::min<int64_t>(rows.routing.num_experts, rows.y.size(0)));
-}
-
-// Calls f with the number of groups of 8 pairs for an expert that all tokens may have chosen.
-template <typename F>
-void dispatch_groups(const ExpertRows& rows, F&& f) {
-  const int64_t num_tokens = rows.y.size(0) / rows.routing.top_k;
-  dispatch_int<1, 2, 4, 8>("groups of pairs", row_groups(num_tokens), f);
 }
 
 }  // namespace

@@ -1,10 +1,11 @@
-// moe_combine: hidden[t] += scale * (sum over ranks of weight * y + sigmoid(g) * shared), [T, D].
+// moe_combine: hidden[t] += scale * (sum over ranks of weight * y + sigmoid(g) * shared), [T, D];
+// then RMSNorm of hidden, if the next layer begins with one.
 //
 // Roofline: T k D 4 bytes of y, mostly from L2, where the GEMM before left them. For few tokens:
 // latency.
 //
 // Schedule: a thread computes 8 outputs of one token; it loads 32 bytes of y for each rank. A CTA
-// has 128 such threads.
+// has 128 such threads. With a norm a CTA has a whole token and the threads of rms_norm's CTA.
 //
 // The surprising decision: y is float32 and is written for every pair, instead of adding pairs in
 // the GEMM. Only so is the order of a token's sum fixed without atomics.
@@ -12,13 +13,15 @@
 
 #include "core/launch.h"
 #include "core/ptx.cuh"
+#include "core/reduce.cuh"
 #include "core/vec.cuh"
 #include "kernels/launch_checks.h"
 
 namespace cpmcu::cuda {
 namespace {
 
-constexpr int kThreads = 128;
+constexpr int kPartThreads = 128;     // of a CTA without a norm
+constexpr int kMaxNormed = 1024 * 8;  // D up to which a norm is part of the launch
 
 struct Args {
   void* hidden;
@@ -29,18 +32,16 @@ struct Args {
   int64_t gate_stride;
   int top_k, width;
   float scale;
+  void* normed;             // [T, D]
+  const void* norm_weight;  // [D]
+  float norm_eps, norm_offset;
 };
 
 // ---- kernels
 
-// Grid: (T, CTAs of a row).
+// Adds the experts' sum to 8 numbers of hidden, and returns them.
 template <typename T>
-__global__ void __launch_bounds__(kThreads) moe_combine_kernel(const Args args) {
-  ptx::pdl_launch();
-  ptx::pdl_wait();
-  const int64_t token = blockIdx.x;
-  const int column = (blockIdx.y * kThreads + threadIdx.x) * 8;
-  if (column >= args.width) return;
+__device__ __forceinline__ Vec16<T> combined(const Args& args, int64_t token, int column) {
   const float* weights = args.weights + token * args.top_k;
   const float* y = args.y + token * args.top_k * args.width + column;
   float sum[8] = {};
@@ -52,7 +53,7 @@ __global__ void __launch_bounds__(kThreads) moe_combine_kernel(const Args args) 
       sum[4 + i] = __fmaf_rn(weight, high[i], sum[4 + i]);
     }
   };
-#pragma unroll 4
+#pragma unroll 8
   for (int rank = 0; rank < args.top_k; ++rank) {
     add(y + static_cast<int64_t>(rank) * args.width, weights[rank]);
   }
@@ -67,6 +68,40 @@ __global__ void __launch_bounds__(kThreads) moe_combine_kernel(const Args args) 
     result[i] = from_float<T>(__fmaf_rn(args.scale, sum[i], to_float(result[i])));
   }
   store(hidden, result);
+  return result;
+}
+
+// Grid: (T, CTAs of a row); with a norm T.
+template <typename T,    // __half or __nv_bfloat16
+          int kThreads,  // of a CTA
+          bool kNorms>   // a CTA has all of a row
+__global__ void __launch_bounds__(kThreads) moe_combine_kernel(const __grid_constant__ Args args) {
+  ptx::pdl_launch();
+  const int64_t token = blockIdx.x;
+  const int column = (blockIdx.y * kThreads + threadIdx.x) * 8;
+  const bool valid = column < args.width;
+  [[maybe_unused]] Vec16<T> norm_weight;
+  if (kNorms && valid) norm_weight = load<T, 8>(static_cast<const T*>(args.norm_weight) + column);
+  ptx::pdl_wait();
+  Vec16<T> result;
+  if (valid) result = combined<T>(args, token, column);
+  if constexpr (kNorms) {
+    __shared__ float scratch[32];
+    float squares = 0;
+    if (valid) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) squares += to_float(result[i]) * to_float(result[i]);
+    }
+    squares = block_reduce<kThreads>(squares, 0.0f, scratch, Sum{});
+    const float scale = rsqrtf(squares / static_cast<float>(args.width) + args.norm_eps);
+    if (!valid) return;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      result[i] = from_float<T>(to_float(result[i]) * scale *
+                                (to_float(norm_weight[i]) + args.norm_offset));
+    }
+    store(static_cast<T*>(args.normed) + token * args.width + column, result);
+  }
 }
 
 }  // namespace
@@ -89,16 +124,33 @@ void moe_combine(const Context& ctx, const MoeCombineParams& p) {
             .gate_stride = 0,
             .top_k = p.routing.top_k,
             .width = static_cast<int>(width),
-            .scale = p.scale};
+            .scale = p.scale,
+            .normed = p.norm.out.data(),
+            .norm_weight = p.norm.weight.data(),
+            .norm_eps = p.norm.eps,
+            .norm_offset = p.norm.weight_offset};
   if (!p.shared.empty()) {
     args.shared = p.shared.as<float>();
     args.shared_gate = p.shared_gate.as<float>() + p.gate_column;
     args.gate_stride = p.shared_gate.size(1);
   }
-  const dim3 grid(num_tokens, (width / 8 + kThreads - 1) / kThreads);
+  const bool has_norm = !p.norm.out.empty(), norms = has_norm && width <= kMaxNormed;
+  if (norms) check_vector("moe_combine", "norm weight", p.norm.weight, p.hidden.dtype(), width);
+  int threads = 64;  // as in rms_norm
+  while (threads * 8 < width) threads *= 2;
   dispatch_half(p.hidden.dtype(), [&](auto t) {
-    launch(ctx, moe_combine_kernel<decltype(t)>, grid, dim3(kThreads), 0, args);
+    using T = decltype(t);
+    if (!norms) {
+      const dim3 grid(num_tokens, (width / 8 + kPartThreads - 1) / kPartThreads);
+      launch(ctx, moe_combine_kernel<T, kPartThreads, false>, grid, dim3(kPartThreads), 0, args);
+      return;
+    }
+    dispatch_int<64, 128, 256, 512, 1024>("moe_combine: CTA size", threads, [&](auto size) {
+      launch(ctx, moe_combine_kernel<T, decltype(size)::value, true>, dim3(num_tokens),
+             dim3(threads), 0, args);
+    });
   });
+  if (has_norm && !norms) cuda::rms_norm(ctx, p.norm);
 }
 
 }  // namespace cpmcu::cuda

@@ -2,9 +2,11 @@
 // shared[t])
 //
 // The sum is in float32, in the order of rank, the shared expert last, and is rounded once. So a
-// token's bits do not depend on the other tokens.
+// token's bits do not depend on the other tokens. The next norm may be part of the launch; it has
+// the bits of rms_norm.
 #pragma once
 
+#include "kernels/layer/rms_norm.h"
 #include "kernels/moe/moe_route.h"
 
 namespace cpmcu {
@@ -17,6 +19,7 @@ struct MoeCombineParams {
   Tensor shared_gate{};  // [T, columns] float32: g is column `gate_column`
   int64_t gate_column = 0;
   float scale = 1;
+  RmsNormParams norm{};  // of `hidden` after the sum, without an index; empty: none
 };
 
 inline void check_moe_combine(const MoeCombineParams& p) {
@@ -26,6 +29,11 @@ inline void check_moe_combine(const MoeCombineParams& p) {
             p.y.size(1) == p.hidden.size(1) && p.hidden.size(1) % 8 == 0,
         "moe_combine: hidden {} and y {} of {} experts a token do not fit", p.hidden.shape_text(),
         p.y.shape_text(), p.routing.top_k);
+  CHECK(p.norm.out.empty() || (p.norm.x.data() == p.hidden.data() &&
+                               p.norm.out.num_elements() == p.hidden.num_elements() &&
+                               p.norm.index == nullptr && p.norm.out_stride == 0),
+        "moe_combine: the norm of x {} to {} is not one of all of hidden {}", p.norm.x.shape_text(),
+        p.norm.out.shape_text(), p.hidden.shape_text());
   if (p.shared.empty()) return;
   CHECK(p.shared.num_dims() == 2 && p.shared.dtype() == DType::kF32 &&
             p.shared.size(0) == p.hidden.size(0) && p.shared.size(1) == p.hidden.size(1) &&

@@ -12,78 +12,18 @@
 //
 // The surprising decision: every CTA of the second kernel reads all pairs. So no CTA waits for
 // another, no float and no order depends on atomics, and the pairs are the same in every run. P is
-// at most 32 K.
-#include "kernels/moe/moe_route.h"
-
+// at most 64 K.
 #include "core/dispatch.h"
 #include "core/launch.h"
 #include "core/ptx.cuh"
-#include "core/reduce.cuh"
+#include "kernels/moe/moe_route.cuh"
 
 namespace cpmcu::cuda {
 namespace {
 
 constexpr int kWarps = 8;
 constexpr int kThreads = 32 * kWarps;
-constexpr int kFewTokens = 64;
 constexpr int kFewThreads = kMaxExperts / 2;
-
-// An integer in the order of floats: NaN is the smallest, the zeros are equal.
-__device__ __forceinline__ uint32_t ordered(float x) {
-  if (isnan(x)) return 0;
-  const uint32_t bits = __float_as_uint(x + 0.0f);
-  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-}
-
-// The choice of one warp for one token: lane j has the expert of rank j and its weight.
-struct Choice {
-  int expert;
-  float weight;
-};
-
-// kHeld: logits of a lane, E <= 32 kHeld. Logit i of lane l is of expert 32 i + l.
-template <int kHeld>
-__device__ __forceinline__ Choice choose(const float* logits, const Routing& routing,
-                                         bool renormalise) {
-  const int lane = threadIdx.x % 32;
-  uint32_t keys[kHeld];
-  float held[kHeld], largest = -INFINITY;
-#pragma unroll
-  for (int i = 0; i < kHeld; ++i) {
-    const int expert = 32 * i + lane;
-    held[i] = expert < routing.num_experts ? logits[expert] : -INFINITY;
-    keys[i] = ordered(held[i]);
-    largest = fmaxf(largest, held[i]);  // ignores NaN
-  }
-  largest = warp_reduce(largest, Max());
-  float sum = 0;
-#pragma unroll
-  for (int i = 0; i < kHeld; ++i) {
-    if (32 * i + lane < routing.num_experts) sum += expf(held[i] - largest);
-  }
-  sum = warp_reduce(sum, Sum());
-
-  uint32_t open = 0;  // bit i: logit i is of an expert that is not chosen
-#pragma unroll
-  for (int i = 0; i < kHeld; ++i) open |= uint32_t{32 * i + lane < routing.num_experts} << i;
-  int expert = 0;
-  for (int rank = 0; rank < routing.top_k; ++rank) {
-    unsigned long long best = 0;  // key, then the lower expert
-#pragma unroll
-    for (int i = 0; i < kHeld; ++i) {
-      const unsigned long long candidate =
-          static_cast<unsigned long long>(keys[i]) << 32 | (0xffffffffu - (32 * i + lane));
-      if ((open >> i & 1) && candidate > best) best = candidate;
-    }
-    best = warp_reduce(best, Max());
-    const int winner = static_cast<int>(0xffffffffu - static_cast<uint32_t>(best));
-    if (winner % 32 == lane) open &= ~(1u << winner / 32);
-    if (rank == lane) expert = winner;
-  }
-  const float weight = lane < routing.top_k ? expf(logits[expert] - largest) : 0.0f;
-  const float chosen_sum = warp_reduce(weight, Sum());
-  return {expert, weight / (renormalise ? chosen_sum : sum)};
-}
 
 // ---- kernels
 
@@ -106,59 +46,9 @@ template <int kHeld>
 __global__ void __launch_bounds__(kFewThreads)
     route_few_kernel(const float* logits, int64_t stride, int num_tokens, bool renormalise,
                      Routing routing) {
-  __shared__ unsigned long long tokens_of[kMaxExperts];  // bit t: token t chose the expert
-  __shared__ int first_of[kMaxExperts];                  // place of the expert's first pair
-  __shared__ uint32_t before_warp[kFewThreads / 32];
   ptx::pdl_launch();
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, top_k = routing.top_k;
-  for (int i = threadIdx.x; i < kMaxExperts; i += kFewThreads) tokens_of[i] = 0;
-  __syncthreads();
   ptx::pdl_wait();
-  for (int token = warp; token < num_tokens; token += kFewThreads / 32) {
-    const Choice choice = choose<kHeld>(logits + token * stride, routing, renormalise);
-    if (lane >= top_k) continue;
-    routing.experts[token * top_k + lane] = choice.expert;
-    routing.weights[token * top_k + lane] = choice.weight;
-    atomicOr(&tokens_of[choice.expert], 1ull << token);
-  }
-  __syncthreads();
-
-  // A thread has two experts. The scan adds pairs in the low and active experts in the high half.
-  const int expert = 2 * threadIdx.x;
-  const int counts[2] = {__popcll(tokens_of[expert]), __popcll(tokens_of[expert + 1])};
-  const auto item = [&](int i) { return counts[i] + (counts[i] > 0 ? 1u << 16 : 0u); };
-  uint32_t sum = item(0) + item(1);
-#pragma unroll
-  for (int offset = 1; offset < 32; offset *= 2) {
-    const uint32_t other = __shfl_up_sync(0xffffffffu, sum, offset);
-    if (lane >= offset) sum += other;
-  }
-  if (lane == 31) before_warp[warp] = sum;
-  __syncthreads();
-  uint32_t before = sum - item(0) - item(1), all = 0;
-#pragma unroll
-  for (int i = 0; i < kFewThreads / 32; ++i) {
-    if (i < warp) before += before_warp[i];
-    all += before_warp[i];
-  }
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    if (expert + i < routing.num_experts) {
-      first_of[expert + i] = routing.offsets[expert + i] = before & 0xffff;
-      if (counts[i] > 0) routing.active[before >> 16] = expert + i;
-    }
-    before += item(i);
-  }
-  if (threadIdx.x == 0) {
-    routing.offsets[routing.num_experts] = num_tokens * top_k;
-    *routing.num_active = all >> 16;
-  }
-  __syncthreads();
-  for (int pair = threadIdx.x; pair < num_tokens * top_k; pair += kFewThreads) {
-    const int chosen = routing.experts[pair];
-    const unsigned long long lower = (1ull << pair / top_k) - 1;
-    routing.pairs[first_of[chosen] + __popcll(tokens_of[chosen] & lower)] = pair;
-  }
+  route_few<kHeld, kFewThreads>(logits, stride, num_tokens, renormalise, routing);
 }
 
 __global__ void __launch_bounds__(kThreads) sort_kernel(int num_pairs, Routing routing) {
@@ -193,16 +83,21 @@ __global__ void __launch_bounds__(kThreads) sort_kernel(int num_pairs, Routing r
   }
   place += offset;
 
-  // The number of lower experts that have pairs.
-  int before = 0;
-  for (int i = threadIdx.x; i < own; i += kThreads) before += has_pairs[i];
-  before = block_reduce<kThreads>(before, 0, scratch, Sum());
+  // The number of experts that have pairs, in the high half, and of the lower ones of them.
+  int active = 0;
+  for (int i = threadIdx.x; i < routing.num_experts; i += kThreads) {
+    if (has_pairs[i]) active += (1 << 16) + (i < own);
+  }
+  active = block_reduce<kThreads>(active, 0, scratch, Sum());
+  const int before = active & 0xffff, num_active = active >> 16;
   if (threadIdx.x == 0) {
     routing.offsets[own] = offset;
-    if (count > 0) routing.active[before] = own;
+    const int at = count > 0 ? before : num_active + own - before;
+    if (count > 0) routing.active[at] = own;
+    if (at < num_pairs) routing.spans[at] = {own, offset, count, 0};
     if (own == routing.num_experts - 1) {
       routing.offsets[own + 1] = num_pairs;
-      *routing.num_active = before + (count > 0);
+      *routing.num_active = num_active;
     }
   }
   if (count == 0) return;
@@ -232,17 +127,10 @@ void moe_route(const Context& ctx, const MoeRouteParams& p) {
     launch(ctx, kernel, grid, dim3(few ? kFewThreads : kThreads), 0, p.logits.as<const float>(),
            p.logits.size(1), num_tokens, p.renormalise, p.routing);
   };
-  const int num_experts = p.routing.num_experts;
-  if (num_experts <= 128) {
-    choose(IntConstant<4>{});
-  } else if (num_experts <= 512) {
-    choose(IntConstant<16>{});
-  } else {
-    choose(IntConstant<32>{});
-  }
+  dispatch_held(p.routing.num_experts, choose);
   if (few) return;
-  launch(ctx, sort_kernel, dim3(num_experts), dim3(kThreads), 0, num_tokens * p.routing.top_k,
-         p.routing);
+  launch(ctx, sort_kernel, dim3(p.routing.num_experts), dim3(kThreads), 0,
+         num_tokens * p.routing.top_k, p.routing);
 }
 
 }  // namespace cpmcu::cuda

@@ -18,6 +18,11 @@ namespace cpmcu {
 constexpr int kMaxExperts = 1024;
 constexpr int kMaxTopK = 32;
 
+// An expert with pairs: pairs[begin, begin + count). What a CTA of a GEMM needs, in one load.
+struct alignas(16) ExpertSpan {
+  int expert, begin, count, unused;
+};
+
 // The experts of the tokens of a step, in device memory. P = T * k pairs.
 struct Routing {
   int num_experts = 0;
@@ -28,6 +33,7 @@ struct Routing {
   int* offsets = nullptr;    // [E + 1]: the pairs of expert e begin at pairs[offsets[e]]
   int* active = nullptr;     // [E]: the first num_active are the experts with pairs, ascending
   int* num_active = nullptr;
+  ExpertSpan* spans = nullptr;  // [min(E, P)]: those of `active`, then spans of no pairs
 
   // Assigns the arrays for up to `num_tokens` tokens.
   void layout(Carver& carver, int64_t num_tokens) {
@@ -38,6 +44,7 @@ struct Routing {
     offsets = carver.take<int>(num_experts + 1);
     active = carver.take<int>(num_experts);
     num_active = carver.take<int>(1);
+    spans = carver.take<ExpertSpan>(std::min<int64_t>(num_experts, num_pairs));
   }
 };
 

@@ -3,15 +3,17 @@
 // Roofline: the W of each chosen expert is read once, N K / 2 bytes and 3 % of scales. One token of
 // a 30B-A3B layer has 8 experts: gate and up 13 MB, 4.2 us at 3 TB/s; down half of it.
 //
-// Schedule: a CTA owns 32 rows of W of one expert with pairs, a warp tile of the weight blocks.
-//   8 warps   warp w takes k blocks w, w + 8, ... of 128 k: 16 bytes of q a lane and load, straight
-//             from memory; unpacks exact integers, mma over 128 k, scale in float32
+// Schedule: a warp owns 32 rows of W of one expert with pairs, a warp tile of the weight blocks,
+// and every `splits`-th k block of 128 k. A CTA has 8 warps, so 8 / splits tiles.
+//   cp.async  each warp copies its own blocks to shared memory; up to kStages are requested at once
+//   multiply  unpacks exact integers, mma over 128 k, scale in float32
 //   epilogue  expert_tiles.cuh
-// More than 64 pairs read W again, from L2. A pair has the same bits in any company.
+// A pass has up to 8 kGroups pairs. If all blocks of a warp fit its stages, the next pass finds
+// them there; else it reads W again, from L2. A pair has the same bits in any company.
 //
-// The surprising decision: rows of x do not pass through shared memory. An expert has few pairs in
-// a decode step, and their rows come from L1 in words of 4 bytes, which is what an mma fragment
-// needs.
+// The surprising decision: few registers and small CTAs. With 64 registers and 33 KB, gate and up
+// of one token are 384 CTAs, three an SM: all of W is requested at once, and the CTAs of down find
+// room beside them. `splits` depends on K, so that a warp has at least two blocks of its own.
 #include "core/ptx.cuh"
 #include "kernels/gemm/w4a16_multiply.cuh"
 #include "kernels/moe/expert_tiles.cuh"
@@ -22,114 +24,180 @@ namespace {
 struct W4Args {
   ExpertArgs expert;
   int k_blocks, block_bytes;
+  int stages;  // of a warp
   bool bf16_scales;
 };
 
-// A lane's part of 32 rows x 128 k: q of four pairs of k steps, and scales and zero points of rows
-// g, g + 8, g + 16, g + 24.
-struct BlockFragment {
-  uint4 words[4];
-  uint16_t scales[4];
-  uint8_t zeros[4];
+// A warp tile of a weight block in shared memory.
+struct alignas(16) Stage {
+  char words[kWarpTileBytes];
+  uint16_t scales[kWarpTileRows];
+  uint8_t zeros[kWarpTileRows];
 };
+
+// Stages of a warp, and CTAs on an SM. `kGroups`: groups of 8 pairs at a time.
+template <int kGroups>
+constexpr int kStages = kGroups == 1 ? 4 : 3;
+template <int kGroups>
+constexpr int kMinBlocks = kGroups == 1 ? 4 : 1;
 
 __device__ __forceinline__ float scale_of(uint16_t bits, bool bf16) {
   return bf16 ? __uint_as_float(uint32_t{bits} << 16) : __half2float(__ushort_as_half(bits));
+}
+
+// Waits until at most `pending` of this thread's copies are unfinished.
+__device__ __forceinline__ void wait_for_copies(int pending) {
+  if (pending <= 0) {
+    ptx::cp_async_wait<0>();
+  } else if (pending == 1) {
+    ptx::cp_async_wait<1>();
+  } else if (pending == 2) {
+    ptx::cp_async_wait<2>();
+  } else {
+    ptx::cp_async_wait<3>();
+  }
 }
 
 // ---- kernels
 
 template <typename T,   // __half or __nv_bfloat16
           int kGroups,  // groups of 8 pairs at a time
-          bool kZeros,  // W has zero points
-          int kMinBlocks>
-__global__ void __launch_bounds__(kThreads, kMinBlocks)
+          bool kZeros>  // W has zero points
+__global__ void __launch_bounds__(kThreads, kMinBlocks<kGroups>)
     w4_expert_gemm_kernel(const __grid_constant__ W4Args all) {
+  extern __shared__ __align__(16) char shared[];
   const ExpertArgs& args = all.expert;
-  ptx::pdl_launch();
-  ptx::pdl_wait();  // the experts are the result of an earlier kernel
-  if (static_cast<int>(blockIdx.y) >= *args.num_active) return;
-  const int expert = args.active[blockIdx.y];
-  const int end = args.offsets[expert + 1];
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
-  const int tile = blockIdx.x % kWarpTiles;  // warp tile of the weight blocks
-  const char* blocks =
-      args.w + expert * args.stride +
-      static_cast<int64_t>(blockIdx.x / kWarpTiles) * all.k_blocks * all.block_bytes;
+  if (!args.routing_is_complete) ptx::pdl_wait();
+  const ExpertSpan span = span_of(args);
+  const int warp = ptx::uniform_warp(), lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
+  const int tile = blockIdx.x * (kWarps / args.splits) + warp / args.splits;
+  const int split = warp % args.splits;
+  const bool has_rows = span.count > 0 && tile * kTileRows < args.n;
+  const int num_blocks = has_rows ? (all.k_blocks - split + args.splits - 1) / args.splits : 0;
+  const int num_passes = (span.count + 8 * kGroups - 1) / (8 * kGroups);
+  const bool stays = num_blocks <= all.stages;  // all blocks are in stages at once
+  const int num_loads = stays ? num_blocks : num_passes * num_blocks;
+  Stage* const stages = reinterpret_cast<Stage*>(shared) + warp * all.stages;
+  const char* const blocks =
+      args.w + span.expert * args.stride +
+      static_cast<int64_t>(tile / kWarpTiles) * all.k_blocks * all.block_bytes;
   const uint64_t policy = ptx::evict_first_policy();
 
-  const auto fetch = [&](BlockFragment& to, int k_block) {
-    const char* block = blocks + static_cast<int64_t>(k_block) * all.block_bytes;
-    const char* words = block + tile * kWarpTileBytes + lane * 16;
+  int loads = 0, load_stage = 0, load_block = split;  // the next load
+  const auto load_next = [&] {
+    const char* block = blocks + static_cast<int64_t>(load_block) * all.block_bytes;
+    const char* words = block + tile % kWarpTiles * kWarpTileBytes;
+    const uint32_t to = ptx::shared_address(stages + load_stage);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) to.words[i] = ptx::load_stream16(words + i * kPairBytes, policy);
-    const int row = tile * kWarpTileRows + g;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      to.scales[i] = __ldg(reinterpret_cast<const uint16_t*>(block + kScaleOffset) + row + 8 * i);
-      if constexpr (kZeros) {
-        to.zeros[i] = __ldg(reinterpret_cast<const uint8_t*>(block + kZeroOffset) + row + 8 * i);
-      }
+    for (int i = 0; i < kWarpTileBytes / 512; ++i) {
+      const int at = (i * 32 + lane) * 16;
+      ptx::cp_async_stream16(to + at, words + at, policy);
     }
+    const int row = tile % kWarpTiles * kWarpTileRows;
+    if (lane < 4) {
+      ptx::cp_async16(to + kWarpTileBytes + lane * 16, block + kScaleOffset + row * 2 + lane * 16);
+    } else if (kZeros && lane < 6) {
+      ptx::cp_async16(to + kWarpTileBytes + lane * 16, block + kZeroOffset + row + (lane - 4) * 16);
+    }
+    ptx::cp_async_commit();
+    ++loads;
+    if (++load_stage == all.stages) load_stage = 0;
+    load_block += args.splits;
+    if (load_block >= all.k_blocks) load_block = split;
   };
+  const int first_loads = min(all.stages, num_loads);
+#pragma unroll 1
+  while (loads < first_loads) load_next();
+  if (args.routing_is_complete) ptx::pdl_wait();
+  ptx::pdl_launch();
 
-  for (int first = args.offsets[expert]; first < end; first += 8 * kGroups) {
-    const PairRows<T, kGroups> rows(args, first, end);
-    const T* x = static_cast<const T*>(args.x);
+  const T* const x = static_cast<const T*>(args.x);
+  int used = 0, stage = 0;  // blocks whose copies are complete; the current stage
+#pragma unroll 1
+  for (int pass = 0; pass < num_passes; ++pass) {
+    const PairRows<kGroups> rows(args, span, pass * 8 * kGroups);
+    // With one group, x of a block waits in registers. A k step's part is replaced by that of the
+    // next block right after its use. Beyond K, x is zero. K is a multiple of 8.
+    constexpr int kSteps = kW4BlockK / 16;
+    uint32_t of_x[kGroups == 1 ? kSteps : 1][2];
+    const auto load_x = [&](uint32_t (&to)[2], int group, int k_block, int step) {
+      const int k = k_block * kW4BlockK + step * 16;
+      const bool valid = rows.rows[group] >= 0;
+      const T* from = x + rows.rows[group] + k + 2 * q;
+      to[0] = valid && k < args.k ? *reinterpret_cast<const uint32_t*>(from) : uint32_t{0};
+      to[1] = valid && k + 8 < args.k ? *reinterpret_cast<const uint32_t*>(from + 8) : uint32_t{0};
+    };
+    if constexpr (kGroups == 1) {
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) load_x(of_x[step], 0, split, step);
+    }
+    if (stays) stage = 0;
     float sums[2][kGroups][4] = {};
-    BlockFragment next;
-    if (warp < all.k_blocks) fetch(next, warp);
     // Main loop over this warp's k blocks.
-    for (int k_block = warp; k_block < all.k_blocks; k_block += kWarps) {
-      const BlockFragment block = next;
-      if (k_block + kWarps < all.k_blocks) fetch(next, k_block + kWarps);
+#pragma unroll 1
+    for (int block = 0; block < num_blocks; ++block) {
+      const int k_block = split + block * args.splits;
+      if (pass == 0 || !stays) {
+        wait_for_copies(loads - 1 - used);
+        ++used;
+        __syncwarp();
+      }
+      const Stage& from = stages[stage];
       uint32_t low[2] = {low_offset<T>(8), low_offset<T>(8)};
       uint32_t high[2] = {high_offset<T>(8, 8), high_offset<T>(8, 8)};
       if constexpr (kZeros) {
 #pragma unroll
         for (int t = 0; t < 2; ++t) {
-          low[t] = low_offset<T>(block.zeros[2 * t]);
-          high[t] = high_offset<T>(block.zeros[2 * t + 1], block.zeros[2 * t]);
+          const int zero = from.zeros[t * 16 + g], zero_8 = from.zeros[t * 16 + g + 8];
+          low[t] = low_offset<T>(zero);
+          high[t] = high_offset<T>(zero_8, zero);
         }
       }
       float part[2][kGroups][4] = {};
 #pragma unroll
-      for (int step = 0; step < kW4BlockK / 16; ++step) {
+      for (int step = 0; step < kSteps; ++step) {
+        const uint2 words = *reinterpret_cast<const uint2*>(from.words + step / 2 * kPairBytes +
+                                                            lane * 16 + step % 2 * 8);
         uint32_t a[2][4];
-#pragma unroll
-        for (int t = 0; t < 2; ++t) {
-          unpack<T>(a[t], word_of(block.words[step / 2], step % 2, t), low[t], high[t]);
-        }
-        // Beyond K, x is zero. K is a multiple of 8.
-        const int k = k_block * kW4BlockK + step * 16;
-        const bool has_low = k < args.k, has_high = k + 8 < args.k;
+        unpack<T>(a[0], words.x, low[0], high[0]);
+        unpack<T>(a[1], words.y, low[1], high[1]);
 #pragma unroll
         for (int group = 0; group < kGroups; ++group) {
           if (!rows.has(group)) continue;
-          const T* from = x + rows.rows[group] + k + 2 * q;
-          const bool valid = rows.rows[group] >= 0;
-          const uint32_t b0 =
-              valid && has_low ? *reinterpret_cast<const uint32_t*>(from) : uint32_t{0};
-          const uint32_t b1 =
-              valid && has_high ? *reinterpret_cast<const uint32_t*>(from + 8) : uint32_t{0};
+          uint32_t (&b)[2] = of_x[kGroups == 1 ? step : 0];
+          if constexpr (kGroups > 1) load_x(b, group, k_block, step);
 #pragma unroll
-          for (int t = 0; t < 2; ++t) ptx::mma_16x8x16<T>(part[t][group], a[t], b0, b1);
+          for (int t = 0; t < 2; ++t) ptx::mma_16x8x16<T>(part[t][group], a[t], b[0], b[1]);
+          if constexpr (kGroups == 1) load_x(b, 0, k_block + args.splits, step);
         }
       }
 #pragma unroll
       for (int t = 0; t < 2; ++t) {
+        const float scale[2] = {scale_of(from.scales[t * 16 + g], all.bf16_scales),
+                                scale_of(from.scales[t * 16 + g + 8], all.bf16_scales)};
 #pragma unroll
         for (int group = 0; group < kGroups; ++group) {
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
-            const float scale = scale_of(block.scales[2 * t + i / 2], all.bf16_scales);
-            sums[t][group][i] = __fmaf_rn(scale, part[t][group][i], sums[t][group][i]);
+            sums[t][group][i] = __fmaf_rn(scale[i / 2], part[t][group][i], sums[t][group][i]);
           }
         }
       }
+      if (loads < num_loads) {
+        __syncwarp();  // all lanes have read the stage
+        load_next();
+      }
+      if (++stage == all.stages) stage = 0;
     }
-    store_pairs<T>(args, rows, sums);
+    store_pairs<T, kGroups>(args, rows, sums);
   }
+}
+
+// The number of warps that share K: at most 8, and each has at least two k blocks.
+int splits_of(int64_t k_blocks) {
+  int splits = 1;
+  while (splits < kWarps && k_blocks >= 4 * splits) splits *= 2;
+  return splits;
 }
 
 }  // namespace
@@ -141,22 +209,28 @@ void w4_expert_gemm(const Context& ctx, const W4ExpertGemmParams& p) {
   check_w4_expert_gemm(p);
   if (p.rows.y.size(0) == 0) return;
   CHECK(is_aligned16(p.w.blocks), "w4_expert_gemm: W is not aligned to 16 bytes");
-  W4Args args{.expert = expert_args("w4_expert_gemm", p.rows, p.w.n, p.w.gated),
+  const int splits = splits_of(p.w.k_blocks());
+  W4Args args{.expert = expert_args("w4_expert_gemm", p.rows, p.w.n, splits, p.w.gated),
               .k_blocks = static_cast<int>(p.w.k_blocks()),
               .block_bytes = static_cast<int>(p.w.block_bytes()),
+              .stages = 0,
               .bf16_scales = p.w.scale_dtype == DType::kBF16};
   args.expert.w = static_cast<const char*>(p.w.blocks);
   args.expert.stride = p.stride;
-  const dim3 grid = expert_grid(p.rows, p.w.n);
+  const dim3 grid = expert_grid(p.rows, p.w.n, splits);
+  const bool few = p.rows.y.size(0) / p.rows.routing.top_k <= kMaxRows;
   dispatch_half(p.rows.x.dtype(), [&](auto t) {
     using T = decltype(t);
     args.expert.alpha = 1 / kUnpackedScale<T>;
-    dispatch_groups(p.rows, [&](auto groups) {
-      constexpr int kGroups = decltype(groups)::value, kMinBlocks = kGroups <= 2 ? 2 : 1;
-      const auto kernel = p.w.zero_points ? w4_expert_gemm_kernel<T, kGroups, true, kMinBlocks>
-                                          : w4_expert_gemm_kernel<T, kGroups, false, kMinBlocks>;
-      launch(ctx, kernel, grid, dim3(kThreads), 0, args);
-    });
+    const auto run = [&](auto groups) {
+      constexpr int kGroups = decltype(groups)::value;
+      const auto kernel = p.w.zero_points ? w4_expert_gemm_kernel<T, kGroups, true>
+                                          : w4_expert_gemm_kernel<T, kGroups, false>;
+      args.stages = std::min(kStages<kGroups>, (args.k_blocks + splits - 1) / splits);
+      allow_shared_bytes(kernel, kWarps * kStages<kGroups> * sizeof(Stage));
+      launch(ctx, kernel, grid, dim3(kThreads), kWarps * args.stages * sizeof(Stage), args);
+    };
+    few ? run(IntConstant<1>{}) : run(IntConstant<4>{});
   });
 }
 

@@ -4,7 +4,7 @@
 // Roofline: twice the moved bytes. In practice, the latency of four dependent loads.
 //
 // Schedule: a CTA moves the entries of one head of one plane of one sequence. A thread moves 16
-// bytes. Other CTAs copy the hidden states, each a part of one row.
+// bytes, or one scale of an fp8 cache. Other CTAs copy the hidden states, each a part of one row.
 //
 // Surprising: the move is in place. The nodes of a path ascend, so place j of the path has a node
 // >= j. A CTA therefore only has to read all entries of a round before it writes any.
@@ -19,14 +19,14 @@ namespace {
 constexpr int kThreads = 128;
 
 struct KeepArgs {
-  uint4* pool;            // [planes, pages, heads, 64, vectors]
+  void* pool;             // [planes, pages, heads, 64, vectors]
   const int* page_table;  // [slots, max_pages]
   const int* seq_slots;   // [B]
   const int* lengths;     // [slots]
   Accepted accepted;
   int64_t plane_vectors;
   int num_heads;
-  int row_vectors;  // 16-byte vectors of an entry of one head
+  int row_vectors;  // of an entry of one head
   int max_pages;
   int num_nodes;
   int num_row_ctas;        // planes * heads
@@ -39,13 +39,14 @@ struct KeepArgs {
 // ---- kernels
 
 // CTA `cta` of the entries of one sequence.
+template <typename Vector>
 __device__ void move_rows(const KeepArgs& args, int seq, int cta) {
   const int slot = args.seq_slots[seq], num = args.accepted.counts[slot];
   if (num <= 1) return;
   const int start = args.lengths[slot] - num;
   const int plane = cta / args.num_heads, head = cta % args.num_heads;
   const int* path = args.accepted.paths + slot * args.accepted.max_path;
-  uint4* rows = args.pool + plane * args.plane_vectors;
+  Vector* rows = static_cast<Vector*>(args.pool) + plane * args.plane_vectors;
   const auto vector_of = [&](int row, int vector) {
     return rows +
            kv_offset(args.page_table, args.max_pages, slot, start + row, head, args.num_heads,
@@ -57,7 +58,7 @@ __device__ void move_rows(const KeepArgs& args, int seq, int cta) {
     const int i = first + threadIdx.x;
     const int row = 1 + i / args.row_vectors, vector = i % args.row_vectors;
     const int node = i < num_vectors ? path[row] : row;
-    uint4 value{};
+    Vector value{};
     if (node != row) value = *vector_of(node, vector);
     __syncthreads();
     if (node != row) *vector_of(row, vector) = value;
@@ -79,13 +80,14 @@ __device__ void copy_hidden(const KeepArgs& args, int seq, int cta) {
 }
 
 // Grid: (CTAs of entries + CTAs of hidden states, B).
+template <typename Vector>
 __global__ void __launch_bounds__(kThreads)
     keep_accepted_kernel(const __grid_constant__ KeepArgs args) {
   ptx::pdl_launch();
   ptx::pdl_wait();
   const int seq = blockIdx.y, cta = blockIdx.x;
   if (cta < args.num_row_ctas) {
-    move_rows(args, seq, cta);
+    move_rows<Vector>(args, seq, cta);
   } else {
     copy_hidden(args, seq, cta - args.num_row_ctas);
   }
@@ -98,7 +100,7 @@ __global__ void __launch_bounds__(kThreads)
 // Graph-safe; reads from the device: page_table, seq_slots, lengths, accepted.
 void keep_accepted(const Context& ctx, const KeepAcceptedParams& p) {
   check_keep(p);
-  KeepArgs args{.pool = p.pool.as<uint4>(),
+  KeepArgs args{.pool = p.pool.data(),
                 .page_table = p.page_table,
                 .seq_slots = p.seq_slots,
                 .lengths = p.lengths,
@@ -106,13 +108,16 @@ void keep_accepted(const Context& ctx, const KeepAcceptedParams& p) {
                 .num_heads = p.num_heads,
                 .max_pages = p.max_pages,
                 .num_nodes = p.num_nodes};
+  bool moves_words = false;  // scales of an fp8 cache
   // A tree with only a root needs no move.
   if (p.num_nodes > 1 && !p.pool.empty()) {
     const int64_t row_bytes = p.width * size_of(p.pool.dtype());
-    CHECK(row_bytes % 16 == 0 && is_aligned16(p.pool.data()),
-          "keep_accepted: entries have {} bytes, expected a multiple of 16, aligned to 16 bytes",
+    moves_words = row_bytes == 4;
+    CHECK((row_bytes % 16 == 0 || moves_words) && is_aligned16(p.pool.data()),
+          "keep_accepted: entries have {} bytes, expected 4 or a multiple of 16, in a pool aligned "
+          "to 16 bytes",
           row_bytes);
-    args.row_vectors = static_cast<int>(row_bytes / 16);
+    args.row_vectors = moves_words ? 1 : static_cast<int>(row_bytes / 16);
     args.plane_vectors = p.pool.size(1) * p.num_heads * kPageSize * args.row_vectors;
     args.num_row_ctas = static_cast<int>(p.pool.size(0)) * p.num_heads;
   }
@@ -130,7 +135,8 @@ void keep_accepted(const Context& ctx, const KeepAcceptedParams& p) {
   }
   const dim3 grid(args.num_row_ctas + p.accepted.max_path * args.hidden_ctas, p.num_seqs);
   if (grid.x == 0 || grid.y == 0) return;
-  launch(ctx, keep_accepted_kernel, grid, dim3(kThreads), 0, args);
+  const auto kernel = moves_words ? keep_accepted_kernel<uint32_t> : keep_accepted_kernel<uint4>;
+  launch(ctx, kernel, grid, dim3(kThreads), 0, args);
 }
 
 }  // namespace cpmcu::cuda

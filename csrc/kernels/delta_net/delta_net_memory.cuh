@@ -1,0 +1,88 @@
+// The arguments and the shared memory of gated_delta_net.cu.
+#pragma once
+
+#include "kernels/delta_net/delta_net_columns.cuh"
+#include "kernels/delta_net/delta_net_tree.cuh"
+
+namespace cpmcu::cuda::delta_net {
+
+constexpr int kWindow = kConvTaps - 1;
+constexpr int kRawWidth = 3 * kDim;
+constexpr int kPendingWidth = kRawWidth + 8;
+// Sums of squares of this many stages of a prompt are kept. The CTAs of a head wait for nothing
+// else of each other. One can be two stages ahead of another, so it never overwrites what is read.
+constexpr int kExchanges = 4;
+
+// Rows of shared memory.
+struct Capacity {
+  int rows;     // tokens that are prepared
+  int outputs;  // tokens whose o is kept
+  int squares;  // tokens whose sums of squares are kept, a multiple of 4
+  int copies;   // of S, for a tree
+};
+
+template <typename T>
+struct DeltaArgs {
+  T* out;         // [T, Hv * 128]
+  const T* qkvz;  // [T, row of the layout]
+  const T* ba;    // [T, row of the layout]
+  const T* conv;  // [channels, 4]
+  const float* a_log;
+  const float* dt_bias;
+  const T* norm;  // [128]
+  float eps;
+  float* state;  // [slots, Hv, 16, 128 * 8]
+  T* window;     // [slots, Hv, 3, 384]
+  T* pending;    // [slots, Hv, pending_rows, 392]
+  int* folded;   // [slots, Hv]
+  Accepted accepted;
+  DeltaLayout layout;
+  int num_key_heads, num_value_heads;
+  int pending_rows;
+  Capacity capacity;
+  StepTokens tokens;
+};
+
+// The share of a head that a CTA computes, and its shared memory.
+template <typename T, int kSplit>
+struct Shared {
+  static constexpr int kWidth = kDim / kSplit;            // columns of v
+  static constexpr int kWindowWidth = 2 * kDim + kWidth;  // q, k and these columns
+
+  TreePlan* tree;
+  uint64_t* barriers;  // [kExchanges]: the sums of squares of all CTAs of the head are there
+  float4* gates;       // [rows] decay, beta, k^T q
+  float* keys;         // [rows, 2, kKeyFloats] q and k
+  float* v;            // [rows, kWidth]
+  float* o;            // [outputs, kWidth]
+  float* copies;       // [copies, warps, kTileFloats]
+  float* squares;      // [kSplit, squares] sums of squares of o from each CTA of the head
+  T* window;           // [3, kWindowWidth] raw tokens before the step
+
+  __device__ __forceinline__ Shared(char* memory, const Capacity& capacity) {
+    const auto take = [&](int bytes) {
+      char* const at = memory;
+      memory += bytes;
+      return at;
+    };
+    const auto floats = [&](int count) { return reinterpret_cast<float*>(take(count * 4)); };
+    tree = reinterpret_cast<TreePlan*>(take(sizeof(TreePlan)));
+    barriers = reinterpret_cast<uint64_t*>(take(kExchanges * sizeof(uint64_t)));
+    gates = reinterpret_cast<float4*>(take(capacity.rows * sizeof(float4)));
+    keys = floats(capacity.rows * 2 * kKeyFloats);
+    v = floats(capacity.rows * kWidth);
+    o = floats(capacity.outputs * kWidth);
+    copies = floats(capacity.copies * kDim * kWidth);
+    squares = floats(kSplit * capacity.squares);
+    window = reinterpret_cast<T*>(memory);
+  }
+  static int64_t num_bytes(const Capacity& capacity) {
+    const int64_t floats = capacity.rows * (4 + 2 * kKeyFloats + kWidth) +
+                           capacity.outputs * kWidth + capacity.copies * kDim * kWidth +
+                           kSplit * capacity.squares;
+    return sizeof(TreePlan) + kExchanges * sizeof(uint64_t) + floats * sizeof(float) +
+           kWindow * kWindowWidth * sizeof(T);
+  }
+};
+
+}  // namespace cpmcu::cuda::delta_net

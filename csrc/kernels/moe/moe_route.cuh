@@ -1,0 +1,166 @@
+// The choice of experts by a warp, and the sort of up to 64 tokens' pairs by a CTA. moe_route and
+// moe_router share it.
+#pragma once
+
+#include "core/reduce.cuh"
+#include "kernels/moe/moe_route.h"
+
+namespace cpmcu::cuda {
+namespace {
+
+constexpr int kFewTokens = 64;
+
+// An integer in the order of floats. The zeros are equal, NaN is 1. 0 is free: an expert that is
+// not open.
+__device__ __forceinline__ uint32_t ordered(float x) {
+  if (isnan(x)) return 1;
+  const uint32_t bits = __float_as_uint(x + 0.0f);
+  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+__device__ __forceinline__ float unordered(uint32_t key) {
+  if (key == 1) return __uint_as_float(0x7fffffffu);
+  return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
+}
+
+// The choice of one warp for one token: lane j has the expert of rank j and its weight.
+struct Choice {
+  int expert;
+  float weight;
+};
+
+// kHeld: logits of a lane, E <= 32 kHeld. Logit i of lane l is of expert 32 i + l. Logits may have
+// been written by other CTAs of this launch, so they are read from L2.
+template <int kHeld>
+__device__ __forceinline__ Choice choose(const float* logits, const Routing& routing,
+                                         bool renormalise) {
+  const int lane = threadIdx.x % 32;
+  uint32_t keys[kHeld];
+  float held[kHeld], largest = -INFINITY;
+#pragma unroll
+  for (int i = 0; i < kHeld; ++i) {
+    const int expert = 32 * i + lane;
+    held[i] = expert < routing.num_experts ? __ldcg(logits + expert) : -INFINITY;
+  }
+#pragma unroll
+  for (int i = 0; i < kHeld; ++i) {
+    keys[i] = 32 * i + lane < routing.num_experts ? ordered(held[i]) : 0;
+    largest = fmaxf(largest, held[i]);  // ignores NaN
+  }
+  largest = warp_reduce(largest, Max());
+  float sum = 0;
+  if (!renormalise) {
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) {
+      if (32 * i + lane < routing.num_experts) sum += expf(held[i] - largest);
+    }
+    sum = warp_reduce(sum, Sum());
+  }
+
+  int expert = 0;
+  float logit = 0;
+  for (int rank = 0; rank < routing.top_k; ++rank) {
+    uint32_t own = 0;
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) own = max(own, keys[i]);
+    const uint32_t best = __reduce_max_sync(0xffffffffu, own);
+    uint32_t candidate = 0xffffffffu;  // the lowest expert with this key
+#pragma unroll
+    for (int i = kHeld - 1; i >= 0; --i) {
+      if (keys[i] == best) candidate = 32 * i + lane;
+    }
+    const int winner = static_cast<int>(__reduce_min_sync(0xffffffffu, candidate));
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) {
+      if (32 * i + lane == winner) keys[i] = 0;
+    }
+    if (rank == lane) expert = winner, logit = unordered(best);
+  }
+  const float weight = lane < routing.top_k ? expf(logit - largest) : 0.0f;
+  if (renormalise) sum = warp_reduce(weight, Sum());
+  return {expert, weight / sum};
+}
+
+// Chooses for up to 64 tokens and sorts their pairs. All kThreads threads of a CTA call it.
+template <int kHeld, int kThreads>
+__device__ __forceinline__ void route_few(const float* logits, int64_t stride, int num_tokens,
+                                          bool renormalise, const Routing& routing) {
+  constexpr int kOwn = kMaxExperts / kThreads;           // experts of a thread in the scan
+  __shared__ unsigned long long tokens_of[kMaxExperts];  // bit t: token t chose the expert
+  __shared__ int first_of[kMaxExperts];                  // place of the expert's first pair
+  __shared__ uint32_t before_warp[kThreads / 32];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, top_k = routing.top_k;
+  for (int i = threadIdx.x; i < kMaxExperts; i += kThreads) tokens_of[i] = 0;
+  __syncthreads();
+  for (int token = warp; token < num_tokens; token += kThreads / 32) {
+    const Choice choice = choose<kHeld>(logits + token * stride, routing, renormalise);
+    if (lane >= top_k) continue;
+    routing.experts[token * top_k + lane] = choice.expert;
+    routing.weights[token * top_k + lane] = choice.weight;
+    atomicOr(&tokens_of[choice.expert], 1ull << token);
+  }
+  __syncthreads();
+
+  // The scan adds pairs in the low and active experts in the high half.
+  int counts[kOwn];
+  uint32_t items[kOwn], sum = 0;
+#pragma unroll
+  for (int i = 0; i < kOwn; ++i) {
+    counts[i] = __popcll(tokens_of[kOwn * threadIdx.x + i]);
+    items[i] = counts[i] + (counts[i] > 0 ? 1u << 16 : 0u);
+    sum += items[i];
+  }
+  uint32_t before = sum;
+#pragma unroll
+  for (int offset = 1; offset < 32; offset *= 2) {
+    const uint32_t other = __shfl_up_sync(0xffffffffu, before, offset);
+    if (lane >= offset) before += other;
+  }
+  if (lane == 31) before_warp[warp] = before;
+  before -= sum;
+  __syncthreads();
+  uint32_t all = 0;
+#pragma unroll
+  for (int i = 0; i < kThreads / 32; ++i) {
+    if (i < warp) before += before_warp[i];
+    all += before_warp[i];
+  }
+  const int num_active = static_cast<int>(all >> 16);
+#pragma unroll
+  for (int i = 0; i < kOwn; ++i) {
+    const int expert = kOwn * threadIdx.x + i;
+    if (expert < routing.num_experts) {
+      const int first = static_cast<int>(before & 0xffff);
+      first_of[expert] = routing.offsets[expert] = first;
+      if (counts[i] > 0) {
+        routing.active[before >> 16] = expert;
+        routing.spans[before >> 16] = {expert, first, counts[i], 0};
+      }
+    }
+    before += items[i];
+  }
+  const int num_pairs = num_tokens * top_k;
+  for (int i = num_active + threadIdx.x; i < min(routing.num_experts, num_pairs); i += kThreads) {
+    routing.spans[i] = {0, 0, 0, 0};
+  }
+  if (threadIdx.x == 0) {
+    routing.offsets[routing.num_experts] = num_pairs;
+    *routing.num_active = num_active;
+  }
+  __syncthreads();
+  for (int pair = threadIdx.x; pair < num_pairs; pair += kThreads) {
+    const int chosen = routing.experts[pair];
+    const unsigned long long lower = (1ull << pair / top_k) - 1;
+    routing.pairs[first_of[chosen] + __popcll(tokens_of[chosen] & lower)] = pair;
+  }
+}
+
+// Calls f with the logits that a lane holds.
+template <typename F>
+void dispatch_held(int num_experts, F&& f) {
+  if (num_experts <= 128) return f(IntConstant<4>{});
+  if (num_experts <= 512) return f(IntConstant<16>{});
+  f(IntConstant<32>{});
+}
+
+}  // namespace
+}  // namespace cpmcu::cuda

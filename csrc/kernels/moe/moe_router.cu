@@ -1,0 +1,289 @@
+// moe_router: RMSNorm of x, logits = x W^T in float32, and the routing. One launch up to 64 tokens.
+//
+// Roofline: latency. W of 128 experts x 2048 is 0.5 MB; it is in registers when x arrives.
+//
+// Schedule: a CTA owns 16 rows of W.
+//   before the wait  8 warps load W; warp w has k chunks w, w + 8, ... of 64 k, as in skinny_gemm
+//   norm             up to 8 tokens: every CTA norms all rows into shared memory, in the order of
+//                    additions of rms_norm; CTA t also writes row t of x for the experts
+//   GEMM             mma; the warps' sums are added in warp order
+//   routing          the last CTA to arrive at a counter chooses and sorts (moe_route.cuh)
+//
+// The surprising decision: the CTA that arrives last routes. Which one that is depends on time, but
+// the result does not. A launch of its own for the routing costs more than the counter.
+#include "kernels/moe/moe_router.h"
+
+#include <algorithm>
+
+#include "core/dispatch.h"
+#include "core/launch.h"
+#include "core/ptx.cuh"
+#include "core/vec.cuh"
+#include "kernels/gemm/gemm.h"
+#include "kernels/launch_checks.h"
+#include "kernels/moe/moe_route.cuh"
+
+namespace cpmcu::cuda {
+namespace {
+
+constexpr int kWarps = 8;
+constexpr int kThreads = 32 * kWarps;
+constexpr int kChunk = 64;        // k of a warp's chunk
+constexpr int kUnroll = 4;        // chunks in flight per warp
+constexpr int kNormedRows = 8;    // most rows that a CTA norms
+constexpr int kMaxNormed = 4096;  // H up to which it does; 2 vectors of 8 a lane
+
+struct RouterArgs {
+  float* logits;            // [T, n]
+  void* x;                  // [T, k]
+  const void* w;            // [n, k]
+  const void* norm_x;       // [T, k]; null: no norm
+  const void* norm_weight;  // [k]
+  float norm_eps, norm_offset;
+  int m, n, k;
+  int norm_warps;  // warps of rms_norm's CTA
+  bool renormalise;
+  uint32_t* arrivals;
+  Routing routing;
+};
+
+// A lane's part of 16 rows of W x 64 k: rows g and g + 8, two times 8 consecutive k each.
+struct WeightFragment {
+  uint4 v[2][2];  // [row half][k half]
+};
+
+__device__ __forceinline__ uint32_t word(const uint4& v, int i) {
+  return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
+}
+
+// Rows of x after the norm, in shared memory. 64 bytes of padding keep the rows that lanes read
+// together in different banks.
+__device__ __forceinline__ int normed_stride(int k) { return 2 * k + 64; }
+
+// Warps w, w + 8, ... of rms_norm's CTA are this warp. So sums have the same order.
+constexpr int kVirtual = kMaxNormed / 8 / kThreads;
+
+template <typename T>
+__device__ __forceinline__ void norm_rows(const RouterArgs& args, char* rows,
+                                          const Vec16<T> (&weights)[kVirtual],
+                                          float (&sums)[kNormedRows][32]) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const T* x = static_cast<const T*>(args.norm_x);
+  const auto column_of = [&](int i) { return ((i * kWarps + warp) * 32 + lane) * 8; };
+#pragma unroll
+  for (int row = 0; row < kNormedRows; ++row) {
+    if (row >= args.m) break;
+#pragma unroll
+    for (int i = 0; i < kVirtual; ++i) {
+      if (i * kWarps + warp >= args.norm_warps) break;
+      float sum = 0;
+      if (column_of(i) < args.k) {
+        const Vec16<T> v = load<T, 8>(x + row * args.k + column_of(i));
+#pragma unroll
+        for (int j = 0; j < 8; ++j) sum += to_float(v[j]) * to_float(v[j]);
+      }
+      sum = warp_reduce(sum, Sum());
+      if (lane == 0) sums[row][i * kWarps + warp] = sum;
+    }
+  }
+  __syncthreads();
+#pragma unroll 1
+  for (int row = 0; row < args.m; ++row) {
+    const float all = warp_reduce(lane < args.norm_warps ? sums[row][lane] : 0.0f, Sum());
+    const float scale = rsqrtf(all / static_cast<float>(args.k) + args.norm_eps);
+    const bool writes = row % static_cast<int>(gridDim.x) == static_cast<int>(blockIdx.x);
+#pragma unroll
+    for (int i = 0; i < kVirtual; ++i) {
+      const int column = column_of(i);
+      if (column >= args.k) break;
+      const Vec16<T> v = load<T, 8>(x + row * args.k + column);
+      Vec16<T> normed;
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        normed[j] =
+            from_float<T>(to_float(v[j]) * scale * (to_float(weights[i][j]) + args.norm_offset));
+      }
+      store(reinterpret_cast<T*>(rows + row * normed_stride(args.k)) + column, normed);
+      if (writes) store(static_cast<T*>(args.x) + row * args.k + column, normed);
+    }
+  }
+  __syncthreads();
+}
+
+// ---- kernels
+
+template <typename T,   // __half or __nv_bfloat16
+          int kGroups,  // groups of 8 tokens: m <= 8 kGroups
+          int kHeld,    // as in choose
+          bool kNorms>  // x is normed first
+__global__ void __launch_bounds__(kThreads, 1)
+    moe_router_kernel(const __grid_constant__ RouterArgs args) {
+  extern __shared__ __align__(16) char normed[];
+  __shared__ float partial[kWarps][8 * kGroups][16 + 1];
+  __shared__ bool is_last;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int g = lane / 4, q = lane % 4, n0 = blockIdx.x * 16;
+  const uint64_t policy = ptx::evict_first_policy();
+  ptx::pdl_launch();
+
+  WeightFragment weights[kUnroll];
+  const auto load_weights = [&](WeightFragment& fragment, int k0) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = n0 + half * 8 + g;
+      const T* from = static_cast<const T*>(args.w) + int64_t{row} * args.k + k0 + q * 8;
+#pragma unroll
+      for (int run = 0; run < 2; ++run) {
+        fragment.v[half][run] = row < args.n && k0 + run * 32 + q * 8 < args.k
+                                    ? ptx::load_stream16(from + run * 32, policy)
+                                    : uint4{0, 0, 0, 0};
+      }
+    }
+  };
+#pragma unroll
+  for (int u = 0; u < kUnroll; ++u) load_weights(weights[u], (u * kWarps + warp) * kChunk);
+  [[maybe_unused]] Vec16<T> norm_weights[kVirtual];
+  if constexpr (kNorms) {
+#pragma unroll
+    for (int i = 0; i < kVirtual; ++i) {
+      const int column = ((i * kWarps + warp) * 32 + lane) * 8;
+      if (column < args.k) {
+        norm_weights[i] = load<T, 8>(static_cast<const T*>(args.norm_weight) + column);
+      }
+    }
+  }
+  ptx::pdl_wait();
+  if constexpr (kNorms) {
+    __shared__ float sums[kNormedRows][32];
+    norm_rows<T>(args, normed, norm_weights, sums);
+  }
+  const auto load_rows = [&](uint4(&fragment)[2], int group, int k0) {
+    const int row = group * 8 + g;
+#pragma unroll
+    for (int run = 0; run < 2; ++run) {
+      const int k = k0 + run * 32 + q * 8;
+      const T* from = kNorms ? reinterpret_cast<const T*>(normed + row * normed_stride(args.k))
+                             : static_cast<const T*>(args.x) + int64_t{row} * args.k;
+      fragment[run] = row < args.m && k < args.k ? *reinterpret_cast<const uint4*>(from + k)
+                                                 : uint4{0, 0, 0, 0};
+    }
+  };
+
+  // Main loop over this warp's chunks.
+  float sums[kGroups][4] = {};
+#pragma unroll 1
+  for (int k0 = warp * kChunk; k0 < args.k; k0 += kUnroll * kWarps * kChunk) {
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      const WeightFragment f = weights[u];
+#pragma unroll
+      for (int group = 0; group < kGroups; ++group) {
+        if (group * 8 >= args.m) continue;
+        uint4 rows[2];
+        load_rows(rows, group, k0 + u * kWarps * kChunk);
+#pragma unroll
+        for (int run = 0; run < 2; ++run) {
+#pragma unroll
+          for (int pair = 0; pair < 2; ++pair) {
+            const uint32_t a[4] = {word(f.v[0][run], 2 * pair), word(f.v[1][run], 2 * pair),
+                                   word(f.v[0][run], 2 * pair + 1),
+                                   word(f.v[1][run], 2 * pair + 1)};
+            ptx::mma_16x8x16<T>(sums[group], a, word(rows[run], 2 * pair),
+                                word(rows[run], 2 * pair + 1));
+          }
+        }
+      }
+      load_weights(weights[u], k0 + (kUnroll + u) * kWarps * kChunk);
+    }
+  }
+
+#pragma unroll
+  for (int group = 0; group < kGroups; ++group) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      partial[warp][group * 8 + q * 2 + i % 2][g + i / 2 * 8] = sums[group][i];
+    }
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < 16 * args.m; i += kThreads) {
+    const int row = i / 16, n = n0 + i % 16;
+    if (n >= args.n) continue;
+    float sum = 0;
+#pragma unroll
+    for (int part = 0; part < kWarps; ++part) sum += partial[part][row][i % 16];
+    args.logits[row * args.n + n] = sum;
+  }
+
+  // The last CTA has all logits.
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) is_last = atomicAdd(args.arrivals, 1) == gridDim.x - 1;
+  __syncthreads();
+  if (!is_last) return;
+  __threadfence();
+  if (threadIdx.x == 0) *args.arrivals = 0;
+  route_few<kHeld, kThreads>(args.logits, args.n, args.m, args.renormalise, args.routing);
+}
+
+}  // namespace
+
+// ---- launchers
+
+// Graph-safe.
+void moe_router(const Context& ctx, const MoeRouterParams& p) {
+  check_moe_router(p);
+  check_rows("moe_router", "x", p.x);
+  check_rows("moe_router", "w", p.w);
+  const int64_t num_tokens = p.x.size(0), k = p.x.size(1), n = p.w.size(0);
+  if (num_tokens == 0) return;
+  const bool has_norm = !p.norm.out.empty();
+  const bool norms = has_norm && num_tokens <= kNormedRows && k <= kMaxNormed &&
+                     p.norm.index == nullptr && p.norm.out_stride == 0 &&
+                     p.norm.x.data() != p.x.data();  // CTAs read all rows while others write
+  if (has_norm && !norms) cuda::rms_norm(ctx, p.norm);
+  if (num_tokens > kFewTokens) {
+    cuda::skinny_gemm(ctx, {.y = p.logits, .x = p.x, .w = p.w});
+    cuda::moe_route(ctx, {.logits = p.logits, .renormalise = p.renormalise, .routing = p.routing});
+    return;
+  }
+  CHECK_STATE(p.arrivals != nullptr, "moe_router: there is no counter of arrivals");
+  RouterArgs args{.logits = p.logits.as<float>(),
+                  .x = p.x.data(),
+                  .w = p.w.data(),
+                  .norm_x = nullptr,
+                  .norm_weight = nullptr,
+                  .norm_eps = p.norm.eps,
+                  .norm_offset = p.norm.weight_offset,
+                  .m = static_cast<int>(num_tokens),
+                  .n = static_cast<int>(n),
+                  .k = static_cast<int>(k),
+                  .norm_warps = 2,
+                  .renormalise = p.renormalise,
+                  .arrivals = p.arrivals,
+                  .routing = p.routing};
+  size_t shared_bytes = 0;
+  if (norms) {
+    check_rows("moe_router", "x of the norm", p.norm.x);
+    check_vector("moe_router", "weight of the norm", p.norm.weight, p.x.dtype(), k);
+    args.norm_x = p.norm.x.data();
+    args.norm_weight = p.norm.weight.data();
+    while (args.norm_warps * 32 < k / 8) args.norm_warps *= 2;  // as in rms_norm
+    shared_bytes = static_cast<size_t>(num_tokens) * (2 * k + 64);
+  }
+  const dim3 grid((n + 15) / 16);
+  dispatch_half(p.x.dtype(), [&](auto t) {
+    using T = decltype(t);
+    dispatch_held(p.routing.num_experts, [&](auto held) {
+      constexpr int kHeld = decltype(held)::value;
+      const auto run = [&](auto kernel) {
+        if (norms) allow_shared_bytes(kernel, kNormedRows * (2 * kMaxNormed + 64));
+        launch(ctx, kernel, grid, dim3(kThreads), shared_bytes, args);
+      };
+      if (norms) return run(moe_router_kernel<T, 1, kHeld, true>);
+      num_tokens <= 8 ? run(moe_router_kernel<T, 1, kHeld, false>)
+                      : run(moe_router_kernel<T, 8, kHeld, false>);
+    });
+  });
+}
+
+}  // namespace cpmcu::cuda

@@ -1,0 +1,67 @@
+// The GEMMs of experts for the many pairs of a prompt: x [P, K] is sorted by expert.
+//
+// Row i of x belongs to pair routing.pairs[i]. `gather_pairs` makes it from the rows of tokens. So
+// an expert's rows are consecutive, and a kernel loads them as those of a dense matrix. The order
+// of additions depends on N and K only; a pair's bits depend neither on the other pairs nor on
+// their number. It is another order than that of expert_gemm, so one phase uses one of the two.
+#pragma once
+
+#include "kernels/moe/expert_gemm.h"
+
+namespace cpmcu {
+
+// Whether this device has these GEMMs.
+inline bool has_sorted_gemm(const Context& ctx) {
+  return !ctx.device.is_cuda() || has_prompt_gemm(ctx.compute_capability);
+}
+
+// sorted[i] = x[routing.pairs[i] / routing.top_k]
+struct GatherPairsParams {
+  Tensor sorted;  // [T k, K]
+  Tensor x;       // [T, K], same dtype
+  Routing routing;
+};
+
+struct SortedRows {
+  Tensor y;  // [P, N], gated [P, N / 2]; dtype of x, or float32
+  Tensor x;  // [P, K], sorted; K a multiple of 8
+  Routing routing;
+  bool sorted_y = false;  // y is sorted, too; else row p of y is that of pair p
+};
+
+struct SortedGemmParams {
+  SortedRows rows;
+  Tensor w;  // [E, N, K], dtype of x
+  bool gated = false;
+};
+
+struct W4SortedGemmParams {
+  SortedRows rows;
+  W4Weight w;          // of expert 0
+  int64_t stride = 0;  // bytes from one expert's blocks to the next
+};
+
+inline void check_gather_pairs(const GatherPairsParams& p) {
+  check_routing(p.routing);
+  CHECK(p.x.num_dims() == 2 && p.sorted.num_dims() == 2 && p.x.size(1) == p.sorted.size(1) &&
+            p.sorted.size(0) == p.x.size(0) * p.routing.top_k && p.x.dtype() == p.sorted.dtype(),
+        "gather_pairs: {} {} from x {} {} does not fit {} pairs a row", name_of(p.sorted.dtype()),
+        p.sorted.shape_text(), name_of(p.x.dtype()), p.x.shape_text(), p.routing.top_k);
+}
+
+// The same as pairs with a row of x each.
+inline ExpertRows rows_of_pairs(const SortedRows& rows) {
+  return {.y = rows.y, .x = rows.x, .routing = rows.routing};
+}
+inline void check_sorted_gemm(const SortedGemmParams& p) {
+  check_expert_gemm({.rows = rows_of_pairs(p.rows), .w = p.w, .gated = p.gated});
+}
+inline void check_w4_sorted_gemm(const W4SortedGemmParams& p) {
+  check_w4_expert_gemm({.rows = rows_of_pairs(p.rows), .w = p.w, .stride = p.stride});
+}
+
+REGISTER_OP(gather_pairs, GatherPairsParams)
+REGISTER_OP(sorted_gemm, SortedGemmParams)
+REGISTER_OP(w4_sorted_gemm, W4SortedGemmParams)
+
+}  // namespace cpmcu

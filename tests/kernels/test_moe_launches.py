@@ -1,0 +1,135 @@
+"""The launches of a layer of experts: each has the bits of the ops that it replaces."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.kernels.test_experts import check_sorted, random_logits, route, w4_experts
+from tests.kernels.util import (
+    GPU,
+    context,
+    empty,
+    on_devices_and_dtypes,
+    ops,
+    put,
+    put_raw,
+    rounded,
+    sizes,
+)
+
+# tokens, experts, top_k, further rows of W, H
+ROUTERS = sizes(
+    (1, 128, 8, 0, 2048), (8, 128, 8, 1, 2048), (1, 8, 2, 0, 8), (3, 17, 3, 1, 136),
+    (7, 512, 10, 1, 264), (9, 61, 5, 0, 520), (64, 128, 8, 1, 1032), (5, 1024, 32, 0, 72),
+    (2, 16, 4, 0, 4096), (2, 16, 4, 0, 4104), (70, 20, 3, 1, 72),
+)  # fmt: skip
+
+
+@on_devices_and_dtypes
+@pytest.mark.parametrize("has_norm", [False, True])
+@pytest.mark.parametrize(("num_tokens", "num_experts", "top_k", "further", "width"), ROUTERS)
+def test_router_has_the_bits_of_its_parts(
+    device: str,
+    dtype: str,
+    has_norm: bool,
+    num_tokens: int,
+    num_experts: int,
+    top_k: int,
+    further: int,
+    width: int,
+) -> None:
+    """As rms_norm, skinny_gemm and moe_route, twice: the counter is ready for the next launch."""
+    rng = np.random.default_rng(width + num_tokens)
+    ctx, rows = context(device), num_experts + further
+    given = rounded(rng.standard_normal((num_tokens, width)), dtype)
+    w = put(device, rounded(rng.standard_normal((rows, width)) / np.sqrt(width), dtype), dtype)
+    norm_weight = put(device, rounded(rng.standard_normal(width), dtype), dtype)
+    hidden, x = put(device, given, dtype), put(device, given, dtype)
+    arrivals = put_raw(device, np.zeros(1, np.int32))
+    for tokens in (num_tokens, num_tokens // 2 + 1):
+        part = put(device, given[:tokens], dtype)
+        expected_x = put(device, given[:tokens], dtype)
+        if has_norm:
+            ops.rms_norm(ctx, expected_x, part, norm_weight, eps=1e-5, weight_offset=1.0)
+        expected = empty(device, [tokens, rows])
+        ops.skinny_gemm(ctx, expected, expected_x, w)
+        plain = ops.Routing(ctx, num_tokens=tokens, num_experts=num_experts, top_k=top_k)
+        ops.moe_route(ctx, plain, expected, renormalise=True)
+        hidden, x = put(device, given[:tokens], dtype), put(device, given[:tokens], dtype)
+        norm = {}
+        if has_norm:
+            x = empty(device, [tokens, width], dtype)
+            norm = {
+                "norm_x": hidden, "norm_weight": norm_weight, "norm_eps": 1e-5, "norm_offset": 1.0
+            }  # fmt: skip
+        logits = empty(device, [tokens, rows])
+        routing = ops.Routing(ctx, num_tokens=tokens, num_experts=num_experts, top_k=top_k)
+        ops.moe_router(ctx, logits, x, w, routing, arrivals=arrivals, renormalise=True, **norm)
+        assert np.array_equal(x.numpy(), expected_x.numpy())
+        assert np.array_equal(logits.numpy(), expected.numpy())
+        assert np.array_equal(routing.weights.numpy(), plain.weights.numpy())
+        check_sorted(routing, plain.experts.numpy().astype(np.int64), num_experts)
+        assert arrivals.numpy().item() == 0
+
+
+@on_devices_and_dtypes
+@pytest.mark.parametrize(("num_tokens", "width"), sizes((1, 2048), (5, 72), (64, 520), (2, 8200)))
+def test_combine_and_norm(device: str, dtype: str, num_tokens: int, width: int) -> None:
+    """The norm in the launch has the bits of rms_norm after it."""
+    rng = np.random.default_rng(width)
+    top_k, ctx = 3, context(device)
+    hidden = rounded(rng.standard_normal((num_tokens, width)), dtype)
+    weight = put(device, rounded(rng.standard_normal(width), dtype), dtype)
+    y = put(device, rng.standard_normal((num_tokens * top_k, width)), "float32")
+    routing = route(device, random_logits(num_tokens, 12), 12, top_k, True)
+    separate, expected = put(device, hidden, dtype), empty(device, [num_tokens, width], dtype)
+    ops.moe_combine(ctx, separate, y, routing)
+    ops.rms_norm(ctx, expected, separate, weight, eps=1e-5, weight_offset=1.0)
+    fused, normed = put(device, hidden, dtype), empty(device, [num_tokens, width], dtype)
+    ops.moe_combine(
+        ctx, fused, y, routing, normed=normed, norm_weight=weight, norm_eps=1e-5, norm_offset=1.0
+    )
+    assert np.array_equal(fused.numpy(), separate.numpy())
+    assert np.array_equal(normed.numpy(), expected.numpy())
+
+
+@GPU
+@pytest.mark.parametrize("num_tokens", [1, 2, 8, 33, 64])
+def test_early_weights_change_nothing(num_tokens: int) -> None:
+    """The launches of a layer in a graph, for other rows of x: down reads the routing early."""
+    device, dtype, num_experts, top_k, hidden, width = "cuda", "bfloat16", 64, 6, 512, 384
+    rng, ctx = np.random.default_rng(num_tokens), context(device)
+    _, (up_blocks, up) = w4_experts(device, num_experts, 2 * width, hidden, gated=True)
+    _, (down_blocks, down) = w4_experts(device, num_experts, hidden, width)
+    router = put(device, rng.standard_normal((num_experts, hidden)), dtype)
+    weight = put(device, rng.standard_normal(hidden), dtype)
+    arrivals = put_raw(device, np.zeros(1, np.int32))
+    stream, x = (empty(device, [num_tokens, hidden], dtype) for _ in range(2))
+    logits = empty(device, [num_tokens, num_experts])
+    act = empty(device, [num_tokens * top_k, width], dtype)
+    out = empty(device, [num_tokens * top_k, hidden])
+    routing = ops.Routing(ctx, num_tokens=num_tokens, num_experts=num_experts, top_k=top_k)
+
+    def layer(early: bool) -> None:
+        norm = {"norm_x": stream, "norm_weight": weight}
+        ops.moe_router(ctx, logits, x, router, routing, arrivals=arrivals, **norm)
+        ops.w4_expert_gemm(ctx, act, x, up_blocks, routing, pairs_per_x=top_k, **up)
+        ops.w4_expert_gemm(ctx, out, act, down_blocks, routing, routing_is_complete=early, **down)
+        ops.moe_combine(ctx, stream, out, routing, scale=0.1)
+
+    def layers() -> None:
+        for _ in range(6):
+            layer(True)
+
+    graph = ctx.graph(layers)
+    for _ in range(5):
+        values = rounded(rng.standard_normal((num_tokens, hidden)), dtype)
+        stream.copy_from(put(device, values, dtype).numpy())
+        for _ in range(6):
+            layer(False)
+            ctx.synchronize()
+        expected = stream.numpy().copy()
+        stream.copy_from(put(device, values, dtype).numpy())
+        graph.replay()
+        assert np.array_equal(stream.numpy(), expected)
