@@ -378,6 +378,10 @@ class Engine:
         """Were copies enqueued since the last wait for them?"""
 
     @property
+    def num_rewritten(self) -> int:
+        """Last tokens of a sequence whose entries a later step may write."""
+
+    @property
     def page_bytes(self) -> int:
         """Bytes of one page in all models' planes."""
 

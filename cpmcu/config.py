@@ -176,6 +176,10 @@ class SpeculativeConfig:
         f"with --spec-fill: tokens of a path that the drafter drafts (default: {MODEL_STEPS})",
         flags=("--spec-model-steps",),
     )
+    enable_multi_layers_mtp: bool | None = option(
+        None,
+        "several MTP modules: each drafts one token; no: the first one drafts all (default: yes)",
+    )
     prompt_lookup_min: int | None = option(None, "n-gram: shortest match (default: 1)")
     prompt_lookup_max: int | None = option(
         None, "n-gram: longest match (default: 4; with --spec-fill: 16)"

@@ -16,6 +16,7 @@ def fill_plan(
 ) -> tuple[str, DraftPlan]:
     """(Name of the C++ drafter, plan) for the drafter `method` with `plan`, and the context."""
     shortest, longest = speculation.ngram_range
-    part = replace(plan, depth=speculation.num_model_steps or MODEL_STEPS)
+    steps = speculation.num_model_steps or MODEL_STEPS
+    part = replace(plan, depth=min(steps, plan.longest or steps))
     options = {"min_ngram": shortest, "max_ngram": longest}
     return "fill", replace(plan, parts=((method, part),), options=options)

@@ -1,10 +1,13 @@
-"""The multi-token-prediction head of Qwen3-Next and Qwen3.5, in the target's own checkpoint.
+"""Multi-token prediction (MTP): modules in the target's own checkpoint.
+
+Qwen3-Next and Qwen3.5 have one module (other names: mtp_layouts.py):
 
     x = mtp.fc [norm(embedding of token t + 1) | norm(hidden state of token t)]
     hidden = mtp.norm(one gated attention layer(x)); logits = the target's lm_head of hidden
 
-The hidden state is the target's after its final norm. For a drafted token it is the head's own. The
-embedding table and lm_head are the target's.
+The hidden state is the target's after its final norm. The embedding table and lm_head are the
+target's. A single module runs once for each drafted token, then with its own hidden states. Of
+several modules, each drafts one token (csrc/speculative/drafters/mtp.cpp).
 """
 
 from __future__ import annotations
@@ -15,6 +18,14 @@ from typing import Any
 
 from cpmcu.config import SpeculativeConfig
 from cpmcu.drafters.heads import check_vocabulary
+from cpmcu.drafters.mtp_layouts import (
+    Layout,
+    count_modules,
+    describe,
+    find_layout,
+    is_chained,
+    unread,
+)
 from cpmcu.drafters.registry import DraftFiles, DraftPlan, TargetModel, Tensors, register_drafter
 from cpmcu.loading.progress import list_names
 from cpmcu.models.common import SpecFields
@@ -46,22 +57,26 @@ EXPERT_MODULES = (
 
 @register_drafter("mtp")
 class Mtp:
-    """An MTP head of one layer."""
+    """MTP modules of one layer each."""
 
     has_checkpoint = True
     in_target = True
     only_by_name = True  # a whole model with such a head is a draft model, too
 
     def matches(self, config: Mapping[str, Any], tensors: Tensors) -> bool:
-        """Also matches a config that states a head without tensors, which `plan` refuses."""
-        return any(name.startswith(PREFIX) for name in tensors) or bool(config.get(_NUM_LAYERS))
+        """Also matches a config that states Qwen's head without tensors, which `plan` refuses."""
+        if any(name.startswith(PREFIX) for name in tensors) or bool(config.get(_NUM_LAYERS)):
+            return True
+        return find_layout(config, tensors) is not None
 
     def plan(
         self, draft: DraftFiles | None, target: TargetModel, speculation: SpeculativeConfig
     ) -> DraftPlan:
         assert draft is not None
+        if (layout := find_layout(draft.config, draft.tensors)) is not None:
+            return _plan_modules(draft, target, speculation, layout)
         tensors = {name: meta for name, meta in draft.tensors.items() if name.startswith(PREFIX)}
-        mlp = _check_tensors(tensors)
+        mlp = _check_tensors(tensors, target)
         if draft.config.get(_NUM_LAYERS) not in (None, 0, 1):
             raise ConfigReader(draft.config).fail(_NUM_LAYERS, "1, the only depth of an MTP head")
         ConfigReader(draft.config).refuse(
@@ -78,12 +93,7 @@ class Mtp:
             raise ValueError("the MTP head has experts, expected a target that has experts, too")
         quant = plan_quant(draft.config, tensors) if quantised_tensors(tensors) else DENSE
         return DraftPlan(
-            fields=replace(
-                target.fields,
-                num_hidden_layers=1,
-                layers=((_block(target, "attention"), block),),
-                tie_word_embeddings=False,
-            ),
+            fields=_fields(target, block),
             names=_engine_names,
             refuses_unknown=True,
             shares_head=True,
@@ -93,14 +103,52 @@ class Mtp:
         )
 
 
-def _check_tensors(tensors: Tensors) -> str:
+def _plan_modules(
+    draft: DraftFiles, target: TargetModel, speculation: SpeculativeConfig, layout: Layout
+) -> DraftPlan:
+    """The plan of modules with other names than Qwen's."""
+    check_vocabulary(draft, target)
+    num_modules = count_modules(draft, layout)
+    if speculation.enable_multi_layers_mtp is False:
+        num_modules = 1
+    tensors = {n: meta for n, meta in draft.tensors.items() if layout.split(n) is not None}
+    quant = plan_quant(draft.config, tensors) if quantised_tensors(tensors) else DENSE
+    return DraftPlan(
+        fields=_fields(target, ("mlp", {})),
+        names=layout.names(num_modules),
+        ignored=unread(draft, layout, num_modules),
+        refuses_unknown=True,
+        shares_head=True,
+        quantises_head=target.quantised or quant is not DENSE,
+        window=None,
+        options={
+            "hidden_first": layout.hidden_first,
+            "num_modules": num_modules,
+            "chain_hidden": is_chained(draft),
+        },
+        longest=num_modules if num_modules > 1 else None,
+        quant=quant,
+    )
+
+
+def _fields(target: TargetModel, block: tuple[str, Mapping[str, Any]]) -> SpecFields:
+    """The fields of a module's layer, whose second block is `block`."""
+    return replace(
+        target.fields,
+        num_hidden_layers=1,
+        layers=((_block(target, "attention"), block),),
+        tie_word_embeddings=False,
+    )
+
+
+def _check_tensors(tensors: Tensors, target: TargetModel) -> str:
     """The kind of the head's second block, "mlp" or "moe".
 
     Raises ValueError unless the tensors are those of a head with one layer.
     """
     if not tensors:
         raise ValueError(
-            "no tensor's name begins with mtp., expected the MTP head of Qwen3-Next or Qwen3.5 "
+            f"no tensor's name begins with {describe(target)}, expected the MTP head "
             "(some quantised exports drop it; draft_model_path may name another export)"
         )
     modules = {_module_of(name) for name in tensors}

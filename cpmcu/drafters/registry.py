@@ -26,7 +26,10 @@ from cpmcu.quant.registry import DENSE, QuantPlan
 Tensors = Mapping[str, TensorMeta]
 
 # vLLM's name -> registered name
-_ALIASES = {"draft_model": "model", "qwen3_next_mtp": "mtp", "qwen3_5_mtp": "mtp"}
+_ALIASES = {
+    "draft_model": "model",
+    **dict.fromkeys(("qwen3_next_mtp", "qwen3_5_mtp", "deepseek_mtp", "mimo_mtp"), "mtp"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +77,7 @@ class DraftPlan:
     # the part with weights.
     parts: tuple[tuple[str, DraftPlan], ...] = ()
     depth: int | None = None  # of a part: tokens of its longest path; None: as the whole draft
+    longest: int | None = None  # most tokens of a path; None: any
     quant: QuantPlan = DENSE  # of the draft's layers
 
 

@@ -21,7 +21,7 @@ from cpmcu.engine.shapes import PLAIN, Shape
 from cpmcu.engine.step_times import StepTimes
 
 START_BUDGET, MOST_BUDGET = 2.8, 3.0  # plain steps
-TIME_SHARE = 0.01  # of all time, that trials may lose
+TIME_SHARE = 0.008  # of all time, that trials may lose
 GAIN_SHARE = 0.5  # of what drafting gains over plain steps
 TRIAL = 3  # steps in a row: right after plain steps a draft is accepted less
 PAUSE = 2  # steps between trials, in which the last one is observed

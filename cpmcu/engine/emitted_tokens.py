@@ -1,94 +1,110 @@
-"""Tokens that a step of each shape emits: the expected number, and an optimistic estimate."""
+"""Tokens that a step of each shape emits: the expected number, and an optimistic estimate.
+
+A level of a draft is *reached* if all levels above it were accepted. Each level has its own rate:
+how often it is accepted if it is reached. Chains of all depths share their rates. A tree has rates
+of its own, and those of the chain as a prior, since it holds the likeliest chain.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
 
-from cpmcu.engine.shapes import Shape
+from cpmcu.engine.shapes import PLAIN, Shape, is_chain
 
-WINDOW = 32  # samples that a mean remembers
+WINDOW = 48  # samples that a rate remembers
 FADING = 0.99  # factor on the weight of earlier samples, per step
-PRIOR = 2.0  # samples that the acceptance of all shapes counts as, beside a shape's own
+PRIOR = 1.5  # samples that the prior of a rate counts as
 HOPE = 2.0  # samples, all accepted, that hope adds
+
+_CHAIN: Shape = PLAIN  # stands for the chains of all depths
 
 
 @dataclasses.dataclass(slots=True)
-class _Mean:
-    value: float = 1.0
-    count: float = 0.0  # at most WINDOW
+class _Rate:
+    accepted: float = 0.0
+    reached: float = 0.0  # at most WINDOW
     step: int = 0  # when it was last added to
 
-    def faded(self, step: int) -> float:
-        return self.count * FADING ** (step - self.step)
+    def fade(self, step: int, most: float = WINDOW) -> None:
+        kept = FADING ** (step - self.step)
+        if self.reached * kept > most:
+            kept = most / self.reached
+        self.accepted, self.reached, self.step = self.accepted * kept, self.reached * kept, step
 
-    def add(self, value: float, step: int) -> None:
-        self.count = min(self.faded(step) + 1, WINDOW)
-        self.value += (value - self.value) / self.count
-        self.step = step
+    def mixed(self, prior: float, samples: float, step: int) -> float:
+        kept = FADING ** (step - self.step)
+        return (self.accepted * kept + prior * samples) / (self.reached * kept + samples)
 
 
 class EmittedTokens:
-    """Emitted tokens per sequence and step, by shape.
-
-    All shapes share one acceptance rate as a prior.
-    """
+    """Emitted tokens per sequence and step, by shape."""
 
     def __init__(self) -> None:
-        self._means: dict[Shape, _Mean] = {}
-        self._accepted = self._rejected = 0.0  # drafted tokens of all shapes
+        self._levels: dict[Shape, list[_Rate]] = {}  # tree, or _CHAIN -> rates of its levels
+        self._pooled = _Rate()  # of all shapes and levels
         self._steps = 0
 
     def add(self, shape: Shape, emitted: Sequence[int]) -> None:
         """Records the number of tokens that a step emitted for each of its sequences."""
         self._steps += 1
-        self._accepted *= FADING
-        self._rejected *= FADING
         if shape[0]:
             self._learn(shape, emitted)
 
     def expected(self, shape: Shape) -> float:
         """Tokens that a step of this shape is expected to emit."""
-        drafted = self._accepted + self._rejected
-        rate = self._accepted / drafted if drafted else 0.0
-        return self._mixed(shape, _run_length(rate, shape[0]), PRIOR)
+        pooled = self._pooled.mixed(0.0, 1e-9, self._steps)
+        return _tokens(self._rates(shape, pooled, PRIOR, tries=1))
 
     def hoped(self, shape: Shape) -> float:
         """An optimistic number of tokens of a step: higher for shapes with fewer samples."""
-        rate = (self._accepted + HOPE) / (self._accepted + self._rejected + HOPE)
-        if shape[1] - 1 > shape[0]:  # a tree has several tries at a level
-            rate = 1 - (1 - rate) ** 2
-        return self._mixed(shape, _run_length(rate, shape[0]), HOPE)
+        pooled = self._pooled.mixed(1.0, HOPE, self._steps)
+        return _tokens(self._rates(shape, pooled, HOPE, tries=2))
 
     def forget(self, samples: float, kept: Sequence[tuple[Shape, Sequence[int]]] = ()) -> None:
         """Limits the weight of earlier steps to `samples` samples.
 
         Then adds the steps in `kept`.
         """
-        for mean in self._means.values():
-            mean.count, mean.step = min(mean.faded(self._steps), samples), self._steps
-        drafted = self._accepted + self._rejected
-        if drafted > samples:
-            self._accepted *= samples / drafted
-            self._rejected *= samples / drafted
+        for rate in (self._pooled, *(rate for rates in self._levels.values() for rate in rates)):
+            rate.fade(self._steps, samples)
         for shape, emitted in kept:
             self._learn(shape, emitted)
 
     def _learn(self, shape: Shape, emitted: Sequence[int]) -> None:
-        mean = self._means.setdefault(shape, _Mean())
+        rates = self._levels.setdefault(_CHAIN if is_chain(shape) else shape, [])
+        rates.extend(_Rate() for _ in range(shape[0] - len(rates)))
         for count in emitted:
-            mean.add(count, self._steps)
-            self._accepted += count - 1
-            self._rejected += count <= shape[0]
+            for level in range(min(count, shape[0])):
+                for rate in (rates[level], self._pooled):
+                    rate.fade(self._steps, WINDOW - 1)
+                    rate.reached += 1
+                    rate.accepted += level < count - 1
 
-    def _mixed(self, shape: Shape, value: float, samples: float) -> float:
-        mean = self._means.get(shape)
-        if mean is None:
-            return value
-        count = mean.faded(self._steps)
-        return (mean.value * count + value * samples) / (count + samples)
+    def _rates(self, shape: Shape, pooled: float, samples: float, tries: int) -> list[float]:
+        """The rate of each level. `tries`: of a tree that was never tried, at each level."""
+        rates = []
+        above = pooled
+        for level in range(shape[0]):
+            above = self._rate(_CHAIN, level).mixed(above, samples, self._steps)
+            rates.append(above)
+        if is_chain(shape):
+            return rates
+        wide = [1 - (1 - rate) ** tries for rate in rates]
+        return [
+            self._rate(shape, level).mixed(prior, samples, self._steps)
+            for level, prior in enumerate(wide)
+        ]
+
+    def _rate(self, shape: Shape, level: int) -> _Rate:
+        rates = self._levels.get(shape, [])
+        return rates[level] if level < len(rates) else _Rate()
 
 
-def _run_length(rate: float, depth: int) -> float:
-    """Expected tokens of a step with `depth` drafted tokens, each accepted at this rate."""
-    return sum(rate**i for i in range(depth + 1))
+def _tokens(rates: Sequence[float]) -> float:
+    """Expected tokens of a step whose levels are accepted at these rates, if they are reached."""
+    tokens = reached = 1.0
+    for rate in rates:
+        reached *= rate
+        tokens += reached
+    return tokens

@@ -120,9 +120,10 @@ class StepTimes:
         return min(known, key=lambda n: max(n / num_seqs, num_seqs / n), default=None)
 
     def _predict(self, shape: Shape, num_seqs: int, plain: float) -> tuple[float, float]:
-        """Bounds from the largest timed shape within this one.
+        """Lower bound and expected value, from other shapes.
 
-        If there is none, the smallest timed shape beyond it is used.
+        Between two timed shapes the expected value is interpolated. Else both come from the largest
+        timed shape within this one, or if there is none, from the smallest beyond it.
         """
         drafted = {
             n: [other for other in known if other != PLAIN and (other, n) != (shape, num_seqs)]
@@ -132,7 +133,8 @@ class StepTimes:
         nearest = self._nearest(num_seqs, [n for n, others in drafted.items() if others])
         if nearest is None:
             return plain, plain * shape[1]
-        others = sorted(drafted[nearest], key=lambda other: other[::-1])
+        trusted = [s for s in drafted[nearest] if self.is_trusted(s, nearest)]
+        others = sorted(trusted or drafted[nearest], key=lambda other: other[::-1])
         within = [s for s in others if s[0] <= shape[0] and s[1] <= shape[1]]
         other = within[-1] if within else others[0]
         known = self._by_seqs[nearest]
@@ -140,5 +142,16 @@ class StepTimes:
         levels, nodes = shape[0] / other[0], (shape[1] - 1) / (other[1] - 1)
         seqs = num_seqs / nearest
         low = plain + extra * min(levels, nodes) * min(1, seqs)
+        beyond = [s for s in others if s[0] >= shape[0] and s[1] >= shape[1]]
+        if within and beyond and seqs <= 1:
+            top = beyond[0]
+            share = (_size(shape) - _size(other)) / max(_size(top) - _size(other), 1)
+            more = max(0.0, known[top].typical - known[other].typical)
+            return low, plain + extra + share * more
         most = max(extra, LEAST_EXTRA * plain) * max(1, levels + nodes - 1) * max(1, seqs)
         return low, plain + most
+
+
+def _size(shape: Shape) -> int:
+    """Passes of the draft and rows of the target: what makes a step longer."""
+    return 4 * shape[0] + shape[1]

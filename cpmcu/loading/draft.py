@@ -118,6 +118,11 @@ class LoadedDraft:
             bits = "w4" if quantised or self.plan.quantises_head else "none"
         return overrides | {HEAD: "dense" if bits == "none" else f"{bits}_rtn"}
 
+    def reads(self, name: str) -> bool:
+        """Is this tensor one of the draft's, read or left out for a reason?"""
+        assert self.plan.fields is not None
+        return name in self.plan.ignored or bool(self.plan.names(name, self.plan.fields))
+
     def plan_load(
         self, expected: Mapping[str, TensorMeta], required: Iterable[str]
     ) -> LoadPlan | None:
@@ -182,7 +187,7 @@ def open_draft(
         method, drafter = _find(files, expected, speculation)
         plan = drafter.plan(files, target, speculation)
         named = CHOSEN_SHAPE if speculation.chooses_shapes else HEAD_SHAPE
-        shape = speculation.shape(chain=plan.chain, defaults=SHIPPED_SHAPE if shipped else named)
+        shape = _shape(speculation, plan, SHIPPED_SHAPE if shipped else named)
         head_quant = _head_quant(speculation, plan, target)
         vocab_ids = _frspec_ids(speculation, method, plan, files, target)
         _check_width(shape, vocab_ids or plan.options.get("vocab_ids", ()))
@@ -194,6 +199,22 @@ def open_draft(
     if speculation.fill is not None:
         method, plan = fill_plan(method, plan, speculation)
     return LoadedDraft(method, plan, shape, window, vocab_ids, files, head_quant)
+
+
+def _shape(speculation: SpeculativeConfig, plan: DraftPlan, defaults: TreeShape) -> TreeShape:
+    """Raises ValueError if a path would be longer than the drafter can draft."""
+    longest, given = plan.longest, speculation.spec_num_iter
+    if longest is None or speculation.fill is not None:
+        return speculation.shape(chain=plan.chain, defaults=defaults)
+    if given is not None and given > longest:
+        raise ValueError(
+            f"spec_num_iter (num_speculative_tokens) is {given}, expected at most {longest}, the "
+            "number of MTP modules (enable_multi_layers_mtp no runs the first one several times)"
+        )
+    depth = min(defaults.depth, longest)
+    topk = speculation.spec_topk_per_iter or defaults.topk
+    size = min(defaults.tree_size, 1 + num_candidates(topk, given or depth))
+    return speculation.shape(chain=plan.chain, defaults=TreeShape(depth, defaults.topk, size))
 
 
 def drafts_by_default(directory: Path) -> bool:

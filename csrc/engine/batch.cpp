@@ -5,7 +5,7 @@
 
 namespace cpmcu {
 
-PrefillInputs PrefillInputs::layout(Carver& carver, int max_rows, int max_seqs) {
+PrefillInputs PrefillInputs::layout(Carver& carver, int max_rows, int max_seqs, int max_path) {
   const auto ints = [&](int64_t count) { return carver.take<int>(count); };
   PrefillInputs inputs{};
   inputs.ids = ints(max_rows);
@@ -13,8 +13,8 @@ PrefillInputs PrefillInputs::layout(Carver& carver, int max_rows, int max_seqs) 
   inputs.token_seqs = ints(max_rows);
   inputs.seq_slots = ints(max_seqs);
   inputs.seq_token_begin = ints(max_seqs + 1);
-  inputs.last_rows = ints(max_seqs);
-  inputs.slot_rows = ints(max_seqs);
+  inputs.last_rows = ints(int64_t{max_seqs} * max_path);
+  inputs.slot_rows = ints(int64_t{max_seqs} * max_path);
   inputs.sampled_seqs = ints(max_seqs);
   inputs.sampled_rows = ints(max_seqs);
   inputs.sampled_slots = ints(max_seqs);
@@ -33,8 +33,13 @@ void PrefillInputs::fill(const std::vector<PrefillItem>& items, const std::vecto
       positions[row] = position++;
       token_seqs[row++] = seq;
     }
-    last_rows[seq] = row - 1;
-    slot_rows[seq] = item.slot * max_path;
+    const Accepted accepted{.max_path = max_path};
+    for (int i = 0; i < max_path; ++i) {
+      const int last = row - 1 - i, at = seq * max_path + i;
+      const bool exists = last >= seq_token_begin[seq];
+      last_rows[at] = exists ? last : -1;
+      slot_rows[at] = exists ? accepted.hidden_row(item.slot, positions[last]) : -1;
+    }
     if (item.last) {
       sampled_seqs[num_sampled] = seq;
       sampled_rows[num_sampled] = row - 1;

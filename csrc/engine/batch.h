@@ -23,11 +23,11 @@ struct PrefillItem {
 struct PrefillInputs {
   int *ids, *positions, *token_seqs;       // [T]
   int *seq_slots, *seq_token_begin;        // [B], [B + 1]
-  int *last_rows, *slot_rows;              // [B] as SpeculativeStep::draft_prompt takes them
+  int *last_rows, *slot_rows;              // [B, D + 1] as SpeculativeStep::draft_prompt takes them
   int *sampled_seqs, *sampled_rows;        // [R]
   int *sampled_slots, *sampled_positions;  // [R]
 
-  static PrefillInputs layout(Carver& carver, int max_rows, int max_seqs);
+  static PrefillInputs layout(Carver& carver, int max_rows, int max_seqs, int max_path);
   // On the host, from the items; lengths[slot] are the cached tokens.
   void fill(const std::vector<PrefillItem>& items, const std::vector<int>& lengths,
             int max_path) const;

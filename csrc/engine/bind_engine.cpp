@@ -303,6 +303,8 @@ void bind_prefix(EngineClass& engine) {
            "Waits for all copies and steps that were enqueued.")
       .def_property_readonly("has_copies", &Engine::has_copies,
                              "Were copies enqueued since the last wait for them?")
+      .def_property_readonly("num_rewritten", &Engine::num_rewritten,
+                             "Last tokens of a sequence whose entries a later step may write.")
       .def_property_readonly("page_bytes", &Engine::page_bytes,
                              "Bytes of one page in all models' planes.")
       .def_property_readonly("slot_bytes", &Engine::slot_bytes,

@@ -102,7 +102,7 @@ void Engine::prefill(const std::vector<PrefillItem>& items, const TokenMasks& ma
   std::vector<int> lengths;
   for (const Slot& slot : slots_) lengths.push_back(slot.length);
   Carver host(prefill_block_.host(num_steps_));
-  PrefillInputs::layout(host, limits_.max_tokens, config_.max_num_seqs)
+  PrefillInputs::layout(host, limits_.max_tokens, config_.max_num_seqs, step_.max_path())
       .fill(items, lengths, step_.max_path());
   prefill_block_.upload(ctx_, num_steps_);
   run_prefill(items, num_sampled, masked, write, skip_draft);
@@ -126,11 +126,12 @@ void Engine::run_prefill(const std::vector<PrefillItem>& items, int num_sampled,
     const Tensor logits = model_.head(ctx_, rows);
     sampler_.draw(ctx_, logits, inputs.sampled_slots, inputs.sampled_positions, nullptr, masked);
   }
-  const bool continues = std::any_of(items.begin(), items.end(), [this](const PrefillItem& item) {
+  std::vector<int> num_before;
+  for (const PrefillItem& item : items) {
     const Slot& slot = slots_[static_cast<size_t>(item.slot)];
-    return slot.length > slot.num_shared;
-  });
-  step_.draft_prompt(ctx_, step, continues, skip_draft, inputs.last_rows, inputs.slot_rows);
+    num_before.push_back(slot.length - slot.num_shared);
+  }
+  step_.draft_prompt(ctx_, step, num_before, skip_draft, inputs.last_rows, inputs.slot_rows);
   finish_step(ctx_, {.seq_slots = inputs.seq_slots,
                      .seq_token_begin = inputs.seq_token_begin,
                      .num_seqs = step.tokens.num_seqs,

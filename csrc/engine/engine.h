@@ -126,6 +126,7 @@ class Engine {
   int num_free_pages() const { return states_.num_unowned(); }
   // Most tokens that a decode step emits for a sequence.
   int tokens_per_step() const { return step_.max_path(); }
+  int num_rewritten() const { return step_.num_rewritten(); }
   int launch_ahead() const { return ctx_.device.is_cuda() ? 2 : 1; }
   std::map<std::string, int64_t> counters() const;
 

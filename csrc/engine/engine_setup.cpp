@@ -131,7 +131,7 @@ void Engine::plan_buffers(int max_tokens) {
                      .compute_capability = ctx_.compute_capability});
   states_.plan_slots(plan_, slots, limits_.max_kv);
   Carver counter;
-  PrefillInputs::layout(counter, limits_.max_tokens, seqs);
+  PrefillInputs::layout(counter, limits_.max_tokens, seqs, step_.max_path());
   prefill_block_.plan(plan_, "prefill_inputs", counter.num_bytes());
   decode_block_.plan(plan_, "decode_inputs", int64_t{4} * seqs);
   ring_.plan(plan_);
@@ -150,7 +150,7 @@ void Engine::bind() {
   prefill_block_.bind(ctx_, *arena_, kMaxInFlight);
   decode_block_.bind(ctx_, *arena_, kMaxInFlight);
   Carver device(prefill_block_.device());
-  prefill_inputs_ = PrefillInputs::layout(device, limits_.max_tokens, seqs);
+  prefill_inputs_ = PrefillInputs::layout(device, limits_.max_tokens, seqs, step_.max_path());
   ring_.bind(ctx_, *arena_, kMaxInFlight, seqs);
   last_rows_ = arena_->tensor(last_rows_id_, spec_.dtype, {seqs, spec_.hidden_size});
   slots_.resize(static_cast<size_t>(seqs));

@@ -4,6 +4,7 @@
 
 #include "kernels/bind_ops.h"
 #include "kernels/tree/draft_fill.h"
+#include "kernels/tree/mtp_rows.h"
 #include "kernels/tree/tree.h"
 
 namespace py = pybind11;
@@ -207,6 +208,54 @@ void bind_growth(py::module_& m) {
       "min_ngram"_a = 1, "max_ngram"_a = 4, "chain"_a, "first"_a = 0, "csrc/kernels/tree/tree.h");
 }
 
+void bind_mtp(py::module_& m) {
+  m.def(
+      "mtp_rows",
+      [](const OpsContext& c, int module, int window, bool chain_hidden, SharedArray seq_slots,
+         const OpsState& state, const OpsBeam* beam, SharedArray prompt_ids,
+         SharedArray prompt_begin, SharedArray draft_lengths, SharedArray ids,
+         SharedArray positions, SharedArray token_seqs, SharedArray hidden_rows,
+         SharedArray ancestor_masks, SharedArray seq_token_begin, SharedArray last_rows,
+         SharedArray lengths) {
+        mtp_rows(c.ctx, {.module = module,
+                         .window = window,
+                         .chain_hidden = chain_hidden,
+                         .num_seqs = size_of_dim(seq_slots, 0),
+                         .seq_slots = ints(seq_slots),
+                         .slots = state.state,
+                         .beam = beam ? beam->beam : DraftBeam{},
+                         .prompt_ids = ints(prompt_ids),
+                         .prompt_begin = ints(prompt_begin),
+                         .draft_lengths = ints(draft_lengths),
+                         .rows = {.ids = ints(ids),
+                                  .positions = ints(positions),
+                                  .token_seqs = ints(token_seqs),
+                                  .hidden_rows = ints(hidden_rows),
+                                  .ancestor_masks = words(ancestor_masks),
+                                  .seq_token_begin = ints(seq_token_begin),
+                                  .last_rows = ints(last_rows),
+                                  .lengths = ints(lengths)}});
+      },
+      "ctx"_a, py::kw_only(), "module"_a, "window"_a, "chain_hidden"_a, "seq_slots"_a, "state"_a,
+      "beam"_a = nullptr, "prompt_ids"_a = SharedArray(), "prompt_begin"_a = SharedArray(),
+      "draft_lengths"_a = SharedArray(), "ids"_a, "positions"_a, "token_seqs"_a, "hidden_rows"_a,
+      "ancestor_masks"_a, "seq_token_begin"_a, "last_rows"_a, "lengths"_a,
+      "csrc/kernels/tree/mtp_rows.h");
+  m.def(
+      "shift_ids",
+      [](const OpsContext& c, int shift, SharedArray ids, SharedArray token_seqs,
+         SharedArray seq_token_begin, SharedArray shifted) {
+        shift_ids(c.ctx, {.shift = shift,
+                          .num_tokens = size_of_dim(ids, 0),
+                          .ids = ints(ids),
+                          .token_seqs = ints(token_seqs),
+                          .seq_token_begin = ints(seq_token_begin),
+                          .shifted = ints(shifted)});
+      },
+      "ctx"_a, py::kw_only(), "shift"_a, "ids"_a, "token_seqs"_a, "seq_token_begin"_a, "shifted"_a,
+      "csrc/kernels/tree/mtp_rows.h");
+}
+
 void bind_fill(py::module_& m) {
   m.def(
       "draft_fill",
@@ -287,6 +336,7 @@ void bind_tree_ops(py::module_& ops) {
   bind_tree_params(ops);
   bind_growth(ops);
   bind_fill(ops);
+  bind_mtp(ops);
   bind_verification(ops);
 }
 

@@ -18,7 +18,7 @@ BeamDrafter::BeamDrafter(const DrafterSpec& spec, const ModelSpec& target)
 }
 
 StepLimits BeamDrafter::step_limits() const {
-  const int decode_tokens = limits_.max_seqs * std::max(max_path(), spec_.topk);
+  const int decode_tokens = limits_.max_seqs * most_rows();
   return {.max_tokens = std::max(limits_.max_prompt_tokens, decode_tokens),
           .max_decode_tokens = decode_tokens,
           .max_kv = limits_.max_kv,
@@ -109,7 +109,7 @@ void BeamDrafter::prefill_shifted(const Context& ctx, const DraftPrompt& prompt)
   shift.seq_slots = prompt.tokens.seq_slots;
   shift.seq_token_begin = prompt.tokens.seq_token_begin;
   shift.lengths = prompt.tokens.slot_lengths;
-  shift.num_shared = prompt.num_shared;
+  shift.num_shared = prompt.slots.num_shared;
   shift_prompt(ctx, shift);
   const auto run = [&](const ShiftPromptParams::Launch& shifted, int num_tokens, int max_seq_tokens,
                        const int* lengths, const Tensor& hidden) {
@@ -128,7 +128,7 @@ void BeamDrafter::prefill_shifted(const Context& ctx, const DraftPrompt& prompt)
              .index = in_order ? nullptr : shifted.hidden_rows},
             Source::kTarget);
   };
-  if (prompt.continues) {
+  if (std::ranges::any_of(prompt.num_before, [](int count) { return count > 0; })) {
     run(shift.first, shift.num_seqs, 1, shift.first_lengths, select_hidden(prompt.accepted));
   }
   run(shift.rest, shift.num_tokens - shift.num_seqs, prompt.tokens.max_seq_tokens, shift.lengths,
@@ -167,7 +167,7 @@ Tensor BeamDrafter::process_accepted(const Context& ctx, const DraftBatch& batch
 }
 
 Draft BeamDrafter::propose(const Context& ctx, const DraftBatch& batch) {
-  const int b = batch.num_seqs, k = spec_.topk;
+  const int b = batch.num_seqs, k = width_of(batch.shape);
   StepTokens tokens{.num_seqs = b,
                     .max_kv = batch.max_kv,
                     .seq_slots = batch.seq_slots,
@@ -176,25 +176,8 @@ Draft BeamDrafter::propose(const Context& ctx, const DraftBatch& batch) {
                     .max_pages = batch.max_pages};
   Tensor hidden = process_accepted(ctx, batch, tokens);
 
-  DraftBeam beam = beam_;
-  beam.num_seqs = b;
-  beam.depth = batch.shape.depth;
-  const auto expand = [&](int level) {
-    const Tensor logits = head(ctx, hidden);
-    topk_logprobs(ctx, {.logits = logits,
-                        .topk = k,
-                        .id_map = id_map_,
-                        .tokens = topk_tokens_,
-                        .logprobs = topk_logprobs_});
-    tree_expand(ctx, {.beam = beam,
-                      .level = level,
-                      .topk_tokens = topk_tokens_,
-                      .topk_logprobs = topk_logprobs_,
-                      .seq_slots = batch.seq_slots,
-                      .accepted_counts = batch.slots.accepted.counts,
-                      .draft_lengths = draft_lengths_});
-  };
-  expand(0);
+  const DraftBeam beam = beam_of(batch);
+  expand(ctx, batch, 0, hidden);
   tokens.num_tokens = b * k;
   tokens.max_seq_tokens = k;
   tokens.positions = beam.token_positions;
@@ -205,11 +188,40 @@ Draft BeamDrafter::propose(const Context& ctx, const DraftBatch& batch) {
     tokens.first_token = (level - 1) * k;
     const Step step{.phase = Phase::kDecode, .ids = beam.token_ids, .tokens = tokens};
     hidden = forward(ctx, step, {.x = hidden, .index = beam.token_parents}, Source::kRecycled);
-    expand(level);
+    expand(ctx, batch, level, hidden);
   }
+  return select(ctx, batch);
+}
+
+DraftBeam BeamDrafter::beam_of(const DraftBatch& batch) const {
+  DraftBeam beam = beam_;
+  beam.num_seqs = batch.num_seqs;
+  beam.topk = width_of(batch.shape);
+  beam.depth = batch.shape.depth;
+  return beam;
+}
+
+void BeamDrafter::expand(const Context& ctx, const DraftBatch& batch, int level,
+                         const Tensor& hidden) {
+  topk_logprobs(ctx, {.logits = head(ctx, hidden),
+                      .topk = width_of(batch.shape),
+                      .id_map = id_map_,
+                      .tokens = topk_tokens_,
+                      .logprobs = topk_logprobs_});
+  tree_expand(ctx, {.beam = beam_of(batch),
+                    .level = level,
+                    .topk_tokens = topk_tokens_,
+                    .topk_logprobs = topk_logprobs_,
+                    .seq_slots = batch.seq_slots,
+                    .accepted_counts = batch.slots.accepted.counts,
+                    .draft_lengths = draft_lengths_});
+}
+
+Draft BeamDrafter::select(const Context& ctx, const DraftBatch& batch) {
   Draft draft = draft_;
-  draft.num_tokens = std::min(batch.num_tokens(), num_candidates(k, beam.depth));
-  draft_select(ctx, {.beam = beam, .draft = draft});
+  draft.num_tokens =
+      std::min(batch.num_tokens(), num_candidates(width_of(batch.shape), batch.shape.depth));
+  draft_select(ctx, {.beam = beam_of(batch), .draft = draft});
   return draft;
 }
 

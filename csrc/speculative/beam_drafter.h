@@ -6,6 +6,8 @@
 // drops for a while; the text does not change.
 #pragma once
 
+#include <algorithm>
+
 #include "core/carver.h"
 #include "speculative/drafter.h"
 
@@ -48,11 +50,24 @@ class BeamDrafter : public Drafter {
   // Limits of the draft's own steps.
   StepLimits step_limits() const;
   int max_path() const { return limits_.max_path; }
+  // The most rows of one sequence in a launch of `propose`.
+  virtual int most_rows() const { return std::max(max_path(), spec_.topk); }
+
+  // ---- parts of `propose`
+  // k of a step. A tree that has no more tokens than levels is a chain: the likeliest tokens.
+  int width_of(const DraftShape& shape) const {
+    return shape.tree_size - 1 <= shape.depth ? 1 : spec_.topk;
+  }
+  DraftBeam beam_of(const DraftBatch& batch) const;
+  // Adds a level from the hidden states of the level before: [B, H] at level 0, else [B k, H].
+  void expand(const Context& ctx, const DraftBatch& batch, int level, const Tensor& hidden);
+  Draft select(const Context& ctx, const DraftBatch& batch);
 
   const DrafterSpec spec_;
   const ModelSpec& target_;
   const std::vector<int> vocab_ids_;  // draft id -> target id (FR-Spec, d2t); empty: identity
   DraftLimits limits_;
+  int* draft_lengths_ = nullptr;  // [slots] entries in the draft's KV cache
 
  private:
   void prefill_shifted(const Context& ctx, const DraftPrompt& prompt);
@@ -66,7 +81,6 @@ class BeamDrafter : public Drafter {
   Draft draft_;
   int* topk_tokens_ = nullptr;
   float* topk_logprobs_ = nullptr;
-  int* draft_lengths_ = nullptr;  // [slots] entries in the draft's KV cache
   int *ids_ = nullptr, *positions_ = nullptr, *token_seqs_ = nullptr, *hidden_rows_ = nullptr,
       *seq_token_begin_ = nullptr, *last_rows_ = nullptr;  // of the accepted tokens
   ShiftPromptParams shift_;

@@ -74,7 +74,7 @@ struct DraftLimits {
   int max_slots = 0;           // sequence slots
   int max_prompt_tokens = 0;   // tokens of a prompt chunk
   int max_kv = 0;              // as in StepLimits
-  int max_path = 0;            // D + 1 of the step: tokens that one step accepts
+  int max_path = 0;            // of Accepted: at least D + 1 of the step
   int compute_capability = 0;  // as in Context
 };
 
@@ -86,8 +86,9 @@ struct DraftBatch {
   int max_kv = 0;                  // upper bound of any sequence length
   const int* page_table = nullptr;
   int max_pages = 0;
-  SlotState slots;        // of the target: lengths, next tokens, history, accepted
-  HiddenStates accepted;  // [slots * (D + 1), …]: row slot (D + 1) + j is of accepted token j
+  SlotState slots;  // of the target: lengths, next tokens, history, accepted
+  // [slots * max_path, …] of the last tokens of each slot, in rows Accepted::hidden_row.
+  HiddenStates accepted;
 
   // Drafted tokens of each sequence.
   int num_tokens() const { return shape.tree_size - 1; }
@@ -95,18 +96,22 @@ struct DraftBatch {
 
 // A prompt chunk of each of B sequences.
 struct DraftPrompt {
-  StepTokens tokens;                // as the target ran them; slot_lengths: before the chunk
-  const int* ids = nullptr;         // [T]
-  bool continues = false;           // some sequence has tokens of its own before its chunk
-  const int* num_shared = nullptr;  // [slots] as in SlotState
-  HiddenStates hidden{};            // [T, …]
-  HiddenStates accepted{};          // row slot (D + 1) is of the token before the chunk
+  StepTokens tokens;              // as the target ran them; slot_lengths: before the chunk
+  const int* ids = nullptr;       // [T]
+  std::vector<int> num_before{};  // [B] tokens of its own that a sequence has before its chunk
+  SlotState slots{};              // before the chunk
+  HiddenStates hidden{};          // [T, …]
+  HiddenStates accepted{};        // as in DraftBatch, of the tokens before the chunk
 };
 
 class Drafter {
  public:
   virtual ~Drafter() = default;
   virtual HiddenNeeds needs() const { return {}; }
+  // The last tokens of a sequence that `propose` reads; a step accepts paths of up to `depth`.
+  virtual int num_recent(int depth) const { return depth + 1; }
+  // The last cached tokens of a sequence whose entries a later step may write again.
+  virtual int num_rewritten() const { return 1; }
   // `states`: the cache in which it declares the paged and per-slot state of its own layers.
   virtual void plan(MemoryPlan& plan, StateCache& states, const DraftLimits& limits) = 0;
   virtual void bind(const Arena& arena) = 0;

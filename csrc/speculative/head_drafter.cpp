@@ -2,18 +2,21 @@
 
 namespace cpmcu {
 
-HeadDrafter::HeadDrafter(const DrafterSpec& spec, const ModelSpec& target, const std::string& kind,
-                         int64_t fc_inputs)
+HeadDrafter::HeadDrafter(const DrafterSpec& spec, const ModelSpec& target, const std::string& kind)
     : BeamDrafter(spec, target), head_(spec_, vocab_ids_, target) {
   const ModelSpec& model = this->model();
   CHECK(model.hidden_size == target.hidden_size,
         "the {} head has hidden_size {}, expected the target's {}", kind, model.hidden_size,
         target.hidden_size);
-  const std::string fc = spec_.scope + "fc";
-  fc_ = make_linear(model.linear_method_of(fc), {.parts = {{fc, model.hidden_size}},
-                                                 .in_features = fc_inputs,
-                                                 .dtype = model.dtype,
-                                                 .options = model.linear_options});
+}
+
+LinearMethod* HeadDrafter::add_fc(const std::string& name, int64_t in_features) {
+  const ModelSpec& model = this->model();
+  fcs_.push_back(make_linear(model.linear_method_of(name), {.parts = {{name, model.hidden_size}},
+                                                            .in_features = in_features,
+                                                            .dtype = model.dtype,
+                                                            .options = model.linear_options}));
+  return fcs_.back().get();
 }
 
 HeadDrafter::Layer HeadDrafter::add_layer(const std::string& prefix, int in_features,
@@ -45,7 +48,7 @@ void HeadDrafter::plan(MemoryPlan& plan, StateCache& states, const DraftLimits& 
   BeamDrafter::plan(plan, states, limits);
   const StepLimits step = step_limits();
   max_tokens_ = step.max_tokens;
-  fc_->plan(plan, step);
+  for (const auto& fc : fcs_) fc->plan(plan, step);
   for (const auto& block : blocks_) block->plan(plan, state(), step);
   for (const auto& norm : norms_) norm->plan(plan);
   head_.plan(plan, step);
@@ -57,7 +60,7 @@ void HeadDrafter::plan(MemoryPlan& plan, StateCache& states, const DraftLimits& 
 
 void HeadDrafter::bind(const Arena& arena) {
   BeamDrafter::bind(arena);
-  fc_->bind(arena);
+  for (const auto& fc : fcs_) fc->bind(arena);
   for (const auto& block : blocks_) block->bind(arena, state());
   for (const auto& norm : norms_) norm->bind(arena);
   head_.bind(arena);
@@ -68,7 +71,7 @@ void HeadDrafter::bind(const Arena& arena) {
 }
 
 void HeadDrafter::list_tensors(WeightTable& table) {
-  fc_->list_tensors(table);
+  for (const auto& fc : fcs_) fc->list_tensors(table);
   for (const auto& block : blocks_) block->list_tensors(table);
   for (const auto& norm : norms_) norm->list_tensors(table);
   head_.list_tensors(table);
@@ -77,7 +80,7 @@ void HeadDrafter::list_tensors(WeightTable& table) {
 void HeadDrafter::finish_loading(const Context& ctx, const TargetParts& target) {
   BeamDrafter::finish_loading(ctx, target);
   embedding_table_ = target.embedding_table;
-  fc_->finish_loading(ctx);
+  for (const auto& fc : fcs_) fc->finish_loading(ctx);
   for (const auto& block : blocks_) block->finish_loading(ctx);
   head_.finish_loading(ctx, target);
 }

@@ -28,15 +28,16 @@ class HeadDrafter : public BeamDrafter {
     Block* mlp;
   };
 
-  // `kind` appears in messages; fc has `fc_inputs` input columns.
-  HeadDrafter(const DrafterSpec& spec, const ModelSpec& target, const std::string& kind,
-              int64_t fc_inputs);
+  // `kind` appears in messages.
+  HeadDrafter(const DrafterSpec& spec, const ModelSpec& target, const std::string& kind);
 
-  // Adds the two blocks of `layer`; the first has `in_features` input columns (0: hidden_size).
-  // Call it in the constructor.
+  // The parts of the head, to be added in the constructor. `add_layer` adds the two blocks of
+  // `layer`; the first has `in_features` input columns (0: hidden_size).
   Layer add_layer(const std::string& prefix, int in_features = 0,
                   const LayerSpec& layer = {{"attention"}, {"mlp"}});
   RmsNorm* add_norm(const std::string& name);
+  // A linear layer from `in_features` to hidden_size.
+  LinearMethod* add_fc(const std::string& name, int64_t in_features);
 
   bool shifted() const override { return true; }
 
@@ -49,13 +50,13 @@ class HeadDrafter : public BeamDrafter {
   int64_t width() const { return model().hidden_size; }  // H
   int64_t max_tokens() const { return max_tokens_; }
 
-  std::unique_ptr<LinearMethod> fc_;
   DraftHead head_;
   Tensor embedding_table_;
 
  private:
   Tensor half(int num_tokens, int64_t first_column) const;
 
+  std::vector<std::unique_ptr<LinearMethod>> fcs_;
   std::vector<std::unique_ptr<Block>> blocks_;
   std::vector<std::unique_ptr<RmsNorm>> norms_;
   int64_t max_tokens_ = 0;

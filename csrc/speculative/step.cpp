@@ -2,6 +2,7 @@
 #include "speculative/step.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "kernels/layer/gather_rows.h"
 
@@ -77,13 +78,14 @@ void SpeculativeStep::commit(const Context& ctx, const Batch& batch) {
 
 // ---- prompts and sequences
 
-void SpeculativeStep::draft_prompt(const Context& ctx, const Step& step, bool continues, bool skip,
-                                   const int* last_rows, const int* slot_rows) {
+void SpeculativeStep::draft_prompt(const Context& ctx, const Step& step,
+                                   std::vector<int> num_before, bool skip, const int* last_rows,
+                                   const int* slot_rows) {
   if (!drafter_) return;
   DraftPrompt prompt{.tokens = step.tokens,
                      .ids = step.ids,
-                     .continues = continues,
-                     .num_shared = slots_.num_shared,
+                     .num_before = std::move(num_before),
+                     .slots = slots_,
                      .accepted = accepted_};
   const int num_tokens = step.tokens.num_tokens;
   if (needs_.final) {
@@ -98,7 +100,7 @@ void SpeculativeStep::draft_prompt(const Context& ctx, const Step& step, bool co
                       .x = hidden,
                       .index = last_rows,
                       .out_index = slot_rows,
-                      .num_rows = step.tokens.num_seqs});
+                      .num_rows = step.tokens.num_seqs * max_path()});
   };
   keep_last(accepted_.final, prompt.hidden.final);
   keep_last(accepted_.layers, prompt.hidden.layers);

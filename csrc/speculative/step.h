@@ -64,13 +64,16 @@ class SpeculativeStep {
 
   // ---- sizes
   DraftShape largest() const { return largest_; }
-  int max_path() const { return largest_.depth + 1; }  // most tokens that a step emits
+  // Recent tokens that are kept for the drafter, at least as many as a step emits.
+  int max_path() const { return max_path_; }
   // KV entries beyond its length that a sequence needs during a step. In the target's cache they
   // hold the tree; in the draft's cache they hold the accepted tokens and the levels of the tree.
   int lookahead() const;
   // Throws if the shape is larger than `largest`, or if its depth yields too few candidates for its
   // tree size.
   void check_shape(const DraftShape& shape) const;
+  // As Drafter::num_rewritten; 0 without a drafter.
+  int num_rewritten() const { return drafter_ ? drafter_->num_rewritten() : 0; }
 
   // ---- set-up
   void plan(MemoryPlan& plan, const SpeculativeStepLimits& limits);
@@ -94,11 +97,10 @@ class SpeculativeStep {
   // keys and values exist.
   void reset(const Context& ctx, int slot, const SlotStop& stop,
              const std::vector<int>& cached = {});
-  // Runs the drafter over a prompt chunk, after the target's pass over it. `continues`: some
-  // sequence has tokens before its chunk. In device memory: `last_rows` [B], the last row of each
-  // sequence; `slot_rows` [B], the row slot (D + 1) of the accepted hidden states.
-  // `skip`: the drafter sees the chunk's last token only.
-  void draft_prompt(const Context& ctx, const Step& step, bool continues, bool skip,
+  // Runs the drafter over a prompt chunk, after the target's pass over it, unless `skip`.
+  // `num_before` [B] as in DraftPrompt. In device memory: `last_rows` [B, D + 1], the last rows of
+  // each sequence, and `slot_rows`, their rows of the accepted hidden states; -1: none.
+  void draft_prompt(const Context& ctx, const Step& step, std::vector<int> num_before, bool skip,
                     const int* last_rows, const int* slot_rows);
 
  private:
@@ -117,6 +119,7 @@ class SpeculativeStep {
   std::unique_ptr<Drafter> drafter_;
   HiddenNeeds needs_;
   DraftShape largest_;
+  int max_path_ = 1;
   SpeculativeStepLimits limits_;
   MemoryPlan::Id buffer_id_ = 0, history_id_ = 0, final_id_ = 0, accepted_final_id_ = 0,
                  accepted_layers_id_ = 0;

@@ -9,6 +9,9 @@ SpeculativeStep::SpeculativeStep(const Target& target, const DrafterSpec* spec) 
   drafter_ = make_drafter(*spec_, target_.spec);
   needs_ = drafter_->needs();
   largest_ = {spec_->depth, spec_->tree_size};
+  max_path_ = drafter_->num_recent(largest_.depth);
+  CHECK(max_path_ <= kMaxTreeSize, "the drafter reads {} tokens again, expected at most {}",
+        max_path_, kMaxTreeSize);
 }
 
 SpeculativeStep::~SpeculativeStep() {

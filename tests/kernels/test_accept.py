@@ -298,7 +298,8 @@ def test_keep_accepted(
             hidden=hidden, accepted_hidden=accepted_hidden,
         )  # fmt: skip
         for seq, slot in enumerate(slots if has_hidden else ()):
-            kept[slot, : num_emitted[seq]] = rows[seq, paths[seq, : num_emitted[seq]]]
+            places = (before[slot] + np.arange(num_emitted[seq])) % max_emitted
+            kept[slot, places] = rows[seq, paths[seq, : num_emitted[seq]]]
         assert np.array_equal(accepted_hidden.numpy(), kept.reshape(-1, width)), max_emitted
         paged = (num_layers * 2, -1, num_heads, PAGE, head_dim)
         expected = content.reshape(paged).copy()
@@ -333,7 +334,7 @@ def test_hidden_state_of_a_root(device: str) -> None:
         hidden=put_raw(device, row[None].astype("float16")), accepted_hidden=kept,
     )  # fmt: skip
     assert np.array_equal(array.numpy(), pool)
-    assert kept.numpy().tolist() == [[0] * 8] * 3 + [row.tolist()] + [[0] * 8] * 2
+    assert kept.numpy().tolist() == [[0] * 8] * 4 + [row.tolist()] + [[0] * 8]  # position 4 of 3
 
 
 @on_devices

@@ -315,7 +315,8 @@ def test_begin_draft(device: str, shifted: bool) -> None:
     first = [40, 10, 29] if shifted else [41, 11, 30]
     assert rows["positions"] == [[at, at + 1, at + 2, at + 3] for at in first]
     assert rows["token_seqs"] == [[0] * 4, [1] * 4, [2] * 4]
-    assert rows["hidden_rows"] == [[12, 13, 14, 15], [0, 1, 2, 3], [8, 9, 10, 11]]
+    # Row slot * max_path + position % max_path; the tokens begin at 40, 10 and 29.
+    assert rows["hidden_rows"] == [[12, 13, 14, 15], [2, 3, 0, 1], [9, 10, 11, 8]]
     assert rows["seq_token_begin"] == [0, 4, 8, 12]
     assert rows["last_rows"] == [1, 7, 8]
     assert draft_lengths.numpy().tolist() == [first[1], 2, first[2], first[0], 5]
@@ -351,7 +352,7 @@ def test_shift_prompt(device: str, counts: list[int]) -> None:
     assert got[0] == ids[begin[:-1]].tolist()
     assert got[1] == before.tolist()
     assert got[2] == list(range(num_seqs))
-    assert got[3] == (slots * max_path).tolist()
+    assert got[3] == (slots * max_path + before % max_path).tolist()
     assert got[4] == list(range(num_seqs + 1))
     assert first_lengths.numpy()[slots].tolist() == before.tolist()
     got = [array.numpy().tolist()[: num_rows - num_seqs] for array in rest[:4]]

@@ -175,9 +175,10 @@ class NumpyHead:
         first = len(self.rows)
         positions = np.arange(first, first + len(x))
         heads = {
-            part: (x @ self.weights[f"{prefix}{part}_proj.weight"].T).reshape(
-                len(x), -1, self.head_dim
-            )
+            part: (
+                x @ self.weights[f"{prefix}{part}_proj.weight"].T
+                + self.weights.get(f"{prefix}{part}_proj.bias", self.target.dtype(0))
+            ).reshape(len(x), -1, self.head_dim)
             for part in ("q", "k", "v")
         }
         for part in ("q", "k"):
@@ -257,6 +258,45 @@ class NumpyEagle3(NumpyHead):
 
     def token(self, index: int) -> int:
         return index + int(self.weights["d2t"][index])
+
+
+class NumpyModule(NumpyEagle2):
+    """One of several MTP modules: EAGLE-2 with norms of the inputs and of the result.
+
+    `hidden_first`: the state comes before the embedding in the input of fc.
+    """
+
+    def __init__(
+        self,
+        target: NumpyTarget,
+        weights: Mapping[str, Array],
+        head_dim: int,
+        hidden_first: bool = False,
+    ) -> None:
+        super().__init__(target, weights, head_dim)
+        if hidden_first:
+            halves = np.split(self.weights["fc.weight"], 2, -1)
+            self.weights["fc.weight"] = np.concatenate(halves[::-1], -1)
+
+    def _layer(self, embedding: Array, hidden: Array) -> Array:
+        return self._norm(super()._layer(embedding, hidden), "norm.weight")
+
+
+def draft_of_modules(
+    modules: Sequence[NumpyModule], states: Array, next_ids: Sequence[int], *, chained: bool
+) -> list[int]:
+    """The greedy draft, a token of each module, computed anew for the whole text.
+
+    `states` [T, H] are the target's, next_ids[t] is the token that follows the token of states[t].
+    `chained`: a module reads the states of the module before.
+    """
+    ids, drafted = list(next_ids), []
+    for number, module in enumerate(modules):
+        logits, own = module.prefill(states, ids[number:])
+        drafted.append(int(logits[-1].argmax()))
+        ids.append(drafted[-1])
+        states = own if chained else states
+    return drafted
 
 
 class NumpyMtp(NumpyHead):

@@ -28,6 +28,7 @@ ARCHITECTURES = {
     "llama": ("LlamaForCausalLM", "llama"),
     "mistral": ("MistralForCausalLM", "mistral"),
     "qwen2": ("Qwen2ForCausalLM", "qwen2"),
+    "mimo": ("MiMoForCausalLM", "mimo"),
     "qwen3": ("Qwen3ForCausalLM", "qwen3"),
     "minicpm": ("MiniCPMForCausalLM", "minicpm"),
     "qwen3moe": ("Qwen3MoeForCausalLM", "qwen3_moe"),
@@ -119,7 +120,7 @@ def random_weights(config: Mapping[str, Any], seed: int = 0) -> dict[str, Array]
         weights[prefix + "input_layernorm.weight"] = norm(hidden)
         for part, rows in (("q", q_size), ("k", kv_size), ("v", kv_size)):
             weights[f"{prefix}self_attn.{part}_proj.weight"] = matrix(rows, hidden)
-            if model_type in ("qwen2", "qwen2_moe"):
+            if model_type in ("qwen2", "qwen2_moe", "mimo"):
                 weights[f"{prefix}self_attn.{part}_proj.bias"] = norm(rows) - 1
             if model_type in ("qwen3", "qwen3_moe") and part != "v":
                 weights[f"{prefix}self_attn.{part}_norm.weight"] = norm(head_dim)

@@ -20,12 +20,14 @@ from worlds import (
     cpu,
     gpu,
     measured_cpu,
+    measured_h100,
     run,
     slowdown,
     switching,
 )
 
 from cpmcu.engine.chooser import ShapeChooser
+from cpmcu.engine.shapes import shapes_of
 
 SMALL, MIDDLE, SLIM, WHOLE = SHAPES[1:]
 ALLOWED = 1.05  # seconds over plain decoding's
@@ -189,6 +191,43 @@ def test_close_to_the_best_fixed_shape(world: World, num_seqs: int) -> None:
         outcome = run(world, chooser(), 2500, num_seqs=num_seqs, seed=seed)
         shares.append(best * outcome.tokens / num_seqs / outcome.seconds)
     assert statistics.median(shares) > 0.85
+
+
+@pytest.mark.parametrize("num_seqs", [1, 4, 16])
+@pytest.mark.parametrize("rate", [0.3, 0.5, 0.8, 0.9])
+@pytest.mark.parametrize("tree_gain", [0.0, 0.5], ids=["chain-like", "tree-like"])
+def test_close_to_the_best_shape_of_a_measured_gpu(
+    tree_gain: float, rate: float, num_seqs: int
+) -> None:
+    """Of all shapes that the engine offers, once each was tried; chains of every depth too."""
+    world = World(measured_h100, constant(rate), tree_gain)
+    shapes = shapes_of(4, 8, 32)
+    _, best = best_fixed(world, 2000, num_seqs=num_seqs, shapes=shapes)
+    shares = []
+    for seed in range(3):
+        engine = Engine(world, ShapeChooser(shapes), seed, num_seqs)
+        engine.warm_up([PLAIN] * 3 + [s for s in shapes[1:] for _ in range(3)] + [PLAIN] * 3)
+        engine.run(1000)
+        begin, tokens = engine.outcome.seconds, engine.outcome.tokens
+        engine.run(1000)
+        seconds = engine.outcome.seconds - begin
+        shares.append(best * (engine.outcome.tokens - tokens) / num_seqs / seconds)
+    # Where drafting gains little, some runs stay with plain steps for long.
+    assert statistics.median(shares) > (0.94 if rate >= 0.8 else 0.85), shares
+
+
+@pytest.mark.parametrize("num_seqs", [1, 4, 16])
+def test_a_useless_draft_of_a_measured_gpu(num_seqs: int) -> None:
+    world = World(measured_h100, constant(0.0))
+    costs = []
+    for seed in range(3):
+        engine = Engine(world, ShapeChooser(shapes_of(4, 8, 32)), seed, num_seqs)
+        engine.run(200)
+        begin, tokens = engine.outcome.seconds, engine.outcome.tokens
+        engine.run(1000)
+        plain = (engine.outcome.tokens - tokens) / num_seqs * world.seconds(PLAIN, num_seqs)
+        costs.append((engine.outcome.seconds - begin) / plain)
+    assert statistics.median(costs) <= 1.01, costs
 
 
 def test_the_first_request_already_gains() -> None:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import itertools
 
-from cpmcu.engine.shapes import shapes_of
+from cpmcu.engine.shapes import is_chain, shapes_of
 
 
 def test_shapes():
-    assert shapes_of(4, 8, 24) == [(0, 1), (1, 2), (2, 8), (4, 8), (4, 24)]
-    assert shapes_of(2, 10, 12) == [(0, 1), (1, 2), (2, 12)]
-    assert shapes_of(4, 1, 5) == [(0, 1), (1, 2), (2, 3), (4, 5)]
+    chains = [(0, 1), (1, 2), (2, 3), (3, 4), (4, 5)]
+    assert sorted(shapes_of(4, 8, 24)) == sorted([*chains, (2, 8), (4, 8), (4, 16), (4, 24)])
+    assert shapes_of(2, 10, 12) == [(0, 1), (1, 2), (2, 3), (2, 4), (2, 8), (2, 12)]
+    assert shapes_of(4, 1, 5) == chains
     assert shapes_of(1, 1, 2) == [(0, 1), (1, 2)]
     assert shapes_of(16, 4, 64)[-1] == (16, 64)
     assert shapes_of(6, 1, 4) == [(0, 1), (1, 2), (2, 3), (6, 4)]
-    assert shapes_of(4, 2, 15) == [(0, 1), (1, 2), (2, 7), (4, 8), (4, 15)]
+    assert sorted(shapes_of(4, 2, 15)) == sorted([*chains, (2, 7), (4, 8), (4, 15)])
+    assert [s for s in shapes_of(16, 4, 64) if is_chain(s)][1:] == [
+        (1, 2), (2, 3), (4, 5), (8, 9), (16, 17)
+    ]  # fmt: skip
 
 
 def test_the_engine_accepts_every_shape() -> None:

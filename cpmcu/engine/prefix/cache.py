@@ -246,10 +246,10 @@ class PrefixCache:
     def publish(self, prefix: Prefix, slot: int, num_written: int, *, ended: bool = False) -> None:
         """Publishes the pages of the first `num_written` tokens, which prefill has written.
 
-        While the sequence runs, its last page is not published, because the draft may still write
-        there.
+        While the sequence runs, pages to which the draft may still write are not published.
         """
-        count = min(num_written if ended else num_written - 1, len(prefix.keys) * self._page_size)
+        rewritten = 0 if ended else max(self._engine.num_rewritten, 1)
+        count = min(num_written - rewritten, len(prefix.keys) * self._page_size)
         count //= self._page_size
         if count <= len(prefix.entries) or prefix.collided or prefix.epoch != self._epoch:
             return

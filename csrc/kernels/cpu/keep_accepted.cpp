@@ -32,11 +32,12 @@ void move_rows(const KeepAcceptedParams& p) {
 void copy_hidden(const KeepAcceptedParams& p) {
   const int64_t row_bytes = p.hidden.size(1) * size_of(p.hidden.dtype());
   for (int seq = 0; seq < p.num_seqs; ++seq) {
-    const int slot = p.seq_slots[seq];
+    const int slot = p.seq_slots[seq], num = p.accepted.counts[slot];
     const int64_t first = int64_t{slot} * p.accepted.max_path;
-    for (int j = 0; j < p.accepted.counts[slot]; ++j) {
+    for (int j = 0; j < num; ++j) {
       const int row = seq * p.num_nodes + p.accepted.paths[first + j];
-      std::memcpy(p.accepted_hidden.as<char>() + (first + j) * row_bytes,
+      const int64_t to = p.accepted.hidden_row(slot, p.lengths[slot] - num + j);
+      std::memcpy(p.accepted_hidden.as<char>() + to * row_bytes,
                   p.hidden.as<char>() + row * row_bytes, row_bytes);
     }
   }

@@ -91,7 +91,7 @@ void begin_draft(const Context&, const BeginDraftParams& p) {
       p.ids[row] = j < count ? p.accepted.ids[slot * max_path + j] : 0;
       p.positions[row] = length + j;
       p.token_seqs[row] = seq;
-      p.hidden_rows[row] = slot * max_path + j;
+      p.hidden_rows[row] = p.accepted.hidden_row(slot, p.lengths[slot] - n + j);
     }
     p.seq_token_begin[seq + 1] = (seq + 1) * max_path;
     p.last_rows[seq] = seq * max_path + n - 1;
@@ -107,7 +107,7 @@ void shift_prompt(const Context&, const ShiftPromptParams& p) {
     const int num_shared = p.num_shared == nullptr ? 0 : p.num_shared[slot];
     p.first.positions[seq] = std::max(start - 1, num_shared);
     p.first.token_seqs[seq] = seq;
-    p.first.hidden_rows[seq] = slot * p.max_path;
+    p.first.hidden_rows[seq] = slot * p.max_path + std::max(start - 1, 0) % p.max_path;
     p.first.seq_token_begin[seq + 1] = seq + 1;
     p.first_lengths[slot] = std::max(start - 1, num_shared);
     for (int row = begin + 1; row < end; ++row) {

@@ -16,6 +16,12 @@ struct Accepted {
   int* ids = nullptr;     // [slots, max_path]
   int* paths = nullptr;   // [slots, max_path]
   int* counts = nullptr;  // [slots]
+
+  // The row of the accepted hidden states [slots * max_path, ...] that belongs to the token at
+  // `position`. They are those of the last max_path tokens of each slot.
+  constexpr int hidden_row(int slot, int position) const {
+    return slot * max_path + position % max_path;
+  }
 };
 
 }  // namespace cpmcu

@@ -69,10 +69,12 @@ __device__ void move_rows(const KeepArgs& args, int seq, int cta) {
 __device__ void copy_hidden(const KeepArgs& args, int seq, int cta) {
   const int j = cta / args.hidden_ctas;
   const int vector = cta % args.hidden_ctas * kThreads + threadIdx.x;
-  const int64_t kept = args.seq_slots[seq] * args.accepted.max_path + j;
-  const int node = args.accepted.paths[kept];
+  const int slot = args.seq_slots[seq];
+  const int node = args.accepted.paths[slot * args.accepted.max_path + j];
   if (node < 0 || vector >= args.hidden_vectors) return;
   const int64_t row = seq * args.num_nodes + node;
+  const int position = args.lengths[slot] - args.accepted.counts[slot] + j;
+  const int64_t kept = args.accepted.hidden_row(slot, position);
   args.accepted_hidden[kept * args.hidden_vectors + vector] =
       args.hidden[row * args.hidden_vectors + vector];
 }

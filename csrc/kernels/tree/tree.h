@@ -153,7 +153,7 @@ REGISTER_OP(accept_tree, AcceptTreeParams)
 //
 //   data           from            to                                       j
 //   entries        L + paths[j]    L + j                                    1 .. counts - 1
-//   hidden states  b N + paths[j]  row slot (D + 1) + j of accepted_hidden  0 .. counts - 1
+//   hidden states  b N + paths[j]  Accepted::hidden_row(slot, L + j)        0 .. counts - 1
 struct KeepAcceptedParams {
   Tensor pool{};                    // [planes, pages, heads * 64 * width]; may be empty
   int num_heads = 0;                // of a page
@@ -187,7 +187,7 @@ struct BeginDraftParams {
   int* ids = nullptr;              // [B, D + 1] out
   int* positions = nullptr;        // [B, D + 1] out
   int* token_seqs = nullptr;       // [B, D + 1] out
-  int* hidden_rows = nullptr;      // [B, D + 1] out: row of accepted_hidden, slot (D + 1) + j
+  int* hidden_rows = nullptr;      // [B, D + 1] out: rows of accepted_hidden
   int* seq_token_begin = nullptr;  // [B + 1] out
   int* last_rows = nullptr;        // [B] out: the last accepted token, b (D + 1) + n - 1
 };
@@ -198,7 +198,7 @@ REGISTER_OP(begin_draft, BeginDraftParams)
 // to the last token of the chunk before.
 //
 //   launch  tokens of a sequence                  hidden states
-//   first   1: the last token of the chunk before accepted_hidden, row slot (D + 1)
+//   first   1: the last token of the chunk before accepted_hidden, Accepted::hidden_row
 //   rest    all tokens of the chunk but its last  the chunk's
 //
 // If the chunk begins a prompt or follows shared pages, the sequence has no chunk before it. The

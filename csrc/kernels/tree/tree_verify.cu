@@ -155,7 +155,7 @@ __global__ void __launch_bounds__(kThreads)
   p.ids[row] = j < count ? p.accepted.ids[slot * max_path + j] : 0;
   p.positions[row] = length + j;
   p.token_seqs[row] = seq;
-  p.hidden_rows[row] = slot * max_path + j;
+  p.hidden_rows[row] = p.accepted.hidden_row(slot, p.lengths[slot] - n + j);
   if (j == 0) {
     p.draft_lengths[slot] = length;
     p.seq_token_begin[seq + 1] = row + max_path;
@@ -187,7 +187,7 @@ __global__ void __launch_bounds__(kThreads)
   const int num_shared = p.num_shared == nullptr ? 0 : p.num_shared[slot];
   p.first.positions[seq] = max(start - 1, num_shared);
   p.first.token_seqs[seq] = seq;
-  p.first.hidden_rows[seq] = slot * p.max_path;
+  p.first.hidden_rows[seq] = slot * p.max_path + max(start - 1, 0) % p.max_path;
   p.first.seq_token_begin[seq + 1] = seq + 1;
   p.first_lengths[slot] = max(start - 1, num_shared);
   p.rest.seq_token_begin[seq + 1] = end - seq - 1;

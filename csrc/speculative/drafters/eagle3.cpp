@@ -17,7 +17,8 @@ namespace {
 class Eagle3Drafter : public HeadDrafter {
  public:
   Eagle3Drafter(const DrafterSpec& spec, const ModelSpec& target)
-      : HeadDrafter(spec, target, "EAGLE-3", num_inputs(spec, target)),
+      : HeadDrafter(spec, target, "EAGLE-3"),
+        fc_(add_fc(spec_.scope + "fc", num_inputs(spec, target))),
         target_layers_(spec.options.integers("target_layers")),
         norm_output_(spec.options.flag("norm_output", false)),
         layer_(add_layer(spec_.scope + "midlayer.", 2 * model().hidden_size)),
@@ -104,6 +105,7 @@ class Eagle3Drafter : public HeadDrafter {
     return static_cast<int>(spec.options.integers("target_layers").size()) * target.hidden_size;
   }
 
+  LinearMethod* fc_;
   const std::vector<int> target_layers_;
   const bool norm_output_;  // EAGLE-3.1: the recycled state is normed
   Layer layer_;

@@ -26,6 +26,11 @@ class FillDrafter : public Drafter {
   }
 
   HiddenNeeds needs() const override { return part_->needs(); }
+  // A path of the context may be accepted instead of the part's.
+  int num_recent(int depth) const override {
+    return part_->num_recent(std::max(depth, spec_.parts[0].depth + 1));
+  }
+  int num_rewritten() const override { return part_->num_rewritten(); }
 
   void plan(MemoryPlan& plan, StateCache& states, const DraftLimits& limits) override {
     limits_ = limits;

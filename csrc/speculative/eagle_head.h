@@ -1,0 +1,70 @@
+// A head of EAGLE's form, in one or several modules. A module is
+//
+//   x = fc [embedding(id) | aux_hidden] (+ bias)
+//   hidden = decoder layers(x); logits = the target's lm_head of hidden
+//
+// Some heads RMS-norm both halves of fc's input, and `hidden`.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "speculative/head_drafter.h"
+
+namespace cpmcu {
+
+class EagleHead : public HeadDrafter {
+ public:
+  HiddenNeeds needs() const override { return {.final = true}; }
+  void plan(MemoryPlan& plan, StateCache& states, const DraftLimits& limits) override;
+  void bind(const Arena& arena) override;
+  void list_tensors(WeightTable& table) override;
+  void finish_loading(const Context& ctx, const TargetParts& target) override;
+
+ protected:
+  // What not every kind of head has.
+  struct Form {
+    bool input_norms = false;      // of both halves of fc's input
+    bool first_attention = false;  // a norm before the first layer's attention
+    bool final_norm = false;       // of the result
+    bool hidden_first = false;     // fc's input is [aux_hidden | embedding(id)]
+    bool bias = false;             // of fc
+  };
+
+  // Module i of several has the tensors "<scope>modules.<i>.*"; a single module has "<scope>*".
+  EagleHead(const DrafterSpec& spec, const ModelSpec& target, const std::string& kind,
+            const Form& form, int num_modules = 1);
+
+  Tensor select_hidden(const HiddenStates& states) const override { return states.final; }
+  Tensor forward(const Context& ctx, const Step& step, const HiddenRows& aux_hidden,
+                 Source) override {
+    return run_module(ctx, 0, step, aux_hidden);
+  }
+  Tensor head(const Context& ctx, const Tensor& hidden) override {
+    return head_.forward(ctx, hidden);
+  }
+  // `forward` of one module.
+  Tensor run_module(const Context& ctx, int module, const Step& step, const HiddenRows& aux_hidden);
+
+ private:
+  struct NormedLayer {
+    Layer blocks;
+    RmsNorm* attention_norm;  // may be null
+    RmsNorm* mlp_norm;
+  };
+  struct Module {
+    LinearMethod* fc;
+    RmsNorm *embed_norm = nullptr, *aux_hidden_norm = nullptr, *final_norm = nullptr;
+    std::vector<NormedLayer> layers{};
+  };
+
+  Module make_module(const std::string& prefix);
+
+  const Form form_;
+  std::vector<Module> modules_;
+  MemoryPlan::Id bias_id_ = 0, zeros_id_ = 0;
+  int* zeros_ = nullptr;
+  Tensor bias_;
+};
+
+}  // namespace cpmcu
