@@ -53,9 +53,7 @@ class CompressedTensors:
                 )
             _check_group(scheme)
         if quant.get("kv_cache_scheme"):
-            logger.info(
-                "kv_cache_scheme is not used: --kv-cache-dtype chooses the dtype"
-            )
+            logger.info("kv_cache_scheme is not used: --kv-cache-dtype chooses the dtype")
         _refuse_transforms(quant)
         sparsity = _object(quant, "sparsity_config").get("format", "dense")
         if sparsity != "dense":
