@@ -157,8 +157,9 @@ def load_model(
         expected, required = _expected(engine, lambda name: not name.startswith(PREFIX))
         with about(directory):
             plan = plan_load(checkpoint, fields, family.names, quant, expected, required)
-        in_target = draft is not None and draft.files and draft.files.checkpoint is checkpoint
-        log_unused({n: why for n, why in plan.unused.items() if not (in_target and draft.reads(n))})
+        in_target = draft and draft.files and draft.files.checkpoint is checkpoint
+        reads = draft.reads if draft and in_target else lambda name: False
+        log_unused({name: why for name, why in plan.unused.items() if not reads(name)})
         log_conversion(plan.conversions_to(dtype), dtype, reason)
         loads = [(checkpoint, plan, directory.name)]
         if draft and draft.files:

@@ -34,9 +34,9 @@ struct Fp8Numbers<__nv_bfloat16> {
   static __device__ __forceinline__ uint32_t of(uint32_t codes) {
     const uint32_t small = (codes & 0x80008000u) | ((codes & 0x7f007f00u) >> 4);
     const uint32_t two_to_120 = 0x7b807b80u;
-    const __nv_bfloat162 product = __hmul2(reinterpret_cast<const __nv_bfloat162&>(small),
-                                           reinterpret_cast<const __nv_bfloat162&>(two_to_120));
-    return reinterpret_cast<const uint32_t&>(product);
+    const __nv_bfloat162 scaled = __hmul2(reinterpret_cast<const __nv_bfloat162&>(small),
+                                          reinterpret_cast<const __nv_bfloat162&>(two_to_120));
+    return reinterpret_cast<const uint32_t&>(scaled);
   }
 };
 

@@ -124,7 +124,7 @@ __device__ __forceinline__ void run_prompt(const Cta& cta, Columns& state, const
       body(stage);
     }
   };
-  // The loops of both kinds of warps are apart, so that they do not share registers.
+  // The loops of both kinds of warps are separate, so that they do not share registers.
   if (!Cta::kSpecial) {
     prepare(0);
     run_stages([&](int stage) {

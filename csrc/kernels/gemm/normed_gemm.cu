@@ -5,8 +5,8 @@
 //
 // Schedule: a CTA has one row of W and all rows of x.
 //   before pdl_wait   the row of W and the norm weights -> registers, multiplied in float32
-//   each row of x     a thread loads 8 elements at a time, adds products and squares; a warp adds
-//                     its lanes
+//   each row of x     a thread loads 8 elements at a time, adds x w and x^2; a warp adds its
+//                     lanes
 //   end               the warps' sums are added in warp order, and divided by the root mean square
 // Nothing of this depends on M, so a row of y has the same bits whatever the batch.
 //
@@ -40,7 +40,7 @@ struct Args {
 
 template <typename T>
 __global__ void __launch_bounds__(kThreads) normed_gemm_kernel(const Args args) {
-  __shared__ float2 partial[kMaxSkinnyRows][kWarps];  // products, squares
+  __shared__ float2 partial[kMaxSkinnyRows][kWarps];  // dots, squares
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int64_t row_of_w = blockIdx.x;
   ptx::pdl_launch();
@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(kThreads) normed_gemm_kernel(const Args args) 
   ptx::pdl_wait();
 #pragma unroll 2
   for (int row = 0; row < args.m; ++row) {
-    float products = 0, squares = 0;
+    float dots = 0, squares = 0;
 #pragma unroll
     for (int i = 0; i < kVecs; ++i) {
       const int k = (i * kThreads + threadIdx.x) * 8;
@@ -68,25 +68,25 @@ __global__ void __launch_bounds__(kThreads) normed_gemm_kernel(const Args args) 
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
         const float value = to_float(x[j]);
-        products = __fmaf_rn(value, w[i][j], products);
+        dots = __fmaf_rn(value, w[i][j], dots);
         squares = __fmaf_rn(value, value, squares);
       }
     }
-    products = warp_reduce(products, Sum());
+    dots = warp_reduce(dots, Sum());
     squares = warp_reduce(squares, Sum());
-    if (lane == 0) partial[row][warp] = make_float2(products, squares);
+    if (lane == 0) partial[row][warp] = make_float2(dots, squares);
   }
   __syncthreads();
   for (int row = threadIdx.x; row < args.m; row += kThreads) {
-    float products = 0, squares = 0;
+    float dots = 0, squares = 0;
 #pragma unroll
     for (int i = 0; i < kWarps; ++i) {
-      products = __fadd_rn(products, partial[row][i].x);
+      dots = __fadd_rn(dots, partial[row][i].x);
       squares = __fadd_rn(squares, partial[row][i].y);
     }
     const float mean = __fadd_rn(__fdiv_rn(squares, static_cast<float>(args.k)), args.eps);
     static_cast<T*>(args.y)[int64_t{row} * args.n + row_of_w] =
-        from_float<T>(__fmul_rn(products, rsqrtf(mean)));
+        from_float<T>(__fmul_rn(dots, rsqrtf(mean)));
   }
 }
 
