@@ -179,6 +179,7 @@ class SpeculativeConfig:
     enable_multi_layers_mtp: bool | None = option(
         None,
         "several MTP modules: each drafts one token; no: the first one drafts all (default: yes)",
+        brief="",
     )
     prompt_lookup_min: int | None = option(None, "n-gram: shortest match (default: 1)")
     prompt_lookup_max: int | None = option(

@@ -199,7 +199,7 @@ def add_flags(
             groups[own].add_argument(
                 *flags, dest=field.name, **_argument(field, hints[field.name], defaults)
             )
-            if field.metadata.get("brief"):
+            if field.metadata.get("brief") is not None:
                 parser.briefs[field.name] = field.metadata["brief"]
 
 

@@ -19,7 +19,8 @@ def option(
     """A dataclass field that can become a command-line flag.
 
     `flags` replaces the flag derived from the field's name; an empty tuple means no flag. `brief`
-    is the flag's line in `--help`. A flag without `brief` is explained by `--help-all` only.
+    is the flag's line in `--help`. Without `brief`, `--help` only lists the flag. If `brief` is
+    empty, only `--help-all` has the flag.
     `group`: title of the flag's group in the help, if it is not the dataclass's.
     """
     metadata = {

@@ -97,5 +97,5 @@ def test_a_long_prompt_does_not_stop_the_others(server):
     first = kinds.index("chunk")
     last = len(kinds) - 1 - kinds[::-1].index("chunk")
     between = kinds[first : last + 1]
-    assert between.count("chunk") == 11
+    assert between.count("chunk") == 31  # beside decoding, each pass of 64 tokens is alone
     assert between.count("token") >= 8
