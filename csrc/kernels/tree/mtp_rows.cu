@@ -23,7 +23,6 @@ __global__ void __launch_bounds__(kThreads)
     mtp_rows_kernel(const __grid_constant__ MtpRowsParams p) {
   ptx::pdl_launch();
   ptx::pdl_wait();
-  const MtpRows& out = p.rows;
   const int seq = blockIdx.x, thread = threadIdx.x;
   const MtpSequence sequence = MtpSequence::of(p, seq);
   const int count = sequence.rows_in_launch(p.module);
@@ -33,28 +32,12 @@ __global__ void __launch_bounds__(kThreads)
     for (int i = 0; i < seq; ++i) begin += MtpSequence::of(p, i).num_rows;
     begin_before = begin;
   }
-  if (thread < count) {
-    const int at = begin + thread;
-    const bool pads = sequence.is_padding(thread);
-    const int row = pads ? 0 : thread, position = sequence.position_of(row);
-    out.ids[at] = pads ? 0 : sequence.id_at(position + p.module + 1, sequence.branch_of(row));
-    out.positions[at] = pads ? sequence.length - sequence.num_rows + thread : position;
-    out.token_seqs[at] = seq;
-    out.hidden_rows[at] = sequence.hidden_row_of(row, begin_before);
-    if (!p.prompt_ids) out.ancestor_masks[at] = sequence.mask_of(thread);
-  }
-  const int num_last = p.module == 0 ? 1 : p.beam.topk;
-  if (thread < num_last && !p.prompt_ids) {
-    out.last_rows[seq * num_last + thread] = begin + sequence.row_of(thread, sequence.length - 1);
-  }
+  if (thread < count) sequence.write_row(thread, begin, begin_before);
+  if (thread < sequence.num_last()) sequence.write_last_row(thread, begin);
   if (thread != 0) return;
-  out.lengths[sequence.slot] = sequence.length - sequence.num_rows;
-  if (p.draft_lengths && p.module == 0) {
-    p.draft_lengths[sequence.slot] =
-        sequence.length - max(p.slots.accepted.counts[sequence.slot], 1);
-  }
-  if (seq == 0) out.seq_token_begin[0] = 0;
-  out.seq_token_begin[seq + 1] = begin + count;
+  sequence.write_lengths();
+  if (seq == 0) p.rows.seq_token_begin[0] = 0;
+  p.rows.seq_token_begin[seq + 1] = begin + count;
 }
 
 __global__ void __launch_bounds__(kThreads)

@@ -147,6 +147,29 @@ struct MtpSequence {
     const int first = num_common() + branch_of(row) * num_branched;
     return below(num_common()) | (below(row + 1) & ~below(first));
   }
+  // Writes row i of the sequence to row `begin` + i of the launch.
+  constexpr void write_row(int i, int begin, int begin_before) const {
+    const MtpRows& out = p.rows;
+    const int at = begin + i;
+    const bool pads = is_padding(i);
+    const int row = pads ? 0 : i, position = position_of(row);
+    out.ids[at] = pads ? 0 : id_at(position + p.module + 1, branch_of(row));
+    out.positions[at] = pads ? length - num_rows + i : position;
+    out.token_seqs[at] = seq;
+    out.hidden_rows[at] = hidden_row_of(row, begin_before);
+    if (!p.prompt_ids) out.ancestor_masks[at] = mask_of(i);
+  }
+  // The number of last rows, one for each branch.
+  constexpr int num_last() const { return p.prompt_ids ? 0 : p.module == 0 ? 1 : p.beam.topk; }
+  constexpr void write_last_row(int branch, int begin) const {
+    p.rows.last_rows[seq * num_last() + branch] = begin + row_of(branch, length - 1);
+  }
+  constexpr void write_lengths() const {
+    p.rows.lengths[slot] = length - num_rows;
+    if (p.draft_lengths == nullptr || p.module != 0) return;
+    const int accepted = p.slots.accepted.counts[slot];
+    p.draft_lengths[slot] = length - (accepted > 1 ? accepted : 1);
+  }
 };
 
 }  // namespace cpmcu
