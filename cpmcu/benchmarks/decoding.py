@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 
 WINDOWS = 5
 WARM_UP = 8  # steps
-SPARSE = "sparse_attention"  # kind of a block
 _EXPERTS = re.compile(r"model\.layers\.(?P<layer>\d+)\.mlp\.experts\.")
 
 
@@ -72,8 +71,11 @@ def step_bytes(engine: C.Engine, spec: C.ModelSpec, context: int) -> int:
         if kind == "gated_delta_net"
     )
     from cpmcu import C
+    from cpmcu.models import sparse
 
-    saved = sum(_saved_bytes(params, spec, context) for kind, params in blocks if kind == SPARSE)
+    saved = sum(
+        _saved_bytes(params, spec, context) for kind, params in blocks if kind == sparse.KIND
+    )
     return int(weights + context * page_bytes // C.PAGE_SIZE - saved + 2 * states)
 
 

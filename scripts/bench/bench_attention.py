@@ -17,6 +17,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -180,6 +181,19 @@ def prefill(ctx: Any, heads: tuple[int, int], prompt: int, dtype: str) -> dict[s
     us = microseconds(ctx, body)
     flops = 4.0 * prompt * (prompt + 1) / 2 * heads[0] * HEAD_DIM
     return {"us": us, "tflops": flops / us / 1e6}
+
+
+def open_device(dtype: str) -> tuple[Any, float]:
+    """The context of the GPU and its read bandwidth in GB/s, which is also printed.
+
+    Exits if there is no GPU.
+    """
+    if not C.device_count():
+        sys.exit(f"{Path(sys.argv[0]).name}: no CUDA device was found, expected one")
+    ctx = ops.Context("cuda")
+    bandwidth = read_bandwidth(ctx, dtype)
+    print(f"{C.device_info(0)['name']}: {bandwidth:.0f} GB/s", file=sys.stderr)
+    return ctx, bandwidth
 
 
 def main() -> None:

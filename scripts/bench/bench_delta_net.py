@@ -23,11 +23,10 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import sys
 from typing import Any
 
 import numpy as np
-from bench_attention import COLD_BYTES, microseconds, normal, put, raw, read_bandwidth
+from bench_attention import COLD_BYTES, microseconds, normal, open_device, put, raw
 
 from cpmcu import C
 
@@ -134,11 +133,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16"])
     parser.add_argument("--json", action="store_true", help="one JSON object per line")
     args = parser.parse_args()
-    if not C.device_count():
-        sys.exit("bench_delta_net.py: no CUDA device was found, expected one")
-    ctx = ops.Context("cuda")
-    bandwidth = read_bandwidth(ctx, args.dtype)
-    print(f"{C.device_info(0)['name']}: {bandwidth:.0f} GB/s", file=sys.stderr)
+    ctx, bandwidth = open_device(args.dtype)
     for heads in map(int, args.heads.split(",")):
         layer = Layer(ctx, heads, args.dtype)
         for case, parents, count, accepted in CASES:

@@ -21,12 +21,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from bench_attention import COLD_BYTES, microseconds, normal, raw, read_bandwidth
+from bench_attention import COLD_BYTES, microseconds, normal, open_device, raw
 
 from cpmcu import C
 
@@ -171,11 +170,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=48, help="at most, for a cold cache")
     parser.add_argument("--json", action="store_true", help="one JSON object per line")
     args = parser.parse_args()
-    if not C.device_count():
-        sys.exit("bench_experts.py: no CUDA device was found, expected one")
-    ctx = ops.Context("cuda")
-    bandwidth = read_bandwidth(ctx, DTYPE)
-    print(f"{C.device_info(0)['name']}: {bandwidth:.0f} GB/s", file=sys.stderr)
+    ctx, bandwidth = open_device(DTYPE)
     bench = Bench(ctx, args)
     for tokens in TOKENS:
         times, active = bench.times(tokens)

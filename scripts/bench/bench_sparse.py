@@ -24,7 +24,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -35,9 +34,9 @@ from bench_attention import (
     PAGE,
     microseconds,
     normal,
+    open_device,
     put,
     raw,
-    read_bandwidth,
     tree_masks,
 )
 
@@ -180,11 +179,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16"])
     parser.add_argument("--json", action="store_true", help="one JSON object per line")
     args = parser.parse_args()
-    if not C.device_count():
-        sys.exit("bench_sparse.py: no CUDA device was found, expected one")
-    ctx = ops.Context("cuda")
-    bandwidth = read_bandwidth(ctx, args.dtype)
-    print(f"{C.device_info(0)['name']}: {bandwidth:.0f} GB/s", file=sys.stderr)
+    ctx, bandwidth = open_device(args.dtype)
 
     def report(entries: int, tokens: int, case: str, us: float, share: float | None) -> None:
         line = {"entries": entries, "tokens": tokens, "case": case, "us": us}
