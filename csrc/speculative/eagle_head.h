@@ -22,7 +22,7 @@ class EagleHead : public HeadDrafter {
   void finish_loading(const Context& ctx, const TargetParts& target) override;
 
  protected:
-  // What not every kind of head has.
+  // Parts that only some kinds of heads have.
   struct Form {
     bool input_norms = false;      // of both halves of fc's input
     bool first_attention = false;  // a norm before the first layer's attention

@@ -19,7 +19,7 @@ from tests.reference.tiny_checkpoints import (
     write_tiny,
 )
 
-# Of fc, the norms of its inputs, and the norm of the result.
+# The names of fc, of the norms of its inputs, and of the norm of the result.
 NAMES = {
     "deepseek": ("eh_proj", "enorm", "hnorm", "shared_head.norm"),
     "mimo": ("input_proj", "token_layernorm", "hidden_layernorm", "final_layernorm"),

@@ -32,7 +32,7 @@ struct Rows {
         pairs_per_x(1),
         sorted_x(true),
         sorted_y(rows.sorted_y) {}
-  // Of sorted pair i.
+  // The rows of x and y of sorted pair i.
   int64_t x_row(int64_t i) const { return sorted_x ? i : routing.pairs[i] / pairs_per_x; }
   int64_t y_row(int64_t i) const { return sorted_y ? i : routing.pairs[i]; }
 };

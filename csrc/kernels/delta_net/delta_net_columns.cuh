@@ -30,7 +30,7 @@ __device__ __forceinline__ void store_key(float* key, const float (&x)[4], int l
   for (int i = 0; i < 4; ++i) at[4 * i] = x[i];
 }
 
-// What one lane needs of a token.
+// The numbers of a token that one lane reads.
 struct Operands {
   float q[kLaneRows], k[kLaneRows];
   float2 v;

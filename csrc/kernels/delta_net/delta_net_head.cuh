@@ -146,7 +146,7 @@ struct Head {
   // ---- weights
 
   struct Weights {
-    // Of the convolution: 4 channels of q, 4 of k, kV of v.
+    // Weights of the convolution, for 4 channels of q, 4 of k and kV of v.
     float q[4][kConvTaps], k[4][kConvTaps], v[kV][kConvTaps];
     float rate, bias;  // exp(A_log) and dt_bias
     float norm[4];     // of the lane's columns of the outputs

@@ -3,7 +3,7 @@
 //
 //   scale = max |x| / 448,  code = e4m3(x / scale),  x' = scale * code
 //
-// Of each 16 numbers, number c and number c + 8 lie side by side (fp8_place). A word of four bytes
+// In each group of 16 numbers, c and c + 8 are adjacent (fp8_place). A word of four bytes
 // then holds two pairs of operand B of mma.m16n8k16: its even bytes and its odd bytes.
 #pragma once
 

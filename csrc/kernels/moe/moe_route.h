@@ -18,7 +18,7 @@ namespace cpmcu {
 constexpr int kMaxExperts = 1024;
 constexpr int kMaxTopK = 32;
 
-// An expert with pairs: pairs[begin, begin + count). What a CTA of a GEMM needs, in one load.
+// An expert and its pairs, pairs[begin, begin + count). A CTA of a GEMM loads it at once.
 struct alignas(16) ExpertSpan {
   int expert, begin, count, unused;
 };

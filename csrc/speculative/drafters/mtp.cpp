@@ -5,8 +5,8 @@
 //   hidden = norm(decoder layer(x)); logits = the target's lm_head of hidden
 //
 // A single module is an EAGLE head: for a drafted token, aux_hidden is its own hidden state of the
-// parent. Of several modules, each has weights and a KV cache of its own. Row q of module m reads
-// the id of token q + m + 1, and the hidden state of token q: the target's, or with
+// parent. If there are several modules, each has its own weights and KV cache. Row q of module m
+// reads the id of token q + m + 1, and the hidden state of token q: the target's, or with
 // `chain_hidden` that of module m - 1 in the same row.
 //
 // The ids of a module's last m rows are drafted tokens. So each step runs the last rows of every
