@@ -475,6 +475,16 @@ __device__ __forceinline__ uint64_t wgmma_descriptor_swizzle128(uint32_t shared)
   return uint64_t{1} << 62 | stride << 32 | uint64_t{1} << 16 | (shared & 0x3FFFF) >> 4;
 }
 
+// 8 bytes as one access: a reader sees all of them or none.
+__device__ __forceinline__ void store_relaxed8(uint64_t* to, uint64_t v) {
+  asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"(v) : "memory");
+}
+__device__ __forceinline__ uint64_t load_relaxed8(const uint64_t* from) {
+  uint64_t v;
+  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(from) : "memory");
+  return v;
+}
+
 // Stores with system-scope release semantics. A host thread that reads the value also sees earlier
 // writes of this thread, and writes that it observed through a CTA barrier.
 __device__ __forceinline__ void store_release_system(volatile uint64_t* to, uint64_t value) {

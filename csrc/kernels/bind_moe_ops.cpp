@@ -136,7 +136,7 @@ void bind_moe_ops(py::module_& m) {
   m.def(
       "moe_router",
       [](const OpsContext& c, SharedArray logits, SharedArray x, SharedArray w,
-         const OpsRouting& routing, SharedArray arrivals, bool renormalise, SharedArray norm_x,
+         const OpsRouting& routing, SharedArray memory, bool renormalise, SharedArray norm_x,
          SharedArray norm_weight, float norm_eps, float norm_offset) {
         moe_router(c.ctx, {.logits = tensor_of(logits),
                            .x = tensor_of(x),
@@ -144,12 +144,13 @@ void bind_moe_ops(py::module_& m) {
                            .norm = norm_of(x, norm_x, norm_weight, norm_eps, norm_offset),
                            .renormalise = renormalise,
                            .routing = routing.routing,
-                           .arrivals = reinterpret_cast<uint32_t*>(ints(arrivals))});
+                           .memory = tensor_of(memory)});
       },
-      "ctx"_a, "logits"_a, "x"_a, "w"_a, "routing"_a, py::kw_only(), "arrivals"_a,
+      "ctx"_a, "logits"_a, "x"_a, "w"_a, "routing"_a, py::kw_only(), "memory"_a,
       "renormalise"_a = false, "norm_x"_a = SharedArray(), "norm_weight"_a = SharedArray(),
       "norm_eps"_a = 1e-6f, "norm_offset"_a = 0.f,
-      "csrc/kernels/moe/moe_router.h. arrivals: [1] int32, zero");
+      "csrc/kernels/moe/moe_router.h. memory: [moe_router_bytes] uint8, zero");
+  m.def("moe_router_bytes", &moe_router_bytes, "num_tokens"_a, "num_rows"_a);
   m.def(
       "expert_gemm",
       [](const OpsContext& c, SharedArray y, SharedArray x, SharedArray w,

@@ -76,7 +76,8 @@ class MoeBlock : public Block {
     gate_up_->plan(plan);
     down_->plan(plan);
     router_id_ = plan.add(mlp_ + "gate", "weights", bytes * shape_.router_rows() * hidden);
-    arrivals_id_ = plan.add_scratch("moe.arrivals", 4, 0, kLoad);
+    router_bytes_ = limits.is_cuda() ? moe_router_bytes(max_tokens_, shape_.router_rows()) : 0;
+    memory_id_ = plan.add_scratch("moe.router", router_bytes_, 0, kLoad);
     logits_id_ = plan.add_scratch("moe.logits", 4 * max_tokens_ * shape_.router_rows(), phase_ + 1,
                                   phase_ + 3);
     routing_id_ = plan.add_scratch("moe.routing", carved_bytes([&](Carver& carver) {
@@ -102,7 +103,7 @@ class MoeBlock : public Block {
     gate_up_->bind(arena);
     down_->bind(arena);
     router_ = arena.tensor(router_id_, spec_.dtype, {shape_.router_rows(), hidden});
-    arrivals_ = arena.array<uint32_t>(arrivals_id_);
+    memory_ = arena.tensor(memory_id_, DType::kU8, {router_bytes_});
     logits_ = arena.tensor(logits_id_, DType::kF32, {max_tokens_, shape_.router_rows()});
     Carver carver(arena.array<char>(routing_id_));
     routing_.layout(carver, max_tokens_);
@@ -128,7 +129,7 @@ class MoeBlock : public Block {
   }
 
   void finish_loading(const Context& ctx) override {
-    fill_bytes(ctx.device, arrivals_, 0, 4, ctx.stream);
+    fill_bytes(ctx.device, memory_.data(), 0, router_bytes_, ctx.stream);
     gate_up_->finish_loading(ctx);
     down_->finish_loading(ctx);
     if (shared_down_ == nullptr) return;
@@ -175,7 +176,7 @@ class MoeBlock : public Block {
                      .norm = queue != nullptr ? queue->take_norm(x) : RmsNormParams(),
                      .renormalise = shape_.renormalise,
                      .routing = routing_,
-                     .arrivals = arrivals_});
+                     .memory = memory_});
     MoeCombineParams sum{
         .hidden = hidden, .y = out, .routing = routing_, .scale = spec_.residual_scale};
     if (shared_down_ != nullptr) {
@@ -214,9 +215,10 @@ class MoeBlock : public Block {
   std::unique_ptr<LinearMethod> shared_gate_up_, shared_down_;  // null: no shared expert
   Routing routing_;
   MemoryPlan::Id router_id_ = 0, logits_id_ = 0, routing_id_ = 0, act_id_ = 0, out_id_ = 0,
-                 shared_act_id_ = 0, shared_both_id_ = 0, shared_out_id_ = 0, arrivals_id_ = 0;
+                 shared_act_id_ = 0, shared_both_id_ = 0, shared_out_id_ = 0, memory_id_ = 0;
   int64_t max_tokens_ = 0;
-  uint32_t* arrivals_ = nullptr;
+  int64_t router_bytes_ = 0;
+  Tensor memory_;  // of the router
   Tensor router_;  // [E, H]; with a shared expert, its gate is one more row
   Tensor logits_, act_, out_, shared_act_, shared_both_, shared_out_;
 };

@@ -61,11 +61,11 @@ class Layer:
         self.act = ops.Array(ctx, [pairs, shape.width], DTYPE)
         self.out = ops.Array(ctx, [pairs, hidden], "float32")
         self.normed = ops.Array(ctx, [tokens, hidden], DTYPE)
-        self.arrivals = raw(ctx, np.zeros(1, np.int32))
+        self.memory = raw(ctx, np.zeros(ops.moe_router_bytes(tokens, shape.experts), np.uint8))
 
     def router(self) -> None:
         ops.moe_router(
-            self.ctx, self.logits, self.x, self.router_w, self.routing, arrivals=self.arrivals,
+            self.ctx, self.logits, self.x, self.router_w, self.routing, memory=self.memory,
             renormalise=True, norm_x=self.hidden, norm_weight=self.norm_weight,
         )  # fmt: skip
 

@@ -39,14 +39,14 @@ def test_router_has_the_bits_of_its_parts(
     further: int,
     width: int,
 ) -> None:
-    """As rms_norm, skinny_gemm and moe_route, twice: the counter is ready for the next launch."""
+    """As rms_norm, skinny_gemm and moe_route, twice: the memory is ready for the next launch."""
     rng = np.random.default_rng(width + num_tokens)
     ctx, rows = context(device), num_experts + further
     given = rounded(rng.standard_normal((num_tokens, width)), dtype)
     w = put(device, rounded(rng.standard_normal((rows, width)) / np.sqrt(width), dtype), dtype)
     norm_weight = put(device, rounded(rng.standard_normal(width), dtype), dtype)
     hidden, x = put(device, given, dtype), put(device, given, dtype)
-    arrivals = put_raw(device, np.zeros(1, np.int32))
+    memory = put_raw(device, np.zeros(ops.moe_router_bytes(num_tokens, rows), np.uint8))
     for tokens in (num_tokens, num_tokens // 2 + 1):
         part = put(device, given[:tokens], dtype)
         expected_x = put(device, given[:tokens], dtype)
@@ -65,12 +65,11 @@ def test_router_has_the_bits_of_its_parts(
             }  # fmt: skip
         logits = empty(device, [tokens, rows])
         routing = ops.Routing(ctx, num_tokens=tokens, num_experts=num_experts, top_k=top_k)
-        ops.moe_router(ctx, logits, x, w, routing, arrivals=arrivals, renormalise=True, **norm)
+        ops.moe_router(ctx, logits, x, w, routing, memory=memory, renormalise=True, **norm)
         assert np.array_equal(x.numpy(), expected_x.numpy())
         assert np.array_equal(logits.numpy(), expected.numpy())
         assert np.array_equal(routing.weights.numpy(), plain.weights.numpy())
         check_sorted(routing, plain.experts.numpy().astype(np.int64), num_experts)
-        assert arrivals.numpy().item() == 0
 
 
 @on_devices_and_dtypes
@@ -104,7 +103,7 @@ def test_early_weights_change_nothing(num_tokens: int) -> None:
     _, (down_blocks, down) = w4_experts(device, num_experts, hidden, width)
     router = put(device, rng.standard_normal((num_experts, hidden)), dtype)
     weight = put(device, rng.standard_normal(hidden), dtype)
-    arrivals = put_raw(device, np.zeros(1, np.int32))
+    memory = put_raw(device, np.zeros(ops.moe_router_bytes(num_tokens, num_experts), np.uint8))
     stream, x = (empty(device, [num_tokens, hidden], dtype) for _ in range(2))
     logits = empty(device, [num_tokens, num_experts])
     act = empty(device, [num_tokens * top_k, width], dtype)
@@ -113,7 +112,7 @@ def test_early_weights_change_nothing(num_tokens: int) -> None:
 
     def layer(early: bool) -> None:
         norm = {"norm_x": stream, "norm_weight": weight}
-        ops.moe_router(ctx, logits, x, router, routing, arrivals=arrivals, **norm)
+        ops.moe_router(ctx, logits, x, router, routing, memory=memory, **norm)
         ops.w4_expert_gemm(ctx, act, x, up_blocks, routing, pairs_per_x=top_k, **up)
         ops.w4_expert_gemm(ctx, out, act, down_blocks, routing, routing_is_complete=early, **down)
         ops.moe_combine(ctx, stream, out, routing, scale=0.1)

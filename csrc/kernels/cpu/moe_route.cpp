@@ -55,14 +55,14 @@ void moe_route(const Context&, const MoeRouteParams& p) {
     const auto at = static_cast<size_t>(e);
     const int count = next[at + 1];
     if (count > 0) {
-      routing.spans[*routing.num_active] = {e, next[at], count, 0};
+      routing.spans[*routing.num_active] = {e, next[at], count, -1};
       routing.active[(*routing.num_active)++] = e;
     }
     next[at + 1] += next[at];
     routing.offsets[e] = next[at];
   }
   for (int i = *routing.num_active; i < std::min(routing.num_experts, num_pairs); ++i) {
-    routing.spans[i] = {0, 0, 0, 0};
+    routing.spans[i] = {0, 0, 0, -1};
   }
   routing.offsets[routing.num_experts] = num_pairs;
   for (int pair = 0; pair < num_pairs; ++pair) {

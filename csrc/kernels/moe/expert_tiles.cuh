@@ -48,17 +48,21 @@ template <int kGroups>
 struct PairRows {
   const int* pairs;
   int count;
+  int only;           // the only pair; -1: look it up
   int rows[kGroups];  // element offset in x; -1: no pair
 
   __device__ __forceinline__ PairRows(const ExpertArgs& args, const ExpertSpan& span, int first)
-      : pairs(args.pairs + span.begin + first), count(min(8 * kGroups, span.count - first)) {
+      : pairs(args.pairs + span.begin + first),
+        count(min(8 * kGroups, span.count - first)),
+        only(span.pair) {
     const int g = threadIdx.x % 32 / 4;
 #pragma unroll
     for (int group = 0; group < kGroups; ++group) {
       const int i = group * 8 + g;
-      rows[group] = i < count ? pairs[i] / args.pairs_per_x * args.k : -1;
+      rows[group] = i < count ? pair(i) / args.pairs_per_x * args.k : -1;
     }
   }
+  __device__ __forceinline__ int pair(int i) const { return only >= 0 ? only : pairs[i]; }
   // Whether the group has pairs; the same in all lanes.
   __device__ __forceinline__ bool has(int group) const { return group * 8 < count; }
 };
@@ -115,7 +119,7 @@ __device__ __forceinline__ void store_pairs(const ExpertArgs& args, const PairRo
     } else {
       value = sum_of(in_tile);
     }
-    store_y<T>(args, rows.pairs[pair], blockIdx.x * columns + column, value);
+    store_y<T>(args, rows.pair(pair), blockIdx.x * columns + column, value);
   }
 }
 

@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(kThreads)
   ptx::pdl_wait();
   const int token = blockIdx.x * kWarps + threadIdx.x / 32, lane = threadIdx.x % 32;
   if (token >= num_tokens) return;
-  const Choice choice = choose<kHeld>(logits + token * stride, routing, renormalise);
+  const Choice choice = choose<kHeld>(StoredLogits{logits + token * stride}, routing, renormalise);
   if (lane >= routing.top_k) return;
   routing.experts[token * routing.top_k + lane] = choice.expert;
   routing.weights[token * routing.top_k + lane] = choice.weight;
@@ -48,7 +48,8 @@ __global__ void __launch_bounds__(kFewThreads)
                      Routing routing) {
   ptx::pdl_launch();
   ptx::pdl_wait();
-  route_few<kHeld, kFewThreads>(logits, stride, num_tokens, renormalise, routing);
+  const auto logits_of = [&](int token) { return StoredLogits{logits + token * stride}; };
+  route_few<kHeld, kFewThreads>(logits_of, num_tokens, renormalise, routing);
 }
 
 __global__ void __launch_bounds__(kThreads) sort_kernel(int num_pairs, Routing routing) {
@@ -94,7 +95,7 @@ __global__ void __launch_bounds__(kThreads) sort_kernel(int num_pairs, Routing r
     routing.offsets[own] = offset;
     const int at = count > 0 ? before : num_active + own - before;
     if (count > 0) routing.active[at] = own;
-    if (at < num_pairs) routing.spans[at] = {own, offset, count, 0};
+    if (at < num_pairs) routing.spans[at] = {own, offset, count, -1};
     if (own == routing.num_experts - 1) {
       routing.offsets[own + 1] = num_pairs;
       *routing.num_active = num_active;

@@ -8,8 +8,6 @@
 namespace cpmcu::cuda {
 namespace {
 
-constexpr int kFewTokens = 64;
-
 // An integer in the order of floats. The zeros are equal, NaN is 1. 0 is free: an expert that is
 // not open.
 __device__ __forceinline__ uint32_t ordered(float x) {
@@ -28,19 +26,28 @@ struct Choice {
   float weight;
 };
 
-// kHeld: logits of a lane, E <= 32 kHeld. Logit i of lane l is of expert 32 i + l. Logits may have
-// been written by other CTAs of this launch, so they are read from L2.
-template <int kHeld>
-__device__ __forceinline__ Choice choose(const float* logits, const Routing& routing,
+// The logits of a token in memory, written by an earlier launch.
+struct StoredLogits {
+  const float* logits;
+
+  template <int kHeld>
+  __device__ __forceinline__ void load(float (&held)[kHeld], int num_experts) const {
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) {
+      const int expert = 32 * i + static_cast<int>(threadIdx.x % 32);
+      held[i] = expert < num_experts ? logits[expert] : -INFINITY;
+    }
+  }
+};
+
+// kHeld: logits of a lane, E <= 32 kHeld. Logit i of lane l is of expert 32 i + l.
+template <int kHeld, typename Logits>
+__device__ __forceinline__ Choice choose(const Logits& logits, const Routing& routing,
                                          bool renormalise) {
   const int lane = threadIdx.x % 32;
   uint32_t keys[kHeld];
   float held[kHeld], largest = -INFINITY;
-#pragma unroll
-  for (int i = 0; i < kHeld; ++i) {
-    const int expert = 32 * i + lane;
-    held[i] = expert < routing.num_experts ? __ldcg(logits + expert) : -INFINITY;
-  }
+  logits.load(held, routing.num_experts);
 #pragma unroll
   for (int i = 0; i < kHeld; ++i) {
     keys[i] = 32 * i + lane < routing.num_experts ? ordered(held[i]) : 0;
@@ -80,10 +87,40 @@ __device__ __forceinline__ Choice choose(const float* logits, const Routing& rou
   return {expert, weight / sum};
 }
 
+// Chooses for one token. All kThreads threads of a CTA call it. The warp that chooses also sorts.
+template <int kHeld, int kThreads, typename Logits>
+__device__ __forceinline__ void route_one(const Logits& logits, bool renormalise,
+                                          const Routing& routing) {
+  __shared__ int chosen[kMaxTopK];
+  const int lane = threadIdx.x % 32, top_k = routing.top_k;
+  if (threadIdx.x < 32) {
+    const Choice choice = choose<kHeld>(logits, routing, renormalise);
+    int place = 0;
+    for (int rank = 0; rank < top_k; ++rank) {
+      place += __shfl_sync(0xffffffffu, choice.expert, rank) < choice.expert;
+    }
+    if (lane < top_k) {
+      routing.spans[place] = {choice.expert, place, 1, lane};
+      routing.weights[lane] = choice.weight;
+      routing.experts[lane] = chosen[lane] = routing.active[place] = choice.expert;
+      routing.pairs[place] = lane;
+    }
+    if (lane == 0) *routing.num_active = top_k;
+  }
+  __syncthreads();
+  for (int expert = threadIdx.x; expert <= routing.num_experts; expert += kThreads) {
+    int lower = 0;
+    for (int rank = 0; rank < top_k; ++rank) lower += chosen[rank] < expert;
+    routing.offsets[expert] = lower;
+  }
+}
+
 // Chooses for up to 64 tokens and sorts their pairs. All kThreads threads of a CTA call it.
-template <int kHeld, int kThreads>
-__device__ __forceinline__ void route_few(const float* logits, int64_t stride, int num_tokens,
+// `logits_of(token)` has `load`, as StoredLogits.
+template <int kHeld, int kThreads, typename LogitsOf>
+__device__ __forceinline__ void route_few(const LogitsOf& logits_of, int num_tokens,
                                           bool renormalise, const Routing& routing) {
+  if (num_tokens == 1) return route_one<kHeld, kThreads>(logits_of(0), renormalise, routing);
   constexpr int kOwn = kMaxExperts / kThreads;           // experts of a thread in the scan
   __shared__ unsigned long long tokens_of[kMaxExperts];  // bit t: token t chose the expert
   __shared__ int first_of[kMaxExperts];                  // place of the expert's first pair
@@ -92,7 +129,7 @@ __device__ __forceinline__ void route_few(const float* logits, int64_t stride, i
   for (int i = threadIdx.x; i < kMaxExperts; i += kThreads) tokens_of[i] = 0;
   __syncthreads();
   for (int token = warp; token < num_tokens; token += kThreads / 32) {
-    const Choice choice = choose<kHeld>(logits + token * stride, routing, renormalise);
+    const Choice choice = choose<kHeld>(logits_of(token), routing, renormalise);
     if (lane >= top_k) continue;
     routing.experts[token * top_k + lane] = choice.expert;
     routing.weights[token * top_k + lane] = choice.weight;
@@ -133,14 +170,14 @@ __device__ __forceinline__ void route_few(const float* logits, int64_t stride, i
       first_of[expert] = routing.offsets[expert] = first;
       if (counts[i] > 0) {
         routing.active[before >> 16] = expert;
-        routing.spans[before >> 16] = {expert, first, counts[i], 0};
+        routing.spans[before >> 16] = {expert, first, counts[i], -1};
       }
     }
     before += items[i];
   }
   const int num_pairs = num_tokens * top_k;
   for (int i = num_active + threadIdx.x; i < min(routing.num_experts, num_pairs); i += kThreads) {
-    routing.spans[i] = {0, 0, 0, 0};
+    routing.spans[i] = {0, 0, 0, -1};
   }
   if (threadIdx.x == 0) {
     routing.offsets[routing.num_experts] = num_pairs;

@@ -17,10 +17,12 @@ namespace cpmcu {
 
 constexpr int kMaxExperts = 1024;
 constexpr int kMaxTopK = 32;
+constexpr int kFewTokens = 64;  // up to here one CTA chooses and sorts
 
 // An expert and its pairs, pairs[begin, begin + count). A CTA of a GEMM loads it at once.
 struct alignas(16) ExpertSpan {
-  int expert, begin, count, unused;
+  int expert, begin, count;
+  int pair;  // the only pair, which need not be looked up; -1: look it up
 };
 
 // The experts of the tokens of a step, in device memory. P = T * k pairs.

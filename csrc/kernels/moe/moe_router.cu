@@ -7,10 +7,11 @@
 //   norm             up to 8 tokens: every CTA norms all rows into shared memory, in the order of
 //                    additions of rms_norm; CTA t also writes row t of x for the experts
 //   GEMM             mma; the warps' sums are added in warp order
-//   routing          the last CTA to arrive at a counter chooses and sorts (moe_route.cuh)
+//   routing          CTA 0 polls for the logits of all CTAs, chooses and sorts (moe_route.cuh)
 //
-// The surprising decision: the CTA that arrives last routes. Which one that is depends on time, but
-// the result does not. A launch of its own for the routing costs more than the counter.
+// The surprising decision: a logit and the number of the launch are one 8-byte store. CTA 0 polls
+// for the data itself, so there is no fence and no counter, and nothing to reset. A launch of its
+// own for the routing, or a counter behind a fence, costs two trips to L2 more.
 #include "kernels/moe/moe_router.h"
 
 #include <algorithm>
@@ -43,8 +44,40 @@ struct RouterArgs {
   int m, n, k;
   int norm_warps;  // warps of rms_norm's CTA
   bool renormalise;
-  uint32_t* arrivals;
+  uint32_t* launches;  // the number of launches before this one
+  uint64_t* messages;  // [T, n]: a logit, and in the high half the number of its launch
   Routing routing;
+};
+
+// Logits of a token that other CTAs send.
+struct SentLogits {
+  const uint64_t* messages;
+  uint32_t launch;
+
+  template <int kHeld>
+  __device__ __forceinline__ void load(float (&held)[kHeld], int num_experts) const {
+    uint64_t message[kHeld];
+    bool complete;
+    do {
+#pragma unroll
+      for (int i = 0; i < kHeld; ++i) {
+        const int expert = 32 * i + static_cast<int>(threadIdx.x % 32);
+        if (expert < num_experts) message[i] = ptx::load_relaxed8(messages + expert);
+      }
+      complete = true;
+#pragma unroll
+      for (int i = 0; i < kHeld; ++i) {
+        const int expert = 32 * i + static_cast<int>(threadIdx.x % 32);
+        if (expert < num_experts && message[i] >> 32 != launch) complete = false;
+      }
+    } while (!complete);
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) {
+      const int expert = 32 * i + static_cast<int>(threadIdx.x % 32);
+      held[i] =
+          expert < num_experts ? __uint_as_float(static_cast<uint32_t>(message[i])) : -INFINITY;
+    }
+  }
 };
 
 // A lane's part of 16 rows of W x 64 k: rows g and g + 8, two times 8 consecutive k each.
@@ -120,7 +153,6 @@ __global__ void __launch_bounds__(kThreads, 1)
     moe_router_kernel(const __grid_constant__ RouterArgs args) {
   extern __shared__ __align__(16) char normed[];
   __shared__ float partial[kWarps][8 * kGroups][16 + 1];
-  __shared__ bool is_last;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int g = lane / 4, q = lane % 4, n0 = blockIdx.x * 16;
   const uint64_t policy = ptx::evict_first_policy();
@@ -153,6 +185,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
   }
   ptx::pdl_wait();
+  const uint32_t launch = __ldcg(args.launches) + 1;
   if constexpr (kNorms) {
     __shared__ float sums[kNormedRows][32];
     norm_rows<T>(args, normed, norm_weights, sums);
@@ -211,18 +244,19 @@ __global__ void __launch_bounds__(kThreads, 1)
     float sum = 0;
 #pragma unroll
     for (int part = 0; part < kWarps; ++part) sum += partial[part][row][i % 16];
+    if (n < args.routing.num_experts) {
+      ptx::store_relaxed8(args.messages + row * args.n + n,
+                          uint64_t{launch} << 32 | __float_as_uint(sum));
+    }
     args.logits[row * args.n + n] = sum;
   }
-
-  // The last CTA has all logits.
-  __threadfence();
-  __syncthreads();
-  if (threadIdx.x == 0) is_last = atomicAdd(args.arrivals, 1) == gridDim.x - 1;
-  __syncthreads();
-  if (!is_last) return;
-  __threadfence();
-  if (threadIdx.x == 0) *args.arrivals = 0;
-  route_few<kHeld, kThreads>(args.logits, args.n, args.m, args.renormalise, args.routing);
+  if (blockIdx.x != 0) return;
+  const auto logits_of = [&](int token) {
+    return SentLogits{args.messages + token * args.n, launch};
+  };
+  route_few<kHeld, kThreads>(logits_of, args.m, args.renormalise, args.routing);
+  // Every CTA with an expert has sent a logit, so it has read the number before.
+  if (threadIdx.x == 0) *args.launches = launch;
 }
 
 }  // namespace
@@ -246,7 +280,9 @@ void moe_router(const Context& ctx, const MoeRouterParams& p) {
     cuda::moe_route(ctx, {.logits = p.logits, .renormalise = p.renormalise, .routing = p.routing});
     return;
   }
-  CHECK_STATE(p.arrivals != nullptr, "moe_router: there is no counter of arrivals");
+  CHECK_STATE(p.memory.num_bytes() >= moe_router_bytes(num_tokens, n),
+              "moe_router: {} bytes of memory, expected {} for {} tokens", p.memory.num_bytes(),
+              moe_router_bytes(num_tokens, n), num_tokens);
   RouterArgs args{.logits = p.logits.as<float>(),
                   .x = p.x.data(),
                   .w = p.w.data(),
@@ -259,7 +295,8 @@ void moe_router(const Context& ctx, const MoeRouterParams& p) {
                   .k = static_cast<int>(k),
                   .norm_warps = 2,
                   .renormalise = p.renormalise,
-                  .arrivals = p.arrivals,
+                  .launches = p.memory.as<uint32_t>(),
+                  .messages = p.memory.as<uint64_t>() + 1,
                   .routing = p.routing};
   size_t shared_bytes = 0;
   if (norms) {

@@ -18,9 +18,14 @@ struct MoeRouterParams {
   Tensor w;              // [R, H], R at least E
   RmsNormParams norm{};  // its `out` is x; empty: x is given
   bool renormalise = false;
-  Routing routing;               // written
-  uint32_t* arrivals = nullptr;  // on the device, 0 before and after each launch; unused on the CPU
+  Routing routing;  // written
+  Tensor memory{};  // [moe_router_bytes] uint8, zero before the first launch; unused on the CPU
 };
+
+// Bytes of the memory in which CTAs send each other logits; it is kept between launches.
+constexpr int64_t moe_router_bytes(int64_t num_tokens, int64_t num_rows) {
+  return 8 * (1 + std::min<int64_t>(num_tokens, kFewTokens) * num_rows);
+}
 
 inline void check_moe_router(const MoeRouterParams& p) {
   check_routing(p.routing);

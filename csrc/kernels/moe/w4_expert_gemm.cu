@@ -13,7 +13,7 @@
 //
 // The surprising decision: few registers and small CTAs. With 64 registers and 33 KB, gate and up
 // of one token are 384 CTAs, three an SM: all of W is requested at once, and the CTAs of down find
-// room beside them. `splits` depends on K, so that a warp has at least two blocks of its own.
+// room beside them. `splits` depends on K, so that a warp has 1.5 blocks or more on average.
 #include "core/ptx.cuh"
 #include "kernels/gemm/w4a16_multiply.cuh"
 #include "kernels/moe/expert_tiles.cuh"
@@ -195,10 +195,10 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks<kGroups>)
   }
 }
 
-// The number of warps that share K: at most 8, and each has at least two k blocks.
+// The number of warps that share K: at most 8, with 1.5 k blocks each on average.
 int splits_of(int64_t k_blocks) {
   int splits = 1;
-  while (splits < kWarps && k_blocks >= 4 * splits) splits *= 2;
+  while (splits < kWarps && k_blocks >= 3 * splits) splits *= 2;
   return splits;
 }
 
