@@ -136,7 +136,7 @@ class Models:
 
         target = self.target(family).directory
         speculation = {"no_speculation": True} if speculation is None else speculation
-        config = {"max_num_seqs": 1, "chunk_length": 128, "num_threads": 2, **config}
+        config = {"max_num_seqs": 1, "chunk_length": 128, "num_threads": 1, **config}
         return load_model(
             str(target),
             config=EngineConfig(

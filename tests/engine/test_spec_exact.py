@@ -34,7 +34,8 @@ def test_same_tokens(models: Models, kind: str, tree: str) -> None:
     family = family_of(kind)
     drive = Drive(models.drafted(kind, family, TREES[tree]), ahead=2)
     names = list(SAMPLINGS)
-    for i, ids in enumerate(SEVERAL):
+    # Large trees take every other prompt, of 1, 63, 65 and 200 tokens, one for each sampling.
+    for i, ids in enumerate(SEVERAL[::2] if tree in ("wide", "full") else SEVERAL):
         name = names[(i + list(TREES).index(tree)) % len(names)]
         fields = SAMPLINGS[name]
         got = drive.one(ids, COUNT, **fields)

@@ -42,15 +42,15 @@ def shipped_engine(device: str, speculation: dict[str, Any], dtype: str = "auto"
 
 @pytest.fixture(scope="module")
 def python_texts(device: str) -> list[tuple[list[int], dict[str, Any], list[int]]]:
-    """13 prompts of Python code, sampling parameters, and 200 tokens without speculation."""
+    """8 prompts of Python code, sampling parameters, and 200 tokens without speculation."""
     from cpmcu.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.from_directory(SHIPPED)
     plain = Drive(shipped_engine(device, {"no_speculation": True}), ahead=2)
     texts = []
-    for i in range(13):
+    for i in range(8):
         module = importlib.import_module(SOURCES[i % len(SOURCES)])
-        ids = tokenizer.encode(inspect.getsource(module)[200 * i : 200 * i + 60 + 150 * i])
+        ids = tokenizer.encode(inspect.getsource(module)[200 * i : 200 * i + 60 + 257 * i])
         fields = {
             **list(SAMPLINGS.values())[i % len(SAMPLINGS)],
             "stop_ids": list(tokenizer.eos_token_ids),
@@ -82,7 +82,7 @@ def test_an_eagle_head_after_a_short_draft_and_plain_steps(device: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SHIPPED_DRAFTS)
 def test_the_shipped_drafts(device: str, python_texts: Any, name: str) -> None:
-    """Generates 200 tokens for 13 prompts of Python code with each draft.
+    """Generates 200 tokens for 8 prompts of Python code with each draft.
 
     Most drafts get two tokens a step accepted.
     """

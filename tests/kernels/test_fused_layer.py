@@ -17,6 +17,7 @@ from tests.kernels.util import (
     chain_masks,
     context,
     empty,
+    for_cuda_only,
     get,
     inv_freq_of,
     on_devices,
@@ -169,8 +170,8 @@ on_bits = pytest.mark.parametrize("bits", [4, 16])
 @pytest.mark.parametrize("m", sizes(1, 13, 32, 7, 61, 130))
 @pytest.mark.parametrize("shape", SHAPES)
 def test_each_gemm(device: str, dtype: str, shape: tuple[int, ...], m: int, bits: int) -> None:
-    if device == "cpu" and max(shape) > 10_000:
-        pytest.skip("more tiles than SMs: a case of the fused kernel only")
+    if max(shape) > 10_000:
+        for_cuda_only(device, "more tiles than SMs")
     layer = Layer(shape, dtype, bits, scale_dtype="bfloat16" if dtype == "bfloat16" else "float16")
     layer.put(device)
     x, residual = inputs(m, shape, dtype)
@@ -311,6 +312,8 @@ def test_attention_splits_before_the_first_gemm(
     device: str, dtype: str, heads: tuple[int, int, int], hidden: int, bits: int
 ) -> None:
     """All outputs have the bits of a launch whose x attention_decode has combined."""
+    if hidden > 1000:
+        for_cuda_only(device, "the CPU runs one GEMM after another, for any number of tiles")
     layer = Layer((heads[0] * heads[2], hidden, 72, 136), dtype, bits)
     layer.put(device)
     ctx = context(device)
@@ -321,6 +324,8 @@ def test_attention_splits_before_the_first_gemm(
         ([1], 33000, 0),
     ):  # fmt: skip
         lengths = [length, 700][: len(counts)]
+        if device == "cpu" and length > 2200:
+            continue  # lengths that select a path of the CUDA kernel
         for kind in ({}, {"window": 200}, {"by_position": True}):
             masks = [chain_masks(count) for count in counts] if "by_position" in kind else None
             step = Step(lengths=lengths, counts=counts, masks=masks, extra_kv=more)
@@ -345,6 +350,8 @@ def test_launches_do_not_affect_later_launches(
     device: str, shape: tuple[int, ...], bits: int
 ) -> None:
     """Launches of any number of GEMMs, rows and shapes share one memory."""
+    if shape[0] > 1000:
+        for_cuda_only(device, "it selects numbers of CTAs")
     shapes = [shape, (520, 1032, 264, 72)]
     layers = [Layer(s, "float16", bits) for s in shapes]
     for layer in layers:

@@ -46,6 +46,15 @@ def sizes(*all_sizes: Any, small: int = 3) -> Sequence[Any]:
     return all_sizes[:small] if SMALL else all_sizes
 
 
+def for_cuda_only(device: str, reason: str) -> None:
+    """Skips a case that selects a path of the CUDA kernels, if the CPU kernel has one path."""
+    if device == "cpu":
+        pytest.skip(f"a case of the CUDA kernels only: {reason}")
+
+
+ANY_LENGTH = "the CPU kernel runs one loop over pages for any length"
+
+
 # ---- arrays
 
 
