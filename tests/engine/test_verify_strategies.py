@@ -78,7 +78,6 @@ def test_topp_is_exact_where_one_token_passes(
 @pytest.mark.parametrize("window", [0, 1, 16])
 def test_topp_emits_only_what_its_rules_allow(models: Models, window: int) -> None:
     """Judged by the target alone, which scores the text: ranks, filters, log-probabilities."""
-    from cpmcu import C
 
     engine = models.drafted(
         "noisy",
