@@ -82,6 +82,10 @@ class RuntimeConfig:
     "CPU back end; 0: all cores."
     cublas_paths: list[str]
     "Folders to look for libcublasLt in first."
+    verify_strategy: str
+    'Which drafted tokens are accepted: "target_match" | "greedy" | "topp". The last two are lossy.'
+    verify_window: int
+    "Of topp."
 
 class SamplingConfig:
     """Sampling parameters of one sequence; see csrc/kernels/sampling/sample.h.
@@ -428,7 +432,8 @@ class Engine:
         """Enqueues one decode step for these slots; does not wait.
 
         `shape`: depth and nodes of a speculative step's trees, at most (and by default) those of
-        the DrafterSpec; (0, 1) drafts nothing. It changes no token. ValueError for others."""
+        the DrafterSpec; (0, 1) drafts nothing. It changes no token, unless verify_strategy
+        is topp. ValueError for others."""
 
     def begin_masked(
         self, slots: collections.abc.Sequence[int], shape: tuple[int, int] | None = None

@@ -18,6 +18,7 @@ from cpmcu.checks import check_filled, integer, number, shown, truth
 from cpmcu.options import option as option
 from cpmcu.sparse_options import SparseOptions
 from cpmcu.speculation_keys import read_keys
+from cpmcu.verification import TARGET_MATCH, check_verification, strategy_option, window_option
 
 DTYPES = ("auto", "float16", "bfloat16", "float32")
 DEVICES = ("auto", "cpu", "cuda")
@@ -156,7 +157,9 @@ class SpeculativeConfig:
         metavar="PATH|REPO",
     )
     frspec_vocab_size: int = option(
-        0, "number of frequent tokens; 0: all of --frspec-path, or the whole vocabulary without it"
+        0,
+        "number of frequent tokens; 0: all of --frspec-path, or the whole vocabulary without it",
+        brief="",
     )
     draft_head_quant: str = option(
         "auto",
@@ -175,13 +178,16 @@ class SpeculativeConfig:
         None,
         f"with --spec-fill: tokens of a path that the drafter drafts (default: {MODEL_STEPS})",
         flags=("--spec-model-steps",),
+        brief="",
     )
     enable_multi_layers_mtp: bool | None = option(
         None,
         "several MTP modules: each drafts one token; no: the first one drafts all (default: yes)",
         brief="",
     )
-    prompt_lookup_min: int | None = option(None, "n-gram: shortest match (default: 1)")
+    verify_strategy: str = strategy_option()
+    verify_window: int | None = window_option()
+    prompt_lookup_min: int | None = option(None, "n-gram: shortest match (default: 1)", brief="")
     prompt_lookup_max: int | None = option(
         None, "n-gram: longest match (default: 4; with --spec-fill: 16)"
     )
@@ -214,6 +220,7 @@ class SpeculativeConfig:
                 f"prompt_lookup_min is {self.ngram_range[0]}, but must be at most "
                 f"prompt_lookup_max, which is {self.ngram_range[1]}"
             )
+        check_verification(self.verify_strategy, self.verify_window)
         self._check_fill()
         self.shape(chain=self.method == "ngram")  # raises for an impossible shape
 
@@ -241,6 +248,11 @@ class SpeculativeConfig:
         most = 4 if self.fill is None else 16
         longest = self.prompt_lookup_max or max(most, self.prompt_lookup_min or 0)
         return self.prompt_lookup_min or 1, longest
+
+    @property
+    def strategy(self) -> str:
+        """The verify strategy of the engine."""
+        return TARGET_MATCH if self.no_speculation else self.verify_strategy
 
     @property
     def chooses_shapes(self) -> bool:

@@ -367,11 +367,16 @@ class LLM:
         return MinTokens(count, end_ids, int(self.spec.vocab_size))
 
     def _acceptance(self) -> AcceptanceCounter | None:
-        wanted = self.config.speculation.per_request_spec_decode_metrics
+        speculation = self.config.speculation
+        wanted = speculation.per_request_spec_decode_metrics
         num_spec_tokens = self._runner.tokens_per_step - 1
         if num_spec_tokens == 0 or wanted == "none":
             return None
-        return AcceptanceCounter(num_spec_tokens, detailed=wanted == "detailed")
+        return AcceptanceCounter(
+            num_spec_tokens,
+            detailed=wanted == "detailed",
+            verify_strategy=speculation.verify_strategy,
+        )
 
     def _resolve(self, params: SamplingParams | None) -> SamplingParams:
         if params is not None and not isinstance(params, SamplingParams):

@@ -15,6 +15,8 @@ import dataclasses
 import itertools
 from typing import Any
 
+from cpmcu.verification import TARGET_MATCH, is_lossy
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SpecDecodeMetrics:
@@ -24,6 +26,7 @@ class SpecDecodeMetrics:
     acceptance_histogram: tuple[int, ...]  # [K + 1]: entry j: steps that accepted j tokens
     per_step_accepted: tuple[int, ...] | None = None  # None unless detailed metrics are on
     drafted: int | None = None  # tokens of all steps; None: K per step
+    verify_strategy: str = TARGET_MATCH
 
     @property
     def num_spec_steps(self) -> int:
@@ -61,8 +64,11 @@ class SpecDecodeMetrics:
         return tuple(count / steps if steps else 0.0 for count in self._at_least()[1:])
 
     def to_dict(self) -> dict[str, Any]:
-        """vLLM's fields; `per_step_accepted` only if detailed metrics are on."""
-        fields = {
+        """vLLM's fields; `per_step_accepted` only if detailed metrics are on.
+
+        A lossy verify strategy is named.
+        """
+        fields: dict[str, Any] = {
             "mean_acceptance_length": self.mean_acceptance_length,
             "draft_acceptance_rate": self.draft_acceptance_rate,
             "acceptance_histogram": list(self.acceptance_histogram),
@@ -73,6 +79,8 @@ class SpecDecodeMetrics:
         }
         if self.per_step_accepted is not None:
             fields["per_step_accepted"] = list(self.per_step_accepted)
+        if is_lossy(self.verify_strategy):
+            fields |= {"verify_strategy": self.verify_strategy, "lossy": True}
         return fields
 
     def to_fastdeploy(self) -> dict[str, Any]:
@@ -103,9 +111,16 @@ class SpecDecodeMetrics:
 class AcceptanceCounter:
     """Counts the steps of one output."""
 
-    def __init__(self, num_spec_tokens: int, *, detailed: bool = False) -> None:
+    def __init__(
+        self,
+        num_spec_tokens: int,
+        *,
+        detailed: bool = False,
+        verify_strategy: str = TARGET_MATCH,
+    ) -> None:
         self._histogram = [0] * (num_spec_tokens + 1)
         self._drafted = 0
+        self._verify_strategy = verify_strategy
         self._per_step: list[int] | None = [] if detailed else None
 
     def add(self, num_emitted: int, num_drafted: int) -> None:
@@ -119,4 +134,6 @@ class AcceptanceCounter:
         """The metrics of the steps added so far."""
         steps = None if self._per_step is None else tuple(self._per_step)
         counts = tuple(self._histogram)
-        return SpecDecodeMetrics(len(counts) - 1, counts, steps, self._drafted)
+        return SpecDecodeMetrics(
+            len(counts) - 1, counts, steps, self._drafted, self._verify_strategy
+        )

@@ -38,6 +38,7 @@ from cpmcu.models.common import BuildOptions, SpecFields
 from cpmcu.models.names import Piece
 from cpmcu.models.reader import language_config
 from cpmcu.models.registry import find_model
+from cpmcu.verification import TARGET_MATCH, is_lossy
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -273,9 +274,17 @@ def _asks(speculation: SpeculativeConfig) -> bool:
 
 
 def _check_unused_options(speculation: SpeculativeConfig) -> None:
-    """Without a draft: raises ValueError for FR-Spec options, warns of options for trees."""
+    """Without a draft: warns of options for trees.
+
+    Raises ValueError for FR-Spec options and a lossy verify strategy.
+    """
     if speculation.no_speculation:
         return
+    if is_lossy(speculation.verify_strategy):
+        raise ValueError(
+            f"verify_strategy is {speculation.verify_strategy!r}, but there is no draft whose "
+            f"tokens it could accept: name one, or expect {TARGET_MATCH!r}"
+        )
     if speculation.frspec_path is not None or speculation.frspec_vocab_size:
         raise ValueError(
             "frspec_path or frspec_vocab_size is given without a draft, expected draft_model_path "

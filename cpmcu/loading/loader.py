@@ -39,6 +39,7 @@ from cpmcu.models.sparse import check_sparse_options, is_sparse
 from cpmcu.quant.registry import QuantPlan, plan_quant
 from cpmcu.sampling import SamplingParams
 from cpmcu.tokenizer import eos_ids
+from cpmcu.verification import VERIFY_WINDOW
 
 if TYPE_CHECKING:
     from cpmcu import C
@@ -318,6 +319,7 @@ def runtime_config(config: EngineConfig, device: str) -> C.RuntimeConfig:
     """The engine's part of the configuration."""
     from cpmcu import _extension
 
+    window = config.speculation.verify_window
     runtime: C.RuntimeConfig = _extension.load().RuntimeConfig(
         device=device,
         device_index=config.device_index,
@@ -328,6 +330,8 @@ def runtime_config(config: EngineConfig, device: str) -> C.RuntimeConfig:
         cuda_graph=config.cuda_graph,
         num_threads=config.num_threads,
         cublas_paths=cublas_paths(),
+        verify_strategy=config.speculation.strategy,
+        verify_window=VERIFY_WINDOW if window is None else window,
     )
     return runtime
 

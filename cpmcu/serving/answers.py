@@ -111,4 +111,6 @@ def _sum(specs: Sequence[SpecDecodeMetrics]) -> SpecDecodeMetrics:
     histogram = tuple(map(sum, zip(*(spec.acceptance_histogram for spec in specs))))
     steps = specs[0].per_step_accepted if len(specs) == 1 else None
     drafted = sum(spec.num_draft_tokens for spec in specs)
-    return SpecDecodeMetrics(specs[0].num_spec_tokens, histogram, steps, drafted)
+    return dataclasses.replace(
+        specs[0], acceptance_histogram=histogram, per_step_accepted=steps, drafted=drafted
+    )

@@ -18,6 +18,7 @@ from cpmcu.serving.logs import RequestLog
 from cpmcu.serving.paths import RootPath
 from cpmcu.serving.protocol.base import ERRORS
 from cpmcu.serving.service import Service
+from cpmcu.verification import is_lossy
 
 _OTHER_PARTS = 1 << 14  # lists, objects and members outside messages, such as tool schemas
 _ERROR = "#/components/schemas/ErrorResponse"
@@ -52,9 +53,11 @@ def create_app(service: Service) -> FastAPI:
             allow_origins=list(config.cors_origin),
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],  # OpenAI's client sends a dozen headers of its own
-            expose_headers=["X-Request-Id"],
+            expose_headers=["X-Request-Id", "X-Verify-Strategy"],
         )
-    app.add_middleware(RequestLog)
+    strategy = service.verify_strategy
+    lossy = {"x-verify-strategy": f"{strategy}; lossy"} if is_lossy(strategy) else {}
+    app.add_middleware(RequestLog, headers=lossy)
     if config.root_path:
         app.add_middleware(RootPath, root=config.root_path)
     keyless = public if keys else None

@@ -8,6 +8,7 @@ import logging
 import re
 import time
 import uuid
+from collections.abc import Mapping
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -63,11 +64,12 @@ class RequestLog:
     The id is the client's `x-request-id` if it is printable, else a new one. The response has it
     in the same header and in `request-id`, which is Anthropic's name. An uncaught exception is
     logged and answered with a 500 without details. A request that the stopping server cancels gets
-    a 503.
+    a 503. `headers` are added to every response.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, headers: Mapping[str, str] | None = None) -> None:
         self._app = app
+        self._headers = [(k.encode("ascii"), v.encode("ascii")) for k, v in (headers or {}).items()]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Passes the request on."""
@@ -86,7 +88,7 @@ class RequestLog:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 own = [(header, name.encode("ascii")) for header in _ID_HEADERS]
-                headers = [*message.get("headers", []), *own]
+                headers = [*message.get("headers", []), *own, *self._headers]
                 message = {**message, "headers": headers}
             await send(message)
 

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -19,6 +19,7 @@ from cpmcu.engine.runner import EngineLoad
 from cpmcu.engine.step_tokens import EDGES, StepTokens
 from cpmcu.outputs import CompletionOutput
 from cpmcu.sampling import SamplingParams
+from cpmcu.verification import TARGET_MATCH, is_lossy
 
 _LABELS = ("model_name", "engine")
 _TTFT = "1e-3 5e-3 .01 .02 .04 .06 .08 .1 .25 .5 .75 1 2.5 5 7.5 10 20 40 80 160 640 2560"
@@ -65,6 +66,7 @@ class Metrics:
         model_name: str,
         load: Callable[[], EngineLoad | None],
         cache_config: Callable[[], Mapping[str, str]],
+        verify_strategy: str = TARGET_MATCH,
     ) -> None:
         self._registry = CollectorRegistry()
         labels = {"model_name": model_name, "engine": "0"}
@@ -98,6 +100,13 @@ class Metrics:
             "vllm:admission_rejections", "Requests refused.", _LABELS, registry=self._registry
         ).labels(**labels)
         self._labels = labels
+        lossy = str(is_lossy(verify_strategy)).lower()
+        Gauge(
+            "cpmcu:spec_decode_verify_strategy_info",
+            "How drafted tokens are accepted. A lossy strategy changes the text.",
+            (*_LABELS, "verify_strategy", "lossy"),
+            registry=self._registry,
+        ).labels(**labels, verify_strategy=verify_strategy, lossy=lossy).set(1)
         for reason in ("stop", "length", "abort"):
             self._finished.labels(**labels, finished_reason=reason)
         self._registry.register(_OfEngine(labels, load, cache_config))

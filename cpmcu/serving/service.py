@@ -22,6 +22,7 @@ from cpmcu.serving.response_store import ResponseStore
 from cpmcu.serving.token_text import TokenTexts
 from cpmcu.serving.tool_parsers.registry import ToolFormat, find_tool_format
 from cpmcu.serving.workers import Workers
+from cpmcu.verification import is_lossy
 
 if TYPE_CHECKING:
     from cpmcu.serving.generation import Generation
@@ -74,7 +75,10 @@ class Service:
         # The last part of the path or repository name, and the whole of it.
         own = (Path(name).name,) if given is None else (Path(name).name or name, name)
         self.names = tuple(dict.fromkeys(config.served_model_name or own))
-        self.metrics = Metrics(self.names[0], self._load_of_engine, self._cache_config)
+        self.verify_strategy = engine_config.speculation.strategy
+        self.metrics = Metrics(
+            self.names[0], self._load_of_engine, self._cache_config, self.verify_strategy
+        )
         self._engine_config = engine_config
         self._model: Model | None = None
         self.workers = Workers()
@@ -111,13 +115,14 @@ class Service:
         except Exception:
             llm.close()
             raise
+        lossy = f" (lossy: {self.verify_strategy})" if is_lossy(self.verify_strategy) else ""
         logger.info(
             "%s is ready after %.1f s: %d slots, at most %d tokens a sequence, %s, %.2f GB",
             self.names[0],
             time.perf_counter() - start,
             llm.config.max_num_seqs,
             llm.max_length,
-            f"draft {llm.draft_spec.method}" if llm.draft_spec else "no draft",
+            f"draft {llm.draft_spec.method}{lossy}" if llm.draft_spec else "no draft",
             sum(row["bytes"] for row in llm.memory_plan()) / 1e9,
         )
 

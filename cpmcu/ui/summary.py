@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from cpmcu.outputs import RequestOutput
 from cpmcu.ui.tables import text_bar
+from cpmcu.verification import is_lossy
 
 if TYPE_CHECKING:
     from cpmcu.spec_metrics import SpecDecodeMetrics
@@ -34,7 +35,8 @@ def summary_line(result: RequestOutput, *, sampled: bool) -> str:
     parts.append(f"first after {timings.time_to_first_token_s:.3f} s")
     metrics = output.spec_decode_metrics
     if metrics is not None and metrics.num_spec_steps:
-        parts.append(f"accept length {metrics.mean_acceptance_length:.2f}")
+        lossy = f" (lossy: {metrics.verify_strategy})" if is_lossy(metrics.verify_strategy) else ""
+        parts.append(f"accept length {metrics.mean_acceptance_length:.2f}{lossy}")
     if output.finish_reason != "stop":
         parts.append(f"finish reason {output.finish_reason}")
     if sampled:
@@ -78,4 +80,6 @@ def _acceptance(metrics: SpecDecodeMetrics) -> Section:
         f"{metrics.num_accepted_draft_tokens} drafted tokens accepted in {steps} steps of up to "
         f"{metrics.num_spec_tokens}"
     )
+    if is_lossy(metrics.verify_strategy):
+        closing += f", lossy: verify strategy {metrics.verify_strategy}"
     return Section(("accepted", "steps", "share", "or more", ""), rows, closing)

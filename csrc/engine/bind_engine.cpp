@@ -349,7 +349,8 @@ void bind_steps(EngineClass& engine) {
           R"(Enqueues one decode step for these slots; does not wait.
 
           `shape`: depth and nodes of a speculative step's trees, at most (and by default) those of
-          the DrafterSpec; (0, 1) drafts nothing. It changes no token. ValueError for others.)")
+          the DrafterSpec; (0, 1) drafts nothing. It changes no token, unless verify_strategy
+          is topp. ValueError for others.)")
       .def(
           "begin_masked",
           [](Engine& e, const std::vector<int>& slots, const ShapeArgument& shape) {

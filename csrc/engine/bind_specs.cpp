@@ -150,7 +150,11 @@ void bind_run_configs(py::module_& m) {
                      "Decode steps are captured and replayed.")
       .def_readwrite("num_threads", &RuntimeConfig::num_threads, "CPU back end; 0: all cores.")
       .def_readwrite("cublas_paths", &RuntimeConfig::cublas_paths,
-                     "Folders to look for libcublasLt in first.");
+                     "Folders to look for libcublasLt in first.")
+      .def_readwrite("verify_strategy", &RuntimeConfig::verify_strategy,
+                     "Which drafted tokens are accepted: \"target_match\" | \"greedy\" | \"topp\". "
+                     "The last two are lossy.")
+      .def_readwrite("verify_window", &RuntimeConfig::verify_window, "Of topp.");
 
   py::class_<SamplingConfig>(
       m, "SamplingConfig",

@@ -103,7 +103,7 @@ class Engine {
   void prefill(const std::vector<PrefillItem>& items, const TokenMasks& masks = {},
                const WriteLogits& write = nullptr, bool skip_draft = false);
   // `shape`: the shape of the draft, at most that of the DrafterSpec, which is the default. It
-  // changes no emitted token.
+  // changes no emitted token, unless verify_strategy is topp.
   void decode(const std::vector<int>& slots, std::optional<DraftShape> shape = {});
   // A decode step in two halves, for sequences with token masks. The mask of a node depends on the
   // tokens before it, and only the host can compute it. `begin_masked` returns the tree of each

@@ -122,7 +122,8 @@ void Engine::plan_buffers(int max_tokens) {
   model_.keep_aux_hidden(step_.needs().layers);
   model_.plan(plan_, state_, limits_, std::max(kMaxSkinnyRows, decode_tokens),
               std::max(kMaxSkinnyRows, std::min(kMaxLogitRows, decode_tokens)));
-  sampler_.plan(plan_, slots, decode_tokens, spec_.vocab_size, max_tokens);
+  sampler_.plan(plan_, slots, decode_tokens, spec_.vocab_size, max_tokens,
+                verification_named(config_.verify_strategy, config_.verify_window));
   step_.plan(plan_, {.max_seqs = seqs,
                      .max_slots = slots,
                      .max_prompt_tokens = limits_.max_tokens,

@@ -184,9 +184,11 @@ void bind_shared_params(py::module_& m) {
                        repetition_penalty, presence_penalty, frequency_penalty, use_penalties,
                        use_bias, num_logprobs);
   PYBIND11_NUMPY_DTYPE(TokenLogprobs, logprob, top_ids, top_logprobs);
+  PYBIND11_NUMPY_DTYPE(TokenCandidates, num, ids, logprobs);
   PYBIND11_NUMPY_DTYPE(SlotResult, slot, num_tokens, finished, tokens, logprobs);
   m.attr("slot_sampling_dtype") = py::dtype::of<SlotSampling>();
   m.attr("token_logprobs_dtype") = py::dtype::of<TokenLogprobs>();
+  m.attr("token_candidates_dtype") = py::dtype::of<TokenCandidates>();
   m.attr("slot_result_dtype") = py::dtype::of<SlotResult>();
   m.attr("PROMPT_BIT") = kPromptBit;
   m.attr("NO_TOKEN") = kNoToken;
@@ -380,7 +382,7 @@ void bind_step_ops(py::module_& m) {
       [](const OpsContext& c, SharedArray logits, SharedArray token_slots,
          SharedArray token_positions, SharedArray sampling, SharedArray counts, SharedArray bias,
          SharedArray tree_tokens, SharedArray tree_masks, int tree_size, SharedArray mask_rows,
-         SharedArray masks, SharedArray tokens, SharedArray logprobs) {
+         SharedArray masks, SharedArray tokens, SharedArray logprobs, SharedArray candidates) {
         sample(c.ctx, {.logits = tensor_of(logits),
                        .token_slots = ints(token_slots),
                        .token_positions = ints(token_positions),
@@ -393,13 +395,14 @@ void bind_step_ops(py::module_& m) {
                        .mask_rows = ints(mask_rows),
                        .masks = structs<uint32_t>(masks),
                        .tokens = ints(tokens),
-                       .logprobs = structs<TokenLogprobs>(logprobs)});
+                       .logprobs = structs<TokenLogprobs>(logprobs),
+                       .candidates = structs<TokenCandidates>(candidates)});
       },
       "ctx"_a, py::kw_only(), "logits"_a, "token_slots"_a, "token_positions"_a, "sampling"_a,
       "counts"_a = SharedArray(), "bias"_a = SharedArray(), "tree_tokens"_a = SharedArray(),
       "tree_masks"_a = SharedArray(), "tree_size"_a = 0, "mask_rows"_a = SharedArray(),
       "masks"_a = SharedArray(), "tokens"_a, "logprobs"_a = SharedArray(),
-      "csrc/kernels/sampling/sample.h");
+      "candidates"_a = SharedArray(), "csrc/kernels/sampling/sample.h");
   m.def(
       "finish_step",
       [](const OpsContext& c, SharedArray seq_slots, SharedArray seq_token_begin, int num_seqs,

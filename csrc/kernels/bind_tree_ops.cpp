@@ -295,18 +295,21 @@ void bind_verification(py::module_& m) {
       "accept_tree",
       [](const OpsContext& c, const OpsTrees& trees, SharedArray drawn, SharedArray logprobs,
          SharedArray seq_slots, SharedArray sampling, const OpsState& state, SharedArray stops,
-         const OpsSink& sink) {
+         const OpsSink& sink, SharedArray candidates, int verify_window) {
         accept_tree(c.ctx, {.trees = trees.trees,
                             .drawn = ints(drawn),
                             .logprobs = structs<TokenLogprobs>(logprobs),
                             .seq_slots = ints(seq_slots),
                             .sampling = structs<SlotSampling>(sampling),
+                            .candidates = structs<TokenCandidates>(candidates),
+                            .verify_window = verify_window,
                             .state = state.state,
                             .stops = structs<SlotStop>(stops),
                             .sink = sink.params});
       },
       "ctx"_a, py::kw_only(), "trees"_a, "drawn"_a, "logprobs"_a, "seq_slots"_a, "sampling"_a,
-      "state"_a, "stops"_a, "sink"_a = OpsSink(), "csrc/kernels/tree/tree.h");
+      "state"_a, "stops"_a, "sink"_a = OpsSink(), "candidates"_a = SharedArray(),
+      "verify_window"_a = 0, "csrc/kernels/tree/tree.h");
   m.def(
       "keep_accepted",
       [](const OpsContext& c, SharedArray pool, int num_heads, int width, SharedArray page_table,

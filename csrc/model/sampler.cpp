@@ -6,13 +6,23 @@
 
 namespace cpmcu {
 
+Verification verification_named(const std::string& strategy, int window) {
+  CHECK(window >= 0, "verify_window is {}, expected at least 0", window);
+  if (strategy == "target_match") return {VerifyStrategy::kTargetMatch, window};
+  if (strategy == "greedy") return {VerifyStrategy::kGreedy, window};
+  CHECK(strategy == "topp", "verify_strategy is \"{}\", expected target_match, greedy or topp",
+        strategy);
+  return {VerifyStrategy::kTopP, window};
+}
+
 Sampler::~Sampler() {
   if (sampling_staging_ != nullptr) release_pinned(device_, sampling_staging_);
   if (mask_staging_ != nullptr) release_pinned(device_, mask_staging_);
 }
 
-void Sampler::plan(MemoryPlan& plan, int num_slots, int max_rows, int vocab_size,
-                   int max_model_len) {
+void Sampler::plan(MemoryPlan& plan, int num_slots, int max_rows, int vocab_size, int max_model_len,
+                   const Verification& verification) {
+  verification_ = verification;
   num_slots_ = num_slots, max_rows_ = max_rows;
   vocab_size_ = vocab_size, max_model_len_ = max_model_len;
   const int64_t slot_words = int64_t{4} * num_slots * vocab_size;
@@ -25,6 +35,10 @@ void Sampler::plan(MemoryPlan& plan, int num_slots, int max_rows, int vocab_size
   logprobs_id_ =
       plan.add("drawn_logprobs", "state", static_cast<int64_t>(sizeof(TokenLogprobs)) * max_rows);
   masks_id_ = plan.add("token_masks", "state", 4 * num_mask_ints(max_rows));
+  if (verification.strategy == VerifyStrategy::kTopP) {
+    candidates_id_ = plan.add("token_candidates", "state",
+                              static_cast<int64_t>(sizeof(TokenCandidates)) * max_rows);
+  }
 }
 
 void Sampler::bind(const Context& ctx, const Arena& arena) {
@@ -35,6 +49,9 @@ void Sampler::bind(const Context& ctx, const Arena& arena) {
   tokens_ = arena.array<int>(tokens_id_);
   logprobs_ = arena.array<TokenLogprobs>(logprobs_id_);
   ids_ = arena.array<int>(ids_id_);
+  if (verification_.strategy == VerifyStrategy::kTopP) {
+    candidates_ = arena.array<TokenCandidates>(candidates_id_);
+  }
   const int64_t bytes = static_cast<int64_t>(sizeof(SlotSampling)) * num_slots_;
   sampling_staging_ = static_cast<SlotSampling*>(allocate_pinned(ctx.device, bytes));
   mask_rows_ = arena.array<int>(masks_id_);
@@ -69,7 +86,8 @@ void Sampler::reset(const Context& ctx, const SlotState& state, int slot,
   const bool use_penalties = config.repetition_penalty != 1 || config.presence_penalty != 0 ||
                              config.frequency_penalty != 0;
   const bool use_bias = !config.logit_bias.empty();
-  sampling_staging_[slot] = {.temperature = config.temperature,
+  const bool greedy = verification_.strategy == VerifyStrategy::kGreedy;
+  sampling_staging_[slot] = {.temperature = greedy ? 0 : config.temperature,
                              .top_p = config.top_p,
                              .min_p = config.min_p,
                              .top_k = config.top_k,
@@ -136,7 +154,9 @@ void Sampler::draw(const Context& ctx, const Tensor& logits, const int* token_sl
                .mask_rows = masked ? mask_rows_ + first_row : nullptr,
                .masks = reinterpret_cast<const uint32_t*>(mask_rows_ + max_rows_),
                .tokens = tokens_ + first_row,
-               .logprobs = logprobs_ + first_row});
+               .logprobs = logprobs_ + first_row,
+               .candidates = candidates_ && trees && trees->num_nodes > 1 ? candidates_ + first_row
+                                                                          : nullptr});
 }
 
 }  // namespace cpmcu

@@ -1,6 +1,7 @@
 // Per-slot sampling parameters and masks in device memory, and the draw.
 #pragma once
 
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -29,6 +30,21 @@ struct SamplingConfig {
   int max_tokens = 1 << 30;
 };
 
+// Which drafted tokens a decode step accepts. All but kTargetMatch are lossy: they change the text.
+enum class VerifyStrategy {
+  kTargetMatch,  // those that the target draws
+  kGreedy,       // the most likely ones. Each draw takes the most likely token
+  kTopP,         // also other candidates (AcceptTreeParams in kernels/tree/tree.h)
+};
+
+struct Verification {
+  VerifyStrategy strategy = VerifyStrategy::kTargetMatch;
+  int window = 0;  // of kTopP
+};
+
+// Throws for an unknown strategy, named as in RuntimeConfig, and for a negative window.
+Verification verification_named(const std::string& strategy, int window);
+
 // The tokens that each row of a step may draw, in host memory. Row r uses mask rows[r]; -1: no
 // mask.
 struct TokenMasks {
@@ -41,7 +57,8 @@ class Sampler {
  public:
   ~Sampler();
 
-  void plan(MemoryPlan& plan, int num_slots, int max_rows, int vocab_size, int max_model_len);
+  void plan(MemoryPlan& plan, int num_slots, int max_rows, int vocab_size, int max_model_len,
+            const Verification& verification);
   void bind(const Context& ctx, const Arena& arena);
 
   // Starts a sequence in `slot`. `ids` are its tokens so far, for penalties; the first `num_prompt`
@@ -56,13 +73,15 @@ class Sampler {
 
   // Draws tokens()[first_row + r] from row r of logits [R, V]. Row r belongs to slot token_slots[r]
   // and position token_positions[r]. If `trees` is given, row r is node first_row + r of the trees,
-  // and node first_row is a root. Graph-safe.
+  // and node first_row is a root; with drafted nodes, candidates() are written too. Graph-safe.
   void draw(const Context& ctx, const Tensor& logits, const int* token_slots,
             const int* token_positions, const TokenTrees* trees, bool masked,
             int first_row = 0) const;
 
   const int* tokens() const { return tokens_; }
   const TokenLogprobs* logprobs() const { return logprobs_; }
+  const TokenCandidates* candidates() const { return candidates_; }  // null unless kTopP
+  const Verification& verification() const { return verification_; }
   const SlotSampling* sampling() const { return sampling_; }
   int* counts() const { return counts_; }
 
@@ -73,15 +92,17 @@ class Sampler {
   }
 
   Device device_;
+  Verification verification_;
   int num_slots_ = 0, max_rows_ = 0, vocab_size_ = 0, max_model_len_ = 0;
   MemoryPlan::Id sampling_id_ = 0, counts_id_ = 0, bias_id_ = 0, tokens_id_ = 0, logprobs_id_ = 0,
-                 ids_id_ = 0, masks_id_ = 0;
+                 ids_id_ = 0, masks_id_ = 0, candidates_id_ = 0;
   SlotSampling* sampling_ = nullptr;          // [slots]
   SlotSampling* sampling_staging_ = nullptr;  // [slots] pinned staging buffer
   int* counts_ = nullptr;                     // [slots, V]
   float* bias_ = nullptr;                     // [slots, V]
   int* tokens_ = nullptr;                     // [R]
   TokenLogprobs* logprobs_ = nullptr;         // [R]
+  TokenCandidates* candidates_ = nullptr;     // [R] or null
   int* ids_ = nullptr;                        // [max_model_len] token history, for reset
   int* mask_rows_ = nullptr;                  // [R], then the masks [R, num_mask_words(V)]
   int* mask_staging_ = nullptr;               // its pinned staging buffer

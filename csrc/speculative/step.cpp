@@ -29,6 +29,8 @@ void SpeculativeStep::accept(const Context& ctx, const Batch& batch, bool masked
                     .logprobs = target_.sampler.logprobs(),
                     .seq_slots = batch.seq_slots,
                     .sampling = target_.sampler.sampling(),
+                    .candidates = target_.sampler.candidates(),
+                    .verify_window = target_.sampler.verification().window,
                     .state = slots_,
                     .stops = stops_,
                     .sink = sink});

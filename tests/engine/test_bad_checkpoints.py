@@ -267,10 +267,15 @@ def test_engine_repeats_the_checks(good: TinyCheckpoint) -> None:
         prompt_logits(engine, [1, 2])
 
 
-def test_unknown_devices_are_refused(good: TinyCheckpoint) -> None:
+def test_unknown_settings_are_refused(good: TinyCheckpoint) -> None:
     spec = C.ModelSpec(**good.fields().to_kwargs(), dtype="float32", linear_method="dense")
     with pytest.raises(ValueError, match='device is "tpu", expected cpu or cuda'):
         C.Engine(spec, C.RuntimeConfig(device="tpu", max_num_seqs=1, chunk_length=16))
+    limits = {"device": "cpu", "max_num_seqs": 1, "chunk_length": 16, "memory_limit": 0.5}
+    with pytest.raises(ValueError, match='verify_strategy is "top", expected target_match, gre'):
+        C.Engine(spec, C.RuntimeConfig(**limits, verify_strategy="top"))
+    with pytest.raises(ValueError, match="verify_window is -1, expected at least 0"):
+        C.Engine(spec, C.RuntimeConfig(**limits, verify_strategy="topp", verify_window=-1))
 
 
 def test_unused_tensors_are_ignored(bad: Path, caplog: pytest.LogCaptureFixture) -> None:

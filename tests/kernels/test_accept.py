@@ -67,8 +67,10 @@ class Slots:
 class Cycle:
     """Runs one acceptance, and applies the reference to the host's copy of the slots."""
 
-    def __init__(self, slots: Slots, seq_slots: np.ndarray, contents, rng) -> None:
+    def __init__(self, slots: Slots, seq_slots: np.ndarray, contents, rng, window=None) -> None:
+        """`window`: of top-p verification with random candidates; None: target match."""
         self.slots, self.seq_slots, self.contents = slots, seq_slots, contents
+        self.window = window
         self.num_nodes = len(contents[0].tokens)
         self.drawn = np.array([self.draw(tree, rng) for tree in contents])
         self.logprobs = np.zeros(self.drawn.size, ops.token_logprobs_dtype)
@@ -77,6 +79,19 @@ class Cycle:
         self.logprobs["top_logprobs"] = -rng.random((self.drawn.size, 20))
         for slot, tree in zip(seq_slots, contents):
             slots.host["next_tokens"][slot] = tree.tokens[0]
+        self.candidates = np.zeros(self.drawn.size, ops.token_candidates_dtype)
+        for row, drawn in zip(self.candidates, self.drawn.flat if window is not None else ()):
+            there = 0 if drawn < 0 else rng.integers(1, 6)  # the vocabulary may be small
+            row["ids"] = [*rng.permutation(VOCAB)[:there], *[-1] * (5 - there)]
+            row["num"] = min(there, rng.integers(1, 4))
+            row["logprobs"] = -rng.random(5)
+
+    def topp(self, seq: int) -> reference.TopP | None:
+        if self.window is None:
+            return None
+        rows = self.candidates[seq * self.num_nodes : (seq + 1) * self.num_nodes]
+        known = [reference.Candidates(row["ids"].tolist(), int(row["num"])) for row in rows]
+        return reference.TopP(known, self.window)
 
     @staticmethod
     def draw(tree: reference.Tree, rng) -> list[int]:
@@ -111,6 +126,8 @@ class Cycle:
                 results=s.results, ring_size=RING, max_seqs=s.max_seqs, step_counter=s.step_counter,
                 done=s.done,
             ),
+            candidates=None if self.window is None else put_raw(d, self.candidates),
+            verify_window=self.window or 0,
         )  # fmt: skip
         assert (int(s.step_counter.numpy()[0]), int(s.done.numpy()[0])) == (before + 1, before + 1)
         self.results = get_structs(s.results, ops.slot_result_dtype)[before % RING]
@@ -134,7 +151,10 @@ class Cycle:
         if stop["finished"]:
             return reference.Acceptance([], [], True)
         stop_ids = stop["stop_ids"][: stop["num_stop_ids"]].tolist()
-        found = reference.accept(tree, self.drawn[seq], stop_ids, int(stop["max_tokens"]))
+        most = int(stop["max_tokens"])
+        found = reference.accept(tree, self.drawn[seq], stop_ids, most, topp=self.topp(seq))
+        exact = reference.accept(tree, self.drawn[seq], stop_ids, most)
+        assert len(found.path) >= len(exact.path)  # lossy verification accepts at least as many
         length, num = host["lengths"][slot], len(found.path)
         cached = [tree.tokens[node] for node in found.path]
         room = max(0, min(num, MAX_LEN - length))
@@ -158,7 +178,12 @@ class Cycle:
         num_logprobs = self.slots.sampling[slot]["num_logprobs"]
         for got, row in zip(result["logprobs"], rows) if num_logprobs >= 0 else ():
             expected = self.logprobs[row]
-            assert got["logprob"] == expected["logprob"]
+            token = found.emitted[rows.index(row)]
+            logprob = expected["logprob"]
+            if token != self.drawn.flat[row]:
+                own = self.candidates[row]
+                logprob = own["logprobs"][own["ids"].tolist().index(token)]
+            assert got["logprob"] == logprob
             for name in ("top_ids", "top_logprobs"):
                 assert np.array_equal(got[name][:num_logprobs], expected[name][:num_logprobs])
 

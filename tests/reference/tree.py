@@ -126,18 +126,80 @@ class Acceptance:
     finished: bool
 
 
+@dataclass
+class Candidates:
+    """The most likely tokens of a node; the first `num` pass the filters."""
+
+    ids: list[int]
+    num: int
+
+
+@dataclass
+class TopP:
+    """Top-p verification: the candidates of each node, and verify_window."""
+
+    candidates: list[Candidates]
+    window: int
+
+
 def accept(
-    tree: Tree, drawn: Sequence[int], stop_ids: Sequence[int], max_tokens: int, node: int = 0
+    tree: Tree,
+    drawn: Sequence[int],
+    stop_ids: Sequence[int],
+    max_tokens: int,
+    node: int = 0,
+    topp: TopP | None = None,
 ) -> Acceptance:
     """Starts at `node`."""
+    kids = children(tree, node)
     token = drawn[node]
+    if topp is not None and token >= 0:
+        token = accepted_token(tree, node, token, topp)
     if token in stop_ids or token < 0 or max_tokens <= 1:  # -1: no token
         return Acceptance([node], [token], True)
-    for child, (held, parent) in enumerate(zip(tree.tokens, tree.parents)):
-        if parent == node and held == token:
-            rest = accept(tree, drawn, stop_ids, max_tokens - 1, child)
-            return Acceptance([node, *rest.path], [token, *rest.emitted], rest.finished)
-    return Acceptance([node], [token], False)
+    if token not in kids:
+        return Acceptance([node], [token], False)
+    rest = accept(tree, drawn, stop_ids, max_tokens - 1, kids[token], topp)
+    return Acceptance([node, *rest.path], [token, *rest.emitted], rest.finished)
+
+
+def children(tree: Tree, node: int) -> dict[int, int]:
+    """Token -> child of the node that holds it."""
+    pairs = zip(tree.tokens, tree.parents)
+    return {t: child for child, (t, parent) in enumerate(pairs) if parent == node and t >= 0}
+
+
+def accepted_token(tree: Tree, node: int, drawn: int, topp: TopP) -> int:
+    """The token that top-p verification emits at the node."""
+    kids, own = children(tree, node), topp.candidates[node]
+    for token in (drawn, *own.ids[: own.num]):
+        if token in kids:
+            return token
+    second = own.ids[1]
+    at = kids.get(second)
+    for _ in range(topp.window):
+        if at is not None:
+            at = children(tree, at).get(topp.candidates[at].ids[0])
+    return drawn if at is None else second
+
+
+def fastdeploy_topp(drafts: Sequence[int], candidates: Sequence[Candidates], window: int) -> int:
+    """The number of drafted tokens of a chain that FastDeploy's verify_draft_tokens accepts."""
+    i = 0
+    while i < len(drafts):
+        ids, num = candidates[i].ids, candidates[i].num
+        if drafts[i] in ids[:num]:
+            i += 1
+            continue
+        if drafts[i] != ids[1]:
+            break
+        end, matches = i + 1, 0
+        while matches < window and end < len(drafts) and candidates[end].ids[0] == drafts[end]:
+            end, matches = end + 1, matches + 1
+        if matches < window:
+            break
+        i = end
+    return i
 
 
 def compact(entries: npt.NDArray[Any], length: int, path: Sequence[int]) -> npt.NDArray[Any]:

@@ -52,6 +52,9 @@ def test_the_shipped_draft(
     assert drafted(method="ngram").method == "ngram"  # type: ignore[union-attr]
     found.clear()
     assert drafted() is None
+    assert drafted(verify_strategy="topp", no_speculation=True) is None
+    with pytest.raises(ValueError, match="verify_strategy is 'greedy', but there is no draft"):
+        drafted(verify_strategy="greedy")
 
 
 @pytest.mark.parametrize("suffix", ["", "-w4"])

@@ -15,7 +15,7 @@ from tokenizers_for_tests import TEXT, byte_fallback, byte_level, write_director
 
 from cpmcu import server
 from cpmcu.chat_template import ChatTemplate
-from cpmcu.config import EngineConfig
+from cpmcu.config import EngineConfig, SpeculativeConfig
 from cpmcu.flags import from_flags
 from cpmcu.outputs import TokenLogprobs
 from cpmcu.serving import routes
@@ -271,6 +271,27 @@ def test_a_route_is_added_by_adding_a_file(tmp_path, monkeypatch):
             ]
 
     assert asyncio.run(run()) == [200, 401, 503]
+
+
+def test_a_lossy_verify_strategy_is_named():
+    """In the header of every response and in the metrics."""
+    info = "spec_decode_verify_strategy_info{"
+
+    async def run(**fields: str) -> tuple[str | None, str]:
+        config = EngineConfig(device="cpu", speculative_config=SpeculativeConfig(**fields))
+        service = Service(config, ServerConfig())
+        transport = httpx.ASGITransport(create_app(service))
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+            reply, metrics = await client.get("/version"), await client.get("/metrics")
+        (line,) = (line for line in metrics.text.splitlines() if info in line)
+        return reply.headers.get("x-verify-strategy"), line
+
+    header, line = asyncio.run(run(verify_strategy="topp"))
+    assert header == "topp; lossy"
+    assert 'lossy="true"' in line and 'verify_strategy="topp"' in line
+    header, line = asyncio.run(run())
+    assert header is None
+    assert 'lossy="false"' in line and 'verify_strategy="target_match"' in line
 
 
 def test_the_help_needs_no_web_framework():

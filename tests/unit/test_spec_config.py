@@ -168,3 +168,35 @@ def test_every_depth_has_a_tree_by_default(depth):
 def test_the_limits_are_those_of_the_extension():
     C = pytest.importorskip("cpmcu.C")
     assert C.MAX_TREE_SIZE == MAX_TREE_SIZE
+
+
+def test_verify_strategies():
+    assert SpeculativeConfig().verify_strategy == "target_match"
+    text = '{"method": "mtp", "verify_strategy": "topp", "verify_window": 3}'
+    config = from_command_line("--speculative-config", text)
+    assert (config.verify_strategy, config.verify_window) == ("topp", 3)
+    assert from_command_line("--verify-strategy", "greedy").verify_strategy == "greedy"
+    assert config.strategy == "topp"
+    assert dataclasses.replace(config, no_speculation=True).strategy == "target_match"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"verify_strategy": "top-p"}, "verify_strategy is 'top-p', but must be one of target_m"),
+        ({"verify_strategy": "topp", "verify_window": -1}, "verify_window is -1, but must be 0 to"),
+        ({"verify_strategy": "topp", "verify_window": 17}, "verify_window is 17, but must be 0 to"),
+        ({"verify_window": 2}, "verify_window is 2, but only verify_strategy 'topp' has one; ver"),
+        ({"verify_strategy": 1}, "speculative_config: verify_strategy is 1, expected str"),
+        ({"verify_strategy": "topp", "verify_window": 1.5}, "verify_window is 1.5, expected int"),
+    ],
+)
+def test_wrong_verify_strategies(fields, message):
+    with pytest.raises(ValueError, match=message):
+        SpeculativeConfig.from_mapping(fields)
+
+
+def test_the_help_names_lossy_strategies():
+    parser = make_parser()
+    for text in (parser.format_help(), parser.format_full_help()):
+        assert "--verify-strategy" in text and "LOSSY" in text.split("--verify-strategy", 1)[1]

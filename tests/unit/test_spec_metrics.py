@@ -8,8 +8,10 @@ import sys
 import pytest
 
 from cpmcu.outputs import CompletionOutput, RequestOutput, Timings
+from cpmcu.serving.answers import metrics_of
 from cpmcu.spec_metrics import AcceptanceCounter, SpecDecodeMetrics
 from cpmcu.ui.display import Display
+from cpmcu.ui.summary import summary_line
 
 
 def count(*emitted: int, depth: int = 3, detailed: bool = False) -> SpecDecodeMetrics:
@@ -90,3 +92,17 @@ def test_summary(monkeypatch, plain):
     text = stderr.getvalue()
     assert "mean accept length 2.40" in text and "7 drafted tokens" in text
     assert "60.0%" in text and "#" * 30 in text and "#" * 31 not in text
+
+
+def test_a_lossy_strategy_is_named():
+    counter = AcceptanceCounter(3, verify_strategy="topp")
+    counter.add(3, 3)
+    metrics = counter.metrics()
+    fields = metrics.to_dict()
+    assert (fields["verify_strategy"], fields["lossy"]) == ("topp", True)
+    timings = Timings(0.0, 0.1, 0.2, 3, 13, 5)
+    output = CompletionOutput(0, "", [], "stop", None, None, timings, metrics)
+    both = metrics_of([output, output])["speculative_decoding"]
+    assert (both["verify_strategy"], both["num_spec_steps"]) == ("topp", 2)
+    line = summary_line(RequestOutput([1], [output], 7), sampled=False)
+    assert "accept length 3.00 (lossy: topp)" in line

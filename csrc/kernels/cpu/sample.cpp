@@ -26,7 +26,9 @@ bool is_sound(const float* z, int vocab_size) {
 
 float largest(const float* z, int vocab_size) { return *std::max_element(z, z + vocab_size); }
 
-void write_logprobs(const float* z, int vocab_size, int token, int num_top, TokenLogprobs& out) {
+// Also those of `candidates`, unless it is null.
+void write_logprobs(const float* z, int vocab_size, int token, int num_top, TokenLogprobs& out,
+                    TokenCandidates* candidates) {
   const float maximum = largest(z, vocab_size);
   double sum = 0;
   if (maximum > -kInfinity) {
@@ -36,6 +38,10 @@ void write_logprobs(const float* z, int vocab_size, int token, int num_top, Toke
     return maximum > -kInfinity ? static_cast<float>(z[id] - maximum - std::log(sum)) : -kInfinity;
   };
   out.logprob = logprob(token);
+  for (int i = 0; candidates != nullptr && i < kMaxCandidates; ++i) {
+    const int id = candidates->ids[i];
+    candidates->logprobs[i] = id == kNoToken ? -kInfinity : logprob(id);
+  }
 
   num_top = std::min({num_top, vocab_size, kMaxLogprobs});
   thread_local std::vector<int> ids;
@@ -118,10 +124,35 @@ float keep_from(const float* z, int vocab_size, float maximum, const SlotSamplin
   return least;
 }
 
+// The most likely tokens. `least`: the smallest logit that passes top-k and top-p.
+void write_candidates(const float* z, int vocab_size, float least, const SlotSampling& s,
+                      TokenCandidates& out) {
+  const int count = std::min(vocab_size, kMaxCandidates);
+  thread_local std::vector<int> ids;
+  ids.resize(vocab_size);
+  std::iota(ids.begin(), ids.end(), 0);
+  std::partial_sort(ids.begin(), ids.begin() + count, ids.end(),
+                    [z](int a, int b) { return z[a] != z[b] ? z[a] > z[b] : a < b; });
+  const float maximum = z[ids[0]], least_score = s.min_p > 0 ? std::log(s.min_p) : -kInfinity;
+  out.num = 0;
+  for (int i = 0; i < kMaxCandidates; ++i) {
+    const bool exists = i < count && z[ids[i]] > -kInfinity;
+    out.ids[i] = exists ? ids[i] : kNoToken;
+    if (!exists) continue;
+    const float logit = z[ids[i]];
+    const bool passes =
+        s.temperature == 0
+            ? i == 0
+            : logit >= least &&
+                  (score_of(logit, maximum, s.temperature) >= least_score || logit == maximum);
+    out.num += passes ? 1 : 0;
+  }
+}
+
 // The token with the largest z / T + gumbel that passes the filters. All scores omit the constant
 // maximum / T.
-int draw(const float* z, int vocab_size, float maximum, int position, const SlotSampling& s) {
-  const float least = keep_from(z, vocab_size, maximum, s);
+int draw(const float* z, int vocab_size, float maximum, float least, int position,
+         const SlotSampling& s) {
   const float least_score = s.min_p > 0 ? std::log(s.min_p) : -kInfinity;
   int best = 0;
   float best_score = -kInfinity;
@@ -159,6 +190,11 @@ void sample(const Context&, const SampleParams& p) {
     const int64_t slot = p.token_slots[row];
     const SlotSampling& s = p.sampling[slot];
     float* z = p.logits.as<float>() + int64_t{row} * vocab_size;
+    TokenCandidates* candidates = p.candidates == nullptr ? nullptr : p.candidates + row;
+    if (candidates != nullptr) {
+      candidates->num = 0;
+      std::fill_n(candidates->ids, kMaxCandidates, kNoToken);
+    }
     if (!is_sound(z, vocab_size)) {
       p.tokens[row] = kNoToken;
       continue;
@@ -183,14 +219,17 @@ void sample(const Context&, const SampleParams& p) {
       p.tokens[row] = kNoToken;
       continue;
     }
+    float least = -kInfinity;
     if (s.temperature == 0) {
       token = static_cast<int>(std::find(z, z + vocab_size, maximum) - z);
     } else if (maximum > -kInfinity) {
-      token = draw(z, vocab_size, maximum, p.token_positions[row] + 1, s);
+      least = keep_from(z, vocab_size, maximum, s);
+      token = draw(z, vocab_size, maximum, least, p.token_positions[row] + 1, s);
     }
     p.tokens[row] = token;
+    if (candidates != nullptr) write_candidates(z, vocab_size, least, s, *candidates);
     if (s.num_logprobs >= 0) {
-      write_logprobs(raw.data(), vocab_size, token, s.num_logprobs, p.logprobs[row]);
+      write_logprobs(raw.data(), vocab_size, token, s.num_logprobs, p.logprobs[row], candidates);
     }
   }
 }

@@ -21,6 +21,36 @@ int child_of(const TokenTrees& trees, int seq, int node, int token) {
   return -1;
 }
 
+// The child of the node at which top-p verification continues, or -1.
+int accepted_child(const AcceptTreeParams& p, int seq, int node) {
+  const int num_nodes = p.trees.num_nodes, row = seq * num_nodes + node;
+  const TokenCandidates& candidates = p.candidates[row];
+  const auto with_candidate = [&](int i) {
+    const int token = candidates.ids[i];
+    return token == kNoToken ? -1 : child_of(p.trees, seq, node, token);
+  };
+  int child = child_of(p.trees, seq, node, p.drawn[row]);
+  for (int i = 0; i < candidates.num && child < 0; ++i) child = with_candidate(i);
+  if (child >= 0) return child;
+  child = with_candidate(1);
+  int last = child;
+  for (int i = 0; i < p.verify_window && last >= 0; ++i) {
+    const int first = p.candidates[seq * num_nodes + last].ids[0];
+    last = first == kNoToken ? -1 : child_of(p.trees, seq, last, first);
+  }
+  return last < 0 ? -1 : child;
+}
+
+// The log-probability of a token that is the drawn one or a candidate.
+float logprob_of(const AcceptTreeParams& p, int row, int token) {
+  if (token != p.drawn[row]) {
+    for (int i = 0; i < kMaxCandidates; ++i) {
+      if (p.candidates[row].ids[i] == token) return p.candidates[row].logprobs[i];
+    }
+  }
+  return p.logprobs[row].logprob;
+}
+
 }  // namespace
 
 void accept_tree(const Context&, const AcceptTreeParams& p) {
@@ -43,7 +73,13 @@ void accept_tree(const Context&, const AcceptTreeParams& p) {
     int num = 0, cached = state.next_tokens[slot];
     bool finished = stop.finished;
     for (int node = 0; node >= 0 && !finished && num < max_path; ++num) {
-      const int row = seq * num_nodes + node, token = p.drawn[row];
+      const int row = seq * num_nodes + node, drawn = p.drawn[row];
+      int child = -1;
+      if (drawn != kNoToken) {
+        child = p.candidates == nullptr ? child_of(p.trees, seq, node, drawn)
+                                        : accepted_child(p, seq, node);
+      }
+      const int token = child < 0 ? drawn : p.trees.tokens[seq * num_nodes + child];
       if (state.history && length + num < state.max_len) {
         state.history[int64_t{slot} * state.max_len + length + num] = cached;
       }
@@ -51,7 +87,10 @@ void accept_tree(const Context&, const AcceptTreeParams& p) {
       ids[num] = token;
       if (result != nullptr) {
         result->tokens[num] = token;
-        if (sampling.num_logprobs >= 0) result->logprobs[num] = p.logprobs[row];
+        if (sampling.num_logprobs >= 0) {
+          result->logprobs[num] = p.logprobs[row];
+          result->logprobs[num].logprob = logprob_of(p, row, token);
+        }
       }
       const bool is_token = token != kNoToken;
       if (is_token && sampling.use_penalties) {
@@ -59,7 +98,7 @@ void accept_tree(const Context&, const AcceptTreeParams& p) {
       }
       finished = !is_token || is_stop(stop, token) || num + 1 >= stop.max_tokens;
       cached = token;
-      node = child_of(p.trees, seq, node, token);
+      node = child;
     }
     if (num > 0) {
       state.lengths[slot] = length + num;

@@ -22,6 +22,9 @@
 //
 // Log-probabilities are those of the raw logits, before penalties, mask and temperature.
 //
+// The candidates of a row are its most likely tokens after penalties, bias and mask. Lossy
+// verification accepts them (docs/speculation.md).
+//
 // Source: Philox, Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 #pragma once
 
@@ -54,6 +57,15 @@ struct TokenLogprobs {
   float top_logprobs[kMaxLogprobs] = {};
 };
 
+constexpr int kMaxCandidates = 5;
+
+// Candidates in descending order; if two logits are equal, the lower id comes first.
+struct TokenCandidates {
+  int num = 0;  // the first `num` pass top-k, top-p and min-p; at temperature 0 only the first one
+  int ids[kMaxCandidates] = {};         // kNoToken: no other token is allowed
+  float logprobs[kMaxCandidates] = {};  // written if the slot asks for log-probabilities
+};
+
 constexpr int kPromptBit = 1 << 30;  // in counts: the token occurs in the prompt
 
 // Number of words of a mask. Token t is allowed if bit t % 32 of word t / 32 is set.
@@ -74,10 +86,11 @@ struct SampleParams {
   int tree_size = 0;                     // N: row r is node r % N of sequence r / N
   // Masks, or null. Row r may draw only the tokens of masks[mask_rows[r]]; -1: all tokens. The
   // logits of other tokens count as -inf.
-  const int* mask_rows = nullptr;     // [R]
-  const uint32_t* masks = nullptr;    // [M, num_mask_words(V)]
-  int* tokens = nullptr;              // [R] out
-  TokenLogprobs* logprobs = nullptr;  // [R] out, if the slot asks for them
+  const int* mask_rows = nullptr;         // [R]
+  const uint32_t* masks = nullptr;        // [M, num_mask_words(V)]
+  int* tokens = nullptr;                  // [R] out
+  TokenLogprobs* logprobs = nullptr;      // [R] out, if the slot asks for them
+  TokenCandidates* candidates = nullptr;  // [R] out, or null
 };
 
 REGISTER_OP(sample, SampleParams)

@@ -130,6 +130,16 @@ struct SlotStop {
 // otherwise it ends. The walk also ends after a stop id, after the last allowed token, and after
 // kNoToken. kNoToken is emitted but never counted.
 //
+// If `candidates` is given, the walk accepts more (top-p verification, which changes the text). The
+// walk emits the token of a child and continues there. It takes the first child that exists of:
+//
+//   1. the child that has the drawn token
+//   2. the child whose token is the most likely candidate that passes the filters
+//   3. the child that has the second candidate, if `verify_window` nodes below it follow each other
+//      and each has its parent's first candidate
+//
+// Without such a child, the drawn token is emitted and the walk ends.
+//
 // The walk then updates the slot: lengths += number of emitted tokens, next_tokens = last emitted
 // token, history, accepted, stop.max_tokens, stop.finished, and counts if the slot uses penalties.
 // Result b of the step belongs to sequence b.
@@ -138,10 +148,12 @@ struct SlotStop {
 // of its state stays unchanged.
 struct AcceptTreeParams {
   TokenTrees trees;
-  const int* drawn = nullptr;               // [B N] the token drawn at each node
-  const TokenLogprobs* logprobs = nullptr;  // [B N]
-  const int* seq_slots = nullptr;           // [B]
-  const SlotSampling* sampling = nullptr;   // [slots]
+  const int* drawn = nullptr;                   // [B N] the token drawn at each node
+  const TokenLogprobs* logprobs = nullptr;      // [B N]
+  const int* seq_slots = nullptr;               // [B]
+  const SlotSampling* sampling = nullptr;       // [slots]
+  const TokenCandidates* candidates = nullptr;  // [B N] of each node, or null: target match
+  int verify_window = 0;
   SlotState state;
   SlotStop* stops = nullptr;  // [slots]
   ResultSink sink;

@@ -61,6 +61,8 @@ inline void check_accept(const AcceptTreeParams& p) {
   const int max_path = p.state.accepted.max_path;
   CHECK(max_path >= 1 && max_path <= kMaxTreeSize,
         "accept_tree: the longest path has {} tokens, expected 1 to {}", max_path, kMaxTreeSize);
+  CHECK(p.verify_window >= 0, "accept_tree: verify_window is {}, expected at least 0",
+        p.verify_window);
   CHECK(p.sink.step_counter == nullptr ||
             (p.sink.ring_size > 0 && p.trees.num_seqs <= p.sink.max_seqs),
         "accept_tree: results of {} sequences do not fit a ring of {} steps with {} results each",

@@ -5,6 +5,9 @@
 // Schedule of accept_tree: one CTA, because it publishes the results of all sequences. One warp
 // walks one tree. Each lane holds two nodes, so a step of the walk takes two votes. Results are
 // published as in step_ops.cu.
+//
+// Top-p verification: whether a node is accepted as a child depends on its parent's candidates
+// alone. So each lane ranks its nodes before the walk, and a step of the walk is one minimum.
 #include "core/launch.h"
 #include "core/ptx.cuh"
 #include "kernels/tree/tree_checks.h"
@@ -63,9 +66,78 @@ __device__ int walk_tree(const AcceptTreeParams& p, int seq, const SlotStop& sto
   }
 }
 
-__device__ void publish_logprobs(const TokenLogprobs& from, TokenLogprobs& to, int num_logprobs,
-                                 int lane) {
-  if (lane == 0) to.logprob = from.logprob;
+// As walk_tree, for top-p verification.
+__device__ int walk_candidates(const AcceptTreeParams& p, int seq, const SlotStop& stop, int lane,
+                               Walk& walk, bool& finished) {
+  constexpr unsigned kNone = ~0u;
+  const int first_row = seq * p.trees.num_nodes;
+  int tokens[2], parents[2], drawn[2];
+  unsigned order[2];               // children of a node in the order of preference; kNone: rejected
+  bool is_first[2], is_second[2];  // the token is this candidate of the parent
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int node = i * 32 + lane;
+    const bool exists = node < p.trees.num_nodes;
+    tokens[i] = exists ? p.trees.tokens[first_row + node] : -1;
+    parents[i] = exists && tokens[i] >= 0 ? p.trees.parents[first_row + node] : -1;
+    drawn[i] = exists ? p.drawn[first_row + node] : 0;
+    const int parent_row = first_row + max(parents[i], 0);  // the order of other nodes is not used
+    const TokenCandidates& candidates = p.candidates[parent_row];
+    const int num = candidates.num;
+    order[i] = kNone;
+#pragma unroll
+    for (int j = kMaxCandidates - 1; j >= 0; --j) {
+      const bool equal = candidates.ids[j] == tokens[i];
+      if (equal && j < num) order[i] = (j + 1) * kMaxTreeSize + node;
+      if (j == 0) is_first[i] = equal;
+      if (j == 1) is_second[i] = equal;
+    }
+    if (p.drawn[parent_row] == tokens[i]) order[i] = node;
+  }
+  const auto child_with = [&](int node, const bool (&wanted)[2]) {
+    const unsigned low = __ballot_sync(kAllLanes, parents[0] == node && wanted[0]);
+    const unsigned high = __ballot_sync(kAllLanes, parents[1] == node && wanted[1]);
+    return low != 0 ? __ffs(low) - 1 : high != 0 ? 31 + __ffs(high) : -1;
+  };
+  const int stop_id = lane < min(stop.num_stop_ids, kMaxStopIds) ? stop.stop_ids[lane] : -1;
+  const int max_tokens = stop.max_tokens;
+  for (int num = 0, node = 0;;) {
+    const unsigned low = parents[0] == node ? order[0] : kNone;
+    const unsigned high = parents[1] == node ? order[1] : kNone;
+    const unsigned best = __reduce_min_sync(kAllLanes, min(low, high));
+    int child = best == kNone ? -1 : static_cast<int>(best % kMaxTreeSize);
+    if (child < 0) {
+      int last = child = child_with(node, is_second);
+      for (int i = 0; i < p.verify_window && last >= 0; ++i) last = child_with(last, is_first);
+      if (last < 0) child = -1;
+    }
+    const int token = child < 0 ? of_node(drawn, node) : of_node(tokens, child);
+    if (lane == 0) {
+      walk.path[num] = node;
+      walk.emitted[num] = token;
+    }
+    ++num;
+    finished = token == kNoToken || num >= max_tokens ||
+               __any_sync(kAllLanes, stop_id == token && stop_id >= 0);
+    if (finished || num == p.state.accepted.max_path || child < 0) return num;
+    node = child;
+  }
+}
+
+// The log-probability of a token that is the drawn one or a candidate.
+__device__ float logprob_of(const AcceptTreeParams& p, int row, int token) {
+  if (token != p.drawn[row]) {
+    const TokenCandidates& candidates = p.candidates[row];
+    for (int i = 0; i < kMaxCandidates; ++i) {
+      if (candidates.ids[i] == token) return candidates.logprobs[i];
+    }
+  }
+  return p.logprobs[row].logprob;
+}
+
+__device__ void publish_logprobs(const TokenLogprobs& from, TokenLogprobs& to, float logprob,
+                                 int num_logprobs, int lane) {
+  if (lane == 0) to.logprob = logprob;
   if (lane < min(num_logprobs, kMaxLogprobs)) {
     to.top_ids[lane] = from.top_ids[lane];
     to.top_logprobs[lane] = from.top_logprobs[lane];
@@ -73,6 +145,7 @@ __device__ void publish_logprobs(const TokenLogprobs& from, TokenLogprobs& to, i
 }
 
 // One warp handles one sequence. `result` is null if nothing is published.
+template <bool kTopP>
 __device__ void accept_one(const AcceptTreeParams& p, int seq, SlotResult* result, Walk& walk,
                            int lane) {
   const int slot = p.seq_slots[seq], max_path = p.state.accepted.max_path;
@@ -80,7 +153,11 @@ __device__ void accept_one(const AcceptTreeParams& p, int seq, SlotResult* resul
   const int length = p.state.lengths[slot], root = p.state.next_tokens[slot];
   const int max_tokens = stop.max_tokens;
   bool finished = stop.finished != 0;
-  const int num = finished ? 0 : walk_tree(p, seq, stop, lane, walk, finished);
+  int num = 0;
+  if (!finished) {
+    num = kTopP ? walk_candidates(p, seq, stop, lane, walk, finished)
+                : walk_tree(p, seq, stop, lane, walk, finished);
+  }
   __syncwarp();
 
   const bool counts_tokens = p.sampling[slot].use_penalties != 0;
@@ -101,8 +178,9 @@ __device__ void accept_one(const AcceptTreeParams& p, int seq, SlotResult* resul
   }
   const int num_logprobs = result ? p.sampling[slot].num_logprobs : -1;
   for (int j = 0; num_logprobs >= 0 && j < num; ++j) {
-    publish_logprobs(p.logprobs[seq * p.trees.num_nodes + walk.path[j]], result->logprobs[j],
-                     num_logprobs, lane);
+    const int row = seq * p.trees.num_nodes + walk.path[j];
+    const float logprob = kTopP ? logprob_of(p, row, walk.emitted[j]) : p.logprobs[row].logprob;
+    publish_logprobs(p.logprobs[row], result->logprobs[j], logprob, num_logprobs, lane);
   }
   if (lane == 0) {
     p.state.accepted.counts[slot] = num;
@@ -122,6 +200,7 @@ __device__ void accept_one(const AcceptTreeParams& p, int seq, SlotResult* resul
 }
 
 // Grid: 1.
+template <bool kTopP>
 __global__ void __launch_bounds__(kAcceptWarps * 32)
     accept_tree_kernel(const __grid_constant__ AcceptTreeParams p) {
   __shared__ Walk walks[kAcceptWarps];
@@ -132,7 +211,7 @@ __global__ void __launch_bounds__(kAcceptWarps * 32)
   SlotResult* results = p.sink.results + (num_steps % p.sink.ring_size) * p.sink.max_seqs;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   for (int seq = warp; seq < p.trees.num_seqs; seq += kAcceptWarps) {
-    accept_one(p, seq, publishes ? results + seq : nullptr, walks[warp], lane);
+    accept_one<kTopP>(p, seq, publishes ? results + seq : nullptr, walks[warp], lane);
   }
   if (!publishes) return;
   __syncthreads();
@@ -202,7 +281,9 @@ dim3 ctas_for(int count) { return dim3((count + kThreads - 1) / kThreads); }
 // Graph-safe; reads from the device: all but the sizes. Publishes even if there are no sequences.
 void accept_tree(const Context& ctx, const AcceptTreeParams& p) {
   check_accept(p);
-  launch(ctx, accept_tree_kernel, dim3(1), dim3(kAcceptWarps * 32), 0, p);
+  const auto kernel =
+      p.candidates == nullptr ? accept_tree_kernel<false> : accept_tree_kernel<true>;
+  launch(ctx, kernel, dim3(1), dim3(kAcceptWarps * 32), 0, p);
 }
 
 // Graph-safe; reads from the device: seq_slots, lengths, accepted.
