@@ -99,34 +99,33 @@ def complete(draft: list[int]) -> list[int]:
     return used
 
 
-@pytest.mark.parametrize(("head", "passes"), [("eagle", 3), ("eagle3_shared", DEPTH)])
-def test_it_drafts_what_its_model_drafts(models: Models, head: str, passes: int) -> None:
+@pytest.mark.parametrize(
+    ("head", "passes", "name"), [("eagle", 3, "seeded"), ("eagle3_shared", DEPTH, "greedy")]
+)
+def test_it_drafts_what_its_model_drafts(models: Models, head: str, passes: int, name: str) -> None:
     """With as many passes as tokens the whole chain, else as much of it as its steps accept."""
-    drafted = Drafted(models, head)
+    drafted, fields = Drafted(models, head), SAMPLINGS[name]
     config = {"max_num_seqs": len(PROMPTS)}
     engine = drafted.headed(config, num_model_steps=passes)
-    for name, chunk in (("greedy", 7), ("seeded", 100)):
-        fields = SAMPLINGS[name]
-        chains = {
-            (i, len(tokens)): (tokens, draft)
-            for i, tokens, draft in drafts(drafted.alone(**config), PROMPTS, chunk, **fields)
-        }
-        lengths, common, last = set(), 0, {}
-        for i, tokens, draft in drafts(engine, PROMPTS, chunk, **fields):
-            lengths.add(len(complete(draft)))
-            last[i] = tokens
-            if (i, len(tokens)) not in chains:
-                continue  # the draft was shorter in an earlier step
+    chains = {
+        (i, len(tokens)): (tokens, draft)
+        for i, tokens, draft in drafts(drafted.alone(**config), PROMPTS, 100, **fields)
+    }
+    lengths, common, last = set(), 0, {}
+    for i, tokens, draft in drafts(engine, PROMPTS, 7, **fields):
+        found = complete(draft)
+        lengths.add(len(found))
+        last[i] = tokens
+        if (i, len(tokens)) in chains:  # else a draft was shorter in an earlier step
             common += 1
             expected_tokens, expected = chains[i, len(tokens)]
-            assert tokens == expected_tokens
-            assert complete(draft) == expected[: len(complete(draft))]
-        for i, tokens in last.items():
-            assert tokens == models.plain("llama", PROMPTS[i], COUNT, **fields)[: len(tokens)]
-        if passes == DEPTH:
-            assert lengths == {DEPTH} and common == len(chains)
-        else:
-            assert len(lengths) > 2 and max(lengths) > DEPTH - 2 and common > len(chains) / 4
+            assert (tokens, found) == (expected_tokens, expected[: len(found)])
+    for i, tokens in last.items():
+        assert tokens == models.plain("llama", PROMPTS[i], COUNT, **fields)[: len(tokens)]
+    if passes == DEPTH:
+        assert lengths == {DEPTH} and common == len(chains)
+    else:
+        assert len(lengths) > 2 and max(lengths) > DEPTH - 2 and common > len(chains) / 4
 
 
 def test_state_is_that_of_a_prompt(models: Models) -> None:
