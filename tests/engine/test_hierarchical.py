@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cpmcu.drafters import hierarchical
 from tests.engine.drafted import SAMPLINGS, Drive, Models
 from tests.engine.harness import DEVICES, SMALL, random_ids, sampling
 from tests.engine.prefix import Job, running
@@ -21,7 +20,7 @@ from tests.reference.tiny_drafts import write_draft
 
 extension_or_skip()
 
-VOCAB = 11  # so few tokens that a random head often drafts the right one
+VOCAB = 16  # so few tokens that a random head often drafts the right one
 DEPTH = 7
 COUNT = 16 if SMALL else 30
 NO_MASKS = np.zeros((0, 0), np.uint32)
@@ -135,16 +134,19 @@ def test_state_is_that_of_a_prompt(models: Models) -> None:
     """
     drafted, fields = Drafted(models), SAMPLINGS["seeded"]
     engine, fresh = (drafted.headed(num_model_steps=3) for _ in range(2))
-    ids = PROMPTS[-1]
-    steps = list(drafts(engine, [ids], 100, **fields))
-    assert len({len(complete(draft)) for _, _, draft in steps}) > 1
-    for _, tokens, draft in steps[1::3]:
-        again = drafts(fresh, [ids + tokens[:-1]], 50, **fields)
-        _, root, after_prompt = next(again)
-        assert (root, after_prompt) == (tokens[-1:], draft)
-        fresh.end_masked([-1] * (DEPTH + 1), NO_MASKS)
-        fresh.collect()
-        fresh.release(0)
+    lengths, equal = set(), []
+    for ids in PROMPTS[:2]:
+        for _, tokens, draft in list(drafts(engine, [ids], 100, **fields))[1:]:
+            _, root, after_prompt = next(drafts(fresh, [ids + tokens[:-1]], 50, **fields))
+            fresh.end_masked([-1] * (DEPTH + 1), NO_MASKS)
+            fresh.collect()
+            fresh.release(0)
+            assert root == tokens[-1:]
+            equal.append(after_prompt == draft)
+            lengths.add(len(complete(draft)))
+    assert len(lengths) > 2
+    # On a GPU the kernels of prompts round otherwise, and a head may then draft something else.
+    assert sum(equal) >= len(equal) * (1 if models.device == "cpu" else 0.8)
 
 
 @pytest.mark.parametrize("fill", [None, "ngram"])
@@ -175,9 +177,8 @@ def test_prefix_cache(models: Models) -> None:
         assert cache.counters.hits > 0
 
 
-def test_the_head_saves_passes(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A head that is often right drafts most of a chain in few passes; a chain of it is allowed."""
-    monkeypatch.setattr(hierarchical, "HEAD_SHAPE", hierarchical.TreeShape(3, 1, 4))
-    engine = Drafted(models).headed(num_model_steps=4)
-    found = [len(complete(draft)) for _, _, draft in drafts(engine, PROMPTS[:1], 9)]
-    assert sum(found) / len(found) > 4  # four passes alone draft four tokens
+def test_the_head_saves_passes(models: Models) -> None:
+    """A head that is often right drafts more than one token a pass."""
+    engine = Drafted(models).headed({"max_num_seqs": len(PROMPTS)}, num_model_steps=4)
+    found = [len(complete(draft)) for _, _, draft in drafts(engine, PROMPTS, 100)]
+    assert sum(found) / len(found) > 4.2  # four passes alone draft four tokens
