@@ -102,8 +102,8 @@ struct DraftPrompt {
   SlotState slots{};              // before the chunk
   // [B, max_path] the last rows of each sequence, and their rows of `accepted`; -1: none.
   const int *last_rows = nullptr, *slot_rows = nullptr;
-  HiddenStates hidden{};          // [T, …]
-  HiddenStates accepted{};        // as in DraftBatch, of the tokens before the chunk
+  HiddenStates hidden{};    // [T, …]
+  HiddenStates accepted{};  // as in DraftBatch, of the tokens before the chunk
 };
 
 class Drafter {

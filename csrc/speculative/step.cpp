@@ -100,11 +100,9 @@ void SpeculativeStep::keep_hidden(const Context& ctx, const HiddenStates& hidden
                                   const int* slot_rows, int num_rows) const {
   const auto keep = [&](const Tensor& accepted, const Tensor& from) {
     if (from.empty()) return;
-    gather_rows(ctx, {.out = accepted,
-                      .x = from,
-                      .index = rows,
-                      .out_index = slot_rows,
-                      .num_rows = num_rows});
+    gather_rows(
+        ctx,
+        {.out = accepted, .x = from, .index = rows, .out_index = slot_rows, .num_rows = num_rows});
   };
   keep(accepted_.final, hidden.final);
   keep(accepted_.layers, hidden.layers);

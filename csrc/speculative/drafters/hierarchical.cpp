@@ -10,7 +10,7 @@
 //
 // Inner state follows from the outer step (begin_inner): no inner token survives it, so a rejected
 // chain or a skipped step needs no repair. Entries of the accepted tokens are written again.
-// Source: the reference engine's `hier`; Sun et al., arXiv:2404.11912, is similar.
+// Sources: the `hier` drafters of CPM.cu; Sun et al., arXiv:2404.11912.
 #include <algorithm>
 
 #include "kernels/tree/inner_step.h"
