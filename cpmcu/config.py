@@ -48,6 +48,7 @@ ASSETS = Path(__file__).parent / "assets"
 _SHIPPED_DRAFTS = {  # target -> draft
     "tiny-python-minicpm": "tiny-python-eagle2",
     "tiny-python-minicpm-w4": "tiny-python-eagle2-w4",
+    "tiny-python-draft": "tiny-python-draft-eagle2",
 }
 
 
@@ -92,6 +93,7 @@ HEAD_SHAPE = TreeShape(depth=2, topk=10, tree_size=12)
 CHOSEN_SHAPE = TreeShape(depth=4, topk=8, tree_size=32)  # largest shape if each step chooses
 SHIPPED_SHAPE = TreeShape(depth=4, topk=8, tree_size=24)
 CHAIN_DEPTH = 4
+HIERARCHY_DEPTH = 7  # of a chain that a draft with a head of its own drafts
 FILL_DEPTH = 9  # of the longest path if the context fills drafts
 MODEL_STEPS = 4  # of these, tokens that the drafter drafts
 
@@ -117,6 +119,12 @@ class SpeculativeConfig:
         flags=("--spec-method",),
         metavar="NAME",
         brief="ngram: drafts from the text, without files",
+    )
+    head_model_path: str | None = option(
+        None,
+        "with --spec-method hierarchical: EAGLE head of the draft model, which drafts for it",
+        metavar="PATH|REPO",
+        brief="",
     )
     no_speculation: bool = option(
         False,
@@ -176,7 +184,8 @@ class SpeculativeConfig:
     )
     num_model_steps: int | None = option(
         None,
-        f"with --spec-fill: tokens of a path that the drafter drafts (default: {MODEL_STEPS})",
+        f"with --spec-fill: tokens of a path that the drafter drafts (default: {MODEL_STEPS}); "
+        "with --spec-method hierarchical alone: most passes of the draft model in a step",
         flags=("--spec-model-steps",),
         brief="",
     )
@@ -196,7 +205,7 @@ class SpeculativeConfig:
     )
 
     def __post_init__(self) -> None:
-        for name in ("draft_model_path", "frspec_path"):
+        for name in ("draft_model_path", "head_model_path", "frspec_path"):
             check_filled(name, getattr(self, name), "a directory, file or Hugging Face id")
         counts = ("spec_num_iter", "spec_topk_per_iter", "spec_tree_size")
         for name in (*counts, "num_model_steps", "prompt_lookup_min", "prompt_lookup_max"):
@@ -221,8 +230,12 @@ class SpeculativeConfig:
                 f"prompt_lookup_max, which is {self.ngram_range[1]}"
             )
         check_verification(self.verify_strategy, self.verify_window)
+        if self.head_model_path is not None and self.method != "hierarchical":
+            raise ValueError(
+                f"head_model_path is given with method {self.method!r}, expected 'hierarchical'"
+            )
         self._check_fill()
-        self.shape(chain=self.method == "ngram")  # raises for an impossible shape
+        self.shape(chain=self.method in ("ngram", "hierarchical"))  # raises if impossible
 
     def _check_fill(self) -> None:
         steps, longest = self.num_model_steps, self.spec_num_iter
@@ -232,7 +245,7 @@ class SpeculativeConfig:
                 raise ValueError(
                     f"fill and method are both {self.fill!r}, expected the method of another draft"
                 )
-        elif steps is not None and steps != longest:
+        elif self.method != "hierarchical" and steps is not None and steps != longest:
             raise ValueError(
                 f"num_model_steps is {steps} without a fill, but must equal spec_num_iter, which "
                 f"is {longest}"
@@ -295,7 +308,8 @@ class SpeculativeConfig:
         return TreeShape(depth, topk, size)
 
     def _chain(self) -> TreeShape:
-        depth = self.spec_num_iter or (CHAIN_DEPTH if self.fill is None else FILL_DEPTH)
+        alone = HIERARCHY_DEPTH if self.method == "hierarchical" else CHAIN_DEPTH
+        depth = self.spec_num_iter or (alone if self.fill is None else FILL_DEPTH)
         if depth > MAX_DRAFT_DEPTH:
             raise ValueError(f"spec_num_iter is {depth}, but must be at most {MAX_DRAFT_DEPTH}")
         for name, value in (("spec_topk_per_iter", 1), ("spec_tree_size", depth + 1)):
@@ -426,7 +440,7 @@ class EngineConfig(SparseOptions):
     speculative_config: str | SpeculativeConfig | None = option(  # noqa: RUF009
         None,
         "speculation as JSON with keys of vLLM and FastDeploy: "
-        '{"method": "eagle|eagle3|mtp|ngram|draft_model", "model": PATH, '
+        '{"method": "eagle|eagle3|mtp|ngram|draft_model|hierarchical", "model": PATH, '
         '"num_speculative_tokens": N, "prompt_lookup_max": N, "prompt_lookup_min": N}',
         metavar="JSON",
     )

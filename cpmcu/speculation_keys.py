@@ -10,6 +10,7 @@ from typing import Any
 _KEYS = {
     "method": "method",
     "model": "draft_model_path",
+    "draft_model": "head_model_path",
     "num_speculative_tokens": "spec_num_iter",
     "prompt_lookup_max": "prompt_lookup_max",
     "prompt_lookup_min": "prompt_lookup_min",

@@ -72,6 +72,7 @@ class DraftPlan:
     quantises_head: bool = False  # draft_head_quant auto is w4, even if the draft is dense
     window: int | None = 0  # default of spec_window_size; None: the draft has no window
     chain: bool = False  # drafts have no branches
+    has_head: bool = False  # a language model that an EAGLE head of its own drafts
     options: Mapping[str, Any] = field(default_factory=dict)  # options of the C++ drafter
     # Parts of a combined drafter: (name in C++, plan). The fields above describe the tensors of
     # the part with weights.

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cpmcu.config import (
+    ASSETS,
     CHOSEN_SHAPE,
     HEAD_SHAPE,
     SHIPPED_SHAPE,
     SpeculativeConfig,
     TreeShape,
     num_candidates,
+    shipped,
     shipped_draft,
 )
-from cpmcu.drafters import frspec
+from cpmcu.drafters import frspec, hierarchical
 from cpmcu.drafters.fill import fill_plan
 from cpmcu.drafters.registry import (
     Drafter,
@@ -48,7 +50,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PREFIX = "draft."  # prefix of the engine's names of the draft's tensors
-HEAD = PREFIX + "lm_head"
+HEAD_PREFIX = PREFIX + "head."  # of those of the head that drafts for a draft model
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +64,26 @@ class LoadedDraft:
     vocab_ids: list[int]  # of FR-Spec; empty: those of the plan
     files: DraftFiles | None
     head_quant: str = "auto"  # effective draft_head_quant
+    prefix: str = PREFIX
+    head: LoadedDraft | None = None  # the head that drafts for this draft model
 
     @property
     def title(self) -> str:
         """The draft's name for a user."""
         assert self.files is not None
         return f"{self.files.directory.name} ({self.method})"
+
+    @property
+    def with_files(self) -> list[LoadedDraft]:
+        """The draft and its head, those that have weights."""
+        drafts = [self, self.head] if self.head else [self]
+        return [draft for draft in drafts if draft.files is not None]
+
+    def owns(self, name: str) -> bool:
+        """Is this the engine's name of a tensor of the draft itself?"""
+        return name.startswith(self.prefix) and not (
+            self.head is not None and name.startswith(self.head.prefix)
+        )
 
     def spec(self, extension: Any, dtype: str) -> C.DrafterSpec:
         """The engine's specification of the drafter."""
@@ -91,8 +107,11 @@ class LoadedDraft:
                 linear_options=plan.quant.linear_options,
                 linear_overrides=self._overrides(plan.fields),
             )
+            if self.head is not None:
+                more["parts"] = [self.head.spec(extension, dtype)]
         made: C.DrafterSpec = extension.DrafterSpec(
             method=method,
+            scope=self.prefix,
             depth=shape.depth,
             topk=shape.topk,
             tree_size=shape.tree_size,
@@ -110,14 +129,22 @@ class LoadedDraft:
 
     def _overrides(self, fields: SpecFields) -> dict[str, str]:
         """Engine's module name -> linear method. The head gets the configured method."""
-        overrides = engine_overrides(self.plan.quant.linear_overrides, self.plan.names, fields)
+        overrides = engine_overrides(self.plan.quant.linear_overrides, self._names, fields)
+        head = self.prefix + "lm_head"
         quantised = self.plan.quant.linear_method != "dense"
-        if quantised and HEAD not in overrides and not self.plan.shares_head:
+        if quantised and head not in overrides and not self.plan.shares_head:
             return overrides  # the file stores the head quantised
         bits = self.head_quant
         if bits == "auto":
             bits = "w4" if quantised or self.plan.quantises_head else "none"
-        return overrides | {HEAD: "dense" if bits == "none" else f"{bits}_rtn"}
+        return overrides | {head: "dense" if bits == "none" else f"{bits}_rtn"}
+
+    def _names(self, name: str, fields: SpecFields) -> Sequence[Piece]:
+        """The plan's names, with this draft's prefix."""
+        return [
+            replace(piece, name=self.prefix + piece.name.removeprefix(PREFIX))
+            for piece in self.plan.names(name, fields)
+        ]
 
     def reads(self, name: str) -> bool:
         """Is this tensor one of the draft's, read or left out for a reason?"""
@@ -139,9 +166,14 @@ class LoadedDraft:
             logger.info("%s: %s is not read: %s", self.files.directory.name, name, reason)
 
         def names(name: str, fields: SpecFields) -> Sequence[Piece]:
-            return () if name in ignored else self.plan.names(name, fields)
+            return () if name in ignored else self._names(name, fields)
 
         checkpoint, quant = self.files.checkpoint, self.plan.quant
+        if self.prefix != PREFIX and quant.repacks:
+            raise ValueError(
+                f"{self.files.directory}: {self.title} stores fc in the CPM.cu format of 4 bits, "
+                "expected a dense head, or one in another format, for a draft model"
+            )
         plan = plan_load(checkpoint, self.plan.fields, names, quant, expected, required)
         if not self.plan.refuses_unknown:
             return plan
@@ -181,6 +213,8 @@ def open_draft(
         return None
     if shipped:
         source = str(shipped)
+    if source is None and expected == "hierarchical":
+        source = _draft_model(directory)
     files = None if source is None else _open_files(source)
     if files is None and expected != "auto" and _is_in_target(get_drafter(expected)[1]):
         files = _files_of(directory, target)
@@ -193,13 +227,65 @@ def open_draft(
         vocab_ids = _frspec_ids(speculation, method, plan, files, target)
         _check_width(shape, vocab_ids or plan.options.get("vocab_ids", ()))
         window = _window(speculation, method, plan)
+        head = _open_head(speculation, files, plan, target) if plan.has_head and files else None
     except ValueError as error:
         if files is None or str(files.directory) in str(error):
             raise
         raise ValueError(f"{files.directory}: {error}") from error
     if speculation.fill is not None:
         method, plan = fill_plan(method, plan, speculation)
-    return LoadedDraft(method, plan, shape, window, vocab_ids, files, head_quant)
+    return LoadedDraft(method, plan, shape, window, vocab_ids, files, head_quant, head=head)
+
+
+def _draft_model(directory: Path) -> str:
+    """The draft model of a hierarchical draft, if none is named."""
+    if shipped(str(directory)) is None:
+        raise ValueError(
+            "method hierarchical needs a draft model and its head, expected draft_model_path "
+            "(model) and head_model_path (draft_model)"
+        )
+    return str(ASSETS / "tiny-python-draft")
+
+
+def _open_head(
+    speculation: SpeculativeConfig, model: DraftFiles, plan: DraftPlan, target: TargetModel
+) -> LoadedDraft:
+    """The head that drafts for a draft model: the configured one, else its shipped one."""
+    assert plan.fields is not None
+    path = speculation.head_model_path
+    if path is None and (found := shipped_draft(model.directory)) is not None:
+        path = str(found)
+    if path is None:
+        raise ValueError(
+            "no head is given for the draft model, expected head_model_path (draft_model), an "
+            "EAGLE head of this model"
+        )
+    shape = hierarchical.HEAD_SHAPE
+    own = SpeculativeConfig(
+        draft_model_path=path,
+        spec_num_iter=shape.depth,
+        spec_topk_per_iter=shape.topk,
+        spec_tree_size=shape.tree_size,
+    )
+    stored = plan.quant.linear_overrides.get("lm_head", plan.quant.linear_method)
+    of_head = TargetModel(
+        model.config,
+        plan.fields,
+        target.device,
+        target.max_model_len,
+        target.eos_ids,
+        quantised=plan.quant.linear_method != "dense",
+        quantised_head=stored != "dense",
+        checkpoint=model.checkpoint,
+    )
+    head = open_draft(own, model.directory, of_head)
+    assert head is not None
+    if head.method not in hierarchical.HEAD_KINDS:
+        raise ValueError(
+            f"the draft of the draft model, {path}, is of kind {head.method}, expected one of: "
+            f"{', '.join(hierarchical.HEAD_KINDS)}"
+        )
+    return replace(head, prefix=HEAD_PREFIX)
 
 
 def _shape(speculation: SpeculativeConfig, plan: DraftPlan, defaults: TreeShape) -> TreeShape:

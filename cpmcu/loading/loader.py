@@ -163,12 +163,12 @@ def load_model(
         log_unused({name: why for name, why in plan.unused.items() if not reads(name)})
         log_conversion(plan.conversions_to(dtype), dtype, reason)
         loads = [(checkpoint, plan, directory.name)]
-        if draft and draft.files:
-            draft_plan = draft.plan_load(*_expected(engine, lambda name: name.startswith(PREFIX)))
-            if draft_plan is not None:
+        for part in draft.with_files if draft else ():
+            draft_plan = part.plan_load(*_expected(engine, part.owns))
+            if draft_plan is not None and part.files is not None:
                 log_unused(draft_plan.unused)
                 log_conversion(draft_plan.conversions_to(dtype), dtype, "as the target")
-                loads.append((draft.files.checkpoint, draft_plan, draft.title))
+                loads.append((part.files.checkpoint, draft_plan, part.title))
         before_tensors(directory)
         for each, its_plan, title in loads:
             load_tensors(engine, each, its_plan, title, progress or LogProgress())

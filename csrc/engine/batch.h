@@ -23,7 +23,7 @@ struct PrefillItem {
 struct PrefillInputs {
   int *ids, *positions, *token_seqs;       // [T]
   int *seq_slots, *seq_token_begin;        // [B], [B + 1]
-  int *last_rows, *slot_rows;              // [B, D + 1] as SpeculativeStep::draft_prompt takes them
+  int *last_rows, *slot_rows;              // [B, max_path] as in DraftPrompt
   int *sampled_seqs, *sampled_rows;        // [R]
   int *sampled_slots, *sampled_positions;  // [R]
 

@@ -131,7 +131,14 @@ void Engine::run_prefill(const std::vector<PrefillItem>& items, int num_sampled,
     const Slot& slot = slots_[static_cast<size_t>(item.slot)];
     num_before.push_back(slot.length - slot.num_shared);
   }
-  step_.draft_prompt(ctx_, step, num_before, skip_draft, inputs.last_rows, inputs.slot_rows);
+  step_.draft_prompt(ctx_,
+                     {.tokens = step.tokens,
+                      .ids = step.ids,
+                      .num_before = std::move(num_before),
+                      .slots = step_.slots(),
+                      .last_rows = inputs.last_rows,
+                      .slot_rows = inputs.slot_rows},
+                     skip_draft);
   finish_step(ctx_, {.seq_slots = inputs.seq_slots,
                      .seq_token_begin = inputs.seq_token_begin,
                      .num_seqs = step.tokens.num_seqs,

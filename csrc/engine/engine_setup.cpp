@@ -42,7 +42,7 @@ Engine::Engine(const ModelSpec& spec, const RuntimeConfig& config,
       ctx_(device_named(config.device, config.device_index)),
       state_(states_.add_model("")),
       model_(spec_),
-      step_({spec_, model_, state_, states_, sampler_}, draft ? &*draft : nullptr) {
+      step_({spec_, model_, sampler_}, draft ? &*draft : nullptr) {
   if (!has_prompt_gemm(ctx_.compute_capability)) {
     cublas_ = CublasLt::load(ctx_, config.cublas_paths);
   }
@@ -124,12 +124,13 @@ void Engine::plan_buffers(int max_tokens) {
               std::max(kMaxSkinnyRows, std::min(kMaxLogitRows, decode_tokens)));
   sampler_.plan(plan_, slots, decode_tokens, spec_.vocab_size, max_tokens,
                 verification_named(config_.verify_strategy, config_.verify_window));
-  step_.plan(plan_, {.max_seqs = seqs,
-                     .max_slots = slots,
-                     .max_prompt_tokens = limits_.max_tokens,
-                     .max_tokens = max_tokens,
-                     .max_kv = limits_.max_kv,
-                     .compute_capability = ctx_.compute_capability});
+  step_.plan(plan_, state_, states_,
+             {.max_seqs = seqs,
+              .max_slots = slots,
+              .max_prompt_tokens = limits_.max_tokens,
+              .max_tokens = max_tokens,
+              .max_kv = limits_.max_kv,
+              .compute_capability = ctx_.compute_capability});
   states_.plan_slots(plan_, slots, limits_.max_kv);
   Carver counter;
   PrefillInputs::layout(counter, limits_.max_tokens, seqs, step_.max_path());
@@ -145,8 +146,10 @@ void Engine::bind() {
   states_.bind(ctx_, *arena_);
   model_.bind(*arena_, state_);
   model_.list_tensors(weights_);
-  sampler_.bind(ctx_, *arena_);
-  step_.bind(ctx_, *arena_);
+  sampler_.bind(*arena_);
+  sampler_.clear(ctx_);
+  step_.bind(*arena_);
+  step_.clear(ctx_);
   step_.list_tensors(weights_);
   prefill_block_.bind(ctx_, *arena_, kMaxInFlight);
   decode_block_.bind(ctx_, *arena_, kMaxInFlight);

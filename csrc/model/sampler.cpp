@@ -41,20 +41,35 @@ void Sampler::plan(MemoryPlan& plan, int num_slots, int max_rows, int vocab_size
   }
 }
 
-void Sampler::bind(const Context& ctx, const Arena& arena) {
-  device_ = ctx.device;
+void Sampler::plan_greedy(MemoryPlan& plan, const std::string& scope, int num_slots, int max_rows) {
+  is_greedy_ = true;
+  num_slots_ = num_slots, max_rows_ = max_rows;
+  sampling_id_ =
+      plan.add(scope + "sampling", "state", static_cast<int64_t>(sizeof(SlotSampling)) * num_slots);
+  tokens_id_ = plan.add(scope + "drawn_tokens", "state", int64_t{4} * max_rows);
+}
+
+void Sampler::bind(const Arena& arena) {
   sampling_ = arena.array<SlotSampling>(sampling_id_);
+  tokens_ = arena.array<int>(tokens_id_);
+  if (is_greedy_) return;
   counts_ = arena.array<int>(counts_id_);
   bias_ = arena.array<float>(bias_id_);
-  tokens_ = arena.array<int>(tokens_id_);
   logprobs_ = arena.array<TokenLogprobs>(logprobs_id_);
   ids_ = arena.array<int>(ids_id_);
   if (verification_.strategy == VerifyStrategy::kTopP) {
     candidates_ = arena.array<TokenCandidates>(candidates_id_);
   }
+  mask_rows_ = arena.array<int>(masks_id_);
+}
+
+void Sampler::clear(const Context& ctx) {
+  device_ = ctx.device;
   const int64_t bytes = static_cast<int64_t>(sizeof(SlotSampling)) * num_slots_;
   sampling_staging_ = static_cast<SlotSampling*>(allocate_pinned(ctx.device, bytes));
-  mask_rows_ = arena.array<int>(masks_id_);
+  std::fill_n(sampling_staging_, num_slots_, SlotSampling{});
+  copy_to_device(ctx.device, sampling_, sampling_staging_, bytes, ctx.stream);
+  if (is_greedy_) return;
   mask_staging_ = static_cast<int*>(allocate_pinned(ctx.device, 4 * num_mask_ints(max_rows_)));
 }
 

@@ -59,7 +59,11 @@ class Sampler {
 
   void plan(MemoryPlan& plan, int num_slots, int max_rows, int vocab_size, int max_model_len,
             const Verification& verification);
-  void bind(const Context& ctx, const Arena& arena);
+  // A sampler whose sequences are all greedy. It takes no `reset` and no masks. `scope` begins the
+  // names of its buffers.
+  void plan_greedy(MemoryPlan& plan, const std::string& scope, int num_slots, int max_rows);
+  void bind(const Arena& arena);
+  void clear(const Context& ctx);  // after `bind`, before the first sequence
 
   // Starts a sequence in `slot`. `ids` are its tokens so far, for penalties; the first `num_prompt`
   // are the prompt, and the keys and values of the first `num_cached` exist. Throws if a parameter
@@ -93,6 +97,7 @@ class Sampler {
 
   Device device_;
   Verification verification_;
+  bool is_greedy_ = false;
   int num_slots_ = 0, max_rows_ = 0, vocab_size_ = 0, max_model_len_ = 0;
   MemoryPlan::Id sampling_id_ = 0, counts_id_ = 0, bias_id_ = 0, tokens_id_ = 0, logprobs_id_ = 0,
                  ids_id_ = 0, masks_id_ = 0, candidates_id_ = 0;

@@ -137,10 +137,16 @@ void BeamDrafter::prefill_shifted(const Context& ctx, const DraftPrompt& prompt)
 
 // ---- drafting
 
-// Runs the draft over the tokens that the last step accepted. Returns the hidden state of the last
-// one of each sequence.
-Tensor BeamDrafter::process_accepted(const Context& ctx, const DraftBatch& batch,
-                                     StepTokens tokens) {
+StepTokens BeamDrafter::step_of(const DraftBatch& batch) const {
+  return {.num_seqs = batch.num_seqs,
+          .max_kv = batch.max_kv,
+          .seq_slots = batch.seq_slots,
+          .slot_lengths = draft_lengths_,
+          .page_table = batch.page_table,
+          .max_pages = batch.max_pages};
+}
+
+Tensor BeamDrafter::process_accepted(const Context& ctx, const DraftBatch& batch) {
   begin_draft(ctx, {.seq_slots = batch.seq_slots,
                     .num_seqs = batch.num_seqs,
                     .lengths = batch.slots.lengths,
@@ -153,6 +159,7 @@ Tensor BeamDrafter::process_accepted(const Context& ctx, const DraftBatch& batch
                     .hidden_rows = hidden_rows_,
                     .seq_token_begin = seq_token_begin_,
                     .last_rows = last_rows_});
+  StepTokens tokens = step_of(batch);
   tokens.num_tokens = batch.num_seqs * max_path();
   tokens.max_seq_tokens = max_path();
   tokens.positions = positions_;
@@ -168,16 +175,11 @@ Tensor BeamDrafter::process_accepted(const Context& ctx, const DraftBatch& batch
 
 Draft BeamDrafter::propose(const Context& ctx, const DraftBatch& batch) {
   const int b = batch.num_seqs, k = width_of(batch.shape);
-  StepTokens tokens{.num_seqs = b,
-                    .max_kv = batch.max_kv,
-                    .seq_slots = batch.seq_slots,
-                    .slot_lengths = draft_lengths_,
-                    .page_table = batch.page_table,
-                    .max_pages = batch.max_pages};
-  Tensor hidden = process_accepted(ctx, batch, tokens);
+  Tensor hidden = process_accepted(ctx, batch);
 
   const DraftBeam beam = beam_of(batch);
   expand(ctx, batch, 0, hidden);
+  StepTokens tokens = step_of(batch);
   tokens.num_tokens = b * k;
   tokens.max_seq_tokens = k;
   tokens.positions = beam.token_positions;

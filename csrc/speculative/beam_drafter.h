@@ -59,6 +59,11 @@ class BeamDrafter : public Drafter {
     return shape.tree_size - 1 <= shape.depth ? 1 : spec_.topk;
   }
   DraftBeam beam_of(const DraftBatch& batch) const;
+  // The draft's own step over the sequences of `batch`, without its tokens.
+  StepTokens step_of(const DraftBatch& batch) const;
+  // Runs the draft over the tokens that the last step accepted. Returns the hidden state of the
+  // last one of each sequence.
+  Tensor process_accepted(const Context& ctx, const DraftBatch& batch);
   // Adds a level from the hidden states of the level before: [B, H] at level 0, else [B k, H].
   void expand(const Context& ctx, const DraftBatch& batch, int level, const Tensor& hidden);
   Draft select(const Context& ctx, const DraftBatch& batch);
@@ -71,7 +76,6 @@ class BeamDrafter : public Drafter {
 
  private:
   void prefill_shifted(const Context& ctx, const DraftPrompt& prompt);
-  Tensor process_accepted(const Context& ctx, const DraftBatch& batch, StepTokens tokens);
   void layout(Carver& carver);
 
   ModelState* state_ = nullptr;

@@ -100,8 +100,10 @@ struct DraftPrompt {
   const int* ids = nullptr;       // [T]
   std::vector<int> num_before{};  // [B] tokens of its own that a sequence has before its chunk
   SlotState slots{};              // before the chunk
-  HiddenStates hidden{};          // [T, …]
-  HiddenStates accepted{};        // as in DraftBatch, of the tokens before the chunk
+  // [B, max_path] the last rows of each sequence, and their rows of `accepted`; -1: none.
+  const int *last_rows = nullptr, *slot_rows = nullptr;
+  HiddenStates hidden{};    // [T, …]
+  HiddenStates accepted{};  // as in DraftBatch, of the tokens before the chunk
 };
 
 class Drafter {
@@ -110,6 +112,9 @@ class Drafter {
   virtual HiddenNeeds needs() const { return {}; }
   // The last tokens of a sequence that `propose` reads; a step accepts paths of up to `depth`.
   virtual int num_recent(int depth) const { return depth + 1; }
+  // KV entries beyond a sequence's length that it needs, if its own spec and those of its parts do
+  // not tell. `depth`: of the step.
+  virtual int lookahead(int) const { return 0; }
   // The last cached tokens of a sequence whose entries a later step may write again.
   virtual int num_rewritten() const { return 1; }
   // `states`: the cache in which it declares the paged and per-slot state of its own layers.

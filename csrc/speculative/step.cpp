@@ -2,7 +2,6 @@
 #include "speculative/step.h"
 
 #include <algorithm>
-#include <utility>
 
 #include "kernels/layer/gather_rows.h"
 
@@ -58,8 +57,8 @@ void SpeculativeStep::draw(const Context& ctx, const Batch& batch, bool masked) 
 // rest of its state.
 void SpeculativeStep::commit(const Context& ctx, const Batch& batch) {
   const int num_tokens = batch.num_tokens();
-  KeepAcceptedParams keep{.page_table = target_.states.page_table(),
-                          .max_pages = target_.states.max_pages(),
+  KeepAcceptedParams keep{.page_table = states_->page_table(),
+                          .max_pages = states_->max_pages(),
                           .num_seqs = batch.num_seqs,
                           .num_nodes = batch.shape.tree_size,
                           .seq_slots = batch.seq_slots,
@@ -69,7 +68,7 @@ void SpeculativeStep::commit(const Context& ctx, const Batch& batch) {
     keep.hidden = target_.model.final_hidden(num_tokens);
     keep.accepted_hidden = accepted_.final;
   }
-  target_.state.commit(ctx, keep);
+  state_->commit(ctx, keep);
   if (!needs_.layers.empty()) {
     keep.hidden = target_.model.aux_hidden(num_tokens);
     keep.accepted_hidden = accepted_.layers;
@@ -80,32 +79,35 @@ void SpeculativeStep::commit(const Context& ctx, const Batch& batch) {
 
 // ---- prompts and sequences
 
-void SpeculativeStep::draft_prompt(const Context& ctx, const Step& step,
-                                   std::vector<int> num_before, bool skip, const int* last_rows,
-                                   const int* slot_rows) {
+void SpeculativeStep::draft_prompt(const Context& ctx, DraftPrompt prompt, bool skip) {
   if (!drafter_) return;
-  DraftPrompt prompt{.tokens = step.tokens,
-                     .ids = step.ids,
-                     .num_before = std::move(num_before),
-                     .slots = slots_,
-                     .accepted = accepted_};
-  const int num_tokens = step.tokens.num_tokens;
-  if (needs_.final) {
-    prompt.hidden.final = final_.rows(0, num_tokens);
-    target_.model.final_norm(ctx, prompt.hidden.final, target_.model.hidden(num_tokens));
-  }
-  if (!needs_.layers.empty()) prompt.hidden.layers = target_.model.aux_hidden(num_tokens);
+  prompt.hidden = hidden_of(ctx, prompt.tokens.num_tokens);
+  prompt.accepted = accepted_;
   if (!skip) drafter_->prefill(ctx, prompt);
-  const auto keep_last = [&](const Tensor& accepted, const Tensor& hidden) {
-    if (hidden.empty()) return;
-    gather_rows(ctx, {.out = accepted,
-                      .x = hidden,
-                      .index = last_rows,
-                      .out_index = slot_rows,
-                      .num_rows = step.tokens.num_seqs * max_path()});
+  keep_hidden(ctx, prompt.hidden, prompt.last_rows, prompt.slot_rows,
+              prompt.tokens.num_seqs * max_path());
+}
+
+HiddenStates SpeculativeStep::hidden_of(const Context& ctx, int num_tokens) const {
+  HiddenStates hidden;
+  if (needs_.final) {
+    hidden.final = final_.rows(0, num_tokens);
+    target_.model.final_norm(ctx, hidden.final, target_.model.hidden(num_tokens));
+  }
+  if (!needs_.layers.empty()) hidden.layers = target_.model.aux_hidden(num_tokens);
+  return hidden;
+}
+
+void SpeculativeStep::keep_hidden(const Context& ctx, const HiddenStates& hidden, const int* rows,
+                                  const int* slot_rows, int num_rows) const {
+  const auto keep = [&](const Tensor& accepted, const Tensor& from) {
+    if (from.empty()) return;
+    gather_rows(
+        ctx,
+        {.out = accepted, .x = from, .index = rows, .out_index = slot_rows, .num_rows = num_rows});
   };
-  keep_last(accepted_.final, prompt.hidden.final);
-  keep_last(accepted_.layers, prompt.hidden.layers);
+  keep(accepted_.final, hidden.final);
+  keep(accepted_.layers, hidden.layers);
 }
 
 void SpeculativeStep::reset(const Context& ctx, int slot, const SlotStop& stop,
@@ -146,8 +148,8 @@ DraftBatch SpeculativeStep::draft_batch(const Batch& batch) const {
           .shape = batch.shape,
           .seq_slots = batch.seq_slots,
           .max_kv = batch.max_kv,
-          .page_table = target_.states.page_table(),
-          .max_pages = target_.states.max_pages(),
+          .page_table = states_->page_table(),
+          .max_pages = states_->max_pages(),
           .slots = slots_,
           .accepted = accepted_};
 }
@@ -174,8 +176,8 @@ Step SpeculativeStep::verify_step(const Batch& batch) const {
                        .seq_token_begin = trees_.seq_token_begin,
                        .slot_lengths = slots_.lengths,
                        .token_parents = trees_.parents,
-                       .page_table = target_.states.page_table(),
-                       .max_pages = target_.states.max_pages()},
+                       .page_table = states_->page_table(),
+                       .max_pages = states_->max_pages()},
             .accepted = slots_.accepted};
   if (step.verify) step.tokens.ancestor_masks = trees_.masks;
   return step;
@@ -186,7 +188,7 @@ int SpeculativeStep::lookahead() const {
   const auto levels = [](const DrafterSpec& spec) { return spec.topk * (spec.depth - 1); };
   int most = spec_->parts.empty() ? levels(*spec_) : 0;
   for (const DrafterSpec& part : spec_->parts) most = std::max(most, levels(part));
-  return std::max(spec_->tree_size, spec_->depth + 1 + most);
+  return std::max({spec_->tree_size, spec_->depth + 1 + most, drafter_->lookahead(spec_->depth)});
 }
 
 void SpeculativeStep::check_shape(const DraftShape& shape) const {

@@ -22,21 +22,21 @@
 
 namespace cpmcu {
 
-// The model that verifies, its state, and its sampler.
+// The model that verifies, and its sampler.
 struct Target {
   const ModelSpec& spec;
   Transformer& model;
-  ModelState& state;   // the model's state
-  StateCache& states;  // the cache that contains `state`
   Sampler& sampler;
 };
 
 struct SpeculativeStepLimits {
+  std::string scope{};        // begins the names of the step's buffers
   int max_seqs = 0;           // sequences of one step
   int max_slots = 0;          // sequence slots
   int max_prompt_tokens = 0;  // tokens of a prompt chunk
-  int max_tokens = 0;         // tokens of a sequence
+  int max_tokens = 0;         // tokens of a sequence that are kept as history
   int max_kv = 0;             // as in StepLimits
+  int max_path = 0;           // recent tokens that are kept, if the drafter reads fewer
   int compute_capability = 0;
 };
 
@@ -76,8 +76,11 @@ class SpeculativeStep {
   int num_rewritten() const { return drafter_ ? drafter_->num_rewritten() : 0; }
 
   // ---- set-up
-  void plan(MemoryPlan& plan, const SpeculativeStepLimits& limits);
-  void bind(const Context& ctx, const Arena& arena);
+  // `state`: of the target, in `states`.
+  void plan(MemoryPlan& plan, ModelState& state, StateCache& states,
+            const SpeculativeStepLimits& limits);
+  void bind(const Arena& arena);
+  void clear(const Context& ctx);  // after `bind`, before the first sequence
   void list_tensors(WeightTable& table) const;
   void finish_loading(const Context& ctx);
 
@@ -93,15 +96,20 @@ class SpeculativeStep {
 
   // ---- sequences and prompts
   const SlotState& slots() const { return slots_; }
+  SlotStop* stops() const { return stops_; }  // [slots]
   // Starts a sequence in `slot`. `stop` says when it ends. `cached` are its first tokens, whose
   // keys and values exist.
   void reset(const Context& ctx, int slot, const SlotStop& stop,
              const std::vector<int>& cached = {});
-  // Runs the drafter over a prompt chunk, after the target's pass over it, unless `skip`.
-  // `num_before` [B] as in DraftPrompt. In device memory: `last_rows` [B, D + 1], the last rows of
-  // each sequence, and `slot_rows`, their rows of the accepted hidden states; -1: none.
-  void draft_prompt(const Context& ctx, const Step& step, std::vector<int> num_before, bool skip,
-                    const int* last_rows, const int* slot_rows);
+  // Runs the drafter over a prompt chunk, after the target's pass over it, unless `skip`. The step
+  // itself sets the hidden states of `prompt`.
+  void draft_prompt(const Context& ctx, DraftPrompt prompt, bool skip);
+  // The auxiliary hidden states of the target's last pass, over a prompt or not. They stay valid
+  // until the target's next pass.
+  HiddenStates hidden_of(const Context& ctx, int num_tokens) const;
+  // Keeps rows of these for the drafter: row rows[i] becomes accepted hidden state slot_rows[i].
+  void keep_hidden(const Context& ctx, const HiddenStates& hidden, const int* rows,
+                   const int* slot_rows, int num_rows) const;
 
  private:
   void layout(Carver& carver);
@@ -115,14 +123,18 @@ class SpeculativeStep {
   }
 
   Target target_;
+  ModelState* state_ = nullptr;  // of the target
+  StateCache* states_ = nullptr;
   std::optional<DrafterSpec> spec_;
   std::unique_ptr<Drafter> drafter_;
   HiddenNeeds needs_;
   DraftShape largest_;
   int max_path_ = 1;
   SpeculativeStepLimits limits_;
+  int64_t num_bytes_ = 0;  // of the buffer
   MemoryPlan::Id buffer_id_ = 0, history_id_ = 0, final_id_ = 0, accepted_final_id_ = 0,
                  accepted_layers_id_ = 0;
+  char* buffer_ = nullptr;
   SlotState slots_;
   TokenTrees trees_;
   SlotStop* stops_ = nullptr;          // [slots]
@@ -130,7 +142,7 @@ class SpeculativeStep {
   int* trees_staging_ = nullptr;       // pinned: tokens and parents, [2, B N]
   std::optional<Event> trees_ready_;   // trees_staging_ is filled
   Device device_;
-  Tensor final_;           // [T, H] of a prompt chunk
+  Tensor final_;           // [T, H] of a pass of the target
   HiddenStates accepted_;  // [slots * (D + 1), …]
 };
 

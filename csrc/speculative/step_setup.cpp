@@ -10,8 +10,6 @@ SpeculativeStep::SpeculativeStep(const Target& target, const DrafterSpec* spec) 
   needs_ = drafter_->needs();
   largest_ = {spec_->depth, spec_->tree_size};
   max_path_ = drafter_->num_recent(largest_.depth);
-  CHECK(max_path_ <= kMaxTreeSize, "the drafter reads {} tokens again, expected at most {}",
-        max_path_, kMaxTreeSize);
 }
 
 SpeculativeStep::~SpeculativeStep() {
@@ -45,24 +43,31 @@ void SpeculativeStep::layout(Carver& carver) {
                          .counts = ints(slots)}};
 }
 
-void SpeculativeStep::plan(MemoryPlan& plan, const SpeculativeStepLimits& limits) {
+void SpeculativeStep::plan(MemoryPlan& plan, ModelState& state, StateCache& states,
+                           const SpeculativeStepLimits& limits) {
   limits_ = limits;
-  buffer_id_ = plan.add("step.arrays", "state", carved_bytes([&](Carver& c) { layout(c); }));
+  state_ = &state, states_ = &states;
+  max_path_ = std::max(max_path_, limits.max_path);
+  CHECK(max_path_ <= kMaxTreeSize, "the drafter reads {} tokens again, expected at most {}",
+        max_path_, kMaxTreeSize);
+  const std::string scope = limits.scope + "step.";
+  num_bytes_ = carved_bytes([&](Carver& c) { layout(c); });
+  buffer_id_ = plan.add(scope + "arrays", "state", num_bytes_);
   if (!drafter_) return;
   history_id_ =
-      plan.add("step.history", "state", int64_t{4} * limits.max_slots * limits.max_tokens);
+      plan.add(scope + "history", "state", int64_t{4} * limits.max_slots * limits.max_tokens);
   const int64_t row_bytes = int64_t{target_.spec.hidden_size} * size_of(target_.spec.dtype);
   const int64_t accepted_rows = int64_t{limits.max_slots} * max_path();
   if (needs_.final) {
     final_id_ = plan.add_scratch("final_hidden", limits.max_prompt_tokens * row_bytes, 0, kSample);
-    accepted_final_id_ = plan.add("step.accepted_final", "state", accepted_rows * row_bytes);
+    accepted_final_id_ = plan.add(scope + "accepted_final", "state", accepted_rows * row_bytes);
   }
   if (!needs_.layers.empty()) {
     accepted_layers_id_ =
-        plan.add("step.accepted_layers", "state",
+        plan.add(scope + "accepted_layers", "state",
                  accepted_rows * row_bytes * static_cast<int64_t>(needs_.layers.size()));
   }
-  drafter_->plan(plan, target_.states,
+  drafter_->plan(plan, states,
                  {.max_seqs = limits.max_seqs,
                   .max_slots = limits.max_slots,
                   .max_prompt_tokens = limits.max_prompt_tokens,
@@ -71,39 +76,40 @@ void SpeculativeStep::plan(MemoryPlan& plan, const SpeculativeStepLimits& limits
                   .compute_capability = limits.compute_capability});
 }
 
-void SpeculativeStep::bind(const Context& ctx, const Arena& arena) {
-  device_ = ctx.device;
-  char* buffer = arena.array<char>(buffer_id_);
-  Carver carver(buffer);
+void SpeculativeStep::bind(const Arena& arena) {
+  buffer_ = arena.array<char>(buffer_id_);
+  Carver carver(buffer_);
   layout(carver);
-  fill_bytes(ctx.device, buffer, 0, carver.num_bytes(), ctx.stream);
   slots_.counts = target_.sampler.counts();
+  if (!drafter_) return;
+  if (limits_.max_tokens > 0) slots_.history = arena.array<int>(history_id_);
+  const DType dtype = target_.spec.dtype;
+  const int64_t width = target_.spec.hidden_size;
+  const int64_t accepted_rows = int64_t{limits_.max_slots} * max_path();
+  if (needs_.final) {
+    final_ = arena.tensor(final_id_, dtype, {limits_.max_prompt_tokens, width});
+    accepted_.final = arena.tensor(accepted_final_id_, dtype, {accepted_rows, width});
+  }
+  if (!needs_.layers.empty()) {
+    const int64_t columns = width * static_cast<int64_t>(needs_.layers.size());
+    accepted_.layers = arena.tensor(accepted_layers_id_, dtype, {accepted_rows, columns});
+  }
+  drafter_->bind(arena);
+}
+
+void SpeculativeStep::clear(const Context& ctx) {
+  device_ = ctx.device;
+  fill_bytes(ctx.device, buffer_, 0, num_bytes_, ctx.stream);
   const auto bytes = static_cast<int64_t>(sizeof(SlotStop)) * limits_.max_slots;
   stops_staging_ = static_cast<SlotStop*>(allocate_pinned(ctx.device, bytes));
   const int64_t nodes = int64_t{limits_.max_seqs} * largest_.tree_size;
   trees_staging_ = static_cast<int*>(allocate_pinned(ctx.device, 2 * 4 * nodes));
   trees_ready_.emplace(ctx.device);
-  if (!drafter_) return;
-  slots_.history = arena.array<int>(history_id_);
-  const DType dtype = target_.spec.dtype;
-  const int64_t width = target_.spec.hidden_size;
-  const int64_t accepted_rows = int64_t{limits_.max_slots} * max_path();
   // Rows beyond the accepted tokens are padding. Attention masks them, but NaN in them would reach
   // the draft's KV cache.
-  const auto cleared = [&](MemoryPlan::Id id, int64_t columns) {
-    const Tensor tensor = arena.tensor(id, dtype, {accepted_rows, columns});
-    fill_bytes(ctx.device, tensor.data(), 0, tensor.num_bytes(), ctx.stream);
-    return tensor;
-  };
-  if (needs_.final) {
-    final_ = arena.tensor(final_id_, dtype, {limits_.max_prompt_tokens, width});
-    accepted_.final = cleared(accepted_final_id_, width);
+  for (const Tensor& rows : {accepted_.final, accepted_.layers}) {
+    if (!rows.empty()) fill_bytes(ctx.device, rows.data(), 0, rows.num_bytes(), ctx.stream);
   }
-  if (!needs_.layers.empty()) {
-    accepted_.layers =
-        cleared(accepted_layers_id_, width * static_cast<int64_t>(needs_.layers.size()));
-  }
-  drafter_->bind(arena);
 }
 
 void SpeculativeStep::list_tensors(WeightTable& table) const {

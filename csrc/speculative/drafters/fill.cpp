@@ -30,6 +30,7 @@ class FillDrafter : public Drafter {
   int num_recent(int depth) const override {
     return part_->num_recent(std::max(depth, spec_.parts[0].depth + 1));
   }
+  int lookahead(int depth) const override { return part_->lookahead(depth); }
   int num_rewritten() const override { return part_->num_rewritten(); }
 
   void plan(MemoryPlan& plan, StateCache& states, const DraftLimits& limits) override {

@@ -1,0 +1,58 @@
+// A draft that is the output of speculative steps of its own, "inner" steps
+// (csrc/speculative/drafters/hierarchical.cpp). The inner sequences lie in the slots of the outer
+// ones. L tokens of an outer sequence are cached, n of them emitted by its last step.
+//
+//   inner state                        after begin_inner
+//   lengths                            L + 1: the outer next token is cached, too
+//   next_tokens                        the first token of the draft, at position L + 1
+//   accepted: n + 1 tokens             the n emitted ones, then the first token of the draft
+//   stops                              M - 1 tokens may still be drafted
+//
+// So an inner drafter that processes the accepted tokens writes again all entries that depend on
+// tokens after position L - n, where the sequence was certain when it last drafted.
+#pragma once
+
+#include "kernels/op.h"
+#include "kernels/step/step_ops.h"
+#include "kernels/tree/tree.h"
+
+namespace cpmcu {
+
+struct BeginInnerParams {
+  int num_seqs = 0;                   // B
+  const int* seq_slots = nullptr;     // [B]
+  const int* lengths = nullptr;       // [slots] L, of the outer step
+  Accepted accepted;                  // of the outer step
+  const int* first_tokens = nullptr;  // [B]
+  SlotState inner;                    // out; accepted.max_path as that of the outer step
+  SlotStop* stops = nullptr;          // [slots] out, of the inner step
+  // [B, max_path] out: the rows of the launch that processed the accepted tokens, and their rows of
+  // the inner accepted hidden states. Rows of padding are -1.
+  int *rows = nullptr, *slot_rows = nullptr;
+  int num_tokens = 0;    // M, of each draft
+  int* chain = nullptr;  // [B, M] out: the first token, then -1
+};
+REGISTER_OP(begin_inner, BeginInnerParams)
+
+// Appends the tokens that an inner step emitted to the draft.
+struct ExtendChainParams {
+  int num_seqs = 0;                 // B
+  const int* seq_slots = nullptr;   // [B]
+  Accepted accepted;                // of the inner step
+  const SlotStop* stops = nullptr;  // [slots] after the inner step
+  int num_tokens = 0;               // M
+  int* chain = nullptr;             // [B, M]
+};
+REGISTER_OP(extend_chain, ExtendChainParams)
+
+inline void check_begin_inner(const BeginInnerParams& p) {
+  CHECK(p.num_tokens >= 1 && p.num_tokens < p.accepted.max_path,
+        "begin_inner: a draft of {} tokens and accepted paths of up to {}, expected 1 or more "
+        "tokens and longer paths",
+        p.num_tokens, p.accepted.max_path);
+  CHECK(p.inner.accepted.max_path == p.accepted.max_path,
+        "begin_inner: inner paths have up to {} tokens, expected {} as outer ones",
+        p.inner.accepted.max_path, p.accepted.max_path);
+}
+
+}  // namespace cpmcu
