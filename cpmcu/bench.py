@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from cpmcu.benchmarks.decoding import Row, fitting_steps, plain_row
+from cpmcu.benchmarks.drafters import drafters_table, run_drafters
 from cpmcu.benchmarks.plot import Kernel, check_plot, read_kernels, save
 from cpmcu.benchmarks.speculation import has_draft, run_speculation, speculation_table
 from cpmcu.config import (
@@ -65,6 +66,12 @@ class BenchOptions:
         "decode steps, plain or speculative, of one timed window; fewer if the context is full",
         brief="decode steps of one timed window (default: 64)",
     )
+    drafters: bool = option(
+        False,
+        "compare the drafters that ship for this model, and plain decoding, on prompts that copy "
+        "and prompts that do not; --decode is the tokens of a request",
+        brief="compare all drafters instead",
+    )
     json: bool = option(
         False, "print JSON instead of a table", brief="print JSON instead of a table"
     )
@@ -83,6 +90,8 @@ class BenchOptions:
     )
 
     def __post_init__(self) -> None:
+        if self.drafters and self.plot is not None:
+            raise ValueError("--drafters and --plot are both given, expected one of them")
         if self.decode < 1:
             raise ValueError(f"decode is {self.decode}, but must be at least 1")
         if not all(part.strip().isdecimal() and int(part) > 0 for part in self.contexts.split(",")):
@@ -114,12 +123,16 @@ def run(config: EngineConfig, options: BenchOptions) -> dict[str, Any]:
 
     config = dataclasses.replace(config, prefix_cache=False)
     device = choose_device(config.device)
-    ceilings = C.ceilings(device, config.device_index)
     result = {
         "device": describe_device(device, config.device_index),
         "build": json.loads(C.build_info_json),
         "cuda_graph": config.cuda_graph,
         "prefix_cache": config.prefix_cache,
+    }
+    if options.drafters:
+        return result | run_drafters(config, options.decode)
+    ceilings = C.ceilings(device, config.device_index)
+    result |= {
         "read_GB_per_s": ceilings["read_bytes_per_second"] / 1e9,
         "host_to_device_GB_per_s": ceilings["host_to_device_bytes_per_second"] / 1e9,
     }
@@ -171,6 +184,9 @@ def run_plain(
 
 def table(result: dict[str, Any]) -> str:
     """The result as a Markdown table."""
+    if "tokens_per_request" in result:
+        title = f"{result['model']}, {result['dtype']}, on {result['device']}, commit "
+        return "\n".join([title + result["build"].get("commit", "?"), *drafters_table(result)])
     lines = [
         f"{result['model']}, {result['dtype']}, {result['weights_GB']:.2f} GB of weights, on "
         f"{result['device']}",

@@ -45,10 +45,14 @@ _MODEL_HELP = (
 
 
 ASSETS = Path(__file__).parent / "assets"
-_SHIPPED_DRAFTS = {  # target -> draft
+_SHIPPED_DRAFTS = {  # target -> default draft
     "tiny-python-minicpm": "tiny-python-eagle2",
     "tiny-python-minicpm-w4": "tiny-python-eagle2-w4",
     "tiny-python-draft": "tiny-python-draft-eagle2",
+}
+_SHIPPED_BY_METHOD = {  # target -> method -> draft
+    target: {"eagle3": "tiny-python-eagle3", "model": "tiny-python-draft", "mtp": "tiny-python-mtp"}
+    for target in ("tiny-python-minicpm", "tiny-python-minicpm-w4")
 }
 
 
@@ -65,10 +69,12 @@ def shipped(name: str) -> Path | None:
     return path if path.is_dir() and path.resolve().parent == ASSETS.resolve() else None
 
 
-def shipped_draft(target: Path) -> Path | None:
-    """Directory of the shipped draft for a shipped `target`, else None."""
+def shipped_draft(target: Path, method: str = "auto") -> Path | None:
+    """Directory of the shipped draft of this kind for a shipped `target`, else None."""
     target = target.resolve()
     name = _SHIPPED_DRAFTS.get(target.name)
+    if name is not None and method not in ("auto", "eagle"):
+        name = _SHIPPED_BY_METHOD.get(target.name, {}).get(method)
     if name is None or target.parent != ASSETS.resolve():
         return None
     draft = ASSETS / name
@@ -102,9 +108,9 @@ MODEL_STEPS = 4  # of these, tokens that the drafter drafts
 class SpeculativeConfig:
     """The drafter and the shape of its trees.
 
-    If no draft is named, a shipped model uses its shipped draft, and a model with an MTP head uses
-    that head. Other models do not speculate. Raises ValueError for a value out of range and for an
-    impossible tree shape.
+    If no draft is named, a shipped model uses its shipped draft (of `method`), and a model with an
+    MTP head uses that head. Other models do not speculate. Raises ValueError for a value out of
+    range and for an impossible tree shape.
     """
 
     draft_model_path: str | None = option(

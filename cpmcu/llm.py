@@ -126,6 +126,7 @@ class LLM:
             shapes=loaded.shapes,
             cache=make_prefix_cache(loaded, self.config),
             prefill_seconds=self.config.max_prefill_ms / 1000,
+            draft_depth=None if loaded.draft is None else loaded.draft.depth,
         )
         # Also runs at interpreter exit, and when the last reference to the LLM goes.
         self._finalizer = weakref.finalize(self, self._runner.close)
@@ -369,7 +370,7 @@ class LLM:
     def _acceptance(self) -> AcceptanceCounter | None:
         speculation = self.config.speculation
         wanted = speculation.per_request_spec_decode_metrics
-        num_spec_tokens = self._runner.tokens_per_step - 1
+        num_spec_tokens = self._runner.draft_depth
         if num_spec_tokens == 0 or wanted == "none":
             return None
         return AcceptanceCounter(

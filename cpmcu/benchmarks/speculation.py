@@ -124,7 +124,8 @@ def run_speculation(config: EngineConfig, rows: list[Row], steps: int) -> dict[s
         )
     with load(whole) as llm:
         fixed = [speculative_row(llm, row, steps) for row in rows]
-        depth = llm.call_engine(lambda engine: engine.tokens_per_step) - 1
+        assert llm.draft_spec is not None
+        depth = llm.draft_spec.depth
         counters = llm.call_engine(lambda engine: engine.counters)
     given = dataclasses.asdict(whole)
     usual = dataclasses.asdict(SpeculativeConfig(spec_auto=False))

@@ -1,4 +1,4 @@
-"""Multi-token prediction (MTP): modules in the target's own checkpoint.
+"""Multi-token prediction (MTP): modules in the target's own checkpoint or in a directory.
 
 Qwen3-Next and Qwen3.5 have one module (other names: mtp_layouts.py):
 
@@ -113,8 +113,10 @@ def _plan_modules(
         num_modules = 1
     tensors = {n: meta for n, meta in draft.tensors.items() if layout.split(n) is not None}
     quant = plan_quant(draft.config, tensors) if quantised_tensors(tensors) else DENSE
+    fields = _fields(target, ("mlp", {}))
+    inner = ConfigReader(draft.config).positive_int("intermediate_size", fields.intermediate_size)
     return DraftPlan(
-        fields=_fields(target, ("mlp", {})),
+        fields=replace(fields, intermediate_size=inner),
         names=layout.names(num_modules),
         ignored=unread(draft, layout, num_modules),
         refuses_unknown=True,

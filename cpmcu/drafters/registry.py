@@ -85,8 +85,9 @@ class DraftPlan:
 class Drafter(Protocol):
     """Interface of a drafter; each file of this package implements it.
 
-    A class with `only_by_name = True` is used only if --spec-method names it. A drafter that
-    extends the drafts of another kind needs this, because both kinds have the same files.
+    A class with `only_by_name = True` is used only if --spec-method names it, or if no other kind
+    has such files. A drafter that extends the drafts of another kind needs this, because both kinds
+    have the same files.
 
     A class with `in_target = True` is a head in the target's own checkpoint. It drafts by default,
     and `draft_model_path` may name another directory with such a head.
@@ -164,7 +165,8 @@ def find_drafter(draft: DraftFiles, expected: str | None = None) -> tuple[str, D
     if expected is not None:
         found = " or ".join(matching) or "of no known kind"
         raise ValueError(f"the draft is {found}, expected {expected}")
-    matching = [n for n in matching if not getattr(_drafters[n][0], "only_by_name", False)]
+    others = [n for n in matching if not getattr(_drafters[n][0], "only_by_name", False)]
+    matching = others or matching
     if not matching:
         with_files = ", ".join(name for name in known if _drafters[name][0].has_checkpoint)
         raise ValueError(

@@ -65,12 +65,17 @@ class Runner:
         shapes: PySequence[Shape] = (),
         cache: PrefixCache | None = None,
         prefill_seconds: float = 0.04,
+        draft_depth: int | None = None,
     ) -> None:
-        """`prefill_seconds`: most time of a prefill pass while other sequences decode."""
+        """`prefill_seconds`: most time of a prefill pass while other sequences decode.
+
+        `draft_depth`: tokens of the longest drafted path; None: the engine's tokens of a step but
+        one. MTP modules compute more tokens again than a step emits.
+        """
         self._engine: C.Engine | None = engine
         self._chooser = ShapeChooser(shapes) if shapes else None
         self._collected = 0.0  # time.perf_counter() at the end of the last step
-        self.tokens_per_step = engine.tokens_per_step
+        self.draft_depth = engine.tokens_per_step - 1 if draft_depth is None else draft_depth
         self._cache = cache
         self._cache_busy = False  # it must be called again soon
         self._cache_counters: CacheCounters | None = None if cache is None else CacheCounters()
@@ -357,7 +362,7 @@ class Runner:
             self._chooser.forget_text()
 
     def _accept(self, request: Request, output: C.SlotOutput, step: Step) -> None:
-        drafted = 0 if step.chunks is not None else self.tokens_per_step - 1
+        drafted = 0 if step.chunks is not None else self.draft_depth
         if step.shape is not None:
             drafted = step.shape[0]
         tokens = list(itertools.takewhile(lambda token: token >= 0, output.tokens))

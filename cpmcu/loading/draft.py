@@ -204,9 +204,10 @@ def open_draft(
     source = speculation.draft_model_path
     expected = "eagle3" if speculation.use_eagle3 else speculation.method
     shipped = None
-    if not speculation.no_speculation and not _asks(speculation):
-        shipped = shipped_draft(directory)
-        if shipped is None:
+    if not speculation.no_speculation and source is None:
+        kind = expected if expected == "auto" else get_drafter(expected)[0]
+        shipped = shipped_draft(directory, kind)
+        if shipped is None and expected == "auto":
             expected = _own_head(directory, target, speculation) or expected
     if speculation.no_speculation or (source is None and not shipped and expected == "auto"):
         _check_unused_options(speculation)
@@ -349,14 +350,6 @@ def _window(speculation: SpeculativeConfig, method: str, plan: DraftPlan) -> int
     if given:
         raise ValueError(f"spec_window_size is {given}, expected none for a draft of kind {method}")
     return None
-
-
-def _asks(speculation: SpeculativeConfig) -> bool:
-    return (
-        speculation.draft_model_path is not None
-        or speculation.method != "auto"
-        or speculation.use_eagle3 is True
-    )
 
 
 def _check_unused_options(speculation: SpeculativeConfig) -> None:

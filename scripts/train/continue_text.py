@@ -3,7 +3,7 @@
     python scripts/train/continue_text.py --target DIR --text FOLDER --out tokens.npy
 
 At run time a draft head reads the target's own text, not the corpus. The file has token ids, int32
-[sequences, length], for `train_eagle.py --generated`.
+[sequences, length], for `train_head.py --generated`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Draft heads of the EAGLE family, built of transformers' layers: forward, training, files.
+"""Draft heads, built of transformers' layers: forward and training.
 
 A draft head predicts tokens after the next one from the target's hidden states. Row t reads the
 target's hidden state h at position t and the embedding e of token t + 1, which the target has
@@ -24,22 +24,16 @@ target.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from model import Config, Output, Target, granite_config, read_state
-from safetensors.torch import save_file
+from model import Config, Output, Target, granite_config
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache, GraniteConfig
 from transformers.models.granite.modeling_granite import GraniteDecoderLayer, GraniteRMSNorm
-
-from cpmcu.convert.output import new_directory
 
 
 def aux_layers(num_layers: int) -> tuple[int, int, int]:
@@ -57,11 +51,12 @@ def aux_layers(num_layers: int) -> tuple[int, int, int]:
 
 
 class Head(nn.Module):
-    """Base of the two kinds of head. Parameter names are the tensor names of the checkpoint."""
+    """Base of all kinds of head. Parameter names are the tensor names of the checkpoint."""
 
     kind = ""
     scaled = False  # the MiniCPM layout of eagle2
     aux_layers: tuple[int, ...] = ()
+    longest: int | None = None  # most tokens of a chain; None: any
 
     def __init__(self, target: Config, residual_scale: float = 1.0, **shape: int) -> None:
         """`target`: the target's config.json.
@@ -127,6 +122,12 @@ class Head(nn.Module):
             outputs.append(x)
             hidden = F.pad(x[:, :-1], (0, 0, 1, 0))
         return outputs
+
+    def training_steps(
+        self, hidden: Tensor, embeddings: Tensor, cos: Tensor, sin: Tensor, depth: int
+    ) -> list[tuple[int, Tensor]]:
+        """Returns (s, output) of all steps that are trained. Row p of step s predicts p + 2."""
+        return list(enumerate(self.unroll(hidden, embeddings, cos, sin, depth)))
 
     def initialise(self, seed: int) -> None:
         """Matrices ~ N(0, 1/fan_in)."""
@@ -312,52 +313,3 @@ class Eagle3(Head):
             **({} if scale == 1 else {"scale_emb": scale}),
             "tie_word_embeddings": False,
         }
-
-
-# ---- files
-
-
-def write_head(
-    head: Head, destination: Path, card: str, extra: dict[str, Any], counts: np.ndarray | None
-) -> None:
-    """Writes config.json, model.safetensors (bf16), the card, and token_counts.npy if given.
-
-    The target's embedding (and for eagle2 its output head) is not stored.
-    """
-    state = {}
-    for name, value in head.state_dict().items():
-        value = value.detach().cpu()
-        dtype = torch.bfloat16 if value.is_floating_point() else value.dtype
-        state[name] = value.to(dtype).contiguous()
-    config = dict(sorted({**head.to_hf(), **extra}.items()))
-    with new_directory(destination) as directory:
-        save_file(state, directory / "model.safetensors", metadata={"format": "pt"})
-        (directory / "model.safetensors").chmod(0o644)
-        text = json.dumps(config, indent=2) + "\n"
-        (directory / "config.json").write_text(text, encoding="utf-8")
-        (directory / "README.md").write_text(card, encoding="utf-8")
-        if counts is not None:
-            np.save(directory / "token_counts.npy", counts.astype(np.int64))
-
-
-def load_head(directory: Path | str, target: Target) -> Head | None:
-    """Loads a dense or 4-bit EAGLE head in float32. None: the directory is not an EAGLE head."""
-    directory = Path(directory)
-    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    state = read_state(directory)
-    if "fc.weight" not in state:
-        return None
-    if config["hidden_size"] != target.hidden_size:
-        raise ValueError(f"{directory}: hidden size {config['hidden_size']} is not the target's")
-    names = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
-    shape = {name: config[name] for name in names}
-    head: Head
-    if "d2t" in state:
-        offsets = state["d2t"]
-        head = Eagle3(target.source, (offsets + torch.arange(len(offsets))).tolist(), **shape)
-        head.aux_layers = tuple(config["eagle_aux_hidden_state_layer_ids"])
-    else:
-        head = Eagle2(target.source, **shape)
-    state = {k: v.float() if v.is_floating_point() else v for k, v in state.items()}
-    head.load_state_dict(state)
-    return head.to(target.device).eval()

@@ -8,7 +8,7 @@ same token there. An engine whose sampling is keyed by position accepts the same
 pass over a finished text gives the chain of every position. A walk through the text gives the mean
 accept length (tokens per forward pass of the target, including the target's own token).
 
-`--draft` is an EAGLE head that `train_eagle.py` wrote, or a language model.
+`--draft` is a head that `train_head.py` wrote, or a language model.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from pathlib import Path
 import torch
 from continue_text import add_target_arguments, continue_prompts, load_target
 from corpus import Document, TextFormat, corpus_from_arguments, encode
-from drafts import Head, load_head
+from drafts import Head
+from head_files import load_head
 from model import Target, load_pretrained
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -136,6 +137,7 @@ def measure(
     repetition_penalty: float = 1.0,
 ) -> Acceptance:
     prompt_tokens = prompts.shape[1]
+    depth = min(depth, getattr(draft, "longest", None) or depth)
     ids = continue_prompts(
         target, prompts, new_tokens, [temperature], seed, top_p, repetition_penalty
     )
@@ -144,7 +146,7 @@ def measure(
         new = row[prompt_tokens:]
         lengths.append(prompt_tokens + (new.index(eos) + 1 if eos in new else len(new)))
     parts = [chain_matches(draft, target, part, depth) for part in ids.split(16)]
-    return acceptance(torch.cat(parts), lengths, prompt_tokens, chain)
+    return acceptance(torch.cat(parts), lengths, prompt_tokens, min(chain, depth))
 
 
 def load_draft(directory: Path, target: Target) -> Head | Target:

@@ -26,8 +26,9 @@ import torch
 from continue_text import add_target_arguments, load_target
 from corpus import corpus_from_arguments, plain_stream, training_stream
 from directory import add_out_arguments, check_out
-from drafts import Head, load_head
+from drafts import Head
 from gptq import Quantized, gptq, output_error, round_to_nearest
+from head_files import load_head
 from model import Target, load_pretrained, read_state
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -275,7 +276,7 @@ def main() -> None:
     name, original = args.out.name, source.resolve().name
     if args.draft:
         head = load_head(args.draft, target)
-        if head is None:
+        if head is None or head.kind == "mtp":
             raise SystemExit(f"{args.draft} is not an EAGLE head; pass a draft model as --target")
         check_shapes(head, settings)
         done = quantize_head(head, target, ids, settings, args.depth)

@@ -19,7 +19,10 @@ from tests.reference.engines import extension_or_skip
 
 extension_or_skip()
 
-SHIPPED_DRAFTS = ["tiny-python-eagle2", "tiny-python-eagle3", "tiny-python-draft", "ngram"]
+SHIPPED_DRAFTS = [
+    *("tiny-python-eagle2", "tiny-python-eagle3", "tiny-python-mtp", "tiny-python-draft"),
+    "ngram",
+]
 
 SOURCES = ("heapq", "textwrap", "bisect", "fnmatch", "queue", "shlex", "string", "sched")
 

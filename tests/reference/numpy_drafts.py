@@ -272,8 +272,10 @@ class NumpyModule(NumpyEagle2):
         weights: Mapping[str, Array],
         head_dim: int,
         hidden_first: bool = False,
+        residual_scale: float = 1.0,
     ) -> None:
-        super().__init__(target, weights, head_dim)
+        """residual_scale: that of the target's layers."""
+        super().__init__(target, weights, head_dim, residual_scale)
         if hidden_first:
             halves = np.split(self.weights["fc.weight"], 2, -1)
             self.weights["fc.weight"] = np.concatenate(halves[::-1], -1)

@@ -15,7 +15,8 @@ SLOW = (
     "test_quantize_recipe",
     "test_synthetic_acceptance",
     "test_terminal",
-    "test_train_eagle",
+    "test_train_head",
+    "test_train_mtp",
     "test_train_recipe",
 )
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from pathlib import Path
 
 import pytest
 
 from cpmcu import bench
 from cpmcu.bench import main
+from cpmcu.benchmarks import drafters
+from cpmcu.config import EngineConfig, shipped_draft, shipped_model
 from tests.reference.engines import extension_or_skip
+from tests.reference.tiny_checkpoints import write_tiny
+from tests.reference.tiny_modules import write_modules
 
 
 @pytest.mark.parametrize(
@@ -20,6 +26,7 @@ from tests.reference.engines import extension_or_skip
         (["--decode", "0"], "--decode is 0, but must be at least 1"),
         (["--memory-limit", "2"], "--memory-limit is 2"),
         (["--kernels", "x.json"], "--kernels is given without --plot"),
+        (["--drafters", "--plot", "x.png"], "--drafters and --plot are both given"),
         (["--plot", "x.png", "--kernels", "no/x"], "bench: no/x: No such file or directory"),
     ],
 )
@@ -74,3 +81,45 @@ def test_windows_shrink_to_the_free_context(capsys: pytest.CaptureFixture[str]) 
     assert speculation["depth"] == 4
     assert speculation["options"]["spec_tree_size"] == 24
     assert [line["context"] for line in speculation["chosen"]] == [1024]
+
+
+def test_drafters(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each drafter of the shipped model emits the tokens of plain decoding, and reports steps."""
+    extension_or_skip()
+    monkeypatch.setattr(drafters, "REPEATS", 1)
+    requests = {kind: found[:1] for kind, found in drafters.PROMPTS.items()}
+    monkeypatch.setattr(drafters, "PROMPTS", requests)
+    flags = ["--drafters", "--device", "cpu", "--max-model-len", "512", "--decode", "8", "--json"]
+    assert main(flags) == 0
+    result = json.loads(capsys.readouterr().out)
+    rows = {(row["drafter"], row["prompts"]): row for row in result["rows"]}
+    assert len(rows) == len(result["rows"])
+    expected = {"none": 0, "n-gram": 5}
+    if shipped_draft(shipped_model(), "mtp") is not None:
+        expected |= {"MTP 1": 1, "MTP 3": 3, "MTP 3 + n-gram": 5}
+    expected |= dict.fromkeys(("EAGLE-2", "EAGLE-3", "small model"), 3)
+    for (name, depth), kind in itertools.product(expected.items(), ("copy", "new")):
+        row = rows[name, kind]
+        assert row["tokens"] == 8 and row["drafted"] == depth and row["tokens_per_s"] > 0
+        shares = row["acceptance_per_position"]
+        assert len(shares) == depth and shares == sorted(shares, reverse=True)
+        assert row["mean_accept_length"] == pytest.approx(1 + sum(shares))
+    assert sum(rows["EAGLE-2", kind]["mean_accept_length"] for kind in ("copy", "new")) > 2
+    table = bench.table(result)
+    assert table.count("\n| EAGLE-3 | 3 | ") == 2 and table.count("\n| none | 0 | ") == 2
+
+
+def test_drafters_refuse_a_named_draft(capsys: pytest.CaptureFixture[str]) -> None:
+    extension_or_skip()
+    assert main(["--drafters", "--device", "cpu", "--spec-method", "ngram"]) == 1
+    assert "a flag of speculation is given, too" in capsys.readouterr().err
+
+
+def test_a_model_without_shipped_drafts(tmp_path: Path) -> None:
+    """It is compared with look-up, and with MTP modules that its files have."""
+    write_tiny(tmp_path / "plain", "llama")
+    found = drafters.available(EngineConfig(model=str(tmp_path / "plain")))
+    assert list(found) == ["none", "n-gram"]
+    write_modules(tmp_path / "mtp", "deepseek", 3)
+    found = drafters.available(EngineConfig(model=str(tmp_path / "mtp")))
+    assert list(found) == ["none", "n-gram", "MTP 1", "MTP 3", "MTP 3 + n-gram"]

@@ -40,7 +40,11 @@ def test_the_shipped_draft(
     model = registry.TargetModel(target.config, target.fields())
     draft = write_draft(tmp_path / "d", "minicpm_eagle", target)
     found = {target.directory: draft.directory}
-    monkeypatch.setattr(draft_loading, "shipped_draft", found.get)
+    monkeypatch.setattr(
+        draft_loading,
+        "shipped_draft",
+        lambda path, kind: found.get(path) if kind == "auto" else None,
+    )
 
     def drafted(**options: Any) -> LoadedDraft | None:
         return open_draft(SpeculativeConfig(**options), target.directory, model)
@@ -62,7 +66,7 @@ def test_shipped_pairs(suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """A shipped pair is found through links and relative paths, not by name alone."""
     target = ASSETS / f"tiny-python-minicpm{suffix}"
     draft = ASSETS / f"tiny-python-eagle2{suffix}"
-    assert shipped_draft(target) == draft
+    assert shipped_draft(target) == shipped_draft(target, "eagle") == draft
     (tmp_path / "link").symlink_to(target)
     assert shipped_draft(tmp_path / "link") == draft
     monkeypatch.chdir(ASSETS)

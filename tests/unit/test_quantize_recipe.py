@@ -23,9 +23,11 @@ MODULES = (
     "model",
     "trainer",
     "drafts",
+    "mtp_head",
+    "head_files",
     "continue_text",
     "measure_acceptance",
-    "train_eagle",
+    "train_head",
     "quantize",
 )
 SHAPES = [(1, 1), (1, 8), (7, 13), (16, 128), (24, 131), (5, 300), (40, 384)]  # [N, K]
@@ -317,10 +319,10 @@ def test_a_head_and_its_files(
     import torch
 
     target = tiny(recipe, tmp_path / "target", family)
-    head = recipe.train_eagle.build_head(kind, target, np.arange(VOCAB), 50, seed=0)
+    head = recipe.train_head.build_head(kind, target, np.arange(VOCAB), 50, seed=0)
     counts = np.arange(VOCAB) if kind == "eagle2" else None
-    recipe.drafts.write_head(head, tmp_path / "head", "# card\n", {}, counts)
-    head = recipe.drafts.load_head(tmp_path / "head", target).requires_grad_(False)
+    recipe.head_files.write_head(head, tmp_path / "head", "# card\n", {}, counts)
+    head = recipe.head_files.load_head(tmp_path / "head", target).requires_grad_(False)
     settings, out = recipe.quantize.Settings(group_size=-1), tmp_path / "head-w4"
     done = recipe.quantize.quantize_head(head, target, calibration(), settings, depth=3)
     layer = "layers.0" if kind == "eagle2" else "midlayer"
@@ -328,7 +330,7 @@ def test_a_head_and_its_files(
     assert len(done) == 8
     recipe.quantize.write_quantized(tmp_path / "head", out, done, settings, "# card\n")
     assert (out / "token_counts.npy").is_file() == (kind == "eagle2")
-    loaded = recipe.drafts.load_head(out, target)
+    loaded = recipe.head_files.load_head(out, target)
     assert loaded.state_dict().keys() == head.state_dict().keys()
     for name, tensor in head.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], tensor), name

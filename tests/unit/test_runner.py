@@ -211,6 +211,17 @@ def test_acceptance_is_counted_by_step(start):
     assert output.timings.decode_steps == metrics.num_spec_steps == 3
 
 
+def test_drafted_tokens_are_those_of_the_longest_path(start):
+    """MTP modules with branches compute more tokens again than a step emits."""
+    engine = FakeEngine(script, burst=4, device_stops=True)
+    engine.tokens_per_step = 7
+    runner = start(engine, draft_depth=3)
+    job = Job(max_tokens=9, acceptance=AcceptanceCounter(runner.draft_depth))
+    runner.submit(job.request)
+    metrics = job.wait().spec_decode_metrics
+    assert (metrics.num_draft_tokens, metrics.num_spec_steps) == (6, 2)
+
+
 def test_tokens_beyond_a_stop_string_are_counted_as_accepted(start):
     tokens = Job().expected(20)
     runner = start(FakeEngine(script, burst=4, device_stops=True))

@@ -16,7 +16,15 @@ ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = ROOT / "cpmcu" / "assets" / "tiny-python-minicpm"
 MODULES = (
     *("directory", "corpus", "gptq", "model", "trainer", "train_tokenizer", "train_lm"),
-    *("drafts", "continue_text", "measure_acceptance", "train_eagle", "quantize"),
+    *(
+        "drafts",
+        "mtp_head",
+        "head_files",
+        "continue_text",
+        "measure_acceptance",
+        "train_head",
+        "quantize",
+    ),
 )
 
 NASTY_TEXTS = [
@@ -162,7 +170,7 @@ def test_five_steps_lower_the_loss_and_the_directory_loads(
             "is inside the source .*text, expected a directory outs",
         ),
         ("train_lm", ["--tokenizer", "model"], "model", "model is or holds the source"),
-        ("train_eagle", ["--target", "model", "--overwrite"], ".", "is or holds the source"),
+        ("train_head", ["--target", "model", "--overwrite"], ".", "is or holds the source"),
         ("quantize", ["--target", "model"], "mine", "mine is not empty, expected a new directory"),
         ("quantize", ["--target", "x", "--draft", "model"], "model", "is or holds the source"),
     ],

@@ -1,6 +1,6 @@
-"""Trains an EAGLE head of a target model on folders of text.
+"""Trains an EAGLE head or MTP modules of a target model on folders of text.
 
-    python scripts/train/train_eagle.py --target DIR --text FOLDER --out DIR --kind eagle2
+    python scripts/train/train_head.py --target DIR --text FOLDER --out DIR --kind eagle2
 
 At every position of the text the head learns the target's next-token distribution, for `--depth`
 steps. From the second step on it reads its own outputs, as in an engine. If the held-out loss
@@ -20,9 +20,11 @@ import torch.nn.functional as F
 from continue_text import add_target_arguments, load_target
 from corpus import TokenStream, corpus_from_arguments, plain_stream, training_stream
 from directory import add_out_arguments, check_out
-from drafts import Eagle2, Eagle3, Head, load_head, write_head
+from drafts import Eagle2, Eagle3, Head
+from head_files import load_head, write_head
 from measure_acceptance import Acceptance, held_out_prompts, measure
 from model import Target
+from mtp_head import Mtp
 from torch import Tensor, nn
 from trainer import Report, TrainConfig, stop_on_signals, train
 
@@ -81,8 +83,8 @@ class Distillation(nn.Module):
         depth = min(self.depth, ids.shape[1])
         total = torch.zeros((), device=ids.device)
         weights = 0.0
-        steps = head.unroll(head.start(now), embeddings, cos, sin, depth)
-        for step, x in enumerate(steps):
+        steps = head.training_steps(head.start(now), embeddings, cos, sin, depth)
+        for step, x in steps:
             logits = head.logits(x, target)[:, step:].float()
             loss = -(wanted[:, step:] * F.log_softmax(logits, dim=-1)).sum(-1).mean()
             if self.feature_weight:
@@ -100,9 +102,21 @@ def draft_vocabulary(counts: np.ndarray, size: int) -> list[int]:
 
 
 def build_head(
-    kind: str, target: Target, counts: np.ndarray, draft_vocab_size: int, seed: int, **shape: int
+    kind: str,
+    target: Target,
+    counts: np.ndarray,
+    draft_vocab_size: int,
+    seed: int,
+    modules: int = 1,
+    chained: bool = False,
+    **shape: int,
 ) -> Head:
-    """Creates a head for training."""
+    """Creates a head for training. `modules`, `chained`: of an mtp head."""
+    if kind == "mtp":
+        mtp = Mtp(target, modules, chained, **shape)
+        mtp.initialise(seed)
+        mtp.initialise_from(target)
+        return mtp
     if kind == "eagle2":
         head: Head = Eagle2(target.source, **shape)
         head.initialise(seed)
@@ -123,13 +137,18 @@ def card(
     report: Report,
     hardware: str,
     results: dict[float, Acceptance],
+    alone: dict[float, Acceptance],
 ) -> str:
+    """`alone`: results of the first of several MTP modules."""
     parameters = sum(p.numel() for p in head.parameters())
     layout = {
         "eagle2": f"EAGLE-2 head{' (MiniCPM4 layout)' if head.scaled else ''}",
         "eagle3": "EAGLE-3 head",
+        "mtp": "MTP modules (DeepSeek's layout)",
     }[head.kind]
-    if isinstance(head, Eagle3):
+    if isinstance(head, Mtp):
+        detail = _describe_modules(head)
+    elif isinstance(head, Eagle3):
         layers = ", ".join(map(str, head.aux_layers))
         detail = (
             f"It reads the residual stream entering layers {layers} (counted from 0) of the\n"
@@ -141,20 +160,9 @@ def card(
             "are the target's. `token_counts.npy` counts the tokens of the training text (for\n"
             "a pruned output head)."
         )
-    table = ""
-    if results:
-        first = next(iter(results.values()))
-        depths = " | ".join(f"depth {i + 1}" for i in range(len(first.at_depth)))
-        rule = "---|" * (len(first.at_depth) + 2)
-        lines = [f"| temperature | {depths} | mean accept length |", f"|{rule}"]
-        for temperature, result in results.items():
-            shares = " | ".join(f"{share:.3f}" for share in result.at_depth)
-            lines.append(f"| {temperature:g} | {shares} | {result.mean_length:.2f} |")
-        table = (
-            "\nShare of chains accepted to each depth, and mean accept length of chains of "
-            f"{first.chain} (the target's\nown token included), while the target continues "
-            "held-out files by itself:\n\n" + "\n".join(lines) + "\n"
-        )
+    table = _table(results)
+    if alone:
+        table += "\nThe first module alone:\n" + _table(alone)
     return f"""# {name}
 
 {layout} for `{target_name}`: {parameters / 1e6:.2f} M parameters, bf16.
@@ -163,15 +171,43 @@ def card(
 - Data: {corpus}
 - Training: {report.steps} steps, {report.tokens / 1e6:.0f} M tokens in windows of \
 {config.seq_len}, {report.minutes:.1f} minutes on {hardware}.
-- Recipe: `scripts/train/train_eagle.py` in the cpmcu repository.
+- Recipe: `scripts/train/train_head.py` in the cpmcu repository.
 {table}"""
+
+
+def _describe_modules(head: Mtp) -> str:
+    shared = "Embedding and output head are the target's."
+    if len(head.parts) == 1:
+        return f"One module, which drafts a chain with its own outputs. {shared}"
+    read = "the output of the module before" if head.chained else "the target's hidden state"
+    return (
+        f"{len(head.parts)} modules; module m drafts the token at depth m + 1 and reads {read}.\n"
+        f"The first one can also draft a chain alone. {shared}"
+    )
+
+
+def _table(results: dict[float, Acceptance]) -> str:
+    if not results:
+        return ""
+    first = next(iter(results.values()))
+    depths = " | ".join(f"depth {i + 1}" for i in range(len(first.at_depth)))
+    rule = "---|" * (len(first.at_depth) + 2)
+    lines = [f"| temperature | {depths} | mean accept length |", f"|{rule}"]
+    for temperature, result in results.items():
+        shares = " | ".join(f"{share:.3f}" for share in result.at_depth)
+        lines.append(f"| {temperature:g} | {shares} | {result.mean_length:.2f} |")
+    return (
+        "\nShare of chains accepted to each depth, and mean accept length of chains of "
+        f"{first.chain} (the target's\nown token included), while the target continues "
+        "held-out files by itself:\n\n" + "\n".join(lines) + "\n"
+    )
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add_target_arguments(parser)
     add_out_arguments(parser)
-    parser.add_argument("--kind", choices=("eagle2", "eagle3"), default="eagle2")
+    parser.add_argument("--kind", choices=("eagle2", "eagle3", "mtp"), default="eagle2")
     parser.add_argument(
         "--generated", type=Path, help="token file of continue_text.py, added to the training text"
     )
@@ -185,6 +221,12 @@ def parse_arguments() -> argparse.Namespace:
     for name in ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"):
         shape.add_argument(f"--{name.replace('_', '-')}", type=int)
     shape.add_argument("--draft-vocab-size", type=int, default=32000, help="eagle3")
+    shape.add_argument(
+        "--modules", type=int, default=1, help="mtp: each drafts one token; a single one, all"
+    )
+    shape.add_argument(
+        "--chained", action="store_true", help="mtp: a module reads the output of the one before"
+    )
 
     run = parser.add_argument_group("training")
     run.add_argument("--learning-rate", type=float, help="peak; default 0.5 / hidden size")
@@ -229,7 +271,19 @@ def main() -> None:
 
     names = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
     shape = {name: getattr(args, name) for name in names if getattr(args, name)}
-    head = build_head(args.kind, target, counts, args.draft_vocab_size, config.seed, **shape)
+    try:
+        head = build_head(
+            args.kind,
+            target,
+            counts,
+            args.draft_vocab_size,
+            config.seed,
+            args.modules,
+            args.chained,
+            **shape,
+        )
+    except ValueError as error:
+        raise SystemExit(str(error)) from error
     head.to(target.device)
     model = Distillation(head, target, args.depth, args.step_weight, args.feature_weight)
     hardware = "a CPU"
@@ -245,8 +299,23 @@ def main() -> None:
     bos = {} if form.bos is None else {"bos_token_id": form.bos}
     kept = counts if args.kind == "eagle2" else None
 
-    def save(report: Report, results: dict[float, Acceptance], trained: Head) -> None:
-        text = card(args.out.name, trained, target_name, corpus, config, report, hardware, results)
+    def save(
+        report: Report,
+        trained: Head,
+        results: dict[float, Acceptance],
+        alone: dict[float, Acceptance],
+    ) -> None:
+        text = card(
+            args.out.name,
+            trained,
+            target_name,
+            corpus,
+            config,
+            report,
+            hardware,
+            results,
+            alone,
+        )
         write_head(trained, args.out, text, {**bos, **eos}, kept)
 
     report = train(
@@ -255,7 +324,7 @@ def main() -> None:
         stream,
         validation,
         config,
-        lambda report: save(report, {}, head),
+        lambda report: save(report, head, {}, {}),
         stop_on_signals(),
     )
     best = report.best_validation_loss
@@ -272,11 +341,16 @@ def main() -> None:
     final = load_head(args.out, target)  # the best head, as stored in bf16
     assert final is not None
     prompts = held_out_prompts(tokenizer, held_out, form, 96, 48, config.seed)
-    results = {}
-    for temperature in (0.0, 0.7, 0.8):
-        results[temperature] = measure(final, target, prompts, 160, temperature, form.eos)
-        print(f"temperature {temperature:g}: {results[temperature]}", flush=True)
-    save(report, results, final)
+
+    def measured(draft: Head) -> dict[float, Acceptance]:
+        results = {}
+        for temperature in (0.0, 0.7, 0.8):
+            results[temperature] = measure(draft, target, prompts, 160, temperature, form.eos)
+            print(f"temperature {temperature:g}: {results[temperature]}", flush=True)
+        return results
+
+    several = isinstance(final, Mtp) and final.longest is not None
+    save(report, final, measured(final), measured(final.alone()) if several else {})
 
 
 if __name__ == "__main__":
