@@ -13,6 +13,9 @@ shape (no shape is given, or --spec-auto yes), a third load measures requests of
 
 The prefix cache is off, so that no prompt is found in it.
 
+--needle measures no speed. It asks for numbers in long texts, with sparse and with dense attention
+(`cpmcu/benchmarks/needle.py`).
+
 Exit status: 0; 1 for an error (one sentence; CPMCU_DEBUG=1 shows the traceback); 2 for wrong flags;
 130 after Ctrl-C.
 """
@@ -29,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from cpmcu.benchmarks.decoding import Row, fitting_steps, plain_row
+from cpmcu.benchmarks.needle import LENGTHS, needle_table, run_needle
 from cpmcu.benchmarks.plot import Kernel, check_plot, read_kernels, save
 from cpmcu.benchmarks.speculation import has_draft, run_speculation, speculation_table
 from cpmcu.config import (
@@ -54,9 +58,10 @@ from cpmcu.flags import FOOTER, FlagParser, add_flags, from_flags
 class BenchOptions:
     """The flags of a benchmark."""
 
-    contexts: str = option(
-        "1024",
-        "context lengths in tokens, separated by commas",
+    contexts: str | None = option(
+        None,
+        "context lengths in tokens, separated by commas (default: 1024; of --needle: "
+        f"{','.join(map(str, LENGTHS))})",
         metavar="N,N",
         brief="context lengths in tokens (default: 1024)",
     )
@@ -82,10 +87,21 @@ class BenchOptions:
         brief="also draw kernels' shares of the roofline",
     )
 
+    needle: bool = option(
+        False,
+        "instead of speed, check that sparse attention finds in long texts what dense attention "
+        "finds, with a model that was trained for sparse attention (scripts/train/train_needle.py)",
+        brief="check that sparse attention finds what dense attention finds",
+    )
+    needle_texts: int = option(2, "texts of each length for --needle")
+
     def __post_init__(self) -> None:
-        if self.decode < 1:
-            raise ValueError(f"decode is {self.decode}, but must be at least 1")
-        if not all(part.strip().isdecimal() and int(part) > 0 for part in self.contexts.split(",")):
+        for name in ("decode", "needle_texts"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, but must be at least 1")
+        if self.contexts is not None and not all(
+            part.strip().isdecimal() and int(part) > 0 for part in self.contexts.split(",")
+        ):
             raise ValueError(
                 f"contexts is {self.contexts!r}, expected lengths from 1 on, separated by commas"
             )
@@ -93,6 +109,8 @@ class BenchOptions:
     @property
     def lengths(self) -> list[int]:
         """`contexts` as numbers."""
+        if self.contexts is None:
+            return list(LENGTHS) if self.needle else [1024]
         return [int(part) for part in self.contexts.split(",")]
 
 
@@ -192,6 +210,20 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def _config(options: BenchOptions, flags: Any) -> EngineConfig:
+    """The engine's configuration. Raises ValueError for flags that do not go with the benchmark."""
+    config = engine_config(flags)
+    if not options.needle:
+        return without_hits(config, flags)
+    if config.model is None:
+        raise ValueError("--needle is given without a model, expected one with a sparse_config")
+    if config.apply_sparse is not None:
+        raise ValueError("apply_sparse is given with --needle, which compares yes with no")
+    if options.plot is not None:
+        raise ValueError("--plot is given with --needle, expected one of them")
+    return config
+
+
 def _kernels(options: BenchOptions) -> list[Kernel]:
     """The kernels of --kernels. Raises ValueError if --plot or --kernels cannot be used."""
     if options.plot is not None:
@@ -235,13 +267,17 @@ def main(arguments: list[str] | None = None, verb: str | None = None) -> int:
     try:
         flags.model = named_model(flags)
         options = from_flags(BenchOptions, flags)
-        config = without_hits(engine_config(flags), flags)
+        config = _config(options, flags)
         kernels = _kernels(options)
     except (ValueError, OSError) as error:
         parser.error(parser.named(sentence(error)))
     try:
-        result = run(config, options)
-        _print((json.dumps(result, indent=2) if options.json else table(result)) + "\n")
+        if options.needle:
+            result = run_needle(config, options.lengths, options.needle_texts)
+        else:
+            result = run(config, options)
+        shown = needle_table if options.needle else table
+        _print((json.dumps(result, indent=2) if options.json else shown(result)) + "\n")
         if options.plot is not None:
             save(result, kernels, Path(options.plot))
     except KeyboardInterrupt:
