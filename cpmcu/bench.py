@@ -32,7 +32,6 @@ from pathlib import Path
 from typing import Any
 
 from cpmcu.benchmarks.decoding import Row, fitting_steps, plain_row
-from cpmcu.benchmarks.needle import LENGTHS, needle_table, run_needle
 from cpmcu.benchmarks.plot import Kernel, check_plot, read_kernels, save
 from cpmcu.benchmarks.speculation import has_draft, run_speculation, speculation_table
 from cpmcu.config import (
@@ -53,6 +52,8 @@ from cpmcu.engine_flags import (
 from cpmcu.errors import INTERRUPTED, forget_interrupt, reader_left, sentence
 from cpmcu.flags import FOOTER, FlagParser, add_flags, from_flags
 
+NEEDLE_LENGTHS = (1024, 2048, 4096)
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BenchOptions:
@@ -61,7 +62,7 @@ class BenchOptions:
     contexts: str | None = option(
         None,
         "context lengths in tokens, separated by commas (default: 1024; of --needle: "
-        f"{','.join(map(str, LENGTHS))})",
+        f"{','.join(map(str, NEEDLE_LENGTHS))})",
         metavar="N,N",
         brief="context lengths in tokens (default: 1024)",
     )
@@ -110,7 +111,7 @@ class BenchOptions:
     def lengths(self) -> list[int]:
         """`contexts` as numbers."""
         if self.contexts is None:
-            return list(LENGTHS) if self.needle else [1024]
+            return list(NEEDLE_LENGTHS) if self.needle else [1024]
         return [int(part) for part in self.contexts.split(",")]
 
 
@@ -273,11 +274,14 @@ def main(arguments: list[str] | None = None, verb: str | None = None) -> int:
         parser.error(parser.named(sentence(error)))
     try:
         if options.needle:
-            result = run_needle(config, options.lengths, options.needle_texts)
+            from cpmcu.benchmarks import needle  # imports numpy
+
+            result = needle.run_needle(config, options.lengths, options.needle_texts)
+            text = needle.needle_table(result)
         else:
             result = run(config, options)
-        shown = needle_table if options.needle else table
-        _print((json.dumps(result, indent=2) if options.json else shown(result)) + "\n")
+            text = table(result)
+        _print((json.dumps(result, indent=2) if options.json else text) + "\n")
         if options.plot is not None:
             save(result, kernels, Path(options.plot))
     except KeyboardInterrupt:

@@ -19,7 +19,6 @@ from cpmcu.sampling import SamplingParams
 from cpmcu.sparse_options import SparseOptions
 
 DEPTHS = 8
-LENGTHS = (1024, 2048, 4096)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,8 +43,8 @@ def run_needle(config: EngineConfig, lengths: Sequence[int], num_texts: int) -> 
         prefix_cache=True,
         speculative_config=SpeculativeConfig(no_speculation=True),
     )
-    unchanged = {field.name: None for field in dataclasses.fields(SparseOptions)}
-    dense = dataclasses.replace(config, **unchanged | {"apply_sparse": False})
+    changes: dict[str, Any] = {field.name: None for field in dataclasses.fields(SparseOptions)}
+    dense = dataclasses.replace(config, **changes | {"apply_sparse": False})
     rows = []
     for attention, chosen in (
         ("sparse", dataclasses.replace(config, apply_sparse=True)),
