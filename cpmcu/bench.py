@@ -13,6 +13,9 @@ shape (no shape is given, or --spec-auto yes), a third load measures requests of
 
 The prefix cache is off, so that no prompt is found in it.
 
+--needle measures no speed. It asks for numbers in long texts, with sparse and with dense attention
+(`cpmcu/benchmarks/needle.py`).
+
 Exit status: 0; 1 for an error (one sentence; CPMCU_DEBUG=1 shows the traceback); 2 for wrong flags;
 130 after Ctrl-C.
 """
@@ -50,14 +53,17 @@ from cpmcu.engine_flags import (
 from cpmcu.errors import INTERRUPTED, forget_interrupt, reader_left, sentence
 from cpmcu.flags import FOOTER, FlagParser, add_flags, from_flags
 
+NEEDLE_LENGTHS = (1024, 2048, 4096)
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BenchOptions:
     """The flags of a benchmark."""
 
-    contexts: str = option(
-        "1024",
-        "context lengths in tokens, separated by commas",
+    contexts: str | None = option(
+        None,
+        "context lengths in tokens, separated by commas (default: 1024; of --needle: "
+        f"{','.join(map(str, NEEDLE_LENGTHS))})",
         metavar="N,N",
         brief="context lengths in tokens (default: 1024)",
     )
@@ -89,12 +95,23 @@ class BenchOptions:
         brief="also draw kernels' shares of the roofline",
     )
 
+    needle: bool = option(
+        False,
+        "instead of speed, check that sparse attention finds in long texts what dense attention "
+        "finds, with a model that was trained for sparse attention (scripts/train/train_needle.py)",
+        brief="check that sparse attention finds what dense attention finds",
+    )
+    needle_texts: int = option(2, "texts of each length for --needle")
+
     def __post_init__(self) -> None:
         if self.drafters and self.plot is not None:
             raise ValueError("--drafters and --plot are both given, expected one of them")
-        if self.decode < 1:
-            raise ValueError(f"decode is {self.decode}, but must be at least 1")
-        if not all(part.strip().isdecimal() and int(part) > 0 for part in self.contexts.split(",")):
+        for name in ("decode", "needle_texts"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, but must be at least 1")
+        if self.contexts is not None and not all(
+            part.strip().isdecimal() and int(part) > 0 for part in self.contexts.split(",")
+        ):
             raise ValueError(
                 f"contexts is {self.contexts!r}, expected lengths from 1 on, separated by commas"
             )
@@ -102,6 +119,8 @@ class BenchOptions:
     @property
     def lengths(self) -> list[int]:
         """`contexts` as numbers."""
+        if self.contexts is None:
+            return list(NEEDLE_LENGTHS) if self.needle else [1024]
         return [int(part) for part in self.contexts.split(",")]
 
 
@@ -208,6 +227,20 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def _config(options: BenchOptions, flags: Any) -> EngineConfig:
+    """The engine's configuration. Raises ValueError for flags that do not go with the benchmark."""
+    config = engine_config(flags)
+    if not options.needle:
+        return without_hits(config, flags)
+    if config.model is None:
+        raise ValueError("--needle is given without a model, expected one with a sparse_config")
+    if config.apply_sparse is not None:
+        raise ValueError("apply_sparse is given with --needle, which compares yes with no")
+    if options.plot is not None:
+        raise ValueError("--plot is given with --needle, expected one of them")
+    return config
+
+
 def _kernels(options: BenchOptions) -> list[Kernel]:
     """The kernels of --kernels. Raises ValueError if --plot or --kernels cannot be used."""
     if options.plot is not None:
@@ -251,13 +284,20 @@ def main(arguments: list[str] | None = None, verb: str | None = None) -> int:
     try:
         flags.model = named_model(flags)
         options = from_flags(BenchOptions, flags)
-        config = without_hits(engine_config(flags), flags)
+        config = _config(options, flags)
         kernels = _kernels(options)
     except (ValueError, OSError) as error:
         parser.error(parser.named(sentence(error)))
     try:
-        result = run(config, options)
-        _print((json.dumps(result, indent=2) if options.json else table(result)) + "\n")
+        if options.needle:
+            from cpmcu.benchmarks import needle  # imports numpy
+
+            result = needle.run_needle(config, options.lengths, options.needle_texts)
+            text = needle.needle_table(result)
+        else:
+            result = run(config, options)
+            text = table(result)
+        _print((json.dumps(result, indent=2) if options.json else text) + "\n")
         if options.plot is not None:
             save(result, kernels, Path(options.plot))
     except KeyboardInterrupt:

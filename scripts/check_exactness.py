@@ -6,6 +6,8 @@ Generates with and without the draft: greedy and sampled, several sequences at a
 with CUDA graphs and (for some prompts) without. If a token differs, prints the first difference of
 each text and exits with status 1.
 
+Sparse attention needs long prompts: --prompts 3 --shortest 9000 --longest 40000 --eager-share 3.
+
 The prefix cache is off, so each run computes every prompt.
 """
 
@@ -28,6 +30,7 @@ class Options:
     """Flags: the amount of text."""
 
     prompts: int = option(20, "number of prompts of random tokens")
+    shortest: int = option(1, "tokens of the shortest prompt")
     longest: int = option(300, "tokens of the longest prompt, at least 2")
     tokens: int = option(1000, "new tokens of each prompt")
     eager_share: int = option(4, "one prompt in this many runs without CUDA graphs too")
@@ -35,12 +38,20 @@ class Options:
     def __post_init__(self) -> None:
         if self.longest < 2:
             raise ValueError(f"--longest is {self.longest}, expected 2 or more")
+        if not 1 <= self.shortest <= self.longest:
+            raise ValueError(f"--shortest is {self.shortest}, expected 1 to {self.longest}")
+        for name in ("prompts", "tokens", "eager_share"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, but must be at least 1")
 
 
-def prompts_of(count: int, longest: int, vocab_size: int) -> list[list[int]]:
+def prompts_of(options: Options, vocab_size: int) -> list[list[int]]:
+    """Prompts of random tokens, the longest one first."""
+    count, shortest, longest = options.prompts, options.shortest, options.longest
     rng = np.random.default_rng(0)
-    short = [n for n in (1, 63, 64, 65, 127, 129) if n <= longest]
-    lengths = [longest, *short, *rng.integers(2, longest, count).tolist()][:count]
+    low = [n for n in (1, 63, 64, 65, 127, 129) if n <= longest] if shortest == 1 else [shortest]
+    between = rng.integers(min(max(2, shortest), longest - 1), longest, count)
+    lengths = [longest, *low, *between.tolist()][:count]
     return [rng.integers(3, vocab_size, n).tolist() for n in lengths]
 
 
@@ -48,8 +59,8 @@ def generate(config: EngineConfig, options: Options, share: int = 1) -> dict[str
     """Returns the tokens for each kind of sampling, for the first `1 / share` of the prompts."""
     texts = {}
     with LLM(**dataclasses.asdict(config)) as llm:
-        prompts = prompts_of(options.prompts, options.longest, llm.spec.vocab_size)
-        prompts = prompts[: options.prompts // share]
+        prompts = prompts_of(options, llm.spec.vocab_size)
+        prompts = prompts[: -(-options.prompts // share)]
         for name, fields in (
             ("greedy", {"temperature": 0.0}),
             ("sampled", {"temperature": 0.8, "top_p": 0.95, "seed": 7}),

@@ -17,7 +17,8 @@ def add_out_arguments(parser: argparse.ArgumentParser) -> None:
 
 def check_out(args: argparse.Namespace, *sources: Path | None, holds: str = "config.json") -> None:
     """Raises SystemExit if --out is not empty and must be kept, or overlaps an input folder."""
-    read = [source for source in (*args.corpus, *sources) if source is not None]
+    folders = (*getattr(args, "corpus", ()), *sources)
+    read = [source for source in folders if source is not None]
     try:
         check_destination(args.out, read, overwrite=args.overwrite, holds=holds)
     except ValueError as error:

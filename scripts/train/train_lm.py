@@ -26,7 +26,7 @@ from corpus import (
     training_stream,
 )
 from directory import add_out_arguments, check_out
-from model import Target, minicpm_config, new_minicpm
+from model import Config, Target, minicpm_config, new_minicpm
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from trainer import Report, TrainConfig, autocast, stop_on_signals, train
@@ -36,7 +36,16 @@ from cpmcu.convert.output import new_directory
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 
 
-def write_model(model: Target, tokenizer_dir: Path, destination: Path, card: str) -> None:
+SAMPLED = {"do_sample": True, "temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.15}
+
+
+def write_model(
+    model: Target,
+    tokenizer_dir: Path,
+    destination: Path,
+    card: str,
+    sampling: Config = SAMPLED,
+) -> None:
     """Writes a complete Hugging Face directory with bf16 weights."""
     state = {
         name: value.detach().to("cpu", torch.bfloat16).contiguous()
@@ -47,10 +56,7 @@ def write_model(model: Target, tokenizer_dir: Path, destination: Path, card: str
         "bos_token_id": BOS_ID,
         "eos_token_id": [EOS_ID, IM_END_ID],
         "pad_token_id": 0,
-        "do_sample": True,
-        "temperature": 0.7,
-        "top_p": 0.9,
-        "repetition_penalty": 1.15,
+        **sampling,
     }
     with new_directory(destination) as directory:
         save_file(state, directory / "model.safetensors", metadata={"format": "pt"})

@@ -230,12 +230,14 @@ class WindowTrainer(Trainer):
         self,
         model: nn.Module,
         loss: Callable[[Tensor, Tensor], Tensor],
-        batches: Batches,
+        batches: IterableDataset,
         validation: TokenStream | None,
+        config: TrainConfig,
         **rest: Any,
     ) -> None:
         super().__init__(model, train_dataset=batches, eval_dataset=[], **rest)
         self.loss, self.batches, self.validation = loss, batches, validation
+        self.config = config
 
     def get_train_dataloader(self) -> DataLoader:
         return DataLoader(self.batches, batch_size=None)
@@ -249,11 +251,10 @@ class WindowTrainer(Trainer):
     def evaluate(self, *rest: Any, **options: Any) -> dict[str, float]:
         if self.validation is None:
             return {}
-        config, model = self.batches.config, self.model
+        config, model = self.config, self.model
         model.eval()
-        value = evaluate(
-            self.loss, self.validation, config.seq_len, config.batch_size, self.batches.ids.device
-        )
+        device = next(model.parameters()).device
+        value = evaluate(self.loss, self.validation, config.seq_len, config.batch_size, device)
         model.train()
         metrics = {"eval_loss": value}
         self.control = self.callback_handler.on_evaluate(
@@ -275,13 +276,16 @@ def make_optimizer(model: nn.Module, config: TrainConfig, fused: bool) -> torch.
 def train(
     model: nn.Module,
     loss: Callable[[Tensor, Tensor], Tensor],
-    stream: TokenStream,
+    data: TokenStream | IterableDataset,
     validation: TokenStream | None,
     config: TrainConfig,
     save: Callable[[Report], None] = lambda report: None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Report:
     """Trains `model` in place on `loss` of inputs and targets.
+
+    `data`: a stream, or batches like those of `Batches`, of `config.batch_size` * `config.seq_len`
+    tokens each.
 
     `save` is called after every improvement of the validation loss, or once at the end without
     validation.
@@ -296,8 +300,9 @@ def train(
         trainer = WindowTrainer(
             model,
             torch.compile(loss) if config.compile else loss,
-            Batches(stream, config, device),
+            data if isinstance(data, IterableDataset) else Batches(data, config, device),
             validation,
+            config,
             args=TrainingArguments(
                 folder,
                 max_steps=config.steps,
