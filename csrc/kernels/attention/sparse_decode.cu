@@ -417,6 +417,10 @@ void launch_decode(const Context& ctx, const AttentionParams& params) {
       Smem::bytes(std::min(most_tokens<Config>(group), tokens.max_seq_tokens), num_words);
   static_assert(Smem::bytes(most_tokens<Config>(2), kMaxWords) <= 99 * 1024,
                 "sm_86 and sm_89 have 99 KiB for a CTA");
+  CHECK(bytes <= static_cast<size_t>(ctx.sm_shared_bytes) - 1024,
+        "attention with a selection: sequences of up to {} tokens with {} query heads of a KV head "
+        "need {} bytes of shared memory, expected at most {}",
+        tokens.max_kv, group, bytes, ctx.sm_shared_bytes - 1024);
   const int num_chunks = (tokens.max_seq_tokens * group + Config::kRows - 1) / Config::kRows;
   const int ctas_per_range = num_chunks * params.num_kv_heads * tokens.num_seqs;
   const int num_ranges = std::clamp(Config::kCtasPerSm * ctx.sm_count / ctas_per_range, 1,
