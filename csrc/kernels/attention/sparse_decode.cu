@@ -334,7 +334,6 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
   rows.load(smem, first_token, num_words, warp_row);
   __syncthreads();  // blocks replace the queries
 
-  const bool warp_has_rows = chunk.first + warp_row < chunk.num_packed;
   const int num_listed = smem.num_listed, num_shared = smem.num_shared;
   const uint16_t* const list = smem.list(num_tokens * num_words);
   const auto block_at = [&](int i) { return list[i] % kSharedBlock; };
@@ -355,9 +354,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
   RowTile<Config::kColumns> state;
   state.clear();
   const auto end_row_splits = [&](int block) {
-    if (warp_has_rows) {
-      end_block<Config>(args, smem.rows.packed, state, rows, warp_row, block, max_splits);
-    }
+    end_block<Config>(args, smem.rows.packed, state, rows, warp_row, block, max_splits);
   };
 
   int next_page = page_at(1);
@@ -395,7 +392,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
 #pragma unroll 1
     for (int i = num_shared; i < num_listed; ++i) {
       const int block = block_at(i);
-      for (int tile = 0; warp_has_rows && tile < kPageSize / kKvTile; ++tile) {
+      for (int tile = 0; tile < kPageSize / kKvTile; ++tile) {
         attend_tree_tile<Config>(state, smem, args, rows, queries, warp, lane,
                                  block * kPageSize + tile * kKvTile, num_shared);
       }
