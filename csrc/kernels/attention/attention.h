@@ -101,8 +101,9 @@ __host__ __device__
                               : 160 + (num_entries - 32768 + 1023) / 1024;
 }
 
-// With a BlockSelection, a split is 128 entries everywhere, and a token has only the splits in
-// which it sees a block. Up to this number of entries, the splits of dense attention are the same.
+// With a BlockSelection, a split is two blocks: split i of a token has its blocks 2 i and 2 i + 1,
+// counted in ascending order. Up to this number of entries, the splits of dense attention are the
+// same if the token sees all blocks.
 constexpr int kMaxDenseEntries = 8192;
 
 // Maximum tokens of one launch. It bounds scratch for any number of sequences.

@@ -157,9 +157,11 @@ void launch_scores(const Context& ctx, const SelectBlocksParams& p, ScoreArgs<T>
   CHECK(num_head_tiles <= Config::kMaxItems,
         "select_blocks: {} query heads of a KV head, expected at most {}", args.group,
         Config::kMaxItems * kHeads);
-  // Four CTAs for each SM, if there are enough tokens. Some find no keys: max_kv is a bound.
+  // As many CTAs as run at a time, if there are enough tokens. A second wave would repeat the loads
+  // of keys and normalisers.
   const int tokens = std::min(p.tokens.max_seq_tokens, args.end - args.first);
-  const int wanted = 4 * ctx.sm_count / (num_tiles * p.num_kv_heads * p.tokens.num_seqs);
+  const int wanted =
+      Config::kCtasPerSm * ctx.sm_count / (num_tiles * p.num_kv_heads * p.tokens.num_seqs);
   const int split = (tokens + std::clamp(wanted, 1, tokens) - 1) / std::clamp(wanted, 1, tokens);
   args.group_tokens = std::min(split, Config::kMaxItems / num_head_tiles);
   args.num_groups = (tokens + args.group_tokens - 1) / args.group_tokens;

@@ -1,5 +1,6 @@
-// Splits of attention with a BlockSelection (attention.h): a split is two blocks, and a token has
-// the splits in which it sees a block. A token's partial results are numbered by its own splits.
+// Splits of attention with a BlockSelection (attention.h). A token's blocks are numbered in
+// ascending order; its split i has its blocks 2 i and 2 i + 1. A token that sees all blocks has the
+// splits of dense attention.
 #pragma once
 
 #include "kernels/attention/sparse.h"
@@ -15,6 +16,10 @@ void sparse_one_token(const Context& ctx, const AttentionParams& params);
 void sparse_prefill_sm90(const Context& ctx, const AttentionParams& params);
 
 constexpr int kMaxWords = selection_words(kMaxSparseEntries);
+constexpr int kSplitBlocks = 2;  // of a token
+static_assert(kSplitBlocks * kPageSize == split_begin(1), "the splits of dense attention");
+
+void check_selected(const AttentionParams& params);
 
 // The first block of the words `any` from `block` on; `end` if there is none before it.
 __device__ __forceinline__ int next_block(const uint64_t* any, int block, int end) {
@@ -26,52 +31,68 @@ __device__ __forceinline__ int next_block(const uint64_t* any, int block, int en
   return end;
 }
 
-// The splits with a block in a word of 64 blocks: bit 2 i is blocks 2 i and 2 i + 1.
-__device__ __forceinline__ uint64_t splits_of(uint64_t blocks) {
-  return (blocks | blocks >> 1) & 0x5555555555555555;
-}
-// Number of splits with a block below `block`, which begins a split.
-__device__ __forceinline__ int splits_before(const uint64_t* words, int block) {
-  int count = 0;
-#pragma unroll 8
-  for (int w = 0; w < block / 64; ++w) count += __popcll(splits_of(words[w]));
-  return block % 64 == 0 ? count
-                         : count + __popcll(splits_of(words[block / 64]) << (64 - block % 64));
-}
-// Number of splits of all words. All threads of a warp call it with the same words.
-__device__ __forceinline__ int count_splits(const uint64_t* words, int num_words) {
-  int count = 0;
-  for (int w = static_cast<int>(threadIdx.x) % 32; w < num_words; w += 32) {
-    count += __popcll(splits_of(words[w]));
+// The place of bit `n` of the set bits of a word; 64 if there are no more than n.
+__device__ __forceinline__ int place_of_bit(uint64_t word, int n) {
+  if (n >= __popcll(word)) return 64;
+  int place = 0;
+#pragma unroll
+  for (int width = 32; width > 0; width /= 2) {
+    const int low = __popcll(word & ((uint64_t{1} << width) - 1));
+    const bool above = n >= low;
+    if (above) n -= low, word >>= width, place += width;
   }
-  return __reduce_add_sync(0xffffffffu, count);
+  return place;
 }
-// The first block of split `index`; the end of the words if there are fewer splits. All threads of
-// a warp call it with the same arguments.
-__device__ __forceinline__ int find_split(const uint64_t* words, int num_words, int index) {
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  for (int first = 0; first < num_words; first += 32) {
-    uint64_t splits = first + lane < num_words ? splits_of(words[first + lane]) : 0;
-    const int count = __popcll(splits);
-    int until = count;  // splits of this lane and of lower lanes
+// Bits first .. end - 1 of the set bits of a word. `first` may be negative.
+__device__ __forceinline__ uint64_t bits_between(uint64_t word, int first, int end) {
+  const int from = first <= 0 ? 0 : place_of_bit(word, first);
+  const int to = end <= 0 ? 0 : place_of_bit(word, end);
+  return word & first_entries(to) & ~first_entries(from);
+}
+
+// The words of a token, two in each lane of a warp.
+struct LaneWords {
+  static_assert(kMaxWords <= 64, "a lane has two words");
+  uint64_t words[2];
+  int before;  // blocks in the words of lower lanes
+  int count;   // blocks of the token
+
+  __device__ __forceinline__ LaneWords(const uint64_t* from, int num_words) {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) words[i] = 2 * lane + i < num_words ? from[2 * lane + i] : 0;
+    const int mine = __popcll(words[0]) + __popcll(words[1]);
+    int until = mine;
 #pragma unroll
     for (int offset = 1; offset < 32; offset *= 2) {
       const int lower = __shfl_up_sync(0xffffffffu, until, offset);
       if (lane >= offset) until += lower;
     }
-    const uint32_t beyond = __ballot_sync(0xffffffffu, until > index);
-    if (beyond != 0) {
-      const int owner = __ffs(static_cast<int>(beyond)) - 1;
-      for (int skip = index - (until - count); skip > 0 && lane == owner; --skip) {
-        splits &= splits - 1;
-      }
-      const int block = (first + lane) * 64 + __ffsll(static_cast<long long>(splits)) - 1;
-      return __shfl_sync(0xffffffffu, block, owner);
-    }
-    index -= __shfl_sync(0xffffffffu, until, 31);
+    before = until - mine;
+    count = __shfl_sync(0xffffffffu, until, 31);
   }
-  return num_words * 64;
-}
+  __device__ __forceinline__ int num_splits() const {
+    return (count + kSplitBlocks - 1) / kSplitBlocks;
+  }
+  // Removes all blocks but the token's blocks first .. end - 1.
+  __device__ __forceinline__ void keep(int first, int end) {
+    const int low = __popcll(words[0]);
+    words[0] = bits_between(words[0], first - before, end - before);
+    words[1] = bits_between(words[1], first - before - low, end - before - low);
+  }
+  // The token's block `index`; -1 if there are fewer. All threads of a warp call it.
+  __device__ __forceinline__ int block(int index) const {
+    const int lane = static_cast<int>(threadIdx.x) % 32, low = __popcll(words[0]);
+    const int at = index - before;
+    const bool is_here = at >= 0 && at < low + __popcll(words[1]);
+    const int place = at < low ? place_of_bit(words[0], at) : 64 + place_of_bit(words[1], at - low);
+    const uint32_t owners = __ballot_sync(0xffffffffu, is_here);
+    const int owner = max(__ffs(static_cast<int>(owners)) - 1, 0);
+    const int found = __shfl_sync(0xffffffffu, lane * 128 + place, owner);
+    return owners != 0 ? found : -1;
+  }
+};
+
 __device__ __forceinline__ bool has_block(const uint64_t* words, int block) {
   return (words[block / 64] >> block % 64 & 1) != 0;
 }
@@ -92,8 +113,9 @@ struct SelectedSplits {
 
   template <typename T>
   __device__ __forceinline__ SelectedSplits(const AttentionArgs<T>& args, int row, int head)
-      : count(count_splits(selection_of(args, row, head / (args.num_heads / args.num_kv_heads)),
-                           args.selection_words)) {}
+      : count(LaneWords(selection_of(args, row, head / (args.num_heads / args.num_kv_heads)),
+                        args.selection_words)
+                  .num_splits()) {}
   __device__ __forceinline__ int partial(int split) const { return split; }
   __device__ __forceinline__ bool has(int split) const { return split < count; }
 };

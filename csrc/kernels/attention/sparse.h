@@ -119,12 +119,12 @@ struct SelectBlocksParams {
 };
 REGISTER_OP(select_blocks, SelectBlocksParams)
 
-// Bounds the splits of attention_decode that contain a block of one token (attention.h).
+// Bounds the splits of attention_decode of a token: two of its blocks each (attention.h).
 constexpr int max_selected_splits(const SparseRule& rule, int max_kv) {
-  constexpr int64_t kSplit = 2 * kPageSize;
-  const int64_t all = (max_kv + kSplit - 1) / kSplit;
-  const int64_t dense = (rule.dense_len + kSplit - 1) / kSplit;
-  const int64_t sparse = rule.topk + rule.window_size / kSplit + 1;
+  const auto splits = [](int64_t blocks) { return (blocks + 1) / 2; };
+  const int64_t all = splits((int64_t{max_kv} + kPageSize - 1) / kPageSize);
+  const int64_t dense = splits((int64_t{rule.dense_len} + kPageSize - 1) / kPageSize);
+  const int64_t sparse = splits(int64_t{rule.topk} + rule.window_size / kPageSize);
   const int64_t most = sparse > dense ? sparse : dense;
   return static_cast<int>(most < all ? most : all);
 }

@@ -25,7 +25,7 @@ struct OneTokenConfig {
   static constexpr int kWarps = 4, kThreads = kWarps * 32;
   static constexpr int kColumns = kDim / kWarps;  // dimensions that a warp sums
   static constexpr int kCtasPerSm = 3;
-  static_assert(kWarps * kKvTile == 2 * kPageSize, "a split has a KV tile for each warp");
+  static_assert(kWarps * kKvTile == kSplitBlocks * kPageSize, "a KV tile for each warp");
 };
 
 template <typename Config>
@@ -100,12 +100,15 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
   const int own = args.tokens.positions[row];
   ptx::pdl_wait();
   const uint64_t* words = selection_of(args, row, kv_head);
-  const int first = find_split(words, args.selection_words, split);
-  if (first >= args.selection_words * kPageSize) return;
+  const LaneWords selected(words, args.selection_words);
+  if (split >= selected.num_splits()) return;
+  const int blocks[2] = {selected.block(2 * split), selected.block(2 * split + 1)};
   // The first entry of warp w's KV tile, and how many entries from there on the token sees.
-  const auto entry_of = [&](int w) { return first * kPageSize + w * kKvTile; };
+  const auto entry_of = [&](int w) {
+    return (w < 2 ? blocks[0] : blocks[1]) * kPageSize + w % 2 * kKvTile;
+  };
   const auto entries_of = [&](int w) {
-    return has_block(words, entry_of(w) / kPageSize) ? own + 1 - entry_of(w) : 0;
+    return w < 2 || blocks[1] >= 0 ? own + 1 - entry_of(w) : 0;
   };
   const int num_entries = entries_of(warp);
   fetch_tile<Config::kThreads>(smem.queries,

@@ -1,25 +1,18 @@
-// Attention to the blocks that select_blocks chose: decode steps, trees and prompts.
+// attention_prefill with a selection: tokens from dense_len on (sparse.h).
 //
 //   out[t, h] = softmax(scale * q[t, h] K^T) V over the blocks of (t, h / group)
 //
-// Roofline: the chosen blocks are read once from HBM for all tokens of a step, 256 * D bytes each.
-// Other CTAs of the same KV head find them in L2.
+// Roofline: the chosen blocks are read once for all tokens of a CTA, 256 * D bytes each. Other CTAs
+// of the same KV head find them in L2.
 //
 // Schedule: a CTA has 64 packed rows of a KV head, as in many_rows.cuh, and 16 of them in each of
 // four warps.
-//   1. It computes the union of its tokens' blocks. In a decode step it takes its part of the
-//      union's splits (a split is two blocks).
+//   1. It computes the union of its tokens' blocks.
 //   2. It copies one block at a time, the next one while it multiplies. A row that did not choose
 //      the block is masked; a warp without such a row skips it.
-//   3. Decode: at the end of a split, a row with a block in it writes partial results under the
-//      number of the split among its own. Prefill: one state for all blocks, then `out`.
-//   Entries of a verified tree are taken as in many_rows.cuh; every token sees their blocks.
+//   3. It writes `out`: a row has one state for all blocks.
 //
-// Surprising: splits lie at fixed absolute entries, so they do not depend on the union. A masked
-// block changes no bit. So a token has the same bits in any tree, and without a choice (below
-// dense_len) those of dense attention.
-#include <algorithm>
-
+// Surprising: a masked block changes no bit, so the union does not matter to a row.
 #include "core/dispatch.h"
 #include "kernels/attention/many_rows_steps.cuh"
 #include "kernels/attention/selected_splits.cuh"
@@ -28,16 +21,11 @@
 namespace cpmcu::cuda {
 namespace {
 
-constexpr int kBlocks = 2;  // of a split
-
-enum class Mode { kChain, kTree, kPrefill };
-
 template <typename T, int kDim_>
 struct SparseConfig : ManyRowsConfig<T, kDim_> {
   static constexpr int kStages = 2;
   static constexpr bool kMerges = false;
   static_assert(ManyRowsConfig<T, kDim_>::kStageEntries == kPageSize, "a stage tile is a block");
-  static_assert(ManyRowsConfig<T, kDim_>::kTreeTiles <= kStages, "the tree must fit the stages");
 };
 
 template <typename Config>
@@ -46,11 +34,10 @@ struct SparseSmem {
   uint64_t any[kMaxWords];  // union of the tokens' blocks
 };
 
-// The two packed rows of a lane, their selections, and the number of their next split.
+// The two packed rows of a lane and their selections.
 struct LaneRows {
   const uint64_t* words[2];  // null: the row does not exist
   int own[2];                // position
-  int next_split[2];
 
   template <typename Config>
   __device__ __forceinline__ LaneRows(const AttentionArgs<typename Config::Element>& args,
@@ -65,7 +52,6 @@ struct LaneRows {
           smem.packed.queries[p] >= 0 && args.tokens.positions[row] >= first_position;
       own[half] = exists ? args.tokens.positions[row] : -1;
       words[half] = exists ? selection_of(args, row, chunk.kv_head) : nullptr;
-      next_split[half] = 0;
     }
   }
   __device__ __forceinline__ bool sees(int half, int block) const {
@@ -101,33 +87,6 @@ __device__ __forceinline__ void attend_block(RowTile<Config::kColumns>& state,
     add_kv_tile<T>(state, scores[0], scale_log2, 0, [&](uint32_t (&v)[4], int k16, int n16) {
       load_fragment_values(v, stage.values, kv_tile * kKvTile + k16 * 16, n16);
     });
-  }
-}
-
-// Writes the states of rows with a block in the split that begins with `block`.
-template <typename Config>
-__device__ __forceinline__ void write_selected(const AttentionArgs<typename Config::Element>& args,
-                                               const PackedRows<Config::kRows>& packed,
-                                               const RowTile<Config::kColumns>& state,
-                                               LaneRows& rows, int warp_row, int block,
-                                               int max_splits) {
-  const int lane = threadIdx.x % 32;
-  const Partials all(args.scratch, max_splits, args.tokens.num_tokens * args.num_heads,
-                     Config::kDim);
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    if (!rows.sees(half, block) && !rows.sees(half, block + 1)) continue;
-    const int split = rows.next_split[half]++;
-    if (split >= max_splits) continue;
-    const int64_t index = split * all.num_rows + packed.outs[warp_row + half * 8 + lane / 4];
-    float* to = all.acc + index * Config::kDim + lane % 4 * 4;
-#pragma unroll
-    for (int n = 0; n < Config::kColumns / 8; n += 2) {
-      *reinterpret_cast<float4*>(to + n * 8) =
-          make_float4(state.acc[n][2 * half], state.acc[n][2 * half + 1],
-                      state.acc[n + 1][2 * half], state.acc[n + 1][2 * half + 1]);
-    }
-    if (lane % 4 == 0) all.states[index] = make_float2(state.row_max[half], state.sum[half]);
   }
 }
 
@@ -174,11 +133,11 @@ __device__ __forceinline__ void unite(SparseSmem<Config>& smem,
 
 // ---- kernels
 
-// Grid: (chunks of packed rows * KV heads, ranges of splits, B).
-template <typename Config, Mode kMode>
+// Grid: (chunks of packed rows * KV heads, 1, B).
+template <typename Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
-    sparse_attention_kernel(const __grid_constant__ AttentionArgs<typename Config::Element> args,
-                            int num_chunks, int max_splits, int first_position) {
+    sparse_prefill_kernel(const __grid_constant__ AttentionArgs<typename Config::Element> args,
+                          int num_chunks, int first_position) {
   using T = typename Config::Element;
   constexpr int kDim = Config::kDim;
   extern __shared__ __align__(1024) unsigned char shared[];
@@ -188,20 +147,11 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
   const Chunk chunk(args, num_chunks, Config::kRows);
   if (chunk.first >= chunk.num_packed) return;
   unite<Config>(smem, args, chunk, first_position);
-  smem.rows.packed.template load<kMode == Mode::kTree, kDim>(args, chunk);
+  smem.rows.packed.template load<false, kDim>(args, chunk);
   if (threadIdx.x == 0) smem.rows.chunk = chunk;
   __syncthreads();
 
-  const int num_words = args.selection_words;
-  const int num_splits = count_splits(smem.any, num_words);
-  const int range = blockIdx.y, num_ranges = gridDim.y;
-  const int first_split = range * num_splits / num_ranges;
-  const int end_split = (range + 1) * num_splits / num_ranges;
-  if (first_split >= end_split) return;
-  const int begin = find_split(smem.any, num_words, first_split);
-  const int end = find_split(smem.any, num_words, end_split);
-
-  const int lane = threadIdx.x % 32, warp = ptx::uniform_warp();
+  const int warp = ptx::uniform_warp();
   const int warp_row = warp * kWarpRows;
   const bool warp_has_rows = chunk.first + warp_row < chunk.num_packed;
   QueryCopy<Config::kThreads, T, Config::kRows, kDim> queries_copy;
@@ -209,14 +159,6 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
   queries_copy.start(smem.rows.queries(), args.qkv);
   ptx::cp_async_commit();
   LaneRows rows(args, smem.rows, warp_row, first_position);
-  if (kMode != Mode::kPrefill) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      if (rows.words[half] != nullptr) {
-        rows.next_split[half] = splits_before(rows.words[half], begin);
-      }
-    }
-  }
   ptx::cp_async_wait<0>();
   __syncthreads();
   uint32_t queries[kDim / 16][4];
@@ -228,30 +170,18 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
 
   RowTile<Config::kColumns> state;
   state.clear();
-  // `next`: the block after the one that was added, or `end`.
-  const auto end_block = [&](int block, int next) {
-    if (kMode == Mode::kPrefill || next / kBlocks == block / kBlocks) return;
-    if (warp_has_rows) {
-      write_selected<Config>(args, smem.rows.packed, state, rows, warp_row,
-                             block / kBlocks * kBlocks, max_splits);
-    }
-    state.clear();
-  };
   const auto fetch = [&](int stage, int block) {
     fetch_stage<Config>(smem.rows.stages[stage], args, chunk.seq, chunk.kv_head, block * kPageSize,
                         page_of(args.tokens, chunk.seq.slot, block * kPageSize));
   };
-
-  // Blocks that lie before the tree.
-  const int tree_block = kMode == Mode::kTree ? chunk.seq.length / kPageSize : end;
-  const int shared_end = min(end, tree_block);
-  int block = next_block(smem.any, begin, end), stage = 0;
-  if (block < shared_end) fetch(stage, block);
+  const int end = args.selection_words * 64;
+  int block = next_block(smem.any, 0, end), stage = 0;
+  if (block < end) fetch(stage, block);
   ptx::cp_async_commit();
 #pragma unroll 1
-  while (block < shared_end) {
+  while (block < end) {
     const int next = next_block(smem.any, block + 1, end);
-    if (next < shared_end) fetch(stage ^ 1, next);
+    if (next < end) fetch(stage ^ 1, next);
     ptx::cp_async_commit();
     ptx::cp_async_wait<1>();
     __syncthreads();
@@ -259,57 +189,29 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
       attend_block<Config>(state, smem.rows.stages[stage], rows, queries, args.scale_log2, block);
     }
     __syncthreads();  // all warps are done with the stage
-    end_block(block, next);
     block = next;
     stage ^= 1;
   }
-  if (kMode == Mode::kTree && block < end) {
-    for (int i = 0; i < Config::kTreeTiles; ++i) fetch(i, tree_block + i);
-    ptx::cp_async_commit();
-    ptx::cp_async_wait<0>();
-    __syncthreads();
-#pragma unroll 1
-    while (block < end) {
-      for (int entry = block * kPageSize; warp_has_rows && entry < (block + 1) * kPageSize;
-           entry += kKvTile) {
-        for_each_tree_token<Config>(smem.rows, warp_row, entry, [&](int p) {
-          attend_tree_token<Config>(
-              state, smem.rows, args, queries, lane, warp, warp_row, 0, entry, p,
-              [&](int i) -> typename ManyRowsSmem<Config>::Stage& { return smem.rows.stages[i]; });
-        });
-      }
-      const int next = next_block(smem.any, block + 1, end);
-      end_block(block, next);
-      block = next;
-    }
-  }
-  if (kMode == Mode::kPrefill && warp_has_rows) {
-    write_out<Config>(args, smem.rows.packed, state, rows, warp_row);
-  }
+  if (warp_has_rows) write_out<Config>(args, smem.rows.packed, state, rows, warp_row);
 }
 
 // ---- launchers
 
-template <typename T, int kDim, Mode kMode>
-void launch_sparse(const Context& ctx, const AttentionParams& params) {
+template <typename T, int kDim>
+void launch_prefill(const Context& ctx, const AttentionParams& params) {
   using Config = SparseConfig<T, kDim>;
   const StepTokens& tokens = params.tokens;
   constexpr size_t kSharedBytes = sizeof(SparseSmem<Config>);
   static_assert(kSharedBytes <= 99 * 1024, "sm_86 and sm_89 have 99 KiB for a CTA");
   const int group = params.num_heads / params.num_kv_heads;
   const int num_chunks = (tokens.max_seq_tokens * group + Config::kRows - 1) / Config::kRows;
-  int num_ranges = 1;
-  if (kMode != Mode::kPrefill) {
-    const int most = (tokens.max_kv + kBlocks * kPageSize - 1) / (kBlocks * kPageSize);
-    const int ctas_per_range = num_chunks * params.num_kv_heads * tokens.num_seqs;
-    num_ranges = std::clamp(Config::kCtasPerSm * ctx.sm_count / ctas_per_range, 1, most);
-  }
-  const dim3 grid(num_chunks * params.num_kv_heads, num_ranges, tokens.num_seqs);
-  const auto kernel = sparse_attention_kernel<Config, kMode>;
+  const auto kernel = sparse_prefill_kernel<Config>;
   allow_shared_bytes(kernel, kSharedBytes);
-  launch(ctx, kernel, grid, Config::kThreads, kSharedBytes, make_args<T>(params), num_chunks,
-         params.selection.max_splits, kMode == Mode::kPrefill ? params.selection.dense_len : 0);
+  launch(ctx, kernel, dim3(num_chunks * params.num_kv_heads, 1, tokens.num_seqs), Config::kThreads,
+         kSharedBytes, make_args<T>(params), num_chunks, params.selection.dense_len);
 }
+
+}  // namespace
 
 void check_selected(const AttentionParams& params) {
   check_selection(params);
@@ -318,45 +220,20 @@ void check_selected(const AttentionParams& params) {
         params.tokens.max_kv, kMaxWords * 64 * kPageSize);
 }
 
-template <Mode kMode>
-void launch_mode(const Context& ctx, const AttentionParams& params) {
-  check_selected(params);
-  dispatch_half(params.qkv.dtype(), [&](auto element) {
-    dispatch_int<64, 128>("attention with a selection: head_dim", params.head_dim, [&](auto dim) {
-      launch_sparse<decltype(element), dim.value, kMode>(ctx, params);
-    });
-  });
-}
-
-}  // namespace
-
 // Graph-safe. Reads from the device: positions, seq_slots, seq_token_begin, slot_lengths,
-// ancestor_masks, page_table, selection.
-void sparse_decode(const Context& ctx, const AttentionParams& params) {
-  const int64_t needed = sparse_scratch_floats(params.tokens.num_tokens, params.num_heads,
-                                               params.head_dim, params.selection.max_splits);
-  CHECK(params.selection.max_splits > 0 && params.scratch.dtype() == DType::kF32 &&
-            params.scratch.num_elements() >= needed,
-        "attention_decode: scratch is {} {}, expected {} elements of float32 for {} splits",
-        params.scratch.shape_text(), name_of(params.scratch.dtype()), needed,
-        params.selection.max_splits);
-  const bool one_token = !params.by_position && params.tokens.max_seq_tokens == 1;
-  if (one_token && params.num_heads / params.num_kv_heads <= kWarpRows) {
-    check_selected(params);
-    return sparse_one_token(ctx, params);
-  }
-  params.by_position ? launch_mode<Mode::kTree>(ctx, params)
-                     : launch_mode<Mode::kChain>(ctx, params);
-}
-
+// page_table, selection.
 void sparse_prefill(const Context& ctx, const AttentionParams& params) {
+  check_selected(params);
 #ifdef CPMCU_SM90
   if (ctx.compute_capability == 90 && params.head_dim == 128) {
-    check_selected(params);
     return sparse_prefill_sm90(ctx, params);
   }
 #endif
-  launch_mode<Mode::kPrefill>(ctx, params);
+  dispatch_half(params.qkv.dtype(), [&](auto element) {
+    dispatch_int<64, 128>("attention with a selection: head_dim", params.head_dim, [&](auto dim) {
+      launch_prefill<decltype(element), dim.value>(ctx, params);
+    });
+  });
 }
 
 }  // namespace cpmcu::cuda
