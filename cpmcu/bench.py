@@ -35,14 +35,7 @@ from cpmcu.benchmarks.decoding import Row, fitting_steps, plain_row
 from cpmcu.benchmarks.drafters import drafters_table, run_drafters
 from cpmcu.benchmarks.plot import Kernel, check_plot, read_kernels, save
 from cpmcu.benchmarks.speculation import has_draft, run_speculation, speculation_table
-from cpmcu.config import (
-    CHAIN_DEPTH,
-    CHOSEN_SHAPE,
-    EngineConfig,
-    SpeculativeConfig,
-    option,
-    shipped_model,
-)
+from cpmcu.config import CHAIN_DEPTH, CHOSEN_SHAPE, EngineConfig, SpeculativeConfig, option
 from cpmcu.engine_flags import (
     MODEL_WORD,
     add_engine_flags,
@@ -52,6 +45,7 @@ from cpmcu.engine_flags import (
 )
 from cpmcu.errors import INTERRUPTED, forget_interrupt, reader_left, sentence
 from cpmcu.flags import FOOTER, FlagParser, add_flags, from_flags
+from cpmcu.shipped import shipped_model
 
 NEEDLE_LENGTHS = (1024, 2048, 4096)
 

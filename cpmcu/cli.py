@@ -19,12 +19,13 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from cpmcu.config import EngineConfig, option, shipped
+from cpmcu.config import EngineConfig, option
 from cpmcu.engine_flags import MODEL_WORD, add_engine_flags, engine_config, named_model
 from cpmcu.errors import INTERRUPTED, forget_interrupt, reader_left, sentence
 from cpmcu.flags import FOOTER, FlagParser, add_flags, from_flags
 from cpmcu.prompt import DEFAULT_PROMPT, SHIPPED_PROMPT, model_and_prompt, read_prompt
 from cpmcu.sampling import SamplingParams
+from cpmcu.shipped import shipped
 from cpmcu.ui.display import Display
 
 if TYPE_CHECKING:

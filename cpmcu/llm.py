@@ -13,13 +13,14 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cpmcu.checks import integer, listed, shown
-from cpmcu.config import EngineConfig, SpeculativeConfig, shipped_model
+from cpmcu.config import EngineConfig, SpeculativeConfig
 from cpmcu.engine.detokenizer import Decode, Detokenizer
 from cpmcu.engine.request import Emit, OnPrefill, Request
 from cpmcu.engine.runner import EngineLoad, Runner
 from cpmcu.engine.stopping import StopStrings, StopTokens
 from cpmcu.outputs import RequestOutput, StreamChunk
 from cpmcu.sampling import SamplingParams, to_engine
+from cpmcu.shipped import shipped_model
 from cpmcu.spec_metrics import AcceptanceCounter
 from cpmcu.tokenizer import Tokenizer
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from cpmcu.checks import shown
-from cpmcu.config import shipped
+from cpmcu.shipped import shipped
 
 DEFAULT_PROMPT = "Who are you"
 SHIPPED_PROMPT = '''import os

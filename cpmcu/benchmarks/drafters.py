@@ -15,7 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cpmcu.config import EngineConfig, SpeculativeConfig, shipped_draft, shipped_model
+from cpmcu.config import EngineConfig, SpeculativeConfig
+from cpmcu.shipped import shipped_draft, shipped_model
 
 if TYPE_CHECKING:
     from cpmcu.llm import LLM

@@ -9,8 +9,9 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from cpmcu.benchmarks.decoding import WINDOWS, Row, measure, random_prompt
-from cpmcu.config import EngineConfig, SpeculativeConfig, shipped_model
+from cpmcu.config import EngineConfig, SpeculativeConfig
 from cpmcu.loading.hub import resolve_model
+from cpmcu.shipped import shipped_model
 
 if TYPE_CHECKING:
     from cpmcu.llm import LLM

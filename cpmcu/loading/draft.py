@@ -9,15 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cpmcu.config import (
-    ASSETS,
     CHOSEN_SHAPE,
     HEAD_SHAPE,
     SHIPPED_SHAPE,
     SpeculativeConfig,
     TreeShape,
     num_candidates,
-    shipped,
-    shipped_draft,
 )
 from cpmcu.drafters import frspec, hierarchical
 from cpmcu.drafters.fill import fill_plan
@@ -40,6 +37,7 @@ from cpmcu.models.common import BuildOptions, SpecFields
 from cpmcu.models.names import Piece
 from cpmcu.models.reader import language_config
 from cpmcu.models.registry import find_model
+from cpmcu.shipped import ASSETS, shipped, shipped_draft
 from cpmcu.verification import TARGET_MATCH, is_lossy
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from cpmcu.chat_template import ChatTemplate
-from cpmcu.config import EngineConfig, shipped_model
+from cpmcu.config import EngineConfig
 from cpmcu.engine.runner import EngineLoad
 from cpmcu.llm import LLM
 from cpmcu.loading.progress import LogProgress
@@ -22,6 +22,7 @@ from cpmcu.serving.response_store import ResponseStore
 from cpmcu.serving.token_text import TokenTexts
 from cpmcu.serving.tool_parsers.registry import ToolFormat, find_tool_format
 from cpmcu.serving.workers import Workers
+from cpmcu.shipped import shipped_model
 from cpmcu.verification import is_lossy
 
 if TYPE_CHECKING:

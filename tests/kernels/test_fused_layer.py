@@ -465,4 +465,4 @@ def test_bad_params_are_refused(device: str) -> None:
         ops.fused_layer(ctx, [fine], layer.memory, rotary)
     if device == "cuda":
         with pytest.raises(ValueError, match="5 bytes of memory, expected"):
-            ops.fused_layer(ctx, [fine], empty(device, [5], "uint8"))
+            ops.fused_layer(ctx, [fine, fine], empty(device, [5], "uint8"))

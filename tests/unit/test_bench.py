@@ -11,7 +11,8 @@ import pytest
 from cpmcu import bench
 from cpmcu.bench import main
 from cpmcu.benchmarks import drafters
-from cpmcu.config import EngineConfig, shipped_draft, shipped_model
+from cpmcu.config import EngineConfig
+from cpmcu.shipped import shipped_draft, shipped_model
 from tests.reference.engines import extension_or_skip
 from tests.reference.tiny_checkpoints import write_tiny
 from tests.reference.tiny_modules import write_modules

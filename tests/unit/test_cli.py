@@ -12,7 +12,7 @@ import pytest
 from story import STORY, Stage
 
 from cpmcu import cli
-from cpmcu.config import shipped_model
+from cpmcu.shipped import shipped_model
 from cpmcu.ui.progress import LoadProgressBar
 from cpmcu.ui.tables import plain_table
 from tests.python_path import python_path

@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cpmcu import _extension, config
-from cpmcu.config import ASSETS, EngineConfig, SpeculativeConfig, shipped_draft
+from cpmcu import _extension, shipped
+from cpmcu.config import EngineConfig, SpeculativeConfig
 from cpmcu.drafters import registry
 from cpmcu.loading import draft as draft_loading
 from cpmcu.loading.draft import LoadedDraft, open_draft
 from cpmcu.loading.loader import load_model
+from cpmcu.shipped import ASSETS, shipped_draft
 from tests.reference import fake_extension as fakes
 from tests.reference.tiny_checkpoints import TinyCheckpoint
 from tests.reference.tiny_drafts import write_draft
@@ -74,7 +75,7 @@ def test_shipped_pairs(suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / target.name).mkdir()
     assert shipped_draft(tmp_path / target.name) is None
     assert shipped_draft(draft) is None
-    monkeypatch.setattr(config, "ASSETS", tmp_path)
+    monkeypatch.setattr(shipped, "ASSETS", tmp_path)
     assert shipped_draft(tmp_path / target.name) is None  # no shipped draft here
 
 

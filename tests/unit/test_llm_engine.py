@@ -13,8 +13,8 @@ from test_cli import run
 from tokenizers_for_tests import byte_level, write_directory
 
 from cpmcu import LLM, SamplingParams
-from cpmcu.config import ASSETS
 from cpmcu.loading.loader import load_model
+from cpmcu.shipped import ASSETS
 from tests.reference.engines import extension_or_skip
 from tests.reference.tiny_checkpoints import write_tiny
 

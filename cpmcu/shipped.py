@@ -1,0 +1,41 @@
+"""The models and drafts that ship with the package."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+ASSETS = Path(__file__).parent / "assets"
+_SHIPPED_DRAFTS = {  # target -> default draft
+    "tiny-python-minicpm": "tiny-python-eagle2",
+    "tiny-python-minicpm-w4": "tiny-python-eagle2-w4",
+    "tiny-python-draft": "tiny-python-draft-eagle2",
+}
+_SHIPPED_BY_METHOD = {  # target -> method -> draft
+    target: {"eagle3": "tiny-python-eagle3", "model": "tiny-python-draft", "mtp": "tiny-python-mtp"}
+    for target in ("tiny-python-minicpm", "tiny-python-minicpm-w4")
+}
+
+
+def shipped_model() -> Path:
+    """Directory of the default shipped model."""
+    return ASSETS / "tiny-python-minicpm"
+
+
+def shipped(name: str) -> Path | None:
+    """Directory of the shipped model with this name or path; None if it is not a shipped one."""
+    path = Path(name).expanduser()
+    if not path.exists() and path.name == name:
+        path = ASSETS / name
+    return path if path.is_dir() and path.resolve().parent == ASSETS.resolve() else None
+
+
+def shipped_draft(target: Path, method: str = "auto") -> Path | None:
+    """Directory of the shipped draft of this kind for a shipped `target`, else None."""
+    target = target.resolve()
+    name = _SHIPPED_DRAFTS.get(target.name)
+    if name is not None and method not in ("auto", "eagle"):
+        name = _SHIPPED_BY_METHOD.get(target.name, {}).get(method)
+    if name is None or target.parent != ASSETS.resolve():
+        return None
+    draft = ASSETS / name
+    return draft if (draft / "config.json").is_file() else None
