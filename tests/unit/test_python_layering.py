@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 # well.
 ORDER = [
     "C __version__ _extension checks errors environment exiting flag_help options spec_metrics "
-    "speculation_keys verification",
+    "shipped speculation_keys verification",
     "config flags grammar outputs sparse_options",
     # Files of a checkpoint: names, shapes and bytes of tensors.
     "loading.checkpoint loading.hub loading.index loading.progress loading.safetensors "
