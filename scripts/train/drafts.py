@@ -74,7 +74,7 @@ class Head(nn.Module):
 
     def start(self, target: Output) -> Tensor:
         """Returns the first step's input hidden state [B, T, H] from the target's output."""
-        raise NotImplementedError
+        return target.hidden
 
     def step(
         self,
@@ -93,7 +93,7 @@ class Head(nn.Module):
 
     def logits(self, x: Tensor, target: Target) -> Tensor:
         """Returns logits [B, T, V], or [B, T, Vd] for a head with a draft vocabulary."""
-        raise NotImplementedError
+        return target.head(x)
 
     def to_target(self, index: Tensor) -> Tensor:
         """Converts indices of the logits to the target's token ids."""
@@ -192,9 +192,6 @@ class Eagle2(Head):
             layer.input_layernorm = nn.Identity()
         self.layers = nn.ModuleList([layer])
 
-    def start(self, target: Output) -> Tensor:
-        return target.hidden
-
     def step(
         self,
         embedding: Tensor,
@@ -209,9 +206,6 @@ class Eagle2(Head):
         x = self.fc(torch.cat((embedding, hidden), dim=-1))
         past = DynamicCache() if past is None else past
         return attend(self.layers[0], x, cos, sin, mask, past), past
-
-    def logits(self, x: Tensor, target: Target) -> Tensor:
-        return target.head(x)
 
     def architecture(self) -> dict[str, Any]:
         if not self.scaled:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from drafts import Head, attend
-from model import Output, Target, transformers_config
+from model import Target, transformers_config
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache
 from transformers.models.granite.modeling_granite import GraniteRMSNorm
@@ -55,9 +55,6 @@ class Mtp(Head):
     @property
     def parts(self) -> list[nn.Module]:
         return list(self.model["layers"].values())
-
-    def start(self, target: Output) -> Tensor:
-        return target.hidden
 
     def step(
         self,
@@ -125,9 +122,6 @@ class Mtp(Head):
         head = copy.copy(self)
         head.longest = None
         return head
-
-    def logits(self, x: Tensor, target: Target) -> Tensor:
-        return target.head(x)
 
     @torch.no_grad()
     def initialise_from(self, target: Target) -> None:

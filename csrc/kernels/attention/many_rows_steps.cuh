@@ -298,13 +298,18 @@ __device__ __forceinline__ void attend_tile(RowTile<Config::kColumns>& state,
   }
 }
 
-// Adds the KV tile of `entries` to the states of the rows that see it (look_up_seen).
-template <typename Config>
+struct AllRows {
+  __device__ __forceinline__ void operator()(uint32_t (&)[2]) const {}
+};
+
+// Adds the KV tile of `entries` to the states of the rows that see it (look_up_seen). keep(sees)
+// clears those of the lane's two rows that do not take part.
+template <typename Config, typename Keep = AllRows>
 __device__ __forceinline__ void attend_ancestors(
     RowTile<Config::kColumns>& state, const AncestorEntries<Config>& entries,
     const ManyRowsSmem<Config>& smem, const AttentionArgs<typename Config::Element>& args,
     const uint32_t (&queries)[Config::kDim / 16][4], int lane, int entry, int p, int warp_row,
-    int column, bool all) {
+    int column, bool all, Keep keep = {}) {
   using T = typename Config::Element;
   float scores[1][kKvTileN8][4];
   multiply_keys<T, Config::kDim>(
@@ -317,6 +322,7 @@ __device__ __forceinline__ void attend_ancestors(
   if constexpr (Config::kFp8) entries.scale(scores[0], entries.key_scale);
   uint32_t sees[2];
   look_up_seen<Config>(sees, smem, args, lane, entry, p, warp_row, all);
+  keep(sees);
   mask_scores(scores[0], sees);
   add_kv_tile<T>(state, scores[0], args.scale_log2, column, entries.values(),
                  [&](float (&p)[kKvTileN8][4]) {

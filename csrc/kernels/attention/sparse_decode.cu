@@ -213,7 +213,6 @@ __device__ __forceinline__ void attend_tree_tile(
     const AttentionArgs<typename Config::Element>& args, const LaneRows& rows,
     const uint32_t (&queries)[Config::kDim / 16][4], int warp, int lane, int entry,
     int first_stage) {
-  using T = typename Config::Element;
   constexpr int kStageEntries = Config::kStageEntries;
   const int warp_row = warp * kWarpRows, block = entry / kPageSize;
   const int length = smem.rows.chunk.seq.length;
@@ -226,21 +225,13 @@ __device__ __forceinline__ void attend_tree_tile(
           const int tile = (from - tree_entry) / kStageEntries;
           use(smem.rows.stages[(first_stage + tile) % 2], (from - tree_entry) % kStageEntries);
         });
-    float scores[1][kKvTileN8][4];
-    multiply_keys<T, Config::kDim>(
-        scores,
-        [&](uint32_t (&q)[1][4], int k16) {
+    attend_ancestors<Config>(state, entries, smem.rows, args, queries, lane, entry, p, warp_row, 0,
+                             entry + kKvTile <= length, [&](uint32_t (&sees)[2]) {
 #pragma unroll
-          for (int i = 0; i < 4; ++i) q[0][i] = queries[k16][i];
-        },
-        entries.keys());
-    uint32_t sees[2];
-    look_up_seen<Config>(sees, smem.rows, args, lane, entry, p, warp_row,
-                         entry + kKvTile <= length);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) sees[half] = chose[half] ? sees[half] : 0;
-    mask_scores(scores[0], sees);
-    add_kv_tile<T>(state, scores[0], args.scale_log2, 0, entries.values());
+                               for (int half = 0; half < 2; ++half) {
+                                 sees[half] = chose[half] ? sees[half] : 0;
+                               }
+                             });
   });
 }
 

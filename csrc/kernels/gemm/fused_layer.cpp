@@ -122,8 +122,7 @@ void multiply(const Context& ctx, const FusedGemm& gemm) {
 void fused_layer(const Context& ctx, const FusedLayerParams& params) {
   check_fused_layer(params);
 #ifdef CPMCU_SM90
-  // A 4-bit GEMM alone is faster by w4_gemm: its CTAs start earlier. Its sums have another order,
-  // so the choice must not depend on the rows.
+  // w4_gemm adds in another order, so the choice must not depend on the number of rows.
   const bool is_alone =
       params.gemms.size() == 1 && !params.gemms.front().is_dense() && params.rotary.qkv.empty();
   if (fused_layer_runs(ctx) && !is_alone) return cuda::fused_layer_sm90(ctx, params);

@@ -14,7 +14,8 @@
 // run on a device at a time (engine/graph_runner.h ensures it within a process). The kernel is not
 // used on a device that processes share through MPS.
 //
-// On the CPU, and on GPUs other than Hopper, the GEMMs are launched one by one.
+// On the CPU, and on GPUs other than Hopper, the GEMMs are launched one by one. A 4-bit GEMM alone,
+// without rotary_kv, is always a launch of w4_gemm, which is faster.
 #pragma once
 
 #include <vector>

@@ -2,7 +2,8 @@
 //
 // Roofline: latency.
 //
-// Surprising: no counter of drafted tokens is kept. What is left of SlotStop::max_tokens tells it.
+// Surprising: no counter of drafted tokens is kept. It is the chain's length minus
+// SlotStop::max_tokens, the number of tokens that are left.
 #include "kernels/tree/inner_step.h"
 
 #include "core/launch.h"
