@@ -88,7 +88,6 @@ class BenchOptions:
         metavar="FILE",
         brief="also draw kernels' shares of the roofline",
     )
-
     needle: bool = option(
         False,
         "instead of speed, check that sparse attention finds in long texts what dense attention "
@@ -100,6 +99,10 @@ class BenchOptions:
     def __post_init__(self) -> None:
         if self.drafters and self.plot is not None:
             raise ValueError("--drafters and --plot are both given, expected one of them")
+        if self.drafters and self.needle:
+            raise ValueError("--drafters and --needle are both given, expected one of them")
+        if self.needle and self.plot is not None:
+            raise ValueError("--plot is given with --needle, expected one of them")
         for name in ("decode", "needle_texts"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, but must be at least 1")
@@ -230,8 +233,6 @@ def _config(options: BenchOptions, flags: Any) -> EngineConfig:
         raise ValueError("--needle is given without a model, expected one with a sparse_config")
     if config.apply_sparse is not None:
         raise ValueError("apply_sparse is given with --needle, which compares yes with no")
-    if options.plot is not None:
-        raise ValueError("--plot is given with --needle, expected one of them")
     return config
 
 

@@ -11,7 +11,12 @@ _SHIPPED_DRAFTS = {  # target -> default draft
     "tiny-python-draft": "tiny-python-draft-eagle2",
 }
 _SHIPPED_BY_METHOD = {  # target -> method -> draft
-    target: {"eagle3": "tiny-python-eagle3", "model": "tiny-python-draft", "mtp": "tiny-python-mtp"}
+    target: {
+        "eagle3": "tiny-python-eagle3",
+        "hierarchical": "tiny-python-draft",
+        "model": "tiny-python-draft",
+        "mtp": "tiny-python-mtp",
+    }
     for target in ("tiny-python-minicpm", "tiny-python-minicpm-w4")
 }
 

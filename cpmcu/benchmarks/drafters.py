@@ -153,7 +153,7 @@ def available(config: EngineConfig) -> dict[str, Mapping[str, Any]]:
 def _ships(target: Path, options: Mapping[str, Any]) -> bool:
     method = options.get("method", "ngram")
     if method == "hierarchical":  # the small model with a head
-        model = shipped_draft(target, "model")
+        model = shipped_draft(target, method)
         return model is not None and shipped_draft(model) is not None
     return method == "ngram" or shipped_draft(target, method) is not None
 

@@ -37,7 +37,7 @@ from cpmcu.models.common import BuildOptions, SpecFields
 from cpmcu.models.names import Piece
 from cpmcu.models.reader import language_config
 from cpmcu.models.registry import find_model
-from cpmcu.shipped import ASSETS, shipped, shipped_draft
+from cpmcu.shipped import shipped_draft
 from cpmcu.verification import TARGET_MATCH, is_lossy
 
 if TYPE_CHECKING:
@@ -213,7 +213,10 @@ def open_draft(
     if shipped:
         source = str(shipped)
     if source is None and expected == "hierarchical":
-        source = _draft_model(directory)
+        raise ValueError(
+            "method hierarchical needs a draft model and its head, expected draft_model_path "
+            "(model) and head_model_path (draft_model)"
+        )
     files = None if source is None else _open_files(source)
     if files is None and expected != "auto" and _is_in_target(get_drafter(expected)[1]):
         files = _files_of(directory, target)
@@ -234,16 +237,6 @@ def open_draft(
     if speculation.fill is not None:
         method, plan = fill_plan(method, plan, speculation)
     return LoadedDraft(method, plan, shape, window, vocab_ids, files, head_quant, head=head)
-
-
-def _draft_model(directory: Path) -> str:
-    """The draft model of a hierarchical draft, if none is named."""
-    if shipped(str(directory)) is None:
-        raise ValueError(
-            "method hierarchical needs a draft model and its head, expected draft_model_path "
-            "(model) and head_model_path (draft_model)"
-        )
-    return str(ASSETS / "tiny-python-draft")
 
 
 def _open_head(

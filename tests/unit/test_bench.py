@@ -28,6 +28,7 @@ from tests.reference.tiny_modules import write_modules
         (["--memory-limit", "2"], "--memory-limit is 2"),
         (["--kernels", "x.json"], "--kernels is given without --plot"),
         (["--drafters", "--plot", "x.png"], "--drafters and --plot are both given"),
+        (["--drafters", "--needle"], "--drafters and --needle are both given"),
         (["--plot", "x.png", "--kernels", "no/x"], "bench: no/x: No such file or directory"),
     ],
 )
