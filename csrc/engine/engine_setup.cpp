@@ -8,8 +8,6 @@ namespace cpmcu {
 namespace {
 
 constexpr int kMaxTokens = 1 << 30;  // of a sequence, so that what is added to them stays an int
-// Maximum tokens of one launch of the head. A step with more tokens computes its logits in parts.
-constexpr int kMaxLogitRows = 256;
 
 int pages_for(int num_entries) { return (num_entries + kPageSize - 1) / kPageSize; }
 

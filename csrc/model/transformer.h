@@ -12,6 +12,9 @@
 
 namespace cpmcu {
 
+// Maximum rows of one call of the head. A pass with more rows computes its logits in parts.
+constexpr int kMaxLogitRows = 256;
+
 class Transformer {
  public:
   // `prefix` precedes every checkpoint name. `window`: default window of the attention blocks; 0:

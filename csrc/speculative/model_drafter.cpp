@@ -3,12 +3,6 @@
 #include <algorithm>
 
 namespace cpmcu {
-namespace {
-
-// Rows of one launch of the head. A pass with more rows computes its logits in parts.
-constexpr int kMaxLogitRows = 256;
-
-}  // namespace
 
 ModelDrafter::ModelDrafter(const DrafterSpec& spec, const ModelSpec& target)
     : BeamDrafter(spec, target) {

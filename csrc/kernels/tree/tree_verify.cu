@@ -36,82 +36,40 @@ __device__ __forceinline__ int of_node(const int (&values)[2], int node) {
   return node < 32 ? low : high;
 }
 
-// Fills `walk` and returns the number of emitted tokens. `finished`: the sequence has ended.
-__device__ int walk_tree(const AcceptTreeParams& p, int seq, const SlotStop& stop, int lane,
-                         Walk& walk, bool& finished) {
+// The nodes of a tree: each lane holds nodes lane and 32 + lane. A node that is absent, or has no
+// token, has parent -1.
+struct LaneNodes {
   int tokens[2], parents[2], drawn[2];
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const int node = i * 32 + lane, at = seq * p.trees.num_nodes + node;
-    const bool exists = node < p.trees.num_nodes;
-    tokens[i] = exists ? p.trees.tokens[at] : -1;
-    parents[i] = exists ? p.trees.parents[at] : -1;
-    drawn[i] = exists ? p.drawn[at] : 0;
-  }
-  const int stop_id = lane < min(stop.num_stop_ids, kMaxStopIds) ? stop.stop_ids[lane] : -1;
-  const int max_tokens = stop.max_tokens;
-  for (int num = 0, node = 0;;) {
-    const int token = of_node(drawn, node);
-    if (lane == 0) {
-      walk.path[num] = node;
-      walk.emitted[num] = token;
-    }
-    ++num;
-    finished = token == kNoToken || num >= max_tokens ||
-               __any_sync(kAllLanes, stop_id == token && stop_id >= 0);
-    const unsigned low = __ballot_sync(kAllLanes, parents[0] == node && tokens[0] == token);
-    const unsigned high = __ballot_sync(kAllLanes, parents[1] == node && tokens[1] == token);
-    if (finished || num == p.state.accepted.max_path || (low | high) == 0) return num;
-    node = low != 0 ? __ffs(low) - 1 : 32 + __ffs(high) - 1;
-  }
-}
 
-// As walk_tree, for top-p verification.
-__device__ int walk_candidates(const AcceptTreeParams& p, int seq, const SlotStop& stop, int lane,
-                               Walk& walk, bool& finished) {
-  constexpr unsigned kNone = ~0u;
-  const int first_row = seq * p.trees.num_nodes;
-  int tokens[2], parents[2], drawn[2];
-  unsigned order[2];               // children of a node in the order of preference; kNone: rejected
-  bool is_first[2], is_second[2];  // the token is this candidate of the parent
+  __device__ __forceinline__ LaneNodes(const AcceptTreeParams& p, int seq, int lane) {
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const int node = i * 32 + lane;
-    const bool exists = node < p.trees.num_nodes;
-    tokens[i] = exists ? p.trees.tokens[first_row + node] : -1;
-    parents[i] = exists && tokens[i] >= 0 ? p.trees.parents[first_row + node] : -1;
-    drawn[i] = exists ? p.drawn[first_row + node] : 0;
-    const int parent_row = first_row + max(parents[i], 0);  // the order of other nodes is not used
-    const TokenCandidates& candidates = p.candidates[parent_row];
-    const int num = candidates.num;
-    order[i] = kNone;
-#pragma unroll
-    for (int j = kMaxCandidates - 1; j >= 0; --j) {
-      const bool equal = candidates.ids[j] == tokens[i];
-      if (equal && j < num) order[i] = (j + 1) * kMaxTreeSize + node;
-      if (j == 0) is_first[i] = equal;
-      if (j == 1) is_second[i] = equal;
+    for (int i = 0; i < 2; ++i) {
+      const int node = i * 32 + lane, at = seq * p.trees.num_nodes + node;
+      const bool exists = node < p.trees.num_nodes;
+      tokens[i] = exists ? p.trees.tokens[at] : -1;
+      parents[i] = exists && tokens[i] >= 0 ? p.trees.parents[at] : -1;
+      drawn[i] = exists ? p.drawn[at] : 0;
     }
-    if (p.drawn[parent_row] == tokens[i]) order[i] = node;
   }
-  const auto child_with = [&](int node, const bool (&wanted)[2]) {
-    const unsigned low = __ballot_sync(kAllLanes, parents[0] == node && wanted[0]);
-    const unsigned high = __ballot_sync(kAllLanes, parents[1] == node && wanted[1]);
+  // The first wanted child of `node`; -1: none.
+  __device__ __forceinline__ int child_of(int node, bool wants_low, bool wants_high) const {
+    const unsigned low = __ballot_sync(kAllLanes, parents[0] == node && wants_low);
+    const unsigned high = __ballot_sync(kAllLanes, parents[1] == node && wants_high);
     return low != 0 ? __ffs(low) - 1 : high != 0 ? 31 + __ffs(high) : -1;
-  };
+  }
+};
+
+// Fills `walk` and returns the number of emitted tokens. `finished`: the sequence has ended.
+// next(node, token) returns the child at which the walk continues, -1 for none, and sets `token` to
+// what the node emits.
+template <typename Next>
+__device__ __forceinline__ int walk_from_root(const AcceptTreeParams& p, const SlotStop& stop,
+                                              int lane, Walk& walk, bool& finished, Next next) {
   const int stop_id = lane < min(stop.num_stop_ids, kMaxStopIds) ? stop.stop_ids[lane] : -1;
   const int max_tokens = stop.max_tokens;
   for (int num = 0, node = 0;;) {
-    const unsigned low = parents[0] == node ? order[0] : kNone;
-    const unsigned high = parents[1] == node ? order[1] : kNone;
-    const unsigned best = __reduce_min_sync(kAllLanes, min(low, high));
-    int child = best == kNone ? -1 : static_cast<int>(best % kMaxTreeSize);
-    if (child < 0) {
-      int last = child = child_with(node, is_second);
-      for (int i = 0; i < p.verify_window && last >= 0; ++i) last = child_with(last, is_first);
-      if (last < 0) child = -1;
-    }
-    const int token = child < 0 ? of_node(drawn, node) : of_node(tokens, child);
+    int token;
+    const int child = next(node, token);
     if (lane == 0) {
       walk.path[num] = node;
       walk.emitted[num] = token;
@@ -122,6 +80,57 @@ __device__ int walk_candidates(const AcceptTreeParams& p, int seq, const SlotSto
     if (finished || num == p.state.accepted.max_path || child < 0) return num;
     node = child;
   }
+}
+
+// The walk accepts the child that has the drawn token.
+__device__ int walk_tree(const AcceptTreeParams& p, int seq, const SlotStop& stop, int lane,
+                         Walk& walk, bool& finished) {
+  const LaneNodes nodes(p, seq, lane);
+  return walk_from_root(p, stop, lane, walk, finished, [&](int node, int& token) {
+    token = of_node(nodes.drawn, node);
+    return nodes.child_of(node, nodes.tokens[0] == token, nodes.tokens[1] == token);
+  });
+}
+
+// The walk of top-p verification.
+__device__ int walk_candidates(const AcceptTreeParams& p, int seq, const SlotStop& stop, int lane,
+                               Walk& walk, bool& finished) {
+  constexpr unsigned kNone = ~0u;
+  const LaneNodes nodes(p, seq, lane);
+  unsigned order[2];               // children of a node in the order of preference; kNone: rejected
+  bool is_first[2], is_second[2];  // the token is this candidate of the parent
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int node = i * 32 + lane;
+    // The order of nodes without a parent is not used.
+    const int parent_row = seq * p.trees.num_nodes + max(nodes.parents[i], 0);
+    const TokenCandidates& candidates = p.candidates[parent_row];
+    const int num = candidates.num;
+    order[i] = kNone;
+#pragma unroll
+    for (int j = kMaxCandidates - 1; j >= 0; --j) {
+      const bool equal = candidates.ids[j] == nodes.tokens[i];
+      if (equal && j < num) order[i] = (j + 1) * kMaxTreeSize + node;
+      if (j == 0) is_first[i] = equal;
+      if (j == 1) is_second[i] = equal;
+    }
+    if (p.drawn[parent_row] == nodes.tokens[i]) order[i] = node;
+  }
+  return walk_from_root(p, stop, lane, walk, finished, [&](int node, int& token) {
+    const unsigned low = nodes.parents[0] == node ? order[0] : kNone;
+    const unsigned high = nodes.parents[1] == node ? order[1] : kNone;
+    const unsigned best = __reduce_min_sync(kAllLanes, min(low, high));
+    int child = best == kNone ? -1 : static_cast<int>(best % kMaxTreeSize);
+    if (child < 0) {
+      int last = child = nodes.child_of(node, is_second[0], is_second[1]);
+      for (int i = 0; i < p.verify_window && last >= 0; ++i) {
+        last = nodes.child_of(last, is_first[0], is_first[1]);
+      }
+      if (last < 0) child = -1;
+    }
+    token = child < 0 ? of_node(nodes.drawn, node) : of_node(nodes.tokens, child);
+    return child;
+  });
 }
 
 // The log-probability of a token that is the drawn one or a candidate.
