@@ -71,17 +71,18 @@ class ShapeChooser:
         """
         self._times.add(shape, num_seqs, seconds)
 
-    def may_pay(self, num_seqs: int) -> bool:
-        """Could a shape beat the plain step if every drafted token were accepted?
+    def may_pay(self, num_seqs: int, shape: Shape | None = None) -> bool:
+        """Could the shape beat the plain step if every drafted token were accepted?
 
-        True until a draft has been timed.
+        None: could any? True until a draft has been timed.
         """
         plain = self._times.plain(num_seqs)
         if plain is None:
             return True
+        shapes = self.shapes if shape is None else [shape]
         return any(
             (1 + shape[0]) * plain > HOPELESS * self._times.bounds(shape, num_seqs)[0]
-            for shape in self.shapes
+            for shape in shapes
             if shape != PLAIN
         )
 
