@@ -29,7 +29,9 @@ MARGIN = 1.05  # by which a trial must promise to be faster
 REVIEW = 4  # drafted steps that a plan holds: making one takes as long as some kernels
 PLAIN_REVIEW = 12  # plain steps: they are the shortest
 RETRIED = 500  # steps after which a shape is tried again without a promise
-LOST_STEPS = 3.0  # loss against plain decoding, in plain steps, after which samples are dropped
+LOST_STEPS = 3.0  # loss against plain decoding after which most samples are dropped: in plain
+# steps, or times what the drafts of a step cost if that is more
+KEPT = 2  # samples that are not dropped then
 NEW_TEXT = 3  # samples that older texts count as
 HOPELESS = 0.9  # of plain decoding's tokens a second: a shape that can have no more never pays
 _LONGEST = 10.0  # plain steps: what a longer step took was not its own doing
@@ -121,9 +123,9 @@ class ShapeChooser:
             if plan.trial_steps == 0:
                 plan.left = 0
         elif shape != PLAIN:
-            gain = mean - self._times.bounds(shape, num_seqs)[1] / plan.plain
-            earned += GAIN_SHARE * max(0.0, gain)
-            if self._gives_up(shape, gain, emitted):
+            cost = self._times.bounds(shape, num_seqs)[1] / plan.plain
+            earned += GAIN_SHARE * max(0.0, mean - cost)
+            if self._gives_up(shape, cost, emitted):
                 plan.left = 0
         self._budget = min(self._budget + earned, MOST_BUDGET)
 
@@ -134,17 +136,18 @@ class ShapeChooser:
         if self._plan is not None:
             self._plan.left = 0
 
-    def _gives_up(self, shape: Shape, gain: float, emitted: Sequence[int]) -> bool:
+    def _gives_up(self, shape: Shape, cost: float, emitted: Sequence[int]) -> bool:
         """Returns whether the best shapes lost so much time that the text has changed.
 
-        Then forgets it.
+        Then forgets most of it. `cost`: of the step, in plain steps.
         """
+        gain = sum(emitted) / len(emitted) - cost
         if self._lost == 0:
             self._losing = []
         self._losing.append((shape, emitted))
         self._lost = max(0.0, self._lost - gain)
-        if self._lost > LOST_STEPS:
-            self._tokens.forget(0, kept=self._losing)
+        if self._lost > LOST_STEPS * max(1.0, cost - 1):
+            self._tokens.forget(KEPT, kept=self._losing)
             self._budget -= self._lost
             self._lost = 0.0
             return True

@@ -199,7 +199,7 @@ def test_close_to_the_best_fixed_shape(world: World, num_seqs: int) -> None:
 def test_close_to_the_best_shape_of_a_measured_gpu(
     tree_gain: float, rate: float, num_seqs: int
 ) -> None:
-    """Of all shapes that the engine offers, once each was tried; chains of every depth too."""
+    """Of all shapes that the engine offers, soon after a warm-up that timed each of them."""
     world = World(measured_h100, constant(rate), tree_gain)
     shapes = shapes_of(4, 8, 32)
     _, best = best_fixed(world, 2000, num_seqs=num_seqs, shapes=shapes)
@@ -207,13 +207,13 @@ def test_close_to_the_best_shape_of_a_measured_gpu(
     for seed in range(3):
         engine = Engine(world, ShapeChooser(shapes), seed, num_seqs)
         engine.warm_up([PLAIN] * 3 + [s for s in shapes[1:] for _ in range(3)] + [PLAIN] * 3)
-        engine.run(1000)
+        engine.run(300)
         begin, tokens = engine.outcome.seconds, engine.outcome.tokens
-        engine.run(1000)
+        engine.run(900)
         seconds = engine.outcome.seconds - begin
         shares.append(best * (engine.outcome.tokens - tokens) / num_seqs / seconds)
     # Where drafting gains little, some runs stay with plain steps for long.
-    assert statistics.median(shares) > (0.94 if rate >= 0.8 else 0.85), shares
+    assert statistics.median(shares) > (0.93 if rate >= 0.5 else 0.85), shares
 
 
 @pytest.mark.parametrize("num_seqs", [1, 4, 16])
