@@ -13,7 +13,8 @@
 // Decode step:
 //   1. Load S, the window and the weights. Add the accepted tokens of the last step to S and store
 //      it. Nothing here needs the projection before it, so the work overlaps that.
-//   2. Prepare the step's tokens: convolution, SiLU, norms, gates -> shared memory.
+//   2. Copy the step's raw tokens to shared memory. Prepare them: convolution, SiLU, norms, gates.
+//      With more than four tokens, each CTA prepares q and k of its share for all (DSMEM).
 //   3. Recurrence: each warp by itself, without a barrier, depth first (delta_net_tree.cuh).
 //   4. Exchange sums of squares over the head (DSMEM), norm, gate, store.
 //
