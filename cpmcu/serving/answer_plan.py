@@ -39,9 +39,11 @@ def plan_answer(
     """
     forced = _forced(body)
     if forced is not None and structure is not None:
-        raise refused(
-            "tool_choice", "A forced tool_choice and structured output exclude each other."
-        )
+        if body.grammar_field != "response_format":
+            raise refused(
+                "tool_choice", f"A forced tool_choice and {body.grammar_field} exclude each other."
+            )
+        structure = None  # it is the form of texts, and a forced call is none
     whole = forced or structure
     tools = {tool.function.name: tool.function.parameters or {} for tool in body.tools_wanted}
     calls = model.tool_format if tools and not forced else None
