@@ -26,6 +26,7 @@ class AnswerPlan:
     """The grammar and the parsers of an answer."""
 
     grammar: Grammar | None  # of the whole output, reasoning included
+    forced: bool  # the grammar is that of forced calls
     special_tokens: list[int]  # of tags that the output text must keep
     new_parser: Callable[[], AnswerParser]  # one parser for each choice
 
@@ -72,7 +73,7 @@ def plan_answer(
         )
 
     in_use = (*((thinking.begin, thinking.end) if thinking else ()), *(calls.tags if calls else ()))
-    return AnswerPlan(whole, _special(tokenizer, in_use), new_parser)
+    return AnswerPlan(whole, forced is not None, _special(tokenizer, in_use), new_parser)
 
 
 def _special(tokenizer: Tokenizer, tags: Sequence[str]) -> list[int]:

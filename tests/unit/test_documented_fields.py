@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import typing
 from pathlib import Path
 
 import pytest
@@ -40,7 +41,7 @@ DOCS = Path(__file__).parents[2] / "docs"
     ids=["chat", "completions", "responses", "input_tokens", "messages", "count_tokens"],
 )
 def test_every_field_of_the_clients(params, request_model, documents):
-    fields = set().union(*(kind.__dict__.get("__annotations__", {}) for kind in params.__mro__))
+    fields = set(typing.get_type_hints(params))
     text = "\n".join((DOCS / name).read_text("utf-8") for name in documents)
     named = set(re.findall("`([a-z_]+)`", text))
     known = {*request_model.model_fields, *request_model.ignored_fields}
