@@ -48,9 +48,7 @@ def fit(points: Sequence[Measured], num_seqs: int) -> list[float] | None:
 
 def extra(costs: Iterable[float], shape: Shape, num_seqs: int, plain: float) -> float:
     """Seconds of a step over those of a plain step, which takes `plain`."""
-    return sum(
-        cost * feature for cost, feature in zip(costs, _features(shape, num_seqs, plain))
-    )
+    return sum(cost * feature for cost, feature in zip(costs, _features(shape, num_seqs, plain)))
 
 
 def _features(shape: Shape, num_seqs: int, plain: float) -> tuple[float, float, float]:
