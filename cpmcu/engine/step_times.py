@@ -147,7 +147,7 @@ class StepTimes:
         other = within[-1] if within else others[0]
         known = self._by_seqs[nearest]
         measured = max(0.0, known[other].typical - known[PLAIN].typical)
-        levels, nodes = shape[0] / other[0], (shape[1] - 1) / (other[1] - 1)
+        levels, nodes = shape[0] / other[0], (shape[1] - 1) / max(1, other[1] - 1)
         seqs = num_seqs / nearest
         low = plain + measured * min(levels, nodes) * min(1, seqs)
         beyond = [s for s in others if s[0] >= shape[0] and s[1] >= shape[1]]
