@@ -214,9 +214,10 @@ class SpeculativeConfig:
                     f"fill and method are both {self.fill!r}, expected the method of another draft"
                 )
         elif self.method != "hierarchical" and steps is not None and steps != longest:
+            found = "not given: give fill, too" if longest is None else longest
             raise ValueError(
                 f"num_model_steps is {steps} without a fill, but must equal spec_num_iter, which "
-                f"is {longest}"
+                f"is {found}"
             )
         if steps is not None and longest is not None and steps > longest:
             raise ValueError(

@@ -38,7 +38,7 @@ def read_keys(values: Mapping[str, Any], hints: Mapping[str, Any]) -> dict[str, 
         if name in fields:
             raise ValueError(f"speculative_config also sets {name} by {key}: give it once")
         fields[name] = _fill_of(value) if key == "mtp_strategy" else value
-        _check_type(name, fields[name], hints[name])
+        _check_type(key, fields[name], hints[name])
     tokens = values.get("num_speculative_tokens")
     if tokens is not None:  # drafts have no branches there
         fields.setdefault("spec_topk_per_iter", 1)
@@ -56,9 +56,9 @@ def _fill_of(strategy: Any) -> str | None:
     return _STRATEGIES[strategy]
 
 
-def _check_type(name: str, value: Any, hint: Any) -> None:
+def _check_type(key: str, value: Any, hint: Any) -> None:
     """Raises ValueError unless the value is None or has the type of the field."""
     (wanted,) = (kind for kind in typing.get_args(hint) or (hint,) if kind is not type(None))
     right = isinstance(value, wanted) and isinstance(value, bool) == (wanted is bool)
     if value is not None and not right:
-        raise ValueError(f"speculative_config: {name} is {value!r}, expected {wanted.__name__}")
+        raise ValueError(f"speculative_config: {key} is {value!r}, expected {wanted.__name__}")

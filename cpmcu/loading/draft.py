@@ -227,7 +227,8 @@ def open_draft(
         shape = _shape(speculation, plan, SHIPPED_SHAPE if shipped else named)
         head_quant = _head_quant(speculation, plan, target)
         vocab_ids = _frspec_ids(speculation, method, plan, files, target)
-        _check_width(shape, vocab_ids or plan.options.get("vocab_ids", ()))
+        drafted = vocab_ids or plan.options.get("vocab_ids", ())
+        _check_width(shape, len(drafted) or target.fields.vocab_size)
         window = _window(speculation, method, plan)
         head = _open_head(speculation, files, plan, target) if plan.has_head and files else None
     except ValueError as error:
@@ -360,7 +361,10 @@ def _check_unused_options(speculation: SpeculativeConfig) -> None:
             "frspec_path or frspec_vocab_size is given without a draft, expected draft_model_path "
             "too"
         )
-    names = ("spec_num_iter", "spec_topk_per_iter", "spec_tree_size", "spec_window_size", "fill")
+    names = (
+        *("spec_num_iter", "spec_topk_per_iter", "spec_tree_size", "spec_window_size", "fill"),
+        *("prompt_lookup_min", "prompt_lookup_max", "enable_multi_layers_mtp"),
+    )
     idle = [name for name in names if getattr(speculation, name) is not None]
     if idle:
         logger.warning("%s has no effect: no draft is given", ", ".join(idle))
@@ -395,11 +399,11 @@ def _find(
     return find_drafter(files, method)
 
 
-def _check_width(shape: TreeShape, vocab_ids: Sequence[int]) -> None:
-    """Raises ValueError if the draft's vocabulary is smaller than topk. No ids: no limit."""
-    if 0 < len(vocab_ids) < shape.topk:
+def _check_width(shape: TreeShape, vocab_size: int) -> None:
+    """Raises ValueError if the draft's vocabulary is smaller than topk."""
+    if vocab_size < shape.topk:
         raise ValueError(
-            f"only {len(vocab_ids)} tokens are drafted, expected at least {shape.topk}, the "
+            f"only {vocab_size} tokens are drafted, expected at least {shape.topk}, the "
             "children of a node (spec_topk_per_iter sets fewer)"
         )
 

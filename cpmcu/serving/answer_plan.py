@@ -26,6 +26,7 @@ class AnswerPlan:
     """The grammar and the parsers of an answer."""
 
     grammar: Grammar | None  # of the whole output, reasoning included
+    forced: bool  # the grammar is that of forced calls
     special_tokens: list[int]  # of tags that the output text must keep
     new_parser: Callable[[], AnswerParser]  # one parser for each choice
 
@@ -39,9 +40,11 @@ def plan_answer(
     """
     forced = _forced(body)
     if forced is not None and structure is not None:
-        raise refused(
-            "tool_choice", "A forced tool_choice and structured output exclude each other."
-        )
+        if body.grammar_field != "response_format":
+            raise refused(
+                "tool_choice", f"A forced tool_choice and {body.grammar_field} exclude each other."
+            )
+        structure = None  # it is the form of texts, and a forced call is none
     whole = forced or structure
     tools = {tool.function.name: tool.function.parameters or {} for tool in body.tools_wanted}
     calls = model.tool_format if tools and not forced else None
@@ -70,7 +73,7 @@ def plan_answer(
         )
 
     in_use = (*((thinking.begin, thinking.end) if thinking else ()), *(calls.tags if calls else ()))
-    return AnswerPlan(whole, _special(tokenizer, in_use), new_parser)
+    return AnswerPlan(whole, forced is not None, _special(tokenizer, in_use), new_parser)
 
 
 def _special(tokenizer: Tokenizer, tags: Sequence[str]) -> list[int]:

@@ -63,7 +63,7 @@ def prepare(
         params,
         loop,
         prompt_field=origin.field,
-        grammar_field="tools" if grammar is None else body.grammar_field,
+        grammar_field="tools" if grammar is None or plan.forced else body.grammar_field,
         progress=body.return_progress,
         keep_special_tokens=plan.special_tokens,
     )

@@ -135,6 +135,12 @@ def refused(param: str, message: str) -> ApiError:
     return ApiError(400, message, param=param, code="unsupported_value")
 
 
+def unknown_part(place: str, kind: str, text_kinds: Sequence[str]) -> ApiError:
+    """Returns a 400 for a part of a message without a text."""
+    why = "but its text is missing" if kind in text_kinds else "but only text is known"
+    return refused(place, f"{place} has a {kind[:64]!r} part, {why}.")
+
+
 def add_handlers(app: FastAPI) -> None:
     """Makes `app` answer every error in the format of its interface."""
 
@@ -144,7 +150,8 @@ def add_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def validation_error(request: Request, error: RequestValidationError) -> JSONResponse:
-        return _from_validation(error).response(request.scope["path"])
+        sent = request.headers.get("content-type", "")
+        return _from_validation(error, sent).response(request.scope["path"])
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> JSONResponse:
@@ -165,7 +172,7 @@ def _invalid_json() -> ApiError:
     return ApiError(400, "The request body is not valid JSON.", code="invalid_json")
 
 
-def _from_validation(error: RequestValidationError) -> ApiError:
+def _from_validation(error: RequestValidationError, content_type: str) -> ApiError:
     """Returns the first validation error of a body as one sentence that names the field."""
     errors = _innermost(error.errors())
     first = errors[0]
@@ -175,11 +182,7 @@ def _from_validation(error: RequestValidationError) -> ApiError:
     path = list(itertools.takewhile(_is_field, loc))
     param = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in path).lstrip(".")
     if not param:
-        message = (
-            "The request body must be a JSON object (Content-Type: application/json): "
-            f"{first['msg']}."
-        )
-        return ApiError(400, message, code="invalid_body")
+        return ApiError(400, _not_an_object(first["input"], content_type), code="invalid_body")
     forms = _forms(errors, path)
     found = _shown(first["input"])
     if first["type"] == "missing" and path == loc:
@@ -189,6 +192,15 @@ def _from_validation(error: RequestValidationError) -> ApiError:
     else:
         message = f"{param} {'is' if path == loc else 'holds'} {found}, but {_wanted(first)}."
     return ApiError(400, message, param=param, code="invalid_value")
+
+
+def _not_an_object(found: Any, content_type: str) -> str:
+    """The message for a body that is empty, is no object, or was not read as JSON."""
+    if isinstance(found, bytes):  # FastAPI parses a body only if its type is JSON
+        sent = f"{content_type!r:.80}" if content_type else "missing"
+        return f"The header Content-Type is {sent}, but must be 'application/json'."
+    kind = "empty" if found is None else _shown(found)
+    return f"The request body is {kind}, but must be a JSON object."
 
 
 # pydantic's names of union members (they appear in `loc` as parts of a field) -> their forms.
@@ -245,7 +257,7 @@ def _forms(errors: Sequence[Mapping[str, Any]], path: list[int | str]) -> list[s
     for error in errors:
         loc = list(error["loc"][1:])
         if loc[: len(path)] == path and len(loc) > len(path):
-            literal = error["type"] == "literal_error"
+            literal = error["type"] == "literal_error" and len(loc) == len(path) + 1
             form = error["ctx"]["expected"] if literal else _FORMS.get(str(loc[len(path)]))
             forms += [form] if form is not None else []
     return list(dict.fromkeys(forms))

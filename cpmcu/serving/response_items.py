@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from cpmcu.serving.conversation import Origin
-from cpmcu.serving.errors import ApiError, refused
+from cpmcu.serving.errors import ApiError, refused, unknown_part
 from cpmcu.serving.protocol.base import SamplingRequest
 from cpmcu.serving.protocol.chat import (
     AllowedFunctions,
@@ -208,7 +208,7 @@ def _texts(parts: Sequence[ItemPart], place: str) -> list[str]:
     texts = [part.words for part in parts]
     for part, text in zip(parts, texts):
         if text is None:
-            raise refused(place, f"{place} has a {part.type[:64]!r} part: only text is known.")
+            raise unknown_part(place, part.type, ("input_text", "output_text", "text"))
     return [text for text in texts if text is not None]
 
 

@@ -215,17 +215,3 @@ class _Call:
             "name": self._name,
             "arguments": "".join(self.pieces),
         }
-
-
-def count_tokens(texts: TokenTexts, tokens: Sequence[int], text: str) -> int:
-    """Returns the number of tokens of an output up to the end of `text`; 0 for no text."""
-    if not text:
-        return 0
-    sought = text.encode()
-    pieces = [texts.bytes_of(token) for token in tokens]
-    left = max(b"".join(pieces).find(sought), 0) + len(sought)
-    for count, piece in enumerate(pieces, 1):
-        left -= len(piece)
-        if left <= 0:
-            return count
-    return len(pieces)

@@ -18,9 +18,10 @@ from cpmcu.serving.errors import ApiError, internal_error
 from cpmcu.serving.generation import PrefillProgress
 from cpmcu.serving.protocol.responses import SEALED_REASONING, ResponsesRequest
 from cpmcu.serving.response_items import functions_of
-from cpmcu.serving.response_output import Event, ResponseOutput, count_tokens
+from cpmcu.serving.response_output import Event, ResponseOutput
 from cpmcu.serving.service import Service
 from cpmcu.serving.sse import encoded
+from cpmcu.serving.token_text import tokens_up_to
 
 logger = logging.getLogger(__name__)
 
@@ -176,7 +177,7 @@ class ResponseRun:
     def _usage(self) -> dict[str, Any]:
         generation = self.generation
         prompt, tokens = len(generation.prompts[0]), generation.requests[0].tokens
-        thought = count_tokens(self._job.texts, tokens, self._output.reasoning)
+        thought = tokens_up_to(self._job.texts, tokens, self._output.reasoning)
         return {
             "input_tokens": prompt,
             "input_tokens_details": {

@@ -7,6 +7,7 @@ in the vocabulary, which is byte-level (GPT-2's letters for bytes) or SentencePi
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from cpmcu.tokenizer import Tokenizer
 
@@ -65,3 +66,17 @@ def byte_letters() -> dict[str, int]:
     hidden = [byte for byte in range(256) if byte not in seen]
     letters = {chr(byte): byte for byte in seen}
     return letters | {chr(256 + i): byte for i, byte in enumerate(hidden)}
+
+
+def tokens_up_to(texts: TokenTexts, tokens: Sequence[int], text: str) -> int:
+    """Returns the number of tokens of an output up to the end of `text`; 0 for no text."""
+    if not text:
+        return 0
+    sought = text.encode()
+    pieces = [texts.bytes_of(token) for token in tokens]
+    left = max(b"".join(pieces).find(sought), 0) + len(sought)
+    for count, piece in enumerate(pieces, 1):
+        left -= len(piece)
+        if left <= 0:
+            return count
+    return len(pieces)

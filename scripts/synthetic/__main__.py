@@ -18,7 +18,8 @@ FR-Spec.
 
     python -m scripts.synthetic --preset minicpm4-8b --acceptance 0.8 --out DIR --draft-out DIR2
 
-writes a target and a draft with synthetic acceptance (acceptance.py). The draft of a preset with an
+writes a target and a draft with synthetic acceptance (acceptance.py). With --draft-only it writes
+another draft of the same target, whatever its acceptance. The draft of a preset with an
 MTP head is that head (mtp_acceptance.py):
 
     python -m scripts.synthetic --preset qwen3.5-9b --acceptance 0.8 --out DIR
@@ -93,6 +94,17 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--draft-out", type=Path, help="folder of the draft")
     parser.add_argument(
+        "--second",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help="share of the wrong drafted tokens for which the draft's second choice is right, so "
+        "that trees gain over chains (default: 0)",
+    )
+    parser.add_argument(
+        "--draft-only", action="store_true", help="write the draft of a pair, not the target"
+    )
+    parser.add_argument(
         "--draft-vocab-size",
         type=int,
         help="size of the draft vocabulary (default: 32768, at most half of all tokens)",
@@ -116,6 +128,8 @@ def list_jobs(args: argparse.Namespace, config: Config) -> list[tuple[Preset, Pa
         raise SystemExit("--acceptance and --draft-out go together: give both or neither")
     if args.draft_quant and args.draft_out is None:
         raise SystemExit("--draft-quant is for the draft in --draft-out; use --quant")
+    if args.draft_out is None and (args.draft_only or args.second):
+        raise SystemExit("--draft-only and --second need --acceptance and --draft-out")
     if args.acceptance is None:
         return [(replace(preset, config=config), args.out, args.quant)]
     if preset.draft:
@@ -124,9 +138,10 @@ def list_jobs(args: argparse.Namespace, config: Config) -> list[tuple[Preset, Pa
     pair = (preset, config, args.seed, args.acceptance, draft_vocab)
     if has_mtp:
         return [(mtp_preset(*pair), args.out, args.quant)]
-    target, draft = pair_presets(*pair, args.draft_quant)
+    target, draft = pair_presets(*pair, args.draft_quant, args.second)
     check_apart(args.out, args.draft_out)
-    return [(target, args.out, args.quant), (draft, args.draft_out, args.draft_quant)]
+    jobs = [(target, args.out, args.quant), (draft, args.draft_out, args.draft_quant)]
+    return jobs[args.draft_only :]
 
 
 def main(argv: list[str] | None = None) -> None:

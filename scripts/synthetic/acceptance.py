@@ -10,6 +10,10 @@ The draft passes the embedding on and has a copy of the head. In the copy, a see
 of the rows is permuted: after those tokens the draft predicts a wrong token. A draft token is
 accepted with probability P, independently of the others. A speculative step of depth D emits
 1 + P + ... + P^D tokens on average.
+
+With `second` S, the draft's second choice is right after a fraction S of the tokens for which its
+first choice is wrong: the row of the right token also holds SECOND times the vector of the token
+before it. So trees gain over chains.
 """
 
 from __future__ import annotations
@@ -32,6 +36,7 @@ from scripts.synthetic.presets import Preset
 from scripts.synthetic.sources import CHUNK, Array, Source, encode
 from scripts.synthetic.tensors import Config, Fill, TensorSpec, matrix, normal, tensor_seed, vectors
 
+SECOND = 0.7  # logit of a right second choice over that of the first one
 TOP_LOGIT = 30.0  # logit of the predicted token; other logits are near 0
 BRANCHES = 0.1  # norm of all residual branches together; the embedding has norm 1
 
@@ -46,14 +51,19 @@ class Pair:
     embed_rows: Array  # [V]
     head_rows: Array  # [V]
     draft_rows: Array  # [Vd]
+    second_rows: Array  # [Vd] the vector that is added to draft_rows; -1: none
 
 
-def lay_out(config: Config, seed: int, acceptance: float, draft_vocab: int) -> Pair:
+def lay_out(
+    config: Config, seed: int, acceptance: float, draft_vocab: int, second: float = 0.0
+) -> Pair:
     """Builds the cycle and the rows of a pair. Raises SystemExit for sizes out of range."""
     vocab = config["vocab_size"]
     most = vocab - len(special_ids(config))
     if not 0.0 <= acceptance <= 1.0:
         raise SystemExit(f"--acceptance is {acceptance}, but must be a probability from 0 to 1")
+    if not 0.0 <= second <= 1.0:
+        raise SystemExit(f"--second is {second}, but must be a probability from 0 to 1")
     if not 2 <= draft_vocab <= most:
         raise SystemExit(f"--draft-vocab-size is {draft_vocab}, but must be 2 to {most}")
     rng = np.random.default_rng(tensor_seed(seed, "cycle"))
@@ -74,7 +84,11 @@ def lay_out(config: Config, seed: int, acceptance: float, draft_vocab: int) -> P
     accepted = ~np.isin(embed_rows, wrong)
     draft_rows = head_rows.copy()
     draft_rows[next_token[wrong]] = np.roll(wrong, 1)
-    return Pair(next_token, drafted, accepted, embed_rows, head_rows, draft_rows[drafted])
+    second_rows = np.full(vocab, -1)
+    rescued = wrong[: round(second * wrong.size)]
+    second_rows[next_token[rescued]] = rescued
+    tables = (embed_rows, head_rows, draft_rows[drafted], second_rows[drafted])
+    return Pair(next_token, drafted, accepted, *tables)
 
 
 def target_tensors(config: Config, seed: int, pair: Pair) -> Iterator[TensorSpec]:
@@ -102,7 +116,27 @@ def draft_tensors(
         else:
             yield TensorSpec(spec.name, spec.shape, pass_left_half(hidden))
     head = vectors(seed, pair.draft_rows, config, head_scale(config))
+    if (pair.second_rows >= 0).any():
+        head = with_second(head, seed, pair, config)
     yield TensorSpec("lm_head.weight", (pair.drafted.size, hidden), head)
+
+
+def with_second(head: Fill, seed: int, pair: Pair, config: Config) -> Fill:
+    """The fill `head` of the draft's head, with right second choices."""
+    added = vectors(seed, np.maximum(pair.second_rows, 0), config, SECOND * head_scale(config))
+    columns = config["hidden_size"]
+
+    def fill(source: Source, seed: int, count: int, dtype: str) -> Iterator[Array]:
+        begin = 0
+        pairs = zip(head(source, seed, count, "float32"), added(source, seed, count, "float32"))
+        for chunk, more in pairs:
+            rows = len(chunk.ravel()) // columns
+            has = pair.second_rows[begin : begin + rows, None] >= 0
+            begin += rows
+            values = chunk.reshape(rows, columns) + has * more.reshape(rows, columns)
+            yield encode(values.astype(np.float32).ravel(), dtype)
+
+    return fill
 
 
 def head_scale(config: Config) -> float:
@@ -172,12 +206,13 @@ def pair_presets(
     acceptance: float,
     draft_vocab: int,
     draft_quant: str | None = None,
+    second: float = 0.0,
 ) -> tuple[Preset, Preset]:
     """Returns the presets of target and draft. `config`: the target's, with overrides applied."""
     if config.get("common_experts"):
         raise SystemExit("common_experts needs embeddings with a mean, which --acceptance replaces")
     config = config | {"tie_word_embeddings": False}
-    pair = lay_out(config, seed, acceptance, draft_vocab)
+    pair = lay_out(config, seed, acceptance, draft_vocab, second)
     target = replace(preset, config=config, tensors=lambda c: target_tensors(c, seed, pair))
     draft = Preset(
         config

@@ -127,6 +127,19 @@ def eagle_tensors(config: Config) -> Iterator[TensorSpec]:
         yield from mlp_tensors(config, f"{prefix}mlp.", 0.5)
 
 
+def module_tensors(config: Config) -> Iterator[TensorSpec]:
+    """MTP modules in DeepSeek's layout, whose layers follow those of their target."""
+    hidden, layers = config["hidden_size"], config["num_hidden_layers"]
+    for module in range(config["num_nextn_predict_layers"]):
+        prefix = f"model.layers.{layers + module}."
+        for name in ("enorm", "hnorm", "input_layernorm", "post_attention_layernorm"):
+            yield norm(f"{prefix}{name}.weight", hidden)
+        yield matrix(f"{prefix}eh_proj.weight", hidden, 2 * hidden)
+        yield from attention_tensors(config, f"{prefix}self_attn.", hidden, 0.5)
+        yield from mlp_tensors(config, f"{prefix}mlp.", 0.5)
+        yield norm(f"{prefix}shared_head.norm.weight", hidden)
+
+
 def eagle3_tensors(config: Config) -> Iterator[TensorSpec]:
     """An EAGLE-3 head whose draft vocabulary is the most frequent tokens of `token_counts`."""
     hidden, vocab = config["hidden_size"], config["vocab_size"]

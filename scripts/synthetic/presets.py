@@ -7,7 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from scripts.synthetic.hybrid import hybrid_tensors
-from scripts.synthetic.layouts import decoder_tensors, eagle3_tensors, eagle_tensors
+from scripts.synthetic.layouts import (
+    decoder_tensors,
+    eagle3_tensors,
+    eagle_tensors,
+    module_tensors,
+)
 from scripts.synthetic.tensors import Config, TensorSpec
 
 
@@ -435,6 +440,12 @@ PRESETS: dict[str, Preset] = {
     ),
     "llama3.1-8b-eagle": Preset(
         llama(**LLAMA_8B, num_hidden_layers=1), {}, eagle_tensors, draft=True
+    ),
+    "llama3.1-8b-mtp3": Preset(
+        llama(**LLAMA_8B, num_hidden_layers=32, num_nextn_predict_layers=3),
+        {},
+        module_tensors,
+        draft=True,
     ),
     "llama3.1-8b-eagle3": Preset(
         llama(

@@ -47,6 +47,7 @@ def told(scripted: Server, script: str, **fields) -> Message:
     assert streamed.stop_reason == whole.stop_reason
     assert streamed.stop_sequence == whole.stop_sequence
     assert streamed.usage.output_tokens == whole.usage.output_tokens
+    assert streamed.usage.output_tokens_details == whole.usage.output_tokens_details
     return whole
 
 
@@ -138,12 +139,16 @@ def test_a_begun_answer_is_continued(scripted):
 
 def test_thinking(scripted):
     thought, text = ("thinking", "So, 🤔 two\nand two."), ("text", "Four, 四.")
-    assert plain(told(scripted, "think")) == [thought, text]
+    message = told(scripted, "think")
+    assert plain(message) == [thought, text]
+    assert 0 < message.usage.output_tokens_details.thinking_tokens < message.usage.output_tokens
     adaptive = {"type": "adaptive"}
     assert plain(told(scripted, "think", thinking=adaptive)) == [thought, text]
     omitted = {"type": "enabled", "budget_tokens": 1024, "display": "omitted"}
     assert plain(told(scripted, "think", thinking=omitted)) == [("thinking", ""), text]
     assert plain(told(scripted, "think", thinking={"type": "disabled"})) == [text]
+    details = told(scripted, "story").usage.output_tokens_details
+    assert details.thinking_tokens == 0
 
 
 # ---- tools
@@ -267,6 +272,8 @@ def test_the_list_of_models(server):
     assert model.created_at.year >= 2024 and model.created_at.utcoffset() is not None
     assert (page.has_more, page.first_id, page.last_id) == (False, MODEL, MODEL)
     assert client(server).models.retrieve(MODEL) == model
+    length = server.get(f"/v1/models/{MODEL}").json()["max_model_len"]
+    assert (model.max_input_tokens, model.max_tokens, model.lifecycle) == (length, length, "active")
     assert server.get("/v1/models").json()["object"] == "list"  # as OpenAI's without the header
 
 

@@ -297,6 +297,18 @@ def test_texts_that_are_too_long(limited):
     assert error["code"] == "model_not_found"
 
 
+def test_counting_the_tokens_of_a_prompt(server):
+    responses = server.client().responses
+    fields = {"model": "tiny-python-minicpm", "input": "class Stack:", "instructions": "Be brief."}
+    first = responses.create(**fields, max_output_tokens=4)
+    assert responses.input_tokens.count(**fields).input_tokens == first.usage.input_tokens
+    fields["previous_response_id"] = first.id
+    second = responses.create(**fields, max_output_tokens=4)
+    assert responses.input_tokens.count(**fields).input_tokens == second.usage.input_tokens
+    with pytest.raises(openai.BadRequestError, match="previous_response_id is 'x'"):
+        responses.input_tokens.count(model=fields["model"], input="a", previous_response_id="x")
+
+
 def test_an_error_of_the_client_library(server):
     with pytest.raises(openai.BadRequestError) as caught:
         server.client().responses.create(model="tiny-python-minicpm", input="a", truncation="auto")

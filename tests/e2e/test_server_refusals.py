@@ -24,6 +24,33 @@ def test_malformed_bodies(limited, body):
             assert error["code"] == "invalid_json"
 
 
+def test_a_body_of_another_type(limited):
+    body, kind = b'{"prompt": "a"}', "application/x-www-form-urlencoded"  # as curl -d sends it
+    headers = {**FIRST, "Content-Type": kind}
+    reply = httpx.post(f"{limited.url}/v1/completions", content=body, headers=headers)
+    expected = f"The header Content-Type is '{kind}', but must be 'application/json'."
+    assert error_of(reply, 400)["message"] == expected
+
+
+def test_what_a_tool_choice_may_be(limited):
+    fields = {**HELLO, "tool_choice": {"type": "function"}}
+    error = error_of(limited.post(CHAT, fields, **FIRST), 400)
+    assert "'required' or an object like" in error["message"]
+
+
+def test_parts_of_a_message(server):
+    refusal = {"role": "assistant", "content": [{"type": "refusal", "refusal": "No, never."}]}
+    text = {"role": "assistant", "content": "No, never."}
+    counts = [
+        server.post("/tokenize", {"messages": [*HELLO["messages"], message]}).json()["count"]
+        for message in (refusal, text)
+    ]
+    assert counts[0] == counts[1]
+    fields = {"messages": [{"role": "user", "content": [{"type": "text"}]}]}
+    error = error_of(server.post(CHAT, fields), 400)
+    assert error["message"] == "messages[0].content has a 'text' part, but its text is missing."
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [

@@ -81,7 +81,9 @@ TOOLS = [tool("count", n={"type": "integer", "maximum": 99, "minimum": 0}), tool
 
 
 def test_forced_calls(client):
-    for fields in ({"parallel_tool_calls": False}, {"stream": True, "parallel_tool_calls": False}):
+    # A response_format is the form of texts. Agents send it with every turn, forced or not.
+    for fields in ({"response_format": FORMAT}, {"stream": True}):
+        fields = {"parallel_tool_calls": False, **fields}
         reply = ask(client, tools=TOOLS, tool_choice="required", **fields)
         if fields.get("stream"):
             chunks = [chunk.choices[0] for chunk in reply]
@@ -206,7 +208,14 @@ def test_a_grammar_that_fails_later_ends_its_request_with_a_sentence(client, ser
         ),
         ({"extra_body": {"structured_outputs": {"whitespace_pattern": " "}}}, "whitespace_pattern"),
         ({"response_format": FORMAT, "extra_body": {"guided_regex": "a"}}, "exclude each other"),
-        ({"response_format": FORMAT, "tools": TOOLS, "tool_choice": "required"}, "exclude"),
+        (
+            {
+                "extra_body": {"guided_regex": "a"},
+                "tools": TOOLS,
+                "tool_choice": "required",
+            },
+            "A forced tool_choice and guided_regex exclude each other",
+        ),
         ({"extra_body": {"guided_json": {"type": "object", "not": {"x": 1}}}}, "json schema"),
     ],
 )

@@ -12,7 +12,6 @@ from cpmcu import bench
 from cpmcu.bench import main
 from cpmcu.benchmarks import drafters
 from cpmcu.config import EngineConfig
-from cpmcu.shipped import shipped_draft, shipped_model
 from tests.reference.engines import extension_or_skip
 from tests.reference.tiny_checkpoints import write_tiny
 from tests.reference.tiny_modules import write_modules
@@ -96,9 +95,7 @@ def test_drafters(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monkey
     result = json.loads(capsys.readouterr().out)
     rows = {(row["drafter"], row["prompts"]): row for row in result["rows"]}
     assert len(rows) == len(result["rows"])
-    expected = {"none": 0, "n-gram": 5}
-    if shipped_draft(shipped_model(), "mtp") is not None:
-        expected |= {"MTP 1": 1, "MTP 3": 3, "MTP 3 + n-gram": 5}
+    expected = {"none": 0, "n-gram": 5, "MTP 1": 1, "MTP 3": 3, "MTP 3 + n-gram": 5}
     expected |= dict.fromkeys(("EAGLE-2", "EAGLE-3", "small model"), 3)
     for (name, depth), kind in itertools.product(expected.items(), ("copy", "new")):
         row = rows[name, kind]

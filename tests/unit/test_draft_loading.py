@@ -155,3 +155,12 @@ def test_a_damaged_draft_is_refused_before_weights_are_loaded(
     assert "draft.model.norm.weight has shape [32], expected [64]" in message
     assert "missing that config.json asks for: draft.model.layers.0.mlp.up_proj.weight" in message
     assert loads == []
+
+
+def test_options_of_a_draft_without_one(
+    target: TinyCheckpoint, caplog: pytest.LogCaptureFixture
+) -> None:
+    options: dict[str, Any] = {"prompt_lookup_max": 3, "enable_multi_layers_mtp": False}
+    model = registry.TargetModel(target.config, target.fields())
+    assert open_draft(SpeculativeConfig(**options), target.directory, model) is None
+    assert "prompt_lookup_max, enable_multi_layers_mtp has no effect: no draft" in caplog.text

@@ -10,7 +10,7 @@ import pytest
 
 from cpmcu.drafters.frspec import keep_eos
 from cpmcu.tokenizer import eos_ids
-from tests.reference.tiny_checkpoints import TinyCheckpoint
+from tests.reference.tiny_checkpoints import TinyCheckpoint, write_tiny
 from tests.reference.tiny_drafts import write_draft
 from tests.unit.drafts import opened, refused, spec_of
 
@@ -86,6 +86,13 @@ def test_fewer_tokens_than_topk(
             else:
                 message = refused(target, draft, **options, **more)
                 assert f"only {count} tokens are drafted, expected at least {most}" in message
+
+
+def test_a_vocabulary_smaller_than_topk(tmp_path: Path) -> None:
+    small = write_tiny(tmp_path / "target", "llama", vocab_size=12)
+    draft = write_draft(tmp_path / "draft", "eagle", small).directory
+    message = refused(small, draft, spec_num_iter=2, spec_topk_per_iter=16)
+    assert "only 12 tokens are drafted, expected at least 16" in message
 
 
 def test_wrong_frspec(target: TinyCheckpoint, tmp_path: Path) -> None:

@@ -192,7 +192,7 @@ REFUSED = [
     (
         [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}],
         "input[0].content",
-        "'input_image' part: only text is known",
+        "'input_image' part, but only text is known",
     ),
 ]
 

@@ -10,8 +10,8 @@ from pydantic import TypeAdapter
 from tokenizers_for_tests import byte_level, write_directory
 
 from cpmcu.serving.answers import Part
-from cpmcu.serving.response_output import ResponseOutput, count_tokens
-from cpmcu.serving.token_text import TokenTexts
+from cpmcu.serving.response_output import ResponseOutput
+from cpmcu.serving.token_text import TokenTexts, tokens_up_to
 from cpmcu.serving.tool_parsers.calls import CallDelta, ToolCall
 from cpmcu.tokenizer import Tokenizer
 
@@ -196,13 +196,13 @@ def test_tokens_of_reasoning(tmp_path):
     texts = TokenTexts(tokenizer)
     whole = "<think>\nwe think 三</think>\n\nfour"
     tokens = tokenizer.encode(whole, add_special_tokens=False)
-    count = count_tokens(texts, tokens, "we think 三")
+    count = tokens_up_to(texts, tokens, "we think 三")
     before = b"".join(map(texts.bytes_of, tokens[: count - 1]))
     assert (
         len(before)
         < whole.encode().index(b"</think>")
         <= len(before + texts.bytes_of(tokens[count - 1]))
     )
-    assert count_tokens(texts, tokens, "") == 0
-    assert count_tokens(texts, tokens, whole) == len(tokens)
-    assert count_tokens(texts, [], "a") == 0
+    assert tokens_up_to(texts, tokens, "") == 0
+    assert tokens_up_to(texts, tokens, whole) == len(tokens)
+    assert tokens_up_to(texts, [], "a") == 0

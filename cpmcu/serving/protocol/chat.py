@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from cpmcu.serving import strict_json
-from cpmcu.serving.errors import ApiError, refused
+from cpmcu.serving.errors import ApiError, unknown_part
 from cpmcu.serving.protocol.base import (
     MAX_LOGPROBS,
     ApiModel,
@@ -21,10 +21,17 @@ from cpmcu.serving.protocol.base import (
 
 
 class ContentPart(RequestModel):
-    """A part of a message. Only text is supported."""
+    """A part of a message. Only text is supported, and refusals of earlier answers as text."""
 
     type: str
     text: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refusal_as_text(cls, value: Any) -> Any:
+        if isinstance(value, dict) and value.get("type") == "refusal" and "refusal" in value:
+            return {"type": "text", "text": value["refusal"]}
+        return value
 
 
 class FunctionText(RequestModel):
@@ -178,10 +185,7 @@ class ChatRequest(GenerationRequest):
         for i, message in enumerate(self.messages):
             for part in message.content if isinstance(message.content, list) else []:
                 if part.type != "text" or part.text is None:
-                    raise refused(
-                        f"messages[{i}].content",
-                        f"messages[{i}].content has a {part.type[:64]!r} part: only text is known.",
-                    )
+                    raise unknown_part(f"messages[{i}].content", part.type, ("text",))
         self._check_tool_choice()
 
     def _check_tool_choice(self) -> None:

@@ -24,9 +24,11 @@ from cpmcu.serving.protocol.chat import MAX_TOOLS, ChatRequest, FunctionName
 # Anthropic's fields that cannot change the output here. They are ignored without a log line.
 WITHOUT_EFFECT = {
     "betas",
+    "billing_policy",
     "cache_control",
     "context_management",
     "diagnostics",
+    "fallback_credit_token",
     "inference_geo",
     "metadata",
     "service_tier",
@@ -36,6 +38,7 @@ WITHOUT_EFFECT = {
 }
 # Anthropic's fields that are refused -> their neutral values, which are accepted.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "compaction": (),
     "container": (),
     "fallbacks": ([],),
     "mcp_servers": ([],),
@@ -243,6 +246,12 @@ StopReason = Literal[
 ]
 
 
+class OutputTokensDetails(ApiModel):
+    """A part of the output's tokens."""
+
+    thinking_tokens: int
+
+
 class MessagesUsage(ApiModel):
     """Token counts. The prompt is `input_tokens` and `cache_read_input_tokens` together."""
 
@@ -250,6 +259,7 @@ class MessagesUsage(ApiModel):
     cache_creation_input_tokens: int = 0
     cache_read_input_tokens: int
     output_tokens: int
+    output_tokens_details: OutputTokensDetails
 
 
 class MessagesResponse(ApiModel):

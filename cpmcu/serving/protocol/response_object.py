@@ -150,3 +150,10 @@ class ItemList(ApiModel):
     first_id: str | None
     last_id: str | None
     has_more: bool
+
+
+class InputTokens(ApiModel):
+    """Number of tokens of the prompt."""
+
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+    input_tokens: int

@@ -142,7 +142,7 @@ class ResponsesRequest(SamplingRequest):
         "background_options",
         "client_metadata",
         "image",
-        "prompt_cache_options",
+        "personality",
     }
     refused_fields: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **REFUSED,
@@ -150,7 +150,6 @@ class ResponsesRequest(SamplingRequest):
         "context_management": ([],),
         "conversation": (),
         "logprobs": (False,),
-        "moderation": (),
         "n": (1,),
         "prompt": (),
     }

@@ -28,9 +28,11 @@ from cpmcu.serving.protocol.messages import (
     MessagesRequest,
     MessagesResponse,
     MessagesUsage,
+    OutputTokensDetails,
 )
 from cpmcu.serving.responses import answer, service_of, written
 from cpmcu.serving.service import Service
+from cpmcu.serving.token_text import tokens_up_to
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {**error, "model": MessagesError} for status, error in ERRORS.items()
@@ -117,6 +119,7 @@ class _Reply:
         self._job = job
         self._id = f"msg_{uuid.uuid4().hex}"
         self._model = body.model or service.names[0]
+        self._reasoning: list[str] = []
         wanted = body.return_metrics
         self._wants_metrics = service.config.return_metrics if wanted is None else wanted
 
@@ -125,6 +128,7 @@ class _Reply:
         (output,) = outputs
         parser = self._job.new_parser()
         part = parser.push(output.text, final=True)
+        self._reasoning.append(part.reasoning)
         return MessagesResponse(
             id=self._id,
             model=self._model,
@@ -147,6 +151,7 @@ class _Reply:
                 yield self._start()
             final = item.finish_reason is not None
             part = parser.push(item.text, final=final)
+            self._reasoning.append(part.reasoning)
             if not self._only_prefill:
                 for block in writer.push(part, final=final):
                     yield _event(**block)
@@ -187,10 +192,14 @@ class _Reply:
     def _usage(self, num_tokens: int) -> MessagesUsage:
         generation = self._job.generation
         cached = generation.cached_tokens
+        tokens = generation.requests[0].tokens[:num_tokens]
         return MessagesUsage(
             input_tokens=len(generation.prompts[0]) - cached,
             cache_read_input_tokens=cached,
             output_tokens=num_tokens,
+            output_tokens_details=OutputTokensDetails(
+                thinking_tokens=tokens_up_to(self._job.texts, tokens, "".join(self._reasoning))
+            ),
         )
 
     def _stop(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
@@ -62,11 +63,16 @@ def _asks_as_anthropic(request: Request) -> bool:
     return "anthropic-version" in request.headers
 
 
-def _anthropic_info(request: Request, name: str) -> dict[str, str]:
-    created = datetime.datetime.fromtimestamp(service_of(request).created, datetime.timezone.utc)
+def _anthropic_info(request: Request, name: str) -> dict[str, Any]:
+    service = service_of(request)
+    created = datetime.datetime.fromtimestamp(service.created, datetime.timezone.utc)
+    max_length = service.model.llm.max_length
     return {
         "type": "model",
         "id": name,
         "display_name": name,
         "created_at": created.isoformat().replace("+00:00", "Z"),
+        "lifecycle": "active",
+        "max_input_tokens": max_length,
+        "max_tokens": max_length,
     }

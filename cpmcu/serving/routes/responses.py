@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
@@ -10,10 +11,16 @@ from fastapi.responses import Response
 
 from cpmcu.checks import shown
 from cpmcu.serving import sse
-from cpmcu.serving.chat_job import ChatJob, prepare
+from cpmcu.serving.chat_job import ChatJob, prepare, prompt_text
 from cpmcu.serving.errors import ApiError, refused
+from cpmcu.serving.generation import encode
 from cpmcu.serving.protocol.base import ERRORS
-from cpmcu.serving.protocol.response_object import DeletedResponse, ItemList, ResponseObject
+from cpmcu.serving.protocol.response_object import (
+    DeletedResponse,
+    InputTokens,
+    ItemList,
+    ResponseObject,
+)
 from cpmcu.serving.protocol.responses import InputItem, ResponsesRequest
 from cpmcu.serving.response_items import Placed, missing, to_chat
 from cpmcu.serving.response_run import ResponseRun
@@ -101,6 +108,23 @@ def _prepare(
     """Translates and prepares a request. Slow, so it runs off the event loop."""
     chat, origin = to_chat(body, items)
     return prepare(service, chat, loop, origin)
+
+
+@router.post("/v1/responses/input_tokens", responses=ERRORS)
+async def count_input_tokens(body: ResponsesRequest, request: Request) -> InputTokens:
+    """Counts the tokens of a conversation's prompt."""
+    service = service_of(request)
+    body.check()
+    service.check_model(body.model)
+    items = [*itertools.chain(*_items(body, service))]
+    length = sum(item.length for _, item in items) + len(body.instructions or "")
+    count = await service.workers.run(request, length, _count, service, body, items)
+    return InputTokens(input_tokens=count)
+
+
+def _count(service: Service, body: ResponsesRequest, items: list[Placed]) -> int:
+    prompt = prompt_text(service, *to_chat(body, items))
+    return len(encode(service.model.llm.tokenizer, prompt, "input", special=False))
 
 
 def _written(value: Any) -> Response:
