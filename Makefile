@@ -16,7 +16,8 @@ ifdef NO_VENV
 else
   export PATH := $(CURDIR)/.venv/bin:$(PATH)
 endif
-PIP = $(PY) -m pip install --quiet --disable-pip-version-check
+# Python compiles what it imports; most files of torch and transformers are never imported.
+PIP = $(PY) -m pip install --quiet --disable-pip-version-check --no-compile
 SAY = @printf '\033[1m== %s\033[0m\n'
 # Two pytest workers on two cores: torch's thread pools would compete with them.
 TESTS = CPMCU_EXTENSION_DIR=$(CURDIR)/build/cpu OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal
@@ -25,13 +26,13 @@ UNIT = tests/unit tests/kernels $(addprefix --ignore=tests/kernels/test_,attenti
   $(addprefix tests/engine/test_,bad_checkpoints.py engine.py logits.py)
 CPP = find csrc -name '*.cpp' -o -name '*.cu' -o -name '*.h' -o -name '*.cuh'
 
-.PHONY: help demo build test test-unit test-gpu asan cuda-compile lint lint-python lint-types lint-cpp format stubs bench clean
+.PHONY: help demo build cpu-build build-and-install test test-cpu test-unit test-gpu asan cuda-compile lint lint-python lint-types lint-cpp format stubs bench clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
 	@echo; echo "setup.py config  the build's configuration and environment variables"
 
-# ---- environment: each stamp adds packages to the previous one, so a demo needs no torch
+# ---- environment: base, with dev's packages, with oracle's packages; a demo needs no torch
 
 .venv/.base-stamp: pyproject.toml
 	$(SAY) "setting up .venv with $(PYTHON)"
@@ -45,11 +46,10 @@ help:  ## this list
 	@CPMCU_SKIP_BUILD=1 $(PIP) --no-build-isolation -e '.[dev]'
 	@touch $@
 
-.venv/.oracle-stamp: .venv/.dev-stamp requirements-test.txt
-	$(SAY) "installing what the tests compare with (torch, transformers) and client libraries"
-	@$(PIP) -r requirements-test.txt
-	@CPMCU_SKIP_BUILD=1 $(PIP) --no-build-isolation -e '.[dev,clients]'
-	@touch $@
+.venv/.oracle-stamp: .venv/.base-stamp requirements-test.txt
+	$(SAY) "installing the development tools, what the tests compare with (torch, transformers) and client libraries"
+	@CPMCU_SKIP_BUILD=1 $(PIP) --no-build-isolation -r requirements-test.txt -e '.[dev,clients]'
+	@touch .venv/.dev-stamp $@
 
 # ---- build and run
 
@@ -68,18 +68,24 @@ demo: $(BASE)  ## set up, build and generate text with the model in cpmcu/assets
 
 # ---- checks
 
-test-unit: $(ORACLE)  ## the tests to run while editing: a CPU build, then under a minute of pytest
+cpu-build: $(BASE)
 	$(SAY) "CPU build"
 	@CPMCU_WITH_CUDA=0 $(PY) setup.py --quiet build_ext
+
+# pip uses one core and waits for the network.
+build-and-install: $(BASE)
+	@$(MAKE) --no-print-directory -j 2 cpu-build $(ORACLE)
+
+test-unit: build-and-install  ## the tests to run while editing: a CPU build, then under a minute of pytest
 	$(SAY) "pytest"
 	@$(TESTS) -m "not gpu and not slow" $(UNIT)
 
-test: $(ORACLE)  ## all checks without a GPU: pytest, AddressSanitizer, compilation of all CUDA code
-	$(SAY) "CPU build"
-	@CPMCU_WITH_CUDA=0 $(PY) setup.py --quiet build_ext
+test-cpu: build-and-install  ## pytest and AddressSanitizer, on the CPU
 	$(SAY) "pytest"
 	@$(TESTS) -m "not gpu" --durations=25 2>&1 | tee build/pytest.log
 	@$(MAKE) --no-print-directory asan
+
+test: test-cpu  ## all checks without a GPU: pytest, AddressSanitizer, compilation of all CUDA code
 	@if $(PY) setup.py config | grep -q '"nvcc": "[0-9]'; then \
 	   $(MAKE) --no-print-directory cuda-compile; else echo "CUDA code not compiled: no nvcc"; fi
 

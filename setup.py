@@ -164,8 +164,9 @@ class BuildExt(build_ext):
         in_place = self.inplace or self.editable_mode
         target = Path("" if in_place else self.build_lib, "cpmcu", Path(module).name)
         target.parent.mkdir(parents=True, exist_ok=True)
-        # Renaming instead of overwriting: a running process may have the old file mapped.
-        os.replace(shutil.copy2(module, f"{target}.new"), target)
+        # Renaming instead of overwriting: a running process may have the old file mapped. Builds
+        # with different tags may run side by side.
+        os.replace(shutil.copy2(module, target.with_name(f"{info['tag']}.so.new")), target)
 
 
 if sys.argv[1:] == ["config"]:
