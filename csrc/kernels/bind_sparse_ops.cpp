@@ -24,7 +24,7 @@ void bind_sparse_ops(py::module_& m) {
       [](const OpsContext& c, SharedArray selection, SharedArray qkv, SharedArray fine,
          SharedArray coarse, float scale, int num_heads, int num_kv_heads, int head_dim,
          const OpsTokens& tokens, int init_blocks, int window_size, int topk, int dense_len,
-         bool keys_are_old, SharedArray scratch) {
+         bool keys_are_old, SharedArray scratch, SharedArray memory) {
         select_blocks(c.ctx, {.selection = tensor_of(selection),
                               .qkv = tensor_of(qkv),
                               .keys = {.fine = tensor_of(fine), .coarse = tensor_of(coarse)},
@@ -38,12 +38,14 @@ void bind_sparse_ops(py::module_& m) {
                                        .dense_len = dense_len},
                               .keys_are_old = keys_are_old,
                               .tokens = tokens.tokens,
-                              .scratch = tensor_of(scratch)});
+                              .scratch = tensor_of(scratch),
+                              .memory = tensor_of(memory)});
       },
       "ctx"_a, py::kw_only(), "selection"_a, "qkv"_a, "fine"_a, "coarse"_a, "scale"_a,
       "num_heads"_a, "num_kv_heads"_a, "head_dim"_a, "tokens"_a, "init_blocks"_a, "window_size"_a,
       "topk"_a, "dense_len"_a, "keys_are_old"_a = false, "scratch"_a = SharedArray(),
-      "csrc/kernels/attention/sparse.h");
+      "memory"_a = SharedArray(), "csrc/kernels/attention/sparse.h");
+  m.def("select_memory_bytes", &select_memory_bytes, "num_seqs"_a, "num_kv_heads"_a);
   m.def(
       "max_selected_splits",
       [](int init_blocks, int window_size, int topk, int dense_len, int max_kv) {

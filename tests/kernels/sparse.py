@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import numpy as np
 
 from tests.kernels.attention import Case
-from tests.kernels.util import PAGE, Step, context, decode, empty, encode, ops, put_ints
+from tests.kernels.util import PAGE, Step, context, decode, empty, encode, ops, put_ints, put_raw
 from tests.reference.sparse import COARSE, FINE, Rule, compress
 
+MEMORY_SEQS = 8  # of two KV heads
 SMALL_RULE = Rule(init_blocks=1, window_size=128, topk=3, dense_len=300)
 
 
@@ -20,6 +22,7 @@ class SparseCase(Case):
 
     rule: Rule = field(default=SMALL_RULE)
     keys_are_old: bool = True
+    one_launch: bool = True  # of select_blocks, if each sequence has one token
 
     def compressed(self, seq: int) -> tuple[np.ndarray, np.ndarray]:
         """Fine and coarse keys [spans, Hkv, D] of the cached and new tokens, as they are stored."""
@@ -55,7 +58,8 @@ class SparseCase(Case):
             context(device), selection=selection, qkv=qkv, fine=fine, coarse=coarse,
             scale=self.scale, num_heads=self.num_heads, num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim, tokens=rows, scratch=empty(device, [floats], "float32"),
-            keys_are_old=self.keys_are_old, **vars(self.rule),
+            keys_are_old=self.keys_are_old, memory=select_memory(device, self.one_launch),
+            **vars(self.rule),
         )  # fmt: skip
         return selection
 
@@ -71,6 +75,15 @@ class SparseCase(Case):
             "max_splits": ops.max_selected_splits(**vars(self.rule), max_kv=self.step.max_kv),
         }
         return super().params(device, qkv, k, v, rows)
+
+
+@cache
+def select_memory(device: str, one_launch: bool) -> Any:
+    """The memory of select_blocks, kept between launches; without it, several launches choose."""
+    if not one_launch:
+        return None
+    num_bytes = ops.select_memory_bytes(num_seqs=MEMORY_SEQS, num_kv_heads=2)
+    return put_raw(device, np.zeros(num_bytes, np.uint8))
 
 
 def as_bools(words: np.ndarray) -> np.ndarray:
