@@ -10,15 +10,23 @@ namespace cpmcu {
 void bind_sparse_ops(py::module_& m) {
   m.def(
       "compress_keys",
-      [](const OpsContext& c, SharedArray k_cache, SharedArray fine, SharedArray coarse,
+      [](const OpsContext& c, const std::vector<SharedArray>& k_caches,
+         const std::vector<SharedArray>& fine, const std::vector<SharedArray>& coarse,
          const OpsTokens& tokens, SharedArray accepted_counts) {
-        compress_keys(c.ctx, {.k_cache = tensor_of(k_cache),
-                              .keys = {.fine = tensor_of(fine), .coarse = tensor_of(coarse)},
-                              .accepted_counts = ints(accepted_counts),
-                              .tokens = tokens.tokens});
+        CHECK(fine.size() == k_caches.size() && coarse.size() == k_caches.size(),
+              "compress_keys: {} k_caches, {} fine and {} coarse planes, expected equally many",
+              k_caches.size(), fine.size(), coarse.size());
+        CompressKeysParams params{
+            .layers = {}, .accepted_counts = ints(accepted_counts), .tokens = tokens.tokens};
+        for (size_t i = 0; i < k_caches.size(); ++i) {
+          params.layers.push_back(
+              {.k_cache = tensor_of(k_caches[i]),
+               .compressed = {.fine = tensor_of(fine[i]), .coarse = tensor_of(coarse[i])}});
+        }
+        compress_keys(c.ctx, params);
       },
-      "ctx"_a, py::kw_only(), "k_cache"_a, "fine"_a, "coarse"_a, "tokens"_a,
-      "accepted_counts"_a = SharedArray(), "csrc/kernels/attention/sparse.h");
+      "ctx"_a, py::kw_only(), "k_caches"_a, "fine"_a, "coarse"_a, "tokens"_a,
+      "accepted_counts"_a = SharedArray(), "csrc/kernels/attention/sparse.h; one array a layer.");
   m.def(
       "select_blocks",
       [](const OpsContext& c, SharedArray selection, SharedArray qkv, SharedArray fine,

@@ -5,6 +5,8 @@
 #include <cmath>
 #include <string_view>
 
+#include "layers/compress_queue.h"
+
 namespace cpmcu {
 
 SparseKeys::SparseKeys(const Params& params)
@@ -45,7 +47,8 @@ void SparseKeys::plan(MemoryPlan& plan, ModelState& state, const StepLimits& lim
     score_floats_ = select_scratch_floats(num_tokens, num_heads, keys.num_heads, limits.max_kv);
   }
   scores_id_ = plan.add_scratch("attention.block_scores", 4 * score_floats_, phase, phase);
-  memory_bytes_ = limits.is_cuda() ? select_memory_bytes(limits.max_decode_tokens, keys.num_heads) : 0;
+  memory_bytes_ =
+      limits.is_cuda() ? select_memory_bytes(limits.max_decode_tokens, keys.num_heads) : 0;
   memory_id_ = plan.add_scratch("attention.select_memory", memory_bytes_, 0, kLoad);
 }
 
@@ -62,8 +65,11 @@ void SparseKeys::finish_loading(const Context& ctx) const {
 
 void SparseKeys::compress(const Context& ctx, const Tensor& keys, const StepTokens& tokens,
                           const int* accepted_counts) const {
-  compress_keys(
-      ctx, {.k_cache = keys, .keys = keys_, .accepted_counts = accepted_counts, .tokens = tokens});
+  const CompressKeysParams params{.layers = {{.k_cache = keys, .compressed = keys_}},
+                                  .accepted_counts = accepted_counts,
+                                  .tokens = tokens};
+  CompressQueue* const queue = CompressQueue::of(ctx);
+  queue != nullptr ? queue->push(params) : compress_keys(ctx, params);
 }
 
 int64_t SparseKeys::scratch_floats(int num_tokens, int num_heads, int head_dim, int max_kv) const {

@@ -161,7 +161,7 @@ def step(ctx: Any, entries: int, count: int, dtype: str, alike: bool) -> dict[st
 
         def compress(tokens: Any) -> None:
             ops.compress_keys(
-                ctx, k_cache=accepted.k_cache, fine=accepted.fine, coarse=accepted.coarse,
+                ctx, k_caches=[accepted.k_cache], fine=[accepted.fine], coarse=[accepted.coarse],
                 tokens=tokens, accepted_counts=counts,
             )  # fmt: skip
 

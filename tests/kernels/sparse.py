@@ -92,18 +92,24 @@ def as_bools(words: np.ndarray) -> np.ndarray:
 
 
 def compressed_on(device: str, case: SparseCase, counts: list[int] | None) -> Any:
-    """Runs compress_keys. `counts`: accepted tokens of each sequence; None: a prefill step."""
-    step = case.step
+    """Runs compress_keys. `counts`: accepted tokens of each sequence; None: a prefill step.
+
+    Other layers are in front; on a GPU, enough of them for two launches."""
+    step, others = case.step, 64 if device == "cuda" else 1
     k = case.put_raw(device, case.cache(case.k))
+    other = empty(device, list(k.shape), case.dtype)
     shape = [step.num_pages, case.num_kv_heads, 4, case.head_dim]
-    planes = [empty(device, [*shape[:2], rows, shape[3]], case.dtype) for rows in (4, 1)]
+    shapes = [[*shape[:2], rows, shape[3]] for rows in (4, 1)]
+    planes = [empty(device, each, case.dtype) for each in shapes]
+    unused = [empty(device, each, case.dtype) for each in shapes]
     accepted = None
     if counts is not None:
         per_slot = np.zeros(step.num_slots, np.int32)
         per_slot[step.slots] = counts
         accepted = put_ints(device, per_slot)
     ops.compress_keys(
-        context(device), k_cache=k, fine=planes[0], coarse=planes[1], tokens=step.rows(device),
+        context(device), k_caches=[other] * others + [k], fine=[unused[0]] * others + [planes[0]],
+        coarse=[unused[1]] * others + [planes[1]], tokens=step.rows(device),
         accepted_counts=accepted,
     )  # fmt: skip
     return [decode(plane.numpy(), case.dtype) for plane in planes]

@@ -21,9 +21,9 @@
 namespace cpmcu::cuda {
 namespace {
 
-constexpr int kTile = 32;                        // blocks of a CTA; as many coarse keys
-constexpr int kTileFine = kTile * kFineRows;     // fine keys of a CTA
-constexpr int kPartTiles = kScorePart / kTile;   // tiles of a part of a normaliser
+constexpr int kTile = 32;                       // blocks of a CTA; as many coarse keys
+constexpr int kTileFine = kTile * kFineRows;    // fine keys of a CTA
+constexpr int kPartTiles = kScorePart / kTile;  // tiles of a part of a normaliser
 constexpr int kMaxTiles = kMaxSparseEntries / kPageSize / kTile;
 
 // What the CTAs of a sequence and KV head send each other. A message has the number of its launch,
@@ -81,9 +81,9 @@ struct SelectOneSmem {
 
 // Starts the copy of a tile's keys. Keys that the token does not see become zero.
 template <typename Config>
-__device__ __forceinline__ void fetch_tile_keys(
-    SelectOneSmem<Config>& smem, const SelectOneArgs<typename Config::Element>& args, int slot,
-    int end_block) {
+__device__ __forceinline__ void fetch_tile_keys(SelectOneSmem<Config>& smem,
+                                                const SelectOneArgs<typename Config::Element>& args,
+                                                int slot, int end_block) {
   using T = typename Config::Element;
   constexpr int kChunks = Config::kDim / 8, kStep = Config::kThreads / kChunks;
   constexpr int kCopies = (kTileFine + kTile) / kStep;
@@ -333,8 +333,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
       }
       __syncwarp();
       const int key = tile * kTileFine + warp * kWarpKeys;
-      const uint32_t sees = static_cast<uint32_t>(first_entries(blocks.fine_end() - key)) &
-                            ~(key == 0 ? 1u : 0u);
+      const uint32_t sees =
+          static_cast<uint32_t>(first_entries(blocks.fine_end() - key)) & ~(key == 0 ? 1u : 0u);
       const float sum = sum_of_powers(scores[0], smem.normalisers[warp], args.scale_log2);
       smem.f[warp * kWarpKeys + lane] =
           (sees >> lane & 1) != 0 ? fmaxf(sum, 0.0f) : 0.0f;  // NaN becomes 0
@@ -409,8 +409,8 @@ bool select_one_token(const Context& ctx, const SelectBlocksParams& p) {
   const int num_seqs = p.tokens.num_seqs, rows = num_seqs * p.num_kv_heads;
   const int num_tiles = static_cast<int>(selection_words(p.tokens.max_kv)) * 64 / kTile;
   // All CTAs run at the same time, since they wait for each other.
-  const bool fits = p.tokens.num_tokens == num_seqs && p.tokens.max_seq_tokens == 1 &&
-                    p.num_heads <= kHeads * p.num_kv_heads &&
+  const bool fits = !ctx.is_shared && p.tokens.num_tokens == num_seqs &&
+                    p.tokens.max_seq_tokens == 1 && p.num_heads <= kHeads * p.num_kv_heads &&
                     num_tiles * rows <= SelectOneConfig<__half, 128>::kCtasPerSm * ctx.sm_count &&
                     p.memory.num_bytes() >= rows * kSelectMessageBytes;
   if (!fits) return false;

@@ -26,6 +26,8 @@
 // not depend on the chunk, the tree or the other tokens of a step.
 #pragma once
 
+#include <vector>
+
 #include "kernels/layer/qkv_layout.h"
 #include "kernels/op.h"
 #include "kernels/step/step_tokens.h"
@@ -62,12 +64,17 @@ struct CompressedKeys {
   Tensor coarse;  // [pages, Hkv, 1, D]
 };
 
+// The planes of one layer.
+struct LayerKeys {
+  Tensor k_cache;  // [pages, Hkv, 64, D]
+  CompressedKeys compressed;
+};
+
 // Writes the compressed keys that end among the last tokens of each sequence. These are the tokens
 // of a prefill step, or with accepted_counts the accepted tokens of a decode step. slot_lengths
 // counts the cached tokens before a prefill step, and after the acceptance of a decode step.
 struct CompressKeysParams {
-  Tensor k_cache;  // [pages, Hkv, 64, D]
-  CompressedKeys keys;
+  std::vector<LayerKeys> layers;         // at least one; all have the same shapes and dtype
   const int* accepted_counts = nullptr;  // [slots]
   StepTokens tokens;
 };
